@@ -1,0 +1,85 @@
+"""A CUDA decode step on the emulator: what CUDAExecutor does on a GPU, with NumPy arrays for device buffers."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES
+
+from tests import cuda_emulator
+from tinychat.engine.gguf import GGUF
+from tinychat.kernels.cuda.layout import FLOATS, Layout, repack, transpose
+from tinychat.kernels.cuda.prefill import Prefill
+from tinychat.kernels.cuda.step import Builder, state_words
+from tinychat.kernels.ops import Plan, Sampling
+
+PREFILL = 96  # tokens of a prefill step: more than one tile, fewer than two
+
+
+class EmulatedCUDA:
+    """Buffers start poisoned (NaN), so that whatever a kernel reads too early shows."""
+
+    def __init__(self, plan: Plan, gguf: GGUF, max_context: int) -> None:
+        self.plan, layout = plan, Layout(plan, {name: t.nbytes for name, t in gguf.tensors.items()})
+        self.builder = Builder(plan, layout, max_context)
+        self.launches = self.builder.decode()
+        prefill = Prefill(self.builder, PREFILL)
+        self.prefill_launches = [*prefill.layers(), *prefill.head()]
+        self.buffers = {name: aligned(size) for name, size in self.builder.buffers.items()}
+        self.buffers["tickets"][:] = 0
+        packed = [repack(t, t.blocks) for t in layout.tensors.values() if t.kind not in FLOATS]
+        cuda_emulator.compile_all([*packed, *self.launches, *self.prefill_launches])
+        for t in layout.tensors.values():
+            raw = gguf.raw(t.name)
+            out = self.buffers.setdefault(t.buffer, aligned(t.nbytes))
+            if t.kind in FLOATS:
+                out[: raw.size] = raw
+            else:
+                self.buffers["staging"] = aligned(raw.size)
+                self.buffers["params"] = np.array([t.blocks, 0, t.blocks], np.uint64)
+                self.buffers["staging"][: raw.size] = raw
+                block, size = GGML_QUANT_SIZES[t.kind]
+                assert raw.size == t.values // block * size
+                cuda_emulator.run(repack(t, t.blocks), self.buffers)
+        for w, source in layout.transposed.values():
+            self.buffers.setdefault(layout[w].tensor.buffer, aligned(layout[w].tensor.nbytes))
+            cuda_emulator.run(transpose(w, source, layout[w].tensor), self.buffers)
+        for rope, name in self.builder.ropes.items():
+            self.buffers[name].view(np.float32)[:] = rope.table(max_context).ravel()
+
+    def step(
+        self, token: int, pos: int, sampling: Sampling | None = None, recent: Sequence[int] = ()
+    ) -> tuple[np.ndarray, int, float]:
+        """Runs `token` at `pos`: (logits, the sampled token, its log-probability)."""
+        from tinychat.kernels.cuda.step import RING
+
+        self.buffers["state"].view(np.int32)[:11] = state_words(
+            sampling or Sampling(temperature=0.0), pos, 1, pos + 1 - len(recent)
+        )
+        history = self.buffers["history"].view(np.int32)
+        history[pos] = token
+        if recent:
+            history[pos + 1 - len(recent) : pos + 1] = recent
+        for launch in self.launches:
+            cuda_emulator.run(launch, self.buffers)
+        word = self.buffers["ring"].view(np.uint64)[(pos + 1) % RING]
+        assert history[pos + 1] == int(word) & 0xFFFFFFFF
+        return (
+            self.buffers["logits"].view(np.float32).copy(),
+            int(word) & 0xFFFFFFFF,
+            float(np.uint32(int(word) >> 32).view(np.float32)),
+        )
+
+    def prefill(self, ids: Sequence[int], pos: int) -> np.ndarray:
+        """Runs `ids` at pos, pos + 1, ...: logits of each."""
+        self.buffers["state"].view(np.int32)[:11] = state_words(Sampling(temperature=0.0), pos, len(ids), 0)
+        self.buffers["history"].view(np.int32)[pos : pos + len(ids)] = ids
+        for launch in self.prefill_launches:
+            cuda_emulator.run(launch, self.buffers)
+        return self.buffers["logits_all"].view(np.float32).reshape(PREFILL, -1)[: len(ids)].copy()
+
+
+def aligned(nbytes: int) -> np.ndarray:
+    """uint8 (nbytes,) of NaNs on a 256-byte boundary."""
+    raw = np.full(nbytes + 256, 0xFF, np.uint8)
+    start = -raw.ctypes.data % 256
+    return raw[start : start + nbytes]

@@ -1,0 +1,182 @@
+// The functions of ptx.cuh on a CPU, so that the .cu files run in tests without a GPU: a block's threads are fibers that switch at
+// barriers, shuffles and matrix instructions. Blocks run one after the other, kernels too. Slow, exact, and poisoned: shared memory
+// starts as garbage in every block.
+#include <math.h>
+#include <setjmp.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+struct alignas(16) V4 { u32 x, y, z, w; };
+struct alignas(8) V2 { u32 x, y; };
+struct alignas(16) F4 { float x, y, z, w; };
+struct alignas(8) F2 { float x, y; };
+
+#define DEVICE inline
+#define KERNEL(threads, resident) static void
+#define __device__
+#define __forceinline__ inline
+#define __shared__ static
+#define DYNAMIC_SHARED(name) static V4 name[232448 / 16]
+#define __launch_bounds__(n)
+
+enum { STACK = 1 << 17 };
+template <class T> T min(T a, T b) { return b < a ? b : a; }
+template <class T> T max(T a, T b) { return a < b ? b : a; }
+struct Dim { unsigned x = 1, y = 1, z = 1; };
+static Dim threadIdx, blockIdx, blockDim, gridDim;
+
+namespace emu {
+struct Fiber { ucontext_t start; jmp_buf jump; bool started = false, done = false; char *stack = nullptr; };
+static Fiber fibers[1024];
+static void (*body)();
+static int current, count, block_waiting, block_generation;
+static int warp_waiting[32], warp_generation[32], alive, warp_alive[32];
+static ucontext_t main_context;
+static jmp_buf main_jump;
+
+static void enter() {
+  body();
+  fibers[current].done = true;
+  alive--; warp_alive[current / 32]--;
+  _longjmp(main_jump, 1);
+}
+static void yield() {
+  const int me = current;
+  if (_setjmp(fibers[me].jump) == 0) _longjmp(main_jump, 1);
+  current = me; threadIdx.x = me;
+}
+static void barrier(int &waiting, int &generation, const int &expected) {
+  const int g = generation;
+  waiting++;
+  long spins = 0;
+  while (generation == g) {
+    if (waiting >= expected) { waiting = 0; generation++; break; }
+    if (++spins > 200000) { fprintf(stderr, "emulator: threads wait for ever (divergent barrier?)\n"); abort(); }
+    yield();
+  }
+}
+static void warp_barrier() { const int w = current / 32; barrier(warp_waiting[w], warp_generation[w], warp_alive[w]); }
+static void block_barrier() { barrier(block_waiting, block_generation, alive); }
+
+static void run_block(int threads) {
+  count = alive = threads;
+  block_waiting = 0;
+  for (int i = 0; i < threads; i++) {
+    fibers[i].started = fibers[i].done = false;
+    if (!fibers[i].stack) fibers[i].stack = (char *)malloc(STACK);
+    warp_alive[i / 32] = min(32, threads - i / 32 * 32);
+    warp_waiting[i / 32] = 0;
+  }
+  while (alive)
+    for (volatile int i = 0; i < threads; i++) {
+      if (fibers[i].done) continue;
+      current = i; threadIdx.x = i;
+      if (_setjmp(main_jump) == 0) {
+        Fiber &f = fibers[i];
+        if (f.started) _longjmp(f.jump, 1);
+        f.started = true;
+        getcontext(&f.start);
+        f.start.uc_stack.ss_sp = f.stack;
+        f.start.uc_stack.ss_size = STACK;
+        f.start.uc_link = &main_context;
+        makecontext(&f.start, enter, 0);
+        setcontext(&f.start);
+      }
+    }
+}
+static char slots[32][32][64];
+template <class T> T exchange(T v, int lane) {  // what `lane` of the same warp gave
+  const int w = current / 32;
+  memcpy(slots[w][current % 32], &v, sizeof v);
+  warp_barrier();
+  T out;
+  memcpy(&out, slots[w][lane & 31], sizeof v);
+  warp_barrier();
+  return out;
+}
+template <class T> void all(const T &v, T (&out)[32]) {
+  const int w = current / 32;
+  memcpy(slots[w][current % 32], &v, sizeof v);
+  warp_barrier();
+  for (int i = 0; i < 32; i++) memcpy(&out[i], slots[w][i], sizeof v);
+  warp_barrier();
+}
+}  // namespace emu
+
+static void __syncthreads() { emu::block_barrier(); }
+DEVICE void warp_sync() { emu::warp_barrier(); }
+DEVICE void grid_wait() {}
+template <class T> T load(const void *p) { T v; if ((u64)p % sizeof(T)) { fprintf(stderr, "emulator: misaligned load\n"); abort(); } memcpy(&v, p, sizeof v); return v; }
+DEVICE V4 ldc16(const void *p) { return load<V4>(p); }
+DEVICE V2 ldc8(const void *p) { return load<V2>(p); }
+DEVICE u32 ldc4(const void *p) { return load<u32>(p); }
+DEVICE u32 ldc2(const void *p) { return load<u16>(p); }
+DEVICE float half_to_float(u32 h) { _Float16 f; u16 b = (u16)h; memcpy(&f, &b, 2); return (float)f; }
+DEVICE u16 float_to_half(float v) { _Float16 f = (_Float16)v; u16 b; memcpy(&b, &f, 2); return b; }
+DEVICE u32 bits(float f) { u32 u; memcpy(&u, &f, 4); return u; }
+DEVICE float unbits(u32 u) { float f; memcpy(&f, &u, 4); return f; }
+DEVICE int dp4a(u32 a, u32 b, int c) { for (int i = 0; i < 4; i++) c += (signed char)(a >> 8 * i) * (signed char)(b >> 8 * i); return c; }
+DEVICE float exp2_fast(float x) { return exp2f(x); }
+DEVICE float __expf(float x) { return expf(x); }
+DEVICE int round_int(float x) { return (int)rintf(x); }
+DEVICE float rsqrt_(float x) { return 1.f / sqrtf(x); }
+DEVICE float shfl_xor(float v, int m) { return emu::exchange(v, (emu::current % 32) ^ m); }
+DEVICE int shfl_xor(int v, int m) { return emu::exchange(v, (emu::current % 32) ^ m); }
+DEVICE int shfl(int v, int l) { return emu::exchange(v, l); }
+DEVICE float shfl(float v, int l) { return emu::exchange(v, l); }
+DEVICE int shfl_up(int v, int by) { const int l = emu::current % 32; return emu::exchange(v, l >= by ? l - by : l); }
+DEVICE void copy_async(void *s, const void *g, bool valid) { if ((u64)s % 16 || (valid && (u64)g % 16)) { fprintf(stderr, "emulator: misaligned copy\n"); abort(); } if (valid) memcpy(s, g, 16); else memset(s, 0, 16); }
+DEVICE void copy_commit() {}
+template <int N> DEVICE void copy_wait() {}
+DEVICE u32 matrix_row(const void *const *rows, int m, int l, bool trans) {
+  u16 lo, hi;
+  if (trans) { memcpy(&lo, (const u16 *)rows[m * 8 + l % 4 * 2] + l / 4, 2); memcpy(&hi, (const u16 *)rows[m * 8 + l % 4 * 2 + 1] + l / 4, 2); }
+  else { memcpy(&lo, (const u16 *)rows[m * 8 + l / 4] + l % 4 * 2, 2); memcpy(&hi, (const u16 *)rows[m * 8 + l / 4] + l % 4 * 2 + 1, 2); }
+  return lo | (u32)hi << 16;
+}
+DEVICE void checked(const void *p) { if ((u64)p % 16) { fprintf(stderr, "emulator: misaligned ldmatrix\n"); abort(); } }
+DEVICE V4 ldmatrix4(const void *p) { checked(p); const void *r[32]; emu::all(p, r); int l = emu::current % 32; return V4{matrix_row(r, 0, l, false), matrix_row(r, 1, l, false), matrix_row(r, 2, l, false), matrix_row(r, 3, l, false)}; }
+DEVICE V2 ldmatrix2(const void *p) { checked(p); const void *r[32]; emu::all(p, r); int l = emu::current % 32; return V2{matrix_row(r, 0, l, false), matrix_row(r, 1, l, false)}; }
+DEVICE V2 ldmatrix2_trans(const void *p) { checked(p); const void *r[32]; emu::all(p, r); int l = emu::current % 32; return V2{matrix_row(r, 0, l, true), matrix_row(r, 1, l, true)}; }
+struct Fragments { u32 a[4], b[2]; };
+DEVICE void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  Fragments all[32]; emu::all(Fragments{{a[0], a[1], a[2], a[3]}, {b0, b1}}, all);
+  const int l = emu::current % 32;
+  for (int i = 0; i < 4; i++) {
+    const int row = l / 4 + i / 2 * 8, col = l % 4 * 2 + i % 2;
+    float sum = 0;
+    for (int k = 0; k < 16; k++) {
+      const u32 av = all[row % 8 * 4 + k % 8 / 2].a[row / 8 + k / 8 * 2], bv = all[col * 4 + k % 8 / 2].b[k / 8];
+      sum += half_to_float(av >> 16 * (k & 1)) * half_to_float(bv >> 16 * (k & 1));
+    }
+    d[i] += sum;
+  }
+}
+template <int K> DEVICE void mma_s8(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  Fragments all[32]; emu::all(Fragments{{a[0], a[1], a[2], a[3]}, {b0, b1}}, all);
+  const int l = emu::current % 32;
+  for (int i = 0; i < 4; i++) {
+    const int row = l / 4 + i / 2 * 8, col = l % 4 * 2 + i % 2;
+    for (int k = 0; k < K; k++) {
+      const u32 av = all[row % 8 * 4 + k % 16 / 4].a[row / 8 + k / 16 * 2], bv = all[col * 4 + k % 16 / 4].b[k / 16];
+      d[i] += (signed char)(av >> 8 * (k & 3)) * (signed char)(bv >> 8 * (k & 3));
+    }
+  }
+}
+DEVICE void mma_s8_k32(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_s8<32>(d, a, b0, b1); }
+DEVICE void mma_s8_k16(int (&d)[4], u32 a0, u32 a1, u32 b0) { const u32 a[4] = {a0, a1, 0, 0}; mma_s8<16>(d, a, b0, 0); }
+DEVICE int warp_add(int v) { int all[32], s = 0; emu::all(v, all); for (int i = 0; i < 32; i++) s += all[i]; return s; }
+DEVICE u32 warp_most(u32 v) { u32 all[32], s = 0; emu::all(v, all); for (int i = 0; i < 32; i++) s = max(s, all[i]); return s; }
+DEVICE u32 warp_least(u32 v) { return ~warp_most(~v); }
+DEVICE void fence() {}
+DEVICE void fence_system() {}
+DEVICE u32 atomicOr(u32 *p, u32 v) { u32 o = *p; *p |= v; return o; }
+DEVICE int atomicAdd(int *p, int v) { int o = *p; *p += v; return o; }
+DEVICE long long __double_as_longlong(double d) { long long v; memcpy(&v, &d, 8); return v; }
+DEVICE double __longlong_as_double(long long v) { double d; memcpy(&d, &v, 8); return d; }

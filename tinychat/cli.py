@@ -1,0 +1,201 @@
+"""The command line: arguments and exit codes. What the commands do is in `commands`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tinychat import __version__
+from tinychat.errors import TinychatError, printable
+
+MODEL_HELP = "a name (`tinychat cache list --all` shows them), a path to a .gguf file, or a URL"
+_DESCRIPTION = """Chat with a local language model.
+
+  tinychat [MODEL]           opens the chat; without MODEL, the picker
+  tinychat COMMAND ...       see below, and `tinychat COMMAND --help`"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command. 0: done; 1: failed, with one line on stderr; 2: wrong usage; 130: Ctrl-C; 141: nobody reads on."""
+    args = parse(sys.argv[1:] if argv is None else argv)
+    debug, command = args.pop("debug"), args.pop("command")
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that knows only ASCII shows "?", and nothing fails
+    try:
+        code = command(**args) or 0
+        sys.stdout.flush()
+    except TinychatError as e:
+        if debug:
+            raise
+        print(f"tinychat: {printable(str(e), newlines=False)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
+        return 141
+    except Exception as e:
+        if debug:
+            raise
+        what = printable(f"{type(e).__name__}: {e}", newlines=False)
+        print(f"tinychat: {what} (not expected; `--debug` shows where, please report it)", file=sys.stderr)
+        return 1
+    return code
+
+
+def parse(argv: Sequence[str]) -> dict[str, Any]:
+    """Arguments as a dict: `command` (what to call), `debug`, and the keyword arguments for `command`."""
+    parser = argparse.ArgumentParser("tinychat", "tinychat [MODEL] | COMMAND ...", _DESCRIPTION, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"tinychat {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show where an error comes from")
+    group = parser.add_subparsers(prog="tinychat", title="commands", metavar="COMMAND", required=True)
+    chat = _add(group, "chat", _command("chat"))
+    chat.add_argument("text", metavar="MODEL", nargs="?", help=MODEL_HELP)
+    chat.prog, chat.usage = "tinychat", "tinychat [MODEL]"
+
+    p = _add(group, "run", _command("run"), "one answer to one prompt")
+    _model(p)
+    p.add_argument("prompt", metavar="PROMPT", help="the question; - reads stdin")
+    p.add_argument("--max-tokens", type=_parameter("max_tokens"), metavar="N", help="stop after N tokens")
+    p.add_argument("--temperature", type=_parameter("temperature"), metavar="T", help="0 always takes the likeliest token")
+    p.add_argument("--seed", type=_parameter("seed"), metavar="S", help="same seed, same answer")
+    p.add_argument("--raw", action="store_true", help="send PROMPT as it is, without the chat template")
+    p.add_argument("--no-think", dest="think", action="store_const", const=False, help="ask the model not to think first")
+    _json(p)
+
+    p = _add(group, "bench", _command("bench", "instruments"), "measure the speed of a model, a layer or a kernel")
+    _model(p, nargs="?")
+    p.add_argument("-n", dest="n_gen", type=_count, default=20, metavar="N", help="tokens to generate (default 20)")
+    p.add_argument("-p", dest="n_prompt", type=_count, default=128, metavar="N", help="tokens of the prompt (default 128)")
+    what = p.add_mutually_exclusive_group()
+    what.add_argument("--kernel", metavar="OP[:QUANT[:ROWSxK]]", help="one kernel, as gate_up:Q4_K:6144x2048")
+    what.add_argument("--block", action="store_true", help="one layer of each kind that MODEL has")
+    what.add_argument("--history", action="store_true", help="what was measured before, of MODEL or of all")
+    _no_wait(p)
+    _json(p)
+
+    p = _add(group, "profile", _command("profile", "instruments"), "show what the time of a token is spent on")
+    _model(p)
+    p.add_argument("-n", dest="steps", type=_count, default=10, metavar="N", help="tokens to measure (default 10)")
+    p.add_argument("--source", action="store_true", help="also the source of the slowest kernels")
+    _no_wait(p)
+    _json(p)
+
+    p = _add(group, "kernels", _command("kernels", "instruments"), "show the kernels that a model runs on this device")
+    _model(p)
+    p.add_argument("--source", metavar="NAME", help="the source of one of them")
+    _json(p)
+
+    p = _add(group, "smoke", _command("smoke", "instruments"), "ask models one question and compare the answers' tokens")
+    p.add_argument("names", metavar="MODEL", nargs="*", help="default: every model of the cache")
+    _no_wait(p)
+    _json(p)
+
+    p = _add(group, "limit", _command("limit", "instruments"), "measure how fast this machine reads its memory")
+    _json(p)
+
+    p = _add(group, "perplexity", _command("perplexity"), "how well a model foretells a text")
+    _model(p)
+    p.add_argument("file", metavar="FILE", help="a text file")
+    p.add_argument("--ctx", dest="context", type=_count, default=512, metavar="N", help="tokens per window (default 512)")
+    p.add_argument("--chunks", type=_count, metavar="N", help="only the first N windows")
+    _json(p)
+
+    p = _add(group, "tokenize", _command("tokenize"), "show the tokens of a text")
+    _model(p)
+    p.add_argument("prompt", metavar="TEXT", nargs="?", default="-", help="the text; - or nothing reads stdin")
+    _json(p)
+
+    p = _add(group, "info", _command("info"), "show what a model is, downloaded or not")
+    _model(p)
+    only = p.add_mutually_exclusive_group()
+    only.add_argument("--grep", metavar="WORD", help="metadata whose key contains WORD")
+    only.add_argument("--template", action="store_true", help="the chat template")
+    only.add_argument("--tensors", action="store_true", help="every tensor with its type, shape and size")
+    _json(p)
+
+    cache = group.add_parser("cache", help="see and change which models are on this machine", allow_abbrev=False)
+    files = cache.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    p = _add(files, "path", _command("cache_path"), "where model files are, or one is")
+    _model(p, nargs="?")
+    p = _add(files, "list", _command("cache_list"), "the files of the cache")
+    p.add_argument("--all", dest="everything", action="store_true", help="also what could be downloaded")
+    _model(_add(files, "pull", _command("cache_pull"), "download a model, or go on with it"))
+    p = _add(files, "add", _command("cache_add"), "take in a file that is on this machine already")
+    p.add_argument("file", metavar="FILE")
+    what = p.add_mutually_exclusive_group(required=True)
+    what.add_argument("--model", dest="text", metavar="NAME", help="the model that FILE is")
+    what.add_argument("--url", dest="text", metavar="URL", help="where FILE would be downloaded from")
+    how = p.add_mutually_exclusive_group()
+    how.add_argument("--copy", dest="mode", action="store_const", const="copy", default="link",
+                     help="copy FILE (default: share its disk blocks)")  # fmt: skip
+    how.add_argument("--move", dest="mode", action="store_const", const="move", help="move FILE")
+    _model(_add(files, "verify", _command("cache_verify"), "read files and compare their SHA-256"), nargs="?")
+    _model(_add(files, "rm", _command("cache_rm"), "delete a model"))
+    _add(files, "prune", _command("cache_prune"), "delete what unfinished downloads have left")
+
+    argv = list(argv)
+    first = next((i for i, a in enumerate(argv) if a != "--debug"), len(argv))
+    if first == len(argv) or (argv[first] not in group.choices and argv[first] not in ("-h", "--help", "--version")):
+        argv.insert(first, "chat")
+    return vars(parser.parse_args(argv))
+
+
+def _add(group: Any, name: str, command: Callable[..., object], help: str | None = None) -> argparse.ArgumentParser:
+    options: dict[str, Any] = {"help": help, "description": help} if help else {}
+    p: argparse.ArgumentParser = group.add_parser(name, allow_abbrev=False, **options)
+    p.set_defaults(command=command)
+    p.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    return p
+
+
+def _model(p: argparse.ArgumentParser, **options: Any) -> None:
+    p.add_argument("text", metavar="MODEL", help=MODEL_HELP, **options)
+
+
+def _json(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--json", dest="as_json", action="store_true", help="one JSON object on stdout and nothing else")
+
+
+def _no_wait(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--no-wait", dest="wait", action="store_false", help="fail, instead of waiting, while another benchmark runs")
+
+
+def _command(name: str, module: str = "commands") -> Callable[..., object]:
+    """Function `name` of `module`, imported only when it is called: `--help` must not wait for an engine."""
+
+    def call(**arguments: Any) -> object:
+        return getattr(importlib.import_module(f"tinychat.{module}"), name)(**arguments)
+
+    return call
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 10**7:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, not {text!r}")
+    return int(text)
+
+
+def _parameter(name: str) -> Callable[[str], Any]:
+    """Checks an option by the same table as `/set` in the chat."""
+
+    def convert(text: str) -> Any:
+        from tinychat.ui.parameters import Parameters, get_parameter, set_parameter
+
+        try:
+            return get_parameter(set_parameter(Parameters(), name, text), name)
+        except TinychatError as e:
+            raise argparse.ArgumentTypeError(str(e)) from None
+
+    return convert
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""What the commands show: answers and tables on stdout, remarks and progress on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.filesize import decimal
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from tinychat.errors import printable
+
+
+def say(text: str) -> None:
+    """One remark on stderr."""
+    print(printable(text, newlines=False), file=sys.stderr, flush=True)
+
+
+def show_json(data: dict[str, Any]) -> None:
+    """The one JSON object on stdout; pure ASCII, so that no terminal or encoding can trip over it."""
+    print(json.dumps(data, indent=2))
+
+
+def show(table: RenderableType) -> None:
+    """A table or report on stdout; in a pipe it is as wide as it needs to be."""
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 250)
+    with console.capture() as text:  # rich would turn a closed pipe into its own exit
+        console.print(table)
+    print("\n".join(map(str.rstrip, text.get().splitlines())))
+
+
+def grid(rows: Sequence[tuple[str, ...]], head: tuple[str, ...] = (), right: tuple[int, ...] = ()) -> Table:
+    """A plain table of untrusted texts; the columns `right` are set to the right."""
+    table = Table.grid(padding=(0, 2)) if not head else Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    for i in range(max(map(len, [*rows, head]))):
+        table.add_column(head[i] if head else "", justify="right" if i in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(printable(cell, newlines=False)) for cell in row))
+    return table
+
+
+class Bar:
+    """Progress of a long job on stderr: a bar in a terminal, nothing in a pipe. `with Bar() as bar: pull(..., bar.download)`."""
+
+    def __init__(self) -> None:
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[detail]}", markup=False))
+        console = Console(stderr=True, highlight=False)
+        self.progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self.task = self.progress.add_task("", total=None, detail="")
+
+    def __enter__(self) -> Bar:
+        self.progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.progress.stop()
+
+    def download(self, done: int, total: int | None, speed: float, stage: str) -> None:
+        """Takes what `cache.pull` reports."""
+        detail = f"{decimal(done)} of {decimal(total)}" if total else decimal(done)
+        if speed:
+            detail += f" · {decimal(int(speed))}/s"
+            if total and total > done:
+                detail += f" · {timedelta(seconds=int((total - done) / speed))} left"
+        self.progress.update(self.task, description=printable(stage), completed=done, total=total, detail=detail)
+
+    def stage(self, text: str, fraction: float) -> None:
+        """Takes what `Engine.load` and `bench.run` report."""
+        self.progress.update(self.task, description=printable(text), completed=fraction, total=1.0, detail="")

@@ -1,0 +1,230 @@
+"""ModelConfig: what a GGUF's metadata says about the model, checked; one table entry per architecture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from tinychat.engine.gguf import GGUF
+from tinychat.errors import TinychatError, printable
+from tinychat.kernels.ops import Gating, Rope
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What the metadata does not say: the pairing of RoPE, the norms of q and k, how expert weights are made by default."""
+
+    rope: Literal["norm", "neox"]
+    qk_norm: Literal["head", "projection"] | None = None
+    normalize_experts: bool = False
+    mla: bool = False
+
+
+ARCHITECTURES = {
+    "llama": Architecture("norm", normalize_experts=True),
+    "qwen2": Architecture("neox"),
+    "qwen3": Architecture("neox", qk_norm="head"),
+    "qwen3moe": Architecture("neox", qk_norm="head", normalize_experts=True),
+    "olmoe": Architecture("neox", qk_norm="projection"),
+    "deepseek2": Architecture("norm", mla=True),
+}
+
+_GATING: dict[int, Gating] = {1: "softmax", 2: "sigmoid", 3: "softmax_weight", 4: "sqrt_softplus"}
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention: ranks and per-head sizes. `q_lora` 0 = plain q projection."""
+
+    q_lora: int
+    kv_lora: int
+    nope: int
+    v_dim: int
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Mixture of experts: `ff` per expert, `shared_ff` of the shared expert (0 = none), the first `dense_layers` are dense."""
+
+    count: int
+    used: int
+    ff: int
+    shared_ff: int
+    dense_layers: int
+    gating: Gating
+    normalize: bool
+    scale: float
+    groups: int
+    groups_used: int
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes and constants of one model. Without `latent`, head_dim is of q and k, v_dim of v."""
+
+    architecture: str
+    name: str
+    layers: int
+    dim: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_dim: int
+    ff: int
+    vocab: int
+    eps: float
+    context: int
+    rope: Rope
+    attention_scale: float
+    qk_norm: Literal["head", "projection"] | None
+    latent: Latent | None
+    experts: Experts | None
+
+    @classmethod
+    def from_gguf(cls, gguf: GGUF) -> ModelConfig:
+        """Reads and checks the metadata. Raises TinychatError naming the key, what was expected and what was found."""
+        kv = _Metadata(gguf.metadata)
+        name = kv.text("general.architecture")
+        if name not in ARCHITECTURES:
+            raise TinychatError(f"architecture '{printable(name)}' is not supported; tinychat runs {', '.join(ARCHITECTURES)}")
+        arch = ARCHITECTURES[name]
+        kv.prefix = name + "."
+        if "token_embd.weight" not in gguf.tensors:
+            raise TinychatError("tensor token_embd.weight is missing; the file is incomplete")
+        vocab = gguf.tensors["token_embd.weight"].shape[0]
+        nextn = kv.integer("nextn_predict_layers", 0, low=0)
+        layers = kv.integer("block_count") - nextn
+        if layers < 1:
+            raise TinychatError(f"{name}.block_count {layers + nextn} leaves no layer beside {nextn} nextn layers")
+        dim, heads = kv.integer("embedding_length"), kv.integer("attention.head_count")
+        kv_heads = kv.integer("attention.head_count_kv", heads)
+        head_dim = kv.integer("attention.key_length", dim // heads)
+        v_dim = kv.integer("attention.value_length", dim // heads)
+        if heads % kv_heads:
+            raise TinychatError(f"{name}.attention.head_count {heads} is not a multiple of head_count_kv {kv_heads}")
+        context = kv.integer("context_length")
+        rope_dims = kv.integer("rope.dimension_count", head_dim)
+        latent = None
+        if arch.mla:
+            lite = layers in (26, 27) or (layers == 48 and vocab == 128256)  # llama.cpp: their q_lora_rank is noise
+            per_head = kv.integer("attention.key_length_mla", head_dim)
+            v_dim = kv.integer("attention.value_length_mla", v_dim)
+            latent = Latent(0 if lite else kv.integer("attention.q_lora_rank", 0, low=0), kv.integer("attention.kv_lora_rank"),
+                            per_head - rope_dims, v_dim)  # fmt: skip
+            head_dim = per_head
+            if latent.nope < 1:
+                raise TinychatError(f"{name}.attention.key_length_mla {per_head} leaves nothing beside {rope_dims} rotary dims")
+        if rope_dims % 2 or rope_dims > head_dim:
+            raise TinychatError(f"{name}.rope.dimension_count is {rope_dims}; expected an even number up to {head_dim}")
+        rope, attention_scale = _rope(gguf, kv, arch, rope_dims, head_dim, context)
+        return cls(
+            architecture=name, name=printable(str(gguf.metadata.get("general.name", gguf.path.stem)), newlines=False),
+            layers=layers, dim=dim, heads=heads, kv_heads=kv_heads, head_dim=head_dim, v_dim=v_dim,
+            ff=kv.integer("feed_forward_length"), vocab=vocab,
+            eps=kv.number("attention.layer_norm_rms_epsilon"), context=context, rope=rope, attention_scale=attention_scale,
+            qk_norm=arch.qk_norm, latent=latent, experts=_experts(kv, arch, layers, vocab),
+        )  # fmt: skip
+
+
+class _Metadata:
+    """Typed, checked access to `<architecture>.<key>`."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values, self.prefix = values, ""
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self.values.get(self.prefix + key, default)
+        if not isinstance(value, str):
+            raise self.bad(key, "a text", value)
+        return value
+
+    def integer(self, key: str, default: int | None = None, low: int = 1) -> int:
+        value = self.values.get(self.prefix + key, default)
+        if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
+            value = int(value[0])  # per-layer arrays that do not differ
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**31:
+            raise self.bad(key, f"a whole number of at least {low}", value)
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.values.get(self.prefix + key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
+            raise self.bad(key, "a number", value)
+        return float(value)
+
+    def bad(self, key: str, expected: str, found: Any) -> TinychatError:
+        what = "it is missing" if found is None else f"found {printable(repr(found)[:60], newlines=False)}"
+        return TinychatError(f"metadata {self.prefix}{key}: expected {expected}, {what}")
+
+
+def _rope(gguf: GGUF, kv: _Metadata, arch: Architecture, dims: int, head_dim: int, context: int) -> tuple[Rope, float]:
+    """(Rope, attention scale), scaling as llama.cpp nets it out: src/llama-context.cpp (yarn_attn_factor),
+    ggml-cpu/ops.cpp (rope_yarn), src/models/deepseek2.cpp (kq_scale)."""
+    base = kv.number("rope.freq_base", 10000.0)
+    kind = kv.text("rope.scaling.type", "linear")
+    if kind not in ("none", "linear", "yarn"):
+        raise kv.bad("rope.scaling.type", "none, linear or yarn", kind)
+    factor = kv.number("rope.scaling.factor", kv.number("rope.scale_linear", 0.0)) or 1.0
+    if kind == "none":
+        factor = 1.0
+    inv = base ** (-np.arange(0, dims, 2, dtype=np.float64) / dims)
+    if "rope_freqs.weight" in gguf.tensors:
+        t = gguf.tensors["rope_freqs.weight"]
+        if t.type.name != "F32" or t.shape != (dims // 2,):
+            raise TinychatError(f"tensor rope_freqs.weight: expected F32 ({dims // 2},), found {t.type.name} {t.shape}")
+        inv = inv / gguf.raw("rope_freqs.weight").view("<f4").astype(np.float64)
+    log_factor = math.log(factor) if factor > 1 else 0.0
+    log_mul = kv.number("rope.scaling.yarn_log_multiplier", 0.0) * 10.0 if arch.mla else 0.0  # the converter stored 0.1 x
+    attn_factor = kv.number("rope.scaling.attn_factor", 1.0)
+    magnitude = attn_factor
+    if kind == "yarn":
+        original = kv.integer("rope.scaling.original_context_length", context)
+
+        def correction(beta: float) -> float:
+            return dims * math.log(original / (beta * 2 * math.pi)) / (2 * math.log(base))
+
+        low = max(0.0, math.floor(correction(32.0)))  # llama.cpp reads yarn_beta_fast and _slow in other architectures only
+        high = min(dims - 1.0, math.ceil(correction(1.0)))
+        mix = 1 - np.clip((np.arange(dims // 2) - low) / max(0.001, high - low), 0, 1)
+        inv = inv * ((1 - mix) / factor + mix)
+        if log_mul == 0.0:
+            magnitude *= 1 + 0.1 * log_factor
+    else:
+        inv = inv / factor
+    scale = 1 / math.sqrt(head_dim)
+    if arch.mla:
+        yarnless = 1 + 0.1 * log_factor if kind != "yarn" else 1.0
+        scale *= (magnitude * yarnless * (1 + 0.1 * log_mul * log_factor)) ** 2
+    return Rope(dims, arch.rope, tuple(float(f) for f in inv), magnitude), scale
+
+
+def _experts(kv: _Metadata, arch: Architecture, layers: int, vocab: int) -> Experts | None:
+    count = kv.integer("expert_count", 0, low=0)
+    dense = kv.integer("leading_dense_block_count", 0, low=0) if arch.mla else 0
+    if not count or dense >= layers:
+        return None
+    used = kv.integer("expert_used_count")
+    if used > count:
+        raise kv.bad("expert_used_count", f"at most expert_count {count}", used)
+    ff = kv.integer("expert_feed_forward_length", 0, low=0)
+    if not ff:
+        ff = kv.integer("feed_forward_length") // (used if kv.prefix == "qwen3moe." else 1)
+    gating = kv.integer("expert_gating_func", 0, low=0) if arch.mla else 1
+    if gating == 0:  # files older than the key: llama.cpp's rule
+        gating = 2 if layers in (47, 48) and vocab == 154880 else 1
+    if gating not in _GATING:
+        raise kv.bad("expert_gating_func", "1 softmax, 2 sigmoid, 3 softmax after top-k or 4 sqrt-softplus", gating)
+    normalize = arch.normalize_experts
+    if arch.mla:
+        normalize = bool(kv.values.get(kv.prefix + "expert_weights_norm", False))
+    scale = (kv.number("expert_weights_scale", 0.0) if arch.mla else 0.0) or 1.0
+    groups = kv.integer("expert_group_count", 0, low=0) or 1
+    groups_used = kv.integer("expert_group_used_count", 0, low=0) or groups
+    if groups > 1 and (count % groups or groups_used > groups or count // groups < 2 or groups_used * (count // groups) < used):
+        raise kv.bad("expert_group_count", f"groups that {count} experts divide into and {used} fit in", groups)
+    return Experts(count, used, ff, kv.integer("expert_shared_count", 0, low=0) * ff if arch.mla else 0, dense, _GATING[gating],
+                   normalize, scale, groups, groups_used)  # fmt: skip

@@ -1,0 +1,84 @@
+"""Chooses the executor for a plan: the fastest that works here, `reference` where none does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from tinychat.engine.gguf import GGUF
+from tinychat.engine.stats import OVERHEAD, available_memory
+from tinychat.errors import TinychatError
+from tinychat.kernels.executor import Executor
+from tinychat.kernels.ops import Plan
+
+DEVICES = ("cuda", "cpu", "reference")
+Progress = Callable[[str, float], None]
+
+
+def make_executor(plan: Plan, gguf: GGUF, max_context: int, device: str | None, threads: int | None,
+                  progress: Progress) -> tuple[Executor, list[str]]:  # fmt: skip
+    """(executor, notes for the user). `device` None tries CUDA where there is an NVIDIA driver, then the CPU, then the reference.
+
+    Raises TinychatError where a device that was asked for by name does not work.
+    """
+    if device not in (None, *DEVICES):
+        raise TinychatError(f"device '{device}' is unknown; there are {', '.join(DEVICES)}")
+    notes: list[str] = []
+    for name in (device,) if device else DEVICES:
+        if device is None and name == "cuda" and not _has_cuda():
+            continue
+        try:
+            if name != "cuda":  # its executor knows the memory of its device
+                _check_memory(gguf, plan, max_context)
+            return _MAKERS[name](plan, gguf, max_context, threads, progress), notes
+        except TinychatError as e:
+            if device or name == "reference":
+                raise
+            notes.append(f"{name.upper()} is not used: {e}")
+    raise AssertionError("unreachable: reference returns or raises")
+
+
+def _check_memory(gguf: GGUF, plan: Plan, max_context: int) -> None:
+    """Raises TinychatError where the model cannot fit, before anything large is allocated."""
+    need, free = gguf.nbytes + plan.kv_bytes_per_token * max_context + OVERHEAD, available_memory()
+    if free and need > free:
+        raise TinychatError(f"not enough memory: weights {gguf.nbytes / 1e9:.1f} GB and a context of {max_context:,} tokens need "
+                            f"{need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; take a smaller quant or context")  # fmt: skip
+
+
+def _has_cuda() -> bool:
+    import ctypes.util
+
+    return ctypes.util.find_library("cuda") is not None
+
+
+def _cuda(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progress: Progress) -> Executor:
+    from tinychat.kernels.cuda.executor import CUDAExecutor
+
+    return CUDAExecutor(plan, gguf, max_context)
+
+
+def _cpu(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progress: Progress) -> Executor:
+    from tinychat.kernels.cpu.executor import CPUExecutor
+
+    return CPUExecutor(plan, gguf, max_context, threads=threads, notice=lambda line: progress(line, 0.0),
+                       progress=lambda fraction: progress("loading weights", fraction))  # fmt: skip
+
+
+def _reference(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progress: Progress) -> Executor:
+    from tinychat.kernels.cpu.compiler import tinygrad_cc
+
+    device = "CPU" if tinygrad_cc() else "PYTHON"  # tinygrad's interpreter needs no compiler, and minutes per token
+    os.environ.setdefault("DEV", device)  # read when tinygrad is imported
+    from tinychat.engine.reference import ReferenceExecutor
+
+    try:
+        return ReferenceExecutor(plan, gguf, max_context, device=device,
+                                 progress=lambda f: progress("loading weights", f))  # fmt: skip
+    except RuntimeError as e:
+        raise TinychatError(f"tinygrad cannot run here: {e}") from e
+
+
+_MAKERS: dict[str, Callable[[Plan, GGUF, int, int | None, Progress], Executor]] = {
+    "cuda": _cuda, "cpu": _cpu, "reference": _reference,
+}  # fmt: skip

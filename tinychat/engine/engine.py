@@ -1,0 +1,272 @@
+"""The engine: a GGUF file in, a stream of tokens out."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from tinychat.engine.chat import Chat
+from tinychat.engine.config import ModelConfig
+from tinychat.engine.devices import make_executor
+from tinychat.engine.gguf import GGUF
+from tinychat.engine.kvstore import KVStore
+from tinychat.engine.limit import limit_of
+from tinychat.engine.plan import build_plan
+from tinychat.engine.session import OnPrefill, Session, common_prefix
+from tinychat.engine.stats import Stats, rss_bytes
+from tinychat.engine.thinking import ThinkingSplitter
+from tinychat.engine.tokenizer import Tokenizer
+from tinychat.errors import TinychatError
+from tinychat.kernels.executor import Executor
+from tinychat.kernels.ops import Plan, Sampling, weights_of
+
+StopReason = Literal["eos", "length", "stopped", "context"]
+
+DEFAULT_CONTEXT = 4096
+
+
+@dataclass(frozen=True)
+class Token:
+    """One generated token. `id` is None for text released without a new token (the end of a held-back piece).
+
+    `text` is what became visible, maybe empty; `kind` is thinking or answer; `logprob` is under softmax of the model's logits.
+    """
+
+    id: int | None
+    text: str
+    kind: Literal["thinking", "answer"]
+    logprob: float = 0.0
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What is loaded, for people and panels. Sizes in bytes."""
+
+    name: str
+    path: Path
+    architecture: str
+    quant: str  # of most weight bytes: "Q4_K"
+    parameters: int
+    active_parameters: int
+    layers: int
+    experts: int
+    experts_used: int
+    trained_context: int
+    max_context: int
+    device: str
+    threads: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    file_bytes: int
+    fingerprint: str  # GGUF.fingerprint(): keys saved caches and benchmarks
+
+
+class Engine:
+    """A loaded model. One thread calls it (`worker.Worker` gives it one of its own)."""
+
+    def __init__(self, info: ModelInfo, tokenizer: Tokenizer, chat: Chat, plan: Plan, executor: Executor,
+                 notes: list[str], load_s: float, store: KVStore | None) -> None:  # fmt: skip
+        self.info, self.tokenizer, self.chat, self.plan, self.executor = info, tokenizer, chat, plan, executor
+        self.store = store
+        self.notes = notes  # one-line remarks for the user: a slower device, a template that failed
+        self.stop_reason: StopReason = "stopped"
+        self.stats = Stats(load_s=load_s, weight_bytes=executor.weight_bytes, kv_bytes=executor.cache_bytes,
+                           kv_bytes_per_token=plan.kv_bytes_per_token, context_max=info.max_context,
+                           kernels_per_token=executor.kernels_per_token, jit_batches=executor.jit_batches,
+                           bytes_per_token=plan.bytes_per_token(), limit_gb_s=limit_of(executor),
+                           rss_bytes=rss_bytes())  # fmt: skip
+        self.session = Session(executor, plan, info.max_context, self.stats)
+
+    @classmethod
+    def load(cls, path: str | Path, *, max_context: int | None = None, device: str | None = None, threads: int | None = None,
+             preset: str | None = None, store: KVStore | None = None,
+             progress: Callable[[str, float], None] | None = None) -> Engine:  # fmt: skip
+        """Loads a GGUF.
+
+        `max_context` in tokens (default: 4096 or what the model was trained for, if less); `device`: None (the best that
+        works), "cuda", "cpu" or "reference"; `preset` forces a chat format; `store` is where saved KV caches are looked for.
+        Raises TinychatError.
+        """
+        started = time.perf_counter()
+        report = progress or (lambda stage, fraction: None)
+        report("reading the header", 0.0)
+        gguf = GGUF.open(path)
+        config = ModelConfig.from_gguf(gguf)
+        plan = build_plan(gguf, config)
+        if max_context is None:
+            max_context = min(DEFAULT_CONTEXT, config.context)
+        if not 1 <= max_context <= config.context:
+            raise TinychatError(f"a context of {max_context:,} tokens is more than the {config.context:,} of this model")
+        report("building the tokenizer", 0.0)
+        tokenizer = Tokenizer(gguf.metadata)
+        if tokenizer.n_vocab > config.vocab:
+            raise TinychatError(f"the tokenizer has {tokenizer.n_vocab:,} tokens, token_embd.weight only {config.vocab:,} rows")
+        chat = Chat(gguf.metadata, tokenizer, preset=preset)
+        report("loading weights", 0.0)
+        executor, notes = make_executor(plan, gguf, max_context, device, threads, report)
+        info = _describe(gguf, config, plan, executor, max_context)
+        return cls(info, tokenizer, chat, plan, executor, notes, time.perf_counter() - started, store)
+
+    def generate(self, prompt_ids: Sequence[int], sampling: Sampling | None = None, max_tokens: int | None = None, *,
+                 raw: bool = False, on_prefill: OnPrefill | None = None,
+                 stop: threading.Event | None = None) -> Iterator[Token]:  # fmt: skip
+        """Prefills what the cache does not hold of `prompt_ids`, then yields tokens until `stop_reason` is set.
+
+        eos: the model ended its answer; length: `max_tokens`; context: the cache is full; stopped: `stop` was set or the
+        caller closed the iterator. `raw`: special tokens are written out and thinking is not told from the answer.
+        """
+        self.stop_reason = "stopped"
+        s, started = self.stats, time.perf_counter()
+        s.generated_tokens = 0
+        s.ttft_s = s.decode_s = s.decode_tok_s = s.last_tok_s = s.gb_s = s.limit_share = 0.0
+        s.first_token_s = s.token_s = s.sampling_s = s.detokenise_s = 0.0
+        s.template_s, s.tokenise_s = (0.0, 0.0) if raw else (self.chat.template_s, self.chat.tokenise_s)
+        try:
+            if max_tokens is not None and max_tokens < 1:
+                self.stop_reason = "length"
+                return
+            self._restore_cache(prompt_ids)
+            if self.session.prefill(prompt_ids, on_prefill, stop):
+                yield from self._answer(prompt_ids, sampling or Sampling(), max_tokens, raw, stop, started)
+        finally:
+            s.phase, s.rss_bytes = "idle", rss_bytes()
+            s.kernels_per_token, s.jit_batches = self.executor.kernels_per_token, self.executor.jit_batches
+
+    def _answer(self, prompt: Sequence[int], sampling: Sampling, max_tokens: int | None, raw: bool,
+                stop: threading.Event | None, started: float) -> Iterator[Token]:  # fmt: skip
+        tags = None if raw else self.chat.think_tags
+        splitter = ThinkingSplitter(*tags, opened=self.chat.opens_thinking(prompt)) if tags else None
+        shown = [i for i in map(self.tokenizer.token_id, tags or ()) if i is not None]
+        text = self.tokenizer.decoder(special=raw, show=shown)
+        s = self.stats
+        clock = _Clock(s, self.plan, started)
+        self.stop_reason = "context"
+        steps = self.session.decode(prompt[-1], sampling, prompt)
+        try:
+            for token, logprob in steps:
+                clock.tick(len(self.session.tokens))
+                s.sampling_s += getattr(self.executor, "sampling_s", 0.0)
+                if token in self.tokenizer.stop_ids:
+                    self.stop_reason = "eos"
+                    if raw:
+                        yield Token(token, text.feed(token), "answer", logprob)
+                    break
+                came = time.perf_counter()
+                pieces = list(_pieces(token, text.feed(token), splitter, logprob))
+                s.detokenise_s += time.perf_counter() - came
+                yield from pieces
+                if max_tokens is not None and self.stats.generated_tokens >= max_tokens:
+                    self.stop_reason = "length"
+                    break
+                if stop and stop.is_set():
+                    self.stop_reason = "stopped"
+                    break
+        except GeneratorExit:
+            self.stop_reason = "stopped"
+            raise
+        finally:
+            steps.close()  # type: ignore[attr-defined]
+        rest = text.flush()
+        for piece in (*(splitter.feed(rest) if rest and splitter else ()), *(splitter.flush() if splitter else ())):
+            yield Token(None, piece.text, piece.kind)
+        if rest and not splitter:
+            yield Token(None, rest, "answer")
+
+    def logits(self, ids: Sequence[int], decode: bool = False) -> np.ndarray:
+        """float32 (len(ids), n_vocab) from an empty cache; `decode` goes one token at a time through the decode step."""
+        return self.session.logits(ids, decode)
+
+    def save_cache(self) -> bool:
+        """Puts the KV cache into the store, for `generate` to find when a conversation is reopened; False if it was not saved."""
+        tokens = self.session.tokens
+        if not self.store or not tokens:
+            return False
+        return self.store.save(self.info.fingerprint, self.executor.cache_layout, tokens, self.executor.read_cache(len(tokens)))
+
+    def _restore_cache(self, prompt: Sequence[int]) -> None:
+        """Takes a saved cache where it holds more of `prompt` than the present one."""
+        if not self.store:
+            return
+        saved = self.store.best(self.info.fingerprint, self.executor.cache_layout, prompt)
+        if saved is None or saved.usable <= common_prefix(self.session.tokens, prompt):
+            return
+        if len(saved.tokens) <= self.info.max_context and (rows := self.store.read(saved)) is not None:
+            self.executor.write_cache(rows, len(saved.tokens))
+            self.session.tokens = list(saved.tokens)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The ids whose rows the KV cache holds."""
+        return self.session.tokens
+
+    def close(self) -> None:
+        """Frees the model; the engine is not used again."""
+        self.session.tokens = []
+        self.executor.close()
+
+
+def _pieces(token: int, text: str, splitter: ThinkingSplitter | None, logprob: float) -> Iterator[Token]:
+    """The token, with the text it released; a second piece (across a tag) has no id."""
+    pieces = [(p.kind, p.text) for p in splitter.feed(text)] if splitter else [("answer", text)]
+    if not pieces:
+        pieces = [("thinking" if splitter and splitter.inside else "answer", "")]
+    for i, (kind, part) in enumerate(pieces):
+        yield Token(token if i == 0 else None, part, kind, logprob)  # type: ignore[arg-type]
+
+
+class _Clock:
+    """Keeps the decode figures of Stats, token by token."""
+
+    def __init__(self, stats: Stats, plan: Plan, started: float) -> None:
+        self.stats, self.plan, self.started, self.prefilled = stats, plan, started, time.perf_counter()
+        self.first = 0.0
+        self.times: deque[float] = deque(maxlen=512)
+
+    def tick(self, depth: int) -> None:
+        """A token came; the cache holds `depth` rows."""
+        now, s = time.perf_counter(), self.stats
+        s.generated_tokens += 1
+        s.context_used = depth
+        self.times.append(now)
+        if s.generated_tokens == 1:
+            self.first = now
+            s.phase, s.ttft_s = "decode", now - self.started
+            s.first_token_s = now - self.prefilled
+            return
+        s.decode_s = now - self.first
+        s.decode_tok_s = (s.generated_tokens - 1) / s.decode_s
+        s.token_s = 1 / s.decode_tok_s
+        while len(self.times) > 2 and now - self.times[0] > 0.5:
+            self.times.popleft()
+        s.last_tok_s = (len(self.times) - 1) / (now - self.times[0])
+        s.bytes_per_token = self.plan.bytes_per_token(depth)
+        s.gb_s = s.bytes_per_token * s.decode_tok_s / 1e9
+        s.limit_share = s.gb_s / s.limit_gb_s if s.limit_gb_s else 0.0
+
+
+def _describe(gguf: GGUF, config: ModelConfig, plan: Plan, executor: Executor, max_context: int) -> ModelInfo:
+    used = {w.tensor for op in plan.ops for w in weights_of(op)}
+    parameters = sum(math.prod(gguf.tensors[name].shape) for name in used)
+    idle = 0
+    if e := config.experts:
+        per_expert = sum(math.prod(gguf.tensors[n].shape) for n in used if "_exps." in n) // e.count
+        idle = per_expert * (e.count - e.used)
+    quants = Counter[str]()
+    for name in used:
+        quants[gguf.tensors[name].type.name] += gguf.tensors[name].nbytes
+    return ModelInfo(
+        name=config.name, path=gguf.path, architecture=config.architecture, quant=quants.most_common(1)[0][0],
+        parameters=parameters, active_parameters=parameters - idle, layers=config.layers,
+        experts=config.experts.count if config.experts else 0, experts_used=config.experts.used if config.experts else 0,
+        trained_context=config.context, max_context=max_context, device=executor.device,
+        threads=getattr(executor, "threads", 0), weight_bytes=executor.weight_bytes,
+        kv_bytes_per_token=plan.kv_bytes_per_token, file_bytes=gguf.nbytes, fingerprint=gguf.fingerprint(),
+    )  # fmt: skip

@@ -1,0 +1,237 @@
+"""GGUF files: header, metadata and tensor index, memory-mapped; nothing else of the file is read.
+
+Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. `gguf.GGUFReader` needs seconds for the strings of a
+large vocabulary; this reader needs a fraction of one, and treats every number in the file as hostile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import mmap
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from tinychat.errors import TinychatError, printable
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_U64 = struct.Struct("<Q").unpack_from
+_U32 = struct.Struct("<I").unpack_from
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of the index. `shape` is row-major as NumPy has it (ggml's order reversed): (..., rows, columns)."""
+
+    name: str
+    type: GGMLQuantizationType
+    shape: tuple[int, ...]
+    part: int  # which file of a split
+    offset: int  # bytes from the start of that file
+    nbytes: int
+
+
+class _Cursor:
+    """Reads little-endian values off a mapped file; every step past the end is one clear error."""
+
+    def __init__(self, buf: mmap.mmap, path: Path) -> None:
+        self.buf, self.path, self.pos, self.end = buf, path, 0, len(buf)
+
+    def fail(self, why: str) -> TinychatError:
+        return TinychatError(f"{printable(str(self.path))}: {why}")
+
+    def truncated(self) -> TinychatError:
+        return self.fail(f"the file is truncated: its header runs past the end ({self.end:,} bytes); download it again")
+
+    def u32(self) -> int:
+        if self.pos + 4 > self.end:
+            raise self.truncated()
+        self.pos += 4
+        return int(_U32(self.buf, self.pos - 4)[0])
+
+    def u64(self) -> int:
+        if self.pos + 8 > self.end:
+            raise self.truncated()
+        self.pos += 8
+        return int(_U64(self.buf, self.pos - 8)[0])
+
+    def string(self) -> str:
+        n = self.u64()
+        if n > self.end - self.pos:
+            raise self.truncated()
+        self.pos += n
+        return self.buf[self.pos - n : self.pos].decode("utf-8", "replace")
+
+    def strings(self, n: int) -> list[str]:
+        """`n` strings: the hot loop of opening a file, so without a call per string."""
+        buf, pos, end, out = self.buf, self.pos, self.end, []
+        if n * 8 > end - pos:
+            raise self.truncated()
+        try:
+            for _ in range(n):
+                size = _U64(buf, pos)[0]
+                pos += 8 + size
+                if pos > end:
+                    raise self.truncated()
+                out.append(buf[pos - size : pos].decode("utf-8", "replace"))
+        except struct.error:
+            raise self.truncated() from None
+        self.pos = pos
+        return out
+
+    def value(self, kind: int, depth: int = 0) -> Any:
+        if kind == _STRING:
+            return self.string()
+        if kind == _ARRAY:
+            inner, n = self.u32(), self.u64()
+            if inner == _STRING:
+                return self.strings(n)
+            if inner == _ARRAY:
+                if depth > 2 or n > self.end - self.pos:
+                    raise self.fail("a metadata array is nested too deep")
+                return [self.value(inner, depth + 1) for _ in range(n)]
+            dtype = self._dtype(inner)
+            size = n * dtype.itemsize
+            if size > self.end - self.pos:
+                raise self.truncated()
+            self.pos += size
+            return np.frombuffer(self.buf[self.pos - size : self.pos], dtype)
+        dtype = self._dtype(kind)
+        if self.pos + dtype.itemsize > self.end:
+            raise self.truncated()
+        self.pos += dtype.itemsize
+        return struct.unpack_from("<" + _SCALARS[kind], self.buf, self.pos - dtype.itemsize)[0]
+
+    def _dtype(self, kind: int) -> np.dtype[Any]:
+        if kind not in _SCALARS:
+            raise self.fail(f"metadata value of unknown type {kind}; the file is damaged or of a newer GGUF version")
+        return np.dtype(_SCALARS[kind]).newbyteorder("<")
+
+
+class GGUF:
+    """An opened GGUF model: `metadata` (key -> value, arrays as NumPy arrays or lists of str) and `tensors` (name -> TensorInfo).
+
+    A split model is opened from its first part and shows the tensors of all of them.
+    """
+
+    def __init__(self, path: Path, paths: list[Path], maps: list[mmap.mmap], metadata: dict[str, Any],
+                 tensors: dict[str, TensorInfo]) -> None:  # fmt: skip
+        self.path, self.paths, self.metadata, self.tensors, self._maps = path, paths, metadata, tensors, maps
+
+    @classmethod
+    def open(cls, path: str | Path) -> GGUF:
+        """Opens `path`. Raises TinychatError for a file that is missing, truncated, damaged or no GGUF."""
+        path = Path(path)
+        buf, metadata, tensors = _read(path, 0)
+        paths, maps = [path], [buf]
+        count = metadata.get("split.count", 1)
+        if isinstance(count, int) and count > 1:
+            for n, part in enumerate(_split_paths(path, count)[1:], 1):
+                buf, _, more = _read(part, n)
+                paths.append(part)
+                maps.append(buf)
+                tensors |= more
+            expected = metadata.get("split.tensors.count")
+            if expected is not None and expected != len(tensors):
+                raise TinychatError(f"{printable(str(path))}: the parts hold {len(tensors)} tensors, "
+                                    f"split.tensors.count says {expected}; download them again")  # fmt: skip
+        return cls(path, paths, maps, metadata, tensors)
+
+    def raw(self, name: str) -> np.ndarray:
+        """The packed bytes of tensor `name`: uint8 (nbytes,), a view of the mapped file."""
+        t = self.tensors[name]
+        return np.frombuffer(self._maps[t.part], np.uint8, t.nbytes, t.offset)
+
+    def release(self, name: str) -> None:
+        """Tells the kernel that the pages of tensor `name` are not needed any more (they come back on the next read)."""
+        t = self.tensors[name]
+        start = -(-t.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (t.offset + t.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > start and hasattr(mmap, "MADV_DONTNEED"):
+            self._maps[t.part].madvise(mmap.MADV_DONTNEED, start, end - start)
+
+    def fingerprint(self) -> str:
+        """What tells this model from any other without reading it all: sha256 of the header, the size and a few
+        bytes of every tensor."""
+        digest = hashlib.sha256(self._maps[0][: min(t.offset for t in self.tensors.values() if t.part == 0)])
+        digest.update(str(self.nbytes).encode())
+        for t in self.tensors.values():
+            middle = t.offset + t.nbytes // 2
+            digest.update(self._maps[t.part][middle : middle + 64])
+        return digest.hexdigest()
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all files, bytes."""
+        return sum(len(m) for m in self._maps)
+
+
+def _split_paths(path: Path, count: int) -> list[Path]:
+    found = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name)
+    if not found or count > 99999:
+        raise TinychatError(f"{printable(path.name)}: one of {count} parts, but not named NAME-00001-of-{count:05d}.gguf; "
+                            "give all parts their original names")  # fmt: skip
+    if int(found[2]) != 1:
+        raise TinychatError(f"{printable(path.name)}: open the first part of a split model, not part {int(found[2])}")
+    return [path.with_name(f"{found[1]}-{n:05d}-of-{count:05d}.gguf") for n in range(1, count + 1)]
+
+
+def _read(path: Path, part: int) -> tuple[mmap.mmap, dict[str, Any], dict[str, TensorInfo]]:
+    try:
+        with open(path, "rb") as f:
+            buf = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+    except ValueError:
+        raise TinychatError(f"{printable(str(path))}: the file is empty; download it again") from None
+    except IsADirectoryError:
+        raise TinychatError(f"{printable(str(path))}: a folder, not a .gguf file") from None
+    except OSError as e:
+        raise TinychatError(f"{printable(str(path))}: cannot be read: {(e.strerror or str(e)).lower()}") from None
+    c = _Cursor(buf, path)
+    if buf[:4] != b"GGUF":
+        raise c.fail("not a GGUF file (its first bytes are not 'GGUF')")
+    c.pos = 4
+    if (version := c.u32()) not in (2, 3):
+        raise c.fail(f"GGUF version {version} is not supported (2 and 3 are)")
+    n_tensors, n_kv = c.u64(), c.u64()
+    if n_tensors > c.end // 24 or n_kv > c.end // 12:
+        raise c.truncated()
+    metadata: dict[str, Any] = {}
+    for _ in range(n_kv):
+        key = c.string()
+        metadata[key] = c.value(c.u32())
+    index = []
+    for _ in range(n_tensors):
+        name, n_dims = c.string(), c.u32()
+        if n_dims > 4:
+            raise c.fail(f"tensor {printable(name)} has {n_dims} dimensions; at most 4 exist")
+        dims = [c.u64() for _ in range(n_dims)]
+        index.append((name, dims, c.u32(), c.u64()))
+    align = metadata.get("general.alignment", 32)
+    if not isinstance(align, int) or align <= 0 or align & (align - 1):
+        raise c.fail(f"general.alignment is {align}; expected a power of two")
+    data = -(-c.pos // align) * align
+    tensors: dict[str, TensorInfo] = {}
+    for name, dims, kind, offset in index:
+        try:
+            quant = GGMLQuantizationType(kind)
+        except ValueError:
+            raise c.fail(f"tensor {printable(name)} has unknown quant type {kind}; a newer tinychat may know it") from None
+        block, size = GGML_QUANT_SIZES[quant]
+        elements = math.prod(dims)
+        if elements == 0 or (dims and dims[0] % block):
+            raise c.fail(f"tensor {printable(name)} has shape {dims}; rows of {quant.name} hold a multiple of {block}")
+        if name in tensors:
+            raise c.fail(f"tensor {printable(name)} appears twice")
+        info = TensorInfo(name, quant, tuple(reversed(dims)), part, data + offset, elements // block * size)
+        if info.offset + info.nbytes > c.end:
+            raise c.fail(f"the file is truncated: tensor {printable(name)} ends at byte {info.offset + info.nbytes:,}, "
+                         f"the file at {c.end:,}; download it again")  # fmt: skip
+        tensors[name] = info
+    return buf, metadata, tensors

@@ -1,0 +1,97 @@
+"""What the KV cache holds, and the two ways it grows: prefill and decode.
+
+Cache rows are addressed by position, so reusing a prefix and rolling back are only bookkeeping.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from tinychat.engine.stats import Stats
+from tinychat.errors import TinychatError
+from tinychat.kernels.executor import Executor
+from tinychat.kernels.ops import Plan, Sampling
+
+CHUNK = 256  # tokens per prefill call: progress and stopping are this fine
+
+OnPrefill = Callable[[int, int, int], None]
+
+
+class Session:
+    """One sequence in one executor's cache. `tokens` are the ids whose rows the cache holds, in order."""
+
+    def __init__(self, executor: Executor, plan: Plan, max_context: int, stats: Stats) -> None:
+        self.executor, self.plan, self.max_context, self.stats = executor, plan, max_context, stats
+        self.tokens: list[int] = []
+
+    def prefill(self, prompt: Sequence[int], on_prefill: OnPrefill | None, stop: threading.Event | None) -> bool:
+        """Makes the cache hold all of `prompt` but its last token, which decode runs; False if `stop` ended it early.
+
+        The longest common prefix with what the cache holds stays; `on_prefill(done, total, reused)` counts the rest.
+        Raises TinychatError for an empty prompt, one that leaves no room for an answer, or an id outside the vocabulary.
+        """
+        s, last = self.stats, len(prompt) - 1
+        self.check(prompt)
+        reused = common_prefix(self.tokens, prompt[:last])
+        del self.tokens[reused:]
+        s.phase, s.prompt_tokens, s.reused_tokens, s.prefilled_tokens = "prefill", len(prompt), reused, 0
+        s.prefill_s = s.prefill_tok_s = 0.0
+        started, total = time.perf_counter(), last - reused
+        if on_prefill:
+            on_prefill(0, total, reused)
+        while len(self.tokens) < last:
+            if stop and stop.is_set():
+                return False
+            chunk = list(prompt[len(self.tokens) : min(len(self.tokens) + CHUNK, last)])
+            self.executor.forward(chunk, len(self.tokens))
+            self.tokens += chunk
+            s.prefill_s, s.context_used = time.perf_counter() - started, len(self.tokens)
+            s.prefilled_tokens = len(self.tokens) - reused
+            s.prefill_tok_s = s.prefilled_tokens / s.prefill_s
+            if on_prefill:
+                on_prefill(s.prefilled_tokens, total, reused)
+        return True
+
+    def decode(self, token: int, sampling: Sampling, recent: Sequence[int]) -> Iterator[tuple[int, float]]:
+        """Runs `token` behind what the cache holds, then each sampled token; yields (id, log-probability).
+
+        Ends when the context is full. A token's row is in the cache once the next one was yielded.
+        """
+        for following, logprob in self.executor.decode(token, len(self.tokens), sampling, recent):
+            self.tokens.append(token)
+            yield following, logprob
+            token = following
+
+    def logits(self, ids: Sequence[int], decode: bool) -> np.ndarray:
+        """float32 (len(ids), vocab), from an empty cache; `decode` runs one token at a time."""
+        self.check(ids)
+        self.tokens = []
+        step = 1 if decode else CHUNK
+        rows = []
+        for start in range(0, len(ids), step):
+            chunk = list(ids[start : start + step])
+            out = self.executor.forward(chunk, start, "all")
+            assert out is not None
+            rows.append(out)
+            self.tokens += chunk
+        return np.concatenate(rows)
+
+    def check(self, prompt: Sequence[int]) -> None:
+        """Raises TinychatError for a prompt that cannot be run."""
+        if not prompt:
+            raise TinychatError("the prompt is empty")
+        if len(prompt) > self.max_context:
+            raise TinychatError(f"the prompt has {len(prompt):,} tokens, the context holds {self.max_context:,}; "
+                                "shorten it or load the model with a larger context")  # fmt: skip
+        bad = next((i for i in prompt if not 0 <= i < self.plan.vocab), None)
+        if bad is not None:
+            raise TinychatError(f"token id {bad} is outside the vocabulary of {self.plan.vocab:,}")
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many first elements are equal."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))

@@ -1,0 +1,116 @@
+"""What the panels and the benchmarks show: one request's figures, updated while it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+OVERHEAD = 300 << 20  # bytes: Python, tokenizer, buffers; what a loaded model needs beside weights and cache
+
+
+@dataclass
+class Stats:
+    """Figures of the last (or running) request and of the loaded model. Times in seconds, sizes in bytes, speeds per second.
+
+    `limit_gb_s` is this machine's measured read bandwidth (0 = not measured yet), `limit_share` = gb_s / limit_gb_s.
+    """
+
+    phase: str = "idle"  # idle, prefill, decode
+    prompt_tokens: int = 0
+    reused_tokens: int = 0  # of the prompt, already in the KV cache
+    prefilled_tokens: int = 0
+    generated_tokens: int = 0
+    # where the time goes, in order; sampling is part of decode, tokens come as they are decoded
+    template_s: float = 0.0  # of the prompt that was rendered last
+    tokenise_s: float = 0.0
+    prefill_s: float = 0.0
+    first_token_s: float = 0.0  # from the end of the prefill to the first token
+    decode_s: float = 0.0  # from the first token to the last
+    sampling_s: float = 0.0  # choosing ids, where the executor tells
+    detokenise_s: float = 0.0
+    ttft_s: float = 0.0
+    token_s: float = 0.0  # per token behind the first
+    prefill_tok_s: float = 0.0
+    decode_tok_s: float = 0.0
+    last_tok_s: float = 0.0  # over the last half second
+    load_s: float = 0.0
+    kernels_per_token: int = 0
+    jit_batches: int = 0
+    jit_state: str = ""  # compiling, capturing, replaying
+    bytes_per_token: int = 0
+    gb_s: float = 0.0
+    limit_gb_s: float = 0.0
+    limit_share: float = 0.0
+    kv_bytes_per_token: int = 0
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    rss_bytes: int = 0
+    context_used: int = 0
+    context_max: int = 0
+
+    def as_dict(self) -> dict[str, float | int | str]:
+        """All figures, the keys of DESIGN's JSON among them."""
+        return asdict(self)
+
+    def parts(self) -> list[tuple[str, float]]:
+        """Where the time of the last request went, in order: (what, seconds), nothing counted twice.
+
+        A screen adds what it needs to paint.
+        """
+        decode = max(0.0, self.decode_s - self.sampling_s - self.detokenise_s)
+        return [("template", self.template_s), ("tokenise", self.tokenise_s), ("prefill", self.prefill_s),
+                ("first token", self.first_token_s), ("decode", decode), ("sampling", self.sampling_s),
+                ("detokenise", self.detokenise_s)]  # fmt: skip
+
+
+def rss_bytes() -> int:
+    """Resident memory of this process, bytes (0 where the system does not tell)."""
+    try:
+        with open("/proc/self/statm") as f:
+            return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes, and the peak
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Memory that can be used without swapping, bytes (0 where the system does not tell).
+
+    Linux: MemAvailable, or what the limits of our control group and its parents leave, if that is less.
+    """
+    try:
+        fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
+        free = [int(fields["MemAvailable"].split()[0]) * 1024]
+    except (OSError, KeyError, ValueError):
+        return _physical_memory() if sys.platform == "darwin" else 0
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controllers in ("", "memory"):  # version 2, version 1
+                top = root / "sys/fs/cgroup" / controllers
+                folder = top / group.lstrip("/")
+                free += [left for f in (folder, *folder.parents) if f.is_relative_to(top) and (left := _left(f)) is not None]
+    return max(0, min(free))
+
+
+def _left(group: Path) -> int | None:
+    """What the limit of one control group leaves, bytes; file pages that can be dropped count as free."""
+    for limit, used, reclaimable in (("memory.max", "memory.current", "inactive_file"),
+                                     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")):  # fmt: skip
+        with contextlib.suppress(OSError, ValueError):
+            left = int((group / limit).read_text()) - int((group / used).read_text())
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            return left + int(stat.get(reclaimable, 0))
+    return None
+
+
+def _physical_memory() -> int:
+    """All memory of the machine, bytes: macOS gives file and inactive pages back, so nearly all of it counts."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return 0

@@ -1,0 +1,431 @@
+"""Text to token ids and back, with exactly llama.cpp's ids.
+
+Byte-pair vocabularies (`tokenizer.ggml.model` = gpt2) run on HF `tokenizers`: the file's own vocabulary and merges behind
+the pre-tokenizer that `tokenizer.ggml.pre` names. SentencePiece vocabularies ("llama") run on `_Spm`: llama.cpp breaks a
+tie between equal scores by position, which a list of ranked merges cannot express.
+"""
+
+from __future__ import annotations
+
+import codecs
+import heapq
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Regex
+from tokenizers import Tokenizer as HFTokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+
+from tinychat.engine.gguf import GGUF
+from tinychat.errors import TinychatError, printable
+
+# --- pre-tokenizers: each stage splits every fragment of the stage before into its matches and the gaps between them ---
+# Where llama.cpp departs from a model's published expression (it knows one class of letters, so youtu and kimi-k2 do not
+# split camelCase; its whitespace never belongs to a CJK range), so do these: the ids are the same as llama.cpp's.
+
+_CONTRACTION = "'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])"
+_SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _words(digits: str) -> str:
+    return rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_SPACES}"
+
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LATIN = (  # the letters of DeepSeek's tokenizer.json
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅ"
+    "ὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-"
+    "ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+_HAN = (
+    r"\x{3400}-\x{4DBF}\x{4E00}-\x{9FFF}\x{F900}-\x{FAFF}\x{20000}-\x{2A6DF}\x{2A700}-\x{2B73F}\x{2B740}-\x{2B81F}"
+    r"\x{2B820}-\x{2CEAF}\x{2CEB0}-\x{2EBEF}\x{2F800}-\x{2FA1F}"
+)
+
+
+@dataclass(frozen=True)
+class _Pre:
+    stages: tuple[str, ...]
+    ignore_merges: bool = False  # a fragment that is a token as a whole is that token, whatever the merges say
+    add_bos: bool = False
+    default_bos: int | None = 11  # llama.cpp's when the file names none
+
+
+_LLAMA3 = (_words(r"\p{N}{1,3}"),)
+_FAMILIES: list[tuple[str, _Pre]] = [
+    ("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2", _Pre(_LLAMA3, ignore_merges=True, add_bos=True)),
+    ("glm4 glm5", _Pre(_LLAMA3, ignore_merges=True, default_bos=None)),
+    ("chatglm-bpe", _Pre(_LLAMA3, default_bos=None)),
+    ("dbrx smaug-bpe", _Pre(_LLAMA3)),
+    ("qwen2 deepseek-r1-qwen megrez stablelm2 hunyuan kormo solar-open grok-2", _Pre((_words(r"\p{N}"),))),
+    ("gpt-2 olmo mpt phi-2 jais exaone4 trillion gigachat a.x-4.0 mellum granite-docling", _Pre((_GPT2,))),
+    ("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", _Pre((r"\p{N}", _GPT2))),
+    (
+        "deepseek-llm",
+        _Pre((
+            r"[\r\n]",
+            rf"\s?[{_LATIN}]+",
+            r"\s?[!-/:-~！-／：-～‘-‟、-。]+",
+            r"(?<!\s)\s+\z",
+            r"[[一-龥ࠀ-一가-퟿]&&[^\s]]+",
+            r"\p{N}+",
+        )),
+    ),
+    (
+        "deepseek-v3 joyai-llm hunyuan-dense hy_v4",
+        _Pre((
+            r"\p{N}{1,3}",
+            r"[一-龥぀-ゟ゠-ヿ]+",
+            r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+            r"| ?[\p{P}\p{S}]+[\r\n]*" + _SPACES,
+        )),
+    ),
+    (
+        "youtu",
+        _Pre((
+            r"[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+",
+            rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+(?:{_CONTRACTION})?|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_SPACES}",
+        ), ignore_merges=True),
+    ),
+    (
+        "kimi-k2",
+        _Pre((
+            rf"[{_HAN}]+|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}&&[^{_HAN}]]+(?:{_CONTRACTION})?"
+            rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_SPACES}",
+        )),
+    ),
+    ("default", _Pre((r"[\p{P}$+<=>\^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))),
+]  # fmt: skip
+_PRE = {name: pre for names, pre in _FAMILIES for name in names.split()}
+
+# --- what a token is ---
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+
+# Texts that end an answer wherever they occur in a vocabulary, as llama.cpp has it.
+_STOP_TEXTS = {
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>", "</s>", "<eos>",
+    "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<turn|>",
+    "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
+}  # fmt: skip
+# Padding, repository and file marks of fill-in-the-middle training: metadata key, or else the first of these texts.
+_STOP_FIM = {
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
+
+# GPT-2's printable stand-ins: the bytes that are no printable Latin-1 character are written as U+0100 onward.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_HIDDEN = [b for b in range(256) if b not in _PRINTABLE]
+_CHAR_TO_BYTE = {chr(b): b for b in _PRINTABLE} | {chr(256 + i): b for i, b in enumerate(_HIDDEN)}
+
+
+class Tokenizer:
+    """A GGUF's tokenizer. Encoding never adds BOS by itself; `encode_prompt` does.
+
+    Attributes: `n_vocab`; `bos_id`, `eos_id` (None where there is none); `add_bos`, `add_eos` (does a raw prompt get them);
+    `stop_ids` (every token that ends an answer); `marks` (text and id of each control or user-defined token, longest first).
+    """
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        """Builds from GGUF metadata. Raises TinychatError for a tokenizer that is unknown, incomplete or contradictory."""
+        self._metadata = metadata
+        self._spm: _Spm | None
+        self._hf: HFTokenizer | None
+        model = self._get("tokenizer.ggml.model", str, required=True)
+        self._texts = _strings(metadata, "tokenizer.ggml.tokens")
+        self.n_vocab = n = len(self._texts)
+        self._texts = [text or f"[EMPTY_{i}]" for i, text in enumerate(self._texts)]
+        self._ids = {text: i for i, text in enumerate(self._texts)}
+        if len(self._ids) != n:
+            seen: set[str] = set()
+            for text in self._texts:
+                if text in seen and "�" not in text:
+                    raise TinychatError(f"tokenizer.ggml.tokens holds {printable(repr(text))} twice; the file is damaged")
+                seen.add(text)
+        self._types = _numbers(metadata, "tokenizer.ggml.token_type", n) or [_NORMAL] * n
+
+        if model == "gpt2":
+            name = self._get("tokenizer.ggml.pre", str) or "default"
+            if name not in _PRE:
+                raise TinychatError(f"pre-tokenizer {printable(repr(name))} (tokenizer.ggml.pre) is not known to this version")
+            pre = _PRE[name]
+            self._spm, self._hf = None, self._build_bpe(pre, merges_required=name != "kimi-k2")
+            default_bos, default_eos, add_bos, space_prefix = pre.default_bos, None, pre.add_bos, False
+        elif model == "llama":
+            scores = _numbers(metadata, "tokenizer.ggml.scores", n) or [0.0] * n
+            self._hf, self._spm = None, _Spm(self._ids, scores, self._special_id("unknown", 0))
+            default_bos, default_eos, add_bos, space_prefix = 1, 2, True, True
+        else:
+            raise TinychatError(f"tokenizer {printable(repr(model))} (tokenizer.ggml.model) is not supported; gpt2 and llama are")
+
+        self.bos_id = self._special_id("bos", default_bos)
+        self.eos_id = self._special_id("eos", default_eos)
+        self.add_bos = self._flag("tokenizer.ggml.add_bos_token", add_bos) and self.bos_id is not None
+        self.add_eos = self._flag("tokenizer.ggml.add_eos_token", False) and self.eos_id is not None
+        self._space_prefix = self._flag("tokenizer.ggml.add_space_prefix", space_prefix) and self._spm is not None
+        self.stop_ids = self._find_stops()
+        self._control = frozenset(i for i, kind in enumerate(self._types) if kind in (_CONTROL, _UNKNOWN))
+        user = [i for i, kind in enumerate(self._types) if kind == _USER]
+        longest_first = lambda ids: sorted(ids, key=lambda i: -len(self._texts[i].encode()))  # noqa: E731
+        self._user_marks = [(self._texts[i], i) for i in longest_first(user)]
+        self.marks = [(self._texts[i], i) for i in longest_first([*self._control, *user])]
+
+    @classmethod
+    def from_gguf(cls, path: str | Path) -> Tokenizer:
+        """The tokenizer of the file at `path`; reads its header only. Raises TinychatError."""
+        return cls(GGUF.open(path).metadata)
+
+    # --- text to ids ---
+
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Ids of `text`, without BOS. `special`: control tokens written in `text` are recognised; else they stay text.
+
+        User-defined tokens (type 4) are recognised either way, as llama.cpp has it; longer texts match before shorter ones.
+        """
+        return self.encode_pieces(self.split(text, special))
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of a raw prompt as `llama-tokenize` gives them: control tokens recognised, BOS and EOS added if the model asks."""
+        ids = self.encode(text, special=True)
+        head = [self.bos_id] if self.add_bos and self.bos_id is not None else []
+        tail = [self.eos_id] if self.add_eos and self.eos_id is not None else []
+        return head + ids + tail
+
+    def split(self, text: str, special: bool) -> list[int | str]:
+        """`text` cut at the special tokens in it: ids of those, and the plain text between them (see `encode`)."""
+        pieces: list[int | str] = [text] if text else []
+        for mark, token in self.marks if special else self._user_marks:
+            if mark not in text:
+                continue
+            cut: list[int | str] = []
+            for piece in pieces:
+                if isinstance(piece, int) or mark not in piece:
+                    cut.append(piece)
+                    continue
+                for n, part in enumerate(piece.split(mark)):
+                    cut += ([token] if n else []) + ([part] if part else [])
+            pieces = cut
+        return pieces
+
+    def encode_pieces(self, pieces: Iterable[int | str]) -> list[int]:
+        """Ids of what `split` returns: ids pass, text becomes tokens without another look for special ones."""
+        ids: list[int] = []
+        after_special = True
+        for piece in pieces:
+            if isinstance(piece, int):
+                ids.append(piece)
+                after_special = True
+                continue
+            text = _sound(piece)
+            if self._spm is not None:
+                ids += self._spm.encode(" " + text if self._space_prefix and after_special else text)
+            else:
+                assert self._hf is not None
+                ids += self._hf.encode(text, add_special_tokens=False).ids
+            after_special = False
+        return ids
+
+    # --- ids to text ---
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that `token` stands for; a special token stands for its name, an unused one for nothing."""
+        text, kind = self._at(token), self._types[token]
+        if kind in (_CONTROL, _UNKNOWN, _USER):
+            return text.encode()
+        if kind == _BYTE:
+            return bytes([int(text[3:5], 16)]) if re.fullmatch("<0x[0-9A-Fa-f]{2}>", text) else text.encode()
+        if kind != _NORMAL:
+            return b""
+        if self._spm is not None:
+            return text.replace("▁", " ").encode()
+        return b"".join(bytes([_CHAR_TO_BYTE[c]]) if c in _CHAR_TO_BYTE else c.encode() for c in text)
+
+    def token_text(self, token: int) -> str:
+        """How an inspector shows `token`: its text; bytes that are no text on their own as `\\xNN`."""
+        return self.token_bytes(token).decode("utf-8", "backslashreplace")
+
+    def is_special(self, token: int) -> bool:
+        """Is `token` markup that no text contains (control or unknown)?"""
+        self._at(token)
+        return token in self._control
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token whose name is exactly `text`, if there is one."""
+        return self._ids.get(text)
+
+    def decode(self, ids: Iterable[int], special: bool = False) -> str:
+        """Text of `ids`; bytes that are no UTF-8 become U+FFFD. `special`: control tokens are written out, else left out."""
+        ids = list(ids)
+        data = b"".join(self.token_bytes(i) for i in ids if special or not self.is_special(i))
+        if self._space_prefix and ids and not self.is_special(ids[0]):
+            data = data.removeprefix(b" ")
+        return data.decode("utf-8", "replace")
+
+    def decoder(self, special: bool = False, show: Collection[int] = ()) -> StreamDecoder:
+        """A decoder for tokens that come one at a time. `special`: all control tokens are written out, else those in `show`."""
+        return StreamDecoder(self, special, frozenset(show))
+
+    # --- building ---
+
+    def _at(self, token: int) -> str:
+        if not 0 <= token < self.n_vocab:
+            raise TinychatError(f"token id {token} is outside the vocabulary of {self.n_vocab}")
+        return self._texts[token]
+
+    def _get(self, key: str, kind: type, required: bool = False) -> Any:
+        value = self._metadata.get(key)
+        if value is None and not required:
+            return None
+        if value is None:
+            raise TinychatError(f"{key} is missing; this file has no tokenizer, use a complete GGUF")
+        if not isinstance(value, kind):
+            raise TinychatError(f"{key} is of type {type(value).__name__}, expected {kind.__name__}; the file is damaged")
+        return value
+
+    def _flag(self, key: str, default: bool) -> bool:
+        value = self._get(key, int)
+        return default if value is None else bool(value)
+
+    def _special_id(self, name: str, default: int | None = None) -> int | None:
+        key = f"tokenizer.ggml.{name}_token_id"
+        value = self._get(key, int)
+        if value is None:
+            return default if default is not None and default < self.n_vocab else None
+        if not 0 <= value < self.n_vocab:
+            raise TinychatError(f"{key} is {value}, outside the vocabulary of {self.n_vocab}; the file is damaged")
+        return int(value)
+
+    def _find_stops(self) -> frozenset[int]:
+        stops = [self.eos_id, self._special_id("eot"), self._special_id("eom")]
+        for name, texts in _STOP_FIM.items():
+            found = min((self._ids[text] for text in texts if text in self._ids), default=None)
+            stops.append(self._special_id(name, found))
+        by_text = {self._ids[text] for text in _STOP_TEXTS if text in self._ids}
+        for token in by_text:  # some files call them normal text
+            if self._types[token] not in (_CONTROL, _UNKNOWN):
+                self._types[token] = _CONTROL
+        return frozenset(by_text | {token for token in stops if token is not None})
+
+    def _build_bpe(self, pre: _Pre, merges_required: bool) -> HFTokenizer:
+        key = "tokenizer.ggml.merges"
+        lines = _strings(self._metadata, key) if merges_required or key in self._metadata else []
+        merges = [line.partition(" ")[::2] for line in dict.fromkeys(lines)]
+        try:
+            hf = HFTokenizer(BPE(self._ids, merges, ignore_merges=pre.ignore_merges))
+        except Exception as e:
+            why = printable(str(e), newlines=False)
+            raise TinychatError(f"{key} does not fit the vocabulary ({why}); the file is damaged") from None
+        splits = [Split(Regex(stage), "isolated") for stage in pre.stages]
+        hf.pre_tokenizer = Sequence([*splits, ByteLevel(add_prefix_space=False, use_regex=False)])
+        return hf
+
+
+class StreamDecoder:
+    """Text of tokens as they come: bytes of an unfinished character are held back until it is complete."""
+
+    def __init__(self, tokenizer: Tokenizer, special: bool, show: frozenset[int]) -> None:
+        self._tokenizer, self._special, self._show = tokenizer, special, show
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token: int) -> str:
+        """The text that `token` completes, perhaps empty."""
+        if self._tokenizer.is_special(token) and not self._special and token not in self._show:
+            return ""
+        return self._utf8.decode(self._tokenizer.token_bytes(token))
+
+    def flush(self) -> str:
+        """What is left at the end: U+FFFD where a character was never finished."""
+        return self._utf8.decode(b"", final=True)
+
+
+class _Spm:
+    """SentencePiece's greedy merging as llama.cpp does it.
+
+    Of all neighbours whose concatenation is a token, the one of highest score merges first, the leftmost of equals; what is
+    no token in the end is written in byte tokens.
+    """
+
+    def __init__(self, ids: dict[str, int], scores: list[float], unknown: int | None) -> None:
+        self._ids, self._scores = ids, scores
+        fallback = [ids.get(f"<0x{b:02X}>", ids.get(chr(b), unknown)) for b in range(256)]
+        self._bytes = [None if i is None else [i] for i in fallback]
+        self._word = lru_cache(1 << 16)(self._merge)
+
+    @cached_property
+    def _splits_at_words(self) -> bool:
+        """No token has a space after anything else, so that no merge crosses the start of a word."""
+        return not any(re.search("[^▁]▁", text) for text in self._ids)
+
+    def encode(self, text: str) -> list[int]:
+        text = text.replace(" ", "▁")
+        words = re.findall("▁+[^▁]*|[^▁]+", text) if self._splits_at_words else [text]
+        return [token for word in words for token in self._word(word)]
+
+    def _merge(self, word: str) -> tuple[int, ...]:
+        symbols: list[str] = list(word)  # "" once it has merged into its left neighbour
+        left, right = list(range(-1, len(word) - 1)), list(range(1, len(word) + 1))
+        queue: list[tuple[float, int, int, int]] = []
+
+        def offer(a: int, b: int) -> None:
+            if a >= 0 and b < len(symbols) and (token := self._ids.get(symbols[a] + symbols[b])) is not None:
+                heapq.heappush(queue, (-self._scores[token], a, b, len(symbols[a]) + len(symbols[b])))
+
+        for i in range(1, len(symbols)):
+            offer(i - 1, i)
+        while queue:
+            _, a, b, size = heapq.heappop(queue)
+            if not symbols[a] or not symbols[b] or len(symbols[a]) + len(symbols[b]) != size:
+                continue  # one of the two has merged with another since
+            symbols[a] += symbols[b]
+            symbols[b] = ""
+            right[a] = right[b]
+            if right[b] < len(symbols):
+                left[right[b]] = a
+            offer(left[a], a)
+            offer(a, right[a])
+        out: list[int] = []
+        for symbol in filter(None, symbols):
+            token = self._ids.get(symbol)
+            out += [token] if token is not None else [i for byte in symbol.encode() for i in self._bytes[byte] or ()]
+        return tuple(out)
+
+
+def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
+    value = metadata.get(key)
+    if value is None:
+        raise TinychatError(f"{key} is missing; this file has no tokenizer, use a complete GGUF")
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise TinychatError(f"{key} is no list of strings; the file is damaged")
+    return value
+
+
+def _numbers(metadata: Mapping[str, Any], key: str, n: int) -> list[Any]:
+    """The first `n` numbers of the array `key`, or [] when the file has none."""
+    value = metadata.get(key)
+    if value is None:
+        return []
+    try:
+        numbers = list(value.tolist() if hasattr(value, "tolist") else value)
+    except TypeError:
+        numbers = [None]
+    if not all(isinstance(x, int | float) for x in numbers):
+        raise TinychatError(f"{key} is no list of numbers; the file is damaged")
+    if len(numbers) < n:
+        raise TinychatError(f"{key} has {len(numbers)} entries for a vocabulary of {n}; the file is damaged")
+    return numbers[:n]
+
+
+def _sound(text: str) -> str:
+    """`text` with lone surrogates, which no UTF-8 can carry, as U+FFFD."""
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        return re.sub("[\ud800-\udfff]", "�", text)

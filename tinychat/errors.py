@@ -1,0 +1,18 @@
+"""The one exception users see, and the one filter between untrusted text and the terminal."""
+
+import re
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+class TinychatError(Exception):
+    """A failure with a message for the user: one line that names the cause and the way out."""
+
+
+def printable(text: str, *, newlines: bool = True) -> str:
+    """`text` with control characters (C0 but tab and newline, C1, bidi overrides) shown as `\\xNN`, never executed.
+
+    Models, file names, templates and metadata are untrusted; everything of theirs passes here before a terminal sees it.
+    """
+    out = _CONTROL.sub(lambda m: f"\\x{ord(m[0]):02x}" if ord(m[0]) < 256 else f"\\u{ord(m[0]):04x}", text)
+    return out if newlines else out.replace("\n", "\\n")

@@ -1,0 +1,94 @@
+// Attention of M query vectors over one chunk of the cache, and the merge of chunks.
+//
+// K rows are stored as tiles of 16 positions, [dim][16] half-precision, so that a vector holds one dim of 16 positions and
+// scores need no horizontal sums. V rows are plain, [position][dim]; latent attention (MLA) has none: its V is K, transposed.
+#pragma once
+#include "simd.h"
+
+enum { CHUNK = 256 };  // positions; a fixed size, so that results do not depend on the number of threads
+
+typedef struct {
+  const uint16_t *k;  // first tile of the chunk
+  const uint16_t *v;  // first V row of the chunk; NULL: V is K
+  int k_dim, v_dim;
+} Cache;
+
+// Writes `dim` values as row pos of a tile of 16 positions.
+static void store_k(uint16_t *tile, const float *x, int dim, int pos) {
+  for (int d = 0; d < dim; d += 16) {
+    u16x16 h = to_f16(fetch(x + d, dim - d));
+    for (int i = 0; i < 16 && d + i < dim; i++) tile[(d + i) * 16 + (pos & 15)] = h[i];
+  }
+}
+
+INLINE void scores(const uint16_t *tile, int k_dim, const float *q, int stride, float *s, int m) {
+  f32v acc[8];
+  for (int c = 0; c < m; c++) acc[c] = splat(0);
+  for (int d = 0; d < k_dim; d++) {
+    f32v k = from_f16(ld16(tile + 16 * d));
+    for (int c = 0; c < m; c++) acc[c] = fma_(k, splat(q[(size_t)d * stride + c]), acc[c]);
+  }
+  for (int c = 0; c < m; c++) stf(s + c * CHUNK, acc[c]);
+}
+
+// q: [k_dim][stride], scaled; vectors 0..count-1 see the chunk's first limit[c] positions. s: scratch, stride * CHUNK, count
+// filled up to a multiple of 4. Gives, per vector, the maximum, the sum of exponentials and the weighted sum of V.
+static void attend(const Cache *cache, const float *q, int stride, int count, const int *limit, float *s, float *max, float *sum,
+                   float *out) {
+  int rows = 0, m = (count + 3) / 4 * 4;
+  for (int c = 0; c < count; c++) rows = limit[c] > rows ? limit[c] : rows;
+  int tiles = (rows + 15) / 16;
+  for (int t = 0; t < tiles; t++) {
+    const uint16_t *tile = cache->k + (size_t)t * 16 * cache->k_dim;
+    int c = 0;
+    for (; c + 8 <= m; c += 8) scores(tile, cache->k_dim, q + c, stride, s + c * CHUNK + 16 * t, 8);
+    if (c < m) scores(tile, cache->k_dim, q + c, stride, s + c * CHUNK + 16 * t, 4);
+  }
+  i32v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  for (int c = 0; c < count; c++) {
+    float *p = s + c * CHUNK;
+    f32v high = splat(-__builtin_inff()), total = splat(0);
+    for (int t = 0; t < tiles; t++) {
+      f32v x = select_(lane + 16 * t < limit[c], ldf(p + 16 * t), splat(-__builtin_inff()));
+      stf(p + 16 * t, x);
+      high = max_(high, x);
+    }
+    max[c] = limit[c] > 0 ? hmax(high) : 0;
+    for (int t = 0; t < tiles; t++) {
+      f32v x = exp_(ldf(p + 16 * t) - max[c]);
+      stf(p + 16 * t, x);
+      total += x;
+    }
+    sum[c] = hsum(total);
+  }
+  int width = (cache->v_dim + 15) / 16 * 16;  // of a row of out; what lies past v_dim is never used
+  memset(out, 0, sizeof(float) * (size_t)count * width);
+  for (int t = 0; t < tiles; t++)
+    for (int d = 0; d < cache->v_dim; d += 16) {
+      u16x16 raw[16];
+      f32v v[16];
+      if (cache->v) {
+        for (int r = 0; r < 16; r++) raw[r] = ld16(cache->v + ((size_t)t * 16 + r) * cache->v_dim + d);
+      } else {
+        for (int r = 0; r < 16; r++) raw[r] = ld16(cache->k + ((size_t)t * cache->k_dim + d + r) * 16);
+        transpose16(raw);
+      }
+      for (int r = 0; r < 16; r++) v[r] = from_f16(raw[r]);
+      for (int c = 0; c < count; c++) {
+        const float *p = s + c * CHUNK + 16 * t;
+        f32v o = ldf(out + (size_t)c * width + d);
+        for (int r = 0; r < 16; r++) o = fma_(v[r], splat(p[r]), o);
+        stf(out + (size_t)c * width + d, o);
+      }
+    }
+}
+
+// Folds a chunk's (max, sum, out) into the running (m, l, o); chunks come in order of position. An empty one changes nothing.
+static void merge(float *m, float *l, float *o, float max, float sum, const float *out, int n) {
+  if (sum == 0) return;
+  float high = *l == 0 || max > *m ? max : *m;
+  float keep = *l == 0 ? 0 : exp_(splat(*m - high))[0], add = exp_(splat(max - high))[0];
+  *l = *l * keep + sum * add;
+  *m = high;
+  for (int d = 0; d < n; d += 16) stf(o + d, fma_(ldf(out + d), splat(add), ldf(o + d) * keep));
+}

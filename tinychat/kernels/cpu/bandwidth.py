@@ -1,0 +1,48 @@
+"""How fast this machine reads its memory: the limit of decode on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+
+from tinychat.errors import TinychatError
+from tinychat.kernels.cpu.executor import load_library
+
+SMALLEST = 256 << 20
+
+
+def read_bandwidth(threads: Sequence[int], rounds: int = 1) -> dict[int, float]:
+    """{n: GB/s that n threads read}, the best of 3 * `rounds` passes over a block of several times the caches.
+
+    About 0.15 s for one entry, mostly to fill the block. Raises TinychatError without a compiler or memory.
+    """
+    lib, size = load_library(), block_bytes()
+    context, block = lib.tc_alloc(lib.tc_sizeof(1)), lib.tc_alloc(size)
+    if not block:
+        raise TinychatError(f"not enough memory to measure its bandwidth: {size / 1e9:.1f} GB are needed")
+    try:
+        ctypes.memset(block, 1, size)
+        started = lib.tc_open(context, max(threads))
+        try:
+            return {n: max(lib.tc_bandwidth(context, block, size, n) for _ in range(rounds)) for n in threads if n <= started}
+        finally:
+            lib.tc_close(context)
+    finally:
+        lib.tc_free(block, size)
+
+
+def block_bytes() -> int:
+    """How much is read: several times what the caches hold."""
+    return max(SMALLEST, 4 * cache_bytes())
+
+
+def cache_bytes() -> int:
+    """Bytes of all last-level caches together (0 where the system does not tell)."""
+    found = dict[str, int]()
+    with contextlib.suppress(OSError, ValueError):
+        for cpu in Path("/sys/devices/system/cpu").glob("cpu[0-9]*"):
+            last = max((cpu / "cache").glob("index*"), key=lambda p: int((p / "level").read_text()))
+            found[(last / "shared_cpu_list").read_text()] = int((last / "size").read_text().rstrip("K\n")) << 10
+    return sum(found.values())

@@ -1,0 +1,45 @@
+// The input of a matrix product: RMSNorm, and quantisation to two bytes per value.
+#pragma once
+#include "quant.h"
+
+static float rms_scale(const float *x, int n, float eps) {
+  f32v s0 = splat(0), s1 = splat(0);
+  int i = 0;
+  for (; i + 32 <= n; i += 32) s0 = fma_(ldf(x + i), ldf(x + i), s0), s1 = fma_(ldf(x + i + 16), ldf(x + i + 16), s1);
+  float total = hsum(s0 + s1);
+  for (; i < n; i++) total += x[i] * x[i];
+  return 1.0f / __builtin_sqrtf(total / (float)n + eps);
+}
+
+// h with x - HIGH * h in a signed byte.
+INLINE i32v high_byte(i32v x) { return HIGH == 256 ? (x + 128) >> 8 : round_(from_int(x) / HIGH); }
+
+// Column c of a panel of nc: x * inv * gain (gain NULL: x as it is), as blocks of 32 high and low bytes and, if f is given, as floats.
+static void prepare(const float *x, int n, const float *gain, float inv, int8_t *q, XScale *xs, float *f, int nc, int c) {
+  int quants = q && n % 32 == 0;
+  for (int i = 0; i < n; i += 32, q += 64 * nc, xs += nc) {
+    float tail[32];
+    const float *p = x + i, *g = gain ? gain + i : NULL;
+    if (n - i < 32) {
+      for (int j = 0; j < n - i; j++) tail[j] = x[i + j] * (gain ? inv * gain[i + j] : 1.0f);
+      if (f)
+        for (int j = 0; j < n - i; j++) f[(size_t)(i + j) * nc + c] = tail[j];
+      continue;
+    }
+    f32v a = ldf(p), b = ldf(p + 16);
+    if (g) a *= ldf(g) * inv, b *= ldf(g + 16) * inv;
+    if (f) {
+      if (nc == 1) stf(f + i, a), stf(f + i + 16, b);
+      else
+        for (int j = 0; j < 16; j++) f[(size_t)(i + j) * nc + c] = a[j], f[(size_t)(i + 16 + j) * nc + c] = b[j];
+    }
+    if (!quants) continue;
+    float top = hmax(max_(abs_(a), abs_(b))), step = top / (127.0f * HIGH), up = top > 0 ? 127.0f * HIGH / top : 0.0f;
+    i32v qa = round_(a * up), qb = round_(b * up), ha = high_byte(qa), hb = high_byte(qb);
+    i8x16 bytes[4] = {__builtin_convertvector(ha, i8x16), __builtin_convertvector(hb, i8x16),
+                      __builtin_convertvector(qa - ha * HIGH, i8x16), __builtin_convertvector(qb - hb * HIGH, i8x16)};
+    memcpy(q + 64 * c, bytes, 64);
+    int sa = hsum_int(qa), sb = hsum_int(qb);
+    xs[c] = (XScale){step, step * (float)(sa + sb), step * (float)sa, step * (float)sb};
+  }
+}

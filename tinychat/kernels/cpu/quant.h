@@ -1,0 +1,394 @@
+// Packed weights: the layout of every quant type, its codec, and the dot products of 16 rows with 1, 4, 8 or 16 columns.
+//
+// A matrix is stored as groups of 16 rows, a group as one stream of blocks. A field of the file's block is interleaved over the
+// 16 rows in granules: codes by 4 bytes, so that lane r of a vector is row r and holds consecutive elements; scales by 1 or 2.
+// First come the half-precision scales (part B), then the fields whose 16-row slices fill whole 64-byte vectors (part A). Where
+// B is no multiple of 64, a chunk of 2 or 4 blocks is stored as their Bs, then their As, so that vectors stay aligned.
+// Fields lie in the order in which a matrix-vector product touches them: hardware prefetchers lose two thirds of the
+// bandwidth on anything but one forward stream. Not a byte more than the file, but for rows filled up to 16 and chunks to 64
+// bytes.
+#pragma once
+#include "simd.h"
+
+enum { F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14,
+       IQ4_NL = 20, IQ4_XS = 23, BF16 = 30, MXFP4 = 39, TYPES = 40 };
+
+typedef struct { uint8_t offset, length, granule; } Field;  // in the file's block
+typedef struct {
+  int block, bytes;  // elements and bytes of a block in the file
+  int chunk;
+  Field a[5], b[2];
+} Layout;
+
+static const Layout layouts[TYPES] = {
+    [F32] = {1, 4, 1, {{0, 4, 4}}},
+    [F16] = {1, 2, 1, {{0, 2, 2}}},
+    [BF16] = {1, 2, 1, {{0, 2, 2}}},
+    [Q4_0] = {32, 18, 2, {{2, 16, 4}}, {{0, 2, 2}}},
+    [Q4_1] = {32, 20, 1, {{4, 16, 4}}, {{0, 2, 2}, {2, 2, 2}}},
+    [Q5_0] = {32, 22, 2, {{2, 4, 4}, {6, 16, 4}}, {{0, 2, 2}}},
+    [Q5_1] = {32, 24, 1, {{4, 4, 4}, {8, 16, 4}}, {{0, 2, 2}, {2, 2, 2}}},
+    [Q8_0] = {32, 34, 2, {{2, 32, 4}}, {{0, 2, 2}}},
+    [Q2_K] = {256, 84, 1, {{0, 16, 1}, {16, 64, 4}}, {{80, 2, 2}, {82, 2, 2}}},
+    [Q3_K] = {256, 110, 2, {{96, 12, 1}, {0, 32, 4}, {32, 64, 4}}, {{108, 2, 2}}},
+    [Q4_K] = {256, 144, 1, {{4, 12, 1}, {16, 128, 4}}, {{0, 2, 2}, {2, 2, 2}}},
+    [Q5_K] = {256, 176, 1, {{4, 12, 1}, {16, 32, 4}, {48, 128, 4}}, {{0, 2, 2}, {2, 2, 2}}},
+    [Q6_K] = {256, 210, 2, {{192, 16, 1}, {128, 32, 4}, {0, 64, 4}, {160, 32, 4}, {64, 64, 4}}, {{208, 2, 2}}},
+    [IQ4_NL] = {32, 18, 2, {{2, 16, 4}}, {{0, 2, 2}}},
+    [IQ4_XS] = {256, 136, 1, {{4, 4, 1}, {8, 128, 4}}, {{0, 2, 2}, {2, 2, 2}}},
+    [MXFP4] = {32, 17, 4, {{1, 16, 4}}, {{0, 1, 1}}},
+};
+
+// Bytes of 16 packed rows of `cols` elements.
+INLINE size_t group_bytes(int type, int cols) {
+  const Layout *l = &layouts[type];
+  return ((size_t)(cols / l->block) * l->bytes * 16 + 63) / 64 * 64;  // only the last chunk may need filling up
+}
+
+// Interleaves one field of 16 blocks; a missing row (src NULL) is zeros.
+static uint8_t *pack_field(uint8_t *dst, const uint8_t *const src[16], size_t at, Field f, int type) {
+  static const uint8_t zeros[256];
+  const uint8_t *from[16];
+  uint8_t *start = dst;
+  for (int r = 0; r < 16; r++) from[r] = src[r] ? src[r] + at + f.offset : zeros;
+  if (f.granule == 4)
+    for (int i = 0; i < f.length; i += 4)
+      for (int r = 0; r < 16; r++, dst += 4) memcpy(dst, from[r] + i, 4);
+  else if (f.granule == 2)
+    for (int r = 0; r < 16; r++, dst += 2) memcpy(dst, from[r], 2);
+  else
+    for (int i = 0; i < f.length; i++)
+      for (int r = 0; r < 16; r++) *dst++ = from[r][i];
+  if ((type == Q5_0 || type == Q5_1) && f.length == 4)  // fifth bits: byte e % 4, bit e / 4 for element e
+    for (int r = 0; r < 16; r++) {
+      uint32_t h, t = 0;
+      memcpy(&h, start + 4 * r, 4);
+      for (int e = 0; e < 32; e++) t |= (h >> e & 1) << (8 * (e % 4) + e / 4);
+      memcpy(start + 4 * r, &t, 4);
+    }
+  if (type == Q8_0 && S8_OFFSET != 0 && f.granule == 4)
+    for (uint8_t *p = start; p < dst; p++) *p ^= 0x80;
+  return dst;
+}
+
+// Packs 16 rows of `cols` elements from the file's form.
+static void pack_group(uint8_t *dst, const uint8_t *const src[16], int type, int cols) {
+  const Layout *l = &layouts[type];
+  for (int first = 0, blocks = cols / l->block; first < blocks; first += l->chunk) {
+    int last = first + l->chunk < blocks ? first + l->chunk : blocks;
+    for (int k = first; k < last; k++)
+      for (int f = 0; f < 2 && l->b[f].length; f++) dst = pack_field(dst, src, (size_t)k * l->bytes, l->b[f], type);
+    dst += -(uintptr_t)dst & (l->block > 1 ? 63 : 0);
+    for (int k = first; k < last; k++)
+      for (int f = 0; f < 5 && l->a[f].length; f++) dst = pack_field(dst, src, (size_t)k * l->bytes, l->a[f], type);
+  }
+}
+
+// 32 consecutive elements of 16 rows: codes w (vector t = elements 4t..4t+3), value = d * (w - OFFSET) + m. Types with a
+// scale per 16 elements have a second d (and m) for the last 16.
+typedef struct {
+  u32v w[8];
+  f32v d, d2, m, m2;
+} Sub;
+
+#define LO4 0x0f0f0f0f
+INLINE f32v half(const uint8_t *p) { return from_f16(ld16(p)); }
+
+INLINE void nibbles(u32v w[8], const uint8_t *p) {
+  for (int j = 0; j < 4; j++) {
+    u32v v = ld(p + 64 * j);
+    w[j] = v & LO4;
+    w[4 + j] = v >> 4 & LO4;
+  }
+}
+INLINE void fifth_bits(u32v w[8], const uint8_t *p) {
+  u32v h = ld(p);
+  for (int j = 0; j < 5; j++) w[j] |= h << (4 - j) & 0x10101010;
+  for (int j = 5; j < 8; j++) w[j] |= h >> (j - 4) & 0x10101010;
+}
+// 6-bit scale and minimum j of 8 (Q4_K, Q5_K) of 16 rows.
+INLINE void scale_min(const uint8_t *p, int j, f32v *scale, f32v *min) {
+  if (j < 4) {
+    *scale = from_bytes(ld8(p + 16 * j) & 63);
+    *min = from_bytes(ld8(p + 16 * (j + 4)) & 63);
+  } else {
+    u8x16 v = ld8(p + 16 * (j + 4));
+    *scale = from_bytes((v & 15) | (ld8(p + 16 * (j - 4)) >> 6 << 4));
+    *min = from_bytes((v >> 4) | (ld8(p + 16 * j) >> 6 << 4));
+  }
+}
+
+static const uint8_t iq4_codes[16] = {
+#define C(x) (uint8_t)((x) + S8_OFFSET)
+    C(-127), C(-104), C(-83), C(-65), C(-49), C(-35), C(-22), C(-10), C(1), C(13), C(25), C(38), C(53), C(69), C(89), C(113)};
+static const uint8_t fp4_codes[16] = {C(0), C(1), C(2), C(3), C(4), C(6), C(8), C(12),
+                                      C(0), C(-1), C(-2), C(-3), C(-4), C(-6), C(-8), C(-12)};
+#undef C
+
+// For each type: elements per block, blocks per chunk, offset of the codes, whether there is a minimum, a scale per 16, codes of
+// 8 bits with sign.
+#define Q4_0_IS 32, 2, 8, 0, 0, 0
+#define Q4_1_IS 32, 1, 0, 1, 0, 0
+#define Q5_0_IS 32, 2, 16, 0, 0, 0
+#define Q5_1_IS 32, 1, 0, 1, 0, 0
+#define Q8_0_IS 32, 2, S8_OFFSET, 0, 0, 1
+#define Q2_K_IS 256, 1, 0, 1, 1, 0
+#define Q3_K_IS 256, 2, 4, 0, 1, 0
+#define Q4_K_IS 256, 1, 0, 1, 0, 0
+#define Q5_K_IS 256, 1, 0, 1, 0, 0
+#define Q6_K_IS 256, 2, 32, 0, 1, 0
+#define IQ4_NL_IS 32, 2, S8_OFFSET, 0, 0, 1
+#define IQ4_XS_IS 256, 1, S8_OFFSET, 0, 0, 1
+#define MXFP4_IS 32, 4, S8_OFFSET, 0, 0, 1
+
+INLINE Sub decode_Q4_0(const uint8_t *a, const uint8_t *b, int s) {
+  Sub u;
+  nibbles(u.w, a);
+  u.d = half(b);
+  return u;
+}
+INLINE Sub decode_Q4_1(const uint8_t *a, const uint8_t *b, int s) {
+  Sub u;
+  nibbles(u.w, a);
+  u.d = half(b);
+  u.m = half(b + 32);
+  return u;
+}
+INLINE Sub decode_Q5_0(const uint8_t *a, const uint8_t *b, int s) {
+  Sub u;
+  nibbles(u.w, a + 64);
+  fifth_bits(u.w, a);
+  u.d = half(b);
+  return u;
+}
+INLINE Sub decode_Q5_1(const uint8_t *a, const uint8_t *b, int s) {
+  Sub u;
+  nibbles(u.w, a + 64);
+  fifth_bits(u.w, a);
+  u.d = half(b);
+  u.m = half(b + 32);
+  return u;
+}
+INLINE Sub decode_Q8_0(const uint8_t *a, const uint8_t *b, int s) {
+  Sub u;
+  for (int t = 0; t < 8; t++) u.w[t] = ld(a + 64 * t);
+  u.d = half(b);
+  return u;
+}
+INLINE Sub decode_Q2_K(const uint8_t *a, const uint8_t *b, int s) {
+  Sub u;
+  for (int t = 0; t < 8; t++) u.w[t] = ld(a + 256 + 64 * (s / 4 * 8 + t)) >> (s % 4 * 2) & 0x03030303;
+  u8x16 x = ld8(a + 32 * s), y = ld8(a + 32 * s + 16);
+  f32v d = half(b), m = -half(b + 32);
+  u.d = d * from_bytes(x & 15), u.d2 = d * from_bytes(y & 15);
+  u.m = m * from_bytes(x >> 4), u.m2 = m * from_bytes(y >> 4);
+  return u;
+}
+INLINE f32v scale_q3(const uint8_t *p, int i) {
+  u8x16 low = ld8(p + 16 * (i % 8)), high = ld8(p + 16 * (8 + i % 4));
+  low = i < 8 ? low & 15 : low >> 4;
+  high = (i / 4 == 0 ? high : i / 4 == 1 ? high >> 2 : i / 4 == 2 ? high >> 4 : high >> 6) & 3;
+  return from_bytes(low | high << 4) - 32.0f;
+}
+INLINE Sub decode_Q3_K(const uint8_t *a, const uint8_t *b, int s) {
+  Sub u;
+  for (int t = 0; t < 8; t++)
+    u.w[t] = (ld(a + 704 + 64 * (s / 4 * 8 + t)) >> (s % 4 * 2) & 0x03030303) | (ld(a + 192 + 64 * t) >> s & 0x01010101) << 2;
+  f32v d = half(b);
+  u.d = d * scale_q3(a, 2 * s), u.d2 = d * scale_q3(a, 2 * s + 1);
+  return u;
+}
+INLINE Sub decode_Q4_K(const uint8_t *a, const uint8_t *b, int s) {
+  Sub u;
+  for (int t = 0; t < 8; t++) u.w[t] = ld(a + 192 + 64 * (s / 2 * 8 + t)) >> (s % 2 * 4) & LO4;
+  scale_min(a, s, &u.d, &u.m);
+  u.d *= half(b), u.m *= -half(b + 32);
+  return u;
+}
+INLINE Sub decode_Q5_K(const uint8_t *a, const uint8_t *b, int s) {
+  Sub u;
+  for (int t = 0; t < 8; t++)
+    u.w[t] = (ld(a + 704 + 64 * (s / 2 * 8 + t)) >> (s % 2 * 4) & LO4) | (ld(a + 192 + 64 * t) >> s & 0x01010101) << 4;
+  scale_min(a, s, &u.d, &u.m);
+  u.d *= half(b), u.m *= -half(b + 32);
+  return u;
+}
+INLINE Sub decode_Q6_K(const uint8_t *a, const uint8_t *b, int s) {
+  Sub u;
+  const uint8_t *p = a + 256 + s / 4 * 1536;  // of this half: 2 high bits, then 4 low bits
+  for (int t = 0; t < 8; t++)
+    u.w[t] = (ld(p + 512 + 64 * (s % 2 * 8 + t)) >> (s % 4 / 2 * 4) & LO4) | (ld(p + 64 * t) >> (s % 4 * 2) & 0x03030303) << 4;
+  f32v d = half(b);
+  u.d = d * from_signed_bytes(ld8(a + 32 * s)), u.d2 = d * from_signed_bytes(ld8(a + 32 * s + 16));
+  return u;
+}
+INLINE Sub decode_IQ4_NL(const uint8_t *a, const uint8_t *b, int s) {
+  Sub u;
+  nibbles(u.w, a);
+  for (int t = 0; t < 8; t++) u.w[t] = lookup(u.w[t], iq4_codes);
+  u.d = half(b);
+  return u;
+}
+INLINE Sub decode_IQ4_XS(const uint8_t *a, const uint8_t *b, int s) {
+  Sub u;
+  nibbles(u.w, a + 64 + 256 * s);
+  for (int t = 0; t < 8; t++) u.w[t] = lookup(u.w[t], iq4_codes);
+  u32v low = __builtin_convertvector(ld8(a + 16 * (s / 2)), u32v), high = __builtin_convertvector(ld16(b + 32), u32v);
+  i32v scale = (i32v)((low >> (s % 2 * 4) & 15) | (high >> (2 * s) & 3) << 4) - 32;
+  u.d = half(b) * from_int(scale);
+  return u;
+}
+INLINE Sub decode_MXFP4(const uint8_t *a, const uint8_t *b, int s) {
+  Sub u;
+  nibbles(u.w, a);
+  for (int t = 0; t < 8; t++) u.w[t] = lookup(u.w[t], fp4_codes);
+  u32v e = __builtin_convertvector(ld8(b), u32v);  // the value is 2^(e - 128)
+  u.d = select_((i32v)(e < 2), (f32v)(splatu(0x00200000) << e), (f32v)((e - 1) << 23));
+  return u;
+}
+
+// Quantised activations: NC columns side by side, block of 32 by block of 32. A value is scale * (HIGH * high + low) with two
+// signed bytes, since 8 bits are not enough: they cost 3 % of relative error in the logits of a small model, and with it the
+// answer, where 16 bits cost 0.02 %; decoding one token waits for memory anyway.
+typedef struct { float scale, sum, first, last; } XScale;  // sums of the quantised values (all 32, first 16, last 16) times scale
+typedef struct {
+  const int8_t *q;        // [k / 32][NC][high or low][32]
+  const XScale *scales;   // [k / 32][NC]
+  const float *f;         // [k][NC], the unquantised values, for float weights
+  int k;
+} X;
+
+INLINE void dot32(const Sub *u, const int8_t *q, const XScale *xs, f32v *acc, int nc, int offset, int min, int split, int sign) {
+  f32v m, m2;
+  if (min) m = u->m, m2 = u->m2;
+  else m = u->d * (float)-offset, m2 = u->d2 * (float)-offset;
+#define DOT(acc, t) (sign ? dot_s(acc, u->w[(t) % 8], x + 4 * (t)) : dot_u(acc, u->w[(t) % 8], x + 4 * (t)))
+  for (int c = 0; c < nc; c++) {
+    const int8_t *x = q + 64 * c;
+    i32v p = {0}, r = {0}, h = {0}, l = {0};
+    f32v y = acc[c];
+    if (nc == 1) {  // four chains, since nothing else hides their latency
+      for (int t = 0; t < 4; t++) h = DOT(h, t), l = DOT(l, t + 4), p = DOT(p, t + 8), r = DOT(r, t + 12);
+      p += h * HIGH, r += l * HIGH;
+      if (!split) p += r;
+    } else if (split) {
+      for (int t = 0; t < 4; t++) p = DOT(p, t), r = DOT(r, t + 4);
+      p *= HIGH, r *= HIGH;
+      for (int t = 8; t < 12; t++) p = DOT(p, t), r = DOT(r, t + 4);
+    } else {
+      for (int t = 0; t < 8; t++) p = DOT(p, t);
+      p *= HIGH;
+      for (int t = 8; t < 16; t++) p = DOT(p, t);
+    }
+    y = fma_(from_int(p), u->d * xs[c].scale, y);
+    if (split) y = fma_(from_int(r), u->d2 * xs[c].scale, y);
+    if (min || offset) {
+      y = fma_(m, splat(split ? xs[c].first : xs[c].sum), y);
+      if (split) y = fma_(m2, splat(xs[c].last), y);
+    }
+    acc[c] = y;
+  }
+#undef DOT
+}
+
+// out[c] = 16 rows at `a` times column c.
+typedef void (*Kernel)(const uint8_t *a, const X *x, f32v *out);
+
+#define KERNEL(T, NC, UNROLL) KERNEL_(T, NC, UNROLL, T##_IS)
+#define KERNEL_(T, NC, UNROLL, ...) KERNEL__(T, NC, UNROLL, __VA_ARGS__)
+#define KERNEL__(T, NC, UNROLL, BLOCK, CHUNK_, OFFSET, MIN, SPLIT, SIGN)              \
+  static void T##_x##NC(const uint8_t *a, const X *x, f32v *out) {                    \
+    enum { B_BYTES = T == MXFP4 ? 16 : 32 * (1 + (MIN || T == IQ4_XS)) };             \
+    int blocks = x->k / BLOCK, a_bytes = layouts[T].bytes * 16 - B_BYTES;             \
+    const int8_t *q = x->q;                                                           \
+    const XScale *xs = x->scales;                                                     \
+    f32v acc[NC];                                                                     \
+    for (int c = 0; c < NC; c++) acc[c] = splat(0);                                   \
+    while (blocks > 0) {                                                              \
+      int n = blocks < CHUNK_ ? blocks : CHUNK_;                                      \
+      const uint8_t *b = a;                                                           \
+      blocks -= n;                                                                    \
+      for (a += (n * B_BYTES + 63) / 64 * 64; n > 0; n--, a += a_bytes, b += B_BYTES, q += 2 * BLOCK * NC, xs += BLOCK / 32 * NC) \
+        _Pragma(UNROLL) for (int i = 0; i < BLOCK / 32; i++) {                        \
+          int s = T == Q6_K ? (i & 4) | (i & 1) << 1 | (i >> 1 & 1) : i;              \
+          Sub u = decode_##T(a, b, s);                                                \
+          dot32(&u, q + 64 * NC * s, xs + NC * s, acc, NC, OFFSET, MIN, SPLIT, SIGN); \
+        }                                                                             \
+    }                                                                                 \
+    for (int c = 0; c < NC; c++) out[c] = acc[c];                                     \
+  }
+
+#define FLOAT_KERNEL(T, NC, BYTES, LOAD)                                                                     \
+  static void T##_x##NC(const uint8_t *a, const X *x, f32v *out) {                                           \
+    f32v even[NC], odd[NC];                                                                                  \
+    for (int c = 0; c < NC; c++) even[c] = odd[c] = splat(0);                                                \
+    int k = 0;                                                                                               \
+    for (; k + 1 < x->k; k += 2) {                                                                           \
+      f32v w0 = LOAD(a + (size_t)k * BYTES), w1 = LOAD(a + (size_t)k * BYTES + BYTES);                       \
+      const float *f = x->f + (size_t)k * NC;                                                                \
+      for (int c = 0; c < NC; c++) even[c] = fma_(w0, splat(f[c]), even[c]);                                 \
+      for (int c = 0; c < NC; c++) odd[c] = fma_(w1, splat(f[NC + c]), odd[c]);                              \
+    }                                                                                                        \
+    if (k < x->k)                                                                                            \
+      for (int c = 0; c < NC; c++) even[c] = fma_(LOAD(a + (size_t)k * BYTES), splat(x->f[(size_t)k * NC + c]), even[c]); \
+    for (int c = 0; c < NC; c++) out[c] = even[c] + odd[c];                                                  \
+  }
+INLINE f32v load_F32(const uint8_t *p) { return (f32v)ld(p); }
+INLINE f32v load_BF16(const uint8_t *p) { return from_bf16(ld16(p)); }
+
+#define FLOAT_KERNELS(NC)              \
+  FLOAT_KERNEL(F32, NC, 64, load_F32)  \
+  FLOAT_KERNEL(F16, NC, 32, half)      \
+  FLOAT_KERNEL(BF16, NC, 32, load_BF16)
+#define EACH_QUANT(DO, ...)                                                                                   \
+  DO(Q4_0, __VA_ARGS__) DO(Q4_1, __VA_ARGS__) DO(Q5_0, __VA_ARGS__) DO(Q5_1, __VA_ARGS__) DO(Q8_0, __VA_ARGS__) \
+  DO(Q2_K, __VA_ARGS__) DO(Q3_K, __VA_ARGS__) DO(Q4_K, __VA_ARGS__) DO(Q5_K, __VA_ARGS__) DO(Q6_K, __VA_ARGS__) \
+  DO(IQ4_NL, __VA_ARGS__) DO(IQ4_XS, __VA_ARGS__) DO(MXFP4, __VA_ARGS__)
+
+FLOAT_KERNELS(1)
+FLOAT_KERNELS(4)
+FLOAT_KERNELS(8)
+FLOAT_KERNELS(16)
+EACH_QUANT(KERNEL, 1, "clang loop unroll_count(2)")  // full unrolling moves loads out of order: a third of the bandwidth
+EACH_QUANT(KERNEL, 4, "clang loop unroll(disable)")
+EACH_QUANT(KERNEL, 8, "clang loop unroll(disable)")
+EACH_QUANT(KERNEL, 16, "clang loop unroll(disable)")
+
+#define ROW(T, NC) [T] = T##_x##NC,
+#define TABLE(NC) {EACH_QUANT(ROW, NC) ROW(F32, NC) ROW(F16, NC) ROW(BF16, NC)}
+static const Kernel kernels[4][TYPES] = {TABLE(1), TABLE(4), TABLE(8), TABLE(16)};
+INLINE Kernel kernel(int type, int columns) { return kernels[columns == 16 ? 3 : columns == 8 ? 2 : columns == 4 ? 1 : 0][type]; }
+// The widest panel of columns for `left` columns.
+INLINE int panel_width(int left) { return left >= 16 ? 16 : left >= 8 ? 8 : left >= 4 ? 4 : 1; }
+
+// out[k] = element k of the 16 packed rows at `a`: float32, the bits that gguf's dequantize gives.
+#define DEQUANTISE(T, _) DEQUANTISE_(T, T##_IS)
+#define DEQUANTISE_(T, ...) DEQUANTISE__(T, __VA_ARGS__)
+#define DEQUANTISE__(T, BLOCK, CHUNK_, OFFSET, MIN, SPLIT, SIGN)                                                   \
+  case T: {                                                                                                \
+    enum { B_BYTES = T == MXFP4 ? 16 : 32 * (1 + (MIN || T == IQ4_XS)) };                                  \
+    int a_bytes = layouts[T].bytes * 16 - B_BYTES;                                                         \
+    const uint8_t *b = a;                                                                                  \
+    for (int i = 0; i < k / BLOCK; i++, a += a_bytes, b += B_BYTES) {                                      \
+      int n = k / BLOCK - i < CHUNK_ ? k / BLOCK - i : CHUNK_;                                             \
+      if (i % CHUNK_ == 0) b = a, a += (n * B_BYTES + 63) / 64 * 64;                                       \
+      for (int s = 0; s < BLOCK / 32; s++) {                                                               \
+        Sub u = decode_##T(a, b, s);                                                                       \
+        for (int e = 0; e < 32; e++, out++) {                                                              \
+          i32v w = (i32v)(u.w[e / 4] << (24 - e % 4 * 8));                                                 \
+          w = (SIGN && !S8_OFFSET ? w >> 24 : (i32v)((u32v)w >> 24)) - OFFSET;                             \
+          *out = (SPLIT && e >= 16 ? u.d2 : u.d) * from_int(w);                                            \
+          if (MIN) *out += SPLIT && e >= 16 ? u.m2 : u.m;                                                  \
+        }                                                                                                  \
+      }                                                                                                    \
+    }                                                                                                      \
+    break;                                                                                                 \
+  }
+static void dequantise(const uint8_t *a, int type, int k, f32v *out) {
+  switch (type) {
+    case F32: for (int i = 0; i < k; i++) out[i] = load_F32(a + 64 * (size_t)i); break;
+    case F16: for (int i = 0; i < k; i++) out[i] = half(a + 32 * (size_t)i); break;
+    case BF16: for (int i = 0; i < k; i++) out[i] = load_BF16(a + 32 * (size_t)i); break;
+    EACH_QUANT(DEQUANTISE, 0)
+  }
+}

@@ -1,0 +1,134 @@
+// The next token from logits, as engine/sampling.py defines it, without sorting the vocabulary.
+#pragma once
+#include "simd.h"
+
+double log(double);
+double exp(double);
+
+typedef struct {
+  double temperature, top_p, min_p, repeat_penalty;
+  uint64_t seed;
+  int32_t top_k, n_recent;
+  const int32_t *recent;  // distinct ids under the repeat penalty
+} SampleSpec;
+
+enum { SPAN = 256 };  // logits per partial result
+
+// Per span: its largest logit and the sum of exp(logit - largest).
+static void span_stats(const float *logits, int n, float *max, float *sum) {
+  float tail[16];
+  f32v high = splat(-__builtin_inff()), total = splat(0);
+  for (int j = 0; j < 16; j++) tail[j] = n / 16 * 16 + j < n ? logits[n / 16 * 16 + j] : -__builtin_inff();
+  for (int i = 0; i + 16 <= n; i += 16) high = max_(high, ldf(logits + i));
+  *max = hmax(max_(high, ldf(tail)));
+  for (int i = 0; i + 16 <= n; i += 16) total += exp_(ldf(logits + i) - *max);
+  *sum = hsum(total + exp_(ldf(tail) - *max));
+}
+
+static double gumbel(uint64_t seed, uint64_t position, uint64_t id) {
+  uint64_t x = seed * 0x9E3779B97F4A7C15u + position * 0xBF58476D1CE4E5B9u + id * 0x94D049BB133111EBu;
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+  x ^= x >> 31;
+  return -log(-log(((double)(x >> 40) + 0.5) / 16777216.0));
+}
+
+static int descending(const void *a, const void *b) {
+  float x = *(const float *)a, y = *(const float *)b;
+  return (x < y) - (x > y);
+}
+
+// The k-th largest of n values (k from 1); reorders v.
+static float kth_largest(float *v, int n, int k) {
+  int lo = 0, hi = n - 1;
+  while (lo < hi) {
+    float pivot = v[lo + (hi - lo) / 2];
+    int i = lo, j = hi;
+    while (i <= j) {
+      while (v[i] > pivot) i++;
+      while (v[j] < pivot) j--;
+      if (i <= j) { float t = v[i]; v[i++] = v[j]; v[j--] = t; }
+    }
+    if (k - 1 <= j) hi = j;
+    else if (k - 1 >= i) lo = i;
+    else break;
+  }
+  return v[k - 1];
+}
+
+// The lowest logit of the smallest set of largest-first values whose mass reaches top_p; v has n values, reordered.
+static float nucleus(float *v, int n, double top_p, float high) {
+  double total = 0, before = 0;
+  for (int i = 0; i < n; i++) total += exp((double)v[i] - high);
+  // Sort ever larger prefixes: the nucleus is nearly always small.
+  for (int done = 0, size = 256; done < n; size *= 4) {
+    int end = size < n ? size : n;
+    if (end < n) kth_largest(v + done, n - done, end - done);  // the larger ones are in front now
+    qsort(v + done, (size_t)(end - done), sizeof *v, descending);
+    for (int i = done; i < end; i++) {
+      if (i > 0 && before >= top_p * total) return v[i - 1];
+      before += exp((double)v[i] - high);
+    }
+    done = end;
+  }
+  return v[n - 1];
+}
+
+// work: scratch of 2 * n floats. spans: (n + SPAN - 1) / SPAN pairs from span_stats. Returns the id, and in *logprob its log
+// probability under softmax(logits).
+static int sample(const float *logits, int n, const SampleSpec *spec, uint64_t position, const float *span_max,
+                  const float *span_sum, float *work, double *logprob) {
+  int spans = (n + SPAN - 1) / SPAN;
+  double top = span_max[0], total = 0;
+  for (int i = 1; i < spans; i++) top = span_max[i] > top ? span_max[i] : top;
+  for (int i = 0; i < spans; i++) total += span_sum[i] * exp(span_max[i] - top);
+  const float *x = logits;
+  float *v = work + n;
+  float high = (float)top;
+  if (spec->n_recent) {
+    memcpy(work, logits, sizeof(float) * n);
+    for (int i = 0; i < spec->n_recent; i++) {
+      float *l = &work[spec->recent[i]];
+      *l = (float)(*l > 0 ? *l / spec->repeat_penalty : *l * spec->repeat_penalty);
+    }
+    x = work;
+    high = x[0];
+    for (int i = 1; i < n; i++) high = x[i] > high ? x[i] : high;
+  }
+  int best = 0;
+  if (spec->temperature <= 0) {
+    if (!spec->n_recent)
+      while (span_max[best / SPAN] != high && best + SPAN < n) best += SPAN;
+    while (x[best] != high && best < n - 1) best++;
+  } else {
+    float floor = -__builtin_inff();
+    int kept = 0;
+    if (spec->top_k > 0 && spec->top_k < n) {
+      // at least top_k logits reach the top_k-th largest span maximum
+      if (spans >= spec->top_k && !spec->n_recent) {
+        memcpy(v, span_max, sizeof(float) * spans);
+        floor = kth_largest(v, spans, spec->top_k);
+      }
+      for (int i = 0; i < n; i++)
+        if (x[i] >= floor) v[kept++] = x[i];
+      floor = kth_largest(v, kept, spec->top_k);
+    }
+    if (spec->top_p < 1.0) {
+      kept = 0;
+      for (int i = 0; i < n; i++)
+        if (x[i] >= floor) v[kept++] = x[i];
+      floor = nucleus(v, kept, spec->top_p, high);
+    }
+    double low = floor;
+    if (spec->min_p > 0 && high + log(spec->min_p) > low) low = high + log(spec->min_p);
+    double score = -__builtin_inf();
+    for (int i = 0; i < n; i++) {
+      // the noise never exceeds 17.4
+      if (x[i] < low || x[i] / spec->temperature + 17.4 <= score) continue;
+      double y = x[i] / spec->temperature + gumbel(spec->seed, position, (uint64_t)i);
+      if (y > score) score = y, best = i;
+    }
+  }
+  *logprob = logits[best] - top - log(total);
+  return best;
+}

@@ -1,0 +1,247 @@
+// 16-lane vectors over whatever the host has. Everything but the few functions below is plain vector-extension C, which the
+// compiler lowers to AVX-512, AVX2, NEON or scalar code. No fused multiply-add but the explicit one, so that every kernel
+// that does the same operations gets the same bits.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float f32v __attribute__((vector_size(64)));
+typedef int32_t i32v __attribute__((vector_size(64)));
+typedef uint32_t u32v __attribute__((vector_size(64)));
+typedef uint8_t u8v __attribute__((vector_size(64)));
+typedef uint8_t u8x16 __attribute__((vector_size(16)));
+typedef int8_t i8x16 __attribute__((vector_size(16)));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+
+INLINE u32v ld(const void *p) { u32v v; memcpy(&v, p, 64); return v; }
+INLINE u16x16 ld16(const void *p) { u16x16 v; memcpy(&v, p, 32); return v; }
+INLINE u8x16 ld8(const void *p) { u8x16 v; memcpy(&v, p, 16); return v; }
+INLINE f32v ldf(const float *p) { f32v v; memcpy(&v, p, 64); return v; }
+INLINE void stf(float *p, f32v v) { memcpy(p, &v, 64); }
+INLINE f32v splat(float x) { return (f32v){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+INLINE u32v splatu(uint32_t x) { return (u32v){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+INLINE f32v from_int(i32v v) { return __builtin_convertvector(v, f32v); }
+INLINE f32v from_bytes(u8x16 v) { return __builtin_convertvector(__builtin_convertvector(v, i32v), f32v); }
+INLINE f32v from_signed_bytes(u8x16 v) { return __builtin_convertvector(__builtin_convertvector((i8x16)v, i32v), f32v); }
+
+INLINE f32v fma_(f32v a, f32v b, f32v c) {
+#if defined(__FMA__) || defined(__aarch64__)
+#if defined(__clang__)
+  return __builtin_elementwise_fma(a, b, c);
+#elif defined(__AVX512F__)
+  return (f32v)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+  for (int i = 0; i < 16; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
+#endif
+#else
+  return a * b + c;
+#endif
+}
+
+INLINE f32v select_(i32v mask, f32v a, f32v b) { return (f32v)(((i32v)a & mask) | ((i32v)b & ~mask)); }
+INLINE f32v max_(f32v a, f32v b) { return select_(a > b, a, b); }
+INLINE f32v abs_(f32v a) { return (f32v)((i32v)a & 0x7fffffff); }
+
+// The first n (at most 16) values.
+INLINE void store(float *dst, f32v v, int n) {
+  if (n >= 16) stf(dst, v);
+  else memcpy(dst, &v, sizeof(float) * (size_t)n);
+}
+INLINE f32v fetch(const float *src, int n) {
+  f32v v = splat(0);
+  if (n >= 16) return ldf(src);
+  memcpy(&v, src, sizeof(float) * (size_t)n);
+  return v;
+}
+
+#define FOLD_(v, op)                                                                      \
+  v = op(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)); \
+  v = op(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3));       \
+  v = op(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1));       \
+  v = op(v, __builtin_shufflevector(v, v, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0));
+#define ADD_(a, b) ((a) + (b))
+INLINE float hsum(f32v v) { FOLD_(v, ADD_) return v[0]; }
+INLINE float hmax(f32v v) { FOLD_(v, max_) return v[0]; }
+INLINE int32_t hsum_int(i32v v) { FOLD_(v, ADD_) return v[0]; }
+
+// 16 half-precision floats to single and back (round to nearest even).
+INLINE f32v from_f16(u16x16 h) {
+#if defined(__AVX512F__)
+  return (f32v)_mm512_cvtph_ps((__m256i)h);
+#elif defined(__F16C__)
+  union { u16x16 v; __m128i h[2]; } u = {h};
+  union { __m256 h[2]; f32v v; } r = {{_mm256_cvtph_ps(u.h[0]), _mm256_cvtph_ps(u.h[1])}};
+  return r.v;
+#elif defined(__aarch64__)
+  union { u16x16 v; float16x4_t q[4]; } u = {h};
+  union { float32x4_t q[4]; f32v v; } r;
+  for (int i = 0; i < 4; i++) r.q[i] = vcvt_f32_f16(u.q[i]);
+  return r.v;
+#else
+  u32v x = __builtin_convertvector(h, u32v), sign = (x & 0x8000) << 16, mag = (x & 0x7fff) << 13;
+  f32v f = (f32v)mag * 0x1p112f;
+  return (f32v)((u32v)select_((i32v)(mag >= 0x0f800000), (f32v)(mag | 0x7f800000), f) | sign);
+#endif
+}
+INLINE u16x16 to_f16(f32v f) {
+#if defined(__AVX512F__)
+  return (u16x16)_mm512_cvtps_ph((__m512)f, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__F16C__)
+  union { f32v v; __m256 h[2]; } u = {f};
+  union { __m128i h[2]; u16x16 v; } r = {{_mm256_cvtps_ph(u.h[0], 0), _mm256_cvtps_ph(u.h[1], 0)}};
+  return r.v;
+#elif defined(__aarch64__)
+  union { f32v v; float32x4_t q[4]; } u = {f};
+  union { float16x4_t q[4]; u16x16 v; } r;
+  for (int i = 0; i < 4; i++) r.q[i] = vcvt_f16_f32(u.q[i]);
+  return r.v;
+#else  // after Fabian Giesen's float_to_half_fast3_rtne
+  u32v x = (u32v)f, sign = x & 0x80000000u, a = x ^ sign;
+  u32v sub = (u32v)((f32v)a + 0.5f) - 0x3f000000u;
+  u32v norm = (a + 0xc8000fffu + ((a >> 13) & 1)) >> 13;
+  u32v big = splatu(0x7c00) | ((u32v)(a > 0x7f800000) & 0x200);
+  u32v small = (u32v)(a < 0x38800000), huge = (u32v)(a >= 0x47800000);
+  u32v r = (huge & big) | (~huge & ((small & sub) | (~small & norm)));
+  return __builtin_convertvector(r | (sign >> 16), u16x16);
+#endif
+}
+INLINE f32v from_bf16(u16x16 h) { return (f32v)(__builtin_convertvector(h, u32v) << 16); }
+
+// acc[i] += sum over 4 bytes: w[4i + b] * x[b], for x of signed bytes, broadcast to all lanes. dot_u takes w as unsigned
+// bytes of at most 127; dot_s takes any signed byte w where S8_OFFSET is 0, else w + 128. x is split into high and low bytes
+// by HIGH: 255 where a byte of x must not be -128.
+#if defined(__AVX512VNNI__)
+#define SIMD_NAME "AVX-512 VNNI"
+#define S8_OFFSET 128
+INLINE i32v dot_u(i32v acc, u32v w, const int8_t *x) {
+  int32_t b;
+  memcpy(&b, x, 4);
+  return (i32v)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(b));
+}
+#define dot_s dot_u
+#elif defined(__AVX2__)
+#if defined(__AVXVNNI__)
+#define SIMD_NAME "AVX2 VNNI"
+#define S8_OFFSET 128
+INLINE __m256i dot_half_(__m256i acc, __m256i w, __m256i x) { return _mm256_dpbusd_avx_epi32(acc, w, x); }
+#define dot_s dot_u
+#else
+#define SIMD_NAME "AVX2"
+#define S8_OFFSET 0
+INLINE __m256i dot_half_(__m256i acc, __m256i w, __m256i x) {
+  return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
+}
+#define HIGH 255
+INLINE i32v dot_s(i32v acc, u32v w, const int8_t *x) {
+  int32_t b;
+  memcpy(&b, x, 4);
+  union { i32v v; __m256i h[2]; } a = {acc}, u = {(i32v)w};
+  __m256i v = _mm256_set1_epi32(b);
+  for (int i = 0; i < 2; i++) a.h[i] = dot_half_(a.h[i], _mm256_abs_epi8(u.h[i]), _mm256_sign_epi8(v, u.h[i]));
+  return a.v;
+}
+#endif
+INLINE i32v dot_u(i32v acc, u32v w, const int8_t *x) {
+  int32_t b;
+  memcpy(&b, x, 4);
+  union { i32v v; __m256i h[2]; } a = {acc}, u = {(i32v)w};
+  __m256i v = _mm256_set1_epi32(b);
+  for (int i = 0; i < 2; i++) a.h[i] = dot_half_(a.h[i], u.h[i], v);
+  return a.v;
+}
+#elif defined(__ARM_FEATURE_DOTPROD)
+#define SIMD_NAME "NEON SDOT"
+#define S8_OFFSET 0
+INLINE i32v dot_u(i32v acc, u32v w, const int8_t *x) {
+  int32_t b;
+  memcpy(&b, x, 4);
+  union { i32v v; int32x4_t q[4]; } a = {acc};
+  union { u32v v; int8x16_t q[4]; } u = {w};
+  int8x16_t v = vreinterpretq_s8_s32(vdupq_n_s32(b));
+  for (int i = 0; i < 4; i++) a.q[i] = vdotq_s32(a.q[i], u.q[i], v);
+  return a.v;
+}
+#define dot_s dot_u
+#else
+#define SIMD_NAME "plain C"
+#define S8_OFFSET 0
+INLINE i32v dot_u(i32v acc, u32v w, const int8_t *x) {
+  for (int b = 0; b < 4; b++) acc += ((i32v)(w << (24 - 8 * b)) >> 24) * (int32_t)x[b];
+  return acc;
+}
+#define dot_s dot_u
+#endif
+
+#ifndef HIGH
+#define HIGH 256
+#endif
+
+// table[w] for every byte w < 16.
+INLINE u32v lookup(u32v w, const uint8_t *table) {
+#if defined(__AVX512BW__)
+  return (u32v)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table)), (__m512i)w);
+#elif defined(__AVX2__)
+  union { u32v v; __m256i h[2]; } u = {w};
+  __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table));
+  for (int i = 0; i < 2; i++) u.h[i] = _mm256_shuffle_epi8(t, u.h[i]);
+  return u.v;
+#elif defined(__aarch64__)
+  union { u32v v; uint8x16_t q[4]; } u = {w};
+  for (int i = 0; i < 4; i++) u.q[i] = vqtbl1q_u8(vld1q_u8(table), u.q[i]);
+  return u.v;
+#else
+  union { u32v v; uint8_t b[64]; } u = {w};
+  for (int i = 0; i < 64; i++) u.b[i] = table[u.b[i]];
+  return u.v;
+#endif
+}
+
+// e^x, relative error below 2e-7; 0 below -87.3 (polynomial of Cephes' expf).
+INLINE f32v exp_(f32v x) {
+  i32v tiny = x < -87.3f;
+  x = select_(x > 88.0f, splat(88.0f), select_(tiny, splat(0), x));
+  f32v magic = splat(12582912.0f), n = fma_(x, splat(1.44269504088896341f), magic);
+  i32v e = (i32v)n << 23;
+  n -= magic;
+  x = fma_(n, splat(-0.693359375f), x);
+  x = fma_(n, splat(2.12194440e-4f), x);
+  f32v p = splat(1.9875691500e-4f);
+  p = fma_(p, x, splat(1.3981999507e-3f));
+  p = fma_(p, x, splat(8.3334519073e-3f));
+  p = fma_(p, x, splat(4.1665795894e-2f));
+  p = fma_(p, x, splat(1.6666665459e-1f));
+  p = fma_(p, x, splat(5.0000001201e-1f));
+  p = fma_(p, x * x, x) + 1.0f;
+  return select_(tiny, splat(0), (f32v)((i32v)p + e));
+}
+
+// 16 floats of magnitude below 2^22 to the nearest integers, ties to even.
+INLINE i32v round_(f32v x) { return (i32v)(x + 12582912.0f) - 0x4b400000; }
+
+// The 16 x 16 transpose of half-precision values: in place.
+#define ZIP_LO_(a, b) __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 8, 24, 9, 25, 10, 26, 11, 27)
+#define ZIP_HI_(a, b) __builtin_shufflevector(a, b, 4, 20, 5, 21, 6, 22, 7, 23, 12, 28, 13, 29, 14, 30, 15, 31)
+INLINE void transpose16(u16x16 v[16]) {
+  u16x16 t[16];
+  for (int step = 0; step < 3; step++) {  // within each 128-bit half: the transpose of two 8-row blocks
+    for (int i = 0; i < 4; i++) {
+      t[2 * i] = ZIP_LO_(v[i], v[i + 4]), t[2 * i + 1] = ZIP_HI_(v[i], v[i + 4]);
+      t[8 + 2 * i] = ZIP_LO_(v[8 + i], v[12 + i]), t[8 + 2 * i + 1] = ZIP_HI_(v[8 + i], v[12 + i]);
+    }
+    for (int i = 0; i < 16; i++) v[i] = t[i];
+  }
+  for (int i = 0; i < 8; i++) {
+    t[i] = __builtin_shufflevector(v[i], v[8 + i], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+    t[8 + i] = __builtin_shufflevector(v[i], v[8 + i], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  }
+  for (int i = 0; i < 16; i++) v[i] = t[i];
+}

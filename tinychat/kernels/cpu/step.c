@@ -1,0 +1,899 @@
+// One forward step of a plan: the threads of the pool go through the list of its ops.
+//
+// kernels/ops.py says what each op computes, executor.py builds the list. With one token, an op is one phase of tasks, each a
+// part of the rows, and every thread norms and quantises the op's input for itself (cheaper than a barrier); with several,
+// all threads walk through the op together, tokens are prepared in parallel first, and each group of 16 rows is multiplied with panels of 16, 8, 4 or 1 columns. Both do the same arithmetic in
+// the same order per (row, token), so results depend neither on the chunking of a prompt nor on the number of threads.
+#include <stdlib.h>
+#include <sys/mman.h>
+
+#include "simd.h"
+
+#include "attention.h"
+#include "input.h"
+#include "pool.h"
+#include "quant.h"
+#include "sample.h"
+
+#define EXPORT __attribute__((visibility("default")))
+
+enum { EMBED, LINEAR, ATTENTION, ABSORB, LATENT_ATTENTION, VALUE_UP, GATE_UP, ROUTE, EXPERTS_UP, EXPERTS_DOWN, HEAD };
+enum { SOFTMAX, SIGMOID, SOFTMAX_WEIGHT, SQRT_SOFTPLUS };
+
+typedef struct {
+  int32_t type, rows, cols, groups;  // groups 0: absent
+  const uint8_t *data;
+} Matrix;
+
+typedef struct {
+  int32_t tag, layer, matrices, add;  // add: into dst instead of over it
+  int32_t src, dst[3];                // activation buffers
+  int32_t heads, kv_heads, key_dim, value_dim, nope, rope_dims, neox, q_norm_len, k_norm_len;
+  int32_t top_k, gating, normalize, route_groups, route_groups_used;
+  float eps, norm_eps, scale;         // norm_eps: of q_norm, k_norm and the latent norm
+  const float *norm, *q_norm, *k_norm, *rope, *bias[3];
+  Matrix w[4];
+} Op;
+
+typedef struct {  // per thread
+  int8_t *q;
+  XScale *scales;
+  float *f, *attn_q, *attn_s, *attn_out, *merged;
+  uint64_t ready;  // the phase whose input this is
+  int32_t *experts;
+  float *expert_weights;
+  uint64_t stopped;  // when the last task ended, if there are clocks
+  int last_op;
+} Scratch;
+
+typedef struct {
+  int32_t n_ops, max_context, batch, vocab, layers, k_width, v_width, kv_heads, n_buffers;
+  const Op *ops;
+  float **buffers;   // [n_buffers], each (batch, width[i])
+  int32_t *widths;
+  uint16_t *k_cache, *v_cache;
+  uint64_t *ticks;   // NULL, or [threads][n_ops][2] nanoseconds of this step: at work, then waiting for the others
+  uint64_t sampling; // nanoseconds of the last step from the logits to the next id
+  Pool pool;
+  int context;       // max_context filled up to 16
+  Scratch *scratch;  // [threads]
+  Scratch shared;    // of a batch
+  int32_t *route_ids;
+  float *route_weights, *router_logits;
+  float *pair_out;   // (batch * top_k, dim): outputs of experts before they are summed
+  float *partial;    // decode attention: [task] m, l, out
+  atomic_int *done;  // decode attention: finished chunks per group of heads
+  float *logits, *span_max, *span_sum, *work;
+  // the call in progress
+  const int32_t *ids;
+  int tokens, pos, logits_mode, sampled;  // logits_mode: 0 none, 1 last, 2 all
+  uint64_t serial;  // of the call
+  float *logits_out;
+} Ctx;
+
+#define MIN_(a, b) ((a) < (b) ? (a) : (b))
+#define MAX_(a, b) ((a) > (b) ? (a) : (b))
+
+// ---- inputs ----------------------------------------------------------------------------------------------------------
+
+static int is_float(int type) { return type == F32 || type == F16 || type == BF16; }
+
+// What the matrices of an op need of its input: bit 0 quantised, bit 1 floats.
+static int needs(const Matrix *w, int n) {
+  int need = 0;
+  for (int i = 0; i < n; i++)
+    if (w[i].groups) need |= is_float(w[i].type) ? 2 : 1;
+  return need;
+}
+
+static void prepare_row(const float *x, int n, const float *norm, float eps, int need, Scratch *to, size_t column, int nc, int c) {
+  prepare(x, n, norm, norm ? rms_scale(x, n, eps) : 1.0f, need & 1 ? to->q + 2 * column * n : NULL,
+          need & 1 ? to->scales + column * (n / 32) : NULL, need & 2 ? to->f + column * n : NULL, nc, c);
+}
+
+INLINE X columns(const Scratch *s, size_t column, int k) {
+  return (X){s->q + 2 * column * k, s->scales + column * (k / 32), s->f + column * k, k};
+}
+
+// Whether this thread has the input of the op (one token) ready already; from now on it has.
+static int ready(Ctx *c, const Op *op, int id) {
+  uint64_t phase = c->serial << 20 | (uint64_t)(op - c->ops + 1);
+  if (c->scratch[id].ready == phase) return 1;
+  c->scratch[id].ready = phase;
+  return 0;
+}
+
+// The input of a linear op, in panels: by each thread for itself with one token, else by all together.
+static const Scratch *prepare_input(Ctx *c, const Op *op, int id, const float *src, int stride, int n, const float *norm, int need) {
+  if (c->tokens == 1) {
+    if (!ready(c, op, id)) prepare_row(src, n, norm, op->eps, need, &c->scratch[id], 0, 1, 0);
+    return &c->scratch[id];
+  }
+  for (int first = 0, w, p = 0; first < c->tokens; first += w, p++) {
+    w = panel_width(c->tokens - first);
+    for (int i = 0; i < w; i++)
+      if ((first + i) % c->pool.threads == id)
+        prepare_row(src + (size_t)(first + i) * stride, n, norm, op->eps, need, &c->shared, first, w, i);
+  }
+  barrier(&c->pool);
+  return &c->shared;
+}
+
+// ---- matrices --------------------------------------------------------------------------------------------------------
+
+INLINE int groups16(const Matrix *w) { return (w->rows + 15) / 16; }
+INLINE const uint8_t *rows16(const Matrix *w, int matrix, int group) {
+  return w->data + ((size_t)matrix * groups16(w) + group) * group_bytes(w->type, w->cols);
+}
+
+// A part of an op: with one token a task, which any thread may run, else the share of thread `id` of all.
+typedef struct { int id, part, parts; } Part;
+
+// The share [*first, *last) of units, of which `before` bytes of work come first and each costs `bytes`.
+INLINE void share(Part me, double total, double before, double bytes, int units, int *first, int *last) {
+  double per = total / me.parts;
+  double lo = (per * me.part - before) / bytes + 0.5, hi = (per * (me.part + 1) - before) / bytes + 0.5;
+  *first = lo < 0 ? 0 : lo > units ? units : (int)lo;
+  *last = me.part + 1 == me.parts ? units : hi < 0 ? 0 : hi > units ? units : (int)hi;
+}
+
+INLINE f32v silu(f32v x) { return x / (exp_(-x) + 1.0f); }
+
+// dst (+)= matrix @ x (+ bias) for groups first..last-1 of 16 rows and all columns of x.
+static void multiply(const Matrix *w, int matrix, int first, int last, const Scratch *x, int tokens, float *dst, int stride,
+                     const float *bias, int add) {
+  f32v out[16];
+  for (int g = first; g < last; g++) {
+    const uint8_t *rows = rows16(w, matrix, g);
+    int n = w->rows - 16 * g;
+    f32v b = bias ? fetch(bias + 16 * g, n) : splat(0);
+    for (int t = 0, width; t < tokens; t += width) {
+      width = panel_width(tokens - t);
+      X p = columns(x, t, w->cols);
+      kernel(w->type, width)(rows, &p, out);
+      for (int i = 0; i < width; i++) {
+        float *to = dst + (size_t)(t + i) * stride + 16 * g;
+        f32v y = out[i];
+        if (bias) y += b;
+        if (add) y += fetch(to, n);
+        store(to, y, n);
+      }
+    }
+  }
+}
+
+// dst = silu(gate @ x) * (up @ x) for groups first..last-1 of 16 rows.
+static void multiply_gated(const Matrix *gate, const Matrix *up, int matrix, int first, int last, const Scratch *x, int tokens,
+                           float *const *dst) {
+  f32v a[16], b[16];
+  for (int g = first; g < last; g++) {
+    const uint8_t *rows_a = rows16(gate, matrix, g), *rows_b = rows16(up, matrix, g);
+    for (int t = 0, width; t < tokens; t += width) {
+      width = panel_width(tokens - t);
+      X p = columns(x, t, gate->cols);
+      kernel(gate->type, width)(rows_a, &p, a);
+      kernel(up->type, width)(rows_b, &p, b);
+      for (int i = 0; i < width; i++) store(dst[t + i] + 16 * g, silu(a[i]) * b[i], gate->rows - 16 * g);
+    }
+  }
+}
+
+static float *row(Ctx *c, int buffer, int token) { return c->buffers[buffer] + (size_t)token * c->widths[buffer]; }
+
+// ---- ops -------------------------------------------------------------------------------------------------------------
+
+static void embed(Ctx *c, const Op *op, Part me) {
+  const Matrix *w = &op->w[0];
+  f32v *column = (f32v *)c->scratch[me.id].merged;
+  for (int t = me.part; t < c->tokens; t += me.parts) {
+    // 16 rows are decoded for one, a part of the columns at a time
+    dequantise(rows16(w, 0, c->ids[t] / 16), w->type, w->cols, column);
+    float *x = row(c, op->dst[0], t);
+    for (int i = 0; i < w->cols; i++) x[i] = column[i][c->ids[t] % 16];
+  }
+}
+
+static void linear(Ctx *c, const Op *op, Part me) {
+  const Scratch *x = prepare_input(c, op, me.id, row(c, op->src, 0), c->widths[op->src], op->w[0].cols, op->norm,
+                                   needs(op->w, op->matrices));
+  double total = 0, before = 0;
+  for (int i = 0; i < op->matrices; i++) total += (double)groups16(&op->w[i]) * group_bytes(op->w[i].type, op->w[i].cols);
+  for (int i = 0; i < op->matrices; i++) {
+    const Matrix *w = &op->w[i];
+    double bytes = group_bytes(w->type, w->cols);
+    int first, last;
+    share(me, total, before, bytes, groups16(w), &first, &last);
+    multiply(w, 0, first, last, x, c->tokens, row(c, op->dst[i], 0), c->widths[op->dst[i]], op->bias[i], op->add);
+    before += groups16(w) * bytes;
+  }
+}
+
+static void gate_up(Ctx *c, const Op *op, Part me) {
+  const Scratch *x = prepare_input(c, op, me.id, row(c, op->src, 0), c->widths[op->src], op->w[0].cols, op->norm, needs(op->w, 2));
+  float *dst[c->tokens];
+  for (int t = 0; t < c->tokens; t++) dst[t] = row(c, op->dst[0], t);
+  int first, last, n = groups16(&op->w[0]);
+  share(me, n, 0, 1, n, &first, &last);
+  multiply_gated(&op->w[0], &op->w[1], 0, first, last, x, c->tokens, dst);
+}
+
+// Rotates `dims` values at position pos, in place.
+static void rotate(float *x, const Op *op, int pos) {
+  int half_dims = op->rope_dims / 2;
+  const float *table = op->rope + (size_t)pos * op->rope_dims;
+  for (int i = 0; i < half_dims; i++) {
+    float cs = table[2 * i], sn = table[2 * i + 1];
+    float *a = op->neox ? x + i : x + 2 * i, *b = op->neox ? x + i + half_dims : a + 1, x0 = *a, x1 = *b;
+    *a = x0 * cs - x1 * sn;
+    *b = x0 * sn + x1 * cs;
+  }
+}
+
+// Head h of a projection (q or k): norm and rotation, from src into dst.
+static void turn_head(float *dst, const float *src, const Op *op, int h, const float *gain, int norm_len, int all, int pos) {
+  int dim = op->key_dim;
+  const float *x = src + (size_t)h * dim;
+  if (gain) {
+    float inv = norm_len != dim ? rms_scale(src, all, op->norm_eps) : rms_scale(x, dim, op->norm_eps);
+    const float *g = norm_len == dim ? gain : gain + (size_t)h * dim;
+    for (int i = 0; i < dim; i++) dst[i] = x[i] * inv * g[i];
+  } else {
+    memcpy(dst, x, sizeof(float) * (size_t)dim);
+  }
+  rotate(dst, op, pos);
+}
+
+INLINE uint16_t *k_tile(Ctx *c, int layer, int kv_heads, int head, int dim, int pos) {
+  return c->k_cache + (((size_t)layer * kv_heads + head) * c->context + (size_t)(pos & ~15)) * dim;
+}
+INLINE uint16_t *v_row(Ctx *c, const Op *op, int head, int pos) {
+  return c->v_cache + (((size_t)op->layer * op->kv_heads + head) * c->context + (size_t)pos) * op->value_dim;
+}
+
+static void store_kv(Ctx *c, const Op *op, int kv, int token, float *tmp) {
+  int pos = c->pos + token;
+  turn_head(tmp, row(c, op->dst[1], token), op, kv, op->k_norm, op->k_norm_len, op->kv_heads * op->key_dim, pos);
+  store_k(k_tile(c, op->layer, op->kv_heads, kv, op->key_dim, pos), tmp, op->key_dim, pos);
+  const float *v = row(c, op->dst[2], token) + (size_t)kv * op->value_dim;
+  uint16_t *to = v_row(c, op, kv, pos);
+  for (int d = 0; d < op->value_dim; d += 16) {
+    u16x16 h = to_f16(fetch(v + d, op->value_dim - d));
+    memcpy(to + d, &h, 2 * (size_t)MIN_(16, op->value_dim - d));
+  }
+}
+
+INLINE Cache cache_at(Ctx *c, const Op *op, int kv, int pos) {
+  if (op->tag == LATENT_ATTENTION) return (Cache){k_tile(c, op->layer, 1, 0, op->key_dim, pos), NULL, op->key_dim, op->value_dim};
+  return (Cache){k_tile(c, op->layer, op->kv_heads, kv, op->key_dim, pos), v_row(c, op, kv, pos), op->key_dim, op->value_dim};
+}
+
+// Puts query vector x, scaled, into column m of q [key_dim][stride].
+static void put_query(float *q, int stride, int m, const float *x, const Op *op) {
+  for (int d = 0; d < op->key_dim; d++) q[(size_t)d * stride + m] = x[d] * op->scale;
+}
+
+// Values of a head, filled up to whole vectors.
+INLINE int padded(int n) { return (n + 15) / 16 * 16; }
+
+static void divide(float *dst, const float *src, float by, int n) {
+  for (int d = 0; d < n; d += 16) store(dst + d, ldf(src + d) / by, n - d);
+}
+
+// One token: tasks are (kv head, part of its query heads, chunk); who finishes a part's last chunk merges the chunks in order.
+static int attention_tasks(const Ctx *c, const Op *op, int *per) {
+  int group = op->heads / op->kv_heads, chunks = c->pos / CHUNK + 1, parts = 1;
+  while (op->kv_heads * parts * chunks < 2 * c->pool.threads && parts < group) parts++;
+  *per = (group + parts - 1) / parts;
+  return op->kv_heads * chunks * ((group + *per - 1) / *per);
+}
+
+static void attention_one(Ctx *c, const Op *op, int id, int task) {
+  Scratch *s = &c->scratch[id];
+  int per, tasks = attention_tasks(c, op, &per), group = op->heads / op->kv_heads, chunks = c->pos / CHUNK + 1;
+  int parts = tasks / op->kv_heads / chunks, value = padded(op->value_dim), record = value + 16;
+  int kv = task / (parts * chunks), part = task / chunks % parts, chunk = task % chunks;
+  int h0 = kv * group + part * per, count = MIN_(per, group - part * per), stride = (count + 3) / 4 * 4, limit[count];
+  float high[count], sum[count];
+  memset(s->attn_q, 0, sizeof(float) * (size_t)op->key_dim * stride);
+  for (int m = 0; m < count; m++) {
+    const float *q = row(c, op->src, 0) + (size_t)(h0 + m) * op->key_dim;
+    if (op->tag == ATTENTION) {
+      turn_head(s->merged, row(c, op->src, 0), op, h0 + m, op->q_norm, op->q_norm_len, op->heads * op->key_dim, c->pos);
+      q = s->merged;
+    }
+    put_query(s->attn_q, stride, m, q, op);
+    limit[m] = MIN_(CHUNK, c->pos + 1 - chunk * CHUNK);
+  }
+  if (op->tag == ATTENTION && chunk == chunks - 1) store_kv(c, op, kv, 0, s->merged);  // the same bytes from each part
+  Cache cache = cache_at(c, op, kv, chunk * CHUNK);
+  attend(&cache, s->attn_q, stride, count, limit, s->attn_s, high, sum, s->attn_out);
+  for (int m = 0; m < count; m++) {
+    float *to = c->partial + ((size_t)(h0 + m) * chunks + chunk) * record;
+    to[0] = high[m], to[1] = sum[m];
+    memcpy(to + 16, s->attn_out + (size_t)m * value, sizeof(float) * value);
+  }
+  if (atomic_fetch_add_explicit(&c->done[h0], 1, memory_order_acq_rel) + 1 < chunks) return;
+  atomic_store_explicit(&c->done[h0], 0, memory_order_relaxed);
+  for (int m = 0; m < count; m++) {
+    float top = 0, total = 0;
+    memset(s->merged, 0, sizeof(float) * value);
+    for (int i = 0; i < chunks; i++) {
+      const float *p = c->partial + ((size_t)(h0 + m) * chunks + i) * record;
+      merge(&top, &total, s->merged, p[0], p[1], p + 16, value);
+    }
+    divide(row(c, op->dst[0], 0) + (size_t)(h0 + m) * op->value_dim, s->merged, total, op->value_dim);
+  }
+}
+
+enum { QUERIES = 32 };  // query vectors of one task in a batch
+
+// Several tokens: tasks are (kv head, block of query vectors), each over all its chunks.
+static void attention_batch(Ctx *c, const Op *op, int id) {
+  Scratch *s = &c->scratch[id];
+  int group = op->heads / op->kv_heads, value = padded(op->value_dim);
+  if (op->tag == ATTENTION) {
+    for (int t = id; t < c->tokens; t += c->pool.threads) {
+      for (int kv = 0; kv < op->kv_heads; kv++) store_kv(c, op, kv, t, s->merged);
+      float *q = row(c, op->src, t);
+      int all = op->heads * op->key_dim;
+      for (int h = 0; h < op->heads; h++)
+        turn_head(s->merged + (size_t)h * op->key_dim, q, op, h, op->q_norm, op->q_norm_len, all, c->pos + t);
+      memcpy(q, s->merged, sizeof(float) * all);
+    }
+    barrier(&c->pool);
+  }
+  int per_token = MIN_(group, QUERIES), parts = (group + per_token - 1) / per_token, block = MAX_(1, QUERIES / per_token);
+  int blocks = (c->tokens + block - 1) / block, tasks = op->kv_heads * parts * blocks;
+  for (int task; (task = next_task(&c->pool)) < tasks;) {
+    int kv = task % op->kv_heads, part = task / op->kv_heads % parts, first = (blocks - 1 - task / op->kv_heads / parts) * block;
+    int h0 = kv * group + part * per_token, heads = MIN_(per_token, group - part * per_token);
+    int n = MIN_(block, c->tokens - first), count = n * heads, stride = (count + 3) / 4 * 4, limit[QUERIES];
+    float high[QUERIES], sum[QUERIES], top[QUERIES], total[QUERIES];
+    memset(s->attn_q, 0, sizeof(float) * (size_t)op->key_dim * stride);
+    memset(s->merged, 0, sizeof(float) * (size_t)count * value);
+    for (int m = 0; m < count; m++) {
+      put_query(s->attn_q, stride, m, row(c, op->src, first + m / heads) + (size_t)(h0 + m % heads) * op->key_dim, op);
+      top[m] = total[m] = 0;
+    }
+    for (int start = 0; start < c->pos + first + n; start += CHUNK) {
+      for (int m = 0; m < count; m++) limit[m] = MAX_(0, MIN_(CHUNK, c->pos + first + m / heads + 1 - start));
+      Cache cache = cache_at(c, op, kv, start);
+      attend(&cache, s->attn_q, stride, count, limit, s->attn_s, high, sum, s->attn_out);
+      for (int m = 0; m < count; m++) {
+        size_t at = (size_t)m * value;
+        merge(&top[m], &total[m], s->merged + at, high[m], sum[m], s->attn_out + at, value);
+      }
+    }
+    for (int m = 0; m < count; m++)
+      divide(row(c, op->dst[0], first + m / heads) + (size_t)(h0 + m % heads) * op->value_dim, s->merged + (size_t)m * value,
+             total[m], op->value_dim);
+  }
+}
+
+static void attention(Ctx *c, const Op *op, Part me) {
+  if (c->tokens == 1) attention_one(c, op, me.id, me.part);
+  else attention_batch(c, op, me.id);
+}
+
+// One matrix per head: dst[h][dst_stride..] = w[h] @ src[h][src_stride..], the input as it is.
+static void per_head(Ctx *c, const Op *op, Part me, int src_stride, int dst_stride) {
+  const Matrix *w = &op->w[0];
+  Scratch *s = &c->scratch[me.id];
+  int groups = groups16(w), need = needs(w, 1), first = 0, last = 0;
+  // with one token a share may end inside a head; a batch's heads are quantised once each, so shares are whole heads there
+  int unit = c->tokens == 1 || c->pool.threads > w->groups ? 1 : groups;
+  share(me, w->groups * groups / unit, 0, 1, w->groups * groups / unit, &first, &last);
+  first *= unit, last *= unit;
+  for (int h = first / groups; h * groups < last; h++) {
+    int from = MAX_(first, h * groups) - h * groups, to = MIN_(last, (h + 1) * groups) - h * groups;
+    for (int start = 0, width; start < c->tokens; start += width) {
+      width = panel_width(c->tokens - start);
+      for (int i = 0; i < width; i++)
+        prepare_row(row(c, op->src, start + i) + (size_t)h * src_stride, w->cols, NULL, 0, need, s, 0, width, i);
+      multiply(w, h, from, to, s, width, row(c, op->dst[0], start) + (size_t)h * dst_stride, c->widths[op->dst[0]], NULL, 0);
+    }
+  }
+}
+
+// Latent row of the cache, rotation of q, and q's no-position part through the K matrix of each head.
+static void absorb(Ctx *c, const Op *op, Part me) {
+  int latent = op->w[0].rows, width = latent + op->rope_dims, dim = op->nope + op->rope_dims;
+  float *tmp = c->scratch[me.id].merged;
+  for (int t = 0; t < c->tokens; t++) {
+    int pos = c->pos + t;
+    if (t % me.parts == me.part) {
+      const float *kv = row(c, op->dst[1], t);
+      float inv = rms_scale(kv, latent, op->norm_eps);
+      for (int i = 0; i < latent; i++) tmp[i] = kv[i] * inv * op->norm[i];
+      memcpy(tmp + latent, kv + latent, sizeof(float) * op->rope_dims);
+      rotate(tmp + latent, op, pos);
+      store_k(k_tile(c, op->layer, 1, 0, width, pos), tmp, width, pos);
+    }
+    for (int h = (me.part + me.parts - t % me.parts) % me.parts; h < op->heads; h += me.parts) {
+      float *to = row(c, op->dst[0], t) + (size_t)h * width + latent;
+      memcpy(to, row(c, op->src, t) + (size_t)h * dim + op->nope, sizeof(float) * op->rope_dims);
+      rotate(to, op, pos);
+    }
+  }
+  per_head(c, op, me, dim, width);
+}
+
+static void value_up(Ctx *c, const Op *op, Part me) { per_head(c, op, me, op->w[0].cols, op->w[0].rows); }
+
+// Chooses the experts of one token from its router logits l; ids and weights: [top_k].
+static void choose(const Op *op, const float *l, int32_t *ids, float *weights) {
+  int n = op->w[0].rows;
+  float p[n], pick[n];
+  for (int i = 0; i < n; i++) p[i] = l[i];
+  if (op->gating == SOFTMAX) {
+    float high = p[0], sum = 0;
+    for (int i = 1; i < n; i++) high = MAX_(high, p[i]);
+    for (int i = 0; i < n; i++) sum += p[i] = exp_(splat(p[i] - high))[0];
+    for (int i = 0; i < n; i++) p[i] /= sum;
+  } else if (op->gating == SIGMOID) {
+    for (int i = 0; i < n; i++) p[i] = 1.0f / (1.0f + exp_(splat(-p[i]))[0]);
+  } else if (op->gating == SQRT_SOFTPLUS) {
+    for (int i = 0; i < n; i++) p[i] = (float)__builtin_sqrt(p[i] > 20 ? p[i] : log(1.0 + exp(p[i])));
+  }
+  for (int i = 0; i < n; i++) pick[i] = p[i] + (op->bias[1] ? op->bias[1][i] : 0);
+  if (op->route_groups > 1) {
+    int per = n / op->route_groups, kept[op->route_groups];
+    float score[op->route_groups];
+    for (int g = 0; g < op->route_groups; g++) {
+      float a = -__builtin_inff(), b = a;
+      for (int i = g * per; i < (g + 1) * per; i++) {
+        if (pick[i] > a) b = a, a = pick[i];
+        else if (pick[i] > b) b = pick[i];
+      }
+      score[g] = per > 1 ? a + b : a, kept[g] = 0;
+    }
+    for (int k = 0; k < op->route_groups_used; k++) {
+      int best = -1;
+      for (int g = 0; g < op->route_groups; g++)
+        if (!kept[g] && (best < 0 || score[g] > score[best])) best = g;
+      kept[best] = 1;
+    }
+    for (int i = 0; i < n; i++)
+      if (!kept[i / per]) pick[i] = -__builtin_inff();
+  }
+  float sum = 0;
+  for (int k = 0; k < op->top_k; k++) {
+    int best = -1;
+    for (int i = 0; i < n; i++) {
+      int taken = 0;
+      for (int j = 0; j < k; j++) taken |= ids[j] == i;
+      if (!taken && (best < 0 || pick[i] > pick[best])) best = i;
+    }
+    ids[k] = best;
+    sum += weights[k] = p[best];
+  }
+  if (op->gating == SOFTMAX_WEIGHT) {
+    float high = weights[0];
+    for (int k = 1; k < op->top_k; k++) high = MAX_(high, weights[k]);
+    sum = 0;
+    for (int k = 0; k < op->top_k; k++) sum += weights[k] = exp_(splat(weights[k] - high))[0];
+    for (int k = 0; k < op->top_k; k++) weights[k] /= sum;
+    sum = 1;
+  }
+  float factor = (op->normalize ? 1.0f / MAX_(sum, 6.103515625e-5f) : 1.0f) * op->scale;
+  for (int k = 0; k < op->top_k; k++) weights[k] *= factor;
+}
+
+static void route(Ctx *c, const Op *op, Part me) {
+  const Matrix *w = &op->w[0];
+  const Scratch *x = prepare_input(c, op, me.id, row(c, op->src, 0), c->widths[op->src], w->cols, op->norm, needs(w, 1));
+  int first, last, n = groups16(w);
+  share(me, n, 0, 1, n, &first, &last);
+  multiply(w, 0, first, last, x, c->tokens, c->router_logits, w->rows, op->bias[0], 0);
+  if (c->tokens == 1) return;  // every thread chooses for itself, at the start of the next phase
+  barrier(&c->pool);
+  for (int t = me.id; t < c->tokens; t += c->pool.threads)
+    choose(op, c->router_logits + (size_t)t * w->rows, c->route_ids + t * op->top_k, c->route_weights + t * op->top_k);
+}
+
+// Tokens of a batch that chose expert e: token * top_k + slot of each. Returns how many.
+static int chosen(const Ctx *c, const Op *op, int e, int32_t *pairs) {
+  int n = 0;
+  for (int i = 0; i < c->tokens * op->top_k; i++)
+    if (c->route_ids[i] == e) pairs[n++] = i;
+  return n;
+}
+
+// Copies prepared columns (each by itself) side by side into panels.
+static void gather(Scratch *to, const Scratch *from, const int32_t *column, int n, int k, int need) {
+  for (int start = 0, width; start < n; start += width) {
+    width = panel_width(n - start);
+    for (int i = 0; i < width; i++) {
+      X x = columns(from, column[start + i], k);
+      int8_t *q = to->q + (size_t)start * k * 2 + 64 * i;
+      XScale *s = to->scales + (size_t)start * (k / 32) + i;
+      if (need & 1)
+        for (int b = 0; b < k / 32; b++) memcpy(q + (size_t)b * 64 * width, x.q + b * 64, 64), s[b * width] = x.scales[b];
+      if (need & 2)
+        for (int j = 0; j < k; j++) to->f[((size_t)start + 0) * k + (size_t)j * width + i] = x.f[j];
+    }
+  }
+}
+
+static void experts_up(Ctx *c, const Op *op, Part me) {
+  const Op *router = op - 1;
+  const Matrix *gate = &op->w[0], *shared = &op->w[2];
+  int k = gate->cols, ff = gate->rows, top = op->top_k, need = needs(op->w, 4), groups = groups16(gate);
+  int has_shared = shared->groups > 0;
+  Scratch *s = &c->scratch[me.id];
+  if (c->tokens == 1) {
+    if (!ready(c, op, me.id)) {
+      prepare_row(row(c, op->src, 0), k, op->norm, op->eps, need, s, 0, 1, 0);
+      choose(router, c->router_logits, s->experts, s->expert_weights);
+    }
+    if (me.part == 0) {
+      memcpy(c->route_ids, s->experts, sizeof(int32_t) * (size_t)top);
+      memcpy(c->route_weights, s->expert_weights, sizeof(float) * (size_t)top);
+    }
+    double bytes = group_bytes(gate->type, k) + group_bytes(op->w[1].type, k);
+    double shared_bytes = has_shared ? group_bytes(shared->type, k) + group_bytes(op->w[3].type, k) : 0;
+    double total = bytes * groups * top + (has_shared ? shared_bytes * groups16(shared) : 0);
+    int first, last;
+    for (int i = 0; i < top; i++) {
+      float *dst = row(c, op->dst[0], 0) + (size_t)i * ff;
+      share(me, total, bytes * groups * i, bytes, groups, &first, &last);
+      multiply_gated(gate, &op->w[1], s->experts[i], first, last, s, 1, &dst);
+    }
+    if (has_shared) {
+      float *dst = row(c, op->dst[0], 0) + (size_t)top * ff;
+      share(me, total, bytes * groups * top, shared_bytes, groups16(shared), &first, &last);
+      multiply_gated(shared, &op->w[3], 0, first, last, s, 1, &dst);
+    }
+    return;
+  }
+  for (int t = me.id; t < c->tokens; t += c->pool.threads)
+    prepare_row(row(c, op->src, t), k, op->norm, op->eps, need, &c->shared, t, 1, 0);
+  barrier(&c->pool);
+  // tasks: the experts, then parts of the shared one
+  int parts = has_shared ? 4 * c->pool.threads : 0;
+  int32_t pairs[c->tokens * top], column[c->tokens];
+  float *dst[c->tokens];
+  for (int task; (task = next_task(&c->pool)) < gate->groups + parts;) {
+    int e = task < gate->groups ? task : -1;
+    for (int start = 0, n = e < 0 ? c->tokens : chosen(c, op, e, pairs); start < n; start += 16) {
+      int m = MIN_(16, n - start);
+      for (int i = 0; i < m; i++) {
+        int token = e < 0 ? start + i : pairs[start + i] / top, slot = e < 0 ? top : pairs[start + i] % top;
+        column[i] = token, dst[i] = row(c, op->dst[0], token) + (size_t)slot * ff;
+      }
+      gather(s, &c->shared, column, m, k, need);
+      if (e >= 0) {
+        multiply_gated(gate, &op->w[1], e, 0, groups, s, m, dst);
+      } else {
+        int part = task - gate->groups, all = groups16(shared);
+        multiply_gated(shared, &op->w[3], 0, all * part / parts, all * (part + 1) / parts, s, m, dst);
+      }
+    }
+  }
+}
+
+static void experts_down(Ctx *c, const Op *op, Part me) {
+  const Matrix *w = &op->w[0], *shared = &op->w[1];
+  int ff = w->cols, top = op->top_k, need = needs(op->w, 2), groups = groups16(w), dim = w->rows;
+  Scratch *s = &c->scratch[me.id];
+  if (c->tokens == 1) {
+    const float *src = row(c, op->src, 0);
+    float *x = row(c, op->dst[0], 0), *y = s->merged;
+    int first, last, parts = top + (shared->groups > 0), prepared = ready(c, op, me.id);
+    share(me, groups, 0, 1, groups, &first, &last);
+    for (int i = 0; i < parts; i++) {
+      const Matrix *m = i < top ? w : shared;
+      size_t at = (size_t)i * ff;
+      Scratch in = {.q = s->q + 2 * at, .scales = s->scales + at / 32, .f = s->f + at};
+      if (!prepared) prepare_row(src + at, m->cols, NULL, 0, need, &in, 0, 1, 0);
+      multiply(m, i < top ? c->route_ids[i] : 0, first, last, &in, 1, y, dim, NULL, 0);
+      float weight = i < top ? c->route_weights[i] : 1.0f;
+      for (int r = 16 * first; r < MIN_(16 * last, dim); r += 16)
+        store(x + r, fma_(fetch(y + r, dim - r), splat(weight), fetch(x + r, dim - r)), dim - r);
+    }
+    return;
+  }
+  for (int i = me.id; i < c->tokens * top; i += c->pool.threads)
+    prepare_row(row(c, op->src, i / top) + (size_t)(i % top) * ff, ff, NULL, 0, need, &c->shared, i, 1, 0);
+  barrier(&c->pool);
+  int32_t pairs[c->tokens * top];
+  for (int e; (e = next_task(&c->pool)) < w->groups;) {
+    for (int start = 0, n = chosen(c, op, e, pairs); start < n; start += 16) {
+      int m = MIN_(16, n - start);
+      gather(s, &c->shared, pairs + start, m, ff, need);
+      multiply(w, e, 0, groups, s, m, s->merged, dim, NULL, 0);
+      for (int i = 0; i < m; i++)
+        memcpy(c->pair_out + (size_t)pairs[start + i] * dim, s->merged + (size_t)i * dim, sizeof(float) * dim);
+    }
+  }
+  barrier(&c->pool);
+  for (int t = me.id; t < c->tokens; t += c->pool.threads) {
+    float *x = row(c, op->dst[0], t);
+    for (int i = 0; i < top; i++) {
+      f32v weight = splat(c->route_weights[t * top + i]);
+      const float *y = c->pair_out + ((size_t)t * top + i) * dim;
+      for (int r = 0; r < dim; r += 16) store(x + r, fma_(fetch(y + r, dim - r), weight, fetch(x + r, dim - r)), dim - r);
+    }
+  }
+  barrier(&c->pool);
+  if (!shared->groups) return;
+  const Scratch *in = prepare_input(c, op, me.id, row(c, op->src, 0) + (size_t)top * ff, c->widths[op->src], shared->cols, NULL, need);
+  int first, last;
+  share(me, groups, 0, 1, groups, &first, &last);
+  multiply(shared, 0, first, last, in, c->tokens, row(c, op->dst[0], 0), c->widths[op->dst[0]], NULL, 1);
+}
+
+static void head(Ctx *c, const Op *op, Part me) {
+  if (!c->logits_mode) return;
+  const Matrix *w = &op->w[0];
+  int first, last, n = groups16(w), tokens = c->tokens;
+  const Scratch *x = &c->scratch[me.id];
+  if (c->logits_mode == 2 || tokens == 1) {
+    x = prepare_input(c, op, me.id, row(c, op->src, 0), c->widths[op->src], w->cols, op->norm, needs(w, 1));
+  } else {
+    prepare_row(row(c, op->src, tokens - 1), w->cols, op->norm, op->eps, needs(w, 1), &c->scratch[me.id], 0, 1, 0);
+    tokens = 1;
+  }
+  share(me, n, 0, 1, n, &first, &last);
+  multiply(w, 0, first, last, x, tokens, c->logits_out, w->rows, NULL, 0);
+}
+
+static void run_op(Ctx *c, const Op *op, Part me) {
+#ifdef SLOW_OP  // tests: the profile has to find it
+  if (op->tag == SLOW_OP) nanosleep(&(struct timespec){0, 300000}, NULL);
+#endif
+  switch (op->tag) {
+    case EMBED: embed(c, op, me); break;
+    case LINEAR: linear(c, op, me); break;
+    case ATTENTION: case LATENT_ATTENTION: attention(c, op, me); break;
+    case ABSORB: absorb(c, op, me); break;
+    case VALUE_UP: value_up(c, op, me); break;
+    case GATE_UP: gate_up(c, op, me); break;
+    case ROUTE: route(c, op, me); break;
+    case EXPERTS_UP: experts_up(c, op, me); break;
+    case EXPERTS_DOWN: experts_down(c, op, me); break;
+    case HEAD: head(c, op, me); break;
+  }
+}
+
+// Several tokens: all threads together.
+static void walk(void *arg, int id) {
+  Ctx *c = arg;
+  for (int i = 0; i < c->n_ops; i++) {
+    run_op(c, &c->ops[i], (Part){id, id, c->pool.threads});
+    barrier(&c->pool);
+  }
+}
+
+enum { SPLIT = 4 };  // tasks per thread and op
+
+static int phase_tasks(void *arg, int phase) {
+  Ctx *c = arg;
+  const Op *op = &c->ops[phase];
+  int per;
+  if (phase == c->n_ops) {
+    c->sampling = nanoseconds();
+    return c->pool.threads;
+  }
+  if (op->tag == EMBED || (op->tag == HEAD && !c->logits_mode)) return 1;
+  if (op->tag == ATTENTION || op->tag == LATENT_ATTENTION) return attention_tasks(c, op, &per);
+  return SPLIT * c->pool.threads;
+}
+
+// A task of one token's step: a part of an op, or behind the last one of the statistics for sampling.
+static void phase_task(void *arg, int phase, int task, int tasks, int id) {
+  Ctx *c = arg;
+  Scratch *s = &c->scratch[id];
+  uint64_t start = c->ticks ? nanoseconds() : 0;
+  if (phase < c->n_ops) {
+    run_op(c, &c->ops[phase], (Part){id, task, tasks});
+  } else {
+    int n = (c->vocab + SPAN - 1) / SPAN;
+    for (int i = n * task / tasks; i < n * (task + 1) / tasks; i++)
+      span_stats(c->logits + (size_t)i * SPAN, MIN_(SPAN, c->vocab - i * SPAN), &c->span_max[i], &c->span_sum[i]);
+  }
+  if (!c->ticks) return;
+  uint64_t *ticks = c->ticks + 2 * (size_t)id * c->n_ops, now = nanoseconds();
+  if (s->last_op >= 0) ticks[2 * s->last_op + 1] += start - s->stopped;  // waited behind the op before, or within this one
+  if (phase < c->n_ops) ticks[2 * phase] += now - start;
+  s->stopped = now, s->last_op = phase < c->n_ops ? phase : -1;
+}
+
+static void run_tokens(Ctx *c) {
+  c->serial++;
+  for (int i = 0; i < c->pool.threads; i++) c->scratch[i].last_op = -1;
+  if (c->tokens == 1) pool_phases(&c->pool, (Phases){c->n_ops + c->sampled, phase_tasks, phase_task, c});
+  else pool_run(&c->pool, walk, c);
+}
+
+// ---- the interface ---------------------------------------------------------------------------------------------------
+
+// Zeroed memory in huge pages where the system has them; NULL if there is none.
+EXPORT void *tc_alloc(size_t bytes) {
+  void *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (p == MAP_FAILED) return NULL;
+#if defined(MADV_HUGEPAGE)
+  madvise(p, bytes, MADV_HUGEPAGE);
+#endif
+  return p;
+}
+EXPORT void tc_free(void *p, size_t bytes) { munmap(p, bytes); }
+
+EXPORT const char *tc_simd(void) { return SIMD_NAME; }
+EXPORT size_t tc_group_bytes(int type, int cols) { return group_bytes(type, cols); }
+EXPORT size_t tc_sizeof(int what) { return what == 0 ? sizeof(Op) : what == 1 ? sizeof(Ctx) : sizeof(SampleSpec); }
+
+typedef struct {
+  uint8_t *dst;
+  const uint8_t *src;
+  size_t row_bytes;
+  int type, rows, cols, groups, stride;
+  Pool *pool;
+} PackJob;
+
+static void pack_work(void *arg, int id) {
+  PackJob *j = arg;
+  int per = (j->rows + 15) / 16, total = per * j->groups;
+  for (int g; (g = next_task(j->pool) * 16) < total;)
+    for (int i = g; i < g + 16 && i < total; i++) {
+      const uint8_t *rows[16];
+      for (int r = 0; r < 16; r++) {
+        int at = i % per * 16 + r;
+        rows[r] = at < j->rows ? j->src + ((size_t)(i / per) * j->stride + at) * j->row_bytes : NULL;
+      }
+      pack_group(j->dst + (size_t)i * group_bytes(j->type, j->cols), rows, j->type, j->cols);
+    }
+}
+
+// Packs `groups` matrices of rows x cols from the file's form; matrix g starts at row g * stride of src.
+EXPORT void tc_pack(Ctx *c, uint8_t *dst, const uint8_t *src, int type, int rows, int cols, int groups, int stride) {
+  const Layout *l = &layouts[type];
+  PackJob job = {dst, src, (size_t)(cols / l->block) * l->bytes, type, rows, cols, groups, stride, &c->pool};
+  pool_run(&c->pool, pack_work, &job);
+}
+
+// The inverse, for tests and the embedding: 16 packed rows to float32 (cols, 16).
+EXPORT void tc_dequantise(const uint8_t *group, int type, int cols, float *out) {
+  f32v *tmp = aligned_alloc(64, sizeof(f32v) * (size_t)cols);
+  dequantise(group, type, cols, tmp);
+  memcpy(out, tmp, sizeof(f32v) * (size_t)cols);
+  free(tmp);
+}
+
+static void *scratch_alloc(size_t bytes) { return aligned_alloc(64, (bytes + 127) / 64 * 64); }
+
+static Scratch new_scratch(size_t columns) {  // columns * k values
+  return (Scratch){.q = scratch_alloc(2 * columns), .scales = scratch_alloc(columns / 32 * sizeof(XScale) + 64), .f = scratch_alloc(columns * 4)};
+}
+
+// Starts `threads` threads (fewer if the system refuses; the number is returned).
+EXPORT int tc_open(Ctx *c, int threads) { return pool_start(&c->pool, threads); }
+
+// Allocates what the ops need; the fields before `pool` are set by the caller. Returns 0, or -1 if memory is short.
+EXPORT int tc_prepare(Ctx *c) {
+  int n = c->pool.threads, top = 1, ff = 1, routed = 0, dim = c->widths[0];
+  size_t widest = dim, heads = 1, value = 16, key = 16;
+  c->context = (c->max_context + 15) / 16 * 16;
+  for (int i = 0; i < c->n_buffers; i++) widest = MAX_(widest, (size_t)c->widths[i]);
+  for (int i = 0; i < c->n_ops; i++) {
+    const Op *op = &c->ops[i];
+    if (op->tag == ATTENTION || op->tag == LATENT_ATTENTION)
+      heads = MAX_(heads, (size_t)op->heads), value = MAX_(value, (size_t)padded(op->value_dim)), key = MAX_(key, (size_t)op->key_dim);
+    if (op->tag == EXPERTS_DOWN) top = MAX_(top, op->top_k), ff = MAX_(ff, op->w[0].cols);
+    if (op->tag == ROUTE) routed = MAX_(routed, op->w[0].rows);
+  }
+  size_t chunks = (size_t)c->context / CHUNK + 1, vectors = MAX_(QUERIES, heads);
+  c->scratch = scratch_alloc(sizeof(Scratch) * n);
+  for (int i = 0; i < n; i++) {
+    Scratch *s = &c->scratch[i];
+    *s = new_scratch(16 * widest);
+    s->attn_q = scratch_alloc(4 * key * (vectors + 4));
+    s->attn_s = scratch_alloc(4 * (vectors + 4) * CHUNK);
+    s->attn_out = scratch_alloc(4 * vectors * value);
+    s->experts = scratch_alloc(4 * (size_t)top), s->expert_weights = scratch_alloc(4 * (size_t)top);
+    s->merged = scratch_alloc(4 * MAX_(MAX_(vectors * value, widest + 16), (size_t)dim * 16));
+  }
+  c->shared = new_scratch((size_t)c->batch * MAX_(widest, (size_t)top * ff));
+  c->partial = scratch_alloc(4 * heads * chunks * (value + 16));
+  c->done = scratch_alloc(sizeof(atomic_int) * heads);
+  memset(c->done, 0, sizeof(atomic_int) * heads);
+  c->router_logits = scratch_alloc(4 * (size_t)c->batch * (routed + 16));
+  c->route_ids = scratch_alloc(4 * (size_t)c->batch * top);
+  c->route_weights = scratch_alloc(4 * (size_t)c->batch * top);
+  c->pair_out = routed ? scratch_alloc(4 * (size_t)c->batch * top * dim) : NULL;
+  c->logits = scratch_alloc(4 * ((size_t)c->vocab + 16));
+  c->work = scratch_alloc(8 * ((size_t)c->vocab + 16));
+  c->span_max = scratch_alloc(4 * ((size_t)c->vocab / SPAN + 1));
+  c->span_sum = scratch_alloc(4 * ((size_t)c->vocab / SPAN + 1));
+  return c->logits && c->shared.f && c->scratch ? 0 : -1;
+}
+
+// Runs n tokens at positions pos.. in batches; logits_mode 1 fills out with the last token's logits, 2 with everyone's.
+EXPORT void tc_forward(Ctx *c, const int32_t *ids, int n, int pos, int logits_mode, float *out) {
+  for (int i = 0; i < n; i += c->tokens) {
+    c->ids = ids + i, c->pos = pos + i, c->tokens = MIN_(c->batch, n - i);
+    c->logits_mode = logits_mode == 2 || i + c->tokens == n ? logits_mode : 0;
+    c->logits_out = logits_mode == 2 ? out + (size_t)i * c->vocab : out;
+    c->sampled = 0;
+    run_tokens(c);
+  }
+}
+
+// One decode step: runs `token` at pos, returns the next id and its log-probability; the logits stay in c->logits.
+EXPORT int tc_step(Ctx *c, int token, int pos, const SampleSpec *spec, double *logprob) {
+  int32_t id = token;
+  c->ids = &id, c->tokens = 1, c->pos = pos, c->logits_mode = 1, c->logits_out = c->logits;
+  c->sampled = 1;
+  run_tokens(c);
+  id = sample(c->logits, c->vocab, spec, (uint64_t)pos, c->span_max, c->span_sum, c->work, logprob);
+  c->sampling = nanoseconds() - c->sampling;
+  return id;
+}
+
+EXPORT int tc_sample(Ctx *c, const float *logits, int pos, const SampleSpec *spec, double *logprob) {
+  for (int i = 0, n = (c->vocab + SPAN - 1) / SPAN; i < n; i++)
+    span_stats(logits + (size_t)i * SPAN, MIN_(SPAN, c->vocab - i * SPAN), &c->span_max[i], &c->span_sum[i]);
+  return sample(logits, c->vocab, spec, (uint64_t)pos, c->span_max, c->span_sum, c->work, logprob);
+}
+
+EXPORT const float *tc_logits(const Ctx *c) { return c->logits; }
+
+// Copies the first `rows` cache rows (in whole tiles of 16) out (direction 0) or back in (1). Returns the bytes.
+EXPORT size_t tc_cache(Ctx *c, uint8_t *data, int rows, int in) {
+  size_t tiles = ((size_t)rows + 15) / 16 * 16, at = 0;
+  for (int v = 0; v < 2; v++) {
+    size_t width = (size_t)(v ? c->v_width : c->k_width) / c->kv_heads;
+    for (int i = 0; i < c->layers * c->kv_heads && width; i++) {
+      uint16_t *rows_at = (v ? c->v_cache : c->k_cache) + (size_t)i * c->context * width;
+      size_t bytes = tiles * width * 2;
+      if (data && in) memcpy(rows_at, data + at, bytes);
+      else if (data) memcpy(data + at, rows_at, bytes);
+      at += bytes;
+    }
+  }
+  return at;
+}
+
+typedef struct {
+  const uint8_t *data;
+  size_t bytes;
+  int threads, rounds;
+  uint32_t sink[MAX_THREADS * 16];
+} ReadJob;
+
+static void read_work(void *arg, int id) {
+  ReadJob *j = arg;
+  if (id >= j->threads) return;
+  size_t per = j->bytes / j->threads / 1024 * 1024;
+  u32v s[4] = {{0}};
+  for (int r = 0; r < j->rounds; r++)
+    for (const uint8_t *p = j->data + per * id, *end = p + per; p < end; p += 256)
+      for (int i = 0; i < 4; i++) s[i] += ld(p + 64 * i);
+  memcpy(&j->sink[id * 16], &(u32v[]){s[0] + s[1] + s[2] + s[3]}, 64);
+}
+
+// Read bandwidth in GB/s of `threads` threads over `bytes` at `data` (much larger than the caches), best of 3.
+EXPORT double tc_bandwidth(Ctx *c, const uint8_t *data, size_t bytes, int threads) {
+  ReadJob job = {data, bytes, MIN_(threads, c->pool.threads), 1};
+  double best = 0;
+  for (int i = 0; i < 3; i++) {
+    uint64_t start = nanoseconds();
+    pool_run(&c->pool, read_work, &job);
+    double gb = (double)bytes / (double)(nanoseconds() - start);
+    best = gb > best ? gb : best;
+  }
+  return best;
+}
+
+EXPORT void tc_close(Ctx *c) {
+  pool_stop(&c->pool);
+  if (!c->scratch) return;
+  for (int i = 0; i < c->pool.threads; i++) {
+    Scratch *s = &c->scratch[i];
+    free(s->q), free(s->scales), free(s->f), free(s->attn_q), free(s->attn_s), free(s->attn_out), free(s->merged), free(s->experts);
+    free(s->expert_weights);
+  }
+  free(c->scratch), free(c->shared.q), free(c->shared.scales), free(c->shared.f), free(c->partial), free(c->done);
+  free(c->router_logits), free(c->route_ids), free(c->route_weights), free(c->pair_out), free(c->logits), free(c->work);
+  free(c->span_max), free(c->span_sum);
+}

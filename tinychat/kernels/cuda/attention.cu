@@ -1,0 +1,199 @@
+// Flash attention on tensor cores, for decode and prefill alike. A block takes 16 * MT query rows (row r: token r / GROUP, head
+// r % GROUP of one kv head) and one split of the keys, CK keys at a time, double-buffered. Latent: V is the head of K's row, so
+// each cache row is read once for all heads. 16 warps: S tiles over (rows, keys, parts of the key's values), softmax by rows, then
+// O tiles over columns. Results: DIRECT (prefill, one split) or a single split with work: finished; else partial, which the last
+// block of a kv head combines (GQA) or the next kernel (latent; matvec.cu, Combined).
+
+
+// Keys per split: the cache's `keys` rows in at most SPLITS parts, whole chunks each.
+DEVICE int keys_per_split(int keys, int splits, int chunk) { return ((keys + splits - 1) / splits + chunk - 1) / chunk * chunk; }
+
+template <int HEADS, int KV_HEADS, int KD, int VD, int MT, int CK, int SPLITS, bool LATENT, bool DIRECT>
+DEVICE void attention(float *out, u16 *partial, F2 *ml, int *tickets, const u16 *q, const u16 *k_cache, const u16 *v_cache, const int *state) {
+  constexpr int GROUP = HEADS / KV_HEADS, ROWS = 16 * MT, KP = KD + 8, VP = LATENT ? KP : VD + 8, PP = CK + 8, SP = CK + 4, WARPS = THREADS / 32;
+  constexpr int TILES = MT * CK / 8, STEPS = KD / 16, NT = (VD / 8 + WARPS - 1) / WARPS;
+  constexpr int PARTS = TILES * 4 <= WARPS && STEPS % 4 == 0 ? 4 : TILES * 2 <= WARPS && STEPS % 2 == 0 ? 2 : 1;
+  DYNAMIC_SHARED(pool);
+  u16 *qs = (u16 *)pool, *ks = qs + ROWS * KP, *vs = LATENT ? ks : ks + 2 * CK * KP, *ps = vs + 2 * CK * VP;
+  float *ss = (float *)(ps + ROWS * PP), *row_max = ss + PARTS * ROWS * SP, *row_sum = row_max + ROWS, *row_scale = row_sum + ROWS;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, split = blockIdx.x, kv_head = blockIdx.z, first_row = blockIdx.y * ROWS;
+  const int pos = state[POS], count = DIRECT ? state[COUNT] : 1;
+  const int last_row = min(first_row + ROWS, count * GROUP) - 1;
+  if (last_row < first_row) return;
+  const int keys = pos + last_row / GROUP + 1, per = keys_per_split(keys, SPLITS, CK), begin = split * per, end = min(begin + per, keys);
+  if (begin >= end) return;
+  const int chunks = (end - begin + CK - 1) / CK, active = (keys + per - 1) / per;
+
+  // Rows from..to of chunk c; those past `end` become zeros.
+  auto load = [&](int c, int from, int to) {
+    constexpr int KV = KD / 8, VV = LATENT ? 0 : VD / 8;
+    const int first = begin + c * CK;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < CK * KV; i += THREADS) {
+      const int row = i / KV, col = i % KV * 8, key = first + row;
+      if (key >= from && key < to) copy_async(ks + ((c & 1) * CK + row) * KP + col, k_cache + ((u64)(key < end ? key : begin) * KV_HEADS + kv_head) * KD + col, key < end);
+    }
+#pragma unroll 4
+    for (int i = threadIdx.x; i < CK * VV; i += THREADS) {
+      constexpr int V1 = VV ? VV : 1;
+      const int row = i / V1, col = i % V1 * 8, key = first + row;
+      if (key >= from && key < to) copy_async(vs + ((c & 1) * CK + row) * VP + col, v_cache + ((u64)(key < end ? key : begin) * KV_HEADS + kv_head) * VD + col, key < end);
+    }
+  };
+  const int known = max(begin, min(pos, begin + CK));  // rows of earlier steps need no waiting
+  load(0, begin, known);
+  for (int i = threadIdx.x; i < ROWS; i += THREADS) { row_max[i] = -1e30f; row_sum[i] = 0; }
+  grid_wait();
+  load(0, known, begin + CK);
+  for (int i = threadIdx.x; i < ROWS * (KD / 8); i += THREADS) {
+    const int r = i / (KD / 8), c = i % (KD / 8) * 8, row = first_row + r <= last_row ? first_row + r : last_row;
+    copy_async(qs + r * KP + c, q + ((u64)(row / GROUP) * HEADS + kv_head * GROUP + row % GROUP) * KD + c, first_row + r <= last_row);
+  }
+  copy_commit();
+  float o[MT][NT][4];
+#pragma unroll
+  for (int m = 0; m < MT; m++)
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) o[m][n][i] = 0;
+
+  for (int c = 0; c < chunks; c++) {
+    if (c + 1 < chunks) { load(c + 1, 0, 1 << 30); copy_commit(); copy_wait<1>(); } else copy_wait<0>();
+    __syncthreads();
+    const u16 *kc = ks + (c & 1) * CK * KP, *vc = vs + (c & 1) * CK * VP;
+    for (int tile = warp; tile < TILES * PARTS; tile += WARPS) {  // S = Q K^T
+      const int part = tile / TILES, m = tile % MT, n = tile % TILES / MT;
+      float s[4][4] = {};
+      const u16 *qa = qs + (m * 16 + lane % 16) * KP + lane / 16 * 8 + part * (STEPS / PARTS) * 16;
+      const u16 *kb = kc + (n * 8 + lane % 8) * KP + lane / 8 % 2 * 8 + part * (STEPS / PARTS) * 16;
+#pragma unroll
+      for (int k = 0; k < STEPS / PARTS; k++) {
+        const V4 av = ldmatrix4(qa + k * 16);
+        const V2 b = ldmatrix2(kb + k * 16);
+        const u32 a[4] = {av.x, av.y, av.z, av.w};
+        mma_f16(s[k % 4], a, b.x, b.y);
+      }
+      float *dst = ss + (part * ROWS + m * 16 + lane / 4) * SP + n * 8 + lane % 4 * 2;
+#pragma unroll
+      for (int i = 0; i < 4; i++) dst[i / 2 * 8 * SP + i % 2] = s[0][i] + s[1][i] + s[2][i] + s[3][i];
+    }
+    __syncthreads();
+    {  // softmax of this chunk, and by how much what came before shrinks
+      constexpr int RW = (ROWS + WARPS - 1) / WARPS, KL = CK / 32;
+      float v[RW][KL], top[RW], sum[RW];
+#pragma unroll
+      for (int j = 0; j < RW; j++) {
+        const int r = warp + j * WARPS, row = first_row + r, limit = row <= last_row ? min(end, pos + row / GROUP + 1) : 0;
+        top[j] = -1e30f;
+#pragma unroll
+        for (int i = 0; i < KL; i++) {
+          v[j][i] = -1e30f;
+          if (begin + c * CK + lane + 32 * i < limit) {
+            v[j][i] = 0;
+#pragma unroll
+            for (int part = 0; part < PARTS; part++) v[j][i] += ss[(part * ROWS + r) * SP + lane + 32 * i];
+          }
+          top[j] = fmaxf(top[j], v[j][i]);
+        }
+      }
+#pragma unroll
+      for (int m = 16; m; m >>= 1)
+#pragma unroll
+        for (int j = 0; j < RW; j++) top[j] = fmaxf(top[j], shfl_xor(top[j], m));
+#pragma unroll
+      for (int j = 0; j < RW; j++) {
+        const int r = warp + j * WARPS;
+        const float now = fmaxf(row_max[r], top[j]);
+        sum[j] = 0;
+#pragma unroll
+        for (int i = 0; i < KL; i++) {
+          const float p = v[j][i] > -1e29f ? exp2_fast(v[j][i] - now) : 0;
+          sum[j] += p;
+          ps[r * PP + lane + 32 * i] = float_to_half(p);
+        }
+        top[j] = now;
+      }
+#pragma unroll
+      for (int m = 16; m; m >>= 1)
+#pragma unroll
+        for (int j = 0; j < RW; j++) sum[j] += shfl_xor(sum[j], m);
+      if (lane == 0)
+#pragma unroll
+        for (int j = 0; j < RW; j++) {
+          const int r = warp + j * WARPS;
+          const float shrink = exp2_fast(row_max[r] - top[j]);
+          row_max[r] = top[j];
+          row_sum[r] = row_sum[r] * shrink + sum[j];
+          row_scale[r] = shrink;
+        }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int m = 0; m < MT; m++) {  // O = O * shrink + P V
+      const float lo = row_scale[m * 16 + lane / 4], hi = row_scale[m * 16 + lane / 4 + 8];
+#pragma unroll
+      for (int n = 0; n < NT; n++) { o[m][n][0] *= lo; o[m][n][1] *= lo; o[m][n][2] *= hi; o[m][n][3] *= hi; }
+    }
+#pragma unroll
+    for (int k = 0; k < CK / 16; k++) {
+      u32 a[MT][4];
+#pragma unroll
+      for (int m = 0; m < MT; m++) {
+        const V4 av = ldmatrix4(ps + (m * 16 + lane % 16) * PP + k * 16 + lane / 16 * 8);
+        a[m][0] = av.x; a[m][1] = av.y; a[m][2] = av.z; a[m][3] = av.w;
+      }
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+        if (VD / 8 % WARPS == 0 || warp * NT + n < VD / 8) {
+          const V2 b = ldmatrix2_trans(vc + (k * 16 + lane % 16) * VP + (warp * NT + n) * 8);
+#pragma unroll
+          for (int m = 0; m < MT; m++) mma_f16(o[m][n], a[m], b.x, b.y);
+        }
+    }
+    __syncthreads();
+  }
+  const bool finished = DIRECT || (!LATENT && active == 1);
+#pragma unroll
+  for (int m = 0; m < MT; m++)
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      const int r = m * 16 + lane / 4 + i / 2 * 8, row = first_row + r;
+      if (row > last_row) continue;
+      const int head = kv_head * GROUP + row % GROUP;
+      const float f = 1.f / row_sum[r];
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+        if (VD / 8 % WARPS == 0 || warp * NT + n < VD / 8) {
+          const int col = (warp * NT + n) * 8 + lane % 4 * 2;
+          const F2 v = {o[m][n][i] * f, o[m][n][i + 1] * f};
+          if (finished) *(F2 *)(out + ((u64)(row / GROUP) * HEADS + head) * VD + col) = v;
+          else *(u32 *)(partial + ((u64)split * HEADS + head) * VD + col) = (u32)float_to_half(v.x) | (u32)float_to_half(v.y) << 16;
+        }
+      if (!finished && warp == 0 && lane % 4 == 0) ml[split * HEADS + head] = F2{row_max[r], row_sum[r]};
+    }
+  if (LATENT || finished) return;
+  // The last block of this kv head combines the splits of its GROUP heads.
+  __shared__ int last;
+  fence();
+  __syncthreads();
+  if (threadIdx.x == 0) last = atomicAdd(&tickets[kv_head], 1) == active - 1;
+  __syncthreads();
+  if (!last) return;
+  fence();
+  if (threadIdx.x == 0) tickets[kv_head] = 0;
+  for (int h = warp; h < GROUP; h += WARPS) combine_weights<SPLITS>(ss + h * SPLITS, ml + kv_head * GROUP + h, HEADS, active, lane);
+  __syncthreads();
+  for (int i = threadIdx.x; i < GROUP * VD / 4; i += THREADS) {
+    const int h = i / (VD / 4);
+    const u16 *from = partial + (u64)kv_head * GROUP * VD + i * 4;
+    F4 sum = {0, 0, 0, 0};
+#pragma unroll 8
+    for (int s = 0; s < active; s++) {
+      const V2 v = *(const V2 *)(from + (u64)s * HEADS * VD);
+      const float w = ss[h * SPLITS + s];
+      sum.x += w * half_to_float(v.x); sum.y += w * half_to_float(v.x >> 16); sum.z += w * half_to_float(v.y); sum.w += w * half_to_float(v.y >> 16);
+    }
+    *(F4 *)(out + (u64)kv_head * GROUP * VD + i * 4) = sum;
+  }
+}

@@ -1,0 +1,216 @@
+"""What we use of tinygrad's CUDA device: buffers, compiled programs, graphs of launches, and a few driver calls."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from tinygrad import Device, Tensor, dtypes
+from tinygrad.device import Buffer, BufferSpec, TinyELF
+from tinygrad.engine.jit import jit_lower
+from tinygrad.engine.realize import get_runtime
+from tinygrad.helpers import Context, diskcache_get, diskcache_put
+from tinygrad.runtime.graph.cuda import CUDAGraph
+from tinygrad.runtime.ops_cuda import encode_args
+from tinygrad.uop.ops import Ops, UOp, buffers
+
+from tinychat.errors import TinychatError
+from tinychat.kernels.cuda.graph import ChainedGraph
+from tinychat.kernels.cuda.launch import Launch, program
+
+
+@dataclass
+class Graph:
+    """A captured TinyJit graph: calling it enqueues all its kernels and returns."""
+
+    enqueue: Callable[[], Any]
+    kernels: int
+
+    def __call__(self) -> None:
+        self.enqueue()
+
+
+class GPU:
+    """One CUDA device, its named buffers and compiled kernels. Raises TinychatError where there is none that works."""
+
+    def __init__(self) -> None:
+        try:
+            self.dev: Any = Device["CUDA"]
+            from tinygrad.runtime.autogen import cuda
+            from tinygrad.runtime.support.compiler_cuda import NVRTCCompiler
+
+            self.cuda: Any = cuda
+            self.compiler = NVRTCCompiler(self.dev.arch, ptx=False, cache_key="tinychat_cubin")
+        except Exception as e:  # no driver, no compiler, no device: tinygrad raises what it meets
+            raise TinychatError(f"CUDA does not work here: {str(e).splitlines()[0] if str(e) else type(e).__name__}") from e
+        if int(self.dev.arch[3:]) < 80:
+            raise TinychatError(f"the CUDA kernels need compute capability 8.0 or newer, this GPU has {self.dev.arch}")
+        self.target = self.dev.renderer.target
+        self.tensors: dict[str, Tensor] = {}
+        self._binaries: dict[str, bytes] = {}
+        self._programs: dict[str, Any] = {}
+        self._pinned: list[Any] = []
+
+    @property
+    def name(self) -> str:
+        """The GPU's name, for people."""
+        text = ctypes.create_string_buffer(100)
+        self._check(self.cuda.cuDeviceGetName(text, 100, self.dev.cu_device))
+        return text.value.decode(errors="replace")
+
+    def _check(self, status: int) -> None:
+        if status:
+            raise TinychatError(f"CUDA error {self.cuda.enum_cudaError_enum.get(status, status)}")
+
+    # --- buffers
+
+    def allocate(self, name: str, nbytes: int) -> None:
+        """A device buffer of `nbytes` (uninitialised) under `name`."""
+        try:
+            self.tensors[name] = self._tensor(Buffer("CUDA", nbytes, dtypes.uint8, options=BufferSpec(nolru=True)).allocate())
+        except (MemoryError, RuntimeError) as e:
+            raise TinychatError(f"the GPU's memory is too small: no room for {nbytes / 1e6:,.0f} MB more; use a smaller context or model") from e
+
+    def _tensor(self, buffer: Buffer) -> Tensor:
+        return Tensor(UOp.from_buffer(buffer))
+
+    def pinned(self, nbytes: int, name: str | None = None) -> np.ndarray:
+        """Page-locked host memory: uint8 (nbytes,); with a `name` also a buffer that kernels write into."""
+        self._check(self.cuda.cuCtxSetCurrent(self.dev.context))
+        ptr = ctypes.c_void_p()
+        self._check(self.cuda.cuMemHostAlloc(ctypes.byref(ptr), nbytes, 1))
+        self._pinned.append(ptr)
+        if name:
+            self.tensors[name] = self._tensor(Buffer("CUDA", nbytes, dtypes.uint8, options=BufferSpec(external_ptr=ptr.value)).allocate())
+        return np.ctypeslib.as_array((ctypes.c_ubyte * nbytes).from_address(ptr.value or 0))
+
+    def address(self, name: str) -> Any:
+        buffer: Any = self.tensors[name].uop.buffer
+        return buffer._buf
+
+    def upload(self, name: str, data: np.ndarray, offset: int = 0) -> None:
+        """Puts `data` (contiguous) at byte `offset` of a buffer, behind everything enqueued before. Page-locked data must stay."""
+        self._check(self.cuda.cuCtxSetCurrent(self.dev.context))
+        pointer = self.cuda.CUdeviceptr_v2(self.address(name).value + offset)
+        self._check(self.cuda.cuMemcpyHtoDAsync_v2(pointer, ctypes.c_void_p(data.ctypes.data), data.nbytes, None))
+
+    def download(self, name: str, nbytes: int, offset: int = 0) -> np.ndarray:
+        """uint8 (nbytes,) from a buffer, after everything enqueued before."""
+        self._check(self.cuda.cuCtxSetCurrent(self.dev.context))
+        out = np.empty(nbytes, np.uint8)
+        pointer = self.cuda.CUdeviceptr_v2(self.address(name).value + offset)
+        self._check(self.cuda.cuMemcpyDtoH_v2(ctypes.c_void_p(out.ctypes.data), pointer, nbytes))
+        return out
+
+    def synchronize(self) -> None:
+        """Waits for everything enqueued; raises TinychatError for what failed on the device."""
+        try:
+            self.dev.synchronize()
+        except RuntimeError as e:
+            raise TinychatError(f"the GPU stopped: {e}") from e
+
+    def event(self) -> Any:
+        """Marks this point of the enqueued work (for `wait`)."""
+        e = self.cuda.CUevent()
+        self._check(self.cuda.cuEventCreate(ctypes.byref(e), 0))
+        self._check(self.cuda.cuEventRecord(e, None))
+        return e
+
+    def wait(self, event: Any) -> None:
+        """Waits for an event once, then drops it."""
+        self._check(self.cuda.cuEventSynchronize(event))
+        self._check(self.cuda.cuEventDestroy_v2(event))
+
+    def elapsed(self, start: Any, end: Any) -> float:
+        """Seconds between two events."""
+        self._check(self.cuda.cuEventSynchronize(end))
+        ms = ctypes.c_float()
+        self._check(self.cuda.cuEventElapsedTime(ctypes.byref(ms), start, end))
+        return ms.value * 1e-3
+
+    # --- kernels
+
+    def compile(self, launches: Iterable[Launch]) -> None:
+        """Compiles what the disk cache does not hold, in parallel."""
+        sources = {source: None for source in (launch.source() for launch in launches) if source not in self._binaries}
+        key = self.compiler.cachekey
+        for source in sources:
+            if key and (found := diskcache_get(key, source)) is not None:
+                self._binaries[source] = found
+        missing = [s for s in sources if s not in self._binaries]
+        with ThreadPoolExecutor(8) as pool:
+            for source, binary in zip(missing, pool.map(self.compiler.compile, missing)):
+                self._binaries[source] = diskcache_put(key, source, binary) if key else binary
+
+    def _program(self, launch: Launch) -> Any:
+        source = launch.source()
+        if source not in self._programs:
+            self.compile([launch])
+            made = self._programs[source] = self.dev.runtime(TinyELF(self._binaries[source], launch.name, self.target, ()))
+            self._allow_shared(made, launch.shared)
+        return self._programs[source]
+
+    def sequence(self, launches: Sequence[Launch], names: dict[str, str] | None = None) -> Callable[[], None]:
+        """A function that enqueues the launches one by one, outside any graph; `names` replaces buffers."""
+        self.compile(launches)
+        calls, kept = [], []
+        for x in launches:
+            runtime = self._program(x)
+            args, packed = encode_args([self.address((names or {}).get(b, b)) for b in x.buffers], [], ())
+            kept.append(args)
+            calls.append(partial(self.cuda.cuLaunchKernel, runtime.prg, *x.grid, x.threads, 1, 1, x.shared, None, None, packed))
+
+        def enqueue(_kept: object = kept) -> None:
+            self._check(self.cuda.cuCtxSetCurrent(self.dev.context))
+            for call in calls:
+                self._check(call())
+
+        return enqueue
+
+    def run(self, launch: Launch, names: dict[str, str] | None = None) -> None:
+        """Enqueues one launch."""
+        self.sequence([launch], names)()
+
+    def _allow_shared(self, runtime: Any, nbytes: int) -> None:
+        runtime.smem = nbytes
+        if nbytes > 48 << 10:
+            attribute = self.cuda.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            self._check(self.cuda.cuFuncSetAttribute(runtime.prg, attribute, nbytes))
+
+    def graph(self, launches: Sequence[Launch], chained: bool = True) -> Graph:
+        """All launches as one TinyJit graph over the named buffers, in this order. `chained`: with programmatic edges (graph.py)."""
+        if len(launches) == 1:  # tinygrad makes no graph of one kernel
+            return Graph(self.sequence(launches), 1)
+        self.compile(launches)
+        state = dict(self.tensors)
+        for launch in launches:
+            made = program(launch, self.target, self._binaries[launch.source()])
+            after = Tensor.custom_kernel(*[state[b] for b in launch.buffers], fxn=made)
+            # weights stay as they are: only what some kernel writes orders kernels
+            state.update({b: t for b, t in zip(launch.buffers, after) if not b.startswith("w:")})
+        held = set(buffers)
+        held = set(buffers)
+        with Context(JIT_BATCH_SIZE=0):  # one batch
+            lowered = jit_lower(state["state"].schedule_linear(), held, [])
+        (batch,) = lowered.src
+        shared = {launch.name: launch.shared for launch in launches}
+        for node in batch.toposort():
+            if node.op is Ops.PROGRAM:
+                self._allow_shared(get_runtime("CUDA", node), shared[node.arg.name])
+        return Graph(partial((ChainedGraph if chained else CUDAGraph)(batch.src[0], ()), (), {}), len(launches))
+
+    def close(self) -> None:
+        """Frees buffers and page-locked memory."""
+        self.synchronize()
+        for tensor in self.tensors.values():
+            buffer: Any = tensor.uop.buffer
+            buffer.deallocate()
+        self.tensors.clear()
+        for ptr in self._pinned:
+            self.cuda.cuMemFreeHost(ptr)
+        self._pinned.clear()

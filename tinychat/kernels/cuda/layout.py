@@ -1,0 +1,113 @@
+"""Where the kernels find each weight: file tensors repacked into planes (quants.cuh), one device buffer per tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from tinychat.errors import TinychatError
+from tinychat.kernels import ops
+from tinychat.kernels.cuda.launch import Launch
+from tinychat.kernels.ops import Plan, Weight
+
+Q = GGMLQuantizationType
+FLOATS = (Q.F32, Q.F16, Q.BF16)
+_PLANES = {  # bytes per 32 weights of lo, hi, s1, and per 256 of s2
+    Q.Q4_0: (16, 0, 2, 0), Q.Q4_1: (16, 0, 4, 0), Q.Q5_0: (16, 4, 2, 0), Q.Q5_1: (16, 4, 4, 0), Q.Q8_0: (32, 0, 2, 0),
+    Q.Q4_K: (16, 0, 2, 4), Q.Q5_K: (16, 4, 2, 4), Q.Q6_K: (16, 8, 2, 2),
+}  # fmt: skip
+
+
+def block_size(kind: Q) -> int:
+    """Weights that a lane reads at once: 32, floating-point types 8."""
+    return 8 if kind in FLOATS else 32
+
+
+def packed_bytes(kind: Q, values: int) -> int:
+    """Size of a repacked tensor of `values` weights; the same sum as s2_at in quants.cuh."""
+    if kind in FLOATS:
+        return values * GGML_QUANT_SIZES[kind][1]
+    lo, hi, s1, s2 = _PLANES[kind]
+    n = values // 32
+    return sum(-(-size // 16) * 16 for size in (n * lo, n * hi, n * s1, -(-n // 8) * s2))
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A repacked tensor: the buffer `w:name` of `values` weights."""
+
+    name: str
+    kind: Q
+    values: int
+
+    @property
+    def buffer(self) -> str:
+        return f"w:{self.name}"
+
+    @property
+    def blocks(self) -> int:
+        return self.values // block_size(self.kind)
+
+    @property
+    def nbytes(self) -> int:
+        return packed_bytes(self.kind, self.values)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A plan's weight on the device: matrix g's row r is row g * stride + start + r of `tensor`."""
+
+    tensor: Tensor
+    start: int
+    stride: int
+
+
+class Layout:
+    """The tensors of a plan. Raises TinychatError for a quant type or a shape that the kernels do not take."""
+
+    def __init__(self, plan: Plan, sizes: dict[str, int]) -> None:
+        """`sizes`: packed bytes of every tensor in the file."""
+        self.tensors: dict[str, Tensor] = {}
+        self.transposed: dict[str, tuple[Weight, Tensor]] = {}  # buffers made from columns of another tensor
+        self._placed: dict[Weight, Placed] = {}
+        for op in plan.ops:
+            for w in ops.weights_of(op):
+                self._place(w, sizes)
+
+    def __getitem__(self, w: Weight) -> Placed:
+        return self._placed[w]
+
+    def _place(self, w: Weight, sizes: dict[str, int]) -> None:
+        if w.type not in _PLANES and w.type not in FLOATS:
+            raise TinychatError(f"the CUDA kernels do not read {w.type.name} ({w.tensor})")
+        if (w.rows if w.transposed else w.cols) % block_size(w.type) and w.rows > 1:
+            raise TinychatError(f"the CUDA kernels need rows of a multiple of {block_size(w.type)} values ({w.tensor})")
+        block, size = GGML_QUANT_SIZES[w.type]
+        tensor = self.tensors.setdefault(w.tensor, Tensor(w.tensor, w.type, sizes[w.tensor] // size * block))
+        if w.transposed:
+            made = Tensor(f"{w.tensor}#T", Q.F16, w.groups * w.rows * w.cols)
+            self.transposed[made.buffer] = (w, tensor)
+            self._placed[w] = Placed(made, 0, w.rows)
+        else:
+            self._placed[w] = Placed(tensor, w.start, w.stride or w.rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights on the device."""
+        return sum(t.nbytes for t in self.tensors.values()) + sum(self[w].tensor.nbytes for w, _ in self.transposed.values())
+
+
+def repack(tensor: Tensor, count: int) -> Launch:
+    """Repacks file blocks in `staging`. Buffer `params` (uint64) says: blocks of the tensor, first block, number of blocks (32 weights)."""
+    kind, size = tensor.kind, GGML_QUANT_SIZES[tensor.kind][1]
+    body = f"repack<{kind.name}, {size}>(out, in, p[0], p[1], (int)p[2]);"
+    args = (("u8 *", "out", tensor.buffer), ("const u8 *", "in", "staging"), ("const u64 *", "p", "params"))
+    return Launch(f"repack_{kind.name.lower()}", "repack.cu", body, args, (-(-count // 256), 1, 1))
+
+
+def transpose(w: Weight, source: Tensor, made: Tensor) -> Launch:
+    """Writes the columns of a legacy kv_b's K part as rows of halves."""
+    body = f"transpose<{w.type.name}, {w.rows}, {w.cols}>(out, in, {source.blocks}ull, {w.start}, {w.stride}, {made.values});"
+    return Launch("transpose", "repack.cu", body, (("u16 *", "out", made.buffer), ("const u8 *", "in", source.buffer)),
+                  (-(-made.values // 256), 1, 1))  # fmt: skip

@@ -1,0 +1,79 @@
+"""What the lower rungs measured, kept as one JSON object per line, and shown as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from platformdirs import user_data_dir
+from rich.table import Table
+
+from tinychat import benchlog
+from tinychat.console import grid
+from tinychat.profile.view import times
+
+
+@dataclass(frozen=True)
+class Rung:
+    """What one op or layer took: seconds of a call, median and quartiles over all copies and steps, waiting included."""
+
+    kind: str  # kernel, block
+    what: str
+    model: str
+    fingerprint: str
+    quant: str
+    device: str
+    threads: int
+    how: str  # in the batch, alone
+    copies: int
+    steps: int
+    seconds: float
+    low: float
+    high: float
+    nbytes: int  # to read per call
+    gb_s: float
+    limit_gb_s: float
+    limit_share: float
+    versions: dict[str, str]
+    machine: str
+    date: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def store_path() -> Path:
+    """Where results are kept: one JSON object per line, oldest first."""
+    return Path(user_data_dir("tinychat", appauthor=False)) / "ladder.jsonl"
+
+
+def save(rungs: Iterable[Rung]) -> None:
+    """Appends results. Raises TinychatError when the file cannot be written."""
+    for rung in rungs:
+        benchlog.append(rung.as_dict(), store_path())
+
+
+def history() -> list[Rung]:
+    """Saved results, oldest first; lines that cannot be read are left out."""
+    return list(_parsed(benchlog.objects(store_path())))
+
+
+def _parsed(lines: Iterable[Any]) -> Iterator[Rung]:
+    for data in lines:
+        if isinstance(data, dict) and all(isinstance(data.get(f.name), _TYPES[str(f.type)]) for f in fields(Rung)):
+            yield Rung(**{f.name: data[f.name] for f in fields(Rung)})
+
+
+_TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "dict[str, str]": (dict,)}
+
+
+def table(rungs: Sequence[Rung]) -> Table:
+    """Results for a terminal."""
+    head = ("date", "what", "model", "type", "device", "copies", "time", "quartiles", "MB", "GB/s", "limit", "version")
+    rows = [(r.date[:16].replace("T", " "), r.what, r.model, r.quant, r.device, str(r.copies), times(r.seconds),
+             f"{times(r.low)} – {times(r.high)}", f"{r.nbytes / 1e6:,.2f}", f"{r.gb_s:,.1f}",
+             f"{r.limit_share:.0%}" if r.limit_share else "–", str(r.versions.get("tinychat", "?"))) for r in rungs]  # fmt: skip
+    return grid(rows, head, right=(5, 6, 7, 8, 9, 10))

@@ -1,0 +1,97 @@
+"""The application: themes, the worker, the chat screen. Everything else is in its own room."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+from textual.app import App, SystemCommand
+from textual.screen import Screen
+from textual.theme import Theme
+
+from tinychat import settings
+from tinychat.engine.engine import Engine
+from tinychat.engine.kvstore import KVStore
+from tinychat.engine.worker import Worker
+from tinychat.errors import TinychatError
+from tinychat.history import History
+from tinychat.ui.chat.screen import ChatScreen
+from tinychat.ui.controller import Controller, LoadEngine
+from tinychat.ui.conversation import Conversation
+from tinychat.ui.theme import THEMES
+
+
+class TinychatApp(App[None]):
+    """`path` is loaded on start and called `model`; without it the picker opens. `history` None saves nothing; `remember`
+    gets settings that the user changed by choosing (the theme)."""
+
+    TITLE = "tinychat"
+    CSS_PATH = "tinychat.tcss"
+
+    def __init__(self, model: str | None = None, path: Path | None = None, *, own: settings.Settings | None = None,
+                 history: History | None = None, load_engine: LoadEngine = Engine.load,
+                 remember: Callable[..., object] | None = None, **load_options: Any) -> None:  # fmt: skip
+        super().__init__()
+        resource_tracker.ensure_running()  # for tinygrad's compile processes: it cannot start once Textual has taken stderr
+        self.own = own or settings.Settings()
+        self.worker = Worker(load_engine)
+        conversation = Conversation(parameters=self.own.parameters)
+        self.controller = Controller(self.worker, conversation, save=history.save if history else None)
+        self.chat = ChatScreen(self.controller, history)
+        self._history, self._remember = history, remember
+        self._model, self._path, self._options = model, path, load_options
+
+    def on_mount(self) -> None:
+        for theme in THEMES:
+            self.register_theme(theme)
+        self.theme = self.own.theme if self.own.theme in self.available_themes else THEMES[0].name
+        self.theme_changed_signal.subscribe(self, self._theme_chosen)
+        self.push_screen(self.chat)
+        if self._path is not None:
+            self.controller.load(self._model or self._path.name, self._path, **self._options)
+        else:
+            self.call_after_refresh(self.chat.action_choose_model)
+        problems = [*self.own.problems, *([self._history.problem] if self._history and self._history.problem else [])]
+        for problem in problems:
+            self.call_after_refresh(self.chat.note, problem, True)
+        gc.freeze()  # thousands of widgets' and parsers' objects that live for ever need not be looked at again
+
+    def _theme_chosen(self, theme: Theme) -> None:
+        if self._remember is not None and theme.name != (self.own.theme or THEMES[0].name):
+            self.own = replace(self.own, theme=theme.name)
+            try:
+                self._remember(theme=theme.name)
+            except TinychatError as e:
+                self.call_later(self.chat.note, str(e), True)
+
+    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
+        if screen is self.chat:
+            yield from self.chat.commands_for_palette()
+        yield from super().get_system_commands(screen)
+
+    def exit(self, *args: Any, **kwargs: Any) -> None:
+        """Leaves at once: the worker is told to stop, nobody waits for it; a running answer is saved as it is."""
+        self.controller.leave()
+        super().exit(*args, **kwargs)
+
+
+def main(model: str | None = None, path: Path | None = None, preset: str | None = None, **load_options: Any) -> int:
+    """Runs the chat. `path`, if given, is loaded with `preset` and called `model`; otherwise the picker opens."""
+    own = settings.load()
+    history, problems = None, list(own.problems)
+    try:
+        history = History()
+    except TinychatError as e:
+        problems.append(f"{e}; conversations are not saved")
+    options = {"preset": preset, "threads": own.threads, **load_options}
+    own = replace(own, problems=tuple(problems))
+    store = KVStore(int(own.kv_cache_gb * 1e9)) if own.kv_cache_gb else None
+    app = TinychatApp(model, path, own=own, history=history, remember=settings.update,
+                      load_engine=partial(Engine.load, store=store), **options)  # fmt: skip
+    app.run()
+    return app.return_code or 0

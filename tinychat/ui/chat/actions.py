@@ -1,0 +1,288 @@
+"""What the commands do: each is a few lines on the controller, or opens a screen."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tinychat.errors import TinychatError, printable
+from tinychat.ui.chat import opening
+from tinychat.ui.chat.message import footer_text
+from tinychat.ui.conversation import to_markdown
+from tinychat.ui.panel.figures import seconds, size, speed
+from tinychat.ui.parameters import PARAMETERS, Parameters, get_parameter, set_parameter
+
+if TYPE_CHECKING:
+    from tinychat.ui.chat.screen import ChatScreen
+
+
+def _switch(text: str, now: bool, what: str) -> bool:
+    """on, off, or the other one for nothing."""
+    if text.strip().lower() not in ("", "on", "off"):
+        raise TinychatError(f"/{what} is on or off")
+    return {"on": True, "off": False}.get(text.strip().lower(), not now)
+
+
+# the conversation
+
+
+async def new(chat: ChatScreen, text: str) -> None:
+    chat.controller.new()
+
+
+async def rename(chat: ChatScreen, text: str) -> None:
+    if not text.strip():
+        raise TinychatError("/rename NAME gives this conversation a name")
+    chat.controller.rename(text)
+
+
+async def regenerate(chat: ChatScreen, text: str) -> None:
+    chat.controller.regenerate()
+
+
+async def go_on(chat: ChatScreen, text: str) -> None:
+    chat.controller.go_on()
+
+
+async def start(chat: ChatScreen, text: str) -> None:
+    if not text.strip():
+        raise TinychatError("/start TEXT lets the answer begin with TEXT")
+    chat.controller.prefill(text)
+
+
+async def edit(chat: ChatScreen, text: str) -> None:
+    mine = [i for i, t in enumerate(chat.controller.conversation.turns) if t.role == "user"]
+    number = _number(text, len(mine), "edit", "your messages") if text.strip() else len(mine)
+    if not mine:
+        raise TinychatError("there is no message of yours to edit yet")
+    chat.begin_edit(mine[number - 1])
+
+
+async def fork(chat: ChatScreen, text: str) -> None:
+    turns = len(chat.controller.conversation.turns)
+    index = _number(text, turns, "fork", "the turns") - 1 if text.strip() else None
+    chat.controller.fork(index)
+    await chat.apply()
+    await chat.note("this is a copy now; the original is in /conversations")
+
+
+async def skip(chat: ChatScreen, text: str) -> None:
+    chat.controller.skip_thinking()
+
+
+def _number(text: str, last: int, command: str, what: str) -> int:
+    if not text.strip().isdecimal() or not 1 <= int(text) <= last:
+        raise TinychatError(f"/{command} N: {what} are numbered from 1 to {last}")
+    return int(text)
+
+
+# parameters
+
+
+async def think(chat: ChatScreen, text: str) -> None:
+    p = chat.controller.conversation.parameters
+    on = _switch(text, p.thinking, "think")
+    await _use(chat, {"thinking": on})
+    await chat.note(f"thinking is {'on' if on else 'off'} for models that can")
+
+
+async def system(chat: ChatScreen, text: str) -> None:
+    p = chat.controller.conversation.parameters
+    if not text.strip():
+        await chat.note(f"the system prompt is: {p.system}" if p.system else "there is no system prompt; /system TEXT sets one")
+        return
+    await _use(chat, {"system": "" if text.strip().lower() == "off" else text.strip()})
+    await chat.note("the system prompt is set; it counts from the next message on" if text.strip().lower() != "off" else
+                    "there is no system prompt any more")  # fmt: skip
+
+
+async def set_value(chat: ChatScreen, text: str) -> None:
+    name, _, value = text.strip().partition(" ")
+    p = chat.controller.conversation.parameters
+    if not name:
+        await parameters_form(chat)
+        return
+    if not value.strip():
+        if name not in PARAMETERS:
+            set_parameter(p, name, "")
+        now, spec = get_parameter(p, name), PARAMETERS[name]
+        await chat.note(f"{name} is {spec.empty if now is None else f'{now:g}' if isinstance(now, float) else now}: {spec.help}")
+        return
+    changed = set_parameter(p, name, value)
+    chat.controller.set_parameters(changed)
+    now = get_parameter(changed, name)
+    await chat.note(f"{name} is {PARAMETERS[name].empty if now is None else f'{now:g}' if isinstance(now, float) else now}")
+
+
+async def _use(chat: ChatScreen, changes: dict[str, Any]) -> None:
+    p = chat.controller.conversation.parameters
+    chat.controller.set_parameters(Parameters(**{**vars(p), **changes}))
+
+
+async def raw(chat: ChatScreen, text: str) -> None:
+    c = chat.controller
+    c.raw = _switch(text, c.raw, "raw")
+    await chat.note("raw: what you write is the whole prompt, special tokens and all; nothing is added or taken away" if c.raw
+                    else "raw is off: messages go through the chat template")  # fmt: skip
+
+
+# getting things out
+
+
+async def copy(chat: ChatScreen, text: str) -> None:
+    c = chat.controller.conversation
+    what, _, number = (text.strip() or "code").lower().partition(" ")
+    if what == "all":
+        chat.copy(to_markdown(c), "the conversation")
+        return
+    if c.last_answer is None:
+        raise TinychatError("there is no answer to copy yet")
+    if what == "answer":
+        chat.copy(c.turns[c.last_answer].text, "the answer")
+    elif what == "code":
+        chat.copy_code(c.last_answer, number)
+    else:
+        raise TinychatError("/copy answer, /copy code [N] or /copy all")
+
+
+async def save(chat: ChatScreen, text: str) -> None:
+    kind, _, name = text.strip().partition(" ")
+    c = chat.controller.conversation
+    if kind not in ("md", "json", ""):
+        kind, name = ("json" if kind.endswith(".json") else "md"), text.strip()
+    kind = kind or "md"
+    if not c.turns:
+        raise TinychatError("there is nothing to save yet")
+    path = Path(name.strip()).expanduser() if name.strip() else _free(c.title, kind)
+    data = to_markdown(c) if kind == "md" else json.dumps(c.as_dict(), indent=1, ensure_ascii=False) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("x", encoding="utf-8", errors="replace") as f:
+            f.write(data)
+    except FileExistsError:
+        raise TinychatError(f"{printable(str(path))} exists; nothing was written, choose another name") from None
+    except OSError as e:
+        raise TinychatError(f"{printable(str(path))}: {(e.strerror or str(e)).lower()}; nothing was saved") from None
+    await chat.note(f"saved as {path.absolute()}")
+
+
+def _free(title: str, kind: str) -> Path:
+    """A file name in the working folder that is not taken."""
+    slug = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")[:40] or "conversation"
+    stem = f"{slug}-{time.strftime('%Y%m%d')}"
+    names = [f"{stem}.{kind}", *(f"{stem}-{n}.{kind}" for n in range(2, 1000))]
+    return next(p for p in map(Path, names) if not p.exists())
+
+
+async def stats(chat: ChatScreen, text: str) -> None:
+    engine = chat.controller.engine
+    if engine is None:
+        raise TinychatError("no model is loaded")
+    s, c = engine.stats, chat.controller.conversation
+    lines = [footer_text(c.turns[c.last_answer]) if c.last_answer is not None else "no answer yet"]
+    if s.prefill_tok_s:
+        lines.append(f"prompt {s.prompt_tokens:,} · prefill {speed(s.prefill_tok_s)} tok/s · {seconds(s.ttft_s)} to the first")
+    if any(took for _, took in s.parts()):
+        lines.append("time: " + " · ".join(f"{what} {1e3 * took:,.1f} ms" for what, took in s.parts()))
+    if s.kernels_per_token:
+        lines.append(f"{s.kernels_per_token:,} kernels per token in {s.jit_batches} batches {s.jit_state}".rstrip())
+    if s.gb_s:
+        share = f" · {s.limit_share:.0%} of {s.limit_gb_s:.1f} GB/s" if s.limit_gb_s else ""
+        lines.append(f"{size(s.bytes_per_token)} read per token · {s.gb_s:.1f} GB/s{share}")
+    lines.append(f"weights {size(s.weight_bytes)} · KV cache {size(s.kv_bytes)} · process {size(s.rss_bytes)}")
+    lines.append(f"painted {speed(chat.painter.meter.average)} tok/s" if chat.painter.meter.average else "")
+    await chat.note("\n  ".join(filter(None, lines)))
+
+
+# screens
+
+
+async def model(chat: ChatScreen, text: str) -> None:
+    if text.strip():
+        await opening.load_named(chat, text)
+    else:
+        opening.choose_model(chat)
+
+
+async def parameters_form(chat: ChatScreen) -> None:
+    from tinychat.ui.screens.parameters import ParametersScreen
+
+    def done(changed: Parameters | None) -> None:
+        if changed is not None:
+            chat.controller.set_parameters(changed)
+
+    chat.app.push_screen(ParametersScreen(chat.controller.conversation.parameters), done)
+
+
+async def conversations(chat: ChatScreen, text: str) -> None:
+    if chat.history is None:
+        raise TinychatError("conversations are not being saved")
+    from tinychat.ui.screens.conversations import ConversationsScreen
+
+    def done(id: str | None) -> None:
+        if id:
+            chat.run_worker(opening.reopen(chat, id))
+
+    chat.app.push_screen(ConversationsScreen(chat.history), done)
+
+
+async def inspect(chat: ChatScreen, text: str) -> None:
+    from tinychat.ui.screens.inspector import InspectorScreen
+
+    trace = chat.controller.trace
+    if chat.controller.engine is None or not trace.prompt_ids:
+        raise TinychatError("there is no prompt to inspect yet; ask something first")
+    chat.app.push_screen(InspectorScreen(chat.controller.engine, trace.prompt_ids, list(trace.tokens)))
+
+
+async def bench(chat: ChatScreen, text: str) -> None:
+    tokens = _tokens_to_measure(chat, "/bench", text, 64)
+    from tinychat.ui.screens.bench import BenchScreen
+
+    chat.lend_worker(BenchScreen(chat.controller.worker, tokens, name=chat.controller.conversation.model))
+
+
+async def profile(chat: ChatScreen, text: str) -> None:
+    tokens = _tokens_to_measure(chat, "/profile", text, 10)
+    from tinychat.ui.screens.profile import ProfileScreen
+
+    chat.lend_worker(ProfileScreen(chat.controller.worker, tokens, name=chat.controller.conversation.model))
+
+
+def _tokens_to_measure(chat: ChatScreen, command: str, text: str, default: int) -> int:
+    """The N of a command that measures. Raises TinychatError where nothing can be measured now."""
+    if text.strip() and (not text.strip().isdecimal() or not 2 <= int(text) <= 100_000):
+        raise TinychatError(f"{command} N: N is a number of tokens from 2")
+    if not chat.controller.ready:
+        raise TinychatError("no model is loaded; choose one with /model")
+    if chat.controller.busy:
+        raise TinychatError("an answer is being written; stop it with esc, then measure")
+    return int(text) if text.strip() else default
+
+
+async def settings_file(chat: ChatScreen, text: str) -> None:
+    from tinychat.ui.screens.settings import SettingsScreen
+
+    chat.app.push_screen(SettingsScreen())
+
+
+async def help_screen(chat: ChatScreen, text: str) -> None:
+    from tinychat.ui.screens.help import HelpScreen
+
+    chat.app.push_screen(HelpScreen())
+
+
+async def panel(chat: ChatScreen, text: str) -> None:
+    chat.toggle_class("-no-panel")
+    chat.painter.panel()
+
+
+async def theme(chat: ChatScreen, text: str) -> None:
+    chat.app.action_change_theme()
+
+
+async def leave(chat: ChatScreen, text: str) -> None:
+    chat.app.exit()

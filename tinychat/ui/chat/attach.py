@@ -1,0 +1,77 @@
+"""@file in a message: which files were meant, their text, and completing a path while it is typed."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from rich.filesize import decimal
+
+from tinychat.errors import TinychatError, printable
+from tinychat.ui.conversation import Attachment
+
+MAX_BYTES = 256 * 1024
+_AT = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|(\S+))')
+SHOWN = 40  # completions
+
+
+def attachments(text: str, folder: Path | None = None) -> tuple[Attachment, ...]:
+    """The files that `text` names with @path or @"path with blanks". A word after @ that is no file is left alone.
+
+    Raises TinychatError for a folder, a binary or a file that is too large, naming it.
+    """
+    found: dict[str, Attachment] = {}
+    for match in _AT.finditer(text):
+        name = match[1] or match[2]
+        path = _path(name, folder)
+        if match[2] and not path.exists():
+            name = name.rstrip(".,;:!?)")
+            path = _path(name, folder)
+        if not path.exists() and (match[1] or "/" in name or "\\" in name):
+            raise TinychatError(f"{printable(name)}: no such file; the message was not sent")
+        if path.exists() and name not in found:
+            found[name] = read(path, name)
+    return tuple(found.values())
+
+
+def read(path: Path, name: str) -> Attachment:
+    """The text of `path`. Raises TinychatError when it is not a text file of at most MAX_BYTES."""
+    shown = printable(name, newlines=False)
+    try:
+        if not path.is_file():
+            raise TinychatError(f"{shown} is a folder or device, not a text file")
+        if (size := path.stat().st_size) > MAX_BYTES:
+            raise TinychatError(f"{shown} has {decimal(size)}; at most {decimal(MAX_BYTES)} can be attached")
+        data = path.read_bytes()[: MAX_BYTES + 1]
+        if b"\0" in data:
+            raise TinychatError(f"{shown} is a binary file; only text can be attached")
+        return Attachment(name, data.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise TinychatError(f"{shown} is not UTF-8 text; convert it or paste what matters") from None
+    except OSError as e:
+        raise TinychatError(f"{shown}: {(e.strerror or str(e)).lower()}") from None
+
+
+def complete(typed: str, folder: Path | None = None) -> list[str]:
+    """Paths that begin with `typed` (without the @): folders end in /, hidden ones only when asked for."""
+    head, _, tail = typed.replace("\\", "/").rpartition("/")
+    base = _path(f"{head}/" if head or typed.startswith("/") else ".", folder)
+    try:
+        entries = sorted(os.scandir(base), key=lambda e: (not e.is_dir(), e.name.lower()))
+    except OSError:
+        return []
+    prefix = f"{head}/" if head or typed.startswith("/") else ""
+    found = [e for e in entries if e.name.lower().startswith(tail.lower()) and e.name.isprintable()]
+    shown = [e for e in found if tail.startswith(".") or not e.name.startswith(".")]
+    return [f"{prefix}{e.name}{'/' * e.is_dir()}" for e in shown[:SHOWN]]
+
+
+def quoted(name: str) -> str:
+    """The @ form of a path."""
+    return f'@"{name}"' if re.search(r"\s", name) else f"@{name}"
+
+
+def _path(name: str, folder: Path | None) -> Path:
+    path = Path(name).expanduser()
+    return path if folder is None or path.is_absolute() else folder / path

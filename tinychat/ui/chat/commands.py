@@ -1,0 +1,111 @@
+"""The commands: one table for the prompt, its completion, the palette and the help."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from textual.fuzzy import Matcher
+
+from tinychat.errors import TinychatError, printable
+from tinychat.ui.chat import actions
+from tinychat.ui.chat.prompt import Choice
+from tinychat.ui.parameters import PARAMETERS
+
+if TYPE_CHECKING:
+    from tinychat.ui.chat.screen import ChatScreen
+
+Handler = Callable[["ChatScreen", str], Awaitable[None] | None]
+
+
+@dataclass(frozen=True)
+class Command:
+    """`/name arguments`. `run` gets the text behind the name; `values` are what may stand there; `key` does the same."""
+
+    name: str
+    arguments: str
+    help: str
+    run: Handler
+    values: tuple[tuple[str, str], ...] = ()
+    key: str = ""
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def usage(self) -> str:
+        return f"/{self.name} {self.arguments}".strip()
+
+
+ON_OFF = (("on", ""), ("off", ""))
+COPY = (("answer", "the last answer"), ("code", "its last code block; code 1 is the first"), ("all", "the conversation"))
+SET = tuple((name, spec.help) for name, spec in PARAMETERS.items())
+
+COMMANDS: tuple[Command, ...] = (
+    Command("model", "[NAME]", "choose, download or load a model", actions.model, key="f2"),
+    Command("new", "", "begin a new conversation; this one stays in the history", actions.new, key="ctrl+n", aliases=("clear",)),
+    Command("conversations", "", "list, search, reopen earlier conversations", actions.conversations, key="f3"),
+    Command("rename", "NAME", "name this conversation", actions.rename),
+    Command("regenerate", "", "answer the last message again", actions.regenerate, key="ctrl+r"),
+    Command("continue", "", "go on with the last answer", actions.go_on, key="f5"),
+    Command("start", "TEXT", "let the answer begin with TEXT", actions.start),
+    Command("edit", "[N]", "change a message of yours (the last, or your Nth) and ask again", actions.edit),
+    Command("fork", "[N]", "go on in a copy of this conversation (up to turn N)", actions.fork),
+    Command("skip", "", "stop thinking and go to the answer", actions.skip, key="ctrl+g"),
+    Command("think", "on|off", "whether a model that can shall think first", actions.think, ON_OFF),
+    Command("system", "TEXT|off", "the system prompt", actions.system, (("off", "none"),)),
+    Command("set", "NAME VALUE", "a parameter; without arguments, a form of all", actions.set_value, SET, key="f4"),
+    Command("raw", "on|off", "send prompts without the chat template and show plain output", actions.raw, ON_OFF),
+    Command("copy", "[answer|code [N]|all]", "to the clipboard", actions.copy, COPY, key="ctrl+o"),
+    Command("save", "md|json [FILE]", "write the conversation to a file", actions.save,
+            (("md", "Markdown"), ("json", "everything, to be read by programs")), aliases=("export",)),
+    Command("stats", "", "figures of the last answer", actions.stats),
+    Command("bench", "[N]", "measure this model over N tokens", actions.bench),
+    Command("profile", "[N]", "where the time of a token goes, over N tokens", actions.profile),
+    Command("inspect", "", "the exact prompt, its tokens and their probabilities", actions.inspect, key="f8"),
+    Command("panel", "", "show or hide the engine panel", actions.panel, key="f9"),
+    Command("settings", "", "edit the settings file", actions.settings_file),
+    Command("theme", "", "choose the colours", actions.theme),
+    Command("help", "", "what tinychat can do", actions.help_screen, key="f1"),
+    Command("quit", "", "leave", actions.leave, key="ctrl+q", aliases=("exit", "bye")),
+)  # fmt: skip
+
+
+def find(name: str) -> Command:
+    """The command `name` (or alias, or the only one it begins). Raises TinychatError that names the nearest."""
+    name = name.lower()
+    for command in COMMANDS:
+        if name in (command.name, *command.aliases):
+            return command
+    begun = [c for c in COMMANDS if name and c.name.startswith(name)]
+    if len(begun) == 1:
+        return begun[0]
+    near = ", ".join(f"/{c.name}" for c in begun or matching(name)[:3]) or "/help"
+    raise TinychatError(f"there is no command /{printable(name)}; did you mean {near}? (// sends a text that begins with /)")
+
+
+def matching(typed: str) -> list[Command]:
+    """The commands that `typed` may mean, best first; all for an empty text."""
+    if not typed:
+        return list(COMMANDS)
+    matcher = Matcher(typed)
+    scores = {c: max(matcher.match(n) + 10 * n.startswith(typed) for n in (c.name, *c.aliases)) for c in COMMANDS}
+    return sorted((c for c in COMMANDS if scores[c] > 0), key=lambda c: -scores[c])
+
+
+def complete(text: str) -> Sequence[Choice]:
+    """Completions of a prompt that begins with /: commands, then what may stand behind one."""
+    name, blank, rest = text[1:].partition(" ")
+    if text.startswith("//"):
+        return ()
+    if not blank:
+        found = matching(name.lower())
+        return [Choice(f"/{c.name}" + " " * bool(c.arguments), c.usage, c.help, final=not c.arguments) for c in found]
+    try:
+        command = find(name)
+    except TinychatError:
+        return ()
+    if " " in rest:
+        return ()
+    more = command.name == "set"
+    return [Choice(f"/{command.name} {value}" + " " * more, value, help, final=not more)
+            for value, help in command.values if value.startswith(rest.lower())]  # fmt: skip

@@ -1,0 +1,191 @@
+"""Markdown blocks as lines of a given width: wrapping, hanging indents, tables, code. Pure functions on Textual's Content."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from markdown_it.tree import SyntaxTreeNode
+from textual.content import Content, Span
+from textual.highlight import highlight
+from textual.style import Style
+
+BULLETS = "•◦▪"
+LIVE_HIGHLIGHT = 3000  # characters: a longer open fence is coloured only when it closes
+_MARKS = {"strong": ".md-strong", "em": ".md-em", "s": ".md-strike", "link": ".md-link"}
+
+
+class Line(NamedTuple):
+    """One screen line. `code` is the whole code block when a click here copies it; `gutter` cells are not text."""
+
+    content: Content
+    code: str | None = None
+    gutter: int = 0
+
+
+def lay_out(nodes: Sequence[SyntaxTreeNode], width: int, depth: int = 0, live: bool = False) -> list[Line]:
+    """The lines of sibling blocks. `live`: the last of them may still grow, so nothing costly is done for it."""
+    lines: list[Line] = []
+    for node in nodes:
+        block = _block(node, max(width, 4), depth, live)
+        if lines and block and _apart(node):
+            lines.append(Line(Content("")))
+        lines += block
+    return lines
+
+
+def _apart(node: SyntaxTreeNode) -> bool:
+    previous = node.previous_sibling
+    if previous is None or previous.type != "paragraph" or node.type not in ("bullet_list", "ordered_list"):
+        return True
+    return not (node.map and previous.map and previous.map[1] == node.map[0])
+
+
+def _block(node: SyntaxTreeNode, width: int, depth: int, live: bool) -> list[Line]:
+    match node.type:
+        case "paragraph":
+            return _wrapped(inline(node), width)
+        case "heading":
+            return [Line(line.stylize(f".md-{node.tag}")) for line in inline(node).wrap(width)]
+        case "bullet_list":
+            marker = BULLETS[depth % len(BULLETS)].rjust(2) + " "
+            return [line for item in node.children for line in _item(item, marker, width, depth, live)]
+        case "ordered_list":
+            lines = []
+            for item in node.children:
+                lines += _item(item, f"{item.info}.".rjust(3) + " ", width, depth, live)
+            return lines
+        case "blockquote":
+            bar = Content.styled("▎ ", ".md-dim")
+            return [line._replace(content=bar + line.content) for line in lay_out(node.children, width - 2, depth, live)]
+        case "fence" | "code_block":
+            return _code(node.content, node.info.strip(), width, live)
+        case "table":
+            return _table(node, width)
+        case "hr":
+            return [Line(Content.styled("─" * width, ".md-dim"))]
+        case _:
+            return _wrapped(Content(node.content), width)
+
+
+def _wrapped(content: Content, width: int) -> list[Line]:
+    return [Line(line) for line in content.wrap(width)]
+
+
+def _item(item: SyntaxTreeNode, marker: str, width: int, depth: int, live: bool) -> list[Line]:
+    first, rest = Content.styled(marker, ".md-bullet"), Content(" " * len(marker))
+    inner = lay_out(item.children, width - len(marker), depth + 1, live) or [Line(Content(""))]
+    return [line._replace(content=(rest if i else first) + line.content, gutter=line.gutter and line.gutter + len(marker))
+            for i, line in enumerate(inner)]  # fmt: skip
+
+
+def inline(node: SyntaxTreeNode) -> Content:
+    """The text of a paragraph, heading or cell with its marks; a line break of the model stays one."""
+    text: list[str] = []
+    spans: list[Span] = []
+    position = 0
+
+    def add(piece: str) -> None:
+        nonlocal position
+        text.append(piece)
+        position += len(piece)
+
+    def walk(child: SyntaxTreeNode) -> None:
+        start = position
+        match child.type:
+            case "text":
+                add(child.content)
+            case "code_inline":
+                add(child.content)
+                spans.append(Span(start, position, ".md-code-inline"))
+            case "softbreak" | "hardbreak":
+                add("\n")
+            case "image":
+                add(f"[image: {child.content or child.attrs.get('src', '')}]")
+                spans.append(Span(start, position, ".md-dim"))
+            case _:
+                if not child.children:
+                    add(child.content)
+                for grandchild in child.children:
+                    walk(grandchild)
+        if position > start and child.type in _MARKS:
+            spans.append(Span(start, position, _MARKS[child.type]))
+            if child.type == "link":
+                spans.append(Span(start, position, Style.from_meta({"href": str(child.attrs.get("href", ""))})))
+
+    for top in node.children:
+        for child in top.children:
+            walk(child)
+    return Content("".join(text), spans=spans)
+
+
+def _code(code: str, info: str, width: int, live: bool) -> list[Line]:
+    code = code.rstrip("\n")
+    language = info.split()[0] if info else ""
+    label = Content(f" {language or 'code'}").truncate(max(width - 7, 1), ellipsis=True)
+    copy = Content.assemble(" " * max(0, width - label.cell_length - 5), ("copy", ".md-copy"), " ")
+    lines = [Line((label + copy).stylize(".md-code-head"), code)]
+    if live and len(code) > LIVE_HIGHLIGHT:
+        return lines + [line for text in code.split("\n") for line in _plain_code_line(text, width)]
+    for source_line in _highlighted(code, language).split("\n", allow_blank=True):
+        lines += _code_line(source_line, width)
+    return lines
+
+
+def _code_line(content: Content, width: int) -> list[Line]:
+    """One line of code, folded, on the background of code."""
+    folded = content.expand_tabs(4).fold(width - 4)
+    padded = (Content.assemble("  ", line, " " * max(0, width - 2 - line.cell_length)) for line in folded)
+    return [Line(line.stylize_before(".md-code"), gutter=2) for line in padded]
+
+
+@lru_cache(maxsize=4096)
+def _plain_code_line(text: str, width: int) -> tuple[Line, ...]:
+    return tuple(_code_line(Content(text), width))
+
+
+@lru_cache(maxsize=64)
+def _highlighted(code: str, language: str) -> Content:
+    return highlight(code, language=language or "text") if code else Content("")
+
+
+def _table(node: SyntaxTreeNode, width: int) -> list[Line]:
+    trs = [row for part in node.children for row in part.children]
+    rows = [[(inline(cell), str(cell.attrs.get("style", ""))) for cell in row.children] for row in trs]
+    widths = _column_widths([[c.cell_length for c, _ in row] for row in rows], width)
+    if not widths:
+        return []
+    lines = []
+    for number, row in enumerate(rows):
+        cells = [_cell(content, w, style) for (content, style), w in zip(row, widths)]
+        for i in range(max(len(c) for c in cells)):
+            parts = [c[i] if i < len(c) else Content(" " * w) for c, w in zip(cells, widths)]
+            line = Content.styled(" │ ", ".md-dim").join(parts)
+            lines.append(Line(line.stylize_before(".md-strong") if number == 0 else line))
+        if number == 0:
+            lines.append(Line(Content.styled("─┼─".join("─" * w for w in widths), ".md-dim")))
+    return lines
+
+
+def _cell(content: Content, width: int, style: str) -> list[Content]:
+    out = []
+    for line in content.wrap(width):
+        free = max(0, width - line.cell_length)
+        left = free if "right" in style else free // 2 if "center" in style else 0
+        out.append(line.pad(left, free - left))
+    return out or [Content(" " * width)]
+
+
+def _column_widths(cells: list[list[int]], width: int) -> list[int]:
+    """Widths of the columns so that the table fits `width`: the widest ones give first."""
+    columns = max((len(row) for row in cells), default=0)
+    widths = [max(max((row[c] for row in cells if c < len(row)), default=1), 1) for c in range(columns)]
+    room = width - 3 * (columns - 1)
+    while sum(widths) > room and max(widths, default=0) > 3:
+        widest = max(widths)
+        second = max((w for w in widths if w < widest), default=3)
+        many = widths.count(widest)
+        cut = max(second, 3, widest - max(1, (sum(widths) - room) // many))
+        widths = [cut if w == widest else w for w in widths]
+    return widths

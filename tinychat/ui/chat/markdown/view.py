@@ -1,0 +1,195 @@
+"""The widget that paints Markdown while it arrives."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from rich.segment import Segment
+from textual import events
+from textual.content import Content
+from textual.geometry import Region, Size
+from textual.message import Message
+from textual.selection import Selection
+from textual.strip import Strip
+from textual.style import Style
+from textual.widget import Widget
+
+from tinychat.errors import printable
+from tinychat.ui.chat.markdown.blocks import Block, Splitter
+from tinychat.ui.chat.markdown.layout import Line, lay_out
+
+BLANK = Line(Content(""))
+
+
+class MarkdownView(Widget):
+    """Markdown as one widget. `feed` pieces while they arrive, then `finish`; only the last block is laid out again.
+
+    `plain`: the text is shown as it is, only wrapped. Control characters are shown, never executed.
+    """
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = {
+        "md-h1", "md-h2", "md-h3", "md-h4", "md-h5", "md-h6", "md-strong", "md-em", "md-strike", "md-link", "md-bullet", "md-dim",
+        "md-code", "md-code-head", "md-code-inline", "md-copy",
+    }  # fmt: skip
+    DEFAULT_CSS = "MarkdownView { height: auto; width: 1fr; }"
+
+    class CopyRequested(Message):
+        """A click on the head of a code block."""
+
+        def __init__(self, code: str) -> None:
+            super().__init__()
+            self.code = code
+
+    class LinkClicked(Message):
+        """A click on a link of the model's; `href` is untrusted."""
+
+        def __init__(self, href: str) -> None:
+            super().__init__()
+            self.href = href
+
+    def __init__(self, text: str = "", *, plain: bool = False, id: str | None = None, classes: str | None = None) -> None:
+        super().__init__(id=id, classes=classes)
+        self.plain = plain
+        self._splitter = Splitter()
+        self._lines: list[Line] = []
+        self._settled = 0  # lines that belong to done blocks
+        self._laid_blocks = 0
+        self._laid_width = 0
+        self._pending: list[str] = []
+        self._styles_of: dict[str, Style] = {}
+        if text:
+            self.feed(text)
+            self.finish()
+
+    @property
+    def source(self) -> str:
+        """Everything fed so far, as shown."""
+        return "".join(self._pending) if self.plain else self._splitter.source
+
+    @property
+    def code_blocks(self) -> list[str]:
+        """The code of every block so far, in order."""
+        blocks = [*self._splitter.done, *([Block(self._splitter.tail)] if self._splitter.tail else [])]
+        nodes = (node for block in blocks for top in block.nodes for node in top.walk())
+        return [node.content.rstrip("\n") for node in nodes if node.type in ("fence", "code_block")]
+
+    def feed(self, text: str) -> None:
+        """Appends text; the screen follows at the next refresh."""
+        text = printable(text)
+        if self.plain:
+            self._pending.append(text)
+        else:
+            self._splitter.feed(text)
+        self._relay()
+
+    def finish(self) -> None:
+        """The text is complete: the lines become exactly those of the whole document."""
+        if not self.plain:
+            kept = self._splitter.finish()
+            if kept < self._laid_blocks or self._splitter.done[kept:]:
+                self._laid_width = 0 if kept < self._laid_blocks else self._laid_width
+        self._relay()
+
+    def _relay(self) -> None:
+        if self._laid_width == 0 or not self.is_attached:
+            self._laid_width = 0
+            self.refresh(layout=True)
+            return
+        before, settled = len(self._lines), self._settled
+        self._lay(self._laid_width)
+        if len(self._lines) != before:
+            self.refresh(layout=True)
+        else:
+            self.refresh(Region(0, settled, self.size.width, max(1, before - settled)))
+
+    def _lay(self, width: int) -> None:
+        """Brings the lines up to date for `width`."""
+        if width != self._laid_width:
+            self._lines, self._settled, self._laid_blocks, self._laid_width = [], 0, 0, width
+        if self.plain:
+            self._lay_plain(width)
+            return
+        del self._lines[self._settled:]
+        done = self._splitter.done
+        for i in range(self._laid_blocks, len(done)):
+            self._add(done[i], done[i - 1] if i else None, width, live=False)
+        self._settled, self._laid_blocks = len(self._lines), len(done)
+        if self._splitter.tail.strip():
+            self._add(Block(self._splitter.tail), done[-1] if done else None, width, live=True)
+
+    def _add(self, block: Block, previous: Block | None, width: int, live: bool) -> None:
+        self._lines += [BLANK] * block.gap_before(previous)
+        self._lines += lay_out(block.nodes, width, live=live)
+
+    def _lay_plain(self, width: int) -> None:
+        """Plain text: lines that are complete are done. `_pending` keeps [all done text, the open line]."""
+        text = "".join(self._pending[self._laid_blocks:])
+        complete = text.rfind("\n") + 1
+        del self._lines[self._settled:]
+        if complete:
+            self._lines += [Line(c) for c in Content(text[: complete - 1]).wrap(width)] if complete > 1 else [BLANK]
+            self._settled = len(self._lines)
+            done = "".join(self._pending[: self._laid_blocks]) + text[:complete]
+            self._pending = [done, text[complete:]]
+            self._laid_blocks = 1
+        if text[complete:]:
+            self._lines += [Line(c) for c in Content(text[complete:]).wrap(width)]
+
+    def get_content_width(self, container: Size, viewport: Size) -> int:
+        return container.width
+
+    def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
+        if width != self._laid_width:
+            self._lay(width)
+        return len(self._lines)
+
+    def notify_style_update(self) -> None:
+        super().notify_style_update()
+        self._styles_of.clear()
+        self.refresh()
+
+    def _style(self, name: str | Style) -> Style:
+        """A component class (".md-...") with its background, which Widget._get_style loses; anything else as usual."""
+        if not isinstance(name, str) or not name.startswith(".md-"):
+            return self._get_style(name)
+        if name not in self._styles_of:
+            styles = self.get_component_styles(name[1:])
+            text = styles.text_style
+            self._styles_of[name] = Style(
+                styles.background if styles.has_rule("background") else None, styles.color if styles.has_rule("color") else None,
+                bold=text.bold, italic=text.italic, underline=text.underline, strike=text.strike)  # fmt: skip
+        return self._styles_of[name]
+
+    def render_line(self, y: int) -> Strip:
+        base = self.visual_style
+        width = self.size.width
+        if y >= len(self._lines):
+            return Strip.blank(width, base.rich_style)
+        content = self._lines[y].content
+        selection = self.text_selection
+        if selection is not None and (span := selection.get_span(y)) is not None:
+            start, end = span
+            style = Style.from_styles(self.screen.get_component_styles("screen--selection"))
+            content = content.stylize(style, start, len(content) if end == -1 else end)
+        segments, x = [], 0
+        for text, style in content.render(base, end="", parse_style=self._style):
+            segments.append(Segment(text, (base + style).rich_style_with_offset(x, y)))
+            x += len(text)
+        return Strip(segments, content.cell_length).extend_cell_length(width, base.rich_style)
+
+    def get_selection(self, selection: Selection) -> tuple[str, str] | None:
+        out = []
+        for y, line in enumerate(self._lines):
+            if line.code is None and (span := selection.get_span(y)) is not None:
+                start, end = span
+                out.append(line.content.plain[max(start, line.gutter) : None if end == -1 else end].rstrip())
+        return "\n".join(out), "\n"
+
+    def on_click(self, event: events.Click) -> None:
+        href = event.style.meta.get("href")
+        if href:
+            event.stop()
+            self.post_message(self.LinkClicked(str(href)))
+        elif event.y < len(self._lines) and (code := self._lines[event.y].code) is not None:
+            event.stop()
+            self.post_message(self.CopyRequested(code))

@@ -1,0 +1,103 @@
+"""Brings the widgets of the chat up to date with the controller, at a fixed rate."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from textual.widgets import Static
+
+from tinychat.ui.chat.message import AnswerMessage
+from tinychat.ui.chat.status import StatusLine
+from tinychat.ui.chat.welcome import Welcome
+from tinychat.ui.context import Room
+from tinychat.ui.controller import Change, Ended, Grew, ModelChanged, Note, Refused, Reset
+from tinychat.ui.panel import EngineLine, EnginePanel, Reading
+from tinychat.ui.panel.reading import PaintMeter
+
+if TYPE_CHECKING:
+    from tinychat.ui.chat.screen import ChatScreen
+
+
+class Painter:
+    """`meter` counts painted tokens; `longest_gap` is the longest time in seconds between two paints of a growing answer."""
+
+    def __init__(self, chat: ChatScreen) -> None:
+        self._chat = chat
+        self._lock = asyncio.Lock()
+        self.meter = PaintMeter()
+        self.longest_gap = 0.0
+        self._painted_at = 0.0
+        self._speeds: deque[float] = deque(maxlen=64)
+        self._state: tuple[Any, ...] = ()
+
+    async def apply(self) -> None:
+        """Paints what changed since the last time."""
+        c = self._chat.controller
+        async with self._lock:  # a timer and a key may both be here, and the changes have an order
+            now = time.monotonic()
+            if c.busy and self._painted_at:
+                self.longest_gap = max(self.longest_gap, now - self._painted_at)
+            self._painted_at = now
+            for change in c.poll():
+                await self._apply(change)
+        if c.running is not None:
+            self._running()
+        state = (c.running is not None, c.running and c.running.kind, c.ready, len(c.queue), len(c.conversation.turns),
+                 self._chat.editing)  # fmt: skip
+        if state != self._state:
+            self._state = state
+            self._chat.query_one("#prompt-mark", Static).update("✎" if self._chat.editing is not None else "›")
+            self._chat.box.show_waiting([t.text for t in c.queue])
+            self._chat.refresh_bindings()
+
+    async def _apply(self, change: Change) -> None:
+        chat, transcript = self._chat, self._chat.transcript
+        match change:
+            case Grew():
+                transcript.grew(change)
+                chat.call_after_refresh(self.meter.painted, change.tokens)
+            case Reset():
+                if change.live:
+                    self.meter.restart()
+                    self._speeds.clear()
+                speaker = change.conversation.model or "model"
+                await transcript.reset(change.conversation, change.start, speaker, change.live)
+            case Ended():
+                message = transcript.message(change.index)
+                if isinstance(message, AnswerMessage):
+                    message.update(chat.controller.conversation.turns[change.index], live=False)
+            case Note():
+                await chat.note(change.text, change.error)
+            case Refused():
+                chat.give_back([change.turn])
+            case Room():
+                chat.ask_for_room(change)
+            case ModelChanged():
+                self.panel()
+
+    def _running(self) -> None:
+        """The counting line of the answer that is being written."""
+        c = self._chat.controller
+        message = self._chat.transcript.last_answer
+        if c.running is not None and message is not None and message.live:
+            turn = c.conversation.turns[-1]
+            message.update(turn, True, turn.thinking_tokens + c.running.thinking_tokens, c.elapsed_thinking())
+
+    def panel(self) -> None:
+        """The panel and the line at the top, a few times a second."""
+        chat, c = self._chat, self._chat.controller
+        engine, running, title = c.engine, c.running, c.conversation.title
+        stats = engine.stats if engine else None
+        if running is not None and stats is not None and stats.phase == "decode" and stats.last_tok_s:
+            self._speeds.append(stats.last_tok_s)
+        prefill = running.prefill if running is not None and not running.tokens else None
+        reading = Reading(stats, engine.info if engine else None, c.usage, c.loading, prefill, tuple(self._speeds),
+                          self.meter.rate if running else self.meter.average)  # fmt: skip
+        chat.query_one(EnginePanel).show(reading)
+        chat.query_one(EngineLine).show(reading)
+        chat.query_one(StatusLine).show(c.conversation.model, engine.info if engine else None, title, "raw" if c.raw else "")
+        if not c.conversation.turns:
+            chat.query_one(Welcome).show(c.conversation.model if c.ready or c.loading else "", c.loading is not None)

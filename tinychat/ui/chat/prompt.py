@@ -1,0 +1,241 @@
+"""Where the user types: Enter sends, history with the arrows, completion of commands and files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from textual import events, on
+from textual.app import ComposeResult
+from textual.containers import Horizontal, Vertical
+from textual.content import Content
+from textual.message import Message
+from textual.widgets import OptionList, Static, TextArea
+from textual.widgets.option_list import Option
+
+from tinychat.errors import printable
+
+_FILE = re.compile(r'(?:^|\s)@(?:"([^"\n]*)|(\S*))$')
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A completion: what is inserted, how it reads, and whether choosing it with Enter also sends it."""
+
+    insert: str
+    label: str
+    help: str = ""
+    final: bool = False
+
+
+class Completions(Protocol):
+    """What an open list can do for the prompt. `send` is False when it has nothing to say to the text."""
+
+    def move(self, step: int) -> None: ...
+    def take(self) -> None: ...
+    def send(self) -> bool: ...
+
+
+class Prompt(TextArea):
+    """A multi-line field that grows. Posts Submitted; `past` is walked with up and down at its edges."""
+
+    class Submitted(Message):
+        """Enter was pressed on `text`, which has left the prompt: who cannot use it puts it back."""
+
+        def __init__(self, text: str) -> None:
+            super().__init__()
+            self.text = text
+
+    def __init__(self) -> None:
+        super().__init__(id="prompt", compact=True, highlight_cursor_line=False, show_line_numbers=False, soft_wrap=True,
+                         placeholder="ask, or / for commands")  # fmt: skip
+        self.past: list[str] = []
+        self.completions: Completions | None = None  # set by the box while a list is open
+        self._place: int | None = None  # in the history; None = the draft
+        self._draft = ""
+
+    @property
+    def walking(self) -> bool:
+        """Whether the text comes from the history: no completions then, the arrows go on walking."""
+        return self._place is not None
+
+    def put(self, text: str) -> None:
+        """Replaces the text; the cursor goes to its end."""
+        self.text = text
+        self.move_cursor(self.document.end)
+
+    def remember(self, text: str) -> None:
+        """Appends to the history."""
+        if text.strip():
+            self.past = [*(t for t in self.past if t != text), text]
+        self._place = None
+
+    async def _on_key(self, event: events.Key) -> None:
+        # Not bindings: those with priority overtake characters that are still on their way, and a fast typist's Enter comes
+        # before the end of the line.
+        if event.key == "enter":
+            act: Callable[[], object] = self.submit
+        elif event.key in ("shift+enter", "ctrl+j", "alt+enter"):
+            act = partial(self.insert, "\n")
+        elif event.key == "tab" and self.completions is not None:
+            act = self.completions.take
+        else:
+            return
+        event.stop()
+        event.prevent_default()
+        act()
+
+    def submit(self) -> None:
+        """Sends the text, or what the open list completes it to."""
+        if self.completions is not None and self.completions.send():
+            return
+        if self.text.strip():
+            self.send(self.text)
+
+    def send(self, text: str) -> None:
+        """Posts `text` and empties the prompt at once, so that what is typed next is not lost."""
+        self._place = None
+        self.put("")
+        self.post_message(self.Submitted(text))
+
+    def action_cursor_up(self, select: bool = False) -> None:
+        if self.completions is not None:
+            self.completions.move(-1)
+        elif select or not self.cursor_at_first_line or not self._walk(-1):
+            super().action_cursor_up(select)
+
+    def action_cursor_down(self, select: bool = False) -> None:
+        if self.completions is not None:
+            self.completions.move(1)
+        elif select or not self.cursor_at_last_line or not self._walk(1):
+            super().action_cursor_down(select)
+
+    def _walk(self, step: int) -> bool:
+        """Goes through the history; the unsent draft is its end."""
+        if self._place is None:
+            if step > 0 or not self.past:
+                return False
+            self._draft, self._place = self.text, len(self.past)
+        place = self._place + step
+        if place < 0:
+            return True
+        self._place = None if place >= len(self.past) else place
+        self.put(self._draft if self._place is None else self.past[place])
+        return True
+
+    async def _on_paste(self, event: events.Paste) -> None:
+        event.stop()
+        event.prevent_default()  # TextArea's own would insert it a second time
+        if result := self._replace_via_keyboard(event.text.replace("\r\n", "\n").replace("\r", "\n"), *self.selection):
+            self.move_cursor(result.end_location)
+
+
+class PromptBox(Vertical):
+    """The prompt with what belongs to it: completions above, waiting messages, the mark in front."""
+
+    def __init__(self, commands: Callable[[str], Sequence[Choice]], files: Callable[[str], Sequence[Choice]]) -> None:
+        super().__init__(id="prompt-box")
+        self._commands, self._files = commands, files
+        self._choices: list[Choice] = []
+
+    def compose(self) -> ComposeResult:
+        yield OptionList(id="completions", markup=False, compact=True)
+        yield Static(id="waiting")
+        with Horizontal(id="prompt-line"):
+            yield Static("›", id="prompt-mark")
+            yield Prompt()
+
+    def on_mount(self) -> None:
+        self.list.can_focus = False
+        self.list.display = self.query_one("#waiting").display = False
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.query_one(Prompt)
+
+    @property
+    def list(self) -> OptionList:
+        return self.query_one("#completions", OptionList)
+
+    def show_waiting(self, texts: Sequence[str]) -> None:
+        """The messages that are sent when the running answer is done."""
+        waiting = self.query_one("#waiting", Static)
+        waiting.display = bool(texts)
+        first = printable(" ".join(texts[0].split())) if texts else ""
+        more = f" (and {len(texts) - 1} more)" if len(texts) > 1 else ""
+        waiting.update(Content.assemble(("waiting ", "$accent"), first[:200], more, ("  esc takes it back", "$foreground 60%")))
+
+    def close(self) -> bool:
+        """Closes the completions; False when none were open."""
+        was = self.prompt.completions is not None
+        self.prompt.completions = None
+        self.list.display = False
+        return was
+
+    @on(TextArea.Changed)
+    def _changed(self) -> None:
+        self._choices = list(self._find())
+        self.prompt.completions = self if self._choices else None
+        self.list.display = bool(self._choices)
+        if self._choices:
+            width = max(len(c.label) for c in self._choices)
+            rows = [Content.assemble(printable(c.label).ljust(width + 2), (c.help, "$foreground 60%")) for c in self._choices]
+            self.list.set_options([Option(row) for row in rows])
+            self.list.highlighted = 0
+
+    def _find(self) -> Sequence[Choice]:
+        prompt = self.prompt
+        text = prompt.text
+        if prompt.walking:
+            return ()
+        if text.startswith("/") and "\n" not in text:
+            return self._commands(text)
+        row, column = prompt.cursor_location
+        match = _FILE.search(prompt.document.get_line(row)[:column])
+        return self._files(match[1] if match[1] is not None else match[2]) if match else ()
+
+    # Completions
+
+    def move(self, step: int) -> None:
+        self.list.action_cursor_down() if step > 0 else self.list.action_cursor_up()
+
+    def take(self) -> None:
+        if choice := self._choice():
+            self._insert(choice)
+
+    def send(self) -> bool:
+        choice, text = self._choice(), self.prompt.text
+        if choice is None:
+            return False
+        if text.startswith("/") and (choice.final or text.strip() == choice.insert.strip()):
+            self.close()
+            self.prompt.send(choice.insert.strip())
+        else:
+            self._insert(choice)
+        return True
+
+    def _choice(self) -> Choice | None:
+        """The highlighted completion of the text as it is now, which the list may not show yet."""
+        fresh = list(self._find())
+        if fresh != self._choices:
+            return fresh[0] if fresh else None
+        return fresh[self.list.highlighted] if self.list.highlighted is not None else None
+
+    def _insert(self, choice: Choice) -> None:
+        prompt = self.prompt
+        if prompt.text.startswith("/") and "\n" not in prompt.text:
+            prompt.put(choice.insert)
+            return
+        row, column = prompt.cursor_location
+        start = prompt.document.get_line(row)[:column].rindex("@")
+        prompt.replace(choice.insert, (row, start), (row, column))
+
+    @on(OptionList.OptionSelected, "#completions")
+    def _clicked(self, event: OptionList.OptionSelected) -> None:
+        event.stop()
+        self.list.highlighted = event.option_index
+        self.prompt.submit()
+        self.prompt.focus()

@@ -1,0 +1,346 @@
+"""The main screen: it hands keys to the controller and paints its changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
+from typing import Any, ClassVar
+
+from textual import on
+from textual.app import ComposeResult, SystemCommand
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical
+from textual.content import Content
+from textual.screen import Screen
+from textual.widgets import Footer
+
+from tinychat.errors import TinychatError, printable
+from tinychat.history import History
+from tinychat.ui.chat import attach, commands, opening
+from tinychat.ui.chat.markdown import MarkdownView
+from tinychat.ui.chat.message import Message
+from tinychat.ui.chat.overflow import OverflowScreen
+from tinychat.ui.chat.painter import Painter
+from tinychat.ui.chat.prompt import Choice, Prompt, PromptBox
+from tinychat.ui.chat.status import StatusLine
+from tinychat.ui.chat.transcript import Transcript
+from tinychat.ui.context import Room
+from tinychat.ui.controller import Controller
+from tinychat.ui.conversation import Turn
+from tinychat.ui.panel import EngineLine, EnginePanel
+
+DRAIN_HZ = 20  # how often the worker's events are taken and painted
+PANEL_HZ = 5
+
+
+class ChatScreen(Screen[None]):
+    """Composed of the status line, transcript, prompt and panel. All state is the controller's."""
+
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (90, "-wide")]
+    AUTO_FOCUS = "#prompt"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "stop", "stop"),
+        Binding("escape", "escape", "back", show=False),
+        Binding("ctrl+g", "command('skip')", "skip to the answer", priority=True),
+        Binding("ctrl+t", "toggle_thinking", "thinking", priority=True),
+        Binding("ctrl+r", "command('regenerate')", "again", priority=True),
+        Binding("f5", "command('continue')", "continue"),
+        Binding("ctrl+o", "command('copy')", "copy code", priority=True),
+        Binding("ctrl+n", "command('new')", "new", show=False, priority=True),
+        Binding("f2", "choose_model", "choose a model"),
+        Binding("f2", "command('model')", "model", show=False),
+        Binding("f3", "command('conversations')", "conversations", show=False),
+        Binding("f4", "command('set')", "parameters", show=False),
+        Binding("f8", "command('inspect')", "inspect", show=False),
+        Binding("f9", "command('panel')", "panel", show=False),
+        Binding("f1", "command('help')", "help"),
+        Binding("ctrl+up", "to_messages", "messages", show=False, priority=True),
+        Binding("ctrl+down", "to_prompt", "prompt", show=False, priority=True),
+        Binding("pageup", "scroll(-1)", "up", show=False, priority=True),
+        Binding("pagedown", "scroll(1)", "down", show=False, priority=True),
+        Binding("ctrl+home", "scroll(-1000)", "top", show=False, priority=True),
+        Binding("ctrl+end", "scroll(1000)", "end", show=False, priority=True),
+        Binding("ctrl+c", "copy_or_stop", "copy", show=False, priority=True),
+    ]
+
+    def __init__(self, controller: Controller, history: History | None = None) -> None:
+        super().__init__()
+        self.controller, self.history = controller, history
+        self.painter = Painter(self)
+        self.editing: int | None = None
+        self._lent = False
+
+    def compose(self) -> ComposeResult:
+        yield StatusLine(id="status")
+        with Horizontal(id="body"):
+            with Vertical(id="main"):
+                yield Transcript()
+                yield EngineLine(id="engine-line")
+                yield PromptBox(commands.complete, self._files)
+            yield EnginePanel(id="panel")
+        yield Footer(show_command_palette=True, compact=True)
+
+    async def on_mount(self) -> None:
+        if self.history is not None:
+            with suppress(TinychatError):  # the history itself says what is wrong with it when a conversation is saved
+                self.prompt.past = self.history.prompts()
+        await self.transcript.reset(self.controller.conversation, 0, "", False)
+        self.set_interval(1 / DRAIN_HZ, self.apply)
+        self.set_interval(1 / PANEL_HZ, self.painter.panel)
+        self.painter.panel()
+
+    @property
+    def transcript(self) -> Transcript:
+        return self.query_one(Transcript)
+
+    @property
+    def box(self) -> PromptBox:
+        return self.query_one(PromptBox)
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.query_one(Prompt)
+
+    async def apply(self) -> None:
+        """Paints what changed since the last time."""
+        if not self._lent:
+            await self.painter.apply()
+
+    async def note(self, text: str, error: bool = False) -> None:
+        """A line of tinychat's own in the transcript."""
+        await self.transcript.note(text, error)
+
+    def ask_for_room(self, room: Room) -> None:
+        """The context would overflow: the user decides."""
+        engine = self.controller.engine
+        self.app.push_screen(OverflowScreen(room, engine.info.trained_context if engine else 0), partial(self._resolve, room))
+
+    def _resolve(self, room: Room, choice: str | None) -> None:
+        try:
+            self.controller.resolve(room, choice or "stop")  # type: ignore[arg-type]
+        except TinychatError as e:
+            self.call_later(self.note, str(e), True)
+
+    # commands
+
+    async def run_command(self, text: str) -> None:
+        """`text` without its slash. Whatever goes wrong is one line in the transcript."""
+        name, _, rest = text.partition(" ")
+        try:
+            result = commands.find(name).run(self, rest)
+            if result is not None:
+                await result
+        except TinychatError as e:
+            await self.note(str(e), error=True)
+        await self.apply()
+
+    async def action_command(self, text: str) -> None:
+        await self.run_command(text)
+
+    def commands_for_palette(self) -> Iterable[SystemCommand]:
+        """The table, for the command palette; a command that needs arguments goes to the prompt."""
+        for c in commands.COMMANDS:
+            needs = bool(c.arguments) and not c.arguments.startswith("[") and not c.values
+            done = partial(self._prompt_for if needs else self._run_later, c.name)
+            yield SystemCommand(f"{c.usage}{f'  ({c.key})' if c.key else ''}", c.help, done)
+
+    def _run_later(self, name: str) -> None:
+        self.call_later(self.run_command, name)
+
+    def _prompt_for(self, name: str) -> None:
+        self.prompt.put(f"/{name} ")
+        self.prompt.focus()
+
+    # what the user does
+
+    @on(Prompt.Submitted)
+    async def _submitted(self, event: Prompt.Submitted) -> None:
+        text = event.text.strip()
+        command = text.startswith("/") and not text.startswith("//") and "\n" not in text and not self.controller.raw
+        if self.controller.raw and text.startswith("/") and text[1:].partition(" ")[0] in {c.name for c in commands.COMMANDS}:
+            command = True
+        try:
+            if command:
+                self._sent(event.text)
+                await self.run_command(text[1:])
+                return
+            text = event.text if self.controller.raw else text.removeprefix("/") if text.startswith("//") else text
+            turn = Turn("user", text, files=() if self.controller.raw else attach.attachments(text))
+            if self.editing is not None:
+                self.controller.edit(self.editing, text, turn.files)
+                self.editing = None
+            else:
+                self.controller.ask(turn)
+        except TinychatError as e:
+            self.give_back([Turn("user", event.text)])
+            await self.note(str(e), error=True)
+            return
+        self._sent(event.text)
+        self.transcript.to_end()
+        await self.apply()
+
+    def _sent(self, text: str) -> None:
+        self.prompt.remember(text)
+        if self.history is not None:
+            with suppress(TinychatError):
+                self.history.add_prompt(text)
+
+    def give_back(self, turns: list[Turn]) -> None:
+        """Texts return to the prompt, before what is there."""
+        texts = [*(t.text for t in turns), self.prompt.text]
+        self.prompt.put("\n".join(t for t in texts if t))
+        self.prompt.focus()
+
+    def begin_edit(self, index: int) -> None:
+        if self.controller.busy:
+            raise TinychatError("an answer is being written; stop it with esc, then edit")
+        self.editing = index
+        self.prompt.put(self.controller.conversation.turns[index].text)
+        self.prompt.focus()
+
+    async def action_stop(self) -> None:
+        self.controller.stop()
+        await self.apply()
+
+    async def action_escape(self) -> None:
+        if self.box.close():
+            return
+        if self.editing is not None:
+            self.editing = None
+            self.prompt.put("")
+        elif self.controller.queue:
+            self.give_back(self.controller.take_back_queue())
+        else:
+            self.clear_selection()
+            self.prompt.focus()
+        await self.apply()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        running = self.controller.running
+        turns = self.controller.conversation.turns
+        if action == "stop":
+            return running is not None and not self.controller.queue and self.prompt.completions is None
+        if action == "command":
+            match parameters[0]:
+                case "skip":
+                    return running is not None and running.kind == "thinking" and running.tokens > 0
+                case "regenerate":
+                    return running is None and bool(turns)
+                case "continue":
+                    return running is None and bool(turns) and not turns[-1].complete
+                case "copy":
+                    return any(t.role == "assistant" and "```" in t.text for t in turns[-8:])
+        if action == "choose_model":  # the same key, shown only while it is what a newcomer needs
+            return not turns
+        if action == "toggle_thinking":
+            return any(t.thinking for t in turns[-8:]) or bool(running and running.kind == "thinking")
+        return True
+
+    def action_choose_model(self) -> None:
+        opening.choose_model(self)
+
+    def action_toggle_thinking(self) -> None:
+        self.transcript.toggle_thinking()
+
+    def action_scroll(self, pages: int) -> None:
+        t = self.transcript
+        if abs(pages) > 1:
+            t.scroll_end(animate=False) if pages > 0 else t.scroll_home(animate=False)
+        else:
+            t.scroll_relative(y=pages * max(1, t.size.height - 2), animate=False)
+        if pages < 0:
+            t.release_anchor()
+
+    def action_copy_or_stop(self) -> None:
+        selected = self.get_selected_text() or self.prompt.selected_text
+        if selected:
+            self.copy(selected, "the selection")
+        elif self.controller.running is not None:
+            self.controller.stop()
+        else:
+            self.notify("ctrl+q leaves", timeout=2)
+
+    def action_to_messages(self) -> None:
+        messages = self.transcript.messages()
+        if isinstance(self.focused, Message):
+            self._focus_message(self.focused.index - 1)
+        elif messages:
+            self._focus_message(messages[-1].index)
+
+    def action_to_prompt(self) -> None:
+        self.prompt.focus()
+
+    def _focus_message(self, index: int) -> None:
+        message = self.transcript.message(index)
+        if message is not None:
+            self.transcript.release_anchor()
+            message.focus()
+        elif index >= len(self.controller.conversation.turns):
+            self.prompt.focus()
+
+    @on(Message.Acted)
+    async def _acted(self, event: Message.Acted) -> None:
+        index, c = event.index, self.controller
+        try:
+            match event.action:
+                case "up":
+                    self._focus_message(index - 1)
+                case "down":
+                    self._focus_message(index + 1)
+                case "leave":
+                    self.prompt.focus()
+                case "edit":
+                    self.begin_edit(index)
+                case "copy":
+                    self.copy(c.conversation.turns[index].text, "the message")
+                case "code":
+                    self.copy_code(index)
+                case "fork":
+                    await self.run_command(f"fork {index + 1}")
+                case "regenerate":
+                    if c.conversation.last_answer != index:
+                        raise TinychatError("only the last answer can be written again; edit or fork an earlier question")
+                    c.regenerate()
+        except TinychatError as e:
+            await self.note(str(e), error=True)
+        await self.apply()
+
+    # the clipboard and links
+
+    def copy(self, text: str, what: str) -> None:
+        self.app.copy_to_clipboard(text)
+        self.notify(f"copied {what}", timeout=2)
+
+    def copy_code(self, index: int, number: str = "") -> None:
+        """Code block `number` (from 1; the last by default) of answer `index`. Raises TinychatError when there is none."""
+        blocks = MarkdownView(self.controller.conversation.turns[index].text).code_blocks
+        if not blocks:
+            raise TinychatError("this answer has no code block; /copy answer takes all of it")
+        if number and (not number.isdecimal() or not 1 <= int(number) <= len(blocks)):
+            raise TinychatError(f"/copy code N: this answer has {len(blocks)} code block{'s' * (len(blocks) > 1)}")
+        self.copy(blocks[int(number) - 1 if number else -1], "the code")
+
+    @on(MarkdownView.CopyRequested)
+    def _copy_requested(self, event: MarkdownView.CopyRequested) -> None:
+        self.copy(event.code, "the code")
+
+    @on(MarkdownView.LinkClicked)
+    def _link(self, event: MarkdownView.LinkClicked) -> None:
+        if event.href.lower().startswith(("http://", "https://", "mailto:")):
+            self.app.open_url(event.href)
+        else:
+            self.notify(Content(f"not opened: {printable(event.href, newlines=False)[:200]}").markup, severity="warning")
+
+    def _files(self, typed: str) -> list[Choice]:
+        return [] if self.controller.raw else [Choice(attach.quoted(name), name) for name in attach.complete(typed)]
+
+    def lend_worker(self, screen: Screen[Any]) -> None:
+        """Pushes a screen that uses the worker itself; its events are not ours until it closes."""
+        self._lent = True
+
+        def back(result: Any) -> None:
+            self._lent = False
+
+        self.app.push_screen(screen, back)
+

@@ -1,0 +1,140 @@
+"""The conversation on the screen: it sticks to the end until the user scrolls, and keeps only so many turns mounted."""
+
+from __future__ import annotations
+
+from textual.app import ComposeResult
+from textual.containers import VerticalScroll
+from textual.content import Content
+from textual.widget import Widget
+from textual.widgets import Static
+
+from tinychat.ui.chat.message import AnswerMessage, Message, NoteLine, UserMessage
+from tinychat.ui.chat.welcome import Welcome
+from tinychat.ui.controller import Grew
+from tinychat.ui.conversation import Conversation
+
+MOUNTED = 40  # turns; older ones come back on demand, so that a long conversation costs no more than a short one
+
+
+class Transcript(VerticalScroll, can_focus=False):
+    """Messages by turn number. The screen calls `reset`, `grew`, `ended` and `note` as the controller's changes say."""
+
+    def __init__(self) -> None:
+        super().__init__(id="transcript")
+        self._conversation = Conversation()
+        self._from = 0  # first mounted turn
+        self._speaker = ""
+        self.unfold = False  # whether the thinking of a new answer is shown: as the user left the last one
+
+    def compose(self) -> ComposeResult:
+        yield Welcome()
+        yield Earlier()
+        yield Static("─ the turns above are no longer sent to the model ─", classes="cut")
+
+    def on_mount(self) -> None:
+        self.query_one(Earlier).display = self.query_one(".cut").display = False
+
+    def watch_virtual_size(self) -> None:
+        """Anchored only when there is more than a screenful: shorter text stays at the top and does not move."""
+        over = self.virtual_size.height > self.size.height
+        if over != self.is_anchored:
+            self.anchor(over)
+            if not over:
+                self.scroll_home(animate=False)
+
+    def to_end(self) -> None:
+        """Shows the end and follows it again."""
+        if self.is_anchored:
+            self.anchor()
+
+    def messages(self) -> list[Message]:
+        return list(self.query_children(Message))
+
+    def message(self, index: int) -> Message | None:
+        return next((m for m in reversed(self.messages()) if m.index == index), None)
+
+    @property
+    def last_answer(self) -> AnswerMessage | None:
+        return next((m for m in reversed(self.messages()) if isinstance(m, AnswerMessage)), None)
+
+    async def reset(self, conversation: Conversation, start: int, name: str, live: bool) -> None:
+        """Shows `conversation`, whose turns before `start` are as they were; `live`: its last answer is being written."""
+        self._conversation, self._speaker = conversation, name
+        with self.app.batch_update():
+            if start == 0:
+                self._from = 0
+                await self.query_children("Message, NoteLine").remove()
+            else:
+                keep = self.message(start - 1)
+                gone: list[Widget] = [m for m in self.messages() if m.index >= start]
+                if keep is not None and gone:
+                    later = list(self.children)[self.children.index(keep) + 1:]
+                    gone += [w for w in later if isinstance(w, NoteLine)]
+                await self.remove_children(gone)
+            total = len(conversation.turns)
+            self._from = max(self._from, total - MOUNTED, 0) if start else max(0, total - MOUNTED)
+            await self.remove_children([m for m in self.messages() if m.index < self._from])
+            await self.mount_all([self._make(i, live and i == total - 1) for i in range(max(start, self._from), total)])
+            self._marks()
+        self.to_end()
+
+    async def show_earlier(self) -> None:
+        """Mounts more of the older turns; what is on the screen stays where it is."""
+        first = self.messages()[0] if self.messages() else None
+        until, self._from = self._from, max(0, self._from - MOUNTED)
+        added = [self._make(i, False) for i in range(self._from, until)]
+        self.release_anchor()
+        await self.mount_all(added, before=first)
+        self._marks()
+        if first is not None:
+            self.call_after_refresh(self.scroll_to_widget, first, top=True, animate=False)
+
+    def toggle_thinking(self) -> None:
+        """Folds or unfolds the last thinking there is."""
+        for message in reversed(self.messages()):
+            if isinstance(message, AnswerMessage) and message.thinking.display:
+                message.thinking.toggle()
+                self.unfold = not message.thinking.folded
+                return
+
+    def grew(self, grew: Grew) -> None:
+        if (answer := self.last_answer) is not None:
+            answer.grew(grew)
+
+    async def note(self, text: str, error: bool = False) -> None:
+        self.query_one(Welcome).display = False
+        await self.mount(NoteLine(text, error))
+        self.to_end()
+
+    def _make(self, index: int, live: bool) -> Message:
+        turn = self._conversation.turns[index]
+        if turn.role == "user":
+            message: Message = UserMessage(index, turn, "you")
+        else:
+            message = AnswerMessage(index, turn, self._speaker, live)
+            message.thinking.folded = not (live and self.unfold)
+        message.set_class(index < self._conversation.first, "-unsent")
+        return message
+
+    def _marks(self) -> None:
+        """The welcome, the line where the sent part begins, and what is not mounted."""
+        c = self._conversation
+        self.query_one(Welcome).display = not c.turns
+        earlier, cut = self.query_one(Earlier), self.query_one(".cut")
+        earlier.display = self._from > 0
+        earlier.update(Content(f"▴ {self._from} earlier turns"))
+        first = self.message(c.first) if c.first else None
+        cut.display = first is not None
+        if first is not None:
+            self.move_child(cut, before=first)
+        for message in self.messages():
+            message.set_class(message.index < c.first, "-unsent")
+
+
+class Earlier(Static):
+    """A line at the top that brings older turns back."""
+
+    def on_click(self) -> None:
+        transcript = self.parent
+        assert isinstance(transcript, Transcript)
+        self.run_worker(transcript.show_earlier())

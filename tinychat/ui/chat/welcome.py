@@ -1,0 +1,37 @@
+"""What an empty conversation shows: what to do first."""
+
+from __future__ import annotations
+
+from textual.content import Content
+from textual.widgets import Static
+
+from tinychat.errors import printable
+
+TIPS = (
+    ("enter", "sends; shift+enter or ctrl+j makes a new line"),
+    ("/", "lists the commands, @ attaches a text file"),
+    ("esc", "stops an answer and keeps what there is of it"),
+    ("ctrl+r", "answers again; ctrl+up goes to the messages"),
+    ("ctrl+p", "finds everything else; f1 explains it"),
+)
+
+
+class Welcome(Static):
+    """One invitation and five keys; with no model, the way to one."""
+
+    _shown: tuple[str, bool] | None = None
+
+    def show(self, model: str, loading: bool) -> None:
+        if (model, loading) == self._shown:
+            return
+        self._shown = model, loading
+        if loading:
+            first = f"Loading {model} … you can already type; it is sent when the model is ready."
+        elif model:
+            first = f"Ask {model} something."
+        else:
+            first = "Choose a model with /model (or F2). It is downloaded once and then runs on this computer, offline."
+        width = max(len(key) for key, _ in TIPS)
+        lines = [Content(printable(first, newlines=False)).stylize("bold"), Content("")]
+        lines += [Content.assemble((key.rjust(width), "$accent"), "  ", (text, "$foreground 60%")) for key, text in TIPS]
+        self.update(Content("\n").join(lines))

@@ -1,0 +1,156 @@
+"""Figures as text: numbers, bars and rows of a given width. Every bar can be read without colour."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.filesize import decimal
+from textual.content import Content
+
+from tinychat.errors import printable
+from tinychat.ui.context import Usage
+from tinychat.ui.panel.reading import Reading
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+PARTS = (("system", "█"), ("history", "▓"), ("thinking", "▒"), ("answer", "▞"), ("free", "░"))  # of the context
+
+
+def speed(tok_s: float) -> str:
+    """72.4, 812, 0.35: about three digits."""
+    return f"{tok_s:,.0f}" if tok_s >= 100 else f"{tok_s:.1f}" if tok_s >= 1 else f"{tok_s:.2f}"
+
+
+def seconds(s: float) -> str:
+    """0.41 s, 12 s, 3:05."""
+    if s >= 60:
+        return f"{int(s) // 60}:{int(s) % 60:02}"
+    return f"{s:.2f} s" if s < 1 else f"{s:.1f} s" if s < 10 else f"{s:.0f} s"
+
+
+def size(n: float) -> str:
+    """18.3 GB, 54.0 MB."""
+    return str(decimal(int(n)))
+
+
+def bar(share: float, width: int) -> str:
+    """▓▓▓░░: `share` (0..1) of `width` cells; anything above nothing shows at least one."""
+    full = min(width, max(round(share * width), 1 if share > 0 else 0))
+    return "▓" * full + "░" * (width - full)
+
+
+def spark(values: Sequence[float], width: int) -> str:
+    """The last `width` values as a line of blocks on a scale from 0 to their largest."""
+    values = values[-width:]
+    top = max(values, default=0.0)
+    if top <= 0:
+        return ""
+    return "".join(BLOCKS[min(7, int(v / top * 7.99))] for v in values)
+
+
+def row(label: str, value: str, width: int) -> Content:
+    """The label on the left, dimmed, the value on the right."""
+    gap = max(1, width - len(label) - len(value))
+    return Content.assemble((label, ".dim"), " " * gap, value)
+
+
+def heading(text: str, width: int) -> Content:
+    """text ─────"""
+    return Content.assemble((f"{text} ", ".head"), ("─" * max(0, width - len(text) - 1), ".rule"))
+
+
+def context_bar(usage: Usage, width: int) -> Content:
+    """The context as one bar; every part that is there gets at least one cell, and free what is left."""
+    sizes = [getattr(usage, name) for name, _ in PARTS[:-1]]
+    cells = [max(round(n / max(usage.limit, 1) * width), 1) if n else 0 for n in sizes]
+    while sum(cells) > width:
+        cells[cells.index(max(cells))] -= 1
+    parts = [(char * n, f".{name}") for (name, char), n in zip(PARTS, [*cells, width - sum(cells)])]
+    return Content.assemble(*parts)
+
+
+def context_rows(usage: Usage, width: int) -> list[Content]:
+    """The meter with its legend."""
+    share = f"{usage.used / usage.limit:.0%}" if usage.limit else ""
+    lines = [context_bar(usage, width), row(f"{usage.used:,} of {usage.limit:,}", share, width)]
+    for name, char in PARTS:
+        value = f"{getattr(usage, name):,}"
+        gap = " " * max(1, width - 2 - len(name) - len(value))
+        lines.append(Content.assemble((char, f".{name}"), " ", (name, ".dim"), gap, value))
+    return lines
+
+
+def now(r: Reading, width: int) -> list[Content]:
+    """The first lines: what happens at this moment."""
+    if r.loading is not None:
+        return [Content.assemble((r.loading.stage, ".big")), Content(bar(r.loading.fraction, width))]
+    s = r.stats
+    if s is None:
+        return [Content.styled("no model", ".dim"), Content("")]
+    if r.prefill is not None and s.phase != "decode":
+        done, total = r.prefill.done, max(r.prefill.total, 1)
+        rate = s.prefill_tok_s
+        eta = f"{seconds((total - done) / rate)} left" if rate > 0 and done else ""
+        return [row(f"reading {done:,} of {total:,}", eta, width), Content(bar(done / total, width))]
+    if s.generated_tokens == 0:
+        return [Content.styled("ready", ".big"), Content("")]
+    current = (s.last_tok_s if s.phase == "decode" else 0) or s.decode_tok_s
+    return [Content.assemble((f"{speed(current)} tok/s", ".big")), Content.styled(spark(r.speeds, width), ".spark")]
+
+
+def speed_rows(r: Reading, width: int) -> list[Content]:
+    s = r.stats
+    if s is None:
+        return []
+    rows = [row("average", f"{speed(s.decode_tok_s)} tok/s" if s.decode_tok_s else "–", width),
+            row("per token", f"{1000 / s.decode_tok_s:.1f} ms" if s.decode_tok_s else "–", width)]  # fmt: skip
+    rows.append(row("painted", f"{speed(r.painted)} tok/s" if r.painted else "–", width))
+    rows.append(row("first token", seconds(s.ttft_s) if s.ttft_s else "–", width))
+    rows.append(row("prefill", f"{speed(s.prefill_tok_s)} tok/s" if s.prefill_tok_s else "–", width))
+    rows.append(row("reused, prefilled", f"{s.reused_tokens:,}, {s.prefilled_tokens:,}", width))
+    return rows
+
+
+def machine_rows(r: Reading, width: int) -> list[Content]:
+    s, info = r.stats, r.info
+    if s is None or info is None:
+        return []
+    rows = [Content(printable(info.device, newlines=False)).truncate(width, ellipsis=True)]
+    kernels = f"{s.kernels_per_token:,}/token" if s.kernels_per_token else "–"
+    batches = f" in {s.jit_batches}" if s.jit_batches > 1 else ""
+    rows.append(row("kernels", kernels + batches, width))
+    if s.jit_state:
+        rows.append(row("state", s.jit_state, width))
+    limit = f" of {s.limit_gb_s:.1f}" if s.limit_gb_s else ""
+    rows.append(row("memory read", f"{s.gb_s:.1f}{limit} GB/s" if s.gb_s else "–", width))
+    if s.limit_gb_s:
+        share = f" {min(s.limit_share, 9.99):4.0%} of limit"
+        rows.append(Content.assemble((bar(min(s.limit_share, 1), width - len(share)), ".spark"), share))
+    return rows
+
+
+def memory_rows(r: Reading, width: int) -> list[Content]:
+    s = r.stats
+    if s is None:
+        return []
+    return [row("weights", size(s.weight_bytes), width), row("KV cache", size(s.kv_bytes), width),
+            row("process", size(s.rss_bytes), width)]  # fmt: skip
+
+
+def line(r: Reading, width: int) -> Content:
+    """Everything that matters on one line, for narrow screens."""
+    s, u = r.stats, r.usage
+    if r.loading is not None:
+        label = r.loading.stage
+        return Content.assemble(label, " ", (bar(r.loading.fraction, max(4, min(24, width - len(label) - 1))), ".spark"))
+    if s is None:
+        return Content.styled("no model loaded; /model chooses one", ".dim")
+    context = Content.assemble(context_bar(u, 10), (f" {u.used:,} of {u.limit:,}", ".dim"))
+    if r.prefill is not None and s.phase != "decode":
+        left = now(r, max(20, width - context.cell_length - 3))[0]
+    elif not s.generated_tokens:
+        left = Content.styled("ready", ".dim")
+    else:
+        head, chart = now(r, 12)
+        left = Content.assemble(head, "  ", chart, (f"  first token {seconds(s.ttft_s)}" if s.ttft_s else "", ".dim"))
+    gap = width - left.cell_length - context.cell_length
+    return Content.assemble(left, " " * gap, context) if gap > 0 else left

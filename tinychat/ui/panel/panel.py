@@ -1,0 +1,59 @@
+"""The widgets of the panel; figures.py says what is in them."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.containers import VerticalScroll
+from textual.content import Content
+from textual.widgets import Static
+
+from tinychat.ui.panel import figures
+from tinychat.ui.panel.reading import Reading
+
+_PARTS = {"dim", "head", "rule", "big", "spark", "system", "history", "thinking", "answer", "free"}
+
+
+class EnginePanel(VerticalScroll, can_focus=False):
+    """Sections of figures beside the chat. `show` paints a Reading; what did not change is not painted again."""
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = _PARTS
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="figures")
+
+    def on_mount(self) -> None:
+        self._shown: Content | None = None
+        self._reading = Reading()
+
+    def on_resize(self) -> None:
+        self.show(self._reading)
+
+    def show(self, reading: Reading) -> None:
+        self._reading = reading
+        if not self.display or not self.is_attached:
+            return
+        width = max(20, self.content_size.width)
+        lines = [figures.heading("engine", width), *figures.now(reading, width), *figures.speed_rows(reading, width)]
+        sections = [("context", figures.context_rows(reading.usage, width) if reading.usage.limit else [])]
+        sections += [("machine", figures.machine_rows(reading, width)), ("memory", figures.memory_rows(reading, width))]
+        for title, rows in sections:
+            if rows:
+                lines += [Content(""), figures.heading(title, width), *rows]
+        content = Content("\n").join(lines)
+        if self._shown is None or not content.is_same(self._shown):
+            self._shown = content
+            self.query_one("#figures", Static).update(content)
+
+
+class EngineLine(Static):
+    """The same on one line, for narrow screens."""
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = _PARTS
+
+    def show(self, reading: Reading) -> None:
+        if self.display and self.is_attached:
+            content = figures.line(reading, self.content_size.width)
+            if not isinstance(self.content, Content) or not content.is_same(self.content):
+                self.update(content)

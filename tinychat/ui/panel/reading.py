@@ -1,0 +1,59 @@
+"""One look at everything the panel shows, taken a few times a second."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tinychat.engine.engine import ModelInfo
+from tinychat.engine.stats import Stats
+from tinychat.engine.worker import Loading, Prefilling
+from tinychat.ui.context import Usage
+
+
+@dataclass(frozen=True)
+class Reading:
+    """`stats` and `info` are None until a model is loaded; `speeds` are decode speeds, oldest first, tok/s; `painted` tok/s."""
+
+    stats: Stats | None = None
+    info: ModelInfo | None = None
+    usage: Usage = field(default_factory=Usage)
+    loading: Loading | None = None
+    prefill: Prefilling | None = None
+    speeds: tuple[float, ...] = ()
+    painted: float = 0.0
+
+
+class PaintMeter:
+    """Counts tokens when they are on the screen: `rate` in tok/s over the painting of the running answer."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.restart()
+
+    def restart(self) -> None:
+        self.tokens, self._first, self._last, self._at_first = 0, 0.0, 0.0, 0
+        self._recent: deque[tuple[float, int]] = deque(maxlen=24)
+
+    def painted(self, tokens: int) -> None:
+        now = self._clock()
+        self.tokens += tokens
+        if not self._first:
+            self._first, self._at_first = now, self.tokens
+        self._last = now
+        self._recent.append((now, self.tokens))
+
+    @property
+    def rate(self) -> float:
+        """Over the last second or so."""
+        if len(self._recent) < 2:
+            return 0.0
+        (start, before), (end, after) = self._recent[0], self._recent[-1]
+        return (after - before) / (end - start) if end > start else 0.0
+
+    @property
+    def average(self) -> float:
+        """From the first paint to the last."""
+        return (self.tokens - self._at_first) / (self._last - self._first) if self._last > self._first else 0.0

@@ -1,0 +1,132 @@
+"""The saved conversations: search, open, rename, delete."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal
+from textual.content import Content
+from textual.widgets import Input, Static
+from textual.widgets.option_list import Option
+
+from tinychat.errors import TinychatError, printable
+from tinychat.history import History, Summary
+from tinychat.ui.screens.dialogs import AskScreen, ConfirmScreen
+from tinychat.ui.screens.sheet import Rows, Sheet, ago, cell
+
+
+class ConversationsScreen(Sheet[str]):
+    """Dismisses with the id of the conversation to open."""
+
+    TITLE = "Conversations"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "open", "open", priority=True),
+        Binding("f2", "rename", "rename", priority=True),
+        Binding("ctrl+d", "delete", "delete", priority=True),
+        Binding("down", "move(1)", "down", show=False, priority=True),
+        Binding("up", "move(-1)", "up", show=False, priority=True),
+    ]
+
+    def __init__(self, history: History) -> None:
+        super().__init__()
+        self._history = history
+        self._found: dict[str, Summary] = {}
+
+    def body(self) -> ComposeResult:
+        with Horizontal(classes="search-line"):
+            yield Static("›", classes="prompt-mark")
+            yield Input(placeholder="search in everything that was said", classes="search", compact=True)
+        rows = Rows(markup=False)
+        rows.can_focus = False
+        yield rows
+        yield Static(classes="detail")
+
+    def on_mount(self) -> None:
+        self.query_one(Input).focus()
+
+    def on_resize(self) -> None:  # also the first time there is a size
+        self.call_after_refresh(lambda: self._show(self._highlighted))
+
+    @property
+    def _highlighted(self) -> str | None:
+        option = self.query_one(Rows).highlighted_option
+        return option.id if option else None
+
+    @property
+    def _chosen(self) -> Summary | None:
+        return self._found.get(self._highlighted or "")
+
+    def _show(self, keep: str | None) -> None:
+        search, rows = self.query_one(Input).value, self.query_one(Rows)
+        message = "no conversation has these words" if search.split() else "nothing is saved yet: every chat is, by itself"
+        try:
+            self._found = {s.id: s for s in self._history.find(search)}
+        except TinychatError as e:
+            self._found, message = {}, str(e)
+        width = max(30, rows.size.width - 2)
+        rows.show([Option(_line(s, width), id=s.id) for s in self._found.values()], keep)
+        self.query_one(".detail", Static).update(Content(printable("" if self._found else message)))
+        self.refresh_bindings()
+
+    @on(Input.Changed)
+    def _searched(self) -> None:
+        self._show(self._highlighted)
+
+    @on(Rows.OptionSelected)
+    def _selected(self) -> None:
+        self.action_open()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        return action not in ("open", "rename", "delete") or (self.is_mounted and self._chosen is not None)
+
+    def action_open(self) -> None:
+        if self._chosen:
+            self.dismiss(self._chosen.id)
+
+    def action_rename(self) -> None:
+        if (s := self._chosen) is None:
+            return
+
+        def named(name: str | None) -> None:
+            if name is not None:
+                self._try(lambda: self._history.rename(s.id, name))
+
+        self.app.push_screen(AskScreen("Name of this conversation (empty: its first words)", s.title), named)
+
+    def action_delete(self) -> None:
+        if (s := self._chosen) is None:
+            return
+
+        def answered(yes: bool | None) -> None:
+            if yes:
+                self._try(lambda: self._history.delete(s.id))
+
+        self.app.push_screen(ConfirmScreen(f"Delete “{s.title}” ({_turns(s)})? It cannot be brought back.", "Delete"), answered)
+
+    def _try(self, change: object) -> None:
+        try:
+            change()  # type: ignore[operator]
+        except TinychatError as e:
+            self.notify(printable(str(e)), severity="error", markup=False)
+        self._show(self._highlighted)
+
+    def action_move(self, step: int) -> None:
+        self.query_one(Rows).move(step)
+
+
+def _turns(s: Summary) -> str:
+    return f"{s.turns} turn{'s' * (s.turns != 1)}"
+
+
+def _line(s: Summary, width: int) -> Content:
+    """Title, model, size and age; below it, what the search found."""
+    model = min(24, width // 4) if width >= 70 else 0
+    tail = f"{cell(s.model, model)}  " * bool(model) + cell(_turns(s), 10, True) + cell(ago(s.updated), 13, True)
+    title = cell(s.title or "untitled", width - len(tail) - 3)
+    line = Content(f" {title}  {tail}").stylize("$foreground-muted", len(title) + 1)
+    if s.snippet:
+        line += Content.styled(f"\n   {cell(s.snippet, width - 4)}", "$foreground-muted")
+    return line

@@ -1,0 +1,37 @@
+"""What the headers of model files tell about their size in memory, read when somebody looks at a model."""
+
+from __future__ import annotations
+
+from tinychat import fit
+from tinychat.download import remote_header
+from tinychat.errors import TinychatError
+from tinychat.ui.screens.picker_rows import Row
+from tinychat.ui.screens.sheet import in_daemon
+
+
+class Headers:
+    """By model name: `sizes`, (weight bytes, KV bytes per token), and `errors`, one line each."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, tuple[int, int]] = {}
+        self.errors: dict[str, str] = {}
+        self._asked: set[str] = set()
+
+    def missing(self, row: Row) -> bool:
+        """Whether nobody told us, nor was asked, how large this model gets."""
+        return not (row.model.kv_bytes_per_token or row.model.why_not or row.model.name in self._asked)
+
+    async def read(self, row: Row) -> None:
+        """Reads the header from the file, or by range requests from its first source."""
+        self._asked.add(row.model.name)
+
+        def sizes() -> tuple[int, int]:
+            if row.path:
+                return fit.sizes(row.path)
+            with remote_header(row.model.sources[0]) as path:
+                return fit.sizes(path)
+
+        try:
+            self.sizes[row.model.name] = await in_daemon(sizes)
+        except (TinychatError, ValueError, OSError) as e:
+            self.errors[row.model.name] = str(e)

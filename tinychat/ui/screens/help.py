@@ -1,0 +1,83 @@
+"""Keys and commands, as they are right now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+from rich.table import Table
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingsMap, BindingType
+from textual.containers import VerticalScroll
+from textual.content import Content
+from textual.screen import Screen
+from textual.widgets import Static
+
+from tinychat.ui.screens.sheet import Sheet
+
+Entry = tuple[str, str]  # what to type, what it does
+
+
+class HelpScreen(Sheet[None]):
+    """`keys` default to the bindings of the screen below, `commands` to the chat's table."""
+
+    TITLE = "Help"
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("f1", "close", "close", show=False)]
+    DEFAULT_CSS = """
+    HelpScreen VerticalScroll { height: 1fr; }
+    HelpScreen VerticalScroll > Static { height: auto; margin-bottom: 1; }
+    HelpScreen VerticalScroll > .heading { margin-bottom: 0; }
+    """
+
+    def __init__(self, commands: Iterable[Entry] | None = None, keys: Iterable[Entry] | None = None) -> None:
+        super().__init__()
+        self._commands, self._keys = commands, keys
+
+    def body(self) -> ComposeResult:
+        keys = keys_of(self.app.screen_stack[-2]) if self._keys is None else list(self._keys)
+        commands = commands_of_chat() if self._commands is None else list(self._commands)
+        with VerticalScroll():
+            for heading, entries in (("Keys", keys), ("Commands", commands)):
+                if entries:
+                    yield Static(Content.styled(heading, "bold $accent"), classes="heading")
+                    yield Static(_table(entries))
+
+    def on_mount(self) -> None:
+        self.query_one(VerticalScroll).focus()
+
+
+def commands_of_chat() -> list[Entry]:
+    """The commands of the prompt, with the keys that do the same."""
+    from tinychat.ui.chat.commands import COMMANDS  # which open this screen
+
+    return [(c.usage, c.help + f" ({c.key})" * bool(c.key)) for c in COMMANDS]
+
+
+def keys_of(screen: Screen[object]) -> list[Entry]:
+    """The keys that do something on `screen` now, with what they do; several keys of one action together.
+
+    What every text field of every program understands (arrows, select all, ...) is left out.
+    """
+    by_action: dict[str, tuple[list[str], str]] = {}
+    for active in screen.active_bindings.values():
+        binding = active.binding
+        if binding.description and (active.node is screen.app or binding.key in _own_keys(type(active.node))):
+            keys, _ = by_action.setdefault(binding.action, ([], active.tooltip or binding.description))
+            keys.append(screen.app.get_key_display(binding))
+    return [(", ".join(keys), text) for keys, text in by_action.values()]
+
+
+def _own_keys(cls: type) -> set[str]:
+    """The keys that `cls` binds itself, not Textual for it."""
+    ours = [c for c in cls.__mro__ if not c.__module__.startswith("textual.")]
+    return {key for c in ours for key in BindingsMap(c.__dict__.get("BINDINGS", ())).key_to_bindings}
+
+
+def _table(entries: list[Entry]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for key, text in entries:
+        table.add_row(Text(f"  {key}", "bold"), Text(text))
+    return table

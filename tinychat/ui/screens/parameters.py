@@ -1,0 +1,161 @@
+"""The parameters of a conversation as a form, and presets of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from textual import events, on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, VerticalScroll
+from textual.content import Content
+from textual.widgets import Checkbox, Input, Label, Select, Static, TextArea
+
+from tinychat import settings
+from tinychat.errors import TinychatError, printable
+from tinychat.ui.parameters import PARAMETERS, Parameters, get_parameter, set_parameter
+from tinychat.ui.screens.dialogs import AskScreen, ConfirmScreen
+from tinychat.ui.screens.sheet import Sheet
+
+
+class Tick(Checkbox):
+    """A checkbox whose state is a sign, not a colour."""
+
+    @property
+    def _button(self) -> Content:
+        return Content(f"[{'✓' if self.value else ' '}]")
+
+
+class ParametersScreen(Sheet[Parameters]):
+    """Dismisses with the parameters as the form has them, None when nothing is to change. Presets are kept in the settings."""
+
+    TITLE = "Parameters"
+    AUTO_FOCUS = "#system"
+    CSS_PATH = ["sheet.tcss", "parameters.tcss"]  # type: ignore[assignment]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("ctrl+s", "use", "use", priority=True),
+        Binding("ctrl+t", "save_preset", "save as preset", priority=True),
+        Binding("ctrl+d", "delete_preset", "delete preset", priority=True),
+        Binding("ctrl+b", "make_default", "default of new chats", priority=True),
+        Binding("down", "app.focus_next", "next", show=False),
+        Binding("up", "app.focus_previous", "previous", show=False),
+    ]
+
+    def __init__(self, parameters: Parameters) -> None:
+        super().__init__()
+        self._parameters = parameters
+        self._presets = dict(settings.load().presets)
+        self._preset = ""  # the one that was loaded last
+
+    def body(self) -> ComposeResult:
+        with VerticalScroll(can_focus=False):
+            with Horizontal(classes="field"):
+                yield Label("preset")
+                yield Select[str](self._choices(), prompt="none", id="preset", compact=True)
+            with Horizontal(classes="field tall"):
+                yield Label("system prompt")
+                yield TextArea(self._parameters.system, id="system", compact=True, highlight_cursor_line=False)
+            with Horizontal(classes="field"):
+                yield Label("thinking")
+                yield Tick("for models that can", self._parameters.thinking, id="thinking", compact=True)
+            for name, spec in PARAMETERS.items():
+                with Horizontal(classes="field"):
+                    yield Label(name.replace("_", " "))
+                    yield Input(_shown(self._parameters, name), id=name, compact=True, select_on_focus=True)
+                    yield Label(spec.help, classes="help")
+        yield Static(classes="detail")
+
+    def _choices(self) -> list[tuple[Content, str]]:
+        return [(Content(printable(name, newlines=False)), name) for name in self._presets]
+
+    def _fill(self, p: Parameters) -> None:
+        self.query_one("#system", TextArea).text = p.system
+        self.query_one("#thinking", Checkbox).value = p.thinking
+        for name in PARAMETERS:
+            self.query_one(f"#{name}", Input).value = _shown(p, name)
+
+    def _read(self) -> Parameters | None:
+        """What the form says; None, with the reason shown, when a field is wrong."""
+        p = replace(self._parameters, system=self.query_one("#system", TextArea).text.strip(),
+                    thinking=self.query_one("#thinking", Checkbox).value)  # fmt: skip
+        trouble = ""
+        for name in PARAMETERS:
+            field = self.query_one(f"#{name}", Input)
+            try:
+                p, wrong = set_parameter(p, name, field.value), ""
+            except TinychatError as e:
+                wrong = str(e)
+            field.set_class(bool(wrong), "-wrong")
+            trouble = trouble or wrong
+        detail = self.query_one(".detail", Static)
+        spec = PARAMETERS.get(self.focused.id or "") if self.focused else None
+        detail.update(Content(trouble or (spec.help if spec else "")))
+        detail.set_class(bool(trouble), "-error")
+        return None if trouble else p
+
+    @on(Input.Changed)
+    @on(events.DescendantFocus)
+    def _changed(self) -> None:
+        self._read()
+
+    @on(Input.Submitted)
+    def action_use(self) -> None:
+        if (p := self._read()) is not None:
+            self.dismiss(p)
+        else:
+            self.query(".-wrong").first().focus()
+
+    @on(Select.Changed)
+    def _chosen(self, event: Select.Changed) -> None:
+        self._preset = event.value if isinstance(event.value, str) and event.value in self._presets else ""
+        if self._preset:
+            self._fill(self._presets[self._preset])
+        self.refresh_bindings()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        return action != "delete_preset" or bool(self._preset)
+
+    def action_save_preset(self) -> None:
+        if (p := self._read()) is None:
+            return
+
+        def named(name: str | None) -> None:
+            if name and name.strip():
+                self._change(lambda: settings.save_preset(name, p), name.strip(), f"saved as preset {name.strip()}")
+
+        self.app.push_screen(AskScreen("Name of the preset", self._preset), named)
+
+    def action_delete_preset(self) -> None:
+        name = self._preset
+
+        def answered(yes: bool | None) -> None:
+            if yes:
+                self._change(lambda: settings.delete_preset(name), "", f"preset {name} is deleted")
+
+        self.app.push_screen(ConfirmScreen(f"Delete the preset “{name}”?", "Delete"), answered)
+
+    def action_make_default(self) -> None:
+        if (p := self._read()) is not None:
+            self._change(lambda: settings.update(parameters=p), self._preset, "new chats begin with these parameters")
+
+    def _change(self, change: object, preset: str, done: str) -> None:
+        """Runs `change`, a call into the settings, and shows the presets as they are now."""
+        try:
+            self._presets = dict(change().presets)  # type: ignore[operator]
+        except TinychatError as e:
+            self.notify(printable(str(e)), severity="error", markup=False)
+            return
+        self.notify(printable(done), markup=False)
+        select = self.query_one(Select)
+        with self.prevent(Select.Changed):
+            select.set_options(self._choices())
+            if preset in self._presets:
+                select.value = preset
+        self._preset = preset if preset in self._presets else ""
+        self.refresh_bindings()
+
+
+def _shown(p: Parameters, name: str) -> str:
+    value = get_parameter(p, name)
+    return PARAMETERS[name].empty if value is None else f"{value:g}" if isinstance(value, float) else str(value)

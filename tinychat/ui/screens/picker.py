@@ -1,0 +1,256 @@
+"""Choosing a model: what there is, what is here, what fits, how fast it was; downloads run in their rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from rich.filesize import decimal
+from textual import on, work
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal
+from textual.content import Content
+from textual.widgets import Input, Static
+from textual.widgets.option_list import Option
+
+from tinychat import benchlog, settings
+from tinychat.errors import TinychatError, printable
+from tinychat.registry import Model, resolve
+from tinychat.ui.screens import picker_rows
+from tinychat.ui.screens.dialogs import ConfirmScreen
+from tinychat.ui.screens.downloads import DOWNLOADS, Downloads
+from tinychat.ui.screens.headers import Headers
+from tinychat.ui.screens.picker_rows import Row
+from tinychat.ui.screens.sheet import Rows, Sheet, in_daemon
+
+_ENTER = ("open", "download", "resume", "pause")  # what Enter may mean
+
+
+@dataclass(frozen=True)
+class PickedModel:
+    """What to load: the file, the name the user knows it by, and the chat preset it needs (None: the file's own template)."""
+
+    path: Path
+    name: str
+    preset: str | None
+
+
+class PickerScreen(Sheet[PickedModel]):
+    """`context`: tokens the verdicts are for; `freed`: bytes that unloading the present model will give back."""
+
+    TITLE = "Choose a model"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "open", "open", priority=True),
+        Binding("enter", "download", "download", priority=True),
+        Binding("enter", "resume", "resume", priority=True),
+        Binding("enter", "pause", "pause", priority=True),
+        Binding("ctrl+d", "delete", "delete", priority=True),
+        Binding("down", "move(1)", "down", show=False, priority=True),
+        Binding("up", "move(-1)", "up", show=False, priority=True),
+        Binding("pagedown", "page(1)", "page down", show=False),
+        Binding("pageup", "page(-1)", "page up", show=False),
+    ]
+
+    def __init__(self, context: int = 4096, freed: int = 0, downloads: Downloads = DOWNLOADS) -> None:
+        super().__init__()
+        self._for_context, self._freed, self._downloads = context, freed, downloads
+        self._rows: dict[str, Row] = {}
+        self._place: Model | None = None  # what a typed URL or path stands for
+        self._place_error = ""
+        self._headers = Headers()
+        self._open_when_done: str | None = None
+        self._meaning: list[bool | None] = []  # what the keys do at present
+
+    def body(self) -> ComposeResult:
+        with Horizontal(classes="search-line"):
+            yield Static("›", classes="prompt-mark")
+            yield Input(placeholder="search, or a URL or path of a .gguf file", classes="search", compact=True)
+        yield Static(classes="columns")
+        rows = Rows(markup=False)
+        rows.can_focus = False  # the search field keeps the focus, the arrows reach us anyway
+        yield rows
+        yield Static(classes="detail")
+
+    def on_mount(self) -> None:
+        self._settings = settings.load()
+        self._speeds = benchlog.speeds(benchlog.history())
+        self._refresh_rows()
+        self.set_interval(0.2, self._tick)
+        self.query_one(Input).focus()
+
+    def on_resize(self) -> None:  # also the first time there is a size
+        here = next((name for name, row in self._rows.items() if row.path), None)
+        self.call_after_refresh(lambda: self._show(self._highlighted or here))
+
+    # what is shown
+
+    def _refresh_rows(self) -> None:
+        extra = [*self._settings.models, *([self._place] if self._place else [])]
+        self._rows = {row.model.name: row for row in
+                      picker_rows.rows(extra, self._for_context, self._freed, self._speeds, self._headers.sizes)}  # fmt: skip
+
+    @property
+    def _highlighted(self) -> str | None:
+        option = self.query_one(Rows).highlighted_option
+        return option.id if option else None
+
+    @property
+    def _row(self) -> Row | None:
+        return self._rows.get(self._highlighted or "")
+
+    @property
+    def _width(self) -> int:
+        return max(40, self.query_one(Rows).size.width - 2)
+
+    def _show(self, keep: str | None) -> None:
+        width, options = self._width, []
+        typed = self._place.name if self._place else None
+        search = "" if typed or self._place_error else self.query_one(Input).value
+        for family, rows in picker_rows.families(self._rows, search, typed):
+            options.append(Option(Content(picker_rows.cell(family, width)), disabled=True))
+            options += [Option(self._line(row, width), id=row.model.name) for row in rows]
+        self.query_one(".columns", Static).update(picker_rows.heading(width))
+        self.query_one(Rows).show(options, keep)
+        self._explain()
+
+    def _line(self, row: Row, width: int) -> Content:
+        return picker_rows.line(row, width, self._downloads.get(row.model))
+
+    def _tick(self) -> None:
+        """Paints what downloads did; ten times a second would only cost the decoder its time."""
+        rows = self.query_one(Rows)
+        shown = {option.id for option in rows.options}
+        finished = False
+        for name, row in self._rows.items():
+            if (job := self._downloads.get(row.model)) and row.path is None:
+                finished = finished or bool(job.state == "done" and job.path and job.path.exists())
+                if name in shown:
+                    rows.replace_option_prompt(name, self._line(row, self._width))
+        if finished:
+            self._refresh_rows()
+            self._show(self._highlighted)
+        wanted = self._rows.get(self._open_when_done or "")
+        if wanted and wanted.path:
+            self._open_when_done = None
+            if wanted == self._row and self.is_current:
+                self.action_open()
+        self._explain()
+
+    def _explain(self) -> None:
+        """The line below the list: why, how much, what went wrong."""
+        text, bad = self._explanation()
+        detail = self.query_one(".detail", Static)
+        detail.update(Content(printable(text, newlines=False)))
+        detail.set_class(bad, "-error")
+        meaning = [self.check_action(action, ()) for action in (*_ENTER, "delete")]
+        if meaning != self._meaning:  # the footer would flicker otherwise
+            self._meaning = meaning
+            self.refresh_bindings()
+
+    def _explanation(self) -> tuple[str, bool]:
+        if self._place_error:
+            return self._place_error, True
+        if (row := self._row) is None:
+            return "nothing matches; a URL or a path of a .gguf file can be typed as well", False
+        return picker_rows.explain(row, self._downloads.get(row.model), self._headers.errors.get(row.model.name))
+
+    # what the user does
+
+    @on(Input.Changed)
+    def _searched(self, event: Input.Changed) -> None:
+        before, self._place, self._place_error = self._place, None, ""
+        if picker_rows.is_place(event.value):
+            try:
+                self._place = resolve(event.value, self._settings.models)
+            except (TinychatError, ValueError, OSError) as e:
+                self._place_error = str(e)
+        if before or self._place:
+            self._refresh_rows()
+        self._show(self._place.name if self._place else self._highlighted)
+
+    @on(Rows.OptionHighlighted)
+    def _moved(self) -> None:
+        self._explain()
+        row = self._row
+        if row and self._headers.missing(row):
+            self._read_header(row)
+
+    @on(Rows.OptionSelected)
+    async def _selected(self) -> None:
+        for action in _ENTER:
+            if self.check_action(action, ()):
+                await self.run_action(action)
+                return
+
+    @work
+    async def _read_header(self, row: Row) -> None:
+        await self._headers.read(row)
+        self._refresh_rows()
+        self._show(self._highlighted)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """What the keys mean for the highlighted row."""
+        if action not in (*_ENTER, "delete"):
+            return True
+        if not self.is_mounted or (row := self._row) is None:
+            return False
+        job = self._downloads.get(row.model)
+        running = bool(job and job.state == "running") and not row.path
+        meaning = "open" if row.path else "pause" if running else "resume" if row.partial else "download"
+        if action == "delete":
+            return row.deletable and not row.model.path
+        return action == meaning and not (action in ("download", "resume") and bool(row.model.why_not))
+
+    def action_open(self) -> None:
+        if (row := self._row) and row.path:
+            self.dismiss(PickedModel(row.path, row.model.name, row.model.preset))
+
+    def action_download(self) -> None:
+        row = self._row
+        if row and row.fit.verdict == "does not fit":
+            f = row.fit
+            question = f"{row.model.name} does not fit: it needs {decimal(f.needed)} of memory, {decimal(f.available)} are free."
+            self.app.push_screen(ConfirmScreen(question, "Download anyway"), lambda yes: self._start(row) if yes else None)
+        elif row:
+            self._start(row)
+
+    action_resume = action_download
+
+    def _start(self, row: Row) -> None:
+        self._downloads.start(row.model)
+        self._open_when_done = row.model.name
+        self._tick()
+
+    def action_pause(self) -> None:
+        if row := self._row:
+            self._downloads.pause(row.model)
+            self._refresh_rows()
+            self._tick()
+
+    def action_delete(self) -> None:
+        if row := self._row:
+            what = f"the {decimal(row.partial)} that have arrived" if row.partial else "the file"
+
+            def answer(yes: bool | None) -> None:
+                if yes:
+                    self._delete(row)
+
+            self.app.push_screen(ConfirmScreen(f"Delete {what} of {row.model.name}?", "Delete"), answer)
+
+    @work
+    async def _delete(self, row: Row) -> None:
+        try:
+            await in_daemon(lambda: self._downloads.discard(row.model))
+        except TinychatError as e:
+            self.notify(printable(str(e)), severity="error", markup=False)
+        self._refresh_rows()
+        self._show(self._highlighted)
+
+    def action_move(self, step: int) -> None:
+        self.query_one(Rows).move(step)
+
+    def action_page(self, step: int) -> None:
+        rows = self.query_one(Rows)
+        rows.action_page_down() if step > 0 else rows.action_page_up()
