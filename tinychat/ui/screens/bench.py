@@ -85,27 +85,34 @@ class BenchScreen(Sheet[None]):
 
         self._request = self._worker.call(job)
         self._state("starting", 0.0)
+        self.refresh_bindings()
 
     def _tick(self) -> None:
+        progress = None
         for event in self._worker.events():
             if getattr(event, "request", None) != self._request:
                 continue
             if isinstance(event, Progress):
-                self._state(event.text, event.fraction)
+                progress = event
             elif isinstance(event, Done):
-                self._request, self._result = None, event.result
+                self._result = event.result
                 self._earlier.append(event.result)
-                self._state("measured and saved", 1.0)
+                self._ended("measured and saved", 1.0)
                 self._tabulate()
             elif isinstance(event, Failed):
-                self._request = None
-                self._state(event.message, 0.0, failed=True)
+                self._ended(event.message, 0.0, failed=True)
+        if progress and self._request is not None:  # the newest only: a tiny model reports hundreds in a tick
+            self._state(progress.text, progress.fraction)
+
+    def _ended(self, text: str, fraction: float, failed: bool = False) -> None:
+        self._request = None
+        self._state(text, fraction, failed)
+        self.refresh_bindings()
 
     def _state(self, text: str, fraction: float, failed: bool = False) -> None:
         state = self.query_one(".state", Static)
         state.update(Content.styled(printable(text, newlines=False), "$text-error" if failed else ""))
         self.query_one(ProgressBar).update(progress=fraction)
-        self.refresh_bindings()
 
     def _tabulate(self) -> None:
         table, latest = self.query_one(DataTable), self._earlier[-1] if self._earlier else None
