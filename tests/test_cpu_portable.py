@@ -19,7 +19,7 @@ from tinychat.kernels.cpu.executor import load_library
 
 HARNESS = Path(__file__).parent / "cpu_kernels.c"
 FLAGS = ("-O1", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
-NEON, APPLE = "generic+dotprod", "apple_m1"
+NEON = {"NEON SDOT": ("generic+dotprod", "apple_m1"), "NEON I8MM": ("generic+dotprod+i8mm", "apple_m2")}  # name: (Linux, macOS)
 needs_zig = pytest.mark.skipif(compiler.zig() is None, reason="cross-compiling needs the ziglang package")
 needs_qemu = pytest.mark.skipif(not shutil.which("qemu-aarch64-static"), reason="needs qemu-user-static")
 on_x86 = pytest.mark.skipif(compiler.platform.machine() != "x86_64", reason="x86 instruction sets")
@@ -72,13 +72,15 @@ def zig(*args: str) -> None:
 
 
 @needs_zig
-@pytest.mark.parametrize(("target", "cpu"), [("aarch64-linux-gnu", NEON), ("aarch64-macos", APPLE)])
-def test_library_compiles_for_arm(target: str, cpu: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("target", ["aarch64-linux-gnu", "aarch64-macos"])
+@pytest.mark.parametrize("name", NEON)
+def test_library_compiles_for_arm(target: str, name: str, tmp_path: Path) -> None:
+    cpu = NEON[name]["macos" in target]
     args = compiler._zig_linux(Path(compiler.zig() or ""), "aarch64") if "linux" in target else ["-target", target]
     zig(*args, f"-mcpu={cpu}", "-fPIC", "-shared", str(compiler.SOURCES / "step.c"), "-o", str(tmp_path / "lib"))
     data = (tmp_path / "lib").read_bytes()
     assert data[:4] == (b"\x7fELF" if "linux" in target else b"\xcf\xfa\xed\xfe")
-    assert b"NEON SDOT" in data
+    assert name.encode() in data
 
 
 def check_kernels(command: list[str], kind: tiny.Q, name: str) -> None:
@@ -107,16 +109,16 @@ def check_kernels(command: list[str], kind: tiny.Q, name: str) -> None:
             np.testing.assert_allclose(got[i], p / p.sum() @ vv[:n], rtol=1e-4, atol=1e-5)
 
 
-@pytest.fixture(scope="module")
-def neon(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=NEON)
+def neon(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     path = tmp_path_factory.mktemp("arm") / "kernels"
-    zig(*compiler._zig_linux(Path(compiler.zig() or ""), "aarch64"), f"-mcpu={NEON}", "-static", "-fno-builtin",
+    zig(*compiler._zig_linux(Path(compiler.zig() or ""), "aarch64"), f"-mcpu={NEON[request.param][0]}", "-static", "-fno-builtin",
         str(HARNESS), "-o", str(path))  # fmt: skip
-    return path
+    return request.param, path
 
 
 @needs_zig
 @needs_qemu
 @pytest.mark.parametrize("kind", QUANTS, ids=lambda q: q.name)
-def test_neon_under_qemu(kind: tiny.Q, neon: Path) -> None:
-    check_kernels(["qemu-aarch64-static", "-cpu", "max", str(neon)], kind, "NEON SDOT")
+def test_neon_under_qemu(kind: tiny.Q, neon: tuple[str, Path]) -> None:
+    check_kernels(["qemu-aarch64-static", "-cpu", "max", str(neon[1])], kind, neon[0])

@@ -65,7 +65,7 @@ class _Op(ctypes.Structure):
         *((n, _i32) for n in ("heads", "kv_heads", "key_dim", "value_dim", "nope", "rope_dims", "neox", "q_norm_len",
                               "k_norm_len", "top_k", "gating", "normalize", "route_groups", "route_groups_used")),
         ("eps", _f32), ("norm_eps", _f32), ("scale", _f32),
-        *((n, _ptr) for n in ("norm", "q_norm", "k_norm", "rope")), ("bias", _ptr * 3), ("w", _Matrix * 4),
+        *((n, _ptr) for n in ("norm", "q_norm", "k_norm", "rope")), ("bias", _ptr * 3), ("routes", _ptr), ("w", _Matrix * 4),
     ]  # fmt: skip
 
 
@@ -233,6 +233,9 @@ class CPUExecutor:
                     setattr(made, name, places[value] if isinstance(value, Weight) else value)
             return made
 
+        used = [o.top_k for o in plan.ops if isinstance(o, ExpertsUp)]
+        self._routes = np.zeros((len(used), max(used, default=0)), np.int32)
+        routes = iter(self._routes)
         tables = dict[Rope, int]()
 
         def rope(r: Rope) -> dict[str, Any]:
@@ -277,7 +280,7 @@ class CPUExecutor:
                                   route_groups=o.groups, route_groups_used=o.groups_used))  # fmt: skip
                 case ExpertsUp():
                     out.append(op(_EXPERTS_UP, [o.gate, o.up, o.shared_gate, o.shared_up], dst=[o.dst], norm=o.norm, eps=o.eps,
-                                  top_k=o.top_k))  # fmt: skip
+                                  top_k=o.top_k, routes=next(routes).ctypes.data))  # fmt: skip
                 case ExpertsDown():
                     out.append(op(_EXPERTS_DOWN, [o.down, o.shared_down], src=o.src, top_k=o.top_k))
                 case Head():
@@ -348,6 +351,10 @@ class CPUExecutor:
         spec, _ids = _sample_spec(sampling, recent)
         token = self._lib.tc_sample(self._ctx, logits.ctypes.data, pos, ctypes.addressof(spec), ctypes.addressof(logprob))
         return token, logprob.value
+
+    def routes(self) -> np.ndarray | None:
+        """See Executor.routes."""
+        return self._routes.copy() if len(self._routes) else None
 
     @property
     def cache_layout(self) -> str:

@@ -291,6 +291,58 @@ INLINE void dot32(const Sub *u, const int8_t *q, const XScale *xs, f32v *acc, in
 #undef DOT
 }
 
+// The same for columns two by two, where one instruction multiplies 2 rows with 2 columns: acc[2j] holds rows 0 to 7 of the
+// columns 2j and 2j + 1, acc[2j + 1] rows 8 to 15, in each quarter (row, column), (row, column + 1), (row + 1, column), ...
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+#define PAIRS 1
+#define LOW_(a, b) __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+#define HIGH_(a, b) __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+INLINE f32v alternate(float a, float b) { return (f32v){a, b, a, b, a, b, a, b, a, b, a, b, a, b, a, b}; }
+
+INLINE void dot32_pairs(const Sub *u, const int8_t *q, const XScale *xs, f32v *acc, int nc, int offset, int min, int split) {
+  for (int half = 0; half < 2; half++) {  // of the rows
+#define ROWS(v) (half ? HIGH_(v, v) : LOW_(v, v))
+    u32v w[4];  // 8 elements of 2 rows in each quarter
+    for (int t = 0; t < 4; t++) w[t] = half ? HIGH_(u->w[2 * t], u->w[2 * t + 1]) : LOW_(u->w[2 * t], u->w[2 * t + 1]);
+    f32v d = ROWS(u->d), d2 = split ? ROWS(u->d2) : d, m, m2;
+    if (min) m = ROWS(u->m), m2 = split ? ROWS(u->m2) : m;
+    else m = d * (float)-offset, m2 = d2 * (float)-offset;
+#undef ROWS
+    for (int c = 0; c < nc; c += 2) {
+      const int8_t *x = q + 64 * c;
+      const XScale *s = xs + c;
+      i32v p = {0}, r = {0};
+      for (int byte = 0; byte < 2; byte++, x += 32) {
+        p *= HIGH, r *= HIGH;
+        for (int t = 0; t < 4; t++) {
+          int8x16_t both = vcombine_s8(vld1_s8(x + 8 * t), vld1_s8(x + 64 + 8 * t));
+          if (split && t >= 2) r = dot_pairs(r, w[t], both);
+          else p = dot_pairs(p, w[t], both);
+        }
+      }
+      f32v scale = alternate(s[0].scale, s[1].scale), y = fma_(from_int(p), d * scale, acc[c + half]);
+      if (split) y = fma_(from_int(r), d2 * scale, y);
+      if (min || offset) {
+        y = fma_(m, split ? alternate(s[0].first, s[1].first) : alternate(s[0].sum, s[1].sum), y);
+        if (split) y = fma_(m2, alternate(s[0].last, s[1].last), y);
+      }
+      acc[c + half] = y;
+    }
+  }
+}
+INLINE void unpair(f32v *acc, int nc) {
+  for (int c = 0; c < nc; c += 2) {
+    f32v a = acc[c], b = acc[c + 1];
+    acc[c] = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    acc[c + 1] = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+  }
+}
+#else
+#define PAIRS 0
+#define dot32_pairs(...)
+#define unpair(...)
+#endif
+
 // out[c] = 16 rows at `a` times column c.
 typedef void (*Kernel)(const uint8_t *a, const X *x, f32v *out);
 
@@ -312,9 +364,11 @@ typedef void (*Kernel)(const uint8_t *a, const X *x, f32v *out);
         _Pragma(UNROLL) for (int i = 0; i < BLOCK / 32; i++) {                        \
           int s = T == Q6_K ? (i & 4) | (i & 1) << 1 | (i >> 1 & 1) : i;              \
           Sub u = decode_##T(a, b, s);                                                \
-          dot32(&u, q + 64 * NC * s, xs + NC * s, acc, NC, OFFSET, MIN, SPLIT, SIGN); \
+          if (PAIRS && NC > 1) dot32_pairs(&u, q + 64 * NC * s, xs + NC * s, acc, NC, OFFSET, MIN, SPLIT); \
+          else dot32(&u, q + 64 * NC * s, xs + NC * s, acc, NC, OFFSET, MIN, SPLIT, SIGN); \
         }                                                                             \
     }                                                                                 \
+    if (PAIRS && NC > 1) unpair(acc, NC);                                             \
     for (int c = 0; c < NC; c++) out[c] = acc[c];                                     \
   }
 

@@ -159,8 +159,19 @@ INLINE i32v dot_u(i32v acc, u32v w, const int8_t *x) {
   return a.v;
 }
 #elif defined(__ARM_FEATURE_DOTPROD)
-#define SIMD_NAME "NEON SDOT"
 #define S8_OFFSET 0
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+#define SIMD_NAME "NEON I8MM"
+// acc (2 rows by 2 columns in each quarter) += w (2 rows of 8 bytes) times x (2 columns of 8 bytes), for 8 rows.
+INLINE i32v dot_pairs(i32v acc, u32v w, int8x16_t x) {
+  union { i32v v; int32x4_t q[4]; } a = {acc};
+  union { u32v v; int8x16_t q[4]; } u = {w};
+  for (int i = 0; i < 4; i++) a.q[i] = vmmlaq_s32(a.q[i], u.q[i], x);
+  return a.v;
+}
+#else
+#define SIMD_NAME "NEON SDOT"
+#endif
 INLINE i32v dot_u(i32v acc, u32v w, const int8_t *x) {
   int32_t b;
   memcpy(&b, x, 4);

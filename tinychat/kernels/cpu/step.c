@@ -32,6 +32,7 @@ typedef struct {
   int32_t top_k, gating, normalize, route_groups, route_groups_used;
   float eps, norm_eps, scale;         // norm_eps: of q_norm, k_norm and the latent norm
   const float *norm, *q_norm, *k_norm, *rope, *bias[3];
+  int32_t *routes;                    // [top_k]: where a step of one token leaves the experts it chose, to be looked at
   Matrix w[4];
 } Op;
 
@@ -528,6 +529,7 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
     }
     if (me.part == 0) {
       memcpy(c->route_ids, s->experts, sizeof(int32_t) * (size_t)top);
+      memcpy(op->routes, s->experts, sizeof(int32_t) * (size_t)top);
       memcpy(c->route_weights, s->expert_weights, sizeof(float) * (size_t)top);
     }
     double bytes = group_bytes(gate->type, k) + group_bytes(op->w[1].type, k);
