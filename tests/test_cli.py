@@ -17,9 +17,11 @@ from pathlib import Path
 import pytest
 from gguf import GGUFWriter
 
+from tests import tiny
 from tests.server import File, Server, make_gguf
-from tinychat import cache, commands
-from tinychat.cli import main
+from tinychat import bench, cache, commands
+from tinychat.cli import DEVICES, main
+from tinychat.engine import devices
 from tinychat.errors import TinychatError
 from tinychat.registry import Model, resolve
 
@@ -66,11 +68,31 @@ def test_help(capsys: Captured, argv: list[str]) -> None:
     ["run"], ["run", "m"], ["run", "m", "p", "--temperature", "hot"], ["run", "m", "p", "--temperature", "-1"],
     ["run", "m", "p", "--max-tokens", "0"], ["bench", "m", "-n", "x"], ["cache"], ["cache", "add", "f"], ["m", "extra"],
     ["cache", "add", "f", "--model", "a", "--url", "b"], ["info", "m", "--template", "--tensors"], ["--nonsense"],
+    ["bench"], ["bench", "--block"], ["bench", "--no-wait", "-n", "3"], ["bench", "m", "--kernel", "head"],
+    ["run", "m", "p", "--device", "tpu"], ["bench", "m", "--threads", "0"], ["info", "m", "--device", "cpu"],
 ])  # fmt: skip
 def test_wrong_usage(capsys: Captured, argv: list[str]) -> None:
     with pytest.raises(SystemExit) as e:
         main(argv)
     assert e.value.code == 2 and "usage: tinychat" in capsys.readouterr().err
+
+
+def test_every_command_that_runs_a_model_takes_a_device(
+        capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    assert DEVICES == devices.DEVICES
+    monkeypatch.setattr(bench, "lock_path", lambda: tmp_path / "bench.lock")
+    path, text = tiny.write(tmp_path / "m.gguf", "llama", "Q4_0"), tmp_path / "text.txt"
+    text.write_text("a long enough text " * 20)
+    for argv, found in (
+        (["run", path, "hi", "--max-tokens", 2], lambda shown: shown["device"]),
+        (["bench", path, "-n", 2, "-p", 2], lambda shown: shown["device"]),
+        (["profile", path, "-n", 2], lambda shown: shown["device"]),
+        (["kernels", path], lambda shown: shown["device"]),
+        (["smoke", path], lambda shown: shown["results"][0]["device"]),
+    ):
+        assert "· 1 thread ·" in found(json.loads(output(capsys, *argv, "--json", "--device", "cpu", "--threads", 1))), argv
+    assert json.loads(output(capsys, "perplexity", path, text, "--ctx", 16, "--chunks", 1, "--device", "cpu", "--json"))["ppl"]
+    assert "plain tinygrad" in json.loads(output(capsys, "kernels", path, "--json", "--device", "reference"))["device"]
 
 
 def test_debug_shows_where(capsys: Captured) -> None:

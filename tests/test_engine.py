@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests import tiny
-from tinychat.engine import devices
+from tinychat.engine import fit
 from tinychat.engine.engine import Engine
 from tinychat.engine.kvstore import KVStore
 from tinychat.engine.worker import Done, Event, Failed, Finished, Generated, Loaded, Loading, Prefilling, Worker
@@ -115,14 +115,15 @@ def test_a_saved_cache_serves_a_later_process(model: Path, tmp_path: Path) -> No
     assert stranger.stats.reused_tokens == 0
 
 
-def test_context_larger_than_trained(model: Path) -> None:
-    with pytest.raises(TinychatError, match="more than the 512"):
-        Engine.load(model, max_context=513, device="reference")
+@pytest.mark.parametrize("context", [513, 0, -1])
+def test_a_context_the_model_does_not_have(model: Path, context: int) -> None:
+    with pytest.raises(TinychatError, match=f"{context} tokens is not possible; this model has 1 to 512"):
+        Engine.load(model, max_context=context, device="reference")
 
 
 def test_not_enough_memory_is_told_before_anything_is_loaded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "available_memory", lambda: 100 << 20)
-    with pytest.raises(TinychatError, match=r"not enough memory: .* 0\.1 GB are free"):
+    monkeypatch.setattr(fit, "available_memory", lambda: 100 << 20)
+    with pytest.raises(TinychatError, match=r"not enough memory: .* of 104\.9 MB free"):
         Engine.load(model, device="cpu")
 
 

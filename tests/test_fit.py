@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tinychat.engine.fit import OVERHEAD, fit, sizes
 from tinychat.engine.stats import available_memory
-from tinychat.fit import OVERHEAD, fit, sizes
 from tinychat.registry import resolve
 
 

@@ -100,8 +100,6 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         for words in (f"bench {path}", f"bench --block {path}", "bench --kernel head", f"profile {path}", f"smoke {path}"):
             assert main([*words.split(), "--no-wait"]) == 1
             assert "another benchmark is running" in capsys.readouterr().err
-    for argv in (["bench"], ["bench", "--block"]):
-        assert main(argv) == 1 and "MODEL" in capsys.readouterr().err
 
 
 def test_damaged_lines_are_left_out() -> None:

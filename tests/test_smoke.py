@@ -1,6 +1,7 @@
 """Greedy answers against expected tokens."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 from tests import tiny
 from tinychat import cache, smoke
 from tinychat.cli import main
-from tinychat.engine import Engine
+from tinychat.engine import Engine, Token
+from tinychat.engine.gguf import GGUF
 from tinychat.registry import resolve
 
 
@@ -20,13 +22,13 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def answer(path: Path) -> smoke.Smoke:
-    return smoke.check(lambda: Engine.load(path, device="cpu", threads=1), "m")
+    (answer,) = smoke.check(lambda: Engine.load(path, device="cpu", threads=1), "m")
+    return answer
 
 
-def expect(monkeypatch: pytest.MonkeyPatch, path: Path, tokens: tuple[int, ...]) -> None:
-    engine = Engine.load(path, device="cpu", threads=1)
-    monkeypatch.setitem(smoke.EXPECTED, engine.info.fingerprint, smoke.Expected("m", tokens, "this test"))
-    engine.close()
+def expect(monkeypatch: pytest.MonkeyPatch, path: Path, tokens: tuple[int, ...], **others: tuple[int, ...]) -> None:
+    answers = {smoke.QUESTION: tokens, **others}
+    monkeypatch.setitem(smoke.EXPECTED, GGUF.open(path).fingerprint(), smoke.Expected("m", "this test", answers))
 
 
 def test_without_an_expectation_nothing_is_passed(answer: smoke.Smoke) -> None:
@@ -49,14 +51,29 @@ def test_every_way_to_differ(answer: smoke.Smoke, path: Path, monkeypatch: pytes
         ((*got, 7), "failed", "ends after 5"), (got[:4], "failed", "goes on"),
     ):
         expect(monkeypatch, path, expected)
-        found = smoke.check(load, "m")
+        (found,) = smoke.check(load, "m")
         assert (found.result, words in found.detail) == (result, True), found
         assert found.token_ids == got[: len(expected) + 1]
 
 
+def test_every_question_is_asked_from_an_empty_cache(answer: smoke.Smoke, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expect(monkeypatch, path, answer.token_ids, **{smoke.QUESTION + " ": (7,), "Who?": (answer.token_ids[0] + 1, 2)})
+    asked: list[int] = []
+
+    class Watched(Engine):
+        def generate(self, *args: object, **options: object) -> Iterator[Token]:
+            yield from super().generate(*args, **options)  # type: ignore[arg-type]
+            asked.append(self.stats.reused_tokens)
+
+    found = smoke.check(lambda: Watched.load(path, device="cpu", threads=1), "m")
+    assert [f.question for f in found] == list(smoke.EXPECTED[GGUF.open(path).fingerprint()].answers)
+    assert asked == [0, 0, 0] and found[0].token_ids[:-1] == answer.token_ids
+    assert {f.result for f in found} == {"failed"} and all(f.ttft_s and f.load_s for f in found)
+
+
 def test_what_cannot_be_loaded_has_failed(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
-    found = smoke.check(lambda: Engine.load(tmp_path / "x.gguf"), "x")
+    (found,) = smoke.check(lambda: Engine.load(tmp_path / "x.gguf"), "x")
     assert found.result == "failed" and found.detail and not found.token_ids
 
 
@@ -83,5 +100,7 @@ def test_command(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: py
 def test_the_real_model_passes(smollm2_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cache.add(smollm2_path, resolve("smollm2"))
     assert main(["smoke", "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["results"]
-    assert found["result"] == "passed" and found["text"] == "The capital of France is Paris."
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["passed"], shown["failed"], shown["unverified"]) == (5, 0, 0)
+    assert shown["results"][0]["text"] == "The capital of France is Paris."
+    assert all(r["load_s"] > 0 and r["ttft_s"] > 0 and r["decode_tok_s"] > 0 for r in shown["results"])

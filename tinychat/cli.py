@@ -12,6 +12,7 @@ from typing import Any
 from tinychat import __version__
 from tinychat.errors import TinychatError, printable
 
+DEVICES = ("cuda", "cpu", "reference")  # engine.devices says what they are; importing it would take too long here
 MODEL_HELP = "a name (`tinychat cache list --all` shows them), a path to a .gguf file, or a URL"
 _DESCRIPTION = """Chat with a local language model.
 
@@ -60,7 +61,11 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     chat.add_argument("text", metavar="MODEL", nargs="?", help=MODEL_HELP)
     chat.prog, chat.usage = "tinychat", "tinychat [MODEL]"
 
-    p = _add(group, "run", _command("run"), "one answer to one prompt")
+    where = argparse.ArgumentParser(add_help=False)  # what all commands share that run a model
+    where.add_argument("--device", choices=DEVICES, help="where to run it (default: the fastest that works here)")
+    where.add_argument("--threads", type=_count, metavar="N", help="of the CPU (default: the settings', or one for each core)")
+
+    p = _add(group, "run", _command("run"), "one answer to one prompt", where)
     _model(p)
     p.add_argument("prompt", metavar="PROMPT", help="the question; - reads stdin")
     p.add_argument("--max-tokens", type=_parameter("max_tokens"), metavar="N", help="stop after N tokens")
@@ -70,7 +75,7 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     p.add_argument("--no-think", dest="think", action="store_const", const=False, help="ask the model not to think first")
     _json(p)
 
-    p = _add(group, "bench", _command("bench", "instruments"), "measure the speed of a model, a layer or a kernel")
+    bench = p = _add(group, "bench", _command("bench", "instruments"), "measure the speed of a model, a layer or a kernel", where)
     _model(p, nargs="?")
     p.add_argument("-n", dest="n_gen", type=_count, default=20, metavar="N", help="tokens to generate (default 20)")
     p.add_argument("-p", dest="n_prompt", type=_count, default=128, metavar="N", help="tokens of the prompt (default 128)")
@@ -81,19 +86,19 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     _no_wait(p)
     _json(p)
 
-    p = _add(group, "profile", _command("profile", "instruments"), "show what the time of a token is spent on")
+    p = _add(group, "profile", _command("profile", "instruments"), "show what the time of a token is spent on", where)
     _model(p)
     p.add_argument("-n", dest="steps", type=_count, default=10, metavar="N", help="tokens to measure (default 10)")
     p.add_argument("--source", action="store_true", help="also the source of the slowest kernels")
     _no_wait(p)
     _json(p)
 
-    p = _add(group, "kernels", _command("kernels", "instruments"), "show the kernels that a model runs on this device")
+    p = _add(group, "kernels", _command("kernels", "instruments"), "show the kernels that a model runs on a device", where)
     _model(p)
     p.add_argument("--source", metavar="NAME", help="the source of one of them")
     _json(p)
 
-    p = _add(group, "smoke", _command("smoke", "instruments"), "ask models one question and compare the answers' tokens")
+    p = _add(group, "smoke", _command("smoke", "instruments"), "ask models questions and compare the answers' tokens", where)
     p.add_argument("names", metavar="MODEL", nargs="*", help="default: every model of the cache")
     _no_wait(p)
     _json(p)
@@ -101,7 +106,7 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     p = _add(group, "limit", _command("limit", "instruments"), "measure how fast this machine reads its memory")
     _json(p)
 
-    p = _add(group, "perplexity", _command("perplexity"), "how well a model foretells a text")
+    p = _add(group, "perplexity", _command("perplexity"), "how well a model foretells a text", where)
     _model(p)
     p.add_argument("file", metavar="FILE", help="a text file")
     p.add_argument("--ctx", dest="context", type=_count, default=512, metavar="N", help="tokens per window (default 512)")
@@ -145,12 +150,19 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     first = next((i for i, a in enumerate(argv) if a != "--debug"), len(argv))
     if first == len(argv) or (argv[first] not in group.choices and argv[first] not in ("-h", "--help", "--version")):
         argv.insert(first, "chat")
-    return vars(parser.parse_args(argv))
+    args = vars(parser.parse_args(argv))
+    if argv[first] == "bench":
+        if args["text"] is None and args["kernel"] is None and not args["history"]:
+            bench.error("MODEL is required" + (" with --block" if args["block"] else ", or --kernel or --history"))
+        if args["text"] is not None and args["kernel"] is not None:
+            bench.error("argument --kernel: not allowed with MODEL")
+    return args
 
 
-def _add(group: Any, name: str, command: Callable[..., object], help: str | None = None) -> argparse.ArgumentParser:
+def _add(group: Any, name: str, command: Callable[..., object], help: str | None = None,
+         *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:  # fmt: skip
     options: dict[str, Any] = {"help": help, "description": help} if help else {}
-    p: argparse.ArgumentParser = group.add_parser(name, allow_abbrev=False, **options)
+    p: argparse.ArgumentParser = group.add_parser(name, allow_abbrev=False, parents=parents, **options)
     p.set_defaults(command=command)
     p.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return p

@@ -32,7 +32,7 @@ def obtain(model: Model, *, anyway: bool = False) -> Path:
         return path
     if model.why_not:
         raise TinychatError(model.why_not)
-    from tinychat.fit import fit
+    from tinychat.engine.fit import fit
 
     verdict = fit(model.size, model.kv_bytes_per_token, min(model.context, 4096))
     if verdict.verdict == "does not fit":
@@ -47,14 +47,16 @@ def obtain(model: Model, *, anyway: bool = False) -> Path:
 
 
 @contextlib.contextmanager
-def loaded(model: Model, own: Settings, context: int | None = None) -> Iterator[Engine]:
+def loaded(model: Model, own: Settings, context: int | None = None, *, device: str | None,
+           threads: int | None) -> Iterator[Engine]:  # fmt: skip
     """The engine with `model`, downloaded if need be; closed afterwards. `context` None is the engine's default."""
     path = obtain(model)
     with Bar() as bar:
         bar.stage("loading the engine", 0.0)
         from tinychat.engine import Engine
 
-        engine = Engine.load(path, max_context=context, threads=own.threads, preset=model.preset, progress=bar.stage)
+        engine = Engine.load(path, max_context=context, device=device, threads=threads or own.threads, preset=model.preset,
+                             progress=bar.stage)  # fmt: skip
     for note in (*engine.notes, engine.chat.note):
         if note:
             say(note)
@@ -104,7 +106,7 @@ def chat(text: str | None) -> int:
 
 
 def run(text: str, prompt: str, *, max_tokens: int | None, temperature: float | None, seed: int | None, raw: bool,
-        think: bool | None, as_json: bool) -> None:  # fmt: skip
+        think: bool | None, as_json: bool, device: str | None, threads: int | None) -> None:  # fmt: skip
     """One answer on stdout. Thinking goes to stderr, if somebody looks. Parameters that are None come from the settings."""
     prompt = _text(prompt)
     own = settings_of_user()
@@ -114,7 +116,8 @@ def run(text: str, prompt: str, *, max_tokens: int | None, temperature: float | 
     if temperature is not None:
         sampling = replace(sampling, temperature=temperature)
     max_tokens = max_tokens or chosen.max_tokens
-    with loaded(model, own, chosen.context or _needed_context(model, prompt, max_tokens)) as engine:
+    context = chosen.context or _needed_context(model, prompt, max_tokens)
+    with loaded(model, own, context, device=device, threads=threads) as engine:
         if raw:
             ids = engine.tokenizer.encode_prompt(prompt)
         else:
@@ -178,7 +181,8 @@ def _needed_context(model: Model, prompt: str, max_tokens: int | None) -> int | 
     return min(needed, ModelConfig.from_gguf(gguf).context) if needed > DEFAULT_CONTEXT else None
 
 
-def perplexity(text: str, file: str, *, context: int, chunks: int | None, as_json: bool) -> None:
+def perplexity(text: str, file: str, *, context: int, chunks: int | None, as_json: bool, device: str | None,
+               threads: int | None) -> None:  # fmt: skip
     """How well the model foretells a text file, as llama.cpp's llama-perplexity computes it."""
     from tinychat.engine import perplexity as room
 
@@ -188,7 +192,7 @@ def perplexity(text: str, file: str, *, context: int, chunks: int | None, as_jso
         raise TinychatError(f"{printable(file)}: cannot be read: {(e.strerror or str(e)).lower()}") from None
     own = settings_of_user()
     model = resolve(text, own.models)
-    with loaded(model, own, context if context > 4096 else None) as engine, Bar() as bar:
+    with loaded(model, own, context if context > 4096 else None, device=device, threads=threads) as engine, Bar() as bar:
         for now in room.perplexity(engine, prose, context, chunks):
             left = timedelta(seconds=int(now.eta_s))
             bar.stage(f"window {now.chunks + 1} of {now.total_chunks} · perplexity {now.ppl:.2f} · {left} left", now.progress)

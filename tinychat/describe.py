@@ -13,10 +13,10 @@ import numpy as np
 from rich.filesize import decimal
 
 from tinychat.engine.config import ModelConfig
+from tinychat.engine.fit import fit
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.plan import build_plan
 from tinychat.errors import TinychatError
-from tinychat.fit import fit
 
 
 def describe(path: Path, name: str, context: int = 4096) -> dict[str, Any]:

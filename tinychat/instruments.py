@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tinychat.commands import loaded, obtain, settings_of_user
 from tinychat.console import Bar, grid, say, show, show_json
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def bench(text: str | None, *, n_gen: int, n_prompt: int, kernel: str | None, block: bool, history: bool, wait: bool,
-          as_json: bool) -> None:  # fmt: skip
+          as_json: bool, device: str | None, threads: int | None) -> None:  # fmt: skip
     """A model's prefill and decode speed; or one kernel's; or one layer's of each kind; or all that was measured before."""
     from tinychat import bench as room
 
@@ -22,11 +22,11 @@ def bench(text: str | None, *, n_gen: int, n_prompt: int, kernel: str | None, bl
         return _history(text, as_json)
     own = settings_of_user()
     if kernel is not None or block:
-        return _rungs(text, kernel, own, wait, as_json)
-    if text is None:
-        raise TinychatError("bench needs a MODEL, --kernel or --history; see `tinychat bench --help`")
+        return _rungs(text, kernel, own, wait, as_json, device, threads)
+    assert text is not None, "cli refuses it"
     model = resolve(text, own.models)
-    with loaded(model, own, n_prompt + n_gen if n_prompt + n_gen > 4096 else None) as engine:
+    context = n_prompt + n_gen if n_prompt + n_gen > 4096 else None
+    with loaded(model, own, context, device=device, threads=threads) as engine:
         with Bar() as bar:
             waiting = _Waiting(bar)
             result = room.run(engine, n_prompt, n_gen, report=waiting.stage, name=model.name, wait=wait)
@@ -34,17 +34,18 @@ def bench(text: str | None, *, n_gen: int, n_prompt: int, kernel: str | None, bl
         show_json(result.as_dict()) if as_json else show(room.table([result]))
 
 
-def _rungs(text: str | None, kernel: str | None, own: Settings, wait: bool, as_json: bool) -> None:
+def _rungs(text: str | None, kernel: str | None, own: Settings, wait: bool, as_json: bool, device: str | None,
+           threads: int | None) -> None:  # fmt: skip
     from tinychat import ladder as room
 
     with Bar() as bar:
+        options: dict[str, Any] = {"device": device, "threads": threads or own.threads, "wait": wait}
         if kernel is not None:
-            found = room.kernel(kernel, report=_Waiting(bar).stage, threads=own.threads, wait=wait)
-        elif text is None:
-            raise TinychatError("bench --block needs a MODEL")
+            found = room.kernel(kernel, report=_Waiting(bar).stage, **options)
         else:
+            assert text is not None, "cli refuses it"
             model = resolve(text, own.models)
-            found = room.block(obtain(model), model.name, report=_Waiting(bar).stage, threads=own.threads, wait=wait)
+            found = room.block(obtain(model), model.name, report=_Waiting(bar).stage, **options)
     room.save(found)
     show_json({"results": [r.as_dict() for r in found]}) if as_json else show(room.table(found))
 
@@ -93,13 +94,14 @@ def limit(as_json: bool) -> None:
     say(f"kept in {room.store_path()}; shares of the limit refer to it")
 
 
-def profile(text: str, *, steps: int, source: bool, wait: bool, as_json: bool) -> None:
+def profile(text: str, *, steps: int, source: bool, wait: bool, as_json: bool, device: str | None,
+            threads: int | None) -> None:  # fmt: skip
     """Where the time of a token goes; with `source` also the source of the slowest kernels."""
     from tinychat import profile as room
 
     own = settings_of_user()
     model = resolve(text, own.models)
-    with loaded(model, own) as engine:
+    with loaded(model, own, device=device, threads=threads) as engine:
         with Bar() as bar:
             found = room.profile(engine, steps, _Waiting(bar).stage, name=text if model.path else model.name, wait=wait)
         sources = {k.name: k.source for k in room.kernels(engine)} if source else {}
@@ -111,12 +113,12 @@ def profile(text: str, *, steps: int, source: bool, wait: bool, as_json: bool) -
         print(f"\n{printable(name, newlines=False)}\n{printable(code)}")
 
 
-def kernels(text: str, *, source: str | None, as_json: bool) -> None:
-    """The kernels of a decode step on this device, or the source of one."""
+def kernels(text: str, *, source: str | None, as_json: bool, device: str | None, threads: int | None) -> None:
+    """The kernels of a decode step on a device, or the source of one."""
     from tinychat import profile as room
 
     own = settings_of_user()
-    with loaded(resolve(text, own.models), own) as engine:
+    with loaded(resolve(text, own.models), own, device=device, threads=threads) as engine:
         found = room.kernels(engine)
         device = engine.info.device
     if source is not None:
@@ -131,10 +133,8 @@ def kernels(text: str, *, source: str | None, as_json: bool) -> None:
     show(grid(rows, ("kernel", "calls per token", "launch", "resources", "source"), right=(1, 4)))
 
 
-
-
-def smoke(names: list[str], *, wait: bool, as_json: bool) -> int:
-    """Asks every model of the cache (or `names`) one question and compares. Returns 1 when one failed."""
+def smoke(names: list[str], *, wait: bool, as_json: bool, device: str | None, threads: int | None) -> int:
+    """Asks every model of the cache (or `names`) what it should know and compares. Returns 1 when an answer failed."""
     from tinychat import cache
     from tinychat import smoke as room
     from tinychat.bench import machine_lock
@@ -147,14 +147,16 @@ def smoke(names: list[str], *, wait: bool, as_json: bool) -> int:
     found = []
     with Bar() as bar, machine_lock(_Waiting(bar).stage, wait=wait):
         for i, model in enumerate(models):
-            bar.stage(model.name, i / len(models))
 
             def load(model: Model = model) -> Engine:
                 if (path := cache.path_of(model)) is None:
                     raise TinychatError(f"{model.name} is not here; `tinychat cache pull {model.name}` downloads it")
-                return Engine.load(path, threads=own.threads, preset=model.preset)
+                return Engine.load(path, device=device, threads=threads or own.threads, preset=model.preset)
 
-            found.append(room.check(load, model.name))
+            def report(text: str, fraction: float, i: int = i, name: str = model.name) -> None:
+                bar.stage(f"{name}: {text}", (i + fraction) / len(models))
+
+            found += room.check(load, model.name, report)
     if not found:
         raise TinychatError("the cache holds no model; `tinychat cache pull smollm2` fetches a small one")
     counts = {kind: sum(r.result == kind for r in found) for kind in ("passed", "failed", "unverified")}

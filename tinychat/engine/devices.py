@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+from tinychat.engine.fit import fit
 from tinychat.engine.gguf import GGUF
-from tinychat.engine.stats import OVERHEAD, available_memory
 from tinychat.errors import TinychatError
 from tinychat.kernels.executor import Executor
 from tinychat.kernels.ops import Plan
@@ -29,21 +29,15 @@ def make_executor(plan: Plan, gguf: GGUF, max_context: int, device: str | None, 
             continue
         try:
             if name != "cuda":  # its executor knows the memory of its device
-                _check_memory(gguf, plan, max_context)
+                needs = fit(gguf.nbytes, plan.kv_bytes_per_token, max_context)
+                if needs.verdict == "does not fit":  # told before anything large is allocated
+                    raise TinychatError(f"not enough memory: {needs.explanation}; take a smaller quant or context")
             return _MAKERS[name](plan, gguf, max_context, threads, progress), notes
         except TinychatError as e:
             if device or name == "reference":
                 raise
             notes.append(f"{name.upper()} is not used: {e}")
     raise AssertionError("unreachable: reference returns or raises")
-
-
-def _check_memory(gguf: GGUF, plan: Plan, max_context: int) -> None:
-    """Raises TinychatError where the model cannot fit, before anything large is allocated."""
-    need, free = gguf.nbytes + plan.kv_bytes_per_token * max_context + OVERHEAD, available_memory()
-    if free and need > free:
-        raise TinychatError(f"not enough memory: weights {gguf.nbytes / 1e9:.1f} GB and a context of {max_context:,} tokens need "
-                            f"{need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; take a smaller quant or context")  # fmt: skip
 
 
 def _has_cuda() -> bool:
@@ -55,7 +49,7 @@ def _has_cuda() -> bool:
 def _cuda(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progress: Progress) -> Executor:
     from tinychat.kernels.cuda.executor import CUDAExecutor
 
-    return CUDAExecutor(plan, gguf, max_context)
+    return CUDAExecutor(plan, gguf, max_context, progress=lambda fraction: progress("loading weights", fraction))
 
 
 def _cpu(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progress: Progress) -> Executor:

@@ -43,29 +43,29 @@ Report = Callable[[str, float], None]
 
 
 def kernel(spec: str, steps: int = 10, report: Report | None = None, stop: threading.Event | None = None, *,
-           threads: int | None = None, wait: bool = True) -> list[Rung]:  # fmt: skip
+           device: str | None = None, threads: int | None = None, wait: bool = True) -> list[Rung]:  # fmt: skip
     """Measures OP[:QUANT[:ROWSxK]] on random weights. Holds the benchmark lock. Raises TinychatError for a spec that is none."""
     op, quant, rows, cols = parse(spec)
     source = RandomWeights()
     with machine_lock(report, stop, wait=wait):
         plan = kernel_plan(source, op, quant, rows, cols)
         wanted = [[i] for i, o in enumerate(plan.ops) if name_of(o) == op]
-        with _running(plan, source, threads, DEPTH + 2 * steps + 16, report) as ex:
+        with _running(plan, source, device, threads, DEPTH + 2 * steps + 16, report) as ex:
             p = ex.profile(0, DEPTH if op == "attention" else 0, steps)
             name = quant.name if op != "attention" else "F16"
             return [_rung("kernel", f"{op}:{name}:{rows}x{cols}", "", "", name, p, wanted, plan, ex)]
 
 
 def block(path: Path, model: str, steps: int = 10, report: Report | None = None, stop: threading.Event | None = None, *,
-          threads: int | None = None, wait: bool = True) -> list[Rung]:  # fmt: skip
+          device: str | None = None, threads: int | None = None, wait: bool = True) -> list[Rung]:  # fmt: skip
     """Measures one layer of each kind that a model has. Loads no more of it than it needs. Holds the benchmark lock."""
     gguf = GGUF.open(path)
     plan = build_plan(gguf, ModelConfig.from_gguf(gguf))
     with machine_lock(report, stop, wait=wait):
-        return [_layer(gguf, plan, model, layers, steps, report, threads) for layers in layer_kinds(plan)]
+        return [_layer(gguf, plan, model, layers, steps, report, device, threads) for layers in layer_kinds(plan)]
 
 
-def _layer(gguf: GGUF, plan: Plan, model: str, layers: list[list[Op]], steps: int, report: Report | None,
+def _layer(gguf: GGUF, plan: Plan, model: str, layers: list[list[Op]], steps: int, report: Report | None, device: str | None,
            threads: int | None) -> Rung:  # fmt: skip
     """Measures layers of one kind."""
     source, n = PartOfFile(gguf), copies(sum(w.nbytes for op in layers[0] for w in weights_of(op)))
@@ -77,19 +77,20 @@ def _layer(gguf: GGUF, plan: Plan, model: str, layers: list[list[Op]], steps: in
     numbers = sorted(layer_of(op[0]) for op in layers)
     where = f"layer {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} layers from {numbers[0]}"
     quant = "+".join(dict.fromkeys(q for op in layers[0] if (q := quant_of(op)) and q != "F32"))
-    with _running(made, source, threads, 2 * steps + 16, report) as ex:
+    with _running(made, source, device, threads, 2 * steps + 16, report) as ex:
         p = ex.profile(0, 0, steps)
         what = f"{'experts' if experts else 'dense'} ({where})"
         return _rung("block", what, model, gguf.fingerprint(), quant, p, wanted, made, ex)
 
 
 @contextlib.contextmanager
-def _running(plan: Plan, source: RandomWeights, threads: int | None, context: int, report: Report | None) -> Iterator[Any]:
+def _running(plan: Plan, source: RandomWeights, device: str | None, threads: int | None, context: int,
+             report: Report | None) -> Iterator[Any]:  # fmt: skip
     """An executor with `profile`, closed afterwards."""
     if report:
         report("packing weights", 0.0)
     source.nbytes = sum({w: w.nbytes for op in plan.ops for w in weights_of(op)}.values())
-    made, _ = make_executor(plan, source, context, None, threads, lambda stage, fraction: None)  # type: ignore[arg-type]
+    made, _ = make_executor(plan, source, context, device, threads, lambda stage, fraction: None)  # type: ignore[arg-type]
     with contextlib.closing(made):
         if not hasattr(made, "profile"):
             raise TinychatError(f"{made.device} cannot measure kernels; `tinychat bench MODEL` measures all of a model")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tinychat import fit
 from tinychat.download import remote_header
+from tinychat.engine import fit
 from tinychat.errors import TinychatError
 from tinychat.ui.screens.picker_rows import Row
 from tinychat.ui.screens.sheet import in_daemon

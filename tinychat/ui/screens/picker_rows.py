@@ -12,8 +12,8 @@ from rich.filesize import decimal
 from textual.content import Content
 
 from tinychat import cache
+from tinychat.engine.fit import Fit, fit
 from tinychat.engine.stats import available_memory
-from tinychat.fit import Fit, fit
 from tinychat.registry import MODELS, Model
 from tinychat.ui.screens.downloads import Download
 from tinychat.ui.screens.sheet import cell
