@@ -1,12 +1,14 @@
-"""A CUDA decode step on the emulator: what CUDAExecutor does on a GPU, with NumPy arrays for device buffers."""
+"""The CUDA kernels on the emulator, with NumPy arrays for device buffers: single steps, and a GPU for the whole executor."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES
 
 from tests import cuda_emulator
 from tinychat.engine.gguf import GGUF
+from tinychat.kernels.cuda.launch import Launch, text
 from tinychat.kernels.cuda.layout import FLOATS, Layout, repack, transpose
 from tinychat.kernels.cuda.prefill import Prefill
 from tinychat.kernels.cuda.step import Builder, state_words
@@ -76,6 +78,82 @@ class EmulatedCUDA:
         for launch in self.prefill_launches:
             cuda_emulator.run(launch, self.buffers)
         return self.buffers["logits_all"].view(np.float32).reshape(PREFILL, -1)[: len(ids)].copy()
+
+
+class EmulatedGPU:
+    """In place of kernels/cuda/device.GPU, for the executor as it is: launches run at once, a graph is its launches in order."""
+
+    name = "emulator"
+
+    def __init__(self) -> None:
+        self.buffers: dict[str, np.ndarray] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(b.nbytes for b in self.buffers.values())
+
+    def allocate(self, name: str, nbytes: int) -> None:
+        self.buffers[name] = aligned(nbytes)
+
+    def pinned(self, nbytes: int, name: str | None = None) -> np.ndarray:
+        data = aligned(nbytes)
+        if name:
+            self.buffers[name] = data
+        return data
+
+    def upload(self, name: str, data: np.ndarray, offset: int = 0) -> None:
+        raw = data.reshape(-1).view(np.uint8)
+        self.buffers[name][offset : offset + raw.size] = raw
+
+    def download(self, name: str, nbytes: int, offset: int = 0) -> np.ndarray:
+        return self.buffers[name][offset : offset + nbytes].copy()
+
+    def event(self) -> None:
+        return None
+
+    def wait(self, event: None) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        return None
+
+    def compile(self, launches: Iterable[Launch]) -> None:
+        cuda_emulator.compile_all(launches)
+
+    def sequence(self, launches: Sequence[Launch], names: dict[str, str] | None = None) -> Callable[[], None]:
+        self.compile(launches)
+
+        def enqueue() -> None:
+            for launch in launches:
+                cuda_emulator.run(launch, {b: self.buffers[(names or {}).get(b, b)] for b in launch.buffers})
+
+        return enqueue
+
+    def run(self, launch: Launch, names: dict[str, str] | None = None) -> None:
+        self.sequence([launch], names)()
+
+    def graph(self, launches: Sequence[Launch], chained: bool = True) -> "EmulatedGraph":
+        return EmulatedGraph(self.sequence(launches), len(launches))
+
+    def close(self) -> None:
+        self.buffers.clear()
+
+
+@dataclass
+class EmulatedGraph:
+    enqueue: Callable[[], None]
+    kernels: int
+
+    def __call__(self) -> None:
+        self.enqueue()
+
+
+def miscomputed(name: str) -> str:
+    """The CUDA source file `name` with one wrong sign: a GPU that gets Q4_0 and Q5_0 wrong. For `launch.text`."""
+    source = text(name)
+    wrong = source.replace("- offset_of(T) * sum", "+ offset_of(T) * sum")
+    assert name != "quants.cuh" or wrong != source
+    return wrong
 
 
 def aligned(nbytes: int) -> np.ndarray:

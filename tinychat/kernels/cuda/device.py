@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +23,11 @@ from tinygrad.uop.ops import Ops, UOp, buffers
 from tinychat.errors import TinychatError
 from tinychat.kernels.cuda.graph import ChainedGraph
 from tinychat.kernels.cuda.launch import Launch, program
+
+
+def unusable(e: Exception) -> TinychatError:
+    """What to raise for an exception that a driver, a compiler or tinygrad raised before the first step."""
+    return TinychatError(f"CUDA does not work here: {next(iter(str(e).splitlines()), '') or type(e).__name__}")
 
 
 @dataclass
@@ -47,12 +53,13 @@ class GPU:
             self.cuda: Any = cuda
             self.compiler = NVRTCCompiler(self.dev.arch, ptx=False, cache_key="tinychat_cubin")
         except Exception as e:  # no driver, no compiler, no device: tinygrad raises what it meets
-            raise TinychatError(f"CUDA does not work here: {str(e).splitlines()[0] if str(e) else type(e).__name__}") from e
+            raise unusable(e) from e
         if int(self.dev.arch[3:]) < 80:
             raise TinychatError(f"the CUDA kernels need compute capability 8.0 or newer, this GPU has {self.dev.arch}")
         self.target = self.dev.renderer.target
         self.tensors: dict[str, Tensor] = {}
         self._binaries: dict[str, bytes] = {}
+        self.found, self.compiled, self.compile_s = 0, 0, 0.0  # kernels from the disk cache, compiled; seconds of both
         self._programs: dict[str, Any] = {}
         self._pinned: list[Any] = []
 
@@ -62,6 +69,11 @@ class GPU:
         text = ctypes.create_string_buffer(100)
         self._check(self.cuda.cuDeviceGetName(text, 100, self.dev.cu_device))
         return text.value.decode(errors="replace")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its buffers."""
+        return sum(t.nbytes() for t in self.tensors.values())
 
     def _check(self, status: int) -> None:
         if status:
@@ -138,7 +150,7 @@ class GPU:
     def compile(self, launches: Iterable[Launch]) -> None:
         """Compiles what the disk cache does not hold, in parallel."""
         sources = {source: None for source in (launch.source() for launch in launches) if source not in self._binaries}
-        key = self.compiler.cachekey
+        key, started = self.compiler.cachekey, time.perf_counter()
         for source in sources:
             if key and (found := diskcache_get(key, source)) is not None:
                 self._binaries[source] = found
@@ -146,6 +158,8 @@ class GPU:
         with ThreadPoolExecutor(8) as pool:
             for source, binary in zip(missing, pool.map(self.compiler.compile, missing)):
                 self._binaries[source] = diskcache_put(key, source, binary) if key else binary
+        self.found, self.compiled = self.found + len(sources) - len(missing), self.compiled + len(missing)
+        self.compile_s += time.perf_counter() - started
 
     def _program(self, launch: Launch) -> Any:
         source = launch.source()
@@ -193,7 +207,6 @@ class GPU:
             after = Tensor.custom_kernel(*[state[b] for b in launch.buffers], fxn=made)
             # weights stay as they are: only what some kernel writes orders kernels
             state.update({b: t for b, t in zip(launch.buffers, after) if not b.startswith("w:")})
-        held = set(buffers)
         held = set(buffers)
         with Context(JIT_BATCH_SIZE=0):  # one batch
             lowered = jit_lower(state["state"].schedule_linear(), held, [])

@@ -6,6 +6,7 @@ without waiting; sampled ids arrive through page-locked host memory.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +16,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES
 
 from tinychat.errors import TinychatError
-from tinychat.kernels.cuda.device import GPU, Graph
+from tinychat.kernels.cuda.device import GPU, Graph, unusable
 from tinychat.kernels.cuda.layout import FLOATS, Layout, Tensor, repack, transpose
 from tinychat.kernels.cuda.prefill import Prefill
 from tinychat.kernels.cuda.profile import kernels, profile, read_bandwidth
@@ -63,14 +64,18 @@ class CUDAExecutor:
             self._prefill, self._head_all = gpu.sequence(prefill), gpu.sequence(head_all)
             self._head = gpu.sequence([x for x in decode if x.name.startswith("head")])
             gpu.synchronize()
-        except BaseException:
-            gpu.close()
-            raise
+        except BaseException as e:
+            with contextlib.suppress(Exception):  # a GPU that stopped frees nothing
+                gpu.close()
+            if isinstance(e, TinychatError) or not isinstance(e, Exception):
+                raise
+            raise unusable(e) from e  # a driver without graphs of this kind, a compiler without this architecture, ...
         self.launches, self.prefill_launches = decode, prefill
         self.kernels_per_token, self.jit_batches = self._decode.kernels, 1
+        self.jit_state = "replaying"  # compiled and captured at load
         self.weight_bytes = layout.nbytes
         self.cache_bytes = sum(size for name, size in builder.buffers.items() if name[:2] in ("k:", "v:"))
-        self.device_bytes = sum(t.nbytes() for t in gpu.tensors.values())
+        self.device_bytes = gpu.nbytes
         self._last = (0, 0)  # token and position of the step whose result decode() yielded last
 
     def forward(self, ids: Sequence[int], pos: int, logits: Literal["none", "last", "all"] = "none") -> np.ndarray | None:
@@ -122,6 +127,10 @@ class CUDAExecutor:
         rows = self.forward([token], pos, "last")
         assert rows is not None
         return rows[0]
+
+    def routes(self) -> np.ndarray | None:
+        """See Executor.routes: None. Every block chooses for itself, and steps are enqueued ahead."""
+        return None
 
     @property
     def cache_layout(self) -> str:
