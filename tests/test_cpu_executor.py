@@ -12,7 +12,7 @@ from gguf.quants import dequantize
 
 from tests import tiny
 from tests.blocks import QUANTS, random_blocks
-from tests.forward64 import forward
+from tests.forward64 import Model, forward
 from tinychat.engine import sampling
 from tinychat.engine.config import ModelConfig
 from tinychat.engine.gguf import GGUF
@@ -175,3 +175,22 @@ def test_sampling_is_the_engines(tmp_path: Path) -> None:
             want, want_logprob = sampling.sample(logits, s, i, recent)
             assert token == want, (i, s)
             assert logprob == pytest.approx(want_logprob, abs=1e-5)
+
+
+@pytest.mark.parametrize("variant", ["qwen3moe", "deepseek2_glm", "deepseek2_groups", "deepseek2_fused_experts"])
+def test_routes_are_those_of_the_float64_forward(variant: str, tmp_path: Path) -> None:
+    path = tiny.write(tmp_path / "m.gguf", variant)
+    with executor(path) as ex:
+        ex.forward(IDS[:-1], 0)
+        steps = [(token, ex.routes()) for (token, _), _ in zip(ex.decode(IDS[-1], len(IDS) - 1, GREEDY, IDS), range(12))]
+    ids = [*IDS, *(token for token, _ in steps[:-1])]
+    model = Model(path)
+    model(ids)
+    want = np.array([chosen for chosen, _ in model.routing]).reshape(-1, len(ids), steps[0][1].shape[1])  # type: ignore[union-attr]
+    np.testing.assert_array_equal(np.stack([routes for _, routes in steps], 1), want[:, len(IDS) - 1 :])  # type: ignore[arg-type]
+
+
+def test_a_dense_model_has_no_routes(tmp_path: Path) -> None:
+    with executor(tiny.write(tmp_path / "m.gguf", "llama")) as ex:
+        ex.forward(IDS, 0)
+        assert ex.routes() is None

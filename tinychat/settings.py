@@ -37,6 +37,7 @@ class Settings:
     model: str = ""  # registry name, path or URL; "" = ask with the picker
     threads: int | None = None  # None = as many as the machine has cores
     theme: str = ""  # "" = tinychat's own
+    experts: bool = False  # the heat strip of experts in the panel
     kv_cache_gb: float = 4.0  # how much of the disk saved KV caches may take, 10^9 bytes; 0 = save none
     parameters: Parameters = field(default_factory=Parameters)
     presets: Mapping[str, Parameters] = field(default_factory=dict)
@@ -48,6 +49,7 @@ _KEYS: dict[str, tuple[tuple[type, ...], Callable[[Any], bool], str]] = {
     "model": ((str,), lambda v: True, "a string"),
     "threads": ((int,), lambda v: 1 <= v <= 1024, "a whole number from 1 to 1024"),
     "theme": ((str,), lambda v: True, "a string"),
+    "experts": ((bool,), lambda v: True, "true or false"),
     "kv_cache_gb": ((int, float), lambda v: 0 <= v < 1e6, "a number of gigabytes, 0 or more"),
 }
 _TABLES = ("parameters", "presets", "models")
@@ -79,7 +81,7 @@ def parse(text: str) -> Settings:
     for key, value in data.items():
         if key in _KEYS:
             kinds, right, wanted = _KEYS[key]
-            if isinstance(value, kinds) and not isinstance(value, bool) and right(value):
+            if type(value) in kinds and right(value):
                 values[key] = value
             else:
                 problems.append(f"settings: {key} must be {wanted}; its default is used")

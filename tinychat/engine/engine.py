@@ -20,6 +20,7 @@ from tinychat.engine.gguf import GGUF
 from tinychat.engine.kvstore import KVStore
 from tinychat.engine.limit import limit_of
 from tinychat.engine.plan import build_plan
+from tinychat.engine.routing import Routing
 from tinychat.engine.session import OnPrefill, Session, common_prefix
 from tinychat.engine.stats import Stats, rss_bytes
 from tinychat.engine.thinking import ThinkingSplitter
@@ -81,9 +82,11 @@ class Engine:
         self.stats = Stats(load_s=load_s, weight_bytes=executor.weight_bytes, kv_bytes=executor.cache_bytes,
                            kv_bytes_per_token=plan.kv_bytes_per_token, context_max=info.max_context,
                            kernels_per_token=executor.kernels_per_token, jit_batches=executor.jit_batches,
-                           bytes_per_token=plan.bytes_per_token(), limit_gb_s=limit_of(executor),
+                           jit_state=executor.jit_state, bytes_per_token=plan.bytes_per_token(), limit_gb_s=limit_of(executor),
                            rss_bytes=rss_bytes())  # fmt: skip
         self.session = Session(executor, plan, info.max_context, self.stats)
+        self.routing = Routing.of(plan)
+        self.watch_routing = False  # any thread may switch it
 
     @classmethod
     def load(cls, path: str | Path, *, max_context: int | None = None, device: str | None = None, threads: int | None = None,
@@ -153,6 +156,9 @@ class Engine:
         try:
             for token, logprob in steps:
                 clock.tick(len(self.session.tokens))
+                s.jit_state = self.executor.jit_state
+                if self.watch_routing and self.routing:
+                    self.routing.add(self.executor.routes())
                 s.sampling_s += getattr(self.executor, "sampling_s", 0.0)
                 if token in self.tokenizer.stop_ids:
                     self.stop_reason = "eos"

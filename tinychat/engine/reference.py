@@ -89,6 +89,10 @@ class ReferenceExecutor:
         """See Executor.step_logits."""
         return self._logits
 
+    def routes(self) -> np.ndarray | None:
+        """See Executor.routes: None, what a step computes inside stays on the device."""
+        return None
+
     @property
     def cache_layout(self) -> str:
         """See Executor.cache_layout."""

@@ -67,6 +67,13 @@ class Executor(Protocol):
         """float32 (vocab,): the logits behind the last id that decode() yielded."""
         ...
 
+    def routes(self) -> np.ndarray | None:
+        """int32 (MoE layers, top_k): the experts that the step behind the last id of decode() chose, in order of selection.
+
+        None without experts, or where the device does not tell.
+        """
+        ...
+
     @property
     def cache_layout(self) -> str:
         """Names what the bytes of read_cache mean ("cpu f16 1"); a saved cache of another layout is not used."""

@@ -28,7 +28,7 @@ from tinychat.ui.theme import THEMES
 
 class TinychatApp(App[None]):
     """`path` is loaded on start and called `model`; without it the picker opens. `history` None saves nothing; `remember`
-    gets settings that the user changed by choosing (the theme)."""
+    gets settings that the user changed by choosing (theme, experts)."""
 
     TITLE = "tinychat"
     CSS_PATH = "tinychat.tcss"
@@ -42,7 +42,7 @@ class TinychatApp(App[None]):
         self.worker = Worker(load_engine)
         conversation = Conversation(parameters=self.own.parameters)
         self.controller = Controller(self.worker, conversation, save=history.save if history else None)
-        self.chat = ChatScreen(self.controller, history)
+        self.chat = ChatScreen(self.controller, history, self.own.experts, self.remember)
         self._history, self._remember = history, remember
         self._model, self._path, self._options = model, path, load_options
 
@@ -62,12 +62,17 @@ class TinychatApp(App[None]):
         gc.freeze()  # thousands of widgets' and parsers' objects that live for ever need not be looked at again
 
     def _theme_chosen(self, theme: Theme) -> None:
-        if self._remember is not None and theme.name != (self.own.theme or THEMES[0].name):
-            self.own = replace(self.own, theme=theme.name)
+        if theme.name != (self.own.theme or THEMES[0].name):
             try:
-                self._remember(theme=theme.name)
+                self.remember(theme=theme.name)
             except TinychatError as e:
                 self.call_later(self.chat.note, str(e), True)
+
+    def remember(self, **changes: Any) -> None:
+        """Keeps what the user chose, fields of Settings. Raises TinychatError."""
+        self.own = replace(self.own, **changes)
+        if self._remember is not None:
+            self._remember(**changes)
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         if screen is self.chat:

@@ -280,6 +280,14 @@ async def panel(chat: ChatScreen, text: str) -> None:
     chat.painter.panel()
 
 
+async def experts(chat: ChatScreen, text: str) -> None:
+    on = _switch(text, chat.experts, "experts")
+    chat.show_experts(on)
+    engine = chat.controller.engine
+    if on and engine is not None and engine.routing is None:
+        await chat.note("this model has no experts; the strip appears with one that does")
+
+
 async def theme(chat: ChatScreen, text: str) -> None:
     chat.app.action_change_theme()
 

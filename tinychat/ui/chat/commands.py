@@ -63,6 +63,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("profile", "[N]", "where the time of a token goes, over N tokens", actions.profile),
     Command("inspect", "", "the exact prompt, its tokens and their probabilities", actions.inspect, key="f8"),
     Command("panel", "", "show or hide the engine panel", actions.panel, key="f9"),
+    Command("experts", "on|off", "show which experts of a mixture are chosen, layer by layer", actions.experts, ON_OFF, key="f7"),
     Command("settings", "", "edit the settings file", actions.settings_file),
     Command("theme", "", "choose the colours", actions.theme),
     Command("help", "", "what tinychat can do", actions.help_screen, key="f1"),

@@ -14,7 +14,7 @@ from tinychat.ui.chat.status import StatusLine
 from tinychat.ui.chat.welcome import Welcome
 from tinychat.ui.context import Room
 from tinychat.ui.controller import Change, Ended, Grew, ModelChanged, Note, Refused, Reset
-from tinychat.ui.panel import EngineLine, EnginePanel, Reading
+from tinychat.ui.panel import EngineLine, EnginePanel, ExpertsStrip, Reading
 from tinychat.ui.panel.reading import PaintMeter
 
 if TYPE_CHECKING:
@@ -94,10 +94,15 @@ class Painter:
         if running is not None and stats is not None and stats.phase == "decode" and stats.last_tok_s:
             self._speeds.append(stats.last_tok_s)
         prefill = running.prefill if running is not None and not running.tokens else None
+        routing = engine.routing if engine and chat.experts else None
+        if engine:
+            engine.watch_routing = chat.experts
+        chat.set_class(routing is not None, "-experts")
         reading = Reading(stats, engine.info if engine else None, c.usage, c.loading, prefill, tuple(self._speeds),
-                          self.meter.rate if running else self.meter.average)  # fmt: skip
+                          self.meter.rate if running else self.meter.average, routing)  # fmt: skip
         chat.query_one(EnginePanel).show(reading)
         chat.query_one(EngineLine).show(reading)
+        chat.query_one(ExpertsStrip).show(reading)
         chat.query_one(StatusLine).show(c.conversation.model, engine.info if engine else None, title, "raw" if c.raw else "")
         if not c.conversation.turns:
             chat.query_one(Welcome).show(c.conversation.model if c.ready or c.loading else "", c.loading is not None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar
@@ -28,7 +28,7 @@ from tinychat.ui.chat.transcript import Transcript
 from tinychat.ui.context import Room
 from tinychat.ui.controller import Controller
 from tinychat.ui.conversation import Turn
-from tinychat.ui.panel import EngineLine, EnginePanel
+from tinychat.ui.panel import EngineLine, EnginePanel, ExpertsStrip
 
 DRAIN_HZ = 20  # how often the worker's events are taken and painted
 PANEL_HZ = 5
@@ -37,7 +37,7 @@ PANEL_HZ = 5
 class ChatScreen(Screen[None]):
     """Composed of the status line, transcript, prompt and panel. All state is the controller's."""
 
-    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (90, "-wide")]
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (90, "-wide"), (150, "-vast")]
     AUTO_FOCUS = "#prompt"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "stop", "stop"),
@@ -53,6 +53,7 @@ class ChatScreen(Screen[None]):
         Binding("f3", "command('conversations')", "conversations", show=False),
         Binding("f4", "command('set')", "parameters", show=False),
         Binding("f8", "command('inspect')", "inspect", show=False),
+        Binding("f7", "command('experts')", "experts", show=False, priority=True),
         Binding("f9", "command('panel')", "panel", show=False),
         Binding("f1", "command('help')", "help"),
         Binding("ctrl+up", "to_messages", "messages", show=False, priority=True),
@@ -64,9 +65,12 @@ class ChatScreen(Screen[None]):
         Binding("ctrl+c", "copy_or_stop", "copy", show=False, priority=True),
     ]
 
-    def __init__(self, controller: Controller, history: History | None = None) -> None:
+    def __init__(self, controller: Controller, history: History | None = None, experts: bool = False,
+                 remember: Callable[..., object] | None = None) -> None:  # fmt: skip
         super().__init__()
         self.controller, self.history = controller, history
+        self.experts = experts  # whether the heat strip is wanted
+        self._remember = remember
         self.painter = Painter(self)
         self.editing: int | None = None
         self._lent = False
@@ -76,6 +80,7 @@ class ChatScreen(Screen[None]):
         with Horizontal(id="body"):
             with Vertical(id="main"):
                 yield Transcript()
+                yield ExpertsStrip(id="experts")
                 yield EngineLine(id="engine-line")
                 yield PromptBox(commands.complete, self._files)
             yield EnginePanel(id="panel")
@@ -331,6 +336,13 @@ class ChatScreen(Screen[None]):
             self.app.open_url(event.href)
         else:
             self.notify(Content(f"not opened: {printable(event.href, newlines=False)[:200]}").markup, severity="warning")
+
+    def show_experts(self, on: bool) -> None:
+        """Shows or hides the heat strip, and keeps that. Raises TinychatError when it cannot be kept."""
+        self.experts = on
+        self.painter.panel()
+        if self._remember is not None:
+            self._remember(experts=on)
 
     def _files(self, typed: str) -> list[Choice]:
         return [] if self.controller.raw else [Choice(attach.quoted(name), name) for name in attach.complete(typed)]

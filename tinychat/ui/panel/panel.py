@@ -9,10 +9,10 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
-from tinychat.ui.panel import figures
+from tinychat.ui.panel import experts, figures
 from tinychat.ui.panel.reading import Reading
 
-_PARTS = {"dim", "head", "rule", "big", "spark", "system", "history", "thinking", "answer", "free"}
+_PARTS = {"dim", "head", "rule", "big", "spark", "system", "history", "thinking", "answer", "free", "warm", "hot"}
 
 
 class EnginePanel(VerticalScroll, can_focus=False):
@@ -38,13 +38,25 @@ class EnginePanel(VerticalScroll, can_focus=False):
         lines = [figures.heading("engine", width), *figures.now(reading, width), *figures.speed_rows(reading, width)]
         sections = [("context", figures.context_rows(reading.usage, width) if reading.usage.limit else [])]
         sections += [("machine", figures.machine_rows(reading, width)), ("memory", figures.memory_rows(reading, width))]
-        for title, rows in sections:
-            if rows:
-                lines += [Content(""), figures.heading(title, width), *rows]
+        rest = [line for title, rows in sections if rows for line in (Content(""), figures.heading(title, width), *rows)]
+        if reading.routing:  # asked for, so it goes before what may not fit
+            room = self.content_size.height - len(lines) - len(rest) - 1
+            lines += [Content(""), *experts.strip(reading.routing, width, room)]
+        lines += rest
         content = Content("\n").join(lines)
         if self._shown is None or not content.is_same(self._shown):
             self._shown = content
             self.query_one("#figures", Static).update(content)
+
+
+class ExpertsStrip(Static):
+    """The experts alone, for narrow screens."""
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = _PARTS
+
+    def show(self, reading: Reading) -> None:
+        if self.display and self.is_attached and reading.routing:
+            self.update(Content("\n").join(experts.strip(reading.routing, self.content_size.width, 0)))
 
 
 class EngineLine(Static):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tinychat.engine.engine import ModelInfo
+from tinychat.engine.routing import Routing
 from tinychat.engine.stats import Stats
 from tinychat.engine.worker import Loading, Prefilling
 from tinychat.ui.context import Usage
@@ -15,7 +16,8 @@ from tinychat.ui.context import Usage
 
 @dataclass(frozen=True)
 class Reading:
-    """`stats` and `info` are None until a model is loaded; `speeds` are decode speeds, oldest first, tok/s; `painted` tok/s."""
+    """`stats` and `info` are None until a model is loaded; `speeds` are decode speeds, oldest first, tok/s; `painted` tok/s.
+    `routing` is there when it is to be shown."""
 
     stats: Stats | None = None
     info: ModelInfo | None = None
@@ -24,6 +26,7 @@ class Reading:
     prefill: Prefilling | None = None
     speeds: tuple[float, ...] = ()
     painted: float = 0.0
+    routing: Routing | None = None
 
 
 class PaintMeter:
