@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -107,7 +108,7 @@ class Engine:
         if max_context is None:
             max_context = min(DEFAULT_CONTEXT, config.context)
         if not 1 <= max_context <= config.context:
-            raise TinychatError(f"a context of {max_context:,} tokens is more than the {config.context:,} of this model")
+            raise TinychatError(f"a context of {max_context:,} tokens is not possible; this model has 1 to {config.context:,}")
         report("building the tokenizer", 0.0)
         tokenizer = Tokenizer(gguf.metadata)
         if tokenizer.n_vocab > config.vocab:
@@ -196,6 +197,19 @@ class Engine:
         if not self.store or not tokens:
             return False
         return self.store.save(self.info.fingerprint, self.executor.cache_layout, tokens, self.executor.read_cache(len(tokens)))
+
+    @contextmanager
+    def cache_kept(self) -> Iterator[None]:
+        """Around what uses the KV cache for something else: afterwards it holds what it held before."""
+        tokens = self.session.tokens
+        rows = self.executor.read_cache(len(tokens)) if tokens else b""
+        self.session.tokens = []
+        try:
+            yield
+        finally:
+            if tokens:
+                self.executor.write_cache(rows, len(tokens))
+            self.session.tokens = tokens
 
     def _restore_cache(self, prompt: Sequence[int]) -> None:
         """Takes a saved cache where it holds more of `prompt` than the present one."""

@@ -7,6 +7,7 @@ is visible here; the steps are captured by TinyJit, with the position as a bound
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ import numpy as np
 from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
 
 from tinychat.engine.dequant import dequantize, to_tensor
+from tinychat.engine.reference_caches import Caches
 from tinychat.engine.sampling import sample
 from tinychat.kernels import ops
 from tinychat.kernels.executor import Weights
@@ -49,6 +51,7 @@ class ReferenceExecutor:
         self._pos = UOp.variable("pos", 0, max_context - 1)
         self._chunk = 1 if any(isinstance(op, ops.Route) for op in plan.ops) else CHUNK
         self._jits: dict[tuple[int, bool], Any] = {}  # TinyJit is a function to mypy
+        self.caches = Caches(self.tiny_device)
         self._logits = np.zeros(plan.vocab, np.float32)
 
     def _zeros(self, rows: int, width: int, dtype: Any) -> Tensor:
@@ -59,6 +62,12 @@ class ReferenceExecutor:
         """Kernels of the captured decode step (0 before it was captured)."""
         jit = self._jits.get((1, True))
         return len(jit.captured._linear.src) if jit and jit.captured else 0
+
+    @property
+    def jit_state(self) -> str:
+        """See Executor.jit_state: TinyJit runs the first step as it comes, captures the second and replays it from then on."""
+        jit = self._jits.get((1, True))
+        return ("compiling", "capturing", "replaying")[min(jit.cnt, 2) if jit else 0]
 
     def forward(self, ids: Sequence[int], pos: int, logits: Literal["none", "last", "all"] = "none") -> np.ndarray | None:
         """See Executor.forward."""
@@ -133,8 +142,10 @@ class ReferenceExecutor:
         key = (len(ids), want_logits)
         if key not in self._jits:
             self._jits[key] = TinyJit(self._step_with_logits if want_logits else self._step)
+        jit = self._jits[key]
         tokens = Tensor(np.asarray(ids, np.int32), device=self.tiny_device).realize()
-        out = self._jits[key](tokens, self._pos.bind(pos))
+        with contextlib.nullcontext() if jit.captured else self.caches.counted():
+            out = jit(tokens, self._pos.bind(pos))
         return out.numpy() if want_logits else None
 
     def _step(self, tokens: Tensor, pos: UOp) -> Tensor:

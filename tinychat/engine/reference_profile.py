@@ -11,18 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tinygrad import Device, Tensor
-from tinygrad.codegen import to_program_cache
 from tinygrad.engine.jit import _prepare_jit_inputs
 from tinygrad.engine.realize import ExecContext, estimate_uop, pm_exec
 from tinygrad.helpers import GlobalCounters
-from tinygrad.schedule import schedule_cache
 from tinygrad.uop.ops import Ops, UOp, sym_infer
 
 from tinychat.engine.sampling import sample
 from tinychat.errors import TinychatError
 from tinychat.kernels.cpu.executor import default_threads
 from tinychat.kernels.ops import Head, Sampling
-from tinychat.kernels.profile import Batch, CacheUse, Kernel, Part, StepProfile
+from tinychat.kernels.profile import Batch, Kernel, Part, StepProfile
 
 if TYPE_CHECKING:
     from tinychat.engine.reference import ReferenceExecutor
@@ -35,9 +33,7 @@ def profile(ex: ReferenceExecutor, token: int, pos: int, steps: int) -> StepProf
     if pos >= ex.max_context:
         raise TinychatError(f"position {pos} does not fit the context of {ex.max_context}")
     ex._jits.pop((1, True), None)
-    schedules, programs = len(schedule_cache), len(to_program_cache)
     first, capture = (_seconds(lambda: ex._run([token], pos, True)) for _ in range(2))
-    scheduled, made = len(schedule_cache) - schedules, len(to_program_cache) - programs
     plain, chosen = np.zeros(steps), np.zeros(steps)
     for i in range(steps):
         start = time.perf_counter()
@@ -62,14 +58,9 @@ def profile(ex: ReferenceExecutor, token: int, pos: int, steps: int) -> StepProf
     graphs = [call for call in calls if call.src[0].op is Ops.CUSTOM_FUNCTION]
     batches = [Batch(f"graph {i + 1}", len(call.src[0].src[0].src), np.array([_alone(call, context) for _ in range(steps)]))
                for i, call in enumerate(graphs)]  # fmt: skip
-    caches = (
-        CacheUse("schedule cache", None, scheduled, first),
-        CacheUse("compiled kernels", 2 * len(flat) - made, made, 0.0),
-        CacheUse("TinyJit capture", None, 1, capture),
-    )
     return StepProfile(
         "alone", parts, alone.sum(1), plain, chosen, tuple(batches) or (Batch("replayed one by one", len(flat), plain - chosen),),
-        caches, pos + 1, default_threads() if serial else 1, tuple(kernels(ex, token, pos)),
+        (first, capture), ex.caches.used(), pos + 1, default_threads() if serial else 1, tuple(kernels(ex, token, pos)),
         ("VIZ=-1 tinychat run MODEL PROMPT",),
     )  # fmt: skip
 

@@ -40,6 +40,11 @@ class Executor(Protocol):
     def jit_batches(self) -> int: ...
 
     @property
+    def jit_state(self) -> str:
+        """What the next decode step does: "compiling", "capturing" (both take far longer) or "replaying"."""
+        ...
+
+    @property
     def weight_bytes(self) -> int:
         """Resident packed weights."""
         ...

@@ -72,12 +72,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class CacheUse:
-    """A schedule or compile cache during the first steps. `seconds`: what the first step with it took, 0 where not measured."""
+    """A schedule or compile cache since the model was loaded; `seconds`: looking up and making. None: not measured."""
 
     name: str
-    hits: int | None  # None: it does not tell
-    misses: int
-    seconds: float
+    hits: int | None
+    misses: int | None
+    seconds: float | None
     place: str = ""
 
 
@@ -104,6 +104,7 @@ class StepProfile:
     plain: np.ndarray
     sampling: np.ndarray
     batches: tuple[Batch, ...]
+    first: tuple[float, ...]  # seconds of the first steps, before the steady state
     caches: tuple[CacheUse, ...]
     depth: int  # cache rows of the step in the middle
     cores: int  # threads, or what corresponds to them, that this machine could use

@@ -59,6 +59,9 @@ def _whole(r: Report, p: StepProfile) -> Iterator[Flag]:
                    f"{outside / r.kernels * 1e6:.0f} µs for each (derived)")  # fmt: skip
     if (share := r.categories.get(SAMPLING, 0.0) / r.token_s) > 0.10:
         yield Flag("sampling", f"choosing the token takes {share:.0%} of its time")
+    if r.clocks > 0.10:
+        yield Flag("disturbed", f"the clocks cost {r.clocks:.0%} of a token: its ops are too short to be timed one by one, or "
+                   "the machine is busy")  # fmt: skip
     if r.limit_share > 1.02:
         yield Flag("above the limit", f"{r.gb_s:.1f} GB/s is more than the measured limit of {r.limit_gb_s:.1f}: weights stay in "
                    "the caches, or the limit was measured on a busy machine (`tinychat limit` measures it again)")  # fmt: skip
@@ -119,5 +122,5 @@ def _sources(r: Report, p: StepProfile) -> Iterator[Flag]:
 
 def _cold(r: Report, p: StepProfile) -> Iterator[Flag]:
     for c in p.caches:
-        if c.misses and c.seconds > 0.1:
-            yield Flag("cold caches", f"{c.name}: {c.misses} missing, {c.seconds:.1f} s of the first tokens went there")
+        if c.misses and c.seconds and c.seconds > 0.1:
+            yield Flag("cold caches", f"{c.name}: {c.misses:,} missing, {c.seconds:.1f} s of the start went there")

@@ -25,24 +25,20 @@ from tinychat.profile.report import REST, SAMPLING, STALLS, WAITING, Report, Row
 
 def profile(engine: Engine, steps: int = 10, report: Callable[[str, float], None] | None = None,
             stop: threading.Event | None = None, *, name: str = "", wait: bool = True) -> Report:  # fmt: skip
-    """Measures `steps` greedy tokens behind a short prompt; what the KV cache held is gone afterwards.
+    """Measures `steps` greedy tokens behind a short prompt; the KV cache is given back as it was.
 
     Fits worker.call. Holds the machine's benchmark lock and writes the raw figures beside the report. Raises TinychatError:
     a device without clocks, a context too small, another benchmark runs and not `wait`, `stop` was set.
     """
     if not hasattr(engine.executor, "profile"):
         raise TinychatError(f"{engine.info.device} cannot be profiled; `tinychat bench` measures it as a whole")
-    with machine_lock(report, stop, wait=wait):
+    with machine_lock(report, stop, wait=wait), engine.cache_kept():
         if report:
             report("measuring", 0.0)
         engine.stats.limit_gb_s = limit_of(engine.executor, thorough=True)
         ids = prompt(engine, min(32, max(1, engine.info.max_context // 4)), 0)
-        engine.session.tokens = []
-        try:
-            engine.executor.forward(ids[:-1], 0) if len(ids) > 1 else None
-            measured: StepProfile = engine.executor.profile(ids[-1], len(ids) - 1, steps)
-        finally:
-            engine.session.tokens = []
+        engine.executor.forward(ids[:-1], 0) if len(ids) > 1 else None
+        measured: StepProfile = engine.executor.profile(ids[-1], len(ids) - 1, steps)
     found = explain(measured, engine, name or engine.info.name)
     found.files.append(str(_save(measured, found)))
     return found
@@ -72,7 +68,8 @@ def explain(p: StepProfile, engine: Engine, name: str) -> Report:
         batches=[{"name": b.name, "kernels": b.kernels, "seconds": float(np.median(b.seconds)), "spread": _spread(b.seconds)}
                  for b in p.batches],
         overhead_s=max(0.0, token - sampling - work) / max(1, calls),
-        caches=[asdict(c) for c in p.caches], rows=rows, categories=_categories(rows, waited, sampling, *rest),
+        first_s=list(p.first), caches=[asdict(c) for c in p.caches],
+        rows=rows, categories=_categories(rows, waited, sampling, *rest),
         waits=[float(np.median(sum(part.wait[:, t] for part in p.parts) / p.tokens)) for t in range(p.parts[0].wait.shape[1])],
         uneven=(work - even) / token, deeper=list(p.deeper),
     )  # fmt: skip

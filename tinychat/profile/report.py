@@ -64,6 +64,7 @@ class Report:
     kernels: int
     batches: list[dict[str, Any]]
     overhead_s: float  # derived: the time of a token in which no kernel works, per kernel
+    first_s: list[float]  # of the first steps, before the steady state
     caches: list[dict[str, Any]]
     rows: list[Row]
     categories: dict[str, float]

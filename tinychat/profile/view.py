@@ -22,7 +22,7 @@ def view(r: Report) -> RenderableType:
     return Group(
         _head("1", f"{r.model} on {r.device}"), _speed(r),
         _head("2", "kernels per token"), _kernels(r),
-        _head("3", "schedule and compile caches"), _caches(r),
+        _head("3", "schedule and compile caches (since the model was loaded)"), _caches(r),
         _head("4", f"top {'ops' if r.how == 'in the batch' else 'kernels'} by time (measured {r.how})"), _rows(r.rows[:TOP], r),
         *_by_calls(r),
         _head("5", "categories (seconds of work, waiting apart)"), _categories(r),
@@ -84,12 +84,17 @@ def _kernels(r: Report) -> RenderableType:
 
 
 def _caches(r: Report) -> RenderableType:
+    def told(count: int | None, one: str, many: str) -> str:
+        return f"{many} not measured" if count is None else f"{count:,} {one if count == 1 else many}"
+
     lines = []
     for c in r.caches:
-        counts = ", ".join([f"{c['hits']} hits"] * (c["hits"] is not None) + [f"{c['misses']} misses"])
-        took = times(c["seconds"]) if c["seconds"] else ""
-        lines.append(" · ".join(filter(None, (c["name"], counts, took, c["place"]))))
-    return _lines(lines or ["this device has none"])
+        took = "time not measured" if c["seconds"] is None else times(c["seconds"])
+        parts = f"{told(c['hits'], 'hit', 'hits')}, {told(c['misses'], 'miss', 'misses')}", took, c["place"]
+        lines.append(f"{c['name']}: {' · '.join(filter(None, parts))}")
+    steps = "the first step" if len(r.first_s) == 1 else f"the first {len(r.first_s)} steps"
+    lines.append(f"{steps} took {', '.join(map(times, r.first_s))}; {times(r.token_s)} is the steady state")
+    return _lines(lines)
 
 
 def _table(*columns: str, right: Sequence[int] = ()) -> Table:

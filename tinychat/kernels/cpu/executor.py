@@ -130,6 +130,7 @@ class CPUExecutor:
 
     kernels_per_token = 1
     jit_batches = 1
+    jit_state = "replaying"  # compiled at load
 
     def __init__(
         self, plan: Plan, weights: Weights, max_context: int, threads: int | None = None, *,
@@ -146,7 +147,7 @@ class CPUExecutor:
 
         started = time.perf_counter()
         self._lib = load_library(flags, compiling)
-        self._compiled_s = time.perf_counter() - started if self._compiled else 0.0
+        self._library_s = time.perf_counter() - started
         self._blocks: list[tuple[int, int]] = []  # (address, bytes) of tc_alloc
         self._keep: list[Any] = []  # arrays that C points into
         self._ctx = self._alloc(self._lib.tc_sizeof(1))
@@ -396,10 +397,9 @@ class CPUExecutor:
             Part(name_of(o), index, bytes_of(self.plan, o, depth), self._tasks(o, depth), spent[:, :, k, 0], spent[:, :, k, 1])
             for k, (index, o) in enumerate(ops)
         )
-        library = CacheUse("compiled C library", int(not self._compiled), int(self._compiled), self._compiled_s, self._lib._name)
+        library = CacheUse("compiled C library", int(not self._compiled), int(self._compiled), self._library_s, self._lib._name)
         return StepProfile("in the batch", parts, times[1], times[0], sampling, (Batch("native call", len(ops), times[0]),),
-                           (library, CacheUse("first step", None, 0, first)), depth, max(default_threads(), self.threads),
-                           tuple(self.kernels()))  # fmt: skip
+                           (first,), (library,), depth, max(default_threads(), self.threads), tuple(self.kernels()))  # fmt: skip
 
     def _tasks(self, o: Op, depth: int) -> int:
         """Into how many pieces step.c can divide an op of one token: groups of 16 rows; heads and chunks in attention."""

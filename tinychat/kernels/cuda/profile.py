@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from tinygrad.helpers import CACHEDB
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.cuda.launch import Launch
@@ -44,10 +45,11 @@ def profile(ex: CUDAExecutor, token: int, pos: int, steps: int) -> StepProfile:
         seconds = _timed(ex, token, pos, chain, steps) / repeats
         parts.append(Part(name, -1, sum(x.bytes for x in launches), math.prod(launches[0].grid), seconds[:, None],
                           np.zeros((steps, 1)), len(launches), launches[0].kind or "other"))  # fmt: skip
-    caches = (CacheUse("first step", None, 0, first),)
+    gpu = ex.gpu
+    caches = (CacheUse("compiled kernels, on disk", gpu.found, gpu.compiled, gpu.compile_s, CACHEDB),)
     graph = Batch("graph", ex.kernels_per_token, whole)
-    return StepProfile("alone", tuple(parts), whole, plain, np.zeros(steps), (graph,), caches, pos + steps, 1, tuple(kernels(ex)),
-                       ("ncu tinychat run MODEL PROMPT",))  # fmt: skip
+    return StepProfile("alone", tuple(parts), whole, plain, np.zeros(steps), (graph,), (first,), caches, pos + steps, 1,
+                       tuple(kernels(ex)), ("ncu tinychat run MODEL PROMPT",))  # fmt: skip
 
 
 def _tokens(ex: CUDAExecutor, token: int, pos: int, steps: int) -> tuple[np.ndarray, float]:
