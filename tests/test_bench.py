@@ -9,6 +9,7 @@ import threading
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -16,6 +17,8 @@ from tests import tiny
 from tinychat import bench, benchlog
 from tinychat.engine.engine import Engine
 from tinychat.errors import TinychatError
+from tinychat.kernels.ops import Sampling
+from tinychat.profile import profile
 
 
 @pytest.fixture(scope="module")
@@ -180,3 +183,31 @@ def test_the_store_is_small_and_quick(tmp_path):
     start = time.perf_counter()
     assert len(benchlog.history(file=file)) == 2000
     assert time.perf_counter() - start < 1.0
+
+
+@pytest.mark.parametrize("measure", [
+    lambda engine: bench.run(engine, 24, 8, 1), lambda engine: profile(engine, 4), lambda engine: stopped(engine),
+])  # fmt: skip
+def test_the_conversation_goes_on_behind_it(engine, measure):
+    def answer(prompt):
+        return [t.id for t in engine.generate(prompt, Sampling(temperature=0.0), 6, raw=True) if t.id is not None]
+
+    engine.session.tokens = []
+    first = [6, 17, 250, 33, 7, 7, 120]
+    asked = [*first, *answer(first), 40, 41]
+    answer(asked)
+    want, held = engine.executor.step_logits().copy(), list(engine.tokens)
+    engine.session.tokens = []
+    answer(first)
+    answer(asked)
+    measure(engine)
+    assert engine.tokens == held
+    answer(asked)
+    assert engine.stats.reused_tokens == len(asked) - 1
+    np.testing.assert_array_equal(engine.executor.step_logits(), want)
+
+
+def stopped(engine):
+    stop = threading.Event()
+    with pytest.raises(TinychatError, match="stopped"):
+        bench.run(engine, 24, 8, 3, lambda text, fraction: stop.set(), stop)

@@ -88,8 +88,12 @@ def test_search_in_turns_and_names(file):
                        ("_under", [b.id]), ("'te \"dou", [b.id]), ("GROSSE", [b.id]), ("nothing", []), (" ", [b.id, a.id])]:
         assert [s.id for s in h.find(words)] == ids, words
     snippet = h.find("needle")[0].snippet
-    assert "mla needle yyy" in snippet and snippet.startswith("…") and len(snippet) < 120
+    assert "MLA needle yyy" in snippet and snippet.startswith("…") and len(snippet) < 120
     assert h.find("große")[0].snippet == ""
+    c = talk("ß" * 100 + "İ The Needle" + "ß" * 100)  # letters that fold to two
+    h.save(c)
+    snippet = next(s.snippet for s in h.find("needle") if s.id == c.id)
+    assert snippet == "…" + "ß" * 24 + "İ The Needle" + "ß" * 54
 
 
 def test_rename_survives_the_saves_that_follow(file):

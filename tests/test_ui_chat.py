@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from textual import events
-from textual.widgets import OptionList
+from textual.widgets import Input, OptionList
 
 from tests.screens import text_of, until
 from tests.scripted import INFO, LONG, Script, scripted_load
@@ -39,6 +39,11 @@ class Desk:
     async def ask(self, text):
         await self.send(text)
         await self.settle()
+
+    async def type_over(self, text):
+        """Into the field of a dialog, then Enter."""
+        self.app.screen.query_one(Input).value = text
+        await self.pilot.press("enter")
 
     async def settle(self):
         await self.until(lambda: self.turns and not self.controller.busy and not self.controller.queue)
@@ -431,3 +436,28 @@ async def test_no_message_takes_the_focus_by_a_click():
         await d.pilot.click(d.answers[0].view)
         await d.pilot.pause()
         assert d.chat.focused is d.chat.prompt and not isinstance(d.chat.focused, Message)
+
+
+async def test_the_list_renames_and_deletes_the_open_conversation(tmp_path):
+    history = History(tmp_path / "h.db")
+    async with desk("Hello!", LONG * 20, history=history, rate=200) as d:
+        await d.ask("first words")
+        await d.pilot.press("f3")
+        await d.until(lambda: "open now" in d.screen)
+        await d.pilot.press("f2")
+        await d.until(lambda: "Name of this conversation" in d.screen)
+        await d.type_over("My talk")
+        await d.until(lambda: "My talk" in d.screen and "Name of" not in d.screen)
+        await d.pilot.press("escape")
+        await d.until(lambda: "My talk" in d.screen.split("\n")[0])
+        await d.send("and more")
+        await d.until(lambda: d.answers and d.answers[-1].live and d.controller.running.tokens > 5)
+        assert d.controller.conversation.title == "My talk"
+        await d.pilot.press("f3")
+        await d.until(lambda: "open now" in d.screen)
+        await d.pilot.press("ctrl+d", "left", "enter")  # while its answer is being written
+        await d.until(lambda: not history.find())
+        await d.pilot.press("escape")
+        await d.until(lambda: "Ask scripted:1b something" in d.screen)
+        await d.until(lambda: not d.controller.busy)
+        assert not d.turns and not history.find()

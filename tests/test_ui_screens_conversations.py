@@ -38,7 +38,7 @@ async def test_search_and_open(history, size):
         assert all(part in text for part in ("Plan dinners", "glm-4.7:flash", "2 turns", "1 turn ", "just now"))
         app.screen.query_one(Input).value = "LATENT row"
         await pilot.pause()
-        assert ids(app) == [old] and "one latent row" in text_of(app)
+        assert ids(app) == [old] and "It keeps one latent row" in text_of(app)
         await pilot.press("enter")
         await until(pilot, lambda: app.result is not UNSET)
     assert app.result == old

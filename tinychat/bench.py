@@ -40,7 +40,7 @@ def run(engine: Engine, n_prompt: int = 128, n_gen: int = 64, repeats: int = 3, 
         stop: threading.Event | None = None, *, name: str = "", wait: bool = True) -> BenchResult:  # fmt: skip
     """Measures prefill of `n_prompt` and greedy decode of `n_gen` tokens, `repeats` times after one warm-up.
 
-    `name` is what the user calls the model. Holds the machine's benchmark lock. What the KV cache held is gone afterwards.
+    `name` is what the user calls the model. Holds the machine's benchmark lock. The KV cache is given back as it was.
     Raises TinychatError: context too small, another benchmark runs and not `wait`, or `stop` was set.
     """
     report = report or (lambda text, fraction: None)
@@ -49,7 +49,7 @@ def run(engine: Engine, n_prompt: int = 128, n_gen: int = 64, repeats: int = 3, 
     if n_prompt + n_gen > engine.info.max_context:
         raise TinychatError(f"{n_prompt:,} prompt and {n_gen:,} generated tokens do not fit the context of "
                             f"{engine.info.max_context:,}; load the model with a larger one, or measure less")  # fmt: skip
-    with machine_lock(report, stop, wait=wait):
+    with machine_lock(report, stop, wait=wait), engine.cache_kept():
         engine.stats.limit_gb_s = limit_of(engine.executor, thorough=True)
         runs = []
         for n in range(repeats + 1):

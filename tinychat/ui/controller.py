@@ -45,9 +45,10 @@ class Grew:
 
 @dataclass(frozen=True)
 class Ended:
-    """The last turn, number `index`, is complete for now."""
+    """The last turn, number `index`, is complete for now, and this is it."""
 
     index: int
+    turn: Turn
 
 
 @dataclass(frozen=True)
@@ -348,7 +349,7 @@ class Controller:
         if r.skip and reason == "stopped":
             self._start(self.conversation.close_thinking(), index, go_on=True)
             return
-        self._changes.append(Ended(index))
+        self._changes.append(Ended(index, turn))
         self._store()
         if reason == "context" and self.engine is not None:
             room = room_for(self.engine, self.conversation, go_on=True, always=True)

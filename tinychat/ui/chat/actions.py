@@ -12,7 +12,7 @@ from tinychat.errors import TinychatError, printable
 from tinychat.ui.chat import opening
 from tinychat.ui.chat.message import footer_text
 from tinychat.ui.conversation import to_markdown
-from tinychat.ui.panel.figures import seconds, size, speed
+from tinychat.ui.panel.figures import size, speed
 from tinychat.ui.parameters import PARAMETERS, Parameters, get_parameter, set_parameter
 
 if TYPE_CHECKING:
@@ -184,11 +184,16 @@ async def stats(chat: ChatScreen, text: str) -> None:
     s, c = engine.stats, chat.controller.conversation
     lines = [footer_text(c.turns[c.last_answer]) if c.last_answer is not None else "no answer yet"]
     if s.prefill_tok_s:
-        lines.append(f"prompt {s.prompt_tokens:,} · prefill {speed(s.prefill_tok_s)} tok/s · {seconds(s.ttft_s)} to the first")
-    if any(took for _, took in s.parts()):
-        lines.append("time: " + " · ".join(f"{what} {1e3 * took:,.1f} ms" for what, took in s.parts()))
+        lines.append(f"prompt {s.prompt_tokens:,} · prefill {speed(s.prefill_tok_s)} tok/s")
+    if s.ttft_s:
+        lines.append(f"TTFT {1e3 * s.ttft_s:,.1f} ms" + (f" · {1e3 * s.token_s:,.2f} ms per output token" if s.token_s else ""))
+    spent = [*s.parts(), ("painting", chat.painter.meter.seconds)]
+    if any(took for _, took in spent):
+        lines.append("time: " + " · ".join(f"{what} {1e3 * took:,.1f} ms" for what, took in spent))
     if s.kernels_per_token:
-        lines.append(f"{s.kernels_per_token:,} kernels per token in {s.jit_batches} batches {s.jit_state}".rstrip())
+        parts = [f"{s.kernels_per_token:,} kernel{'s' * (s.kernels_per_token != 1)} per token"]
+        parts += [f"in {s.jit_batches:,} batch{'es' * (s.jit_batches != 1)}"] * bool(s.jit_batches)
+        lines.append(" ".join(parts) + (f", {s.jit_state}" if s.jit_state else ""))
     if s.gb_s:
         share = f" · {s.limit_share:.0%} of {s.limit_gb_s:.1f} GB/s" if s.limit_gb_s else ""
         lines.append(f"{size(s.bytes_per_token)} read per token · {s.gb_s:.1f} GB/s{share}")
@@ -226,7 +231,19 @@ async def conversations(chat: ChatScreen, text: str) -> None:
         if id:
             chat.run_worker(opening.reopen(chat, id))
 
-    chat.app.push_screen(ConversationsScreen(chat.history), done)
+    c, history = chat.controller, chat.history
+
+    def rename(id: str, name: str) -> None:
+        history.rename(id, name)
+        if id == c.conversation.id:
+            c.rename(name)
+
+    def delete(id: str) -> None:
+        if id == c.conversation.id:
+            c.new()
+        history.delete(id)
+
+    chat.app.push_screen(ConversationsScreen(history, c.conversation.id, rename, delete), done)
 
 
 async def inspect(chat: ChatScreen, text: str) -> None:

@@ -57,6 +57,7 @@ class Painter:
         chat, transcript = self._chat, self._chat.transcript
         match change:
             case Grew():
+                self.meter.begin()
                 transcript.grew(change)
                 chat.call_after_refresh(self.meter.painted, change.tokens)
             case Reset():
@@ -67,8 +68,10 @@ class Painter:
                 await transcript.reset(change.conversation, change.start, speaker, change.live)
             case Ended():
                 message = transcript.message(change.index)
+                self.meter.begin()
+                chat.call_after_refresh(self.meter.painted, 0)
                 if isinstance(message, AnswerMessage):
-                    message.update(chat.controller.conversation.turns[change.index], live=False)
+                    message.update(change.turn, live=False)
             case Note():
                 await chat.note(change.text, change.error)
             case Refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 from textual import on
@@ -19,7 +20,8 @@ from tinychat.ui.screens.sheet import Rows, Sheet, ago, cell
 
 
 class ConversationsScreen(Sheet[str]):
-    """Dismisses with the id of the conversation to open."""
+    """Dismisses with the id of the conversation to open. `present` is the id of the open one; `rename` and `delete` are
+    History's, or what does the same and tells the chat."""
 
     TITLE = "Conversations"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -30,9 +32,11 @@ class ConversationsScreen(Sheet[str]):
         Binding("up", "move(-1)", "up", show=False, priority=True),
     ]
 
-    def __init__(self, history: History) -> None:
+    def __init__(self, history: History, present: str = "", rename: Callable[[str, str], None] | None = None,
+                 delete: Callable[[str], None] | None = None) -> None:  # fmt: skip
         super().__init__()
-        self._history = history
+        self._history, self._present = history, present
+        self._rename, self._delete = rename or history.rename, delete or history.delete
         self._found: dict[str, Summary] = {}
 
     def body(self) -> ComposeResult:
@@ -67,7 +71,7 @@ class ConversationsScreen(Sheet[str]):
         except TinychatError as e:
             self._found, message = {}, str(e)
         width = max(30, rows.size.width - 2)
-        rows.show([Option(_line(s, width), id=s.id) for s in self._found.values()], keep)
+        rows.show([Option(_line(s, width, s.id == self._present), id=s.id) for s in self._found.values()], keep)
         self.query_one(".detail", Static).update(Content(printable("" if self._found else message)))
         self.refresh_bindings()
 
@@ -92,7 +96,7 @@ class ConversationsScreen(Sheet[str]):
 
         def named(name: str | None) -> None:
             if name is not None:
-                self._try(lambda: self._history.rename(s.id, name))
+                self._try(lambda: self._rename(s.id, name))
 
         self.app.push_screen(AskScreen("Name of this conversation (empty: its first words)", s.title), named)
 
@@ -102,7 +106,7 @@ class ConversationsScreen(Sheet[str]):
 
         def answered(yes: bool | None) -> None:
             if yes:
-                self._try(lambda: self._history.delete(s.id))
+                self._try(lambda: self._delete(s.id))
 
         self.app.push_screen(ConfirmScreen(f"Delete “{s.title}” ({_turns(s)})? It cannot be brought back.", "Delete"), answered)
 
@@ -121,10 +125,11 @@ def _turns(s: Summary) -> str:
     return f"{s.turns} turn{'s' * (s.turns != 1)}"
 
 
-def _line(s: Summary, width: int) -> Content:
+def _line(s: Summary, width: int, present: bool) -> Content:
     """Title, model, size and age; below it, what the search found."""
     model = min(24, width // 4) if width >= 70 else 0
-    tail = f"{cell(s.model, model)}  " * bool(model) + cell(_turns(s), 10, True) + cell(ago(s.updated), 13, True)
+    age = "open now" if present else ago(s.updated)
+    tail = f"{cell(s.model, model)}  " * bool(model) + cell(_turns(s), 10, True) + cell(age, 13, True)
     title = cell(s.title or "untitled", width - len(tail) - 3)
     line = Content(f" {title}  {tail}").stylize("$foreground-muted", len(title) + 1)
     if s.snippet:
