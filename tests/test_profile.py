@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from tests import tiny
+from tests.screens import until
 from tinychat import bench
 from tinychat.cli import main
 from tinychat.engine import Engine, limit
@@ -23,6 +25,11 @@ from tinychat.kernels.ops import GateUp, NormLinear, Plan, Sampling
 from tinychat.kernels.profile import Part, function_source, name_of, quant_of, shape_of
 from tinychat.profile import Report, kernels, profile, view
 from tinychat.profile.measure import explain
+from tinychat.settings import Settings
+from tinychat.ui.app import TinychatApp
+from tinychat.ui.chat.message import NoteLine
+from tinychat.ui.conversation import Turn
+from tinychat.ui.parameters import Parameters
 
 
 @pytest.fixture(autouse=True)
@@ -272,9 +279,27 @@ def test_parts_of_a_request(tmp_path: Path) -> None:
         assert s.template_s == s.tokenise_s == 0  # nobody rendered this one
 
 
+async def test_the_chat_tells_where_the_time_went(tmp_path: Path) -> None:
+    path = tiny.write(tmp_path / "m.gguf", "llama", "Q4_0")
+    app = TinychatApp("m", path, own=Settings(parameters=Parameters(max_tokens=20)))
+    async with app.run_test(size=(100, 40)) as pilot:
+        await until(pilot, lambda: app.controller.ready)
+        app.controller.ask(Turn("user", "hello"))
+        await until(pilot, lambda: app.controller.conversation.turns and not app.controller.busy)
+        await until(pilot, lambda: (last := app.chat.transcript.last_answer) and not last.live)
+        await pilot.pause()
+        await app.chat.run_command("stats")
+        said = " ".join(str(app.chat.transcript.query(NoteLine).last().content).split())
+        spent = dict(re.findall(r"([a-z]+(?: token)?) ([\d.,]+) ms", said.split("time: ")[1]))
+        assert list(spent) == ["template", "tokenise", "prefill", "first token", "decode", "sampling", "detokenise", "painting"]
+        assert float(spent["painting"]) > 0 and float(spent["decode"]) > 0
+        assert re.search(r"TTFT [\d.,]+ ms · [\d.,]+ ms per output token", said)
+        assert "1 kernel per token in 1 batch, replaying" in said
+
+
 def test_run_tells_where_the_time_went(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tiny.write(tmp_path / "m.gguf", "llama", "Q4_0")
     assert main(["run", str(path), "hello", "--max-tokens", "5", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     names = ("template", "tokenise", "prefill", "first_token", "decode", "sampling", "detokenise", "ttft", "token")
-    assert all(shown[f"{name}_s"] > 0 for name in names)
+    assert all(shown[f"{name}_s"] > 0 for name in names) and shown["painting_s"] == 0 and shown["jit_state"] == "replaying"

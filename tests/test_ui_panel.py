@@ -92,13 +92,23 @@ async def test_the_panel_on_a_screen():
             assert text in screen, text
 
 
-def test_painted_tokens_per_second():
-    now = [100.0]
-    meter = PaintMeter(lambda: now[0])
+def test_what_painting_gives_and_takes():
+    now, worked = [100.0], [5.0]
+    meter = PaintMeter(lambda: now[0], lambda: worked[0])
     assert meter.rate == meter.average == 0
     for _ in range(21):
+        meter.begin()
+        worked[0] += 0.002
         meter.painted(10)
         now[0] += 0.05
+        worked[0] += 1  # something else
     assert meter.average == pytest.approx(200) and meter.rate == pytest.approx(200) and meter.tokens == 210
+    assert meter.seconds == pytest.approx(0.042)
+    meter.begin()
+    meter.begin()  # before the first is on the screen: counted once
+    worked[0] += 0.008
+    meter.painted(0)
+    meter.painted(0)
+    assert meter.seconds == pytest.approx(0.05) and meter.average == pytest.approx(200)
     meter.restart()
-    assert meter.tokens == 0 and meter.average == 0
+    assert meter.tokens == meter.seconds == meter.average == 0

@@ -107,7 +107,10 @@ def chat(text: str | None) -> int:
 
 def run(text: str, prompt: str, *, max_tokens: int | None, temperature: float | None, seed: int | None, raw: bool,
         think: bool | None, as_json: bool, device: str | None, threads: int | None) -> None:  # fmt: skip
-    """One answer on stdout. Thinking goes to stderr, if somebody looks. Parameters that are None come from the settings."""
+    """One answer on stdout. Thinking goes to stderr, if somebody looks. Parameters that are None come from the settings.
+
+    With `as_json` nothing is painted while the answer comes, so `painting_s` is 0.
+    """
     prompt = _text(prompt)
     own = settings_of_user()
     model, chosen = resolve(text, own.models), own.parameters
@@ -134,7 +137,8 @@ def run(text: str, prompt: str, *, max_tokens: int | None, temperature: float | 
             said = {kind: "".join(t.text for t in tokens if t.kind == kind) for kind in ("answer", "thinking")}
             show_json({"model": model.name, "text": said["answer"], "thinking": said["thinking"],
                        "token_ids": [t.id for t in tokens if t.id is not None], "stop_reason": engine.stop_reason,
-                       "seed": seed, "device": engine.info.device, "threads": engine.info.threads, **s.as_dict()})  # fmt: skip
+                       "seed": seed, "device": engine.info.device, "threads": engine.info.threads, **s.as_dict(),
+                       "painting_s": 0.0})  # fmt: skip
         elif sys.stderr.isatty():
             say(f"{s.generated_tokens} tokens · {s.decode_tok_s:.1f} tok/s · first token after {s.ttft_s:.2f} s")
         if engine.stop_reason == "context":

@@ -58,7 +58,7 @@ class Stats:
     def parts(self) -> list[tuple[str, float]]:
         """Where the time of the last request went, in order: (what, seconds), nothing counted twice.
 
-        A screen adds what it needs to paint.
+        A screen adds what it needs to paint; it does so in a thread of its own, while tokens are decoded.
         """
         decode = max(0.0, self.decode_s - self.sampling_s - self.detokenise_s)
         return [("template", self.template_s), ("tokenise", self.tokenise_s), ("prefill", self.prefill_s),

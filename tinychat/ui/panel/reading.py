@@ -30,23 +30,41 @@ class Reading:
 
 
 class PaintMeter:
-    """Counts tokens when they are on the screen: `rate` in tok/s over the painting of the running answer."""
+    """Counts tokens when they are on the screen: `rate` in tok/s over the painting of the running answer.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    `seconds` is what painting them took: CPU time of the screen's thread from `begin` to `painted`, not its waiting.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, work: Callable[[], float] = time.thread_time) -> None:
+        self._clock, self._work = clock, work
         self.restart()
 
     def restart(self) -> None:
         self.tokens, self._first, self._last, self._at_first = 0, 0.0, 0.0, 0
         self._recent: deque[tuple[float, int]] = deque(maxlen=24)
+        self.seconds, self._begun, self._since = 0.0, 0, 0.0
+
+    def begin(self) -> None:
+        """Something of the answer is laid out now; `painted` has to follow."""
+        self._spend(1)
 
     def painted(self, tokens: int) -> None:
+        """What was begun is on the screen, `tokens` tokens of it."""
+        self._spend(-1)
+        if not tokens:
+            return
         now = self._clock()
         self.tokens += tokens
         if not self._first:
             self._first, self._at_first = now, self.tokens
         self._last = now
         self._recent.append((now, self.tokens))
+
+    def _spend(self, change: int) -> None:
+        now = self._work()
+        if self._begun:
+            self.seconds += now - self._since
+        self._since, self._begun = now, max(0, self._begun + change)
 
     @property
     def rate(self) -> float:
