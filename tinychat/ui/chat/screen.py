@@ -13,7 +13,6 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.screen import Screen
-from textual.widgets import Footer
 
 from tinychat.errors import TinychatError, printable
 from tinychat.history import History
@@ -28,6 +27,7 @@ from tinychat.ui.chat.transcript import Transcript
 from tinychat.ui.context import Room
 from tinychat.ui.controller import Controller
 from tinychat.ui.conversation import Turn
+from tinychat.ui.keys import KeyLine
 from tinychat.ui.panel import EngineLine, EnginePanel, ExpertsStrip
 
 DRAIN_HZ = 20  # how often the worker's events are taken and painted
@@ -84,7 +84,7 @@ class ChatScreen(Screen[None]):
                 yield EngineLine(id="engine-line")
                 yield PromptBox(commands.complete, self._files)
             yield EnginePanel(id="panel")
-        yield Footer(show_command_palette=True, compact=True)
+        yield KeyLine(palette=True)
 
     async def on_mount(self) -> None:
         if self.history is not None:

@@ -16,10 +16,11 @@ from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
 from textual.screen import ModalScreen
-from textual.widgets import Footer, OptionList, Static
+from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
 from tinychat.errors import printable
+from tinychat.ui.keys import KeyLine
 
 Result = TypeVar("Result")
 T = TypeVar("T")
@@ -36,7 +37,7 @@ class Sheet(ModalScreen[Result]):
         with Vertical(classes="sheet"):
             yield Static(Content(self.TITLE or ""), classes="sheet-title")
             yield from self.body()
-            yield Footer(show_command_palette=False)
+            yield KeyLine()
 
     def body(self) -> ComposeResult:
         """The widgets between title and footer."""
