@@ -24,11 +24,12 @@ def read_bandwidth(threads: Sequence[int], rounds: int = 1) -> dict[int, float]:
         raise TinychatError(f"not enough memory to measure its bandwidth: {size / 1e9:.1f} GB are needed")
     try:
         ctypes.memset(block, 1, size)
-        started = lib.tc_open(context, max(threads))
-        try:
-            return {n: max(lib.tc_bandwidth(context, block, size, n) for _ in range(rounds)) for n in threads if n <= started}
-        finally:
+        found = dict[int, float]()
+        for n in threads:
+            if lib.tc_open(context, n) == n:  # the system may refuse some
+                found[n] = max(lib.tc_bandwidth(context, block, size) for _ in range(rounds))
             lib.tc_close(context)
+        return found
     finally:
         lib.tc_free(block, size)
 

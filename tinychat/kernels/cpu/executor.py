@@ -97,7 +97,7 @@ def load_library(flags: Sequence[str] = ("-march=native",), notice: Callable[[st
         ("tc_forward", None, [_ptr, _ptr, c_int, c_int, c_int, _ptr]),
         ("tc_step", c_int, [_ptr, c_int, c_int, _ptr, _ptr]), ("tc_sample", c_int, [_ptr, _ptr, c_int, _ptr, _ptr]),
         ("tc_logits", _ptr, [_ptr]), ("tc_cache", size, [_ptr, _ptr, c_int, c_int]),
-        ("tc_bandwidth", ctypes.c_double, [_ptr, _ptr, size, c_int]),
+        ("tc_bandwidth", ctypes.c_double, [_ptr, _ptr, size]),
     ):  # fmt: skip
         function = getattr(lib, name)
         function.restype, function.argtypes = result, args

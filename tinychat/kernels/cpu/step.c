@@ -1,9 +1,10 @@
 // One forward step of a plan: the threads of the pool go through the list of its ops.
 //
-// kernels/ops.py says what each op computes, executor.py builds the list. With one token, an op is one phase of tasks, each a
-// part of the rows, and every thread norms and quantises the op's input for itself (cheaper than a barrier); with several,
-// all threads walk through the op together, tokens are prepared in parallel first, and each group of 16 rows is multiplied with panels of 16, 8, 4 or 1 columns. Both do the same arithmetic in
-// the same order per (row, token), so results depend neither on the chunking of a prompt nor on the number of threads.
+// kernels/ops.py says what each op computes, executor.py builds the list. Work is cut into tasks, each a part of the rows or of
+// the tokens. With one token an op is one phase of tasks, and every thread norms and quantises the op's input for itself (cheaper
+// than a phase of its own); with several, an op has stages, each a phase: tokens are prepared first, then each group of 16 rows
+// is multiplied with panels of 16, 8, 4 or 1 columns. Both do the same arithmetic in the same order per (row, token), so results
+// depend neither on the chunking of a prompt nor on the number of threads.
 #include <stdlib.h>
 #include <sys/mman.h>
 
@@ -47,6 +48,8 @@ typedef struct {  // per thread
   int last_op;
 } Scratch;
 
+typedef struct { int op, stage; } Phase;
+
 typedef struct {
   int32_t n_ops, max_context, batch, vocab, layers, k_width, v_width, kv_heads, n_buffers;
   const Op *ops;
@@ -66,6 +69,8 @@ typedef struct {
   atomic_int *done;  // decode attention: finished chunks per group of heads
   float *logits, *span_max, *span_sum, *work;
   // the call in progress
+  Phase *phases;
+  int n_phases;
   const int32_t *ids;
   int tokens, pos, logits_mode, sampled;  // logits_mode: 0 none, 1 last, 2 all
   uint64_t serial;  // of the call
@@ -104,20 +109,24 @@ static int ready(Ctx *c, const Op *op, int id) {
   return 0;
 }
 
-// The input of a linear op, in panels: by each thread for itself with one token, else by all together.
-static const Scratch *prepare_input(Ctx *c, const Op *op, int id, const float *src, int stride, int n, const float *norm, int need) {
+// A task: part `part` of `parts` of a stage of an op, run by thread `id`.
+typedef struct { int id, stage, part, parts; } Part;
+
+// The input of a linear op, in panels. With one token each thread prepares it for itself; with several, stage 0 does so for all,
+// and NULL says that this was it.
+static const Scratch *input(Ctx *c, const Op *op, Part me, int stage, const float *src, int stride, int n, const float *norm, int need) {
   if (c->tokens == 1) {
-    if (!ready(c, op, id)) prepare_row(src, n, norm, op->eps, need, &c->scratch[id], 0, 1, 0);
-    return &c->scratch[id];
+    if (!ready(c, op, me.id)) prepare_row(src, n, norm, op->eps, need, &c->scratch[me.id], 0, 1, 0);
+    return &c->scratch[me.id];
   }
-  for (int first = 0, w, p = 0; first < c->tokens; first += w, p++) {
+  if (me.stage > stage) return &c->shared;
+  for (int first = 0, w; first < c->tokens; first += w) {
     w = panel_width(c->tokens - first);
     for (int i = 0; i < w; i++)
-      if ((first + i) % c->pool.threads == id)
+      if ((first + i) % me.parts == me.part)
         prepare_row(src + (size_t)(first + i) * stride, n, norm, op->eps, need, &c->shared, first, w, i);
   }
-  barrier(&c->pool);
-  return &c->shared;
+  return NULL;
 }
 
 // ---- matrices --------------------------------------------------------------------------------------------------------
@@ -126,9 +135,6 @@ INLINE int groups16(const Matrix *w) { return (w->rows + 15) / 16; }
 INLINE const uint8_t *rows16(const Matrix *w, int matrix, int group) {
   return w->data + ((size_t)matrix * groups16(w) + group) * group_bytes(w->type, w->cols);
 }
-
-// A part of an op: with one token a task, which any thread may run, else the share of thread `id` of all.
-typedef struct { int id, part, parts; } Part;
 
 // The share [*first, *last) of units, of which `before` bytes of work come first and each costs `bytes`.
 INLINE void share(Part me, double total, double before, double bytes, int units, int *first, int *last) {
@@ -195,8 +201,8 @@ static void embed(Ctx *c, const Op *op, Part me) {
 }
 
 static void linear(Ctx *c, const Op *op, Part me) {
-  const Scratch *x = prepare_input(c, op, me.id, row(c, op->src, 0), c->widths[op->src], op->w[0].cols, op->norm,
-                                   needs(op->w, op->matrices));
+  const Scratch *x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], op->w[0].cols, op->norm, needs(op->w, op->matrices));
+  if (!x) return;
   double total = 0, before = 0;
   for (int i = 0; i < op->matrices; i++) total += (double)groups16(&op->w[i]) * group_bytes(op->w[i].type, op->w[i].cols);
   for (int i = 0; i < op->matrices; i++) {
@@ -210,7 +216,8 @@ static void linear(Ctx *c, const Op *op, Part me) {
 }
 
 static void gate_up(Ctx *c, const Op *op, Part me) {
-  const Scratch *x = prepare_input(c, op, me.id, row(c, op->src, 0), c->widths[op->src], op->w[0].cols, op->norm, needs(op->w, 2));
+  const Scratch *x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], op->w[0].cols, op->norm, needs(op->w, 2));
+  if (!x) return;
   float *dst[c->tokens];
   for (int t = 0; t < c->tokens; t++) dst[t] = row(c, op->dst[0], t);
   int first, last, n = groups16(&op->w[0]);
@@ -328,52 +335,58 @@ static void attention_one(Ctx *c, const Op *op, int id, int task) {
 
 enum { QUERIES = 32 };  // query vectors of one task in a batch
 
-// Several tokens: tasks are (kv head, block of query vectors), each over all its chunks.
-static void attention_batch(Ctx *c, const Op *op, int id) {
+// Several tokens: keys and values into the cache, and the queries turned in place.
+static void attention_inputs(Ctx *c, const Op *op, Part me) {
+  float *tmp = c->scratch[me.id].merged;
+  for (int t = me.part; t < c->tokens; t += me.parts) {
+    for (int kv = 0; kv < op->kv_heads; kv++) store_kv(c, op, kv, t, tmp);
+    float *q = row(c, op->src, t);
+    int all = op->heads * op->key_dim;
+    for (int h = 0; h < op->heads; h++)
+      turn_head(tmp + (size_t)h * op->key_dim, q, op, h, op->q_norm, op->q_norm_len, all, c->pos + t);
+    memcpy(q, tmp, sizeof(float) * all);
+  }
+}
+
+// Then tasks are (kv head, part of its query heads, block of tokens), each over all its chunks, the longest first.
+typedef struct { int per_token, parts, block, blocks; } Blocks;
+static Blocks query_blocks(const Ctx *c, const Op *op) {
+  int group = op->heads / op->kv_heads, per_token = MIN_(group, QUERIES), block = MAX_(1, QUERIES / per_token);
+  return (Blocks){per_token, (group + per_token - 1) / per_token, block, (c->tokens + block - 1) / block};
+}
+
+static void attention_block(Ctx *c, const Op *op, int id, int task) {
   Scratch *s = &c->scratch[id];
+  Blocks b = query_blocks(c, op);
   int group = op->heads / op->kv_heads, value = padded(op->value_dim);
-  if (op->tag == ATTENTION) {
-    for (int t = id; t < c->tokens; t += c->pool.threads) {
-      for (int kv = 0; kv < op->kv_heads; kv++) store_kv(c, op, kv, t, s->merged);
-      float *q = row(c, op->src, t);
-      int all = op->heads * op->key_dim;
-      for (int h = 0; h < op->heads; h++)
-        turn_head(s->merged + (size_t)h * op->key_dim, q, op, h, op->q_norm, op->q_norm_len, all, c->pos + t);
-      memcpy(q, s->merged, sizeof(float) * all);
-    }
-    barrier(&c->pool);
+  int kv = task % op->kv_heads, part = task / op->kv_heads % b.parts, first = (b.blocks - 1 - task / op->kv_heads / b.parts) * b.block;
+  int h0 = kv * group + part * b.per_token, heads = MIN_(b.per_token, group - part * b.per_token);
+  int n = MIN_(b.block, c->tokens - first), count = n * heads, stride = (count + 3) / 4 * 4, limit[QUERIES];
+  float high[QUERIES], sum[QUERIES], top[QUERIES], total[QUERIES];
+  memset(s->attn_q, 0, sizeof(float) * (size_t)op->key_dim * stride);
+  memset(s->merged, 0, sizeof(float) * (size_t)count * value);
+  for (int m = 0; m < count; m++) {
+    put_query(s->attn_q, stride, m, row(c, op->src, first + m / heads) + (size_t)(h0 + m % heads) * op->key_dim, op);
+    top[m] = total[m] = 0;
   }
-  int per_token = MIN_(group, QUERIES), parts = (group + per_token - 1) / per_token, block = MAX_(1, QUERIES / per_token);
-  int blocks = (c->tokens + block - 1) / block, tasks = op->kv_heads * parts * blocks;
-  for (int task; (task = next_task(&c->pool)) < tasks;) {
-    int kv = task % op->kv_heads, part = task / op->kv_heads % parts, first = (blocks - 1 - task / op->kv_heads / parts) * block;
-    int h0 = kv * group + part * per_token, heads = MIN_(per_token, group - part * per_token);
-    int n = MIN_(block, c->tokens - first), count = n * heads, stride = (count + 3) / 4 * 4, limit[QUERIES];
-    float high[QUERIES], sum[QUERIES], top[QUERIES], total[QUERIES];
-    memset(s->attn_q, 0, sizeof(float) * (size_t)op->key_dim * stride);
-    memset(s->merged, 0, sizeof(float) * (size_t)count * value);
+  for (int start = 0; start < c->pos + first + n; start += CHUNK) {
+    for (int m = 0; m < count; m++) limit[m] = MAX_(0, MIN_(CHUNK, c->pos + first + m / heads + 1 - start));
+    Cache cache = cache_at(c, op, kv, start);
+    attend(&cache, s->attn_q, stride, count, limit, s->attn_s, high, sum, s->attn_out);
     for (int m = 0; m < count; m++) {
-      put_query(s->attn_q, stride, m, row(c, op->src, first + m / heads) + (size_t)(h0 + m % heads) * op->key_dim, op);
-      top[m] = total[m] = 0;
+      size_t at = (size_t)m * value;
+      merge(&top[m], &total[m], s->merged + at, high[m], sum[m], s->attn_out + at, value);
     }
-    for (int start = 0; start < c->pos + first + n; start += CHUNK) {
-      for (int m = 0; m < count; m++) limit[m] = MAX_(0, MIN_(CHUNK, c->pos + first + m / heads + 1 - start));
-      Cache cache = cache_at(c, op, kv, start);
-      attend(&cache, s->attn_q, stride, count, limit, s->attn_s, high, sum, s->attn_out);
-      for (int m = 0; m < count; m++) {
-        size_t at = (size_t)m * value;
-        merge(&top[m], &total[m], s->merged + at, high[m], sum[m], s->attn_out + at, value);
-      }
-    }
-    for (int m = 0; m < count; m++)
-      divide(row(c, op->dst[0], first + m / heads) + (size_t)(h0 + m % heads) * op->value_dim, s->merged + (size_t)m * value,
-             total[m], op->value_dim);
   }
+  for (int m = 0; m < count; m++)
+    divide(row(c, op->dst[0], first + m / heads) + (size_t)(h0 + m % heads) * op->value_dim, s->merged + (size_t)m * value,
+           total[m], op->value_dim);
 }
 
 static void attention(Ctx *c, const Op *op, Part me) {
   if (c->tokens == 1) attention_one(c, op, me.id, me.part);
-  else attention_batch(c, op, me.id);
+  else if (op->tag == ATTENTION && me.stage == 0) attention_inputs(c, op, me);
+  else attention_block(c, op, me.id, me.part);
 }
 
 // One matrix per head: dst[h][dst_stride..] = w[h] @ src[h][src_stride..], the input as it is.
@@ -482,14 +495,16 @@ static void choose(const Op *op, const float *l, int32_t *ids, float *weights) {
 
 static void route(Ctx *c, const Op *op, Part me) {
   const Matrix *w = &op->w[0];
-  const Scratch *x = prepare_input(c, op, me.id, row(c, op->src, 0), c->widths[op->src], w->cols, op->norm, needs(w, 1));
+  if (me.stage == 2) {  // with one token, every thread chooses for itself at the start of the next phase
+    for (int t = me.part; t < c->tokens; t += me.parts)
+      choose(op, c->router_logits + (size_t)t * w->rows, c->route_ids + t * op->top_k, c->route_weights + t * op->top_k);
+    return;
+  }
+  const Scratch *x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], w->cols, op->norm, needs(w, 1));
+  if (!x) return;
   int first, last, n = groups16(w);
   share(me, n, 0, 1, n, &first, &last);
   multiply(w, 0, first, last, x, c->tokens, c->router_logits, w->rows, op->bias[0], 0);
-  if (c->tokens == 1) return;  // every thread chooses for itself, at the start of the next phase
-  barrier(&c->pool);
-  for (int t = me.id; t < c->tokens; t += c->pool.threads)
-    choose(op, c->router_logits + (size_t)t * w->rows, c->route_ids + t * op->top_k, c->route_weights + t * op->top_k);
 }
 
 // Tokens of a batch that chose expert e: token * top_k + slot of each. Returns how many.
@@ -548,29 +563,23 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
     }
     return;
   }
-  for (int t = me.id; t < c->tokens; t += c->pool.threads)
-    prepare_row(row(c, op->src, t), k, op->norm, op->eps, need, &c->shared, t, 1, 0);
-  barrier(&c->pool);
+  if (me.stage == 0) {
+    for (int t = me.part; t < c->tokens; t += me.parts) prepare_row(row(c, op->src, t), k, op->norm, op->eps, need, &c->shared, t, 1, 0);
+    return;
+  }
   // tasks: the experts, then parts of the shared one
-  int parts = has_shared ? 4 * c->pool.threads : 0;
+  int e = me.part < gate->groups ? me.part : -1, part = me.part - gate->groups, parts = me.parts - gate->groups;
   int32_t pairs[c->tokens * top], column[c->tokens];
   float *dst[c->tokens];
-  for (int task; (task = next_task(&c->pool)) < gate->groups + parts;) {
-    int e = task < gate->groups ? task : -1;
-    for (int start = 0, n = e < 0 ? c->tokens : chosen(c, op, e, pairs); start < n; start += 16) {
-      int m = MIN_(16, n - start);
-      for (int i = 0; i < m; i++) {
-        int token = e < 0 ? start + i : pairs[start + i] / top, slot = e < 0 ? top : pairs[start + i] % top;
-        column[i] = token, dst[i] = row(c, op->dst[0], token) + (size_t)slot * ff;
-      }
-      gather(s, &c->shared, column, m, k, need);
-      if (e >= 0) {
-        multiply_gated(gate, &op->w[1], e, 0, groups, s, m, dst);
-      } else {
-        int part = task - gate->groups, all = groups16(shared);
-        multiply_gated(shared, &op->w[3], 0, all * part / parts, all * (part + 1) / parts, s, m, dst);
-      }
+  for (int start = 0, n = e < 0 ? c->tokens : chosen(c, op, e, pairs); start < n; start += 16) {
+    int m = MIN_(16, n - start);
+    for (int i = 0; i < m; i++) {
+      int token = e < 0 ? start + i : pairs[start + i] / top, slot = e < 0 ? top : pairs[start + i] % top;
+      column[i] = token, dst[i] = row(c, op->dst[0], token) + (size_t)slot * ff;
     }
+    gather(s, &c->shared, column, m, k, need);
+    if (e >= 0) multiply_gated(gate, &op->w[1], e, 0, groups, s, m, dst);
+    else multiply_gated(shared, &op->w[3], 0, groups16(shared) * part / parts, groups16(shared) * (part + 1) / parts, s, m, dst);
   }
 }
 
@@ -595,47 +604,44 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
     }
     return;
   }
-  for (int i = me.id; i < c->tokens * top; i += c->pool.threads)
-    prepare_row(row(c, op->src, i / top) + (size_t)(i % top) * ff, ff, NULL, 0, need, &c->shared, i, 1, 0);
-  barrier(&c->pool);
-  int32_t pairs[c->tokens * top];
-  for (int e; (e = next_task(&c->pool)) < w->groups;) {
-    for (int start = 0, n = chosen(c, op, e, pairs); start < n; start += 16) {
+  if (me.stage == 0) {
+    for (int i = me.part; i < c->tokens * top; i += me.parts)
+      prepare_row(row(c, op->src, i / top) + (size_t)(i % top) * ff, ff, NULL, 0, need, &c->shared, i, 1, 0);
+  } else if (me.stage == 1) {  // tasks: the experts
+    int32_t pairs[c->tokens * top];
+    for (int start = 0, n = chosen(c, op, me.part, pairs); start < n; start += 16) {
       int m = MIN_(16, n - start);
       gather(s, &c->shared, pairs + start, m, ff, need);
-      multiply(w, e, 0, groups, s, m, s->merged, dim, NULL, 0);
+      multiply(w, me.part, 0, groups, s, m, s->merged, dim, NULL, 0);
       for (int i = 0; i < m; i++)
         memcpy(c->pair_out + (size_t)pairs[start + i] * dim, s->merged + (size_t)i * dim, sizeof(float) * dim);
     }
-  }
-  barrier(&c->pool);
-  for (int t = me.id; t < c->tokens; t += c->pool.threads) {
-    float *x = row(c, op->dst[0], t);
-    for (int i = 0; i < top; i++) {
-      f32v weight = splat(c->route_weights[t * top + i]);
-      const float *y = c->pair_out + ((size_t)t * top + i) * dim;
-      for (int r = 0; r < dim; r += 16) store(x + r, fma_(fetch(y + r, dim - r), weight, fetch(x + r, dim - r)), dim - r);
+  } else if (me.stage == 2) {
+    for (int t = me.part; t < c->tokens; t += me.parts) {
+      float *x = row(c, op->dst[0], t);
+      for (int i = 0; i < top; i++) {
+        f32v weight = splat(c->route_weights[t * top + i]);
+        const float *y = c->pair_out + ((size_t)t * top + i) * dim;
+        for (int r = 0; r < dim; r += 16) store(x + r, fma_(fetch(y + r, dim - r), weight, fetch(x + r, dim - r)), dim - r);
+      }
     }
+  } else {
+    const Scratch *in = input(c, op, me, 3, row(c, op->src, 0) + (size_t)top * ff, c->widths[op->src], shared->cols, NULL, need);
+    if (!in) return;
+    int first, last;
+    share(me, groups, 0, 1, groups, &first, &last);
+    multiply(shared, 0, first, last, in, c->tokens, row(c, op->dst[0], 0), c->widths[op->dst[0]], NULL, 1);
   }
-  barrier(&c->pool);
-  if (!shared->groups) return;
-  const Scratch *in = prepare_input(c, op, me.id, row(c, op->src, 0) + (size_t)top * ff, c->widths[op->src], shared->cols, NULL, need);
-  int first, last;
-  share(me, groups, 0, 1, groups, &first, &last);
-  multiply(shared, 0, first, last, in, c->tokens, row(c, op->dst[0], 0), c->widths[op->dst[0]], NULL, 1);
 }
 
 static void head(Ctx *c, const Op *op, Part me) {
-  if (!c->logits_mode) return;
   const Matrix *w = &op->w[0];
-  int first, last, n = groups16(w), tokens = c->tokens;
+  int first, last, n = groups16(w), tokens = c->logits_mode == 2 ? c->tokens : 1;
   const Scratch *x = &c->scratch[me.id];
-  if (c->logits_mode == 2 || tokens == 1) {
-    x = prepare_input(c, op, me.id, row(c, op->src, 0), c->widths[op->src], w->cols, op->norm, needs(w, 1));
-  } else {
-    prepare_row(row(c, op->src, tokens - 1), w->cols, op->norm, op->eps, needs(w, 1), &c->scratch[me.id], 0, 1, 0);
-    tokens = 1;
-  }
+  if (tokens == c->tokens) x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], w->cols, op->norm, needs(w, 1));
+  else if (me.stage == 0) return;
+  else if (!ready(c, op, me.id)) prepare_row(row(c, op->src, c->tokens - 1), w->cols, op->norm, op->eps, needs(w, 1), &c->scratch[me.id], 0, 1, 0);
+  if (!x) return;
   share(me, n, 0, 1, n, &first, &last);
   multiply(w, 0, first, last, x, tokens, c->logits_out, w->rows, NULL, 0);
 }
@@ -658,37 +664,49 @@ static void run_op(Ctx *c, const Op *op, Part me) {
   }
 }
 
-// Several tokens: all threads together.
-static void walk(void *arg, int id) {
-  Ctx *c = arg;
-  for (int i = 0; i < c->n_ops; i++) {
-    run_op(c, &c->ops[i], (Part){id, id, c->pool.threads});
-    barrier(&c->pool);
+// Stages of an op with several tokens.
+static int stages(const Op *op) {
+  switch (op->tag) {
+    case LINEAR: case ATTENTION: case GATE_UP: case EXPERTS_UP: case HEAD: return 2;
+    case ROUTE: return 3;
+    case EXPERTS_DOWN: return op->w[1].groups ? 5 : 3;
+    default: return 1;
   }
 }
 
-enum { SPLIT = 4 };  // tasks per thread and op
+enum { SPLIT = 4 };  // tasks per thread and stage, where any number will do
+
+static int stage_tasks(const Ctx *c, const Op *op, int stage) {
+  int some = SPLIT * c->pool.threads, per;
+  if (op->tag == HEAD && !c->logits_mode) return 0;
+  if (c->tokens == 1) {
+    if (op->tag == EMBED) return 1;
+    return op->tag == ATTENTION || op->tag == LATENT_ATTENTION ? attention_tasks(c, op, &per) : some;
+  }
+  if (op->tag == LATENT_ATTENTION || (op->tag == ATTENTION && stage == 1)) {
+    Blocks b = query_blocks(c, op);
+    return op->kv_heads * b.parts * b.blocks;
+  }
+  if (op->tag == EXPERTS_UP && stage == 1) return op->w[0].groups + (op->w[2].groups ? some : 0);
+  if (op->tag == EXPERTS_DOWN && stage == 1) return op->w[0].groups;
+  return some;
+}
 
 static int phase_tasks(void *arg, int phase) {
   Ctx *c = arg;
-  const Op *op = &c->ops[phase];
-  int per;
-  if (phase == c->n_ops) {
-    c->sampling = nanoseconds();
-    return c->pool.threads;
-  }
-  if (op->tag == EMBED || (op->tag == HEAD && !c->logits_mode)) return 1;
-  if (op->tag == ATTENTION || op->tag == LATENT_ATTENTION) return attention_tasks(c, op, &per);
-  return SPLIT * c->pool.threads;
+  if (phase < c->n_phases) return stage_tasks(c, &c->ops[c->phases[phase].op], c->phases[phase].stage);
+  c->sampling = nanoseconds();
+  return c->pool.threads;
 }
 
-// A task of one token's step: a part of an op, or behind the last one of the statistics for sampling.
+// A task of a stage of an op, or behind the last one of the statistics for sampling.
 static void phase_task(void *arg, int phase, int task, int tasks, int id) {
   Ctx *c = arg;
   Scratch *s = &c->scratch[id];
   uint64_t start = c->ticks ? nanoseconds() : 0;
-  if (phase < c->n_ops) {
-    run_op(c, &c->ops[phase], (Part){id, task, tasks});
+  int op = phase < c->n_phases ? c->phases[phase].op : -1;
+  if (op >= 0) {
+    run_op(c, &c->ops[op], (Part){id, c->phases[phase].stage, task, tasks});
   } else {
     int n = (c->vocab + SPAN - 1) / SPAN;
     for (int i = n * task / tasks; i < n * (task + 1) / tasks; i++)
@@ -697,15 +715,17 @@ static void phase_task(void *arg, int phase, int task, int tasks, int id) {
   if (!c->ticks) return;
   uint64_t *ticks = c->ticks + 2 * (size_t)id * c->n_ops, now = nanoseconds();
   if (s->last_op >= 0) ticks[2 * s->last_op + 1] += start - s->stopped;  // waited behind the op before, or within this one
-  if (phase < c->n_ops) ticks[2 * phase] += now - start;
-  s->stopped = now, s->last_op = phase < c->n_ops ? phase : -1;
+  if (op >= 0) ticks[2 * op] += now - start;
+  s->stopped = now, s->last_op = op;
 }
 
 static void run_tokens(Ctx *c) {
   c->serial++;
   for (int i = 0; i < c->pool.threads; i++) c->scratch[i].last_op = -1;
-  if (c->tokens == 1) pool_phases(&c->pool, (Phases){c->n_ops + c->sampled, phase_tasks, phase_task, c});
-  else pool_run(&c->pool, walk, c);
+  c->n_phases = 0;
+  for (int i = 0; i < c->n_ops; i++)
+    for (int stage = 0; stage < (c->tokens == 1 ? 1 : stages(&c->ops[i])); stage++) c->phases[c->n_phases++] = (Phase){i, stage};
+  pool_run(&c->pool, (Work){c->n_phases + c->sampled, phase_tasks, phase_task, c});
 }
 
 // ---- the interface ---------------------------------------------------------------------------------------------------
@@ -730,28 +750,31 @@ typedef struct {
   const uint8_t *src;
   size_t row_bytes;
   int type, rows, cols, groups, stride;
-  Pool *pool;
 } PackJob;
 
-static void pack_work(void *arg, int id) {
+static int pack_tasks(void *arg, int phase) {
+  PackJob *j = arg;
+  return ((j->rows + 15) / 16 * j->groups + 15) / 16;
+}
+
+static void pack_task(void *arg, int phase, int task, int tasks, int id) {
   PackJob *j = arg;
   int per = (j->rows + 15) / 16, total = per * j->groups;
-  for (int g; (g = next_task(j->pool) * 16) < total;)
-    for (int i = g; i < g + 16 && i < total; i++) {
-      const uint8_t *rows[16];
-      for (int r = 0; r < 16; r++) {
-        int at = i % per * 16 + r;
-        rows[r] = at < j->rows ? j->src + ((size_t)(i / per) * j->stride + at) * j->row_bytes : NULL;
-      }
-      pack_group(j->dst + (size_t)i * group_bytes(j->type, j->cols), rows, j->type, j->cols);
+  for (int i = 16 * task; i < 16 * task + 16 && i < total; i++) {
+    const uint8_t *rows[16];
+    for (int r = 0; r < 16; r++) {
+      int at = i % per * 16 + r;
+      rows[r] = at < j->rows ? j->src + ((size_t)(i / per) * j->stride + at) * j->row_bytes : NULL;
     }
+    pack_group(j->dst + (size_t)i * group_bytes(j->type, j->cols), rows, j->type, j->cols);
+  }
 }
 
 // Packs `groups` matrices of rows x cols from the file's form; matrix g starts at row g * stride of src.
 EXPORT void tc_pack(Ctx *c, uint8_t *dst, const uint8_t *src, int type, int rows, int cols, int groups, int stride) {
   const Layout *l = &layouts[type];
-  PackJob job = {dst, src, (size_t)(cols / l->block) * l->bytes, type, rows, cols, groups, stride, &c->pool};
-  pool_run(&c->pool, pack_work, &job);
+  PackJob job = {dst, src, (size_t)(cols / l->block) * l->bytes, type, rows, cols, groups, stride};
+  pool_run(&c->pool, (Work){1, pack_tasks, pack_task, &job});
 }
 
 // The inverse, for tests and the embedding: 16 packed rows to float32 (cols, 16).
@@ -785,6 +808,7 @@ EXPORT int tc_prepare(Ctx *c) {
     if (op->tag == ROUTE) routed = MAX_(routed, op->w[0].rows);
   }
   size_t chunks = (size_t)c->context / CHUNK + 1, vectors = MAX_(QUERIES, heads);
+  c->phases = scratch_alloc(sizeof(Phase) * 5 * (size_t)c->n_ops);
   c->scratch = scratch_alloc(sizeof(Scratch) * n);
   for (int i = 0; i < n; i++) {
     Scratch *s = &c->scratch[i];
@@ -859,29 +883,28 @@ EXPORT size_t tc_cache(Ctx *c, uint8_t *data, int rows, int in) {
 typedef struct {
   const uint8_t *data;
   size_t bytes;
-  int threads, rounds;
   uint32_t sink[MAX_THREADS * 16];
 } ReadJob;
 
-static void read_work(void *arg, int id) {
+enum { PIECE = 1 << 20 };
+static int read_tasks(void *arg, int phase) { return (int)(((ReadJob *)arg)->bytes / PIECE); }
+
+static void read_task(void *arg, int phase, int task, int tasks, int id) {
   ReadJob *j = arg;
-  if (id >= j->threads) return;
-  size_t per = j->bytes / j->threads / 1024 * 1024;
   u32v s[4] = {{0}};
-  for (int r = 0; r < j->rounds; r++)
-    for (const uint8_t *p = j->data + per * id, *end = p + per; p < end; p += 256)
-      for (int i = 0; i < 4; i++) s[i] += ld(p + 64 * i);
+  for (const uint8_t *p = j->data + (size_t)PIECE * task, *end = p + PIECE; p < end; p += 256)
+    for (int i = 0; i < 4; i++) s[i] += ld(p + 64 * i);
   memcpy(&j->sink[id * 16], &(u32v[]){s[0] + s[1] + s[2] + s[3]}, 64);
 }
 
-// Read bandwidth in GB/s of `threads` threads over `bytes` at `data` (much larger than the caches), best of 3.
-EXPORT double tc_bandwidth(Ctx *c, const uint8_t *data, size_t bytes, int threads) {
-  ReadJob job = {data, bytes, MIN_(threads, c->pool.threads), 1};
+// Read bandwidth in GB/s over `bytes` at `data` (whole MiB, much larger than the caches), best of 3.
+EXPORT double tc_bandwidth(Ctx *c, const uint8_t *data, size_t bytes) {
+  ReadJob job = {data, bytes};
   double best = 0;
   for (int i = 0; i < 3; i++) {
     uint64_t start = nanoseconds();
-    pool_run(&c->pool, read_work, &job);
-    double gb = (double)bytes / (double)(nanoseconds() - start);
+    pool_run(&c->pool, (Work){1, read_tasks, read_task, &job});
+    double gb = (double)(bytes / PIECE * PIECE) / (double)(nanoseconds() - start);
     best = gb > best ? gb : best;
   }
   return best;
@@ -897,5 +920,5 @@ EXPORT void tc_close(Ctx *c) {
   }
   free(c->scratch), free(c->shared.q), free(c->shared.scales), free(c->shared.f), free(c->partial), free(c->done);
   free(c->router_logits), free(c->route_ids), free(c->route_weights), free(c->pair_out), free(c->logits), free(c->work);
-  free(c->span_max), free(c->span_sum);
+  free(c->span_max), free(c->span_sum), free(c->phases);
 }
