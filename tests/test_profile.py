@@ -83,7 +83,8 @@ def test_the_real_model_is_explained(smollm2_path: Path) -> None:
         assert len(r.waits) == 2 and engine.tokens == []
         raw = json.loads(Path(r.files[0]).read_text())
         assert np.shape(raw["parts"][3]["work"]) == (6, 2) and raw["report"]["kernels"] == 152
-        assert function_source((cpu.compiler.SOURCES / "step.c").read_text(), "gate_up") in [k.source for k in kernels(engine)]
+        source = function_source((cpu.compiler.SOURCES / "step.c").read_text(), "gate_up")
+        assert source and any(k.source.startswith(source) for k in kernels(engine))
 
 
 def test_clocks_leave_the_answer_alone(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from platformdirs import user_data_dir
-from rich.table import Table
-from rich.text import Text
+from rich.console import RenderableType
 
+from tinychat.console import grids
 from tinychat.errors import TinychatError, printable
 
 
@@ -155,14 +155,15 @@ def markdown_table(results: Sequence[BenchResult]) -> str:
     return "\n".join([*head, *map(markdown_row, results)]) + "\n"
 
 
-def table(results: Sequence[BenchResult]) -> Table:
-    """Results for a terminal, numbers to the right."""
-    out = Table(box=None, header_style="bold", pad_edge=False)
-    for column in COLUMNS:
-        out.add_column(column, justify="left" if column in _WORDS else "right", overflow="fold")
+def table(results: Iterable[BenchResult]) -> RenderableType:
+    """Results for a terminal of 80 columns, by what they were measured with."""
+    shown = []
     for r in results:
-        out.add_row(*map(Text, row(r)))
-    return out
+        cells = dict(zip(COLUMNS, row(r)))
+        title = f"{cells['device']} · tinychat {cells['version']} · prefill and decode in tok/s"
+        shown.append((title, (cells["date"][2:], *(cells[c] for c in COLUMNS if c not in ("date", "device", "version")))))
+    head = ("date", "model", "type", "tokens", "prefill", "decode", "TTFT s", "GB/s", "limit")
+    return grids(shown, head, right=(3, 4, 5, 6, 7, 8))
 
 
 def _markdown(cells: Iterable[str]) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
@@ -36,14 +36,27 @@ def show(table: RenderableType) -> None:
     print("\n".join(map(str.rstrip, text.get().splitlines())))
 
 
-def grid(rows: Sequence[tuple[str, ...]], head: tuple[str, ...] = (), right: tuple[int, ...] = ()) -> Table:
-    """A plain table of untrusted texts; the columns `right` are set to the right."""
-    table = Table.grid(padding=(0, 2)) if not head else Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+def grid(rows: Sequence[tuple[str, ...]], head: tuple[str, ...] = (), right: tuple[int, ...] = (), gap: int = 2) -> Table:
+    """A plain table of untrusted texts; the columns `right` are set to the right and never folded."""
+    lines = Table(box=None, header_style="bold", pad_edge=False, padding=(0, gap, 0, 0))
+    table = lines if head else Table.grid(padding=(0, gap))
     for i in range(max(map(len, [*rows, head]))):
-        table.add_column(head[i] if head else "", justify="right" if i in right else "left", overflow="fold")
+        number = i in right
+        table.add_column(head[i] if head else "", justify="right" if number else "left", overflow="fold", no_wrap=number)
     for row in rows:
         table.add_row(*(Text(printable(cell, newlines=False)) for cell in row))
     return table
+
+
+def grids(rows: Iterable[tuple[str, tuple[str, ...]]], head: tuple[str, ...], right: tuple[int, ...]) -> RenderableType:
+    """(title, row) pairs as a table under each title, which says what is true of all of its rows."""
+    groups: dict[str, list[tuple[str, ...]]] = {}
+    for title, row in rows:
+        groups.setdefault(title, []).append(row)
+    parts: list[RenderableType] = []
+    for title, same in groups.items():
+        parts += [Text(printable(title, newlines=False), style="dim"), grid(same, head, right, gap=1)]
+    return Group(*parts)
 
 
 class Bar:

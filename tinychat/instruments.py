@@ -129,8 +129,8 @@ def kernels(text: str, *, source: str | None, as_json: bool, device: str | None,
         return show_json({"device": device, "kernels": [vars(k) for k in found]})
     if source is not None:
         return print(printable(found[0].source), end="")
-    rows = [(k.name, f"{k.calls:,}", k.launch, k.resources, f"{len(k.source.splitlines())} lines") for k in found]
-    show(grid(rows, ("kernel", "calls per token", "launch", "resources", "source"), right=(1, 4)))
+    rows = [(k.name, f"{k.calls:,}", k.launch, k.resources, f"{k.source.count(chr(10)):,}") for k in found]
+    show(grid(rows, ("kernel", "calls per token", "launch", "resources", "lines of source"), right=(1, 4)))
 
 
 def smoke(names: list[str], *, wait: bool, as_json: bool, device: str | None, threads: int | None) -> int:

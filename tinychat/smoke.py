@@ -16,6 +16,7 @@ from tinychat.kernels.ops import Sampling
 
 QUESTION = "What is the capital of France?"  # to a model whose answers nobody has verified
 LENGTH = 24  # tokens of such an answer
+CUT = 60  # characters of a right answer that the table shows
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Expected:
 
 # By ModelInfo.fingerprint, so that a renamed or copied file is known and another quant of the same model is not.
 EXPECTED: dict[str, Expected] = {
-    "43e8616c70ebb37a7224cd1994b9866fce7ea3bf4b18a6065990379eb50b75ce": Expected("smollm2:135m", "engine/reference.py", {
+    "43e8616c70ebb37a7224cd1994b9866fce7ea3bf4b18a6065990379eb50b75ce": Expected("smollm2:135m", "reference.py", {
         "What is the capital of France?": (504, 3575, 282, 4649, 314, 7042, 30),
         "What is the plural of mouse?": (504, 15106, 282, 9444, 314, 7913, 30),
         "Which animal says meow?": (504, 3161, 338, 1921, 476, 1558, 323, 18, 314, 253, 2644, 30),
@@ -99,7 +100,7 @@ def _ask(engine: Engine, model: str, question: str, expected: Expected | None) -
     found = tuple(t.id for t in tokens if t.id is not None)
     wrong = _difference(right, found, engine.stop_reason)
     result: Result = "unverified" if expected is None else "failed" if wrong else "passed"
-    detail = wrong or f"as {expected.by} says" if expected else "no verified expectation for this file"
+    detail = wrong or f"as {expected.by} says" if expected else "no verified expectation"
     text = "".join(t.text for t in tokens)
     return Smoke(model, result, detail, engine.info.device, question, found, text, s.load_s, s.ttft_s, s.decode_tok_s)
 
@@ -117,15 +118,17 @@ def _difference(right: Sequence[int], found: Sequence[int], stop_reason: str) ->
 
 
 def table(results: Sequence[Smoke]) -> Table:
-    """Results for a terminal; what is true of all answers of a model stands beside its first."""
-    out = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for i, column in enumerate(("model", "load s", "result", "TTFT s", "tok/s", "answer", "")):
-        out.add_column(column, justify="right" if i in (1, 3, 4) else "left", overflow="fold")
+    """Results for a terminal; what is true of all answers of a model stands beside its first. Right answers are cut."""
+    out = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
+    for i, column in enumerate(("model", "load s", "result", "TTFT s", "tok/s", "answer")):
+        out.add_column(column, justify="right" if i in (1, 3, 4) else "left", overflow="fold", no_wrap=i < 5)
     style = {"passed": "green", "failed": "bold red", "unverified": "yellow"}
     for before, r in zip([None, *results], results):
         first = before is None or before.model != r.model
         load = f"{r.load_s:.2f}" if first and r.token_ids else ""
         figures = (f"{r.ttft_s:.2f}", f"{r.decode_tok_s:,.1f}") if r.token_ids else ("", "")
-        cells = (r.model if first else "", load, r.result, *figures, r.text, r.detail)
+        text = r.text if r.result != "passed" or len(r.text) <= CUT else r.text[: CUT - 1] + "…"
+        said = text if r.result == "passed" else f"{text} ({r.detail})" if text else r.detail
+        cells = (r.model if first else "", load, r.result, *figures, said)
         out.add_row(*(Text(printable(c, newlines=False), style=style[r.result] if i == 2 else "") for i, c in enumerate(cells)))
     return out

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from platformdirs import user_data_dir
-from rich.table import Table
+from rich.console import RenderableType
 
 from tinychat import benchlog
-from tinychat.console import grid
+from tinychat.console import grids
 from tinychat.profile.view import times
 
 
@@ -70,10 +70,16 @@ def _parsed(lines: Iterable[Any]) -> Iterator[Rung]:
 _TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "dict[str, str]": (dict,)}
 
 
-def table(rungs: Sequence[Rung]) -> Table:
-    """Results for a terminal."""
-    head = ("date", "what", "model", "type", "device", "copies", "time", "quartiles", "MB", "GB/s", "limit", "version")
-    rows = [(r.date[:16].replace("T", " "), r.what, r.model, r.quant, r.device, str(r.copies), times(r.seconds),
-             f"{times(r.low)} – {times(r.high)}", f"{r.nbytes / 1e6:,.2f}", f"{r.gb_s:,.1f}",
-             f"{r.limit_share:.0%}" if r.limit_share else "–", str(r.versions.get("tinychat", "?"))) for r in rungs]  # fmt: skip
-    return grid(rows, head, right=(5, 6, 7, 8, 9, 10))
+def table(rungs: Iterable[Rung]) -> RenderableType:
+    """Results for a terminal of 80 columns, by what they were measured with."""
+    head = ("date", "what", "type", "a call", "quartiles", "MB", "GB/s", "limit")
+    rows = ((" · ".join(filter(None, (r.model, r.device, f"tinychat {r.versions.get('tinychat', '?')}"))),
+             (r.date[2:16].replace("T", " "), r.what, r.quant, times(r.seconds), _span(r.low, r.high), f"{r.nbytes / 1e6:,.2f}",
+              f"{r.gb_s:,.1f}", f"{r.limit_share:.0%}" if r.limit_share else "–")) for r in rungs)  # fmt: skip
+    return grids(rows, head, right=(3, 4, 5, 6, 7))
+
+
+def _span(low: float, high: float) -> str:
+    """30.2–42 µs."""
+    first, last = times(low).split(), times(high).split()
+    return f"{first[0]}–{' '.join(last)}" if first[1] == last[1] else f"{' '.join(first)}–{' '.join(last)}"

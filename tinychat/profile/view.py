@@ -98,9 +98,9 @@ def _caches(r: Report) -> RenderableType:
 
 
 def _table(*columns: str, right: Sequence[int] = ()) -> Table:
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 1, 0, 0))
     for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i in right else "left", overflow="fold")
+        table.add_column(column, justify="right" if i in right else "left", overflow="fold", no_wrap=i in right or column == "op")
     return table
 
 

@@ -414,10 +414,11 @@ class CPUExecutor:
                 return sum(-(-w.rows // 16) * w.groups for w in matrices_of(o))
 
     def kernels(self) -> list[Kernel]:
-        """step.c's function for each kind of op in the plan."""
+        """step.c's function for each kind of op in the plan, and where what it calls is."""
         text = (compiler.SOURCES / "step.c").read_text()
         counts = Counter((name_of(o), _FUNCTIONS[op.tag]) for (_, o), op in zip(self._steps(), self._ops))
-        return [Kernel(name, n, f"{self.threads} threads", self._lib.tc_simd().decode(), function_source(text, function))
+        threads, rest = f"{self.threads} thread{'s' * (self.threads > 1)}", f"// what it calls is in {compiler.SOURCES}\n"
+        return [Kernel(name, n, threads, self._lib.tc_simd().decode(), function_source(text, function) + rest)
                 for (name, function), n in counts.items()]  # fmt: skip
 
     def _steps(self) -> list[tuple[int, Op]]:
