@@ -117,7 +117,7 @@ async def test_fast_typing_loses_nothing():
 
 
 async def test_what_is_typed_while_it_loads_or_answers_waits_visibly():
-    async with desk("one " * 2000, "two", rate=400, load_s=1.5, wait=False) as d:
+    async with desk("one " * 2000, "two", rate=150, load_s=1.5, wait=False) as d:
         await d.send("first")
         await d.until(lambda: "waiting first" in d.screen and "Loading" in d.screen)
         await d.until(lambda: d.answers and d.answers[0].view.source)
@@ -156,9 +156,9 @@ async def test_thinking_folds_by_key_and_click_and_can_be_skipped():
         await d.until(lambda: "pondering pondering" in d.screen)
         await d.pilot.press("ctrl+g")
         await d.settle()
-        assert d.turns[-1].text == "The answer." and "thought for" in d.screen and d.script.prompts[-1].endswith("</think>\n\n")
+        assert d.turns[-1].text == "The answer." and d.script.prompts[-1].endswith("</think>\n\n")
         await d.pilot.press("ctrl+home")
-        await d.pilot.pause()
+        await d.until(lambda: "thought for" in d.screen)
         await d.pilot.click(d.answers[0].thinking.query_one(".thinking-head"))
         await d.until(lambda: "pondering" not in d.screen)
 

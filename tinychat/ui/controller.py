@@ -16,7 +16,7 @@ from typing import Any, Literal
 from tinychat.engine.engine import Engine, Token
 from tinychat.engine.worker import Failed, Finished, Generated, Loaded, Loading, Prefilling, Worker
 from tinychat.errors import TinychatError
-from tinychat.ui.context import Room, Usage, measure, room_for
+from tinychat.ui.context import Room, Usage, measure, prompt_of, room_for
 from tinychat.ui.conversation import Attachment, Conversation, Turn
 from tinychat.ui.parameters import Parameters
 
@@ -250,8 +250,8 @@ class Controller:
         else:
             while (less := conversation.drop_oldest()) is not conversation:
                 conversation = less
-                if room_for(self.engine, conversation, room.go_on) is None:
-                    break
+                if len(prompt_of(self.engine, conversation, room.go_on)) <= room.limit * 3 // 4:  # what is left out makes the
+                    break  # prompt new for the KV cache: so enough at once that nobody is asked again with the next message
         self._start(conversation, room.start, room.go_on)
 
     def leave(self) -> None:

@@ -7,10 +7,11 @@ from typing import ClassVar
 from textual import events
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal, Vertical
+from textual.containers import Vertical
 from textual.content import Content
 from textual.message import Message as TextualMessage
 from textual.style import Style
+from textual.widget import Widget
 from textual.widgets import Static
 
 from tinychat.errors import printable
@@ -47,29 +48,37 @@ class Message(Vertical, can_focus=True):
         super().__init__()
         self.index, self.turn, self.speaker = index, turn, name
 
-    def head(self) -> ComposeResult:
-        """The line above: who speaks, and on the right what a click can do."""
-        with Horizontal(classes="head"):
-            yield Static(Content(printable(self.speaker, newlines=False)), classes="speaker")
-            links = [Content(action).stylize(Style.from_meta({"act": action})) for action in self.ACTIONS]
-            yield Static(Content("  ").join(links), classes="actions")
-
     def on_click(self, event: events.Click) -> None:
         if action := event.style.meta.get("act"):
             event.stop()
             self.action_act(str(action))
 
     def on_enter(self) -> None:
-        self.set_class(self.is_mouse_over, "-hover")
+        self.query_one(Head).refresh()
 
-    def on_leave(self) -> None:
-        self.set_class(self.is_mouse_over, "-hover")
+    on_leave = on_focus = on_blur = on_enter
 
     def action_act(self, action: str) -> None:
         self.post_message(self.Acted(action, self.index))
 
     def action_move(self, step: int) -> None:
         self.post_message(self.Acted("up" if step < 0 else "down", self.index))
+
+
+class Head(Widget):
+    """The line above a message: who speaks, and on the right, under the mouse or with the focus, what a click can do."""
+
+    COMPONENT_CLASSES: ClassVar[set[str]] = {"speaker", "action"}
+
+    def render(self) -> Content:
+        message = self.parent
+        assert isinstance(message, Message)
+        speaker = Content.styled(printable(message.speaker, newlines=False), ".speaker")
+        if not message.is_mouse_over and not message.has_focus:
+            return speaker
+        links = [Content.styled(a, ".action").stylize(Style.from_meta({"act": a})) for a in message.ACTIONS]
+        actions = Content("  ").join(links)
+        return Content.assemble(speaker, " " * max(2, self.size.width - speaker.cell_length - actions.cell_length), actions)
 
 
 class UserMessage(Message):
@@ -79,7 +88,7 @@ class UserMessage(Message):
     ACTIONS = ("edit", "copy", "fork")
 
     def compose(self) -> ComposeResult:
-        yield from self.head()
+        yield Head()
         yield MarkdownView(self.turn.text, plain=True, classes="text")
         if self.turn.files:
             names = ", ".join(f"{printable(f.name, newlines=False)} ({len(f.text):,} characters)" for f in self.turn.files)
@@ -107,8 +116,9 @@ class AnswerMessage(Message):
             self.view.feed(turn.text)
 
     def compose(self) -> ComposeResult:
-        yield from self.head()
-        yield self.thinking
+        yield Head()
+        if self.turn.thinking:
+            yield self.thinking
         yield self.view
         yield Static(classes="footer")
 
@@ -129,6 +139,8 @@ class AnswerMessage(Message):
         if turn.thinking or (live and thinking_tokens):
             tokens = thinking_tokens if live else turn.thinking_tokens
             thinks = live and not turn.text
+            if self.thinking.parent is None:
+                self.mount(self.thinking, before=self.view)
             self.thinking.show(tokens, elapsed if live else turn.thinking_s, live=thinks, cut=not thinks and turn.thinking_open)
         if ended:
             self.view.finish()

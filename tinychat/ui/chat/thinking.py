@@ -22,12 +22,10 @@ class ThinkingBlock(Vertical):
         self._text: list[str] = []
         self._fed = 0
         self._state = ""
+        self._view: MarkdownView | None = None  # made when it is first unfolded
 
     def compose(self) -> ComposeResult:
         yield Static(classes="thinking-head")
-        view = MarkdownView(plain=True, classes="thinking-text")
-        view.display = False
-        yield view
 
     def feed(self, text: str) -> None:
         self._text.append(text)
@@ -47,20 +45,23 @@ class ThinkingBlock(Vertical):
         self._head()
 
     def _head(self) -> None:
-        if self.is_mounted:
+        if self.children:
             content = Content(f"{'▸' if self.folded else '▾'} {self._state}")
             head = self.query_one(".thinking-head", Static)
             if head.content != content:
-                head.update(content)
+                head.update(content, layout=False)
 
     def _sync(self) -> None:
-        if not self.is_mounted:
+        if not self.children:
             return
-        view = self.query_one(MarkdownView)
-        if not self.folded and self._fed < len(self._text):
-            view.feed("".join(self._text[self._fed:]))
-            self._fed = len(self._text)
-        view.display = not self.folded
+        if self._view is None and not self.folded:
+            self._view = MarkdownView(plain=True, classes="thinking-text")
+            self.mount(self._view)
+        if self._view is not None:
+            if not self.folded and self._fed < len(self._text):
+                self._view.feed("".join(self._text[self._fed:]))
+                self._fed = len(self._text)
+            self._view.display = not self.folded
 
     def on_mount(self) -> None:
         self._sync()

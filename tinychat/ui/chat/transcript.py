@@ -48,7 +48,7 @@ class Transcript(VerticalScroll, can_focus=False):
             self.anchor()
 
     def messages(self) -> list[Message]:
-        return list(self.query_children(Message))
+        return [w for w in self.children if isinstance(w, Message)]
 
     def message(self, index: int) -> Message | None:
         return next((m for m in reversed(self.messages()) if m.index == index), None)
@@ -73,7 +73,7 @@ class Transcript(VerticalScroll, can_focus=False):
                 await self.remove_children(gone)
             total = len(conversation.turns)
             self._from = max(self._from, total - MOUNTED, 0) if start else max(0, total - MOUNTED)
-            await self.remove_children([m for m in self.messages() if m.index < self._from])
+            await self.remove_children(self._above())
             await self.mount_all([self._make(i, live and i == total - 1) for i in range(max(start, self._from), total)])
             self._marks()
         self.to_end()
@@ -115,6 +115,13 @@ class Transcript(VerticalScroll, can_focus=False):
             message.thinking.folded = not (live and self.unfold)
         message.set_class(index < self._conversation.first, "-unsent")
         return message
+
+    def _above(self) -> list[Widget]:
+        """The messages before the first turn to be shown, and the notes among them."""
+        if not self._from:
+            return []
+        first = next((i for i, w in enumerate(self.children) if isinstance(w, Message) and w.index >= self._from), None)
+        return [w for w in self.children[:first] if isinstance(w, Message | NoteLine)]
 
     def _marks(self) -> None:
         """The welcome, the line where the sent part begins, and what is not mounted."""
