@@ -8,6 +8,7 @@ from textual.widgets import Checkbox, Input, Select, TextArea
 from tests.screens import UNSET, Host, text_of, until
 from tinychat import settings
 from tinychat.ui.chat.commands import COMMANDS
+from tinychat.ui.keys import KeyLine
 from tinychat.ui.parameters import PARAMETERS, Parameters, set_parameter
 from tinychat.ui.screens.dialogs import AskScreen, ConfirmScreen
 from tinychat.ui.screens.help import HelpScreen
@@ -157,7 +158,7 @@ async def test_help_lists_the_keys_of_the_screen_below_and_the_commands():
         for _ in range(6):
             await pilot.press("pagedown")
         await until(pilot, lambda: f"/{COMMANDS[-1].name}" in text_of(app))
-        await pilot.press("escape")
+        await pilot.click(KeyLine, offset=(5, 0))  # esc close
         await until(pilot, lambda: not isinstance(app.screen, HelpScreen))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from textual import events
 from textual.content import Content
 from textual.screen import Screen
 from textual.style import Style
@@ -59,4 +60,8 @@ class KeyLine(Static):
 
     def _key(self, key: str, display: str, description: str, enabled: bool) -> Content:
         text = Content.assemble((display, ".key"), " ", (description, ".does"))
-        return text.stylize(Style.from_meta({"@click": f"app.simulate_key({key!r})"})) if enabled else text.stylize("dim")
+        return text.stylize(Style.from_meta({"key": key})) if enabled else text.stylize("dim")
+
+    def on_click(self, event: events.Click) -> None:
+        if key := event.style.meta.get("key"):  # not "@click", which would take our colours away
+            self.app.simulate_key(key)

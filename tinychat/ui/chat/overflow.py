@@ -52,8 +52,9 @@ def explain(room: Room, trained: int) -> str:
 
 def label(option: str, room: Room) -> str:
     """The words of a choice."""
+    questions = "one question" if room.droppable == 1 else f"up to {room.droppable} questions"
     return {
-        "turns": f"leave out the oldest turns (up to {room.droppable} question{'s' * (room.droppable != 1)} and answers)",
+        "turns": f"leave out the oldest turns ({questions}, with what was answered)",
         "thinking": f"leave out the thinking ({room.thinking:,} tokens)",
         "stop": "stop here; the message stays in the prompt" if room.typed else "stop here; the answer stays as it is",
     }[option]

@@ -55,12 +55,13 @@ def commands_of_chat() -> list[Entry]:
 
 
 def keys_of(screen: Screen[object]) -> list[Entry]:
-    """The keys that do something on `screen` now, with what they do; several keys of one action together.
+    """The keys that do something on `screen` now, with what they do, its own first; several keys of one action together.
 
     What every text field of every program understands (arrows, select all, ...) is left out.
     """
     by_action: dict[str, tuple[list[str], str]] = {}
-    for active in screen.active_bindings.values():
+    places = {key: i for i, key in enumerate(BindingsMap(screen.BINDINGS).key_to_bindings)}
+    for active in sorted(screen.active_bindings.values(), key=lambda a: places.get(a.binding.key, len(places))):
         binding = active.binding
         if binding.description and (active.node is screen.app or binding.key in _own_keys(type(active.node))):
             keys, _ = by_action.setdefault(binding.action, ([], active.tooltip or binding.description))
