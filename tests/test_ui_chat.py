@@ -461,3 +461,21 @@ async def test_the_list_renames_and_deletes_the_open_conversation(tmp_path):
         await d.until(lambda: "Ask scripted:1b something" in d.screen)
         await d.until(lambda: not d.controller.busy)
         assert not d.turns and not history.find()
+
+
+async def test_unfolded_thinking_is_brought_into_view():
+    async with desk(LONG, size=(80, 24)) as d:
+        await d.ask("why?")
+        assert "thought for" not in d.screen
+        await d.pilot.press("ctrl+t")
+        await d.until(lambda: "▾ thought for" in d.screen and "So the saving is about 14 times." in d.screen)
+
+
+async def test_an_edit_can_be_left():
+    async with desk() as d:
+        await d.ask("first")
+        await d.send("/edit")
+        await d.until(lambda: d.chat.prompt.text == "first" and "leave it as it was" in d.screen)
+        await d.pilot.press("escape")
+        await d.until(lambda: not d.chat.prompt.text and "leave it as it was" not in d.screen)
+        assert d.chat.editing is None and d.turns[0].text == "first"

@@ -70,6 +70,18 @@ def test_one_line_for_narrow_screens(width):
     for reading in (READING, Reading(), Reading(Stats(), INFO, USAGE), Reading(loading=Loading("loading weights", 0.2))):
         assert figures.line(reading, width).cell_length <= max(width, 40)
     assert "72.4 tok/s" in figures.line(READING, 76).plain and "2,267 of 8,192" in figures.line(READING, 76).plain
+    assert "first token" in figures.line(READING, 76).plain and "first token" not in figures.line(READING, 56).plain
+    assert "72.4 tok/s" in figures.line(READING, 56).plain and "2,267 of 8,192" in figures.line(READING, 56).plain
+
+
+@pytest.mark.parametrize(("height", "free"), [(40, True), (29, False)])
+async def test_a_lower_panel_says_less_about_the_context_and_all_of_the_rest(height, free):
+    app = Host()
+    async with app.run_test(size=(100, height)) as pilot:
+        app.query_one(EnginePanel).show(READING)
+        await until(pilot, lambda: "1.2 GB" in text_of(app))
+        text = text_of(app)
+        assert ("5,925" in text) == free and "history" in text and "28%" in text and "18.3 GB" in text
 
 
 class Host(App[None]):

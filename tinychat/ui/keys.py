@@ -8,12 +8,26 @@ from __future__ import annotations
 from typing import ClassVar
 
 from textual import events
+from textual.binding import ActiveBinding, BindingsMap
 from textual.content import Content
 from textual.screen import Screen
 from textual.style import Style
 from textual.widgets import Static
 
 GAP = "  "
+
+
+def in_order(screen: Screen[object]) -> list[ActiveBinding]:
+    """What keys do on `screen` now: those of the focused widget, the screen's as its class lists them, the app's."""
+    places: dict[str, int] = {}
+    for cls in type(screen).__mro__:  # what it inherits comes last
+        for key in BindingsMap(cls.__dict__.get("BINDINGS", ())).key_to_bindings:
+            places.setdefault(key, len(places))
+
+    def place(active: ActiveBinding) -> tuple[int, int]:
+        return (1, places[active.binding.key]) if active.node is screen else (2 * (active.node is screen.app), 0)
+
+    return sorted(screen.active_bindings.values(), key=place)
 
 
 class KeyLine(Static):
@@ -39,8 +53,9 @@ class KeyLine(Static):
         if not self.is_attached:
             return
         active = self.screen.active_bindings
+        ordered = in_order(self.screen)
         shown: dict[str, Content] = {}  # by action: a second key for the same one is not shown
-        for binding, enabled in ((b.binding, b.enabled) for b in active.values()):
+        for binding, enabled in ((b.binding, b.enabled) for b in ordered):
             if binding.show and binding.action not in shown:
                 shown[binding.action] = self._key(binding.key, self.app.get_key_display(binding), binding.description, enabled)
         last = Content("")

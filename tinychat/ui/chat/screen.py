@@ -41,6 +41,7 @@ class ChatScreen(Screen[None]):
     AUTO_FOCUS = "#prompt"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "stop", "stop", tooltip="stop; what there is of the answer stays"),
+        Binding("escape", "keep", "leave it as it was"),
         Binding("escape", "escape", "back to the prompt; takes back what waits or is edited", show=False),
         Binding("ctrl+g", "command('skip')", "skip to the answer", priority=True, tooltip="stop thinking and go to the answer"),
         Binding("ctrl+t", "toggle_thinking", "thinking", priority=True, tooltip="fold or unfold the last thinking"),
@@ -208,13 +209,16 @@ class ChatScreen(Screen[None]):
         self.controller.stop()
         await self.apply()
 
+    async def action_keep(self) -> None:
+        """The message that is being edited stays as it was."""
+        self.editing = None
+        self.prompt.put("")
+        await self.apply()
+
     async def action_escape(self) -> None:
         if self.box.close():
             return
-        if self.editing is not None:
-            self.editing = None
-            self.prompt.put("")
-        elif self.controller.queue:
+        if self.controller.queue:
             self.give_back(self.controller.take_back_queue())
         else:
             self.clear_selection()
@@ -226,6 +230,8 @@ class ChatScreen(Screen[None]):
         turns = self.controller.conversation.turns
         if action == "stop":
             return running is not None and not self.controller.queue and self.prompt.completions is None
+        if action == "keep":
+            return self.editing is not None and running is None and self.prompt.completions is None
         if action == "command":
             match parameters[0]:
                 case "skip":

@@ -95,6 +95,9 @@ class Transcript(VerticalScroll, can_focus=False):
             if isinstance(message, AnswerMessage) and message.thinking.display:
                 message.thinking.toggle()
                 self.unfold = not message.thinking.folded
+                if self.unfold and not message.live and message.thinking.region.y < self.region.y:  # it begins above
+                    self.release_anchor()
+                    self.call_after_refresh(self.scroll_to_widget, message.thinking, top=True, animate=False)
                 return
 
     def grew(self, grew: Grew) -> None:

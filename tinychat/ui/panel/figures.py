@@ -68,10 +68,13 @@ def context_bar(usage: Usage, width: int) -> Content:
     return Content.assemble(*parts)
 
 
-def context_rows(usage: Usage, width: int) -> list[Content]:
-    """The meter with its legend."""
+def context_rows(usage: Usage, width: int, short: bool = False) -> list[Content]:
+    """The meter with its legend; `short`: only the names of what is there, on one line where they fit."""
     share = f"{usage.used / usage.limit:.0%}" if usage.limit else ""
     lines = [context_bar(usage, width), row(f"{usage.used:,} of {usage.limit:,}", share, width)]
+    if short:
+        there = [Content.assemble((char, f".{name}"), (f" {name}", ".dim")) for name, char in PARTS[:-1] if getattr(usage, name)]
+        return [*lines, Content("  ").join(there)] if there else lines
     for name, char in PARTS:
         value = f"{getattr(usage, name):,}"
         gap = " " * max(1, width - 2 - len(name) - len(value))
@@ -145,12 +148,16 @@ def line(r: Reading, width: int) -> Content:
     if s is None:
         return Content.styled("no model loaded; /model chooses one", ".dim")
     context = Content.assemble(context_bar(u, 10), (f" {u.used:,} of {u.limit:,}", ".dim"))
+    room, more = width - context.cell_length - 1, ""
     if r.prefill is not None and s.phase != "decode":
-        left = now(r, max(20, width - context.cell_length - 3))[0]
+        left = now(r, max(20, room - 2))[0]
     elif not s.generated_tokens:
         left = Content.styled("ready", ".dim")
     else:
         head, chart = now(r, 12)
-        left = Content.assemble(head, "  ", chart, (f"  first token {seconds(s.ttft_s)}" if s.ttft_s else "", ".dim"))
+        left = Content.assemble(head, "  ", chart)
+        more = f"  first token {seconds(s.ttft_s)}" if s.ttft_s else ""
+    if left.cell_length + len(more) <= room or left.cell_length > room:  # not where the context would have to go for it
+        left = Content.assemble(left, (more, ".dim"))
     gap = width - left.cell_length - context.cell_length
     return Content.assemble(left, " " * gap, context) if gap > 0 else left

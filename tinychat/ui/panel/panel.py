@@ -35,18 +35,26 @@ class EnginePanel(VerticalScroll, can_focus=False):
         if not self.display or not self.is_attached:
             return
         width = max(20, self.content_size.width)
+        height = self.content_size.height
         lines = [figures.heading("engine", width), *figures.now(reading, width), *figures.speed_rows(reading, width)]
-        sections = [("context", figures.context_rows(reading.usage, width) if reading.usage.limit else [])]
-        sections += [("machine", figures.machine_rows(reading, width)), ("memory", figures.memory_rows(reading, width))]
-        rest = [line for title, rows in sections if rows for line in (Content(""), figures.heading(title, width), *rows)]
+        least = experts.strip(reading.routing, width, 0) if reading.routing else []
+        rest = self._rest(reading, width, short=False)
+        if len(lines) + len(least) + len(rest) > height:
+            rest = self._rest(reading, width, short=True)
         if reading.routing:  # asked for, so it goes before what may not fit
-            room = self.content_size.height - len(lines) - len(rest) - 1
-            lines += [Content(""), *experts.strip(reading.routing, width, room)]
+            lines += [Content(""), *experts.strip(reading.routing, width, height - len(lines) - len(rest) - 1)]
         lines += rest
         content = Content("\n").join(lines)
         if self._shown is None or not content.is_same(self._shown):
             self._shown = content
             self.query_one("#figures", Static).update(content)
+
+    def _rest(self, reading: Reading, width: int, short: bool) -> list[Content]:
+        """The sections below the engine's."""
+        context = figures.context_rows(reading.usage, width, short) if reading.usage.limit else []
+        sections = (("context", context), ("machine", figures.machine_rows(reading, width)),
+                    ("memory", figures.memory_rows(reading, width)))  # fmt: skip
+        return [line for title, rows in sections if rows for line in (Content(""), figures.heading(title, width), *rows)]
 
 
 class ExpertsStrip(Static):

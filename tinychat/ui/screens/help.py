@@ -14,6 +14,7 @@ from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import Static
 
+from tinychat.ui.keys import in_order
 from tinychat.ui.screens.sheet import Sheet
 
 Entry = tuple[str, str]  # what to type, what it does
@@ -55,13 +56,12 @@ def commands_of_chat() -> list[Entry]:
 
 
 def keys_of(screen: Screen[object]) -> list[Entry]:
-    """The keys that do something on `screen` now, with what they do, its own first; several keys of one action together.
+    """The keys that do something on `screen` now, with what they do; several keys of one action together.
 
     What every text field of every program understands (arrows, select all, ...) is left out.
     """
     by_action: dict[str, tuple[list[str], str]] = {}
-    places = {key: i for i, key in enumerate(BindingsMap(screen.BINDINGS).key_to_bindings)}
-    for active in sorted(screen.active_bindings.values(), key=lambda a: places.get(a.binding.key, len(places))):
+    for active in in_order(screen):
         binding = active.binding
         if binding.description and (active.node is screen.app or binding.key in _own_keys(type(active.node))):
             keys, _ = by_action.setdefault(binding.action, ([], active.tooltip or binding.description))
