@@ -9,8 +9,9 @@ import pytest
 from tests.scripted import INFO, Script, scripted_load
 from tinychat.engine.worker import Worker
 from tinychat.errors import TinychatError
+from tinychat.ui.changes import Change, Ended, Grew, ModelChanged, Note, Refused, Reset
 from tinychat.ui.context import Room
-from tinychat.ui.controller import Change, Controller, Ended, Grew, ModelChanged, Note, Refused, Reset
+from tinychat.ui.controller import Controller
 from tinychat.ui.conversation import Conversation, Turn
 from tinychat.ui.parameters import Parameters, set_parameter
 

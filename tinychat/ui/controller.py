@@ -16,82 +16,14 @@ from typing import Any, Literal
 from tinychat.engine.engine import Engine, Token
 from tinychat.engine.worker import Failed, Finished, Generated, Loaded, Loading, Prefilling, Worker
 from tinychat.errors import TinychatError
+from tinychat.ui.changes import Change, Ended, Grew, ModelChanged, Note, Refused, Reset
 from tinychat.ui.context import Room, Usage, measure, prompt_of, room_for
 from tinychat.ui.conversation import Attachment, Conversation, Turn
 from tinychat.ui.parameters import Parameters
+from tinychat.ui.running import Running
 
 LoadEngine = Callable[..., Engine]
 SAVE_EVERY = 1.0  # seconds, while an answer grows
-
-
-@dataclass(frozen=True)
-class Reset:
-    """The turns from `start` on are others than before: those of `conversation`, as it was then. `live`: its last answer is
-    being written, and what grows of it comes as Grew."""
-
-    start: int
-    conversation: Conversation
-    live: bool = False
-
-
-@dataclass(frozen=True)
-class Grew:
-    """The last turn grew by these pieces, made of `tokens` tokens."""
-
-    thinking: str
-    answer: str
-    tokens: int
-
-
-@dataclass(frozen=True)
-class Ended:
-    """The last turn, number `index`, is complete for now, and this is it."""
-
-    index: int
-    turn: Turn
-
-
-@dataclass(frozen=True)
-class ModelChanged:
-    """A model is loaded, or none any more."""
-
-
-@dataclass(frozen=True)
-class Note:
-    """One line for the user; `error` says that something did not work."""
-
-    text: str
-    error: bool = False
-
-
-@dataclass(frozen=True)
-class Refused:
-    """A message could not be sent; its text goes back to where it was typed."""
-
-    turn: Turn
-
-
-Change = Reset | Grew | Ended | ModelChanged | Note | Refused | Room
-
-
-@dataclass
-class Running:
-    """The request that is being answered; times on the controller's clock."""
-
-    request: int
-    started: float
-    prompt_tokens: int
-    before: int = 0  # tokens that the turn already had (it is being continued)
-    thinking_before_s: float = 0.0
-    tokens: int = 0
-    thinking_tokens: int = 0
-    first_token: float | None = None
-    thinking_since: float | None = None
-    kind: Literal["thinking", "answer"] = "answer"
-    prefill: Prefilling | None = None
-    stopping: bool = False
-    skip: bool = False  # stopped only to go on behind the thinking
-    seed: int = 0
 
 
 @dataclass
@@ -303,25 +235,13 @@ class Controller:
 
     def elapsed_thinking(self) -> float:
         """Seconds the running answer has thought so far."""
-        r = self.running
-        if r is None or r.thinking_since is None:
-            return r.thinking_before_s if r else 0.0
-        return r.thinking_before_s + self._clock() - r.thinking_since
+        return self.running.thinking_s(self._clock()) if self.running else 0.0
 
     def _grow(self, token: Token, grown: Grew) -> Grew:
-        r, now = self.running, self._clock()
-        assert r is not None
+        assert self.running is not None
+        self.running.take(token, self._clock())
         if token.id is not None:
-            r.tokens += 1
-            r.thinking_tokens += token.kind == "thinking"
             self.trace.tokens.append(token)
-        r.first_token = r.first_token or now
-        if token.kind == "thinking":
-            r.thinking_since = r.thinking_since or now
-        elif r.thinking_since is not None:
-            r.thinking_before_s += now - r.thinking_since
-            r.thinking_since = None
-        r.kind = token.kind
         thinking, answer = (token.text, "") if token.kind == "thinking" else ("", token.text)
         return Grew(grown.thinking + thinking, grown.answer + answer, grown.tokens + (token.id is not None))
 
@@ -377,10 +297,10 @@ class Controller:
         parameters = conversation.parameters
         seed = random.getrandbits(32) if parameters.seed is None else parameters.seed
         raw = conversation.turns[-1].raw
-        running = Running(0, self._clock(), len(prompt), seed=seed)
+        running = Running(0, seed)
         if go_on:
             turn = conversation.turns[-1]
-            running.before, running.thinking_before_s = int(turn.stats.get("generated_tokens", 0)), turn.thinking_s
+            running.before, running.thought_s = int(turn.stats.get("generated_tokens", 0)), turn.thinking_s
             conversation = conversation.with_last(replace(turn, stop_reason=""))
         else:
             conversation = conversation.add(Turn("assistant", "", raw=raw))

@@ -15,9 +15,9 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from tinychat.errors import printable
+from tinychat.ui.changes import Grew
 from tinychat.ui.chat.markdown import MarkdownView
 from tinychat.ui.chat.thinking import ThinkingBlock
-from tinychat.ui.controller import Grew
 from tinychat.ui.conversation import Turn
 from tinychat.ui.panel.figures import seconds, speed
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from textual.widgets import Static
 
+from tinychat.ui.changes import Change, Ended, Grew, ModelChanged, Note, Refused, Reset
 from tinychat.ui.chat.message import AnswerMessage
 from tinychat.ui.chat.status import StatusLine
 from tinychat.ui.chat.welcome import Welcome
 from tinychat.ui.context import Room
-from tinychat.ui.controller import Change, Ended, Grew, ModelChanged, Note, Refused, Reset
 from tinychat.ui.panel import EngineLine, EnginePanel, ExpertsStrip, Reading
 from tinychat.ui.panel.reading import PaintMeter
 

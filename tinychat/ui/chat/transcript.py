@@ -8,9 +8,9 @@ from textual.content import Content
 from textual.widget import Widget
 from textual.widgets import Static
 
+from tinychat.ui.changes import Grew
 from tinychat.ui.chat.message import AnswerMessage, Message, NoteLine, UserMessage
 from tinychat.ui.chat.welcome import Welcome
-from tinychat.ui.controller import Grew
 from tinychat.ui.conversation import Conversation
 
 MOUNTED = 40  # turns; older ones come back on demand, so that a long conversation costs no more than a short one
