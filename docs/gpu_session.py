@@ -3,9 +3,13 @@
 python docs/gpu_session.py check [VARIANT:QUANT ...]      tiny models against the float64 forward
 python docs/gpu_session.py time MODEL QUANT [--layers N --kernels --depth D ...]    exact shapes, random weights
 python docs/gpu_session.py peer MODEL QUANT               llama-bench (LLAMA_BENCH) on the same file
+python docs/gpu_session.py compare FILE | MODEL QUANT [--layers N --follow F]    64 greedy tokens and their logits, CUDA against the CPU executor
+python docs/gpu_session.py app MODEL QUANT                a long answer in the headless app: decoded and painted tok/s
+python docs/gpu_session.py fallback                       a kernel with a wrong sign: what the engine says and takes
 """
 
 import argparse
+import asyncio
 import json
 import os
 import subprocess
@@ -19,12 +23,24 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests import shapes, tiny
+from tests.cuda_emulated import miscomputed
+from tests.exactness import relative
 from tests.forward64 import forward
+from tests.screens import text_of
+from tinychat.engine import Engine
 from tinychat.engine.config import ModelConfig
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.plan import build_plan
+from tinychat.engine.tokenizer import Tokenizer
+from tinychat.errors import TinychatError
+from tinychat.kernels.cpu.executor import CPUExecutor
+from tinychat.kernels.cuda import launch
 from tinychat.kernels.cuda.executor import CUDAExecutor
+from tinychat.kernels.executor import Executor
 from tinychat.kernels.ops import Sampling
+from tinychat.settings import Settings
+from tinychat.ui.app import TinychatApp
+from tinychat.ui.parameters import Parameters
 
 FILES = Path(os.environ.get("FILES", "/dev/shm"))
 IDS = np.random.default_rng(3).integers(0, 300, 150).tolist()
@@ -45,6 +61,30 @@ VARIANTS = (
     "deepseek2_no_shared",
 )
 GREEDY = Sampling(temperature=0.0, repeat_penalty=1.0)
+STEPS = 64  # tokens that are compared
+CLEAR = 1.0  # a margin between the two largest logits that int8 activations do not turn over: SmolLM2's moves by 0.14 (rms), at most 0.53
+WORDS = ["winter", "rocket", "castle", "island", "river", "garden", "thunder", "window", "horse", "pepper", "ocean", "dragon", "cloud", "silver", "violin", "bridge", "apple", "stone", "tiger", "candle"]
+OTHERS = ["cloud", "bridge", "pencil", "candle", "apple", "castle", "yellow", "doctor", "island", "rocket", "mirror", "violin", "dragon", "forest", "window", "pepper"]
+CITIES = ["Paris", "London", "Madrid", "Berlin", "Rome", "Vienna", "Oslo", "Lisbon", "Athens", "Dublin", "Warsaw", "Prague"]
+
+
+def thrice(words: list[str]) -> str:
+    """A numbered list, again, and the beginning of a third."""
+    whole = "\n".join(f"{i}. {w}" for i, w in enumerate(words, 1)) + "\n\nThe same list again:\n"
+    return f"{whole}{whole}1. {words[0]}"
+
+
+PROMPTS = (  # SmolLM2-135M goes on with clear margins at all 64 tokens, but in the last two
+    "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12,",
+    ", ".join(map(str, range(30, 42))) + ",",
+    "\n".join(f"print({i})" for i in range(10, 22)) + "\nprint(",
+    thrice(CITIES),
+    thrice(OTHERS),
+    thrice(WORDS),
+    f"{', '.join(WORDS)}\n" * 3 + ", ".join(WORDS[:3]),
+    "\n".join(["The cat sat on the mat and looked at the old red door. A man in a blue coat came by and gave it some fish to eat."] * 4) + "\nThe cat",
+    "When the harbour master climbed the tower that morning, the fog lay so thick over the water that",
+)
 
 
 def load(path: Path, context: int) -> CUDAExecutor:
@@ -89,13 +129,119 @@ def check(specs: list[str]) -> bool:
     return good
 
 
-def model_file(model: str, quant: str, layers: int | None = None) -> Path:
-    path = FILES / f"{model}-{quant}-{layers or 'all'}.gguf"
+def model_file(model: str, quant: str, layers: int | None = None, follow: float = 0.0) -> Path:
+    path = FILES / f"{model}-{quant}-{layers or 'all'}{'-follow' if follow else ''}.gguf"
     if not path.exists():
-        began = time.perf_counter()
-        size = shapes.write(path, model, quant, layers)
+        began, part = time.perf_counter(), path.with_suffix(f".{os.getpid()}")
+        size = shapes.write(part, model, quant, layers, follow=follow)
+        part.rename(path)
         print(f"# wrote {path} {size / 1e9:.2f} GB in {time.perf_counter() - began:.1f} s", flush=True)
     return path
+
+
+def prompts_of(path: Path, real: bool) -> list[list[int]]:
+    if not real:
+        return [[11], np.random.default_rng(5).integers(0, 50000, 30).tolist()]
+    tokenizer = Tokenizer.from_gguf(path)
+    return [tokenizer.encode(text) for text in PROMPTS]
+
+
+def greedy(e: Executor, prompt: list[int]) -> list[int]:
+    """STEPS greedy tokens behind `prompt`."""
+    if len(prompt) > 1:
+        e.forward(prompt[:-1], 0)
+    steps = e.decode(prompt[-1], len(prompt) - 1, GREEDY, prompt)
+    tokens = [token for token, _ in (next(steps) for _ in range(STEPS))]
+    steps.close()  # type: ignore[attr-defined]
+    return tokens
+
+
+def following_logits(e: Executor, prompt: list[int], tokens: list[int], single: bool) -> np.ndarray:
+    """float32 (STEPS, vocab): the logits that chose `tokens`, through prefill or, `single`, decode steps."""
+    ids = [*prompt, *tokens[:-1]]
+    if not single:
+        rows = e.forward(ids, 0, "all")
+        assert rows is not None
+        return rows[len(prompt) - 1 :]
+    if len(prompt) > 1:
+        e.forward(prompt[:-1], 0)
+    out = [e.forward([token], pos, "last") for pos, token in enumerate(ids) if pos >= len(prompt) - 1]
+    return np.concatenate([row for row in out if row is not None])
+
+
+def compare(path: Path, prompts: list[list[int]]) -> bool:
+    """Prints a line per prompt: relative L2 of the median token's logits, and more. False where CUDA chose another token although
+    the CPU's margin was clear, or is further off than int8 activations explain."""
+    gguf, context = GGUF.open(path), max(map(len, prompts)) + STEPS
+    plan = build_plan(gguf, ModelConfig.from_gguf(gguf))
+    limit = 0.2 if any("_exps." in name for name in gguf.tensors) else 0.06  # of 64 random experts, two often score the same
+    cpu = CPUExecutor(plan, gguf, context)
+    want = [(tokens := greedy(cpu, p), following_logits(cpu, p, tokens, single=False)) for p in prompts]
+    cpu.close()
+    e, good = CUDAExecutor(plan, gguf, context), True
+    for prompt, (tokens, logits) in zip(prompts, want):
+        got = greedy(e, prompt)
+        same = next((i for i, (a, b) in enumerate(zip(got, tokens)) if a != b), STEPS)
+        low, high = np.partition(logits, -2, axis=1)[:, -2:].T
+        margins = high - low
+        ok, said = same == STEPS or margins[same] < CLEAR, []
+        for name, single in (("prefill", False), ("decode", True)):
+            rows = following_logits(e, prompt, tokens, single)
+            error, equal = relative(rows, logits), rows.argmax(1) == logits.argmax(1)
+            ok &= bool((equal | (margins < CLEAR)).all() and np.median(error) < limit)
+            said.append(f"{name} L2 {np.median(error):.1e} (worst {error.max():.1e}, largest difference {np.abs(rows - logits).max():.2f}) argmax {equal.sum()}")
+        print(f"{'ok  ' if ok else 'BAD '} {path.name} {len(prompt)} + {STEPS}: greedy tokens equal {same}"
+              + (f", then a margin of {margins[same]:.3f}" if same < STEPS else f", margins from {margins.min():.2f}"), *said, sep="; ")  # fmt: skip
+        print(f"# margins {np.sort(margins)[:4].round(2)}, median {np.median(margins):.2f}, logits' deviation {logits.std():.2f}; CPU {tokens} CUDA {got}", flush=True)
+        good &= bool(ok)
+    e.close()
+    return good
+
+
+def fallback() -> bool:
+    """Prints what the engine says where one kernel computes something wrong."""
+    path = tiny.write(FILES / "fallback.gguf", "llama", "Q4_0")
+    launch.text = miscomputed
+    engine = Engine.load(path, max_context=64)
+    print(f"device None: {engine.info.device}; {engine.notes}", flush=True)
+    good = not engine.info.device.startswith("CUDA") and any("self-check failed" in note for note in engine.notes)
+    print(f"  it decodes {[t.id for t in engine.generate(IDS[:9], GREEDY, 8, raw=True)]}", flush=True)
+    engine.close()
+    try:
+        Engine.load(path, max_context=64, device="cuda").close()
+    except TinychatError as e:
+        print(f"device 'cuda': {e}", flush=True)
+        return good
+    return False
+
+
+async def app(path: Path, tokens: int, device: str | None) -> None:
+    """Prints the panel's decoded and painted tok/s while the headless app shows an answer, and of the whole of it."""
+    own = Settings(parameters=Parameters(max_tokens=tokens), kv_cache_gb=0)
+    chat = TinychatApp(path.stem, path, own=own, max_context=min(2 * tokens + 512, 4096), device=device)
+    decoded, painted = [], []
+    async with chat.run_test(size=(100, 30)) as pilot:
+        while chat.controller.engine is None:
+            await pilot.pause(0.1)
+        chat.chat.prompt.insert("Tell me a long story about the sea, the fog and the harbour master.")
+        await pilot.press("enter")
+        while not chat.controller.busy:
+            await pilot.pause(0.02)
+        began = time.perf_counter()
+        stats, meter = chat.controller.engine.stats, chat.chat.painter.meter
+        while chat.controller.busy:
+            await asyncio.sleep(0.1)
+            if stats.phase == "decode" and time.perf_counter() - began > 0.5:
+                decoded.append(stats.last_tok_s)
+                painted.append(meter.rate)
+        await pilot.pause(0.5)
+        panel = [line.rstrip() for line in text_of(chat).splitlines() if "tok/s" in line or "painted" in line]
+    a, b = float(np.median(decoded or [0])), float(np.median(painted or [0]))
+    c, d = stats.decode_tok_s, meter.average
+    print(f"app {path.name}: {stats.generated_tokens} tokens, {chat.controller.engine.info.device}\n"
+          f"  while it runs (median of {len(decoded)}): decoded {a:.0f} painted {b:.0f} tok/s, {100 * (b / a - 1) if a else 0:+.1f} %\n"
+          f"  the whole answer: decoded {c:.0f} painted {d:.0f} tok/s, {100 * (d / c - 1) if c else 0:+.1f} %, "
+          f"longest gap {chat.chat.painter.longest_gap * 1e3:.0f} ms\n  " + "\n  ".join(panel), flush=True)  # fmt: skip
 
 
 def randomise_cache(e: CUDAExecutor) -> None:
@@ -121,8 +267,8 @@ def step_seconds(e: CUDAExecutor, depth: int, n: int = 128) -> tuple[float, floa
 def kernel_table(e: CUDAExecutor, depth: int) -> None:
     """Time of each kernel as a chain of its own launches of all layers (rotating weights), with and without early launch."""
     groups = defaultdict(list)
-    for launch in e.launches:
-        groups[launch.name].append(launch)
+    for x in e.launches:
+        groups[x.name].append(x)
     total = 0.0
     e._set_state(GREEDY, depth, 1, 0)
     for name, launches in groups.items():
@@ -241,16 +387,28 @@ def peer(model: str, quant: str) -> None:
 
 def main() -> None:
     args = argparse.ArgumentParser()
-    args.add_argument("what", choices=["check", "time", "peer"])
+    args.add_argument("what", choices=["check", "time", "peer", "file", "compare", "app", "fallback"])
     args.add_argument("names", nargs="*")
     args.add_argument("--layers", type=int)
+    args.add_argument("--follow", type=float, default=0.0)
+    args.add_argument("--tokens", type=int, default=3000)
+    args.add_argument("--device")
     args.add_argument("--kernels", action="store_true")
     args.add_argument("--plain", action="store_true")
     args.add_argument("--depth", type=int, nargs="*", default=[0, 4096])
     a = args.parse_args()
     if a.what == "check":
         sys.exit(not check(a.names))
+    if a.what == "fallback":
+        sys.exit(not fallback())
     try:
+        if a.what in ("file", "compare", "app"):
+            path = Path(a.names[0]) if len(a.names) == 1 else model_file(a.names[0], a.names[1], a.layers, a.follow)
+            if a.what == "compare":
+                sys.exit(not compare(path, prompts_of(path, len(a.names) == 1)))
+            if a.what == "app":
+                asyncio.run(app(path, a.tokens, a.device))
+            return
         if a.what == "time":
             times(a.names[0], a.names[1], a.layers, a.kernels, a.depth, a.plain)
         else:

@@ -31,8 +31,12 @@ def _with_scales(raw: np.ndarray, qtype: Q, unit: np.ndarray, scale: float) -> n
     return raw
 
 
-def random_blocks(rng: np.random.Generator, qtype: Q, n: int, std: float) -> np.ndarray:
-    """`n` blocks of `qtype` as uint8 (n, type size), whose values have mean about 0 and standard deviation about `std`."""
+def random_blocks(rng: np.random.Generator, qtype: Q, n: int, std: float, negative: float = 0.25) -> np.ndarray:
+    """`n` blocks of `qtype` as uint8 (n, type size), whose values have mean about 0 and standard deviation about `std`.
+
+    `negative` is the share of blocks with a negative scale. Codes from -8 to 7 have a mean of -0.5, which long rows add up; with
+    one half of each sign they do not.
+    """
     block, size = GGML_QUANT_SIZES[qtype]
     if qtype in (Q.F32, Q.F16, Q.BF16):
         values = rng.standard_normal(n * block, np.float32) * np.float32(std)
@@ -40,7 +44,7 @@ def random_blocks(rng: np.random.Generator, qtype: Q, n: int, std: float) -> np.
             return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).reshape(n, size)
         return values.astype(np.float32 if qtype == Q.F32 else np.float16).view(np.uint8).reshape(n, size)
     raw = rng.integers(0, 256, (n, size), np.uint8)
-    unit = rng.uniform(0.6, 1.4, n).astype(np.float32) * np.where(rng.random(n) < 0.25, -1, 1).astype(np.float32)
+    unit = rng.uniform(0.6, 1.4, n).astype(np.float32) * np.where(rng.random(n) < negative, -1, 1).astype(np.float32)
     if qtype == Q.MXFP4:
         unit = np.abs(unit)
     sample = _with_scales(rng.integers(0, 256, (512, size), np.uint8), qtype, np.ones(512, np.float32), 2.0 ** -6)

@@ -5,16 +5,22 @@
 The tensor types are those `llama-quantize` gives (its default choice for Q4_K_M, its fallback for rows that are no multiple
 of 256). Values are random blocks tiled from a small pool, so that 18 GB are written at the speed of the disk; activations
 and logits stay O(1). The tokenizer is a stand-in of the right size: byte tokens, dummy words, the model's special tokens.
+
+Rows of the output matrix repeat in such a file, so its greedy tokens are ties. With `--follow 3` no row repeats and every
+token has a likely successor: greedy decoding can be compared between executors.
 """
 
 import argparse
+import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, GGUFWriter
+from gguf.quants import dequantize
 
 from tests.blocks import QUANTS, random_blocks
 
@@ -290,10 +296,39 @@ def f32_values(rng: np.random.Generator, s: Shape, name: str, n: int, std: float
     return values * np.float32(std) if std else 1 + np.float32(0.1) * values
 
 
-def write(path: Path, name: str, quant: str = "Q4_0", layers: int | None = None, seed: int = 0) -> int:
-    """Writes the model `name` of SHAPES to `path`; `layers` cuts (or extends) it. Returns the file's size in bytes."""
+def q6_k(values: np.ndarray, std: float) -> np.ndarray:
+    """`values` (rows, cols; standard deviation 1) times `std` as Q6_K: uint8 (rows, packed row)."""
+    q = np.clip(np.rint(values * 12) + 32, 0, 63).astype(np.uint8).reshape(-1, 2, 4, 32)  # block, half, quarter of it, value
+    out = np.empty((len(q), 210), np.uint8)
+    out[:, :128] = (q[:, :, :2] & 15 | q[:, :, 2:] << 4).reshape(-1, 128)
+    high = q >> 4
+    out[:, 128:192] = (high[:, :, 0] | high[:, :, 1] << 2 | high[:, :, 2] << 4 | high[:, :, 3] << 6).reshape(-1, 64)
+    out[:, 192:208] = 1
+    out[:, 208:] = np.frombuffer(np.float16(std / 12).tobytes(), np.uint8)
+    return out.reshape(len(values), -1)
+
+
+def successors(rng: np.random.Generator, table: np.ndarray, kind: Q, std: float) -> np.ndarray:
+    """An output matrix (Q6_K, uint8) whose rows are those of the embedding `table` in another order, with deviation `std`."""
+    order, unit = rng.permutation(len(table)), dequantize(table[:1000], kind).std()
+    head = np.empty((len(table), table.shape[1] // GGML_QUANT_SIZES[kind][1] * GGML_QUANT_SIZES[kind][0] // 256 * 210), np.uint8)
+
+    def fill(start: int) -> None:
+        head[start:start + 2048] = q6_k(dequantize(table[order[start:start + 2048]], kind) / unit, std)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(fill, range(0, len(table), 2048)))
+    return head
+
+
+def write(path: Path, name: str, quant: str = "Q4_0", layers: int | None = None, seed: int = 0, follow: float = 0.0) -> int:
+    """Writes the model `name` of SHAPES to `path`; `layers` cuts (or extends) it. Returns the file's size in bytes.
+
+    With `follow`, the embedding has that standard deviation and no equal rows, each row of the output matrix is another token's
+    embedding, which makes it that token's likely successor (a tied matrix becomes two), and all matrices have mean zero.
+    """
     s = SHAPES[name]
-    s = replace(s, layers=layers or s.layers)
+    s = replace(s, layers=layers or s.layers, tied=s.tied and not follow)
     rng = np.random.default_rng(seed)
     w = GGUFWriter(path, s.arch)
     metadata(w, s, name)
@@ -310,14 +345,23 @@ def write(path: Path, name: str, quant: str = "Q4_0", layers: int | None = None,
     w.write_ti_data_to_file()
     assert w.fout is not None
     out, pools = w.fout[0], dict[tuple[Q, float], memoryview]()
+    table, table_kind, negative = np.empty(0, np.uint8), Q.F32, 0.5 if follow else 0.25
     w.write_padding(out, out.tell())
     for tensor, kind, nbytes, std in todo:
         if kind == Q.F32 and nbytes < 1 << 22:  # norms, biases, routers: small, so each has its own values
             out.write(f32_values(rng, s, tensor, nbytes // 4, std).tobytes())
+        elif follow and tensor in ("token_embd.weight", "output.weight"):
+            if tensor == "token_embd.weight":
+                table = random_blocks(rng, kind, nbytes // GGML_QUANT_SIZES[kind][1], follow, 0.5).reshape(s.vocab, -1)
+                table_kind = kind
+                out.write(table.data)
+            else:
+                assert kind == Q.Q6_K
+                out.write(successors(rng, table, table_kind, std).data)
         else:
             size = GGML_QUANT_SIZES[kind][1]
             if (kind, std) not in pools:  # an odd number of blocks: rows differ
-                pools[kind, std] = memoryview(random_blocks(rng, kind, (1 << 23) // size | 1, std).reshape(-1))
+                pools[kind, std] = memoryview(random_blocks(rng, kind, (1 << 23) // size | 1, std, negative).reshape(-1))
             pool = pools[kind, std]
             start, left = int(rng.integers(len(pool) // size)) * size, nbytes
             while left:
@@ -333,10 +377,11 @@ def main() -> None:
     args.add_argument("model", choices=SHAPES)
     args.add_argument("--quant", default="Q4_0", choices=["Q4_K_M", *(q.name for q in QUANTS)])
     args.add_argument("--layers", type=int)
+    args.add_argument("--follow", type=float, default=0.0)
     args.add_argument("-o", "--output", type=Path, required=True)
     a = args.parse_args()
     began = time.perf_counter()
-    size = write(a.output, a.model, a.quant, a.layers)
+    size = write(a.output, a.model, a.quant, a.layers, follow=a.follow)
     print(f"{a.output}: {size:,} bytes in {time.perf_counter() - began:.1f} s")
 
 

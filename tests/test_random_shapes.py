@@ -5,11 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
 
 from tests import tiny
 from tests.exactness import relative
 from tests.forward64 import forward
-from tests.shapes import MLA, MoE, Shape
+from tests.shapes import MLA, MoE, Shape, q6_k
 from tinychat.engine import Engine
 
 FLOAT, BLOCK32 = ("F32", "F16", "BF16"), ("Q8_0", "Q4_0", "Q5_1", "IQ4_NL", "MXFP4")
@@ -53,6 +55,12 @@ def random_model(d: Dice) -> tuple[Shape, str]:
                  qkv_bias=arch == "qwen2", fused_qkv=mla is None and d.pick(True, False),
                  qk_norm={"qwen3": head_dim, "qwen3moe": head_dim, "olmoe": dim}.get(arch, 0),
                  rope_freqs=8 if arch == "llama" and d.pick(True, False) else 0), quant  # fmt: skip
+
+
+def test_rows_written_as_q6_k() -> None:
+    values = np.clip(np.random.default_rng(0).standard_normal((5, 512)), -2.5, 2.5)
+    got = dequantize(q6_k(values, 0.05), GGMLQuantizationType.Q6_K)
+    assert np.abs(got / 0.05 - values).max() < 0.5 / 12 + 1e-3
 
 
 @pytest.mark.parametrize("seed", range(40))
