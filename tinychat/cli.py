@@ -22,12 +22,13 @@ _DESCRIPTION = """Chat with a local language model.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. 0: done; 1: failed, with one line on stderr; 2: wrong usage; 130: Ctrl-C; 141: nobody reads on."""
-    args = parse(sys.argv[1:] if argv is None else argv)
-    debug, command = args.pop("debug"), args.pop("command")
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that knows only ASCII shows "?", and nothing fails
+    debug = False
     try:
+        args = parse(sys.argv[1:] if argv is None else argv)
+        debug, command = args.pop("debug"), args.pop("command")
         code = command(**args) or 0
         sys.stdout.flush()
     except TinychatError as e:

@@ -101,7 +101,8 @@ def profile(text: str, *, steps: int, source: bool, wait: bool, as_json: bool, d
 
     own = settings_of_user()
     model = resolve(text, own.models)
-    with loaded(model, own, device=device, threads=threads) as engine:
+    context = 2 * steps + 64 if 2 * steps + 64 > 4096 else None  # every second step is one without clocks
+    with loaded(model, own, context, device=device, threads=threads) as engine:
         with Bar() as bar:
             found = room.profile(engine, steps, _Waiting(bar).stage, name=text if model.path else model.name, wait=wait)
         sources = {k.name: k.source for k in room.kernels(engine)} if source else {}

@@ -20,7 +20,7 @@ from tinychat.engine.sampling import sample
 from tinychat.errors import TinychatError
 from tinychat.kernels.cpu.executor import default_threads
 from tinychat.kernels.ops import Head, Sampling
-from tinychat.kernels.profile import Batch, Kernel, Part, StepProfile
+from tinychat.kernels.profile import ONE_BY_ONE, Batch, Kernel, Part, StepProfile
 
 if TYPE_CHECKING:
     from tinychat.engine.reference import ReferenceExecutor
@@ -59,9 +59,9 @@ def profile(ex: ReferenceExecutor, token: int, pos: int, steps: int) -> StepProf
     batches = [Batch(f"graph {i + 1}", len(call.src[0].src[0].src), np.array([_alone(call, context) for _ in range(steps)]))
                for i, call in enumerate(graphs)]  # fmt: skip
     return StepProfile(
-        "alone", parts, alone.sum(1), plain, chosen, tuple(batches) or (Batch("replayed one by one", len(flat), plain - chosen),),
+        "alone", parts, alone.sum(1), plain, chosen, tuple(batches) or (Batch(ONE_BY_ONE, len(flat), plain - chosen),),
         (first, capture), ex.caches.used(), pos + 1, default_threads() if serial else 1, tuple(kernels(ex, token, pos)),
-        ("VIZ=-1 tinychat run MODEL PROMPT",),
+        ("VIZ=-1 tinychat run MODEL PROMPT --device reference",),
     )  # fmt: skip
 
 

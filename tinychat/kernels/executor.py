@@ -81,7 +81,10 @@ class Executor(Protocol):
 
     @property
     def cache_layout(self) -> str:
-        """Names what the bytes of read_cache mean ("cpu f16 1"); a saved cache of another layout is not used."""
+        """Names what the bytes of read_cache mean ("cpu f16 1"); a saved cache of another layout is not used.
+
+        Its first word is the device's name, as Engine.load takes it.
+        """
         ...
 
     def read_cache(self, rows: int) -> bytes:

@@ -32,6 +32,7 @@ from tinychat.kernels.ops import (
 )
 
 How = Literal["in the batch", "alone"]
+ONE_BY_ONE = "one by one"  # name of what is no batch: every kernel is started by the host
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
@@ -49,7 +50,8 @@ def explain(p: StepProfile, engine: Engine, name: str) -> Report:
     info, limit, ops = engine.info, engine.stats.limit_gb_s, engine.plan.ops
     plain, together = float(np.median(p.plain)), p.how == "in the batch"
     token = float(np.median(p.tokens)) if together else plain
-    base = token if together else sum(float(np.median(part.seconds)) for part in p.parts) or token
+    alone = sum(float(np.median(part.seconds)) for part in p.parts)  # what disturbs one run of a kernel is not in the others
+    base = token if together else alone or token
     rows = sorted(_rows(p, ops, base, limit), key=lambda r: -r.seconds)
     waited = sum(r.waited for r in rows)
     sampling = float(np.median(p.sampling))
@@ -58,12 +60,15 @@ def explain(p: StepProfile, engine: Engine, name: str) -> Report:
     rest = (max(0.0, float(np.median(p.tokens - parts - p.sampling))), token) if together else (0.0, 0.0)
     nbytes, calls = engine.plan.bytes_per_token(p.depth), sum(part.calls for part in p.parts)
     gb_s = nbytes / plain / 1e9
-    work, even = (float(np.median(sum(f(part.work, axis=1) for part in p.parts))) for f in (np.max, np.mean))
+    work, even = alone, alone
+    if together:
+        work, even = (float(np.median(sum(f(part.work, axis=1) for part in p.parts))) for f in (np.max, np.mean))
     made = Report(
         model=name, device=info.device, threads=p.parts[0].work.shape[1], cores=p.cores, how=p.how,
         steps=len(p.tokens), depth=p.depth, token_s=plain, fastest_s=float(p.plain.min()), slowest_s=float(p.plain.max()),
         tok_s=1 / plain, bytes_per_token=nbytes, gb_s=gb_s, limit_gb_s=limit, limit_share=gb_s / limit if limit else 0.0,
-        clocks=token / plain - 1, explained=float(np.median((parts + p.sampling) / (p.tokens if together else plain))),
+        clocks=token / plain - 1,
+        explained=float(np.median((parts + p.sampling) / p.tokens)) if together else (alone + sampling) / plain,
         kernels=calls,
         batches=[{"name": b.name, "kernels": b.kernels, "seconds": float(np.median(b.seconds)), "spread": _spread(b.seconds)}
                  for b in p.batches],
@@ -75,7 +80,7 @@ def explain(p: StepProfile, engine: Engine, name: str) -> Report:
     )  # fmt: skip
     made.flags.extend(find(made, p, engine.plan))
     if rows:
-        made.deeper.extend(_commands(name, made))
+        made.deeper.extend(_commands(name, made, engine.executor.cache_layout.split()[0]))
     return made
 
 
@@ -86,7 +91,10 @@ def _rows(p: StepProfile, ops: Sequence[Op], token: float, limit: float) -> Iter
         key = (part.name, *((name_of(op), shape_of(op), quant_of(op), category_of(op)) if op else ("", "", "", part.category)))
         groups.setdefault(key, []).append(part)
     for (name, op_name, shape, quant, category), parts in groups.items():
-        seconds = float(np.median(sum(q.seconds for q in parts)))
+        if p.how == "alone":
+            seconds = sum(float(np.median(q.seconds)) for q in parts)
+        else:
+            seconds = float(np.median(sum(q.seconds for q in parts)))
         work = sum(q.work for q in parts)
         nbytes = sum(q.nbytes for q in parts)
         gb_s = nbytes / seconds / 1e9 if seconds else 0.0
@@ -116,11 +124,10 @@ def _spread(seconds: np.ndarray) -> float:
     return float((high - low) / 2 / middle)
 
 
-def _commands(name: str, r: Report) -> list[str]:
+def _commands(name: str, r: Report, device: str) -> list[str]:
     """What to type to look deeper at the slowest row."""
-    worst = r.rows[0]
-    shown = f"'{printable(name, newlines=False)}'" if " " in name else printable(name, newlines=False)
-    return [f"tinychat kernels {shown} --source {worst.name}", f"tinychat bench --block {shown}"]
+    model = f"{shlex.quote(printable(name, newlines=False))} --device {device}"
+    return [f"tinychat kernels {model} --source {r.rows[0].name}", f"tinychat bench {model} --block"]
 
 
 def profiles_dir() -> Path:

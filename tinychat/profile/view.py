@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tinychat.errors import printable
+from tinychat.kernels.profile import ONE_BY_ONE
 from tinychat.profile.flags import NOTABLE, SLOW
 from tinychat.profile.report import Report, Row
 
@@ -76,8 +77,9 @@ def _speed(r: Report) -> RenderableType:
 
 def _kernels(r: Report) -> RenderableType:
     word = "ops" if r.how == "in the batch" else "kernels"
-    batches = f"{len(r.batches)} batch{'es' * (len(r.batches) != 1)}"
-    lines = [f"{r.kernels:,} {word} in {batches} · {times(r.overhead_s)} per {word[:-1]} while none works (derived)"]
+    many = f"in {len(r.batches)} batch{'es' * (len(r.batches) != 1)}"
+    batches = many if any(b["name"] != ONE_BY_ONE for b in r.batches) else ONE_BY_ONE
+    lines = [f"{r.kernels:,} {word} {batches} · {times(r.overhead_s)} per {word[:-1]} while none works (derived)"]
     if r.threads > 1:
         lines.append("waiting at barriers: " + ", ".join(f"thread {i} {w:.1%}" for i, w in enumerate(r.waits)))
     return _lines(lines)

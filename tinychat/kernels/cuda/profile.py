@@ -49,7 +49,7 @@ def profile(ex: CUDAExecutor, token: int, pos: int, steps: int) -> StepProfile:
     caches = (CacheUse("compiled kernels, on disk", gpu.found, gpu.compiled, gpu.compile_s, CACHEDB),)
     graph = Batch("graph", ex.kernels_per_token, whole)
     return StepProfile("alone", tuple(parts), whole, plain, np.zeros(steps), (graph,), (first,), caches, pos + steps, 1,
-                       tuple(kernels(ex)), ("ncu tinychat run MODEL PROMPT",))  # fmt: skip
+                       tuple(kernels(ex)), ("ncu tinychat run MODEL PROMPT --device cuda",))  # fmt: skip
 
 
 def _tokens(ex: CUDAExecutor, token: int, pos: int, steps: int) -> tuple[np.ndarray, float]:
