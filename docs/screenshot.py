@@ -1,38 +1,89 @@
-"""Makes docs/chat.svg: a real chat with SmolLM2, decoded while the picture is taken.
+"""Makes docs/chat.svg and docs/screens/*.svg: a real chat with SmolLM2, decoded while the pictures are taken.
 
     python docs/screenshot.py [MODEL]
+
+The user's own conversations, settings and benchmarks are neither shown nor changed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from textual.pilot import Pilot
 
 from tinychat.cache import path_of
+from tinychat.history import History
+from tinychat.kernels.ops import Sampling
 from tinychat.registry import resolve
+from tinychat.settings import Settings
 from tinychat.ui.app import TinychatApp
 from tinychat.ui.chat.prompt import Prompt
+from tinychat.ui.parameters import Parameters
+from tinychat.ui.screens.bench import BenchScreen
 
+DOCS = Path(__file__).parent
+EARLIER = ("Give me three names for a cat.", "What is a prime number?")
 QUESTIONS = ("What is the capital of France?", "Write a Python function that reverses a list, and say how it works.")
+SIZE, LARGER = (110, 34), (120, 36)
 
 
-async def main(name: str) -> None:
+async def until(pilot: Pilot[Any], condition: Callable[[], bool]) -> None:
+    while not condition():
+        await pilot.pause(0.1)
+    await pilot.pause(0.5)
+
+
+async def ask(app: TinychatApp, pilot: Pilot[Any], question: str) -> None:
+    app.screen.query_one(Prompt).text = question
+    await pilot.press("enter")
+    await until(pilot, lambda: bool(app.controller.conversation.turns) and not app.controller.busy)
+
+
+async def measured(pilot: Pilot[Any], screen: BenchScreen) -> None:
+    await until(pilot, lambda: not screen.running)
+
+
+def take(app: TinychatApp, path: str) -> None:
+    (DOCS / path).write_text(app.export_screenshot(title="tinychat"))
+
+
+async def main(name: str, folder: Path) -> None:
     model = resolve(name, {})
     path = path_of(model)
     assert path is not None, f"{name} is not here: tinychat cache pull {name}"
-    app = TinychatApp(model.name, path)
-    async with app.run_test(size=(110, 34)) as pilot:
+    own = Settings(parameters=Parameters(sampling=Sampling(temperature=0.0)))
+    app = TinychatApp(model.name, path, own=own, history=History(folder / "history.db"))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: app.controller.ready)
+        for question in EARLIER:
+            await ask(app, pilot, question)
+            await app.chat.run_command("new")
         for question in QUESTIONS:
-            while app.controller.engine is None or app.controller.running is not None:
-                await pilot.pause(0.1)
-            app.screen.query_one(Prompt).text = question
-            await pilot.press("enter")
+            await ask(app, pilot, question)
+        take(app, "chat.svg")
+        await pilot.resize_terminal(*LARGER)
+        for command, picture in (("model", "picker"), ("conversations", "conversations"), ("set", "parameters"),
+                                 ("inspect", "inspector"), ("bench 20", "benchmark")):  # fmt: skip
+            await app.chat.run_command(command)
+            await until(pilot, lambda: app.screen is not app.chat)
+            if picture == "inspector":
+                await pilot.press("a", "n")
+            if isinstance(screen := app.screen, BenchScreen):
+                await measured(pilot, screen)
+                await pilot.press("r")  # again, so that there is something to compare with
+                await measured(pilot, screen)
             await pilot.pause(1.0)
-        while app.controller.running is not None:
-            await pilot.pause(0.1)
-        await pilot.pause(0.5)
-        Path(__file__).with_name("chat.svg").write_text(app.export_screenshot(title="tinychat"))
+            take(app, f"screens/{picture}.svg")
+            await pilot.press("escape")
+            await until(pilot, lambda: app.screen is app.chat)
 
 
-asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "smollm2:135m"))
+with tempfile.TemporaryDirectory() as temporary:
+    os.environ["XDG_DATA_HOME"] = os.environ["XDG_CONFIG_HOME"] = temporary
+    asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "smollm2:135m", Path(temporary)))

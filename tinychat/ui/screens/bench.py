@@ -73,8 +73,13 @@ class BenchScreen(Sheet[None]):
         self.set_interval(0.2, self._tick)
         self.action_again()
 
+    @property
+    def running(self) -> bool:
+        """Whether it measures now."""
+        return self._request is not None
+
     def action_again(self) -> None:
-        if self._request is not None:
+        if self.running:
             return
         n_prompt, n_gen, repeats, name = self._n_prompt, self._n_gen, self._repeats, self._model
 
@@ -101,7 +106,7 @@ class BenchScreen(Sheet[None]):
                 self._tabulate()
             elif isinstance(event, Failed):
                 self._ended(event.message, 0.0, failed=True)
-        if progress and self._request is not None:  # the newest only: a tiny model reports hundreds in a tick
+        if progress and self.running:  # the newest only: a tiny model reports hundreds in a tick
             self._state(progress.text, progress.fraction)
 
     def _ended(self, text: str, fraction: float, failed: bool = False) -> None:
@@ -125,7 +130,7 @@ class BenchScreen(Sheet[None]):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action in ("again", "close", "stop"):
-            return (self._request is not None) == (action == "stop")
+            return self.running == (action == "stop")
         return bool(self._earlier) if action == "copy_table" else action != "copy" or self._result is not None
 
     def action_copy(self) -> None:
