@@ -40,6 +40,12 @@ def test_kernels(spec: str, what: str, nbytes: int) -> None:
     assert found.gb_s == pytest.approx(nbytes / found.seconds / 1e9) and found.limit_gb_s > 0
 
 
+def test_a_kernel_of_plain_tinygrad() -> None:
+    (found,) = ladder.kernel("norm_linear:Q4_0:512x1024", 2, device="reference")
+    assert found.how == "alone" and "plain tinygrad" in found.device and found.nbytes == 512 * 1024 // 32 * 18 + 1024 * 4
+    assert 0 < found.low <= found.seconds <= found.high < 1 and found.copies == 4
+
+
 def test_copies_are_more_than_the_caches_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     source = plans.RandomWeights()

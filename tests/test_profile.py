@@ -109,6 +109,9 @@ def test_seven_parts_in_the_terminal(tmp_path: Path) -> None:
 
 def test_plain_tinygrad(tmp_path: Path) -> None:
     with load(tiny.write(tmp_path / "m.gguf", "llama", "Q4_0"), "reference") as engine:
+        assert engine.stats.jit_state == "compiling"
+        states = [engine.stats.jit_state for _ in engine.generate([1, 2, 3], Sampling(temperature=0.0), 3, raw=True)]
+        assert states == ["capturing", "replaying", "replaying"]
         r = profile(engine, 3)
         found = kernels(engine)
         assert r.how == "alone" and r.kernels == engine.executor.kernels_per_token == sum(k.calls for k in found) > 20
