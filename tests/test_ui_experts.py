@@ -91,6 +91,10 @@ async def test_the_strip_of_a_real_mixture(size: tuple[int, int], tmp_path: Path
         assert app.chat.query_one(ExpertsStrip).display == (size[0] < 90)
         for row in strip(engine.routing, 60, 9)[1:3]:
             assert row.plain in text_of(app)
+        await pilot.resize_terminal(60, 15)
+        await until(pilot, lambda: "experts ─" not in text_of(app))  # no room for it
+        await pilot.resize_terminal(*size)
+        await until(pilot, lambda: "experts ─" in text_of(app))
         await pilot.press("f7")
         await until(pilot, lambda: "experts ─" not in text_of(app))
         assert kept == {"experts": False} and not engine.watch_routing

@@ -38,6 +38,7 @@ class ChatScreen(Screen[None]):
     """Composed of the status line, transcript, prompt and panel. All state is the controller's."""
 
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (90, "-wide"), (150, "-vast")]
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (20, "-high")]
     AUTO_FOCUS = "#prompt"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "stop", "stop", tooltip="stop; what there is of the answer stays"),
