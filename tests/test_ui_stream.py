@@ -1,6 +1,7 @@
 """Streamed Markdown: whatever the pieces, the result is that of the whole text; nothing is lost; nothing is executed."""
 
 import random
+import time
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from textual.containers import VerticalScroll
 
 from tests.screens import until
 from tests.scripted import INFO, Script, scripted_load
+from tests.smoothness import ANSWER
 from tinychat.ui.app import TinychatApp
 from tinychat.ui.chat.markdown import MarkdownView
 from tinychat.ui.chat.markdown.blocks import Block, Splitter, in_open_fence
@@ -268,16 +270,10 @@ async def test_selection_gives_text_without_code_gutter():
 
 # Smoothness, with the whole app around it
 
-ITEMS = "\n".join(f"{i}. **Item {i}**: `code` and enough words that it wraps at eighty columns\n   - {i}" for i in range(1, 30))
-TABLE = "| a | b | c |\n|---|---|---|\n" + "\n".join(f"| row {i} | value {i} | some text here |" for i in range(25))
-CODE = "```python\n" + "\n".join(f"def function_{i}(x: int) -> int:\n    return x * {i}" for i in range(60)) + "\n```"
-LONG_ANSWER = f"{ITEMS}\n\n{TABLE}\n\n{CODE}\n\n" + "A paragraph of prose with **marks** that goes on. " * 40
-
 
 async def test_a_long_answer_stays_smooth_and_ends_exact():
-    """Measured on 2 idle cores at 200 tok/s: painted 99 % of decoded, longest gap between two paints 0.15 s (0.05 is one frame).
-    The bounds are generous, because tests share their machine."""
-    script = Script(answers=(LONG_ANSWER,), rate=700, info=replace(INFO, max_context=16384))
+    """tests/smoothness.py has the figures; the bounds are generous here, because tests share their machine."""
+    script = Script(answers=(ANSWER,), rate=700, info=replace(INFO, max_context=16384))
     app = TinychatApp("scripted:1b", INFO.path, load_engine=scripted_load(script))
     async with app.run_test(size=(120, 40)) as pilot:
         await until(pilot, lambda: app.controller.ready)
@@ -286,9 +282,9 @@ async def test_a_long_answer_stays_smooth_and_ends_exact():
         await until(pilot, lambda: app.controller.conversation.turns and not app.controller.busy, 60)
         view = app.chat.transcript.last_answer.view
         await until(pilot, lambda: not app.chat.transcript.last_answer.live)
-        assert view.source == LONG_ANSWER and len(view.code_blocks) == 1
+        assert view.source == ANSWER and len(view.code_blocks) == 1
         whole = Splitter()
-        whole.feed(LONG_ANSWER)
+        whole.feed(ANSWER)
         whole.finish()
         await pilot.pause()
         assert [line.content.plain.rstrip() for line in view._lines] == shown(whole.done, view.size.width)
@@ -311,3 +307,18 @@ async def test_thousands_of_turns_cost_no_more_than_the_first():
             await until(pilot, lambda: app.chat.transcript.last_answer and not app.chat.transcript.last_answer.live)
         assert len(app.chat.transcript.messages()) <= 42
         assert len(app.chat.query("*")) < 500
+
+
+async def test_dear_paints_come_less_often(monkeypatch):
+    app = TinychatApp("scripted:1b", INFO.path, load_engine=scripted_load(Script(answers=("word " * 4000,), rate=100)))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await until(pilot, lambda: app.controller.ready)
+        app.controller.ask(Turn("user", "go"))
+        painter, now, work = app.chat.painter, 100.0, 7.0
+        monkeypatch.setattr(painter, "_painted_at", now)
+        monkeypatch.setattr(painter, "_spent_at", work)
+        for spent, passed, due in [(0.001, 0.006, True), (0.01, 0.04, False), (0.01, 0.06, True), (1.0, 0.08, False), (1.0, 0.11, True)]:
+            with monkeypatch.context() as m:
+                m.setattr(time, "monotonic", lambda p=passed: now + p)
+                m.setattr(time, "thread_time", lambda s=spent: work + s)
+                assert painter.due is due, (spent, passed)

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from tinychat.ui.chat.screen import ChatScreen
 
 
+SHARE = 0.2  # of a core that painting a growing answer may take: the others, and the interpreter, are the engine's
+LONGEST = 0.1  # seconds between two paints, whatever they cost
+
+
 class Painter:
     """`meter` counts painted tokens; `longest_gap` is the longest time in seconds between two paints of a growing answer."""
 
@@ -30,8 +34,15 @@ class Painter:
         self.meter = PaintMeter()
         self.longest_gap = 0.0
         self._painted_at = 0.0
+        self._spent_at = 0.0  # CPU seconds of this thread when the last paint began
         self._speeds: deque[float] = deque(maxlen=64)
         self._state: tuple[Any, ...] = ()
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time to paint again: the more the last paint took, the later."""
+        wait = min((time.thread_time() - self._spent_at) / SHARE, LONGEST)
+        return self._chat.controller.running is None or time.monotonic() - self._painted_at >= wait
 
     async def apply(self) -> None:
         """Paints what changed since the last time."""
@@ -40,7 +51,7 @@ class Painter:
             now = time.monotonic()
             if c.busy and self._painted_at:
                 self.longest_gap = max(self.longest_gap, now - self._painted_at)
-            self._painted_at = now
+            self._painted_at, self._spent_at = now, time.thread_time()
             for change in c.poll():
                 await self._apply(change)
         if c.running is not None:

@@ -30,7 +30,7 @@ from tinychat.ui.conversation import Turn
 from tinychat.ui.keys import KeyLine
 from tinychat.ui.panel import EngineLine, EnginePanel, ExpertsStrip
 
-DRAIN_HZ = 20  # how often the worker's events are taken and painted
+DRAIN_HZ = 20  # how often the worker's events are taken and painted at most
 PANEL_HZ = 5
 
 
@@ -93,7 +93,7 @@ class ChatScreen(Screen[None]):
             with suppress(TinychatError):  # the history itself says what is wrong with it when a conversation is saved
                 self.prompt.past = self.history.prompts()
         await self.transcript.reset(self.controller.conversation, 0, "", False)
-        self.set_interval(1 / DRAIN_HZ, self.apply)
+        self.set_interval(1 / DRAIN_HZ, self._tick)
         self.set_interval(1 / PANEL_HZ, self.painter.panel)
         self.painter.panel()
 
@@ -113,6 +113,10 @@ class ChatScreen(Screen[None]):
         """Paints what changed since the last time."""
         if not self._lent:
             await self.painter.apply()
+
+    async def _tick(self) -> None:
+        if self.painter.due:
+            await self.apply()
 
     async def note(self, text: str, error: bool = False) -> None:
         """A line of tinychat's own in the transcript."""

@@ -27,7 +27,7 @@ class StatusLine(Static):
         tail = tail.truncate(room, ellipsis=True) if room > 8 else Content("")
         content = Content.assemble(left, " " * max(0, width - left.cell_length - tail.cell_length), tail)
         if not isinstance(self.content, Content) or not content.is_same(self.content):
-            self.update(content)
+            self.update(content, layout=False)
 
 
 def describe(info: ModelInfo) -> str:

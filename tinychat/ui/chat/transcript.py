@@ -19,6 +19,8 @@ MOUNTED = 40  # turns; older ones come back on demand, so that a long conversati
 class Transcript(VerticalScroll, can_focus=False):
     """Messages by turn number. The screen calls `reset`, `grew`, `ended` and `note` as the controller's changes say."""
 
+    BLANK = True  # nothing of its own is painted under the messages
+
     def __init__(self) -> None:
         super().__init__(id="transcript")
         self._conversation = Conversation()

@@ -46,8 +46,9 @@ class EnginePanel(VerticalScroll, can_focus=False):
         lines += rest
         content = Content("\n").join(lines)
         if self._shown is None or not content.is_same(self._shown):
+            higher = self._shown is None or self._shown.plain.count("\n") != len(lines) - 1
             self._shown = content
-            self.query_one("#figures", Static).update(content)
+            self.query_one("#figures", Static).update(content, layout=higher)
 
     def _rest(self, reading: Reading, width: int, short: bool) -> list[Content]:
         """The sections below the engine's."""
@@ -76,4 +77,4 @@ class EngineLine(Static):
         if self.display and self.is_attached:
             content = figures.line(reading, self.content_size.width)
             if not isinstance(self.content, Content) or not content.is_same(self.content):
-                self.update(content)
+                self.update(content, layout=False)

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from rich.segment import Segment
 from textual import events
+from textual.cache import FIFOCache
 from textual.content import Content
 from textual.geometry import Region, Size
 from textual.message import Message
@@ -57,6 +58,8 @@ class MarkdownView(Widget):
         self._laid_width = 0
         self._pending: list[str] = []
         self._styles_of: dict[str, Style] = {}
+        self._painted: FIFOCache[int, Strip] = FIFOCache(100)  # done lines, for scrolling
+        self._painted_for: tuple[Style, int] | None = None
         if text:
             self.feed(text)
             self.finish()
@@ -105,6 +108,7 @@ class MarkdownView(Widget):
     def _lay(self, width: int) -> None:
         """Brings the lines up to date for `width`."""
         if width != self._laid_width:
+            self._painted.clear()
             self._lines, self._settled, self._laid_blocks, self._laid_width = [], 0, 0, width
         if self.plain:
             self._lay_plain(width)
@@ -146,6 +150,7 @@ class MarkdownView(Widget):
     def notify_style_update(self) -> None:
         super().notify_style_update()
         self._styles_of.clear()
+        self._painted.clear()
         self.refresh()
 
     def _style(self, name: str | Style) -> Style:
@@ -161,12 +166,16 @@ class MarkdownView(Widget):
         return self._styles_of[name]
 
     def render_line(self, y: int) -> Strip:
-        base = self.visual_style
-        width = self.size.width
+        base, width, selection = self.visual_style, self.size.width, self.text_selection
         if y >= len(self._lines):
             return Strip.blank(width, base.rich_style)
+        if (base, width) != self._painted_for:
+            self._painted_for = base, width
+            self._painted.clear()
+        done = y < self._settled and selection is None
+        if done and (strip := self._painted.get(y)) is not None:
+            return strip
         content = self._lines[y].content
-        selection = self.text_selection
         if selection is not None and (span := selection.get_span(y)) is not None:
             start, end = span
             style = Style.from_styles(self.screen.get_component_styles("screen--selection"))
@@ -175,7 +184,10 @@ class MarkdownView(Widget):
         for text, style in content.render(base, end="", parse_style=self._style):
             segments.append(Segment(text, (base + style).rich_style_with_offset(x, y)))
             x += len(text)
-        return Strip(segments, content.cell_length).extend_cell_length(width, base.rich_style)
+        strip = Strip(segments, content.cell_length).extend_cell_length(width, base.rich_style)
+        if done:
+            self._painted[y] = strip
+        return strip
 
     def get_selection(self, selection: Selection) -> tuple[str, str] | None:
         out = []
