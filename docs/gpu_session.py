@@ -225,7 +225,7 @@ async def app(path: Path, tokens: int, device: str | None) -> None:
             await pilot.pause(0.1)
         chat.chat.prompt.insert("Tell me a long story about the sea, the fog and the harbour master.")
         await pilot.press("enter")
-        while not chat.controller.busy:
+        while not (chat.controller.busy or chat.controller.engine.stats.generated_tokens):  # a short answer may be over
             await pilot.pause(0.02)
         began = time.perf_counter()
         stats, meter = chat.controller.engine.stats, chat.chat.painter.meter
