@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from textual.pilot import Pilot
+from textual.widget import Widget
 
 from tests.screens import text_of, until
 from tests.scripted import INFO, LONG, Script, scripted_load
@@ -48,17 +49,18 @@ class Sample:
     wall_ms: float
     cpu_ms: float
     rss: int
-    widgets: int
+    widgets: int  # mounted
+    alive: int  # widgets that something still holds, mounted or not
     tasks: int
     threads: int
     objects: int  # that Python's collector looks at
 
     def __str__(self) -> str:
-        return (f"{self.turn:6,} {self.wall_ms:8.1f} {self.cpu_ms:8.1f} {self.rss / 1e6:8.1f} {self.widgets:8} {self.tasks:6} "
-                f"{self.threads:8} {self.objects:9,}")  # fmt: skip
+        return (f"{self.turn:6,} {self.wall_ms:8.1f} {self.cpu_ms:8.1f} {self.rss / 1e6:8.1f} {self.widgets:8} {self.alive:6} "
+                f"{self.tasks:6} {self.threads:8} {self.objects:9,}")  # fmt: skip
 
 
-HEADING = "  turn  ms/turn   cpu ms   RSS MB  widgets  tasks  threads   objects"
+HEADING = "  turn  ms/turn   cpu ms   RSS MB  widgets  alive  tasks  threads   objects"
 
 
 class Session:
@@ -136,9 +138,10 @@ class Session:
 
     def sample(self, turn: int, wall: list[float], cpu: list[float]) -> Sample:
         gc.collect()
-        widgets, tasks = len(self.app.screen.query("*")), len(asyncio.all_tasks())
-        return Sample(turn, 1e3 * statistics.median(wall), 1e3 * statistics.median(cpu), rss_bytes(), widgets, tasks,
-                      threading.active_count(), len(gc.get_objects()))  # fmt: skip
+        objects, widgets = gc.get_objects(), len(self.app.screen.query("*"))
+        alive = sum(isinstance(o, Widget) for o in objects)
+        return Sample(turn, 1e3 * statistics.median(wall), 1e3 * statistics.median(cpu), rss_bytes(), widgets, alive,
+                      len(asyncio.all_tasks()), threading.active_count(), len(objects))  # fmt: skip
 
 
 async def soak(turns: int, every: int, folder: Path, alone: bool = False) -> AsyncIterator[Sample]:

@@ -23,7 +23,9 @@ from tinychat.ui.parameters import Parameters
 from tinychat.ui.running import Running
 
 LoadEngine = Callable[..., Engine]
-SAVE_EVERY = 1.0  # seconds, while an answer grows
+SAVE_EVERY = 0.8  # seconds, while an answer grows: with a slow paint on top, a kill still loses less than a second
+KEPT_STATS = ("prompt_tokens", "reused_tokens", "prefilled_tokens", "prefill_s", "prefill_tok_s", "ttft_s", "decode_s",
+              "decode_tok_s")  # of Stats, with an answer  # fmt: skip
 
 
 @dataclass
@@ -260,7 +262,7 @@ class Controller:
         r = self.running
         assert r is not None
         turn = self.conversation.turns[-1]
-        stats = {**stats, "generated_tokens": r.before + r.tokens, "seed": r.seed}
+        stats = {**{k: stats[k] for k in KEPT_STATS if k in stats}, "generated_tokens": r.before + r.tokens, "seed": r.seed}
         turn = replace(turn, stop_reason=reason, stats=stats, thinking_s=self.elapsed_thinking(),
                        thinking_tokens=turn.thinking_tokens + r.thinking_tokens)  # fmt: skip
         self.conversation = self.conversation.with_last(turn)

@@ -31,8 +31,9 @@ class Attachment:
 class Turn:
     """One message. Of an answer: `thinking` is what came before `text`, for `thinking_s` seconds; `thinking_open` says it was
     cut before the model closed it; `stop_reason` is eos, length, stopped, context, failed, or "" while it runs; `stats` is
-    the engine's Stats.as_dict() of its request; `prefix` counts the characters of `text` that the user wrote; `raw` marks
-    a prompt sent without the chat template and its answer, shown as they are; `files` go to the model after the text."""
+    those figures of the engine's Stats that say something about it; `prefix` counts the characters of `text` that the user
+    wrote; `raw` marks a prompt sent without the chat template and its answer, shown as they are; `files` go to the model
+    after the text."""
 
     role: Role
     text: str
