@@ -197,6 +197,7 @@ def resolve(text: str, extra: Iterable[Model] = ()) -> Model:
     if text.lower().endswith(".gguf") or "/" in text:
         raise TinychatError(f"{printable(text)}: {'a folder, not a .gguf file' if path.is_dir() else 'no such file'}")
     names = {n.lower(): n for model in models for n in (model.name, *model.aliases)}
-    near = difflib.get_close_matches(text.lower(), names, 1, 0.0)
-    raise TinychatError(f"unknown model {printable(text)!r}; did you mean {names[near[0]]}? "
+    near = difflib.get_close_matches(text.lower(), names, 1)
+    meant = f"; did you mean {names[near[0]]}?" if near else ""
+    raise TinychatError(f"unknown model {printable(text)!r}{meant} "
                         "(`tinychat cache list --all` shows every name; a path or a URL works too)")  # fmt: skip
