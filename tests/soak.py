@@ -73,12 +73,12 @@ class Session:
 
     async def turn(self, number: int) -> None:
         """One question and its answer, or one of the things that people do with them."""
+        if number % 500 == 0 and not self.alone:
+            await self.key("ctrl+n")
+            await self.until(lambda: not self.controller.conversation.turns)
         asked = self.controller.conversation.last_prompt is not None
         match self.rng.randrange(100) if asked else 99:
-            case 0 if not self.alone:
-                await self.key("ctrl+n")
-                await self.ask(number)
-            case 1:
+            case 0 | 1:
                 await self.say("/fork")
                 await self.ask(number)
             case 2 | 3:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from textual.app import App, SystemCommand
+from textual.binding import Binding
 from textual.screen import Screen
 from textual.theme import Theme
 
@@ -32,6 +33,7 @@ class TinychatApp(App[None]):
 
     TITLE = "tinychat"
     CSS_PATH = "tinychat.tcss"
+    BINDINGS = [Binding("ctrl+q", "quit", "leave", show=False, priority=True)]
 
     def __init__(self, model: str | None = None, path: Path | None = None, *, own: settings.Settings | None = None,
                  history: History | None = None, load_engine: LoadEngine = Engine.load,

@@ -63,12 +63,11 @@ class KeyLine(Static):
             binding = found.binding
             last = self._key(binding.key, self.app.get_key_display(binding), binding.description, found.enabled)
         width = self.content_size.width
-        line, room = Content(""), width - last.cell_length - len(GAP)
+        line, room = Content(""), width - last.cell_length - len(GAP) * bool(last)
         for key in shown.values():
             longer = Content.assemble(line, GAP if line else "", key)
-            if longer.cell_length > room:
-                break
-            line = longer
+            if longer.cell_length <= room:
+                line = longer
         line = Content.assemble(line, " " * max(0, width - line.cell_length - last.cell_length), last)
         if not isinstance(self.content, Content) or not line.is_same(self.content):
             self.update(line, layout=False)
