@@ -1,5 +1,6 @@
 """The CUDA kernels on the emulator, with NumPy arrays for device buffers: single steps, and a GPU for the whole executor."""
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -108,11 +109,14 @@ class EmulatedGPU:
     def download(self, name: str, nbytes: int, offset: int = 0) -> np.ndarray:
         return self.buffers[name][offset : offset + nbytes].copy()
 
-    def event(self) -> None:
+    def event(self) -> float:
+        return time.perf_counter()
+
+    def wait(self, event: float) -> None:
         return None
 
-    def wait(self, event: None) -> None:
-        return None
+    def elapsed(self, start: float, end: float) -> float:
+        return end - start
 
     def synchronize(self) -> None:
         return None

@@ -318,7 +318,7 @@ def test_a_reader_that_has_seen_enough(smollm2_path: Path) -> None:
 
 
 def test_a_bar_in_a_terminal(server: Server, tmp_path: Path) -> None:
-    server.files["/m.gguf"] = File(make_gguf(tmp_path / "m.gguf"), block=20_000, pace=lambda sent: time.sleep(0.02))
+    server.files["/m.gguf"] = File(make_gguf(tmp_path / "m.gguf"), block=10_000, pace=lambda sent: time.sleep(0.05))
     with terminal("cache", "pull", server.url("/m.gguf")) as (process, read, _):
         seen = read(None)
     assert process.returncode == 0 and "downloading" in seen and "of 303.1 kB" in seen and "kB/s" in seen

@@ -22,7 +22,7 @@ IDS = [290, 17, 204, 99, 3, 256, 258, 64, 131, 64, 17, 280]
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor, "GPU", EmulatedGPU)
-    monkeypatch.setattr(devices, "_has_cuda", lambda: True)
+    monkeypatch.setattr(devices, "has_cuda", lambda: True)
 
 
 @pytest.fixture(scope="module")

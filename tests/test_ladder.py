@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
+from tests.cuda_emulated import EmulatedGPU
 from tinychat import bench, benchlog, ladder
 from tinychat.cli import main
 from tinychat.engine.config import ModelConfig
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.plan import build_plan
 from tinychat.errors import TinychatError
+from tinychat.kernels.cuda import executor
+from tinychat.kernels.cuda.executor import CUDAExecutor
 from tinychat.kernels.ops import Attention, weights_of
 from tinychat.ladder import plans
 
@@ -44,6 +47,16 @@ def test_a_kernel_of_plain_tinygrad() -> None:
     (found,) = ladder.kernel("norm_linear:Q4_0:512x1024", 2, device="reference")
     assert found.how == "alone" and "plain tinygrad" in found.device and found.nbytes == 512 * 1024 // 32 * 18 + 1024 * 4
     assert 0 < found.low <= found.seconds <= found.high < 1 and found.copies == 4
+
+
+def test_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's clock tells launches apart only in a row: each kind of layer, each kernel, is a graph of its copies."""
+    monkeypatch.setattr(executor, "GPU", EmulatedGPU)
+    monkeypatch.setattr(CUDAExecutor, "read_bandwidth", lambda self: 1.0)
+    layer = ladder.block(tiny.write(tmp_path / "m.gguf", "llama", "Q4_0"), "m", 2, device="cuda")
+    for r in (*layer, *ladder.kernel("gate_up:Q4_0:64x64", 2, device="cuda")):
+        assert r.device == "CUDA · emulator" and r.how == f"{r.copies} in a row" and r.steps == 2
+        assert 0 < r.low <= r.seconds <= r.high and r.gb_s == pytest.approx(r.nbytes / r.seconds / 1e9)
 
 
 def test_copies_are_more_than_the_caches_hold(monkeypatch: pytest.MonkeyPatch) -> None:

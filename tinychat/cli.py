@@ -105,6 +105,7 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     _json(p)
 
     p = _add(group, "limit", _command("limit", "instruments"), "measure how fast this machine reads its memory")
+    p.add_argument("--device", choices=("cuda", "cpu"), help="whose memory (default: the GPU's where there is one that works)")
     _json(p)
 
     p = _add(group, "perplexity", _command("perplexity"), "how well a model foretells a text", where)

@@ -79,19 +79,28 @@ class _Waiting:
             say(text)
 
 
-def limit(as_json: bool) -> None:
-    """Measures this machine's read bandwidth for each number of threads and keeps it."""
+def limit(device: str | None, as_json: bool) -> None:
+    """Measures the read bandwidth of this machine's GPU, or else of its CPU for each number of threads, and keeps it."""
     from tinychat.bench import machine_lock
     from tinychat.engine import limit as room
+    from tinychat.engine.devices import has_cuda
 
+    found = None
     with Bar() as bar, machine_lock(_Waiting(bar).stage):
-        found = room.measure(fresh=True)
+        if device == "cuda" or (device is None and has_cuda()):
+            try:
+                found = room.measure_gpu()
+            except TinychatError as e:
+                if device:
+                    raise
+                say(f"CUDA is not used: {e}")
+        found = found or room.measure(fresh=True)
     if as_json:
         return show_json({"device": found.device, "gb_s": found.gb_s, "date": found.date, "file": str(room.store_path())})
     best = max(found.gb_s.values())
-    rows = [(str(n), f"{v:.1f}", "█" * round(30 * v / best)) for n, v in sorted(found.gb_s.items())]
-    show(grid(rows, ("threads", "GB/s", ""), right=(0, 1)))
-    say(f"kept in {room.store_path()}; shares of the limit refer to it")
+    rows = [(str(n or ""), f"{v:,.1f}", "█" * round(30 * v / best)) for n, v in sorted(found.gb_s.items())]
+    show(grid(rows, ("" if 0 in found.gb_s else "threads", "GB/s", ""), right=(0, 1)))
+    say(f"{found.device}; kept in {room.store_path()}, shares of the limit refer to it")
 
 
 def profile(text: str, *, steps: int, source: bool, wait: bool, as_json: bool, device: str | None,

@@ -25,7 +25,7 @@ def make_executor(plan: Plan, gguf: GGUF, max_context: int, device: str | None, 
         raise TinychatError(f"device '{device}' is unknown; there are {', '.join(DEVICES)}")
     notes: list[str] = []
     for name in (device,) if device else DEVICES:
-        if device is None and name == "cuda" and not _has_cuda():
+        if device is None and name == "cuda" and not has_cuda():
             continue
         try:
             if name != "cuda":  # its executor knows the memory of its device
@@ -40,7 +40,8 @@ def make_executor(plan: Plan, gguf: GGUF, max_context: int, device: str | None, 
     raise AssertionError("unreachable: reference returns or raises")
 
 
-def _has_cuda() -> bool:
+def has_cuda() -> bool:
+    """Whether there is an NVIDIA driver."""
     import ctypes.util
 
     return ctypes.util.find_library("cuda") is not None

@@ -84,6 +84,20 @@ def measure(threads: list[int] | None = None, rounds: int = 10, fresh: bool = Fa
     return limit
 
 
+def measure_gpu() -> Limit:
+    """Measures the GPU and stores it. Raises TinychatError where there is none that works."""
+    from tinychat.kernels.cuda.device import GPU
+    from tinychat.kernels.cuda.profile import read_bandwidth
+
+    gpu = GPU()
+    try:
+        limit = Limit(f"CUDA · {gpu.name}", {0: read_bandwidth(gpu)}, False, _now())
+    finally:
+        gpu.close()
+    keep(limit)
+    return limit
+
+
 def limit_of(executor: Executor, thorough: bool = False) -> float:
     """GB/s of `executor`'s device, 0.0 where it cannot be measured.
 

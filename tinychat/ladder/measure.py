@@ -6,6 +6,7 @@ import contextlib
 import platform
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -51,9 +52,9 @@ def kernel(spec: str, steps: int = 10, report: Report | None = None, stop: threa
         plan = kernel_plan(source, op, quant, rows, cols)
         wanted = [[i] for i, o in enumerate(plan.ops) if name_of(o) == op]
         with _running(plan, source, device, threads, DEPTH + 2 * steps + 16, report) as ex:
-            p = ex.profile(0, DEPTH if op == "attention" else 0, steps)
+            calls = _calls(ex, wanted, DEPTH if op == "attention" else 0, steps)
             name = quant.name if op != "attention" else "F16"
-            return [_rung("kernel", f"{op}:{name}:{rows}x{cols}", "", "", name, p, wanted, plan, ex)]
+            return [_rung("kernel", f"{op}:{name}:{rows}x{cols}", "", "", name, calls, wanted, plan, ex)]
 
 
 def block(path: Path, model: str, steps: int = 10, report: Report | None = None, stop: threading.Event | None = None, *,
@@ -78,9 +79,9 @@ def _layer(gguf: GGUF, plan: Plan, model: str, layers: list[list[Op]], steps: in
     where = f"layer {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} layers from {numbers[0]}"
     quant = "+".join(dict.fromkeys(q for op in layers[0] if (q := quant_of(op)) and q != "F32"))
     with _running(made, source, device, threads, 2 * steps + 16, report) as ex:
-        p = ex.profile(0, 0, steps)
+        calls = _calls(ex, wanted, 0, steps)
         what = f"{'experts' if experts else 'dense'} ({where})"
-        return _rung("block", what, model, gguf.fingerprint(), quant, p, wanted, made, ex)
+        return _rung("block", what, model, gguf.fingerprint(), quant, calls, wanted, made, ex)
 
 
 @contextlib.contextmanager
@@ -97,18 +98,37 @@ def _running(plan: Plan, source: RandomWeights, device: str | None, threads: int
         yield made
 
 
-def _rung(kind: str, what: str, model: str, fingerprint: str, quant: str, p: StepProfile, wanted: Sequence[Sequence[int]],
+@dataclass(frozen=True)
+class Calls:
+    """How long a call took: seconds (..., steps), on how many threads, how that was measured, with how many rows in the KV cache."""
+
+    seconds: np.ndarray
+    how: str
+    threads: int
+    depth: int
+
+
+def _calls(ex: Any, wanted: Sequence[Sequence[int]], pos: int, steps: int) -> Calls:
+    """Measures groups of plan ops, each of which is one call."""
+    if hasattr(ex, "seconds_of"):  # a GPU: all calls in a row, since its clock is coarser than one
+        seconds = ex.seconds_of([i for group in wanted for i in group], pos, steps)
+        return Calls(seconds / len(wanted), f"{len(wanted)} in a row", 1, pos)
+    p: StepProfile = ex.profile(0, pos, steps)
+    of = dict[int, np.ndarray]()
+    for part in p.parts:  # an op may be several kernels
+        of[part.index] = of.get(part.index, 0.0) + part.seconds
+    calls = np.stack([sum((of[i] for i in group if i in of), np.zeros(len(p.tokens))) for group in wanted])
+    return Calls(calls, p.how, p.parts[0].work.shape[1], p.depth)
+
+
+def _rung(kind: str, what: str, model: str, fingerprint: str, quant: str, calls: Calls, wanted: Sequence[Sequence[int]],
           plan: Plan, ex: Executor) -> Rung:  # fmt: skip
     """The result for groups of plan ops: each group is one call."""
-    seconds = dict[int, np.ndarray]()
-    for part in p.parts:  # an op may be several kernels
-        seconds[part.index] = seconds.get(part.index, 0.0) + part.seconds
-    calls = np.stack([sum((seconds[i] for i in group if i in seconds), np.zeros(len(p.tokens))) for group in wanted])
-    low, middle, high = (float(v) for v in np.percentile(calls, (25, 50, 75)))
-    nbytes = sum(bytes_of(plan, plan.ops[i], p.depth) for i in wanted[0])
+    low, middle, high = (float(v) for v in np.percentile(calls.seconds, (25, 50, 75)))
+    nbytes = sum(bytes_of(plan, plan.ops[i], calls.depth) for i in wanted[0])
     gb_s, limit = nbytes / middle / 1e9, limit_of(ex, thorough=True)
     return Rung(
-        kind, what, model, fingerprint, quant, ex.device, p.parts[0].work.shape[1], p.how, len(wanted), len(p.tokens),
+        kind, what, model, fingerprint, quant, ex.device, calls.threads, calls.how, len(wanted), calls.seconds.shape[-1],
         middle, low, high, nbytes, gb_s, limit, gb_s / limit if limit else 0.0,
         {"tinychat": __version__, "tinygrad": metadata.version("tinygrad"), "python": platform.python_version()},
         f"{platform.system()} {platform.machine()}", datetime.now(UTC).isoformat(timespec="seconds"),

@@ -115,8 +115,10 @@ def kernel_plan(source: RandomWeights, op: str, quant: Q, rows: int, cols: int) 
             made = [NormLinear("x", gain, EPS, (w(f"w{i}", quant, rows, cols),), (None,), ("y",)) for i in range(n)]
         case "gate_up":
             buffers["y"] = rows
-            pairs = ((w(f"g{i}", quant, rows, cols), w(f"u{i}", quant, rows, cols)) for i in range(n // 2 + 1))
-            made = [GateUp(gain, EPS, gate, up, "y") for gate, up in pairs]
+            down = w("down", quant if rows % GGML_QUANT_SIZES[quant][0] == 0 else Q.F16, dim, rows)  # decides y's form
+            for i in range(n // 2 + 1):
+                gate, up = (w(f"{name}{i}", quant, rows, cols) for name in "gu")
+                made += [GateUp(gain, EPS, gate, up, "y"), LinearAdd("y", down)]
         case "linear_add":
             buffers["y"] = cols
             made = [NormLinear("x", gain, EPS, (w("z", Q.F32, narrow, dim),), (None,), ("z",))]

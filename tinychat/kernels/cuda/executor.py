@@ -19,7 +19,7 @@ from tinychat.errors import TinychatError
 from tinychat.kernels.cuda.device import GPU, Graph, unusable
 from tinychat.kernels.cuda.layout import FLOATS, Layout, Tensor, repack, transpose
 from tinychat.kernels.cuda.prefill import Prefill
-from tinychat.kernels.cuda.profile import kernels, profile, read_bandwidth
+from tinychat.kernels.cuda.profile import kernels, profile, read_bandwidth, seconds_of
 from tinychat.kernels.cuda.selfcheck import self_check
 from tinychat.kernels.cuda.step import PREFILL, RING, Builder, state_words
 from tinychat.kernels.executor import Weights
@@ -54,7 +54,8 @@ class CUDAExecutor:
                     self._ring = gpu.pinned(size, name).view(np.uint64)
                 else:
                     gpu.allocate(name, size)
-            gpu.upload("tickets", np.zeros(builder.buffers["tickets"], np.uint8))
+            if "tickets" in builder.buffers:  # of attention
+                gpu.upload("tickets", np.zeros(builder.buffers["tickets"], np.uint8))
             gpu.compile([*decode, *prefill, *head_all])
             _load(gpu, layout, weights, progress)
             self_check(gpu, sorted({t.kind for t in layout.tensors.values()}, key=int))
@@ -70,7 +71,7 @@ class CUDAExecutor:
             if isinstance(e, TinychatError) or not isinstance(e, Exception):
                 raise
             raise unusable(e) from e  # a driver without graphs of this kind, a compiler without this architecture, ...
-        self.launches, self.prefill_launches = decode, prefill
+        self.launches, self.computes, self.prefill_launches = decode, builder.computes, prefill
         self.kernels_per_token, self.jit_batches = self._decode.kernels, 1
         self.jit_state = "replaying"  # compiled and captured at load
         self.weight_bytes = layout.nbytes
@@ -155,13 +156,17 @@ class CUDAExecutor:
         """See kernels/profile.py."""
         return profile(self, token, pos, steps)
 
+    def seconds_of(self, ops: Sequence[int], pos: int, steps: int) -> np.ndarray:
+        """See kernels/cuda/profile.py."""
+        return seconds_of(self, ops, pos, steps)
+
     def kernels(self) -> list[Kernel]:
         """See kernels/profile.py."""
         return kernels(self)
 
     def read_bandwidth(self) -> float:
         """Measured GB/s of the GPU's memory: the limit of decode."""
-        return read_bandwidth(self)
+        return read_bandwidth(self.gpu)
 
     def close(self) -> None:
         """See Executor.close."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from tinychat.kernels.ops import Sampling
 from tinychat.kernels.profile import Batch, CacheUse, Kernel, Part, StepProfile
 
 if TYPE_CHECKING:
+    from tinychat.kernels.cuda.device import GPU
     from tinychat.kernels.cuda.executor import CUDAExecutor
 
 GREEDY = Sampling(temperature=0.0)
@@ -50,6 +52,14 @@ def profile(ex: CUDAExecutor, token: int, pos: int, steps: int) -> StepProfile:
     graph = Batch("graph", ex.kernels_per_token, whole)
     return StepProfile("alone", tuple(parts), whole, plain, np.zeros(steps), (graph,), (first,), caches, pos + steps, 1,
                        tuple(kernels(ex)), ("ncu tinychat run MODEL PROMPT --device cuda",))  # fmt: skip
+
+
+def seconds_of(ex: CUDAExecutor, ops: Sequence[int], pos: int, steps: int) -> np.ndarray:
+    """(steps,) seconds of the kernels that compute these ops of the plan, as one graph launched at position `pos` as a step is."""
+    if pos >= ex.max_context:
+        raise TinychatError(f"position {pos} does not fit the context of {ex.max_context}")
+    wanted = set(ops)
+    return _timed(ex, 0, pos, ex.gpu.graph([x for x, op in zip(ex.launches, ex.computes) if op in wanted]), steps)
 
 
 def _tokens(ex: CUDAExecutor, token: int, pos: int, steps: int) -> tuple[np.ndarray, float]:
@@ -96,9 +106,8 @@ def _resources(ex: CUDAExecutor, launch: Launch) -> str:
     return f"{values[0]} registers, {values[1]} B local, {launch.shared} B shared"
 
 
-def read_bandwidth(ex: CUDAExecutor) -> float:
+def read_bandwidth(gpu: GPU) -> float:
     """GB/s that the GPU's memory moves, read and written, in a copy (0.0 where there is no room for one)."""
-    gpu = ex.gpu
     try:
         gpu.allocate("bandwidth", 2 * COPY)
     except TinychatError:

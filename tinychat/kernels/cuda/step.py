@@ -71,6 +71,7 @@ class Builder:
         self.next: Op | None = None  # the op behind the one that is being built
         self.quantised: set[str] = set()  # activation buffers that their producer left as int8 blocks
         self.route: ops.Route | None = None
+        self.computes: list[int] = []  # which op of the plan each launch of `decode` computes (of two in one kernel, the second)
 
     # --- names
 
@@ -106,6 +107,7 @@ class Builder:
         todo = list(self.plan.ops)
         while todo:
             op = todo.pop(0)
+            built = len(out)
             if isinstance(op, ops.LatentStore):
                 absorb, attend = todo.pop(0), todo[0]
                 assert isinstance(absorb, ops.Absorb) and isinstance(attend, ops.Attention)
@@ -122,6 +124,8 @@ class Builder:
             else:
                 self.next = todo[0] if todo else None
                 out.append(getattr(self, "_" + type(op).__name__)(op))
+            done = len(self.plan.ops) - len(todo)
+            self.computes += [done - i for i in range(len(out) - built, 0, -1)]
         return out + self._sample()
 
     def _Embed(self, op: ops.Embed) -> Launch:
