@@ -100,7 +100,7 @@ def _running(plan: Plan, source: RandomWeights, device: str | None, threads: int
 
 @dataclass(frozen=True)
 class Calls:
-    """How long a call took: seconds (..., steps), on how many threads, how that was measured, with how many rows in the KV cache."""
+    """How long a call took: seconds (..., steps), on how many threads, measured how, with how many rows in the KV cache."""
 
     seconds: np.ndarray
     how: str
