@@ -25,8 +25,10 @@ from tinychat import cache
 from tinychat.engine.engine import Engine
 from tinychat.kernels.ops import Sampling
 from tinychat.registry import resolve
+from tinychat.settings import Settings
 from tinychat.ui.app import TinychatApp
 from tinychat.ui.chat.markdown import MarkdownView
+from tinychat.ui.parameters import Parameters
 
 AHEAD = 4  # steps enqueued before the oldest is read, as in kernels/cuda
 ITEMS = "\n".join(f"{i}. **Item {i}**: `code` and enough words that it wraps at eighty columns\n   - {i}" for i in range(1, 30))
@@ -95,7 +97,9 @@ HEADING = "size       tok/s  decoded  painted    share  gap ms  screen us  engin
 
 async def measure(path: Path, rate: float, size: tuple[int, int], tokens: int) -> Figures:
     """One answer. Raises AssertionError when the screen does not end with what was said, or did not follow it."""
-    app = TinychatApp("model", path, load_engine=lambda path, progress=None, **options: load(path, rate, tokens, progress))
+    own = Settings(parameters=Parameters(max_tokens=tokens))
+    app = TinychatApp("model", path, own=own,
+                      load_engine=lambda path, progress=None, **options: load(path, rate, tokens, progress))  # fmt: skip
     async with app.run_test(size=size) as pilot:
         await until(pilot, lambda: app.controller.ready, 120)
         chat, c = app.chat, app.controller
