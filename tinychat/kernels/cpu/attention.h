@@ -22,13 +22,17 @@ static void store_k(uint16_t *tile, const float *x, int dim, int pos) {
 }
 
 INLINE void scores(const uint16_t *tile, int k_dim, const float *q, int stride, float *s, int m) {
-  f32v acc[8];
-  for (int c = 0; c < m; c++) acc[c] = splat(0);
-  for (int d = 0; d < k_dim; d++) {
-    f32v k = from_f16(ld16(tile + 16 * d));
-    for (int c = 0; c < m; c++) acc[c] = fma_(k, splat(q[(size_t)d * stride + c]), acc[c]);
+  f32v even[8], odd[8];  // two chains, since four or eight do not hide the latency of an addition
+  for (int c = 0; c < m; c++) even[c] = odd[c] = splat(0);
+  int d = 0;
+  for (; d + 1 < k_dim; d += 2, tile += 32, q += 2 * stride) {
+    prefetch((const uint8_t *)tile, 64);
+    f32v a = from_f16(ld16(tile)), b = from_f16(ld16(tile + 16));
+    for (int c = 0; c < m; c++) even[c] = fma_(a, splat(q[c]), even[c]), odd[c] = fma_(b, splat(q[stride + c]), odd[c]);
   }
-  for (int c = 0; c < m; c++) stf(s + c * CHUNK, acc[c]);
+  if (d < k_dim)
+    for (int c = 0; c < m; c++) even[c] = fma_(from_f16(ld16(tile)), splat(q[c]), even[c]);
+  for (int c = 0; c < m; c++) stf(s + c * CHUNK, even[c] + odd[c]);
 }
 
 // q: [k_dim][stride], scaled; vectors 0..count-1 see the chunk's first limit[c] positions. s: scratch, stride * CHUNK, count
@@ -68,6 +72,7 @@ static void attend(const Cache *cache, const float *q, int stride, int count, co
       u16x16 raw[16];
       f32v v[16];
       if (cache->v) {
+        prefetch((const uint8_t *)(cache->v + (size_t)t * 16 * cache->v_dim + 16 * d), 512);
         for (int r = 0; r < 16; r++) raw[r] = ld16(cache->v + ((size_t)t * 16 + r) * cache->v_dim + d);
       } else {
         for (int r = 0; r < 16; r++) raw[r] = ld16(cache->k + ((size_t)t * cache->k_dim + d + r) * 16);
@@ -76,9 +81,9 @@ static void attend(const Cache *cache, const float *q, int stride, int count, co
       for (int r = 0; r < 16; r++) v[r] = from_f16(raw[r]);
       for (int c = 0; c < count; c++) {
         const float *p = s + c * CHUNK + 16 * t;
-        f32v o = ldf(out + (size_t)c * width + d);
-        for (int r = 0; r < 16; r++) o = fma_(v[r], splat(p[r]), o);
-        stf(out + (size_t)c * width + d, o);
+        f32v even = ldf(out + (size_t)c * width + d), odd = splat(0);
+        for (int r = 0; r < 16; r += 2) even = fma_(v[r], splat(p[r]), even), odd = fma_(v[r + 1], splat(p[r + 1]), odd);
+        stf(out + (size_t)c * width + d, even + odd);
       }
     }
 }

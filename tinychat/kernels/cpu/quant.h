@@ -343,13 +343,6 @@ INLINE void unpair(f32v *acc, int nc) {
 #define unpair(...)
 #endif
 
-// Asks for what lies AHEAD of `part` bytes that are about to be read: in small parts, since a burst of requests stalls. Prefetchers
-// of the hardware follow the K-quants' stream badly (a Zen 5 core: 16 of 37 GB/s), where the nibbles of a vector are used twice.
-enum { AHEAD = 8192 };
-INLINE void prefetch(const uint8_t *p, int part) {
-  for (int i = 0; i < part; i += 64) __builtin_prefetch(p + AHEAD + i);
-}
-
 // out[c] = 16 rows at `a` times column c.
 typedef void (*Kernel)(const uint8_t *a, const X *x, f32v *out);
 
@@ -358,7 +351,7 @@ typedef void (*Kernel)(const uint8_t *a, const X *x, f32v *out);
 #define KERNEL__(T, NC, UNROLL, BLOCK, CHUNK_, OFFSET, MIN, SPLIT, SIGN)              \
   static void T##_x##NC(const uint8_t *a, const X *x, f32v *out) {                    \
     enum { B_BYTES = T == MXFP4 ? 16 : 32 * (1 + (MIN || T == IQ4_XS)) };             \
-    int blocks = x->k / BLOCK, a_bytes = layouts[T].bytes * 16 - B_BYTES;                  \
+    int blocks = x->k / BLOCK, a_bytes = layouts[T].bytes * 16 - B_BYTES;             \
     int part = layouts[T].bytes * 16 / (BLOCK / 32);                                  \
     const int8_t *q = x->q;                                                           \
     const XScale *xs = x->scales;                                                     \

@@ -216,6 +216,13 @@ INLINE u32v lookup(u32v w, const uint8_t *table) {
 #endif
 }
 
+// Asks for what lies AHEAD of `part` bytes that are about to be read: in small parts, since a burst of requests stalls. Prefetchers
+// of the hardware follow the K-quants' stream badly (a Zen 5 core: 16 of 37 GB/s), where the nibbles of a vector are used twice.
+enum { AHEAD = 8192 };
+INLINE void prefetch(const uint8_t *p, int part) {
+  for (int i = 0; i < part; i += 64) __builtin_prefetch(p + AHEAD + i);
+}
+
 // e^x, relative error below 2e-7; 0 below -87.3 (polynomial of Cephes' expf).
 INLINE f32v exp_(f32v x) {
   i32v tiny = x < -87.3f;
