@@ -380,6 +380,7 @@ typedef void (*Kernel)(const uint8_t *a, const X *x, f32v *out);
     for (int c = 0; c < NC; c++) even[c] = odd[c] = splat(0);                                                \
     int k = 0;                                                                                               \
     for (; k + 1 < x->k; k += 2) {                                                                           \
+      if (NC == 1) prefetch(a + (size_t)k * BYTES, 2 * BYTES);                                               \
       f32v w0 = LOAD(a + (size_t)k * BYTES), w1 = LOAD(a + (size_t)k * BYTES + BYTES);                       \
       const float *f = x->f + (size_t)k * NC;                                                                \
       for (int c = 0; c < NC; c++) even[c] = fma_(w0, splat(f[c]), even[c]);                                 \
