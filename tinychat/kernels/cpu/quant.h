@@ -267,19 +267,10 @@ INLINE void dot32(const Sub *u, const int8_t *q, const XScale *xs, f32v *acc, in
     const int8_t *x = q + 64 * c;
     i32v p = {0}, r = {0}, h = {0}, l = {0};
     f32v y = acc[c];
-    if (nc == 1) {  // four chains, since nothing else hides their latency
-      for (int t = 0; t < 4; t++) h = DOT(h, t), l = DOT(l, t + 4), p = DOT(p, t + 8), r = DOT(r, t + 12);
-      p += h * HIGH, r += l * HIGH;
-      if (!split) p += r;
-    } else if (split) {
-      for (int t = 0; t < 4; t++) p = DOT(p, t), r = DOT(r, t + 4);
-      p *= HIGH, r *= HIGH;
-      for (int t = 8; t < 12; t++) p = DOT(p, t), r = DOT(r, t + 4);
-    } else {
-      for (int t = 0; t < 8; t++) p = DOT(p, t);
-      p *= HIGH;
-      for (int t = 8; t < 16; t++) p = DOT(p, t);
-    }
+    // four chains: the latency of one would decide
+    for (int t = 0; t < 4; t++) h = DOT(h, t), l = DOT(l, t + 4), p = DOT(p, t + 8), r = DOT(r, t + 12);
+    p += h * HIGH, r += l * HIGH;
+    if (!split) p += r;
     y = fma_(from_int(p), u->d * xs[c].scale, y);
     if (split) y = fma_(from_int(r), u->d2 * xs[c].scale, y);
     if (min || offset) {
@@ -364,7 +355,7 @@ typedef void (*Kernel)(const uint8_t *a, const X *x, f32v *out);
       for (a += (n * B_BYTES + 63) / 64 * 64; n > 0; n--, a += a_bytes, b += B_BYTES, q += 2 * BLOCK * NC, xs += BLOCK / 32 * NC) \
         _Pragma(UNROLL) for (int i = 0; i < BLOCK / 32; i++) {                        \
           int s = T == Q6_K ? (i & 4) | (i & 1) << 1 | (i >> 1 & 1) : i;              \
-          if (NC == 1) prefetch(a + i * part, part);                                  \
+          prefetch(a + i * part, part);                                               \
           Sub u = decode_##T(a, b, s);                                                \
           if (PAIRS && NC > 1) dot32_pairs(&u, q + 64 * NC * s, xs + NC * s, acc, NC, OFFSET, MIN, SPLIT); \
           else dot32(&u, q + 64 * NC * s, xs + NC * s, acc, NC, OFFSET, MIN, SPLIT, SIGN); \
