@@ -189,7 +189,8 @@ async def stats(chat: ChatScreen, text: str) -> None:
         lines.append(f"TTFT {1e3 * s.ttft_s:,.1f} ms" + (f" · {1e3 * s.token_s:,.2f} ms per output token" if s.token_s else ""))
     spent = [*s.parts(), ("painting", chat.painter.meter.seconds)]
     if any(took for _, took in spent):
-        lines.append("time: " + " · ".join(f"{what} {1e3 * took:,.1f} ms" for what, took in spent))
+        each = [f"{what} {1e3 * took:,.1f} ms" for what, took in spent]
+        lines += ["time: " + " · ".join(each[:4]), "      " + " · ".join(each[4:])]  # one line would not fit
     if s.kernels_per_token:
         parts = [f"{s.kernels_per_token:,} kernel{'s' * (s.kernels_per_token != 1)} per token"]
         parts += [f"in {s.jit_batches:,} batch{'es' * (s.jit_batches != 1)}"] * bool(s.jit_batches)
