@@ -53,6 +53,7 @@ def test_killed_a_hundred_times_at_random_bytes(tmp_path: Path) -> None:
     rng = random.Random(7)
     versions = [make_gguf(tmp_path / f"{i}.gguf", size=1_000_000, seed=i) for i in range(2)]
     kills = finals = resumed = 0
+    patience = 0.02  # seconds within which a late strike falls: some come before the rename, some after, on any machine
     with Server() as server, subprocess.Popen([sys.executable, "-c", FORKER], stdin=-1, stdout=-1, text=True) as forker:
         assert forker.stdin and forker.stdout
         url = server.url("/m")
@@ -81,13 +82,15 @@ def test_killed_a_hundred_times_at_random_bytes(tmp_path: Path) -> None:
             print(url, file=forker.stdin, flush=True)
             child.put(pid := int(forker.stdout.readline()))
             if late:
-                sent_all.wait(0.2)
-                time.sleep(rng.uniform(0, 0.02))
+                sent_all.wait(0.5)
+                time.sleep(rng.uniform(0, patience))
                 os.kill(pid, signal.SIGKILL)
             end = forker.stdout.readline().split()
             assert end[0] == "end", end
             kills += end[1] == "9"
             resumed += any(server.ranges)
+            if late:
+                patience = min(1.0, patience * (0.8 if final.exists() else 1.4))
             if final.exists():
                 assert final.read_bytes() in versions
                 finals += 1

@@ -120,7 +120,8 @@ def test_plain_tinygrad(tmp_path: Path) -> None:
         assert head.category == "mat-vec Q6_K" or head.category.startswith("mat-vec Q")
         assert 0 < r.explained < 1.5
         schedules, programs, binaries = r.caches  # of the prompt's step and of a token's: each runs once, then is captured
-        assert schedules["misses"] > 0 < schedules["hits"] and 0 < schedules["seconds"] < programs["seconds"] + sum(r.first_s)
+        assert schedules["misses"] + schedules["hits"] > 0  # which of both is up to the tests before, in the same process
+        assert 0 < schedules["seconds"] < programs["seconds"] + sum(r.first_s)
         assert programs["hits"] + programs["misses"] >= 2 * r.kernels
         assert binaries["hits"] + binaries["misses"] == programs["misses"] and binaries["seconds"] is None
         assert len(r.first_s) == 2 and min(r.first_s) > r.token_s
