@@ -76,6 +76,7 @@ class ChatScreen(Screen[None]):
         self.painter = Painter(self)
         self.editing: int | None = None
         self._lent = False
+        self._idle = 0  # ticks of the panel since something ran
 
     def compose(self) -> ComposeResult:
         yield StatusLine(id="status")
@@ -94,7 +95,7 @@ class ChatScreen(Screen[None]):
                 self.prompt.past = self.history.prompts()
         await self.transcript.reset(self.controller.conversation, 0, "", False)
         self.set_interval(1 / DRAIN_HZ, self._tick)
-        self.set_interval(1 / PANEL_HZ, self.painter.panel)
+        self.set_interval(1 / PANEL_HZ, self._panel_tick)
         self.painter.panel()
 
     @property
@@ -117,6 +118,13 @@ class ChatScreen(Screen[None]):
     async def _tick(self) -> None:
         if self.painter.due:
             await self.apply()
+
+    def _panel_tick(self) -> None:
+        """Once a second when nothing has happened for two: an idle app uses next to nothing of a core."""
+        busy = self.controller.running is not None or self.controller.loading is not None
+        self._idle = 0 if busy else self._idle + 1
+        if self._idle < 2 * PANEL_HZ or self._idle % PANEL_HZ == 0:
+            self.painter.panel()
 
     async def note(self, text: str, error: bool = False) -> None:
         """A line of tinychat's own in the transcript."""
