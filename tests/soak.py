@@ -54,14 +54,13 @@ class Sample:
     tasks: int
     threads: int
     objects: int  # that Python's collector looks at
-    yard_ms: float  # the same work of no app's, measured all along: how slow the machine was meanwhile
 
     def __str__(self) -> str:
         return (f"{self.turn:6,} {self.wall_ms:8.1f} {self.cpu_ms:8.1f} {self.rss / 1e6:8.1f} {self.widgets:8} {self.alive:6} "
-                f"{self.tasks:6} {self.threads:8} {self.objects:9,} {self.yard_ms:8.2f}")  # fmt: skip
+                f"{self.tasks:6} {self.threads:8} {self.objects:9,}")  # fmt: skip
 
 
-HEADING = "  turn  ms/turn   cpu ms   RSS MB  widgets  alive  tasks  threads   objects  yard ms"
+HEADING = "  turn  ms/turn   cpu ms   RSS MB  widgets  alive  tasks  threads   objects"
 
 
 class Session:
@@ -137,21 +136,12 @@ class Session:
             assert time.monotonic() < end, f"waited in vain before:\n{text_of(self.app)}"
             await asyncio.sleep(0.002)
 
-    def sample(self, turn: int, wall: list[float], cpu: list[float], yard: list[float]) -> Sample:
+    def sample(self, turn: int, wall: list[float], cpu: list[float]) -> Sample:
         gc.collect()
         objects, widgets = gc.get_objects(), len(self.app.screen.query("*"))
         alive = sum(isinstance(o, Widget) for o in objects)
         return Sample(turn, 1e3 * statistics.median(wall), 1e3 * statistics.median(cpu), rss_bytes(), widgets, alive,
-                      len(asyncio.all_tasks()), threading.active_count(), len(objects), 1e3 * statistics.median(yard))  # fmt: skip
-
-
-def yardstick() -> float:
-    """CPU seconds of a piece of work that is always the same."""
-    started = time.process_time()
-    for i in range(300):
-        words = {f"{n} {i}": n for n in range(60)}
-        " ".join(sorted(words, key=lambda word: -words[word])).upper().split()
-    return time.process_time() - started
+                      len(asyncio.all_tasks()), threading.active_count(), len(objects))  # fmt: skip
 
 
 async def soak(turns: int, every: int, folder: Path, alone: bool = False) -> AsyncIterator[Sample]:
@@ -166,17 +156,14 @@ async def soak(turns: int, every: int, folder: Path, alone: bool = False) -> Asy
         session = Session(app, pilot, script, alone)
         wall: list[float] = []
         cpu: list[float] = []
-        yard: list[float] = []
         for number in range(1, turns + 1):
             started, spent = time.perf_counter(), time.process_time()
             await session.turn(number)
             wall.append(time.perf_counter() - started)
             cpu.append(time.process_time() - spent)
-            if number % 10 == 0:
-                yard.append(yardstick())
             if number % every == 0:
-                yield session.sample(number, wall, cpu, yard)
-                wall, cpu, yard = [], [], []
+                yield session.sample(number, wall, cpu)
+                wall, cpu = [], []
     history.close()
 
 
