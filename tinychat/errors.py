@@ -12,7 +12,8 @@ class TinychatError(Exception):
 def printable(text: str, *, newlines: bool = True) -> str:
     """`text` with control characters (C0 but tab and newline, C1, bidi overrides) shown as `\\xNN`, never executed.
 
-    Models, file names, templates and metadata are untrusted; everything of theirs passes here before a terminal sees it.
+    Models, file names, templates and metadata are untrusted; everything of theirs passes here before a terminal sees
+    it.
     """
     out = _CONTROL.sub(lambda m: f"\\x{ord(m[0]):02x}" if ord(m[0]) < 256 else f"\\u{ord(m[0]):04x}", text)
     return out if newlines else out.replace("\n", "\\n")

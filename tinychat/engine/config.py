@@ -16,7 +16,8 @@ from tinychat.kernels.ops import Gating, Rope
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the metadata does not say: the pairing of RoPE, the norms of q and k, how expert weights are made by default."""
+    """What the metadata does not say: the pairing of RoPE, the norms of q and k, how expert weights are made by
+    default."""
 
     rope: Literal["norm", "neox"]
     qk_norm: Literal["head", "projection"] | None = None
@@ -48,7 +49,8 @@ class Latent:
 
 @dataclass(frozen=True)
 class Experts:
-    """Mixture of experts: `ff` per expert, `shared_ff` of the shared expert (0 = none), the first `dense_layers` are dense."""
+    """Mixture of experts: `ff` per expert, `shared_ff` of the shared expert (0 = none), the first `dense_layers` are
+    dense."""
 
     count: int
     used: int
@@ -90,7 +92,9 @@ class ModelConfig:
         kv = _Metadata(gguf.metadata)
         name = kv.text("general.architecture")
         if name not in ARCHITECTURES:
-            raise TinychatError(f"architecture '{printable(name)}' is not supported; tinychat runs {', '.join(ARCHITECTURES)}")
+            raise TinychatError(
+                f"architecture '{printable(name)}' is not supported; tinychat runs {', '.join(ARCHITECTURES)}"
+            )
         arch = ARCHITECTURES[name]
         kv.prefix = name + "."
         if "token_embd.weight" not in gguf.tensors:
@@ -113,21 +117,39 @@ class ModelConfig:
             lite = layers in (26, 27) or (layers == 48 and vocab == 128256)  # llama.cpp: their q_lora_rank is noise
             per_head = kv.integer("attention.key_length_mla", head_dim)
             v_dim = kv.integer("attention.value_length_mla", v_dim)
-            latent = Latent(0 if lite else kv.integer("attention.q_lora_rank", 0, low=0), kv.integer("attention.kv_lora_rank"),
-                            per_head - rope_dims, v_dim)  # fmt: skip
+            latent = Latent(
+                0 if lite else kv.integer("attention.q_lora_rank", 0, low=0),
+                kv.integer("attention.kv_lora_rank"),
+                per_head - rope_dims,
+                v_dim,
+            )
             head_dim = per_head
             if latent.nope < 1:
-                raise TinychatError(f"{name}.attention.key_length_mla {per_head} leaves nothing beside {rope_dims} rotary dims")
+                raise TinychatError(
+                    f"{name}.attention.key_length_mla {per_head} leaves nothing beside {rope_dims} rotary dims"
+                )
         if rope_dims % 2 or rope_dims > head_dim:
             raise TinychatError(f"{name}.rope.dimension_count is {rope_dims}; expected an even number up to {head_dim}")
         rope, attention_scale = _rope(gguf, kv, arch, rope_dims, head_dim, context)
         return cls(
-            architecture=name, name=printable(str(gguf.metadata.get("general.name", gguf.path.stem)), newlines=False),
-            layers=layers, dim=dim, heads=heads, kv_heads=kv_heads, head_dim=head_dim, v_dim=v_dim,
-            ff=kv.integer("feed_forward_length"), vocab=vocab,
-            eps=kv.number("attention.layer_norm_rms_epsilon"), context=context, rope=rope, attention_scale=attention_scale,
-            qk_norm=arch.qk_norm, latent=latent, experts=_experts(kv, arch, layers, vocab),
-        )  # fmt: skip
+            architecture=name,
+            name=printable(str(gguf.metadata.get("general.name", gguf.path.stem)), newlines=False),
+            layers=layers,
+            dim=dim,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            v_dim=v_dim,
+            ff=kv.integer("feed_forward_length"),
+            vocab=vocab,
+            eps=kv.number("attention.layer_norm_rms_epsilon"),
+            context=context,
+            rope=rope,
+            attention_scale=attention_scale,
+            qk_norm=arch.qk_norm,
+            latent=latent,
+            experts=_experts(kv, arch, layers, vocab),
+        )
 
 
 class _Metadata:
@@ -178,7 +200,9 @@ def _rope(gguf: GGUF, kv: _Metadata, arch: Architecture, dims: int, head_dim: in
             raise TinychatError(f"tensor rope_freqs.weight: expected F32 ({dims // 2},), found {t.type.name} {t.shape}")
         inv = inv / gguf.raw("rope_freqs.weight").view("<f4").astype(np.float64)
     log_factor = math.log(factor) if factor > 1 else 0.0
-    log_mul = kv.number("rope.scaling.yarn_log_multiplier", 0.0) * 10.0 if arch.mla else 0.0  # the converter stored 0.1 x
+    log_mul = (
+        kv.number("rope.scaling.yarn_log_multiplier", 0.0) * 10.0 if arch.mla else 0.0
+    )  # the converter stored 0.1 x
     attn_factor = kv.number("rope.scaling.attn_factor", 1.0)
     magnitude = attn_factor
     if kind == "yarn":
@@ -187,7 +211,9 @@ def _rope(gguf: GGUF, kv: _Metadata, arch: Architecture, dims: int, head_dim: in
         def correction(beta: float) -> float:
             return dims * math.log(original / (beta * 2 * math.pi)) / (2 * math.log(base))
 
-        low = max(0.0, math.floor(correction(32.0)))  # llama.cpp reads yarn_beta_fast and _slow in other architectures only
+        low = max(
+            0.0, math.floor(correction(32.0))
+        )  # llama.cpp reads yarn_beta_fast and _slow in other architectures only
         high = min(dims - 1.0, math.ceil(correction(1.0)))
         mix = 1 - np.clip((np.arange(dims // 2) - low) / max(0.001, high - low), 0, 1)
         inv = inv * ((1 - mix) / factor + mix)
@@ -224,7 +250,19 @@ def _experts(kv: _Metadata, arch: Architecture, layers: int, vocab: int) -> Expe
     scale = (kv.number("expert_weights_scale", 0.0) if arch.mla else 0.0) or 1.0
     groups = kv.integer("expert_group_count", 0, low=0) or 1
     groups_used = kv.integer("expert_group_used_count", 0, low=0) or groups
-    if groups > 1 and (count % groups or groups_used > groups or count // groups < 2 or groups_used * (count // groups) < used):
+    if groups > 1 and (
+        count % groups or groups_used > groups or count // groups < 2 or groups_used * (count // groups) < used
+    ):
         raise kv.bad("expert_group_count", f"groups that {count} experts divide into and {used} fit in", groups)
-    return Experts(count, used, ff, kv.integer("expert_shared_count", 0, low=0) * ff if arch.mla else 0, dense, _GATING[gating],
-                   normalize, scale, groups, groups_used)  # fmt: skip
+    return Experts(
+        count,
+        used,
+        ff,
+        kv.integer("expert_shared_count", 0, low=0) * ff if arch.mla else 0,
+        dense,
+        _GATING[gating],
+        normalize,
+        scale,
+        groups,
+        groups_used,
+    )

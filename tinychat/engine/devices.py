@@ -15,9 +15,11 @@ DEVICES = ("cuda", "cpu", "reference")
 Progress = Callable[[str, float], None]
 
 
-def make_executor(plan: Plan, gguf: GGUF, max_context: int, device: str | None, threads: int | None,
-                  progress: Progress) -> tuple[Executor, list[str]]:  # fmt: skip
-    """(executor, notes for the user). `device` None tries CUDA where there is an NVIDIA driver, then the CPU, then the reference.
+def make_executor(
+    plan: Plan, gguf: GGUF, max_context: int, device: str | None, threads: int | None, progress: Progress
+) -> tuple[Executor, list[str]]:
+    """(executor, notes for the user). `device` None tries CUDA where there is an NVIDIA driver, then the CPU, then the
+    reference.
 
     Raises TinychatError where a device that was asked for by name does not work.
     """
@@ -56,8 +58,14 @@ def _cuda(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progres
 def _cpu(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progress: Progress) -> Executor:
     from tinychat.kernels.cpu.executor import CPUExecutor
 
-    return CPUExecutor(plan, gguf, max_context, threads=threads, notice=lambda line: progress(line, 0.0),
-                       progress=lambda fraction: progress("loading weights", fraction))  # fmt: skip
+    return CPUExecutor(
+        plan,
+        gguf,
+        max_context,
+        threads=threads,
+        notice=lambda line: progress(line, 0.0),
+        progress=lambda fraction: progress("loading weights", fraction),
+    )
 
 
 def _reference(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progress: Progress) -> Executor:
@@ -65,15 +73,18 @@ def _reference(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, pr
 
     device = "CPU" if tinygrad_cc() else "PYTHON"  # tinygrad's interpreter needs no compiler, and minutes per token
     os.environ.setdefault("DEV", device)  # read when tinygrad is imported
-    from tinychat.engine.reference import ReferenceExecutor
+    from tinychat.kernels.tinygrad.executor import ReferenceExecutor
 
     try:
-        return ReferenceExecutor(plan, gguf, max_context, device=device,
-                                 progress=lambda f: progress("loading weights", f))  # fmt: skip
+        return ReferenceExecutor(
+            plan, gguf, max_context, device=device, progress=lambda f: progress("loading weights", f)
+        )
     except RuntimeError as e:
         raise TinychatError(f"tinygrad cannot run here: {e}") from e
 
 
 _MAKERS: dict[str, Callable[[Plan, GGUF, int, int | None, Progress], Executor]] = {
-    "cuda": _cuda, "cpu": _cpu, "reference": _reference,
-}  # fmt: skip
+    "cuda": _cuda,
+    "cpu": _cpu,
+    "reference": _reference,
+}

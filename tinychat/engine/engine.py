@@ -14,14 +14,14 @@ from typing import Literal
 
 import numpy as np
 
-from tinychat.engine.chat import Chat
 from tinychat.engine.config import ModelConfig
 from tinychat.engine.devices import make_executor
+from tinychat.engine.expert_use import Routing
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.kvstore import KVStore
-from tinychat.engine.limit import limit_of
+from tinychat.engine.memory_limit import limit_of
 from tinychat.engine.plan import build_plan
-from tinychat.engine.routing import Routing
+from tinychat.engine.prompt import Chat
 from tinychat.engine.session import OnPrefill, Session, common_prefix
 from tinychat.engine.stats import Stats, rss_bytes
 from tinychat.engine.thinking import ThinkingSplitter
@@ -39,7 +39,8 @@ DEFAULT_CONTEXT = 4096
 class Token:
     """One generated token. `id` is None for text released without a new token (the end of a held-back piece).
 
-    `text` is what became visible, maybe empty; `kind` is thinking or answer; `logprob` is under softmax of the model's logits.
+    `text` is what became visible, maybe empty; `kind` is thinking or answer; `logprob` is under softmax of the model's
+    logits.
     """
 
     id: int | None
@@ -74,30 +75,55 @@ class ModelInfo:
 class Engine:
     """A loaded model. One thread calls it (`worker.Worker` gives it one of its own)."""
 
-    def __init__(self, info: ModelInfo, tokenizer: Tokenizer, chat: Chat, plan: Plan, executor: Executor,
-                 notes: list[str], load_s: float, store: KVStore | None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        info: ModelInfo,
+        tokenizer: Tokenizer,
+        chat: Chat,
+        plan: Plan,
+        executor: Executor,
+        notes: list[str],
+        load_s: float,
+        store: KVStore | None,
+    ) -> None:
         self.info, self.tokenizer, self.chat, self.plan, self.executor = info, tokenizer, chat, plan, executor
         self.store = store
         self.notes = notes  # one-line remarks for the user: a slower device, a template that failed
         self.stop_reason: StopReason = "stopped"
-        self.stats = Stats(load_s=load_s, weight_bytes=executor.weight_bytes, kv_bytes=executor.cache_bytes,
-                           kv_bytes_per_token=plan.kv_bytes_per_token, context_max=info.max_context,
-                           kernels_per_token=executor.kernels_per_token, jit_batches=executor.jit_batches,
-                           jit_state=executor.jit_state, bytes_per_token=plan.bytes_per_token(), limit_gb_s=limit_of(executor),
-                           rss_bytes=rss_bytes())  # fmt: skip
+        self.stats = Stats(
+            load_s=load_s,
+            weight_bytes=executor.weight_bytes,
+            kv_bytes=executor.cache_bytes,
+            kv_bytes_per_token=plan.kv_bytes_per_token,
+            context_max=info.max_context,
+            kernels_per_token=executor.kernels_per_token,
+            jit_batches=executor.jit_batches,
+            jit_state=executor.jit_state,
+            bytes_per_token=plan.bytes_per_token(),
+            limit_gb_s=limit_of(executor),
+            rss_bytes=rss_bytes(),
+        )
         self.session = Session(executor, plan, info.max_context, self.stats)
         self.routing = Routing.of(plan)
         self.watch_routing = False  # any thread may switch it
 
     @classmethod
-    def load(cls, path: str | Path, *, max_context: int | None = None, device: str | None = None, threads: int | None = None,
-             preset: str | None = None, store: KVStore | None = None,
-             progress: Callable[[str, float], None] | None = None) -> Engine:  # fmt: skip
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        max_context: int | None = None,
+        device: str | None = None,
+        threads: int | None = None,
+        preset: str | None = None,
+        store: KVStore | None = None,
+        progress: Callable[[str, float], None] | None = None,
+    ) -> Engine:
         """Loads a GGUF.
 
-        `max_context` in tokens (default: 4096 or what the model was trained for, if less); `device`: None (the best that
-        works), "cuda", "cpu" or "reference"; `preset` forces a chat format; `store` is where saved KV caches are looked for.
-        Raises TinychatError.
+        `max_context` in tokens (default: 4096 or what the model was trained for, if less); `device`: None (the best
+        that works), "cuda", "cpu" or "reference"; `preset` forces a chat format; `store` is where saved KV caches are
+        looked for. Raises TinychatError.
         """
         started = time.perf_counter()
         report = progress or (lambda stage, fraction: None)
@@ -108,24 +134,35 @@ class Engine:
         if max_context is None:
             max_context = min(DEFAULT_CONTEXT, config.context)
         if not 1 <= max_context <= config.context:
-            raise TinychatError(f"a context of {max_context:,} tokens is not possible; this model has 1 to {config.context:,}")
+            raise TinychatError(
+                f"a context of {max_context:,} tokens is not possible; this model has 1 to {config.context:,}"
+            )
         report("building the tokenizer", 0.0)
         tokenizer = Tokenizer(gguf.metadata)
         if tokenizer.n_vocab > config.vocab:
-            raise TinychatError(f"the tokenizer has {tokenizer.n_vocab:,} tokens, token_embd.weight only {config.vocab:,} rows")
+            raise TinychatError(
+                f"the tokenizer has {tokenizer.n_vocab:,} tokens, token_embd.weight only {config.vocab:,} rows"
+            )
         chat = Chat(gguf.metadata, tokenizer, preset=preset)
         report("loading weights", 0.0)
         executor, notes = make_executor(plan, gguf, max_context, device, threads, report)
         info = _describe(gguf, config, plan, executor, max_context)
         return cls(info, tokenizer, chat, plan, executor, notes, time.perf_counter() - started, store)
 
-    def generate(self, prompt_ids: Sequence[int], sampling: Sampling | None = None, max_tokens: int | None = None, *,
-                 raw: bool = False, on_prefill: OnPrefill | None = None,
-                 stop: threading.Event | None = None) -> Iterator[Token]:  # fmt: skip
+    def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling | None = None,
+        max_tokens: int | None = None,
+        *,
+        raw: bool = False,
+        on_prefill: OnPrefill | None = None,
+        stop: threading.Event | None = None,
+    ) -> Iterator[Token]:
         """Prefills what the cache does not hold of `prompt_ids`, then yields tokens until `stop_reason` is set.
 
-        eos: the model ended its answer; length: `max_tokens`; context: the cache is full; stopped: `stop` was set or the
-        caller closed the iterator. `raw`: special tokens are written out and thinking is not told from the answer.
+        eos: the model ended its answer; length: `max_tokens`; context: the cache is full; stopped: `stop` was set or
+        the caller closed the iterator. `raw`: special tokens are written out and thinking is not told from the answer.
         """
         self.stop_reason = "stopped"
         s, started = self.stats, time.perf_counter()
@@ -144,8 +181,15 @@ class Engine:
             s.phase, s.rss_bytes = "idle", rss_bytes()
             s.kernels_per_token, s.jit_batches = self.executor.kernels_per_token, self.executor.jit_batches
 
-    def _answer(self, prompt: Sequence[int], sampling: Sampling, max_tokens: int | None, raw: bool,
-                stop: threading.Event | None, started: float) -> Iterator[Token]:  # fmt: skip
+    def _answer(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        max_tokens: int | None,
+        raw: bool,
+        stop: threading.Event | None,
+        started: float,
+    ) -> Iterator[Token]:
         tags = None if raw else self.chat.think_tags
         splitter = ThinkingSplitter(*tags, opened=self.chat.opens_thinking(prompt)) if tags else None
         shown = [i for i in map(self.tokenizer.token_id, tags or ()) if i is not None]
@@ -188,15 +232,19 @@ class Engine:
             yield Token(None, rest, "answer")
 
     def logits(self, ids: Sequence[int], decode: bool = False) -> np.ndarray:
-        """float32 (len(ids), n_vocab) from an empty cache; `decode` goes one token at a time through the decode step."""
+        """float32 (len(ids), n_vocab) from an empty cache; `decode` goes one token at a time through the decode
+        step."""
         return self.session.logits(ids, decode)
 
     def save_cache(self) -> bool:
-        """Puts the KV cache into the store, for `generate` to find when a conversation is reopened; False if it was not saved."""
+        """Puts the KV cache into the store, for `generate` to find when a conversation is reopened; False if it was not
+        saved."""
         tokens = self.session.tokens
         if not self.store or not tokens:
             return False
-        return self.store.save(self.info.fingerprint, self.executor.cache_layout, tokens, self.executor.read_cache(len(tokens)))
+        return self.store.save(
+            self.info.fingerprint, self.executor.cache_layout, tokens, self.executor.read_cache(len(tokens))
+        )
 
     @contextmanager
     def cache_kept(self) -> Iterator[None]:
@@ -283,10 +331,21 @@ def _describe(gguf: GGUF, config: ModelConfig, plan: Plan, executor: Executor, m
     for name in used:
         quants[gguf.tensors[name].type.name] += gguf.tensors[name].nbytes
     return ModelInfo(
-        name=config.name, path=gguf.path, architecture=config.architecture, quant=quants.most_common(1)[0][0],
-        parameters=parameters, active_parameters=parameters - idle, layers=config.layers,
-        experts=config.experts.count if config.experts else 0, experts_used=config.experts.used if config.experts else 0,
-        trained_context=config.context, max_context=max_context, device=executor.device,
-        threads=getattr(executor, "threads", 0), weight_bytes=executor.weight_bytes,
-        kv_bytes_per_token=plan.kv_bytes_per_token, file_bytes=gguf.nbytes, fingerprint=gguf.fingerprint(),
-    )  # fmt: skip
+        name=config.name,
+        path=gguf.path,
+        architecture=config.architecture,
+        quant=quants.most_common(1)[0][0],
+        parameters=parameters,
+        active_parameters=parameters - idle,
+        layers=config.layers,
+        experts=config.experts.count if config.experts else 0,
+        experts_used=config.experts.used if config.experts else 0,
+        trained_context=config.context,
+        max_context=max_context,
+        device=executor.device,
+        threads=getattr(executor, "threads", 0),
+        weight_bytes=executor.weight_bytes,
+        kv_bytes_per_token=plan.kv_bytes_per_token,
+        file_bytes=gguf.nbytes,
+        fingerprint=gguf.fingerprint(),
+    )

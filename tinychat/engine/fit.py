@@ -27,14 +27,17 @@ class Fit:
 
 
 def fit(weight_bytes: int, kv_bytes_per_token: int, context: int, available: int | None = None) -> Fit:
-    """Whether a model runs with `context` tokens in `available` bytes of memory (default: what this machine has free)."""
+    """Whether a model runs with `context` tokens in `available` bytes of memory (default: what this machine has
+    free)."""
     if available is None:
         available = available_memory()
     kv = kv_bytes_per_token * context
     needed = weight_bytes + kv + OVERHEAD
     parts = f"weights {decimal(weight_bytes)} + {decimal(kv)} for {context:,} tokens + {decimal(OVERHEAD)}"
     if not weight_bytes or not available:
-        return Fit("unknown", needed, available, f"the {'size of the model' if available else 'free memory'} is not known")
+        return Fit(
+            "unknown", needed, available, f"the {'size of the model' if available else 'free memory'} is not known"
+        )
     verdict: Literal["fits", "tight", "does not fit"]
     verdict = "does not fit" if needed > available else "tight" if needed > COMFORT * available else "fits"
     return Fit(verdict, needed, available, f"{parts} = {decimal(needed)} of {decimal(available)} free")

@@ -116,13 +116,20 @@ class _Cursor:
 
 
 class GGUF:
-    """An opened GGUF model: `metadata` (key -> value, arrays as NumPy arrays or lists of str) and `tensors` (name -> TensorInfo).
+    """An opened GGUF model: `metadata` (key -> value, arrays as NumPy arrays or lists of str) and `tensors` (name ->
+    TensorInfo).
 
     A split model is opened from its first part and shows the tensors of all of them.
     """
 
-    def __init__(self, path: Path, paths: list[Path], maps: list[mmap.mmap], metadata: dict[str, Any],
-                 tensors: dict[str, TensorInfo]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        path: Path,
+        paths: list[Path],
+        maps: list[mmap.mmap],
+        metadata: dict[str, Any],
+        tensors: dict[str, TensorInfo],
+    ) -> None:
         self.path, self.paths, self.metadata, self.tensors, self._maps = path, paths, metadata, tensors, maps
 
     @classmethod
@@ -140,8 +147,10 @@ class GGUF:
                 tensors |= more
             expected = metadata.get("split.tensors.count")
             if expected is not None and expected != len(tensors):
-                raise TinychatError(f"{printable(str(path))}: the parts hold {len(tensors)} tensors, "
-                                    f"split.tensors.count says {expected}; download them again")  # fmt: skip
+                raise TinychatError(
+                    f"{printable(str(path))}: the parts hold {len(tensors)} tensors, "
+                    f"split.tensors.count says {expected}; download them again"
+                )
         return cls(path, paths, maps, metadata, tensors)
 
     def raw(self, name: str) -> np.ndarray:
@@ -150,7 +159,8 @@ class GGUF:
         return np.frombuffer(self._maps[t.part], np.uint8, t.nbytes, t.offset)
 
     def release(self, name: str) -> None:
-        """Tells the kernel that the pages of tensor `name` are not needed any more (they come back on the next read)."""
+        """Tells the kernel that the pages of tensor `name` are not needed any more (they come back on the next
+        read)."""
         t = self.tensors[name]
         start = -(-t.offset // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (t.offset + t.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -176,8 +186,10 @@ class GGUF:
 def _split_paths(path: Path, count: int) -> list[Path]:
     found = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name)
     if not found or count > 99999:
-        raise TinychatError(f"{printable(path.name)}: one of {count} parts, but not named NAME-00001-of-{count:05d}.gguf; "
-                            "give all parts their original names")  # fmt: skip
+        raise TinychatError(
+            f"{printable(path.name)}: one of {count} parts, but not named NAME-00001-of-{count:05d}.gguf; "
+            "give all parts their original names"
+        )
     if int(found[2]) != 1:
         raise TinychatError(f"{printable(path.name)}: open the first part of a split model, not part {int(found[2])}")
     return [path.with_name(f"{found[1]}-{n:05d}-of-{count:05d}.gguf") for n in range(1, count + 1)]
@@ -222,7 +234,9 @@ def _read(path: Path, part: int) -> tuple[mmap.mmap, dict[str, Any], dict[str, T
         try:
             quant = GGMLQuantizationType(kind)
         except ValueError:
-            raise c.fail(f"tensor {printable(name)} has unknown quant type {kind}; a newer tinychat may know it") from None
+            raise c.fail(
+                f"tensor {printable(name)} has unknown quant type {kind}; a newer tinychat may know it"
+            ) from None
         block, size = GGML_QUANT_SIZES[quant]
         elements = math.prod(dims)
         if elements == 0 or (dims and dims[0] % block):
@@ -231,7 +245,9 @@ def _read(path: Path, part: int) -> tuple[mmap.mmap, dict[str, Any], dict[str, T
             raise c.fail(f"tensor {printable(name)} appears twice")
         info = TensorInfo(name, quant, tuple(reversed(dims)), part, data + offset, elements // block * size)
         if info.offset + info.nbytes > c.end:
-            raise c.fail(f"the file is truncated: tensor {printable(name)} ends at byte {info.offset + info.nbytes:,}, "
-                         f"the file at {c.end:,}; download it again")  # fmt: skip
+            raise c.fail(
+                f"the file is truncated: tensor {printable(name)} ends at byte {info.offset + info.nbytes:,}, "
+                f"the file at {c.end:,}; download it again"
+            )
         tensors[name] = info
     return buf, metadata, tensors

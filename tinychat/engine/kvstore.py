@@ -1,7 +1,7 @@
 """KV caches on disk, so that a reopened conversation prefills only what is new.
 
-One file per cache: a header line (JSON), the token ids (int32), the rows as `Executor.read_cache` gave them. A file is used
-only when model, layout and checksum agree; anything else in the folder is ignored, and what is damaged is deleted.
+One file per cache: a header line (JSON), the token ids (int32), the rows as `Executor.read_cache` gave them. A file is
+used only when model, layout and checksum agree; anything else in the folder is ignored, and what is damaged is deleted.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Saved:
 class KVStore:
     """The saved caches of one folder, within `budget` bytes; the one unused for longest goes first.
 
-    `layout` names everything that shapes the bytes besides the model: executor, version, cache type. Methods never raise for
-    what is wrong on the disk: a cache that cannot be saved or read is one that is not there.
+    `layout` names everything that shapes the bytes besides the model: executor, version, cache type. Methods never
+    raise for what is wrong on the disk: a cache that cannot be saved or read is one that is not there.
     """
 
     def __init__(self, budget: int, folder: Path | None = None) -> None:
@@ -46,12 +46,19 @@ class KVStore:
         self.folder = folder or Path(user_cache_dir("tinychat", appauthor=False)) / "kv"
 
     def save(self, fingerprint: str, layout: str, tokens: Sequence[int], rows: bytes) -> bool:
-        """Stores the cache `rows` of `tokens`, replacing those it continues. False when it does not fit or cannot be written."""
+        """Stores the cache `rows` of `tokens`, replacing those it continues. False when it does not fit or cannot be
+        written."""
         ids = np.asarray(tokens, np.int32).tobytes()
         digest = hashlib.sha256(ids)
         digest.update(rows)
-        header = {"format": _MAGIC, "fingerprint": fingerprint, "layout": layout, "tokens": len(tokens), "bytes": len(rows),
-                  "sha256": digest.hexdigest()}  # fmt: skip
+        header = {
+            "format": _MAGIC,
+            "fingerprint": fingerprint,
+            "layout": layout,
+            "tokens": len(tokens),
+            "bytes": len(rows),
+            "sha256": digest.hexdigest(),
+        }
         head = json.dumps(header).encode() + b"\n"
         if not tokens or len(head) + len(ids) + len(rows) > self.budget:
             return False
@@ -59,8 +66,11 @@ class KVStore:
         name = f"{prefix}-{hashlib.sha256(ids).hexdigest()[:16]}.kv"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            shorter = [path for path in self._files(f"{prefix}-") if path.name != name
-                       and (old := _tokens(path, fingerprint, layout)) and old == list(tokens[: len(old)])]  # fmt: skip
+            shorter = [
+                path
+                for path in self._files(f"{prefix}-")
+                if path.name != name and (old := _tokens(path, fingerprint, layout)) and old == list(tokens[: len(old)])
+            ]
             fd, temporary = tempfile.mkstemp(dir=self.folder, prefix="tmp-")
             try:
                 with open(fd, "wb") as f:
@@ -76,7 +86,8 @@ class KVStore:
             return False
 
     def best(self, fingerprint: str, layout: str, ids: Sequence[int]) -> Saved | None:
-        """The saved cache that shares the longest prefix with `ids`, if that is worth reading. Reads headers and ids only."""
+        """The saved cache that shares the longest prefix with `ids`, if that is worth reading. Reads headers and ids
+        only."""
         best: Saved | None = None
         wanted = np.asarray(ids, np.int32)
         for path in self._files(f"{self._prefix(fingerprint, layout)}-"):
@@ -126,7 +137,8 @@ class KVStore:
         return [path for _, path in sorted(found)]
 
     def _shrink(self, new: Path, gone: Sequence[Path]) -> None:
-        """Deletes `gone`, what killed processes left, and the oldest caches but `new` until the rest fits the budget."""
+        """Deletes `gone`, what killed processes left, and the oldest caches but `new` until the rest fits the
+        budget."""
         old = time.time() - _STALE
         for path in [*gone, *(p for p in self.folder.glob("tmp-*") if p.stat().st_mtime < old)]:
             path.unlink(missing_ok=True)
@@ -143,7 +155,9 @@ def _header(f: BinaryIO) -> dict[str, Any] | None:
     """The header line at the start of `f`, which is then behind it; None when this is no cache of ours."""
     try:
         header = json.loads(f.readline(4096))
-        right = header["format"] == _MAGIC and all(isinstance(header[k], int) and header[k] >= 0 for k in ("tokens", "bytes"))
+        right = header["format"] == _MAGIC and all(
+            isinstance(header[k], int) and header[k] >= 0 for k in ("tokens", "bytes")
+        )
         return header if right else None
     except (ValueError, KeyError, TypeError):
         return None

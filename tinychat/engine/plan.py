@@ -1,4 +1,5 @@
-"""A forward step, written once: the list of fused ops for a ModelConfig, with every tensor found and its shape checked."""
+"""A forward step, written once: the list of fused ops for a ModelConfig, with every tensor found and its shape
+checked."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ F32 = GGMLQuantizationType.F32
 def build_plan(gguf: GGUF, config: ModelConfig) -> Plan:
     """The plan of `config` over the tensors of `gguf`.
 
-    Raises TinychatError for a missing tensor, a wrong shape, or a tensor that this architecture does not use (ignoring it
-    would give wrong answers silently).
+    Raises TinychatError for a missing tensor, a wrong shape, or a tensor that this architecture does not use (ignoring
+    it would give wrong answers silently).
     """
     t = _Tensors(gguf)
     ops: list[Op] = [Embed(t.matrix("token_embd.weight", config.vocab, config.dim))]
@@ -49,13 +50,19 @@ def build_plan(gguf: GGUF, config: ModelConfig) -> Plan:
     for name in gguf.tensors.keys() - t.used:
         block = re.match(r"blk\.(\d+)\.", name)
         if not _IGNORED.fullmatch(name) and not (block and int(block[1]) >= config.layers):
-            raise TinychatError(f"tensor {printable(name)} is not part of a {config.architecture} model as tinychat knows it")
+            raise TinychatError(
+                f"tensor {printable(name)} is not part of a {config.architecture} model as tinychat knows it"
+            )
     latent = config.latent
     return Plan(
-        tuple(ops), _buffers(config), config.layers,
+        tuple(ops),
+        _buffers(config),
+        config.layers,
         latent.kv_lora + config.rope.dims if latent else config.kv_heads * config.head_dim,
-        0 if latent else config.kv_heads * config.v_dim, config.dim, config.vocab,
-    )  # fmt: skip
+        0 if latent else config.kv_heads * config.v_dim,
+        config.dim,
+        config.vocab,
+    )
 
 
 def _buffers(c: ModelConfig) -> dict[str, int]:
@@ -90,9 +97,12 @@ def _attention(t: _Tensors, c: ModelConfig, layer: int) -> list[Op]:
         NormLinear("x", t.vector(b + "attn_norm.weight", c.dim), c.eps, (q, k, v), biases, ("q", "k", "v")),
         RopeStore(layer, c.rope, "q", "k", "v", q_norm, k_norm, c.eps, c.heads, c.kv_heads, c.head_dim),
         Attention(layer, "q", "heads", c.heads, c.kv_heads, c.head_dim, c.v_dim, c.attention_scale, latent=False),
-        LinearAdd("heads", t.matrix(b + "attn_output.weight", c.dim, c.heads * c.v_dim),
-                  t.optional(b + "attn_output.bias", c.dim)),
-    ]  # fmt: skip
+        LinearAdd(
+            "heads",
+            t.matrix(b + "attn_output.weight", c.dim, c.heads * c.v_dim),
+            t.optional(b + "attn_output.bias", c.dim),
+        ),
+    ]
 
 
 def _latent_attention(t: _Tensors, c: ModelConfig, layer: int) -> list[Op]:
@@ -195,7 +205,9 @@ class _Tensors:
     def grouped_slices(self, name: str, groups: int, parts: tuple[int, ...], cols: int) -> list[Weight]:
         return self._cut(name, self._type(name, (groups, sum(parts), cols)), groups, parts, cols)
 
-    def _cut(self, name: str, kind: GGMLQuantizationType, groups: int, parts: tuple[int, ...], cols: int) -> list[Weight]:
+    def _cut(
+        self, name: str, kind: GGMLQuantizationType, groups: int, parts: tuple[int, ...], cols: int
+    ) -> list[Weight]:
         starts = [sum(parts[:i]) for i in range(len(parts))]
         return [Weight(name, kind, rows, cols, groups, start, sum(parts)) for start, rows in zip(starts, parts)]
 
@@ -203,6 +215,10 @@ class _Tensors:
         kind, stride = self._type(name, (heads * (nope + v_dim), kv_lora)), nope + v_dim
         block = GGML_QUANT_SIZES[kind][0]
         if kv_lora % block:
-            raise TinychatError(f"tensor {name}: rows of {kind.name} hold a multiple of {block}, kv_lora_rank is {kv_lora}")
-        return (Weight(name, kind, kv_lora, nope, heads, 0, stride, transposed=True),
-                Weight(name, kind, v_dim, kv_lora, heads, nope, stride))  # fmt: skip
+            raise TinychatError(
+                f"tensor {name}: rows of {kind.name} hold a multiple of {block}, kv_lora_rank is {kv_lora}"
+            )
+        return (
+            Weight(name, kind, kv_lora, nope, heads, 0, stride, transposed=True),
+            Weight(name, kind, v_dim, kv_lora, heads, nope, stride),
+        )

@@ -32,7 +32,8 @@ class Session:
         """Makes the cache hold all of `prompt` but its last token, which decode runs; False if `stop` ended it early.
 
         The longest common prefix with what the cache holds stays; `on_prefill(done, total, reused)` counts the rest.
-        Raises TinychatError for an empty prompt, one that leaves no room for an answer, or an id outside the vocabulary.
+        Raises TinychatError for an empty prompt, one that leaves no room for an answer, or an id outside the
+        vocabulary.
         """
         s, last = self.stats, len(prompt) - 1
         self.check(prompt)
@@ -85,8 +86,10 @@ class Session:
         if not prompt:
             raise TinychatError("the prompt is empty")
         if len(prompt) > self.max_context:
-            raise TinychatError(f"the prompt has {len(prompt):,} tokens, the context holds {self.max_context:,}; "
-                                "shorten it or load the model with a larger context")  # fmt: skip
+            raise TinychatError(
+                f"the prompt has {len(prompt):,} tokens, the context holds {self.max_context:,}; "
+                "shorten it or load the model with a larger context"
+            )
         bad = next((i for i in prompt if not 0 <= i < self.plan.vocab), None)
         if bad is not None:
             raise TinychatError(f"token id {bad} is outside the vocabulary of {self.plan.vocab:,}")

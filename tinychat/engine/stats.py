@@ -13,7 +13,8 @@ OVERHEAD = 300 << 20  # bytes: Python, tokenizer, buffers; what a loaded model n
 
 @dataclass
 class Stats:
-    """Figures of the last (or running) request and of the loaded model. Times in seconds, sizes in bytes, speeds per second.
+    """Figures of the last (or running) request and of the loaded model. Times in seconds, sizes in bytes, speeds per
+    second.
 
     `limit_gb_s` is this machine's measured read bandwidth (0 = not measured yet), `limit_share` = gb_s / limit_gb_s.
     """
@@ -61,9 +62,15 @@ class Stats:
         A screen adds what it needs to paint; it does so in a thread of its own, while tokens are decoded.
         """
         decode = max(0.0, self.decode_s - self.sampling_s - self.detokenise_s)
-        return [("template", self.template_s), ("tokenise", self.tokenise_s), ("prefill", self.prefill_s),
-                ("first token", self.first_token_s), ("decode", decode), ("sampling", self.sampling_s),
-                ("detokenise", self.detokenise_s)]  # fmt: skip
+        return [
+            ("template", self.template_s),
+            ("tokenise", self.tokenise_s),
+            ("prefill", self.prefill_s),
+            ("first token", self.first_token_s),
+            ("decode", decode),
+            ("sampling", self.sampling_s),
+            ("detokenise", self.detokenise_s),
+        ]
 
 
 def rss_bytes() -> int:
@@ -93,14 +100,18 @@ def available_memory(root: Path = Path("/")) -> int:
             if controllers in ("", "memory"):  # version 2, version 1
                 top = root / "sys/fs/cgroup" / controllers
                 folder = top / group.lstrip("/")
-                free += [left for f in (folder, *folder.parents) if f.is_relative_to(top) and (left := _left(f)) is not None]
+                free += [
+                    left for f in (folder, *folder.parents) if f.is_relative_to(top) and (left := _left(f)) is not None
+                ]
     return max(0, min(free))
 
 
 def _left(group: Path) -> int | None:
     """What the limit of one control group leaves, bytes; file pages that can be dropped count as free."""
-    for limit, used, reclaimable in (("memory.max", "memory.current", "inactive_file"),
-                                     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")):  # fmt: skip
+    for limit, used, reclaimable in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
         with contextlib.suppress(OSError, ValueError):
             left = int((group / limit).read_text()) - int((group / used).read_text())
             stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())

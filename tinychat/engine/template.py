@@ -30,13 +30,48 @@ MAX_SECONDS = 3.0
 
 # Filters that pass items on, and filters that make text of whatever they get. No other filter exists.
 _ITEM_FILTERS = {
-    "attr", "count", "d", "default", "dictsort", "first", "groupby", "items", "last", "length", "list", "map", "max", "min",
-    "reject", "rejectattr", "reverse", "select", "selectattr", "sort", "sum", "unique",
-}  # fmt: skip
+    "attr",
+    "count",
+    "d",
+    "default",
+    "dictsort",
+    "first",
+    "groupby",
+    "items",
+    "last",
+    "length",
+    "list",
+    "map",
+    "max",
+    "min",
+    "reject",
+    "rejectattr",
+    "reverse",
+    "select",
+    "selectattr",
+    "sort",
+    "sum",
+    "unique",
+}
 _TEXT_FILTERS = {
-    "abs", "capitalize", "e", "escape", "float", "int", "lower", "round", "safe", "string", "striptags", "title", "trim",
-    "truncate", "upper", "urlencode", "wordcount",
-}  # fmt: skip
+    "abs",
+    "capitalize",
+    "e",
+    "escape",
+    "float",
+    "int",
+    "lower",
+    "round",
+    "safe",
+    "string",
+    "striptags",
+    "title",
+    "trim",
+    "truncate",
+    "upper",
+    "urlencode",
+    "wordcount",
+}
 _BLOCKED_METHODS = {"center", "expandtabs", "format", "format_map", "ljust", "rjust", "translate", "zfill"}
 
 
@@ -73,8 +108,13 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, optimized=False, finalize=_finalize,
-                         extensions=["jinja2.ext.loopcontrols", _Generation])  # fmt: skip
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            optimized=False,
+            finalize=_finalize,
+            extensions=["jinja2.ext.loopcontrols", _Generation],
+        )
         self.start()
         self.globals["raise_exception"] = _raise
         self.globals["strftime_now"] = _strftime
@@ -187,8 +227,14 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         lines = text.split("\n")
         return "\n".join(pad + line if (first or n) and (line or blank) else line for n, line in enumerate(lines))
 
-    def _tojson(self, value: Any, ensure_ascii: bool = False, indent: int | None = None,
-                separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:  # fmt: skip
+    def _tojson(
+        self,
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
         self.pay_for(value, deep=True)
         if indent is not None and not 0 <= indent <= 16:
             raise SecurityError("it indents JSON too far")
@@ -205,7 +251,9 @@ class _Metered(NodeTransformer):
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return nodes.Filter(nodes.List(node.nodes, lineno=node.lineno), "_concat", [], [], None, None, lineno=node.lineno)
+        return nodes.Filter(
+            nodes.List(node.nodes, lineno=node.lineno), "_concat", [], [], None, None, lineno=node.lineno
+        )
 
 
 class _Generation(Extension):

@@ -20,9 +20,9 @@ class Piece:
 class ThinkingSplitter:
     """Fed with text in any portions, says what of it is thinking and what is answer; the tags themselves vanish.
 
-    A model opens its thinking only at the very start (white space aside): a tag in the middle of an answer is text. Blank
-    lines after a tag and white space before the closing one are dropped. Text that may turn out to be a tag is held back
-    until it is clear; `flush` gives it out.
+    A model opens its thinking only at the very start (white space aside): a tag in the middle of an answer is text.
+    Blank lines after a tag and white space before the closing one are dropped. Text that may turn out to be a tag is
+    held back until it is clear; `flush` gives it out.
 
     `opened`: the prompt ended inside a think block, so the output begins with thinking and without a tag.
     """

@@ -1,8 +1,8 @@
 """Text to token ids and back, with exactly llama.cpp's ids.
 
-Byte-pair vocabularies (`tokenizer.ggml.model` = gpt2) run on HF `tokenizers`: the file's own vocabulary and merges behind
-the pre-tokenizer that `tokenizer.ggml.pre` names. SentencePiece vocabularies ("llama") run on `_Spm`: llama.cpp breaks a
-tie between equal scores by position, which a list of ranked merges cannot express.
+Byte-pair vocabularies (`tokenizer.ggml.model` = gpt2) run on HF `tokenizers`: the file's own vocabulary and merges
+behind the pre-tokenizer that `tokenizer.ggml.pre` names. SentencePiece vocabularies ("llama") run on `_Spm`: llama.cpp
+breaks a tie between equal scores by position, which a list of ranked merges cannot express.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError, printable
 
-# --- pre-tokenizers: each stage splits every fragment of the stage before into its matches and the gaps between them ---
-# Where llama.cpp departs from a model's published expression (it knows one class of letters, so youtu and kimi-k2 do not
-# split camelCase; its whitespace never belongs to a CJK range), so do these: the ids are the same as llama.cpp's.
+# --- pre-tokenizers: each stage splits every fragment of the stage before into its matches and the gaps between them
+# --- Where llama.cpp departs from a model's published expression (it knows one class of letters, so youtu and kimi-k2
+# do not split camelCase; its whitespace never belongs to a CJK range), so do these: the ids are the same as
+# llama.cpp's.
 
 _CONTRACTION = "'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])"
 _SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -58,7 +59,10 @@ class _Pre:
 
 _LLAMA3 = (_words(r"\p{N}{1,3}"),)
 _FAMILIES: list[tuple[str, _Pre]] = [
-    ("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2", _Pre(_LLAMA3, ignore_merges=True, add_bos=True)),
+    (
+        "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2",
+        _Pre(_LLAMA3, ignore_merges=True, add_bos=True),
+    ),
     ("glm4 glm5", _Pre(_LLAMA3, ignore_merges=True, default_bos=None)),
     ("chatglm-bpe", _Pre(_LLAMA3, default_bos=None)),
     ("dbrx smaug-bpe", _Pre(_LLAMA3)),
@@ -67,40 +71,50 @@ _FAMILIES: list[tuple[str, _Pre]] = [
     ("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", _Pre((r"\p{N}", _GPT2))),
     (
         "deepseek-llm",
-        _Pre((
-            r"[\r\n]",
-            rf"\s?[{_LATIN}]+",
-            r"\s?[!-/:-~！-／：-～‘-‟、-。]+",
-            r"(?<!\s)\s+\z",
-            r"[[一-龥ࠀ-一가-퟿]&&[^\s]]+",
-            r"\p{N}+",
-        )),
+        _Pre(
+            (
+                r"[\r\n]",
+                rf"\s?[{_LATIN}]+",
+                r"\s?[!-/:-~！-／：-～‘-‟、-。]+",
+                r"(?<!\s)\s+\z",
+                r"[[一-龥ࠀ-一가-퟿]&&[^\s]]+",
+                r"\p{N}+",
+            )
+        ),
     ),
     (
         "deepseek-v3 joyai-llm hunyuan-dense hy_v4",
-        _Pre((
-            r"\p{N}{1,3}",
-            r"[一-龥぀-ゟ゠-ヿ]+",
-            r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
-            r"| ?[\p{P}\p{S}]+[\r\n]*" + _SPACES,
-        )),
+        _Pre(
+            (
+                r"\p{N}{1,3}",
+                r"[一-龥぀-ゟ゠-ヿ]+",
+                r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+                r"| ?[\p{P}\p{S}]+[\r\n]*" + _SPACES,
+            )
+        ),
     ),
     (
         "youtu",
-        _Pre((
-            r"[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+",
-            rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+(?:{_CONTRACTION})?|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_SPACES}",
-        ), ignore_merges=True),
+        _Pre(
+            (
+                r"[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+",
+                rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+(?:{_CONTRACTION})?|\p{{N}}| "
+                rf"?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_SPACES}",
+            ),
+            ignore_merges=True,
+        ),
     ),
     (
         "kimi-k2",
-        _Pre((
-            rf"[{_HAN}]+|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}&&[^{_HAN}]]+(?:{_CONTRACTION})?"
-            rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_SPACES}",
-        )),
+        _Pre(
+            (
+                rf"[{_HAN}]+|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}&&[^{_HAN}]]+(?:{_CONTRACTION})?"
+                rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_SPACES}",
+            )
+        ),
     ),
     ("default", _Pre((r"[\p{P}$+<=>\^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))),
-]  # fmt: skip
+]
 _PRE = {name: pre for names, pre in _FAMILIES for name in names.split()}
 
 # --- what a token is ---
@@ -109,10 +123,29 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 
 # Texts that end an answer wherever they occur in a vocabulary, as llama.cpp has it.
 _STOP_TEXTS = {
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>", "</s>", "<eos>",
-    "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<turn|>",
-    "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
-}  # fmt: skip
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+    "<|flush|>",
+    "<|calls|>",
+    "<end_of_turn>",
+    "</s>",
+    "<eos>",
+    "<|endoftext|>",
+    "<|eom_id|>",
+    "<EOT>",
+    "_<EOT>",
+    "[EOT]",
+    "[EOS]",
+    "<|end_of_text|>",
+    "<end_of_utterance>",
+    "<turn|>",
+    "<|tool_response>",
+    "<｜end▁of▁sentence｜>",
+    "[e~[",
+}
 # Padding, repository and file marks of fill-in-the-middle training: metadata key, or else the first of these texts.
 _STOP_FIM = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
@@ -129,12 +162,14 @@ _CHAR_TO_BYTE = {chr(b): b for b in _PRINTABLE} | {chr(256 + i): b for i, b in e
 class Tokenizer:
     """A GGUF's tokenizer. Encoding never adds BOS by itself; `encode_prompt` does.
 
-    Attributes: `n_vocab`; `bos_id`, `eos_id` (None where there is none); `add_bos`, `add_eos` (does a raw prompt get them);
-    `stop_ids` (every token that ends an answer); `marks` (text and id of each control or user-defined token, longest first).
+    Attributes: `n_vocab`; `bos_id`, `eos_id` (None where there is none); `add_bos`, `add_eos` (does a raw prompt get
+    them); `stop_ids` (every token that ends an answer); `marks` (text and id of each control or user-defined token,
+    longest first).
     """
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
-        """Builds from GGUF metadata. Raises TinychatError for a tokenizer that is unknown, incomplete or contradictory."""
+        """Builds from GGUF metadata. Raises TinychatError for a tokenizer that is unknown, incomplete or
+        contradictory."""
         self._metadata = metadata
         self._spm: _Spm | None
         self._hf: HFTokenizer | None
@@ -147,14 +182,18 @@ class Tokenizer:
             seen: set[str] = set()
             for text in self._texts:
                 if text in seen and "�" not in text:
-                    raise TinychatError(f"tokenizer.ggml.tokens holds {printable(repr(text))} twice; the file is damaged")
+                    raise TinychatError(
+                        f"tokenizer.ggml.tokens holds {printable(repr(text))} twice; the file is damaged"
+                    )
                 seen.add(text)
         self._types = _numbers(metadata, "tokenizer.ggml.token_type", n) or [_NORMAL] * n
 
         if model == "gpt2":
             name = self._get("tokenizer.ggml.pre", str) or "default"
             if name not in _PRE:
-                raise TinychatError(f"pre-tokenizer {printable(repr(name))} (tokenizer.ggml.pre) is not known to this version")
+                raise TinychatError(
+                    f"pre-tokenizer {printable(repr(name))} (tokenizer.ggml.pre) is not known to this version"
+                )
             pre = _PRE[name]
             self._spm, self._hf = None, self._build_bpe(pre, merges_required=name != "kimi-k2")
             default_bos, default_eos, add_bos, space_prefix = pre.default_bos, None, pre.add_bos, False
@@ -163,7 +202,9 @@ class Tokenizer:
             self._hf, self._spm = None, _Spm(self._ids, scores, self._special_id("unknown", 0))
             default_bos, default_eos, add_bos, space_prefix = 1, 2, True, True
         else:
-            raise TinychatError(f"tokenizer {printable(repr(model))} (tokenizer.ggml.model) is not supported; gpt2 and llama are")
+            raise TinychatError(
+                f"tokenizer {printable(repr(model))} (tokenizer.ggml.model) is not supported; gpt2 and llama are"
+            )
 
         self.bos_id = self._special_id("bos", default_bos)
         self.eos_id = self._special_id("eos", default_eos)
@@ -187,12 +228,14 @@ class Tokenizer:
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Ids of `text`, without BOS. `special`: control tokens written in `text` are recognised; else they stay text.
 
-        User-defined tokens (type 4) are recognised either way, as llama.cpp has it; longer texts match before shorter ones.
+        User-defined tokens (type 4) are recognised either way, as llama.cpp has it; longer texts match before shorter
+        ones.
         """
         return self.encode_pieces(self.split(text, special))
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Ids of a raw prompt as `llama-tokenize` gives them: control tokens recognised, BOS and EOS added if the model asks."""
+        """Ids of a raw prompt as `llama-tokenize` gives them: control tokens recognised, BOS and EOS added if the model
+        asks."""
         ids = self.encode(text, special=True)
         head = [self.bos_id] if self.add_bos and self.bos_id is not None else []
         tail = [self.eos_id] if self.add_eos and self.eos_id is not None else []
@@ -261,7 +304,8 @@ class Tokenizer:
         return self._ids.get(text)
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
-        """Text of `ids`; bytes that are no UTF-8 become U+FFFD. `special`: control tokens are written out, else left out."""
+        """Text of `ids`; bytes that are no UTF-8 become U+FFFD. `special`: control tokens are written out, else left
+        out."""
         ids = list(ids)
         data = b"".join(self.token_bytes(i) for i in ids if special or not self.is_special(i))
         if self._space_prefix and ids and not self.is_special(ids[0]):
@@ -269,7 +313,8 @@ class Tokenizer:
         return data.decode("utf-8", "replace")
 
     def decoder(self, special: bool = False, show: Collection[int] = ()) -> StreamDecoder:
-        """A decoder for tokens that come one at a time. `special`: all control tokens are written out, else those in `show`."""
+        """A decoder for tokens that come one at a time. `special`: all control tokens are written out, else those in
+        `show`."""
         return StreamDecoder(self, special, frozenset(show))
 
     # --- building ---
@@ -286,7 +331,9 @@ class Tokenizer:
         if value is None:
             raise TinychatError(f"{key} is missing; this file has no tokenizer, use a complete GGUF")
         if not isinstance(value, kind):
-            raise TinychatError(f"{key} is of type {type(value).__name__}, expected {kind.__name__}; the file is damaged")
+            raise TinychatError(
+                f"{key} is of type {type(value).__name__}, expected {kind.__name__}; the file is damaged"
+            )
         return value
 
     def _flag(self, key: str, default: bool) -> bool:
@@ -348,8 +395,8 @@ class StreamDecoder:
 class _Spm:
     """SentencePiece's greedy merging as llama.cpp does it.
 
-    Of all neighbours whose concatenation is a token, the one of highest score merges first, the leftmost of equals; what is
-    no token in the end is written in byte tokens.
+    Of all neighbours whose concatenation is a token, the one of highest score merges first, the leftmost of equals;
+    what is no token in the end is written in byte tokens.
     """
 
     def __init__(self, ids: dict[str, int], scores: list[float], unknown: int | None) -> None:

@@ -52,8 +52,11 @@ class Executor(Protocol):
     @property
     def cache_bytes(self) -> int: ...
 
-    def forward(self, ids: Sequence[int], pos: int, logits: Literal["none", "last", "all"] = "none") -> np.ndarray | None:
-        """Runs tokens `ids` at positions pos, pos+1, ... and stores their cache rows; any length >= 1 up to max_context - pos.
+    def forward(
+        self, ids: Sequence[int], pos: int, logits: Literal["none", "last", "all"] = "none"
+    ) -> np.ndarray | None:
+        """Runs tokens `ids` at positions pos, pos+1, ... and stores their cache rows; any length >= 1 up to max_context
+        - pos.
 
         Returns None, or float32 logits (1, vocab) or (len(ids), vocab).
         """
@@ -73,7 +76,8 @@ class Executor(Protocol):
         ...
 
     def routes(self) -> np.ndarray | None:
-        """int32 (MoE layers, top_k): the experts that the step behind the last id of decode() chose, in order of selection.
+        """int32 (MoE layers, top_k): the experts that the step behind the last id of decode() chose, in order of
+        selection.
 
         None without experts, or where the device does not tell.
         """

@@ -1,8 +1,9 @@
-"""The vocabulary of a plan: the fused ops of one forward step, with their shapes. Every executor implements exactly these.
+"""The vocabulary of a plan: the fused ops of one forward step, with their shapes. Every executor implements exactly
+these.
 
-Conventions. T is the number of tokens of a step (1 in decode). An activation buffer `b` is float32 (T, plan.buffers[b]).
-"x" is the residual stream (T, dim). Weights stay packed as in the file; `Weight` says which rows of which tensor.
-RMSNorm(v) = v / sqrt(mean(v^2) + eps) * gain. Meanings are fixed by engine/reference.py.
+Conventions. T is the number of tokens of a step (1 in decode). An activation buffer `b` is float32 (T,
+plan.buffers[b]). "x" is the residual stream (T, dim). Weights stay packed as in the file; `Weight` says which rows of
+which tensor. RMSNorm(v) = v / sqrt(mean(v^2) + eps) * gain. Meanings are fixed by engine/reference.py.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ class Weight:
     """`groups` matrices of (rows, cols) inside one file tensor: matrix g, row r is packed row `g * stride + start + r`.
 
     A plain matrix has groups 1; experts and per-head matrices have one group each; a fused tensor (qkv, gate_up, kv_b)
-    gives slices by `start` and `stride`. With `transposed` the file holds (cols, rows) per group instead: group g's packed
-    row `g * stride + start + c` is column c (only the K part of a legacy attn_kv_b). Vectors (norm gains, biases, the
-    selection bias) have rows 1 and type F32.
+    gives slices by `start` and `stride`. With `transposed` the file holds (cols, rows) per group instead: group g's
+    packed row `g * stride + start + c` is column c (only the K part of a legacy attn_kv_b). Vectors (norm gains,
+    biases, the selection bias) have rows 1 and type F32.
     """
 
     tensor: str
@@ -54,8 +55,8 @@ class Weight:
 class Rope:
     """Rotary embedding of `dims` values. Pair i is (2i, 2i+1) for style "norm", (i, i + dims/2) for "neox".
 
-    At position p it turns by the angle p * inv_freq[i] and scales by `magnitude`; YaRN, linear scaling and rope_freqs are
-    already inside `inv_freq` (float64, dims/2).
+    At position p it turns by the angle p * inv_freq[i] and scales by `magnitude`; YaRN, linear scaling and rope_freqs
+    are already inside `inv_freq` (float64, dims/2).
     """
 
     dims: int
@@ -90,7 +91,8 @@ class NormLinear:
 
 @dataclass(frozen=True)
 class RopeStore:
-    """GQA: optional RMSNorm of q and k, RoPE of both (first rope.dims values of each head), then row `pos` of layer's K and V.
+    """GQA: optional RMSNorm of q and k, RoPE of both (first rope.dims values of each head), then row `pos` of layer's K
+    and V.
 
     q (T, heads * head_dim), k and v (T, kv_heads * head_dim) are buffers; q is updated in place. Gains of
     `q_norm`/`k_norm` have head_dim values (per head) or all heads' (over the whole projection, OLMoE).
@@ -112,7 +114,8 @@ class RopeStore:
 @dataclass(frozen=True)
 class LatentStore:
     """MLA: RoPE of the trailing `rope.dims` of each head of q, in place; row `pos` of the layer's latent cache =
-    RMSNorm(kv[:kv_lora]) * norm ‖ RoPE(kv[kv_lora:]). q (T, heads * (nope + rope.dims)), kv (T, kv_lora + rope.dims)."""
+    RMSNorm(kv[:kv_lora]) * norm ‖ RoPE(kv[kv_lora:]). q (T, heads * (nope + rope.dims)), kv (T, kv_lora +
+    rope.dims)."""
 
     layer: int
     rope: Rope
@@ -127,7 +130,8 @@ class LatentStore:
 
 @dataclass(frozen=True)
 class Absorb:
-    """MLA: dst (T, heads, kv_lora + rope_dims): weight[h] (kv_lora, nope) @ q_nope[h], then q_rope[h] copied behind it."""
+    """MLA: dst (T, heads, kv_lora + rope_dims): weight[h] (kv_lora, nope) @ q_nope[h], then q_rope[h] copied behind
+    it."""
 
     src: str
     weight: Weight
@@ -142,7 +146,8 @@ class Absorb:
 class Attention:
     """Causal softmax(q·K * scale)·V over cache rows 0..pos. q (T, heads, key_dim); dst (T, heads, value_dim).
 
-    Head h reads kv head h * kv_heads // heads. `latent`: one kv head, no V cache, V = the first value_dim values of K's row.
+    Head h reads kv head h * kv_heads // heads. `latent`: one kv head, no V cache, V = the first value_dim values of K's
+    row.
     """
 
     layer: int
@@ -194,8 +199,9 @@ class Route:
 
     p = softmax(l), sigmoid(l), sqrt(softplus(l)), or l itself ("softmax_weight"). Selection: largest p + bias, ties to
     the lower index; with groups > 1 a group scores the sum of its two largest p + bias and only the best `groups_used`
-    groups stay. Weights: unbiased p of the chosen ("softmax_weight": softmax over the chosen l); with `normalize` divided by
-    max(their sum, 6.103515625e-5); times `scale`. Results: ids int32 and weights float32, (T, top_k), in order of selection.
+    groups stay. Weights: unbiased p of the chosen ("softmax_weight": softmax over the chosen l); with `normalize`
+    divided by max(their sum, 6.103515625e-5); times `scale`. Results: ids int32 and weights float32, (T, top_k), in
+    order of selection.
     """
 
     norm: Weight
@@ -245,13 +251,27 @@ class Head:
     weight: Weight
 
 
-Op = (Embed | NormLinear | RopeStore | LatentStore | Absorb | Attention | ValueUp | LinearAdd | GateUp | Route | ExpertsUp
-      | ExpertsDown | Head)  # fmt: skip
+Op = (
+    Embed
+    | NormLinear
+    | RopeStore
+    | LatentStore
+    | Absorb
+    | Attention
+    | ValueUp
+    | LinearAdd
+    | GateUp
+    | Route
+    | ExpertsUp
+    | ExpertsDown
+    | Head
+)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One forward step. `buffers`: name -> values per token. `cache`: values per row of each layer's K and V (V 0 for MLA)."""
+    """One forward step. `buffers`: name -> values per token. `cache`: values per row of each layer's K and V (V 0 for
+    MLA)."""
 
     ops: tuple[Op, ...]
     buffers: dict[str, int]
@@ -267,7 +287,8 @@ class Plan:
         return self.layers * (self.k_width + self.v_width) * 2
 
     def weight_bytes(self, op: Op) -> int:
-        """Packed bytes that one decode step reads of `op`'s weights: all of a matrix, top_k of its experts, one embedding row."""
+        """Packed bytes that one decode step reads of `op`'s weights: all of a matrix, top_k of its experts, one
+        embedding row."""
         if isinstance(op, Embed):
             return op.weight.row_bytes
         total = 0
@@ -299,11 +320,12 @@ def weights_of(op: Op) -> list[Weight]:
 class Sampling:
     """How the next token is chosen from logits l (float32, vocab); order and meaning as llama.cpp's default chain.
 
-    repeat_penalty: l[i] of each distinct token of the last `repeat_last_n` is divided by it (l > 0) or multiplied (l <= 0).
-    Then only tokens survive that are among the top_k largest (0 = all), in the smallest set of largest-first mass >= top_p, and
-    with probability >= min_p * the largest. Then temperature: 0 takes the largest (lowest id on ties); otherwise the
-    survivor with the largest l / temperature + gumbel(seed, position, id) wins, which draws from the softmax (engine/sampling.py
-    has the hash). No state but the position, so a rolled-back position draws the same again.
+    repeat_penalty: l[i] of each distinct token of the last `repeat_last_n` is divided by it (l > 0) or multiplied (l <=
+    0). Then only tokens survive that are among the top_k largest (0 = all), in the smallest set of largest-first mass
+    >= top_p, and with probability >= min_p * the largest. Then temperature: 0 takes the largest (lowest id on ties);
+    otherwise the survivor with the largest l / temperature + gumbel(seed, position, id) wins, which draws from the
+    softmax (engine/sampling.py has the hash). No state but the position, so a rolled-back position draws the same
+    again.
     """
 
     temperature: float = 0.7

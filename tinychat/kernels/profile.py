@@ -1,4 +1,5 @@
-"""What an executor measures of its own decode step. The words for it, and what the numbers mean, are in tinychat/profile.
+"""What an executor measures of its own decode step. The words for it, and what the numbers mean, are in
+tinychat/profile.
 
 An executor that can be profiled has `profile(token, pos, steps) -> StepProfile` and `kernels() -> list[Kernel]`.
 """
@@ -37,10 +38,10 @@ ONE_BY_ONE = "one by one"  # name of what is no batch: every kernel is started b
 
 @dataclass(frozen=True)
 class Part:
-    """One op or kernel of a step, called once or `calls` times. `work` and `wait`: seconds of all calls, float64 (steps,
-    threads); a device without clocks inside the step has one "thread" and no waiting. `nbytes` is what the calls have to read;
-    `tasks` how many pieces one can be divided into (0: not known); `index` the plan op it belongs to (-1: none, and
-    `category` says what it is)."""
+    """One op or kernel of a step, called once or `calls` times. `work` and `wait`: seconds of all calls, float64
+    (steps, threads); a device without clocks inside the step has one "thread" and no waiting. `nbytes` is what the
+    calls have to read; `tasks` how many pieces one can be divided into (0: not known); `index` the plan op it belongs
+    to (-1: none, and `category` says what it is)."""
 
     name: str
     index: int
@@ -64,7 +65,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Batch:
-    """What the host starts with one call: a native call, a graph. `seconds` (steps,), as a whole and without other clocks."""
+    """What the host starts with one call: a native call, a graph. `seconds` (steps,), as a whole and without other
+    clocks."""
 
     name: str
     kernels: int
@@ -84,7 +86,8 @@ class CacheUse:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel as it runs on the device. `launch`: grid and block; `resources`: registers, local memory, where known."""
+    """A kernel as it runs on the device. `launch`: grid and block; `resources`: registers, local memory, where
+    known."""
 
     name: str
     calls: int  # per token
@@ -96,8 +99,8 @@ class Kernel:
 @dataclass(frozen=True)
 class StepProfile:
     """Decode steps, measured. `tokens` and `sampling`: seconds (steps,) of the steps in which the parts were measured;
-    `plain`: seconds (steps,) of steps without clocks, between the others. `how` the parts were measured: "in the batch" by
-    clocks inside the running step, or each "alone", waited for."""
+    `plain`: seconds (steps,) of steps without clocks, between the others. `how` the parts were measured: "in the batch"
+    by clocks inside the running step, or each "alone", waited for."""
 
     how: How
     parts: tuple[Part, ...]
@@ -132,7 +135,9 @@ def shape_of(op: Op) -> str:
     """Its matrices as rows x columns, or heads and widths of an attention."""
     match op:
         case Attention():
-            return f"{op.heads}/{op.kv_heads} heads × {op.key_dim}" + ("" if op.key_dim == op.value_dim else f", {op.value_dim}")
+            return f"{op.heads}/{op.kv_heads} heads × {op.key_dim}" + (
+                "" if op.key_dim == op.value_dim else f", {op.value_dim}"
+            )
         case RopeStore() | LatentStore():
             return f"{op.heads} heads"
         case Embed():
@@ -184,7 +189,9 @@ def function_source(text: str, name: str) -> str:
     starts = (i for i, line in enumerate(lines) if re.match(rf"^(?!\s|//).*\b{re.escape(name)}\(.*(\{{|\}})$", line))
     if (first := next(starts, None)) is None:
         return ""
-    last = first if lines[first].endswith("}") else next(i for i in range(first, len(lines)) if lines[i].startswith("}"))
+    last = (
+        first if lines[first].endswith("}") else next(i for i in range(first, len(lines)) if lines[i].startswith("}"))
+    )
     while first and lines[first - 1].startswith("//"):
         first -= 1
     return "\n".join(lines[first : last + 1]) + "\n"

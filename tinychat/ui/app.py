@@ -15,31 +15,40 @@ from textual.binding import Binding
 from textual.screen import Screen
 from textual.theme import Theme
 
-from tinychat import settings
+from tinychat.backend.local import Worker
+from tinychat.chat import settings
+from tinychat.chat.controller import Controller, LoadEngine
+from tinychat.chat.conversation import Conversation
+from tinychat.chat.history import History
 from tinychat.engine.engine import Engine
 from tinychat.engine.kvstore import KVStore
-from tinychat.engine.worker import Worker
 from tinychat.errors import TinychatError
-from tinychat.history import History
 from tinychat.ui.chat.screen import ChatScreen
-from tinychat.ui.controller import Controller, LoadEngine
-from tinychat.ui.conversation import Conversation
 from tinychat.ui.theme import THEMES
 
 
 class TinychatApp(App[None]):
-    """`path` is loaded on start and called `model`; without it the picker opens. `history` None saves nothing; `remember`
-    gets settings that the user changed by choosing (theme, experts)."""
+    """`path` is loaded on start and called `model`; without it the picker opens. `history` None saves nothing;
+    `remember` gets settings that the user changed by choosing (theme, experts)."""
 
     TITLE = "tinychat"
     CSS_PATH = "tinychat.tcss"
     BINDINGS = [Binding("ctrl+q", "quit", "leave", show=False, priority=True)]
 
-    def __init__(self, model: str | None = None, path: Path | None = None, *, own: settings.Settings | None = None,
-                 history: History | None = None, load_engine: LoadEngine = Engine.load,
-                 remember: Callable[..., object] | None = None, **load_options: Any) -> None:  # fmt: skip
+    def __init__(
+        self,
+        model: str | None = None,
+        path: Path | None = None,
+        *,
+        own: settings.Settings | None = None,
+        history: History | None = None,
+        load_engine: LoadEngine = Engine.load,
+        remember: Callable[..., object] | None = None,
+        **load_options: Any,
+    ) -> None:
         super().__init__()
-        resource_tracker.ensure_running()  # for tinygrad's compile processes: it cannot start once Textual has taken stderr
+        # for tinygrad's compile processes: it cannot start once Textual has taken stderr
+        resource_tracker.ensure_running()
         self.own = own or settings.Settings()
         self.worker = Worker(load_engine)
         conversation = Conversation(parameters=self.own.parameters)
@@ -98,7 +107,14 @@ def main(model: str | None = None, path: Path | None = None, preset: str | None 
     options = {"preset": preset, "threads": own.threads, **load_options}
     own = replace(own, problems=tuple(problems))
     store = KVStore(int(own.kv_cache_gb * 1e9)) if own.kv_cache_gb else None
-    app = TinychatApp(model, path, own=own, history=history, remember=settings.update,
-                      load_engine=partial(Engine.load, store=store), **options)  # fmt: skip
+    app = TinychatApp(
+        model,
+        path,
+        own=own,
+        history=history,
+        remember=settings.update,
+        load_engine=partial(Engine.load, store=store),
+        **options,
+    )
     app.run()
     return app.return_code or 0

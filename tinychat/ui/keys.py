@@ -31,7 +31,8 @@ def in_order(screen: Screen[object]) -> list[ActiveBinding]:
 
 
 class KeyLine(Static):
-    """Keys from the left, as many as there is room for; the command palette's, if wanted, on the right. A click presses one."""
+    """Keys from the left, as many as there is room for; the command palette's, if wanted, on the right. A click presses
+    one."""
 
     ALLOW_SELECT = False
     COMPONENT_CLASSES: ClassVar[set[str]] = {"key", "does"}
@@ -57,7 +58,9 @@ class KeyLine(Static):
         shown: dict[str, Content] = {}  # by action: a second key for the same one is not shown
         for binding, enabled in ((b.binding, b.enabled) for b in ordered):
             if binding.show and binding.action not in shown:
-                shown[binding.action] = self._key(binding.key, self.app.get_key_display(binding), binding.description, enabled)
+                shown[binding.action] = self._key(
+                    binding.key, self.app.get_key_display(binding), binding.description, enabled
+                )
         last = Content("")
         if self._palette and (found := active.get(self.app.COMMAND_PALETTE_BINDING)):
             binding = found.binding

@@ -132,7 +132,8 @@ exec "{zig}" cc -g0 -fno-asynchronous-unwind-tables "$@"
 
 
 def tinygrad_cc() -> str | None:
-    """Gives tinygrad's CPU device a compiler; call it before tinygrad is used. Returns its name, or None where there is none.
+    """Gives tinygrad's CPU device a compiler; call it before tinygrad is used. Returns its name, or None where there is
+    none.
 
     An own `CC` or a clang on the PATH stays as it is; otherwise `CC` is set to a small wrapper around zig's clang.
     """

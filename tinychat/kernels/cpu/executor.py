@@ -39,17 +39,65 @@ from tinychat.kernels.ops import (
     ValueUp,
     Weight,
 )
-from tinychat.kernels.profile import Batch, CacheUse, Kernel, Part, StepProfile, bytes_of, function_source, matrices_of, name_of
+from tinychat.kernels.profile import (
+    Batch,
+    CacheUse,
+    Kernel,
+    Part,
+    StepProfile,
+    bytes_of,
+    function_source,
+    matrices_of,
+    name_of,
+)
 
 BATCH = 256  # tokens of a prompt that run together
 CHUNK = 256  # of attention.h: cache rows of one task
 Q = GGMLQuantizationType
-_TYPES = {Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.IQ4_NL,
-          Q.IQ4_XS, Q.MXFP4}  # fmt: skip
-(_EMBED, _LINEAR, _ATTENTION, _ABSORB, _LATENT_ATTENTION, _VALUE_UP, _GATE_UP, _ROUTE, _EXPERTS_UP, _EXPERTS_DOWN,
- _HEAD) = range(11)  # fmt: skip
-_FUNCTIONS = ("embed", "linear", "attention", "absorb", "attention", "value_up", "gate_up", "route", "experts_up", "experts_down",
-              "head")  # fmt: skip
+_TYPES = {
+    Q.F32,
+    Q.F16,
+    Q.BF16,
+    Q.Q4_0,
+    Q.Q4_1,
+    Q.Q5_0,
+    Q.Q5_1,
+    Q.Q8_0,
+    Q.Q2_K,
+    Q.Q3_K,
+    Q.Q4_K,
+    Q.Q5_K,
+    Q.Q6_K,
+    Q.IQ4_NL,
+    Q.IQ4_XS,
+    Q.MXFP4,
+}
+(
+    _EMBED,
+    _LINEAR,
+    _ATTENTION,
+    _ABSORB,
+    _LATENT_ATTENTION,
+    _VALUE_UP,
+    _GATE_UP,
+    _ROUTE,
+    _EXPERTS_UP,
+    _EXPERTS_DOWN,
+    _HEAD,
+) = range(11)
+_FUNCTIONS = (
+    "embed",
+    "linear",
+    "attention",
+    "absorb",
+    "attention",
+    "value_up",
+    "gate_up",
+    "route",
+    "experts_up",
+    "experts_down",
+    "head",
+)
 _GATING = ("softmax", "sigmoid", "softmax_weight", "sqrt_softplus")
 
 _i32, _f32, _ptr = ctypes.c_int32, ctypes.c_float, ctypes.c_void_p
@@ -61,44 +109,81 @@ class _Matrix(ctypes.Structure):
 
 class _Op(ctypes.Structure):
     _fields_ = [
-        *((n, _i32) for n in ("tag", "layer", "matrices", "add", "src")), ("dst", _i32 * 3),
-        *((n, _i32) for n in ("heads", "kv_heads", "key_dim", "value_dim", "nope", "rope_dims", "neox", "q_norm_len",
-                              "k_norm_len", "top_k", "gating", "normalize", "route_groups", "route_groups_used")),
-        ("eps", _f32), ("norm_eps", _f32), ("scale", _f32),
-        *((n, _ptr) for n in ("norm", "q_norm", "k_norm", "rope")), ("bias", _ptr * 3), ("routes", _ptr), ("w", _Matrix * 4),
-    ]  # fmt: skip
+        *((n, _i32) for n in ("tag", "layer", "matrices", "add", "src")),
+        ("dst", _i32 * 3),
+        *(
+            (n, _i32)
+            for n in (
+                "heads",
+                "kv_heads",
+                "key_dim",
+                "value_dim",
+                "nope",
+                "rope_dims",
+                "neox",
+                "q_norm_len",
+                "k_norm_len",
+                "top_k",
+                "gating",
+                "normalize",
+                "route_groups",
+                "route_groups_used",
+            )
+        ),
+        ("eps", _f32),
+        ("norm_eps", _f32),
+        ("scale", _f32),
+        *((n, _ptr) for n in ("norm", "q_norm", "k_norm", "rope")),
+        ("bias", _ptr * 3),
+        ("routes", _ptr),
+        ("w", _Matrix * 4),
+    ]
 
 
 class _Context(ctypes.Structure):  # the part of step.c's Ctx that is filled from here
     _fields_ = [
-        *((n, _i32) for n in ("n_ops", "max_context", "batch", "vocab", "layers", "k_width", "v_width", "kv_heads", "n_buffers")),
+        *(
+            (n, _i32)
+            for n in ("n_ops", "max_context", "batch", "vocab", "layers", "k_width", "v_width", "kv_heads", "n_buffers")
+        ),
         *((n, _ptr) for n in ("ops", "buffers", "widths", "k_cache", "v_cache", "ticks")),
         ("sampling", ctypes.c_uint64),
-    ]  # fmt: skip
+    ]
 
 
 class _SampleSpec(ctypes.Structure):
     _fields_ = [
-        *((n, ctypes.c_double) for n in ("temperature", "top_p", "min_p", "repeat_penalty")), ("seed", ctypes.c_uint64),
-        ("top_k", _i32), ("n_recent", _i32), ("recent", _ptr),
-    ]  # fmt: skip
+        *((n, ctypes.c_double) for n in ("temperature", "top_p", "min_p", "repeat_penalty")),
+        ("seed", ctypes.c_uint64),
+        ("top_k", _i32),
+        ("n_recent", _i32),
+        ("recent", _ptr),
+    ]
 
 
 def load_library(flags: Sequence[str] = ("-march=native",), notice: Callable[[str], None] | None = None) -> ctypes.CDLL:
-    """The native library, compiled if need be, with its functions declared. Raises TinychatError where it cannot be had."""
+    """The native library, compiled if need be, with its functions declared. Raises TinychatError where it cannot be
+    had."""
     lib = compiler.load(flags, notice)
     c_int, size = ctypes.c_int, ctypes.c_size_t
     for name, result, args in (
-        ("tc_alloc", _ptr, [size]), ("tc_free", None, [_ptr, size]), ("tc_simd", ctypes.c_char_p, []),
-        ("tc_group_bytes", size, [c_int, c_int]), ("tc_sizeof", size, [c_int]),
-        ("tc_open", c_int, [_ptr, c_int]), ("tc_prepare", c_int, [_ptr]), ("tc_close", None, [_ptr]),
+        ("tc_alloc", _ptr, [size]),
+        ("tc_free", None, [_ptr, size]),
+        ("tc_simd", ctypes.c_char_p, []),
+        ("tc_group_bytes", size, [c_int, c_int]),
+        ("tc_sizeof", size, [c_int]),
+        ("tc_open", c_int, [_ptr, c_int]),
+        ("tc_prepare", c_int, [_ptr]),
+        ("tc_close", None, [_ptr]),
         ("tc_pack", None, [_ptr, _ptr, _ptr, c_int, c_int, c_int, c_int, c_int]),
         ("tc_dequantise", None, [_ptr, c_int, c_int, _ptr]),
         ("tc_forward", None, [_ptr, _ptr, c_int, c_int, c_int, _ptr]),
-        ("tc_step", c_int, [_ptr, c_int, c_int, _ptr, _ptr]), ("tc_sample", c_int, [_ptr, _ptr, c_int, _ptr, _ptr]),
-        ("tc_logits", _ptr, [_ptr]), ("tc_cache", size, [_ptr, _ptr, c_int, c_int]),
+        ("tc_step", c_int, [_ptr, c_int, c_int, _ptr, _ptr]),
+        ("tc_sample", c_int, [_ptr, _ptr, c_int, _ptr, _ptr]),
+        ("tc_logits", _ptr, [_ptr]),
+        ("tc_cache", size, [_ptr, _ptr, c_int, c_int]),
         ("tc_bandwidth", ctypes.c_double, [_ptr, _ptr, size]),
-    ):  # fmt: skip
+    ):
         function = getattr(lib, name)
         function.restype, function.argtypes = result, args
     for what, struct in ((0, _Op), (2, _SampleSpec)):
@@ -133,10 +218,16 @@ class CPUExecutor:
     jit_state = "replaying"  # compiled at load
 
     def __init__(
-        self, plan: Plan, weights: Weights, max_context: int, threads: int | None = None, *,
-        flags: Sequence[str] = ("-march=native",), notice: Callable[[str], None] | None = None,
+        self,
+        plan: Plan,
+        weights: Weights,
+        max_context: int,
+        threads: int | None = None,
+        *,
+        flags: Sequence[str] = ("-march=native",),
+        notice: Callable[[str], None] | None = None,
         progress: Callable[[float], None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.plan, self.max_context = plan, max_context
         self._compiled = False
 
@@ -165,7 +256,9 @@ class CPUExecutor:
     def _alloc(self, nbytes: int) -> int:
         address = self._lib.tc_alloc(max(nbytes, 64))
         if not address:
-            raise TinychatError(f"not enough memory: {nbytes / 1e9:.1f} GB more are needed; choose a smaller model or context")
+            raise TinychatError(
+                f"not enough memory: {nbytes / 1e9:.1f} GB more are needed; choose a smaller model or context"
+            )
         self._blocks.append((address, max(nbytes, 64)))
         return address
 
@@ -186,7 +279,7 @@ class CPUExecutor:
         last_use = {w.tensor: w for w in [*vectors, *matrices]}
         seen = dict[Weight, int]()
         for w in vectors:
-            raw = weights.raw(w.tensor)[w.start * w.row_bytes:][: w.row_bytes]
+            raw = weights.raw(w.tensor)[w.start * w.row_bytes :][: w.row_bytes]
             seen[w] = self._array(raw.view(np.float32).copy())
         for w in matrices:
             seen[w] = arena + places[w]
@@ -211,11 +304,13 @@ class CPUExecutor:
         """Repacks `w` from its tensor's bytes to address `to`."""
         if w.transposed:  # K of a legacy attn_kv_b: its rows are our columns
             rows = raw.reshape(-1, w.row_bytes)
-            parts = [dequantize(rows[g * w.stride + w.start:][: w.cols], w.type).T for g in range(w.groups)]
+            parts = [dequantize(rows[g * w.stride + w.start :][: w.cols], w.type).T for g in range(w.groups)]
             half = np.ascontiguousarray(np.stack(parts).astype(np.float16))
             self._lib.tc_pack(self._ctx, to, half.ctypes.data, Q.F16, w.rows, w.cols, w.groups, w.rows)
         else:
-            self._lib.tc_pack(self._ctx, to, raw.ctypes.data + w.start * w.row_bytes, w.type, w.rows, w.cols, w.groups, w.stride)
+            self._lib.tc_pack(
+                self._ctx, to, raw.ctypes.data + w.start * w.row_bytes, w.type, w.rows, w.cols, w.groups, w.stride
+            )
 
     def _translate(self, plan: Plan, places: dict[Weight, int]) -> list[_Op]:
         index = {name: i for i, name in enumerate(plan.buffers)}
@@ -223,7 +318,9 @@ class CPUExecutor:
         def matrix(w: Weight | None) -> _Matrix:
             return _Matrix(self._stored_type(w), w.rows, w.cols, w.groups, places[w]) if w else _Matrix()
 
-        def op(tag: int, w: Sequence[Weight | None] = (), *, src: str = "x", dst: Sequence[str] = ("x",), **values: Any) -> _Op:
+        def op(
+            tag: int, w: Sequence[Weight | None] = (), *, src: str = "x", dst: Sequence[str] = ("x",), **values: Any
+        ) -> _Op:
             made = _Op(tag=tag, matrices=sum(m is not None for m in w), src=index[src])
             made.dst[: len(dst)] = [index[d] for d in dst]
             made.w[: len(w)] = [matrix(m) for m in w]
@@ -257,31 +354,90 @@ class CPUExecutor:
                 case RopeStore() | LatentStore():
                     before = o  # runs inside the op that follows it
                 case Attention(latent=True):
-                    out.append(op(_LATENT_ATTENTION, src=o.src, dst=[o.dst], layer=o.layer, heads=o.heads, kv_heads=1,
-                                  key_dim=o.key_dim, value_dim=o.value_dim, scale=o.scale))  # fmt: skip
+                    out.append(
+                        op(
+                            _LATENT_ATTENTION,
+                            src=o.src,
+                            dst=[o.dst],
+                            layer=o.layer,
+                            heads=o.heads,
+                            kv_heads=1,
+                            key_dim=o.key_dim,
+                            value_dim=o.value_dim,
+                            scale=o.scale,
+                        )
+                    )
                 case Attention():
                     r = before
                     assert isinstance(r, RopeStore)
-                    out.append(op(_ATTENTION, src=o.src, dst=[o.dst, r.k, r.v], layer=o.layer, heads=o.heads,
-                                  kv_heads=o.kv_heads, key_dim=o.key_dim, value_dim=o.value_dim, scale=o.scale,
-                                  norm_eps=r.eps, q_norm=r.q_norm, k_norm=r.k_norm, q_norm_len=r.q_norm.cols if r.q_norm else 0,
-                                  k_norm_len=r.k_norm.cols if r.k_norm else 0, **rope(r.rope)))  # fmt: skip
+                    out.append(
+                        op(
+                            _ATTENTION,
+                            src=o.src,
+                            dst=[o.dst, r.k, r.v],
+                            layer=o.layer,
+                            heads=o.heads,
+                            kv_heads=o.kv_heads,
+                            key_dim=o.key_dim,
+                            value_dim=o.value_dim,
+                            scale=o.scale,
+                            norm_eps=r.eps,
+                            q_norm=r.q_norm,
+                            k_norm=r.k_norm,
+                            q_norm_len=r.q_norm.cols if r.q_norm else 0,
+                            k_norm_len=r.k_norm.cols if r.k_norm else 0,
+                            **rope(r.rope),
+                        )
+                    )
                 case Absorb():
                     r = before
                     assert isinstance(r, LatentStore)
-                    out.append(op(_ABSORB, [o.weight], src=o.src, dst=[o.dst, r.kv], layer=r.layer, heads=o.heads, nope=o.nope,
-                                  norm=r.norm, norm_eps=r.eps, **rope(r.rope)))  # fmt: skip
+                    out.append(
+                        op(
+                            _ABSORB,
+                            [o.weight],
+                            src=o.src,
+                            dst=[o.dst, r.kv],
+                            layer=r.layer,
+                            heads=o.heads,
+                            nope=o.nope,
+                            norm=r.norm,
+                            norm_eps=r.eps,
+                            **rope(r.rope),
+                        )
+                    )
                 case ValueUp():
                     out.append(op(_VALUE_UP, [o.weight], src=o.src, dst=[o.dst]))
                 case GateUp():
                     out.append(op(_GATE_UP, [o.gate, o.up], dst=[o.dst], norm=o.norm, eps=o.eps))
                 case Route():
-                    out.append(op(_ROUTE, [o.router], norm=o.norm, eps=o.eps, bias=(o.router_bias, o.bias), top_k=o.top_k,
-                                  gating=_GATING.index(o.gating), normalize=int(o.normalize), scale=o.scale,
-                                  route_groups=o.groups, route_groups_used=o.groups_used))  # fmt: skip
+                    out.append(
+                        op(
+                            _ROUTE,
+                            [o.router],
+                            norm=o.norm,
+                            eps=o.eps,
+                            bias=(o.router_bias, o.bias),
+                            top_k=o.top_k,
+                            gating=_GATING.index(o.gating),
+                            normalize=int(o.normalize),
+                            scale=o.scale,
+                            route_groups=o.groups,
+                            route_groups_used=o.groups_used,
+                        )
+                    )
                 case ExpertsUp():
-                    out.append(op(_EXPERTS_UP, [o.gate, o.up, o.shared_gate, o.shared_up], dst=[o.dst], norm=o.norm, eps=o.eps,
-                                  top_k=o.top_k, routes=next(routes).ctypes.data))  # fmt: skip
+                    out.append(
+                        op(
+                            _EXPERTS_UP,
+                            [o.gate, o.up, o.shared_gate, o.shared_up],
+                            dst=[o.dst],
+                            norm=o.norm,
+                            eps=o.eps,
+                            top_k=o.top_k,
+                            routes=next(routes).ctypes.data,
+                        )
+                    )
                 case ExpertsDown():
                     out.append(op(_EXPERTS_DOWN, [o.down, o.shared_down], src=o.src, top_k=o.top_k))
                 case Head():
@@ -299,7 +455,13 @@ class CPUExecutor:
         widths = list(plan.buffers.values())
         addresses = [self._alloc(4 * (batch * w + 64)) for w in widths]
         c = _Context.from_address(self._ctx)
-        c.n_ops, c.max_context, c.batch, c.vocab, c.layers = len(self._ops), self.max_context, batch, plan.vocab, plan.layers
+        c.n_ops, c.max_context, c.batch, c.vocab, c.layers = (
+            len(self._ops),
+            self.max_context,
+            batch,
+            plan.vocab,
+            plan.layers,
+        )
         c.k_width, c.v_width, c.kv_heads, c.n_buffers = plan.k_width, plan.v_width, kv_heads, len(widths)
         ops = (_Op * len(self._ops))(*self._ops)
         self._keep.append(ops)
@@ -312,7 +474,9 @@ class CPUExecutor:
 
     # ---- running ----
 
-    def forward(self, ids: Sequence[int], pos: int, logits: Literal["none", "last", "all"] = "none") -> np.ndarray | None:
+    def forward(
+        self, ids: Sequence[int], pos: int, logits: Literal["none", "last", "all"] = "none"
+    ) -> np.ndarray | None:
         """See Executor.forward."""
         tokens = np.asarray(ids, np.int32)
         self._check(tokens, pos)
@@ -350,7 +514,9 @@ class CPUExecutor:
         """What decode() chooses from `logits` (float32, vocab) behind position `pos`: (id, log-probability)."""
         logits, logprob = np.ascontiguousarray(logits, np.float32), ctypes.c_double()
         spec, _ids = _sample_spec(sampling, recent)
-        token = self._lib.tc_sample(self._ctx, logits.ctypes.data, pos, ctypes.addressof(spec), ctypes.addressof(logprob))
+        token = self._lib.tc_sample(
+            self._ctx, logits.ctypes.data, pos, ctypes.addressof(spec), ctypes.addressof(logprob)
+        )
         return token, logprob.value
 
     def routes(self) -> np.ndarray | None:
@@ -376,9 +542,12 @@ class CPUExecutor:
         self._lib.tc_cache(self._ctx, array.ctypes.data, rows, 1)
 
     def profile(self, token: int, pos: int, steps: int) -> StepProfile:
-        """Runs `token` at `pos` and greedily what follows: every second step with a clock around each op on each thread."""
+        """Runs `token` at `pos` and greedily what follows: every second step with a clock around each op on each
+        thread."""
         if pos + 2 * steps + 3 > self.max_context:
-            raise TinychatError(f"{steps} profiled tokens at position {pos} do not fit the context of {self.max_context}")
+            raise TinychatError(
+                f"{steps} profiled tokens at position {pos} do not fit the context of {self.max_context}"
+            )
         ops = self._steps()
         ticks = np.zeros((steps, self.threads, len(self._ops), 2), np.uint64)
         times, sampling, context = np.zeros((2, steps)), np.zeros(steps), _Context.from_address(self._ctx)
@@ -394,15 +563,36 @@ class CPUExecutor:
             context.ticks = None
         depth, spent = pos + 3 + steps, ticks * 1e-9
         parts = tuple(
-            Part(name_of(o), index, bytes_of(self.plan, o, depth), self._tasks(o, depth), spent[:, :, k, 0], spent[:, :, k, 1])
+            Part(
+                name_of(o),
+                index,
+                bytes_of(self.plan, o, depth),
+                self._tasks(o, depth),
+                spent[:, :, k, 0],
+                spent[:, :, k, 1],
+            )
             for k, (index, o) in enumerate(ops)
         )
-        library = CacheUse("compiled C library", int(not self._compiled), int(self._compiled), self._library_s, self._lib._name)
-        return StepProfile("in the batch", parts, times[1], times[0], sampling, (Batch("native call", len(ops), times[0]),),
-                           (first,), (library,), depth, max(default_threads(), self.threads), tuple(self.kernels()))  # fmt: skip
+        library = CacheUse(
+            "compiled C library", int(not self._compiled), int(self._compiled), self._library_s, self._lib._name
+        )
+        return StepProfile(
+            "in the batch",
+            parts,
+            times[1],
+            times[0],
+            sampling,
+            (Batch("native call", len(ops), times[0]),),
+            (first,),
+            (library,),
+            depth,
+            max(default_threads(), self.threads),
+            tuple(self.kernels()),
+        )
 
     def _tasks(self, o: Op, depth: int) -> int:
-        """Into how many pieces step.c can divide an op of one token: groups of 16 rows; heads and chunks in attention."""
+        """Into how many pieces step.c can divide an op of one token: groups of 16 rows; heads and chunks in
+        attention."""
         match o:
             case Embed():
                 return 1
@@ -417,9 +607,14 @@ class CPUExecutor:
         """step.c's function for each kind of op in the plan, and where what it calls is."""
         text = (compiler.SOURCES / "step.c").read_text()
         counts = Counter((name_of(o), _FUNCTIONS[op.tag]) for (_, o), op in zip(self._steps(), self._ops))
-        threads, rest = f"{self.threads} thread{'s' * (self.threads > 1)}", f"// what it calls is in {compiler.SOURCES}\n"
-        return [Kernel(name, n, threads, self._lib.tc_simd().decode(), function_source(text, function) + rest)
-                for (name, function), n in counts.items()]  # fmt: skip
+        threads, rest = (
+            f"{self.threads} thread{'s' * (self.threads > 1)}",
+            f"// what it calls is in {compiler.SOURCES}\n",
+        )
+        return [
+            Kernel(name, n, threads, self._lib.tc_simd().decode(), function_source(text, function) + rest)
+            for (name, function), n in counts.items()
+        ]
 
     def _steps(self) -> list[tuple[int, Op]]:
         """The plan's ops that are ops of step.c, with their index in the plan."""
@@ -486,5 +681,7 @@ def _seconds(stepper: Iterator[object]) -> float:
 
 def _sample_spec(s: Sampling, recent: Sequence[int]) -> tuple[_SampleSpec, np.ndarray]:
     use = s.repeat_penalty != 1.0 and s.repeat_last_n > 0
-    ids = np.unique(np.asarray(recent[-s.repeat_last_n:] if use else (), np.int32))
-    return _SampleSpec(s.temperature, s.top_p, s.min_p, s.repeat_penalty, s.seed % 2**64, s.top_k, len(ids), ids.ctypes.data), ids
+    ids = np.unique(np.asarray(recent[-s.repeat_last_n :] if use else (), np.int32))
+    return _SampleSpec(
+        s.temperature, s.top_p, s.min_p, s.repeat_penalty, s.seed % 2**64, s.top_k, len(ids), ids.ctypes.data
+    ), ids

@@ -84,9 +84,14 @@ class GPU:
     def allocate(self, name: str, nbytes: int) -> None:
         """A device buffer of `nbytes` (uninitialised) under `name`."""
         try:
-            self.tensors[name] = self._tensor(Buffer("CUDA", nbytes, dtypes.uint8, options=BufferSpec(nolru=True)).allocate())
+            self.tensors[name] = self._tensor(
+                Buffer("CUDA", nbytes, dtypes.uint8, options=BufferSpec(nolru=True)).allocate()
+            )
         except (MemoryError, RuntimeError) as e:
-            raise TinychatError(f"the GPU's memory is too small: no room for {nbytes / 1e6:,.0f} MB more; use a smaller context or model") from e
+            raise TinychatError(
+                f"the GPU's memory is too small: no room for {nbytes / 1e6:,.0f} MB more; use a "
+                f"smaller context or model"
+            ) from e
 
     def _tensor(self, buffer: Buffer) -> Tensor:
         return Tensor(UOp.from_buffer(buffer))
@@ -98,7 +103,9 @@ class GPU:
         self._check(self.cuda.cuMemHostAlloc(ctypes.byref(ptr), nbytes, 1))
         self._pinned.append(ptr)
         if name:
-            self.tensors[name] = self._tensor(Buffer("CUDA", nbytes, dtypes.uint8, options=BufferSpec(external_ptr=ptr.value)).allocate())
+            self.tensors[name] = self._tensor(
+                Buffer("CUDA", nbytes, dtypes.uint8, options=BufferSpec(external_ptr=ptr.value)).allocate()
+            )
         return np.ctypeslib.as_array((ctypes.c_ubyte * nbytes).from_address(ptr.value or 0))
 
     def address(self, name: str) -> Any:
@@ -106,7 +113,8 @@ class GPU:
         return buffer._buf
 
     def upload(self, name: str, data: np.ndarray, offset: int = 0) -> None:
-        """Puts `data` (contiguous) at byte `offset` of a buffer, behind everything enqueued before. Page-locked data must stay."""
+        """Puts `data` (contiguous) at byte `offset` of a buffer, behind everything enqueued before. Page-locked data
+        must stay."""
         self._check(self.cuda.cuCtxSetCurrent(self.dev.context))
         pointer = self.cuda.CUdeviceptr_v2(self.address(name).value + offset)
         self._check(self.cuda.cuMemcpyHtoDAsync_v2(pointer, ctypes.c_void_p(data.ctypes.data), data.nbytes, None))
@@ -165,7 +173,9 @@ class GPU:
         source = launch.source()
         if source not in self._programs:
             self.compile([launch])
-            made = self._programs[source] = self.dev.runtime(TinyELF(self._binaries[source], launch.name, self.target, ()))
+            made = self._programs[source] = self.dev.runtime(
+                TinyELF(self._binaries[source], launch.name, self.target, ())
+            )
             self._allow_shared(made, launch.shared)
         return self._programs[source]
 
@@ -177,7 +187,9 @@ class GPU:
             runtime = self._program(x)
             args, packed = encode_args([self.address((names or {}).get(b, b)) for b in x.buffers], [], ())
             kept.append(args)
-            calls.append(partial(self.cuda.cuLaunchKernel, runtime.prg, *x.grid, x.threads, 1, 1, x.shared, None, None, packed))
+            calls.append(
+                partial(self.cuda.cuLaunchKernel, runtime.prg, *x.grid, x.threads, 1, 1, x.shared, None, None, packed)
+            )
 
         def enqueue(_kept: object = kept) -> None:
             self._check(self.cuda.cuCtxSetCurrent(self.dev.context))
@@ -197,7 +209,8 @@ class GPU:
             self._check(self.cuda.cuFuncSetAttribute(runtime.prg, attribute, nbytes))
 
     def graph(self, launches: Sequence[Launch], chained: bool = True) -> Graph:
-        """All launches as one TinyJit graph over the named buffers, in this order. `chained`: with programmatic edges (graph.py)."""
+        """All launches as one TinyJit graph over the named buffers, in this order. `chained`: with programmatic edges
+        (graph.py)."""
         if len(launches) == 1:  # tinygrad makes no graph of one kernel
             return Graph(self.sequence(launches), 1)
         self.compile(launches)

@@ -1,7 +1,7 @@
 """Runs a plan on an NVIDIA GPU: source kernels in one graph per step, everything a step needs on the device.
 
-A decode step reads its token and position from device memory and writes the next ones there, so that steps are enqueued ahead
-without waiting; sampled ids arrive through page-locked host memory.
+A decode step reads its token and position from device memory and writes the next ones there, so that steps are enqueued
+ahead without waiting; sampled ids arrive through page-locked host memory.
 """
 
 from __future__ import annotations
@@ -36,9 +36,12 @@ EMPTY = 2**64 - 1  # a ring slot nothing was written to
 
 
 class CUDAExecutor:
-    """`Executor` on CUDA. Raises TinychatError where there is no such GPU, no memory left, or a kernel fails its check at load."""
+    """`Executor` on CUDA. Raises TinychatError where there is no such GPU, no memory left, or a kernel fails its check
+    at load."""
 
-    def __init__(self, plan: Plan, weights: Weights, max_context: int, progress: Callable[[float], None] | None = None) -> None:
+    def __init__(
+        self, plan: Plan, weights: Weights, max_context: int, progress: Callable[[float], None] | None = None
+    ) -> None:
         self.plan, self.max_context = plan, max_context
         names = {w.tensor for op in plan.ops for w in weights_of(op)}
         layout = Layout(plan, {name: weights.raw(name).nbytes for name in names})
@@ -79,7 +82,9 @@ class CUDAExecutor:
         self.device_bytes = gpu.nbytes
         self._last = (0, 0)  # token and position of the step whose result decode() yielded last
 
-    def forward(self, ids: Sequence[int], pos: int, logits: Literal["none", "last", "all"] = "none") -> np.ndarray | None:
+    def forward(
+        self, ids: Sequence[int], pos: int, logits: Literal["none", "last", "all"] = "none"
+    ) -> np.ndarray | None:
         """See Executor.forward. A few tokens go through the decode step one by one, more through prefill steps."""
         self._check(ids, pos)
         out: list[np.ndarray] = []
@@ -94,7 +99,11 @@ class CUDAExecutor:
                 self._prefill()
             if logits == "all" and size > 1:
                 self._head_all()
-                out.append(self.gpu.download("logits_all", 4 * self.plan.vocab * len(part)).view(np.float32).reshape(len(part), -1))
+                out.append(
+                    self.gpu.download("logits_all", 4 * self.plan.vocab * len(part))
+                    .view(np.float32)
+                    .reshape(len(part), -1)
+                )
             elif logits == "all" or (logits == "last" and last):
                 if size > 1:
                     self._head()
@@ -212,7 +221,10 @@ def _load(gpu: GPU, layout: Layout, weights: Weights, progress: Callable[[float]
     busy: list[Any] = [None] * SLOTS
     work: list[tuple[Tensor, np.ndarray, int]] = []
     for t in layout.tensors.values():
-        raw, unit = weights.raw(t.name), GGML_QUANT_SIZES[t.kind][1] * 8  # whole super-blocks, and 32-weight blocks in eights
+        raw, unit = (
+            weights.raw(t.name),
+            GGML_QUANT_SIZES[t.kind][1] * 8,
+        )  # whole super-blocks, and 32-weight blocks in eights
         step = SLOT // unit * unit
         work += [(t, raw[i : i + step], i) for i in range(0, raw.nbytes, step)]
 

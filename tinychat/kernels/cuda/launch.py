@@ -18,9 +18,11 @@ def text(name: str) -> str:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch. `args` are (C type, parameter, buffer) in order; a buffer whose C type is not const is written.
+    """One kernel launch. `args` are (C type, parameter, buffer) in order; a buffer whose C type is not const is
+    written.
 
-    `body` is the kernel's text, a call into the templates of `file` (names apart by spaces); `bytes` is what it must move, for the statistics.
+    `body` is the kernel's text, a call into the templates of `file` (names apart by spaces); `bytes` is what it must
+    move, for the statistics.
     """
 
     name: str
@@ -38,7 +40,9 @@ class Launch:
         """The whole translation unit. `device` names the file with the device functions, or is "" for none."""
         params = ", ".join(f"{kind}{name}" for kind, name, _ in self.args)
         head = text(device) if device else ""
-        return f"{head}#define THREADS {self.threads}\n{text('quants.cuh')}{''.join(map(text, self.file.split()))}\nKERNEL({self.threads}, {self.resident}) {self.name}({params}) {{\n{self.body}\n}}\n"
+        parts = "".join(map(text, self.file.split()))
+        kernel = f"KERNEL({self.threads}, {self.resident}) {self.name}({params}) {{\n{self.body}\n}}"
+        return f"{head}#define THREADS {self.threads}\n{text('quants.cuh')}{parts}\n{kernel}\n"
 
     @property
     def buffers(self) -> tuple[str, ...]:
@@ -52,11 +56,18 @@ def program(launch: Launch, target: Any, binary: bytes | None = None) -> Any:
 
     def kernel(*params: UOp) -> UOp:
         n = len(params)
-        sink = UOp.sink(*params, arg=KernelInfo(name=launch.name, estimates=Estimates(mem=launch.bytes, lds=launch.bytes)))
+        sink = UOp.sink(
+            *params, arg=KernelInfo(name=launch.name, estimates=Estimates(mem=launch.bytes, lds=launch.bytes))
+        )
         info = ProgramInfo(
-            name=launch.name, global_size=launch.grid, local_size=(launch.threads, 1, 1), globals=tuple(range(n)), target=target,
-            outs=tuple(i for i, (kind, _, _) in enumerate(launch.args) if not kind.startswith("const")), ins=tuple(range(n)),
-        )  # fmt: skip
+            name=launch.name,
+            global_size=launch.grid,
+            local_size=(launch.threads, 1, 1),
+            globals=tuple(range(n)),
+            target=target,
+            outs=tuple(i for i, (kind, _, _) in enumerate(launch.args) if not kind.startswith("const")),
+            ins=tuple(range(n)),
+        )
         src = (sink, UOp(Ops.LINEAR, src=(*sink.src, sink)), UOp(Ops.SOURCE, arg=launch.source()))
         return UOp(Ops.PROGRAM, src=(*src, UOp(Ops.BINARY, arg=binary)) if binary is not None else src, arg=info)
 

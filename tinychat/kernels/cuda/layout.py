@@ -14,9 +14,15 @@ from tinychat.kernels.ops import Plan, Weight
 Q = GGMLQuantizationType
 FLOATS = (Q.F32, Q.F16, Q.BF16)
 _PLANES = {  # bytes per 32 weights of lo, hi, s1, and per 256 of s2
-    Q.Q4_0: (16, 0, 2, 0), Q.Q4_1: (16, 0, 4, 0), Q.Q5_0: (16, 4, 2, 0), Q.Q5_1: (16, 4, 4, 0), Q.Q8_0: (32, 0, 2, 0),
-    Q.Q4_K: (16, 0, 2, 4), Q.Q5_K: (16, 4, 2, 4), Q.Q6_K: (16, 8, 2, 2),
-}  # fmt: skip
+    Q.Q4_0: (16, 0, 2, 0),
+    Q.Q4_1: (16, 0, 4, 0),
+    Q.Q5_0: (16, 4, 2, 0),
+    Q.Q5_1: (16, 4, 4, 0),
+    Q.Q8_0: (32, 0, 2, 0),
+    Q.Q4_K: (16, 0, 2, 4),
+    Q.Q5_K: (16, 4, 2, 4),
+    Q.Q6_K: (16, 8, 2, 2),
+}
 
 
 def block_size(kind: Q) -> int:
@@ -95,11 +101,14 @@ class Layout:
     @property
     def nbytes(self) -> int:
         """Bytes of all weights on the device."""
-        return sum(t.nbytes for t in self.tensors.values()) + sum(self[w].tensor.nbytes for w, _ in self.transposed.values())
+        return sum(t.nbytes for t in self.tensors.values()) + sum(
+            self[w].tensor.nbytes for w, _ in self.transposed.values()
+        )
 
 
 def repack(tensor: Tensor, count: int) -> Launch:
-    """Repacks file blocks in `staging`. Buffer `params` (uint64) says: blocks of the tensor, first block, number of blocks (32 weights)."""
+    """Repacks file blocks in `staging`. Buffer `params` (uint64) says: blocks of the tensor, first block, number of
+    blocks (32 weights)."""
     kind, size = tensor.kind, GGML_QUANT_SIZES[tensor.kind][1]
     body = f"repack<{kind.name}, {size}>(out, in, p[0], p[1], (int)p[2]);"
     args = (("u8 *", "out", tensor.buffer), ("const u8 *", "in", "staging"), ("const u64 *", "p", "params"))
@@ -108,6 +117,12 @@ def repack(tensor: Tensor, count: int) -> Launch:
 
 def transpose(w: Weight, source: Tensor, made: Tensor) -> Launch:
     """Writes the columns of a legacy kv_b's K part as rows of halves."""
-    body = f"transpose<{w.type.name}, {w.rows}, {w.cols}>(out, in, {source.blocks}ull, {w.start}, {w.stride}, {made.values});"
-    return Launch("transpose", "repack.cu", body, (("u16 *", "out", made.buffer), ("const u8 *", "in", source.buffer)),
-                  (-(-made.values // 256), 1, 1))  # fmt: skip
+    shape = f"{w.type.name}, {w.rows}, {w.cols}"
+    body = f"transpose<{shape}>(out, in, {source.blocks}ull, {w.start}, {w.stride}, {made.values});"
+    return Launch(
+        "transpose",
+        "repack.cu",
+        body,
+        (("u16 *", "out", made.buffer), ("const u8 *", "in", source.buffer)),
+        (-(-made.values // 256), 1, 1),
+    )

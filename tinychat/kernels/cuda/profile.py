@@ -1,7 +1,7 @@
 """The decode step on CUDA, taken apart: the graph as a whole, and each kernel alone, as a chain of its own launches.
 
-The launches of a kernel in all layers run in one graph, one strictly after the other, so that weights come from memory as in a
-step and nothing else overlaps; what is told is the time of the chain, never a launch's share of it.
+The launches of a kernel in all layers run in one graph, one strictly after the other, so that weights come from memory
+as in a step and nothing else overlaps; what is told is the time of the chain, never a launch's share of it.
 """
 
 from __future__ import annotations
@@ -45,17 +45,40 @@ def profile(ex: CUDAExecutor, token: int, pos: int, steps: int) -> StepProfile:
         repeats = 1 if "choose_token" in name else max(1, LONG // len(launches))  # that one moves the position on
         chain = ex.gpu.graph(launches * repeats, chained=False)
         seconds = _timed(ex, token, pos, chain, steps) / repeats
-        parts.append(Part(name, -1, sum(x.bytes for x in launches), math.prod(launches[0].grid), seconds[:, None],
-                          np.zeros((steps, 1)), len(launches), launches[0].kind or "other"))  # fmt: skip
+        parts.append(
+            Part(
+                name,
+                -1,
+                sum(x.bytes for x in launches),
+                math.prod(launches[0].grid),
+                seconds[:, None],
+                np.zeros((steps, 1)),
+                len(launches),
+                launches[0].kind or "other",
+            )
+        )
     gpu = ex.gpu
     caches = (CacheUse("compiled kernels, on disk", gpu.found, gpu.compiled, gpu.compile_s, CACHEDB),)
     graph = Batch("graph", ex.kernels_per_token, whole)
-    return StepProfile("alone", tuple(parts), whole, plain, np.zeros(steps), (graph,), (first,), caches, pos + steps, 1,
-                       tuple(kernels(ex)), ("ncu tinychat run MODEL PROMPT --device cuda",))  # fmt: skip
+    return StepProfile(
+        "alone",
+        tuple(parts),
+        whole,
+        plain,
+        np.zeros(steps),
+        (graph,),
+        (first,),
+        caches,
+        pos + steps,
+        1,
+        tuple(kernels(ex)),
+        ("ncu tinychat run MODEL PROMPT --device cuda",),
+    )
 
 
 def seconds_of(ex: CUDAExecutor, ops: Sequence[int], pos: int, steps: int) -> np.ndarray:
-    """(steps,) seconds of the kernels that compute these ops of the plan, as one graph launched at position `pos` as a step is."""
+    """(steps,) seconds of the kernels that compute these ops of the plan, as one graph launched at position `pos` as a
+    step is."""
     if pos >= ex.max_context:
         raise TinychatError(f"position {pos} does not fit the context of {ex.max_context}")
     wanted = set(ops)
@@ -93,8 +116,16 @@ def kernels(ex: CUDAExecutor) -> list[Kernel]:
     counts: dict[str, list[Launch]] = {}
     for launch in ex.launches:
         counts.setdefault(launch.name, []).append(launch)
-    return [Kernel(name, len(same), f"{'×'.join(map(str, same[0].grid))} · {same[0].threads}", _resources(ex, same[0]),
-                   same[0].source()) for name, same in counts.items()]  # fmt: skip
+    return [
+        Kernel(
+            name,
+            len(same),
+            f"{'×'.join(map(str, same[0].grid))} · {same[0].threads}",
+            _resources(ex, same[0]),
+            same[0].source(),
+        )
+        for name, same in counts.items()
+    ]
 
 
 def _resources(ex: CUDAExecutor, launch: Launch) -> str:

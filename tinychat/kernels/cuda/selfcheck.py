@@ -1,4 +1,5 @@
-"""A mat-vec of every quant type in use against NumPy, at load: a GPU or driver that computes something else must not go unnoticed."""
+"""A mat-vec of every quant type in use against NumPy, at load: a GPU or driver that computes something else must not go
+unnoticed."""
 
 from __future__ import annotations
 
@@ -13,7 +14,16 @@ from tinychat.kernels.cuda.layout import FLOATS, Layout, repack
 from tinychat.kernels.cuda.step import Builder
 
 Q = GGMLQuantizationType
-_SCALES = {Q.Q4_0: (0,), Q.Q4_1: (0, 2), Q.Q5_0: (0,), Q.Q5_1: (0, 2), Q.Q8_0: (0,), Q.Q4_K: (0, 2), Q.Q5_K: (0, 2), Q.Q6_K: (208,)}
+_SCALES = {
+    Q.Q4_0: (0,),
+    Q.Q4_1: (0, 2),
+    Q.Q5_0: (0,),
+    Q.Q5_1: (0, 2),
+    Q.Q8_0: (0,),
+    Q.Q4_K: (0, 2),
+    Q.Q5_K: (0, 2),
+    Q.Q6_K: (208,),
+}
 ROWS, COLS = 24, 512
 
 
@@ -30,7 +40,9 @@ def check_data(kind: Q) -> tuple[np.ndarray, np.ndarray]:
     if kind in FLOATS:
         values = rng.standard_normal(ROWS * COLS).astype(np.float32)
         bf16 = (values.view(np.uint32) >> 16).astype(np.uint16)
-        packed = np.frombuffer((values if kind == Q.F32 else bf16 if kind == Q.BF16 else values.astype(np.float16)).tobytes(), np.uint8)
+        packed = np.frombuffer(
+            (values if kind == Q.F32 else bf16 if kind == Q.BF16 else values.astype(np.float16)).tobytes(), np.uint8
+        )
     else:
         blocks = rng.integers(0, 256, (ROWS * COLS // block, size), np.uint8)
         for at in _SCALES[kind]:

@@ -25,7 +25,8 @@ MAX_SHARED = 48 << 10  # static shared memory of a block
 
 @dataclass(frozen=True)
 class Tile:
-    """How a matrix is spread: `lanes` of a warp and `split` warps share a row, a lane has `rows` rows and `depth` blocks of each in flight."""
+    """How a matrix is spread: `lanes` of a warp and `split` warps share a row, a lane has `rows` rows and `depth`
+    blocks of each in flight."""
 
     lanes: int
     split: int
@@ -42,8 +43,8 @@ class Tile:
 
 
 def tile(w: Weight, rows: int | None = None, pair: bool = False, quantise: bool = False) -> Tile:
-    """The spread for `rows` rows in all (default: the weight's own); `pair`: two such matrices at once, in blocks of 16 warps;
-    `quantise`: a block makes 32 rows where that is possible."""
+    """The spread for `rows` rows in all (default: the weight's own); `pair`: two such matrices at once, in blocks of 16
+    warps; `quantise`: a block makes 32 rows where that is possible."""
     rows, n = rows or w.rows, w.cols // block_size(w.type)
     waste = {lanes: -(-n // lanes) * lanes / n for lanes in (32, 16, 8, 4)}
     lanes = next((k for k, v in waste.items() if v <= 1.15), min(waste, key=lambda k: waste[k]))
@@ -71,7 +72,9 @@ class Builder:
         self.next: Op | None = None  # the op behind the one that is being built
         self.quantised: set[str] = set()  # activation buffers that their producer left as int8 blocks
         self.route: ops.Route | None = None
-        self.computes: list[int] = []  # which op of the plan each launch of `decode` computes (of two in one kernel, the second)
+        self.computes: list[
+            int
+        ] = []  # which op of the plan each launch of `decode` computes (of two in one kernel, the second)
 
     # --- names
 
@@ -97,7 +100,9 @@ class Builder:
         return self.buffer(name, 4 * self.max_context * rope.dims)
 
     def cache(self, kind: str, layer: int) -> str:
-        return self.buffer(f"{kind}:{layer}", 2 * self.max_context * (self.plan.k_width if kind == "k" else self.plan.v_width))
+        return self.buffer(
+            f"{kind}:{layer}", 2 * self.max_context * (self.plan.k_width if kind == "k" else self.plan.v_width)
+        )
 
     # --- the decode step
 
@@ -136,14 +141,31 @@ class Builder:
         stage_f = flt and not direct
         size = (k // 32 * 40 if quant else 0) + (4 * k if stage_f else 0) + 4 * extra + 512
         if size > MAX_SHARED:
-            raise TinychatError(f"the CUDA kernels take rows of up to {MAX_SHARED // 4} floating-point weights, not {k}")
-        return (f"  __shared__ V4 sq[{k // 16 if quant else 1}]; __shared__ Scale ss[{k // 32 if quant else 1}]; "
-                f"__shared__ F4 sf[{k // 4 if stage_f else 1}]; __shared__ float red[96];\n"
-                f"  Shared sh = {{sq, ss, {'(float *)src' if direct else '(float *)sf'}, red}};\n")  # fmt: skip
+            raise TinychatError(
+                f"the CUDA kernels take rows of up to {MAX_SHARED // 4} floating-point weights, not {k}"
+            )
+        return (
+            f"  __shared__ V4 sq[{k // 16 if quant else 1}]; __shared__ Scale ss[{k // 32 if quant else 1}]; "
+            f"__shared__ F4 sf[{k // 4 if stage_f else 1}]; __shared__ float red[96];\n"
+            f"  Shared sh = {{sq, ss, {'(float *)src' if direct else '(float *)sf'}, red}};\n"
+        )
 
-    def _linear(self, name: str, norm: Weight | None, eps: float, parts: list[tuple[Weight, int, str]],
-                load: str = "Plain{src}", prelude: str = "", extra_args: tuple[Arg, ...] = (), direct: bool = True,
-                extra_shared: int = 0, tail: str = "", tail_blocks: int = 0, file: str = "matvec.cu", quantise: bool = False) -> Launch:  # fmt: skip
+    def _linear(
+        self,
+        name: str,
+        norm: Weight | None,
+        eps: float,
+        parts: list[tuple[Weight, int, str]],
+        load: str = "Plain{src}",
+        prelude: str = "",
+        extra_args: tuple[Arg, ...] = (),
+        direct: bool = True,
+        extra_shared: int = 0,
+        tail: str = "",
+        tail_blocks: int = 0,
+        file: str = "matvec.cu",
+        quantise: bool = False,
+    ) -> Launch:
         """Matrices over one input. A part is (weight, groups, C expression of its epilogue).
 
         With groups > 1 a block's group is `g`, for use in `load` and the epilogue.
@@ -165,16 +187,25 @@ class Builder:
                 seen[p.tensor.buffer] = f"w{len(seen)}"
                 args.append(("const u8 *", seen[p.tensor.buffer], p.tensor.buffer))
             gain = "gain" if norm else "nullptr"
-            body += (f"  if (b >= {first} && b < {first + per * groups}) {{\n    const int g = (b - {first}) / {per};\n"
-                     f"    linear<{p.tensor.kind.name}, {k}, {w.rows}, {t.lanes}, {t.split}, {t.rows}, {t.depth}, {int(norm is not None)}, {int(quant)}, "
-                     f"{int(flt and not direct)}>({seen[p.tensor.buffer]}, {p.tensor.blocks}ull, {p.start} + (u64)g * {p.stride}, (b - {first}) % {per}, {load}, {gain}, "
-                     f"{c_float(eps)}, sh, {epilogue});\n  }}\n")  # fmt: skip
+            body += (
+                f"  if (b >= {first} && b < {first + per * groups}) {{\n    const int g = (b - {first}) / {per};\n"
+                f"    linear<{p.tensor.kind.name}, {k}, {w.rows}, {t.lanes}, {t.split}, {t.rows}, {t.depth}, {int(norm is not None)}, {int(quant)}, "
+                f"{int(flt and not direct)}>({seen[p.tensor.buffer]}, {p.tensor.blocks}ull, {p.start} + (u64)g * {p.stride}, (b - {first}) % {per}, {load}, {gain}, "
+                f"{c_float(eps)}, sh, {epilogue});\n  }}\n"
+            )
             first += per * groups
             nbytes += w.nbytes
         body += tail
         kinds = "_".join(dict.fromkeys(p.tensor.kind.name.lower() for p in placed))
-        return Launch(f"{name}_{kinds}_{first}x{k}", file, body, tuple(args), (first + tail_blocks, 1, 1), bytes=nbytes,
-                      kind=f"mat-vec {kinds}")  # fmt: skip
+        return Launch(
+            f"{name}_{kinds}_{first}x{k}",
+            file,
+            body,
+            tuple(args),
+            (first + tail_blocks, 1, 1),
+            bytes=nbytes,
+            kind=f"mat-vec {kinds}",
+        )
 
     def _NormLinear(self, op: ops.NormLinear) -> Launch:
         args: list[Arg] = [("const float *", "src", self.act(op.src))]
@@ -188,37 +219,70 @@ class Builder:
         """q_nope through W_k_b, the rotated part of q behind it, and the cache row of this token, in one kernel."""
         r, neox = store.rope, int(store.rope.style == "neox")
         row, head = op.kv_lora + r.dims, op.nope + r.dims
-        args = (("const float *", "src", self.act(op.src)), ("u16 *", "dst", self.buffer("queries", 2 * op.heads * row)), ("u16 *", "cache", self.cache("k", store.layer)),
-                ("const float *", "kv", self.act(store.kv)), *self.vector(store.norm, "kv_gain"), ("const F2 *", "table", self.rope(r)), STATE)  # fmt: skip
+        args = (
+            ("const float *", "src", self.act(op.src)),
+            ("u16 *", "dst", self.buffer("queries", 2 * op.heads * row)),
+            ("u16 *", "cache", self.cache("k", store.layer)),
+            ("const float *", "kv", self.act(store.kv)),
+            *self.vector(store.norm, "kv_gain"),
+            ("const F2 *", "table", self.rope(r)),
+            STATE,
+        )
         t = tile(op.weight, op.weight.rows * op.heads)
         first = Tile(t.lanes, 1, t.rows, t.depth).blocks(op.weight.rows) * op.heads
         groups = -(-op.heads // 8)
-        tail = (f"  if (b >= {first}) {{\n    grid_wait();\n    const int pos = state[POS];\n"
-                f"    if (b < {first + groups}) latent_query<{op.heads}, {op.nope}, {op.kv_lora}, {r.dims}, {neox}>(dst, src, table, {c_float(scale)}, pos, 0, (b - {first}) * 8 + threadIdx.x / 32);\n"
-                f"    else latent_row<{op.kv_lora}, {r.dims}, {neox}>(cache, kv, kv_gain, {c_float(store.eps)}, table, pos, 0, red);\n  }}\n")  # fmt: skip
+        tail = (
+            f"  if (b >= {first}) {{\n    grid_wait();\n    const int pos = state[POS];\n"
+            f"    if (b < {first + groups}) latent_query<{op.heads}, {op.nope}, {op.kv_lora}, {r.dims}, {neox}>(dst, src, table, {c_float(scale)}, pos, 0, (b - {first}) * 8 + threadIdx.x / 32);\n"
+            f"    else latent_row<{op.kv_lora}, {r.dims}, {neox}>(cache, kv, kv_gain, {c_float(store.eps)}, table, pos, 0, red);\n  }}\n"
+        )
         parts = [(op.weight, op.heads, f"PutHalf{{dst + g * {row}, {c_float(scale)}}}")]
-        return self._linear("absorb", None, 0, parts, load=f"Plain{{src + g * {head}}}", extra_args=args, direct=False, tail=tail,
-                            tail_blocks=groups + 1, file="rope.cu matvec.cu")  # fmt: skip
+        return self._linear(
+            "absorb",
+            None,
+            0,
+            parts,
+            load=f"Plain{{src + g * {head}}}",
+            extra_args=args,
+            direct=False,
+            tail=tail,
+            tail_blocks=groups + 1,
+            file="rope.cu matvec.cu",
+        )
 
     def _Attention(self, op: ops.Attention) -> Launch:
         self.attended = op if op.latent else None
         return attention(self, op, 1)
 
-    def _put(self, dst: str, offset: str, consumer: tuple[Weight | None, ...], per_block: int, rows: tuple[int, ...], size: int) -> tuple[str, tuple[Arg, ...]]:
-        """(declarations and C expression of the epilogue into `dst` from value `offset` on, its arguments): int8 blocks where all that
-        reads them is quantised and a block makes 32 rows of `rows`; `size` is the length of dst."""
+    def _put(
+        self,
+        dst: str,
+        offset: str,
+        consumer: tuple[Weight | None, ...],
+        per_block: int,
+        rows: tuple[int, ...],
+        size: int,
+    ) -> tuple[str, tuple[Arg, ...]]:
+        """(declarations and C expression of the epilogue into `dst` from value `offset` on, its arguments): int8 blocks
+        where all that reads them is quantised and a block makes 32 rows of `rows`; `size` is the length of dst."""
         weights = [self.weight(w).tensor.kind for w in consumer if w]
         if weights and not any(k in FLOATS for k in weights) and per_block == 32 and not any(n % 32 for n in rows):
             self.quantised.add(dst)
             q, scales = self.buffer(f"{dst}_q", size), self.buffer(f"{dst}_s", size // 32 * 8)
-            return f"PutQuantised{{values, dst_q, dst_s, {size // 32}, ({offset}) / 32}}", (("u32 *", "dst_q", q), ("Scale *", "dst_s", scales))
+            return f"PutQuantised{{values, dst_q, dst_s, {size // 32}, ({offset}) / 32}}", (
+                ("u32 *", "dst_q", q),
+                ("Scale *", "dst_s", scales),
+            )
         self.quantised.discard(dst)
         return f"Put{{dst + {offset}, nullptr}}", (("float *", "dst", self.act(dst)),)
 
     def _source(self, name: str) -> tuple[str, tuple[Arg, ...]]:
         """(C expression of the loader, its arguments) for activations as their producer left them."""
         if name in self.quantised:
-            return "Quantised{src_q, src_s}", (("const V4 *", "src_q", f"{name}_q"), ("const Scale *", "src_s", f"{name}_s"))
+            return "Quantised{src_q, src_s}", (
+                ("const V4 *", "src_q", f"{name}_q"),
+                ("const Scale *", "src_s", f"{name}_s"),
+            )
         return "Plain{src}", (("const float *", "src", self.act(name)),)
 
     def _ValueUp(self, op: ops.ValueUp) -> Launch:
@@ -228,10 +292,22 @@ class Builder:
         n = splits(a)
         load = f"Combined<{n}, {a.heads}, {a.value_dim}>{{src, ml, split_weight, state, {chunk(a)}, g, 0}}"
         t = tile(op.weight, op.weight.rows * a.heads, quantise=True)
-        put, dst = self._put(op.dst, f"g * {op.weight.rows}", (then.weight,), t.per_block(), (op.weight.rows,), a.heads * op.weight.rows)
+        put, dst = self._put(
+            op.dst, f"g * {op.weight.rows}", (then.weight,), t.per_block(), (op.weight.rows,), a.heads * op.weight.rows
+        )
         args = (("const u16 *", "src", "attention_o"), ("const F2 *", "ml", "attention_ml"), STATE, *dst)
-        return self._linear("value_up", None, 0, [(op.weight, a.heads, put)], load=load, prelude=f"  __shared__ float split_weight[{n}], values[32];\n",
-                            direct=False, extra_shared=n, extra_args=args, quantise=True)  # fmt: skip
+        return self._linear(
+            "value_up",
+            None,
+            0,
+            [(op.weight, a.heads, put)],
+            load=load,
+            prelude=f"  __shared__ float split_weight[{n}], values[32];\n",
+            direct=False,
+            extra_shared=n,
+            extra_args=args,
+            quantise=True,
+        )
 
     def _LinearAdd(self, op: ops.LinearAdd) -> Launch:
         load, src = self._source(op.src)
@@ -239,12 +315,25 @@ class Builder:
         args = (*src, ("float *", "x", self.act("x")), *self.vector(op.bias, "bias"), STATE)
         return self._linear("linear_add", None, 0, parts, load=load, extra_args=args, direct=load.startswith("Plain"))
 
-    def _gated(self, gate: Weight, up: Weight, late: bool, quant: bool, flt: bool, names: tuple[str, str], first: str, block: str, put: str,
-               eps: float) -> str:  # fmt: skip
+    def _gated(
+        self,
+        gate: Weight,
+        up: Weight,
+        late: bool,
+        quant: bool,
+        flt: bool,
+        names: tuple[str, str],
+        first: str,
+        block: str,
+        put: str,
+        eps: float,
+    ) -> str:
         g, u, t = self.weight(gate), self.weight(up), tile(gate, pair=True)
-        return (f"gated<{g.tensor.kind.name}, {u.tensor.kind.name}, {gate.cols}, {gate.rows}, {t.lanes}, {t.rows}, {t.depth}, {int(late)}, {int(quant)}, {int(flt)}>"
-                f"({names[0]}, {g.tensor.blocks}ull, {g.start} + {first} * {g.stride}, {names[1]}, {u.tensor.blocks}ull, {u.start} + {first} * {u.stride}, "
-                f"{block}, stage, src, {c_float(eps)}, sh, {put});")  # fmt: skip
+        return (
+            f"gated<{g.tensor.kind.name}, {u.tensor.kind.name}, {gate.cols}, {gate.rows}, {t.lanes}, {t.rows}, {t.depth}, {int(late)}, {int(quant)}, {int(flt)}>"
+            f"({names[0]}, {g.tensor.blocks}ull, {g.start} + {first} * {g.stride}, {names[1]}, {u.tensor.blocks}ull, {u.start} + {first} * {u.stride}, "
+            f"{block}, stage, src, {c_float(eps)}, sh, {put});"
+        )
 
     def _kinds(self, *weights: Weight | None) -> tuple[bool, bool]:
         """(any quantised, any floating-point)"""
@@ -258,25 +347,45 @@ class Builder:
         t = tile(op.gate, pair=True)
         put, dst = self._put(op.dst, "0", (then.weight,), t.per_block(WIDE // 32), (op.gate.rows,), op.gate.rows)
         call = self._gated(op.gate, op.up, False, quant, flt, ("wg", "wu"), "0ull", "blockIdx.x", put, op.eps)
-        body = (f"{self._shared(op.gate.cols, quant, flt, False)}  __shared__ float values[32];\n"
-                f"  Stage<{op.gate.cols}, true, {int(quant)}, {int(flt)}> stage;\n  stage.prefetch(gain);\n  {call}")  # fmt: skip
-        args = (("const float *", "src", self.act("x")), *dst, *self.vector(op.norm, "gain"), ("const u8 *", "wg", self.weight(op.gate).tensor.buffer),
-                ("const u8 *", "wu", self.weight(op.up).tensor.buffer), STATE)  # fmt: skip
+        body = (
+            f"{self._shared(op.gate.cols, quant, flt, False)}  __shared__ float values[32];\n"
+            f"  Stage<{op.gate.cols}, true, {int(quant)}, {int(flt)}> stage;\n  stage.prefetch(gain);\n  {call}"
+        )
+        args = (
+            ("const float *", "src", self.act("x")),
+            *dst,
+            *self.vector(op.norm, "gain"),
+            ("const u8 *", "wg", self.weight(op.gate).tensor.buffer),
+            ("const u8 *", "wu", self.weight(op.up).tensor.buffer),
+            STATE,
+        )
         kind = op.gate.type.name.lower()
-        return launch(f"gate_up_{kind}_{op.gate.rows}x{op.gate.cols}", "matvec.cu", body, args, (t.blocks(op.gate.rows, WIDE // 32), 1, 1), f"mat-vec {kind}",
-                      op.gate.nbytes + op.up.nbytes, WIDE, 2)  # fmt: skip
+        return launch(
+            f"gate_up_{kind}_{op.gate.rows}x{op.gate.cols}",
+            "matvec.cu",
+            body,
+            args,
+            (t.blocks(op.gate.rows, WIDE // 32), 1, 1),
+            f"mat-vec {kind}",
+            op.gate.nbytes + op.up.nbytes,
+            WIDE,
+            2,
+        )
 
     def _choice(self, route: ops.Route) -> tuple[str, tuple[Arg, ...]]:
         """(C statement in which a warp puts the chosen experts into ids and weights, its arguments)."""
         bias = self.vector(route.bias, "selection")
-        code = (f"choose<{route.router.rows}, {route.top_k}, {route.gating.upper()}, {int(route.normalize)}, {route.groups}, {route.groups_used}>"
-                f"(router, {'selection' if bias else 'nullptr'}, {c_float(route.scale or 1.0)}, ids, weights);")  # fmt: skip
+        code = (
+            f"choose<{route.router.rows}, {route.top_k}, {route.gating.upper()}, {int(route.normalize)}, {route.groups}, {route.groups_used}>"
+            f"(router, {'selection' if bias else 'nullptr'}, {c_float(route.scale or 1.0)}, ids, weights);"
+        )
         return code, (("const float *", "router", "router"), *bias)
 
     def _experts_up(self, route: ops.Route, op: ops.ExpertsUp) -> list[Launch]:
         """Router logits, then: choice of experts (by every block for itself), gate and up of the chosen and the shared.
 
-        The kernel behind may start when this one's blocks have seen the router's logits: it reads them before its grid_wait().
+        The kernel behind may start when this one's blocks have seen the router's logits: it reads them before its
+        grid_wait().
         """
         then = self.next
         assert isinstance(then, ops.ExpertsDown)
@@ -284,8 +393,18 @@ class Builder:
         k, ff, top = op.gate.cols, op.gate.rows, op.top_k
         shared_ff = op.shared_gate.rows if op.shared_gate else 0
         bias = self.vector(route.router_bias, "rb")
-        router = self._linear("route", route.norm, route.eps, [(route.router, 1, f"Put{{d0, {'rb' if bias else 'nullptr'}}}")],
-                              extra_args=(("const float *", "src", self.act("x")), ("float *", "d0", self.buffer("router", 4 * route.router.rows)), *bias, STATE))  # fmt: skip
+        router = self._linear(
+            "route",
+            route.norm,
+            route.eps,
+            [(route.router, 1, f"Put{{d0, {'rb' if bias else 'nullptr'}}}")],
+            extra_args=(
+                ("const float *", "src", self.act("x")),
+                ("float *", "d0", self.buffer("router", 4 * route.router.rows)),
+                *bias,
+                STATE,
+            ),
+        )
         quant, flt = self._kinds(op.gate, op.up, op.shared_gate, op.shared_up)
         t = tile(op.gate, pair=True)
         per = t.blocks(ff, WIDE // 32)
@@ -297,65 +416,139 @@ class Builder:
         consumers, size = (then.down, then.shared_down), top * ff + shared_ff
         put, dst = self._put(op.dst, f"b / {per} * {ff}", consumers, width, tuple(rows), size)
         choose, choice = self._choice(route)
-        body = (f"{self._shared(k, quant, flt, False)}  __shared__ int ids[{top}]; __shared__ float weights[{top}], values[32];\n  const int b = blockIdx.x;\n"
-                f"  Stage<{k}, true, {int(quant)}, {int(flt)}> stage;\n  stage.prefetch(gain);\n  if (b < {routed}) {{\n    grid_wait();\n  "
-                f"    stage.load(Plain{{src}});\n    if (threadIdx.x < 32) {choose}\n    __syncthreads();\n    const int id = ids[b / {per}];\n    "
-                f"{self._gated(op.gate, op.up, True, quant, flt, ('wg', 'wu'), '(u64)id', f'b % {per}', put, op.eps)}\n  }}\n")  # fmt: skip
-        args: tuple[Arg, ...] = (("const float *", "src", self.act("x")), *dst, *choice, *self.vector(op.norm, "gain"),
-                                 ("const u8 *", "wg", self.weight(op.gate).tensor.buffer), ("const u8 *", "wu", self.weight(op.up).tensor.buffer), STATE)  # fmt: skip
+        body = (
+            f"{self._shared(k, quant, flt, False)}  __shared__ int ids[{top}]; __shared__ float weights[{top}], values[32];\n  const int b = blockIdx.x;\n"
+            f"  Stage<{k}, true, {int(quant)}, {int(flt)}> stage;\n  stage.prefetch(gain);\n  if (b < {routed}) {{\n    grid_wait();\n  "
+            f"    stage.load(Plain{{src}});\n    if (threadIdx.x < 32) {choose}\n    __syncthreads();\n    const int id = ids[b / {per}];\n    "
+            f"{self._gated(op.gate, op.up, True, quant, flt, ('wg', 'wu'), '(u64)id', f'b % {per}', put, op.eps)}\n  }}\n"
+        )
+        args: tuple[Arg, ...] = (
+            ("const float *", "src", self.act("x")),
+            *dst,
+            *choice,
+            *self.vector(op.norm, "gain"),
+            ("const u8 *", "wg", self.weight(op.gate).tensor.buffer),
+            ("const u8 *", "wu", self.weight(op.up).tensor.buffer),
+            STATE,
+        )
         if op.shared_gate and op.shared_up:
             put, _ = self._put(op.dst, f"{top * ff}", consumers, width, tuple(rows), size)
             body += f"  else {self._gated(op.shared_gate, op.shared_up, False, quant, flt, ('sg', 'su'), '0ull', f'b - {routed}', put, op.eps)}\n"
-            args += (("const u8 *", "sg", self.weight(op.shared_gate).tensor.buffer), ("const u8 *", "su", self.weight(op.shared_up).tensor.buffer))
+            args += (
+                ("const u8 *", "sg", self.weight(op.shared_gate).tensor.buffer),
+                ("const u8 *", "su", self.weight(op.shared_up).tensor.buffer),
+            )
             blocks += shared_t.blocks(shared_ff, WIDE // 32)
             nbytes += op.shared_gate.nbytes + op.shared_up.nbytes
         kind = op.gate.type.name.lower()
-        return [router, launch(f"experts_up_{kind}_{top}x{ff}x{k}", "matvec.cu", body, args, (blocks, 1, 1), f"experts {kind}", nbytes, WIDE, 2)]
+        return [
+            router,
+            launch(
+                f"experts_up_{kind}_{top}x{ff}x{k}",
+                "matvec.cu",
+                body,
+                args,
+                (blocks, 1, 1),
+                f"experts {kind}",
+                nbytes,
+                WIDE,
+                2,
+            ),
+        ]
 
     def _ExpertsDown(self, op: ops.ExpertsDown) -> Launch:
-        """A warp per row. Chooses the experts again, so that their weights are on the way while experts_up still runs."""
+        """A warp per row. Chooses the experts again, so that their weights are on the way while experts_up still
+        runs."""
         assert self.route is not None
         ff, dim, top = op.down.cols, op.down.rows, op.top_k
         shared_ff = op.shared_down.cols if op.shared_down else 0
         k = top * ff + shared_ff
         quant, flt = self._kinds(op.down, op.shared_down)
         p, (load, src), (choose, choice) = self.weight(op.down), self._source(op.src), self._choice(self.route)
-        args: tuple[Arg, ...] = (*src, *choice, ("float *", "x", self.act("x")), ("const u8 *", "w", p.tensor.buffer), STATE)
-        body = (f"{self._shared(k, quant, flt, load.startswith('Plain'))}  __shared__ int ids[{top}]; __shared__ float weights[{top}];\n"
-                f"  const int row = blockIdx.x * 8 + threadIdx.x / 32, r = row < {dim} ? row : {dim - 1};\n")  # fmt: skip
+        args: tuple[Arg, ...] = (
+            *src,
+            *choice,
+            ("float *", "x", self.act("x")),
+            ("const u8 *", "w", p.tensor.buffer),
+            STATE,
+        )
+        body = (
+            f"{self._shared(k, quant, flt, load.startswith('Plain'))}  __shared__ int ids[{top}]; __shared__ float weights[{top}];\n"
+            f"  const int row = blockIdx.x * 8 + threadIdx.x / 32, r = row < {dim} ? row : {dim - 1};\n"
+        )
         after = ""
         nbytes = top * op.down.group_bytes
         if op.shared_down:
             s = self.weight(op.shared_down)
             n = -(-op.shared_down.cols // (32 * block_size(op.shared_down.type)))
-            body += (f"  Dot<{s.tensor.kind.name}, {shared_ff}, 32, 1, 1, {min(n, 4)}> shared;\n  shared.row[0] = {s.start} + r;\n"
-                     f"  shared.point(sw, {s.tensor.blocks}ull);\n  shared.prefetch();\n")  # fmt: skip
+            body += (
+                f"  Dot<{s.tensor.kind.name}, {shared_ff}, 32, 1, 1, {min(n, 4)}> shared;\n  shared.row[0] = {s.start} + r;\n"
+                f"  shared.point(sw, {s.tensor.blocks}ull);\n  shared.prefetch();\n"
+            )
             after = f"  shared.run(sh, {k // 32}, {top * ff});\n  if (threadIdx.x % 32 == 0) acc += shared.acc[0];\n"
             args += (("const u8 *", "sw", s.tensor.buffer),)
             nbytes += op.shared_down.nbytes
-        body += (f"  if (threadIdx.x < 32) {choose}\n  __syncthreads();\n"
-                 f"  Experts<{p.tensor.kind.name}, {ff}, {dim}, {top}> experts;\n  experts.prefetch(w, {p.tensor.blocks}ull, ids, r);\n  grid_wait();\n"
-                 f"  Stage<{k}, false, {int(quant)}, false> stage;\n  stage.finish({load}, sh);\n"
-                 f"  float acc = warp_sum(experts.run(w, {p.tensor.blocks}ull, ids, weights, r, sh, {k // 32}));\n{after}"
-                 f"  if (threadIdx.x % 32 == 0 && row < {dim}) x[row] += acc;")  # fmt: skip
+        body += (
+            f"  if (threadIdx.x < 32) {choose}\n  __syncthreads();\n"
+            f"  Experts<{p.tensor.kind.name}, {ff}, {dim}, {top}> experts;\n  experts.prefetch(w, {p.tensor.blocks}ull, ids, r);\n  grid_wait();\n"
+            f"  Stage<{k}, false, {int(quant)}, false> stage;\n  stage.finish({load}, sh);\n"
+            f"  float acc = warp_sum(experts.run(w, {p.tensor.blocks}ull, ids, weights, r, sh, {k // 32}));\n{after}"
+            f"  if (threadIdx.x % 32 == 0 && row < {dim}) x[row] += acc;"
+        )
         kind = op.down.type.name.lower()
-        return launch(f"experts_down_{kind}_{top}x{dim}x{ff}", "matvec.cu", body, args, (-(-dim // 8), 1, 1), f"experts {kind}", nbytes)
+        return launch(
+            f"experts_down_{kind}_{top}x{dim}x{ff}",
+            "matvec.cu",
+            body,
+            args,
+            (-(-dim // 8), 1, 1),
+            f"experts {kind}",
+            nbytes,
+        )
 
     def _Head(self, op: ops.Head) -> Launch:
         load = f"Plain{{src + (u64)(state[COUNT] - 1) * {op.weight.cols}}}"  # the last of this step's tokens
-        return self._linear("head", op.norm, op.eps, [(op.weight, 1, "Put{d0, nullptr}")], load=load,
-                            extra_args=(("const float *", "src", self.act("x")), ("float *", "d0", self.buffer("logits", 4 * self.plan.vocab)), STATE))  # fmt: skip
+        return self._linear(
+            "head",
+            op.norm,
+            op.eps,
+            [(op.weight, 1, "Put{d0, nullptr}")],
+            load=load,
+            extra_args=(
+                ("const float *", "src", self.act("x")),
+                ("float *", "d0", self.buffer("logits", 4 * self.plan.vocab)),
+                STATE,
+            ),
+        )
 
     def _sample(self) -> list[Launch]:
         vocab = self.plan.vocab
         n = -(-vocab // STRETCH)
         for name, size in (("candidates", 8 * n * SLOTS), ("counts", 4 * n), ("parts", 8 * n), ("adjusted", 4 * vocab)):
             self.buffer(name, size)
-        lists = (("Candidate *", "list", "candidates"), ("int *", "counts", "counts"), ("F2 *", "parts", "parts"), ("float *", "adjusted", "adjusted"))
+        lists = (
+            ("Candidate *", "list", "candidates"),
+            ("int *", "counts", "counts"),
+            ("F2 *", "parts", "parts"),
+            ("float *", "adjusted", "adjusted"),
+        )
         logits = ("const float *", "logits", "logits")
-        first = Launch(f"candidates_{vocab}", "sample.cu", f"  candidates<{vocab}>(list, counts, parts, adjusted, logits, history, state);",
-                       (*lists, logits, ("const int *", "history", "history"), STATE), (n, 1, 1), 1024, kind="sampling")  # fmt: skip
-        args = (("V2 *", "ring", "ring"), ("int *", "history", "history"), ("int *", "state", "state"), *((f"const {c}", p, b) for c, p, b in lists), logits)
+        first = Launch(
+            f"candidates_{vocab}",
+            "sample.cu",
+            f"  candidates<{vocab}>(list, counts, parts, adjusted, logits, history, state);",
+            (*lists, logits, ("const int *", "history", "history"), STATE),
+            (n, 1, 1),
+            1024,
+            kind="sampling",
+        )
+        args = (
+            ("V2 *", "ring", "ring"),
+            ("int *", "history", "history"),
+            ("int *", "state", "state"),
+            *((f"const {c}", p, b) for c, p, b in lists),
+            logits,
+        )
         body = f"  choose_token<{vocab}, {RING}>(ring, history, state, list, counts, parts, adjusted, logits);"
         return [first, Launch(f"choose_token_{vocab}", "sample.cu", body, args, (1, 1, 1), 1024, kind="sampling")]
 
@@ -365,8 +558,17 @@ def c_float(value: float) -> str:
     return f"{float(value)!r}f"
 
 
-def launch(name: str, file: str, body: str, args: tuple[Arg, ...], grid: tuple[int, int, int], kind: str, nbytes: int = 0,
-           threads: int = 256, resident: int = 1) -> Launch:  # fmt: skip
+def launch(
+    name: str,
+    file: str,
+    body: str,
+    args: tuple[Arg, ...],
+    grid: tuple[int, int, int],
+    kind: str,
+    nbytes: int = 0,
+    threads: int = 256,
+    resident: int = 1,
+) -> Launch:
     """A launch in which every buffer is bound once: a second name for one becomes a local pointer."""
     bound: dict[str, Arg] = {}
     for c_type, param, buffer in args:
@@ -380,22 +582,45 @@ def launch(name: str, file: str, body: str, args: tuple[Arg, ...], grid: tuple[i
 def embed(b: Builder, op: ops.Embed, tokens: int) -> Launch:
     """x (tokens, dim): rows of the table."""
     p, dim = b.weight(op.weight), op.weight.cols
-    args = (("float *", "x", b.act("x", tokens)), ("const u8 *", "w", p.tensor.buffer), ("const int *", "history", "history"), STATE)
+    args = (
+        ("float *", "x", b.act("x", tokens)),
+        ("const u8 *", "w", p.tensor.buffer),
+        ("const int *", "history", "history"),
+        STATE,
+    )
     body = f"  embed<{p.tensor.kind.name}, {dim}>(x, w, {p.tensor.blocks}ull, history, state);"
-    return launch(f"embed_{p.tensor.kind.name.lower()}_{dim}", "rope.cu", body, args, (-(-dim // 256), tokens, 1), "embedding")
+    return launch(
+        f"embed_{p.tensor.kind.name.lower()}_{dim}", "rope.cu", body, args, (-(-dim // 256), tokens, 1), "embedding"
+    )
 
 
 def rope_store(b: Builder, op: ops.RopeStore, scale: float, tokens: int) -> Launch:
     """Queries times `scale` and rotated into `queries`; rotated keys, and values, into the cache."""
     norm = 0 if op.q_norm is None else 1 if op.q_norm.cols == op.head_dim else 2
     out = b.buffer("queries", 2 * tokens * op.heads * op.head_dim)
-    args = (("u16 *", "out", out), ("u16 *", "kc", b.cache("k", op.layer)), ("u16 *", "vc", b.cache("v", op.layer)),
-            ("const float *", "q", b.act(op.q, tokens)), ("const float *", "k", b.act(op.k, tokens)), ("const float *", "v", b.act(op.v, tokens)),
-            *b.vector(op.q_norm, "q_gain"), *b.vector(op.k_norm, "k_gain"), ("const F2 *", "table", b.rope(op.rope)), STATE)  # fmt: skip
+    args = (
+        ("u16 *", "out", out),
+        ("u16 *", "kc", b.cache("k", op.layer)),
+        ("u16 *", "vc", b.cache("v", op.layer)),
+        ("const float *", "q", b.act(op.q, tokens)),
+        ("const float *", "k", b.act(op.k, tokens)),
+        ("const float *", "v", b.act(op.v, tokens)),
+        *b.vector(op.q_norm, "q_gain"),
+        *b.vector(op.k_norm, "k_gain"),
+        ("const F2 *", "table", b.rope(op.rope)),
+        STATE,
+    )
     shape = f"{op.heads}, {op.kv_heads}, {op.head_dim}, {op.rope.dims}, {int(op.rope.style == 'neox')}, {norm}"
     gain = "q_gain, k_gain" if norm else "nullptr, nullptr"
     body = f"  rope_store<{shape}>(out, kc, vc, q, k, v, {gain}, {c_float(op.eps)}, {c_float(scale)}, table, state);"
-    return launch(f"rope_store_{op.heads}_{op.kv_heads}_{op.head_dim}", "rope.cu", body, args, (-(-(op.heads + 2 * op.kv_heads) // 8), tokens, 1), "rope")
+    return launch(
+        f"rope_store_{op.heads}_{op.kv_heads}_{op.head_dim}",
+        "rope.cu",
+        body,
+        args,
+        (-(-(op.heads + 2 * op.kv_heads) // 8), tokens, 1),
+        "rope",
+    )
 
 
 def splits(op: ops.Attention) -> int:
@@ -409,32 +634,52 @@ def chunk(op: ops.Attention) -> int:
 
 
 def attention(b: Builder, op: ops.Attention, tokens: int) -> Launch:
-    """Decode: SPLITS parts of the keys; prefill: all keys. The results go into op.dst, latent decode's partial ones into attention_o."""
+    """Decode: SPLITS parts of the keys; prefill: all keys. The results go into op.dst, latent decode's partial ones
+    into attention_o."""
     group, ck, decode = op.heads // op.kv_heads, chunk(op), tokens == 1
     mt = 2 if group > 16 or not decode else 1
     kp, vp, rows = op.key_dim + 8, op.value_dim + 8, 16 * mt
     parts = 4 if mt * ck // 8 <= 4 else 2
-    shared = 2 * (rows * kp + 2 * ck * kp + (0 if op.latent else 2 * ck * vp) + rows * (ck + 8)) + 4 * max(rows * (parts * (ck + 4) + 3), group * SPLITS)
+    shared = 2 * (rows * kp + 2 * ck * kp + (0 if op.latent else 2 * ck * vp) + rows * (ck + 8)) + 4 * max(
+        rows * (parts * (ck + 4) + 3), group * SPLITS
+    )
     if op.key_dim % 16 or op.value_dim % 8 or shared > 227 << 10:
         raise TinychatError(f"the CUDA attention kernel does not take heads of {op.key_dim} and {op.value_dim} values")
     n = splits(op) if decode else 1
     b.buffer("attention_o", 2 * splits(op) * op.heads * op.value_dim)
     b.buffer("attention_ml", 8 * splits(op) * op.heads)
     b.buffer("tickets", 4 * op.kv_heads)
-    args: tuple[Arg, ...] = (("u16 *", "partial", "attention_o"), ("F2 *", "ml", "attention_ml"), ("int *", "tickets", "tickets"),
-                             ("const u16 *", "q", "queries"), ("const u16 *", "kc", b.cache("k", op.layer)), STATE)  # fmt: skip
+    args: tuple[Arg, ...] = (
+        ("u16 *", "partial", "attention_o"),
+        ("F2 *", "ml", "attention_ml"),
+        ("int *", "tickets", "tickets"),
+        ("const u16 *", "q", "queries"),
+        ("const u16 *", "kc", b.cache("k", op.layer)),
+        STATE,
+    )
     if not op.latent:
         args += (("const u16 *", "vc", b.cache("v", op.layer)),)
     if not (op.latent and decode):
         args += (("float *", "out", b.act(op.dst, tokens)),)
-    shape = f"{op.heads}, {op.kv_heads}, {op.key_dim}, {op.value_dim}, {mt}, {ck}, {n}, {int(op.latent)}, {int(not decode)}"
+    shape = (
+        f"{op.heads}, {op.kv_heads}, {op.key_dim}, {op.value_dim}, {mt}, {ck}, {n}, {int(op.latent)}, {int(not decode)}"
+    )
     body = f"  attention<{shape}>({'nullptr' if op.latent and decode else 'out'}, partial, ml, tickets, q, kc, {'kc' if op.latent else 'vc'}, state);"
-    return Launch(f"attention_{op.heads}_{op.kv_heads}_{op.key_dim}{'' if decode else '_prefill'}", "attention.cu", body, args,
-                  (n, -(-group * tokens // rows), op.kv_heads), 512, shared=shared, kind="attention")  # fmt: skip
+    return Launch(
+        f"attention_{op.heads}_{op.kv_heads}_{op.key_dim}{'' if decode else '_prefill'}",
+        "attention.cu",
+        body,
+        args,
+        (n, -(-group * tokens // rows), op.kv_heads),
+        512,
+        shared=shared,
+        kind="attention",
+    )
 
 
 def state_words(s: ops.Sampling, pos: int, count: int, first_known: int) -> list[int]:
-    """The int32 words of buffer `state` (quants.cuh): position, tokens of this step, sampling; tokens are known from `first_known` on."""
+    """The int32 words of buffer `state` (quants.cuh): position, tokens of this step, sampling; tokens are known from
+    `first_known` on."""
     floats = struct.unpack("<4i", struct.pack("<4f", s.temperature, s.top_p, s.min_p, s.repeat_penalty))
     seed = struct.unpack("<2i", struct.pack("<Q", s.seed % 2**64))
     return [pos, count, s.top_k, *floats, max(0, s.repeat_last_n), *seed, max(0, first_known)]

@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tinychat.chat.conversation import to_markdown
+from tinychat.chat.parameters import PARAMETERS, Parameters, get_parameter, set_parameter
 from tinychat.errors import TinychatError, printable
 from tinychat.ui.chat import opening
 from tinychat.ui.chat.message import footer_text
-from tinychat.ui.conversation import to_markdown
 from tinychat.ui.panel.figures import size, speed
-from tinychat.ui.parameters import PARAMETERS, Parameters, get_parameter, set_parameter
 
 if TYPE_CHECKING:
     from tinychat.ui.chat.screen import ChatScreen
@@ -92,11 +92,16 @@ async def think(chat: ChatScreen, text: str) -> None:
 async def system(chat: ChatScreen, text: str) -> None:
     p = chat.controller.conversation.parameters
     if not text.strip():
-        await chat.note(f"the system prompt is: {p.system}" if p.system else "there is no system prompt; /system TEXT sets one")
+        await chat.note(
+            f"the system prompt is: {p.system}" if p.system else "there is no system prompt; /system TEXT sets one"
+        )
         return
     await _use(chat, {"system": "" if text.strip().lower() == "off" else text.strip()})
-    await chat.note("the system prompt is set; it counts from the next message on" if text.strip().lower() != "off" else
-                    "there is no system prompt any more")  # fmt: skip
+    await chat.note(
+        "the system prompt is set; it counts from the next message on"
+        if text.strip().lower() != "off"
+        else "there is no system prompt any more"
+    )
 
 
 async def set_value(chat: ChatScreen, text: str) -> None:
@@ -109,12 +114,16 @@ async def set_value(chat: ChatScreen, text: str) -> None:
         if name not in PARAMETERS:
             set_parameter(p, name, "")
         now, spec = get_parameter(p, name), PARAMETERS[name]
-        await chat.note(f"{name} is {spec.empty if now is None else f'{now:g}' if isinstance(now, float) else now}: {spec.help}")
+        await chat.note(
+            f"{name} is {spec.empty if now is None else f'{now:g}' if isinstance(now, float) else now}: {spec.help}"
+        )
         return
     changed = set_parameter(p, name, value)
     chat.controller.set_parameters(changed)
     now = get_parameter(changed, name)
-    await chat.note(f"{name} is {PARAMETERS[name].empty if now is None else f'{now:g}' if isinstance(now, float) else now}")
+    await chat.note(
+        f"{name} is {PARAMETERS[name].empty if now is None else f'{now:g}' if isinstance(now, float) else now}"
+    )
 
 
 async def _use(chat: ChatScreen, changes: dict[str, Any]) -> None:
@@ -125,8 +134,11 @@ async def _use(chat: ChatScreen, changes: dict[str, Any]) -> None:
 async def raw(chat: ChatScreen, text: str) -> None:
     c = chat.controller
     c.raw = _switch(text, c.raw, "raw")
-    await chat.note("raw: what you write is the whole prompt, special tokens and all; nothing is added or taken away" if c.raw
-                    else "raw is off: messages go through the chat template")  # fmt: skip
+    await chat.note(
+        "raw: what you write is the whole prompt, special tokens and all; nothing is added or taken away"
+        if c.raw
+        else "raw is off: messages go through the chat template"
+    )
 
 
 # getting things out
@@ -186,7 +198,9 @@ async def stats(chat: ChatScreen, text: str) -> None:
     if s.prefill_tok_s:
         lines.append(f"prompt {s.prompt_tokens:,} · prefill {speed(s.prefill_tok_s)} tok/s")
     if s.ttft_s:
-        lines.append(f"TTFT {1e3 * s.ttft_s:,.1f} ms" + (f" · {1e3 * s.token_s:,.2f} ms per output token" if s.token_s else ""))
+        lines.append(
+            f"TTFT {1e3 * s.ttft_s:,.1f} ms" + (f" · {1e3 * s.token_s:,.2f} ms per output token" if s.token_s else "")
+        )
     spent = [*s.parts(), ("painting", chat.painter.meter.seconds)]
     if any(took for _, took in spent):
         each = [f"{what} {1e3 * took:,.1f} ms" for what, took in spent]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
+from tinychat.chat.conversation import Attachment
 from tinychat.errors import TinychatError, printable
-from tinychat.ui.conversation import Attachment
 
 MAX_BYTES = 256 * 1024
 _AT = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|(\S+))')

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from textual.fuzzy import Matcher
 
+from tinychat.chat.parameters import PARAMETERS
 from tinychat.errors import TinychatError, printable
 from tinychat.ui.chat import actions
 from tinychat.ui.chat.prompt import Choice
-from tinychat.ui.parameters import PARAMETERS
 
 if TYPE_CHECKING:
     from tinychat.ui.chat.screen import ChatScreen
@@ -21,7 +21,8 @@ Handler = Callable[["ChatScreen", str], Awaitable[None] | None]
 
 @dataclass(frozen=True)
 class Command:
-    """`/name arguments`. `run` gets the text behind the name; `values` are what may stand there; `key` does the same."""
+    """`/name arguments`. `run` gets the text behind the name; `values` are what may stand there; `key` does the
+    same."""
 
     name: str
     arguments: str
@@ -37,12 +38,23 @@ class Command:
 
 
 ON_OFF = (("on", ""), ("off", ""))
-COPY = (("answer", "the last answer"), ("code", "its last code block; code 1 is the first"), ("all", "the conversation"))
+COPY = (
+    ("answer", "the last answer"),
+    ("code", "its last code block; code 1 is the first"),
+    ("all", "the conversation"),
+)
 SET = tuple((name, spec.help) for name, spec in PARAMETERS.items())
 
 COMMANDS: tuple[Command, ...] = (
     Command("model", "[NAME]", "choose, download or load a model", actions.model, key="f2"),
-    Command("new", "", "begin a new conversation; this one stays in the history", actions.new, key="ctrl+n", aliases=("clear",)),
+    Command(
+        "new",
+        "",
+        "begin a new conversation; this one stays in the history",
+        actions.new,
+        key="ctrl+n",
+        aliases=("clear",),
+    ),
     Command("conversations", "", "list, search, reopen earlier conversations", actions.conversations, key="f3"),
     Command("rename", "NAME", "name this conversation", actions.rename),
     Command("regenerate", "", "answer the last message again", actions.regenerate, key="ctrl+r"),
@@ -56,19 +68,32 @@ COMMANDS: tuple[Command, ...] = (
     Command("set", "NAME VALUE", "a parameter; without arguments, a form of all", actions.set_value, SET, key="f4"),
     Command("raw", "on|off", "send prompts without the chat template and show plain output", actions.raw, ON_OFF),
     Command("copy", "[answer|code [N]|all]", "to the clipboard", actions.copy, COPY, key="ctrl+o"),
-    Command("save", "md|json [FILE]", "write the conversation to a file", actions.save,
-            (("md", "Markdown"), ("json", "everything, to be read by programs")), aliases=("export",)),
+    Command(
+        "save",
+        "md|json [FILE]",
+        "write the conversation to a file",
+        actions.save,
+        (("md", "Markdown"), ("json", "everything, to be read by programs")),
+        aliases=("export",),
+    ),
     Command("stats", "", "figures of the last answer", actions.stats),
     Command("bench", "[N]", "measure this model over N tokens", actions.bench),
     Command("profile", "[N]", "where the time of a token goes, over N tokens", actions.profile),
     Command("inspect", "", "the exact prompt, its tokens and their probabilities", actions.inspect, key="f8"),
     Command("panel", "", "show or hide the engine panel", actions.panel, key="f9"),
-    Command("experts", "on|off", "show which experts of a mixture are chosen, layer by layer", actions.experts, ON_OFF, key="f7"),
+    Command(
+        "experts",
+        "on|off",
+        "show which experts of a mixture are chosen, layer by layer",
+        actions.experts,
+        ON_OFF,
+        key="f7",
+    ),
     Command("settings", "", "edit the settings file", actions.settings_file),
     Command("theme", "", "choose the colours", actions.theme),
     Command("help", "", "what tinychat can do", actions.help_screen, key="f1"),
     Command("quit", "", "leave", actions.leave, key="ctrl+q", aliases=("exit", "bye")),
-)  # fmt: skip
+)
 
 
 def find(name: str) -> Command:
@@ -81,7 +106,9 @@ def find(name: str) -> Command:
     if len(begun) == 1:
         return begun[0]
     near = ", ".join(f"/{c.name}" for c in begun or matching(name)[:3]) or "/help"
-    raise TinychatError(f"there is no command /{printable(name)}; did you mean {near}? (// sends a text that begins with /)")
+    raise TinychatError(
+        f"there is no command /{printable(name)}; did you mean {near}? (// sends a text that begins with /)"
+    )
 
 
 def matching(typed: str) -> list[Command]:
@@ -108,5 +135,8 @@ def complete(text: str) -> Sequence[Choice]:
     if " " in rest:
         return ()
     more = command.name == "set"
-    return [Choice(f"/{command.name} {value}" + " " * more, value, help, final=not more)
-            for value, help in command.values if value.startswith(rest.lower())]  # fmt: skip
+    return [
+        Choice(f"/{command.name} {value}" + " " * more, value, help, final=not more)
+        for value, help in command.values
+        if value.startswith(rest.lower())
+    ]

@@ -14,14 +14,19 @@ from textual.style import Style
 from textual.widget import Widget
 from textual.widgets import Static
 
+from tinychat.chat.changes import Grew
+from tinychat.chat.conversation import Turn
 from tinychat.errors import printable
-from tinychat.ui.changes import Grew
 from tinychat.ui.chat.markdown import MarkdownView
 from tinychat.ui.chat.thinking import ThinkingBlock
-from tinychat.ui.conversation import Turn
 from tinychat.ui.panel.figures import seconds, speed
 
-ENDINGS = {"length": "stopped at max_tokens", "stopped": "stopped", "context": "the context is full", "failed": "failed"}
+ENDINGS = {
+    "length": "stopped at max_tokens",
+    "stopped": "stopped",
+    "context": "the context is full",
+    "failed": "failed",
+}
 
 
 class Message(Vertical, can_focus=True):
@@ -66,7 +71,8 @@ class Message(Vertical, can_focus=True):
 
 
 class Head(Widget):
-    """The line above a message: who speaks, and on the right, under the mouse or with the focus, what a click can do."""
+    """The line above a message: who speaks, and on the right, under the mouse or with the focus, what a click can
+    do."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {"speaker", "action"}
 
@@ -78,7 +84,9 @@ class Head(Widget):
             return speaker
         links = [Content.styled(a, ".action").stylize(Style.from_meta({"act": a})) for a in message.ACTIONS]
         actions = Content("  ").join(links)
-        return Content.assemble(speaker, " " * max(2, self.size.width - speaker.cell_length - actions.cell_length), actions)
+        return Content.assemble(
+            speaker, " " * max(2, self.size.width - speaker.cell_length - actions.cell_length), actions
+        )
 
 
 class UserMessage(Message):
@@ -91,7 +99,9 @@ class UserMessage(Message):
         yield Head()
         yield MarkdownView(self.turn.text, plain=True, classes="text")
         if self.turn.files:
-            names = ", ".join(f"{printable(f.name, newlines=False)} ({len(f.text):,} characters)" for f in self.turn.files)
+            names = ", ".join(
+                f"{printable(f.name, newlines=False)} ({len(f.text):,} characters)" for f in self.turn.files
+            )
             yield Static(Content(f"+ {names}"), classes="files")
 
 
@@ -141,7 +151,9 @@ class AnswerMessage(Message):
             thinks = live and not turn.text
             if self.thinking.parent is None:
                 self.mount(self.thinking, before=self.view)
-            self.thinking.show(tokens, elapsed if live else turn.thinking_s, live=thinks, cut=not thinks and turn.thinking_open)
+            self.thinking.show(
+                tokens, elapsed if live else turn.thinking_s, live=thinks, cut=not thinks and turn.thinking_open
+            )
         if ended:
             self.view.finish()
         footer = self.query_one(".footer", Static)
@@ -158,7 +170,9 @@ class NoteLine(Static):
     """One line of tinychat itself; errors have a sign as well as a colour."""
 
     def __init__(self, text: str, error: bool = False) -> None:
-        super().__init__(Content(f"{'✗' if error else '·'} {printable(text)}"), classes="note -error" if error else "note")
+        super().__init__(
+            Content(f"{'✗' if error else '·'} {printable(text)}"), classes="note -error" if error else "note"
+        )
 
 
 def footer_text(turn: Turn) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tinychat import cache, settings
+from tinychat.chat import settings
 from tinychat.errors import TinychatError
-from tinychat.registry import resolve
+from tinychat.models import cache
+from tinychat.models.registry import resolve
 
 if TYPE_CHECKING:
     from tinychat.ui.chat.screen import ChatScreen

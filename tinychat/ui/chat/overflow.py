@@ -13,7 +13,7 @@ from textual.screen import ModalScreen
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
-from tinychat.ui.context import Room
+from tinychat.chat.context import Room
 
 
 class OverflowScreen(ModalScreen[str]):
@@ -44,7 +44,8 @@ def explain(room: Room, trained: int) -> str:
     if room.tokens >= room.limit:
         lines = f"The conversation has {room.tokens:,} tokens, the context holds {room.limit:,}."
     else:
-        lines = f"{room.tokens:,} of {room.limit:,} tokens are used; that leaves {room.limit - room.tokens:,} for an answer."
+        left = room.limit - room.tokens
+        lines = f"{room.tokens:,} of {room.limit:,} tokens are used; that leaves {left:,} for an answer."
     if trained > room.limit:
         lines += f" This model can hold up to {trained:,}: /set context N loads it again with more."
     return lines

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from textual.widgets import Static
 
-from tinychat.ui.changes import Change, Ended, Grew, ModelChanged, Note, Refused, Reset
+from tinychat.chat.changes import Change, Ended, Grew, ModelChanged, Note, Refused, Reset
+from tinychat.chat.context import Room
 from tinychat.ui.chat.message import AnswerMessage
 from tinychat.ui.chat.status import StatusLine
 from tinychat.ui.chat.welcome import Welcome
-from tinychat.ui.context import Room
 from tinychat.ui.panel import EngineLine, EnginePanel, ExpertsStrip, Reading
 from tinychat.ui.panel.reading import PaintMeter
 
@@ -26,7 +26,8 @@ LONGEST = 0.1  # seconds between two paints, whatever they cost
 
 
 class Painter:
-    """`meter` counts painted tokens; `longest_gap` is the longest time in seconds between two paints of a growing answer."""
+    """`meter` counts painted tokens; `longest_gap` is the longest time in seconds between two paints of a growing
+    answer."""
 
     def __init__(self, chat: ChatScreen) -> None:
         self._chat = chat
@@ -56,8 +57,14 @@ class Painter:
                 await self._apply(change)
         if c.running is not None:
             self._running()
-        state = (c.running is not None, c.running and c.running.kind, c.ready, len(c.queue), len(c.conversation.turns),
-                 self._chat.editing)  # fmt: skip
+        state = (
+            c.running is not None,
+            c.running and c.running.kind,
+            c.ready,
+            len(c.queue),
+            len(c.conversation.turns),
+            self._chat.editing,
+        )
         if state != self._state:
             self._state = state
             self._chat.query_one("#prompt-mark", Static).update("✎" if self._chat.editing is not None else "›")
@@ -112,11 +119,21 @@ class Painter:
         if engine:
             engine.watch_routing = chat.experts
         chat.set_class(routing is not None, "-experts")
-        reading = Reading(stats, engine.info if engine else None, c.usage, c.loading, prefill, tuple(self._speeds),
-                          self.meter.rate if running else self.meter.average, routing)  # fmt: skip
+        reading = Reading(
+            stats,
+            engine.info if engine else None,
+            c.usage,
+            c.loading,
+            prefill,
+            tuple(self._speeds),
+            self.meter.rate if running else self.meter.average,
+            routing,
+        )
         chat.query_one(EnginePanel).show(reading)
         chat.query_one(EngineLine).show(reading)
         chat.query_one(ExpertsStrip).show(reading)
-        chat.query_one(StatusLine).show(c.conversation.model, engine.info if engine else None, title, "raw" if c.raw else "")
+        chat.query_one(StatusLine).show(
+            c.conversation.model, engine.info if engine else None, title, "raw" if c.raw else ""
+        )
         if not c.conversation.turns:
             chat.query_one(Welcome).show(c.conversation.model if c.ready or c.loading else "", c.loading is not None)

@@ -50,8 +50,14 @@ class Prompt(TextArea):
             self.text = text
 
     def __init__(self) -> None:
-        super().__init__(id="prompt", compact=True, highlight_cursor_line=False, show_line_numbers=False, soft_wrap=True,
-                         placeholder="ask, or / for commands")  # fmt: skip
+        super().__init__(
+            id="prompt",
+            compact=True,
+            highlight_cursor_line=False,
+            show_line_numbers=False,
+            soft_wrap=True,
+            placeholder="ask, or / for commands",
+        )
         self.past: list[str] = []
         self.completions: Completions | None = None  # set by the box while a list is open
         self._place: int | None = None  # in the history; None = the draft
@@ -74,8 +80,8 @@ class Prompt(TextArea):
         self._place = None
 
     async def _on_key(self, event: events.Key) -> None:
-        # Not bindings: those with priority overtake characters that are still on their way, and a fast typist's Enter comes
-        # before the end of the line.
+        # Not bindings: those with priority overtake characters that are still on their way, and a fast typist's Enter
+        # comes before the end of the line.
         if event.key == "enter":
             act: Callable[[], object] = self.submit
         elif event.key in ("shift+enter", "ctrl+j", "alt+enter"):
@@ -166,7 +172,9 @@ class PromptBox(Vertical):
         waiting.display = bool(texts)
         first = printable(" ".join(texts[0].split())) if texts else ""
         more = f" (and {len(texts) - 1} more)" if len(texts) > 1 else ""
-        waiting.update(Content.assemble(("waiting ", "$accent"), first[:200], more, ("  esc takes it back", "$foreground 60%")))
+        waiting.update(
+            Content.assemble(("waiting ", "$accent"), first[:200], more, ("  esc takes it back", "$foreground 60%"))
+        )
 
     def close(self) -> bool:
         """Closes the completions; False when none were open."""
@@ -182,7 +190,10 @@ class PromptBox(Vertical):
         self.list.display = bool(self._choices)
         if self._choices:
             width = max(len(c.label) for c in self._choices)
-            rows = [Content.assemble(printable(c.label).ljust(width + 2), (c.help, "$foreground 60%")) for c in self._choices]
+            rows = [
+                Content.assemble(printable(c.label).ljust(width + 2), (c.help, "$foreground 60%"))
+                for c in self._choices
+            ]
             self.list.set_options([Option(row) for row in rows])
             self.list.highlighted = 0
 

@@ -14,8 +14,11 @@ from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.screen import Screen
 
+from tinychat.chat.context import Room
+from tinychat.chat.controller import Controller
+from tinychat.chat.conversation import Turn
+from tinychat.chat.history import History
 from tinychat.errors import TinychatError, printable
-from tinychat.history import History
 from tinychat.ui.chat import attach, commands, opening
 from tinychat.ui.chat.markdown import MarkdownView
 from tinychat.ui.chat.message import Message
@@ -24,9 +27,6 @@ from tinychat.ui.chat.painter import Painter
 from tinychat.ui.chat.prompt import Choice, Prompt, PromptBox
 from tinychat.ui.chat.status import StatusLine
 from tinychat.ui.chat.transcript import Transcript
-from tinychat.ui.context import Room
-from tinychat.ui.controller import Controller
-from tinychat.ui.conversation import Turn
 from tinychat.ui.keys import KeyLine
 from tinychat.ui.panel import EngineLine, EnginePanel, ExpertsStrip
 
@@ -44,7 +44,13 @@ class ChatScreen(Screen[None]):
         Binding("escape", "stop", "stop", tooltip="stop; what there is of the answer stays"),
         Binding("escape", "keep", "leave it as it was"),
         Binding("escape", "escape", "back to the prompt; takes back what waits or is edited", show=False),
-        Binding("ctrl+g", "command('skip')", "skip to the answer", priority=True, tooltip="stop thinking and go to the answer"),
+        Binding(
+            "ctrl+g",
+            "command('skip')",
+            "skip to the answer",
+            priority=True,
+            tooltip="stop thinking and go to the answer",
+        ),
         Binding("ctrl+t", "toggle_thinking", "thinking", priority=True, tooltip="fold or unfold the last thinking"),
         Binding("ctrl+r", "command('regenerate')", "again", priority=True, tooltip="answer the last message again"),
         Binding("f5", "command('continue')", "continue", tooltip="go on with an answer that was stopped"),
@@ -58,7 +64,9 @@ class ChatScreen(Screen[None]):
         Binding("f7", "command('experts')", "which experts of a mixture are chosen", show=False, priority=True),
         Binding("f9", "command('panel')", "show or hide the engine panel", show=False),
         Binding("f1", "command('help')", "help", tooltip="this help"),
-        Binding("ctrl+up", "to_messages", "to the messages above, to copy, edit or fork them", show=False, priority=True),
+        Binding(
+            "ctrl+up", "to_messages", "to the messages above, to copy, edit or fork them", show=False, priority=True
+        ),
         Binding("ctrl+down", "to_prompt", "back to the prompt", show=False, priority=True),
         Binding("pageup", "scroll(-1)", "a page up", show=False, priority=True),
         Binding("pagedown", "scroll(1)", "a page down", show=False, priority=True),
@@ -67,8 +75,13 @@ class ChatScreen(Screen[None]):
         Binding("ctrl+c", "copy_or_stop", "copy what is selected; else stop", show=False, priority=True),
     ]
 
-    def __init__(self, controller: Controller, history: History | None = None, experts: bool = False,
-                 remember: Callable[..., object] | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        controller: Controller,
+        history: History | None = None,
+        experts: bool = False,
+        remember: Callable[..., object] | None = None,
+    ) -> None:
         super().__init__()
         self.controller, self.history = controller, history
         self.experts = experts  # whether the heat strip is wanted
@@ -133,7 +146,9 @@ class ChatScreen(Screen[None]):
     def ask_for_room(self, room: Room) -> None:
         """The context would overflow: the user decides."""
         engine = self.controller.engine
-        self.app.push_screen(OverflowScreen(room, engine.info.trained_context if engine else 0), partial(self._resolve, room))
+        self.app.push_screen(
+            OverflowScreen(room, engine.info.trained_context if engine else 0), partial(self._resolve, room)
+        )
 
     def _resolve(self, room: Room, choice: str | None) -> None:
         try:
@@ -177,7 +192,11 @@ class ChatScreen(Screen[None]):
     async def _submitted(self, event: Prompt.Submitted) -> None:
         text = event.text.strip()
         command = text.startswith("/") and not text.startswith("//") and "\n" not in text and not self.controller.raw
-        if self.controller.raw and text.startswith("/") and text[1:].partition(" ")[0] in {c.name for c in commands.COMMANDS}:
+        if (
+            self.controller.raw
+            and text.startswith("/")
+            and text[1:].partition(" ")[0] in {c.name for c in commands.COMMANDS}
+        ):
             command = True
         try:
             if command:
@@ -324,7 +343,9 @@ class ChatScreen(Screen[None]):
                     await self.run_command(f"fork {index + 1}")
                 case "regenerate":
                     if c.conversation.last_answer != index:
-                        raise TinychatError("only the last answer can be written again; edit or fork an earlier question")
+                        raise TinychatError(
+                            "only the last answer can be written again; edit or fork an earlier question"
+                        )
                     c.regenerate()
         except TinychatError as e:
             await self.note(str(e), error=True)
@@ -337,7 +358,8 @@ class ChatScreen(Screen[None]):
         self.notify(f"copied {what}", timeout=2)
 
     def copy_code(self, index: int, number: str = "") -> None:
-        """Code block `number` (from 1; the last by default) of answer `index`. Raises TinychatError when there is none."""
+        """Code block `number` (from 1; the last by default) of answer `index`. Raises TinychatError when there is
+        none."""
         blocks = MarkdownView(self.controller.conversation.turns[index].text).code_blocks
         if not blocks:
             raise TinychatError("this answer has no code block; /copy answer takes all of it")
@@ -354,7 +376,9 @@ class ChatScreen(Screen[None]):
         if event.href.lower().startswith(("http://", "https://", "mailto:")):
             self.app.open_url(event.href)
         else:
-            self.notify(Content(f"not opened: {printable(event.href, newlines=False)[:200]}").markup, severity="warning")
+            self.notify(
+                Content(f"not opened: {printable(event.href, newlines=False)[:200]}").markup, severity="warning"
+            )
 
     def show_experts(self, on: bool) -> None:
         """Shows or hides the heat strip, and keeps that. Raises TinychatError when it cannot be kept."""
@@ -374,4 +398,3 @@ class ChatScreen(Screen[None]):
             self._lent = False
 
         self.app.push_screen(screen, back)
-

@@ -59,7 +59,7 @@ class ThinkingBlock(Vertical):
             self.mount(self._view)
         if self._view is not None:
             if not self.folded and self._fed < len(self._text):
-                self._view.feed("".join(self._text[self._fed:]))
+                self._view.feed("".join(self._text[self._fed :]))
                 self._fed = len(self._text)
             self._view.display = not self.folded
 

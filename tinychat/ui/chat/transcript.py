@@ -8,10 +8,10 @@ from textual.content import Content
 from textual.widget import Widget
 from textual.widgets import Static
 
-from tinychat.ui.changes import Grew
+from tinychat.chat.changes import Grew
+from tinychat.chat.conversation import Conversation
 from tinychat.ui.chat.message import AnswerMessage, Message, NoteLine, UserMessage
 from tinychat.ui.chat.welcome import Welcome
-from tinychat.ui.conversation import Conversation
 
 MOUNTED = 40  # turns; older ones come back on demand, so that a long conversation costs no more than a short one
 
@@ -60,7 +60,8 @@ class Transcript(VerticalScroll, can_focus=False):
         return next((m for m in reversed(self.messages()) if isinstance(m, AnswerMessage)), None)
 
     async def reset(self, conversation: Conversation, start: int, name: str, live: bool) -> None:
-        """Shows `conversation`, whose turns before `start` are as they were; `live`: its last answer is being written."""
+        """Shows `conversation`, whose turns before `start` are as they were; `live`: its last answer is being
+        written."""
         self._conversation, self._speaker = conversation, name
         with self.app.batch_update():
             if start == 0:
@@ -70,7 +71,7 @@ class Transcript(VerticalScroll, can_focus=False):
                 keep = self.message(start - 1)
                 gone: list[Widget] = [m for m in self.messages() if m.index >= start]
                 if keep is not None and gone:
-                    later = list(self.children)[self.children.index(keep) + 1:]
+                    later = list(self.children)[self.children.index(keep) + 1 :]
                     gone += [w for w in later if isinstance(w, NoteLine)]
                 await self.remove_children(gone)
             total = len(conversation.turns)

@@ -33,5 +33,7 @@ class Welcome(Static):
             first = "Choose a model with /model (or F2). It is downloaded once and then runs on this computer, offline."
         width = max(len(key) for key, _ in TIPS)
         lines = [Content(printable(first, newlines=False)).stylize("bold"), Content("")]
-        lines += [Content.assemble((key.rjust(width), "$accent"), "  ", (text, "$foreground 60%")) for key, text in TIPS]
+        lines += [
+            Content.assemble((key.rjust(width), "$accent"), "  ", (text, "$foreground 60%")) for key, text in TIPS
+        ]
         self.update(Content("\n").join(lines))

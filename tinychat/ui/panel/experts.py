@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from textual.content import Content
 
-from tinychat.engine.routing import Routing
+from tinychat.engine.expert_use import Routing
 from tinychat.ui.panel.figures import heading
 
 SHADES = (("·", ".dim"), ("░", ".dim"), ("▒", ".warm"), ("▓", ".warm"), ("█", ".hot"))
@@ -13,8 +13,10 @@ LEAST = 4  # rows, where there are that many layers
 
 
 def strip(routing: Routing, width: int, height: int) -> list[Content]:
-    """Lines of `width` cells, at most `height` of them (but LEAST layers and the words are always there): layers from top to
-    bottom, named by their number, experts from left to right; several share a row or a cell where there is not room for each."""
+    """Lines of `width` cells, at most `height` of them (but LEAST layers and the words are always there): layers from
+    top to bottom, named by their number, experts from left to right; several share a row or a cell where there is not
+    room for
+    each."""
     lines = [heading("experts", width)]
     if not routing.known:
         return [*lines, Content.styled("not available on this device", ".dim")]
@@ -30,7 +32,9 @@ def strip(routing: Routing, width: int, height: int) -> list[Content]:
     words = [f"{experts} experts, {routing.used} chosen a token"]
     if per_row > 1 or per_cell > 1:
         words.append(f"a row {_some(per_row, 'layer')}, a cell {_some(per_cell, 'expert')}")
-    words.append(f"{_some(tokens, 'token')}: · never ░▒▓█ to {most:.0%}" if tokens else "filled while an answer is written")
+    words.append(
+        f"{_some(tokens, 'token')}: · never ░▒▓█ to {most:.0%}" if tokens else "filled while an answer is written"
+    )
     text = words[0]
     for more in words[1:]:
         text += (" · " if len(text.rpartition("\n")[2]) + len(more) + 3 <= width else "\n") + more

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rich.filesize import decimal
 from textual.content import Content
 
+from tinychat.chat.context import Usage
 from tinychat.errors import printable
-from tinychat.ui.context import Usage
 from tinychat.ui.panel.reading import Reading
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -73,7 +73,11 @@ def context_rows(usage: Usage, width: int, short: bool = False) -> list[Content]
     share = f"{usage.used / usage.limit:.0%}" if usage.limit else ""
     lines = [context_bar(usage, width), row(f"{usage.used:,} of {usage.limit:,}", share, width)]
     if short:
-        there = [Content.assemble((char, f".{name}"), (f" {name}", ".dim")) for name, char in PARTS[:-1] if getattr(usage, name)]
+        there = [
+            Content.assemble((char, f".{name}"), (f" {name}", ".dim"))
+            for name, char in PARTS[:-1]
+            if getattr(usage, name)
+        ]
         return [*lines, Content("  ").join(there)] if there else lines
     for name, char in PARTS:
         value = f"{getattr(usage, name):,}"
@@ -104,8 +108,10 @@ def speed_rows(r: Reading, width: int) -> list[Content]:
     s = r.stats
     if s is None:
         return []
-    rows = [row("average", f"{speed(s.decode_tok_s)} tok/s" if s.decode_tok_s else "–", width),
-            row("per token", f"{1000 / s.decode_tok_s:.1f} ms" if s.decode_tok_s else "–", width)]  # fmt: skip
+    rows = [
+        row("average", f"{speed(s.decode_tok_s)} tok/s" if s.decode_tok_s else "–", width),
+        row("per token", f"{1000 / s.decode_tok_s:.1f} ms" if s.decode_tok_s else "–", width),
+    ]
     rows.append(row("painted", f"{speed(r.painted)} tok/s" if r.painted else "–", width))
     rows.append(row("first token", seconds(s.ttft_s) if s.ttft_s else "–", width))
     rows.append(row("prefill", f"{speed(s.prefill_tok_s)} tok/s" if s.prefill_tok_s else "–", width))
@@ -135,8 +141,11 @@ def memory_rows(r: Reading, width: int) -> list[Content]:
     s = r.stats
     if s is None:
         return []
-    return [row("weights", size(s.weight_bytes), width), row("KV cache", size(s.kv_bytes), width),
-            row("process", size(s.rss_bytes), width)]  # fmt: skip
+    return [
+        row("weights", size(s.weight_bytes), width),
+        row("KV cache", size(s.kv_bytes), width),
+        row("process", size(s.rss_bytes), width),
+    ]
 
 
 def line(r: Reading, width: int) -> Content:
@@ -144,7 +153,9 @@ def line(r: Reading, width: int) -> Content:
     s, u = r.stats, r.usage
     if r.loading is not None:
         label = r.loading.stage
-        return Content.assemble(label, " ", (bar(r.loading.fraction, max(4, min(24, width - len(label) - 1))), ".spark"))
+        return Content.assemble(
+            label, " ", (bar(r.loading.fraction, max(4, min(24, width - len(label) - 1))), ".spark")
+        )
     if s is None:
         return Content.styled("no model loaded; /model chooses one", ".dim")
     context = Content.assemble(context_bar(u, 10), (f" {u.used:,} of {u.limit:,}", ".dim"))

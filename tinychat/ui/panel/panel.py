@@ -53,9 +53,14 @@ class EnginePanel(VerticalScroll, can_focus=False):
     def _rest(self, reading: Reading, width: int, short: bool) -> list[Content]:
         """The sections below the engine's."""
         context = figures.context_rows(reading.usage, width, short) if reading.usage.limit else []
-        sections = (("context", context), ("machine", figures.machine_rows(reading, width)),
-                    ("memory", figures.memory_rows(reading, width)))  # fmt: skip
-        return [line for title, rows in sections if rows for line in (Content(""), figures.heading(title, width), *rows)]
+        sections = (
+            ("context", context),
+            ("machine", figures.machine_rows(reading, width)),
+            ("memory", figures.memory_rows(reading, width)),
+        )
+        return [
+            line for title, rows in sections if rows for line in (Content(""), figures.heading(title, width), *rows)
+        ]
 
 
 class ExpertsStrip(Static):

@@ -7,17 +7,17 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from tinychat.backend.local import Loading, Prefilling
+from tinychat.chat.context import Usage
 from tinychat.engine.engine import ModelInfo
-from tinychat.engine.routing import Routing
+from tinychat.engine.expert_use import Routing
 from tinychat.engine.stats import Stats
-from tinychat.engine.worker import Loading, Prefilling
-from tinychat.ui.context import Usage
 
 
 @dataclass(frozen=True)
 class Reading:
-    """`stats` and `info` are None until a model is loaded; `speeds` are decode speeds, oldest first, tok/s; `painted` tok/s.
-    `routing` is there when it is to be shown."""
+    """`stats` and `info` are None until a model is loaded; `speeds` are decode speeds, oldest first, tok/s; `painted`
+    tok/s. `routing` is there when it is to be shown."""
 
     stats: Stats | None = None
     info: ModelInfo | None = None
@@ -35,7 +35,9 @@ class PaintMeter:
     `seconds` is what painting them took: CPU time of the screen's thread from `begin` to `painted`, not its waiting.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, work: Callable[[], float] = time.thread_time) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, work: Callable[[], float] = time.thread_time
+    ) -> None:
         self._clock, self._work = clock, work
         self.restart()
 

@@ -11,14 +11,25 @@ from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.widgets import DataTable, ProgressBar, Static
 
-from tinychat import bench, benchlog
-from tinychat.benchlog import BenchResult
+from tinychat.backend.local import Done, Failed, Progress, Report, Worker
 from tinychat.engine.engine import Engine
-from tinychat.engine.worker import Done, Failed, Progress, Report, Worker
 from tinychat.errors import printable
+from tinychat.measure import bench, log
+from tinychat.measure.log import BenchResult
 from tinychat.ui.screens.sheet import Sheet
 
-COLUMNS = ("date", "decode tok/s", "to the latest", "prefill tok/s", "TTFT s", "GB/s", "limit", "prompt+gen", "device", "version")
+COLUMNS = (
+    "date",
+    "decode tok/s",
+    "to the latest",
+    "prefill tok/s",
+    "TTFT s",
+    "GB/s",
+    "limit",
+    "prompt+gen",
+    "device",
+    "version",
+)
 WORDS = ("date", "device", "version")  # to the left; numbers to the right
 
 
@@ -65,7 +76,7 @@ class BenchScreen(Sheet[None]):
         if engine := self._worker.engine:
             i = engine.info
             self.set_title("Benchmark", " · ".join([self._model or i.name, i.quant, i.device]))
-            self._earlier = benchlog.history(i.fingerprint)
+            self._earlier = log.history(i.fingerprint)
         for column in COLUMNS:
             self.query_one(DataTable).add_column(Text(column, justify="left" if column in WORDS else "right"))
         self._tabulate()
@@ -85,7 +96,7 @@ class BenchScreen(Sheet[None]):
 
         def job(engine: Engine, report: Report, stop: threading.Event) -> BenchResult:
             result = bench.run(engine, n_prompt, n_gen, repeats, report, stop, name=name)
-            benchlog.save(result)
+            log.save(result)
             return result
 
         self._request = self._worker.call(job)
@@ -123,7 +134,7 @@ class BenchScreen(Sheet[None]):
         table, latest = self.query_one(DataTable), self._earlier[-1] if self._earlier else None
         table.clear()
         for r in reversed(self._earlier):
-            cells = dict(zip(benchlog.COLUMNS, benchlog.row(r))) | {"to the latest": compared(r, latest)}
+            cells = dict(zip(log.COLUMNS, log.row(r))) | {"to the latest": compared(r, latest)}
             style = "bold" if r is self._result else ""
             table.add_row(*(Text(cells[c], style, justify="left" if c in WORDS else "right") for c in COLUMNS))
         self.query_one(".result", Static).update(summary(self._result, self._earlier) if self._result else Content())
@@ -135,11 +146,11 @@ class BenchScreen(Sheet[None]):
 
     def action_copy(self) -> None:
         if self._result:
-            self.app.copy_to_clipboard(benchlog.markdown_row(self._result))
+            self.app.copy_to_clipboard(log.markdown_row(self._result))
             self.notify("copied: one row of a Markdown table")
 
     def action_copy_table(self) -> None:
-        self.app.copy_to_clipboard(benchlog.markdown_table(self._earlier))
+        self.app.copy_to_clipboard(log.markdown_table(self._earlier))
         self.notify(f"copied: a Markdown table of {len(self._earlier)}")
 
     def action_stop(self) -> None:
@@ -150,7 +161,12 @@ class BenchScreen(Sheet[None]):
 
 def compared(r: BenchResult, latest: BenchResult | None) -> str:
     """How fast `r` decoded against `latest`: '-4 %'; '·' where the two did not measure the same."""
-    if latest is None or r is latest or not latest.decode_tok_s or (r.n_prompt, r.n_gen) != (latest.n_prompt, latest.n_gen):
+    if (
+        latest is None
+        or r is latest
+        or not latest.decode_tok_s
+        or (r.n_prompt, r.n_gen) != (latest.n_prompt, latest.n_gen)
+    ):
         return "·"
     return f"{r.decode_tok_s / latest.decode_tok_s - 1:+.0%}".replace("%", " %")
 
@@ -160,16 +176,23 @@ def summary(r: BenchResult, all_runs: list[BenchResult]) -> Content:
     limit = f" · {r.limit_share:.0%} of this machine's {r.limit_gb_s:,.1f}" if r.limit_gb_s else ""
     spread = f" ±{r.spread:.0%}" * (len(r.decode_runs) > 1)
     lines = [
-        Content.styled(f"{r.decode_tok_s:,.1f} tok/s", "bold $primary") + Content(f" decode{spread}   ")
-        + Content.styled(f"{r.prefill_tok_s:,.0f} tok/s", "bold") + Content(" prefill   ")
-        + Content.styled(f"{r.ttft_s:.2f} s", "bold") + Content(" to the first token"),
-        Content(f"{r.gb_s:,.1f} GB/s{limit} · {r.kernels_per_token} kernel{'s' * (r.kernels_per_token != 1)} per token"),
-    ]  # fmt: skip
+        Content.styled(f"{r.decode_tok_s:,.1f} tok/s", "bold $primary")
+        + Content(f" decode{spread}   ")
+        + Content.styled(f"{r.prefill_tok_s:,.0f} tok/s", "bold")
+        + Content(" prefill   ")
+        + Content.styled(f"{r.ttft_s:.2f} s", "bold")
+        + Content(" to the first token"),
+        Content(
+            f"{r.gb_s:,.1f} GB/s{limit} · {r.kernels_per_token} kernel{'s' * (r.kernels_per_token != 1)} per token"
+        ),
+    ]
     before = next((e for e in reversed(all_runs[:-1]) if (e.n_prompt, e.n_gen) == (r.n_prompt, r.n_gen)), None)
     if before and before.decode_tok_s:
         change = r.decode_tok_s / before.decode_tok_s - 1
         word = "faster" if change > 0 else "slower"
         same = abs(change) <= max(r.spread, before.spread)
         text = "within the spread of" if same else f"{abs(change):.0%} {word} than"
-        lines.append(Content(f"{text} the run of {before.date[:16].replace('T', ' ')} ({before.decode_tok_s:,.1f} tok/s)"))
+        lines.append(
+            Content(f"{text} the run of {before.date[:16].replace('T', ' ')} ({before.decode_tok_s:,.1f} tok/s)")
+        )
     return Content("\n").join(lines)

@@ -13,8 +13,8 @@ from textual.content import Content
 from textual.widgets import Input, Static
 from textual.widgets.option_list import Option
 
+from tinychat.chat.history import History, Summary
 from tinychat.errors import TinychatError, printable
-from tinychat.history import History, Summary
 from tinychat.ui.screens.dialogs import AskScreen, ConfirmScreen
 from tinychat.ui.screens.sheet import Rows, Sheet, ago, cell
 
@@ -32,8 +32,13 @@ class ConversationsScreen(Sheet[str]):
         Binding("up", "move(-1)", "up", show=False, priority=True),
     ]
 
-    def __init__(self, history: History, present: str = "", rename: Callable[[str, str], None] | None = None,
-                 delete: Callable[[str], None] | None = None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        history: History,
+        present: str = "",
+        rename: Callable[[str, str], None] | None = None,
+        delete: Callable[[str], None] | None = None,
+    ) -> None:
         super().__init__()
         self._history, self._present = history, present
         self._rename, self._delete = rename or history.rename, delete or history.delete
@@ -65,7 +70,9 @@ class ConversationsScreen(Sheet[str]):
 
     def _show(self, keep: str | None) -> None:
         search, rows = self.query_one(Input).value, self.query_one(Rows)
-        message = "no conversation has these words" if search.split() else "nothing is saved yet: every chat is, by itself"
+        message = (
+            "no conversation has these words" if search.split() else "nothing is saved yet: every chat is, by itself"
+        )
         try:
             self._found = {s.id: s for s in self._history.find(search)}
         except TinychatError as e:
@@ -108,7 +115,9 @@ class ConversationsScreen(Sheet[str]):
             if yes:
                 self._try(lambda: self._delete(s.id))
 
-        self.app.push_screen(ConfirmScreen(f"Delete “{s.title}” ({_turns(s)})? It cannot be brought back.", "Delete"), answered)
+        self.app.push_screen(
+            ConfirmScreen(f"Delete “{s.title}” ({_turns(s)})? It cannot be brought back.", "Delete"), answered
+        )
 
     def _try(self, change: object) -> None:
         try:

@@ -33,7 +33,9 @@ class ConfirmScreen(ModalScreen[bool]):
         with Vertical(classes="dialog"):
             yield Static(Content(printable(self._question)))
             with Horizontal(classes="buttons"):
-                yield Button(Content.from_markup("$label [dim]y[/]", label=self._yes), id="yes", variant="error", compact=True)
+                yield Button(
+                    Content.from_markup("$label [dim]y[/]", label=self._yes), id="yes", variant="error", compact=True
+                )
                 yield Button(Content.from_markup("$label [dim]esc[/]", label=self._no), id="no", compact=True)
 
     def on_mount(self) -> None:

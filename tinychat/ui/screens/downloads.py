@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tinychat import cache
-from tinychat.download import Stopped
 from tinychat.errors import TinychatError
-from tinychat.registry import Model
+from tinychat.models import cache
+from tinychat.models.download import Stopped
+from tinychat.models.registry import Model
 
 
 @dataclass
@@ -68,7 +68,8 @@ class Downloads:
             job.state = "paused"
 
     def discard(self, model: Model) -> None:
-        """Stops the download of `model` and deletes what the cache holds of it; waits for its thread. Raises TinychatError."""
+        """Stops the download of `model` and deletes what the cache holds of it; waits for its thread. Raises
+        TinychatError."""
         self.pause(model)
         if job := self._jobs.pop(model.name, None):
             job.ended.wait(60)

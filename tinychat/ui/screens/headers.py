@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tinychat.download import remote_header
 from tinychat.engine import fit
 from tinychat.errors import TinychatError
+from tinychat.models.download import remote_header
 from tinychat.ui.screens.picker_rows import Row
 from tinychat.ui.screens.sheet import in_daemon
 

@@ -65,7 +65,13 @@ class InspectorScreen(Sheet[None]):
         p = self._pieces[index]
         where = "chosen by the model" if p.probability is not None else "prompt"
         data = self._tokenizer.token_bytes(p.id)
-        facts = [f"token {index:,}", f"id {p.id}", printable(repr(p.text)), data[:12].hex(" ") + " …" * (len(data) > 12), where]
+        facts = [
+            f"token {index:,}",
+            f"id {p.id}",
+            printable(repr(p.text)),
+            data[:12].hex(" ") + " …" * (len(data) > 12),
+            where,
+        ]
         facts += ["special: markup that no text contains"] * p.special
         facts += [f"probability {p.probability:.2%}"] if p.probability is not None else []
         self.query_one(".detail", Static).update(Content(" · ".join(facts)))

@@ -12,9 +12,9 @@ from textual.containers import Horizontal, VerticalScroll
 from textual.content import Content
 from textual.widgets import Checkbox, Input, Label, Select, Static, TextArea
 
-from tinychat import settings
+from tinychat.chat import settings
+from tinychat.chat.parameters import PARAMETERS, Parameters, get_parameter, set_parameter
 from tinychat.errors import TinychatError, printable
-from tinychat.ui.parameters import PARAMETERS, Parameters, get_parameter, set_parameter
 from tinychat.ui.screens.dialogs import AskScreen, ConfirmScreen
 from tinychat.ui.screens.sheet import Sheet
 
@@ -28,7 +28,8 @@ class Tick(Checkbox):
 
 
 class ParametersScreen(Sheet[Parameters]):
-    """Dismisses with the parameters as the form has them, None when nothing is to change. Presets are kept in the settings."""
+    """Dismisses with the parameters as the form has them, None when nothing is to change. Presets are kept in the
+    settings."""
 
     TITLE = "Parameters"
     AUTO_FOCUS = "#system"
@@ -77,8 +78,11 @@ class ParametersScreen(Sheet[Parameters]):
 
     def _read(self) -> Parameters | None:
         """What the form says; None, with the reason shown, when a field is wrong."""
-        p = replace(self._parameters, system=self.query_one("#system", TextArea).text.strip(),
-                    thinking=self.query_one("#thinking", Checkbox).value)  # fmt: skip
+        p = replace(
+            self._parameters,
+            system=self.query_one("#system", TextArea).text.strip(),
+            thinking=self.query_one("#thinking", Checkbox).value,
+        )
         trouble = ""
         for name in PARAMETERS:
             field = self.query_one(f"#{name}", Input)

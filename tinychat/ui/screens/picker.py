@@ -15,9 +15,10 @@ from textual.content import Content
 from textual.widgets import Input, Static
 from textual.widgets.option_list import Option
 
-from tinychat import benchlog, settings
+from tinychat.chat import settings
 from tinychat.errors import TinychatError, printable
-from tinychat.registry import Model, resolve
+from tinychat.measure import log
+from tinychat.models.registry import Model, resolve
 from tinychat.ui.screens import picker_rows
 from tinychat.ui.screens.dialogs import ConfirmScreen
 from tinychat.ui.screens.downloads import DOWNLOADS, Downloads
@@ -30,7 +31,8 @@ _ENTER = ("open", "download", "resume", "pause")  # what Enter may mean
 
 @dataclass(frozen=True)
 class PickedModel:
-    """What to load: the file, the name the user knows it by, and the chat preset it needs (None: the file's own template)."""
+    """What to load: the file, the name the user knows it by, and the chat preset it needs (None: the file's own
+    template)."""
 
     path: Path
     name: str
@@ -75,7 +77,7 @@ class PickerScreen(Sheet[PickedModel]):
 
     def on_mount(self) -> None:
         self._settings = settings.load()
-        self._speeds = benchlog.speeds(benchlog.history())
+        self._speeds = log.speeds(log.history())
         self._refresh_rows()
         self.set_interval(0.2, self._tick)
         self.query_one(Input).focus()
@@ -88,8 +90,10 @@ class PickerScreen(Sheet[PickedModel]):
 
     def _refresh_rows(self) -> None:
         extra = [*self._settings.models, *([self._place] if self._place else [])]
-        self._rows = {row.model.name: row for row in
-                      picker_rows.rows(extra, self._for_context, self._freed, self._speeds, self._headers.sizes)}  # fmt: skip
+        self._rows = {
+            row.model.name: row
+            for row in picker_rows.rows(extra, self._for_context, self._freed, self._speeds, self._headers.sizes)
+        }
 
     @property
     def _highlighted(self) -> str | None:
@@ -211,8 +215,11 @@ class PickerScreen(Sheet[PickedModel]):
         row = self._row
         if row and row.fit.verdict == "does not fit":
             f = row.fit
-            question = f"{row.model.name} does not fit: it needs {decimal(f.needed)} of memory, {decimal(f.available)} are free."
-            self.app.push_screen(ConfirmScreen(question, "Download anyway"), lambda yes: self._start(row) if yes else None)
+            needs = f"it needs {decimal(f.needed)} of memory, {decimal(f.available)} are free"
+            question = f"{row.model.name} does not fit: {needs}."
+            self.app.push_screen(
+                ConfirmScreen(question, "Download anyway"), lambda yes: self._start(row) if yes else None
+            )
         elif row:
             self._start(row)
 

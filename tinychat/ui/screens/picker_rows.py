@@ -11,21 +11,26 @@ from urllib.parse import unquote, urlsplit
 from rich.filesize import decimal
 from textual.content import Content
 
-from tinychat import cache
 from tinychat.engine.fit import Fit, fit
 from tinychat.engine.stats import available_memory
-from tinychat.registry import MODELS, Model
+from tinychat.models import cache
+from tinychat.models.registry import MODELS, Model
 from tinychat.ui.screens.downloads import Download
 from tinychat.ui.screens.sheet import cell
 
 _WIDE = 92  # from this many cells on, context and speed have columns of their own
-_VERDICTS = {"fits": ("✓ fits", "$text-success"), "tight": ("~ tight", "$text-warning"),
-             "does not fit": ("✗ does not fit", "$text-error"), "unknown": ("? unknown", "$foreground-muted")}  # fmt: skip
+_VERDICTS = {
+    "fits": ("✓ fits", "$text-success"),
+    "tight": ("~ tight", "$text-warning"),
+    "does not fit": ("✗ does not fit", "$text-error"),
+    "unknown": ("? unknown", "$foreground-muted"),
+}
 
 
 @dataclass(frozen=True)
 class Row:
-    """A model as the picker knows it. `path` when its file is here; `partial` bytes of it otherwise; `speed` in tok/s."""
+    """A model as the picker knows it. `path` when its file is here; `partial` bytes of it otherwise; `speed` in
+    tok/s."""
 
     model: Model
     path: Path | None
@@ -41,12 +46,13 @@ class Row:
         return " ".join((m.name, m.family, m.quant, m.architecture, *m.aliases)).casefold()
 
 
-def rows(extra: Iterable[Model], context: int, freed: int, speeds: Mapping[str, float],
-         sizes: Mapping[str, tuple[int, int]]) -> list[Row]:  # fmt: skip
+def rows(
+    extra: Iterable[Model], context: int, freed: int, speeds: Mapping[str, float], sizes: Mapping[str, tuple[int, int]]
+) -> list[Row]:
     """All models there are to choose from: the user's own, the registry's, and what else the cache holds.
 
-    `freed`: bytes of memory that unloading the present model gives back; `sizes`: (weight bytes, KV bytes per token) that the
-    headers of files told, by model name.
+    `freed`: bytes of memory that unloading the present model gives back; `sizes`: (weight bytes, KV bytes per token)
+    that the headers of files told, by model name.
     """
     models = {m.name: m for m in (*extra, *MODELS)}
     whole: dict[str, cache.Entry] = {}
@@ -61,8 +67,16 @@ def rows(extra: Iterable[Model], context: int, freed: int, speeds: Mapping[str, 
     for name, model in models.items():
         path = model.path if model.path else whole[name].path if name in whole else None
         entry = partial.get(name)
-        out.append(Row(model, path, entry.size if entry and not path else 0, verdict(model, context, free, sizes),
-                       speeds.get(str(path)), name in whole or name in partial))  # fmt: skip
+        out.append(
+            Row(
+                model,
+                path,
+                entry.size if entry and not path else 0,
+                verdict(model, context, free, sizes),
+                speeds.get(str(path)),
+                name in whole or name in partial,
+            )
+        )
     return out
 
 
@@ -111,7 +125,16 @@ def line(row: Row, width: int, job: Download | None = None) -> Content:
         return _progress(row, width, job)
     here = "● here" if row.path else "✗ failed" if job and job.state == "failed" else "○ –"
     word, style = ("✗ unsupported", "$text-error") if m.why_not else _VERDICTS[row.fit.verdict]
-    texts = [m.name, m.quant, params(m), decimal(m.size) if m.size else "", here, tokens(m.context), speed(row.speed), word]
+    texts = [
+        m.name,
+        m.quant,
+        params(m),
+        decimal(m.size) if m.size else "",
+        here,
+        tokens(m.context),
+        speed(row.speed),
+        word,
+    ]
     text = _line(texts, width)
     return Content(text).stylize(style, len(text) - 14, len(text))
 
@@ -167,7 +190,9 @@ def _name_width(width: int) -> int:
 
 
 def _progress(row: Row, width: int, job: Download | None) -> Content:
-    done, total = (job.done, job.total) if job and (job.done or job.state == "running") else (row.partial, row.model.size or None)
+    done, total = (
+        (job.done, job.total) if job and (job.done or job.state == "running") else (row.partial, row.model.size or None)
+    )
     share = min(1.0, done / total) if total else 0.0
     text = decimal(done) + (f" of {decimal(int(total))}" if total else "")
     if job and job.state == "running":

@@ -11,11 +11,11 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
+from tinychat.backend.local import Done, Failed, Progress, Report, Worker
 from tinychat.engine.engine import Engine
-from tinychat.engine.worker import Done, Failed, Progress, Report, Worker
 from tinychat.errors import printable
-from tinychat.profile import Report as Profile
-from tinychat.profile import profile, view
+from tinychat.measure.profile import Report as Profile
+from tinychat.measure.profile import profile, view
 from tinychat.ui.screens.sheet import Sheet
 
 

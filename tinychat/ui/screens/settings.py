@@ -10,9 +10,9 @@ from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.widgets import Static, TextArea
 
-from tinychat import settings
+from tinychat.chat import settings
+from tinychat.chat.settings import Settings
 from tinychat.errors import TinychatError, printable
-from tinychat.settings import Settings
 from tinychat.ui.screens.dialogs import ConfirmScreen
 from tinychat.ui.screens.sheet import Sheet
 
@@ -93,4 +93,6 @@ class SettingsScreen(Sheet[Settings]):
             if yes:
                 self.dismiss(None)
 
-        self.app.push_screen(ConfirmScreen("Close without saving what you changed?", "Discard", "Keep editing"), answered)
+        self.app.push_screen(
+            ConfirmScreen("Close without saving what you changed?", "Discard", "Keep editing"), answered
+        )

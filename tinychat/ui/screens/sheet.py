@@ -1,4 +1,5 @@
-"""What every dialog has in common: a sheet over the chat with a title, a body and a footer of its keys; Esc closes it."""
+"""What every dialog has in common: a sheet over the chat with a title, a body and a footer of its keys; Esc closes
+it."""
 
 from __future__ import annotations
 
@@ -45,8 +46,10 @@ class Sheet(ModalScreen[Result]):
 
     def set_title(self, title: str, note: str = "") -> None:
         """Shows `title` and, dimmed behind it, `note`. Both may hold untrusted text."""
-        parts = [Content.styled(printable(title, newlines=False), "bold"),
-                 Content.styled(f"   {printable(note, newlines=False)}" * bool(note), "$foreground-muted")]  # fmt: skip
+        parts = [
+            Content.styled(printable(title, newlines=False), "bold"),
+            Content.styled(f"   {printable(note, newlines=False)}" * bool(note), "$foreground-muted"),
+        ]
         self.query_one(".sheet-title", Static).update(Content("").join(parts))
 
     async def on_click(self, event: events.Click) -> None:
@@ -124,7 +127,12 @@ def cell(text: str, width: int, right: bool = False) -> str:
 def ago(then: float, now: float | None = None) -> str:
     """A Unix time as people say it."""
     passed = (time.time() if now is None else now) - then
-    for limit, unit, name in ((60, 0, "just now"), (3600, 60, "min ago"), (86400, 3600, "h ago"), (7 * 86400, 86400, "d ago")):
+    for limit, unit, name in (
+        (60, 0, "just now"),
+        (3600, 60, "min ago"),
+        (86400, 3600, "h ago"),
+        (7 * 86400, 86400, "d ago"),
+    ):
         if passed < limit:
             return f"{int(passed // unit)} {name}" if unit else name
     return time.strftime("%Y-%m-%d", time.localtime(then))

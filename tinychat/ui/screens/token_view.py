@@ -40,7 +40,9 @@ class Piece:
 class TokenView(ScrollView, can_focus=True):
     """The cursor is a token; `Moved` tells which."""
 
-    COMPONENT_CLASSES: ClassVar[set[str]] = {f"token--{name}" for name in ("even", "odd", "special", "chosen", "cursor", "edge")}
+    COMPONENT_CLASSES: ClassVar[set[str]] = {
+        f"token--{name}" for name in ("even", "odd", "special", "chosen", "cursor", "edge")
+    }
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left", "move(-1)", "previous", show=False),
         Binding("right", "move(1)", "next", show=False),
@@ -83,8 +85,11 @@ class TokenView(ScrollView, can_focus=True):
 
     def _lay_out(self) -> None:
         width = max(8, self.scrollable_content_region.width or self.size.width)
-        self._lines, self._line_of = ([[(i, "")] for i in range(len(self.pieces))], list(range(len(self.pieces)))) \
-            if self.mode == "list" else lay_out([p.shown for p in self.pieces], width)  # fmt: skip
+        self._lines, self._line_of = (
+            ([[(i, "")] for i in range(len(self.pieces))], list(range(len(self.pieces))))
+            if self.mode == "list"
+            else lay_out([p.shown for p in self.pieces], width)
+        )
         self.virtual_size = Size(width, len(self._lines))
         self._show_cursor()
         self.refresh()
@@ -158,7 +163,8 @@ class TokenView(ScrollView, can_focus=True):
 
 
 def lay_out(texts: list[str], width: int) -> tuple[list[list[tuple[int, str]]], list[int]]:
-    """Lines of at most `width` cells, an edge behind every token and a new line behind every ↵; the line each token begins on."""
+    """Lines of at most `width` cells, an edge behind every token and a new line behind every ↵; the line each token
+    begins on."""
     lines: list[list[tuple[int, str]]] = [[]]
     starts, used = [], 0
     for index, text in enumerate(texts):

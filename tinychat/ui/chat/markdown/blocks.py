@@ -1,4 +1,5 @@
-"""Splits growing Markdown into blocks that are done and one that still grows, so that only the last is laid out again."""
+"""Splits growing Markdown into blocks that are done and one that still grows, so that only the last is laid out
+again."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ _SPACED = ("heading", "fence", "code_block", "table", "hr", "blockquote")
 
 
 class Block:
-    """One top-level block, or one item of a top-level list: its source (with the blank lines after it) and syntax tree."""
+    """One top-level block, or one item of a top-level list: its source (with the blank lines after it) and syntax
+    tree."""
 
     def __init__(self, source: str, references: dict[str, object] | None = None) -> None:
         self.source = source
@@ -37,12 +39,15 @@ def split_lines(text: str) -> list[str]:
 
 
 def starts(tokens: Sequence[Token]) -> list[int]:
-    """First lines of the blocks in `tokens`, ascending, the first of them 0 (what defines nothing belongs to a neighbour)."""
+    """First lines of the blocks in `tokens`, ascending, the first of them 0 (what defines nothing belongs to a
+    neighbour)."""
     found = []
     for token in tokens:
         if token.map is None or token.nesting < 0:
             continue
-        if (token.level == 0 and not token.type.endswith("_list_open")) or (token.level == 1 and token.type == "list_item_open"):
+        if (token.level == 0 and not token.type.endswith("_list_open")) or (
+            token.level == 1 and token.type == "list_item_open"
+        ):
             found.append(token.map[0])
     return [0, *found[1:]] if found else [0]
 
@@ -72,11 +77,12 @@ class Splitter:
         begins = starts(PARSER.parse("".join(lines)))
         for first, end in pairwise(begins):
             self.done.append(Block("".join(lines[first:end])))
-        self.tail = "".join(lines[begins[-1]:]) + self.tail[complete:]
+        self.tail = "".join(lines[begins[-1] :]) + self.tail[complete:]
         return len(begins) - 1
 
     def finish(self) -> int:
-        """Makes everything done, exactly as one parse of the whole source splits it; returns how many blocks stayed valid."""
+        """Makes everything done, exactly as one parse of the whole source splits it; returns how many blocks stayed
+        valid."""
         source = self.source
         env: dict[str, dict[str, object]] = {}
         lines = split_lines(source)
@@ -100,7 +106,7 @@ def in_open_fence(source: str) -> bool:
     lines = source.split("\n")
     head = lines[0].lstrip(" ")
     fence = head[: len(head) - len(head.lstrip(head[:1]))] if head[:1] in ("`", "~") else ""
-    if len(fence) < 3 or len(lines[0]) - len(head) > 3 or (fence[0] == "`" and "`" in head[len(fence):]):
+    if len(fence) < 3 or len(lines[0]) - len(head) > 3 or (fence[0] == "`" and "`" in head[len(fence) :]):
         return False
     return not any(_closes(line, fence) for line in lines[1:])
 

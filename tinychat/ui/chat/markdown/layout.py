@@ -1,4 +1,5 @@
-"""Markdown blocks as lines of a given width: wrapping, hanging indents, tables, code. Pure functions on Textual's Content."""
+"""Markdown blocks as lines of a given width: wrapping, hanging indents, tables, code. Pure functions on Textual's
+Content."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ def _block(node: SyntaxTreeNode, width: int, depth: int, live: bool) -> list[Lin
             return lines
         case "blockquote":
             bar = Content.styled("▎ ", ".md-dim")
-            return [line._replace(content=bar + line.content) for line in lay_out(node.children, width - 2, depth, live)]
+            return [
+                line._replace(content=bar + line.content) for line in lay_out(node.children, width - 2, depth, live)
+            ]
         case "fence" | "code_block":
             return _code(node.content, node.info.strip(), width, live)
         case "table":
@@ -76,8 +79,10 @@ def _wrapped(content: Content, width: int) -> list[Line]:
 def _item(item: SyntaxTreeNode, marker: str, width: int, depth: int, live: bool) -> list[Line]:
     first, rest = Content.styled(marker, ".md-bullet"), Content(" " * len(marker))
     inner = lay_out(item.children, width - len(marker), depth + 1, live) or [Line(Content(""))]
-    return [line._replace(content=(rest if i else first) + line.content, gutter=line.gutter and line.gutter + len(marker))
-            for i, line in enumerate(inner)]  # fmt: skip
+    return [
+        line._replace(content=(rest if i else first) + line.content, gutter=line.gutter and line.gutter + len(marker))
+        for i, line in enumerate(inner)
+    ]
 
 
 def inline(node: SyntaxTreeNode) -> Content:

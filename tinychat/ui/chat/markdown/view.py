@@ -29,9 +29,23 @@ class MarkdownView(Widget):
     """
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {
-        "md-h1", "md-h2", "md-h3", "md-h4", "md-h5", "md-h6", "md-strong", "md-em", "md-strike", "md-link", "md-bullet", "md-dim",
-        "md-code", "md-code-head", "md-code-inline", "md-copy",
-    }  # fmt: skip
+        "md-h1",
+        "md-h2",
+        "md-h3",
+        "md-h4",
+        "md-h5",
+        "md-h6",
+        "md-strong",
+        "md-em",
+        "md-strike",
+        "md-link",
+        "md-bullet",
+        "md-dim",
+        "md-code",
+        "md-code-head",
+        "md-code-inline",
+        "md-copy",
+    }
     DEFAULT_CSS = "MarkdownView { height: auto; width: 1fr; }"
 
     class CopyRequested(Message):
@@ -48,7 +62,9 @@ class MarkdownView(Widget):
             super().__init__()
             self.href = href
 
-    def __init__(self, text: str = "", *, plain: bool = False, id: str | None = None, classes: str | None = None) -> None:
+    def __init__(
+        self, text: str = "", *, plain: bool = False, id: str | None = None, classes: str | None = None
+    ) -> None:
         super().__init__(id=id, classes=classes)
         self.plain = plain
         self._splitter = Splitter()
@@ -113,7 +129,7 @@ class MarkdownView(Widget):
         if self.plain:
             self._lay_plain(width)
             return
-        del self._lines[self._settled:]
+        del self._lines[self._settled :]
         done = self._splitter.done
         for i in range(self._laid_blocks, len(done)):
             self._add(done[i], done[i - 1] if i else None, width, live=False)
@@ -127,9 +143,9 @@ class MarkdownView(Widget):
 
     def _lay_plain(self, width: int) -> None:
         """Plain text: lines that are complete are done. `_pending` keeps [all done text, the open line]."""
-        text = "".join(self._pending[self._laid_blocks:])
+        text = "".join(self._pending[self._laid_blocks :])
         complete = text.rfind("\n") + 1
-        del self._lines[self._settled:]
+        del self._lines[self._settled :]
         if complete:
             self._lines += [Line(c) for c in Content(text[: complete - 1]).wrap(width)] if complete > 1 else [BLANK]
             self._settled = len(self._lines)
@@ -161,8 +177,13 @@ class MarkdownView(Widget):
             styles = self.get_component_styles(name[1:])
             text = styles.text_style
             self._styles_of[name] = Style(
-                styles.background if styles.has_rule("background") else None, styles.color if styles.has_rule("color") else None,
-                bold=text.bold, italic=text.italic, underline=text.underline, strike=text.strike)  # fmt: skip
+                styles.background if styles.has_rule("background") else None,
+                styles.color if styles.has_rule("color") else None,
+                bold=text.bold,
+                italic=text.italic,
+                underline=text.underline,
+                strike=text.strike,
+            )
         return self._styles_of[name]
 
     def render_line(self, y: int) -> Strip:

@@ -1,0 +1,504 @@
+"""Checks and times the CUDA executor on a GPU machine. Needs tinygrad, gguf, numpy; llama-bench where it is to be
+compared.
+
+python scripts/gpu_session.py check [VARIANT:QUANT ...]      tiny models against the float64 forward python
+scripts/gpu_session.py time MODEL QUANT [--layers N --kernels --depth D ...]    exact shapes, random weights python
+scripts/gpu_session.py peer MODEL QUANT               llama-bench (LLAMA_BENCH) on the same file python
+scripts/gpu_session.py compare FILE | MODEL QUANT [--layers N --follow F]    64 greedy tokens and their logits, CUDA
+against the CPU executor python scripts/gpu_session.py app MODEL QUANT                a long answer in the headless app:
+decoded and painted tok/s python scripts/gpu_session.py fallback                       a kernel with a wrong sign: what
+the engine says and takes
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from tests.support import shapes, tiny
+from tests.support.cuda_emulated import miscomputed
+from tests.support.exactness import relative
+from tests.support.forward64 import forward
+from tests.support.screens import text_of
+from tinychat.chat.parameters import Parameters
+from tinychat.chat.settings import Settings
+from tinychat.engine import Engine
+from tinychat.engine.config import ModelConfig
+from tinychat.engine.gguf import GGUF
+from tinychat.engine.plan import build_plan
+from tinychat.engine.tokenizer import Tokenizer
+from tinychat.errors import TinychatError
+from tinychat.kernels.cpu.executor import CPUExecutor
+from tinychat.kernels.cuda import launch
+from tinychat.kernels.cuda.executor import CUDAExecutor
+from tinychat.kernels.executor import Executor
+from tinychat.kernels.ops import Sampling
+from tinychat.ui.app import TinychatApp
+
+FILES = Path(os.environ.get("FILES", "/dev/shm"))
+IDS = np.random.default_rng(3).integers(0, 300, 150).tolist()
+QUANTS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q4_K_M")
+VARIANTS = (
+    "llama",
+    "llama_rope_freqs",
+    "llama_mha",
+    "qwen2_untied_fused",
+    "qwen3",
+    "qwen3moe",
+    "olmoe",
+    "deepseek2_lite_legacy",
+    "deepseek2_moonlight",
+    "deepseek2_softmax_weight",
+    "deepseek2_groups",
+    "deepseek2_fused_experts",
+    "deepseek2_no_shared",
+)
+GREEDY = Sampling(temperature=0.0, repeat_penalty=1.0)
+STEPS = 64  # tokens that are compared
+# a margin between the two largest logits that int8 activations do not turn over: SmolLM2's moves by 0.14 (rms), at most
+# 0.53
+CLEAR = 1.0
+WORDS = [
+    "winter",
+    "rocket",
+    "castle",
+    "island",
+    "river",
+    "garden",
+    "thunder",
+    "window",
+    "horse",
+    "pepper",
+    "ocean",
+    "dragon",
+    "cloud",
+    "silver",
+    "violin",
+    "bridge",
+    "apple",
+    "stone",
+    "tiger",
+    "candle",
+]
+OTHERS = [
+    "cloud",
+    "bridge",
+    "pencil",
+    "candle",
+    "apple",
+    "castle",
+    "yellow",
+    "doctor",
+    "island",
+    "rocket",
+    "mirror",
+    "violin",
+    "dragon",
+    "forest",
+    "window",
+    "pepper",
+]
+CITIES = [
+    "Paris",
+    "London",
+    "Madrid",
+    "Berlin",
+    "Rome",
+    "Vienna",
+    "Oslo",
+    "Lisbon",
+    "Athens",
+    "Dublin",
+    "Warsaw",
+    "Prague",
+]
+
+
+def thrice(words: list[str]) -> str:
+    """A numbered list, again, and the beginning of a third."""
+    whole = "\n".join(f"{i}. {w}" for i, w in enumerate(words, 1)) + "\n\nThe same list again:\n"
+    return f"{whole}{whole}1. {words[0]}"
+
+
+PROMPTS = (  # SmolLM2-135M goes on with clear margins at all 64 tokens, but in the last two
+    "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12,",
+    ", ".join(map(str, range(30, 42))) + ",",
+    "\n".join(f"print({i})" for i in range(10, 22)) + "\nprint(",
+    thrice(CITIES),
+    thrice(OTHERS),
+    thrice(WORDS),
+    f"{', '.join(WORDS)}\n" * 3 + ", ".join(WORDS[:3]),
+    "\n".join(
+        [
+            "The cat sat on the mat and looked at the old red door. A man in a blue coat came by and gave it some fish to eat."
+        ]
+        * 4
+    )
+    + "\nThe cat",
+    "When the harbour master climbed the tower that morning, the fog lay so thick over the water that",
+)
+
+
+def load(path: Path, context: int) -> CUDAExecutor:
+    gguf = GGUF.open(path)
+    return CUDAExecutor(build_plan(gguf, ModelConfig.from_gguf(gguf)), gguf, context)
+
+
+def check(specs: list[str]) -> bool:
+    """Prints one line per model: median relative error of decode and prefill logits, and whether decode() repeats the
+    argmax."""
+    good = True
+    for spec in specs or [
+        *(f"deepseek2_glm:{q}" for q in QUANTS),
+        *(f"{v}:F16" for v in VARIANTS),
+        *(f"{v}:Q4_0" for v in VARIANTS),
+        "llama:Q6_K",
+    ]:
+        variant, quant = spec.split(":")
+        try:
+            path = tiny.write(FILES / "tiny.gguf", variant, quant)
+            want, e = forward(path, IDS), load(path, 192)
+            single = np.concatenate([e.forward([t], i, "last") for i, t in enumerate(IDS)])
+            prefill = e.forward(IDS, 0, "all")
+            steps, greedy = e.decode(IDS[-1], len(IDS) - 1, GREEDY, IDS), []
+            for _ in range(5):
+                greedy.append(next(steps)[0])
+            steps.close()
+            follow = e.forward([*IDS, *greedy[:-1]], 0, "all")[len(IDS) - 1 :].argmax(-1).tolist()
+            # the median over the tokens: a close routing decision may fall the other way, and changes much for one
+            # token
+            err = [
+                float(np.median(np.linalg.norm(x - want, axis=1) / np.linalg.norm(want, axis=1)))
+                for x in (single, prefill)
+            ]
+            ok = (
+                max(err) < (0.003 if quant in ("F32", "F16", "BF16") else 0.04)
+                and single[-1][greedy[0]] > single[-1].max() - 0.3
+            )
+            good &= bool(ok)
+            print(
+                f"{'ok  ' if ok else 'BAD '} {spec:36} decode {err[0]:.5f} prefill {err[1]:.5f} greedy {greedy} {'=' if follow == greedy else follow}",
+                flush=True,
+            )
+            e.close()
+        except Exception:
+            good = False
+            print(f"BAD  {spec}\n{traceback.format_exc(limit=-4)}", flush=True)
+    return good
+
+
+def model_file(model: str, quant: str, layers: int | None = None, follow: float = 0.0) -> Path:
+    path = FILES / f"{model}-{quant}-{layers or 'all'}{'-follow' if follow else ''}.gguf"
+    if not path.exists():
+        began, part = time.perf_counter(), path.with_suffix(f".{os.getpid()}")
+        size = shapes.write(part, model, quant, layers, follow=follow)
+        part.rename(path)
+        print(f"# wrote {path} {size / 1e9:.2f} GB in {time.perf_counter() - began:.1f} s", flush=True)
+    return path
+
+
+def prompts_of(path: Path, real: bool) -> list[list[int]]:
+    if not real:
+        return [[11], np.random.default_rng(5).integers(0, 50000, 30).tolist()]
+    tokenizer = Tokenizer.from_gguf(path)
+    return [tokenizer.encode(text) for text in PROMPTS]
+
+
+def greedy(e: Executor, prompt: list[int]) -> list[int]:
+    """STEPS greedy tokens behind `prompt`."""
+    if len(prompt) > 1:
+        e.forward(prompt[:-1], 0)
+    steps = e.decode(prompt[-1], len(prompt) - 1, GREEDY, prompt)
+    tokens = [token for token, _ in (next(steps) for _ in range(STEPS))]
+    steps.close()  # type: ignore[attr-defined]
+    return tokens
+
+
+def following_logits(e: Executor, prompt: list[int], tokens: list[int], single: bool) -> np.ndarray:
+    """float32 (STEPS, vocab): the logits that chose `tokens`, through prefill or, `single`, decode steps."""
+    ids = [*prompt, *tokens[:-1]]
+    if not single:
+        rows = e.forward(ids, 0, "all")
+        assert rows is not None
+        return rows[len(prompt) - 1 :]
+    if len(prompt) > 1:
+        e.forward(prompt[:-1], 0)
+    out = [e.forward([token], pos, "last") for pos, token in enumerate(ids) if pos >= len(prompt) - 1]
+    return np.concatenate([row for row in out if row is not None])
+
+
+def compare(path: Path, prompts: list[list[int]]) -> bool:
+    """Prints a line per prompt: relative L2 of the median token's logits, and more. False where CUDA chose another
+    token although the CPU's margin was clear, or is further off than int8 activations explain."""
+    gguf, context = GGUF.open(path), max(map(len, prompts)) + STEPS
+    plan = build_plan(gguf, ModelConfig.from_gguf(gguf))
+    limit = (
+        0.2 if any("_exps." in name for name in gguf.tensors) else 0.06
+    )  # of 64 random experts, two often score the same
+    cpu = CPUExecutor(plan, gguf, context)
+    want = [(tokens := greedy(cpu, p), following_logits(cpu, p, tokens, single=False)) for p in prompts]
+    cpu.close()
+    e, good = CUDAExecutor(plan, gguf, context), True
+    for prompt, (tokens, logits) in zip(prompts, want):
+        got = greedy(e, prompt)
+        same = next((i for i, (a, b) in enumerate(zip(got, tokens)) if a != b), STEPS)
+        low, high = np.partition(logits, -2, axis=1)[:, -2:].T
+        margins = high - low
+        ok, said = same == STEPS or margins[same] < CLEAR, []
+        for name, single in (("prefill", False), ("decode", True)):
+            rows = following_logits(e, prompt, tokens, single)
+            error, equal = relative(rows, logits), rows.argmax(1) == logits.argmax(1)
+            ok &= bool((equal | (margins < CLEAR)).all() and np.median(error) < limit)
+            said.append(
+                f"{name} L2 {np.median(error):.1e} (worst {error.max():.1e}, largest difference {np.abs(rows - logits).max():.2f}) argmax {equal.sum()}"
+            )
+        print(
+            f"{'ok  ' if ok else 'BAD '} {path.name} {len(prompt)} + {STEPS}: greedy tokens equal {same}"
+            + (f", then a margin of {margins[same]:.3f}" if same < STEPS else f", margins from {margins.min():.2f}"),
+            *said,
+            sep="; ",
+        )
+        print(
+            f"# margins {np.sort(margins)[:4].round(2)}, median {np.median(margins):.2f}, logits' deviation {logits.std():.2f}; CPU {tokens} CUDA {got}",
+            flush=True,
+        )
+        good &= bool(ok)
+    e.close()
+    return good
+
+
+def fallback() -> bool:
+    """Prints what the engine says where one kernel computes something wrong."""
+    path = tiny.write(FILES / "fallback.gguf", "llama", "Q4_0")
+    launch.text = miscomputed
+    engine = Engine.load(path, max_context=64)
+    print(f"device None: {engine.info.device}; {engine.notes}", flush=True)
+    good = not engine.info.device.startswith("CUDA") and any("self-check failed" in note for note in engine.notes)
+    print(f"  it decodes {[t.id for t in engine.generate(IDS[:9], GREEDY, 8, raw=True)]}", flush=True)
+    engine.close()
+    try:
+        Engine.load(path, max_context=64, device="cuda").close()
+    except TinychatError as e:
+        print(f"device 'cuda': {e}", flush=True)
+        return good
+    return False
+
+
+async def app(path: Path, tokens: int, device: str | None) -> None:
+    """Prints the panel's decoded and painted tok/s while the headless app shows an answer, and of the whole of it."""
+    own = Settings(parameters=Parameters(max_tokens=tokens), kv_cache_gb=0)
+    chat = TinychatApp(path.stem, path, own=own, max_context=min(2 * tokens + 512, 4096), device=device)
+    decoded, painted = [], []
+    async with chat.run_test(size=(100, 30)) as pilot:
+        while chat.controller.engine is None:
+            await pilot.pause(0.1)
+        chat.chat.prompt.insert("Tell me a long story about the sea, the fog and the harbour master.")
+        await pilot.press("enter")
+        while not (chat.controller.busy or chat.controller.engine.stats.generated_tokens):  # a short answer may be over
+            await pilot.pause(0.02)
+        began = time.perf_counter()
+        stats, meter = chat.controller.engine.stats, chat.chat.painter.meter
+        while chat.controller.busy:
+            await asyncio.sleep(0.1)
+            if stats.phase == "decode" and time.perf_counter() - began > 0.5:
+                decoded.append(stats.last_tok_s)
+                painted.append(meter.rate)
+        await pilot.pause(0.5)
+        panel = [line.rstrip() for line in text_of(chat).splitlines() if "tok/s" in line or "painted" in line]
+    a, b = float(np.median(decoded or [0])), float(np.median(painted or [0]))
+    c, d = stats.decode_tok_s, meter.average
+    print(
+        f"app {path.name}: {stats.generated_tokens} tokens, {chat.controller.engine.info.device}\n"
+        f"  while it runs (median of {len(decoded)}): decoded {a:.0f} painted {b:.0f} tok/s, {100 * (b / a - 1) if a else 0:+.1f} %\n"
+        f"  the whole answer: decoded {c:.0f} painted {d:.0f} tok/s, {100 * (d / c - 1) if c else 0:+.1f} %, "
+        f"longest gap {chat.chat.painter.longest_gap * 1e3:.0f} ms\n  " + "\n  ".join(panel),
+        flush=True,
+    )
+
+
+def randomise_cache(e: CUDAExecutor) -> None:
+    rng = np.random.default_rng(0)
+    for name, width in e._caches():
+        e.gpu.upload(name, (rng.standard_normal(e.max_context * width, np.float32) * 0.5).astype(np.float16))
+
+
+def step_seconds(e: CUDAExecutor, depth: int, n: int = 128) -> tuple[float, float]:
+    """(seconds per decode step on the GPU, seconds of host work to enqueue one)."""
+    e._know([1] * (depth + 1), 0)
+    e._set_state(GREEDY, depth, 1, 0)
+    for _ in range(8):
+        e._decode()
+    e.gpu.synchronize()
+    start, began = e.gpu.event(), time.perf_counter()
+    for _ in range(n):
+        e._decode()
+    host = time.perf_counter() - began
+    return e.gpu.elapsed(start, e.gpu.event()) / n, host / n
+
+
+def kernel_table(e: CUDAExecutor, depth: int) -> None:
+    """Time of each kernel as a chain of its own launches of all layers (rotating weights), with and without early
+    launch."""
+    groups = defaultdict(list)
+    for x in e.launches:
+        groups[x.name].append(x)
+    total = 0.0
+    e._set_state(GREEDY, depth, 1, 0)
+    for name, launches in groups.items():
+        times = []
+        for chained in (True, False):
+            many = launches * max(1, 40 // len(launches))
+            if "choose_token" in name:
+                many = launches * 2
+            graph = e.gpu.graph(many, chained=chained)
+            for _ in range(2):
+                graph()
+            e.gpu.synchronize()
+            start = e.gpu.event()
+            for _ in range(8):
+                graph()
+            times.append(e.gpu.elapsed(start, e.gpu.event()) / 8 / len(many))
+            e._set_state(GREEDY, depth, 1, 0)
+        total += times[0] * len(launches)
+        gbs = launches[0].bytes / times[0] / 1e9
+        print(
+            f"{name:44} x{len(launches):3} {times[0] * 1e6:7.2f} us (plain edges {times[1] * 1e6:7.2f}) {launches[0].bytes / 1e6:8.2f} MB {gbs:7.0f} GB/s "
+            f"sum {times[0] * len(launches) * 1e6:7.0f} us",
+            flush=True,
+        )
+    print(f"sum of kernels {total * 1e3:.3f} ms", flush=True)
+
+
+def times(model: str, quant: str, layers: int | None, kernels: bool, depths: list[int], plain: bool) -> None:
+    path = model_file(model, quant, layers)
+    began = time.perf_counter()
+    e = load(path, max(depths) + 1024)
+    print(
+        f"# {model} {quant}: load {time.perf_counter() - began:.1f} s, {e.kernels_per_token} kernels/token, {e.jit_batches} batch, "
+        f"weights {e.weight_bytes / 1e9:.2f} GB of {e.device_bytes / 1e9:.2f} GB on the device (cache {e.cache_bytes / 1e9:.2f}), file {path.stat().st_size / 1e9:.2f} GB, {e.device}",
+        flush=True,
+    )
+    randomise_cache(e)
+    out = {"model": model, "quant": quant, "layers": layers}
+    for depth in depths:
+        best = min(step_seconds(e, depth) for _ in range(3))
+        out[f"tok_s@{depth}"] = round(1 / best[0], 1)
+        out["host_us"] = round(best[1] * 1e6, 1)
+        out[f"GB/s@{depth}"] = round(e.plan.bytes_per_token(depth) / best[0] / 1e9)
+    if plain:
+        kept, e._decode = e._decode, e.gpu.graph(e.launches, chained=False)
+        out["tok_s without early launch"] = round(1 / min(step_seconds(e, 0) for _ in range(3))[0], 1)
+        e._decode = kept
+    steps = e.decode(1, 0, GREEDY, [1])
+    for _ in range(8):
+        next(steps)
+    began = time.perf_counter()
+    for _ in range(128):
+        next(steps)
+    out["decode() tok_s"] = round(128 / (time.perf_counter() - began), 1)
+    steps.close()
+    steps = e.decode(1, 0, Sampling(), [1])
+    for _ in range(8):
+        next(steps)
+    began = time.perf_counter()
+    for _ in range(128):
+        next(steps)
+    out["sampling tok_s"] = round(128 / (time.perf_counter() - began), 1)
+    steps.close()
+    for n in (512,):
+        ids = np.random.default_rng(1).integers(0, 1000, n).tolist()
+        speeds = []
+        for _ in range(3):
+            began = time.perf_counter()
+            e.forward(ids, 0, "last")
+            speeds.append(n / (time.perf_counter() - began))
+        out[f"pp{n}"] = round(max(speeds))
+    print(json.dumps(out), flush=True)
+    if kernels:
+        kernel_table(e, depths[0])
+        if len(depths) > 1:
+            for depth in depths[1:]:
+                print(f"# attention at depth {depth}")
+                kept, e.launches = (
+                    e.launches,
+                    [x for x in e.launches if x.kind == "attention" or "value_up" in x.name or "combine" in x.name],
+                )
+                kernel_table(e, depth)
+                e.launches = kept
+    e.close()
+
+
+def peer(model: str, quant: str) -> None:
+    cmd = [
+        os.environ["LLAMA_BENCH"],
+        "-m",
+        str(model_file(model, quant)),
+        "-fa",
+        "1",
+        "-ngl",
+        "99",
+        "-p",
+        "512",
+        "-n",
+        "128",
+        "-r",
+        "3",
+        "-o",
+        "json",
+    ]
+    for depth in ("0", "4096"):
+        done = subprocess.run([*cmd, "-d", depth], capture_output=True, text=True)
+        try:
+            for row in json.loads(done.stdout):
+                print(
+                    f"llama.cpp {model} {quant} pp{row['n_prompt']} tg{row['n_gen']} depth {depth}: {row['avg_ts']:.1f} tok/s",
+                    flush=True,
+                )
+        except ValueError:
+            print(done.stdout[-300:], done.stderr[-600:], flush=True)
+
+
+def main() -> None:
+    args = argparse.ArgumentParser()
+    args.add_argument("what", choices=["check", "time", "peer", "file", "compare", "app", "fallback"])
+    args.add_argument("names", nargs="*")
+    args.add_argument("--layers", type=int)
+    args.add_argument("--follow", type=float, default=0.0)
+    args.add_argument("--tokens", type=int, default=3000)
+    args.add_argument("--device")
+    args.add_argument("--kernels", action="store_true")
+    args.add_argument("--plain", action="store_true")
+    args.add_argument("--depth", type=int, nargs="*", default=[0, 4096])
+    a = args.parse_args()
+    if a.what == "check":
+        sys.exit(not check(a.names))
+    if a.what == "fallback":
+        sys.exit(not fallback())
+    try:
+        if a.what in ("file", "compare", "app"):
+            path = Path(a.names[0]) if len(a.names) == 1 else model_file(a.names[0], a.names[1], a.layers, a.follow)
+            if a.what == "compare":
+                sys.exit(not compare(path, prompts_of(path, len(a.names) == 1)))
+            if a.what == "app":
+                asyncio.run(app(path, a.tokens, a.device))
+            return
+        if a.what == "time":
+            times(a.names[0], a.names[1], a.layers, a.kernels, a.depth, a.plain)
+        else:
+            peer(*a.names)
+    except Exception:
+        traceback.print_exc(limit=-5)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

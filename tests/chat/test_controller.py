@@ -1,0 +1,322 @@
+"""The chat without a screen, on the real worker with a scripted engine."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.support.scripted import INFO, Script, scripted_load
+from tinychat.backend.local import Worker
+from tinychat.chat.changes import Change, Ended, Grew, ModelChanged, Note, Refused, Reset
+from tinychat.chat.context import Room
+from tinychat.chat.controller import Controller
+from tinychat.chat.conversation import Conversation, Turn
+from tinychat.chat.parameters import Parameters, set_parameter
+from tinychat.errors import TinychatError
+
+
+class Chat:
+    """A controller with a loaded model and what it said so far."""
+
+    def __init__(self, script: Script, load: bool = True, **kw) -> None:
+        self.script = script
+        self.saved: list[Conversation] = []
+        self.controller = Controller(Worker(scripted_load(script)), save=self.saved.append, **kw)
+        self.changes: list[Change] = []
+        if load:
+            self.controller.load("m", Path("m.gguf"))
+            self.until(lambda: self.controller.ready)
+
+    def until(self, condition) -> None:
+        deadline = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < deadline, self.changes
+            self.changes += self.controller.poll()
+            time.sleep(0.001)
+
+    def settle(self) -> None:
+        self.until(lambda: not self.controller.busy and not self.controller.queue)
+        self.changes += self.controller.poll()
+
+    def ask(self, text: str) -> Turn:
+        self.controller.ask(Turn("user", text))
+        self.settle()
+        return self.turns[-1]
+
+    def of(self, kind):
+        return [c for c in self.changes if isinstance(c, kind)]
+
+    @property
+    def turns(self):
+        return self.controller.conversation.turns
+
+
+def test_an_answer_with_thinking():
+    chat = Chat(Script(["<think>\nhm, let me see\n</think>\n\nFour."]))
+    answer = chat.ask("2 + 2?")
+    assert (answer.thinking, answer.text, answer.stop_reason) == ("hm, let me see", "Four.", "eos")
+    assert (
+        answer.thinking_tokens > 3
+        and not answer.thinking_open
+        and answer.stats["generated_tokens"] > answer.thinking_tokens
+    )
+    grown = chat.of(Grew)
+    assert "".join(g.answer for g in grown) == "Four." and "".join(g.thinking for g in grown) == "hm, let me see"
+    assert sum(g.tokens for g in grown) == answer.stats["generated_tokens"] == len(chat.controller.trace.tokens)
+    assert [type(c) for c in chat.changes if not isinstance(c, Grew)] == [ModelChanged, Reset, Ended]
+    assert chat.saved[-1] == chat.controller.conversation
+
+
+def test_the_second_turn_reuses_the_first():
+    chat = Chat(Script(["one", "two"]))
+    chat.ask("a")
+    second = chat.ask("b")
+    assert second.stats["reused_tokens"] >= 4 and second.stats["prefilled_tokens"] <= 4
+    assert chat.script.prompts[1] == "<|user|>a<|end|><|assistant|>one<|end|><|user|>b<|end|><|assistant|>"
+
+
+def test_stop_keeps_the_partial_answer_and_continue_goes_on():
+    chat = Chat(Script(["word " * 500, "the end."], rate=200))
+    chat.controller.ask(Turn("user", "go"))
+    chat.until(lambda: chat.turns and len(chat.turns[-1].text) > 20)
+    chat.controller.stop()
+    chat.settle()
+    partial = chat.turns[-1]
+    assert partial.stop_reason == "stopped" and 20 < len(partial.text) < 500
+    chat.controller.go_on()
+    chat.settle()
+    assert chat.turns[-1].text == partial.text + "the end." and chat.turns[-1].stop_reason == "eos"
+    assert chat.turns[-1].stats["generated_tokens"] > partial.stats["generated_tokens"]
+    assert chat.script.prompts[-1].endswith("<|assistant|>" + partial.text) and len(chat.turns) == 2
+
+
+def test_stop_before_the_worker_has_begun_is_not_forgotten():
+    chat = Chat(Script(["word " * 5000], rate=500))
+    chat.controller.ask(Turn("user", "go"))
+    chat.controller.stop()
+    chat.settle()
+    assert chat.turns[-1].stop_reason == "stopped" and len(chat.turns[-1].text) < 2000
+
+
+def test_skip_to_the_answer():
+    chat = Chat(Script(["<think>\n" + "hm " * 2000, "Short answer."], rate=300))
+    with pytest.raises(TinychatError):
+        chat.controller.skip_thinking()
+    chat.controller.ask(Turn("user", "go"))
+    chat.until(lambda: chat.turns and len(chat.turns[-1].thinking) > 20)
+    chat.controller.skip_thinking()
+    chat.settle()
+    answer = chat.turns[-1]
+    assert answer.text == "Short answer." and answer.thinking.startswith("hm hm") and not answer.thinking_open
+    assert chat.script.prompts[-1].endswith("</think>\n\n") and len(chat.of(Ended)) == 1
+
+
+def test_thinking_that_never_closes():
+    chat = Chat(Script(["<think>\nforever"]))
+    answer = chat.ask("go")
+    assert (answer.thinking, answer.text, answer.thinking_open, answer.stop_reason) == ("forever", "", True, "eos")
+
+
+def test_continue_inside_open_thinking_stays_in_it():
+    chat = Chat(Script(["<think>\n" + "hm " * 2000, " so\n</think>\n\nYes."], rate=300))
+    chat.controller.ask(Turn("user", "go"))
+    chat.until(lambda: chat.turns and len(chat.turns[-1].thinking) > 20)
+    chat.controller.stop()
+    chat.settle()
+    assert chat.turns[-1].thinking_open
+    chat.controller.go_on()
+    chat.settle()
+    assert chat.turns[-1].text == "Yes." and chat.turns[-1].thinking.endswith("so") and not chat.turns[-1].thinking_open
+
+
+def test_regenerate_edit_fork_and_prefill():
+    chat = Chat(Script(["one", "two", "three", "four", "five"]))
+    chat.ask("a")
+    chat.controller.regenerate()
+    chat.settle()
+    assert [t.text for t in chat.turns] == ["a", "two"]
+    chat.ask("b")
+    chat.controller.edit(0, "A")
+    chat.settle()
+    assert [t.text for t in chat.turns] == ["A", "four"]
+    before = chat.controller.conversation
+    chat.controller.fork()
+    assert chat.controller.conversation.id != before.id and [t.text for t in chat.turns] == ["A", "four"]
+    chat.controller.prefill("Well, ")
+    chat.settle()
+    assert [t.text for t in chat.turns] == ["A", "Well, five"] and chat.turns[-1].prefix == 6
+    assert {c.id for c in chat.saved} == {before.id, chat.controller.conversation.id}
+
+
+def test_regenerate_draws_another_seed_unless_it_is_set():
+    chat = Chat(Script(["x"]))
+    chat.ask("a")
+    chat.controller.regenerate()
+    chat.settle()
+    chat.controller.set_parameters(set_parameter(Parameters(), "seed", "7"))
+    chat.controller.regenerate()
+    chat.settle()
+    seeds = [s.seed for s in chat.script.samplings]
+    assert seeds[0] != seeds[1] and seeds[2] == 7 == chat.turns[-1].stats["seed"]
+
+
+def test_messages_typed_meanwhile_wait_their_turn():
+    chat = Chat(Script(["one", "two", "three"], load_s=0.05), load=False)
+    chat.controller.ask(Turn("user", "early"))
+    assert [c.error for c in chat.controller.poll() if isinstance(c, Note)] == [True]
+    chat.controller.load("m", Path("m.gguf"))
+    chat.controller.ask(Turn("user", "while loading"))
+    chat.settle()
+    chat.controller.ask(Turn("user", "c"))
+    chat.controller.ask(Turn("user", "d"))
+    assert [t.text for t in chat.controller.queue] == ["d"]
+    assert [t.text for t in chat.controller.take_back_queue()] == ["d"]
+    chat.settle()
+    assert [t.text for t in chat.turns] == ["early", "one", "while loading", "two", "c", "three"]
+
+
+def test_a_failure_is_one_line_and_the_next_question_works():
+    chat = Chat(Script(["one two three four five"], fail_after=2))
+    answer = chat.ask("a")
+    assert answer.stop_reason == "failed" and answer.text == "one two"
+    assert [n.text for n in chat.of(Note)] == ["the scripted engine failed as it was told to"]
+    chat.script.fail_after = None
+    assert chat.ask("b").stop_reason == "eos"
+
+
+def test_a_model_that_does_not_load():
+    chat = Chat(Script(fail_load="m.gguf: not a GGUF file"), load=False)
+    chat.controller.load("m", Path("m.gguf"))
+    chat.until(lambda: chat.of(Note))
+    assert not chat.controller.ready and chat.of(Note)[0].error
+    with pytest.raises(TinychatError):
+        chat.controller.regenerate()
+
+
+def small(limit: int, script: Script) -> Chat:
+    return Chat(replace(script, info=replace(INFO, max_context=limit)))
+
+
+def test_before_the_context_overflows_the_user_is_asked():
+    chat = small(128, Script(["<think>\n" + "hm " * 20 + "\n</think>\n\n" + "word " * 15]))
+    for i in range(9):
+        chat.controller.ask(Turn("user", f"question {i}"))
+        chat.settle()
+        if chat.of(Room):
+            break
+    room = chat.of(Room)[0]
+    asked = len(chat.turns)
+    assert (
+        room.tokens + room.reserve > room.limit == 128
+        and "turns" in room.options
+        and chat.turns[-1].role == "assistant"
+    )
+    chat.controller.resolve(room, "stop")
+    assert [c.turn.text for c in chat.controller.poll() if isinstance(c, Refused)] == [f"question {i}"]
+    assert len(chat.turns) == asked
+    chat.controller.resolve(room, "turns")
+    chat.settle()
+    assert len(chat.turns) == asked + 2 and chat.controller.conversation.first > 0
+    assert "question 0" not in chat.script.prompts[-1] and f"question {i}" in chat.script.prompts[-1]
+    assert chat.controller.usage.limit == 128 >= chat.controller.usage.used
+
+
+def test_dropping_thinking_makes_room():
+    chat = small(140, Script(["<think>\n" + "hm " * 80 + "\n</think>\n\n" + "word " * 15]))
+    chat.ask("a")
+    chat.controller.ask(Turn("user", "b"))
+    chat.settle()
+    room = chat.of(Room)[0]
+    assert room.options == ("turns", "thinking", "stop") and room.thinking > 60
+    chat.controller.resolve(room, "thinking")
+    chat.settle()
+    assert "hm" not in chat.script.prompts[-1] and chat.turns[-1].text and chat.turns[1].thinking
+
+
+def test_an_answer_that_fills_the_context_asks_too():
+    chat = small(64, Script(["word " * 500, "on"]))
+    chat.ask("a")
+    assert chat.turns[-1].stop_reason == "context" and chat.of(Room)[0].options == ("stop",)
+
+
+def test_a_message_too_long_for_the_context_comes_back():
+    chat = small(64, Script(["x"]))
+    chat.controller.ask(Turn("user", "word " * 100))
+    chat.settle()
+    room = chat.of(Room)[0]
+    assert room.options == ("stop",) and room.typed and chat.turns == ()
+
+
+def test_usage_by_kind():
+    chat = Chat(Script(["<think>\nhm hm hm\n</think>\n\nyes yes"]))
+    chat.controller.set_parameters(Parameters(system="be very kind"))
+    chat.ask("a")
+    chat.ask("b")
+    usage = chat.controller.usage
+    assert usage.system == 3 and usage.thinking >= 3 and usage.history > 4 and usage.answer > 4
+    assert usage.used + usage.free == usage.limit == INFO.max_context
+
+
+def test_raw_prompts_and_raw_output():
+    chat = Chat(Script(["<think>a</think>b"]))
+    chat.controller.raw = True
+    answer = chat.ask("once <|user|>upon")
+    assert chat.script.prompts == ["once <|user|>upon"] and answer.text == "<think>a</think>b" and answer.raw
+    chat.controller.go_on()
+    chat.settle()
+    assert chat.script.prompts[1] == "once <|user|>upon<think>a</think>b"
+
+
+def test_opening_another_conversation_stops_and_saves_the_running_answer():
+    chat = Chat(Script(["word " * 2000, "next"], rate=300))
+    chat.controller.ask(Turn("user", "go"))
+    chat.until(lambda: chat.turns and len(chat.turns[-1].text) > 20)
+    first = chat.controller.conversation.id
+    chat.controller.new()
+    chat.controller.ask(Turn("user", "b"))
+    chat.settle()
+    assert [t.text for t in chat.turns] == ["b", "next"]
+    old = [c for c in chat.saved if c.id == first][-1]
+    assert old.turns[-1].stop_reason == "stopped" and len(old.turns[-1].text) > 20
+
+
+def test_another_context_length_loads_the_model_again():
+    chat = Chat(Script(["x"]))
+    chat.controller.set_parameters(set_parameter(Parameters(), "context", "512"))
+    assert not chat.controller.ready
+    chat.until(lambda: chat.controller.ready)
+    assert chat.controller.engine.info.max_context == 512 and chat.script.loads[-1]["max_context"] == 512
+
+
+def test_saving_goes_on_at_most_once_a_second_while_it_streams():
+    now = [0.0]
+    chat = Chat(Script(["word " * 60], rate=400), clock=lambda: now[0])
+    chat.controller.ask(Turn("user", "go"))
+    chat.settle()
+    assert len(chat.saved) == 2, "the question, and the end"
+    chat.controller.ask(Turn("user", "go"))
+    for _ in range(5):
+        n = len(chat.turns[-1].text)
+        chat.until(lambda n=n: len(chat.turns[-1].text) > n)
+        now[0] += 1.1
+    chat.settle()
+    assert 5 <= len(chat.saved) <= 10
+
+
+def test_a_history_that_fails_is_said_once():
+    def broken(conversation):
+        raise TinychatError("the disk is full")
+
+    controller = Controller(Worker(scripted_load(Script(["x"]))), save=broken)
+    controller.load("m", Path("m"))
+    changes = []
+    for text in ("a", "b"):
+        controller.ask(Turn("user", text))
+        deadline = time.monotonic() + 30
+        while controller.queue or controller.busy or not controller.ready:
+            assert time.monotonic() < deadline
+            changes += controller.poll()
+    assert [n.text for n in changes if isinstance(n, Note)] == [
+        "the disk is full; this conversation is not being saved"
+    ]

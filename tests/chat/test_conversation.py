@@ -1,0 +1,175 @@
+"""Conversations as values: every change a user can make, what is sent, and the written forms."""
+
+import json
+
+import pytest
+
+from tinychat.chat.conversation import Attachment, Conversation, Turn, to_markdown
+from tinychat.chat.parameters import PARAMETERS, Parameters, get_parameter, set_parameter
+from tinychat.errors import TinychatError
+
+
+def talk(*texts: str, **kw) -> Conversation:
+    """Turns by role in alternation, the user first."""
+    roles = ("user", "assistant")
+    return Conversation(tuple(Turn(roles[i % 2], t, stop_reason="eos" * (i % 2)) for i, t in enumerate(texts)), **kw)
+
+
+def contents(c: Conversation) -> list[str]:
+    return [m["content"] for m in c.messages()]
+
+
+def test_messages_carry_system_and_thinking():
+    turns = (Turn("user", "a"), Turn("assistant", "b", thinking="hm"), Turn("user", "c"))
+    c = Conversation(turns, parameters=Parameters(system="be kind"))
+    assert c.messages() == [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "reasoning_content": "hm"},
+        {"role": "user", "content": "c"},
+    ]
+    assert all("reasoning_content" not in m for m in c.drop_thinking().messages())
+    assert Conversation((Turn("user", "a"),), parameters=Parameters(system="  ")).messages() == [
+        {"role": "user", "content": "a"}
+    ]
+
+
+def test_attached_files_follow_the_text_in_fences_they_cannot_close():
+    turn = Turn("user", "look", files=(Attachment("a.md", "```\nx\n```\n"), Attachment("b.txt", "y")))
+    assert turn.content == "look\n\na.md:\n````\n```\nx\n```\n````\n\nb.txt:\n```\ny\n```"
+    assert Conversation((turn,)).messages()[0]["content"] == turn.content and Turn("user", "a").content == "a"
+
+
+def test_dropped_thinking_still_continues_its_own_answer():
+    c = Conversation((Turn("user", "a"), Turn("assistant", "b", thinking="hm"))).drop_thinking()
+    assert c.messages()[-1]["reasoning_content"] == "hm"
+
+
+def test_regenerate_drops_the_answer_and_keeps_a_written_start():
+    assert contents(talk("a", "b", "c", "d").regenerate()) == ["a", "b", "c"]
+    assert contents(talk("a", "b", "c").regenerate()) == ["a", "b", "c"]
+    c = talk("a").prefill("Sure, ")
+    grown = c.with_last(Turn("assistant", "Sure, here", prefix=6))
+    assert contents(grown.regenerate()) == ["a", "Sure, "]
+    with pytest.raises(TinychatError):
+        Conversation().regenerate()
+
+
+def test_edit_forgets_what_came_after():
+    c = talk("a", "b", "c", "d")
+    assert contents(c.edit(2, "C")) == ["a", "b", "C"]
+    assert contents(c.edit(0, "A")) == ["A"]
+    assert contents(c) == ["a", "b", "c", "d"]
+    for bad in (1, 9, -1):
+        with pytest.raises(TinychatError):
+            c.edit(bad, "x")
+
+
+def test_edit_before_the_first_sent_turn_sends_it_again():
+    c = talk("a", "b", "c", "d", "e").drop_oldest().drop_oldest()
+    assert contents(c) == ["e"]
+    assert contents(c.edit(2, "C")) == ["C"]
+    assert contents(c.edit(0, "A")) == ["A"]
+
+
+def test_fork_is_another_conversation():
+    c = talk("a", "b", "c", "d")
+    f = c.fork(1)
+    assert f.id != c.id and contents(f) == ["a", "b"] and f.name == "a (fork)"
+    assert contents(c.fork()) == contents(c)
+    with pytest.raises(TinychatError):
+        Conversation().fork()
+
+
+def test_drop_oldest_keeps_the_transcript_and_the_last_question():
+    c = talk("a", "b", "c", "d", "e")
+    assert contents(c.drop_oldest()) == ["c", "d", "e"]
+    assert contents(c.drop_oldest().drop_oldest()) == ["e"]
+    assert c.drop_oldest().drop_oldest().drop_oldest().first == 4
+    assert len(c.drop_oldest().turns) == 5
+
+
+def test_continue_needs_an_answer_last():
+    assert talk("a", "b").can_continue() and not talk("a").can_continue() and not Conversation().can_continue()
+    c = Conversation((Turn("user", "a"), Turn("assistant", "", thinking="hm", thinking_open=True)))
+    assert not c.close_thinking().turns[-1].thinking_open
+
+
+def test_title():
+    assert Conversation().title == ""
+    assert talk("two\n  lines").title == "two lines"
+    assert len(talk("x" * 500).title) == 60
+    assert talk("a").rename(" my \n talk ").title == "my talk"
+
+
+def test_json_round_trip():
+    files = (Attachment("x.py", "x = 1"),)
+    turn = Turn(
+        "assistant", "b", "t", thinking_open=True, stop_reason="stopped", stats={"decode_tok_s": 3.5}, files=files
+    )
+    parameters = set_parameter(Parameters(system="s"), "top_k", "7")
+    c = Conversation((Turn("user", "a"), turn), model="m", parameters=parameters, first=1)
+    assert Conversation.from_dict(json.loads(json.dumps(c.as_dict()))) == c
+
+
+BAD = [
+    {},
+    {"turns": [{"role": "root", "text": "x"}]},
+    {"turns": 3},
+    {"turns": [], "format": 99},
+    {"turns": [{"role": "user"}]},
+]
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_json_that_is_no_conversation(bad):
+    with pytest.raises(TinychatError):
+        Conversation.from_dict(bad)
+
+
+def test_markdown():
+    turns = (Turn("user", "why?"), Turn("assistant", "so:\n```py\nx = 1", thinking="hm", stop_reason="stopped"))
+    c = Conversation(turns, model="m", parameters=Parameters(system="sys"))
+    assert to_markdown(c) == (
+        "# why?\n\nModel: `m`\n\n## System\n\nsys\n\n## You\n\nwhy?\n\n## "
+        "m\n\n<details><summary>Thinking</summary>\n\nhm\n\n"
+        "</details>\n\nso:\n```py\nx = 1\n```\n\n*(stopped)*\n"
+    )
+
+
+def test_set_parameter():
+    p = Parameters()
+    for name, text, value in [
+        ("temperature", "0,5", 0.5),
+        ("top_k", "7", 7),
+        ("seed", "42", 42),
+        ("seed", "random", None),
+        ("max_tokens", "off", None),
+        ("context", "8192", 8192),
+        ("min_p", "0", 0.0),
+    ]:
+        assert get_parameter(set_parameter(p, name, text), name) == value
+    both = set_parameter(set_parameter(p, "top_p", "0.5"), "min_p", "0.1")
+    assert (both.sampling.top_p, both.sampling.min_p, both.sampling.top_k) == (0.5, 0.1, p.sampling.top_k)
+
+
+REFUSED = [
+    ("heat", "1"),
+    ("temperature", "hot"),
+    ("temperature", "nan"),
+    ("temperature", "-1"),
+    ("top_k", "2.5"),
+    ("seed", "-1"),
+    ("top_p", "1.1"),
+    ("context", "1"),
+    ("temperature", "off"),
+    ("top_k", ""),
+]
+
+
+@pytest.mark.parametrize("name,text", REFUSED)
+def test_set_parameter_refuses(name, text):
+    with pytest.raises(TinychatError) as e:
+        set_parameter(Parameters(), name, text)
+    assert "\n" not in str(e.value)
+    assert all(s.help for s in PARAMETERS.values())

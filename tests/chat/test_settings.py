@@ -1,0 +1,191 @@
+"""The settings file: what is read, what is reported, and what a change leaves alone."""
+
+import os
+import stat
+from dataclasses import replace
+
+import pytest
+
+from tinychat.chat import settings
+from tinychat.chat.parameters import PARAMETERS, Parameters, set_parameter
+from tinychat.errors import TinychatError
+
+FULL = """# my settings
+model = "glm-4.7:flash"  # the big one
+threads = 6
+theme = "nord"
+kv_cache_gb = 12.5
+future = "kept"
+
+[parameters]
+temperature = 0.25
+top_k = 7
+seed = 42
+system = "be kind"
+thinking = false
+glow = 1
+
+[presets.coder]
+system = "You write Python."
+temperature = 0
+
+[models."mine"]
+url = "https://example.org/m.gguf"
+quant = "Q4_0"
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "deep" / "settings.toml"
+
+
+def write(file, text):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+
+
+def test_reads_everything(file):
+    write(file, FULL)
+    s = settings.load(file)
+    assert (s.model, s.threads, s.theme, s.kv_cache_gb) == ("glm-4.7:flash", 6, "nord", 12.5)
+    p = s.parameters
+    assert (p.system, p.thinking, p.seed, p.sampling.temperature, p.sampling.top_k) == ("be kind", False, 42, 0.25, 7)
+    assert s.presets["coder"].system == "You write Python." and s.presets["coder"].sampling.temperature == 0
+    assert [(m.name, m.quant, m.sources) for m in s.models] == [("mine", "Q4_0", ("https://example.org/m.gguf",))]
+    assert len(s.problems) == 2 and "'future'" in s.problems[0] and "'glow' in [parameters]" in s.problems[1]
+
+
+def test_no_file_is_defaults(file):
+    assert settings.load(file) == settings.Settings()
+    assert settings.Settings().problems == ()
+
+
+def test_the_default_place_follows_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    if settings.path().is_relative_to(tmp_path):  # where the platform has XDG folders
+        settings.update(theme="nord")
+        assert (tmp_path / "tinychat" / "settings.toml").is_file() and settings.load().theme == "nord"
+    assert settings.path().name == "settings.toml"
+
+
+@pytest.mark.parametrize("bad", ["model = ", "a = 1\na = 2", "\x00", "[parameters\n", "model = 'x'\n\x1b[31m = 3"])
+def test_a_broken_file_is_one_line_and_never_overwritten(file, bad):
+    write(file, bad)
+    s = settings.load(file)
+    assert replace(s, problems=()) == settings.Settings()
+    assert (
+        len(s.problems) == 1
+        and "\n" not in s.problems[0]
+        and "\x1b" not in s.problems[0]
+        and str(file) in s.problems[0]
+    )
+    for change in (lambda: settings.update(file, theme="x"), lambda: settings.save_preset("p", Parameters(), file)):
+        with pytest.raises(TinychatError) as e:
+            change()
+        assert "\n" not in str(e.value) and "\x1b" not in str(e.value)
+    assert file.read_text(encoding="utf-8") == bad
+
+
+def test_bytes_that_are_no_text(file):
+    file.parent.mkdir()
+    file.write_bytes(b"model = '\xff\xfe'")
+    assert len(settings.load(file).problems) == 1
+    with pytest.raises(TinychatError):
+        settings.update(file, theme="x")
+
+
+WRONG = [
+    ("threads = 0", "threads"),
+    ("threads = true", "threads"),
+    ("model = 3", "model"),
+    ("kv_cache_gb = -1", "kv_cache_gb"),
+    ("kv_cache_gb = nan", "kv_cache_gb"),
+    ("parameters = 3", "parameters"),
+    ("presets = []", "presets"),
+    ("[presets]\na = 1", "presets.a"),
+    ("[parameters]\ntemperature = 99", "temperature"),
+    ("[parameters]\ntop_k = 1.5", "top_k"),
+    ("[parameters]\nsystem = 1", "system"),
+    ("[parameters]\nthinking = 'no'", "thinking"),
+    ("[parameters]\ntop_p = 'x'", "top_p"),
+    ("[models.x]\nquant = 'Q4_0'", 'models."x"'),
+    ("[models.x]\nurl = 3", "url"),
+    ("models = 1", "models"),
+]
+
+
+@pytest.mark.parametrize("text,name", WRONG)
+def test_a_wrong_value_is_named_and_its_default_used(file, text, name):
+    write(file, text)
+    s = settings.load(file)
+    assert len(s.problems) == 1 and name in s.problems[0]
+    assert replace(s, problems=()) == replace(settings.Settings(), presets=s.presets)
+    assert all(p == Parameters() for p in s.presets.values())
+    settings.update(file, theme="nord")  # a change elsewhere does not repair, and does not destroy, what the user wrote
+    assert settings.load(file).problems == s.problems and settings.load(file).theme == "nord"
+
+
+def test_a_change_keeps_comments_unknown_keys_and_the_rest(file):
+    write(file, FULL)
+    settings.update(file, model="smollm2:135m", threads=None)
+    text = file.read_text()
+    expected = FULL.replace('"glm-4.7:flash"', '"smollm2:135m"').replace("threads = 6\n", "")
+    assert text == expected
+
+
+def test_two_instances_do_not_undo_each_other(file):
+    settings.update(file, theme="nord")
+    settings.update(file, model="a")
+    settings.save_preset("p", Parameters(system="s"), file)
+    s = settings.load(file)
+    assert (s.theme, s.model, s.presets["p"].system) == ("nord", "a", "s")
+
+
+def test_every_parameter_comes_back(file):
+    p = Parameters(system='say "hi"\nback\\slash', thinking=False)
+    for i, (name, spec) in enumerate(PARAMETERS.items(), 1):
+        p = set_parameter(p, name, str(spec.kind(min(spec.high, spec.low + i))))
+    settings.update(file, parameters=p)
+    settings.save_preset("a b.c", p, file)
+    s = settings.load(file)
+    assert s.parameters == p and s.presets == {"a b.c": p} and not s.problems
+    settings.update(file, parameters=Parameters())
+    assert settings.load(file).parameters == Parameters() and settings.load(file).presets == {"a b.c": p}
+
+
+def test_presets_are_replaced_and_deleted(file):
+    write(file, FULL)
+    settings.save_preset(" coder ", Parameters(system="Rust"), file)
+    assert settings.load(file).presets == {"coder": Parameters(system="Rust")}
+    settings.save_preset("other", Parameters(), file)
+    assert set(settings.delete_preset("coder", file).presets) == {"other"}
+    assert set(settings.delete_preset("nobody", file).presets) == {"other"}
+    with pytest.raises(TinychatError):
+        settings.save_preset("  ", Parameters(), file)
+    assert "be kind" in file.read_text()
+
+
+def test_editing_the_whole_text(file):
+    with pytest.raises(TinychatError):
+        settings.write_text("a = ", file)
+    assert not file.exists()
+    assert settings.write_text(FULL, file).model == "glm-4.7:flash"
+    assert file.read_text() == FULL
+
+
+def test_writing_through_a_link_keeps_it_and_the_mode(tmp_path):
+    real, link = tmp_path / "dotfiles.toml", tmp_path / "settings.toml"
+    real.write_text("theme = 'a'\n")
+    real.chmod(0o640)
+    link.symlink_to(real)
+    settings.update(link, theme="b")
+    assert link.is_symlink() and 'theme = "b"' in real.read_text() and stat.S_IMODE(real.stat().st_mode) == 0o640
+    assert sorted(os.listdir(tmp_path)) == ["dotfiles.toml", "settings.toml"]  # and no temporary file
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TinychatError) as e:
+        settings.update(tmp_path / "file" / "settings.toml", theme="x")
+    assert "\n" not in str(e.value)

@@ -1,0 +1,417 @@
+"""The command line as its users meet it: what goes to stdout, what to stderr, exit codes."""
+
+import contextlib
+import io
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from gguf import GGUFWriter
+
+from tests.support import tiny
+from tests.support.server import File, Server, make_gguf
+from tinychat.cli import DEVICES, main
+from tinychat.commands import models_tmp as commands
+from tinychat.engine import devices
+from tinychat.errors import TinychatError
+from tinychat.measure import bench
+from tinychat.models import cache
+from tinychat.models.registry import Model, resolve
+
+STATS = {
+    "decode_tok_s",
+    "prefill_tok_s",
+    "ttft_s",
+    "load_s",
+    "kernels_per_token",
+    "jit_batches",
+    "bytes_per_token",
+    "gb_s",
+    "limit_gb_s",
+    "limit_share",
+    "kv_bytes_per_token",
+    "rss_bytes",
+}
+TINYCHAT = [sys.executable, "-m", "tinychat.cli"]
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as s:
+        yield s
+
+
+def output(capsys: Captured, *argv: object) -> str:
+    """stdout of a command that succeeds."""
+    code = main([str(a) for a in argv])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    return out
+
+
+def failure(capsys: Captured, *argv: object) -> str:
+    """The one line on stderr of a command that fails."""
+    assert main([str(a) for a in argv]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("tinychat: ") and err.count("\n") == 1
+    return err
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["run", "--help"], ["cache", "--help"], ["cache", "add", "--help"], ["--version"]]
+)
+def test_help(capsys: Captured, argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as e:
+        main(argv)
+    assert e.value.code == 0 and "tinychat" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["run"],
+        ["run", "m"],
+        ["run", "m", "p", "--temperature", "hot"],
+        ["run", "m", "p", "--temperature", "-1"],
+        ["run", "m", "p", "--max-tokens", "0"],
+        ["bench", "m", "-n", "x"],
+        ["cache"],
+        ["cache", "add", "f"],
+        ["m", "extra"],
+        ["cache", "add", "f", "--model", "a", "--url", "b"],
+        ["info", "m", "--template", "--tensors"],
+        ["--nonsense"],
+        ["bench"],
+        ["bench", "--block"],
+        ["bench", "--no-wait", "-n", "3"],
+        ["bench", "m", "--kernel", "head"],
+        ["run", "m", "p", "--device", "tpu"],
+        ["bench", "m", "--threads", "0"],
+        ["info", "m", "--device", "cpu"],
+    ],
+)
+def test_wrong_usage(capsys: Captured, argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as e:
+        main(argv)
+    assert e.value.code == 2 and "usage: tinychat" in capsys.readouterr().err
+
+
+def test_every_command_that_runs_a_model_takes_a_device(
+    capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert DEVICES == devices.DEVICES
+    monkeypatch.setattr(bench, "lock_path", lambda: tmp_path / "bench.lock")
+    path, text = tiny.write(tmp_path / "m.gguf", "llama", "Q4_0"), tmp_path / "text.txt"
+    text.write_text("a long enough text " * 20)
+    for argv, found in (
+        (["run", path, "hi", "--max-tokens", 2], lambda shown: shown["device"]),
+        (["bench", path, "-n", 2, "-p", 2], lambda shown: shown["device"]),
+        (["profile", path, "-n", 2], lambda shown: shown["device"]),
+        (["kernels", path], lambda shown: shown["device"]),
+        (["smoke", path], lambda shown: shown["results"][0]["device"]),
+    ):
+        assert "· 1 thread ·" in found(
+            json.loads(output(capsys, *argv, "--json", "--device", "cpu", "--threads", 1))
+        ), argv
+    assert json.loads(
+        output(capsys, "perplexity", path, text, "--ctx", 16, "--chunks", 1, "--device", "cpu", "--json")
+    )["ppl"]
+    assert "plain tinygrad" in json.loads(output(capsys, "kernels", path, "--json", "--device", "reference"))["device"]
+
+
+def test_debug_shows_where(capsys: Captured) -> None:
+    for argv in (["--debug", "info", "nosuch"], ["info", "nosuch", "--debug"]):
+        with pytest.raises(Exception, match="unknown model 'nosuch'"):
+            main(argv)
+
+
+def test_errors_are_one_line(capsys: Captured, tmp_path: Path) -> None:
+    (tmp_path / "text.gguf").write_text("not a model\n" * 100)
+    data = make_gguf(tmp_path / "short.gguf")
+    (tmp_path / "short.gguf").write_bytes(data[:-100])
+    assert "did you mean smollm2" in failure(capsys, "run", "smolm2", "hi")
+    assert "not a GGUF" in failure(capsys, "run", tmp_path / "text.gguf", "hi")
+    assert "truncated" in failure(capsys, "run", tmp_path / "short.gguf", "hi")
+    assert "no such file" in failure(capsys, "run", tmp_path / "none.gguf", "hi")
+    assert "prompt is empty" in failure(capsys, "run", "smollm2", " ")
+    assert "needs a terminal" in failure(capsys, "smollm2")
+    assert list(cache.downloads_dir().glob("*")) == []
+
+
+@pytest.mark.parametrize("kind", [ZeroDivisionError, TinychatError])
+def test_the_unexpected_is_one_line_too(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    def broken(model: Model) -> None:
+        raise kind("one\ntwo \x1b[31m")
+
+    monkeypatch.setattr(cache, "path_of", broken)
+    assert r": one\ntwo \x1b[31m" in failure(capsys, "info", "smollm2")
+
+
+def test_what_is_wrong_in_the_settings_is_said_once(capsys: Captured) -> None:
+    folder = Path(os.environ["XDG_CONFIG_HOME"]) / "tinychat"
+    folder.mkdir()
+    (folder / "settings.toml").write_text('nonsense = 1\n[models."mine"]\npath = "/nowhere/m.gguf"\n')
+    assert main(["cache", "list", "--all"]) == 0
+    out, err = capsys.readouterr()
+    assert err.count("nonsense") == 1 and "mine" in out
+    assert main(["info", "mine"]) == 1
+    assert "/nowhere/m.gguf" in capsys.readouterr().err
+
+
+# The model at work
+
+
+def test_run_json(smollm2_path: Path, capsys: Captured) -> None:
+    argv = ("run", smollm2_path, "What is the capital of France?", "--temperature", 0, "--max-tokens", 16, "--json")
+    answer = json.loads(output(capsys, *argv))
+    assert STATS | {"text", "thinking", "token_ids", "prompt_tokens", "stop_reason"} <= set(answer)
+    assert answer["text"] and answer["thinking"] == ""
+    assert answer["stop_reason"] in ("eos", "length") and 0 < len(answer["token_ids"]) <= 16
+    assert answer["prompt_tokens"] == 37 and answer["decode_tok_s"] > 0
+
+
+def test_run_knows_paris(smollm2_path: Path, capsys: Captured) -> None:
+    """Raw, because as a chat this question is a near tie of this small model: rounding decides, in llama.cpp as
+    here."""
+    argv = ("run", smollm2_path, "The capital of France is", "--raw", "--temperature", 0, "--max-tokens", 3)
+    assert "Paris" in output(capsys, *argv)
+
+
+def test_run_in_a_pipe_writes_the_answer_and_nothing_else(
+    smollm2_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = "The first three letters are A, B and"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(prompt.encode())))
+    options = ("--raw", "--temperature", 1, "--seed", 5, "--max-tokens", 8)
+    streamed = output(capsys, "run", smollm2_path, "-", *options)
+    answer = json.loads(output(capsys, "run", smollm2_path, prompt, *options, "--json"))
+    assert streamed == answer["text"] + "\n"
+    assert len(answer["token_ids"]) == 8 and answer["stop_reason"] == "length" and answer["seed"] == 5
+    assert answer["prompt_tokens"] == len(json.loads(output(capsys, "tokenize", smollm2_path, prompt, "--json"))["ids"])
+
+
+def test_a_terminal_obeys_nothing_that_a_model_says(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    shown = commands._Shown(quiet=False)
+    for text, kind in (("plan\x1b]0;x\x07", "thinking"), ("Hello\n", "answer"), ("\x1b[2J", "answer")):
+        shown.add(text, kind)
+    shown.end()
+    out, err = capsys.readouterr()
+    assert out == "Hello\n\\x1b[2J\n"
+    assert err == "\x1b[2mplan\\x1b]0;x\\x07\x1b[0m\n"
+
+
+def test_a_long_prompt_gets_a_context_to_match(smollm2_path: Path) -> None:
+    model = resolve(str(smollm2_path))
+    assert commands._needed_context(model, "short", 100) is None
+    assert commands._needed_context(model, "word " * 5000, 100) == 5000 + 256 + 100 + 1
+    assert (
+        commands._needed_context(model, "word " * 50_000, None) == 8192
+    )  # all the model can; the engine says the rest
+
+
+def test_bench_json(smollm2_path: Path, capsys: Captured) -> None:
+    result = json.loads(output(capsys, "bench", smollm2_path, "-n", 3, "-p", 4, "--json"))
+    assert STATS | {"model", "device", "threads", "n_prompt", "n_gen"} <= set(result)
+    assert (result["n_prompt"], result["n_gen"]) == (4, 3) and result["decode_tok_s"] > 0
+
+
+def test_perplexity(smollm2_path: Path, capsys: Captured) -> None:
+    prose = Path(__file__).parents[1] / "data" / "prose.txt"
+    options = ("perplexity", smollm2_path, prose, "--ctx", 64, "--chunks", 1)
+    result = json.loads(output(capsys, *options, "--json"))
+    assert set(result) == {"model", "ppl", "ppl_err", "tokens", "chunks"} and (result["tokens"], result["chunks"]) == (
+        31,
+        1,
+    )
+    assert 5 < result["ppl"] < 100
+    assert output(capsys, *options).startswith(f"perplexity {result['ppl']:.4f} ± ")
+    assert "cannot be read: no such file" in failure(capsys, "perplexity", smollm2_path, "nothing.txt")
+
+
+# Looking into files
+
+
+def test_tokenize(smollm2_path: Path, capsys: Captured) -> None:
+    assert json.loads(output(capsys, "tokenize", smollm2_path, "Hello world", "--json")) == {
+        "ids": [19556, 905],
+        "tokens": ["Hello", " world"],
+    }
+    assert output(capsys, "tokenize", smollm2_path, "a\nb").splitlines()[1].endswith(r"  \n")
+
+
+def test_info(smollm2_path: Path, capsys: Captured) -> None:
+    facts = json.loads(output(capsys, "info", smollm2_path, "--json"))
+    assert facts["architecture"] == "llama" and facts["parameters"] == 134_515_008 and facts["problem"] is None
+    assert facts["types"]["Q4_1"] == {"tensors": 210, "bytes": 66_355_200} and facts["kv_bytes_per_token"] == 23_040
+    assert facts["fit"]["verdict"] == "fits" and facts["metadata"]["llama.block_count"] == 30
+    assert facts["metadata"]["tokenizer.ggml.tokens"]["length"] == 49152
+    text = output(capsys, "info", smollm2_path)
+    assert "30 of width 576" in text and "23.0 kB per token" in text and "Q8_0: 1 tensor" in text
+    assert "llama.rope.freq_base" in output(capsys, "info", smollm2_path, "--grep", "ROPE")
+    assert "<|im_start|>" in output(capsys, "info", smollm2_path, "--template")
+    assert "49152×576" in output(capsys, "info", smollm2_path, "--tensors")
+    assert "no key" in failure(capsys, "info", smollm2_path, "--grep", "nonsense")
+
+
+def test_info_of_a_model_that_is_not_here(server: Server, capsys: Captured, tmp_path: Path) -> None:
+    sent: list[int] = []
+    server.files["/m.gguf"] = File(make_gguf(tmp_path / "m.gguf", size=20_000_000), pace=sent.append)
+    assert main(["info", server.url("/m.gguf"), "--json"]) == 0
+    out, err = capsys.readouterr()
+    facts = json.loads(out)
+    assert facts["bytes"] > 20_000_000 and facts["path"] == server.url("/m.gguf") and "not here" in err
+    assert "token_embd" in facts["problem"]  # not a model that the engine could run
+    assert max(sent) < 10_000_000 and cache.entries() == []
+
+
+def test_info_of_a_hostile_file(capsys: Captured, tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "m.gguf", "mamba\x1b[2J")
+    writer.add_chat_template("{{ x }}\x1b]0;owned\x07")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    for argv in ([], ["--template"], ["--grep", "general"]):
+        out = output(capsys, "info", tmp_path / "m.gguf", *argv)
+        assert "\\x1b" in out and "\x1b" not in out and "\x07" not in out
+
+
+# The cache
+
+
+def test_the_life_of_a_file(server: Server, capsys: Captured, tmp_path: Path) -> None:
+    data = make_gguf(tmp_path / "m.gguf")
+    server.files["/m.gguf"] = File(data)
+    url = server.url("/m.gguf")
+    assert "not in the cache" in failure(capsys, "cache", "path", url)
+    path = output(capsys, "cache", "pull", url).strip()
+    assert Path(path).read_bytes() == data
+    assert output(capsys, "cache", "path", url).strip() == path
+    assert output(capsys, "cache", "path").strip() == str(Path(path).parent)
+    assert url in output(capsys, "cache", "list") and "whole" in output(capsys, "cache", "list")
+    assert output(capsys, "cache", "verify") == f"{url}: unchanged since it came (SHA-256)\n"
+    with open(path, "r+b") as f:
+        f.seek(-1, os.SEEK_END)
+        f.write(bytes([data[-1] ^ 1]))
+    assert main(["cache", "verify", url]) == 1
+    assert "1 of 1 damaged" in capsys.readouterr().err
+    assert "deleted" in output(capsys, "cache", "rm", Path(path).name)  # by the file name that `list` shows
+    assert "not in the cache" in failure(capsys, "cache", "rm", url)
+    assert output(capsys, "cache", "add", tmp_path / "m.gguf", "--url", url, "--move").strip() == path
+    assert not (tmp_path / "m.gguf").exists()
+    Path(path + ".part").write_bytes(b"123")
+    assert "partial" in output(capsys, "cache", "list")
+    assert output(capsys, "cache", "prune") == f"deleted {Path(path).name}.part, 3 bytes\n"
+    assert "glm-4.7:flash" in output(capsys, "cache", "list", "--all")
+
+
+def test_a_download_is_announced_with_size_and_place(server: Server, capsys: Captured, tmp_path: Path) -> None:
+    server.files["/m.gguf"] = File(make_gguf(tmp_path / "m.gguf"))
+    assert main(["cache", "pull", server.url("/m.gguf")]) == 0
+    assert f"to {cache.downloads_dir()}, where" in capsys.readouterr().err
+
+
+def test_nothing_is_downloaded_that_cannot_run(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unwanted(*args: object) -> None:
+        raise AssertionError("it downloads")
+
+    monkeypatch.setattr(cache, "pull", unwanted)
+    huge = Model("huge", ("http://127.0.0.1:9/m",), size=10**15, architecture="llama")
+    odd = Model("odd", ("http://127.0.0.1:9/o",), architecture="mamba")
+    monkeypatch.setattr(commands, "MODELS", (huge, odd))
+    monkeypatch.setattr("tinychat.models.registry.MODELS", (huge, odd))
+    assert "does not fit into this machine's memory" in failure(capsys, "run", "huge", "hi")
+    assert "does not know the architecture mamba" in failure(capsys, "run", "odd", "hi")
+
+
+def test_ctrl_c_keeps_what_has_arrived(server: Server, tmp_path: Path) -> None:
+    data = make_gguf(tmp_path / "m.gguf")
+    server.files["/m.gguf"] = File(data, block=4096, pace=lambda sent: time.sleep(0.01))
+    with subprocess.Popen([*TINYCHAT, "cache", "pull", server.url("/m.gguf")], stdout=-1, stderr=-1, text=True) as p:
+        while not list(cache.downloads_dir().glob("*.part")):
+            time.sleep(0.01)
+        time.sleep(0.1)
+        p.send_signal(signal.SIGINT)
+        out, err = p.communicate()
+    assert p.returncode == 130 and "Traceback" not in err and out == ""
+    (entry,) = cache.entries()
+    assert entry.partial and entry.size
+    server.files["/m.gguf"].pace = lambda sent: None
+    assert cache.pull(resolve(server.url("/m.gguf"))).read_bytes() == data
+    assert server.ranges[-1] == f"bytes={entry.size}-"
+
+
+def test_a_reader_that_has_seen_enough(smollm2_path: Path) -> None:
+    with subprocess.Popen([*TINYCHAT, "info", str(smollm2_path), "--tensors"], stdout=-1, stderr=-1) as p:
+        assert p.stdout and p.stderr
+        p.stdout.close()
+        err = p.stderr.read()
+    assert p.returncode == 141 and err == b""
+
+
+def test_a_bar_in_a_terminal(server: Server, tmp_path: Path) -> None:
+    server.files["/m.gguf"] = File(make_gguf(tmp_path / "m.gguf"), block=10_000, pace=lambda sent: time.sleep(0.05))
+    with terminal("cache", "pull", server.url("/m.gguf")) as (process, read, _):
+        seen = read(None)
+    assert process.returncode == 0 and "downloading" in seen and "of 303.1 kB" in seen and "kB/s" in seen
+
+
+def test_the_chat_opens_on_a_model_and_quits(smollm2_path: Path) -> None:
+    with terminal(str(smollm2_path)) as (process, read, write):
+        read(f"Ask {smollm2_path.name[:8]}")
+        write(b"\x11")  # ctrl+q
+        read(None)
+    assert process.returncode == 0
+
+
+@contextlib.contextmanager
+def terminal(
+    *argv: str,
+) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[str | None], str], Callable[[bytes], object]]]:
+    """tinychat in a terminal of its own: the process, a function that reads until a text (None: the end), one that
+    types."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (34, 110))
+    env = {**os.environ, "TERM": "xterm-256color"}
+    process = subprocess.Popen(
+        [*TINYCHAT, *argv], stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True
+    )
+    os.close(theirs)
+    seen = bytearray()
+
+    def read(until: str | None) -> str:
+        end = time.monotonic() + 60
+        while until is None or until.encode() not in seen:
+            assert select.select([ours], [], [], max(0, end - time.monotonic()))[0], seen[-2000:].decode(
+                "utf-8", "replace"
+            )
+            try:
+                seen.extend(os.read(ours, 65536))
+            except OSError:  # the process has closed it
+                break
+        return seen.decode("utf-8", "replace")
+
+    try:
+        yield process, read, lambda data: os.write(ours, data)
+        process.wait(20)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)

@@ -1,0 +1,92 @@
+"""The whole CUDA executor on an emulated GPU: right as it is; where it computes something wrong, another device is
+taken."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support import tiny
+from tests.support.cuda_emulated import EmulatedGPU, miscomputed
+from tests.support.exactness import relative
+from tests.support.forward64 import forward
+from tinychat.engine import Engine, devices
+from tinychat.errors import TinychatError
+from tinychat.kernels.cuda import executor, launch
+from tinychat.kernels.cuda.executor import GREEDY, CUDAExecutor
+from tinychat.kernels.cuda.graph import ChainedGraph
+from tinychat.kernels.tinygrad.executor import ReferenceExecutor
+
+IDS = [290, 17, 204, 99, 3, 256, 258, 64, 131, 64, 17, 280]
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "GPU", EmulatedGPU)
+    monkeypatch.setattr(devices, "has_cuda", lambda: True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write(tmp_path_factory.mktemp("fallback") / "m.gguf", "llama", "Q4_0")
+
+
+def load(model: Path, device: str | None, stages: list[tuple[str, float]] | None = None) -> Engine:
+    keep = stages if stages is not None else []
+    return Engine.load(model, max_context=48, device=device, progress=lambda *stage: keep.append(stage))
+
+
+def test_the_executor_as_the_engine_uses_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CUDAExecutor, "read_bandwidth", lambda self: 1.0)  # of this GPU nobody wants to know it
+    stages: list[tuple[str, float]] = []
+    engine = load(model, None, stages)
+    assert isinstance(engine.executor, CUDAExecutor) and engine.info.device == "CUDA · emulator" and not engine.notes
+    loaded = [fraction for name, fraction in stages if name == "loading weights"]
+    assert loaded == sorted(loaded) and loaded[-1] == 1 and len(loaded) > 10
+    want = forward(model, IDS)
+    for decode in (False, True):
+        assert np.median(relative(engine.logits(IDS, decode=decode), want)) < 0.05
+    first = [t.id for t in engine.generate(IDS, GREEDY, 6, raw=True)]
+    follow = engine.logits([*IDS, *first])[len(IDS) - 1 : -1]  # type: ignore[list-item]
+    assert (follow.max(1) - follow[range(6), first] < 0.1).all()
+    kept = engine.executor.read_cache(len(IDS))
+    engine.executor.write_cache(kept, len(IDS))
+    assert engine.executor.read_cache(len(IDS)) == kept
+    engine.close()
+
+
+def test_a_gpu_that_computes_wrongly_is_not_used(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "text", miscomputed)
+    engine = load(model, None)
+    assert engine.info.device.startswith("CPU")
+    assert engine.notes == ["CUDA is not used: this GPU computes Q4_0 wrongly (self-check failed); please report it"]
+    assert np.median(relative(engine.logits(IDS), forward(model, IDS))) < 2e-3
+    engine.close()
+    with pytest.raises(TinychatError, match="computes Q4_0 wrongly"):
+        load(model, "cuda")
+
+
+def test_neither_gpu_nor_compiler_leaves_the_reference(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_compiler(*args: object, **options: object) -> None:
+        raise TinychatError("no C compiler: install clang, or `pip install ziglang`")
+
+    monkeypatch.setattr(launch, "text", miscomputed)
+    monkeypatch.setitem(devices._MAKERS, "cpu", no_compiler)  # type: ignore[arg-type]
+    engine = load(model, None)
+    assert [note.split(":")[0] for note in engine.notes] == ["CUDA is not used", "CPU is not used"]
+    assert isinstance(engine.executor, ReferenceExecutor)
+    engine.close()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA Error 801\nand more"), AttributeError("undefined symbol: x")])
+def test_whatever_the_driver_raises_at_load_is_a_reason(
+    model: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def graph(self: EmulatedGPU, launches: object) -> ChainedGraph:
+        raise error
+
+    monkeypatch.setattr(EmulatedGPU, "graph", graph)
+    engine = load(model, None)
+    assert engine.info.device.startswith("CPU")
+    assert engine.notes == [f"CUDA is not used: CUDA does not work here: {str(error).splitlines()[0]}"]
+    engine.close()

@@ -1,0 +1,168 @@
+"""The engine on tiny models: prefix reuse, stopping, limits, errors; the worker's events around it."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support import tiny
+from tinychat.backend.local import Done, Event, Failed, Finished, Generated, Loaded, Loading, Prefilling, Worker
+from tinychat.engine import fit
+from tinychat.engine.engine import Engine
+from tinychat.engine.kvstore import KVStore
+from tinychat.errors import TinychatError
+from tinychat.kernels.ops import Sampling
+
+GREEDY = Sampling(temperature=0.0)
+PROMPT = [6, 17, 250, 33, 7, 7, 120]  # its greedy answer fills the context without an end-of-answer token
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write(tmp_path_factory.mktemp("engine") / "tiny.gguf", "llama", "Q8_0")
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path) -> Iterator[Engine]:
+    engine = Engine.load(model, max_context=64, device="reference")
+    yield engine
+    engine.close()
+
+
+def answer(engine: Engine, prompt: list[int], n: int = 6, **options: object) -> list[int]:
+    tokens = engine.generate(prompt, GREEDY, n, raw=True, **options)  # type: ignore[arg-type]
+    return [t.id for t in tokens if t.id is not None]
+
+
+def test_second_turn_prefills_only_what_is_new_and_changes_nothing(engine: Engine, model: Path) -> None:
+    engine.session.tokens = []
+    first = answer(engine, PROMPT)
+    assert (engine.stats.reused_tokens, engine.stats.prefilled_tokens) == (0, 6)
+    prompt = PROMPT + first + [40, 41, 42]
+    second = answer(engine, prompt)
+    assert engine.stats.reused_tokens == len(PROMPT) + len(first) - 1  # the last token of an answer is never run
+    assert engine.stats.prefilled_tokens == len(prompt) - 1 - engine.stats.reused_tokens
+    step = engine.executor.step_logits()
+    fresh = Engine.load(model, max_context=64, device="reference")
+    assert answer(fresh, prompt) == second
+    np.testing.assert_array_equal(fresh.executor.step_logits(), step)
+
+
+def test_rollback_to_a_changed_prompt(engine: Engine) -> None:
+    engine.session.tokens = []
+    before = answer(engine, PROMPT)
+    answer(engine, [*PROMPT[:3], 90, 91, 92, 93])
+    assert engine.stats.reused_tokens == 3
+    assert answer(engine, PROMPT) == before
+
+
+def test_the_same_prompt_again_runs_one_token(engine: Engine) -> None:
+    answer(engine, PROMPT)
+    answer(engine, PROMPT)
+    assert engine.stats.prefilled_tokens == 0
+
+
+def test_stop_reasons(engine: Engine) -> None:
+    answer(engine, PROMPT, 3)
+    assert engine.stop_reason == "length"
+    full = answer(engine, PROMPT, 1000)
+    assert engine.stop_reason == "context" and len(PROMPT) + len(full) == engine.info.max_context + 1
+    stop = threading.Event()
+    ids = []
+    for token in engine.generate(PROMPT, GREEDY, 30, raw=True, stop=stop):
+        ids.append(token.id)
+        stop.set()
+    assert engine.stop_reason == "stopped" and len(ids) <= 2
+    stream = engine.generate(PROMPT, GREEDY, 30, raw=True)
+    next(stream)
+    stream.close()
+    assert engine.stop_reason == "stopped" and engine.stats.phase == "idle"
+
+
+def test_stop_during_prefill_keeps_what_was_prefilled(engine: Engine) -> None:
+    engine.session.tokens = []
+    stop = threading.Event()
+    stop.set()
+    assert answer(engine, PROMPT, stop=stop) == [] and engine.stop_reason == "stopped"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"), [([], "empty"), ([1] * 65, "the context holds 64"), ([1, 301], "vocabulary of 301")]
+)
+def test_prompts_that_cannot_run(engine: Engine, prompt: list[int], says: str) -> None:
+    with pytest.raises(TinychatError, match=says):
+        answer(engine, prompt)
+
+
+def test_logits_in_one_go_and_token_by_token_agree(engine: Engine) -> None:
+    together, single = engine.logits(PROMPT), engine.logits(PROMPT, decode=True)
+    assert together.shape == (len(PROMPT), 301) and together.dtype == np.float32
+    assert np.linalg.norm(together - single) < 1e-5 * np.linalg.norm(together)
+
+
+def test_a_saved_cache_serves_a_later_process(model: Path, tmp_path: Path) -> None:
+    store = KVStore(1 << 30, tmp_path)
+    prompt = (PROMPT * 5)[:30]
+    first = Engine.load(model, max_context=64, device="reference", store=store)
+    expected = answer(first, prompt)
+    assert first.save_cache()
+    later = Engine.load(model, max_context=64, device="reference", store=store)
+    assert answer(later, prompt) == expected and later.stats.prefilled_tokens == 0
+    other = tiny.write(tmp_path / "other.gguf", "llama", "Q8_0", seed=1)
+    stranger = Engine.load(other, max_context=64, device="reference", store=store)
+    answer(stranger, prompt)
+    assert stranger.stats.reused_tokens == 0
+
+
+@pytest.mark.parametrize("context", [513, 0, -1])
+def test_a_context_the_model_does_not_have(model: Path, context: int) -> None:
+    with pytest.raises(TinychatError, match=f"{context} tokens is not possible; this model has 1 to 512"):
+        Engine.load(model, max_context=context, device="reference")
+
+
+def test_not_enough_memory_is_told_before_anything_is_loaded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "available_memory", lambda: 100 << 20)
+    with pytest.raises(TinychatError, match=r"not enough memory: .* of 104\.9 MB free"):
+        Engine.load(model, device="cpu")
+
+
+def wait_for(worker: Worker, kind: type, seconds: float = 60.0) -> list[Event]:
+    """Events up to and including the first of `kind`."""
+    seen: list[Event] = []
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        seen += worker.events()
+        if any(isinstance(e, kind) for e in seen):
+            return seen
+        time.sleep(0.01)
+    raise AssertionError(f"no {kind.__name__} within {seconds} s, only {seen}")
+
+
+def test_worker_loads_answers_survives_errors_and_stops(model: Path, tmp_path: Path) -> None:
+    worker = Worker()
+    worker.generate(PROMPT, GREEDY, 3)
+    assert "no model is loaded" in wait_for(worker, Failed)[-1].message  # type: ignore[union-attr]
+    worker.load(tmp_path / "missing.gguf")
+    assert "no such file" in wait_for(worker, Failed)[-1].message  # type: ignore[union-attr]
+    worker.load(model, max_context=64, device="reference")
+    events = wait_for(worker, Loaded)
+    assert any(isinstance(e, Loading) for e in events)
+    request = worker.generate(PROMPT, GREEDY, 5, raw=True)
+    events = wait_for(worker, Finished)
+    assert len([e for e in events if isinstance(e, Generated) and e.token.id is not None]) == 5
+    assert any(isinstance(e, Prefilling) and e.total == 6 for e in events)
+    assert events[-1] == Finished(request, "length", events[-1].stats)  # type: ignore[union-attr]
+    worker.generate([999999], GREEDY, 5)
+    assert "vocabulary" in wait_for(worker, Failed)[-1].message  # type: ignore[union-attr]
+    worker.call(lambda engine, report, stop: 1 / 0)
+    assert "ZeroDivisionError" in wait_for(worker, Failed)[-1].message  # type: ignore[union-attr]
+    worker.call(lambda engine, report, stop: engine.info.name)
+    assert wait_for(worker, Done)[-1].result  # type: ignore[union-attr]
+    worker.generate(PROMPT, GREEDY, 50, raw=True)
+    wait_for(worker, Generated)
+    worker.stop()
+    assert wait_for(worker, Finished)[-1].stop_reason == "stopped"  # type: ignore[union-attr]
+    worker.close()

@@ -1,0 +1,212 @@
+"""The CPU executor against the float64 forward, and against itself: chunks, threads, saved caches."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGML_QUANT_SIZES
+from gguf.quants import dequantize
+
+from tests.support import tiny
+from tests.support.blocks import QUANTS, random_blocks
+from tests.support.forward64 import Model, forward
+from tinychat.engine.config import ModelConfig
+from tinychat.engine.gguf import GGUF
+from tinychat.engine.plan import build_plan
+from tinychat.errors import TinychatError
+from tinychat.kernels import sampling
+from tinychat.kernels.cpu.executor import CPUExecutor, load_library
+from tinychat.kernels.ops import Sampling
+
+IDS = [290, 17, 204, 99, 3, 256, 258, 64, 131, 64, 17, 280, 5, 77, 31, 8, 120, 240, 19, 66, 201, 14, 9]
+GREEDY = Sampling(temperature=0.0)
+# Relative L2 of a token's logits: only the F16 cache is inexact. The median over tokens, since a tiny change may pick
+# another expert for one of them.
+NOISE = 2e-3
+
+
+@contextmanager
+def executor(
+    path: Path, threads: int = 2, context: int = 512, flags: Sequence[str] = ("-march=native",)
+) -> Iterator[CPUExecutor]:
+    gguf = GGUF.open(path)
+    ex = CPUExecutor(build_plan(gguf, ModelConfig.from_gguf(gguf)), gguf, context, threads, flags=flags)
+    try:
+        yield ex
+    finally:
+        ex.close()
+
+
+def relative(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.median(np.linalg.norm(a - b, axis=1) / np.linalg.norm(b, axis=1)))
+
+
+@pytest.mark.parametrize("kind", QUANTS, ids=lambda q: q.name)
+def test_packed_rows_decode_to_the_same_bits(kind: tiny.Q) -> None:
+    lib = load_library()
+    block, _ = GGML_QUANT_SIZES[kind]
+    rng, rows, cols = np.random.default_rng(3), 32, 3 * block if block > 1 else 37
+    raw = random_blocks(rng, kind, rows * cols // block, 1.0).reshape(rows, -1)
+    context = lib.tc_alloc(lib.tc_sizeof(1))
+    lib.tc_open(context, 2)
+    packed = lib.tc_alloc(lib.tc_group_bytes(kind, cols) * 2)
+    lib.tc_pack(context, packed, raw.ctypes.data, kind, rows, cols, 1, rows)
+    for g in range(2):
+        out = np.empty((cols, 16), np.float32)
+        lib.tc_dequantise(packed + g * lib.tc_group_bytes(kind, cols), kind, cols, out.ctypes.data)
+        want = dequantize(raw[16 * g : 16 * g + 16], kind).astype(np.float32)
+        np.testing.assert_array_equal(out.T.view(np.uint32), want.view(np.uint32))
+    assert lib.tc_group_bytes(kind, cols) - raw.nbytes // 2 < 64
+    lib.tc_close(context)
+
+
+@pytest.mark.parametrize("variant", tiny.NAMES)
+def test_every_architecture(variant: str, tmp_path: Path) -> None:
+    path = tiny.write(tmp_path / "m.gguf", variant)
+    with executor(path) as ex:
+        got = ex.forward(IDS, 0, "all")
+        assert got is not None
+        assert relative(got, forward(path, IDS)) < NOISE
+
+
+@pytest.mark.parametrize("quant", [*(q.name for q in QUANTS), "Q4_K_M"])
+@pytest.mark.parametrize("variant", ["llama", "deepseek2_glm"])
+def test_every_quant(variant: str, quant: str, tmp_path: Path) -> None:
+    path = tiny.write(tmp_path / "m.gguf", variant, quant)
+    with executor(path) as ex:
+        got = ex.forward(IDS, 0, "all")
+        assert got is not None
+        assert relative(got, forward(path, IDS)) < NOISE
+
+
+@pytest.mark.parametrize(
+    ("variant", "quant"),
+    [
+        ("llama", "Q4_1"),
+        ("llama_fused_qkv", "Q6_K"),
+        ("olmoe", "Q4_0"),
+        ("qwen2", "F16"),
+        ("deepseek2_glm", "Q4_K_M"),
+        ("deepseek2_lite_legacy", "Q8_0"),
+    ],
+)
+def test_chunks_and_threads_change_no_bit(variant: str, quant: str, tmp_path: Path) -> None:
+    path = tiny.write(tmp_path / "m.gguf", variant, quant)
+    ids = (IDS * 14)[:300]  # over one chunk of attention and one batch
+    with executor(path, threads=1) as ex:
+        want = np.concatenate([ex.forward([t], i, "all") for i, t in enumerate(ids)])  # type: ignore[misc]
+    for threads, chunk in ((1, 300), (2, 300), (2, 7), (3, 50)):
+        with executor(path, threads) as ex:
+            got = [ex.forward(ids[i : i + chunk], i, "all") for i in range(0, len(ids), chunk)]
+            np.testing.assert_array_equal(np.concatenate(got), want)  # type: ignore[arg-type]
+
+
+def test_decode_is_forward(tmp_path: Path) -> None:
+    path = tiny.write(tmp_path / "m.gguf", "deepseek2_glm", "Q4_K_M")
+    with executor(path) as ex:
+        ex.forward(IDS[:-1], 0)
+        out, ids, pos = [], list(IDS), len(IDS) - 1
+        for (token, logprob), _ in zip(ex.decode(IDS[-1], pos, GREEDY, IDS), range(8)):
+            out.append(token)
+            logits = ex.step_logits().astype(np.float64)
+            assert token == logits.argmax()
+            assert logprob == pytest.approx(logits[token] - np.logaddexp.reduce(logits), abs=1e-5)
+        for token in out:
+            last = ex.forward(ids, 0, "last")
+            assert last is not None and last.shape == (1, tiny.VOCAB) and last.argmax() == token
+            ids.append(token)
+
+
+def test_more_threads_than_cores_decode_the_same(tmp_path: Path) -> None:
+    path = tiny.write(tmp_path / "m.gguf", "deepseek2_glm", "Q4_0")
+    answers = []
+    for threads in (1, 5):
+        with executor(path, threads) as ex:
+            ex.forward(IDS, 0)
+            answers.append(list(ex.decode(7, len(IDS), GREEDY, [])))
+    assert len(answers[0]) == 512 - len(IDS)
+    assert answers[0] == answers[1]
+
+
+def test_idle_threads_sleep(tmp_path: Path) -> None:
+    with executor(tiny.write(tmp_path / "m.gguf", "llama")) as ex:
+        ex.forward(IDS, 0)
+        time.sleep(0.05)
+        spent = []
+        for _ in range(3):  # the least: other tests leave threads behind that end meanwhile
+            before = time.process_time()
+            time.sleep(0.4)
+            spent.append(time.process_time() - before)
+        assert min(spent) < 0.02 * 0.4
+
+
+def test_saved_cache_continues_as_before(tmp_path: Path) -> None:
+    for variant in ("llama", "deepseek2_glm"):
+        path = tiny.write(tmp_path / "m.gguf", variant, "Q8_0")
+        with executor(path) as ex:
+            ex.forward(IDS, 0)
+            want = ex.forward([1, 2], len(IDS), "all")
+            data = ex.read_cache(len(IDS))
+        with executor(path, context=64) as ex:
+            ex.write_cache(data, len(IDS))
+            np.testing.assert_array_equal(ex.forward([1, 2], len(IDS), "all"), want)  # type: ignore[arg-type]
+            with pytest.raises(TinychatError, match="does not fit"):
+                ex.write_cache(data[:-1], len(IDS))
+
+
+def test_limits(tmp_path: Path) -> None:
+    with executor(tiny.write(tmp_path / "m.gguf", "llama"), context=40) as ex:
+        assert len(list(ex.decode(1, 35, GREEDY, [1]))) == 5
+        for ids, pos in (([1] * 41, 0), ([], 0), ([1], 40), ([tiny.VOCAB], 0), ([-1], 0)):
+            with pytest.raises(TinychatError):
+                ex.forward(ids, pos)
+        ex.close()
+        with pytest.raises(TinychatError, match="closed"):
+            ex.forward([1], 0)
+
+
+def test_sampling_is_the_engines(tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    with executor(tiny.write(tmp_path / "m.gguf", "llama")) as ex:
+        for i in range(400):
+            logits = (rng.standard_normal(tiny.VOCAB) * rng.choice([0.5, 2, 6])).astype(np.float32)
+            if i % 5 == 0:
+                logits = np.round(logits)  # ties
+            s = Sampling(
+                temperature=float(rng.choice([0, 0.3, 1.0, 2.0])),
+                top_k=int(rng.choice([0, 1, 5, 40, 400])),
+                top_p=float(rng.choice([0.1, 0.5, 0.95, 1.0])),
+                min_p=float(rng.choice([0, 0.05, 0.5])),
+                repeat_penalty=float(rng.choice([1.0, 1.3])),
+                repeat_last_n=8,
+                seed=int(rng.integers(2**40)),
+            )
+            recent = rng.integers(0, tiny.VOCAB, 12).tolist()
+            token, logprob = ex.sample(logits, i, s, recent)
+            want, want_logprob = sampling.sample(logits, s, i, recent)
+            assert token == want, (i, s)
+            assert logprob == pytest.approx(want_logprob, abs=1e-5)
+
+
+@pytest.mark.parametrize("variant", ["qwen3moe", "deepseek2_glm", "deepseek2_groups", "deepseek2_fused_experts"])
+def test_routes_are_those_of_the_float64_forward(variant: str, tmp_path: Path) -> None:
+    path = tiny.write(tmp_path / "m.gguf", variant)
+    with executor(path) as ex:
+        ex.forward(IDS[:-1], 0)
+        steps = [
+            (token, ex.routes()) for (token, _), _ in zip(ex.decode(IDS[-1], len(IDS) - 1, GREEDY, IDS), range(12))
+        ]
+    ids = [*IDS, *(token for token, _ in steps[:-1])]
+    model = Model(path)
+    model(ids)
+    want = np.array([chosen for chosen, _ in model.routing]).reshape(-1, len(ids), steps[0][1].shape[1])  # type: ignore[union-attr]
+    np.testing.assert_array_equal(np.stack([routes for _, routes in steps], 1), want[:, len(IDS) - 1 :])  # type: ignore[arg-type]
+
+
+def test_a_dense_model_has_no_routes(tmp_path: Path) -> None:
+    with executor(tiny.write(tmp_path / "m.gguf", "llama")) as ex:
+        ex.forward(IDS, 0)
+        assert ex.routes() is None

@@ -1,0 +1,142 @@
+"""The CPU kernels of every instruction set: AVX2 and plain C run here, NEON is cross-compiled and run under
+qemu-user."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGML_QUANT_SIZES
+from gguf.quants import dequantize
+
+from tests.kernels.cpu.test_executor import IDS, NOISE, executor, relative
+from tests.support import tiny
+from tests.support.blocks import QUANTS, random_blocks
+from tests.support.forward64 import forward
+from tinychat.errors import TinychatError
+from tinychat.kernels.cpu import compiler
+from tinychat.kernels.cpu.executor import load_library
+
+HARNESS = Path(__file__).parent / "kernels.c"
+FLAGS = ("-O1", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+NEON = {
+    "NEON SDOT": ("generic+dotprod", "apple_m1"),
+    "NEON I8MM": ("generic+dotprod+i8mm", "apple_m2"),
+}  # name: (Linux, macOS)
+needs_zig = pytest.mark.skipif(compiler.zig() is None, reason="cross-compiling needs the ziglang package")
+needs_qemu = pytest.mark.skipif(not shutil.which("qemu-aarch64-static"), reason="needs qemu-user-static")
+on_x86 = pytest.mark.skipif(compiler.platform.machine() != "x86_64", reason="x86 instruction sets")
+
+
+@on_x86
+@pytest.mark.parametrize(("march", "name"), [("haswell", "AVX2"), ("nehalem", "plain C")])
+def test_other_x86(march: str, name: str, tmp_path: Path) -> None:
+    flags = (f"-march={march}",)
+    assert load_library(flags).tc_simd().decode() == name
+    for variant, quant in (
+        ("llama", "Q4_1"),
+        ("deepseek2_glm", "Q8_0"),
+        ("deepseek2_lite", "Q4_K_M"),
+        ("qwen3moe", "F16"),
+    ):
+        path = tiny.write(tmp_path / "m.gguf", variant, quant)
+        with executor(path, flags=flags) as ex:
+            got = ex.forward(IDS, 0, "all")
+            assert got is not None
+            assert relative(got, forward(path, IDS)) < NOISE
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler named cc")
+def test_any_c_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "compiler", lambda: [shutil.which("cc")])
+    path = tiny.write(tmp_path / "m.gguf", "deepseek2_glm", "Q4_K_M")
+    with executor(path) as ex:
+        got = ex.forward(IDS, 0, "all")
+        assert got is not None
+        assert relative(got, forward(path, IDS)) < NOISE
+
+
+def test_no_compiler_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "compiler", lambda: None)
+    with pytest.raises(TinychatError, match="ziglang"):
+        compiler.build()
+
+
+def test_broken_compiler_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tmp_path / "clang"
+    fake.write_text("#!/bin/sh\necho 'step.c:1: error: no vectors here' >&2; exit 1\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(compiler, "compiler", lambda: [str(fake)])
+    before = set(compiler.cache_dir().iterdir())
+    with pytest.raises(TinychatError, match=r"clang cannot compile the CPU kernels: .*no vectors here"):
+        compiler.build()
+    assert set(compiler.cache_dir().iterdir()) == before
+
+
+def zig(*args: str) -> None:
+    exe = compiler.zig()
+    assert exe
+    subprocess.run([exe, "cc", *FLAGS, *args], check=True)
+
+
+@needs_zig
+@pytest.mark.parametrize("target", ["aarch64-linux-gnu", "aarch64-macos"])
+@pytest.mark.parametrize("name", NEON)
+def test_library_compiles_for_arm(target: str, name: str, tmp_path: Path) -> None:
+    cpu = NEON[name]["macos" in target]
+    args = compiler._zig_linux(Path(compiler.zig() or ""), "aarch64") if "linux" in target else ["-target", target]
+    zig(*args, f"-mcpu={cpu}", "-fPIC", "-shared", str(compiler.SOURCES / "step.c"), "-o", str(tmp_path / "lib"))
+    data = (tmp_path / "lib").read_bytes()
+    assert data[:4] == (b"\x7fELF" if "linux" in target else b"\xcf\xfa\xed\xfe")
+    assert name.encode() in data
+
+
+def check_kernels(command: list[str], kind: tiny.Q, name: str) -> None:
+    rng, block = np.random.default_rng(7), GGML_QUANT_SIZES[kind][0]
+    cols = 3 * block if block > 1 else 37
+    raw = random_blocks(rng, kind, 16 * cols // block, 1.0).reshape(16, -1)
+    x = rng.standard_normal((16, cols)).astype(np.float32)
+    rows = 150
+    k, v, q = (rng.standard_normal(s).astype(np.float32) for s in ((rows, 48), (rows, 32), (4, 48)))
+    data = np.array([kind, cols], np.int32).tobytes() + raw.tobytes() + x.tobytes() + np.int32(rows).tobytes()
+    done = subprocess.run(
+        command, input=data + k.tobytes() + v.tobytes() + q.tobytes(), stdout=subprocess.PIPE, check=True
+    )
+    said, _, data = done.stdout.partition(b"\n")
+    assert said.decode() == name
+    out = np.frombuffer(data, np.float32)
+    values = dequantize(raw, kind).astype(np.float32)
+    np.testing.assert_array_equal(out[: 16 * cols].reshape(cols, 16).T, values)
+    products = out[16 * cols : 16 * cols + 1024].reshape(4, 16, 16)
+    for p in products[1:]:
+        np.testing.assert_array_equal(p, products[0])
+    want = x.astype(np.float64) @ values.T.astype(np.float64)
+    assert np.linalg.norm(products[0] - want) < 2e-4 * np.linalg.norm(want)
+    k16, v16 = (a.astype(np.float16).astype(np.float64) for a in (k, v))
+    for got, vv in zip(out[16 * cols + 1024 :].reshape(2, 4, 32), (v16, k16[:, :32])):
+        for i, n in enumerate((rows, rows, rows - 5, 1)):
+            p = np.exp(k16[:n] @ q[i] - (k16[:n] @ q[i]).max())
+            np.testing.assert_allclose(got[i], p / p.sum() @ vv[:n], rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module", params=NEON)
+def neon(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    path = tmp_path_factory.mktemp("arm") / "kernels"
+    zig(
+        *compiler._zig_linux(Path(compiler.zig() or ""), "aarch64"),
+        f"-mcpu={NEON[request.param][0]}",
+        "-static",
+        "-fno-builtin",
+        str(HARNESS),
+        "-o",
+        str(path),
+    )
+    return request.param, path
+
+
+@needs_zig
+@needs_qemu
+@pytest.mark.parametrize("kind", QUANTS, ids=lambda q: q.name)
+def test_neon_under_qemu(kind: tiny.Q, neon: tuple[str, Path]) -> None:
+    check_kernels(["qemu-aarch64-static", "-cpu", "max", str(neon[1])], kind, neon[0])

@@ -1,0 +1,197 @@
+"""The CUDA kernels without a GPU: their sources run on the emulator and compile with NVRTC."""
+
+import ctypes
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support import cuda_emulator, tiny
+from tests.support.cuda_emulated import EmulatedCUDA, aligned
+from tests.support.forward64 import forward
+from tests.support.shapes import MLA, MoE
+from tinychat.engine.config import ModelConfig
+from tinychat.engine.gguf import GGUF
+from tinychat.engine.plan import build_plan
+from tinychat.errors import TinychatError
+from tinychat.kernels import ops
+from tinychat.kernels.cuda.launch import Launch
+from tinychat.kernels.cuda.layout import FLOATS, Layout, packed_bytes, repack
+from tinychat.kernels.cuda.selfcheck import ROWS, check_data, check_plan, relative_error
+from tinychat.kernels.cuda.step import RING, Builder, state_words
+from tinychat.kernels.sampling import sample
+
+Q = tiny.Q
+KINDS = (Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.Q4_K, Q.Q5_K, Q.Q6_K)
+IDS = [290, 17, 204, 99, 3, 256, 258, 64, 131, 64, 17, 280] * 9
+# rows long enough that a kernel's result goes to the next one as int8 blocks
+WIDE = replace(
+    tiny.VARIANTS["deepseek2_glm"],
+    layers=2,
+    dim=1024,
+    ffn=64,
+    heads=2,
+    mla=MLA(96, 256, 96, 32, 64),
+    moe=MoE(8, 2, 64, 1, 1, 2, 1.8, True, bias=True),
+)
+
+
+def emulated(path: Path, context: int = 192) -> EmulatedCUDA:
+    gguf = GGUF.open(path)
+    return EmulatedCUDA(build_plan(gguf, ModelConfig.from_gguf(gguf)), gguf, context)
+
+
+def error(got: np.ndarray, want: np.ndarray) -> float:
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+Matvec = tuple[Builder, Launch, Launch]
+
+
+@pytest.fixture(scope="module")
+def matvecs() -> dict[Q, Matvec]:
+    """Of each type: its builder, mat-vec and repacking; compiled together."""
+    made: dict[Q, Matvec] = {}
+    for kind in KINDS:
+        plan = check_plan(kind)
+        builder = Builder(plan, Layout(plan, {"check": check_data(kind)[0].nbytes}), 1)
+        tensor = builder.layout.tensors["check"]
+        made[kind] = builder, builder._LinearAdd(plan.ops[0]), repack(tensor, tensor.blocks)  # type: ignore[arg-type]
+    cuda_emulator.compile_all([*(m[1] for m in made.values()), *(m[2] for k, m in made.items() if k not in FLOATS)])
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.name)
+def test_matvec_of_every_quant_type(kind: Q, matvecs: dict[Q, Matvec]) -> None:
+    packed, y = check_data(kind)
+    builder, launch, packing = matvecs[kind]
+    tensor = builder.layout.tensors["check"]
+    buffers = {name: aligned(size) for name, size in builder.buffers.items()} | {"staging": packed}
+    buffers["params"] = np.array([tensor.blocks, 0, tensor.blocks], np.uint64)
+    buffers["y"].view(np.float32)[:] = y
+    buffers["x"].view(np.float32)[:] = 3
+    if kind in FLOATS:
+        buffers["w:check"][:] = packed
+    else:
+        cuda_emulator.run(packing, buffers)
+        assert len(buffers["w:check"]) == packed_bytes(kind, tensor.values)
+    cuda_emulator.run(launch, buffers)
+    assert relative_error(buffers["x"].view(np.float32) - 3, kind, packed, y) < (1e-5 if kind in FLOATS else 0.01)
+    assert len(buffers["x"]) == 4 * ROWS
+
+
+@pytest.mark.parametrize(
+    ("variant", "tokens"), [("llama", 70), ("deepseek2_glm", 70), ("olmoe", 9), ("deepseek2_lite_legacy", 9)]
+)
+def test_models_in_float(variant: str, tokens: int, tmp_path: Path) -> None:
+    """Prefill over several tiles, then decode over several splits of the keys."""
+    path = tiny.write(tmp_path / "m.gguf", variant, "F16")
+    want, e = forward(path, IDS[: tokens + 2]), emulated(path)
+    assert error(e.prefill(IDS[:tokens], 0), want[:tokens]) < 2e-3
+    for pos in (tokens, tokens + 1):
+        assert error(e.step(IDS[pos], pos)[0], want[pos]) < 1.5e-3
+
+
+def test_model_in_int8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tiny.VARIANTS, "wide", WIDE)
+    path = tiny.write(tmp_path / "m.gguf", "wide", "Q4_0")
+    want, e = forward(path, IDS[:4]), emulated(path)
+    assert "ffn_q" in e.buffers
+    assert error(e.prefill(IDS[:3], 0), want[:3]) < 0.05
+    assert error(e.step(IDS[3], 3)[0], want[3]) < 0.05
+
+
+VOCAB = 9000  # three stretches, the last one short
+
+
+@pytest.fixture(scope="module")
+def sampler() -> tuple[list[Launch], dict[str, int]]:
+    plan = ops.Plan((), {}, 0, 0, 0, 0, VOCAB)
+    builder = Builder(plan, Layout(plan, {}), 128)
+    builder.buffer("logits", 4 * VOCAB)
+    return builder._sample(), builder.buffers
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "repeat_penalty": 1.5},
+        {},
+        {"seed": 2**63 + 5, "temperature": 1.5},
+        {"top_k": 1},
+        {"top_p": 0.3, "min_p": 0.0},
+        {"top_k": 0, "top_p": 0.9},
+        {"top_k": 100, "top_p": 1.0, "min_p": 0.2},
+        {"repeat_penalty": 1.3, "repeat_last_n": 5, "top_k": 3},
+        {"top_k": 0, "top_p": 1.0, "min_p": 0.0},
+    ],
+    ids=str,
+)
+def test_sampling_as_numpy_does(sampler: tuple[list[Launch], dict[str, int]], settings: dict[str, float]) -> None:
+    s = ops.Sampling(**({"repeat_penalty": 1.0} | settings))  # type: ignore[arg-type]
+    launches, sizes = sampler
+    for seed in range(2):
+        rng = np.random.default_rng(seed)
+        logits = (rng.standard_normal(VOCAB) * 3).astype(np.float32)
+        buffers = {name: aligned(size) for name, size in sizes.items()}
+        recent = [int(i) for i in [*np.argsort(logits)[-4:], *rng.integers(0, VOCAB, 8)]]
+        pos = 40 + seed
+        buffers["state"].view(np.int32)[:11] = state_words(s, pos, 1, pos + 1 - len(recent))
+        buffers["history"].view(np.int32)[pos + 1 - len(recent) : pos + 1] = recent
+        buffers["logits"].view(np.float32)[:] = logits
+        for launch in launches:
+            cuda_emulator.run(launch, buffers)
+        token, logprob = sample(logits, s, pos, recent)
+        word = int(buffers["ring"].view(np.uint64)[(pos + 1) % RING])
+        assert word & 0xFFFFFFFF == token == buffers["history"].view(np.int32)[pos + 1]
+        assert float(np.uint32(word >> 32).view(np.float32)) == pytest.approx(logprob, abs=1e-4)
+        assert buffers["state"].view(np.int32)[0] == pos + 1
+
+
+def test_types_without_kernels_are_refused() -> None:
+    plan = ops.Plan((ops.LinearAdd("y", ops.Weight("w", Q.Q2_K, 8, 256)),), {"x": 8, "y": 256}, 0, 0, 0, 8, 0)
+    with pytest.raises(TinychatError, match="do not read Q2_K"):
+        Layout(plan, {"w": 8 * 84})
+
+
+def nvrtc() -> ctypes.CDLL | None:
+    """NVRTC of the PyPI wheel (the `dev` extra)."""
+    spec = importlib.util.find_spec("nvidia.cuda_nvrtc") if importlib.util.find_spec("nvidia") else None
+    found = (
+        sorted(Path(next(iter(spec.submodule_search_locations))).glob("lib/libnvrtc.so.*"))
+        if spec and spec.submodule_search_locations
+        else []
+    )
+    if not found:
+        return None
+    for builtins in found[0].parent.glob("libnvrtc-builtins.so.*"):
+        ctypes.CDLL(str(builtins), ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(found[0]))
+
+
+@pytest.mark.parametrize(("variant", "quant"), [("deepseek2_glm", "Q4_K_M"), ("llama", "Q8_0")])
+def test_sources_compile_with_nvrtc(variant: str, quant: str, tmp_path: Path) -> None:
+    lib = nvrtc()
+    if lib is None:
+        pytest.skip("needs the wheel nvidia-cuda-nvrtc-cu12, which exists for Linux and Windows only")
+    gguf = GGUF.open(tiny.write(tmp_path / "m.gguf", variant, quant))
+    e = Builder(
+        plan := build_plan(gguf, ModelConfig.from_gguf(gguf)),
+        Layout(plan, {n: t.nbytes for n, t in gguf.tensors.items()}),
+        64,
+    )
+    from tinychat.kernels.cuda.prefill import Prefill
+
+    sources = {launch.name: launch.source() for launch in [*e.decode(), *Prefill(e).layers()]}
+    options = (ctypes.c_char_p * 2)(b"--gpu-architecture=sm_90", b"--minimal")
+    for name, source in sources.items():
+        program = ctypes.c_void_p()
+        assert lib.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"x.cu", 0, None, None) == 0
+        status = lib.nvrtcCompileProgram(program, 2, options)
+        log = ctypes.create_string_buffer(20000)
+        lib.nvrtcGetProgramLog(program, log)
+        assert status == 0, f"{name}: {log.value.decode()[:2000]}"
+        lib.nvrtcDestroyProgram(ctypes.byref(program))

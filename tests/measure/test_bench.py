@@ -1,0 +1,242 @@
+"""Benchmarks: what is measured, one at a time on a machine, what is kept, and how it is shown."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from tests.support import tiny
+from tinychat.engine.engine import Engine
+from tinychat.errors import TinychatError
+from tinychat.kernels.ops import Sampling
+from tinychat.measure import bench, log
+from tinychat.measure.profile import profile
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "tiny.gguf"
+    tiny.write(path, "llama", "Q4_0", seed=1)
+    engine = Engine.load(path, device="cpu")
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(autouse=True)
+def lock(tmp_path, monkeypatch):
+    """A lock of the test's own, so that a benchmark on this machine does not stop the tests."""
+    path = tmp_path / "bench.lock"
+    monkeypatch.setattr(bench, "lock_path", lambda: path)
+    return path
+
+
+RESULT = log.BenchResult(
+    model="m",
+    path="/m.gguf",
+    fingerprint="f" * 64,
+    quant="Q4_0",
+    device="CPU",
+    threads=2,
+    n_prompt=128,
+    n_gen=64,
+    decode_tok_s=100.0,
+    prefill_tok_s=1234.5,
+    ttft_s=0.25,
+    load_s=1.0,
+    kernels_per_token=1,
+    jit_batches=0,
+    bytes_per_token=10**8,
+    gb_s=10.0,
+    limit_gb_s=20.0,
+    limit_share=0.5,
+    kv_bytes_per_token=100,
+    rss_bytes=1,
+    decode_runs=(98.0, 100.0, 104.0),
+    max_context=4096,
+    versions={"tinychat": "0.1.0"},
+    machine="Linux",
+    date="2026-01-02T03:04:05+00:00",
+)
+
+
+def test_a_real_engine(engine):
+    said = []
+    r = bench.run(engine, 24, 8, 2, lambda text, f: said.append((text, f)), name="tiny")
+    assert (r.model, r.quant, r.n_prompt, r.n_gen, len(r.decode_runs)) == ("tiny", "Q4_0", 24, 8, 2)
+    assert r.fingerprint == engine.info.fingerprint and r.device == engine.info.device and r.bytes_per_token > 70_000
+    assert min(r.decode_runs) <= r.decode_tok_s <= max(r.decode_runs) and r.prefill_tok_s > 0 < r.ttft_s
+    assert r.gb_s == pytest.approx(r.bytes_per_token * r.decode_tok_s / 1e9)
+    assert (
+        engine.stats.reused_tokens == 0 and engine.stats.prefilled_tokens == 23
+    )  # nothing of the run before is reused
+    assert [f for _, f in said] == sorted(f for _, f in said) and said[0] == ("warming up", 0.0) and said[-1][1] == 1.0
+    assert set(r.versions) == {"tinychat", "tinygrad", "python"}
+
+
+def test_an_answer_that_ends_early_is_made_to_go_on(engine, monkeypatch):
+    seen = []
+    original = Engine.generate
+
+    def generate(self, ids, *args, **kwargs):
+        seen.append(len(ids))
+        return original(self, ids, *args, **kwargs)
+
+    monkeypatch.setattr(Engine, "generate", generate)
+    greedy = [t.id for t in engine.generate(bench.prompt(engine, 24, 1), bench.Sampling(temperature=0.0), 8, raw=True)]
+    monkeypatch.setattr(engine.tokenizer, "stop_ids", frozenset(greedy[2:3]))
+    bench.run(engine, 24, 8, 1)
+    assert max(seen) > 24 and max(seen) <= 24 + 8
+
+
+def test_everything_can_be_a_stop_token(engine, monkeypatch):
+    monkeypatch.setattr(engine.tokenizer, "stop_ids", frozenset(range(engine.tokenizer.n_vocab)))
+    assert bench.run(engine, 8, 4, 1).decode_tok_s == 0.0
+
+
+@pytest.mark.parametrize("args", [(500, 64, 1), (0, 8, 1), (8, 1, 1), (8, 8, 0)])
+def test_what_cannot_be_measured(engine, args):
+    with pytest.raises(TinychatError):
+        bench.run(engine, *args)
+
+
+def test_stop(engine):
+    stop = threading.Event()
+    with pytest.raises(TinychatError, match="stopped"):
+        bench.run(engine, 8, 8, 100, lambda text, f: stop.set() if "run 2" in text else None, stop)
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from tinychat.measure import bench
+bench.lock_path = lambda: Path(sys.argv[1])
+with bench.machine_lock():
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_second_benchmark_waits_or_says_so(engine, lock):
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(lock)], stdout=subprocess.PIPE) as p:
+        assert p.stdout.readline() == b"held\n"
+        with pytest.raises(TinychatError, match="another benchmark"):
+            bench.run(engine, 8, 4, 1, wait=False)
+        stop = threading.Event()
+        with pytest.raises(TinychatError, match="stopped"):
+            bench.run(engine, 8, 4, 1, lambda text, f: stop.set(), stop)
+        said = []
+        threading.Timer(0.3, p.kill).start()  # killed, not ended: the lock must go with it
+        bench.run(engine, 8, 4, 1, lambda text, f: said.append(text))
+        assert said[0].startswith("waiting") and said[1] == "warming up"
+
+
+def test_a_lock_of_another_user_or_a_trap(lock):
+    lock.write_text("")
+    lock.chmod(0o444)
+    with bench.machine_lock(wait=False):
+        pass
+    lock.unlink()
+    os.symlink(lock.parent / "elsewhere", lock)
+    with pytest.raises(TinychatError), bench.machine_lock(wait=False):
+        pass
+    assert not (lock.parent / "elsewhere").exists()
+
+
+def test_results_come_back(tmp_path):
+    file = tmp_path / "data" / "b.jsonl"
+    assert log.history(file=file) == []
+    other = replace(RESULT, fingerprint="e" * 64, decode_tok_s=50.0, path="/n.gguf")
+    newer = replace(RESULT, decode_tok_s=120.0)
+    for r in (RESULT, other, newer):
+        log.save(r, file)
+    assert log.history(file=file) == [RESULT, other, newer]
+    assert log.history("f" * 64, file) == [RESULT, newer]
+    assert log.speeds(log.history(file=file)) == {"/m.gguf": 120.0, "/n.gguf": 50.0}
+
+
+def test_damaged_lines_are_left_out_and_do_not_spoil_the_next(tmp_path):
+    file = tmp_path / "b.jsonl"
+    good = json.dumps(RESULT.as_dict())
+    wrong = [{"decode_tok_s": "fast"}, {"decode_runs": []}, {"versions": 1}]
+    bad = [*(json.dumps({**RESULT.as_dict(), **w}) for w in wrong), "{}", "3", "\x00\xff", good[:50]]
+    file.write_text("\n".join([json.dumps({**RESULT.as_dict(), "of a newer version": 1}), *bad]), "latin-1")
+    log.save(RESULT, file)
+    assert log.history(file=file) == [RESULT, RESULT]
+
+
+def test_two_processes_append(tmp_path):
+    file = tmp_path / "b.jsonl"
+    threads = [threading.Thread(target=lambda: [log.save(RESULT, file) for _ in range(50)]) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(log.history(file=file)) == 200
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "f").write_text("")
+    with pytest.raises(TinychatError):
+        log.save(RESULT, tmp_path / "f" / "b.jsonl")
+
+
+def test_tables():
+    evil = replace(RESULT, model="a|b\x1b[31m\n[red]", limit_share=0.0, decode_runs=(100.0,))
+    row = log.markdown_row(RESULT)
+    assert row == ("| 2026-01-02 03:04 | m | Q4_0 | CPU | 128+64 | 1,234.5 | 100.0 ±3% | 0.25 | 10.0 | 50% | 0.1.0 |")
+    table = log.markdown_table([RESULT, evil])
+    assert table.splitlines()[2] == row and "a\\|b\\\\x1b[31m\\\\n[red]" in table and "\x1b" not in table
+    assert len({line.replace("\\|", "").count("|") for line in table.splitlines()}) == 1
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(log.table([RESULT, evil]))
+    text = console.export_text()
+    assert "1,234.5" in text and "[red]" in text and "\x1b" not in text
+
+
+def test_the_store_is_small_and_quick(tmp_path):
+    file = tmp_path / "b.jsonl"
+    file.write_text((json.dumps(RESULT.as_dict()) + "\n") * 2000)
+    start = time.perf_counter()
+    assert len(log.history(file=file)) == 2000
+    assert time.perf_counter() - start < 1.0
+
+
+@pytest.mark.parametrize(
+    "measure",
+    [
+        lambda engine: bench.run(engine, 24, 8, 1),
+        lambda engine: profile(engine, 4),
+        lambda engine: stopped(engine),
+    ],
+)
+def test_the_conversation_goes_on_behind_it(engine, measure):
+    def answer(prompt):
+        return [t.id for t in engine.generate(prompt, Sampling(temperature=0.0), 6, raw=True) if t.id is not None]
+
+    engine.session.tokens = []
+    first = [6, 17, 250, 33, 7, 7, 120]
+    asked = [*first, *answer(first), 40, 41]
+    answer(asked)
+    want, held = engine.executor.step_logits().copy(), list(engine.tokens)
+    engine.session.tokens = []
+    answer(first)
+    answer(asked)
+    measure(engine)
+    assert engine.tokens == held
+    answer(asked)
+    assert engine.stats.reused_tokens == len(asked) - 1
+    np.testing.assert_array_equal(engine.executor.step_logits(), want)
+
+
+def stopped(engine):
+    stop = threading.Event()
+    with pytest.raises(TinychatError, match="stopped"):
+        bench.run(engine, 24, 8, 3, lambda text, fraction: stop.set(), stop)

@@ -1,0 +1,87 @@
+"""Runs CUDA launches on the CPU: the kernels' own sources, compiled as C++ with tests/cuda_emulator.h in place of
+ptx.cuh."""
+
+import ctypes
+import hashlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from tinychat.kernels.cuda.launch import Launch
+
+_HEADER = Path(__file__).with_name("cuda_emulator.h")
+_BUILT = Path(tempfile.gettempdir()) / "tinychat-cuda-emulator"
+_functions: dict[str, ctypes._CFuncPtr] = {}  # by source
+
+
+def _unit(n: int, launch: Launch) -> str:
+    """One kernel in a namespace of its own, and a C function that runs its grid."""
+    casts = ", ".join(f"({kind})args[{i}]" for i, (kind, _, _) in enumerate(launch.args))
+    return f"""namespace k{n} {{
+#undef THREADS
+#undef WARPS
+{launch.source("")}
+static void **args;
+extern "C" void launch_{n}(void **a, int gx, int gy, int gz) {{
+  args = a;
+  emu::body = [] {{ {launch.name}({casts}); }};
+  gridDim.x = gx; gridDim.y = gy; gridDim.z = gz; blockDim.x = {launch.threads};
+  for (int z = 0; z < gz; z++) for (int y = 0; y < gy; y++) for (int x = 0; x < gx; x++) {{
+    blockIdx.x = x; blockIdx.y = y; blockIdx.z = z;
+    emu::run_block({launch.threads});
+  }}
+}}
+}}
+"""
+
+
+def compile_all(launches: Iterable[Launch]) -> None:
+    """Compiles what is new among `launches` as one library (kept in the temporary directory)."""
+    new = {launch.source(): launch for launch in launches if launch.source() not in _functions}
+    if not new:
+        return
+    text = f'#include "{_HEADER}"\n' + "".join(_unit(n, launch) for n, launch in enumerate(new.values()))
+    _BUILT.mkdir(exist_ok=True)
+    lib = _BUILT / f"{hashlib.sha256((text + _HEADER.read_text()).encode()).hexdigest()[:24]}.so"
+    if not lib.exists():
+        with tempfile.NamedTemporaryFile(dir=_BUILT, suffix=".so", delete=False) as made:
+            pass
+        cmd = [
+            sys.executable,
+            "-m",
+            "ziglang",
+            "c++",
+            "-x",
+            "c++",
+            "-std=c++17",
+            "-O1",
+            "-w",
+            "-shared",
+            "-fPIC",
+            "-fno-exceptions",
+            "-fno-rtti",
+            "-fno-sanitize=all",
+            "-U_FORTIFY_SOURCE",
+            "-nostdlib++",
+            "-",
+            "-o",
+            made.name,
+        ]
+        done = subprocess.run(cmd, input=text, text=True, capture_output=True)
+        if done.returncode:
+            raise RuntimeError(done.stderr)
+        Path(made.name).rename(lib)
+    loaded = ctypes.CDLL(str(lib))
+    for n, source in enumerate(new):
+        _functions[source] = getattr(loaded, f"launch_{n}")
+
+
+def run(launch: Launch, buffers: dict[str, np.ndarray]) -> None:
+    """Runs one launch over NumPy arrays, in place."""
+    compile_all([launch])
+    pointers = (ctypes.c_void_p * len(launch.args))(*[buffers[b].ctypes.data for b in launch.buffers])
+    _functions[launch.source()](pointers, *launch.grid)

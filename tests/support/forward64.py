@@ -1,0 +1,271 @@
+"""A transformer forward in NumPy float64, straight from the formulas: what every executor is measured against.
+
+It shares no code with the engine: files are read by `gguf.GGUFReader`, weights by `gguf.quants.dequantize`, and latent
+attention is computed per head without absorption. Where papers and files leave a choice, llama.cpp's is taken
+(src/llama-context.cpp and src/models/*.cpp; `# llama.cpp:` marks the lines).
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGUFReader
+from gguf.quants import dequantize
+
+Array = np.ndarray  # float64
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+
+
+def softmax(x: Array) -> Array:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def sigmoid(x: Array) -> Array:
+    return 0.5 * (1 + np.tanh(0.5 * x))
+
+
+def swiglu(gate: Array, up: Array) -> Array:
+    return gate * sigmoid(gate) * up
+
+
+def topk(scores: Array, k: int) -> Array:
+    """Indices of the k largest, the lower index first among equals."""
+    return np.argsort(-scores, kind="stable")[:k]
+
+
+@dataclass
+class Model:
+    """A GGUF (all parts of a split) as float64 arrays by tensor name, and its metadata without the architecture's
+    prefix."""
+
+    path: Path
+    routing: list[tuple[Array, Array]] = field(
+        default_factory=list
+    )  # (experts, selection scores) of each MoE layer and token
+
+    def __post_init__(self) -> None:
+        split = re.fullmatch(r"(.*)-00001-of-(\d{5})\.gguf", str(self.path))
+        paths = (
+            [f"{split[1]}-{i + 1:05d}-of-{split[2]}.gguf" for i in range(int(split[2]))] if split else [str(self.path)]
+        )
+        readers = [GGUFReader(p) for p in paths]
+        self.metadata = {
+            name: f.contents() for name, f in readers[0].fields.items() if not name.startswith("tokenizer")
+        }
+        self.arch: str = self.metadata["general.architecture"]
+        self.tensors = {t.name: t for r in readers for t in r.tensors}
+        self._cache: dict[str, Array] = {}
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.metadata.get(f"{self.arch}.{key}", default)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    def __getitem__(self, name: str) -> Array:
+        """The tensor as numpy shapes it: matrices (rows, row length), experts and heads in front."""
+        if name not in self._cache:
+            t = self.tensors[name]
+            self._cache[name] = dequantize(t.data, t.tensor_type).astype(np.float64).reshape(t.shape[::-1])
+        return self._cache[name]
+
+    # --- metadata ---
+
+    @cached_property
+    def layers(self) -> int:
+        return int(self.get("block_count") - self.get("nextn_predict_layers", 0))
+
+    @cached_property
+    def eps(self) -> float:
+        return float(self.get("attention.layer_norm_rms_epsilon"))
+
+    # --- rotary embedding ---
+
+    @cached_property
+    def yarn(self) -> tuple[Array, float, float]:
+        """(angle per position of each pair, factor on cos and sin, factor on the attention scale of latent
+        attention)."""
+        width = self.get("attention.key_length_mla") or self.get("attention.key_length")
+        width = width or self.get("embedding_length") // self.get("attention.head_count")
+        dims, base = self.get("rope.dimension_count", width), self.get("rope.freq_base", 10000.0)
+        freq = 1 / base ** (2 * np.arange(dims // 2, dtype=np.float64) / dims)
+        if "rope_freqs.weight" in self:
+            freq = freq / self["rope_freqs.weight"]
+        factor = float(self.get("rope.scaling.factor", 1.0))
+        ln = np.log(factor)
+        own = float(self.get("rope.scaling.attn_factor", 1.0))
+        magnitude = attention = 1.0
+        multiplier = self.get("rope.scaling.yarn_log_multiplier", 0.0) / 0.1
+        if self.get("rope.scaling.type", "linear") == "yarn":
+            context = self.get("rope.scaling.original_context_length")
+            turns = context * base ** (-2 * np.arange(dims // 2) / dims) / (2 * np.pi)  # in the original context
+            pair = lambda beta: dims * np.log(context / (2 * np.pi * beta)) / (2 * np.log(base))  # noqa: E731
+            assert turns[0] > 1
+            first, last = max(0, np.floor(pair(32))), min(dims - 1, np.ceil(pair(1)))
+            slow = np.clip(
+                (np.arange(dims // 2) - first) / (last - first), 0, 1
+            )  # 0: turns often, keep; 1: interpolate
+            freq = freq * (1 - slow) + freq / factor * slow
+            if self.arch != "deepseek2":
+                magnitude = 1 + 0.1 * ln
+            elif multiplier:
+                attention = (1 + 0.1 * multiplier * ln) ** 2  # llama.cpp: cos and sin stay unscaled
+            else:
+                magnitude, attention = 1 + 0.1 * ln, (1 + 0.1 * ln) ** 2  # llama.cpp: both
+        else:
+            freq = freq / factor
+            if self.arch == "deepseek2":
+                attention = (1 + 0.1 * ln) ** 2  # llama.cpp: also when the scaling is linear
+        return freq, magnitude * own, attention * own**2
+
+    def rotate(self, x: Array, positions: Array) -> Array:
+        """x (tokens, heads, dims) rotated. Pairs are (2i, 2i+1) in llama and deepseek2 files, (i, i + dims/2)
+        elsewhere."""
+        freq, magnitude, _ = self.yarn
+        turn = np.exp(1j * positions[:, None, None] * freq) * magnitude
+        half = x.shape[-1] // 2
+        out = np.empty_like(x)
+        if self.arch in ("llama", "deepseek2"):
+            z = (x[..., 0::2] + 1j * x[..., 1::2]) * turn
+            out[..., 0::2], out[..., 1::2] = z.real, z.imag
+        else:
+            z = (x[..., :half] + 1j * x[..., half:]) * turn
+            out[..., :half], out[..., half:] = z.real, z.imag
+        return out
+
+    # --- layers ---
+
+    def linear(self, x: Array, name: str) -> Array:
+        y = x @ self[f"{name}.weight"].T
+        return y + self[f"{name}.bias"] if f"{name}.bias" in self else y
+
+    def attend(self, q: Array, k: Array, v: Array, scale: float) -> Array:
+        """Causal attention: q (tokens, heads, d), k and v (tokens, kv heads, d); heads of a group are neighbours."""
+        n, heads, groups = len(q), q.shape[1], q.shape[1] // k.shape[1]
+        later = np.triu(np.ones((n, n), bool), 1)
+        out = np.empty((n, heads, v.shape[-1]))
+        for h in range(heads):
+            scores = q[:, h] @ k[:, h // groups].T * scale
+            out[:, h] = softmax(np.where(later, -np.inf, scores)) @ v[:, h // groups]
+        return out.reshape(n, -1)
+
+    def attention(self, x: Array, b: str) -> Array:
+        n, heads = len(x), self.get("attention.head_count")
+        kv_heads = self.get("attention.head_count_kv", heads)
+        width = self.get("attention.key_length", self.get("embedding_length") // heads)
+        if b + "attn_qkv.weight" in self:
+            at = np.cumsum([heads * width, kv_heads * width])
+            q, k, v = np.split(x @ self[b + "attn_qkv.weight"].T, at, -1)
+            if b + "attn_q.bias" in self:
+                q, k, v = q + self[b + "attn_q.bias"], k + self[b + "attn_k.bias"], v + self[b + "attn_v.bias"]
+        else:
+            q, k, v = (self.linear(x, f"{b}attn_{p}") for p in "qkv")
+        if self.arch == "olmoe":
+            q, k = (
+                rms_norm(q, self[b + "attn_q_norm.weight"], self.eps),
+                rms_norm(k, self[b + "attn_k_norm.weight"], self.eps),
+            )
+        q, k, v = q.reshape(n, heads, width), k.reshape(n, kv_heads, width), v.reshape(n, kv_heads, width)
+        if self.arch in ("qwen3", "qwen3moe"):
+            q, k = (
+                rms_norm(q, self[b + "attn_q_norm.weight"], self.eps),
+                rms_norm(k, self[b + "attn_k_norm.weight"], self.eps),
+            )
+        at = np.arange(n)
+        out = self.attend(self.rotate(q, at), self.rotate(k, at), v, width**-0.5)
+        return self.linear(out, b + "attn_output")
+
+    def latent_attention(self, x: Array, b: str) -> Array:
+        n, heads, rank, rope = (
+            len(x),
+            *map(self.get, ("attention.head_count", "attention.kv_lora_rank", "rope.dimension_count")),
+        )
+        new = self.get("attention.key_length_mla") is not None
+        width = self.get("attention.key_length_mla" if new else "attention.key_length")
+        v_width = self.get("attention.value_length_mla" if new else "attention.value_length")
+        nope = width - rope
+        if b + "attn_q.weight" in self:
+            q = self.linear(x, b + "attn_q")
+        else:
+            q = self.linear(
+                rms_norm(self.linear(x, b + "attn_q_a"), self[b + "attn_q_a_norm.weight"], self.eps), b + "attn_q_b"
+            )
+        q = q.reshape(n, heads, width)
+        latent, k_rope = np.split(self.linear(x, b + "attn_kv_a_mqa"), [rank], -1)
+        latent = rms_norm(latent, self[b + "attn_kv_a_norm.weight"], self.eps)
+        if new:
+            k_nope = np.einsum("tr,hrd->thd", latent, self[b + "attn_k_b.weight"])
+            v = np.einsum("tr,hdr->thd", latent, self[b + "attn_v_b.weight"])
+        else:
+            k_nope, v = np.split(self.linear(latent, b + "attn_kv_b").reshape(n, heads, nope + v_width), [nope], -1)
+        at = np.arange(n)
+        q = np.concatenate([q[..., :nope], self.rotate(q[..., nope:], at)], -1)
+        k_rope = np.broadcast_to(self.rotate(k_rope[:, None], at), (n, heads, rope))
+        out = self.attend(q, np.concatenate([k_nope, k_rope], -1), v, width**-0.5 * self.yarn[2])
+        return self.linear(out, b + "attn_output")
+
+    def feed_forward(self, x: Array, b: str) -> Array:
+        return self.linear(swiglu(self.linear(x, b + "ffn_gate"), self.linear(x, b + "ffn_up")), b + "ffn_down")
+
+    def route(self, x: Array, b: str) -> tuple[Array, Array]:
+        """(experts, weights) of one token."""
+        deepseek = self.arch == "deepseek2"
+        logits = self.linear(x, b + "ffn_gate_inp")
+        kind = self.get("expert_gating_func", 0) if deepseek else 1
+        if kind == 0:  # llama.cpp: files from before the key
+            kind = 2 if self.layers in (47, 48) and self["token_embd.weight"].shape[0] == 154880 else 1
+        gate = {1: softmax, 2: sigmoid, 3: lambda z: z, 4: lambda z: np.sqrt(np.logaddexp(0, z))}[kind]
+        p = gate(logits)
+        score = p + self[b + "exp_probs_b.bias"] if b + "exp_probs_b.bias" in self else p
+        groups = self.get("expert_group_count", 1)
+        if groups > 1:
+            by_group = score.reshape(groups, -1)
+            best = topk(np.sort(by_group, -1)[:, -2:].sum(-1), self.get("expert_group_used_count"))
+            masked = np.full_like(by_group, -np.inf)
+            masked[best] = by_group[best]
+            score = masked.reshape(-1)
+        chosen = topk(score, self.get("expert_used_count"))
+        weights = softmax(p[chosen]) if kind == 3 else p[chosen]
+        if self.get("expert_weights_norm", False) if deepseek else self.arch != "olmoe":
+            weights = weights / max(weights.sum(), 2.0**-14)
+        scale = self.get("expert_weights_scale", 0.0) if deepseek else 0.0
+        self.routing.append((chosen, score))
+        return chosen, weights * scale if scale else weights
+
+    def experts(self, x: Array, b: str) -> Array:
+        out = np.zeros_like(x)
+        for t, xt in enumerate(x):
+            for e, w in zip(*self.route(xt, b)):
+                if b + "ffn_gate_up_exps.weight" in self:
+                    gate, up = np.split(self[b + "ffn_gate_up_exps.weight"][e] @ xt, 2)
+                else:
+                    gate, up = self[b + "ffn_gate_exps.weight"][e] @ xt, self[b + "ffn_up_exps.weight"][e] @ xt
+                out[t] += w * (self[b + "ffn_down_exps.weight"][e] @ swiglu(gate, up))
+        if b + "ffn_gate_shexp.weight" in self:
+            gate, up = self.linear(x, b + "ffn_gate_shexp"), self.linear(x, b + "ffn_up_shexp")
+            out += self.linear(swiglu(gate, up), b + "ffn_down_shexp")
+        return out
+
+    def __call__(self, ids: Sequence[int]) -> Array:
+        x = self["token_embd.weight"][list(ids)]
+        for i in range(self.layers):
+            b = f"blk.{i}."
+            h = rms_norm(x, self[b + "attn_norm.weight"], self.eps)
+            x = x + (self.latent_attention(h, b) if self.arch == "deepseek2" else self.attention(h, b))
+            h = rms_norm(x, self[b + "ffn_norm.weight"], self.eps)
+            x = x + (self.experts(h, b) if b + "ffn_gate_inp.weight" in self else self.feed_forward(h, b))
+        x = rms_norm(x, self["output_norm.weight"], self.eps)
+        return x @ self["output.weight" if "output.weight" in self else "token_embd.weight"].T
+
+
+def forward(path: str | Path, ids: Sequence[int]) -> Array:
+    """Logits, float64 (len(ids), vocabulary), of the model in the GGUF at `path`."""
+    return Model(Path(path))(ids)

@@ -1,0 +1,100 @@
+"""The benchmark screen over a real worker and a tiny real model."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.measure.test_bench import RESULT
+from tests.support import tiny
+from tests.support.screens import UNSET, Host, text_of, until
+from tinychat.backend.local import Worker
+from tinychat.measure import bench, log
+from tinychat.ui.screens.bench import BenchScreen, compared, summary
+from tinychat.ui.screens.profile import ProfileScreen
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory):
+    worker = Worker()
+    worker.load(tiny.write(tmp_path_factory.mktemp("m") / "tiny.gguf", "llama", "Q4_0", seed=1), device="cpu")
+    while worker.engine is None:
+        assert not any("Failed" in type(e).__name__ for e in worker.events())
+    yield worker
+    worker.close()
+
+
+@pytest.fixture(autouse=True)
+def alone(worker, tmp_path, monkeypatch):
+    """A lock of the test's own, and nothing left running for the next test."""
+    monkeypatch.setattr(bench, "lock_path", lambda: tmp_path / "bench.lock")
+    yield
+    worker.stop()
+
+
+@pytest.mark.parametrize("size", [(80, 24), (140, 40)])
+async def test_measure_compare_copy(worker, size):
+    mark = worker.engine.info.fingerprint
+    log.save(replace(RESULT, fingerprint=mark, n_prompt=16, n_gen=4, decode_tok_s=0.5, decode_runs=(0.5,)))
+    log.save(replace(RESULT, fingerprint="another file", model="unrelated"))
+    app = Host(BenchScreen(worker, n_gen=4, n_prompt=16, repeats=2, name="my [b]model"))
+    async with app.run_test(size=size) as pilot:
+        await until(pilot, lambda: "2026-01-02" in text_of(app))  # earlier ones at once
+        screen = app.screen
+        await until(pilot, lambda: screen._result)
+        await pilot.pause()
+        text = text_of(app)
+        assert "my [b]model" in text and "measured and saved" in text
+        assert "faster than the run of 2026-01-02 03:04 (0.5 tok/s)" in text
+        assert "unrelated" not in text and "100%" in text
+        assert [r.model for r in log.history(mark)] == ["m", "my [b]model"]
+        await pilot.press("c")
+        assert app.clipboard == log.markdown_row(screen._result)
+        await pilot.press("t")
+        assert app.clipboard.count("\n") == 4
+        await pilot.press("r")
+        await until(pilot, lambda: len(log.history(mark)) == 3)
+        await until(pilot, lambda: screen._request is None)
+        await pilot.press("escape")
+        await until(pilot, lambda: app.result is not UNSET)
+
+
+async def test_profile_shows_where_the_time_goes(worker):
+    app = Host(ProfileScreen(worker, steps=4, name="my [b]model"))
+    async with app.run_test(size=(120, 60)) as pilot:
+        await until(pilot, lambda: "kernels per token" in text_of(app))
+        assert "my [b]model" in text_of(app)
+        await pilot.press("escape")
+        await until(pilot, lambda: app.result is not UNSET)
+
+
+async def test_stop_then_close(worker):
+    app = Host(BenchScreen(worker, n_gen=4, n_prompt=16, repeats=100_000))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await until(pilot, lambda: "of 100000" in text_of(app))
+        await until(pilot, lambda: "stop" in text_of(app) and "again" not in text_of(app))
+        await pilot.press("escape")
+        await until(pilot, lambda: "was stopped" in text_of(app))
+        assert app.result is UNSET and not log.history()
+        await pilot.press("escape")
+        await until(pilot, lambda: app.result is not UNSET)
+
+
+async def test_what_cannot_be_measured_is_one_line(worker):
+    app = Host(BenchScreen(worker, n_gen=4, n_prompt=100_000))
+    async with app.run_test(size=(140, 40)) as pilot:
+        await until(pilot, lambda: "do not fit the context" in text_of(app))
+    app = Host(BenchScreen(Worker()))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await until(pilot, lambda: "no model is loaded" in text_of(app))
+        await pilot.press("escape")
+        await until(pilot, lambda: app.result is not UNSET)
+
+
+def test_comparisons():
+    slow, other = replace(RESULT, decode_tok_s=95.0), replace(RESULT, n_gen=20)
+    assert compared(slow, RESULT) == "-5 %" and compared(RESULT, RESULT) == "·" and compared(other, RESULT) == "·"
+    assert "within the spread of" in str(summary(RESULT, [replace(RESULT, decode_tok_s=99.0), RESULT]))
+    assert "50% slower than" in str(
+        summary(RESULT, [replace(RESULT, decode_tok_s=200.0, decode_runs=(200.0,)), other, RESULT])
+    )
+    assert "than" not in str(summary(RESULT, [other, RESULT]))

@@ -1,0 +1,512 @@
+"""The chat on a screen, driven by keys and mouse, with a scripted engine behind the real worker."""
+
+import contextlib
+import json
+import time
+from dataclasses import replace
+
+import pytest
+from textual import events
+from textual.widgets import Input, OptionList
+
+from tests.support.screens import text_of, until
+from tests.support.scripted import INFO, LONG, Script, scripted_load
+from tinychat.chat.conversation import Conversation, Turn
+from tinychat.chat.history import History
+from tinychat.ui.app import TinychatApp
+from tinychat.ui.chat.message import AnswerMessage, Message, NoteLine, UserMessage
+from tinychat.ui.chat.overflow import OverflowScreen
+
+
+class Desk:
+    """A running app and short words for what a user does."""
+
+    def __init__(self, app, pilot, script):
+        self.app, self.pilot, self.script = app, pilot, script
+        self.chat, self.controller = app.chat, app.controller
+
+    async def until(self, condition, seconds=30):
+        return await until(self.pilot, condition, seconds)
+
+    async def type(self, text, *keys):
+        self.chat.prompt.insert(text)
+        await self.pilot.pause()
+        await self.pilot.press(*keys)
+
+    async def send(self, text):
+        await self.type(text, "enter")
+
+    async def ask(self, text):
+        await self.send(text)
+        await self.settle()
+
+    async def type_over(self, text):
+        """Into the field of a dialog, then Enter."""
+        self.app.screen.query_one(Input).value = text
+        await self.pilot.press("enter")
+
+    async def settle(self):
+        await self.until(lambda: self.turns and not self.controller.busy and not self.controller.queue)
+        await self.until(lambda: not self.answers or not self.answers[-1].live)
+        await self.pilot.pause()
+
+    @property
+    def turns(self):
+        return self.controller.conversation.turns
+
+    @property
+    def answers(self):
+        return [m for m in self.chat.transcript.messages() if isinstance(m, AnswerMessage)]
+
+    @property
+    def notes(self):
+        return [str(n.content) for n in self.chat.transcript.query_children(NoteLine)]
+
+    @property
+    def screen(self):
+        return text_of(self.app)
+
+
+@contextlib.asynccontextmanager
+async def desk(*answers, size=(100, 30), history=None, wait=True, **script_options):
+    script = Script(answers=answers or ("Hello!",), **script_options)
+    app = TinychatApp("scripted:1b", INFO.path, load_engine=scripted_load(script), history=history)
+    async with app.run_test(size=size) as pilot:
+        d = Desk(app, pilot, script)
+        if wait:
+            await d.until(lambda: app.controller.ready)
+            await pilot.pause()
+        yield d
+
+
+async def test_a_question_and_its_answer():
+    async with desk(LONG, size=(140, 50)) as d:
+        assert "Ask scripted:1b something" in d.screen
+        await d.ask("How does MLA save memory?")
+        screen = d.screen
+        for text in (
+            "How does MLA save memory?",
+            "▸ thought for",
+            "Multi-head latent attention",
+            "def absorb(q",
+            "14.2x",
+            "1. Down",
+            "tok/s",
+            "prefilled",
+            "of 4,096",
+        ):
+            assert text in screen, text
+        assert (
+            screen.count("def absorb(q") == 1 and d.answers[0].view.source.strip() == LONG.split("</think>")[1].strip()
+        )
+        assert "<think>" not in screen and "Ask scripted:1b" not in screen
+        assert d.chat.prompt.text == "" and d.chat.focused is d.chat.prompt
+
+
+async def test_enter_sends_and_new_lines_and_pastes_do_not():
+    async with desk(size=(80, 24)) as d:
+        await d.pilot.press("a", "ctrl+j", "b", "shift+enter", "c")
+        assert d.chat.prompt.text == "a\nb\nc" and not d.turns
+        d.chat.prompt.post_message(events.Paste("x\r\ny\n" + "z\n" * 40))
+        await d.pilot.pause()
+        assert d.chat.prompt.text == "a\nb\ncx\ny\n" + "z\n" * 40 and not d.turns
+        assert 6 <= d.chat.prompt.size.height <= 8, "a third of the screen at most"
+        await d.pilot.press("enter")
+        await d.until(lambda: d.turns)
+        assert d.turns[0].text.startswith("a\nb\ncx\ny\nz")
+        await d.until(lambda: d.chat.prompt.size.height == 1)
+
+
+async def test_fast_typing_loses_nothing():
+    async with desk("one", "two", "three") as d:
+        for key in [*"hello world", "enter", *"/think off", "enter", *"and on", "enter", *"rest"]:
+            d.app.post_message(
+                events.Key(
+                    key if len(key) > 1 or key.isalnum() else {" ": "space", "/": "slash"}[key],
+                    key if len(key) == 1 else "\r",
+                )
+            )
+        await d.settle()
+        assert [t.text for t in d.turns if t.role == "user"] == [
+            "hello world",
+            "and on",
+        ] and d.chat.prompt.text == "rest"
+        assert not d.controller.conversation.parameters.thinking
+
+
+async def test_what_is_typed_while_it_loads_or_answers_waits_visibly():
+    async with desk("one " * 2000, "two", rate=150, load_s=1.5, wait=False) as d:
+        await d.send("first")
+        await d.until(lambda: "waiting first" in d.screen and "Loading" in d.screen)
+        await d.until(lambda: d.answers and d.answers[0].view.source)
+        await d.send("second")
+        await d.until(lambda: "waiting second" in d.screen)
+        await d.pilot.press("escape")
+        assert d.chat.prompt.text == "second" and d.controller.busy, "the first escape takes the message back"
+        await d.pilot.press("enter", "escape", "escape")
+        await d.until(lambda: not d.controller.busy)
+        assert [t.text for t in d.turns if t.role == "user"] == ["first"] and d.chat.prompt.text == "second"
+
+
+async def test_stop_continue_and_again():
+    async with desk("word " * 3000, " and the end", "another", rate=600) as d:
+        await d.send("go")
+        await d.until(lambda: len(d.turns) == 2 and len(d.turns[1].text) > 50)
+        assert "esc stop" in d.screen
+        await d.pilot.press("escape")
+        await d.settle()
+        partial = d.turns[1].text
+        assert "stopped · " in d.screen and "f5 continue" in d.screen and 50 < len(partial) < 10000
+        await d.pilot.press("f5")
+        await d.settle()
+        assert d.turns[1].text == partial + " and the end" and d.answers[0].view.source == d.turns[1].text
+        await d.pilot.press("ctrl+r")
+        await d.settle()
+        assert [t.text for t in d.turns] == ["go", "another"] and len(d.answers) == 1 and "another" in d.screen
+
+
+async def test_thinking_folds_by_key_and_click_and_can_be_skipped():
+    async with desk("<think>\n" + "pondering " * 3000 + "</think>", "The answer.", rate=600) as d:
+        await d.send("go")
+        await d.until(lambda: "▸ thinking · " in d.screen and "tokens" in d.screen and "skip to the answer" in d.screen)
+        assert "pondering" not in d.screen
+        await d.pilot.press("ctrl+t")
+        await d.until(lambda: "pondering pondering" in d.screen)
+        await d.pilot.press("ctrl+g")
+        await d.settle()
+        assert d.turns[-1].text == "The answer." and d.script.prompts[-1].endswith("</think>\n\n")
+        await d.pilot.press("ctrl+home")
+        await d.until(lambda: "thought for" in d.screen)
+        await d.pilot.click(d.answers[0].thinking.query_one(".thinking-head"))
+        await d.until(lambda: "pondering" not in d.screen)
+
+
+async def test_thinking_that_never_closes_is_said():
+    async with desk("<think>\nforever") as d:
+        await d.ask("go")
+        assert "not finished" in d.screen and d.turns[-1].text == ""
+
+
+async def test_slash_opens_a_filtered_list():
+    async with desk(size=(80, 24)) as d:
+        await d.pilot.press("/")
+        await d.until(lambda: "/model [NAME]" in d.screen and "choose, download" in d.screen)
+        await d.pilot.press("t", "h", "i")
+        await d.until(lambda: "/model [NAME]" not in d.screen and "/think on|off" in d.screen)
+        await d.pilot.press("tab")
+        await d.until(lambda: d.chat.prompt.text == "/think ")
+        await d.until(lambda: d.chat.box.list.option_count == 2)
+        await d.pilot.press("down", "enter")
+        await d.until(lambda: d.notes)
+        assert (
+            not d.controller.conversation.parameters.thinking
+            and "thinking is off" in d.notes[-1]
+            and d.chat.prompt.text == ""
+        )
+        await d.pilot.press("/", "escape")
+        await d.pilot.pause()
+        assert not d.chat.box.list.display and d.chat.prompt.text == "/"
+
+
+async def test_commands_by_word():
+    async with desk() as d:
+        for text, note in [
+            ("/set temperature 0.3", "temperature is 0.3"),
+            ("/set temperature", "temperature is 0.3: 0 always"),
+            ("/set temperature hot", "is a number from 0 to 5"),
+            ("/set heat 1", "no parameter 'heat'"),
+            ("/nonsense", "no command /nonsense"),
+            ("/system Be brief.", "system prompt is set"),
+            ("/system", "the system prompt is: Be brief."),
+            ("/regenerate", "nothing to answer again"),
+            ("/stats", "weights"),
+            ("/copy", "no answer to copy"),
+            ("/save", "nothing to save"),
+            ("/rename", "/rename NAME"),
+            ("/continue", "no answer to continue"),
+        ]:
+            await d.send(text)
+            await d.until(lambda note=note: any(note in n for n in d.notes[-1:]))
+        assert not d.turns
+        await d.ask("//etc is a folder")
+        assert d.turns[0].text == "/etc is a folder" and d.script.samplings[0].temperature == 0.3
+        assert "Be brief." in d.script.prompts[0]
+        await d.ask("/start Well,")
+        assert d.turns[-1].text.startswith("Well,") and len(d.turns) == 2
+        await d.send("/rename My talk")
+        await d.until(lambda: "My talk" in d.screen)
+        await d.send("/new")
+        await d.until(lambda: not d.turns and "Ask scripted:1b" in d.screen)
+
+
+async def test_raw_shows_and_sends_everything():
+    async with desk("<think>a</think>**b**") as d:
+        await d.send("/raw on")
+        await d.ask("Once <|user|> upon")
+        assert d.script.prompts == ["Once <|user|> upon"] and "<think>a</think>**b**" in d.screen
+
+
+async def test_what_was_typed_comes_back_with_the_arrows(tmp_path):
+    history = History(tmp_path / "h.db")
+    async with desk(history=history) as d:
+        await d.ask("first")
+        await d.ask("second\nline")
+        await d.type("draft", "up")
+        assert d.chat.prompt.text == "second\nline"
+        await d.pilot.press("up", "up")
+        assert d.chat.prompt.text == "first"
+        await d.pilot.press("down", "down", "down")
+        assert d.chat.prompt.text == "draft"
+    assert len(history.find()) == 1
+    async with desk(history=history) as d:
+        await d.pilot.press("up", "up", "up")
+        assert d.chat.prompt.text == "first", "it is kept across runs"
+
+
+async def test_attached_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes of mine.txt").write_text("the sky is green")
+    (tmp_path / "photo.bin").write_bytes(b"\0\1")
+    async with desk() as d:
+        await d.type("look at @no")
+        await d.until(lambda: "notes of mine.txt" in d.screen)
+        await d.pilot.press("enter")
+        assert d.chat.prompt.text == 'look at @"notes of mine.txt"' and not d.turns
+        await d.pilot.press("enter")
+        await d.settle()
+        assert "the sky is green" in d.script.prompts[0] and "+ notes of mine.txt" in d.screen
+        for text, why in [("@photo.bin", "binary"), ("see @./none.txt", "no such file")]:
+            await d.type(text, "escape", "enter")
+            await d.until(lambda why=why: any(why in n for n in d.notes[-1:]))
+            assert d.chat.prompt.text == text and len(d.turns) == 2, "nothing is lost, nothing is sent"
+            d.chat.prompt.put("")
+        await d.ask("mail me@example.com or @bob")
+        assert len(d.turns) == 4
+
+
+async def test_messages_by_keyboard():
+    async with desk("one\n\n```py\nx = 1\n```", "two", "three") as d:
+        await d.ask("a")
+        await d.ask("b")
+        await d.pilot.press("ctrl+up")
+        assert d.chat.focused is d.answers[-1] and "c copy" in d.screen
+        await d.pilot.press("up", "up", "y")
+        assert d.app.clipboard == "x = 1"
+        await d.pilot.press("c")
+        assert d.app.clipboard == d.turns[1].text
+        await d.pilot.press("up", "e")
+        await d.pilot.pause()
+        assert d.chat.prompt.text == "a" and d.chat.focused is d.chat.prompt and "✎" in d.screen
+        await d.type("!", "enter")
+        await d.settle()
+        assert [t.text for t in d.turns] == ["a!", "three"] and "✎" not in d.screen
+        await d.pilot.press("ctrl+up", "f")
+        await d.until(lambda: "this is a copy now" in d.screen)
+        assert [t.text for t in d.turns] == ["a!", "three"] and "(fork)" in d.controller.conversation.title
+        await d.pilot.press("escape")
+        assert d.chat.focused is d.chat.prompt
+
+
+async def test_messages_by_mouse():
+    async with desk("one") as d:
+        await d.ask("a")
+        message = d.chat.transcript.messages()[0]
+        assert isinstance(message, UserMessage)
+        await d.pilot.hover(message)
+        await d.pilot.pause()
+        line = next(s for s in d.screen.splitlines() if "edit  copy  fork" in s)
+        y = d.screen.splitlines().index(line)
+        await d.pilot.click(offset=(line.index("edit") + 1, y))
+        await d.until(lambda: d.chat.prompt.text == "a")
+
+
+async def test_code_is_copied_by_key_and_by_number():
+    async with desk("```\none\n```\n\n```\ntwo\n```") as d:
+        await d.ask("a")
+        await d.pilot.press("ctrl+o")
+        assert d.app.clipboard == "two"
+        await d.send("/copy code 1")
+        await d.until(lambda: d.app.clipboard == "one")
+        await d.send("/copy code 3")
+        await d.until(lambda: "has 2 code blocks" in d.screen)
+        await d.send("/copy all")
+        await d.until(lambda: d.app.clipboard.startswith("# a"))
+
+
+async def test_the_user_is_asked_before_the_context_overflows():
+    small = replace(INFO, max_context=128)
+    async with desk("word " * 30, info=small, size=(80, 24)) as d:
+        for text in ("first", "second", "third"):
+            await d.ask(text)
+        await d.send("fourth")
+        await d.until(lambda: isinstance(d.app.screen, OverflowScreen))
+        assert "The context is full" in d.screen and "leave out the oldest turns" in d.screen
+        await d.pilot.press("escape")
+        await d.until(lambda: not isinstance(d.app.screen, OverflowScreen))
+        assert d.chat.prompt.text == "fourth" and len(d.turns) == 6, "the message is back in the prompt"
+        await d.pilot.press("enter")
+        await d.until(lambda: isinstance(d.app.screen, OverflowScreen))
+        d.app.screen.query_one(OptionList).focus()
+        await d.pilot.press("enter")
+        await d.settle()
+        assert d.controller.conversation.first == 2 and "first" not in d.script.prompts[-1]
+        await d.pilot.press("ctrl+home")
+        await d.pilot.pause()
+        assert "no longer sent to the model" in d.screen
+
+
+@pytest.mark.parametrize("where", ["loading", "answering"])
+async def test_quitting_never_waits(where, tmp_path):
+    history = History(tmp_path / "h.db")
+    options = {"load_s": 60, "wait": False} if where == "loading" else {"rate": 200}
+    async with desk("word " * 10000, history=history, **options) as d:
+        if where == "answering":
+            await d.send("go")
+            await d.until(lambda: d.turns and len(d.turns[-1].text) > 20)
+        started = time.monotonic()
+        await d.pilot.press("ctrl+q")
+        await d.until(lambda: d.app._exit)
+    assert time.monotonic() - started < 2
+    if where == "answering":
+        assert len(history.load(history.find()[0].id).turns[1].text) > 20
+
+
+async def test_nothing_a_model_says_reaches_the_terminal():
+    evil = "a\x1b]0;owned\x07b\x1b[31m\u202ec `\x1b[2J`\n\n```\x1b[0m\n\x1b[1m\n```"
+    async with desk(f"<think>{evil}</think>{evil}") as d:
+        await d.ask("x\x1b[5m")
+        await d.pilot.press("ctrl+t")
+        await d.pilot.pause()
+        assert "\x1b" not in d.screen and "\\x1b]0;owned\\x07" in d.screen and "\u202e" not in d.screen
+        assert "x\\x1b[5m" in d.screen
+
+
+async def test_it_follows_the_end_until_the_user_scrolls():
+    async with desk("line\n\n" * 4000, rate=600, size=(80, 24)) as d:
+        t = d.chat.transcript
+        await d.send("go")
+        await d.until(lambda: t.max_scroll_y > 10)
+        await d.until(lambda: t.scroll_y >= t.max_scroll_y - 2)
+        await d.pilot.press("pageup")
+        await d.pilot.pause()
+        place, size = t.scroll_y, t.max_scroll_y
+        await d.until(lambda: t.max_scroll_y > size + 20)
+        assert t.scroll_y == place
+        await d.pilot.press("ctrl+end")
+        await d.until(lambda: t.max_scroll_y > size + 60)
+        assert t.scroll_y >= t.max_scroll_y - 4
+        await d.pilot.press("escape")
+
+
+async def test_narrow_and_wide():
+    async with desk(size=(120, 30)) as d:
+        assert d.chat.query_one("#panel").display and not d.chat.query_one("#engine-line").display
+        await d.pilot.press("f9")
+        await d.until(lambda: not d.chat.query_one("#panel").display and d.chat.query_one("#engine-line").display)
+        await d.pilot.press("f9")
+        await d.pilot.resize_terminal(80, 24)
+        await d.until(lambda: not d.chat.query_one("#panel").display and d.chat.query_one("#engine-line").display)
+        await d.ask("hi")
+        await d.until(lambda: "of 4,096" in d.screen)
+        for line in d.screen.splitlines():
+            assert len(line) == 80
+
+
+async def test_long_conversations_keep_few_turns_mounted():
+    turns = tuple(t for i in range(100) for t in (Turn("user", f"q{i}"), Turn("assistant", f"a{i}", stop_reason="eos")))
+    async with desk() as d:
+        d.controller.open(Conversation(turns, model="scripted:1b"))
+        await d.until(lambda: len(d.answers) == 20)
+        for i in range(5):
+            await d.ask(f"more {i}")
+        assert len(d.chat.transcript.messages()) <= 42
+        await d.pilot.press("ctrl+home")
+        await d.pilot.pause()
+        assert "170 earlier turns" in d.screen
+        await d.pilot.click("Earlier")
+        await d.until(lambda: len(d.chat.transcript.messages()) >= 80)
+        assert [m.index for m in d.chat.transcript.messages()] == list(range(130, 210))
+
+
+async def test_saving_to_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    async with desk("fine") as d:
+        await d.ask("How are you?")
+        await d.send("/save md")
+        await d.until(lambda: "saved as" in d.screen)
+        await d.send("/export json talk.json")
+        await d.until(lambda: (tmp_path / "talk.json").exists())
+        await d.send("/save json talk.json")
+        await d.until(lambda: any("exists; nothing was written" in n for n in d.notes))
+    assert Conversation.from_dict(json.loads((tmp_path / "talk.json").read_text())).turns[1].text == "fine"
+    assert "## You\n\nHow are you?" in next(tmp_path.glob("how-are-you-*.md")).read_text()
+
+
+async def test_a_failed_load_says_why():
+    async with desk(fail_load="x.gguf: not a GGUF file", wait=False) as d:
+        await d.until(lambda: any("not a GGUF file" in n for n in d.notes))
+        assert isinstance(d.chat, type(d.app.screen))
+        await d.send("hello")
+        await d.until(lambda: "choose one with /model" in d.screen and "waiting hello" in d.screen)
+
+
+async def test_the_palette_knows_the_commands():
+    async with desk("one") as d:
+        await d.ask("a")
+        await d.pilot.press("ctrl+p")
+        await d.pilot.pause()
+        await d.pilot.press(*"rename")
+        await d.until(lambda: "/rename NAME" in d.screen)
+        await d.pilot.press("enter")
+        await d.until(lambda: d.chat.prompt.text == "/rename ")
+
+
+async def test_no_message_takes_the_focus_by_a_click():
+    async with desk("one") as d:
+        await d.ask("a")
+        await d.pilot.click(d.answers[0].view)
+        await d.pilot.pause()
+        assert d.chat.focused is d.chat.prompt and not isinstance(d.chat.focused, Message)
+
+
+async def test_the_list_renames_and_deletes_the_open_conversation(tmp_path):
+    history = History(tmp_path / "h.db")
+    async with desk("Hello!", LONG * 20, history=history, rate=200) as d:
+        await d.ask("first words")
+        await d.pilot.press("f3")
+        await d.until(lambda: "open now" in d.screen)
+        await d.pilot.press("f2")
+        await d.until(lambda: "Name of this conversation" in d.screen)
+        await d.type_over("My talk")
+        await d.until(lambda: "My talk" in d.screen and "Name of" not in d.screen)
+        await d.pilot.press("escape")
+        await d.until(lambda: "My talk" in d.screen.split("\n")[0])
+        await d.send("and more")
+        await d.until(lambda: d.answers and d.answers[-1].live and d.controller.running.tokens > 5)
+        assert d.controller.conversation.title == "My talk"
+        await d.pilot.press("f3")
+        await d.until(lambda: "open now" in d.screen)
+        await d.pilot.press("ctrl+d", "left", "enter")  # while its answer is being written
+        await d.until(lambda: not history.find())
+        await d.pilot.press("escape")
+        await d.until(lambda: "Ask scripted:1b something" in d.screen)
+        await d.until(lambda: not d.controller.busy)
+        assert not d.turns and not history.find()
+
+
+async def test_unfolded_thinking_is_brought_into_view():
+    async with desk(LONG, size=(80, 24)) as d:
+        await d.ask("why?")
+        assert "thought for" not in d.screen
+        await d.pilot.press("ctrl+t")
+        await d.until(lambda: "▾ thought for" in d.screen and "So the saving is about 14 times." in d.screen)
+
+
+async def test_an_edit_can_be_left():
+    async with desk() as d:
+        await d.ask("first")
+        await d.send("/edit")
+        await d.until(lambda: d.chat.prompt.text == "first" and "leave it as it was" in d.screen)
+        await d.pilot.press("escape")
+        await d.until(lambda: not d.chat.prompt.text and "leave it as it was" not in d.screen)
+        assert d.chat.editing is None and d.turns[0].text == "first"

@@ -1,0 +1,171 @@
+"""The engine panel: what the figures say, at any width, without colour, and live in the app."""
+
+import pytest
+from textual.app import App, ComposeResult
+
+from tests.support.screens import text_of, until
+from tests.support.scripted import INFO
+from tinychat.backend.local import Loading, Prefilling
+from tinychat.chat.context import Usage
+from tinychat.engine.stats import Stats
+from tinychat.ui.panel import EngineLine, EnginePanel, Reading, figures
+from tinychat.ui.panel.reading import PaintMeter
+
+STATS = Stats(
+    phase="decode",
+    reused_tokens=1812,
+    prefilled_tokens=43,
+    generated_tokens=412,
+    ttft_s=0.41,
+    prefill_tok_s=812.3,
+    decode_tok_s=71.94,
+    last_tok_s=72.4,
+    kernels_per_token=431,
+    jit_batches=2,
+    jit_state="replaying",
+    gb_s=15.2,
+    limit_gb_s=18.7,
+    limit_share=0.81,
+    weight_bytes=18_300_000_000,
+    kv_bytes=54_000_000,
+    rss_bytes=1_200_000_000,
+)
+USAGE = Usage(system=43, history=1812, thinking=214, answer=198, limit=8192)
+READING = Reading(STATS, INFO, USAGE, speeds=(60.0, 72.0, 36.0), painted=72.0)
+
+
+def test_numbers_as_people_read_them():
+    assert [figures.speed(v) for v in (0.347, 7.25, 72.44, 812.3, 12345)] == ["0.35", "7.2", "72.4", "812", "12,345"]
+    assert [figures.seconds(v) for v in (0.414, 3.21, 42, 185)] == ["0.41 s", "3.2 s", "42 s", "3:05"]
+    assert figures.size(18_300_000_000) == "18.3 GB"
+
+
+def test_bars():
+    assert figures.bar(0.8, 10) == "▓▓▓▓▓▓▓▓░░" and figures.bar(0, 4) == "░░░░" and figures.bar(0.001, 4) == "▓░░░"
+    assert figures.bar(7, 4) == "▓▓▓▓"
+    assert (
+        figures.spark([0, 36, 72], 10) == "▁▄█"
+        and figures.spark([], 5) == ""
+        and len(figures.spark(range(99), 12)) == 12
+    )
+
+
+@pytest.mark.parametrize(
+    "usage", [USAGE, Usage(limit=4096), Usage(1, 1, 1, 1, 100_000), Usage(50, 50, 50, 50, 100), Usage()]
+)
+@pytest.mark.parametrize("width", [8, 10, 32])
+def test_the_context_bar_shows_every_part_and_fits(usage, width):
+    bar = figures.context_bar(usage, width).plain
+    assert len(bar) == width
+    for name, char in figures.PARTS[:-1]:
+        assert (char in bar) == (getattr(usage, name) > 0)
+
+
+def test_usage_adds_up():
+    assert (USAGE.used, USAGE.free) == (2267, 5925) and Usage(5, 5, 5, 5, 10).free == 0
+    assert USAGE.with_answer(300).answer == 300
+
+
+@pytest.mark.parametrize("width", [31, 32, 50])
+def test_every_row_fits(width):
+    rows = [
+        *figures.now(READING, width),
+        *figures.speed_rows(READING, width),
+        *figures.context_rows(USAGE, width),
+        *figures.machine_rows(READING, width),
+        *figures.memory_rows(READING, width),
+    ]
+    assert all(row.cell_length <= width for row in rows), [r.plain for r in rows if r.cell_length > width]
+
+
+def test_what_happens_now():
+    def said(reading: Reading) -> str:
+        return " ".join(line.plain for line in figures.now(reading, 32))
+
+    assert said(Reading()).startswith("no model") and said(Reading(Stats(), INFO)).startswith("ready")
+    assert said(Reading(loading=Loading("loading weights", 0.5))).startswith("loading weights ▓▓▓")
+    prefill = Prefilling(1, 512, 1400, 0)
+    reading = Reading(Stats(phase="prefill", prefill_tok_s=800), INFO, prefill=prefill)
+    assert "reading 512 of 1,400" in said(reading) and "1.1 s left" in said(reading)
+    assert said(READING).startswith("72.4 tok/s ▇█▄")
+
+
+@pytest.mark.parametrize("width", [20, 40, 76, 120])
+def test_one_line_for_narrow_screens(width):
+    for reading in (
+        READING,
+        Reading(),
+        Reading(Stats(), INFO, USAGE),
+        Reading(loading=Loading("loading weights", 0.2)),
+    ):
+        assert figures.line(reading, width).cell_length <= max(width, 40)
+    assert "72.4 tok/s" in figures.line(READING, 76).plain and "2,267 of 8,192" in figures.line(READING, 76).plain
+    assert "first token" in figures.line(READING, 76).plain and "first token" not in figures.line(READING, 56).plain
+    assert "72.4 tok/s" in figures.line(READING, 56).plain and "2,267 of 8,192" in figures.line(READING, 56).plain
+
+
+@pytest.mark.parametrize(("height", "free"), [(40, True), (29, False)])
+async def test_a_lower_panel_says_less_about_the_context_and_all_of_the_rest(height, free):
+    app = Host()
+    async with app.run_test(size=(100, height)) as pilot:
+        app.query_one(EnginePanel).show(READING)
+        await until(pilot, lambda: "1.2 GB" in text_of(app))
+        text = text_of(app)
+        assert ("5,925" in text) == free and "history" in text and "28%" in text and "18.3 GB" in text
+
+
+class Host(App[None]):
+    CSS = "EnginePanel { width: 36; height: 1fr; } EngineLine { height: 1; }"
+
+    def compose(self) -> ComposeResult:
+        yield EngineLine()
+        yield EnginePanel()
+
+
+async def test_the_panel_on_a_screen():
+    app = Host()
+    async with app.run_test(size=(100, 40)) as pilot:
+        app.query_one(EnginePanel).show(READING)
+        app.query_one(EngineLine).show(READING)
+        await until(pilot, lambda: "431/token in 2" in text_of(app))
+        screen = text_of(app)
+        for text in (
+            "72.4 tok/s",
+            "71.9 tok/s",
+            "13.9 ms",
+            "0.41 s",
+            "812 tok/s",
+            "1,812, 43",
+            "replaying",
+            "15.2 of 18.7 GB/s",
+            "81% of limit",
+            "18.3 GB",
+            "54.0 MB",
+            "1.2 GB",
+            "2,267 of 8,192",
+            "28%",
+            "CPU · 2 threads",
+        ):
+            assert text in screen, text
+
+
+def test_what_painting_gives_and_takes():
+    now, worked = [100.0], [5.0]
+    meter = PaintMeter(lambda: now[0], lambda: worked[0])
+    assert meter.rate == meter.average == 0
+    for _ in range(21):
+        meter.begin()
+        worked[0] += 0.002
+        meter.painted(10)
+        now[0] += 0.05
+        worked[0] += 1  # something else
+    assert meter.average == pytest.approx(200) and meter.rate == pytest.approx(200) and meter.tokens == 210
+    assert meter.seconds == pytest.approx(0.042)
+    meter.begin()
+    meter.begin()  # before the first is on the screen: counted once
+    worked[0] += 0.008
+    meter.painted(0)
+    meter.painted(0)
+    assert meter.seconds == pytest.approx(0.05) and meter.average == pytest.approx(200)
+    meter.restart()
+    assert meter.tokens == meter.seconds == meter.average == 0

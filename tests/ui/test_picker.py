@@ -1,0 +1,297 @@
+"""The picker in a tiny app, with real files in a real cache and real downloads from a server on loopback."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+from textual.widgets import Input
+
+from tests.measure.test_bench import RESULT
+from tests.support import tiny
+from tests.support.screens import UNSET, Host, text_of, until
+from tests.support.server import File, Server, make_gguf
+from tinychat.chat import settings
+from tinychat.measure import log
+from tinychat.models import cache
+from tinychat.models.download import Notes
+from tinychat.models.registry import MODELS, resolve
+from tinychat.ui.screens import picker_rows
+from tinychat.ui.screens.dialogs import ConfirmScreen
+from tinychat.ui.screens.downloads import Downloads
+from tinychat.ui.screens.picker import PickedModel, PickerScreen
+from tinychat.ui.screens.picker_rows import Row
+from tinychat.ui.screens.sheet import Rows
+
+
+@pytest.fixture
+def server():
+    with Server() as s:
+        yield s
+
+
+@pytest.fixture
+def gguf(tmp_path):
+    return tiny.write(tmp_path / "tiny.gguf", "llama", "Q4_0", seed=1)
+
+
+def own_model(name, url):
+    """A model of the user's own, in the settings file."""
+    file = settings.path()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file, "a") as f:
+        f.write(f'[models."{name}"]\nurl = "{url}"\n')
+    return resolve(name, settings.load().models)
+
+
+def app_with(**options):
+    return Host(PickerScreen(downloads=Downloads(), **options))
+
+
+async def search(pilot, text):
+    pilot.app.screen.query_one(Input).value = text
+    await pilot.pause()
+
+
+def detail(app):
+    return str(app.screen.query_one(".detail").render())
+
+
+def row_text(app, name):
+    rows = app.screen.query_one(Rows)
+    return str(rows.get_option(name).prompt)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (140, 40)])
+async def test_what_a_row_says(gguf, size):
+    cache.downloads_dir().mkdir(parents=True)
+    smollm = resolve("smollm2:135m")
+    here = cache.downloads_dir() / cache.key_of(smollm.sources[0])
+    here.write_bytes(gguf.read_bytes())
+    log.save(replace(RESULT, path=str(here), decode_tok_s=117.2))
+    app = app_with(context=4096)
+    async with app.run_test(size=size) as pilot:
+        await pilot.pause()
+        assert app.screen._highlighted == "smollm2:135m"  # what is here comes first under the cursor
+        text = text_of(app)
+        assert "SmolLM2" in text and "Llama 3" in text and "● here" in row_text(app, "smollm2:135m")
+        assert "○" in row_text(app, "qwen3:8b") and "5.0 GB" in row_text(app, "qwen3:8b")
+        assert "30B (3.6B)" in row_text(app, "glm-4.7:flash")
+        assert ("117 tok/s" in row_text(app, "smollm2:135m")) == (size[0] > 100)
+        assert "117 tok/s here" in " ".join(detail(app).split())
+        assert "4,096 tokens" in detail(app)
+        widths = {o.prompt.cell_length for o in app.screen.query_one(Rows).options if not o.disabled}
+        assert len(widths) == 1 and widths.pop() <= size[0]
+        assert "enter" not in text and "open" in text  # the footer says what the key does
+
+
+def test_rows_and_verdicts_of_every_model():
+    for row in picker_rows.rows((), 4096, 0, {}, {}):
+        for width in (40, 74, 110):
+            assert row.model.name[:4] in str(picker_rows.line(row, width))
+    kv = resolve("llama3.1:8b").kv_bytes_per_token
+    model = resolve("llama3.1:8b")
+    need = model.size + 8192 * kv + (300 << 20)
+    sizes = [picker_rows.verdict(model, 8192, available, {}).verdict for available in (need - 1, need + 1, 2 * need, 0)]
+    assert sizes == ["does not fit", "tight", "fits", "unknown"]
+    assert (
+        picker_rows.verdict(model, 10**9, 2 * need, {}).needed < 2 * 131072 * kv
+    )  # never more than it was trained for
+    assert picker_rows.verdict(model, 8192, need, {model.name: (1, 0)}).verdict == "fits"  # the file knows best
+
+
+async def test_search(gguf):
+    app = app_with()
+    async with app.run_test(size=(100, 30)) as pilot:
+        await search(pilot, "glm q6")
+        rows = app.screen.query_one(Rows)
+        assert [o.id for o in rows.options] == [None, "glm-4.7:flash-Q6_K"]
+        assert app.screen._highlighted == "glm-4.7:flash-Q6_K"
+        await search(pilot, "glm q6zzz")
+        assert rows.option_count == 0 and "nothing matches" in detail(app)
+        await pilot.press("enter")
+        assert app.result is UNSET
+        await search(pilot, "")
+        assert rows.option_count > len(MODELS)
+        await pilot.press("escape")
+        await until(pilot, lambda: app.result is None)
+
+
+async def test_open_by_key_and_by_mouse(gguf):
+    file = settings.path()
+    file.parent.mkdir(parents=True)
+    file.write_text(f'[models."a"]\npath = "{gguf}"\npreset = "llama3"\n[models."b"]\npath = "{gguf}"\n')
+    app = app_with()
+    async with app.run_test(size=(100, 30)) as pilot:
+        await pilot.pause()
+        assert app.screen._highlighted == "a"
+        await pilot.click(Rows, offset=(5, 2))
+        await pilot.pause()
+        assert app.screen._highlighted == "b" and app.result is UNSET  # the first click only chooses
+        await pilot.press("up", "enter")
+        await until(pilot, lambda: app.result is not UNSET)
+    assert app.result == PickedModel(gguf, "a", "llama3")
+    app = app_with()
+    async with app.run_test(size=(100, 30)) as pilot:
+        await pilot.pause()
+        await pilot.click(Rows, offset=(5, 2))
+        await pilot.click(Rows, offset=(5, 2))
+        await until(pilot, lambda: app.result is not UNSET)
+    assert app.result == PickedModel(gguf, "b", None)
+
+
+async def test_download_pause_resume_finish(server, gguf, tmp_path):
+    data = make_gguf(tmp_path / "big.gguf", 400_000)
+    gate, seen = threading.Event(), threading.Event()
+
+    def pace(sent):
+        if sent > 150_000:
+            seen.set()
+            gate.wait(10)
+
+    server.files["/m.gguf"] = File(data, pace=pace, block=4096)
+    model = own_model("mine", server.url("/m.gguf"))
+    app = app_with()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await search(pilot, "mine")
+        assert app.screen._highlighted == "mine"
+        await pilot.press("enter")
+        await until(pilot, seen.is_set)
+        await until(pilot, lambda: "%  " in row_text(app, "mine") and " of 40" in row_text(app, "mine"))
+        assert "pause" in text_of(app) and "↓" in row_text(app, "mine")
+        await pilot.press("enter")
+        assert "paused" in row_text(app, "mine")
+        gate.set()
+        job = app.screen._downloads.get(model)
+        await until(pilot, job.ended.is_set)
+        (entry,) = cache.find(model)
+        assert entry.partial and 0 < entry.size < len(data)
+        app.screen._refresh_rows()
+        await until(pilot, lambda: "resume" in text_of(app))
+        await pilot.press("enter")
+        await until(pilot, lambda: app.result is not UNSET)  # still under the cursor: it opens when it is whole
+    assert app.result.name == "mine" and app.result.path.read_bytes() == data
+    assert server.ranges[-1].startswith("bytes=") and server.ranges[-1] != "bytes=0-"
+
+
+async def test_a_failed_download_says_why_and_can_be_tried_again(server, tmp_path):
+    model = own_model("mine", server.url("/m.gguf"))
+    app = app_with()
+    async with app.run_test(size=(100, 30)) as pilot:
+        await search(pilot, "mine")
+        await pilot.press("enter")
+        await until(pilot, lambda: "✗ failed" in row_text(app, "mine"))
+        assert "404" in detail(app) and app.screen.query_one(".detail").has_class("-error")
+        server.files["/m.gguf"] = File(make_gguf(tmp_path / "m.gguf"))
+        await pilot.press("enter")
+        await until(pilot, lambda: app.result is not UNSET)
+    assert app.result.path == cache.path_of(model)
+
+
+async def test_a_download_goes_on_when_the_picker_is_closed(server, tmp_path):
+    gate = threading.Event()
+    server.files["/m.gguf"] = File(make_gguf(tmp_path / "m.gguf"), pace=lambda sent: gate.wait(10))
+    model = own_model("mine", server.url("/m.gguf"))
+    downloads = Downloads()
+    app = Host(PickerScreen(downloads=downloads))
+    async with app.run_test(size=(100, 30)) as pilot:
+        await search(pilot, "mine")
+        await pilot.press("enter", "escape")
+        await until(pilot, lambda: app.result is None)
+        app.push_screen(PickerScreen(downloads=downloads))
+        await pilot.pause()
+        await until(pilot, lambda: "↓" in row_text(app, "mine"))
+        gate.set()
+        await until(pilot, lambda: "● here" in row_text(app, "mine"))
+    assert cache.path_of(model)
+
+
+async def test_delete_asks_first(gguf):
+    model = resolve("qwen3:8b")
+    cache.downloads_dir().mkdir(parents=True)
+    part = cache.downloads_dir() / f"{cache.key_of(model.sources[0])}.part"
+    part.write_bytes(b"GGUF" + bytes(1_000_000))
+    app = app_with()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await search(pilot, "qwen3:8b")
+        assert "paused" in row_text(app, "qwen3:8b") and "1.0 MB" in row_text(app, "qwen3:8b")
+        await pilot.press("ctrl+d")
+        await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
+        assert "1.0 MB" in text_of(app) and "qwen3:8b" in text_of(app)
+        await pilot.press("enter")  # the safe answer has the focus
+        assert part.exists()
+        await pilot.press("ctrl+d", "y")
+        await until(pilot, lambda: not part.exists())
+        await until(pilot, lambda: "○" in row_text(app, "qwen3:8b"))
+        assert not app.screen.check_action("delete", ())
+
+
+async def test_what_does_not_fit_asks_before_it_downloads(server, monkeypatch):
+    monkeypatch.setattr("tinychat.ui.screens.picker_rows.available_memory", lambda: 1_000_000_000)
+    started = []
+    app = Host(PickerScreen(downloads=Downloads(lambda model, *rest: started.append(model.name))))
+    async with app.run_test(size=(100, 30)) as pilot:
+        await search(pilot, "qwen3:8b")
+        assert "✗ does not fit" in row_text(app, "qwen3:8b")
+        await pilot.press("enter")
+        await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
+        await pilot.press("escape")
+        assert not started
+        await pilot.press("enter", "y")
+        await until(pilot, lambda: started == ["qwen3:8b"])
+    app = Host(PickerScreen(freed=20_000_000_000))
+    async with app.run_test(size=(100, 30)) as pilot:
+        await search(pilot, "qwen3:8b")
+        assert "✓ fits" in row_text(app, "qwen3:8b")  # once the present model has gone
+
+
+async def test_a_typed_path(gguf):
+    app = app_with()
+    async with app.run_test(size=(100, 30)) as pilot:
+        await search(pilot, "/nowhere/x.gguf")
+        assert "no such file" in detail(app)
+        app.screen.query_one(Input).value = str(gguf)
+        await until(pilot, lambda: app.screen._highlighted == "tiny.gguf")
+        await until(pilot, lambda: "fits" in row_text(app, "tiny.gguf"))  # by its header
+        await pilot.press("enter")
+        await until(pilot, lambda: app.result is not UNSET)
+    assert app.result == PickedModel(gguf, "tiny.gguf", None)
+
+
+async def test_a_typed_url_is_judged_before_it_is_fetched(server, gguf, tmp_path):
+    server.files["/a/tiny.gguf"] = File(gguf.read_bytes())
+    server.files["/bad.gguf"] = File(b"<html>" * 1000)
+    app = app_with()
+    async with app.run_test(size=(100, 30)) as pilot:
+        app.screen.query_one(Input).value = server.url("/bad.gguf")
+        await until(pilot, lambda: "not a GGUF" in detail(app))
+        app.screen.query_one(Input).value = server.url("/a/tiny.gguf")
+        await until(pilot, lambda: app.screen._highlighted == "tiny.gguf")
+        await until(pilot, lambda: "fits" in row_text(app, "tiny.gguf"))
+        assert not list(cache.downloads_dir().glob("*.part"))
+        await pilot.press("enter")
+        await until(pilot, lambda: app.result is not UNSET)
+    assert app.result.path.read_bytes() == gguf.read_bytes()
+
+
+async def test_a_hostile_name_is_shown_and_not_obeyed(gguf):
+    cache.downloads_dir().mkdir(parents=True)
+    url = "https://example.org/\x1b[31mred[bold]\u202e.gguf"
+    key = cache.key_of(url)
+    (cache.downloads_dir() / key).write_bytes(gguf.read_bytes())
+    Notes(url, 5).save(cache.downloads_dir() / f"{key}.json")
+    app = app_with()
+    async with app.run_test(size=(140, 40)) as pilot:
+        await search(pilot, "red")
+        await pilot.pause()
+        text = text_of(app)
+        assert "\\x1b[31mred[bold]" in text and "\x1b" not in text and "\u202e" not in text
+
+
+async def test_it_survives_every_size():
+    app = app_with()
+    async with app.run_test(size=(140, 40)) as pilot:
+        for size in ((30, 8), (80, 24), (200, 60), (20, 5)):
+            await pilot.resize_terminal(*size)
+            await pilot.pause()
+            await pilot.press("down")
+        assert isinstance(app.screen._row, Row)

@@ -1,0 +1,110 @@
+"""What a user may set for a conversation: the names, their ranges and their meaning, in one table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from tinychat.errors import TinychatError, printable
+from tinychat.kernels.ops import Sampling
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Everything that shapes the answers of one conversation. `sampling.seed` is replaced by `seed`, or by a new one
+    for every answer while `seed` is None; `max_tokens` None means up to the end of the context; `context` None means
+    what the model was loaded with."""
+
+    system: str = ""
+    thinking: bool = True
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int | None = None
+    max_tokens: int | None = None
+    context: int | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON and TOML-like stores."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Parameters:
+        """The reverse of as_dict; unknown keys are ignored (a newer version wrote them). Raises TinychatError for bad
+        values."""
+        known = {f.name for f in fields(cls)}
+        values = {k: v for k, v in data.items() if k in known}
+        sampling = values.pop("sampling", {})
+        names = {f.name for f in fields(Sampling)}
+        try:
+            return cls(sampling=Sampling(**{k: v for k, v in dict(sampling).items() if k in names}), **values)
+        except (TypeError, ValueError) as e:
+            raise TinychatError(f"these parameters cannot be read: {e}") from None
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One number a user may set. `low` and `high` are both allowed; `empty` is the word that means None ("" = none)."""
+
+    name: str
+    kind: type
+    low: float
+    high: float
+    help: str
+    empty: str = ""
+
+
+PARAMETERS: dict[str, Spec] = {
+    spec.name: spec
+    for spec in (
+        Spec("temperature", float, 0, 5, "0 always takes the likeliest token; higher is more varied"),
+        Spec("top_k", int, 0, 1_000_000, "only the k likeliest tokens (0 = all)"),
+        Spec("top_p", float, 0, 1, "only the likeliest tokens that together reach this probability"),
+        Spec("min_p", float, 0, 1, "only tokens with at least this share of the likeliest one's probability"),
+        Spec("repeat_penalty", float, 0.1, 10, "above 1 makes recent tokens less likely (1 = off)"),
+        Spec("repeat_last_n", int, 0, 1_000_000, "how many recent tokens the repeat penalty looks at"),
+        Spec("seed", int, 0, 2**32 - 1, "same seed and prompt, same answer (random = a new one each time)", "random"),
+        Spec("max_tokens", int, 1, 1_000_000, "longest answer in tokens (off = up to the end of the context)", "off"),
+        Spec(
+            "context",
+            int,
+            64,
+            10_000_000,
+            "context length in tokens; loads the model again (auto = its default)",
+            "auto",
+        ),
+    )
+}
+_OWN = ("seed", "max_tokens", "context")  # fields of Parameters; the rest are Sampling's
+
+
+def get_parameter(parameters: Parameters, name: str) -> float | int | None:
+    """The present value of one of PARAMETERS."""
+    value: float | int | None = getattr(parameters if name in _OWN else parameters.sampling, name)
+    return value
+
+
+def set_parameter(parameters: Parameters, name: str, text: str) -> Parameters:
+    """`parameters` with `name` set to what the user typed. Raises TinychatError for an unknown name or a value out of
+    range."""
+    spec = PARAMETERS.get(name)
+    if spec is None:
+        raise TinychatError(f"there is no parameter {printable(name)!r}; there are {', '.join(PARAMETERS)}")
+    value: Any = None
+    if not (spec.empty and text.strip().lower() == spec.empty):
+        value = _number(spec, text)
+    if name in _OWN:
+        return replace(parameters, **{name: value})
+    return replace(parameters, sampling=replace(parameters.sampling, **{name: value}))
+
+
+def _number(spec: Spec, text: str) -> float | int:
+    kind = "a whole number" if spec.kind is int else "a number"
+    wanted = f"{spec.name} is {kind} from {spec.low:g} to {spec.high:g}" + (f", or {spec.empty}" if spec.empty else "")
+    try:
+        value: float | int = spec.kind(text.strip().replace(",", "." if spec.kind is float else ""))
+    except ValueError:
+        raise TinychatError(f"{wanted}; {printable(text.strip())!r} is not") from None
+    if not math.isfinite(value) or not spec.low <= value <= spec.high:
+        raise TinychatError(f"{wanted}; {value:g} is not")
+    return value

@@ -1,0 +1,241 @@
+"""The user's settings: one TOML file, read on start, changed one key at a time; comments and unknown keys stay.
+
+model = "glm-4.7:flash"          # what `tinychat` opens
+kv_cache_gb = 8
+[parameters]                     # of a new conversation
+temperature = 0.6
+[presets.coder]
+system = "You write Python."
+[models."mine"]                  # see registry.user_models
+path = "~/mine.gguf"
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+from platformdirs import user_config_dir
+
+from tinychat.chat.parameters import PARAMETERS, Parameters, get_parameter, set_parameter
+from tinychat.errors import TinychatError, printable
+from tinychat.models.registry import Model, user_models
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the settings file says; `problems` are lines for the user about what in it was not understood."""
+
+    model: str = ""  # registry name, path or URL; "" = ask with the picker
+    threads: int | None = None  # None = as many as the machine has cores
+    theme: str = ""  # "" = tinychat's own
+    experts: bool = False  # the heat strip of experts in the panel
+    kv_cache_gb: float = 4.0  # how much of the disk saved KV caches may take, 10^9 bytes; 0 = save none
+    parameters: Parameters = field(default_factory=Parameters)
+    presets: Mapping[str, Parameters] = field(default_factory=dict)
+    models: tuple[Model, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+_KEYS: dict[str, tuple[tuple[type, ...], Callable[[Any], bool], str]] = {
+    "model": ((str,), lambda v: True, "a string"),
+    "threads": ((int,), lambda v: 1 <= v <= 1024, "a whole number from 1 to 1024"),
+    "theme": ((str,), lambda v: True, "a string"),
+    "experts": ((bool,), lambda v: True, "true or false"),
+    "kv_cache_gb": ((int, float), lambda v: 0 <= v < 1e6, "a number of gigabytes, 0 or more"),
+}
+_TABLES = ("parameters", "presets", "models")
+
+
+def path() -> Path:
+    """Where the settings file is, or would be."""
+    return Path(user_config_dir("tinychat", appauthor=False)) / "settings.toml"
+
+
+def load(file: Path | None = None) -> Settings:
+    """Reads `file` (default: `path()`). Never raises: what is wrong is in `problems`, and the default takes its
+    place."""
+    file = file or path()
+    try:
+        return parse(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return Settings()
+    except (OSError, ValueError) as e:
+        why = e.strerror if isinstance(e, OSError) else str(e)
+        line = f"{_shown(file)}: {printable(str(why), newlines=False)}; the defaults are used until it is fixed"
+        return Settings(problems=(line,))
+
+
+def parse(text: str) -> Settings:
+    """The settings in TOML `text`. Raises tomllib.TOMLDecodeError when it is no TOML; all else lands in `problems`."""
+    data = tomllib.loads(text)
+    problems: list[str] = []
+    values: dict[str, Any] = {}
+    for key, value in data.items():
+        if key in _KEYS:
+            kinds, right, wanted = _KEYS[key]
+            if type(value) in kinds and right(value):
+                values[key] = value
+            else:
+                problems.append(f"settings: {key} must be {wanted}; its default is used")
+        elif key not in _TABLES:
+            problems.append(f"settings: unknown key {printable(key, newlines=False)!r} is ignored (and kept)")
+        elif not isinstance(value, dict):
+            problems.append(f"settings: {key} must be a table, [{key}]; it is ignored")
+    tables = {key: data[key] if isinstance(data.get(key), dict) else {} for key in _TABLES}
+    values["parameters"] = _parameters(tables["parameters"], "parameters", problems)
+    values["presets"] = {
+        name: _parameters(entry, f"presets.{printable(name, newlines=False)}", problems)
+        for name, entry in tables["presets"].items()
+    }
+    models: list[Model] = []
+    for name, entry in tables["models"].items():
+        try:
+            models += user_models({name: entry})
+        except TinychatError as e:
+            problems.append(f"{e}; this model is ignored")
+    return Settings(**values, models=tuple(models), problems=tuple(problems))
+
+
+def update(file: Path | None = None, **changes: Any) -> Settings:
+    """Writes `changes` (fields of Settings: the plain ones and `parameters`) into the file; all else in it stays.
+
+    Returns the settings as they are now. Raises TinychatError when the file is broken or cannot be written.
+    """
+
+    def edit(doc: tomlkit.TOMLDocument) -> None:
+        for key, value in changes.items():
+            if key == "parameters":
+                _put(doc, key, _table(doc.get(key), value))
+            elif key not in _KEYS:
+                raise KeyError(key)
+            elif value is None:
+                doc.pop(key, None)
+            else:
+                doc[key] = value
+
+    return _edit(file, edit)
+
+
+def save_preset(name: str, parameters: Parameters, file: Path | None = None) -> Settings:
+    """Stores `parameters` as preset `name`, replacing one of that name. Raises TinychatError."""
+    if not (name := name.strip()):
+        raise TinychatError("a preset needs a name")
+
+    def edit(doc: tomlkit.TOMLDocument) -> None:
+        presets = doc.setdefault("presets", tomlkit.table(is_super_table=True))
+        _put(presets, name, _table(presets.get(name), parameters))
+
+    return _edit(file, edit)
+
+
+def delete_preset(name: str, file: Path | None = None) -> Settings:
+    """Removes preset `name`, if there is one. Raises TinychatError."""
+    return _edit(file, lambda doc: doc.get("presets", {}).pop(name, None))
+
+
+def write_text(text: str, file: Path | None = None) -> Settings:
+    """Replaces the whole file by `text`, which the user edited. Raises TinychatError, and leaves the file, when it is
+    no TOML."""
+    try:
+        settings = parse(text)
+    except ValueError as e:
+        raise TinychatError(f"not saved: {printable(str(e), newlines=False)}") from None
+    _write(file or path(), text)
+    return settings
+
+
+def _parameters(entry: Any, where: str, problems: list[str]) -> Parameters:
+    out = Parameters()
+    if not isinstance(entry, dict):
+        problems.append(f"settings: [{where}] must be a table; it is ignored")
+        return out
+    for key, value in entry.items():
+        if key in PARAMETERS and isinstance(value, int | float) and not isinstance(value, bool):
+            try:
+                out = set_parameter(out, key, repr(value))
+            except TinychatError as e:
+                problems.append(f"settings: [{where}] {e}; its default is used")
+        elif (key, type(value)) in (("system", str), ("thinking", bool)):
+            out = replace(out, **{key: value})
+        elif key in PARAMETERS or key in ("system", "thinking"):
+            problems.append(f"settings: [{where}] {key} has a value of the wrong type; its default is used")
+        else:
+            problems.append(
+                f"settings: unknown key {printable(key, newlines=False)!r} in [{where}] is ignored (and kept)"
+            )
+    return out
+
+
+def _table(old: Any, parameters: Parameters) -> Any:
+    """Table `old` changed to say `parameters`; what it need not say (the defaults) goes, what we do not know stays."""
+    table = old if isinstance(old, tomlkit.items.AbstractTable) else tomlkit.table()
+    default = Parameters()
+    values: dict[str, Any] = {name: get_parameter(parameters, name) for name in PARAMETERS}
+    values |= {"system": parameters.system, "thinking": parameters.thinking}
+    usual: dict[str, Any] = {name: get_parameter(default, name) for name in PARAMETERS}
+    usual |= {"system": default.system, "thinking": default.thinking}
+    for key, value in values.items():
+        if value == usual[key]:
+            table.pop(key, None)
+        elif table.get(key) != value:
+            table[key] = value
+    return table
+
+
+def _put(parent: Any, key: str, table: Any) -> None:
+    if parent.get(key) is not table:
+        parent[key] = table
+
+
+def _edit(file: Path | None, edit: Callable[[tomlkit.TOMLDocument], Any]) -> Settings:
+    file = file or path()
+    try:
+        text = file.read_text(encoding="utf-8")
+        doc = tomlkit.parse(text)
+    except FileNotFoundError:
+        doc = tomlkit.document()
+    except (OSError, ValueError) as e:
+        why = printable(str(e), newlines=False)
+        raise TinychatError(f"{_shown(file)} cannot be read ({why}); nothing was saved, fix it first") from None
+    edit(doc)
+    text = tomlkit.dumps(doc)
+    _write(file, text)
+    return parse(text)
+
+
+def _write(file: Path, text: str) -> None:
+    """Replaces `file` as a whole (through a symbolic link, keeping its permissions), or leaves it as it was."""
+    file = Path(os.path.realpath(file))
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        fd, temporary = tempfile.mkstemp(dir=file.parent, prefix=".settings-")
+        try:
+            with open(fd, "w", encoding="utf-8") as f:
+                f.write(text)
+                f.flush()
+                os.fsync(f.fileno())
+            if file.exists():
+                shutil.copymode(file, temporary)
+            os.replace(temporary, file)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+    except OSError as e:
+        raise TinychatError(f"{_shown(file)} cannot be written: {(e.strerror or str(e)).lower()}") from None
+
+
+def _shown(file: Path) -> str:
+    return printable(str(file), newlines=False)
+
+
+assert set(_KEYS) | set(_TABLES) | {"problems"} == {f.name for f in fields(Settings)}

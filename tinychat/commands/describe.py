@@ -1,0 +1,119 @@
+"""What a model file is, by its header alone: for `tinychat info`."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.filesize import decimal
+
+from tinychat.engine.config import ModelConfig
+from tinychat.engine.fit import fit
+from tinychat.engine.gguf import GGUF
+from tinychat.engine.plan import build_plan
+from tinychat.errors import TinychatError
+
+
+def describe(path: Path, name: str, context: int = 4096) -> dict[str, Any]:
+    """Facts for JSON; sizes in bytes. `problem` says why the engine cannot run the file, or is None.
+
+    Raises TinychatError when the file is damaged or no GGUF.
+    """
+    header = GGUF.open(path)
+    types: dict[str, dict[str, int]] = defaultdict(lambda: {"tensors": 0, "bytes": 0})
+    for t in header.tensors.values():
+        types[t.type.name]["tensors"] += 1
+        types[t.type.name]["bytes"] += t.nbytes
+    weights = sum(t.nbytes for t in header.tensors.values())
+    facts: dict[str, Any] = {
+        "model": name,
+        "path": str(path),
+        "bytes": header.nbytes,
+        "architecture": str(header.metadata.get("general.architecture", "")),
+        "parameters": sum(math.prod(t.shape) for t in header.tensors.values()),
+        "tensors": len(header.tensors),
+        "weight_bytes": weights,
+        "types": dict(sorted(types.items(), key=lambda item: -item[1]["bytes"])),
+        "template": isinstance(header.metadata.get("tokenizer.chat_template"), str),
+        "problem": None,
+    }
+    try:
+        config = ModelConfig.from_gguf(header)
+        plan = build_plan(header, config)
+    except TinychatError as e:
+        return facts | {"problem": str(e)}
+    context = min(context, config.context)
+    verdict = fit(weights, plan.kv_bytes_per_token, context)
+    sizes = {k: v for k, v in asdict(config).items() if k not in ("rope", "architecture", "name")}
+    return facts | {
+        "title": config.name,
+        "context": config.context,
+        "config": sizes,
+        "kv_bytes_per_token": plan.kv_bytes_per_token,
+        "bytes_per_token": plan.bytes_per_token(),
+        "fit": asdict(verdict) | {"context": context},
+    }
+
+
+def lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The facts as pairs (what, value) for people."""
+    yield "model", facts["model"]
+    yield "file", f"{facts['path']}  ({decimal(facts['bytes'])})"
+    yield "architecture", facts["architecture"]
+    if facts["problem"]:
+        yield "cannot run", facts["problem"]
+    else:
+        c = facts["config"]
+        yield "title", facts["title"]
+        yield "layers", f"{c['layers']} of width {c['dim']}, feed-forward {c['ff']}"
+        heads = f"{c['heads']} heads of {c['head_dim']}"
+        if latent := c["latent"]:
+            yield "attention", f"{heads}, latent rows of {latent['kv_lora']} + {c['head_dim'] - latent['nope']} (MLA)"
+        else:
+            yield "attention", f"{heads}, {c['kv_heads']} of them for keys and values"
+        if e := c["experts"]:
+            shared = f" + a shared one of {e['shared_ff']}" if e["shared_ff"] else ""
+            yield (
+                "experts",
+                f"{e['used']} of {e['count']}, each {e['ff']} wide{shared}; {e['dense_layers']} dense layers before",
+            )
+        yield "context", f"{facts['context']:,} tokens trained"
+        yield "KV cache", f"{decimal(facts['kv_bytes_per_token'])} per token"
+        yield "moves", f"{decimal(facts['bytes_per_token'])} of weights per token"
+        yield "memory", f"{facts['fit']['verdict']}: {facts['fit']['explanation']}"
+    yield "parameters", f"{facts['parameters']:,}"
+    for i, (name, t) in enumerate(facts["types"].items()):
+        yield "" if i else "tensors", f"{name}: {t['tensors']} tensors, {decimal(t['bytes'])}"
+    yield "template", "in the file (`--template` shows it)" if facts["template"] else "none in the file"
+
+
+def metadata(path: Path, word: str = "") -> dict[str, Any]:
+    """The metadata whose key contains `word` (any case), ready for JSON; long arrays as their length and beginning."""
+    found = {k: v for k, v in GGUF.open(path).metadata.items() if word.lower() in k.lower()}
+    return {k: _plain(v) for k, v in found.items()}
+
+
+def template(path: Path) -> str:
+    """The chat template of the file. Raises TinychatError when it has none."""
+    text = GGUF.open(path).metadata.get("tokenizer.chat_template")
+    if not isinstance(text, str):
+        raise TinychatError("the file has no chat template")
+    return text
+
+
+def tensors(path: Path) -> list[dict[str, Any]]:
+    """Every tensor: name, quant type, shape (rows before columns), bytes."""
+    found = GGUF.open(path).tensors.values()
+    return [{"name": t.name, "type": t.type.name, "shape": list(t.shape), "bytes": t.nbytes} for t in found]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray | list):
+        start = [v.item() if isinstance(v, np.generic) else v for v in value[:8]]
+        return start if len(value) <= 8 else {"length": len(value), "first": start}
+    return value

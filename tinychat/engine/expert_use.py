@@ -1,0 +1,53 @@
+"""Which experts the last tokens chose, layer by layer."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tinychat.kernels.ops import Attention, Plan, Route
+
+RECENT = 128  # tokens
+
+
+class Routing:
+    """A ring of the choices of the last RECENT decoded tokens. The engine's thread adds; any may look.
+
+    `layers` are the numbers of the layers with experts; each has `experts`, of which a token uses `used`. `known` turns
+    False when the executor does not tell.
+    """
+
+    def __init__(self, layers: tuple[int, ...], experts: int, used: int) -> None:
+        self.layers, self.experts, self.used = layers, experts, used
+        self.known = True
+        self._ring = np.zeros((RECENT, len(layers), used), np.int32)
+        self._added = 0
+
+    @classmethod
+    def of(cls, plan: Plan) -> Routing | None:
+        """For the experts of `plan`; None where it has none."""
+        layers, layer, route = [], 0, None
+        for op in plan.ops:
+            if isinstance(op, Attention):
+                layer = op.layer
+            elif isinstance(op, Route):
+                layers.append(layer)
+                route = op
+        return cls(tuple(layers), route.router.rows, route.top_k) if route else None
+
+    def add(self, chosen: np.ndarray | None) -> None:
+        """A token's choices as Executor.routes() gives them: int32 (layers, used), or None."""
+        self.known = chosen is not None
+        if chosen is not None:
+            self._ring[self._added % RECENT] = chosen
+            self._added += 1
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens `counts` is over."""
+        return min(self._added, RECENT)
+
+    def counts(self) -> np.ndarray:
+        """How often each expert was chosen lately: int64 (layers, experts)."""
+        n = len(self.layers)
+        places = self._ring[: self.tokens] + np.arange(n)[:, None] * self.experts
+        return np.bincount(places.reshape(-1), minlength=n * self.experts).reshape(n, self.experts)

