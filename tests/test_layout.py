@@ -1,4 +1,5 @@
-"""The house: which room may import from which, read from the sources. Imports under TYPE_CHECKING and in functions count."""
+"""The house: which room may import from which, read from the sources. Imports under TYPE_CHECKING and in functions
+count."""
 
 from __future__ import annotations
 

@@ -280,7 +280,7 @@ def test_functions_and_filters_that_templates_expect() -> None:
         "{% set ns = namespace(x='aa') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
         "{% set ns = namespace(x='aa') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
         "{% set ns = namespace(x=['a']) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
-        "{% set ns = namespace(x=['a']) %}{% for i in range(60) %}{%set ns.x=[ns.x, ns.x]%}{% endfor %}{{ ns.x | tojson }}",
+        "{% set ns = namespace(x=['a']) %}{% for i in range(60) %}{%set ns.x=[ns.x,ns.x]%}{%endfor%}{{ns.x|tojson}}",
         "{% set b = 'x' * 1000000 %}{{ b.replace('x', b) }}",
         "{% set b = 'x' * 1000000 %}{{ ([b] * 100000) | join }}",
         "{% set b = 'x' * 1000000 %}{% for i in range(100000) %}{{ b }}{% endfor %}",

@@ -69,10 +69,10 @@ class Request:
 
     `raw` is a prompt sent as it is, without a chat template, in place of `messages`. `thinking` None leaves it to the
     model. `continue_final`: the last message is an unfinished answer, which goes on. `overflow` says what to do when
-    prompt and answer do not fit the context: "refuse" ends with DoesNotFit; "oldest" leaves out the oldest turns, so many
-    at once that the next messages fit as well; "thinking" leaves out all past thinking. `logprobs` is the number of
-    alternatives wanted per token (None: none at all). `cancel` ends this request and no other: while it waits, within a
-    prefill chunk, or within a token.
+    prompt and answer do not fit the context: "refuse" ends with DoesNotFit; "oldest" leaves out the oldest turns, so
+    many at once that the next messages fit as well; "thinking" leaves out all past thinking. `logprobs` is the number
+    of alternatives wanted per token (None: none at all). `cancel` ends this request and no other: while it waits,
+    within a prefill chunk, or within a token.
     """
 
     messages: tuple[Message, ...] = ()
@@ -156,8 +156,8 @@ class Prefilling:
 
 @dataclass(frozen=True)
 class Piece:
-    """Text of the answer or of the thinking. `tokens` made it: none for text that was held back and is released, several
-    where speculation accepted several."""
+    """Text of the answer or of the thinking. `tokens` made it: none for text that was held back and is released,
+    several where speculation accepted several."""
 
     kind: Kind
     text: str
@@ -166,7 +166,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A piece of call number `index`: the first one carries `id` and `name`, later ones more of `arguments` (JSON text)."""
+    """A piece of call number `index`: the first one carries `id` and `name`, later ones more of `arguments` (JSON
+    text)."""
 
     index: int
     arguments: str

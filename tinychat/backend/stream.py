@@ -1,4 +1,5 @@
-"""Events on their way from the thread that makes them to whoever wants them: a loop that waits, or a screen that looks."""
+"""Events on their way from the thread that makes them to whoever wants them: a loop that waits, or a screen that
+looks."""
 
 from __future__ import annotations
 
