@@ -131,16 +131,28 @@ def test_more_threads_than_cores_decode_the_same(tmp_path: Path) -> None:
     assert answers[0] == answers[1]
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads Linux's account of each thread")
 def test_idle_threads_sleep(tmp_path: Path) -> None:
-    with executor(tiny.write(tmp_path / "m.gguf", "llama")) as ex:
+    def threads() -> set[str]:
+        return {p.name for p in Path("/proc/self/task").iterdir()}
+
+    def account(thread: str) -> tuple[str, str]:
+        """(state, nanoseconds on a core and of waiting for one and the number of turns)."""
+        task = Path("/proc/self/task") / thread
+        return task.joinpath("stat").read_text().rpartition(")")[2].split()[0], task.joinpath("schedstat").read_text()
+
+    others = threads()
+    with executor(tiny.write(tmp_path / "m.gguf", "llama"), 3) as ex:
         ex.forward(IDS, 0)
-        time.sleep(0.05)
-        spent = []
-        for _ in range(3):  # the least: other tests leave threads behind that end meanwhile
-            before = time.process_time()
-            time.sleep(0.4)
-            spent.append(time.process_time() - before)
-        assert min(spent) < 0.02 * 0.4
+        ours = threads() - others
+        assert len(ours) == 2
+        for _ in range(1000):  # until no thread has run between two looks
+            before = {t: account(t) for t in ours}
+            time.sleep(0.05)
+            if all(a == account(t) and a[0] == "S" for t, a in before.items()):
+                break
+        else:
+            pytest.fail("the threads of the pool never sleep")
 
 
 def test_saved_cache_continues_as_before(tmp_path: Path) -> None:
