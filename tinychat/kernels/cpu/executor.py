@@ -53,6 +53,8 @@ from tinychat.kernels.profile import (
 
 BATCH = 256  # tokens of a prompt that run together
 CHUNK = 256  # of attention.h: cache rows of one task
+_MAX_GROUP = 1024  # of step.c
+_MAX_TASKS = 1 << 20  # of pool.h
 Q = GGMLQuantizationType
 _TYPES = {
     Q.F32,
@@ -191,8 +193,9 @@ def load_library(flags: Sequence[str] = ("-march=native",), notice: Callable[[st
     return lib
 
 
-def default_threads() -> int:
-    """Physical cores this process may use; on Apple silicon the performance cores only."""
+def default_threads(root: Path = Path("/")) -> int:
+    """Physical cores this process may use, at most as many as its cgroups' CPU quotas pay for; on Apple silicon the
+    performance cores only. `root`: where /proc and /sys are."""
     if sys.platform == "darwin":
         done = subprocess.run(["sysctl", "-n", "hw.perflevel0.physicalcpu"], capture_output=True, text=True)
         return int(done.stdout) if done.returncode == 0 else os.cpu_count() or 1
@@ -200,9 +203,40 @@ def default_threads() -> int:
         return os.cpu_count() or 1
     cores = set()
     for cpu in os.sched_getaffinity(0):
-        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        siblings = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
         cores.add(siblings.read_text() if siblings.exists() else str(cpu))
-    return len(cores)
+    return max(1, min(len(cores), int(_cpu_quota(root))))
+
+
+def _cpu_quota(root: Path) -> float:
+    """CPU seconds per second that this process's cgroups allow, of version 1 or 2; infinity without a quota.
+
+    https://docs.kernel.org/admin-guide/cgroup-v2.html (cpu.max), https://docs.kernel.org/scheduler/sched-bwc.html
+    """
+    least = float("inf")
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return least
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        # a quota of any group above counts too; the path may be that of the host, of which only the top is seen here
+        for folder in (top / group.lstrip("/"), *(top / p for p in Path(group.lstrip("/")).parents)):
+            try:
+                if controllers:
+                    quota = (folder / "cpu.cfs_quota_us").read_text()
+                    period = (folder / "cpu.cfs_period_us").read_text()
+                else:
+                    quota, period = (folder / "cpu.max").read_text().split()
+                if float(quota) > 0:
+                    least = min(least, float(quota) / float(period))
+            except (OSError, ValueError, ZeroDivisionError):  # "max": no quota
+                continue
+    return least
 
 
 class CPUExecutor:
@@ -269,6 +303,7 @@ class CPUExecutor:
 
     def _compile(self, plan: Plan, weights: Weights, progress: Callable[[float], None]) -> list[_Op]:
         """The plan as step.c's ops, its weights packed into one block of memory."""
+        _check_limits(plan, self.max_context, self.threads)
         vectors, matrices = _collect(plan)
         at, places = 0, {}
         for w in matrices:
@@ -470,7 +505,7 @@ class CPUExecutor:
         c.widths = self._array(np.array(widths, np.int32))
         c.k_cache, c.v_cache = self._alloc(k_bytes + slack), self._alloc(v_bytes + slack)
         if self._lib.tc_prepare(self._ctx):
-            raise TinychatError("not enough memory for the working buffers; choose a smaller context")
+            raise TinychatError("not enough memory for the working buffers; choose a smaller model or context")
 
     # ---- running ----
 
@@ -635,6 +670,21 @@ class CPUExecutor:
             raise TinychatError(f"{len(tokens)} tokens at position {pos} do not fit the context of {self.max_context}")
         if tokens.min() < 0 or tokens.max() >= self.plan.vocab:
             raise TinychatError(f"token id out of range: the vocabulary has {self.plan.vocab} entries")
+
+
+def _check_limits(plan: Plan, max_context: int, threads: int) -> None:
+    """Raises TinychatError for what step.c has no room for: the query heads of a kv head on a task's stack, and the
+    tasks of a phase in 20 bits (pool.h)."""
+    for o in plan.ops:
+        if isinstance(o, Attention):
+            group, chunks = o.heads // o.kv_heads, -(-max_context // CHUNK)
+            if group > _MAX_GROUP:
+                raise TinychatError(f"{group} query heads per kv head; the CPU kernels have room for {_MAX_GROUP}")
+            if max(o.kv_heads * chunks, 8 * o.heads, 8 * threads) >= _MAX_TASKS:
+                raise TinychatError(f"a context of {max_context:,} tokens is too large for the CPU kernels")
+        for w in matrices_of(o):
+            if w.groups * -(-w.rows // 16) // 16 + 1 >= _MAX_TASKS:
+                raise TinychatError(f"tensor {w.tensor}: too many rows for the CPU kernels")
 
 
 def _collect(plan: Plan) -> tuple[list[Weight], list[Weight]]:
