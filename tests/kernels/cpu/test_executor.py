@@ -248,9 +248,7 @@ def test_threads_follow_affinity_and_cgroup_quotas(tmp_path: Path, monkeypatch: 
     assert limited("", {}) == 4
     assert limited("0::/a/b\n", {"a/b/cpu.max": "max 100000\n"}) == 4
     assert limited("0::/a/b\n", {"a/b/cpu.max": "250000 100000\n"}) == 2
-    assert (
-        limited("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "100000 100000"}) == 1
-    )  # of the group above
+    assert limited("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "100000 100000"}) == 1  # the group above
     assert limited("0::/a/b\n", {"cpu.max": "50000 100000\n"}) == 1  # the path is the host's; less than a core is one
     v1 = "5:memory:/m\n4:cpu,cpuacct:/a\n0::/\n"
     assert limited(v1, {"cpu/a/cpu.cfs_quota_us": "300000\n", "cpu/a/cpu.cfs_period_us": "100000\n"}) == 3

@@ -205,7 +205,7 @@ def default_threads(root: Path = Path("/")) -> int:
     for cpu in os.sched_getaffinity(0):
         siblings = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
         cores.add(siblings.read_text() if siblings.exists() else str(cpu))
-    return max(1, min(len(cores), int(_cpu_quota(root))))
+    return max(1, int(min(len(cores), _cpu_quota(root))))
 
 
 def _cpu_quota(root: Path) -> float:
