@@ -34,6 +34,7 @@ PAIRS = {
     "qwen3": "Q5_K",
     "qwen3moe": "IQ4_NL",
     "olmoe": "Q3_K",
+    "granite": "Q8_0",
     "deepseek2_glm": "Q4_K_M",
     "deepseek2_lite": "Q8_0",
     "deepseek2_lite_legacy": "Q5_0",
