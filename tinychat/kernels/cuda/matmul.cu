@@ -24,7 +24,6 @@ DEVICE void run(const Args &a) {
   if (first >= a.state[COUNT]) return;
   grid_wait();
   const int n = min(TILE_TOKENS, a.state[COUNT] - first);
-  matmul<Weight::TYPE, Weight::COLS, Weight::ROWS>(a.w, Weight::BLOCKS, Weight::START + (u64)g * Weight::STRIDE, a.xq, a.xs, a.xh,
-                                                   IN_PITCH, g * Weight::COLS, Dense{n, first}, n,
-                                                   results(a, (u64)first * OUT_PITCH + g * OUT_STEP));
+  matmul<Weight::TYPE, Weight::COLS, Weight::ROWS>(a.w, Weight::BLOCKS, Weight::START + (u64)g * Weight::STRIDE, a.xq,
+      a.xs, a.xh, IN_PITCH, g * Weight::COLS, Dense{n, first}, n, results(a, (u64)first * OUT_PITCH + g * OUT_STEP));
 }

@@ -2,7 +2,7 @@
 #include "routing.cuh"
 
 struct Args {
-  int *ids = nullptr;  // (tokens, chosen)
+  int *ids = nullptr;        // (tokens, chosen)
   float *weights = nullptr;  // (tokens, chosen)
   const u8 *w = nullptr;
   const float *x = nullptr;
@@ -52,6 +52,9 @@ DEVICE void run(const Args &a) {
   __syncthreads();
   if (warp < TOKENS && first + warp < count) {
     choose<Choice>(logits[warp], a.selection_bias, my_ids[warp], my_weights[warp]);
-    if (lane < Choice::CHOSEN) { a.ids[(first + warp) * Choice::CHOSEN + lane] = my_ids[warp][lane]; a.weights[(first + warp) * Choice::CHOSEN + lane] = my_weights[warp][lane]; }
+    if (lane < Choice::CHOSEN) {
+      a.ids[(first + warp) * Choice::CHOSEN + lane] = my_ids[warp][lane];
+      a.weights[(first + warp) * Choice::CHOSEN + lane] = my_weights[warp][lane];
+    }
   }
 }

@@ -1,7 +1,7 @@
 // Prefill: dst = silu(gate) * up, one block per 256 values of a token.
 
 struct Args {
-  float *dst = nullptr;  // (tokens, OUT_PITCH)
+  float *dst = nullptr;         // (tokens, OUT_PITCH)
   const float *gate = nullptr;  // (tokens, COLS)
   const float *up = nullptr;
   const int *state = nullptr;
