@@ -13,7 +13,7 @@ from tinychat.engine.gguf import GGUF
 from tinychat.kernels.cuda.launch import Launch, text
 from tinychat.kernels.cuda.layout import FLOATS, Layout, repack, transpose
 from tinychat.kernels.cuda.prefill import Prefill
-from tinychat.kernels.cuda.step import Builder, state_words
+from tinychat.kernels.cuda.step import RING, Builder, decode, state_words
 from tinychat.kernels.ops import Plan, Sampling
 
 PREFILL = 96  # tokens of a prefill step: more than one tile, fewer than two
@@ -25,7 +25,7 @@ class EmulatedCUDA:
     def __init__(self, plan: Plan, gguf: GGUF, max_context: int) -> None:
         self.plan, layout = plan, Layout(plan, {name: t.nbytes for name, t in gguf.tensors.items()})
         self.builder = Builder(plan, layout, max_context)
-        self.launches = self.builder.decode()
+        self.launches = [launch for launch, _ in decode(self.builder)]
         prefill = Prefill(self.builder, PREFILL)
         self.prefill_launches = [*prefill.layers(), *prefill.head()]
         self.buffers = {name: aligned(size) for name, size in self.builder.buffers.items()}
@@ -54,8 +54,6 @@ class EmulatedCUDA:
         self, token: int, pos: int, sampling: Sampling | None = None, recent: Sequence[int] = ()
     ) -> tuple[np.ndarray, int, float]:
         """Runs `token` at `pos`: (logits, the sampled token, its log-probability)."""
-        from tinychat.kernels.cuda.step import RING
-
         self.buffers["state"].view(np.int32)[:11] = state_words(
             sampling or Sampling(temperature=0.0), pos, 1, pos + 1 - len(recent)
         )
@@ -97,6 +95,9 @@ class EmulatedGPU:
 
     def allocate(self, name: str, nbytes: int) -> None:
         self.buffers[name] = aligned(nbytes)
+
+    def free(self, name: str) -> None:
+        del self.buffers[name]
 
     def pinned(self, nbytes: int, name: str | None = None) -> np.ndarray:
         data = aligned(nbytes)

@@ -19,8 +19,9 @@ from tinychat.errors import TinychatError
 from tinychat.kernels import ops
 from tinychat.kernels.cuda.launch import Launch
 from tinychat.kernels.cuda.layout import FLOATS, Layout, packed_bytes, repack
-from tinychat.kernels.cuda.selfcheck import ROWS, check_data, check_plan, relative_error
-from tinychat.kernels.cuda.step import RING, Builder, state_words
+from tinychat.kernels.cuda.selfcheck import COLS, ROWS, check_data, check_plan, relative_error
+from tinychat.kernels.cuda.step import RING, Builder, decode, head, state_words
+from tinychat.kernels.cuda.step import sample as sampling
 from tinychat.kernels.sampling import sample
 
 Q = tiny.Q
@@ -56,30 +57,31 @@ def matvecs() -> dict[Q, Matvec]:
     made: dict[Q, Matvec] = {}
     for kind in KINDS:
         plan = check_plan(kind)
-        builder = Builder(plan, Layout(plan, {"check": check_data(kind)[0].nbytes}), 1)
+        builder = Builder(plan, Layout(plan, {"check": check_data(kind)[0].nbytes, "gain": 4 * COLS}), 1)
         tensor = builder.layout.tensors["check"]
-        made[kind] = builder, builder._LinearAdd(plan.ops[0]), repack(tensor, tensor.blocks)  # type: ignore[arg-type]
+        made[kind] = builder, head(builder, plan.head), repack(tensor, tensor.blocks)
     cuda_emulator.compile_all([*(m[1] for m in made.values()), *(m[2] for k, m in made.items() if k not in FLOATS)])
     return made
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.name)
 def test_matvec_of_every_quant_type(kind: Q, matvecs: dict[Q, Matvec]) -> None:
-    packed, y = check_data(kind)
+    packed, x = check_data(kind)
     builder, launch, packing = matvecs[kind]
     tensor = builder.layout.tensors["check"]
     buffers = {name: aligned(size) for name, size in builder.buffers.items()} | {"staging": packed}
     buffers["params"] = np.array([tensor.blocks, 0, tensor.blocks], np.uint64)
-    buffers["y"].view(np.float32)[:] = y
-    buffers["x"].view(np.float32)[:] = 3
+    buffers["state"].view(np.int32)[:11] = state_words(ops.Sampling(), 0, 1, 0)
+    buffers["x"].view(np.float32)[:] = x
+    buffers["w:gain"].view(np.float32)[:] = 1
     if kind in FLOATS:
         buffers["w:check"][:] = packed
     else:
         cuda_emulator.run(packing, buffers)
         assert len(buffers["w:check"]) == packed_bytes(kind, tensor.values)
     cuda_emulator.run(launch, buffers)
-    assert relative_error(buffers["x"].view(np.float32) - 3, kind, packed, y) < (1e-5 if kind in FLOATS else 0.01)
-    assert len(buffers["x"]) == 4 * ROWS
+    assert relative_error(buffers["logits"].view(np.float32), kind, packed, x) < (1e-5 if kind in FLOATS else 0.01)
+    assert len(buffers["logits"]) == 4 * ROWS
 
 
 @pytest.mark.parametrize(
@@ -108,10 +110,11 @@ VOCAB = 9000  # three stretches, the last one short
 
 @pytest.fixture(scope="module")
 def sampler() -> tuple[list[Launch], dict[str, int]]:
-    plan = ops.Plan((), {}, 0, 0, 0, 0, VOCAB)
-    builder = Builder(plan, Layout(plan, {}), 128)
+    table = ops.Weight("table", Q.F16, VOCAB, 8)
+    plan = ops.Plan(ops.Embed(table), (), ops.Head(ops.Weight("gain", Q.F32, 1, 8), 0.0, table))
+    builder = Builder(plan, Layout(plan, {"table": 16 * VOCAB, "gain": 32}), 128)
     builder.buffer("logits", 4 * VOCAB)
-    return builder._sample(), builder.buffers
+    return sampling(builder), builder.buffers
 
 
 @pytest.mark.parametrize(
@@ -152,9 +155,10 @@ def test_sampling_as_numpy_does(sampler: tuple[list[Launch], dict[str, int]], se
 
 
 def test_types_without_kernels_are_refused() -> None:
-    plan = ops.Plan((ops.LinearAdd("y", ops.Weight("w", Q.Q2_K, 8, 256)),), {"x": 8, "y": 256}, 0, 0, 0, 8, 0)
+    table = ops.Weight("w", Q.Q2_K, 8, 256)
+    plan = ops.Plan(ops.Embed(table), (), ops.Head(ops.Weight("gain", Q.F32, 1, 256), 0.0, table))
     with pytest.raises(TinychatError, match="do not read Q2_K"):
-        Layout(plan, {"w": 8 * 84})
+        Layout(plan, {"w": 8 * 84, "gain": 1024})
 
 
 def nvrtc() -> ctypes.CDLL | None:
@@ -185,7 +189,7 @@ def test_sources_compile_with_nvrtc(variant: str, quant: str, tmp_path: Path) ->
     )
     from tinychat.kernels.cuda.prefill import Prefill
 
-    sources = {launch.name: launch.source() for launch in [*e.decode(), *Prefill(e).layers()]}
+    sources = {launch.name: launch.source() for launch in [*(x for x, _ in decode(e)), *Prefill(e).layers()]}
     options = (ctypes.c_char_p * 2)(b"--gpu-architecture=sm_90", b"--minimal")
     for name, source in sources.items():
         program = ctypes.c_void_p()

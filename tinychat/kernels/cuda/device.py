@@ -93,6 +93,12 @@ class GPU:
                 f"smaller context or model"
             ) from e
 
+    def free(self, name: str) -> None:
+        """Gives a buffer's memory back, after everything enqueued before."""
+        self.synchronize()
+        buffer: Any = self.tensors.pop(name).uop.buffer
+        buffer.deallocate()
+
     def _tensor(self, buffer: Buffer) -> Tensor:
         return Tensor(UOp.from_buffer(buffer))
 

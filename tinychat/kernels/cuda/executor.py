@@ -21,7 +21,7 @@ from tinychat.kernels.cuda.layout import FLOATS, Layout, Tensor, repack, transpo
 from tinychat.kernels.cuda.prefill import Prefill
 from tinychat.kernels.cuda.profile import kernels, profile, read_bandwidth, seconds_of
 from tinychat.kernels.cuda.selfcheck import self_check
-from tinychat.kernels.cuda.step import PREFILL, RING, Builder, state_words
+from tinychat.kernels.cuda.step import PREFILL, RING, Builder, decode, state_words
 from tinychat.kernels.executor import Weights
 from tinychat.kernels.ops import Plan, Sampling, weights_of
 from tinychat.kernels.profile import Kernel, StepProfile
@@ -46,7 +46,8 @@ class CUDAExecutor:
         names = {w.tensor for op in plan.ops for w in weights_of(op)}
         layout = Layout(plan, {name: weights.raw(name).nbytes for name in names})
         builder = Builder(plan, layout, max_context)
-        decode = builder.decode()
+        step = decode(builder)
+        launches = [launch for launch, _ in step]
         prefill = Prefill(builder, min(PREFILL, max_context)).layers()
         head_all = Prefill(builder, min(ROWS_OF_LOGITS, max_context)).head()
         self.gpu = gpu = GPU()
@@ -59,14 +60,14 @@ class CUDAExecutor:
                     gpu.allocate(name, size)
             if "tickets" in builder.buffers:  # of attention
                 gpu.upload("tickets", np.zeros(builder.buffers["tickets"], np.uint8))
-            gpu.compile([*decode, *prefill, *head_all])
+            gpu.compile([*launches, *prefill, *head_all])
             _load(gpu, layout, weights, progress)
             self_check(gpu, sorted({t.kind for t in layout.tensors.values()}, key=int))
             for rope, name in builder.ropes.items():
                 gpu.upload(name, rope.table(max_context))
-            self._decode: Graph = gpu.graph(decode)
+            self._decode: Graph = gpu.graph(launches)
             self._prefill, self._head_all = gpu.sequence(prefill), gpu.sequence(head_all)
-            self._head = gpu.sequence([x for x in decode if x.name.startswith("head")])
+            self._head = gpu.sequence([x for x in launches if x.name.startswith("head")])
             gpu.synchronize()
         except BaseException as e:
             with contextlib.suppress(Exception):  # a GPU that stopped frees nothing
@@ -74,7 +75,7 @@ class CUDAExecutor:
             if isinstance(e, TinychatError) or not isinstance(e, Exception):
                 raise
             raise unusable(e) from e  # a driver without graphs of this kind, a compiler without this architecture, ...
-        self.launches, self.computes, self.prefill_launches = decode, builder.computes, prefill
+        self.launches, self.computes, self.prefill_launches = launches, [op for _, op in step], prefill
         self.kernels_per_token, self.jit_batches = self._decode.kernels, 1
         self.jit_state = "replaying"  # compiled and captured at load
         self.weight_bytes = layout.nbytes

@@ -20,28 +20,23 @@ class Prefill:
 
     def layers(self) -> list[Launch]:
         """Embedding and all layers: the residual stream of every token, and their cache rows."""
-        out: list[Launch] = []
-        todo = list(self.b.plan.ops[:-1])
-        while todo:
-            op = todo.pop(0)
-            if isinstance(op, ops.Embed):
-                out.append(embed(self.b, op, self.tokens))
-            elif isinstance(op, ops.LatentStore):
-                absorb, attend = todo.pop(0), todo[0]
-                assert isinstance(absorb, ops.Absorb) and isinstance(attend, ops.Attention)
-                out += self._absorb(op, absorb, attend.scale * LOG2E)
-            elif isinstance(op, ops.RopeStore):
-                attend = todo[0]
-                assert isinstance(attend, ops.Attention)
-                out.append(store_kv(self.b, op, attend.scale * LOG2E, self.tokens))
-            elif isinstance(op, ops.Attention):
-                out.append(attention(self.b, op, self.tokens))
-            elif isinstance(op, ops.Route):
-                up, down = todo.pop(0), todo.pop(0)
-                assert isinstance(up, ops.ExpertsUp) and isinstance(down, ops.ExpertsDown)
-                out += self._experts(op, up, down)
-            else:
-                out += getattr(self, "_" + type(op).__name__)(op)
+        out = [embed(self.b, self.b.plan.embed, self.tokens)]
+        for i, layer in enumerate(self.b.plan.layers):
+            layer_ops = self.b.plan.ops_of_layers[i]
+            for op in layer_ops:
+                match op:
+                    case ops.RopeStore():
+                        out.append(store_kv(self.b, i, layer.attention, self.tokens))
+                    case ops.LatentStore():
+                        out += self._absorb(op, layer_ops[layer_ops.index(op) + 1], layer.attention.scale * LOG2E)
+                    case ops.Attention():
+                        out.append(attention(self.b, i, layer.attention, self.tokens))
+                    case ops.Route():
+                        out += self._experts(op, *layer_ops[-2:], choice(layer.feed_forward.router))
+                    case ops.Absorb() | ops.ExpertsUp() | ops.ExpertsDown():
+                        pass
+                    case _:
+                        out += getattr(self, "_" + type(op).__name__)(op)
         return out
 
     def head(self) -> list[Launch]:
@@ -199,14 +194,16 @@ class Prefill:
             kernel(f"silu_{ff}", "silu.cu", shape, buffers, (-(-ff // 256), self.tokens, 1), "activations"),
         ]
 
-    def _experts(self, route: ops.Route, up: ops.ExpertsUp, down: ops.ExpertsDown) -> list[Launch]:
+    def _experts(
+        self, route: ops.Route, up: ops.ExpertsUp, down: ops.ExpertsDown, chosen: constants.Choice
+    ) -> list[Launch]:
         """Routing, tokens grouped by expert, gate and up and down of each group, the shared expert, all added to x."""
         b, e, ff, dim, top = self.b, route.router.rows, up.gate.rows, down.down.rows, up.top_k
         pairs = self.tokens * top
         tiles = e + pairs // TILE_TOKENS  # at most: every expert's last tile may be short
         gate_up = [w for w in (up.gate, up.up, up.shared_gate, up.shared_up) if w]
         out = [
-            self._router(route, pairs),
+            self._router(route, pairs, chosen),
             kernel(
                 f"group_{e}_{top}",
                 "group_pairs.cu",
@@ -244,7 +241,7 @@ class Prefill:
             ),
         ]
 
-    def _router(self, route: ops.Route, pairs: int) -> Launch:
+    def _router(self, route: ops.Route, pairs: int, chosen: constants.Choice) -> Launch:
         experts, cols = route.router.rows, route.router.cols
         tokens = 4 if cols <= 2560 else 2 if cols <= 5120 else 1  # their float32 values fit into 40 KB
         buffers = {
@@ -257,7 +254,7 @@ class Prefill:
             "router_bias": self.b.data(route.router_bias),
             "state": "state",
         }
-        shape = constants.Router(self.b.matrix(route.router), choice(route), tokens, route.eps)
+        shape = constants.Router(self.b.matrix(route.router), chosen, tokens, route.eps)
         grid = (-(-self.tokens // tokens), 1, 1)
         return kernel(f"router_{experts}x{cols}", "router.cu", shape, buffers, grid, "routing")
 
