@@ -1,13 +1,23 @@
-"""From a launch (source, grid, buffers) to a node of tinygrad's graph."""
+"""From a kernel (a .cu file, its constants, its buffers) to a node of tinygrad's graph.
+
+A kernel is one .cu file with a `struct Args` of pointers and a function `run(const Args &)`. Its sizes are named
+constants, the fields of a dataclass (constants.py); the header with their values stands before the file.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tinychat.kernels.cuda.constants import Constants, header
+
 _HERE = Path(__file__).parent
+_INCLUDE = re.compile(r'^#include "(.+)"\n', re.MULTILINE)
+_FIELD = re.compile(r"^ +((?:const )?\w+ \*)(\w+)(?:\[\w+\])? = .*;", re.MULTILINE)
 
 
 @cache
@@ -16,14 +26,23 @@ def text(name: str) -> str:
     return (_HERE / name).read_text()
 
 
+def expand(name: str, seen: set[str]) -> str:
+    """A source file with the files of its `#include "..."` lines in their place, each once."""
+
+    def included(m: re.Match[str]) -> str:
+        if m[1] in seen:
+            return ""
+        seen.add(m[1])
+        return expand(m[1], seen)
+
+    return _INCLUDE.sub(included, text(name))
+
+
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch. `args` are (C type, parameter, buffer) in order; a buffer whose C type is not const is
-    written.
-
-    `body` is the kernel's text, a call into the templates of `file` (names apart by spaces); `bytes` is what it must
-    move, for the statistics.
-    """
+    """One kernel launch. `args` are (C type, parameter, buffer) in order, each buffer once; a buffer whose C type is
+    not const is written. `body` is the text of the kernel's function; `bytes` is what it must move, for the
+    statistics."""
 
     name: str
     file: str
@@ -35,18 +54,55 @@ class Launch:
     bytes: int = 0
     resident: int = 1  # blocks that must fit on a multiprocessor at once
     kind: str = ""  # category for the profile: "mat-vec Q4_0", "attention", ...
+    constants: str = ""  # C++ text: the kernel's named constants
 
     def source(self, device: str = "ptx.cuh") -> str:
         """The whole translation unit. `device` names the file with the device functions, or is "" for none."""
         params = ", ".join(f"{kind}{name}" for kind, name, _ in self.args)
         head = text(device) if device else ""
-        parts = "".join(map(text, self.file.split()))
         kernel = f"KERNEL({self.threads}, {self.resident}) {self.name}({params}) {{\n{self.body}\n}}"
-        return f"{head}#define THREADS {self.threads}\n{text('quants.cuh')}{parts}\n{kernel}\n"
+        seen = {device, "quants.cuh"}
+        quants = expand("quants.cuh", seen)
+        threads = f"#define THREADS {self.threads}\n"
+        return (
+            f"{head}{threads}{quants}{self.constants}{''.join(expand(f, seen) for f in self.file.split())}\n{kernel}\n"
+        )
 
     @property
     def buffers(self) -> tuple[str, ...]:
         return tuple(buffer for _, _, buffer in self.args)
+
+
+def kernel(
+    name: str,
+    file: str,
+    constants: Constants,
+    buffers: Mapping[str, str | None],
+    grid: tuple[int, int, int],
+    kind: str,
+    *,
+    threads: int = 256,
+    shared: int = 0,
+    nbytes: int = 0,
+    resident: int = 1,
+) -> Launch:
+    """A launch of the kernel in `file`. `buffers`: field of its Args -> buffer; a field without one stays nullptr.
+
+    A buffer that two fields name is one parameter, since tinygrad orders kernels by the buffers they are given.
+    """
+    types = {field: c_type for c_type, field in _FIELD.findall(text(file))}
+    bound: dict[str, list[str]] = {}
+    for field, buffer in buffers.items():
+        if buffer is not None:
+            bound.setdefault(buffer, []).append(field)
+    args, lines = [], ["  Args a;"]
+    for n, (buffer, fields) in enumerate(bound.items()):
+        kinds = [types[f.partition("[")[0]] for f in fields]
+        written = [k for k in kinds if not k.startswith("const ")]
+        args.append(((written or kinds)[0], f"p{n}", buffer))
+        lines += [f"  a.{field} = p{n};" for field in fields]
+    body = "\n".join([*lines, "  run(a);"])
+    return Launch(name, file, body, tuple(args), grid, threads, shared, nbytes, resident, kind, header(constants))
 
 
 def program(launch: Launch, target: Any, binary: bytes | None = None) -> Any:

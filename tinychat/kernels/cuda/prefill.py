@@ -4,23 +4,12 @@ their tokens."""
 from __future__ import annotations
 
 from tinychat.kernels import ops
-from tinychat.kernels.cuda.launch import Launch
-from tinychat.kernels.cuda.layout import FLOATS, Placed
-from tinychat.kernels.cuda.step import (
-    LOG2E,
-    PREFILL,
-    STATE,
-    Arg,
-    Builder,
-    attention,
-    c_float,
-    embed,
-    launch,
-    rope_store,
-)
+from tinychat.kernels.cuda import constants
+from tinychat.kernels.cuda.constants import LOG2E, TILE_ROWS, TILE_TOKENS
+from tinychat.kernels.cuda.launch import Launch, kernel
+from tinychat.kernels.cuda.layout import FLOATS
+from tinychat.kernels.cuda.step import PREFILL, Builder, attention, choice, embed, store_kv
 from tinychat.kernels.ops import Weight
-
-TILE_ROWS, TILE_TOKENS = 128, 64  # as in matmul.cu
 
 
 class Prefill:
@@ -28,7 +17,6 @@ class Prefill:
 
     def __init__(self, builder: Builder, tokens: int = PREFILL) -> None:
         self.b, self.tokens = builder, tokens
-        self.prepared = ""  # which activations the buffers xq, xs, xh hold
 
     def layers(self) -> list[Launch]:
         """Embedding and all layers: the residual stream of every token, and their cache rows."""
@@ -45,7 +33,7 @@ class Prefill:
             elif isinstance(op, ops.RopeStore):
                 attend = todo[0]
                 assert isinstance(attend, ops.Attention)
-                out.append(rope_store(self.b, op, attend.scale * LOG2E, self.tokens))
+                out.append(store_kv(self.b, op, attend.scale * LOG2E, self.tokens))
             elif isinstance(op, ops.Attention):
                 out.append(attention(self.b, op, self.tokens))
             elif isinstance(op, ops.Route):
@@ -62,164 +50,135 @@ class Prefill:
         assert isinstance(op, ops.Head)
         dst = self.b.buffer("logits_all", 4 * self.tokens * op.weight.rows)
         return [
-            self._prepare("x", self._kinds(op.weight), op.weight.cols, norm=op.norm, eps=op.eps),
+            self._prepare("x", [op.weight], norm=op.norm, eps=op.eps),
             self._matmul(op.weight, dst, op.weight.rows),
         ]
 
     # --- pieces
 
-    def _kinds(self, *weights: Weight) -> tuple[bool, bool]:
-        """(any quantised, any floating-point)"""
-        kinds = {self.b.weight(w).tensor.kind in FLOATS for w in weights}
-        return False in kinds, True in kinds
-
     def _prepare(
         self,
         src: str,
-        kinds: tuple[bool, bool],
-        k: int,
+        readers: list[Weight],
         *,
         norm: Weight | None = None,
         eps: float = 0,
-        silu: str = "",
-        per: int = 1,
-        stride: int = 0,
-        step: int = 0,
-        factor: int = 1,
+        up: str | None = None,
+        rows_per_token: int = 1,
+        token_stride: int = 0,
+        row_stride: int = 0,
     ) -> Launch:
-        """Activations for matmuls: `per` rows of k values per token, token's stride and row's step in src; `silu`: the
-        buffer of up."""
-        rows = self.tokens * per
-        args: list[Arg] = [
-            ("u32 *", "xq", self.b.buffer("xq", rows * k)),
-            ("F2 *", "xs", self.b.buffer("xs", rows * -(-k // 32) * 8)),
-            ("u16 *", "xh", self.b.buffer("xh", rows * k * 2 if kinds[1] else 16)),
-            ("const float *", "src", src),
-            STATE,
-        ]
-        args += self.b.vector(norm, "gain")
-        if silu:
-            args.append(("const float *", "src2", silu))
-        mode = "SILU" if silu else "NORMED" if norm else "PLAIN"
-        body = (
-            f"  prepare<{k}, {mode}, {int(kinds[0])}, {int(kinds[1])}, {per}, {stride or per * k}, {step or k}>(xq, xs, xh, src, "
-            f"{'src2' if silu else 'nullptr'}, {'gain' if norm else 'nullptr'}, {c_float(eps)}, state);"
+        """Activations for the matrices `readers`: rows of buffer `src` as they are, normed, or silu(src) * up."""
+        cols = readers[0].cols
+        rows = self.tokens * rows_per_token
+        floating = {self.b.matrix(w).type in FLOATS for w in readers}
+        shape = constants.Prepare(
+            cols,
+            normed=norm is not None,
+            gated=up is not None,
+            quantised=False in floating,
+            floating=True in floating,
+            rows_per_token=rows_per_token,
+            token_stride=token_stride or rows_per_token * cols,
+            row_stride=row_stride or cols,
+            eps=eps,
         )
-        return launch(f"prepare_{mode.lower()}_{k}", "matmul.cu", body, tuple(args), (rows, 1, 1), "activations")
+        buffers = {
+            "xq": self.b.buffer("xq", rows * cols),
+            "xs": self.b.buffer("xs", rows * -(-cols // 32) * 8),
+            "xh": self.b.buffer("xh", rows * cols * 2 if shape.floating else 16),
+            "src": src,
+            "state": "state",
+            "gain": self.b.data(norm),
+            "up": up,
+        }
+        mode = "silu" if up else "normed" if norm else "plain"
+        return kernel(f"prepare_{mode}_{cols}", "prepare.cu", shape, buffers, (rows, 1, 1), "activations")
 
-    def _product(
-        self,
-        p: Placed,
-        w: Weight,
-        rows: str,
-        count: str,
-        put: str,
-        pitch: int,
-        offset: str = "0",
-        group: str = "0",
-        setup: str = "",
-        args: tuple[Arg, ...] = (),
-        grid: tuple[int, int] = (1, 1),
-        name: str = "matmul",
-    ) -> Launch:
-        kind = p.tensor.kind.name
-        body = (
-            f"  const int first = blockIdx.y * {TILE_TOKENS}, g = blockIdx.z;\n{setup}"
-            f"  matmul<{kind}, {w.cols}, {w.rows}>(w, {p.tensor.blocks}ull, {p.start} + (u64)({group}) * {p.stride}, xq, xs, xh, {pitch}, {offset}, {rows}, "
-            f"{count}, {put});"
-        )
-        every: tuple[Arg, ...] = (
-            ("const u8 *", "w", p.tensor.buffer),
-            ("const u32 *", "xq", "xq"),
-            ("const F2 *", "xs", "xs"),
-            ("const u16 *", "xh", "xh"),
-            STATE,
-        )
-        return launch(
-            f"{name}_{kind.lower()}_{w.rows}x{w.cols}",
-            "matmul.cu",
-            body,
-            (*every, *args),
-            (-(-w.rows // TILE_ROWS), grid[0], grid[1]),
-            f"matmul {kind.lower()}",
-        )
-
-    _DENSE = (
-        "  if (first >= state[COUNT]) return;\n  grid_wait();\n  const int n = min({tile}, state[COUNT] - first);\n"
-    )
-
-    def _dense(self, w: Weight, put: str, args: tuple[Arg, ...], groups: int = 1) -> Launch:
-        setup = self._DENSE.replace("{tile}", str(TILE_TOKENS))
-        return self._product(
-            self.b.weight(w),
-            w,
-            "Dense{n, first}",
-            "n",
-            put,
-            groups * w.cols,
-            f"g * {w.cols}",
-            "g",
-            setup,
-            args,
-            (-(-self.tokens // TILE_TOKENS), groups),
-        )
+    def _product(self, w: Weight, dst: str, bias: Weight | None, shape: constants.Matmul) -> Launch:
+        half = shape.half
+        buffers = {
+            "w": self.b.data(w),
+            **{name: name for name in ("xq", "xs", "xh", "state")},
+            "dst": None if half else dst,
+            "dst_half": dst if half else None,
+            "bias": self.b.data(bias),
+        }
+        quant = shape.weight.type.name.lower()
+        grid = (-(-w.rows // TILE_ROWS), -(-self.tokens // TILE_TOKENS), w.groups)
+        return kernel(f"matmul_{quant}_{w.rows}x{w.cols}", "matmul.cu", shape, buffers, grid, f"matmul {quant}")
 
     def _matmul(self, w: Weight, dst: str, pitch: int, bias: Weight | None = None, add: bool = False) -> Launch:
         """dst (tokens, pitch) = or += w @ prepared (+ bias)."""
-        put = f"{'AddOut' if add else 'Out'}{{dst + (u64)first * {pitch}, {pitch}, {'bias' if bias else 'nullptr'}}}"
-        return self._dense(w, put, (("float *", "dst", dst), *self.b.vector(bias, "bias")))
+        return self._product(
+            w, dst, bias, constants.Matmul(self.b.matrix(w), w.cols, pitch, out_step=0, half=False, add=add)
+        )
 
     # --- ops
 
     def _NormLinear(self, op: ops.NormLinear) -> list[Launch]:
-        out = [
-            self._prepare(
-                self.b.act(op.src, self.tokens), self._kinds(*op.weights), op.weights[0].cols, norm=op.norm, eps=op.eps
-            )
-        ]
-        return out + [
+        src = self.b.act(op.src, self.tokens)
+        return [self._prepare(src, list(op.weights), norm=op.norm, eps=op.eps)] + [
             self._matmul(w, self.b.act(d, self.tokens), self.b.plan.buffers[d], bias)
             for w, bias, d in zip(op.weights, op.biases, op.dst)
         ]
 
     def _absorb(self, store: ops.LatentStore, op: ops.Absorb, scale: float) -> list[Launch]:
-        r, row, head = store.rope, op.kv_lora + store.rope.dims, op.nope + store.rope.dims
-        neox = int(r.style == "neox")
+        row, head = op.kv_lora + store.rope.dims, op.nope + store.rope.dims
         queries = self.b.buffer("queries", 2 * self.tokens * op.heads * row)
-        groups = -(-op.heads // 8)
-        args: tuple[Arg, ...] = (
-            ("const float *", "src", self.b.act(op.src, self.tokens)),
-            ("u16 *", "dst", queries),
-            ("u16 *", "cache", self.b.cache("k", store.layer)),
-            ("const float *", "kv", self.b.act(store.kv, self.tokens)),
-            *self.b.vector(store.norm, "kv_gain"),
-            ("const F2 *", "table", self.b.rope(r)),
-            STATE,
+        shape = constants.StoreLatent(
+            op.heads,
+            op.nope,
+            op.kv_lora,
+            store.rope.dims,
+            neox=store.rope.style == "neox",
+            eps=store.eps,
+            query_scale=scale,
         )
-        body = (
-            "  __shared__ float red[8];\n  grid_wait();\n  const int t = blockIdx.y, pos = state[POS];\n  if (t >= state[COUNT]) return;\n"
-            f"  if (blockIdx.x < {groups}) latent_query<{op.heads}, {op.nope}, {op.kv_lora}, {r.dims}, {neox}>(dst, src, table, {c_float(scale)}, pos, t, blockIdx.x * 8 + threadIdx.x / 32);\n"
-            f"  else latent_row<{op.kv_lora}, {r.dims}, {neox}>(cache, kv, kv_gain, {c_float(store.eps)}, table, pos, t, red);"
+        buffers = {
+            "q": self.b.act(op.src, self.tokens),
+            "queries": queries,
+            "cache": self.b.cache("k", store.layer),
+            "kv": self.b.act(store.kv, self.tokens),
+            "kv_gain": self.b.data(store.norm),
+            "table": self.b.rope(store.rope),
+            "state": "state",
+        }
+        grid = (-(-op.heads // 8) + 1, self.tokens, 1)
+        product = constants.Matmul(
+            self.b.matrix(op.weight),
+            in_pitch=op.heads * op.weight.cols,
+            out_pitch=op.heads * row,
+            out_step=row,
+            half=True,
+            add=False,
+            scale=scale,
         )
-        put = f"HalfOut{{dst + (u64)first * {op.heads * row} + g * {row}, {op.heads * row}, {c_float(scale)}}}"
         return [
-            launch(f"latent_store_{op.heads}", "rope.cu", body, args, (groups + 1, self.tokens, 1), "rope"),
-            self._prepare(op.src, self._kinds(op.weight), op.nope, per=op.heads, stride=op.heads * head, step=head),
-            self._dense(op.weight, put, (("u16 *", "dst", queries),), op.heads),
+            kernel(f"store_latent_{op.heads}", "store_latent.cu", shape, buffers, grid, "rope"),
+            self._prepare(op.src, [op.weight], rows_per_token=op.heads, token_stride=op.heads * head, row_stride=head),
+            self._product(op.weight, queries, None, product),
         ]
 
     def _ValueUp(self, op: ops.ValueUp) -> list[Launch]:
-        heads, rows = op.weight.groups, op.weight.rows
-        put = f"Out{{dst + (u64)first * {heads * rows} + g * {rows}, {heads * rows}, nullptr}}"
+        w = op.weight
+        shape = constants.Matmul(
+            self.b.matrix(w),
+            in_pitch=w.groups * w.cols,
+            out_pitch=w.groups * w.rows,
+            out_step=w.rows,
+            half=False,
+            add=False,
+        )
         return [
-            self._prepare(self.b.act(op.src, self.tokens), self._kinds(op.weight), op.weight.cols, per=heads),
-            self._dense(op.weight, put, (("float *", "dst", self.b.act(op.dst, self.tokens)),), heads),
+            self._prepare(self.b.act(op.src, self.tokens), [w], rows_per_token=w.groups),
+            self._product(w, self.b.act(op.dst, self.tokens), None, shape),
         ]
 
     def _LinearAdd(self, op: ops.LinearAdd) -> list[Launch]:
-        stride = self.b.plan.buffers[op.src]
+        src, stride = self.b.act(op.src, self.tokens), self.b.plan.buffers[op.src]
         return [
-            self._prepare(self.b.act(op.src, self.tokens), self._kinds(op.weight), op.weight.cols, stride=stride),
+            self._prepare(src, [op.weight], token_stride=stride),
             self._matmul(op.weight, "x", op.weight.rows, op.bias, add=True),
         ]
 
@@ -231,136 +190,89 @@ class Prefill:
         ]
 
     def _GateUp(self, op: ops.GateUp) -> list[Launch]:
-        """Leaves silu(gate) * up prepared for the LinearAdd that follows, as op.dst."""
         ff = op.gate.rows
-        act = self.b.act(op.dst, self.tokens)
-        silu = (
-            f"  grid_wait();\n  const u64 i = (u64)blockIdx.x * 256 + threadIdx.x;\n  if (blockIdx.y >= state[COUNT] || i >= {ff}) return;\n"
-            f"  const float v = gate[blockIdx.y * {ff}ull + i];\n  dst[blockIdx.y * {self.b.plan.buffers[op.dst]}ull + i] = v / (1.f + __expf(-v)) * up[blockIdx.y * {ff}ull + i];"
-        )
+        buffers = {"dst": self.b.act(op.dst, self.tokens), "gate": "gate", "up": "up", "state": "state"}
+        shape = constants.Silu(ff, out_pitch=self.b.plan.buffers[op.dst])
         return [
-            self._prepare("x", self._kinds(op.gate, op.up), op.gate.cols, norm=op.norm, eps=op.eps),
+            self._prepare("x", [op.gate, op.up], norm=op.norm, eps=op.eps),
             *self._gate_up(op.gate, op.up),
-            launch(
-                f"silu_{ff}",
-                "matmul.cu",
-                silu,
-                (("float *", "dst", act), ("const float *", "gate", "gate"), ("const float *", "up", "up"), STATE),
-                (-(-ff // 256), self.tokens, 1),
-                "activations",
-            ),
+            kernel(f"silu_{ff}", "silu.cu", shape, buffers, (-(-ff // 256), self.tokens, 1), "activations"),
         ]
 
     def _experts(self, route: ops.Route, up: ops.ExpertsUp, down: ops.ExpertsDown) -> list[Launch]:
         """Routing, tokens grouped by expert, gate and up and down of each group, the shared expert, all added to x."""
-        b, e, k, ff, dim, top = self.b, route.router.rows, up.gate.cols, up.gate.rows, down.down.rows, up.top_k
+        b, e, ff, dim, top = self.b, route.router.rows, up.gate.rows, down.down.rows, up.top_k
         pairs = self.tokens * top
-        tiles = e + pairs // TILE_TOKENS
-        router = b.weight(route.router)
-        for name, size in (
-            ("expert_ids", 4 * pairs),
-            ("expert_weights", 4 * pairs),
-            ("order", 4 * pairs),
-            ("tiles", 4 * (1 + 3 * tiles)),
-        ):
-            b.buffer(name, size)
-        per_block = 4 if k <= 2560 else 2 if k <= 5120 else 1
-        choose = (
-            f"[&](const float *l, int *my_ids, float *my_weights) {{ choose<{e}, {top}, {route.gating.upper()}, {int(route.normalize)}, {route.groups}, {route.groups_used}>"
-            f"(l, {'selection' if route.bias else 'nullptr'}, {c_float(route.scale or 1.0)}, my_ids, my_weights); }}"
-        )
-        body = (
-            f"  router<{router.tensor.kind.name}, {k}, {e}, {top}>(ids, weights, w, {router.tensor.blocks}ull, x, gain, {'rb' if route.router_bias else 'nullptr'}, "
-            f"{c_float(route.eps)}, state, {choose});"
-        )
-        args: tuple[Arg, ...] = (
-            ("int *", "ids", "expert_ids"),
-            ("float *", "weights", "expert_weights"),
-            ("const u8 *", "w", router.tensor.buffer),
-            ("const float *", "x", "x"),
-            *b.vector(route.norm, "gain"),
-            *b.vector(route.bias, "selection"),
-            *b.vector(route.router_bias, "rb"),
-            STATE,
-        )
+        tiles = e + pairs // TILE_TOKENS  # at most: every expert's last tile may be short
+        gate_up = [w for w in (up.gate, up.up, up.shared_gate, up.shared_up) if w]
         out = [
-            launch(
-                f"router_{e}x{k}", "matvec.cu matmul.cu", body, args, (-(-self.tokens // per_block), 1, 1), "routing"
-            ),
-            launch(
+            self._router(route, pairs),
+            kernel(
                 f"group_{e}_{top}",
-                "matmul.cu",
-                f"  group_pairs<{e}, {top}>(order, tiles, ids, state);",
-                (("int *", "order", "order"), ("int *", "tiles", "tiles"), ("const int *", "ids", "expert_ids"), STATE),
+                "group_pairs.cu",
+                constants.GroupPairs(e, top),
+                {
+                    "order": b.buffer("order", 4 * pairs),
+                    "tiles": b.buffer("tiles", 4 * (1 + 3 * tiles)),
+                    "ids": "expert_ids",
+                    "state": "state",
+                },
                 (1, 1, 1),
                 "routing",
             ),
-            self._prepare(
-                "x",
-                self._kinds(*(w for w in (up.gate, up.up, up.shared_gate, up.shared_up) if w)),
-                k,
-                norm=up.norm,
-                eps=up.eps,
-            ),
+            self._prepare("x", gate_up, norm=up.norm, eps=up.eps),
+            self._grouped(up.gate, b.buffer("gate_pairs", 4 * pairs * ff), top, tiles),
+            self._grouped(up.up, b.buffer("up_pairs", 4 * pairs * ff), top, tiles),
         ]
         if up.shared_gate and up.shared_up and down.shared_down:
-            s = down.shared_down
-            out += [
-                self._grouped(w, b.buffer(f"{name}_pairs", 4 * pairs * ff), top, k, tiles)
-                for w, name in ((up.gate, "gate"), (up.up, "up"))
-            ]
             out += [
                 *self._gate_up(up.shared_gate, up.shared_up),
-                self._prepare("gate", self._kinds(s), s.cols, silu="up"),
-                self._matmul(s, "x", dim, add=True),
+                self._prepare("gate", [down.shared_down], up="up"),
+                self._matmul(down.shared_down, "x", dim, add=True),
             ]
-        else:
-            out += [
-                self._grouped(w, b.buffer(f"{name}_pairs", 4 * pairs * ff), top, k, tiles)
-                for w, name in ((up.gate, "gate"), (up.up, "up"))
-            ]
-        add = f"  add_experts<{dim}, {top}>(x, y, weights, state);"
         return [
             *out,
-            self._prepare("gate_pairs", self._kinds(down.down), ff, silu="up_pairs", per=top),
-            self._grouped(down.down, b.buffer("down_pairs", 4 * pairs * dim), 1, ff, tiles),
-            launch(
+            self._prepare("gate_pairs", [down.down], up="up_pairs", rows_per_token=top),
+            self._grouped(down.down, b.buffer("down_pairs", 4 * pairs * dim), 1, tiles),
+            kernel(
                 f"add_experts_{dim}",
-                "matmul.cu",
-                add,
-                (
-                    ("float *", "x", "x"),
-                    ("const float *", "y", "down_pairs"),
-                    ("const float *", "weights", "expert_weights"),
-                    STATE,
-                ),
+                "add_experts.cu",
+                constants.AddExperts(dim, top),
+                {"x": "x", "y": "down_pairs", "weights": "expert_weights", "state": "state"},
                 (-(-dim // 1024), self.tokens, 1),
                 "experts",
             ),
         ]
 
-    def _grouped(self, w: Weight, dst: str, per: int, k: int, tiles: int) -> Launch:
-        """dst (pairs, rows) = w[expert of the pair] @ prepared row pair / per."""
-        setup = (
-            "  grid_wait();\n  if ((int)blockIdx.y >= tiles[0]) return;\n  const int expert = tiles[1 + 3 * blockIdx.y], n = tiles[3 + 3 * blockIdx.y];\n"
-            "  const int *pairs = order + tiles[2 + 3 * blockIdx.y];\n"
-        )
-        args: tuple[Arg, ...] = (
-            ("float *", "dst", dst),
-            ("const int *", "tiles", "tiles"),
-            ("const int *", "order", "order"),
-        )
-        return self._product(
-            self.b.weight(w),
-            w,
-            f"Grouped{{n, pairs, {per}}}",
-            "n",
-            f"PairOut{{dst, pairs, {w.rows}}}",
-            k,
-            "0",
-            "expert",
-            setup,
-            args,
-            (tiles, 1),
-            "experts",
+    def _router(self, route: ops.Route, pairs: int) -> Launch:
+        experts, cols = route.router.rows, route.router.cols
+        tokens = 4 if cols <= 2560 else 2 if cols <= 5120 else 1  # their float32 values fit into 40 KB
+        buffers = {
+            "ids": self.b.buffer("expert_ids", 4 * pairs),
+            "weights": self.b.buffer("expert_weights", 4 * pairs),
+            "w": self.b.data(route.router),
+            "x": "x",
+            "gain": self.b.data(route.norm),
+            "selection_bias": self.b.data(route.bias),
+            "router_bias": self.b.data(route.router_bias),
+            "state": "state",
+        }
+        shape = constants.Router(self.b.matrix(route.router), choice(route), tokens, route.eps)
+        grid = (-(-self.tokens // tokens), 1, 1)
+        return kernel(f"router_{experts}x{cols}", "router.cu", shape, buffers, grid, "routing")
+
+    def _grouped(self, w: Weight, dst: str, pairs_per_row: int, tiles: int) -> Launch:
+        """dst (pairs, rows) = w[expert of the pair] @ prepared row pair / pairs_per_row."""
+        buffers = {
+            "w": self.b.data(w),
+            **{name: name for name in ("xq", "xs", "xh", "state")},
+            "dst": dst,
+            "tiles": "tiles",
+            "order": "order",
+        }
+        shape = constants.MatmulExperts(self.b.matrix(w), pairs_per_row)
+        quant = shape.weight.type.name.lower()
+        grid = (-(-w.rows // TILE_ROWS), tiles, 1)
+        return kernel(
+            f"experts_{quant}_{w.rows}x{w.cols}", "matmul_experts.cu", shape, buffers, grid, f"matmul {quant}"
         )

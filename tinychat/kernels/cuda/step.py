@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import math
 import struct
 from dataclasses import dataclass
 
 from tinychat.errors import TinychatError
 from tinychat.kernels import ops
-from tinychat.kernels.cuda.launch import Launch
+from tinychat.kernels.cuda import constants
+from tinychat.kernels.cuda.constants import LOG2E, c_float
+from tinychat.kernels.cuda.launch import Launch, kernel
 from tinychat.kernels.cuda.layout import FLOATS, Layout, Placed, block_size
 from tinychat.kernels.ops import Op, Plan, Weight
 
 SPLITS = 32  # parts of the keys in decode attention; latent attention, with one kv head, has twice as many
 PREFILL = 512  # tokens of a prefill step, at most
-LOG2E = math.log2(math.e)  # attention works in powers of two
 RING = 64  # slots of the ring of decoded tokens
 STRETCH, SLOTS = 4096, 128  # as in sample.cu
 Arg = tuple[str, str, str]  # C type, parameter, buffer
 STATE = ("const int *", "state", "state")
 WIDE = 512  # threads of the gate-up kernels: 16 warps of 2 rows are one block of 32 activations
+ATTENTION_THREADS = 512
 MAX_SHARED = 48 << 10  # static shared memory of a block
 
 
@@ -92,6 +93,15 @@ class Builder:
         self.buffer(placed.tensor.buffer, placed.tensor.nbytes)
         return placed
 
+    def matrix(self, w: Weight) -> constants.Matrix:
+        """Where a kernel finds the weight, as named constants."""
+        p = self.weight(w)
+        return constants.Matrix(p.tensor.kind, w.rows, w.cols, p.tensor.blocks, p.start, p.stride)
+
+    def data(self, w: Weight | None) -> str | None:
+        """The buffer that holds the weight."""
+        return None if w is None else self.weight(w).tensor.buffer
+
     def vector(self, w: Weight | None, name: str) -> list[Arg]:
         return [] if w is None else [("const float *", name, self.weight(w).tensor.buffer)]
 
@@ -120,7 +130,7 @@ class Builder:
             elif isinstance(op, ops.RopeStore):
                 attend = todo[0]
                 assert isinstance(attend, ops.Attention)
-                out.append(rope_store(self, op, attend.scale * LOG2E, 1))
+                out.append(store_kv(self, op, attend.scale * LOG2E, 1))
             elif isinstance(op, ops.Route):
                 up = todo.pop(0)
                 assert isinstance(up, ops.ExpertsUp)
@@ -553,11 +563,6 @@ class Builder:
         return [first, Launch(f"choose_token_{vocab}", "sample.cu", body, args, (1, 1, 1), 1024, kind="sampling")]
 
 
-def c_float(value: float) -> str:
-    """A float literal of C."""
-    return f"{float(value)!r}f"
-
-
 def launch(
     name: str,
     file: str,
@@ -581,45 +586,55 @@ def launch(
 
 def embed(b: Builder, op: ops.Embed, tokens: int) -> Launch:
     """x (tokens, dim): rows of the table."""
-    p, dim = b.weight(op.weight), op.weight.cols
-    args = (
-        ("float *", "x", b.act("x", tokens)),
-        ("const u8 *", "w", p.tensor.buffer),
-        ("const int *", "history", "history"),
-        STATE,
-    )
-    body = f"  embed<{p.tensor.kind.name}, {dim}>(x, w, {p.tensor.blocks}ull, history, state);"
-    return launch(
-        f"embed_{p.tensor.kind.name.lower()}_{dim}", "rope.cu", body, args, (-(-dim // 256), tokens, 1), "embedding"
-    )
+    dim, kind = op.weight.cols, op.weight.type.name.lower()
+    buffers = {"x": b.act("x", tokens), "w": b.data(op.weight), "history": "history", "state": "state"}
+    grid = (-(-dim // 256), tokens, 1)
+    return kernel(f"embed_{kind}_{dim}", "embed.cu", constants.Embed(b.matrix(op.weight)), buffers, grid, "embedding")
 
 
-def rope_store(b: Builder, op: ops.RopeStore, scale: float, tokens: int) -> Launch:
+def store_kv(b: Builder, op: ops.RopeStore, scale: float, tokens: int) -> Launch:
     """Queries times `scale` and rotated into `queries`; rotated keys, and values, into the cache."""
-    norm = 0 if op.q_norm is None else 1 if op.q_norm.cols == op.head_dim else 2
-    out = b.buffer("queries", 2 * tokens * op.heads * op.head_dim)
-    args = (
-        ("u16 *", "out", out),
-        ("u16 *", "kc", b.cache("k", op.layer)),
-        ("u16 *", "vc", b.cache("v", op.layer)),
-        ("const float *", "q", b.act(op.q, tokens)),
-        ("const float *", "k", b.act(op.k, tokens)),
-        ("const float *", "v", b.act(op.v, tokens)),
-        *b.vector(op.q_norm, "q_gain"),
-        *b.vector(op.k_norm, "k_gain"),
-        ("const F2 *", "table", b.rope(op.rope)),
-        STATE,
+    norm = constants.Norm.NO_NORM
+    if op.q_norm is not None:
+        norm = constants.Norm.PER_HEAD if op.q_norm.cols == op.head_dim else constants.Norm.ALL_HEADS
+    shape = constants.StoreKV(
+        op.heads,
+        op.kv_heads,
+        key_dim=op.head_dim,
+        value_dim=op.head_dim,
+        rope_dims=op.rope.dims,
+        neox=op.rope.style == "neox",
+        norm=norm,
+        eps=op.eps,
+        query_scale=scale,
     )
-    shape = f"{op.heads}, {op.kv_heads}, {op.head_dim}, {op.rope.dims}, {int(op.rope.style == 'neox')}, {norm}"
-    gain = "q_gain, k_gain" if norm else "nullptr, nullptr"
-    body = f"  rope_store<{shape}>(out, kc, vc, q, k, v, {gain}, {c_float(op.eps)}, {c_float(scale)}, table, state);"
-    return launch(
-        f"rope_store_{op.heads}_{op.kv_heads}_{op.head_dim}",
-        "rope.cu",
-        body,
-        args,
-        (-(-(op.heads + 2 * op.kv_heads) // 8), tokens, 1),
-        "rope",
+    buffers = {
+        "queries": b.buffer("queries", 2 * tokens * op.heads * op.head_dim),
+        "k_cache": b.cache("k", op.layer),
+        "v_cache": b.cache("v", op.layer),
+        "q": b.act(op.q, tokens),
+        "k": b.act(op.k, tokens),
+        "v": b.act(op.v, tokens),
+        "q_gain": b.data(op.q_norm),
+        "k_gain": b.data(op.k_norm),
+        "table": b.rope(op.rope),
+        "state": "state",
+    }
+    grid = (-(-(op.heads + 2 * op.kv_heads) // 8), tokens, 1)
+    name = f"store_kv_{op.heads}_{op.kv_heads}_{op.head_dim}"
+    return kernel(name, "store_kv.cu", shape, buffers, grid, "rope")
+
+
+def choice(route: ops.Route) -> constants.Choice:
+    """How a kernel chooses experts."""
+    return constants.Choice(
+        route.router.rows,
+        route.top_k,
+        constants.Gating[route.gating.upper()],
+        route.normalize,
+        route.groups,
+        route.groups_used,
+        route.scale or 1.0,
     )
 
 
@@ -636,45 +651,41 @@ def chunk(op: ops.Attention) -> int:
 def attention(b: Builder, op: ops.Attention, tokens: int) -> Launch:
     """Decode: SPLITS parts of the keys; prefill: all keys. The results go into op.dst, latent decode's partial ones
     into attention_o."""
-    group, ck, decode = op.heads // op.kv_heads, chunk(op), tokens == 1
-    mt = 2 if group > 16 or not decode else 1
-    kp, vp, rows = op.key_dim + 8, op.value_dim + 8, 16 * mt
-    parts = 4 if mt * ck // 8 <= 4 else 2
-    shared = 2 * (rows * kp + 2 * ck * kp + (0 if op.latent else 2 * ck * vp) + rows * (ck + 8)) + 4 * max(
-        rows * (parts * (ck + 4) + 3), group * SPLITS
-    )
+    group, keys, decode = op.heads // op.kv_heads, chunk(op), tokens == 1
+    row_tiles = 2 if group > 16 or not decode else 1
+    rows, steps, score_tiles = 16 * row_tiles, op.key_dim // 16, row_tiles * keys // 8
+    parts = next((n for n in (4, 2) if score_tiles * n <= ATTENTION_THREADS // 32 and steps % n == 0), 1)
+    k_pitch, v_pitch = op.key_dim + 8, op.value_dim + 8
+    halves = rows * k_pitch + 2 * keys * (k_pitch + (0 if op.latent else v_pitch)) + rows * (keys + 8)
+    shared = 2 * halves + 4 * max(rows * (parts * (keys + 4) + 3), group * SPLITS)
     if op.key_dim % 16 or op.value_dim % 8 or shared > 227 << 10:
         raise TinychatError(f"the CUDA attention kernel does not take heads of {op.key_dim} and {op.value_dim} values")
     n = splits(op) if decode else 1
-    b.buffer("attention_o", 2 * splits(op) * op.heads * op.value_dim)
-    b.buffer("attention_ml", 8 * splits(op) * op.heads)
-    b.buffer("tickets", 4 * op.kv_heads)
-    args: tuple[Arg, ...] = (
-        ("u16 *", "partial", "attention_o"),
-        ("F2 *", "ml", "attention_ml"),
-        ("int *", "tickets", "tickets"),
-        ("const u16 *", "q", "queries"),
-        ("const u16 *", "kc", b.cache("k", op.layer)),
-        STATE,
+    shape = constants.Attention(
+        op.heads,
+        op.kv_heads,
+        op.key_dim,
+        op.value_dim,
+        row_tiles=row_tiles,
+        chunk_keys=keys,
+        parts=parts,
+        splits=n,
+        latent=op.latent,
+        prefill=not decode,
     )
-    if not op.latent:
-        args += (("const u16 *", "vc", b.cache("v", op.layer)),)
-    if not (op.latent and decode):
-        args += (("float *", "out", b.act(op.dst, tokens)),)
-    shape = (
-        f"{op.heads}, {op.kv_heads}, {op.key_dim}, {op.value_dim}, {mt}, {ck}, {n}, {int(op.latent)}, {int(not decode)}"
-    )
-    body = f"  attention<{shape}>({'nullptr' if op.latent and decode else 'out'}, partial, ml, tickets, q, kc, {'kc' if op.latent else 'vc'}, state);"
-    return Launch(
-        f"attention_{op.heads}_{op.kv_heads}_{op.key_dim}{'' if decode else '_prefill'}",
-        "attention.cu",
-        body,
-        args,
-        (n, -(-group * tokens // rows), op.kv_heads),
-        512,
-        shared=shared,
-        kind="attention",
-    )
+    buffers = {
+        "partial": b.buffer("attention_o", 2 * splits(op) * op.heads * op.value_dim),
+        "ml": b.buffer("attention_ml", 8 * splits(op) * op.heads),
+        "tickets": b.buffer("tickets", 4 * op.kv_heads),
+        "q": "queries",
+        "k_cache": b.cache("k", op.layer),
+        "state": "state",
+        "v_cache": b.cache("k" if op.latent else "v", op.layer),
+        "out": None if op.latent and decode else b.act(op.dst, tokens),
+    }
+    name = f"attention_{op.heads}_{op.kv_heads}_{op.key_dim}{'' if decode else '_prefill'}"
+    grid = (n, -(-group * tokens // rows), op.kv_heads)
+    return kernel(name, "attention.cu", shape, buffers, grid, "attention", threads=ATTENTION_THREADS, shared=shared)
 
 
 def state_words(s: ops.Sampling, pos: int, count: int, first_known: int) -> list[int]:

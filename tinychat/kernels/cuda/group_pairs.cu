@@ -1,0 +1,33 @@
+// Prefill, one block: (token, chosen expert) pairs sorted by expert, and cut into tiles of up to TILE_TOKENS pairs of one expert.
+
+struct Args {
+  int *order = nullptr;  // pairs by expert
+  int *tiles = nullptr;  // their number, then (expert, first place in order, number of pairs) of each
+  const int *ids = nullptr;  // (tokens, chosen)
+  const int *state = nullptr;
+};
+
+DEVICE void run(const Args &a) {
+  __shared__ int count[EXPERTS], at[EXPERTS];
+  grid_wait();
+  const int pairs = a.state[COUNT] * CHOSEN;
+  for (int e = threadIdx.x; e < EXPERTS; e += THREADS) count[e] = 0;
+  __syncthreads();
+  for (int p = threadIdx.x; p < pairs; p += THREADS) atomicAdd(&count[a.ids[p]], 1);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    int sum = 0, n = 0;
+    for (int e = 0; e < EXPERTS; e++) {
+      at[e] = sum;
+      for (int i = 0; i < count[e]; i += TILE_TOKENS, n++) {
+        a.tiles[1 + 3 * n] = e;
+        a.tiles[2 + 3 * n] = sum + i;
+        a.tiles[3 + 3 * n] = min(TILE_TOKENS, count[e] - i);
+      }
+      sum += count[e];
+    }
+    a.tiles[0] = n;
+  }
+  __syncthreads();
+  for (int p = threadIdx.x; p < pairs; p += THREADS) a.order[atomicAdd(&at[a.ids[p]], 1)] = p;
+}
