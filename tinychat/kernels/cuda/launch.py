@@ -7,7 +7,7 @@ constants, the fields of a dataclass (constants.py); the header with their value
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -38,6 +38,10 @@ def expand(name: str, seen: set[str]) -> str:
     return _INCLUDE.sub(included, text(name))
 
 
+# The grid for a prompt of so many tokens, behind which the cache holds so many rows.
+Grid = Callable[[int, int], tuple[int, int, int]]
+
+
 @dataclass(frozen=True)
 class Launch:
     """One kernel launch. `args` are (C type, parameter, buffer) in order, each buffer once; a buffer whose C type is
@@ -55,6 +59,7 @@ class Launch:
     resident: int = 1  # blocks that must fit on a multiprocessor at once
     kind: str = ""  # category for the profile: "mat-vec Q4_0", "attention", ...
     constants: str = ""  # C++ text: the kernel's named constants
+    sized: Grid | None = None  # of a prompt's kernel
 
     def source(self, device: str = "ptx.cuh") -> str:
         """The whole translation unit. `device` names the file with the device functions, or is "" for none."""
@@ -68,6 +73,10 @@ class Launch:
             f"{head}{threads}{quants}{self.constants}{''.join(expand(f, seen) for f in self.file.split())}\n{kernel}\n"
         )
 
+    def grid_of(self, count: int, keys: int) -> tuple[int, int, int]:
+        """The grid for `count` tokens, behind which the cache holds `keys` rows."""
+        return self.sized(count, keys) if self.sized else self.grid
+
     @property
     def buffers(self) -> tuple[str, ...]:
         return tuple(buffer for _, _, buffer in self.args)
@@ -78,7 +87,7 @@ def kernel(
     file: str,
     constants: Constants,
     buffers: Mapping[str, str | None],
-    grid: tuple[int, int, int],
+    grid: tuple[int, int, int] | Grid,
     kind: str,
     *,
     threads: int = 256,
@@ -102,7 +111,9 @@ def kernel(
         args.append(((written or kinds)[0], f"p{n}", buffer))
         lines += [f"  a.{field} = p{n};" for field in fields]
     body = "\n".join([*lines, "  run(a);"])
-    return Launch(name, file, body, tuple(args), grid, threads, shared, nbytes, resident, kind, header(constants))
+    sized, fixed = (grid, (1, 1, 1)) if callable(grid) else (None, grid)
+    text_of = header(constants)
+    return Launch(name, file, body, tuple(args), fixed, threads, shared, nbytes, resident, kind, text_of, sized)
 
 
 def program(launch: Launch, target: Any, binary: bytes | None = None) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -69,6 +69,11 @@ class Placed:
     stride: int
 
 
+def keys_of(absorb: Weight) -> Weight:
+    """The weight that makes keys from latent rows: what `absorb` makes of queries, transposed."""
+    return replace(absorb, rows=absorb.cols, cols=absorb.rows, transposed=not absorb.transposed)
+
+
 class Layout:
     """The tensors of a plan. Raises TinychatError for a quant type or a shape that the kernels do not take."""
 
@@ -80,6 +85,8 @@ class Layout:
         for op in plan.ops:
             for w in ops.weights_of(op):
                 self._place(w, sizes)
+            if isinstance(op, ops.Absorb):
+                self._place(keys_of(op.weight), sizes)
 
     def __getitem__(self, w: Weight) -> Placed:
         return self._placed[w]

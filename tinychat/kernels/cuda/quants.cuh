@@ -6,6 +6,8 @@
 // Floating-point types keep the file's layout; their block is 8 weights. Numbers are ggml's type ids.
 enum { F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, BF16 = 30 };
 
+template <class...> struct List {};  // of the structs of a kernel's constants
+
 DEVICE constexpr bool is_float(int t) { return t == F32 || t == F16 || t == BF16; }
 DEVICE constexpr int block_of(int t) { return is_float(t) ? 8 : 32; }
 DEVICE constexpr bool has_min(int t) { return t == Q4_1 || t == Q5_1 || t == Q4_K || t == Q5_K; }
