@@ -2,7 +2,7 @@
 
 struct Args {
   float *x = nullptr;
-  const float *y = nullptr;  // (tokens, chosen, dim)
+  const float *y = nullptr;        // (tokens, chosen, dim)
   const float *weights = nullptr;  // (tokens, chosen)
   const int *state = nullptr;
 };
@@ -16,7 +16,10 @@ DEVICE void run(const Args &a) {
   for (int s = 0; s < CHOSEN; s++) {
     const float w = a.weights[t * CHOSEN + s];
     const F4 v = *(const F4 *)(a.y + ((u64)t * CHOSEN + s) * DIM + i);
-    sum.x += w * v.x; sum.y += w * v.y; sum.z += w * v.z; sum.w += w * v.w;
+    sum.x += w * v.x;
+    sum.y += w * v.y;
+    sum.z += w * v.z;
+    sum.w += w * v.w;
   }
   *(F4 *)(a.x + (u64)t * DIM + i) = sum;
 }

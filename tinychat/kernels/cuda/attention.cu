@@ -1,34 +1,42 @@
-// Flash attention on tensor cores, for decode and prefill alike. A block takes 16 * ROW_TILES query rows (row r: token r / GROUP, head
-// r % GROUP of one kv head) and one split of the keys, CHUNK_KEYS keys at a time, double-buffered. Latent: V is the head of K's row, so
-// each cache row is read once for all heads. 16 warps: S tiles over (rows, keys, parts of the key's values), softmax by rows, then
-// O tiles over columns. Results: PREFILL (prefill, one split) or a single split with work: finished; else partial, which the last
-// block of a kv head combines (GQA) or the next kernel (latent; value_up.cu).
+// Flash attention on tensor cores, for decode and prefill alike. A block takes 16 * ROW_TILES query rows (row r: token
+// r / GROUP, head r % GROUP of one kv head) and one split of the keys, CHUNK_KEYS keys at a time, double-buffered.
+// Latent: V is the head of K's row, so each cache row is read once for all heads. 16 warps: S tiles over (rows, keys,
+// parts of the key's values), softmax by rows, then O tiles over columns. Results: PREFILL (prefill, one split) or a
+// single split with work: finished; else partial, which the last block of a kv head combines (GQA) or the next kernel
+// (latent; value_up.cu).
 
 // Keys per split: the cache's `keys` rows in at most SPLITS parts, whole chunks each.
-DEVICE int keys_per_split(int keys, int splits, int chunk) { return ((keys + splits - 1) / splits + chunk - 1) / chunk * chunk; }
+DEVICE int keys_per_split(int keys, int splits, int chunk) {
+  return ((keys + splits - 1) / splits + chunk - 1) / chunk * chunk;
+}
 
 struct Args {
   u16 *partial = nullptr;  // (splits, heads, value_dim): each split's result, where it is not finished
-  F2 *ml = nullptr;  // (splits, heads): maximum (log2) and sum
+  F2 *ml = nullptr;        // (splits, heads): maximum (log2) and sum
   int *tickets = nullptr;  // (kv_heads): splits that are done
   const u16 *q = nullptr;  // (tokens, heads, key_dim), scaled
   const u16 *k_cache = nullptr;
   const int *state = nullptr;
   const u16 *v_cache = nullptr;  // k_cache where LATENT
-  float *out = nullptr;  // (tokens, heads, value_dim)
+  float *out = nullptr;          // (tokens, heads, value_dim)
 };
 
 DEVICE void run(const Args &a) {
-  constexpr int GROUP = HEADS / KV_HEADS, ROWS = 16 * ROW_TILES, KP = KEY_DIM + 8, VP = LATENT ? KP : VALUE_DIM + 8, PP = CHUNK_KEYS + 8, SP = CHUNK_KEYS + 4, WARPS = THREADS / 32;
+  constexpr int GROUP = HEADS / KV_HEADS, ROWS = 16 * ROW_TILES, KP = KEY_DIM + 8, VP = LATENT ? KP : VALUE_DIM + 8,
+                PP = CHUNK_KEYS + 8, SP = CHUNK_KEYS + 4, WARPS = THREADS / 32;
   constexpr int TILES = ROW_TILES * CHUNK_KEYS / 8, STEPS = KEY_DIM / 16, NT = (VALUE_DIM / 8 + WARPS - 1) / WARPS;
   DYNAMIC_SHARED(pool);
-  u16 *qs = (u16 *)pool, *ks = qs + ROWS * KP, *vs = LATENT ? ks : ks + 2 * CHUNK_KEYS * KP, *ps = vs + 2 * CHUNK_KEYS * VP;
-  float *ss = (float *)(ps + ROWS * PP), *row_max = ss + PARTS * ROWS * SP, *row_sum = row_max + ROWS, *row_scale = row_sum + ROWS;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, split = blockIdx.x, kv_head = blockIdx.z, first_row = blockIdx.y * ROWS;
+  u16 *qs = (u16 *)pool, *ks = qs + ROWS * KP, *vs = LATENT ? ks : ks + 2 * CHUNK_KEYS * KP,
+      *ps = vs + 2 * CHUNK_KEYS * VP;
+  float *ss = (float *)(ps + ROWS * PP), *row_max = ss + PARTS * ROWS * SP, *row_sum = row_max + ROWS,
+        *row_scale = row_sum + ROWS;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, split = blockIdx.x, kv_head = blockIdx.z,
+            first_row = blockIdx.y * ROWS;
   const int pos = a.state[POS], count = PREFILL ? a.state[COUNT] : 1;
   const int last_row = min(first_row + ROWS, count * GROUP) - 1;
   if (last_row < first_row) return;
-  const int keys = pos + last_row / GROUP + 1, per = keys_per_split(keys, SPLITS, CHUNK_KEYS), begin = split * per, end = min(begin + per, keys);
+  const int keys = pos + last_row / GROUP + 1, per = keys_per_split(keys, SPLITS, CHUNK_KEYS), begin = split * per,
+            end = min(begin + per, keys);
   if (begin >= end) return;
   const int chunks = (end - begin + CHUNK_KEYS - 1) / CHUNK_KEYS, active = (keys + per - 1) / per;
 
@@ -39,23 +47,32 @@ DEVICE void run(const Args &a) {
 #pragma unroll 4
     for (int i = threadIdx.x; i < CHUNK_KEYS * KV; i += THREADS) {
       const int row = i / KV, col = i % KV * 8, key = first + row;
-      if (key >= from && key < to) copy_async(ks + ((c & 1) * CHUNK_KEYS + row) * KP + col, a.k_cache + ((u64)(key < end ? key : begin) * KV_HEADS + kv_head) * KEY_DIM + col, key < end);
+      if (key >= from && key < to)
+        copy_async(ks + ((c & 1) * CHUNK_KEYS + row) * KP + col,
+            a.k_cache + ((u64)(key < end ? key : begin) * KV_HEADS + kv_head) * KEY_DIM + col, key < end);
     }
 #pragma unroll 4
     for (int i = threadIdx.x; i < CHUNK_KEYS * VV; i += THREADS) {
       constexpr int V1 = VV ? VV : 1;
       const int row = i / V1, col = i % V1 * 8, key = first + row;
-      if (key >= from && key < to) copy_async(vs + ((c & 1) * CHUNK_KEYS + row) * VP + col, a.v_cache + ((u64)(key < end ? key : begin) * KV_HEADS + kv_head) * VALUE_DIM + col, key < end);
+      if (key >= from && key < to)
+        copy_async(vs + ((c & 1) * CHUNK_KEYS + row) * VP + col,
+            a.v_cache + ((u64)(key < end ? key : begin) * KV_HEADS + kv_head) * VALUE_DIM + col, key < end);
     }
   };
   const int known = max(begin, min(pos, begin + CHUNK_KEYS));  // rows of earlier steps need no waiting
   load(0, begin, known);
-  for (int i = threadIdx.x; i < ROWS; i += THREADS) { row_max[i] = -1e30f; row_sum[i] = 0; }
+  for (int i = threadIdx.x; i < ROWS; i += THREADS) {
+    row_max[i] = -1e30f;
+    row_sum[i] = 0;
+  }
   grid_wait();
   load(0, known, begin + CHUNK_KEYS);
   for (int i = threadIdx.x; i < ROWS * (KEY_DIM / 8); i += THREADS) {
-    const int r = i / (KEY_DIM / 8), c = i % (KEY_DIM / 8) * 8, row = first_row + r <= last_row ? first_row + r : last_row;
-    copy_async(qs + r * KP + c, a.q + ((u64)(row / GROUP) * HEADS + kv_head * GROUP + row % GROUP) * KEY_DIM + c, first_row + r <= last_row);
+    const int r = i / (KEY_DIM / 8), c = i % (KEY_DIM / 8) * 8,
+              row = first_row + r <= last_row ? first_row + r : last_row;
+    copy_async(qs + r * KP + c, a.q + ((u64)(row / GROUP) * HEADS + kv_head * GROUP + row % GROUP) * KEY_DIM + c,
+        first_row + r <= last_row);
   }
   copy_commit();
   float o[ROW_TILES][NT][4];
@@ -67,7 +84,11 @@ DEVICE void run(const Args &a) {
       for (int i = 0; i < 4; i++) o[m][n][i] = 0;
 
   for (int c = 0; c < chunks; c++) {
-    if (c + 1 < chunks) { load(c + 1, 0, 1 << 30); copy_commit(); copy_wait<1>(); } else copy_wait<0>();
+    if (c + 1 < chunks) {
+      load(c + 1, 0, 1 << 30);
+      copy_commit();
+      copy_wait<1>();
+    } else copy_wait<0>();
     __syncthreads();
     const u16 *kc = ks + (c & 1) * CHUNK_KEYS * KP, *vc = vs + (c & 1) * CHUNK_KEYS * VP;
     for (int tile = warp; tile < TILES * PARTS; tile += WARPS) {  // S = Q K^T
@@ -92,7 +113,8 @@ DEVICE void run(const Args &a) {
       float v[RW][KL], top[RW], sum[RW];
 #pragma unroll
       for (int j = 0; j < RW; j++) {
-        const int r = warp + j * WARPS, row = first_row + r, limit = row <= last_row ? min(end, pos + row / GROUP + 1) : 0;
+        const int r = warp + j * WARPS, row = first_row + r,
+                  limit = row <= last_row ? min(end, pos + row / GROUP + 1) : 0;
         top[j] = -1e30f;
 #pragma unroll
         for (int i = 0; i < KL; i++) {
@@ -141,7 +163,12 @@ DEVICE void run(const Args &a) {
     for (int m = 0; m < ROW_TILES; m++) {  // O = O * shrink + P V
       const float lo = row_scale[m * 16 + lane / 4], hi = row_scale[m * 16 + lane / 4 + 8];
 #pragma unroll
-      for (int n = 0; n < NT; n++) { o[m][n][0] *= lo; o[m][n][1] *= lo; o[m][n][2] *= hi; o[m][n][3] *= hi; }
+      for (int n = 0; n < NT; n++) {
+        o[m][n][0] *= lo;
+        o[m][n][1] *= lo;
+        o[m][n][2] *= hi;
+        o[m][n][3] *= hi;
+      }
     }
 #pragma unroll
     for (int k = 0; k < CHUNK_KEYS / 16; k++) {
@@ -149,7 +176,10 @@ DEVICE void run(const Args &a) {
 #pragma unroll
       for (int m = 0; m < ROW_TILES; m++) {
         const V4 av = ldmatrix4(ps + (m * 16 + lane % 16) * PP + k * 16 + lane / 16 * 8);
-        p[m][0] = av.x; p[m][1] = av.y; p[m][2] = av.z; p[m][3] = av.w;
+        p[m][0] = av.x;
+        p[m][1] = av.y;
+        p[m][2] = av.z;
+        p[m][3] = av.w;
       }
 #pragma unroll
       for (int n = 0; n < NT; n++)
@@ -176,7 +206,9 @@ DEVICE void run(const Args &a) {
           const int col = (warp * NT + n) * 8 + lane % 4 * 2;
           const F2 v = {o[m][n][i] * f, o[m][n][i + 1] * f};
           if (finished) *(F2 *)(a.out + ((u64)(row / GROUP) * HEADS + head) * VALUE_DIM + col) = v;
-          else *(u32 *)(a.partial + ((u64)split * HEADS + head) * VALUE_DIM + col) = (u32)float_to_half(v.x) | (u32)float_to_half(v.y) << 16;
+          else
+            *(u32 *)(a.partial + ((u64)split * HEADS + head) * VALUE_DIM + col) =
+                (u32)float_to_half(v.x) | (u32)float_to_half(v.y) << 16;
         }
       if (!finished && warp == 0 && lane % 4 == 0) a.ml[split * HEADS + head] = F2{row_max[r], row_sum[r]};
     }
@@ -190,7 +222,8 @@ DEVICE void run(const Args &a) {
   if (!last) return;
   fence();
   if (threadIdx.x == 0) a.tickets[kv_head] = 0;
-  for (int h = warp; h < GROUP; h += WARPS) combine_weights<SPLITS>(ss + h * SPLITS, a.ml + kv_head * GROUP + h, HEADS, active, lane);
+  for (int h = warp; h < GROUP; h += WARPS)
+    combine_weights<SPLITS>(ss + h * SPLITS, a.ml + kv_head * GROUP + h, HEADS, active, lane);
   __syncthreads();
   for (int i = threadIdx.x; i < GROUP * VALUE_DIM / 4; i += THREADS) {
     const int h = i / (VALUE_DIM / 4);
@@ -200,7 +233,10 @@ DEVICE void run(const Args &a) {
     for (int s = 0; s < active; s++) {
       const V2 v = *(const V2 *)(from + (u64)s * HEADS * VALUE_DIM);
       const float w = ss[h * SPLITS + s];
-      sum.x += w * half_to_float(v.x); sum.y += w * half_to_float(v.x >> 16); sum.z += w * half_to_float(v.y); sum.w += w * half_to_float(v.y >> 16);
+      sum.x += w * half_to_float(v.x);
+      sum.y += w * half_to_float(v.x >> 16);
+      sum.z += w * half_to_float(v.y);
+      sum.w += w * half_to_float(v.y >> 16);
     }
     *(F4 *)(a.out + (u64)kv_head * GROUP * VALUE_DIM + i * 4) = sum;
   }

@@ -1,8 +1,9 @@
-// Prefill, one block: (token, chosen expert) pairs sorted by expert, and cut into tiles of up to TILE_TOKENS pairs of one expert.
+// Prefill, one block: (token, chosen expert) pairs sorted by expert, and cut into tiles of up to TILE_TOKENS pairs of
+// one expert.
 
 struct Args {
-  int *order = nullptr;  // pairs by expert
-  int *tiles = nullptr;  // their number, then (expert, first place in order, number of pairs) of each
+  int *order = nullptr;      // pairs by expert
+  int *tiles = nullptr;      // their number, then (expert, first place in order, number of pairs) of each
   const int *ids = nullptr;  // (tokens, chosen)
   const int *state = nullptr;
 };

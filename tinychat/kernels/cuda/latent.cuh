@@ -1,4 +1,5 @@
-// MLA: what goes into the cache and behind the absorbed part of the queries. Constants: HEADS, NOPE, KV_LORA, ROPE_DIMS, NEOX.
+// MLA: what goes into the cache and behind the absorbed part of the queries. Constants: HEADS, NOPE, KV_LORA,
+// ROPE_DIMS, NEOX.
 #include "rope.cuh"
 
 // By one block of 256 threads: the cache row of token t, RMSNorm(kv[:KV_LORA]) * gain, then RoPE(kv[KV_LORA:]).

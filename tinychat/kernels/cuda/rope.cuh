@@ -1,8 +1,6 @@
 // Rotary embedding. Constants: ROPE_DIMS, NEOX.
 
-DEVICE F2 turn(float a, float b, F2 angle) {
-  return F2{a * angle.x - b * angle.y, a * angle.y + b * angle.x};
-}
+DEVICE F2 turn(float a, float b, F2 angle) { return F2{a * angle.x - b * angle.y, a * angle.y + b * angle.x}; }
 
 // Rotated value d of a head's `v` (ROPE_DIMS values), from the cos and sin of its pair.
 DEVICE float rotated(const float *v, const F2 *angles, int d) {

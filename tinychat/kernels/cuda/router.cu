@@ -3,7 +3,7 @@
 #include "routing.cuh"
 
 struct Args {
-  int *ids = nullptr;  // (tokens, chosen)
+  int *ids = nullptr;        // (tokens, chosen)
   float *weights = nullptr;  // (tokens, chosen)
   u16 *normed = nullptr;  // (tokens, padded(columns)), in the order the products read
   const u8 *w = nullptr;
@@ -58,6 +58,9 @@ DEVICE void run(const Args &a) {
   __syncthreads();
   if (warp < TOKENS && first + warp < count) {
     choose<Choice>(logits[warp], a.selection_bias, my_ids[warp], my_weights[warp]);
-    if (lane < Choice::CHOSEN) { a.ids[(first + warp) * Choice::CHOSEN + lane] = my_ids[warp][lane]; a.weights[(first + warp) * Choice::CHOSEN + lane] = my_weights[warp][lane]; }
+    if (lane < Choice::CHOSEN) {
+      a.ids[(first + warp) * Choice::CHOSEN + lane] = my_ids[warp][lane];
+      a.weights[(first + warp) * Choice::CHOSEN + lane] = my_weights[warp][lane];
+    }
   }
 }

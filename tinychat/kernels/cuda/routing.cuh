@@ -1,4 +1,5 @@
-// The choice of experts from router logits, by one warp: ids and weights (CHOSEN each, in shared memory). See kernels/ops.py, Route.
+// The choice of experts from router logits, by one warp: ids and weights (CHOSEN each, in shared memory). See
+// kernels/ops.py, Route.
 
 template <class C> DEVICE void choose(const float *logits, const float *bias, int *ids, float *weights) {
   constexpr int N = (C::EXPERTS + 31) / 32;
@@ -15,7 +16,10 @@ template <class C> DEVICE void choose(const float *logits, const float *bias, in
     top = warp_max(top);
     float sum = 0;
 #pragma unroll
-    for (int i = 0; i < N; i++) { p[i] = lane + 32 * i < C::EXPERTS ? expf(p[i] - top) : 0; sum += p[i]; }
+    for (int i = 0; i < N; i++) {
+      p[i] = lane + 32 * i < C::EXPERTS ? expf(p[i] - top) : 0;
+      sum += p[i];
+    }
     sum = warp_sum(sum);
 #pragma unroll
     for (int i = 0; i < N; i++) p[i] /= sum;
@@ -44,14 +48,20 @@ template <class C> DEVICE void choose(const float *logits, const float *bias, in
       if (lane == g) group = PER > 1 ? first + second : first;
     }
     int rank = 0;
-    for (int g = 0; g < C::GROUPS; g++) { const float v = shfl(group, g); rank += v > group || (v == group && g < lane); }
+    for (int g = 0; g < C::GROUPS; g++) {
+      const float v = shfl(group, g);
+      rank += v > group || (v == group && g < lane);
+    }
 #pragma unroll
     for (int i = 0; i < N; i++) {
       const int e = lane + 32 * i, r = shfl(rank, e < C::EXPERTS ? e / PER : 0);
       if (e < C::EXPERTS && r >= C::GROUPS_USED) score[i] = -INFINITY;
     }
   }
-  if (lane < C::CHOSEN) { ids[lane] = lane; weights[lane] = 0; }  // what stays where logits are not numbers
+  if (lane < C::CHOSEN) {
+    ids[lane] = lane;
+    weights[lane] = 0;
+  }  // what stays where logits are not numbers
   warp_sync();
   u32 key[N];  // sorts as the score does; 0: not to be chosen
 #pragma unroll
@@ -60,13 +70,20 @@ template <class C> DEVICE void choose(const float *logits, const float *bias, in
     u32 best = 0, id = ~0u;
 #pragma unroll
     for (int i = N - 1; i >= 0; i--)
-      if (key[i] >= best) { best = key[i]; id = lane + 32 * i; }
+      if (key[i] >= best) {
+        best = key[i];
+        id = lane + 32 * i;
+      }
     const u32 most = warp_most(best);
     id = warp_least(best == most ? id : ~0u);
     if (most == 0) break;
 #pragma unroll
     for (int i = 0; i < N; i++)
-      if (id == lane + 32 * i) { ids[k] = id; weights[k] = p[i]; key[i] = 0; }
+      if (id == lane + 32 * i) {
+        ids[k] = id;
+        weights[k] = p[i];
+        key[i] = 0;
+      }
   }
   warp_sync();
   float w = lane < C::CHOSEN ? weights[lane] : 0;

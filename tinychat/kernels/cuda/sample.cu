@@ -1,11 +1,15 @@
-// The next token on the device, in two kernels: candidates of each stretch of 4096 logits, then the choice by one block.
-// Where top_k is 0 or above MAX_K, the choice looks at all logits instead (slower, by bisection; no sorting anywhere).
+// The next token on the device, in two kernels: candidates of each stretch of 4096 logits, then the choice by one
+// block. Where top_k is 0 or above MAX_K, the choice looks at all logits instead (slower, by bisection; no sorting
+// anywhere).
 
-#define MAX_K 64     // top_k with candidate lists
-#define SLOTS 128    // candidates kept per stretch: MAX_K and room for equal logits
+#define MAX_K 64   // top_k with candidate lists
+#define SLOTS 128  // candidates kept per stretch: MAX_K and room for equal logits
 #define STRETCH 4096
 
-struct Candidate { u32 key; int id; };  // key: the logit's bits, made to sort as unsigned
+struct Candidate {
+  u32 key;
+  int id;
+};  // key: the logit's bits, made to sort as unsigned
 
 DEVICE float value_of(u32 k) { return unbits(k & 0x80000000u ? k & 0x7FFFFFFFu : ~k); }
 
@@ -61,7 +65,9 @@ template <int N> DEVICE u32 kth_key(const u32 (&key)[N], int k, int *red) {
   return at;
 }
 
-template <int VOCAB> DEVICE void candidates(Candidate *list, int *counts, F2 *parts, float *adjusted, const float *logits, const int *history, const int *state) {
+template <int VOCAB>
+DEVICE void candidates(Candidate *list, int *counts, F2 *parts, float *adjusted, const float *logits,
+    const int *history, const int *state) {
   __shared__ float red[32];
   __shared__ int ired[64];
   __shared__ u32 seen[STRETCH / 32];
@@ -99,15 +105,24 @@ template <int VOCAB> DEVICE void candidates(Candidate *list, int *counts, F2 *pa
 #pragma unroll
   for (int i = 0; i < 4; i++) mine += k && key[i] >= threshold;
   int before = mine;
-  for (int by = 1; by < 32; by *= 2) { const int v = shfl_up(before, by); if (tid % 32 >= by) before += v; }
+  for (int by = 1; by < 32; by *= 2) {
+    const int v = shfl_up(before, by);
+    if (tid % 32 >= by) before += v;
+  }
   __syncthreads();
   if (tid % 32 == 31) ired[tid / 32] = before;
   __syncthreads();
   int at = before - mine, all = 0;
-  for (int w = 0; w < 32; w++) { if (w < tid / 32) at += ired[w]; all += ired[w]; }
+  for (int w = 0; w < 32; w++) {
+    if (w < tid / 32) at += ired[w];
+    all += ired[w];
+  }
 #pragma unroll
   for (int i = 0; i < 4; i++)
-    if (k && key[i] >= threshold) { if (at < SLOTS) list[blockIdx.x * SLOTS + at] = Candidate{key[i], first + tid * 4 + i}; at++; }
+    if (k && key[i] >= threshold) {
+      if (at < SLOTS) list[blockIdx.x * SLOTS + at] = Candidate{key[i], first + tid * 4 + i};
+      at++;
+    }
   if (tid == 0) counts[blockIdx.x] = min(all, SLOTS);
 }
 
@@ -121,11 +136,15 @@ DEVICE double gumbel(u64 seed, u64 position, u64 id) {
 }
 
 // What a token scores, and the better of two: the larger score, then the lower id.
-struct Pick { double score; int id; };
+struct Pick {
+  double score;
+  int id;
+};
 DEVICE Pick better(Pick a, Pick b) { return b.score > a.score || (b.score == a.score && b.id < a.id) ? b : a; }
 DEVICE Pick block_best(Pick p, Pick *red) {
   for (int m = 16; m; m >>= 1) {
-    const int lo = shfl_xor((int)(u32)__double_as_longlong(p.score), m), hi = shfl_xor((int)(u32)((u64)__double_as_longlong(p.score) >> 32), m);
+    const int lo = shfl_xor((int)(u32)__double_as_longlong(p.score), m),
+              hi = shfl_xor((int)(u32)((u64)__double_as_longlong(p.score) >> 32), m);
     p = better(p, Pick{__longlong_as_double((long long)((u64)(u32)hi << 32 | (u32)lo)), shfl_xor(p.id, m)});
   }
   if (threadIdx.x % 32 == 0) red[threadIdx.x / 32] = p;
@@ -134,7 +153,9 @@ DEVICE Pick block_best(Pick p, Pick *red) {
   return p;
 }
 
-template <int VOCAB, int RING> DEVICE void choose_token(V2 *ring, int *history, int *state, const Candidate *list, const int *counts, const F2 *parts, const float *adjusted, const float *logits) {
+template <int VOCAB, int RING>
+DEVICE void choose_token(V2 *ring, int *history, int *state, const Candidate *list, const int *counts, const F2 *parts,
+    const float *adjusted, const float *logits) {
   constexpr int BLOCKS = (VOCAB + STRETCH - 1) / STRETCH, N = (BLOCKS * SLOTS + THREADS - 1) / THREADS, KEPT = 512;
   __shared__ float red[32];
   __shared__ int ired[64];
@@ -161,15 +182,22 @@ template <int VOCAB, int RING> DEVICE void choose_token(V2 *ring, int *history, 
       const int slot = tid + i * THREADS, b = slot / SLOTS;
       const bool there = b < BLOCKS && slot % SLOTS < counts[b];
       const Candidate c = there ? list[slot] : Candidate{0, 0};
-      key[i] = c.key; id[i] = c.id;
+      key[i] = c.key;
+      id[i] = c.id;
     }
     const u32 threshold = kth_key(key, min(k, VOCAB), ired);
 #pragma unroll
     for (int i = 0; i < N; i++)
       if (key[i] >= threshold && key[i]) {
-        if (temperature <= 0) { pick = better(pick, Pick{(double)value_of(key[i]), id[i]}); continue; }
+        if (temperature <= 0) {
+          pick = better(pick, Pick{(double)value_of(key[i]), id[i]});
+          continue;
+        }
         const int at = atomicAdd(&n_kept, 1);
-        if (at < KEPT) { kept[at] = value_of(key[i]); kept_id[at] = id[i]; }
+        if (at < KEPT) {
+          kept[at] = value_of(key[i]);
+          kept_id[at] = id[i];
+        }
       }
     __syncthreads();
     if (temperature > 0) {
@@ -182,7 +210,8 @@ template <int VOCAB, int RING> DEVICE void choose_token(V2 *ring, int *history, 
         mass += p;
         if (kept[i] > v) before += p;
       }
-      const bool stays = tid < n && (top_p >= 1.f || before < top_p * mass || v == largest) && (min_p <= 0 || v >= largest + logf(min_p));
+      const bool stays = tid < n && (top_p >= 1.f || before < top_p * mass || v == largest) &&
+          (min_p <= 0 || v >= largest + logf(min_p));
       if (stays) pick = Pick{(double)v / temperature + gumbel(seed, pos, kept_id[tid]), kept_id[tid]};
     }
   } else {  // all logits, already adjusted
@@ -216,7 +245,8 @@ template <int VOCAB, int RING> DEVICE void choose_token(V2 *ring, int *history, 
     }
     if (min_p > 0) threshold = max(threshold, min(key_of(largest + logf(min_p)), key_of(largest)));
     for (int i = tid; i < VOCAB; i += THREADS)
-      if (key_of(adjusted[i]) >= threshold) pick = better(pick, Pick{(double)adjusted[i] / temperature + gumbel(seed, pos, i), i});
+      if (key_of(adjusted[i]) >= threshold)
+        pick = better(pick, Pick{(double)adjusted[i] / temperature + gumbel(seed, pos, i), i});
   }
   pick = block_best(pick, pred);
   if (tid == 0) {

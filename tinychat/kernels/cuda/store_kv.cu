@@ -1,5 +1,5 @@
-// GQA: one warp per head of q, k and v: optional RMSNorm and RoPE of q and k; q times QUERY_SCALE as halves into `queries`, k and v
-// into the cache rows of this step's tokens.
+// GQA: one warp per head of q, k and v: optional RMSNorm and RoPE of q and k; q times QUERY_SCALE as halves into
+// `queries`, k and v into the cache rows of this step's tokens.
 #include "rope.cuh"
 
 struct Args {
@@ -18,7 +18,8 @@ struct Args {
 DEVICE void run(const Args &a) {
   __shared__ float head_values[8][KEY_DIM];
   grid_wait();
-  const int t = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32, item = blockIdx.x * 8 + warp, pos = a.state[POS] + t;
+  const int t = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32, item = blockIdx.x * 8 + warp,
+            pos = a.state[POS] + t;
   if (t >= a.state[COUNT] || item >= HEADS + 2 * KV_HEADS) return;
   const bool is_q = item < HEADS, is_v = item >= HEADS + KV_HEADS;
   const int head = is_q ? item : is_v ? item - HEADS - KV_HEADS : item - HEADS, heads = is_q ? HEADS : KV_HEADS;
