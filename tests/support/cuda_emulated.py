@@ -22,11 +22,12 @@ PREFILL = 96  # tokens of a prefill step: more than one tile, fewer than two
 class EmulatedCUDA:
     """Buffers start poisoned (NaN), so that whatever a kernel reads too early shows."""
 
-    def __init__(self, plan: Plan, gguf: GGUF, max_context: int) -> None:
+    def __init__(self, plan: Plan, gguf: GGUF, max_context: int, prefill_tokens: int = PREFILL) -> None:
+        self.prefill_tokens = prefill_tokens
         self.plan, layout = plan, Layout(plan, {name: t.nbytes for name, t in gguf.tensors.items()})
         self.builder = Builder(plan, layout, max_context)
         self.launches = self.builder.decode()
-        prefill = Prefill(self.builder, PREFILL)
+        prefill = Prefill(self.builder, prefill_tokens)
         self.prefill_launches = [*prefill.layers(), *prefill.head()]
         self.buffers = {name: aligned(size) for name, size in self.builder.buffers.items()}
         self.buffers["tickets"][:] = 0
@@ -78,8 +79,8 @@ class EmulatedCUDA:
         self.buffers["state"].view(np.int32)[:11] = state_words(Sampling(temperature=0.0), pos, len(ids), 0)
         self.buffers["history"].view(np.int32)[pos : pos + len(ids)] = ids
         for launch in self.prefill_launches:
-            cuda_emulator.run(launch, self.buffers)
-        return self.buffers["logits_all"].view(np.float32).reshape(PREFILL, -1)[: len(ids)].copy()
+            cuda_emulator.run(launch, self.buffers, len(ids), pos + len(ids))
+        return self.buffers["logits_all"].view(np.float32).reshape(self.prefill_tokens, -1)[: len(ids)].copy()
 
 
 class EmulatedGPU:
@@ -111,6 +112,8 @@ class EmulatedGPU:
     def download(self, name: str, nbytes: int, offset: int = 0) -> np.ndarray:
         return self.buffers[name][offset : offset + nbytes].copy()
 
+    free_bytes = 1 << 33
+
     def event(self) -> float:
         return time.perf_counter()
 
@@ -126,12 +129,15 @@ class EmulatedGPU:
     def compile(self, launches: Iterable[Launch]) -> None:
         cuda_emulator.compile_all(launches)
 
-    def sequence(self, launches: Sequence[Launch], names: dict[str, str] | None = None) -> Callable[[], None]:
+    def sequence(
+        self, launches: Sequence[Launch], names: dict[str, str] | None = None
+    ) -> Callable[[int, int], None]:
         self.compile(launches)
 
-        def enqueue() -> None:
+        def enqueue(count: int = 1, keys: int = 1) -> None:
             for launch in launches:
-                cuda_emulator.run(launch, {b: self.buffers[(names or {}).get(b, b)] for b in launch.buffers})
+                buffers = {b: self.buffers[(names or {}).get(b, b)] for b in launch.buffers}
+                cuda_emulator.run(launch, buffers, count, keys)
 
         return enqueue
 

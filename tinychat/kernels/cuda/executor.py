@@ -10,18 +10,20 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES
 
 from tinychat.errors import TinychatError
-from tinychat.kernels.cuda.device import GPU, Graph, unusable
+from tinychat.kernels.cuda.device import GPU, unusable
+from tinychat.kernels.cuda.graph import Graph
 from tinychat.kernels.cuda.layout import FLOATS, Layout, Tensor, repack, transpose
-from tinychat.kernels.cuda.prefill import Prefill
+from tinychat.kernels.cuda.prefill import SIZES, Prefill
 from tinychat.kernels.cuda.profile import kernels, profile, read_bandwidth, seconds_of
 from tinychat.kernels.cuda.selfcheck import self_check
-from tinychat.kernels.cuda.step import PREFILL, RING, Builder, state_words
+from tinychat.kernels.cuda.step import RING, Builder, state_words
 from tinychat.kernels.executor import Weights
 from tinychat.kernels.ops import Plan, Sampling, weights_of
 from tinychat.kernels.profile import Kernel, StepProfile
@@ -29,7 +31,9 @@ from tinychat.kernels.profile import Kernel, StepProfile
 AHEAD = 4  # decode steps enqueued before the oldest is read
 SLOT = 32 << 20  # bytes of one upload
 SLOTS = 6  # uploads in flight
-FEW = 10  # tokens that the decode step takes one by one rather than prefill
+FEW = 3  # tokens that the decode step takes one by one rather than prefill
+CHUNKS = (4096, 2048, 1024)  # tokens of a prefill step, at most: the first whose buffers fit the GPU
+SHARE = 0.97  # of the free memory that buffers may take; the rest is for programs and page-locked memory
 ROWS_OF_LOGITS = 64  # tokens of a prefill step that wants the logits of all
 GREEDY = Sampling(temperature=0.0, repeat_penalty=1.0)
 EMPTY = 2**64 - 1  # a ring slot nothing was written to
@@ -45,11 +49,16 @@ class CUDAExecutor:
         self.plan, self.max_context = plan, max_context
         names = {w.tensor for op in plan.ops for w in weights_of(op)}
         layout = Layout(plan, {name: weights.raw(name).nbytes for name in names})
-        builder = Builder(plan, layout, max_context)
-        decode = builder.decode()
-        prefill = Prefill(builder, min(PREFILL, max_context)).layers()
-        head_all = Prefill(builder, min(ROWS_OF_LOGITS, max_context)).head()
         self.gpu = gpu = GPU()
+        for chunk in CHUNKS:
+            builder = Builder(plan, layout, max_context)
+            decode = builder.decode()
+            self.prefill_chunk = min(chunk, max_context)
+            sizes = sorted({min(n, self.prefill_chunk) for n in (*SIZES, chunk)})
+            prefill = {n: Prefill(builder, n).layers() for n in sizes}
+            head_all = Prefill(builder, min(ROWS_OF_LOGITS, max_context)).head()
+            if sum(builder.buffers.values()) < SHARE * gpu.free_bytes:
+                break
         self.device = f"CUDA · {gpu.name}"
         try:
             for name, size in builder.buffers.items():
@@ -59,13 +68,14 @@ class CUDAExecutor:
                     gpu.allocate(name, size)
             if "tickets" in builder.buffers:  # of attention
                 gpu.upload("tickets", np.zeros(builder.buffers["tickets"], np.uint8))
-            gpu.compile([*decode, *prefill, *head_all])
+            gpu.compile([*decode, *chain.from_iterable(prefill.values()), *head_all])
             _load(gpu, layout, weights, progress)
             self_check(gpu, sorted({t.kind for t in layout.tensors.values()}, key=int))
             for rope, name in builder.ropes.items():
                 gpu.upload(name, rope.table(max_context))
             self._decode: Graph = gpu.graph(decode)
-            self._prefill, self._head_all = gpu.sequence(prefill), gpu.sequence(head_all)
+            self._prefill = {n: gpu.sequence(launches) for n, launches in prefill.items()}
+            self._head_all = gpu.sequence(head_all)
             self._head = gpu.sequence([x for x in decode if x.name.startswith("head")])
             gpu.synchronize()
         except BaseException as e:
@@ -85,29 +95,31 @@ class CUDAExecutor:
     def forward(
         self, ids: Sequence[int], pos: int, logits: Literal["none", "last", "all"] = "none"
     ) -> np.ndarray | None:
-        """See Executor.forward. A few tokens go through the decode step one by one, more through prefill steps."""
+        """See Executor.forward. A few tokens go through the decode step one by one, more through prefill steps.
+
+        Returns when the device has finished.
+        """
         self._check(ids, pos)
         out: list[np.ndarray] = []
-        size = 1 if len(ids) <= FEW else ROWS_OF_LOGITS if logits == "all" else PREFILL
+        size = 1 if len(ids) <= FEW else min(ROWS_OF_LOGITS, self.prefill_chunk) if logits == "all" else self.prefill_chunk
         for start in range(0, len(ids), size):
             part, last = ids[start : start + size], start + size >= len(ids)
+            count, keys = len(part), pos + start + len(part)
             self._know(part, pos + start)
-            self._set_state(GREEDY, pos + start, len(part), 0)
+            self._set_state(GREEDY, pos + start, count, 0)
             if size == 1:
                 self._decode()
             else:
-                self._prefill()
+                self._prefill[min(n for n in self._prefill if n >= count)](count, keys)
             if logits == "all" and size > 1:
-                self._head_all()
-                out.append(
-                    self.gpu.download("logits_all", 4 * self.plan.vocab * len(part))
-                    .view(np.float32)
-                    .reshape(len(part), -1)
-                )
+                self._head_all(count, keys)
+                rows = self.gpu.download("logits_all", 4 * self.plan.vocab * count).view(np.float32)
+                out.append(rows.reshape(count, -1))
             elif logits == "all" or (logits == "last" and last):
                 if size > 1:
                     self._head()
                 out.append(self.gpu.download("logits", 4 * self.plan.vocab).view(np.float32)[None])
+        self.gpu.synchronize()
         return np.concatenate(out) if out else None
 
     def decode(self, token: int, pos: int, sampling: Sampling, recent: Sequence[int]) -> Iterator[tuple[int, float]]:

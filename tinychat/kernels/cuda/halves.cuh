@@ -98,6 +98,22 @@ template <class M, int TOTAL, int TILES, int TOKENS, int DEPTH> struct Rows {
       a[m][0] = top.x; a[m][1] = bottom.x; a[m][2] = top.y; a[m][3] = bottom.y;
     }
   }
+  // The first of each SPLIT warps gets the sums of all of them.
+  template <int SPLIT> DEVICE void gather(float *pool) {
+    constexpr int N = TILES * TOKENS / 2;
+    const int warp = threadIdx.x / 32, part = warp % SPLIT, slot = warp / SPLIT * (SPLIT - 1);
+    float *from = pool + threadIdx.x % 32, *sums = &acc[0][0][0];
+    if (part > 0)
+#pragma unroll
+      for (int i = 0; i < N; i++) from[((slot + part - 1) * N + i) * 32] = sums[i];
+    __syncthreads();
+    if (part == 0)
+#pragma unroll
+      for (int i = 0; i < N; i++)
+#pragma unroll
+        for (int p = 0; p < SPLIT - 1; p++) sums[i] += from[((slot + p) * N + i) * 32];
+    __syncthreads();
+  }
   DEVICE void use(int n, u32 b0, u32 b1) {  // times tokens 8n..8n+7
 #pragma unroll
     for (int m = 0; m < TILES; m++) mma_f16(acc[m][n], a[m], b0, b1);
@@ -162,23 +178,7 @@ DEVICE void multiply(V4 *pool, const u16 *x, const int *row_of, int tokens, R &.
   if (SPLIT > 1) {
     copy_wait<0>();
     __syncthreads();
-    float *from = (float *)pool + threadIdx.x % 32;
-    const int slot = warp / SPLIT * (SPLIT - 1);
-    auto add = [&](auto &r) {
-      constexpr int N = sizeof(r.acc) / 4;
-      float *sums = &r.acc[0][0][0];
-      if (part > 0)
-#pragma unroll
-        for (int i = 0; i < N; i++) from[((slot + part - 1) * N + i) * 32] = sums[i];
-      __syncthreads();
-      if (part == 0)
-#pragma unroll
-        for (int i = 0; i < N; i++)
-#pragma unroll
-          for (int p = 0; p < SPLIT - 1; p++) sums[i] += from[((slot + p) * N + i) * 32];
-      __syncthreads();
-    };
-    (add(rows), ...);
+    (rows.template gather<SPLIT>((float *)pool), ...);
   }
 }
 

@@ -1,4 +1,4 @@
-"""From a kernel (a .cu file, its constants, its buffers) to a node of tinygrad's graph.
+"""From a kernel (a .cu file, its constants, its buffers) to a launch.
 
 A kernel is one .cu file with a `struct Args` of pointers and a function `run(const Args &)`. Its sizes are named
 constants, the fields of a dataclass (constants.py); the header with their values stands before the file.
@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from tinychat.kernels.cuda.constants import Constants, header
 
@@ -97,7 +96,7 @@ def kernel(
 ) -> Launch:
     """A launch of the kernel in `file`. `buffers`: field of its Args -> buffer; a field without one stays nullptr.
 
-    A buffer that two fields name is one parameter, since tinygrad orders kernels by the buffers they are given.
+    A buffer that two fields name is one parameter.
     """
     types = {field: c_type for c_type, field in _FIELD.findall(text(file))}
     bound: dict[str, list[str]] = {}
@@ -114,28 +113,3 @@ def kernel(
     sized, fixed = (grid, (1, 1, 1)) if callable(grid) else (None, grid)
     text_of = header(constants)
     return Launch(name, file, body, tuple(args), fixed, threads, shared, nbytes, resident, kind, text_of, sized)
-
-
-def program(launch: Launch, target: Any, binary: bytes | None = None) -> Any:
-    """A function for `Tensor.custom_kernel` over launch.buffers: it returns the kernel as a compiled PROGRAM node."""
-    from tinygrad.renderer import Estimates
-    from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo, UOp
-
-    def kernel(*params: UOp) -> UOp:
-        n = len(params)
-        sink = UOp.sink(
-            *params, arg=KernelInfo(name=launch.name, estimates=Estimates(mem=launch.bytes, lds=launch.bytes))
-        )
-        info = ProgramInfo(
-            name=launch.name,
-            global_size=launch.grid,
-            local_size=(launch.threads, 1, 1),
-            globals=tuple(range(n)),
-            target=target,
-            outs=tuple(i for i, (kind, _, _) in enumerate(launch.args) if not kind.startswith("const")),
-            ins=tuple(range(n)),
-        )
-        src = (sink, UOp(Ops.LINEAR, src=(*sink.src, sink)), UOp(Ops.SOURCE, arg=launch.source()))
-        return UOp(Ops.PROGRAM, src=(*src, UOp(Ops.BINARY, arg=binary)) if binary is not None else src, arg=info)
-
-    return kernel

@@ -150,6 +150,6 @@ def read_bandwidth(gpu: GPU) -> float:
         began = gpu.event()
         gpu._check(gpu.cuda.cuMemcpyDtoDAsync_v2(target, source, COPY, None))
         seconds.append(gpu.elapsed(began, gpu.event()))
-    buffer: Any = gpu.tensors.pop("bandwidth").uop.buffer
+    buffer: Any = gpu.buffers.pop("bandwidth")
     buffer.deallocate()
     return 2 * COPY / min(seconds) / 1e9

@@ -14,7 +14,6 @@ from tinychat.kernels.cuda.layout import FLOATS, Layout, Placed, block_size
 from tinychat.kernels.ops import Op, Plan, Weight
 
 SPLITS = 32  # parts of the keys in decode attention; latent attention, with one kv head, has twice as many
-PREFILL = 512  # tokens of a prefill step, at most
 RING = 64  # slots of the ring of decoded tokens
 STRETCH, SLOTS = 4096, 128  # as in sample.cu
 Arg = tuple[str, str, str]  # C type, parameter, buffer
