@@ -186,7 +186,7 @@ class GPU:
 
     def _allow_shared(self, runtime: Any, nbytes: int) -> None:
         runtime.smem = nbytes
-        if nbytes > 48 << 10:
+        if nbytes:  # with its static shared memory a kernel may need more than 48 KB
             attribute = self.cuda.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self._check(self.cuda.cuFuncSetAttribute(runtime.prg, attribute, nbytes))
 
