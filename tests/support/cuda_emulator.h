@@ -119,6 +119,20 @@ DEVICE u32 ldc4(const void *p) { return load<u32>(p); }
 DEVICE u32 ldc2(const void *p) { return load<u16>(p); }
 DEVICE float half_to_float(u32 h) { _Float16 f; u16 b = (u16)h; memcpy(&f, &b, 2); return (float)f; }
 DEVICE u16 float_to_half(float v) { _Float16 f = (_Float16)v; u16 b; memcpy(&b, &f, 2); return b; }
+DEVICE u32 pack_halves(float lo, float hi) { return (u32)float_to_half(lo) | (u32)float_to_half(hi) << 16; }
+DEVICE u32 half2_fma(u32 a, u32 b, u32 c) {
+  u32 d = 0;
+  for (int s = 0; s < 32; s += 16) d |= (u32)float_to_half((float)fma((double)half_to_float(a >> s), (double)half_to_float(b >> s), (double)half_to_float(c >> s))) << s;
+  return d;
+}
+DEVICE u32 half2_mul(u32 a, u32 b) { return half2_fma(a, b, 0x80008000u); }
+DEVICE u32 half2_sub(u32 a, u32 b) { return half2_fma(b, 0xBC00BC00u, a); }
+DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
+  const u64 both = (u64)b << 32 | a;
+  u32 d = 0;
+  for (int i = 0; i < 4; i++) d |= (u32)(u8)(both >> 8 * (selector >> 4 * i & 7)) << 8 * i;
+  return d;
+}
 DEVICE u32 bits(float f) { u32 u; memcpy(&u, &f, 4); return u; }
 DEVICE float unbits(u32 u) { float f; memcpy(&f, &u, 4); return f; }
 DEVICE int dp4a(u32 a, u32 b, int c) { for (int i = 0; i < 4; i++) c += (signed char)(a >> 8 * i) * (signed char)(b >> 8 * i); return c; }
@@ -144,6 +158,7 @@ DEVICE void checked(const void *p) { if ((u64)p % 16) { fprintf(stderr, "emulato
 DEVICE V4 ldmatrix4(const void *p) { checked(p); const void *r[32]; emu::all(p, r); int l = emu::current % 32; return V4{matrix_row(r, 0, l, false), matrix_row(r, 1, l, false), matrix_row(r, 2, l, false), matrix_row(r, 3, l, false)}; }
 DEVICE V2 ldmatrix2(const void *p) { checked(p); const void *r[32]; emu::all(p, r); int l = emu::current % 32; return V2{matrix_row(r, 0, l, false), matrix_row(r, 1, l, false)}; }
 DEVICE V2 ldmatrix2_trans(const void *p) { checked(p); const void *r[32]; emu::all(p, r); int l = emu::current % 32; return V2{matrix_row(r, 0, l, true), matrix_row(r, 1, l, true)}; }
+DEVICE V4 ldmatrix4_trans(const void *p) { checked(p); const void *r[32]; emu::all(p, r); int l = emu::current % 32; return V4{matrix_row(r, 0, l, true), matrix_row(r, 1, l, true), matrix_row(r, 2, l, true), matrix_row(r, 3, l, true)}; }
 struct Fragments { u32 a[4], b[2]; };
 DEVICE void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   Fragments all[32]; emu::all(Fragments{{a[0], a[1], a[2], a[3]}, {b0, b1}}, all);
@@ -177,6 +192,8 @@ DEVICE u32 warp_least(u32 v) { return ~warp_most(~v); }
 DEVICE void fence() {}
 DEVICE void fence_system() {}
 DEVICE u32 atomicOr(u32 *p, u32 v) { u32 o = *p; *p |= v; return o; }
+DEVICE int atomicMin(int *p, int v) { int o = *p; *p = min(o, v); return o; }
+DEVICE int atomicMax(int *p, int v) { int o = *p; *p = max(o, v); return o; }
 DEVICE int atomicAdd(int *p, int v) { int o = *p; *p += v; return o; }
 DEVICE long long __double_as_longlong(double d) { long long v; memcpy(&v, &d, 8); return v; }
 DEVICE double __longlong_as_double(long long v) { double d; memcpy(&d, &v, 8); return d; }

@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType
 
 from tinychat.kernels import ops
 
-TILE_ROWS, TILE_TOKENS = 128, 64  # of a block of a prefill product
+SPAN = 128  # values that four lanes of a prompt's product take at a time; rows of halves are padded to it
 U64 = int  # a field of this type is u64 in C++: it goes into address computations
 LOG2E = math.log2(math.e)
 Gating = IntEnum("Gating", [name.upper() for name in get_args(ops.Gating)], start=0)  # type: ignore[misc]
@@ -59,6 +59,7 @@ class Choice(Constants):
     groups: int
     groups_used: int
     scale: float
+    min_weight_sum: float = ops.MIN_WEIGHT_SUM
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ class StoreKV(Constants):
 
 @dataclass(frozen=True)
 class StoreLatent(Constants):
-    """store_latent.cu; latent.cuh"""
+    """prompt_latent.cu; latent.cuh"""
 
     heads: int
     nope: int
@@ -235,55 +236,91 @@ class Attention(Constants):
     parts: int  # warps that share a tile of scores, each over a part of the key's values
     splits: int  # parts of the cache's rows, one block each
     latent: bool  # V is the head of K's row
-    prefill: bool  # many tokens, one split, finished results
 
 
 @dataclass(frozen=True)
-class Prepare(Constants):
-    """prepare.cu"""
+class Tile(Constants):
+    """What a block of a prompt's product computes: halves.cuh"""
+
+    rows: int  # times 16, per warp
+    tokens: int
+    split: int  # warps that share rows, each with a part of the columns
+    depth: int  # spans of weights on the way
+    stages: int  # spans of activations in shared memory
+
+    @property
+    def block_rows(self) -> int:
+        return self.rows * 16 * (8 // self.split)
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory."""
+        return self.stages * self.split * self.tokens * SPAN * 2
+
+
+@dataclass(frozen=True)
+class Part(Constants):
+    """One of the weights of prompt_linear.cu: `total` rows of it from its first matrix on, at block `first_tile`."""
+
+    weight: Matrix
+    total: int
+    pitch: int  # values from one token's results to the next
+    first_tile: int
+    tiles: int
+
+
+@dataclass(frozen=True)
+class PromptLinear(Constants):
+    """prompt_linear.cu"""
+
+    parts: int
+    part: tuple[Part, ...]
+    tile: Tile
+    half: bool  # results are halves
+    add: bool  # results are added to what is there
+    all_keys: bool  # the tokens are all rows of the cache, not only this step's
+    scale: float  # of the results, with their bias
+
+
+@dataclass(frozen=True)
+class PromptGated(Constants):
+    """prompt_gated.cu"""
+
+    gate: Matrix
+    up: Matrix
+    tile: Tile
+    grouped: bool
+    pairs_per_row: int  # (token, expert) pairs that share a row of activations
+
+
+@dataclass(frozen=True)
+class PromptExperts(Constants):
+    """prompt_experts.cu"""
+
+    weight: Matrix
+    tile: Tile
+
+
+@dataclass(frozen=True)
+class PromptNorm(Constants):
+    """prompt_norm.cu"""
 
     cols: int
-    normed: bool  # RMSNorm
-    gated: bool  # silu(src) * up
-    quantised: bool  # int8 blocks, for quantised weights
-    floating: bool  # halves, for floating-point weights
-    rows_per_token: int
-    token_stride: int  # values in src from one token to the next
-    row_stride: int  # and from one of its rows to the next
     eps: float
 
 
 @dataclass(frozen=True)
-class Matmul(Constants):
-    """matmul.cu"""
+class PromptAttention(Constants):
+    """prompt_attention.cu"""
 
-    weight: Matrix
-    in_pitch: int  # values from one token's activations to the next
-    out_pitch: int  # and results
-    out_step: int  # values from one matrix's results to the next
-    half: bool  # results are halves, times `scale`
-    add: bool  # results are added to what is there
-    scale: float = 1.0
-    tile_rows: int = TILE_ROWS
-    tile_tokens: int = TILE_TOKENS
-
-
-@dataclass(frozen=True)
-class MatmulExperts(Constants):
-    """matmul_experts.cu"""
-
-    weight: Matrix
-    pairs_per_row: int  # (token, expert) pairs that share a row of activations
-    tile_rows: int = TILE_ROWS
-    tile_tokens: int = TILE_TOKENS
-
-
-@dataclass(frozen=True)
-class Silu(Constants):
-    """silu.cu"""
-
-    cols: int
-    out_pitch: int
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    key_part: int  # values of a key that lie in `keys`; the rest is in `rope`
+    rope_pitch: int
+    rope_start: int
+    chunk_keys: int  # keys in shared memory at a time, twice
 
 
 @dataclass(frozen=True)
@@ -302,7 +339,7 @@ class GroupPairs(Constants):
 
     experts: int
     chosen: int
-    tile_tokens: int = TILE_TOKENS
+    tile_tokens: int
 
 
 @dataclass(frozen=True)
@@ -311,6 +348,7 @@ class AddExperts(Constants):
 
     dim: int
     chosen: int
+    scale: float
 
 
 @dataclass(frozen=True)

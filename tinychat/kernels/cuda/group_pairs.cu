@@ -16,18 +16,16 @@ DEVICE void run(const Args &a) {
   __syncthreads();
   for (int p = threadIdx.x; p < pairs; p += THREADS) atomicAdd(&count[a.ids[p]], 1);
   __syncthreads();
-  if (threadIdx.x == 0) {
-    int sum = 0, n = 0;
-    for (int e = 0; e < EXPERTS; e++) {
-      at[e] = sum;
-      for (int i = 0; i < count[e]; i += TILE_TOKENS, n++) {
-        a.tiles[1 + 3 * n] = e;
-        a.tiles[2 + 3 * n] = sum + i;
-        a.tiles[3 + 3 * n] = min(TILE_TOKENS, count[e] - i);
-      }
-      sum += count[e];
+  for (int e = threadIdx.x; e < EXPERTS; e += THREADS) {
+    int first = 0, tile = 0;  // what the experts before have
+    for (int i = 0; i < e; i++) { first += count[i]; tile += (count[i] + TILE_TOKENS - 1) / TILE_TOKENS; }
+    at[e] = first;
+    for (int i = 0; i < count[e]; i += TILE_TOKENS, tile++) {
+      a.tiles[1 + 3 * tile] = e;
+      a.tiles[2 + 3 * tile] = first + i;
+      a.tiles[3 + 3 * tile] = min(TILE_TOKENS, count[e] - i);
     }
-    a.tiles[0] = n;
+    if (e == EXPERTS - 1) a.tiles[0] = tile;
   }
   __syncthreads();
   for (int p = threadIdx.x; p < pairs; p += THREADS) a.order[atomicAdd(&at[a.ids[p]], 1)] = p;

@@ -1,275 +1,375 @@
-"""A plan over up to PREFILL tokens at once as kernel launches: matrix products on tensor cores, experts grouped by
-their tokens."""
+"""A plan over many tokens at once as kernel launches: products of halves on tensor cores, experts grouped by their
+tokens, keys and values of latent attention made once per cache row."""
 
 from __future__ import annotations
 
-from tinychat.kernels import ops
+from dataclasses import replace
+
+from tinychat.errors import TinychatError
 from tinychat.kernels.cuda import constants
-from tinychat.kernels.cuda.constants import LOG2E, TILE_ROWS, TILE_TOKENS
+from tinychat.kernels.cuda.constants import LOG2E, SPAN, Tile
 from tinychat.kernels.cuda.launch import Launch, kernel
-from tinychat.kernels.cuda.layout import FLOATS
-from tinychat.kernels.cuda.step import PREFILL, Builder, attention, choice, embed, store_kv
-from tinychat.kernels.ops import Weight
+from tinychat.kernels.cuda.layout import keys_of
+from tinychat.kernels.cuda.quants import FLOATS
+from tinychat.kernels.cuda.step import Builder, choice, embed, store_kv
+from tinychat.kernels.ops import GQA, MLA, Dense, Experts, Weight
+
+SIZES = (16, 64, 1024)  # tokens up to which the kernels are of one kind each; beyond, there is one kind more
+QUERIES = 128  # rows of a block of prompt_attention.cu
+MAX_SHARED = 227 << 10  # bytes of shared memory of a block
+
+
+def padded(values: int) -> int:
+    """The length of a row of halves: halves.cuh."""
+    return -(-values // SPAN) * SPAN
 
 
 class Prefill:
-    """Launches for `tokens` tokens over the buffers of a decode Builder, which grow to that many rows."""
+    """Launches for up to `tokens` tokens over the buffers of a decode Builder, which grow to that many rows."""
 
-    def __init__(self, builder: Builder, tokens: int = PREFILL) -> None:
+    def __init__(self, builder: Builder, tokens: int) -> None:
         self.b, self.tokens = builder, tokens
 
     def layers(self) -> list[Launch]:
         """Embedding and all layers: the residual stream of every token, and their cache rows."""
-        out = [embed(self.b, self.b.plan.embed, self.tokens)]
+        out = [self._embed()]
         for i, layer in enumerate(self.b.plan.layers):
-            layer_ops = self.b.plan.ops_of_layers[i]
-            for op in layer_ops:
-                match op:
-                    case ops.RopeStore():
-                        out.append(store_kv(self.b, i, layer.attention, self.tokens))
-                    case ops.LatentStore():
-                        out += self._absorb(op, layer_ops[layer_ops.index(op) + 1], layer.attention.scale * LOG2E)
-                    case ops.Attention():
-                        out.append(attention(self.b, i, layer.attention, self.tokens))
-                    case ops.Route():
-                        out += self._experts(op, *layer_ops[-2:], choice(layer.feed_forward.router))
-                    case ops.Absorb() | ops.ExpertsUp() | ops.ExpertsDown():
-                        pass
-                    case _:
-                        out += getattr(self, "_" + type(op).__name__)(op)
+            match layer.attention:
+                case GQA() as a:
+                    out += self._gqa(i, a)
+                case MLA() as m:
+                    out += self._mla(i, m)
+            match layer.feed_forward:
+                case Dense() as d:
+                    out += [
+                        self._norm("x", d.norm, d.eps),
+                        self._gated(d.weights.gate, d.weights.up, "inner"),
+                        self._linear_add("inner", d.weights.down, None, d.residual_scale),
+                    ]
+                case Experts() as e:
+                    out += self._experts(e)
         return out
 
     def head(self) -> list[Launch]:
         """Logits of every token into logits_all (tokens, vocab)."""
-        op = self.b.plan.ops[-1]
-        assert isinstance(op, ops.Head)
+        op = self.b.plan.head
         dst = self.b.buffer("logits_all", 4 * self.tokens * op.weight.rows)
         return [
-            self._prepare("x", [op.weight], norm=op.norm, eps=op.eps),
-            self._matmul(op.weight, dst, op.weight.rows),
+            self._norm("x", op.norm, op.eps),
+            self._linear("head", [op.weight], "normed", [dst], [op.weight.rows], scale=op.scale),
         ]
 
     # --- pieces
 
-    def _prepare(
-        self,
-        src: str,
-        readers: list[Weight],
-        *,
-        norm: Weight | None = None,
-        eps: float = 0,
-        up: str | None = None,
-        rows_per_token: int = 1,
-        token_stride: int = 0,
-        row_stride: int = 0,
-    ) -> Launch:
-        """Activations for the matrices `readers`: rows of buffer `src` as they are, normed, or silu(src) * up."""
-        cols = readers[0].cols
-        rows = self.tokens * rows_per_token
-        floating = {self.b.matrix(w).type in FLOATS for w in readers}
-        shape = constants.Prepare(
-            cols,
-            normed=norm is not None,
-            gated=up is not None,
-            quantised=False in floating,
-            floating=True in floating,
-            rows_per_token=rows_per_token,
-            token_stride=token_stride or rows_per_token * cols,
-            row_stride=row_stride or cols,
-            eps=eps,
-        )
+    def _embed(self) -> Launch:
+        launch = embed(self.b, self.b.plan.embed, self.tokens)
+        return replace(launch, sized=lambda count, keys: (launch.grid[0], count, 1))
+
+    def _halves(self, name: str, rows: int, values: int) -> str:
+        """A buffer of rows of halves."""
+        return self.b.buffer(name, 2 * rows * padded(values))
+
+    def _tile(self, *weights: Weight) -> Tile:
+        """For products with all tokens."""
+        floating = any(w.transposed or w.type in FLOATS for w in weights)  # whose registers hold four times as much
+        depth = 1 if floating else 2
+        small, short, medium = SIZES
+        if self.tokens <= small:
+            return Tile(1, 16, split=8, depth=depth, stages=2)
+        if self.tokens <= short:
+            return Tile(1, 64, split=4, depth=depth, stages=2)
+        if self.tokens <= medium:
+            return Tile(1, 64, split=2, depth=depth, stages=3)
+        return Tile(1 if floating else 2, 64, split=1, depth=depth, stages=3)
+
+    def _grouped_tile(self, rows: int) -> Tile:
+        """For products with each expert's tokens."""
+        small, short, _ = SIZES
+        if self.tokens <= short:
+            return Tile(1, 8 if self.tokens <= small else 16, split=2, depth=2, stages=3)
+        return Tile(rows, 64, split=1, depth=2, stages=3)
+
+    def _norm(self, src: str, norm: Weight | None, eps: float) -> Launch:
+        assert norm is not None
         buffers = {
-            "xq": self.b.buffer("xq", rows * cols),
-            "xs": self.b.buffer("xs", rows * -(-cols // 32) * 8),
-            "xh": self.b.buffer("xh", rows * cols * 2 if shape.floating else 16),
-            "src": src,
-            "state": "state",
+            "dst": self._halves("normed", self.tokens, norm.cols),
+            "src": self.b.act(src, self.tokens),
             "gain": self.b.data(norm),
-            "up": up,
+            "state": "state",
         }
-        mode = "silu" if up else "normed" if norm else "plain"
-        return kernel(f"prepare_{mode}_{cols}", "prepare.cu", shape, buffers, (rows, 1, 1), "activations")
+        shape = constants.PromptNorm(norm.cols, eps)
+        return kernel(
+            f"prompt_norm_{norm.cols}", "prompt_norm.cu", shape, buffers, lambda count, keys: (count, 1, 1), "norm"
+        )
 
-    def _product(self, w: Weight, dst: str, bias: Weight | None, shape: constants.Matmul) -> Launch:
-        half = shape.half
-        buffers = {
-            "w": self.b.data(w),
-            **{name: name for name in ("xq", "xs", "xh", "state")},
-            "dst": None if half else dst,
-            "dst_half": dst if half else None,
-            "bias": self.b.data(bias),
-        }
-        quant = shape.weight.type.name.lower()
-        grid = (-(-w.rows // TILE_ROWS), -(-self.tokens // TILE_TOKENS), w.groups)
-        return kernel(f"matmul_{quant}_{w.rows}x{w.cols}", "matmul.cu", shape, buffers, grid, f"matmul {quant}")
-
-    def _matmul(self, w: Weight, dst: str, pitch: int, bias: Weight | None = None, add: bool = False) -> Launch:
-        """dst (tokens, pitch) = or += w @ prepared (+ bias)."""
-        return self._product(
-            w, dst, bias, constants.Matmul(self.b.matrix(w), w.cols, pitch, out_step=0, half=False, add=add)
+    def _linear(
+        self,
+        name: str,
+        weights: list[Weight],
+        x: str,
+        dst: list[str],
+        pitches: list[int],
+        biases: tuple[Weight | None, ...] = (),
+        *,
+        half: bool = False,
+        add: bool = False,
+        all_keys: bool = False,
+        scale: float = 1.0,
+    ) -> Launch:
+        """dst[i] (tokens, pitches[i]) = or += scale * (weights[i] @ x (+ biases[i])), rows of all of a weight's
+        matrices."""
+        tile, parts, first = self._tile(*weights), list[constants.Part](), 0
+        if all_keys:
+            tile = Prefill(self.b, max(self.tokens, SIZES[1] + 1))._tile(*weights)
+        buffers: dict[str, str | None] = {"x": x, "state": "state"}
+        for i, w in enumerate(weights):
+            tiles = -(-w.rows * w.groups // tile.block_rows)
+            parts.append(constants.Part(self.b.matrix(w), w.rows * w.groups, pitches[i], first, tiles))
+            buffers |= {f"dst[{i}]": dst[i], f"w[{i}]": self.b.data(w)}
+            buffers[f"bias[{i}]"] = self.b.data(biases[i]) if biases else None
+            first += tiles
+        shape = constants.PromptLinear(len(parts), tuple(parts), tile, half, add, all_keys, scale)
+        quant = "_".join(dict.fromkeys(p.weight.type.name.lower() for p in parts))
+        return kernel(
+            f"prompt_{name}_{quant}_{first * tile.block_rows}x{weights[0].cols}",
+            "prompt_linear.cu",
+            shape,
+            buffers,
+            lambda count, keys: (first, -(-(keys if all_keys else count) // tile.tokens), 1),
+            f"prompt {quant}",
+            shared=tile.shared,
         )
 
     # --- ops
 
-    def _NormLinear(self, op: ops.NormLinear) -> list[Launch]:
-        src = self.b.act(op.src, self.tokens)
-        return [self._prepare(src, list(op.weights), norm=op.norm, eps=op.eps)] + [
-            self._matmul(w, self.b.act(d, self.tokens), self.b.plan.buffers[d], bias)
-            for w, bias, d in zip(op.weights, op.biases, op.dst)
-        ]
+    def _projections(
+        self, src: str, norm: Weight | None, eps: float, outputs: list[tuple[Weight, Weight | None, str]]
+    ) -> list[Launch]:
+        """Each (weight, bias, buffer of its results) over RMSNorm(src)."""
+        weights, biases, names = zip(*outputs)
+        dst = [self.b.act(d, self.tokens) for d in names]
+        pitches = [self.b.plan.buffers[d] for d in names]
+        return [self._norm(src, norm, eps), self._linear("linear", list(weights), "normed", dst, pitches, biases)]
 
-    def _absorb(self, store: ops.LatentStore, op: ops.Absorb, scale: float) -> list[Launch]:
-        row, head = op.kv_lora + store.rope.dims, op.nope + store.rope.dims
-        queries = self.b.buffer("queries", 2 * self.tokens * op.heads * row)
+    def _mla(self, layer: int, a: MLA) -> list[Launch]:
+        """Keys and values of all cache rows from their latent parts, then attention over them."""
+        b, context, heads = self.b, self.b.max_context, a.heads
+        dims, key_dim, v_dim = a.rope.dims, a.nope + a.rope.dims, a.v_b.rows
+        projections = self._projections(
+            "x", a.norm, a.eps, [(a.q_a, None, "q_a") if a.q_a else (a.q, None, "q"), (a.kv_a, None, "kv")]
+        )
+        if a.q_a:
+            projections += self._projections("q_a", a.q_a_norm, a.eps, [(a.q, None, "q")])
         shape = constants.StoreLatent(
-            op.heads,
-            op.nope,
-            op.kv_lora,
-            store.rope.dims,
-            neox=store.rope.style == "neox",
-            eps=store.eps,
-            query_scale=scale,
+            heads,
+            a.nope,
+            a.kv_lora,
+            dims,
+            neox=a.rope.style == "neox",
+            eps=a.eps,
+            query_scale=a.scale * LOG2E,
         )
         buffers = {
-            "q": self.b.act(op.src, self.tokens),
-            "queries": queries,
-            "cache": self.b.cache("k", store.layer),
-            "kv": self.b.act(store.kv, self.tokens),
-            "kv_gain": self.b.data(store.norm),
-            "table": self.b.rope(store.rope),
+            "cache": b.cache("k", layer),
+            "latents": self._halves("latents", context, a.kv_lora),
+            "queries": b.buffer("queries", 2 * self.tokens * heads * key_dim),
+            "q": b.act("q", self.tokens),
+            "kv": b.act("kv", self.tokens),
+            "kv_gain": b.data(a.kv_norm),
+            "table": b.rope(a.rope),
             "state": "state",
         }
-        grid = (-(-op.heads // 8) + 1, self.tokens, 1)
-        product = constants.Matmul(
-            self.b.matrix(op.weight),
-            in_pitch=op.heads * op.weight.cols,
-            out_pitch=op.heads * row,
-            out_step=row,
-            half=True,
-            add=False,
-            scale=scale,
+        keys, values = b.buffer("keys", 2 * context * heads * a.nope), b.buffer("values", 2 * context * heads * v_dim)
+        return [
+            *projections,
+            kernel(
+                f"prompt_latent_{heads}",
+                "prompt_latent.cu",
+                shape,
+                buffers,
+                lambda count, keys: (keys + -(-count * heads // 8), 1, 1),
+                "rope",
+            ),
+            self._linear(
+                "keys_values",
+                [keys_of(a.k_b), a.v_b],
+                "latents",
+                [keys, values],
+                [heads * a.nope, heads * v_dim],
+                half=True,
+                all_keys=True,
+            ),
+            self._attend(
+                constants.PromptAttention(heads, heads, key_dim, v_dim, a.nope, a.kv_lora + dims, a.kv_lora, 0),
+                keys,
+                values,
+                b.cache("k", layer),
+            ),
+            self._linear_add("attended", a.output, None, a.residual_scale),
+        ]
+
+    def _gqa(self, layer: int, a: GQA) -> list[Launch]:
+        stored = store_kv(self.b, layer, a, self.tokens)
+        return [
+            *self._projections("x", a.norm, a.eps, [(a.q, a.q_bias, "q"), (a.k, a.k_bias, "k"), (a.v, a.v_bias, "v")]),
+            replace(stored, sized=lambda count, keys: (stored.grid[0], count, 1)),
+            self._attend(
+                constants.PromptAttention(a.heads, a.kv_heads, a.key_dim, a.value_dim, a.key_dim, 0, 0, 0),
+                self.b.cache("k", layer),
+                self.b.cache("v", layer),
+                None,
+            ),
+            self._linear_add("attended", a.output, a.output_bias, a.residual_scale),
+        ]
+
+    def _attend(self, shape: constants.PromptAttention, keys: str, values: str, rope: str | None) -> Launch:
+        """Attention's results as halves in buffer `attended`."""
+        k_pitch, v_pitch = -(-shape.key_dim // 16) * 16 + 8, -(-shape.value_dim // 16) * 16 + 8
+        sizes = {n: 2 * (QUERIES * k_pitch + 2 * n * (k_pitch + v_pitch)) for n in (64, 32, 16)}
+        chunk = next((n for n, size in sizes.items() if size <= MAX_SHARED), 0)
+        if not chunk or shape.key_dim % 8 or shape.value_dim % 8 or shape.key_part % 8 or shape.rope_pitch % 8:
+            raise TinychatError(
+                f"the CUDA attention kernel does not take heads of {shape.key_dim} and {shape.value_dim} values"
+            )
+        buffers = {
+            "out": self._halves("attended", self.tokens, shape.heads * shape.value_dim),
+            "q": "queries",
+            "keys": keys,
+            "values": values,
+            "rope": rope,
+            "state": "state",
+        }
+        return kernel(
+            f"prompt_attention_{shape.heads}_{shape.kv_heads}_{shape.key_dim}",
+            "prompt_attention.cu",
+            replace(shape, chunk_keys=chunk),
+            buffers,
+            lambda count, keys: (-(-count // QUERIES), shape.heads, 1),
+            "attention",
+            shared=sizes[chunk],
         )
-        return [
-            kernel(f"store_latent_{op.heads}", "store_latent.cu", shape, buffers, grid, "rope"),
-            self._prepare(op.src, [op.weight], rows_per_token=op.heads, token_stride=op.heads * head, row_stride=head),
-            self._product(op.weight, queries, None, product),
-        ]
 
-    def _ValueUp(self, op: ops.ValueUp) -> list[Launch]:
-        w = op.weight
-        shape = constants.Matmul(
-            self.b.matrix(w),
-            in_pitch=w.groups * w.cols,
-            out_pitch=w.groups * w.rows,
-            out_step=w.rows,
-            half=False,
-            add=False,
+    def _linear_add(self, src: str, w: Weight, bias: Weight | None, scale: float) -> Launch:
+        """x += scale * (w @ src (+ bias))."""
+        return self._linear("linear_add", [w], src, ["x"], [w.rows], (bias,), add=True, scale=scale)
+
+    def _gated(self, gate: Weight, up: Weight, name: str) -> Launch:
+        """silu(gate) * up of all tokens, from the halves `normed`."""
+        tile = self._tile(gate, up)
+        tile = replace(tile, rows=1)
+        buffers = {
+            "dst": self._halves(name, self.tokens, gate.rows),
+            "gate": self.b.data(gate),
+            "up": self.b.data(up),
+            "x": "normed",
+            "state": "state",
+        }
+        shape = constants.PromptGated(self.b.matrix(gate), self.b.matrix(up), tile, grouped=False, pairs_per_row=1)
+        tiles, quant = -(-padded(gate.rows) // tile.block_rows), gate.type.name.lower()
+        return kernel(
+            f"prompt_gated_{quant}_{gate.rows}x{gate.cols}",
+            "prompt_gated.cu",
+            shape,
+            buffers,
+            lambda count, keys: (tiles, -(-count // tile.tokens), 1),
+            f"prompt {quant}",
+            shared=tile.shared,
         )
-        return [
-            self._prepare(self.b.act(op.src, self.tokens), [w], rows_per_token=w.groups),
-            self._product(w, self.b.act(op.dst, self.tokens), None, shape),
-        ]
 
-    def _LinearAdd(self, op: ops.LinearAdd) -> list[Launch]:
-        src, stride = self.b.act(op.src, self.tokens), self.b.plan.buffers[op.src]
-        return [
-            self._prepare(src, [op.weight], token_stride=stride),
-            self._matmul(op.weight, "x", op.weight.rows, op.bias, add=True),
-        ]
-
-    def _gate_up(self, gate: Weight, up: Weight) -> list[Launch]:
-        """gate and up of the prepared activations into their own buffers."""
-        return [
-            self._matmul(w, self.b.buffer(name, 4 * self.tokens * w.rows), w.rows)
-            for w, name in ((gate, "gate"), (up, "up"))
-        ]
-
-    def _GateUp(self, op: ops.GateUp) -> list[Launch]:
-        ff = op.gate.rows
-        buffers = {"dst": self.b.act(op.dst, self.tokens), "gate": "gate", "up": "up", "state": "state"}
-        shape = constants.Silu(ff, out_pitch=self.b.plan.buffers[op.dst])
-        return [
-            self._prepare("x", [op.gate, op.up], norm=op.norm, eps=op.eps),
-            *self._gate_up(op.gate, op.up),
-            kernel(f"silu_{ff}", "silu.cu", shape, buffers, (-(-ff // 256), self.tokens, 1), "activations"),
-        ]
-
-    def _experts(
-        self, route: ops.Route, up: ops.ExpertsUp, down: ops.ExpertsDown, chosen: constants.Choice
-    ) -> list[Launch]:
+    def _experts(self, block: Experts) -> list[Launch]:
         """Routing, tokens grouped by expert, gate and up and down of each group, the shared expert, all added to x."""
-        b, e, ff, dim, top = self.b, route.router.rows, up.gate.rows, down.down.rows, up.top_k
+        b, e, top, w, shared = self.b, block.router.experts, block.router.top_k, block.weights, block.shared
+        ff, dim, scale = w.ff, w.down.rows, block.residual_scale
         pairs = self.tokens * top
-        tiles = e + pairs // TILE_TOKENS  # at most: every expert's last tile may be short
-        gate_up = [w for w in (up.gate, up.up, up.shared_gate, up.shared_up) if w]
+        tile, down_tile = self._grouped_tile(1), self._grouped_tile(2)
+        assert tile.tokens == down_tile.tokens
+
+        def tiles(count: int) -> int:  # at most: every expert's last tile may be short
+            return min(e, count * top) + count * top // tile.tokens
+
+        groups = {
+            "tiles": b.buffer("tiles", 4 * (1 + 3 * (e + tiles(self.tokens)))),
+            "order": b.buffer("order", 4 * pairs),
+        }
+        gate_buffers = {
+            "dst": self._halves("pairs", pairs, ff),
+            "gate": b.data(w.gate),
+            "up": b.data(w.up),
+            "x": "normed",
+            "state": "state",
+            **groups,
+        }
+        gated = constants.PromptGated(b.matrix(w.gate), b.matrix(w.up), tile, grouped=True, pairs_per_row=top)
+        rows, quant = -(-padded(ff) // tile.block_rows), w.gate.type.name.lower()
         out = [
-            self._router(route, pairs, chosen),
+            self._router(block, pairs),
             kernel(
                 f"group_{e}_{top}",
                 "group_pairs.cu",
-                constants.GroupPairs(e, top),
-                {
-                    "order": b.buffer("order", 4 * pairs),
-                    "tiles": b.buffer("tiles", 4 * (1 + 3 * tiles)),
-                    "ids": "expert_ids",
-                    "state": "state",
-                },
+                constants.GroupPairs(e, top, tile.tokens),
+                {**groups, "ids": "expert_ids", "state": "state"},
                 (1, 1, 1),
                 "routing",
+                threads=1024,
             ),
-            self._prepare("x", gate_up, norm=up.norm, eps=up.eps),
-            self._grouped(up.gate, b.buffer("gate_pairs", 4 * pairs * ff), top, tiles),
-            self._grouped(up.up, b.buffer("up_pairs", 4 * pairs * ff), top, tiles),
+            kernel(
+                f"prompt_experts_up_{quant}_{ff}x{w.gate.cols}",
+                "prompt_gated.cu",
+                gated,
+                gate_buffers,
+                lambda count, keys: (rows, tiles(count), 1),
+                f"prompt experts {quant}",
+                shared=tile.shared,
+            ),
         ]
-        if up.shared_gate and up.shared_up and down.shared_down:
+        if shared:
             out += [
-                *self._gate_up(up.shared_gate, up.shared_up),
-                self._prepare("gate", [down.shared_down], up="up"),
-                self._matmul(down.shared_down, "x", dim, add=True),
+                self._gated(shared.gate, shared.up, "inner"),
+                self._linear_add("inner", shared.down, None, scale),
             ]
+        quant = w.down.type.name.lower()
         return [
             *out,
-            self._prepare("gate_pairs", [down.down], up="up_pairs", rows_per_token=top),
-            self._grouped(down.down, b.buffer("down_pairs", 4 * pairs * dim), 1, tiles),
+            kernel(
+                f"prompt_experts_down_{quant}_{dim}x{ff}",
+                "prompt_experts.cu",
+                constants.PromptExperts(b.matrix(w.down), down_tile),
+                {"dst": b.buffer("down_pairs", 4 * pairs * dim), "w": b.data(w.down), "x": "pairs", **groups},
+                lambda count, keys: (-(-dim // down_tile.block_rows), tiles(count), 1),
+                f"prompt experts {quant}",
+                shared=down_tile.shared,
+            ),
             kernel(
                 f"add_experts_{dim}",
                 "add_experts.cu",
-                constants.AddExperts(dim, top),
+                constants.AddExperts(dim, top, scale),
                 {"x": "x", "y": "down_pairs", "weights": "expert_weights", "state": "state"},
-                (-(-dim // 1024), self.tokens, 1),
+                lambda count, keys: (-(-dim // 1024), count, 1),
                 "experts",
             ),
         ]
 
-    def _router(self, route: ops.Route, pairs: int, chosen: constants.Choice) -> Launch:
-        experts, cols = route.router.rows, route.router.cols
+    def _router(self, block: Experts, pairs: int) -> Launch:
+        r = block.router
+        experts, cols = r.experts, r.weight.cols
         tokens = 4 if cols <= 2560 else 2 if cols <= 5120 else 1  # their float32 values fit into 40 KB
         buffers = {
             "ids": self.b.buffer("expert_ids", 4 * pairs),
             "weights": self.b.buffer("expert_weights", 4 * pairs),
-            "w": self.b.data(route.router),
+            "normed": self._halves("normed", self.tokens, cols),
+            "w": self.b.data(r.weight),
             "x": "x",
-            "gain": self.b.data(route.norm),
-            "selection_bias": self.b.data(route.bias),
-            "router_bias": self.b.data(route.router_bias),
+            "gain": self.b.data(block.norm),
+            "selection_bias": self.b.data(r.selection_bias),
+            "router_bias": self.b.data(r.bias),
             "state": "state",
         }
-        shape = constants.Router(self.b.matrix(route.router), chosen, tokens, route.eps)
-        grid = (-(-self.tokens // tokens), 1, 1)
-        return kernel(f"router_{experts}x{cols}", "router.cu", shape, buffers, grid, "routing")
-
-    def _grouped(self, w: Weight, dst: str, pairs_per_row: int, tiles: int) -> Launch:
-        """dst (pairs, rows) = w[expert of the pair] @ prepared row pair / pairs_per_row."""
-        buffers = {
-            "w": self.b.data(w),
-            **{name: name for name in ("xq", "xs", "xh", "state")},
-            "dst": dst,
-            "tiles": "tiles",
-            "order": "order",
-        }
-        shape = constants.MatmulExperts(self.b.matrix(w), pairs_per_row)
-        quant = shape.weight.type.name.lower()
-        grid = (-(-w.rows // TILE_ROWS), tiles, 1)
+        shape = constants.Router(self.b.matrix(r.weight), choice(r), tokens, block.eps)
         return kernel(
-            f"experts_{quant}_{w.rows}x{w.cols}", "matmul_experts.cu", shape, buffers, grid, f"matmul {quant}"
+            f"router_{experts}x{cols}",
+            "router.cu",
+            shape,
+            buffers,
+            lambda count, keys: (-(-count // tokens), 1, 1),
+            "routing",
         )

@@ -65,6 +65,32 @@ DEVICE u16 float_to_half(float f) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
   return h;
 }
+DEVICE u32 pack_halves(float lo, float hi) {
+  u32 h;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(h) : "f"(hi), "f"(lo));
+  return h;
+}
+DEVICE u32 half2_sub(u32 a, u32 b) {
+  u32 d;
+  asm("sub.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+DEVICE u32 half2_mul(u32 a, u32 b) {
+  u32 d;
+  asm("mul.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+DEVICE u32 half2_fma(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+// Byte i of the result is byte (selector >> 4 * i & 7) of a (0 to 3) and b (4 to 7).
+DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
+  u32 d;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
+  return d;
+}
 DEVICE u32 bits(float f) { return __float_as_uint(f); }
 DEVICE float unbits(u32 u) { return __uint_as_float(u); }
 DEVICE int dp4a(u32 a, u32 b, int c) {
@@ -114,6 +140,11 @@ DEVICE V2 ldmatrix2_trans(const void *p) {
   V2 v;
   u32 s = (u32)__cvta_generic_to_shared(p);
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(s));
+  return v;
+}
+DEVICE V4 ldmatrix4_trans(const void *p) {
+  V4 v; u32 s = (u32)__cvta_generic_to_shared(p);
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(s));
   return v;
 }
 

@@ -1,9 +1,11 @@
-// Prefill: router logits and choice of experts for TOKENS tokens per block, float32 all through.
+// Prompts: router logits and choice of experts for TOKENS tokens per block, float32 all through; and the tokens' normed values as halves.
+#include "halves.cuh"
 #include "routing.cuh"
 
 struct Args {
   int *ids = nullptr;        // (tokens, chosen)
   float *weights = nullptr;  // (tokens, chosen)
+  u16 *normed = nullptr;  // (tokens, padded(columns)), in the order the products read
   const u8 *w = nullptr;
   const float *x = nullptr;
   const float *gain = nullptr;
@@ -34,6 +36,10 @@ DEVICE void run(const Args &a) {
     for (int i = threadIdx.x; i < Weight::COLS; i += THREADS) xn[t * Weight::COLS + i] = src[i] * r * a.gain[i];
   }
   __syncthreads();
+  for (int i = threadIdx.x * 2; i < min(TOKENS, count - first) * padded(Weight::COLS); i += THREADS * 2) {
+    const int t = i / padded(Weight::COLS), k = i % padded(Weight::COLS);
+    *(u32 *)(a.normed + (u64)(first + t) * padded(Weight::COLS) + place(k)) = k < Weight::COLS ? pack(xn[t * Weight::COLS + k], xn[t * Weight::COLS + k + 1]) : 0;
+  }
   for (int e = warp; e < Choice::EXPERTS; e += 8) {
     float acc[TOKENS] = {};
 #pragma unroll 4

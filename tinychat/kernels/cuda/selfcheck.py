@@ -10,20 +10,12 @@ from gguf.quants import dequantize
 from tinychat.errors import TinychatError
 from tinychat.kernels import ops
 from tinychat.kernels.cuda.device import GPU
-from tinychat.kernels.cuda.layout import FLOATS, Layout, repack
-from tinychat.kernels.cuda.step import Builder, head, state_words
+from tinychat.kernels.cuda.layout import Layout, repack
+from tinychat.kernels.cuda.quants import FLOATS, QUANTS
+from tinychat.kernels.cuda.state import state_words
+from tinychat.kernels.cuda.step import Builder, head
 
 Q = GGMLQuantizationType
-_SCALES = {
-    Q.Q4_0: (0,),
-    Q.Q4_1: (0, 2),
-    Q.Q5_0: (0,),
-    Q.Q5_1: (0, 2),
-    Q.Q8_0: (0,),
-    Q.Q4_K: (0, 2),
-    Q.Q5_K: (0, 2),
-    Q.Q6_K: (208,),
-}
 ROWS, COLS = 24, 512
 
 
@@ -45,7 +37,7 @@ def check_data(kind: Q) -> tuple[np.ndarray, np.ndarray]:
         )
     else:
         blocks = rng.integers(0, 256, (ROWS * COLS // block, size), np.uint8)
-        for at in _SCALES[kind]:
+        for at in QUANTS[kind].halves:
             blocks[:, at : at + 2] = rng.uniform(0.01, 0.02, len(blocks)).astype(np.float16)[:, None].view(np.uint8)
         packed = blocks.reshape(-1)
     return packed, rng.standard_normal(COLS).astype(np.float32)
@@ -69,7 +61,7 @@ def self_check(gpu: GPU, kinds: list[Q]) -> None:
         tensor, names = layout.tensors["check"], {b: f"check:{b}" for b in launch.buffers}
         for buffer, name in names.items():
             gpu.allocate(name, builder.buffers[buffer])
-        gpu.upload(names["state"], np.asarray(state_words(ops.Sampling(), 0, 1, 0), np.int32))
+        gpu.upload(names["state"], state_words(ops.Sampling(), 0, 1, 0))
         gpu.upload(names["x"], x)
         gpu.upload(names["w:gain"], np.ones(COLS, np.float32))
         if kind in FLOATS:

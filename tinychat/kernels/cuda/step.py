@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,12 +10,13 @@ from tinychat.kernels import ops
 from tinychat.kernels.cuda import constants
 from tinychat.kernels.cuda.constants import LOG2E, NO_MATRIX
 from tinychat.kernels.cuda.launch import Launch, kernel
-from tinychat.kernels.cuda.layout import FLOATS, Layout, Placed, block_size
+from tinychat.kernels.cuda.layout import Layout, Placed, block_size
+from tinychat.kernels.cuda.quants import FLOATS
 from tinychat.kernels.cuda.spread import PAIR_THREADS, QUANTISED_ROWS, pair_spread, spread
+from tinychat.kernels.cuda.state import STATE_BYTES
 from tinychat.kernels.ops import GQA, MLA, Dense, Experts, Plan, Weight
 
 SPLITS = 32  # parts of the keys in decode attention; latent attention, with one kv head, has twice as many
-PREFILL = 512  # tokens of a prefill step, at most
 RING = 64  # slots of the ring of decoded tokens
 STRETCH = 4096  # logits of a block of candidates.cu
 MAX_K = 64  # largest top_k that the candidate lists serve
@@ -42,7 +42,7 @@ class Builder:
 
     def __init__(self, plan: Plan, layout: Layout, max_context: int) -> None:
         self.plan, self.layout, self.max_context = plan, layout, max_context
-        self.buffers: dict[str, int] = {"state": 256, "history": 4 * (max_context + 1), "ring": 8 * RING}
+        self.buffers: dict[str, int] = {"state": STATE_BYTES, "history": 4 * (max_context + 1), "ring": 8 * RING}
         self.ropes: dict[ops.Rope, str] = {}
 
     def buffer(self, name: str, nbytes: int) -> str:
@@ -142,7 +142,7 @@ def _gqa(b: Builder, layer: int, a: GQA) -> list[Launch]:
     return [
         linear(b, "norm_linear", Activations("x", a.q.cols), qkv, norm=a.norm, eps=a.eps),
         store_kv(b, layer, a, 1),
-        attention(b, layer, a, 1),
+        attention(b, layer, a),
         linear_add(b, heads, a.output, a.output_bias, a.residual_scale),
     ]
 
@@ -161,7 +161,7 @@ def _mla(b: Builder, layer: int, a: MLA) -> list[Launch]:
     return [
         *out,
         _absorb(b, layer, a),
-        attention(b, layer, a, 1),
+        attention(b, layer, a),
         value,
         linear_add(b, heads, a.output, None, a.residual_scale),
     ]
@@ -500,13 +500,12 @@ def chunk_keys(a: GQA | MLA) -> int:
     return 32 if isinstance(a, MLA) or a.key_dim > 128 else 64
 
 
-def attention(b: Builder, layer: int, a: GQA | MLA, tokens: int) -> Launch:
-    """Decode: in splits(a) parts of the keys; prefill: all keys. The results go into heads (GQA) or o_latent (MLA),
-    latent decode's partial ones into attention_o."""
-    latent, decode = isinstance(a, MLA), tokens == 1
+def attention(b: Builder, layer: int, a: GQA | MLA) -> Launch:
+    """Results go into `heads` (GQA), partial ones of each split into `attention_o`."""
+    latent = isinstance(a, MLA)
     kv_heads, key_dim, value_dim = (1, a.row, a.kv_lora) if isinstance(a, MLA) else (a.kv_heads, a.key_dim, a.value_dim)
     group, keys = a.heads // kv_heads, chunk_keys(a)
-    row_tiles = 2 if group > 16 or not decode else 1
+    row_tiles = 2 if group > 16 else 1
     rows, steps, score_tiles = 16 * row_tiles, key_dim // 16, row_tiles * keys // 8
     parts = next((n for n in (4, 2) if score_tiles * n <= ATTENTION_THREADS // 32 and steps % n == 0), 1)
     k_pitch, v_pitch = key_dim + 8, value_dim + 8
@@ -514,7 +513,6 @@ def attention(b: Builder, layer: int, a: GQA | MLA, tokens: int) -> Launch:
     shared = 2 * halves + 4 * max(rows * (parts * (keys + 4) + 3), group * SPLITS)
     if key_dim % 16 or value_dim % 8 or shared > 227 << 10:
         raise TinychatError(f"the CUDA attention kernel does not take heads of {key_dim} and {value_dim} values")
-    n = splits(a) if decode else 1
     shape = constants.Attention(
         a.heads,
         kv_heads,
@@ -523,9 +521,8 @@ def attention(b: Builder, layer: int, a: GQA | MLA, tokens: int) -> Launch:
         row_tiles=row_tiles,
         chunk_keys=keys,
         parts=parts,
-        splits=n,
+        splits=splits(a),
         latent=latent,
-        prefill=not decode,
     )
     buffers = {
         "partial": b.buffer("attention_o", 2 * splits(a) * a.heads * value_dim),
@@ -535,10 +532,10 @@ def attention(b: Builder, layer: int, a: GQA | MLA, tokens: int) -> Launch:
         "k_cache": b.cache("k", layer),
         "state": "state",
         "v_cache": b.cache("k" if latent else "v", layer),
-        "out": None if latent and decode else b.act("o_latent" if latent else "heads", tokens),
+        "out": None if latent else b.act("heads"),
     }
-    name = f"attention_{a.heads}_{kv_heads}_{key_dim}{'' if decode else '_prefill'}"
-    grid = (n, -(-group * tokens // rows), kv_heads)
+    name = f"attention_{a.heads}_{kv_heads}_{key_dim}"
+    grid = (splits(a), -(-group // rows), kv_heads)
     return kernel(name, "attention.cu", shape, buffers, grid, "attention", threads=ATTENTION_THREADS, shared=shared)
 
 
@@ -557,7 +554,13 @@ def sample(b: Builder) -> list[Launch]:
         f"candidates_{vocab}",
         "candidates.cu",
         shape,
-        {**lists, "logits": "logits", "history": "history", "state": "state"},
+        {
+            **lists,
+            "logits": "logits",
+            "history": "history",
+            "state": "state",
+            "breakers": b.buffer("breakers", 4 * -(-vocab // 32)),
+        },
         (stretches, 1, 1),
         "sampling",
         threads=SAMPLING_THREADS,
@@ -572,11 +575,3 @@ def sample(b: Builder) -> list[Launch]:
         threads=SAMPLING_THREADS,
     )
     return [first, last]
-
-
-def state_words(s: ops.Sampling, pos: int, count: int, first_known: int) -> list[int]:
-    """The int32 words of buffer `state` (quants.cuh): position, tokens of this step, sampling; tokens are known from
-    `first_known` on."""
-    floats = struct.unpack("<4i", struct.pack("<4f", s.temperature, s.top_p, s.min_p, s.repeat_penalty))
-    seed = struct.unpack("<2i", struct.pack("<Q", s.seed % 2**64))
-    return [pos, count, s.top_k, *floats, max(0, s.repeat_last_n), *seed, max(0, first_known)]
