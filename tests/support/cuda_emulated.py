@@ -22,12 +22,12 @@ PREFILL = 96  # tokens of a prefill step: more than one tile, fewer than two
 class EmulatedCUDA:
     """Buffers start poisoned (NaN), so that whatever a kernel reads too early shows."""
 
-    def __init__(self, plan: Plan, gguf: GGUF, max_context: int, prefill_tokens: int = PREFILL) -> None:
+    def __init__(self, plan: Plan, gguf: GGUF, max_context: int, prefill_tokens: int = PREFILL, warpgroups: bool = True) -> None:
         self.prefill_tokens = prefill_tokens
         self.plan, layout = plan, Layout(plan, {name: t.nbytes for name, t in gguf.tensors.items()})
         self.builder = Builder(plan, layout, max_context)
         self.launches = self.builder.decode()
-        prefill = Prefill(self.builder, prefill_tokens)
+        prefill = Prefill(self.builder, prefill_tokens, warpgroups)
         self.prefill_launches = [*prefill.layers(), *prefill.head()]
         self.buffers = {name: aligned(size) for name, size in self.builder.buffers.items()}
         self.buffers["tickets"][:] = 0
@@ -113,6 +113,7 @@ class EmulatedGPU:
         return self.buffers[name][offset : offset + nbytes].copy()
 
     free_bytes = 1 << 33
+    warpgroups = True
 
     def event(self) -> float:
         return time.perf_counter()

@@ -105,6 +105,7 @@ class Tile(Constants):
     split: int  # warps that share rows, each with a part of the columns
     depth: int  # spans of weights on the way
     stages: int  # spans of activations in shared memory
+    warpgroups: bool = False  # products by whole warpgroups (wgmma)
 
     @property
     def block_rows(self) -> int:
@@ -113,7 +114,7 @@ class Tile(Constants):
     @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory."""
-        return self.stages * self.split * self.tokens * SPAN * 2
+        return self.stages * self.split * self.tokens * SPAN * 2 + 1024
 
 
 @dataclass(frozen=True)

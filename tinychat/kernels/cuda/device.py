@@ -33,7 +33,9 @@ class GPU:
             from tinygrad.runtime.support.compiler_cuda import NVRTCCompiler
 
             self.cuda: Any = cuda
-            self.compiler = NVRTCCompiler(self.dev.arch, ptx=False, cache_key="tinychat_cubin")
+            self.warpgroups = self.dev.arch == "sm_90"  # has wgmma, which binaries for sm_90a alone may use
+            arch = "sm_90a" if self.warpgroups else self.dev.arch
+            self.compiler = NVRTCCompiler(arch, ptx=False, cache_key="tinychat_cubin")
         except Exception as e:  # no driver, no compiler, no device: tinygrad raises what it meets
             raise unusable(e) from e
         if int(self.dev.arch[3:]) < 80:

@@ -55,8 +55,8 @@ class CUDAExecutor:
             decode = builder.decode()
             self.prefill_chunk = min(chunk, max_context)
             sizes = sorted({min(n, self.prefill_chunk) for n in (*SIZES, chunk)})
-            prefill = {n: Prefill(builder, n).layers() for n in sizes}
-            head_all = Prefill(builder, min(ROWS_OF_LOGITS, max_context)).head()
+            prefill = {n: Prefill(builder, n, gpu.warpgroups).layers() for n in sizes}
+            head_all = Prefill(builder, min(ROWS_OF_LOGITS, max_context), gpu.warpgroups).head()
             if sum(builder.buffers.values()) < SHARE * gpu.free_bytes:
                 break
         self.device = f"CUDA · {gpu.name}"

@@ -27,8 +27,9 @@ def padded(values: int) -> int:
 class Prefill:
     """Launches for up to `tokens` tokens over the buffers of a decode Builder, which grow to that many rows."""
 
-    def __init__(self, builder: Builder, tokens: int) -> None:
+    def __init__(self, builder: Builder, tokens: int, warpgroups: bool) -> None:
         self.b, self.tokens = builder, tokens
+        self.warpgroups = warpgroups  # the GPU has wgmma
 
     def layers(self) -> list[Launch]:
         """Embedding and all layers: the residual stream of every token, and their cache rows."""
@@ -82,7 +83,11 @@ class Prefill:
         if self.tokens <= short:
             return Tile(1, 64, split=4, depth=depth, stages=2)
         if self.tokens <= medium:
+            if self.warpgroups:
+                return Tile(1, 64, split=1, depth=depth, stages=4, warpgroups=True)
             return Tile(1, 64, split=2, depth=depth, stages=3)
+        if self.warpgroups:
+            return Tile(1 if floating else 2, 128, split=1, depth=depth, stages=4, warpgroups=True)
         return Tile(1 if floating else 2, 64, split=1, depth=depth, stages=3)
 
     def _grouped_tile(self, rows: int) -> Tile:
@@ -90,7 +95,7 @@ class Prefill:
         small, short, _ = SIZES
         if self.tokens <= short:
             return Tile(1, 8 if self.tokens <= small else 16, split=2, depth=2, stages=3)
-        return Tile(rows, 64, split=1, depth=2, stages=3)
+        return Tile(rows, 64, split=1, depth=2, stages=4 if self.warpgroups else 3, warpgroups=self.warpgroups)
 
     def _norm(self, src: str, norm: Weight | None, eps: float) -> Launch:
         assert norm is not None
@@ -121,7 +126,7 @@ class Prefill:
         """dst[i] (tokens, pitches[i]) = or += weights[i] @ x (+ biases[i]), rows of all of a weight's matrices."""
         tile, parts, first = self._tile(*weights), list[constants.Part](), 0
         if all_keys:
-            tile = Prefill(self.b, max(self.tokens, SIZES[1] + 1))._tile(*weights)
+            tile = Prefill(self.b, max(self.tokens, SIZES[1] + 1), self.warpgroups)._tile(*weights)
         buffers: dict[str, str | None] = {"x": x, "state": "state"}
         for i, w in enumerate(weights):
             tiles = -(-w.rows * w.groups // tile.block_rows)

@@ -13,18 +13,18 @@ template <class P> DEVICE void part(const Args &a, int number, int tile) {
   constexpr int TILE_ROWS = Tile::ROWS * 16 * (WARPS / Tile::SPLIT);
   DYNAMIC_SHARED(pool);
   __shared__ int row_of[Tile::TOKENS];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_row = tile * TILE_ROWS + warp / Tile::SPLIT * Tile::ROWS * 16;
+  const int lane = threadIdx.x % 32, first_row = tile * TILE_ROWS + group_of<Tile>() * Tile::ROWS * 16;
   const int first = blockIdx.y * Tile::TOKENS, count = min(Tile::TOKENS, (ALL_KEYS ? a.state[POS] : 0) + a.state[COUNT] - first);
   if (count <= 0) return;
   Rows<typename P::Weight, P::TOTAL, Tile::ROWS, Tile::TOKENS, Tile::DEPTH> rows;
   rows.point(a.w[number], 0, first_row);
 #pragma unroll
-  for (int d = 0; d < Tile::DEPTH; d++) rows.load(d, warp % Tile::SPLIT + d * Tile::SPLIT);
+  for (int d = 0; d < Tile::DEPTH; d++) rows.load(d, part_of<Tile>() + d * Tile::SPLIT);
   if (threadIdx.x < Tile::TOKENS) row_of[threadIdx.x] = (int)threadIdx.x < count ? first + (int)threadIdx.x : -1;
   grid_wait();
   __syncthreads();
-  multiply<P::Weight::COLS, Tile::TOKENS, Tile::SPLIT, Tile::STAGES, Tile::DEPTH>(pool, a.x, row_of, count, rows);
-  if (warp % Tile::SPLIT) return;
+  multiply<Tile, P::Weight::COLS>(pool, a.x, row_of, count, rows);
+  if (part_of<Tile>()) return;
 #pragma unroll
   for (int m = 0; m < Tile::ROWS; m++)
 #pragma unroll
