@@ -145,8 +145,11 @@ class EmulatedGPU:
     def run(self, launch: Launch, names: dict[str, str] | None = None) -> None:
         self.sequence([launch], names)()
 
-    def graph(self, launches: Sequence[Launch], chained: bool = True) -> "EmulatedGraph":
-        return EmulatedGraph(self.sequence(launches), len(launches))
+    def graph(
+        self, launches: Sequence[Launch], chained: bool = True, count: int = 1, keys: int = 1
+    ) -> "EmulatedGraph":
+        enqueue = self.sequence(launches)
+        return EmulatedGraph(lambda: enqueue(count, keys), len(launches))
 
     def close(self) -> None:
         self.buffers.clear()

@@ -178,7 +178,8 @@ class PromptAttention(Constants):
     key_part: int  # values of a key that lie in `keys`; the rest is in `rope`
     rope_pitch: int
     rope_start: int
-    chunk_keys: int  # keys in shared memory at a time, twice
+    chunk_keys: int = 0  # keys in shared memory at a time, twice
+    warpgroups: bool = False  # products by whole warpgroups (wgmma)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from gguf import GGML_QUANT_SIZES
 from tinychat.errors import TinychatError
 from tinychat.kernels.cuda.device import GPU, unusable
 from tinychat.kernels.cuda.graph import Graph
+from tinychat.kernels.cuda.launch import Launch
 from tinychat.kernels.cuda.layout import FLOATS, Layout, Tensor, repack, transpose
 from tinychat.kernels.cuda.prefill import SIZES, Prefill
 from tinychat.kernels.cuda.profile import kernels, profile, read_bandwidth, seconds_of
@@ -74,7 +75,7 @@ class CUDAExecutor:
             for rope, name in builder.ropes.items():
                 gpu.upload(name, rope.table(max_context))
             self._decode: Graph = gpu.graph(decode)
-            self._prefill = {n: gpu.sequence(launches) for n, launches in prefill.items()}
+            self._prefill = {n: self._prompt(n, launches) for n, launches in prefill.items()}
             self._head_all = gpu.sequence(head_all)
             self._head = gpu.sequence([x for x in decode if x.name.startswith("head")])
             gpu.synchronize()
@@ -198,6 +199,14 @@ class CUDAExecutor:
             raise TinychatError(f"{len(ids)} tokens at position {pos} do not fit the context of {self.max_context}")
         if min(ids) < 0 or max(ids) >= self.plan.vocab:
             raise TinychatError(f"token id out of range: the vocabulary has {self.plan.vocab} entries")
+
+    def _prompt(self, most: int, launches: list[Launch]) -> Callable[[int, int], None]:
+        """What runs prompts of up to `most` tokens: one graph for the short ones, whose kernels are shorter than their
+        launches."""
+        if most > SIZES[1]:
+            return self.gpu.sequence(launches)
+        graph = self.gpu.graph(launches, count=most, keys=self.max_context)
+        return lambda count, keys: graph()
 
     def _caches(self) -> list[tuple[str, int]]:
         keys = [(f"k:{i}", cache.key_width) for i, cache in enumerate(self.plan.caches) if cache.key_width]

@@ -15,6 +15,8 @@ from tinychat.kernels.cuda.step import Builder, choice, embed, store_kv
 from tinychat.kernels.ops import Weight
 
 SIZES = (16, 64, 1024)  # tokens up to which the kernels are of one kind each; beyond, there is one kind more
+LATENT_BLOCKS = 1056  # of prompt_latent.cu, at most
+FEW_TILES = 4  # blocks that share the cache rows in a graph, whose grids do not know how many there are
 QUERIES = 128  # rows of a block of prompt_attention.cu
 MAX_SHARED = 227 << 10  # bytes of shared memory of a block
 
@@ -30,6 +32,11 @@ class Prefill:
     def __init__(self, builder: Builder, tokens: int, warpgroups: bool) -> None:
         self.b, self.tokens = builder, tokens
         self.warpgroups = warpgroups  # the GPU has wgmma
+
+    @property
+    def in_graph(self) -> bool:
+        """Whether these launches are few tokens' and so short that launching them one by one takes longer."""
+        return self.tokens <= SIZES[1]
 
     def layers(self) -> list[Launch]:
         """Embedding and all layers: the residual stream of every token, and their cache rows."""
@@ -79,9 +86,9 @@ class Prefill:
         depth = 1 if floating else 2
         small, short, medium = SIZES
         if self.tokens <= small:
-            return Tile(1, 16, split=8, depth=depth, stages=2)
+            return Tile(1, 16, split=8, depth=2 * depth, stages=3)
         if self.tokens <= short:
-            return Tile(1, 64, split=4, depth=depth, stages=2)
+            return Tile(1, 32, split=4, depth=2 * depth, stages=2)
         if self.tokens <= medium:
             if self.warpgroups:
                 return Tile(1, 64, split=1, depth=depth, stages=4, warpgroups=True)
@@ -135,13 +142,18 @@ class Prefill:
             buffers[f"bias[{i}]"] = self.b.data(biases[i]) if biases else None
             first += tiles
         shape = constants.PromptLinear(len(parts), tuple(parts), tile, half, add, all_keys)
+
+        def grid(count: int, keys: int) -> tuple[int, int, int]:
+            tiles = -(-(keys if all_keys else count) // tile.tokens)
+            return first, min(tiles, FEW_TILES) if all_keys and self.in_graph else tiles, 1
+
         quant = "_".join(dict.fromkeys(p.weight.type.name.lower() for p in parts))
         return kernel(
             f"prompt_{name}_{quant}_{first * tile.block_rows}x{weights[0].cols}",
             "prompt_linear.cu",
             shape,
             buffers,
-            lambda count, keys: (first, -(-(keys if all_keys else count) // tile.tokens), 1),
+            grid,
             f"prompt {quant}",
             shared=tile.shared,
         )
@@ -188,7 +200,7 @@ class Prefill:
                 "prompt_latent.cu",
                 shape,
                 buffers,
-                lambda count, keys: (keys + -(-count * heads // 8), 1, 1),
+                lambda count, keys: (min(keys + -(-count * heads // 8), LATENT_BLOCKS), 1, 1),
                 "rope",
             ),
             self._linear(
@@ -203,7 +215,7 @@ class Prefill:
             self._attend(
                 attend,
                 constants.PromptAttention(
-                    heads, heads, key_dim, v_dim, store.nope, store.kv_lora + dims, store.kv_lora, 0
+                    heads, heads, key_dim, v_dim, store.nope, store.kv_lora + dims, store.kv_lora
                 ),
                 keys,
                 values,
@@ -218,7 +230,7 @@ class Prefill:
             replace(stored, sized=lambda count, keys: (stored.grid[0], count, 1)),
             self._attend(
                 attend,
-                constants.PromptAttention(attend.heads, attend.kv_heads, k, v, k, 0, 0, 0),
+                constants.PromptAttention(attend.heads, attend.kv_heads, k, v, k, 0, 0),
                 self.b.cache("k", attend.layer),
                 self.b.cache("v", attend.layer),
                 None,
@@ -229,9 +241,10 @@ class Prefill:
         self, op: ops.Attention, shape: constants.PromptAttention, keys: str, values: str, rope: str | None
     ) -> Launch:
         """Attention's results as halves, for the LinearAdd that follows."""
-        k_pitch, v_pitch = -(-shape.key_dim // 16) * 16 + 8, -(-shape.value_dim // 16) * 16 + 8
-        sizes = {n: 2 * (QUERIES * k_pitch + 2 * n * (k_pitch + v_pitch)) for n in (64, 32, 16)}
+        k_size, v_size = -(-shape.key_dim // 64) * 128, -(-shape.value_dim // 64) * 128  # bytes of a row
+        sizes = {n: QUERIES * k_size + 2 * n * (k_size + v_size) + 1024 for n in (64, 32, 16)}
         chunk = next((n for n, size in sizes.items() if size <= MAX_SHARED), 0)
+        warpgroups = self.warpgroups and chunk == 64 and shape.key_dim % 64 == 0 and shape.value_dim % 64 == 0
         if not chunk or shape.key_dim % 8 or shape.value_dim % 8 or shape.key_part % 8 or shape.rope_pitch % 8:
             raise TinychatError(
                 f"the CUDA attention kernel does not take heads of {shape.key_dim} and {shape.value_dim} values"
@@ -247,7 +260,7 @@ class Prefill:
         return kernel(
             f"prompt_attention_{shape.heads}_{shape.kv_heads}_{shape.key_dim}",
             "prompt_attention.cu",
-            replace(shape, chunk_keys=chunk),
+            replace(shape, chunk_keys=chunk, warpgroups=warpgroups),
             buffers,
             lambda count, keys: (-(-count // QUERIES), op.heads, 1),
             "attention",
@@ -356,7 +369,7 @@ class Prefill:
 
     def _router(self, route: ops.Route, pairs: int) -> Launch:
         experts, cols = route.router.rows, route.router.cols
-        tokens = 4 if cols <= 2560 else 2 if cols <= 5120 else 1  # their float32 values fit into 40 KB
+        tokens = min(2 if self.in_graph else 8, (160 << 10) // (4 * cols))
         buffers = {
             "ids": self.b.buffer("expert_ids", 4 * pairs),
             "weights": self.b.buffer("expert_weights", 4 * pairs),
@@ -376,4 +389,5 @@ class Prefill:
             buffers,
             lambda count, keys: (-(-count // tokens), 1, 1),
             "routing",
+            shared=4 * tokens * cols,
         )
