@@ -11,9 +11,11 @@ from gguf import GGML_QUANT_SIZES
 from tests.support import cuda_emulator
 from tinychat.engine.gguf import GGUF
 from tinychat.kernels.cuda.launch import Launch, text
-from tinychat.kernels.cuda.layout import FLOATS, Layout, repack, transpose
+from tinychat.kernels.cuda.layout import Layout, repack, transpose
 from tinychat.kernels.cuda.prefill import Prefill
-from tinychat.kernels.cuda.step import Builder, state_words
+from tinychat.kernels.cuda.quants import FLOATS
+from tinychat.kernels.cuda.state import Word, state_words
+from tinychat.kernels.cuda.step import RING, Builder, decode
 from tinychat.kernels.ops import Plan, Sampling
 
 PREFILL = 96  # tokens of a prefill step: more than one tile, fewer than two
@@ -26,7 +28,7 @@ class EmulatedCUDA:
         self.prefill_tokens = prefill_tokens
         self.plan, layout = plan, Layout(plan, {name: t.nbytes for name, t in gguf.tensors.items()})
         self.builder = Builder(plan, layout, max_context)
-        self.launches = self.builder.decode()
+        self.launches = [launch for launch, _ in decode(self.builder)]
         prefill = Prefill(self.builder, prefill_tokens, warpgroups)
         self.prefill_launches = [*prefill.layers(), *prefill.head()]
         self.buffers = {name: aligned(size) for name, size in self.builder.buffers.items()}
@@ -55,9 +57,7 @@ class EmulatedCUDA:
         self, token: int, pos: int, sampling: Sampling | None = None, recent: Sequence[int] = ()
     ) -> tuple[np.ndarray, int, float]:
         """Runs `token` at `pos`: (logits, the sampled token, its log-probability)."""
-        from tinychat.kernels.cuda.step import RING
-
-        self.buffers["state"].view(np.int32)[:11] = state_words(
+        self.buffers["state"].view(np.int32)[: len(Word)] = state_words(
             sampling or Sampling(temperature=0.0), pos, 1, pos + 1 - len(recent)
         )
         history = self.buffers["history"].view(np.int32)
@@ -76,7 +76,7 @@ class EmulatedCUDA:
 
     def prefill(self, ids: Sequence[int], pos: int) -> np.ndarray:
         """Runs `ids` at pos, pos + 1, ...: logits of each."""
-        self.buffers["state"].view(np.int32)[:11] = state_words(Sampling(temperature=0.0), pos, len(ids), 0)
+        self.buffers["state"].view(np.int32)[: len(Word)] = state_words(Sampling(temperature=0.0), pos, len(ids), 0)
         self.buffers["history"].view(np.int32)[pos : pos + len(ids)] = ids
         for launch in self.prefill_launches:
             cuda_emulator.run(launch, self.buffers, len(ids), pos + len(ids))
@@ -99,11 +99,17 @@ class EmulatedGPU:
     def allocate(self, name: str, nbytes: int) -> None:
         self.buffers[name] = aligned(nbytes)
 
+    def free(self, name: str) -> None:
+        del self.buffers[name]
+
     def pinned(self, nbytes: int, name: str | None = None) -> np.ndarray:
         data = aligned(nbytes)
         if name:
             self.buffers[name] = data
         return data
+
+    def unpin(self, data: np.ndarray) -> None:
+        return None
 
     def upload(self, name: str, data: np.ndarray, offset: int = 0) -> None:
         raw = data.reshape(-1).view(np.uint8)
@@ -130,9 +136,7 @@ class EmulatedGPU:
     def compile(self, launches: Iterable[Launch]) -> None:
         cuda_emulator.compile_all(launches)
 
-    def sequence(
-        self, launches: Sequence[Launch], names: dict[str, str] | None = None
-    ) -> Callable[[int, int], None]:
+    def sequence(self, launches: Sequence[Launch], names: dict[str, str] | None = None) -> Callable[[int, int], None]:
         self.compile(launches)
 
         def enqueue(count: int = 1, keys: int = 1) -> None:

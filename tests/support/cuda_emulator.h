@@ -225,6 +225,8 @@ DEVICE u32 warp_least(u32 v) { return ~warp_most(~v); }
 DEVICE void fence() {}
 DEVICE void fence_system() {}
 DEVICE u32 atomicOr(u32 *p, u32 v) { u32 o = *p; *p |= v; return o; }
+DEVICE int atomicMin(int *p, int v) { int o = *p; *p = min(o, v); return o; }
+DEVICE int atomicMax(int *p, int v) { int o = *p; *p = max(o, v); return o; }
 DEVICE int atomicAdd(int *p, int v) { int o = *p; *p += v; return o; }
 DEVICE long long __double_as_longlong(double d) { long long v; memcpy(&v, &d, 8); return v; }
 DEVICE double __longlong_as_double(long long v) { double d; memcpy(&d, &v, 8); return d; }

@@ -23,7 +23,6 @@ def _unit(n: int, launch: Launch) -> str:
     casts = ", ".join(f"({kind})args[{i}]" for i, (kind, _, _) in enumerate(launch.args))
     return f"""namespace k{n} {{
 #undef THREADS
-#undef WARPS
 {launch.source("")}
 static void **args;
 extern "C" void launch_{n}(void **a, int gx, int gy, int gz) {{

@@ -14,7 +14,7 @@ DEVICE void run(const Args &a) {
   F4 sum = *(F4 *)(a.x + (u64)t * DIM + i);
 #pragma unroll
   for (int s = 0; s < CHOSEN; s++) {
-    const float w = a.weights[t * CHOSEN + s];
+    const float w = SCALE * a.weights[t * CHOSEN + s];
     const F4 v = *(const F4 *)(a.y + ((u64)t * CHOSEN + s) * DIM + i);
     sum.x += w * v.x;
     sum.y += w * v.y;

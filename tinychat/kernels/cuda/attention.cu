@@ -1,9 +1,8 @@
-// Flash attention on tensor cores, for decode and prefill alike. A block takes 16 * ROW_TILES query rows (row r: token
-// r / GROUP, head r % GROUP of one kv head) and one split of the keys, CHUNK_KEYS keys at a time, double-buffered.
-// Latent: V is the head of K's row, so each cache row is read once for all heads. 16 warps: S tiles over (rows, keys,
-// parts of the key's values), softmax by rows, then O tiles over columns. Results: PREFILL (prefill, one split) or a
-// single split with work: finished; else partial, which the last block of a kv head combines (GQA) or the next kernel
-// (latent; value_up.cu).
+// Decode: flash attention on tensor cores. A block takes 16 * ROW_TILES heads of one kv head's group and one split of the
+// keys, CHUNK_KEYS keys at a time, double-buffered. Latent: V is the head of K's row, so each cache row is read once for
+// all heads. 16 warps: S tiles over (rows, keys, parts of the key's values), softmax by rows, then O tiles over columns.
+// Results: finished where a single split has work (GQA); else partial, which the last block of a kv head combines (GQA)
+// or the next kernel (latent; value_up.cu).
 
 // Keys per split: the cache's `keys` rows in at most SPLITS parts, whole chunks each.
 DEVICE int keys_per_split(int keys, int splits, int chunk) {
@@ -32,8 +31,8 @@ DEVICE void run(const Args &a) {
         *row_scale = row_sum + ROWS;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, split = blockIdx.x, kv_head = blockIdx.z,
             first_row = blockIdx.y * ROWS;
-  const int pos = a.state[POS], count = PREFILL ? a.state[COUNT] : 1;
-  const int last_row = min(first_row + ROWS, count * GROUP) - 1;
+  const int pos = a.state[POS];
+  const int last_row = min(first_row + ROWS, GROUP) - 1;
   if (last_row < first_row) return;
   const int keys = pos + last_row / GROUP + 1, per = keys_per_split(keys, SPLITS, CHUNK_KEYS), begin = split * per,
             end = min(begin + per, keys);
@@ -191,7 +190,7 @@ DEVICE void run(const Args &a) {
     }
     __syncthreads();
   }
-  const bool finished = PREFILL || (!LATENT && active == 1);
+  const bool finished = !LATENT && active == 1;
 #pragma unroll
   for (int m = 0; m < ROW_TILES; m++)
 #pragma unroll

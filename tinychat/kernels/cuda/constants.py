@@ -45,11 +45,154 @@ class Matrix(Constants):
     stride: U64
 
 
+NO_MATRIX = Matrix(GGMLQuantizationType.F16, 0, 0, 0, 0, 0)  # where a block has no shared expert
+
+
+@dataclass(frozen=True)
+class Choice(Constants):
+    """How experts are chosen (kernels/ops.py, Route); routing.cuh"""
+
+    experts: int
+    chosen: int
+    gating: Gating
+    normalize: bool
+    groups: int
+    groups_used: int
+    scale: float
+    min_weight_sum: float = ops.MIN_WEIGHT_SUM
+
+
 @dataclass(frozen=True)
 class Embed(Constants):
     """embed.cu"""
 
     table: Matrix
+    scale: float
+
+
+@dataclass(frozen=True)
+class Spread(Constants):
+    """How a matrix is spread over warps: `lanes` of a warp and `split` warps share a row, a lane has `rows_per_lane`
+    rows and `depth` blocks of each in flight."""
+
+    lanes: int
+    split: int
+    rows_per_lane: int
+    depth: int
+
+    def rows(self, warps: int = 8) -> int:
+        """Rows of a thread block of `warps` warps."""
+        return warps * 32 // (self.split * self.lanes) * self.rows_per_lane
+
+    def blocks(self, rows: int, warps: int = 8) -> int:
+        """Thread blocks for a matrix of `rows` rows."""
+        return -(-rows // self.rows(warps))
+
+
+@dataclass(frozen=True)
+class MatvecPart(Constants):
+    """One matrix of linear.cu and the blocks that compute it."""
+
+    weight: Matrix
+    spread: Spread
+    grid_first: int
+    grid_blocks: int
+
+
+@dataclass(frozen=True)
+class Linear(Constants):
+    """linear.cu"""
+
+    cols: int
+    normed: bool
+    eps: float
+    last_token: bool  # the input is that of the last of this step's tokens
+    in_quantised: bool  # the input is int8 blocks already
+    quantised: bool  # there is a matrix that reads int8 blocks
+    floating: bool  # there is a matrix that reads floats
+    add: bool  # results are added to dst
+    out_scale: float
+    part: tuple[MatvecPart, ...]
+
+
+@dataclass(frozen=True)
+class Absorb(Constants):
+    """absorb.cu; latent.cuh"""
+
+    heads: int
+    nope: int
+    kv_lora: int
+    rope_dims: int
+    neox: bool
+    eps: float
+    query_scale: float
+    weight: Matrix
+    spread: Spread
+    head_blocks: int  # thread blocks of one head's matrix
+    quantised: bool
+    floating: bool
+
+
+@dataclass(frozen=True)
+class ValueUp(Constants):
+    """value_up.cu"""
+
+    heads: int
+    kv_lora: int
+    splits: int  # as in attention.cu
+    chunk_keys: int
+    weight: Matrix
+    spread: Spread
+    head_blocks: int  # thread blocks of one head's matrix
+    quantised: bool
+    floating: bool
+    out_quantised: bool
+
+
+@dataclass(frozen=True)
+class GateUp(Constants):
+    """gate_up.cu; gated.cuh"""
+
+    cols: int
+    eps: float
+    quantised: bool
+    floating: bool
+    gate: Matrix
+    up: Matrix
+    spread: Spread
+    out_quantised: bool
+
+
+@dataclass(frozen=True)
+class ExpertsUp(Constants):
+    """experts_up.cu; gated.cuh"""
+
+    choice: Choice
+    cols: int
+    eps: float
+    quantised: bool
+    floating: bool
+    gate: Matrix
+    up: Matrix
+    spread: Spread
+    expert_blocks: int  # thread blocks of one expert
+    shared_gate: Matrix  # 0 rows where there is no shared expert
+    shared_up: Matrix
+    shared_spread: Spread
+    out_quantised: bool
+
+
+@dataclass(frozen=True)
+class ExpertsDown(Constants):
+    """experts_down.cu"""
+
+    choice: Choice
+    weight: Matrix
+    shared_down: Matrix  # 0 columns where there is no shared expert
+    shared_depth: int  # blocks of its rows in flight
+    in_quantised: bool
+    quantised: bool
+    out_scale: float
 
 
 @dataclass(frozen=True)
@@ -93,7 +236,6 @@ class Attention(Constants):
     parts: int  # warps that share a tile of scores, each over a part of the key's values
     splits: int  # parts of the cache's rows, one block each
     latent: bool  # V is the head of K's row
-    prefill: bool  # many tokens, one split, finished results
 
 
 @dataclass(frozen=True)
@@ -138,6 +280,7 @@ class PromptLinear(Constants):
     half: bool  # results are halves
     add: bool  # results are added to what is there
     all_keys: bool  # the tokens are all rows of the cache, not only this step's
+    scale: float  # of the results, with their bias
 
 
 @dataclass(frozen=True)
@@ -183,19 +326,6 @@ class PromptAttention(Constants):
 
 
 @dataclass(frozen=True)
-class Choice(Constants):
-    """How experts are chosen (kernels/ops.py, Route); routing.cuh"""
-
-    experts: int
-    chosen: int
-    gating: Gating
-    normalize: bool
-    groups: int
-    groups_used: int
-    scale: float
-
-
-@dataclass(frozen=True)
 class Router(Constants):
     """router.cu"""
 
@@ -220,6 +350,18 @@ class AddExperts(Constants):
 
     dim: int
     chosen: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class Sample(Constants):
+    """candidates.cu, choose_token.cu"""
+
+    vocab: int
+    ring: int  # slots of the ring of decoded tokens
+    stretch: int  # logits of a block of candidates.cu
+    candidates: int  # kept of a stretch, at most
+    max_k: int  # largest top_k that the lists serve
 
 
 def c_float(value: float) -> str:
@@ -262,4 +404,4 @@ def enums(*kinds: type[IntEnum]) -> str:
 
 def header(constants: Constants) -> str:
     """C++ definitions of all constants of a kernel."""
-    return enums(Gating, Norm) + _members(constants)
+    return "template <class...> struct List {};\n" + enums(Gating, Norm) + _members(constants)

@@ -45,7 +45,7 @@ class GPU:
         self._binaries: dict[str, bytes] = {}
         self.found, self.compiled, self.compile_s = 0, 0, 0.0  # kernels from the disk cache, compiled; seconds of both
         self._programs: dict[str, Any] = {}
-        self._pinned: list[Any] = []
+        self._pinned: dict[int, Any] = {}  # page-locked memory by address
 
     @property
     def name(self) -> str:
@@ -83,16 +83,27 @@ class GPU:
                 f"smaller context or model"
             ) from e
 
+    def free(self, name: str) -> None:
+        """Gives a buffer's memory back, after everything enqueued before."""
+        self.synchronize()
+        buffer: Any = self.buffers.pop(name)
+        buffer.deallocate()
+
     def pinned(self, nbytes: int, name: str | None = None) -> np.ndarray:
         """Page-locked host memory: uint8 (nbytes,); with a `name` also a buffer that kernels write into."""
         self._check(self.cuda.cuCtxSetCurrent(self.dev.context))
         ptr = ctypes.c_void_p()
         self._check(self.cuda.cuMemHostAlloc(ctypes.byref(ptr), nbytes, 1))
-        self._pinned.append(ptr)
+        self._pinned[ptr.value or 0] = ptr
         if name:
             external = BufferSpec(external_ptr=ptr.value)
             self.buffers[name] = Buffer("CUDA", nbytes, dtypes.uint8, options=external).allocate()
         return np.ctypeslib.as_array((ctypes.c_ubyte * nbytes).from_address(ptr.value or 0))
+
+    def unpin(self, data: np.ndarray) -> None:
+        """Frees page-locked memory, after everything enqueued before."""
+        self.synchronize()
+        self._check(self.cuda.cuMemFreeHost(self._pinned.pop(data.ctypes.data)))
 
     def address(self, name: str) -> Any:
         return self.buffers[name]._buf
@@ -168,9 +179,7 @@ class GPU:
         addresses = tuple(self.address(names.get(b, b)).value for b in launch.buffers)
         return Call(self._program(launch).prg, launch.grid_of, launch.threads, launch.shared, addresses)
 
-    def sequence(
-        self, launches: Sequence[Launch], names: dict[str, str] | None = None
-    ) -> Callable[[int, int], None]:
+    def sequence(self, launches: Sequence[Launch], names: dict[str, str] | None = None) -> Callable[..., None]:
         """A function that enqueues the launches one by one, outside any graph, for a number of tokens and of cache
         rows; `names` replaces buffers."""
         self.compile(launches)
@@ -205,6 +214,6 @@ class GPU:
         for buffer in self.buffers.values():
             buffer.deallocate()
         self.buffers.clear()
-        for ptr in self._pinned:
+        for ptr in self._pinned.values():
             self.cuda.cuMemFreeHost(ptr)
         self._pinned.clear()

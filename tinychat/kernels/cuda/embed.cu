@@ -13,5 +13,5 @@ DEVICE void run(const Args &a) {
   const int t = blockIdx.y, k = blockIdx.x * THREADS + threadIdx.x;
   if (t >= a.state[COUNT] || k >= DIM) return;
   const u64 row = a.history[a.state[POS] + t];
-  a.x[(u64)t * DIM + k] = weight_at<Table::TYPE>(a.w, Table::BLOCKS, row * DIM + k);
+  a.x[(u64)t * DIM + k] = SCALE * weight_at<Table::TYPE>(a.w, Table::BLOCKS, row * DIM + k);
 }

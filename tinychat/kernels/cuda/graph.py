@@ -33,7 +33,12 @@ _PROGRAMMATIC = _Edge(
 
 
 class _Attribute(ctypes.Structure):  # CUlaunchAttribute
-    _fields_ = [("id", ctypes.c_uint32), ("pad", ctypes.c_uint32), ("value", ctypes.c_int32), ("rest", ctypes.c_char * 60)]
+    _fields_ = [
+        ("id", ctypes.c_uint32),
+        ("pad", ctypes.c_uint32),
+        ("value", ctypes.c_int32),
+        ("rest", ctypes.c_char * 60),
+    ]
 
 
 class _Config(ctypes.Structure):  # CUlaunchConfig

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tinychat.kernels.cuda.constants import Constants, header
+from tinychat.kernels.cuda import quants
+from tinychat.kernels.cuda.constants import Constants, enums, header
+from tinychat.kernels.cuda.state import Word
 
 _HERE = Path(__file__).parent
 _INCLUDE = re.compile(r'^#include "(.+)"\n', re.MULTILINE)
@@ -25,16 +27,28 @@ def text(name: str) -> str:
     return (_HERE / name).read_text()
 
 
-def expand(name: str, seen: set[str]) -> str:
-    """A source file with the files of its `#include "..."` lines in their place, each once."""
+@cache
+def expand(read: Callable[[str], str], name: str, known: frozenset[str]) -> str:
+    """A source file with the files of its `#include "..."` lines in their place, each once; those `known` are left
+    out. `read`: file name -> text."""
+    seen = set(known)
 
-    def included(m: re.Match[str]) -> str:
-        if m[1] in seen:
-            return ""
-        seen.add(m[1])
-        return expand(m[1], seen)
+    def inline(name: str) -> str:
+        def included(m: re.Match[str]) -> str:
+            if m[1] in seen:
+                return ""
+            seen.add(m[1])
+            return inline(m[1])
 
-    return _INCLUDE.sub(included, text(name))
+        return _INCLUDE.sub(included, read(name))
+
+    return inline(name)
+
+
+@cache
+def tables() -> str:
+    """C++ definitions that Python and the kernels share: quant types and the words of `state`."""
+    return quants.header() + enums(Word)
 
 
 # The grid for a prompt of so many tokens, behind which the cache holds so many rows.
@@ -63,14 +77,10 @@ class Launch:
     def source(self, device: str = "ptx.cuh") -> str:
         """The whole translation unit. `device` names the file with the device functions, or is "" for none."""
         params = ", ".join(f"{kind}{name}" for kind, name, _ in self.args)
-        head = text(device) if device else ""
+        head = f"{text(device) if device else ''}#define THREADS {self.threads}\n{tables()}{text('quants.cuh')}"
+        file = expand(text, self.file, frozenset((device, "quants.cuh")))
         kernel = f"KERNEL({self.threads}, {self.resident}) {self.name}({params}) {{\n{self.body}\n}}"
-        seen = {device, "quants.cuh"}
-        quants = expand("quants.cuh", seen)
-        threads = f"#define THREADS {self.threads}\n"
-        return (
-            f"{head}{threads}{quants}{self.constants}{''.join(expand(f, seen) for f in self.file.split())}\n{kernel}\n"
-        )
+        return f"{head}{self.constants}{file}\n{kernel}\n"
 
     def grid_of(self, count: int, keys: int) -> tuple[int, int, int]:
         """The grid for `count` tokens, behind which the cache holds `keys` rows."""

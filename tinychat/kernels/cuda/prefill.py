@@ -6,13 +6,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tinychat.errors import TinychatError
-from tinychat.kernels import ops
 from tinychat.kernels.cuda import constants
 from tinychat.kernels.cuda.constants import LOG2E, SPAN, Tile
 from tinychat.kernels.cuda.launch import Launch, kernel
-from tinychat.kernels.cuda.layout import FLOATS, keys_of
+from tinychat.kernels.cuda.layout import keys_of
+from tinychat.kernels.cuda.quants import FLOATS
 from tinychat.kernels.cuda.step import Builder, choice, embed, store_kv
-from tinychat.kernels.ops import Weight
+from tinychat.kernels.ops import GQA, MLA, Dense, Experts, Weight
 
 SIZES = (16, 64, 1024)  # tokens up to which the kernels are of one kind each; beyond, there is one kind more
 LATENT_BLOCKS = 1056  # of prompt_latent.cu, at most
@@ -40,40 +40,37 @@ class Prefill:
 
     def layers(self) -> list[Launch]:
         """Embedding and all layers: the residual stream of every token, and their cache rows."""
-        out: list[Launch] = []
-        todo = list(self.b.plan.ops[:-1])
-        while todo:
-            op = todo.pop(0)
-            if isinstance(op, ops.Embed):
-                out.append(self._embed(op))
-            elif isinstance(op, ops.LatentStore):
-                absorb, attend, value = todo.pop(0), todo.pop(0), todo.pop(0)
-                assert isinstance(absorb, ops.Absorb) and isinstance(attend, ops.Attention)
-                assert isinstance(value, ops.ValueUp)
-                out += self._latent_attention(op, absorb, attend, value)
-            elif isinstance(op, ops.RopeStore):
-                attend = todo.pop(0)
-                assert isinstance(attend, ops.Attention)
-                out += self._attention(op, attend)
-            elif isinstance(op, ops.Route):
-                up, down = todo.pop(0), todo.pop(0)
-                assert isinstance(up, ops.ExpertsUp) and isinstance(down, ops.ExpertsDown)
-                out += self._experts(op, up, down)
-            else:
-                out += getattr(self, "_" + type(op).__name__)(op)
+        out = [self._embed()]
+        for i, layer in enumerate(self.b.plan.layers):
+            match layer.attention:
+                case GQA() as a:
+                    out += self._gqa(i, a)
+                case MLA() as m:
+                    out += self._mla(i, m)
+            match layer.feed_forward:
+                case Dense() as d:
+                    out += [
+                        self._norm("x", d.norm, d.eps),
+                        self._gated(d.weights.gate, d.weights.up, "inner"),
+                        self._linear_add("inner", d.weights.down, None, d.residual_scale),
+                    ]
+                case Experts() as e:
+                    out += self._experts(e)
         return out
 
     def head(self) -> list[Launch]:
         """Logits of every token into logits_all (tokens, vocab)."""
-        op = self.b.plan.ops[-1]
-        assert isinstance(op, ops.Head)
+        op = self.b.plan.head
         dst = self.b.buffer("logits_all", 4 * self.tokens * op.weight.rows)
-        return [self._norm("x", op.norm, op.eps), self._linear("head", [op.weight], "normed", [dst], [op.weight.rows])]
+        return [
+            self._norm("x", op.norm, op.eps),
+            self._linear("head", [op.weight], "normed", [dst], [op.weight.rows], scale=op.scale),
+        ]
 
     # --- pieces
 
-    def _embed(self, op: ops.Embed) -> Launch:
-        launch = embed(self.b, op, self.tokens)
+    def _embed(self) -> Launch:
+        launch = embed(self.b, self.b.plan.embed, self.tokens)
         return replace(launch, sized=lambda count, keys: (launch.grid[0], count, 1))
 
     def _halves(self, name: str, rows: int, values: int) -> str:
@@ -86,9 +83,9 @@ class Prefill:
         depth = 1 if floating else 2
         small, short, medium = SIZES
         if self.tokens <= small:
-            return Tile(1, 16, split=8, depth=2 * depth, stages=3)
+            return Tile(1, 16, split=8, depth=depth, stages=2)
         if self.tokens <= short:
-            return Tile(1, 32, split=4, depth=2 * depth, stages=2)
+            return Tile(1, 32, split=4, depth=depth, stages=2)
         if self.tokens <= medium:
             if self.warpgroups:
                 return Tile(1, 64, split=1, depth=depth, stages=4, warpgroups=True)
@@ -129,8 +126,10 @@ class Prefill:
         half: bool = False,
         add: bool = False,
         all_keys: bool = False,
+        scale: float = 1.0,
     ) -> Launch:
-        """dst[i] (tokens, pitches[i]) = or += weights[i] @ x (+ biases[i]), rows of all of a weight's matrices."""
+        """dst[i] (tokens, pitches[i]) = or += scale * (weights[i] @ x (+ biases[i])), rows of all of a weight's
+        matrices."""
         tile, parts, first = self._tile(*weights), list[constants.Part](), 0
         if all_keys:
             tile = Prefill(self.b, max(self.tokens, SIZES[1] + 1), self.warpgroups)._tile(*weights)
@@ -141,7 +140,7 @@ class Prefill:
             buffers |= {f"dst[{i}]": dst[i], f"w[{i}]": self.b.data(w)}
             buffers[f"bias[{i}]"] = self.b.data(biases[i]) if biases else None
             first += tiles
-        shape = constants.PromptLinear(len(parts), tuple(parts), tile, half, add, all_keys)
+        shape = constants.PromptLinear(len(parts), tuple(parts), tile, half, add, all_keys, scale)
 
         def grid(count: int, keys: int) -> tuple[int, int, int]:
             tiles = -(-(keys if all_keys else count) // tile.tokens)
@@ -160,41 +159,46 @@ class Prefill:
 
     # --- ops
 
-    def _NormLinear(self, op: ops.NormLinear) -> list[Launch]:
-        dst = [self.b.act(d, self.tokens) for d in op.dst]
-        pitches = [self.b.plan.buffers[d] for d in op.dst]
-        return [
-            self._norm(op.src, op.norm, op.eps),
-            self._linear("linear", list(op.weights), "normed", dst, pitches, op.biases),
-        ]
-
-    def _latent_attention(
-        self, store: ops.LatentStore, absorb: ops.Absorb, attend: ops.Attention, value: ops.ValueUp
+    def _projections(
+        self, src: str, norm: Weight | None, eps: float, outputs: list[tuple[Weight, Weight | None, str]]
     ) -> list[Launch]:
+        """Each (weight, bias, buffer of its results) over RMSNorm(src)."""
+        weights, biases, names = zip(*outputs)
+        dst = [self.b.act(d, self.tokens) for d in names]
+        pitches = [self.b.plan.buffers[d] for d in names]
+        return [self._norm(src, norm, eps), self._linear("linear", list(weights), "normed", dst, pitches, biases)]
+
+    def _mla(self, layer: int, a: MLA) -> list[Launch]:
         """Keys and values of all cache rows from their latent parts, then attention over them."""
-        b, context, heads = self.b, self.b.max_context, store.heads
-        dims, key_dim, v_dim = store.rope.dims, store.nope + store.rope.dims, value.weight.rows
+        b, context, heads = self.b, self.b.max_context, a.heads
+        dims, key_dim, v_dim = a.rope.dims, a.nope + a.rope.dims, a.v_b.rows
+        projections = self._projections(
+            "x", a.norm, a.eps, [(a.q_a, None, "q_a") if a.q_a else (a.q, None, "q"), (a.kv_a, None, "kv")]
+        )
+        if a.q_a:
+            projections += self._projections("q_a", a.q_a_norm, a.eps, [(a.q, None, "q")])
         shape = constants.StoreLatent(
             heads,
-            store.nope,
-            store.kv_lora,
+            a.nope,
+            a.kv_lora,
             dims,
-            neox=store.rope.style == "neox",
-            eps=store.eps,
-            query_scale=attend.scale * LOG2E,
+            neox=a.rope.style == "neox",
+            eps=a.eps,
+            query_scale=a.scale * LOG2E,
         )
         buffers = {
-            "cache": b.cache("k", store.layer),
-            "latents": self._halves("latents", context, store.kv_lora),
+            "cache": b.cache("k", layer),
+            "latents": self._halves("latents", context, a.kv_lora),
             "queries": b.buffer("queries", 2 * self.tokens * heads * key_dim),
-            "q": b.act(store.q, self.tokens),
-            "kv": b.act(store.kv, self.tokens),
-            "kv_gain": b.data(store.norm),
-            "table": b.rope(store.rope),
+            "q": b.act("q", self.tokens),
+            "kv": b.act("kv", self.tokens),
+            "kv_gain": b.data(a.kv_norm),
+            "table": b.rope(a.rope),
             "state": "state",
         }
-        keys, values = b.buffer("keys", 2 * context * heads * store.nope), b.buffer("values", 2 * context * heads * v_dim)
+        keys, values = b.buffer("keys", 2 * context * heads * a.nope), b.buffer("values", 2 * context * heads * v_dim)
         return [
+            *projections,
             kernel(
                 f"prompt_latent_{heads}",
                 "prompt_latent.cu",
@@ -205,42 +209,38 @@ class Prefill:
             ),
             self._linear(
                 "keys_values",
-                [keys_of(absorb.weight), value.weight],
+                [keys_of(a.k_b), a.v_b],
                 "latents",
                 [keys, values],
-                [heads * store.nope, heads * v_dim],
+                [heads * a.nope, heads * v_dim],
                 half=True,
                 all_keys=True,
             ),
             self._attend(
-                attend,
-                constants.PromptAttention(
-                    heads, heads, key_dim, v_dim, store.nope, store.kv_lora + dims, store.kv_lora
-                ),
+                constants.PromptAttention(heads, heads, key_dim, v_dim, a.nope, a.kv_lora + dims, a.kv_lora),
                 keys,
                 values,
-                b.cache("k", store.layer),
+                b.cache("k", layer),
             ),
+            self._linear_add("attended", a.output, None, a.residual_scale),
         ]
 
-    def _attention(self, store: ops.RopeStore, attend: ops.Attention) -> list[Launch]:
-        stored = store_kv(self.b, store, attend.scale * LOG2E, self.tokens)
-        k, v = attend.key_dim, attend.value_dim
+    def _gqa(self, layer: int, a: GQA) -> list[Launch]:
+        stored = store_kv(self.b, layer, a, self.tokens)
         return [
+            *self._projections("x", a.norm, a.eps, [(a.q, a.q_bias, "q"), (a.k, a.k_bias, "k"), (a.v, a.v_bias, "v")]),
             replace(stored, sized=lambda count, keys: (stored.grid[0], count, 1)),
             self._attend(
-                attend,
-                constants.PromptAttention(attend.heads, attend.kv_heads, k, v, k, 0, 0),
-                self.b.cache("k", attend.layer),
-                self.b.cache("v", attend.layer),
+                constants.PromptAttention(a.heads, a.kv_heads, a.key_dim, a.value_dim, a.key_dim, 0, 0),
+                self.b.cache("k", layer),
+                self.b.cache("v", layer),
                 None,
             ),
+            self._linear_add("attended", a.output, a.output_bias, a.residual_scale),
         ]
 
-    def _attend(
-        self, op: ops.Attention, shape: constants.PromptAttention, keys: str, values: str, rope: str | None
-    ) -> Launch:
-        """Attention's results as halves, for the LinearAdd that follows."""
+    def _attend(self, shape: constants.PromptAttention, keys: str, values: str, rope: str | None) -> Launch:
+        """Attention's results as halves in buffer `attended`."""
         k_size, v_size = -(-shape.key_dim // 64) * 128, -(-shape.value_dim // 64) * 128  # bytes of a row
         sizes = {n: QUERIES * k_size + 2 * n * (k_size + v_size) + 1024 for n in (64, 32, 16)}
         chunk = next((n for n, size in sizes.items() if size <= MAX_SHARED), 0)
@@ -262,14 +262,14 @@ class Prefill:
             "prompt_attention.cu",
             replace(shape, chunk_keys=chunk, warpgroups=warpgroups),
             buffers,
-            lambda count, keys: (-(-count // QUERIES), op.heads, 1),
+            lambda count, keys: (-(-count // QUERIES), shape.heads, 1),
             "attention",
             shared=sizes[chunk],
         )
 
-    def _LinearAdd(self, op: ops.LinearAdd) -> list[Launch]:
-        x = "attended" if op.src == "heads" else "inner"
-        return [self._linear("linear_add", [op.weight], x, ["x"], [op.weight.rows], (op.bias,), add=True)]
+    def _linear_add(self, src: str, w: Weight, bias: Weight | None, scale: float) -> Launch:
+        """x += scale * (w @ src (+ bias))."""
+        return self._linear("linear_add", [w], src, ["x"], [w.rows], (bias,), add=True, scale=scale)
 
     def _gated(self, gate: Weight, up: Weight, name: str) -> Launch:
         """silu(gate) * up of all tokens, from the halves `normed`."""
@@ -294,12 +294,10 @@ class Prefill:
             shared=tile.shared,
         )
 
-    def _GateUp(self, op: ops.GateUp) -> list[Launch]:
-        return [self._norm("x", op.norm, op.eps), self._gated(op.gate, op.up, "inner")]
-
-    def _experts(self, route: ops.Route, up: ops.ExpertsUp, down: ops.ExpertsDown) -> list[Launch]:
+    def _experts(self, block: Experts) -> list[Launch]:
         """Routing, tokens grouped by expert, gate and up and down of each group, the shared expert, all added to x."""
-        b, e, ff, dim, top = self.b, route.router.rows, up.gate.rows, down.down.rows, up.top_k
+        b, e, top, w, shared = self.b, block.router.experts, block.router.top_k, block.weights, block.shared
+        ff, dim, scale = w.ff, w.down.rows, block.residual_scale
         pairs = self.tokens * top
         tile, down_tile = self._grouped_tile(1), self._grouped_tile(2)
         assert tile.tokens == down_tile.tokens
@@ -307,19 +305,22 @@ class Prefill:
         def tiles(count: int) -> int:  # at most: every expert's last tile may be short
             return min(e, count * top) + count * top // tile.tokens
 
-        groups = {"tiles": b.buffer("tiles", 4 * (1 + 3 * (e + tiles(self.tokens)))), "order": b.buffer("order", 4 * pairs)}
+        groups = {
+            "tiles": b.buffer("tiles", 4 * (1 + 3 * (e + tiles(self.tokens)))),
+            "order": b.buffer("order", 4 * pairs),
+        }
         gate_buffers = {
             "dst": self._halves("pairs", pairs, ff),
-            "gate": b.data(up.gate),
-            "up": b.data(up.up),
+            "gate": b.data(w.gate),
+            "up": b.data(w.up),
             "x": "normed",
             "state": "state",
             **groups,
         }
-        gated = constants.PromptGated(b.matrix(up.gate), b.matrix(up.up), tile, grouped=True, pairs_per_row=top)
-        rows, quant = -(-padded(ff) // tile.block_rows), up.gate.type.name.lower()
+        gated = constants.PromptGated(b.matrix(w.gate), b.matrix(w.up), tile, grouped=True, pairs_per_row=top)
+        rows, quant = -(-padded(ff) // tile.block_rows), w.gate.type.name.lower()
         out = [
-            self._router(route, pairs),
+            self._router(block, pairs),
             kernel(
                 f"group_{e}_{top}",
                 "group_pairs.cu",
@@ -330,7 +331,7 @@ class Prefill:
                 threads=1024,
             ),
             kernel(
-                f"prompt_experts_up_{quant}_{ff}x{up.gate.cols}",
+                f"prompt_experts_up_{quant}_{ff}x{w.gate.cols}",
                 "prompt_gated.cu",
                 gated,
                 gate_buffers,
@@ -339,20 +340,19 @@ class Prefill:
                 shared=tile.shared,
             ),
         ]
-        if up.shared_gate and up.shared_up and down.shared_down:
-            s = down.shared_down
+        if shared:
             out += [
-                self._gated(up.shared_gate, up.shared_up, "inner"),
-                self._linear("linear_add", [s], "inner", ["x"], [dim], add=True),
+                self._gated(shared.gate, shared.up, "inner"),
+                self._linear_add("inner", shared.down, None, scale),
             ]
-        quant = down.down.type.name.lower()
+        quant = w.down.type.name.lower()
         return [
             *out,
             kernel(
                 f"prompt_experts_down_{quant}_{dim}x{ff}",
                 "prompt_experts.cu",
-                constants.PromptExperts(b.matrix(down.down), down_tile),
-                {"dst": b.buffer("down_pairs", 4 * pairs * dim), "w": b.data(down.down), "x": "pairs", **groups},
+                constants.PromptExperts(b.matrix(w.down), down_tile),
+                {"dst": b.buffer("down_pairs", 4 * pairs * dim), "w": b.data(w.down), "x": "pairs", **groups},
                 lambda count, keys: (-(-dim // down_tile.block_rows), tiles(count), 1),
                 f"prompt experts {quant}",
                 shared=down_tile.shared,
@@ -360,28 +360,30 @@ class Prefill:
             kernel(
                 f"add_experts_{dim}",
                 "add_experts.cu",
-                constants.AddExperts(dim, top),
+                constants.AddExperts(dim, top, scale),
                 {"x": "x", "y": "down_pairs", "weights": "expert_weights", "state": "state"},
                 lambda count, keys: (-(-dim // 1024), count, 1),
                 "experts",
             ),
         ]
 
-    def _router(self, route: ops.Route, pairs: int) -> Launch:
-        experts, cols = route.router.rows, route.router.cols
-        tokens = min(2 if self.in_graph else 8, (160 << 10) // (4 * cols))
+    def _router(self, block: Experts, pairs: int) -> Launch:
+        r = block.router
+        experts, cols = r.experts, r.weight.cols
+        tokens = 2 if self.in_graph else 4 if self.tokens <= SIZES[2] else 8
+        tokens = max(1, min(tokens, (160 << 10) // (4 * cols)))  # their float32 values lie in shared memory
         buffers = {
             "ids": self.b.buffer("expert_ids", 4 * pairs),
             "weights": self.b.buffer("expert_weights", 4 * pairs),
             "normed": self._halves("normed", self.tokens, cols),
-            "w": self.b.data(route.router),
+            "w": self.b.data(r.weight),
             "x": "x",
-            "gain": self.b.data(route.norm),
-            "selection_bias": self.b.data(route.bias),
-            "router_bias": self.b.data(route.router_bias),
+            "gain": self.b.data(block.norm),
+            "selection_bias": self.b.data(r.selection_bias),
+            "router_bias": self.b.data(r.bias),
             "state": "state",
         }
-        shape = constants.Router(self.b.matrix(route.router), choice(route), tokens, route.eps)
+        shape = constants.Router(self.b.matrix(r.weight), choice(r), tokens, block.eps)
         return kernel(
             f"router_{experts}x{cols}",
             "router.cu",
@@ -389,5 +391,6 @@ class Prefill:
             buffers,
             lambda count, keys: (-(-count // tokens), 1, 1),
             "routing",
+            threads=512,
             shared=4 * tokens * cols,
         )

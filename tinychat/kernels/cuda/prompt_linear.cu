@@ -42,7 +42,7 @@ template <class P> DEVICE void part(const Args &a, int number, int tile, int num
           const float bias = a.bias[number] ? a.bias[number][row] : 0;
 #pragma unroll
           for (int j = 0; j < 2; j++)
-            if (t + j < count) dst[j * (u64)P::PITCH] = (ADD ? dst[j * (u64)P::PITCH] : 0) + v[j] + bias;
+            if (t + j < count) dst[j * (u64)P::PITCH] = (ADD ? dst[j * (u64)P::PITCH] : 0) + SCALE * (v[j] + bias);
         }
       }
 }

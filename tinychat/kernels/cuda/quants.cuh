@@ -3,21 +3,8 @@
 //   hi: the 5th bits (one word; bit 8 * b + w is that of weight 4 * w + b) or the 5th and 6th (two words, 2 bits each)
 //   s1: per 32 weights the scale (half), scale and minimum (two halves), K-quants: two bytes (scale and minimum, Q6_K:
 //   2 scales) s2: per 256 weights d and dmin (two halves), Q6_K: d (half)
-// Floating-point types keep the file's layout; their block is 8 weights. Numbers are ggml's type ids.
-enum { F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, BF16 = 30 };
-
-template <class...> struct List {};  // of the structs of a kernel's constants
-
-DEVICE constexpr bool is_float(int t) { return t == F32 || t == F16 || t == BF16; }
-DEVICE constexpr int block_of(int t) { return is_float(t) ? 8 : 32; }
-DEVICE constexpr bool has_min(int t) { return t == Q4_1 || t == Q5_1 || t == Q4_K || t == Q5_K; }
-DEVICE constexpr int offset_of(int t) {
-  return t == Q4_0 ? 8 : t == Q5_0 ? 16 : t == Q6_K ? 32 : 0;
-}  // what stored codes exceed their values by
-DEVICE constexpr int lo_bytes(int t) { return t == F32 || t == Q8_0 ? 32 : 16; }
-DEVICE constexpr int hi_bytes(int t) { return t == Q5_0 || t == Q5_1 || t == Q5_K ? 4 : t == Q6_K ? 8 : 0; }
-DEVICE constexpr int s1_bytes(int t) { return is_float(t) ? 0 : t == Q4_1 || t == Q5_1 ? 4 : 2; }
-DEVICE constexpr int s2_bytes(int t) { return t == Q4_K || t == Q5_K ? 4 : t == Q6_K ? 2 : 0; }
+// Floating-point types keep the file's layout; their block is 8 weights.
+DEVICE constexpr bool is_float(int t) { return block_of(t) == 8; }
 DEVICE constexpr u64 align16(u64 n) { return (n + 15) / 16 * 16; }
 DEVICE constexpr u64 hi_at(int t, u64 blocks) { return align16(blocks * lo_bytes(t)); }
 DEVICE constexpr u64 s1_at(int t, u64 blocks) { return hi_at(t, blocks) + align16(blocks * hi_bytes(t)); }
@@ -172,7 +159,3 @@ template <int SPLITS> DEVICE void combine_weights(float *weight, const F2 *ml, i
   for (int i = 0; i < N; i++)
     if (lane + 32 * i < active) weight[lane + 32 * i] = e[i] / l;
 }
-
-// int32 words of the buffer `state`; the host writes them before a run of steps, the last kernel of a step moves POS
-// on.
-enum { POS, COUNT, TOP_K, TEMPERATURE, TOP_P, MIN_P, PENALTY, LAST_N, SEED_LO, SEED_HI, FIRST_KNOWN };

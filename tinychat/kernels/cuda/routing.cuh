@@ -58,10 +58,10 @@ template <class C> DEVICE void choose(const float *logits, const float *bias, in
       if (e < C::EXPERTS && r >= C::GROUPS_USED) score[i] = -INFINITY;
     }
   }
-  if (lane < C::CHOSEN) {
-    ids[lane] = lane;
-    weights[lane] = 0;
-  }  // what stays where logits are not numbers
+  for (int k = lane; k < C::CHOSEN; k += 32) {  // what stays where logits are not numbers
+    ids[k] = k;
+    weights[k] = 0;
+  }
   warp_sync();
   u32 key[N];  // sorts as the score does; 0: not to be chosen
 #pragma unroll
@@ -86,12 +86,25 @@ template <class C> DEVICE void choose(const float *logits, const float *bias, in
       }
   }
   warp_sync();
-  float w = lane < C::CHOSEN ? weights[lane] : 0;
-  if (C::GATING == SOFTMAX_WEIGHT) {
-    const float most = warp_max(lane < C::CHOSEN ? w : -INFINITY), e = lane < C::CHOSEN ? expf(w - most) : 0;
-    w = e / warp_sum(e);
-  } else if (C::NORMALIZE) w /= fmaxf(warp_sum(w), 6.103515625e-5f);
+  constexpr int M = (C::CHOSEN + 31) / 32;  // weights of a lane
+  float w[M], top_w = -INFINITY, sum = 0;
+#pragma unroll
+  for (int i = 0; i < M; i++) {
+    w[i] = lane + 32 * i < C::CHOSEN ? weights[lane + 32 * i] : C::GATING == SOFTMAX_WEIGHT ? -INFINITY : 0;
+    top_w = fmaxf(top_w, w[i]);
+  }
+  if (C::GATING == SOFTMAX_WEIGHT) top_w = warp_max(top_w);
+#pragma unroll
+  for (int i = 0; i < M; i++) {
+    if (C::GATING == SOFTMAX_WEIGHT) w[i] = lane + 32 * i < C::CHOSEN ? expf(w[i] - top_w) : 0;
+    sum += w[i];
+  }
+  float norm = 1;
+  if (C::GATING == SOFTMAX_WEIGHT) norm = warp_sum(sum);
+  else if (C::NORMALIZE) norm = fmaxf(warp_sum(sum), C::MIN_WEIGHT_SUM);
   warp_sync();
-  if (lane < C::CHOSEN) weights[lane] = w * C::SCALE;
+#pragma unroll
+  for (int i = 0; i < M; i++)
+    if (lane + 32 * i < C::CHOSEN) weights[lane + 32 * i] = w[i] / norm * C::SCALE;
   warp_sync();
 }
