@@ -24,12 +24,12 @@ PREFILL = 96  # tokens of a prefill step: more than one tile, fewer than two
 class EmulatedCUDA:
     """Buffers start poisoned (NaN), so that whatever a kernel reads too early shows."""
 
-    def __init__(self, plan: Plan, gguf: GGUF, max_context: int, prefill_tokens: int = PREFILL) -> None:
+    def __init__(self, plan: Plan, gguf: GGUF, max_context: int, prefill_tokens: int = PREFILL, warpgroups: bool = True) -> None:
         self.prefill_tokens = prefill_tokens
         self.plan, layout = plan, Layout(plan, {name: t.nbytes for name, t in gguf.tensors.items()})
         self.builder = Builder(plan, layout, max_context)
         self.launches = [launch for launch, _ in decode(self.builder)]
-        prefill = Prefill(self.builder, prefill_tokens)
+        prefill = Prefill(self.builder, prefill_tokens, warpgroups)
         self.prefill_launches = [*prefill.layers(), *prefill.head()]
         self.buffers = {name: aligned(size) for name, size in self.builder.buffers.items()}
         self.buffers["tickets"][:] = 0
@@ -119,6 +119,7 @@ class EmulatedGPU:
         return self.buffers[name][offset : offset + nbytes].copy()
 
     free_bytes = 1 << 33
+    warpgroups = True
 
     def event(self) -> float:
         return time.perf_counter()
@@ -148,8 +149,11 @@ class EmulatedGPU:
     def run(self, launch: Launch, names: dict[str, str] | None = None) -> None:
         self.sequence([launch], names)()
 
-    def graph(self, launches: Sequence[Launch], chained: bool = True) -> "EmulatedGraph":
-        return EmulatedGraph(self.sequence(launches), len(launches))
+    def graph(
+        self, launches: Sequence[Launch], chained: bool = True, count: int = 1, keys: int = 1
+    ) -> "EmulatedGraph":
+        enqueue = self.sequence(launches)
+        return EmulatedGraph(lambda: enqueue(count, keys), len(launches))
 
     def close(self) -> None:
         self.buffers.clear()

@@ -186,6 +186,39 @@ template <int K> DEVICE void mma_s8(int (&d)[4], const u32 (&a)[4], u32 b0, u32 
 }
 DEVICE void mma_s8_k32(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_s8<32>(d, a, b0, b1); }
 DEVICE void mma_s8_k16(int (&d)[4], u32 a0, u32 a1, u32 b0) { const u32 a[4] = {a0, a1, 0, 0}; mma_s8<16>(d, a, b0, 0); }
+DEVICE u32 shared_address(const void *p) { return (u32)(u64)p; }
+DEVICE u64 tile_at(const void *p) { return (u64)p; }
+DEVICE void fence_tiles() {}
+DEVICE void wgmma_begin() {}
+DEVICE void wgmma_commit() {}
+template <int PENDING> void wgmma_wait() {}
+// Half k (0..15) of row `row` of a tile, as tile_at says.
+DEVICE float tile_value(u64 tile, int row, int k) {
+  const u64 base = tile & ~1023ull, at = (tile & 1023) + k * 2;
+  u16 h;
+  if (at >= 128) { fprintf(stderr, "emulator: a tile that starts past its first row\n"); abort(); }
+  memcpy(&h, (const u8 *)base + row * 128 + ((at / 16 ^ row % 8) * 16) + at % 16, 2);
+  return half_to_float(h);
+}
+template <int N, class B> void wgmma_of(float (&d)[N][4], const u32 (&a)[4], const B &b) {
+  Fragments all[32]; emu::all(Fragments{{a[0], a[1], a[2], a[3]}, {0, 0}}, all);
+  const int l = emu::current % 32;
+  for (int n = 0; n < N; n++)
+    for (int i = 0; i < 4; i++) {
+      const int row = l / 4 + i / 2 * 8, col = n * 8 + l % 4 * 2 + i % 2;
+      for (int k = 0; k < 16; k++) d[n][i] += half_to_float(all[row % 8 * 4 + k % 8 / 2].a[row / 8 + k / 8 * 2] >> 16 * (k & 1)) * b(k, col);
+    }
+}
+template <int N> void wgmma(float (&d)[N][4], const u32 (&a)[4], u64 b) { wgmma_of(d, a, [&](int k, int col) { return tile_value(b, col, k); }); }
+template <int N> void wgmma_trans(float (&d)[N][4], const u32 (&a)[4], u64 b) {
+  wgmma_of(d, a, [&](int k, int col) { u16 h; memcpy(&h, (const u8 *)b + k * 128 + ((col / 8 ^ k % 8) * 16) + col % 8 * 2, 2); return half_to_float(h); });
+}
+template <int N> void wgmma_tiles(float (&d)[N][4], u64 a, u64 b) {
+  const int l = emu::current % 32, first = emu::current / 32 % 4 * 16;
+  for (int n = 0; n < N; n++)
+    for (int i = 0; i < 4; i++)
+      for (int k = 0; k < 16; k++) d[n][i] += tile_value(a, first + l / 4 + i / 2 * 8, k) * tile_value(b, n * 8 + l % 4 * 2 + i % 2, k);
+}
 DEVICE int warp_add(int v) { int all[32], s = 0; emu::all(v, all); for (int i = 0; i < 32; i++) s += all[i]; return s; }
 DEVICE u32 warp_most(u32 v) { u32 all[32], s = 0; emu::all(v, all); for (int i = 0; i < 32; i++) s = max(s, all[i]); return s; }
 DEVICE u32 warp_least(u32 v) { return ~warp_most(~v); }

@@ -247,6 +247,7 @@ class Tile(Constants):
     split: int  # warps that share rows, each with a part of the columns
     depth: int  # spans of weights on the way
     stages: int  # spans of activations in shared memory
+    warpgroups: bool = False  # products by whole warpgroups (wgmma)
 
     @property
     def block_rows(self) -> int:
@@ -255,7 +256,7 @@ class Tile(Constants):
     @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory."""
-        return self.stages * self.split * self.tokens * SPAN * 2
+        return self.stages * self.split * self.tokens * SPAN * 2 + 1024
 
 
 @dataclass(frozen=True)
@@ -320,7 +321,8 @@ class PromptAttention(Constants):
     key_part: int  # values of a key that lie in `keys`; the rest is in `rope`
     rope_pitch: int
     rope_start: int
-    chunk_keys: int  # keys in shared memory at a time, twice
+    chunk_keys: int = 0  # keys in shared memory at a time, twice
+    warpgroups: bool = False  # products by whole warpgroups (wgmma)
 
 
 @dataclass(frozen=True)

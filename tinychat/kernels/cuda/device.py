@@ -33,7 +33,9 @@ class GPU:
             from tinygrad.runtime.support.compiler_cuda import NVRTCCompiler
 
             self.cuda: Any = cuda
-            self.compiler = NVRTCCompiler(self.dev.arch, ptx=False, cache_key="tinychat_cubin")
+            self.warpgroups = self.dev.arch == "sm_90"  # has wgmma, which binaries for sm_90a alone may use
+            arch = "sm_90a" if self.warpgroups else self.dev.arch
+            self.compiler = NVRTCCompiler(arch, ptx=False, cache_key="tinychat_cubin")
         except Exception as e:  # no driver, no compiler, no device: tinygrad raises what it meets
             raise unusable(e) from e
         if int(self.dev.arch[3:]) < 80:
@@ -199,11 +201,12 @@ class GPU:
             attribute = self.cuda.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self._check(self.cuda.cuFuncSetAttribute(runtime.prg, attribute, nbytes))
 
-    def graph(self, launches: Sequence[Launch], chained: bool = True) -> Graph:
-        """All launches as one graph, in this order. `chained`: with programmatic edges (graph.py)."""
+    def graph(self, launches: Sequence[Launch], chained: bool = True, count: int = 1, keys: int = 1) -> Graph:
+        """All launches as one graph, in this order, with the grids for a number of tokens and of cache rows. `chained`:
+        with programmatic edges (graph.py)."""
         self.compile(launches)
         self._check(self.cuda.cuCtxSetCurrent(self.dev.context))
-        return Graph([self._call(x, {}) for x in launches], chained)
+        return Graph([self._call(x, {}) for x in launches], chained, count, keys)
 
     def close(self) -> None:
         """Frees buffers and page-locked memory."""

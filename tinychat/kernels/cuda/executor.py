@@ -16,6 +16,7 @@ import numpy as np
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.cuda.device import GPU, unusable
+from tinychat.kernels.cuda.launch import Launch
 from tinychat.kernels.cuda.layout import Layout
 from tinychat.kernels.cuda.load import load
 from tinychat.kernels.cuda.prefill import SIZES, Prefill
@@ -73,8 +74,8 @@ class CUDAExecutor:
             step = decode(builder)
             self.prefill_chunk = min(chunk, max_context)
             sizes = sorted({min(n, self.prefill_chunk) for n in (*SIZES, chunk)})
-            prefill = {n: Prefill(builder, n).layers() for n in sizes}
-            head_all = Prefill(builder, min(ROWS_OF_LOGITS, max_context)).head()
+            prefill = {n: Prefill(builder, n, gpu.warpgroups).layers() for n in sizes}
+            head_all = Prefill(builder, min(ROWS_OF_LOGITS, max_context), gpu.warpgroups).head()
             if sum(builder.buffers.values()) < SHARE * gpu.free_bytes:
                 break
         launches = [launch for launch, _ in step]
@@ -95,7 +96,7 @@ class CUDAExecutor:
             for rope, name in builder.ropes.items():
                 gpu.upload(name, rope.table(max_context))
             graph = gpu.graph(launches)
-            self._prefill = {n: gpu.sequence(launches) for n, launches in prefill.items()}
+            self._prefill = {n: self._prompt(n, launches) for n, launches in prefill.items()}
             self._head_all = gpu.sequence(head_all)
             self._head = gpu.sequence([head(builder, plan.head)])
             gpu.synchronize()
@@ -213,6 +214,14 @@ class CUDAExecutor:
             raise TinychatError(f"{len(ids)} tokens at position {pos} do not fit the context of {self.max_context}")
         if min(ids) < 0 or max(ids) >= self.plan.vocab:
             raise TinychatError(f"token id out of range: the vocabulary has {self.plan.vocab} entries")
+
+    def _prompt(self, most: int, launches: list[Launch]) -> Callable[[int, int], None]:
+        """What runs prompts of up to `most` tokens: one graph for the short ones, whose kernels are shorter than their
+        launches."""
+        if most > SIZES[1]:
+            return self.gpu.sequence(launches)
+        graph = self.gpu.graph(launches, count=most, keys=self.max_context)
+        return lambda count, keys: graph()
 
     def _caches(self) -> list[tuple[str, int]]:
         keys = [(f"k:{i}", cache.key_width) for i, cache in enumerate(self.plan.caches) if cache.key_width]

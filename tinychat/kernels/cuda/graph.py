@@ -90,9 +90,10 @@ def enqueuer(calls: Sequence[Call]) -> Callable[[int, int], None]:
 
 
 class Graph:
-    """The calls in order, each after the one before; `chained`: with programmatic edges."""
+    """The calls in order, each after the one before, with the grids for a number of tokens and of cache rows; `chained`:
+    with programmatic edges."""
 
-    def __init__(self, calls: Sequence[Call], chained: bool = True) -> None:
+    def __init__(self, calls: Sequence[Call], chained: bool = True, count: int = 1, keys: int = 1) -> None:
         self.kernels = len(calls)
         self._graph = init_c_var(cuda.CUgraph, lambda x: check(cuda.cuGraphCreate(ctypes.byref(x), 0)))
         nodes, kept, none = [], [], ctypes.cast(0, ctypes.POINTER(ctypes.c_void_p))
@@ -100,7 +101,7 @@ class Graph:
             parameters, values = call.parameters()
             kept.append(values)
             node = cuda.CUgraphNode()
-            shape = (*call.grid(1, 1), call.threads, 1, 1, call.shared)
+            shape = (*call.grid(count, keys), call.threads, 1, 1, call.shared)
             made = cuda.CUDA_KERNEL_NODE_PARAMS_v1(
                 call.function, *shape, ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p)), none
             )

@@ -51,6 +51,13 @@ template <int T> struct Piece {
   }
 };
 
+// Tile::SPLIT warps share rows, each with every SPLIT-th span: warps in a row, or whole warpgroups, which must read the same tokens at
+// a time. Which of them this warp is, and of which group.
+template <class Tile> DEVICE int part_of() { return Tile::WARPGROUPS ? threadIdx.x / 128 % Tile::SPLIT : threadIdx.x / 32 % Tile::SPLIT; }
+template <class Tile> DEVICE int group_of() {
+  return Tile::WARPGROUPS ? threadIdx.x / (128 * Tile::SPLIT) * 4 + threadIdx.x / 32 % 4 : threadIdx.x / 32 / Tile::SPLIT;
+}
+
 // The matrix rows of a warp: TILES times 16 of them, SPAN columns at a time, DEPTH such spans ahead; and their products with TOKENS
 // tokens. Row lane / 4 + 8 * i of tile m is row[m][i] of the tensor. TOTAL rows: those of one matrix of M, or of several in a row.
 template <class M, int TOTAL, int TILES, int TOKENS, int DEPTH> struct Rows {
@@ -59,7 +66,7 @@ template <class M, int TOTAL, int TILES, int TOKENS, int DEPTH> struct Rows {
   u64 row[TILES][2];
   Piece<T> piece[DEPTH][TILES][2];
   float acc[TILES][TOKENS / 8][4];
-  u32 a[TILES][4];
+  u32 a[2][TILES][4];
   // Tile m begins at row first + 16 * m, counted from matrix `g` on; rows past the last repeat it.
   DEVICE void point(const u8 *weights, int g, int first) {
     w = weights;
@@ -95,13 +102,15 @@ template <class M, int TOTAL, int TILES, int TOKENS, int DEPTH> struct Rows {
 #pragma unroll
     for (int m = 0; m < TILES; m++) {
       const V2 top = piece[slot][m][0].halves(k), bottom = piece[slot][m][1].halves(k);
-      a[m][0] = top.x; a[m][1] = bottom.x; a[m][2] = top.y; a[m][3] = bottom.y;
+      u32 (&to)[4] = a[k & 1][m];
+      to[0] = top.x; to[1] = bottom.x; to[2] = top.y; to[3] = bottom.y;
     }
   }
   // The first of each SPLIT warps gets the sums of all of them.
-  template <int SPLIT> DEVICE void gather(float *pool) {
+  template <class Tile> DEVICE void gather(float *pool) {
+    constexpr int SPLIT = Tile::SPLIT;
     constexpr int N = TILES * TOKENS / 2;
-    const int warp = threadIdx.x / 32, part = warp % SPLIT, slot = warp / SPLIT * (SPLIT - 1);
+    const int part = part_of<Tile>(), slot = group_of<Tile>() * (SPLIT - 1);
     float *from = pool + threadIdx.x % 32, *sums = &acc[0][0][0];
     if (part > 0)
 #pragma unroll
@@ -114,20 +123,28 @@ template <class M, int TOTAL, int TILES, int TOKENS, int DEPTH> struct Rows {
         for (int p = 0; p < SPLIT - 1; p++) sums[i] += from[((slot + p) * N + i) * 32];
     __syncthreads();
   }
-  DEVICE void use(int n, u32 b0, u32 b1) {  // times tokens 8n..8n+7
+  DEVICE void use(int k, int n, u32 b0, u32 b1) {  // times tokens 8n..8n+7
 #pragma unroll
-    for (int m = 0; m < TILES; m++) mma_f16(acc[m][n], a[m], b0, b1);
+    for (int m = 0; m < TILES; m++) mma_f16(acc[m][n], a[k & 1][m], b0, b1);
+  }
+  template <bool FEW> DEVICE void use(int k, u64 tile) {  // times all tokens, or the first 32
+#pragma unroll
+    for (int m = 0; m < TILES; m++) {
+      if constexpr (FEW) wgmma((float (&)[4][4])acc[m], a[k & 1][m], tile);
+      else wgmma(acc[m], a[k & 1][m], tile);
+    }
   }
 };
 
 // Fills rows.acc with the products of a tile: token t is row row_of[t] of x (pitch padded(COLS)), for t < tokens <= TOKENS; -1: none.
 // SPLIT warps share the rows, each with every SPLIT-th span; the first of them has the sums in the end. `pool` holds STAGES * SPLIT spans of
 // all tokens. rows.load(slot, warp % SPLIT + slot * SPLIT) of all slots comes before.
-template <int COLS, int TOKENS, int SPLIT, int STAGES, int DEPTH, class... R>
-DEVICE void multiply(V4 *pool, const u16 *x, const int *row_of, int tokens, R &...rows) {
+template <class Tile, int COLS, bool FEW, class... R>
+DEVICE void multiply_some(V4 *pool, const u16 *x, const int *row_of, int tokens, R &...rows) {
+  constexpr int TOKENS = Tile::TOKENS, SPLIT = Tile::SPLIT, STAGES = Tile::STAGES, DEPTH = Tile::DEPTH;
   constexpr int SPANS = padded(COLS) / SPAN, STEPS = (SPANS + SPLIT - 1) / SPLIT, PLANE = TOKENS * SPAN_VECTORS, STAGE = PLANE * SPLIT;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = warp % SPLIT, used = (TOKENS == 8 ? 8 : (tokens + 15) / 16 * 16) * SPAN_VECTORS;
-  auto fill = [&](int step) {  // 16-byte vectors of a row stand at their number ^ (row % 8), so that ldmatrix meets no bank twice
+  const int lane = threadIdx.x % 32, part = part_of<Tile>(), used = (TOKENS == 8 ? 8 : (tokens + 15) / 16 * 16) * SPAN_VECTORS;
+  auto fill = [&](int step) {  // a span is two tiles of 64 values: ptx.cuh, tile_at; so ldmatrix meets no bank twice, either
     V4 *to = pool + step % STAGES * STAGE;
 #pragma unroll
     for (int p = 0; p < SPLIT; p++) {
@@ -135,51 +152,94 @@ DEVICE void multiply(V4 *pool, const u16 *x, const int *row_of, int tokens, R &.
       if (span >= SPANS) break;
       for (int i = threadIdx.x; i < used; i += THREADS) {
         const int t = i / SPAN_VECTORS, c = i % SPAN_VECTORS, row = row_of[t];
-        copy_async(to + p * PLANE + t * SPAN_VECTORS + (c ^ (t & 7)), x + (u64)max(row, 0) * padded(COLS) + span * SPAN + c * 8, row >= 0);
+        copy_async(to + p * PLANE + (c / 8 * TOKENS + t) * 8 + (c % 8 ^ t % 8), x + (u64)max(row, 0) * padded(COLS) + span * SPAN + c * 8, row >= 0);
       }
     }
   };
+  if constexpr (Tile::WARPGROUPS) {
+    // A step's buffer is filled again two steps later, when nobody's products read it any more.
 #pragma unroll
-  for (int s = 0; s < STAGES - 1; s++) {
-    if (s < STEPS) fill(s);
-    copy_commit();
-  }
-  for (int first = 0; first < STEPS; first += DEPTH)
-#pragma unroll
-    for (int d = 0; d < DEPTH; d++) {
-      const int step = first + d;
-      if (step >= STEPS) break;
-      copy_wait<STAGES - 2>();
-      __syncthreads();
-      if (step + STAGES - 1 < STEPS) fill(step + STAGES - 1);
+    for (int s = 0; s < STAGES - 2; s++) {
+      if (s < STEPS) fill(s);
       copy_commit();
-      const int span = step * SPLIT + part;
-      if (SPANS % SPLIT && span >= SPANS) continue;
-      const V4 *xs = pool + step % STAGES * STAGE + part * PLANE;
-      (rows.begin(d), ...);
-#pragma unroll
-      for (int k = 0; k < 8; k++) {
-        (rows.take(d, k), ...);
-        if constexpr (TOKENS == 8) {
-          const V2 b = ldmatrix2(xs + lane % 8 * SPAN_VECTORS + ((k * 2 + lane / 8 % 2) ^ lane % 8));
-          (rows.use(0, b.x, b.y), ...);
-        } else {
-#pragma unroll
-          for (int n = 0; n < TOKENS / 16; n++)
-            if (n * 16 < tokens) {
-              const V4 b = ldmatrix4(xs + (n * 16 + lane / 16 * 8 + lane % 8) * SPAN_VECTORS + ((k * 2 + lane / 8 % 2) ^ lane % 8));
-              (rows.use(2 * n, b.x, b.y), ...);
-              (rows.use(2 * n + 1, b.z, b.w), ...);
-            }
-        }
-      }
-      (rows.load(d, span + DEPTH * SPLIT), ...);
     }
+    for (int first = 0; first < STEPS; first += DEPTH)
+#pragma unroll
+      for (int d = 0; d < DEPTH; d++) {
+        const int step = first + d;
+        if (step >= STEPS) break;
+        copy_wait<STAGES - 3>();
+        fence_tiles();
+        __syncthreads();
+        if (step + STAGES - 2 < STEPS) fill(step + STAGES - 2);
+        copy_commit();
+        const int span = step * SPLIT + part;
+        if (SPANS % SPLIT && span >= SPANS) continue;
+        const u8 *xs = (const u8 *)(pool + step % STAGES * STAGE + part * PLANE);
+        (rows.begin(d), ...);
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+          (rows.take(d, k), ...);
+          wgmma_begin();
+          (rows.template use<FEW>(k, tile_at(xs + k / 4 * TOKENS * 128 + k % 4 * 32)), ...);
+          wgmma_commit();
+          wgmma_wait<1>();  // the one before has read its weights
+        }
+        (rows.load(d, span + DEPTH * SPLIT), ...);
+      }
+    wgmma_wait<0>();
+  } else {
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; s++) {
+      if (s < STEPS) fill(s);
+      copy_commit();
+    }
+    for (int first = 0; first < STEPS; first += DEPTH)
+#pragma unroll
+      for (int d = 0; d < DEPTH; d++) {
+        const int step = first + d;
+        if (step >= STEPS) break;
+        copy_wait<STAGES - 2>();
+        __syncthreads();
+        if (step + STAGES - 1 < STEPS) fill(step + STAGES - 1);
+        copy_commit();
+        const int span = step * SPLIT + part;
+        if (SPANS % SPLIT && span >= SPANS) continue;
+        const V4 *xs = pool + step % STAGES * STAGE + part * PLANE;
+        (rows.begin(d), ...);
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+          (rows.take(d, k), ...);
+          if constexpr (TOKENS == 8) {
+            const V2 b = ldmatrix2(xs + (k / 4 * 8 + lane % 8) * 8 + ((k % 4 * 2 + lane / 8 % 2) ^ lane % 8));
+            (rows.use(k, 0, b.x, b.y), ...);
+          } else {
+#pragma unroll
+            for (int n = 0; n < TOKENS / 16; n++)
+              if (n * 16 < tokens) {
+                const V4 b = ldmatrix4(xs + (k / 4 * TOKENS + n * 16 + lane / 16 * 8 + lane % 8) * 8 + ((k % 4 * 2 + lane / 8 % 2) ^ lane % 8));
+                (rows.use(k, 2 * n, b.x, b.y), ...);
+                (rows.use(k, 2 * n + 1, b.z, b.w), ...);
+              }
+          }
+        }
+        (rows.load(d, span + DEPTH * SPLIT), ...);
+      }
+  }
   if (SPLIT > 1) {
     copy_wait<0>();
     __syncthreads();
-    (rows.template gather<SPLIT>((float *)pool), ...);
+    (rows.template gather<Tile>((float *)pool), ...);
   }
+}
+
+template <class Tile, int COLS, class... R>
+DEVICE void multiply(V4 *pool, const u16 *x, const int *row_of, int tokens, R &...rows) {
+  pool += (0u - shared_address(pool)) % 1024 / 16;
+  if constexpr (Tile::WARPGROUPS && Tile::TOKENS == 64) {
+    if (tokens <= 32) { multiply_some<Tile, COLS, true>(pool, x, row_of, tokens, rows...); return; }
+  }
+  multiply_some<Tile, COLS, false>(pool, x, row_of, tokens, rows...);
 }
 
 // A pair of halves of rows `row` and `row` ^ 1 of one token, from both rows' values of two tokens: lanes of even rows get the first

@@ -15,6 +15,8 @@ from tinychat.kernels.cuda.step import Builder, choice, embed, store_kv
 from tinychat.kernels.ops import GQA, MLA, Dense, Experts, Weight
 
 SIZES = (16, 64, 1024)  # tokens up to which the kernels are of one kind each; beyond, there is one kind more
+LATENT_BLOCKS = 1056  # of prompt_latent.cu, at most
+FEW_TILES = 4  # blocks that share the cache rows in a graph, whose grids do not know how many there are
 QUERIES = 128  # rows of a block of prompt_attention.cu
 MAX_SHARED = 227 << 10  # bytes of shared memory of a block
 
@@ -27,8 +29,14 @@ def padded(values: int) -> int:
 class Prefill:
     """Launches for up to `tokens` tokens over the buffers of a decode Builder, which grow to that many rows."""
 
-    def __init__(self, builder: Builder, tokens: int) -> None:
+    def __init__(self, builder: Builder, tokens: int, warpgroups: bool) -> None:
         self.b, self.tokens = builder, tokens
+        self.warpgroups = warpgroups  # the GPU has wgmma
+
+    @property
+    def in_graph(self) -> bool:
+        """Whether these launches are few tokens' and so short that launching them one by one takes longer."""
+        return self.tokens <= SIZES[1]
 
     def layers(self) -> list[Launch]:
         """Embedding and all layers: the residual stream of every token, and their cache rows."""
@@ -77,9 +85,13 @@ class Prefill:
         if self.tokens <= small:
             return Tile(1, 16, split=8, depth=depth, stages=2)
         if self.tokens <= short:
-            return Tile(1, 64, split=4, depth=depth, stages=2)
+            return Tile(1, 32, split=4, depth=depth, stages=2)
         if self.tokens <= medium:
+            if self.warpgroups:
+                return Tile(1, 64, split=1, depth=depth, stages=4, warpgroups=True)
             return Tile(1, 64, split=2, depth=depth, stages=3)
+        if self.warpgroups:
+            return Tile(1 if floating else 2, 128, split=1, depth=depth, stages=4, warpgroups=True)
         return Tile(1 if floating else 2, 64, split=1, depth=depth, stages=3)
 
     def _grouped_tile(self, rows: int) -> Tile:
@@ -87,7 +99,7 @@ class Prefill:
         small, short, _ = SIZES
         if self.tokens <= short:
             return Tile(1, 8 if self.tokens <= small else 16, split=2, depth=2, stages=3)
-        return Tile(rows, 64, split=1, depth=2, stages=3)
+        return Tile(rows, 64, split=1, depth=2, stages=4 if self.warpgroups else 3, warpgroups=self.warpgroups)
 
     def _norm(self, src: str, norm: Weight | None, eps: float) -> Launch:
         assert norm is not None
@@ -120,7 +132,7 @@ class Prefill:
         matrices."""
         tile, parts, first = self._tile(*weights), list[constants.Part](), 0
         if all_keys:
-            tile = Prefill(self.b, max(self.tokens, SIZES[1] + 1))._tile(*weights)
+            tile = Prefill(self.b, max(self.tokens, SIZES[1] + 1), self.warpgroups)._tile(*weights)
         buffers: dict[str, str | None] = {"x": x, "state": "state"}
         for i, w in enumerate(weights):
             tiles = -(-w.rows * w.groups // tile.block_rows)
@@ -129,13 +141,18 @@ class Prefill:
             buffers[f"bias[{i}]"] = self.b.data(biases[i]) if biases else None
             first += tiles
         shape = constants.PromptLinear(len(parts), tuple(parts), tile, half, add, all_keys, scale)
+
+        def grid(count: int, keys: int) -> tuple[int, int, int]:
+            tiles = -(-(keys if all_keys else count) // tile.tokens)
+            return first, min(tiles, FEW_TILES) if all_keys and self.in_graph else tiles, 1
+
         quant = "_".join(dict.fromkeys(p.weight.type.name.lower() for p in parts))
         return kernel(
             f"prompt_{name}_{quant}_{first * tile.block_rows}x{weights[0].cols}",
             "prompt_linear.cu",
             shape,
             buffers,
-            lambda count, keys: (first, -(-(keys if all_keys else count) // tile.tokens), 1),
+            grid,
             f"prompt {quant}",
             shared=tile.shared,
         )
@@ -187,7 +204,7 @@ class Prefill:
                 "prompt_latent.cu",
                 shape,
                 buffers,
-                lambda count, keys: (keys + -(-count * heads // 8), 1, 1),
+                lambda count, keys: (min(keys + -(-count * heads // 8), LATENT_BLOCKS), 1, 1),
                 "rope",
             ),
             self._linear(
@@ -200,7 +217,7 @@ class Prefill:
                 all_keys=True,
             ),
             self._attend(
-                constants.PromptAttention(heads, heads, key_dim, v_dim, a.nope, a.kv_lora + dims, a.kv_lora, 0),
+                constants.PromptAttention(heads, heads, key_dim, v_dim, a.nope, a.kv_lora + dims, a.kv_lora),
                 keys,
                 values,
                 b.cache("k", layer),
@@ -214,7 +231,7 @@ class Prefill:
             *self._projections("x", a.norm, a.eps, [(a.q, a.q_bias, "q"), (a.k, a.k_bias, "k"), (a.v, a.v_bias, "v")]),
             replace(stored, sized=lambda count, keys: (stored.grid[0], count, 1)),
             self._attend(
-                constants.PromptAttention(a.heads, a.kv_heads, a.key_dim, a.value_dim, a.key_dim, 0, 0, 0),
+                constants.PromptAttention(a.heads, a.kv_heads, a.key_dim, a.value_dim, a.key_dim, 0, 0),
                 self.b.cache("k", layer),
                 self.b.cache("v", layer),
                 None,
@@ -224,9 +241,10 @@ class Prefill:
 
     def _attend(self, shape: constants.PromptAttention, keys: str, values: str, rope: str | None) -> Launch:
         """Attention's results as halves in buffer `attended`."""
-        k_pitch, v_pitch = -(-shape.key_dim // 16) * 16 + 8, -(-shape.value_dim // 16) * 16 + 8
-        sizes = {n: 2 * (QUERIES * k_pitch + 2 * n * (k_pitch + v_pitch)) for n in (64, 32, 16)}
+        k_size, v_size = -(-shape.key_dim // 64) * 128, -(-shape.value_dim // 64) * 128  # bytes of a row
+        sizes = {n: QUERIES * k_size + 2 * n * (k_size + v_size) + 1024 for n in (64, 32, 16)}
         chunk = next((n for n, size in sizes.items() if size <= MAX_SHARED), 0)
+        warpgroups = self.warpgroups and chunk == 64 and shape.key_dim % 64 == 0 and shape.value_dim % 64 == 0
         if not chunk or shape.key_dim % 8 or shape.value_dim % 8 or shape.key_part % 8 or shape.rope_pitch % 8:
             raise TinychatError(
                 f"the CUDA attention kernel does not take heads of {shape.key_dim} and {shape.value_dim} values"
@@ -242,7 +260,7 @@ class Prefill:
         return kernel(
             f"prompt_attention_{shape.heads}_{shape.kv_heads}_{shape.key_dim}",
             "prompt_attention.cu",
-            replace(shape, chunk_keys=chunk),
+            replace(shape, chunk_keys=chunk, warpgroups=warpgroups),
             buffers,
             lambda count, keys: (-(-count // QUERIES), shape.heads, 1),
             "attention",
@@ -352,7 +370,8 @@ class Prefill:
     def _router(self, block: Experts, pairs: int) -> Launch:
         r = block.router
         experts, cols = r.experts, r.weight.cols
-        tokens = 4 if cols <= 2560 else 2 if cols <= 5120 else 1  # their float32 values fit into 40 KB
+        tokens = 2 if self.in_graph else 4 if self.tokens <= SIZES[2] else 8
+        tokens = max(1, min(tokens, (160 << 10) // (4 * cols)))  # their float32 values lie in shared memory
         buffers = {
             "ids": self.b.buffer("expert_ids", 4 * pairs),
             "weights": self.b.buffer("expert_weights", 4 * pairs),
@@ -372,4 +391,6 @@ class Prefill:
             buffers,
             lambda count, keys: (-(-count // tokens), 1, 1),
             "routing",
+            threads=512,
+            shared=4 * tokens * cols,
         )

@@ -13,18 +13,18 @@ DEVICE void run(const Args &a) {
   constexpr int TILE_ROWS = Tile::ROWS * 16 * (WARPS / Tile::SPLIT);
   DYNAMIC_SHARED(pool);
   __shared__ int row_of[Tile::TOKENS];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_row = blockIdx.x * TILE_ROWS + warp / Tile::SPLIT * Tile::ROWS * 16;
+  const int lane = threadIdx.x % 32, first_row = blockIdx.x * TILE_ROWS + group_of<Tile>() * Tile::ROWS * 16;
   grid_wait();
   if ((int)blockIdx.y >= a.tiles[0]) return;
   const int expert = a.tiles[1 + 3 * blockIdx.y], first = a.tiles[2 + 3 * blockIdx.y], count = a.tiles[3 + 3 * blockIdx.y];
   Rows<Weight, Weight::ROWS, Tile::ROWS, Tile::TOKENS, Tile::DEPTH> rows;
   rows.point(a.w, expert, first_row);
 #pragma unroll
-  for (int d = 0; d < Tile::DEPTH; d++) rows.load(d, warp % Tile::SPLIT + d * Tile::SPLIT);
+  for (int d = 0; d < Tile::DEPTH; d++) rows.load(d, part_of<Tile>() + d * Tile::SPLIT);
   if (threadIdx.x < Tile::TOKENS) row_of[threadIdx.x] = (int)threadIdx.x < count ? a.order[first + threadIdx.x] : -1;
   __syncthreads();
-  multiply<Weight::COLS, Tile::TOKENS, Tile::SPLIT, Tile::STAGES, Tile::DEPTH>(pool, a.x, row_of, count, rows);
-  if (warp % Tile::SPLIT) return;
+  multiply<Tile, Weight::COLS>(pool, a.x, row_of, count, rows);
+  if (part_of<Tile>()) return;
 #pragma unroll
   for (int m = 0; m < Tile::ROWS; m++)
 #pragma unroll

@@ -16,7 +16,7 @@ DEVICE void run(const Args &a) {
   constexpr int TILE_ROWS = Tile::ROWS * 16 * (WARPS / Tile::SPLIT), PITCH = padded(Gate::ROWS);
   DYNAMIC_SHARED(pool);
   __shared__ int row_of[Tile::TOKENS], out_of[Tile::TOKENS];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_row = blockIdx.x * TILE_ROWS + warp / Tile::SPLIT * Tile::ROWS * 16;
+  const int lane = threadIdx.x % 32, first_row = blockIdx.x * TILE_ROWS + group_of<Tile>() * Tile::ROWS * 16;
   int expert = 0, first = blockIdx.y * Tile::TOKENS, count = 0;
   if (GROUPED) {
     grid_wait();
@@ -29,7 +29,7 @@ DEVICE void run(const Args &a) {
   gate.point(a.gate, expert, first_row);
   up.point(a.up, expert, first_row);
 #pragma unroll
-  for (int d = 0; d < Tile::DEPTH; d++) { gate.load(d, warp % Tile::SPLIT + d * Tile::SPLIT); up.load(d, warp % Tile::SPLIT + d * Tile::SPLIT); }
+  for (int d = 0; d < Tile::DEPTH; d++) { gate.load(d, part_of<Tile>() + d * Tile::SPLIT); up.load(d, part_of<Tile>() + d * Tile::SPLIT); }
   if (!GROUPED) grid_wait();
   if (threadIdx.x < Tile::TOKENS) {
     const int t = threadIdx.x, pair = t >= count ? -1 : GROUPED ? a.order[first + t] : first + t;
@@ -37,8 +37,8 @@ DEVICE void run(const Args &a) {
     row_of[t] = pair < 0 ? -1 : pair / PAIRS_PER_ROW;
   }
   __syncthreads();
-  multiply<Gate::COLS, Tile::TOKENS, Tile::SPLIT, Tile::STAGES, Tile::DEPTH>(pool, a.x, row_of, count, gate, up);
-  if (warp % Tile::SPLIT) return;
+  multiply<Tile, Gate::COLS>(pool, a.x, row_of, count, gate, up);
+  if (part_of<Tile>()) return;
 #pragma unroll
   for (int m = 0; m < Tile::ROWS; m++)
 #pragma unroll

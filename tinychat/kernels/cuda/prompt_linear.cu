@@ -9,22 +9,22 @@ struct Args {
   const int *state = nullptr;
 };
 
-template <class P> DEVICE void part(const Args &a, int number, int tile) {
+// Part P's tile of rows number `tile` for the `number_of_tile`-th tokens.
+template <class P> DEVICE void part(const Args &a, int number, int tile, int number_of_tile) {
   constexpr int TILE_ROWS = Tile::ROWS * 16 * (WARPS / Tile::SPLIT);
   DYNAMIC_SHARED(pool);
   __shared__ int row_of[Tile::TOKENS];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_row = tile * TILE_ROWS + warp / Tile::SPLIT * Tile::ROWS * 16;
-  const int first = blockIdx.y * Tile::TOKENS, count = min(Tile::TOKENS, (ALL_KEYS ? a.state[POS] : 0) + a.state[COUNT] - first);
-  if (count <= 0) return;
+  const int lane = threadIdx.x % 32, first_row = tile * TILE_ROWS + group_of<Tile>() * Tile::ROWS * 16;
+  const int tokens = (ALL_KEYS ? a.state[POS] : 0) + a.state[COUNT], first = number_of_tile * Tile::TOKENS, count = min(Tile::TOKENS, tokens - first);
   Rows<typename P::Weight, P::TOTAL, Tile::ROWS, Tile::TOKENS, Tile::DEPTH> rows;
   rows.point(a.w[number], 0, first_row);
 #pragma unroll
-  for (int d = 0; d < Tile::DEPTH; d++) rows.load(d, warp % Tile::SPLIT + d * Tile::SPLIT);
+  for (int d = 0; d < Tile::DEPTH; d++) rows.load(d, part_of<Tile>() + d * Tile::SPLIT);
   if (threadIdx.x < Tile::TOKENS) row_of[threadIdx.x] = (int)threadIdx.x < count ? first + (int)threadIdx.x : -1;
   grid_wait();
   __syncthreads();
-  multiply<P::Weight::COLS, Tile::TOKENS, Tile::SPLIT, Tile::STAGES, Tile::DEPTH>(pool, a.x, row_of, count, rows);
-  if (warp % Tile::SPLIT) return;
+  multiply<Tile, P::Weight::COLS>(pool, a.x, row_of, count, rows);
+  if (part_of<Tile>()) return;
 #pragma unroll
   for (int m = 0; m < Tile::ROWS; m++)
 #pragma unroll
@@ -47,9 +47,19 @@ template <class P> DEVICE void part(const Args &a, int number, int tile) {
       }
 }
 
-template <class... P> DEVICE void parts(const Args &a, List<P...>) {
+template <class... P> DEVICE void parts(const Args &a, int number_of_tile, List<P...>) {
   int number = 0;
-  ((P::FIRST_TILE <= (int)blockIdx.x && (int)blockIdx.x < P::FIRST_TILE + P::TILES ? part<P>(a, number, blockIdx.x - P::FIRST_TILE) : (void)0, number++), ...);
+  ((P::FIRST_TILE <= (int)blockIdx.x && (int)blockIdx.x < P::FIRST_TILE + P::TILES
+          ? part<P>(a, number, blockIdx.x - P::FIRST_TILE, number_of_tile)
+          : (void)0,
+       number++),
+      ...);
 }
 
-DEVICE void run(const Args &a) { parts(a, Parts()); }
+DEVICE void run(const Args &a) {
+  const int tokens = (ALL_KEYS ? a.state[POS] : 0) + a.state[COUNT];
+  for (int i = blockIdx.y; i * Tile::TOKENS < tokens; i += gridDim.y) {
+    parts(a, i, Parts());
+    __syncthreads();
+  }
+}

@@ -15,45 +15,56 @@ struct Args {
 };
 
 DEVICE void run(const Args &a) {
-  __shared__ F4 xn4[TOKENS * Weight::COLS / 4];
-  __shared__ float logits[TOKENS][Choice::EXPERTS], my_weights[TOKENS][Choice::CHOSEN], red[8];
+  constexpr int COLS = Weight::COLS, TOGETHER = 4;  // experts of a warp at a time
+  DYNAMIC_SHARED(pool);
+  __shared__ float logits[TOKENS][Choice::EXPERTS], my_weights[TOKENS][Choice::CHOSEN];
   __shared__ int my_ids[TOKENS][Choice::CHOSEN];
-  float *xn = (float *)xn4;
+  float *xn = (float *)pool;
   grid_wait();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = blockIdx.x * TOKENS, count = a.state[COUNT];
   if (first >= count) return;
-  for (int t = 0; t < TOKENS; t++) {
-    const float *src = a.x + (u64)min(first + t, count - 1) * Weight::COLS;
+  if (warp < TOKENS) {  // a warp norms a token
+    const float *src = a.x + (u64)min(first + warp, count - 1) * COLS;
+    u16 *normed = a.normed + (u64)min(first + warp, count - 1) * padded(COLS);
     float ss = 0;
-    for (int i = threadIdx.x; i < Weight::COLS; i += THREADS) ss += src[i] * src[i];
-    ss = warp_sum(ss);
-    __syncthreads();
-    if (lane == 0) red[warp] = ss;
-    __syncthreads();
-    ss = 0;
-    for (int i = 0; i < 8; i++) ss += red[i];
-    const float r = rsqrt_(ss / Weight::COLS + EPS);
-    for (int i = threadIdx.x; i < Weight::COLS; i += THREADS) xn[t * Weight::COLS + i] = src[i] * r * a.gain[i];
+#pragma unroll 8
+    for (int i = lane * 4; i < COLS; i += 128) {
+      const F4 v = *(const F4 *)(src + i);
+      ss += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+    }
+    const float r = rsqrt_(warp_sum(ss) / COLS + EPS);
+#pragma unroll 4
+    for (int i = lane * 4; i < padded(COLS); i += 128) {
+      F4 v = {0, 0, 0, 0};
+      if (i < COLS) {
+        const F4 x = *(const F4 *)(src + i), g = *(const F4 *)(a.gain + i);
+        v = F4{x.x * r * g.x, x.y * r * g.y, x.z * r * g.z, x.w * r * g.w};
+        *(F4 *)(xn + warp * COLS + i) = v;
+      }
+      *(u32 *)(normed + place(i)) = pack(v.x, v.y);
+      *(u32 *)(normed + place(i) + 8) = pack(v.z, v.w);
+    }
   }
   __syncthreads();
-  for (int i = threadIdx.x * 2; i < min(TOKENS, count - first) * padded(Weight::COLS); i += THREADS * 2) {
-    const int t = i / padded(Weight::COLS), k = i % padded(Weight::COLS);
-    *(u32 *)(a.normed + (u64)(first + t) * padded(Weight::COLS) + place(k)) = k < Weight::COLS ? pack(xn[t * Weight::COLS + k], xn[t * Weight::COLS + k + 1]) : 0;
-  }
-  for (int e = warp; e < Choice::EXPERTS; e += 8) {
-    float acc[TOKENS] = {};
-#pragma unroll 4
-    for (int j = lane; j < Weight::COLS / 8; j += 32) {
-      Block<Weight::TYPE> f;
-      fetch<Weight::TYPE>(f, a.w, Weight::BLOCKS, (u64)e * (Weight::COLS / 8) + j);
+  for (int e = warp * TOGETHER; e < Choice::EXPERTS; e += WARPS * TOGETHER) {
+    float acc[TOGETHER][TOKENS] = {};
+#pragma unroll 2
+    for (int j = lane; j < COLS / 8; j += 32) {
+      Block<Weight::TYPE> f[TOGETHER];
 #pragma unroll
-      for (int t = 0; t < TOKENS; t++) acc[t] += dot<Weight::TYPE>(f, xn + t * Weight::COLS + j * 8);
+      for (int i = 0; i < TOGETHER; i++) fetch<Weight::TYPE>(f[i], a.w, Weight::BLOCKS, (u64)min(e + i, Choice::EXPERTS - 1) * (COLS / 8) + j);
+#pragma unroll
+      for (int i = 0; i < TOGETHER; i++)
+#pragma unroll
+        for (int t = 0; t < TOKENS; t++) acc[i][t] += dot<Weight::TYPE>(f[i], xn + t * COLS + j * 8);
     }
 #pragma unroll
-    for (int t = 0; t < TOKENS; t++) {
-      const float v = warp_sum(acc[t]);
-      if (lane == 0) logits[t][e] = a.router_bias ? v + a.router_bias[e] : v;
-    }
+    for (int i = 0; i < TOGETHER; i++)
+#pragma unroll
+      for (int t = 0; t < TOKENS; t++) {
+        const float v = warp_sum(acc[i][t]);
+        if (lane == 0 && e + i < Choice::EXPERTS) logits[t][e + i] = a.router_bias ? v + a.router_bias[e + i] : v;
+      }
   }
   __syncthreads();
   if (warp < TOKENS && first + warp < count) {
