@@ -11,9 +11,11 @@ from gguf import GGML_QUANT_SIZES
 from tests.support import cuda_emulator
 from tinychat.engine.gguf import GGUF
 from tinychat.kernels.cuda.launch import Launch, text
-from tinychat.kernels.cuda.layout import FLOATS, Layout, repack, transpose
+from tinychat.kernels.cuda.layout import Layout, repack, transpose
 from tinychat.kernels.cuda.prefill import Prefill
-from tinychat.kernels.cuda.step import Builder, state_words
+from tinychat.kernels.cuda.quants import FLOATS
+from tinychat.kernels.cuda.state import Word, state_words
+from tinychat.kernels.cuda.step import RING, Builder, decode
 from tinychat.kernels.ops import Plan, Sampling
 
 PREFILL = 96  # tokens of a prefill step: more than one tile, fewer than two
@@ -22,11 +24,12 @@ PREFILL = 96  # tokens of a prefill step: more than one tile, fewer than two
 class EmulatedCUDA:
     """Buffers start poisoned (NaN), so that whatever a kernel reads too early shows."""
 
-    def __init__(self, plan: Plan, gguf: GGUF, max_context: int) -> None:
+    def __init__(self, plan: Plan, gguf: GGUF, max_context: int, prefill_tokens: int = PREFILL, warpgroups: bool = True) -> None:
+        self.prefill_tokens = prefill_tokens
         self.plan, layout = plan, Layout(plan, {name: t.nbytes for name, t in gguf.tensors.items()})
         self.builder = Builder(plan, layout, max_context)
-        self.launches = self.builder.decode()
-        prefill = Prefill(self.builder, PREFILL)
+        self.launches = [launch for launch, _ in decode(self.builder)]
+        prefill = Prefill(self.builder, prefill_tokens, warpgroups)
         self.prefill_launches = [*prefill.layers(), *prefill.head()]
         self.buffers = {name: aligned(size) for name, size in self.builder.buffers.items()}
         self.buffers["tickets"][:] = 0
@@ -54,9 +57,7 @@ class EmulatedCUDA:
         self, token: int, pos: int, sampling: Sampling | None = None, recent: Sequence[int] = ()
     ) -> tuple[np.ndarray, int, float]:
         """Runs `token` at `pos`: (logits, the sampled token, its log-probability)."""
-        from tinychat.kernels.cuda.step import RING
-
-        self.buffers["state"].view(np.int32)[:11] = state_words(
+        self.buffers["state"].view(np.int32)[: len(Word)] = state_words(
             sampling or Sampling(temperature=0.0), pos, 1, pos + 1 - len(recent)
         )
         history = self.buffers["history"].view(np.int32)
@@ -75,11 +76,11 @@ class EmulatedCUDA:
 
     def prefill(self, ids: Sequence[int], pos: int) -> np.ndarray:
         """Runs `ids` at pos, pos + 1, ...: logits of each."""
-        self.buffers["state"].view(np.int32)[:11] = state_words(Sampling(temperature=0.0), pos, len(ids), 0)
+        self.buffers["state"].view(np.int32)[: len(Word)] = state_words(Sampling(temperature=0.0), pos, len(ids), 0)
         self.buffers["history"].view(np.int32)[pos : pos + len(ids)] = ids
         for launch in self.prefill_launches:
-            cuda_emulator.run(launch, self.buffers)
-        return self.buffers["logits_all"].view(np.float32).reshape(PREFILL, -1)[: len(ids)].copy()
+            cuda_emulator.run(launch, self.buffers, len(ids), pos + len(ids))
+        return self.buffers["logits_all"].view(np.float32).reshape(self.prefill_tokens, -1)[: len(ids)].copy()
 
 
 class EmulatedGPU:
@@ -98,11 +99,17 @@ class EmulatedGPU:
     def allocate(self, name: str, nbytes: int) -> None:
         self.buffers[name] = aligned(nbytes)
 
+    def free(self, name: str) -> None:
+        del self.buffers[name]
+
     def pinned(self, nbytes: int, name: str | None = None) -> np.ndarray:
         data = aligned(nbytes)
         if name:
             self.buffers[name] = data
         return data
+
+    def unpin(self, data: np.ndarray) -> None:
+        return None
 
     def upload(self, name: str, data: np.ndarray, offset: int = 0) -> None:
         raw = data.reshape(-1).view(np.uint8)
@@ -110,6 +117,9 @@ class EmulatedGPU:
 
     def download(self, name: str, nbytes: int, offset: int = 0) -> np.ndarray:
         return self.buffers[name][offset : offset + nbytes].copy()
+
+    free_bytes = 1 << 33
+    warpgroups = True
 
     def event(self) -> float:
         return time.perf_counter()
@@ -126,20 +136,24 @@ class EmulatedGPU:
     def compile(self, launches: Iterable[Launch]) -> None:
         cuda_emulator.compile_all(launches)
 
-    def sequence(self, launches: Sequence[Launch], names: dict[str, str] | None = None) -> Callable[[], None]:
+    def sequence(self, launches: Sequence[Launch], names: dict[str, str] | None = None) -> Callable[[int, int], None]:
         self.compile(launches)
 
-        def enqueue() -> None:
+        def enqueue(count: int = 1, keys: int = 1) -> None:
             for launch in launches:
-                cuda_emulator.run(launch, {b: self.buffers[(names or {}).get(b, b)] for b in launch.buffers})
+                buffers = {b: self.buffers[(names or {}).get(b, b)] for b in launch.buffers}
+                cuda_emulator.run(launch, buffers, count, keys)
 
         return enqueue
 
     def run(self, launch: Launch, names: dict[str, str] | None = None) -> None:
         self.sequence([launch], names)()
 
-    def graph(self, launches: Sequence[Launch], chained: bool = True) -> "EmulatedGraph":
-        return EmulatedGraph(self.sequence(launches), len(launches))
+    def graph(
+        self, launches: Sequence[Launch], chained: bool = True, count: int = 1, keys: int = 1
+    ) -> "EmulatedGraph":
+        enqueue = self.sequence(launches)
+        return EmulatedGraph(lambda: enqueue(count, keys), len(launches))
 
     def close(self) -> None:
         self.buffers.clear()

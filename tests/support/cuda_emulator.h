@@ -119,6 +119,20 @@ DEVICE u32 ldc4(const void *p) { return load<u32>(p); }
 DEVICE u32 ldc2(const void *p) { return load<u16>(p); }
 DEVICE float half_to_float(u32 h) { _Float16 f; u16 b = (u16)h; memcpy(&f, &b, 2); return (float)f; }
 DEVICE u16 float_to_half(float v) { _Float16 f = (_Float16)v; u16 b; memcpy(&b, &f, 2); return b; }
+DEVICE u32 pack_halves(float lo, float hi) { return (u32)float_to_half(lo) | (u32)float_to_half(hi) << 16; }
+DEVICE u32 half2_fma(u32 a, u32 b, u32 c) {
+  u32 d = 0;
+  for (int s = 0; s < 32; s += 16) d |= (u32)float_to_half((float)fma((double)half_to_float(a >> s), (double)half_to_float(b >> s), (double)half_to_float(c >> s))) << s;
+  return d;
+}
+DEVICE u32 half2_mul(u32 a, u32 b) { return half2_fma(a, b, 0x80008000u); }
+DEVICE u32 half2_sub(u32 a, u32 b) { return half2_fma(b, 0xBC00BC00u, a); }
+DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
+  const u64 both = (u64)b << 32 | a;
+  u32 d = 0;
+  for (int i = 0; i < 4; i++) d |= (u32)(u8)(both >> 8 * (selector >> 4 * i & 7)) << 8 * i;
+  return d;
+}
 DEVICE u32 bits(float f) { u32 u; memcpy(&u, &f, 4); return u; }
 DEVICE float unbits(u32 u) { float f; memcpy(&f, &u, 4); return f; }
 DEVICE int dp4a(u32 a, u32 b, int c) { for (int i = 0; i < 4; i++) c += (signed char)(a >> 8 * i) * (signed char)(b >> 8 * i); return c; }
@@ -144,6 +158,7 @@ DEVICE void checked(const void *p) { if ((u64)p % 16) { fprintf(stderr, "emulato
 DEVICE V4 ldmatrix4(const void *p) { checked(p); const void *r[32]; emu::all(p, r); int l = emu::current % 32; return V4{matrix_row(r, 0, l, false), matrix_row(r, 1, l, false), matrix_row(r, 2, l, false), matrix_row(r, 3, l, false)}; }
 DEVICE V2 ldmatrix2(const void *p) { checked(p); const void *r[32]; emu::all(p, r); int l = emu::current % 32; return V2{matrix_row(r, 0, l, false), matrix_row(r, 1, l, false)}; }
 DEVICE V2 ldmatrix2_trans(const void *p) { checked(p); const void *r[32]; emu::all(p, r); int l = emu::current % 32; return V2{matrix_row(r, 0, l, true), matrix_row(r, 1, l, true)}; }
+DEVICE V4 ldmatrix4_trans(const void *p) { checked(p); const void *r[32]; emu::all(p, r); int l = emu::current % 32; return V4{matrix_row(r, 0, l, true), matrix_row(r, 1, l, true), matrix_row(r, 2, l, true), matrix_row(r, 3, l, true)}; }
 struct Fragments { u32 a[4], b[2]; };
 DEVICE void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   Fragments all[32]; emu::all(Fragments{{a[0], a[1], a[2], a[3]}, {b0, b1}}, all);
@@ -171,12 +186,47 @@ template <int K> DEVICE void mma_s8(int (&d)[4], const u32 (&a)[4], u32 b0, u32 
 }
 DEVICE void mma_s8_k32(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_s8<32>(d, a, b0, b1); }
 DEVICE void mma_s8_k16(int (&d)[4], u32 a0, u32 a1, u32 b0) { const u32 a[4] = {a0, a1, 0, 0}; mma_s8<16>(d, a, b0, 0); }
+DEVICE u32 shared_address(const void *p) { return (u32)(u64)p; }
+DEVICE u64 tile_at(const void *p) { return (u64)p; }
+DEVICE void fence_tiles() {}
+DEVICE void wgmma_begin() {}
+DEVICE void wgmma_commit() {}
+template <int PENDING> void wgmma_wait() {}
+// Half k (0..15) of row `row` of a tile, as tile_at says.
+DEVICE float tile_value(u64 tile, int row, int k) {
+  const u64 base = tile & ~1023ull, at = (tile & 1023) + k * 2;
+  u16 h;
+  if (at >= 128) { fprintf(stderr, "emulator: a tile that starts past its first row\n"); abort(); }
+  memcpy(&h, (const u8 *)base + row * 128 + ((at / 16 ^ row % 8) * 16) + at % 16, 2);
+  return half_to_float(h);
+}
+template <int N, class B> void wgmma_of(float (&d)[N][4], const u32 (&a)[4], const B &b) {
+  Fragments all[32]; emu::all(Fragments{{a[0], a[1], a[2], a[3]}, {0, 0}}, all);
+  const int l = emu::current % 32;
+  for (int n = 0; n < N; n++)
+    for (int i = 0; i < 4; i++) {
+      const int row = l / 4 + i / 2 * 8, col = n * 8 + l % 4 * 2 + i % 2;
+      for (int k = 0; k < 16; k++) d[n][i] += half_to_float(all[row % 8 * 4 + k % 8 / 2].a[row / 8 + k / 8 * 2] >> 16 * (k & 1)) * b(k, col);
+    }
+}
+template <int N> void wgmma(float (&d)[N][4], const u32 (&a)[4], u64 b) { wgmma_of(d, a, [&](int k, int col) { return tile_value(b, col, k); }); }
+template <int N> void wgmma_trans(float (&d)[N][4], const u32 (&a)[4], u64 b) {
+  wgmma_of(d, a, [&](int k, int col) { u16 h; memcpy(&h, (const u8 *)b + k * 128 + ((col / 8 ^ k % 8) * 16) + col % 8 * 2, 2); return half_to_float(h); });
+}
+template <int N> void wgmma_tiles(float (&d)[N][4], u64 a, u64 b) {
+  const int l = emu::current % 32, first = emu::current / 32 % 4 * 16;
+  for (int n = 0; n < N; n++)
+    for (int i = 0; i < 4; i++)
+      for (int k = 0; k < 16; k++) d[n][i] += tile_value(a, first + l / 4 + i / 2 * 8, k) * tile_value(b, n * 8 + l % 4 * 2 + i % 2, k);
+}
 DEVICE int warp_add(int v) { int all[32], s = 0; emu::all(v, all); for (int i = 0; i < 32; i++) s += all[i]; return s; }
 DEVICE u32 warp_most(u32 v) { u32 all[32], s = 0; emu::all(v, all); for (int i = 0; i < 32; i++) s = max(s, all[i]); return s; }
 DEVICE u32 warp_least(u32 v) { return ~warp_most(~v); }
 DEVICE void fence() {}
 DEVICE void fence_system() {}
 DEVICE u32 atomicOr(u32 *p, u32 v) { u32 o = *p; *p |= v; return o; }
+DEVICE int atomicMin(int *p, int v) { int o = *p; *p = min(o, v); return o; }
+DEVICE int atomicMax(int *p, int v) { int o = *p; *p = max(o, v); return o; }
 DEVICE int atomicAdd(int *p, int v) { int o = *p; *p += v; return o; }
 DEVICE long long __double_as_longlong(double d) { long long v; memcpy(&v, &d, 8); return v; }
 DEVICE double __longlong_as_double(long long v) { double d; memcpy(&d, &v, 8); return d; }

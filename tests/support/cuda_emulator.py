@@ -23,7 +23,6 @@ def _unit(n: int, launch: Launch) -> str:
     casts = ", ".join(f"({kind})args[{i}]" for i, (kind, _, _) in enumerate(launch.args))
     return f"""namespace k{n} {{
 #undef THREADS
-#undef WARPS
 {launch.source("")}
 static void **args;
 extern "C" void launch_{n}(void **a, int gx, int gy, int gz) {{
@@ -80,8 +79,8 @@ def compile_all(launches: Iterable[Launch]) -> None:
         _functions[source] = getattr(loaded, f"launch_{n}")
 
 
-def run(launch: Launch, buffers: dict[str, np.ndarray]) -> None:
-    """Runs one launch over NumPy arrays, in place."""
+def run(launch: Launch, buffers: dict[str, np.ndarray], count: int = 1, keys: int = 1) -> None:
+    """Runs one launch over NumPy arrays, in place; for `count` tokens, behind which the cache holds `keys` rows."""
     compile_all([launch])
     pointers = (ctypes.c_void_p * len(launch.args))(*[buffers[b].ctypes.data for b in launch.buffers])
-    _functions[launch.source()](pointers, *launch.grid)
+    _functions[launch.source()](pointers, *launch.grid_of(count, keys))

@@ -73,6 +73,12 @@ def penalties(s: Sampling, recent: Sequence[int] | np.ndarray) -> Penalties:
     return Penalties(ids, divisors, amounts)
 
 
+def longest_dry(s: Sampling) -> int:
+    """Tokens of a repetition from which on a longer one costs no more: a float32 holds no larger power of dry_base."""
+    highest = int(_LOG_FLOAT_MAX / np.log(s.dry_base)) if s.dry_base > 1.000001 else 0
+    return s.dry_allowed_length + highest
+
+
 def dry(s: Sampling, recent: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(ids int32, float64 amounts to subtract) of the tokens that would continue a repetition.
 
@@ -86,9 +92,7 @@ def dry(s: Sampling, recent: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np
     limit = int(broken[0]) if len(broken) else len(back)
     if len(back) <= s.dry_allowed_length or limit < s.dry_allowed_length:
         return nothing
-    growth = np.log(s.dry_base)
-    highest = int(_LOG_FLOAT_MAX / growth) if s.dry_base > 1.000001 else 0  # exponent whose power a float32 still holds
-    limit = min(limit, s.dry_allowed_length + highest)  # a longer repetition costs no more
+    limit = min(limit, longest_dry(s))
     starts = np.arange(1, len(back))  # the newest tokens again, this far back
     lengths = np.zeros(len(starts), np.int64)
     for n in range(limit):

@@ -18,10 +18,14 @@ from tinychat.engine.plan import build_plan
 from tinychat.errors import TinychatError
 from tinychat.kernels import ops
 from tinychat.kernels.cuda.launch import Launch
-from tinychat.kernels.cuda.layout import FLOATS, Layout, packed_bytes, repack
-from tinychat.kernels.cuda.selfcheck import ROWS, check_data, check_plan, relative_error
-from tinychat.kernels.cuda.step import RING, Builder, state_words
-from tinychat.kernels.sampling import sample
+from tinychat.kernels.cuda.layout import Layout, repack
+from tinychat.kernels.cuda.prefill import Prefill, padded
+from tinychat.kernels.cuda.quants import FLOATS, packed_bytes
+from tinychat.kernels.cuda.selfcheck import COLS, ROWS, check_data, check_plan, relative_error
+from tinychat.kernels.cuda.state import Word, breaker_bits, state_words
+from tinychat.kernels.cuda.step import RING, Builder, decode, head
+from tinychat.kernels.cuda.step import sample as sampling
+from tinychat.kernels.sampling import dry, sample
 
 Q = tiny.Q
 KINDS = (Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.Q4_K, Q.Q5_K, Q.Q6_K)
@@ -56,30 +60,31 @@ def matvecs() -> dict[Q, Matvec]:
     made: dict[Q, Matvec] = {}
     for kind in KINDS:
         plan = check_plan(kind)
-        builder = Builder(plan, Layout(plan, {"check": check_data(kind)[0].nbytes}), 1)
+        builder = Builder(plan, Layout(plan, {"check": check_data(kind)[0].nbytes, "gain": 4 * COLS}), 1)
         tensor = builder.layout.tensors["check"]
-        made[kind] = builder, builder._LinearAdd(plan.ops[0]), repack(tensor, tensor.blocks)  # type: ignore[arg-type]
+        made[kind] = builder, head(builder, plan.head), repack(tensor, tensor.blocks)
     cuda_emulator.compile_all([*(m[1] for m in made.values()), *(m[2] for k, m in made.items() if k not in FLOATS)])
     return made
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.name)
 def test_matvec_of_every_quant_type(kind: Q, matvecs: dict[Q, Matvec]) -> None:
-    packed, y = check_data(kind)
+    packed, x = check_data(kind)
     builder, launch, packing = matvecs[kind]
     tensor = builder.layout.tensors["check"]
     buffers = {name: aligned(size) for name, size in builder.buffers.items()} | {"staging": packed}
     buffers["params"] = np.array([tensor.blocks, 0, tensor.blocks], np.uint64)
-    buffers["y"].view(np.float32)[:] = y
-    buffers["x"].view(np.float32)[:] = 3
+    buffers["state"].view(np.int32)[: len(Word)] = state_words(ops.Sampling(), 0, 1, 0)
+    buffers["x"].view(np.float32)[:] = x
+    buffers["w:gain"].view(np.float32)[:] = 1
     if kind in FLOATS:
         buffers["w:check"][:] = packed
     else:
         cuda_emulator.run(packing, buffers)
         assert len(buffers["w:check"]) == packed_bytes(kind, tensor.values)
     cuda_emulator.run(launch, buffers)
-    assert relative_error(buffers["x"].view(np.float32) - 3, kind, packed, y) < (1e-5 if kind in FLOATS else 0.01)
-    assert len(buffers["x"]) == 4 * ROWS
+    assert relative_error(buffers["logits"].view(np.float32), kind, packed, x) < (1e-5 if kind in FLOATS else 0.01)
+    assert len(buffers["logits"]) == 4 * ROWS
 
 
 @pytest.mark.parametrize(
@@ -92,6 +97,53 @@ def test_models_in_float(variant: str, tokens: int, tmp_path: Path) -> None:
     assert error(e.prefill(IDS[:tokens], 0), want[:tokens]) < 2e-3
     for pos in (tokens, tokens + 1):
         assert error(e.step(IDS[pos], pos)[0], want[pos]) < 1.5e-3
+
+
+def test_values_of_another_length_than_keys() -> None:
+    """GQA, 4 heads over 2, keys of 32 values and values of 24: the cache and attention, as prefill and as steps."""
+    heads, kv_heads, key, value, tokens = 4, 2, 32, 24, 9
+
+    def weight(name: str, rows: int, cols: int) -> ops.Weight:
+        return ops.Weight(name, Q.F16, rows, cols)
+
+    gain, table = ops.Weight("gain", Q.F32, 1, 8), weight("table", 8, 8)
+    rope = ops.Rope(2, "norm", (0.0,))  # which turns nothing
+    q, k, v = weight("q", heads * key, 8), weight("k", kv_heads * key, 8), weight("v", kv_heads * value, 8)
+    output, scale = weight("output", 8, heads * value), 0.2
+    block = ops.GQA(
+        gain, 0.0, q, k, v, None, None, None, None, None, None, rope, heads, kv_heads, key, value, scale, output, None
+    )
+    plan = ops.Plan(ops.Embed(table), (ops.Layer(block, None),), ops.Head(gain, 0.0, table))
+    b = Builder(plan, Layout(plan, {w.tensor: w.nbytes for w in plan.weights}), 64)
+    steps = [launch for launch, _ in decode(b) if launch.name.startswith(("store_kv", "attention"))]
+    prompt = [x for x in Prefill(b, 16).layers() if x.name.startswith(("store_kv", "prompt_attention"))]
+    buffers = {name: aligned(size) for name, size in b.buffers.items()}
+    buffers["tickets"][:] = 0
+    for name in b.ropes.values():
+        buffers[name].view(np.float32)[:] = rope.table(64).ravel()
+    rng = np.random.default_rng(0)
+    x = {n: rng.standard_normal((tokens, w.rows)).astype(np.float32) for n, w in (("q", q), ("k", k), ("v", v))}
+    keys, values = (np.repeat(x[n].reshape(tokens, kv_heads, -1), 2, axis=1) for n in "kv")
+    scores = np.einsum("thd,shd->hts", x["q"].reshape(tokens, heads, key), keys) * scale
+    scores += np.where(np.tri(tokens), 0, -np.inf)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    want = np.einsum("hts,shd->thd", p / p.sum(-1, keepdims=True), values).reshape(tokens, -1)
+
+    def run(launches: list[Launch], first: int, count: int) -> None:
+        buffers["state"].view(np.int32)[: len(Word)] = state_words(ops.Sampling(), first, count, 0)
+        for name, rows in x.items():
+            buffers[name].view(np.float32)[: rows[0].size * count] = rows[first : first + count].ravel()
+        for launch in launches:
+            cuda_emulator.run(launch, buffers, count, first + count)
+
+    run(prompt, 0, 5)
+    got = buffers["attended"].view(np.float16)[: 16 * padded(heads * value)].reshape(16, -1)[:5]
+    n = np.arange(heads * value)
+    place = (n & ~127) | (n & 30) << 2 | (n & 96) >> 4 | (n & 1)  # halves.cuh
+    assert error(got[:, place], want[:5]) < 2e-3
+    for pos in range(5, tokens):
+        run(steps, pos, 1)
+        assert error(buffers["heads"].view(np.float32)[: heads * value], want[pos]) < 2e-3
 
 
 def test_model_in_int8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,10 +160,11 @@ VOCAB = 9000  # three stretches, the last one short
 
 @pytest.fixture(scope="module")
 def sampler() -> tuple[list[Launch], dict[str, int]]:
-    plan = ops.Plan((), {}, 0, 0, 0, 0, VOCAB)
-    builder = Builder(plan, Layout(plan, {}), 128)
+    table = ops.Weight("table", Q.F16, VOCAB, 8)
+    plan = ops.Plan(ops.Embed(table), (), ops.Head(ops.Weight("gain", Q.F32, 1, 8), 0.0, table))
+    builder = Builder(plan, Layout(plan, {"table": 16 * VOCAB, "gain": 32}), 128)
     builder.buffer("logits", 4 * VOCAB)
-    return builder._sample(), builder.buffers
+    return sampling(builder), builder.buffers
 
 
 @pytest.mark.parametrize(
@@ -127,6 +180,10 @@ def sampler() -> tuple[list[Launch], dict[str, int]]:
         {"top_k": 100, "top_p": 1.0, "min_p": 0.2},
         {"repeat_penalty": 1.3, "repeat_last_n": 5, "top_k": 3},
         {"top_k": 0, "top_p": 1.0, "min_p": 0.0},
+        {"temperature": 0.0, "dry_multiplier": 3.0},
+        {"dry_multiplier": 2.0, "dry_base": 1.0, "dry_allowed_length": 1, "dry_last_n": 20, "repeat_penalty": 1.2},
+        {"top_k": 0, "dry_multiplier": 4.0, "dry_allowed_length": 3, "dry_breakers": (7, 8000)},
+        {"temperature": 0.0, "dry_multiplier": 50.0, "dry_base": 50.0},
     ],
     ids=str,
 )
@@ -137,13 +194,17 @@ def test_sampling_as_numpy_does(sampler: tuple[list[Launch], dict[str, int]], se
         rng = np.random.default_rng(seed)
         logits = (rng.standard_normal(VOCAB) * 3).astype(np.float32)
         buffers = {name: aligned(size) for name, size in sizes.items()}
-        recent = [int(i) for i in [*np.argsort(logits)[-4:], *rng.integers(0, VOCAB, 8)]]
+        best, repeated = np.argsort(logits)[::-1][:4], rng.integers(0, VOCAB, 4)
+        other = [*rng.integers(0, VOCAB, 3), 7, 4999, 8000]
+        recent = [int(i) for i in [*repeated, best[0], *other, *best[1:], *repeated[2:], best[1], *repeated]]
         pos = 40 + seed
-        buffers["state"].view(np.int32)[:11] = state_words(s, pos, 1, pos + 1 - len(recent))
+        buffers["state"].view(np.int32)[: len(Word)] = state_words(s, pos, 1, pos + 1 - len(recent))
         buffers["history"].view(np.int32)[pos + 1 - len(recent) : pos + 1] = recent
         buffers["logits"].view(np.float32)[:] = logits
+        buffers["breakers"].view(np.uint32)[:] = breaker_bits(s.dry_breakers, VOCAB)
         for launch in launches:
             cuda_emulator.run(launch, buffers)
+        assert (s.dry_multiplier > 0) == bool(len(dry(s, recent)[0]))
         token, logprob = sample(logits, s, pos, recent)
         word = int(buffers["ring"].view(np.uint64)[(pos + 1) % RING])
         assert word & 0xFFFFFFFF == token == buffers["history"].view(np.int32)[pos + 1]
@@ -152,9 +213,10 @@ def test_sampling_as_numpy_does(sampler: tuple[list[Launch], dict[str, int]], se
 
 
 def test_types_without_kernels_are_refused() -> None:
-    plan = ops.Plan((ops.LinearAdd("y", ops.Weight("w", Q.Q2_K, 8, 256)),), {"x": 8, "y": 256}, 0, 0, 0, 8, 0)
+    table = ops.Weight("w", Q.Q2_K, 8, 256)
+    plan = ops.Plan(ops.Embed(table), (), ops.Head(ops.Weight("gain", Q.F32, 1, 256), 0.0, table))
     with pytest.raises(TinychatError, match="do not read Q2_K"):
-        Layout(plan, {"w": 8 * 84})
+        Layout(plan, {"w": 8 * 84, "gain": 1024})
 
 
 def nvrtc() -> ctypes.CDLL | None:
@@ -183,9 +245,7 @@ def test_sources_compile_with_nvrtc(variant: str, quant: str, tmp_path: Path) ->
         Layout(plan, {n: t.nbytes for n, t in gguf.tensors.items()}),
         64,
     )
-    from tinychat.kernels.cuda.prefill import Prefill
-
-    sources = {launch.name: launch.source() for launch in [*e.decode(), *Prefill(e).layers()]}
+    sources = {launch.name: launch.source() for launch in [*(x for x, _ in decode(e)), *Prefill(e).layers()]}
     options = (ctypes.c_char_p * 2)(b"--gpu-architecture=sm_90", b"--minimal")
     for name, source in sources.items():
         program = ctypes.c_void_p()

@@ -1,69 +1,97 @@
-// Flash attention on tensor cores, for decode and prefill alike. A block takes 16 * MT query rows (row r: token r / GROUP, head
-// r % GROUP of one kv head) and one split of the keys, CK keys at a time, double-buffered. Latent: V is the head of K's row, so
-// each cache row is read once for all heads. 16 warps: S tiles over (rows, keys, parts of the key's values), softmax by rows, then
-// O tiles over columns. Results: DIRECT (prefill, one split) or a single split with work: finished; else partial, which the last
-// block of a kv head combines (GQA) or the next kernel (latent; matvec.cu, Combined).
-
+// Decode: flash attention on tensor cores. A block takes 16 * ROW_TILES heads of one kv head's group and one split of the
+// keys, CHUNK_KEYS keys at a time, double-buffered. Latent: V is the head of K's row, so each cache row is read once for
+// all heads. 16 warps: S tiles over (rows, keys, parts of the key's values), softmax by rows, then O tiles over columns.
+// Results: finished where a single split has work (GQA); else partial, which the last block of a kv head combines (GQA)
+// or the next kernel (latent; value_up.cu).
 
 // Keys per split: the cache's `keys` rows in at most SPLITS parts, whole chunks each.
-DEVICE int keys_per_split(int keys, int splits, int chunk) { return ((keys + splits - 1) / splits + chunk - 1) / chunk * chunk; }
+DEVICE int keys_per_split(int keys, int splits, int chunk) {
+  return ((keys + splits - 1) / splits + chunk - 1) / chunk * chunk;
+}
 
-template <int HEADS, int KV_HEADS, int KD, int VD, int MT, int CK, int SPLITS, bool LATENT, bool DIRECT>
-DEVICE void attention(float *out, u16 *partial, F2 *ml, int *tickets, const u16 *q, const u16 *k_cache, const u16 *v_cache, const int *state) {
-  constexpr int GROUP = HEADS / KV_HEADS, ROWS = 16 * MT, KP = KD + 8, VP = LATENT ? KP : VD + 8, PP = CK + 8, SP = CK + 4, WARPS = THREADS / 32;
-  constexpr int TILES = MT * CK / 8, STEPS = KD / 16, NT = (VD / 8 + WARPS - 1) / WARPS;
-  constexpr int PARTS = TILES * 4 <= WARPS && STEPS % 4 == 0 ? 4 : TILES * 2 <= WARPS && STEPS % 2 == 0 ? 2 : 1;
+struct Args {
+  u16 *partial = nullptr;  // (splits, heads, value_dim): each split's result, where it is not finished
+  F2 *ml = nullptr;        // (splits, heads): maximum (log2) and sum
+  int *tickets = nullptr;  // (kv_heads): splits that are done
+  const u16 *q = nullptr;  // (tokens, heads, key_dim), scaled
+  const u16 *k_cache = nullptr;
+  const int *state = nullptr;
+  const u16 *v_cache = nullptr;  // k_cache where LATENT
+  float *out = nullptr;          // (tokens, heads, value_dim)
+};
+
+DEVICE void run(const Args &a) {
+  constexpr int GROUP = HEADS / KV_HEADS, ROWS = 16 * ROW_TILES, KP = KEY_DIM + 8, VP = LATENT ? KP : VALUE_DIM + 8,
+                PP = CHUNK_KEYS + 8, SP = CHUNK_KEYS + 4, WARPS = THREADS / 32;
+  constexpr int TILES = ROW_TILES * CHUNK_KEYS / 8, STEPS = KEY_DIM / 16, NT = (VALUE_DIM / 8 + WARPS - 1) / WARPS;
   DYNAMIC_SHARED(pool);
-  u16 *qs = (u16 *)pool, *ks = qs + ROWS * KP, *vs = LATENT ? ks : ks + 2 * CK * KP, *ps = vs + 2 * CK * VP;
-  float *ss = (float *)(ps + ROWS * PP), *row_max = ss + PARTS * ROWS * SP, *row_sum = row_max + ROWS, *row_scale = row_sum + ROWS;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, split = blockIdx.x, kv_head = blockIdx.z, first_row = blockIdx.y * ROWS;
-  const int pos = state[POS], count = DIRECT ? state[COUNT] : 1;
-  const int last_row = min(first_row + ROWS, count * GROUP) - 1;
+  u16 *qs = (u16 *)pool, *ks = qs + ROWS * KP, *vs = LATENT ? ks : ks + 2 * CHUNK_KEYS * KP,
+      *ps = vs + 2 * CHUNK_KEYS * VP;
+  float *ss = (float *)(ps + ROWS * PP), *row_max = ss + PARTS * ROWS * SP, *row_sum = row_max + ROWS,
+        *row_scale = row_sum + ROWS;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, split = blockIdx.x, kv_head = blockIdx.z,
+            first_row = blockIdx.y * ROWS;
+  const int pos = a.state[POS];
+  const int last_row = min(first_row + ROWS, GROUP) - 1;
   if (last_row < first_row) return;
-  const int keys = pos + last_row / GROUP + 1, per = keys_per_split(keys, SPLITS, CK), begin = split * per, end = min(begin + per, keys);
+  const int keys = pos + last_row / GROUP + 1, per = keys_per_split(keys, SPLITS, CHUNK_KEYS), begin = split * per,
+            end = min(begin + per, keys);
   if (begin >= end) return;
-  const int chunks = (end - begin + CK - 1) / CK, active = (keys + per - 1) / per;
+  const int chunks = (end - begin + CHUNK_KEYS - 1) / CHUNK_KEYS, active = (keys + per - 1) / per;
 
   // Rows from..to of chunk c; those past `end` become zeros.
   auto load = [&](int c, int from, int to) {
-    constexpr int KV = KD / 8, VV = LATENT ? 0 : VD / 8;
-    const int first = begin + c * CK;
+    constexpr int KV = KEY_DIM / 8, VV = LATENT ? 0 : VALUE_DIM / 8;
+    const int first = begin + c * CHUNK_KEYS;
 #pragma unroll 4
-    for (int i = threadIdx.x; i < CK * KV; i += THREADS) {
+    for (int i = threadIdx.x; i < CHUNK_KEYS * KV; i += THREADS) {
       const int row = i / KV, col = i % KV * 8, key = first + row;
-      if (key >= from && key < to) copy_async(ks + ((c & 1) * CK + row) * KP + col, k_cache + ((u64)(key < end ? key : begin) * KV_HEADS + kv_head) * KD + col, key < end);
+      if (key >= from && key < to)
+        copy_async(ks + ((c & 1) * CHUNK_KEYS + row) * KP + col,
+            a.k_cache + ((u64)(key < end ? key : begin) * KV_HEADS + kv_head) * KEY_DIM + col, key < end);
     }
 #pragma unroll 4
-    for (int i = threadIdx.x; i < CK * VV; i += THREADS) {
+    for (int i = threadIdx.x; i < CHUNK_KEYS * VV; i += THREADS) {
       constexpr int V1 = VV ? VV : 1;
       const int row = i / V1, col = i % V1 * 8, key = first + row;
-      if (key >= from && key < to) copy_async(vs + ((c & 1) * CK + row) * VP + col, v_cache + ((u64)(key < end ? key : begin) * KV_HEADS + kv_head) * VD + col, key < end);
+      if (key >= from && key < to)
+        copy_async(vs + ((c & 1) * CHUNK_KEYS + row) * VP + col,
+            a.v_cache + ((u64)(key < end ? key : begin) * KV_HEADS + kv_head) * VALUE_DIM + col, key < end);
     }
   };
-  const int known = max(begin, min(pos, begin + CK));  // rows of earlier steps need no waiting
+  const int known = max(begin, min(pos, begin + CHUNK_KEYS));  // rows of earlier steps need no waiting
   load(0, begin, known);
-  for (int i = threadIdx.x; i < ROWS; i += THREADS) { row_max[i] = -1e30f; row_sum[i] = 0; }
+  for (int i = threadIdx.x; i < ROWS; i += THREADS) {
+    row_max[i] = -1e30f;
+    row_sum[i] = 0;
+  }
   grid_wait();
-  load(0, known, begin + CK);
-  for (int i = threadIdx.x; i < ROWS * (KD / 8); i += THREADS) {
-    const int r = i / (KD / 8), c = i % (KD / 8) * 8, row = first_row + r <= last_row ? first_row + r : last_row;
-    copy_async(qs + r * KP + c, q + ((u64)(row / GROUP) * HEADS + kv_head * GROUP + row % GROUP) * KD + c, first_row + r <= last_row);
+  load(0, known, begin + CHUNK_KEYS);
+  for (int i = threadIdx.x; i < ROWS * (KEY_DIM / 8); i += THREADS) {
+    const int r = i / (KEY_DIM / 8), c = i % (KEY_DIM / 8) * 8,
+              row = first_row + r <= last_row ? first_row + r : last_row;
+    copy_async(qs + r * KP + c, a.q + ((u64)(row / GROUP) * HEADS + kv_head * GROUP + row % GROUP) * KEY_DIM + c,
+        first_row + r <= last_row);
   }
   copy_commit();
-  float o[MT][NT][4];
+  float o[ROW_TILES][NT][4];
 #pragma unroll
-  for (int m = 0; m < MT; m++)
+  for (int m = 0; m < ROW_TILES; m++)
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
       for (int i = 0; i < 4; i++) o[m][n][i] = 0;
 
   for (int c = 0; c < chunks; c++) {
-    if (c + 1 < chunks) { load(c + 1, 0, 1 << 30); copy_commit(); copy_wait<1>(); } else copy_wait<0>();
+    if (c + 1 < chunks) {
+      load(c + 1, 0, 1 << 30);
+      copy_commit();
+      copy_wait<1>();
+    } else copy_wait<0>();
     __syncthreads();
-    const u16 *kc = ks + (c & 1) * CK * KP, *vc = vs + (c & 1) * CK * VP;
+    const u16 *kc = ks + (c & 1) * CHUNK_KEYS * KP, *vc = vs + (c & 1) * CHUNK_KEYS * VP;
     for (int tile = warp; tile < TILES * PARTS; tile += WARPS) {  // S = Q K^T
-      const int part = tile / TILES, m = tile % MT, n = tile % TILES / MT;
+      const int part = tile / TILES, m = tile % ROW_TILES, n = tile % TILES / ROW_TILES;
       float s[4][4] = {};
       const u16 *qa = qs + (m * 16 + lane % 16) * KP + lane / 16 * 8 + part * (STEPS / PARTS) * 16;
       const u16 *kb = kc + (n * 8 + lane % 8) * KP + lane / 8 % 2 * 8 + part * (STEPS / PARTS) * 16;
@@ -71,8 +99,8 @@ DEVICE void attention(float *out, u16 *partial, F2 *ml, int *tickets, const u16 
       for (int k = 0; k < STEPS / PARTS; k++) {
         const V4 av = ldmatrix4(qa + k * 16);
         const V2 b = ldmatrix2(kb + k * 16);
-        const u32 a[4] = {av.x, av.y, av.z, av.w};
-        mma_f16(s[k % 4], a, b.x, b.y);
+        const u32 qf[4] = {av.x, av.y, av.z, av.w};
+        mma_f16(s[k % 4], qf, b.x, b.y);
       }
       float *dst = ss + (part * ROWS + m * 16 + lane / 4) * SP + n * 8 + lane % 4 * 2;
 #pragma unroll
@@ -80,16 +108,17 @@ DEVICE void attention(float *out, u16 *partial, F2 *ml, int *tickets, const u16 
     }
     __syncthreads();
     {  // softmax of this chunk, and by how much what came before shrinks
-      constexpr int RW = (ROWS + WARPS - 1) / WARPS, KL = CK / 32;
+      constexpr int RW = (ROWS + WARPS - 1) / WARPS, KL = CHUNK_KEYS / 32;
       float v[RW][KL], top[RW], sum[RW];
 #pragma unroll
       for (int j = 0; j < RW; j++) {
-        const int r = warp + j * WARPS, row = first_row + r, limit = row <= last_row ? min(end, pos + row / GROUP + 1) : 0;
+        const int r = warp + j * WARPS, row = first_row + r,
+                  limit = row <= last_row ? min(end, pos + row / GROUP + 1) : 0;
         top[j] = -1e30f;
 #pragma unroll
         for (int i = 0; i < KL; i++) {
           v[j][i] = -1e30f;
-          if (begin + c * CK + lane + 32 * i < limit) {
+          if (begin + c * CHUNK_KEYS + lane + 32 * i < limit) {
             v[j][i] = 0;
 #pragma unroll
             for (int part = 0; part < PARTS; part++) v[j][i] += ss[(part * ROWS + r) * SP + lane + 32 * i];
@@ -130,32 +159,40 @@ DEVICE void attention(float *out, u16 *partial, F2 *ml, int *tickets, const u16 
     }
     __syncthreads();
 #pragma unroll
-    for (int m = 0; m < MT; m++) {  // O = O * shrink + P V
+    for (int m = 0; m < ROW_TILES; m++) {  // O = O * shrink + P V
       const float lo = row_scale[m * 16 + lane / 4], hi = row_scale[m * 16 + lane / 4 + 8];
 #pragma unroll
-      for (int n = 0; n < NT; n++) { o[m][n][0] *= lo; o[m][n][1] *= lo; o[m][n][2] *= hi; o[m][n][3] *= hi; }
+      for (int n = 0; n < NT; n++) {
+        o[m][n][0] *= lo;
+        o[m][n][1] *= lo;
+        o[m][n][2] *= hi;
+        o[m][n][3] *= hi;
+      }
     }
 #pragma unroll
-    for (int k = 0; k < CK / 16; k++) {
-      u32 a[MT][4];
+    for (int k = 0; k < CHUNK_KEYS / 16; k++) {
+      u32 p[ROW_TILES][4];
 #pragma unroll
-      for (int m = 0; m < MT; m++) {
+      for (int m = 0; m < ROW_TILES; m++) {
         const V4 av = ldmatrix4(ps + (m * 16 + lane % 16) * PP + k * 16 + lane / 16 * 8);
-        a[m][0] = av.x; a[m][1] = av.y; a[m][2] = av.z; a[m][3] = av.w;
+        p[m][0] = av.x;
+        p[m][1] = av.y;
+        p[m][2] = av.z;
+        p[m][3] = av.w;
       }
 #pragma unroll
       for (int n = 0; n < NT; n++)
-        if (VD / 8 % WARPS == 0 || warp * NT + n < VD / 8) {
+        if (VALUE_DIM / 8 % WARPS == 0 || warp * NT + n < VALUE_DIM / 8) {
           const V2 b = ldmatrix2_trans(vc + (k * 16 + lane % 16) * VP + (warp * NT + n) * 8);
 #pragma unroll
-          for (int m = 0; m < MT; m++) mma_f16(o[m][n], a[m], b.x, b.y);
+          for (int m = 0; m < ROW_TILES; m++) mma_f16(o[m][n], p[m], b.x, b.y);
         }
     }
     __syncthreads();
   }
-  const bool finished = DIRECT || (!LATENT && active == 1);
+  const bool finished = !LATENT && active == 1;
 #pragma unroll
-  for (int m = 0; m < MT; m++)
+  for (int m = 0; m < ROW_TILES; m++)
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
       const int r = m * 16 + lane / 4 + i / 2 * 8, row = first_row + r;
@@ -164,36 +201,42 @@ DEVICE void attention(float *out, u16 *partial, F2 *ml, int *tickets, const u16 
       const float f = 1.f / row_sum[r];
 #pragma unroll
       for (int n = 0; n < NT; n++)
-        if (VD / 8 % WARPS == 0 || warp * NT + n < VD / 8) {
+        if (VALUE_DIM / 8 % WARPS == 0 || warp * NT + n < VALUE_DIM / 8) {
           const int col = (warp * NT + n) * 8 + lane % 4 * 2;
           const F2 v = {o[m][n][i] * f, o[m][n][i + 1] * f};
-          if (finished) *(F2 *)(out + ((u64)(row / GROUP) * HEADS + head) * VD + col) = v;
-          else *(u32 *)(partial + ((u64)split * HEADS + head) * VD + col) = (u32)float_to_half(v.x) | (u32)float_to_half(v.y) << 16;
+          if (finished) *(F2 *)(a.out + ((u64)(row / GROUP) * HEADS + head) * VALUE_DIM + col) = v;
+          else
+            *(u32 *)(a.partial + ((u64)split * HEADS + head) * VALUE_DIM + col) =
+                (u32)float_to_half(v.x) | (u32)float_to_half(v.y) << 16;
         }
-      if (!finished && warp == 0 && lane % 4 == 0) ml[split * HEADS + head] = F2{row_max[r], row_sum[r]};
+      if (!finished && warp == 0 && lane % 4 == 0) a.ml[split * HEADS + head] = F2{row_max[r], row_sum[r]};
     }
   if (LATENT || finished) return;
   // The last block of this kv head combines the splits of its GROUP heads.
   __shared__ int last;
   fence();
   __syncthreads();
-  if (threadIdx.x == 0) last = atomicAdd(&tickets[kv_head], 1) == active - 1;
+  if (threadIdx.x == 0) last = atomicAdd(&a.tickets[kv_head], 1) == active - 1;
   __syncthreads();
   if (!last) return;
   fence();
-  if (threadIdx.x == 0) tickets[kv_head] = 0;
-  for (int h = warp; h < GROUP; h += WARPS) combine_weights<SPLITS>(ss + h * SPLITS, ml + kv_head * GROUP + h, HEADS, active, lane);
+  if (threadIdx.x == 0) a.tickets[kv_head] = 0;
+  for (int h = warp; h < GROUP; h += WARPS)
+    combine_weights<SPLITS>(ss + h * SPLITS, a.ml + kv_head * GROUP + h, HEADS, active, lane);
   __syncthreads();
-  for (int i = threadIdx.x; i < GROUP * VD / 4; i += THREADS) {
-    const int h = i / (VD / 4);
-    const u16 *from = partial + (u64)kv_head * GROUP * VD + i * 4;
+  for (int i = threadIdx.x; i < GROUP * VALUE_DIM / 4; i += THREADS) {
+    const int h = i / (VALUE_DIM / 4);
+    const u16 *from = a.partial + (u64)kv_head * GROUP * VALUE_DIM + i * 4;
     F4 sum = {0, 0, 0, 0};
 #pragma unroll 8
     for (int s = 0; s < active; s++) {
-      const V2 v = *(const V2 *)(from + (u64)s * HEADS * VD);
+      const V2 v = *(const V2 *)(from + (u64)s * HEADS * VALUE_DIM);
       const float w = ss[h * SPLITS + s];
-      sum.x += w * half_to_float(v.x); sum.y += w * half_to_float(v.x >> 16); sum.z += w * half_to_float(v.y); sum.w += w * half_to_float(v.y >> 16);
+      sum.x += w * half_to_float(v.x);
+      sum.y += w * half_to_float(v.x >> 16);
+      sum.z += w * half_to_float(v.y);
+      sum.w += w * half_to_float(v.y >> 16);
     }
-    *(F4 *)(out + (u64)kv_head * GROUP * VD + i * 4) = sum;
+    *(F4 *)(a.out + (u64)kv_head * GROUP * VALUE_DIM + i * 4) = sum;
   }
 }

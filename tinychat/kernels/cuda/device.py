@@ -1,4 +1,4 @@
-"""What we use of tinygrad's CUDA device: buffers, compiled programs, graphs of launches, and a few driver calls."""
+"""What we use of tinygrad's CUDA device: buffers, the compiler and its cache, programs; and a few driver calls."""
 
 from __future__ import annotations
 
@@ -6,39 +6,21 @@ import ctypes
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
-from tinygrad import Device, Tensor, dtypes
+from tinygrad import Device, dtypes
 from tinygrad.device import Buffer, BufferSpec, TinyELF
-from tinygrad.engine.jit import jit_lower
-from tinygrad.engine.realize import get_runtime
-from tinygrad.helpers import Context, diskcache_get, diskcache_put
-from tinygrad.runtime.graph.cuda import CUDAGraph
-from tinygrad.runtime.ops_cuda import encode_args
-from tinygrad.uop.ops import Ops, UOp, buffers
+from tinygrad.helpers import diskcache_get, diskcache_put
 
 from tinychat.errors import TinychatError
-from tinychat.kernels.cuda.graph import ChainedGraph
-from tinychat.kernels.cuda.launch import Launch, program
+from tinychat.kernels.cuda.graph import Call, Graph, enqueuer
+from tinychat.kernels.cuda.launch import Launch
 
 
 def unusable(e: Exception) -> TinychatError:
     """What to raise for an exception that a driver, a compiler or tinygrad raised before the first step."""
     return TinychatError(f"CUDA does not work here: {next(iter(str(e).splitlines()), '') or type(e).__name__}")
-
-
-@dataclass
-class Graph:
-    """A captured TinyJit graph: calling it enqueues all its kernels and returns."""
-
-    enqueue: Callable[[], Any]
-    kernels: int
-
-    def __call__(self) -> None:
-        self.enqueue()
 
 
 class GPU:
@@ -51,17 +33,19 @@ class GPU:
             from tinygrad.runtime.support.compiler_cuda import NVRTCCompiler
 
             self.cuda: Any = cuda
-            self.compiler = NVRTCCompiler(self.dev.arch, ptx=False, cache_key="tinychat_cubin")
+            self.warpgroups = self.dev.arch == "sm_90"  # has wgmma, which binaries for sm_90a alone may use
+            arch = "sm_90a" if self.warpgroups else self.dev.arch
+            self.compiler = NVRTCCompiler(arch, ptx=False, cache_key="tinychat_cubin")
         except Exception as e:  # no driver, no compiler, no device: tinygrad raises what it meets
             raise unusable(e) from e
         if int(self.dev.arch[3:]) < 80:
             raise TinychatError(f"the CUDA kernels need compute capability 8.0 or newer, this GPU has {self.dev.arch}")
         self.target = self.dev.renderer.target
-        self.tensors: dict[str, Tensor] = {}
+        self.buffers: dict[str, Buffer] = {}
         self._binaries: dict[str, bytes] = {}
         self.found, self.compiled, self.compile_s = 0, 0, 0.0  # kernels from the disk cache, compiled; seconds of both
         self._programs: dict[str, Any] = {}
-        self._pinned: list[Any] = []
+        self._pinned: dict[int, Any] = {}  # page-locked memory by address
 
     @property
     def name(self) -> str:
@@ -73,7 +57,15 @@ class GPU:
     @property
     def nbytes(self) -> int:
         """Bytes of all its buffers."""
-        return sum(t.nbytes() for t in self.tensors.values())
+        return sum(b.nbytes for b in self.buffers.values())
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of its memory that nobody uses."""
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self._check(self.cuda.cuCtxSetCurrent(self.dev.context))
+        self._check(self.cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)))
+        return free.value
 
     def _check(self, status: int) -> None:
         if status:
@@ -84,33 +76,37 @@ class GPU:
     def allocate(self, name: str, nbytes: int) -> None:
         """A device buffer of `nbytes` (uninitialised) under `name`."""
         try:
-            self.tensors[name] = self._tensor(
-                Buffer("CUDA", nbytes, dtypes.uint8, options=BufferSpec(nolru=True)).allocate()
-            )
+            self.buffers[name] = Buffer("CUDA", nbytes, dtypes.uint8, options=BufferSpec(nolru=True)).allocate()
         except (MemoryError, RuntimeError) as e:
             raise TinychatError(
                 f"the GPU's memory is too small: no room for {nbytes / 1e6:,.0f} MB more; use a "
                 f"smaller context or model"
             ) from e
 
-    def _tensor(self, buffer: Buffer) -> Tensor:
-        return Tensor(UOp.from_buffer(buffer))
+    def free(self, name: str) -> None:
+        """Gives a buffer's memory back, after everything enqueued before."""
+        self.synchronize()
+        buffer: Any = self.buffers.pop(name)
+        buffer.deallocate()
 
     def pinned(self, nbytes: int, name: str | None = None) -> np.ndarray:
         """Page-locked host memory: uint8 (nbytes,); with a `name` also a buffer that kernels write into."""
         self._check(self.cuda.cuCtxSetCurrent(self.dev.context))
         ptr = ctypes.c_void_p()
         self._check(self.cuda.cuMemHostAlloc(ctypes.byref(ptr), nbytes, 1))
-        self._pinned.append(ptr)
+        self._pinned[ptr.value or 0] = ptr
         if name:
-            self.tensors[name] = self._tensor(
-                Buffer("CUDA", nbytes, dtypes.uint8, options=BufferSpec(external_ptr=ptr.value)).allocate()
-            )
+            external = BufferSpec(external_ptr=ptr.value)
+            self.buffers[name] = Buffer("CUDA", nbytes, dtypes.uint8, options=external).allocate()
         return np.ctypeslib.as_array((ctypes.c_ubyte * nbytes).from_address(ptr.value or 0))
 
+    def unpin(self, data: np.ndarray) -> None:
+        """Frees page-locked memory, after everything enqueued before."""
+        self.synchronize()
+        self._check(self.cuda.cuMemFreeHost(self._pinned.pop(data.ctypes.data)))
+
     def address(self, name: str) -> Any:
-        buffer: Any = self.tensors[name].uop.buffer
-        return buffer._buf
+        return self.buffers[name]._buf
 
     def upload(self, name: str, data: np.ndarray, offset: int = 0) -> None:
         """Puts `data` (contiguous) at byte `offset` of a buffer, behind everything enqueued before. Page-locked data
@@ -179,24 +175,21 @@ class GPU:
             self._allow_shared(made, launch.shared)
         return self._programs[source]
 
-    def sequence(self, launches: Sequence[Launch], names: dict[str, str] | None = None) -> Callable[[], None]:
-        """A function that enqueues the launches one by one, outside any graph; `names` replaces buffers."""
+    def _call(self, launch: Launch, names: dict[str, str]) -> Call:
+        addresses = tuple(self.address(names.get(b, b)).value for b in launch.buffers)
+        return Call(self._program(launch).prg, launch.grid_of, launch.threads, launch.shared, addresses)
+
+    def sequence(self, launches: Sequence[Launch], names: dict[str, str] | None = None) -> Callable[..., None]:
+        """A function that enqueues the launches one by one, outside any graph, for a number of tokens and of cache
+        rows; `names` replaces buffers."""
         self.compile(launches)
-        calls, kept = [], []
-        for x in launches:
-            runtime = self._program(x)
-            args, packed = encode_args([self.address((names or {}).get(b, b)) for b in x.buffers], [], ())
-            kept.append(args)
-            calls.append(
-                partial(self.cuda.cuLaunchKernel, runtime.prg, *x.grid, x.threads, 1, 1, x.shared, None, None, packed)
-            )
+        enqueue = enqueuer([self._call(x, names or {}) for x in launches])
 
-        def enqueue(_kept: object = kept) -> None:
+        def within(count: int = 1, keys: int = 1) -> None:
             self._check(self.cuda.cuCtxSetCurrent(self.dev.context))
-            for call in calls:
-                self._check(call())
+            enqueue(count, keys)
 
-        return enqueue
+        return within
 
     def run(self, launch: Launch, names: dict[str, str] | None = None) -> None:
         """Enqueues one launch."""
@@ -204,39 +197,23 @@ class GPU:
 
     def _allow_shared(self, runtime: Any, nbytes: int) -> None:
         runtime.smem = nbytes
-        if nbytes > 48 << 10:
+        if nbytes:  # with its static shared memory a kernel may need more than 48 KB
             attribute = self.cuda.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self._check(self.cuda.cuFuncSetAttribute(runtime.prg, attribute, nbytes))
 
-    def graph(self, launches: Sequence[Launch], chained: bool = True) -> Graph:
-        """All launches as one TinyJit graph over the named buffers, in this order. `chained`: with programmatic edges
-        (graph.py)."""
-        if len(launches) == 1:  # tinygrad makes no graph of one kernel
-            return Graph(self.sequence(launches), 1)
+    def graph(self, launches: Sequence[Launch], chained: bool = True, count: int = 1, keys: int = 1) -> Graph:
+        """All launches as one graph, in this order, with the grids for a number of tokens and of cache rows. `chained`:
+        with programmatic edges (graph.py)."""
         self.compile(launches)
-        state = dict(self.tensors)
-        for launch in launches:
-            made = program(launch, self.target, self._binaries[launch.source()])
-            after = Tensor.custom_kernel(*[state[b] for b in launch.buffers], fxn=made)
-            # weights stay as they are: only what some kernel writes orders kernels
-            state.update({b: t for b, t in zip(launch.buffers, after) if not b.startswith("w:")})
-        held = set(buffers)
-        with Context(JIT_BATCH_SIZE=0):  # one batch
-            lowered = jit_lower(state["state"].schedule_linear(), held, [])
-        (batch,) = lowered.src
-        shared = {launch.name: launch.shared for launch in launches}
-        for node in batch.toposort():
-            if node.op is Ops.PROGRAM:
-                self._allow_shared(get_runtime("CUDA", node), shared[node.arg.name])
-        return Graph(partial((ChainedGraph if chained else CUDAGraph)(batch.src[0], ()), (), {}), len(launches))
+        self._check(self.cuda.cuCtxSetCurrent(self.dev.context))
+        return Graph([self._call(x, {}) for x in launches], chained, count, keys)
 
     def close(self) -> None:
         """Frees buffers and page-locked memory."""
         self.synchronize()
-        for tensor in self.tensors.values():
-            buffer: Any = tensor.uop.buffer
+        for buffer in self.buffers.values():
             buffer.deallocate()
-        self.tensors.clear()
-        for ptr in self._pinned:
+        self.buffers.clear()
+        for ptr in self._pinned.values():
             self.cuda.cuMemFreeHost(ptr)
         self._pinned.clear()

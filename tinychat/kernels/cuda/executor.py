@@ -9,47 +9,76 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal
+from itertools import chain
+from typing import Literal
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES
 
 from tinychat.errors import TinychatError
-from tinychat.kernels.cuda.device import GPU, Graph, unusable
-from tinychat.kernels.cuda.layout import FLOATS, Layout, Tensor, repack, transpose
-from tinychat.kernels.cuda.prefill import Prefill
-from tinychat.kernels.cuda.profile import kernels, profile, read_bandwidth, seconds_of
+from tinychat.kernels.cuda.device import GPU, unusable
+from tinychat.kernels.cuda.launch import Launch
+from tinychat.kernels.cuda.layout import Layout
+from tinychat.kernels.cuda.load import load
+from tinychat.kernels.cuda.prefill import SIZES, Prefill
+from tinychat.kernels.cuda.profile import Step, kernels, profile, read_bandwidth, seconds_of
+from tinychat.kernels.cuda.quants import QUANTS
 from tinychat.kernels.cuda.selfcheck import self_check
-from tinychat.kernels.cuda.step import PREFILL, RING, Builder, state_words
-from tinychat.kernels.executor import Weights
-from tinychat.kernels.ops import Plan, Sampling, weights_of
-from tinychat.kernels.profile import Kernel, StepProfile
+from tinychat.kernels.cuda.state import breaker_bits, state_words
+from tinychat.kernels.cuda.step import RING, Builder, decode, head
+from tinychat.kernels.executor import Kind, Weights
+from tinychat.kernels.limits import Limits, check
+from tinychat.kernels.ops import Plan, Sampling
+from tinychat.kernels.profile import Calls, Kernel, StepProfile
 
 AHEAD = 4  # decode steps enqueued before the oldest is read
-SLOT = 32 << 20  # bytes of one upload
-SLOTS = 6  # uploads in flight
-FEW = 10  # tokens that the decode step takes one by one rather than prefill
+FEW = 3  # tokens that the decode step takes one by one rather than prefill
+CHUNKS = (4096, 2048, 1024)  # tokens of a prefill step, at most: the first whose buffers fit the GPU
+SHARE = 0.97  # of the free memory that buffers may take; the rest is for programs and page-locked memory
 ROWS_OF_LOGITS = 64  # tokens of a prefill step that wants the logits of all
 GREEDY = Sampling(temperature=0.0, repeat_penalty=1.0)
 EMPTY = 2**64 - 1  # a ring slot nothing was written to
+LIMITS = Limits(
+    frozenset(QUANTS),
+    float_multiple=8,
+    float_columns=12032,  # staged as floats in 48 KB of shared memory
+    head_group=32,  # heads that one block of attention.cu combines
+    key_length=512,
+    key_multiple=16,
+    value_multiple=8,
+    latent_row=1024,
+    experts=1024,
+    experts_used=64,
+    expert_groups=32,  # a lane each
+    prefill_chunk=CHUNKS[0],
+)
 
 
 class CUDAExecutor:
-    """`Executor` on CUDA. Raises TinychatError where there is no such GPU, no memory left, or a kernel fails its check
-    at load."""
+    """`Executor` on CUDA. Raises TinychatError for a plan beyond LIMITS, and where there is no such GPU, no memory
+    left, or a kernel fails its check at load."""
+
+    kind: Kind = "cuda"
+    limits = LIMITS
+    threads = 0
+    sampling_s = 0.0  # part of the graph, not told apart
 
     def __init__(
         self, plan: Plan, weights: Weights, max_context: int, progress: Callable[[float], None] | None = None
     ) -> None:
+        check(plan, LIMITS, "CUDA", max_context)
         self.plan, self.max_context = plan, max_context
-        names = {w.tensor for op in plan.ops for w in weights_of(op)}
-        layout = Layout(plan, {name: weights.raw(name).nbytes for name in names})
-        builder = Builder(plan, layout, max_context)
-        decode = builder.decode()
-        prefill = Prefill(builder, min(PREFILL, max_context)).layers()
-        head_all = Prefill(builder, min(ROWS_OF_LOGITS, max_context)).head()
+        layout = Layout(plan, {name: weights.raw(name).nbytes for name in {w.tensor for w in plan.weights}})
         self.gpu = gpu = GPU()
+        for chunk in CHUNKS:
+            builder = Builder(plan, layout, max_context)
+            step = decode(builder)
+            self.prefill_chunk = min(chunk, max_context)
+            sizes = sorted({min(n, self.prefill_chunk) for n in (*SIZES, chunk)})
+            prefill = {n: Prefill(builder, n, gpu.warpgroups).layers() for n in sizes}
+            head_all = Prefill(builder, min(ROWS_OF_LOGITS, max_context), gpu.warpgroups).head()
+            if sum(builder.buffers.values()) < SHARE * gpu.free_bytes:
+                break
+        launches = [launch for launch, _ in step]
         self.device = f"CUDA · {gpu.name}"
         try:
             for name, size in builder.buffers.items():
@@ -59,14 +88,17 @@ class CUDAExecutor:
                     gpu.allocate(name, size)
             if "tickets" in builder.buffers:  # of attention
                 gpu.upload("tickets", np.zeros(builder.buffers["tickets"], np.uint8))
-            gpu.compile([*decode, *prefill, *head_all])
-            _load(gpu, layout, weights, progress)
+            gpu.compile([*launches, *chain.from_iterable(prefill.values()), *head_all])
+            load(gpu, layout, weights, progress)
             self_check(gpu, sorted({t.kind for t in layout.tensors.values()}, key=int))
+            gpu.free("staging")
+            gpu.free("params")
             for rope, name in builder.ropes.items():
                 gpu.upload(name, rope.table(max_context))
-            self._decode: Graph = gpu.graph(decode)
-            self._prefill, self._head_all = gpu.sequence(prefill), gpu.sequence(head_all)
-            self._head = gpu.sequence([x for x in decode if x.name.startswith("head")])
+            graph = gpu.graph(launches)
+            self._prefill = {n: self._prompt(n, launches) for n, launches in prefill.items()}
+            self._head_all = gpu.sequence(head_all)
+            self._head = gpu.sequence([head(builder, plan.head)])
             gpu.synchronize()
         except BaseException as e:
             with contextlib.suppress(Exception):  # a GPU that stopped frees nothing
@@ -74,69 +106,65 @@ class CUDAExecutor:
             if isinstance(e, TinychatError) or not isinstance(e, Exception):
                 raise
             raise unusable(e) from e  # a driver without graphs of this kind, a compiler without this architecture, ...
-        self.launches, self.computes, self.prefill_launches = decode, builder.computes, prefill
-        self.kernels_per_token, self.jit_batches = self._decode.kernels, 1
+        self._step = Step(gpu, tuple(step), graph, max_context, self.decode, self._place)
+        self.launches, self.prefill_launches = launches, prefill
+        self.kernels_per_token, self.jit_batches = graph.kernels, 1
         self.jit_state = "replaying"  # compiled and captured at load
         self.weight_bytes = layout.nbytes
-        self.cache_bytes = sum(size for name, size in builder.buffers.items() if name[:2] in ("k:", "v:"))
+        self.cache_bytes = max_context * plan.kv_bytes_per_token
         self.device_bytes = gpu.nbytes
-        self._last = (0, 0)  # token and position of the step whose result decode() yielded last
 
     def forward(
         self, ids: Sequence[int], pos: int, logits: Literal["none", "last", "all"] = "none"
     ) -> np.ndarray | None:
-        """See Executor.forward. A few tokens go through the decode step one by one, more through prefill steps."""
+        """See Executor.forward. A few tokens go through the decode step one by one, more through prefill steps.
+
+        Returns when the device has finished.
+        """
         self._check(ids, pos)
         out: list[np.ndarray] = []
-        size = 1 if len(ids) <= FEW else ROWS_OF_LOGITS if logits == "all" else PREFILL
+        size = 1 if len(ids) <= FEW else self.prefill_chunk
+        if size > 1 and logits == "all":
+            size = min(ROWS_OF_LOGITS, size)
         for start in range(0, len(ids), size):
             part, last = ids[start : start + size], start + size >= len(ids)
-            self._know(part, pos + start)
-            self._set_state(GREEDY, pos + start, len(part), 0)
+            count, keys = len(part), pos + start + len(part)
+            self._place(part, pos + start, GREEDY, count)
             if size == 1:
-                self._decode()
+                self._step.graph()
             else:
-                self._prefill()
+                self._prefill[min(n for n in self._prefill if n >= count)](count, keys)
             if logits == "all" and size > 1:
-                self._head_all()
-                out.append(
-                    self.gpu.download("logits_all", 4 * self.plan.vocab * len(part))
-                    .view(np.float32)
-                    .reshape(len(part), -1)
-                )
+                self._head_all(count, keys)
+                rows = self.gpu.download("logits_all", 4 * self.plan.vocab * count).view(np.float32)
+                out.append(rows.reshape(count, -1))
             elif logits == "all" or (logits == "last" and last):
                 if size > 1:
                     self._head()
                 out.append(self.gpu.download("logits", 4 * self.plan.vocab).view(np.float32)[None])
+        self.gpu.synchronize()
         return np.concatenate(out) if out else None
 
     def decode(self, token: int, pos: int, sampling: Sampling, recent: Sequence[int]) -> Iterator[tuple[int, float]]:
         """See Executor.decode. Up to AHEAD steps are enqueued before one is waited for."""
         self._check([token], pos)
         known = list(recent)[-(pos + 1) :] or [token]
-        self._know(known, pos + 1 - len(known))
-        self._set_state(sampling, pos, 1, pos + 1 - len(known))
+        if sampling.dry_multiplier > 0:
+            self.gpu.upload("breakers", breaker_bits(sampling.dry_breakers, self.plan.vocab))
+        self._place(known, pos + 1 - len(known), sampling)
         self._ring[:] = EMPTY
         enqueued = pos
         try:
             for at in range(pos, self.max_context):
                 while enqueued < min(at + AHEAD, self.max_context):
-                    self._decode()
+                    self._step.graph()
                     enqueued += 1
                 word = self._wait((at + 1) % RING)
                 self._ring[(at + 1) % RING] = EMPTY
-                self._last = (token, at)
                 token = word & 0xFFFFFFFF
                 yield token, float(np.uint32(word >> 32).view(np.float32))
         finally:
             self.gpu.synchronize()
-
-    def step_logits(self) -> np.ndarray:
-        """See Executor.step_logits: the step is run again, since later ones may be under way."""
-        token, pos = self._last
-        rows = self.forward([token], pos, "last")
-        assert rows is not None
-        return rows[0]
 
     def routes(self) -> np.ndarray | None:
         """See Executor.routes: None. Every block chooses for itself, and steps are enqueued ahead."""
@@ -162,19 +190,19 @@ class CUDAExecutor:
         self.gpu.synchronize()
 
     def profile(self, token: int, pos: int, steps: int) -> StepProfile:
-        """See kernels/profile.py."""
-        return profile(self, token, pos, steps)
+        """See MeasurableExecutor.profile."""
+        return profile(self._step, token, pos, steps)
 
-    def seconds_of(self, ops: Sequence[int], pos: int, steps: int) -> np.ndarray:
-        """See kernels/cuda/profile.py."""
-        return seconds_of(self, ops, pos, steps)
+    def seconds_of(self, groups: Sequence[Sequence[int]], pos: int, steps: int) -> Calls:
+        """See MeasurableExecutor.seconds_of: all groups in a row, since the clock is coarser than one."""
+        return seconds_of(self._step, groups, pos, steps)
 
     def kernels(self) -> list[Kernel]:
-        """See kernels/profile.py."""
-        return kernels(self)
+        """See MeasurableExecutor.kernels."""
+        return kernels(self._step)
 
     def read_bandwidth(self) -> float:
-        """Measured GB/s of the GPU's memory: the limit of decode."""
+        """See MeasurableExecutor.read_bandwidth."""
         return read_bandwidth(self.gpu)
 
     def close(self) -> None:
@@ -187,17 +215,24 @@ class CUDAExecutor:
         if min(ids) < 0 or max(ids) >= self.plan.vocab:
             raise TinychatError(f"token id out of range: the vocabulary has {self.plan.vocab} entries")
 
+    def _prompt(self, most: int, launches: list[Launch]) -> Callable[[int, int], None]:
+        """What runs prompts of up to `most` tokens: one graph for the short ones, whose kernels are shorter than their
+        launches."""
+        if most > SIZES[1]:
+            return self.gpu.sequence(launches)
+        graph = self.gpu.graph(launches, count=most, keys=self.max_context)
+        return lambda count, keys: graph()
+
     def _caches(self) -> list[tuple[str, int]]:
         keys = [(f"k:{i}", cache.key_width) for i, cache in enumerate(self.plan.caches) if cache.key_width]
         values = [(f"v:{i}", cache.value_width) for i, cache in enumerate(self.plan.caches) if cache.value_width]
         return keys + values
 
-    def _know(self, ids: Sequence[int], pos: int) -> None:
-        """Tells the device the tokens at positions pos, pos + 1, ..."""
+    def _place(self, ids: Sequence[int], pos: int, sampling: Sampling, count: int = 1) -> None:
+        """Tells the device the tokens at positions pos, pos + 1, ...; the last `count` of them are the next step's."""
+        first = pos + len(ids) - count
         self.gpu.upload("history", np.asarray(ids, np.int32), 4 * pos)
-
-    def _set_state(self, sampling: Sampling, pos: int, count: int, first_known: int) -> None:
-        self.gpu.upload("state", np.asarray(state_words(sampling, pos, count, first_known), np.int32))
+        self.gpu.upload("state", state_words(sampling, first, count, pos))
 
     def _wait(self, slot: int) -> int:
         """The word the device writes into a ring slot."""
@@ -211,54 +246,3 @@ class CUDAExecutor:
                     if int(ring[slot]) == EMPTY:
                         raise TinychatError("the GPU finished a step without a token")
         return word
-
-
-def _load(gpu: GPU, layout: Layout, weights: Weights, progress: Callable[[float], None] | None) -> None:
-    """File bytes through page-locked memory to the GPU, repacked there. Threads copy, so that page faults overlap."""
-    pinned = [gpu.pinned(SLOT) for _ in range(SLOTS)]
-    total, done = sum(weights.raw(t.name).nbytes for t in layout.tensors.values()), 0
-    gpu.allocate("staging", SLOT)
-    gpu.allocate("params", 24)
-    busy: list[Any] = [None] * SLOTS
-    work: list[tuple[Tensor, np.ndarray, int]] = []
-    for t in layout.tensors.values():
-        raw, unit = (
-            weights.raw(t.name),
-            GGML_QUANT_SIZES[t.kind][1] * 8,
-        )  # whole super-blocks, and 32-weight blocks in eights
-        step = SLOT // unit * unit
-        work += [(t, raw[i : i + step], i) for i in range(0, raw.nbytes, step)]
-
-    def fill(n: int) -> None:
-        part = work[n][1]
-        np.copyto(pinned[n % SLOTS][: part.nbytes], part)
-
-    with ThreadPoolExecutor(SLOTS - 1) as pool:
-        filling: list[Future[None]] = []
-        for n in range(len(work) + SLOTS - 1):
-            if n < len(work):
-                if busy[n % SLOTS] is not None:
-                    gpu.wait(busy[n % SLOTS])
-                filling.append(pool.submit(fill, n))
-            if (m := n - (SLOTS - 1)) < 0:
-                continue
-            filling[m].result()
-            t, part, offset = work[m]
-            data = pinned[m % SLOTS][: part.nbytes]
-            if t.kind in FLOATS:
-                gpu.upload(t.buffer, data, offset)
-            else:
-                block, size = GGML_QUANT_SIZES[t.kind]
-                count = part.nbytes // size * block // 32
-                gpu.upload("staging", data)
-                gpu.upload("params", np.array([t.blocks, offset // size * block // 32, count], np.uint64))
-                gpu.run(repack(t, count))
-            busy[m % SLOTS] = gpu.event()
-            done += part.nbytes
-            if offset + part.nbytes == weights.raw(t.name).nbytes:
-                weights.release(t.name)
-            if progress:
-                progress(done / total)
-    for w, source in layout.transposed.values():
-        gpu.run(transpose(w, source, layout[w].tensor))
-    gpu.synchronize()

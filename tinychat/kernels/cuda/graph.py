@@ -1,19 +1,21 @@
-"""tinygrad's CUDA graph with programmatic edges: kernel i + 1 starts while kernel i still runs, and loads its weights
-meanwhile.
+"""Kernel launches: one by one, or a whole step as one CUDA graph, built through the driver.
 
-Only for graphs in which every kernel calls grid_wait() (ptx.cuh) before it touches what another kernel wrote.
+Both with programmatic edges: kernel i + 1 starts while kernel i still runs, and loads its weights meanwhile. Only for
+kernels that call grid_wait() (ptx.cuh) before they touch what another kernel wrote.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import tinygrad.runtime.autogen.cuda as cuda
-from tinygrad.runtime.graph.cuda import CUDAGraph
 from tinygrad.runtime.ops_cuda import check
 from tinygrad.runtime.support.c import init_c_var
-from tinygrad.uop.ops import UOp
+
+_PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class _Edge(ctypes.Structure):  # CUgraphEdgeData
@@ -30,23 +32,97 @@ _PROGRAMMATIC = _Edge(
 )  # CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC, CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
 
 
-class ChainedGraph(CUDAGraph):
-    """The kernels in order, each after the one before."""
+class _Attribute(ctypes.Structure):  # CUlaunchAttribute
+    _fields_ = [
+        ("id", ctypes.c_uint32),
+        ("pad", ctypes.c_uint32),
+        ("value", ctypes.c_int32),
+        ("rest", ctypes.c_char * 60),
+    ]
 
-    def __init__(self, linear: UOp, input_uops: tuple[UOp, ...] = ()) -> None:
-        super().__init__(linear, input_uops)  # makes the nodes without edges
-        nodes, n = [node[0] for node in self.nodes], len(self.nodes) - 1
-        before, after = ((cuda.CUgraphNode * n)(*part) for part in (nodes[:-1], nodes[1:]))
-        driver = ctypes.CDLL("libcuda.so.1")
-        check(
-            driver.cuGraphAddDependencies_v2(
-                self.graph, before, after, (_Edge * n)(*[_PROGRAMMATIC] * n), ctypes.c_size_t(n)
+
+class _Config(ctypes.Structure):  # CUlaunchConfig
+    _fields_ = [
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("shared", ctypes.c_uint32),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint32),
+    ]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A kernel with its arguments. `grid`: as Launch.grid_of."""
+
+    function: Any
+    grid: Callable[[int, int], tuple[int, int, int]]
+    threads: int
+    shared: int
+    addresses: tuple[int, ...]
+
+    def parameters(self) -> tuple[Any, Any]:
+        """The driver's list of pointers to the arguments, and what must stay while it is used."""
+        values = (ctypes.c_uint64 * len(self.addresses))(*self.addresses)
+        start = ctypes.addressof(values)
+        return (ctypes.c_void_p * len(self.addresses))(*range(start, start + 8 * len(self.addresses), 8)), values
+
+
+def enqueuer(calls: Sequence[Call]) -> Callable[[int, int], None]:
+    """A function that enqueues the calls one by one, for a number of tokens and of cache rows."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    attribute = _Attribute(id=_PROGRAMMATIC_SERIALIZATION, value=1)
+    made = []
+    for call in calls:
+        config = _Config((0, 0, 0), (call.threads, 1, 1), call.shared, None, ctypes.pointer(attribute), 1)
+        parameters, values = call.parameters()
+        made.append((config, ctypes.byref(config), call.function, parameters, call.grid, values))
+    launch = driver.cuLaunchKernelEx
+
+    def enqueue(count: int, keys: int) -> None:
+        for config, pointer, function, parameters, grid, _ in made:
+            config.grid[:] = grid(count, keys)
+            if status := launch(pointer, function, parameters, None):
+                check(status)
+
+    return enqueue
+
+
+class Graph:
+    """The calls in order, each after the one before, with the grids for a number of tokens and of cache rows; `chained`:
+    with programmatic edges."""
+
+    def __init__(self, calls: Sequence[Call], chained: bool = True, count: int = 1, keys: int = 1) -> None:
+        self.kernels = len(calls)
+        self._graph = init_c_var(cuda.CUgraph, lambda x: check(cuda.cuGraphCreate(ctypes.byref(x), 0)))
+        nodes, kept, none = [], [], ctypes.cast(0, ctypes.POINTER(ctypes.c_void_p))
+        for call in calls:
+            parameters, values = call.parameters()
+            kept.append(values)
+            node = cuda.CUgraphNode()
+            shape = (*call.grid(count, keys), call.threads, 1, 1, call.shared)
+            made = cuda.CUDA_KERNEL_NODE_PARAMS_v1(
+                call.function, *shape, ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p)), none
             )
-        )
-        check(cuda.cuGraphExecDestroy(self.instance))
-        self.instance = init_c_var(
-            cuda.CUgraphExec, lambda x: check(cuda.cuGraphInstantiate_v2(ctypes.byref(x), self.graph, None, None, 0))
+            check(cuda.cuGraphAddKernelNode(ctypes.byref(node), self._graph, None, 0, ctypes.byref(made)))
+            nodes.append(node)
+        n = len(nodes) - 1
+        if n:
+            before, after = ((cuda.CUgraphNode * n)(*part) for part in (nodes[:-1], nodes[1:]))
+            edges = (_Edge * n)(*[_PROGRAMMATIC if chained else _Edge()] * n)
+            driver = ctypes.CDLL("libcuda.so.1")
+            check(driver.cuGraphAddDependencies_v2(self._graph, before, after, edges, ctypes.c_size_t(n)))
+        self._instance = init_c_var(
+            cuda.CUgraphExec, lambda x: check(cuda.cuGraphInstantiate_v2(ctypes.byref(x), self._graph, None, None, 0))
         )
 
-    def new_node(self, bufs: Any, write: Any) -> tuple[None, Any]:
-        return None, cuda.CUgraphNode()
+    def __call__(self) -> None:
+        """Enqueues all kernels and returns."""
+        check(cuda.cuGraphLaunch(self._instance, None))
+
+    def __del__(self) -> None:
+        if hasattr(self, "_instance"):
+            cuda.cuGraphExecDestroy(self._instance)
+        if hasattr(self, "_graph"):
+            cuda.cuGraphDestroy(self._graph)

@@ -1,13 +1,24 @@
-"""From a launch (source, grid, buffers) to a node of tinygrad's graph."""
+"""From a kernel (a .cu file, its constants, its buffers) to a launch.
+
+A kernel is one .cu file with a `struct Args` of pointers and a function `run(const Args &)`. Its sizes are named
+constants, the fields of a dataclass (constants.py); the header with their values stands before the file.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+
+from tinychat.kernels.cuda import quants
+from tinychat.kernels.cuda.constants import Constants, enums, header
+from tinychat.kernels.cuda.state import Word
 
 _HERE = Path(__file__).parent
+_INCLUDE = re.compile(r'^#include "(.+)"\n', re.MULTILINE)
+_FIELD = re.compile(r"^ +((?:const )?\w+ \*)(\w+)(?:\[\w+\])? = .*;", re.MULTILINE)
 
 
 @cache
@@ -16,14 +27,39 @@ def text(name: str) -> str:
     return (_HERE / name).read_text()
 
 
+@cache
+def expand(read: Callable[[str], str], name: str, known: frozenset[str]) -> str:
+    """A source file with the files of its `#include "..."` lines in their place, each once; those `known` are left
+    out. `read`: file name -> text."""
+    seen = set(known)
+
+    def inline(name: str) -> str:
+        def included(m: re.Match[str]) -> str:
+            if m[1] in seen:
+                return ""
+            seen.add(m[1])
+            return inline(m[1])
+
+        return _INCLUDE.sub(included, read(name))
+
+    return inline(name)
+
+
+@cache
+def tables() -> str:
+    """C++ definitions that Python and the kernels share: quant types and the words of `state`."""
+    return quants.header() + enums(Word)
+
+
+# The grid for a prompt of so many tokens, behind which the cache holds so many rows.
+Grid = Callable[[int, int], tuple[int, int, int]]
+
+
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch. `args` are (C type, parameter, buffer) in order; a buffer whose C type is not const is
-    written.
-
-    `body` is the kernel's text, a call into the templates of `file` (names apart by spaces); `bytes` is what it must
-    move, for the statistics.
-    """
+    """One kernel launch. `args` are (C type, parameter, buffer) in order, each buffer once; a buffer whose C type is
+    not const is written. `body` is the text of the kernel's function; `bytes` is what it must move, for the
+    statistics."""
 
     name: str
     file: str
@@ -35,40 +71,55 @@ class Launch:
     bytes: int = 0
     resident: int = 1  # blocks that must fit on a multiprocessor at once
     kind: str = ""  # category for the profile: "mat-vec Q4_0", "attention", ...
+    constants: str = ""  # C++ text: the kernel's named constants
+    sized: Grid | None = None  # of a prompt's kernel
 
     def source(self, device: str = "ptx.cuh") -> str:
         """The whole translation unit. `device` names the file with the device functions, or is "" for none."""
         params = ", ".join(f"{kind}{name}" for kind, name, _ in self.args)
-        head = text(device) if device else ""
-        parts = "".join(map(text, self.file.split()))
+        head = f"{text(device) if device else ''}#define THREADS {self.threads}\n{tables()}{text('quants.cuh')}"
+        file = expand(text, self.file, frozenset((device, "quants.cuh")))
         kernel = f"KERNEL({self.threads}, {self.resident}) {self.name}({params}) {{\n{self.body}\n}}"
-        return f"{head}#define THREADS {self.threads}\n{text('quants.cuh')}{parts}\n{kernel}\n"
+        return f"{head}{self.constants}{file}\n{kernel}\n"
+
+    def grid_of(self, count: int, keys: int) -> tuple[int, int, int]:
+        """The grid for `count` tokens, behind which the cache holds `keys` rows."""
+        return self.sized(count, keys) if self.sized else self.grid
 
     @property
     def buffers(self) -> tuple[str, ...]:
         return tuple(buffer for _, _, buffer in self.args)
 
 
-def program(launch: Launch, target: Any, binary: bytes | None = None) -> Any:
-    """A function for `Tensor.custom_kernel` over launch.buffers: it returns the kernel as a compiled PROGRAM node."""
-    from tinygrad.renderer import Estimates
-    from tinygrad.uop.ops import KernelInfo, Ops, ProgramInfo, UOp
+def kernel(
+    name: str,
+    file: str,
+    constants: Constants,
+    buffers: Mapping[str, str | None],
+    grid: tuple[int, int, int] | Grid,
+    kind: str,
+    *,
+    threads: int = 256,
+    shared: int = 0,
+    nbytes: int = 0,
+    resident: int = 1,
+) -> Launch:
+    """A launch of the kernel in `file`. `buffers`: field of its Args -> buffer; a field without one stays nullptr.
 
-    def kernel(*params: UOp) -> UOp:
-        n = len(params)
-        sink = UOp.sink(
-            *params, arg=KernelInfo(name=launch.name, estimates=Estimates(mem=launch.bytes, lds=launch.bytes))
-        )
-        info = ProgramInfo(
-            name=launch.name,
-            global_size=launch.grid,
-            local_size=(launch.threads, 1, 1),
-            globals=tuple(range(n)),
-            target=target,
-            outs=tuple(i for i, (kind, _, _) in enumerate(launch.args) if not kind.startswith("const")),
-            ins=tuple(range(n)),
-        )
-        src = (sink, UOp(Ops.LINEAR, src=(*sink.src, sink)), UOp(Ops.SOURCE, arg=launch.source()))
-        return UOp(Ops.PROGRAM, src=(*src, UOp(Ops.BINARY, arg=binary)) if binary is not None else src, arg=info)
-
-    return kernel
+    A buffer that two fields name is one parameter.
+    """
+    types = {field: c_type for c_type, field in _FIELD.findall(text(file))}
+    bound: dict[str, list[str]] = {}
+    for field, buffer in buffers.items():
+        if buffer is not None:
+            bound.setdefault(buffer, []).append(field)
+    args, lines = [], ["  Args a;"]
+    for n, (buffer, fields) in enumerate(bound.items()):
+        kinds = [types[f.partition("[")[0]] for f in fields]
+        written = [k for k in kinds if not k.startswith("const ")]
+        args.append(((written or kinds)[0], f"p{n}", buffer))
+        lines += [f"  a.{field} = p{n};" for field in fields]
+    body = "\n".join([*lines, "  run(a);"])
+    sized, fixed = (grid, (1, 1, 1)) if callable(grid) else (None, grid)
+    text_of = header(constants)
+    return Launch(name, file, body, tuple(args), fixed, threads, shared, nbytes, resident, kind, text_of, sized)

@@ -2,41 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from tinychat.errors import TinychatError
 from tinychat.kernels import ops
 from tinychat.kernels.cuda.launch import Launch
+from tinychat.kernels.cuda.quants import QUANTS, packed_bytes
 from tinychat.kernels.ops import Plan, Weight
 
 Q = GGMLQuantizationType
-FLOATS = (Q.F32, Q.F16, Q.BF16)
-_PLANES = {  # bytes per 32 weights of lo, hi, s1, and per 256 of s2
-    Q.Q4_0: (16, 0, 2, 0),
-    Q.Q4_1: (16, 0, 4, 0),
-    Q.Q5_0: (16, 4, 2, 0),
-    Q.Q5_1: (16, 4, 4, 0),
-    Q.Q8_0: (32, 0, 2, 0),
-    Q.Q4_K: (16, 0, 2, 4),
-    Q.Q5_K: (16, 4, 2, 4),
-    Q.Q6_K: (16, 8, 2, 2),
-}
 
 
 def block_size(kind: Q) -> int:
-    """Weights that a lane reads at once: 32, floating-point types 8."""
-    return 8 if kind in FLOATS else 32
-
-
-def packed_bytes(kind: Q, values: int) -> int:
-    """Size of a repacked tensor of `values` weights; the same sum as s2_at in quants.cuh."""
-    if kind in FLOATS:
-        return values * GGML_QUANT_SIZES[kind][1]
-    lo, hi, s1, s2 = _PLANES[kind]
-    n = values // 32
-    return sum(-(-size // 16) * 16 for size in (n * lo, n * hi, n * s1, -(-n // 8) * s2))
+    """Weights that a lane reads at once."""
+    return QUANTS[kind].block
 
 
 @dataclass(frozen=True)
@@ -69,6 +50,11 @@ class Placed:
     stride: int
 
 
+def keys_of(absorb: Weight) -> Weight:
+    """The weight that makes keys from latent rows: what `absorb` makes of queries, transposed."""
+    return replace(absorb, rows=absorb.cols, cols=absorb.rows, transposed=not absorb.transposed)
+
+
 class Layout:
     """The tensors of a plan. Raises TinychatError for a quant type or a shape that the kernels do not take."""
 
@@ -80,12 +66,14 @@ class Layout:
         for op in plan.ops:
             for w in ops.weights_of(op):
                 self._place(w, sizes)
+            if isinstance(op, ops.Absorb):
+                self._place(keys_of(op.weight), sizes)
 
     def __getitem__(self, w: Weight) -> Placed:
         return self._placed[w]
 
     def _place(self, w: Weight, sizes: dict[str, int]) -> None:
-        if w.type not in _PLANES and w.type not in FLOATS:
+        if w.type not in QUANTS:
             raise TinychatError(f"the CUDA kernels do not read {w.type.name} ({w.tensor})")
         if (w.rows if w.transposed else w.cols) % block_size(w.type) and w.rows > 1:
             raise TinychatError(f"the CUDA kernels need rows of a multiple of {block_size(w.type)} values ({w.tensor})")

@@ -1,366 +1,396 @@
-"""A plan over up to PREFILL tokens at once as kernel launches: matrix products on tensor cores, experts grouped by
-their tokens."""
+"""A plan over many tokens at once as kernel launches: products of halves on tensor cores, experts grouped by their
+tokens, keys and values of latent attention made once per cache row."""
 
 from __future__ import annotations
 
-from tinychat.kernels import ops
-from tinychat.kernels.cuda.launch import Launch
-from tinychat.kernels.cuda.layout import FLOATS, Placed
-from tinychat.kernels.cuda.step import (
-    LOG2E,
-    PREFILL,
-    STATE,
-    Arg,
-    Builder,
-    attention,
-    c_float,
-    embed,
-    launch,
-    rope_store,
-)
-from tinychat.kernels.ops import Weight
+from dataclasses import replace
 
-TILE_ROWS, TILE_TOKENS = 128, 64  # as in matmul.cu
+from tinychat.errors import TinychatError
+from tinychat.kernels.cuda import constants
+from tinychat.kernels.cuda.constants import LOG2E, SPAN, Tile
+from tinychat.kernels.cuda.launch import Launch, kernel
+from tinychat.kernels.cuda.layout import keys_of
+from tinychat.kernels.cuda.quants import FLOATS
+from tinychat.kernels.cuda.step import Builder, choice, embed, store_kv
+from tinychat.kernels.ops import GQA, MLA, Dense, Experts, Weight
+
+SIZES = (16, 64, 1024)  # tokens up to which the kernels are of one kind each; beyond, there is one kind more
+LATENT_BLOCKS = 1056  # of prompt_latent.cu, at most
+FEW_TILES = 4  # blocks that share the cache rows in a graph, whose grids do not know how many there are
+QUERIES = 128  # rows of a block of prompt_attention.cu
+MAX_SHARED = 227 << 10  # bytes of shared memory of a block
+
+
+def padded(values: int) -> int:
+    """The length of a row of halves: halves.cuh."""
+    return -(-values // SPAN) * SPAN
 
 
 class Prefill:
-    """Launches for `tokens` tokens over the buffers of a decode Builder, which grow to that many rows."""
+    """Launches for up to `tokens` tokens over the buffers of a decode Builder, which grow to that many rows."""
 
-    def __init__(self, builder: Builder, tokens: int = PREFILL) -> None:
+    def __init__(self, builder: Builder, tokens: int, warpgroups: bool) -> None:
         self.b, self.tokens = builder, tokens
-        self.prepared = ""  # which activations the buffers xq, xs, xh hold
+        self.warpgroups = warpgroups  # the GPU has wgmma
+
+    @property
+    def in_graph(self) -> bool:
+        """Whether these launches are few tokens' and so short that launching them one by one takes longer."""
+        return self.tokens <= SIZES[1]
 
     def layers(self) -> list[Launch]:
         """Embedding and all layers: the residual stream of every token, and their cache rows."""
-        out: list[Launch] = []
-        todo = list(self.b.plan.ops[:-1])
-        while todo:
-            op = todo.pop(0)
-            if isinstance(op, ops.Embed):
-                out.append(embed(self.b, op, self.tokens))
-            elif isinstance(op, ops.LatentStore):
-                absorb, attend = todo.pop(0), todo[0]
-                assert isinstance(absorb, ops.Absorb) and isinstance(attend, ops.Attention)
-                out += self._absorb(op, absorb, attend.scale * LOG2E)
-            elif isinstance(op, ops.RopeStore):
-                attend = todo[0]
-                assert isinstance(attend, ops.Attention)
-                out.append(rope_store(self.b, op, attend.scale * LOG2E, self.tokens))
-            elif isinstance(op, ops.Attention):
-                out.append(attention(self.b, op, self.tokens))
-            elif isinstance(op, ops.Route):
-                up, down = todo.pop(0), todo.pop(0)
-                assert isinstance(up, ops.ExpertsUp) and isinstance(down, ops.ExpertsDown)
-                out += self._experts(op, up, down)
-            else:
-                out += getattr(self, "_" + type(op).__name__)(op)
+        out = [self._embed()]
+        for i, layer in enumerate(self.b.plan.layers):
+            match layer.attention:
+                case GQA() as a:
+                    out += self._gqa(i, a)
+                case MLA() as m:
+                    out += self._mla(i, m)
+            match layer.feed_forward:
+                case Dense() as d:
+                    out += [
+                        self._norm("x", d.norm, d.eps),
+                        self._gated(d.weights.gate, d.weights.up, "inner"),
+                        self._linear_add("inner", d.weights.down, None, d.residual_scale),
+                    ]
+                case Experts() as e:
+                    out += self._experts(e)
         return out
 
     def head(self) -> list[Launch]:
         """Logits of every token into logits_all (tokens, vocab)."""
-        op = self.b.plan.ops[-1]
-        assert isinstance(op, ops.Head)
+        op = self.b.plan.head
         dst = self.b.buffer("logits_all", 4 * self.tokens * op.weight.rows)
         return [
-            self._prepare("x", self._kinds(op.weight), op.weight.cols, norm=op.norm, eps=op.eps),
-            self._matmul(op.weight, dst, op.weight.rows),
+            self._norm("x", op.norm, op.eps),
+            self._linear("head", [op.weight], "normed", [dst], [op.weight.rows], scale=op.scale),
         ]
 
     # --- pieces
 
-    def _kinds(self, *weights: Weight) -> tuple[bool, bool]:
-        """(any quantised, any floating-point)"""
-        kinds = {self.b.weight(w).tensor.kind in FLOATS for w in weights}
-        return False in kinds, True in kinds
+    def _embed(self) -> Launch:
+        launch = embed(self.b, self.b.plan.embed, self.tokens)
+        return replace(launch, sized=lambda count, keys: (launch.grid[0], count, 1))
 
-    def _prepare(
+    def _halves(self, name: str, rows: int, values: int) -> str:
+        """A buffer of rows of halves."""
+        return self.b.buffer(name, 2 * rows * padded(values))
+
+    def _tile(self, *weights: Weight) -> Tile:
+        """For products with all tokens."""
+        floating = any(w.transposed or w.type in FLOATS for w in weights)  # whose registers hold four times as much
+        depth = 1 if floating else 2
+        small, short, medium = SIZES
+        if self.tokens <= small:
+            return Tile(1, 16, split=8, depth=depth, stages=2)
+        if self.tokens <= short:
+            return Tile(1, 32, split=4, depth=depth, stages=2)
+        if self.tokens <= medium:
+            if self.warpgroups:
+                return Tile(1, 64, split=1, depth=depth, stages=4, warpgroups=True)
+            return Tile(1, 64, split=2, depth=depth, stages=3)
+        if self.warpgroups:
+            return Tile(1 if floating else 2, 128, split=1, depth=depth, stages=4, warpgroups=True)
+        return Tile(1 if floating else 2, 64, split=1, depth=depth, stages=3)
+
+    def _grouped_tile(self, rows: int) -> Tile:
+        """For products with each expert's tokens."""
+        small, short, _ = SIZES
+        if self.tokens <= short:
+            return Tile(1, 8 if self.tokens <= small else 16, split=2, depth=2, stages=3)
+        return Tile(rows, 64, split=1, depth=2, stages=4 if self.warpgroups else 3, warpgroups=self.warpgroups)
+
+    def _norm(self, src: str, norm: Weight | None, eps: float) -> Launch:
+        assert norm is not None
+        buffers = {
+            "dst": self._halves("normed", self.tokens, norm.cols),
+            "src": self.b.act(src, self.tokens),
+            "gain": self.b.data(norm),
+            "state": "state",
+        }
+        shape = constants.PromptNorm(norm.cols, eps)
+        return kernel(
+            f"prompt_norm_{norm.cols}", "prompt_norm.cu", shape, buffers, lambda count, keys: (count, 1, 1), "norm"
+        )
+
+    def _linear(
         self,
-        src: str,
-        kinds: tuple[bool, bool],
-        k: int,
+        name: str,
+        weights: list[Weight],
+        x: str,
+        dst: list[str],
+        pitches: list[int],
+        biases: tuple[Weight | None, ...] = (),
         *,
-        norm: Weight | None = None,
-        eps: float = 0,
-        silu: str = "",
-        per: int = 1,
-        stride: int = 0,
-        step: int = 0,
-        factor: int = 1,
+        half: bool = False,
+        add: bool = False,
+        all_keys: bool = False,
+        scale: float = 1.0,
     ) -> Launch:
-        """Activations for matmuls: `per` rows of k values per token, token's stride and row's step in src; `silu`: the
-        buffer of up."""
-        rows = self.tokens * per
-        args: list[Arg] = [
-            ("u32 *", "xq", self.b.buffer("xq", rows * k)),
-            ("F2 *", "xs", self.b.buffer("xs", rows * -(-k // 32) * 8)),
-            ("u16 *", "xh", self.b.buffer("xh", rows * k * 2 if kinds[1] else 16)),
-            ("const float *", "src", src),
-            STATE,
-        ]
-        args += self.b.vector(norm, "gain")
-        if silu:
-            args.append(("const float *", "src2", silu))
-        mode = "SILU" if silu else "NORMED" if norm else "PLAIN"
-        body = (
-            f"  prepare<{k}, {mode}, {int(kinds[0])}, {int(kinds[1])}, {per}, {stride or per * k}, {step or k}>(xq, xs, xh, src, "
-            f"{'src2' if silu else 'nullptr'}, {'gain' if norm else 'nullptr'}, {c_float(eps)}, state);"
-        )
-        return launch(f"prepare_{mode.lower()}_{k}", "matmul.cu", body, tuple(args), (rows, 1, 1), "activations")
+        """dst[i] (tokens, pitches[i]) = or += scale * (weights[i] @ x (+ biases[i])), rows of all of a weight's
+        matrices."""
+        tile, parts, first = self._tile(*weights), list[constants.Part](), 0
+        if all_keys:
+            tile = Prefill(self.b, max(self.tokens, SIZES[1] + 1), self.warpgroups)._tile(*weights)
+        buffers: dict[str, str | None] = {"x": x, "state": "state"}
+        for i, w in enumerate(weights):
+            tiles = -(-w.rows * w.groups // tile.block_rows)
+            parts.append(constants.Part(self.b.matrix(w), w.rows * w.groups, pitches[i], first, tiles))
+            buffers |= {f"dst[{i}]": dst[i], f"w[{i}]": self.b.data(w)}
+            buffers[f"bias[{i}]"] = self.b.data(biases[i]) if biases else None
+            first += tiles
+        shape = constants.PromptLinear(len(parts), tuple(parts), tile, half, add, all_keys, scale)
 
-    def _product(
-        self,
-        p: Placed,
-        w: Weight,
-        rows: str,
-        count: str,
-        put: str,
-        pitch: int,
-        offset: str = "0",
-        group: str = "0",
-        setup: str = "",
-        args: tuple[Arg, ...] = (),
-        grid: tuple[int, int] = (1, 1),
-        name: str = "matmul",
-    ) -> Launch:
-        kind = p.tensor.kind.name
-        body = (
-            f"  const int first = blockIdx.y * {TILE_TOKENS}, g = blockIdx.z;\n{setup}"
-            f"  matmul<{kind}, {w.cols}, {w.rows}>(w, {p.tensor.blocks}ull, {p.start} + (u64)({group}) * {p.stride}, xq, xs, xh, {pitch}, {offset}, {rows}, "
-            f"{count}, {put});"
-        )
-        every: tuple[Arg, ...] = (
-            ("const u8 *", "w", p.tensor.buffer),
-            ("const u32 *", "xq", "xq"),
-            ("const F2 *", "xs", "xs"),
-            ("const u16 *", "xh", "xh"),
-            STATE,
-        )
-        return launch(
-            f"{name}_{kind.lower()}_{w.rows}x{w.cols}",
-            "matmul.cu",
-            body,
-            (*every, *args),
-            (-(-w.rows // TILE_ROWS), grid[0], grid[1]),
-            f"matmul {kind.lower()}",
-        )
+        def grid(count: int, keys: int) -> tuple[int, int, int]:
+            tiles = -(-(keys if all_keys else count) // tile.tokens)
+            return first, min(tiles, FEW_TILES) if all_keys and self.in_graph else tiles, 1
 
-    _DENSE = (
-        "  if (first >= state[COUNT]) return;\n  grid_wait();\n  const int n = min({tile}, state[COUNT] - first);\n"
-    )
-
-    def _dense(self, w: Weight, put: str, args: tuple[Arg, ...], groups: int = 1) -> Launch:
-        setup = self._DENSE.replace("{tile}", str(TILE_TOKENS))
-        return self._product(
-            self.b.weight(w),
-            w,
-            "Dense{n, first}",
-            "n",
-            put,
-            groups * w.cols,
-            f"g * {w.cols}",
-            "g",
-            setup,
-            args,
-            (-(-self.tokens // TILE_TOKENS), groups),
+        quant = "_".join(dict.fromkeys(p.weight.type.name.lower() for p in parts))
+        return kernel(
+            f"prompt_{name}_{quant}_{first * tile.block_rows}x{weights[0].cols}",
+            "prompt_linear.cu",
+            shape,
+            buffers,
+            grid,
+            f"prompt {quant}",
+            shared=tile.shared,
         )
-
-    def _matmul(self, w: Weight, dst: str, pitch: int, bias: Weight | None = None, add: bool = False) -> Launch:
-        """dst (tokens, pitch) = or += w @ prepared (+ bias)."""
-        put = f"{'AddOut' if add else 'Out'}{{dst + (u64)first * {pitch}, {pitch}, {'bias' if bias else 'nullptr'}}}"
-        return self._dense(w, put, (("float *", "dst", dst), *self.b.vector(bias, "bias")))
 
     # --- ops
 
-    def _NormLinear(self, op: ops.NormLinear) -> list[Launch]:
-        out = [
-            self._prepare(
-                self.b.act(op.src, self.tokens), self._kinds(*op.weights), op.weights[0].cols, norm=op.norm, eps=op.eps
+    def _projections(
+        self, src: str, norm: Weight | None, eps: float, outputs: list[tuple[Weight, Weight | None, str]]
+    ) -> list[Launch]:
+        """Each (weight, bias, buffer of its results) over RMSNorm(src)."""
+        weights, biases, names = zip(*outputs)
+        dst = [self.b.act(d, self.tokens) for d in names]
+        pitches = [self.b.plan.buffers[d] for d in names]
+        return [self._norm(src, norm, eps), self._linear("linear", list(weights), "normed", dst, pitches, biases)]
+
+    def _mla(self, layer: int, a: MLA) -> list[Launch]:
+        """Keys and values of all cache rows from their latent parts, then attention over them."""
+        b, context, heads = self.b, self.b.max_context, a.heads
+        dims, key_dim, v_dim = a.rope.dims, a.nope + a.rope.dims, a.v_b.rows
+        projections = self._projections(
+            "x", a.norm, a.eps, [(a.q_a, None, "q_a") if a.q_a else (a.q, None, "q"), (a.kv_a, None, "kv")]
+        )
+        if a.q_a:
+            projections += self._projections("q_a", a.q_a_norm, a.eps, [(a.q, None, "q")])
+        shape = constants.StoreLatent(
+            heads,
+            a.nope,
+            a.kv_lora,
+            dims,
+            neox=a.rope.style == "neox",
+            eps=a.eps,
+            query_scale=a.scale * LOG2E,
+        )
+        buffers = {
+            "cache": b.cache("k", layer),
+            "latents": self._halves("latents", context, a.kv_lora),
+            "queries": b.buffer("queries", 2 * self.tokens * heads * key_dim),
+            "q": b.act("q", self.tokens),
+            "kv": b.act("kv", self.tokens),
+            "kv_gain": b.data(a.kv_norm),
+            "table": b.rope(a.rope),
+            "state": "state",
+        }
+        keys, values = b.buffer("keys", 2 * context * heads * a.nope), b.buffer("values", 2 * context * heads * v_dim)
+        return [
+            *projections,
+            kernel(
+                f"prompt_latent_{heads}",
+                "prompt_latent.cu",
+                shape,
+                buffers,
+                lambda count, keys: (min(keys + -(-count * heads // 8), LATENT_BLOCKS), 1, 1),
+                "rope",
+            ),
+            self._linear(
+                "keys_values",
+                [keys_of(a.k_b), a.v_b],
+                "latents",
+                [keys, values],
+                [heads * a.nope, heads * v_dim],
+                half=True,
+                all_keys=True,
+            ),
+            self._attend(
+                constants.PromptAttention(heads, heads, key_dim, v_dim, a.nope, a.kv_lora + dims, a.kv_lora),
+                keys,
+                values,
+                b.cache("k", layer),
+            ),
+            self._linear_add("attended", a.output, None, a.residual_scale),
+        ]
+
+    def _gqa(self, layer: int, a: GQA) -> list[Launch]:
+        stored = store_kv(self.b, layer, a, self.tokens)
+        return [
+            *self._projections("x", a.norm, a.eps, [(a.q, a.q_bias, "q"), (a.k, a.k_bias, "k"), (a.v, a.v_bias, "v")]),
+            replace(stored, sized=lambda count, keys: (stored.grid[0], count, 1)),
+            self._attend(
+                constants.PromptAttention(a.heads, a.kv_heads, a.key_dim, a.value_dim, a.key_dim, 0, 0),
+                self.b.cache("k", layer),
+                self.b.cache("v", layer),
+                None,
+            ),
+            self._linear_add("attended", a.output, a.output_bias, a.residual_scale),
+        ]
+
+    def _attend(self, shape: constants.PromptAttention, keys: str, values: str, rope: str | None) -> Launch:
+        """Attention's results as halves in buffer `attended`."""
+        k_size, v_size = -(-shape.key_dim // 64) * 128, -(-shape.value_dim // 64) * 128  # bytes of a row
+        sizes = {n: QUERIES * k_size + 2 * n * (k_size + v_size) + 1024 for n in (64, 32, 16)}
+        chunk = next((n for n, size in sizes.items() if size <= MAX_SHARED), 0)
+        warpgroups = self.warpgroups and chunk == 64 and shape.key_dim % 64 == 0 and shape.value_dim % 64 == 0
+        if not chunk or shape.key_dim % 8 or shape.value_dim % 8 or shape.key_part % 8 or shape.rope_pitch % 8:
+            raise TinychatError(
+                f"the CUDA attention kernel does not take heads of {shape.key_dim} and {shape.value_dim} values"
             )
-        ]
-        return out + [
-            self._matmul(w, self.b.act(d, self.tokens), self.b.plan.buffers[d], bias)
-            for w, bias, d in zip(op.weights, op.biases, op.dst)
-        ]
-
-    def _absorb(self, store: ops.LatentStore, op: ops.Absorb, scale: float) -> list[Launch]:
-        r, row, head = store.rope, op.kv_lora + store.rope.dims, op.nope + store.rope.dims
-        neox = int(r.style == "neox")
-        queries = self.b.buffer("queries", 2 * self.tokens * op.heads * row)
-        groups = -(-op.heads // 8)
-        args: tuple[Arg, ...] = (
-            ("const float *", "src", self.b.act(op.src, self.tokens)),
-            ("u16 *", "dst", queries),
-            ("u16 *", "cache", self.b.cache("k", store.layer)),
-            ("const float *", "kv", self.b.act(store.kv, self.tokens)),
-            *self.b.vector(store.norm, "kv_gain"),
-            ("const F2 *", "table", self.b.rope(r)),
-            STATE,
+        buffers = {
+            "out": self._halves("attended", self.tokens, shape.heads * shape.value_dim),
+            "q": "queries",
+            "keys": keys,
+            "values": values,
+            "rope": rope,
+            "state": "state",
+        }
+        return kernel(
+            f"prompt_attention_{shape.heads}_{shape.kv_heads}_{shape.key_dim}",
+            "prompt_attention.cu",
+            replace(shape, chunk_keys=chunk, warpgroups=warpgroups),
+            buffers,
+            lambda count, keys: (-(-count // QUERIES), shape.heads, 1),
+            "attention",
+            shared=sizes[chunk],
         )
-        body = (
-            "  __shared__ float red[8];\n  grid_wait();\n  const int t = blockIdx.y, pos = state[POS];\n  if (t >= state[COUNT]) return;\n"
-            f"  if (blockIdx.x < {groups}) latent_query<{op.heads}, {op.nope}, {op.kv_lora}, {r.dims}, {neox}>(dst, src, table, {c_float(scale)}, pos, t, blockIdx.x * 8 + threadIdx.x / 32);\n"
-            f"  else latent_row<{op.kv_lora}, {r.dims}, {neox}>(cache, kv, kv_gain, {c_float(store.eps)}, table, pos, t, red);"
+
+    def _linear_add(self, src: str, w: Weight, bias: Weight | None, scale: float) -> Launch:
+        """x += scale * (w @ src (+ bias))."""
+        return self._linear("linear_add", [w], src, ["x"], [w.rows], (bias,), add=True, scale=scale)
+
+    def _gated(self, gate: Weight, up: Weight, name: str) -> Launch:
+        """silu(gate) * up of all tokens, from the halves `normed`."""
+        tile = self._tile(gate, up)
+        tile = replace(tile, rows=1)
+        buffers = {
+            "dst": self._halves(name, self.tokens, gate.rows),
+            "gate": self.b.data(gate),
+            "up": self.b.data(up),
+            "x": "normed",
+            "state": "state",
+        }
+        shape = constants.PromptGated(self.b.matrix(gate), self.b.matrix(up), tile, grouped=False, pairs_per_row=1)
+        tiles, quant = -(-padded(gate.rows) // tile.block_rows), gate.type.name.lower()
+        return kernel(
+            f"prompt_gated_{quant}_{gate.rows}x{gate.cols}",
+            "prompt_gated.cu",
+            shape,
+            buffers,
+            lambda count, keys: (tiles, -(-count // tile.tokens), 1),
+            f"prompt {quant}",
+            shared=tile.shared,
         )
-        put = f"HalfOut{{dst + (u64)first * {op.heads * row} + g * {row}, {op.heads * row}, {c_float(scale)}}}"
-        return [
-            launch(f"latent_store_{op.heads}", "rope.cu", body, args, (groups + 1, self.tokens, 1), "rope"),
-            self._prepare(op.src, self._kinds(op.weight), op.nope, per=op.heads, stride=op.heads * head, step=head),
-            self._dense(op.weight, put, (("u16 *", "dst", queries),), op.heads),
-        ]
 
-    def _ValueUp(self, op: ops.ValueUp) -> list[Launch]:
-        heads, rows = op.weight.groups, op.weight.rows
-        put = f"Out{{dst + (u64)first * {heads * rows} + g * {rows}, {heads * rows}, nullptr}}"
-        return [
-            self._prepare(self.b.act(op.src, self.tokens), self._kinds(op.weight), op.weight.cols, per=heads),
-            self._dense(op.weight, put, (("float *", "dst", self.b.act(op.dst, self.tokens)),), heads),
-        ]
-
-    def _LinearAdd(self, op: ops.LinearAdd) -> list[Launch]:
-        stride = self.b.plan.buffers[op.src]
-        return [
-            self._prepare(self.b.act(op.src, self.tokens), self._kinds(op.weight), op.weight.cols, stride=stride),
-            self._matmul(op.weight, "x", op.weight.rows, op.bias, add=True),
-        ]
-
-    def _gate_up(self, gate: Weight, up: Weight) -> list[Launch]:
-        """gate and up of the prepared activations into their own buffers."""
-        return [
-            self._matmul(w, self.b.buffer(name, 4 * self.tokens * w.rows), w.rows)
-            for w, name in ((gate, "gate"), (up, "up"))
-        ]
-
-    def _GateUp(self, op: ops.GateUp) -> list[Launch]:
-        """Leaves silu(gate) * up prepared for the LinearAdd that follows, as op.dst."""
-        ff = op.gate.rows
-        act = self.b.act(op.dst, self.tokens)
-        silu = (
-            f"  grid_wait();\n  const u64 i = (u64)blockIdx.x * 256 + threadIdx.x;\n  if (blockIdx.y >= state[COUNT] || i >= {ff}) return;\n"
-            f"  const float v = gate[blockIdx.y * {ff}ull + i];\n  dst[blockIdx.y * {self.b.plan.buffers[op.dst]}ull + i] = v / (1.f + __expf(-v)) * up[blockIdx.y * {ff}ull + i];"
-        )
-        return [
-            self._prepare("x", self._kinds(op.gate, op.up), op.gate.cols, norm=op.norm, eps=op.eps),
-            *self._gate_up(op.gate, op.up),
-            launch(
-                f"silu_{ff}",
-                "matmul.cu",
-                silu,
-                (("float *", "dst", act), ("const float *", "gate", "gate"), ("const float *", "up", "up"), STATE),
-                (-(-ff // 256), self.tokens, 1),
-                "activations",
-            ),
-        ]
-
-    def _experts(self, route: ops.Route, up: ops.ExpertsUp, down: ops.ExpertsDown) -> list[Launch]:
+    def _experts(self, block: Experts) -> list[Launch]:
         """Routing, tokens grouped by expert, gate and up and down of each group, the shared expert, all added to x."""
-        b, e, k, ff, dim, top = self.b, route.router.rows, up.gate.cols, up.gate.rows, down.down.rows, up.top_k
+        b, e, top, w, shared = self.b, block.router.experts, block.router.top_k, block.weights, block.shared
+        ff, dim, scale = w.ff, w.down.rows, block.residual_scale
         pairs = self.tokens * top
-        tiles = e + pairs // TILE_TOKENS
-        router = b.weight(route.router)
-        for name, size in (
-            ("expert_ids", 4 * pairs),
-            ("expert_weights", 4 * pairs),
-            ("order", 4 * pairs),
-            ("tiles", 4 * (1 + 3 * tiles)),
-        ):
-            b.buffer(name, size)
-        per_block = 4 if k <= 2560 else 2 if k <= 5120 else 1
-        choose = (
-            f"[&](const float *l, int *my_ids, float *my_weights) {{ choose<{e}, {top}, {route.gating.upper()}, {int(route.normalize)}, {route.groups}, {route.groups_used}>"
-            f"(l, {'selection' if route.bias else 'nullptr'}, {c_float(route.scale or 1.0)}, my_ids, my_weights); }}"
-        )
-        body = (
-            f"  router<{router.tensor.kind.name}, {k}, {e}, {top}>(ids, weights, w, {router.tensor.blocks}ull, x, gain, {'rb' if route.router_bias else 'nullptr'}, "
-            f"{c_float(route.eps)}, state, {choose});"
-        )
-        args: tuple[Arg, ...] = (
-            ("int *", "ids", "expert_ids"),
-            ("float *", "weights", "expert_weights"),
-            ("const u8 *", "w", router.tensor.buffer),
-            ("const float *", "x", "x"),
-            *b.vector(route.norm, "gain"),
-            *b.vector(route.bias, "selection"),
-            *b.vector(route.router_bias, "rb"),
-            STATE,
-        )
+        tile, down_tile = self._grouped_tile(1), self._grouped_tile(2)
+        assert tile.tokens == down_tile.tokens
+
+        def tiles(count: int) -> int:  # at most: every expert's last tile may be short
+            return min(e, count * top) + count * top // tile.tokens
+
+        groups = {
+            "tiles": b.buffer("tiles", 4 * (1 + 3 * (e + tiles(self.tokens)))),
+            "order": b.buffer("order", 4 * pairs),
+        }
+        gate_buffers = {
+            "dst": self._halves("pairs", pairs, ff),
+            "gate": b.data(w.gate),
+            "up": b.data(w.up),
+            "x": "normed",
+            "state": "state",
+            **groups,
+        }
+        gated = constants.PromptGated(b.matrix(w.gate), b.matrix(w.up), tile, grouped=True, pairs_per_row=top)
+        rows, quant = -(-padded(ff) // tile.block_rows), w.gate.type.name.lower()
         out = [
-            launch(
-                f"router_{e}x{k}", "matvec.cu matmul.cu", body, args, (-(-self.tokens // per_block), 1, 1), "routing"
-            ),
-            launch(
+            self._router(block, pairs),
+            kernel(
                 f"group_{e}_{top}",
-                "matmul.cu",
-                f"  group_pairs<{e}, {top}>(order, tiles, ids, state);",
-                (("int *", "order", "order"), ("int *", "tiles", "tiles"), ("const int *", "ids", "expert_ids"), STATE),
+                "group_pairs.cu",
+                constants.GroupPairs(e, top, tile.tokens),
+                {**groups, "ids": "expert_ids", "state": "state"},
                 (1, 1, 1),
                 "routing",
+                threads=1024,
             ),
-            self._prepare(
-                "x",
-                self._kinds(*(w for w in (up.gate, up.up, up.shared_gate, up.shared_up) if w)),
-                k,
-                norm=up.norm,
-                eps=up.eps,
+            kernel(
+                f"prompt_experts_up_{quant}_{ff}x{w.gate.cols}",
+                "prompt_gated.cu",
+                gated,
+                gate_buffers,
+                lambda count, keys: (rows, tiles(count), 1),
+                f"prompt experts {quant}",
+                shared=tile.shared,
             ),
         ]
-        if up.shared_gate and up.shared_up and down.shared_down:
-            s = down.shared_down
+        if shared:
             out += [
-                self._grouped(w, b.buffer(f"{name}_pairs", 4 * pairs * ff), top, k, tiles)
-                for w, name in ((up.gate, "gate"), (up.up, "up"))
+                self._gated(shared.gate, shared.up, "inner"),
+                self._linear_add("inner", shared.down, None, scale),
             ]
-            out += [
-                *self._gate_up(up.shared_gate, up.shared_up),
-                self._prepare("gate", self._kinds(s), s.cols, silu="up"),
-                self._matmul(s, "x", dim, add=True),
-            ]
-        else:
-            out += [
-                self._grouped(w, b.buffer(f"{name}_pairs", 4 * pairs * ff), top, k, tiles)
-                for w, name in ((up.gate, "gate"), (up.up, "up"))
-            ]
-        add = f"  add_experts<{dim}, {top}>(x, y, weights, state);"
+        quant = w.down.type.name.lower()
         return [
             *out,
-            self._prepare("gate_pairs", self._kinds(down.down), ff, silu="up_pairs", per=top),
-            self._grouped(down.down, b.buffer("down_pairs", 4 * pairs * dim), 1, ff, tiles),
-            launch(
+            kernel(
+                f"prompt_experts_down_{quant}_{dim}x{ff}",
+                "prompt_experts.cu",
+                constants.PromptExperts(b.matrix(w.down), down_tile),
+                {"dst": b.buffer("down_pairs", 4 * pairs * dim), "w": b.data(w.down), "x": "pairs", **groups},
+                lambda count, keys: (-(-dim // down_tile.block_rows), tiles(count), 1),
+                f"prompt experts {quant}",
+                shared=down_tile.shared,
+            ),
+            kernel(
                 f"add_experts_{dim}",
-                "matmul.cu",
-                add,
-                (
-                    ("float *", "x", "x"),
-                    ("const float *", "y", "down_pairs"),
-                    ("const float *", "weights", "expert_weights"),
-                    STATE,
-                ),
-                (-(-dim // 1024), self.tokens, 1),
+                "add_experts.cu",
+                constants.AddExperts(dim, top, scale),
+                {"x": "x", "y": "down_pairs", "weights": "expert_weights", "state": "state"},
+                lambda count, keys: (-(-dim // 1024), count, 1),
                 "experts",
             ),
         ]
 
-    def _grouped(self, w: Weight, dst: str, per: int, k: int, tiles: int) -> Launch:
-        """dst (pairs, rows) = w[expert of the pair] @ prepared row pair / per."""
-        setup = (
-            "  grid_wait();\n  if ((int)blockIdx.y >= tiles[0]) return;\n  const int expert = tiles[1 + 3 * blockIdx.y], n = tiles[3 + 3 * blockIdx.y];\n"
-            "  const int *pairs = order + tiles[2 + 3 * blockIdx.y];\n"
-        )
-        args: tuple[Arg, ...] = (
-            ("float *", "dst", dst),
-            ("const int *", "tiles", "tiles"),
-            ("const int *", "order", "order"),
-        )
-        return self._product(
-            self.b.weight(w),
-            w,
-            f"Grouped{{n, pairs, {per}}}",
-            "n",
-            f"PairOut{{dst, pairs, {w.rows}}}",
-            k,
-            "0",
-            "expert",
-            setup,
-            args,
-            (tiles, 1),
-            "experts",
+    def _router(self, block: Experts, pairs: int) -> Launch:
+        r = block.router
+        experts, cols = r.experts, r.weight.cols
+        tokens = 2 if self.in_graph else 4 if self.tokens <= SIZES[2] else 8
+        tokens = max(1, min(tokens, (160 << 10) // (4 * cols)))  # their float32 values lie in shared memory
+        buffers = {
+            "ids": self.b.buffer("expert_ids", 4 * pairs),
+            "weights": self.b.buffer("expert_weights", 4 * pairs),
+            "normed": self._halves("normed", self.tokens, cols),
+            "w": self.b.data(r.weight),
+            "x": "x",
+            "gain": self.b.data(block.norm),
+            "selection_bias": self.b.data(r.selection_bias),
+            "router_bias": self.b.data(r.bias),
+            "state": "state",
+        }
+        shape = constants.Router(self.b.matrix(r.weight), choice(r), tokens, block.eps)
+        return kernel(
+            f"router_{experts}x{cols}",
+            "router.cu",
+            shape,
+            buffers,
+            lambda count, keys: (-(-count // tokens), 1, 1),
+            "routing",
+            threads=512,
+            shared=4 * tokens * cols,
         )

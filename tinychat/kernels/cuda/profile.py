@@ -9,20 +9,18 @@ from __future__ import annotations
 import ctypes
 import math
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from tinygrad.helpers import CACHEDB
 
 from tinychat.errors import TinychatError
+from tinychat.kernels.cuda.device import GPU
+from tinychat.kernels.cuda.graph import Graph
 from tinychat.kernels.cuda.launch import Launch
 from tinychat.kernels.ops import Sampling
-from tinychat.kernels.profile import Batch, CacheUse, Kernel, Part, StepProfile
-
-if TYPE_CHECKING:
-    from tinychat.kernels.cuda.device import GPU
-    from tinychat.kernels.cuda.executor import CUDAExecutor
+from tinychat.kernels.profile import Batch, CacheUse, Calls, Kernel, Part, StepProfile
 
 GREEDY = Sampling(temperature=0.0)
 LONG = 40  # launches of a chain: fewer are repeated, so that starting the graph does not count
@@ -31,20 +29,32 @@ COPY = 512 << 20  # bytes
 _REGISTERS, _LOCAL = 4, 3  # CU_FUNC_ATTRIBUTE_NUM_REGS, CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
 
 
-def profile(ex: CUDAExecutor, token: int, pos: int, steps: int) -> StepProfile:
+@dataclass(frozen=True)
+class Step:
+    """The decode step as it runs."""
+
+    gpu: GPU
+    parts: tuple[tuple[Launch, int], ...]  # launches, and the index in Plan.ops of the op that each computes
+    graph: Graph
+    max_context: int
+    decode: Callable[[int, int, Sampling, Sequence[int]], Iterator[tuple[int, float]]]  # Executor.decode
+    place: Callable[[Sequence[int], int, Sampling], None]  # tokens from a position on; the last is the next step's
+
+
+def profile(step: Step, token: int, pos: int, steps: int) -> StepProfile:
     """See kernels/profile.py."""
-    if pos + steps + WARM + 2 > ex.max_context:
-        raise TinychatError(f"{steps} profiled tokens at position {pos} do not fit the context of {ex.max_context}")
-    plain, first = _tokens(ex, token, pos, steps)
-    whole = _timed(ex, token, pos, ex._decode, steps)
+    if pos + steps + WARM + 2 > step.max_context:
+        raise TinychatError(f"{steps} profiled tokens at position {pos} do not fit the context of {step.max_context}")
+    plain, first = _tokens(step, token, pos, steps)
+    whole = _timed(step, token, pos, step.graph, steps)
     groups: dict[str, list[Launch]] = {}
-    for launch in ex.launches:
+    for launch in (launch for launch, _ in step.parts):
         groups.setdefault(launch.name, []).append(launch)
     parts = []
     for name, launches in groups.items():
         repeats = 1 if "choose_token" in name else max(1, LONG // len(launches))  # that one moves the position on
-        chain = ex.gpu.graph(launches * repeats, chained=False)
-        seconds = _timed(ex, token, pos, chain, steps) / repeats
+        chain = step.gpu.graph(launches * repeats, chained=False)
+        seconds = _timed(step, token, pos, chain, steps) / repeats
         parts.append(
             Part(
                 name,
@@ -57,9 +67,9 @@ def profile(ex: CUDAExecutor, token: int, pos: int, steps: int) -> StepProfile:
                 launches[0].kind or "other",
             )
         )
-    gpu = ex.gpu
+    gpu = step.gpu
     caches = (CacheUse("compiled kernels, on disk", gpu.found, gpu.compiled, gpu.compile_s, CACHEDB),)
-    graph = Batch("graph", ex.kernels_per_token, whole)
+    graph = Batch("graph", step.graph.kernels, whole)
     return StepProfile(
         "alone",
         tuple(parts),
@@ -71,23 +81,25 @@ def profile(ex: CUDAExecutor, token: int, pos: int, steps: int) -> StepProfile:
         caches,
         pos + steps,
         1,
-        tuple(kernels(ex)),
+        tuple(kernels(step)),
         ("ncu tinychat run MODEL PROMPT --device cuda",),
     )
 
 
-def seconds_of(ex: CUDAExecutor, ops: Sequence[int], pos: int, steps: int) -> np.ndarray:
-    """(steps,) seconds of the kernels that compute these ops of the plan, as one graph launched at position `pos` as a
-    step is."""
-    if pos >= ex.max_context:
-        raise TinychatError(f"position {pos} does not fit the context of {ex.max_context}")
-    wanted = set(ops)
-    return _timed(ex, 0, pos, ex.gpu.graph([x for x, op in zip(ex.launches, ex.computes) if op in wanted]), steps)
+def seconds_of(step: Step, groups: Sequence[Sequence[int]], pos: int, steps: int) -> Calls:
+    """The kernels that compute these ops of the plan, as one graph launched at position `pos` as a step is; a group's
+    time is its share."""
+    if pos >= step.max_context:
+        raise TinychatError(f"position {pos} does not fit the context of {step.max_context}")
+    wanted = {i for group in groups for i in group}
+    graph = step.gpu.graph([launch for launch, op in step.parts if op in wanted])
+    seconds = _timed(step, 0, pos, graph, steps)
+    return Calls(seconds / len(groups), f"{len(groups)} in a row", 1, pos)
 
 
-def _tokens(ex: CUDAExecutor, token: int, pos: int, steps: int) -> tuple[np.ndarray, float]:
+def _tokens(step: Step, token: int, pos: int, steps: int) -> tuple[np.ndarray, float]:
     """((steps,) seconds from token to token as decode() gives them, seconds of the first)."""
-    stepper, times = ex.decode(token, pos, GREEDY, [token]), []
+    stepper, times = step.decode(token, pos, GREEDY, [token]), []
     for _ in range(steps + WARM):
         start = time.perf_counter()
         next(stepper)
@@ -96,43 +108,42 @@ def _tokens(ex: CUDAExecutor, token: int, pos: int, steps: int) -> tuple[np.ndar
     return np.array(times[WARM:]), times[0]
 
 
-def _timed(ex: CUDAExecutor, token: int, pos: int, graph: Any, steps: int) -> np.ndarray:
+def _timed(step: Step, token: int, pos: int, graph: Graph, steps: int) -> np.ndarray:
     """(steps,) seconds between events around one launch of a graph, each from the same state."""
     seconds = np.zeros(steps)
     for i in range(-1, steps):
-        ex._know([token] * (pos + 1), 0)
-        ex._set_state(GREEDY, pos, 1, pos)
-        ex.gpu.synchronize()
-        start = ex.gpu.event()
+        step.place([token] * (pos + 1), 0, GREEDY)
+        step.gpu.synchronize()
+        start = step.gpu.event()
         graph()
-        elapsed = ex.gpu.elapsed(start, ex.gpu.event())
+        elapsed = step.gpu.elapsed(start, step.gpu.event())
         if i >= 0:
             seconds[i] = elapsed
     return seconds
 
 
-def kernels(ex: CUDAExecutor) -> list[Kernel]:
+def kernels(step: Step) -> list[Kernel]:
     """The kernels of the decode step, in order of first use."""
     counts: dict[str, list[Launch]] = {}
-    for launch in ex.launches:
+    for launch in (launch for launch, _ in step.parts):
         counts.setdefault(launch.name, []).append(launch)
     return [
         Kernel(
             name,
             len(same),
             f"{'×'.join(map(str, same[0].grid))} · {same[0].threads}",
-            _resources(ex, same[0]),
+            _resources(step, same[0]),
             same[0].source(),
         )
         for name, same in counts.items()
     ]
 
 
-def _resources(ex: CUDAExecutor, launch: Launch) -> str:
+def _resources(step: Step, launch: Launch) -> str:
     values = []
     for attribute in (_REGISTERS, _LOCAL):
         value = ctypes.c_int()
-        ex.gpu._check(ex.gpu.cuda.cuFuncGetAttribute(ctypes.byref(value), attribute, ex.gpu._program(launch).prg))
+        step.gpu._check(step.gpu.cuda.cuFuncGetAttribute(ctypes.byref(value), attribute, step.gpu._program(launch).prg))
         values.append(value.value)
     return f"{values[0]} registers, {values[1]} B local, {launch.shared} B shared"
 
@@ -150,6 +161,5 @@ def read_bandwidth(gpu: GPU) -> float:
         began = gpu.event()
         gpu._check(gpu.cuda.cuMemcpyDtoDAsync_v2(target, source, COPY, None))
         seconds.append(gpu.elapsed(began, gpu.event()))
-    buffer: Any = gpu.tensors.pop("bandwidth").uop.buffer
-    buffer.deallocate()
+    gpu.free("bandwidth")
     return 2 * COPY / min(seconds) / 1e9

@@ -1,32 +1,30 @@
 // Weights as the kernels read them: `planes` of one tensor, one after the other, each 16-byte aligned.
 //   lo: per 32 weights 16 bytes of nibbles (byte i holds weight i low, i + 16 high), Q8_0: 32 bytes of int8
 //   hi: the 5th bits (one word; bit 8 * b + w is that of weight 4 * w + b) or the 5th and 6th (two words, 2 bits each)
-//   s1: per 32 weights the scale (half), scale and minimum (two halves), K-quants: two bytes (scale and minimum, Q6_K: 2 scales)
-//   s2: per 256 weights d and dmin (two halves), Q6_K: d (half)
-// Floating-point types keep the file's layout; their block is 8 weights. Numbers are ggml's type ids.
-enum { F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, BF16 = 30 };
-
-DEVICE constexpr bool is_float(int t) { return t == F32 || t == F16 || t == BF16; }
-DEVICE constexpr int block_of(int t) { return is_float(t) ? 8 : 32; }
-DEVICE constexpr bool has_min(int t) { return t == Q4_1 || t == Q5_1 || t == Q4_K || t == Q5_K; }
-DEVICE constexpr int offset_of(int t) { return t == Q4_0 ? 8 : t == Q5_0 ? 16 : t == Q6_K ? 32 : 0; }  // what stored codes exceed their values by
-DEVICE constexpr int lo_bytes(int t) { return t == F32 || t == Q8_0 ? 32 : 16; }
-DEVICE constexpr int hi_bytes(int t) { return t == Q5_0 || t == Q5_1 || t == Q5_K ? 4 : t == Q6_K ? 8 : 0; }
-DEVICE constexpr int s1_bytes(int t) { return is_float(t) ? 0 : t == Q4_1 || t == Q5_1 ? 4 : 2; }
-DEVICE constexpr int s2_bytes(int t) { return t == Q4_K || t == Q5_K ? 4 : t == Q6_K ? 2 : 0; }
+//   s1: per 32 weights the scale (half), scale and minimum (two halves), K-quants: two bytes (scale and minimum, Q6_K:
+//   2 scales) s2: per 256 weights d and dmin (two halves), Q6_K: d (half)
+// Floating-point types keep the file's layout; their block is 8 weights.
+DEVICE constexpr bool is_float(int t) { return block_of(t) == 8; }
 DEVICE constexpr u64 align16(u64 n) { return (n + 15) / 16 * 16; }
 DEVICE constexpr u64 hi_at(int t, u64 blocks) { return align16(blocks * lo_bytes(t)); }
 DEVICE constexpr u64 s1_at(int t, u64 blocks) { return hi_at(t, blocks) + align16(blocks * hi_bytes(t)); }
 DEVICE constexpr u64 s2_at(int t, u64 blocks) { return s1_at(t, blocks) + align16(blocks * s1_bytes(t)); }
 
-template <int T> struct Block { V4 a, b; u32 h0, h1, s1, s2; };  // one block in registers; unused members cost nothing
+template <int T> struct Block {
+  V4 a, b;
+  u32 h0, h1, s1, s2;
+};  // one block in registers; unused members cost nothing
 
 // Block number `i` of a tensor of `blocks` blocks.
 template <int T> DEVICE void fetch(Block<T> &f, const u8 *w, u64 blocks, u64 i) {
   f.a = ldc16(w + i * lo_bytes(T));
   if (lo_bytes(T) == 32) f.b = ldc16(w + i * 32 + 16);
   if (hi_bytes(T) == 4) f.h0 = ldc4(w + hi_at(T, blocks) + i * 4);
-  if (hi_bytes(T) == 8) { V2 h = ldc8(w + hi_at(T, blocks) + i * 8); f.h0 = h.x; f.h1 = h.y; }
+  if (hi_bytes(T) == 8) {
+    V2 h = ldc8(w + hi_at(T, blocks) + i * 8);
+    f.h0 = h.x;
+    f.h1 = h.y;
+  }
   if (s1_bytes(T) == 2) f.s1 = ldc2(w + s1_at(T, blocks) + i * 2);
   if (s1_bytes(T) == 4) f.s1 = ldc4(w + s1_at(T, blocks) + i * 4);
   if (s2_bytes(T) == 2) f.s2 = ldc2(w + s2_at(T, blocks) + i / 8 * 2);
@@ -52,13 +50,18 @@ template <int T> DEVICE float shift_of(u32 s1, u32 s2, int half = 0) {
   return -(float)offset_of(T) * scale_of<T>(s1, s2, half);
 }
 
-// An activation block of 32: int8 codes, their scale, and the sums of the first and second 16 codes (low and high half of `sums`).
-struct Scale { float d; int sums; };
+// An activation block of 32: int8 codes, their scale, and the sums of the first and second 16 codes (low and high half
+// of `sums`).
+struct Scale {
+  float d;
+  int sums;
+};
 DEVICE int sum_lo(int s) { return (short)s; }
 DEVICE int sum_hi(int s) { return s >> 16; }
 
 template <int T> DEVICE float dot(const Block<T> &f, const V4 &x0, const V4 &x1, const Scale &s) {
-  const u32 lo[8] = {f.a.x, f.a.y, f.a.z, f.a.w, T == Q8_0 ? f.b.x : f.a.x, T == Q8_0 ? f.b.y : f.a.y, T == Q8_0 ? f.b.z : f.a.z, T == Q8_0 ? f.b.w : f.a.w};
+  const u32 lo[8] = {f.a.x, f.a.y, f.a.z, f.a.w, T == Q8_0 ? f.b.x : f.a.x, T == Q8_0 ? f.b.y : f.a.y,
+      T == Q8_0 ? f.b.z : f.a.z, T == Q8_0 ? f.b.w : f.a.w};
   const u32 x[8] = {x0.x, x0.y, x0.z, x0.w, x1.x, x1.y, x1.z, x1.w};
   int i0 = 0, i1 = 0;
 #pragma unroll
@@ -67,7 +70,9 @@ template <int T> DEVICE float dot(const Block<T> &f, const V4 &x0, const V4 &x1,
     i1 = dp4a(codes<T>(lo[w + 4], f.h0, f.h1, w + 4), x[w + 4], i1);
   }
   if (T == Q6_K)
-    return s.d * (scale_of<T>(f.s1, f.s2, 0) * (float)(i0 - 32 * sum_lo(s.sums)) + scale_of<T>(f.s1, f.s2, 1) * (float)(i1 - 32 * sum_hi(s.sums)));
+    return s.d *
+        (scale_of<T>(f.s1, f.s2, 0) * (float)(i0 - 32 * sum_lo(s.sums)) +
+            scale_of<T>(f.s1, f.s2, 1) * (float)(i1 - 32 * sum_hi(s.sums)));
   const int sum = sum_lo(s.sums) + sum_hi(s.sums);
   if (has_min(T)) return s.d * (scale_of<T>(f.s1, f.s2) * (float)(i0 + i1) + shift_of<T>(f.s1, f.s2) * (float)sum);
   return s.d * scale_of<T>(f.s1, f.s2) * (float)(i0 + i1 - offset_of(T) * sum);
@@ -79,7 +84,10 @@ template <int T> DEVICE void floats(const Block<T> &f, float (&v)[8]) {
   const u32 u[8] = {f.a.x, f.a.y, f.a.z, f.a.w, f.b.x, f.b.y, f.b.z, f.b.w};
 #pragma unroll
   for (int i = 0; i < 8; i++)
-    v[i] = T == F32 ? unbits(u[i]) : T == F16 ? half_to_float(u[i / 2] >> 16 * (i & 1)) : i & 1 ? bf16_hi(u[i / 2]) : bf16_lo(u[i / 2]);
+    v[i] = T == F32 ? unbits(u[i])
+        : T == F16  ? half_to_float(u[i / 2] >> 16 * (i & 1))
+        : i & 1     ? bf16_hi(u[i / 2])
+                    : bf16_lo(u[i / 2]);
 }
 template <int T> DEVICE float dot(const Block<T> &f, const float *x) {
   float v[8], acc = 0;
@@ -92,7 +100,8 @@ template <int T> DEVICE float dot(const Block<T> &f, const float *x) {
 // Weight k of a tensor, for table look-ups.
 template <int T> DEVICE float weight_at(const u8 *w, u64 blocks, u64 k) {
   Block<T> f;
-  f.b = V4{0, 0, 0, 0}; f.h0 = f.h1 = f.s1 = f.s2 = 0;
+  f.b = V4{0, 0, 0, 0};
+  f.h0 = f.h1 = f.s1 = f.s2 = 0;
   fetch<T>(f, w, blocks, k / block_of(T));
   const int j = k % block_of(T);
   if (is_float(T)) {
@@ -102,7 +111,8 @@ template <int T> DEVICE float weight_at(const u8 *w, u64 blocks, u64 k) {
     for (int i = 0; i < 8; i++) out = i == j ? v[i] : out;
     return out;
   }
-  const u32 lo[8] = {f.a.x, f.a.y, f.a.z, f.a.w, T == Q8_0 ? f.b.x : f.a.x, T == Q8_0 ? f.b.y : f.a.y, T == Q8_0 ? f.b.z : f.a.z, T == Q8_0 ? f.b.w : f.a.w};
+  const u32 lo[8] = {f.a.x, f.a.y, f.a.z, f.a.w, T == Q8_0 ? f.b.x : f.a.x, T == Q8_0 ? f.b.y : f.a.y,
+      T == Q8_0 ? f.b.z : f.a.z, T == Q8_0 ? f.b.w : f.a.w};
   u32 q = 0;
 #pragma unroll
   for (int i = 0; i < 8; i++) q = i == j / 4 ? codes<T>(lo[i], f.h0, f.h1, i) : q;
@@ -113,11 +123,20 @@ template <int T> DEVICE float weight_at(const u8 *w, u64 blocks, u64 k) {
 
 // --- reductions, and the state of a step
 
-DEVICE float warp_sum(float v) { for (int m = 16; m; m >>= 1) v += shfl_xor(v, m); return v; }
-DEVICE float warp_max(float v) { for (int m = 16; m; m >>= 1) v = fmaxf(v, shfl_xor(v, m)); return v; }
+DEVICE float warp_sum(float v) {
+  for (int m = 16; m; m >>= 1) v += shfl_xor(v, m);
+  return v;
+}
+DEVICE float warp_max(float v) {
+  for (int m = 16; m; m >>= 1) v = fmaxf(v, shfl_xor(v, m));
+  return v;
+}
 
 // A float's bits, made to sort as unsigned.
-DEVICE u32 key_of(float v) { const u32 u = bits(v); return u & 0x80000000u ? ~u : u | 0x80000000u; }
+DEVICE u32 key_of(float v) {
+  const u32 u = bits(v);
+  return u & 0x80000000u ? ~u : u | 0x80000000u;
+}
 // One warp: the weights of a head's `active` attention splits, from each split's maximum (log2) and sum.
 template <int SPLITS> DEVICE void combine_weights(float *weight, const F2 *ml, int stride, int active, int lane) {
   constexpr int N = (SPLITS + 31) / 32;
@@ -140,6 +159,3 @@ template <int SPLITS> DEVICE void combine_weights(float *weight, const F2 *ml, i
   for (int i = 0; i < N; i++)
     if (lane + 32 * i < active) weight[lane + 32 * i] = e[i] / l;
 }
-
-// int32 words of the buffer `state`; the host writes them before a run of steps, the last kernel of a step moves POS on.
-enum { POS, COUNT, TOP_K, TEMPERATURE, TOP_P, MIN_P, PENALTY, LAST_N, SEED_LO, SEED_HI, FIRST_KNOWN };

@@ -36,25 +36,36 @@ template <int T, int SIZE> DEVICE void repack(u8 *out, const u8 *in, u64 blocks,
     if (T == Q8_0) lo[w] |= q << 8 * c;
     else lo[w & 3] |= (q & 15) << (8 * c + (w < 4 ? 0 : 4));
     if (hi_bytes(T) == 4) h0 |= (q >> 4 & 1) << (8 * c + w);
-    if (hi_bytes(T) == 8) { if (w < 4) h0 |= (q >> 4 & 3) << (8 * c + 2 * w); else h1 |= (q >> 4 & 3) << (8 * c + 2 * (w & 3)); }
+    if (hi_bytes(T) == 8) {
+      if (w < 4) h0 |= (q >> 4 & 3) << (8 * c + 2 * w);
+      else h1 |= (q >> 4 & 3) << (8 * c + 2 * (w & 3));
+    }
   }
   for (int w = 0; w < lo_bytes(T) / 4; w++) ((u32 *)(out + i * lo_bytes(T)))[w] = lo[w];
-  u8 *hi = out + hi_at(T, blocks) + i * hi_bytes(T), *s1 = out + s1_at(T, blocks) + i * s1_bytes(T), *s2 = out + s2_at(T, blocks) + i / 8 * s2_bytes(T);
+  u8 *hi = out + hi_at(T, blocks) + i * hi_bytes(T), *s1 = out + s1_at(T, blocks) + i * s1_bytes(T),
+     *s2 = out + s2_at(T, blocks) + i / 8 * s2_bytes(T);
   if (hi_bytes(T)) ((u32 *)hi)[0] = h0;
   if (hi_bytes(T) == 8) ((u32 *)hi)[1] = h1;
   if (T == Q4_K || T == Q5_K) {
     const u8 *s = b + 4;
     s1[0] = g < 4 ? s[g] & 63 : (s[g + 4] & 15) | s[g - 4] >> 6 << 4;
     s1[1] = g < 4 ? s[g + 4] & 63 : s[g + 4] >> 4 | s[g] >> 6 << 4;
-    if (g == 0) for (int c = 0; c < 4; c++) s2[c] = b[c];
+    if (g == 0)
+      for (int c = 0; c < 4; c++) s2[c] = b[c];
   } else if (T == Q6_K) {
-    s1[0] = b[192 + 2 * g]; s1[1] = b[192 + 2 * g + 1];
-    if (g == 0) { s2[0] = b[208]; s2[1] = b[209]; }
-  } else for (int c = 0; c < s1_bytes(T); c++) s1[c] = b[c];
+    s1[0] = b[192 + 2 * g];
+    s1[1] = b[192 + 2 * g + 1];
+    if (g == 0) {
+      s2[0] = b[208];
+      s2[1] = b[209];
+    }
+  } else
+    for (int c = 0; c < s1_bytes(T); c++) s1[c] = b[c];
 }
 
 // dst[g][r][c] (ROWS, COLS) = row start + c, column r of group g: columns become rows.
-template <int T, int ROWS, int COLS> DEVICE void transpose(u16 *dst, const u8 *w, u64 blocks, int start, int stride, int total) {
+template <int T, int ROWS, int COLS>
+DEVICE void transpose(u16 *dst, const u8 *w, u64 blocks, int start, int stride, int total) {
   const int i = blockIdx.x * 256 + threadIdx.x;
   if (i >= total) return;
   const int c = i % COLS, r = i / COLS % ROWS, g = i / COLS / ROWS;

@@ -1,0 +1,103 @@
+// Sampling, a block per stretch of logits: the penalties, the maximum and sum of the raw logits, and the candidates: all logits that
+// reach the stretch's top_k-th largest.
+#include "sample.cuh"
+
+struct Args {
+  Candidate *list = nullptr;  // (stretches, CANDIDATES)
+  int *counts = nullptr;  // of candidates
+  F2 *parts = nullptr;  // maximum and sum of exp of each stretch's raw logits
+  float *adjusted = nullptr;  // logits with penalties, where no lists are made
+  const float *logits = nullptr;
+  const int *history = nullptr;
+  const int *state = nullptr;
+  const u32 *breakers = nullptr;  // a bit per token id: DRY's repetitions end there
+};
+
+// Into longest[id - first], for each token of the stretch: how many tokens the longest repetition has that it would
+// continue, -1 for none (kernels/sampling.py, dry). Back from the newest token, distance d is position POS - d.
+DEVICE void repetitions(int *longest, const Args &a, int first) {
+  __shared__ int broken;
+  const int pos = a.state[POS], last_n = a.state[DRY_LAST_N], allowed = a.state[DRY_ALLOWED], tid = threadIdx.x;
+  const int known = max(a.state[FIRST_KNOWN], last_n < 0 ? 0 : pos + 1 - last_n), n = pos + 1 - known;
+  const int *newest = a.history + pos;
+  auto breaks = [&](int id) { return a.breakers[id / 32] >> id % 32 & 1; };
+  for (int i = tid; i < STRETCH; i += THREADS) longest[i] = -1;
+  if (tid == 0) broken = n;
+  __syncthreads();
+  for (int d = tid; d < n; d += THREADS)
+    if (breaks(newest[-d])) atomicMin(&broken, d);
+  __syncthreads();
+  if (n <= allowed || broken < allowed) return;
+  const int limit = min(broken, a.state[DRY_LONGEST]);
+  for (int d = 1 + tid; d < n; d += THREADS) {
+    const int next = newest[1 - d], i = next - first;  // the token behind the repetition at distance d
+    if (i < 0 || i >= STRETCH || breaks(next)) continue;
+    int same = 0;
+    while (same < limit && d + same < n && newest[-d - same] == newest[-same]) same++;
+    if (same >= allowed) atomicMax(&longest[i], same);
+  }
+}
+
+DEVICE void run(const Args &a) {
+  __shared__ float red[32];
+  __shared__ int ired[64];
+  __shared__ u32 seen[STRETCH / 32];
+  __shared__ int longest[STRETCH];
+  const int k = wanted(a.state), first = blockIdx.x * STRETCH, tid = threadIdx.x;
+  const float penalty = unbits(a.state[PENALTY]);
+  for (int i = tid; i < STRETCH / 32; i += THREADS) seen[i] = 0;
+  grid_wait();
+  __syncthreads();
+  if (penalty != 1.f)
+    for (int p = max(a.state[FIRST_KNOWN], a.state[POS] + 1 - a.state[LAST_N]) + tid; p <= a.state[POS]; p += THREADS) {
+      const int id = a.history[p] - first;
+      if (id >= 0 && id < STRETCH) atomicOr(&seen[id / 32], 1u << id % 32);
+    }
+  const float dry = unbits(a.state[DRY_MULTIPLIER]);
+  if (dry > 0) repetitions(longest, a, first);
+  __syncthreads();
+  float raw[4], top = -INFINITY;
+  u32 key[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int j = tid * 4 + i, id = first + j;
+    raw[i] = id < VOCAB ? a.logits[id] : -INFINITY;
+    top = fmaxf(top, raw[i]);
+    float v = raw[i];
+    if (penalty != 1.f && seen[j / 32] >> (j % 32) & 1) v = v > 0 ? v / penalty : v * penalty;
+    if (dry > 0 && longest[j] >= 0)
+      v = (float)(v - dry * pow((double)unbits(a.state[DRY_BASE]), (double)(longest[j] - a.state[DRY_ALLOWED])));
+    key[i] = id < VOCAB ? key_of(v) : 0;
+    if (!k && id < VOCAB) a.adjusted[id] = v;
+  }
+  top = block_max(top, red);
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < 4; i++) sum += raw[i] > -INFINITY ? expf(raw[i] - top) : 0;
+  sum = block_sum(sum, red);
+  if (tid == 0) a.parts[blockIdx.x] = F2{top, sum};
+  const u32 threshold = !k ? ~0u : kth_key(key, min(k, min(VOCAB - first, STRETCH)), ired);
+  int mine = 0;
+#pragma unroll
+  for (int i = 0; i < 4; i++) mine += k && key[i] >= threshold;
+  int before = mine;
+  for (int by = 1; by < 32; by *= 2) {
+    const int v = shfl_up(before, by);
+    if (tid % 32 >= by) before += v;
+  }
+  __syncthreads();
+  if (tid % 32 == 31) ired[tid / 32] = before;
+  __syncthreads();
+  int at = before - mine, all = 0;
+  for (int w = 0; w < 32; w++) {
+    if (w < tid / 32) at += ired[w];
+    all += ired[w];
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    if (k && key[i] >= threshold) {
+      if (at < CANDIDATES) a.list[blockIdx.x * CANDIDATES + at] = Candidate{key[i], first + tid * 4 + i};
+      at++;
+    }
+  if (tid == 0) a.counts[blockIdx.x] = min(all, CANDIDATES);
+}

@@ -1,0 +1,407 @@
+"""The named constants of each kernel: a dataclass per .cu file, and the C++ header with its values.
+
+A field `key_dim` is the constant KEY_DIM in the .cu file. A field that is a dataclass itself becomes a struct with
+static members (`table.rows` is Table::ROWS), a tuple of them `List<Part0, Part1>`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, is_dataclass
+from enum import IntEnum
+from typing import Any, get_args
+
+from gguf import GGMLQuantizationType
+
+from tinychat.kernels import ops
+
+SPAN = 128  # values that four lanes of a prompt's product take at a time; rows of halves are padded to it
+U64 = int  # a field of this type is u64 in C++: it goes into address computations
+LOG2E = math.log2(math.e)
+Gating = IntEnum("Gating", [name.upper() for name in get_args(ops.Gating)], start=0)  # type: ignore[misc]
+
+
+class Norm(IntEnum):
+    """Over what the RMSNorm of a query or key goes."""
+
+    NO_NORM = 0
+    PER_HEAD = 1
+    ALL_HEADS = 2
+
+
+class Constants:
+    """Base of the dataclasses below."""
+
+
+@dataclass(frozen=True)
+class Matrix(Constants):
+    """Matrices (rows, cols) of one weight: matrix g's row r is row g * stride + start + r of a packed tensor."""
+
+    type: GGMLQuantizationType
+    rows: int
+    cols: int
+    blocks: U64  # of the whole tensor: where its planes begin
+    start: U64
+    stride: U64
+
+
+NO_MATRIX = Matrix(GGMLQuantizationType.F16, 0, 0, 0, 0, 0)  # where a block has no shared expert
+
+
+@dataclass(frozen=True)
+class Choice(Constants):
+    """How experts are chosen (kernels/ops.py, Route); routing.cuh"""
+
+    experts: int
+    chosen: int
+    gating: Gating
+    normalize: bool
+    groups: int
+    groups_used: int
+    scale: float
+    min_weight_sum: float = ops.MIN_WEIGHT_SUM
+
+
+@dataclass(frozen=True)
+class Embed(Constants):
+    """embed.cu"""
+
+    table: Matrix
+    scale: float
+
+
+@dataclass(frozen=True)
+class Spread(Constants):
+    """How a matrix is spread over warps: `lanes` of a warp and `split` warps share a row, a lane has `rows_per_lane`
+    rows and `depth` blocks of each in flight."""
+
+    lanes: int
+    split: int
+    rows_per_lane: int
+    depth: int
+
+    def rows(self, warps: int = 8) -> int:
+        """Rows of a thread block of `warps` warps."""
+        return warps * 32 // (self.split * self.lanes) * self.rows_per_lane
+
+    def blocks(self, rows: int, warps: int = 8) -> int:
+        """Thread blocks for a matrix of `rows` rows."""
+        return -(-rows // self.rows(warps))
+
+
+@dataclass(frozen=True)
+class MatvecPart(Constants):
+    """One matrix of linear.cu and the blocks that compute it."""
+
+    weight: Matrix
+    spread: Spread
+    grid_first: int
+    grid_blocks: int
+
+
+@dataclass(frozen=True)
+class Linear(Constants):
+    """linear.cu"""
+
+    cols: int
+    normed: bool
+    eps: float
+    last_token: bool  # the input is that of the last of this step's tokens
+    in_quantised: bool  # the input is int8 blocks already
+    quantised: bool  # there is a matrix that reads int8 blocks
+    floating: bool  # there is a matrix that reads floats
+    add: bool  # results are added to dst
+    out_scale: float
+    part: tuple[MatvecPart, ...]
+
+
+@dataclass(frozen=True)
+class Absorb(Constants):
+    """absorb.cu; latent.cuh"""
+
+    heads: int
+    nope: int
+    kv_lora: int
+    rope_dims: int
+    neox: bool
+    eps: float
+    query_scale: float
+    weight: Matrix
+    spread: Spread
+    head_blocks: int  # thread blocks of one head's matrix
+    quantised: bool
+    floating: bool
+
+
+@dataclass(frozen=True)
+class ValueUp(Constants):
+    """value_up.cu"""
+
+    heads: int
+    kv_lora: int
+    splits: int  # as in attention.cu
+    chunk_keys: int
+    weight: Matrix
+    spread: Spread
+    head_blocks: int  # thread blocks of one head's matrix
+    quantised: bool
+    floating: bool
+    out_quantised: bool
+
+
+@dataclass(frozen=True)
+class GateUp(Constants):
+    """gate_up.cu; gated.cuh"""
+
+    cols: int
+    eps: float
+    quantised: bool
+    floating: bool
+    gate: Matrix
+    up: Matrix
+    spread: Spread
+    out_quantised: bool
+
+
+@dataclass(frozen=True)
+class ExpertsUp(Constants):
+    """experts_up.cu; gated.cuh"""
+
+    choice: Choice
+    cols: int
+    eps: float
+    quantised: bool
+    floating: bool
+    gate: Matrix
+    up: Matrix
+    spread: Spread
+    expert_blocks: int  # thread blocks of one expert
+    shared_gate: Matrix  # 0 rows where there is no shared expert
+    shared_up: Matrix
+    shared_spread: Spread
+    out_quantised: bool
+
+
+@dataclass(frozen=True)
+class ExpertsDown(Constants):
+    """experts_down.cu"""
+
+    choice: Choice
+    weight: Matrix
+    shared_down: Matrix  # 0 columns where there is no shared expert
+    shared_depth: int  # blocks of its rows in flight
+    in_quantised: bool
+    quantised: bool
+    out_scale: float
+
+
+@dataclass(frozen=True)
+class StoreKV(Constants):
+    """store_kv.cu"""
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    rope_dims: int
+    neox: bool  # rotated pairs are (i, i + rope_dims / 2) instead of (2i, 2i + 1)
+    norm: Norm
+    eps: float
+    query_scale: float  # attention's scale times log2(e)
+
+
+@dataclass(frozen=True)
+class StoreLatent(Constants):
+    """prompt_latent.cu; latent.cuh"""
+
+    heads: int
+    nope: int
+    kv_lora: int
+    rope_dims: int
+    neox: bool
+    eps: float
+    query_scale: float
+
+
+@dataclass(frozen=True)
+class Attention(Constants):
+    """attention.cu"""
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    row_tiles: int  # of 16 query rows in a block
+    chunk_keys: int  # keys in shared memory at a time, twice
+    parts: int  # warps that share a tile of scores, each over a part of the key's values
+    splits: int  # parts of the cache's rows, one block each
+    latent: bool  # V is the head of K's row
+
+
+@dataclass(frozen=True)
+class Tile(Constants):
+    """What a block of a prompt's product computes: halves.cuh"""
+
+    rows: int  # times 16, per warp
+    tokens: int
+    split: int  # warps that share rows, each with a part of the columns
+    depth: int  # spans of weights on the way
+    stages: int  # spans of activations in shared memory
+    warpgroups: bool = False  # products by whole warpgroups (wgmma)
+
+    @property
+    def block_rows(self) -> int:
+        return self.rows * 16 * (8 // self.split)
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory."""
+        return self.stages * self.split * self.tokens * SPAN * 2 + 1024
+
+
+@dataclass(frozen=True)
+class Part(Constants):
+    """One of the weights of prompt_linear.cu: `total` rows of it from its first matrix on, at block `first_tile`."""
+
+    weight: Matrix
+    total: int
+    pitch: int  # values from one token's results to the next
+    first_tile: int
+    tiles: int
+
+
+@dataclass(frozen=True)
+class PromptLinear(Constants):
+    """prompt_linear.cu"""
+
+    parts: int
+    part: tuple[Part, ...]
+    tile: Tile
+    half: bool  # results are halves
+    add: bool  # results are added to what is there
+    all_keys: bool  # the tokens are all rows of the cache, not only this step's
+    scale: float  # of the results, with their bias
+
+
+@dataclass(frozen=True)
+class PromptGated(Constants):
+    """prompt_gated.cu"""
+
+    gate: Matrix
+    up: Matrix
+    tile: Tile
+    grouped: bool
+    pairs_per_row: int  # (token, expert) pairs that share a row of activations
+
+
+@dataclass(frozen=True)
+class PromptExperts(Constants):
+    """prompt_experts.cu"""
+
+    weight: Matrix
+    tile: Tile
+
+
+@dataclass(frozen=True)
+class PromptNorm(Constants):
+    """prompt_norm.cu"""
+
+    cols: int
+    eps: float
+
+
+@dataclass(frozen=True)
+class PromptAttention(Constants):
+    """prompt_attention.cu"""
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    key_part: int  # values of a key that lie in `keys`; the rest is in `rope`
+    rope_pitch: int
+    rope_start: int
+    chunk_keys: int = 0  # keys in shared memory at a time, twice
+    warpgroups: bool = False  # products by whole warpgroups (wgmma)
+
+
+@dataclass(frozen=True)
+class Router(Constants):
+    """router.cu"""
+
+    weight: Matrix
+    choice: Choice
+    tokens: int  # of a block
+    eps: float
+
+
+@dataclass(frozen=True)
+class GroupPairs(Constants):
+    """group_pairs.cu"""
+
+    experts: int
+    chosen: int
+    tile_tokens: int
+
+
+@dataclass(frozen=True)
+class AddExperts(Constants):
+    """add_experts.cu"""
+
+    dim: int
+    chosen: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class Sample(Constants):
+    """candidates.cu, choose_token.cu"""
+
+    vocab: int
+    ring: int  # slots of the ring of decoded tokens
+    stretch: int  # logits of a block of candidates.cu
+    candidates: int  # kept of a stretch, at most
+    max_k: int  # largest top_k that the lists serve
+
+
+def c_float(value: float) -> str:
+    """A float literal of C."""
+    return f"{float(value)!r}f"
+
+
+def _constant(name: str, c_type: str, value: Any) -> str:
+    if is_dataclass(value):
+        return f"struct {name.title().replace('_', '')} {{\n{_members(value, 'static ')}}};\n"
+    name = name.upper()
+    match value:
+        case bool():
+            return f"constexpr bool {name} = {str(value).lower()};\n"
+        case IntEnum():
+            return f"constexpr int {name} = {value.name};\n"
+        case int():
+            return f"constexpr {'u64' if c_type == 'U64' else 'int'} {name} = {value};\n"
+        case float():
+            return f"constexpr float {name} = {c_float(value)};\n"
+        case tuple():
+            kind = name.title().replace("_", "")
+            parts = "".join(_constant(f"{kind}{i}", "", v) for i, v in enumerate(value))
+            return f"{parts}using {kind}s = List<{', '.join(f'{kind}{i}' for i in range(len(value)))}>;\n"
+    raise AssertionError(value)
+
+
+def _members(c: Any, prefix: str = "") -> str:
+    return "".join(
+        ("" if is_dataclass(v := getattr(c, f.name)) or isinstance(v, tuple) else prefix)
+        + _constant(f.name, str(f.type), v)
+        for f in fields(c)
+    )
+
+
+def enums(*kinds: type[IntEnum]) -> str:
+    """The C++ definitions of enums."""
+    return "".join(f"enum {{ {', '.join(f'{m.name} = {m.value}' for m in kind)} }};\n" for kind in kinds)
+
+
+def header(constants: Constants) -> str:
+    """C++ definitions of all constants of a kernel."""
+    return "template <class...> struct List {};\n" + enums(Gating, Norm) + _members(constants)

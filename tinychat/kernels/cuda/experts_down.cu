@@ -1,0 +1,70 @@
+// Decode: x += OUT_SCALE * (sum over the chosen experts of weight * (down @ its part of src) + the shared expert's down @ its part). A warp
+// per row. Chooses the experts again, so that their weights are on the way while experts_up still runs.
+#include "matvec.cuh"
+#include "routing.cuh"
+
+struct Args {
+  const float *src = nullptr;
+  const V4 *src_q = nullptr;  // src where IN_QUANTISED
+  const Scale *src_s = nullptr;
+  const float *router = nullptr;  // its logits
+  const float *selection_bias = nullptr;
+  float *x = nullptr;
+  const u8 *w = nullptr;
+  const int *state = nullptr;
+  const u8 *shared = nullptr;
+};
+
+// The part of the row that this warp has of all chosen experts: sum of weight * (down[e] @ part e), a lane's share of it.
+template <class W, int TOP> struct Experts {
+  static constexpr int T = W::TYPE, FF = W::COLS, ROWS = W::ROWS, KB = FF / block_of(T), ALL = KB * TOP, NI = (ALL + 31) / 32, D = NI < 8 ? NI : 8;
+  Block<T> f[D];
+  DEVICE void issue(const u8 *w, const int *ids, int row, int i) {
+    const int j = i * 32 + threadIdx.x % 32;
+    if (j < ALL) fetch<T>(f[i % D], w, W::BLOCKS, ((u64)ids[j / KB] * ROWS + row) * KB + j % KB);
+  }
+  DEVICE void prefetch(const u8 *w, const int *ids, int row) {
+#pragma unroll
+    for (int i = 0; i < D; i++) issue(w, ids, row, i);
+  }
+  DEVICE float run(const u8 *w, const int *ids, const float *weights, int row, const Shared &sh, int staged_blocks) {
+    float acc = 0;
+#pragma unroll
+    for (int i = 0; i < NI; i++) {
+      const int j = i * 32 + threadIdx.x % 32;
+      if (j < ALL) {
+        if constexpr (is_float(T)) acc += weights[j / KB] * dot<T>(f[i % D], sh.f + j * 8);
+        else acc += weights[j / KB] * dot<T>(f[i % D], sh.q[j], sh.q[j + staged_blocks], sh.s[j]);
+      }
+      if (i + D < NI) issue(w, ids, row, i + D);
+    }
+    return acc;
+  }
+};
+
+DEVICE void run(const Args &a) {
+  constexpr int TOP = Choice::CHOSEN, FF = Weight::COLS, ROWS = Weight::ROWS, SHARED_FF = SharedDown::COLS, SIZE = TOP * FF + SHARED_FF;
+  const Shared sh = staging<SIZE, QUANTISED, false>(a.src);
+  __shared__ int ids[TOP];
+  __shared__ float weights[TOP];
+  const int row = blockIdx.x * WARPS + threadIdx.x / 32, r = row < ROWS ? row : ROWS - 1;
+  Dot<SharedDown::TYPE, SHARED_FF ? SHARED_FF : 32, 32, 1, 1, SHARED_DEPTH> shared;
+  if constexpr (SHARED_FF > 0) {
+    shared.row[0] = SharedDown::START + r;
+    shared.point(a.shared, SharedDown::BLOCKS);
+    shared.prefetch();
+  }
+  if (threadIdx.x < 32) choose<Choice>(a.router, a.selection_bias, ids, weights);
+  __syncthreads();
+  Experts<Weight, TOP> experts;
+  experts.prefetch(a.w, ids, r);
+  grid_wait();
+  Stage<SIZE, false, QUANTISED, false> stage;
+  stage.finish(activations<IN_QUANTISED>(a), sh);
+  float acc = warp_sum(experts.run(a.w, ids, weights, r, sh, SIZE / 32));
+  if constexpr (SHARED_FF > 0) {
+    shared.run(sh, SIZE / 32, TOP * FF);
+    if (threadIdx.x % 32 == 0) acc += shared.acc[0];
+  }
+  if (threadIdx.x % 32 == 0 && row < ROWS) a.x[row] += OUT_SCALE * acc;
+}

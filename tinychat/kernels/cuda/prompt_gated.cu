@@ -1,0 +1,58 @@
+// Prompts: silu(gate @ x) * (up @ x) as halves, in the order the next product reads. GROUPED: of (token, chosen expert) pairs, a block per
+// tile of pairs of one expert; else of tokens. A block makes TILE_ROWS rows.
+#include "halves.cuh"
+
+struct Args {
+  u16 *dst = nullptr;  // (pairs or tokens, padded(rows))
+  const u8 *gate = nullptr;
+  const u8 *up = nullptr;
+  const u16 *x = nullptr;  // (tokens, padded(columns))
+  const int *state = nullptr;
+  const int *tiles = nullptr;  // see group_pairs.cu
+  const int *order = nullptr;
+};
+
+DEVICE void run(const Args &a) {
+  constexpr int TILE_ROWS = Tile::ROWS * 16 * (WARPS / Tile::SPLIT), PITCH = padded(Gate::ROWS);
+  DYNAMIC_SHARED(pool);
+  __shared__ int row_of[Tile::TOKENS], out_of[Tile::TOKENS];
+  const int lane = threadIdx.x % 32, first_row = blockIdx.x * TILE_ROWS + group_of<Tile>() * Tile::ROWS * 16;
+  int expert = 0, first = blockIdx.y * Tile::TOKENS, count = 0;
+  if (GROUPED) {
+    grid_wait();
+    if ((int)blockIdx.y >= a.tiles[0]) return;
+    expert = a.tiles[1 + 3 * blockIdx.y]; first = a.tiles[2 + 3 * blockIdx.y]; count = a.tiles[3 + 3 * blockIdx.y];
+  } else count = min(Tile::TOKENS, a.state[COUNT] - first);
+  if (count <= 0) return;
+  Rows<Gate, Gate::ROWS, Tile::ROWS, Tile::TOKENS, Tile::DEPTH> gate;
+  Rows<Up, Up::ROWS, Tile::ROWS, Tile::TOKENS, Tile::DEPTH> up;
+  gate.point(a.gate, expert, first_row);
+  up.point(a.up, expert, first_row);
+#pragma unroll
+  for (int d = 0; d < Tile::DEPTH; d++) { gate.load(d, part_of<Tile>() + d * Tile::SPLIT); up.load(d, part_of<Tile>() + d * Tile::SPLIT); }
+  if (!GROUPED) grid_wait();
+  if (threadIdx.x < Tile::TOKENS) {
+    const int t = threadIdx.x, pair = t >= count ? -1 : GROUPED ? a.order[first + t] : first + t;
+    out_of[t] = pair;
+    row_of[t] = pair < 0 ? -1 : pair / PAIRS_PER_ROW;
+  }
+  __syncthreads();
+  multiply<Tile, Gate::COLS>(pool, a.x, row_of, count, gate, up);
+  if (part_of<Tile>()) return;
+#pragma unroll
+  for (int m = 0; m < Tile::ROWS; m++)
+#pragma unroll
+    for (int n = 0; n < Tile::TOKENS / 8; n++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int row = first_row + m * 16 + i * 8 + lane / 4, mine = n * 8 + lane % 4 * 2 + row % 2;
+        float v[2];
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          const float g = gate.acc[m][n][2 * i + j];
+          v[j] = row < Gate::ROWS ? g / (1.f + __expf(-g)) * up.acc[m][n][2 * i + j] : 0;  // the padding must be zeros
+        }
+        const u32 two = pair_of_rows(v[0], v[1]);
+        if (mine < count && row < PITCH) *(u32 *)(a.dst + (u64)out_of[mine] * PITCH + place(row & ~1)) = two;
+      }
+}

@@ -1,0 +1,56 @@
+// Prompts, MLA: this step's cache rows; all rows' latent parts as halves in the order the products read; the rotated, scaled queries.
+// Items that the blocks share: the cache rows (of earlier steps, too), then eight heads of a token or of two, one per warp.
+#include "halves.cuh"
+#include "rope.cuh"
+
+struct Args {
+  u16 *cache = nullptr;  // (context, KV_LORA + ROPE_DIMS)
+  u16 *latents = nullptr;  // (context, padded(KV_LORA))
+  u16 *queries = nullptr;  // (tokens, HEADS, NOPE + ROPE_DIMS)
+  const float *q = nullptr;
+  const float *kv = nullptr;
+  const float *kv_gain = nullptr;
+  const F2 *table = nullptr;  // cos and sin, (positions, ROPE_DIMS / 2)
+  const int *state = nullptr;
+};
+
+DEVICE void run(const Args &a) {
+  constexpr int ROW = KV_LORA + ROPE_DIMS, HEAD = NOPE + ROPE_DIMS;
+  __shared__ float red[WARPS];
+  const int pos = a.state[POS], count = a.state[COUNT], keys = pos + count, items = keys + (count * HEADS + WARPS - 1) / WARPS;
+  grid_wait();
+  for (int b = blockIdx.x; b < items; b += gridDim.x) {
+    if (b < keys) {
+      u16 *row = a.cache + (u64)b * ROW, *latent = a.latents + (u64)b * padded(KV_LORA);
+      const float *kv = a.kv + (u64)(b - pos) * ROW;
+      float r = 1;
+      if (b >= pos) {
+        float ss = 0;
+        for (int i = threadIdx.x; i < KV_LORA; i += THREADS) ss += kv[i] * kv[i];
+        ss = warp_sum(ss);
+        if (threadIdx.x % 32 == 0) red[threadIdx.x / 32] = ss;
+        __syncthreads();
+        ss = 0;
+        for (int i = 0; i < WARPS; i++) ss += red[i];
+        __syncthreads();
+        r = rsqrt_(ss / KV_LORA + EPS);
+        for (int i = threadIdx.x; i < ROPE_DIMS; i += THREADS)
+          row[KV_LORA + i] = float_to_half(rotated(kv + KV_LORA, a.table + (u64)b * (ROPE_DIMS / 2), i));
+      }
+      for (int i = threadIdx.x * 2; i < padded(KV_LORA); i += THREADS * 2) {
+        u32 two = 0;
+        if (i < KV_LORA) {
+          if (b >= pos) *(u32 *)(row + i) = two = pack_halves(kv[i] * r * a.kv_gain[i], kv[i + 1] * r * a.kv_gain[i + 1]);
+          else two = *(const u32 *)(row + i);
+        }
+        *(u32 *)(latent + place(i)) = two;
+      }
+      continue;
+    }
+    const int item = (b - keys) * WARPS + threadIdx.x / 32, t = item / HEADS;
+    if (t >= count) continue;
+    const float *q = a.q + (u64)item * HEAD;
+    for (int i = threadIdx.x % 32; i < HEAD; i += 32)
+      a.queries[(u64)item * HEAD + i] = float_to_half(QUERY_SCALE * (i < NOPE ? q[i] : rotated(q + NOPE, a.table + (u64)(pos + t) * (ROPE_DIMS / 2), i - NOPE)));
+  }
+}

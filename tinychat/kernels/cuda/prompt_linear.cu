@@ -1,0 +1,65 @@
+// Prompts: up to three weights over the same activations. A block makes TILE_ROWS rows of one of them for Tile::TOKENS tokens.
+#include "halves.cuh"
+
+struct Args {
+  void *dst[PARTS] = {};  // per weight (tokens, pitch), floats or halves
+  const u8 *w[PARTS] = {};
+  const float *bias[PARTS] = {};
+  const u16 *x = nullptr;  // (tokens, padded(columns))
+  const int *state = nullptr;
+};
+
+// Part P's tile of rows number `tile` for the `number_of_tile`-th tokens.
+template <class P> DEVICE void part(const Args &a, int number, int tile, int number_of_tile) {
+  constexpr int TILE_ROWS = Tile::ROWS * 16 * (WARPS / Tile::SPLIT);
+  DYNAMIC_SHARED(pool);
+  __shared__ int row_of[Tile::TOKENS];
+  const int lane = threadIdx.x % 32, first_row = tile * TILE_ROWS + group_of<Tile>() * Tile::ROWS * 16;
+  const int tokens = (ALL_KEYS ? a.state[POS] : 0) + a.state[COUNT], first = number_of_tile * Tile::TOKENS, count = min(Tile::TOKENS, tokens - first);
+  Rows<typename P::Weight, P::TOTAL, Tile::ROWS, Tile::TOKENS, Tile::DEPTH> rows;
+  rows.point(a.w[number], 0, first_row);
+#pragma unroll
+  for (int d = 0; d < Tile::DEPTH; d++) rows.load(d, part_of<Tile>() + d * Tile::SPLIT);
+  if (threadIdx.x < Tile::TOKENS) row_of[threadIdx.x] = (int)threadIdx.x < count ? first + (int)threadIdx.x : -1;
+  grid_wait();
+  __syncthreads();
+  multiply<Tile, P::Weight::COLS>(pool, a.x, row_of, count, rows);
+  if (part_of<Tile>()) return;
+#pragma unroll
+  for (int m = 0; m < Tile::ROWS; m++)
+#pragma unroll
+    for (int n = 0; n < Tile::TOKENS / 8; n++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int row = first_row + m * 16 + i * 8 + lane / 4, t = n * 8 + lane % 4 * 2;
+        const float *v = &rows.acc[m][n][2 * i];
+        if (HALF) {
+          const u32 two = pair_of_rows(v[0], v[1]);
+          const int mine = t + row % 2;
+          if (mine < count && row < P::TOTAL) *(u32 *)((u16 *)a.dst[number] + (u64)(first + mine) * P::PITCH + (row & ~1)) = two;
+        } else if (row < P::TOTAL) {
+          float *dst = (float *)a.dst[number] + (u64)(first + t) * P::PITCH + row;
+          const float bias = a.bias[number] ? a.bias[number][row] : 0;
+#pragma unroll
+          for (int j = 0; j < 2; j++)
+            if (t + j < count) dst[j * (u64)P::PITCH] = (ADD ? dst[j * (u64)P::PITCH] : 0) + SCALE * (v[j] + bias);
+        }
+      }
+}
+
+template <class... P> DEVICE void parts(const Args &a, int number_of_tile, List<P...>) {
+  int number = 0;
+  ((P::FIRST_TILE <= (int)blockIdx.x && (int)blockIdx.x < P::FIRST_TILE + P::TILES
+          ? part<P>(a, number, blockIdx.x - P::FIRST_TILE, number_of_tile)
+          : (void)0,
+       number++),
+      ...);
+}
+
+DEVICE void run(const Args &a) {
+  const int tokens = (ALL_KEYS ? a.state[POS] : 0) + a.state[COUNT];
+  for (int i = blockIdx.y; i * Tile::TOKENS < tokens; i += gridDim.y) {
+    parts(a, i, Parts());
+    __syncthreads();
+  }
+}

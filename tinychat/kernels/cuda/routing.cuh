@@ -1,0 +1,110 @@
+// The choice of experts from router logits, by one warp: ids and weights (CHOSEN each, in shared memory). See
+// kernels/ops.py, Route.
+
+template <class C> DEVICE void choose(const float *logits, const float *bias, int *ids, float *weights) {
+  constexpr int N = (C::EXPERTS + 31) / 32;
+  const int lane = threadIdx.x % 32;
+  float p[N], score[N];
+  float top = -INFINITY;
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    const int e = lane + 32 * i;
+    p[i] = e < C::EXPERTS ? *(const volatile float *)(logits + e) : -INFINITY;  // volatile: past the first-level cache
+    top = fmaxf(top, p[i]);
+  }
+  if (C::GATING == SOFTMAX) {
+    top = warp_max(top);
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      p[i] = lane + 32 * i < C::EXPERTS ? expf(p[i] - top) : 0;
+      sum += p[i];
+    }
+    sum = warp_sum(sum);
+#pragma unroll
+    for (int i = 0; i < N; i++) p[i] /= sum;
+  }
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    const int e = lane + 32 * i;
+    if (C::GATING == SIGMOID) p[i] = 1.f / (1.f + expf(-p[i]));
+    if (C::GATING == SQRT_SOFTPLUS) p[i] = sqrtf(p[i] > 20 ? p[i] : log1pf(expf(p[i])));
+    score[i] = e < C::EXPERTS ? p[i] + (bias ? bias[e] : 0) : -INFINITY;
+  }
+  if (C::GROUPS > 1) {  // only the best groups stay
+    constexpr int PER = C::EXPERTS / C::GROUPS;
+    float group = -INFINITY;  // of group `lane`
+    for (int g = 0; g < C::GROUPS; g++) {
+      float first = -INFINITY, second = -INFINITY;
+      for (int j = 0; j < PER; j++) {
+        const int e = g * PER + j;
+        float mine = 0;
+#pragma unroll
+        for (int i = 0; i < N; i++) mine = e / 32 == i ? score[i] : mine;
+        const float v = shfl(mine, e % 32);
+        second = fmaxf(second, fminf(first, v));
+        first = fmaxf(first, v);
+      }
+      if (lane == g) group = PER > 1 ? first + second : first;
+    }
+    int rank = 0;
+    for (int g = 0; g < C::GROUPS; g++) {
+      const float v = shfl(group, g);
+      rank += v > group || (v == group && g < lane);
+    }
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      const int e = lane + 32 * i, r = shfl(rank, e < C::EXPERTS ? e / PER : 0);
+      if (e < C::EXPERTS && r >= C::GROUPS_USED) score[i] = -INFINITY;
+    }
+  }
+  for (int k = lane; k < C::CHOSEN; k += 32) {  // what stays where logits are not numbers
+    ids[k] = k;
+    weights[k] = 0;
+  }
+  warp_sync();
+  u32 key[N];  // sorts as the score does; 0: not to be chosen
+#pragma unroll
+  for (int i = 0; i < N; i++) key[i] = lane + 32 * i < C::EXPERTS ? key_of(score[i]) : 0;
+  for (int k = 0; k < C::CHOSEN; k++) {
+    u32 best = 0, id = ~0u;
+#pragma unroll
+    for (int i = N - 1; i >= 0; i--)
+      if (key[i] >= best) {
+        best = key[i];
+        id = lane + 32 * i;
+      }
+    const u32 most = warp_most(best);
+    id = warp_least(best == most ? id : ~0u);
+    if (most == 0) break;
+#pragma unroll
+    for (int i = 0; i < N; i++)
+      if (id == lane + 32 * i) {
+        ids[k] = id;
+        weights[k] = p[i];
+        key[i] = 0;
+      }
+  }
+  warp_sync();
+  constexpr int M = (C::CHOSEN + 31) / 32;  // weights of a lane
+  float w[M], top_w = -INFINITY, sum = 0;
+#pragma unroll
+  for (int i = 0; i < M; i++) {
+    w[i] = lane + 32 * i < C::CHOSEN ? weights[lane + 32 * i] : C::GATING == SOFTMAX_WEIGHT ? -INFINITY : 0;
+    top_w = fmaxf(top_w, w[i]);
+  }
+  if (C::GATING == SOFTMAX_WEIGHT) top_w = warp_max(top_w);
+#pragma unroll
+  for (int i = 0; i < M; i++) {
+    if (C::GATING == SOFTMAX_WEIGHT) w[i] = lane + 32 * i < C::CHOSEN ? expf(w[i] - top_w) : 0;
+    sum += w[i];
+  }
+  float norm = 1;
+  if (C::GATING == SOFTMAX_WEIGHT) norm = warp_sum(sum);
+  else if (C::NORMALIZE) norm = fmaxf(warp_sum(sum), C::MIN_WEIGHT_SUM);
+  warp_sync();
+#pragma unroll
+  for (int i = 0; i < M; i++)
+    if (lane + 32 * i < C::CHOSEN) weights[lane + 32 * i] = w[i] / norm * C::SCALE;
+  warp_sync();
+}
