@@ -12,7 +12,8 @@ from tests.support.screens import Host, text_of, until
 from tinychat.engine.engine import Engine, Token
 from tinychat.kernels.ops import Sampling
 from tinychat.ui.screens.inspector import InspectorScreen
-from tinychat.ui.screens.token_view import Piece, TokenView, bar, lay_out
+from tinychat.ui.screens.token_view import Piece, TokenView, lay_out
+from tinychat.units import bar
 
 
 @pytest.fixture(scope="module")

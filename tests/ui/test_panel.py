@@ -5,6 +5,7 @@ from textual.app import App, ComposeResult
 
 from tests.support.screens import text_of, until
 from tests.support.scripted import INFO
+from tinychat import units
 from tinychat.backend.local import Loading, Prefilling
 from tinychat.chat.context import Usage
 from tinychat.engine.stats import Stats
@@ -35,14 +36,14 @@ READING = Reading(STATS, INFO, USAGE, speeds=(60.0, 72.0, 36.0), painted=72.0)
 
 
 def test_numbers_as_people_read_them():
-    assert [figures.speed(v) for v in (0.347, 7.25, 72.44, 812.3, 12345)] == ["0.35", "7.2", "72.4", "812", "12,345"]
+    assert [units.speed(v) for v in (0.347, 7.25, 72.44, 812.3, 12345)] == ["0.35", "7.2", "72.4", "812", "12,345"]
     assert [figures.seconds(v) for v in (0.414, 3.21, 42, 185)] == ["0.41 s", "3.2 s", "42 s", "3:05"]
     assert figures.size(18_300_000_000) == "18.3 GB"
 
 
 def test_bars():
-    assert figures.bar(0.8, 10) == "▓▓▓▓▓▓▓▓░░" and figures.bar(0, 4) == "░░░░" and figures.bar(0.001, 4) == "▓░░░"
-    assert figures.bar(7, 4) == "▓▓▓▓"
+    assert units.track(0.8, 10) == "▓▓▓▓▓▓▓▓░░" and units.track(0, 4) == "░░░░" and units.track(0.001, 4) == "▓░░░"
+    assert units.track(7, 4) == "▓▓▓▓"
     assert (
         figures.spark([0, 36, 72], 10) == "▁▄█"
         and figures.spark([], 5) == ""

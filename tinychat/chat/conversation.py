@@ -17,6 +17,12 @@ from tinychat.errors import TinychatError
 
 Role = Literal["user", "assistant"]
 FORMAT = 1  # of the JSON form
+ENDINGS = {  # Turn.stop_reason, in words; "eos" needs none
+    "length": "stopped at max_tokens",
+    "stopped": "stopped",
+    "context": "the context is full",
+    "failed": "failed",
+}
 
 
 @dataclass(frozen=True)
@@ -223,11 +229,8 @@ def to_markdown(conversation: Conversation) -> str:
             lines += ["<details><summary>Thinking</summary>", "", turn.thinking.strip(), "", "</details>", ""]
         lines += [_close_fence(turn.content.strip()), ""]
         if turn.stop_reason not in ("", "eos"):
-            lines += [f"*({_WHY.get(turn.stop_reason, turn.stop_reason)})*", ""]
+            lines += [f"*({ENDINGS.get(turn.stop_reason, turn.stop_reason)})*", ""]
     return "\n".join(lines).rstrip() + "\n"
-
-
-_WHY = {"length": "stopped at max_tokens", "stopped": "stopped", "context": "the context is full", "failed": "failed"}
 
 
 def _close_fence(text: str) -> str:

@@ -13,7 +13,8 @@ from tinychat.chat.parameters import PARAMETERS, Parameters, get_parameter, set_
 from tinychat.errors import TinychatError, printable
 from tinychat.ui.chat import opening
 from tinychat.ui.chat.message import footer_text
-from tinychat.ui.panel.figures import size, speed
+from tinychat.ui.panel.figures import size
+from tinychat.units import speed
 
 if TYPE_CHECKING:
     from tinychat.ui.chat.screen import ChatScreen

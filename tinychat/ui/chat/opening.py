@@ -24,7 +24,7 @@ def choose_model(chat: ChatScreen) -> None:
 
     engine, p = chat.controller.engine, chat.controller.conversation.parameters
     freed = engine.stats.weight_bytes + engine.stats.kv_bytes if engine else 0
-    chat.app.push_screen(PickerScreen(p.context or 4096, freed), picked)
+    chat.app.push_screen(PickerScreen(p.context or 4096, freed, chat.downloads), picked)
 
 
 def load(chat: ChatScreen, model: PickedModel) -> None:

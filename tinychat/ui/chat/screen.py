@@ -29,6 +29,7 @@ from tinychat.ui.chat.status import StatusLine
 from tinychat.ui.chat.transcript import Transcript
 from tinychat.ui.keys import KeyLine
 from tinychat.ui.panel import EngineLine, EnginePanel, ExpertsStrip
+from tinychat.ui.screens.downloads import Downloads
 
 DRAIN_HZ = 20  # how often the worker's events are taken and painted at most
 PANEL_HZ = 5
@@ -86,6 +87,7 @@ class ChatScreen(Screen[None]):
         self.controller, self.history = controller, history
         self.experts = experts  # whether the heat strip is wanted
         self._remember = remember
+        self.downloads = Downloads()
         self.painter = Painter(self)
         self.editing: int | None = None
         self._lent = False

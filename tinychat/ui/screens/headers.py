@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tinychat.engine import fit
 from tinychat.errors import TinychatError
-from tinychat.models.download import remote_header
+from tinychat.models.sources import scheme_of
 from tinychat.ui.screens.picker_rows import Row
 from tinychat.ui.screens.sheet import in_daemon
 
@@ -28,7 +28,10 @@ class Headers:
         def sizes() -> tuple[int, int]:
             if row.path:
                 return fit.sizes(row.path)
-            with remote_header(row.model.sources[0]) as path:
+            read = scheme_of(source := row.model.sources[0]).header
+            if read is None:
+                raise TinychatError(f"{row.model.name}: its size is known when it is here")
+            with read(source) as path:
                 return fit.sizes(path)
 
         try:

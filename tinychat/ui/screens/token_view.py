@@ -17,8 +17,7 @@ from textual.strip import Strip
 
 from tinychat.errors import printable
 from tinychat.ui.screens.sheet import cell
-
-BAR = "▏▎▍▌▋▊▉█"
+from tinychat.units import bar
 
 
 @dataclass(frozen=True)
@@ -186,9 +185,3 @@ def lay_out(texts: list[str], width: int) -> tuple[list[list[tuple[int, str]]], 
             lines.append([])
             used = 0
     return ([line for line in lines if line] if not lines[-1] else lines), starts
-
-
-def bar(share: float, width: int) -> str:
-    """`share` (0..1) as a bar in eighths of a cell."""
-    eighths = round(max(0.0, min(1.0, share)) * width * 8)
-    return "█" * (eighths // 8) + (BAR[eighths % 8 - 1] if eighths % 8 else "")
