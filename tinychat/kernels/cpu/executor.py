@@ -20,8 +20,10 @@ from tinychat.errors import TinychatError
 from tinychat.kernels.cpu import compiler
 from tinychat.kernels.executor import Weights
 from tinychat.kernels.ops import (
+    CACHE_VALUE_BYTES,
     Absorb,
     Attention,
+    Cache,
     Embed,
     ExpertsDown,
     ExpertsUp,
@@ -448,7 +450,10 @@ class CPUExecutor:
     def _fill_context(self) -> None:
         plan, rows = self.plan, -(-self.max_context // 16) * 16
         kv_heads = max((o.kv_heads for o in plan.ops if isinstance(o, Attention)), default=1)
-        k_bytes, v_bytes = (plan.layers * width * rows * 2 for width in (plan.k_width, plan.v_width))
+        cache = plan.caches[0] if plan.caches else Cache("kv", 0, 0)
+        k_bytes, v_bytes = (
+            len(plan.layers) * width * rows * CACHE_VALUE_BYTES for width in (cache.key_width, cache.value_width)
+        )
         self.cache_bytes = k_bytes + v_bytes
         slack = 4096  # vectors may be read past the last row
         batch = min(BATCH, self.max_context)
@@ -460,9 +465,9 @@ class CPUExecutor:
             self.max_context,
             batch,
             plan.vocab,
-            plan.layers,
+            len(plan.layers),
         )
-        c.k_width, c.v_width, c.kv_heads, c.n_buffers = plan.k_width, plan.v_width, kv_heads, len(widths)
+        c.k_width, c.v_width, c.kv_heads, c.n_buffers = cache.key_width, cache.value_width, kv_heads, len(widths)
         ops = (_Op * len(self._ops))(*self._ops)
         self._keep.append(ops)
         c.ops = ctypes.addressof(ops)

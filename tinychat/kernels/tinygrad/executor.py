@@ -51,8 +51,8 @@ class ReferenceExecutor:
             if progress:
                 progress((i + 1) / len(names))
         self.weight_bytes = sum(t.nbytes() for t in self._packed.values())
-        self._k = [self._zeros(max_context, plan.k_width, cache) for _ in range(plan.layers)]
-        self._v = [self._zeros(max_context, plan.v_width, cache) for _ in range(plan.layers)] if plan.v_width else []
+        self._k = [self._zeros(max_context, c.key_width, cache) for c in plan.caches]
+        self._v = [self._zeros(max_context, c.value_width, cache) for c in plan.caches if c.value_width]
         self.cache_bytes = sum(t.nbytes() for t in self._k + self._v)
         self._rope: dict[ops.Rope, Tensor] = {}
         self._pos = UOp.variable("pos", 0, max_context - 1)
