@@ -24,7 +24,7 @@ def bench(
     threads: int | None,
 ) -> None:
     """Prefill and decode speed of a model; or of one kernel; or of one layer of each kind; or all results of before."""
-    from tinychat.measure import bench, log
+    from tinychat.measure import bench, log, tables
 
     if history:
         return _history(text, as_json)
@@ -38,12 +38,12 @@ def bench(
     with loaded(model, own, context, device=device, threads=threads) as engine:
         with Bar() as bar:
             result = bench.run(engine, n_prompt, n_gen, report=bar.stage, name=model.name, wait=wait)
-        log.save([result])
-        show_json(result.as_dict()) if as_json else show(log.model_table([result]))
+        log.save(result)
+        show_json(result.as_dict()) if as_json else show(tables.model_table([result]))
 
 
 def _parts(text: str | None, kernel: str | None, as_json: bool, **options: Any) -> None:
-    from tinychat.measure import log, microbench
+    from tinychat.measure import log, microbench, tables
 
     with Bar() as bar:
         if kernel is not None:
@@ -52,20 +52,22 @@ def _parts(text: str | None, kernel: str | None, as_json: bool, **options: Any) 
             assert text is not None, "cli refuses it"
             model = resolve(text, settings_of_user().models)
             found = microbench.layers(obtain(model), model.name, report=bar.stage, **options)
-    log.save(found)
-    show_json({"results": [r.as_dict() for r in found]}) if as_json else show(log.part_table(found))
+    for result in found:
+        log.save(result)
+    show_json({"results": [r.as_dict() for r in found]}) if as_json else show(tables.part_table(found))
 
 
 def _history(text: str | None, as_json: bool) -> None:
-    from tinychat.measure import log
+    from tinychat.measure import log, tables
 
     name = resolve(text, settings_of_user().models).name if text else None
-    models, parts = log.models(name=name), log.parts(name=name)
+    models = [r for r in log.history() if name in (None, r.model)]
+    parts = [r for r in log.parts() if name in (None, r.model)]
     if as_json:
         return show_json({"models": [r.as_dict() for r in models], "ladder": [r.as_dict() for r in parts]})
     if not models and not parts:
         raise TinychatError("nothing was measured yet; `tinychat bench MODEL` measures a model and keeps the result")
     if models:
-        show(log.model_table(models))
+        show(tables.model_table(models))
     if parts:
-        show(log.part_table(parts))
+        show(tables.part_table(parts))

@@ -30,5 +30,5 @@ def limit(device: str | None, as_json: bool) -> None:
     rows = [(str(n or ""), f"{v:,.1f}", bar_of(v / best, 30)) for n, v in sorted(found.gb_s.items())]
     show(grid(rows, ("" if 0 in found.gb_s else "threads", "GB/s", ""), right=(0, 1)))
     say(f"{found.device}; kept in {memory_limit.store_path()}, shares of the limit refer to it")
-    if found.noisy:
-        say(found.noisy)
+    if found.noise:
+        say(found.noise)

@@ -1,4 +1,4 @@
-"""Chooses the executor for a plan: the fastest that works here, `reference` where none does."""
+"""Chooses the executor for a plan: the fastest that runs it here, plain tinygrad ("reference") where none does."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Callable
 from tinychat.engine.fit import fit
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError
-from tinychat.kernels.executor import Executor
+from tinychat.kernels.executor import Kind, MeasurableExecutor
 from tinychat.kernels.ops import Plan
 
-DEVICES = ("cuda", "cpu", "reference")
+DEVICES: tuple[Kind, ...] = ("cuda", "cpu", "reference")
 Progress = Callable[[str, float], None]
 
 
 def make_executor(
     plan: Plan, gguf: GGUF, max_context: int, device: str | None, threads: int | None, progress: Progress
-) -> tuple[Executor, list[str]]:
-    """(executor, notes for the user). `device` None tries CUDA where there is an NVIDIA driver, then the CPU, then the
-    reference.
+) -> tuple[MeasurableExecutor, list[str]]:
+    """(executor, notes for the user). `device` None tries CUDA where there is an NVIDIA driver, then the CPU, then
+    plain tinygrad; a note says why one was passed over.
 
-    Raises TinychatError where a device that was asked for by name does not work.
+    Raises TinychatError where a device that was asked for by name does not work or does not run this plan.
     """
     if device not in (None, *DEVICES):
         raise TinychatError(f"device '{device}' is unknown; there are {', '.join(DEVICES)}")
@@ -49,13 +49,13 @@ def has_cuda() -> bool:
     return ctypes.util.find_library("cuda") is not None
 
 
-def _cuda(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progress: Progress) -> Executor:
+def _cuda(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progress: Progress) -> MeasurableExecutor:
     from tinychat.kernels.cuda.executor import CUDAExecutor
 
     return CUDAExecutor(plan, gguf, max_context, progress=lambda fraction: progress("loading weights", fraction))
 
 
-def _cpu(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progress: Progress) -> Executor:
+def _cpu(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progress: Progress) -> MeasurableExecutor:
     from tinychat.kernels.cpu.executor import CPUExecutor
 
     return CPUExecutor(
@@ -68,7 +68,7 @@ def _cpu(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progress
     )
 
 
-def _reference(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progress: Progress) -> Executor:
+def _reference(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progress: Progress) -> MeasurableExecutor:
     from tinychat.kernels.cpu.compiler import tinygrad_cc
 
     device = "CPU" if tinygrad_cc() else "PYTHON"  # tinygrad's interpreter needs no compiler, and minutes per token
@@ -83,7 +83,7 @@ def _reference(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, pr
         raise TinychatError(f"tinygrad cannot run here: {e}") from e
 
 
-_MAKERS: dict[str, Callable[[Plan, GGUF, int, int | None, Progress], Executor]] = {
+_MAKERS: dict[str, Callable[[Plan, GGUF, int, int | None, Progress], MeasurableExecutor]] = {
     "cuda": _cuda,
     "cpu": _cpu,
     "reference": _reference,

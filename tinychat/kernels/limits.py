@@ -48,7 +48,7 @@ def check_sampling(sampling: Sampling, limits: Limits) -> None:
 
 
 def _refusals(plan: Plan, limits: Limits) -> Iterator[str]:
-    for w in plan.weights:
+    for w in plan.matrices:
         yield from _of_weight(w, limits)
     for layer in plan.layers:
         match layer.attention:
@@ -68,8 +68,6 @@ def _refusals(plan: Plan, limits: Limits) -> Iterator[str]:
 
 
 def _of_weight(w: Weight, limits: Limits) -> Iterator[str]:
-    if w.rows == 1 and w.groups == 1 and w.type == GGMLQuantizationType.F32:  # a vector
-        return
     if w.type not in limits.quants:
         yield f"tensor {w.tensor} has type {w.type.name}"
     length = w.rows if w.transposed else w.cols

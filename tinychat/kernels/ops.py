@@ -516,10 +516,23 @@ class Plan:
         """Every distinct weight, in order of use."""
         return list(dict.fromkeys(w for op in self.ops for w in weights_of(op)))
 
+    @property
+    def matrices(self) -> list[Weight]:
+        """Every distinct weight but norm gains and biases, in order of use."""
+        return list(dict.fromkeys(w for op in self.ops for w in matrices_of(op)))
 
-def weights_of(part: Op | Attends | FeedForward | Layer) -> list[Weight]:
-    """Every weight of an op or a block, in field order."""
+
+def weights_of(part: Op | Layer) -> list[Weight]:
+    """Every weight of an op or a layer, in field order."""
     return list(_weights(part))
+
+
+_VECTORS = {"norm", "q_norm", "k_norm", "bias", "biases", "router_bias"}  # fields of ops
+
+
+def matrices_of(op: Op) -> list[Weight]:
+    """The weights of an op but norm gains and biases."""
+    return [w for f in fields(op) if f.name not in _VECTORS for w in _weights(getattr(op, f.name))]
 
 
 def _weights(value: Any) -> Iterator[Weight]:
@@ -597,11 +610,14 @@ def _buffers_of_layer(layer: Layer) -> Iterator[tuple[str, int]]:
 class Sampling:
     """How the next token is chosen from logits l (float32, vocab); order and meaning as llama.cpp's default chain.
 
-    repeat_penalty: l[i] of each distinct token of the last `repeat_last_n` is divided by it (l > 0) or multiplied (l <=
-    0). Then only tokens survive that are among the top_k largest (0 = all), in the smallest set of largest-first mass
+    repeat_penalty: l[i] of each distinct token of the last `repeat_last_n` is divided by it (l > 0) or multiplied
+    (l <= 0). DRY (dry_multiplier > 0): a token that would continue a repetition of the last n >= dry_allowed_length
+    tokens loses dry_multiplier * dry_base ** (n - dry_allowed_length); repetitions are looked for in the last
+    dry_last_n tokens (-1: all) and end at `dry_breakers`, token ids that are never penalised themselves.
+    Then only tokens survive that are among the top_k largest (0 = all), in the smallest set of largest-first mass
     >= top_p, and with probability >= min_p * the largest. Then temperature: 0 takes the largest (lowest id on ties);
     otherwise the survivor with the largest l / temperature + gumbel(seed, position, id) wins, which draws from the
-    softmax (engine/sampling.py has the hash). No state but the position, so a rolled-back position draws the same
+    softmax (kernels/sampling.py has the hash). No state but the position, so a rolled-back position draws the same
     again.
     """
 
@@ -611,4 +627,9 @@ class Sampling:
     min_p: float = 0.05
     repeat_penalty: float = 1.0
     repeat_last_n: int = 64
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_last_n: int = -1
+    dry_breakers: tuple[int, ...] = ()
     seed: int = 0

@@ -26,8 +26,7 @@ from tinychat.kernels.ops import (
     RopeStore,
     Route,
     ValueUp,
-    Weight,
-    weights_of,
+    matrices_of,
 )
 
 How = Literal["in the batch", "alone"]
@@ -133,11 +132,6 @@ def name_of(op: Op) -> str:
 def quant_of(op: Op) -> str:
     """The types of its matrices: "Q4_1", "Q4_K+Q6_K"; "" where it has none."""
     return "+".join(dict.fromkeys(w.type.name for w in matrices_of(op)))
-
-
-def matrices_of(op: Op) -> list[Weight]:
-    """Its weights but norm gains and biases."""
-    return [w for w in weights_of(op) if w.rows > 1]
 
 
 def shape_of(op: Op) -> str:

@@ -14,8 +14,8 @@ from textual.widgets import DataTable, ProgressBar, Static
 from tinychat.backend.worker import Done, Failed, Progress, Report, Worker
 from tinychat.engine.engine import Engine
 from tinychat.errors import printable
-from tinychat.measure import bench, log
-from tinychat.measure.log import BenchResult
+from tinychat.measure import bench, log, tables
+from tinychat.measure.results import ModelResult
 from tinychat.ui.screens.sheet import Sheet
 
 COLUMNS = (
@@ -63,8 +63,8 @@ class BenchScreen(Sheet[None]):
         super().__init__()
         self._worker, self._n_gen, self._n_prompt, self._repeats, self._model = worker, n_gen, n_prompt, repeats, name
         self._request: int | None = None  # that is running
-        self._result: BenchResult | None = None
-        self._earlier: list[BenchResult] = []
+        self._result: ModelResult | None = None
+        self._earlier: list[ModelResult] = []
 
     def body(self) -> ComposeResult:
         yield Static(classes="state")
@@ -94,7 +94,7 @@ class BenchScreen(Sheet[None]):
             return
         n_prompt, n_gen, repeats, name = self._n_prompt, self._n_gen, self._repeats, self._model
 
-        def job(engine: Engine, report: Report, stop: threading.Event) -> BenchResult:
+        def job(engine: Engine, report: Report, stop: threading.Event) -> ModelResult:
             result = bench.run(engine, n_prompt, n_gen, repeats, report, stop, name=name)
             log.save(result)
             return result
@@ -134,7 +134,7 @@ class BenchScreen(Sheet[None]):
         table, latest = self.query_one(DataTable), self._earlier[-1] if self._earlier else None
         table.clear()
         for r in reversed(self._earlier):
-            cells = dict(zip(log.COLUMNS, log.row(r))) | {"to the latest": compared(r, latest)}
+            cells = dict(zip(tables.COLUMNS, tables.row(r))) | {"to the latest": compared(r, latest)}
             style = "bold" if r is self._result else ""
             table.add_row(*(Text(cells[c], style, justify="left" if c in WORDS else "right") for c in COLUMNS))
         self.query_one(".result", Static).update(summary(self._result, self._earlier) if self._result else Content())
@@ -146,11 +146,11 @@ class BenchScreen(Sheet[None]):
 
     def action_copy(self) -> None:
         if self._result:
-            self.app.copy_to_clipboard(log.markdown_row(self._result))
+            self.app.copy_to_clipboard(tables.markdown_row(self._result))
             self.notify("copied: one row of a Markdown table")
 
     def action_copy_table(self) -> None:
-        self.app.copy_to_clipboard(log.markdown_table(self._earlier))
+        self.app.copy_to_clipboard(tables.markdown_table(self._earlier))
         self.notify(f"copied: a Markdown table of {len(self._earlier)}")
 
     def action_stop(self) -> None:
@@ -159,7 +159,7 @@ class BenchScreen(Sheet[None]):
         self._state("stopping", 0.0)
 
 
-def compared(r: BenchResult, latest: BenchResult | None) -> str:
+def compared(r: ModelResult, latest: ModelResult | None) -> str:
     """How fast `r` decoded against `latest`: '-4 %'; '·' where the two did not measure the same."""
     if (
         latest is None
@@ -171,7 +171,7 @@ def compared(r: BenchResult, latest: BenchResult | None) -> str:
     return f"{r.decode_tok_s / latest.decode_tok_s - 1:+.0%}".replace("%", " %")
 
 
-def summary(r: BenchResult, all_runs: list[BenchResult]) -> Content:
+def summary(r: ModelResult, all_runs: list[ModelResult]) -> Content:
     """The figures that count, and a sentence about the run before."""
     limit = f" · {r.limit_share:.0%} of this machine's {r.limit_gb_s:,.1f}" if r.limit_gb_s else ""
     spread = f" ±{r.spread:.0%}" * (len(r.decode_runs) > 1)

@@ -14,8 +14,7 @@ from textual.widgets import Static
 from tinychat.backend.worker import Done, Failed, Progress, Report, Worker
 from tinychat.engine.engine import Engine
 from tinychat.errors import printable
-from tinychat.measure.profile import Report as Profile
-from tinychat.measure.profile import profile, view
+from tinychat.measure.profile import Profile, profile, view
 from tinychat.ui.screens.sheet import Sheet
 
 
