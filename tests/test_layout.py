@@ -15,6 +15,7 @@ ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "files": set(),
     "units": set(),
+    "process": set(),
     "console": set(),
     "kernels": set(),
     "engine": {"kernels"},
@@ -25,7 +26,7 @@ ROOMS: dict[str, set[str]] = {
     "server": {"backend"},
     "ui": {"chat", "backend", "models", "measure"},
     "commands": {"ui", "chat", "server", "measure", "backend", "models", "engine"},
-    "cli": {"commands", "chat"},
+    "cli": {"commands", "chat", "process"},
 }
 
 

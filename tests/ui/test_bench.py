@@ -8,7 +8,7 @@ from tests.measure.test_bench import RESULT
 from tests.support import tiny
 from tests.support.screens import UNSET, Host, text_of, until
 from tinychat.backend.worker import Worker
-from tinychat.measure import bench, log
+from tinychat.measure import log, tables
 from tinychat.ui.screens.bench import BenchScreen, compared, summary
 from tinychat.ui.screens.profile import ProfileScreen
 
@@ -26,7 +26,7 @@ def worker(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def alone(worker, tmp_path, monkeypatch):
     """A lock of the test's own, and nothing left running for the next test."""
-    monkeypatch.setattr(bench, "lock_path", lambda: tmp_path / "bench.lock")
+    monkeypatch.setattr("tinychat.measure.lock.lock_path", lambda: tmp_path / "bench.lock")
     yield
     worker.stop()
 
@@ -48,7 +48,7 @@ async def test_measure_compare_copy(worker, size):
         assert "unrelated" not in text and "100%" in text
         assert [r.model for r in log.history(mark)] == ["m", "my [b]model"]
         await pilot.press("c")
-        assert app.clipboard == log.markdown_row(screen._result)
+        assert app.clipboard == tables.markdown_row(screen._result)
         await pilot.press("t")
         assert app.clipboard.count("\n") == 4
         await pilot.press("r")

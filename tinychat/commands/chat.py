@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from tinychat.chat import settings
 from tinychat.commands.loading import obtain
@@ -16,7 +17,7 @@ def chat(text: str | None, *, device: str | None, threads: int | None) -> int:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise TinychatError("the chat needs a terminal; `tinychat run MODEL PROMPT` gives one answer without")
     own = settings.load()  # the app shows what is wrong in it
-    options = {k: v for k, v in (("device", device), ("threads", threads)) if v is not None}
+    options: dict[str, Any] = {k: v for k, v in (("device", device), ("threads", threads)) if v is not None}
     if not (text := text or own.model):
         from tinychat.ui.app import main
 

@@ -21,7 +21,7 @@ from tinychat.models.registry import Model, resolve
 from tinychat.units import speed
 
 if TYPE_CHECKING:
-    from tinychat.backend.protocol import DoesNotFit, Finished, Request
+    from tinychat.backend.protocol import DoesNotFit
 
 
 def run(

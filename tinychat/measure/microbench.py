@@ -112,7 +112,7 @@ def _running(
     if report:
         report("packing weights", 0.0)
     source.nbytes = sum(w.nbytes for w in plan.weights)
-    executor, _ = make_executor(plan, source, context, device, threads, lambda stage, fraction: None)
+    executor, _ = make_executor(plan, source, context, device, threads, lambda stage, fraction: None)  # type: ignore[arg-type]
     with contextlib.closing(executor):
         yield executor
 

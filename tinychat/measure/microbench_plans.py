@@ -1,4 +1,4 @@
-"""Plans to measure a part of a model with: copies of one op, or of layers of a file, between a small embedding and head.
+"""Plans to measure a part of a model with: copies of one op or of a file's layers, between a small embedding and head.
 
 The copies have weights of their own, together several times the size of the caches, so that every weight is read from
 memory, as in a model.
@@ -72,7 +72,7 @@ def parse(spec: str) -> tuple[str, Q, int, int]:
 
 
 class RandomWeights:
-    """Weights of a made-up model: bytes from one pool, none of which makes an infinite scale; gains (`#gain...`) are ones."""
+    """Weights of a made-up model: bytes of one pool, none of which makes an infinite scale; gains are ones."""
 
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}
@@ -133,7 +133,9 @@ def kernel_plan(source: RandomWeights, op: str, quant: Q, rows: int, cols: int) 
             ff = rows if op == "experts_up" else cols
             for i in range(max(2, n // (3 * EXPERTS))):
                 router = Router(w(f"r{i}", Q.F32, EXPERTS, dim), None, None, "softmax", USED, False, 1.0, 1, 1)
-                layers.append(Layer(None, Experts(gain, EPS, router, _gated(source, f"{i}", quant, dim, ff, EXPERTS), None)))
+                layers.append(
+                    Layer(None, Experts(gain, EPS, router, _gated(source, f"{i}", quant, dim, ff, EXPERTS), None))
+                )
     embed, head = small_ends(source, dim)
     return Plan(embed, tuple(layers), head)
 
@@ -151,7 +153,8 @@ def _gated(source: RandomWeights, name: str, quant: Q, dim: int, ff: int, groups
 def _attention(source: RandomWeights, name: str, gain: Weight, quant: Q, heads: int, kv_heads: int, width: int) -> GQA:
     dim, frequencies = gain.cols, tuple(1e4 ** (-2 * i / width) for i in range(width // 2))
     q, k, v = (
-        source.weight(f"{part}{name}", quant, n * width, dim) for part, n in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+        source.weight(f"{part}{name}", quant, n * width, dim)
+        for part, n in (("q", heads), ("k", kv_heads), ("v", kv_heads))
     )
     return GQA(
         norm=gain,

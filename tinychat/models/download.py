@@ -395,18 +395,25 @@ def remote_header(url: str) -> Iterator[Path]:
 
     Range requests for 1 MB and more until the header is complete; the rest of the file is a hole. Raises TinychatError.
     """
+    refuse_split(url)
+    with tempfile.TemporaryDirectory(prefix="tinychat-") as folder:
+        path = Path(folder) / "header.gguf"
+        with disk_errors(Path(folder)):
+            _fetch_header(url, path)
+        yield path  # outside of disk_errors: what the caller writes is not our disk
+
+
+def _fetch_header(url: str, path: Path) -> None:
     import httpx
 
-    refuse_split(url)
-    with tempfile.TemporaryDirectory(prefix="tinychat-") as folder, disk_errors(Path(folder)), client() as http:
-        path = Path(folder) / "header.gguf"
-        have = 0
+    have, name = 0, shown(mirrored(url))
+    with client() as http:
         for want in (1 << 20, 1 << 22, 1 << 24, 1 << 26):
             headers = {"Range": f"bytes={have}-{want - 1}"} | authorization(url)
             try:
                 with http.stream("GET", mirrored(url), headers=headers) as r:
                     if r.status_code not in (200, 206):
-                        raise TinychatError(f"{shown(mirrored(url))}: {_refusal(r, url)}")
+                        raise TinychatError(f"{name}: {_refusal(r, url)}")
                     have = have if r.status_code == 206 else 0  # a server without Range: read its beginning and hang up
                     size = _told(r, url).size or want
                     with open(path, "r+b" if path.exists() else "wb") as f:
@@ -417,18 +424,15 @@ def remote_header(url: str) -> Iterator[Path]:
                                 break
                         f.truncate(max(size, have))
             except (httpx.HTTPError, httpx.InvalidURL) as e:
-                raise TinychatError(f"{shown(mirrored(url))}: {printable(str(e), newlines=False)}") from None
+                raise TinychatError(f"{name}: {printable(str(e), newlines=False)}") from None
             try:
                 header = GGUF.open(path)
-                complete = min((t.offset for t in header.tensors.values()), default=0) <= have
-            except TinychatError as e:
+                if min((t.offset for t in header.tensors.values()), default=0) <= have:
+                    return
+            except TinychatError as e:  # perhaps zeros of the hole were read as header: fetch more
                 if have < 4 or have >= size or "not a GGUF" in str(e):
-                    raise TinychatError(str(e).replace(str(path), shown(mirrored(url)))) from None
-                complete = False  # zeros of the hole were read as header: fetch more
-            if complete:
-                yield path
-                return
-        raise TinychatError(f"{shown(mirrored(url))}: its header does not end within {decimal(want)}")
+                    raise TinychatError(str(e).replace(str(path), name)) from None
+    raise TinychatError(f"{name}: its header does not end within {decimal(want)}")
 
 
 def _told(r: httpx.Response, url: str) -> Notes:

@@ -136,13 +136,17 @@ def _categories(r: Profile) -> RenderableType:
     table = _table("", "time", "share", "", right=(1, 2))
     total = sum(r.categories.values())
     for name, seconds in r.categories.items():
-        table.add_row(_text(name), short_time(seconds), f"{seconds / total:.1%}", Text(bar(seconds / total, BAR), "cyan"))
+        table.add_row(
+            _text(name), short_time(seconds), f"{seconds / total:.1%}", Text(bar(seconds / total, BAR), "cyan")
+        )
     table.show_header = False
     return Padding(table, (0, 0, 0, 2))
 
 
 def _batches(r: Profile) -> RenderableType:
-    return _lines(f"{b['name']}: {b['kernels']:,} kernels, {short_time(b['seconds'])} ±{b['spread']:.0%}" for b in r.batches)
+    return _lines(
+        f"{b['name']}: {b['kernels']:,} kernels, {short_time(b['seconds'])} ±{b['spread']:.0%}" for b in r.batches
+    )
 
 
 def _flags(r: Profile) -> RenderableType:
