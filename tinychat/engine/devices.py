@@ -8,11 +8,16 @@ from collections.abc import Callable
 from tinychat.engine.fit import fit
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError
+from tinychat.kernels.cpu.compiler import NoCompiler, tinygrad_cc
 from tinychat.kernels.executor import Kind, MeasurableExecutor
 from tinychat.kernels.ops import Plan
 
+_WAY_OUT = "this runs on plain tinygrad, some 40 times slower than the CPU kernels; {}"
+_REINSTALL = "the compiler that tinychat brings does not work, install it again: pip install --force-reinstall ziglang"
+
 DEVICES: tuple[Kind, ...] = ("cuda", "cpu", "reference")
 Progress = Callable[[str, float], None]
+SLOW = "slow: "  # begins the note of an engine on plain tinygrad that was not asked for: to be shown as an alarm
 
 
 def make_executor(
@@ -26,6 +31,7 @@ def make_executor(
     if device not in (None, *DEVICES):
         raise TinychatError(f"device '{device}' is unknown; there are {', '.join(DEVICES)}")
     notes: list[str] = []
+    way_out = ""
     for name in (device,) if device else DEVICES:
         if device is None and name == "cuda" and not has_cuda():
             continue
@@ -34,11 +40,14 @@ def make_executor(
                 needs = fit(gguf.nbytes, plan.kv_bytes_per_token, max_context)
                 if needs.verdict == "does not fit":  # told before anything large is allocated
                     raise TinychatError(f"not enough memory: {needs.explanation}; take a smaller quant or context")
-            return _MAKERS[name](plan, gguf, max_context, threads, progress), notes
+            executor = _MAKERS[name](plan, gguf, max_context, threads, progress)
+            return executor, notes + [SLOW + way_out] * (name == "reference" and not device)
         except TinychatError as e:
             if device or name == "reference":
                 raise
             notes.append(f"{name.upper()} is not used: {e}")
+            if name == "cpu":
+                way_out = _WAY_OUT.format(_REINSTALL if isinstance(e, NoCompiler) else "what to change is said above")
     raise AssertionError("unreachable: reference returns or raises")
 
 
@@ -69,8 +78,6 @@ def _cpu(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progress
 
 
 def _reference(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progress: Progress) -> MeasurableExecutor:
-    from tinychat.kernels.cpu.compiler import tinygrad_cc
-
     device = "CPU" if tinygrad_cc() else "PYTHON"  # tinygrad's interpreter needs no compiler, and minutes per token
     os.environ.setdefault("DEV", device)  # read when tinygrad is imported
     from tinychat.kernels.tinygrad.executor import ReferenceExecutor

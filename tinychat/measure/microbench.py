@@ -16,18 +16,19 @@ from tinychat.engine.memory_limit import limit_of
 from tinychat.engine.plan import build_plan
 from tinychat.kernels.executor import MeasurableExecutor
 from tinychat.kernels.ops import Experts, Layer, Plan, weights_of
-from tinychat.kernels.profile import bytes_of, name_of, quant_of
+from tinychat.kernels.profile import bytes_of, quant_of
 from tinychat.measure.lock import OnProgress, machine_lock
 from tinychat.measure.microbench_plans import (
     DEPTH,
     PartOfFile,
     RandomWeights,
-    copied,
+    around,
     copies,
     kernel_plan,
     layer_kinds,
+    measured_ops,
     parse,
-    small_ends,
+    renamed,
 )
 from tinychat.measure.results import PartResult, Run
 
@@ -47,7 +48,7 @@ def kernel(
     source = RandomWeights()
     with machine_lock(report, stop, wait=wait):
         plan = kernel_plan(source, op, quant, rows, cols)
-        calls = [[i] for i, o in enumerate(plan.ops) if name_of(o) == op]
+        calls = [[i] for i in measured_ops(plan, op)]
         name = quant.name if op != "attention" else "F16"
         depth = DEPTH if op == "attention" else 0
         with _running(plan, source, device, threads, DEPTH + 2 * steps + 16, report) as executor:
@@ -73,8 +74,7 @@ def layers(
     with machine_lock(report, stop, wait=wait):
         for same in layer_kinds(plan):
             source = PartOfFile(gguf)
-            embed, head = small_ends(source, plan.dim)
-            made = Plan(embed, _copies_of([plan.layers[i] for i in same]), head)
+            made = around(source, plan.dim, _copies_of([plan.layers[i] for i in same]))
             with _running(made, source, device, threads, 2 * steps + 16, report) as executor:
                 calls, labels = _calls_of_layers(made), _labels(plan, same)
                 found.append(_measured(executor, made, calls, 0, steps, model, gguf.fingerprint(), labels))
@@ -84,7 +84,7 @@ def layers(
 def _copies_of(layers: Sequence[Layer]) -> tuple[Layer, ...]:
     """Copies of layers of one kind, as many as are together larger than the caches."""
     n = copies(sum(w.nbytes for w in weights_of(layers[0])))
-    return tuple(copied(layers[i % len(layers)], i // len(layers)) for i in range(n))
+    return tuple(renamed(layers[i % len(layers)], i // len(layers)) for i in range(n))
 
 
 def _calls_of_layers(plan: Plan) -> list[list[int]]:

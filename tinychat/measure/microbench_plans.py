@@ -1,14 +1,16 @@
-"""Plans to measure a part of a model with: copies of one op or of a file's layers, between a small embedding and head.
+"""Plans to measure a part of a model with: layers around one op, or layers of a file, between a small embedding and
+head.
 
-The copies have weights of their own, together several times the size of the caches, so that every weight is read from
-memory, as in a model.
+The measured weights of each layer are its own, together several times the caches, so that every weight comes from
+memory as in a model.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import fields, replace
-from typing import Any, cast
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES
@@ -30,12 +32,14 @@ from tinychat.kernels.ops import (
     Rope,
     Router,
     Weight,
+    weights_of,
 )
-from tinychat.kernels.profile import quant_of, shape_of
+from tinychat.kernels.profile import name_of, quant_of, shape_of
 from tinychat.kernels.tinygrad.dequant import CODECS
 
 VOCAB = 16  # of the small embedding and head
-MOST = 400  # copies
+MOST = 400  # layers
+MEASURED = "#measured"  # begins the name of the weights that a microbenchmark of one op is about
 DEPTH = 2048  # cache rows that attention reads
 EPS = 1e-6
 EXPERTS, USED = 8, 4  # of a layer with experts
@@ -72,7 +76,7 @@ def parse(spec: str) -> tuple[str, Q, int, int]:
 
 
 class RandomWeights:
-    """Weights of a made-up model: bytes of one pool, none of which makes an infinite scale; gains are ones."""
+    """Weights of a made-up model: bytes of one pool, none of which makes an infinite scale; `#gain...` is ones."""
 
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}
@@ -99,91 +103,127 @@ def copies(nbytes: int) -> int:
     return max(2, min(MOST, -(-block_bytes() // max(1, nbytes))))
 
 
-def small_ends(source: RandomWeights, dim: int) -> tuple[Embed, Head]:
-    """A small embedding and a small head for layers of width `dim`."""
-    gain, matrix = source.weight("gain.x", Q.F32, 1, dim), source.weight("head", Q.F32, VOCAB, dim)
-    return Embed(source.weight("embed", Q.F32, VOCAB, dim)), Head(gain, EPS, matrix)
+def around(source: RandomWeights, dim: int, layers: Iterable[Layer]) -> Plan:
+    """A small embedding before the layers and a small head behind."""
+    gain = source.weight("gain.x", Q.F32, 1, dim)
+    embed = Embed(source.weight("embed", Q.F32, VOCAB, dim))
+    return Plan(embed, tuple(layers), Head(gain, EPS, source.weight("head", Q.F32, VOCAB, dim)))
 
 
 def kernel_plan(source: RandomWeights, op: str, quant: Q, rows: int, cols: int) -> Plan:
-    """A plan whose layers contain copies of one op; what else a layer needs is as small as its shapes allow."""
-    w = source.weight
-    dim = {"linear_add": rows, "experts_down": rows, "attention": 256}.get(op, cols)
-    gain, n = w("gain", Q.F32, 1, dim), copies(Weight("", quant, rows, cols).nbytes)
-    layers = list[Layer]()
+    """Layers whose ops of kind `op` read weights of their own, of `rows` x `cols`; all layers share the others."""
     match op:
         case "head":  # a step has one
-            matrix = w("head", quant, rows, cols)
-            return Plan(Embed(matrix), (), Head(gain, EPS, matrix))
-        case "norm_linear":  # q, k and v of one kv head, together `rows`
-            width = next((d for d in (128, 64, 32, 16, 8, 4, 2) if rows % d == 0 and rows // d >= 3), None)
-            if width is None:
-                raise TinychatError(f"norm_linear with {rows} rows: expected an even number of at least 6")
-            heads = rows // width - 2
-            for i in range(n):
-                layers.append(Layer(_attention(source, f"{i}", gain, quant, heads, 1, width), None))
+            matrix = source.weight(MEASURED[1:], quant, rows, cols)
+            return Plan(Embed(matrix), (), Head(source.weight("gain.x", Q.F32, 1, cols), EPS, matrix))
+        case "norm_linear":
+            return _projections(source, quant, rows, cols)
         case "attention":
-            for i in range(copies(4 * DEPTH * rows * cols)):
-                layers.append(Layer(_attention(source, f"{i}", gain, Q.F16, 4 * rows, rows, cols), None))
+            return _attentions(source, rows, cols)
         case "gate_up" | "linear_add":
-            ff = rows if op == "gate_up" else cols
-            for i in range(n // 2 + 1 if op == "gate_up" else n):
-                layers.append(Layer(None, Dense(gain, EPS, _gated(source, f"{i}", quant, dim, ff))))
+            return _dense(source, op, quant, rows, cols)
         case _:
-            ff = rows if op == "experts_up" else cols
-            for i in range(max(2, n // (3 * EXPERTS))):
-                router = Router(w(f"r{i}", Q.F32, EXPERTS, dim), None, None, "softmax", USED, False, 1.0, 1, 1)
-                layers.append(
-                    Layer(None, Experts(gain, EPS, router, _gated(source, f"{i}", quant, dim, ff, EXPERTS), None))
-                )
-    embed, head = small_ends(source, dim)
-    return Plan(embed, tuple(layers), head)
+            return _experts(source, op, quant, rows, cols)
 
 
-def _fitting(quant: Q, cols: int) -> Q:
-    """`quant` where rows of `cols` values are complete blocks of it, else F16."""
-    return quant if cols % GGML_QUANT_SIZES[quant][0] == 0 else Q.F16
+def measured_ops(plan: Plan, op: str) -> list[int]:
+    """The indices in Plan.ops of what a microbenchmark of `op` is about."""
+    about = [(i, o) for i, o in enumerate(plan.ops) if name_of(o) == op]
+    return [i for i, o in about if op == "attention" or any(w.tensor.startswith(MEASURED) for w in weights_of(o))]
 
 
-def _gated(source: RandomWeights, name: str, quant: Q, dim: int, ff: int, groups: int = 1) -> Gated:
-    gate, up = (source.weight(f"{part}{name}", _fitting(quant, dim), ff, dim, groups) for part in ("gate", "up"))
-    return Gated(gate, up, source.weight(f"down{name}", _fitting(quant, ff), dim, ff, groups))
+def _projections(source: RandomWeights, quant: Q, rows: int, cols: int) -> Plan:
+    """MLA whose second projection of q, behind a norm, is measured: heads * (nope + rope) = rows."""
+    w, dim, rank, value = source.weight, 32, 32, 8
+    head = next((n for n in (64, 32, 16) if rows % n == 0), rows)
+    if head < 4:
+        raise TinychatError(f"norm_linear is measured with at least 4 rows, not {rows}")
+    heads, turned = rows // head, 8 if head >= 16 else 2
+    rope = Rope(turned, "neox", (1.0,) * (turned // 2))
+    nope = head - turned
+
+    def layer(i: int) -> Layer:
+        return Layer(
+            MLA(
+                norm=w("gain.x", Q.F32, 1, dim),
+                eps=EPS,
+                q_a=w("q_a", Q.F32, cols, dim),
+                q_a_norm=w("gain.q_a", Q.F32, 1, cols),
+                q=w(f"measured{i}", quant, rows, cols),
+                kv_a=w("kv_a", Q.F32, rank + turned, dim),
+                kv_norm=w("gain.kv", Q.F32, 1, rank),
+                k_b=w("k_b", Q.F32, rank, nope, heads),
+                v_b=w("v_b", Q.F32, value, rank, heads),
+                rope=rope,
+                heads=heads,
+                nope=nope,
+                kv_lora=rank,
+                scale=head**-0.5,
+                output=w("output", Q.F32, dim, heads * value),
+            ),
+            None,
+        )
+
+    return around(source, dim, map(layer, range(copies(Weight("", quant, rows, cols).nbytes))))
 
 
-def _attention(source: RandomWeights, name: str, gain: Weight, quant: Q, heads: int, kv_heads: int, width: int) -> GQA:
-    dim, frequencies = gain.cols, tuple(1e4 ** (-2 * i / width) for i in range(width // 2))
-    q, k, v = (
-        source.weight(f"{part}{name}", quant, n * width, dim)
-        for part, n in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+def _attentions(source: RandomWeights, kv_heads: int, width: int) -> Plan:
+    """GQA of four query heads per kv head, over caches of their own."""
+    w, dim, heads = source.weight, 256, 4 * kv_heads
+    q, k, v = (w(name, Q.F16, n * width, dim) for name, n in (("q", heads), ("k", kv_heads), ("v", kv_heads)))
+    rope = Rope(width // 2 * 2, "neox", tuple(1e4 ** (-2 * i / width) for i in range(width // 2)))
+    output = w("output", Q.F16, dim, heads * width)
+    norm, nothing = w("gain.x", Q.F32, 1, dim), (None,) * 3
+    attention = GQA(
+        norm, EPS, q, k, v, *nothing, None, None, None, rope, heads, kv_heads, width, width, width**-0.5, output, None
     )
-    return GQA(
-        norm=gain,
-        eps=EPS,
-        q=q,
-        k=k,
-        v=v,
-        q_bias=None,
-        k_bias=None,
-        v_bias=None,
-        qk_norm=None,
-        q_norm=None,
-        k_norm=None,
-        rope=Rope(width // 2 * 2, "neox", frequencies),
-        heads=heads,
-        kv_heads=kv_heads,
-        key_dim=width,
-        value_dim=width,
-        scale=width**-0.5,
-        output=source.weight(f"o{name}", _fitting(quant, heads * width), dim, heads * width),
-        output_bias=None,
-    )
+    layers = copies(DEPTH * attention.cache.row_bytes)
+    return around(source, dim, [Layer(attention, None)] * layers)
+
+
+def _dense(source: RandomWeights, op: str, quant: Q, rows: int, cols: int) -> Plan:
+    """gate_up: gate and up (rows, cols) are measured; linear_add: down (rows, cols) is."""
+    dim, ff = (cols, rows) if op == "gate_up" else (rows, cols)
+
+    def layer(i: int) -> Layer:
+        return Layer(None, Dense(norm, EPS, _gated(source, i, quant, dim, ff, 1, op == "gate_up")))
+
+    norm = source.weight("gain.x", Q.F32, 1, dim)
+    matrices = 2 if op == "gate_up" else 1
+    n = copies(matrices * Weight("", quant, rows, cols).nbytes)
+    return around(source, dim, map(layer, range(n)))
+
+
+def _experts(source: RandomWeights, op: str, quant: Q, rows: int, cols: int) -> Plan:
+    """experts_up: gate and up (rows, cols) of every expert are measured; experts_down: down (rows, cols) is."""
+    dim, ff = (cols, rows) if op == "experts_up" else (rows, cols)
+    norm, w = source.weight("gain.x", Q.F32, 1, dim), source.weight("router", Q.F32, EXPERTS, dim)
+    router = Router(w, None, None, "softmax", USED, False, 1.0, 1, 1)
+
+    def layer(i: int) -> Layer:
+        weights = _gated(source, i, quant, dim, ff, EXPERTS, op == "experts_up")
+        return Layer(None, Experts(norm, EPS, router, weights, None))
+
+    matrices = EXPERTS * (2 if op == "experts_up" else 1)
+    return around(source, dim, map(layer, range(copies(matrices * Weight("", quant, rows, cols).nbytes))))
+
+
+def _gated(source: RandomWeights, i: int, quant: Q, dim: int, ff: int, groups: int, up_measured: bool) -> Gated:
+    """The matrices of layer i: gate and up, or down, under names of its own."""
+
+    def matrix(name: str, rows: int, cols: int, measured: bool) -> Weight:
+        kind = quant if cols % GGML_QUANT_SIZES[quant][0] == 0 else Q.F16
+        return source.weight(f"{MEASURED[1:]}.{name}{i}" if measured else name, kind, rows, cols, groups)
+
+    gate, up = (matrix(name, ff, dim, up_measured) for name in ("gate", "up"))
+    return Gated(gate, up, matrix("down", dim, ff, not up_measured))
 
 
 def layer_kinds(plan: Plan) -> list[list[int]]:
     """Numbers of the layers with the same ops, shapes and types, together; in order of the first of each kind."""
     found: dict[tuple[object, ...], list[int]] = {}
-    for i, ops in enumerate(plan.ops_of_layers):
-        found.setdefault(tuple((type(o), shape_of(o), quant_of(o)) for o in ops), []).append(i)
+    for number, ops in enumerate(plan.ops_of_layers):
+        found.setdefault(tuple((type(o), shape_of(o), quant_of(o)) for o in ops), []).append(number)
     return list(found.values())
 
 
@@ -199,14 +239,10 @@ class PartOfFile(RandomWeights):
         return super().raw(name) if name.startswith("#") else self.gguf.raw(name.split("#")[0])
 
 
-def copied(layer: Layer, copy: int) -> Layer:
-    """`layer` with its weights under names of their own; copy 0 is `layer` itself."""
-    return cast(Layer, _renamed(layer, copy)) if copy else layer
-
-
-def _renamed(value: Any, copy: int) -> Any:
-    if isinstance(value, Weight):
-        return replace(value, tensor=f"{value.tensor}#{copy}")
-    if isinstance(value, GQA | MLA | Dense | Experts | Router | Gated | Layer):
-        return replace(value, **{f.name: _renamed(getattr(value, f.name), copy) for f in fields(value)})
-    return value
+def renamed(part: Any, copy: int) -> Any:
+    """A layer (or a part of one) with its weights under names of this copy; copy 0 keeps them."""
+    if isinstance(part, Weight):
+        return replace(part, tensor=f"{part.tensor}#{copy}") if copy else part
+    if is_dataclass(part) and not isinstance(part, type):
+        return replace(part, **{f.name: renamed(getattr(part, f.name), copy) for f in fields(part)})
+    return part
