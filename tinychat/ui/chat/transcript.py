@@ -17,7 +17,7 @@ MOUNTED = 40  # turns; older ones come back on demand, so that a long conversati
 
 
 class Transcript(VerticalScroll, can_focus=False):
-    """Messages by turn number. The screen calls `reset`, `grew`, `ended` and `note` as the controller's changes say."""
+    """Messages by turn number. The screen calls `reset`, `grew`, `ended` and `say` as the controller's changes say."""
 
     BLANK = True  # nothing of its own is painted under the messages
 
@@ -107,7 +107,7 @@ class Transcript(VerticalScroll, can_focus=False):
         if (answer := self.last_answer) is not None:
             answer.grew(grew)
 
-    async def note(self, text: str, error: bool = False) -> None:
+    async def say(self, text: str, error: bool = False) -> None:
         self.query_one(Welcome).display = False
         await self.mount(NoteLine(text, error))
         self.to_end()
