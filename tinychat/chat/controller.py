@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 from tinychat.backend.instruments import Instrumented
 from tinychat.backend.protocol import (
@@ -62,6 +62,8 @@ KEPT_STATS = (
     "decode_tok_s",
 )  # of Stats, with an answer
 NOTHING = Grew("", "", 0)
+
+T = TypeVar("T")
 
 
 class OpenBackend(Protocol):
@@ -111,6 +113,7 @@ class Controller:
         self._changes: list[Change] = []
         self._choice: ModelChoice | None = None  # the model that was asked for last
         self._measurement: _Measurement | None = None
+        self._copying: Future[None] | None = None  # a fork that is being saved
 
     # state
 
@@ -211,9 +214,13 @@ class Controller:
         self.open(Conversation(model=c.model, parameters=c.parameters))
 
     def fork(self, index: int | None = None) -> None:
+        """Goes on in a copy, which is written on a thread of its own: all its turns are new to the history."""
         forked = self.conversation.fork(index)
         self.open(forked)
-        self._store()
+        if self._save is not None:
+            self._copying = Future()
+            job = partial(_settle, self._copying, partial(self._save, forked))
+            threading.Thread(target=job, name="copying").start()
 
     def rename(self, name: str) -> None:
         self._set(self.conversation.rename(name))
@@ -304,6 +311,8 @@ class Controller:
         elif (r := self.running) is not None:
             self._poll_answer(r)
         self._poll_measurement()
+        if self._copying is not None and self._copying.done():
+            self._copied()
         if self.running and self._save and self._clock() - self._saved_at >= SAVE_EVERY:
             self._store()
         if self.queue and self.ready and not self.busy and not any(isinstance(c, Overflow) for c in self._changes):
@@ -543,13 +552,24 @@ class Controller:
 
     def _store(self) -> None:
         self._saved_at = self._clock()
+        self._copied()
         if self._save is None or not self.conversation.turns:
             return
         try:
             self._save(self.conversation)
         except TinychatError as e:
-            self._save = None
-            self._changes.append(Notice(f"{e}; this conversation is not being saved", error=True))
+            self._cannot_save(e)
+
+    def _copied(self) -> None:
+        """Waits for the copy of a fork, so that what is saved next is newer."""
+        if self._copying is not None:
+            copying, self._copying = self._copying, None
+            if isinstance(e := copying.exception(), TinychatError):
+                self._cannot_save(e)
+
+    def _cannot_save(self, e: TinychatError) -> None:
+        self._save = None
+        self._changes.append(Notice(f"{e}; this conversation is not being saved", error=True))
 
 
 def _droppable(conversation: Conversation) -> int:
@@ -584,8 +604,8 @@ def _load(
         events.put(backend)
 
 
-def _settle(future: Future[Usage], job: Callable[[], Usage]) -> None:
+def _settle(future: Future[T], job: Callable[[], T]) -> None:
     try:
         future.set_result(job())
-    except TinychatError as e:
+    except Exception as e:
         future.set_exception(e)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from tinychat.chat import settings
 from tinychat.errors import TinychatError
 from tinychat.models import cache
 from tinychat.models.registry import resolve
 from tinychat.ui.chat.view import ChatView
 from tinychat.ui.screens.picker import PickedModel, PickerScreen
+from tinychat.ui.screens.sheet import in_daemon
 
 
 def choose_model(chat: ChatView) -> None:
@@ -42,7 +45,7 @@ async def reopen(chat: ChatView, id: str) -> None:
     """Shows a saved conversation; its model is loaded when another one runs and it is on this computer."""
     assert chat.history is not None
     try:
-        conversation = chat.history.load(id)
+        conversation = await in_daemon(partial(chat.history.load, id))
         present = chat.controller.conversation.model
         chat.controller.open(conversation)
         await chat.apply()

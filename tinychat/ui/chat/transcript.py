@@ -68,10 +68,9 @@ class Transcript(VerticalScroll, can_focus=False):
                 self._from = 0
                 await self.query_children("Message, NoteLine").remove()
             else:
-                keep = self.message(start - 1)
                 gone: list[Widget] = [m for m in self.messages() if m.index >= start]
-                if keep is not None and gone:
-                    later = list(self.children)[self.children.index(keep) + 1 :]
+                if gone:
+                    later = list(self.children)[self.children.index(gone[0]) + 1 :]
                     gone += [w for w in later if isinstance(w, NoteLine)]
                 await self.remove_children(gone)
             total = len(conversation.turns)
