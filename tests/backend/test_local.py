@@ -12,6 +12,7 @@ from tinychat.backend.instruments import JobDone
 from tinychat.backend.local import LocalBackend
 from tinychat.backend.protocol import Failed, Finished, OldModelLost, Piece, Request, Sampling, Usage
 from tinychat.engine import engine as engine_module
+from tinychat.engine import kvstore
 from tinychat.engine.devices import has_cuda
 from tinychat.errors import TinychatError
 
@@ -104,7 +105,10 @@ def test_the_thread_survives_what_a_job_does(backend: LocalBackend) -> None:
     assert reason(backend) in ("length", "eos")
 
 
-def test_a_saved_cache_serves_a_later_process(model: Path, thread: EngineThread) -> None:
+def test_a_saved_cache_serves_a_later_process(
+    model: Path, thread: EngineThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvstore, "user_cache_dir", lambda *args, **options: str(tmp_path))
     for reused in (False, True):
         backend = LocalBackend.open(model, device="cpu", thread=thread, store_bytes=1 << 30)
         request = Request(({"role": "user", "content": "hello " * 20},), max_tokens=2)
