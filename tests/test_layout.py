@@ -24,7 +24,7 @@ ROOMS: dict[str, set[str]] = {
     "measure": {"backend", "engine", "kernels"},
     "chat": {"backend", "models"},
     "server": {"backend"},
-    "ui": {"chat", "backend", "models", "measure"},
+    "ui": {"chat", "backend", "models", "measure", "process"},
     "commands": {"ui", "chat", "server", "measure", "backend", "models", "engine"},
     "cli": {"commands", "chat", "process"},
 }

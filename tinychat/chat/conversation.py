@@ -89,7 +89,7 @@ class Conversation:
         if self.name:
             return self.name
         first = next((t.text for t in self.turns if t.role == "user" and t.text.strip()), "")
-        line = " ".join(first.split())
+        line = " ".join(first.split(maxsplit=61)[:61])  # of a text of any length, no more than can be shown
         return line if len(line) <= 60 else line[:59] + "…"
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from textual.content import Content
 from textual.widgets import Static
 
-from tinychat.engine.engine import ModelInfo
+from tinychat.backend.protocol import ModelInfo
 from tinychat.errors import printable
 from tinychat.units import parameter_counts
 

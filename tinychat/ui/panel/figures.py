@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.filesize import decimal
 from textual.content import Content
 
-from tinychat.chat.context import Usage
+from tinychat.backend.protocol import Usage
 from tinychat.errors import printable
 from tinychat.ui.panel.reading import Reading
 from tinychat.units import speed, track

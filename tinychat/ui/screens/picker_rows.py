@@ -11,9 +11,8 @@ from urllib.parse import unquote, urlsplit
 from rich.filesize import decimal
 from textual.content import Content
 
-from tinychat.engine.fit import Fit, fit
-from tinychat.engine.stats import available_memory
 from tinychat.models import cache
+from tinychat.models.fit import Fit, available_memory, fit
 from tinychat.models.registry import MODELS, Model
 from tinychat.ui.screens.downloads import Download
 from tinychat.ui.screens.sheet import cell
