@@ -1,4 +1,4 @@
-"""What the commands show: answers and tables on stdout, remarks and progress on stderr."""
+"""Terminal output of the commands: answers and tables on stdout, remarks and progress on stderr."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def say(text: str) -> None:
 
 
 def show_json(data: dict[str, Any]) -> None:
-    """The one JSON object on stdout; pure ASCII, so that no terminal or encoding can trip over it."""
+    """The one JSON object on stdout; ASCII only, so that every terminal and encoding can show it."""
     print(json.dumps(data, indent=2))
 
 

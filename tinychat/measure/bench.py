@@ -12,7 +12,7 @@ from tinychat.kernels.ops import Sampling
 from tinychat.measure.lock import OnProgress, machine_lock
 from tinychat.measure.results import ModelResult, Run
 
-_TEXT = (  # prose, because a mixture of experts routes noise elsewhere than language
+_TEXT = (  # prose, because a mixture of experts routes random tokens to other experts than language
     "When the harbour master climbed the tower that morning, the fog lay so thick over the water "
     "that even the nearest masts "
     "were only a guess. He lit the second lamp, wrote the hour into the book, and listened. "
@@ -98,7 +98,7 @@ def prompt(engine: Engine, n: int, turn: int) -> list[int]:
 
 
 def _once(engine: Engine, ids: list[int], n_gen: int, stop: threading.Event | None) -> tuple[float, float, float]:
-    """(decode tok/s, prefill tok/s, TTFT in s) of one run. When the model ends its answer early, it has to go on."""
+    """(decode tok/s, prefill tok/s, TTFT in s) of one run. A model that ends its answer early is made to continue."""
     s, greedy = engine.stats, Sampling(temperature=0.0)
     done = steps = 0
     decode_s = prefill_tok_s = ttft_s = 0.0

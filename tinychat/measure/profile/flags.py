@@ -92,7 +92,7 @@ def _whole(r: Profile, p: StepProfile) -> Iterator[Flag]:
     if r.clocks > 0.10:
         yield Flag(
             "disturbed",
-            f"the clocks cost {r.clocks:.0%} of a token: its ops are too short to be timed one by one, or "
+            f"measuring adds {r.clocks:.0%} to a token: its ops are too short to be timed one by one, or "
             "the machine is busy",
         )
     if r.limit_share > 1.02:

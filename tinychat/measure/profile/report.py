@@ -1,4 +1,4 @@
-"""What a profile says, as data. Times in seconds per token.
+"""A profile as data. Times in seconds per token.
 
 What each number is: "in the batch" was read from clocks inside the running step; "alone" is one kernel at a time,
 waited for; "derived" was calculated from those. No time of a batch is ever divided over its kernels.

@@ -1,4 +1,4 @@
-"""The report for people, in seven parts."""
+"""The profile as text, in seven parts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def view(r: Profile) -> RenderableType:
         *_by_calls(r),
         _head("5", "categories (seconds of work, waiting apart)"),
         _categories(r),
-        _head("6", "steady state (measured as a whole, without clocks)"),
+        _head("6", "steady state (complete steps, without clocks)"),
         _batches(r),
         _head("7", "files, and how to look deeper"),
         _lines([*r.files, *r.deeper]),
@@ -62,12 +62,12 @@ def _speed(r: Profile) -> RenderableType:
         f"{r.bytes_per_token / 1e6:,.1f} MB to read per token · {r.gb_s:.1f} GB/s{limit}",
     ]
     if r.how == "in the batch":
-        lines.append(f"explained: {r.explained:.1%} of the measured time · the clocks cost {r.clocks:+.1%}")
+        lines.append(f"explained: {r.explained:.1%} of the measured time · measuring adds {r.clocks:+.1%}")
     else:
         alone = sum(row.seconds for row in r.rows)
         why = "launches and the host" if alone < r.token_s else "what running in a row saves: overlap and warm caches"
         lines.append(
-            f"kernels alone add up to {short_time(alone)}, {r.explained:.0%} of the token as a whole; "
+            f"kernels alone add up to {short_time(alone)}, {r.explained:.0%} of a complete token; "
             f"the difference of {short_time(abs(r.token_s - alone))} is {why}"
         )
     return _lines(lines)
@@ -77,7 +77,7 @@ def _kernels(r: Profile) -> RenderableType:
     word = "ops" if r.how == "in the batch" else "kernels"
     many = f"in {len(r.batches)} batch{'es' * (len(r.batches) != 1)}"
     batches = many if any(b["name"] != ONE_BY_ONE for b in r.batches) else ONE_BY_ONE
-    lines = [f"{r.kernels:,} {word} {batches} · {short_time(r.overhead_s)} per {word[:-1]} while none works (derived)"]
+    lines = [f"{r.kernels:,} {word} {batches} · {short_time(r.overhead_s)} of idle device per {word[:-1]} (derived)"]
     if r.threads > 1:
         lines.append("waiting at barriers: " + ", ".join(f"thread {i} {w:.1%}" for i, w in enumerate(r.waits)))
     return _lines(lines)
