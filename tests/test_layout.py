@@ -55,7 +55,6 @@ def room(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-@pytest.mark.xfail(reason="the move is under way")
 def test_no_arrow_runs_back_up() -> None:
     """A room imports only from the rooms that ROOMS lists for it."""
     wrong = [

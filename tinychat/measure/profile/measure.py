@@ -35,8 +35,8 @@ def profile(
 ) -> Report:
     """Measures `steps` greedy tokens behind a short prompt; the KV cache is given back as it was.
 
-    Fits worker.call. Holds the machine's benchmark lock and writes the raw figures beside the report. Raises
-    TinychatError: a device without clocks, a context too small, another benchmark runs and not `wait`, `stop` was set.
+    Holds the machine's benchmark lock and writes the raw figures beside the report. Raises TinychatError: a
+    device without clocks, a context too small, another benchmark runs and not `wait`, `stop` was set.
     """
     if not hasattr(engine.executor, "profile"):
         raise TinychatError(f"{engine.info.device} cannot be profiled; `tinychat bench` measures it as a whole")
