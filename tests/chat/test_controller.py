@@ -1,4 +1,4 @@
-"""The chat without a screen, on the real worker with a scripted engine."""
+"""The chat without a screen, on a scripted backend."""
 
 import time
 from dataclasses import replace
@@ -91,7 +91,7 @@ def test_stop_keeps_the_partial_answer_and_continue_goes_on():
     assert chat.script.prompts[-1].endswith("<|assistant|>" + partial.text) and len(chat.turns) == 2
 
 
-def test_stop_before_the_worker_has_begun_is_not_forgotten():
+def test_a_stop_before_the_backend_has_begun_is_not_forgotten():
     chat = Chat(Script(["word " * 5000], rate=500))
     chat.controller.ask(Turn("user", "go"))
     chat.controller.stop()

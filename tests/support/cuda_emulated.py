@@ -24,7 +24,9 @@ PREFILL = 96  # tokens of a prefill step: more than one tile, fewer than two
 class EmulatedCUDA:
     """Buffers start poisoned (NaN), so that whatever a kernel reads too early shows."""
 
-    def __init__(self, plan: Plan, gguf: GGUF, max_context: int, prefill_tokens: int = PREFILL, warpgroups: bool = True) -> None:
+    def __init__(
+        self, plan: Plan, gguf: GGUF, max_context: int, prefill_tokens: int = PREFILL, warpgroups: bool = True
+    ) -> None:
         self.prefill_tokens = prefill_tokens
         self.plan, layout = plan, Layout(plan, {name: t.nbytes for name, t in gguf.tensors.items()})
         self.builder = Builder(plan, layout, max_context)
@@ -149,9 +151,7 @@ class EmulatedGPU:
     def run(self, launch: Launch, names: dict[str, str] | None = None) -> None:
         self.sequence([launch], names)()
 
-    def graph(
-        self, launches: Sequence[Launch], chained: bool = True, count: int = 1, keys: int = 1
-    ) -> "EmulatedGraph":
+    def graph(self, launches: Sequence[Launch], chained: bool = True, count: int = 1, keys: int = 1) -> "EmulatedGraph":
         enqueue = self.sequence(launches)
         return EmulatedGraph(lambda: enqueue(count, keys), len(launches))
 

@@ -1,4 +1,4 @@
-"""The chat on a screen, driven by keys and mouse, with a scripted engine behind the real worker."""
+"""The chat on a screen, driven by keys and mouse, with a scripted backend."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ from tests.support.scripted import INFO, LONG, Script, scripted
 from tinychat.chat.conversation import Conversation, Turn
 from tinychat.chat.history import History
 from tinychat.ui.app import TinychatApp
-from tinychat.ui.chat.message import AnswerMessage, Message, NoteLine, UserMessage
+from tinychat.ui.chat.message import AnswerMessage, NoticeLine, TurnMessage, UserMessage
 from tinychat.ui.chat.overflow import OverflowScreen
 
 
@@ -59,7 +59,7 @@ class Desk:
 
     @property
     def notes(self):
-        return [str(n.content) for n in self.chat.transcript.query_children(NoteLine)]
+        return [str(n.content) for n in self.chat.transcript.query_children(NoticeLine)]
 
     @property
     def screen(self):
@@ -463,7 +463,7 @@ async def test_no_message_takes_the_focus_by_a_click():
         await d.ask("a")
         await d.pilot.click(d.answers[0].view)
         await d.pilot.pause()
-        assert d.chat.focused is d.chat.prompt and not isinstance(d.chat.focused, Message)
+        assert d.chat.focused is d.chat.prompt and not isinstance(d.chat.focused, TurnMessage)
 
 
 async def test_the_list_renames_and_deletes_the_open_conversation(tmp_path):

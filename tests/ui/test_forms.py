@@ -155,7 +155,7 @@ async def test_help_lists_the_keys_of_the_screen_below_and_the_commands():
 
     app = Below()
     async with app.run_test(size=(80, 24)) as pilot:
-        app.push_screen(HelpScreen())
+        app.push_screen(HelpScreen([(c.usage, c.help) for c in COMMANDS]))
         await pilot.pause()
         text = text_of(app)
         assert "ring the bell" in text and "f7, f6" in text.lower() and "Cursor" not in text and "palette" in text

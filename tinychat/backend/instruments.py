@@ -14,10 +14,10 @@ from tinychat.backend.protocol import Backend, Failed
 from tinychat.backend.stream import EventStream
 from tinychat.engine.engine import Engine
 
-Report = Callable[[str, float], None]
+OnProgress = Callable[[str, float], None]
 """A job says what it does, and how much of it is done (0..1)."""
 
-Job = Callable[[Engine, Report, threading.Event], Any]
+Job = Callable[[Engine, OnProgress, threading.Event], Any]
 """`job(engine, report, cancel)`: it looks at `cancel` now and then, and raises TinychatError when it is set."""
 
 

@@ -37,8 +37,8 @@ def profile(
 ) -> Profile:
     """Measures `steps` greedy tokens behind a short prompt; the KV cache is given back as it was.
 
-    Fits worker.call. Holds the machine's benchmark lock and writes the raw figures beside the report. Raises
-    TinychatError: a context too small, another benchmark runs and not `wait`, `stop` was set.
+    Holds the machine's benchmark lock and writes the raw figures beside the report. Raises TinychatError: a context
+    too small, another benchmark runs and not `wait`, `stop` was set.
     """
     with machine_lock(report, stop, wait=wait), engine.cache_kept():
         if report:

@@ -9,7 +9,7 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
-from textual.message import Message as TextualMessage
+from textual.message import Message
 from textual.style import Style
 from textual.widget import Widget
 from textual.widgets import Static
@@ -23,7 +23,7 @@ from tinychat.ui.panel.figures import seconds
 from tinychat.units import speed
 
 
-class Message(Vertical, can_focus=True):
+class TurnMessage(Vertical, can_focus=True):
     """A turn in the transcript. A click leaves the focus in the prompt; ctrl+up comes here, and then keys act on it."""
 
     FOCUS_ON_CLICK = False
@@ -36,7 +36,7 @@ class Message(Vertical, can_focus=True):
     ]
     ACTIONS: ClassVar[tuple[str, ...]] = ("copy", "fork")
 
-    class Acted(TextualMessage):
+    class Acted(Message):
         """The user wants `action` (copy, code, edit, fork, regenerate, continue, leave, up, down) on turn `index`."""
 
         def __init__(self, action: str, index: int) -> None:
@@ -72,7 +72,7 @@ class Head(Widget):
 
     def render(self) -> Content:
         message = self.parent
-        assert isinstance(message, Message)
+        assert isinstance(message, TurnMessage)
         speaker = Content.styled(printable(message.speaker, newlines=False), ".speaker")
         if not message.is_mouse_over and not message.has_focus:
             return speaker
@@ -83,7 +83,7 @@ class Head(Widget):
         )
 
 
-class UserMessage(Message):
+class UserMessage(TurnMessage):
     """What the user wrote, as it is, and the names of attached files."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("e,enter", "act('edit')", "edit and ask again")]
@@ -99,7 +99,7 @@ class UserMessage(Message):
             yield Static(Content(f"+ {names}"), classes="files")
 
 
-class AnswerMessage(Message):
+class AnswerMessage(TurnMessage):
     """An answer: its thinking, its text while it grows, and a line of figures when it ends."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -160,7 +160,7 @@ class AnswerMessage(Message):
             self.thinking.toggle()
 
 
-class NoteLine(Static):
+class NoticeLine(Static):
     """One line of tinychat itself; errors have a sign as well as a colour."""
 
     def __init__(self, text: str, error: bool = False) -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 from tinychat.chat import settings
 from tinychat.errors import TinychatError
 from tinychat.models import cache
 from tinychat.models.registry import resolve
 from tinychat.ui.chat.view import ChatView
-from tinychat.ui.screens.picker import PickedModel, PickerScreen
 from tinychat.ui.screens.sheet import in_daemon
+
+if TYPE_CHECKING:
+    from tinychat.ui.screens.picker import PickedModel
 
 
 def choose_model(chat: ChatView) -> None:
     """Opens the picker and loads what is picked."""
+    from tinychat.ui.screens.picker import PickerScreen  # not before it is wanted: it would make the start slower
 
     def picked(model: PickedModel | None) -> None:
         if model is not None:
@@ -32,6 +36,8 @@ def load(chat: ChatView, model: PickedModel) -> None:
 
 async def load_named(chat: ChatView, text: str) -> None:
     """Loads the model that `text` names, if it is on this computer; else the picker opens. Raises TinychatError."""
+    from tinychat.ui.screens.picker import PickedModel
+
     found = resolve(text, settings.load().models)
     path = cache.path_of(found)
     if path is None:

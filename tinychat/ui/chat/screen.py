@@ -21,7 +21,7 @@ from tinychat.chat.history import History
 from tinychat.errors import TinychatError, printable
 from tinychat.ui.chat import attach, commands, models
 from tinychat.ui.chat.markdown import MarkdownView
-from tinychat.ui.chat.message import Message
+from tinychat.ui.chat.message import TurnMessage
 from tinychat.ui.chat.overflow import OverflowScreen
 from tinychat.ui.chat.painter import Painter
 from tinychat.ui.chat.prompt import Choice, Prompt, PromptBox
@@ -319,7 +319,7 @@ class ChatScreen(Screen[None]):
 
     def action_to_messages(self) -> None:
         messages = self.transcript.messages()
-        if isinstance(self.focused, Message):
+        if isinstance(self.focused, TurnMessage):
             self._focus_message(self.focused.index - 1)
         elif messages:
             self._focus_message(messages[-1].index)
@@ -335,8 +335,8 @@ class ChatScreen(Screen[None]):
         elif index >= len(self.controller.conversation.turns):
             self.prompt.focus()
 
-    @on(Message.Acted)
-    async def _acted(self, event: Message.Acted) -> None:
+    @on(TurnMessage.Acted)
+    async def _acted(self, event: TurnMessage.Acted) -> None:
         index, c = event.index, self.controller
         try:
             match event.action:

@@ -10,7 +10,7 @@ from textual.widgets import Static
 
 from tinychat.chat.changes import Grew
 from tinychat.chat.conversation import Conversation
-from tinychat.ui.chat.message import AnswerMessage, Message, NoteLine, UserMessage
+from tinychat.ui.chat.message import AnswerMessage, NoticeLine, TurnMessage, UserMessage
 from tinychat.ui.chat.welcome import Welcome
 
 MOUNTED = 40  # turns; older ones come back on demand, so that a long conversation costs no more than a short one
@@ -49,10 +49,10 @@ class Transcript(VerticalScroll, can_focus=False):
         if self.is_anchored:
             self.anchor()
 
-    def messages(self) -> list[Message]:
-        return [w for w in self.children if isinstance(w, Message)]
+    def messages(self) -> list[TurnMessage]:
+        return [w for w in self.children if isinstance(w, TurnMessage)]
 
-    def message(self, index: int) -> Message | None:
+    def message(self, index: int) -> TurnMessage | None:
         return next((m for m in reversed(self.messages()) if m.index == index), None)
 
     @property
@@ -66,12 +66,12 @@ class Transcript(VerticalScroll, can_focus=False):
         with self.app.batch_update():
             if start == 0:
                 self._from = 0
-                await self.query_children("Message, NoteLine").remove()
+                await self.query_children("TurnMessage, NoticeLine").remove()
             else:
                 gone: list[Widget] = [m for m in self.messages() if m.index >= start]
                 if gone:
                     later = list(self.children)[self.children.index(gone[0]) + 1 :]
-                    gone += [w for w in later if isinstance(w, NoteLine)]
+                    gone += [w for w in later if isinstance(w, NoticeLine)]
                 await self.remove_children(gone)
             total = len(conversation.turns)
             self._from = max(self._from, total - MOUNTED, 0) if start else max(0, total - MOUNTED)
@@ -108,13 +108,13 @@ class Transcript(VerticalScroll, can_focus=False):
 
     async def say(self, text: str, error: bool = False) -> None:
         self.query_one(Welcome).display = False
-        await self.mount(NoteLine(text, error))
+        await self.mount(NoticeLine(text, error))
         self.to_end()
 
-    def _make(self, index: int, live: bool) -> Message:
+    def _make(self, index: int, live: bool) -> TurnMessage:
         turn = self._conversation.turns[index]
         if turn.role == "user":
-            message: Message = UserMessage(index, turn, "you")
+            message: TurnMessage = UserMessage(index, turn, "you")
         else:
             message = AnswerMessage(index, turn, self._speaker, live)
             message.thinking.folded = not (live and self.unfold)
@@ -125,8 +125,10 @@ class Transcript(VerticalScroll, can_focus=False):
         """The messages before the first turn to be shown, and the notes among them."""
         if not self._from:
             return []
-        first = next((i for i, w in enumerate(self.children) if isinstance(w, Message) and w.index >= self._from), None)
-        return [w for w in self.children[:first] if isinstance(w, Message | NoteLine)]
+        first = next(
+            (i for i, w in enumerate(self.children) if isinstance(w, TurnMessage) and w.index >= self._from), None
+        )
+        return [w for w in self.children[:first] if isinstance(w, TurnMessage | NoticeLine)]
 
     def _marks(self) -> None:
         """The welcome, the line where the sent part begins, and what is not mounted."""

@@ -11,7 +11,7 @@ from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.widgets import DataTable, ProgressBar, Static
 
-from tinychat.backend.instruments import Instrumented, JobDone, JobEvent, JobProgress, Report
+from tinychat.backend.instruments import Instrumented, JobDone, JobEvent, JobProgress, OnProgress
 from tinychat.backend.protocol import Failed
 from tinychat.backend.stream import EventStream
 from tinychat.errors import printable
@@ -98,7 +98,7 @@ class BenchScreen(Sheet[None]):
             return
         n_prompt, n_gen, repeats, name = self._n_prompt, self._n_gen, self._repeats, self._model
 
-        def measure(model: Any, report: Report, cancel: threading.Event) -> ModelResult:
+        def measure(model: Any, report: OnProgress, cancel: threading.Event) -> ModelResult:
             result = bench.run(model, n_prompt, n_gen, repeats, report, cancel, name=name)
             log.save(result)
             return result

@@ -11,7 +11,7 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
-from tinychat.backend.instruments import Instrumented, JobDone, JobProgress, Report
+from tinychat.backend.instruments import Instrumented, JobDone, JobProgress, OnProgress
 from tinychat.backend.protocol import Failed
 from tinychat.errors import printable
 from tinychat.measure.profile import Profile, profile, view
@@ -35,7 +35,7 @@ class ProfileScreen(Sheet[None]):
             yield Static("starting", classes="state")
 
     def on_mount(self) -> None:
-        def measure(model: Any, report: Report, cancel: threading.Event) -> Profile:
+        def measure(model: Any, report: OnProgress, cancel: threading.Event) -> Profile:
             return profile(model, self._steps, report, cancel, name=self._model)
 
         self._events = self._backend.run_job(measure, self._cancel)
