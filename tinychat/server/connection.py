@@ -1,0 +1,73 @@
+"""The HTTP protocol on a socket: uvicorn's, and a limit on the time that a request's headers may take."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import h11
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEADER_SECONDS = 10.0
+HEADER_BYTES = 32 << 10
+IDLE_SECONDS = 30.0  # between two requests of one connection
+CONNECTIONS = 256
+
+
+class Protocol(H11Protocol):
+    """Closes a connection whose headers do not come in time (slow loris). The body's time is limited where it is
+    read."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unwatch()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        try:
+            super().send_400_response(msg)
+        except h11.LocalProtocolError:  # garbage behind a request that is being answered
+            self.transport.close()
+
+    def _watch(self) -> None:
+        """The clock runs from the connection, or the first byte behind an answer, to the end of the headers."""
+        if self.conn.their_state is not h11.IDLE:
+            self._unwatch()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+
+    def _unwatch(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+def make_server(app: ASGIApp, host: str, port: int) -> uvicorn.Server:
+    """A server for `app`, not started yet; `port` 0 takes a free one."""
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    config = uvicorn.Config(
+        app,
+        host,
+        port,
+        http=Protocol,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        limit_concurrency=CONNECTIONS,
+        timeout_keep_alive=int(IDLE_SECONDS),
+        timeout_graceful_shutdown=2,
+        h11_max_incomplete_event_size=HEADER_BYTES,
+    )
+    return uvicorn.Server(config)
