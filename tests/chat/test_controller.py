@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.scripted import INFO, Script, scripted_load
-from tinychat.backend.local import Worker
+from tinychat.backend.worker import Worker
 from tinychat.chat.changes import Change, Ended, Grew, ModelChanged, Note, Refused, Reset
 from tinychat.chat.context import Room
 from tinychat.chat.controller import Controller

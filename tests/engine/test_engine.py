@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support import tiny
-from tinychat.backend.local import Done, Event, Failed, Finished, Generated, Loaded, Loading, Prefilling, Worker
+from tinychat.backend.worker import Done, Event, Failed, Finished, Generated, Loaded, Loading, Prefilling, Worker
 from tinychat.engine import fit
 from tinychat.engine.engine import Engine
 from tinychat.engine.kvstore import KVStore

@@ -157,7 +157,7 @@ class ScriptedEngine:
         self.tokenizer = Words()
         self.chat = ScriptedChat(self.tokenizer)
         self.notes: list[str] = []
-        self.routing, self.watch_routing = None, False
+        self.experts, self.watch_experts = None, False
         self.stop_reason = "stopped"
         self.tokens: list[int] = []
         i = self.info

@@ -7,7 +7,7 @@ import pytest
 from tests.measure.test_bench import RESULT
 from tests.support import tiny
 from tests.support.screens import UNSET, Host, text_of, until
-from tinychat.backend.local import Worker
+from tinychat.backend.worker import Worker
 from tinychat.measure import bench, log
 from tinychat.ui.screens.bench import BenchScreen, compared, summary
 from tinychat.ui.screens.profile import ProfileScreen

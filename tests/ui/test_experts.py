@@ -11,7 +11,8 @@ from tests.support import tiny
 from tests.support.screens import text_of, until
 from tinychat.chat.parameters import Parameters
 from tinychat.chat.settings import Settings
-from tinychat.engine.expert_use import RECENT, Routing
+from tinychat.engine.expert_use import RECENT
+from tinychat.engine.expert_use import RecentExperts as Routing
 from tinychat.kernels.ops import Sampling
 from tinychat.ui.app import TinychatApp
 from tinychat.ui.panel import ExpertsStrip
@@ -83,18 +84,18 @@ async def test_the_strip_of_a_real_mixture(size: tuple[int, int], tmp_path: Path
             )
 
         await say("before")
-        assert engine.routing.tokens == 0 and "experts ─" not in text_of(app)
+        assert engine.experts.tokens == 0 and "experts ─" not in text_of(app)
         await say("/experts on")
         await until(pilot, lambda: "filled while an answer is written" in text_of(app))
         assert kept == {"experts": True}
         await say("hello")
         n = engine.stats.generated_tokens
-        assert n > 1 and engine.routing.tokens == n
-        assert (engine.routing.counts().sum(axis=1) == 2 * n).all()
+        assert n > 1 and engine.experts.tokens == n
+        assert (engine.experts.counts().sum(axis=1) == 2 * n).all()
         await until(pilot, lambda: f"{n} tokens: · never ░▒▓█ to" in text_of(app))
         assert "8 experts, 2 chosen a token" in text_of(app)
         assert app.chat.query_one(ExpertsStrip).display == (size[0] < 90)
-        for row in strip(engine.routing, 60, 9)[1:3]:
+        for row in strip(engine.experts, 60, 9)[1:3]:
             assert row.plain in text_of(app)
         await pilot.resize_terminal(60, 15)
         await until(pilot, lambda: "experts ─" not in text_of(app))  # no room for it
@@ -102,7 +103,7 @@ async def test_the_strip_of_a_real_mixture(size: tuple[int, int], tmp_path: Path
         await until(pilot, lambda: "experts ─" in text_of(app))
         await pilot.press("f7")
         await until(pilot, lambda: "experts ─" not in text_of(app))
-        assert kept == {"experts": False} and not engine.watch_routing
+        assert kept == {"experts": False} and not engine.watch_experts
 
 
 async def test_a_device_that_does_not_tell_and_a_dense_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

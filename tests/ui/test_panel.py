@@ -5,7 +5,7 @@ from textual.app import App, ComposeResult
 
 from tests.support.screens import text_of, until
 from tests.support.scripted import INFO
-from tinychat.backend.local import Loading, Prefilling
+from tinychat.backend.worker import Loading, Prefilling
 from tinychat.chat.context import Usage
 from tinychat.engine.stats import Stats
 from tinychat.ui.panel import EngineLine, EnginePanel, Reading, figures

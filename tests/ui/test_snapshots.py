@@ -15,7 +15,7 @@ from tests.measure.test_bench import RESULT
 from tests.support.screens import Host, text_of, until
 from tests.support.scripted import INFO, LONG, Script, ScriptedEngine, scripted_load
 from tests.ui.test_panel import STATS
-from tinychat.backend.local import Worker
+from tinychat.backend.worker import Worker
 from tinychat.chat import settings
 from tinychat.chat.context import Room, Usage
 from tinychat.chat.conversation import Conversation, Turn

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tinychat.backend.local import Failed, Finished, Generated, Loaded, Loading, Prefilling, Worker
+from tinychat.backend.worker import Failed, Finished, Generated, Loaded, Loading, Prefilling, Worker
 from tinychat.chat.changes import Change, Ended, Grew, ModelChanged, Note, Refused, Reset
 from tinychat.chat.context import Room, Usage, measure, prompt_of, room_for
 from tinychat.chat.conversation import Attachment, Conversation, Turn

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tinychat.backend.local import Prefilling
+from tinychat.backend.worker import Prefilling
 from tinychat.engine.engine import Token
 
 

@@ -15,7 +15,7 @@ from textual.binding import Binding
 from textual.screen import Screen
 from textual.theme import Theme
 
-from tinychat.backend.local import Worker
+from tinychat.backend.worker import Worker
 from tinychat.chat import settings
 from tinychat.chat.controller import Controller, LoadEngine
 from tinychat.chat.conversation import Conversation

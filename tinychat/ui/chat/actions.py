@@ -316,7 +316,7 @@ async def experts(chat: ChatScreen, text: str) -> None:
     on = _switch(text, chat.experts, "experts")
     chat.show_experts(on)
     engine = chat.controller.engine
-    if on and engine is not None and engine.routing is None:
+    if on and engine is not None and engine.experts is None:
         await chat.note("this model has no experts; the strip appears with one that does")
 
 

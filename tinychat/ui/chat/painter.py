@@ -115,9 +115,9 @@ class Painter:
         if running is not None and stats is not None and stats.phase == "decode" and stats.last_tok_s:
             self._speeds.append(stats.last_tok_s)
         prefill = running.prefill if running is not None and not running.tokens else None
-        routing = engine.routing if engine and chat.experts else None
+        routing = engine.experts if engine and chat.experts else None
         if engine:
-            engine.watch_routing = chat.experts
+            engine.watch_experts = chat.experts
         chat.set_class(routing is not None, "-experts")
         reading = Reading(
             stats,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from textual.content import Content
 
-from tinychat.engine.expert_use import Routing
+from tinychat.engine.expert_use import RecentExperts as Routing
 from tinychat.ui.panel.figures import heading
 
 SHADES = (("·", ".dim"), ("░", ".dim"), ("▒", ".warm"), ("▓", ".warm"), ("█", ".hot"))

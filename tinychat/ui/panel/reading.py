@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tinychat.backend.local import Loading, Prefilling
+from tinychat.backend.worker import Loading, Prefilling
 from tinychat.chat.context import Usage
 from tinychat.engine.engine import ModelInfo
-from tinychat.engine.expert_use import Routing
+from tinychat.engine.expert_use import RecentExperts as Routing
 from tinychat.engine.stats import Stats
 
 

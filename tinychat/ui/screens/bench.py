@@ -11,7 +11,7 @@ from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.widgets import DataTable, ProgressBar, Static
 
-from tinychat.backend.local import Done, Failed, Progress, Report, Worker
+from tinychat.backend.worker import Done, Failed, Progress, Report, Worker
 from tinychat.engine.engine import Engine
 from tinychat.errors import printable
 from tinychat.measure import bench, log

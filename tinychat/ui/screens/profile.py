@@ -11,7 +11,7 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
-from tinychat.backend.local import Done, Failed, Progress, Report, Worker
+from tinychat.backend.worker import Done, Failed, Progress, Report, Worker
 from tinychat.engine.engine import Engine
 from tinychat.errors import printable
 from tinychat.measure.profile import Report as Profile
