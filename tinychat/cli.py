@@ -150,6 +150,35 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     )
     _json(p)
 
+    p = _add(
+        group,
+        "serve",
+        _command("serve", "commands.serve"),
+        "answer programs over HTTP: the OpenAI, Anthropic and Ollama dialects",
+        where,
+    )
+    _model(p)
+    p.add_argument("--host", default="127.0.0.1", help="the address to listen on (default 127.0.0.1: this machine)")
+    p.add_argument("--port", type=_port, default=8080, metavar="N", help="default 8080; 0 takes a free one")
+    key = p.add_mutually_exclusive_group()
+    key.add_argument("--api-key", dest="key_file", metavar="FILE", help="a file with the key that clients must send")
+    key.add_argument("--no-key", action="store_true", help="let everybody in who reaches the port")
+    p.add_argument("--context", type=_count, metavar="N", help="tokens that prompt and answer share")
+    p.add_argument(
+        "--queue", dest="queue_size", type=_count, default=16, metavar="N", help="requests that may wait (default 16)"
+    )
+    p.add_argument(
+        "--allow-host", dest="hosts", action="append", default=[], metavar="NAME", help="a name that clients call it by"
+    )
+    p.add_argument(
+        "--allow-origin",
+        dest="origins",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="a web page that may use it, as https://chat.example.com",
+    )
+
     p = _add(group, "perplexity", _command("perplexity"), "how well a model foretells a text", where)
     _model(p)
     p.add_argument("file", metavar="FILE", help="a text file")
@@ -247,6 +276,12 @@ def _command(name: str, module: str = "commands.models_tmp") -> Callable[..., ob
 def _count(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 10**7:
         raise argparse.ArgumentTypeError(f"expected a whole number above 0, not {text!r}")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"expected a port, 0 to 65535, not {text!r}")
     return int(text)
 
 

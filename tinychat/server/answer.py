@@ -31,21 +31,19 @@ PING_S = 15.0  # of silence, after which a stream says that it is alive
 
 @dataclass(frozen=True)
 class House:
-    """What the dialects know of the server: the model and the defaults of what a request does not set.
+    """What the dialects know of the server: the model, the name it goes by, and the defaults of what a request does
+    not set.
 
     `seed` None draws one per request; `most` limits the tokens of every answer.
     """
 
+    model: str
     backend: Backend
     tokenizing: Tokenizing
     sampling: Sampling = field(default_factory=Sampling)
     seed: int | None = None
     most: int | None = None
     started: int = 0  # Unix time
-
-    @property
-    def model(self) -> str:
-        return self.backend.info.name
 
 
 @dataclass
@@ -167,8 +165,10 @@ class Arrivals:
                 async with asyncio.timeout(PING_S):
                     events = await self.next()
             except TimeoutError:
-                events = []
-            yield events
+                yield []
+                continue
+            if events:
+                yield events
 
 
 def raise_failure(events: Sequence[Event]) -> None:

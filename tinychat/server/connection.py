@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 
 import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from tinychat.errors import TinychatError
 
 HEADER_SECONDS = 10.0
 HEADER_BYTES = 32 << 10
@@ -53,13 +56,24 @@ class Protocol(H11Protocol):
             self._deadline = None
 
 
-def make_server(app: ASGIApp, host: str, port: int) -> uvicorn.Server:
-    """A server for `app`, not started yet; `port` 0 takes a free one."""
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens; `port` 0 takes a free one. Raises TinychatError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(128)
+        return listening
+    except OSError as e:
+        raise TinychatError(f"cannot listen on {host} port {port}: {(e.strerror or str(e)).lower()}") from None
+
+
+def make_server(app: ASGIApp) -> uvicorn.Server:
+    """A server for `app`: `run(sockets=[listen(...)])` serves until SIGINT or SIGTERM, or `should_exit` is set."""
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     config = uvicorn.Config(
         app,
-        host,
-        port,
         http=Protocol,
         ws="none",
         log_config=None,

@@ -81,7 +81,7 @@ def model_object(house: House) -> dict[str, Any]:
     """The model as /v1/models lists it; `meta` by llama-server's names."""
     info = house.backend.info
     return {
-        "id": info.name,
+        "id": house.model,
         "object": "model",
         "created": house.started,
         "owned_by": "tinychat",
@@ -99,7 +99,7 @@ def properties(house: House) -> dict[str, Any]:
     """/props by llama-server's names; `tinychat` says what its own client wants to know."""
     info, s = house.backend.info, house.sampling
     return {
-        "model_alias": info.name,
+        "model_alias": house.model,
         "model_path": info.path.name if info.path else "",  # the file's name, not where it is
         "model_ftype": info.quant,
         "total_slots": 1,

@@ -42,7 +42,7 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         origin = headers.get("origin")
         if origin in self._policy.origins:
             send = _with_cors(send, origin)
