@@ -15,7 +15,7 @@ from tinychat.errors import TinychatError, printable
 from tinychat.models.registry import resolve
 from tinychat.server.answer import House
 from tinychat.server.app import create_app
-from tinychat.server.connection import listen, make_server
+from tinychat.server.connection import bind, make_server
 from tinychat.server.security import Policy
 
 KEY_VARIABLE = "TINYCHAT_API_KEY"
@@ -45,7 +45,7 @@ def serve(
     own = settings_of_user()
     found = resolve(text, own.models)
     path = obtain(found)
-    with listen(host, port) as listening:  # a port that is taken is said before a model is loaded
+    with bind(host, port) as listening:  # a port that is taken is said before a model is loaded
         with Bar() as bar:
             backend = LocalBackend.open(
                 path,

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tinychat.backend.protocol import Event, Finished, Prompted, ToolCall
 from tinychat.errors import TinychatError
-from tinychat.server import native, openai_chat, openai_completions, sse
+from tinychat.server import anthropic, native, ollama, openai_chat, openai_completions, openai_responses, sse
 from tinychat.server.answer import Answer, Arrivals, House, Job, raise_failure
 from tinychat.server.body import HungUp, read_object
 from tinychat.server.queue import Queue
@@ -34,7 +34,9 @@ Ask = Callable[[dict[str, Any], House], dict[str, Any]]
 
 def error_body(path: str) -> ErrorBody:
     """The format of errors on a path."""
-    return openai_chat.error
+    if path.startswith("/v1/messages"):
+        return anthropic.error
+    return ollama.error if path.startswith("/api/") else openai_chat.error
 
 
 async def send_json(send: Send, status: int, value: Any, headers: list[tuple[bytes, bytes]] | None = None) -> None:
@@ -267,7 +269,18 @@ def create_app(house: House, policy: Policy, queue_size: int) -> ASGIApp:
     def chat_loose(body: dict[str, Any], house: House) -> Job:
         return openai_chat.parse(body, house, strict=False)
 
+    def responses_loose(body: dict[str, Any], house: House) -> Job:
+        return openai_responses.parse(body, house, strict=False)
+
     routes = [
+        *posts(Answering(office, openai_responses.parse), "/v1/responses"),
+        *posts(Answering(office, responses_loose), "/responses"),
+        *posts(Answering(office, anthropic.parse), "/v1/messages"),
+        *posts(Asking(office, anthropic.count_tokens, turn=True), "/v1/messages/count_tokens"),
+        *posts(Answering(office, ollama.parse_chat), "/api/chat"),
+        *posts(Answering(office, ollama.parse_generate), "/api/generate"),
+        *posts(Asking(office, ollama.show), "/api/show"),
+        *ollama.routes(house),
         *posts(Answering(office, openai_chat.parse), "/v1/chat/completions"),
         *posts(Answering(office, chat_loose), "/chat/completions"),
         *posts(Answering(office, openai_completions.parse), "/v1/completions"),

@@ -56,21 +56,20 @@ class Protocol(H11Protocol):
             self._deadline = None
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; `port` 0 takes a free one. Raises TinychatError."""
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens once it is served; `port` 0 takes a free one. Raises TinychatError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind, protocol)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
-        listening.listen(128)
         return listening
     except OSError as e:
         raise TinychatError(f"cannot listen on {host} port {port}: {(e.strerror or str(e)).lower()}") from None
 
 
 def make_server(app: ASGIApp) -> uvicorn.Server:
-    """A server for `app`: `run(sockets=[listen(...)])` serves until SIGINT or SIGTERM, or `should_exit` is set."""
+    """A server for `app`: `run(sockets=[bind(...)])` serves until SIGINT or SIGTERM, or `should_exit` is set."""
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     config = uvicorn.Config(
         app,
