@@ -239,14 +239,18 @@ def _form(fields: Fields) -> dict[str, Any] | None:
 # Answers
 
 
-def usage_object(prompted: Prompted, finished: Finished) -> dict[str, Any]:
+def usage_object(prompt: int, cached: int, generated: int, thought: int) -> dict[str, Any]:
     """Tokens as Anthropic counts them: what came from the cache is apart from the input."""
-    prompt, cached, generated = usage(prompted, finished)
     return {
         "input_tokens": prompt - cached,
+        "cache_creation": None,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": generated,
+        "output_tokens_details": {"thinking_tokens": thought},
+        "server_tool_use": None,
+        "service_tier": "standard",
+        "inference_geo": None,
     }
 
 
@@ -257,6 +261,18 @@ def _input(arguments: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _text_block(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text, "citations": None}
+
+
+def _thinking_block(text: str) -> dict[str, Any]:
+    return {"type": "thinking", "thinking": text, "signature": ""}
+
+
+def _tool_block(id: str, name: str, given: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": id, "name": name, "input": given, "caller": {"type": "direct"}}
 
 
 @dataclass
@@ -271,25 +287,22 @@ class MessagesReply:
     _index: int = -1  # of the open block
     _open: str = ""  # its type
     _call: int = -1  # which call it is
+    _thought: int = 0
 
     def begin(self, prompted: Prompted) -> bytes:
         self._prompted = prompted
         before = prompted.usage
-        counted = {
-            "input_tokens": before.prompt + before.answer,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": 0,
-            "output_tokens": 0,
-        }
+        counted = usage_object(before.prompt + before.answer, 0, 0, 0)
         message = self._message([], None, None, counted)
         return sse.named({"type": "message_start", "message": message})
 
     def event(self, event: Event) -> bytes:
-        if isinstance(event, Piece) and event.text:
-            if event.kind == "thinking":
-                block, delta = {"type": "thinking", "thinking": "", "signature": ""}, "thinking"
-            else:
-                block, delta = {"type": "text", "text": ""}, "text"
+        if isinstance(event, Piece):
+            thinking = event.kind == "thinking"
+            self._thought += len(event.tokens) if thinking else 0
+            if not event.text:
+                return b""
+            block, delta = (_thinking_block(""), "thinking") if thinking else (_text_block(""), "text")
             begun = b"" if self._open == block["type"] else self._close() + self._begin(block)
             return begun + self._delta({"type": f"{delta}_delta", delta: event.text})
         if isinstance(event, ToolCall):
@@ -304,12 +317,12 @@ class MessagesReply:
     def whole(self, answer: Answer) -> dict[str, Any]:
         blocks: list[dict[str, Any]] = []
         if answer.thinking:
-            blocks.append({"type": "thinking", "thinking": answer.thinking, "signature": ""})
+            blocks.append(_thinking_block(answer.thinking))
         if answer.text or not answer.calls:
-            blocks.append({"type": "text", "text": answer.text})
-        blocks += [{"type": "tool_use", "id": c.id, "name": c.name, "input": _input(c.arguments)} for c in answer.calls]
+            blocks.append(_text_block(answer.text))
+        blocks += [_tool_block(c.id, c.name, _input(c.arguments)) for c in answer.calls]
         reason = finish(answer.finished.reason, REASONS)
-        counted = usage_object(answer.prompted, answer.finished)
+        counted = usage_object(*usage(answer.prompted, answer.finished), answer.thought)
         return self._message(blocks, reason, answer.finished.stop_string or None, counted)
 
     def _message(
@@ -323,6 +336,8 @@ class MessagesReply:
             "content": blocks,
             "stop_reason": reason,
             "stop_sequence": stop,
+            "stop_details": None,
+            "container": None,
             "usage": counted,
         }
 
@@ -345,18 +360,18 @@ class MessagesReply:
         begun = b""
         if call.index != self._call:
             self._call = call.index
-            begun = self._close() + self._begin({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
+            begun = self._close() + self._begin(_tool_block(call.id, call.name, {}))
         if not call.arguments:
             return begun
         return begun + self._delta({"type": "input_json_delta", "partial_json": call.arguments})
 
     def _finish(self, finished: Finished) -> bytes:
         assert self._prompted is not None
-        begun = self._begin({"type": "text", "text": ""}) if self._index < 0 else b""
+        begun = self._begin(_text_block("")) if self._index < 0 else b""
         delta = {
             "stop_reason": finish(finished.reason, REASONS),
             "stop_sequence": finished.stop_string or None,
         }
-        counted = usage_object(self._prompted, finished)
+        counted = usage_object(*usage(self._prompted, finished), self._thought)
         ending = sse.named({"type": "message_delta", "delta": delta, "usage": counted})
         return begun + self._close() + ending + sse.named({"type": "message_stop"})
