@@ -115,18 +115,19 @@ class Answering:
 
 
 async def _limited(job: Job, first: list[Event], arrivals: Arrivals) -> AsyncIterator[list[Event]]:
-    """The events in batches; of an answer with one_call, up to its first call."""
-    one = False
-    yield first
-    async for events in arrivals.batches():
+    """The events in batches, `first` before those of `arrivals`; of an answer with one_call, up to its first call."""
+    further = arrivals.batches()
+    batch: list[Event] | None = first
+    while batch is not None:
         if job.one_call:
-            if any(isinstance(e, ToolCall) and e.index for e in events):
-                one = True
+            kept = [e for e in batch if not (isinstance(e, ToolCall) and e.index)]
+            if len(kept) < len(batch):
                 job.request.cancel.set()
-            events = [e for e in events if not (isinstance(e, ToolCall) and e.index)]
-            if one and events and isinstance(events[-1], Finished):
-                events[-1] = replace(events[-1], reason="tool_calls")
-        yield events
+            if job.request.cancel.is_set() and kept and isinstance(kept[-1], Finished):
+                kept[-1] = replace(kept[-1], reason="tool_calls")
+            batch = kept
+        yield batch
+        batch = await anext(further, None)
 
 
 async def _whole(job: Job, batches: AsyncIterator[list[Event]], send: Send) -> Finished:

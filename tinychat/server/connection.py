@@ -14,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from tinychat.errors import TinychatError
 
 HEADER_SECONDS = 10.0
-HEADER_BYTES = 32 << 10
+HEADER_BYTES = 64 << 10  # that may wait for their end; what is complete is checked by the guard
 IDLE_SECONDS = 30.0  # between two requests of one connection
 CONNECTIONS = 256
 

@@ -16,6 +16,7 @@ from tinychat.server.refusal import Refused
 
 OPEN_PATHS = frozenset({"/health", "/v1/health"})  # need no key: they tell nothing but that the server is there
 MAX_HEADERS = 100
+MAX_HEADER_BYTES = 32 << 10
 
 Refuse = Callable[[Refused, Scope, Receive, Send], Awaitable[None]]
 
@@ -56,8 +57,9 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _check(self, scope: Scope, headers: dict[str, str]) -> None:
-        if len(scope["headers"]) > MAX_HEADERS:
-            raise Refused("invalid", f"more than {MAX_HEADERS} headers")
+        size = sum(len(name) + len(value) for name, value in scope["headers"])
+        if len(scope["headers"]) > MAX_HEADERS or size > MAX_HEADER_BYTES:
+            raise Refused("invalid", f"more than {MAX_HEADERS} headers or {MAX_HEADER_BYTES >> 10} KB of them")
         host, origin = headers.get("host", ""), headers.get("origin")
         if not self._is_here(host):
             raise Refused("forbidden", "the Host is not a name of this server; `--allow-host NAME` adds one")
