@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-EVERYWHERE = {"errors", "console"}  # leaf modules that any room may use
+EVERYWHERE = {"errors", "files", "units", "console"}  # leaf modules that any room may use
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
+    "files": set(),
+    "units": set(),
     "console": set(),
+    "process": set(),
     "kernels": set(),
     "engine": {"kernels"},
     "models": {"engine"},
@@ -21,7 +24,7 @@ ROOMS: dict[str, set[str]] = {
     "measure": {"backend", "engine", "kernels"},
     "chat": {"backend", "models"},
     "server": {"backend"},
-    "ui": {"chat", "backend", "models", "measure"},
+    "ui": {"chat", "backend", "models", "measure", "process"},
     "commands": {"ui", "chat", "server", "measure", "backend", "models", "engine"},
     "cli": {"commands", "chat"},
 }

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.scripted import INFO, Script, scripted_load
-from tinychat.backend.worker import Worker
-from tinychat.chat.changes import Change, Ended, Grew, ModelChanged, Note, Refused, Reset
-from tinychat.chat.context import Room
+from tests.support.scripted import INFO, Script, scripted
+from tinychat.chat.changes import Change, Ended, Grew, ModelChanged, Notice, Overflow, Refused, Reset
 from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import Conversation, Turn
 from tinychat.chat.parameters import Parameters, set_parameter
@@ -22,7 +20,7 @@ class Chat:
     def __init__(self, script: Script, load: bool = True, **kw) -> None:
         self.script = script
         self.saved: list[Conversation] = []
-        self.controller = Controller(Worker(scripted_load(script)), save=self.saved.append, **kw)
+        self.controller = Controller(scripted(script), save=self.saved.append, **kw)
         self.changes: list[Change] = []
         if load:
             self.controller.load("m", Path("m.gguf"))
@@ -164,7 +162,7 @@ def test_regenerate_draws_another_seed_unless_it_is_set():
 def test_messages_typed_meanwhile_wait_their_turn():
     chat = Chat(Script(["one", "two", "three"], load_s=0.05), load=False)
     chat.controller.ask(Turn("user", "early"))
-    assert [c.error for c in chat.controller.poll() if isinstance(c, Note)] == [True]
+    assert [c.error for c in chat.controller.poll() if isinstance(c, Notice)] == [True]
     chat.controller.load("m", Path("m.gguf"))
     chat.controller.ask(Turn("user", "while loading"))
     chat.settle()
@@ -180,7 +178,7 @@ def test_a_failure_is_one_line_and_the_next_question_works():
     chat = Chat(Script(["one two three four five"], fail_after=2))
     answer = chat.ask("a")
     assert answer.stop_reason == "failed" and answer.text == "one two"
-    assert [n.text for n in chat.of(Note)] == ["the scripted engine failed as it was told to"]
+    assert [n.text for n in chat.of(Notice)] == ["the scripted engine failed as it was told to"]
     chat.script.fail_after = None
     assert chat.ask("b").stop_reason == "eos"
 
@@ -188,8 +186,8 @@ def test_a_failure_is_one_line_and_the_next_question_works():
 def test_a_model_that_does_not_load():
     chat = Chat(Script(fail_load="m.gguf: not a GGUF file"), load=False)
     chat.controller.load("m", Path("m.gguf"))
-    chat.until(lambda: chat.of(Note))
-    assert not chat.controller.ready and chat.of(Note)[0].error
+    chat.until(lambda: chat.of(Notice))
+    assert not chat.controller.ready and chat.of(Notice)[0].error
     with pytest.raises(TinychatError):
         chat.controller.regenerate()
 
@@ -203,12 +201,12 @@ def test_before_the_context_overflows_the_user_is_asked():
     for i in range(9):
         chat.controller.ask(Turn("user", f"question {i}"))
         chat.settle()
-        if chat.of(Room):
+        if chat.of(Overflow):
             break
-    room = chat.of(Room)[0]
+    room = chat.of(Overflow)[0]
     asked = len(chat.turns)
     assert (
-        room.tokens + room.reserve > room.limit == 128
+        room.usage.used + room.reserve > room.usage.limit == 128
         and "turns" in room.options
         and chat.turns[-1].role == "assistant"
     )
@@ -227,8 +225,8 @@ def test_dropping_thinking_makes_room():
     chat.ask("a")
     chat.controller.ask(Turn("user", "b"))
     chat.settle()
-    room = chat.of(Room)[0]
-    assert room.options == ("turns", "thinking", "stop") and room.thinking > 60
+    room = chat.of(Overflow)[0]
+    assert room.options == ("turns", "thinking", "stop") and room.usage.thinking > 60
     chat.controller.resolve(room, "thinking")
     chat.settle()
     assert "hm" not in chat.script.prompts[-1] and chat.turns[-1].text and chat.turns[1].thinking
@@ -237,14 +235,14 @@ def test_dropping_thinking_makes_room():
 def test_an_answer_that_fills_the_context_asks_too():
     chat = small(64, Script(["word " * 500, "on"]))
     chat.ask("a")
-    assert chat.turns[-1].stop_reason == "context" and chat.of(Room)[0].options == ("stop",)
+    assert chat.turns[-1].stop_reason == "context" and chat.of(Overflow)[0].options == ("stop",)
 
 
 def test_a_message_too_long_for_the_context_comes_back():
     chat = small(64, Script(["x"]))
     chat.controller.ask(Turn("user", "word " * 100))
     chat.settle()
-    room = chat.of(Room)[0]
+    room = chat.of(Overflow)[0]
     assert room.options == ("stop",) and room.typed and chat.turns == ()
 
 
@@ -286,7 +284,7 @@ def test_another_context_length_loads_the_model_again():
     chat.controller.set_parameters(set_parameter(Parameters(), "context", "512"))
     assert not chat.controller.ready
     chat.until(lambda: chat.controller.ready)
-    assert chat.controller.engine.info.max_context == 512 and chat.script.loads[-1]["max_context"] == 512
+    assert chat.controller.info.max_context == 512 and chat.script.loads[-1]["max_context"] == 512
 
 
 def test_saving_goes_on_at_most_once_a_second_while_it_streams():
@@ -308,7 +306,7 @@ def test_a_history_that_fails_is_said_once():
     def broken(conversation):
         raise TinychatError("the disk is full")
 
-    controller = Controller(Worker(scripted_load(Script(["x"]))), save=broken)
+    controller = Controller(scripted(Script(["x"])), save=broken)
     controller.load("m", Path("m"))
     changes = []
     for text in ("a", "b"):
@@ -317,6 +315,6 @@ def test_a_history_that_fails_is_said_once():
         while controller.queue or controller.busy or not controller.ready:
             assert time.monotonic() < deadline
             changes += controller.poll()
-    assert [n.text for n in changes if isinstance(n, Note)] == [
+    assert [n.text for n in changes if isinstance(n, Notice)] == [
         "the disk is full; this conversation is not being saved"
     ]

@@ -11,21 +11,20 @@ from tinychat.chat.history import History
 CHAT = """
 import asyncio, sys, time
 from pathlib import Path
-from tests.support.scripted import INFO, Script, ScriptedEngine
+from tests.support.scripted import INFO, Script, ScriptedBackend
+from tinychat.backend.protocol import Piece
 from tinychat.chat.history import History
 from tinychat.ui.app import TinychatApp
 
-class Telling(ScriptedEngine):
-    def generate(self, *args, **kw):
-        for token in super().generate(*args, **kw):
-            yield token
-            if token.text:
-                print(time.time(), file=sys.__stdout__, flush=True)
+class Telling(ScriptedBackend):
+    def told(self, event):
+        if isinstance(event, Piece) and event.text:
+            print(time.time(), file=sys.__stdout__, flush=True)
 
 async def main():
     script = Script(answers=("word " * 4000,), rate=200)
     history = History(Path(sys.argv[1]))
-    app = TinychatApp("m", INFO.path, load_engine=lambda path, **options: Telling(script), history=history)
+    app = TinychatApp("m", INFO.path, open_backend=lambda path, **options: Telling(script), history=history)
     async with app.run_test() as pilot:
         while not app.controller.ready:
             await asyncio.sleep(0.01)

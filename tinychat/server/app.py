@@ -285,6 +285,14 @@ def create_app(house: House, policy: Policy, queue_size: int) -> ASGIApp:
         *posts(Answering(office, openai_chat.parse), "/v1/chat/completions"),
         *posts(Answering(office, chat_loose), "/chat/completions"),
         *posts(Answering(office, openai_completions.parse), "/v1/completions"),
+        *posts(
+            Asking(office, native.count_chat, turn=True),
+            "/v1/chat/completions/input_tokens",
+            "/chat/completions/input_tokens",
+        ),
+        *posts(
+            Asking(office, openai_responses.count, turn=True), "/v1/responses/input_tokens", "/responses/input_tokens"
+        ),
         *native.routes(house, office.queue, office.counts),
         *posts(Asking(office, native.tokenize), "/tokenize"),
         *posts(Asking(office, native.detokenize), "/detokenize"),

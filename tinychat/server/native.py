@@ -182,6 +182,12 @@ def apply_template(body: dict[str, Any], house: House) -> dict[str, Any]:
     return {"prompt": house.tokenizing.prompt_text(chat_request(body, house))}
 
 
+def count_chat(body: dict[str, Any], house: House) -> dict[str, Any]:
+    """/v1/chat/completions/input_tokens: a chat request -> the tokens of its prompt, and what they are."""
+    counted = house.backend.measure(chat_request(body, house))
+    return {"input_tokens": counted.prompt + counted.answer, "details": openai_chat.usage_details(counted)}
+
+
 def chat_request(body: dict[str, Any], house: House) -> Request:
     """A Chat Completions request that nobody answers."""
     return openai_chat.parse(body, house, strict=False).request

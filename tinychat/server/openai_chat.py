@@ -17,7 +17,6 @@ from tinychat.backend.protocol import (
     Prefilling,
     Prompted,
     Request,
-    Stats,
     TokenPiece,
     ToolCall,
 )
@@ -142,6 +141,45 @@ class Extras:
     @classmethod
     def take(cls, fields: Fields) -> Extras:
         return cls(fields.flag("return_progress"), fields.flag("timings_per_token"), fields.flag("return_details"))
+
+    def of_piece(self, piece: Piece) -> dict[str, Any]:
+        """The tokens of a chunk, for tinychat's own client."""
+        if not self.tokens or not piece.tokens:
+            return {}
+        return {"details": {"kind": piece.kind, "tokens": [(t.id, t.text, t.logprob, t.top) for t in piece.tokens]}}
+
+    def of_moment(self, house: House) -> dict[str, Any]:
+        """The figures of this moment."""
+        stats = house.backend.snapshot() if self.timings else None
+        return {"timings": timings(stats)} if stats else {}
+
+    def of_end(self, finished: Finished) -> dict[str, Any]:
+        """All figures of the answer, for tinychat's own client."""
+        if not self.tokens:
+            return {}
+        return {
+            "details": {
+                "usage": usage_details(finished.usage),
+                "stats": finished.stats.as_dict(),
+                "reason": finished.reason,
+                "stop_string": finished.stop_string,
+            }
+        }
+
+
+def prompted_details(prompted: Prompted) -> dict[str, Any]:
+    """What the prompt is, for tinychat's own client."""
+    return {"usage": usage_details(prompted.usage), "dropped": prompted.dropped}
+
+
+def progress(event: Prefilling, began: float) -> dict[str, Any]:
+    """How much of the prompt is read, by llama-server's names; `began` by time.monotonic()."""
+    return {
+        "total": event.reused + event.total,
+        "cache": event.reused,
+        "processed": event.reused + event.done,
+        "time_ms": int((time.monotonic() - began) * 1e3),
+    }
 
 
 def stream_options(fields: Fields) -> tuple[bool, bool]:
@@ -328,10 +366,8 @@ class ChatReply:
 
     def begin(self, prompted: Prompted) -> bytes:
         self._prompted, self._began = prompted, time.monotonic()
-        more: dict[str, Any] = {}
-        if self.extras.tokens:
-            more["details"] = {"usage": _usage_details(prompted.usage), "dropped": prompted.dropped}
-        return self._chunk({"role": "assistant", "content": None}, **more)
+        more = {"details": prompted_details(prompted)} if self.extras.tokens else {}
+        return self._chunk({"role": "assistant", "content": None}, more=more)
 
     def event(self, event: Event) -> bytes:
         if isinstance(event, Piece):
@@ -380,14 +416,12 @@ class ChatReply:
         thinking = piece.kind == "thinking"
         self._thought += len(piece.tokens) if thinking else 0
         delta = {"reasoning_content" if thinking else "content": piece.text} if piece.text else {}
-        more: dict[str, Any] = {}
-        if self.extras.tokens and piece.tokens:
-            more["details"] = {"kind": piece.kind, "tokens": [(t.id, t.text, t.logprob) for t in piece.tokens]}
+        more = self.extras.of_piece(piece)
         if self.logprobs and not thinking:
             self._tokens += piece.tokens
         if not delta and not more:
             return b""
-        return self._chunk(delta, logprobs=self._entries() if delta and not thinking else None, **more)
+        return self._chunk(delta, logprobs=self._entries() if delta and not thinking else None, more=more)
 
     def _entries(self) -> dict[str, Any] | None:
         """The log-probabilities that are due with the text that is sent now."""
@@ -404,41 +438,30 @@ class ChatReply:
         return self._chunk({"tool_calls": [found]})
 
     def _progress(self, event: Prefilling) -> bytes:
-        progress = {
-            "total": event.reused + event.total,
-            "cache": event.reused,
-            "processed": event.reused + event.done,
-            "time_ms": int((time.monotonic() - self._began) * 1e3),
-        }
-        return self._chunk({}, prompt_progress=progress)
+        return self._chunk({}, more={"prompt_progress": progress(event, self._began)})
 
     def _finish(self, finished: Finished) -> bytes:
         assert self._prompted is not None
-        last: dict[str, Any] = {"timings": timings(finished.stats)}
-        if self.extras.tokens:
-            last["details"] = {
-                "usage": _usage_details(finished.usage),
-                "stats": finished.stats.as_dict(),
-                "reason": finished.reason,
-                "stop_string": finished.stop_string,
-            }
+        last = {"timings": timings(finished.stats)} | self.extras.of_end(finished)
         counted = usage_object(self._prompted, finished, self._thought)
         reason = finish(finished.reason, REASONS)
         if not self.include_usage:
-            return self._chunk({}, reason, **last) + sse.DONE
+            return self._chunk({}, reason, more=last) + sse.DONE
         empty = self._object([]) | {"usage": counted} | last
         return self._chunk({}, reason) + sse.data(empty) + sse.DONE
 
     def _chunk(
-        self, delta: dict[str, Any], reason: str | None = None, logprobs: dict[str, Any] | None = None, **more: Any
+        self,
+        delta: dict[str, Any],
+        reason: str | None = None,
+        logprobs: dict[str, Any] | None = None,
+        more: dict[str, Any] | None = None,
     ) -> bytes:
         choice: dict[str, Any] = {"index": 0, "delta": delta, "finish_reason": reason}
         if logprobs is not None:
             choice["logprobs"] = logprobs
-        if self.extras.timings and "role" not in delta and "timings" not in more:
-            stats: Stats | None = self.house.backend.snapshot()
-            more |= {"timings": timings(stats)} if stats else {}
-        return sse.data(self._object([choice]) | more)
+        now = self.extras.of_moment(self.house) if "role" not in delta else {}
+        return sse.data(self._object([choice]) | now | (more or {}))
 
     def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -451,7 +474,7 @@ class ChatReply:
         }
 
 
-def _usage_details(u: ContextUsage) -> dict[str, Any]:
+def usage_details(u: ContextUsage) -> dict[str, Any]:
     """What the prompt is made of, for tinychat's own client."""
     return {
         "system": u.system,

@@ -6,11 +6,22 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinychat.backend.protocol import Event, Finished, Piece, Prompted, Request, TokenPiece
+from tinychat.backend.protocol import Event, Finished, Piece, Prefilling, Prompted, Request, TokenPiece
 from tinychat.server import sse
 from tinychat.server.answer import Answer, House, Job, finish, timings
 from tinychat.server.fields import Fields
-from tinychat.server.openai_chat import FINGERPRINT, NOTES, REASONS, error, new_id, stream_options, usage_object
+from tinychat.server.openai_chat import (
+    FINGERPRINT,
+    NOTES,
+    REASONS,
+    Extras,
+    error,
+    new_id,
+    progress,
+    prompted_details,
+    stream_options,
+    usage_object,
+)
 from tinychat.server.refusal import Refused
 from tinychat.server.sampling import MAX_STOP, MAX_STOPS, MAX_TOKENS, logit_bias, max_tokens, model, sampling
 
@@ -25,6 +36,7 @@ def parse(body: dict[str, Any], house: House) -> Job:
     fields = Fields(body)
     model(fields, True)
     stream, include_usage = stream_options(fields)
+    extras = Extras.take(fields)
     top = fields.integer("logprobs", None, 0, 20)
     if top is not None and not house.backend.info.can.logprobs:
         raise fields.refuse("logprobs", "this model's probabilities are not known here")
@@ -39,7 +51,7 @@ def parse(body: dict[str, Any], house: House) -> Job:
     fields.notes(*NOTES)
     fields.fixed(ONLY)
     fields.done()
-    return Job(request, CompletionReply(house, include_usage, top is not None), stream)
+    return Job(request, CompletionReply(house, include_usage, extras, top is not None), stream)
 
 
 def prompt(fields: Fields, house: House) -> str:
@@ -62,26 +74,33 @@ class CompletionReply:
 
     house: House
     include_usage: bool
+    extras: Extras
     logprobs: bool
     id: str = field(default_factory=lambda: new_id("cmpl-"))
     created: int = field(default_factory=lambda: int(time.time()))
     media_type = sse.EVENT_STREAM
     ping = sse.PING
     _prompted: Prompted | None = None
+    _began: float = 0.0
     _offset: int = 0
     _tokens: list[TokenPiece] = field(default_factory=list)
 
     def begin(self, prompted: Prompted) -> bytes:
-        self._prompted = prompted
-        return b""
+        self._prompted, self._began = prompted, time.monotonic()
+        if not self.extras.tokens:
+            return b""
+        return sse.data(self._object([]) | {"details": prompted_details(prompted)})
 
     def event(self, event: Event) -> bytes:
         if isinstance(event, Piece):
             self._tokens += event.tokens
-            if not event.text:
+            if not event.text and not self.extras.tokens:
                 return b""
             tokens, self._tokens = self._tokens, []
-            return sse.data(self._object([self._choice(event.text, tokens, None)]))
+            more: dict[str, Any] = self.extras.of_piece(event) | self.extras.of_moment(self.house)
+            return sse.data(self._object([self._choice(event.text, tokens, None)]) | more)
+        if isinstance(event, Prefilling) and self.extras.progress:
+            return sse.data(self._object([]) | {"prompt_progress": progress(event, self._began)})
         if isinstance(event, Finished):
             return self._finish(event)
         return b""
@@ -100,7 +119,7 @@ class CompletionReply:
     def _finish(self, finished: Finished) -> bytes:
         assert self._prompted is not None
         last = self._object([self._choice("", self._tokens, finish(finished.reason, REASONS))])
-        more = {"timings": timings(finished.stats)}
+        more = {"timings": timings(finished.stats)} | self.extras.of_end(finished)
         if not self.include_usage:
             return sse.data(last | more) + sse.DONE
         counted = {"usage": usage_object(self._prompted, finished, 0)}

@@ -21,7 +21,7 @@ from tinychat.backend.protocol import (
 from tinychat.server import sse
 from tinychat.server.answer import Answer, House, Job, timings, usage
 from tinychat.server.fields import Fields
-from tinychat.server.openai_chat import EFFORTS, NOTES, error, logprob_entries, new_id
+from tinychat.server.openai_chat import EFFORTS, NOTES, Extras, error, logprob_entries, new_id, progress
 from tinychat.server.refusal import Refused, invalid
 from tinychat.server.sampling import (
     MAX_MESSAGES,
@@ -98,12 +98,10 @@ def parse(body: dict[str, Any], house: House, *, strict: bool = True) -> Job:
     return Job(request, ResponsesReply(house, echo, request, extras), stream, one_call)
 
 
-@dataclass(frozen=True)
-class Extras:
-    """What llama-server adds to a stream when asked to."""
-
-    progress: bool = False
-    timings: bool = False
+def count(body: dict[str, Any], house: House) -> dict[str, Any]:
+    """/v1/responses/input_tokens: a request -> the tokens of its prompt."""
+    counted = house.backend.measure(parse(body, house, strict=False).request)
+    return {"object": "response.input_tokens", "input_tokens": counted.prompt + counted.answer}
 
 
 @dataclass
@@ -263,14 +261,8 @@ class ResponsesReply:
         if isinstance(event, ToolCall):
             return self._call(event)
         if isinstance(event, Prefilling) and self.extras.progress:
-            progress = {
-                "total": event.reused + event.total,
-                "cache": event.reused,
-                "processed": event.reused + event.done,
-                "time_ms": int((time.monotonic() - self._began) * 1e3),
-            }
             response = self._response("in_progress", [], None)
-            return self._send("response.in_progress", response=response, prompt_progress=progress)
+            return self._send("response.in_progress", response=response, prompt_progress=progress(event, self._began))
         if isinstance(event, Finished):
             return self._finish(event)
         return b""
@@ -307,9 +299,7 @@ class ResponsesReply:
         begun = b"" if self._open == "message" else self._close() + self._begin("message")
         self._text.append(piece.text)
         new = piece.tokens if self.request.logprobs is not None else ()
-        more: dict[str, Any] = {"logprobs": _logprobs(self.house, new)}
-        if self.extras.timings and (stats := self.house.backend.snapshot()):
-            more["timings"] = timings(stats)
+        more = {"logprobs": _logprobs(self.house, new)} | self.extras.of_moment(self.house)
         return begun + self._part("response.output_text.delta", delta=piece.text, **more)
 
     def _call(self, call: ToolCall) -> bytes:

@@ -20,6 +20,7 @@ from pathlib import Path
 from platformdirs import user_cache_dir
 
 from tinychat.errors import TinychatError
+from tinychat.files import replace_file
 
 SOURCES = Path(__file__).parent
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall")
@@ -69,15 +70,6 @@ def host_cpu() -> str:
     return platform.processor()
 
 
-def _write(path: Path, data: bytes, mode: int) -> None:
-    """Puts `data` at `path` in one step, so that a second process never sees half a file."""
-    fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    with os.fdopen(fd, "wb") as f:
-        f.write(data)
-    os.chmod(tmp, mode)
-    os.replace(tmp, path)
-
-
 def build(flags: Sequence[str] = ("-march=native",), notice: Callable[[str], None] | None = None) -> Path:
     """Path of the shared library made from the C sources beside this file with `flags`; compiled if not in the cache.
 
@@ -104,7 +96,7 @@ def build(flags: Sequence[str] = ("-march=native",), notice: Callable[[str], Non
         if done.returncode:
             line = next((ln for ln in done.stderr.splitlines() if "error" in ln), done.stderr[:200])
             raise TinychatError(f"{Path(command[0]).name} cannot compile the CPU kernels: {line}")
-        _write(path, out.read_bytes(), 0o755)
+        replace_file(path, out.read_bytes(), mode=0o755)
     return path
 
 
@@ -146,6 +138,6 @@ def tinygrad_cc() -> str | None:
     text = _WRAPPER.replace("{zig}", exe).encode()
     path = cache_dir() / f"clang-{hashlib.sha256(text).hexdigest()[:12]}"
     if not path.exists():
-        _write(path, text, 0o755)
+        replace_file(path, text, mode=0o755)
     os.environ["CC"] = str(path)
     return str(path)
