@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+
+from starlette.types import ASGIApp
 
 from tinychat.backend.protocol import (
     Capabilities,
@@ -29,12 +31,19 @@ from tinychat.server.connection import bind, make_server
 from tinychat.server.security import Policy
 
 
+def serving(
+    house: House, policy: Policy | None = None, queue_size: int = 16
+) -> AbstractContextManager[str, bool | None]:
+    """Our server; its URL, without /v1."""
+    return serving_app(create_app(house, policy or Policy(), queue_size))
+
+
 @contextmanager
-def serving(house: House, policy: Policy | None = None, queue_size: int = 16) -> Iterator[str]:
-    """The server's URL, without /v1."""
+def serving_app(app: ASGIApp) -> Iterator[str]:
+    """Any application behind HTTP on loopback; its URL."""
     listening = bind("127.0.0.1", 0)
     listening.listen()
-    server = make_server(create_app(house, policy or Policy(), queue_size))
+    server = make_server(app)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])))
     thread.start()
     try:

@@ -121,6 +121,7 @@ class RemoteBackend:
             await asyncio.sleep(CANCEL_S)
         if self._client is not None:
             await self._client.aclose()
+        await self._loop.shutdown_asyncgens()
         self._loop.stop()
 
     async def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
@@ -259,7 +260,7 @@ class RemoteBackend:
                     if "error" in chunk:
                         message = _one_line(_dict(chunk["error"]).get("message") or chunk["error"])
                         return Failed(message)
-                    for event in reading.read(chunk):
+                    for event in _read(reading, chunk):
                         stream.put(event)
                     self._stats = reading.stats
         except httpx.TimeoutException:
@@ -428,6 +429,14 @@ class _Reading:
 
 
 # What comes over the wire
+
+
+def _read(reading: _Reading, chunk: Mapping[str, Any]) -> list[Event]:
+    """The events of a chunk, whatever types a server puts into its fields."""
+    try:
+        return reading.read(chunk)
+    except (TypeError, ValueError):
+        raise httpx.RemoteProtocolError("what came is no answer") from None
 
 
 async def _chunks(response: httpx.Response) -> AsyncIterator[Mapping[str, Any]]:

@@ -121,6 +121,7 @@ def properties(house: House) -> dict[str, Any]:
             "version": __version__,
             "can": {name: getattr(info.can, name) for name in info.can.__dataclass_fields__},
             "architecture": info.architecture,
+            "quant": info.quant,
             "parameters": info.parameters,
             "active_parameters": info.active_parameters,
             "layers": info.layers,
