@@ -279,6 +279,10 @@ def _thinking(fields: Fields, house: House) -> tuple[bool | None, dict[str, Any]
     if not isinstance(thinking, bool | None):
         raise fields.refuse("chat_template_kwargs.enable_thinking", "expected true or false")
     effort = fields.choice("reasoning_effort", EFFORTS)
+    if (asked := fields.fields("reasoning")) is not None:  # OpenRouter's spelling, and that of Responses
+        effort = asked.choice("effort", EFFORTS) or effort
+        asked.choice("summary", ("auto", "concise", "detailed"))
+        asked.done()
     if effort is not None:
         thinking = effort != "none"
         kwargs["reasoning_effort"] = effort
