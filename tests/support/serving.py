@@ -39,9 +39,9 @@ def serving(
 
 
 @contextmanager
-def serving_app(app: ASGIApp) -> Iterator[str]:
+def serving_app(app: ASGIApp, port: int = 0) -> Iterator[str]:
     """Any application behind HTTP on loopback; its URL."""
-    listening = bind("127.0.0.1", 0)
+    listening = bind("127.0.0.1", port)
     listening.listen()
     server = make_server(app)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])))
