@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.scripted import INFO, Script, scripted
+from tinychat.backend.protocol import Usage
 from tinychat.chat.changes import Change, Ended, Grew, ModelChanged, Notice, Overflow, Refused, Reset
 from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import Conversation, Turn
 from tinychat.chat.parameters import Parameters, set_parameter
+from tinychat.chat.state import Answering, Idle, Stopping
 from tinychat.errors import TinychatError
 
 
@@ -318,3 +320,79 @@ def test_a_history_that_fails_is_said_once():
     assert [n.text for n in changes if isinstance(n, Notice)] == [
         "the disk is full; this conversation is not being saved"
     ]
+
+
+def test_a_model_that_does_not_load_costs_neither_the_loaded_one_nor_what_was_typed():
+    chat = Chat(Script(["one", "two"]))
+    chat.ask("a")
+    chat.script.fail_load = "other.gguf: not a GGUF file"
+    chat.controller.load("other", Path("other.gguf"))
+    chat.controller.ask(Turn("user", "for the other model"))
+    assert chat.controller.info is None and chat.controller.conversation.model == "other"
+    chat.until(lambda: chat.controller.ready)
+    assert chat.controller.conversation.model == "m" and [c.turn.text for c in chat.of(Refused)] == [
+        "for the other model"
+    ]
+    assert chat.of(Notice)[-1].error and chat.ask("b").text == "two"
+
+
+def test_a_context_that_is_not_possible_is_taken_back():
+    chat = Chat(Script(["x"]))
+    chat.script.fail_load = "a context of 10,000,000 tokens is not possible"
+    chat.controller.set_parameters(set_parameter(Parameters(), "context", "10000000"))
+    chat.until(lambda: chat.controller.ready)
+    assert chat.controller.conversation.parameters.context is None and chat.ask("a").text == "x"
+
+
+def test_a_model_chosen_while_another_is_loading_is_the_one_that_answers():
+    chat = Chat(Script(["x"], load_s=0.1), load=False)
+    chat.controller.load("first", Path("first.gguf"))
+    chat.controller.load("second", Path("second.gguf"))
+    chat.until(lambda: chat.controller.ready)
+    assert chat.ask("a").text == "x" and chat.controller.conversation.model == "second"
+    assert [load["path"] for load in chat.script.loads] == ["first.gguf", "second.gguf"]
+
+
+def test_a_refused_message_leaves_the_conversation_and_the_history_as_they_were():
+    chat = small(64, Script(["x"]))
+    chat.ask("a")
+    before, saved = chat.controller.conversation, len(chat.saved)
+    chat.controller.ask(Turn("user", "word " * 100))
+    assert len(chat.turns) == 4 and isinstance(chat.controller.state, Answering), "it is shown at once"
+    chat.settle()
+    assert chat.controller.conversation == before and len(chat.saved) == saved and chat.of(Overflow)
+    assert chat.of(Reset)[-1] == Reset(2, before) and chat.controller.state == Idle()
+
+
+def test_skipping_with_a_context_that_is_nearly_full_still_ends_the_answer():
+    chat = small(256, Script(["<think>\n" + "hm " * 2000, "never"], rate=400))
+    chat.controller.ask(Turn("user", "go"))
+    chat.until(lambda: chat.controller.running and chat.controller.running.tokens > 205)
+    chat.controller.skip_thinking()
+    assert isinstance(chat.controller.state, Stopping) and chat.controller.state.skip
+    chat.settle()
+    assert chat.of(Overflow) and [c.turn.stop_reason for c in chat.of(Ended)] == ["stopped"]
+    assert chat.saved[-1] == chat.controller.conversation and chat.turns[-1].thinking.startswith("hm hm")
+
+
+def test_what_an_abandoned_request_still_says_is_not_looked_at():
+    chat = Chat(Script(["word " * 2000, "fresh"], rate=300))
+    chat.controller.ask(Turn("user", "go"))
+    chat.until(lambda: chat.turns and len(chat.turns[-1].text) > 20)
+    cancel = chat.controller.running.cancel
+    chat.controller.open(Conversation(model="m"))
+    assert cancel.is_set() and chat.controller.state == Idle()
+    assert chat.ask("b").text == "fresh" and len(chat.turns) == 2
+
+
+def test_the_meter_is_counted_off_the_screens_thread():
+    chat = Chat(Script(["<think>\nhm hm hm\n</think>\n\nyes yes"]))
+    chat.ask("a")
+    told, conversation = chat.controller.usage, chat.controller.conversation
+    chat.controller.new()
+    assert chat.controller.usage == Usage(limit=INFO.max_context)
+    chat.controller.open(conversation)
+    assert chat.controller.measuring
+    chat.until(lambda: not chat.controller.measuring)
+    usage = chat.controller.usage
+    assert usage.thinking >= 3 and abs(usage.used - told.used) < 8 and usage.limit == INFO.max_context

@@ -15,15 +15,17 @@ from tinychat.engine.plan import build_plan
 from tinychat.errors import TinychatError
 from tinychat.kernels.cuda import executor
 from tinychat.kernels.cuda.executor import CUDAExecutor
-from tinychat.kernels.ops import Attention, weights_of
-from tinychat.measure import bench, log, microbench
-from tinychat.measure.microbench import plans
+from tinychat.kernels.ops import weights_of
+from tinychat.measure import log, microbench
+from tinychat.measure import microbench_plans as plans
+from tinychat.measure.lock import machine_lock
+from tinychat.measure.results import PartResult
 
 
 @pytest.fixture(autouse=True)
 def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lock and a store of the test's own, and few copies."""
-    monkeypatch.setattr(bench, "lock_path", lambda: tmp_path / "bench.lock")
+    monkeypatch.setattr("tinychat.measure.lock.lock_path", lambda: tmp_path / "bench.lock")
     monkeypatch.setattr(plans, "block_bytes", lambda: 1 << 20)
 
 
@@ -58,7 +60,7 @@ def test_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU's clock tells launches apart only in a row: each kind of layer, each kernel, is a graph of its copies."""
     monkeypatch.setattr(executor, "GPU", EmulatedGPU)
     monkeypatch.setattr(CUDAExecutor, "read_bandwidth", lambda self: 1.0)
-    layer = microbench.block(tiny.write(tmp_path / "m.gguf", "llama", "Q4_0"), "m", 2, device="cuda")
+    layer = microbench.layers(tiny.write(tmp_path / "m.gguf", "llama", "Q4_0"), "m", 2, device="cuda")
     for r in (*layer, *microbench.kernel("gate_up:Q4_0:64x64", 2, device="cuda")):
         assert r.device == "CUDA · emulator" and r.how == f"{r.copies} in a row" and r.steps == 2
         assert 0 < r.low <= r.seconds <= r.high and r.gb_s == pytest.approx(r.nbytes / r.seconds / 1e9)
@@ -94,11 +96,11 @@ def test_specs_that_are_none(spec: str) -> None:
 
 def test_layers(tmp_path: Path) -> None:
     path = tiny.write(tmp_path / "m.gguf", "deepseek2_glm", "Q4_0")  # 1 dense layer, 2 with experts
-    dense, experts = microbench.block(path, "m", 2)
+    dense, experts = microbench.layers(path, "m", 2)
     assert dense.what == "dense (layer 0)" and experts.what == "experts (2 layers from 1)"
     gguf = GGUF.open(path)
     plan = build_plan(gguf, ModelConfig.from_gguf(gguf))
-    of = [sum(plan.weight_bytes(op) for op in plan.ops if plans.layer_of(op) == layer) for layer in range(3)]
+    of = [sum(map(plan.weight_bytes, ops)) for ops in plan.ops_of_layers]
     for found, bytes_ in ((dense, of[0]), (experts, of[1])):
         assert 0 <= found.nbytes - bytes_ < 100 * plan.kv_bytes_per_token  # and some rows of the cache
         assert found.copies >= 2 and found.fingerprint == gguf.fingerprint()
@@ -107,11 +109,10 @@ def test_layers(tmp_path: Path) -> None:
 def test_a_layer_is_copied_with_its_weights(tmp_path: Path) -> None:
     gguf = GGUF.open(tiny.write(tmp_path / "m.gguf", "llama", "Q4_0"))
     plan = build_plan(gguf, ModelConfig.from_gguf(gguf))
-    (layers,) = plans.layer_kinds(plan)
-    assert [len(ops) for ops in layers] == [6, 6]
-    copy = [plans.moved(op, 5, 2) for op in layers[1]]
-    assert all(w.tensor.startswith("blk.1.") and w.tensor.endswith("#2") for op in copy for w in weights_of(op))
-    assert next(op for op in copy if isinstance(op, Attention)).layer == 5
+    assert plans.layer_kinds(plan) == [[0, 1]]
+    copy = plans.renamed(plan.layers[1], 2)
+    assert all(w.tensor.startswith("blk.1.") and w.tensor.endswith("#2") for w in weights_of(copy))
+    assert len(weights_of(copy)) == 9 and plans.renamed(plan.layers[1], 0) == plan.layers[1]
     source = plans.PartOfFile(gguf)
     assert bytes(source.raw("blk.1.attn_q.weight#2")) == bytes(gguf.raw("blk.1.attn_q.weight"))
 
@@ -124,7 +125,7 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(tiny.write(tmp_path / "m.gguf", "llama", "Q4_0"))
     assert main(["bench", "--history"]) == 1 and "nothing was measured" in capsys.readouterr().err
     (first,) = json.loads(out("--kernel", "gate_up:Q4_0:64x64", "--json"))["results"]
-    assert first["what"] == "gate_up:Q4_0:64x64" and set(first) == {f.name for f in fields(microbench.Rung)}
+    assert first["what"] == "gate_up:Q4_0:64x64" and set(first) == {f.name for f in fields(PartResult)}
     assert "layers from 0" in out("--block", path)
     assert "16+4" in out(path, "-n", "4", "-p", "16")
     shown = json.loads(out("--history", "--json"))
@@ -132,7 +133,7 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = out("--history")
     assert "gate_up:Q4_0:64x64" in text and "16+4" in text
     assert "gate_up" not in out("--history", path)
-    with bench.machine_lock():
+    with machine_lock():
         for words in (
             f"bench {path}",
             f"bench --block {path}",
@@ -145,11 +146,11 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_damaged_lines_are_left_out() -> None:
-    (rung,) = microbench.kernel("head:F32:32x32", 1)
-    microbench.save([rung])
-    log.append({"kind": 3}, microbench.store_path())
-    log.append({**rung.as_dict(), "seconds": "fast"}, microbench.store_path())
-    with microbench.store_path().open("ab") as f:
+    (result,) = microbench.kernel("head:F32:32x32", 1)
+    log.save(result)
+    with log.log_path(PartResult).open("ab") as f:
+        for line in ({"kind": 3}, {**result.as_dict(), "seconds": "fast"}):
+            f.write(json.dumps(line).encode() + b"\n")
         f.write(b"\xff{")
-    microbench.save([replace(rung, what="other")])
-    assert [r.what for r in microbench.history()] == [rung.what, "other"]
+    log.save(replace(result, what="other"))
+    assert [r.what for r in log.parts()] == [result.what, "other"]

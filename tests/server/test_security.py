@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from tests.support.serving import finished, pieces, replaying, serving
-from tinychat.commands.serve import read_key, serve
+from tinychat.commands.keys import read_key
+from tinychat.commands.serve import serve
 from tinychat.errors import TinychatError
 from tinychat.server import body, connection
 from tinychat.server.security import Policy

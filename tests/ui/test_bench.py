@@ -10,7 +10,7 @@ from tests.support import tiny
 from tests.support.screens import UNSET, Host, text_of, until
 from tinychat.backend.instruments import JobDone
 from tinychat.backend.local import LocalBackend
-from tinychat.measure import bench, log
+from tinychat.measure import log, tables
 from tinychat.ui.screens.bench import BenchScreen, compared, summary
 from tinychat.ui.screens.profile import ProfileScreen
 
@@ -26,7 +26,7 @@ def backend(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def alone(tmp_path, monkeypatch):
     """A lock of the test's own."""
-    monkeypatch.setattr(bench, "lock_path", lambda: tmp_path / "bench.lock")
+    monkeypatch.setattr("tinychat.measure.lock.lock_path", lambda: tmp_path / "bench.lock")
 
 
 @pytest.mark.parametrize("size", [(80, 24), (140, 40)])
@@ -46,7 +46,7 @@ async def test_measure_compare_copy(backend, size):
         assert "unrelated" not in text and "100%" in text
         assert [r.model for r in log.history(mark)] == ["m", "my [b]model"]
         await pilot.press("c")
-        assert app.clipboard == log.markdown_row(screen._result)
+        assert app.clipboard == tables.markdown_row(screen._result)
         await pilot.press("t")
         assert app.clipboard.count("\n") == 4
         await pilot.press("r")

@@ -74,7 +74,7 @@ def fixed(monkeypatch, tmp_path):
     monkeypatch.setattr(picker_rows, "available_memory", lambda: 16 * 10**9)
     monkeypatch.setattr(Headers, "missing", lambda self, row: False)
     monkeypatch.setattr(settings, "path", lambda: Path("/home/you/.config/tinychat/settings.toml"))
-    monkeypatch.setattr(bench, "lock_path", lambda: tmp_path / "bench.lock")
+    monkeypatch.setattr("tinychat.measure.lock.lock_path", lambda: tmp_path / "bench.lock")
 
 
 def screen(app) -> str:

@@ -87,7 +87,7 @@ class PromptMaker:
         chat, tokenizer = self._engine.chat, self._engine.tokenizer
         if request.raw is not None:
             return tokenizer.encode_prompt(request.raw)
-        messages = [dict(m) | {"content": _text(m)} if m.get("content") is None else m for m in request.messages]
+        messages = [dict(m) | {"content": _text(m)} if m.get("role") == "assistant" else m for m in request.messages]
         last = request.messages[-1] if request.messages else {}
         answered = last.get("role") == "assistant" and not request.continue_final
         ids = chat.render(

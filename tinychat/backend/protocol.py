@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from tinychat.backend.stream import EventStream
-from tinychat.engine.stats import Stats
+from tinychat.engine.stats import Stats as Stats  # Stats and Sampling are part of the seam
 from tinychat.errors import TinychatError
-from tinychat.kernels.ops import Sampling
+from tinychat.kernels.ops import Sampling as Sampling
 
 ANSWER_RESERVE = 256  # tokens that an answer should at least have
 

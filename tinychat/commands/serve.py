@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import os
-import stat
-from pathlib import Path
 
 from tinychat.backend.local import LocalBackend
-from tinychat.commands.models_tmp import obtain, settings_of_user
+from tinychat.commands.keys import KEY_VARIABLE, read_key
+from tinychat.commands.loading import obtain, settings_of_user
 from tinychat.console import Bar, say
 from tinychat.errors import TinychatError, printable
 from tinychat.models.registry import resolve
@@ -17,8 +15,6 @@ from tinychat.server.answer import House
 from tinychat.server.app import create_app
 from tinychat.server.connection import bind, make_server
 from tinychat.server.security import Policy
-
-KEY_VARIABLE = "TINYCHAT_API_KEY"
 
 
 def serve(
@@ -64,22 +60,6 @@ def serve(
             url = f"http://{shown}:{listening.getsockname()[1]}/v1"
             say(f"{found.name} answers at {url} ({'with' if key else 'no'} key); Ctrl-C ends it")
             make_server(app).run(sockets=[listening])
-
-
-def read_key(file: str | None) -> str | None:
-    """The key in `file`, which nobody else may read, or else that of the environment; None where neither has one."""
-    if file is None:
-        return os.environ.get(KEY_VARIABLE) or None
-    path = Path(file)
-    try:
-        if os.name == "posix" and stat.S_IMODE(path.stat().st_mode) & 0o077:
-            raise TinychatError(f"{printable(file)} can be read by others; `chmod 600` it first")
-        key = path.read_text("utf-8").strip()
-    except (OSError, UnicodeDecodeError) as e:
-        raise TinychatError(f"{printable(file)}: the key cannot be read: {getattr(e, 'strerror', e)}") from None
-    if not key or not key.isascii() or not key.isprintable():
-        raise TinychatError(f"{printable(file)}: expected a key of printable ASCII characters")
-    return key
 
 
 def _loopback(host: str) -> bool:

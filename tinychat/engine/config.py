@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tinychat.engine import limits
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError, printable
 from tinychat.kernels.ops import Gating, Rope
@@ -17,12 +18,13 @@ from tinychat.kernels.ops import Gating, Rope
 @dataclass(frozen=True)
 class Architecture:
     """What the metadata does not say: the pairing of RoPE, the norms of q and k, how expert weights are made by
-    default."""
+    default; `scales`: whether it has the keys of Granite's four scales."""
 
     rope: Literal["norm", "neox"]
     qk_norm: Literal["head", "projection"] | None = None
     normalize_experts: bool = False
     mla: bool = False
+    scales: bool = False
 
 
 ARCHITECTURES = {
@@ -32,6 +34,7 @@ ARCHITECTURES = {
     "qwen3moe": Architecture("neox", qk_norm="head", normalize_experts=True),
     "olmoe": Architecture("neox", qk_norm="projection"),
     "deepseek2": Architecture("norm", mla=True),
+    "granite": Architecture("norm", normalize_experts=True, scales=True),
 }
 
 _GATING: dict[int, Gating] = {1: "softmax", 2: "sigmoid", 3: "softmax_weight", 4: "sqrt_softplus"}
@@ -66,7 +69,8 @@ class Experts:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and constants of one model. Without `latent`, head_dim is of q and k, v_dim of v."""
+    """Sizes and constants of one model. Without `latent`, head_dim is of q and k, v_dim of v. `residual_scale` is of
+    what a block adds to the residual stream."""
 
     architecture: str
     name: str
@@ -82,6 +86,9 @@ class ModelConfig:
     context: int
     rope: Rope
     attention_scale: float
+    embedding_scale: float
+    residual_scale: float
+    logit_scale: float
     qk_norm: Literal["head", "projection"] | None
     latent: Latent | None
     experts: Experts | None
@@ -99,7 +106,13 @@ class ModelConfig:
         kv.prefix = name + "."
         if "token_embd.weight" not in gguf.tensors:
             raise TinychatError("tensor token_embd.weight is missing; the file is incomplete")
-        vocab = gguf.tensors["token_embd.weight"].shape[0]
+        shape = gguf.tensors["token_embd.weight"].shape
+        vocab = shape[0]
+        if len(shape) != 2 or vocab > limits.VOCABULARY.most:
+            raise TinychatError(
+                f"tensor token_embd.weight: expected shape (vocabulary, embedding_length), at most "
+                f"{limits.VOCABULARY.most:,} rows ({limits.VOCABULARY.why}), found {shape}"
+            )
         nextn = kv.integer("nextn_predict_layers", 0, low=0)
         layers = kv.integer("block_count") - nextn
         if layers < 1:
@@ -131,9 +144,19 @@ class ModelConfig:
         if rope_dims % 2 or rope_dims > head_dim:
             raise TinychatError(f"{name}.rope.dimension_count is {rope_dims}; expected an even number up to {head_dim}")
         rope, attention_scale = _rope(gguf, kv, arch, rope_dims, head_dim, context)
+        embedding_scale = residual_scale = logit_scale = 1.0
+        if arch.scales:  # llama.cpp, src/models/granite.cpp: but for logit_scale, 0 or no key scales nothing
+            attention_scale = kv.number("attention.scale", 0.0) or attention_scale
+            embedding_scale = kv.number("embedding_scale", 0.0) or 1.0
+            residual_scale = kv.number("residual_scale", 0.0) or 1.0
+            if not (divisor := kv.number("logit_scale")):
+                raise kv.bad("logit_scale", "a number over 0", divisor)
+            logit_scale = 1 / divisor
+            if kv.values.get(kv.prefix + "rope.scaling.finetuned", True) is False:
+                raise TinychatError(f"{name}.rope.scaling.finetuned is false: a model without RoPE is not supported")
         return cls(
             architecture=name,
-            name=printable(str(gguf.metadata.get("general.name", gguf.path.stem)), newlines=False),
+            name=_name(gguf),
             layers=layers,
             dim=dim,
             heads=heads,
@@ -146,10 +169,19 @@ class ModelConfig:
             context=context,
             rope=rope,
             attention_scale=attention_scale,
+            embedding_scale=embedding_scale,
+            residual_scale=residual_scale,
+            logit_scale=logit_scale,
             qk_norm=arch.qk_norm,
             latent=latent,
             experts=_experts(kv, arch, layers, vocab),
         )
+
+
+def _name(gguf: GGUF) -> str:
+    """What people call the model: the file's word for it, or the file's own name."""
+    name = gguf.metadata.get("general.name")
+    return printable((name if isinstance(name, str) and name.strip() else gguf.path.stem)[:200], newlines=False)
 
 
 class _Metadata:
@@ -166,16 +198,22 @@ class _Metadata:
 
     def integer(self, key: str, default: int | None = None, low: int = 1) -> int:
         value = self.values.get(self.prefix + key, default)
-        if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
+        if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and len(value) and (value == value[0]).all():
             value = int(value[0])  # per-layer arrays that do not differ
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**31:
+        limit = limits.METADATA.get(key, limits.OTHER)
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
             raise self.bad(key, f"a whole number of at least {low}", value)
+        if value > limit.most:
+            raise self.bad(key, f"at most {limit.most:,} ({limit.why})", value)
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.values.get(self.prefix + key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
+        limit = limits.METADATA.get(key, limits.OTHER)
+        if not isinstance(value, int | float) or isinstance(value, bool):
             raise self.bad(key, "a number", value)
+        if not limit.least <= value <= limit.most:  # nor is NaN between them
+            raise self.bad(key, f"a number from {limit.least:g} to {limit.most:g} ({limit.why})", value)
         return float(value)
 
     def bad(self, key: str, expected: str, found: Any) -> TinychatError:
@@ -198,7 +236,10 @@ def _rope(gguf: GGUF, kv: _Metadata, arch: Architecture, dims: int, head_dim: in
         t = gguf.tensors["rope_freqs.weight"]
         if t.type.name != "F32" or t.shape != (dims // 2,):
             raise TinychatError(f"tensor rope_freqs.weight: expected F32 ({dims // 2},), found {t.type.name} {t.shape}")
-        inv = inv / gguf.raw("rope_freqs.weight").view("<f4").astype(np.float64)
+        factors = gguf.raw("rope_freqs.weight").view("<f4").astype(np.float64)
+        if not ((factors > 1e-6) & (factors < 1e6)).all():
+            raise TinychatError("tensor rope_freqs.weight: expected factors from 1e-6 to 1e6; the file is damaged")
+        inv = inv / factors
     log_factor = math.log(factor) if factor > 1 else 0.0
     log_mul = (
         kv.number("rope.scaling.yarn_log_multiplier", 0.0) * 10.0 if arch.mla else 0.0

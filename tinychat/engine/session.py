@@ -14,9 +14,10 @@ import numpy as np
 from tinychat.engine.stats import Stats
 from tinychat.errors import TinychatError
 from tinychat.kernels.executor import Executor
+from tinychat.kernels.limits import check_sampling
 from tinychat.kernels.ops import Plan, Sampling
 
-CHUNK = 256  # tokens per prefill call: progress and stopping are this fine
+SMALLEST_CHUNK = 32  # tokens per prefill call, at least; progress and stopping are as fine as a call
 
 OnPrefill = Callable[[int, int, int], None]
 
@@ -42,12 +43,13 @@ class Session:
         s.phase, s.prompt_tokens, s.reused_tokens, s.prefilled_tokens = "prefill", len(prompt), reused, 0
         s.prefill_s = s.prefill_tok_s = 0.0
         started, total = time.perf_counter(), last - reused
+        size = max(self.executor.prefill_chunk, SMALLEST_CHUNK)
         if on_prefill:
             on_prefill(0, total, reused)
         while len(self.tokens) < last:
             if stop and stop.is_set():
                 return False
-            chunk = list(prompt[len(self.tokens) : min(len(self.tokens) + CHUNK, last)])
+            chunk = list(prompt[len(self.tokens) : min(len(self.tokens) + size, last)])
             self.executor.forward(chunk, len(self.tokens))
             self.tokens += chunk
             s.prefill_s, s.context_used = time.perf_counter() - started, len(self.tokens)
@@ -60,8 +62,10 @@ class Session:
     def decode(self, token: int, sampling: Sampling, recent: Sequence[int]) -> Iterator[tuple[int, float]]:
         """Runs `token` behind what the cache holds, then each sampled token; yields (id, log-probability).
 
-        Ends when the context is full. A token's row is in the cache once the next one was yielded.
+        Ends when the context is full. A token's row is in the cache once the next one was yielded. Raises TinychatError
+        for parameters that the executor does not follow.
         """
+        check_sampling(sampling, self.executor.limits)
         for following, logprob in self.executor.decode(token, len(self.tokens), sampling, recent):
             self.tokens.append(token)
             yield following, logprob
@@ -71,7 +75,7 @@ class Session:
         """float32 (len(ids), vocab), from an empty cache; `decode` runs one token at a time."""
         self.check(ids)
         self.tokens = []
-        step = 1 if decode else CHUNK
+        step = 1 if decode else max(self.executor.prefill_chunk, SMALLEST_CHUNK)
         rows = []
         for start in range(0, len(ids), step):
             chunk = list(ids[start : start + step])

@@ -1,4 +1,4 @@
-"""What the panels and the benchmarks show: one request's figures, updated while it runs."""
+"""Figures of one request, updated while it runs, and the memory of this process and machine."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Gets one file over a network that cannot be trusted: the result is the right file or one clear line.
+"""Downloads one file over HTTP: the result is the expected file, or an error of one line.
 
 `fetch` writes into a partial file beside its notes (`Notes`, a small JSON file) and can be killed at any byte: the next
-call goes on where the last one ended, if the server can prove that the file is still the same, and starts over if it
-cannot.
+call resumes it if the server proves that the file is still the same, and starts over if it does not.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from tinychat.files import replace_file
 from tinychat.models.hosts import authorization, host_of, mirrored, shown
 
 if TYPE_CHECKING:
-    import httpx  # imported where it is used: a tenth of a second that most runs can do without
+    import httpx  # imported where it is used: it takes 0.1 s
 
 # done bytes, total bytes if known, bytes per second, what is going on
 Progress = Callable[[int, int | None, float, str], None]
@@ -46,7 +45,7 @@ _TRY_LATER = {408, 425, 429, 500, 502, 503, 504}
 
 
 class Stopped(TinychatError):
-    """The caller asked to stop; what arrived so far stays for the next call."""
+    """The caller asked to stop; the partial file is kept for the next call."""
 
 
 class _Retry(Exception):
@@ -62,9 +61,9 @@ class Notes:
     """What is known about a file in the cache: kept as `<key>.json` beside it, from the first byte on."""
 
     url: str
-    size: int | None = None  # bytes of the whole file
+    size: int | None = None  # bytes of the complete file
     validator: str | None = None  # a strong ETag or a date, for If-Range
-    sha256: str | None = None  # as its publisher states it, or as measured once it is whole
+    sha256: str | None = None  # as its publisher states it, or as measured when it is complete
 
     @classmethod
     def load(cls, path: Path) -> Notes | None:
@@ -131,7 +130,7 @@ def disk_errors(folder: Path) -> Iterator[None]:
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise TinychatError(
-                f"no space left in {folder}: free some and pull again, it goes on where it stopped; or drop the "
+                f"no space left in {folder}: free some and pull again, the download resumes; or delete the "
                 "partial file with `tinychat cache rm`"
             ) from None
         raise TinychatError(f"{printable(str(e.filename or folder))}: {(e.strerror or str(e)).lower()}") from None
@@ -148,7 +147,7 @@ def fetch(
     progress: Progress | None = None,
     stop: Event | None = None,
 ) -> Notes:
-    """Brings the whole file `url` to `part`, flushed to the disk and verified; returns what is known about it.
+    """Brings the file `url` to `part`, flushed to the disk and verified; returns what is known about it.
 
     `sha256` is what it must be, where known; otherwise what the host states counts; the server says the size, so `size`
     is not used. `check` raises TinychatError for a
@@ -390,23 +389,29 @@ def refuse_split(url: str) -> None:
 
 @contextlib.contextmanager
 def remote_header(url: str) -> Iterator[Path]:
-    """The header of a model that is not here: a file that reads as the whole one to whoever leaves the tensor data
-    alone.
+    """The header of a model that is not here, as a file whose tensor data is a hole.
 
     Range requests for 1 MB and more until the header is complete; the rest of the file is a hole. Raises TinychatError.
     """
+    refuse_split(url)
+    with tempfile.TemporaryDirectory(prefix="tinychat-") as folder:
+        path = Path(folder) / "header.gguf"
+        with disk_errors(Path(folder)):
+            _fetch_header(url, path)
+        yield path  # outside of disk_errors: what the caller writes is not our disk
+
+
+def _fetch_header(url: str, path: Path) -> None:
     import httpx
 
-    refuse_split(url)
-    with tempfile.TemporaryDirectory(prefix="tinychat-") as folder, disk_errors(Path(folder)), client() as http:
-        path = Path(folder) / "header.gguf"
-        have = 0
+    have, name = 0, shown(mirrored(url))
+    with client() as http:
         for want in (1 << 20, 1 << 22, 1 << 24, 1 << 26):
             headers = {"Range": f"bytes={have}-{want - 1}"} | authorization(url)
             try:
                 with http.stream("GET", mirrored(url), headers=headers) as r:
                     if r.status_code not in (200, 206):
-                        raise TinychatError(f"{shown(mirrored(url))}: {_refusal(r, url)}")
+                        raise TinychatError(f"{name}: {_refusal(r, url)}")
                     have = have if r.status_code == 206 else 0  # a server without Range: read its beginning and hang up
                     size = _told(r, url).size or want
                     with open(path, "r+b" if path.exists() else "wb") as f:
@@ -417,22 +422,19 @@ def remote_header(url: str) -> Iterator[Path]:
                                 break
                         f.truncate(max(size, have))
             except (httpx.HTTPError, httpx.InvalidURL) as e:
-                raise TinychatError(f"{shown(mirrored(url))}: {printable(str(e), newlines=False)}") from None
+                raise TinychatError(f"{name}: {printable(str(e), newlines=False)}") from None
             try:
                 header = GGUF.open(path)
-                complete = min((t.offset for t in header.tensors.values()), default=0) <= have
-            except TinychatError as e:
+                if min((t.offset for t in header.tensors.values()), default=0) <= have:
+                    return
+            except TinychatError as e:  # perhaps zeros of the hole were read as header: fetch more
                 if have < 4 or have >= size or "not a GGUF" in str(e):
-                    raise TinychatError(str(e).replace(str(path), shown(mirrored(url)))) from None
-                complete = False  # zeros of the hole were read as header: fetch more
-            if complete:
-                yield path
-                return
-        raise TinychatError(f"{shown(mirrored(url))}: its header does not end within {decimal(want)}")
+                    raise TinychatError(str(e).replace(str(path), name)) from None
+    raise TinychatError(f"{name}: its header does not end within {decimal(want)}")
 
 
 def _told(r: httpx.Response, url: str) -> Notes:
-    """What the response says about the whole file. The hub states a file's SHA-256 and size on its way to the
+    """What the response says about the complete file. The hub states a file's SHA-256 and size on its way to the
     storage."""
     total = re.fullmatch(r"bytes \d+-\d+/(\d+)", r.headers.get("Content-Range", ""))
     length = r.headers.get("Content-Length", "")
@@ -479,4 +481,4 @@ def sync(path: Path) -> None:
 
 def check_stop(stop: Event | None) -> None:
     if stop is not None and stop.is_set():
-        raise Stopped("stopped; what has arrived is kept, pull again to go on")
+        raise Stopped("stopped; the partial file is kept, pull again to resume")

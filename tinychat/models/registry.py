@@ -19,7 +19,7 @@ from tinychat.units import parameter_counts
 
 @dataclass(frozen=True)
 class Model:
-    """One model file. What nobody told us is 0, "" or None; the file's own header has the last word."""
+    """One model file. What is not known is 0, "" or None; the header of the file overrides all of it."""
 
     name: str
     sources: tuple[str, ...] = ()  # tried in order; sources.SCHEMES has their forms

@@ -5,6 +5,7 @@
 // than a phase of its own); with several, an op has stages, each a phase: tokens are prepared first, then each group of 16 rows
 // is multiplied with panels of 16, 8, 4 or 1 columns. Both do the same arithmetic in the same order per (row, token), so results
 // depend neither on the chunking of a prompt nor on the number of threads.
+#include <stddef.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 
@@ -18,8 +19,14 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-enum { EMBED, LINEAR, ATTENTION, ABSORB, LATENT_ATTENTION, VALUE_UP, GATE_UP, ROUTE, EXPERTS_UP, EXPERTS_DOWN, HEAD };
-enum { SOFTMAX, SIGMOID, SOFTMAX_WEIGHT, SQRT_SOFTPLUS };
+// Python reads these names from the library (tc_names), so that their order is written here only.
+#define TAGS(X)                                                                                                                 \
+  X(EMBED) X(LINEAR) X(ATTENTION) X(ABSORB) X(LATENT_ATTENTION) X(VALUE_UP) X(GATE_UP) X(ROUTE) X(EXPERTS_UP) X(EXPERTS_DOWN)    \
+  X(HEAD)
+#define GATINGS(X) X(SOFTMAX) X(SIGMOID) X(SOFTMAX_WEIGHT) X(SQRT_SOFTPLUS)
+#define MEMBER(name) name,
+enum { TAGS(MEMBER) };
+enum { GATINGS(MEMBER) };
 
 typedef struct {
   int32_t type, rows, cols, groups;  // groups 0: absent
@@ -31,7 +38,8 @@ typedef struct {
   int32_t src, dst[3];                // activation buffers
   int32_t heads, kv_heads, key_dim, value_dim, nope, rope_dims, neox, q_norm_len, k_norm_len;
   int32_t top_k, gating, normalize, route_groups, route_groups_used;
-  float eps, norm_eps, scale;         // norm_eps: of q_norm, k_norm and the latent norm
+  int32_t router;                     // of experts_up: number of the op that has the router
+  float eps, norm_eps, scale;         // norm_eps: of q_norm, k_norm and the latent norm; scale: of the scores, or of the result
   const float *norm, *q_norm, *k_norm, *rope, *bias[3];
   int32_t *routes;                    // [top_k]: where a step of one token leaves the experts it chose, to be looked at
   Matrix w[4];
@@ -44,6 +52,10 @@ typedef struct {  // per thread
   uint64_t ready;  // the phase whose input this is
   int32_t *experts;
   float *expert_weights;
+  float *chances;  // choose: [2][experts]
+  int32_t *groups; // choose: [2][groups of experts]
+  int32_t *pairs;  // of a batch: [batch * (top_k + 1)]
+  float **targets; // of a batch: [batch]
   uint64_t stopped;  // when the last task ended, if there are clocks
   int last_op;
 } Scratch;
@@ -75,6 +87,8 @@ typedef struct {
   int tokens, pos, logits_mode, sampled;  // logits_mode: 0 none, 1 last, 2 all
   uint64_t serial;  // of the call
   float *logits_out;
+  struct Piece *pieces;  // of working memory
+  int short_;            // one of them could not be had
 } Ctx;
 
 #define MIN_(a, b) ((a) < (b) ? (a) : (b))
@@ -146,9 +160,9 @@ INLINE void share(Part me, double total, double before, double bytes, int units,
 
 INLINE f32v silu(f32v x) { return x / (exp_(-x) + 1.0f); }
 
-// dst (+)= matrix @ x (+ bias) for groups first..last-1 of 16 rows and all columns of x.
+// dst (+)= scale * (matrix @ x (+ bias)) for groups first..last-1 of 16 rows and all columns of x.
 static void multiply(const Matrix *w, int matrix, int first, int last, const Scratch *x, int tokens, float *dst, int stride,
-                     const float *bias, int add) {
+                     const float *bias, float scale, int add) {
   f32v out[16];
   for (int g = first; g < last; g++) {
     const uint8_t *rows = rows16(w, matrix, g);
@@ -162,8 +176,7 @@ static void multiply(const Matrix *w, int matrix, int first, int last, const Scr
         float *to = dst + (size_t)(t + i) * stride + 16 * g;
         f32v y = out[i];
         if (bias) y += b;
-        if (add) y += fetch(to, n);
-        store(to, y, n);
+        store(to, add ? fma_(y, splat(scale), fetch(to, n)) : y * scale, n);
       }
     }
   }
@@ -196,7 +209,7 @@ static void embed(Ctx *c, const Op *op, Part me) {
     // 16 rows are decoded for one, a part of the columns at a time
     dequantise(rows16(w, 0, c->ids[t] / 16), w->type, w->cols, column);
     float *x = row(c, op->dst[0], t);
-    for (int i = 0; i < w->cols; i++) x[i] = column[i][c->ids[t] % 16];
+    for (int i = 0; i < w->cols; i++) x[i] = column[i][c->ids[t] % 16] * op->scale;
   }
 }
 
@@ -210,7 +223,7 @@ static void linear(Ctx *c, const Op *op, Part me) {
     double bytes = group_bytes(w->type, w->cols);
     int first, last;
     share(me, total, before, bytes, groups16(w), &first, &last);
-    multiply(w, 0, first, last, x, c->tokens, row(c, op->dst[i], 0), c->widths[op->dst[i]], op->bias[i], op->add);
+    multiply(w, 0, first, last, x, c->tokens, row(c, op->dst[i], 0), c->widths[op->dst[i]], op->bias[i], op->scale, op->add);
     before += groups16(w) * bytes;
   }
 }
@@ -218,7 +231,7 @@ static void linear(Ctx *c, const Op *op, Part me) {
 static void gate_up(Ctx *c, const Op *op, Part me) {
   const Scratch *x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], op->w[0].cols, op->norm, needs(op->w, 2));
   if (!x) return;
-  float *dst[c->tokens];
+  float **dst = c->scratch[me.id].targets;
   for (int t = 0; t < c->tokens; t++) dst[t] = row(c, op->dst[0], t);
   int first, last, n = groups16(&op->w[0]);
   share(me, n, 0, 1, n, &first, &last);
@@ -287,6 +300,8 @@ static void divide(float *dst, const float *src, float by, int n) {
   for (int d = 0; d < n; d += 16) store(dst + d, ldf(src + d) / by, n - d);
 }
 
+enum { MAX_GROUP = 1024 };  // query heads of one kv head; executor.py refuses more
+
 // One token: tasks are (kv head, part of its query heads, chunk); who finishes a part's last chunk merges the chunks in order.
 static int attention_tasks(const Ctx *c, const Op *op, int *per) {
   int group = op->heads / op->kv_heads, chunks = c->pos / CHUNK + 1, parts = 1;
@@ -300,8 +315,8 @@ static void attention_one(Ctx *c, const Op *op, int id, int task) {
   int per, tasks = attention_tasks(c, op, &per), group = op->heads / op->kv_heads, chunks = c->pos / CHUNK + 1;
   int parts = tasks / op->kv_heads / chunks, value = padded(op->value_dim), record = value + 16;
   int kv = task / (parts * chunks), part = task / chunks % parts, chunk = task % chunks;
-  int h0 = kv * group + part * per, count = MIN_(per, group - part * per), stride = (count + 3) / 4 * 4, limit[count];
-  float high[count], sum[count];
+  int h0 = kv * group + part * per, count = MIN_(per, group - part * per), stride = (count + 3) / 4 * 4, limit[MAX_GROUP];
+  float high[MAX_GROUP], sum[MAX_GROUP];
   memset(s->attn_q, 0, sizeof(float) * (size_t)op->key_dim * stride);
   for (int m = 0; m < count; m++) {
     const float *q = row(c, op->src, 0) + (size_t)(h0 + m) * op->key_dim;
@@ -404,7 +419,7 @@ static void per_head(Ctx *c, const Op *op, Part me, int src_stride, int dst_stri
       width = panel_width(c->tokens - start);
       for (int i = 0; i < width; i++)
         prepare_row(row(c, op->src, start + i) + (size_t)h * src_stride, w->cols, NULL, 0, need, s, 0, width, i);
-      multiply(w, h, from, to, s, width, row(c, op->dst[0], start) + (size_t)h * dst_stride, c->widths[op->dst[0]], NULL, 0);
+      multiply(w, h, from, to, s, width, row(c, op->dst[0], start) + (size_t)h * dst_stride, c->widths[op->dst[0]], NULL, 1, 0);
     }
   }
 }
@@ -435,9 +450,9 @@ static void absorb(Ctx *c, const Op *op, Part me) {
 static void value_up(Ctx *c, const Op *op, Part me) { per_head(c, op, me, op->w[0].cols, op->w[0].rows); }
 
 // Chooses the experts of one token from its router logits l; ids and weights: [top_k].
-static void choose(const Op *op, const float *l, int32_t *ids, float *weights) {
+static void choose(const Op *op, const Scratch *s, const float *l, int32_t *ids, float *weights) {
   int n = op->w[0].rows;
-  float p[n], pick[n];
+  float *p = s->chances, *pick = p + n;
   for (int i = 0; i < n; i++) p[i] = l[i];
   if (op->gating == SOFTMAX) {
     float high = p[0], sum = 0;
@@ -451,8 +466,8 @@ static void choose(const Op *op, const float *l, int32_t *ids, float *weights) {
   }
   for (int i = 0; i < n; i++) pick[i] = p[i] + (op->bias[1] ? op->bias[1][i] : 0);
   if (op->route_groups > 1) {
-    int per = n / op->route_groups, kept[op->route_groups];
-    float score[op->route_groups];
+    int per = n / op->route_groups, *kept = s->groups;
+    float *score = (float *)(kept + op->route_groups);
     for (int g = 0; g < op->route_groups; g++) {
       float a = -__builtin_inff(), b = a;
       for (int i = g * per; i < (g + 1) * per; i++) {
@@ -497,14 +512,14 @@ static void route(Ctx *c, const Op *op, Part me) {
   const Matrix *w = &op->w[0];
   if (me.stage == 2) {  // with one token, every thread chooses for itself at the start of the next phase
     for (int t = me.part; t < c->tokens; t += me.parts)
-      choose(op, c->router_logits + (size_t)t * w->rows, c->route_ids + t * op->top_k, c->route_weights + t * op->top_k);
+      choose(op, &c->scratch[me.id], c->router_logits + (size_t)t * w->rows, c->route_ids + t * op->top_k, c->route_weights + t * op->top_k);
     return;
   }
   const Scratch *x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], w->cols, op->norm, needs(w, 1));
   if (!x) return;
   int first, last, n = groups16(w);
   share(me, n, 0, 1, n, &first, &last);
-  multiply(w, 0, first, last, x, c->tokens, c->router_logits, w->rows, op->bias[0], 0);
+  multiply(w, 0, first, last, x, c->tokens, c->router_logits, w->rows, op->bias[0], 1, 0);
 }
 
 // Tokens of a batch that chose expert e: token * top_k + slot of each. Returns how many.
@@ -532,7 +547,7 @@ static void gather(Scratch *to, const Scratch *from, const int32_t *column, int 
 }
 
 static void experts_up(Ctx *c, const Op *op, Part me) {
-  const Op *router = op - 1;
+  const Op *router = c->ops + op->router;
   const Matrix *gate = &op->w[0], *shared = &op->w[2];
   int k = gate->cols, ff = gate->rows, top = op->top_k, need = needs(op->w, 4), groups = groups16(gate);
   int has_shared = shared->groups > 0;
@@ -540,7 +555,7 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
   if (c->tokens == 1) {
     if (!ready(c, op, me.id)) {
       prepare_row(row(c, op->src, 0), k, op->norm, op->eps, need, s, 0, 1, 0);
-      choose(router, c->router_logits, s->experts, s->expert_weights);
+      choose(router, s, c->router_logits, s->experts, s->expert_weights);
     }
     if (me.part == 0) {
       memcpy(c->route_ids, s->experts, sizeof(int32_t) * (size_t)top);
@@ -569,8 +584,8 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
   }
   // tasks: the experts, then parts of the shared one
   int e = me.part < gate->groups ? me.part : -1, part = me.part - gate->groups, parts = me.parts - gate->groups;
-  int32_t pairs[c->tokens * top], column[c->tokens];
-  float *dst[c->tokens];
+  int32_t *pairs = s->pairs, *column = pairs + c->tokens * top;
+  float **dst = s->targets;
   for (int start = 0, n = e < 0 ? c->tokens : chosen(c, op, e, pairs); start < n; start += 16) {
     int m = MIN_(16, n - start);
     for (int i = 0; i < m; i++) {
@@ -597,8 +612,8 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
       size_t at = (size_t)i * ff;
       Scratch in = {.q = s->q + 2 * at, .scales = s->scales + at / 32, .f = s->f + at};
       if (!prepared) prepare_row(src + at, m->cols, NULL, 0, need, &in, 0, 1, 0);
-      multiply(m, i < top ? c->route_ids[i] : 0, first, last, &in, 1, y, dim, NULL, 0);
-      float weight = i < top ? c->route_weights[i] : 1.0f;
+      multiply(m, i < top ? c->route_ids[i] : 0, first, last, &in, 1, y, dim, NULL, 1, 0);
+      float weight = (i < top ? c->route_weights[i] : 1.0f) * op->scale;
       for (int r = 16 * first; r < MIN_(16 * last, dim); r += 16)
         store(x + r, fma_(fetch(y + r, dim - r), splat(weight), fetch(x + r, dim - r)), dim - r);
     }
@@ -608,11 +623,11 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
     for (int i = me.part; i < c->tokens * top; i += me.parts)
       prepare_row(row(c, op->src, i / top) + (size_t)(i % top) * ff, ff, NULL, 0, need, &c->shared, i, 1, 0);
   } else if (me.stage == 1) {  // tasks: the experts
-    int32_t pairs[c->tokens * top];
+    int32_t *pairs = s->pairs;
     for (int start = 0, n = chosen(c, op, me.part, pairs); start < n; start += 16) {
       int m = MIN_(16, n - start);
       gather(s, &c->shared, pairs + start, m, ff, need);
-      multiply(w, me.part, 0, groups, s, m, s->merged, dim, NULL, 0);
+      multiply(w, me.part, 0, groups, s, m, s->merged, dim, NULL, 1, 0);
       for (int i = 0; i < m; i++)
         memcpy(c->pair_out + (size_t)pairs[start + i] * dim, s->merged + (size_t)i * dim, sizeof(float) * dim);
     }
@@ -620,7 +635,7 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
     for (int t = me.part; t < c->tokens; t += me.parts) {
       float *x = row(c, op->dst[0], t);
       for (int i = 0; i < top; i++) {
-        f32v weight = splat(c->route_weights[t * top + i]);
+        f32v weight = splat(c->route_weights[t * top + i] * op->scale);
         const float *y = c->pair_out + ((size_t)t * top + i) * dim;
         for (int r = 0; r < dim; r += 16) store(x + r, fma_(fetch(y + r, dim - r), weight, fetch(x + r, dim - r)), dim - r);
       }
@@ -630,7 +645,7 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
     if (!in) return;
     int first, last;
     share(me, groups, 0, 1, groups, &first, &last);
-    multiply(shared, 0, first, last, in, c->tokens, row(c, op->dst[0], 0), c->widths[op->dst[0]], NULL, 1);
+    multiply(shared, 0, first, last, in, c->tokens, row(c, op->dst[0], 0), c->widths[op->dst[0]], NULL, op->scale, 1);
   }
 }
 
@@ -643,7 +658,7 @@ static void head(Ctx *c, const Op *op, Part me) {
   else if (!ready(c, op, me.id)) prepare_row(row(c, op->src, c->tokens - 1), w->cols, op->norm, op->eps, needs(w, 1), &c->scratch[me.id], 0, 1, 0);
   if (!x) return;
   share(me, n, 0, 1, n, &first, &last);
-  multiply(w, 0, first, last, x, tokens, c->logits_out, w->rows, NULL, 0);
+  multiply(w, 0, first, last, x, tokens, c->logits_out, w->rows, NULL, op->scale, 0);
 }
 
 static void run_op(Ctx *c, const Op *op, Part me) {
@@ -760,7 +775,19 @@ EXPORT void tc_free(void *p, size_t bytes) { munmap(p, bytes); }
 
 EXPORT const char *tc_simd(void) { return SIMD_NAME; }
 EXPORT size_t tc_group_bytes(int type, int cols) { return group_bytes(type, cols); }
-EXPORT size_t tc_sizeof(int what) { return what == 0 ? sizeof(Op) : what == 1 ? sizeof(Ctx) : sizeof(SampleSpec); }
+
+// What library.py has copies of: the sizes of the structures (of Ctx the part up to `sampling`, then all of it), and names.
+EXPORT size_t tc_sizeof(int what) {
+  size_t sizes[] = {sizeof(Matrix), sizeof(Op), sizeof(SampleSpec), offsetof(Ctx, sampling) + sizeof(uint64_t), sizeof(Ctx)};
+  return sizes[what];
+}
+#define NAME(name) #name " "
+#define NAME_AND_VALUE(name, value) #name "=" #value " "
+EXPORT const char *tc_names(int what) {
+  const char *names[] = {TAGS(NAME), GATINGS(NAME), QUANTS(NAME_AND_VALUE)};
+  return names[what];
+}
+EXPORT int tc_chunk(void) { return CHUNK; }
 
 typedef struct {
   uint8_t *dst;
@@ -797,15 +824,30 @@ EXPORT void tc_pack(Ctx *c, uint8_t *dst, const uint8_t *src, int type, int rows
 // The inverse, for tests and the embedding: 16 packed rows to float32 (cols, 16).
 EXPORT void tc_dequantise(const uint8_t *group, int type, int cols, float *out) {
   f32v *tmp = aligned_alloc(64, sizeof(f32v) * (size_t)cols);
+  if (!tmp) return;
   dequantise(group, type, cols, tmp);
   memcpy(out, tmp, sizeof(f32v) * (size_t)cols);
   free(tmp);
 }
 
-static void *scratch_alloc(size_t bytes) { return aligned_alloc(64, (bytes + 127) / 64 * 64); }
+// Working memory: every piece is checked and remembered, so that all of it can be freed however far tc_prepare came. A size that
+// overflows, or memory that is not there, makes `short_` true and the piece NULL.
+typedef struct Piece { struct Piece *next; } Piece;
 
-static Scratch new_scratch(size_t columns) {  // columns * k values
-  return (Scratch){.q = scratch_alloc(2 * columns), .scales = scratch_alloc(columns / 32 * sizeof(XScale) + 64), .f = scratch_alloc(columns * 4)};
+static void *piece(Ctx *c, size_t items, size_t bytes) {
+  size_t total;
+  if (__builtin_mul_overflow(items, bytes, &total) || total > SIZE_MAX / 2) return c->short_ = 1, NULL;
+  Piece *p = aligned_alloc(64, 64 + (total + 127) / 64 * 64);
+  if (!p) return c->short_ = 1, NULL;
+  p->next = c->pieces;
+  c->pieces = p;
+  return (char *)p + 64;
+}
+
+static Scratch new_scratch(Ctx *c, size_t columns, size_t k) {
+  size_t n;
+  if (__builtin_mul_overflow(columns, k, &n)) n = SIZE_MAX;
+  return (Scratch){.q = piece(c, n, 2), .scales = piece(c, n / 32 + 1, sizeof(XScale)), .f = piece(c, n, 4)};
 }
 
 // Starts `threads` threads (fewer if the system refuses; the number is returned).
@@ -825,30 +867,32 @@ EXPORT int tc_prepare(Ctx *c) {
     if (op->tag == ROUTE) routed = MAX_(routed, op->w[0].rows);
   }
   size_t chunks = (size_t)c->context / CHUNK + 1, vectors = MAX_(QUERIES, heads);
-  c->phases = scratch_alloc(sizeof(Phase) * 5 * (size_t)c->n_ops);
-  c->scratch = scratch_alloc(sizeof(Scratch) * n);
-  for (int i = 0; i < n; i++) {
+  c->phases = piece(c, 5 * (size_t)c->n_ops, sizeof(Phase));
+  c->scratch = piece(c, n, sizeof(Scratch));
+  for (int i = 0; i < n && c->scratch; i++) {
     Scratch *s = &c->scratch[i];
-    *s = new_scratch(16 * widest);
-    s->attn_q = scratch_alloc(4 * key * (vectors + 4));
-    s->attn_s = scratch_alloc(4 * (vectors + 4) * CHUNK);
-    s->attn_out = scratch_alloc(4 * vectors * value);
-    s->experts = scratch_alloc(4 * (size_t)top), s->expert_weights = scratch_alloc(4 * (size_t)top);
-    s->merged = scratch_alloc(4 * MAX_(MAX_(vectors * value, widest + 16), (size_t)dim * 16));
+    *s = new_scratch(c, 16, widest);
+    s->attn_q = piece(c, vectors + 4, 4 * key);
+    s->attn_s = piece(c, vectors + 4, 4 * CHUNK);
+    s->attn_out = piece(c, vectors, 4 * value);
+    s->experts = piece(c, top, 4), s->expert_weights = piece(c, top, 4);
+    s->chances = piece(c, 2, 4 * (size_t)routed), s->groups = piece(c, 2, 4 * (size_t)routed);
+    s->pairs = piece(c, c->batch, 4 * (size_t)(top + 1)), s->targets = piece(c, c->batch, sizeof(float *));
+    s->merged = piece(c, MAX_(MAX_(vectors * value, widest + 16), (size_t)dim * 16), 4);
   }
-  c->shared = new_scratch((size_t)c->batch * MAX_(widest, (size_t)top * ff));
-  c->partial = scratch_alloc(4 * heads * chunks * (value + 16));
-  c->done = scratch_alloc(sizeof(atomic_int) * heads);
-  memset(c->done, 0, sizeof(atomic_int) * heads);
-  c->router_logits = scratch_alloc(4 * (size_t)c->batch * (routed + 16));
-  c->route_ids = scratch_alloc(4 * (size_t)c->batch * top);
-  c->route_weights = scratch_alloc(4 * (size_t)c->batch * top);
-  c->pair_out = routed ? scratch_alloc(4 * (size_t)c->batch * top * dim) : NULL;
-  c->logits = scratch_alloc(4 * ((size_t)c->vocab + 16));
-  c->work = scratch_alloc(8 * ((size_t)c->vocab + 16));
-  c->span_max = scratch_alloc(4 * ((size_t)c->vocab / SPAN + 1));
-  c->span_sum = scratch_alloc(4 * ((size_t)c->vocab / SPAN + 1));
-  return c->logits && c->shared.f && c->scratch ? 0 : -1;
+  c->shared = new_scratch(c, c->batch, MAX_(widest, (size_t)top * ff));
+  c->partial = piece(c, heads * chunks, 4 * (value + 16));
+  c->done = piece(c, heads, sizeof(atomic_int));
+  if (c->done) memset(c->done, 0, sizeof(atomic_int) * heads);
+  c->router_logits = piece(c, c->batch, 4 * (size_t)(routed + 16));
+  c->route_ids = piece(c, c->batch, 4 * (size_t)top);
+  c->route_weights = piece(c, c->batch, 4 * (size_t)top);
+  c->pair_out = routed ? piece(c, (size_t)c->batch * top, 4 * (size_t)dim) : NULL;
+  c->logits = piece(c, (size_t)c->vocab + 16, 4);
+  c->work = piece(c, (size_t)c->vocab + 16, 8);
+  c->span_max = piece(c, (size_t)c->vocab / SPAN + 1, 4);
+  c->span_sum = piece(c, (size_t)c->vocab / SPAN + 1, 4);
+  return c->short_ ? -1 : 0;
 }
 
 // Runs n tokens at positions pos.. in batches; logits_mode 1 fills out with the last token's logits, 2 with everyone's.
@@ -873,14 +917,6 @@ EXPORT int tc_step(Ctx *c, int token, int pos, const SampleSpec *spec, double *l
   return id;
 }
 
-EXPORT int tc_sample(Ctx *c, const float *logits, int pos, const SampleSpec *spec, double *logprob) {
-  for (int i = 0, n = (c->vocab + SPAN - 1) / SPAN; i < n; i++)
-    span_stats(logits + (size_t)i * SPAN, MIN_(SPAN, c->vocab - i * SPAN), &c->span_max[i], &c->span_sum[i]);
-  return sample(logits, c->vocab, spec, (uint64_t)pos, c->span_max, c->span_sum, c->work, logprob);
-}
-
-EXPORT const float *tc_logits(const Ctx *c) { return c->logits; }
-
 // Copies the first `rows` cache rows (in whole tiles of 16) out (direction 0) or back in (1). Returns the bytes.
 EXPORT size_t tc_cache(Ctx *c, uint8_t *data, int rows, int in) {
   size_t tiles = ((size_t)rows + 15) / 16 * 16, at = 0;
@@ -888,7 +924,7 @@ EXPORT size_t tc_cache(Ctx *c, uint8_t *data, int rows, int in) {
     size_t width = (size_t)(v ? c->v_width : c->k_width) / c->kv_heads;
     for (int i = 0; i < c->layers * c->kv_heads && width; i++) {
       uint16_t *rows_at = (v ? c->v_cache : c->k_cache) + (size_t)i * c->context * width;
-      size_t bytes = tiles * width * 2;
+      size_t bytes = tiles * width * sizeof *rows_at;
       if (data && in) memcpy(rows_at, data + at, bytes);
       else if (data) memcpy(data + at, rows_at, bytes);
       at += bytes;
@@ -929,13 +965,5 @@ EXPORT double tc_bandwidth(Ctx *c, const uint8_t *data, size_t bytes) {
 
 EXPORT void tc_close(Ctx *c) {
   pool_stop(&c->pool);
-  if (!c->scratch) return;
-  for (int i = 0; i < c->pool.threads; i++) {
-    Scratch *s = &c->scratch[i];
-    free(s->q), free(s->scales), free(s->f), free(s->attn_q), free(s->attn_s), free(s->attn_out), free(s->merged), free(s->experts);
-    free(s->expert_weights);
-  }
-  free(c->scratch), free(c->shared.q), free(c->shared.scales), free(c->shared.f), free(c->partial), free(c->done);
-  free(c->router_logits), free(c->route_ids), free(c->route_weights), free(c->pair_out), free(c->logits), free(c->work);
-  free(c->span_max), free(c->span_sum), free(c->phases);
+  for (Piece *p = c->pieces, *next; p; p = next) next = p->next, free(p);
 }

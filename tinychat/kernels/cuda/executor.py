@@ -22,9 +22,9 @@ from tinychat.kernels.cuda.prefill import Prefill
 from tinychat.kernels.cuda.profile import kernels, profile, read_bandwidth, seconds_of
 from tinychat.kernels.cuda.selfcheck import self_check
 from tinychat.kernels.cuda.step import PREFILL, RING, Builder, state_words
-from tinychat.kernels.executor import Weights
+from tinychat.kernels.executor import Kind, Weights
 from tinychat.kernels.ops import Plan, Sampling, weights_of
-from tinychat.kernels.profile import Kernel, StepProfile
+from tinychat.kernels.profile import Calls, Kernel, StepProfile
 
 AHEAD = 4  # decode steps enqueued before the oldest is read
 SLOT = 32 << 20  # bytes of one upload
@@ -38,6 +38,10 @@ EMPTY = 2**64 - 1  # a ring slot nothing was written to
 class CUDAExecutor:
     """`Executor` on CUDA. Raises TinychatError where there is no such GPU, no memory left, or a kernel fails its check
     at load."""
+
+    kind: Kind = "cuda"
+    threads = 0
+    sampling_s = 0.0
 
     def __init__(
         self, plan: Plan, weights: Weights, max_context: int, progress: Callable[[float], None] | None = None
@@ -165,9 +169,10 @@ class CUDAExecutor:
         """See kernels/profile.py."""
         return profile(self, token, pos, steps)
 
-    def seconds_of(self, ops: Sequence[int], pos: int, steps: int) -> np.ndarray:
+    def seconds_of(self, groups: Sequence[Sequence[int]], pos: int, steps: int) -> Calls:
         """See kernels/cuda/profile.py."""
-        return seconds_of(self, ops, pos, steps)
+        seconds = seconds_of(self, [i for group in groups for i in group], pos, steps)
+        return Calls(seconds / len(groups), f"{len(groups)} in a row", 1, pos)
 
     def kernels(self) -> list[Kernel]:
         """See kernels/profile.py."""
@@ -188,8 +193,9 @@ class CUDAExecutor:
             raise TinychatError(f"token id out of range: the vocabulary has {self.plan.vocab} entries")
 
     def _caches(self) -> list[tuple[str, int]]:
-        kinds = [("k", self.plan.k_width)] + ([("v", self.plan.v_width)] if self.plan.v_width else [])
-        return [(f"{kind}:{layer}", width) for kind, width in kinds for layer in range(self.plan.layers)]
+        keys = [(f"k:{i}", cache.key_width) for i, cache in enumerate(self.plan.caches) if cache.key_width]
+        values = [(f"v:{i}", cache.value_width) for i, cache in enumerate(self.plan.caches) if cache.value_width]
+        return keys + values
 
     def _know(self, ids: Sequence[int], pos: int) -> None:
         """Tells the device the tokens at positions pos, pos + 1, ..."""

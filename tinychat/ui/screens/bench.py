@@ -15,8 +15,8 @@ from tinychat.backend.instruments import Instrumented, JobDone, JobEvent, JobPro
 from tinychat.backend.protocol import Failed
 from tinychat.backend.stream import EventStream
 from tinychat.errors import printable
-from tinychat.measure import bench, log
-from tinychat.measure.log import BenchResult
+from tinychat.measure import bench, log, tables
+from tinychat.measure.results import ModelResult
 from tinychat.ui.screens.sheet import Sheet
 
 COLUMNS = (
@@ -68,8 +68,8 @@ class BenchScreen(Sheet[None]):
         self._n_gen, self._n_prompt, self._repeats = n_gen, n_prompt, repeats
         self._events: EventStream[JobEvent] | None = None  # of what runs
         self._cancel = threading.Event()
-        self._result: BenchResult | None = None
-        self._earlier: list[BenchResult] = []
+        self._result: ModelResult | None = None
+        self._earlier: list[ModelResult] = []
 
     def body(self) -> ComposeResult:
         yield Static(classes="state")
@@ -98,7 +98,7 @@ class BenchScreen(Sheet[None]):
             return
         n_prompt, n_gen, repeats, name = self._n_prompt, self._n_gen, self._repeats, self._model
 
-        def measure(model: Any, report: Report, cancel: threading.Event) -> BenchResult:
+        def measure(model: Any, report: Report, cancel: threading.Event) -> ModelResult:
             result = bench.run(model, n_prompt, n_gen, repeats, report, cancel, name=name)
             log.save(result)
             return result
@@ -138,7 +138,7 @@ class BenchScreen(Sheet[None]):
         table, latest = self.query_one(DataTable), self._earlier[-1] if self._earlier else None
         table.clear()
         for r in reversed(self._earlier):
-            cells = dict(zip(log.COLUMNS, log.row(r))) | {"to the latest": compared(r, latest)}
+            cells = dict(zip(tables.COLUMNS, tables.row(r))) | {"to the latest": compared(r, latest)}
             style = "bold" if r is self._result else ""
             table.add_row(*(Text(cells[c], style, justify="left" if c in WORDS else "right") for c in COLUMNS))
         self.query_one(".result", Static).update(summary(self._result, self._earlier) if self._result else Content())
@@ -150,11 +150,11 @@ class BenchScreen(Sheet[None]):
 
     def action_copy(self) -> None:
         if self._result:
-            self.app.copy_to_clipboard(log.markdown_row(self._result))
+            self.app.copy_to_clipboard(tables.markdown_row(self._result))
             self.notify("copied: one row of a Markdown table")
 
     def action_copy_table(self) -> None:
-        self.app.copy_to_clipboard(log.markdown_table(self._earlier))
+        self.app.copy_to_clipboard(tables.markdown_table(self._earlier))
         self.notify(f"copied: a Markdown table of {len(self._earlier)}")
 
     def action_stop(self) -> None:
@@ -163,7 +163,7 @@ class BenchScreen(Sheet[None]):
         self._state("stopping", 0.0)
 
 
-def compared(r: BenchResult, latest: BenchResult | None) -> str:
+def compared(r: ModelResult, latest: ModelResult | None) -> str:
     """How fast `r` decoded against `latest`: '-4 %'; '·' where the two did not measure the same."""
     if (
         latest is None
@@ -175,7 +175,7 @@ def compared(r: BenchResult, latest: BenchResult | None) -> str:
     return f"{r.decode_tok_s / latest.decode_tok_s - 1:+.0%}".replace("%", " %")
 
 
-def summary(r: BenchResult, all_runs: list[BenchResult]) -> Content:
+def summary(r: ModelResult, all_runs: list[ModelResult]) -> Content:
     """The figures that count, and a sentence about the run before."""
     limit = f" · {r.limit_share:.0%} of this machine's {r.limit_gb_s:,.1f}" if r.limit_gb_s else ""
     spread = f" ±{r.spread:.0%}" * (len(r.decode_runs) > 1)

@@ -14,8 +14,7 @@ from textual.widgets import Static
 from tinychat.backend.instruments import Instrumented, JobDone, JobProgress, Report
 from tinychat.backend.protocol import Failed
 from tinychat.errors import printable
-from tinychat.measure.profile import Report as Profile
-from tinychat.measure.profile import profile, view
+from tinychat.measure.profile import Profile, profile, view
 from tinychat.ui.screens.sheet import Sheet
 
 
