@@ -60,7 +60,9 @@ def comparable(events: list[Event]) -> list[Event]:
 
 REQUESTS = [
     Request(messages=HI, sampling=GREEDY, max_tokens=24),
-    Request(messages=HI, sampling=Sampling(temperature=0.9, seed=7, top_k=20, min_p=0.01), max_tokens=24),
+    Request(
+        messages=HI, sampling=Sampling(temperature=0.9, seed=7, top_k=20, min_p=0.01, dry_multiplier=0.8), max_tokens=24
+    ),
     Request(raw="Once upon a time", sampling=GREEDY, max_tokens=16),
     Request(messages=HI, sampling=GREEDY, max_tokens=24, stop=("!", "name")),
     Request(messages=HI, sampling=GREEDY, max_tokens=8, logprobs=0),
@@ -290,7 +292,7 @@ def test_a_call_without_an_index() -> None:
 
 def test_what_kinds_of_servers_are_sent() -> None:
     """vLLM gets its own names of fields; a server that says nothing of itself gets OpenAI's fields only."""
-    request = Request(messages=HI, sampling=Sampling(0.5, 11, 0.9, 0.02, 1.1, 64, 3), thinking=False)
+    request = Request(messages=HI, sampling=Sampling(0.5, 11, 0.9, 0.02, 1.1, seed=3), thinking=False)
     vllm, plain = (Foreign(lambda: sse(chunk({}, finish_reason="stop")), version=v) for v in (True, False))
     answer_of(vllm, request)
     answer_of(plain, request)

@@ -296,6 +296,9 @@ class RemoteBackend:
             body["repetition_penalty" if self._kind == "vllm" else "repeat_penalty"] = s.repeat_penalty
         if self._kind in ("tinychat", "llama"):
             body |= {"repeat_last_n": s.repeat_last_n}
+            if s.dry_multiplier:
+                body |= {"dry_multiplier": s.dry_multiplier, "dry_base": s.dry_base, "dry_penalty_last_n": s.dry_last_n}
+                body |= {"dry_allowed_length": s.dry_allowed_length}
         if r.max_tokens is not None:
             body["max_tokens"] = r.max_tokens
         if r.stop:

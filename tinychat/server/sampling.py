@@ -23,7 +23,7 @@ MAX_STOPS, MAX_STOP = 32, 1024
 OFF: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0, 0.0),
     "frequency_penalty": (0, 0.0),
-    "dry_multiplier": (0, 0.0),
+    "dry_sequence_breakers": (),
     "xtc_probability": (0, 0.0),
     "mirostat": (0,),
     "dynatemp_range": (0, 0.0),
@@ -65,10 +65,18 @@ def sampling(fields: Fields, house: House) -> Sampling:
         min_p=fields.number("min_p", base.min_p, 0, 1),
         repeat_penalty=fields.number("repeat_penalty", penalty, 0.01, 100),
         repeat_last_n=fields.integer("repeat_last_n", base.repeat_last_n, 0, 1 << 24) or 0,
+        dry_multiplier=fields.number("dry_multiplier", base.dry_multiplier, 0, 100),
+        dry_base=fields.number("dry_base", base.dry_base, 0, 100),
+        dry_allowed_length=fields.integer("dry_allowed_length", base.dry_allowed_length, 0, 1 << 24) or 0,
+        dry_last_n=_whole(fields.integer("dry_penalty_last_n", base.dry_last_n, -1, 1 << 24), -1),
         seed=pick_seed(seed, house),
     )
     fields.fixed(OFF)
     return chosen
+
+
+def _whole(value: int | None, default: int) -> int:
+    return default if value is None else value
 
 
 def pick_seed(seed: int | None, house: House) -> int:
