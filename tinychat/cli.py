@@ -69,13 +69,21 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
         "--threads", type=_count, metavar="N", help="of the CPU (default: the settings', or one for each core)"
     )
 
-    chat = _add(group, "chat", "chat", None, where)
-    chat.add_argument("text", metavar="MODEL", nargs="?", help=MODEL_HELP)
-    chat.prog, chat.usage = "tinychat", "tinychat [MODEL] [--device DEVICE] [--threads N]"
+    remote = argparse.ArgumentParser(add_help=False)  # what commands share that also speak to a server
+    remote.add_argument("--server", metavar="URL", help="a server's address, in place of a model of this machine")
+    remote.add_argument("--model", dest="server_model", metavar="NAME", help="the server's model, where it has several")
+    remote.add_argument(
+        "--key-file", metavar="FILE", help="a file with the server's key (default: the variable TINYCHAT_API_KEY)"
+    )
 
-    p = _add(group, "run", "run", "one answer to one prompt", where)
-    _model(p)
-    p.add_argument("prompt", metavar="PROMPT", help="the question; - reads it from stdin")
+    chat = _add(group, "chat", "chat", None, where, remote)
+    chat.add_argument("text", metavar="MODEL", nargs="?", help=MODEL_HELP)
+    chat.prog, chat.usage = "tinychat", "tinychat [MODEL] [--device DEVICE] [--threads N] | --server URL [--model NAME]"
+
+    run = p = _add(group, "run", "run", "one answer to one prompt", where, remote)
+    run.usage = "tinychat run MODEL PROMPT | --server URL [--model NAME] PROMPT, and options"
+    _model(p, nargs="?")
+    p.add_argument("prompt", metavar="PROMPT", nargs="?", help="the question; - reads it from stdin")
     p.add_argument("--file", dest="files", action="append", default=[], metavar="FILE", help="attach a text file")
     p.add_argument("--system", metavar="TEXT", help="the system prompt")
     p.add_argument("--context", type=_parameter("context"), metavar="N", help="context length in tokens")
@@ -91,7 +99,7 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     )
     _json(p)
 
-    bench = p = _add(group, "bench", "bench", "measure the speed of a model, a layer or a kernel", where)
+    bench = p = _add(group, "bench", "bench", "measure the speed of a model, a layer or a kernel", where, remote)
     _model(p, nargs="?")
     p.add_argument("-n", dest="n_gen", type=_count, default=20, metavar="N", help="tokens to generate (default 20)")
     p.add_argument(
@@ -126,6 +134,29 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
         "--device", choices=("cuda", "cpu"), help="whose memory (default: the GPU's where there is one that works)"
     )
     _json(p)
+
+    p = _add(group, "serve", "serve", "answer programs over HTTP as OpenAI, Anthropic and Ollama do", where)
+    _model(p)
+    p.add_argument("--host", default="127.0.0.1", help="the address to listen on (default 127.0.0.1: this machine)")
+    p.add_argument("--port", type=_port, default=8080, metavar="N", help="default 8080; 0 takes a free one")
+    key = p.add_mutually_exclusive_group()
+    key.add_argument("--api-key", dest="key_file", metavar="FILE", help="a file with the key that clients must send")
+    key.add_argument("--no-key", action="store_true", help="let everybody in who reaches the port")
+    p.add_argument("--context", type=_count, metavar="N", help="tokens that prompt and answer share")
+    p.add_argument(
+        "--queue", dest="queue_size", type=_count, default=16, metavar="N", help="requests that may wait (default 16)"
+    )
+    p.add_argument(
+        "--allow-host", dest="hosts", action="append", default=[], metavar="NAME", help="a name that clients call it by"
+    )
+    p.add_argument(
+        "--allow-origin",
+        dest="origins",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="a web page that may use it, as https://chat.example.com",
+    )
 
     p = _add(group, "perplexity", "perplexity", "measure the perplexity of a text", where)
     _model(p)
@@ -187,7 +218,22 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
         chat.error(f"{printable(text)!r} is no command{meant} (unexpected: {printable(' '.join(extra))})")
     if extra:
         group.choices[argv[first]].error(f"unexpected: {printable(' '.join(extra))}")
-    if argv[first] == "bench":
+    if argv[first] in ("chat", "run", "bench") and not args["server"]:
+        for name, flag in (("server_model", "--model"), ("key_file", "--key-file")):
+            if args[name] is not None:
+                group.choices[argv[first]].error(f"argument {flag}: needs --server")
+    if argv[first] == "run" and args["server"]:  # one word is the prompt
+        if args["prompt"] is not None:
+            run.error("MODEL: not allowed with --server, whose model --model names")
+        args["text"], args["prompt"] = None, args["text"]
+    if argv[first] == "run" and (args["prompt"] is None or not (args["server"] or args["text"])):
+        run.error("the following arguments are required: " + ("PROMPT" if args["server"] else "MODEL and PROMPT"))
+    if argv[first] == "chat" and args["server"] and args["text"] is not None:
+        chat.error("MODEL: not allowed with --server, whose model --model names")
+    if argv[first] == "bench" and args["server"]:
+        if args["text"] is not None or args["kernel"] is not None or args["block"] or args["history"]:
+            bench.error("argument --server: not allowed with MODEL, --kernel, --block or --history")
+    elif argv[first] == "bench":
         if args["text"] is None and args["kernel"] is None and not args["history"]:
             bench.error("MODEL is required" + (" with --block" if args["block"] else ", or --kernel or --history"))
         if args["text"] is not None and args["kernel"] is not None:
@@ -233,6 +279,12 @@ def _lazy(command: str) -> Callable[..., object]:
 def _count(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 10**7:
         raise argparse.ArgumentTypeError(f"expected a whole number above 0, not {text!r}")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"expected a port, 0 to 65535, not {text!r}")
     return int(text)
 
 

@@ -168,6 +168,21 @@ class LocalBackend:
         e = self._engine.experts if self._engine is not None else None
         return ExpertCounts(e.layers, e.experts, e.used, e.tokens, e.counts(), e.known) if e else None
 
+    # Tokenizing
+
+    def tokenize(self, text: str, *, special: bool, whole: bool) -> list[int]:
+        t = self._loaded().tokenizer
+        return t.encode_prompt(text) if whole and special else t.encode(text, special)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self._loaded().tokenizer.decode(ids, special=True)
+
+    def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
+        return [*map(self._loaded().tokenizer.token_bytes, ids)]
+
+    def prompt_text(self, request: Request) -> str:
+        return self._thread.call(lambda: _in_one_line(lambda: self._prompts.text(request)))
+
     # any thread
 
     def _submit(self, one: _Waiting, job: Callable[[], None], afterwards: Callable[[], None] | None = None) -> None:
@@ -226,7 +241,11 @@ class LocalBackend:
         if refusal := _refusal(request):
             stream.put(Failed(refusal, "invalid"))
             return
-        prompt = self._prompts.make(request)
+        try:
+            prompt = self._prompts.make(request)
+        except TinychatError as e:
+            stream.put(Failed(str(e), "invalid"))
+            return
         self._end_cancelled()
         if isinstance(prompt, DoesNotFit):
             stream.put(prompt)

@@ -47,6 +47,10 @@ class PromptMaker:
         """What the prompt takes of the context. Raises TinychatError."""
         return self._counted(request).usage
 
+    def text(self, request: Request) -> str:
+        """The prompt as it would be written down. Raises TinychatError."""
+        return self._engine.tokenizer.decode(self._ids(request), special=True)
+
     def _counted(self, request: Request) -> Prompt:
         ids, limit = self._ids(request), self._engine.info.max_context
         if request.raw is not None:

@@ -244,6 +244,27 @@ class Backend(Protocol):
         ...
 
 
+class Tokenizing(Protocol):
+    """What a server tells of tokens beside answering, where a backend has the tokenizer. Any thread may call."""
+
+    def tokenize(self, text: str, *, special: bool, whole: bool) -> list[int]:
+        """Ids of `text`. `special`: control tokens that are written in it are recognised. `whole`: with the tokens that
+        the model wants at the begin and the end of a prompt."""
+        ...
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, control tokens written out. Raises TinychatError for an id outside the vocabulary."""
+        ...
+
+    def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
+        """The bytes that each token stands for."""
+        ...
+
+    def prompt_text(self, request: Request) -> str:
+        """The prompt of `request` as it would be written down. Raises TinychatError when it cannot be made."""
+        ...
+
+
 def reserve_for(max_tokens: int | None, limit: int) -> int:
     """Tokens of a context of `limit` that are kept free for an answer of at most `max_tokens`."""
     return min(max_tokens or ANSWER_RESERVE, ANSWER_RESERVE, limit // 4)

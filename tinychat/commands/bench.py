@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
+from tinychat.commands.keys import read_key
 from tinychat.commands.loading import CONTEXT, loaded, obtain, settings_of_user
-from tinychat.console import Bar, show, show_json
+from tinychat.console import Bar, grid, show, show_json
 from tinychat.errors import TinychatError
 from tinychat.models.registry import resolve
 
@@ -22,12 +24,18 @@ def bench(
     as_json: bool,
     device: str | None,
     threads: int | None,
+    server: str | None,
+    server_model: str | None,
+    key_file: str | None,
 ) -> None:
-    """Prefill and decode speed of a model; or of one kernel; or of one layer of each kind; or all results of before."""
+    """Prefill and decode speed of a model; or of one kernel; or of one layer of each kind; or all results of before; or
+    what a server's model looks like from the outside."""
     from tinychat.measure import bench, log, tables
 
     if history:
         return _history(text, as_json)
+    if server is not None:
+        return _server(server, server_model, read_key(key_file), n_prompt, n_gen, wait=wait, as_json=as_json)
     own = settings_of_user()
     threads = threads or own.threads
     if kernel is not None or block:
@@ -40,6 +48,26 @@ def bench(
             result = bench.run(engine, n_prompt, n_gen, report=bar.stage, name=model.name, wait=wait)
         log.save(result)
         show_json(result.as_dict()) if as_json else show(tables.model_table([result]))
+
+
+def _server(
+    url: str, model: str | None, key: str | None, n_prompt: int, n_gen: int, *, wait: bool, as_json: bool
+) -> None:
+    from tinychat.backend.remote import RemoteBackend
+    from tinychat.measure import served
+
+    with contextlib.closing(RemoteBackend.open(url, model, key)) as backend, Bar() as bar:
+        result = served.run(backend, n_prompt, n_gen, report=bar.stage, wait=wait)
+    if as_json:
+        return show_json(result.as_dict())
+    rows = [
+        ("model", result.model),
+        ("server", url),
+        ("decode", f"{result.decode_tok_s:.1f} tok/s"),
+        ("first token", f"{1e3 * result.ttft_s:.1f} ms, behind {result.prompt_tokens:,} tokens of prompt"),
+        ("answers", f"{result.generated_tokens:,} tokens, median of {len(result.decode_runs)}"),
+    ]
+    show(grid(rows))
 
 
 def _parts(text: str | None, kernel: str | None, as_json: bool, **options: Any) -> None:

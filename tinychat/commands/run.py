@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from tinychat.chat.conversation import Attachment, Turn
 from tinychat.chat.parameters import Parameters
+from tinychat.commands.keys import read_key
 from tinychat.commands.loading import obtain, prompt_text, settings_of_user
 from tinychat.console import Bar, say, show_json
 from tinychat.errors import TinychatError, printable
@@ -21,13 +22,16 @@ from tinychat.models.registry import Model, resolve
 from tinychat.units import speed
 
 if TYPE_CHECKING:
-    from tinychat.backend.protocol import DoesNotFit
+    from tinychat.backend.protocol import Backend, DoesNotFit
 
 
 def run(
-    text: str,
+    text: str | None,
     prompt: str,
     *,
+    server: str | None,
+    server_model: str | None,
+    key_file: str | None,
     raw: bool,
     think: bool | None,
     files: Sequence[str],
@@ -43,22 +47,19 @@ def run(
     """
     question = _question(prompt, files)
     own = settings_of_user()
-    model, chosen = resolve(text, own.models), _parameters(own.parameters, given)
-    context = chosen.context or _needed_context(model, question, chosen.max_tokens)
-    path = obtain(model)
-    with Bar() as bar:
-        bar.stage("loading the engine", 0.0)
-        from tinychat.backend.local import LocalBackend
-        from tinychat.backend.protocol import DoesNotFit, Failed, Finished, Piece, Request
+    chosen = _parameters(own.parameters, given)
+    backend: Backend
+    if server is not None:
+        from tinychat.backend.remote import RemoteBackend
 
-        backend = LocalBackend.open(
-            path,
-            max_context=context,
-            preset=model.preset,
-            device=device,
-            threads=threads or own.threads,
-            progress=bar.stage,
-        )
+        backend = RemoteBackend.open(server, server_model, read_key(key_file))
+        name = backend.info.name
+    else:
+        assert text is not None, "cli refuses it"
+        model = resolve(text, own.models)
+        backend, name = _local(model, question, chosen, device, threads or own.threads), model.name
+    from tinychat.backend.protocol import DoesNotFit, Failed, Finished, Piece, Request
+
     request = Request(
         messages=() if raw else _messages(chosen.system, question),
         raw=question if raw else None,
@@ -91,7 +92,7 @@ def run(
     if as_json:
         show_json(
             {
-                "model": model.name,
+                "model": name,
                 "text": said["answer"],
                 "thinking": said["thinking"],
                 "token_ids": ids,
@@ -108,6 +109,19 @@ def run(
         say(f"{stats.generated_tokens} tokens · {speed(stats.decode_tok_s)} tok/s · {first}")
     if finished.reason == "context":
         say(f"the context of {backend.info.max_context:,} tokens is full; `--context N` loads the model with more")
+
+
+def _local(model: Model, question: str, chosen: Parameters, device: str | None, threads: int | None) -> Backend:
+    """The model on this machine, with a context that the question fits."""
+    context = chosen.context or _needed_context(model, question, chosen.max_tokens)
+    path = obtain(model)
+    with Bar() as bar:
+        bar.stage("loading the engine", 0.0)
+        from tinychat.backend.local import LocalBackend
+
+        return LocalBackend.open(
+            path, max_context=context, preset=model.preset, device=device, threads=threads, progress=bar.stage
+        )
 
 
 def _messages(system: str, question: str) -> tuple[dict[str, str], ...]:

@@ -16,6 +16,7 @@ from textual.theme import Theme
 from tinychat import process
 from tinychat.backend.engine_thread import EngineThread
 from tinychat.backend.local import LocalBackend
+from tinychat.backend.opening import open_backend
 from tinychat.chat import settings
 from tinychat.chat.controller import Controller, OpenBackend
 from tinychat.chat.conversation import Conversation
@@ -104,7 +105,7 @@ def main(model: str | None = None, path: Path | None = None, preset: str | None 
         problems.append(f"{e}; conversations are not saved")
     options = {"preset": preset, "threads": own.threads, **load_options}
     own = replace(own, problems=tuple(problems))
-    open_backend = partial(LocalBackend.open, thread=EngineThread(), store_bytes=int(own.kv_cache_gb * 1e9))
+    open_either = partial(open_backend, thread=EngineThread(), store_bytes=int(own.kv_cache_gb * 1e9))
     process.prepare_for_screen()
     app = TinychatApp(
         model,
@@ -112,7 +113,7 @@ def main(model: str | None = None, path: Path | None = None, preset: str | None 
         own=own,
         history=history,
         remember=settings.update,
-        open_backend=open_backend,
+        open_backend=open_either,
         mounted=process.freeze,
         **options,
     )

@@ -1,0 +1,123 @@
+"""Our server on a thread of its own, and a backend that replays events."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+
+from starlette.types import ASGIApp
+
+from tinychat.backend.protocol import (
+    Capabilities,
+    Event,
+    Finished,
+    ModelInfo,
+    Piece,
+    Prompted,
+    Request,
+    StopReason,
+    Tokenizing,
+    TokenPiece,
+    Usage,
+)
+from tinychat.backend.stream import EventStream
+from tinychat.engine.stats import Stats
+from tinychat.server.answer import House
+from tinychat.server.app import create_app
+from tinychat.server.connection import bind, make_server
+from tinychat.server.security import Policy
+
+
+def serving(
+    house: House, policy: Policy | None = None, queue_size: int = 16
+) -> AbstractContextManager[str, bool | None]:
+    """Our server; its URL, without /v1."""
+    return serving_app(create_app(house, policy or Policy(), queue_size))
+
+
+@contextmanager
+def serving_app(app: ASGIApp, port: int = 0) -> Iterator[str]:
+    """Any application behind HTTP on loopback; its URL."""
+    listening = bind("127.0.0.1", port)
+    listening.listen()
+    server = make_server(app)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        listening.close()
+
+
+def finished(reason: StopReason = "eos", prompt: int = 7, answer: int = 0, cached: int = 0) -> Finished:
+    """A Finished whose usage and figures agree."""
+    stats = Stats(prompt_tokens=prompt, reused_tokens=cached, generated_tokens=answer, prefill_s=0.5, decode_s=0.25)
+    return Finished(reason, Usage(history=prompt, answer=answer, cached=cached, limit=512), stats)
+
+
+def pieces(*texts: str, kind: str = "answer") -> list[Event]:
+    """One token each."""
+    return [Piece(kind, t, (TokenPiece(i + 1, t, -0.5, ((i + 1, -0.5),)),)) for i, t in enumerate(texts)]  # type: ignore[arg-type]
+
+
+class Replay(Tokenizing):
+    """Answers every request with `events` behind a Prompted; a threading.Event among them is waited for. `requests` is
+    what was asked. Its tokens are Unicode characters."""
+
+    def __init__(self, events: Sequence[Event | threading.Event]) -> None:
+        self.events = events
+        self.requests: list[Request] = []
+        can = Capabilities(thinking=True, tools=True, logprobs=True, continue_final=True, exact_counts=True)
+        self.info = ModelInfo("replay", 512, "nowhere", can)
+
+    def answer(self, request: Request) -> EventStream[Event]:
+        stream: EventStream[Event] = EventStream()
+        self.requests.append(request)
+
+        def run() -> None:
+            for event in (Prompted(Usage(history=7, limit=512)), *self.events):
+                if isinstance(event, threading.Event):
+                    event.wait(20)
+                    continue
+                if request.cancel.is_set() and not isinstance(event, Prompted | Finished):
+                    continue
+                if isinstance(event, Finished) and request.cancel.is_set():
+                    event = replace(event, reason="stopped")
+                stream.put(event)
+            stream.end()
+
+        threading.Thread(target=run, daemon=True).start()
+        return stream
+
+    def measure(self, request: Request) -> Usage:
+        self.requests.append(request)
+        return Usage(history=7, limit=512)
+
+    def snapshot(self) -> Stats | None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+    def tokenize(self, text: str, *, special: bool, whole: bool) -> list[int]:
+        return [*map(ord, text)]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return "".join(map(chr, ids))
+
+    def token_bytes(self, ids: Sequence[int]) -> list[bytes]:
+        return [chr(i).encode() for i in ids]
+
+    def prompt_text(self, request: Request) -> str:
+        return "".join(m["content"] for m in request.messages)
+
+
+def replaying(events: Sequence[Event | threading.Event]) -> House:
+    """A House around a Replay."""
+    backend = Replay(events)
+    return House("replay", backend, backend)

@@ -1,0 +1,41 @@
+"""Which backend a choice of a model means: a file on this machine, or a server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tinychat.backend.local import LocalBackend
+from tinychat.backend.protocol import Backend
+from tinychat.backend.remote import RemoteBackend
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server and its model (None: the only one it has). The key is shown nowhere."""
+
+    url: str
+    model: str | None = None
+    key: str | None = field(default=None, repr=False)
+
+
+def open_backend(
+    path: Path,
+    *,
+    server: Server | None = None,
+    replaces: Backend | None = None,
+    progress: Callable[[str, float], None] | None = None,
+    **options: Any,
+) -> Backend:
+    """The model at `path`, as LocalBackend.open loads it with `options`; or, where `server` is given, that server: then
+    `path` is not read, and `replaces` is closed once the server has answered. Raises TinychatError."""
+    if server is None:
+        return LocalBackend.open(path, replaces=replaces, progress=progress, **options)
+    if progress is not None:
+        progress(f"asking {server.url}", 0.0)
+    backend = RemoteBackend.open(server.url, server.model, server.key)
+    if replaces is not None:
+        replaces.close()
+    return backend

@@ -1,0 +1,625 @@
+"""A backend on another machine, or in another program: any server that speaks OpenAI's Chat Completions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from dataclasses import fields, replace
+from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
+
+import httpx
+
+from tinychat.backend.protocol import (
+    Capabilities,
+    DoesNotFit,
+    Event,
+    Failed,
+    Finished,
+    Message,
+    ModelInfo,
+    Piece,
+    Prefilling,
+    Prompted,
+    Request,
+    StopReason,
+    TokenPiece,
+    ToolCall,
+    Usage,
+)
+from tinychat.backend.stream import EventStream
+from tinychat.engine.stats import Stats
+from tinychat.errors import TinychatError, printable
+
+T = TypeVar("T")
+
+STALL_S = 300.0  # without a byte, after which a server is left: it may keep a request waiting for others
+CONNECT_S = 10.0
+ASK_S = 20.0  # for what a server answers without its model
+CANCEL_S = 0.02  # how often a cancel is looked for
+LETTERS_PER_TOKEN = 4  # where nobody counts
+MAX_LINE = 16 << 20
+
+Kind = Literal["tinychat", "llama", "vllm", "openai"]
+"""What a server is, as far as it says: it decides which fields beyond OpenAI's it is sent."""
+
+_PROBE = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+
+
+class RemoteBackend:
+    """Answers through a server. `open` makes one.
+
+    One thread of its own runs an event loop for all requests; how many of them the server answers at a time is its
+    affair. The key is sent to that server and nobody else: redirects are not followed.
+    """
+
+    def __init__(self, url: str, key: str | None, stall_s: float) -> None:
+        self.url = url
+        self.key = key
+        self._stall_s = stall_s
+        self._kind: Kind = "openai"
+        self._stats = Stats()
+        self._running: set[threading.Event] = set()
+        self._loop = asyncio.new_event_loop()
+        self._client: httpx.AsyncClient | None = None
+        self._info = ModelInfo("", 0, "", Capabilities())
+        threading.Thread(target=self._loop.run_forever, name="remote", daemon=True).start()
+
+    @classmethod
+    def open(
+        cls, url: str, model: str | None = None, key: str | None = None, *, stall_s: float = STALL_S
+    ) -> RemoteBackend:
+        """Asks the server at `url` (with or without /v1) what it has and can. `model` is needed where it has several;
+        `stall_s` is how long it may be silent. Raises TinychatError."""
+        backend = cls(_root(url), key, stall_s)
+        try:
+            backend._call(backend._look(model))
+        except BaseException:
+            backend.close()
+            raise
+        return backend
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    def answer(self, request: Request) -> EventStream[Event]:
+        stream: EventStream[Event] = EventStream()
+        self._running.add(request.cancel)
+        asyncio.run_coroutine_threadsafe(self._serve(request, stream), self._loop)
+        return stream
+
+    def measure(self, request: Request) -> Usage:
+        return self._call(self._measure(request))
+
+    def snapshot(self) -> Stats:
+        return self._stats
+
+    def close(self) -> None:
+        for cancel in [*self._running]:
+            cancel.set()
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop)
+
+    # on the loop's thread
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _http(self) -> httpx.AsyncClient:
+        """Made on the loop that uses it. TLS is verified: httpx does so unless told otherwise."""
+        if self._client is None:
+            headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+            timeout = httpx.Timeout(self._stall_s, connect=CONNECT_S)
+            self._client = httpx.AsyncClient(headers=headers, timeout=timeout, follow_redirects=False)
+        return self._client
+
+    async def _close(self) -> None:
+        while self._running:
+            await asyncio.sleep(CANCEL_S)
+        if self._client is not None:
+            await self._client.aclose()
+        await self._loop.shutdown_asyncgens()
+        self._loop.stop()
+
+    async def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The JSON at `path`; None where the server has no such thing. Raises TinychatError where it is not there."""
+        try:
+            if body is None:
+                response = await self._http().get(self.url + path, timeout=ASK_S)
+            else:
+                response = await self._http().post(self.url + path, json=body, timeout=self._stall_s)
+        except (httpx.HTTPError, httpx.InvalidURL) as e:
+            raise TinychatError(_no_connection(self.url, e)) from None
+        if response.status_code in (401, 403):
+            raise TinychatError(f"{self.url} refuses: {_message(response.status_code, response.content)}")
+        if response.is_redirect:
+            raise TinychatError(_redirected(self.url, response))
+        try:
+            return response.json() if response.is_success else None
+        except ValueError:
+            return None
+
+    async def _look(self, wanted: str | None) -> None:
+        """Finds out what the server is, which models it has, and what they can."""
+        listed = await self._ask("/v1/models")
+        models = [m for m in _list(_dict(listed).get("data")) if isinstance(_dict(m).get("id"), str)]
+        if not models:
+            raise TinychatError(f"{self.url} lists no models at /v1/models: is it an OpenAI-compatible server?")
+        names = [m["id"] for m in models]
+        if wanted is None and len(names) > 1:
+            shown = ", ".join(printable(n, newlines=False) for n in names[:20])
+            raise TinychatError(f"{self.url} has several models, choose one with --model: {shown}")
+        name = wanted or names[0]
+        if name not in names:
+            shown = ", ".join(printable(n, newlines=False) for n in names[:20])
+            raise TinychatError(f"{self.url} has no model {printable(name, newlines=False)}; it has {shown}")
+        entry = next(m for m in models if m["id"] == name)
+        props = _dict(await self._ask("/props"))
+        own = _dict(props.get("tinychat"))
+        version = {} if props else _dict(await self._ask("/version"))
+        self._kind = "tinychat" if own else "llama" if "default_generation_settings" in props else "openai"
+        if self._kind == "openai" and "version" in version:
+            self._kind = "vllm"
+        context = _int(_dict(props.get("default_generation_settings")).get("n_ctx"))
+        context = context or _int(entry.get("max_model_len")) or _int(_dict(entry.get("meta")).get("n_ctx"))
+        notes: tuple[str, ...] = ()
+        parts = urlsplit(self.url)
+        if self.key and parts.scheme == "http" and parts.hostname not in ("localhost", "127.0.0.1", "::1"):
+            notes = ("the key goes to the server unencrypted; https:// would protect it",)
+        info = ModelInfo(name, context, parts.netloc, await self._capabilities(name, props, own), notes=notes)
+        self._info = _described(info, own)
+
+    async def _capabilities(self, name: str, props: Mapping[str, Any], own: Mapping[str, Any]) -> Capabilities:
+        """What the server says of itself, and, where it says nothing of tools, whether it takes a request with one."""
+        if self._kind == "tinychat":
+            can = _dict(own.get("can"))
+            known = {f.name: can.get(f.name) is True for f in fields(Capabilities)}
+            return Capabilities(**known | {"instruments": False})
+        if self._kind == "llama":
+            template, caps = str(props.get("chat_template", "")), _dict(props.get("chat_template_caps"))
+            return Capabilities(
+                thinking="enable_thinking" in template,
+                tools=caps.get("supports_tools") is True or "tools" in template,
+                logprobs=True,
+                continue_final=True,
+                exact_counts=True,
+            )
+        probe = {"model": name, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+        takes_tools = await self._ask("/v1/chat/completions", probe | {"tools": [_PROBE]}) is not None
+        counts = False
+        if self._kind == "vllm":
+            counted = await self._ask("/tokenize", {"model": name, "messages": probe["messages"]})
+            counts = bool(_int(_dict(counted).get("count")))
+        return Capabilities(tools=takes_tools, continue_final=self._kind == "vllm", exact_counts=counts)
+
+    async def _measure(self, request: Request) -> Usage:
+        """Counted by the server where it can, else estimated."""
+        limit = self._info.max_context
+        if self._info.can.exact_counts and request.raw is None:
+            body = self._body(request)
+            if self._kind == "vllm":
+                keys = ("model", "messages", "tools", "add_generation_prompt", "continue_final_message")
+                asked = {k: body[k] for k in keys if k in body}
+                count = _int(_dict(await self._ask("/tokenize", asked)).get("count"))
+            else:
+                del body["stream"], body["stream_options"]
+                counted = _dict(await self._ask("/v1/chat/completions/input_tokens", body))
+                if "details" in counted:
+                    return _usage(counted["details"], limit)
+                count = _int(counted.get("input_tokens"))
+            if count:
+                return Usage(history=count, limit=limit)
+        return _estimate(request, limit)
+
+    async def _serve(self, request: Request, stream: EventStream[Event]) -> None:
+        """Answers one request; ends the stream whatever happens."""
+        work = asyncio.ensure_future(self._answer(request, stream))
+        cancelled = asyncio.ensure_future(_is_set(request.cancel))
+        try:
+            await asyncio.wait((work, cancelled), return_when=asyncio.FIRST_COMPLETED)
+            work.cancel()  # hangs up, which frees the server's engine
+            try:
+                await work
+            except asyncio.CancelledError:
+                usage = Usage(limit=self._info.max_context, answer=self._stats.generated_tokens, exact=False)
+                stream.put(Finished("stopped", usage, self._stats))
+        except Exception as e:
+            stream.put(Failed(f"internal error: {type(e).__name__}: {e}"))
+        finally:
+            cancelled.cancel()
+            stream.end()
+            self._running.discard(request.cancel)
+
+    async def _answer(self, request: Request, stream: EventStream[Event]) -> None:
+        dropped = 0
+        while True:
+            end = await self._try(request, stream, dropped)
+            shorter = _shorter(request) if isinstance(end, DoesNotFit) else None
+            if shorter is None:
+                stream.put(end)
+                return
+            dropped += len(request.messages) - len(shorter.messages)
+            request = shorter
+
+    async def _try(self, request: Request, stream: EventStream[Event], dropped: int) -> Event:
+        """One request to the server; puts its events but the last, which it returns."""
+        if refusal := self._refusal(request):
+            return Failed(refusal, "invalid")
+        reading = _Reading(self._info.max_context, dropped)
+        path = "/v1/completions" if request.raw is not None else "/v1/chat/completions"
+        try:
+            async with self._http().stream("POST", self.url + path, json=self._body(request)) as response:
+                if response.is_redirect:
+                    return Failed(_redirected(self.url, response), "invalid")
+                if not response.is_success:
+                    return _refused(response.status_code, await response.aread(), response.headers, self._info)
+                async for chunk in _chunks(response):
+                    if "error" in chunk:
+                        message = _one_line(_dict(chunk["error"]).get("message") or chunk["error"])
+                        return Failed(message)
+                    for event in _read(reading, chunk):
+                        stream.put(event)
+                    self._stats = reading.stats
+        except httpx.TimeoutException:
+            return Failed(f"nothing came from {self.url} for {self._stall_s:g} seconds", "lost")
+        except (httpx.HTTPError, httpx.InvalidURL) as e:
+            return Failed(_no_connection(self.url, e), "lost")
+        return reading.end()
+
+    def _refusal(self, request: Request) -> str:
+        """What the request asks for and this server cannot do."""
+        can = self._info.can
+        if request.continue_final and not can.continue_final:
+            return "this server cannot go on with an answer"
+        if request.tools and not can.tools:
+            return "this server's model cannot call tools"
+        if request.logprobs is not None and not can.logprobs:
+            return "this server does not tell probabilities"
+        return ""
+
+    def _body(self, r: Request) -> dict[str, Any]:
+        """The request as JSON, with the fields that this kind of server knows."""
+        s = r.sampling
+        body: dict[str, Any] = {
+            "model": self._info.name,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "temperature": s.temperature,
+            "top_p": s.top_p,
+            "seed": s.seed,
+        }
+        if self._kind != "openai":
+            body |= {"top_k": s.top_k, "min_p": s.min_p}
+            body["repetition_penalty" if self._kind == "vllm" else "repeat_penalty"] = s.repeat_penalty
+        if self._kind in ("tinychat", "llama"):
+            body |= {"repeat_last_n": s.repeat_last_n}
+            if s.dry_multiplier:
+                body |= {"dry_multiplier": s.dry_multiplier, "dry_base": s.dry_base, "dry_penalty_last_n": s.dry_last_n}
+                body |= {"dry_allowed_length": s.dry_allowed_length}
+        if r.max_tokens is not None:
+            body["max_tokens"] = r.max_tokens
+        if r.stop:
+            body["stop"] = list(r.stop)
+        if r.logit_bias:
+            body["logit_bias"] = {str(i): bias for i, bias in r.logit_bias.items()}
+        if r.raw is not None:
+            unlimited = {"max_tokens": -1} if r.max_tokens is None and self._kind in ("tinychat", "llama") else {}
+            details = {"return_details": True, "return_progress": True} if self._kind == "tinychat" else {}
+            return body | unlimited | details | {"prompt": r.raw}
+        body["messages"] = [dict(m) for m in r.messages]
+        kwargs = dict(r.template_kwargs)
+        if r.thinking is not None and self._kind != "openai":
+            kwargs["enable_thinking"] = r.thinking
+        if kwargs:
+            body["chat_template_kwargs"] = kwargs
+        if r.continue_final:
+            body |= {"continue_final_message": True, "add_generation_prompt": False}
+        if r.tools:
+            body |= {"tools": [dict(t) for t in r.tools], "tool_choice": r.tool_choice}
+        if r.response_format is not None:
+            body["response_format"] = dict(r.response_format)
+        if r.logprobs is not None:
+            body |= {"logprobs": True, "top_logprobs": r.logprobs}
+        if self._kind == "tinychat":
+            body["return_details"] = True
+        if self._kind in ("tinychat", "llama"):
+            body["return_progress"] = True
+        return body
+
+
+class _Reading:
+    """Makes events of the chunks of one answer."""
+
+    def __init__(self, limit: int, dropped: int) -> None:
+        self._limit, self._dropped = limit, dropped
+        self._began = time.perf_counter()
+        self._first = 0.0
+        self._prompted = False
+        self._deltas = 0
+        self._reason: str | None = None
+        self._stop: Any = None  # vLLM: the stop string
+        self._usage: Mapping[str, Any] = {}
+        self._timings: Mapping[str, Any] = {}
+        self._details: Mapping[str, Any] = {}  # tinychat: the last chunk's
+        self._named: set[int] = set()
+        self.stats = Stats(phase="prefill", context_max=limit)
+
+    def read(self, chunk: Mapping[str, Any]) -> list[Event]:
+        details = _dict(chunk.get("details"))
+        events: list[Event] = []
+        if not self._prompted:
+            self._prompted = True
+            known = "usage" in details
+            usage = _usage(details["usage"], self._limit) if known else Usage(limit=self._limit, exact=False)
+            events.append(Prompted(usage, _int(details.get("dropped")) + self._dropped))
+        if progress := _dict(chunk.get("prompt_progress")):
+            total, cache, done = (_int(progress.get(k)) for k in ("total", "cache", "processed"))
+            events.append(Prefilling(done - cache, total - cache, cache))
+        self._usage = _dict(chunk.get("usage")) or self._usage
+        self._timings = _dict(chunk.get("timings")) or self._timings
+        self._details = details if "stats" in details else self._details
+        for choice in map(_dict, _list(chunk.get("choices"))):
+            events += self._choice(choice, details)
+        return events
+
+    def _choice(self, choice: Mapping[str, Any], details: Mapping[str, Any]) -> list[Event]:
+        delta, events = _dict(choice.get("delta")), list[Event]()
+        tokens = _tokens(details, choice)
+        said = delta.get("content") if "delta" in choice else choice.get("text")
+        thought = delta.get("reasoning_content") or delta.get("reasoning")
+        if isinstance(thought, str) and thought:
+            events.append(Piece("thinking", thought, tokens))
+        elif isinstance(said, str) and said:
+            events.append(Piece("answer", said, tokens))
+        elif tokens:
+            events.append(Piece("thinking" if details.get("kind") == "thinking" else "answer", "", tokens))
+        for i, call in enumerate(map(_dict, _list(delta.get("tool_calls")))):
+            function = _dict(call.get("function"))
+            index = _int(call.get("index", i))
+            new, name = index not in self._named, str(function.get("name") or "")
+            self._named.add(index)
+            id = str(call.get("id") or (f"call_{index}" if new else "")) if new else ""
+            events.append(ToolCall(index, str(function.get("arguments") or ""), id, name if new else ""))
+        self._reason = choice.get("finish_reason") or self._reason
+        self._stop = choice.get("stop_reason") or self._stop
+        if events:
+            self._count(max(1, len(tokens)))
+        return events
+
+    def _count(self, tokens: int) -> None:
+        """Keeps the figures that a clock on this side can tell."""
+        now = time.perf_counter()
+        self._deltas += tokens
+        if not self._first:
+            self._first = now
+        decode_s = now - self._first
+        rate = (self._deltas - 1) / decode_s if decode_s > 0 else 0.0
+        self.stats = replace(
+            self.stats,
+            phase="decode",
+            ttft_s=self._first - self._began,
+            generated_tokens=self._deltas,
+            decode_s=decode_s,
+            decode_tok_s=rate,
+            last_tok_s=rate,
+        )
+
+    def end(self) -> Event:
+        """The last event, when the server has closed the stream."""
+        if self._reason is None:
+            return Failed("the connection broke before the answer's end", "lost")
+        counted = self._details.get("usage")
+        usage = _usage(counted, self._limit) if counted else _counted(self._usage, self._limit, self._deltas)
+        self.stats = _final(self.stats, self._details, self._timings, usage)
+        return Finished(self._why(usage), usage, self.stats, self._stop_string())
+
+    def _why(self, usage: Usage) -> StopReason:
+        said = self._details.get("reason")
+        if said in ("eos", "stop", "length", "context", "stopped", "tool_calls"):
+            return said
+        if self._reason == "length":
+            return "context" if self._limit and usage.used >= self._limit else "length"
+        if self._reason in ("tool_calls", "function_call"):
+            return "tool_calls"
+        return "stop" if isinstance(self._stop, str) else "eos"
+
+    def _stop_string(self) -> str:
+        said = self._details.get("stop_string")
+        return said if isinstance(said, str) else self._stop if isinstance(self._stop, str) else ""
+
+
+# What comes over the wire
+
+
+def _read(reading: _Reading, chunk: Mapping[str, Any]) -> list[Event]:
+    """The events of a chunk, whatever types a server puts into its fields."""
+    try:
+        return reading.read(chunk)
+    except (TypeError, ValueError):
+        raise httpx.RemoteProtocolError("what came is no answer") from None
+
+
+async def _chunks(response: httpx.Response) -> AsyncIterator[Mapping[str, Any]]:
+    """The objects of a stream of server-sent events, up to [DONE]; some servers send an error as a bare object."""
+    async for line in response.aiter_lines():
+        if len(line) > MAX_LINE:
+            raise httpx.RemoteProtocolError("a line is too long")
+        text = line.removeprefix("data:").strip() if line.startswith(("data:", "{")) else ""
+        if text == "[DONE]":
+            return
+        if not text:
+            continue
+        try:
+            yield _dict(json.loads(text))
+        except ValueError:
+            raise httpx.RemoteProtocolError("what came is not JSON") from None
+
+
+def _tokens(details: Mapping[str, Any], choice: Mapping[str, Any]) -> tuple[TokenPiece, ...]:
+    """The tokens of a chunk: tinychat tells them; others only with log-probabilities, and without ids."""
+    if "tokens" in details:
+        return tuple(TokenPiece(i, t, p, tuple(map(tuple, top))) for i, t, p, top in details["tokens"])
+    entries = _list(_dict(choice.get("logprobs")).get("content"))
+    return tuple(TokenPiece(-1, str(e.get("token")), float(e.get("logprob", 0.0))) for e in map(_dict, entries))
+
+
+def _refused(status: int, content: bytes, headers: Mapping[str, str], info: ModelInfo) -> Event:
+    """What a status other than 200 means."""
+    error = _error(content)
+    message = _message(status, content)
+    if "exceed_context" in str(error.get("type")) or "context_length" in str(error.get("code")):
+        limit = _int(error.get("n_ctx")) or info.max_context
+        return DoesNotFit(Usage(history=_int(error.get("n_prompt_tokens")), limit=limit), 1, 0)
+    if status in (429, 503):
+        retry = headers.get("retry-after", "")
+        return Failed(message, "busy", float(retry) if retry.isdecimal() else 1.0)
+    return Failed(message, "invalid" if 400 <= status < 500 else "internal")
+
+
+def _error(content: bytes) -> Mapping[str, Any]:
+    try:
+        value = _dict(json.loads(content))
+    except ValueError:
+        return {}
+    inner = value.get("error", value)
+    return inner if isinstance(inner, dict) else {"message": inner}
+
+
+def _message(status: int, content: bytes) -> str:
+    """One line about a refusal, in the server's own words where it has some."""
+    said = _one_line(_error(content).get("message") or "")
+    return said or f"the server answered with status {status}"
+
+
+def _one_line(value: Any) -> str:
+    return printable(" ".join(str(value).split())[:500], newlines=False)
+
+
+def _no_connection(url: str, error: Exception) -> str:
+    what = _one_line(error) or type(error).__name__
+    return f"the connection to {url} failed: {what}"
+
+
+def _redirected(url: str, response: httpx.Response) -> str:
+    target = _one_line(response.headers.get("location", "somewhere else"))
+    return f"{url} redirects to {target}; redirects are not followed, give that address if you trust it"
+
+
+# Values
+
+
+def _root(url: str) -> str:
+    """The server's address without /v1. Raises TinychatError for what is no address."""
+    given = url if "://" in url else f"http://{url}"
+    try:
+        parts = urlsplit(given.strip())
+        fine = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+    except ValueError:
+        fine = False
+    if not fine or parts.query or parts.fragment:
+        raise TinychatError(f"{printable(url, newlines=False)} is no server's address, as http://127.0.0.1:8080")
+    if "@" in parts.netloc:
+        raise TinychatError("a server's address must not hold a user name or password; give a key instead")
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
+
+
+def _described(info: ModelInfo, own: Mapping[str, Any]) -> ModelInfo:
+    """`info` with what a tinychat server tells of its model."""
+    known: dict[str, Any] = {}
+    for f in fields(ModelInfo):
+        value = own.get(f.name)
+        if f.name not in ("name", "max_context", "can", "path", "notes") and type(value) is type(getattr(info, f.name)):
+            known[f.name] = printable(value, newlines=False) if isinstance(value, str) else value
+    notes = (*(_one_line(n) for n in _list(own.get("notes"))), *info.notes)
+    return replace(info, **known, notes=notes)
+
+
+def _usage(value: Any, limit: int) -> Usage:
+    """A Usage as tinychat's server writes it."""
+    given = _dict(value)
+    known = {f.name: _int(given.get(f.name)) for f in fields(Usage) if f.name != "exact"}
+    return Usage(**known | {"limit": _int(given.get("limit")) or limit}, exact=given.get("exact") is not False)
+
+
+def _counted(usage: Mapping[str, Any], limit: int, deltas: int) -> Usage:
+    """OpenAI's usage; without one, the answer's tokens are estimated by the pieces that came."""
+    if not usage:
+        return Usage(answer=deltas, limit=limit, exact=False)
+    cached = _int(_dict(usage.get("prompt_tokens_details")).get("cached_tokens"))
+    prompt, answer = _int(usage.get("prompt_tokens")), _int(usage.get("completion_tokens"))
+    return Usage(history=prompt, answer=answer, limit=limit, cached=cached)
+
+
+def _final(stats: Stats, details: Mapping[str, Any], timings: Mapping[str, Any], usage: Usage) -> Stats:
+    """The figures at the end: tinychat's own, or llama-server's timings, or what the clock here has seen."""
+    if own := _dict(details.get("stats")):
+        known = {f.name: own[f.name] for f in fields(Stats) if type(own.get(f.name)) in (int, float, str)}
+        return Stats(**known)
+    decode_s = stats.decode_s
+    steps = max(0, usage.answer - 1)
+    rate = _float(timings.get("predicted_per_second")) or (steps / decode_s if decode_s > 0 else 0.0)
+    return replace(
+        stats,
+        phase="idle",
+        prompt_tokens=usage.prompt,
+        reused_tokens=usage.cached,
+        prefilled_tokens=max(0, usage.prompt - usage.cached),
+        generated_tokens=usage.answer,
+        prefill_s=_float(timings.get("prompt_ms")) / 1e3,
+        prefill_tok_s=_float(timings.get("prompt_per_second")),
+        decode_tok_s=rate,
+        token_s=1 / rate if rate else 0.0,
+        context_used=usage.used,
+    )
+
+
+def _estimate(request: Request, limit: int) -> Usage:
+    """By the length of the texts."""
+
+    def tokens(messages: list[Message], field: str) -> int:
+        return sum(len(str(m.get(field) or "")) for m in messages) // LETTERS_PER_TOKEN
+
+    system = [m for m in request.messages if m.get("role") == "system"]
+    others = [m for m in request.messages if m.get("role") != "system"]
+    history = tokens(others, "content") + len(request.raw or "") // LETTERS_PER_TOKEN
+    tools = len(json.dumps([dict(t) for t in request.tools])) // LETTERS_PER_TOKEN if request.tools else 0
+    return Usage(tokens(system, "content"), history, tokens(others, "reasoning_content"), tools, 0, limit, exact=False)
+
+
+def _shorter(request: Request) -> Request | None:
+    """The request without past thinking, or without the older half of its exchanges, as its `overflow` wants it; None
+    where nothing is left to leave out."""
+    messages = request.messages
+    if request.overflow == "thinking":
+        bare = tuple({k: v for k, v in m.items() if k != "reasoning_content"} for m in messages)
+        return replace(request, messages=bare, overflow="refuse")
+    if request.overflow == "oldest":
+        head = 1 if messages and messages[0].get("role") == "system" else 0
+        starts = [i for i, m in enumerate(messages) if m.get("role") == "user"]
+        if len(starts) > 1:
+            return replace(request, messages=(*messages[:head], *messages[starts[(len(starts) + 1) // 2] :]))
+    return None
+
+
+async def _is_set(event: threading.Event) -> None:
+    while not event.is_set():
+        await asyncio.sleep(CANCEL_S)
+
+
+def _dict(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _int(value: Any) -> int:
+    return int(value) if isinstance(value, int | float) else 0
+
+
+def _float(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0

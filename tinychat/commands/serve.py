@@ -1,0 +1,70 @@
+"""`tinychat serve`: a model behind HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+
+from tinychat.backend.local import LocalBackend
+from tinychat.commands.keys import KEY_VARIABLE, read_key
+from tinychat.commands.loading import obtain, settings_of_user
+from tinychat.console import Bar, say
+from tinychat.errors import TinychatError, printable
+from tinychat.models.registry import resolve
+from tinychat.server.answer import House
+from tinychat.server.app import create_app
+from tinychat.server.connection import bind, make_server
+from tinychat.server.security import Policy
+
+
+def serve(
+    text: str,
+    *,
+    host: str,
+    port: int,
+    key_file: str | None,
+    no_key: bool,
+    context: int | None,
+    queue_size: int,
+    hosts: list[str],
+    origins: list[str],
+    device: str | None,
+    threads: int | None,
+) -> None:
+    """Serves the model that `text` names until Ctrl-C. A key is needed wherever other machines can reach the port."""
+    key = None if no_key else read_key(key_file)
+    if key is None and not no_key and not _loopback(host):
+        raise TinychatError(
+            f"{printable(host)} can be reached by other machines, so a key is needed: --api-key FILE, or the "
+            f"environment variable {KEY_VARIABLE} (--no-key lets everybody in)"
+        )
+    own = settings_of_user()
+    found = resolve(text, own.models)
+    path = obtain(found)
+    with bind(host, port) as listening:  # a port that is taken is said before a model is loaded
+        with Bar() as bar:
+            backend = LocalBackend.open(
+                path,
+                max_context=context or own.parameters.context,
+                preset=found.preset,
+                device=device,
+                threads=threads or own.threads,
+                progress=bar.stage,
+            )
+        with contextlib.closing(backend):
+            for note in backend.info.notes:
+                say(note)
+            house = House(found.name, backend, backend, own.parameters.sampling, own.parameters.seed)
+            app = create_app(house, Policy(key, frozenset((host, *hosts)), frozenset(origins)), queue_size)
+            shown = f"[{host}]" if ":" in host else host
+            url = f"http://{shown}:{listening.getsockname()[1]}/v1"
+            say(f"{found.name} answers at {url} ({'with' if key else 'no'} key); Ctrl-C ends it")
+            make_server(app).run(sockets=[listening])
+
+
+def _loopback(host: str) -> bool:
+    """Whether only this machine reaches a port on `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,209 @@
+"""An answer on its way from a backend to a client, whatever dialect the client speaks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from tinychat.backend.protocol import (
+    END,
+    Backend,
+    DoesNotFit,
+    Event,
+    Failed,
+    Finished,
+    Piece,
+    Prompted,
+    Request,
+    Sampling,
+    Stats,
+    Tokenizing,
+    TokenPiece,
+    ToolCall,
+)
+from tinychat.backend.stream import EventStream
+from tinychat.server.refusal import Refused, refusal_of
+
+PING_S = 15.0  # of silence, after which a stream says that it is alive
+
+
+@dataclass(frozen=True)
+class House:
+    """What the dialects know of the server: the model, the name it goes by, and the defaults of what a request does
+    not set.
+
+    `seed` None draws one per request; `most` limits the tokens of every answer.
+    """
+
+    model: str
+    backend: Backend
+    tokenizing: Tokenizing
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int | None = None
+    most: int | None = None
+    started: int = 0  # Unix time
+
+
+@dataclass
+class Call:
+    """A whole tool call; `arguments` is JSON text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass
+class Answer:
+    """A whole answer, gathered from events."""
+
+    prompted: Prompted
+    finished: Finished
+    text: str = ""
+    thinking: str = ""
+    calls: list[Call] = field(default_factory=list)
+    tokens: list[TokenPiece] = field(default_factory=list)  # of the answer
+    thought: int = 0  # tokens of the thinking
+
+    @classmethod
+    def of(cls, events: Sequence[Event]) -> Answer:
+        """Gathers `events`, which end with Finished."""
+        prompted = next(e for e in events if isinstance(e, Prompted))
+        answer = cls(prompted, events[-1])  # type: ignore[arg-type]
+        for e in events:
+            if isinstance(e, Piece) and e.kind == "thinking":
+                answer.thinking += e.text
+                answer.thought += len(e.tokens)
+            elif isinstance(e, Piece):
+                answer.text += e.text
+                answer.tokens += e.tokens
+            elif isinstance(e, ToolCall):
+                if e.index == len(answer.calls):
+                    answer.calls.append(Call(e.id, e.name, ""))
+                answer.calls[e.index].arguments += e.arguments
+        return answer
+
+
+class Reply(Protocol):
+    """How one dialect writes down one answer, as a stream or whole."""
+
+    media_type: str  # of the stream
+    ping: bytes  # goes over the stream in long silence; empty where the format has nothing for that
+
+    def begin(self, prompted: Prompted) -> bytes:
+        """The stream's beginning."""
+        ...
+
+    def event(self, event: Event) -> bytes:
+        """What goes over the stream for an event, Finished among them; perhaps nothing."""
+        ...
+
+    def fail(self, refused: Refused) -> bytes:
+        """The end of a stream that cannot go on."""
+        ...
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """The answer in one piece."""
+        ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a client asks for, read and checked."""
+
+    request: Request
+    reply: Reply
+    stream: bool
+    one_call: bool = False  # the answer ends with its first tool call
+
+
+class Arrivals:
+    """The events of a backend's stream, for an event loop."""
+
+    def __init__(self, stream: EventStream[Event]) -> None:
+        self._stream = stream
+        self._loop = asyncio.get_running_loop()
+        self._here = asyncio.Event()
+        stream.on_event(self._wake)
+
+    def _wake(self) -> None:
+        """Called by the backend's thread."""
+        if not self._here.is_set() and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._here.set)
+
+    @property
+    def ended(self) -> bool:
+        return self._stream.ended
+
+    async def next(self) -> list[Event]:
+        """All events that came since the last call; waits for one. Empty at the end."""
+        while not self.ended:
+            self._here.clear()
+            if events := self._stream.poll():
+                return events
+            if not self.ended:
+                await self._here.wait()
+        return []
+
+    async def until_prompted(self) -> list[Event]:
+        """The first events, up to Prompted at least. Raises Refused where the request fails before."""
+        first: list[Event] = []
+        while not any(isinstance(e, Prompted) for e in first):
+            more = await self.next()
+            raise_failure(more)
+            if not more:
+                raise Refused("internal", "the answer ended before it began")
+            first += more
+        return first
+
+    async def batches(self) -> AsyncIterator[list[Event]]:
+        """All further events; an empty list after PING_S seconds of silence."""
+        while not self.ended:
+            try:
+                async with asyncio.timeout(PING_S):
+                    events = await self.next()
+            except TimeoutError:
+                yield []
+                continue
+            if events:
+                yield events
+
+
+def raise_failure(events: Sequence[Event]) -> None:
+    """Raises Refused when the last event is a failure."""
+    if events and isinstance(events[-1], Failed | DoesNotFit):
+        raise refusal_of(events[-1])
+
+
+def ended(events: Sequence[Event]) -> bool:
+    return bool(events) and isinstance(events[-1], END)
+
+
+def finish(reason: str, names: Mapping[str, str]) -> str:
+    """The dialect's word for a StopReason; `names` has those that differ from the default."""
+    return names.get(reason) or names["eos"]
+
+
+def usage(prompted: Prompted, finished: Finished) -> tuple[int, int, int]:
+    """Tokens of the prompt, of those cached, and of the answer with its thinking."""
+    before = prompted.usage  # of an answer that goes on, the part that was there is prompt
+    return before.prompt + before.answer, finished.usage.cached, finished.usage.answer - before.answer
+
+
+def timings(s: Stats) -> dict[str, float]:
+    """A request's times by llama-server's names."""
+    prompt_ms, decode_ms = s.prefill_s * 1e3, s.decode_s * 1e3
+    prompt_n, steps = s.prompt_tokens - s.reused_tokens, max(0, s.generated_tokens - 1)
+    return {
+        "cache_n": s.reused_tokens,
+        "prompt_n": prompt_n,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": prompt_ms / prompt_n if prompt_n else 0.0,
+        "prompt_per_second": prompt_n / s.prefill_s if s.prefill_s else 0.0,
+        "predicted_n": s.generated_tokens,
+        "predicted_ms": decode_ms,
+        "predicted_per_token_ms": decode_ms / steps if steps else 0.0,
+        "predicted_per_second": steps / s.decode_s if s.decode_s else 0.0,
+    }

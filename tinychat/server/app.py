@@ -1,0 +1,313 @@
+"""The server: which path is what, and how a request becomes an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass, replace
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tinychat.backend.protocol import Event, Finished, Prompted, ToolCall
+from tinychat.errors import TinychatError
+from tinychat.server import anthropic, native, ollama, openai_chat, openai_completions, openai_responses, sse
+from tinychat.server.answer import Answer, Arrivals, House, Job, raise_failure
+from tinychat.server.body import HungUp, read_object
+from tinychat.server.queue import Queue
+from tinychat.server.refusal import Refused, invalid
+from tinychat.server.security import Guard, Policy
+
+SEND_SECONDS = 60.0  # that a client may take to read what was sent to it
+
+ErrorBody = Callable[[Refused], dict[str, Any]]
+Parse = Callable[[dict[str, Any], House], Job]
+Ask = Callable[[dict[str, Any], House], dict[str, Any]]
+
+
+def error_body(path: str) -> ErrorBody:
+    """The format of errors on a path."""
+    if path.startswith("/v1/messages"):
+        return anthropic.error
+    return ollama.error if path.startswith("/api/") else openai_chat.error
+
+
+async def send_json(send: Send, status: int, value: Any, headers: list[tuple[bytes, bytes]] | None = None) -> None:
+    """A whole response."""
+    body = sse.encode(value)
+    lines = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *(headers or [])]
+    await send({"type": "http.response.start", "status": status, "headers": lines})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def refuse(refused: Refused, scope: Scope, receive: Receive, send: Send) -> None:
+    """A refusal in the format of the path's dialect."""
+    headers = [(b"retry-after", str(int(refused.retry_s)).encode())] if refused.retry_s else []
+    if refused.kind == "key":
+        headers.append((b"www-authenticate", b"Bearer"))
+    if refused.kind in ("large", "slow", "key", "forbidden"):
+        headers.append((b"connection", b"close"))  # what else comes of this request is not read
+    await send_json(send, refused.status, error_body(scope["path"])(refused), headers)
+
+
+class Office:
+    """Whose turn it is, and what became of everybody: what all endpoints share."""
+
+    def __init__(self, house: House, queue: Queue) -> None:
+        self.house, self.queue = house, queue
+        self.counts = native.Counts()
+        self._draining: set[asyncio.Task[None]] = set()
+
+    @contextlib.asynccontextmanager
+    async def turn(self, client: str) -> AsyncIterator[Callable[[Arrivals], None]]:
+        """The engine's turn of one request. Ends with the block, or, of the Arrivals that were handed to it, when the
+        backend has ended them: a hung-up client's engine is free when it is free, not when the client is gone."""
+        await self.queue.enter(client)
+        held: list[Arrivals] = []
+        try:
+            yield held.append
+        finally:
+            if held and not held[0].ended:
+                task = asyncio.create_task(self._drain(held[0]))
+                self._draining.add(task)
+                task.add_done_callback(self._draining.discard)
+            else:
+                self.queue.leave()
+
+    async def _drain(self, arrivals: Arrivals) -> None:
+        try:
+            while await arrivals.next():
+                pass
+        finally:
+            self.queue.leave()
+
+
+@dataclass(frozen=True)
+class Answering:
+    """An endpoint where the model answers."""
+
+    office: Office
+    parse: Parse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await _guarded(self.office, scope, receive, send, self._answer)
+
+    async def _answer(self, body: dict[str, Any], scope: Scope, send: Send) -> None:
+        job = self.parse(body, self.office.house)
+        counts = self.office.counts
+        try:
+            async with self.office.turn(_client(scope)) as hold:
+                arrivals = Arrivals(self.office.house.backend.answer(job.request))
+                hold(arrivals)
+                first = await arrivals.until_prompted()
+                events = _limited(job, first, arrivals)
+                finished = await (_stream(job, events, send) if job.stream else _whole(job, events, send))
+                counts.finished(finished)
+        finally:
+            job.request.cancel.set()
+
+
+async def _limited(job: Job, first: list[Event], arrivals: Arrivals) -> AsyncIterator[list[Event]]:
+    """The events in batches, `first` before those of `arrivals`; of an answer with one_call, up to its first call."""
+    further = arrivals.batches()
+    batch: list[Event] | None = first
+    while batch is not None:
+        if job.one_call:
+            kept = [e for e in batch if not (isinstance(e, ToolCall) and e.index)]
+            if len(kept) < len(batch):
+                job.request.cancel.set()
+            if job.request.cancel.is_set() and kept and isinstance(kept[-1], Finished):
+                kept[-1] = replace(kept[-1], reason="tool_calls")
+            batch = kept
+        yield batch
+        batch = await anext(further, None)
+
+
+async def _whole(job: Job, batches: AsyncIterator[list[Event]], send: Send) -> Finished:
+    events: list[Event] = []
+    async for batch in batches:
+        events += batch
+    raise_failure(events)
+    answer = Answer.of(events)
+    await send_json(send, 200, job.reply.whole(answer))
+    return answer.finished
+
+
+async def _stream(job: Job, batches: AsyncIterator[list[Event]], send: Send) -> Finished:
+    reply = job.reply
+    headers = [
+        (b"content-type", reply.media_type.encode()),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),
+    ]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    last: Event | None = None
+    try:
+        async for batch in batches:
+            raise_failure(batch)
+            parts = [reply.begin(e) if isinstance(e, Prompted) else reply.event(e) for e in batch]
+            chunk = b"".join(parts) if batch else reply.ping
+            last = batch[-1] if batch else last
+            if chunk:
+                async with asyncio.timeout(SEND_SECONDS):
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+    except Refused as e:
+        await send({"type": "http.response.body", "body": reply.fail(e), "more_body": True})
+        raise _Told(e) from None
+    finally:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SEND_SECONDS):
+                await send({"type": "http.response.body", "body": b""})
+    assert isinstance(last, Finished)
+    return last
+
+
+class _Told(Exception):
+    """A refusal that the client has been told already, in its stream."""
+
+    def __init__(self, refused: Refused) -> None:
+        super().__init__(refused.message)
+        self.refused = refused
+
+
+@dataclass(frozen=True)
+class Asking:
+    """An endpoint that computes something without an answer of the model: a count of tokens. `turn`: it needs the
+    engine."""
+
+    office: Office
+    ask: Ask
+    turn: bool = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await _guarded(self.office, scope, receive, send, self._ask)
+
+    async def _ask(self, body: dict[str, Any], scope: Scope, send: Send) -> None:
+        async with self.office.turn(_client(scope)) if self.turn else contextlib.nullcontext():
+            value = await asyncio.to_thread(self.ask, body, self.office.house)
+        await send_json(send, 200, value)
+
+
+async def _guarded(
+    office: Office,
+    scope: Scope,
+    receive: Receive,
+    send: Send,
+    work: Callable[[dict[str, Any], Scope, Send], Coroutine[Any, Any, None]],
+) -> None:
+    """Reads the body, does `work` until the client hangs up, and writes down what goes wrong as one line."""
+    started = False
+
+    async def sending(message: Any) -> None:
+        nonlocal started
+        started = True
+        await send(message)
+
+    try:
+        body = await read_object(scope, receive)
+        task = asyncio.create_task(work(body, scope, sending))
+        watch = asyncio.create_task(_hung_up(receive))
+        try:
+            await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                task.cancel()
+                office.counts.hung_up += 1
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        finally:
+            task.cancel()
+            watch.cancel()
+    except HungUp:
+        office.counts.hung_up += 1
+    except asyncio.CancelledError:
+        pass  # the server stops
+    except _Told as e:
+        office.counts.refused(e.refused)
+    except Exception as e:
+        refused = _refusal(e)
+        office.counts.refused(refused)
+        if not started:
+            await refuse(refused, scope, receive, send)
+
+
+def _refusal(error: Exception) -> Refused:
+    """Whatever went wrong as a line for the client; what nobody foresaw says only its kind."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, TinychatError):
+        return invalid(" ".join(str(error).split()))
+    return Refused("internal", f"internal error: {type(error).__name__}")
+
+
+async def _hung_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _client(scope: Scope) -> str:
+    """Who asks, for the queue."""
+    return scope["client"][0] if scope.get("client") else ""
+
+
+def create_app(house: House, policy: Policy, queue_size: int) -> ASGIApp:
+    """The application. The caller opens and closes the backend."""
+    house = replace(house, started=house.started or int(time.time()))
+    office = Office(house, Queue(queue_size))
+
+    def posts(endpoint: Any, *paths: str) -> list[Route]:
+        return [Route(path, endpoint, methods=["POST"]) for path in paths]
+
+    def gets(call: Callable[[HTTPRequest], Awaitable[Response]], *paths: str) -> list[Route]:
+        return [Route(path, call, methods=["GET"]) for path in paths]
+
+    def chat_loose(body: dict[str, Any], house: House) -> Job:
+        return openai_chat.parse(body, house, strict=False)
+
+    def responses_loose(body: dict[str, Any], house: House) -> Job:
+        return openai_responses.parse(body, house, strict=False)
+
+    routes = [
+        *posts(Answering(office, openai_responses.parse), "/v1/responses"),
+        *posts(Answering(office, responses_loose), "/responses"),
+        *posts(Answering(office, anthropic.parse), "/v1/messages"),
+        *posts(Asking(office, anthropic.count_tokens, turn=True), "/v1/messages/count_tokens"),
+        *posts(Answering(office, ollama.parse_chat), "/api/chat"),
+        *posts(Answering(office, ollama.parse_generate), "/api/generate"),
+        *posts(Asking(office, ollama.show), "/api/show"),
+        *ollama.routes(house),
+        *posts(Answering(office, openai_chat.parse), "/v1/chat/completions"),
+        *posts(Answering(office, chat_loose), "/chat/completions"),
+        *posts(Answering(office, openai_completions.parse), "/v1/completions"),
+        *posts(
+            Asking(office, native.count_chat, turn=True),
+            "/v1/chat/completions/input_tokens",
+            "/chat/completions/input_tokens",
+        ),
+        *posts(
+            Asking(office, openai_responses.count, turn=True), "/v1/responses/input_tokens", "/responses/input_tokens"
+        ),
+        *native.routes(house, office.queue, office.counts),
+        *posts(Asking(office, native.tokenize), "/tokenize"),
+        *posts(Asking(office, native.detokenize), "/detokenize"),
+        *posts(Asking(office, native.apply_template, turn=True), "/apply-template"),
+    ]
+
+    async def failed(request: HTTPRequest, error: Exception) -> Response:
+        """Starlette's own refusals, and whatever went wrong outside of the endpoints above."""
+        if isinstance(error, HTTPException):
+            known = {404: "missing", 405: "method"}.get(error.status_code, "invalid")
+            refused = Refused(known, f"{error.detail}: {request.method} {request.url.path[:80]}")  # type: ignore[arg-type]
+        else:
+            refused = _refusal(error)
+        body = sse.encode(error_body(request.url.path)(refused))
+        return Response(body, refused.status, media_type="application/json")
+
+    app = Starlette(routes=routes, exception_handlers={HTTPException: failed, Exception: failed})
+    return Guard(app, policy, refuse)

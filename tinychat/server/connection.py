@@ -1,0 +1,86 @@
+"""The HTTP protocol on a socket: uvicorn's, and a limit on the time that a request's headers may take."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+
+import h11
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from tinychat.errors import TinychatError
+
+HEADER_SECONDS = 10.0
+HEADER_BYTES = 64 << 10  # that may wait for their end; what is complete is checked by the guard
+IDLE_SECONDS = 30.0  # between two requests of one connection
+CONNECTIONS = 256
+
+
+class Protocol(H11Protocol):
+    """Closes a connection whose headers do not come in time (slow loris). The body's time is limited where it is
+    read."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unwatch()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        try:
+            super().send_400_response(msg)
+        except h11.LocalProtocolError:  # garbage behind a request that is being answered
+            self.transport.close()
+
+    def _watch(self) -> None:
+        """The clock runs from the connection, or the first byte behind an answer, to the end of the headers."""
+        if self.conn.their_state is not h11.IDLE:
+            self._unwatch()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+
+    def _unwatch(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens once it is served; `port` 0 takes a free one. Raises TinychatError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        return listening
+    except OSError as e:
+        raise TinychatError(f"cannot listen on {host} port {port}: {(e.strerror or str(e)).lower()}") from None
+
+
+def make_server(app: ASGIApp) -> uvicorn.Server:
+    """A server for `app`: `run(sockets=[bind(...)])` serves until SIGINT or SIGTERM, or `should_exit` is set."""
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+    config = uvicorn.Config(
+        app,
+        http=Protocol,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        limit_concurrency=CONNECTIONS,
+        timeout_keep_alive=int(IDLE_SECONDS),
+        timeout_graceful_shutdown=2,
+        h11_max_incomplete_event_size=HEADER_BYTES,
+    )
+    return uvicorn.Server(config)
