@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib.util
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -234,24 +235,29 @@ def nvrtc() -> ctypes.CDLL | None:
     return ctypes.CDLL(str(found[0]))
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize(("variant", "quant"), [("deepseek2_glm", "Q4_K_M"), ("llama", "Q8_0")])
-def test_sources_compile_with_nvrtc(variant: str, quant: str, tmp_path: Path) -> None:
+def test_sources_compile_with_nvrtc(variant: str, quant: str, arch: str, tmp_path: Path) -> None:
     lib = nvrtc()
     if lib is None:
         pytest.skip("needs the wheel nvidia-cuda-nvrtc-cu12, which exists for Linux and Windows only")
     gguf = GGUF.open(tiny.write(tmp_path / "m.gguf", variant, quant))
-    e = Builder(
-        plan := build_plan(gguf, ModelConfig.from_gguf(gguf)),
-        Layout(plan, {n: t.nbytes for n, t in gguf.tensors.items()}),
-        64,
-    )
-    sources = {launch.name: launch.source() for launch in [*(x for x, _ in decode(e)), *Prefill(e).layers()]}
-    options = (ctypes.c_char_p * 2)(b"--gpu-architecture=sm_90", b"--minimal")
-    for name, source in sources.items():
+    plan = build_plan(gguf, ModelConfig.from_gguf(gguf))
+    layout = Layout(plan, {n: t.nbytes for n, t in gguf.tensors.items()})
+    b = Builder(plan, layout, 64)
+    launches = [launch for launch, _ in decode(b)]
+    launches += [launch for tokens in (16, 2048) for launch in Prefill(b, tokens, arch == "sm_90a").layers()]
+    launches += [repack(t, t.blocks) for t in layout.tensors.values() if t.kind not in FLOATS]
+    options = (ctypes.c_char_p * 2)(f"--gpu-architecture={arch}".encode(), b"--minimal")
+
+    def compiles(launch: Launch) -> None:
         program = ctypes.c_void_p()
-        assert lib.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"x.cu", 0, None, None) == 0
+        assert lib.nvrtcCreateProgram(ctypes.byref(program), launch.source().encode(), b"x.cu", 0, None, None) == 0
         status = lib.nvrtcCompileProgram(program, 2, options)
         log = ctypes.create_string_buffer(20000)
         lib.nvrtcGetProgramLog(program, log)
-        assert status == 0, f"{name}: {log.value.decode()[:2000]}"
+        assert status == 0, f"{launch.name}: {log.value.decode()[:2000]}"
         lib.nvrtcDestroyProgram(ctypes.byref(program))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(compiles, {launch.source(): launch for launch in launches}.values()))

@@ -1,9 +1,14 @@
 // MLA, per head: combines the splits that attention left, then multiplies by the head's W_v_b.
 #include "matvec.cuh"
 
-// Attention's partial results, not yet combined: o (SPLITS, HEADS, KV_LORA) halves and ml (SPLITS, HEADS): maximum (log2), sum.
+// Attention's partial results, not yet combined: o (SPLITS, HEADS, KV_LORA) halves and ml (SPLITS, HEADS): maximum
+// (log2), sum.
 struct Combined {
-  const u16 *o; const F2 *ml; float *weight; const int *state; int head, active;
+  const u16 *o;
+  const F2 *ml;
+  float *weight;
+  const int *state;
+  int head, active;
   DEVICE void prepare() {  // weight[s] of head `head`
     const int keys = state[POS] + 1, lane = threadIdx.x % 32;
     const int per = ((keys + SPLITS - 1) / SPLITS + CHUNK_KEYS - 1) / CHUNK_KEYS * CHUNK_KEYS;
@@ -17,7 +22,10 @@ struct Combined {
     for (int s = 0; s < active; s++) {
       const V2 v = *(const V2 *)(o + ((u64)s * HEADS + head) * KV_LORA + i);
       const float w = weight[s];
-      sum.x += w * half_to_float(v.x); sum.y += w * half_to_float(v.x >> 16); sum.z += w * half_to_float(v.y); sum.w += w * half_to_float(v.y >> 16);
+      sum.x += w * half_to_float(v.x);
+      sum.y += w * half_to_float(v.x >> 16);
+      sum.z += w * half_to_float(v.y);
+      sum.w += w * half_to_float(v.y >> 16);
     }
     return sum;
   }
@@ -37,6 +45,6 @@ DEVICE void run(const Args &a) {
   __shared__ float split_weight[SPLITS], values[32];
   const Shared sh = staging<KV_LORA, QUANTISED, FLOATING>(nullptr);
   const int g = blockIdx.x / HEAD_BLOCKS, b = blockIdx.x % HEAD_BLOCKS;
-  linear<Weight, Spread, false, QUANTISED, FLOATING>(a.w, g, b, Combined{a.src, a.ml, split_weight, a.state, g, 0}, nullptr, 0.f, sh,
-                                                     results<OUT_QUANTISED, HEADS * Weight::ROWS>(a, values, g * Weight::ROWS));
+  linear<Weight, Spread, false, QUANTISED, FLOATING>(a.w, g, b, Combined{a.src, a.ml, split_weight, a.state, g, 0},
+      nullptr, 0.f, sh, results<OUT_QUANTISED, HEADS * Weight::ROWS>(a, values, g * Weight::ROWS));
 }
