@@ -66,7 +66,6 @@ def test_no_arrow_runs_back_up() -> None:
     assert not wrong, "\n".join(sorted(wrong))
 
 
-@pytest.mark.xfail(reason="the CUDA executor and its profile")
 def test_there_is_no_import_circle() -> None:
     """Not even one behind TYPE_CHECKING or inside a function; a package's __init__ stands for what it imports."""
     try:
