@@ -114,6 +114,7 @@ class AnswerMessage(TurnMessage):
         self.live = live
         self.thinking = ThinkingBlock()
         self.view = MarkdownView(plain=turn.raw, classes="text")
+        self.footer = Static(classes="footer")  # not queried: it is mounted before its children when the app closes
         if turn.thinking:
             self.thinking.feed(turn.thinking)
         if turn.text:
@@ -124,7 +125,7 @@ class AnswerMessage(TurnMessage):
         if self.turn.thinking:
             yield self.thinking
         yield self.view
-        yield Static(classes="footer")
+        yield self.footer
 
     def on_mount(self) -> None:
         if not self.live:
@@ -143,17 +144,16 @@ class AnswerMessage(TurnMessage):
         if turn.thinking or (live and thinking_tokens):
             tokens = thinking_tokens if live else turn.thinking_tokens
             thinks = live and not turn.text
-            if self.thinking.parent is None:
+            if self.thinking.parent is None and self.view.parent is self:
                 self.mount(self.thinking, before=self.view)
             self.thinking.show(
                 tokens, elapsed if live else turn.thinking_s, live=thinks, cut=not thinks and turn.thinking_open
             )
         if ended:
             self.view.finish()
-        footer = self.query_one(".footer", Static)
-        footer.display = not live
+        self.footer.display = not live
         if not live:
-            footer.update(Content(footer_text(turn)))
+            self.footer.update(Content(footer_text(turn)))
 
     def action_toggle_thinking(self) -> None:
         if self.thinking.display:
