@@ -100,6 +100,16 @@ def test_models_in_float(variant: str, tokens: int, tmp_path: Path) -> None:
         assert error(e.step(IDS[pos], pos)[0], want[pos]) < 1.5e-3
 
 
+def test_more_experts_than_lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """40 of 48 experts, chosen by 32 lanes."""
+    many = replace(tiny.VARIANTS["olmoe"], layers=1, moe=MoE(48, 40, 32, norm=True))
+    monkeypatch.setitem(tiny.VARIANTS, "many", many)
+    path = tiny.write(tmp_path / "m.gguf", "many", "F16")
+    want, e = forward(path, IDS[:4]), emulated(path, 64)
+    assert error(e.prefill(IDS[:3], 0), want[:3]) < 2e-3
+    assert error(e.step(IDS[3], 3)[0], want[3]) < 1.5e-3
+
+
 def test_values_of_another_length_than_keys() -> None:
     """GQA, 4 heads over 2, keys of 32 values and values of 24: the cache and attention, as prefill and as steps."""
     heads, kv_heads, key, value, tokens = 4, 2, 32, 24, 9
