@@ -24,11 +24,11 @@ PREFILL = 96  # tokens of a prefill step: more than one tile, fewer than two
 class EmulatedCUDA:
     """Buffers start poisoned (NaN), so that whatever a kernel reads too early shows."""
 
-    def __init__(self, plan: Plan, gguf: GGUF, max_context: int, prefill_tokens: int = PREFILL, warpgroups: bool = True) -> None:
+    def __init__(self, plan: Plan, gguf: GGUF, max_context: int, prefill_tokens: int = PREFILL, warpgroups: bool = True, deep: bool = False) -> None:
         self.prefill_tokens = prefill_tokens
         self.plan, layout = plan, Layout(plan, {name: t.nbytes for name, t in gguf.tensors.items()})
         self.builder = Builder(plan, layout, max_context)
-        self.launches = [launch for launch, _ in decode(self.builder)]
+        self.launches = [launch for launch, _ in decode(self.builder, deep)]
         prefill = Prefill(self.builder, prefill_tokens, warpgroups)
         self.prefill_launches = [*prefill.layers(), *prefill.head()]
         self.buffers = {name: aligned(size) for name, size in self.builder.buffers.items()}

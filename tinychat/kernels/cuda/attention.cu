@@ -4,11 +4,6 @@
 // Results: finished where a single split has work (GQA); else partial, which the last block of a kv head combines (GQA)
 // or the next kernel (latent; value_up.cu).
 
-// Keys per split: the cache's `keys` rows in at most SPLITS parts, whole chunks each.
-DEVICE int keys_per_split(int keys, int splits, int chunk) {
-  return ((keys + splits - 1) / splits + chunk - 1) / chunk * chunk;
-}
-
 struct Args {
   u16 *partial = nullptr;  // (splits, heads, value_dim): each split's result, where it is not finished
   F2 *ml = nullptr;        // (splits, heads): maximum (log2) and sum
@@ -23,7 +18,8 @@ struct Args {
 DEVICE void run(const Args &a) {
   constexpr int GROUP = HEADS / KV_HEADS, ROWS = 16 * ROW_TILES, KP = KEY_DIM + 8, VP = LATENT ? KP : VALUE_DIM + 8,
                 PP = CHUNK_KEYS + 8, SP = CHUNK_KEYS + 4, WARPS = THREADS / 32;
-  constexpr int TILES = ROW_TILES * CHUNK_KEYS / 8, STEPS = KEY_DIM / 16, NT = (VALUE_DIM / 8 + WARPS - 1) / WARPS;
+  constexpr int TILES = ROW_TILES * CHUNK_KEYS / 16, STEPS = KEY_DIM / 16, NT = (VALUE_DIM / 8 + WARPS - 1) / WARPS;
+  constexpr bool HELD = TILES * PARTS <= WARPS;  // a warp's queries stay in its registers
   DYNAMIC_SHARED(pool);
   u16 *qs = (u16 *)pool, *ks = qs + ROWS * KP, *vs = LATENT ? ks : ks + 2 * CHUNK_KEYS * KP,
       *ps = vs + 2 * CHUNK_KEYS * VP;
@@ -82,6 +78,7 @@ DEVICE void run(const Args &a) {
 #pragma unroll
       for (int i = 0; i < 4; i++) o[m][n][i] = 0;
 
+  V4 held[HELD ? STEPS / PARTS : 1];
   for (int c = 0; c < chunks; c++) {
     if (c + 1 < chunks) {
       load(c + 1, 0, 1 << 30);
@@ -91,20 +88,23 @@ DEVICE void run(const Args &a) {
     __syncthreads();
     const u16 *kc = ks + (c & 1) * CHUNK_KEYS * KP, *vc = vs + (c & 1) * CHUNK_KEYS * VP;
     for (int tile = warp; tile < TILES * PARTS; tile += WARPS) {  // S = Q K^T
-      const int part = tile / TILES, m = tile % ROW_TILES, n = tile % TILES / ROW_TILES;
-      float s[4][4] = {};
+      const int part = tile / TILES, m = tile % ROW_TILES, n = tile % TILES / ROW_TILES;  // n: 16 keys
+      float s[2][2][4] = {};
       const u16 *qa = qs + (m * 16 + lane % 16) * KP + lane / 16 * 8 + part * (STEPS / PARTS) * 16;
-      const u16 *kb = kc + (n * 8 + lane % 8) * KP + lane / 8 % 2 * 8 + part * (STEPS / PARTS) * 16;
+      const u16 *kb = kc + (n * 16 + lane / 16 * 8 + lane % 8) * KP + lane / 8 % 2 * 8 + part * (STEPS / PARTS) * 16;
 #pragma unroll
       for (int k = 0; k < STEPS / PARTS; k++) {
-        const V4 av = ldmatrix4(qa + k * 16);
-        const V2 b = ldmatrix2(kb + k * 16);
+        if (!HELD || c == 0) held[HELD ? k : 0] = ldmatrix4(qa + k * 16);
+        const V4 av = held[HELD ? k : 0], b = ldmatrix4(kb + k * 16);
         const u32 qf[4] = {av.x, av.y, av.z, av.w};
-        mma_f16(s[k % 4], qf, b.x, b.y);
+        mma_f16(s[0][k % 2], qf, b.x, b.y);
+        mma_f16(s[1][k % 2], qf, b.z, b.w);
       }
-      float *dst = ss + (part * ROWS + m * 16 + lane / 4) * SP + n * 8 + lane % 4 * 2;
+      float *dst = ss + (part * ROWS + m * 16 + lane / 4) * SP + n * 16 + lane % 4 * 2;
 #pragma unroll
-      for (int i = 0; i < 4; i++) dst[i / 2 * 8 * SP + i % 2] = s[0][i] + s[1][i] + s[2][i] + s[3][i];
+      for (int i = 0; i < 4; i++)
+#pragma unroll
+        for (int j = 0; j < 2; j++) dst[i / 2 * 8 * SP + j * 8 + i % 2] = s[j][0][i] + s[j][1][i];
     }
     __syncthreads();
     {  // softmax of this chunk, and by how much what came before shrinks

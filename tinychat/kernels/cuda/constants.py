@@ -134,6 +134,16 @@ class Absorb(Constants):
 
 
 @dataclass(frozen=True)
+class Combine(Constants):
+    """combine.cu"""
+
+    heads: int
+    kv_lora: int
+    splits: int
+    chunk_keys: int
+
+
+@dataclass(frozen=True)
 class ValueUp(Constants):
     """value_up.cu"""
 
@@ -141,6 +151,7 @@ class ValueUp(Constants):
     kv_lora: int
     splits: int  # as in attention.cu
     chunk_keys: int
+    combined: bool  # by combine.cu
     weight: Matrix
     spread: Spread
     head_blocks: int  # thread blocks of one head's matrix
