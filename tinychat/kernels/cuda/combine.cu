@@ -9,25 +9,29 @@ struct Args {
 };
 
 DEVICE void run(const Args &a) {
-  constexpr int WARPS = THREADS / 32;
+  constexpr int WARPS = THREADS / 32, MINE = (SPLITS + WARPS - 1) / WARPS;
   __shared__ float weight[SPLITS];
   __shared__ F4 sums[WARPS][32];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y, col = blockIdx.x * 128 + lane * 4;
   const int keys = a.state[POS] + 1, per = keys_per_split(keys, SPLITS, CHUNK_KEYS), active = (keys + per - 1) / per;
   grid_wait();
+  V2 v[MINE];
+#pragma unroll
+  for (int i = 0; i < MINE; i++) {
+    const int s = warp + i * WARPS;
+    v[i] = s < active && col < KV_LORA ? *(const V2 *)(a.partial + ((u64)s * HEADS + head) * KV_LORA + col) : V2{0, 0};
+  }
   if (warp == 0) combine_weights<SPLITS>(weight, a.ml + head, HEADS, active, lane);
   __syncthreads();
   F4 sum = {0, 0, 0, 0};
-  if (col < KV_LORA)
-#pragma unroll 4
-    for (int s = warp; s < active; s += WARPS) {
-      const V2 v = *(const V2 *)(a.partial + ((u64)s * HEADS + head) * KV_LORA + col);
-      const float w = weight[s];
-      sum.x += w * half_to_float(v.x);
-      sum.y += w * half_to_float(v.x >> 16);
-      sum.z += w * half_to_float(v.y);
-      sum.w += w * half_to_float(v.y >> 16);
-    }
+#pragma unroll
+  for (int i = 0; i < MINE; i++) {
+    const float w = warp + i * WARPS < active ? weight[warp + i * WARPS] : 0;
+    sum.x += w * half_to_float(v[i].x);
+    sum.y += w * half_to_float(v[i].x >> 16);
+    sum.z += w * half_to_float(v[i].y);
+    sum.w += w * half_to_float(v[i].y >> 16);
+  }
   sums[warp][lane] = sum;
   __syncthreads();
   if (warp || col >= KV_LORA) return;

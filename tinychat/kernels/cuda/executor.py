@@ -16,10 +16,11 @@ import numpy as np
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.cuda.device import GPU, unusable
+from tinychat.kernels.cuda.graph import Graph
 from tinychat.kernels.cuda.launch import Launch
 from tinychat.kernels.cuda.layout import Layout
 from tinychat.kernels.cuda.load import load
-from tinychat.kernels.cuda.prefill import SIZES, Prefill
+from tinychat.kernels.cuda.prefill import SIZES, Chip, Prefill
 from tinychat.kernels.cuda.profile import Step, kernels, profile, read_bandwidth, seconds_of
 from tinychat.kernels.cuda.quants import QUANTS
 from tinychat.kernels.cuda.selfcheck import self_check
@@ -31,6 +32,7 @@ from tinychat.kernels.ops import MLA, Plan, Sampling
 from tinychat.kernels.profile import Calls, Kernel, StepProfile
 
 AHEAD = 4  # decode steps enqueued before the oldest is read
+GRAPH_TOKENS = 128  # tokens from one graph of a prompt's kernels to the next
 FEW = 3  # tokens that the decode step takes one by one rather than prefill
 CHUNKS = (4096, 2048, 1024)  # tokens of a prefill step, at most: the first whose buffers fit the GPU
 SHARE = 0.97  # of the free memory that buffers may take; the rest is for programs and page-locked memory
@@ -69,6 +71,7 @@ class CUDAExecutor:
         self.plan, self.max_context = plan, max_context
         layout = Layout(plan, {name: weights.raw(name).nbytes for name in {w.tensor for w in plan.weights}})
         self.gpu = gpu = GPU()
+        chip = Chip(gpu.warpgroups, gpu.max_shared)
         for chunk in CHUNKS:
             builder = Builder(plan, layout, max_context)
             steps = {0: decode(builder)}
@@ -76,8 +79,8 @@ class CUDAExecutor:
                 steps[DEEP] = decode(builder, deep=True)
             self.prefill_chunk = min(chunk, max_context)
             sizes = sorted({min(n, self.prefill_chunk) for n in (*SIZES, chunk)})
-            prefill = {n: Prefill(builder, n, gpu.warpgroups).layers() for n in sizes}
-            head_all = Prefill(builder, min(ROWS_OF_LOGITS, max_context), gpu.warpgroups).head()
+            prefill = {n: Prefill(builder, n, chip).layers() for n in sizes}
+            head_all = Prefill(builder, min(ROWS_OF_LOGITS, max_context), chip).head()
             if sum(builder.buffers.values()) < SHARE * gpu.free_bytes:
                 break
         launches = {depth: [launch for launch, _ in step] for depth, step in steps.items()}
@@ -225,12 +228,19 @@ class CUDAExecutor:
         return self._steps[max(depth for depth in self._steps if depth <= pos)]
 
     def _prompt(self, most: int, launches: list[Launch]) -> Callable[[int, int], None]:
-        """What runs prompts of up to `most` tokens: one graph for the short ones, whose kernels are shorter than their
-        launches."""
-        if most > SIZES[1]:
+        """What runs prompts of up to `most` tokens: graphs for the short ones, since a graph's kernels follow each
+        other faster than launches. There is one for every GRAPH_TOKENS tokens, made when it is first needed."""
+        if most > SIZES[-1]:
             return self.gpu.sequence(launches)
-        graph = self.gpu.graph(launches, count=most, keys=self.max_context)
-        return lambda count, keys: graph()
+        graphs: dict[int, Graph] = {}
+
+        def run(count: int, keys: int) -> None:
+            size = min(-(-count // GRAPH_TOKENS) * GRAPH_TOKENS, most)
+            if size not in graphs:
+                graphs[size] = self.gpu.graph(launches, count=size, keys=self.max_context)
+            graphs[size]()
+
+        return run
 
     def _caches(self) -> list[tuple[str, int]]:
         keys = [(f"k:{i}", cache.key_width) for i, cache in enumerate(self.plan.caches) if cache.key_width]

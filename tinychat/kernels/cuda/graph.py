@@ -90,8 +90,8 @@ def enqueuer(calls: Sequence[Call]) -> Callable[[int, int], None]:
 
 
 class Graph:
-    """The calls in order, each after the one before, with the grids for a number of tokens and of cache rows; `chained`:
-    with programmatic edges."""
+    """The calls in order, each after the one before, with the grids for a number of tokens and of cache rows.
+    `chained`: with programmatic edges."""
 
     def __init__(self, calls: Sequence[Call], chained: bool = True, count: int = 1, keys: int = 1) -> None:
         self.kernels = len(calls)

@@ -522,7 +522,8 @@ def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launc
     rows, steps, score_tiles = 16 * row_tiles, key_dim // 16, row_tiles * keys // 16
     parts = next((n for n in (4, 2) if score_tiles * n <= ATTENTION_THREADS // 32 and steps % n == 0), 1)
     k_pitch, v_pitch = key_dim + 8, value_dim + 8
-    halves = rows * k_pitch + 2 * keys * (k_pitch + (0 if latent else v_pitch)) + rows * (keys + 8)
+    stages = 4 if deep else 2
+    halves = rows * k_pitch + stages * keys * (k_pitch + (0 if latent else v_pitch)) + rows * (keys + 8)
     shared = 2 * halves + 4 * max(rows * (parts * (keys + 4) + 3), group * SPLITS)
     if key_dim % 16 or value_dim % 8 or shared > 227 << 10:
         raise TinychatError(f"the CUDA attention kernel does not take heads of {key_dim} and {value_dim} values")
@@ -533,6 +534,7 @@ def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launc
         value_dim,
         row_tiles=row_tiles,
         chunk_keys=keys,
+        stages=stages,
         parts=parts,
         splits=splits(a, deep),
         latent=latent,
