@@ -38,12 +38,13 @@ from tinychat.backend.protocol import (
 from tinychat.backend.stops import StopStrings
 from tinychat.backend.stream import EventStream
 from tinychat.chat.controller import OpenBackend
-from tinychat.engine.session import CHUNK, common_prefix
+from tinychat.engine.session import common_prefix
 from tinychat.engine.stats import Stats, rss_bytes
 from tinychat.engine.thinking import ThinkingSplitter
 from tinychat.errors import TinychatError
 from tinychat.kernels.ops import Sampling
 
+CHUNK = 256  # tokens that one event of the prefill stands for
 INFO = ModelInfo(
     name="scripted:1b",
     path=Path("/nowhere/scripted-1b-Q4_K_M.gguf"),

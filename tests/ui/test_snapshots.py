@@ -22,7 +22,7 @@ from tinychat.chat.conversation import Conversation, Turn
 from tinychat.chat.history import History
 from tinychat.chat.parameters import Parameters, set_parameter
 from tinychat.measure import bench, log
-from tinychat.measure.profile.report import Flag, Report, Row
+from tinychat.measure.profile.report import Flag, Profile, Row
 from tinychat.ui.app import TinychatApp
 from tinychat.ui.chat.overflow import OverflowScreen
 from tinychat.ui.screens import picker_rows
@@ -155,7 +155,7 @@ async def test_the_context_is_full(size, snapshot):
         assert await settled(pilot, "The context is full") == snapshot
 
 
-def report() -> Report:
+def report() -> Profile:
     def row(name: str, shape: str, quant: str, category: str, calls: int, ms: float, gb: float) -> Row:
         nbytes = int(gb * ms * 1e6)
         return Row(name, name, shape, quant, category, calls, ms / 1e3, ms / 2e4, ms / 5, nbytes, gb, gb / 20, 64, 0.52)
@@ -166,7 +166,11 @@ def report() -> Report:
         row("attention", "9×64", "", "attention", 30, 0.8, 4.1),
         row("norm_linear", "576×960", "Q4_1", "mat-vec Q4_1", 60, 0.5, 1.1),
     ]
-    return Report(
+    return Profile(
+        fingerprint="f" * 64,
+        versions={"tinychat": "0.1.0"},
+        machine="Linux",
+        date="2026-01-02T03:04:05+00:00",
         model="smollm2:135m",
         device="CPU",
         threads=2,
