@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from tinychat.chat.controller import LoadEngine
+from tinychat.engine.answer import AnswerParser
 from tinychat.engine.engine import ModelInfo, Token
 from tinychat.engine.session import CHUNK, common_prefix
 from tinychat.engine.stats import Stats, rss_bytes
-from tinychat.engine.thinking import ThinkingSplitter
 from tinychat.errors import TinychatError
 from tinychat.kernels.ops import Sampling
 
@@ -205,9 +205,7 @@ class ScriptedEngine:
             if not self._prefill(prompt_ids, on_prefill, stop):
                 return
             s.phase, s.ttft_s = "decode", time.perf_counter() - started
-            splitter = (
-                None if raw else ThinkingSplitter(*self.chat.think_tags, opened=self.chat.opens_thinking(prompt_ids))
-            )
+            splitter = None if raw else AnswerParser(self.chat.think_tags, opened=self.chat.opens_thinking(prompt_ids))
             yield from self._decode(self._answer(prompt), splitter, max_tokens, stop)
         finally:
             s.phase, s.rss_bytes = "idle", rss_bytes()
@@ -237,7 +235,7 @@ class ScriptedEngine:
         return True
 
     def _decode(
-        self, answer: str, splitter: ThinkingSplitter | None, max_tokens: int | None, stop: threading.Event | None
+        self, answer: str, splitter: AnswerParser | None, max_tokens: int | None, stop: threading.Event | None
     ) -> Iterator[Token]:
         s, script, started = self.stats, self.script, time.perf_counter()
         self.stop_reason = "eos"
@@ -265,7 +263,7 @@ class ScriptedEngine:
             text = self.tokenizer.decode([token], special=True)
             pieces = [(p.kind, p.text) for p in splitter.feed(text)] if splitter else [("answer", text)]
             if not pieces:
-                pieces = [("thinking" if splitter and splitter.inside else "answer", "")]
+                pieces = [(splitter.kind if splitter else "answer", "")]
             for i, (kind, part) in enumerate(pieces):
                 yield Token(token if i == 0 else None, part, kind, -0.25)  # type: ignore[arg-type]
             if max_tokens is not None and n >= max_tokens:

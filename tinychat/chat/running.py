@@ -20,7 +20,7 @@ class Running:
     tokens: int = 0
     thinking_tokens: int = 0
     thinking_since: float | None = None
-    kind: Literal["thinking", "answer"] = "answer"
+    kind: Literal["thinking", "answer", "call"] = "answer"
     prefill: Prefilling | None = None
     stopping: bool = False
     skip: bool = False  # stopped only to go on behind the thinking

@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 
+from tinychat.engine.answer import MARK, AnswerParser, Kind, Piece
 from tinychat.engine.config import ModelConfig
 from tinychat.engine.devices import make_executor
 from tinychat.engine.expert_use import Routing
@@ -24,8 +25,8 @@ from tinychat.engine.plan import build_plan
 from tinychat.engine.prompt import Chat
 from tinychat.engine.session import OnPrefill, Session, common_prefix
 from tinychat.engine.stats import Stats, rss_bytes
-from tinychat.engine.thinking import ThinkingSplitter
 from tinychat.engine.tokenizer import Tokenizer
+from tinychat.engine.tool_calls import Tool
 from tinychat.errors import TinychatError
 from tinychat.kernels.executor import Executor
 from tinychat.kernels.ops import Plan, Sampling, weights_of
@@ -39,14 +40,15 @@ DEFAULT_CONTEXT = 4096
 class Token:
     """One generated token. `id` is None for text released without a new token (the end of a held-back piece).
 
-    `text` is what became visible, maybe empty; `kind` is thinking or answer; `logprob` is under softmax of the model's
-    logits.
+    `text` is what became visible, maybe empty; of a call, more of its arguments, and `call` says of which one.
+    `logprob` is under softmax of the model's logits.
     """
 
     id: int | None
     text: str
-    kind: Literal["thinking", "answer"]
+    kind: Kind
     logprob: float = 0.0
+    call: Piece | None = None
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,7 @@ class Engine:
         max_tokens: int | None = None,
         *,
         raw: bool = False,
+        tools: Sequence[Tool] = (),
         on_prefill: OnPrefill | None = None,
         stop: threading.Event | None = None,
     ) -> Iterator[Token]:
@@ -163,6 +166,7 @@ class Engine:
 
         eos: the model ended its answer; length: `max_tokens`; context: the cache is full; stopped: `stop` was set or
         the caller closed the iterator. `raw`: special tokens are written out and thinking is not told from the answer.
+        `tools`: calls of these, which the prompt was rendered with, are told from the answer.
         """
         self.stop_reason = "stopped"
         s, started = self.stats, time.perf_counter()
@@ -176,7 +180,7 @@ class Engine:
                 return
             self._restore_cache(prompt_ids)
             if self.session.prefill(prompt_ids, on_prefill, stop):
-                yield from self._answer(prompt_ids, sampling or Sampling(), max_tokens, raw, stop, started)
+                yield from self._answer(prompt_ids, sampling or Sampling(), max_tokens, raw, tools, stop, started)
         finally:
             s.phase, s.rss_bytes = "idle", rss_bytes()
             s.kernels_per_token, s.jit_batches = self.executor.kernels_per_token, self.executor.jit_batches
@@ -187,13 +191,12 @@ class Engine:
         sampling: Sampling,
         max_tokens: int | None,
         raw: bool,
+        tools: Sequence[Tool],
         stop: threading.Event | None,
         started: float,
     ) -> Iterator[Token]:
-        tags = None if raw else self.chat.think_tags
-        splitter = ThinkingSplitter(*tags, opened=self.chat.opens_thinking(prompt)) if tags else None
-        shown = [i for i in map(self.tokenizer.token_id, tags or ()) if i is not None]
-        text = self.tokenizer.decoder(special=raw, show=shown)
+        parser = AnswerParser() if raw else self.chat.parser(prompt, tools, marked=True)
+        text = self.tokenizer.decoder(special=raw, show=self.chat.shown_ids(parser), mark=MARK)
         s = self.stats
         clock = _Clock(s, self.plan, started)
         self.stop_reason = "context"
@@ -211,7 +214,7 @@ class Engine:
                         yield Token(token, text.feed(token), "answer", logprob)
                     break
                 came = time.perf_counter()
-                pieces = list(_pieces(token, text.feed(token), splitter, logprob))
+                pieces = list(_pieces(token, parser.feed(text.feed(token)), parser, logprob))
                 s.detokenise_s += time.perf_counter() - came
                 yield from pieces
                 if max_tokens is not None and self.stats.generated_tokens >= max_tokens:
@@ -225,11 +228,7 @@ class Engine:
             raise
         finally:
             steps.close()  # type: ignore[attr-defined]
-        rest = text.flush()
-        for piece in (*(splitter.feed(rest) if rest and splitter else ()), *(splitter.flush() if splitter else ())):
-            yield Token(None, piece.text, piece.kind)
-        if rest and not splitter:
-            yield Token(None, rest, "answer")
+        yield from _pieces(None, parser.feed(text.flush()) + parser.flush(), parser)
 
     def logits(self, ids: Sequence[int], decode: bool = False) -> np.ndarray:
         """float32 (len(ids), n_vocab) from an empty cache; `decode` goes one token at a time through the decode
@@ -281,13 +280,13 @@ class Engine:
         self.executor.close()
 
 
-def _pieces(token: int, text: str, splitter: ThinkingSplitter | None, logprob: float) -> Iterator[Token]:
+def _pieces(token: int | None, pieces: Sequence[Piece], parser: AnswerParser, logprob: float = 0.0) -> Iterator[Token]:
     """The token, with the text it released; a second piece (across a tag) has no id."""
-    pieces = [(p.kind, p.text) for p in splitter.feed(text)] if splitter else [("answer", text)]
-    if not pieces:
-        pieces = [("thinking" if splitter and splitter.inside else "answer", "")]
-    for i, (kind, part) in enumerate(pieces):
-        yield Token(token if i == 0 else None, part, kind, logprob)  # type: ignore[arg-type]
+    if not pieces and token is not None:
+        yield Token(token, "", parser.kind, logprob)
+    for i, piece in enumerate(pieces):
+        call = piece if piece.kind == "call" else None
+        yield Token(token if i == 0 else None, piece.text, piece.kind, logprob, call)
 
 
 class _Clock:
