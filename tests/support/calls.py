@@ -109,6 +109,12 @@ def written(chat: Chat, tokenizer: Tokenizer, message: dict[str, Any], tools: Se
     while full and full[-1:] == plain[-1:]:  # the end of the turn
         full, plain = full[:-1], plain[:-1]
     ids = full[shared:]
+    if (
+        chat.think_tags
+        and chat.opens_thinking(prompt)
+        and chat.think_tags[1] not in tokenizer.decode(ids, special=True)
+    ):
+        prompt = []  # a template that leaves out past thinking
     return Written(tokenizer.decode(prompt, special=True), tokenizer.decode(ids, special=True), ids)
 
 

@@ -6,11 +6,13 @@ Markup never reaches the reader. A call that is broken becomes text again, with 
 
 from __future__ import annotations
 
+import ast
 import json
 import random
 import re
 import string
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -52,7 +54,7 @@ class _Marker:
     def __init__(self, text: str) -> None:
         self.text = text.strip()
         self.tail = text[len(text.rstrip()) :]  # white space behind it
-        self.parts = [part for part in re.split(rf"(\s+|\d+|{ID})", self.text) if part]
+        self.parts = [part for part in re.split(rf"(\s+|\d+|{ID})", self.text.replace("><", "> <")) if part]
 
     def __bool__(self) -> bool:
         return bool(self.parts)
@@ -88,6 +90,19 @@ class _Marker:
                 return (at - 1 if at and text[at - 1] == MARK else at), end
             at += 1
         return len(text), _NO
+
+
+def _general(string: str, other: str) -> str:
+    """The markup in front of a value of any type, from that of a string and that of a number: a word may differ."""
+    if string == other:
+        return string
+    head = next((i for i, (a, b) in enumerate(zip(string, other)) if a != b), 0)
+    tail = next((i for i, (a, b) in enumerate(zip(string[:head:-1], other[:head:-1])) if a != b), 0)
+    while head and string[head - 1].isalpha():
+        head -= 1
+    while tail and string[len(string) - tail].isalpha():
+        tail -= 1
+    return string[:head] + ID + string[len(string) - tail :]
 
 
 def _skip(text: str, at: int) -> int:
@@ -140,7 +155,8 @@ class AnswerParser:
             self._section_close, self._call_close = _Marker(form.section_close), _Marker(form.call_close)
             self._closes = [_Marker(part) for part in form.call_close.split()]
             self._after_name, self._key_open = _Marker(form.after_name), _Marker(form.key_open)
-            self._value_open, self._other_open = _Marker(form.value_open), _Marker(form.other_open)
+            self._value_open = _Marker(form.value_open)
+            self._other_open = _Marker(_general(form.value_open, form.other_open))
             self._value_close = _Marker(form.value_close)
             # Some models leave out the first tag of several.
             last = form.call_open.split()[-1:] if form.form != "json" else []
@@ -203,6 +219,9 @@ class AnswerParser:
         yield from self._drop_blank_lines()
         while not self._ended or self._at < len(self._text):
             at, end = closing.find(self._text, self._at, self._ended)
+            if self.form and (call := self._text.find(MARK, self._at, at)) >= 0:  # a call ends the thinking as well
+                marks = [m.match(self._text, call, self._ended) for m in self._openings]
+                at, end = (call, call) if max(marks, default=_NO) >= 0 else (at, end)
             thought = self._text[self._at : at].rstrip()
             self._give("thinking", thought)
             if end >= 0:
@@ -224,8 +243,9 @@ class AnswerParser:
         bare = self.form is not None and self.form.form == "json"  # a call without markup, as an answer's first words
         while True:
             if bare and (begin := _skip(self._text, self._at)) < len(self._text):
-                bare = False
-                if self._text[begin] in "{[":
+                marks = [m.match(self._text, begin, self._ended) for m in self._openings]
+                bare = _PARTIAL in marks
+                if self._text[begin] in "{[" and not bare and max(marks, default=_NO) < 0:
                     yield from self._section(begin, bare=True)
                     continue
             at, end = len(self._text), _NO
@@ -533,7 +553,7 @@ class AnswerParser:
                 self._at = end
                 break
             yield from self._more()
-        self._push(call, '"' if string else _typed("".join(parts), string, kind))
+        self._push(call, '"' if string else _typed("".join(parts), kind))
 
     def _value_end(self) -> tuple[int, int]:
         """Where a value ends and where its closing markup does: there only what can follow a value follows. As
@@ -562,8 +582,8 @@ def _is_words(schema: Mapping[str, Any]) -> bool:
     return bool(words) and all(isinstance(word, str) for word in words)
 
 
-def _typed(text: str, string: bool | None, kind: Any) -> str:
-    """JSON text of a value that stands bare in markup."""
+def _typed(text: str, kind: Any) -> str:
+    """JSON text of a value that stands bare in markup: as JSON, as a Python literal, or else as a string."""
     stream = JsonStream()
     try:
         at, value = stream.feed(text.strip(), 0)
@@ -572,4 +592,7 @@ def _typed(text: str, string: bool | None, kind: Any) -> str:
             return value
     except BadJson:
         pass
+    if kind in ("array", "object") and len(text) < 10_000:
+        with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            return json.dumps(ast.literal_eval(text.strip()), ensure_ascii=False, allow_nan=False)
     return json.dumps(text, ensure_ascii=False)

@@ -24,7 +24,7 @@ from tinychat.engine.answer import AnswerParser
 from tinychat.engine.json_stream import MAX_DEPTH
 from tinychat.engine.template import ChatTemplate
 from tinychat.engine.tokenizer import Tokenizer
-from tinychat.engine.tool_calls import PLAIN, CallFormat, Tool, as_plain, find_format
+from tinychat.engine.tool_calls import PLAIN, PLAIN_MARKS, CallFormat, Tool, as_plain, find_format
 from tinychat.errors import TinychatError, printable
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -142,7 +142,7 @@ class Chat:
         self._think_ids = (marks[_OPEN], marks[_CLOSE]) if _OPEN in marks and _CLOSE in marks else None
         # What must stay text in a message: all control tokens, and of the user-defined ones those that this chat uses
         # as markup (others, such as runs of spaces, are part of how ordinary text is encoded).
-        used = {text for text in marks if text in template and not text.isspace()} | {_OPEN, _CLOSE}
+        used = {text for text in marks if text in template and not text.isspace()} | {_OPEN, _CLOSE, *PLAIN_MARKS}
         self.guarded = [text for text, token in tokenizer.marks if tokenizer.is_special(token) or text in used]
         self.heads = {text[:n] for text in self.guarded for n in range(1, len(text))}
         self.tails = {text[n:] for text in self.guarded for n in range(1, len(text))}
@@ -465,6 +465,10 @@ class _Guard:
         self._back = str.maketrans({stand_in: char for char, stand_in in self._by_char.items()})
 
     def restore(self, text: str) -> str:
+        if "\\u" in text or "\\U" in text:  # a template may write JSON in ASCII, or a value as Python does
+            for char, stand_in in self._by_char.items():
+                text = text.replace(json.dumps(stand_in)[1:-1], json.dumps(char)[1:-1])
+                text = text.replace(repr(stand_in)[1:-1], repr(char)[1:-1])
         return text.translate(self._back)
 
     def _stand_in(self, char: str) -> str:

@@ -66,6 +66,7 @@ class CallFormat:
 
 
 PLAIN = CallFormat("json", call_open="<tool_call>\n", call_close="\n</tool_call>", between="\n", plain=True)
+PLAIN_MARKS = ("<tools>", "</tools>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 _PLAIN_SYSTEM = """You can call functions to help the user. The functions, one JSON object a line:
 <tools>
 {tools}
