@@ -17,12 +17,13 @@ from tinychat.kernels.ops import Gating, Rope
 @dataclass(frozen=True)
 class Architecture:
     """What the metadata does not say: the pairing of RoPE, the norms of q and k, how expert weights are made by
-    default."""
+    default; `scales`: whether it has the keys of Granite's four scales."""
 
     rope: Literal["norm", "neox"]
     qk_norm: Literal["head", "projection"] | None = None
     normalize_experts: bool = False
     mla: bool = False
+    scales: bool = False
 
 
 ARCHITECTURES = {
@@ -32,6 +33,7 @@ ARCHITECTURES = {
     "qwen3moe": Architecture("neox", qk_norm="head", normalize_experts=True),
     "olmoe": Architecture("neox", qk_norm="projection"),
     "deepseek2": Architecture("norm", mla=True),
+    "granite": Architecture("norm", normalize_experts=True, scales=True),
 }
 
 _GATING: dict[int, Gating] = {1: "softmax", 2: "sigmoid", 3: "softmax_weight", 4: "sqrt_softplus"}
@@ -66,7 +68,8 @@ class Experts:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and constants of one model. Without `latent`, head_dim is of q and k, v_dim of v."""
+    """Sizes and constants of one model. Without `latent`, head_dim is of q and k, v_dim of v. `residual_scale` is of
+    what a block adds to the residual stream."""
 
     architecture: str
     name: str
@@ -82,6 +85,9 @@ class ModelConfig:
     context: int
     rope: Rope
     attention_scale: float
+    embedding_scale: float
+    residual_scale: float
+    logit_scale: float
     qk_norm: Literal["head", "projection"] | None
     latent: Latent | None
     experts: Experts | None
@@ -131,6 +137,16 @@ class ModelConfig:
         if rope_dims % 2 or rope_dims > head_dim:
             raise TinychatError(f"{name}.rope.dimension_count is {rope_dims}; expected an even number up to {head_dim}")
         rope, attention_scale = _rope(gguf, kv, arch, rope_dims, head_dim, context)
+        embedding_scale = residual_scale = logit_scale = 1.0
+        if arch.scales:  # llama.cpp, src/models/granite.cpp: but for logit_scale, 0 or no key scales nothing
+            attention_scale = kv.number("attention.scale", 0.0) or attention_scale
+            embedding_scale = kv.number("embedding_scale", 0.0) or 1.0
+            residual_scale = kv.number("residual_scale", 0.0) or 1.0
+            if not (divisor := kv.number("logit_scale")):
+                raise kv.bad("logit_scale", "a number over 0", divisor)
+            logit_scale = 1 / divisor
+            if kv.values.get(kv.prefix + "rope.scaling.finetuned", True) is False:
+                raise TinychatError(f"{name}.rope.scaling.finetuned is false: a model without RoPE is not supported")
         return cls(
             architecture=name,
             name=printable(str(gguf.metadata.get("general.name", gguf.path.stem)), newlines=False),
@@ -146,6 +162,9 @@ class ModelConfig:
             context=context,
             rope=rope,
             attention_scale=attention_scale,
+            embedding_scale=embedding_scale,
+            residual_scale=residual_scale,
+            logit_scale=logit_scale,
             qk_norm=arch.qk_norm,
             latent=latent,
             experts=_experts(kv, arch, layers, vocab),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tinychat.kernels.ops import Attention, Plan, Route
+from tinychat.kernels.ops import Experts, Plan
 
 RECENT = 128  # tokens
 
@@ -25,14 +25,10 @@ class Routing:
     @classmethod
     def of(cls, plan: Plan) -> Routing | None:
         """For the experts of `plan`; None where it has none."""
-        layers, layer, route = [], 0, None
-        for op in plan.ops:
-            if isinstance(op, Attention):
-                layer = op.layer
-            elif isinstance(op, Route):
-                layers.append(layer)
-                route = op
-        return cls(tuple(layers), route.router.rows, route.top_k) if route else None
+        found = {i: b.router for i, layer in enumerate(plan.layers) if isinstance(b := layer.feed_forward, Experts)}
+        if not found:
+            return None
+        return cls(tuple(found), max(r.experts for r in found.values()), max(r.top_k for r in found.values()))
 
     def add(self, chosen: np.ndarray | None) -> None:
         """A token's choices as Executor.routes() gives them: int32 (layers, used), or None."""

@@ -1,4 +1,4 @@
-"""What the engine asks of an executor: run a plan's step on one kind of device."""
+"""What the engine asks of an executor, and what the profiler and the microbenchmarks ask of one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from tinychat.kernels.limits import Limits
 from tinychat.kernels.ops import Sampling
+from tinychat.kernels.profile import Calls, Kernel, StepProfile
+
+Kind = Literal["cuda", "cpu", "reference"]
 
 
 class Weights(Protocol):
@@ -25,8 +29,14 @@ class Weights(Protocol):
 class Executor(Protocol):
     """Runs the steps of one plan. Cache rows are addressed by position, so rolling back is only counting differently.
 
-    Built as `Executor(plan, weights, max_context, ...)`. Not thread-safe: one thread calls it.
+    Built as `Executor(plan, weights, max_context, ...)`, which raises TinychatError for a plan beyond `limits`. Not
+    thread-safe: one thread calls it.
     """
+
+    @property
+    def kind(self) -> Kind:
+        """The device as Engine.load takes it."""
+        ...
 
     @property
     def device(self) -> str:
@@ -34,10 +44,27 @@ class Executor(Protocol):
         ...
 
     @property
-    def kernels_per_token(self) -> int: ...
+    def limits(self) -> Limits: ...
 
     @property
-    def jit_batches(self) -> int: ...
+    def threads(self) -> int:
+        """Threads of this process that compute; 0 where a device of its own does."""
+        ...
+
+    @property
+    def prefill_chunk(self) -> int:
+        """Tokens that one call of `forward` runs together; longer calls are cut into pieces of this size."""
+        ...
+
+    @property
+    def kernels_per_token(self) -> int:
+        """What the host starts or the device runs for one token; 0 before the first step."""
+        ...
+
+    @property
+    def jit_batches(self) -> int:
+        """Graphs, native calls or the like that one token takes; 0 where every kernel is started alone."""
+        ...
 
     @property
     def jit_state(self) -> str:
@@ -50,7 +77,14 @@ class Executor(Protocol):
         ...
 
     @property
-    def cache_bytes(self) -> int: ...
+    def cache_bytes(self) -> int:
+        """The KV cache of max_context rows."""
+        ...
+
+    @property
+    def sampling_s(self) -> float:
+        """Seconds that choosing the last id of decode() took, as part of its step; 0.0 where it is not told apart."""
+        ...
 
     def forward(
         self, ids: Sequence[int], pos: int, logits: Literal["none", "last", "all"] = "none"
@@ -65,14 +99,10 @@ class Executor(Protocol):
     def decode(self, token: int, pos: int, sampling: Sampling, recent: Sequence[int]) -> Iterator[tuple[int, float]]:
         """Yields (next id, its log-probability under softmax(logits)), one per step.
 
-        `token` is run at `pos`, then each sampled id behind it.
-        `recent` is every token up to and including `token`, for the repeat penalty. Endless until max_context rows are
-        used; closing the iterator ends it. Steps may be enqueued ahead: rows past the last yielded token are garbage.
+        `token` is run at `pos`, then each sampled id behind it. `recent` is every token up to and including `token`,
+        for the penalties. Endless until max_context rows are used; closing the iterator ends it. Steps may be enqueued
+        ahead: rows past the last yielded token are garbage.
         """
-        ...
-
-    def step_logits(self) -> np.ndarray:
-        """float32 (vocab,): the logits behind the last id that decode() yielded."""
         ...
 
     def routes(self) -> np.ndarray | None:
@@ -85,10 +115,7 @@ class Executor(Protocol):
 
     @property
     def cache_layout(self) -> str:
-        """Names what the bytes of read_cache mean ("cpu f16 1"); a saved cache of another layout is not used.
-
-        Its first word is the device's name, as Engine.load takes it.
-        """
+        """Names what the bytes of read_cache mean ("cpu f16 1"); a saved cache of another layout is not used."""
         ...
 
     def read_cache(self, rows: int) -> bytes:
@@ -96,9 +123,32 @@ class Executor(Protocol):
         ...
 
     def write_cache(self, data: bytes, rows: int) -> None:
-        """Puts rows 0..rows-1 back, as read_cache gave them."""
+        """Puts rows 0..rows-1 back, as read_cache gave them. Raises TinychatError for data of another size."""
         ...
 
     def close(self) -> None:
         """Frees device memory and threads; the executor is not used again."""
+        ...
+
+
+class MeasurableExecutor(Executor, Protocol):
+    """An executor whose decode step can be taken apart (kernels/profile.py)."""
+
+    def profile(self, token: int, pos: int, steps: int) -> StepProfile:
+        """Measures `steps` decode steps, `token` at `pos` first. Overwrites cache rows from `pos` on.
+
+        Raises TinychatError where the steps do not fit the context.
+        """
+        ...
+
+    def kernels(self) -> list[Kernel]:
+        """The kernels of a decode step, in order of first use."""
+        ...
+
+    def seconds_of(self, groups: Sequence[Sequence[int]], pos: int, steps: int) -> Calls:
+        """Times groups of ops (indices into Plan.ops) in decode steps at position `pos`; a group is one call."""
+        ...
+
+    def read_bandwidth(self) -> float:
+        """Measured GB/s at which the device reads its memory; 0.0 where it cannot be measured."""
         ...

@@ -1,19 +1,26 @@
-"""The vocabulary of a plan: the fused ops of one forward step, with their shapes. Every executor implements exactly
-these.
+"""The grammar of a plan: what one forward step of a model computes, in typed blocks.
 
-Conventions. T is the number of tokens of a step (1 in decode). An activation buffer `b` is float32 (T,
-plan.buffers[b]). "x" is the residual stream (T, dim). Weights stay packed as in the file; `Weight` says which rows of
-which tensor. RMSNorm(v) = v / sqrt(mean(v^2) + eps) * gain. Meanings are fixed by engine/reference.py.
+A plan is an embedding, layers and a head. A layer has two blocks, attention and feed-forward; what differs between
+models is a field of a block. An executor matches the blocks. `Plan.ops` is the same step written as a list of fused
+ops, in order of execution: the units that profiles and microbenchmarks measure.
+
+Conventions. T is the number of tokens of a step (1 in decode). x is the residual stream, float32 (T, dim).
+RMSNorm(v) = v / sqrt(mean(v^2) + eps) * gain. Weights stay packed as in the file; `Weight` says which rows of which
+tensor. kernels/tinygrad/step.py is the specification of every block.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
-from typing import Literal
+from itertools import chain
+from typing import Any, Literal
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+CACHE_VALUE_BYTES = 2  # of one value in the KV cache of the CPU and CUDA executors: F16
 
 
 @dataclass(frozen=True)
@@ -70,11 +77,185 @@ class Rope:
         return (np.stack([np.cos(angle), np.sin(angle)], axis=-1) * self.magnitude).astype(np.float32)
 
 
+# --- blocks
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A layer's part of one row of the KV cache, in values. A "kv" row is K and V of all kv heads; a "latent" row is
+    MLA's, stored as K, whose first kv_lora values are also V."""
+
+    kind: Literal["kv", "latent"]
+    key_width: int
+    value_width: int  # 0 for latent
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's row."""
+        return (self.key_width + self.value_width) * CACHE_VALUE_BYTES
+
+
+@dataclass(frozen=True)
+class Gated:
+    """gate and up (ff, dim), down (dim, ff): down @ (silu(gate @ n) * (up @ n)). Experts have one group each."""
+
+    gate: Weight
+    up: Weight
+    down: Weight
+
+    @property
+    def ff(self) -> int:
+        """Values between up and down."""
+        return self.up.rows
+
+
+@dataclass(frozen=True)
+class GQA:
+    """Grouped-query attention: x += residual_scale * (output @ heads + output_bias).
+
+    q, k, v = weights @ RMSNorm(x) + biases; q and k are normed as `qk_norm` says (each head with a gain of key_dim
+    values, or the whole projection with a gain of all its values), then the first rope.dims values of each head are
+    rotated; k and v are stored as row `pos` of the layer's cache.
+    heads = softmax(q·K * scale)·V over rows 0..pos, where head h reads kv head h * kv_heads // heads.
+    """
+
+    norm: Weight
+    eps: float
+    q: Weight
+    k: Weight
+    v: Weight
+    q_bias: Weight | None
+    k_bias: Weight | None
+    v_bias: Weight | None
+    qk_norm: Literal["head", "projection"] | None
+    q_norm: Weight | None
+    k_norm: Weight | None
+    rope: Rope
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    scale: float
+    output: Weight
+    output_bias: Weight | None
+    residual_scale: float = 1.0
+
+    @property
+    def cache(self) -> Cache:
+        return Cache("kv", self.kv_heads * self.key_dim, self.kv_heads * self.value_dim)
+
+
+@dataclass(frozen=True)
+class MLA:
+    """Multi-head latent attention, absorbed: x += residual_scale * (output @ heads).
+
+    n = RMSNorm(x); q = q @ n, or q @ RMSNorm(q_a @ n) with gain q_a_norm; per head its first `nope` values are not
+    rotated, the last rope.dims are. kv = kv_a @ n; the cache row is RMSNorm(kv[:kv_lora]) * kv_norm ‖ RoPE of the rest.
+    Per head: query = k_b[h] @ q_nope ‖ q_rope, o = softmax(query·row * scale)·row[:kv_lora], heads[h] = v_b[h] @ o.
+    """
+
+    norm: Weight
+    eps: float
+    q_a: Weight | None
+    q_a_norm: Weight | None
+    q: Weight
+    kv_a: Weight
+    kv_norm: Weight
+    k_b: Weight  # one group per head: (kv_lora, nope)
+    v_b: Weight  # one group per head: (value_dim, kv_lora)
+    rope: Rope
+    heads: int
+    nope: int
+    kv_lora: int
+    scale: float
+    output: Weight
+    residual_scale: float = 1.0
+
+    @property
+    def row(self) -> int:
+        """Values of a cache row, and of a query."""
+        return self.kv_lora + self.rope.dims
+
+    @property
+    def cache(self) -> Cache:
+        return Cache("latent", self.row, 0)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """x += residual_scale * gated(RMSNorm(x))."""
+
+    norm: Weight
+    eps: float
+    weights: Gated
+    residual_scale: float = 1.0
+
+
+Gating = Literal["softmax", "sigmoid", "softmax_weight", "sqrt_softplus"]
+
+
+@dataclass(frozen=True)
+class Router:
+    """Chooses `top_k` of the experts per token from l = weight @ RMSNorm(x) + bias, in float32.
+
+    p = softmax(l), sigmoid(l), sqrt(softplus(l)), or l itself ("softmax_weight"). Selection: largest
+    p + selection_bias, ties to the lower index; with groups > 1 a group scores the sum of its two largest
+    p + selection_bias and only the best `groups_used` groups stay. Weights: p of the chosen without the bias
+    ("softmax_weight": softmax over the chosen l); with `normalize` divided by max(their sum, MIN_WEIGHT_SUM); times
+    `scale`.
+    """
+
+    weight: Weight  # (experts, dim)
+    bias: Weight | None
+    selection_bias: Weight | None
+    gating: Gating
+    top_k: int
+    normalize: bool
+    scale: float
+    groups: int
+    groups_used: int
+
+    @property
+    def experts(self) -> int:
+        return self.weight.rows
+
+
+MIN_WEIGHT_SUM = 6.103515625e-5  # 2^-14, the smallest normal F16, as in llama.cpp
+
+
+@dataclass(frozen=True)
+class Experts:
+    """x += residual_scale * (sum over the chosen experts of weight * gated(n) + shared(n)), n = RMSNorm(x)."""
+
+    norm: Weight
+    eps: float
+    router: Router
+    weights: Gated  # one group per expert
+    shared: Gated | None
+    residual_scale: float = 1.0
+
+
+Attends = GQA | MLA
+FeedForward = Dense | Experts
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Attention, then feed-forward; None where a layer lacks one (parts of models in microbenchmarks)."""
+
+    attention: Attends | None
+    feed_forward: FeedForward | None
+
+
+# --- ops: the linearisation of the blocks
+
+
 @dataclass(frozen=True)
 class Embed:
-    """x = row `token` of `weight` (vocab, dim), dequantised."""
+    """x = scale * row `token` of `weight` (vocab, dim), dequantised."""
 
     weight: Weight
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -172,11 +353,12 @@ class ValueUp:
 
 @dataclass(frozen=True)
 class LinearAdd:
-    """x += weight @ src (+ bias)."""
+    """x += scale * (weight @ src (+ bias))."""
 
     src: str
     weight: Weight
     bias: Weight | None = None
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -190,19 +372,9 @@ class GateUp:
     dst: str
 
 
-Gating = Literal["softmax", "sigmoid", "softmax_weight", "sqrt_softplus"]
-
-
 @dataclass(frozen=True)
 class Route:
-    """Chooses `top_k` of `router.rows` experts per token from l = router @ RMSNorm(x), in float32.
-
-    p = softmax(l), sigmoid(l), sqrt(softplus(l)), or l itself ("softmax_weight"). Selection: largest p + bias, ties to
-    the lower index; with groups > 1 a group scores the sum of its two largest p + bias and only the best `groups_used`
-    groups stay. Weights: unbiased p of the chosen ("softmax_weight": softmax over the chosen l); with `normalize`
-    divided by max(their sum, 6.103515625e-5); times `scale`. Results: ids int32 and weights float32, (T, top_k), in
-    order of selection.
-    """
+    """Router. Results: ids int32 and weights float32, (T, top_k), in order of selection."""
 
     norm: Weight
     eps: float
@@ -234,21 +406,23 @@ class ExpertsUp:
 
 @dataclass(frozen=True)
 class ExpertsDown:
-    """x += sum over the chosen experts of weight * (down[e] @ src part) + shared_down @ shared part."""
+    """x += scale * (sum over the chosen experts of weight * (down[e] @ src part) + shared_down @ shared part)."""
 
     src: str
     down: Weight
     shared_down: Weight | None
     top_k: int
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
 class Head:
-    """logits (T, vocab) = weight @ RMSNorm(x)."""
+    """logits (T, vocab) = scale * (weight @ RMSNorm(x))."""
 
     norm: Weight
     eps: float
     weight: Weight
+    scale: float = 1.0
 
 
 Op = (
@@ -270,32 +444,63 @@ Op = (
 
 @dataclass(frozen=True)
 class Plan:
-    """One forward step. `buffers`: name -> values per token. `cache`: values per row of each layer's K and V (V 0 for
-    MLA)."""
+    """One forward step. Layer i stores its cache rows in cache i."""
 
-    ops: tuple[Op, ...]
-    buffers: dict[str, int]
-    layers: int
-    k_width: int
-    v_width: int
-    dim: int
-    vocab: int
+    embed: Embed
+    layers: tuple[Layer, ...]
+    head: Head
 
     @property
+    def dim(self) -> int:
+        return self.embed.weight.cols
+
+    @property
+    def vocab(self) -> int:
+        return self.head.weight.rows
+
+    @cached_property
+    def caches(self) -> tuple[Cache, ...]:
+        """Of every layer; without attention a row of no values."""
+        return tuple(layer.attention.cache if layer.attention else Cache("kv", 0, 0) for layer in self.layers)
+
+    @cached_property
+    def ops_of_layers(self) -> tuple[tuple[Op, ...], ...]:
+        """The ops of each layer, in order of execution."""
+        return tuple(tuple(_ops_of_layer(i, layer)) for i, layer in enumerate(self.layers))
+
+    @cached_property
+    def ops(self) -> tuple[Op, ...]:
+        """All ops of a step, in order of execution."""
+        return (self.embed, *chain.from_iterable(self.ops_of_layers), self.head)
+
+    @cached_property
+    def buffers(self) -> dict[str, int]:
+        """The activation buffers that the ops name: name -> float32 values per token, the largest of all layers."""
+        sizes = {"x": self.dim}
+        for layer in self.layers:
+            for name, size in _buffers_of_layer(layer):
+                sizes[name] = max(size, sizes.get(name, 0))
+        return sizes
+
+    @cached_property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of one cache row over all layers, F16."""
-        return self.layers * (self.k_width + self.v_width) * 2
+        """Bytes of one cache row over all layers."""
+        return sum(cache.row_bytes for cache in self.caches)
 
     def weight_bytes(self, op: Op) -> int:
         """Packed bytes that one decode step reads of `op`'s weights: all of a matrix, top_k of its experts, one
         embedding row."""
-        if isinstance(op, Embed):
-            return op.weight.row_bytes
-        total = 0
-        for w in weights_of(op):
-            routed = isinstance(op, ExpertsUp | ExpertsDown) and w.groups > 1
-            total += w.group_bytes * op.top_k if routed else w.nbytes  # type: ignore[union-attr]
-        return total
+        match op:
+            case Embed():
+                return op.weight.row_bytes
+            case ExpertsUp() | ExpertsDown():
+                return sum(w.group_bytes * (op.top_k if w.groups > 1 else 1) for w in weights_of(op))
+            case _:
+                return sum(w.nbytes for w in weights_of(op))
+
+    def cache_bytes(self, op: Op, depth: int) -> int:
+        """Bytes that `op` reads of a cache of `depth` rows."""
+        return depth * self.caches[op.layer].row_bytes if isinstance(op, Attention) else 0
 
     def bytes_per_token(self, depth: int = 0) -> int:
         """Bytes that must move for one token: the weights it uses and `depth` cache rows."""
@@ -303,28 +508,116 @@ class Plan:
 
     @cached_property
     def _step_weight_bytes(self) -> int:
-        """Asked for after every token, so walked through the ops once."""
+        """Asked for after every token, so summed once."""
         return sum(map(self.weight_bytes, self.ops))
 
+    @property
+    def weights(self) -> list[Weight]:
+        """Every distinct weight, in order of use."""
+        return list(dict.fromkeys(w for op in self.ops for w in weights_of(op)))
 
-def weights_of(op: Op) -> list[Weight]:
-    """Every weight an op reads, in field order."""
-    found: list[Weight] = []
-    for f in fields(op):
-        value = getattr(op, f.name)
-        found += [w for w in (value if isinstance(value, tuple) else (value,)) if isinstance(w, Weight)]
-    return found
+    @property
+    def matrices(self) -> list[Weight]:
+        """Every distinct weight but norm gains and biases, in order of use."""
+        return list(dict.fromkeys(w for op in self.ops for w in matrices_of(op)))
+
+
+def weights_of(part: Op | Layer) -> list[Weight]:
+    """Every weight of an op or a layer, in field order."""
+    return list(_weights(part))
+
+
+_VECTORS = {"norm", "q_norm", "k_norm", "bias", "biases", "router_bias"}  # fields of ops
+
+
+def matrices_of(op: Op) -> list[Weight]:
+    """The weights of an op but norm gains and biases."""
+    return [w for f in fields(op) if f.name not in _VECTORS for w in _weights(getattr(op, f.name))]
+
+
+def _weights(value: Any) -> Iterator[Weight]:
+    if isinstance(value, Weight):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _weights(item)
+    elif is_dataclass(value):
+        for f in fields(value):
+            yield from _weights(getattr(value, f.name))
+
+
+def _ops_of_layer(i: int, layer: Layer) -> Iterator[Op]:
+    match layer.attention:
+        case GQA() as a:
+            biases = (a.q_bias, a.k_bias, a.v_bias)
+            yield NormLinear("x", a.norm, a.eps, (a.q, a.k, a.v), biases, ("q", "k", "v"))
+            yield RopeStore(i, a.rope, "q", "k", "v", a.q_norm, a.k_norm, a.eps, a.heads, a.kv_heads, a.key_dim)
+            yield Attention(i, "q", "heads", a.heads, a.kv_heads, a.key_dim, a.value_dim, a.scale, latent=False)
+            yield LinearAdd("heads", a.output, a.output_bias, a.residual_scale)
+        case MLA() as a:
+            if a.q_a:
+                yield NormLinear("x", a.norm, a.eps, (a.q_a, a.kv_a), (None, None), ("q_a", "kv"))
+                yield NormLinear("q_a", a.q_a_norm, a.eps, (a.q,), (None,), ("q",))
+            else:
+                yield NormLinear("x", a.norm, a.eps, (a.q, a.kv_a), (None, None), ("q", "kv"))
+            yield LatentStore(i, a.rope, "q", "kv", a.kv_norm, a.eps, a.heads, a.nope, a.kv_lora)
+            yield Absorb("q", a.k_b, "q_latent", a.heads, a.nope, a.rope.dims, a.kv_lora)
+            yield Attention(i, "q_latent", "o_latent", a.heads, 1, a.row, a.kv_lora, a.scale, latent=True)
+            yield ValueUp("o_latent", a.v_b, "heads")
+            yield LinearAdd("heads", a.output, None, a.residual_scale)
+    match layer.feed_forward:
+        case Dense(norm, eps, w, scale):
+            yield GateUp(norm, eps, w.gate, w.up, "ffn")
+            yield LinearAdd("ffn", w.down, None, scale)
+        case Experts(norm, eps, r, w, s, scale):
+            yield Route(
+                norm,
+                eps,
+                r.weight,
+                r.bias,
+                r.selection_bias,
+                r.gating,
+                r.top_k,
+                r.normalize,
+                r.scale,
+                r.groups,
+                r.groups_used,
+            )
+            yield ExpertsUp(norm, eps, w.gate, w.up, s.gate if s else None, s.up if s else None, r.top_k, "ffn")
+            yield ExpertsDown("ffn", w.down, s.down if s else None, r.top_k, scale)
+
+
+def _buffers_of_layer(layer: Layer) -> Iterator[tuple[str, int]]:
+    match layer.attention:
+        case GQA() as a:
+            yield "q", a.q.rows
+            yield "heads", a.output.cols
+            yield from (("k", a.k.rows), ("v", a.v.rows))
+        case MLA() as a:
+            yield "q", a.q.rows
+            yield "heads", a.output.cols
+            yield from (("kv", a.row), ("q_latent", a.heads * a.row), ("o_latent", a.heads * a.kv_lora))
+            if a.q_a:
+                yield "q_a", a.q_a.rows
+    match layer.feed_forward:
+        case Dense(weights=w):
+            yield "ffn", w.ff
+        case Experts(router=r, weights=w, shared=s):
+            yield "ffn", r.top_k * w.ff + (s.ff if s else 0)
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is chosen from logits l (float32, vocab); order and meaning as llama.cpp's default chain.
 
-    repeat_penalty: l[i] of each distinct token of the last `repeat_last_n` is divided by it (l > 0) or multiplied (l <=
-    0). Then only tokens survive that are among the top_k largest (0 = all), in the smallest set of largest-first mass
+    repeat_penalty: l[i] of each distinct token of the last `repeat_last_n` is divided by it (l > 0) or multiplied
+    (l <= 0). DRY (dry_multiplier > 0): a token that would continue a repetition of the last n >= dry_allowed_length
+    tokens loses dry_multiplier * dry_base ** (n - dry_allowed_length); repetitions are looked for in the last
+    dry_last_n tokens (-1: all) and end at `dry_breakers`, token ids that are never penalised themselves.
+    Then only tokens survive that are among the top_k largest (0 = all), in the smallest set of largest-first mass
     >= top_p, and with probability >= min_p * the largest. Then temperature: 0 takes the largest (lowest id on ties);
     otherwise the survivor with the largest l / temperature + gumbel(seed, position, id) wins, which draws from the
-    softmax (engine/sampling.py has the hash). No state but the position, so a rolled-back position draws the same
+    softmax (kernels/sampling.py has the hash). No state but the position, so a rolled-back position draws the same
     again.
     """
 
@@ -334,4 +627,9 @@ class Sampling:
     min_p: float = 0.05
     repeat_penalty: float = 1.0
     repeat_last_n: int = 64
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_last_n: int = -1
+    dry_breakers: tuple[int, ...] = ()
     seed: int = 0

@@ -1,12 +1,10 @@
-"""What an executor measures of its own decode step. The words for it, and what the numbers mean, are in
-tinychat/profile.
-
-An executor that can be profiled has `profile(token, pos, steps) -> StepProfile` and `kernels() -> list[Kernel]`.
-"""
+"""What an executor measures of its own decode step (executor.MeasurableExecutor), and the names of ops and their
+shapes. measure/profile puts the figures in order."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,8 +26,7 @@ from tinychat.kernels.ops import (
     RopeStore,
     Route,
     ValueUp,
-    Weight,
-    weights_of,
+    matrices_of,
 )
 
 How = Literal["in the batch", "alone"]
@@ -116,6 +113,17 @@ class StepProfile:
     deeper: tuple[str, ...] = ()  # commands that show more
 
 
+@dataclass(frozen=True)
+class Calls:
+    """How long a call took: seconds (..., steps), on how many threads, measured how, with how many rows in the KV
+    cache."""
+
+    seconds: np.ndarray
+    how: str
+    threads: int
+    depth: int
+
+
 def name_of(op: Op) -> str:
     """GateUp -> gate_up."""
     return re.sub(r"(?<!^)([A-Z])", r"_\1", type(op).__name__).lower()
@@ -124,11 +132,6 @@ def name_of(op: Op) -> str:
 def quant_of(op: Op) -> str:
     """The types of its matrices: "Q4_1", "Q4_K+Q6_K"; "" where it has none."""
     return "+".join(dict.fromkeys(w.type.name for w in matrices_of(op)))
-
-
-def matrices_of(op: Op) -> list[Weight]:
-    """Its weights but norm gains and biases."""
-    return [w for w in weights_of(op) if w.rows > 1]
 
 
 def shape_of(op: Op) -> str:
@@ -178,9 +181,16 @@ def category_of(op: Op) -> str:
 
 def bytes_of(plan: Plan, op: Op, depth: int) -> int:
     """Bytes that one decode step with `depth` cache rows has to read for `op`: its weights, or the layer's cache."""
-    if isinstance(op, Attention):
-        return depth * (plan.k_width + plan.v_width) * 2
-    return plan.weight_bytes(op)
+    return plan.weight_bytes(op) + plan.cache_bytes(op, depth)
+
+
+def calls_of(p: StepProfile, groups: Sequence[Sequence[int]]) -> Calls:
+    """The seconds of groups of plan ops, out of a profile; an op may be several parts."""
+    of = dict[int, np.ndarray]()
+    for part in p.parts:
+        of[part.index] = of.get(part.index, 0.0) + part.seconds
+    seconds = np.stack([sum((of[i] for i in group if i in of), np.zeros(len(p.tokens))) for group in groups])
+    return Calls(seconds, p.how, p.parts[0].work.shape[1], p.depth)
 
 
 def function_source(text: str, name: str) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from tinychat.kernels.ops import Sampling
 
-__all__ = ["Sampling", "gumbel", "sample", "survivors"]
-
+_LOG_FLOAT_MAX = 88.7228391  # of the largest float32, as in llama.cpp
 _M1, _M2, _M3 = (np.uint64(m) for m in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
@@ -43,20 +43,72 @@ def survivors(logits: np.ndarray, s: Sampling) -> np.ndarray:
     return keep
 
 
-def penalise(logits: np.ndarray, s: Sampling, recent: Sequence[int]) -> np.ndarray:
-    """Logits after the repeat penalty over the last `repeat_last_n` tokens of `recent`."""
-    if s.repeat_penalty == 1.0 or not recent or s.repeat_last_n <= 0:
-        return logits
-    out = logits.copy()
-    ids = np.unique(np.asarray(recent[-s.repeat_last_n :], np.int64))
-    out[ids] = np.where(out[ids] > 0, out[ids] / s.repeat_penalty, out[ids] * s.repeat_penalty)
-    return out
+@dataclass(frozen=True)
+class Penalties:
+    """What the tokens so far do to logits: l[ids] is divided by `divisors` (l > 0) or multiplied (l <= 0), then
+    `amounts` are subtracted. ids: distinct, int32; the others float64."""
+
+    ids: np.ndarray
+    divisors: np.ndarray
+    amounts: np.ndarray
+
+    def apply(self, logits: np.ndarray) -> np.ndarray:
+        """Logits (float32, vocab) after the penalties, computed in float64."""
+        if not len(self.ids):
+            return logits
+        out, before = logits.copy(), logits[self.ids].astype(np.float64)
+        out[self.ids] = np.where(before > 0, before / self.divisors, before * self.divisors) - self.amounts
+        return out
+
+
+def penalties(s: Sampling, recent: Sequence[int] | np.ndarray) -> Penalties:
+    """The penalties that `recent`, every token so far, brings under `s`."""
+    repeated = recent[-s.repeat_last_n :] if s.repeat_penalty != 1.0 and s.repeat_last_n > 0 else ()
+    repeated_ids = np.unique(np.asarray(repeated, np.int32))
+    dry_ids, dry_amounts = dry(s, recent)
+    ids = np.union1d(repeated_ids, dry_ids).astype(np.int32)
+    divisors, amounts = np.ones(len(ids)), np.zeros(len(ids))
+    divisors[np.searchsorted(ids, repeated_ids)] = s.repeat_penalty
+    amounts[np.searchsorted(ids, dry_ids)] = dry_amounts
+    return Penalties(ids, divisors, amounts)
+
+
+def dry(s: Sampling, recent: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(ids int32, float64 amounts to subtract) of the tokens that would continue a repetition.
+
+    The meaning is llama.cpp's (src/llama-sampler.cpp, llama_sampler_dry_apply), with breakers of one token each.
+    """
+    nothing = np.empty(0, np.int32), np.empty(0)
+    if s.dry_multiplier <= 0 or s.dry_base < 1 or s.dry_last_n == 0:
+        return nothing
+    back = np.asarray(recent if s.dry_last_n < 0 else recent[-s.dry_last_n :], np.int32)[::-1]  # the newest first
+    broken = np.flatnonzero(np.isin(back, s.dry_breakers))
+    limit = int(broken[0]) if len(broken) else len(back)
+    if len(back) <= s.dry_allowed_length or limit < s.dry_allowed_length:
+        return nothing
+    growth = np.log(s.dry_base)
+    highest = int(_LOG_FLOAT_MAX / growth) if s.dry_base > 1.000001 else 0  # exponent whose power a float32 still holds
+    limit = min(limit, s.dry_allowed_length + highest)  # a longer repetition costs no more
+    starts = np.arange(1, len(back))  # the newest tokens again, this far back
+    lengths = np.zeros(len(starts), np.int64)
+    for n in range(limit):
+        starts = starts[starts + n < len(back)]
+        starts = starts[back[starts + n] == back[n]]
+        if not len(starts):
+            break
+        lengths[starts - 1] = n + 1
+    long = lengths >= s.dry_allowed_length
+    long &= ~np.isin(back[:-1], s.dry_breakers)
+    ids, places = np.unique(back[:-1][long], return_inverse=True)  # the token behind each repetition
+    longest = np.zeros(len(ids), np.int64)
+    np.maximum.at(longest, places, lengths[long])
+    return ids, s.dry_multiplier * s.dry_base ** (longest - s.dry_allowed_length)
 
 
 def sample(logits: np.ndarray, s: Sampling, position: int, recent: Sequence[int] = ()) -> tuple[int, float]:
     """(id, its log-probability under softmax(logits)) for the token that follows `position`. Logits: float32
     (n_vocab,)."""
-    x = penalise(logits, s, recent).astype(np.float64)
+    x = penalties(s, recent).apply(logits).astype(np.float64)
     if s.temperature <= 0:
         token = int(x.argmax())
     else:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tinychat.errors import TinychatError
-from tinychat.kernels.cpu.executor import load_library
+from tinychat.kernels.cpu.library import Library
 
 SMALLEST = 256 << 20
 
@@ -18,8 +18,9 @@ def read_bandwidth(threads: Sequence[int], rounds: int = 1) -> dict[int, float]:
 
     About 0.15 s for one entry, mostly to fill the block. Raises TinychatError without a compiler or memory.
     """
-    lib, size = load_library(), block_bytes()
-    context, block = lib.tc_alloc(lib.tc_sizeof(1)), lib.tc_alloc(size)
+    library, size = Library(), block_bytes()
+    lib = library.lib
+    context, block = lib.tc_alloc(library.context_bytes), lib.tc_alloc(size)
     if not block:
         raise TinychatError(f"not enough memory to measure its bandwidth: {size / 1e9:.1f} GB are needed")
     try:

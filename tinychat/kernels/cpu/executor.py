@@ -10,185 +10,52 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
 
 from tinychat.errors import TinychatError
-from tinychat.kernels.cpu import compiler
-from tinychat.kernels.executor import Weights
+from tinychat.kernels.cpu import bandwidth, compiler, library
+from tinychat.kernels.cpu.library import QUANTS, TILE, Context, Library, SampleSpec
+from tinychat.kernels.cpu.program import build
+from tinychat.kernels.executor import Kind, Weights
+from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import (
-    Absorb,
+    CACHE_VALUE_BYTES,
+    GQA,
     Attention,
+    Cache,
     Embed,
     ExpertsDown,
     ExpertsUp,
-    GateUp,
-    Head,
-    LatentStore,
-    LinearAdd,
-    NormLinear,
     Op,
     Plan,
-    Rope,
-    RopeStore,
-    Route,
     Sampling,
-    ValueUp,
-    Weight,
+    matrices_of,
 )
 from tinychat.kernels.profile import (
     Batch,
     CacheUse,
+    Calls,
     Kernel,
     Part,
     StepProfile,
     bytes_of,
+    calls_of,
     function_source,
-    matrices_of,
     name_of,
 )
+from tinychat.kernels.sampling import penalties
 
-BATCH = 256  # tokens of a prompt that run together
-CHUNK = 256  # of attention.h: cache rows of one task
-Q = GGMLQuantizationType
-_TYPES = {
-    Q.F32,
-    Q.F16,
-    Q.BF16,
-    Q.Q4_0,
-    Q.Q4_1,
-    Q.Q5_0,
-    Q.Q5_1,
-    Q.Q8_0,
-    Q.Q2_K,
-    Q.Q3_K,
-    Q.Q4_K,
-    Q.Q5_K,
-    Q.Q6_K,
-    Q.IQ4_NL,
-    Q.IQ4_XS,
-    Q.MXFP4,
-}
-(
-    _EMBED,
-    _LINEAR,
-    _ATTENTION,
-    _ABSORB,
-    _LATENT_ATTENTION,
-    _VALUE_UP,
-    _GATE_UP,
-    _ROUTE,
-    _EXPERTS_UP,
-    _EXPERTS_DOWN,
-    _HEAD,
-) = range(11)
-_FUNCTIONS = (
-    "embed",
-    "linear",
-    "attention",
-    "absorb",
-    "attention",
-    "value_up",
-    "gate_up",
-    "route",
-    "experts_up",
-    "experts_down",
-    "head",
+LIMITS = Limits(
+    QUANTS,
+    packed_rows=1 << 27,  # tiles of rows are tasks, at most 2^20 of a phase (pool.h)
+    equal_caches=True,  # one address for the caches of all layers
+    experts=4096,  # router scores and chosen pairs lie on the stack (step.c)
+    experts_used=128,
+    expert_groups=4096,
+    prefill_chunk=256,
 )
-_GATING = ("softmax", "sigmoid", "softmax_weight", "sqrt_softplus")
-
-_i32, _f32, _ptr = ctypes.c_int32, ctypes.c_float, ctypes.c_void_p
-
-
-class _Matrix(ctypes.Structure):
-    _fields_ = [("type", _i32), ("rows", _i32), ("cols", _i32), ("groups", _i32), ("data", _ptr)]
-
-
-class _Op(ctypes.Structure):
-    _fields_ = [
-        *((n, _i32) for n in ("tag", "layer", "matrices", "add", "src")),
-        ("dst", _i32 * 3),
-        *(
-            (n, _i32)
-            for n in (
-                "heads",
-                "kv_heads",
-                "key_dim",
-                "value_dim",
-                "nope",
-                "rope_dims",
-                "neox",
-                "q_norm_len",
-                "k_norm_len",
-                "top_k",
-                "gating",
-                "normalize",
-                "route_groups",
-                "route_groups_used",
-            )
-        ),
-        ("eps", _f32),
-        ("norm_eps", _f32),
-        ("scale", _f32),
-        *((n, _ptr) for n in ("norm", "q_norm", "k_norm", "rope")),
-        ("bias", _ptr * 3),
-        ("routes", _ptr),
-        ("w", _Matrix * 4),
-    ]
-
-
-class _Context(ctypes.Structure):  # the part of step.c's Ctx that is filled from here
-    _fields_ = [
-        *(
-            (n, _i32)
-            for n in ("n_ops", "max_context", "batch", "vocab", "layers", "k_width", "v_width", "kv_heads", "n_buffers")
-        ),
-        *((n, _ptr) for n in ("ops", "buffers", "widths", "k_cache", "v_cache", "ticks")),
-        ("sampling", ctypes.c_uint64),
-    ]
-
-
-class _SampleSpec(ctypes.Structure):
-    _fields_ = [
-        *((n, ctypes.c_double) for n in ("temperature", "top_p", "min_p", "repeat_penalty")),
-        ("seed", ctypes.c_uint64),
-        ("top_k", _i32),
-        ("n_recent", _i32),
-        ("recent", _ptr),
-    ]
-
-
-def load_library(flags: Sequence[str] = ("-march=native",), notice: Callable[[str], None] | None = None) -> ctypes.CDLL:
-    """The native library, compiled if need be, with its functions declared. Raises TinychatError where it cannot be
-    had."""
-    lib = compiler.load(flags, notice)
-    c_int, size = ctypes.c_int, ctypes.c_size_t
-    for name, result, args in (
-        ("tc_alloc", _ptr, [size]),
-        ("tc_free", None, [_ptr, size]),
-        ("tc_simd", ctypes.c_char_p, []),
-        ("tc_group_bytes", size, [c_int, c_int]),
-        ("tc_sizeof", size, [c_int]),
-        ("tc_open", c_int, [_ptr, c_int]),
-        ("tc_prepare", c_int, [_ptr]),
-        ("tc_close", None, [_ptr]),
-        ("tc_pack", None, [_ptr, _ptr, _ptr, c_int, c_int, c_int, c_int, c_int]),
-        ("tc_dequantise", None, [_ptr, c_int, c_int, _ptr]),
-        ("tc_forward", None, [_ptr, _ptr, c_int, c_int, c_int, _ptr]),
-        ("tc_step", c_int, [_ptr, c_int, c_int, _ptr, _ptr]),
-        ("tc_sample", c_int, [_ptr, _ptr, c_int, _ptr, _ptr]),
-        ("tc_logits", _ptr, [_ptr]),
-        ("tc_cache", size, [_ptr, _ptr, c_int, c_int]),
-        ("tc_bandwidth", ctypes.c_double, [_ptr, _ptr, size]),
-    ):
-        function = getattr(lib, name)
-        function.restype, function.argtypes = result, args
-    for what, struct in ((0, _Op), (2, _SampleSpec)):
-        assert lib.tc_sizeof(what) == ctypes.sizeof(struct), struct
-    return lib
 
 
 def default_threads() -> int:
@@ -206,13 +73,15 @@ def default_threads() -> int:
 
 
 class CPUExecutor:
-    """An Executor (kernels/executor.py) on this machine's CPU.
+    """A `MeasurableExecutor` on this machine's CPU.
 
     Activations are quantised to 16 bits per 32 values, the cache is F16; everything else is float32. `flags` choose the
     instruction set of the compiled code (tests force others); `notice` gets a line before a compilation, `progress` the
     fraction of the weights packed. Raises TinychatError without a compiler or memory.
     """
 
+    kind: Kind = "cpu"
+    limits = LIMITS
     kernels_per_token = 1
     jit_batches = 1
     jit_state = "replaying"  # compiled at load
@@ -228,7 +97,9 @@ class CPUExecutor:
         notice: Callable[[str], None] | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> None:
+        check(plan, LIMITS, "CPU")
         self.plan, self.max_context = plan, max_context
+        self.prefill_chunk = min(LIMITS.prefill_chunk, max_context)
         self._compiled = False
 
         def compiling(line: str) -> None:
@@ -237,21 +108,22 @@ class CPUExecutor:
                 notice(line)
 
         started = time.perf_counter()
-        self._lib = load_library(flags, compiling)
+        self._library = Library(flags, compiling)
+        self._lib = self._library.lib
         self._library_s = time.perf_counter() - started
         self._blocks: list[tuple[int, int]] = []  # (address, bytes) of tc_alloc
-        self._keep: list[Any] = []  # arrays that C points into
-        self._ctx = self._alloc(self._lib.tc_sizeof(1))
+        self._ctx = self._alloc(self._library.context_bytes)
         self.threads: int = self._lib.tc_open(self._ctx, threads or default_threads())
-        self.device = f"CPU · {self.threads} thread{'s' * (self.threads > 1)} · {self._lib.tc_simd().decode()}"
+        self._threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
+        self.device = f"CPU · {self._threads} · {self._library.simd}"
         try:
-            self._ops = self._compile(plan, weights, progress or (lambda fraction: None))
+            progress = progress or (lambda fraction: None)
+            self._program = build(plan, weights, max_context, self._library, self._ctx, self._alloc, progress)
+            self.weight_bytes = self._program.weight_bytes
             self._fill_context()
         except BaseException:
             self.close()
             raise
-
-    # ---- building ----
 
     def _alloc(self, nbytes: int) -> int:
         address = self._lib.tc_alloc(max(nbytes, 64))
@@ -263,209 +135,28 @@ class CPUExecutor:
         return address
 
     def _array(self, array: np.ndarray) -> int:
-        array = np.ascontiguousarray(array)
-        self._keep.append(array)
+        """The address of `array`, which lives as long as the program."""
+        self._program.arrays.append(array)
         return array.ctypes.data
 
-    def _compile(self, plan: Plan, weights: Weights, progress: Callable[[float], None]) -> list[_Op]:
-        """The plan as step.c's ops, its weights packed into one block of memory."""
-        vectors, matrices = _collect(plan)
-        at, places = 0, {}
-        for w in matrices:
-            places[w] = at
-            at += self._packed_bytes(w)
-        self.weight_bytes = at
-        arena = self._alloc(at)
-        last_use = {w.tensor: w for w in [*vectors, *matrices]}
-        seen = dict[Weight, int]()
-        for w in vectors:
-            raw = weights.raw(w.tensor)[w.start * w.row_bytes :][: w.row_bytes]
-            seen[w] = self._array(raw.view(np.float32).copy())
-        for w in matrices:
-            seen[w] = arena + places[w]
-            self._pack(w, weights.raw(w.tensor), seen[w])
-            if last_use[w.tensor] is w:
-                weights.release(w.tensor)
-            progress((seen[w] - arena + self._packed_bytes(w)) / at)
-        return self._translate(plan, seen)
-
-    def _stored_type(self, w: Weight) -> Q:
-        return Q.F16 if w.transposed else w.type
-
-    def _packed_bytes(self, w: Weight) -> int:
-        kind = self._stored_type(w)
-        if kind not in _TYPES:
-            raise TinychatError(f"tensor {w.tensor}: the CPU kernels know no type {kind.name}")
-        if w.cols % GGML_QUANT_SIZES[kind][0]:
-            raise TinychatError(f"tensor {w.tensor}: rows of {w.cols} values are no whole blocks of {kind.name}")
-        return w.groups * -(-w.rows // 16) * self._lib.tc_group_bytes(kind, w.cols)
-
-    def _pack(self, w: Weight, raw: np.ndarray, to: int) -> None:
-        """Repacks `w` from its tensor's bytes to address `to`."""
-        if w.transposed:  # K of a legacy attn_kv_b: its rows are our columns
-            rows = raw.reshape(-1, w.row_bytes)
-            parts = [dequantize(rows[g * w.stride + w.start :][: w.cols], w.type).T for g in range(w.groups)]
-            half = np.ascontiguousarray(np.stack(parts).astype(np.float16))
-            self._lib.tc_pack(self._ctx, to, half.ctypes.data, Q.F16, w.rows, w.cols, w.groups, w.rows)
-        else:
-            self._lib.tc_pack(
-                self._ctx, to, raw.ctypes.data + w.start * w.row_bytes, w.type, w.rows, w.cols, w.groups, w.stride
-            )
-
-    def _translate(self, plan: Plan, places: dict[Weight, int]) -> list[_Op]:
-        index = {name: i for i, name in enumerate(plan.buffers)}
-
-        def matrix(w: Weight | None) -> _Matrix:
-            return _Matrix(self._stored_type(w), w.rows, w.cols, w.groups, places[w]) if w else _Matrix()
-
-        def op(
-            tag: int, w: Sequence[Weight | None] = (), *, src: str = "x", dst: Sequence[str] = ("x",), **values: Any
-        ) -> _Op:
-            made = _Op(tag=tag, matrices=sum(m is not None for m in w), src=index[src])
-            made.dst[: len(dst)] = [index[d] for d in dst]
-            made.w[: len(w)] = [matrix(m) for m in w]
-            for name, value in values.items():
-                if isinstance(value, tuple):
-                    made.bias[: len(value)] = [places[b] if b else None for b in value]
-                else:
-                    setattr(made, name, places[value] if isinstance(value, Weight) else value)
-            return made
-
-        used = [o.top_k for o in plan.ops if isinstance(o, ExpertsUp)]
-        self._routes = np.zeros((len(used), max(used, default=0)), np.int32)
-        routes = iter(self._routes)
-        tables = dict[Rope, int]()
-
-        def rope(r: Rope) -> dict[str, Any]:
-            if r not in tables:
-                tables[r] = self._array(r.table(self.max_context))
-            return {"rope": tables[r], "rope_dims": r.dims, "neox": int(r.style == "neox")}
-
-        out = list[_Op]()
-        before: RopeStore | LatentStore | None = None
-        for o in plan.ops:
-            match o:
-                case Embed(weight):
-                    out.append(op(_EMBED, [weight]))
-                case NormLinear():
-                    out.append(op(_LINEAR, o.weights, src=o.src, dst=o.dst, norm=o.norm, eps=o.eps, bias=o.biases))
-                case LinearAdd():
-                    out.append(op(_LINEAR, [o.weight], src=o.src, bias=(o.bias,), add=1))
-                case RopeStore() | LatentStore():
-                    before = o  # runs inside the op that follows it
-                case Attention(latent=True):
-                    out.append(
-                        op(
-                            _LATENT_ATTENTION,
-                            src=o.src,
-                            dst=[o.dst],
-                            layer=o.layer,
-                            heads=o.heads,
-                            kv_heads=1,
-                            key_dim=o.key_dim,
-                            value_dim=o.value_dim,
-                            scale=o.scale,
-                        )
-                    )
-                case Attention():
-                    r = before
-                    assert isinstance(r, RopeStore)
-                    out.append(
-                        op(
-                            _ATTENTION,
-                            src=o.src,
-                            dst=[o.dst, r.k, r.v],
-                            layer=o.layer,
-                            heads=o.heads,
-                            kv_heads=o.kv_heads,
-                            key_dim=o.key_dim,
-                            value_dim=o.value_dim,
-                            scale=o.scale,
-                            norm_eps=r.eps,
-                            q_norm=r.q_norm,
-                            k_norm=r.k_norm,
-                            q_norm_len=r.q_norm.cols if r.q_norm else 0,
-                            k_norm_len=r.k_norm.cols if r.k_norm else 0,
-                            **rope(r.rope),
-                        )
-                    )
-                case Absorb():
-                    r = before
-                    assert isinstance(r, LatentStore)
-                    out.append(
-                        op(
-                            _ABSORB,
-                            [o.weight],
-                            src=o.src,
-                            dst=[o.dst, r.kv],
-                            layer=r.layer,
-                            heads=o.heads,
-                            nope=o.nope,
-                            norm=r.norm,
-                            norm_eps=r.eps,
-                            **rope(r.rope),
-                        )
-                    )
-                case ValueUp():
-                    out.append(op(_VALUE_UP, [o.weight], src=o.src, dst=[o.dst]))
-                case GateUp():
-                    out.append(op(_GATE_UP, [o.gate, o.up], dst=[o.dst], norm=o.norm, eps=o.eps))
-                case Route():
-                    out.append(
-                        op(
-                            _ROUTE,
-                            [o.router],
-                            norm=o.norm,
-                            eps=o.eps,
-                            bias=(o.router_bias, o.bias),
-                            top_k=o.top_k,
-                            gating=_GATING.index(o.gating),
-                            normalize=int(o.normalize),
-                            scale=o.scale,
-                            route_groups=o.groups,
-                            route_groups_used=o.groups_used,
-                        )
-                    )
-                case ExpertsUp():
-                    out.append(
-                        op(
-                            _EXPERTS_UP,
-                            [o.gate, o.up, o.shared_gate, o.shared_up],
-                            dst=[o.dst],
-                            norm=o.norm,
-                            eps=o.eps,
-                            top_k=o.top_k,
-                            routes=next(routes).ctypes.data,
-                        )
-                    )
-                case ExpertsDown():
-                    out.append(op(_EXPERTS_DOWN, [o.down, o.shared_down], src=o.src, top_k=o.top_k))
-                case Head():
-                    out.append(op(_HEAD, [o.weight], norm=o.norm, eps=o.eps))
-        assert index["x"] == 0, "the residual stream is the first buffer"
-        return out
-
     def _fill_context(self) -> None:
-        plan, rows = self.plan, -(-self.max_context // 16) * 16
-        kv_heads = max((o.kv_heads for o in plan.ops if isinstance(o, Attention)), default=1)
-        k_bytes, v_bytes = (plan.layers * width * rows * 2 for width in (plan.k_width, plan.v_width))
+        plan, ops, rows = self.plan, self._program.ops, -(-self.max_context // TILE) * TILE
+        cache = plan.caches[0] if plan.caches else Cache("kv", 0, 0)
+        kv_heads = {layer.attention.kv_heads for layer in plan.layers if isinstance(layer.attention, GQA)} or {1}
+        k_bytes, v_bytes = (
+            len(plan.layers) * width * rows * CACHE_VALUE_BYTES for width in (cache.key_width, cache.value_width)
+        )
         self.cache_bytes = k_bytes + v_bytes
         slack = 4096  # vectors may be read past the last row
-        batch = min(BATCH, self.max_context)
         widths = list(plan.buffers.values())
-        addresses = [self._alloc(4 * (batch * w + 64)) for w in widths]
-        c = _Context.from_address(self._ctx)
-        c.n_ops, c.max_context, c.batch, c.vocab, c.layers = (
-            len(self._ops),
-            self.max_context,
-            batch,
-            plan.vocab,
-            plan.layers,
-        )
-        c.k_width, c.v_width, c.kv_heads, c.n_buffers = plan.k_width, plan.v_width, kv_heads, len(widths)
-        ops = (_Op * len(self._ops))(*self._ops)
-        self._keep.append(ops)
-        c.ops = ctypes.addressof(ops)
+        assert next(iter(plan.buffers)) == "x", "the residual stream is the first buffer"
+        addresses = [self._alloc(4 * (self.prefill_chunk * w + 64)) for w in widths]
+        c = Context.from_address(self._ctx)
+        c.n_ops, c.max_context, c.batch, c.vocab = len(ops), self.max_context, self.prefill_chunk, plan.vocab
+        c.layers, c.k_width, c.v_width = len(plan.layers), cache.key_width, cache.value_width
+        c.kv_heads, c.n_buffers = max(kv_heads), len(widths)
+        self._ops = (library.Op * len(ops))(*ops)
+        c.ops = ctypes.addressof(self._ops)
         c.buffers = self._array(np.array(addresses, np.uint64))
         c.widths = self._array(np.array(widths, np.int32))
         c.k_cache, c.v_cache = self._alloc(k_bytes + slack), self._alloc(v_bytes + slack)
@@ -488,40 +179,28 @@ class CPUExecutor:
     def decode(self, token: int, pos: int, sampling: Sampling, recent: Sequence[int]) -> Iterator[tuple[int, float]]:
         """See Executor.decode."""
         self._check(np.array([token]), pos)
-        history, logprob = list(recent), ctypes.c_double()
-        spec, _ids = _sample_spec(sampling, history)
+        known = len(recent)
+        history = np.empty(known + self.max_context - pos, np.int32)
+        history[:known] = recent
+        logprob = ctypes.c_double()
         while pos < self.max_context:
             if not self._ctx:
                 raise TinychatError("the model is closed")
+            spec, _arrays = _sample_spec(sampling, history[:known])
             token = self._lib.tc_step(self._ctx, token, pos, ctypes.addressof(spec), ctypes.addressof(logprob))
             pos += 1
-            history.append(token)
+            history[known] = token
+            known += 1
             yield token, logprob.value
-            if sampling.repeat_penalty != 1.0:
-                spec, _ids = _sample_spec(sampling, history)
 
     @property
     def sampling_s(self) -> float:
-        """Seconds that choosing the last id took, out of its step."""
-        return _Context.from_address(self._ctx).sampling * 1e-9
-
-    def step_logits(self) -> np.ndarray:
-        """See Executor.step_logits."""
-        address = self._lib.tc_logits(self._ctx)
-        return np.ctypeslib.as_array((ctypes.c_float * self.plan.vocab).from_address(address)).copy()
-
-    def sample(self, logits: np.ndarray, pos: int, sampling: Sampling, recent: Sequence[int] = ()) -> tuple[int, float]:
-        """What decode() chooses from `logits` (float32, vocab) behind position `pos`: (id, log-probability)."""
-        logits, logprob = np.ascontiguousarray(logits, np.float32), ctypes.c_double()
-        spec, _ids = _sample_spec(sampling, recent)
-        token = self._lib.tc_sample(
-            self._ctx, logits.ctypes.data, pos, ctypes.addressof(spec), ctypes.addressof(logprob)
-        )
-        return token, logprob.value
+        """See Executor.sampling_s."""
+        return Context.from_address(self._ctx).sampling * 1e-9
 
     def routes(self) -> np.ndarray | None:
         """See Executor.routes."""
-        return self._routes.copy() if len(self._routes) else None
+        return self._program.routes.copy() if len(self._program.routes) else None
 
     @property
     def cache_layout(self) -> str:
@@ -542,15 +221,14 @@ class CPUExecutor:
         self._lib.tc_cache(self._ctx, array.ctypes.data, rows, 1)
 
     def profile(self, token: int, pos: int, steps: int) -> StepProfile:
-        """Runs `token` at `pos` and greedily what follows: every second step with a clock around each op on each
-        thread."""
+        """See MeasurableExecutor.profile: every second step runs with a clock around each op on each thread."""
         if pos + 2 * steps + 3 > self.max_context:
             raise TinychatError(
                 f"{steps} profiled tokens at position {pos} do not fit the context of {self.max_context}"
             )
-        ops = self._steps()
+        ops = self._program.sources
         ticks = np.zeros((steps, self.threads, len(self._ops), 2), np.uint64)
-        times, sampling, context = np.zeros((2, steps)), np.zeros(steps), _Context.from_address(self._ctx)
+        times, sampling, context = np.zeros((2, steps)), np.zeros(steps), Context.from_address(self._ctx)
         stepper = self.decode(token, pos, Sampling(temperature=0.0), [token])
         first, *_ = (_seconds(stepper) for _ in range(3))
         try:
@@ -597,28 +275,29 @@ class CPUExecutor:
             case Embed():
                 return 1
             case Attention():
-                return o.heads * -(-depth // CHUNK)
+                return o.heads * -(-depth // self._library.chunk)
             case ExpertsUp() | ExpertsDown():
-                return sum(-(-w.rows // 16) * (o.top_k if w.groups > 1 else 1) for w in matrices_of(o))
+                return sum(-(-w.rows // TILE) * (o.top_k if w.groups > 1 else 1) for w in matrices_of(o))
             case _:
-                return sum(-(-w.rows // 16) * w.groups for w in matrices_of(o))
+                return sum(-(-w.rows // TILE) * w.groups for w in matrices_of(o))
 
     def kernels(self) -> list[Kernel]:
-        """step.c's function for each kind of op in the plan, and where what it calls is."""
-        text = (compiler.SOURCES / "step.c").read_text()
-        counts = Counter((name_of(o), _FUNCTIONS[op.tag]) for (_, o), op in zip(self._steps(), self._ops))
-        threads, rest = (
-            f"{self.threads} thread{'s' * (self.threads > 1)}",
-            f"// what it calls is in {compiler.SOURCES}\n",
-        )
+        """See MeasurableExecutor.kernels: step.c's function for each kind of op in the plan."""
+        text, rest = (compiler.SOURCES / "step.c").read_text(), f"// what it calls is in {compiler.SOURCES}\n"
+        functions = {n: "attention" if name == "latent_attention" else name for name, n in self._library.tags.items()}
+        counts = Counter((name_of(o), functions[op.tag]) for (_, o), op in zip(self._program.sources, self._ops))
         return [
-            Kernel(name, n, threads, self._lib.tc_simd().decode(), function_source(text, function) + rest)
+            Kernel(name, n, self._threads, self._library.simd, function_source(text, function) + rest)
             for (name, function), n in counts.items()
         ]
 
-    def _steps(self) -> list[tuple[int, Op]]:
-        """The plan's ops that are ops of step.c, with their index in the plan."""
-        return [(i, o) for i, o in enumerate(self.plan.ops) if not isinstance(o, RopeStore | LatentStore)]
+    def seconds_of(self, groups: Sequence[Sequence[int]], pos: int, steps: int) -> Calls:
+        """See MeasurableExecutor.seconds_of."""
+        return calls_of(self.profile(0, pos, steps), groups)
+
+    def read_bandwidth(self) -> float:
+        """See MeasurableExecutor.read_bandwidth."""
+        return bandwidth.read_bandwidth([self.threads]).get(self.threads, 0.0)
 
     def close(self) -> None:
         """See Executor.close."""
@@ -637,41 +316,6 @@ class CPUExecutor:
             raise TinychatError(f"token id out of range: the vocabulary has {self.plan.vocab} entries")
 
 
-def _collect(plan: Plan) -> tuple[list[Weight], list[Weight]]:
-    """The plan's distinct (vectors, matrices), in file order of use."""
-    vectors, matrices = dict[Weight, None](), dict[Weight, None]()
-    for o in plan.ops:
-        inner: list[Weight | None]
-        match o:
-            case Embed(weight):
-                inner, flat = [weight], []
-            case NormLinear():
-                inner, flat = list(o.weights), [o.norm, *o.biases]
-            case RopeStore():
-                inner, flat = [], [o.q_norm, o.k_norm]
-            case LatentStore():
-                inner, flat = [], [o.norm]
-            case Absorb() | ValueUp():
-                inner, flat = [o.weight], []
-            case LinearAdd():
-                inner, flat = [o.weight], [o.bias]
-            case GateUp():
-                inner, flat = [o.gate, o.up], [o.norm]
-            case Route():
-                inner, flat = [o.router], [o.norm, o.router_bias, o.bias]
-            case ExpertsUp():
-                inner, flat = [o.gate, o.up, o.shared_gate, o.shared_up], [o.norm]
-            case ExpertsDown():
-                inner, flat = [o.down, o.shared_down], []
-            case Head():
-                inner, flat = [o.weight], [o.norm]
-            case _:
-                inner, flat = [], []
-        matrices |= dict.fromkeys(w for w in inner if w)
-        vectors |= dict.fromkeys(w for w in flat if w)
-    return list(vectors), list(matrices)
-
-
 def _seconds(stepper: Iterator[object]) -> float:
     """How long the next step takes."""
     start = time.perf_counter()
@@ -679,9 +323,10 @@ def _seconds(stepper: Iterator[object]) -> float:
     return time.perf_counter() - start
 
 
-def _sample_spec(s: Sampling, recent: Sequence[int]) -> tuple[_SampleSpec, np.ndarray]:
-    use = s.repeat_penalty != 1.0 and s.repeat_last_n > 0
-    ids = np.unique(np.asarray(recent[-s.repeat_last_n :] if use else (), np.int32))
-    return _SampleSpec(
-        s.temperature, s.top_p, s.min_p, s.repeat_penalty, s.seed % 2**64, s.top_k, len(ids), ids.ctypes.data
-    ), ids
+def _sample_spec(s: Sampling, history: np.ndarray) -> tuple[SampleSpec, object]:
+    """(what step.c is told of `s`, the arrays that it points into)."""
+    if s.repeat_penalty == 1.0 and s.dry_multiplier <= 0:
+        return SampleSpec(s.temperature, s.top_p, s.min_p, s.seed % 2**64, s.top_k), None
+    p = penalties(s, history)
+    pointers = (p.ids.ctypes.data, p.divisors.ctypes.data, p.amounts.ctypes.data)
+    return SampleSpec(s.temperature, s.top_p, s.min_p, s.seed % 2**64, s.top_k, len(p.ids), *pointers), p

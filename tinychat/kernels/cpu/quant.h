@@ -10,8 +10,12 @@
 #pragma once
 #include "simd.h"
 
-enum { F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14,
-       IQ4_NL = 20, IQ4_XS = 23, BF16 = 30, MXFP4 = 39, TYPES = 40 };
+// The types of the kernels, with GGML's numbers; library.py compares them with its own.
+#define QUANTS(X)                                                                                                               \
+  X(F32, 0) X(F16, 1) X(Q4_0, 2) X(Q4_1, 3) X(Q5_0, 6) X(Q5_1, 7) X(Q8_0, 8) X(Q2_K, 10) X(Q3_K, 11) X(Q4_K, 12) X(Q5_K, 13)     \
+  X(Q6_K, 14) X(IQ4_NL, 20) X(IQ4_XS, 23) X(BF16, 30) X(MXFP4, 39)
+#define VALUE_OF_QUANT(name, value) name = value,
+enum { QUANTS(VALUE_OF_QUANT) TYPES = 40 };
 
 typedef struct { uint8_t offset, length, granule; } Field;  // in the file's block
 typedef struct {

@@ -1,4 +1,4 @@
-// The next token from logits, as engine/sampling.py defines it, without sorting the vocabulary.
+// The next token from logits, as kernels/sampling.py defines it, without sorting the vocabulary.
 #pragma once
 #include "simd.h"
 
@@ -6,10 +6,11 @@ double log(double);
 double exp(double);
 
 typedef struct {
-  double temperature, top_p, min_p, repeat_penalty;
+  double temperature, top_p, min_p;
   uint64_t seed;
-  int32_t top_k, n_recent;
-  const int32_t *recent;  // distinct ids under the repeat penalty
+  int32_t top_k, n_penalised;
+  const int32_t *penalised;            // distinct ids under a penalty,
+  const double *divisors, *amounts;    // and per id: a logit over 0 is divided, another one multiplied; then the amount goes off
 } SampleSpec;
 
 enum { SPAN = 256 };  // logits per partial result
@@ -85,11 +86,11 @@ static int sample(const float *logits, int n, const SampleSpec *spec, uint64_t p
   const float *x = logits;
   float *v = work + n;
   float high = (float)top;
-  if (spec->n_recent) {
+  if (spec->n_penalised) {
     memcpy(work, logits, sizeof(float) * n);
-    for (int i = 0; i < spec->n_recent; i++) {
-      float *l = &work[spec->recent[i]];
-      *l = (float)(*l > 0 ? *l / spec->repeat_penalty : *l * spec->repeat_penalty);
+    for (int i = 0; i < spec->n_penalised; i++) {
+      float *l = &work[spec->penalised[i]];
+      *l = (float)((*l > 0 ? *l / spec->divisors[i] : *l * spec->divisors[i]) - spec->amounts[i]);
     }
     x = work;
     high = x[0];
@@ -97,7 +98,7 @@ static int sample(const float *logits, int n, const SampleSpec *spec, uint64_t p
   }
   int best = 0;
   if (spec->temperature <= 0) {
-    if (!spec->n_recent)
+    if (!spec->n_penalised)
       while (span_max[best / SPAN] != high && best + SPAN < n) best += SPAN;
     while (x[best] != high && best < n - 1) best++;
   } else {
@@ -105,7 +106,7 @@ static int sample(const float *logits, int n, const SampleSpec *spec, uint64_t p
     int kept = 0;
     if (spec->top_k > 0 && spec->top_k < n) {
       // at least top_k logits reach the top_k-th largest span maximum
-      if (spans >= spec->top_k && !spec->n_recent) {
+      if (spans >= spec->top_k && !spec->n_penalised) {
         memcpy(v, span_max, sizeof(float) * spans);
         floor = kth_largest(v, spans, spec->top_k);
       }

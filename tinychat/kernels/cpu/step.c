@@ -5,6 +5,7 @@
 // than a phase of its own); with several, an op has stages, each a phase: tokens are prepared first, then each group of 16 rows
 // is multiplied with panels of 16, 8, 4 or 1 columns. Both do the same arithmetic in the same order per (row, token), so results
 // depend neither on the chunking of a prompt nor on the number of threads.
+#include <stddef.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 
@@ -18,8 +19,14 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-enum { EMBED, LINEAR, ATTENTION, ABSORB, LATENT_ATTENTION, VALUE_UP, GATE_UP, ROUTE, EXPERTS_UP, EXPERTS_DOWN, HEAD };
-enum { SOFTMAX, SIGMOID, SOFTMAX_WEIGHT, SQRT_SOFTPLUS };
+// Python reads these names from the library (tc_names), so that their order is written here only.
+#define TAGS(X)                                                                                                                 \
+  X(EMBED) X(LINEAR) X(ATTENTION) X(ABSORB) X(LATENT_ATTENTION) X(VALUE_UP) X(GATE_UP) X(ROUTE) X(EXPERTS_UP) X(EXPERTS_DOWN)    \
+  X(HEAD)
+#define GATINGS(X) X(SOFTMAX) X(SIGMOID) X(SOFTMAX_WEIGHT) X(SQRT_SOFTPLUS)
+#define MEMBER(name) name,
+enum { TAGS(MEMBER) };
+enum { GATINGS(MEMBER) };
 
 typedef struct {
   int32_t type, rows, cols, groups;  // groups 0: absent
@@ -31,7 +38,8 @@ typedef struct {
   int32_t src, dst[3];                // activation buffers
   int32_t heads, kv_heads, key_dim, value_dim, nope, rope_dims, neox, q_norm_len, k_norm_len;
   int32_t top_k, gating, normalize, route_groups, route_groups_used;
-  float eps, norm_eps, scale;         // norm_eps: of q_norm, k_norm and the latent norm
+  int32_t router;                     // of experts_up: number of the op that has the router
+  float eps, norm_eps, scale;         // norm_eps: of q_norm, k_norm and the latent norm; scale: of the scores, or of the result
   const float *norm, *q_norm, *k_norm, *rope, *bias[3];
   int32_t *routes;                    // [top_k]: where a step of one token leaves the experts it chose, to be looked at
   Matrix w[4];
@@ -146,9 +154,9 @@ INLINE void share(Part me, double total, double before, double bytes, int units,
 
 INLINE f32v silu(f32v x) { return x / (exp_(-x) + 1.0f); }
 
-// dst (+)= matrix @ x (+ bias) for groups first..last-1 of 16 rows and all columns of x.
+// dst (+)= scale * (matrix @ x (+ bias)) for groups first..last-1 of 16 rows and all columns of x.
 static void multiply(const Matrix *w, int matrix, int first, int last, const Scratch *x, int tokens, float *dst, int stride,
-                     const float *bias, int add) {
+                     const float *bias, float scale, int add) {
   f32v out[16];
   for (int g = first; g < last; g++) {
     const uint8_t *rows = rows16(w, matrix, g);
@@ -162,8 +170,7 @@ static void multiply(const Matrix *w, int matrix, int first, int last, const Scr
         float *to = dst + (size_t)(t + i) * stride + 16 * g;
         f32v y = out[i];
         if (bias) y += b;
-        if (add) y += fetch(to, n);
-        store(to, y, n);
+        store(to, add ? fma_(y, splat(scale), fetch(to, n)) : y * scale, n);
       }
     }
   }
@@ -196,7 +203,7 @@ static void embed(Ctx *c, const Op *op, Part me) {
     // 16 rows are decoded for one, a part of the columns at a time
     dequantise(rows16(w, 0, c->ids[t] / 16), w->type, w->cols, column);
     float *x = row(c, op->dst[0], t);
-    for (int i = 0; i < w->cols; i++) x[i] = column[i][c->ids[t] % 16];
+    for (int i = 0; i < w->cols; i++) x[i] = column[i][c->ids[t] % 16] * op->scale;
   }
 }
 
@@ -210,7 +217,7 @@ static void linear(Ctx *c, const Op *op, Part me) {
     double bytes = group_bytes(w->type, w->cols);
     int first, last;
     share(me, total, before, bytes, groups16(w), &first, &last);
-    multiply(w, 0, first, last, x, c->tokens, row(c, op->dst[i], 0), c->widths[op->dst[i]], op->bias[i], op->add);
+    multiply(w, 0, first, last, x, c->tokens, row(c, op->dst[i], 0), c->widths[op->dst[i]], op->bias[i], op->scale, op->add);
     before += groups16(w) * bytes;
   }
 }
@@ -404,7 +411,7 @@ static void per_head(Ctx *c, const Op *op, Part me, int src_stride, int dst_stri
       width = panel_width(c->tokens - start);
       for (int i = 0; i < width; i++)
         prepare_row(row(c, op->src, start + i) + (size_t)h * src_stride, w->cols, NULL, 0, need, s, 0, width, i);
-      multiply(w, h, from, to, s, width, row(c, op->dst[0], start) + (size_t)h * dst_stride, c->widths[op->dst[0]], NULL, 0);
+      multiply(w, h, from, to, s, width, row(c, op->dst[0], start) + (size_t)h * dst_stride, c->widths[op->dst[0]], NULL, 1, 0);
     }
   }
 }
@@ -504,7 +511,7 @@ static void route(Ctx *c, const Op *op, Part me) {
   if (!x) return;
   int first, last, n = groups16(w);
   share(me, n, 0, 1, n, &first, &last);
-  multiply(w, 0, first, last, x, c->tokens, c->router_logits, w->rows, op->bias[0], 0);
+  multiply(w, 0, first, last, x, c->tokens, c->router_logits, w->rows, op->bias[0], 1, 0);
 }
 
 // Tokens of a batch that chose expert e: token * top_k + slot of each. Returns how many.
@@ -532,7 +539,7 @@ static void gather(Scratch *to, const Scratch *from, const int32_t *column, int 
 }
 
 static void experts_up(Ctx *c, const Op *op, Part me) {
-  const Op *router = op - 1;
+  const Op *router = c->ops + op->router;
   const Matrix *gate = &op->w[0], *shared = &op->w[2];
   int k = gate->cols, ff = gate->rows, top = op->top_k, need = needs(op->w, 4), groups = groups16(gate);
   int has_shared = shared->groups > 0;
@@ -597,8 +604,8 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
       size_t at = (size_t)i * ff;
       Scratch in = {.q = s->q + 2 * at, .scales = s->scales + at / 32, .f = s->f + at};
       if (!prepared) prepare_row(src + at, m->cols, NULL, 0, need, &in, 0, 1, 0);
-      multiply(m, i < top ? c->route_ids[i] : 0, first, last, &in, 1, y, dim, NULL, 0);
-      float weight = i < top ? c->route_weights[i] : 1.0f;
+      multiply(m, i < top ? c->route_ids[i] : 0, first, last, &in, 1, y, dim, NULL, 1, 0);
+      float weight = (i < top ? c->route_weights[i] : 1.0f) * op->scale;
       for (int r = 16 * first; r < MIN_(16 * last, dim); r += 16)
         store(x + r, fma_(fetch(y + r, dim - r), splat(weight), fetch(x + r, dim - r)), dim - r);
     }
@@ -612,7 +619,7 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
     for (int start = 0, n = chosen(c, op, me.part, pairs); start < n; start += 16) {
       int m = MIN_(16, n - start);
       gather(s, &c->shared, pairs + start, m, ff, need);
-      multiply(w, me.part, 0, groups, s, m, s->merged, dim, NULL, 0);
+      multiply(w, me.part, 0, groups, s, m, s->merged, dim, NULL, 1, 0);
       for (int i = 0; i < m; i++)
         memcpy(c->pair_out + (size_t)pairs[start + i] * dim, s->merged + (size_t)i * dim, sizeof(float) * dim);
     }
@@ -620,7 +627,7 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
     for (int t = me.part; t < c->tokens; t += me.parts) {
       float *x = row(c, op->dst[0], t);
       for (int i = 0; i < top; i++) {
-        f32v weight = splat(c->route_weights[t * top + i]);
+        f32v weight = splat(c->route_weights[t * top + i] * op->scale);
         const float *y = c->pair_out + ((size_t)t * top + i) * dim;
         for (int r = 0; r < dim; r += 16) store(x + r, fma_(fetch(y + r, dim - r), weight, fetch(x + r, dim - r)), dim - r);
       }
@@ -630,7 +637,7 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
     if (!in) return;
     int first, last;
     share(me, groups, 0, 1, groups, &first, &last);
-    multiply(shared, 0, first, last, in, c->tokens, row(c, op->dst[0], 0), c->widths[op->dst[0]], NULL, 1);
+    multiply(shared, 0, first, last, in, c->tokens, row(c, op->dst[0], 0), c->widths[op->dst[0]], NULL, op->scale, 1);
   }
 }
 
@@ -643,7 +650,7 @@ static void head(Ctx *c, const Op *op, Part me) {
   else if (!ready(c, op, me.id)) prepare_row(row(c, op->src, c->tokens - 1), w->cols, op->norm, op->eps, needs(w, 1), &c->scratch[me.id], 0, 1, 0);
   if (!x) return;
   share(me, n, 0, 1, n, &first, &last);
-  multiply(w, 0, first, last, x, tokens, c->logits_out, w->rows, NULL, 0);
+  multiply(w, 0, first, last, x, tokens, c->logits_out, w->rows, NULL, op->scale, 0);
 }
 
 static void run_op(Ctx *c, const Op *op, Part me) {
@@ -760,7 +767,19 @@ EXPORT void tc_free(void *p, size_t bytes) { munmap(p, bytes); }
 
 EXPORT const char *tc_simd(void) { return SIMD_NAME; }
 EXPORT size_t tc_group_bytes(int type, int cols) { return group_bytes(type, cols); }
-EXPORT size_t tc_sizeof(int what) { return what == 0 ? sizeof(Op) : what == 1 ? sizeof(Ctx) : sizeof(SampleSpec); }
+
+// What library.py has copies of: the sizes of the structures (of Ctx the part up to `sampling`, then all of it), and names.
+EXPORT size_t tc_sizeof(int what) {
+  size_t sizes[] = {sizeof(Matrix), sizeof(Op), sizeof(SampleSpec), offsetof(Ctx, sampling) + sizeof(uint64_t), sizeof(Ctx)};
+  return sizes[what];
+}
+#define NAME(name) #name " "
+#define NAME_AND_VALUE(name, value) #name "=" #value " "
+EXPORT const char *tc_names(int what) {
+  const char *names[] = {TAGS(NAME), GATINGS(NAME), QUANTS(NAME_AND_VALUE)};
+  return names[what];
+}
+EXPORT int tc_chunk(void) { return CHUNK; }
 
 typedef struct {
   uint8_t *dst;
@@ -873,14 +892,6 @@ EXPORT int tc_step(Ctx *c, int token, int pos, const SampleSpec *spec, double *l
   return id;
 }
 
-EXPORT int tc_sample(Ctx *c, const float *logits, int pos, const SampleSpec *spec, double *logprob) {
-  for (int i = 0, n = (c->vocab + SPAN - 1) / SPAN; i < n; i++)
-    span_stats(logits + (size_t)i * SPAN, MIN_(SPAN, c->vocab - i * SPAN), &c->span_max[i], &c->span_sum[i]);
-  return sample(logits, c->vocab, spec, (uint64_t)pos, c->span_max, c->span_sum, c->work, logprob);
-}
-
-EXPORT const float *tc_logits(const Ctx *c) { return c->logits; }
-
 // Copies the first `rows` cache rows (in whole tiles of 16) out (direction 0) or back in (1). Returns the bytes.
 EXPORT size_t tc_cache(Ctx *c, uint8_t *data, int rows, int in) {
   size_t tiles = ((size_t)rows + 15) / 16 * 16, at = 0;
@@ -888,7 +899,7 @@ EXPORT size_t tc_cache(Ctx *c, uint8_t *data, int rows, int in) {
     size_t width = (size_t)(v ? c->v_width : c->k_width) / c->kv_heads;
     for (int i = 0; i < c->layers * c->kv_heads && width; i++) {
       uint16_t *rows_at = (v ? c->v_cache : c->k_cache) + (size_t)i * c->context * width;
-      size_t bytes = tiles * width * 2;
+      size_t bytes = tiles * width * sizeof *rows_at;
       if (data && in) memcpy(rows_at, data + at, bytes);
       else if (data) memcpy(data + at, rows_at, bytes);
       at += bytes;

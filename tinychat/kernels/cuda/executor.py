@@ -188,8 +188,9 @@ class CUDAExecutor:
             raise TinychatError(f"token id out of range: the vocabulary has {self.plan.vocab} entries")
 
     def _caches(self) -> list[tuple[str, int]]:
-        kinds = [("k", self.plan.k_width)] + ([("v", self.plan.v_width)] if self.plan.v_width else [])
-        return [(f"{kind}:{layer}", width) for kind, width in kinds for layer in range(self.plan.layers)]
+        keys = [(f"k:{i}", cache.key_width) for i, cache in enumerate(self.plan.caches) if cache.key_width]
+        values = [(f"v:{i}", cache.value_width) for i, cache in enumerate(self.plan.caches) if cache.value_width]
+        return keys + values
 
     def _know(self, ids: Sequence[int], pos: int) -> None:
         """Tells the device the tokens at positions pos, pos + 1, ..."""

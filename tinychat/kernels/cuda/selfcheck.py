@@ -3,6 +3,8 @@ unnoticed."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
@@ -27,10 +29,19 @@ _SCALES = {
 ROWS, COLS = 24, 512
 
 
+@dataclass(frozen=True)
+class CheckPlan(ops.Plan):
+    """One op instead of a model."""
+
+    ops: tuple[ops.Op, ...]
+    buffers: dict[str, int]
+
+
 def check_plan(kind: Q) -> ops.Plan:
     """x += w @ y for one small matrix."""
     weight = ops.Weight("check", kind, ROWS, COLS)
-    return ops.Plan((ops.LinearAdd("y", weight),), {"x": ROWS, "y": COLS}, 0, 0, 0, ROWS, 0)
+    embed, head = ops.Embed(weight), ops.Head(weight, 0.0, weight)
+    return CheckPlan(embed, (), head, (ops.LinearAdd("y", weight),), {"x": ROWS, "y": COLS})
 
 
 def check_data(kind: Q) -> tuple[np.ndarray, np.ndarray]:

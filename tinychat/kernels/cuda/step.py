@@ -100,9 +100,9 @@ class Builder:
         return self.buffer(name, 4 * self.max_context * rope.dims)
 
     def cache(self, kind: str, layer: int) -> str:
-        return self.buffer(
-            f"{kind}:{layer}", 2 * self.max_context * (self.plan.k_width if kind == "k" else self.plan.v_width)
-        )
+        cache = self.plan.caches[layer]
+        width = cache.key_width if kind == "k" else cache.value_width
+        return self.buffer(f"{kind}:{layer}", ops.CACHE_VALUE_BYTES * self.max_context * width)
 
     # --- the decode step
 

@@ -8,10 +8,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from tinygrad import Device, Tensor
+from tinygrad import Device
 from tinygrad.engine.jit import _prepare_jit_inputs
 from tinygrad.engine.realize import ExecContext, estimate_uop, pm_exec
 from tinygrad.helpers import GlobalCounters
@@ -19,38 +19,36 @@ from tinygrad.uop.ops import Ops, UOp, sym_infer
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.cpu.executor import default_threads
-from tinychat.kernels.ops import Head, Sampling
+from tinychat.kernels.ops import Sampling
 from tinychat.kernels.profile import ONE_BY_ONE, Batch, Kernel, Part, StepProfile
 from tinychat.kernels.sampling import sample
-
-if TYPE_CHECKING:
-    from tinychat.kernels.tinygrad.executor import ReferenceExecutor
+from tinychat.kernels.tinygrad.step import Step
 
 GREEDY = Sampling(temperature=0.0)
 
 
-def profile(ex: ReferenceExecutor, token: int, pos: int, steps: int) -> StepProfile:
+def profile(step: Step, token: int, pos: int, steps: int) -> StepProfile:
     """See kernels/profile.py. Captures the decode step anew and runs `token` at `pos` again and again."""
-    if pos >= ex.max_context:
-        raise TinychatError(f"position {pos} does not fit the context of {ex.max_context}")
-    ex._jits.pop((1, True), None)
-    first, capture = (_seconds(lambda: ex._run([token], pos, True)) for _ in range(2))
+    if pos >= step.max_context:
+        raise TinychatError(f"position {pos} does not fit the context of {step.max_context}")
+    step.forget_decode()
+    first, capture = (_seconds(lambda: step.run([token], pos, True)) for _ in range(2))
     plain, chosen = np.zeros(steps), np.zeros(steps)
     for i in range(steps):
         start = time.perf_counter()
-        logits = ex._run([token], pos, True)
+        logits = step.run([token], pos, True)
         assert logits is not None
         middle = time.perf_counter()
         sample(logits[0], GREEDY, pos, [token])
         chosen[i] = time.perf_counter() - middle
         plain[i] = time.perf_counter() - start
-    calls, context = _captured(ex, token, pos)
+    calls, context = _captured(step, token, pos)
     flat = list(_flat(calls))
     alone = np.array([[_alone(call, context) for call in flat] for _ in range(steps)])  # (steps, kernels)
-    owners = _owners(ex, token, pos)
+    owners = _owners(step, token, pos)
     if len(owners) != len(flat):
         owners = [-1] * len(flat)
-    serial = ex.tiny_device.startswith(("CPU", "PYTHON"))
+    serial = step.device.startswith(("CPU", "PYTHON"))
     parts = tuple(
         Part(
             _name(call),
@@ -75,19 +73,19 @@ def profile(ex: ReferenceExecutor, token: int, pos: int, steps: int) -> StepProf
         chosen,
         tuple(batches) or (Batch(ONE_BY_ONE, len(flat), plain - chosen),),
         (first, capture),
-        ex.caches.used(),
+        step.compile_caches.used(),
         pos + 1,
         default_threads() if serial else 1,
-        tuple(kernels(ex, token, pos)),
+        tuple(kernels(step, token, pos)),
         ("VIZ=-1 tinychat run MODEL PROMPT --device reference",),
     )
 
 
-def kernels(ex: ReferenceExecutor, token: int = 0, pos: int = 0) -> list[Kernel]:
+def kernels(step: Step, token: int = 0, pos: int = 0) -> list[Kernel]:
     """The generated kernels of the captured decode step, in order of first use; captures it if need be."""
-    while (jit := ex._jits.get((1, True))) is None or jit.captured is None:
-        ex._run([token], pos, True)
-    calls, context = _captured(ex, token, pos)
+    while (jit := step.decode_jit) is None or jit.captured is None:
+        step.run([token], pos, True)
+    calls, context = _captured(step, token, pos)
     found, counts = dict[str, Kernel](), Counter[str]()
     for call in _flat(calls):
         counts[_name(call)] += 1
@@ -106,13 +104,11 @@ def _seconds(run: Any) -> float:
     return time.perf_counter() - start
 
 
-def _captured(ex: ReferenceExecutor, token: int, pos: int) -> tuple[tuple[UOp, ...], ExecContext]:
+def _captured(step: Step, token: int, pos: int) -> tuple[tuple[UOp, ...], ExecContext]:
     """The calls of the captured decode step and what they need to run."""
-    tokens = Tensor(np.asarray([token], np.int32), device=ex.tiny_device).realize()
-    inputs, values, _, _ = _prepare_jit_inputs((tokens, ex._pos.bind(pos)), {})
-    return ex._jits[1, True].captured.linear.src, ExecContext(
-        values, tuple(inputs), update_stats=False, jit=True, wait=True
-    )
+    inputs, values, _, _ = _prepare_jit_inputs(step.inputs([token], pos), {})
+    calls = step.decode_jit.captured.linear.src
+    return calls, ExecContext(values, tuple(inputs), update_stats=False, jit=True, wait=True)
 
 
 def _flat(calls: tuple[UOp, ...]) -> Iterator[UOp]:
@@ -140,16 +136,9 @@ def _grid(call: UOp, context: ExecContext) -> int:
     return math.prod(call.src[0].arg.launch_dims(context.var_vals)[0]) if call.src[0].op is Ops.PROGRAM else 0
 
 
-def _owners(ex: ReferenceExecutor, token: int, pos: int) -> list[int]:
-    """For each kernel of a step the plan op it belongs to: a step without capture, counting kernels op by op."""
-    counts, ops = list[int](), ex.plan.ops
-    buffers = {"tokens": Tensor(np.asarray([token], np.int32), device=ex.tiny_device).realize()}
-    for op in ops:
-        counts.append(GlobalCounters.kernel_count)
-        if isinstance(op, Head):
-            ex._linear(ex._norm(buffers["x"], op.norm, op.eps), op.weight).realize()
-        else:
-            getattr(ex, "_" + type(op).__name__)(op, buffers, ex._pos.bind(pos))
-            Tensor.realize(*buffers.values())
-    counts.append(GlobalCounters.kernel_count)
+def _owners(step: Step, token: int, pos: int) -> list[int]:
+    """For each kernel of a step the op of the plan it belongs to: a step without capture, counting kernels op by op."""
+    inputs = step.inputs([token], pos)
+    counts = [GlobalCounters.kernel_count]
+    counts += [GlobalCounters.kernel_count for _ in step.ops(*inputs)]
     return [i for i, (before, after) in enumerate(pairwise(counts)) for _ in range(after - before)]

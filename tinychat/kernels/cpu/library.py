@@ -1,0 +1,130 @@
+"""The compiled C library: its functions, and the structures it shares with Python, compared when it is loaded."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+from gguf import GGMLQuantizationType
+
+from tinychat.errors import TinychatError
+from tinychat.kernels.cpu import compiler
+
+Q = GGMLQuantizationType
+QUANTS = frozenset(
+    {
+        Q.F32,
+        Q.F16,
+        Q.BF16,
+        Q.Q4_0,
+        Q.Q4_1,
+        Q.Q5_0,
+        Q.Q5_1,
+        Q.Q8_0,
+        Q.Q2_K,
+        Q.Q3_K,
+        Q.Q4_K,
+        Q.Q5_K,
+        Q.Q6_K,
+        Q.IQ4_NL,
+        Q.IQ4_XS,
+        Q.MXFP4,
+    }
+)
+TILE = 16  # rows of a weight that lie interleaved, and positions of a tile of the K cache
+
+_i32, _f32, _f64, _u64, _ptr = ctypes.c_int32, ctypes.c_float, ctypes.c_double, ctypes.c_uint64, ctypes.c_void_p
+
+
+def _all(kind: type, names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
+class Matrix(ctypes.Structure):
+    """`Matrix` of step.c; groups 0: absent."""
+
+    _fields_ = [*_all(_i32, "type rows cols groups"), ("data", _ptr)]
+
+
+class Op(ctypes.Structure):
+    """`Op` of step.c."""
+
+    _fields_ = [
+        *_all(_i32, "tag layer matrices add src"),
+        ("dst", _i32 * 3),
+        *_all(_i32, "heads kv_heads key_dim value_dim nope rope_dims neox q_norm_len k_norm_len"),
+        *_all(_i32, "top_k gating normalize route_groups route_groups_used router"),
+        *_all(_f32, "eps norm_eps scale"),
+        *_all(_ptr, "norm q_norm k_norm rope"),
+        ("bias", _ptr * 3),
+        ("routes", _ptr),
+        ("w", Matrix * 4),
+    ]
+
+
+class SampleSpec(ctypes.Structure):
+    """`SampleSpec` of sample.h."""
+
+    _fields_ = [
+        *_all(_f64, "temperature top_p min_p"),
+        ("seed", _u64),
+        *_all(_i32, "top_k n_penalised"),
+        *_all(_ptr, "penalised divisors amounts"),
+    ]
+
+
+class Context(ctypes.Structure):
+    """The first part of `Ctx` of step.c, which is filled from Python."""
+
+    _fields_ = [
+        *_all(_i32, "n_ops max_context batch vocab layers k_width v_width kv_heads n_buffers"),
+        *_all(_ptr, "ops buffers widths k_cache v_cache ticks"),
+        ("sampling", _u64),
+    ]
+
+
+class Library:
+    """The library's functions (`tc_...`), the numbers of its enums by name, and its constants.
+
+    Raises TinychatError where it cannot be compiled or does not fit this Python code.
+    """
+
+    def __init__(self, flags: Sequence[str] = ("-march=native",), notice: Callable[[str], None] | None = None) -> None:
+        self.lib = lib = compiler.load(flags, notice)
+        c_int, size = ctypes.c_int, ctypes.c_size_t
+        for name, result, args in (
+            ("tc_alloc", _ptr, [size]),
+            ("tc_free", None, [_ptr, size]),
+            ("tc_simd", ctypes.c_char_p, []),
+            ("tc_group_bytes", size, [c_int, c_int]),
+            ("tc_sizeof", size, [c_int]),
+            ("tc_names", ctypes.c_char_p, [c_int]),
+            ("tc_chunk", c_int, []),
+            ("tc_open", c_int, [_ptr, c_int]),
+            ("tc_prepare", c_int, [_ptr]),
+            ("tc_close", None, [_ptr]),
+            ("tc_pack", None, [_ptr, _ptr, _ptr, c_int, c_int, c_int, c_int, c_int]),
+            ("tc_dequantise", None, [_ptr, c_int, c_int, _ptr]),
+            ("tc_forward", None, [_ptr, _ptr, c_int, c_int, c_int, _ptr]),
+            ("tc_step", c_int, [_ptr, c_int, c_int, _ptr, _ptr]),
+            ("tc_cache", size, [_ptr, _ptr, c_int, c_int]),
+            ("tc_bandwidth", _f64, [_ptr, _ptr, size]),
+        ):
+            function = getattr(lib, name)
+            function.restype, function.argtypes = result, args
+        for i, struct in enumerate((Matrix, Op, SampleSpec, Context)):
+            if lib.tc_sizeof(i) != ctypes.sizeof(struct):
+                raise _differ(f"{struct.__name__} has {lib.tc_sizeof(i)} bytes in C, {ctypes.sizeof(struct)} in Python")
+        quants = dict(pair.split("=") for pair in lib.tc_names(2).decode().split())
+        if quants != {q.name: str(q.value) for q in QUANTS}:
+            raise _differ(f"the quant types are {', '.join(quants)} in C")
+        self.tags, self.gatings = (
+            {name: i for i, name in enumerate(lib.tc_names(what).decode().lower().split())} for what in (0, 1)
+        )
+        self.context_bytes: int = lib.tc_sizeof(4)
+        self.chunk: int = lib.tc_chunk()  # cache rows of one task of attention
+        self.simd: str = lib.tc_simd().decode()
+
+
+def _differ(what: str) -> TinychatError:
+    return TinychatError(f"the C sources and the Python code of the CPU kernels differ: {what}; install tinychat again")

@@ -1,0 +1,229 @@
+"""A plan as step.c's list of ops, with its weights repacked into one block of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from gguf.quants import dequantize
+
+from tinychat.kernels.cpu import library
+from tinychat.kernels.cpu.library import TILE, Library, Matrix, Q
+from tinychat.kernels.executor import Weights
+from tinychat.kernels.ops import GQA, MLA, Dense, Experts, LatentStore, Op, Plan, Rope, RopeStore, Weight
+
+
+@dataclass
+class Program:
+    """What step.c runs. `sources`: (index in Plan.ops, op) of each of its ops; a store of cache rows is no op there,
+    but a part of the op behind it. `routes`: int32 (layers with experts, top_k), where a step of one token leaves the
+    experts it chose."""
+
+    ops: list[library.Op]
+    sources: list[tuple[int, Op]]
+    routes: np.ndarray
+    weight_bytes: int
+    arrays: list[np.ndarray] = field(default_factory=list)  # what C points into
+
+
+def build(
+    plan: Plan,
+    weights: Weights,
+    max_context: int,
+    lib: Library,
+    context: int,
+    alloc: Callable[[int], int],
+    progress: Callable[[float], None],
+) -> Program:
+    """Packs the weights (on the threads of `context`) and translates the blocks."""
+    packed = plan.matrices
+    sizes = {w: w.groups * -(-w.rows // TILE) * lib.lib.tc_group_bytes(_stored_type(w), w.cols) for w in packed}
+    total = sum(sizes.values())
+    arena, places, arrays = alloc(total), dict[Weight, int](), list[np.ndarray]()
+    last_use = {w.tensor: w for w in packed}
+    for w in set(plan.weights) - set(packed):  # norm gains and biases
+        raw = weights.raw(w.tensor)[w.start * w.row_bytes :][: w.row_bytes]
+        arrays.append(raw.view(np.float32).copy())
+        places[w] = arrays[-1].ctypes.data
+    at = arena
+    for w in packed:
+        places[w] = at
+        _pack(lib, context, w, weights.raw(w.tensor), at)
+        at += sizes[w]
+        if last_use[w.tensor] is w:
+            weights.release(w.tensor)
+        progress((at - arena) / total)
+    translator = _Translator(plan, places, max_context, lib, arrays)
+    return Program(list(translator.ops()), sources(plan), translator.routes, total, arrays)
+
+
+def sources(plan: Plan) -> list[tuple[int, Op]]:
+    """The plan's ops that are ops of step.c, with their index in the plan."""
+    return [(i, o) for i, o in enumerate(plan.ops) if not isinstance(o, RopeStore | LatentStore)]
+
+
+def _stored_type(w: Weight) -> Q:
+    return Q.F16 if w.transposed else w.type
+
+
+def _pack(lib: Library, context: int, w: Weight, raw: np.ndarray, to: int) -> None:
+    """Repacks `w` from its tensor's bytes to address `to`."""
+    if w.transposed:  # K of a legacy attn_kv_b: its rows are our columns
+        rows = raw.reshape(-1, w.row_bytes)
+        parts = [dequantize(rows[g * w.stride + w.start :][: w.cols], w.type).T for g in range(w.groups)]
+        half = np.ascontiguousarray(np.stack(parts).astype(np.float16))
+        lib.lib.tc_pack(context, to, half.ctypes.data, Q.F16, w.rows, w.cols, w.groups, w.rows)
+    else:
+        source = raw.ctypes.data + w.start * w.row_bytes
+        lib.lib.tc_pack(context, to, source, w.type, w.rows, w.cols, w.groups, w.stride)
+
+
+class _Translator:
+    """Blocks to ops of step.c."""
+
+    def __init__(
+        self, plan: Plan, places: dict[Weight, int], max_context: int, lib: Library, arrays: list[np.ndarray]
+    ) -> None:
+        self.plan, self.places, self.max_context, self.lib, self.arrays = plan, places, max_context, lib, arrays
+        self.buffers = {name: i for i, name in enumerate(plan.buffers)}
+        self.tables = dict[Rope, int]()
+        used = [b.router.top_k for layer in plan.layers if isinstance(b := layer.feed_forward, Experts)]
+        self.routes = np.zeros((len(used), max(used, default=0)), np.int32)
+        self.made = 0  # ops so far
+
+    def ops(self) -> Iterator[library.Op]:
+        """All ops of a step."""
+        p, routes = self.plan, iter(self.routes)
+        yield self._op("embed", [p.embed.weight], scale=p.embed.scale)
+        for i, layer in enumerate(p.layers):
+            match layer.attention:
+                case GQA() as gqa:
+                    yield from self._gqa(i, gqa)
+                case MLA() as mla:
+                    yield from self._mla(i, mla)
+            match layer.feed_forward:
+                case Dense() as dense:
+                    yield from self._dense(dense)
+                case Experts() as experts:
+                    yield from self._experts(experts, next(routes))
+        yield self._op("head", [p.head.weight], norm=p.head.norm, eps=p.head.eps, scale=p.head.scale)
+
+    def _gqa(self, i: int, a: GQA) -> Iterator[library.Op]:
+        biases = (a.q_bias, a.k_bias, a.v_bias)
+        yield self._op("linear", [a.q, a.k, a.v], dst=("q", "k", "v"), norm=a.norm, eps=a.eps, bias=biases)
+        yield self._op(
+            "attention",
+            src="q",
+            dst=("heads", "k", "v"),
+            layer=i,
+            heads=a.heads,
+            kv_heads=a.kv_heads,
+            key_dim=a.key_dim,
+            value_dim=a.value_dim,
+            scale=a.scale,
+            norm_eps=a.eps,
+            q_norm=a.q_norm,
+            k_norm=a.k_norm,
+            q_norm_len=a.q_norm.cols if a.q_norm else 0,
+            k_norm_len=a.k_norm.cols if a.k_norm else 0,
+            **self._rope(a.rope),
+        )
+        yield self._op("linear", [a.output], src="heads", bias=(a.output_bias,), scale=a.residual_scale, add=1)
+
+    def _mla(self, i: int, a: MLA) -> Iterator[library.Op]:
+        first, to = (a.q_a, "q_a") if a.q_a else (a.q, "q")
+        yield self._op("linear", [first, a.kv_a], dst=(to, "kv"), norm=a.norm, eps=a.eps)
+        if a.q_a:
+            yield self._op("linear", [a.q], src="q_a", dst=("q",), norm=a.q_a_norm, eps=a.eps)
+        yield self._op(
+            "absorb",
+            [a.k_b],
+            src="q",
+            dst=("q_latent", "kv"),
+            layer=i,
+            heads=a.heads,
+            nope=a.nope,
+            norm=a.kv_norm,
+            norm_eps=a.eps,
+            **self._rope(a.rope),
+        )
+        yield self._op(
+            "latent_attention",
+            src="q_latent",
+            dst=("o_latent",),
+            layer=i,
+            heads=a.heads,
+            kv_heads=1,
+            key_dim=a.row,
+            value_dim=a.kv_lora,
+            scale=a.scale,
+        )
+        yield self._op("value_up", [a.v_b], src="o_latent", dst=("heads",))
+        yield self._op("linear", [a.output], src="heads", scale=a.residual_scale, add=1)
+
+    def _dense(self, b: Dense) -> Iterator[library.Op]:
+        w = b.weights
+        yield self._op("gate_up", [w.gate, w.up], dst=("ffn",), norm=b.norm, eps=b.eps)
+        yield self._op("linear", [w.down], src="ffn", scale=b.residual_scale, add=1)
+
+    def _experts(self, b: Experts, routes: np.ndarray) -> Iterator[library.Op]:
+        r, w, s = b.router, b.weights, b.shared
+        router = self.made
+        yield self._op(
+            "route",
+            [r.weight],
+            norm=b.norm,
+            eps=b.eps,
+            bias=(r.bias, r.selection_bias),
+            top_k=r.top_k,
+            gating=self.lib.gatings[r.gating],
+            normalize=int(r.normalize),
+            scale=r.scale,
+            route_groups=r.groups,
+            route_groups_used=r.groups_used,
+        )
+        yield self._op(
+            "experts_up",
+            [w.gate, w.up, s.gate if s else None, s.up if s else None],
+            dst=("ffn",),
+            norm=b.norm,
+            eps=b.eps,
+            top_k=r.top_k,
+            router=router,
+            routes=routes.ctypes.data,
+        )
+        down = [w.down, s.down if s else None]
+        yield self._op("experts_down", down, src="ffn", top_k=r.top_k, scale=b.residual_scale)
+
+    def _rope(self, rope: Rope) -> dict[str, Any]:
+        if rope not in self.tables:
+            self.arrays.append(rope.table(self.max_context))
+            self.tables[rope] = self.arrays[-1].ctypes.data
+        return {"rope": self.tables[rope], "rope_dims": rope.dims, "neox": int(rope.style == "neox")}
+
+    def _matrix(self, w: Weight | None) -> Matrix:
+        return Matrix(_stored_type(w), w.rows, w.cols, w.groups, self.places[w]) if w else Matrix()
+
+    def _op(
+        self,
+        tag: str,
+        w: Sequence[Weight | None] = (),
+        *,
+        src: str = "x",
+        dst: Sequence[str] = ("x",),
+        bias: Sequence[Weight | None] = (),
+        scale: float = 1.0,
+        **values: Any,
+    ) -> library.Op:
+        """An op of step.c; `values` are its fields, a Weight stands for its address."""
+        made = library.Op(tag=self.lib.tags[tag], matrices=sum(m is not None for m in w), src=self.buffers[src])
+        made.scale = scale
+        made.dst[: len(dst)] = [self.buffers[d] for d in dst]
+        made.w[: len(w)] = [self._matrix(m) for m in w]
+        made.bias[: len(bias)] = [self.places[b] if b else None for b in bias]
+        for name, value in values.items():
+            setattr(made, name, self.places[value] if isinstance(value, Weight) else value)
+        self.made += 1
+        return made

@@ -1,0 +1,96 @@
+"""What an executor can run, declared as one value and checked against a plan before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from tinychat.errors import TinychatError
+from tinychat.kernels.ops import GQA, MLA, Experts, Plan, Sampling, Weight
+
+UNLIMITED = 1 << 30
+FLOATS = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Largest sizes that an executor computes correctly. A "multiple" says what a size must be divisible by."""
+
+    quants: frozenset[GGMLQuantizationType]  # types of matrices
+    float_multiple: int = 1  # of the row length of F32, F16 and BF16 matrices
+    float_columns: int = UNLIMITED  # row length of those
+    packed_rows: int = UNLIMITED  # rows of one matrix, of all its groups
+    key_length: int = UNLIMITED  # of a GQA head
+    key_multiple: int = 1
+    value_multiple: int = 1
+    equal_lengths: bool = False  # a GQA head's value length must be its key length
+    latent_row: int = UNLIMITED  # values of an MLA cache row
+    equal_caches: bool = False  # every layer's cache row must have the same widths
+    experts: int = UNLIMITED
+    experts_used: int = UNLIMITED
+    expert_groups: int = UNLIMITED
+    sampling_top_k: int = UNLIMITED
+    prefill_chunk: int = UNLIMITED  # tokens that run together
+
+
+def check(plan: Plan, limits: Limits, device: str) -> None:
+    """Raises TinychatError with one line that says what of `plan` an executor with `limits` does not run."""
+    if (reason := next(_refusals(plan, limits), None)) is not None:
+        raise TinychatError(f"the {device} executor does not run this model: {reason}")
+
+
+def check_sampling(sampling: Sampling, limits: Limits) -> None:
+    """Raises TinychatError for parameters that an executor with `limits` would not follow."""
+    if sampling.top_k > limits.sampling_top_k:
+        raise TinychatError(f"top_k {sampling.top_k} is over this device's {limits.sampling_top_k}; take a smaller one")
+
+
+def _refusals(plan: Plan, limits: Limits) -> Iterator[str]:
+    for w in plan.matrices:
+        yield from _of_weight(w, limits)
+    for layer in plan.layers:
+        match layer.attention:
+            case GQA() as a:
+                yield from _of_heads(a, limits)
+            case MLA() as a:
+                yield from _over("a latent cache row", a.row, limits.latent_row)
+                yield from _divided("a latent cache row", a.row, limits.key_multiple)
+                yield from _divided("kv_lora_rank", a.kv_lora, limits.value_multiple)
+        if isinstance(layer.feed_forward, Experts):
+            router = layer.feed_forward.router
+            yield from _over("the number of experts", router.experts, limits.experts)
+            yield from _over("the number of experts used", router.top_k, limits.experts_used)
+            yield from _over("the number of expert groups", router.groups, limits.expert_groups)
+    if limits.equal_caches and len(set(plan.caches)) > 1:
+        yield "its layers have cache rows of different widths"
+
+
+def _of_weight(w: Weight, limits: Limits) -> Iterator[str]:
+    if w.type not in limits.quants:
+        yield f"tensor {w.tensor} has type {w.type.name}"
+    length = w.rows if w.transposed else w.cols
+    yield from _divided(f"the row length of tensor {w.tensor}", length, GGML_QUANT_SIZES[w.type][0])
+    if w.type in FLOATS:
+        yield from _divided(f"the row length of tensor {w.tensor}", length, limits.float_multiple)
+        yield from _over(f"the row length of tensor {w.tensor}", w.cols, limits.float_columns)
+    yield from _over(f"the number of rows of tensor {w.tensor}", w.rows * w.groups, limits.packed_rows)
+
+
+def _of_heads(a: GQA, limits: Limits) -> Iterator[str]:
+    yield from _over("the key length", a.key_dim, limits.key_length)
+    yield from _divided("the key length", a.key_dim, limits.key_multiple)
+    yield from _divided("the value length", a.value_dim, limits.value_multiple)
+    if limits.equal_lengths and a.value_dim != a.key_dim:
+        yield f"the value length {a.value_dim} is not the key length {a.key_dim}"
+
+
+def _over(what: str, value: int, limit: int) -> Iterator[str]:
+    if value > limit:
+        yield f"{what} is {value:,}, at most {limit:,} is possible"
+
+
+def _divided(what: str, value: int, divisor: int) -> Iterator[str]:
+    if value % divisor:
+        yield f"{what} is {value:,}, which is not a multiple of {divisor}"

@@ -1,0 +1,348 @@
+"""The decode step in plain tinygrad tensors: the specification of every block of a plan.
+
+Weights stay packed; an op dequantises what it uses inside its own kernels. Each op of `Plan.ops` is realised on its
+own, so that what is fused is visible. TinyJit captures the step, with the position as a bound variable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
+
+from tinychat.kernels.executor import Weights
+from tinychat.kernels.ops import GQA, MIN_WEIGHT_SUM, MLA, Dense, Experts, Gated, Plan, Rope, Router, Weight
+from tinychat.kernels.tinygrad.compile_caches import Caches
+from tinychat.kernels.tinygrad.dequant import dequantize, to_tensor
+
+Ops = Generator[Tensor, None, Tensor]  # yields the realised result of every op, returns x
+DEQUANTISED = 1 << 24  # values of a weight that one matrix product of several tokens dequantises at a time
+
+
+class Step:
+    """A plan's weights, KV cache and captured steps on one tinygrad device.
+
+    Caches are (max_context, width) tensors of `cache_type`, by layer: `keys`, and `values` where the rows have some.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        weights: Weights,
+        max_context: int,
+        device: str | None,
+        cache_type: Any,
+        progress: Callable[[float], None] | None,
+    ) -> None:
+        self.plan, self.max_context = plan, max_context
+        self.device = device or Device.DEFAULT
+        self.compile_caches = Caches(self.device)
+        self.packed: dict[str, Tensor] = {}
+        names = list(dict.fromkeys(w.tensor for w in plan.weights))
+        for i, name in enumerate(names):
+            self.packed[name] = to_tensor(weights.raw(name), self.device)
+            weights.release(name)
+            if progress:
+                progress((i + 1) / len(names))
+        self.keys = [self._zeros(cache.key_width, cache_type) for cache in plan.caches]
+        self.values = [self._zeros(cache.value_width, cache_type) for cache in plan.caches]
+        self._tables: dict[Rope, Tensor] = {}
+        self._pos = UOp.variable("pos", 0, max_context - 1)
+        self._jits: dict[tuple[int, bool], Any] = {}  # TinyJit is a function to mypy
+
+    def _zeros(self, width: int, kind: Any) -> Tensor | None:
+        if not width:
+            return None
+        return Tensor.zeros(self.max_context, width, dtype=kind, device=self.device).contiguous().realize()
+
+    @property
+    def caches(self) -> list[Tensor]:
+        """Every cache tensor: K of all layers, then V."""
+        return [t for t in (*self.keys, *self.values) if t is not None]
+
+    def run(self, ids: Sequence[int], pos: int, want_logits: bool) -> np.ndarray | None:
+        """Runs `ids` at pos, pos + 1, ...; float32 logits (len(ids), vocab) if wanted."""
+        key = (len(ids), want_logits)
+        if key not in self._jits:
+            self._jits[key] = TinyJit(self._logits if want_logits else self._hidden)
+        jit = self._jits[key]
+        with contextlib.nullcontext() if jit.captured else self.compile_caches.counted():
+            out = jit(*self.inputs(ids, pos))
+        return out.numpy() if want_logits else None
+
+    def inputs(self, ids: Sequence[int], pos: int) -> tuple[Tensor, UOp]:
+        """What a captured step takes."""
+        return Tensor(np.asarray(ids, np.int32), device=self.device).realize(), self._pos.bind(pos)
+
+    @property
+    def decode_jit(self) -> Any:
+        """The TinyJit of the decode step; None before the first one."""
+        return self._jits.get((1, True))
+
+    def forget_decode(self) -> None:
+        """The next decode step is captured anew."""
+        self._jits.pop((1, True), None)
+
+    def close(self) -> None:
+        self.packed.clear()
+        self._jits.clear()
+        self.keys, self.values = [], []
+
+    def _hidden(self, tokens: Tensor, pos: UOp) -> Tensor:
+        return deque(self._layers(tokens, pos), 1).pop()
+
+    def _logits(self, tokens: Tensor, pos: UOp) -> Tensor:
+        return deque(self.ops(tokens, pos), 1).pop()
+
+    def ops(self, tokens: Tensor, pos: UOp) -> Iterator[Tensor]:
+        """Runs the step op by op, as in Plan.ops; yields one realised tensor each. The last is the logits."""
+        x = yield from self._layers(tokens, pos)
+        head = self.plan.head
+        yield (self._linear(self._norm(x, head.norm, head.eps), head.weight) * head.scale).realize()
+
+    def _layers(self, tokens: Tensor, pos: UOp) -> Ops:
+        """All ops but the head."""
+        embed = self.plan.embed
+        rows = dequantize(self._rows(embed.weight)[0][tokens].contiguous(), embed.weight.type)
+        x = (rows * embed.scale).contiguous().realize()
+        yield x
+        for i, layer in enumerate(self.plan.layers):
+            match layer.attention:
+                case GQA() as gqa:
+                    x = yield from self._gqa(i, gqa, x, pos)
+                case MLA() as mla:
+                    x = yield from self._mla(i, mla, x, pos)
+            match layer.feed_forward:
+                case Dense() as dense:
+                    x = yield from self._dense(dense, x)
+                case Experts() as experts:
+                    x = yield from self._experts(experts, x)
+        return x
+
+    # --- blocks: each runs its ops and returns x with what it adds
+
+    def _gqa(self, i: int, a: GQA, x: Tensor, pos: UOp) -> Ops:
+        keys, values = self.keys[i], self.values[i]
+        assert keys is not None and values is not None
+        n = self._norm(x, a.norm, a.eps)
+        q, k, v = (
+            self._biased(self._linear(n, w), bias).contiguous()
+            for w, bias in ((a.q, a.q_bias), (a.k, a.k_bias), (a.v, a.v_bias))
+        )
+        Tensor.realize(q, k, v)
+        yield q
+        q = self._rotate(self._head_norm(q, a.q_norm, a), a.rope, pos, 0).contiguous()
+        k = self._rotate(self._head_norm(k, a.k_norm, a), a.rope, pos, 0)
+        _store(keys, k.flatten(1), pos)
+        _store(values, v, pos)
+        yield q.realize()
+        n_rows = pos + x.shape[0]
+        rows_k = keys[:n_rows].cast(dtypes.float32).reshape(n_rows, a.kv_heads, a.key_dim)
+        rows_v = values[:n_rows].cast(dtypes.float32).reshape(n_rows, a.kv_heads, a.value_dim)
+        heads = _attend(q, rows_k, rows_v, a.scale, pos).realize()
+        yield heads
+        x = (x + self._biased(self._linear(heads, a.output), a.output_bias) * a.residual_scale).realize()
+        yield x
+        return x
+
+    def _mla(self, i: int, a: MLA, x: Tensor, pos: UOp) -> Ops:
+        keys = self.keys[i]
+        assert keys is not None
+        n = self._norm(x, a.norm, a.eps)
+        q, kv = self._linear(n, a.q_a or a.q).contiguous(), self._linear(n, a.kv_a).contiguous()
+        Tensor.realize(q, kv)
+        yield q
+        if a.q_a:
+            q = self._linear(self._norm(q, a.q_a_norm, a.eps), a.q).realize()
+            yield q
+        q = self._rotate(q.reshape(q.shape[0], a.heads, -1), a.rope, pos, a.nope).contiguous()
+        latent = self._norm(kv[:, : a.kv_lora], a.kv_norm, a.eps)
+        rotated = self._rotate(kv[:, a.kv_lora :].unsqueeze(1), a.rope, pos, 0).squeeze(1)
+        _store(keys, latent.cat(rotated, dim=-1), pos)
+        yield q.realize()
+        nope = (q[..., : a.nope].transpose(0, 1) @ self._matrices(a.k_b).transpose(-1, -2)).transpose(0, 1)
+        query = nope.contiguous().cat(q[..., a.nope :], dim=-1).realize()
+        yield query
+        n_rows = pos + x.shape[0]
+        rows = keys[:n_rows].cast(dtypes.float32).reshape(n_rows, 1, a.row)
+        o = _attend(query, rows, rows[..., : a.kv_lora], a.scale, pos).realize()
+        yield o
+        o = o.reshape(-1, a.heads, a.kv_lora).transpose(0, 1)
+        heads = (o @ self._matrices(a.v_b).transpose(-1, -2)).transpose(0, 1).flatten(1).realize()
+        yield heads
+        x = (x + self._linear(heads, a.output) * a.residual_scale).realize()
+        yield x
+        return x
+
+    def _dense(self, b: Dense, x: Tensor) -> Ops:
+        h = self._gated(self._norm(x, b.norm, b.eps), b.weights).realize()
+        yield h
+        x = (x + self._linear(h, b.weights.down) * b.residual_scale).realize()
+        yield x
+        return x
+
+    def _experts(self, b: Experts, x: Tensor) -> Ops:
+        """One token a step."""
+        n = self._norm(x, b.norm, b.eps)
+        ids, weights = self._route(b.router, n)
+        Tensor.realize(ids, weights)
+        yield ids
+        chosen = ids[0]
+        gate, up = ((self._chosen(w, chosen) * n).sum(-1).contiguous() for w in (b.weights.gate, b.weights.up))
+        h = (gate.silu() * up).contiguous()
+        shared = self._gated(n, b.shared) if b.shared else None
+        Tensor.realize(h, *([shared] if shared is not None else []))
+        yield h
+        y = (self._chosen(b.weights.down, chosen) * h.reshape(b.router.top_k, 1, -1)).sum(-1).contiguous()
+        added = (y * weights.reshape(-1, 1)).sum(0)
+        if b.shared and shared is not None:
+            added = added + self._linear(shared, b.shared.down)
+        x = (x + added * b.residual_scale).realize()
+        yield x
+        return x
+
+    def _gated(self, n: Tensor, w: Gated) -> Tensor:
+        return self._linear(n, w.gate).contiguous().silu() * self._linear(n, w.up).contiguous()
+
+    def _route(self, r: Router, n: Tensor) -> tuple[Tensor, Tensor]:
+        """(ids, weights) of the chosen experts, (T, top_k) each."""
+        scores = self._biased(self._linear(n, r.weight), r.bias).contiguous()
+        p = {
+            "softmax": lambda: scores.softmax(-1),
+            "sigmoid": scores.sigmoid,
+            "softmax_weight": lambda: scores,
+            "sqrt_softplus": lambda: _softplus(scores).sqrt(),
+        }[r.gating]()
+        p = p.contiguous()
+        chosen = self._biased(p, r.selection_bias)
+        if r.groups > 1:
+            grouped = chosen.reshape(-1, r.groups, r.experts // r.groups)
+            best_two = grouped.max(-1) + _without_best(grouped).max(-1)
+            keep = (_rank(best_two.contiguous()) < r.groups_used).unsqueeze(-1)
+            chosen = keep.where(grouped, float("-inf")).reshape(p.shape)
+        order = _rank(chosen.contiguous())  # (T, experts)
+        picks = (order.unsqueeze(1) == Tensor.arange(r.top_k).reshape(1, -1, 1)).contiguous()
+        ids = picks.where(Tensor.arange(r.experts), 0).sum(-1).cast(dtypes.int32)
+        weights = picks.where(p.unsqueeze(1), 0).sum(-1)
+        if r.gating == "softmax_weight":
+            weights = weights.softmax(-1)
+        if r.normalize:
+            weights = weights / weights.sum(-1, keepdim=True).maximum(MIN_WEIGHT_SUM)
+        return ids, (weights * r.scale).contiguous()
+
+    # --- pieces
+
+    def _head_norm(self, x: Tensor, gain: Weight | None, a: GQA) -> Tensor:
+        """(T, heads * key_dim) -> (T, heads, key_dim), normed per head or as a whole."""
+        heads = (x.shape[0], -1, a.key_dim)
+        if a.qk_norm == "head":
+            assert gain is not None
+            return _unit(x.reshape(heads), a.eps) * self._vector(gain)
+        return self._norm(x, gain, a.eps).reshape(heads)
+
+    def _rotate(self, x: Tensor, rope: Rope, pos: UOp, start: int) -> Tensor:
+        """RoPE of values start..start+dims of each head of x (T, heads, width)."""
+        if rope not in self._tables:
+            self._tables[rope] = Tensor(rope.table(self.max_context), device=self.device).realize()
+        half = rope.dims // 2
+        table = self._tables[rope][pos : pos + x.shape[0]].unsqueeze(1)
+        cos, sin = table[..., 0], table[..., 1]
+        part = x[..., start : start + rope.dims]
+        if rope.style == "norm":
+            pairs = part.reshape(*part.shape[:-1], half, 2)
+            a, c = pairs[..., 0], pairs[..., 1]
+            turned = Tensor.stack(a * cos - c * sin, a * sin + c * cos, dim=-1).flatten(-2)
+        else:
+            a, c = part[..., :half], part[..., half:]
+            turned = (a * cos - c * sin).cat(a * sin + c * cos, dim=-1)
+        parts = (
+            [x[..., :start]] * (start > 0)
+            + [turned]
+            + [x[..., start + rope.dims :]] * (start + rope.dims < x.shape[-1])
+        )
+        return Tensor.cat(*parts, dim=-1) if len(parts) > 1 else turned
+
+    def _norm(self, x: Tensor, gain: Weight | None, eps: float) -> Tensor:
+        return x if gain is None else (_unit(x, eps) * self._vector(gain)).contiguous()
+
+    def _biased(self, x: Tensor, bias: Weight | None) -> Tensor:
+        return x if bias is None else x + self._vector(bias)
+
+    def _rows(self, w: Weight) -> Tensor:
+        """The packed rows of all groups: uint8 (groups, rows, row bytes); for a transposed weight (groups, cols, row
+        bytes)."""
+        rows = w.cols if w.transposed else w.rows
+        stride = w.stride or rows
+        packed = (
+            self.packed[w.tensor].reshape(-1, stride, w.row_bytes)
+            if w.groups > 1 or w.stride
+            else (self.packed[w.tensor].reshape(1, -1, w.row_bytes))
+        )
+        return packed[:, w.start : w.start + rows]
+
+    def _vector(self, w: Weight) -> Tensor:
+        return dequantize(self.packed[w.tensor], w.type)
+
+    def _matrices(self, w: Weight) -> Tensor:
+        """float32 (groups, rows, cols), lazily."""
+        m = dequantize(self._rows(w), w.type)
+        return m.transpose(-1, -2) if w.transposed else m
+
+    def _linear(self, x: Tensor, w: Weight) -> Tensor:
+        """(T, cols) @ (rows, cols)^T."""
+        packed = self._rows(w)[0]
+        if x.shape[0] == 1:  # fused into the reduction
+            return x @ dequantize(packed, w.type).T
+        step = max(1, DEQUANTISED // w.cols)
+        parts = [x @ dequantize(packed[r : r + step], w.type).contiguous().T for r in range(0, w.rows, step)]
+        return parts[0] if len(parts) == 1 else Tensor.cat(*[p.contiguous() for p in parts], dim=-1)
+
+    def _chosen(self, w: Weight, chosen: Tensor) -> Tensor:
+        """The chosen experts' matrices of one token: float32 (top_k, rows, cols); gathered packed."""
+        return dequantize(self._rows(w)[chosen].contiguous(), w.type)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, pos: UOp) -> Tensor:
+    """Causal softmax(q·k * scale)·v: q (T, heads, d) at pos.., k and v (rows, kv heads, d) -> (T, heads * width of v).
+
+    Head h reads kv head h * kv heads // heads.
+    """
+    t, kv_heads, width = q.shape[0], k.shape[1], v.shape[-1]
+    q = q.reshape(t, kv_heads, -1, k.shape[-1])
+    scores = q.permute(1, 2, 0, 3) @ k.permute(1, 2, 0).unsqueeze(1) * scale  # (kv heads, group, T, rows)
+    if t > 1:
+        mask = Tensor.full((t, pos + t), float("-inf"), dtype=dtypes.float32, device=q.device, buffer=False)
+        scores = scores + mask.triu(pos + 1)
+    p = scores.contiguous().softmax(-1)
+    return (p @ v.permute(1, 0, 2).unsqueeze(1)).permute(2, 0, 1, 3).reshape(t, q.shape[1] * q.shape[2] * width)
+
+
+def _unit(x: Tensor, eps: float) -> Tensor:
+    """x over its root mean square."""
+    return x * ((x * x).mean(-1, keepdim=True) + eps).rsqrt()
+
+
+def _softplus(x: Tensor) -> Tensor:
+    return x.maximum(0) + (1 + (-x.abs()).exp()).log()
+
+
+def _store(cache: Tensor, rows: Tensor, pos: UOp) -> None:
+    """cache[pos : pos + T] = rows, now."""
+    cache[pos : pos + rows.shape[0]].assign(rows.cast(cache.dtype).contiguous()).realize()
+
+
+def _rank(x: Tensor) -> Tensor:
+    """Place of each value of the last axis in descending order, ties to the lower index: int32."""
+    a, c = x.unsqueeze(-1), x.unsqueeze(-2)  # (..., n, 1) and (..., 1, n)
+    n = x.shape[-1]
+    earlier = Tensor.arange(n).reshape(1, n) < Tensor.arange(n).reshape(n, 1)
+    return ((c > a) | ((c == a) & earlier)).sum(-1).cast(dtypes.int32)
+
+
+def _without_best(x: Tensor) -> Tensor:
+    """x with its first largest value of the last axis at -inf."""
+    return (_rank(x) == 0).where(float("-inf"), x)
