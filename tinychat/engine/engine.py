@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +20,7 @@ from tinychat.engine.config import ModelConfig
 from tinychat.engine.devices import make_executor
 from tinychat.engine.expert_use import Routing
 from tinychat.engine.gguf import GGUF
+from tinychat.engine.grammar import Grammar, Matcher, Vocabulary, calls_grammar
 from tinychat.engine.kvstore import KVStore
 from tinychat.engine.memory_limit import limit_of
 from tinychat.engine.plan import build_plan
@@ -159,6 +161,7 @@ class Engine:
         *,
         raw: bool = False,
         tools: Sequence[Tool] = (),
+        grammar: Grammar | None = None,
         on_prefill: OnPrefill | None = None,
         stop: threading.Event | None = None,
     ) -> Iterator[Token]:
@@ -166,7 +169,8 @@ class Engine:
 
         eos: the model ended its answer; length: `max_tokens`; context: the cache is full; stopped: `stop` was set or
         the caller closed the iterator. `raw`: special tokens are written out and thinking is not told from the answer.
-        `tools`: calls of these, which the prompt was rendered with, are told from the answer.
+        `tools`: calls of these, which the prompt was rendered with, are told from the answer. `grammar`: the answer is
+        held to it. Raises TinychatError for a grammar that is wrong.
         """
         self.stop_reason = "stopped"
         s, started = self.stats, time.perf_counter()
@@ -178,9 +182,12 @@ class Engine:
             if max_tokens is not None and max_tokens < 1:
                 self.stop_reason = "length"
                 return
+            matcher = Matcher(self.vocabulary, grammar) if grammar else None
             self._restore_cache(prompt_ids)
             if self.session.prefill(prompt_ids, on_prefill, stop):
-                yield from self._answer(prompt_ids, sampling or Sampling(), max_tokens, raw, tools, stop, started)
+                yield from self._answer(
+                    prompt_ids, sampling or Sampling(), max_tokens, raw, tools, matcher, stop, started
+                )
         finally:
             s.phase, s.rss_bytes = "idle", rss_bytes()
             s.kernels_per_token, s.jit_batches = self.executor.kernels_per_token, self.executor.jit_batches
@@ -192,6 +199,7 @@ class Engine:
         max_tokens: int | None,
         raw: bool,
         tools: Sequence[Tool],
+        matcher: Matcher | None,
         stop: threading.Event | None,
         started: float,
     ) -> Iterator[Token]:
@@ -200,7 +208,7 @@ class Engine:
         s = self.stats
         clock = _Clock(s, self.plan, started)
         self.stop_reason = "context"
-        steps = self.session.decode(prompt[-1], sampling, prompt)
+        steps = self.session.decode(prompt[-1], sampling, prompt, matcher)
         try:
             for token, logprob in steps:
                 clock.tick(len(self.session.tokens))
@@ -229,6 +237,18 @@ class Engine:
         finally:
             steps.close()  # type: ignore[attr-defined]
         yield from _pieces(None, parser.feed(text.flush()) + parser.flush(), parser)
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens as grammars see them; made when the first grammar comes."""
+        return Vocabulary(self.tokenizer, self.plan.vocab)
+
+    def calls_grammar(self, tools: Sequence[Tool], prompt_ids: Sequence[int], parallel: bool = True) -> Grammar:
+        """The grammar under which an answer to the prompt has to call some of `tools`, perhaps behind thinking."""
+        chat = self.chat
+        tags = chat.think_tags if chat.think_tags and self.tokenizer.token_id(chat.think_tags[1]) is not None else None
+        opened = chat.opens_thinking(prompt_ids)
+        return calls_grammar(chat.call_format, tools, self.tokenizer, thinking=tags, opened=opened, parallel=parallel)
 
     def logits(self, ids: Sequence[int], decode: bool = False) -> np.ndarray:
         """float32 (len(ids), n_vocab) from an empty cache; `decode` goes one token at a time through the decode

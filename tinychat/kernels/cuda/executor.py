@@ -22,9 +22,10 @@ from tinychat.kernels.cuda.prefill import Prefill
 from tinychat.kernels.cuda.profile import kernels, profile, read_bandwidth, seconds_of
 from tinychat.kernels.cuda.selfcheck import self_check
 from tinychat.kernels.cuda.step import PREFILL, RING, Builder, state_words
-from tinychat.kernels.executor import Weights
+from tinychat.kernels.executor import Mask, Weights
 from tinychat.kernels.ops import Plan, Sampling, weights_of
 from tinychat.kernels.profile import Kernel, StepProfile
+from tinychat.kernels.sampling import sample
 
 AHEAD = 4  # decode steps enqueued before the oldest is read
 SLOT = 32 << 20  # bytes of one upload
@@ -110,9 +111,22 @@ class CUDAExecutor:
                 out.append(self.gpu.download("logits", 4 * self.plan.vocab).view(np.float32)[None])
         return np.concatenate(out) if out else None
 
-    def decode(self, token: int, pos: int, sampling: Sampling, recent: Sequence[int]) -> Iterator[tuple[int, float]]:
-        """See Executor.decode. Up to AHEAD steps are enqueued before one is waited for."""
+    def decode(
+        self, token: int, pos: int, sampling: Sampling, recent: Sequence[int], mask: Mask | None = None
+    ) -> Iterator[tuple[int, float]]:
+        """See Executor.decode. Up to AHEAD steps are enqueued before one is waited for; with a mask, which depends on
+        the token before, none is, and the host samples."""
         self._check([token], pos)
+        if mask is not None:
+            seen = list(recent)
+            for at in range(pos, self.max_context):
+                rows = self.forward([token], at, "last")
+                assert rows is not None
+                self._last = (token, at)
+                token, logprob = sample(rows[0], sampling, at, seen, mask())
+                seen.append(token)
+                yield token, logprob
+            return
         known = list(recent)[-(pos + 1) :] or [token]
         self._know(known, pos + 1 - len(known))
         self._set_state(sampling, pos, 1, pos + 1 - len(known))
