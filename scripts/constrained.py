@@ -2,7 +2,7 @@
 
     python scripts/constrained.py [-n 2000]
 
-Each answer has a random schema, a random temperature and its own seed. Prints what failed, and how long masks took.
+Each answer has a random schema, a random temperature and its own seed. Prints what failed.
 """
 
 from __future__ import annotations
