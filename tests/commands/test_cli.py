@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -342,14 +343,15 @@ def test_nothing_is_downloaded_that_cannot_run(capsys: Captured, monkeypatch: py
 
 
 def test_ctrl_c_keeps_what_has_arrived(server: Server, tmp_path: Path) -> None:
-    data = make_gguf(tmp_path / "m.gguf")
-    server.files["/m.gguf"] = File(data, block=4096, pace=lambda sent: time.sleep(0.01))
+    data, killed = make_gguf(tmp_path / "m.gguf"), threading.Event()
+    server.files["/m.gguf"] = File(data, block=4096, pace=lambda sent: sent < 200_000 or killed.wait(60))
     with subprocess.Popen([*TINYCHAT, "cache", "pull", server.url("/m.gguf")], stdout=-1, stderr=-1, text=True) as p:
-        while not list(cache.downloads_dir().glob("*.part")):
+        while not any(e.partial and e.size for e in cache.entries()):  # until the first bytes are on the disk
+            assert p.poll() is None, p.communicate()
             time.sleep(0.01)
-        time.sleep(0.1)
         p.send_signal(signal.SIGINT)
         out, err = p.communicate()
+    killed.set()
     assert p.returncode == 130 and "Traceback" not in err and out == ""
     (entry,) = cache.entries()
     assert entry.partial and entry.size

@@ -12,6 +12,7 @@ from tests.support.exactness import relative
 from tests.support.forward64 import forward
 from tinychat.engine import Engine, devices
 from tinychat.errors import TinychatError
+from tinychat.kernels.cpu.compiler import NoCompiler
 from tinychat.kernels.cuda import executor, launch
 from tinychat.kernels.cuda.executor import GREEDY, CUDAExecutor
 from tinychat.kernels.cuda.graph import ChainedGraph
@@ -68,12 +69,13 @@ def test_a_gpu_that_computes_wrongly_is_not_used(model: Path, monkeypatch: pytes
 
 def test_neither_gpu_nor_compiler_leaves_the_reference(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_compiler(*args: object, **options: object) -> None:
-        raise TinychatError("no C compiler: install clang, or `pip install ziglang`")
+        raise NoCompiler("no C compiler was found")
 
     monkeypatch.setattr(launch, "text", miscomputed)
     monkeypatch.setitem(devices._MAKERS, "cpu", no_compiler)  # type: ignore[arg-type]
     engine = load(model, None)
-    assert [note.split(":")[0] for note in engine.notes] == ["CUDA is not used", "CPU is not used"]
+    assert [note.split(":")[0] for note in engine.notes] == ["CUDA is not used", "CPU is not used", "slow"]
+    assert engine.notes[-1].startswith(devices.SLOW) and "--force-reinstall ziglang" in engine.notes[-1]
     assert isinstance(engine.executor, ReferenceExecutor)
     engine.close()
 

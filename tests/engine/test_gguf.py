@@ -75,7 +75,8 @@ def test_random_damage_never_escapes_as_another_error(small: Path, tmp_path: Pat
         (b"", "empty"),
         (b"hello, I am a text file", "not a GGUF file"),
         (b"GGUF" + struct.pack("<IQQ", 99, 0, 0), "version 99"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 2**60, 0), "truncated"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 2**60, 0), "the number of tensors is .*, accepted is 0 to 65,536"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 2**16, 0), "truncated"),
     ],
 )
 def test_no_gguf(tmp_path: Path, content: bytes, says: str) -> None:

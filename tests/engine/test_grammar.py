@@ -11,7 +11,7 @@ import jsonschema
 import numpy as np
 import pytest
 
-from tests.support import calls, schemas, templates, tiny
+from tests.support import call_templates, calls, schemas, tiny
 from tinychat.engine.engine import Engine
 from tinychat.engine.grammar import Grammar, Matcher, Vocabulary, calls_grammar
 from tinychat.engine.tool_calls import tool
@@ -136,10 +136,10 @@ def test_a_call_that_is_required_comes(cpu: Engine, temperature: float) -> None:
         jsonschema.validate(arguments, schema)
 
 
-@pytest.mark.parametrize("name", templates.SECTIONS)
+@pytest.mark.parametrize("name", call_templates.SECTIONS)
 def test_the_grammar_of_calls_is_the_markup_of_the_template(name: str) -> None:
     """Random walks under the mask, without any model, give what the parser reads back as valid calls."""
-    chat, tokenizer = templates.model(templates.source(name))
+    chat, tokenizer = call_templates.model(call_templates.source(name))
     vocabulary = Vocabulary(tokenizer, tokenizer.n_vocab + 5)
     grammar = calls_grammar(chat.call_format, TOOLS, tokenizer)
     rng = random.Random(name)
@@ -176,7 +176,7 @@ def test_a_token_that_the_mask_forbids_is_an_error(cpu: Engine) -> None:
 
 
 def test_thinking_may_come_before_a_call_that_is_required() -> None:
-    chat, tokenizer = templates.model(templates.source("tagged"))
+    chat, tokenizer = call_templates.model(call_templates.source("tagged"))
     vocabulary = Vocabulary(tokenizer, tokenizer.n_vocab)
     call = "<tool_call>toggle<arg_key>on</arg_key><arg_value>true</arg_value>"
     call += "<arg_key>mode</arg_key><arg_value>b</arg_value>"
@@ -189,7 +189,7 @@ def test_thinking_may_come_before_a_call_that_is_required() -> None:
 
 
 def test_a_strict_tool_is_held_to_every_keyword() -> None:
-    chat, tokenizer = templates.model(templates.source("json"))
+    chat, tokenizer = call_templates.model(call_templates.source("json"))
     odd = tool("f", {"a": {"type": "array", "uniqueItems": True, "maxItems": 2, "items": {"type": "boolean"}}})
     Matcher(Vocabulary(tokenizer, tokenizer.n_vocab), calls_grammar(chat.call_format, [odd], tokenizer))
     odd["function"]["strict"] = True

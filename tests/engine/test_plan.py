@@ -65,8 +65,8 @@ def no_tensor(name: str) -> Callable[[GGUF], None]:
         ),
         (
             "qwen3moe",
-            metadata("qwen3moe.expert_used_count", 99),
-            "expert_used_count: expected at most expert_count 8, found 99",
+            metadata("qwen3moe.expert_used_count", 9),
+            "expert_used_count: expected at most expert_count 8, found 9",
         ),
         ("deepseek2_glm", metadata("deepseek2.expert_gating_func", 9), "expert_gating_func: expected 1 softmax"),
         ("deepseek2_glm", metadata("deepseek2.attention.key_length_mla", 8), "key_length_mla 8 leaves nothing"),

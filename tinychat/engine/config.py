@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tinychat.engine import limits
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError, printable
 from tinychat.kernels.ops import Gating, Rope
@@ -105,7 +106,13 @@ class ModelConfig:
         kv.prefix = name + "."
         if "token_embd.weight" not in gguf.tensors:
             raise TinychatError("tensor token_embd.weight is missing; the file is incomplete")
-        vocab = gguf.tensors["token_embd.weight"].shape[0]
+        shape = gguf.tensors["token_embd.weight"].shape
+        vocab = shape[0]
+        if len(shape) != 2 or vocab > limits.VOCABULARY.most:
+            raise TinychatError(
+                f"tensor token_embd.weight: expected shape (vocabulary, embedding_length), at most "
+                f"{limits.VOCABULARY.most:,} rows ({limits.VOCABULARY.why}), found {shape}"
+            )
         nextn = kv.integer("nextn_predict_layers", 0, low=0)
         layers = kv.integer("block_count") - nextn
         if layers < 1:
@@ -149,7 +156,7 @@ class ModelConfig:
                 raise TinychatError(f"{name}.rope.scaling.finetuned is false: a model without RoPE is not supported")
         return cls(
             architecture=name,
-            name=printable(str(gguf.metadata.get("general.name", gguf.path.stem)), newlines=False),
+            name=_name(gguf),
             layers=layers,
             dim=dim,
             heads=heads,
@@ -171,6 +178,12 @@ class ModelConfig:
         )
 
 
+def _name(gguf: GGUF) -> str:
+    """What people call the model: the file's word for it, or the file's own name."""
+    name = gguf.metadata.get("general.name")
+    return printable((name if isinstance(name, str) and name.strip() else gguf.path.stem)[:200], newlines=False)
+
+
 class _Metadata:
     """Typed, checked access to `<architecture>.<key>`."""
 
@@ -185,16 +198,22 @@ class _Metadata:
 
     def integer(self, key: str, default: int | None = None, low: int = 1) -> int:
         value = self.values.get(self.prefix + key, default)
-        if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
+        if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and len(value) and (value == value[0]).all():
             value = int(value[0])  # per-layer arrays that do not differ
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**31:
+        limit = limits.METADATA.get(key, limits.OTHER)
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
             raise self.bad(key, f"a whole number of at least {low}", value)
+        if value > limit.most:
+            raise self.bad(key, f"at most {limit.most:,} ({limit.why})", value)
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.values.get(self.prefix + key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
+        limit = limits.METADATA.get(key, limits.OTHER)
+        if not isinstance(value, int | float) or isinstance(value, bool):
             raise self.bad(key, "a number", value)
+        if not limit.least <= value <= limit.most:  # nor is NaN between them
+            raise self.bad(key, f"a number from {limit.least:g} to {limit.most:g} ({limit.why})", value)
         return float(value)
 
     def bad(self, key: str, expected: str, found: Any) -> TinychatError:
@@ -217,7 +236,10 @@ def _rope(gguf: GGUF, kv: _Metadata, arch: Architecture, dims: int, head_dim: in
         t = gguf.tensors["rope_freqs.weight"]
         if t.type.name != "F32" or t.shape != (dims // 2,):
             raise TinychatError(f"tensor rope_freqs.weight: expected F32 ({dims // 2},), found {t.type.name} {t.shape}")
-        inv = inv / gguf.raw("rope_freqs.weight").view("<f4").astype(np.float64)
+        factors = gguf.raw("rope_freqs.weight").view("<f4").astype(np.float64)
+        if not ((factors > 1e-6) & (factors < 1e6)).all():
+            raise TinychatError("tensor rope_freqs.weight: expected factors from 1e-6 to 1e6; the file is damaged")
+        inv = inv / factors
     log_factor = math.log(factor) if factor > 1 else 0.0
     log_mul = (
         kv.number("rope.scaling.yarn_log_multiplier", 0.0) * 10.0 if arch.mla else 0.0

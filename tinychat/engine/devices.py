@@ -1,4 +1,4 @@
-"""Chooses the executor for a plan: the fastest that works here, `reference` where none does."""
+"""Chooses the executor for a plan: the fastest that runs it here, plain tinygrad ("reference") where none does."""
 
 from __future__ import annotations
 
@@ -8,24 +8,30 @@ from collections.abc import Callable
 from tinychat.engine.fit import fit
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError
-from tinychat.kernels.executor import Executor
+from tinychat.kernels.cpu.compiler import NoCompiler, tinygrad_cc
+from tinychat.kernels.executor import Kind, MeasurableExecutor
 from tinychat.kernels.ops import Plan
 
-DEVICES = ("cuda", "cpu", "reference")
+_WAY_OUT = "this runs on plain tinygrad, some 40 times slower than the CPU kernels; {}"
+_REINSTALL = "the compiler that tinychat brings does not work, install it again: pip install --force-reinstall ziglang"
+
+DEVICES: tuple[Kind, ...] = ("cuda", "cpu", "reference")
 Progress = Callable[[str, float], None]
+SLOW = "slow: "  # begins the note of an engine on plain tinygrad that was not asked for: to be shown as an alarm
 
 
 def make_executor(
     plan: Plan, gguf: GGUF, max_context: int, device: str | None, threads: int | None, progress: Progress
-) -> tuple[Executor, list[str]]:
-    """(executor, notes for the user). `device` None tries CUDA where there is an NVIDIA driver, then the CPU, then the
-    reference.
+) -> tuple[MeasurableExecutor, list[str]]:
+    """(executor, notes for the user). `device` None tries CUDA where there is an NVIDIA driver, then the CPU, then
+    plain tinygrad; a note says why one was passed over.
 
-    Raises TinychatError where a device that was asked for by name does not work.
+    Raises TinychatError where a device that was asked for by name does not work or does not run this plan.
     """
     if device not in (None, *DEVICES):
         raise TinychatError(f"device '{device}' is unknown; there are {', '.join(DEVICES)}")
     notes: list[str] = []
+    way_out = ""
     for name in (device,) if device else DEVICES:
         if device is None and name == "cuda" and not has_cuda():
             continue
@@ -34,11 +40,14 @@ def make_executor(
                 needs = fit(gguf.nbytes, plan.kv_bytes_per_token, max_context)
                 if needs.verdict == "does not fit":  # told before anything large is allocated
                     raise TinychatError(f"not enough memory: {needs.explanation}; take a smaller quant or context")
-            return _MAKERS[name](plan, gguf, max_context, threads, progress), notes
+            executor = _MAKERS[name](plan, gguf, max_context, threads, progress)
+            return executor, notes + [SLOW + way_out] * (name == "reference" and not device)
         except TinychatError as e:
             if device or name == "reference":
                 raise
             notes.append(f"{name.upper()} is not used: {e}")
+            if name == "cpu":
+                way_out = _WAY_OUT.format(_REINSTALL if isinstance(e, NoCompiler) else "what to change is said above")
     raise AssertionError("unreachable: reference returns or raises")
 
 
@@ -49,13 +58,13 @@ def has_cuda() -> bool:
     return ctypes.util.find_library("cuda") is not None
 
 
-def _cuda(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progress: Progress) -> Executor:
+def _cuda(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progress: Progress) -> MeasurableExecutor:
     from tinychat.kernels.cuda.executor import CUDAExecutor
 
     return CUDAExecutor(plan, gguf, max_context, progress=lambda fraction: progress("loading weights", fraction))
 
 
-def _cpu(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progress: Progress) -> Executor:
+def _cpu(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progress: Progress) -> MeasurableExecutor:
     from tinychat.kernels.cpu.executor import CPUExecutor
 
     return CPUExecutor(
@@ -68,9 +77,7 @@ def _cpu(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progress
     )
 
 
-def _reference(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progress: Progress) -> Executor:
-    from tinychat.kernels.cpu.compiler import tinygrad_cc
-
+def _reference(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progress: Progress) -> MeasurableExecutor:
     device = "CPU" if tinygrad_cc() else "PYTHON"  # tinygrad's interpreter needs no compiler, and minutes per token
     os.environ.setdefault("DEV", device)  # read when tinygrad is imported
     from tinychat.kernels.tinygrad.executor import ReferenceExecutor
@@ -83,7 +90,7 @@ def _reference(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, pr
         raise TinychatError(f"tinygrad cannot run here: {e}") from e
 
 
-_MAKERS: dict[str, Callable[[Plan, GGUF, int, int | None, Progress], Executor]] = {
+_MAKERS: dict[str, Callable[[Plan, GGUF, int, int | None, Progress], MeasurableExecutor]] = {
     "cuda": _cuda,
     "cpu": _cpu,
     "reference": _reference,

@@ -30,7 +30,7 @@ from tinychat.engine.stats import Stats, rss_bytes
 from tinychat.engine.tokenizer import Tokenizer
 from tinychat.engine.tool_calls import Tool
 from tinychat.errors import TinychatError
-from tinychat.kernels.executor import Executor
+from tinychat.kernels.executor import MeasurableExecutor
 from tinychat.kernels.ops import Plan, Sampling, weights_of
 
 StopReason = Literal["eos", "length", "stopped", "context"]
@@ -85,7 +85,7 @@ class Engine:
         tokenizer: Tokenizer,
         chat: Chat,
         plan: Plan,
-        executor: Executor,
+        executor: MeasurableExecutor,
         notes: list[str],
         load_s: float,
         store: KVStore | None,
@@ -215,7 +215,7 @@ class Engine:
                 s.jit_state = self.executor.jit_state
                 if self.watch_routing and self.routing:
                     self.routing.add(self.executor.routes())
-                s.sampling_s += getattr(self.executor, "sampling_s", 0.0)
+                s.sampling_s += self.executor.sampling_s
                 if token in self.tokenizer.stop_ids:
                     self.stop_reason = "eos"
                     if raw:
@@ -339,7 +339,7 @@ class _Clock:
         s.limit_share = s.gb_s / s.limit_gb_s if s.limit_gb_s else 0.0
 
 
-def _describe(gguf: GGUF, config: ModelConfig, plan: Plan, executor: Executor, max_context: int) -> ModelInfo:
+def _describe(gguf: GGUF, config: ModelConfig, plan: Plan, executor: MeasurableExecutor, max_context: int) -> ModelInfo:
     used = {w.tensor for op in plan.ops for w in weights_of(op)}
     parameters = sum(math.prod(gguf.tensors[name].shape) for name in used)
     idle = 0
@@ -362,7 +362,7 @@ def _describe(gguf: GGUF, config: ModelConfig, plan: Plan, executor: Executor, m
         trained_context=config.context,
         max_context=max_context,
         device=executor.device,
-        threads=getattr(executor, "threads", 0),
+        threads=executor.threads,
         weight_bytes=executor.weight_bytes,
         kv_bytes_per_token=plan.kv_bytes_per_token,
         file_bytes=gguf.nbytes,

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from tinychat.engine import limits
+from tinychat.engine.limits import Limit
 from tinychat.errors import TinychatError, printable
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -43,12 +45,20 @@ class _Cursor:
 
     def __init__(self, buf: mmap.mmap, path: Path) -> None:
         self.buf, self.path, self.pos, self.end = buf, path, 0, len(buf)
+        self.strings_left = int(limits.STRINGS.most)
 
     def fail(self, why: str) -> TinychatError:
         return TinychatError(f"{printable(str(self.path))}: {why}")
 
     def truncated(self) -> TinychatError:
         return self.fail(f"the file is truncated: its header runs past the end ({self.end:,} bytes); download it again")
+
+    def limit(self, what: str, value: int, limit: Limit) -> int:
+        """`value`. Raises TinychatError outside `limit`."""
+        if not limit.least <= value <= limit.most:
+            expected = f"{limit.least:,} to {limit.most:,} ({limit.why})"
+            raise self.fail(f"{what} is {value:,}, accepted is {expected}; the file is damaged")
+        return value
 
     def u32(self) -> int:
         if self.pos + 4 > self.end:
@@ -62,8 +72,8 @@ class _Cursor:
         self.pos += 8
         return int(_U64(self.buf, self.pos - 8)[0])
 
-    def string(self) -> str:
-        n = self.u64()
+    def string(self, what: str, limit: Limit) -> str:
+        n = self.limit(f"the length of {what}", self.u64(), limit)
         if n > self.end - self.pos:
             raise self.truncated()
         self.pos += n
@@ -74,29 +84,33 @@ class _Cursor:
         buf, pos, end, out = self.buf, self.pos, self.end, []
         if n * 8 > end - pos:
             raise self.truncated()
+        self.strings_left -= n
+        if self.strings_left < 0:
+            raise self.fail(f"it has more than {limits.STRINGS.most:,} strings in arrays; the file is damaged")
+        most = limits.ITEM_BYTES.most
         try:
             for _ in range(n):
                 size = _U64(buf, pos)[0]
                 pos += 8 + size
                 if pos > end:
                     raise self.truncated()
+                if size > most:
+                    self.limit("the length of a string in an array", size, limits.ITEM_BYTES)
                 out.append(buf[pos - size : pos].decode("utf-8", "replace"))
         except struct.error:
             raise self.truncated() from None
         self.pos = pos
         return out
 
-    def value(self, kind: int, depth: int = 0) -> Any:
+    def value(self, key: str, kind: int) -> Any:
         if kind == _STRING:
-            return self.string()
+            return self.string(f"the value of {key}", limits.STRING_BYTES)
         if kind == _ARRAY:
-            inner, n = self.u32(), self.u64()
+            inner, n = self.u32(), self.limit(f"the length of array {key}", self.u64(), limits.ITEMS)
             if inner == _STRING:
                 return self.strings(n)
             if inner == _ARRAY:
-                if depth > 2 or n > self.end - self.pos:
-                    raise self.fail("a metadata array is nested too deep")
-                return [self.value(inner, depth + 1) for _ in range(n)]
+                raise self.fail(f"metadata {key} is an array of arrays, which GGUF files do not have")
             dtype = self._dtype(inner)
             size = n * dtype.itemsize
             if size > self.end - self.pos:
@@ -144,6 +158,8 @@ class GGUF:
                 buf, _, more = _read(part, n)
                 paths.append(part)
                 maps.append(buf)
+                if twice := tensors.keys() & more.keys():
+                    raise TinychatError(f"{printable(str(part))}: tensor {printable(min(twice))} is in two parts")
                 tensors |= more
             expected = metadata.get("split.tensors.count")
             if expected is not None and expected != len(tensors):
@@ -170,7 +186,8 @@ class GGUF:
     def fingerprint(self) -> str:
         """What tells this model from any other without reading it all: sha256 of the header, the size and a few
         bytes of every tensor."""
-        digest = hashlib.sha256(self._maps[0][: min(t.offset for t in self.tensors.values() if t.part == 0)])
+        end = min((t.offset for t in self.tensors.values() if t.part == 0), default=len(self._maps[0]))
+        digest = hashlib.sha256(self._maps[0][:end])  # of a part without tensors: all of it
         digest.update(str(self.nbytes).encode())
         for t in self.tensors.values():
             middle = t.offset + t.nbytes // 2
@@ -185,7 +202,7 @@ class GGUF:
 
 def _split_paths(path: Path, count: int) -> list[Path]:
     found = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name)
-    if not found or count > 99999:
+    if not found or count > limits.PARTS.most:
         raise TinychatError(
             f"{printable(path.name)}: one of {count} parts, but not named NAME-00001-of-{count:05d}.gguf; "
             "give all parts their original names"
@@ -211,23 +228,27 @@ def _read(path: Path, part: int) -> tuple[mmap.mmap, dict[str, Any], dict[str, T
     c.pos = 4
     if (version := c.u32()) not in (2, 3):
         raise c.fail(f"GGUF version {version} is not supported (2 and 3 are)")
-    n_tensors, n_kv = c.u64(), c.u64()
+    n_tensors = c.limit("the number of tensors", c.u64(), limits.TENSORS)
+    n_kv = c.limit("the number of metadata keys", c.u64(), limits.KEYS)
     if n_tensors > c.end // 24 or n_kv > c.end // 12:
         raise c.truncated()
     metadata: dict[str, Any] = {}
     for _ in range(n_kv):
-        key = c.string()
-        metadata[key] = c.value(c.u32())
+        key = c.string("a metadata key", limits.NAME_BYTES)
+        if key in metadata:
+            raise c.fail(f"metadata {printable(key)} appears twice")
+        metadata[key] = c.value(printable(key), c.u32())
+        c.limit("the size of its header", c.pos, limits.HEADER_BYTES)
     index = []
     for _ in range(n_tensors):
-        name, n_dims = c.string(), c.u32()
-        if n_dims > 4:
-            raise c.fail(f"tensor {printable(name)} has {n_dims} dimensions; at most 4 exist")
-        dims = [c.u64() for _ in range(n_dims)]
+        name = c.string("a tensor's name", limits.NAME_BYTES)
+        what = f"tensor {printable(name)}: "
+        n_dims = c.limit(f"{what}the number of dimensions", c.u32(), limits.DIMENSIONS)
+        dims = [c.limit(f"{what}a dimension", c.u64(), limits.SIDE) for _ in range(n_dims)]
         index.append((name, dims, c.u32(), c.u64()))
     align = metadata.get("general.alignment", 32)
-    if not isinstance(align, int) or align <= 0 or align & (align - 1):
-        raise c.fail(f"general.alignment is {align}; expected a power of two")
+    if not isinstance(align, int) or not 0 < align <= limits.ALIGNMENT.most or align & (align - 1):
+        raise c.fail(f"general.alignment is {printable(repr(align)[:60])}; expected a power of two")
     data = -(-c.pos // align) * align
     tensors: dict[str, TensorInfo] = {}
     for name, dims, kind, offset in index:
@@ -239,7 +260,7 @@ def _read(path: Path, part: int) -> tuple[mmap.mmap, dict[str, Any], dict[str, T
             ) from None
         block, size = GGML_QUANT_SIZES[quant]
         elements = math.prod(dims)
-        if elements == 0 or (dims and dims[0] % block):
+        if dims[0] % block:
             raise c.fail(f"tensor {printable(name)} has shape {dims}; rows of {quant.name} hold a multiple of {block}")
         if name in tensors:
             raise c.fail(f"tensor {printable(name)} appears twice")

@@ -137,7 +137,7 @@ def calls_grammar(
     for thinking tags that are no tokens of this model.
     """
     functions = [tool["function"] for tool in tools]
-    lines = []
+    lines: list[str] = []
 
     def text(markup: str) -> str:
         parts = tokenizer.split(markup.replace(ID, "\0"), special=True)

@@ -20,7 +20,7 @@ from platformdirs import user_cache_dir
 
 from tinychat.engine.stats import available_memory
 from tinychat.errors import TinychatError
-from tinychat.kernels.executor import Executor
+from tinychat.kernels.executor import MeasurableExecutor
 
 
 @dataclass(frozen=True)
@@ -105,26 +105,26 @@ def measure_gpu() -> Limit:
     return limit
 
 
-def limit_of(executor: Executor, thorough: bool = False) -> float:
+def limit_of(executor: MeasurableExecutor, thorough: bool = False) -> float:
     """GB/s of `executor`'s device, 0.0 where it cannot be measured.
 
     Where nothing is stored it is measured now, in about 0.15 s; with `thorough` (for benchmarks, which own the machine)
     a value that was measured in passing is measured again, in about 0.5 s.
     """
-    if executor.device.startswith("CPU"):
-        threads, known = getattr(executor, "threads", 1), stored("CPU")
+    if executor.kind == "cpu":
+        threads, known = executor.threads, stored("CPU")
         if known is None or threads not in known.gb_s or (thorough and known.quick):
             try:
                 known = measure(None if thorough else [threads], 10 if thorough else 1)
             except TinychatError:
                 return 0.0
         return known.of(threads)
-    if read := getattr(executor, "read_bandwidth", None):
-        if (known := stored(executor.device)) is None:
-            known = Limit(executor.device, {0: float(read())}, False, _now())
-            keep(known)
-        return known.of(0)
-    return 0.0
+    if (known := stored(executor.device)) is None:
+        if not (gb_s := executor.read_bandwidth()):
+            return 0.0
+        known = Limit(executor.device, {0: gb_s}, False, _now())
+        keep(known)
+    return known.of(0)
 
 
 def _key(device: str) -> str:

@@ -15,9 +15,10 @@ from tinychat.engine.grammar import Matcher
 from tinychat.engine.stats import Stats
 from tinychat.errors import TinychatError
 from tinychat.kernels.executor import Executor
+from tinychat.kernels.limits import check_sampling
 from tinychat.kernels.ops import Plan, Sampling
 
-CHUNK = 256  # tokens per prefill call: progress and stopping are this fine
+SMALLEST_CHUNK = 32  # tokens per prefill call, at least; progress and stopping are as fine as a call
 
 OnPrefill = Callable[[int, int, int], None]
 
@@ -43,12 +44,13 @@ class Session:
         s.phase, s.prompt_tokens, s.reused_tokens, s.prefilled_tokens = "prefill", len(prompt), reused, 0
         s.prefill_s = s.prefill_tok_s = 0.0
         started, total = time.perf_counter(), last - reused
+        size = max(self.executor.prefill_chunk, SMALLEST_CHUNK)
         if on_prefill:
             on_prefill(0, total, reused)
         while len(self.tokens) < last:
             if stop and stop.is_set():
                 return False
-            chunk = list(prompt[len(self.tokens) : min(len(self.tokens) + CHUNK, last)])
+            chunk = list(prompt[len(self.tokens) : min(len(self.tokens) + size, last)])
             self.executor.forward(chunk, len(self.tokens))
             self.tokens += chunk
             s.prefill_s, s.context_used = time.perf_counter() - started, len(self.tokens)
@@ -65,7 +67,9 @@ class Session:
 
         Ends when the context is full. A token's row is in the cache once the next one was yielded. `matcher` says which
         tokens may come; those that it forces are run together, without sampling, with log-probability 0.
+        Raises TinychatError for parameters that the executor does not follow.
         """
+        check_sampling(sampling, self.executor.limits)
         history = list(recent)
         while len(self.tokens) < self.max_context:
             forced = matcher.forced() if matcher else []
@@ -95,7 +99,7 @@ class Session:
         """float32 (len(ids), vocab), from an empty cache; `decode` runs one token at a time."""
         self.check(ids)
         self.tokens = []
-        step = 1 if decode else CHUNK
+        step = 1 if decode else max(self.executor.prefill_chunk, SMALLEST_CHUNK)
         rows = []
         for start in range(0, len(ids), step):
             chunk = list(ids[start : start + step])

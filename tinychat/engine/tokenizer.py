@@ -10,7 +10,7 @@ from __future__ import annotations
 import codecs
 import heapq
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -19,8 +19,10 @@ from typing import Any
 from tokenizers import Regex
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+from tokenizers.pre_tokenizers import ByteLevel, Split
+from tokenizers.pre_tokenizers import Sequence as Stages
 
+from tinychat.engine import limits
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError, printable
 
@@ -176,6 +178,11 @@ class Tokenizer:
         model = self._get("tokenizer.ggml.model", str, required=True)
         self._texts = _strings(metadata, "tokenizer.ggml.tokens")
         self.n_vocab = n = len(self._texts)
+        if not limits.VOCABULARY.least <= n <= limits.VOCABULARY.most:
+            raise TinychatError(
+                f"tokenizer.ggml.tokens has {n:,} entries, accepted is 1 to {limits.VOCABULARY.most:,} "
+                f"({limits.VOCABULARY.why}); the file is damaged"
+            )
         self._texts = [text or f"[EMPTY_{i}]" for i, text in enumerate(self._texts)]
         self._ids = {text: i for i, text in enumerate(self._texts)}
         if len(self._ids) != n:
@@ -214,6 +221,7 @@ class Tokenizer:
         self.stop_ids = self._find_stops()
         self._control = frozenset(i for i, kind in enumerate(self._types) if kind in (_CONTROL, _UNKNOWN))
         user = [i for i, kind in enumerate(self._types) if kind == _USER]
+        self._check_marks([*self._control, *user])
         longest_first = lambda ids: sorted(ids, key=lambda i: -len(self._texts[i].encode()))  # noqa: E731
         self._user_marks = [(self._texts[i], i) for i in longest_first(user)]
         self.marks = [(self._texts[i], i) for i in longest_first([*self._control, *user])]
@@ -360,6 +368,17 @@ class Tokenizer:
                 self._types[token] = _CONTROL
         return frozenset(by_text | {token for token in stops if token is not None})
 
+    def _check_marks(self, ids: Sequence[int]) -> None:
+        """Raises TinychatError for control and user-defined tokens that would make matching them slow or large."""
+        sizes = [len(self._texts[i]) for i in ids]
+        for what, value, limit in (
+            ("control and user-defined tokens in the vocabulary", len(ids), limits.MARKS),
+            ("characters in a control or user-defined token", max(sizes, default=0), limits.MARK_CHARS),
+            ("characters in all control and user-defined tokens", sum(sizes), limits.MARKS_CHARS),
+        ):
+            if value > limit.most:
+                raise TinychatError(f"{value:,} {what}, accepted are {limit.most:,} ({limit.why})")
+
     def _build_bpe(self, pre: _Pre, merges_required: bool) -> HFTokenizer:
         key = "tokenizer.ggml.merges"
         lines = _strings(self._metadata, key) if merges_required or key in self._metadata else []
@@ -370,7 +389,7 @@ class Tokenizer:
             why = printable(str(e), newlines=False)
             raise TinychatError(f"{key} does not fit the vocabulary ({why}); the file is damaged") from None
         splits = [Split(Regex(stage), "isolated") for stage in pre.stages]
-        hf.pre_tokenizer = Sequence([*splits, ByteLevel(add_prefix_space=False, use_regex=False)])
+        hf.pre_tokenizer = Stages([*splits, ByteLevel(add_prefix_space=False, use_regex=False)])
         return hf
 
 

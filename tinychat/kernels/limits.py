@@ -22,6 +22,9 @@ class Limits:
     float_multiple: int = 1  # of the row length of F32, F16 and BF16 matrices
     float_columns: int = UNLIMITED  # row length of those
     packed_rows: int = UNLIMITED  # rows of one matrix, of all its groups
+    heads: int = UNLIMITED
+    head_group: int = UNLIMITED  # query heads per kv head
+    kv_rows: int = UNLIMITED  # kv heads times the positions of the context
     key_length: int = UNLIMITED  # of a GQA head
     key_multiple: int = 1
     value_multiple: int = 1
@@ -35,9 +38,10 @@ class Limits:
     prefill_chunk: int = UNLIMITED  # tokens that run together
 
 
-def check(plan: Plan, limits: Limits, device: str) -> None:
-    """Raises TinychatError with one line that says what of `plan` an executor with `limits` does not run."""
-    if (reason := next(_refusals(plan, limits), None)) is not None:
+def check(plan: Plan, limits: Limits, device: str, max_context: int) -> None:
+    """Raises TinychatError with one line that says what of `plan`, with caches of `max_context` rows, an executor with
+    `limits` does not run."""
+    if (reason := next(_refusals(plan, limits, max_context), None)) is not None:
         raise TinychatError(f"the {device} executor does not run this model: {reason}")
 
 
@@ -47,10 +51,15 @@ def check_sampling(sampling: Sampling, limits: Limits) -> None:
         raise TinychatError(f"top_k {sampling.top_k} is over this device's {limits.sampling_top_k}; take a smaller one")
 
 
-def _refusals(plan: Plan, limits: Limits) -> Iterator[str]:
+def _refusals(plan: Plan, limits: Limits, max_context: int) -> Iterator[str]:
     for w in plan.matrices:
         yield from _of_weight(w, limits)
     for layer in plan.layers:
+        if layer.attention:
+            kv_heads = layer.attention.kv_heads
+            yield from _over("the number of heads", layer.attention.heads, limits.heads)
+            yield from _over("the number of heads per kv head", layer.attention.heads // kv_heads, limits.head_group)
+            yield from _over("the context, over all kv heads,", kv_heads * max_context, limits.kv_rows)
         match layer.attention:
             case GQA() as a:
                 yield from _of_heads(a, limits)

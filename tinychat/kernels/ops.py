@@ -172,6 +172,11 @@ class MLA:
     residual_scale: float = 1.0
 
     @property
+    def kv_heads(self) -> int:
+        """All heads read one latent row."""
+        return 1
+
+    @property
     def row(self) -> int:
         """Values of a cache row, and of a query."""
         return self.kv_lora + self.rope.dims

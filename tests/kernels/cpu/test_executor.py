@@ -1,5 +1,9 @@
 """The CPU executor against the float64 forward, and against itself: chunks, threads, saved caches."""
 
+import os
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +22,8 @@ from tinychat.engine.gguf import GGUF
 from tinychat.engine.plan import build_plan
 from tinychat.errors import TinychatError
 from tinychat.kernels import sampling
-from tinychat.kernels.cpu.executor import CPUExecutor, load_library
+from tinychat.kernels.cpu.executor import CPUExecutor, default_threads
+from tinychat.kernels.cpu.library import Library
 from tinychat.kernels.ops import Sampling
 
 IDS = [290, 17, 204, 99, 3, 256, 258, 64, 131, 64, 17, 280, 5, 77, 31, 8, 120, 240, 19, 66, 201, 14, 9]
@@ -46,11 +51,12 @@ def relative(a: np.ndarray, b: np.ndarray) -> float:
 
 @pytest.mark.parametrize("kind", QUANTS, ids=lambda q: q.name)
 def test_packed_rows_decode_to_the_same_bits(kind: tiny.Q) -> None:
-    lib = load_library()
+    library = Library()
+    lib = library.lib
     block, _ = GGML_QUANT_SIZES[kind]
     rng, rows, cols = np.random.default_rng(3), 32, 3 * block if block > 1 else 37
     raw = random_blocks(rng, kind, rows * cols // block, 1.0).reshape(rows, -1)
-    context = lib.tc_alloc(lib.tc_sizeof(1))
+    context = lib.tc_alloc(library.context_bytes)
     lib.tc_open(context, 2)
     packed = lib.tc_alloc(lib.tc_group_bytes(kind, cols) * 2)
     lib.tc_pack(context, packed, raw.ctypes.data, kind, rows, cols, 1, rows)
@@ -110,8 +116,10 @@ def test_decode_is_forward(tmp_path: Path) -> None:
         ex.forward(IDS[:-1], 0)
         out, ids, pos = [], list(IDS), len(IDS) - 1
         for (token, logprob), _ in zip(ex.decode(IDS[-1], pos, GREEDY, IDS), range(8)):
+            rows = ex.forward([[IDS[-1], *out][-1]], pos + len(out), "last")
+            assert rows is not None
             out.append(token)
-            logits = ex.step_logits().astype(np.float64)
+            logits = rows[0].astype(np.float64)
             assert token == logits.argmax()
             assert logprob == pytest.approx(logits[token] - np.logaddexp.reduce(logits), abs=1e-5)
         for token in out:
@@ -131,16 +139,28 @@ def test_more_threads_than_cores_decode_the_same(tmp_path: Path) -> None:
     assert answers[0] == answers[1]
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads Linux's account of each thread")
 def test_idle_threads_sleep(tmp_path: Path) -> None:
-    with executor(tiny.write(tmp_path / "m.gguf", "llama")) as ex:
+    def threads() -> set[str]:
+        return {p.name for p in Path("/proc/self/task").iterdir()}
+
+    def account(thread: str) -> tuple[str, str]:
+        """(state, nanoseconds on a core and of waiting for one and the number of turns)."""
+        task = Path("/proc/self/task") / thread
+        return task.joinpath("stat").read_text().rpartition(")")[2].split()[0], task.joinpath("schedstat").read_text()
+
+    others = threads()
+    with executor(tiny.write(tmp_path / "m.gguf", "llama"), 3) as ex:
         ex.forward(IDS, 0)
-        time.sleep(0.05)
-        spent = []
-        for _ in range(3):  # the least: other tests leave threads behind that end meanwhile
-            before = time.process_time()
-            time.sleep(0.4)
-            spent.append(time.process_time() - before)
-        assert min(spent) < 0.02 * 0.4
+        ours = threads() - others
+        assert len(ours) == 2
+        for _ in range(1000):  # until no thread has run between two looks
+            before = {t: account(t) for t in ours}
+            time.sleep(0.05)
+            if all(a == account(t) and a[0] == "S" for t, a in before.items()):
+                break
+        else:
+            pytest.fail("the threads of the pool never sleep")
 
 
 def test_saved_cache_continues_as_before(tmp_path: Path) -> None:
@@ -168,13 +188,15 @@ def test_limits(tmp_path: Path) -> None:
             ex.forward([1], 0)
 
 
-def test_sampling_is_the_engines(tmp_path: Path) -> None:
+def tied(name: str, values: np.ndarray) -> np.ndarray:
+    """Tokens 2i and 2i+1 have equal logits."""
+    return np.repeat(values[: len(values) // 2 + 1], 2, 0)[: len(values)] if name == "output.weight" else values
+
+
+def test_decode_samples_as_the_reference(tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
-    with executor(tiny.write(tmp_path / "m.gguf", "llama")) as ex:
+    with executor(tiny.write(tmp_path / "m.gguf", "llama", edit=tied)) as ex:
         for i in range(400):
-            logits = (rng.standard_normal(tiny.VOCAB) * rng.choice([0.5, 2, 6])).astype(np.float32)
-            if i % 5 == 0:
-                logits = np.round(logits)  # ties
             s = Sampling(
                 temperature=float(rng.choice([0, 0.3, 1.0, 2.0])),
                 top_k=int(rng.choice([0, 1, 5, 40, 400])),
@@ -182,13 +204,34 @@ def test_sampling_is_the_engines(tmp_path: Path) -> None:
                 min_p=float(rng.choice([0, 0.05, 0.5])),
                 repeat_penalty=float(rng.choice([1.0, 1.3])),
                 repeat_last_n=8,
+                dry_multiplier=float(rng.choice([0, 0.8, 4])),
+                dry_base=float(rng.choice([1.0, 1.75])),
+                dry_allowed_length=int(rng.choice([0, 1, 2])),
+                dry_last_n=int(rng.choice([-1, 0, 20])),
+                dry_breakers=(3,),
                 seed=int(rng.integers(2**40)),
             )
-            recent = rng.integers(0, tiny.VOCAB, 12).tolist()
-            token, logprob = ex.sample(logits, i, s, recent)
-            want, want_logprob = sampling.sample(logits, s, i, recent)
-            assert token == want, (i, s)
-            assert logprob == pytest.approx(want_logprob, abs=1e-5)
+            pos, token = i % 60, int(rng.integers(0, tiny.VOCAB))
+            rows = ex.forward([token], pos, "last")
+            assert rows is not None
+            likely = np.argsort(rows[0])[-2:]  # among the tokens so far, so that the penalties decide
+            recent = [*rng.choice([1, 2, 3, *likely], 40).tolist(), token]
+            for got, logprob in ex.decode(token, pos, s, recent):
+                want, want_logprob = sampling.sample(rows[0], s, pos, recent)
+                assert got == want, (i, s)
+                assert logprob == pytest.approx(want_logprob, abs=1e-5)
+                break
+
+
+def test_penalties_follow_what_was_sampled(tmp_path: Path) -> None:
+    s = Sampling(temperature=0.0, repeat_penalty=1.2, repeat_last_n=5, dry_multiplier=2.0, dry_allowed_length=1)
+    with executor(tiny.write(tmp_path / "m.gguf", "llama")) as ex:
+        ex.forward(IDS[:-1], 0)
+        ids, pos = list(IDS), len(IDS) - 1
+        for (token, _), _ in zip(ex.decode(ids[-1], pos, s, ids), range(60)):
+            rows = ex.forward([ids[-1]], len(ids) - 1, "last")
+            assert rows is not None and token == sampling.sample(rows[0], s, len(ids) - 1, ids)[0]
+            ids.append(token)
 
 
 @pytest.mark.parametrize("variant", ["qwen3moe", "deepseek2_glm", "deepseek2_groups", "deepseek2_fused_experts"])
@@ -210,3 +253,65 @@ def test_a_dense_model_has_no_routes(tmp_path: Path) -> None:
     with executor(tiny.write(tmp_path / "m.gguf", "llama")) as ex:
         ex.forward(IDS, 0)
         assert ex.routes() is None
+
+
+def test_threads_follow_affinity_and_cgroup_quotas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    for cpu in range(8):  # two hardware threads per core
+        topology = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(f"{cpu // 2 * 2},{cpu // 2 * 2 + 1}\n")
+
+    def limited(cgroup: str, files: dict[str, str]) -> int:
+        (tmp_path / "proc/self").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "proc/self/cgroup").write_text(cgroup)
+        shutil.rmtree(tmp_path / "sys/fs", ignore_errors=True)
+        for name, text in files.items():
+            path = tmp_path / "sys/fs/cgroup" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return default_threads(tmp_path)
+
+    assert limited("", {}) == 4
+    assert limited("0::/a/b\n", {"a/b/cpu.max": "max 100000\n"}) == 4
+    assert limited("0::/a/b\n", {"a/b/cpu.max": "250000 100000\n"}) == 2
+    assert limited("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "100000 100000"}) == 1  # the group above
+    assert limited("0::/a/b\n", {"cpu.max": "50000 100000\n"}) == 1  # the path is the host's; less than a core is one
+    v1 = "5:memory:/m\n4:cpu,cpuacct:/a\n0::/\n"
+    assert limited(v1, {"cpu/a/cpu.cfs_quota_us": "300000\n", "cpu/a/cpu.cfs_period_us": "100000\n"}) == 3
+    assert limited(v1, {"cpu/a/cpu.cfs_quota_us": "-1\n", "cpu/a/cpu.cfs_period_us": "100000\n"}) == 4
+
+
+SHORT = """
+import resource, sys
+from tinychat.engine.config import ModelConfig
+from tinychat.engine.gguf import GGUF
+from tinychat.engine.plan import build_plan
+from tinychat.errors import TinychatError
+from tinychat.kernels.cpu.executor import CPUExecutor
+
+gguf = GGUF.open(sys.argv[1])
+plan = build_plan(gguf, ModelConfig.from_gguf(gguf))
+CPUExecutor(plan, gguf, 64, threads=1).close()
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+done = 0
+for more in range(0, 24 << 20, 128 << 10):  # ever more room: it ends in another allocation each time
+    resource.setrlimit(resource.RLIMIT_AS, (used + more, resource.RLIM_INFINITY))
+    try:
+        ex = CPUExecutor(plan, gguf, 512, threads=1)
+        ex.forward([1, 2, 3], 0)
+        ex.close()
+        done += 1
+    except TinychatError as e:
+        assert "not enough memory" in str(e), e
+    except MemoryError:  # of Python's or NumPy's own
+        pass
+print("done", done)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS as Linux has it")
+def test_too_little_memory_is_an_error_and_no_crash(tmp_path: Path) -> None:
+    path = tiny.write(tmp_path / "m.gguf", "deepseek2_glm", "Q8_0")
+    ran = subprocess.run([sys.executable, "-c", SHORT, str(path)], capture_output=True, text=True)
+    assert ran.returncode == 0 and int(ran.stdout.split()[1]) > 0, ran.stderr

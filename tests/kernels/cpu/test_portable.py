@@ -1,8 +1,11 @@
 """The CPU kernels of every instruction set: AVX2 and plain C run here, NEON is cross-compiled and run under
 qemu-user."""
 
+import ctypes
+import os
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +17,8 @@ from tests.kernels.cpu.test_executor import IDS, NOISE, executor, relative
 from tests.support import tiny
 from tests.support.blocks import QUANTS, random_blocks
 from tests.support.forward64 import forward
-from tinychat.errors import TinychatError
 from tinychat.kernels.cpu import compiler
-from tinychat.kernels.cpu.executor import load_library
+from tinychat.kernels.cpu.library import Library
 
 HARNESS = Path(__file__).parent / "kernels.c"
 FLAGS = ("-O1", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
@@ -33,7 +35,7 @@ on_x86 = pytest.mark.skipif(compiler.platform.machine() != "x86_64", reason="x86
 @pytest.mark.parametrize(("march", "name"), [("haswell", "AVX2"), ("nehalem", "plain C")])
 def test_other_x86(march: str, name: str, tmp_path: Path) -> None:
     flags = (f"-march={march}",)
-    assert load_library(flags).tc_simd().decode() == name
+    assert Library(flags).simd == name
     for variant, quant in (
         ("llama", "Q4_1"),
         ("deepseek2_glm", "Q8_0"),
@@ -47,31 +49,68 @@ def test_other_x86(march: str, name: str, tmp_path: Path) -> None:
             assert relative(got, forward(path, IDS)) < NOISE
 
 
-@pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler named cc")
-def test_any_c_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "compiler", lambda: [shutil.which("cc")])
-    path = tiny.write(tmp_path / "m.gguf", "deepseek2_glm", "Q4_K_M")
-    with executor(path) as ex:
+@pytest.mark.parametrize("name", ["cc", "clang-14"])  # the sources need nothing newer than Debian 12's
+def test_any_c_compiler(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not (path := shutil.which(name)):
+        pytest.skip(f"needs a C compiler named {name}")
+    monkeypatch.setattr(compiler, "compilers", lambda: [[path]])
+    model = tiny.write(tmp_path / "m.gguf", "deepseek2_glm", "Q4_K_M")
+    with executor(model) as ex:
         got = ex.forward(IDS, 0, "all")
         assert got is not None
-        assert relative(got, forward(path, IDS)) < NOISE
+        assert relative(got, forward(model, IDS)) < NOISE
 
 
-def test_no_compiler_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "compiler", lambda: None)
-    with pytest.raises(TinychatError, match="ziglang"):
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that is PATH, first with a clang in it that fails; the cache is empty."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "clang").write_text("#!/bin/sh\necho 'step.c:1: error: no vectors here' >&2; exit 1\n")
+    (folder / "clang").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return folder
+
+
+@needs_zig
+def test_a_broken_clang_on_the_path_is_not_even_asked(machine: Path) -> None:
+    assert [Path(command[0]).name for command in compiler.compilers()] == ["zig", "clang"]
+    assert compiler.build().exists() and "clang-" in (compiler.tinygrad_cc() or "")
+
+
+def test_when_a_compiler_fails_the_next_one_is_tried(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "zig", lambda: str(machine / "zig"))  # cannot run here
+    cc, before = shutil.which("cc", path=os.defpath), os.environ["PATH"]
+    if not cc:
+        pytest.skip("needs a C compiler named cc")
+    (machine / "cc").symlink_to(cc)
+    monkeypatch.setenv("PATH", f"{before}:{os.defpath}")  # what cc calls
+    notices = list[str]()
+    path = compiler.build(notice=notices.append)
+    assert ctypes.CDLL(str(path)).tc_sizeof and len(notices) == 1
+    assert compiler.build(notice=notices.append) == path and len(notices) == 1
+
+
+def test_no_compiler_is_one_clear_line(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "zig", lambda: None)
+    monkeypatch.setenv("CC", str(machine / "nosuch"))
+    with pytest.raises(compiler.NoCompiler, match=r"^clang cannot compile the CPU kernels: .*no vectors here$"):
+        compiler.build()
+    assert compiler.tinygrad_cc() is None and list(compiler.cache_dir().iterdir()) == []
+    (machine / "clang").unlink()
+    with pytest.raises(compiler.NoCompiler, match=r"^no C compiler was found$"):
         compiler.build()
 
 
-def test_broken_compiler_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = tmp_path / "clang"
-    fake.write_text("#!/bin/sh\necho 'step.c:1: error: no vectors here' >&2; exit 1\n")
-    fake.chmod(0o755)
-    monkeypatch.setattr(compiler, "compiler", lambda: [str(fake)])
-    before = set(compiler.cache_dir().iterdir())
-    with pytest.raises(TinychatError, match=r"clang cannot compile the CPU kernels: .*no vectors here"):
-        compiler.build()
-    assert set(compiler.cache_dir().iterdir()) == before
+def test_libraries_that_nobody_uses_are_deleted(machine: Path) -> None:
+    folder = compiler.cache_dir()
+    for name, age in (("cpu-old.so", 40), ("cpu-used.so", 20), ("clang-old", 40), ("other", 400)):
+        (folder / name).write_bytes(b"")
+        os.utime(folder / name, (time.time() - age * 86400,) * 2)
+    compiler._prune(folder, time.time() - compiler.UNUSED)
+    assert {p.name for p in folder.iterdir()} == {"cpu-used.so", "other"}
 
 
 def zig(*args: str) -> None:

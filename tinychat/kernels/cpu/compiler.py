@@ -1,10 +1,12 @@
-"""Finds a C compiler and builds the CPU library for this host: once, then from the user's cache directory.
+"""Builds the CPU library for this host: once, then from the user's cache directory.
 
-clang on the PATH comes first, then the one inside the PyPI package `ziglang`, then `cc`.
+The compiler is the clang inside the PyPI package `ziglang`, so that every machine runs the same code. `CC`, clang and
+cc on the PATH are tried, in this order, only where that one is missing or fails.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import importlib.util
@@ -14,15 +16,21 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from platformdirs import user_cache_dir
 
-from tinychat.errors import TinychatError
+from tinychat.errors import TinychatError, printable
 
 SOURCES = Path(__file__).parent
+UNUSED = 30 * 86400.0  # seconds after which a compiled library that nobody has loaded is deleted
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall")
+
+
+class NoCompiler(TinychatError):
+    """No compiler here builds the CPU library; the text says what each of them answered."""
 
 
 def cache_dir() -> Path:
@@ -39,13 +47,16 @@ def zig() -> str | None:
     return str(exe) if exe and exe.exists() else None
 
 
-def compiler() -> list[str] | None:
-    """Command line of a hosted C compiler for this machine, or None."""
-    if clang := shutil.which("clang"):
-        return [clang]
+def compilers() -> list[list[str]]:
+    """Command lines of the C compilers of this machine, the one to use first."""
+    found = []
     if exe := zig():
-        return [exe, "cc", *(_zig_linux(Path(exe), platform.machine()) if sys.platform == "linux" else ())]
-    return [cc] if (cc := shutil.which("cc")) else None
+        found.append([exe, "cc", *(_zig_linux(Path(exe), platform.machine()) if sys.platform == "linux" else ())])
+    return found + [[path] for name in _others() if (path := shutil.which(name))]
+
+
+def _others() -> list[str]:
+    return [name for name in (os.environ.get("CC"), "clang", "cc") if name]
 
 
 def _zig_linux(exe: Path, machine: str) -> list[str]:
@@ -81,31 +92,58 @@ def _write(path: Path, data: bytes, mode: int) -> None:
 def build(flags: Sequence[str] = ("-march=native",), notice: Callable[[str], None] | None = None) -> Path:
     """Path of the shared library made from the C sources beside this file with `flags`; compiled if not in the cache.
 
-    `notice` is called with one line before a compilation starts. Raises TinychatError where no compiler works.
+    `notice` is called with one line before a compilation starts. Raises NoCompiler where no compiler works.
     """
-    command = compiler()
-    if command is None:
-        raise TinychatError("no C compiler: install clang, or `pip install ziglang`")
-    files = sorted(p for p in SOURCES.iterdir() if p.suffix in (".c", ".h"))
     if platform.machine() in ("arm64", "aarch64"):
         flags = [f.replace("-march=native", "-mcpu=native") for f in flags]
-    args = [*command, *FLAGS, *flags]
-    key = hashlib.sha256("\0".join([*args, host_cpu()]).encode())
-    for p in files:
-        key.update(p.read_bytes())
-    path = cache_dir() / f"cpu-{key.hexdigest()[:20]}.so"
-    if path.exists():
+    commands = [[*command, *FLAGS, *flags] for command in compilers()]
+    paths = [_path(args) for args in commands]
+    if path := next((path for path in paths if path.exists()), None):
+        with contextlib.suppress(OSError):
+            os.utime(path)  # used now: see _prune
         return path
-    if notice:
+    if notice and commands:
         notice("compiling the CPU kernels for this machine (once)")
+    failures = []
+    for args, path in zip(commands, paths):
+        if why := _compile(args, path):
+            failures.append(why)
+            continue
+        _prune(path.parent, time.time() - UNUSED)
+        return path
+    raise NoCompiler("; ".join(failures) or "no C compiler was found")
+
+
+def _path(args: Sequence[str]) -> Path:
+    """Where the library that the command line `args` makes on this host from the present sources is kept."""
+    key = hashlib.sha256("\0".join([*args, host_cpu()]).encode())
+    for p in sorted(p for p in SOURCES.iterdir() if p.suffix in (".c", ".h")):
+        key.update(p.read_bytes())
+    return cache_dir() / f"cpu-{key.hexdigest()[:20]}.so"
+
+
+def _compile(args: Sequence[str], path: Path) -> str:
+    """Makes the library `path` with `args`. Returns "", or one line about why that failed."""
+    name = Path(args[0]).name
     with tempfile.TemporaryDirectory() as tmp:
         out = Path(tmp) / "out.so"
-        done = subprocess.run([*args, str(SOURCES / "step.c"), "-o", str(out)], capture_output=True, text=True)
-        if done.returncode:
-            line = next((ln for ln in done.stderr.splitlines() if "error" in ln), done.stderr[:200])
-            raise TinychatError(f"{Path(command[0]).name} cannot compile the CPU kernels: {line}")
-        _write(path, out.read_bytes(), 0o755)
-    return path
+        try:
+            done = subprocess.run([*args, str(SOURCES / "step.c"), "-o", str(out)], capture_output=True, text=True)
+            if not done.returncode:
+                _write(path, out.read_bytes(), 0o755)
+                return ""
+        except OSError as e:
+            return f"{name} does not run: {e.strerror or e}"
+        line = next((ln for ln in done.stderr.splitlines() if "error" in ln), done.stderr.strip()[:200])
+        return f"{name} cannot compile the CPU kernels: {printable(line, newlines=False)}"
+
+
+def _prune(folder: Path, before: float) -> None:
+    """Deletes compiled libraries and compiler wrappers of ours that were last used before the time `before`."""
+    for path in (*folder.glob("cpu-*.so*"), *folder.glob("clang-*")):
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime < before:
+                path.unlink()
 
 
 def load(flags: Sequence[str] = ("-march=native",), notice: Callable[[str], None] | None = None) -> ctypes.CDLL:
@@ -132,20 +170,33 @@ exec "{zig}" cc -g0 -fno-asynchronous-unwind-tables "$@"
 
 
 def tinygrad_cc() -> str | None:
-    """Gives tinygrad's CPU device a compiler; call it before tinygrad is used. Returns its name, or None where there is
-    none.
+    """Gives tinygrad's CPU device a compiler by setting `CC`; call it before tinygrad is used. Returns its path, or
+    None where none works.
 
-    An own `CC` or a clang on the PATH stays as it is; otherwise `CC` is set to a small wrapper around zig's clang.
+    A small wrapper around zig's clang, or else what `CC`, clang or cc on the PATH name.
     """
-    if os.environ.get("CC"):
-        return os.environ["CC"]
-    if clang := shutil.which("clang"):
-        return clang
-    if (exe := zig()) is None:
-        return None
-    text = _WRAPPER.replace("{zig}", exe).encode()
-    path = cache_dir() / f"clang-{hashlib.sha256(text).hexdigest()[:12]}"
-    if not path.exists():
-        _write(path, text, 0o755)
-    os.environ["CC"] = str(path)
-    return str(path)
+    wrapper = None
+    if exe := zig():
+        text = _WRAPPER.replace("{zig}", exe).encode()
+        wrapper = cache_dir() / f"clang-{hashlib.sha256(text).hexdigest()[:12]}"
+        if wrapper.exists():
+            os.environ["CC"] = str(wrapper)
+            return str(wrapper)
+        _write(wrapper, text, 0o755)
+    for command in (wrapper and str(wrapper), *map(shutil.which, _others())):
+        if command and _compiles(command):
+            os.environ["CC"] = command
+            return command
+        if wrapper and command == str(wrapper):
+            wrapper.unlink(missing_ok=True)  # its existence says that it works
+    return None
+
+
+def _compiles(command: str) -> bool:
+    """Does `command` make an object file the way tinygrad asks for one?"""
+    machine = "arm64" if platform.machine() in ("arm64", "aarch64") else platform.machine()
+    args = [command, "-c", "-x", "c", f"--target={machine}-none-unknown-elf", "-ffreestanding", "-", "-o", "-"]
+    try:
+        return subprocess.run(args, input=b"int x;", capture_output=True).returncode == 0
+    except OSError:
+        return False

@@ -47,19 +47,21 @@ from tinychat.kernels.profile import (
 )
 from tinychat.kernels.sampling import penalties
 
-LIMITS = Limits(
+LIMITS = Limits(  # a phase has at most 2^20 tasks (pool.h)
     QUANTS,
-    packed_rows=1 << 27,  # tiles of rows are tasks, at most 2^20 of a phase (pool.h)
-    equal_caches=True,  # one address for the caches of all layers
-    experts=4096,  # router scores and chosen pairs lie on the stack (step.c)
-    experts_used=128,
-    expert_groups=4096,
+    packed_rows=1 << 27,  # 256 rows are a task of packing
+    heads=1 << 16,
+    head_group=1024,  # MAX_GROUP of step.c
+    kv_rows=1 << 27,  # 256 rows of a kv head are a task of attention
+    equal_caches=True,  # the caches of all layers lie behind one another
+    experts=1 << 19,  # an expert is a task
     prefill_chunk=256,
 )
 
 
-def default_threads() -> int:
-    """Physical cores this process may use; on Apple silicon the performance cores only."""
+def default_threads(root: Path = Path("/")) -> int:
+    """Physical cores this process may use, at most as many as its cgroups' CPU quotas pay for; on Apple silicon the
+    performance cores only. `root`: where /proc and /sys are."""
     if sys.platform == "darwin":
         done = subprocess.run(["sysctl", "-n", "hw.perflevel0.physicalcpu"], capture_output=True, text=True)
         return int(done.stdout) if done.returncode == 0 else os.cpu_count() or 1
@@ -67,9 +69,40 @@ def default_threads() -> int:
         return os.cpu_count() or 1
     cores = set()
     for cpu in os.sched_getaffinity(0):
-        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        siblings = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
         cores.add(siblings.read_text() if siblings.exists() else str(cpu))
-    return len(cores)
+    return max(1, int(min(len(cores), _cpu_quota(root))))
+
+
+def _cpu_quota(root: Path) -> float:
+    """CPU seconds per second that this process's cgroups allow, of version 1 or 2; infinity without a quota.
+
+    https://docs.kernel.org/admin-guide/cgroup-v2.html (cpu.max), https://docs.kernel.org/scheduler/sched-bwc.html
+    """
+    least = float("inf")
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return least
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        # a quota of any group above counts too; the path may be that of the host, of which only the top is seen here
+        for folder in (top / group.lstrip("/"), *(top / p for p in Path(group.lstrip("/")).parents)):
+            try:
+                if controllers:
+                    quota = (folder / "cpu.cfs_quota_us").read_text()
+                    period = (folder / "cpu.cfs_period_us").read_text()
+                else:
+                    quota, period = (folder / "cpu.max").read_text().split()
+                if float(quota) > 0:
+                    least = min(least, float(quota) / float(period))
+            except (OSError, ValueError, ZeroDivisionError):  # "max": no quota
+                continue
+    return least
 
 
 class CPUExecutor:
@@ -97,7 +130,7 @@ class CPUExecutor:
         notice: Callable[[str], None] | None = None,
         progress: Callable[[float], None] | None = None,
     ) -> None:
-        check(plan, LIMITS, "CPU")
+        check(plan, LIMITS, "CPU", max_context)
         self.plan, self.max_context = plan, max_context
         self.prefill_chunk = min(LIMITS.prefill_chunk, max_context)
         self._compiled = False
@@ -161,7 +194,7 @@ class CPUExecutor:
         c.widths = self._array(np.array(widths, np.int32))
         c.k_cache, c.v_cache = self._alloc(k_bytes + slack), self._alloc(v_bytes + slack)
         if self._lib.tc_prepare(self._ctx):
-            raise TinychatError("not enough memory for the working buffers; choose a smaller context")
+            raise TinychatError("not enough memory for the working buffers; choose a smaller model or context")
 
     # ---- running ----
 

@@ -152,6 +152,7 @@ static int pool_start(Pool *p, int threads) {
   p->threads = 1;
   for (int id = 1; id < threads && id < MAX_THREADS; id++) {
     Seat *seat = malloc(sizeof *seat);
+    if (!seat) break;
     *seat = (Seat){p, id};
     if (pthread_create(&p->handle[id], NULL, worker_, seat)) { free(seat); break; }
     p->threads++;

@@ -32,16 +32,18 @@ INLINE f32v from_int(i32v v) { return __builtin_convertvector(v, f32v); }
 INLINE f32v from_bytes(u8x16 v) { return __builtin_convertvector(__builtin_convertvector(v, i32v), f32v); }
 INLINE f32v from_signed_bytes(u8x16 v) { return __builtin_convertvector(__builtin_convertvector((i8x16)v, i32v), f32v); }
 
+// Intrinsics, since __builtin_elementwise_fma needs clang 19 and gcc has none.
 INLINE f32v fma_(f32v a, f32v b, f32v c) {
-#if defined(__FMA__) || defined(__aarch64__)
-#if defined(__clang__)
-  return __builtin_elementwise_fma(a, b, c);
-#elif defined(__AVX512F__)
+#if defined(__AVX512F__)
   return (f32v)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#else
-  for (int i = 0; i < 16; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
-  return c;
-#endif
+#elif defined(__FMA__)
+  union { f32v v; __m256 h[2]; } x = {a}, y = {b}, z = {c};
+  for (int i = 0; i < 2; i++) z.h[i] = _mm256_fmadd_ps(x.h[i], y.h[i], z.h[i]);
+  return z.v;
+#elif defined(__aarch64__)
+  union { f32v v; float32x4_t q[4]; } x = {a}, y = {b}, z = {c};
+  for (int i = 0; i < 4; i++) z.q[i] = vfmaq_f32(z.q[i], x.q[i], y.q[i]);
+  return z.v;
 #else
   return a * b + c;
 #endif

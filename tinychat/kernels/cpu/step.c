@@ -52,6 +52,10 @@ typedef struct {  // per thread
   uint64_t ready;  // the phase whose input this is
   int32_t *experts;
   float *expert_weights;
+  float *chances;  // choose: [2][experts]
+  int32_t *groups; // choose: [2][groups of experts]
+  int32_t *pairs;  // of a batch: [batch * (top_k + 1)]
+  float **targets; // of a batch: [batch]
   uint64_t stopped;  // when the last task ended, if there are clocks
   int last_op;
 } Scratch;
@@ -83,6 +87,8 @@ typedef struct {
   int tokens, pos, logits_mode, sampled;  // logits_mode: 0 none, 1 last, 2 all
   uint64_t serial;  // of the call
   float *logits_out;
+  struct Piece *pieces;  // of working memory
+  int short_;            // one of them could not be had
 } Ctx;
 
 #define MIN_(a, b) ((a) < (b) ? (a) : (b))
@@ -225,7 +231,7 @@ static void linear(Ctx *c, const Op *op, Part me) {
 static void gate_up(Ctx *c, const Op *op, Part me) {
   const Scratch *x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], op->w[0].cols, op->norm, needs(op->w, 2));
   if (!x) return;
-  float *dst[c->tokens];
+  float **dst = c->scratch[me.id].targets;
   for (int t = 0; t < c->tokens; t++) dst[t] = row(c, op->dst[0], t);
   int first, last, n = groups16(&op->w[0]);
   share(me, n, 0, 1, n, &first, &last);
@@ -294,6 +300,8 @@ static void divide(float *dst, const float *src, float by, int n) {
   for (int d = 0; d < n; d += 16) store(dst + d, ldf(src + d) / by, n - d);
 }
 
+enum { MAX_GROUP = 1024 };  // query heads of one kv head; executor.py refuses more
+
 // One token: tasks are (kv head, part of its query heads, chunk); who finishes a part's last chunk merges the chunks in order.
 static int attention_tasks(const Ctx *c, const Op *op, int *per) {
   int group = op->heads / op->kv_heads, chunks = c->pos / CHUNK + 1, parts = 1;
@@ -307,8 +315,8 @@ static void attention_one(Ctx *c, const Op *op, int id, int task) {
   int per, tasks = attention_tasks(c, op, &per), group = op->heads / op->kv_heads, chunks = c->pos / CHUNK + 1;
   int parts = tasks / op->kv_heads / chunks, value = padded(op->value_dim), record = value + 16;
   int kv = task / (parts * chunks), part = task / chunks % parts, chunk = task % chunks;
-  int h0 = kv * group + part * per, count = MIN_(per, group - part * per), stride = (count + 3) / 4 * 4, limit[count];
-  float high[count], sum[count];
+  int h0 = kv * group + part * per, count = MIN_(per, group - part * per), stride = (count + 3) / 4 * 4, limit[MAX_GROUP];
+  float high[MAX_GROUP], sum[MAX_GROUP];
   memset(s->attn_q, 0, sizeof(float) * (size_t)op->key_dim * stride);
   for (int m = 0; m < count; m++) {
     const float *q = row(c, op->src, 0) + (size_t)(h0 + m) * op->key_dim;
@@ -442,9 +450,9 @@ static void absorb(Ctx *c, const Op *op, Part me) {
 static void value_up(Ctx *c, const Op *op, Part me) { per_head(c, op, me, op->w[0].cols, op->w[0].rows); }
 
 // Chooses the experts of one token from its router logits l; ids and weights: [top_k].
-static void choose(const Op *op, const float *l, int32_t *ids, float *weights) {
+static void choose(const Op *op, const Scratch *s, const float *l, int32_t *ids, float *weights) {
   int n = op->w[0].rows;
-  float p[n], pick[n];
+  float *p = s->chances, *pick = p + n;
   for (int i = 0; i < n; i++) p[i] = l[i];
   if (op->gating == SOFTMAX) {
     float high = p[0], sum = 0;
@@ -458,8 +466,8 @@ static void choose(const Op *op, const float *l, int32_t *ids, float *weights) {
   }
   for (int i = 0; i < n; i++) pick[i] = p[i] + (op->bias[1] ? op->bias[1][i] : 0);
   if (op->route_groups > 1) {
-    int per = n / op->route_groups, kept[op->route_groups];
-    float score[op->route_groups];
+    int per = n / op->route_groups, *kept = s->groups;
+    float *score = (float *)(kept + op->route_groups);
     for (int g = 0; g < op->route_groups; g++) {
       float a = -__builtin_inff(), b = a;
       for (int i = g * per; i < (g + 1) * per; i++) {
@@ -504,7 +512,7 @@ static void route(Ctx *c, const Op *op, Part me) {
   const Matrix *w = &op->w[0];
   if (me.stage == 2) {  // with one token, every thread chooses for itself at the start of the next phase
     for (int t = me.part; t < c->tokens; t += me.parts)
-      choose(op, c->router_logits + (size_t)t * w->rows, c->route_ids + t * op->top_k, c->route_weights + t * op->top_k);
+      choose(op, &c->scratch[me.id], c->router_logits + (size_t)t * w->rows, c->route_ids + t * op->top_k, c->route_weights + t * op->top_k);
     return;
   }
   const Scratch *x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], w->cols, op->norm, needs(w, 1));
@@ -547,7 +555,7 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
   if (c->tokens == 1) {
     if (!ready(c, op, me.id)) {
       prepare_row(row(c, op->src, 0), k, op->norm, op->eps, need, s, 0, 1, 0);
-      choose(router, c->router_logits, s->experts, s->expert_weights);
+      choose(router, s, c->router_logits, s->experts, s->expert_weights);
     }
     if (me.part == 0) {
       memcpy(c->route_ids, s->experts, sizeof(int32_t) * (size_t)top);
@@ -576,8 +584,8 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
   }
   // tasks: the experts, then parts of the shared one
   int e = me.part < gate->groups ? me.part : -1, part = me.part - gate->groups, parts = me.parts - gate->groups;
-  int32_t pairs[c->tokens * top], column[c->tokens];
-  float *dst[c->tokens];
+  int32_t *pairs = s->pairs, *column = pairs + c->tokens * top;
+  float **dst = s->targets;
   for (int start = 0, n = e < 0 ? c->tokens : chosen(c, op, e, pairs); start < n; start += 16) {
     int m = MIN_(16, n - start);
     for (int i = 0; i < m; i++) {
@@ -615,7 +623,7 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
     for (int i = me.part; i < c->tokens * top; i += me.parts)
       prepare_row(row(c, op->src, i / top) + (size_t)(i % top) * ff, ff, NULL, 0, need, &c->shared, i, 1, 0);
   } else if (me.stage == 1) {  // tasks: the experts
-    int32_t pairs[c->tokens * top];
+    int32_t *pairs = s->pairs;
     for (int start = 0, n = chosen(c, op, me.part, pairs); start < n; start += 16) {
       int m = MIN_(16, n - start);
       gather(s, &c->shared, pairs + start, m, ff, need);
@@ -816,15 +824,30 @@ EXPORT void tc_pack(Ctx *c, uint8_t *dst, const uint8_t *src, int type, int rows
 // The inverse, for tests and the embedding: 16 packed rows to float32 (cols, 16).
 EXPORT void tc_dequantise(const uint8_t *group, int type, int cols, float *out) {
   f32v *tmp = aligned_alloc(64, sizeof(f32v) * (size_t)cols);
+  if (!tmp) return;
   dequantise(group, type, cols, tmp);
   memcpy(out, tmp, sizeof(f32v) * (size_t)cols);
   free(tmp);
 }
 
-static void *scratch_alloc(size_t bytes) { return aligned_alloc(64, (bytes + 127) / 64 * 64); }
+// Working memory: every piece is checked and remembered, so that all of it can be freed however far tc_prepare came. A size that
+// overflows, or memory that is not there, makes `short_` true and the piece NULL.
+typedef struct Piece { struct Piece *next; } Piece;
 
-static Scratch new_scratch(size_t columns) {  // columns * k values
-  return (Scratch){.q = scratch_alloc(2 * columns), .scales = scratch_alloc(columns / 32 * sizeof(XScale) + 64), .f = scratch_alloc(columns * 4)};
+static void *piece(Ctx *c, size_t items, size_t bytes) {
+  size_t total;
+  if (__builtin_mul_overflow(items, bytes, &total) || total > SIZE_MAX / 2) return c->short_ = 1, NULL;
+  Piece *p = aligned_alloc(64, 64 + (total + 127) / 64 * 64);
+  if (!p) return c->short_ = 1, NULL;
+  p->next = c->pieces;
+  c->pieces = p;
+  return (char *)p + 64;
+}
+
+static Scratch new_scratch(Ctx *c, size_t columns, size_t k) {
+  size_t n;
+  if (__builtin_mul_overflow(columns, k, &n)) n = SIZE_MAX;
+  return (Scratch){.q = piece(c, n, 2), .scales = piece(c, n / 32 + 1, sizeof(XScale)), .f = piece(c, n, 4)};
 }
 
 // Starts `threads` threads (fewer if the system refuses; the number is returned).
@@ -844,30 +867,32 @@ EXPORT int tc_prepare(Ctx *c) {
     if (op->tag == ROUTE) routed = MAX_(routed, op->w[0].rows);
   }
   size_t chunks = (size_t)c->context / CHUNK + 1, vectors = MAX_(QUERIES, heads);
-  c->phases = scratch_alloc(sizeof(Phase) * 5 * (size_t)c->n_ops);
-  c->scratch = scratch_alloc(sizeof(Scratch) * n);
-  for (int i = 0; i < n; i++) {
+  c->phases = piece(c, 5 * (size_t)c->n_ops, sizeof(Phase));
+  c->scratch = piece(c, n, sizeof(Scratch));
+  for (int i = 0; i < n && c->scratch; i++) {
     Scratch *s = &c->scratch[i];
-    *s = new_scratch(16 * widest);
-    s->attn_q = scratch_alloc(4 * key * (vectors + 4));
-    s->attn_s = scratch_alloc(4 * (vectors + 4) * CHUNK);
-    s->attn_out = scratch_alloc(4 * vectors * value);
-    s->experts = scratch_alloc(4 * (size_t)top), s->expert_weights = scratch_alloc(4 * (size_t)top);
-    s->merged = scratch_alloc(4 * MAX_(MAX_(vectors * value, widest + 16), (size_t)dim * 16));
+    *s = new_scratch(c, 16, widest);
+    s->attn_q = piece(c, vectors + 4, 4 * key);
+    s->attn_s = piece(c, vectors + 4, 4 * CHUNK);
+    s->attn_out = piece(c, vectors, 4 * value);
+    s->experts = piece(c, top, 4), s->expert_weights = piece(c, top, 4);
+    s->chances = piece(c, 2, 4 * (size_t)routed), s->groups = piece(c, 2, 4 * (size_t)routed);
+    s->pairs = piece(c, c->batch, 4 * (size_t)(top + 1)), s->targets = piece(c, c->batch, sizeof(float *));
+    s->merged = piece(c, MAX_(MAX_(vectors * value, widest + 16), (size_t)dim * 16), 4);
   }
-  c->shared = new_scratch((size_t)c->batch * MAX_(widest, (size_t)top * ff));
-  c->partial = scratch_alloc(4 * heads * chunks * (value + 16));
-  c->done = scratch_alloc(sizeof(atomic_int) * heads);
-  memset(c->done, 0, sizeof(atomic_int) * heads);
-  c->router_logits = scratch_alloc(4 * (size_t)c->batch * (routed + 16));
-  c->route_ids = scratch_alloc(4 * (size_t)c->batch * top);
-  c->route_weights = scratch_alloc(4 * (size_t)c->batch * top);
-  c->pair_out = routed ? scratch_alloc(4 * (size_t)c->batch * top * dim) : NULL;
-  c->logits = scratch_alloc(4 * ((size_t)c->vocab + 16));
-  c->work = scratch_alloc(8 * ((size_t)c->vocab + 16));
-  c->span_max = scratch_alloc(4 * ((size_t)c->vocab / SPAN + 1));
-  c->span_sum = scratch_alloc(4 * ((size_t)c->vocab / SPAN + 1));
-  return c->logits && c->shared.f && c->scratch ? 0 : -1;
+  c->shared = new_scratch(c, c->batch, MAX_(widest, (size_t)top * ff));
+  c->partial = piece(c, heads * chunks, 4 * (value + 16));
+  c->done = piece(c, heads, sizeof(atomic_int));
+  if (c->done) memset(c->done, 0, sizeof(atomic_int) * heads);
+  c->router_logits = piece(c, c->batch, 4 * (size_t)(routed + 16));
+  c->route_ids = piece(c, c->batch, 4 * (size_t)top);
+  c->route_weights = piece(c, c->batch, 4 * (size_t)top);
+  c->pair_out = routed ? piece(c, (size_t)c->batch * top, 4 * (size_t)dim) : NULL;
+  c->logits = piece(c, (size_t)c->vocab + 16, 4);
+  c->work = piece(c, (size_t)c->vocab + 16, 8);
+  c->span_max = piece(c, (size_t)c->vocab / SPAN + 1, 4);
+  c->span_sum = piece(c, (size_t)c->vocab / SPAN + 1, 4);
+  return c->short_ ? -1 : 0;
 }
 
 // Runs n tokens at positions pos.. in batches; logits_mode 1 fills out with the last token's logits, 2 with everyone's.
@@ -940,13 +965,5 @@ EXPORT double tc_bandwidth(Ctx *c, const uint8_t *data, size_t bytes) {
 
 EXPORT void tc_close(Ctx *c) {
   pool_stop(&c->pool);
-  if (!c->scratch) return;
-  for (int i = 0; i < c->pool.threads; i++) {
-    Scratch *s = &c->scratch[i];
-    free(s->q), free(s->scales), free(s->f), free(s->attn_q), free(s->attn_s), free(s->attn_out), free(s->merged), free(s->experts);
-    free(s->expert_weights);
-  }
-  free(c->scratch), free(c->shared.q), free(c->shared.scales), free(c->shared.f), free(c->partial), free(c->done);
-  free(c->router_logits), free(c->route_ids), free(c->route_weights), free(c->pair_out), free(c->logits), free(c->work);
-  free(c->span_max), free(c->span_sum), free(c->phases);
+  for (Piece *p = c->pieces, *next; p; p = next) next = p->next, free(p);
 }

@@ -39,7 +39,7 @@ class ReferenceExecutor:
         cache_f16: bool = False,
         progress: Callable[[float], None] | None = None,
     ) -> None:
-        check(plan, LIMITS, "tinygrad")
+        check(plan, LIMITS, "tinygrad", max_context)
         self.plan, self.max_context = plan, max_context
         self._type = dtypes.float16 if cache_f16 else dtypes.float32
         self.step = Step(plan, weights, max_context, device, self._type, progress)

@@ -1,0 +1,87 @@
+"""The largest values that a model file may name, and why: checked before anything of that size is allocated.
+
+A file is a stranger's: every dimension, count and length in it is held against this table by whoever reads it first
+(gguf.py the header, config.py the metadata, tokenizer.py the vocabulary). The limits leave room above the largest
+published models; what memory a file within them takes is `fit`'s question.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Values from `least` to `most` are accepted; `why` names what `most` leaves room above, or what would break."""
+
+    most: float
+    why: str
+    least: float = 0
+
+
+# --- the header of a file: counts and bytes ---
+
+HEADER_BYTES = Limit(1 << 27, "the largest vocabularies with their merges take 16 MB")
+KEYS = Limit(1 << 14, "published files have up to 100 metadata keys")
+TENSORS = Limit(1 << 16, "DeepSeek-V3 has 1,100")
+NAME_BYTES = Limit(256, "keys and tensor names; ggml allows tensors 64")
+STRING_BYTES = Limit(1 << 20, "the longest published chat template has 20,000 characters")
+ITEM_BYTES = Limit(1 << 12, "strings in arrays; the longest published token has some 500 bytes")
+ITEMS = Limit(1 << 21, "elements of an array; Gemma 3 has 514,906 merges")
+STRINGS = Limit(1 << 22, "strings in all arrays together, 60 bytes of memory each at least")
+DIMENSIONS = Limit(4, "ggml has no more", least=1)
+SIDE = Limit(2**31 - 1, "one side of a tensor; kernels count in 32 bits", least=1)
+ALIGNMENT = Limit(1 << 20, "ggml writes 32", least=1)
+PARTS = Limit(1 << 10, "the largest published splits have some 200 parts", least=1)
+
+# --- the vocabulary ---
+
+VOCABULARY = Limit(1 << 20, "Gemma 3 has 262,144 tokens", least=1)
+MARKS = Limit(1 << 14, "control and user-defined tokens, of which Gemma 3 has 6,400; a prompt is searched for each")
+MARK_CHARS = Limit(256, "of one such token; the longest published ones have 40")
+MARKS_CHARS = Limit(1 << 18, "of all such tokens together; each of their beginnings is kept for matching")
+
+# --- <architecture>.<key> of the metadata ---
+
+_WIDTH = Limit(1 << 17, "Llama 3.1 405B has 16,384", least=1)
+_HEADS = Limit(1 << 12, "DeepSeek-V3 has 128", least=1)
+_HEAD_DIM = Limit(1 << 13, "DeepSeek-V3's latent heads have 576", least=1)
+_RANK = Limit(1 << 14, "DeepSeek-V3 has 1,536")
+_FF = Limit(1 << 19, "Llama 3.1 405B has 53,248")
+_EXPERTS = Limit(1 << 12, "Kimi K2 has 384")
+_CONTEXT = Limit(1 << 24, "Llama 4 Scout has 10,485,760", least=1)
+_FACTOR = Limit(1e6, "published scaling factors go to 64")
+
+METADATA: dict[str, Limit] = {
+    "block_count": Limit(1 << 10, "Llama 3.1 405B has 126", least=1),
+    "nextn_predict_layers": Limit(64, "published models have 1"),
+    "leading_dense_block_count": Limit(1 << 10, "as many as there are layers"),
+    "embedding_length": _WIDTH,
+    "feed_forward_length": _FF,
+    "context_length": _CONTEXT,
+    "attention.head_count": _HEADS,
+    "attention.head_count_kv": _HEADS,
+    "attention.key_length": _HEAD_DIM,
+    "attention.value_length": _HEAD_DIM,
+    "attention.key_length_mla": _HEAD_DIM,
+    "attention.value_length_mla": _HEAD_DIM,
+    "attention.q_lora_rank": _RANK,
+    "attention.kv_lora_rank": _RANK,
+    "attention.layer_norm_rms_epsilon": Limit(1.0, "published models have 1e-5 or 1e-6"),
+    "rope.dimension_count": _HEAD_DIM,
+    "rope.freq_base": Limit(1e12, "published models have 1e4 to 1e8; at 1 and below nothing would turn", least=1.01),
+    "rope.scaling.factor": _FACTOR,
+    "rope.scale_linear": _FACTOR,
+    "rope.scaling.original_context_length": _CONTEXT,
+    "rope.scaling.attn_factor": Limit(1e3, "published models have 1"),
+    "rope.scaling.yarn_log_multiplier": Limit(1e2, "published models have up to 0.1"),
+    "expert_count": _EXPERTS,
+    "expert_used_count": Limit(64, "published models choose up to 22 per token", least=1),
+    "expert_feed_forward_length": _FF,
+    "expert_shared_count": Limit(64, "published models have up to 4"),
+    "expert_group_count": _EXPERTS,
+    "expert_group_used_count": _EXPERTS,
+    "expert_gating_func": Limit(255, "an enumeration"),
+    "expert_weights_scale": Limit(1e3, "published models have up to 2.5"),
+}
+OTHER = Limit(1 << 20, "no published model has more")  # of a key that is not in METADATA
