@@ -133,6 +133,7 @@ def test_what_models_leave_out(models: dict[str, tuple[Chat, Tokenizer]]) -> Non
     assert names("json", '<tool_call>{"name":"add","arguments":{"a":1,"b":2}}') == add
     assert names("json", '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}') == add
     assert names("json", '{"name": "add", "arguments": {"a": 1, "b": 2}}') == add
+    assert names("json", '```json\n{\n  "name": "add",\n  "arguments": {"a": 1, "b": 2}\n}\n```') == add
     assert names("json", '<tool_call>{"arguments": {"a": 1, "b": 2}, "name": "add"}</tool_call>') == add
     assert names("json", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}</tool_call>\n') == add
     assert names("json", '<tool_call>{"name": "add"}</tool_call>') == [("add", {})]

@@ -148,6 +148,7 @@ class AnswerParser:
         self._calls = 0
         self._call: _Call | None = None  # the one that is being read
         self._raw = 0  # where it begins
+        self._keys: list[str] = []  # the arguments that its tool lists
         functions = [tool.get("function", tool) for tool in self.tools]
         self._schemas = {f.get("name"): f.get("parameters") or {} for f in functions}
         form = self.form = self.form if self.tools else None
@@ -158,6 +159,7 @@ class AnswerParser:
             self._value_open = _Marker(form.value_open)
             self._other_open = _Marker(_general(form.value_open, form.other_open))
             self._value_close = _Marker(form.value_close)
+            self._close_tokens = sum(form.value_close.count(text) for text in self.special)
             # Some models leave out the first tag of several.
             last = form.call_open.split()[-1:] if form.form != "json" else []
             openings = [form.section_open + form.call_open, form.call_open, *last]
@@ -244,9 +246,13 @@ class AnswerParser:
         while True:
             if bare and (begin := _skip(self._text, self._at)) < len(self._text):
                 marks = [m.match(self._text, begin, self._ended) for m in self._openings]
-                bare = _PARTIAL in marks
-                if self._text[begin] in "{[" and not bare and max(marks, default=_NO) < 0:
-                    yield from self._section(begin, bare=True)
+                call = _PARTIAL if _PARTIAL in marks else self._bare(begin)
+                bare = call == _PARTIAL
+                if call >= 0 and max(marks, default=_NO) < 0:
+                    yield from self._section(call, bare=True)
+                    continue
+                if bare:
+                    yield
                     continue
             at, end = len(self._text), _NO
             for marker in self._openings if self.form else ():
@@ -263,6 +269,17 @@ class AnswerParser:
                 return
             else:
                 yield
+
+    def _bare(self, begin: int) -> int:
+        """Where a call without markup, perhaps fenced as code, may begin; else _NO or _PARTIAL."""
+        text = self._text[begin:]
+        if not self._ended and "```json".startswith(text):
+            return _PARTIAL
+        fence = next((f for f in ("```json", "```") if text.startswith(f)), "")
+        at = _skip(self._text, begin + len(fence))
+        if at == len(self._text):
+            return _NO if self._ended else _PARTIAL
+        return at if self._text[at] in "{[" else _NO
 
     # --- calls ---
 
@@ -281,6 +298,8 @@ class AnswerParser:
                 yield from self._close()
                 self._raw = self._at
                 following = yield from self._following()
+            if bare:
+                yield from self._take(_FENCE)
         except (_Malformed, BadJson) as e:
             self._give_up(str(e), silently=bare and self._calls == calls)
         self.kind = "answer"
@@ -491,6 +510,9 @@ class AnswerParser:
     def _tagged(self, call: _Call) -> _Steps:
         schema = self._schemas.get(call.name) or {}
         properties = schema.get("properties") if isinstance(schema, Mapping) else None
+        self._keys = (
+            list(properties) if isinstance(properties, Mapping) and "additionalProperties" not in schema else []
+        )
         self._push(call, "{")
         comma = ""
         while (yield from self._take(self._key_open)):
@@ -555,6 +577,15 @@ class AnswerParser:
             yield from self._more()
         self._push(call, '"' if string else _typed("".join(parts), kind))
 
+    def _key_follows(self, at: int) -> int:
+        """As _Marker.match, for the markup of one more argument: of one that the tool has, where it lists them."""
+        at = self._key_open.match(self._text, at, self._ended)
+        if at < 0 or not self._keys:
+            return at
+        known = [_Marker(key + self._value_open.text).match(self._text, at, self._ended) for key in self._keys]
+        known += [_Marker(key + self._other_open.text).match(self._text, at, self._ended) for key in self._keys]
+        return max((end for end in known if end >= 0), default=_PARTIAL if _PARTIAL in known else _NO)
+
     def _value_end(self) -> tuple[int, int]:
         """Where a value ends and where its closing markup does: there only what can follow a value follows. As
         _Marker.find otherwise."""
@@ -563,9 +594,9 @@ class AnswerParser:
             at, end = self._value_close.find(self._text, at, self._ended)
             if end < 0:
                 return at, end
-            exact = not self.special or self._value_close.text not in self.special or self._text[at] == MARK
+            exact = self._text.count(MARK, at, end) >= self._close_tokens
             after = _skip(self._text, end)
-            follows = [m.match(self._text, after, self._ended) for m in (self._key_open, *self._closes[:1])]
+            follows = [self._key_follows(after), *(m.match(self._text, after, self._ended) for m in self._closes[:1])]
             if exact and (any(f >= 0 for f in follows) or (self._ended and after == len(self._text))):
                 return at, end
             if exact and not self._ended and (_PARTIAL in follows or after == len(self._text)):
@@ -573,7 +604,7 @@ class AnswerParser:
             at = at + 1 + (self._text[at] == MARK)
 
 
-_COMMA = _Marker(",")
+_COMMA, _FENCE = _Marker(","), _Marker("```")
 
 
 def _is_words(schema: Mapping[str, Any]) -> bool:
