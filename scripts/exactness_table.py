@@ -1,8 +1,8 @@
 """Measures every variant in every quant type on every executor against the float64 forward.
 
-    python -m scripts.exactness_table                            all of it (half an hour: the reference compiles every
-    kernel) python -m scripts.exactness_table --devices cpu              three minutes python -m scripts.exactness_table
-    --devices cuda --variants deepseek2_glm llama --quants Q4_0 Q4_K_M
+    python -m scripts.exactness_table                   all but CUDA: 30 minutes (reference compiles)
+    python -m scripts.exactness_table --devices cpu     3 minutes
+    python -m scripts.exactness_table --devices cuda --variants deepseek2_glm llama --quants Q4_0 Q4_K_M
 
 Rows go to docs/exactness.csv, in place of older ones of the same device, variant and quant; the tables in
 docs/exactness.md are written from all of them.

@@ -139,7 +139,8 @@ PROMPTS = (  # SmolLM2-135M goes on with clear margins at all 64 tokens, but in 
     f"{', '.join(WORDS)}\n" * 3 + ", ".join(WORDS[:3]),
     "\n".join(
         [
-            "The cat sat on the mat and looked at the old red door. A man in a blue coat came by and gave it some fish to eat."
+            "The cat sat on the mat and looked at the old red door. "
+            "A man in a blue coat came by and gave it some fish to eat."
         ]
         * 4
     )
@@ -186,7 +187,8 @@ def check(specs: list[str]) -> bool:
             )
             good &= bool(ok)
             print(
-                f"{'ok  ' if ok else 'BAD '} {spec:36} decode {err[0]:.5f} prefill {err[1]:.5f} greedy {greedy} {'=' if follow == greedy else follow}",
+                f"{'ok  ' if ok else 'BAD '} {spec:36} decode {err[0]:.5f} prefill {err[1]:.5f} "
+                f"greedy {greedy} {'=' if follow == greedy else follow}",
                 flush=True,
             )
             e.close()
@@ -259,7 +261,8 @@ def compare(path: Path, prompts: list[list[int]]) -> bool:
             error, equal = relative(rows, logits), rows.argmax(1) == logits.argmax(1)
             ok &= bool((equal | (margins < CLEAR)).all() and np.median(error) < limit)
             said.append(
-                f"{name} L2 {np.median(error):.1e} (worst {error.max():.1e}, largest difference {np.abs(rows - logits).max():.2f}) argmax {equal.sum()}"
+                f"{name} L2 {np.median(error):.1e} (worst {error.max():.1e}, "
+                f"largest difference {np.abs(rows - logits).max():.2f}) argmax {equal.sum()}"
             )
         print(
             f"{'ok  ' if ok else 'BAD '} {path.name} {len(prompt)} + {STEPS}: greedy tokens equal {same}"
@@ -268,7 +271,8 @@ def compare(path: Path, prompts: list[list[int]]) -> bool:
             sep="; ",
         )
         print(
-            f"# margins {np.sort(margins)[:4].round(2)}, median {np.median(margins):.2f}, logits' deviation {logits.std():.2f}; CPU {tokens} CUDA {got}",
+            f"# margins {np.sort(margins)[:4].round(2)}, median {np.median(margins):.2f}, "
+            f"logits' deviation {logits.std():.2f}; CPU {tokens} CUDA {got}",
             flush=True,
         )
         good &= bool(ok)
@@ -318,7 +322,8 @@ async def app(path: Path, tokens: int, device: str | None) -> None:
     c, d = stats.decode_tok_s, meter.average
     print(
         f"app {path.name}: {stats.generated_tokens} tokens, {chat.controller.engine.info.device}\n"
-        f"  while it runs (median of {len(decoded)}): decoded {a:.0f} painted {b:.0f} tok/s, {100 * (b / a - 1) if a else 0:+.1f} %\n"
+        f"  while it runs (median of {len(decoded)}): decoded {a:.0f} painted {b:.0f} tok/s, "
+        f"{100 * (b / a - 1) if a else 0:+.1f} %\n"
         f"  the whole answer: decoded {c:.0f} painted {d:.0f} tok/s, {100 * (d / c - 1) if c else 0:+.1f} %, "
         f"longest gap {chat.chat.painter.longest_gap * 1e3:.0f} ms\n  " + "\n  ".join(panel),
         flush=True,
@@ -371,7 +376,8 @@ def kernel_table(e: CUDAExecutor, depth: int) -> None:
         total += times[0] * len(launches)
         gbs = launches[0].bytes / times[0] / 1e9
         print(
-            f"{name:44} x{len(launches):3} {times[0] * 1e6:7.2f} us (plain edges {times[1] * 1e6:7.2f}) {launches[0].bytes / 1e6:8.2f} MB {gbs:7.0f} GB/s "
+            f"{name:44} x{len(launches):3} {times[0] * 1e6:7.2f} us (plain edges {times[1] * 1e6:7.2f}) "
+            f"{launches[0].bytes / 1e6:8.2f} MB {gbs:7.0f} GB/s "
             f"sum {times[0] * len(launches) * 1e6:7.0f} us",
             flush=True,
         )
@@ -383,8 +389,10 @@ def times(model: str, quant: str, layers: int | None, kernels: bool, depths: lis
     began = time.perf_counter()
     e = load(path, max(depths) + 1024)
     print(
-        f"# {model} {quant}: load {time.perf_counter() - began:.1f} s, {e.kernels_per_token} kernels/token, {e.jit_batches} batch, "
-        f"weights {e.weight_bytes / 1e9:.2f} GB of {e.device_bytes / 1e9:.2f} GB on the device (cache {e.cache_bytes / 1e9:.2f}), file {path.stat().st_size / 1e9:.2f} GB, {e.device}",
+        f"# {model} {quant}: load {time.perf_counter() - began:.1f} s, "
+        f"{e.kernels_per_token} kernels/token, {e.jit_batches} batch, "
+        f"weights {e.weight_bytes / 1e9:.2f} GB of {e.device_bytes / 1e9:.2f} GB on the device "
+        f"(cache {e.cache_bytes / 1e9:.2f}), file {path.stat().st_size / 1e9:.2f} GB, {e.device}",
         flush=True,
     )
     randomise_cache(e)
@@ -460,7 +468,8 @@ def peer(model: str, quant: str) -> None:
         try:
             for row in json.loads(done.stdout):
                 print(
-                    f"llama.cpp {model} {quant} pp{row['n_prompt']} tg{row['n_gen']} depth {depth}: {row['avg_ts']:.1f} tok/s",
+                    f"llama.cpp {model} {quant} pp{row['n_prompt']} tg{row['n_gen']} depth {depth}: "
+                    f"{row['avg_ts']:.1f} tok/s",
                     flush=True,
                 )
         except ValueError:

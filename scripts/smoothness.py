@@ -21,9 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.screens import until
+from tinychat import process
+from tinychat.backend.engine_thread import EngineThread
+from tinychat.backend.local import LocalBackend
 from tinychat.chat.parameters import Parameters
 from tinychat.chat.settings import Settings
-from tinychat.engine.engine import Engine
+from tinychat.engine.engine import Engine, Progress
 from tinychat.kernels.ops import Sampling
 from tinychat.models import cache
 from tinychat.models.registry import resolve
@@ -63,7 +66,7 @@ class Device:
             yield token, -0.5
 
 
-def load(path: Path, rate: float, tokens: int, progress: Callable[[str, float], None] | None) -> Engine:
+def load(path: Path, rate: float, tokens: int, progress: Progress) -> Engine:
     """The model; with a rate, saying `tokens` tokens of ANSWER again and again."""
     engine = Engine.load(path, max_context=8192, progress=progress)
     if rate:
@@ -73,10 +76,9 @@ def load(path: Path, rate: float, tokens: int, progress: Callable[[str, float], 
     return engine
 
 
-def clock_of(thread: threading.Thread) -> Callable[[], float]:
+def clock_of(ident: int) -> Callable[[], float]:
     """The CPU seconds of a thread."""
-    assert thread.ident is not None
-    clock = time.pthread_getcpuclockid(thread.ident)
+    clock = time.pthread_getcpuclockid(ident)
     return lambda: time.clock_gettime(clock)
 
 
@@ -104,13 +106,17 @@ HEADING = "size       tok/s  decoded  painted    share  gap ms  screen us  engin
 async def measure(path: Path, rate: float, size: tuple[int, int], tokens: int) -> Figures:
     """One answer. Raises AssertionError when the screen does not end with what was said, or did not follow it."""
     own = Settings(parameters=Parameters(max_tokens=tokens))
-    app = TinychatApp(
-        "model", path, own=own, load_engine=lambda path, progress=None, **options: load(path, rate, tokens, progress)
-    )
+    thread = EngineThread()
+
+    def open_backend(path: Path, *, progress: Progress, **options: Any) -> LocalBackend:
+        return thread.call(lambda: LocalBackend(load(path, rate, tokens, progress), thread))
+
+    process.prepare_for_screen()
+    app = TinychatApp("model", path, own=own, open_backend=open_backend, mounted=process.freeze)
     async with app.run_test(size=size) as pilot:
         await until(pilot, lambda: app.controller.ready, 120)
         chat, c = app.chat, app.controller
-        clocks = clock_of(threading.main_thread()), clock_of(app.worker._thread)
+        clocks = clock_of(threading.get_ident()), clock_of(thread.ident)
         chat.prompt.put("Explain twenty English words, in a long list.")
         await pilot.press("enter")
         await plain_until(lambda: c.running is not None and c.running.tokens > 0)
@@ -120,15 +126,13 @@ async def measure(path: Path, rate: float, size: tuple[int, int], tokens: int) -
         us = [1e6 * (clock() - start) / (len(c.trace.tokens) - before) for clock, start in zip(clocks, began)]
         await until(pilot, lambda: chat.transcript.last_answer and not chat.transcript.last_answer.live)
         t, answer = chat.transcript, chat.transcript.last_answer
-        assert answer is not None and c.engine is not None
+        assert answer is not None and c.stats is not None
         whole = MarkdownView(c.conversation.turns[-1].text)
         whole._lay(answer.view.size.width)
         shown, meant = ([line.content.plain for line in view._lines] for view in (answer.view, whole))
         assert shown == meant, "the screen does not show what was said"
         assert t.scroll_y >= t.max_scroll_y - 1, "it did not follow the end"
-        return Figures(
-            c.engine.stats.decode_tok_s, chat.painter.meter.average, 1e3 * chat.painter.longest_gap, us[0], us[1]
-        )
+        return Figures(c.stats.decode_tok_s, chat.painter.meter.average, 1e3 * chat.painter.longest_gap, us[0], us[1])
 
 
 async def plain_until(condition: Callable[[], bool]) -> None:

@@ -26,7 +26,7 @@ from textual.pilot import Pilot
 from textual.widget import Widget
 
 from tests.support.screens import text_of, until
-from tests.support.scripted import INFO, LONG, Script, scripted_load
+from tests.support.scripted import INFO, LONG, Script, scripted
 from tinychat.chat.history import History
 from tinychat.engine.stats import rss_bytes
 from tinychat.ui.app import TinychatApp
@@ -173,7 +173,7 @@ async def soak(turns: int, every: int, folder: Path, alone: bool = False) -> Asy
         samplings=deque(maxlen=1),
     )  # type: ignore[arg-type]
     history = History(folder / "history.db")
-    app = TinychatApp("scripted:1b", INFO.path, load_engine=scripted_load(script), history=history)
+    app = TinychatApp("scripted:1b", INFO.path, open_backend=scripted(script), history=history)
     async with app.run_test(size=SIZES[0]) as pilot:
         await until(pilot, lambda: app.controller.ready)
         session = Session(app, pilot, script, alone)

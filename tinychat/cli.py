@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tinychat import __version__
+from tinychat import __version__, process
 from tinychat.errors import TinychatError, printable
 
 DEVICES = ("cuda", "cpu", "reference")  # engine.devices says what they are; importing it would take too long here
@@ -21,11 +22,9 @@ _DESCRIPTION = """Chat with a local language model.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. 0: done; 1: failed, with one line on stderr; 2: wrong usage; 130: Ctrl-C; 141: nobody reads
-    on."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that knows only ASCII shows "?", and nothing fails
+    """Runs one command and returns its exit code. 0: done; 1: failed, with one line on stderr; 2: wrong usage; 130:
+    Ctrl-C; 141: the reader of stdout has gone."""
+    process.prepare()
     debug = False
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
@@ -64,23 +63,27 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("--version", action="version", version=f"tinychat {__version__}")
     parser.add_argument("--debug", action="store_true", help="show where an error comes from")
     group = parser.add_subparsers(prog="tinychat", title="commands", metavar="COMMAND", required=True)
-    chat = _add(group, "chat", _command("chat"))
-    chat.add_argument("text", metavar="MODEL", nargs="?", help=MODEL_HELP)
-    chat.prog, chat.usage = "tinychat", "tinychat [MODEL]"
-
     where = argparse.ArgumentParser(add_help=False)  # what all commands share that run a model
     where.add_argument("--device", choices=DEVICES, help="where to run it (default: the fastest that works here)")
     where.add_argument(
         "--threads", type=_count, metavar="N", help="of the CPU (default: the settings', or one for each core)"
     )
 
-    p = _add(group, "run", _command("run"), "one answer to one prompt", where)
+    chat = _add(group, "chat", "chat", None, where)
+    chat.add_argument("text", metavar="MODEL", nargs="?", help=MODEL_HELP)
+    chat.prog, chat.usage = "tinychat", "tinychat [MODEL] [--device DEVICE] [--threads N]"
+
+    p = _add(group, "run", "run", "one answer to one prompt", where)
     _model(p)
-    p.add_argument("prompt", metavar="PROMPT", help="the question; - reads stdin")
+    p.add_argument("prompt", metavar="PROMPT", help="the question; - reads it from stdin")
+    p.add_argument("--file", dest="files", action="append", default=[], metavar="FILE", help="attach a text file")
+    p.add_argument("--system", metavar="TEXT", help="the system prompt")
+    p.add_argument("--context", type=_parameter("context"), metavar="N", help="context length in tokens")
     p.add_argument("--max-tokens", type=_parameter("max_tokens"), metavar="N", help="stop after N tokens")
     p.add_argument(
         "--temperature", type=_parameter("temperature"), metavar="T", help="0 always takes the likeliest token"
     )
+    p.add_argument("--top-p", type=_parameter("top_p"), metavar="P", help="only tokens that together reach P")
     p.add_argument("--seed", type=_parameter("seed"), metavar="S", help="same seed, same answer")
     p.add_argument("--raw", action="store_true", help="send PROMPT as it is, without the chat template")
     p.add_argument(
@@ -88,13 +91,7 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     )
     _json(p)
 
-    bench = p = _add(
-        group,
-        "bench",
-        _command("bench", "commands.instruments_tmp"),
-        "measure the speed of a model, a layer or a kernel",
-        where,
-    )
+    bench = p = _add(group, "bench", "bench", "measure the speed of a model, a layer or a kernel", where)
     _model(p, nargs="?")
     p.add_argument("-n", dest="n_gen", type=_count, default=20, metavar="N", help="tokens to generate (default 20)")
     p.add_argument(
@@ -107,50 +104,30 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     _no_wait(p)
     _json(p)
 
-    p = _add(
-        group,
-        "profile",
-        _command("profile", "commands.instruments_tmp"),
-        "show what the time of a token is spent on",
-        where,
-    )
+    p = _add(group, "profile", "profile", "show what the time of a token is spent on", where)
     _model(p)
     p.add_argument("-n", dest="steps", type=_count, default=10, metavar="N", help="tokens to measure (default 10)")
     p.add_argument("--source", action="store_true", help="also the source of the slowest kernels")
     _no_wait(p)
     _json(p)
 
-    p = _add(
-        group,
-        "kernels",
-        _command("kernels", "commands.instruments_tmp"),
-        "show the kernels that a model runs on a device",
-        where,
-    )
+    p = _add(group, "kernels", "kernels", "show the kernels that a model runs on a device", where)
     _model(p)
     p.add_argument("--source", metavar="NAME", help="the source of one of them")
     _json(p)
 
-    p = _add(
-        group,
-        "smoke",
-        _command("smoke", "commands.instruments_tmp"),
-        "ask models questions and compare the answers' tokens",
-        where,
-    )
+    p = _add(group, "smoke", "smoke", "ask models questions and compare the answers' tokens", where)
     p.add_argument("names", metavar="MODEL", nargs="*", help="default: every model of the cache")
     _no_wait(p)
     _json(p)
 
-    p = _add(
-        group, "limit", _command("limit", "commands.instruments_tmp"), "measure how fast this machine reads its memory"
-    )
+    p = _add(group, "limit", "limit", "measure how fast this machine reads its memory")
     p.add_argument(
         "--device", choices=("cuda", "cpu"), help="whose memory (default: the GPU's where there is one that works)"
     )
     _json(p)
 
-    p = _add(group, "perplexity", _command("perplexity"), "how well a model foretells a text", where)
+    p = _add(group, "perplexity", "perplexity", "measure the perplexity of a text", where)
     _model(p)
     p.add_argument("file", metavar="FILE", help="a text file")
     p.add_argument(
@@ -159,12 +136,12 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     p.add_argument("--chunks", type=_count, metavar="N", help="only the first N windows")
     _json(p)
 
-    p = _add(group, "tokenize", _command("tokenize"), "show the tokens of a text")
+    p = _add(group, "tokenize", "tokenize", "show the tokens of a text")
     _model(p)
     p.add_argument("prompt", metavar="TEXT", nargs="?", default="-", help="the text; - or nothing reads stdin")
     _json(p)
 
-    p = _add(group, "info", _command("info"), "show what a model is, downloaded or not")
+    p = _add(group, "info", "info", "show what a model is, downloaded or not")
     _model(p)
     only = p.add_mutually_exclusive_group()
     only.add_argument("--grep", metavar="WORD", help="metadata whose key contains WORD")
@@ -174,12 +151,12 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
 
     cache = group.add_parser("cache", help="see and change which models are on this machine", allow_abbrev=False)
     files = cache.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    p = _add(files, "path", _command("cache_path"), "where model files are, or one is")
+    p = _add(files, "path", "cache.path", "where model files are, or one is")
     _model(p, nargs="?")
-    p = _add(files, "list", _command("cache_list"), "the files of the cache")
+    p = _add(files, "list", "cache.list_files", "the files of the cache")
     p.add_argument("--all", dest="everything", action="store_true", help="also what could be downloaded")
-    _model(_add(files, "pull", _command("cache_pull"), "download a model, or go on with it"))
-    p = _add(files, "add", _command("cache_add"), "take in a file that is on this machine already")
+    _model(_add(files, "pull", "cache.pull", "download a model, or resume a download"))
+    p = _add(files, "add", "cache.add", "add a file that is on this machine already")
     p.add_argument("file", metavar="FILE")
     what = p.add_mutually_exclusive_group(required=True)
     what.add_argument("--model", dest="text", metavar="NAME", help="the model that FILE is")
@@ -194,15 +171,22 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
         help="copy FILE (default: share its disk blocks)",
     )
     how.add_argument("--move", dest="mode", action="store_const", const="move", help="move FILE")
-    _model(_add(files, "verify", _command("cache_verify"), "read files and compare their SHA-256"), nargs="?")
-    _model(_add(files, "rm", _command("cache_rm"), "delete a model"))
-    _add(files, "prune", _command("cache_prune"), "delete what unfinished downloads have left")
+    _model(_add(files, "verify", "cache.verify", "read files and compare their SHA-256"), nargs="?")
+    _model(_add(files, "rm", "cache.rm", "delete a model"))
+    _add(files, "prune", "cache.prune", "delete the remains of unfinished downloads")
 
     argv = list(argv)
     first = next((i for i, a in enumerate(argv) if a != "--debug"), len(argv))
     if first == len(argv) or (argv[first] not in group.choices and argv[first] not in ("-h", "--help", "--version")):
         argv.insert(first, "chat")
-    args = vars(parser.parse_args(argv))
+    found, extra = parser.parse_known_args(argv)
+    args = vars(found)
+    if extra and argv[first] == "chat" and (text := args["text"]) and not text.startswith("-"):
+        near = difflib.get_close_matches(text, group.choices, 1)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        chat.error(f"{printable(text)!r} is no command{meant} (unexpected: {printable(' '.join(extra))})")
+    if extra:
+        group.choices[argv[first]].error(f"unexpected: {printable(' '.join(extra))}")
     if argv[first] == "bench":
         if args["text"] is None and args["kernel"] is None and not args["history"]:
             bench.error("MODEL is required" + (" with --block" if args["block"] else ", or --kernel or --history"))
@@ -212,11 +196,12 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _add(
-    group: Any, name: str, command: Callable[..., object], help: str | None = None, *parents: argparse.ArgumentParser
+    group: Any, name: str, command: str, help: str | None = None, *parents: argparse.ArgumentParser
 ) -> argparse.ArgumentParser:
+    """Adds a command. `command` is MODULE[.FUNCTION] in tinychat.commands; the function is called like the module."""
     options: dict[str, Any] = {"help": help, "description": help} if help else {}
     p: argparse.ArgumentParser = group.add_parser(name, allow_abbrev=False, parents=parents, **options)
-    p.set_defaults(command=command)
+    p.set_defaults(command=_lazy(command))
     p.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return p
 
@@ -235,11 +220,12 @@ def _no_wait(p: argparse.ArgumentParser) -> None:
     )
 
 
-def _command(name: str, module: str = "commands.models_tmp") -> Callable[..., object]:
-    """Function `name` of `module`, imported only when it is called: `--help` must not wait for an engine."""
+def _lazy(command: str) -> Callable[..., object]:
+    """A command's function, imported only when it is called: `--help` must not wait for an engine."""
+    module, _, function = command.partition(".")
 
     def call(**arguments: Any) -> object:
-        return getattr(importlib.import_module(f"tinychat.{module}"), name)(**arguments)
+        return getattr(importlib.import_module(f"tinychat.commands.{module}"), function or module)(**arguments)
 
     return call
 

@@ -1,4 +1,4 @@
-"""What the commands show: answers and tables on stdout, remarks and progress on stderr."""
+"""Terminal output of the commands: answers and tables on stdout, remarks and progress on stderr."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def say(text: str) -> None:
 
 
 def show_json(data: dict[str, Any]) -> None:
-    """The one JSON object on stdout; pure ASCII, so that no terminal or encoding can trip over it."""
+    """The one JSON object on stdout; ASCII only, so that every terminal and encoding can show it."""
     print(json.dumps(data, indent=2))
 
 
@@ -76,6 +76,7 @@ class Bar:
         console = Console(stderr=True, highlight=False)
         self.progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self.task = self.progress.add_task("", total=None, detail="")
+        self.told = ""  # what was said in place of a bar
 
     def __enter__(self) -> Bar:
         self.progress.start()
@@ -96,5 +97,8 @@ class Bar:
         self.progress.update(self.task, description=printable(stage), completed=done, total=total, detail=detail)
 
     def stage(self, text: str, fraction: float) -> None:
-        """Takes what `Engine.load` and `bench.run` report."""
+        """Takes what `Engine.load` and a measurement report. Without a terminal it says that it waits, once."""
+        if self.progress.disable and text.startswith("waiting") and text != self.told:
+            self.told = text
+            say(text)
         self.progress.update(self.task, description=printable(text), completed=fraction, total=1.0, detail="")

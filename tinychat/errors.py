@@ -17,3 +17,12 @@ def printable(text: str, *, newlines: bool = True) -> str:
     """
     out = _CONTROL.sub(lambda m: f"\\x{ord(m[0]):02x}" if ord(m[0]) < 256 else f"\\u{ord(m[0]):04x}", text)
     return out if newlines else out.replace("\n", "\\n")
+
+
+def encodable(text: str) -> str:
+    """`text` with lone surrogates, which UTF-8 cannot carry, as U+FFFD."""
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        return re.sub("[\ud800-\udfff]", "\ufffd", text)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.scripted import INFO, Script, scripted_load
-from tinychat.backend.local import Worker
-from tinychat.chat.changes import Change, Ended, Grew, ModelChanged, Note, Refused, Reset
-from tinychat.chat.context import Room
+from tests.support.scripted import INFO, Script, scripted
+from tinychat.backend.protocol import Usage
+from tinychat.chat.changes import Change, Ended, Grew, ModelChanged, Notice, Overflow, Refused, Reset
 from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import Conversation, Turn
 from tinychat.chat.parameters import Parameters, set_parameter
+from tinychat.chat.state import Answering, Idle, Stopping
 from tinychat.errors import TinychatError
 
 
@@ -22,7 +22,7 @@ class Chat:
     def __init__(self, script: Script, load: bool = True, **kw) -> None:
         self.script = script
         self.saved: list[Conversation] = []
-        self.controller = Controller(Worker(scripted_load(script)), save=self.saved.append, **kw)
+        self.controller = Controller(scripted(script), save=self.saved.append, **kw)
         self.changes: list[Change] = []
         if load:
             self.controller.load("m", Path("m.gguf"))
@@ -164,7 +164,7 @@ def test_regenerate_draws_another_seed_unless_it_is_set():
 def test_messages_typed_meanwhile_wait_their_turn():
     chat = Chat(Script(["one", "two", "three"], load_s=0.05), load=False)
     chat.controller.ask(Turn("user", "early"))
-    assert [c.error for c in chat.controller.poll() if isinstance(c, Note)] == [True]
+    assert [c.error for c in chat.controller.poll() if isinstance(c, Notice)] == [True]
     chat.controller.load("m", Path("m.gguf"))
     chat.controller.ask(Turn("user", "while loading"))
     chat.settle()
@@ -180,7 +180,7 @@ def test_a_failure_is_one_line_and_the_next_question_works():
     chat = Chat(Script(["one two three four five"], fail_after=2))
     answer = chat.ask("a")
     assert answer.stop_reason == "failed" and answer.text == "one two"
-    assert [n.text for n in chat.of(Note)] == ["the scripted engine failed as it was told to"]
+    assert [n.text for n in chat.of(Notice)] == ["the scripted engine failed as it was told to"]
     chat.script.fail_after = None
     assert chat.ask("b").stop_reason == "eos"
 
@@ -188,8 +188,8 @@ def test_a_failure_is_one_line_and_the_next_question_works():
 def test_a_model_that_does_not_load():
     chat = Chat(Script(fail_load="m.gguf: not a GGUF file"), load=False)
     chat.controller.load("m", Path("m.gguf"))
-    chat.until(lambda: chat.of(Note))
-    assert not chat.controller.ready and chat.of(Note)[0].error
+    chat.until(lambda: chat.of(Notice))
+    assert not chat.controller.ready and chat.of(Notice)[0].error
     with pytest.raises(TinychatError):
         chat.controller.regenerate()
 
@@ -203,12 +203,12 @@ def test_before_the_context_overflows_the_user_is_asked():
     for i in range(9):
         chat.controller.ask(Turn("user", f"question {i}"))
         chat.settle()
-        if chat.of(Room):
+        if chat.of(Overflow):
             break
-    room = chat.of(Room)[0]
+    room = chat.of(Overflow)[0]
     asked = len(chat.turns)
     assert (
-        room.tokens + room.reserve > room.limit == 128
+        room.usage.used + room.reserve > room.usage.limit == 128
         and "turns" in room.options
         and chat.turns[-1].role == "assistant"
     )
@@ -227,8 +227,8 @@ def test_dropping_thinking_makes_room():
     chat.ask("a")
     chat.controller.ask(Turn("user", "b"))
     chat.settle()
-    room = chat.of(Room)[0]
-    assert room.options == ("turns", "thinking", "stop") and room.thinking > 60
+    room = chat.of(Overflow)[0]
+    assert room.options == ("turns", "thinking", "stop") and room.usage.thinking > 60
     chat.controller.resolve(room, "thinking")
     chat.settle()
     assert "hm" not in chat.script.prompts[-1] and chat.turns[-1].text and chat.turns[1].thinking
@@ -237,14 +237,14 @@ def test_dropping_thinking_makes_room():
 def test_an_answer_that_fills_the_context_asks_too():
     chat = small(64, Script(["word " * 500, "on"]))
     chat.ask("a")
-    assert chat.turns[-1].stop_reason == "context" and chat.of(Room)[0].options == ("stop",)
+    assert chat.turns[-1].stop_reason == "context" and chat.of(Overflow)[0].options == ("stop",)
 
 
 def test_a_message_too_long_for_the_context_comes_back():
     chat = small(64, Script(["x"]))
     chat.controller.ask(Turn("user", "word " * 100))
     chat.settle()
-    room = chat.of(Room)[0]
+    room = chat.of(Overflow)[0]
     assert room.options == ("stop",) and room.typed and chat.turns == ()
 
 
@@ -286,7 +286,7 @@ def test_another_context_length_loads_the_model_again():
     chat.controller.set_parameters(set_parameter(Parameters(), "context", "512"))
     assert not chat.controller.ready
     chat.until(lambda: chat.controller.ready)
-    assert chat.controller.engine.info.max_context == 512 and chat.script.loads[-1]["max_context"] == 512
+    assert chat.controller.info.max_context == 512 and chat.script.loads[-1]["max_context"] == 512
 
 
 def test_saving_goes_on_at_most_once_a_second_while_it_streams():
@@ -308,7 +308,7 @@ def test_a_history_that_fails_is_said_once():
     def broken(conversation):
         raise TinychatError("the disk is full")
 
-    controller = Controller(Worker(scripted_load(Script(["x"]))), save=broken)
+    controller = Controller(scripted(Script(["x"])), save=broken)
     controller.load("m", Path("m"))
     changes = []
     for text in ("a", "b"):
@@ -317,6 +317,82 @@ def test_a_history_that_fails_is_said_once():
         while controller.queue or controller.busy or not controller.ready:
             assert time.monotonic() < deadline
             changes += controller.poll()
-    assert [n.text for n in changes if isinstance(n, Note)] == [
+    assert [n.text for n in changes if isinstance(n, Notice)] == [
         "the disk is full; this conversation is not being saved"
     ]
+
+
+def test_a_model_that_does_not_load_costs_neither_the_loaded_one_nor_what_was_typed():
+    chat = Chat(Script(["one", "two"]))
+    chat.ask("a")
+    chat.script.fail_load = "other.gguf: not a GGUF file"
+    chat.controller.load("other", Path("other.gguf"))
+    chat.controller.ask(Turn("user", "for the other model"))
+    assert chat.controller.info is None and chat.controller.conversation.model == "other"
+    chat.until(lambda: chat.controller.ready)
+    assert chat.controller.conversation.model == "m" and [c.turn.text for c in chat.of(Refused)] == [
+        "for the other model"
+    ]
+    assert chat.of(Notice)[-1].error and chat.ask("b").text == "two"
+
+
+def test_a_context_that_is_not_possible_is_taken_back():
+    chat = Chat(Script(["x"]))
+    chat.script.fail_load = "a context of 10,000,000 tokens is not possible"
+    chat.controller.set_parameters(set_parameter(Parameters(), "context", "10000000"))
+    chat.until(lambda: chat.controller.ready)
+    assert chat.controller.conversation.parameters.context is None and chat.ask("a").text == "x"
+
+
+def test_a_model_chosen_while_another_is_loading_is_the_one_that_answers():
+    chat = Chat(Script(["x"], load_s=0.1), load=False)
+    chat.controller.load("first", Path("first.gguf"))
+    chat.controller.load("second", Path("second.gguf"))
+    chat.until(lambda: chat.controller.ready)
+    assert chat.ask("a").text == "x" and chat.controller.conversation.model == "second"
+    assert [load["path"] for load in chat.script.loads] == ["first.gguf", "second.gguf"]
+
+
+def test_a_refused_message_leaves_the_conversation_and_the_history_as_they_were():
+    chat = small(64, Script(["x"]))
+    chat.ask("a")
+    before, saved = chat.controller.conversation, len(chat.saved)
+    chat.controller.ask(Turn("user", "word " * 100))
+    assert len(chat.turns) == 4 and isinstance(chat.controller.state, Answering), "it is shown at once"
+    chat.settle()
+    assert chat.controller.conversation == before and len(chat.saved) == saved and chat.of(Overflow)
+    assert chat.of(Reset)[-1] == Reset(2, before) and chat.controller.state == Idle()
+
+
+def test_skipping_with_a_context_that_is_nearly_full_still_ends_the_answer():
+    chat = small(256, Script(["<think>\n" + "hm " * 2000, "never"], rate=400))
+    chat.controller.ask(Turn("user", "go"))
+    chat.until(lambda: chat.controller.running and chat.controller.running.tokens > 205)
+    chat.controller.skip_thinking()
+    assert isinstance(chat.controller.state, Stopping) and chat.controller.state.skip
+    chat.settle()
+    assert chat.of(Overflow) and [c.turn.stop_reason for c in chat.of(Ended)] == ["stopped"]
+    assert chat.saved[-1] == chat.controller.conversation and chat.turns[-1].thinking.startswith("hm hm")
+
+
+def test_what_an_abandoned_request_still_says_is_not_looked_at():
+    chat = Chat(Script(["word " * 2000, "fresh"], rate=300))
+    chat.controller.ask(Turn("user", "go"))
+    chat.until(lambda: chat.turns and len(chat.turns[-1].text) > 20)
+    cancel = chat.controller.running.cancel
+    chat.controller.open(Conversation(model="m"))
+    assert cancel.is_set() and chat.controller.state == Idle()
+    assert chat.ask("b").text == "fresh" and len(chat.turns) == 2
+
+
+def test_the_meter_is_counted_off_the_screens_thread():
+    chat = Chat(Script(["<think>\nhm hm hm\n</think>\n\nyes yes"]))
+    chat.ask("a")
+    told, conversation = chat.controller.usage, chat.controller.conversation
+    chat.controller.new()
+    assert chat.controller.usage == Usage(limit=INFO.max_context)
+    chat.controller.open(conversation)
+    assert chat.controller.measuring
+    chat.until(lambda: not chat.controller.measuring)
+    usage = chat.controller.usage
+    assert usage.thinking >= 3 and abs(usage.used - told.used) < 8 and usage.limit == INFO.max_context

@@ -152,7 +152,7 @@ def test_text_that_no_utf8_can_carry(file):
     h = History(file)
     h.save(talk("a\ud800b", name="\udcff"))
     h.add_prompt("\ud800")
-    assert h.find("\ud800")[0].title == "?" and h.prompts() == ["?"]
+    assert h.find("\ud800")[0].title == "\ufffd" and h.prompts() == ["\ufffd"]
 
 
 def test_prompts(file):

@@ -20,11 +20,12 @@ from gguf import GGUFWriter
 
 from tests.support import tiny
 from tests.support.server import File, Server, make_gguf
-from tinychat.cli import DEVICES, main
-from tinychat.commands import models_tmp as commands
+from tinychat import process
+from tinychat.cli import DEVICES, main, parse
+from tinychat.commands import cache as cache_command
+from tinychat.commands import run
 from tinychat.engine import devices
 from tinychat.errors import TinychatError
-from tinychat.measure import bench
 from tinychat.models import cache
 from tinychat.models.registry import Model, resolve
 
@@ -115,7 +116,7 @@ def test_every_command_that_runs_a_model_takes_a_device(
     capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert DEVICES == devices.DEVICES
-    monkeypatch.setattr(bench, "lock_path", lambda: tmp_path / "bench.lock")
+    monkeypatch.setattr("tinychat.measure.lock.lock_path", lambda: tmp_path / "bench.lock")
     path, text = tiny.write(tmp_path / "m.gguf", "llama", "Q4_0"), tmp_path / "text.txt"
     text.write_text("a long enough text " * 20)
     for argv, found in (
@@ -132,6 +133,34 @@ def test_every_command_that_runs_a_model_takes_a_device(
         output(capsys, "perplexity", path, text, "--ctx", 16, "--chunks", 1, "--device", "cpu", "--json")
     )["ppl"]
     assert "plain tinygrad" in json.loads(output(capsys, "kernels", path, "--json", "--device", "reference"))["device"]
+
+
+def test_an_unknown_command_gets_the_nearest_known_one(capsys: Captured) -> None:
+    for argv, line in (
+        (["runn", "smollm2", "hi"], "'runn' is no command; did you mean 'run'?"),
+        (["xyzzy", "smollm2"], "'xyzzy' is no command (unexpected: smollm2)"),
+        (["info", "m", "more"], "unexpected: more"),
+    ):
+        with pytest.raises(SystemExit) as e:
+            main(argv)
+        assert e.value.code == 2 and line in capsys.readouterr().err
+
+
+def test_the_chat_takes_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    for argv in (["--device", "cpu", "m"], ["m", "--device", "cpu"], ["--threads", "3", "m", "--device", "cpu"]):
+        args = parse(argv)
+        assert (args["text"], args["device"]) == ("m", "cpu") and args["threads"] in (None, 3)
+
+
+def test_variables_that_tinygrad_would_not_understand(tmp_path: Path) -> None:
+    path = tiny.write(tmp_path / "m.gguf", "llama", "Q4_0")
+    odd = {"DEBUG": "true", "TC": "/sbin/tc", "NO_COLOR": "yes"}
+    argv = ["run", str(path), "hi", "--max-tokens", "1", "--device", "reference", "--json"]
+    done = subprocess.run([*TINYCHAT, *argv], env={**os.environ, **odd}, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["stop_reason"] in ("length", "eos")
+    environ = {**odd, "DEBUG": "2", "BEAM": ""}
+    process.clean(environ)
+    assert environ == {"DEBUG": "2", "NO_COLOR": "1"}
 
 
 def test_debug_shows_where(capsys: Captured) -> None:
@@ -207,10 +236,27 @@ def test_run_in_a_pipe_writes_the_answer_and_nothing_else(
     assert answer["prompt_tokens"] == len(json.loads(output(capsys, "tokenize", smollm2_path, prompt, "--json"))["ids"])
 
 
+def test_run_takes_files_stdin_and_parameters(smollm2_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("the file says 42")
+    argv = [*TINYCHAT, "run", str(smollm2_path), "summarise", "--max-tokens", "1", "--json"]
+
+    def tokens(*options: str, stdin: str = "") -> int:
+        done = subprocess.run([*argv, *options], input=stdin, capture_output=True, text=True, check=True)
+        return int(json.loads(done.stdout)["prompt_tokens"])
+
+    plain = tokens()
+    assert tokens(stdin="some text of a pipe " * 20) > plain + 80
+    assert tokens("--file", str(tmp_path / "notes.txt")) > plain
+    assert tokens("--system", "You are a pirate. " * 20) > plain + 50
+    wanted = [*argv, "--context", "64", "--top-p", "0.5", "--file", str(tmp_path / "notes.txt")]
+    done = subprocess.run(wanted, input="word " * 200, capture_output=True, text=True)
+    assert done.returncode == 1 and "the context holds 64" in done.stderr and "--context" in done.stderr
+
+
 def test_a_terminal_obeys_nothing_that_a_model_says(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    shown = commands._Shown(quiet=False)
+    shown = run._Shown(quiet=False)
     for text, kind in (("plan\x1b]0;x\x07", "thinking"), ("Hello\n", "answer"), ("\x1b[2J", "answer")):
         shown.add(text, kind)
     shown.end()
@@ -221,11 +267,9 @@ def test_a_terminal_obeys_nothing_that_a_model_says(capsys: Captured, monkeypatc
 
 def test_a_long_prompt_gets_a_context_to_match(smollm2_path: Path) -> None:
     model = resolve(str(smollm2_path))
-    assert commands._needed_context(model, "short", 100) is None
-    assert commands._needed_context(model, "word " * 5000, 100) == 5000 + 256 + 100 + 1
-    assert (
-        commands._needed_context(model, "word " * 50_000, None) == 8192
-    )  # all the model can; the engine says the rest
+    assert run._needed_context(model, "short", 100) is None
+    assert run._needed_context(model, "word " * 5000, 100) == 5000 + 256 + 100 + 1
+    assert run._needed_context(model, "word " * 50_000, None) == 8192  # all the model can; the engine says the rest
 
 
 def test_bench_json(smollm2_path: Path, capsys: Captured) -> None:
@@ -306,7 +350,7 @@ def test_the_life_of_a_file(server: Server, capsys: Captured, tmp_path: Path) ->
     assert Path(path).read_bytes() == data
     assert output(capsys, "cache", "path", url).strip() == path
     assert output(capsys, "cache", "path").strip() == str(Path(path).parent)
-    assert url in output(capsys, "cache", "list") and "whole" in output(capsys, "cache", "list")
+    assert url in output(capsys, "cache", "list") and "complete" in output(capsys, "cache", "list")
     assert output(capsys, "cache", "verify") == f"{url}: unchanged since it came (SHA-256)\n"
     with open(path, "r+b") as f:
         f.seek(-1, os.SEEK_END)
@@ -323,6 +367,21 @@ def test_the_life_of_a_file(server: Server, capsys: Captured, tmp_path: Path) ->
     assert "glm-4.7:flash" in output(capsys, "cache", "list", "--all")
 
 
+def test_no_command_shows_credentials(server: Server, capsys: Captured, tmp_path: Path) -> None:
+    server.files["/m.gguf?key=secret"] = server.files["/m.gguf"] = File(make_gguf(tmp_path / "m.gguf"))
+    url = server.url("/m.gguf?key=secret").replace("://", "://me:secret@")
+    for argv in (
+        ("info", url),
+        ("info", url, "--json"),
+        ("cache", "pull", url),
+        ("cache", "list"),
+        ("cache", "verify"),
+    ):
+        assert main([*argv]) == 0
+        out, err = capsys.readouterr()
+        assert ("secret" not in out + err and "m.gguf" in out + err) or argv == ("cache", "pull", url)
+
+
 def test_a_download_is_announced_with_size_and_place(server: Server, capsys: Captured, tmp_path: Path) -> None:
     server.files["/m.gguf"] = File(make_gguf(tmp_path / "m.gguf"))
     assert main(["cache", "pull", server.url("/m.gguf")]) == 0
@@ -336,7 +395,7 @@ def test_nothing_is_downloaded_that_cannot_run(capsys: Captured, monkeypatch: py
     monkeypatch.setattr(cache, "pull", unwanted)
     huge = Model("huge", ("http://127.0.0.1:9/m",), size=10**15, architecture="llama")
     odd = Model("odd", ("http://127.0.0.1:9/o",), architecture="mamba")
-    monkeypatch.setattr(commands, "MODELS", (huge, odd))
+    monkeypatch.setattr(cache_command, "MODELS", (huge, odd))
     monkeypatch.setattr("tinychat.models.registry.MODELS", (huge, odd))
     assert "does not fit into this machine's memory" in failure(capsys, "run", "huge", "hi")
     assert "does not know the architecture mamba" in failure(capsys, "run", "odd", "hi")
@@ -366,6 +425,15 @@ def test_a_reader_that_has_seen_enough(smollm2_path: Path) -> None:
         p.stdout.close()
         err = p.stderr.read()
     assert p.returncode == 141 and err == b""
+
+
+def test_a_reader_that_has_seen_enough_of_a_remote_header(server: Server, tmp_path: Path) -> None:
+    server.files["/m.gguf"] = File(make_gguf(tmp_path / "m.gguf"))
+    with subprocess.Popen([*TINYCHAT, "info", server.url("/m.gguf"), "--tensors"], stdout=-1, stderr=-1) as p:
+        assert p.stdout and p.stderr
+        p.stdout.close()
+        err = p.stderr.read().decode()
+    assert p.returncode == 141 and err.count("\n") == 1 and "reading its header" in err
 
 
 def test_a_bar_in_a_terminal(server: Server, tmp_path: Path) -> None:

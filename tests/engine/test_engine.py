@@ -1,7 +1,6 @@
-"""The engine on tiny models: prefix reuse, stopping, limits, errors; the worker's events around it."""
+"""The engine on tiny models: prefix reuse, stopping, limits, errors."""
 
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 
 from tests.support import tiny
 from tests.support.exactness import last_logits
-from tinychat.backend.local import Done, Event, Failed, Finished, Generated, Loaded, Loading, Prefilling, Worker
 from tinychat.engine import fit
 from tinychat.engine.engine import Engine
 from tinychat.engine.kvstore import KVStore
@@ -128,42 +126,3 @@ def test_not_enough_memory_is_told_before_anything_is_loaded(model: Path, monkey
     monkeypatch.setattr(fit, "available_memory", lambda: 100 << 20)
     with pytest.raises(TinychatError, match=r"not enough memory: .* of 104\.9 MB free"):
         Engine.load(model, device="cpu")
-
-
-def wait_for(worker: Worker, kind: type, seconds: float = 60.0) -> list[Event]:
-    """Events up to and including the first of `kind`."""
-    seen: list[Event] = []
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        seen += worker.events()
-        if any(isinstance(e, kind) for e in seen):
-            return seen
-        time.sleep(0.01)
-    raise AssertionError(f"no {kind.__name__} within {seconds} s, only {seen}")
-
-
-def test_worker_loads_answers_survives_errors_and_stops(model: Path, tmp_path: Path) -> None:
-    worker = Worker()
-    worker.generate(PROMPT, GREEDY, 3)
-    assert "no model is loaded" in wait_for(worker, Failed)[-1].message  # type: ignore[union-attr]
-    worker.load(tmp_path / "missing.gguf")
-    assert "no such file" in wait_for(worker, Failed)[-1].message  # type: ignore[union-attr]
-    worker.load(model, max_context=64, device="reference")
-    events = wait_for(worker, Loaded)
-    assert any(isinstance(e, Loading) for e in events)
-    request = worker.generate(PROMPT, GREEDY, 5, raw=True)
-    events = wait_for(worker, Finished)
-    assert len([e for e in events if isinstance(e, Generated) and e.token.id is not None]) == 5
-    assert any(isinstance(e, Prefilling) and e.total == 6 for e in events)
-    assert events[-1] == Finished(request, "length", events[-1].stats)  # type: ignore[union-attr]
-    worker.generate([999999], GREEDY, 5)
-    assert "vocabulary" in wait_for(worker, Failed)[-1].message  # type: ignore[union-attr]
-    worker.call(lambda engine, report, stop: 1 / 0)
-    assert "ZeroDivisionError" in wait_for(worker, Failed)[-1].message  # type: ignore[union-attr]
-    worker.call(lambda engine, report, stop: engine.info.name)
-    assert wait_for(worker, Done)[-1].result  # type: ignore[union-attr]
-    worker.generate(PROMPT, GREEDY, 50, raw=True)
-    wait_for(worker, Generated)
-    worker.stop()
-    assert wait_for(worker, Finished)[-1].stop_reason == "stopped"  # type: ignore[union-attr]
-    worker.close()

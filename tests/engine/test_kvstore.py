@@ -128,7 +128,7 @@ def test_kill_9_leaves_whole_files_and_what_it_left_is_swept(store):
     for n in range(5):
         found = store.best("m", "cpu-1", [n] * 64)
         assert found and store.read(found) == bytes([n]) * 3_000_000
-    left = store.folder / "tmp-left"
+    left = store.folder / "a.kv.tmp-left"
     left.write_bytes(b"x")
     os.utime(left, (time.time() - 7200,) * 2)
     put(store, list(range(50)))

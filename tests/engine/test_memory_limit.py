@@ -105,3 +105,15 @@ def test_command(capsys: pytest.CaptureFixture[str], store: Path) -> None:
     assert "GB/s" in capsys.readouterr().out
     with machine_lock(wait=False):
         pass  # given back
+
+
+def test_a_limit_measured_under_load_does_not_replace_a_better_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, store: Path
+) -> None:
+    limit.keep(limit.Limit("CPU", {1: 27.0}, False, ""))
+    monkeypatch.setattr(bandwidth, "read_bandwidth", lambda threads, rounds: dict.fromkeys(threads, 16.0))
+    found = limit.measure([1])
+    assert found.gb_s == {1: 27.0} and "41% less" in found.noise
+    assert limit.stored("CPU") == found and "noise" not in store.read_text()
+    assert main(["limit", "--device", "cpu"]) == 0
+    assert "other programs use the memory" in capsys.readouterr().err

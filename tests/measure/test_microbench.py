@@ -16,14 +16,16 @@ from tinychat.errors import TinychatError
 from tinychat.kernels.cuda import executor
 from tinychat.kernels.cuda.executor import CUDAExecutor
 from tinychat.kernels.ops import weights_of
-from tinychat.measure import bench, log, microbench
-from tinychat.measure.microbench import plans
+from tinychat.measure import log, microbench
+from tinychat.measure import microbench_plans as plans
+from tinychat.measure.lock import machine_lock
+from tinychat.measure.results import PartResult
 
 
 @pytest.fixture(autouse=True)
 def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lock and a store of the test's own, and few copies."""
-    monkeypatch.setattr(bench, "lock_path", lambda: tmp_path / "bench.lock")
+    monkeypatch.setattr("tinychat.measure.lock.lock_path", lambda: tmp_path / "bench.lock")
     monkeypatch.setattr(plans, "block_bytes", lambda: 1 << 20)
 
 
@@ -58,7 +60,7 @@ def test_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU's clock tells launches apart only in a row: each kind of layer, each kernel, is a graph of its copies."""
     monkeypatch.setattr(executor, "GPU", EmulatedGPU)
     monkeypatch.setattr(CUDAExecutor, "read_bandwidth", lambda self: 1.0)
-    layer = microbench.block(tiny.write(tmp_path / "m.gguf", "llama", "Q4_0"), "m", 2, device="cuda")
+    layer = microbench.layers(tiny.write(tmp_path / "m.gguf", "llama", "Q4_0"), "m", 2, device="cuda")
     for r in (*layer, *microbench.kernel("gate_up:Q4_0:64x64", 2, device="cuda")):
         assert r.device == "CUDA · emulator" and r.how == f"{r.copies} in a row" and r.steps == 2
         assert 0 < r.low <= r.seconds <= r.high and r.gb_s == pytest.approx(r.nbytes / r.seconds / 1e9)
@@ -94,7 +96,7 @@ def test_specs_that_are_none(spec: str) -> None:
 
 def test_layers(tmp_path: Path) -> None:
     path = tiny.write(tmp_path / "m.gguf", "deepseek2_glm", "Q4_0")  # 1 dense layer, 2 with experts
-    dense, experts = microbench.block(path, "m", 2)
+    dense, experts = microbench.layers(path, "m", 2)
     assert dense.what == "dense (layer 0)" and experts.what == "experts (2 layers from 1)"
     gguf = GGUF.open(path)
     plan = build_plan(gguf, ModelConfig.from_gguf(gguf))
@@ -123,7 +125,7 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(tiny.write(tmp_path / "m.gguf", "llama", "Q4_0"))
     assert main(["bench", "--history"]) == 1 and "nothing was measured" in capsys.readouterr().err
     (first,) = json.loads(out("--kernel", "gate_up:Q4_0:64x64", "--json"))["results"]
-    assert first["what"] == "gate_up:Q4_0:64x64" and set(first) == {f.name for f in fields(microbench.Rung)}
+    assert first["what"] == "gate_up:Q4_0:64x64" and set(first) == {f.name for f in fields(PartResult)}
     assert "layers from 0" in out("--block", path)
     assert "16+4" in out(path, "-n", "4", "-p", "16")
     shown = json.loads(out("--history", "--json"))
@@ -131,7 +133,7 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = out("--history")
     assert "gate_up:Q4_0:64x64" in text and "16+4" in text
     assert "gate_up" not in out("--history", path)
-    with bench.machine_lock():
+    with machine_lock():
         for words in (
             f"bench {path}",
             f"bench --block {path}",
@@ -144,11 +146,11 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_damaged_lines_are_left_out() -> None:
-    (rung,) = microbench.kernel("head:F32:32x32", 1)
-    microbench.save([rung])
-    log.append({"kind": 3}, microbench.store_path())
-    log.append({**rung.as_dict(), "seconds": "fast"}, microbench.store_path())
-    with microbench.store_path().open("ab") as f:
+    (result,) = microbench.kernel("head:F32:32x32", 1)
+    log.save(result)
+    with log.log_path(PartResult).open("ab") as f:
+        for line in ({"kind": 3}, {**result.as_dict(), "seconds": "fast"}):
+            f.write(json.dumps(line).encode() + b"\n")
         f.write(b"\xff{")
-    microbench.save([replace(rung, what="other")])
-    assert [r.what for r in microbench.history()] == [rung.what, "other"]
+    log.save(replace(result, what="other"))
+    assert [r.what for r in log.parts()] == [result.what, "other"]

@@ -51,7 +51,7 @@ def test_every_way_to_differ(answer: smoke.Smoke, path: Path, monkeypatch: pytes
         (got, "passed", "this test"),
         ((*got[:2], got[2] + 1, *got[3:]), "failed", f"token 3 is {got[2]}"),
         ((*got, 7), "failed", "ends after 5"),
-        (got[:4], "failed", "goes on"),
+        (got[:4], "failed", "continues after"),
     ):
         expect(monkeypatch, path, expected)
         (found,) = smoke.check(load, "m")

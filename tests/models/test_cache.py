@@ -32,7 +32,7 @@ print(cache.pull(Model('m', (sys.argv[1],))))
 # Forks a child per line of its input (a URL), so that a hundred processes cost no hundred starts of Python. A dead
 # child is reaped only at the next line: until then its process id cannot become somebody else's.
 FORKER = """
-import os, sys
+import os, sys, httpx  # httpx before the fork: a child would need longer to import it than to download
 from tinychat.models import cache
 from tinychat.errors import TinychatError
 from tinychat.models.registry import Model

@@ -1,5 +1,4 @@
-"""An engine that says what a script tells it, at a given speed: it duck-types Engine for tests and for looking at the
-app.
+"""A backend that says what a script tells it, at a given speed, for tests and for looking at the app.
 
 Prefix reuse, chunked prefill, the context limit, thinking and stop behave as in the real one.
 `python -m tests.support.scripted` is a demo of the app.
@@ -16,14 +15,36 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tinychat.chat.controller import LoadEngine
+from tinychat.backend.engine_thread import EngineThread
+from tinychat.backend.instruments import ExpertCounts, Job, JobDone, JobEvent, JobProgress, TokenText
+from tinychat.backend.prompting import PromptMaker
+from tinychat.backend.protocol import (
+    Backend,
+    Capabilities,
+    DoesNotFit,
+    Event,
+    Failed,
+    Finished,
+    ModelInfo,
+    Piece,
+    Prefilling,
+    Prompted,
+    Queued,
+    Request,
+    StopReason,
+    TokenPiece,
+    Usage,
+)
+from tinychat.backend.stops import StopStrings
+from tinychat.backend.stream import EventStream
+from tinychat.chat.controller import OpenBackend
 from tinychat.engine.answer import AnswerParser
-from tinychat.engine.engine import ModelInfo, Token
-from tinychat.engine.session import CHUNK, common_prefix
+from tinychat.engine.session import common_prefix
 from tinychat.engine.stats import Stats, rss_bytes
 from tinychat.errors import TinychatError
 from tinychat.kernels.ops import Sampling
 
+CHUNK = 256  # tokens that one event of the prefill stands for
 INFO = ModelInfo(
     name="scripted:1b",
     path=Path("/nowhere/scripted-1b-Q4_K_M.gguf"),
@@ -42,13 +63,14 @@ INFO = ModelInfo(
     kv_bytes_per_token=32768,
     file_bytes=808_000_000,
     fingerprint="scripted",
+    can=Capabilities(thinking=True, logprobs=True, continue_final=True, exact_counts=True, instruments=True),
 )
 SPECIAL = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<think>", "</think>")
 
 
 @dataclass
 class Script:
-    """What the engine does. `answers` are given in turn (the last one again and again), or made from the prompt's text.
+    """What the backend does. `answers` are given in turn (the last one for ever), or made from the prompt's text.
 
     `rate` and `prefill_rate` are tokens per second, 0 = at once; `load_s` is spread over five progress reports;
     `fail_load` and `fail_after` (tokens) raise; `busy_s` burns Python time per token (an engine that does not release
@@ -91,6 +113,9 @@ class Words:
                     self.texts.append(piece)
             return [self._ids[p] for p in pieces]
 
+    def encode_prompt(self, text: str) -> list[int]:
+        return self.encode(text, special=True)
+
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         return "".join(self.texts[i] for i in ids if special or i >= len(SPECIAL))
 
@@ -108,7 +133,9 @@ class Words:
 
 
 class ScriptedChat:
-    source, note = "file", ""
+    """Renders as the engine's Chat does."""
+
+    template_s = tokenise_s = 0.0
     think_tags = ("<think>", "</think>")
 
     def __init__(self, tokenizer: Words) -> None:
@@ -150,16 +177,19 @@ class ScriptedChat:
         return tail.startswith("<think>") and "</think>" not in tail
 
 
-class ScriptedEngine:
+class ScriptedBackend:
+    """Implements Backend and Instrumented; a job gets no engine but this backend."""
+
     def __init__(self, script: Script, max_context: int | None = None) -> None:
         self.script = script
         self.info = replace(script.info, max_context=max_context or script.info.max_context)
-        self.tokenizer = Words()
+        self.tokenizer, self.thread = Words(), EngineThread()
         self.chat = ScriptedChat(self.tokenizer)
-        self.notes: list[str] = []
-        self.routing, self.watch_routing = None, False
-        self.stop_reason = "stopped"
-        self.tokens: list[int] = []
+        self._prompts, self._prompt = PromptMaker(self), ()  # type: ignore[arg-type, var-annotated]
+        self._asked: list[threading.Event] = []
+        self._closed = False
+        self._cached: list[int] = []
+        self._given = 0
         i = self.info
         self.stats = Stats(
             weight_bytes=i.weight_bytes,
@@ -173,7 +203,114 @@ class ScriptedEngine:
             limit_gb_s=18.7,
             rss_bytes=rss_bytes(),
         )
-        self._given = 0
+
+    # Backend
+
+    def answer(self, request: Request) -> EventStream[Event]:
+        stream: EventStream[Event] = EventStream()
+        if self._closed:
+            stream.put(Failed("the model was unloaded", "invalid"))
+            stream.end()
+            return stream
+        if self._asked:
+            stream.put(Queued(len(self._asked)))
+        self._asked.append(request.cancel)
+
+        def job() -> None:
+            try:
+                for event in self._events(request):
+                    stream.put(event)
+                    self.told(event)
+            except TinychatError as e:
+                stream.put(Failed(str(e)))
+            self._asked.remove(request.cancel)
+            self.stats = replace(self.stats, phase="idle")
+            stream.end()
+
+        self.thread.submit(job)
+        return stream
+
+    def measure(self, request: Request) -> Usage:
+        return self.thread.call(lambda: self._prompts.measure(request))
+
+    def snapshot(self) -> Stats:
+        return self.stats
+
+    def close(self) -> None:
+        self._closed = True
+        for cancel in list(self._asked):
+            cancel.set()
+
+    def told(self, event: Event) -> None:
+        """Called with every event of an answer; tests may look."""
+
+    # Instrumented
+
+    def run_job(self, job: Job, cancel: threading.Event) -> EventStream[JobEvent]:
+        stream: EventStream[JobEvent] = EventStream()
+
+        def report(text: str, fraction: float) -> None:
+            stream.put(JobProgress(text, fraction))
+
+        def run() -> None:
+            try:
+                if cancel.is_set():
+                    raise TinychatError("stopped before it began; nothing was measured")
+                stream.put(JobDone(job(self, report, cancel)))  # type: ignore[arg-type]
+            except TinychatError as e:
+                stream.put(Failed(str(e)))
+            stream.end()
+
+        self.thread.submit(run)
+        return stream
+
+    def last_prompt(self) -> tuple[int, ...]:
+        return self._prompt
+
+    def token_texts(self, ids: Sequence[int]) -> list[TokenText]:
+        t = self.tokenizer
+        return [TokenText(i, t.token_text(i), t.is_special(i), t.token_bytes(i)) for i in ids]
+
+    def watch_experts(self, on: bool) -> None:
+        pass
+
+    def experts(self) -> ExpertCounts | None:
+        return None
+
+    # the thread
+
+    def _events(self, request: Request) -> Iterator[Event]:
+        if request.tools or request.logit_bias or request.logprobs:
+            yield Failed("the script has no tools, no logit_bias and no top_logprobs", "invalid")
+            return
+        nothing = Finished("stopped", Usage(limit=self.info.max_context), self.stats)
+        if request.cancel.is_set():
+            yield nothing
+            return
+        made = self._prompts.make(request)
+        if isinstance(made, DoesNotFit):
+            yield made
+            return
+        self._prompt = tuple(made.ids)
+        yield Prompted(made.usage, made.dropped)
+        started, text = time.perf_counter(), self.tokenizer.decode(made.ids, special=True)
+        self.script.prompts.append(text)
+        self.script.samplings.append(request.sampling)
+        yield from self._prefill(made.ids, request.cancel)
+        reason: StopReason = "stopped"
+        found, count = "", 0
+        if not request.cancel.is_set():
+            self.stats = replace(self.stats, phase="decode", ttft_s=time.perf_counter() - started)
+            opened, tags = self.chat.opens_thinking(made.ids), self.chat.think_tags
+            splitter = AnswerParser(tags, opened=opened) if request.raw is None else None
+            for event in self._decode(self._answer(text), splitter, request):
+                if isinstance(event, Piece):
+                    count += len(event.tokens)
+                    yield event
+                else:
+                    reason, found = event
+        usage = replace(made.usage, answer=made.usage.answer + count, cached=self.stats.reused_tokens)
+        yield Finished(reason, usage, replace(self.stats, phase="idle", rss_bytes=rss_bytes()), found)
 
     def _answer(self, prompt: str) -> str:
         answers = self.script.answers
@@ -182,69 +319,53 @@ class ScriptedEngine:
         self._given += 1
         return answers[min(self._given, len(answers)) - 1]
 
-    def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Sampling | None = None,
-        max_tokens: int | None = None,
-        *,
-        raw: bool = False,
-        on_prefill: Callable[[int, int, int], None] | None = None,
-        stop: threading.Event | None = None,
-    ) -> Iterator[Token]:
-        s, script, started = self.stats, self.script, time.perf_counter()
-        if len(prompt_ids) > self.info.max_context:
-            raise TinychatError(
-                f"the prompt has {len(prompt_ids):,} tokens, the context holds {self.info.max_context:,}"
-            )
-        prompt = self.tokenizer.decode(prompt_ids, special=True)
-        script.prompts.append(prompt)
-        script.samplings.append(sampling or Sampling())
-        self.stop_reason, s.generated_tokens, s.decode_tok_s, s.last_tok_s, s.ttft_s = "stopped", 0, 0.0, 0.0, 0.0
-        try:
-            if not self._prefill(prompt_ids, on_prefill, stop):
-                return
-            s.phase, s.ttft_s = "decode", time.perf_counter() - started
-            splitter = None if raw else AnswerParser(self.chat.think_tags, opened=self.chat.opens_thinking(prompt_ids))
-            yield from self._decode(self._answer(prompt), splitter, max_tokens, stop)
-        finally:
-            s.phase, s.rss_bytes = "idle", rss_bytes()
-
-    def _prefill(
-        self, prompt: Sequence[int], on_prefill: Callable[[int, int, int], None] | None, stop: threading.Event | None
-    ) -> bool:
-        s, started = self.stats, time.perf_counter()
-        reused = common_prefix(self.tokens, prompt[:-1])
-        del self.tokens[reused:]
+    def _prefill(self, prompt: Sequence[int], cancel: threading.Event) -> Iterator[Prefilling]:
+        started = time.perf_counter()
+        reused = common_prefix(self._cached, prompt[:-1])
+        del self._cached[reused:]
         total = len(prompt) - 1 - reused
-        s.phase, s.prompt_tokens, s.reused_tokens, s.prefilled_tokens = "prefill", len(prompt), reused, 0
-        if on_prefill:
-            on_prefill(0, total, reused)
+        self.stats = replace(
+            self.stats,
+            phase="prefill",
+            prompt_tokens=len(prompt),
+            reused_tokens=reused,
+            prefilled_tokens=0,
+            generated_tokens=0,
+            decode_tok_s=0.0,
+            last_tok_s=0.0,
+            ttft_s=0.0,
+        )
+        yield Prefilling(0, total, reused)
         for start in range(0, total, CHUNK):
-            if stop and stop.is_set():
-                return False
+            if cancel.is_set():
+                return
             n = min(CHUNK, total - start)
             if self.script.prefill_rate:
                 time.sleep(n / self.script.prefill_rate)
-            self.tokens += prompt[reused + start : reused + start + n]
-            s.prefilled_tokens, s.prefill_s, s.context_used = start + n, time.perf_counter() - started, len(self.tokens)
-            s.prefill_tok_s = s.prefilled_tokens / max(s.prefill_s, 1e-9)
-            if on_prefill:
-                on_prefill(start + n, total, reused)
-        self.tokens.append(prompt[-1])
-        return True
+            self._cached += prompt[reused + start : reused + start + n]
+            seconds = time.perf_counter() - started
+            self.stats = replace(
+                self.stats,
+                prefilled_tokens=start + n,
+                prefill_s=seconds,
+                context_used=len(self._cached),
+                prefill_tok_s=(start + n) / max(seconds, 1e-9),
+            )
+            yield Prefilling(start + n, total, reused)
+        self._cached.append(prompt[-1])
 
     def _decode(
-        self, answer: str, splitter: AnswerParser | None, max_tokens: int | None, stop: threading.Event | None
-    ) -> Iterator[Token]:
-        s, script, started = self.stats, self.script, time.perf_counter()
-        self.stop_reason = "eos"
+        self, answer: str, splitter: AnswerParser | None, request: Request
+    ) -> Iterator[Piece | tuple[StopReason, str]]:
+        """Pieces, and then why it ended and the stop string that did."""
+        script, started, stops = self.script, time.perf_counter(), StopStrings(request.stop)
+        reason: StopReason = "eos"
         for n, token in enumerate(self.tokenizer.encode(answer, special=True), 1):
-            if stop and stop.is_set():
-                self.stop_reason = "stopped"
+            if request.cancel.is_set():
+                reason = "stopped"
                 break
-            if len(self.tokens) >= self.info.max_context:
-                self.stop_reason = "context"
+            if len(self._cached) >= self.info.max_context:
+                reason = "context"
                 break
             if script.fail_after is not None and n > script.fail_after:
                 raise TinychatError("the scripted engine failed as it was told to")
@@ -254,41 +375,51 @@ class ScriptedEngine:
                     pass
             if script.rate:
                 time.sleep(max(0.0, started + n / script.rate - time.perf_counter()))
-            self.tokens.append(token)
-            elapsed = max(time.perf_counter() - started, 1e-9)
-            s.generated_tokens, s.context_used, s.decode_s = n, len(self.tokens), elapsed
-            s.decode_tok_s = s.last_tok_s = n / elapsed
-            s.gb_s = s.bytes_per_token * s.decode_tok_s / 1e9 if script.rate else 0.0
-            s.limit_share = s.gb_s / s.limit_gb_s
+            self._cached.append(token)
+            self._count(n, max(time.perf_counter() - started, 1e-9))
             text = self.tokenizer.decode([token], special=True)
             pieces = [(p.kind, p.text) for p in splitter.feed(text)] if splitter else [("answer", text)]
-            if not pieces:
-                pieces = [(splitter.kind if splitter else "answer", "")]
-            for i, (kind, part) in enumerate(pieces):
-                yield Token(token if i == 0 else None, part, kind, -0.25)  # type: ignore[arg-type]
-            if max_tokens is not None and n >= max_tokens:
-                self.stop_reason = "length"
+            for i, (kind, part) in enumerate(pieces or [(splitter.kind if splitter else "answer", "")]):
+                part = stops.feed(part) if kind == "answer" else part
+                yield Piece(kind, part, (TokenPiece(token, part, -0.25),) if i == 0 else ())  # type: ignore[arg-type]
+            if stops.found:
+                reason = "stop"
+                break
+            if request.max_tokens is not None and n >= request.max_tokens:
+                reason = "length"
                 break
         for piece in splitter.flush() if splitter else ():
-            yield Token(None, piece.text, piece.kind)
+            yield Piece(piece.kind, stops.feed(piece.text) if piece.kind == "answer" else piece.text)
+        if rest := stops.flush():
+            yield Piece("answer", rest)
+        yield reason, stops.found
 
-    def save_cache(self) -> bool:
-        return False
+    def _count(self, n: int, elapsed: float) -> None:
+        speed = n / elapsed
+        gb_s = self.stats.bytes_per_token * speed / 1e9 if self.script.rate else 0.0
+        self.stats = replace(
+            self.stats,
+            generated_tokens=n,
+            context_used=len(self._cached),
+            decode_s=elapsed,
+            decode_tok_s=speed,
+            last_tok_s=speed,
+            gb_s=gb_s,
+            limit_share=gb_s / self.stats.limit_gb_s,
+        )
 
-    def close(self) -> None:
-        self.tokens = []
 
+def scripted(script: Script) -> OpenBackend:
+    """Opens ScriptedBackends, for Controller and TinychatApp."""
 
-def scripted_load(script: Script) -> LoadEngine:
-    """For Worker(load_engine=...)."""
-
-    def load(
-        path: str | Path,
+    def open_backend(
+        path: Path,
         *,
+        replaces: Backend | None = None,
         progress: Callable[[str, float], None] | None = None,
         max_context: int | None = None,
         **options: Any,
-    ) -> Any:
+    ) -> ScriptedBackend:
         script.loads.append({"path": str(path), "max_context": max_context, **options})
         for i in range(5):
             if progress:
@@ -296,14 +427,17 @@ def scripted_load(script: Script) -> LoadEngine:
             time.sleep(script.load_s / 5)
         if script.fail_load:
             raise TinychatError(script.fail_load)
-        return ScriptedEngine(script, max_context)
+        if replaces is not None:
+            replaces.close()
+        return ScriptedBackend(script, max_context)
 
-    return load
+    return open_backend
 
 
 LONG = """<think>
-The user wants to know how multi-head latent attention saves memory. Let me recall the shapes: 32 heads of 128, K and V
-each, against one row of 512 + 64 values.
+The user wants to know how multi-head latent attention saves memory. Let me recall the shapes: \
+32 heads of 128, K and V each,
+against one row of 512 + 64 values.
 
 So the saving is about 14 times.
 </think>
@@ -342,7 +476,7 @@ def main() -> int:
     rate = float(sys.argv[1]) if len(sys.argv) > 1 else 72
     info = replace(INFO, max_context=int(sys.argv[2]) if len(sys.argv) > 2 else 4096)
     script = Script(answers=(LONG, LONG * 8), rate=rate, prefill_rate=800, load_s=1.0, info=info)
-    app = TinychatApp(model="scripted:1b", path=INFO.path, load_engine=scripted_load(script), history=None)
+    app = TinychatApp(model="scripted:1b", path=INFO.path, open_backend=scripted(script), history=None)
     app.run()
     return app.return_code or 0
 

@@ -9,7 +9,7 @@ from textual import events
 from textual.widgets import Input, OptionList
 
 from tests.support.screens import text_of, until
-from tests.support.scripted import INFO, LONG, Script, scripted_load
+from tests.support.scripted import INFO, LONG, Script, scripted
 from tinychat.chat.conversation import Conversation, Turn
 from tinychat.chat.history import History
 from tinychat.ui.app import TinychatApp
@@ -69,7 +69,7 @@ class Desk:
 @contextlib.asynccontextmanager
 async def desk(*answers, size=(100, 30), history=None, wait=True, **script_options):
     script = Script(answers=answers or ("Hello!",), **script_options)
-    app = TinychatApp("scripted:1b", INFO.path, load_engine=scripted_load(script), history=history)
+    app = TinychatApp("scripted:1b", INFO.path, open_backend=scripted(script), history=history)
     async with app.run_test(size=size) as pilot:
         d = Desk(app, pilot, script)
         if wait:

@@ -8,17 +8,19 @@ from rich.cells import cell_len
 
 from tests.support import tiny
 from tests.support.screens import Host, text_of, until
-from tinychat.engine.engine import Engine, Token
-from tinychat.kernels.ops import Sampling
+from tinychat.backend.local import LocalBackend
+from tinychat.backend.protocol import Piece, Request, Sampling
 from tinychat.ui.screens.inspector import InspectorScreen
-from tinychat.ui.screens.token_view import Piece, TokenView, bar, lay_out
+from tinychat.ui.screens.token_view import ShownToken, TokenView, lay_out
+from tinychat.units import bar
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory):
-    engine = Engine.load(tiny.write(tmp_path_factory.mktemp("m") / "tiny.gguf", "qwen3", "Q4_0", seed=1), device="cpu")
-    yield engine
-    engine.close()
+def backend(tmp_path_factory):
+    path = tiny.write(tmp_path_factory.mktemp("m") / "tiny.gguf", "qwen3", "Q4_0", seed=1)
+    backend = LocalBackend.open(path, device="cpu")
+    yield backend
+    backend.close()
 
 
 def detail(app):
@@ -26,21 +28,24 @@ def detail(app):
 
 
 @pytest.mark.parametrize("size", [(80, 24), (140, 40)])
-async def test_a_real_answer(engine, size):
-    prompt = engine.chat.render([{"role": "user", "content": "Hi <|im_end|> you"}])
-    tokens = list(engine.generate(prompt, Sampling(temperature=0.0), 12))
-    app = Host(InspectorScreen(engine, prompt, tokens))
+async def test_a_real_answer(backend, size):
+    messages = ({"role": "user", "content": "Hi <|im_end|> you"},)
+    events = list(backend.answer(Request(messages, sampling=Sampling(temperature=0.0), max_tokens=12)))
+    tokens = [t for e in events if isinstance(e, Piece) for t in e.tokens]
+    prompt = backend.last_prompt()
+    texts = backend.token_texts([*prompt, *(t.id for t in tokens)])
+    app = Host(InspectorScreen(texts, [t.logprob for t in tokens]))
     async with app.run_test(size=size) as pilot:
         view = app.screen.query_one(TokenView)
-        assert [p.id for p in view.pieces] == [*prompt, *(t.id for t in tokens if t.id is not None)]
-        special = [p for p in view.pieces[: len(prompt)] if p.special]
+        assert [t.id for t in view.tokens] == [*prompt, *(t.id for t in tokens)]
+        special = [t for t in view.tokens[: len(prompt)] if t.special]
         assert "⟨<|im_start|>⟩▏" in text_of(app) and f"{len(prompt)} prompt tokens, {len(special)} special" in text_of(
             app
         )
         assert sum(p.text == "<|im_end|>" for p in special) == 1  # what the user typed stayed text
         assert f"id {prompt[0]}" in detail(app) and "special" in detail(app)
         await pilot.press("a")
-        chosen = next(t for t in tokens if t.id is not None)
+        chosen = tokens[0]
         assert view.cursor == len(prompt)
         assert f"probability {math.exp(chosen.logprob):.2%}" in detail(app) and "chosen by the model" in detail(app)
         await pilot.press("l")
@@ -50,12 +55,12 @@ async def test_a_real_answer(engine, size):
             and f" {chosen.id} " in text_of(app)
         )
         await pilot.press("c")
-        assert app.clipboard == "".join(engine.tokenizer.token_text(i) for i in prompt)
+        assert app.clipboard == "".join(t.text for t in backend.token_texts(prompt))
 
 
-async def test_moving(engine):
-    tokens = [Token(i % 200, "", "answer", math.log(0.9 if i % 5 else 0.2)) for i in range(3000)]
-    app = Host(InspectorScreen(engine, [5] * 50, tokens))
+async def test_moving(backend):
+    texts = backend.token_texts([*[5] * 50, *(i % 200 for i in range(3000))])
+    app = Host(InspectorScreen(texts, [math.log(0.9 if i % 5 else 0.2) for i in range(3000)]))
     async with app.run_test(size=(80, 24)) as pilot:
         view = app.screen.query_one(TokenView)
         await pilot.press("right", "right", "left")
@@ -77,8 +82,8 @@ async def test_moving(engine):
         assert view.mode == "list"
 
 
-async def test_without_tokens_and_tiny(engine):
-    app = Host(InspectorScreen(engine, [], []))
+async def test_without_tokens_and_tiny():
+    app = Host(InspectorScreen([]))
     async with app.run_test(size=(30, 8)) as pilot:
         await pilot.press("right", "down", "end", "a", "n", "p", "l", "down", "pagedown")
         assert "no tokens" in text_of(app)
@@ -100,14 +105,14 @@ def test_layout_keeps_every_token_in_order_within_the_width():
 
 
 def test_what_a_piece_shows():
-    assert Piece(1, " the\n", False).shown == "·the↵" and Piece(1, "<s>", True).shown == "⟨<s>⟩"
-    assert Piece(1, "\x1b[31m\u202e", False).shown == "\\x1b[31m\\u202e" and Piece(1, "", False).shown == "∅"
+    assert ShownToken(1, " the\n", False).shown == "·the↵" and ShownToken(1, "<s>", True).shown == "⟨<s>⟩"
+    assert ShownToken(1, "\x1b[31m\u202e", False).shown == "\\x1b[31m\\u202e" and ShownToken(1, "", False).shown == "∅"
     assert [bar(s, 4) for s in (0, 0.5, 1, 2)] == ["", "██", "████", "████"] and bar(1 / 32, 4) == "▏"
 
 
-async def test_a_long_prompt_opens_at_once(engine):
-    ids = [i % 250 for i in range(30_000)]
-    app = Host(InspectorScreen(engine, ids, []))
+async def test_a_long_prompt_opens_at_once(backend):
+    texts = backend.token_texts([i % 250 for i in range(30_000)])
+    app = Host(InspectorScreen(texts))
     async with app.run_test(size=(140, 40)) as pilot:
         await until(pilot, lambda: "30,000 prompt tokens" in text_of(app))
         await pilot.press("end", "l", "home")

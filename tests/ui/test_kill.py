@@ -12,14 +12,14 @@ from tinychat.chat.history import History
 CHAT = """
 import asyncio, sys
 from pathlib import Path
-from tests.support.scripted import INFO, Script, ScriptedEngine
+from tests.support.scripted import INFO, Script, ScriptedBackend
 from tinychat.chat.history import History
 from tinychat.ui.app import TinychatApp
 
 async def main():
     script = Script(answers=("word " * 100_000,), rate=200)
     history = History(Path(sys.argv[1]))
-    app = TinychatApp("m", INFO.path, load_engine=lambda path, **options: ScriptedEngine(script), history=history)
+    app = TinychatApp("m", INFO.path, open_backend=lambda path, **options: ScriptedBackend(script), history=history)
     async with app.run_test() as pilot:
         while not app.controller.ready:
             await asyncio.sleep(0.01)

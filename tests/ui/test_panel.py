@@ -5,9 +5,9 @@ from textual.app import App, ComposeResult
 
 from tests.support.screens import text_of, until
 from tests.support.scripted import INFO
-from tinychat.backend.local import Loading, Prefilling
-from tinychat.chat.context import Usage
-from tinychat.engine.stats import Stats
+from tinychat import units
+from tinychat.backend.protocol import Prefilling, Stats, Usage
+from tinychat.chat.state import LoadStage
 from tinychat.ui.panel import EngineLine, EnginePanel, Reading, figures
 from tinychat.ui.panel.reading import PaintMeter
 
@@ -35,14 +35,14 @@ READING = Reading(STATS, INFO, USAGE, speeds=(60.0, 72.0, 36.0), painted=72.0)
 
 
 def test_numbers_as_people_read_them():
-    assert [figures.speed(v) for v in (0.347, 7.25, 72.44, 812.3, 12345)] == ["0.35", "7.2", "72.4", "812", "12,345"]
+    assert [units.speed(v) for v in (0.347, 7.25, 72.44, 812.3, 12345)] == ["0.35", "7.2", "72.4", "812", "12,345"]
     assert [figures.seconds(v) for v in (0.414, 3.21, 42, 185)] == ["0.41 s", "3.2 s", "42 s", "3:05"]
     assert figures.size(18_300_000_000) == "18.3 GB"
 
 
 def test_bars():
-    assert figures.bar(0.8, 10) == "▓▓▓▓▓▓▓▓░░" and figures.bar(0, 4) == "░░░░" and figures.bar(0.001, 4) == "▓░░░"
-    assert figures.bar(7, 4) == "▓▓▓▓"
+    assert units.track(0.8, 10) == "▓▓▓▓▓▓▓▓░░" and units.track(0, 4) == "░░░░" and units.track(0.001, 4) == "▓░░░"
+    assert units.track(7, 4) == "▓▓▓▓"
     assert (
         figures.spark([0, 36, 72], 10) == "▁▄█"
         and figures.spark([], 5) == ""
@@ -51,7 +51,14 @@ def test_bars():
 
 
 @pytest.mark.parametrize(
-    "usage", [USAGE, Usage(limit=4096), Usage(1, 1, 1, 1, 100_000), Usage(50, 50, 50, 50, 100), Usage()]
+    "usage",
+    [
+        USAGE,
+        Usage(limit=4096),
+        Usage(1, 1, 1, answer=1, limit=100_000),
+        Usage(50, 50, 50, answer=50, limit=100),
+        Usage(),
+    ],
 )
 @pytest.mark.parametrize("width", [8, 10, 32])
 def test_the_context_bar_shows_every_part_and_fits(usage, width):
@@ -62,8 +69,7 @@ def test_the_context_bar_shows_every_part_and_fits(usage, width):
 
 
 def test_usage_adds_up():
-    assert (USAGE.used, USAGE.free) == (2267, 5925) and Usage(5, 5, 5, 5, 10).free == 0
-    assert USAGE.with_answer(300).answer == 300
+    assert (USAGE.used, USAGE.free) == (2267, 5925) and Usage(5, 5, 5, answer=5, limit=10).free == 0
 
 
 @pytest.mark.parametrize("width", [31, 32, 50])
@@ -83,8 +89,8 @@ def test_what_happens_now():
         return " ".join(line.plain for line in figures.now(reading, 32))
 
     assert said(Reading()).startswith("no model") and said(Reading(Stats(), INFO)).startswith("ready")
-    assert said(Reading(loading=Loading("loading weights", 0.5))).startswith("loading weights ▓▓▓")
-    prefill = Prefilling(1, 512, 1400, 0)
+    assert said(Reading(loading=LoadStage("loading weights", 0.5))).startswith("loading weights ▓▓▓")
+    prefill = Prefilling(512, 1400, 0)
     reading = Reading(Stats(phase="prefill", prefill_tok_s=800), INFO, prefill=prefill)
     assert "reading 512 of 1,400" in said(reading) and "1.1 s left" in said(reading)
     assert said(READING).startswith("72.4 tok/s ▇█▄")
@@ -96,7 +102,7 @@ def test_one_line_for_narrow_screens(width):
         READING,
         Reading(),
         Reading(Stats(), INFO, USAGE),
-        Reading(loading=Loading("loading weights", 0.2)),
+        Reading(loading=LoadStage("loading weights", 0.2)),
     ):
         assert figures.line(reading, width).cell_length <= max(width, 40)
     assert "72.4 tok/s" in figures.line(READING, 76).plain and "2,267 of 8,192" in figures.line(READING, 76).plain

@@ -13,17 +13,16 @@ import pytest
 
 from tests.measure.test_bench import RESULT
 from tests.support.screens import Host, text_of, until
-from tests.support.scripted import INFO, LONG, Script, ScriptedEngine, scripted_load
+from tests.support.scripted import INFO, LONG, Script, ScriptedBackend, scripted
 from tests.ui.test_panel import STATS
-from tinychat.backend.local import Worker
+from tinychat.backend.protocol import Usage
 from tinychat.chat import settings
-from tinychat.chat.context import Room, Usage
+from tinychat.chat.changes import Overflow
 from tinychat.chat.conversation import Conversation, Turn
 from tinychat.chat.history import History
 from tinychat.chat.parameters import Parameters, set_parameter
-from tinychat.engine.engine import Token
 from tinychat.measure import bench, log
-from tinychat.measure.profile.report import Flag, Report, Row
+from tinychat.measure.profile.report import Flag, Profile, Row
 from tinychat.ui.app import TinychatApp
 from tinychat.ui.chat.overflow import OverflowScreen
 from tinychat.ui.screens import picker_rows
@@ -75,7 +74,7 @@ def fixed(monkeypatch, tmp_path):
     monkeypatch.setattr(picker_rows, "available_memory", lambda: 16 * 10**9)
     monkeypatch.setattr(Headers, "missing", lambda self, row: False)
     monkeypatch.setattr(settings, "path", lambda: Path("/home/you/.config/tinychat/settings.toml"))
-    monkeypatch.setattr(bench, "lock_path", lambda: tmp_path / "bench.lock")
+    monkeypatch.setattr("tinychat.measure.lock.lock_path", lambda: tmp_path / "bench.lock")
 
 
 def screen(app) -> str:
@@ -95,14 +94,15 @@ async def settled(pilot, *texts: str) -> str:
 
 @contextlib.asynccontextmanager
 async def chat(size, conversation=TALK):
-    app = TinychatApp("scripted:1b", INFO.path, load_engine=scripted_load(Script()))
+    app = TinychatApp("scripted:1b", INFO.path, open_backend=scripted(Script()))
     async with app.run_test(size=size) as pilot:
         await until(pilot, lambda: app.controller.ready)
-        app.controller.engine.stats = replace(STATS, phase="idle", weight_bytes=770_000_000)
+        app.controller.backend.stats = replace(STATS, phase="idle", weight_bytes=770_000_000)
         app.controller.open(conversation)
         await until(pilot, lambda: len(app.chat.transcript.messages()) == len(conversation.turns))
+        await until(pilot, lambda: not app.controller.measuring)
         app.controller.usage = Usage(system=4, history=1812, thinking=62, answer=198, limit=4096)
-        app.chat.painter.panel()
+        app.chat.paint_panel()
         yield app, pilot
 
 
@@ -130,7 +130,7 @@ async def test_prompt_with_completions(size, snapshot):
 
 @sizes
 async def test_first_run(size, snapshot):
-    app = TinychatApp(load_engine=scripted_load(Script()))
+    app = TinychatApp(open_backend=scripted(Script()))
     async with app.run_test(size=size) as pilot:
         assert await settled(pilot, "smollm2:135m", "download  esc") == snapshot(name="picker")
         await pilot.press("escape")
@@ -149,11 +149,13 @@ async def test_help_of_the_chat(size, snapshot):
 @sizes
 async def test_the_context_is_full(size, snapshot):
     async with chat(size) as (app, pilot):
-        app.push_screen(OverflowScreen(Room(TALK, False, 4001, 256, 4096, 300, 3, Turn("user", "more")), 131072))
+        usage = Usage(history=3701, thinking=300, limit=4096)
+        overflow = Overflow(TALK, False, usage, 256, 3, Turn("user", "more"))
+        app.push_screen(OverflowScreen(overflow, 131072))
         assert await settled(pilot, "The context is full") == snapshot
 
 
-def report() -> Report:
+def report() -> Profile:
     def row(name: str, shape: str, quant: str, category: str, calls: int, ms: float, gb: float) -> Row:
         nbytes = int(gb * ms * 1e6)
         return Row(name, name, shape, quant, category, calls, ms / 1e3, ms / 2e4, ms / 5, nbytes, gb, gb / 20, 64, 0.52)
@@ -164,7 +166,11 @@ def report() -> Report:
         row("attention", "9×64", "", "attention", 30, 0.8, 4.1),
         row("norm_linear", "576×960", "Q4_1", "mat-vec Q4_1", 60, 0.5, 1.1),
     ]
-    return Report(
+    return Profile(
+        fingerprint="f" * 64,
+        versions={"tinychat": "0.1.0"},
+        machine="Linux",
+        date="2026-01-02T03:04:05+00:00",
         model="smollm2:135m",
         device="CPU",
         threads=2,
@@ -199,20 +205,14 @@ def report() -> Report:
 @sizes
 @pytest.mark.parametrize("name", ["bench", "profile"])
 async def test_measuring(name, size, snapshot, monkeypatch):
-    worker = Worker(scripted_load(Script()))
-    worker.load(INFO.path)
+    backend = ScriptedBackend(Script())
     log.save(replace(RESULT, fingerprint="scripted", model="scripted:1b", decode_tok_s=80.0, decode_runs=(80.0,)))
     latest = replace(RESULT, fingerprint="scripted", model="scripted:1b", date="2026-02-03T04:05:06+00:00")
     monkeypatch.setattr(bench, "run", lambda *args, **options: latest)
     monkeypatch.setattr(profile_screen, "profile", lambda *args, **options: report())
-    while worker.engine is None:
-        time.sleep(0.01)
-    app = Host(
-        BenchScreen(worker, name="scripted:1b") if name == "bench" else ProfileScreen(worker, name="scripted:1b")
-    )
+    app = Host((BenchScreen if name == "bench" else ProfileScreen)(backend, name="scripted:1b"))
     async with app.run_test(size=size) as pilot:
         assert await settled(pilot, "measured and saved" if name == "bench" else "200.0 tok/s") == snapshot
-    worker.close()
 
 
 @sizes
@@ -235,12 +235,12 @@ async def test_conversations(size, snapshot, tmp_path, monkeypatch):
 
 
 def inspector() -> InspectorScreen:
-    engine = ScriptedEngine(Script())
+    backend = ScriptedBackend(Script())
     asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How does MLA <|end|> work?"}]
-    prompt = engine.chat.render(asked)
-    answer = engine.tokenizer.encode("It keeps one latent row for each token.")
-    tokens = [Token(i, "", "answer", (-0.05, -1.2, -2.5)[n % 3]) for n, i in enumerate(answer)]
-    return InspectorScreen(engine, prompt, tokens)
+    prompt = backend.chat.render(asked)
+    answer = backend.tokenizer.encode("It keeps one latent row for each token.")
+    logprobs = [(-0.05, -1.2, -2.5)[n % 3] for n in range(len(answer))]
+    return InspectorScreen(backend.token_texts([*prompt, *answer]), logprobs)
 
 
 OTHERS = {

@@ -11,7 +11,7 @@ from textual.containers import VerticalScroll
 
 from scripts.smoothness import ANSWER
 from tests.support.screens import until
-from tests.support.scripted import INFO, Script, scripted_load
+from tests.support.scripted import INFO, Script, scripted
 from tinychat.chat.conversation import Conversation, Turn
 from tinychat.ui.app import TinychatApp
 from tinychat.ui.chat.markdown import MarkdownView
@@ -286,7 +286,7 @@ async def test_selection_gives_text_without_code_gutter():
 async def test_a_long_answer_stays_smooth_and_ends_exact():
     """tests/smoothness.py has the figures; the bounds are generous here, because tests share their machine."""
     script = Script(answers=(ANSWER,), rate=700, info=replace(INFO, max_context=16384))
-    app = TinychatApp("scripted:1b", INFO.path, load_engine=scripted_load(script))
+    app = TinychatApp("scripted:1b", INFO.path, open_backend=scripted(script))
     async with app.run_test(size=(120, 40)) as pilot:
         await until(pilot, lambda: app.controller.ready)
         app.chat.prompt.put("go")
@@ -300,7 +300,7 @@ async def test_a_long_answer_stays_smooth_and_ends_exact():
         whole.finish()
         await pilot.pause()
         assert [line.content.plain.rstrip() for line in view._lines] == shown(whole.done, view.size.width)
-        decoded = app.controller.engine.stats.decode_tok_s
+        decoded = app.controller.stats.decode_tok_s
         assert app.chat.painter.meter.average > 0.7 * decoded
         assert app.chat.painter.longest_gap < 1.0
 
@@ -308,7 +308,7 @@ async def test_a_long_answer_stays_smooth_and_ends_exact():
 async def test_thousands_of_turns_cost_no_more_than_the_first():
     """A soak in small: what is mounted, and what one turn costs, do not grow with the conversation."""
     script = Script(answers=("A short **answer**.\n\n- one\n- two",), info=replace(INFO, max_context=2048))
-    app = TinychatApp("scripted:1b", INFO.path, load_engine=scripted_load(script))
+    app = TinychatApp("scripted:1b", INFO.path, open_backend=scripted(script))
     async with app.run_test(size=(80, 24)) as pilot:
         await until(pilot, lambda: app.controller.ready)
         turns = tuple(
@@ -326,7 +326,7 @@ async def test_thousands_of_turns_cost_no_more_than_the_first():
 
 
 async def test_dear_paints_come_less_often(monkeypatch):
-    app = TinychatApp("scripted:1b", INFO.path, load_engine=scripted_load(Script(answers=("word " * 4000,), rate=100)))
+    app = TinychatApp("scripted:1b", INFO.path, open_backend=scripted(Script(answers=("word " * 4000,), rate=100)))
     async with app.run_test(size=(80, 24)) as pilot:
         await until(pilot, lambda: app.controller.ready)
         app.controller.ask(Turn("user", "go"))

@@ -1,213 +1,356 @@
-"""The background thread that owns the engine: commands in, events out.
-
-The UI never waits for it: it drains `events()` at a fixed rate and reads `worker.engine.stats` whenever it paints. The
-thread is a daemon, so quitting never waits for a load or a kernel; it survives every error, which arrives as a `Failed`
-event.
-"""
+"""A backend on this machine: an engine on a thread of its own."""
 
 from __future__ import annotations
 
-import itertools
-import queue
-import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from contextlib import closing, suppress
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
 
-from tinychat.engine.engine import Engine, Token
+from tinychat.backend.engine_thread import EngineThread
+from tinychat.backend.instruments import ExpertCounts, Job, JobDone, JobEvent, JobProgress, TokenText
+from tinychat.backend.prompting import Prompt, PromptMaker, offered
+from tinychat.backend.protocol import (
+    Backend,
+    Capabilities,
+    DoesNotFit,
+    Event,
+    Failed,
+    Finished,
+    ModelInfo,
+    OldModelLost,
+    Piece,
+    Prefilling,
+    Prompted,
+    Queued,
+    Request,
+    StopReason,
+    TokenPiece,
+    ToolCall,
+    Usage,
+)
+from tinychat.backend.stops import StopStrings
+from tinychat.backend.stream import EventStream
+from tinychat.engine.engine import Engine, Progress, prepare
+from tinychat.engine.grammar import Grammar
+from tinychat.engine.kvstore import KVStore
+from tinychat.engine.stats import Stats
 from tinychat.errors import TinychatError
-from tinychat.kernels.ops import Sampling
 
-if TYPE_CHECKING:
-    from pathlib import Path
+T = TypeVar("T")
 
 
-# Seconds that the screen's thread may go on computing when the engine's wants the interpreter back, as it does after
-# every native call. Python's 5 ms is three tokens of a GPU: with it, painting cost a fifth of the speed at 600 tok/s,
-# with this a twentieth.
-SWITCH = 0.0005
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    """Something that was asked for and has not begun; `stopped` is its last event when `cancel` ends it before that."""
+
+    cancel: threading.Event
+    stream: EventStream[Any]
+    stopped: Event
 
 
-@dataclass(frozen=True)
-class Loading:
-    """A model is being loaded: what is happening, and how much of it is done (0..1)."""
+class LocalBackend:
+    """Answers requests one at a time, in the order of the calls. `open` makes one.
 
-    stage: str
-    fraction: float
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """`worker.engine` is ready."""
-
-    engine: Engine
-
-
-@dataclass(frozen=True)
-class Prefilling:
-    """Prefill progress: `done` of `total` new tokens, `reused` came from the KV cache."""
-
-    request: int
-    done: int
-    total: int
-    reused: int
-
-
-@dataclass(frozen=True)
-class Generated:
-    """One token (its text may be empty while a character or a tag is incomplete)."""
-
-    request: int
-    token: Token
-
-
-@dataclass(frozen=True)
-class Finished:
-    """The answer ended: stop_reason is eos, length, stopped or context; `stats` is Stats.as_dict()."""
-
-    request: int
-    stop_reason: str
-    stats: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Progress:
-    """A `call`ed job reports: any text and a fraction (0..1)."""
-
-    request: int
-    text: str
-    fraction: float
-
-
-@dataclass(frozen=True)
-class Done:
-    """A `call`ed job ended with `result`."""
-
-    request: int
-    result: Any
-
-
-@dataclass(frozen=True)
-class Failed:
-    """Command `request` (0 = loading) failed; `message` is one line for the user."""
-
-    request: int
-    message: str
-
-
-Event = Loading | Loaded | Prefilling | Generated | Finished | Progress | Done | Failed
-Report = Callable[[str, float], None]
-
-
-class Worker:
-    """Owns one engine on its own thread. Every method returns at once; results come as events, in order.
-
-    `load_engine(path, progress=..., **options)` makes the engine (Engine.load; tests pass a scripted one).
+    Only the engine's thread touches the engine; other threads get values. What is written by one thread and read by
+    others without the lock is replaced as a whole, never changed in place.
     """
 
-    def __init__(self, load_engine: Callable[..., Engine] = Engine.load) -> None:
-        self.engine: Engine | None = None
-        self._load_engine = load_engine
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._events: list[Event] = []
+    def __init__(self, engine: Engine, thread: EngineThread) -> None:
+        self._engine: Engine | None = engine
+        self._thread = thread
+        self._prompts = PromptMaker(engine)
+        self._prompt: tuple[int, ...] = ()
         self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._requests = itertools.count(1)
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
-        sys.setswitchinterval(SWITCH)
+        self._waiting: list[_Waiting] = []
+        self._running: _Waiting | None = None  # what the engine's thread does now
+        self._closed = False
+        self._info, self._stats = _describe(engine), _copy(engine.stats)
 
-    def load(self, path: str | Path, **options: Any) -> None:
-        """Unloads the present engine and loads `path`; `options` go to Engine.load."""
-        self._stop.set()
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        replaces: Backend | None = None,
+        thread: EngineThread | None = None,
+        max_context: int | None = None,
+        preset: str | None = None,
+        device: str | None = None,
+        threads: int | None = None,
+        store_bytes: int = 0,
+        progress: Progress | None = None,
+    ) -> LocalBackend:
+        """Loads the GGUF at `path`; returns when it is loaded. `store_bytes` is how much of the disk saved KV
+        caches may take, 0 saves none; the other parameters are those of Engine.load.
 
-        def job() -> None:
-            self._unload()
-            engine = self._load_engine(path, progress=lambda stage, f: self._emit(Loading(stage, f)), **options)
-            self.engine = engine
-            self._emit(Loaded(engine))
+        Header, plan, tokenizer, template and memory are checked first; only then is `replaces` closed and its memory
+        freed. `progress` is called on the engine's thread, which is `thread`, that of `replaces`, or a new one. Raises
+        TinychatError.
+        """
+        old = replaces if isinstance(replaces, LocalBackend) else None
+        thread = thread or (old._thread if old else EngineThread())
 
-        self._submit(0, job)
+        def load() -> LocalBackend:
+            store = KVStore(store_bytes) if store_bytes else None
+            prepared = prepare(path, max_context=max_context, preset=preset, progress=progress)
+            prepared.check_memory(device, freed=old._bytes() if old else 0)
+            if replaces is not None:
+                replaces.close()
+            if old is not None:
+                old._unload()
+            try:
+                engine = _in_one_line(
+                    lambda: prepared.load(device=device, threads=threads, store=store, progress=progress)
+                )
+            except TinychatError as e:
+                raise (e if replaces is None else OldModelLost(str(e))) from None
+            return cls(engine, thread)
 
-    def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, max_tokens: int | None = None, raw: bool = False
-    ) -> int:
-        """Answers `prompt_ids`; returns the request number its events carry. `raw`: no splitting of thinking."""
-        request = next(self._requests)
+        return thread.call(lambda: _in_one_line(load))
 
-        def job() -> None:
-            engine = self._ready()
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
 
-            def prefilling(done: int, total: int, reused: int) -> None:
-                self._emit(Prefilling(request, done, total, reused))
+    def answer(self, request: Request) -> EventStream[Event]:
+        stream: EventStream[Event] = EventStream()
+        stopped = Finished("stopped", Usage(limit=self._info.max_context), self.snapshot().of_model())
+        self._submit(_Waiting(request.cancel, stream, stopped), lambda: self._answer(request, stream), self._save)
+        return stream
 
-            for token in engine.generate(
-                prompt_ids, sampling, max_tokens, raw=raw, on_prefill=prefilling, stop=self._stop
-            ):
-                self._emit(Generated(request, token))
-            self._emit(Finished(request, engine.stop_reason, engine.stats.as_dict()))
-            engine.save_cache()  # after the event: nobody waits for the disk
+    def measure(self, request: Request) -> Usage:
+        def job() -> Usage:
+            if self._closed or request.cancel.is_set():
+                raise TinychatError("the measuring was cancelled")
+            return self._prompts.measure(request)
 
-        self._submit(request, job)
-        return request
+        return self._thread.call(lambda: _in_one_line(job))
 
-    def call(self, job: Callable[[Engine, Report, threading.Event], Any]) -> int:
-        """Runs `job(engine, report, stop)` between requests (a benchmark, saving the cache); its result comes as
-        `Done`."""
-        request = next(self._requests)
-
-        def run() -> None:
-            result = job(self._ready(), lambda text, f: self._emit(Progress(request, text, f)), self._stop)
-            self._emit(Done(request, result))
-
-        self._submit(request, run)
-        return request
-
-    def stop(self) -> None:
-        """Ends what runs now within one token (or one prefill chunk); what was generated stays."""
-        self._stop.set()
-
-    def events(self) -> list[Event]:
-        """Takes all events since the last call."""
-        with self._lock:
-            out, self._events = self._events, []
-        return out
+    def snapshot(self) -> Stats:
+        engine = self._engine
+        return _copy(engine.stats) if engine else self._stats
 
     def close(self) -> None:
-        """Stops the thread after the running step; does not wait for it."""
-        self._stop.set()
-        self._commands.put(None)
+        with self._lock:
+            self._closed = True
+            asked = [*self._waiting, *([self._running] if self._running else [])]
+        for one in asked:
+            one.cancel.set()
+        self._thread.submit(self._unload)
 
-    def _ready(self) -> Engine:
-        if self.engine is None:
-            raise TinychatError("no model is loaded; choose one with /model")
-        return self.engine
+    # Instrumented
+
+    def run_job(self, job: Job, cancel: threading.Event) -> EventStream[JobEvent]:
+        stream: EventStream[JobEvent] = EventStream()
+
+        def report(text: str, fraction: float) -> None:
+            self._end_cancelled()
+            stream.put(JobProgress(text, fraction))
+
+        stopped = Failed("stopped before it began; nothing was measured")
+        run = _Waiting(cancel, stream, stopped)
+        self._submit(run, lambda: stream.put(JobDone(job(self._loaded(), report, cancel))))
+        return stream
+
+    def last_prompt(self) -> tuple[int, ...]:
+        return self._prompt
+
+    def token_texts(self, ids: Sequence[int]) -> list[TokenText]:
+        t = self._loaded().tokenizer
+        return [TokenText(i, t.token_text(i), t.is_special(i), t.token_bytes(i)) for i in ids]
+
+    def watch_experts(self, on: bool) -> None:
+        if self._engine is not None:
+            self._engine.watch_experts = on
+
+    def experts(self) -> ExpertCounts | None:
+        e = self._engine.experts if self._engine is not None else None
+        return ExpertCounts(e.layers, e.experts, e.used, e.tokens, e.counts(), e.known) if e else None
+
+    # any thread
+
+    def _submit(self, one: _Waiting, job: Callable[[], None], afterwards: Callable[[], None] | None = None) -> None:
+        with self._lock:
+            closed, ahead = self._closed, len(self._waiting) + (self._running is not None)
+            if not closed:
+                if ahead and isinstance(one.stopped, Finished):
+                    one.stream.put(Queued(ahead))
+                self._waiting.append(one)
+        if closed:
+            one.stream.put(Failed("the model was unloaded", "invalid"))
+            one.stream.end()
+            return
+        self._thread.submit(lambda: self._run(one, job, afterwards))
+
+    def _bytes(self) -> int:
+        return self._stats.weight_bytes + self._stats.kv_bytes
+
+    def _loaded(self) -> Engine:
+        if self._engine is None:
+            raise TinychatError("the model was unloaded")
+        return self._engine
+
+    # the engine's thread
+
+    def _run(self, one: _Waiting, job: Callable[[], None], afterwards: Callable[[], None] | None) -> None:
+        with self._lock:
+            if one not in self._waiting:
+                return  # it was cancelled, and told so
+            self._waiting.remove(one)
+            self._running = one
+        try:
+            one.stream.put(one.stopped) if one.cancel.is_set() else _in_one_line(job)
+        except TinychatError as e:
+            one.stream.put(Failed(str(e)))
+        finally:
+            with self._lock:
+                self._running = None
+            one.stream.end()
+        if afterwards:
+            with suppress(TinychatError):
+                _in_one_line(afterwards)
+
+    def _end_cancelled(self) -> None:
+        """Ends what was cancelled while it waited. Called with every token, prefill chunk and report."""
+        if not self._waiting:
+            return
+        with self._lock:
+            cancelled = [one for one in self._waiting if one.cancel.is_set()]
+            self._waiting = [one for one in self._waiting if one not in cancelled]
+        for one in cancelled:
+            one.stream.put(one.stopped)
+            one.stream.end()
+
+    def _answer(self, request: Request, stream: EventStream[Event]) -> None:
+        if refusal := _refusal(request):
+            stream.put(Failed(refusal, "invalid"))
+            return
+        prompt = self._prompts.make(request)
+        self._end_cancelled()
+        if isinstance(prompt, DoesNotFit):
+            stream.put(prompt)
+            return
+        self._prompt = tuple(prompt.ids)
+        stream.put(Prompted(prompt.usage, prompt.dropped))
+        if request.cancel.is_set():
+            stream.put(Finished("stopped", prompt.usage, self.snapshot().of_model()))
+            return
+        self._generate(request, prompt, stream)
+
+    def _generate(self, request: Request, prompt: Prompt, stream: EventStream[Event]) -> None:
+        engine, stops, count, calls = self._loaded(), StopStrings(request.stop), 0, set[int]()
+        engine.chat.template_s, engine.chat.tokenise_s = self._prompts.template_s, self._prompts.tokenise_s
+
+        def prefilling(done: int, total: int, reused: int) -> None:
+            self._end_cancelled()
+            stream.put(Prefilling(done, total, reused))
+
+        with closing(
+            engine.generate(
+                prompt.ids,
+                request.sampling,
+                request.max_tokens,
+                raw=request.raw is not None,
+                tools=offered(request),
+                grammar=_grammar(engine, request, prompt.ids),
+                on_prefill=prefilling,
+                stop=request.cancel,
+            )
+        ) as tokens:
+            for token in tokens:
+                count += token.id is not None
+                if token.kind == "call":
+                    if piece := token.call:
+                        calls.discard(piece.index) if piece.note else calls.add(piece.index)
+                        stream.put(ToolCall(piece.index, piece.text, piece.id, piece.name, piece.note))
+                    self._end_cancelled()
+                    continue
+                text = stops.feed(token.text) if token.kind == "answer" else token.text
+                if token.id is not None:
+                    stream.put(Piece(token.kind, text, (TokenPiece(token.id, text, token.logprob),)))
+                elif text:
+                    stream.put(Piece(token.kind, text))
+                if stops.found:
+                    break
+                self._end_cancelled()
+        reason: StopReason = "stop" if stops.found else engine.stop_reason
+        if calls and reason == "eos":
+            reason = "tool_calls"
+        if rest := stops.flush():
+            stream.put(Piece("answer", rest))
+        stats = self.snapshot()
+        usage = replace(prompt.usage, answer=prompt.usage.answer + count, cached=stats.reused_tokens)
+        stream.put(Finished(reason, usage, stats, stops.found))
+
+    def _save(self) -> None:
+        """Saves the KV cache, after the last event: the disk makes nobody wait for the end of an answer."""
+        if self._engine is not None:
+            self._engine.save_cache()
 
     def _unload(self) -> None:
-        if self.engine is not None:
-            engine, self.engine = self.engine, None
+        if self._engine is not None:
+            self._stats = _copy(self._engine.stats)
+            engine, self._engine = self._engine, None
             engine.close()
 
-    def _submit(self, request: int, job: Callable[[], None]) -> None:
-        def guarded() -> None:
-            self._stop.clear()
-            try:
-                job()
-            except TinychatError as e:
-                self._emit(Failed(request, str(e)))
-            except MemoryError:
-                self._emit(Failed(request, "out of memory; try a smaller model or context"))
-            except Exception as e:  # the thread must survive whatever a job does
-                self._emit(Failed(request, f"internal error: {type(e).__name__}: {e}"))
 
-        self._commands.put(guarded)
+def _in_one_line(job: Callable[[], T]) -> T:
+    """The value of `job`; whatever goes wrong in it is a TinychatError of one line."""
+    try:
+        return job()
+    except TinychatError:
+        raise
+    except MemoryError:
+        raise TinychatError("out of memory; try a smaller model or context") from None
+    except Exception as e:  # the engine's thread survives whatever a job does
+        raise TinychatError(f"internal error: {type(e).__name__}: {e}") from e
 
-    def _emit(self, event: Event) -> None:
-        with self._lock:
-            self._events.append(event)
 
-    def _run(self) -> None:
-        while (job := self._commands.get()) is not None:
-            job()
-        self._unload()
+def _refusal(request: Request) -> str:
+    """What the request asks for and this backend cannot do, in one line; "" when it can do all of it."""
+    kind = (request.response_format or {}).get("type", "text")
+    if kind not in ("text", "json_object", "json_schema"):
+        return "response_format has an unknown type; text, json_object and json_schema are known"
+    if request.logit_bias:
+        return "logit_bias is not supported by this engine"
+    if request.logprobs:
+        return "alternatives of a token (top_logprobs) are not supported by this engine; 0 gives those of the answer"
+    if request.template_kwargs:
+        return f"template arguments ({', '.join(request.template_kwargs)}) are not supported by this engine"
+    return ""
+
+
+def _grammar(engine: Engine, request: Request, prompt: Sequence[int]) -> Grammar | None:
+    """What the answer has to be: calls, where the request demands some; or its response format. Raises
+    TinychatError."""
+    tools, choice = offered(request), request.tool_choice
+    if tools and choice != "auto":
+        return engine.calls_grammar(tools, prompt)
+    wanted = request.response_format or {}
+    if wanted.get("type") == "json_object":
+        return engine.schema_grammar({"type": "object"}, prompt)
+    if wanted.get("type") == "json_schema":
+        return engine.schema_grammar((wanted.get("json_schema") or {}).get("schema"), prompt)
+    return None
+
+
+def _describe(engine: Engine) -> ModelInfo:
+    known = {f.name for f in fields(ModelInfo)}
+    can = Capabilities(
+        thinking=engine.chat.think_tags is not None,
+        tools=True,
+        logprobs=True,
+        continue_final=True,
+        exact_counts=True,
+        instruments=True,
+    )
+    notes = tuple(filter(None, (*engine.notes, engine.chat.note)))
+    return ModelInfo(**{k: v for k, v in vars(engine.info).items() if k in known}, can=can, notes=notes)
+
+
+def _copy(stats: Stats) -> Stats:
+    """The figures of this moment. One call in C copies them, so that no thread writes between two of them."""
+    return Stats(**vars(stats))

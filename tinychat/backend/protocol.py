@@ -14,12 +14,16 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from tinychat.backend.stream import EventStream
-from tinychat.engine.stats import Stats
-from tinychat.kernels.ops import Sampling
+from tinychat.engine.stats import Stats as Stats  # Stats and Sampling are part of the seam
+from tinychat.errors import TinychatError
+from tinychat.kernels.ops import Sampling as Sampling
+
+ANSWER_RESERVE = 256  # tokens that an answer should at least have
 
 Message = Mapping[str, Any]
 """A message as OpenAI writes it: role (system, user, assistant, tool) and content (text); of an assistant perhaps
-reasoning_content and tool_calls; of a tool tool_call_id and name."""
+reasoning_content and tool_calls; of a tool tool_call_id and name. Of a last answer that shall go on, with
+reasoning_content: without content its thinking goes on, with empty content the thinking is over."""
 
 Kind = Literal["answer", "thinking"]
 StopReason = Literal["eos", "stop", "length", "context", "stopped", "tool_calls"]
@@ -167,12 +171,13 @@ class Piece:
 @dataclass(frozen=True)
 class ToolCall:
     """A piece of call number `index`: the first one carries `id` and `name`, later ones more of `arguments` (JSON
-    text)."""
+    text). One with a `note` takes the call back: it never became complete, and its text follows as answer."""
 
     index: int
     arguments: str
     id: str = ""
     name: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -211,6 +216,10 @@ Event = Queued | Prompted | Prefilling | Piece | ToolCall | Finished | DoesNotFi
 END = (Finished, DoesNotFit, Failed)
 
 
+class OldModelLost(TinychatError):
+    """A model could not be loaded, and the one that it was to replace is closed already."""
+
+
 class Backend(Protocol):
     """Something that answers messages. Any thread may call any method."""
 
@@ -234,6 +243,11 @@ class Backend(Protocol):
     def close(self) -> None:
         """Cancels what runs, frees the model; the backend is not used again. Returns at once."""
         ...
+
+
+def reserve_for(max_tokens: int | None, limit: int) -> int:
+    """Tokens of a context of `limit` that are kept free for an answer of at most `max_tokens`."""
+    return min(max_tokens or ANSWER_RESERVE, ANSWER_RESERVE, limit // 4)
 
 
 def text_of(events: Sequence[Event], kind: Kind = "answer") -> str:

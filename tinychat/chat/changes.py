@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tinychat.chat.context import Room
+from tinychat.backend.protocol import Usage
 from tinychat.chat.conversation import Conversation, Turn
 
 
@@ -41,7 +41,7 @@ class ModelChanged:
 
 
 @dataclass(frozen=True)
-class Note:
+class Notice:
     """One line for the user; `error` says that something did not work."""
 
     text: str
@@ -55,4 +55,30 @@ class Refused:
     turn: Turn
 
 
-Change = Reset | Grew | Ended | ModelChanged | Note | Refused | Room
+@dataclass(frozen=True)
+class Overflow:
+    """`conversation` takes `usage` and needs at least `reserve` tokens for an answer, which the context does not have.
+
+    The user decides: leave out the oldest turns (`droppable` of them), leave out past thinking, or stop. `go_on`: its
+    last answer would be continued. `typed` is the message that would not be sent then; `start` is the first turn that
+    would change.
+    """
+
+    conversation: Conversation
+    go_on: bool
+    usage: Usage
+    reserve: int
+    droppable: int
+    typed: Turn | None = None
+    start: int = 0
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The choices that can help, for Controller.resolve."""
+        u = self.usage
+        turns = ("turns",) if self.droppable else ()
+        thinking = ("thinking",) if u.thinking and u.used - u.thinking + self.reserve <= u.limit else ()
+        return (*turns, *thinking, "stop")
+
+
+Change = Reset | Grew | Ended | ModelChanged | Notice | Refused | Overflow

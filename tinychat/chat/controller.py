@@ -1,28 +1,55 @@
-"""The chat without a screen: one conversation, one worker; commands in, changes out.
+"""The chat without a screen: one conversation, one backend; commands in, changes out.
 
-The screen calls the methods and `poll`s at a fixed rate; what happened comes back as changes, in order. It is the only
-place that turns a conversation into a prompt and the worker's events into turns.
+The screen calls the methods and `poll`s at a fixed rate; what happened comes back as changes, in order. No method
+waits, and none does work that grows with the conversation: rendering and counting are the backend's.
 """
 
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar, cast
 
-from tinychat.backend.local import Failed, Finished, Generated, Loaded, Loading, Prefilling, Worker
-from tinychat.chat.changes import Change, Ended, Grew, ModelChanged, Note, Refused, Reset
-from tinychat.chat.context import Room, Usage, measure, prompt_of, room_for
+from tinychat.backend.instruments import Instrumented
+from tinychat.backend.protocol import (
+    Backend,
+    DoesNotFit,
+    Failed,
+    Finished,
+    ModelInfo,
+    OldModelLost,
+    Piece,
+    Prefilling,
+    Prompted,
+    Stats,
+    TokenPiece,
+    Usage,
+    reserve_for,
+)
+from tinychat.backend.stream import EventStream
+from tinychat.chat.changes import Change, Ended, Grew, ModelChanged, Notice, Overflow, Refused, Reset
 from tinychat.chat.conversation import Attachment, Conversation, Turn
 from tinychat.chat.parameters import Parameters
-from tinychat.chat.running import Running
-from tinychat.engine.engine import Engine, Token
+from tinychat.chat.request import request_for
+from tinychat.chat.state import (
+    Answering,
+    Idle,
+    LoadEvent,
+    LoadFailed,
+    Loading,
+    LoadStage,
+    ModelChoice,
+    State,
+    Stopping,
+)
 from tinychat.errors import TinychatError
 
-LoadEngine = Callable[..., Engine]
 SAVE_EVERY = 0.8  # seconds, while an answer grows: with a slow paint on top, a kill still loses less than a second
 KEPT_STATS = (
     "prompt_tokens",
@@ -34,14 +61,34 @@ KEPT_STATS = (
     "decode_s",
     "decode_tok_s",
 )  # of Stats, with an answer
+NOTHING = Grew("", "", 0)
+
+T = TypeVar("T")
 
 
-@dataclass
+class OpenBackend(Protocol):
+    """Loads a model and returns when it is loaded, as LocalBackend.open does. Raises TinychatError; OldModelLost where
+    `replaces` was closed before that."""
+
+    def __call__(
+        self, path: Path, *, replaces: Backend | None, progress: Callable[[str, float], None], **options: Any
+    ) -> Backend: ...
+
+
+@dataclass(frozen=True)
 class Trace:
     """What the inspector shows of the last request: the prompt and every token with its log-probability."""
 
-    prompt_ids: list[int] = field(default_factory=list)
-    tokens: list[Token] = field(default_factory=list)
+    prompt_ids: tuple[int, ...] = ()
+    tokens: list[TokenPiece] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Measurement:
+    """Being made on a thread of its own: the usage of a conversation at rest, or why it cannot be told."""
+
+    cancel: threading.Event
+    result: Future[Usage]
 
 
 class Controller:
@@ -49,59 +96,105 @@ class Controller:
 
     def __init__(
         self,
-        worker: Worker,
+        open_backend: OpenBackend,
         conversation: Conversation | None = None,
         save: Callable[[Conversation], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.worker = worker
+        self.state: State = Idle()
+        self.backend: Backend | None = None  # that answers, while nothing is being loaded
         self.conversation = conversation or Conversation()
-        self.loading: Loading | None = None
-        self.running: Running | None = None
         self.queue: list[Turn] = []  # typed while something else ran, sent in order
         self.usage = Usage()
         self.trace = Trace()
         self.raw = False
-        self._save, self._clock = save, clock
+        self._open_backend, self._save, self._clock = open_backend, save, clock
         self._saved_at = 0.0
         self._changes: list[Change] = []
-        self._load: tuple[str, Path, dict[str, Any]] | None = None
-        self._abandoned: set[int] = set()  # requests nobody waits for that still have to end
+        self._choice: ModelChoice | None = None  # the model that was asked for last
+        self._measurement: _Measurement | None = None
+        self._copying: Future[None] | None = None  # a fork that is being saved
 
     # state
 
     @property
-    def engine(self) -> Engine | None:
-        return self.worker.engine
-
-    @property
     def ready(self) -> bool:
         """Whether a model is loaded."""
-        return self.worker.engine is not None and self.loading is None
+        return self.backend is not None and not isinstance(self.state, Loading)
 
     @property
     def busy(self) -> bool:
-        return self.running is not None or bool(self._abandoned)
+        """Whether an answer is being written."""
+        return isinstance(self.state, Answering | Stopping)
+
+    @property
+    def running(self) -> Answering | None:
+        """The answer that is being written."""
+        match self.state:
+            case Answering():
+                return self.state
+            case Stopping():
+                return self.state.answer
+        return None
+
+    @property
+    def loading(self) -> LoadStage | None:
+        return self.state.stage if isinstance(self.state, Loading) else None
+
+    @property
+    def measuring(self) -> bool:
+        """Whether `usage` is being counted."""
+        return self._measurement is not None
+
+    @property
+    def info(self) -> ModelInfo | None:
+        """What is loaded; None while nothing is."""
+        return self.backend.info if self.backend is not None and self.ready else None
+
+    @property
+    def stats(self) -> Stats | None:
+        """The figures of this moment."""
+        return self.backend.snapshot() if self.backend is not None and self.ready else None
+
+    @property
+    def instruments(self) -> Instrumented | None:
+        """The backend, where it runs on this machine and can be measured."""
+        if (info := self.info) is not None and info.can.instruments:
+            return cast(Instrumented, self.backend)
+        return None
 
     # models
 
     def load(self, name: str, path: Path, **options: Any) -> None:
         """Loads `path` and calls it `name`; a running answer stops and stays. What is typed meanwhile waits."""
-        self._load = (name, path, options)
-        self.stop()
-        self.loading = Loading("opening", 0.0)
+        self._interrupt()
+        choice = ModelChoice(name, path, options, self.conversation.parameters.context)
+        kept, before = self._choice if self.backend is not None else None, self._loaded_afterwards()
+        if isinstance(self.state, Loading):
+            kept = self.state.kept
+        self._choice = choice
         self.conversation = replace(self.conversation, model=name)
-        context = self.conversation.parameters.context
-        self.worker.load(path, **{**options, **({"max_context": context} if context else {})})
+        events: EventStream[LoadEvent] = EventStream()
+        outcome: Future[Backend | None] = Future()
+        self.state = Loading(LoadStage("opening", 0.0), choice, kept, events, outcome)
+        job = partial(_load, self._open_backend, choice, before, events, outcome)
+        threading.Thread(target=job, name="loading", daemon=True).start()  # a daemon: quitting never waits for it
+
+    def _loaded_afterwards(self) -> Future[Backend | None]:
+        """What is loaded when everything that loads now is done."""
+        if isinstance(self.state, Loading):
+            return self.state.outcome
+        now: Future[Backend | None] = Future()
+        now.set_result(self.backend)
+        return now
 
     def set_parameters(self, parameters: Parameters) -> None:
         """Uses `parameters` from the next answer on; another context length loads the model again."""
         old = self.conversation.parameters
         self._set(replace(self.conversation, parameters=parameters))
-        if parameters.context != old.context and self._load is not None:
-            name, path, options = self._load
-            self.load(name, path, **options)
-        elif parameters.system != old.system:
+        if parameters.context != old.context and self._choice is not None:
+            self.load(self._choice.name, self._choice.path, **self._choice.options)
+        elif parameters.system != old.system and not self.busy:
             self._measure()
 
     # conversations
@@ -112,6 +205,7 @@ class Controller:
         self.queue.clear()
         self.conversation = conversation
         self._changes.append(Reset(0, conversation))
+        self.usage = Usage()
         self._measure()
 
     def new(self) -> None:
@@ -120,9 +214,13 @@ class Controller:
         self.open(Conversation(model=c.model, parameters=c.parameters))
 
     def fork(self, index: int | None = None) -> None:
+        """Goes on in a copy, which is written on a thread of its own: all its turns are new to the history."""
         forked = self.conversation.fork(index)
         self.open(forked)
-        self._store()
+        if self._save is not None:
+            self._copying = Future()
+            job = partial(_settle, self._copying, partial(self._save, forked))
+            threading.Thread(target=job, name="copying").start()
 
     def rename(self, name: str) -> None:
         self._set(self.conversation.rename(name))
@@ -135,7 +233,7 @@ class Controller:
             self.queue.append(turn)
             if self.loading is None and not self.busy:
                 self._changes.append(
-                    Note("no model is loaded; choose one with /model and this will be sent", error=True)
+                    Notice("no model is loaded; choose one with /model and this will be sent", error=True)
                 )
             return
         conversation = self.conversation.add(replace(turn, raw=self.raw))
@@ -168,86 +266,56 @@ class Controller:
 
     def stop(self) -> None:
         """Ends the running answer; what there is of it stays."""
-        if self.running is not None:
-            self.running.stopping, self.running.skip = True, False
-            self.worker.stop()
+        if (r := self.running) is not None:
+            r.cancel.set()
+            self.state = Stopping(r)
 
     def skip_thinking(self) -> None:
         """Ends the thinking and goes on with the answer. Raises TinychatError when nothing thinks."""
-        if self.running is None or self.running.kind != "thinking" or self.running.tokens == 0:
+        r = self.running
+        if r is None or r.kind != "thinking" or r.tokens == 0:
             raise TinychatError("the model is not thinking now")
-        self.running.stopping = self.running.skip = True
-        self.worker.stop()
+        r.cancel.set()
+        self.state = Stopping(r, skip=True)
 
     def take_back_queue(self) -> list[Turn]:
         """The messages that were waiting, now no longer."""
         taken, self.queue = self.queue, []
         return taken
 
-    def resolve(self, room: Room, choice: Literal["turns", "thinking", "stop"]) -> None:
-        """Answers a Room: leave out the oldest turns or all thinking, or stop."""
-        conversation = room.conversation
+    def resolve(self, overflow: Overflow, choice: Literal["turns", "thinking", "stop"]) -> None:
+        """Answers an Overflow: leave out the oldest turns or all thinking, or stop."""
+        conversation, go_on = overflow.conversation, overflow.go_on
         if choice == "stop":
-            if room.typed is not None:
-                self._changes.append(Refused(room.typed))
-            return
-        if self.engine is None:
-            raise TinychatError("no model is loaded; choose one with /model")
-        if choice == "thinking":
-            conversation = conversation.drop_thinking()
+            if overflow.typed is not None:
+                self._changes.append(Refused(overflow.typed))
+        elif choice == "thinking":
+            self._start(conversation.drop_thinking(), overflow.start, go_on)
         else:
-            while (less := conversation.drop_oldest()) is not conversation:
-                conversation = less
-                if (
-                    len(prompt_of(self.engine, conversation, room.go_on)) <= room.limit * 3 // 4
-                ):  # what is left out makes the
-                    # prompt new for the KV cache: so enough at once that nobody is asked again with the next message
-                    break
-        self._start(conversation, room.start, room.go_on)
+            self._start(conversation, overflow.start, go_on, leave_out="oldest")
 
     def leave(self) -> None:
-        """The user goes: what there is of a running answer is saved, the worker stops as soon as it can."""
+        """The user goes: what there is of a running answer is saved, the backend stops as soon as it can."""
         if self.running is not None:
             self.poll()
             self._store()
-        self.worker.close()
+        if self.backend is not None:
+            self.backend.close()
 
-    # what the worker says
+    # what the backend says
 
     def poll(self) -> list[Change]:
         """What changed since the last call."""
-        grown = Grew("", "", 0)
-        if self._abandoned or (self.running and self.running.stopping):
-            self.worker.stop()  # again: a stop before the worker has begun a request is forgotten
-        for event in self.worker.events():
-            match event:
-                case Finished() | Failed() if event.request in self._abandoned:
-                    self._abandoned.remove(event.request)
-                case Generated() if self.running and event.request == self.running.request:
-                    grown = self._grow(event.token, grown)
-                case Prefilling() if self.running and event.request == self.running.request:
-                    self.running.prefill = event
-                case Finished() if self.running and event.request == self.running.request:
-                    grown = self._flush(grown)
-                    self._finish(event.stop_reason, event.stats)
-                case Failed() if event.request == 0:
-                    self.loading = None
-                    self._changes += [ModelChanged(), Note(event.message, error=True)]
-                case Failed() if self.running and event.request == self.running.request:
-                    grown = self._flush(grown)
-                    self._finish("failed", {})
-                    self._changes.append(Note(event.message, error=True))
-                case Loading():
-                    self.loading = event
-                case Loaded():
-                    self.loading = None
-                    self._changes.append(ModelChanged())
-                    self._changes += [Note(line) for line in getattr(event.engine, "notes", ())]
-                    self._measure()
-        self._flush(grown)
+        if isinstance(self.state, Loading):
+            self._poll_loading(self.state)
+        elif (r := self.running) is not None:
+            self._poll_answer(r)
+        self._poll_measurement()
+        if self._copying is not None and self._copying.done():
+            self._copied()
         if self.running and self._save and self._clock() - self._saved_at >= SAVE_EVERY:
             self._store()
-        if self.queue and self.ready and not self.busy and not any(isinstance(c, Room) for c in self._changes):
+        if self.queue and self.ready and not self.busy and not any(isinstance(c, Overflow) for c in self._changes):
             self.ask(self.queue.pop(0))
         changes, self._changes = self._changes, []
         return changes
@@ -256,107 +324,197 @@ class Controller:
         """Seconds the running answer has thought so far."""
         return self.running.thinking_s(self._clock()) if self.running else 0.0
 
-    def _grow(self, token: Token, grown: Grew) -> Grew:
-        assert self.running is not None
-        self.running.take(token, self._clock())
-        if token.id is not None:
-            self.trace.tokens.append(token)
-        thinking, answer = (token.text, "") if token.kind == "thinking" else ("", token.text)
-        return Grew(grown.thinking + thinking, grown.answer + answer, grown.tokens + (token.id is not None))
+    def _poll_loading(self, loading: Loading) -> None:
+        for event in loading.events.poll():
+            match event:
+                case LoadStage():
+                    self.state = replace(loading, stage=event)
+                case LoadFailed():
+                    self.state = Idle()
+                    self._changes += [ModelChanged(), Notice(event.message, error=True)]
+                    if event.kept and loading.kept is not None:
+                        self._back_to(loading.kept)
+                    else:
+                        self.backend = None
+                case _:
+                    self.state, self.backend, self.usage = Idle(), event, Usage()
+                    self._changes += [ModelChanged(), *map(Notice, event.info.notes)]
+                    self._measure()
 
-    def _flush(self, grown: Grew) -> Grew:
-        r = self.running
-        if r is not None and grown != Grew("", "", 0):
-            turn = self.conversation.turns[-1]
-            self.conversation = self.conversation.with_last(
-                replace(
-                    turn,
-                    text=turn.text + grown.answer,
-                    thinking=turn.thinking + grown.thinking,
-                    thinking_open=r.kind == "thinking",
-                    thinking_s=self.elapsed_thinking(),
-                    thinking_tokens=turn.thinking_tokens,
-                )
-            )
-            self.usage = self.usage.with_answer(r.before + r.tokens)
-            self._changes.append(grown)
-        return Grew("", "", 0)
+    def _back_to(self, choice: ModelChoice) -> None:
+        """The model that was loaded before goes on; what was typed for another one goes back."""
+        c, self._choice = self.conversation, choice
+        parameters = replace(c.parameters, context=choice.context)
+        self.conversation = replace(c, model=choice.name, parameters=parameters)
+        self._changes += map(Refused, self.take_back_queue())
 
-    def _finish(self, reason: str, stats: dict[str, Any]) -> None:
+    def _poll_answer(self, r: Answering) -> None:
+        grown = NOTHING
+        for event in r.events.poll():
+            match event:
+                case Piece():
+                    grown = self._take(event, grown)
+                case Prompted():
+                    self._prompted(event)
+                case Prefilling():
+                    self._update(prefill=event)
+                case Finished():
+                    self._flush(grown)
+                    grown = NOTHING
+                    self._finish(event.reason, event.stats)
+                case Failed():
+                    self._flush(grown)
+                    grown = NOTHING
+                    self._failed(event)
+                case DoesNotFit():
+                    self._does_not_fit(event)
+        self._flush(grown)
+
+    def _update(self, **changes: Any) -> Answering:
+        """Changes fields of the running answer."""
         r = self.running
         assert r is not None
+        return self._hold(replace(r, **changes))
+
+    def _hold(self, r: Answering) -> Answering:
+        self.state = replace(self.state, answer=r) if isinstance(self.state, Stopping) else r
+        return r
+
+    def _prompted(self, event: Prompted) -> None:
+        r = self._update(usage=event.usage)
+        self.usage = event.usage
+        if (instruments := self.instruments) is not None:
+            self.trace = Trace(instruments.last_prompt())
+        if event.dropped:
+            self.conversation = replace(self.conversation, first=self.conversation.first + event.dropped)
+            self._changes.append(Reset(r.start, self.conversation, live=True))
+        self._store()
+
+    def _take(self, piece: Piece, grown: Grew) -> Grew:
+        r = self.running
+        assert r is not None
+        self._hold(r.take(piece, self._clock()))
+        self.trace.tokens.extend(piece.tokens)
+        thinking, answer = (piece.text, "") if piece.kind == "thinking" else ("", piece.text)
+        return Grew(grown.thinking + thinking, grown.answer + answer, grown.tokens + len(piece.tokens))
+
+    def _flush(self, grown: Grew) -> None:
+        """Puts what came into the conversation."""
+        r = self.running
+        if r is None or grown == NOTHING:
+            return
         turn = self.conversation.turns[-1]
-        stats = {
-            **{k: stats[k] for k in KEPT_STATS if k in stats},
-            "generated_tokens": r.before + r.tokens,
-            "seed": r.seed,
-        }
+        self.conversation = self.conversation.with_last(
+            replace(
+                turn,
+                text=turn.text + grown.answer,
+                thinking=turn.thinking + grown.thinking,
+                thinking_open=r.kind == "thinking",
+                thinking_s=self.elapsed_thinking(),
+            )
+        )
+        if r.usage is not None:
+            self.usage = replace(r.usage, answer=r.usage.answer + r.tokens)
+        self._changes.append(grown)
+
+    def _finish(self, reason: str, stats: Stats | None) -> None:
+        r, skip = self.running, isinstance(self.state, Stopping) and self.state.skip
+        assert r is not None
+        turn = self.conversation.turns[-1]
+        kept = {k: getattr(stats, k) for k in KEPT_STATS} if stats is not None else {}
         turn = replace(
             turn,
             stop_reason=reason,
-            stats=stats,
+            stats={**kept, "generated_tokens": r.before_tokens + r.tokens, "seed": r.seed},
             thinking_s=self.elapsed_thinking(),
             thinking_tokens=turn.thinking_tokens + r.thinking_tokens,
         )
         self.conversation = self.conversation.with_last(turn)
-        self.running = None
+        self.state = Idle()
         index = len(self.conversation.turns) - 1
-        if r.skip and reason == "stopped":
+        if skip and reason == "stopped":
             self._start(self.conversation.close_thinking(), index, go_on=True)
             return
         self._changes.append(Ended(index, turn))
         self._store()
-        if reason == "context" and self.engine is not None:
-            room = room_for(self.engine, self.conversation, go_on=True, always=True)
-            assert room is not None
-            self._changes.append(replace(room, start=index))
+        if reason == "context":
+            c = self.conversation
+            reserve = reserve_for(c.parameters.max_tokens, self.usage.limit)
+            self._changes.append(Overflow(c, True, self.usage, reserve, _droppable(c), start=index))
+
+    def _failed(self, event: Failed) -> None:
+        r = self.running
+        assert r is not None
+        if r.usage is not None:
+            self._finish("failed", None)
+        else:
+            self._withdraw(r)
+        self._changes.append(Notice(event.message, error=True))
+        if r.usage is None and r.typed is not None:
+            self._changes.append(Refused(r.typed))
+
+    def _does_not_fit(self, event: DoesNotFit) -> None:
+        r = self.running
+        assert r is not None
+        self._withdraw(r)
+        self._changes.append(
+            Overflow(r.asked, r.goes_on, event.usage, event.reserve, event.droppable, r.typed, r.start)
+        )
+
+    def _withdraw(self, r: Answering) -> None:
+        """Shows what was there before a request that was refused."""
+        before = r.before
+        self.conversation = replace(
+            self.conversation, turns=before.turns, first=before.first, send_thinking=before.send_thinking
+        )
+        self.state = Idle()
+        self._changes.append(Reset(r.start, self.conversation))
+        if r.goes_on and r.before.turns:
+            self._changes.append(Ended(len(r.before.turns) - 1, r.before.turns[-1]))
+            self._store()
 
     # helpers
 
-    def _start(self, conversation: Conversation, start: int, go_on: bool = False) -> None:
-        """Runs `conversation`, whose turns differ from the shown ones from `start` on, unless it does not fit."""
-        engine = self.engine
-        if engine is None or self.loading is not None:
+    def _start(
+        self,
+        conversation: Conversation,
+        start: int,
+        go_on: bool = False,
+        leave_out: Literal["refuse", "oldest"] = "refuse",
+    ) -> None:
+        """Asks for the answer of `conversation`, whose turns differ from the shown ones from `start` on."""
+        if self.backend is None or not self.ready:
             raise TinychatError("no model is loaded yet; wait for it or choose one with /model")
-        try:
-            usage, prompt = measure(engine, conversation, go_on)
-            room = room_for(engine, conversation, go_on, prompt_tokens=len(prompt))
-        except TinychatError as e:
-            self._changes.append(Note(str(e), error=True))
-            if not go_on:
-                self._changes.append(Refused(conversation.turns[-1]))
-            return
-        if room is not None:
-            self._changes.append(replace(room, start=start, typed=None if go_on else conversation.turns[-1]))
-            return
-        parameters = conversation.parameters
-        seed = random.getrandbits(32) if parameters.seed is None else parameters.seed
-        raw = conversation.turns[-1].raw
-        running = Running(0, seed)
-        if go_on:
-            turn = conversation.turns[-1]
-            running.before, running.thought_s = int(turn.stats.get("generated_tokens", 0)), turn.thinking_s
-            conversation = conversation.with_last(replace(turn, stop_reason=""))
-        else:
-            conversation = conversation.add(Turn("assistant", "", raw=raw))
-        self.conversation, self.usage = conversation, usage
-        self.trace = Trace(prompt)
-        running.request = self.worker.generate(
-            prompt, replace(parameters.sampling, seed=seed), parameters.max_tokens, raw=raw
+        p, last = conversation.parameters, conversation.turns[-1]
+        seed = random.getrandbits(32) if p.seed is None else p.seed
+        request = request_for(conversation, go_on=go_on, seed=seed, overflow=leave_out)
+        self._forget_measurement()
+        self.state = Answering(
+            events=self.backend.answer(request),
+            cancel=request.cancel,
+            start=start,
+            before=self.conversation,
+            asked=conversation,
+            typed=None if go_on else last,
+            seed=seed,
+            before_tokens=int(last.stats.get("generated_tokens", 0)) if go_on else 0,
+            thought_s=last.thinking_s if go_on else 0.0,
         )
-        self.running = running
-        self._changes.append(Reset(start, conversation, live=True))
-        self._store()
+        if go_on:
+            self.conversation = conversation.with_last(replace(last, stop_reason=""))
+        else:
+            self.conversation = conversation.add(Turn("assistant", "", raw=last.raw))
+        self.trace = Trace()
+        self._changes.append(Reset(start, self.conversation, live=True))
 
     def _interrupt(self) -> None:
-        """Ends the running answer now, keeping what arrived; its later events are ignored."""
+        """Ends the running answer now, keeping what arrived; what still comes of it is not looked at."""
         if self.running is not None:
-            self.poll()
-        if self.running is not None:
-            self._abandoned.add(self.running.request)
-            self.running.skip = False
-            self.worker.stop()
-            self._finish("stopped", {})
+            self._poll_answer(self.running)
+        if (r := self.running) is not None:
+            r.cancel.set()
+            self.state = Stopping(r)
+            self._finish("stopped", None)
 
     def _idle(self, what: str) -> None:
         if self.busy:
@@ -367,20 +525,87 @@ class Controller:
         self._store()
 
     def _measure(self) -> None:
-        if self.engine is not None and self.conversation.turns and self.loading is None:
-            try:
-                self.usage, _ = measure(self.engine, self.conversation, False, closed=True)
-                return
-            except TinychatError as e:
-                self._changes.append(Note(str(e), error=True))
-        self.usage = Usage(limit=self.engine.info.max_context if self.engine else 0)
+        """Counts the conversation at rest, on another thread; `poll` takes the result."""
+        self._forget_measurement()
+        limit = self.info.max_context if self.info else 0
+        self.usage = replace(self.usage, limit=limit) if self.conversation.turns else Usage(limit=limit)
+        if self.backend is None or not self.ready or not self.conversation.turns:
+            return
+        request = request_for(self.conversation)
+        self._measurement = m = _Measurement(request.cancel, Future())
+        job = partial(_settle, m.result, partial(self.backend.measure, request))
+        threading.Thread(target=job, name="measuring", daemon=True).start()
+
+    def _forget_measurement(self) -> None:
+        if self._measurement is not None:
+            self._measurement.cancel.set()
+            self._measurement = None
+
+    def _poll_measurement(self) -> None:
+        if self._measurement is None or not self._measurement.result.done():
+            return
+        result, self._measurement = self._measurement.result, None
+        try:
+            self.usage = result.result()
+        except TinychatError as e:
+            self._changes.append(Notice(str(e), error=True))
 
     def _store(self) -> None:
         self._saved_at = self._clock()
+        self._copied()
         if self._save is None or not self.conversation.turns:
             return
         try:
             self._save(self.conversation)
         except TinychatError as e:
-            self._save = None
-            self._changes.append(Note(f"{e}; this conversation is not being saved", error=True))
+            self._cannot_save(e)
+
+    def _copied(self) -> None:
+        """Waits for the copy of a fork, so that what is saved next is newer."""
+        if self._copying is not None:
+            copying, self._copying = self._copying, None
+            if isinstance(e := copying.exception(), TinychatError):
+                self._cannot_save(e)
+
+    def _cannot_save(self, e: TinychatError) -> None:
+        self._save = None
+        self._changes.append(Notice(f"{e}; this conversation is not being saved", error=True))
+
+
+def _droppable(conversation: Conversation) -> int:
+    """How many of the turns that are sent can be left out."""
+    return max(0, sum(t.role == "user" for t in conversation.sent) - 1)
+
+
+def _load(
+    open_backend: OpenBackend,
+    choice: ModelChoice,
+    before: Future[Backend | None],
+    events: EventStream[LoadEvent],
+    outcome: Future[Backend | None],
+) -> None:
+    """Loads a model when the loading before it is over; runs on a thread of its own."""
+    context = {"max_context": choice.context} if choice.context else {}
+    old = before.result()
+    try:
+        backend = open_backend(
+            choice.path,
+            replaces=old,
+            progress=lambda stage, fraction: events.put(LoadStage(stage, fraction)),
+            **{**choice.options, **context},
+        )
+    except Exception as e:
+        kept = None if isinstance(e, OldModelLost) else old
+        outcome.set_result(kept)
+        message = str(e) if isinstance(e, TinychatError) else f"internal error: {type(e).__name__}: {e}"
+        events.put(LoadFailed(message, kept is not None))
+    else:
+        outcome.set_result(backend)
+        events.put(backend)
+
+
+def _settle(future: Future[T], job: Callable[[], T]) -> None:
+    try:
+        future.set_result(job())
+    except Exception as e:
+        future.set_exception(e)

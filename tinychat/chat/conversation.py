@@ -17,6 +17,12 @@ from tinychat.errors import TinychatError
 
 Role = Literal["user", "assistant"]
 FORMAT = 1  # of the JSON form
+ENDINGS = {  # Turn.stop_reason, in words; "eos" needs none
+    "length": "stopped at max_tokens",
+    "stopped": "stopped",
+    "context": "the context is full",
+    "failed": "failed",
+}
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ class Conversation:
         if self.name:
             return self.name
         first = next((t.text for t in self.turns if t.role == "user" and t.text.strip()), "")
-        line = " ".join(first.split())
+        line = " ".join(first.split(maxsplit=61)[:61])  # of a text of any length, no more than can be shown
         return line if len(line) <= 60 else line[:59] + "…"
 
     @property
@@ -223,11 +229,8 @@ def to_markdown(conversation: Conversation) -> str:
             lines += ["<details><summary>Thinking</summary>", "", turn.thinking.strip(), "", "</details>", ""]
         lines += [_close_fence(turn.content.strip()), ""]
         if turn.stop_reason not in ("", "eos"):
-            lines += [f"*({_WHY.get(turn.stop_reason, turn.stop_reason)})*", ""]
+            lines += [f"*({ENDINGS.get(turn.stop_reason, turn.stop_reason)})*", ""]
     return "\n".join(lines).rstrip() + "\n"
-
-
-_WHY = {"length": "stopped at max_tokens", "stopped": "stopped", "context": "the context is full", "failed": "failed"}
 
 
 def _close_fence(text: str) -> str:

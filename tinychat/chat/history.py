@@ -21,7 +21,7 @@ from pathlib import Path
 from platformdirs import user_data_dir
 
 from tinychat.chat.conversation import Conversation, Turn
-from tinychat.errors import TinychatError, printable
+from tinychat.errors import TinychatError, encodable, printable
 
 _MIGRATIONS = [  # index + 1 is the user_version it leads to
     """
@@ -96,18 +96,20 @@ class History:
             revision = row[0] + 1 if row else 1
             head = replace(c, turns=()).as_dict()
             data = json.dumps({k: v for k, v in head.items() if k not in ("turns", "id", "name")})
-            title = _sound(replace(c, name="").title)
+            title = encodable(replace(c, name="").title)
             db.execute(
                 "INSERT INTO conversations VALUES(?,?,?,?,?,?,?,?) ON CONFLICT(id) DO UPDATE SET "
                 "title = excluded.title, "
                 "model = excluded.model, updated = excluded.updated, revision = excluded.revision, "
                 "data = excluded.data",
-                (c.id, _sound(c.name), title, c.model, c.created, time.time(), revision, data),
+                (c.id, encodable(c.name), title, c.model, c.created, time.time(), revision, data),
             )
             if row and old and old.name != c.name:
-                db.execute("UPDATE conversations SET name = ? WHERE id = ?", (_sound(c.name), c.id))
+                db.execute("UPDATE conversations SET name = ? WHERE id = ?", (encodable(c.name), c.id))
             db.execute("DELETE FROM turns WHERE conversation = ? AND n >= ?", (c.id, same))
-            rows = [(c.id, n, _sound(turn.text.casefold()), _dump(turn)) for n, turn in enumerate(c.turns[same:], same)]
+            rows = [
+                (c.id, n, encodable(turn.text.casefold()), _dump(turn)) for n, turn in enumerate(c.turns[same:], same)
+            ]
             db.executemany("INSERT INTO turns VALUES(?,?,?,?)", rows)
         self._saved = c, revision
 
@@ -129,7 +131,7 @@ class History:
     def find(self, search: str = "", limit: int = 500) -> list[Summary]:
         """The conversations, latest change first; with `search`, those where one turn, or the name, has all its
         words."""
-        words = _sound(search.casefold()).split()
+        words = encodable(search.casefold()).split()
         query = (
             "SELECT c.id, CASE WHEN name = '' THEN title ELSE name END, model, "
             "(SELECT count(*) FROM turns WHERE conversation = c.id), created, updated, {} FROM conversations c {} "
@@ -148,7 +150,7 @@ class History:
     def rename(self, id: str, name: str) -> None:
         """Gives conversation `id` a name; an empty one gives its own title back."""
         with self._transaction() as db:
-            db.execute("UPDATE conversations SET name = ? WHERE id = ?", (_sound(" ".join(name.split())), id))
+            db.execute("UPDATE conversations SET name = ? WHERE id = ?", (encodable(" ".join(name.split())), id))
 
     def delete(self, id: str) -> None:
         """Forgets conversation `id` for ever."""
@@ -160,7 +162,7 @@ class History:
         if not text.strip():
             return
         with self._transaction() as db:
-            db.execute("INSERT OR REPLACE INTO prompts(text) VALUES(?)", (_sound(text),))
+            db.execute("INSERT OR REPLACE INTO prompts(text) VALUES(?)", (encodable(text),))
             db.execute("DELETE FROM prompts WHERE id <= (SELECT max(id) FROM prompts) - ?", (_PROMPTS,))
 
     def prompts(self) -> list[str]:
@@ -250,11 +252,6 @@ class History:
 
 def _damaged(e: sqlite3.Error) -> bool:
     return getattr(e, "sqlite_errorname", "").startswith(("SQLITE_NOTADB", "SQLITE_CORRUPT"))
-
-
-def _sound(text: str) -> str:
-    """`text` with lone surrogates, which no UTF-8 can carry, as question marks."""
-    return text.encode("utf-8", "replace").decode()
 
 
 def _dump(turn: Turn) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from tinychat.backend.protocol import Sampling
 from tinychat.errors import TinychatError, printable
-from tinychat.kernels.ops import Sampling
 
 
 @dataclass(frozen=True)

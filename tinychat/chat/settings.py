@@ -12,10 +12,8 @@ path = "~/mine.gguf"
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
-import tempfile
+import stat
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -27,6 +25,7 @@ from platformdirs import user_config_dir
 
 from tinychat.chat.parameters import PARAMETERS, Parameters, get_parameter, set_parameter
 from tinychat.errors import TinychatError, printable
+from tinychat.files import replace_file
 from tinychat.models.registry import Model, user_models
 
 
@@ -217,19 +216,8 @@ def _write(file: Path, text: str) -> None:
     file = Path(os.path.realpath(file))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        fd, temporary = tempfile.mkstemp(dir=file.parent, prefix=".settings-")
-        try:
-            with open(fd, "w", encoding="utf-8") as f:
-                f.write(text)
-                f.flush()
-                os.fsync(f.fileno())
-            if file.exists():
-                shutil.copymode(file, temporary)
-            os.replace(temporary, file)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        mode = stat.S_IMODE(file.stat().st_mode) if file.exists() else 0o600
+        replace_file(file, text.encode(), mode=mode, durable=True)
     except OSError as e:
         raise TinychatError(f"{_shown(file)} cannot be written: {(e.strerror or str(e)).lower()}") from None
 

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,16 +17,17 @@ import numpy as np
 
 from tinychat.engine.answer import MARK, AnswerParser, Kind, Piece
 from tinychat.engine.config import ModelConfig
-from tinychat.engine.devices import make_executor
-from tinychat.engine.expert_use import Routing
+from tinychat.engine.devices import has_cuda, make_executor
+from tinychat.engine.expert_use import RecentExperts
+from tinychat.engine.fit import fit
 from tinychat.engine.gguf import GGUF
-from tinychat.engine.grammar import Grammar, Matcher, Vocabulary, calls_grammar
+from tinychat.engine.grammar import Grammar, Matcher, Vocabulary, behind_thinking, calls_grammar
 from tinychat.engine.kvstore import KVStore
 from tinychat.engine.memory_limit import limit_of
 from tinychat.engine.plan import build_plan
 from tinychat.engine.prompt import Chat
 from tinychat.engine.session import OnPrefill, Session, common_prefix
-from tinychat.engine.stats import Stats, rss_bytes
+from tinychat.engine.stats import Stats, available_memory, rss_bytes
 from tinychat.engine.tokenizer import Tokenizer
 from tinychat.engine.tool_calls import Tool
 from tinychat.errors import TinychatError
@@ -36,6 +37,9 @@ from tinychat.kernels.ops import Plan, Sampling, weights_of
 StopReason = Literal["eos", "length", "stopped", "context"]
 
 DEFAULT_CONTEXT = 4096
+
+Progress = Callable[[str, float], None]
+"""What is happening, and how much of it is done (0..1)."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +80,75 @@ class ModelInfo:
     fingerprint: str  # GGUF.fingerprint(): keys saved caches and benchmarks
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A model file that was read and checked, all but its weights: `load` takes the memory."""
+
+    gguf: GGUF
+    config: ModelConfig
+    plan: Plan
+    tokenizer: Tokenizer
+    chat: Chat
+    max_context: int
+    seconds: float  # that preparing took
+
+    def load(
+        self,
+        *,
+        device: str | None = None,
+        threads: int | None = None,
+        store: KVStore | None = None,
+        progress: Progress | None = None,
+    ) -> Engine:
+        """The engine, with its weights where they are needed. Raises TinychatError."""
+        started, report = time.perf_counter(), progress or _silent
+        report("loading weights", 0.0)
+        executor, notes = make_executor(self.plan, self.gguf, self.max_context, device, threads, report)
+        info = _describe(self.gguf, self.config, self.plan, executor, self.max_context)
+        load_s = self.seconds + time.perf_counter() - started
+        return Engine(info, self.tokenizer, self.chat, self.plan, executor, notes, load_s, store)
+
+    def check_memory(self, device: str | None, freed: int) -> None:
+        """Raises TinychatError when weights and KV cache need more than the available memory and `freed` bytes, those
+        of a model that is unloaded first. A GPU's memory is checked by its executor, after the unloading."""
+        if device != "cuda" and not has_cuda() and (available := available_memory()):
+            needs = fit(self.gguf.nbytes, self.plan.kv_bytes_per_token, self.max_context, available + freed)
+            if needs.verdict == "does not fit":
+                raise TinychatError(f"not enough memory: {needs.explanation}; take a smaller quant or context")
+
+
+def prepare(
+    path: str | Path, *, max_context: int | None = None, preset: str | None = None, progress: Progress | None = None
+) -> Prepared:
+    """Reads and checks header, plan, tokenizer and chat template; the parameters are those of Engine.load. Raises
+    TinychatError."""
+    started, report = time.perf_counter(), progress or _silent
+    report("reading the header", 0.0)
+    gguf = GGUF.open(path)
+    config = ModelConfig.from_gguf(gguf)
+    plan = build_plan(gguf, config)
+    if max_context is None:
+        max_context = min(DEFAULT_CONTEXT, config.context)
+    if not 1 <= max_context <= config.context:
+        raise TinychatError(
+            f"a context of {max_context:,} tokens is not possible; this model has 1 to {config.context:,}"
+        )
+    report("building the tokenizer", 0.0)
+    tokenizer = Tokenizer(gguf.metadata)
+    if tokenizer.n_vocab > config.vocab:
+        raise TinychatError(
+            f"the tokenizer has {tokenizer.n_vocab:,} tokens, token_embd.weight only {config.vocab:,} rows"
+        )
+    chat = Chat(gguf.metadata, tokenizer, preset=preset)
+    return Prepared(gguf, config, plan, tokenizer, chat, max_context, time.perf_counter() - started)
+
+
+def _silent(stage: str, fraction: float) -> None:
+    pass
+
+
 class Engine:
-    """A loaded model. One thread calls it (`worker.Worker` gives it one of its own)."""
+    """A loaded model. One thread calls it (`backend.local` gives it one of its own)."""
 
     def __init__(
         self,
@@ -108,8 +179,8 @@ class Engine:
             rss_bytes=rss_bytes(),
         )
         self.session = Session(executor, plan, info.max_context, self.stats)
-        self.routing = Routing.of(plan)
-        self.watch_routing = False  # any thread may switch it
+        self.experts = RecentExperts.of(plan)
+        self.watch_experts = False  # any thread may switch it
 
     @classmethod
     def load(
@@ -121,7 +192,7 @@ class Engine:
         threads: int | None = None,
         preset: str | None = None,
         store: KVStore | None = None,
-        progress: Callable[[str, float], None] | None = None,
+        progress: Progress | None = None,
     ) -> Engine:
         """Loads a GGUF.
 
@@ -129,29 +200,9 @@ class Engine:
         that works), "cuda", "cpu" or "reference"; `preset` forces a chat format; `store` is where saved KV caches are
         looked for. Raises TinychatError.
         """
-        started = time.perf_counter()
-        report = progress or (lambda stage, fraction: None)
-        report("reading the header", 0.0)
-        gguf = GGUF.open(path)
-        config = ModelConfig.from_gguf(gguf)
-        plan = build_plan(gguf, config)
-        if max_context is None:
-            max_context = min(DEFAULT_CONTEXT, config.context)
-        if not 1 <= max_context <= config.context:
-            raise TinychatError(
-                f"a context of {max_context:,} tokens is not possible; this model has 1 to {config.context:,}"
-            )
-        report("building the tokenizer", 0.0)
-        tokenizer = Tokenizer(gguf.metadata)
-        if tokenizer.n_vocab > config.vocab:
-            raise TinychatError(
-                f"the tokenizer has {tokenizer.n_vocab:,} tokens, token_embd.weight only {config.vocab:,} rows"
-            )
-        chat = Chat(gguf.metadata, tokenizer, preset=preset)
-        report("loading weights", 0.0)
-        executor, notes = make_executor(plan, gguf, max_context, device, threads, report)
-        info = _describe(gguf, config, plan, executor, max_context)
-        return cls(info, tokenizer, chat, plan, executor, notes, time.perf_counter() - started, store)
+        return prepare(path, max_context=max_context, preset=preset, progress=progress).load(
+            device=device, threads=threads, store=store, progress=progress
+        )
 
     def generate(
         self,
@@ -164,7 +215,7 @@ class Engine:
         grammar: Grammar | None = None,
         on_prefill: OnPrefill | None = None,
         stop: threading.Event | None = None,
-    ) -> Iterator[Token]:
+    ) -> Generator[Token, None, None]:
         """Prefills what the cache does not hold of `prompt_ids`, then yields tokens until `stop_reason` is set.
 
         eos: the model ended its answer; length: `max_tokens`; context: the cache is full; stopped: `stop` was set or
@@ -213,8 +264,8 @@ class Engine:
             for token, logprob in steps:
                 clock.tick(len(self.session.tokens))
                 s.jit_state = self.executor.jit_state
-                if self.watch_routing and self.routing:
-                    self.routing.add(self.executor.routes())
+                if self.watch_experts and self.experts:
+                    self.experts.add(self.executor.routes())
                 s.sampling_s += self.executor.sampling_s
                 if token in self.tokenizer.stop_ids:
                     self.stop_reason = "eos"
@@ -242,6 +293,16 @@ class Engine:
     def vocabulary(self) -> Vocabulary:
         """The tokens as grammars see them; made when the first grammar comes."""
         return Vocabulary(self.tokenizer, self.plan.vocab)
+
+    def schema_grammar(self, schema: object, prompt_ids: Sequence[int]) -> Grammar:
+        """The grammar of a JSON schema, behind the thinking where the prompt has opened it. Raises TinychatError."""
+        grammar = Grammar.from_schema(schema)
+        if not self.chat.opens_thinking(prompt_ids):
+            return grammar
+        closing = self.tokenizer.token_id(self.chat.think_tags[1]) if self.chat.think_tags else None
+        if closing is None:
+            raise TinychatError("this model's thinking tags are no tokens; ask it not to think")
+        return behind_thinking(grammar, closing)
 
     def calls_grammar(self, tools: Sequence[Tool], prompt_ids: Sequence[int], parallel: bool = True) -> Grammar:
         """The grammar under which an answer to the prompt has to call some of `tools`, perhaps behind thinking."""

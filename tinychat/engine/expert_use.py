@@ -9,7 +9,7 @@ from tinychat.kernels.ops import Experts, Plan
 RECENT = 128  # tokens
 
 
-class Routing:
+class RecentExperts:
     """A ring of the choices of the last RECENT decoded tokens. The engine's thread adds; any may look.
 
     `layers` are the numbers of the layers with experts; each has `experts`, of which a token uses `used`. `known` turns
@@ -23,7 +23,7 @@ class Routing:
         self._added = 0
 
     @classmethod
-    def of(cls, plan: Plan) -> Routing | None:
+    def of(cls, plan: Plan) -> RecentExperts | None:
         """For the experts of `plan`; None where it has none."""
         found = {i: b.router for i, layer in enumerate(plan.layers) if isinstance(b := layer.feed_forward, Experts)}
         if not found:

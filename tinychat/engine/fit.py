@@ -1,4 +1,4 @@
-"""Does a model fit into memory? Told before anything is downloaded or loaded."""
+"""Whether a model fits into memory, computed before it is downloaded or loaded."""
 
 from __future__ import annotations
 

@@ -31,14 +31,9 @@ class Grammar:
     name: str
 
     @classmethod
-    def from_schema(cls, schema: Mapping[str, Any] | bool) -> Grammar:
+    def from_schema(cls, schema: object) -> Grammar:
         """A JSON value that a JSON schema allows, written on one line."""
         return cls(_as_lark(_schema(schema)), "the JSON schema")
-
-    @classmethod
-    def from_json(cls) -> Grammar:
-        """Any JSON object."""
-        return cls.from_schema({"type": "object"})
 
     @classmethod
     def from_regex(cls, pattern: str) -> Grammar:
@@ -53,6 +48,12 @@ class Grammar:
             return cls(llguidance.grammar_from("gbnf", text), "the grammar")
         except ValueError as e:
             raise TinychatError(f"the grammar cannot be read: {_line(e)}") from None
+
+
+def behind_thinking(grammar: Grammar, closing: int) -> Grammar:
+    """The same behind thinking that the prompt has opened and the token `closing` ends. For grammars of a schema."""
+    front = f"start: thought <[{closing}]> /\\s*/ answer\nthought: /(?s:.*)/\nanswer:"
+    return Grammar(grammar.source.replace("start:", front, 1), grammar.name)
 
 
 class Vocabulary:
@@ -240,7 +241,7 @@ def _without_definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in schema.items() if key not in ("$defs", "definitions")}
 
 
-def _schema(schema: Any) -> dict[str, Any]:
+def _schema(schema: object) -> dict[str, Any]:
     if not isinstance(schema, Mapping | bool):
         raise TinychatError("a JSON schema is an object")
     return dict(schema) if isinstance(schema, Mapping) else ({} if schema else {"not": {}})

@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 from platformdirs import user_cache_dir
+
+from tinychat.files import replace_file
 
 _MAGIC = "tinychat-kv-1"
 _STALE = 3600.0  # seconds after which a temporary file belongs to nobody
@@ -71,15 +72,7 @@ class KVStore:
                 for path in self._files(f"{prefix}-")
                 if path.name != name and (old := _tokens(path, fingerprint, layout)) and old == list(tokens[: len(old)])
             ]
-            fd, temporary = tempfile.mkstemp(dir=self.folder, prefix="tmp-")
-            try:
-                with open(fd, "wb") as f:
-                    for part in (head, ids, rows):
-                        f.write(part)
-                os.replace(temporary, self.folder / name)
-            except BaseException:
-                os.unlink(temporary)
-                raise
+            replace_file(self.folder / name, head, ids, rows)
             self._shrink(self.folder / name, shorter)
             return True
         except OSError:
@@ -140,7 +133,7 @@ class KVStore:
         """Deletes `gone`, what killed processes left, and the oldest caches but `new` until the rest fits the
         budget."""
         old = time.time() - _STALE
-        for path in [*gone, *(p for p in self.folder.glob("tmp-*") if p.stat().st_mtime < old)]:
+        for path in [*gone, *(p for p in self.folder.glob("*.tmp-*") if p.stat().st_mtime < old)]:
             path.unlink(missing_ok=True)
         files = self._files("")
         sizes = {path: path.stat().st_size for path in files}

@@ -1,7 +1,7 @@
-"""The memory limit: how fast a device reads its memory. Measured once, kept, and what every "share of the limit" refers
-to.
+"""The memory limit: the rate at which a device reads its memory, measured once and kept. Every "share of the limit"
+refers to it.
 
-Decode reads all active weights for each token, so tokens per second * bytes per token cannot exceed this.
+Decode reads all active weights for each token, so tokens per second times bytes per token cannot exceed it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import contextlib
 import json
 import os
 import platform
-import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from platformdirs import user_cache_dir
 
 from tinychat.engine.stats import available_memory
 from tinychat.errors import TinychatError
+from tinychat.files import replace_file
 from tinychat.kernels.executor import MeasurableExecutor
 
 
@@ -29,8 +29,9 @@ class Limit:
 
     device: str
     gb_s: dict[int, float]
-    quick: bool  # measured in passing, perhaps while other programs read
+    quick: bool  # measured at a load, in one round, perhaps while other programs read memory
     date: str  # ISO 8601, UTC
+    noise: str = field(default="", compare=False)  # one line about other programs; not stored
 
     def of(self, threads: int) -> float:
         """GB/s of `threads` threads: measured, or of the largest measured number below (0.0: none)."""
@@ -63,17 +64,15 @@ def keep(limit: Limit) -> None:
         everything = dict(json.loads(path.read_text()))
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        with os.fdopen(fd, "w") as f:
-            json.dump(everything | {_key(limit.device): asdict(limit)}, f, indent=1)
-        os.replace(tmp, path)
+        kept = {k: v for k, v in asdict(limit).items() if k != "noise"}
+        replace_file(path, json.dumps(everything | {_key(limit.device): kept}, indent=1).encode())
 
 
-def measure(threads: list[int] | None = None, rounds: int = 10, fresh: bool = False) -> Limit:
+def measure(threads: list[int] | None = None, rounds: int = 10) -> Limit:
     """Measures the CPU with each number of threads (default: 1, 2, 4, ... and all physical cores) and stores it.
 
-    Other programs can only make it slower, so the best that was ever measured stays, unless `fresh`. Raises
-    TinychatError without a compiler or memory.
+    Other programs can only make it slower, so the best that was ever measured stays. Raises TinychatError without a
+    compiler or memory.
     """
     from tinychat.kernels.cpu.bandwidth import block_bytes, read_bandwidth
     from tinychat.kernels.cpu.executor import default_threads
@@ -84,11 +83,22 @@ def measure(threads: list[int] | None = None, rounds: int = 10, fresh: bool = Fa
         )
     cores = default_threads()
     threads = threads or sorted({2**i for i in range(cores.bit_length())} | {cores})
-    before = known.gb_s if not fresh and (known := stored("CPU")) else {}
-    now = {n: max(v, before.get(n, 0.0)) for n, v in read_bandwidth(threads, rounds).items()}
-    limit = Limit("CPU", before | now, rounds < 10, _now())
+    before = known.gb_s if (known := stored("CPU")) else {}
+    now = read_bandwidth(threads, rounds)
+    best = {n: max(v, before.get(n, 0.0)) for n, v in now.items()}
+    limit = Limit("CPU", before | best, rounds < 10, _now(), _noise(now, before, cores))
     keep(limit)
     return limit
+
+
+def _noise(now: dict[int, float], before: dict[int, float], cores: int) -> str:
+    """What says that other programs used the machine meanwhile, in one line; "" where nothing does."""
+    lost = max((1 - v / before[n] for n, v in now.items() if before.get(n)), default=0.0)
+    if lost > 0.1:
+        return f"up to {lost:.0%} less than was measured before: other programs use the memory; the best value is kept"
+    if (load := os.getloadavg()[0]) > 0.5 + cores / 2:
+        return f"the load average is {load:.1f}: other programs run; measure again when the machine is quiet"
+    return ""
 
 
 def measure_gpu() -> Limit:

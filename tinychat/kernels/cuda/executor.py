@@ -22,9 +22,9 @@ from tinychat.kernels.cuda.prefill import Prefill
 from tinychat.kernels.cuda.profile import kernels, profile, read_bandwidth, seconds_of
 from tinychat.kernels.cuda.selfcheck import self_check
 from tinychat.kernels.cuda.step import PREFILL, RING, Builder, state_words
-from tinychat.kernels.executor import Mask, Weights
+from tinychat.kernels.executor import Kind, Mask, Weights
 from tinychat.kernels.ops import Plan, Sampling, weights_of
-from tinychat.kernels.profile import Kernel, StepProfile
+from tinychat.kernels.profile import Calls, Kernel, StepProfile
 from tinychat.kernels.sampling import sample
 
 AHEAD = 4  # decode steps enqueued before the oldest is read
@@ -39,6 +39,10 @@ EMPTY = 2**64 - 1  # a ring slot nothing was written to
 class CUDAExecutor:
     """`Executor` on CUDA. Raises TinychatError where there is no such GPU, no memory left, or a kernel fails its check
     at load."""
+
+    kind: Kind = "cuda"
+    threads = 0
+    sampling_s = 0.0
 
     def __init__(
         self, plan: Plan, weights: Weights, max_context: int, progress: Callable[[float], None] | None = None
@@ -179,9 +183,10 @@ class CUDAExecutor:
         """See kernels/profile.py."""
         return profile(self, token, pos, steps)
 
-    def seconds_of(self, ops: Sequence[int], pos: int, steps: int) -> np.ndarray:
+    def seconds_of(self, groups: Sequence[Sequence[int]], pos: int, steps: int) -> Calls:
         """See kernels/cuda/profile.py."""
-        return seconds_of(self, ops, pos, steps)
+        seconds = seconds_of(self, [i for group in groups for i in group], pos, steps)
+        return Calls(seconds / len(groups), f"{len(groups)} in a row", 1, pos)
 
     def kernels(self) -> list[Kernel]:
         """See kernels/profile.py."""

@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 
 from tinychat.kernels.profile import StepProfile
-from tinychat.measure.profile.report import REST, SAMPLING, STALLS, Flag, Report, Row
+from tinychat.measure.profile.report import REST, SAMPLING, STALLS, Flag, Profile, Row
 
 KINDS = (
     "slow memory",
@@ -35,7 +35,7 @@ REDUCTION = re.compile(r"\bfor \(int R[Ii]dx\d")
 TOGETHER = re.compile(r"__shared__|threadgroup|__local|barrier\(|__syncthreads")
 
 
-def find(r: Report, p: StepProfile) -> list[Flag]:
+def find(r: Profile, p: StepProfile) -> list[Flag]:
     """The red flags of a report, the most general ones first; of a kind that many rows have, the worst few."""
     rows = [flag for row in r.rows for flag in _row(row, r)]
     rows.sort(key=lambda flag: KINDS.index(flag.kind))  # stable: the slowest rows come first
@@ -48,7 +48,7 @@ def find(r: Report, p: StepProfile) -> list[Flag]:
     return found
 
 
-def _whole(r: Report, p: StepProfile) -> Iterator[Flag]:
+def _whole(r: Profile, p: StepProfile) -> Iterator[Flag]:
     if (slow := float(np.percentile(p.plain, 75))) > 1.5 * r.fastest_s:
         yield Flag(
             "disturbed",
@@ -92,7 +92,7 @@ def _whole(r: Report, p: StepProfile) -> Iterator[Flag]:
     if r.clocks > 0.10:
         yield Flag(
             "disturbed",
-            f"the clocks cost {r.clocks:.0%} of a token: its ops are too short to be timed one by one, or "
+            f"measuring adds {r.clocks:.0%} to a token: its ops are too short to be timed one by one, or "
             "the machine is busy",
         )
     if r.limit_share > 1.02:
@@ -103,7 +103,7 @@ def _whole(r: Report, p: StepProfile) -> Iterator[Flag]:
         )
 
 
-def _alone(r: Report) -> bool:
+def _alone(r: Profile) -> bool:
     """Whether one thread did all ops, because the others had no core: not a fault of any op."""
     serial = [row for row in r.rows if row.busiest > 0.9]
     return r.threads > 1 and len(serial) > 2 and sum(row.share for row in serial) > 0.8
@@ -113,7 +113,7 @@ def _what(row: Row) -> str:
     return f"{row.name} {row.shape} {row.quant}".rstrip()
 
 
-def _row(row: Row, r: Report) -> Iterator[Flag]:
+def _row(row: Row, r: Profile) -> Iterator[Flag]:
     if row.share < NOTABLE:
         return
     takes = f"{_what(row)} takes {row.share:.0%} of the token"
@@ -132,7 +132,7 @@ def _row(row: Row, r: Report) -> Iterator[Flag]:
         yield Flag("too few tasks", f"{takes} and can be divided into {row.tasks} pieces only")
 
 
-def _sources(r: Report, p: StepProfile) -> Iterator[Flag]:
+def _sources(r: Profile, p: StepProfile) -> Iterator[Flag]:
     sources = {k.name: k.source for k in p.kernels}
     rows = [(row, sources.get(row.name, "")) for row in r.rows if row.share >= NOTABLE]
     if loads := [row for row, source in rows if BYTES.search(source)]:
@@ -148,7 +148,7 @@ def _sources(r: Report, p: StepProfile) -> Iterator[Flag]:
             )
 
 
-def _cold(r: Report, p: StepProfile) -> Iterator[Flag]:
+def _cold(r: Profile, p: StepProfile) -> Iterator[Flag]:
     for c in p.caches:
         if c.misses and c.seconds and c.seconds > 0.1:
             yield Flag("cold caches", f"{c.name}: {c.misses:,} missing, {c.seconds:.1f} s of the start went there")

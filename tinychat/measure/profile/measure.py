@@ -1,4 +1,4 @@
-"""Measures decode steps of a loaded model and puts the figures in order: medians over the steps."""
+"""Measures decode steps of a loaded model; the figures are medians over the steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -19,20 +19,22 @@ from tinychat.engine.memory_limit import limit_of
 from tinychat.errors import TinychatError, printable
 from tinychat.kernels.ops import Op
 from tinychat.kernels.profile import Kernel, Part, StepProfile, category_of, name_of, quant_of, shape_of
-from tinychat.measure.bench import machine_lock, prompt
+from tinychat.measure.bench import prompt
+from tinychat.measure.lock import OnProgress, machine_lock
 from tinychat.measure.profile.flags import find
-from tinychat.measure.profile.report import REST, SAMPLING, STALLS, WAITING, Report, Row
+from tinychat.measure.profile.report import REST, SAMPLING, STALLS, WAITING, Profile, Row
+from tinychat.measure.results import Run
 
 
 def profile(
     engine: Engine,
     steps: int = 10,
-    report: Callable[[str, float], None] | None = None,
+    report: OnProgress | None = None,
     stop: threading.Event | None = None,
     *,
     name: str = "",
     wait: bool = True,
-) -> Report:
+) -> Profile:
     """Measures `steps` greedy tokens behind a short prompt; the KV cache is given back as it was.
 
     Fits worker.call. Holds the machine's benchmark lock and writes the raw figures beside the report. Raises
@@ -50,7 +52,7 @@ def profile(
     return found
 
 
-def explain(p: StepProfile, engine: Engine, name: str) -> Report:
+def explain(p: StepProfile, engine: Engine, name: str) -> Profile:
     """The report of what was measured."""
     info, limit, ops = engine.info, engine.stats.limit_gb_s, engine.plan.ops
     plain, together = float(np.median(p.plain)), p.how == "in the batch"
@@ -70,10 +72,9 @@ def explain(p: StepProfile, engine: Engine, name: str) -> Report:
     work, even = alone, alone
     if together:
         work, even = (float(np.median(sum(f(part.work, axis=1) for part in p.parts))) for f in (np.max, np.mean))
-    made = Report(
-        model=name,
-        device=info.device,
-        threads=p.parts[0].work.shape[1],
+    run = Run.now(name, info.fingerprint, info.device, p.parts[0].work.shape[1], limit)
+    made = Profile(
+        **vars(run),
         cores=p.cores,
         how=p.how,
         steps=len(p.tokens),
@@ -84,8 +85,7 @@ def explain(p: StepProfile, engine: Engine, name: str) -> Report:
         tok_s=1 / plain,
         bytes_per_token=nbytes,
         gb_s=gb_s,
-        limit_gb_s=limit,
-        limit_share=gb_s / limit if limit else 0.0,
+        limit_share=run.share(gb_s),
         clocks=token / plain - 1,
         explained=float(np.median((parts + p.sampling) / p.tokens)) if together else (alone + sampling) / plain,
         kernels=calls,
@@ -165,7 +165,7 @@ def _spread(seconds: np.ndarray) -> float:
     return float((high - low) / 2 / middle)
 
 
-def _commands(name: str, r: Report, device: str) -> list[str]:
+def _commands(name: str, r: Profile, device: str) -> list[str]:
     """What to type to look deeper at the slowest row."""
     model = f"{shlex.quote(printable(name, newlines=False))} --device {device}"
     return [f"tinychat kernels {model} --source {r.rows[0].name}", f"tinychat bench {model} --block"]
@@ -176,7 +176,7 @@ def profiles_dir() -> Path:
     return Path(user_cache_dir("tinychat", appauthor=False)) / "profiles"
 
 
-def _save(p: StepProfile, r: Report) -> Path:
+def _save(p: StepProfile, r: Profile) -> Path:
     """Writes every measured step of every part as JSON; returns the file. Raises TinychatError where it cannot be
     written."""
     safe = "".join(c if c.isalnum() or c in "-._" else "-" for c in r.model)[:60]

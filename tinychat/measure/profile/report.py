@@ -1,4 +1,4 @@
-"""What a profile says, as data. Times in seconds per token.
+"""A profile as data. Times in seconds per token.
 
 What each number is: "in the batch" was read from clocks inside the running step; "alone" is one kernel at a time,
 waited for; "derived" was calculated from those. No time of a batch is ever divided over its kernels.
@@ -6,8 +6,10 @@ waited for; "derived" was calculated from those. No time of a batch is ever divi
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
+
+from tinychat.measure.results import Run
 
 WAITING, SAMPLING, REST, STALLS = (
     "waiting at barriers, or away",
@@ -45,26 +47,22 @@ class Flag:
     text: str
 
 
-@dataclass(frozen=True)
-class Report:
+@dataclass(frozen=True, kw_only=True)
+class Profile(Run):
     """The profile of one model on one device. Times in seconds per token, medians over `steps`."""
 
-    model: str
-    device: str
-    threads: int
     cores: int
-    how: str  # what `rows` are: in the batch, alone
+    how: str  # how `rows` were measured: "in the batch", "alone"
     steps: int
-    depth: int
+    depth: int  # rows of the KV cache
     token_s: float  # without clocks
     fastest_s: float
     slowest_s: float
     tok_s: float
     bytes_per_token: int
     gb_s: float
-    limit_gb_s: float
     limit_share: float
-    clocks: float  # what the clocks cost, as a share of the token
+    clocks: float  # cost of the clocks, as a share of the token
     explained: float  # share of the measured token that rows and sampling add up to; may exceed 1 for kernels run alone
     kernels: int
     batches: list[dict[str, Any]]
@@ -78,7 +76,3 @@ class Report:
     flags: list[Flag] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     deeper: list[str] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)

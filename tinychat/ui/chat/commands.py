@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from textual.fuzzy import Matcher
 
 from tinychat.chat.parameters import PARAMETERS
 from tinychat.errors import TinychatError, printable
-from tinychat.ui.chat import actions
+from tinychat.ui.chat import handlers
 from tinychat.ui.chat.prompt import Choice
+from tinychat.ui.chat.view import ChatView
 
-if TYPE_CHECKING:
-    from tinychat.ui.chat.screen import ChatScreen
-
-Handler = Callable[["ChatScreen", str], Awaitable[None] | None]
+Handler = Callable[[ChatView, str], Awaitable[None] | None]
 
 
 @dataclass(frozen=True)
@@ -46,53 +43,53 @@ COPY = (
 SET = tuple((name, spec.help) for name, spec in PARAMETERS.items())
 
 COMMANDS: tuple[Command, ...] = (
-    Command("model", "[NAME]", "choose, download or load a model", actions.model, key="f2"),
+    Command("model", "[NAME]", "choose, download or load a model", handlers.model, key="f2"),
     Command(
         "new",
         "",
         "begin a new conversation; this one stays in the history",
-        actions.new,
+        handlers.new,
         key="ctrl+n",
         aliases=("clear",),
     ),
-    Command("conversations", "", "list, search, reopen earlier conversations", actions.conversations, key="f3"),
-    Command("rename", "NAME", "name this conversation", actions.rename),
-    Command("regenerate", "", "answer the last message again", actions.regenerate, key="ctrl+r"),
-    Command("continue", "", "go on with the last answer", actions.go_on, key="f5"),
-    Command("start", "TEXT", "let the answer begin with TEXT", actions.start),
-    Command("edit", "[N]", "change a message of yours (the last, or your Nth) and ask again", actions.edit),
-    Command("fork", "[N]", "go on in a copy of this conversation (up to turn N)", actions.fork),
-    Command("skip", "", "stop thinking and go to the answer", actions.skip, key="ctrl+g"),
-    Command("think", "on|off", "whether a model that can shall think first", actions.think, ON_OFF),
-    Command("system", "TEXT|off", "the system prompt", actions.system, (("off", "none"),)),
-    Command("set", "NAME VALUE", "a parameter; without arguments, a form of all", actions.set_value, SET, key="f4"),
-    Command("raw", "on|off", "send prompts without the chat template and show plain output", actions.raw, ON_OFF),
-    Command("copy", "[answer|code [N]|all]", "to the clipboard", actions.copy, COPY, key="ctrl+o"),
+    Command("conversations", "", "list, search, reopen earlier conversations", handlers.conversations, key="f3"),
+    Command("rename", "NAME", "name this conversation", handlers.rename),
+    Command("regenerate", "", "answer the last message again", handlers.regenerate, key="ctrl+r"),
+    Command("continue", "", "go on with the last answer", handlers.go_on, key="f5"),
+    Command("start", "TEXT", "let the answer begin with TEXT", handlers.start),
+    Command("edit", "[N]", "change a message of yours (the last, or your Nth) and ask again", handlers.edit),
+    Command("fork", "[N]", "go on in a copy of this conversation (up to turn N)", handlers.fork),
+    Command("skip", "", "stop thinking and go to the answer", handlers.skip, key="ctrl+g"),
+    Command("think", "on|off", "whether a model that can shall think first", handlers.think, ON_OFF),
+    Command("system", "TEXT|off", "the system prompt", handlers.system, (("off", "none"),)),
+    Command("set", "NAME VALUE", "a parameter; without arguments, a form of all", handlers.set_value, SET, key="f4"),
+    Command("raw", "on|off", "send prompts without the chat template and show plain output", handlers.raw, ON_OFF),
+    Command("copy", "[answer|code [N]|all]", "to the clipboard", handlers.copy, COPY, key="ctrl+o"),
     Command(
         "save",
         "md|json [FILE]",
         "write the conversation to a file",
-        actions.save,
+        handlers.save,
         (("md", "Markdown"), ("json", "everything, to be read by programs")),
         aliases=("export",),
     ),
-    Command("stats", "", "figures of the last answer", actions.stats),
-    Command("bench", "[N]", "measure this model over N tokens", actions.bench),
-    Command("profile", "[N]", "where the time of a token goes, over N tokens", actions.profile),
-    Command("inspect", "", "the exact prompt, its tokens and their probabilities", actions.inspect, key="f8"),
-    Command("panel", "", "show or hide the engine panel", actions.panel, key="f9"),
+    Command("stats", "", "figures of the last answer", handlers.stats),
+    Command("bench", "[N]", "measure this model over N tokens", handlers.bench),
+    Command("profile", "[N]", "where the time of a token goes, over N tokens", handlers.profile),
+    Command("inspect", "", "the exact prompt, its tokens and their probabilities", handlers.inspect, key="f8"),
+    Command("panel", "", "show or hide the engine panel", handlers.panel, key="f9"),
     Command(
         "experts",
         "on|off",
         "show which experts of a mixture are chosen, layer by layer",
-        actions.experts,
+        handlers.experts,
         ON_OFF,
         key="f7",
     ),
-    Command("settings", "", "edit the settings file", actions.settings_file),
-    Command("theme", "", "choose the colours", actions.theme),
-    Command("help", "", "what tinychat can do", actions.help_screen, key="f1"),
-    Command("quit", "", "leave", actions.leave, key="ctrl+q", aliases=("exit", "bye")),
+    Command("settings", "", "edit the settings file", handlers.settings_file),
+    Command("theme", "", "choose the colours", handlers.theme),
+    Command("help", "", "what tinychat can do", handlers.help_screen, key="f1"),
+    Command("quit", "", "leave", handlers.leave, key="ctrl+q", aliases=("exit", "bye")),
 )
 
 

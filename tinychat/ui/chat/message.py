@@ -15,18 +15,12 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from tinychat.chat.changes import Grew
-from tinychat.chat.conversation import Turn
+from tinychat.chat.conversation import ENDINGS, Turn
 from tinychat.errors import printable
 from tinychat.ui.chat.markdown import MarkdownView
 from tinychat.ui.chat.thinking import ThinkingBlock
-from tinychat.ui.panel.figures import seconds, speed
-
-ENDINGS = {
-    "length": "stopped at max_tokens",
-    "stopped": "stopped",
-    "context": "the context is full",
-    "failed": "failed",
-}
+from tinychat.ui.panel.figures import seconds
+from tinychat.units import speed
 
 
 class Message(Vertical, can_focus=True):

@@ -5,21 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from textual.widgets import Static
 
-from tinychat.chat.changes import Change, Ended, Grew, ModelChanged, Note, Refused, Reset
-from tinychat.chat.context import Room
+from tinychat.chat.changes import Change, Ended, Grew, ModelChanged, Notice, Overflow, Refused, Reset
 from tinychat.ui.chat.message import AnswerMessage
 from tinychat.ui.chat.status import StatusLine
+from tinychat.ui.chat.view import ChatView
 from tinychat.ui.chat.welcome import Welcome
 from tinychat.ui.panel import EngineLine, EnginePanel, ExpertsStrip, Reading
 from tinychat.ui.panel.reading import PaintMeter
-
-if TYPE_CHECKING:
-    from tinychat.ui.chat.screen import ChatScreen
-
 
 SHARE = 0.2  # of a core that painting a growing answer may take: the others, and the interpreter, are the engine's
 LONGEST = 0.1  # seconds between two paints, whatever they cost
@@ -29,7 +25,7 @@ class Painter:
     """`meter` counts painted tokens; `longest_gap` is the longest time in seconds between two paints of a growing
     answer."""
 
-    def __init__(self, chat: ChatScreen) -> None:
+    def __init__(self, chat: ChatView) -> None:
         self._chat = chat
         self._lock = asyncio.Lock()
         self.meter = PaintMeter()
@@ -67,9 +63,9 @@ class Painter:
         )
         if state != self._state:
             self._state = state
-            self._chat.query_one("#prompt-mark", Static).update("✎" if self._chat.editing is not None else "›")
+            self._chat.screen.query_one("#prompt-mark", Static).update("✎" if self._chat.editing is not None else "›")
             self._chat.box.show_waiting([t.text for t in c.queue])
-            self._chat.refresh_bindings()
+            self._chat.screen.refresh_bindings()
 
     async def _apply(self, change: Change) -> None:
         chat, transcript = self._chat, self._chat.transcript
@@ -90,12 +86,12 @@ class Painter:
                 chat.call_after_refresh(self.meter.painted, 0)
                 if isinstance(message, AnswerMessage):
                     message.update(change.turn, live=False)
-            case Note():
-                await chat.note(change.text, change.error)
+            case Notice():
+                await chat.say(change.text, change.error)
             case Refused():
                 chat.give_back([change.turn])
-            case Room():
-                chat.ask_for_room(change)
+            case Overflow():
+                chat.ask_about(change)
             case ModelChanged():
                 self.panel()
 
@@ -110,30 +106,30 @@ class Painter:
     def panel(self) -> None:
         """The panel and the line at the top, a few times a second."""
         chat, c = self._chat, self._chat.controller
-        engine, running, title = c.engine, c.running, c.conversation.title
-        stats = engine.stats if engine else None
+        stats, info, running, title = c.stats, c.info, c.running, c.conversation.title
         if running is not None and stats is not None and stats.phase == "decode" and stats.last_tok_s:
             self._speeds.append(stats.last_tok_s)
         prefill = running.prefill if running is not None and not running.tokens else None
-        routing = engine.routing if engine and chat.experts else None
-        if engine:
-            engine.watch_routing = chat.experts
-        chat.set_class(routing is not None, "-experts")
+        experts, instruments = None, c.instruments
+        if instruments is not None:
+            instruments.watch_experts(chat.experts)
+            experts = instruments.experts() if chat.experts else None
+        chat.screen.set_class(experts is not None, "-experts")
         reading = Reading(
             stats,
-            engine.info if engine else None,
+            info,
             c.usage,
             c.loading,
             prefill,
             tuple(self._speeds),
             self.meter.rate if running else self.meter.average,
-            routing,
+            experts,
         )
-        chat.query_one(EnginePanel).show(reading)
-        chat.query_one(EngineLine).show(reading)
-        chat.query_one(ExpertsStrip).show(reading)
-        chat.query_one(StatusLine).show(
-            c.conversation.model, engine.info if engine else None, title, "raw" if c.raw else ""
-        )
+        chat.screen.query_one(EnginePanel).show(reading)
+        chat.screen.query_one(EngineLine).show(reading)
+        chat.screen.query_one(ExpertsStrip).show(reading)
+        chat.screen.query_one(StatusLine).show(c.conversation.model, info, title, "raw" if c.raw else "")
         if not c.conversation.turns:
-            chat.query_one(Welcome).show(c.conversation.model if c.ready or c.loading else "", c.loading is not None)
+            chat.screen.query_one(Welcome).show(
+                c.conversation.model if c.ready or c.loading else "", c.loading is not None
+            )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from textual import on
 from textual.app import ComposeResult, SystemCommand
@@ -14,12 +14,12 @@ from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.screen import Screen
 
-from tinychat.chat.context import Room
+from tinychat.chat.changes import Overflow
 from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import Turn
 from tinychat.chat.history import History
 from tinychat.errors import TinychatError, printable
-from tinychat.ui.chat import attach, commands, opening
+from tinychat.ui.chat import attach, commands, models
 from tinychat.ui.chat.markdown import MarkdownView
 from tinychat.ui.chat.message import Message
 from tinychat.ui.chat.overflow import OverflowScreen
@@ -27,10 +27,13 @@ from tinychat.ui.chat.painter import Painter
 from tinychat.ui.chat.prompt import Choice, Prompt, PromptBox
 from tinychat.ui.chat.status import StatusLine
 from tinychat.ui.chat.transcript import Transcript
+from tinychat.ui.chat.view import Entry
 from tinychat.ui.keys import KeyLine
 from tinychat.ui.panel import EngineLine, EnginePanel, ExpertsStrip
+from tinychat.ui.panel.reading import PaintMeter
+from tinychat.ui.screens.downloads import Downloads
 
-DRAIN_HZ = 20  # how often the worker's events are taken and painted at most
+DRAIN_HZ = 20  # how often the backend's events are taken and painted at most
 PANEL_HZ = 5
 
 
@@ -86,9 +89,9 @@ class ChatScreen(Screen[None]):
         self.controller, self.history = controller, history
         self.experts = experts  # whether the heat strip is wanted
         self._remember = remember
+        self.downloads = Downloads()
         self.painter = Painter(self)
         self.editing: int | None = None
-        self._lent = False
         self._idle = 0  # ticks of the panel since something ran
 
     def compose(self) -> ComposeResult:
@@ -123,10 +126,16 @@ class ChatScreen(Screen[None]):
     def prompt(self) -> Prompt:
         return self.query_one(Prompt)
 
+    @property
+    def meter(self) -> PaintMeter:
+        return self.painter.meter
+
+    def paint_panel(self) -> None:
+        self.painter.panel()
+
     async def apply(self) -> None:
         """Paints what changed since the last time."""
-        if not self._lent:
-            await self.painter.apply()
+        await self.painter.apply()
 
     async def _tick(self) -> None:
         if self.painter.due:
@@ -139,22 +148,22 @@ class ChatScreen(Screen[None]):
         if self._idle < 2 * PANEL_HZ or self._idle % PANEL_HZ == 0:
             self.painter.panel()
 
-    async def note(self, text: str, error: bool = False) -> None:
+    async def say(self, text: str, error: bool = False) -> None:
         """A line of tinychat's own in the transcript."""
-        await self.transcript.note(text, error)
+        await self.transcript.say(text, error)
 
-    def ask_for_room(self, room: Room) -> None:
+    def ask_about(self, overflow: Overflow) -> None:
         """The context would overflow: the user decides."""
-        engine = self.controller.engine
+        info = self.controller.info
         self.app.push_screen(
-            OverflowScreen(room, engine.info.trained_context if engine else 0), partial(self._resolve, room)
+            OverflowScreen(overflow, info.trained_context if info else 0), partial(self._resolve, overflow)
         )
 
-    def _resolve(self, room: Room, choice: str | None) -> None:
+    def _resolve(self, overflow: Overflow, choice: str | None) -> None:
         try:
-            self.controller.resolve(room, choice or "stop")  # type: ignore[arg-type]
+            self.controller.resolve(overflow, choice or "stop")  # type: ignore[arg-type]
         except TinychatError as e:
-            self.call_later(self.note, str(e), True)
+            self.call_later(self.say, str(e), True)
 
     # commands
 
@@ -166,11 +175,15 @@ class ChatScreen(Screen[None]):
             if result is not None:
                 await result
         except TinychatError as e:
-            await self.note(str(e), error=True)
+            await self.say(str(e), error=True)
         await self.apply()
 
     async def action_command(self, text: str) -> None:
         await self.run_command(text)
+
+    def command_entries(self) -> list[Entry]:
+        """The commands of the prompt, with the keys that do the same, for the help."""
+        return [(c.usage, c.help + f" ({c.key})" * bool(c.key)) for c in commands.COMMANDS]
 
     def commands_for_palette(self) -> Iterable[SystemCommand]:
         """The table, for the command palette; a command that needs arguments goes to the prompt."""
@@ -212,7 +225,7 @@ class ChatScreen(Screen[None]):
                 self.controller.ask(turn)
         except TinychatError as e:
             self.give_back([Turn("user", event.text)])
-            await self.note(str(e), error=True)
+            await self.say(str(e), error=True)
             return
         self._sent(event.text)
         self.transcript.to_end()
@@ -281,7 +294,7 @@ class ChatScreen(Screen[None]):
         return True
 
     def action_choose_model(self) -> None:
-        opening.choose_model(self)
+        models.choose_model(self)
 
     def action_toggle_thinking(self) -> None:
         self.transcript.toggle_thinking()
@@ -348,7 +361,7 @@ class ChatScreen(Screen[None]):
                         )
                     c.regenerate()
         except TinychatError as e:
-            await self.note(str(e), error=True)
+            await self.say(str(e), error=True)
         await self.apply()
 
     # the clipboard and links
@@ -389,12 +402,3 @@ class ChatScreen(Screen[None]):
 
     def _files(self, typed: str) -> list[Choice]:
         return [] if self.controller.raw else [Choice(attach.quoted(name), name) for name in attach.complete(typed)]
-
-    def lend_worker(self, screen: Screen[Any]) -> None:
-        """Pushes a screen that uses the worker itself; its events are not ours until it closes."""
-        self._lent = True
-
-        def back(result: Any) -> None:
-            self._lent = False
-
-        self.app.push_screen(screen, back)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from textual.content import Content
 from textual.widgets import Static
 
-from tinychat.engine.engine import ModelInfo
+from tinychat.backend.protocol import ModelInfo
 from tinychat.errors import printable
+from tinychat.units import parameter_counts
 
 
 class StatusLine(Static):
@@ -32,11 +33,5 @@ class StatusLine(Static):
 
 def describe(info: ModelInfo) -> str:
     """Q4_K · 30B (3.6B active) · CPU · 8 threads."""
-    parameters = _short(info.parameters)
-    if info.active_parameters < info.parameters:
-        parameters += f" ({_short(info.active_parameters)} active)"
+    parameters = parameter_counts(info.parameters, info.active_parameters)
     return " · ".join(printable(p, newlines=False) for p in (info.quant, parameters, info.device) if p)
-
-
-def _short(n: int) -> str:
-    return f"{n / 1e9:.2g}B" if n >= 1e9 else f"{n / 1e6:.0f}M"

@@ -17,7 +17,7 @@ MOUNTED = 40  # turns; older ones come back on demand, so that a long conversati
 
 
 class Transcript(VerticalScroll, can_focus=False):
-    """Messages by turn number. The screen calls `reset`, `grew`, `ended` and `note` as the controller's changes say."""
+    """Messages by turn number. The screen calls `reset`, `grew`, `ended` and `say` as the controller's changes say."""
 
     BLANK = True  # nothing of its own is painted under the messages
 
@@ -68,10 +68,9 @@ class Transcript(VerticalScroll, can_focus=False):
                 self._from = 0
                 await self.query_children("Message, NoteLine").remove()
             else:
-                keep = self.message(start - 1)
                 gone: list[Widget] = [m for m in self.messages() if m.index >= start]
-                if keep is not None and gone:
-                    later = list(self.children)[self.children.index(keep) + 1 :]
+                if gone:
+                    later = list(self.children)[self.children.index(gone[0]) + 1 :]
                     gone += [w for w in later if isinstance(w, NoteLine)]
                 await self.remove_children(gone)
             total = len(conversation.turns)
@@ -107,7 +106,7 @@ class Transcript(VerticalScroll, can_focus=False):
         if (answer := self.last_answer) is not None:
             answer.grew(grew)
 
-    async def note(self, text: str, error: bool = False) -> None:
+    async def say(self, text: str, error: bool = False) -> None:
         self.query_one(Welcome).display = False
         await self.mount(NoteLine(text, error))
         self.to_end()

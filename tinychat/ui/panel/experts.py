@@ -5,31 +5,31 @@ from __future__ import annotations
 import numpy as np
 from textual.content import Content
 
-from tinychat.engine.expert_use import Routing
+from tinychat.backend.instruments import ExpertCounts
 from tinychat.ui.panel.figures import heading
 
 SHADES = (("·", ".dim"), ("░", ".dim"), ("▒", ".warm"), ("▓", ".warm"), ("█", ".hot"))
 LEAST = 4  # rows, where there are that many layers
 
 
-def strip(routing: Routing, width: int, height: int) -> list[Content]:
+def strip(chosen: ExpertCounts, width: int, height: int) -> list[Content]:
     """Lines of `width` cells, at most `height` of them (but LEAST layers and the words are always there): layers from
     top to bottom, named by their number, experts from left to right; several share a row or a cell where there is not
     room for
     each."""
     lines = [heading("experts", width)]
-    if not routing.known:
+    if not chosen.known:
         return [*lines, Content.styled("not available on this device", ".dim")]
-    counts, tokens = routing.counts(), routing.tokens
+    counts, tokens = chosen.counts, chosen.tokens
     layers, experts = counts.shape
-    label = len(str(routing.layers[-1]))
+    label = len(str(chosen.layers[-1]))
     per_cell = -(-experts // max(1, width - label - 1))
     per_row = -(-layers // max(min(LEAST, layers), height - 4))
     shares = _pooled(_pooled(counts / max(tokens, 1), per_row).T, per_cell).T
     most = float(shares.max())
-    for row, layer in zip(shares.tolist(), routing.layers[::per_row]):
+    for row, layer in zip(shares.tolist(), chosen.layers[::per_row]):
         lines.append(Content.assemble((f"{layer:>{label}} ", ".dim"), *(SHADES[_level(share, most)] for share in row)))
-    words = [f"{experts} experts, {routing.used} chosen a token"]
+    words = [f"{experts} experts, {chosen.used} chosen a token"]
     if per_row > 1 or per_cell > 1:
         words.append(f"a row {_some(per_row, 'layer')}, a cell {_some(per_cell, 'expert')}")
     words.append(

@@ -7,17 +7,13 @@ from collections.abc import Sequence
 from rich.filesize import decimal
 from textual.content import Content
 
-from tinychat.chat.context import Usage
+from tinychat.backend.protocol import Usage
 from tinychat.errors import printable
 from tinychat.ui.panel.reading import Reading
+from tinychat.units import speed, track
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 PARTS = (("system", "█"), ("history", "▓"), ("thinking", "▒"), ("answer", "▞"), ("free", "░"))  # of the context
-
-
-def speed(tok_s: float) -> str:
-    """72.4, 812, 0.35: about three digits."""
-    return f"{tok_s:,.0f}" if tok_s >= 100 else f"{tok_s:.1f}" if tok_s >= 1 else f"{tok_s:.2f}"
 
 
 def seconds(s: float) -> str:
@@ -30,12 +26,6 @@ def seconds(s: float) -> str:
 def size(n: float) -> str:
     """18.3 GB, 54.0 MB."""
     return str(decimal(int(n)))
-
-
-def bar(share: float, width: int) -> str:
-    """▓▓▓░░: `share` (0..1) of `width` cells; anything above nothing shows at least one."""
-    full = min(width, max(round(share * width), 1 if share > 0 else 0))
-    return "▓" * full + "░" * (width - full)
 
 
 def spark(values: Sequence[float], width: int) -> str:
@@ -89,7 +79,7 @@ def context_rows(usage: Usage, width: int, short: bool = False) -> list[Content]
 def now(r: Reading, width: int) -> list[Content]:
     """The first lines: what happens at this moment."""
     if r.loading is not None:
-        return [Content.assemble((r.loading.stage, ".big")), Content(bar(r.loading.fraction, width))]
+        return [Content.assemble((r.loading.stage, ".big")), Content(track(r.loading.fraction, width))]
     s = r.stats
     if s is None:
         return [Content.styled("no model", ".dim"), Content("")]
@@ -97,7 +87,7 @@ def now(r: Reading, width: int) -> list[Content]:
         done, total = r.prefill.done, max(r.prefill.total, 1)
         rate = s.prefill_tok_s
         eta = f"{seconds((total - done) / rate)} left" if rate > 0 and done else ""
-        return [row(f"reading {done:,} of {total:,}", eta, width), Content(bar(done / total, width))]
+        return [row(f"reading {done:,} of {total:,}", eta, width), Content(track(done / total, width))]
     if s.generated_tokens == 0:
         return [Content.styled("ready", ".big"), Content("")]
     current = (s.last_tok_s if s.phase == "decode" else 0) or s.decode_tok_s
@@ -133,7 +123,7 @@ def machine_rows(r: Reading, width: int) -> list[Content]:
     rows.append(row("memory read", f"{s.gb_s:.1f}{limit} GB/s" if s.gb_s else "–", width))
     if s.limit_gb_s:
         share = f" {min(s.limit_share, 9.99):4.0%} of limit"
-        rows.append(Content.assemble((bar(min(s.limit_share, 1), width - len(share)), ".spark"), share))
+        rows.append(Content.assemble((track(min(s.limit_share, 1), width - len(share)), ".spark"), share))
     return rows
 
 
@@ -154,7 +144,7 @@ def line(r: Reading, width: int) -> Content:
     if r.loading is not None:
         label = r.loading.stage
         return Content.assemble(
-            label, " ", (bar(r.loading.fraction, max(4, min(24, width - len(label) - 1))), ".spark")
+            label, " ", (track(r.loading.fraction, max(4, min(24, width - len(label) - 1))), ".spark")
         )
     if s is None:
         return Content.styled("no model loaded; /model chooses one", ".dim")

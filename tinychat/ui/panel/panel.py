@@ -37,12 +37,12 @@ class EnginePanel(VerticalScroll, can_focus=False):
         width = max(20, self.content_size.width)
         height = self.content_size.height
         lines = [figures.heading("engine", width), *figures.now(reading, width), *figures.speed_rows(reading, width)]
-        least = experts.strip(reading.routing, width, 0) if reading.routing else []
+        least = experts.strip(reading.experts, width, 0) if reading.experts else []
         rest = self._rest(reading, width, short=False)
         if len(lines) + len(least) + len(rest) > height:
             rest = self._rest(reading, width, short=True)
-        if reading.routing:  # asked for, so it goes before what may not fit
-            lines += [Content(""), *experts.strip(reading.routing, width, height - len(lines) - len(rest) - 1)]
+        if reading.experts:  # asked for, so it goes before what may not fit
+            lines += [Content(""), *experts.strip(reading.experts, width, height - len(lines) - len(rest) - 1)]
         lines += rest
         content = Content("\n").join(lines)
         if self._shown is None or not content.is_same(self._shown):
@@ -69,8 +69,8 @@ class ExpertsStrip(Static):
     COMPONENT_CLASSES: ClassVar[set[str]] = _PARTS
 
     def show(self, reading: Reading) -> None:
-        if self.display and self.is_attached and reading.routing:
-            self.update(Content("\n").join(experts.strip(reading.routing, self.content_size.width, 0)))
+        if self.display and self.is_attached and reading.experts:
+            self.update(Content("\n").join(experts.strip(reading.experts, self.content_size.width, 0)))
 
 
 class EngineLine(Static):

@@ -7,26 +7,24 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tinychat.backend.local import Loading, Prefilling
-from tinychat.chat.context import Usage
-from tinychat.engine.engine import ModelInfo
-from tinychat.engine.expert_use import Routing
-from tinychat.engine.stats import Stats
+from tinychat.backend.instruments import ExpertCounts
+from tinychat.backend.protocol import ModelInfo, Prefilling, Stats, Usage
+from tinychat.chat.state import LoadStage
 
 
 @dataclass(frozen=True)
 class Reading:
     """`stats` and `info` are None until a model is loaded; `speeds` are decode speeds, oldest first, tok/s; `painted`
-    tok/s. `routing` is there when it is to be shown."""
+    tok/s. `experts` are there when they are to be shown."""
 
     stats: Stats | None = None
     info: ModelInfo | None = None
     usage: Usage = field(default_factory=Usage)
-    loading: Loading | None = None
+    loading: LoadStage | None = None
     prefill: Prefilling | None = None
     speeds: tuple[float, ...] = ()
     painted: float = 0.0
-    routing: Routing | None = None
+    experts: ExpertCounts | None = None
 
 
 class PaintMeter:

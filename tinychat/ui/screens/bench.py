@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from rich.text import Text
 from textual.app import ComposeResult
@@ -11,11 +11,12 @@ from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.widgets import DataTable, ProgressBar, Static
 
-from tinychat.backend.local import Done, Failed, Progress, Report, Worker
-from tinychat.engine.engine import Engine
+from tinychat.backend.instruments import Instrumented, JobDone, JobEvent, JobProgress, Report
+from tinychat.backend.protocol import Failed
+from tinychat.backend.stream import EventStream
 from tinychat.errors import printable
-from tinychat.measure import bench, log
-from tinychat.measure.log import BenchResult
+from tinychat.measure import bench, log, tables
+from tinychat.measure.results import ModelResult
 from tinychat.ui.screens.sheet import Sheet
 
 COLUMNS = (
@@ -34,7 +35,7 @@ WORDS = ("date", "device", "version")  # to the left; numbers to the right
 
 
 class BenchScreen(Sheet[None]):
-    """Runs one benchmark when it opens. While it is open, it takes the worker's events."""
+    """Runs one benchmark when it opens."""
 
     TITLE = "Benchmark"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -59,12 +60,16 @@ class BenchScreen(Sheet[None]):
     }
     """
 
-    def __init__(self, worker: Worker, n_gen: int = 64, n_prompt: int = 128, repeats: int = 3, name: str = "") -> None:
+    def __init__(
+        self, backend: Instrumented, n_gen: int = 64, n_prompt: int = 128, repeats: int = 3, name: str = ""
+    ) -> None:
         super().__init__()
-        self._worker, self._n_gen, self._n_prompt, self._repeats, self._model = worker, n_gen, n_prompt, repeats, name
-        self._request: int | None = None  # that is running
-        self._result: BenchResult | None = None
-        self._earlier: list[BenchResult] = []
+        self._backend, self._model = backend, name
+        self._n_gen, self._n_prompt, self._repeats = n_gen, n_prompt, repeats
+        self._events: EventStream[JobEvent] | None = None  # of what runs
+        self._cancel = threading.Event()
+        self._result: ModelResult | None = None
+        self._earlier: list[ModelResult] = []
 
     def body(self) -> ComposeResult:
         yield Static(classes="state")
@@ -73,10 +78,9 @@ class BenchScreen(Sheet[None]):
         yield DataTable[Text](cursor_type="row", zebra_stripes=False)
 
     def on_mount(self) -> None:
-        if engine := self._worker.engine:
-            i = engine.info
-            self.set_title("Benchmark", " · ".join([self._model or i.name, i.quant, i.device]))
-            self._earlier = log.history(i.fingerprint)
+        i = self._backend.info
+        self.set_title("Benchmark", " · ".join([self._model or i.name, i.quant, i.device]))
+        self._earlier = log.history(i.fingerprint)
         for column in COLUMNS:
             self.query_one(DataTable).add_column(Text(column, justify="left" if column in WORDS else "right"))
         self._tabulate()
@@ -87,41 +91,41 @@ class BenchScreen(Sheet[None]):
     @property
     def running(self) -> bool:
         """Whether it measures now."""
-        return self._request is not None
+        return self._events is not None
 
     def action_again(self) -> None:
         if self.running:
             return
         n_prompt, n_gen, repeats, name = self._n_prompt, self._n_gen, self._repeats, self._model
 
-        def job(engine: Engine, report: Report, stop: threading.Event) -> BenchResult:
-            result = bench.run(engine, n_prompt, n_gen, repeats, report, stop, name=name)
+        def measure(model: Any, report: Report, cancel: threading.Event) -> ModelResult:
+            result = bench.run(model, n_prompt, n_gen, repeats, report, cancel, name=name)
             log.save(result)
             return result
 
-        self._request = self._worker.call(job)
+        self._cancel = threading.Event()
+        self._events = self._backend.run_job(measure, self._cancel)
         self._state("starting", 0.0)
         self.refresh_bindings()
 
     def _tick(self) -> None:
         progress = None
-        for event in self._worker.events():
-            if getattr(event, "request", None) != self._request:
-                continue
-            if isinstance(event, Progress):
-                progress = event
-            elif isinstance(event, Done):
-                self._result = event.result
-                self._earlier.append(event.result)
-                self._ended("measured and saved", 1.0)
-                self._tabulate()
-            elif isinstance(event, Failed):
-                self._ended(event.message, 0.0, failed=True)
+        for event in self._events.poll() if self._events else ():
+            match event:
+                case JobProgress():
+                    progress = event
+                case JobDone():
+                    self._result = event.result
+                    self._earlier.append(event.result)
+                    self._ended("measured and saved", 1.0)
+                    self._tabulate()
+                case Failed():
+                    self._ended(event.message, 0.0, failed=True)
         if progress and self.running:  # the newest only: a tiny model reports hundreds in a tick
             self._state(progress.text, progress.fraction)
 
     def _ended(self, text: str, fraction: float, failed: bool = False) -> None:
-        self._request = None
+        self._events = None
         self._state(text, fraction, failed)
         self.refresh_bindings()
 
@@ -134,7 +138,7 @@ class BenchScreen(Sheet[None]):
         table, latest = self.query_one(DataTable), self._earlier[-1] if self._earlier else None
         table.clear()
         for r in reversed(self._earlier):
-            cells = dict(zip(log.COLUMNS, log.row(r))) | {"to the latest": compared(r, latest)}
+            cells = dict(zip(tables.COLUMNS, tables.row(r))) | {"to the latest": compared(r, latest)}
             style = "bold" if r is self._result else ""
             table.add_row(*(Text(cells[c], style, justify="left" if c in WORDS else "right") for c in COLUMNS))
         self.query_one(".result", Static).update(summary(self._result, self._earlier) if self._result else Content())
@@ -146,20 +150,20 @@ class BenchScreen(Sheet[None]):
 
     def action_copy(self) -> None:
         if self._result:
-            self.app.copy_to_clipboard(log.markdown_row(self._result))
+            self.app.copy_to_clipboard(tables.markdown_row(self._result))
             self.notify("copied: one row of a Markdown table")
 
     def action_copy_table(self) -> None:
-        self.app.copy_to_clipboard(log.markdown_table(self._earlier))
+        self.app.copy_to_clipboard(tables.markdown_table(self._earlier))
         self.notify(f"copied: a Markdown table of {len(self._earlier)}")
 
     def action_stop(self) -> None:
         """Ends what runs; what was measured before is kept."""
-        self._worker.stop()
+        self._cancel.set()
         self._state("stopping", 0.0)
 
 
-def compared(r: BenchResult, latest: BenchResult | None) -> str:
+def compared(r: ModelResult, latest: ModelResult | None) -> str:
     """How fast `r` decoded against `latest`: '-4 %'; '·' where the two did not measure the same."""
     if (
         latest is None
@@ -171,7 +175,7 @@ def compared(r: BenchResult, latest: BenchResult | None) -> str:
     return f"{r.decode_tok_s / latest.decode_tok_s - 1:+.0%}".replace("%", " %")
 
 
-def summary(r: BenchResult, all_runs: list[BenchResult]) -> Content:
+def summary(r: ModelResult, all_runs: list[ModelResult]) -> Content:
     """The figures that count, and a sentence about the run before."""
     limit = f" · {r.limit_share:.0%} of this machine's {r.limit_gb_s:,.1f}" if r.limit_gb_s else ""
     spread = f" ±{r.spread:.0%}" * (len(r.decode_runs) > 1)

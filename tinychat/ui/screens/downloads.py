@@ -41,7 +41,7 @@ class Download:
 
 
 class Downloads:
-    """The downloads of this process, by model name. `pull` is `cache.pull`."""
+    """The downloads of an app, by model name; closing the picker does not stop them. `pull` is `cache.pull`."""
 
     def __init__(self, pull: Callable[..., Path] = cache.pull) -> None:
         self._pull = pull
@@ -92,6 +92,3 @@ class Downloads:
         for name, value in outcome.items():  # state last: it says that the rest is there
             setattr(job, name, value)
         job.ended.set()
-
-
-DOWNLOADS = Downloads()  # of this process: closing the picker does not stop them

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from tinychat.engine import fit
+from functools import partial
+
 from tinychat.errors import TinychatError
-from tinychat.models.download import remote_header
+from tinychat.models.fit import sizes_of
 from tinychat.ui.screens.picker_rows import Row
 from tinychat.ui.screens.sheet import in_daemon
 
@@ -24,14 +25,7 @@ class Headers:
     async def read(self, row: Row) -> None:
         """Reads the header from the file, or by range requests from its first source."""
         self._asked.add(row.model.name)
-
-        def sizes() -> tuple[int, int]:
-            if row.path:
-                return fit.sizes(row.path)
-            with remote_header(row.model.sources[0]) as path:
-                return fit.sizes(path)
-
         try:
-            self.sizes[row.model.name] = await in_daemon(sizes)
+            self.sizes[row.model.name] = await in_daemon(partial(sizes_of, row.model, row.path))
         except (TinychatError, ValueError, OSError) as e:
             self.errors[row.model.name] = str(e)

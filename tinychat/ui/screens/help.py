@@ -21,7 +21,7 @@ Entry = tuple[str, str]  # what to type, what it does
 
 
 class HelpScreen(Sheet[None]):
-    """`keys` default to the bindings of the screen below, `commands` to the chat's table."""
+    """`keys` default to the bindings of the screen below."""
 
     TITLE = "Help"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("f1", "close", "close", show=False)]
@@ -31,28 +31,20 @@ class HelpScreen(Sheet[None]):
     HelpScreen VerticalScroll > .heading { margin-bottom: 0; }
     """
 
-    def __init__(self, commands: Iterable[Entry] | None = None, keys: Iterable[Entry] | None = None) -> None:
+    def __init__(self, commands: Iterable[Entry] = (), keys: Iterable[Entry] | None = None) -> None:
         super().__init__()
-        self._commands, self._keys = commands, keys
+        self._commands, self._keys = list(commands), keys
 
     def body(self) -> ComposeResult:
         keys = keys_of(self.app.screen_stack[-2]) if self._keys is None else list(self._keys)
-        commands = commands_of_chat() if self._commands is None else list(self._commands)
         with VerticalScroll():
-            for heading, entries in (("Keys", keys), ("Commands", commands)):
+            for heading, entries in (("Keys", keys), ("Commands", self._commands)):
                 if entries:
                     yield Static(Content.styled(heading, "bold $accent"), classes="heading")
                     yield Static(_table(entries))
 
     def on_mount(self) -> None:
         self.query_one(VerticalScroll).focus()
-
-
-def commands_of_chat() -> list[Entry]:
-    """The commands of the prompt, with the keys that do the same."""
-    from tinychat.ui.chat.commands import COMMANDS  # which open this screen
-
-    return [(c.usage, c.help + f" ({c.key})" * bool(c.key)) for c in COMMANDS]
 
 
 def keys_of(screen: Screen[object]) -> list[Entry]:

@@ -12,14 +12,15 @@ from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.widgets import Static
 
-from tinychat.engine.engine import Engine, Token
+from tinychat.backend.instruments import TokenText
 from tinychat.errors import printable
 from tinychat.ui.screens.sheet import Sheet
-from tinychat.ui.screens.token_view import Piece, TokenView
+from tinychat.ui.screens.token_view import ShownToken, TokenView
 
 
 class InspectorScreen(Sheet[None]):
-    """`prompt_ids` exactly as they were sent; `tokens` as the engine yielded them behind it."""
+    """`tokens` of the prompt, exactly as they were sent, and behind them those that the model chose, with their
+    `logprobs`."""
 
     TITLE = "Inspector"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -30,23 +31,21 @@ class InspectorScreen(Sheet[None]):
         Binding("c", "copy", "copy the prompt"),
     ]
 
-    def __init__(self, engine: Engine, prompt_ids: Sequence[int], tokens: Sequence[Token] = ()) -> None:
+    def __init__(self, tokens: Sequence[TokenText], logprobs: Sequence[float] = ()) -> None:
         super().__init__()
-        self._ids, self._tokenizer = list(prompt_ids), engine.tokenizer
-        chosen = [(t.id, math.exp(t.logprob)) for t in tokens if t.id is not None]
-        self._pieces = [self._piece(i) for i in self._ids] + [self._piece(i, p) for i, p in chosen]
-        self._logprob = sum(t.logprob for t in tokens if t.id is not None)
-
-    def _piece(self, token: int, probability: float | None = None) -> Piece:
-        return Piece(token, self._tokenizer.token_text(token), self._tokenizer.is_special(token), probability)
+        self._prompt = len(tokens) - len(logprobs)  # tokens of it
+        chances = [None] * self._prompt + [math.exp(p) for p in logprobs]
+        self._data = [t.data for t in tokens]
+        self._tokens = [ShownToken(t.id, t.text, t.special, p) for t, p in zip(tokens, chances)]
+        self._logprob = sum(logprobs)
 
     def body(self) -> ComposeResult:
-        yield TokenView(self._pieces)
+        yield TokenView(self._tokens)
         yield Static(classes="detail")
 
     def on_mount(self) -> None:
-        n, chosen = len(self._ids), len(self._pieces) - len(self._ids)
-        special = sum(p.special for p in self._pieces[:n])
+        n, chosen = self._prompt, len(self._tokens) - self._prompt
+        special = sum(p.special for p in self._tokens[:n])
         note = f"{n:,} prompt tokens, {special} special"
         if chosen:
             note += f" · {chosen:,} chosen, perplexity {math.exp(-self._logprob / chosen):.2f}"
@@ -59,12 +58,12 @@ class InspectorScreen(Sheet[None]):
         self._explain(event.index)
 
     def _explain(self, index: int) -> None:
-        if not self._pieces:
+        if not self._tokens:
             self.query_one(".detail", Static).update(Content("there are no tokens"))
             return
-        p = self._pieces[index]
+        p = self._tokens[index]
         where = "chosen by the model" if p.probability is not None else "prompt"
-        data = self._tokenizer.token_bytes(p.id)
+        data = self._data[index]
         facts = [
             f"token {index:,}",
             f"id {p.id}",
@@ -81,17 +80,17 @@ class InspectorScreen(Sheet[None]):
         view.mode = "list" if view.mode == "text" else "text"
 
     def action_answer(self) -> None:
-        self.query_one(TokenView).cursor = len(self._ids)
+        self.query_one(TokenView).cursor = self._prompt
 
     def action_unsure(self, step: int) -> None:
         """Goes to the next token that the model gave less than even odds."""
         view = self.query_one(TokenView)
-        places = range(view.cursor + step, len(self._pieces) if step > 0 else -1, step)
+        places = range(view.cursor + step, len(self._tokens) if step > 0 else -1, step)
         for i in places:
-            if (chance := self._pieces[i].probability) is not None and chance < 0.5:
+            if (chance := self._tokens[i].probability) is not None and chance < 0.5:
                 view.cursor = i
                 return
 
     def action_copy(self) -> None:
-        self.app.copy_to_clipboard("".join(p.text for p in self._pieces[: len(self._ids)]))
+        self.app.copy_to_clipboard("".join(p.text for p in self._tokens[: self._prompt]))
         self.notify("copied: the prompt as text, special tokens written out")

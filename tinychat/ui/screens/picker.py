@@ -21,7 +21,7 @@ from tinychat.measure import log
 from tinychat.models.registry import Model, resolve
 from tinychat.ui.screens import picker_rows
 from tinychat.ui.screens.dialogs import ConfirmScreen
-from tinychat.ui.screens.downloads import DOWNLOADS, Downloads
+from tinychat.ui.screens.downloads import Downloads
 from tinychat.ui.screens.headers import Headers
 from tinychat.ui.screens.picker_rows import Row
 from tinychat.ui.screens.sheet import Rows, Sheet, in_daemon
@@ -55,9 +55,9 @@ class PickerScreen(Sheet[PickedModel]):
         Binding("pageup", "page(-1)", "page up", show=False),
     ]
 
-    def __init__(self, context: int = 4096, freed: int = 0, downloads: Downloads = DOWNLOADS) -> None:
+    def __init__(self, context: int = 4096, freed: int = 0, downloads: Downloads | None = None) -> None:
         super().__init__()
-        self._for_context, self._freed, self._downloads = context, freed, downloads
+        self._for_context, self._freed, self._downloads = context, freed, downloads or Downloads()
         self._rows: dict[str, Row] = {}
         self._place: Model | None = None  # what a typed URL or path stands for
         self._place_error = ""

@@ -11,12 +11,12 @@ from urllib.parse import unquote, urlsplit
 from rich.filesize import decimal
 from textual.content import Content
 
-from tinychat.engine.fit import Fit, fit
-from tinychat.engine.stats import available_memory
 from tinychat.models import cache
+from tinychat.models.fit import Fit, available_memory, fit
 from tinychat.models.registry import MODELS, Model
 from tinychat.ui.screens.downloads import Download
 from tinychat.ui.screens.sheet import cell
+from tinychat.units import parameter_count, speed
 
 _WIDE = 92  # from this many cells on, context and speed have columns of their own
 _VERDICTS = {
@@ -132,7 +132,7 @@ def line(row: Row, width: int, job: Download | None = None) -> Content:
         decimal(m.size) if m.size else "",
         here,
         tokens(m.context),
-        speed(row.speed),
+        f"{speed(row.speed)} tok/s" if row.speed else "",
         word,
     ]
     text = _line(texts, width)
@@ -148,7 +148,7 @@ def explain(row: Row, job: Download | None, header_error: str | None) -> tuple[s
         return trouble, True
     facts = [f"{row.fit.verdict}: {row.fit.explanation}"]
     facts += [f"context up to {m.context:,} tokens"] * bool(m.context)
-    facts += [f"{speed(row.speed)} here"] * bool(row.speed)
+    facts += [f"{speed(row.speed)} tok/s here"] if row.speed else []
     return " · ".join(facts), False
 
 
@@ -156,18 +156,13 @@ def params(m: Model) -> str:
     """'30B (3.6B)': all parameters, and in brackets those that one token uses."""
     if not m.parameters:
         return ""
-    total = f"{m.parameters / 1e9:.2g}B" if m.parameters >= 1e9 else f"{m.parameters / 1e6:.0f}M"
-    return total + (f" ({m.active_parameters / 1e9:.2g}B)" if 0 < m.active_parameters < m.parameters else "")
+    active = parameter_count(m.active_parameters) if 0 < m.active_parameters < m.parameters else ""
+    return parameter_count(m.parameters) + (f" ({active})" if active else "")
 
 
 def tokens(n: int) -> str:
     """A context length: '128K'."""
     return f"{n / 1024:.3g}K" if n >= 1024 else str(n) if n else ""
-
-
-def speed(tok_s: float | None) -> str:
-    """A measured speed."""
-    return f"{tok_s:.3g} tok/s" if tok_s else ""
 
 
 def duration(seconds: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -11,49 +11,48 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
-from tinychat.backend.local import Done, Failed, Progress, Report, Worker
-from tinychat.engine.engine import Engine
+from tinychat.backend.instruments import Instrumented, JobDone, JobProgress, Report
+from tinychat.backend.protocol import Failed
 from tinychat.errors import printable
-from tinychat.measure.profile import Report as Profile
-from tinychat.measure.profile import profile, view
+from tinychat.measure.profile import Profile, profile, view
 from tinychat.ui.screens.sheet import Sheet
 
 
 class ProfileScreen(Sheet[None]):
-    """Measures `steps` tokens when it opens. While it is open, it takes the worker's events."""
+    """Measures `steps` tokens when it opens."""
 
     TITLE = "Profile"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "close", "close")]
     DEFAULT_CSS = "ProfileScreen VerticalScroll { height: 1fr; } ProfileScreen Static { height: auto; }"
 
-    def __init__(self, worker: Worker, steps: int = 10, name: str = "") -> None:
+    def __init__(self, backend: Instrumented, steps: int = 10, name: str = "") -> None:
         super().__init__()
-        self._worker, self._steps, self._model = worker, steps, name
+        self._backend, self._steps, self._model = backend, steps, name
+        self._cancel = threading.Event()
 
     def body(self) -> ComposeResult:
         with VerticalScroll():
             yield Static("starting", classes="state")
 
     def on_mount(self) -> None:
-        def job(engine: Engine, report: Report, stop: threading.Event) -> Profile:
-            return profile(engine, self._steps, report, stop, name=self._model)
+        def measure(model: Any, report: Report, cancel: threading.Event) -> Profile:
+            return profile(model, self._steps, report, cancel, name=self._model)
 
-        self._request = self._worker.call(job)
+        self._events = self._backend.run_job(measure, self._cancel)
         self.query_one(VerticalScroll).focus()
         self.set_interval(0.2, self._tick)
 
     def _tick(self) -> None:
         state = self.query_one(".state", Static)
-        for event in self._worker.events():
-            if getattr(event, "request", None) != self._request:
-                continue
-            if isinstance(event, Progress):
-                state.update(Content(f"{event.text}, {event.fraction:.0%}"))
-            elif isinstance(event, Done):
-                state.update(view(event.result))
-            elif isinstance(event, Failed):
-                state.update(Content.styled(printable(event.message, newlines=False), "$text-error"))
+        for event in self._events.poll():
+            match event:
+                case JobProgress():
+                    state.update(Content(f"{event.text}, {event.fraction:.0%}"))
+                case JobDone():
+                    state.update(view(event.result))
+                case Failed():
+                    state.update(Content.styled(printable(event.message, newlines=False), "$text-error"))
 
     def action_close(self) -> None:
-        self._worker.stop()
+        self._cancel.set()
         self.dismiss(None)

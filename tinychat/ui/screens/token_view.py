@@ -17,12 +17,11 @@ from textual.strip import Strip
 
 from tinychat.errors import printable
 from tinychat.ui.screens.sheet import cell
-
-BAR = "▏▎▍▌▋▊▉█"
+from tinychat.units import bar
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShownToken:
     """One token as shown: `text` as the tokenizer has it; `probability` for those that the model chose."""
 
     id: int
@@ -71,9 +70,9 @@ class TokenView(ScrollView, can_focus=True):
 
         index: int
 
-    def __init__(self, pieces: list[Piece]) -> None:
+    def __init__(self, tokens: list[ShownToken]) -> None:
         super().__init__()
-        self.pieces = pieces
+        self.tokens = tokens
         self._lines: list[list[tuple[int, str]]] = []  # per line: token, and the part of it that is there
         self._line_of: list[int] = []  # where a token begins
 
@@ -86,9 +85,9 @@ class TokenView(ScrollView, can_focus=True):
     def _lay_out(self) -> None:
         width = max(8, self.scrollable_content_region.width or self.size.width)
         self._lines, self._line_of = (
-            ([[(i, "")] for i in range(len(self.pieces))], list(range(len(self.pieces))))
+            ([[(i, "")] for i in range(len(self.tokens))], list(range(len(self.tokens))))
             if self.mode == "list"
-            else lay_out([p.shown for p in self.pieces], width)
+            else lay_out([p.shown for p in self.tokens], width)
         )
         self.virtual_size = Size(width, len(self._lines))
         self._show_cursor()
@@ -101,11 +100,11 @@ class TokenView(ScrollView, can_focus=True):
             return Strip.blank(width, self.rich_style)
         segments: list[Segment] = []
         for index, text in self._lines[y]:
-            piece = self.pieces[index]
+            token = self.tokens[index]
             style = self.get_component_rich_style("token--odd" if index % 2 and self.mode == "text" else "token--even")
-            if piece.special:
+            if token.special:
                 style += self.get_component_rich_style("token--special", partial=True)
-            elif piece.probability is not None:
+            elif token.probability is not None:
                 style += self.get_component_rich_style("token--chosen", partial=True)
             if index == self.cursor:
                 style += self.get_component_rich_style("token--cursor")
@@ -119,7 +118,7 @@ class TokenView(ScrollView, can_focus=True):
         return Strip(segments).adjust_cell_length(width, self.rich_style)
 
     def _row(self, index: int, width: int) -> str:
-        p = self.pieces[index]
+        p = self.tokens[index]
         kind = "special" if p.special else "answer" if p.probability is not None else "prompt"
         chance = "" if p.probability is None else f"{p.probability:7.2%} {bar(p.probability, 10)}"
         head = f"{index:>7,} {p.id:>8} {kind:8} "
@@ -133,7 +132,7 @@ class TokenView(ScrollView, can_focus=True):
         self.post_message(self.Moved(self.cursor))
 
     def validate_cursor(self, index: int) -> int:
-        return max(0, min(index, len(self.pieces) - 1))
+        return max(0, min(index, len(self.tokens) - 1))
 
     def _show_cursor(self) -> None:
         if self.cursor < len(self._line_of):
@@ -154,7 +153,7 @@ class TokenView(ScrollView, can_focus=True):
             self.cursor = self._lines[line][0][0]
 
     def action_to(self, index: int) -> None:
-        self.cursor = index if index >= 0 else len(self.pieces) - 1
+        self.cursor = index if index >= 0 else len(self.tokens) - 1
 
     def on_click(self, event: events.Click) -> None:
         index = event.style.meta.get("token")
@@ -186,9 +185,3 @@ def lay_out(texts: list[str], width: int) -> tuple[list[list[tuple[int, str]]], 
             lines.append([])
             used = 0
     return ([line for line in lines if line] if not lines[-1] else lines), starts
-
-
-def bar(share: float, width: int) -> str:
-    """`share` (0..1) as a bar in eighths of a cell."""
-    eighths = round(max(0.0, min(1.0, share)) * width * 8)
-    return "█" * (eighths // 8) + (BAR[eighths % 8 - 1] if eighths % 8 else "")

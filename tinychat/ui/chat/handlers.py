@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import re
 import time
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tinychat.backend.instruments import Instrumented
 from tinychat.chat.conversation import to_markdown
 from tinychat.chat.parameters import PARAMETERS, Parameters, get_parameter, set_parameter
 from tinychat.errors import TinychatError, printable
-from tinychat.ui.chat import opening
+from tinychat.ui.chat import models
 from tinychat.ui.chat.message import footer_text
-from tinychat.ui.panel.figures import size, speed
-
-if TYPE_CHECKING:
-    from tinychat.ui.chat.screen import ChatScreen
+from tinychat.ui.chat.view import ChatView
+from tinychat.ui.panel.figures import size
+from tinychat.ui.screens.sheet import in_daemon
+from tinychat.units import speed
 
 
 def _switch(text: str, now: bool, what: str) -> bool:
@@ -29,31 +31,31 @@ def _switch(text: str, now: bool, what: str) -> bool:
 # the conversation
 
 
-async def new(chat: ChatScreen, text: str) -> None:
+async def new(chat: ChatView, text: str) -> None:
     chat.controller.new()
 
 
-async def rename(chat: ChatScreen, text: str) -> None:
+async def rename(chat: ChatView, text: str) -> None:
     if not text.strip():
         raise TinychatError("/rename NAME gives this conversation a name")
     chat.controller.rename(text)
 
 
-async def regenerate(chat: ChatScreen, text: str) -> None:
+async def regenerate(chat: ChatView, text: str) -> None:
     chat.controller.regenerate()
 
 
-async def go_on(chat: ChatScreen, text: str) -> None:
+async def go_on(chat: ChatView, text: str) -> None:
     chat.controller.go_on()
 
 
-async def start(chat: ChatScreen, text: str) -> None:
+async def start(chat: ChatView, text: str) -> None:
     if not text.strip():
         raise TinychatError("/start TEXT lets the answer begin with TEXT")
     chat.controller.prefill(text)
 
 
-async def edit(chat: ChatScreen, text: str) -> None:
+async def edit(chat: ChatView, text: str) -> None:
     mine = [i for i, t in enumerate(chat.controller.conversation.turns) if t.role == "user"]
     number = _number(text, len(mine), "edit", "your messages") if text.strip() else len(mine)
     if not mine:
@@ -61,15 +63,15 @@ async def edit(chat: ChatScreen, text: str) -> None:
     chat.begin_edit(mine[number - 1])
 
 
-async def fork(chat: ChatScreen, text: str) -> None:
+async def fork(chat: ChatView, text: str) -> None:
     turns = len(chat.controller.conversation.turns)
     index = _number(text, turns, "fork", "the turns") - 1 if text.strip() else None
     chat.controller.fork(index)
     await chat.apply()
-    await chat.note("this is a copy now; the original is in /conversations")
+    await chat.say("this is a copy now; the original is in /conversations")
 
 
-async def skip(chat: ChatScreen, text: str) -> None:
+async def skip(chat: ChatView, text: str) -> None:
     chat.controller.skip_thinking()
 
 
@@ -82,29 +84,29 @@ def _number(text: str, last: int, command: str, what: str) -> int:
 # parameters
 
 
-async def think(chat: ChatScreen, text: str) -> None:
+async def think(chat: ChatView, text: str) -> None:
     p = chat.controller.conversation.parameters
     on = _switch(text, p.thinking, "think")
     await _use(chat, {"thinking": on})
-    await chat.note(f"thinking is {'on' if on else 'off'} for models that can")
+    await chat.say(f"thinking is {'on' if on else 'off'} for models that can")
 
 
-async def system(chat: ChatScreen, text: str) -> None:
+async def system(chat: ChatView, text: str) -> None:
     p = chat.controller.conversation.parameters
     if not text.strip():
-        await chat.note(
+        await chat.say(
             f"the system prompt is: {p.system}" if p.system else "there is no system prompt; /system TEXT sets one"
         )
         return
     await _use(chat, {"system": "" if text.strip().lower() == "off" else text.strip()})
-    await chat.note(
+    await chat.say(
         "the system prompt is set; it counts from the next message on"
         if text.strip().lower() != "off"
         else "there is no system prompt any more"
     )
 
 
-async def set_value(chat: ChatScreen, text: str) -> None:
+async def set_value(chat: ChatView, text: str) -> None:
     name, _, value = text.strip().partition(" ")
     p = chat.controller.conversation.parameters
     if not name:
@@ -114,27 +116,27 @@ async def set_value(chat: ChatScreen, text: str) -> None:
         if name not in PARAMETERS:
             set_parameter(p, name, "")
         now, spec = get_parameter(p, name), PARAMETERS[name]
-        await chat.note(
+        await chat.say(
             f"{name} is {spec.empty if now is None else f'{now:g}' if isinstance(now, float) else now}: {spec.help}"
         )
         return
     changed = set_parameter(p, name, value)
     chat.controller.set_parameters(changed)
     now = get_parameter(changed, name)
-    await chat.note(
+    await chat.say(
         f"{name} is {PARAMETERS[name].empty if now is None else f'{now:g}' if isinstance(now, float) else now}"
     )
 
 
-async def _use(chat: ChatScreen, changes: dict[str, Any]) -> None:
+async def _use(chat: ChatView, changes: dict[str, Any]) -> None:
     p = chat.controller.conversation.parameters
     chat.controller.set_parameters(Parameters(**{**vars(p), **changes}))
 
 
-async def raw(chat: ChatScreen, text: str) -> None:
+async def raw(chat: ChatView, text: str) -> None:
     c = chat.controller
     c.raw = _switch(text, c.raw, "raw")
-    await chat.note(
+    await chat.say(
         "raw: what you write is the whole prompt, special tokens and all; nothing is added or taken away"
         if c.raw
         else "raw is off: messages go through the chat template"
@@ -144,7 +146,7 @@ async def raw(chat: ChatScreen, text: str) -> None:
 # getting things out
 
 
-async def copy(chat: ChatScreen, text: str) -> None:
+async def copy(chat: ChatView, text: str) -> None:
     c = chat.controller.conversation
     what, _, number = (text.strip() or "code").lower().partition(" ")
     if what == "all":
@@ -160,7 +162,7 @@ async def copy(chat: ChatScreen, text: str) -> None:
         raise TinychatError("/copy answer, /copy code [N] or /copy all")
 
 
-async def save(chat: ChatScreen, text: str) -> None:
+async def save(chat: ChatView, text: str) -> None:
     kind, _, name = text.strip().partition(" ")
     c = chat.controller.conversation
     if kind not in ("md", "json", ""):
@@ -178,7 +180,7 @@ async def save(chat: ChatScreen, text: str) -> None:
         raise TinychatError(f"{printable(str(path))} exists; nothing was written, choose another name") from None
     except OSError as e:
         raise TinychatError(f"{printable(str(path))}: {(e.strerror or str(e)).lower()}; nothing was saved") from None
-    await chat.note(f"saved as {path.absolute()}")
+    await chat.say(f"saved as {path.absolute()}")
 
 
 def _free(title: str, kind: str) -> Path:
@@ -189,11 +191,10 @@ def _free(title: str, kind: str) -> Path:
     return next(p for p in map(Path, names) if not p.exists())
 
 
-async def stats(chat: ChatScreen, text: str) -> None:
-    engine = chat.controller.engine
-    if engine is None:
+async def stats(chat: ChatView, text: str) -> None:
+    s, c = chat.controller.stats, chat.controller.conversation
+    if s is None:
         raise TinychatError("no model is loaded")
-    s, c = engine.stats, chat.controller.conversation
     lines = [footer_text(c.turns[c.last_answer]) if c.last_answer is not None else "no answer yet"]
     if s.prefill_tok_s:
         lines.append(f"prompt {s.prompt_tokens:,} · prefill {speed(s.prefill_tok_s)} tok/s")
@@ -201,7 +202,7 @@ async def stats(chat: ChatScreen, text: str) -> None:
         lines.append(
             f"TTFT {1e3 * s.ttft_s:,.1f} ms" + (f" · {1e3 * s.token_s:,.2f} ms per output token" if s.token_s else "")
         )
-    spent = [*s.parts(), ("painting", chat.painter.meter.seconds)]
+    spent = [*s.parts(), ("painting", chat.meter.seconds)]
     if any(took for _, took in spent):
         each = [f"{what} {1e3 * took:,.1f} ms" for what, took in spent]
         lines += ["time: " + " · ".join(each[:4]), "      " + " · ".join(each[4:])]  # one line would not fit
@@ -213,21 +214,21 @@ async def stats(chat: ChatScreen, text: str) -> None:
         share = f" · {s.limit_share:.0%} of {s.limit_gb_s:.1f} GB/s" if s.limit_gb_s else ""
         lines.append(f"{size(s.bytes_per_token)} read per token · {s.gb_s:.1f} GB/s{share}")
     lines.append(f"weights {size(s.weight_bytes)} · KV cache {size(s.kv_bytes)} · process {size(s.rss_bytes)}")
-    lines.append(f"painted {speed(chat.painter.meter.average)} tok/s" if chat.painter.meter.average else "")
-    await chat.note("\n  ".join(filter(None, lines)))
+    lines.append(f"painted {speed(chat.meter.average)} tok/s" if chat.meter.average else "")
+    await chat.say("\n  ".join(filter(None, lines)))
 
 
 # screens
 
 
-async def model(chat: ChatScreen, text: str) -> None:
+async def model(chat: ChatView, text: str) -> None:
     if text.strip():
-        await opening.load_named(chat, text)
+        await models.load_named(chat, text)
     else:
-        opening.choose_model(chat)
+        models.choose_model(chat)
 
 
-async def parameters_form(chat: ChatScreen) -> None:
+async def parameters_form(chat: ChatView) -> None:
     from tinychat.ui.screens.parameters import ParametersScreen
 
     def done(changed: Parameters | None) -> None:
@@ -237,14 +238,14 @@ async def parameters_form(chat: ChatScreen) -> None:
     chat.app.push_screen(ParametersScreen(chat.controller.conversation.parameters), done)
 
 
-async def conversations(chat: ChatScreen, text: str) -> None:
+async def conversations(chat: ChatView, text: str) -> None:
     if chat.history is None:
         raise TinychatError("conversations are not being saved")
     from tinychat.ui.screens.conversations import ConversationsScreen
 
     def done(id: str | None) -> None:
         if id:
-            chat.run_worker(opening.reopen(chat, id))
+            chat.run_worker(models.reopen(chat, id))
 
     c, history = chat.controller, chat.history
 
@@ -261,68 +262,73 @@ async def conversations(chat: ChatScreen, text: str) -> None:
     chat.app.push_screen(ConversationsScreen(history, c.conversation.id, rename, delete), done)
 
 
-async def inspect(chat: ChatScreen, text: str) -> None:
+async def inspect(chat: ChatView, text: str) -> None:
     from tinychat.ui.screens.inspector import InspectorScreen
 
-    trace = chat.controller.trace
-    if chat.controller.engine is None or not trace.prompt_ids:
+    trace, instruments = chat.controller.trace, chat.controller.instruments
+    if instruments is None or not trace.prompt_ids:
         raise TinychatError("there is no prompt to inspect yet; ask something first")
-    chat.app.push_screen(InspectorScreen(chat.controller.engine, trace.prompt_ids, list(trace.tokens)))
+    chosen = list(trace.tokens)
+    ids = (*trace.prompt_ids, *(t.id for t in chosen))
+    texts = await in_daemon(partial(instruments.token_texts, ids))
+    chat.app.push_screen(InspectorScreen(texts, [t.logprob for t in chosen]))
 
 
-async def bench(chat: ChatScreen, text: str) -> None:
-    tokens = _tokens_to_measure(chat, "/bench", text, 64)
+async def bench(chat: ChatView, text: str) -> None:
+    instruments, tokens = _to_measure(chat, "/bench", text, 64)
     from tinychat.ui.screens.bench import BenchScreen
 
-    chat.lend_worker(BenchScreen(chat.controller.worker, tokens, name=chat.controller.conversation.model))
+    chat.app.push_screen(BenchScreen(instruments, tokens, name=chat.controller.conversation.model))
 
 
-async def profile(chat: ChatScreen, text: str) -> None:
-    tokens = _tokens_to_measure(chat, "/profile", text, 10)
+async def profile(chat: ChatView, text: str) -> None:
+    instruments, tokens = _to_measure(chat, "/profile", text, 10)
     from tinychat.ui.screens.profile import ProfileScreen
 
-    chat.lend_worker(ProfileScreen(chat.controller.worker, tokens, name=chat.controller.conversation.model))
+    chat.app.push_screen(ProfileScreen(instruments, tokens, name=chat.controller.conversation.model))
 
 
-def _tokens_to_measure(chat: ChatScreen, command: str, text: str, default: int) -> int:
-    """The N of a command that measures. Raises TinychatError where nothing can be measured now."""
+def _to_measure(chat: ChatView, command: str, text: str, default: int) -> tuple[Instrumented, int]:
+    """What a command measures, and its N. Raises TinychatError where nothing can be measured now."""
     if text.strip() and (not text.strip().isdecimal() or not 2 <= int(text) <= 100_000):
         raise TinychatError(f"{command} N: N is a number of tokens from 2")
     if not chat.controller.ready:
         raise TinychatError("no model is loaded; choose one with /model")
     if chat.controller.busy:
         raise TinychatError("an answer is being written; stop it with esc, then measure")
-    return int(text) if text.strip() else default
+    if (instruments := chat.controller.instruments) is None:
+        raise TinychatError("only a model that runs on this computer can be measured")
+    return instruments, int(text) if text.strip() else default
 
 
-async def settings_file(chat: ChatScreen, text: str) -> None:
+async def settings_file(chat: ChatView, text: str) -> None:
     from tinychat.ui.screens.settings import SettingsScreen
 
     chat.app.push_screen(SettingsScreen())
 
 
-async def help_screen(chat: ChatScreen, text: str) -> None:
+async def help_screen(chat: ChatView, text: str) -> None:
     from tinychat.ui.screens.help import HelpScreen
 
-    chat.app.push_screen(HelpScreen())
+    chat.app.push_screen(HelpScreen(chat.command_entries()))
 
 
-async def panel(chat: ChatScreen, text: str) -> None:
-    chat.toggle_class("-no-panel")
-    chat.painter.panel()
+async def panel(chat: ChatView, text: str) -> None:
+    chat.screen.toggle_class("-no-panel")
+    chat.paint_panel()
 
 
-async def experts(chat: ChatScreen, text: str) -> None:
+async def experts(chat: ChatView, text: str) -> None:
     on = _switch(text, chat.experts, "experts")
     chat.show_experts(on)
-    engine = chat.controller.engine
-    if on and engine is not None and engine.routing is None:
-        await chat.note("this model has no experts; the strip appears with one that does")
+    info = chat.controller.info
+    if on and info is not None and not info.experts:
+        await chat.say("this model has no experts; the strip appears with one that does")
 
 
-async def theme(chat: ChatScreen, text: str) -> None:
+async def theme(chat: ChatView, text: str) -> None:
     chat.app.action_change_theme()
 
 
-async def leave(chat: ChatScreen, text: str) -> None:
+async def leave(chat: ChatView, text: str) -> None:
     chat.app.exit()

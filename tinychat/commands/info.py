@@ -1,4 +1,4 @@
-"""What a model file is, by its header alone: for `tinychat info`."""
+"""`tinychat info`: what a model file is, by its header alone."""
 
 from __future__ import annotations
 
@@ -12,14 +12,46 @@ from typing import Any
 import numpy as np
 from rich.filesize import decimal
 
+from tinychat.commands.loading import CONTEXT, header
+from tinychat.console import grid, show, show_json
 from tinychat.engine.config import ModelConfig
 from tinychat.engine.fit import fit
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.plan import build_plan
-from tinychat.errors import TinychatError
+from tinychat.errors import TinychatError, printable
+from tinychat.models import cache
+from tinychat.models.hosts import shown
 
 
-def describe(path: Path, name: str, context: int = 4096) -> dict[str, Any]:
+def info(text: str, *, grep: str | None, template: bool, tensors: bool, as_json: bool) -> None:
+    """What a model is; or its metadata by a word of the key, its chat template, its tensors."""
+    with header(text) as (model, path):
+        if template:
+            source = _template(path)
+            show_json({"template": source}) if as_json else print(printable(source))
+        elif tensors:
+            found = _tensors(path)
+            if as_json:
+                show_json({"tensors": found})
+            else:
+                cells = [(t["name"], t["type"], "×".join(map(str, t["shape"])), f"{t['bytes']:,}") for t in found]
+                show(grid(cells, ("tensor", "type", "shape", "bytes"), right=(2, 3)))
+        elif grep is not None:
+            values = _metadata(path, grep)
+            if not values and not as_json:
+                raise TinychatError(f"no key of the metadata contains {grep!r}")
+            show_json(values) if as_json else show(grid([(k, str(v)) for k, v in values.items()]))
+        else:
+            facts = _describe(path, model.name)
+            if path != cache.path_of(model):
+                facts["path"] = shown(model.sources[0])
+            if as_json:
+                show_json(facts | {"metadata": _metadata(path)})
+            else:
+                show(grid(list(_lines(facts))))
+
+
+def _describe(path: Path, name: str, context: int = CONTEXT) -> dict[str, Any]:
     """Facts for JSON; sizes in bytes. `problem` says why the engine cannot run the file, or is None.
 
     Raises TinychatError when the file is damaged or no GGUF.
@@ -60,7 +92,7 @@ def describe(path: Path, name: str, context: int = 4096) -> dict[str, Any]:
     }
 
 
-def lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """The facts as pairs (what, value) for people."""
     yield "model", facts["model"]
     yield "file", f"{facts['path']}  ({decimal(facts['bytes'])})"
@@ -92,13 +124,13 @@ def lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "template", "in the file (`--template` shows it)" if facts["template"] else "none in the file"
 
 
-def metadata(path: Path, word: str = "") -> dict[str, Any]:
+def _metadata(path: Path, word: str = "") -> dict[str, Any]:
     """The metadata whose key contains `word` (any case), ready for JSON; long arrays as their length and beginning."""
     found = {k: v for k, v in GGUF.open(path).metadata.items() if word.lower() in k.lower()}
     return {k: _plain(v) for k, v in found.items()}
 
 
-def template(path: Path) -> str:
+def _template(path: Path) -> str:
     """The chat template of the file. Raises TinychatError when it has none."""
     text = GGUF.open(path).metadata.get("tokenizer.chat_template")
     if not isinstance(text, str):
@@ -106,7 +138,7 @@ def template(path: Path) -> str:
     return text
 
 
-def tensors(path: Path) -> list[dict[str, Any]]:
+def _tensors(path: Path) -> list[dict[str, Any]]:
     """Every tensor: name, quant type, shape (rows before columns), bytes."""
     found = GGUF.open(path).tensors.values()
     return [{"name": t.name, "type": t.type.name, "shape": list(t.shape), "bytes": t.nbytes} for t in found]

@@ -2,58 +2,54 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
 
 from tinychat.chat import settings
 from tinychat.errors import TinychatError
 from tinychat.models import cache
 from tinychat.models.registry import resolve
+from tinychat.ui.chat.view import ChatView
+from tinychat.ui.screens.picker import PickedModel, PickerScreen
+from tinychat.ui.screens.sheet import in_daemon
 
-if TYPE_CHECKING:
-    from tinychat.ui.chat.screen import ChatScreen
-    from tinychat.ui.screens.picker import PickedModel
 
-
-def choose_model(chat: ChatScreen) -> None:
+def choose_model(chat: ChatView) -> None:
     """Opens the picker and loads what is picked."""
-    from tinychat.ui.screens.picker import PickerScreen
 
     def picked(model: PickedModel | None) -> None:
         if model is not None:
             load(chat, model)
 
-    engine, p = chat.controller.engine, chat.controller.conversation.parameters
-    freed = engine.stats.weight_bytes + engine.stats.kv_bytes if engine else 0
-    chat.app.push_screen(PickerScreen(p.context or 4096, freed), picked)
+    stats, p = chat.controller.stats, chat.controller.conversation.parameters
+    freed = stats.weight_bytes + stats.kv_bytes if stats else 0
+    chat.app.push_screen(PickerScreen(p.context or 4096, freed, chat.downloads), picked)
 
 
-def load(chat: ChatScreen, model: PickedModel) -> None:
+def load(chat: ChatView, model: PickedModel) -> None:
     chat.controller.load(model.name, model.path, preset=model.preset, threads=settings.load().threads)
-    chat.painter.panel()
+    chat.paint_panel()
 
 
-async def load_named(chat: ChatScreen, text: str) -> None:
+async def load_named(chat: ChatView, text: str) -> None:
     """Loads the model that `text` names, if it is on this computer; else the picker opens. Raises TinychatError."""
-    from tinychat.ui.screens.picker import PickedModel
-
     found = resolve(text, settings.load().models)
     path = cache.path_of(found)
     if path is None:
-        await chat.note(f"{found.name} is not on this computer yet; Enter in the list downloads it")
+        await chat.say(f"{found.name} is not on this computer yet; Enter in the list downloads it")
         choose_model(chat)
         return
     load(chat, PickedModel(path, found.name, found.preset))
 
 
-async def reopen(chat: ChatScreen, id: str) -> None:
+async def reopen(chat: ChatView, id: str) -> None:
     """Shows a saved conversation; its model is loaded when another one runs and it is on this computer."""
     assert chat.history is not None
     try:
-        conversation = chat.history.load(id)
+        conversation = await in_daemon(partial(chat.history.load, id))
         present = chat.controller.conversation.model
         chat.controller.open(conversation)
         await chat.apply()
         if conversation.model and conversation.model != present:
             await load_named(chat, conversation.model)
     except TinychatError as e:
-        await chat.note(str(e), error=True)
+        await chat.say(str(e), error=True)

@@ -70,13 +70,13 @@ def parse(spec: str) -> tuple[str, Q, int, int]:
         rows, cols = int(found[1]), int(found[2])
     if op != "attention" and cols % GGML_QUANT_SIZES[kind][0]:
         raise TinychatError(
-            f"rows of {cols} values are no whole blocks of {kind.name}, which hold {GGML_QUANT_SIZES[kind][0]}"
+            f"rows of {cols} values are no complete blocks of {kind.name}, which hold {GGML_QUANT_SIZES[kind][0]}"
         )
     return op, kind, rows, cols
 
 
 class RandomWeights:
-    """Weights that do not exist: bytes from one pool, none of which makes an infinite scale; `#gain...` is ones."""
+    """Weights of a made-up model: bytes of one pool, none of which makes an infinite scale; `#gain...` is ones."""
 
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}
@@ -99,6 +99,7 @@ class RandomWeights:
 
 
 def copies(nbytes: int) -> int:
+    """How many copies of `nbytes` bytes are together larger than the caches."""
     return max(2, min(MOST, -(-block_bytes() // max(1, nbytes))))
 
 

@@ -1,0 +1,32 @@
+"""A conversation as a Request."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from tinychat.backend.protocol import Request
+from tinychat.chat.conversation import Conversation
+
+
+def request_for(
+    conversation: Conversation, *, go_on: bool = False, seed: int = 0, overflow: Literal["refuse", "oldest"] = "refuse"
+) -> Request:
+    """What asks for the next answer of `conversation`; `go_on`: for more of its last one."""
+    p = conversation.parameters
+    sampling = replace(p.sampling, seed=seed)
+    if conversation.turns[-1].raw:
+        text = "".join(t.content for t in conversation.turns[conversation.last_prompt or 0 :])
+        return Request(raw=text, sampling=sampling, max_tokens=p.max_tokens)
+    messages = conversation.messages()
+    last = conversation.turns[-1]
+    if go_on and last.thinking_open and not last.text:
+        del messages[-1]["content"]  # its thinking is not over; empty content would say so
+    return Request(
+        messages=tuple(messages),
+        sampling=sampling,
+        max_tokens=p.max_tokens,
+        thinking=p.thinking,
+        continue_final=go_on,
+        overflow=overflow,
+    )

@@ -1,0 +1,124 @@
+"""What the chat is doing, as one value: idle, loading a model, answering, or stopping an answer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tinychat.backend.protocol import Backend, Event, Kind, Piece, Prefilling, Usage
+from tinychat.backend.stream import EventStream
+from tinychat.chat.conversation import Conversation, Turn
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """A model to load: what the user calls it, its file, the options to open it with, and its context in tokens (None:
+    the default)."""
+
+    name: str
+    path: Path
+    options: Mapping[str, Any] = field(default_factory=dict)
+    context: int | None = None
+
+
+@dataclass(frozen=True)
+class LoadStage:
+    """What loading is at, and how much of it is done (0..1)."""
+
+    stage: str
+    fraction: float
+
+
+@dataclass(frozen=True)
+class LoadFailed:
+    """A model could not be loaded; `kept` says whether the one before it still answers."""
+
+    message: str
+    kept: bool
+
+
+LoadEvent = LoadStage | Backend | LoadFailed
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Nothing runs. The controller's `backend` says whether a model is loaded."""
+
+
+@dataclass(frozen=True)
+class Loading:
+    """`choice` is being loaded. `kept` is what was loaded before, and is again if this fails in time; `outcome` is the
+    backend that is loaded afterwards, None for none."""
+
+    stage: LoadStage
+    choice: ModelChoice
+    kept: ModelChoice | None
+    events: EventStream[LoadEvent]
+    outcome: Future[Backend | None]
+
+
+@dataclass(frozen=True)
+class Answering:
+    """A request runs. Times are on the controller's clock, in seconds.
+
+    The turns from `start` on differ from `before`, which comes back if the request is refused before its prompt is
+    made; `typed` then goes back to the user. `seed` is what it samples with. `before_tokens` are those the turn had
+    already (it is being continued), `thought_s` the seconds of thinking before the present stretch of it.
+    """
+
+    events: EventStream[Event]
+    cancel: threading.Event
+    start: int
+    before: Conversation
+    asked: Conversation
+    typed: Turn | None
+    seed: int
+    before_tokens: int = 0
+    thought_s: float = 0.0
+    usage: Usage | None = None  # of the prompt; None until it is made
+    prefill: Prefilling | None = None
+    tokens: int = 0
+    thinking_tokens: int = 0
+    thinking_since: float | None = None
+    kind: Kind = "answer"
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether an answer is continued."""
+        return self.typed is None
+
+    def take(self, piece: Piece, now: float) -> Answering:
+        """With a piece that came."""
+        thinks, n, since, thought_s = piece.kind == "thinking", len(piece.tokens), self.thinking_since, self.thought_s
+        if thinks:
+            since = since or now
+        elif since is not None:
+            thought_s += now - since
+            since = None
+        return replace(
+            self,
+            tokens=self.tokens + n,
+            thinking_tokens=self.thinking_tokens + n * thinks,
+            thinking_since=since,
+            thought_s=thought_s,
+            kind=piece.kind,
+        )
+
+    def thinking_s(self, now: float) -> float:
+        """How long it has been thinking, with the time before it was continued."""
+        return self.thought_s + (now - self.thinking_since if self.thinking_since is not None else 0.0)
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """`answer` was cancelled and has not ended yet; `skip`: then it goes on behind its thinking."""
+
+    answer: Answering
+    skip: bool = False
+
+
+State = Idle | Loading | Answering | Stopping

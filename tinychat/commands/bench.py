@@ -1,0 +1,73 @@
+"""`tinychat bench`: the speed of a model, of its layers, of one kernel; what was measured before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tinychat.commands.loading import CONTEXT, loaded, obtain, settings_of_user
+from tinychat.console import Bar, show, show_json
+from tinychat.errors import TinychatError
+from tinychat.models.registry import resolve
+
+
+def bench(
+    text: str | None,
+    *,
+    n_gen: int,
+    n_prompt: int,
+    kernel: str | None,
+    block: bool,
+    history: bool,
+    wait: bool,
+    as_json: bool,
+    device: str | None,
+    threads: int | None,
+) -> None:
+    """Prefill and decode speed of a model; or of one kernel; or of one layer of each kind; or all results of before."""
+    from tinychat.measure import bench, log, tables
+
+    if history:
+        return _history(text, as_json)
+    own = settings_of_user()
+    threads = threads or own.threads
+    if kernel is not None or block:
+        return _parts(text, kernel, as_json, wait=wait, device=device, threads=threads)
+    assert text is not None, "cli refuses it"
+    model = resolve(text, own.models)
+    context = n_prompt + n_gen if n_prompt + n_gen > CONTEXT else None
+    with loaded(model, own, context, device=device, threads=threads) as engine:
+        with Bar() as bar:
+            result = bench.run(engine, n_prompt, n_gen, report=bar.stage, name=model.name, wait=wait)
+        log.save(result)
+        show_json(result.as_dict()) if as_json else show(tables.model_table([result]))
+
+
+def _parts(text: str | None, kernel: str | None, as_json: bool, **options: Any) -> None:
+    from tinychat.measure import log, microbench, tables
+
+    with Bar() as bar:
+        if kernel is not None:
+            found = microbench.kernel(kernel, report=bar.stage, **options)
+        else:
+            assert text is not None, "cli refuses it"
+            model = resolve(text, settings_of_user().models)
+            found = microbench.layers(obtain(model), model.name, report=bar.stage, **options)
+    for result in found:
+        log.save(result)
+    show_json({"results": [r.as_dict() for r in found]}) if as_json else show(tables.part_table(found))
+
+
+def _history(text: str | None, as_json: bool) -> None:
+    from tinychat.measure import log, tables
+
+    name = resolve(text, settings_of_user().models).name if text else None
+    models = [r for r in log.history() if name in (None, r.model)]
+    parts = [r for r in log.parts() if name in (None, r.model)]
+    if as_json:
+        return show_json({"models": [r.as_dict() for r in models], "ladder": [r.as_dict() for r in parts]})
+    if not models and not parts:
+        raise TinychatError("nothing was measured yet; `tinychat bench MODEL` measures a model and keeps the result")
+    if models:
+        show(tables.model_table(models))
+    if parts:
+        show(tables.part_table(parts))

@@ -1,0 +1,29 @@
+"""`tinychat [MODEL]`: the app."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from tinychat.chat import settings
+from tinychat.commands.loading import obtain
+from tinychat.errors import TinychatError
+from tinychat.models.registry import resolve
+
+
+def chat(text: str | None, *, device: str | None, threads: int | None) -> int:
+    """The app, on the model that `text` or else the settings name; without one, on the picker. Returns the exit
+    code."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise TinychatError("the chat needs a terminal; `tinychat run MODEL PROMPT` gives one answer without")
+    own = settings.load()  # the app shows what is wrong in it
+    options: dict[str, Any] = {k: v for k, v in (("device", device), ("threads", threads)) if v is not None}
+    if not (text := text or own.model):
+        from tinychat.ui.app import main
+
+        return main(**options)
+    model = resolve(text, own.models)
+    path = obtain(model)
+    from tinychat.ui.app import main
+
+    return main(model.name, path, model.preset, **options)

@@ -1,0 +1,104 @@
+"""From what a user calls a model to its file, its header, its engine: shared by the commands."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.filesize import decimal
+
+from tinychat.chat import settings
+from tinychat.console import Bar, say
+from tinychat.errors import TinychatError
+from tinychat.models import cache
+from tinychat.models.hosts import shown
+from tinychat.models.registry import Model, resolve
+from tinychat.models.sources import scheme_of
+
+if TYPE_CHECKING:
+    from tinychat.chat.settings import Settings
+    from tinychat.engine import Engine
+
+CONTEXT = 4096  # tokens that a model is checked for before it is downloaded
+
+
+def settings_of_user() -> Settings:
+    """The settings file; what is wrong in it is said on stderr."""
+    found = settings.load()
+    for problem in found.problems:
+        say(problem)
+    return found
+
+
+def obtain(model: Model, *, anyway: bool = False) -> Path:
+    """The file of `model`; downloads it if it is missing and the model can run here (or `anyway`). Raises
+    TinychatError."""
+    if path := cache.path_of(model):
+        return path
+    if model.why_not:
+        raise TinychatError(model.why_not)
+    from tinychat.engine.fit import fit
+
+    verdict = fit(model.size, model.kv_bytes_per_token, min(model.context, CONTEXT))
+    if verdict.verdict == "does not fit":
+        line = f"{model.name} does not fit into this machine's memory: {verdict.explanation}"
+        if not anyway:
+            raise TinychatError(
+                f"{line}; take a smaller model or quant, or download it anyway with `tinychat cache pull`"
+            )
+        say(line)
+    label = f" ({model.label})" if model.label else ""
+    say(f"downloading {model.name}{label} to {cache.downloads_dir()}, where {decimal(cache.free_bytes())} are free")
+    with Bar() as bar:
+        return cache.pull(model, bar.download)
+
+
+@contextlib.contextmanager
+def loaded(
+    model: Model, own: Settings, context: int | None = None, *, device: str | None, threads: int | None
+) -> Iterator[Engine]:
+    """The engine with `model`, downloaded if need be; closed afterwards. `context` None is the engine's default."""
+    path = obtain(model)
+    with Bar() as bar:
+        bar.stage("loading the engine", 0.0)
+        from tinychat.engine import Engine
+
+        engine = Engine.load(
+            path,
+            max_context=context,
+            device=device,
+            threads=threads or own.threads,
+            preset=model.preset,
+            progress=bar.stage,
+        )
+    for note in (*engine.notes, engine.chat.note):
+        if note:
+            say(note)
+    with contextlib.closing(engine):
+        yield engine
+
+
+@contextlib.contextmanager
+def header(text: str) -> Iterator[tuple[Model, Path]]:
+    """The model that `text` names and a file with its header. Of a model that is not here only the header is fetched,
+    where its source can do that."""
+    model = resolve(text, settings_of_user().models)
+    if path := cache.path_of(model):
+        yield model, path
+    elif (read := scheme_of(model.sources[0]).header) is None:
+        yield model, obtain(model)
+    else:
+        say(f"{model.name} is not here; reading its header from {shown(model.sources[0])}")
+        with read(model.sources[0]) as path:
+            yield model, path
+
+
+def prompt_text(prompt: str) -> str:
+    """The prompt, or all of stdin for "-". Raises TinychatError when it is empty."""
+    text = sys.stdin.buffer.read().decode("utf-8", "replace") if prompt == "-" else prompt
+    if not text.strip():
+        raise TinychatError("the prompt is empty")
+    return text

@@ -1,0 +1,37 @@
+"""`tinychat perplexity`: the perplexity of a text."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+from tinychat.commands.loading import CONTEXT, loaded, settings_of_user
+from tinychat.console import Bar, show_json
+from tinychat.errors import TinychatError, printable
+from tinychat.models.registry import resolve
+
+
+def perplexity(
+    text: str, file: str, *, context: int, chunks: int | None, as_json: bool, device: str | None, threads: int | None
+) -> None:
+    """Perplexity of a text file, computed as llama.cpp's llama-perplexity does."""
+    from tinychat.measure import perplexity
+
+    try:
+        prose = Path(file).read_text("utf-8", "replace")
+    except OSError as e:
+        raise TinychatError(f"{printable(file)}: cannot be read: {(e.strerror or str(e)).lower()}") from None
+    own = settings_of_user()
+    model = resolve(text, own.models)
+    more = context if context > CONTEXT else None
+    with loaded(model, own, more, device=device, threads=threads) as engine, Bar() as bar:
+        for now in perplexity.perplexity(engine, prose, context, chunks):
+            left = timedelta(seconds=int(now.eta_s))
+            bar.stage(
+                f"window {now.chunks + 1} of {now.total_chunks} · perplexity {now.ppl:.2f} · {left} left", now.progress
+            )
+    if as_json:
+        figures = {"ppl": now.ppl, "ppl_err": now.ppl_err, "tokens": now.tokens, "chunks": now.chunks}
+        return show_json({"model": model.name, **figures})
+    windows = f"{now.chunks} windows of {context}"
+    print(f"perplexity {now.ppl:.4f} ± {now.ppl_err:.4f} over {now.tokens:,} tokens in {windows}")

@@ -1,0 +1,30 @@
+"""Files that are replaced as a whole."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+
+def replace_file(path: Path, *parts: bytes, mode: int = 0o600, durable: bool = False) -> None:
+    """Writes `parts`, one behind the other, to `path`: readers see the old file or the new one, never a part of it.
+
+    The folder must exist. `durable` also flushes the data to the disk first, so that a power cut loses neither.
+    Raises OSError, and then the old file is unchanged.
+    """
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.tmp-")
+    try:
+        with open(fd, "wb") as f:
+            for part in parts:
+                f.write(part)
+            if durable:
+                f.flush()
+                os.fsync(f.fileno())
+        os.chmod(temporary, mode)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise

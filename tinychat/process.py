@@ -1,0 +1,75 @@
+"""What tinychat changes for its whole process. Nothing else in the package does; entry points call these functions."""
+
+from __future__ import annotations
+
+import gc
+import io
+import os
+import sys
+from collections.abc import MutableMapping
+from multiprocessing import resource_tracker
+
+# Variables that tinygrad reads as integers when it is imported, and other programs as words (DEBUG=true, TC=/sbin/tc).
+_INTEGERS = (
+    "BEAM",
+    "CAPTURING",
+    "CCACHE",
+    "DEBUG",
+    "IMAGE",
+    "JIT",
+    "LRU",
+    "NO_COLOR",
+    "NOOPT",
+    "PARALLEL",
+    "PROFILE",
+    "RING",
+    "SPEC",
+    "TC",
+    "TRACEMETA",
+    "TRAINING",
+    "VIZ",
+    "WINO",
+)
+# Seconds that the screen's thread may go on computing when the engine's wants the interpreter back, as it does after
+# every native call. Python's 5 ms is three tokens of a GPU: with it, painting cost a fifth of the speed at 600 tok/s,
+# with this a twentieth.
+SWITCH_INTERVAL = 0.0005
+
+
+def prepare() -> None:
+    """What every command needs, before anything else: output that a terminal cannot encode shows "?", tinygrad can be
+    imported, threads change over quickly."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    clean(os.environ)
+    share_with_engine()
+
+
+def clean(environ: MutableMapping[str, str]) -> None:
+    """Removes the variables of _INTEGERS that are no integers; NO_COLOR, whose value has no meaning, becomes 1."""
+    for name in _INTEGERS:
+        value = environ.get(name)
+        if value is not None and not value.removeprefix("-").isdecimal():
+            if name == "NO_COLOR" and value:
+                environ[name] = "1"
+            else:
+                del environ[name]
+
+
+def share_with_engine() -> None:
+    """For a process where an engine's thread runs beside others: it gets the interpreter back soon."""
+    sys.setswitchinterval(SWITCH_INTERVAL)
+
+
+def prepare_for_screen() -> None:
+    """Before Textual takes the terminal: tinygrad's compile processes need multiprocessing's resource tracker, which
+    cannot start once stderr is taken."""
+    share_with_engine()
+    resource_tracker.ensure_running()
+
+
+def freeze() -> None:
+    """Takes all objects there are out of garbage collection. Called when a screen is mounted: thousands of objects of
+    widgets and parsers live as long as the process."""
+    gc.freeze()
