@@ -29,7 +29,7 @@ def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBackend]:
 
 
 def ask(backend: LocalBackend, seed: int = 1, **changes: Any) -> list[Event]:
-    request = Request((USER,), sampling=Sampling(temperature=1.0, seed=seed), thinking=False, max_tokens=60, **changes)
+    request = Request((USER,), sampling=Sampling(temperature=1.0, seed=seed), thinking=False, max_tokens=150, **changes)
     return list(backend.answer(request))
 
 
@@ -100,4 +100,4 @@ def test_a_response_format_is_held(backend: LocalBackend) -> None:
 )
 def test_what_cannot_be_done_is_one_clear_line(backend: LocalBackend, changes: dict[str, Any], why: str) -> None:
     (*_, last) = ask(backend, **changes)
-    assert isinstance(last, Failed) and why in last.message and "\n" not in last.message
+    assert isinstance(last, Failed) and last.cause == "invalid" and why in last.message and "\n" not in last.message

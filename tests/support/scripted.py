@@ -147,6 +147,7 @@ class ScriptedChat:
         thinking: bool | None = None,
         add_generation_prompt: bool = True,
         continue_final: bool = False,
+        tools: object = None,
     ) -> str:
         out = []
         for i, m in enumerate(messages):
@@ -167,6 +168,7 @@ class ScriptedChat:
         thinking: bool | None = None,
         add_generation_prompt: bool = True,
         continue_final: bool = False,
+        tools: object = None,
     ) -> list[int]:
         return self._tokenizer.encode(
             self.text(messages, thinking, add_generation_prompt, continue_final), special=True

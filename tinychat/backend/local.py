@@ -34,7 +34,7 @@ from tinychat.backend.protocol import (
 from tinychat.backend.stops import StopStrings
 from tinychat.backend.stream import EventStream
 from tinychat.engine.engine import Engine, Progress, prepare
-from tinychat.engine.grammar import Grammar
+from tinychat.engine.grammar import Grammar, Matcher
 from tinychat.engine.kvstore import KVStore
 from tinychat.engine.stats import Stats
 from tinychat.errors import TinychatError
@@ -228,7 +228,12 @@ class LocalBackend:
         if refusal := _refusal(request):
             stream.put(Failed(refusal, "invalid"))
             return
-        prompt = self._prompts.make(request)
+        try:
+            prompt = self._prompts.make(request)
+            grammar = None if isinstance(prompt, DoesNotFit) else _grammar(self._loaded(), request, prompt.ids)
+        except TinychatError as e:
+            stream.put(Failed(str(e), "invalid"))
+            return
         self._end_cancelled()
         if isinstance(prompt, DoesNotFit):
             stream.put(prompt)
@@ -238,9 +243,9 @@ class LocalBackend:
         if request.cancel.is_set():
             stream.put(Finished("stopped", prompt.usage, self.snapshot().of_model()))
             return
-        self._generate(request, prompt, stream)
+        self._generate(request, prompt, grammar, stream)
 
-    def _generate(self, request: Request, prompt: Prompt, stream: EventStream[Event]) -> None:
+    def _generate(self, request: Request, prompt: Prompt, grammar: Grammar | None, stream: EventStream[Event]) -> None:
         engine, stops, count, calls = self._loaded(), StopStrings(request.stop), 0, set[int]()
         engine.chat.template_s, engine.chat.tokenise_s = self._prompts.template_s, self._prompts.tokenise_s
 
@@ -255,7 +260,7 @@ class LocalBackend:
                 request.max_tokens,
                 raw=request.raw is not None,
                 tools=offered(request),
-                grammar=_grammar(engine, request, prompt.ids),
+                grammar=grammar,
                 on_prefill=prefilling,
                 stop=request.cancel,
             )
@@ -326,15 +331,16 @@ def _refusal(request: Request) -> str:
 def _grammar(engine: Engine, request: Request, prompt: Sequence[int]) -> Grammar | None:
     """What the answer has to be: calls, where the request demands some; or its response format. Raises
     TinychatError."""
-    tools, choice = offered(request), request.tool_choice
-    if tools and choice != "auto":
-        return engine.calls_grammar(tools, prompt)
-    wanted = request.response_format or {}
-    if wanted.get("type") == "json_object":
-        return engine.schema_grammar({"type": "object"}, prompt)
-    if wanted.get("type") == "json_schema":
-        return engine.schema_grammar((wanted.get("json_schema") or {}).get("schema"), prompt)
-    return None
+    tools, wanted, grammar = offered(request), request.response_format or {}, None
+    if tools and request.tool_choice != "auto":
+        grammar = engine.calls_grammar(tools, prompt)
+    elif wanted.get("type") == "json_object":
+        grammar = engine.schema_grammar({"type": "object"}, prompt)
+    elif wanted.get("type") == "json_schema":
+        grammar = engine.schema_grammar((wanted.get("json_schema") or {}).get("schema"), prompt)
+    if grammar:
+        Matcher(engine.vocabulary, grammar)  # raises for what is not supported
+    return grammar
 
 
 def _describe(engine: Engine) -> ModelInfo:

@@ -61,7 +61,7 @@ class PromptMaker:
         if request.continue_final and messages:
             answer = len(encode(messages[-1].get("reasoning_content") or "")) + len(encode(_text(messages[-1])))
         thinking = max(0, thinking)
-        tools = len(ids) - len(self._ids(replace(request, tools=()))) if offered(request) else 0
+        tools = len(ids) - len(self._ids(replace(request, tools=(), tool_choice="none"))) if offered(request) else 0
         history = max(0, len(ids) - system - thinking - tools - answer)
         return Prompt(ids, Usage(system, history, thinking, tools, answer, limit))
 
