@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from tinychat.backend.engine_thread import EngineThread
 from tinychat.backend.instruments import ExpertCounts, Job, JobDone, JobEvent, JobProgress, TokenText
-from tinychat.backend.prompting import Prompt, PromptMaker
+from tinychat.backend.prompting import Prompt, PromptMaker, offered
 from tinychat.backend.protocol import (
     Backend,
     Capabilities,
@@ -28,11 +28,13 @@ from tinychat.backend.protocol import (
     Request,
     StopReason,
     TokenPiece,
+    ToolCall,
     Usage,
 )
 from tinychat.backend.stops import StopStrings
 from tinychat.backend.stream import EventStream
 from tinychat.engine.engine import Engine, Progress, prepare
+from tinychat.engine.grammar import Grammar, Matcher
 from tinychat.engine.kvstore import KVStore
 from tinychat.engine.stats import Stats
 from tinychat.errors import TinychatError
@@ -243,6 +245,7 @@ class LocalBackend:
             return
         try:
             prompt = self._prompts.make(request)
+            grammar = None if isinstance(prompt, DoesNotFit) else _grammar(self._loaded(), request, prompt.ids)
         except TinychatError as e:
             stream.put(Failed(str(e), "invalid"))
             return
@@ -255,10 +258,10 @@ class LocalBackend:
         if request.cancel.is_set():
             stream.put(Finished("stopped", prompt.usage, self.snapshot().of_model()))
             return
-        self._generate(request, prompt, stream)
+        self._generate(request, prompt, grammar, stream)
 
-    def _generate(self, request: Request, prompt: Prompt, stream: EventStream[Event]) -> None:
-        engine, stops, count = self._loaded(), StopStrings(request.stop), 0
+    def _generate(self, request: Request, prompt: Prompt, grammar: Grammar | None, stream: EventStream[Event]) -> None:
+        engine, stops, count, calls = self._loaded(), StopStrings(request.stop), 0, set[int]()
         engine.chat.template_s, engine.chat.tokenise_s = self._prompts.template_s, self._prompts.tokenise_s
 
         def prefilling(done: int, total: int, reused: int) -> None:
@@ -271,14 +274,22 @@ class LocalBackend:
                 request.sampling,
                 request.max_tokens,
                 raw=request.raw is not None,
+                tools=offered(request),
+                grammar=grammar,
                 on_prefill=prefilling,
                 stop=request.cancel,
             )
         ) as tokens:
             for token in tokens:
+                count += token.id is not None
+                if token.kind == "call":
+                    if piece := token.call:
+                        calls.discard(piece.index) if piece.note else calls.add(piece.index)
+                        stream.put(ToolCall(piece.index, piece.text, piece.id, piece.name, piece.note))
+                    self._end_cancelled()
+                    continue
                 text = stops.feed(token.text) if token.kind == "answer" else token.text
                 if token.id is not None:
-                    count += 1
                     stream.put(Piece(token.kind, text, (TokenPiece(token.id, text, token.logprob),)))
                 elif text:
                     stream.put(Piece(token.kind, text))
@@ -286,6 +297,8 @@ class LocalBackend:
                     break
                 self._end_cancelled()
         reason: StopReason = "stop" if stops.found else engine.stop_reason
+        if calls and reason == "eos":
+            reason = "tool_calls"
         if rest := stops.flush():
             stream.put(Piece("answer", rest))
         stats = self.snapshot()
@@ -318,10 +331,9 @@ def _in_one_line(job: Callable[[], T]) -> T:
 
 def _refusal(request: Request) -> str:
     """What the request asks for and this backend cannot do, in one line; "" when it can do all of it."""
-    if request.tools:
-        return "tools are not supported by this engine yet"
-    if request.response_format is not None and request.response_format.get("type") != "text":
-        return "response_format is not supported by this engine"
+    kind = (request.response_format or {}).get("type", "text")
+    if kind not in ("text", "json_object", "json_schema"):
+        return "response_format has an unknown type; text, json_object and json_schema are known"
     if request.logit_bias:
         return "logit_bias is not supported by this engine"
     if request.logprobs:
@@ -331,10 +343,26 @@ def _refusal(request: Request) -> str:
     return ""
 
 
+def _grammar(engine: Engine, request: Request, prompt: Sequence[int]) -> Grammar | None:
+    """What the answer has to be: calls, where the request demands some; or its response format. Raises
+    TinychatError."""
+    tools, wanted, grammar = offered(request), request.response_format or {}, None
+    if tools and request.tool_choice != "auto":
+        grammar = engine.calls_grammar(tools, prompt)
+    elif wanted.get("type") == "json_object":
+        grammar = engine.schema_grammar({"type": "object"}, prompt)
+    elif wanted.get("type") == "json_schema":
+        grammar = engine.schema_grammar((wanted.get("json_schema") or {}).get("schema"), prompt)
+    if grammar:
+        Matcher(engine.vocabulary, grammar)  # raises for what is not supported
+    return grammar
+
+
 def _describe(engine: Engine) -> ModelInfo:
     known = {f.name for f in fields(ModelInfo)}
     can = Capabilities(
         thinking=engine.chat.think_tags is not None,
+        tools=True,
         logprobs=True,
         continue_final=True,
         exact_counts=True,

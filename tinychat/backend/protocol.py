@@ -171,12 +171,13 @@ class Piece:
 @dataclass(frozen=True)
 class ToolCall:
     """A piece of call number `index`: the first one carries `id` and `name`, later ones more of `arguments` (JSON
-    text)."""
+    text). One with a `note` takes the call back: it never became complete, and its text follows as answer."""
 
     index: int
     arguments: str
     id: str = ""
     name: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)

@@ -320,10 +320,10 @@ class Tokenizer:
             data = data.removeprefix(b" ")
         return data.decode("utf-8", "replace")
 
-    def decoder(self, special: bool = False, show: Collection[int] = ()) -> StreamDecoder:
+    def decoder(self, special: bool = False, show: Collection[int] = (), mark: str = "") -> StreamDecoder:
         """A decoder for tokens that come one at a time. `special`: all control tokens are written out, else those in
-        `show`."""
-        return StreamDecoder(self, special, frozenset(show))
+        `show`, with `mark` in front."""
+        return StreamDecoder(self, special, frozenset(show), mark.encode())
 
     # --- building ---
 
@@ -396,15 +396,16 @@ class Tokenizer:
 class StreamDecoder:
     """Text of tokens as they come: bytes of an unfinished character are held back until it is complete."""
 
-    def __init__(self, tokenizer: Tokenizer, special: bool, show: frozenset[int]) -> None:
-        self._tokenizer, self._special, self._show = tokenizer, special, show
+    def __init__(self, tokenizer: Tokenizer, special: bool, show: frozenset[int], mark: bytes) -> None:
+        self._tokenizer, self._special, self._show, self._mark = tokenizer, special, show, mark
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: int) -> str:
         """The text that `token` completes, perhaps empty."""
         if self._tokenizer.is_special(token) and not self._special and token not in self._show:
             return ""
-        return self._utf8.decode(self._tokenizer.token_bytes(token))
+        data = self._tokenizer.token_bytes(token)
+        return self._utf8.decode(self._mark + data if token in self._show else data)
 
     def flush(self) -> str:
         """What is left at the end: U+FFFD where a character was never finished."""

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -216,8 +217,15 @@ def test_decode_samples_as_the_reference(tmp_path: Path) -> None:
             assert rows is not None
             likely = np.argsort(rows[0])[-2:]  # among the tokens so far, so that the penalties decide
             recent = [*rng.choice([1, 2, 3, *likely], 40).tolist(), token]
-            for got, logprob in ex.decode(token, pos, s, recent):
-                want, want_logprob = sampling.sample(rows[0], s, pos, recent)
+            allowed = rng.random(tiny.VOCAB) < rng.choice([0.02, 0.5])
+            allowed[rng.integers(tiny.VOCAB)] = True
+            words = np.zeros((tiny.VOCAB + 31) // 32 * 4, np.uint8)
+            bits = np.packbits(allowed, bitorder="little")
+            words[: len(bits)] = bits
+            mask = words.view(np.uint32) if i % 2 else None
+            for got, logprob in ex.decode(token, pos, s, recent, partial(np.asarray, mask) if i % 2 else None):
+                want, want_logprob = sampling.sample(rows[0], s, pos, recent, mask)
+                assert i % 2 == 0 or allowed[got]
                 assert got == want, (i, s)
                 assert logprob == pytest.approx(want_logprob, abs=1e-5)
                 break

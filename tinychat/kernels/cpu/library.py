@@ -69,7 +69,7 @@ class SampleSpec(ctypes.Structure):
         *_all(_f64, "temperature top_p min_p"),
         ("seed", _u64),
         *_all(_i32, "top_k n_penalised"),
-        *_all(_ptr, "penalised divisors amounts"),
+        *_all(_ptr, "penalised divisors amounts mask"),
     ]
 
 

@@ -26,10 +26,11 @@ from tinychat.kernels.cuda.quants import QUANTS
 from tinychat.kernels.cuda.selfcheck import self_check
 from tinychat.kernels.cuda.state import breaker_bits, state_words
 from tinychat.kernels.cuda.step import DEEP, RING, Builder, decode, head
-from tinychat.kernels.executor import Kind, Weights
+from tinychat.kernels.executor import Kind, Mask, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import MLA, Plan, Sampling
 from tinychat.kernels.profile import Calls, Kernel, StepProfile
+from tinychat.kernels.sampling import sample
 
 AHEAD = 4  # decode steps enqueued before the oldest is read
 GRAPH_TOKENS = 128  # tokens from one graph of a prompt's kernels to the next
@@ -153,9 +154,21 @@ class CUDAExecutor:
         self.gpu.synchronize()
         return np.concatenate(out) if out else None
 
-    def decode(self, token: int, pos: int, sampling: Sampling, recent: Sequence[int]) -> Iterator[tuple[int, float]]:
-        """See Executor.decode. Up to AHEAD steps are enqueued before one is waited for."""
+    def decode(
+        self, token: int, pos: int, sampling: Sampling, recent: Sequence[int], mask: Mask | None = None
+    ) -> Iterator[tuple[int, float]]:
+        """See Executor.decode. Up to AHEAD steps are enqueued before one is waited for; with a mask, which depends on
+        the token before, none is, and the host samples."""
         self._check([token], pos)
+        if mask is not None:
+            seen = list(recent)
+            for at in range(pos, self.max_context):
+                rows = self.forward([token], at, "last")
+                assert rows is not None
+                token, logprob = sample(rows[0], sampling, at, seen, mask())
+                seen.append(token)
+                yield token, logprob
+            return
         known = list(recent)[-(pos + 1) :] or [token]
         if sampling.dry_multiplier > 0:
             self.gpu.upload("breakers", breaker_bits(sampling.dry_breakers, self.plan.vocab))

@@ -9,7 +9,7 @@ import numpy as np
 from tinygrad import Tensor, dtypes
 
 from tinychat.errors import TinychatError
-from tinychat.kernels.executor import Kind, Weights
+from tinychat.kernels.executor import Kind, Mask, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import Experts, Plan, Sampling
 from tinychat.kernels.profile import Calls, Kernel, StepProfile, calls_of
@@ -77,13 +77,15 @@ class ReferenceExecutor:
             done += n
         return np.concatenate(out) if out else None
 
-    def decode(self, token: int, pos: int, sampling: Sampling, recent: Sequence[int]) -> Iterator[tuple[int, float]]:
+    def decode(
+        self, token: int, pos: int, sampling: Sampling, recent: Sequence[int], mask: Mask | None = None
+    ) -> Iterator[tuple[int, float]]:
         """See Executor.decode; sampling runs on the host."""
         seen = list(recent)
         while pos < self.max_context:
             rows = self.step.run([token], pos, True)
             assert rows is not None
-            token, logprob = sample(rows[0], sampling, pos, seen)
+            token, logprob = sample(rows[0], sampling, pos, seen, mask() if mask else None)
             seen.append(token)
             yield token, logprob
             pos += 1
