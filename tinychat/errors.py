@@ -11,10 +11,12 @@ MAX_LINE = 1000  # characters of a message; names in it come from files
 class TinychatError(Exception):
     """A failure with a message for the user: one line that names the cause and the way out.
 
-    A name in it may be as long as a stranger's file likes: the middle of a line above MAX_LINE is left out.
+    Names in it may hold what a stranger's file likes: a newline is shown as \\n, and of a line above MAX_LINE the
+    middle is left out.
     """
 
     def __init__(self, line: str = "") -> None:
+        line = line.replace("\n", "\\n")
         if len(line) > MAX_LINE:
             line = f"{line[: MAX_LINE // 2]} … {line[-MAX_LINE // 2 :]}"
         super().__init__(line)

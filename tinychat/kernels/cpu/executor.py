@@ -183,7 +183,7 @@ def load_library(flags: Sequence[str] = ("-march=native",), notice: Callable[[st
         ("tc_step", c_int, [_ptr, c_int, c_int, _ptr, _ptr]),
         ("tc_sample", c_int, [_ptr, _ptr, c_int, _ptr, _ptr]),
         ("tc_logits", _ptr, [_ptr]),
-        ("tc_cache", size, [_ptr, _ptr, c_int, c_int]),
+        ("tc_cache", size, [_ptr, _ptr, c_int, c_int, c_int]),
         ("tc_bandwidth", ctypes.c_double, [_ptr, _ptr, size]),
     ):
         function = getattr(lib, name)
@@ -339,8 +339,9 @@ class CPUExecutor:
         """Repacks `w` from its tensor's bytes to address `to`."""
         if w.transposed:  # K of a legacy attn_kv_b: its rows are our columns
             rows = raw.reshape(-1, w.row_bytes)
-            parts = [dequantize(rows[g * w.stride + w.start :][: w.cols], w.type).T for g in range(w.groups)]
-            half = np.ascontiguousarray(np.stack(parts).astype(np.float16))
+            with np.errstate(all="ignore"):  # a damaged file may hold any bits
+                parts = [dequantize(rows[g * w.stride + w.start :][: w.cols], w.type).T for g in range(w.groups)]
+                half = np.ascontiguousarray(np.stack(parts).astype(np.float16))
             self._lib.tc_pack(self._ctx, to, half.ctypes.data, Q.F16, w.rows, w.cols, w.groups, w.rows)
         else:
             self._lib.tc_pack(
@@ -563,18 +564,20 @@ class CPUExecutor:
         """See Executor.cache_layout."""
         return "cpu f16 tiles of 16, 1"
 
-    def read_cache(self, rows: int) -> bytes:
+    def read_cache(self, first: int, rows: int) -> bytes:
         """See Executor.read_cache. Rows come in tiles of 16."""
-        data = np.empty(self._lib.tc_cache(self._ctx, None, rows, 0), np.uint8)
-        self._lib.tc_cache(self._ctx, data.ctypes.data, rows, 0)
+        assert first % 16 == 0 and first + rows <= self.max_context
+        data = np.empty(self._lib.tc_cache(self._ctx, None, first, rows, 0), np.uint8)
+        self._lib.tc_cache(self._ctx, data.ctypes.data, first, rows, 0)
         return data.tobytes()
 
-    def write_cache(self, data: bytes, rows: int) -> None:
+    def write_cache(self, data: bytes, first: int, rows: int) -> None:
         """See Executor.write_cache."""
         array = np.frombuffer(data, np.uint8)
-        if rows > self.max_context or array.size != self._lib.tc_cache(self._ctx, None, rows, 1):
+        fits = first % 16 == 0 and 0 <= first <= first + rows <= self.max_context
+        if not fits or array.size != self._lib.tc_cache(self._ctx, None, first, rows, 1):
             raise TinychatError(f"saved cache of {len(data)} bytes does not fit {rows} rows of this model")
-        self._lib.tc_cache(self._ctx, array.ctypes.data, rows, 1)
+        self._lib.tc_cache(self._ctx, array.ctypes.data, first, rows, 1)
 
     def profile(self, token: int, pos: int, steps: int) -> StepProfile:
         """Runs `token` at `pos` and greedily what follows: every second step with a clock around each op on each

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
 
+from tinychat.errors import TinychatError
 from tinychat.kernels import ops
 from tinychat.kernels.executor import Weights
 from tinychat.kernels.ops import Plan, Sampling, Weight
@@ -117,19 +118,21 @@ class ReferenceExecutor:
         """See Executor.cache_layout."""
         return f"reference {self._k[0].dtype.name} 1"
 
-    def read_cache(self, rows: int) -> bytes:
+    def read_cache(self, first: int, rows: int) -> bytes:
         """See Executor.read_cache: for each layer K's rows, then V's."""
-        return b"".join(t[:rows].numpy().tobytes() for t in self._k + self._v)
+        return b"".join(t[first : first + rows].numpy().tobytes() for t in self._k + self._v)
 
-    def write_cache(self, data: bytes, rows: int) -> None:
+    def write_cache(self, data: bytes, first: int, rows: int) -> None:
         """See Executor.write_cache."""
+        if len(data) != sum(rows * t.nbytes() // self.max_context for t in self._k + self._v):
+            raise TinychatError(f"saved cache of {len(data)} bytes does not fit {rows} rows of this model")
         at = 0
         for t in self._k + self._v:
             size = rows * t.nbytes() // self.max_context
             part = np.frombuffer(
                 data, np.float16 if t.dtype == dtypes.half else np.float32, size // t.dtype.itemsize, at
             )
-            t[:rows].assign(Tensor(part.reshape(rows, -1), device=self.tiny_device)).realize()
+            t[first : first + rows].assign(Tensor(part.reshape(rows, -1), device=self.tiny_device)).realize()
             at += size
 
     def profile(self, token: int, pos: int, steps: int) -> StepProfile:
