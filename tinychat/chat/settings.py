@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import tempfile
 import tomllib
 from collections.abc import Callable, Mapping
@@ -213,19 +212,17 @@ def _edit(file: Path | None, edit: Callable[[tomlkit.TOMLDocument], Any]) -> Set
 
 
 def _write(file: Path, text: str) -> None:
-    """Replaces `file` as a whole (through a symbolic link, keeping its permissions), or leaves it as it was."""
+    """Replaces `file` as a whole (through a symbolic link), or leaves it as it was."""
     file = Path(os.path.realpath(file))
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd, temporary = tempfile.mkstemp(dir=file.parent, prefix=".settings-")
         try:
             with open(fd, "w", encoding="utf-8") as f:
                 f.write(text)
                 f.flush()
                 os.fsync(f.fileno())
-            if file.exists():
-                shutil.copymode(file, temporary)
-            os.replace(temporary, file)
+            os.replace(temporary, file)  # of mode 0600, whatever the old file's was
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)

@@ -410,14 +410,28 @@ def user_models(settings: Mapping[str, Any]) -> tuple[Model, ...]:
             if not isinstance(entry.get(key, ""), str):
                 raise TinychatError(f"{where} {key} must be a string")
         sources = (canonical_url(entry["url"]),) if "url" in entry else ()
-        path = Path(entry["path"]).expanduser() if "path" in entry else None
+        path = expand(entry["path"]) if "path" in entry else None
         models.append(Model(name, sources, path=path, **{"family": "yours", **rest}))
     return tuple(models)
 
 
+def expand(path: str) -> Path:
+    """`path` with the home of ~ or ~user. Raises TinychatError for a user who does not exist."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise TinychatError(f"{printable(path, newlines=False)}: there is no such user's home here") from None
+
+
 def canonical_url(url: str) -> str:
-    """`url` without blanks around it; a hub page of a file (`/blob/`) becomes the file itself (`/resolve/`)."""
-    parts = urlsplit(url.strip())
+    """`url` without blanks around it; a hub page of a file (`/blob/`) becomes the file itself (`/resolve/`).
+
+    Raises TinychatError for what is no URL.
+    """
+    try:
+        parts = urlsplit(url.strip())
+    except ValueError as e:
+        raise TinychatError(f"{printable(url, newlines=False)} is no URL: {str(e).lower()}") from None
     if f"{parts.scheme}://{parts.netloc}" == HUB:
         parts = parts._replace(path=re.sub(r"^(/[^/]+/[^/]+)/blob/", r"\1/resolve/", parts.path))
     return urlunsplit(parts)
@@ -439,7 +453,7 @@ def resolve(text: str, extra: Iterable[Model] = ()) -> Model:
             if url in model.sources:
                 return model
         return Model(unquote(urlsplit(url).path.rsplit("/", 1)[-1]) or url, (url,))
-    path = Path(text).expanduser()
+    path = expand(text)
     if path.is_file():
         return Model(path.name, path=path)
     if text.lower().endswith(".gguf") or "/" in text:
