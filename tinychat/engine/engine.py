@@ -22,7 +22,7 @@ from tinychat.engine.expert_use import RecentExperts
 from tinychat.engine.fit import fit
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.grammar import Grammar, Matcher, Vocabulary, behind_thinking, calls_grammar
-from tinychat.engine.kvstore import KVStore
+from tinychat.engine.kvstore import KVStore, Reason
 from tinychat.engine.memory_limit import limit_of
 from tinychat.engine.plan import build_plan
 from tinychat.engine.prompt import Chat
@@ -316,39 +316,61 @@ class Engine:
         step."""
         return self.session.logits(ids, decode)
 
-    def save_cache(self) -> bool:
-        """Puts the KV cache into the store, for `generate` to find when a conversation is reopened; False if it was not
-        saved."""
-        tokens = self.session.tokens
-        if not self.store or not tokens:
+    def save_cache(
+        self,
+        tag: str = "",
+        reason: Reason = "idle",
+        seconds: float = math.inf,
+        stop: threading.Event | None = None,
+    ) -> bool:
+        """Writes what is new in the KV cache to the store, for `generate` to find when a conversation is reopened.
+
+        `tag` names the conversation (KVStore.forget). True when all of it is saved; else the next call goes on where
+        `seconds` or `stop` ended this one.
+        """
+        if not self.store or not self.session.tokens:
             return False
-        return self.store.save(
-            self.info.fingerprint, self.executor.cache_layout, tokens, self.executor.read_cache(len(tokens))
+        cost = self.store.save(
+            self.info.fingerprint,
+            self.executor.cache_layout,
+            self.session.tokens,
+            self.executor.read_cache,
+            tag=tag,
+            reason=reason,
+            seconds=seconds,
+            stop=stop,
         )
+        self.stats.save_s, self.stats.saved_rows, self.stats.saved_bytes = cost.seconds, cost.rows, cost.nbytes
+        return cost.whole
 
     @contextmanager
     def cache_kept(self) -> Iterator[None]:
         """Around what uses the KV cache for something else: afterwards it holds what it held before."""
         tokens = self.session.tokens
-        rows = self.executor.read_cache(len(tokens)) if tokens else b""
+        rows = self.executor.read_cache(0, len(tokens)) if tokens else b""
         self.session.tokens = []
         try:
             yield
         finally:
             if tokens:
-                self.executor.write_cache(rows, len(tokens))
+                self.executor.write_cache(rows, 0, len(tokens))
             self.session.tokens = tokens
 
     def _restore_cache(self, prompt: Sequence[int]) -> None:
-        """Takes a saved cache where it holds more of `prompt` than the present one."""
+        """Takes the blocks of a saved cache that hold more of `prompt` than the present one."""
+        self.stats.restored_rows, self.stats.restore_s = 0, 0.0
         if not self.store:
             return
-        saved = self.store.best(self.info.fingerprint, self.executor.cache_layout, prompt)
-        if saved is None or saved.usable <= common_prefix(self.session.tokens, prompt):
-            return
-        if len(saved.tokens) <= self.info.max_context and (rows := self.store.read(saved)) is not None:
-            self.executor.write_cache(rows, len(saved.tokens))
-            self.session.tokens = list(saved.tokens)
+        started, held = time.perf_counter(), common_prefix(self.session.tokens, prompt)
+        saved = self.store.best(self.info.fingerprint, self.executor.cache_layout, prompt, self.info.max_context)
+        if saved and saved.usable > held:
+            del self.session.tokens[held:]
+            for block, rows in self.store.read(saved, beyond=held):
+                self.executor.write_cache(rows, block.first, len(block.tokens))
+                self.session.tokens[block.first :] = block.tokens
+            del self.session.tokens[saved.usable :]
+            self.stats.restored_rows = len(self.session.tokens) - held
+        self.stats.restore_s = time.perf_counter() - started
 
     @property
     def tokens(self) -> list[int]:

@@ -383,11 +383,12 @@ class Tokenizer:
         key = "tokenizer.ggml.merges"
         lines = _strings(self._metadata, key) if merges_required or key in self._metadata else []
         merges = [line.partition(" ")[::2] for line in dict.fromkeys(lines)]
-        try:
-            hf = HFTokenizer(BPE(self._ids, merges, ignore_merges=pre.ignore_merges))
-        except Exception as e:
-            why = printable(str(e), newlines=False)
-            raise TinychatError(f"{key} does not fit the vocabulary ({why}); the file is damaged") from None
+        ids = self._ids
+        for a, b in merges:  # the library panics on some of these
+            if a not in ids or b not in ids or a + b not in ids:
+                why = printable(repr(f"{a} {b}"[:60]), newlines=False)
+                raise TinychatError(f"{key} does not fit the vocabulary (merge {why}); the file is damaged")
+        hf = HFTokenizer(BPE(ids, merges, ignore_merges=pre.ignore_merges))
         splits = [Split(Regex(stage), "isolated") for stage in pre.stages]
         hf.pre_tokenizer = Stages([*splits, ByteLevel(add_prefix_space=False, use_regex=False)])
         return hf

@@ -125,12 +125,13 @@ class Executor(Protocol):
         """Names what the bytes of read_cache mean ("cpu f16 1"); a saved cache of another layout is not used."""
         ...
 
-    def read_cache(self, rows: int) -> bytes:
-        """The first `rows` cache rows of all layers, in this executor's layout."""
+    def read_cache(self, first: int, rows: int) -> bytes:
+        """Cache rows first .. first + rows - 1 of all layers, in this executor's layout; `first` is a multiple of
+        16."""
         ...
 
-    def write_cache(self, data: bytes, rows: int) -> None:
-        """Puts rows 0..rows-1 back, as read_cache gave them. Raises TinychatError for data of another size."""
+    def write_cache(self, data: bytes, first: int, rows: int) -> None:
+        """Puts these rows back, as read_cache gave them. Raises TinychatError for bytes that do not fit them."""
         ...
 
     def close(self) -> None:

@@ -170,12 +170,15 @@ def test_saved_cache_continues_as_before(tmp_path: Path) -> None:
         with executor(path) as ex:
             ex.forward(IDS, 0)
             want = ex.forward([1, 2], len(IDS), "all")
-            data = ex.read_cache(len(IDS))
+            data, more = ex.read_cache(0, 16), ex.read_cache(16, len(IDS) - 16)
         with executor(path, context=64) as ex:
-            ex.write_cache(data, len(IDS))
+            ex.write_cache(data, 0, 16)
+            ex.write_cache(more, 16, len(IDS) - 16)
             np.testing.assert_array_equal(ex.forward([1, 2], len(IDS), "all"), want)  # type: ignore[arg-type]
             with pytest.raises(TinychatError, match="does not fit"):
-                ex.write_cache(data[:-1], len(IDS))
+                ex.write_cache(data[:-1], 0, 16)
+            with pytest.raises(TinychatError, match="does not fit"):
+                ex.write_cache(data, 56, 16)
 
 
 def test_limits(tmp_path: Path) -> None:

@@ -242,18 +242,20 @@ class CPUExecutor:
         """See Executor.cache_layout."""
         return "cpu f16 tiles of 16, 1"
 
-    def read_cache(self, rows: int) -> bytes:
+    def read_cache(self, first: int, rows: int) -> bytes:
         """See Executor.read_cache. Rows come in tiles of 16."""
-        data = np.empty(self._lib.tc_cache(self._ctx, None, rows, 0), np.uint8)
-        self._lib.tc_cache(self._ctx, data.ctypes.data, rows, 0)
+        assert first % 16 == 0 and first + rows <= self.max_context
+        data = np.empty(self._lib.tc_cache(self._ctx, None, first, rows, 0), np.uint8)
+        self._lib.tc_cache(self._ctx, data.ctypes.data, first, rows, 0)
         return data.tobytes()
 
-    def write_cache(self, data: bytes, rows: int) -> None:
+    def write_cache(self, data: bytes, first: int, rows: int) -> None:
         """See Executor.write_cache."""
         array = np.frombuffer(data, np.uint8)
-        if rows > self.max_context or array.size != self._lib.tc_cache(self._ctx, None, rows, 1):
+        fits = first % 16 == 0 and 0 <= first <= first + rows <= self.max_context
+        if not fits or array.size != self._lib.tc_cache(self._ctx, None, first, rows, 1):
             raise TinychatError(f"saved cache of {len(data)} bytes does not fit {rows} rows of this model")
-        self._lib.tc_cache(self._ctx, array.ctypes.data, rows, 1)
+        self._lib.tc_cache(self._ctx, array.ctypes.data, first, rows, 1)
 
     def profile(self, token: int, pos: int, steps: int) -> StepProfile:
         """See MeasurableExecutor.profile: every second step runs with a clock around each op on each thread."""

@@ -107,7 +107,7 @@ class Library:
             ("tc_dequantise", None, [_ptr, c_int, c_int, _ptr]),
             ("tc_forward", None, [_ptr, _ptr, c_int, c_int, c_int, _ptr]),
             ("tc_step", c_int, [_ptr, c_int, c_int, _ptr, _ptr]),
-            ("tc_cache", size, [_ptr, _ptr, c_int, c_int]),
+            ("tc_cache", size, [_ptr, _ptr, c_int, c_int, c_int]),
             ("tc_bandwidth", _f64, [_ptr, _ptr, size]),
         ):
             function = getattr(lib, name)

@@ -196,17 +196,19 @@ class CUDAExecutor:
         """See Executor.cache_layout."""
         return "cuda f16 1"
 
-    def read_cache(self, rows: int) -> bytes:
+    def read_cache(self, first: int, rows: int) -> bytes:
         """See Executor.read_cache: K's rows (F16) layer by layer, then V's."""
-        return b"".join(self.gpu.download(name, rows * width * 2).tobytes() for name, width in self._caches())
+        return b"".join(
+            self.gpu.download(name, rows * width * 2, first * width * 2).tobytes() for name, width in self._caches()
+        )
 
-    def write_cache(self, data: bytes, rows: int) -> None:
+    def write_cache(self, data: bytes, first: int, rows: int) -> None:
         """See Executor.write_cache."""
         at, packed = 0, np.frombuffer(data, np.uint8)
         if packed.size != rows * self.plan.kv_bytes_per_token:
             raise TinychatError(f"a saved cache of {packed.size:,} bytes does not hold {rows} rows of this model")
         for name, width in self._caches():
-            self.gpu.upload(name, packed[at : at + rows * width * 2])
+            self.gpu.upload(name, packed[at : at + rows * width * 2], first * width * 2)
             at += rows * width * 2
         self.gpu.synchronize()
 

@@ -99,11 +99,11 @@ class ReferenceExecutor:
         """See Executor.cache_layout."""
         return f"reference {self._type.name} 1"
 
-    def read_cache(self, rows: int) -> bytes:
+    def read_cache(self, first: int, rows: int) -> bytes:
         """See Executor.read_cache: K's rows of every layer, then V's."""
-        return b"".join(t[:rows].numpy().tobytes() for t in self.step.caches)
+        return b"".join(t[first : first + rows].numpy().tobytes() for t in self.step.caches)
 
-    def write_cache(self, data: bytes, rows: int) -> None:
+    def write_cache(self, data: bytes, first: int, rows: int) -> None:
         """See Executor.write_cache."""
         if len(data) * self.max_context != rows * self.cache_bytes:
             raise TinychatError(f"a saved cache of {len(data):,} bytes does not hold {rows} rows of this model")
@@ -112,7 +112,7 @@ class ReferenceExecutor:
             size = rows * t.nbytes() // self.max_context
             kind = np.float16 if self._type == dtypes.float16 else np.float32
             part = np.frombuffer(data, kind, size // kind().itemsize, at)
-            t[:rows].assign(Tensor(part.reshape(rows, -1), device=self.step.device)).realize()
+            t[first : first + rows].assign(Tensor(part.reshape(rows, -1), device=self.step.device)).realize()
             at += size
 
     def profile(self, token: int, pos: int, steps: int) -> StepProfile:
