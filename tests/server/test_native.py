@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import httpx
 
+from tests.support.serving import serving
 from tinychat.backend.local import LocalBackend
 from tinychat.engine.tokenizer import Tokenizer
+from tinychat.server.answer import House
 
 
 def test_health_and_models(url: str, smollm2: LocalBackend) -> None:
@@ -78,3 +81,19 @@ def test_errors_of_paths_and_methods(url: str) -> None:
         (httpx.get(f"{url}/v1/../../etc/passwd"), 404),
     ):
         assert answer.status_code == status and answer.json()["error"]["message"]
+
+
+def test_conversations_that_take_turns_are_not_read_again(smollm2_path: Path) -> None:
+    """What an answer leaves in the KV cache is kept: A, B, A prefills the second A's last token only."""
+    backend = LocalBackend.open(smollm2_path, max_context=512, device="cpu", store_bytes=1 << 30)
+    with serving(House("m", backend, backend)) as url:
+
+        def cached(word: str) -> tuple[int, int]:
+            body = {"model": "m", "prompt": f"{word} " * 60, "max_tokens": 2, "temperature": 0}
+            usage = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["usage"]
+            return usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
+
+        first, other, again = cached("red"), cached("blue"), cached("red")
+    backend.close()
+    assert first[0] == other[0] == 0
+    assert again[0] == again[1] - 1
