@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 from pathlib import Path
 
 import httpx
@@ -85,15 +86,16 @@ def test_errors_of_paths_and_methods(url: str) -> None:
 
 def test_conversations_that_take_turns_are_not_read_again(smollm2_path: Path) -> None:
     """What an answer leaves in the KV cache is kept: A, B, A prefills the second A's last token only."""
-    backend = LocalBackend.open(smollm2_path, max_context=512, device="cpu", store_bytes=1 << 30)
+    backend = LocalBackend.open(smollm2_path, max_context=512, device="cpu", store_bytes=1 << 27)
     with serving(House("m", backend, backend)) as url:
 
         def cached(word: str) -> tuple[int, int]:
-            body = {"model": "m", "prompt": f"{word} " * 60, "max_tokens": 2, "temperature": 0}
+            body = {"model": "m", "prompt": f"{word} " * 20, "max_tokens": 2, "temperature": 0}
             usage = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["usage"]
             return usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
 
-        first, other, again = cached("red"), cached("blue"), cached("red")
+        red, blue = secrets.token_hex(3), secrets.token_hex(3)  # the folder is shared: nothing that an earlier run left
+        first, other, again = cached(red), cached(blue), cached(red)
     backend.close()
-    assert first[0] == other[0] == 0
+    assert first[0] < 3 and other[0] < 3
     assert again[0] == again[1] - 1
