@@ -273,6 +273,9 @@ class ScriptedBackend:
         t = self.tokenizer
         return [TokenText(i, t.token_text(i), t.is_special(i), t.token_bytes(i)) for i in ids]
 
+    def forget(self, conversation: str) -> None:
+        pass
+
     def watch_experts(self, on: bool) -> None:
         pass
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
+from tinychat.backend import saved
 from tinychat.backend.engine_thread import EngineThread
 from tinychat.backend.instruments import ExpertCounts, Job, JobDone, JobEvent, JobProgress, TokenText
 from tinychat.backend.prompting import Prompt, PromptMaker, offered
@@ -40,6 +42,8 @@ from tinychat.engine.stats import Stats
 from tinychat.errors import TinychatError
 
 T = TypeVar("T")
+SWITCH_SAVE_S = 0.5  # seconds that another conversation waits while the rows of the one before are saved
+EXIT_SAVE_S = 3.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +71,10 @@ class LocalBackend:
         self._waiting: list[_Waiting] = []
         self._running: _Waiting | None = None  # what the engine's thread does now
         self._closed = False
+        self._conversation = ""  # whose rows the KV cache holds
+        self._forgotten = set[str]()
+        self._saved = True  # whether all of those rows are on the disk
+        self._wanted = threading.Event()  # somebody waits: saving ends between two blocks
         self._info, self._stats = _describe(engine), _copy(engine.stats)
 
     @classmethod
@@ -162,6 +170,15 @@ class LocalBackend:
         t = self._loaded().tokenizer
         return [TokenText(i, t.token_text(i), t.is_special(i), t.token_bytes(i)) for i in ids]
 
+    def forget(self, conversation: str) -> None:
+        self._forgotten.add(conversation)
+        saved.forget(conversation)
+
+        def again() -> None:
+            saved.forget(conversation)  # blocks that were being written
+
+        self._thread.submit(again)
+
     def watch_experts(self, on: bool) -> None:
         if self._engine is not None:
             self._engine.watch_experts = on
@@ -189,6 +206,7 @@ class LocalBackend:
 
     def _submit(self, one: _Waiting, job: Callable[[], None], afterwards: Callable[[], None] | None = None) -> None:
         with self._lock:
+            self._wanted.set()
             closed, ahead = self._closed, len(self._waiting) + (self._running is not None)
             if not closed:
                 if ahead and isinstance(one.stopped, Finished):
@@ -216,6 +234,8 @@ class LocalBackend:
                 return  # it was cancelled, and told so
             self._waiting.remove(one)
             self._running = one
+            if not self._waiting:
+                self._wanted.clear()
         try:
             one.stream.put(one.stopped) if one.cancel.is_set() else _in_one_line(job)
         except TinychatError as e:
@@ -250,10 +270,12 @@ class LocalBackend:
             stream.put(Failed(str(e), "invalid"))
             return
         self._end_cancelled()
+        if not self._saved and request.conversation != self._conversation:
+            self._save("switch", SWITCH_SAVE_S)
         if isinstance(prompt, DoesNotFit):
             stream.put(prompt)
             return
-        self._prompt = tuple(prompt.ids)
+        self._prompt, self._conversation, self._saved = tuple(prompt.ids), request.conversation, False
         stream.put(Prompted(prompt.usage, prompt.dropped))
         if request.cancel.is_set():
             stream.put(Finished("stopped", prompt.usage, self.snapshot().of_model()))
@@ -305,13 +327,17 @@ class LocalBackend:
         usage = replace(prompt.usage, answer=prompt.usage.answer + count, cached=stats.reused_tokens)
         stream.put(Finished(reason, usage, stats, stops.found))
 
-    def _save(self) -> None:
-        """Saves the KV cache, after the last event: the disk makes nobody wait for the end of an answer."""
-        if self._engine is not None:
-            self._engine.save_cache()
+    def _save(self, reason: Literal["idle", "switch", "exit"] = "idle", seconds: float = math.inf) -> None:
+        """Saves what is new in the KV cache, until another request waits: "idle" runs after an answer's last event."""
+        if self._engine is not None and self._conversation not in self._forgotten:
+            stop = self._wanted if reason == "idle" else None
+            self._saved = self._engine.save_cache(self._conversation, reason, seconds, stop)
 
     def _unload(self) -> None:
         if self._engine is not None:
+            if not self._saved:
+                with suppress(TinychatError):
+                    _in_one_line(lambda: self._save("exit", EXIT_SAVE_S))
             self._stats = _copy(self._engine.stats)
             engine, self._engine = self._engine, None
             engine.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -172,6 +173,17 @@ def _commands(name: str, r: Profile, device: str) -> list[str]:
 
 
 KEPT = 50  # profiles on the disk
+
+
+def clear_profiles() -> int:
+    """Deletes every kept profile; returns the bytes that freed."""
+    freed = 0
+    for path in profiles_dir().glob("*.json"):
+        with contextlib.suppress(OSError):
+            size = path.stat().st_size
+            path.unlink()
+            freed += size
+    return freed
 
 
 def profiles_dir() -> Path:

@@ -259,6 +259,7 @@ async def conversations(chat: ChatView, text: str) -> None:
         if id == c.conversation.id:
             c.new()
         history.delete(id)
+        c.forget(id)
 
     chat.app.push_screen(ConversationsScreen(history, c.conversation.id, rename, delete), done)
 
