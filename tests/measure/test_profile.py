@@ -30,7 +30,7 @@ from tinychat.measure.lock import machine_lock
 from tinychat.measure.profile import Profile, kernels, measure, profile, view
 from tinychat.measure.profile.measure import explain
 from tinychat.ui.app import TinychatApp
-from tinychat.ui.chat.message import NoteLine
+from tinychat.ui.chat.message import NoticeLine
 
 
 @pytest.fixture(autouse=True)
@@ -290,7 +290,7 @@ async def test_the_chat_tells_where_the_time_went(tmp_path: Path) -> None:
         await until(pilot, lambda: (last := app.chat.transcript.last_answer) and not last.live)
         await pilot.pause()
         await app.chat.run_command("stats")
-        said = " ".join(str(app.chat.transcript.query(NoteLine).last().content).split())
+        said = " ".join(str(app.chat.transcript.query(NoticeLine).last().content).split())
         spent = dict(re.findall(r"([a-z]+(?: token)?) ([\d.,]+) ms", said.split("time: ")[1]))
         assert list(spent) == [
             "template",
