@@ -8,7 +8,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -34,6 +35,7 @@ from tinychat.kernels.ops import Plan, Sampling, weights_of
 StopReason = Literal["eos", "length", "stopped", "context"]
 
 DEFAULT_CONTEXT = 4096
+DRY_BREAKERS = (b"\n", b":", b'"', b"*")  # as in llama.cpp (common/common.h, dry_sequence_breakers)
 
 Progress = Callable[[str, float], None]
 """What is happening, and how much of it is done (0..1)."""
@@ -248,6 +250,8 @@ class Engine:
         s = self.stats
         clock = _Clock(s, self.plan, started)
         self.stop_reason = "context"
+        if sampling.dry_multiplier > 0 and not sampling.dry_breakers:
+            sampling = replace(sampling, dry_breakers=self._dry_breakers)
         steps = self.session.decode(prompt[-1], sampling, prompt)
         try:
             for token, logprob in steps:
@@ -309,6 +313,12 @@ class Engine:
             if tokens:
                 self.executor.write_cache(rows, len(tokens))
             self.session.tokens = tokens
+
+    @cached_property
+    def _dry_breakers(self) -> tuple[int, ...]:
+        """The ids of all tokens that contain one of DRY_BREAKERS."""
+        t = self.tokenizer
+        return tuple(i for i in range(t.n_vocab) if any(b in t.token_bytes(i) for b in DRY_BREAKERS))
 
     def _restore_cache(self, prompt: Sequence[int]) -> None:
         """Takes a saved cache where it holds more of `prompt` than the present one."""
