@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from tinychat.engine.config import ModelConfig
-from tinychat.engine.devices import has_cuda, make_executor
+from tinychat.engine.devices import OnProgress, has_cuda, make_executor
 from tinychat.engine.expert_use import RecentExperts
 from tinychat.engine.fit import fit
 from tinychat.engine.gguf import GGUF
@@ -36,9 +36,6 @@ StopReason = Literal["eos", "length", "stopped", "context"]
 
 DEFAULT_CONTEXT = 4096
 DRY_BREAKERS = (b"\n", b":", b'"', b"*")  # as in llama.cpp (common/common.h, dry_sequence_breakers)
-
-Progress = Callable[[str, float], None]
-"""What is happening, and how much of it is done (0..1)."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,7 @@ class Prepared:
         device: str | None = None,
         threads: int | None = None,
         store: KVStore | None = None,
-        progress: Progress | None = None,
+        progress: OnProgress | None = None,
     ) -> Engine:
         """The engine, with its weights where they are needed. Raises TinychatError."""
         started, report = time.perf_counter(), progress or _silent
@@ -116,7 +113,7 @@ class Prepared:
 
 
 def prepare(
-    path: str | Path, *, max_context: int | None = None, preset: str | None = None, progress: Progress | None = None
+    path: str | Path, *, max_context: int | None = None, preset: str | None = None, progress: OnProgress | None = None
 ) -> Prepared:
     """Reads and checks header, plan, tokenizer and chat template; the parameters are those of Engine.load. Raises
     TinychatError."""
@@ -190,7 +187,7 @@ class Engine:
         threads: int | None = None,
         preset: str | None = None,
         store: KVStore | None = None,
-        progress: Progress | None = None,
+        progress: OnProgress | None = None,
     ) -> Engine:
         """Loads a GGUF.
 
