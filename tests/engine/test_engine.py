@@ -126,3 +126,29 @@ def test_not_enough_memory_is_told_before_anything_is_loaded(model: Path, monkey
     monkeypatch.setattr(fit, "available_memory", lambda: 100 << 20)
     with pytest.raises(TinychatError, match=r"not enough memory: .* of 104\.9 MB free"):
         Engine.load(model, device="cpu")
+
+
+def test_dry_ends_at_the_breakers_of_the_vocabulary(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The executor gets the ids of all tokens with a newline, colon, quote or asterisk, and only where DRY is on."""
+    told: list[Sampling] = []
+    decode = engine.session.decode
+
+    def watched(token: int, sampling: Sampling, recent: list[int]) -> Iterator[tuple[int, float]]:
+        told.append(sampling)
+        return decode(token, sampling, recent)
+
+    monkeypatch.setattr(engine.session, "decode", watched)
+    for multiplier in (0.0, 0.8):
+        list(engine.generate(PROMPT, Sampling(temperature=0.0, dry_multiplier=multiplier), 2, raw=True))
+    texts = {i: engine.tokenizer.token_text(i) for i in told[1].dry_breakers}
+    assert told[0].dry_breakers == () and {"\n", ":", '"', "*"} <= set(texts.values())
+    assert all(set(text) & set('\n:"*') for text in texts.values())
+
+
+def test_dry_stops_a_repetition(engine: Engine) -> None:
+    """A prompt that repeats itself: the token that would continue the repetition is not chosen again."""
+    prompt = [6, 17, 250, 160, 6, 17, 250]
+    for sampling, again in ((GREEDY, True), (Sampling(temperature=0.0, dry_multiplier=100.0), False)):
+        engine.session.tokens = []
+        (token,) = engine.generate(prompt, sampling, 1, raw=True)
+        assert (token.id == 160) == again

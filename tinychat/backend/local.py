@@ -35,7 +35,8 @@ from tinychat.backend.protocol import (
 )
 from tinychat.backend.stops import StopStrings
 from tinychat.backend.stream import EventStream
-from tinychat.engine.engine import Engine, Progress, prepare
+from tinychat.engine.devices import OnProgress
+from tinychat.engine.engine import Engine, prepare
 from tinychat.engine.grammar import Grammar, Matcher
 from tinychat.engine.kvstore import KVStore
 from tinychat.engine.stats import Stats
@@ -48,7 +49,7 @@ EXIT_SAVE_S = 3.0
 
 @dataclass(frozen=True, eq=False)
 class _Waiting:
-    """Something that was asked for and has not begun; `stopped` is its last event when `cancel` ends it before that."""
+    """A request or job that has not begun. If `cancel` is set before it begins, `stopped` is its only event."""
 
     cancel: threading.Event
     stream: EventStream[Any]
@@ -59,7 +60,7 @@ class LocalBackend:
     """Answers requests one at a time, in the order of the calls. `open` makes one.
 
     Only the engine's thread touches the engine; other threads get values. What is written by one thread and read by
-    others without the lock is replaced as a whole, never changed in place.
+    others without the lock is replaced by a new value, never changed in place.
     """
 
     def __init__(self, engine: Engine, thread: EngineThread) -> None:
@@ -89,7 +90,7 @@ class LocalBackend:
         device: str | None = None,
         threads: int | None = None,
         store_bytes: int = 0,
-        progress: Progress | None = None,
+        progress: OnProgress | None = None,
     ) -> LocalBackend:
         """Loads the GGUF at `path`; returns when it is loaded. `store_bytes` is how much of the disk saved KV
         caches may take, 0 saves none; the other parameters are those of Engine.load.
@@ -231,7 +232,7 @@ class LocalBackend:
     def _run(self, one: _Waiting, job: Callable[[], None], afterwards: Callable[[], None] | None) -> None:
         with self._lock:
             if one not in self._waiting:
-                return  # it was cancelled, and told so
+                return  # it was cancelled while it waited, and its stream has ended
             self._waiting.remove(one)
             self._running = one
             if not self._waiting:
@@ -249,7 +250,8 @@ class LocalBackend:
                 _in_one_line(afterwards)
 
     def _end_cancelled(self) -> None:
-        """Ends what was cancelled while it waited. Called with every token, prefill chunk and report."""
+        """Ends the streams of requests that were cancelled while they waited. Called with every token, prefill chunk
+        and report of a job."""
         if not self._waiting:
             return
         with self._lock:

@@ -301,8 +301,8 @@ class RemoteBackend:
         if self._kind in ("tinychat", "llama"):
             body |= {"repeat_last_n": s.repeat_last_n}
             if s.dry_multiplier:
-                body |= {"dry_multiplier": s.dry_multiplier, "dry_base": s.dry_base, "dry_penalty_last_n": s.dry_last_n}
-                body |= {"dry_allowed_length": s.dry_allowed_length}
+                body |= {"dry_multiplier": s.dry_multiplier, "dry_base": s.dry_base}
+                body |= {"dry_allowed_length": s.dry_allowed_length, "dry_penalty_last_n": s.dry_penalty_last_n}
         if r.max_tokens is not None:
             body["max_tokens"] = r.max_tokens
         if r.stop:

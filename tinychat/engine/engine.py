@@ -6,9 +6,9 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -17,7 +17,7 @@ import numpy as np
 
 from tinychat.engine.answer import MARK, AnswerParser, Kind, Piece
 from tinychat.engine.config import ModelConfig
-from tinychat.engine.devices import has_cuda, make_executor
+from tinychat.engine.devices import OnProgress, has_cuda, make_executor
 from tinychat.engine.expert_use import RecentExperts
 from tinychat.engine.fit import fit
 from tinychat.engine.gguf import GGUF
@@ -37,9 +37,7 @@ from tinychat.kernels.ops import Plan, Sampling, weights_of
 StopReason = Literal["eos", "length", "stopped", "context"]
 
 DEFAULT_CONTEXT = 4096
-
-Progress = Callable[[str, float], None]
-"""What is happening, and how much of it is done (0..1)."""
+DRY_BREAKERS = (b"\n", b":", b'"', b"*")  # as in llama.cpp (common/common.h, dry_sequence_breakers)
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ class Prepared:
         device: str | None = None,
         threads: int | None = None,
         store: KVStore | None = None,
-        progress: Progress | None = None,
+        progress: OnProgress | None = None,
     ) -> Engine:
         """The engine, with its weights where they are needed. Raises TinychatError."""
         started, report = time.perf_counter(), progress or _silent
@@ -118,7 +116,7 @@ class Prepared:
 
 
 def prepare(
-    path: str | Path, *, max_context: int | None = None, preset: str | None = None, progress: Progress | None = None
+    path: str | Path, *, max_context: int | None = None, preset: str | None = None, progress: OnProgress | None = None
 ) -> Prepared:
     """Reads and checks header, plan, tokenizer and chat template; the parameters are those of Engine.load. Raises
     TinychatError."""
@@ -192,7 +190,7 @@ class Engine:
         threads: int | None = None,
         preset: str | None = None,
         store: KVStore | None = None,
-        progress: Progress | None = None,
+        progress: OnProgress | None = None,
     ) -> Engine:
         """Loads a GGUF.
 
@@ -259,6 +257,8 @@ class Engine:
         s = self.stats
         clock = _Clock(s, self.plan, started)
         self.stop_reason = "context"
+        if sampling.dry_multiplier > 0 and not sampling.dry_breakers:
+            sampling = replace(sampling, dry_breakers=self._dry_breakers)
         steps = self.session.decode(prompt[-1], sampling, prompt, matcher)
         try:
             for token, logprob in steps:
@@ -355,6 +355,12 @@ class Engine:
             if tokens:
                 self.executor.write_cache(rows, 0, len(tokens))
             self.session.tokens = tokens
+
+    @cached_property
+    def _dry_breakers(self) -> tuple[int, ...]:
+        """The ids of all tokens that contain one of DRY_BREAKERS."""
+        t = self.tokenizer
+        return tuple(i for i in range(t.n_vocab) if any(b in t.token_bytes(i) for b in DRY_BREAKERS))
 
     def _restore_cache(self, prompt: Sequence[int]) -> None:
         """Takes the blocks of a saved cache that hold more of `prompt` than the present one."""

@@ -85,9 +85,10 @@ def dry(s: Sampling, recent: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np
     The meaning is llama.cpp's (src/llama-sampler.cpp, llama_sampler_dry_apply), with breakers of one token each.
     """
     nothing = np.empty(0, np.int32), np.empty(0)
-    if s.dry_multiplier <= 0 or s.dry_base < 1 or s.dry_last_n == 0:
+    if s.dry_multiplier <= 0 or s.dry_base < 1 or s.dry_penalty_last_n == 0:
         return nothing
-    back = np.asarray(recent if s.dry_last_n < 0 else recent[-s.dry_last_n :], np.int32)[::-1]  # the newest first
+    last_n = s.dry_penalty_last_n
+    back = np.asarray(recent if last_n < 0 else recent[-last_n:], np.int32)[::-1]  # the newest first
     broken = np.flatnonzero(np.isin(back, s.dry_breakers))
     limit = int(broken[0]) if len(broken) else len(back)
     if len(back) <= s.dry_allowed_length or limit < s.dry_allowed_length:

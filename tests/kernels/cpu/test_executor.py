@@ -211,7 +211,7 @@ def test_decode_samples_as_the_reference(tmp_path: Path) -> None:
                 dry_multiplier=float(rng.choice([0, 0.8, 4])),
                 dry_base=float(rng.choice([1.0, 1.75])),
                 dry_allowed_length=int(rng.choice([0, 1, 2])),
-                dry_last_n=int(rng.choice([-1, 0, 20])),
+                dry_penalty_last_n=int(rng.choice([-1, 0, 20])),
                 dry_breakers=(3,),
                 seed=int(rng.integers(2**40)),
             )

@@ -16,7 +16,7 @@ import numpy as np
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.cpu import bandwidth, compiler, library
-from tinychat.kernels.cpu.library import QUANTS, TILE, Context, Library, SampleSpec
+from tinychat.kernels.cpu.library import MAX_GROUP, QUANTS, TILE, Context, Library, SampleSpec
 from tinychat.kernels.cpu.program import build
 from tinychat.kernels.executor import Kind, Mask, Weights
 from tinychat.kernels.limits import Limits, check
@@ -51,7 +51,7 @@ LIMITS = Limits(  # a phase has at most 2^20 tasks (pool.h)
     QUANTS,
     packed_rows=1 << 27,  # 256 rows are a task of packing
     heads=1 << 16,
-    head_group=1024,  # MAX_GROUP of step.c
+    head_group=MAX_GROUP,
     kv_rows=1 << 27,  # 256 rows of a kv head are a task of attention
     equal_caches=True,  # the caches of all layers lie behind one another
     experts=1 << 19,  # an expert is a task

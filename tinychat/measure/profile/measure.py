@@ -15,13 +15,14 @@ from pathlib import Path
 import numpy as np
 from platformdirs import user_cache_dir
 
+from tinychat.engine.devices import OnProgress
 from tinychat.engine.engine import Engine
 from tinychat.engine.memory_limit import limit_of
 from tinychat.errors import TinychatError, printable
 from tinychat.kernels.ops import Op
 from tinychat.kernels.profile import Kernel, Part, StepProfile, category_of, name_of, quant_of, shape_of
 from tinychat.measure.bench import prompt
-from tinychat.measure.lock import OnProgress, machine_lock
+from tinychat.measure.lock import machine_lock
 from tinychat.measure.profile.flags import find
 from tinychat.measure.profile.report import REST, SAMPLING, STALLS, WAITING, Profile, Row
 from tinychat.measure.results import Run
