@@ -17,7 +17,6 @@ from tinychat.kernels.ops import GQA, MLA, Dense, Experts, Weight
 SIZES = (16, 64, 1024)  # tokens up to which the kernels are of one kind each; beyond, there is one kind more
 LATENT_BLOCKS = 1056  # of prompt_latent.cu, at most
 KEY_TILES = 16  # blocks that share the cache rows in a graph, whose grids do not know how many there are
-QUERIES = 128  # rows of a block of prompt_attention.cu
 
 
 @dataclass(frozen=True)
@@ -258,7 +257,9 @@ class Prefill:
     def _attend(self, shape: constants.PromptAttention, keys: str, values: str, rope: str | None) -> Launch:
         """Attention's results as halves in buffer `attended`."""
         k_size, v_size = -(-shape.key_dim // 64) * 128, -(-shape.value_dim // 64) * 128  # bytes of a row
-        sizes = {n: QUERIES * k_size + 2 * n * (k_size + v_size) + 1024 for n in (64, 32, 16)}
+        threads = 256 if self.tokens > SIZES[-1] else 128  # a warp takes 16 queries
+        queries = threads // 2
+        sizes = {n: queries * k_size + 2 * n * (k_size + v_size) + 1024 for n in (64, 32, 16)}
         chunk = next((n for n, size in sizes.items() if size <= self.chip.max_shared), 0)
         warpgroups = self.chip.warpgroups and chunk == 64 and shape.key_dim % 64 == 0 and shape.value_dim % 64 == 0
         if not chunk or shape.key_dim % 8 or shape.value_dim % 8 or shape.key_part % 8 or shape.rope_pitch % 8:
@@ -278,8 +279,9 @@ class Prefill:
             "prompt_attention.cu",
             replace(shape, chunk_keys=chunk, warpgroups=warpgroups),
             buffers,
-            lambda count, keys: (-(-count // QUERIES), shape.heads, 1),
+            lambda count, keys: (-(-count // queries), shape.heads, 1),
             "attention",
+            threads=threads,
             shared=sizes[chunk],
         )
 
