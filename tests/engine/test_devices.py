@@ -15,7 +15,7 @@ from tinychat.errors import TinychatError
 from tinychat.kernels.cpu.compiler import NoCompiler
 from tinychat.kernels.cuda import executor, launch
 from tinychat.kernels.cuda.executor import GREEDY, CUDAExecutor
-from tinychat.kernels.cuda.graph import ChainedGraph
+from tinychat.kernels.cuda.graph import Graph
 from tinychat.kernels.tinygrad.executor import ReferenceExecutor
 
 IDS = [290, 17, 204, 99, 3, 256, 258, 64, 131, 64, 17, 280]
@@ -84,7 +84,7 @@ def test_neither_gpu_nor_compiler_leaves_the_reference(model: Path, monkeypatch:
 def test_whatever_the_driver_raises_at_load_is_a_reason(
     model: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def graph(self: EmulatedGPU, launches: object) -> ChainedGraph:
+    def graph(self: EmulatedGPU, launches: object) -> Graph:
         raise error
 
     monkeypatch.setattr(EmulatedGPU, "graph", graph)

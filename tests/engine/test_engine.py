@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support import tiny
+from tests.support.exactness import last_logits
 from tinychat.backend.local import Done, Event, Failed, Finished, Generated, Loaded, Loading, Prefilling, Worker
 from tinychat.engine import fit
 from tinychat.engine.engine import Engine
@@ -45,10 +46,10 @@ def test_second_turn_prefills_only_what_is_new_and_changes_nothing(engine: Engin
     second = answer(engine, prompt)
     assert engine.stats.reused_tokens == len(PROMPT) + len(first) - 1  # the last token of an answer is never run
     assert engine.stats.prefilled_tokens == len(prompt) - 1 - engine.stats.reused_tokens
-    step = engine.executor.step_logits()
+    step = last_logits(engine)
     fresh = Engine.load(model, max_context=64, device="reference")
     assert answer(fresh, prompt) == second
-    np.testing.assert_array_equal(fresh.executor.step_logits(), step)
+    np.testing.assert_array_equal(last_logits(fresh), step)
 
 
 def test_rollback_to_a_changed_prompt(engine: Engine) -> None:

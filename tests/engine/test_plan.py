@@ -68,6 +68,9 @@ def no_tensor(name: str) -> Callable[[GGUF], None]:
             metadata("qwen3moe.expert_used_count", 9),
             "expert_used_count: expected at most expert_count 8, found 9",
         ),
+        ("granite", metadata("granite.logit_scale", 0.0), "logit_scale: expected a number over 0, found 0.0"),
+        ("granite", without("granite.logit_scale"), "logit_scale: expected a number, it is missing"),
+        ("granite", metadata("granite.rope.scaling.finetuned", False), "without RoPE is not supported"),
         ("deepseek2_glm", metadata("deepseek2.expert_gating_func", 9), "expert_gating_func: expected 1 softmax"),
         ("deepseek2_glm", metadata("deepseek2.attention.key_length_mla", 8), "key_length_mla 8 leaves nothing"),
         (

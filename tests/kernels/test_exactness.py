@@ -14,7 +14,7 @@ import pytest
 
 from tests.support import tiny
 from tests.support.blocks import QUANTS
-from tests.support.exactness import relative
+from tests.support.exactness import last_logits, relative
 from tests.support.forward64 import Model, forward
 from tinychat.engine import Engine, Sampling
 from tinychat.errors import TinychatError
@@ -34,6 +34,7 @@ PAIRS = {
     "qwen3": "Q5_K",
     "qwen3moe": "IQ4_NL",
     "olmoe": "Q3_K",
+    "granite": "Q8_0",
     "deepseek2_glm": "Q4_K_M",
     "deepseek2_lite": "Q8_0",
     "deepseek2_lite_legacy": "Q5_0",
@@ -154,11 +155,11 @@ def test_a_reused_prefix_changes_nothing(variant: str, quant: str, tmp_path: Pat
     with engine(path) as eng:
         first = answer(eng, IDS, 20)
         for prompt, reused in ((IDS + first[:9] + [5, 6], len(IDS) + 9), ([*IDS[:5], 8, 9, 10], 5), (IDS, 5)):
-            got, last = answer(eng, prompt, 12), eng.executor.step_logits().copy()
+            got, last = answer(eng, prompt, 12), last_logits(eng)
             assert eng.stats.reused_tokens == reused
             with engine(path) as fresh:
                 assert answer(fresh, prompt, 12) == got
-                np.testing.assert_array_equal(fresh.executor.step_logits(), last)
+                np.testing.assert_array_equal(last_logits(fresh), last)
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,7 @@ def random_model(d: Dice) -> tuple[Shape, str]:
         fused_qkv=mla is None and d.pick(True, False),
         qk_norm={"qwen3": head_dim, "qwen3moe": head_dim, "olmoe": dim}.get(arch, 0),
         rope_freqs=8 if arch == "llama" and d.pick(True, False) else 0,
+        value_dim=d.pick(0, 8, 24, 40, 128) if mla is None else 0,
     ), quant
 
 

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from tinychat.kernels.sampling import Sampling, gumbel, penalise, sample, survivors
+from tinychat.kernels.ops import Sampling
+from tinychat.kernels.sampling import dry, gumbel, penalties, sample, survivors
 
 LOGITS = np.log(np.array([0.4, 0.3, 0.2, 0.06, 0.04], np.float32))
 ALL = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
@@ -57,5 +58,53 @@ def test_noise_is_gumbel() -> None:
 
 def test_repeat_penalty_counts_each_token_once_and_only_the_last_n() -> None:
     s = Sampling(repeat_penalty=2.0, repeat_last_n=3)
-    out = penalise(np.array([4, -4, 4, 4], np.float32), s, [3, 0, 0, 1])
+    out = penalties(s, [3, 0, 0, 1]).apply(np.array([4, -4, 4, 4], np.float32))
     assert out.tolist() == [2, -8, 4, 4]
+
+
+def dry_by_definition(s: Sampling, recent: list[int]) -> dict[int, float]:
+    """For every earlier place, how many of the newest tokens end there too: the token behind it would continue that."""
+    window = recent if s.dry_last_n < 0 else recent[len(recent) - min(s.dry_last_n, len(recent)) :]
+    since = next((i for i, t in enumerate(reversed(window)) if t in s.dry_breakers), len(window))
+    if s.dry_last_n == 0 or len(window) <= s.dry_allowed_length or since < s.dry_allowed_length:
+        return {}
+    found: dict[int, int] = {}
+    for end in range(1, len(window)):  # the repetition ends before window[end]
+        n = 0
+        while n < min(end, since) and window[end - 1 - n] == window[-1 - n]:
+            n += 1
+        if n >= s.dry_allowed_length and window[end] not in s.dry_breakers:
+            found[window[end]] = max(n, found.get(window[end], 0))
+    return {t: s.dry_multiplier * s.dry_base ** (n - s.dry_allowed_length) for t, n in found.items()}
+
+
+def test_dry_takes_off_what_its_definition_says() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        s = Sampling(
+            dry_multiplier=0.8,
+            dry_base=float(rng.choice([1.0, 1.3, 1.75])),
+            dry_allowed_length=int(rng.integers(0, 4)),
+            dry_last_n=int(rng.choice([-1, 0, 3, 12])),
+            dry_breakers=tuple(rng.choice(5, rng.integers(0, 3))),
+        )
+        recent = rng.integers(0, rng.choice([1, 2, 4]), rng.integers(0, 30)).tolist()
+        ids, amounts = dry(s, recent)
+        assert dict(zip(ids.tolist(), amounts.tolist())) == pytest.approx(dry_by_definition(s, recent)), (s, recent)
+
+
+def test_dry_stays_finite_and_spares_breakers() -> None:
+    s = Sampling(dry_multiplier=1.0, dry_base=2.0)
+    ids, amounts = dry(s, [5] * 3000)
+    assert ids.tolist() == [5] and amounts[0] == 2.0**127 < np.finfo(np.float32).max
+    assert not len(dry(Sampling(dry_multiplier=1.0, dry_breakers=(5,)), [5] * 3000)[0])
+    assert not len(dry(Sampling(dry_multiplier=1.0, dry_base=0.9), [5] * 30)[0])
+
+
+def test_dry_ends_a_loop() -> None:
+    """A model that says 1 2 3 1 2 3 ... says something else."""
+    logits = np.zeros(8, np.float32)
+    loop = [1, 2, 3] * 4
+    logits[1] = 3.0
+    assert sample(logits, Sampling(temperature=0.0), 0, loop)[0] == 1
+    assert sample(logits, Sampling(temperature=0.0, dry_multiplier=0.8), 0, loop)[0] != 1

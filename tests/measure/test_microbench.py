@@ -15,7 +15,7 @@ from tinychat.engine.plan import build_plan
 from tinychat.errors import TinychatError
 from tinychat.kernels.cuda import executor
 from tinychat.kernels.cuda.executor import CUDAExecutor
-from tinychat.kernels.ops import Attention, weights_of
+from tinychat.kernels.ops import weights_of
 from tinychat.measure import bench, log, microbench
 from tinychat.measure.microbench import plans
 
@@ -98,7 +98,7 @@ def test_layers(tmp_path: Path) -> None:
     assert dense.what == "dense (layer 0)" and experts.what == "experts (2 layers from 1)"
     gguf = GGUF.open(path)
     plan = build_plan(gguf, ModelConfig.from_gguf(gguf))
-    of = [sum(plan.weight_bytes(op) for op in plan.ops if plans.layer_of(op) == layer) for layer in range(3)]
+    of = [sum(map(plan.weight_bytes, ops)) for ops in plan.ops_of_layers]
     for found, bytes_ in ((dense, of[0]), (experts, of[1])):
         assert 0 <= found.nbytes - bytes_ < 100 * plan.kv_bytes_per_token  # and some rows of the cache
         assert found.copies >= 2 and found.fingerprint == gguf.fingerprint()
@@ -107,11 +107,10 @@ def test_layers(tmp_path: Path) -> None:
 def test_a_layer_is_copied_with_its_weights(tmp_path: Path) -> None:
     gguf = GGUF.open(tiny.write(tmp_path / "m.gguf", "llama", "Q4_0"))
     plan = build_plan(gguf, ModelConfig.from_gguf(gguf))
-    (layers,) = plans.layer_kinds(plan)
-    assert [len(ops) for ops in layers] == [6, 6]
-    copy = [plans.moved(op, 5, 2) for op in layers[1]]
-    assert all(w.tensor.startswith("blk.1.") and w.tensor.endswith("#2") for op in copy for w in weights_of(op))
-    assert next(op for op in copy if isinstance(op, Attention)).layer == 5
+    assert plans.layer_kinds(plan) == [[0, 1]]
+    copy = plans.renamed(plan.layers[1], 2)
+    assert all(w.tensor.startswith("blk.1.") and w.tensor.endswith("#2") for w in weights_of(copy))
+    assert len(weights_of(copy)) == 9 and plans.renamed(plan.layers[1], 0) == plan.layers[1]
     source = plans.PartOfFile(gguf)
     assert bytes(source.raw("blk.1.attn_q.weight#2")) == bytes(gguf.raw("blk.1.attn_q.weight"))
 

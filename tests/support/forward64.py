@@ -127,13 +127,13 @@ class Model:
         return freq, magnitude * own, attention * own**2
 
     def rotate(self, x: Array, positions: Array) -> Array:
-        """x (tokens, heads, dims) rotated. Pairs are (2i, 2i+1) in llama and deepseek2 files, (i, i + dims/2)
+        """x (tokens, heads, dims) rotated. Pairs are (2i, 2i+1) in llama, granite and deepseek2 files, (i, i + dims/2)
         elsewhere."""
         freq, magnitude, _ = self.yarn
         turn = np.exp(1j * positions[:, None, None] * freq) * magnitude
         half = x.shape[-1] // 2
         out = np.empty_like(x)
-        if self.arch in ("llama", "deepseek2"):
+        if self.arch in ("llama", "granite", "deepseek2"):
             z = (x[..., 0::2] + 1j * x[..., 1::2]) * turn
             out[..., 0::2], out[..., 1::2] = z.real, z.imag
         else:
@@ -173,14 +173,14 @@ class Model:
                 rms_norm(q, self[b + "attn_q_norm.weight"], self.eps),
                 rms_norm(k, self[b + "attn_k_norm.weight"], self.eps),
             )
-        q, k, v = q.reshape(n, heads, width), k.reshape(n, kv_heads, width), v.reshape(n, kv_heads, width)
+        q, k, v = q.reshape(n, heads, width), k.reshape(n, kv_heads, width), v.reshape(n, kv_heads, -1)
         if self.arch in ("qwen3", "qwen3moe"):
             q, k = (
                 rms_norm(q, self[b + "attn_q_norm.weight"], self.eps),
                 rms_norm(k, self[b + "attn_k_norm.weight"], self.eps),
             )
         at = np.arange(n)
-        out = self.attend(self.rotate(q, at), self.rotate(k, at), v, width**-0.5)
+        out = self.attend(self.rotate(q, at), self.rotate(k, at), v, self.get("attention.scale", 0) or width**-0.5)
         return self.linear(out, b + "attn_output")
 
     def latent_attention(self, x: Array, b: str) -> Array:
@@ -255,15 +255,17 @@ class Model:
         return out
 
     def __call__(self, ids: Sequence[int]) -> Array:
-        x = self["token_embd.weight"][list(ids)]
+        x = self["token_embd.weight"][list(ids)] * (self.get("embedding_scale", 0) or 1)  # llama.cpp: 0 scales nothing
+        part = self.get("residual_scale", 0) or 1
         for i in range(self.layers):
             b = f"blk.{i}."
             h = rms_norm(x, self[b + "attn_norm.weight"], self.eps)
-            x = x + (self.latent_attention(h, b) if self.arch == "deepseek2" else self.attention(h, b))
+            x = x + part * (self.latent_attention(h, b) if self.arch == "deepseek2" else self.attention(h, b))
             h = rms_norm(x, self[b + "ffn_norm.weight"], self.eps)
-            x = x + (self.experts(h, b) if b + "ffn_gate_inp.weight" in self else self.feed_forward(h, b))
+            x = x + part * (self.experts(h, b) if b + "ffn_gate_inp.weight" in self else self.feed_forward(h, b))
         x = rms_norm(x, self["output_norm.weight"], self.eps)
-        return x @ self["output.weight" if "output.weight" in self else "token_embd.weight"].T
+        output = self["output.weight" if "output.weight" in self else "token_embd.weight"]
+        return x @ output.T / self.get("logit_scale", 1)
 
 
 def forward(path: str | Path, ids: Sequence[int]) -> Array:

@@ -84,6 +84,8 @@ class Shape:
     rope_freqs: float = 0  # Llama 3.x: the factor of the slow dimensions
     nextn: int = 0  # multi-token-prediction layers behind the last one
     scaling: dict[str, str | int | float] = field(default_factory=dict)  # `rope.scaling.*`
+    scales: tuple[float, float, float, float] | None = None  # granite: embedding, residual, attention, logit
+    value_dim: int = 0  # of a GQA head; 0: head_dim
 
 
 _LLAMA3 = {
@@ -306,6 +308,7 @@ def tensors(s: Shape) -> Iterator[Tensor]:
     def norm(name: str, n: int) -> Tensor:
         return f"{name}.weight", (n,), 0.0
 
+    value_dim = s.value_dim or s.head_dim
     yield "token_embd.weight", (s.vocab, s.dim), 2 / s.dim**0.5 if s.tied else 1.0
     yield norm("output_norm", s.dim)
     if not s.tied:
@@ -337,16 +340,17 @@ def tensors(s: Shape) -> Iterator[Tensor]:
             yield linear(b + "attn_output", s.dim, s.heads * m.v)
         else:
             if s.fused_qkv:
-                yield linear(b + "attn_qkv", (s.heads + 2 * s.kv_heads) * s.head_dim, s.dim)
-            for x, heads in (("q", s.heads), ("k", s.kv_heads), ("v", s.kv_heads)):
+                yield linear(b + "attn_qkv", s.heads * s.head_dim + s.kv_heads * (s.head_dim + value_dim), s.dim)
+            q, k, v = s.heads * s.head_dim, s.kv_heads * s.head_dim, s.kv_heads * value_dim
+            for x, rows in (("q", q), ("k", k), ("v", v)):
                 if not s.fused_qkv:
-                    yield linear(f"{b}attn_{x}", heads * s.head_dim, s.dim)
+                    yield linear(f"{b}attn_{x}", rows, s.dim)
                 if s.qkv_bias:
-                    yield f"{b}attn_{x}.bias", (heads * s.head_dim,), 0.2
+                    yield f"{b}attn_{x}.bias", (rows,), 0.2
             if s.qk_norm:
                 yield norm(b + "attn_q_norm", s.qk_norm)
                 yield norm(b + "attn_k_norm", s.qk_norm)
-            yield linear(b + "attn_output", s.dim, s.heads * s.head_dim)
+            yield linear(b + "attn_output", s.dim, s.heads * value_dim)
         yield norm(b + "ffn_norm", s.dim)
         if (e := s.moe) and i >= e.dense:
             yield linear(b + "ffn_gate_inp", e.experts, s.dim, gain=1.5)
@@ -408,6 +412,11 @@ def metadata(w: GGUFWriter, s: Shape, name: str) -> None:
     for key, value in s.scaling.items():
         kind = {str: GGUFValueType.STRING, int: GGUFValueType.UINT32, float: GGUFValueType.FLOAT32}[type(value)]
         w.add_key_value(f"{s.arch}.rope.scaling.{key}", value, kind)
+    if s.scales:
+        w.add_embedding_scale(s.scales[0])
+        w.add_residual_scale(s.scales[1])
+        w.add_attention_scale(s.scales[2])
+        w.add_logit_scale(s.scales[3])
     if m := s.mla:
         w.add_head_count_kv(s.heads if m.legacy else 1)
         w.add_key_length(m.nope + m.rope if m.legacy else m.kv_lora + m.rope)
@@ -425,7 +434,7 @@ def metadata(w: GGUFWriter, s: Shape, name: str) -> None:
     else:
         w.add_head_count_kv(s.kv_heads)
         w.add_key_length(s.head_dim)
-        w.add_value_length(s.head_dim)
+        w.add_value_length(s.value_dim or s.head_dim)
         w.add_rope_dimension_count(s.head_dim)
     if e := s.moe:
         w.add_expert_count(e.experts)

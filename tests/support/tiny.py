@@ -37,6 +37,7 @@ _LITE_YARN = _YARN | {"yarn_log_multiplier": 0.0707}
 _llama = Shape("llama", 2, 64, 4, 2, 32, 96, VOCAB, False, 1e4, 1e-5, 512, "llama-bpe", _LLAMA, 290, 294)
 _qwen2 = Shape("qwen2", 2, 128, 4, 2, 32, 160, VOCAB, True, 1e6, 1e-6, 512, "qwen2", _QWEN, 290, 292, qkv_bias=True)
 _qwen3 = Shape("qwen3", 2, 64, 4, 2, 32, 96, VOCAB, True, 1e6, 1e-6, 512, "qwen2", _QWEN, 290, 292, qk_norm=32)
+_granite = replace(_llama, arch="granite", tied=True, scales=(12.0, 0.22, 0.015625, 8.0))
 _qwen3moe = replace(_qwen3, arch="qwen3moe", tied=False, moe=MoE(8, 3, 32))
 _olmoe = Shape(
     "olmoe",
@@ -111,6 +112,8 @@ VARIANTS: dict[str, Shape] = {
     "llama_rope_freqs": replace(_llama, tied=True, heads=9, kv_heads=3, rope_freqs=8),
     "llama_fused_qkv": replace(_llama, kv_heads=1, head_dim=64, fused_qkv=True),
     "llama_mha": replace(_llama, heads=3, kv_heads=3, head_dim=48, tied=True),
+    "llama_short_values": replace(_llama, value_dim=16),
+    "llama_long_values": replace(_llama, value_dim=64, fused_qkv=True),
     "llama_linear_rope": replace(_llama, scaling={"type": "linear", "factor": 4.0}),
     "qwen2": _qwen2,
     "qwen2_untied_fused": replace(_qwen2, tied=False, fused_qkv=True),
@@ -131,6 +134,9 @@ VARIANTS: dict[str, Shape] = {
     "qwen3moe": _qwen3moe,
     "qwen3moe_tied_top1": replace(_qwen3moe, tied=True, moe=MoE(8, 1, 32, scale=2.5)),  # llama.cpp ignores that scale
     "olmoe": _olmoe,
+    "granite": _granite,
+    "granite_no_scales": replace(_granite, tied=False, scales=(0.0, 0.0, 0.0, 1.0)),  # llama.cpp: 0 scales nothing
+    "granite_experts": replace(_granite, ffn=32, moe=MoE(8, 3, 32), scales=(6.0, 0.5, 0.1, 2.0)),
     "deepseek2_glm": _glm,
     "deepseek2_lite": _lite,
     "deepseek2_lite_legacy": replace(_lite, mla=replace(_lite.mla, legacy=True)),

@@ -22,7 +22,8 @@ from tinychat.engine.gguf import GGUF
 from tinychat.engine.plan import build_plan
 from tinychat.errors import TinychatError
 from tinychat.kernels import sampling
-from tinychat.kernels.cpu.executor import CPUExecutor, default_threads, load_library
+from tinychat.kernels.cpu.executor import CPUExecutor, default_threads
+from tinychat.kernels.cpu.library import Library
 from tinychat.kernels.ops import Sampling
 
 IDS = [290, 17, 204, 99, 3, 256, 258, 64, 131, 64, 17, 280, 5, 77, 31, 8, 120, 240, 19, 66, 201, 14, 9]
@@ -50,11 +51,12 @@ def relative(a: np.ndarray, b: np.ndarray) -> float:
 
 @pytest.mark.parametrize("kind", QUANTS, ids=lambda q: q.name)
 def test_packed_rows_decode_to_the_same_bits(kind: tiny.Q) -> None:
-    lib = load_library()
+    library = Library()
+    lib = library.lib
     block, _ = GGML_QUANT_SIZES[kind]
     rng, rows, cols = np.random.default_rng(3), 32, 3 * block if block > 1 else 37
     raw = random_blocks(rng, kind, rows * cols // block, 1.0).reshape(rows, -1)
-    context = lib.tc_alloc(lib.tc_sizeof(1))
+    context = lib.tc_alloc(library.context_bytes)
     lib.tc_open(context, 2)
     packed = lib.tc_alloc(lib.tc_group_bytes(kind, cols) * 2)
     lib.tc_pack(context, packed, raw.ctypes.data, kind, rows, cols, 1, rows)
@@ -114,8 +116,10 @@ def test_decode_is_forward(tmp_path: Path) -> None:
         ex.forward(IDS[:-1], 0)
         out, ids, pos = [], list(IDS), len(IDS) - 1
         for (token, logprob), _ in zip(ex.decode(IDS[-1], pos, GREEDY, IDS), range(8)):
+            rows = ex.forward([[IDS[-1], *out][-1]], pos + len(out), "last")
+            assert rows is not None
             out.append(token)
-            logits = ex.step_logits().astype(np.float64)
+            logits = rows[0].astype(np.float64)
             assert token == logits.argmax()
             assert logprob == pytest.approx(logits[token] - np.logaddexp.reduce(logits), abs=1e-5)
         for token in out:
@@ -184,13 +188,15 @@ def test_limits(tmp_path: Path) -> None:
             ex.forward([1], 0)
 
 
-def test_sampling_is_the_engines(tmp_path: Path) -> None:
+def tied(name: str, values: np.ndarray) -> np.ndarray:
+    """Tokens 2i and 2i+1 have equal logits."""
+    return np.repeat(values[: len(values) // 2 + 1], 2, 0)[: len(values)] if name == "output.weight" else values
+
+
+def test_decode_samples_as_the_reference(tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
-    with executor(tiny.write(tmp_path / "m.gguf", "llama")) as ex:
+    with executor(tiny.write(tmp_path / "m.gguf", "llama", edit=tied)) as ex:
         for i in range(400):
-            logits = (rng.standard_normal(tiny.VOCAB) * rng.choice([0.5, 2, 6])).astype(np.float32)
-            if i % 5 == 0:
-                logits = np.round(logits)  # ties
             s = Sampling(
                 temperature=float(rng.choice([0, 0.3, 1.0, 2.0])),
                 top_k=int(rng.choice([0, 1, 5, 40, 400])),
@@ -198,13 +204,34 @@ def test_sampling_is_the_engines(tmp_path: Path) -> None:
                 min_p=float(rng.choice([0, 0.05, 0.5])),
                 repeat_penalty=float(rng.choice([1.0, 1.3])),
                 repeat_last_n=8,
+                dry_multiplier=float(rng.choice([0, 0.8, 4])),
+                dry_base=float(rng.choice([1.0, 1.75])),
+                dry_allowed_length=int(rng.choice([0, 1, 2])),
+                dry_last_n=int(rng.choice([-1, 0, 20])),
+                dry_breakers=(3,),
                 seed=int(rng.integers(2**40)),
             )
-            recent = rng.integers(0, tiny.VOCAB, 12).tolist()
-            token, logprob = ex.sample(logits, i, s, recent)
-            want, want_logprob = sampling.sample(logits, s, i, recent)
-            assert token == want, (i, s)
-            assert logprob == pytest.approx(want_logprob, abs=1e-5)
+            pos, token = i % 60, int(rng.integers(0, tiny.VOCAB))
+            rows = ex.forward([token], pos, "last")
+            assert rows is not None
+            likely = np.argsort(rows[0])[-2:]  # among the tokens so far, so that the penalties decide
+            recent = [*rng.choice([1, 2, 3, *likely], 40).tolist(), token]
+            for got, logprob in ex.decode(token, pos, s, recent):
+                want, want_logprob = sampling.sample(rows[0], s, pos, recent)
+                assert got == want, (i, s)
+                assert logprob == pytest.approx(want_logprob, abs=1e-5)
+                break
+
+
+def test_penalties_follow_what_was_sampled(tmp_path: Path) -> None:
+    s = Sampling(temperature=0.0, repeat_penalty=1.2, repeat_last_n=5, dry_multiplier=2.0, dry_allowed_length=1)
+    with executor(tiny.write(tmp_path / "m.gguf", "llama")) as ex:
+        ex.forward(IDS[:-1], 0)
+        ids, pos = list(IDS), len(IDS) - 1
+        for (token, _), _ in zip(ex.decode(ids[-1], pos, s, ids), range(60)):
+            rows = ex.forward([ids[-1]], len(ids) - 1, "last")
+            assert rows is not None and token == sampling.sample(rows[0], s, len(ids) - 1, ids)[0]
+            ids.append(token)
 
 
 @pytest.mark.parametrize("variant", ["qwen3moe", "deepseek2_glm", "deepseek2_groups", "deepseek2_fused_experts"])

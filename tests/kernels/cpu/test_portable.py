@@ -18,7 +18,7 @@ from tests.support import tiny
 from tests.support.blocks import QUANTS, random_blocks
 from tests.support.forward64 import forward
 from tinychat.kernels.cpu import compiler
-from tinychat.kernels.cpu.executor import load_library
+from tinychat.kernels.cpu.library import Library
 
 HARNESS = Path(__file__).parent / "kernels.c"
 FLAGS = ("-O1", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
@@ -35,7 +35,7 @@ on_x86 = pytest.mark.skipif(compiler.platform.machine() != "x86_64", reason="x86
 @pytest.mark.parametrize(("march", "name"), [("haswell", "AVX2"), ("nehalem", "plain C")])
 def test_other_x86(march: str, name: str, tmp_path: Path) -> None:
     flags = (f"-march={march}",)
-    assert load_library(flags).tc_simd().decode() == name
+    assert Library(flags).simd == name
     for variant, quant in (
         ("llama", "Q4_1"),
         ("deepseek2_glm", "Q8_0"),

@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib.util
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from tinychat.errors import TinychatError
 from tinychat.kernels import ops
 from tinychat.kernels.cuda.launch import Launch
 from tinychat.kernels.cuda.layout import Layout, repack
-from tinychat.kernels.cuda.prefill import Prefill, padded
+from tinychat.kernels.cuda.prefill import Chip, Prefill, padded
 from tinychat.kernels.cuda.quants import FLOATS, packed_bytes
 from tinychat.kernels.cuda.selfcheck import COLS, ROWS, check_data, check_plan, relative_error
 from tinychat.kernels.cuda.state import Word, breaker_bits, state_words
@@ -99,6 +100,16 @@ def test_models_in_float(variant: str, tokens: int, tmp_path: Path) -> None:
         assert error(e.step(IDS[pos], pos)[0], want[pos]) < 1.5e-3
 
 
+def test_more_experts_than_lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """40 of 48 experts, chosen by 32 lanes."""
+    many = replace(tiny.VARIANTS["olmoe"], layers=1, moe=MoE(48, 40, 64))
+    monkeypatch.setitem(tiny.VARIANTS, "many", many)
+    path = tiny.write(tmp_path / "m.gguf", "many", "F16")
+    want, e = forward(path, IDS[:4]), emulated(path, 64)
+    assert error(e.prefill(IDS[:3], 0), want[:3]) < 2e-3
+    assert error(e.step(IDS[3], 3)[0], want[3]) < 1.5e-3
+
+
 def test_values_of_another_length_than_keys() -> None:
     """GQA, 4 heads over 2, keys of 32 values and values of 24: the cache and attention, as prefill and as steps."""
     heads, kv_heads, key, value, tokens = 4, 2, 32, 24, 9
@@ -116,7 +127,11 @@ def test_values_of_another_length_than_keys() -> None:
     plan = ops.Plan(ops.Embed(table), (ops.Layer(block, None),), ops.Head(gain, 0.0, table))
     b = Builder(plan, Layout(plan, {w.tensor: w.nbytes for w in plan.weights}), 64)
     steps = [launch for launch, _ in decode(b) if launch.name.startswith(("store_kv", "attention"))]
-    prompt = [x for x in Prefill(b, 16).layers() if x.name.startswith(("store_kv", "prompt_attention"))]
+    prompt = [
+        x
+        for x in Prefill(b, 16, Chip(False, 163 << 10)).layers()
+        if x.name.startswith(("store_kv", "prompt_attention"))
+    ]
     buffers = {name: aligned(size) for name, size in b.buffers.items()}
     buffers["tickets"][:] = 0
     for name in b.ropes.values():
@@ -234,24 +249,30 @@ def nvrtc() -> ctypes.CDLL | None:
     return ctypes.CDLL(str(found[0]))
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize(("variant", "quant"), [("deepseek2_glm", "Q4_K_M"), ("llama", "Q8_0")])
-def test_sources_compile_with_nvrtc(variant: str, quant: str, tmp_path: Path) -> None:
+def test_sources_compile_with_nvrtc(variant: str, quant: str, arch: str, tmp_path: Path) -> None:
     lib = nvrtc()
     if lib is None:
         pytest.skip("needs the wheel nvidia-cuda-nvrtc-cu12, which exists for Linux and Windows only")
     gguf = GGUF.open(tiny.write(tmp_path / "m.gguf", variant, quant))
-    e = Builder(
-        plan := build_plan(gguf, ModelConfig.from_gguf(gguf)),
-        Layout(plan, {n: t.nbytes for n, t in gguf.tensors.items()}),
-        64,
-    )
-    sources = {launch.name: launch.source() for launch in [*(x for x, _ in decode(e)), *Prefill(e).layers()]}
-    options = (ctypes.c_char_p * 2)(b"--gpu-architecture=sm_90", b"--minimal")
-    for name, source in sources.items():
+    plan = build_plan(gguf, ModelConfig.from_gguf(gguf))
+    layout = Layout(plan, {n: t.nbytes for n, t in gguf.tensors.items()})
+    b = Builder(plan, layout, 64)
+    chip = Chip(True, 227 << 10) if arch == "sm_90a" else Chip(False, 163 << 10)
+    launches = [launch for launch, _ in decode(b)]
+    launches += [launch for tokens in (16, 2048) for launch in Prefill(b, tokens, chip).layers()]
+    launches += [repack(t, t.blocks) for t in layout.tensors.values() if t.kind not in FLOATS]
+    options = (ctypes.c_char_p * 2)(f"--gpu-architecture={arch}".encode(), b"--minimal")
+
+    def compiles(launch: Launch) -> None:
         program = ctypes.c_void_p()
-        assert lib.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"x.cu", 0, None, None) == 0
+        assert lib.nvrtcCreateProgram(ctypes.byref(program), launch.source().encode(), b"x.cu", 0, None, None) == 0
         status = lib.nvrtcCompileProgram(program, 2, options)
         log = ctypes.create_string_buffer(20000)
         lib.nvrtcGetProgramLog(program, log)
-        assert status == 0, f"{name}: {log.value.decode()[:2000]}"
+        assert status == 0, f"{launch.name}: {log.value.decode()[:2000]}"
         lib.nvrtcDestroyProgram(ctypes.byref(program))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(compiles, {launch.source(): launch for launch in launches}.values()))

@@ -1,6 +1,6 @@
-// A pool of threads that sleep between calls and run lists of phases cut into tasks, one phase after the other. Nobody is waited
-// for but who holds a task: each thread has its own range of every phase and takes from the others' when that is done, so a thread
-// that the system has put aside for another program costs its share, not its time slice at every end of a phase.
+// A pool of threads that sleep between calls. A call is a list of phases, run one after the other; a phase is cut into tasks.
+// Each thread has its own range of a phase's tasks and takes tasks of the other ranges when its own is empty. A phase therefore
+// ends when its last task ends: a thread that the system has descheduled delays it only while it holds a task.
 #pragma once
 #include <pthread.h>
 #include <sched.h>
@@ -92,7 +92,7 @@ static void publish_(Pool *p, int phase) {
   }
 }
 
-// Counts one task as done; who does the last one publishes the next phase (whose publication counts as a task too).
+// Counts one task as done. The thread that ends the last one publishes the next phase; publishing counts as a task too.
 static void finish_task_(Pool *p, int phase) {
   while (atomic_fetch_sub_explicit(&p->remaining, 1, memory_order_acq_rel) == 1) {
     publish_(p, ++phase);

@@ -56,7 +56,7 @@ typedef struct {  // per thread
   int32_t *groups; // choose: [2][groups of experts]
   int32_t *pairs;  // of a batch: [batch * (top_k + 1)]
   float **targets; // of a batch: [batch]
-  uint64_t stopped;  // when the last task ended, if there are clocks
+  uint64_t stopped;  // while profiled: when the last task ended
   int last_op;
 } Scratch;
 
@@ -302,7 +302,7 @@ static void divide(float *dst, const float *src, float by, int n) {
 
 enum { MAX_GROUP = 1024 };  // query heads of one kv head; executor.py refuses more
 
-// One token: tasks are (kv head, part of its query heads, chunk); who finishes a part's last chunk merges the chunks in order.
+// One token: tasks are (kv head, part of its query heads, chunk); the thread that finishes a part's last chunk merges all in order.
 static int attention_tasks(const Ctx *c, const Op *op, int *per) {
   int group = op->heads / op->kv_heads, chunks = c->pos / CHUNK + 1, parts = 1;
   while (op->kv_heads * parts * chunks < 2 * c->pool.threads && parts < group) parts++;
@@ -327,7 +327,7 @@ static void attention_one(Ctx *c, const Op *op, int id, int task) {
     put_query(s->attn_q, stride, m, q, op);
     limit[m] = MIN_(CHUNK, c->pos + 1 - chunk * CHUNK);
   }
-  if (op->tag == ATTENTION && chunk == chunks - 1) store_kv(c, op, kv, 0, s->merged);  // the same bytes from each part
+  if (op->tag == ATTENTION && chunk == chunks - 1) store_kv(c, op, kv, 0, s->merged);  // each part writes the same bytes
   Cache cache = cache_at(c, op, kv, chunk * CHUNK);
   attend(&cache, s->attn_q, stride, count, limit, s->attn_s, high, sum, s->attn_out);
   for (int m = 0; m < count; m++) {
@@ -714,7 +714,7 @@ static int phase_tasks(void *arg, int phase) {
   return c->pool.threads;
 }
 
-// Counts evenly and costs next to nothing to read; run_tokens makes nanoseconds of it.
+// A counter of constant frequency that is read in a few cycles; run_tokens converts it to nanoseconds.
 static inline uint64_t counter(void) {
 #if defined(__x86_64__)
   return __builtin_ia32_rdtsc();
@@ -732,7 +732,7 @@ static void phase_task(void *arg, int phase, int task, int tasks, int id) {
   Ctx *c = arg;
   Scratch *s = &c->scratch[id];
   int op = phase < c->n_phases ? c->phases[phase].op : -1;
-  uint64_t start = !c->ticks ? 0 : op >= 0 && s->last_op == op ? s->stopped : counter();  // nobody waits within an op
+  uint64_t start = !c->ticks ? 0 : op >= 0 && s->last_op == op ? s->stopped : counter();  // a thread does not wait within an op
   if (op >= 0) {
     run_op(c, &c->ops[op], (Part){id, c->phases[phase].stage, task, tasks});
   } else {

@@ -1,10 +1,11 @@
-// MLA, decode, in one kernel: q_nope through each head's W_k_b, the rotated part of q behind it, and the cache row of this token.
+// MLA, decode, in one kernel: q_nope through each head's W_k_b, the rotated part of q behind it, and the cache row of
+// this token.
 #include "latent.cuh"
 #include "matvec.cuh"
 
 struct Args {
   const float *q = nullptr;  // (heads, nope + rope_dims)
-  u16 *queries = nullptr;  // (heads, kv_lora + rope_dims)
+  u16 *queries = nullptr;    // (heads, kv_lora + rope_dims)
   u16 *cache = nullptr;
   const float *kv = nullptr;
   const float *kv_gain = nullptr;
@@ -19,8 +20,8 @@ DEVICE void run(const Args &a) {
   constexpr int PRODUCTS = HEAD_BLOCKS * HEADS, ROTATIONS = (HEADS + 7) / 8;  // blocks; one more for the cache row
   if (b < PRODUCTS) {
     const int g = b / HEAD_BLOCKS;
-    linear<Weight, Spread, false, QUANTISED, FLOATING>(a.w, g, b % HEAD_BLOCKS, Plain{a.q + g * (NOPE + ROPE_DIMS)}, nullptr, 0.f, sh,
-                                                       PutHalf{a.queries + g * (KV_LORA + ROPE_DIMS), QUERY_SCALE});
+    linear<Weight, Spread, false, QUANTISED, FLOATING>(a.w, g, b % HEAD_BLOCKS, Plain{a.q + g * (NOPE + ROPE_DIMS)},
+        nullptr, 0.f, sh, PutHalf{a.queries + g * (KV_LORA + ROPE_DIMS), QUERY_SCALE});
     return;
   }
   grid_wait();

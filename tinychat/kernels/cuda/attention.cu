@@ -1,8 +1,8 @@
-// Decode: flash attention on tensor cores. A block takes 16 * ROW_TILES heads of one kv head's group and one split of the
-// keys, CHUNK_KEYS keys at a time, double-buffered. Latent: V is the head of K's row, so each cache row is read once for
-// all heads. 16 warps: S tiles over (rows, keys, parts of the key's values), softmax by rows, then O tiles over columns.
-// Results: finished where a single split has work (GQA); else partial, which the last block of a kv head combines (GQA)
-// or the next kernel (latent; value_up.cu).
+// Decode: flash attention on tensor cores. A block takes 16 * ROW_TILES heads of one kv head's group and one split of
+// the keys, CHUNK_KEYS keys at a time, double-buffered. Latent: V is the head of K's row, so each cache row is read
+// once for all heads. 16 warps: S tiles over (rows, keys, parts of the key's values), softmax by rows, then O tiles
+// over columns. Results: finished where a single split has work (GQA); else partial, which the last block of a kv head
+// combines (GQA) or the next kernel (latent; value_up.cu).
 
 struct Args {
   u16 *partial = nullptr;  // (splits, heads, value_dim): each split's result, where it is not finished

@@ -1,11 +1,11 @@
-// Sampling, a block per stretch of logits: the penalties, the maximum and sum of the raw logits, and the candidates: all logits that
-// reach the stretch's top_k-th largest.
+// Sampling, a block per stretch of logits: the penalties, the maximum and sum of the raw logits, and the candidates:
+// all logits that reach the stretch's top_k-th largest.
 #include "sample.cuh"
 
 struct Args {
   Candidate *list = nullptr;  // (stretches, CANDIDATES)
-  int *counts = nullptr;  // of candidates
-  F2 *parts = nullptr;  // maximum and sum of exp of each stretch's raw logits
+  int *counts = nullptr;      // of candidates
+  F2 *parts = nullptr;        // maximum and sum of exp of each stretch's raw logits
   float *adjusted = nullptr;  // logits with penalties, where no lists are made
   const float *logits = nullptr;
   const int *history = nullptr;

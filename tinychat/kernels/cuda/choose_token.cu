@@ -1,4 +1,5 @@
-// Sampling, one block: the next token from the candidates or from all logits, its log-probability, and the next position.
+// Sampling, one block: the next token from the candidates or from all logits, its log-probability, and the next
+// position.
 #include "sample.cuh"
 
 struct Args {
@@ -47,7 +48,8 @@ DEVICE void run(const Args &a) {
   __shared__ float kept[KEPT];
   __shared__ int kept_id[KEPT], n_kept;
   const int k = wanted(a.state), tid = threadIdx.x, pos = a.state[POS];
-  const float temperature = unbits(a.state[TEMPERATURE]), top_p = unbits(a.state[TOP_P]), min_p = unbits(a.state[MIN_P]);
+  const float temperature = unbits(a.state[TEMPERATURE]), top_p = unbits(a.state[TOP_P]),
+              min_p = unbits(a.state[MIN_P]);
   const u64 seed = (u32)a.state[SEED_LO] | (u64)(u32)a.state[SEED_HI] << 32;
   if (tid == 0) n_kept = 0;
   grid_wait();

@@ -367,6 +367,22 @@ class AddExperts(Constants):
 
 
 @dataclass(frozen=True)
+class Repack(Constants):
+    """repack.cu"""
+
+    type: GGMLQuantizationType
+    file_bytes: int  # of a block in the file
+
+
+@dataclass(frozen=True)
+class Transpose(Constants):
+    """transpose.cu"""
+
+    weight: Matrix
+    total: int  # values
+
+
+@dataclass(frozen=True)
 class Sample(Constants):
     """candidates.cu, choose_token.cu"""
 

@@ -40,6 +40,7 @@ class GPU:
             raise unusable(e) from e
         if int(self.dev.arch[3:]) < 80:
             raise TinychatError(f"the CUDA kernels need compute capability 8.0 or newer, this GPU has {self.dev.arch}")
+        self.overlaps = int(self.dev.arch[3:]) >= 90  # kernels may start while the one before still runs
         self.target = self.dev.renderer.target
         self.buffers: dict[str, Buffer] = {}
         self._binaries: dict[str, bytes] = {}
@@ -193,7 +194,7 @@ class GPU:
         """A function that enqueues the launches one by one, outside any graph, for a number of tokens and of cache
         rows; `names` replaces buffers."""
         self.compile(launches)
-        enqueue = enqueuer([self._call(x, names or {}) for x in launches])
+        enqueue = enqueuer([self._call(x, names or {}) for x in launches], self.overlaps)
 
         def within(count: int = 1, keys: int = 1) -> None:
             self._check(self.cuda.cuCtxSetCurrent(self.dev.context))
@@ -216,7 +217,7 @@ class GPU:
         with programmatic edges (graph.py)."""
         self.compile(launches)
         self._check(self.cuda.cuCtxSetCurrent(self.dev.context))
-        return Graph([self._call(x, {}) for x in launches], chained, count, keys)
+        return Graph([self._call(x, {}) for x in launches], chained and self.overlaps, count, keys)
 
     def close(self) -> None:
         """Frees buffers and page-locked memory."""

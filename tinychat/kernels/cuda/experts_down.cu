@@ -1,5 +1,6 @@
-// Decode: x += OUT_SCALE * (sum over the chosen experts of weight * (down @ its part of src) + the shared expert's down @ its part). A warp
-// per row. Chooses the experts again, so that their weights are on the way while experts_up still runs.
+// Decode: x += OUT_SCALE * (sum over the chosen experts of weight * (down @ its part of src) + the shared expert's down
+// @ its part). A warp per row. Chooses the experts again, so that their weights are on the way while experts_up still
+// runs.
 #include "matvec.cuh"
 #include "routing.cuh"
 
@@ -15,9 +16,11 @@ struct Args {
   const u8 *shared = nullptr;
 };
 
-// The part of the row that this warp has of all chosen experts: sum of weight * (down[e] @ part e), a lane's share of it.
+// The part of the row that this warp has of all chosen experts: sum of weight * (down[e] @ part e), a lane's share of
+// it.
 template <class W, int TOP> struct Experts {
-  static constexpr int T = W::TYPE, FF = W::COLS, ROWS = W::ROWS, KB = FF / block_of(T), ALL = KB * TOP, NI = (ALL + 31) / 32, D = NI < 8 ? NI : 8;
+  static constexpr int T = W::TYPE, FF = W::COLS, ROWS = W::ROWS, KB = FF / block_of(T), ALL = KB * TOP,
+                       NI = (ALL + 31) / 32, D = NI < 8 ? NI : 8;
   Block<T> f[D];
   DEVICE void issue(const u8 *w, const int *ids, int row, int i) {
     const int j = i * 32 + threadIdx.x % 32;
@@ -43,7 +46,8 @@ template <class W, int TOP> struct Experts {
 };
 
 DEVICE void run(const Args &a) {
-  constexpr int TOP = Choice::CHOSEN, FF = Weight::COLS, ROWS = Weight::ROWS, SHARED_FF = SharedDown::COLS, SIZE = TOP * FF + SHARED_FF;
+  constexpr int TOP = Choice::CHOSEN, FF = Weight::COLS, ROWS = Weight::ROWS, SHARED_FF = SharedDown::COLS,
+                SIZE = TOP * FF + SHARED_FF;
   const Shared sh = staging<SIZE, QUANTISED, false>(a.src);
   __shared__ int ids[TOP];
   __shared__ float weights[TOP];

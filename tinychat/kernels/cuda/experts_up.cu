@@ -1,5 +1,6 @@
-// Decode: silu(gate) * up of every chosen expert, behind one another in dst, then of the shared expert. Every block chooses the experts
-// for itself. The kernel behind may start when this one's blocks have seen the router's logits: it reads them before its grid_wait().
+// Decode: silu(gate) * up of every chosen expert, behind one another in dst, then of the shared expert. Every block
+// chooses the experts for itself. The kernel behind may start when this one's blocks have seen the router's logits: it
+// reads them before its grid_wait().
 #include "gated.cuh"
 #include "routing.cuh"
 
@@ -32,10 +33,10 @@ DEVICE void run(const Args &a) {
     stage.load(Plain{a.x});
     if (threadIdx.x < 32) choose<Choice>(a.router, a.selection_bias, ids, weights);
     __syncthreads();
-    gated<Gate, Up, Spread, true>(a.gate, a.up, ids[slot], b % EXPERT_BLOCKS, stage, a.x, sh,
-                                  results<OUT_QUANTISED, SIZE>(a, values, slot * FF));
+    gated<Gate, Up, Spread, true>(
+        a.gate, a.up, ids[slot], b % EXPERT_BLOCKS, stage, a.x, sh, results<OUT_QUANTISED, SIZE>(a, values, slot * FF));
   } else if constexpr (SharedGate::ROWS > 0) {
-    gated<SharedGate, SharedUp, SharedSpread, false>(a.shared_gate, a.shared_up, 0, b - ROUTED, stage, a.x, sh,
-                                                     results<OUT_QUANTISED, SIZE>(a, values, TOP * FF));
+    gated<SharedGate, SharedUp, SharedSpread, false>(
+        a.shared_gate, a.shared_up, 0, b - ROUTED, stage, a.x, sh, results<OUT_QUANTISED, SIZE>(a, values, TOP * FF));
   }
 }

@@ -17,5 +17,6 @@ DEVICE void run(const Args &a) {
   __shared__ float values[32];
   Stage<COLS, true, QUANTISED, FLOATING> stage;
   stage.prefetch(a.gain);
-  gated<Gate, Up, Spread, false>(a.gate, a.up, 0, blockIdx.x, stage, a.x, sh, results<OUT_QUANTISED, Gate::ROWS>(a, values, 0));
+  gated<Gate, Up, Spread, false>(
+      a.gate, a.up, 0, blockIdx.x, stage, a.x, sh, results<OUT_QUANTISED, Gate::ROWS>(a, values, 0));
 }

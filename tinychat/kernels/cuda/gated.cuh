@@ -1,11 +1,12 @@
 // silu(gate) * up of one token's normed activations. Constants: COLS, EPS, QUANTISED, FLOATING.
 #include "matvec.cuh"
 
-// By block b of those of one matrix: put(row, value) for its rows in matrix `group` of G (gate) and U (up), spread as S. LATE: the
-// weights to read are known only after the wait, so the caller waits and loads the activations; else they come after the weights.
+// By block b of those of one matrix: put(row, value) for its rows in matrix `group` of G (gate) and U (up), spread as
+// S. LATE: the weights to read are known only after the wait, so the caller waits and loads the activations; else they
+// come after the weights.
 template <class G, class U, class S, bool LATE, class Epilogue>
-DEVICE void gated(const u8 *wg, const u8 *wu, int group, int b, Stage<COLS, true, QUANTISED, FLOATING> &stage, const float *src,
-                  Shared sh, const Epilogue &put) {
+DEVICE void gated(const u8 *wg, const u8 *wu, int group, int b, Stage<COLS, true, QUANTISED, FLOATING> &stage,
+    const float *src, Shared sh, const Epilogue &put) {
   constexpr int K = COLS, ROWS = G::ROWS, LPR = S::LANES, R = S::ROWS_PER_LANE;
   Dot<G::TYPE, K, LPR, 1, R, S::DEPTH> gate;
   Dot<U::TYPE, K, LPR, 1, R, S::DEPTH> up;
@@ -35,4 +36,3 @@ DEVICE void gated(const u8 *wg, const u8 *wu, int group, int b, Stage<COLS, true
       if (unit + r * N < ROWS) put(unit + r * N, silu(gate.acc[r] * norm) * (up.acc[r] * norm));
   put.finish(b * WARPS * R * N);
 }
-

@@ -69,13 +69,13 @@ class Call:
         return (ctypes.c_void_p * len(self.addresses))(*range(start, start + 8 * len(self.addresses), 8)), values
 
 
-def enqueuer(calls: Sequence[Call]) -> Callable[[int, int], None]:
+def enqueuer(calls: Sequence[Call], chained: bool = True) -> Callable[[int, int], None]:
     """A function that enqueues the calls one by one, for a number of tokens and of cache rows."""
     driver = ctypes.CDLL("libcuda.so.1")
     attribute = _Attribute(id=_PROGRAMMATIC_SERIALIZATION, value=1)
     made = []
     for call in calls:
-        config = _Config((0, 0, 0), (call.threads, 1, 1), call.shared, None, ctypes.pointer(attribute), 1)
+        config = _Config((0, 0, 0), (call.threads, 1, 1), call.shared, None, ctypes.pointer(attribute), int(chained))
         parameters, values = call.parameters()
         made.append((config, ctypes.byref(config), call.function, parameters, call.grid, values))
     launch = driver.cuLaunchKernelEx

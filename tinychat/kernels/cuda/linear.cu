@@ -1,4 +1,5 @@
-// Decode: up to three matrices over one input, normed or not: dst = weight @ input (+ bias), or dst += OUT_SCALE * that.
+// Decode: up to three matrices over one input, normed or not: dst = weight @ input (+ bias), or dst += OUT_SCALE *
+// that.
 #include "matvec.cuh"
 
 struct Args {
@@ -24,8 +25,8 @@ template <int I, class P, class... Rest> DEVICE void parts(const Args &a, const 
   const int b = (int)blockIdx.x - P::GRID_FIRST;
   if (b >= 0 && b < P::GRID_BLOCKS) {
     const auto input = activations<IN_QUANTISED>(a, LAST_TOKEN ? (u64)(a.state[COUNT] - 1) * COLS : 0);
-    linear<typename P::Weight, typename P::Spread, NORMED, QUANTISED, STAGE_FLOATS>(a.w[I], 0, b, input, a.gain, EPS, sh,
-        put<ADD>(a.dst[I], a.bias[I]));
+    linear<typename P::Weight, typename P::Spread, NORMED, QUANTISED, STAGE_FLOATS>(
+        a.w[I], 0, b, input, a.gain, EPS, sh, put<ADD>(a.dst[I], a.bias[I]));
   }
   if constexpr (sizeof...(Rest) > 0) parts<I + 1>(a, sh, List<Rest...>{});
 }

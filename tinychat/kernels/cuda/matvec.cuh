@@ -1,11 +1,15 @@
-// Weights times the activations of one token: what all mat-vec kernels of a decode step share. LANES lanes and SPLIT warps share a
-// row, ROWS_PER_LANE rows per lane are in flight, DEPTH blocks of each (struct Spread, from Python). The first loads of weights go
-// out before grid_wait(), so they overlap the kernel before. Every block stages the activations for itself, in int8 per 32 values:
-// cheaper than another launch.
+// Weights times the activations of one token: what all mat-vec kernels of a decode step share. LANES lanes and SPLIT
+// warps share a row, ROWS_PER_LANE rows per lane are in flight, DEPTH blocks of each (struct Spread, from Python). The
+// first loads of weights go out before grid_wait(), so they overlap the kernel before. Every block stages the
+// activations for itself, in int8 per 32 values: cheaper than another launch.
 
 constexpr int WARPS = THREADS / 32;
 
-struct Shared { V4 *q; Scale *s; float *f, *red; };  // int8 codes (two planes of K / 32), their scales; floats; reductions
+struct Shared {
+  V4 *q;
+  Scale *s;
+  float *f, *red;
+};  // int8 codes (two planes of K / 32), their scales; floats; reductions
 
 DEVICE F4 load4(const float *p) { return *(const F4 *)p; }
 struct Plain {  // activations from a buffer
@@ -13,8 +17,11 @@ struct Plain {  // activations from a buffer
   DEVICE F4 operator()(int i) const { return load4(src + i); }
   DEVICE void prepare() const {}
 };
-struct Quantised { const V4 *q; const Scale *s; DEVICE void prepare() const {} };  // already as `Shared` holds them
-
+struct Quantised {
+  const V4 *q;
+  const Scale *s;
+  DEVICE void prepare() const {}
+};  // already as `Shared` holds them
 
 // The block's shared memory for activations of K values. Floats are read at `direct` where they need no staging.
 template <int K, bool QUANT, bool STAGE_FLOATS> DEVICE Shared staging(const float *direct) {
@@ -25,8 +32,9 @@ template <int K, bool QUANT, bool STAGE_FLOATS> DEVICE Shared staging(const floa
   return Shared{q, s, STAGE_FLOATS ? (float *)f : (float *)direct, red};
 }
 
-// K activations of one token into shared memory, as int8 blocks if QUANT and as floats if FLOAT. NORM: times the gain only; what
-// the rest of RMSNorm multiplies by, norm() gives after finish(), so that nothing waits for the sum of squares.
+// K activations of one token into shared memory, as int8 blocks if QUANT and as floats if FLOAT. NORM: times the gain
+// only; what the rest of RMSNorm multiplies by, norm() gives after finish(), so that nothing waits for the sum of
+// squares.
 template <int K, bool NORM, bool QUANT, bool FLOAT> struct Stage {
   static constexpr int N = K / 4, V = (N + THREADS - 1) / THREADS, B = 8;
   F4 gain[NORM ? V : 1], x[NORM ? V : 1];
@@ -35,7 +43,10 @@ template <int K, bool NORM, bool QUANT, bool FLOAT> struct Stage {
 #pragma unroll
       for (int i = 0; i < V; i++) {
         const int at = threadIdx.x + i * THREADS;
-        if (at < N) { V4 v = ldc16(g + 4 * at); gain[i] = F4{unbits(v.x), unbits(v.y), unbits(v.z), unbits(v.w)}; }
+        if (at < N) {
+          V4 v = ldc16(g + 4 * at);
+          gain[i] = F4{unbits(v.x), unbits(v.y), unbits(v.z), unbits(v.w)};
+        }
       }
   }
   template <class Load> DEVICE void load(const Load &src) {
@@ -58,13 +69,17 @@ template <int K, bool NORM, bool QUANT, bool FLOAT> struct Stage {
     V4 q[VQ];
     Scale s[VS];
 #pragma unroll
-    for (int i = 0; i < VQ; i++) if (threadIdx.x + i * THREADS < Q) q[i] = src.q[threadIdx.x + i * THREADS];
+    for (int i = 0; i < VQ; i++)
+      if (threadIdx.x + i * THREADS < Q) q[i] = src.q[threadIdx.x + i * THREADS];
 #pragma unroll
-    for (int i = 0; i < VS; i++) if (threadIdx.x + i * THREADS < S) s[i] = src.s[threadIdx.x + i * THREADS];
+    for (int i = 0; i < VS; i++)
+      if (threadIdx.x + i * THREADS < S) s[i] = src.s[threadIdx.x + i * THREADS];
 #pragma unroll
-    for (int i = 0; i < VQ; i++) if (threadIdx.x + i * THREADS < Q) sh.q[threadIdx.x + i * THREADS] = q[i];
+    for (int i = 0; i < VQ; i++)
+      if (threadIdx.x + i * THREADS < Q) sh.q[threadIdx.x + i * THREADS] = q[i];
 #pragma unroll
-    for (int i = 0; i < VS; i++) if (threadIdx.x + i * THREADS < S) sh.s[threadIdx.x + i * THREADS] = s[i];
+    for (int i = 0; i < VS; i++)
+      if (threadIdx.x + i * THREADS < S) sh.s[threadIdx.x + i * THREADS] = s[i];
     __syncthreads();
   }
   template <class Load> DEVICE void finish(const Load &src, const Shared &sh) {
@@ -75,7 +90,8 @@ template <int K, bool NORM, bool QUANT, bool FLOAT> struct Stage {
       const int at = threadIdx.x + i * THREADS;
       if (!NORM && (QUANT || FLOAT) && i % B == 0)  // several loads before the first use
 #pragma unroll
-        for (int j = i; j < i + B && j < V; j++) loaded[j % B] = threadIdx.x + j * THREADS < N ? src(4 * (threadIdx.x + j * THREADS)) : F4{0, 0, 0, 0};
+        for (int j = i; j < i + B && j < V; j++)
+          loaded[j % B] = threadIdx.x + j * THREADS < N ? src(4 * (threadIdx.x + j * THREADS)) : F4{0, 0, 0, 0};
       F4 v;
       if (NORM) {
         ss += x[i].x * x[i].x + x[i].y * x[i].y + x[i].z * x[i].z + x[i].w * x[i].w;
@@ -88,13 +104,15 @@ template <int K, bool NORM, bool QUANT, bool FLOAT> struct Stage {
         amax = fmaxf(amax, shfl_xor(amax, 2));
         amax = fmaxf(amax, shfl_xor(amax, 4));
         const float inv = amax > 0 ? 127.f / amax : 0;
-        const int a = round_int(v.x * inv), b = round_int(v.y * inv), c = round_int(v.z * inv), d = round_int(v.w * inv);
+        const int a = round_int(v.x * inv), b = round_int(v.y * inv), c = round_int(v.z * inv),
+                  d = round_int(v.w * inv);
         int sum = at < N ? a + b + c + d : 0;
         sum += shfl_xor(sum, 1);
         sum += shfl_xor(sum, 2);
         const int other = shfl_xor(sum, 4), w = at & 7, block = at >> 3;
         if (at < N) {
-          ((u32 *)sh.q)[((w >> 2) * (K / 32) + block) * 4 + (w & 3)] = (a & 255) | (b & 255) << 8 | (c & 255) << 16 | (u32)d << 24;
+          ((u32 *)sh.q)[((w >> 2) * (K / 32) + block) * 4 + (w & 3)] =
+              (a & 255) | (b & 255) << 8 | (c & 255) << 16 | (u32)d << 24;
           if (w == 0) sh.s[block] = Scale{amax / 127.f, (sum & 0xFFFF) | other << 16};
         }
       }
@@ -107,14 +125,21 @@ template <int K, bool NORM, bool QUANT, bool FLOAT> struct Stage {
   }
 };
 
-// R * 32 / LPR rows of one warp (KS warps share them, each every KS-th stretch of 32 blocks), DEPTH blocks per row in flight.
+// R * 32 / LPR rows of one warp (KS warps share them, each every KS-th stretch of 32 blocks), DEPTH blocks per row in
+// flight.
 template <int T, int K, int LPR, int KS, int R, int DEPTH> struct Dot {
-  static constexpr int KB = K / block_of(T), STEP = LPR * KS, NI = (KB + STEP - 1) / STEP, G = 32 / LPR, D = DEPTH < NI ? DEPTH : NI;
+  static constexpr int KB = K / block_of(T), STEP = LPR * KS, NI = (KB + STEP - 1) / STEP, G = 32 / LPR,
+                       D = DEPTH < NI ? DEPTH : NI;
   Block<T> f[D][R];
   float acc[R];
-  const u8 *w; u64 blocks; u64 row[R];
+  const u8 *w;
+  u64 blocks;
+  u64 row[R];
   static DEVICE int lane() { return threadIdx.x % LPR + (threadIdx.x / 32) % KS * LPR; }
-  DEVICE void point(const u8 *weights, u64 total_blocks) { w = weights; blocks = total_blocks; }
+  DEVICE void point(const u8 *weights, u64 total_blocks) {
+    w = weights;
+    blocks = total_blocks;
+  }
   DEVICE void issue(int i) {
     const int j = i * STEP + lane();
     if (KB % STEP == 0 || j < KB)
@@ -145,7 +170,10 @@ template <int T, int K, int LPR, int KS, int R, int DEPTH> struct Dot {
   DEVICE void run(const Shared &sh, int staged_blocks, int first = 0) {  // from staged value `first` on
     plane = staged_blocks;
 #pragma unroll
-    for (int i = 0; i < NI; i++) { use(i, sh, first); if (i + D < NI) issue(i + D); }
+    for (int i = 0; i < NI; i++) {
+      use(i, sh, first);
+      if (i + D < NI) issue(i + D);
+    }
 #pragma unroll
     for (int r = 0; r < R; r++)
 #pragma unroll
@@ -188,9 +216,13 @@ struct PutHalf {  // queries
   DEVICE void operator()(int row, float v) const { dst[row] = float_to_half(v * scale); }
   DEVICE void finish(int) const {}
 };
-// As int8 blocks for the next kernel (`Quantised`): a thread block makes exactly 32 rows, one block of the `blocks` there; `first` is that of row 0.
+// As int8 blocks for the next kernel (`Quantised`): a thread block makes exactly 32 rows, one block of the `blocks`
+// there; `first` is that of row 0.
 struct PutQuantised {
-  float *values; u32 *q; Scale *s; int blocks, first;
+  float *values;
+  u32 *q;
+  Scale *s;
+  int blocks, first;
   DEVICE void operator()(int row, float v) const { values[row % 32] = v; }
   DEVICE void finish(int row) const {
     __syncthreads();
@@ -209,7 +241,8 @@ struct PutQuantised {
   }
 };
 
-// By block b of those of one matrix: put(row, value) for each of its rows in W's matrix g. LOAD gives the activations, of W::COLS values.
+// By block b of those of one matrix: put(row, value) for each of its rows in W's matrix g. LOAD gives the activations,
+// of W::COLS values.
 template <class W, class S, bool NORM, bool QUANT, bool FLOAT, class Load, class Epilogue>
 DEVICE void linear(const u8 *w, int g, int b, Load src, const float *gain, float eps, Shared sh, const Epilogue &put) {
   constexpr int K = W::COLS, ROWS = W::ROWS, LPR = S::LANES, KS = S::SPLIT, R = S::ROWS_PER_LANE;
@@ -217,7 +250,10 @@ DEVICE void linear(const u8 *w, int g, int b, Load src, const float *gain, float
   constexpr int G = 32 / LPR;
   const int unit = (b * (WARPS / KS) + threadIdx.x / 32 / KS) * R * G + threadIdx.x % 32 / LPR;
 #pragma unroll
-  for (int r = 0; r < R; r++) { const int row = unit + r * G; dot.row[r] = W::START + (u64)g * W::STRIDE + (row < ROWS ? row : ROWS - 1); }
+  for (int r = 0; r < R; r++) {
+    const int row = unit + r * G;
+    dot.row[r] = W::START + (u64)g * W::STRIDE + (row < ROWS ? row : ROWS - 1);
+  }
   dot.point(w, W::BLOCKS);
   dot.prefetch();
   Stage<K, NORM, QUANT, FLOAT> stage;

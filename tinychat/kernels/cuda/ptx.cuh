@@ -25,10 +25,12 @@ struct alignas(8) F2 {
 // Programmatic dependent launch: a kernel's blocks may run before the kernel in front has finished, and load their
 // weights until grid_wait(), which returns when that one has finished and its writes are visible. From then on the
 // kernel behind may start (launching earlier lets several kernels queue up on the multiprocessors, and measured
-// slower). Without it: no-ops.
+// slower). Nothing before compute capability 9.0.
 DEVICE void grid_wait() {
+#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
+#endif
 }
 
 // Loads of constant data (weights): volatile, so that they stay where they are written, before grid_wait().
@@ -143,8 +145,11 @@ DEVICE V2 ldmatrix2_trans(const void *p) {
   return v;
 }
 DEVICE V4 ldmatrix4_trans(const void *p) {
-  V4 v; u32 s = (u32)__cvta_generic_to_shared(p);
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(s));
+  V4 v;
+  u32 s = (u32)__cvta_generic_to_shared(p);
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+      : "r"(s));
   return v;
 }
 
@@ -165,10 +170,11 @@ DEVICE void mma_s8_k16(int (&d)[4], u32 a0, u32 a1, u32 b0) {
       : "r"(a0), "r"(a1), "r"(b0));
 }
 
-// Hopper: a warpgroup (4 warps) multiplies its 64 rows at once, d (64xN) += a (64x16) * b (16xN), in the background. d and a lie in the warps
-// as those of mma_f16 do, warp i having rows 16 * i and on. b, and a where it is not in registers, are `tile`s in shared memory: rows of 128
-// bytes from a multiple of 1024 bytes on, whose 16-byte vector c stands at c ^ (row % 8). Rows are b's columns (a's rows), or, for `trans`,
-// its 16 rows. The other threads' writes to a tile must be behind fence_tiles() and a barrier.
+// Hopper: a warpgroup (4 warps) multiplies its 64 rows at once, d (64xN) += a (64x16) * b (16xN), in the background. d
+// and a lie in the warps as those of mma_f16 do, warp i having rows 16 * i and on. b, and a where it is not in
+// registers, are `tile`s in shared memory: rows of 128 bytes from a multiple of 1024 bytes on, whose 16-byte vector c
+// stands at c ^ (row % 8). Rows are b's columns (a's rows), or, for `trans`, its 16 rows. The other threads' writes to
+// a tile must be behind fence_tiles() and a barrier.
 DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 DEVICE u64 tile_at(const void *p) {  // 1 << 62: this order; 64 << 32, 64 << 16: 1024 bytes from 8 rows to the next
   return (u64)1 << 62 | (u64)64 << 32 | (u64)64 << 16 | (shared_address(p) & 0x3FFFF) >> 4;
@@ -176,52 +182,59 @@ DEVICE u64 tile_at(const void *p) {  // 1 << 62: this order; 64 << 32, 64 << 16:
 DEVICE void fence_tiles() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEVICE void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
+template <int PENDING> DEVICE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
 #define WGMMA_SUMS(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 DEVICE void wgmma(float (&d)[4][4], const u32 (&a)[4], u64 b) {
-  asm volatile("{ .reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {"
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-               "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0; }"
+  asm volatile(
+      "{ .reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+      "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0; }"
       : WGMMA_SUMS(0), WGMMA_SUMS(1), WGMMA_SUMS(2), WGMMA_SUMS(3)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 DEVICE void wgmma(float (&d)[8][4], const u32 (&a)[4], u64 b) {
-  asm volatile("{ .reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-               "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
+  asm volatile(
+      "{ .reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+      "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
       : WGMMA_SUMS(0), WGMMA_SUMS(1), WGMMA_SUMS(2), WGMMA_SUMS(3), WGMMA_SUMS(4), WGMMA_SUMS(5), WGMMA_SUMS(6),
-        WGMMA_SUMS(7)
+      WGMMA_SUMS(7)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 DEVICE void wgmma(float (&d)[16][4], const u32 (&a)[4], u64 b) {
-  asm volatile("{ .reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-               "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-               "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-               "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0; }"
+  asm volatile(
+      "{ .reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+      "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0; }"
       : WGMMA_SUMS(0), WGMMA_SUMS(1), WGMMA_SUMS(2), WGMMA_SUMS(3), WGMMA_SUMS(4), WGMMA_SUMS(5), WGMMA_SUMS(6),
-        WGMMA_SUMS(7), WGMMA_SUMS(8), WGMMA_SUMS(9), WGMMA_SUMS(10), WGMMA_SUMS(11), WGMMA_SUMS(12), WGMMA_SUMS(13),
-        WGMMA_SUMS(14), WGMMA_SUMS(15)
+      WGMMA_SUMS(7), WGMMA_SUMS(8), WGMMA_SUMS(9), WGMMA_SUMS(10), WGMMA_SUMS(11), WGMMA_SUMS(12), WGMMA_SUMS(13),
+      WGMMA_SUMS(14), WGMMA_SUMS(15)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 DEVICE void wgmma_trans(float (&d)[8][4], const u32 (&a)[4], u64 b) {
-  asm volatile("{ .reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-               "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1; }"
+  asm volatile(
+      "{ .reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+      "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1; }"
       : WGMMA_SUMS(0), WGMMA_SUMS(1), WGMMA_SUMS(2), WGMMA_SUMS(3), WGMMA_SUMS(4), WGMMA_SUMS(5), WGMMA_SUMS(6),
-        WGMMA_SUMS(7)
+      WGMMA_SUMS(7)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 DEVICE void wgmma_tiles(float (&d)[8][4], u64 a, u64 b) {
-  asm volatile("{ .reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
-               "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-               "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-               "}, %32, %33, p, 1, 1, 0, 0; }"
+  asm volatile(
+      "{ .reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+      "}, %32, %33, p, 1, 1, 0, 0; }"
       : WGMMA_SUMS(0), WGMMA_SUMS(1), WGMMA_SUMS(2), WGMMA_SUMS(3), WGMMA_SUMS(4), WGMMA_SUMS(5), WGMMA_SUMS(6),
-        WGMMA_SUMS(7)
+      WGMMA_SUMS(7)
       : "l"(a), "l"(b));
 }
 

@@ -1,5 +1,5 @@
-"""Quantised types on the device: one table. A new type is a row here, its codes in repack.cu, and in quants.cuh what its
-weights mean where that is new.
+"""Quantised types on the device: one table. A new type is a row here, its codes in repack.cu, and in quants.cuh what
+its weights mean where that is new.
 
 A tensor lies in planes (quants.cuh), one after the other, each padded to 16 bytes.
 """
@@ -15,7 +15,7 @@ Q = GGMLQuantizationType
 
 @dataclass(frozen=True)
 class Planes:
-    """Bytes of each plane, and what a stored code means: weight = scale * (code - offset), or scale * code + minimum."""
+    """Bytes of each plane, and what a stored code means: scale * (code - offset), or scale * code + minimum."""
 
     lo: int  # per block
     hi: int = 0  # per block: the bits above the fourth

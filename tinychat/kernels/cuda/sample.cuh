@@ -1,6 +1,6 @@
-// The next token on the device, in two kernels: the candidates of each stretch of STRETCH logits (candidates.cu), then the choice by
-// one block (choose_token.cu). Where top_k is 0 or above MAX_K, the choice looks at all logits instead (slower, by bisection; no
-// sorting anywhere).
+// The next token on the device, in two kernels: the candidates of each stretch of STRETCH logits (candidates.cu), then
+// the choice by one block (choose_token.cu). Where top_k is 0 or above MAX_K, the choice looks at all logits instead
+// (slower, by bisection; no sorting anywhere).
 
 struct Candidate {
   u32 key;

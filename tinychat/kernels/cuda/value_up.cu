@@ -1,9 +1,14 @@
 // MLA, per head: combines the splits that attention left, then multiplies by the head's W_v_b.
 #include "matvec.cuh"
 
-// Attention's partial results, not yet combined: o (SPLITS, HEADS, KV_LORA) halves and ml (SPLITS, HEADS): maximum (log2), sum.
+// Attention's partial results, not yet combined: o (SPLITS, HEADS, KV_LORA) halves and ml (SPLITS, HEADS): maximum
+// (log2), sum.
 struct Combined {
-  const u16 *o; const F2 *ml; float *weight; const int *state; int head, active;
+  const u16 *o;
+  const F2 *ml;
+  float *weight;
+  const int *state;
+  int head, active;
   DEVICE void prepare() {  // weight[s] of head `head`
     const int keys = state[POS] + 1, lane = threadIdx.x % 32;
     const int per = keys_per_split(keys, SPLITS, CHUNK_KEYS);
@@ -17,7 +22,10 @@ struct Combined {
     for (int s = 0; s < active; s++) {
       const V2 v = *(const V2 *)(o + ((u64)s * HEADS + head) * KV_LORA + i);
       const float w = weight[s];
-      sum.x += w * half_to_float(v.x); sum.y += w * half_to_float(v.x >> 16); sum.z += w * half_to_float(v.y); sum.w += w * half_to_float(v.y >> 16);
+      sum.x += w * half_to_float(v.x);
+      sum.y += w * half_to_float(v.x >> 16);
+      sum.z += w * half_to_float(v.y);
+      sum.w += w * half_to_float(v.y >> 16);
     }
     return sum;
   }

@@ -1,4 +1,4 @@
-"""Runs a plan with plain tinygrad tensors on any device: the way out where no faster executor works."""
+"""Runs a plan with plain tinygrad tensors, on any device of tinygrad: for where no faster executor works."""
 
 from __future__ import annotations
 

@@ -6,11 +6,9 @@ import contextlib
 import platform
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -20,23 +18,21 @@ from tinychat.engine.devices import make_executor
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.memory_limit import limit_of
 from tinychat.engine.plan import build_plan
-from tinychat.errors import TinychatError
-from tinychat.kernels.executor import Executor
-from tinychat.kernels.ops import Op, Plan, Route, weights_of
-from tinychat.kernels.profile import StepProfile, bytes_of, name_of, quant_of
+from tinychat.kernels.executor import MeasurableExecutor
+from tinychat.kernels.ops import Experts, Plan, weights_of
+from tinychat.kernels.profile import Calls, bytes_of, quant_of
 from tinychat.measure.bench import machine_lock
 from tinychat.measure.microbench.plans import (
     DEPTH,
-    VOCAB,
     PartOfFile,
     RandomWeights,
     around,
     copies,
     kernel_plan,
     layer_kinds,
-    layer_of,
-    moved,
+    measured_ops,
     parse,
+    renamed,
 )
 from tinychat.measure.microbench.results import Rung
 
@@ -59,9 +55,9 @@ def kernel(
     source = RandomWeights()
     with machine_lock(report, stop, wait=wait):
         plan = kernel_plan(source, op, quant, rows, cols)
-        wanted = [[i] for i, o in enumerate(plan.ops) if name_of(o) == op]
+        wanted = [[i] for i in measured_ops(plan, op)]
         with _running(plan, source, device, threads, DEPTH + 2 * steps + 16, report) as ex:
-            calls = _calls(ex, wanted, DEPTH if op == "attention" else 0, steps)
+            calls = ex.seconds_of(wanted, DEPTH if op == "attention" else 0, steps)
             name = quant.name if op != "attention" else "F16"
             return [_rung("kernel", f"{op}:{name}:{rows}x{cols}", "", "", name, calls, wanted, plan, ex)]
 
@@ -88,65 +84,37 @@ def _layer(
     gguf: GGUF,
     plan: Plan,
     model: str,
-    layers: list[list[Op]],
+    numbers: list[int],
     steps: int,
     report: Report | None,
     device: str | None,
     threads: int | None,
 ) -> Rung:
-    """Measures layers of one kind."""
-    source, n = PartOfFile(gguf), copies(sum(w.nbytes for op in layers[0] for w in weights_of(op)))
-    chosen = [[moved(op, i, i // len(layers)) for op in layers[i % len(layers)]] for i in range(n)]
-    ops = around(source, plan.dim, [op for copy in chosen for op in copy])
-    made = Plan(ops, plan.buffers, n, plan.k_width, plan.v_width, plan.dim, VOCAB)
-    wanted = [[1 + i * len(copy) + j for j in range(len(copy))] for i, copy in enumerate(chosen)]
-    experts = any(isinstance(op, Route) for op in layers[0])
-    numbers = sorted(layer_of(op[0]) for op in layers)
-    where = f"layer {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} layers from {numbers[0]}"
-    quant = "+".join(dict.fromkeys(q for op in layers[0] if (q := quant_of(op)) and q != "F32"))
+    """Measures the layers `numbers`, which are of one kind."""
+    source, n, kind = PartOfFile(gguf), len(numbers), plan.ops_of_layers[numbers[0]]
+    count = copies(sum(w.nbytes for w in weights_of(plan.layers[numbers[0]])))
+    made = around(source, plan.dim, [renamed(plan.layers[numbers[i % n]], i // n) for i in range(count)])
+    wanted = [[1 + i * len(kind) + j for j in range(len(kind))] for i in range(count)]
+    where = f"layer {numbers[0]}" if n == 1 else f"{n} layers from {numbers[0]}"
+    quant = "+".join(dict.fromkeys(q for op in kind if (q := quant_of(op)) and q != "F32"))
     with _running(made, source, device, threads, 2 * steps + 16, report) as ex:
-        calls = _calls(ex, wanted, 0, steps)
-        what = f"{'experts' if experts else 'dense'} ({where})"
+        calls = ex.seconds_of(wanted, 0, steps)
+        routed = isinstance(plan.layers[numbers[0]].feed_forward, Experts)
+        what = f"{'experts' if routed else 'dense'} ({where})"
         return _rung("block", what, model, gguf.fingerprint(), quant, calls, wanted, made, ex)
 
 
 @contextlib.contextmanager
 def _running(
     plan: Plan, source: RandomWeights, device: str | None, threads: int | None, context: int, report: Report | None
-) -> Iterator[Any]:
-    """An executor with `profile`, closed afterwards."""
+) -> Iterator[MeasurableExecutor]:
+    """An executor of `plan`, closed afterwards."""
     if report:
         report("packing weights", 0.0)
-    source.nbytes = sum({w: w.nbytes for op in plan.ops for w in weights_of(op)}.values())
+    source.nbytes = sum(w.nbytes for w in plan.weights)
     made, _ = make_executor(plan, source, context, device, threads, lambda stage, fraction: None)  # type: ignore[arg-type]
     with contextlib.closing(made):
-        if not hasattr(made, "profile"):
-            raise TinychatError(f"{made.device} cannot measure kernels; `tinychat bench MODEL` measures all of a model")
         yield made
-
-
-@dataclass(frozen=True)
-class Calls:
-    """How long a call took: seconds (..., steps), on how many threads, measured how, with how many rows in the KV
-    cache."""
-
-    seconds: np.ndarray
-    how: str
-    threads: int
-    depth: int
-
-
-def _calls(ex: Any, wanted: Sequence[Sequence[int]], pos: int, steps: int) -> Calls:
-    """Measures groups of plan ops, each of which is one call."""
-    if hasattr(ex, "seconds_of"):  # a GPU: all calls in a row, since its clock is coarser than one
-        seconds = ex.seconds_of([i for group in wanted for i in group], pos, steps)
-        return Calls(seconds / len(wanted), f"{len(wanted)} in a row", 1, pos)
-    p: StepProfile = ex.profile(0, pos, steps)
-    of = dict[int, np.ndarray]()
-    for part in p.parts:  # an op may be several kernels
-        of[part.index] = of.get(part.index, 0.0) + part.seconds
-    calls = np.stack([sum((of[i] for i in group if i in of), np.zeros(len(p.tokens))) for group in wanted])
-    return Calls(calls, p.how, p.parts[0].work.shape[1], p.depth)
 
 
 def _rung(
@@ -158,7 +126,7 @@ def _rung(
     calls: Calls,
     wanted: Sequence[Sequence[int]],
     plan: Plan,
-    ex: Executor,
+    ex: MeasurableExecutor,
 ) -> Rung:
     """The result for groups of plan ops: each group is one call."""
     low, middle, high = (float(v) for v in np.percentile(calls.seconds, (25, 50, 75)))

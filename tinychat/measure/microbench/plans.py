@@ -1,15 +1,15 @@
-"""Plans to measure a part of a model with: copies of one op, or layers of a file, between a small embedding and head.
+"""Plans to measure a part of a model with: layers around one op, or layers of a file, between a small embedding and
+head.
 
-The copies have weights of their own, together several times the caches, so that every weight comes from memory as in a
-model.
+The measured weights of each layer are its own, together several times the caches, so that every weight comes from
+memory as in a model.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import fields, replace
-from itertools import groupby
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,28 +20,26 @@ from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError, printable
 from tinychat.kernels.cpu.bandwidth import block_bytes
 from tinychat.kernels.ops import (
-    Attention,
+    GQA,
+    MLA,
+    Dense,
     Embed,
-    ExpertsDown,
-    ExpertsUp,
-    GateUp,
+    Experts,
+    Gated,
     Head,
-    LatentStore,
-    LinearAdd,
-    NormLinear,
-    Op,
+    Layer,
     Plan,
     Rope,
-    RopeStore,
-    Route,
+    Router,
     Weight,
     weights_of,
 )
-from tinychat.kernels.profile import quant_of, shape_of
+from tinychat.kernels.profile import name_of, quant_of, shape_of
 from tinychat.kernels.tinygrad.dequant import CODECS
 
 VOCAB = 16  # of the small embedding and head
-MOST = 400  # copies
+MOST = 400  # layers
+MEASURED = "#measured"  # begins the name of the weights that a microbenchmark of one op is about
 DEPTH = 2048  # cache rows that attention reads
 EPS = 1e-6
 EXPERTS, USED = 8, 4  # of a layer with experts
@@ -78,7 +76,7 @@ def parse(spec: str) -> tuple[str, Q, int, int]:
 
 
 class RandomWeights:
-    """Weights that do not exist: bytes from one pool, none of which makes an infinite scale; `#one` is ones."""
+    """Weights that do not exist: bytes from one pool, none of which makes an infinite scale; `#gain...` is ones."""
 
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}
@@ -104,82 +102,127 @@ def copies(nbytes: int) -> int:
     return max(2, min(MOST, -(-block_bytes() // max(1, nbytes))))
 
 
-def around(source: RandomWeights, dim: int, middle: Iterable[Op]) -> tuple[Op, ...]:
-    """A small embedding before `middle` and a small head behind."""
+def around(source: RandomWeights, dim: int, layers: Iterable[Layer]) -> Plan:
+    """A small embedding before the layers and a small head behind."""
     gain = source.weight("gain.x", Q.F32, 1, dim)
-    return (
-        Embed(source.weight("embed", Q.F32, VOCAB, dim)),
-        *middle,
-        Head(gain, EPS, source.weight("head", Q.F32, VOCAB, dim)),
-    )
+    embed = Embed(source.weight("embed", Q.F32, VOCAB, dim))
+    return Plan(embed, tuple(layers), Head(gain, EPS, source.weight("head", Q.F32, VOCAB, dim)))
 
 
 def kernel_plan(source: RandomWeights, op: str, quant: Q, rows: int, cols: int) -> Plan:
-    """Copies of one op, each with what has to run before it; the buffer z feeds what is not fed by x."""
-    w, narrow = source.weight, 32
-    dim = {"linear_add": rows, "experts_down": rows, "attention": 256}.get(op, cols)
-    gain, buffers, made = w("gain", Q.F32, 1, dim), {"x": dim, "z": narrow}, list[Op]()
-    n, layers, width = copies(Weight("", quant, rows, cols).nbytes), 1, 0
+    """Layers whose ops of kind `op` read weights of their own, of `rows` x `cols`; all layers share the others."""
     match op:
         case "head":  # a step has one
-            matrix = w("head", quant, rows, cols)
-            return Plan((Embed(matrix), Head(gain, EPS, matrix)), buffers, 1, 0, 0, dim, rows)
+            matrix = source.weight(MEASURED[1:], quant, rows, cols)
+            return Plan(Embed(matrix), (), Head(source.weight("gain.x", Q.F32, 1, cols), EPS, matrix))
         case "norm_linear":
-            buffers["y"] = rows
-            made = [NormLinear("x", gain, EPS, (w(f"w{i}", quant, rows, cols),), (None,), ("y",)) for i in range(n)]
-        case "gate_up":
-            buffers["y"] = rows
-            down = w("down", quant if rows % GGML_QUANT_SIZES[quant][0] == 0 else Q.F16, dim, rows)  # decides y's form
-            for i in range(n // 2 + 1):
-                gate, up = (w(f"{name}{i}", quant, rows, cols) for name in "gu")
-                made += [GateUp(gain, EPS, gate, up, "y"), LinearAdd("y", down)]
-        case "linear_add":
-            buffers["y"] = cols
-            made = [NormLinear("x", gain, EPS, (w("z", Q.F32, narrow, dim),), (None,), ("z",))]
-            before = NormLinear("z", None, EPS, (w("y", Q.F32, cols, narrow),), (None,), ("y",))
-            for i in range(n):
-                made += [before, LinearAdd("y", w(f"w{i}", quant, rows, cols))]
+            return _projections(source, quant, rows, cols)
         case "attention":
-            width, heads, layers = rows * cols, 4 * rows, copies(4 * DEPTH * rows * cols)
-            buffers |= {"q": heads * cols, "k": width, "v": width, "y": heads * cols}
-            weights = tuple(w(f"w{b}", Q.F16, buffers[b], dim) for b in "qkv")
-            project = NormLinear("x", gain, EPS, weights, (None,) * 3, ("q", "k", "v"))
-            rope = Rope(cols // 2 * 2, "neox", tuple(1e4 ** (-2 * i / cols) for i in range(cols // 2)))
-            for i in range(layers):
-                made += [
-                    project,
-                    RopeStore(i, rope, "q", "k", "v", None, None, EPS, heads, rows, cols),
-                    Attention(i, "q", "y", heads, rows, cols, cols, cols**-0.5, False),
-                ]
+            return _attentions(source, rows, cols)
+        case "gate_up" | "linear_add":
+            return _dense(source, op, quant, rows, cols)
         case _:
-            ff = rows if op == "experts_up" else cols
-            buffers["y"] = USED * ff
-            for i in range(max(2, n // (3 * EXPERTS))):
-                router = w(f"r{i}", Q.F32, EXPERTS, dim)
-                gate, up = (w(f"{name}{i}", quant, ff, dim, EXPERTS) for name in "gu")
-                made += [
-                    Route(gain, EPS, router, None, None, "softmax", USED, False, 1.0, 1, 1),
-                    ExpertsUp(gain, EPS, gate, up, None, None, USED, "y"),
-                    ExpertsDown("y", w(f"d{i}", quant, dim, ff, EXPERTS), None, USED),
-                ]
-    return Plan(around(source, dim, made), buffers, layers, width, width, dim, VOCAB)
+            return _experts(source, op, quant, rows, cols)
 
 
-def layer_of(op: Op) -> int:
-    """The layer an op is of; -1 for the embedding and the head."""
-    if isinstance(op, RopeStore | LatentStore | Attention):
-        return op.layer
-    names = (re.match(r"blk\.(\d+)\.", w.tensor) for w in weights_of(op))
-    return next((int(m[1]) for m in names if m), -1)
+def measured_ops(plan: Plan, op: str) -> list[int]:
+    """The indices in Plan.ops of what a microbenchmark of `op` is about."""
+    about = [(i, o) for i, o in enumerate(plan.ops) if name_of(o) == op]
+    return [i for i, o in about if op == "attention" or any(w.tensor.startswith(MEASURED) for w in weights_of(o))]
 
 
-def layer_kinds(plan: Plan) -> list[list[list[Op]]]:
-    """Layers with the same ops, shapes and types, together; in order of the first of each kind."""
-    found: dict[tuple[object, ...], list[list[Op]]] = {}
-    for layer, ops in groupby(plan.ops, layer_of):
-        if layer >= 0:
-            same = list(ops)
-            found.setdefault(tuple((type(o), shape_of(o), quant_of(o)) for o in same), []).append(same)
+def _projections(source: RandomWeights, quant: Q, rows: int, cols: int) -> Plan:
+    """MLA whose second projection of q, behind a norm, is measured: heads * (nope + rope) = rows."""
+    w, dim, rank, value = source.weight, 32, 32, 8
+    head = next((n for n in (64, 32, 16) if rows % n == 0), rows)
+    if head < 4:
+        raise TinychatError(f"norm_linear is measured with at least 4 rows, not {rows}")
+    heads, turned = rows // head, 8 if head >= 16 else 2
+    rope = Rope(turned, "neox", (1.0,) * (turned // 2))
+    nope = head - turned
+
+    def layer(i: int) -> Layer:
+        return Layer(
+            MLA(
+                norm=w("gain.x", Q.F32, 1, dim),
+                eps=EPS,
+                q_a=w("q_a", Q.F32, cols, dim),
+                q_a_norm=w("gain.q_a", Q.F32, 1, cols),
+                q=w(f"measured{i}", quant, rows, cols),
+                kv_a=w("kv_a", Q.F32, rank + turned, dim),
+                kv_norm=w("gain.kv", Q.F32, 1, rank),
+                k_b=w("k_b", Q.F32, rank, nope, heads),
+                v_b=w("v_b", Q.F32, value, rank, heads),
+                rope=rope,
+                heads=heads,
+                nope=nope,
+                kv_lora=rank,
+                scale=head**-0.5,
+                output=w("output", Q.F32, dim, heads * value),
+            ),
+            None,
+        )
+
+    return around(source, dim, map(layer, range(copies(Weight("", quant, rows, cols).nbytes))))
+
+
+def _attentions(source: RandomWeights, kv_heads: int, width: int) -> Plan:
+    """GQA of four query heads per kv head, over caches of their own."""
+    w, dim, heads = source.weight, 256, 4 * kv_heads
+    q, k, v = (w(name, Q.F16, n * width, dim) for name, n in (("q", heads), ("k", kv_heads), ("v", kv_heads)))
+    rope = Rope(width // 2 * 2, "neox", tuple(1e4 ** (-2 * i / width) for i in range(width // 2)))
+    output = w("output", Q.F16, dim, heads * width)
+    norm, nothing = w("gain.x", Q.F32, 1, dim), (None,) * 3
+    attention = GQA(
+        norm, EPS, q, k, v, *nothing, None, None, None, rope, heads, kv_heads, width, width, width**-0.5, output, None
+    )
+    layers = copies(DEPTH * attention.cache.row_bytes)
+    return around(source, dim, [Layer(attention, None)] * layers)
+
+
+def _dense(source: RandomWeights, op: str, quant: Q, rows: int, cols: int) -> Plan:
+    """gate_up: gate and up (rows, cols) are measured; linear_add: down (rows, cols) is."""
+    dim, ff = (cols, rows) if op == "gate_up" else (rows, cols)
+
+    def layer(i: int) -> Layer:
+        return Layer(None, Dense(norm, EPS, _gated(source, i, quant, dim, ff, 1, op == "gate_up")))
+
+    norm = source.weight("gain.x", Q.F32, 1, dim)
+    matrices = 2 if op == "gate_up" else 1
+    n = copies(matrices * Weight("", quant, rows, cols).nbytes)
+    return around(source, dim, map(layer, range(n)))
+
+
+def _experts(source: RandomWeights, op: str, quant: Q, rows: int, cols: int) -> Plan:
+    """experts_up: gate and up (rows, cols) of every expert are measured; experts_down: down (rows, cols) is."""
+    dim, ff = (cols, rows) if op == "experts_up" else (rows, cols)
+    norm, w = source.weight("gain.x", Q.F32, 1, dim), source.weight("router", Q.F32, EXPERTS, dim)
+    router = Router(w, None, None, "softmax", USED, False, 1.0, 1, 1)
+
+    def layer(i: int) -> Layer:
+        weights = _gated(source, i, quant, dim, ff, EXPERTS, op == "experts_up")
+        return Layer(None, Experts(norm, EPS, router, weights, None))
+
+    matrices = EXPERTS * (2 if op == "experts_up" else 1)
+    return around(source, dim, map(layer, range(copies(matrices * Weight("", quant, rows, cols).nbytes))))
+
+
+def _gated(source: RandomWeights, i: int, quant: Q, dim: int, ff: int, groups: int, up_measured: bool) -> Gated:
+    """The matrices of layer i: gate and up, or down, under names of its own."""
+
+    def matrix(name: str, rows: int, cols: int, measured: bool) -> Weight:
+        kind = quant if cols % GGML_QUANT_SIZES[quant][0] == 0 else Q.F16
+        return source.weight(f"{MEASURED[1:]}.{name}{i}" if measured else name, kind, rows, cols, groups)
+
+    gate, up = (matrix(name, ff, dim, up_measured) for name in ("gate", "up"))
+    return Gated(gate, up, matrix("down", dim, ff, not up_measured))
+
+
+def layer_kinds(plan: Plan) -> list[list[int]]:
+    """Numbers of the layers with the same ops, shapes and types, together; in order of the first of each kind."""
+    found: dict[tuple[object, ...], list[int]] = {}
+    for number, ops in enumerate(plan.ops_of_layers):
+        found.setdefault(tuple((type(o), shape_of(o), quant_of(o)) for o in ops), []).append(number)
     return list(found.values())
 
 
@@ -195,13 +238,10 @@ class PartOfFile(RandomWeights):
         return super().raw(name) if name.startswith("#") else self.gguf.raw(name.split("#")[0])
 
 
-def moved(op: Op, layer: int, copy: int) -> Op:
-    """`op` as part of layer `layer`, its weights under names of this copy."""
-    changes: dict[str, Any] = {"layer": layer} if hasattr(op, "layer") else {}
-
-    def renamed(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(renamed, value))
-        return replace(value, tensor=f"{value.tensor}#{copy}") if isinstance(value, Weight) and copy else value
-
-    return replace(op, **{f.name: renamed(getattr(op, f.name)) for f in fields(op)} | changes)
+def renamed(part: Any, copy: int) -> Any:
+    """A layer (or a part of one) with its weights under names of this copy; copy 0 keeps them."""
+    if isinstance(part, Weight):
+        return replace(part, tensor=f"{part.tensor}#{copy}") if copy else part
+    if is_dataclass(part) and not isinstance(part, type):
+        return replace(part, **{f.name: renamed(getattr(part, f.name), copy) for f in fields(part)})
+    return part

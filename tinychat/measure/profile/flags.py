@@ -8,7 +8,6 @@ from itertools import groupby
 
 import numpy as np
 
-from tinychat.kernels.ops import NormLinear, Plan
 from tinychat.kernels.profile import StepProfile
 from tinychat.measure.profile.report import REST, SAMPLING, STALLS, Flag, Report, Row
 
@@ -19,7 +18,6 @@ KINDS = (
     "barrier-bound",
     "serial",
     "too few tasks",
-    "defused",
     "byte-wise loads",
     "serial reduction",
     "sampling",
@@ -37,14 +35,12 @@ REDUCTION = re.compile(r"\bfor \(int R[Ii]dx\d")
 TOGETHER = re.compile(r"__shared__|threadgroup|__local|barrier\(|__syncthreads")
 
 
-def find(r: Report, p: StepProfile, plan: Plan) -> list[Flag]:
+def find(r: Report, p: StepProfile) -> list[Flag]:
     """The red flags of a report, the most general ones first; of a kind that many rows have, the worst few."""
     rows = [flag for row in r.rows for flag in _row(row, r)]
     rows.sort(key=lambda flag: KINDS.index(flag.kind))  # stable: the slowest rows come first
     found = list[Flag]()
-    for kind, same in groupby(
-        [*_whole(r, p), *_defused(plan), *rows, *_sources(r, p), *_cold(r, p)], lambda flag: flag.kind
-    ):
+    for kind, same in groupby([*_whole(r, p), *rows, *_sources(r, p), *_cold(r, p)], lambda flag: flag.kind):
         flags = list(same)
         found += flags[:SHOWN]
         if len(flags) > SHOWN:
@@ -134,27 +130,6 @@ def _row(row: Row, r: Report) -> Iterator[Flag]:
         row.tasks < 2 * r.threads or (r.how == "alone" and row.tasks < WORKGROUPS and row.limit_share < SLOW)
     ):
         yield Flag("too few tasks", f"{takes} and can be divided into {row.tasks} pieces only")
-
-
-def _defused(plan: Plan) -> Iterator[Flag]:
-    """Neighbouring projections of one normed input that one op could do."""
-    spans, i, ops = list[int](), 0, plan.ops
-    while i < len(ops):
-        j, first = i + 1, ops[i]
-        while isinstance(first, NormLinear) and j < len(ops):
-            other = ops[j]
-            if not (isinstance(other, NormLinear) and (other.src, other.norm) == (first.src, first.norm)):
-                break
-            j += 1
-        if j - i > 1:
-            spans.append(j - i)
-        i = j
-    if spans:
-        yield Flag(
-            "defused",
-            f"{len(spans)} times {max(spans)} norm_linear ops in a row read the same input: fused they would "
-            f"save {sum(spans) - len(spans)} launches or barriers, and as many norms",
-        )
 
 
 def _sources(r: Report, p: StepProfile) -> Iterator[Flag]:

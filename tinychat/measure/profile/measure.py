@@ -105,7 +105,7 @@ def explain(p: StepProfile, engine: Engine, name: str) -> Report:
         uneven=(work - even) / token,
         deeper=list(p.deeper),
     )
-    made.flags.extend(find(made, p, engine.plan))
+    made.flags.extend(find(made, p))
     if rows:
         made.deeper.extend(_commands(name, made, engine.executor.kind))
     return made
