@@ -26,6 +26,7 @@ CANDIDATES = 128  # of a stretch: MAX_K and room for equal logits
 SAMPLING_THREADS = 1024
 ATTENTION_THREADS = 512
 MAX_SHARED = 48 << 10  # bytes of static shared memory of a block
+MAX_DYNAMIC = 227 << 10  # bytes of shared memory of a block, and of a multiprocessor
 PAIR_WARPS = PAIR_THREADS // 32
 Step = list[tuple[Launch, int]]  # launches, and the index in Plan.ops of the op that each computes
 
@@ -526,7 +527,7 @@ def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launc
     stages = 2
     halves = rows * k_pitch + stages * keys * (k_pitch + (0 if latent else v_pitch)) + rows * (keys + 8)
     shared = 2 * halves + 4 * max(rows * (parts * (keys + 4) + 3), group * SPLITS)
-    if key_dim % 16 or value_dim % 8 or shared > 227 << 10:
+    if key_dim % 16 or value_dim % 8 or shared > MAX_DYNAMIC:
         raise TinychatError(f"the CUDA attention kernel does not take heads of {key_dim} and {value_dim} values")
     shape = constants.Attention(
         a.heads,
@@ -552,7 +553,17 @@ def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launc
     }
     name = f"attention_{a.heads}_{kv_heads}_{key_dim}{'_deep' if deep else ''}"
     grid = (splits(a, deep), -(-group // rows), kv_heads)
-    return kernel(name, "attention.cu", shape, buffers, grid, "attention", threads=ATTENTION_THREADS, shared=shared)
+    return kernel(
+        name,
+        "attention.cu",
+        shape,
+        buffers,
+        grid,
+        "attention",
+        threads=ATTENTION_THREADS,
+        shared=shared,
+        resident=2 if 2 * shared <= MAX_DYNAMIC else 1,
+    )
 
 
 def sample(b: Builder) -> list[Launch]:
