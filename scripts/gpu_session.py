@@ -1,13 +1,13 @@
 """Checks and times the CUDA executor on a GPU machine. Needs tinygrad, gguf, numpy; llama-bench where it is to be
-compared.
+compared. `python scripts/gpu_session.py` and:
 
-python scripts/gpu_session.py check [VARIANT:QUANT ...]      tiny models against the float64 forward python
-scripts/gpu_session.py time MODEL QUANT [--layers N --kernels --depth D ...]    exact shapes, random weights python
-scripts/gpu_session.py peer MODEL QUANT               llama-bench (LLAMA_BENCH) on the same file python
-scripts/gpu_session.py compare FILE | MODEL QUANT [--layers N --follow F]    64 greedy tokens and their logits, CUDA
-against the CPU executor python scripts/gpu_session.py app MODEL QUANT                a long answer in the headless app:
-decoded and painted tok/s python scripts/gpu_session.py fallback                       a kernel with a wrong sign: what
-the engine says and takes
+check [VARIANT:QUANT ...]: tiny models against the float64 forward
+time MODEL QUANT [--layers N --kernels --depth D ...]: decode; exact shapes, random weights
+prompts MODEL QUANT [--lengths N ...]: what `tinychat bench` measures, a row of docs/cuda.md for each length
+peer MODEL QUANT: llama-bench (LLAMA_BENCH) on the same file
+compare FILE | MODEL QUANT [--layers N --follow F]: 64 greedy tokens and their logits, CUDA against the CPU executor
+app MODEL QUANT: a long answer in the headless app: decoded and painted tok/s
+fallback: a kernel with a wrong sign: what the engine says and takes
 """
 
 import argparse
