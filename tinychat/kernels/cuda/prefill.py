@@ -3,6 +3,7 @@ tokens, keys and values of latent attention made once per cache row."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tinychat.errors import TinychatError
@@ -87,20 +88,20 @@ class Prefill:
         """A buffer of rows of halves."""
         return self.b.buffer(name, 2 * rows * padded(values))
 
-    def _tile(self, *weights: Weight) -> Tile:
-        """For products with all tokens."""
+    def _tile(self, weights: Sequence[Weight], count: int) -> Tile:
+        """For products with `count` tokens."""
         floating = any(w.transposed or w.type in FLOATS for w in weights)  # whose registers hold four times as much
         depth = 1 if floating else 2
         small, short, medium = SIZES
-        if self.tokens <= small:
+        if count <= small:
             tile = Tile(1, 16, split=8, depth=depth, stages=4)
-        elif self.tokens <= short:
+        elif count <= short:
             tile = Tile(1, 32, split=4, depth=depth, stages=4)
         elif self.chip.warpgroups:
-            large = self.tokens > medium
+            large = count > medium
             rows, tokens = 2 if large and not floating else 1, 128 if large else 64
             return Tile(rows, tokens, split=1, depth=depth, stages=4, warpgroups=True)
-        elif self.tokens <= medium:
+        elif count <= medium:
             tile = Tile(1, 64, split=2, depth=depth, stages=3)
         else:
             tile = Tile(1 if floating else 2, 64, split=1, depth=depth, stages=3)
@@ -145,9 +146,9 @@ class Prefill:
     ) -> Launch:
         """dst[i] (tokens, pitches[i]) = or += scale * (weights[i] @ x (+ biases[i])), rows of all of a weight's
         matrices."""
-        tile, parts, first = self._tile(*weights), list[constants.Part](), 0
-        if all_keys:
-            tile = Prefill(self.b, max(self.tokens, SIZES[1] + 1), self.chip)._tile(*weights)
+        # as many cache rows as a longer prompt has tokens
+        tile = self._tile(weights, max(self.tokens, SIZES[1] + 1) if all_keys else self.tokens)
+        parts, first = list[constants.Part](), 0
         buffers: dict[str, str | None] = {"x": x, "state": "state"}
         for i, w in enumerate(weights):
             tiles = -(-w.rows * w.groups // tile.block_rows)
@@ -291,7 +292,7 @@ class Prefill:
 
     def _gated(self, gate: Weight, up: Weight, name: str) -> Launch:
         """silu(gate) * up of all tokens, from the halves `normed`."""
-        tile = self._tile(gate, up)
+        tile = self._tile([gate, up], self.tokens)
         tile = replace(tile, rows=1)
         buffers = {
             "dst": self._halves(name, self.tokens, gate.rows),
