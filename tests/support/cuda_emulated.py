@@ -144,7 +144,7 @@ class EmulatedGPU:
     def compile(self, launches: Iterable[Launch]) -> None:
         cuda_emulator.compile_all(launches)
 
-    def sequence(self, launches: Sequence[Launch], names: dict[str, str] | None = None) -> Callable[[int, int], None]:
+    def sequence(self, launches: Sequence[Launch], names: dict[str, str] | None = None) -> Callable[..., None]:
         self.compile(launches)
 
         def enqueue(count: int = 1, keys: int = 1) -> None:

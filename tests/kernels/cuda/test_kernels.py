@@ -100,6 +100,23 @@ def test_models_in_float(variant: str, tokens: int, tmp_path: Path) -> None:
         assert error(e.step(IDS[pos], pos)[0], want[pos]) < 1.5e-3
 
 
+@pytest.mark.parametrize(("kind", "warpgroups", "deep"), [(16, False, False), (2048, True, True)])
+def test_prompts_of_every_kind(kind: int, warpgroups: bool, deep: bool, tmp_path: Path) -> None:
+    """A prompt in two pieces through the kernels for few and for many tokens, then steps for few and for many keys."""
+    path = tiny.write(tmp_path / "m.gguf", "deepseek2_glm", "Q4_K")
+    gguf, pieces = GGUF.open(path), (IDS[:16], IDS[16:28]) if kind == 16 else (IDS[:70], IDS[70:100])
+    plan = build_plan(gguf, ModelConfig.from_gguf(gguf))
+    e = EmulatedCUDA(plan, gguf, 128, kind, warpgroups, deep)
+    tokens = [*pieces[0], *pieces[1]]
+    want, got = (
+        forward(path, [*tokens, 17]),
+        np.concatenate([e.prefill(pieces[0], 0), e.prefill(pieces[1], len(pieces[0]))]),
+    )
+    errors = np.linalg.norm(got - want[:-1], axis=1) / np.linalg.norm(want[:-1], axis=1)
+    assert np.median(errors) < 3e-3  # halves; a close routing decision may fall the other way
+    assert error(e.step(17, len(tokens))[0], want[-1]) < 0.05
+
+
 def test_more_experts_than_lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """40 of 48 experts, chosen by 32 lanes."""
     many = replace(tiny.VARIANTS["olmoe"], layers=1, moe=MoE(48, 40, 64))

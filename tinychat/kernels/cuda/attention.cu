@@ -19,7 +19,7 @@ DEVICE void run(const Args &a) {
   constexpr int GROUP = HEADS / KV_HEADS, ROWS = 16 * ROW_TILES, KP = KEY_DIM + 8, VP = LATENT ? KP : VALUE_DIM + 8,
                 PP = CHUNK_KEYS + 8, SP = CHUNK_KEYS + 4, WARPS = THREADS / 32;
   constexpr int TILES = ROW_TILES * CHUNK_KEYS / 16, STEPS = KEY_DIM / 16, NT = (VALUE_DIM / 8 + WARPS - 1) / WARPS;
-  constexpr bool HELD = TILES * PARTS <= WARPS;  // a warp's queries stay in its registers
+  constexpr int GROUPS = TILES * PARTS > WARPS ? TILES * PARTS / WARPS : 1;  // of 16 keys that a warp computes
   DYNAMIC_SHARED(pool);
   u16 *qs = (u16 *)pool, *ks = qs + ROWS * KP, *vs = LATENT ? ks : ks + STAGES * CHUNK_KEYS * KP,
       *ps = vs + STAGES * CHUNK_KEYS * VP;
@@ -93,31 +93,34 @@ DEVICE void run(const Args &a) {
 #pragma unroll
       for (int i = 0; i < 4; i++) o[m][n][i] = 0;
 
-  V4 held[HELD ? STEPS / PARTS : 1];
+  const int m = warp % ROW_TILES, part = warp / ROW_TILES % PARTS, n = warp / (ROW_TILES * PARTS) * GROUPS;
+  V4 held[STEPS / PARTS];  // the warp's part of its queries
   for (int c = 0; c < chunks; c++) {
-    copy_wait<STAGES - 2>();
-    __syncthreads();  // chunk c is there, and nobody reads the one before any more
     load(c + STAGES - 1);
     finish(c + STAGES - 1);
+    copy_wait<STAGES - 1>();
+    __syncthreads();
     const u16 *kc = ks + c % STAGES * CHUNK_KEYS * KP, *vc = vs + c % STAGES * CHUNK_KEYS * VP;
-    for (int tile = warp; tile < TILES * PARTS; tile += WARPS) {  // S = Q K^T
-      const int part = tile / TILES, m = tile % ROW_TILES, n = tile % TILES / ROW_TILES;  // n: 16 keys
-      float s[2][2][4] = {};
+    if (warp < TILES * PARTS / GROUPS) {  // S = Q K^T
+      float s[2 * GROUPS][4] = {};
       const u16 *qa = qs + (m * 16 + lane % 16) * KP + lane / 16 * 8 + part * (STEPS / PARTS) * 16;
       const u16 *kb = kc + (n * 16 + lane / 16 * 8 + lane % 8) * KP + lane / 8 % 2 * 8 + part * (STEPS / PARTS) * 16;
 #pragma unroll
       for (int k = 0; k < STEPS / PARTS; k++) {
-        if (!HELD || c == 0) held[HELD ? k : 0] = ldmatrix4(qa + k * 16);
-        const V4 av = held[HELD ? k : 0], b = ldmatrix4(kb + k * 16);
-        const u32 qf[4] = {av.x, av.y, av.z, av.w};
-        mma_f16(s[0][k % 2], qf, b.x, b.y);
-        mma_f16(s[1][k % 2], qf, b.z, b.w);
+        if (c == 0) held[k] = ldmatrix4(qa + k * 16);
+        const u32 q[4] = {held[k].x, held[k].y, held[k].z, held[k].w};
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++) {
+          const V4 b = ldmatrix4(kb + g * 16 * KP + k * 16);
+          mma_f16(s[2 * g], q, b.x, b.y);
+          mma_f16(s[2 * g + 1], q, b.z, b.w);
+        }
       }
       float *dst = ss + (part * ROWS + m * 16 + lane / 4) * SP + n * 16 + lane % 4 * 2;
 #pragma unroll
-      for (int i = 0; i < 4; i++)
+      for (int g = 0; g < 2 * GROUPS; g++)
 #pragma unroll
-        for (int j = 0; j < 2; j++) dst[i / 2 * 8 * SP + j * 8 + i % 2] = s[j][0][i] + s[j][1][i];
+        for (int i = 0; i < 4; i += 2) *(F2 *)(dst + i / 2 * 8 * SP + g * 8) = F2{s[g][i], s[g][i + 1]};
     }
     __syncthreads();
     {  // softmax of this chunk, and by how much what came before shrinks
@@ -201,6 +204,7 @@ DEVICE void run(const Args &a) {
           for (int m = 0; m < ROW_TILES; m++) mma_f16(o[m][n], p[m], b.x, b.y);
         }
     }
+    __syncthreads();
   }
   const bool finished = !LATENT && active == 1;
 #pragma unroll

@@ -34,7 +34,8 @@ from tinychat.kernels.sampling import sample
 
 AHEAD = 4  # decode steps enqueued before the oldest is read
 GRAPH_TOKENS = 128  # tokens from one graph of a prompt's kernels to the next
-FEW = 3  # tokens that the decode step takes one by one rather than prefill
+FEW = 3  # tokens that the decode step takes one by one rather than prefill, in an empty cache
+ROWS_OF_STEP = 400  # cache rows whose keys and values MLA's prefill makes in the time of a decode step
 CHUNKS = (4096, 2048, 1024)  # tokens of a prefill step, at most: the first whose buffers fit the GPU
 SHARE = 0.97  # of the free memory that buffers may take; the rest is for programs and page-locked memory
 ROWS_OF_LOGITS = 64  # tokens of a prefill step that wants the logits of all
@@ -70,13 +71,14 @@ class CUDAExecutor:
     ) -> None:
         check(plan, LIMITS, "CUDA", max_context)
         self.plan, self.max_context = plan, max_context
+        self._latent = any(isinstance(layer.attention, MLA) for layer in plan.layers)
         layout = Layout(plan, {name: weights.raw(name).nbytes for name in {w.tensor for w in plan.weights}})
         self.gpu = gpu = GPU()
         chip = Chip(gpu.warpgroups, gpu.max_shared)
         for chunk in CHUNKS:
             builder = Builder(plan, layout, max_context)
             steps = {0: decode(builder)}
-            if any(isinstance(layer.attention, MLA) for layer in plan.layers) and max_context > DEEP:
+            if self._latent and max_context > DEEP:
                 steps[DEEP] = decode(builder, deep=True)
             self.prefill_chunk = min(chunk, max_context)
             sizes = sorted({min(n, self.prefill_chunk) for n in (*SIZES, chunk)})
@@ -132,7 +134,8 @@ class CUDAExecutor:
         """
         self._check(ids, pos)
         out: list[np.ndarray] = []
-        size = 1 if len(ids) <= FEW else self.prefill_chunk
+        few = FEW + (pos // ROWS_OF_STEP if self._latent else 0)
+        size = 1 if len(ids) <= few else self.prefill_chunk
         if size > 1 and logits == "all":
             size = min(ROWS_OF_LOGITS, size)
         for start in range(0, len(ids), size):

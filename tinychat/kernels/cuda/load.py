@@ -59,7 +59,7 @@ def load(gpu: GPU, layout: Layout, weights: Weights, progress: Callable[[float],
             busy[m % UPLOADS] = gpu.event()
             done += part.nbytes
             if offset + part.nbytes == weights.raw(t.name).nbytes:
-                weights.release(t.name)
+                pool.submit(weights.release, t.name)
             if progress:
                 progress(done / total)
     for w, source in layout.transposed.values():

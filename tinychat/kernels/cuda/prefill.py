@@ -3,6 +3,7 @@ tokens, keys and values of latent attention made once per cache row."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tinychat.errors import TinychatError
@@ -17,7 +18,6 @@ from tinychat.kernels.ops import GQA, MLA, Dense, Experts, Weight
 SIZES = (16, 64, 1024)  # tokens up to which the kernels are of one kind each; beyond, there is one kind more
 LATENT_BLOCKS = 1056  # of prompt_latent.cu, at most
 KEY_TILES = 16  # blocks that share the cache rows in a graph, whose grids do not know how many there are
-QUERIES = 128  # rows of a block of prompt_attention.cu
 
 
 @dataclass(frozen=True)
@@ -88,20 +88,20 @@ class Prefill:
         """A buffer of rows of halves."""
         return self.b.buffer(name, 2 * rows * padded(values))
 
-    def _tile(self, *weights: Weight) -> Tile:
-        """For products with all tokens."""
+    def _tile(self, weights: Sequence[Weight], count: int) -> Tile:
+        """For products with `count` tokens."""
         floating = any(w.transposed or w.type in FLOATS for w in weights)  # whose registers hold four times as much
         depth = 1 if floating else 2
         small, short, medium = SIZES
-        if self.tokens <= small:
+        if count <= small:
             tile = Tile(1, 16, split=8, depth=depth, stages=4)
-        elif self.tokens <= short:
+        elif count <= short:
             tile = Tile(1, 32, split=4, depth=depth, stages=4)
         elif self.chip.warpgroups:
-            large = self.tokens > medium
+            large = count > medium
             rows, tokens = 2 if large and not floating else 1, 128 if large else 64
             return Tile(rows, tokens, split=1, depth=depth, stages=4, warpgroups=True)
-        elif self.tokens <= medium:
+        elif count <= medium:
             tile = Tile(1, 64, split=2, depth=depth, stages=3)
         else:
             tile = Tile(1 if floating else 2, 64, split=1, depth=depth, stages=3)
@@ -146,9 +146,9 @@ class Prefill:
     ) -> Launch:
         """dst[i] (tokens, pitches[i]) = or += scale * (weights[i] @ x (+ biases[i])), rows of all of a weight's
         matrices."""
-        tile, parts, first = self._tile(*weights), list[constants.Part](), 0
-        if all_keys:
-            tile = Prefill(self.b, max(self.tokens, SIZES[1] + 1), self.chip)._tile(*weights)
+        # as many cache rows as a longer prompt has tokens
+        tile = self._tile(weights, max(self.tokens, SIZES[1] + 1) if all_keys else self.tokens)
+        parts, first = list[constants.Part](), 0
         buffers: dict[str, str | None] = {"x": x, "state": "state"}
         for i, w in enumerate(weights):
             tiles = -(-w.rows * w.groups // tile.block_rows)
@@ -258,7 +258,9 @@ class Prefill:
     def _attend(self, shape: constants.PromptAttention, keys: str, values: str, rope: str | None) -> Launch:
         """Attention's results as halves in buffer `attended`."""
         k_size, v_size = -(-shape.key_dim // 64) * 128, -(-shape.value_dim // 64) * 128  # bytes of a row
-        sizes = {n: QUERIES * k_size + 2 * n * (k_size + v_size) + 1024 for n in (64, 32, 16)}
+        threads = 256 if self.tokens > SIZES[-1] else 128  # a warp takes 16 queries
+        queries = threads // 2
+        sizes = {n: queries * k_size + 2 * n * (k_size + v_size) + 1024 for n in (64, 32, 16)}
         chunk = next((n for n, size in sizes.items() if size <= self.chip.max_shared), 0)
         warpgroups = self.chip.warpgroups and chunk == 64 and shape.key_dim % 64 == 0 and shape.value_dim % 64 == 0
         if not chunk or shape.key_dim % 8 or shape.value_dim % 8 or shape.key_part % 8 or shape.rope_pitch % 8:
@@ -278,8 +280,9 @@ class Prefill:
             "prompt_attention.cu",
             replace(shape, chunk_keys=chunk, warpgroups=warpgroups),
             buffers,
-            lambda count, keys: (-(-count // QUERIES), shape.heads, 1),
+            lambda count, keys: (-(-count // queries), shape.heads, 1),
             "attention",
+            threads=threads,
             shared=sizes[chunk],
         )
 
@@ -289,7 +292,7 @@ class Prefill:
 
     def _gated(self, gate: Weight, up: Weight, name: str) -> Launch:
         """silu(gate) * up of all tokens, from the halves `normed`."""
-        tile = self._tile(gate, up)
+        tile = self._tile([gate, up], self.tokens)
         tile = replace(tile, rows=1)
         buffers = {
             "dst": self._halves(name, self.tokens, gate.rows),

@@ -26,6 +26,7 @@ CANDIDATES = 128  # of a stretch: MAX_K and room for equal logits
 SAMPLING_THREADS = 1024
 ATTENTION_THREADS = 512
 MAX_SHARED = 48 << 10  # bytes of static shared memory of a block
+MAX_DYNAMIC = 227 << 10  # bytes of shared memory of a block, and of a multiprocessor
 PAIR_WARPS = PAIR_THREADS // 32
 Step = list[tuple[Launch, int]]  # launches, and the index in Plan.ops of the op that each computes
 
@@ -328,7 +329,7 @@ def _absorb(b: Builder, layer: int, a: MLA) -> Launch:
 
 
 def _combine(b: Builder, a: MLA) -> Launch:
-    shape = constants.Combine(a.heads, a.kv_lora, splits(a, deep=True), chunk_keys(a))
+    shape = constants.Combine(a.heads, a.kv_lora, splits(a, deep=True), chunk_keys(a, deep=True))
     dst = b.act("o_latent")
     buffers = {"partial": "attention_o", "ml": "attention_ml", "dst": dst, "state": "state"}
     return kernel(f"combine_{a.heads}", "combine.cu", shape, buffers, (-(-a.kv_lora // 128), a.heads, 1), "attention")
@@ -345,7 +346,7 @@ def _value_up(b: Builder, a: MLA, deep: bool) -> tuple[Launch, Activations]:
         a.heads,
         a.kv_lora,
         splits=splits(a),
-        chunk_keys=chunk_keys(a),
+        chunk_keys=chunk_keys(a, deep),
         combined=deep,
         weight=b.matrix(w),
         spread=t,
@@ -508,24 +509,25 @@ def splits(a: GQA | MLA, deep: bool = False) -> int:
     return SPLITS if isinstance(a, GQA) else DEEP_SPLITS if deep else 2 * SPLITS
 
 
-def chunk_keys(a: GQA | MLA) -> int:
+def chunk_keys(a: GQA | MLA, deep: bool = False) -> int:
     """Keys that attention takes at a time: what fits twice into shared memory."""
-    return 32 if isinstance(a, MLA) or a.key_dim > 128 else 64
+    return 64 if deep else 32 if isinstance(a, MLA) or a.key_dim > 128 else 64
 
 
 def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launch:
     """Results go into `heads` (GQA), partial ones of each split into `attention_o`."""
     latent = isinstance(a, MLA)
     kv_heads, key_dim, value_dim = (1, a.row, a.kv_lora) if isinstance(a, MLA) else (a.kv_heads, a.key_dim, a.value_dim)
-    group, keys = a.heads // kv_heads, chunk_keys(a)
+    group, keys = a.heads // kv_heads, chunk_keys(a, deep)
     row_tiles = 2 if group > 16 else 1
     rows, steps, score_tiles = 16 * row_tiles, key_dim // 16, row_tiles * keys // 16
-    parts = next((n for n in (4, 2) if score_tiles * n <= ATTENTION_THREADS // 32 and steps % n == 0), 1)
+    warps = ATTENTION_THREADS // 32 * (2 if deep else 1)  # at depth a warp takes two tiles
+    parts = next((n for n in (4, 2) if score_tiles * n <= warps and steps % n == 0), 1)
     k_pitch, v_pitch = key_dim + 8, value_dim + 8
-    stages = 4 if deep else 2
+    stages = 2
     halves = rows * k_pitch + stages * keys * (k_pitch + (0 if latent else v_pitch)) + rows * (keys + 8)
     shared = 2 * halves + 4 * max(rows * (parts * (keys + 4) + 3), group * SPLITS)
-    if key_dim % 16 or value_dim % 8 or shared > 227 << 10:
+    if key_dim % 16 or value_dim % 8 or shared > MAX_DYNAMIC:
         raise TinychatError(f"the CUDA attention kernel does not take heads of {key_dim} and {value_dim} values")
     shape = constants.Attention(
         a.heads,
@@ -551,7 +553,17 @@ def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launc
     }
     name = f"attention_{a.heads}_{kv_heads}_{key_dim}{'_deep' if deep else ''}"
     grid = (splits(a, deep), -(-group // rows), kv_heads)
-    return kernel(name, "attention.cu", shape, buffers, grid, "attention", threads=ATTENTION_THREADS, shared=shared)
+    return kernel(
+        name,
+        "attention.cu",
+        shape,
+        buffers,
+        grid,
+        "attention",
+        threads=ATTENTION_THREADS,
+        shared=shared,
+        resident=2 if 2 * shared <= MAX_DYNAMIC else 1,
+    )
 
 
 def sample(b: Builder) -> list[Launch]:
