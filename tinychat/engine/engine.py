@@ -125,6 +125,11 @@ def prepare(
     plan = build_plan(gguf, config)
     if max_context is None:
         max_context = min(DEFAULT_CONTEXT, config.context)
+    if max_context > config.context and clamp:
+        notes.append(
+            f"a context of {max_context:,} tokens was asked for; this model was trained for {config.context:,}, which it has"
+        )
+        max_context = config.context
     if not 1 <= max_context <= config.context:
         raise TinychatError(
             f"a context of {max_context:,} tokens is not possible; this model has 1 to {config.context:,}"
@@ -276,7 +281,8 @@ class Engine:
             raise
         finally:
             steps.close()  # type: ignore[attr-defined]
-        rest = text.flush()
+        # Inside a character only the model's own end is final: a stopped answer may go on with the bytes that lack.
+        rest = text.flush() if self.stop_reason == "eos" else ""
         for piece in (*(splitter.feed(rest) if rest and splitter else ()), *(splitter.flush() if splitter else ())):
             yield Token(None, piece.text, piece.kind)
         if rest and not splitter:
