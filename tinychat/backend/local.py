@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, fields, replace
@@ -116,7 +117,10 @@ class LocalBackend:
     def answer(self, request: Request) -> EventStream[Event]:
         stream: EventStream[Event] = EventStream()
         stopped = Finished("stopped", Usage(limit=self._info.max_context), self.snapshot().of_model())
-        self._submit(_Waiting(request.cancel, stream, stopped), lambda: self._answer(request, stream), self._save)
+        asked = time.perf_counter()
+        self._submit(
+            _Waiting(request.cancel, stream, stopped), lambda: self._answer(request, stream, asked), self._save
+        )
         return stream
 
     def measure(self, request: Request) -> Usage:
@@ -237,7 +241,7 @@ class LocalBackend:
             one.stream.put(one.stopped)
             one.stream.end()
 
-    def _answer(self, request: Request, stream: EventStream[Event]) -> None:
+    def _answer(self, request: Request, stream: EventStream[Event], asked: float) -> None:
         if refusal := _refusal(request):
             stream.put(Failed(refusal, "invalid"))
             return
@@ -255,9 +259,9 @@ class LocalBackend:
         if request.cancel.is_set():
             stream.put(Finished("stopped", prompt.usage, self.snapshot().of_model()))
             return
-        self._generate(request, prompt, stream)
+        self._generate(request, prompt, stream, asked)
 
-    def _generate(self, request: Request, prompt: Prompt, stream: EventStream[Event]) -> None:
+    def _generate(self, request: Request, prompt: Prompt, stream: EventStream[Event], asked: float) -> None:
         engine, stops, count = self._loaded(), StopStrings(request.stop), 0
         engine.chat.template_s, engine.chat.tokenise_s = self._prompts.template_s, self._prompts.tokenise_s
 
@@ -273,6 +277,7 @@ class LocalBackend:
                 raw=request.raw is not None,
                 on_prefill=prefilling,
                 stop=request.cancel,
+                asked=asked,
             )
         ) as tokens:
             for token in tokens:
