@@ -14,6 +14,19 @@ os.environ["TINYCHAT_TESTS_DIR"] = str(SHARED)  # for the workers of pytest-xdis
 os.environ["XDG_CACHE_HOME"] = str(SHARED)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sanitize", metavar="CLANG", help="compile the CPU kernels with CLANG's ASan and UBSan")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """`make sanitize`: every test of the CPU kernels runs the instrumented library; the first fault ends the run."""
+    if clang := config.getoption("--sanitize"):
+        from tinychat.kernels.cpu import compiler
+
+        sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-shared-libsan", "-g"]
+        compiler.compilers = lambda: [[clang, *sanitizers]]
+
+
 @pytest.fixture(autouse=True)
 def _homeless(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test has empty cache, data and config folders of its own, and no proxy; only what tinychat compiles is

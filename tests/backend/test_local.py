@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import tiny
+from tinychat.backend import saved
 from tinychat.backend.engine_thread import EngineThread
 from tinychat.backend.instruments import JobDone
 from tinychat.backend.local import LocalBackend
@@ -162,3 +163,28 @@ def test_raw_prompts_are_neither_rendered_nor_split(backend: LocalBackend) -> No
     assert {e.kind for e in events if isinstance(e, Piece)} == {"answer"}
     texts = [t.text for t in backend.token_texts(backend.last_prompt())]
     assert "".join(texts).endswith("once <think> upon") and "<think>" in texts
+
+
+def test_a_forgotten_conversation_leaves_nothing_on_the_disk(
+    model: Path, thread: EngineThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvstore, "user_cache_dir", lambda *args, **kwargs: str(tmp_path))
+    backend = LocalBackend.open(model, device="cpu", thread=thread, store_bytes=1 << 26)
+
+    def ask(conversation: str) -> None:
+        messages = ({"role": "user", "content": f"{conversation} of the sea " * 12},)
+        reason(backend, Request(messages, sampling=Sampling(temperature=0.0), max_tokens=4, conversation=conversation))
+        thread.call(lambda: None)  # what is saved behind the answer is on the disk now
+
+    ask("first")
+    one = saved.usage()
+    ask("second")
+    both = saved.usage()
+    assert 0 < one[1] < both[1]
+    backend.forget("second")
+    assert saved.usage() == one
+    ask("second")
+    backend.close()
+    thread.call(lambda: None)
+    assert saved.usage() == one  # neither the next answer nor the exit wrote it again
+    assert saved.clear() == one[1] and saved.usage() == (0, 0)

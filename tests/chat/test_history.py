@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sqlite3
+import stat
 import subprocess
 import sys
 from dataclasses import replace
@@ -295,3 +296,15 @@ def test_a_full_disk_or_locked_file_is_one_line(file, monkeypatch):
     other.execute("COMMIT")
     h.save(talk("a"))
     assert len(h.find()) == 1
+
+
+def test_what_is_written_is_private(tmp_path):
+    file = tmp_path / "data" / "history.db"
+    h = History(file)
+    h.save(talk("a", "b"))
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(p.stat().st_mode) for p in file.parent.iterdir()} == {0o600}
+    h.close()
+    file.chmod(0o644)  # as earlier versions left it
+    History(file).close()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600

@@ -81,6 +81,10 @@ class Instrumented(Backend, Protocol):
         """What the vocabulary says of `ids`. Takes microseconds for each: not for a screen's thread."""
         ...
 
+    def forget(self, conversation: str) -> None:
+        """Deletes the saved KV cache of a conversation and saves no more of it. Returns at once."""
+        ...
+
     def watch_experts(self, on: bool) -> None:
         """Whether the choices of experts are counted while tokens are decoded."""
         ...

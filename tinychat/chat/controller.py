@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, cast
 
+from tinychat.backend import saved
 from tinychat.backend.instruments import Instrumented
 from tinychat.backend.protocol import (
     Backend,
@@ -224,6 +225,13 @@ class Controller:
             self._copying = Future()
             job = partial(_settle, self._copying, partial(self._save, forked))
             threading.Thread(target=job, name="copying").start()
+
+    def forget(self, id: str) -> None:
+        """Deletes what a deleted conversation left in the KV caches, token ids included."""
+        if (instruments := self.instruments) is not None:
+            instruments.forget(id)
+        else:
+            saved.forget(id)
 
     def rename(self, name: str) -> None:
         self._set(self.conversation.rename(name))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import sqlite3
 import threading
 import time
@@ -69,7 +70,7 @@ class History:
         self._saved: tuple[Conversation, int] | None = None  # what we wrote last, and as which revision
         self._revisions: dict[str, int] = {}  # of each conversation, the one that was read or written here last
         try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._db = self._open()
         except OSError as e:
             raise TinychatError(f"{self._shown}: {(e.strerror or str(e)).lower()}") from None
@@ -199,6 +200,9 @@ class History:
             return self._connect()
 
     def _connect(self) -> sqlite3.Connection:
+        with contextlib.suppress(OSError):  # SQLite says what is wrong, and gives its other files the same mode
+            os.close(os.open(self.file, os.O_RDWR | os.O_CREAT, 0o600))
+            self.file.chmod(0o600)
         db = sqlite3.connect(self.file, timeout=_BUSY, isolation_level=None, check_same_thread=False)
         try:
             db.create_function("fold", 1, str.casefold, deterministic=True)

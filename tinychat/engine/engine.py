@@ -9,24 +9,27 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
+from tinychat.engine.answer import MARK, AnswerParser, Kind, Piece
 from tinychat.engine.config import ModelConfig
 from tinychat.engine.devices import has_cuda, make_executor
 from tinychat.engine.expert_use import RecentExperts
 from tinychat.engine.fit import fit
 from tinychat.engine.gguf import GGUF
-from tinychat.engine.kvstore import KVStore
+from tinychat.engine.grammar import Grammar, Matcher, Vocabulary, behind_thinking, calls_grammar
+from tinychat.engine.kvstore import KVStore, Reason
 from tinychat.engine.memory_limit import limit_of
 from tinychat.engine.plan import build_plan
 from tinychat.engine.prompt import Chat
 from tinychat.engine.session import OnPrefill, Session, common_prefix
 from tinychat.engine.stats import Stats, available_memory, rss_bytes
-from tinychat.engine.thinking import ThinkingSplitter
 from tinychat.engine.tokenizer import Tokenizer
+from tinychat.engine.tool_calls import Tool
 from tinychat.errors import TinychatError
 from tinychat.kernels.executor import MeasurableExecutor
 from tinychat.kernels.ops import Plan, Sampling, weights_of
@@ -43,14 +46,15 @@ Progress = Callable[[str, float], None]
 class Token:
     """One generated token. `id` is None for text released without a new token (the end of a held-back piece).
 
-    `text` is what became visible, maybe empty; `kind` is thinking or answer; `logprob` is under softmax of the model's
-    logits.
+    `text` is what became visible, maybe empty; of a call, more of its arguments, and `call` says of which one.
+    `logprob` is under softmax of the model's logits.
     """
 
     id: int | None
     text: str
-    kind: Literal["thinking", "answer"]
+    kind: Kind
     logprob: float = 0.0
+    call: Piece | None = None
 
 
 @dataclass(frozen=True)
@@ -214,6 +218,8 @@ class Engine:
         max_tokens: int | None = None,
         *,
         raw: bool = False,
+        tools: Sequence[Tool] = (),
+        grammar: Grammar | None = None,
         on_prefill: OnPrefill | None = None,
         stop: threading.Event | None = None,
         asked: float | None = None,
@@ -223,6 +229,8 @@ class Engine:
         eos: the model ended its answer; length: `max_tokens`; context: the cache is full; stopped: `stop` was set or
         the caller closed the iterator. `raw`: special tokens are written out and thinking is not told from the answer.
         `asked` is the time.perf_counter() of the request, from which TTFT counts; by default that of this call.
+        `tools`: calls of these, which the prompt was rendered with, are told from the answer. `grammar`: the answer is
+        held to it. Raises TinychatError for a grammar that is wrong.
         """
         self.stop_reason = "stopped"
         s, started = self.stats, time.perf_counter() if asked is None else asked
@@ -236,9 +244,12 @@ class Engine:
             if max_tokens is not None and max_tokens < 1:
                 self.stop_reason = "length"
                 return
+            matcher = Matcher(self.vocabulary, grammar) if grammar else None
             self._restore_cache(prompt_ids)
             if self.session.prefill(prompt_ids, on_prefill, stop):
-                yield from self._answer(prompt_ids, sampling or Sampling(), max_tokens, raw, stop, started)
+                yield from self._answer(
+                    prompt_ids, sampling or Sampling(), max_tokens, raw, tools, matcher, stop, started
+                )
         finally:
             s.phase, s.rss_bytes = "idle", rss_bytes()
             s.kernels_per_token, s.jit_batches = self.executor.kernels_per_token, self.executor.jit_batches
@@ -249,17 +260,17 @@ class Engine:
         sampling: Sampling,
         max_tokens: int | None,
         raw: bool,
+        tools: Sequence[Tool],
+        matcher: Matcher | None,
         stop: threading.Event | None,
         started: float,
     ) -> Iterator[Token]:
-        tags = None if raw else self.chat.think_tags
-        splitter = ThinkingSplitter(*tags, opened=self.chat.opens_thinking(prompt)) if tags else None
-        shown = [i for i in map(self.tokenizer.token_id, tags or ()) if i is not None]
-        text = self.tokenizer.decoder(special=raw, show=shown)
+        parser = AnswerParser() if raw else self.chat.parser(prompt, tools, marked=True)
+        text = self.tokenizer.decoder(special=raw, show=self.chat.shown_ids(parser), mark=MARK)
         s = self.stats
         clock = _Clock(s, self.plan, started)
         self.stop_reason = "context"
-        steps = self.session.decode(prompt[-1], sampling, prompt)
+        steps = self.session.decode(prompt[-1], sampling, prompt, matcher)
         try:
             for token, logprob in steps:
                 clock.tick(len(self.session.tokens))
@@ -273,7 +284,7 @@ class Engine:
                         yield Token(token, text.feed(token), "answer", logprob)
                     break
                 came = time.perf_counter()
-                pieces = list(_pieces(token, text.feed(token), splitter, logprob))
+                pieces = list(_pieces(token, parser.feed(text.feed(token)), parser, logprob))
                 s.detokenise_s += time.perf_counter() - came
                 yield from pieces
                 if max_tokens is not None and self.stats.generated_tokens >= max_tokens:
@@ -289,49 +300,90 @@ class Engine:
             steps.close()  # type: ignore[attr-defined]
         # Inside a character only the model's own end is final: a stopped answer may go on with the bytes that lack.
         rest = text.flush() if self.stop_reason == "eos" else ""
-        for piece in (*(splitter.feed(rest) if rest and splitter else ()), *(splitter.flush() if splitter else ())):
-            yield Token(None, piece.text, piece.kind)
-        if rest and not splitter:
-            yield Token(None, rest, "answer")
+        yield from _pieces(None, parser.feed(rest) + parser.flush(), parser)
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens as grammars see them; made when the first grammar comes."""
+        return Vocabulary(self.tokenizer, self.plan.vocab)
+
+    def schema_grammar(self, schema: object, prompt_ids: Sequence[int]) -> Grammar:
+        """The grammar of a JSON schema, behind the thinking where the prompt has opened it. Raises TinychatError."""
+        grammar = Grammar.from_schema(schema)
+        if not self.chat.opens_thinking(prompt_ids):
+            return grammar
+        closing = self.tokenizer.token_id(self.chat.think_tags[1]) if self.chat.think_tags else None
+        if closing is None:
+            raise TinychatError("this model's thinking tags are no tokens; ask it not to think")
+        return behind_thinking(grammar, closing)
+
+    def calls_grammar(self, tools: Sequence[Tool], prompt_ids: Sequence[int], parallel: bool = True) -> Grammar:
+        """The grammar under which an answer to the prompt has to call some of `tools`, perhaps behind thinking."""
+        chat = self.chat
+        tags = chat.think_tags if chat.think_tags and self.tokenizer.token_id(chat.think_tags[1]) is not None else None
+        opened = chat.opens_thinking(prompt_ids)
+        return calls_grammar(chat.call_format, tools, self.tokenizer, thinking=tags, opened=opened, parallel=parallel)
 
     def logits(self, ids: Sequence[int], decode: bool = False) -> np.ndarray:
         """float32 (len(ids), n_vocab) from an empty cache; `decode` goes one token at a time through the decode
         step."""
         return self.session.logits(ids, decode)
 
-    def save_cache(self) -> bool:
-        """Puts the KV cache into the store, for `generate` to find when a conversation is reopened; False if it was not
-        saved."""
-        tokens = self.session.tokens
-        if not self.store or not tokens:
+    def save_cache(
+        self,
+        tag: str = "",
+        reason: Reason = "idle",
+        seconds: float = math.inf,
+        stop: threading.Event | None = None,
+    ) -> bool:
+        """Writes what is new in the KV cache to the store, for `generate` to find when a conversation is reopened.
+
+        `tag` names the conversation (KVStore.forget). True when all of it is saved; else the next call goes on where
+        `seconds` or `stop` ended this one.
+        """
+        if not self.store or not self.session.tokens:
             return False
-        return self.store.save(
-            self.info.fingerprint, self.executor.cache_layout, tokens, self.executor.read_cache(len(tokens))
+        cost = self.store.save(
+            self.info.fingerprint,
+            self.executor.cache_layout,
+            self.session.tokens,
+            self.executor.read_cache,
+            tag=tag,
+            reason=reason,
+            seconds=seconds,
+            stop=stop,
         )
+        self.stats.save_s, self.stats.saved_rows, self.stats.saved_bytes = cost.seconds, cost.rows, cost.nbytes
+        return cost.whole
 
     @contextmanager
     def cache_kept(self) -> Iterator[None]:
         """Around what uses the KV cache for something else: afterwards it holds what it held before."""
         tokens = self.session.tokens
-        rows = self.executor.read_cache(len(tokens)) if tokens else b""
+        rows = self.executor.read_cache(0, len(tokens)) if tokens else b""
         self.session.tokens = []
         try:
             yield
         finally:
             if tokens:
-                self.executor.write_cache(rows, len(tokens))
+                self.executor.write_cache(rows, 0, len(tokens))
             self.session.tokens = tokens
 
     def _restore_cache(self, prompt: Sequence[int]) -> None:
-        """Takes a saved cache where it holds more of `prompt` than the present one."""
+        """Takes the blocks of a saved cache that hold more of `prompt` than the present one."""
+        self.stats.restored_rows, self.stats.restore_s = 0, 0.0
         if not self.store:
             return
-        saved = self.store.best(self.info.fingerprint, self.executor.cache_layout, prompt)
-        if saved is None or saved.usable <= common_prefix(self.session.tokens, prompt):
-            return
-        if len(saved.tokens) <= self.info.max_context and (rows := self.store.read(saved)) is not None:
-            self.executor.write_cache(rows, len(saved.tokens))
-            self.session.tokens = list(saved.tokens)
+        started, held = time.perf_counter(), common_prefix(self.session.tokens, prompt)
+        saved = self.store.best(self.info.fingerprint, self.executor.cache_layout, prompt, self.info.max_context)
+        if saved and saved.usable > held:
+            del self.session.tokens[held:]
+            for block, rows in self.store.read(saved, beyond=held):
+                self.executor.write_cache(rows, block.first, len(block.tokens))
+                self.session.tokens[block.first :] = block.tokens
+            del self.session.tokens[saved.usable :]
+            self.stats.restored_rows = len(self.session.tokens) - held
+        self.stats.restore_s = time.perf_counter() - started
 
     @property
     def tokens(self) -> list[int]:
@@ -344,13 +396,13 @@ class Engine:
         self.executor.close()
 
 
-def _pieces(token: int, text: str, splitter: ThinkingSplitter | None, logprob: float) -> Iterator[Token]:
+def _pieces(token: int | None, pieces: Sequence[Piece], parser: AnswerParser, logprob: float = 0.0) -> Iterator[Token]:
     """The token, with the text it released; a second piece (across a tag) has no id."""
-    pieces = [(p.kind, p.text) for p in splitter.feed(text)] if splitter else [("answer", text)]
-    if not pieces:
-        pieces = [("thinking" if splitter and splitter.inside else "answer", "")]
-    for i, (kind, part) in enumerate(pieces):
-        yield Token(token if i == 0 else None, part, kind, logprob)  # type: ignore[arg-type]
+    if not pieces and token is not None:
+        yield Token(token, "", parser.kind, logprob)
+    for i, piece in enumerate(pieces):
+        call = piece if piece.kind == "call" else None
+        yield Token(token if i == 0 else None, piece.text, piece.kind, logprob, call)
 
 
 class _Clock:

@@ -22,6 +22,7 @@ class Stats:
     phase: str = "idle"  # idle, prefill, decode
     prompt_tokens: int = 0
     reused_tokens: int = 0  # of the prompt, already in the KV cache
+    restored_rows: int = 0  # of those, read back from the disk
     prefilled_tokens: int = 0
     generated_tokens: int = 0
     # where the time goes, in order; sampling is part of decode, tokens come as they are decoded
@@ -49,6 +50,10 @@ class Stats:
     kv_bytes_per_token: int = 0
     weight_bytes: int = 0
     kv_bytes: int = 0
+    restore_s: float = 0.0  # looking for a saved KV cache and reading it, part of ttft_s
+    save_s: float = 0.0  # the last saving of the KV cache: seconds, rows, bytes
+    saved_rows: int = 0
+    saved_bytes: int = 0
     rss_bytes: int = 0
     context_used: int = 0
     context_max: int = 0

@@ -109,10 +109,14 @@ def dry(s: Sampling, recent: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np
     return ids, s.dry_multiplier * s.dry_base ** (longest - s.dry_allowed_length)
 
 
-def sample(logits: np.ndarray, s: Sampling, position: int, recent: Sequence[int] = ()) -> tuple[int, float]:
+def sample(
+    logits: np.ndarray, s: Sampling, position: int, recent: Sequence[int] = (), mask: np.ndarray | None = None
+) -> tuple[int, float]:
     """(id, its log-probability under softmax(logits)) for the token that follows `position`. Logits: float32
-    (n_vocab,)."""
+    (n_vocab,). `mask`, uint32 ((n_vocab + 31) // 32,): only tokens i with bit i % 32 of word i // 32 set can come."""
     x = penalties(s, recent).apply(logits).astype(np.float64)
+    if mask is not None:
+        x[np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(x)] == 0] = -np.inf
     if s.temperature <= 0:
         token = int(x.argmax())
     else:

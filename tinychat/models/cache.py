@@ -24,6 +24,7 @@ from typing import Literal
 
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError, printable
+from tinychat.files import expand
 from tinychat.models.download import (
     Meter,
     Notes,
@@ -159,7 +160,7 @@ def add(
         raise TinychatError(
             f"{printable(model.name)}: a file of your own needs no place in the cache; open it by its path"
         )
-    file, folder = Path(file).expanduser().resolve(), downloads_dir()
+    file, folder = expand(str(file)).resolve(), downloads_dir()
     header = GGUF.open(file)
     if len(header.paths) > 1:
         raise TinychatError(

@@ -69,7 +69,7 @@ class SampleSpec(ctypes.Structure):
         *_all(_f64, "temperature top_p min_p"),
         ("seed", _u64),
         *_all(_i32, "top_k n_penalised"),
-        *_all(_ptr, "penalised divisors amounts"),
+        *_all(_ptr, "penalised divisors amounts mask"),
     ]
 
 
@@ -107,7 +107,7 @@ class Library:
             ("tc_dequantise", None, [_ptr, c_int, c_int, _ptr]),
             ("tc_forward", None, [_ptr, _ptr, c_int, c_int, c_int, _ptr]),
             ("tc_step", c_int, [_ptr, c_int, c_int, _ptr, _ptr]),
-            ("tc_cache", size, [_ptr, _ptr, c_int, c_int]),
+            ("tc_cache", size, [_ptr, _ptr, c_int, c_int, c_int]),
             ("tc_bandwidth", _f64, [_ptr, _ptr, size]),
         ):
             function = getattr(lib, name)

@@ -917,13 +917,14 @@ EXPORT int tc_step(Ctx *c, int token, int pos, const SampleSpec *spec, double *l
   return id;
 }
 
-// Copies the first `rows` cache rows (in whole tiles of 16) out (direction 0) or back in (1). Returns the bytes.
-EXPORT size_t tc_cache(Ctx *c, uint8_t *data, int rows, int in) {
+// Copies `rows` cache rows from `first` (a multiple of 16), in whole tiles of 16, out (in 0) or back in (1). Returns the
+// bytes.
+EXPORT size_t tc_cache(Ctx *c, uint8_t *data, int first, int rows, int in) {
   size_t tiles = ((size_t)rows + 15) / 16 * 16, at = 0;
   for (int v = 0; v < 2; v++) {
     size_t width = (size_t)(v ? c->v_width : c->k_width) / c->kv_heads;
     for (int i = 0; i < c->layers * c->kv_heads && width; i++) {
-      uint16_t *rows_at = (v ? c->v_cache : c->k_cache) + (size_t)i * c->context * width;
+      uint16_t *rows_at = (v ? c->v_cache : c->k_cache) + ((size_t)i * c->context + (size_t)first) * width;
       size_t bytes = tiles * width * sizeof *rows_at;
       if (data && in) memcpy(rows_at, data + at, bytes);
       else if (data) memcpy(data + at, rows_at, bytes);

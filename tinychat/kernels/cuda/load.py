@@ -15,8 +15,8 @@ from tinychat.kernels.cuda.layout import Layout, Tensor, repack, transpose
 from tinychat.kernels.cuda.quants import FLOATS
 from tinychat.kernels.executor import Weights
 
-UPLOAD_BYTES = 32 << 20  # of one upload
-UPLOADS = 6  # in flight
+UPLOAD_BYTES = 16 << 20  # of one upload
+UPLOADS = 12  # in flight
 
 
 def load(gpu: GPU, layout: Layout, weights: Weights, progress: Callable[[float], None] | None) -> None:

@@ -69,9 +69,9 @@ DEVICE void run(const Args &a) {
   __syncthreads();
   if (warp < TOKENS && first + warp < count) {
     choose<Choice>(logits[warp], a.selection_bias, my_ids[warp], my_weights[warp]);
-    if (lane < Choice::CHOSEN) {
-      a.ids[(first + warp) * Choice::CHOSEN + lane] = my_ids[warp][lane];
-      a.weights[(first + warp) * Choice::CHOSEN + lane] = my_weights[warp][lane];
+    for (int k = lane; k < Choice::CHOSEN; k += 32) {
+      a.ids[(first + warp) * Choice::CHOSEN + k] = my_ids[warp][k];
+      a.weights[(first + warp) * Choice::CHOSEN + k] = my_weights[warp][k];
     }
   }
 }
