@@ -28,9 +28,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _homeless(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def _homeless(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test has empty cache, data and config folders of its own, and no proxy; only what tinychat compiles is
-    shared."""
+    shared. A test fails that leaves a crash report: the app outlives exceptions, a test must not."""
     for name in [n for n in os.environ if n.lower().endswith("_proxy") or n.startswith("HF_")]:
         monkeypatch.delenv(name)
     home = tmp_path_factory.mktemp("home")
@@ -39,6 +39,8 @@ def _homeless(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
         monkeypatch.setenv(f"XDG_{kind.upper()}_HOME", str(home / kind))
     (SHARED / "tinychat").mkdir(parents=True, exist_ok=True)
     (home / "cache" / "tinychat").symlink_to(SHARED / "tinychat")
+    yield
+    assert [p.read_text() for p in (home / "state").rglob("crash-*.txt")] == []
 
 
 @pytest.fixture(scope="session")

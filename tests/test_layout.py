@@ -17,6 +17,7 @@ ROOMS: dict[str, set[str]] = {
     "files": set(),
     "units": set(),
     "process": set(),
+    "crash": set(),
     "console": set(),
     "kernels": set(),
     "engine": {"kernels"},
@@ -25,7 +26,7 @@ ROOMS: dict[str, set[str]] = {
     "measure": {"backend", "engine", "kernels"},
     "chat": {"backend", "models"},
     "server": {"backend"},
-    "ui": {"chat", "backend", "models", "measure", "process"},
+    "ui": {"chat", "backend", "models", "measure", "process", "crash"},
     "commands": {"ui", "chat", "server", "measure", "backend", "models", "engine"},
     "cli": {"commands", "chat", "process"},
 }

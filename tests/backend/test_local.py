@@ -1,6 +1,7 @@
 """The local backend: loading without losing what is loaded, cancelling, errors, saved caches, prompts that go on."""
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def test_a_model_that_does_not_load_costs_nothing(
     path, options = {"missing": tmp_path / "none.gguf", "no model": tmp_path / "text.gguf"}.get(what, model), {}
     (tmp_path / "text.gguf").write_text("this is not a model")
     if what == "context":
-        options["max_context"] = 10**9
+        options["max_context"] = 0
     if what == "memory":
         monkeypatch.setattr(engine_module, "available_memory", lambda: 1 << 20)
         monkeypatch.setattr(engine_module, "has_cuda", lambda: False)
@@ -58,6 +59,19 @@ def test_a_model_that_does_not_load_costs_nothing(
         LocalBackend.open(path, replaces=backend, device="cpu", **options)
     assert not isinstance(failed.value, OldModelLost) and "\n" not in str(failed.value)
     assert reason(backend) in ("length", "eos")
+
+
+def test_the_first_token_counts_what_the_user_waited_for(backend: LocalBackend, thread: EngineThread) -> None:
+    """As behind the saving of a large KV cache, which the engine's thread does after an answer."""
+    saved = threading.Event()
+    thread.submit(lambda: time.sleep(0.3))
+    thread.submit(saved.set)
+    end = list(backend.answer(HELLO))[-1]
+    assert isinstance(end, Finished) and saved.is_set()
+    s = end.stats
+    assert (
+        s.wait_s >= 0.29 and s.ttft_s >= s.wait_s + s.template_s + s.tokenise_s + s.prefill_s + s.first_token_s - 1e-6
+    )
 
 
 @pytest.mark.skipif(has_cuda(), reason="a device that fails is needed")

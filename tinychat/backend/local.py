@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, fields, replace
@@ -127,7 +128,10 @@ class LocalBackend:
     def answer(self, request: Request) -> EventStream[Event]:
         stream: EventStream[Event] = EventStream()
         stopped = Finished("stopped", Usage(limit=self._info.max_context), self.snapshot().of_model())
-        self._submit(_Waiting(request.cancel, stream, stopped), lambda: self._answer(request, stream), self._save)
+        asked = time.perf_counter()
+        self._submit(
+            _Waiting(request.cancel, stream, stopped), lambda: self._answer(request, stream, asked), self._save
+        )
         return stream
 
     def measure(self, request: Request) -> Usage:
@@ -261,7 +265,7 @@ class LocalBackend:
             one.stream.put(one.stopped)
             one.stream.end()
 
-    def _answer(self, request: Request, stream: EventStream[Event]) -> None:
+    def _answer(self, request: Request, stream: EventStream[Event], asked: float) -> None:
         if refusal := _refusal(request):
             stream.put(Failed(refusal, "invalid"))
             return
@@ -282,9 +286,11 @@ class LocalBackend:
         if request.cancel.is_set():
             stream.put(Finished("stopped", prompt.usage, self.snapshot().of_model()))
             return
-        self._generate(request, prompt, grammar, stream)
+        self._generate(request, prompt, grammar, stream, asked)
 
-    def _generate(self, request: Request, prompt: Prompt, grammar: Grammar | None, stream: EventStream[Event]) -> None:
+    def _generate(
+        self, request: Request, prompt: Prompt, grammar: Grammar | None, stream: EventStream[Event], asked: float
+    ) -> None:
         engine, stops, count, calls = self._loaded(), StopStrings(request.stop), 0, set[int]()
         engine.chat.template_s, engine.chat.tokenise_s = self._prompts.template_s, self._prompts.tokenise_s
 
@@ -302,6 +308,7 @@ class LocalBackend:
                 grammar=grammar,
                 on_prefill=prefilling,
                 stop=request.cancel,
+                asked=asked,
             )
         ) as tokens:
             for token in tokens:

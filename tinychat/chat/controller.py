@@ -36,6 +36,7 @@ from tinychat.backend.protocol import (
 from tinychat.backend.stream import EventStream
 from tinychat.chat.changes import Change, Ended, Grew, ModelChanged, Notice, Overflow, Refused, Reset
 from tinychat.chat.conversation import Attachment, Conversation, Turn
+from tinychat.chat.history import ChangedElsewhere
 from tinychat.chat.parameters import Parameters
 from tinychat.chat.request import request_for
 from tinychat.chat.state import (
@@ -52,6 +53,7 @@ from tinychat.chat.state import (
 from tinychat.errors import TinychatError
 
 SAVE_EVERY = 0.8  # seconds, while an answer grows: with a slow paint on top, a kill still loses less than a second
+RETRY_EVERY = 10.0  # seconds, after a save that failed: where a file is locked, each try takes seconds
 KEPT_STATS = (
     "prompt_tokens",
     "reused_tokens",
@@ -111,6 +113,7 @@ class Controller:
         self.raw = False
         self._open_backend, self._save, self._clock = open_backend, save, clock
         self._saved_at = 0.0
+        self._unsaved = False  # the last save failed, and the user knows
         self._changes: list[Change] = []
         self._choice: ModelChoice | None = None  # the model that was asked for last
         self._measurement: _Measurement | None = None
@@ -321,7 +324,8 @@ class Controller:
         self._poll_measurement()
         if self._copying is not None and self._copying.done():
             self._copied()
-        if self.running and self._save and self._clock() - self._saved_at >= SAVE_EVERY:
+        every = SAVE_EVERY if not self._unsaved else RETRY_EVERY
+        if self.running and self._save and self._clock() - self._saved_at >= every:
             self._store()
         if self.queue and self.ready and not self.busy and not any(isinstance(c, Overflow) for c in self._changes):
             self.ask(self.queue.pop(0))
@@ -559,14 +563,22 @@ class Controller:
             self._changes.append(Notice(str(e), error=True))
 
     def _store(self) -> None:
-        self._saved_at = self._clock()
         self._copied()
         if self._save is None or not self.conversation.turns:
             return
         try:
-            self._save(self.conversation)
+            try:
+                self._save(self.conversation)
+            except ChangedElsewhere as e:
+                self.conversation = self.conversation.fork()
+                self._save(self.conversation)
+                self._changes.append(Notice(f"{e}; this one goes on as a copy, {self.conversation.title!r}"))
+            if self._unsaved:
+                self._unsaved = False
+                self._changes.append(Notice("this conversation is saved again"))
         except TinychatError as e:
             self._cannot_save(e)
+        self._saved_at = self._clock()
 
     def _copied(self) -> None:
         """Waits for the copy of a fork, so that what is saved next is newer."""
@@ -576,8 +588,9 @@ class Controller:
                 self._cannot_save(e)
 
     def _cannot_save(self, e: TinychatError) -> None:
-        self._save = None
-        self._changes.append(Notice(f"{e}; this conversation is not being saved", error=True))
+        if not self._unsaved:
+            self._changes.append(Notice(f"{e}; this conversation is not being saved", error=True))
+        self._unsaved = True
 
 
 def _droppable(conversation: Conversation) -> int:

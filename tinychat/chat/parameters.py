@@ -42,7 +42,10 @@ class Parameters:
         sampling = values.pop("sampling", {})
         names = {f.name for f in fields(Sampling)} - _OF_MODEL
         try:
-            return cls(sampling=Sampling(**{k: v for k, v in dict(sampling).items() if k in names}), **values)
+            given: dict[str, Any] = {
+                k: tuple(v) if isinstance(v, list) else v for k, v in dict(sampling).items() if k in names
+            }
+            return cls(sampling=Sampling(**given), **values)
         except (TypeError, ValueError) as e:
             raise TinychatError(f"these parameters cannot be read: {e}") from None
 

@@ -88,6 +88,7 @@ class Prepared:
     tokenizer: Tokenizer
     chat: Chat
     max_context: int
+    notes: tuple[str, ...]  # one line each, for the user
     seconds: float  # that preparing took
 
     def load(
@@ -104,7 +105,7 @@ class Prepared:
         executor, notes = make_executor(self.plan, self.gguf, self.max_context, device, threads, report)
         info = _describe(self.gguf, self.config, self.plan, executor, self.max_context)
         load_s = self.seconds + time.perf_counter() - started
-        return Engine(info, self.tokenizer, self.chat, self.plan, executor, notes, load_s, store)
+        return Engine(info, self.tokenizer, self.chat, self.plan, executor, [*self.notes, *notes], load_s, store)
 
     def check_memory(self, device: str | None, freed: int) -> None:
         """Raises TinychatError when weights and KV cache need more than the available memory and `freed` bytes, those
@@ -127,7 +128,13 @@ def prepare(
     plan = build_plan(gguf, config)
     if max_context is None:
         max_context = min(DEFAULT_CONTEXT, config.context)
-    if not 1 <= max_context <= config.context:
+    notes = []
+    if max_context > config.context:  # as a default of the user's settings may be for a small model
+        notes.append(
+            f"the context is {config.context:,} tokens, not {max_context:,}: the model was trained for no more"
+        )
+        max_context = config.context
+    if max_context < 1:
         raise TinychatError(
             f"a context of {max_context:,} tokens is not possible; this model has 1 to {config.context:,}"
         )
@@ -138,7 +145,7 @@ def prepare(
             f"the tokenizer has {tokenizer.n_vocab:,} tokens, token_embd.weight only {config.vocab:,} rows"
         )
     chat = Chat(gguf.metadata, tokenizer, preset=preset)
-    return Prepared(gguf, config, plan, tokenizer, chat, max_context, time.perf_counter() - started)
+    return Prepared(gguf, config, plan, tokenizer, chat, max_context, tuple(notes), time.perf_counter() - started)
 
 
 def _silent(stage: str, fraction: float) -> None:
@@ -194,7 +201,7 @@ class Engine:
     ) -> Engine:
         """Loads a GGUF.
 
-        `max_context` in tokens (default: 4096 or what the model was trained for, if less); `device`: None (the best
+        `max_context` in tokens (default: 4096), at most what the model was trained for; `device`: None (the best
         that works), "cuda", "cpu" or "reference"; `preset` forces a chat format; `store` is where saved KV caches are
         looked for. Raises TinychatError.
         """
@@ -213,20 +220,24 @@ class Engine:
         grammar: Grammar | None = None,
         on_prefill: OnPrefill | None = None,
         stop: threading.Event | None = None,
+        asked: float | None = None,
     ) -> Generator[Token, None, None]:
         """Prefills what the cache does not hold of `prompt_ids`, then yields tokens until `stop_reason` is set.
 
         eos: the model ended its answer; length: `max_tokens`; context: the cache is full; stopped: `stop` was set or
         the caller closed the iterator. `raw`: special tokens are written out and thinking is not told from the answer.
+        `asked` is the time.perf_counter() of the request, from which TTFT counts; by default that of this call.
         `tools`: calls of these, which the prompt was rendered with, are told from the answer. `grammar`: the answer is
         held to it. Raises TinychatError for a grammar that is wrong.
         """
         self.stop_reason = "stopped"
-        s, started = self.stats, time.perf_counter()
+        s, started = self.stats, time.perf_counter() if asked is None else asked
         s.generated_tokens = 0
-        s.ttft_s = s.decode_s = s.decode_tok_s = s.last_tok_s = s.gb_s = s.limit_share = 0.0
+        s.wait_s = s.ttft_s = s.decode_s = s.decode_tok_s = s.last_tok_s = s.gb_s = s.limit_share = 0.0
         s.first_token_s = s.token_s = s.sampling_s = s.detokenise_s = 0.0
         s.template_s, s.tokenise_s = (0.0, 0.0) if raw else (self.chat.template_s, self.chat.tokenise_s)
+        if asked is not None:
+            s.wait_s = max(0.0, time.perf_counter() - asked - s.template_s - s.tokenise_s)
         try:
             if max_tokens is not None and max_tokens < 1:
                 self.stop_reason = "length"
@@ -287,7 +298,9 @@ class Engine:
             raise
         finally:
             steps.close()  # type: ignore[attr-defined]
-        yield from _pieces(None, parser.feed(text.flush()) + parser.flush(), parser)
+        # Inside a character only the model's own end is final: a stopped answer may go on with the bytes that lack.
+        rest = text.flush() if self.stop_reason == "eos" else ""
+        yield from _pieces(None, parser.feed(rest) + parser.flush(), parser)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:

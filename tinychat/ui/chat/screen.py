@@ -227,6 +227,9 @@ class ChatScreen(Screen[None]):
             self.give_back([Turn("user", event.text)])
             await self.say(str(e), error=True)
             return
+        except Exception:  # the app says it
+            self.give_back([Turn("user", event.text)])
+            raise
         self._sent(event.text)
         self.transcript.to_end()
         await self.apply()
