@@ -152,6 +152,11 @@ class Controller:
         return self.backend.info if self.backend is not None and self.ready else None
 
     @property
+    def loaded(self) -> Path | None:
+        """The file of the model that answers, or of the one being loaded."""
+        return self._choice.path if self._choice is not None and (self.backend or self.loading) else None
+
+    @property
     def stats(self) -> Stats | None:
         """The figures of this moment."""
         return self.backend.snapshot() if self.backend is not None and self.ready else None
