@@ -287,3 +287,22 @@ def test_a_full_disk_or_locked_file_is_one_line(file, monkeypatch):
     other.execute("COMMIT")
     h.save(talk("a"))
     assert len(h.find()) == 1
+
+
+def test_versions_are_saved_found_and_come_back(file):
+    h = History(file)
+    c = Conversation((Turn("user", "old question"), Turn("assistant", "old answer")))
+    h.save(c)
+    edited = c.edit(0, "new question").add(Turn("assistant", "new answer"))
+    h.save(edited)
+    h.save(edited.regenerate().add(Turn("assistant", "third")))
+    h.close()
+    h = History(file)
+    read = h.load(c.id)
+    assert [t.text for t in read.turns] == ["new question", "third"]
+    assert [t.text for t in read.switch(0, -1).turns] == ["old question", "old answer"]
+    (found,) = h.find("old answer")
+    assert found.turns == 2 and "old answer" in found.snippet
+    h.save(read.switch(0, -1))
+    h.close()
+    assert [t.text for t in History(file).load(c.id).versions(0)] == ["old question", "new question"]

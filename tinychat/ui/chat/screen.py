@@ -355,11 +355,11 @@ class ChatScreen(Screen[None]):
                 case "fork":
                     await self.run_command(f"fork {index + 1}")
                 case "regenerate":
-                    if c.conversation.last_answer != index:
-                        raise TinychatError(
-                            "only the last answer can be written again; edit or fork an earlier question"
-                        )
-                    c.regenerate()
+                    c.regenerate(index)
+                case "previous" | "next":
+                    c.switch(index, 1 if event.action == "next" else -1)
+                    await self.apply()
+                    self._focus_message(index)
         except TinychatError as e:
             await self.say(str(e), error=True)
         await self.apply()
