@@ -12,6 +12,8 @@ from textual.content import Content, Span
 from textual.highlight import highlight
 from textual.style import Style
 
+from tinychat.ui.chat.markdown.formulas import formula_rows, formula_text
+
 BULLETS = "•◦▪"
 LIVE_HIGHLIGHT = 3000  # characters: a longer open fence is coloured only when it closes
 _MARKS = {"strong": ".md-strong", "em": ".md-em", "s": ".md-strike", "link": ".md-link"}
@@ -66,6 +68,9 @@ def _block(node: SyntaxTreeNode, width: int, depth: int, live: bool) -> list[Lin
             return _code(node.content, node.info.strip(), width, live)
         case "table":
             return _table(node, width)
+        case "formula_block":
+            text = Content.styled(formula_rows(node.content, node.markup), ".md-em")
+            return [line._replace(content=Content("  ") + line.content, gutter=2) for line in _wrapped(text, width - 2)]
         case "hr":
             return [Line(Content.styled("─" * width, ".md-dim"))]
         case _:
@@ -104,6 +109,9 @@ def inline(node: SyntaxTreeNode) -> Content:
             case "code_inline":
                 add(child.content)
                 spans.append(Span(start, position, ".md-code-inline"))
+            case "formula":
+                add(formula_text(child.content, child.markup))
+                spans.append(Span(start, position, ".md-em"))
             case "softbreak" | "hardbreak":
                 add("\n")
             case "image":
