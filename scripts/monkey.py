@@ -231,9 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m scripts.monkey", description=__doc__.partition("\n")[0])
     parser.add_argument("--events", type=int, default=10_000, metavar="N")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--slices", type=int, default=1, metavar="N", help="apps, with seeds counting up"
-    )
+    parser.add_argument("--slices", type=int, default=1, metavar="N", help="apps, with seeds counting up")
     parser.add_argument("--real", type=Path, metavar="FILE", help="a GGUF file, in place of the scripted engine")
     options = parser.parse_args(argv)
     total: Counter[str] = Counter()

@@ -33,6 +33,8 @@ def _homeless(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     shared. A test fails that leaves a crash report: the app outlives exceptions, a test must not."""
     for name in [n for n in os.environ if n.lower().endswith("_proxy") or n.startswith("HF_")]:
         monkeypatch.delenv(name)
+    for name in ("DISPLAY", "WAYLAND_DISPLAY", "TMUX"):  # the user's clipboard
+        monkeypatch.delenv(name, raising=False)
     home = tmp_path_factory.mktemp("home")
     for kind in ("cache", "data", "config", "state"):
         (home / kind).mkdir()

@@ -173,3 +173,34 @@ def test_set_parameter_refuses(name, text):
         set_parameter(Parameters(), name, text)
     assert "\n" not in str(e.value)
     assert all(s.help for s in PARAMETERS.values())
+
+
+def test_every_version_stays_and_comes_back_with_what_followed_it():
+    c = talk("a", "b", "c", "d")
+    edited = c.edit(0, "A").add(Turn("assistant", "B"))
+    assert [t.text for t in edited.turns] == ["A", "B"] and [t.text for t in edited.versions(0)] == ["a", "A"]
+    again = edited.regenerate().add(Turn("assistant", "B2"))
+    assert [t.text for t in again.versions(1)] == ["B", "B2"] and again.switch(1, 1) is again
+    back = again.switch(0, -1)
+    assert [t.text for t in back.turns] == ["a", "b", "c", "d"]
+    assert [t.text for t in back.switch(0, 1).turns] == ["A", "B2"], "the version that was shown last"
+    assert [t.text for t in back.switch(0, 1).switch(1, -1).turns] == ["A", "B"]
+    for value in (edited, again, back):
+        assert {t.text for t in (*value.turns, *value.others)} >= {"a", "b", "c", "d", "A", "B"}
+        assert len({t.id for t in (*value.turns, *value.others)}) == len(value.turns) + len(value.others)
+    read = Conversation.from_dict(json.loads(json.dumps(again.as_dict())))
+    assert [t.text for t in read.switch(0, -1).turns] == ["a", "b", "c", "d"]
+    text = to_markdown(again)
+    assert all(f"\n{word}\n" in text for word in ("a", "b", "c", "d", "A", "B", "B2")) and text.count("<details>") == 2
+
+
+def test_an_edit_without_a_change_is_another_answer():
+    c = talk("a", "b").edit(0, "a").add(Turn("assistant", "B"))
+    assert [t.text for t in c.versions(0)] == ["a"] and [t.text for t in c.versions(1)] == ["b", "B"]
+
+
+def test_format_1_has_no_versions_and_gets_ids():
+    old = {"format": 1, "turns": [{"role": "user", "text": "a"}, {"role": "assistant", "text": "b"}]}
+    c = Conversation.from_dict(old)
+    assert [(t.id, t.parent) for t in c.turns] == [(1, 0), (2, 1)] and c.others == ()
+    assert c.fork().title == "a (fork)" and c.fork().fork().fork().title == "a (fork 3)"

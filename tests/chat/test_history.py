@@ -308,3 +308,22 @@ def test_what_is_written_is_private(tmp_path):
     file.chmod(0o644)  # as earlier versions left it
     History(file).close()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_versions_are_saved_found_and_come_back(file):
+    h = History(file)
+    c = Conversation((Turn("user", "old question"), Turn("assistant", "old answer")))
+    h.save(c)
+    edited = c.edit(0, "new question").add(Turn("assistant", "new answer"))
+    h.save(edited)
+    h.save(edited.regenerate().add(Turn("assistant", "third")))
+    h.close()
+    h = History(file)
+    read = h.load(c.id)
+    assert [t.text for t in read.turns] == ["new question", "third"]
+    assert [t.text for t in read.switch(0, -1).turns] == ["old question", "old answer"]
+    (found,) = h.find("old answer")
+    assert found.turns == 2 and "old answer" in found.snippet
+    h.save(read.switch(0, -1))
+    h.close()
+    assert [t.text for t in History(file).load(c.id).versions(0)] == ["old question", "new question"]

@@ -507,3 +507,33 @@ async def test_an_edit_can_be_left():
         await d.pilot.press("escape")
         await d.until(lambda: not d.chat.prompt.text and "leave it as it was" not in d.screen)
         assert d.chat.editing is None and d.turns[0].text == "first"
+
+
+async def test_edits_and_new_answers_are_versions(tmp_path):
+    history = History(tmp_path / "h.db")
+    async with desk("one", "two", "three", "four", history=history) as d:
+        await d.ask("a")
+        await d.ask("b")
+        await d.pilot.press("ctrl+r")
+        await d.settle()
+        assert [t.text for t in d.turns] == ["a", "one", "b", "three"] and "‹ 2/2 ›" in d.screen
+        await d.pilot.press("ctrl+up", "left")
+        await d.until(lambda: d.turns[-1].text == "two" and "‹ 1/2 ›" in d.screen)
+        assert d.chat.focused is d.answers[-1], "the keys go on acting on the same message"
+        await d.pilot.press("right")
+        await d.until(lambda: d.turns[-1].text == "three")
+        await d.pilot.press("escape")
+        await d.type("/edit 1", "enter")
+        await d.until(lambda: d.chat.prompt.text == "a")
+        await d.type("!", "enter")
+        await d.settle()
+        assert [t.text for t in d.turns] == ["a!", "four"] and d.screen.count("‹ 2/2 ›") == 1
+        await d.send("/undo")
+        await d.until(lambda: [t.text for t in d.turns] == ["a", "one", "b", "three"])
+        await d.send("/undo")
+        await d.until(lambda: d.turns[-1].text == "two")
+        line = next(s for s in d.screen.splitlines() if "‹ 1/2 ›" in s and "you" in s)
+        await d.pilot.click(offset=(line.index("›"), d.screen.splitlines().index(line)))
+        await d.until(lambda: [t.text for t in d.turns] == ["a!", "four"])
+    (saved,) = history.find("three")
+    assert [t.text for t in history.load(saved.id).turns] == ["a!", "four"]

@@ -4,6 +4,7 @@ import threading
 from dataclasses import replace
 
 import pytest
+from textual import events
 from textual.widgets import Input
 
 from tests.measure.test_bench import RESULT
@@ -50,6 +51,20 @@ def app_with(**options):
 async def search(pilot, text):
     pilot.app.screen.query_one(Input).value = text
     await pilot.pause()
+
+
+async def downloadable(pilot):
+    """Enter downloads: the size of the highlighted model has been read, or cannot be."""
+    await until(pilot, lambda: pilot.app.screen.check_action("download", ()))
+
+
+def type_burst(app, text, *keys):
+    """Text and keys in one read of the terminal: nothing is handled between them."""
+    names = {" ": "space", "/": "slash", ".": "full_stop", ":": "colon", "-": "minus", "_": "underscore"}
+    for c in text:
+        app.post_message(events.Key(names.get(c, c), c))
+    for key in keys:
+        app.post_message(events.Key(key, "\r" if key == "enter" else None))
 
 
 def detail(app):
@@ -141,10 +156,10 @@ async def test_open_by_key_and_by_mouse(gguf):
 
 async def test_download_pause_resume_finish(server, gguf, tmp_path):
     data = make_gguf(tmp_path / "big.gguf", 400_000)
-    gate, seen = threading.Event(), threading.Event()
+    gate, seen, armed = threading.Event(), threading.Event(), threading.Event()
 
     def pace(sent):
-        if sent > 150_000:
+        if sent > 150_000 and armed.is_set():
             seen.set()
             gate.wait(10)
 
@@ -154,7 +169,9 @@ async def test_download_pause_resume_finish(server, gguf, tmp_path):
     async with app.run_test(size=(80, 24)) as pilot:
         await search(pilot, "mine")
         assert app.screen._highlighted == "mine"
-        await pilot.press("enter")
+        await downloadable(pilot)
+        armed.set()
+        await pilot.press("enter", "y")  # its header does not say how large it is
         await until(pilot, seen.is_set)
         await until(pilot, lambda: "%  " in row_text(app, "mine") and " of 40" in row_text(app, "mine"))
         assert "pause" in text_of(app) and "↓" in row_text(app, "mine")
@@ -178,24 +195,36 @@ async def test_a_failed_download_says_why_and_can_be_tried_again(server, tmp_pat
     app = app_with()
     async with app.run_test(size=(100, 30)) as pilot:
         await search(pilot, "mine")
+        await downloadable(pilot)
         await pilot.press("enter")
+        await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
+        assert "size is not known" in text_of(app)
+        await pilot.press("y")
+        await until(pilot, lambda: not isinstance(app.screen, ConfirmScreen))
         await until(pilot, lambda: "✗ failed" in row_text(app, "mine"))
         assert "404" in detail(app) and app.screen.query_one(".detail").has_class("-error")
         server.files["/m.gguf"] = File(make_gguf(tmp_path / "m.gguf"))
-        await pilot.press("enter")
+        await pilot.press("enter", "y")
         await until(pilot, lambda: app.result is not UNSET)
     assert app.result.path == cache.path_of(model)
 
 
 async def test_a_download_goes_on_when_the_picker_is_closed(server, tmp_path):
-    gate = threading.Event()
-    server.files["/m.gguf"] = File(make_gguf(tmp_path / "m.gguf"), pace=lambda sent: gate.wait(10))
+    gate, armed = threading.Event(), threading.Event()
+
+    def pace(sent):
+        if armed.is_set():
+            gate.wait(10)
+
+    server.files["/m.gguf"] = File(make_gguf(tmp_path / "m.gguf"), pace=pace)
     model = own_model("mine", server.url("/m.gguf"))
     downloads = Downloads()
     app = Host(PickerScreen(downloads=downloads))
     async with app.run_test(size=(100, 30)) as pilot:
         await search(pilot, "mine")
-        await pilot.press("enter", "escape")
+        await downloadable(pilot)
+        armed.set()
+        await pilot.press("enter", "y", "escape")
         await until(pilot, lambda: app.result is None)
         app.push_screen(PickerScreen(downloads=downloads))
         await pilot.pause()
@@ -268,6 +297,7 @@ async def test_a_typed_url_is_judged_before_it_is_fetched(server, gguf, tmp_path
         await until(pilot, lambda: app.screen._highlighted == "tiny.gguf")
         await until(pilot, lambda: "fits" in row_text(app, "tiny.gguf"))
         assert not list(cache.downloads_dir().glob("*.part"))
+        assert "~71.3 kB" in row_text(app, "tiny.gguf"), "the size of its weights is there before Enter"
         await pilot.press("enter")
         await until(pilot, lambda: app.result is not UNSET)
     assert app.result.path.read_bytes() == gguf.read_bytes()
@@ -295,3 +325,60 @@ async def test_it_survives_every_size():
             await pilot.pause()
             await pilot.press("down")
         assert isinstance(app.screen._row, Row)
+
+
+async def test_only_what_is_in_the_field_can_be_chosen(gguf, tmp_path):
+    (tmp_path / "empty").mkdir()
+    started = []
+    app = Host(PickerScreen(downloads=Downloads(lambda model, *rest: started.append(model.name))))
+    async with app.run_test(size=(100, 30)) as pilot:
+        for text, why in ((f"{tmp_path}/empty", "without .gguf files"), ("/nowhere/x.gguf", "no such file")):
+            await search(pilot, text)
+            rows = app.screen.query_one(Rows)
+            assert why in detail(app) and rows.option_count == 0 and app.screen._row is None
+            await pilot.press("enter")
+            assert app.result is UNSET and not started
+        await search(pilot, str(tmp_path))  # a folder: the models in it, and no others
+        assert [o.id for o in app.screen.query_one(Rows).options] == [None, "tiny.gguf"]
+        await pilot.press("enter")
+        await until(pilot, lambda: app.result is not UNSET)
+    assert app.result.path == gguf and not started
+
+
+@pytest.mark.parametrize("attempt", range(3))
+async def test_text_and_enter_in_one_burst_open_what_was_typed(gguf, attempt):
+    app = app_with()
+    async with app.run_test(size=(100, 30)) as pilot:
+        await pilot.pause()
+        type_burst(app, str(gguf), "enter")
+        await until(pilot, lambda: app.result is not UNSET)
+    assert app.result.path == gguf
+
+
+async def test_a_url_and_enter_in_one_burst_download_nothing_unseen(server, gguf):
+    server.files["/tiny.gguf"] = File(gguf.read_bytes())
+    app = Host(PickerScreen(downloads=Downloads(), text=server.url("/tiny.gguf")))
+    async with app.run_test(size=(100, 30)) as pilot:
+        type_burst(app, "", "enter")
+        await until(pilot, lambda: app.screen._highlighted == "tiny.gguf")
+        assert app.result is UNSET and not list(cache.downloads_dir().glob("*"))
+        await downloadable(pilot)
+        await pilot.press("enter")
+        await until(pilot, lambda: app.result is not UNSET)
+    assert app.result.name == "tiny.gguf"
+
+
+async def test_a_header_that_comes_after_the_sheet_has_gone_changes_nothing(gguf, monkeypatch):
+    release = threading.Event()
+    monkeypatch.setattr("tinychat.ui.screens.headers.sizes_of", lambda model, path: release.wait(10) and (1, 1))
+    app = app_with()
+    async with app.run_test(size=(100, 30)) as pilot:
+        await search(pilot, str(gguf))
+        picker = app.screen
+        await picker.query("*").remove()  # what closing does first
+        release.set()
+        await until(pilot, lambda: picker._headers.sizes)
+        await pilot.pause()
+        picker._tick()
+        app.pop_screen()
+        await pilot.pause()

@@ -111,6 +111,7 @@ class Controller:
         self.usage = Usage()
         self.trace = Trace()
         self.raw = False
+        self._left: list[int] = []  # ids of the last turns of paths that were left, for undo
         self._open_backend, self._save, self._clock = open_backend, save, clock
         self._saved_at = 0.0
         self._unsaved = False  # the last save failed, and the user knows
@@ -154,6 +155,11 @@ class Controller:
     def info(self) -> ModelInfo | None:
         """What is loaded; None while nothing is."""
         return self.backend.info if self.backend is not None and self.ready else None
+
+    @property
+    def loaded(self) -> Path | None:
+        """The file of the model that answers, or of the one being loaded."""
+        return self._choice.path if self._choice is not None and (self.backend or self.loading) else None
 
     @property
     def stats(self) -> Stats | None:
@@ -207,6 +213,7 @@ class Controller:
         """Shows another conversation; a running answer of the present one stops and is saved."""
         self._interrupt()
         self.queue.clear()
+        self._left.clear()
         self.conversation = conversation
         self._changes.append(Reset(0, conversation))
         self.usage = Usage()
@@ -250,14 +257,40 @@ class Controller:
         conversation = self.conversation.add(replace(turn, raw=self.raw))
         self._start(conversation, len(self.conversation.turns))
 
-    def regenerate(self) -> None:
+    def regenerate(self, index: int | None = None) -> None:
+        """Answers again: turn `index`, or the last answer. The present one stays as a version."""
         self._idle("regenerate")
-        conversation = self.conversation.regenerate()
+        conversation = self.conversation.regenerate(index)
         self._start(conversation, len(conversation.turns), go_on=conversation.can_continue())
 
     def edit(self, index: int, text: str, files: tuple[Attachment, ...] = ()) -> None:
         self._idle("edit")
         self._start(self.conversation.edit(index, text, files), index)
+
+    def switch(self, index: int, step: int) -> None:
+        """Shows the next or previous version of turn `index`."""
+        self._idle("switch versions")
+        left = self.conversation.turns[-1].id
+        if self._show(self.conversation.switch(index, step)):
+            self._left.append(left)
+
+    def undo(self) -> None:
+        """Shows the turns again that were shown before the last edit, new answer or switch."""
+        self._idle("undo")
+        if not self._left:
+            raise TinychatError("there is no edit, new answer or switch to undo")
+        self._show(self.conversation.show(self._left.pop()))
+
+    def _show(self, conversation: Conversation) -> bool:
+        """Shows another path of the conversation; False when it is the present one."""
+        if conversation is self.conversation:
+            return False
+        both = zip(self.conversation.turns, conversation.turns)
+        start = next((i for i, (old, new) in enumerate(both) if old is not new), 0)
+        self._set(conversation)
+        self._changes.append(Reset(start, conversation))
+        self._measure()
+        return True
 
     def go_on(self) -> None:
         """Continues the last answer where it ends."""
@@ -477,8 +510,14 @@ class Controller:
         """Shows what was there before a request that was refused."""
         before = r.before
         self.conversation = replace(
-            self.conversation, turns=before.turns, first=before.first, send_thinking=before.send_thinking
+            self.conversation,
+            turns=before.turns,
+            others=before.others,
+            first=before.first,
+            send_thinking=before.send_thinking,
         )
+        if self._left and before.turns and self._left[-1] == before.turns[-1].id:
+            self._left.pop()
         self.state = Idle()
         self._changes.append(Reset(r.start, self.conversation))
         if r.goes_on and r.before.turns:
@@ -501,6 +540,8 @@ class Controller:
         seed = random.getrandbits(32) if p.seed is None else p.seed
         request = request_for(conversation, go_on=go_on, seed=seed, overflow=leave_out)
         self._forget_measurement()
+        if len(conversation.others) > len(self.conversation.others):
+            self._left.append(self.conversation.turns[-1].id)
         self.state = Answering(
             events=self.backend.answer(request),
             cancel=request.cancel,

@@ -16,7 +16,7 @@ from tinychat.chat.parameters import Parameters
 from tinychat.errors import TinychatError
 
 Role = Literal["user", "assistant"]
-FORMAT = 1  # of the JSON form
+FORMAT = 2  # of the JSON form; 1 had no versions: no `others`, and turns without `id` and `parent`
 ENDINGS = {  # Turn.stop_reason, in words; "eos" needs none
     "length": "stopped at max_tokens",
     "stopped": "stopped",
@@ -39,7 +39,8 @@ class Turn:
     it was cut before the model closed it; `stop_reason` is eos, length, stopped, context, failed, or "" while it runs;
     `stats` is those figures of the engine's Stats that say something about it; `prefix` counts the characters of `text`
     that the user wrote; `raw` marks a prompt sent without the chat template and its answer, shown as they are; `files`
-    go to the model after the text."""
+    go to the model after the text. `id` (0: not given yet) is the turn's number in its conversation, `parent` that of
+    the turn it answers or follows (0: none); neither says anything about the message itself."""
 
     role: Role
     text: str
@@ -53,6 +54,8 @@ class Turn:
     raw: bool = False
     files: tuple[Attachment, ...] = ()
     created: float = field(default_factory=time.time)
+    id: int = field(default=0, compare=False)
+    parent: int = field(default=0, compare=False)
 
     @property
     def content(self) -> str:
@@ -72,7 +75,13 @@ class Turn:
 @dataclass(frozen=True)
 class Conversation:
     """Turns and what they are answered with. `model` is a registry name or a path. `first` is the first turn that is
-    still sent (older ones stay readable); `send_thinking` False leaves all thinking out of the prompt."""
+    still sent (older ones stay readable); `send_thinking` False leaves all thinking out of the prompt.
+
+    All turns ever made form a tree: each names its `parent`, and turns with the same parent are versions of one
+    another (an edited question, another answer). `turns` is the one path that is shown and sent; `others` are all
+    turns beside it, those left last at the end. Editing and regenerating move turns from the path to `others`, and
+    `show` chooses another path, so nothing is lost and any version can come back with what followed it.
+    """
 
     turns: tuple[Turn, ...] = ()
     model: str = ""
@@ -82,6 +91,20 @@ class Conversation:
     send_thinking: bool = True
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: float = field(default_factory=time.time)
+    others: tuple[Turn, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Gives new turns of the path their id and parent."""
+        if not self.turns or self.turns[-1].id:  # new turns come at the end
+            return
+        number = max((t.id for t in (*self.turns, *self.others)), default=0)
+        path: list[Turn] = []
+        for turn in self.turns:
+            if not turn.id:
+                number += 1
+                turn = replace(turn, id=number, parent=path[-1].id if path else 0)
+            path.append(turn)
+        object.__setattr__(self, "turns", tuple(path))
 
     @property
     def title(self) -> str:
@@ -120,16 +143,18 @@ class Conversation:
         return replace(self, name=" ".join(name.split()))
 
     def cut(self, index: int) -> Conversation:
-        """Only the turns before `index`."""
-        return replace(self, turns=self.turns[:index], first=min(self.first, index))
+        """The path up to the turn before `index`; the rest goes to `others`."""
+        others = (*self.others, *self.turns[index:])
+        return replace(self, turns=self.turns[:index], others=others, first=min(self.first, index))
 
-    def regenerate(self) -> Conversation:
-        """Without the last answer (and what follows it), ready to be answered again. Raises TinychatError if nothing
-        was asked.
+    def regenerate(self, index: int | None = None) -> Conversation:
+        """Ready to give answer `index` (the last by default) again; the present one, and what follows it, becomes
+        another version. Raises TinychatError if nothing was asked.
 
         The start of an answer that the user wrote stays.
         """
-        asked = self.last_prompt
+        end = len(self.turns) if index is None else index
+        asked = next((i for i in reversed(range(end)) if self.turns[i].role == "user"), None)
         if asked is None:
             raise TinychatError("there is nothing to answer again yet")
         rest = self.cut(asked + 1)
@@ -137,18 +162,65 @@ class Conversation:
         return rest.prefill(answer.text[: answer.prefix]) if answer and answer.prefix else rest
 
     def edit(self, index: int, text: str, files: tuple[Attachment, ...] = ()) -> Conversation:
-        """The user's turn `index` with another text and files, everything after it gone, ready to be answered."""
+        """A version of the user's turn `index` with another text and files, ready to be answered; the present one
+        keeps what follows it. Without a change it is answered again."""
         old = self._user_turn(index)
-        return self.cut(index).add(replace(old, text=text, files=files, created=time.time()))
+        if (text, files) == (old.text, old.files):
+            return self.cut(index + 1)
+        return self.cut(index).add(replace(old, id=0, text=text, files=files, created=time.time()))
+
+    def versions(self, index: int) -> tuple[Turn, ...]:
+        """The versions of turn `index`, oldest first; one of them is the turn itself."""
+        turn = self.turns[index]
+        return tuple(sorted((turn, *(t for t in self.others if t.parent == turn.parent)), key=lambda t: t.id))
+
+    def switch(self, index: int, step: int) -> Conversation:
+        """With the next (`step` 1) or previous (-1) version of turn `index`, and what followed it, on the path.
+        Unchanged at either end."""
+        versions = self.versions(index)
+        place = versions.index(self.turns[index]) + step
+        return self.show(versions[place].id) if 0 <= place < len(versions) else self
+
+    def show(self, id: int) -> Conversation:
+        """With turn `id` on the path, and after it what was shown there last. Unchanged when there is no such turn."""
+        every = {t.id: t for t in (*self.turns, *self.others)}
+        if id not in every:
+            return self
+        path = [every[id]]
+        while parent := every.get(path[0].parent):
+            path.insert(0, parent)
+        latest = {t.parent: t for t in (*self.others, *self.turns)}
+        while child := latest.get(path[-1].id):
+            path.append(child)
+        shown = {t.id for t in path}
+        same = next(
+            (i for i, (a, b) in enumerate(zip(self.turns, path)) if a is not b), min(len(self.turns), len(path))
+        )
+        others = (*self.others, *self.turns[same:])
+        return replace(
+            self,
+            turns=tuple(path),
+            others=tuple(t for t in others if t.id not in shown),
+            first=min(self.first, same),
+        )
 
     def fork(self, index: int | None = None) -> Conversation:
-        """A new conversation with the turns up to and including `index` (all by default); this one stays as it is."""
+        """A new conversation with the turns up to and including `index`, or with all and their versions; this one stays
+        as it is."""
         turns = self.turns if index is None else self.turns[: index + 1]
         if not turns:
             raise TinychatError("there is nothing to fork yet")
-        name = f"{self.title} (fork)" if self.title else ""
-        first = min(self.first, len(turns) - 1)
-        return replace(self, turns=turns, first=first, name=name, id=uuid.uuid4().hex, created=time.time())
+        title, number = re.fullmatch(r"(.*?)(?: \(fork(?: (\d+))?\))?", self.title, re.S).groups()  # type: ignore[union-attr]
+        again = f" {int(number or 1) + 1}" if title != self.title else ""
+        return replace(
+            self,
+            turns=turns,
+            others=self.others if index is None else (),
+            first=min(self.first, len(turns) - 1),
+            name=f"{title} (fork{again})" if title else "",
+            id=uuid.uuid4().hex,
+            created=time.time(),
+        )
 
     def prefill(self, text: str) -> Conversation:
         """With the start of an answer that the model shall go on with."""
@@ -198,10 +270,12 @@ class Conversation:
         try:
             if data.get("format", FORMAT) > FORMAT:
                 raise TinychatError("this conversation was written by a newer tinychat; update to read it")
-            known = {f.name for f in fields(cls)} - {"turns", "parameters"}
+            known = {f.name for f in fields(cls)} - {"turns", "others", "parameters"}
             turns = tuple(_turn(t) for t in data["turns"])
+            others = tuple(_turn(t) for t in data.get("others", ()))
             rest = {k: v for k, v in data.items() if k in known}
-            return cls(turns=turns, parameters=Parameters.from_dict(data.get("parameters", {})), **rest)
+            parameters = Parameters.from_dict(data.get("parameters", {}))
+            return cls(turns=turns, others=others, parameters=parameters, **rest)
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             raise TinychatError(f"this is not a tinychat conversation ({type(e).__name__}: {e})") from None
 
@@ -223,14 +297,30 @@ def to_markdown(conversation: Conversation) -> str:
         lines += [f"Model: `{c.model}`", ""]
     if c.parameters.system.strip():
         lines += ["## System", "", c.parameters.system.strip(), ""]
+    children: dict[int, list[Turn]] = {}
+    for turn in sorted(c.others, key=lambda t: t.id):
+        children.setdefault(turn.parent, []).append(turn)
     for turn in c.turns:
-        lines += ["## You" if turn.role == "user" else f"## {c.model or 'Assistant'}", ""]
-        if turn.thinking.strip():
-            lines += ["<details><summary>Thinking</summary>", "", turn.thinking.strip(), "", "</details>", ""]
-        lines += [_close_fence(turn.content.strip()), ""]
-        if turn.stop_reason not in ("", "eos"):
-            lines += [f"*({ENDINGS.get(turn.stop_reason, turn.stop_reason)})*", ""]
+        lines += _turn_markdown(c, turn)
+        for other in children.get(turn.parent, ()):
+            lines += ["<details><summary>Another version</summary>", ""]
+            below = [other]
+            while below:
+                each = below.pop()
+                lines += _turn_markdown(c, each)
+                below += reversed(children.get(each.id, ()))
+            lines += ["</details>", ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _turn_markdown(c: Conversation, turn: Turn) -> list[str]:
+    lines = ["## You" if turn.role == "user" else f"## {c.model or 'Assistant'}", ""]
+    if turn.thinking.strip():
+        lines += ["<details><summary>Thinking</summary>", "", turn.thinking.strip(), "", "</details>", ""]
+    lines += [_close_fence(turn.content.strip()), ""]
+    if turn.stop_reason not in ("", "eos"):
+        lines += [f"*({ENDINGS.get(turn.stop_reason, turn.stop_reason)})*", ""]
+    return lines
 
 
 def _close_fence(text: str) -> str:

@@ -3,7 +3,7 @@ share.
 
 Every save is one transaction in WAL mode, so a killed process loses what it had not saved yet and nothing else. Search
 scans a case-folded copy of every turn: 0.12 s for 25,000 turns (42 MB of text), in every language, without an index to
-keep.
+keep. Rows with n >= 0 are Conversation.turns, those with n < 0 its `others`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -93,17 +93,10 @@ class History:
                 if row and self._saved and (self._saved[0].id, self._saved[1]) == (c.id, row[0])
                 else None
             )
-            same = (
-                next(
-                    (i for i, (a, b) in enumerate(zip(old.turns, c.turns)) if a is not b),
-                    min(len(old.turns), len(c.turns)),
-                )
-                if old
-                else 0
-            )
+            same = _common(old.turns, c.turns) if old else 0
             revision = row[0] + 1 if row else 1
-            head = replace(c, turns=()).as_dict()
-            data = json.dumps({k: v for k, v in head.items() if k not in ("turns", "id", "name")})
+            head = replace(c, turns=(), others=()).as_dict()
+            data = json.dumps({k: v for k, v in head.items() if k not in ("turns", "others", "id", "name")})
             title = encodable(replace(c, name="").title)
             db.execute(
                 "INSERT INTO conversations VALUES(?,?,?,?,?,?,?,?) ON CONFLICT(id) DO UPDATE SET "
@@ -114,10 +107,10 @@ class History:
             )
             if row and old and old.name != c.name:
                 db.execute("UPDATE conversations SET name = ? WHERE id = ?", (encodable(c.name), c.id))
-            db.execute("DELETE FROM turns WHERE conversation = ? AND n >= ?", (c.id, same))
-            rows = [
-                (c.id, n, encodable(turn.text.casefold()), _dump(turn)) for n, turn in enumerate(c.turns[same:], same)
-            ]
+            kept = _common(old.others, c.others) if old else 0
+            db.execute("DELETE FROM turns WHERE conversation = ? AND (n >= ? OR n < ?)", (c.id, same, -kept))
+            numbered = [*enumerate(c.turns[same:], same), *((-1 - n, t) for n, t in enumerate(c.others[kept:], kept))]
+            rows = [(c.id, n, encodable(turn.text.casefold()), _dump(turn)) for n, turn in numbered]
             db.executemany("INSERT INTO turns VALUES(?,?,?,?)", rows)
             self._saved, self._revisions[c.id] = (c, revision), revision
 
@@ -125,11 +118,12 @@ class History:
         """The conversation `id`. Raises TinychatError when there is none, or when a newer tinychat wrote it."""
         with self._transaction("DEFERRED") as db:
             row = db.execute("SELECT data, name, revision FROM conversations WHERE id = ?", (id,)).fetchone()
-            turns = db.execute("SELECT data FROM turns WHERE conversation = ? ORDER BY n", (id,)).fetchall()
+            rows = db.execute("SELECT n, data FROM turns WHERE conversation = ? ORDER BY n", (id,)).fetchall()
         if row is None:
             raise TinychatError("this conversation is not in the history any more")
         try:
-            data = {**json.loads(row[0]), "id": id, "name": row[1], "turns": [json.loads(t) for (t,) in turns]}
+            turns, others = [json.loads(t) for n, t in rows if n >= 0], [json.loads(t) for n, t in rows[::-1] if n < 0]
+            data = {**json.loads(row[0]), "id": id, "name": row[1], "turns": turns, "others": others}
         except ValueError:
             raise TinychatError("this conversation cannot be read: its record in the history is damaged") from None
         conversation = Conversation.from_dict(data)
@@ -143,14 +137,15 @@ class History:
         words = encodable(search.casefold()).split()
         query = (
             "SELECT c.id, CASE WHEN name = '' THEN title ELSE name END, model, "
-            "(SELECT count(*) FROM turns WHERE conversation = c.id), created, updated, {} FROM conversations c {} "
-            "ORDER BY updated DESC LIMIT ?"
+            "(SELECT count(*) FROM turns WHERE conversation = c.id AND n >= 0), "
+            "created, updated, {} FROM conversations c {} ORDER BY updated DESC LIMIT ?"
         )
         with self._transaction("DEFERRED") as db:
             if not words:
                 return [Summary(*row) for row in db.execute(query.format("''", ""), (limit,))]
             found = " AND ".join("instr({0}, ?)" for _ in words)
-            hit = f"(SELECT data FROM turns WHERE conversation = c.id AND {found.format('folded')} ORDER BY n LIMIT 1)"
+            match = f"conversation = c.id AND {found.format('folded')}"
+            hit = f"(SELECT data FROM turns WHERE {match} ORDER BY n < 0, n LIMIT 1)"
             inside = f"SELECT conversation FROM turns WHERE {found.format('folded')}"
             where = f"WHERE id IN ({inside}) OR {found.format('fold(name)')}"
             rows = db.execute(query.format(hit, where), (*words * 3, limit)).fetchall()
@@ -260,6 +255,11 @@ class History:
                 self._move_aside()
                 self._db = self._connect()
                 raise TinychatError(self.problem) from None
+
+
+def _common(old: Sequence[Turn], new: Sequence[Turn]) -> int:
+    """How many turns at the start of both are the same objects."""
+    return next((i for i, (a, b) in enumerate(zip(old, new)) if a is not b), min(len(old), len(new)))
 
 
 def _damaged(e: sqlite3.Error) -> bool:

@@ -46,6 +46,10 @@ async def regenerate(chat: ChatView, text: str) -> None:
     chat.controller.regenerate()
 
 
+async def undo(chat: ChatView, text: str) -> None:
+    chat.controller.undo()
+
+
 async def go_on(chat: ChatView, text: str) -> None:
     chat.controller.go_on()
 

@@ -30,6 +30,8 @@ class TurnMessage(Vertical, can_focus=True):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "move(-1)", "previous", show=False),
         Binding("down,j", "move(1)", "next", show=False),
+        Binding("left,h", "act('previous')", "previous version", show=False),
+        Binding("right,l", "act('next')", "next version", show=False),
         Binding("c", "act('copy')", "copy"),
         Binding("f", "act('fork')", "fork"),
         Binding("escape", "act('leave')", "back to the prompt"),
@@ -37,11 +39,14 @@ class TurnMessage(Vertical, can_focus=True):
     ACTIONS: ClassVar[tuple[str, ...]] = ("copy", "fork")
 
     class Acted(Message):
-        """The user wants `action` (copy, code, edit, fork, regenerate, continue, leave, up, down) on turn `index`."""
+        """The user wants `action` (copy, code, edit, fork, regenerate, previous, next, leave, up, down) on turn
+        `index`."""
 
         def __init__(self, action: str, index: int) -> None:
             super().__init__()
             self.action, self.index = action, index
+
+    version = (1, 1)  # which of how many versions this is
 
     def __init__(self, index: int, turn: Turn, name: str) -> None:
         super().__init__()
@@ -65,8 +70,8 @@ class TurnMessage(Vertical, can_focus=True):
 
 
 class Head(Widget):
-    """The line above a message: who speaks, and on the right, under the mouse or with the focus, what a click can
-    do."""
+    """The line above a message: who speaks, ‹ 2/3 › where there are versions of it, and on the right, under the mouse
+    or with the focus, what a click can do."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {"speaker", "action"}
 
@@ -74,6 +79,11 @@ class Head(Widget):
         message = self.parent
         assert isinstance(message, TurnMessage)
         speaker = Content.styled(printable(message.speaker, newlines=False), ".speaker")
+        number, total = message.version
+        if total > 1:
+            older = Content.styled("‹", ".action").stylize(Style.from_meta({"act": "previous"}))
+            newer = Content.styled("›", ".action").stylize(Style.from_meta({"act": "next"}))
+            speaker = Content.assemble(speaker, "  ", older, (f" {number}/{total} ", ".action"), newer)
         if not message.is_mouse_over and not message.has_focus:
             return speaker
         links = [Content.styled(a, ".action").stylize(Style.from_meta({"act": a})) for a in message.ACTIONS]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinychat.chat import settings
@@ -16,17 +17,17 @@ if TYPE_CHECKING:
     from tinychat.ui.screens.picker import PickedModel
 
 
-def choose_model(chat: ChatView) -> None:
-    """Opens the picker and loads what is picked."""
+def choose_model(chat: ChatView, text: str = "") -> None:
+    """Opens the picker, with `text` in its field, and loads what is picked."""
     from tinychat.ui.screens.picker import PickerScreen  # not before it is wanted: it would make the start slower
 
     def picked(model: PickedModel | None) -> None:
-        if model is not None:
+        if model is not None and not (chat.controller.ready and chat.controller.loaded == model.path):
             load(chat, model)
 
     stats, p = chat.controller.stats, chat.controller.conversation.parameters
     freed = stats.weight_bytes + stats.kv_bytes if stats else 0
-    chat.app.push_screen(PickerScreen(p.context or 4096, freed, chat.downloads), picked)
+    chat.app.push_screen(PickerScreen(p.context or 4096, freed, chat.downloads, text), picked)
 
 
 def load(chat: ChatView, model: PickedModel) -> None:
@@ -37,12 +38,15 @@ def load(chat: ChatView, model: PickedModel) -> None:
 async def load_named(chat: ChatView, text: str) -> None:
     """Loads the model that `text` names, if it is on this computer; else the picker opens. Raises TinychatError."""
     from tinychat.ui.screens.picker import PickedModel
+    from tinychat.ui.screens.picker_rows import is_place
 
+    if Path(text.strip()).expanduser().is_dir():
+        choose_model(chat, text.strip())
+        return
     found = resolve(text, settings.load().models)
     path = cache.path_of(found)
     if path is None:
-        await chat.say(f"{found.name} is not on this computer yet; Enter in the list downloads it")
-        choose_model(chat)
+        choose_model(chat, text.strip() if is_place(text) else found.name)
         return
     load(chat, PickedModel(path, found.name, found.preset))
 

@@ -19,6 +19,7 @@ from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import Turn
 from tinychat.chat.history import History
 from tinychat.errors import TinychatError, printable
+from tinychat.ui import clipboard
 from tinychat.ui.chat import attach, commands, models
 from tinychat.ui.chat.markdown import MarkdownView
 from tinychat.ui.chat.message import TurnMessage
@@ -32,6 +33,7 @@ from tinychat.ui.keys import KeyLine
 from tinychat.ui.panel import EngineLine, EnginePanel, ExpertsStrip
 from tinychat.ui.panel.reading import PaintMeter
 from tinychat.ui.screens.downloads import Downloads
+from tinychat.ui.screens.sheet import in_daemon
 
 DRAIN_HZ = 20  # how often the backend's events are taken and painted at most
 PANEL_HZ = 5
@@ -358,11 +360,11 @@ class ChatScreen(Screen[None]):
                 case "fork":
                     await self.run_command(f"fork {index + 1}")
                 case "regenerate":
-                    if c.conversation.last_answer != index:
-                        raise TinychatError(
-                            "only the last answer can be written again; edit or fork an earlier question"
-                        )
-                    c.regenerate()
+                    c.regenerate(index)
+                case "previous" | "next":
+                    c.switch(index, 1 if event.action == "next" else -1)
+                    await self.apply()
+                    self._focus_message(index)
         except TinychatError as e:
             await self.say(str(e), error=True)
         await self.apply()
@@ -370,8 +372,13 @@ class ChatScreen(Screen[None]):
     # the clipboard and links
 
     def copy(self, text: str, what: str) -> None:
+        """Gives `text` to the desktop's clipboard or tmux's, and to the terminal, and says which took it."""
         self.app.copy_to_clipboard(text)
-        self.notify(f"copied {what}", timeout=2)
+        self.run_worker(self._give(text, what), exclusive=True, group="clipboard")
+
+    async def _give(self, text: str, what: str) -> None:
+        tool = await in_daemon(partial(clipboard.give, text))
+        self.notify(f"copied {what} ({tool})" if tool else f"sent {what} to the terminal", timeout=2)
 
     def copy_code(self, index: int, number: str = "") -> None:
         """Code block `number` (from 1; the last by default) of answer `index`. Raises TinychatError when there is

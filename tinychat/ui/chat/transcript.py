@@ -118,6 +118,8 @@ class Transcript(VerticalScroll, can_focus=False):
         else:
             message = AnswerMessage(index, turn, self._speaker, live)
             message.thinking.folded = not (live and self.unfold)
+        versions = self._conversation.versions(index)
+        message.version = versions.index(turn) + 1, len(versions)
         message.set_class(index < self._conversation.first, "-unsent")
         return message
 

@@ -15,13 +15,21 @@ from tinychat.ui.panel.reading import Reading
 _PARTS = {"dim", "head", "rule", "big", "spark", "system", "history", "thinking", "answer", "free", "warm", "hot"}
 
 
+class Figures(Static):
+    """Text that a selection over the chat leaves alone."""
+
+    ALLOW_SELECT = False
+
+
 class EnginePanel(VerticalScroll, can_focus=False):
     """Sections of figures beside the chat. `show` paints a Reading; what did not change is not painted again."""
+
+    ALLOW_SELECT = False
 
     COMPONENT_CLASSES: ClassVar[set[str]] = _PARTS
 
     def compose(self) -> ComposeResult:
-        yield Static(id="figures")
+        yield Figures(id="figures")
 
     def on_mount(self) -> None:
         self._shown: Content | None = None
@@ -48,7 +56,7 @@ class EnginePanel(VerticalScroll, can_focus=False):
         if self._shown is None or not content.is_same(self._shown):
             higher = self._shown is None or self._shown.plain.count("\n") != len(lines) - 1
             self._shown = content
-            self.query_one("#figures", Static).update(content, layout=higher)
+            self.query_one("#figures", Figures).update(content, layout=higher)
 
     def _rest(self, reading: Reading, width: int, short: bool) -> list[Content]:
         """The sections below the engine's."""
@@ -63,7 +71,7 @@ class EnginePanel(VerticalScroll, can_focus=False):
         ]
 
 
-class ExpertsStrip(Static):
+class ExpertsStrip(Figures):
     """The experts alone, for narrow screens."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = _PARTS
@@ -73,7 +81,7 @@ class ExpertsStrip(Static):
             self.update(Content("\n").join(experts.strip(reading.experts, self.content_size.width, 0)))
 
 
-class EngineLine(Static):
+class EngineLine(Figures):
     """The same on one line, for narrow screens."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = _PARTS

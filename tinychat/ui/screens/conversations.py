@@ -16,7 +16,7 @@ from textual.widgets.option_list import Option
 from tinychat.chat.history import History, Summary
 from tinychat.errors import TinychatError, printable
 from tinychat.ui.screens.dialogs import AskScreen, ConfirmScreen
-from tinychat.ui.screens.sheet import Rows, Sheet, ago, cell
+from tinychat.ui.screens.sheet import Rows, SearchField, Sheet, ago, cell
 
 
 class ConversationsScreen(Sheet[str]):
@@ -25,11 +25,9 @@ class ConversationsScreen(Sheet[str]):
 
     TITLE = "Conversations"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter", "open", "open", priority=True),
+        Binding("enter", "open", "open"),
         Binding("f2", "rename", "rename", priority=True),
         Binding("ctrl+d", "delete", "delete", priority=True),
-        Binding("down", "move(1)", "down", show=False, priority=True),
-        Binding("up", "move(-1)", "up", show=False, priority=True),
     ]
 
     def __init__(
@@ -47,7 +45,7 @@ class ConversationsScreen(Sheet[str]):
     def body(self) -> ComposeResult:
         with Horizontal(classes="search-line"):
             yield Static("›", classes="prompt-mark")
-            yield Input(placeholder="search in everything that was said", classes="search", compact=True)
+            yield SearchField("", "search in everything that was said")
         rows = Rows(markup=False)
         rows.can_focus = False
         yield rows
@@ -126,8 +124,12 @@ class ConversationsScreen(Sheet[str]):
             self.notify(printable(str(e)), severity="error", markup=False)
         self._show(self._highlighted)
 
-    def action_move(self, step: int) -> None:
-        self.query_one(Rows).move(step)
+    @on(SearchField.Pressed)
+    def _pressed(self, event: SearchField.Pressed) -> None:
+        if event.key == "enter":
+            self.action_open()
+        else:
+            self.query_one(Rows).walk(event.key)
 
 
 def _turns(s: Summary) -> str:

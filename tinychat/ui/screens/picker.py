@@ -18,13 +18,13 @@ from textual.widgets.option_list import Option
 from tinychat.chat import settings
 from tinychat.errors import TinychatError, printable
 from tinychat.measure import log
-from tinychat.models.registry import Model, resolve
+from tinychat.models.registry import Model
 from tinychat.ui.screens import picker_rows
 from tinychat.ui.screens.dialogs import ConfirmScreen
 from tinychat.ui.screens.downloads import Downloads
 from tinychat.ui.screens.headers import Headers
 from tinychat.ui.screens.picker_rows import Row
-from tinychat.ui.screens.sheet import Rows, Sheet, in_daemon
+from tinychat.ui.screens.sheet import Rows, SearchField, Sheet, in_daemon
 
 _ENTER = ("open", "download", "resume", "pause")  # what Enter may mean
 
@@ -40,26 +40,29 @@ class PickedModel:
 
 
 class PickerScreen(Sheet[PickedModel]):
-    """`context`: tokens the verdicts are for; `freed`: bytes that unloading the present model will give back."""
+    """`context`: tokens the verdicts are for; `freed`: bytes that unloading the present model will give back; `text`:
+    what the search field says first.
+
+    What is in the field decides what Enter means: a URL, path or folder shows its own rows and no others. Nothing is
+    downloaded before its size is on the screen.
+    """
 
     TITLE = "Choose a model"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("enter", "open", "open", priority=True),
-        Binding("enter", "download", "download", priority=True),
-        Binding("enter", "resume", "resume", priority=True),
-        Binding("enter", "pause", "pause", priority=True),
+        Binding("enter", "open", "open"),
+        Binding("enter", "download", "download"),
+        Binding("enter", "resume", "resume"),
+        Binding("enter", "pause", "pause"),
         Binding("ctrl+d", "delete", "delete", priority=True),
-        Binding("down", "move(1)", "down", show=False, priority=True),
-        Binding("up", "move(-1)", "up", show=False, priority=True),
-        Binding("pagedown", "page(1)", "page down", show=False),
-        Binding("pageup", "page(-1)", "page up", show=False),
     ]
 
-    def __init__(self, context: int = 4096, freed: int = 0, downloads: Downloads | None = None) -> None:
+    def __init__(self, context: int = 4096, freed: int = 0, downloads: Downloads | None = None, text: str = "") -> None:
         super().__init__()
         self._for_context, self._freed, self._downloads = context, freed, downloads or Downloads()
         self._rows: dict[str, Row] = {}
-        self._place: Model | None = None  # what a typed URL or path stands for
+        self._text = text
+        self._search = ""  # the words that the rows match
+        self._places: dict[str, Model] = {}  # what a typed URL, path or folder stands for, by name
         self._place_error = ""
         self._headers = Headers()
         self._open_when_done: str | None = None
@@ -68,7 +71,7 @@ class PickerScreen(Sheet[PickedModel]):
     def body(self) -> ComposeResult:
         with Horizontal(classes="search-line"):
             yield Static("›", classes="prompt-mark")
-            yield Input(placeholder="search, or a URL or path of a .gguf file", classes="search", compact=True)
+            yield SearchField(self._text, "search, or a URL or path of a .gguf file")
         yield Static(classes="columns")
         rows = Rows(markup=False)
         rows.can_focus = False  # the search field keeps the focus, the arrows reach us anyway
@@ -78,22 +81,42 @@ class PickerScreen(Sheet[PickedModel]):
     def on_mount(self) -> None:
         self._settings = settings.load()
         self._speeds = log.speeds(log.history())
-        self._refresh_rows()
+        self._take(self._text)
         self.set_interval(0.2, self._tick)
-        self.query_one(Input).focus()
+        self.query_one(SearchField).focus()
 
     def on_resize(self) -> None:  # also the first time there is a size
-        here = next((name for name, row in self._rows.items() if row.path), None)
-        self.call_after_refresh(lambda: self._show(self._highlighted or here))
+        self.call_after_refresh(self._resized)
+
+    def _resized(self) -> None:
+        if self._alive:
+            here = next((name for name, row in self._rows.items() if row.path), None)
+            self._show(self._highlighted or here)
 
     # what is shown
 
     def _refresh_rows(self) -> None:
-        extra = [*self._settings.models, *([self._place] if self._place else [])]
+        extra = [*self._settings.models, *self._places.values()]
         self._rows = {
             row.model.name: row
             for row in picker_rows.rows(extra, self._for_context, self._freed, self._speeds, self._headers.sizes)
         }
+
+    def _take(self, text: str) -> None:
+        """Makes the rows those for `text`: what stands at a URL or path, or the models that match its words."""
+        self._text, self._places, self._place_error, self._search = text, {}, "", text
+        if picker_rows.is_place(text):
+            self._search = ""
+            try:
+                self._places = {m.name: m for m in picker_rows.at_place(text, self._settings.models)}
+            except TinychatError as e:
+                self._place_error = str(e)
+        self._refresh_rows()
+
+    @property
+    def _alive(self) -> bool:
+        """Whether there is something to paint on: the widgets of a screen that closes go before it does."""
+        return self.is_attached and bool(self.query(Rows)) and bool(self.query(".detail"))
 
     @property
     def _highlighted(self) -> str | None:
@@ -110,9 +133,12 @@ class PickerScreen(Sheet[PickedModel]):
 
     def _show(self, keep: str | None) -> None:
         width, options = self._width, []
-        typed = self._place.name if self._place else None
-        search = "" if typed or self._place_error else self.query_one(Input).value
-        for family, rows in picker_rows.families(self._rows, search, typed):
+        found = picker_rows.families(self._rows, self._search)
+        if self._place_error:
+            found = []
+        elif self._places:
+            found = [("at this place", [row for name, row in self._rows.items() if name in self._places])]
+        for family, rows in found:
             options.append(Option(Content(picker_rows.cell(family, width)), disabled=True))
             options += [Option(self._line(row, width), id=row.model.name) for row in rows]
         self.query_one(".columns", Static).update(picker_rows.heading(width))
@@ -124,6 +150,8 @@ class PickerScreen(Sheet[PickedModel]):
 
     def _tick(self) -> None:
         """Paints what downloads did; ten times a second would only cost the decoder its time."""
+        if not self._alive:
+            return
         rows = self.query_one(Rows)
         shown = {option.id for option in rows.options}
         finished = False
@@ -158,31 +186,37 @@ class PickerScreen(Sheet[PickedModel]):
             return self._place_error, True
         if (row := self._row) is None:
             return "nothing matches; a URL or a path of a .gguf file can be typed as well", False
+        if not row.path and not row.partial and not row.model.why_not and not self._size_settled(row):
+            return f"asking for the size of {row.model.name} …", False
         return picker_rows.explain(row, self._downloads.get(row.model), self._headers.errors.get(row.model.name))
 
     # what the user does
 
     @on(Input.Changed)
     def _searched(self, event: Input.Changed) -> None:
-        before, self._place, self._place_error = self._place, None, ""
-        if picker_rows.is_place(event.value):
-            try:
-                self._place = resolve(event.value, self._settings.models)
-            except (TinychatError, ValueError, OSError) as e:
-                self._place_error = str(e)
-        if before or self._place:
-            self._refresh_rows()
-        self._show(self._place.name if self._place else self._highlighted)
+        if event.value != self._text:
+            self._take(event.value)
+            self._show(self._highlighted)
+
+    @on(SearchField.Pressed)
+    async def _pressed(self, event: SearchField.Pressed) -> None:
+        if event.key == "enter":
+            await self._act()
+        else:
+            self.query_one(Rows).walk(event.key)
 
     @on(Rows.OptionHighlighted)
     def _moved(self) -> None:
+        if not self._alive:
+            return
         self._explain()
         row = self._row
         if row and self._headers.missing(row):
             self._read_header(row)
 
     @on(Rows.OptionSelected)
-    async def _selected(self) -> None:
+    async def _act(self) -> None:
+        """Does what Enter means for the highlighted row, if anything."""
         for action in _ENTER:
             if self.check_action(action, ()):
                 await self.run_action(action)
@@ -191,36 +225,46 @@ class PickerScreen(Sheet[PickedModel]):
     @work
     async def _read_header(self, row: Row) -> None:
         await self._headers.read(row)
-        self._refresh_rows()
-        self._show(self._highlighted)
+        if self._alive:
+            self._refresh_rows()
+            self._show(self._highlighted)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """What the keys mean for the highlighted row."""
         if action not in (*_ENTER, "delete"):
             return True
-        if not self.is_mounted or (row := self._row) is None:
+        if not self.is_mounted or not self._alive or (row := self._row) is None:
             return False
         job = self._downloads.get(row.model)
         running = bool(job and job.state == "running") and not row.path
         meaning = "open" if row.path else "pause" if running else "resume" if row.partial else "download"
         if action == "delete":
             return row.deletable and not row.model.path
+        if action == "download" and not self._size_settled(row):
+            return False
         return action == meaning and not (action in ("download", "resume") and bool(row.model.why_not))
+
+    def _size_settled(self, row: Row) -> bool:
+        """Whether the size of a download is known, or known to be unknowable."""
+        return bool(row.size) or row.model.name in self._headers.errors
 
     def action_open(self) -> None:
         if (row := self._row) and row.path:
             self.dismiss(PickedModel(row.path, row.model.name, row.model.preset))
 
     def action_download(self) -> None:
-        row = self._row
-        if row and row.fit.verdict == "does not fit":
-            f = row.fit
+        if (row := self._row) is None:
+            return
+        f, question = row.fit, ""
+        if f.verdict == "does not fit":
             needs = f"it needs {decimal(f.needed)} of memory, {decimal(f.available)} are free"
             question = f"{row.model.name} does not fit: {needs}."
-            self.app.push_screen(
-                ConfirmScreen(question, "Download anyway"), lambda yes: self._start(row) if yes else None
-            )
-        elif row:
+        elif not row.size and not row.partial:
+            question = f"{row.model.name}: its size is not known ({self._headers.errors.get(row.model.name)})."
+        if question:
+            confirm = ConfirmScreen(question, "Download anyway")
+            self.app.push_screen(confirm, lambda yes: self._start(row) if yes else None)
+        else:
             self._start(row)
 
     action_resume = action_download
@@ -252,12 +296,6 @@ class PickerScreen(Sheet[PickedModel]):
             await in_daemon(lambda: self._downloads.discard(row.model))
         except TinychatError as e:
             self.notify(printable(str(e)), severity="error", markup=False)
-        self._refresh_rows()
-        self._show(self._highlighted)
-
-    def action_move(self, step: int) -> None:
-        self.query_one(Rows).move(step)
-
-    def action_page(self, step: int) -> None:
-        rows = self.query_one(Rows)
-        rows.action_page_down() if step > 0 else rows.action_page_up()
+        if self._alive:
+            self._refresh_rows()
+            self._show(self._highlighted)

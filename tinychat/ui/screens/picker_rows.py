@@ -11,9 +11,10 @@ from urllib.parse import unquote, urlsplit
 from rich.filesize import decimal
 from textual.content import Content
 
+from tinychat.errors import TinychatError, printable
 from tinychat.models import cache
 from tinychat.models.fit import Fit, available_memory, fit
-from tinychat.models.registry import MODELS, Model
+from tinychat.models.registry import MODELS, Model, resolve
 from tinychat.ui.screens.downloads import Download
 from tinychat.ui.screens.sheet import cell
 from tinychat.units import parameter_count, speed
@@ -38,6 +39,13 @@ class Row:
     fit: Fit
     speed: float | None
     deletable: bool  # there are bytes of it in our cache
+    size: int = 0  # of its file in bytes, as the registry, the file or its header says; 0 = not known yet
+
+    @property
+    def size_shown(self) -> str:
+        """5.0 GB; with a ~ where only the weights are known, from the header."""
+        told = self.model.size or self.path
+        return f"{'' if told else '~'}{decimal(self.size)}" if self.size else ""
 
     @property
     def words(self) -> str:
@@ -75,9 +83,17 @@ def rows(
                 verdict(model, context, free, sizes),
                 speeds.get(str(path)),
                 name in whole or name in partial,
+                model.size or _bytes(path) or sizes.get(name, (0, 0))[0],
             )
         )
     return out
+
+
+def _bytes(path: Path | None) -> int:
+    try:
+        return path.stat().st_size if path else 0
+    except OSError:
+        return 0
 
 
 def _unknown(e: cache.Entry, taken: Mapping[str, Model]) -> Model:
@@ -98,18 +114,34 @@ def matches(row: Row, search: str) -> bool:
     return all(word in row.words for word in search.casefold().split())
 
 
-def families(rows: Mapping[str, Row], search: str, typed: str | None) -> list[tuple[str, list[Row]]]:
-    """Families with their rows that match `search`; the model that was `typed` as a place comes first."""
-    found: dict[str, list[Row]] = {"what you typed": [rows[typed]]} if typed else {}
-    for name, row in rows.items():
-        if name != typed and matches(row, search):
+def families(rows: Mapping[str, Row], search: str) -> list[tuple[str, list[Row]]]:
+    """Families with their rows that match `search`."""
+    found: dict[str, list[Row]] = {}
+    for row in rows.values():
+        if matches(row, search):
             found.setdefault(row.model.family or "other", []).append(row)
     return list(found.items())
 
 
 def is_place(text: str) -> bool:
     """Whether the user is typing a URL or a path rather than searching."""
-    return bool(re.match(r"https?://\S|~?/|\.\.?/", text.strip(), re.I)) or text.strip().lower().endswith(".gguf")
+    text = text.strip()
+    return bool(re.match(r"https?://|~?/|\.\.?/|~$", text, re.I)) or text.lower().endswith(".gguf")
+
+
+def at_place(text: str, known: Iterable[Model]) -> list[Model]:
+    """The models that a URL or path stands for: one, or the .gguf files of a folder. Raises TinychatError where there
+    is none."""
+    folder = Path(text.strip()).expanduser()
+    try:
+        if not folder.is_dir():
+            return [resolve(text, known)]
+        files = sorted(p for p in folder.iterdir() if p.suffix.lower() == ".gguf" and p.is_file())
+    except (ValueError, OSError, RuntimeError) as e:  # a path too long, a user that does not exist
+        raise TinychatError(f"{printable(text.strip())}: {e}") from None
+    if not files:
+        raise TinychatError(f"{printable(text.strip())}: a folder without .gguf files")
+    return [Model(p.name, path=p) for p in files]
 
 
 def heading(width: int) -> Content:
@@ -129,7 +161,7 @@ def line(row: Row, width: int, job: Download | None = None) -> Content:
         m.name,
         m.quant,
         params(m),
-        decimal(m.size) if m.size else "",
+        row.size_shown,
         here,
         tokens(m.context),
         f"{speed(row.speed)} tok/s" if row.speed else "",

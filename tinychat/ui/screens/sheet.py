@@ -16,8 +16,9 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
+from textual.message import Message
 from textual.screen import ModalScreen
-from textual.widgets import OptionList, Static
+from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from tinychat.errors import printable
@@ -60,10 +61,35 @@ class Sheet(ModalScreen[Result]):
         self.dismiss(None)
 
 
+class SearchField(Input, inherit_bindings=False):
+    """A search field above Rows, which keeps the focus. The keys that act on the rows come as Pressed, behind the text
+    typed before them; bindings with priority would overtake characters that are still on their way."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [b for b in Input.BINDINGS if isinstance(b, Binding) and b.key != "enter"]
+
+    class Pressed(Message):
+        """`key` is enter, up, down, pageup or pagedown."""
+
+        def __init__(self, key: str) -> None:
+            super().__init__()
+            self.key = key
+
+    def __init__(self, text: str, placeholder: str) -> None:
+        super().__init__(text, placeholder=placeholder, classes="search", compact=True, select_on_focus=False)
+
+    async def _on_key(self, event: events.Key) -> None:
+        if event.key in ("enter", "up", "down", "pageup", "pagedown"):
+            event.stop()
+            event.prevent_default()
+            self.post_message(self.Pressed(event.key))
+        else:
+            await super()._on_key(event)
+
+
 class Rows(OptionList):
     """A list of rows where a click chooses a row and a second click (or Enter) acts on it.
 
-    It can be driven from a search field: `move(+1)`, `move(-1)`; headings are disabled options.
+    It can be driven from a search field with `walk`; headings are disabled options.
     """
 
     DEFAULT_CSS = """
@@ -79,9 +105,17 @@ class Rows(OptionList):
                 self.action_select()
             self.highlighted = index
 
-    def move(self, step: int) -> None:
-        """Highlights the next or previous row that is no heading."""
-        self.action_cursor_down() if step > 0 else self.action_cursor_up()
+    def walk(self, key: str) -> None:
+        """Moves the cursor by a row (up, down) or a page (pageup, pagedown), past headings."""
+        match key:
+            case "up":
+                self.action_cursor_up()
+            case "down":
+                self.action_cursor_down()
+            case "pageup":
+                self.action_page_up()
+            case "pagedown":
+                self.action_page_down()
 
     def show(self, options: list[Option], keep: str | None) -> None:
         """Replaces all rows; highlights the one with id `keep`, else the first that is no heading."""

@@ -11,8 +11,11 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from markdown_it.tree import SyntaxTreeNode
 
+from tinychat.ui.chat.markdown.formulas import formulas
+
 PARSER = MarkdownIt("gfm-like", {"html": False})  # html off: `List<int>` and <think> are text
-_SPACED = ("heading", "fence", "code_block", "table", "hr", "blockquote")
+formulas(PARSER)
+_SPACED = ("heading", "fence", "code_block", "table", "hr", "blockquote", "formula_block")
 
 
 class Block:

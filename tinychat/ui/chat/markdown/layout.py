@@ -12,17 +12,21 @@ from textual.content import Content, Span
 from textual.highlight import highlight
 from textual.style import Style
 
+from tinychat.ui.chat.markdown.formulas import formula_rows, formula_text
+
 BULLETS = "•◦▪"
 LIVE_HIGHLIGHT = 3000  # characters: a longer open fence is coloured only when it closes
 _MARKS = {"strong": ".md-strong", "em": ".md-em", "s": ".md-strike", "link": ".md-link"}
 
 
 class Line(NamedTuple):
-    """One screen line. `code` is the whole code block when a click here copies it; `gutter` cells are not text."""
+    """One screen line. `code` is the whole code block when a click here copies it; `gutter` cells are not text; `joint`
+    is what was between it and the line before, where the text was only wrapped: "" or a blank."""
 
     content: Content
     code: str | None = None
     gutter: int = 0
+    joint: str | None = None
 
 
 def lay_out(nodes: Sequence[SyntaxTreeNode], width: int, depth: int = 0, live: bool = False) -> list[Line]:
@@ -46,7 +50,7 @@ def _apart(node: SyntaxTreeNode) -> bool:
 def _block(node: SyntaxTreeNode, width: int, depth: int, live: bool) -> list[Line]:
     match node.type:
         case "paragraph":
-            return _wrapped(inline(node), width)
+            return wrapped(inline(node), width)
         case "heading":
             return [Line(line.stylize(f".md-{node.tag}")) for line in inline(node).wrap(width)]
         case "bullet_list":
@@ -59,28 +63,43 @@ def _block(node: SyntaxTreeNode, width: int, depth: int, live: bool) -> list[Lin
             return lines
         case "blockquote":
             bar = Content.styled("▎ ", ".md-dim")
+            quoted = lay_out(node.children, width - 2, depth, live)
             return [
-                line._replace(content=bar + line.content) for line in lay_out(node.children, width - 2, depth, live)
+                line._replace(content=bar + line.content, gutter=line.gutter + 2 * (line.joint is not None))
+                for line in quoted
             ]
         case "fence" | "code_block":
             return _code(node.content, node.info.strip(), width, live)
         case "table":
             return _table(node, width)
+        case "formula_block":
+            text = Content.styled(formula_rows(node.content, node.markup), ".md-em")
+            return [line._replace(content=Content("  ") + line.content, gutter=2) for line in wrapped(text, width - 2)]
         case "hr":
             return [Line(Content.styled("─" * width, ".md-dim"))]
         case _:
-            return _wrapped(Content(node.content), width)
+            return wrapped(Content(node.content), width)
 
 
-def _wrapped(content: Content, width: int) -> list[Line]:
-    return [Line(line) for line in content.wrap(width)]
+def wrapped(content: Content, width: int) -> list[Line]:
+    lines: list[Line] = []
+    for source in content.split("\n", allow_blank=True):
+        text, at = source.plain, 0
+        for number, line in enumerate(source.wrap(width)):
+            start = max(at, text.find(line.plain.strip(), at))
+            lines.append(Line(line, joint=(" " if start > at else "") if number else None))
+            at = start + len(line.plain.strip())
+    return lines
 
 
 def _item(item: SyntaxTreeNode, marker: str, width: int, depth: int, live: bool) -> list[Line]:
     first, rest = Content.styled(marker, ".md-bullet"), Content(" " * len(marker))
     inner = lay_out(item.children, width - len(marker), depth + 1, live) or [Line(Content(""))]
     return [
-        line._replace(content=(rest if i else first) + line.content, gutter=line.gutter and line.gutter + len(marker))
+        line._replace(
+            content=(rest if i else first) + line.content,
+            gutter=line.gutter + len(marker) if line.gutter or line.joint is not None else 0,
+        )
         for i, line in enumerate(inner)
     ]
 
@@ -104,6 +123,9 @@ def inline(node: SyntaxTreeNode) -> Content:
             case "code_inline":
                 add(child.content)
                 spans.append(Span(start, position, ".md-code-inline"))
+            case "formula":
+                add(formula_text(child.content, child.markup))
+                spans.append(Span(start, position, ".md-em"))
             case "softbreak" | "hardbreak":
                 add("\n")
             case "image":

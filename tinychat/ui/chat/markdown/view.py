@@ -17,7 +17,7 @@ from textual.widget import Widget
 
 from tinychat.errors import printable
 from tinychat.ui.chat.markdown.blocks import Block, Splitter
-from tinychat.ui.chat.markdown.layout import Line, lay_out
+from tinychat.ui.chat.markdown.layout import Line, lay_out, wrapped
 
 BLANK = Line(Content(""))
 
@@ -147,13 +147,13 @@ class MarkdownView(Widget):
         complete = text.rfind("\n") + 1
         del self._lines[self._settled :]
         if complete:
-            self._lines += [Line(c) for c in Content(text[: complete - 1]).wrap(width)] if complete > 1 else [BLANK]
+            self._lines += wrapped(Content(text[: complete - 1]), width) if complete > 1 else [BLANK]
             self._settled = len(self._lines)
             done = "".join(self._pending[: self._laid_blocks]) + text[:complete]
             self._pending = [done, text[complete:]]
             self._laid_blocks = 1
         if text[complete:]:
-            self._lines += [Line(c) for c in Content(text[complete:]).wrap(width)]
+            self._lines += wrapped(Content(text[complete:]), width)
 
     def get_content_width(self, container: Size, viewport: Size) -> int:
         return container.width
@@ -211,12 +211,14 @@ class MarkdownView(Widget):
         return strip
 
     def get_selection(self, selection: Selection) -> tuple[str, str] | None:
-        out = []
+        """The selected text, as it was before it was wrapped."""
+        out = ""
         for y, line in enumerate(self._lines):
             if line.code is None and (span := selection.get_span(y)) is not None:
                 start, end = span
-                out.append(line.content.plain[max(start, line.gutter) : None if end == -1 else end].rstrip())
-        return "\n".join(out), "\n"
+                text = line.content.plain[max(start, line.gutter) : None if end == -1 else end].rstrip()
+                out += (("\n" if line.joint is None else line.joint) if out else "") + text
+        return out, "\n"
 
     def on_click(self, event: events.Click) -> None:
         href = event.style.meta.get("href")
