@@ -791,7 +791,7 @@ EXPORT size_t tc_sizeof(int what) {
   X(q_norm_len) X(k_norm_len) X(top_k) X(gating) X(normalize) X(route_groups) X(route_groups_used) X(router) X(eps) X(norm_eps)  \
   X(scale) X(norm) X(q_norm) X(k_norm) X(rope) X(bias) X(routes) X(w)
 #define SAMPLE_FIELDS(X)                                                                                                        \
-  X(temperature) X(top_p) X(min_p) X(seed) X(top_k) X(n_penalised) X(penalised) X(divisors) X(amounts)
+  X(temperature) X(top_p) X(min_p) X(seed) X(top_k) X(n_penalised) X(penalised) X(divisors) X(amounts) X(mask)
 #define CONTEXT_FIELDS(X)                                                                                                       \
   X(n_ops) X(max_context) X(batch) X(vocab) X(layers) X(k_width) X(v_width) X(kv_heads) X(n_buffers) X(ops) X(buffers)           \
   X(widths) X(k_cache) X(v_cache) X(ticks) X(sampling)
