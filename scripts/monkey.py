@@ -36,7 +36,7 @@ KEYS = (
     *"abcxyz/@~#`*_|<>{}[]()\\\"'.,:;!?- 0129éß日🙂",
     *("enter", "escape", "tab", "shift+tab", "backspace", "delete", "up", "down", "left", "right", "home", "end"),
     *("pageup", "pagedown", "ctrl+up", "ctrl+down", "ctrl+home", "ctrl+end", "shift+enter", "ctrl+j", "ctrl+z"),
-    *("ctrl+a", "ctrl+k", "ctrl+u", "ctrl+w", "ctrl+n", "ctrl+r", "ctrl+g", "ctrl+t", "ctrl+o", "ctrl+c", "ctrl+p"),
+    *("ctrl+a", "ctrl+k", "ctrl+u", "ctrl+w", "ctrl+n", "ctrl+r", "ctrl+g", "ctrl+t", "ctrl+o", "ctrl+c"),
     *("f1", "f2", "f3", "f4", "f5", "f7", "f8", "f9", "e", "c", "y", "n", "r", "d", "k", "space"),
 )
 ARGUMENTS = (
@@ -231,9 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m scripts.monkey", description=__doc__.partition("\n")[0])
     parser.add_argument("--events", type=int, default=10_000, metavar="N")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--slices", type=int, default=1, metavar="N", help="apps, with seeds counting up"
-    )
+    parser.add_argument("--slices", type=int, default=1, metavar="N", help="apps, with seeds counting up")
     parser.add_argument("--real", type=Path, metavar="FILE", help="a GGUF file, in place of the scripted engine")
     options = parser.parse_args(argv)
     total: Counter[str] = Counter()

@@ -63,6 +63,8 @@ class LastingApp(App[None]):
         node = pump if isinstance(pump, DOMNode) and pump is not self else None
         if isinstance(error, NoMatches) and node is not None and (node._closing or not node.is_attached):
             return  # a late callback of a sheet that is gone: its widgets are, too
+        if isinstance(error, NoMatches) and node is None and not self.screen._is_mounted:
+            return  # a key that came before the widgets of a sheet
         if not self.home.is_mounted:
             if self._exception is None:  # Textual's tests raise it again
                 self._exception, self._return_code = error, 1
