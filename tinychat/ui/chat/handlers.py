@@ -185,13 +185,6 @@ async def save(chat: ChatView, text: str) -> None:
     await chat.say(f"saved as {path.absolute()}")
 
 
-def _path(name: str) -> Path:
-    try:
-        return Path(name).expanduser()
-    except RuntimeError as e:
-        raise TinychatError(f"{printable(name)}: {str(e).lower()}") from None
-
-
 def _free(title: str, kind: str) -> Path:
     """A file name in the working folder that is not taken."""
     slug = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")[:40] or "conversation"
