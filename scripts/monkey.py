@@ -36,7 +36,7 @@ KEYS = (
     *"abcxyz/@~#`*_|<>{}[]()\\\"'.,:;!?- 0129éß日🙂",
     *("enter", "escape", "tab", "shift+tab", "backspace", "delete", "up", "down", "left", "right", "home", "end"),
     *("pageup", "pagedown", "ctrl+up", "ctrl+down", "ctrl+home", "ctrl+end", "shift+enter", "ctrl+j", "ctrl+z"),
-    *("ctrl+a", "ctrl+k", "ctrl+u", "ctrl+w", "ctrl+n", "ctrl+r", "ctrl+g", "ctrl+t", "ctrl+o", "ctrl+c", "ctrl+p"),
+    *("ctrl+a", "ctrl+k", "ctrl+u", "ctrl+w", "ctrl+n", "ctrl+r", "ctrl+g", "ctrl+t", "ctrl+o", "ctrl+c"),
     *("f1", "f2", "f3", "f4", "f5", "f7", "f8", "f9", "e", "c", "y", "n", "r", "d", "k", "space"),
 )
 ARGUMENTS = (

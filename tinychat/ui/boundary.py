@@ -61,8 +61,10 @@ class LastingApp(App[None]):
             error = error.error if isinstance(error.error, Exception) else error
         pump = active_message_pump.get(None)
         node = pump if isinstance(pump, DOMNode) and pump is not self else None
-        if isinstance(error, NoMatches) and node is not None and (node._closing or not node.is_attached):
+        if isinstance(error, NoMatches) and node is not None and _gone(node):
             return  # a late callback of a sheet that is gone: its widgets are, too
+        if isinstance(error, NoMatches) and node is None and not self.screen._is_mounted:
+            return  # a key that came before the widgets of a sheet
         if not self.home.is_mounted:
             if self._exception is None:  # Textual's tests raise it again
                 self._exception, self._return_code = error, 1
@@ -85,3 +87,8 @@ class LastingApp(App[None]):
 
 def _sheet_of(node: DOMNode) -> Screen[Any] | None:
     return next((n for n in node.ancestors_with_self if isinstance(n, Screen)), None)
+
+
+def _gone(node: DOMNode) -> bool:
+    sheet = _sheet_of(node)
+    return node._closing or not node.is_attached or (sheet is not None and sheet not in node.app.screen_stack)

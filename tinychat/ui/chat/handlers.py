@@ -183,8 +183,9 @@ async def save(chat: ChatView, text: str) -> None:
             f.write(data)
     except FileExistsError:
         raise TinychatError(f"{printable(str(path))} exists; nothing was written, choose another name") from None
-    except OSError as e:
-        raise TinychatError(f"{printable(str(path))}: {(e.strerror or str(e)).lower()}; nothing was saved") from None
+    except (OSError, ValueError) as e:  # ValueError: a name that no file can have
+        why = (e.strerror if isinstance(e, OSError) else None) or str(e)
+        raise TinychatError(f"{printable(str(path))}: {why.lower()}; nothing was saved") from None
     await chat.say(f"saved as {path.absolute()}")
 
 
