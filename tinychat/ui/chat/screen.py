@@ -37,6 +37,7 @@ from tinychat.ui.screens.sheet import in_daemon
 
 DRAIN_HZ = 20  # how often the backend's events are taken and painted at most
 PANEL_HZ = 5
+DRAFT_EVERY = 2.0  # seconds: what a kill loses of a draft at most
 
 
 class ChatScreen(Screen[None]):
@@ -94,6 +95,8 @@ class ChatScreen(Screen[None]):
         self.downloads = Downloads()
         self.painter = Painter(self)
         self.editing: int | None = None
+        self._drafting = ""  # the conversation whose draft is in the prompt
+        self._draft_key, self._draft = "", ""  # what of it is on the disk; all new conversations share the key ""
         self._idle = 0  # ticks of the panel since something ran
 
     def compose(self) -> ComposeResult:
@@ -111,7 +114,9 @@ class ChatScreen(Screen[None]):
         if self.history is not None:
             with suppress(TinychatError):  # the history itself says what is wrong with it when a conversation is saved
                 self.prompt.past = self.history.prompts()
+            self.show_draft()
         await self.transcript.reset(self.controller.conversation, 0, "", False)
+        self.set_interval(DRAFT_EVERY, self.keep_draft)
         self.set_interval(1 / DRAIN_HZ, self._tick)
         self.set_interval(1 / PANEL_HZ, self._panel_tick)
         self.painter.panel()
@@ -173,7 +178,12 @@ class ChatScreen(Screen[None]):
         """`text` without its slash. Whatever goes wrong is one line in the transcript."""
         name, _, rest = text.partition(" ")
         try:
-            result = commands.find(name).run(self, rest)
+            try:
+                command = commands.find(name)
+            except TinychatError:
+                self.give_back([Turn("user", f"/{text}")])  # it may be long, and is one letter from right
+                raise
+            result = command.run(self, rest)
             if result is not None:
                 await result
         except TinychatError as e:
@@ -198,7 +208,7 @@ class ChatScreen(Screen[None]):
         self.call_later(self.run_command, name)
 
     def _prompt_for(self, name: str) -> None:
-        self.prompt.put(f"/{name} ")
+        self.prompt.set_aside(f"/{name} ")
         self.prompt.focus()
 
     # what the user does
@@ -226,7 +236,10 @@ class ChatScreen(Screen[None]):
             else:
                 self.controller.ask(turn)
         except TinychatError as e:
-            self.give_back([Turn("user", event.text)])
+            if self.editing is not None:
+                self.prompt.set_aside(event.text)
+            else:
+                self.give_back([Turn("user", event.text)])
             await self.say(str(e), error=True)
             return
         self._sent(event.text)
@@ -241,7 +254,7 @@ class ChatScreen(Screen[None]):
 
     def give_back(self, turns: list[Turn]) -> None:
         """Texts return to the prompt, before what is there."""
-        texts = [*(t.text for t in turns), self.prompt.text]
+        texts = [*(t.text for t in turns), self.prompt.draft]
         self.prompt.put("\n".join(t for t in texts if t))
         self.prompt.focus()
 
@@ -249,8 +262,38 @@ class ChatScreen(Screen[None]):
         if self.controller.busy:
             raise TinychatError("an answer is being written; stop it with esc, then edit")
         self.editing = index
-        self.prompt.put(self.controller.conversation.turns[index].text)
+        self.prompt.set_aside(self.controller.conversation.turns[index].text)
         self.prompt.focus()
+
+    # drafts
+
+    def keep_draft(self) -> None:
+        """Writes what is typed and not sent, also what waits for its turn, if that is not what is on the disk."""
+        self._write_draft("" if not self.controller.conversation.turns else self.controller.conversation.id)
+
+    def show_draft(self) -> None:
+        """Of another conversation than before: keeps the draft of that, and shows its own."""
+        c = self.controller.conversation
+        if c.id == self._drafting:
+            self.keep_draft()  # under its own key, if this was its first turn
+            return
+        self._write_draft(self._draft_key)
+        self.editing, self._drafting, self._draft_key, self._draft = None, c.id, c.id if c.turns else "", ""
+        if self.history is not None:
+            with suppress(TinychatError):
+                self._draft = self.history.draft(self._draft_key)
+        self.prompt.bring_back()
+        self.prompt.put(self._draft)
+
+    def _write_draft(self, key: str) -> None:
+        text = "\n".join(t for t in (*(turn.text for turn in self.controller.queue), self.prompt.draft) if t)
+        if self.history is None or (key, text) == (self._draft_key, self._draft):
+            return
+        with suppress(TinychatError):  # what is wrong with the history is said when a conversation is saved
+            if key != self._draft_key:  # a new conversation has begun: its draft is its own now
+                self.history.set_draft(self._draft_key, "")
+            self.history.set_draft(key, text)
+        self._draft_key, self._draft = key, text
 
     async def action_stop(self) -> None:
         self.controller.stop()
@@ -259,7 +302,7 @@ class ChatScreen(Screen[None]):
     async def action_keep(self) -> None:
         """The message that is being edited stays as it was."""
         self.editing = None
-        self.prompt.put("")
+        self.prompt.bring_back()
         await self.apply()
 
     async def action_escape(self) -> None:
@@ -267,6 +310,8 @@ class ChatScreen(Screen[None]):
             return
         if self.controller.queue:
             self.give_back(self.controller.take_back_queue())
+        elif self.prompt.aside:
+            self.prompt.bring_back()
         else:
             self.clear_selection()
             self.prompt.focus()
