@@ -595,3 +595,42 @@ async def test_drafts_are_kept_for_each_conversation_and_across_restarts(tmp_pat
         await d.pilot.press("ctrl+q")
         await d.until(lambda: d.app._exit)
         assert history.draft(d.controller.conversation.id) == "waiting\ntyped"
+
+
+async def test_words_that_look_like_files_and_commands(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    async with desk() as d:
+        await d.ask("What is @angular/core? And @bob?")
+        await d.ask("/etc/hosts what is this?")
+        assert [t.text for t in d.turns[::2]] == ["What is @angular/core? And @bob?", "/etc/hosts what is this?"]
+        await d.send("read @READM.md")
+        await d.until(lambda: any("READM.md: no such file" in n for n in d.notes))
+        assert d.chat.prompt.text == "read @READM.md" and len(d.turns) == 4
+
+
+async def test_keys_in_a_long_draft_belong_to_it():
+    async with desk(size=(80, 24)) as d:
+        draft = "\n".join(f"line {i}" for i in range(40))
+        await d.type(draft, "ctrl+home")
+        assert d.chat.prompt.cursor_location == (0, 0)
+        await d.pilot.press("pagedown")
+        assert 0 < d.chat.prompt.cursor_location[0] < 39
+        await d.pilot.press("ctrl+end")
+        assert d.chat.prompt.cursor_location == (39, 7)
+        await d.pilot.press("f7")
+        assert d.chat.prompt.selected_text == draft and not d.chat.experts
+        await d.pilot.press("right", "ctrl+c")
+        assert d.chat.prompt.text == ""
+        await d.pilot.press("ctrl+z")
+        assert d.chat.prompt.text == draft
+        await d.pilot.press("ctrl+c", "ctrl+c")
+        assert not d.app._exit
+        await d.pilot.press("ctrl+c")
+        await d.until(lambda: d.app._exit)
+
+
+async def test_ctrl_d_leaves_from_an_empty_prompt():
+    async with desk() as d:
+        await d.type("x", "home", "ctrl+d", "ctrl+d")
+        await d.until(lambda: d.app._exit)
+        assert d.chat.prompt.text == ""

@@ -110,6 +110,12 @@ class Prompt(TextArea):
             act: Callable[[], object] = self.submit
         elif event.key in ("shift+enter", "ctrl+j", "alt+enter"):
             act = partial(self.insert, "\n")
+        elif event.key == "ctrl+d" and not self.text:
+            act = self.app.exit
+        elif event.key == "ctrl+home":
+            act = partial(self.move_cursor, (0, 0))
+        elif event.key == "ctrl+end":
+            act = partial(self.move_cursor, self.document.end)
         elif event.key == "tab" and self.completions is not None:
             act = self.completions.take
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
@@ -37,6 +39,8 @@ from tinychat.ui.screens.sheet import in_daemon
 
 DRAIN_HZ = 20  # how often the backend's events are taken and painted at most
 PANEL_HZ = 5
+_COMMAND = re.compile(r"/[^/\s]*(\s|$)")  # /etc/hosts and //text are messages
+LEAVE_AGAIN = 2.0  # seconds in which a second ctrl+c leaves
 DRAFT_EVERY = 2.0  # seconds: what a kill loses of a draft at most
 
 
@@ -78,7 +82,13 @@ class ChatScreen(Screen[None]):
         Binding("pagedown", "scroll(1)", "a page down", show=False, priority=True),
         Binding("ctrl+home", "scroll(-1000)", "to the beginning", show=False, priority=True),
         Binding("ctrl+end", "scroll(1000)", "to the end, and follow it", show=False, priority=True),
-        Binding("ctrl+c", "copy_or_stop", "copy what is selected; else stop", show=False, priority=True),
+        Binding(
+            "ctrl+c",
+            "copy_or_stop",
+            "copy what is selected; else stop, clear the draft, or leave",
+            show=False,
+            priority=True,
+        ),
     ]
 
     def __init__(
@@ -97,6 +107,7 @@ class ChatScreen(Screen[None]):
         self.editing: int | None = None
         self._drafting = ""  # the conversation whose draft is in the prompt
         self._draft_key, self._draft = "", ""  # what of it is on the disk; all new conversations share the key ""
+        self._asked_to_leave = -LEAVE_AGAIN
         self._idle = 0  # ticks of the panel since something ran
 
     def compose(self) -> ComposeResult:
@@ -216,7 +227,7 @@ class ChatScreen(Screen[None]):
     @on(Prompt.Submitted)
     async def _submitted(self, event: Prompt.Submitted) -> None:
         text = event.text.strip()
-        command = text.startswith("/") and not text.startswith("//") and "\n" not in text and not self.controller.raw
+        command = bool(_COMMAND.match(text)) and "\n" not in text and not self.controller.raw
         if (
             self.controller.raw
             and text.startswith("/")
@@ -334,6 +345,10 @@ class ChatScreen(Screen[None]):
                     return running is None and bool(turns) and not turns[-1].complete
                 case "copy":
                     return any(t.role == "assistant" and "```" in t.text for t in turns[-8:])
+        if action == "scroll":  # in a long draft these keys move its cursor
+            return not (self.prompt.has_focus and self.prompt.wrapped_document.height > 1)
+        if action == "command" and parameters[0] == "experts":  # f7 selects all of a draft
+            return not (self.prompt.has_focus and self.prompt.text)
         if action == "choose_model":  # the same key, shown only while it is what a newcomer needs
             return not turns
         if action == "toggle_thinking":
@@ -361,8 +376,13 @@ class ChatScreen(Screen[None]):
             self.copy(selected, "the selection")
         elif self.controller.running is not None:
             self.controller.stop()
+        elif self.prompt.has_focus and self.prompt.text:
+            self.prompt.clear()  # ctrl+z brings it back
+        elif time.monotonic() - self._asked_to_leave < LEAVE_AGAIN:
+            self.app.exit()
         else:
-            self.notify("ctrl+q leaves", timeout=2)
+            self._asked_to_leave = time.monotonic()
+            self.notify("ctrl+c again leaves", timeout=LEAVE_AGAIN)
 
     def action_to_messages(self) -> None:
         messages = self.transcript.messages()
