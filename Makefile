@@ -1,5 +1,6 @@
 # make chat   sets everything up, fetches a small real model and opens the chat on it; from the second time on at once, offline
 # make test   lint, types and tests, as .ci/run does
+# make sanitize   the C kernels under AddressSanitizer and UBSan
 # make bench-peer LLAMA=build FILES='a.gguf b.gguf'   the CPU beside llama.cpp, alternating; build: where llama-bench was built
 # Needs Python 3.11 or newer (PYTHON=... for one that is not called python3) and nothing else.
 
@@ -31,7 +32,17 @@ test: .venv/.installed-dev
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=/path/to/it")'
 	@$(PYTHON) -m venv .venv
 
+# The C kernels under AddressSanitizer and UBSan in every test that runs them; CLANG with its compiler-rt is needed.
+CLANG ?= clang
+sanitize: .venv/.installed-dev
+	LD_PRELOAD=$$($(CLANG) -print-file-name=libclang_rt.asan-$$(uname -m).so) \
+	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
+	.venv/bin/pytest -n 2 --capture=sys --sanitize $(CLANG) tests/kernels/cpu tests/kernels/test_exactness.py tests/kernels/test_random_shapes.py \
+	    tests/kernels/test_sampling.py tests/engine tests/measure/test_profile.py -k "$(SANITIZED)"
+# Not: other compilers and instruction sets, memory and time limits that the sanitizers' own memory breaks, the GPU.
+SANITIZED = not portable and not too_little_memory and not hostile and not damaged and not devices and not linear_time
+
 bench-peer: .venv/.installed
 	.venv/bin/python scripts/bench_peer.py --llama $(LLAMA) $(FILES)
 
-.PHONY: chat test bench-peer
+.PHONY: chat test sanitize bench-peer

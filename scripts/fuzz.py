@@ -2,6 +2,7 @@
 
     python -m scripts.fuzz --count 20000 --seed 0 [--arch qwen2]
     python -m scripts.fuzz --templates --count 2000
+    python -m scripts.fuzz --compare llama.cpp/models/templates
 
 Each file goes the whole way (header, configuration, plan, tokenizer, template, weights, one token) in a process of its
 own, forked from one that has everything loaded, with limits on new memory and CPU time. Right is an answer or a
@@ -12,6 +13,7 @@ TinychatError in one line; wrong is any other exception, a signal, or a limit th
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import random
@@ -24,13 +26,18 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+from jinja2 import Template, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tests.support import tiny
 from tests.support.templates import TALK, hostile
 from tinychat.engine import Engine
 from tinychat.engine.config import ARCHITECTURES
+from tinychat.engine.sandbox import Generation
 from tinychat.engine.template import ChatTemplate
 from tinychat.errors import TinychatError
 from tinychat.kernels.ops import Sampling
@@ -422,6 +429,79 @@ def templates(count: int, seed: int) -> Iterator[tuple[str, str, Outcome]]:
         yield "template", source, guarded(render, TEMPLATE_MEMORY, TEMPLATE_SECONDS)
 
 
+def compare(folder: Path) -> Counter[str]:
+    """Renders every template in `folder` with ours and as HF transformers does; prints where they differ."""
+    counts = Counter[str]()
+    for path in sorted(folder.glob("*.jinja")):
+        source = path.read_text()
+        for name, variables in CONVERSATIONS.items():
+            want = _rendered(plain, source, variables)
+            got = _rendered(ChatTemplate, source, variables)
+            how = "different" if want != got else "both refuse" if want is None else "equal"
+            counts[how] += 1
+            if how == "different":
+                at = next((i for i, (a, b) in enumerate(zip(want or "", got or "")) if a != b), 0)
+                says = [repr(text[at : at + 60]) if text is not None else "refused" for text in (want, got)]
+                print(f"{path.name} ({name}): {says[0]} is here {says[1]}")
+    return counts
+
+
+def _rendered(make: Callable[[str], Any], source: str, variables: dict[str, Any]) -> str | None:
+    try:
+        return make(source).render(**copy.deepcopy(variables))
+    except Exception:
+        return None
+
+
+def plain(source: str) -> Template:
+    """`source` in the environment of HF transformers (utils/chat_template_utils.py)."""
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    env = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
+    )
+    env.filters["tojson"] = tojson
+    env.globals |= {"raise_exception": refuse, "strftime_now": lambda pattern: datetime.now().strftime(pattern)}
+    return env.from_string(source)
+
+
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "description": "its name"}, "days": {"type": "integer"}},
+            "required": ["city"],
+        },
+    },
+}
+_CALL = {"id": "call00001", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Köln <b>"}}}
+_ASK = {"role": "user", "content": "What is <b>it</b> like?"}
+_TOLD = {"role": "tool", "content": '{"t": 3}', "tool_call_id": "call00001", "name": "get_weather"}
+_CALLED = [_ASK, {"role": "assistant", "content": "", "tool_calls": [_CALL]}, _TOLD]
+_ANSWERED = [*_CALLED, {"role": "assistant", "content": "3 degrees"}, _ASK]
+_BASE: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>", "add_generation_prompt": True, "tools": None}
+CONVERSATIONS: dict[str, dict[str, Any]] = {
+    "a question": _BASE | {"messages": [_ASK]},
+    "a talk": _BASE | {"messages": TALK},
+    "no generation": _BASE | {"messages": TALK[:3], "add_generation_prompt": False},
+    "thinking": _BASE | {"messages": TALK[1:], "enable_thinking": True, "reasoning_effort": "high"},
+    "no thinking": _BASE | {"messages": TALK[1:], "enable_thinking": False},
+    "reasoning": _BASE | {"messages": [_ASK, {"role": "assistant", "content": "A", "reasoning_content": "R"}, _ASK]},
+    "tools": _BASE | {"messages": [_ASK], "tools": [_TOOL]},
+    "a tool called": _BASE | {"messages": _CALLED, "tools": [_TOOL]},
+    "a tool answered": _BASE | {"messages": _ANSWERED, "tools": [_TOOL, _TOOL]},
+    "parts": _BASE | {"messages": [{"role": "user", "content": [{"type": "text", "text": "in parts"}]}]},
+}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.fuzz", description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=1000)
@@ -431,7 +511,12 @@ def main() -> int:
     parser.add_argument(
         "--keep", type=Path, default=Path(tempfile.gettempdir()) / "tinychat-fuzz", help="for what fails"
     )
+    parser.add_argument("--compare", type=Path, metavar="FOLDER", help="its *.jinja, as plain Jinja renders them")
     options = parser.parse_args()
+    if options.compare:
+        found = compare(options.compare)
+        print(", ".join(f"{n:,} {how}" for how, n in sorted(found.items())))
+        return int(found["different"] > 0)
     counts, worst, longest = Counter[str](), 0, 0.0
     with tempfile.TemporaryDirectory() as folder:
         cases: Iterator[tuple[str, Any, Outcome]] = (

@@ -1,13 +1,13 @@
 """Checks and times the CUDA executor on a GPU machine. Needs tinygrad, gguf, numpy; llama-bench where it is to be
-compared.
+compared. `python scripts/gpu_session.py` and:
 
-python scripts/gpu_session.py check [VARIANT:QUANT ...]      tiny models against the float64 forward python
-scripts/gpu_session.py time MODEL QUANT [--layers N --kernels --depth D ...]    exact shapes, random weights python
-scripts/gpu_session.py peer MODEL QUANT               llama-bench (LLAMA_BENCH) on the same file python
-scripts/gpu_session.py compare FILE | MODEL QUANT [--layers N --follow F]    64 greedy tokens and their logits, CUDA
-against the CPU executor python scripts/gpu_session.py app MODEL QUANT                a long answer in the headless app:
-decoded and painted tok/s python scripts/gpu_session.py fallback                       a kernel with a wrong sign: what
-the engine says and takes
+check [VARIANT:QUANT ...]: tiny models against the float64 forward
+time MODEL QUANT [--layers N --kernels --depth D ...]: decode; exact shapes, random weights
+prompts MODEL QUANT [--lengths N ...]: what `tinychat bench` measures, a row of docs/cuda.md for each length
+peer MODEL QUANT: llama-bench (LLAMA_BENCH) on the same file
+compare FILE | MODEL QUANT [--layers N --follow F]: 64 greedy tokens and their logits, CUDA against the CPU executor
+app MODEL QUANT: a long answer in the headless app: decoded and painted tok/s
+fallback: a kernel with a wrong sign: what the engine says and takes
 """
 
 import argparse
@@ -42,6 +42,7 @@ from tinychat.kernels.cuda import launch
 from tinychat.kernels.cuda.executor import CUDAExecutor
 from tinychat.kernels.executor import Executor
 from tinychat.kernels.ops import Sampling
+from tinychat.measure import bench
 from tinychat.ui.app import TinychatApp
 
 FILES = Path(os.environ.get("FILES", "/dev/shm"))
@@ -338,26 +339,26 @@ def randomise_cache(e: CUDAExecutor) -> None:
 
 def step_seconds(e: CUDAExecutor, depth: int, n: int = 128) -> tuple[float, float]:
     """(seconds per decode step on the GPU, seconds of host work to enqueue one)."""
-    e._know([1] * (depth + 1), 0)
-    e._set_state(GREEDY, depth, 1, 0)
+    e._place([1] * (depth + 1), 0, GREEDY)
+    graph = e._step(depth).graph
     for _ in range(8):
-        e._decode()
+        graph()
     e.gpu.synchronize()
     start, began = e.gpu.event(), time.perf_counter()
     for _ in range(n):
-        e._decode()
+        graph()
     host = time.perf_counter() - began
     return e.gpu.elapsed(start, e.gpu.event()) / n, host / n
 
 
 def kernel_table(e: CUDAExecutor, depth: int) -> None:
-    """Time of each kernel as a chain of its own launches of all layers (rotating weights), with and without early
-    launch."""
+    """Time of each kernel of a decode step as a chain of its own launches of all layers (rotating weights), with and
+    without early launch."""
     groups = defaultdict(list)
-    for x in e.launches:
+    for x, _ in e._step(depth).parts:
         groups[x.name].append(x)
     total = 0.0
-    e._set_state(GREEDY, depth, 1, 0)
+    e._place([1] * (depth + 1), 0, GREEDY)
     for name, launches in groups.items():
         times = []
         for chained in (True, False):
@@ -372,77 +373,49 @@ def kernel_table(e: CUDAExecutor, depth: int) -> None:
             for _ in range(8):
                 graph()
             times.append(e.gpu.elapsed(start, e.gpu.event()) / 8 / len(many))
-            e._set_state(GREEDY, depth, 1, 0)
+            e._place([1] * (depth + 1), 0, GREEDY)
         total += times[0] * len(launches)
         gbs = launches[0].bytes / times[0] / 1e9
         print(
             f"{name:44} x{len(launches):3} {times[0] * 1e6:7.2f} us (plain edges {times[1] * 1e6:7.2f}) "
-            f"{launches[0].bytes / 1e6:8.2f} MB {gbs:7.0f} GB/s "
-            f"sum {times[0] * len(launches) * 1e6:7.0f} us",
+            f"{launches[0].bytes / 1e6:8.2f} MB {gbs:7.0f} GB/s sum {times[0] * len(launches) * 1e6:7.0f} us",
             flush=True,
         )
     print(f"sum of kernels {total * 1e3:.3f} ms", flush=True)
 
 
-def times(model: str, quant: str, layers: int | None, kernels: bool, depths: list[int], plain: bool) -> None:
+def times(model: str, quant: str, layers: int | None, kernels: bool, depths: list[int]) -> None:
+    """Prints decode speed at each of `depths`, on random cache rows."""
     path = model_file(model, quant, layers)
     began = time.perf_counter()
     e = load(path, max(depths) + 1024)
     print(
-        f"# {model} {quant}: load {time.perf_counter() - began:.1f} s, "
-        f"{e.kernels_per_token} kernels/token, {e.jit_batches} batch, "
+        f"# {model} {quant}: load {time.perf_counter() - began:.1f} s, {e.kernels_per_token} kernels/token, "
         f"weights {e.weight_bytes / 1e9:.2f} GB of {e.device_bytes / 1e9:.2f} GB on the device "
         f"(cache {e.cache_bytes / 1e9:.2f}), file {path.stat().st_size / 1e9:.2f} GB, {e.device}",
         flush=True,
     )
     randomise_cache(e)
-    out = {"model": model, "quant": quant, "layers": layers}
     for depth in depths:
-        best = min(step_seconds(e, depth) for _ in range(3))
-        out[f"tok_s@{depth}"] = round(1 / best[0], 1)
-        out["host_us"] = round(best[1] * 1e6, 1)
-        out[f"GB/s@{depth}"] = round(e.plan.bytes_per_token(depth) / best[0] / 1e9)
-    if plain:
-        kept, e._decode = e._decode, e.gpu.graph(e.launches, chained=False)
-        out["tok_s without early launch"] = round(1 / min(step_seconds(e, 0) for _ in range(3))[0], 1)
-        e._decode = kept
-    steps = e.decode(1, 0, GREEDY, [1])
-    for _ in range(8):
-        next(steps)
-    began = time.perf_counter()
-    for _ in range(128):
-        next(steps)
-    out["decode() tok_s"] = round(128 / (time.perf_counter() - began), 1)
-    steps.close()
-    steps = e.decode(1, 0, Sampling(), [1])
-    for _ in range(8):
-        next(steps)
-    began = time.perf_counter()
-    for _ in range(128):
-        next(steps)
-    out["sampling tok_s"] = round(128 / (time.perf_counter() - began), 1)
-    steps.close()
-    for n in (512,):
-        ids = np.random.default_rng(1).integers(0, 1000, n).tolist()
-        speeds = []
-        for _ in range(3):
-            began = time.perf_counter()
-            e.forward(ids, 0, "last")
-            speeds.append(n / (time.perf_counter() - began))
-        out[f"pp{n}"] = round(max(speeds))
-    print(json.dumps(out), flush=True)
-    if kernels:
-        kernel_table(e, depths[0])
-        if len(depths) > 1:
-            for depth in depths[1:]:
-                print(f"# attention at depth {depth}")
-                kept, e.launches = (
-                    e.launches,
-                    [x for x in e.launches if x.kind == "attention" or "value_up" in x.name or "combine" in x.name],
-                )
-                kernel_table(e, depth)
-                e.launches = kept
+        seconds, host = min(step_seconds(e, depth) for _ in range(3))
+        gbs = e.plan.bytes_per_token(depth) / seconds / 1e9
+        print(f"depth {depth}: {1 / seconds:.1f} tok/s, {gbs:.0f} GB/s, host {host * 1e6:.1f} us a step", flush=True)
+        if kernels:
+            kernel_table(e, depth)
     e.close()
+
+
+def prompts(model: str, quant: str, lengths: list[int]) -> None:
+    """Prints what `tinychat bench` measures for prompts of `lengths` tokens: a row of docs/cuda.md each."""
+    engine = Engine.load(model_file(model, quant), max_context=max(lengths) + 128)
+    for n in lengths:
+        r = bench.run(engine, n, 64, 5 if n <= 2048 else 2)
+        print(
+            f"| {model} {quant} | {n} | {r.ttft_s * 1e3:.1f} ms | {n / r.ttft_s:,.0f} | {r.prefill_tok_s:,.0f} "
+            f"| {r.decode_tok_s:.1f} |",
+            flush=True,
+        )
+    engine.close()
 
 
 def peer(model: str, quant: str) -> None:
@@ -478,15 +451,15 @@ def peer(model: str, quant: str) -> None:
 
 def main() -> None:
     args = argparse.ArgumentParser()
-    args.add_argument("what", choices=["check", "time", "peer", "file", "compare", "app", "fallback"])
+    args.add_argument("what", choices=["check", "time", "prompts", "peer", "file", "compare", "app", "fallback"])
     args.add_argument("names", nargs="*")
     args.add_argument("--layers", type=int)
     args.add_argument("--follow", type=float, default=0.0)
     args.add_argument("--tokens", type=int, default=3000)
     args.add_argument("--device")
     args.add_argument("--kernels", action="store_true")
-    args.add_argument("--plain", action="store_true")
     args.add_argument("--depth", type=int, nargs="*", default=[0, 4096])
+    args.add_argument("--lengths", type=int, nargs="*", default=[16, 64, 128, 512, 2048, 4096, 8192, 16384])
     a = args.parse_args()
     if a.what == "check":
         sys.exit(not check(a.names))
@@ -501,7 +474,9 @@ def main() -> None:
                 asyncio.run(app(path, a.tokens, a.device))
             return
         if a.what == "time":
-            times(a.names[0], a.names[1], a.layers, a.kernels, a.depth, a.plain)
+            times(a.names[0], a.names[1], a.layers, a.kernels, a.depth)
+        elif a.what == "prompts":
+            prompts(a.names[0], a.names[1], a.lengths)
         else:
             peer(*a.names)
     except Exception:

@@ -94,6 +94,8 @@ WHY: tuple[tuple[str, str], ...] = (
     (r"return_progress", "counts batches of 64 tokens; progress comes in chunks of 256"),
     (r"with_image|vision_format", "images are refused with 400, not 500"),
     (r"empty_messages", "a conversation without messages is refused with 400, as Anthropic does"),
+    (r"with_reasoning_model", "another model: one that thinks"),
+    (r"responses_stream_with_llama_telemetry", "at its token limit a response ends as incomplete, as OpenAI has it"),
     (r"cors|proxy", "a browser's page is refused unless its origin is named"),
     (r"test_metrics", "/metrics has names of its own"),
     (r"/test_completion.py|ctx_shift|ignore_eos|/test_security", "/completion is not offered"),

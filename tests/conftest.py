@@ -14,10 +14,23 @@ os.environ["TINYCHAT_TESTS_DIR"] = str(SHARED)  # for the workers of pytest-xdis
 os.environ["XDG_CACHE_HOME"] = str(SHARED)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sanitize", metavar="CLANG", help="compile the CPU kernels with CLANG's ASan and UBSan")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """`make sanitize`: every test of the CPU kernels runs the instrumented library; the first fault ends the run."""
+    if clang := config.getoption("--sanitize"):
+        from tinychat.kernels.cpu import compiler
+
+        sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-shared-libsan", "-g"]
+        compiler.compilers = lambda: [[clang, *sanitizers]]
+
+
 @pytest.fixture(autouse=True)
-def _homeless(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def _homeless(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test has empty cache, data and config folders of its own, and no proxy; only what tinychat compiles is
-    shared."""
+    shared. A test fails that leaves a crash report: the app outlives exceptions, a test must not."""
     for name in [n for n in os.environ if n.lower().endswith("_proxy") or n.startswith("HF_")]:
         monkeypatch.delenv(name)
     for name in ("DISPLAY", "WAYLAND_DISPLAY", "TMUX"):  # the user's clipboard
@@ -28,6 +41,8 @@ def _homeless(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
         monkeypatch.setenv(f"XDG_{kind.upper()}_HOME", str(home / kind))
     (SHARED / "tinychat").mkdir(parents=True, exist_ok=True)
     (home / "cache" / "tinychat").symlink_to(SHARED / "tinychat")
+    yield
+    assert [p.read_text() for p in (home / "state").rglob("crash-*.txt")] == []
 
 
 @pytest.fixture(scope="session")

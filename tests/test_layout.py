@@ -4,6 +4,7 @@ count."""
 from __future__ import annotations
 
 import ast
+import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -16,6 +17,7 @@ ROOMS: dict[str, set[str]] = {
     "files": set(),
     "units": set(),
     "process": set(),
+    "crash": set(),
     "console": set(),
     "kernels": set(),
     "engine": {"kernels"},
@@ -24,7 +26,7 @@ ROOMS: dict[str, set[str]] = {
     "measure": {"backend", "engine", "kernels"},
     "chat": {"backend", "models"},
     "server": {"backend"},
-    "ui": {"chat", "backend", "models", "measure", "process"},
+    "ui": {"chat", "backend", "models", "measure", "process", "crash"},
     "commands": {"ui", "chat", "server", "measure", "backend", "models", "engine"},
     "cli": {"commands", "chat", "process"},
 }
@@ -77,3 +79,20 @@ def test_there_is_no_import_circle() -> None:
 def test_every_room_is_known() -> None:
     found = {room(m) for m in modules()} - {""}
     assert found <= ROOMS.keys(), found - ROOMS.keys()
+
+
+CHANGES_THE_PROCESS = re.compile(
+    r"os\.environ(\[[^]]+\] *=|\.(setdefault|update|pop)\()|os\.(putenv|umask|chdir|nice)\("
+    r"|\bgc\.(freeze|disable|set_\w+)\(|sys\.set\w+\(|sys\.(stdout|stderr|excepthook) *="
+    r"|signal\.signal\(|locale\.setlocale\(|resource\.setrlimit\("
+)
+
+
+def test_the_process_is_changed_in_one_place() -> None:
+    """process.py says which changes of the whole process (environment, garbage collector, ...) are made elsewhere."""
+    found = {
+        str(path.relative_to(ROOT / "tinychat"))
+        for path in (ROOT / "tinychat").rglob("*.py")
+        if CHANGES_THE_PROCESS.search(path.read_text())
+    }
+    assert found - {"process.py"} == {"kernels/cpu/compiler.py", "engine/devices.py"}

@@ -205,6 +205,8 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     _model(_add(files, "verify", "cache.verify", "read files and compare their SHA-256"), nargs="?")
     _model(_add(files, "rm", "cache.rm", "delete a model"))
     _add(files, "prune", "cache.prune", "delete the remains of unfinished downloads")
+    p = _add(files, "clear", "cache.clear", "delete saved KV caches or profiles")
+    p.add_argument("what", choices=("kv", "profiles"))
 
     argv = list(argv)
     first = next((i for i, a in enumerate(argv) if a != "--debug"), len(argv))

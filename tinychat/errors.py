@@ -5,8 +5,21 @@ import re
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
+MAX_LINE = 1000  # characters of a message; names in it come from files
+
+
 class TinychatError(Exception):
-    """A failure with a message for the user: one line that names the cause and the way out."""
+    """A failure with a message for the user: one line that names the cause and the way out.
+
+    Names in it may hold what a stranger's file likes: a newline is shown as \\n, and of a line above MAX_LINE the
+    middle is left out.
+    """
+
+    def __init__(self, line: str = "") -> None:
+        line = line.replace("\n", "\\n")
+        if len(line) > MAX_LINE:
+            line = f"{line[: MAX_LINE // 2]} … {line[-MAX_LINE // 2 :]}"
+        super().__init__(line)
 
 
 def printable(text: str, *, newlines: bool = True) -> str:

@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole."""
+"""Files: replaced as a whole, and found by the names that users type."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import os
 import tempfile
 from pathlib import Path
+
+from tinychat.errors import TinychatError, printable
 
 
 def replace_file(path: Path, *parts: bytes, mode: int = 0o600, durable: bool = False) -> None:
@@ -28,3 +30,11 @@ def replace_file(path: Path, *parts: bytes, mode: int = 0o600, durable: bool = F
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def expand(path: str) -> Path:
+    """`path` with the home of ~ or ~user. Raises TinychatError for a user who does not exist."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise TinychatError(f"{printable(path, newlines=False)}: there is no such user's home here") from None

@@ -1,4 +1,8 @@
-"""What tinychat changes for its whole process. Nothing else in the package does; entry points call these functions."""
+"""What tinychat changes for its process: entry points call these functions, no module does so when it is imported.
+
+Two changes are made elsewhere, because only plain tinygrad needs them: kernels/cpu/compiler.py sets CC and
+engine/devices.py sets DEV before tinygrad is imported. tests/test_layout.py finds every other one.
+"""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def test_the_oldest_turns_are_left_out_so_that_the_next_fit_too(backend: Instrum
 
 @pytest.mark.parametrize(
     ("changes", "says"),
-    [({"logit_bias": {1: 5.0}}, "logit_bias"), ({"logprobs": 3}, "top_logprobs"), ({"tools": ({},)}, "tools")],
+    [({"logit_bias": {1: 5.0}}, "logit_bias"), ({"logprobs": 3}, "top_logprobs"), ({"tools": ({},)}, "tool")],
 )
 def test_what_it_cannot_do_is_refused_by_name(backend: Instrumented, changes: dict, says: str) -> None:
     failed = run(backend, replace(Request(talk(1)), **changes))[-1]

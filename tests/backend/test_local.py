@@ -1,12 +1,14 @@
 """The local backend: loading without losing what is loaded, cancelling, errors, saved caches, prompts that go on."""
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support import tiny
+from tinychat.backend import saved
 from tinychat.backend.engine_thread import EngineThread
 from tinychat.backend.instruments import JobDone
 from tinychat.backend.local import LocalBackend
@@ -49,7 +51,7 @@ def test_a_model_that_does_not_load_costs_nothing(
     path, options = {"missing": tmp_path / "none.gguf", "no model": tmp_path / "text.gguf"}.get(what, model), {}
     (tmp_path / "text.gguf").write_text("this is not a model")
     if what == "context":
-        options["max_context"] = 10**9
+        options["max_context"] = 0
     if what == "memory":
         monkeypatch.setattr(engine_module, "available_memory", lambda: 1 << 20)
         monkeypatch.setattr(engine_module, "has_cuda", lambda: False)
@@ -57,6 +59,19 @@ def test_a_model_that_does_not_load_costs_nothing(
         LocalBackend.open(path, replaces=backend, device="cpu", **options)
     assert not isinstance(failed.value, OldModelLost) and "\n" not in str(failed.value)
     assert reason(backend) in ("length", "eos")
+
+
+def test_the_first_token_counts_what_the_user_waited_for(backend: LocalBackend, thread: EngineThread) -> None:
+    """As behind the saving of a large KV cache, which the engine's thread does after an answer."""
+    saved = threading.Event()
+    thread.submit(lambda: time.sleep(0.3))
+    thread.submit(saved.set)
+    end = list(backend.answer(HELLO))[-1]
+    assert isinstance(end, Finished) and saved.is_set()
+    s = end.stats
+    assert (
+        s.wait_s >= 0.29 and s.ttft_s >= s.wait_s + s.template_s + s.tokenise_s + s.prefill_s + s.first_token_s - 1e-6
+    )
 
 
 @pytest.mark.skipif(has_cuda(), reason="a device that fails is needed")
@@ -148,3 +163,28 @@ def test_raw_prompts_are_neither_rendered_nor_split(backend: LocalBackend) -> No
     assert {e.kind for e in events if isinstance(e, Piece)} == {"answer"}
     texts = [t.text for t in backend.token_texts(backend.last_prompt())]
     assert "".join(texts).endswith("once <think> upon") and "<think>" in texts
+
+
+def test_a_forgotten_conversation_leaves_nothing_on_the_disk(
+    model: Path, thread: EngineThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvstore, "user_cache_dir", lambda *args, **kwargs: str(tmp_path))
+    backend = LocalBackend.open(model, device="cpu", thread=thread, store_bytes=1 << 26)
+
+    def ask(conversation: str) -> None:
+        messages = ({"role": "user", "content": f"{conversation} of the sea " * 12},)
+        reason(backend, Request(messages, sampling=Sampling(temperature=0.0), max_tokens=4, conversation=conversation))
+        thread.call(lambda: None)  # what is saved behind the answer is on the disk now
+
+    ask("first")
+    one = saved.usage()
+    ask("second")
+    both = saved.usage()
+    assert 0 < one[1] < both[1]
+    backend.forget("second")
+    assert saved.usage() == one
+    ask("second")
+    backend.close()
+    thread.call(lambda: None)
+    assert saved.usage() == one  # neither the next answer nor the exit wrote it again
+    assert saved.clear() == one[1] and saved.usage() == (0, 0)

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sqlite3
+import stat
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from tinychat.chat.conversation import Attachment, Conversation, Turn
-from tinychat.chat.history import History
+from tinychat.chat.history import ChangedElsewhere, History
 from tinychat.chat.parameters import Parameters, set_parameter
 from tinychat.errors import TinychatError
 
@@ -168,7 +169,7 @@ def test_prompts(file):
 WRITER = """
 import sys
 from pathlib import Path
-from tinychat.chat.history import History
+from tinychat.chat.history import ChangedElsewhere, History
 from tinychat.chat.conversation import Attachment, Conversation, Turn
 h, c = History(Path(sys.argv[1])), Conversation((Turn("user", "q"), Turn("assistant", "")), id=sys.argv[2])
 for i in range(1, 100_000):
@@ -196,7 +197,7 @@ def test_kill_9_loses_nothing_that_was_saved(file):
 MANY = """
 import sys
 from pathlib import Path
-from tinychat.chat.history import History
+from tinychat.chat.history import ChangedElsewhere, History
 from tinychat.chat.conversation import Attachment, Conversation, Turn
 h = History(Path(sys.argv[1]))
 for i in range(50):
@@ -212,13 +213,21 @@ def test_several_processes_at_once_on_a_new_file(file):
     assert len(h.find()) == 150 and len(h.prompts()) == 150
 
 
-def test_two_instances_on_one_conversation_never_mix(file):
+def test_two_instances_on_one_conversation_never_overwrite_each_other(file):
     one, two = History(file), History(file)
     c = talk("a", "b")
     one.save(c)
-    two.save(two.load(c.id).cut(1).add(Turn("assistant", "other")).add(Turn("user", "more")))
-    one.save(c.add(Turn("user", "mine")))
-    assert [t.text for t in two.load(c.id).turns] == ["a", "b", "mine"]
+    two.save(two.load(c.id).add(Turn("user", "other")))
+    for _ in range(2):
+        with pytest.raises(ChangedElsewhere):
+            one.save(c.add(Turn("user", "mine")))
+    assert [t.text for t in one.load(c.id).turns] == ["a", "b", "other"]
+    one.save(one.load(c.id).add(Turn("assistant", "both")))
+    with pytest.raises(ChangedElsewhere):
+        two.save(c)
+    two.delete(c.id)
+    one.save(c)  # still open in the app
+    assert len(two.load(c.id).turns) == 2
 
 
 def test_a_damaged_file_is_moved_aside(file):
@@ -287,6 +296,18 @@ def test_a_full_disk_or_locked_file_is_one_line(file, monkeypatch):
     other.execute("COMMIT")
     h.save(talk("a"))
     assert len(h.find()) == 1
+
+
+def test_what_is_written_is_private(tmp_path):
+    file = tmp_path / "data" / "history.db"
+    h = History(file)
+    h.save(talk("a", "b"))
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(p.stat().st_mode) for p in file.parent.iterdir()} == {0o600}
+    h.close()
+    file.chmod(0o644)  # as earlier versions left it
+    History(file).close()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
 def test_versions_are_saved_found_and_come_back(file):

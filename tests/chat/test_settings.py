@@ -166,6 +166,23 @@ def test_presets_are_replaced_and_deleted(file):
     assert "be kind" in file.read_text()
 
 
+def test_one_bad_model_leaves_all_else_as_it_is(file):
+    write(
+        file,
+        'theme = "nord"\n'
+        '[models.a]\npath = "~nosuchuser/x.gguf"\n[models.b]\nurl = "http://[::1/x.gguf"\n'
+        '[models.c]\nurl = "https://example.org/m.gguf"\n',
+    )
+    read = settings.load(file)
+    assert read.theme == "nord" and [m.name for m in read.models] == ["c"] and len(read.problems) == 2
+    assert "~nosuchuser/x.gguf" in read.problems[0] and "http://[::1/x.gguf" in read.problems[1]
+
+
+def test_what_is_written_is_private(file):
+    settings.update(file, theme="x")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+
+
 def test_editing_the_whole_text(file):
     with pytest.raises(TinychatError):
         settings.write_text("a = ", file)
@@ -174,13 +191,13 @@ def test_editing_the_whole_text(file):
     assert file.read_text() == FULL
 
 
-def test_writing_through_a_link_keeps_it_and_the_mode(tmp_path):
+def test_writing_through_a_link_keeps_it_and_makes_the_file_private(tmp_path):
     real, link = tmp_path / "dotfiles.toml", tmp_path / "settings.toml"
     real.write_text("theme = 'a'\n")
     real.chmod(0o640)
     link.symlink_to(real)
     settings.update(link, theme="b")
-    assert link.is_symlink() and 'theme = "b"' in real.read_text() and stat.S_IMODE(real.stat().st_mode) == 0o640
+    assert link.is_symlink() and 'theme = "b"' in real.read_text() and stat.S_IMODE(real.stat().st_mode) == 0o600
     assert sorted(os.listdir(tmp_path)) == ["dotfiles.toml", "settings.toml"]  # and no temporary file
 
 

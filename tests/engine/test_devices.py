@@ -50,9 +50,11 @@ def test_the_executor_as_the_engine_uses_it(model: Path, monkeypatch: pytest.Mon
     first = [t.id for t in engine.generate(IDS, GREEDY, 6, raw=True)]
     follow = engine.logits([*IDS, *first])[len(IDS) - 1 : -1]  # type: ignore[list-item]
     assert (follow.max(1) - follow[range(6), first] < 0.1).all()
-    kept = engine.executor.read_cache(len(IDS))
-    engine.executor.write_cache(kept, len(IDS))
-    assert engine.executor.read_cache(len(IDS)) == kept
+    kept, tail = engine.executor.read_cache(0, len(IDS)), engine.executor.read_cache(8, len(IDS) - 8)
+    engine.executor.write_cache(bytes(len(kept)), 0, len(IDS))
+    engine.executor.write_cache(kept, 0, len(IDS))
+    engine.executor.write_cache(tail, 8, len(IDS) - 8)
+    assert engine.executor.read_cache(0, len(IDS)) == kept
     engine.close()
 
 

@@ -1,5 +1,6 @@
 """The engine on tiny models: prefix reuse, stopping, limits, errors."""
 
+import codecs
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,13 +117,72 @@ def test_a_saved_cache_serves_a_later_process(model: Path, tmp_path: Path) -> No
     assert stranger.stats.reused_tokens == 0
 
 
-@pytest.mark.parametrize("context", [513, 0, -1])
+@pytest.mark.parametrize("context", [0, -1])
 def test_a_context_the_model_does_not_have(model: Path, context: int) -> None:
     with pytest.raises(TinychatError, match=f"{context} tokens is not possible; this model has 1 to 512"):
         Engine.load(model, max_context=context, device="reference")
+
+
+def test_a_context_above_the_trained_one_is_that(model: Path) -> None:
+    """A default of the settings does not make a small model unloadable."""
+    engine = Engine.load(model, max_context=100_000, device="reference")
+    assert engine.info.max_context == 512 == engine.stats.context_max
+    assert any("512 tokens, not 100,000" in note and "\n" not in note for note in engine.notes)
+
+
+@pytest.mark.parametrize("ending", ["stopped", "length"])
+def test_an_answer_that_ends_inside_a_character_has_no_part_of_it(engine: Engine, ending: str) -> None:
+    """Byte tokens of random weights: many answers end between the bytes of a character."""
+    inside = 0
+    for seed in range(40):
+        engine.session.tokens = []
+        stop = threading.Event()
+        text, ids = "", []
+        limit = 12 if ending == "length" else None
+        tokens = engine.generate(PROMPT, Sampling(temperature=2.0, seed=seed), limit, stop=stop)
+        for token in tokens:
+            text += token.text
+            ids += [token.id] if token.id is not None else []
+            if len(ids) == 12 and ending == "stopped":
+                stop.set()
+        if engine.stop_reason not in ("stopped", "length"):
+            continue
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        expected = decoder.decode(
+            b"".join(engine.tokenizer.token_bytes(i) for i in ids if not engine.tokenizer.is_special(i))
+        )
+        assert text == expected
+        inside += bool(decoder.getstate()[0])
+    assert inside >= 3
 
 
 def test_not_enough_memory_is_told_before_anything_is_loaded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit, "available_memory", lambda: 100 << 20)
     with pytest.raises(TinychatError, match=r"not enough memory: .* of 104\.9 MB free"):
         Engine.load(model, device="cpu")
+
+
+def test_dry_ends_at_the_breakers_of_the_vocabulary(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The executor gets the ids of all tokens with a newline, colon, quote or asterisk, and only where DRY is on."""
+    told: list[Sampling] = []
+    decode = engine.session.decode
+
+    def watched(token: int, sampling: Sampling, recent: list[int]) -> Iterator[tuple[int, float]]:
+        told.append(sampling)
+        return decode(token, sampling, recent)
+
+    monkeypatch.setattr(engine.session, "decode", watched)
+    for multiplier in (0.0, 0.8):
+        list(engine.generate(PROMPT, Sampling(temperature=0.0, dry_multiplier=multiplier), 2, raw=True))
+    texts = {i: engine.tokenizer.token_text(i) for i in told[1].dry_breakers}
+    assert told[0].dry_breakers == () and {"\n", ":", '"', "*"} <= set(texts.values())
+    assert all(set(text) & set('\n:"*') for text in texts.values())
+
+
+def test_dry_stops_a_repetition(engine: Engine) -> None:
+    """A prompt that repeats itself: the token that would continue the repetition is not chosen again."""
+    prompt = [6, 17, 250, 160, 6, 17, 250]
+    for sampling, again in ((GREEDY, True), (Sampling(temperature=0.0, dry_multiplier=100.0), False)):
+        engine.session.tokens = []
+        (token,) = engine.generate(prompt, sampling, 1, raw=True)
+        assert (token.id == 160) == again

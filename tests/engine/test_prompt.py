@@ -1,6 +1,5 @@
 """Prompts: the presets' exact strings, a file's own template, and that no message can pass for markup."""
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +7,6 @@ import pytest
 
 from tests.support import vocab
 from tinychat.engine.prompt import PRESETS, Chat, Segment
-from tinychat.engine.template import ChatTemplate
 from tinychat.engine.tokenizer import Tokenizer
 from tinychat.errors import TinychatError
 
@@ -248,56 +246,6 @@ def test_a_template_that_refuses_or_breaks_falls_back_with_a_note() -> None:
     assert "\x1b" not in chat.note and "boo" in chat.note
     metadata = vocab.bpe("qwen2", ["<|im_start|>", "<|im_end|>"]) | {"tokenizer.chat_template": 5}
     assert Chat(metadata, Tokenizer(metadata)).source == "chatml"
-
-
-def test_functions_and_filters_that_templates_expect() -> None:
-    for source, expected in {
-        "{{ {'b': 'é<', 'a': [1, none]} | tojson }}": '{"b": "é<", "a": [1, null]}',
-        "{{ {'a': 1} | tojson(indent=2) }}": '{\n  "a": 1\n}',
-        "{{ strftime_now('%d %b %Y') | length }}": "11",
-        "{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}"
-        "{{ i }}{{ loop.length }}{{ loop.last }},{% endfor %}": "09False,19False,",
-        "{{ messages | map(attribute='role') | join(',') }}": "system,user,assistant,user",
-        "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}": "2",
-        "{{ 'a\nb' | indent(2, true) }}": "  a\n  b",
-        "{{ ['a', 'b'] | join('-') ~ '-'.join(['c', 'd']) ~ 'xx'.replace('x', 'y', 1) }}": "a-bc-dyx",
-        "{{ 'abcabc' | replace('b', 'x') | trim('c') }}": "axcax",
-        "{{ '%s=%d' % ('a', 3) }}{{ 2 ** 10 }}{{ [1] * 3 }}": "a=31024[1, 1, 1]",
-        "{% macro f(x) %}<{{ x }}>{% endmacro %}{% set y %}{{ f(1) }}{% endset %}{{ y }}": "<1>",
-        "{% if tools is none and x is not defined %}!{% endif %}": "!",
-    }.items():
-        assert ChatTemplate(source).render(messages=TALK, tools=None) == expected
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
-        "{{ 'a' * 10**10 }}",
-        "{{ 'a'.center(10000000000) }}",
-        "{{ '{:>9999999999}'.format(1) }}",
-        "{{ '%9999999999d' % 1 }}",
-        "{% set ns = namespace(x='aa') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-        "{% set ns = namespace(x='aa') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
-        "{% set ns = namespace(x=['a']) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
-        "{% set ns = namespace(x=['a']) %}{% for i in range(60) %}{%set ns.x=[ns.x,ns.x]%}{%endfor%}{{ns.x|tojson}}",
-        "{% set b = 'x' * 1000000 %}{{ b.replace('x', b) }}",
-        "{% set b = 'x' * 1000000 %}{{ ([b] * 100000) | join }}",
-        "{% set b = 'x' * 1000000 %}{% for i in range(100000) %}{{ b }}{% endfor %}",
-        "{% set b = 'x\n' * 500000 %}{{ b | indent(1000) }}",
-        "{{ 9 ** (9 ** 9) }}",
-        "{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}",
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ messages.append(1) }}",
-        "{{ strftime_now('%9999999999d') }}",
-    ],
-)
-def test_a_hostile_template_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinychat.engine.template.MAX_SECONDS", 0.5)
-    started = time.monotonic()
-    with pytest.raises(TinychatError, match="chat template failed") as caught:
-        ChatTemplate(source).render(messages=TALK)
-    assert time.monotonic() - started < 5 and "\n" not in str(caught.value)
 
 
 # --- messages stay text ---

@@ -64,9 +64,9 @@ def test_repeat_penalty_counts_each_token_once_and_only_the_last_n() -> None:
 
 def dry_by_definition(s: Sampling, recent: list[int]) -> dict[int, float]:
     """For every earlier place, how many of the newest tokens end there too: the token behind it would continue that."""
-    window = recent if s.dry_last_n < 0 else recent[len(recent) - min(s.dry_last_n, len(recent)) :]
+    window = recent if s.dry_penalty_last_n < 0 else recent[len(recent) - min(s.dry_penalty_last_n, len(recent)) :]
     since = next((i for i, t in enumerate(reversed(window)) if t in s.dry_breakers), len(window))
-    if s.dry_last_n == 0 or len(window) <= s.dry_allowed_length or since < s.dry_allowed_length:
+    if s.dry_penalty_last_n == 0 or len(window) <= s.dry_allowed_length or since < s.dry_allowed_length:
         return {}
     found: dict[int, int] = {}
     for end in range(1, len(window)):  # the repetition ends before window[end]
@@ -85,7 +85,7 @@ def test_dry_takes_off_what_its_definition_says() -> None:
             dry_multiplier=0.8,
             dry_base=float(rng.choice([1.0, 1.3, 1.75])),
             dry_allowed_length=int(rng.integers(0, 4)),
-            dry_last_n=int(rng.choice([-1, 0, 3, 12])),
+            dry_penalty_last_n=int(rng.choice([-1, 0, 3, 12])),
             dry_breakers=tuple(rng.choice(5, rng.integers(0, 3))),
         )
         recent = rng.integers(0, rng.choice([1, 2, 4]), rng.integers(0, 30)).tolist()

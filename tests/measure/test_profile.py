@@ -27,10 +27,10 @@ from tinychat.kernels.ops import GateUp, Sampling
 from tinychat.kernels.profile import Part, function_source, name_of, quant_of, shape_of
 from tinychat.measure import bench
 from tinychat.measure.lock import machine_lock
-from tinychat.measure.profile import Profile, kernels, profile, view
+from tinychat.measure.profile import Profile, kernels, measure, profile, view
 from tinychat.measure.profile.measure import explain
 from tinychat.ui.app import TinychatApp
-from tinychat.ui.chat.message import NoteLine
+from tinychat.ui.chat.message import NoticeLine
 
 
 @pytest.fixture(autouse=True)
@@ -290,7 +290,7 @@ async def test_the_chat_tells_where_the_time_went(tmp_path: Path) -> None:
         await until(pilot, lambda: (last := app.chat.transcript.last_answer) and not last.live)
         await pilot.pause()
         await app.chat.run_command("stats")
-        said = " ".join(str(app.chat.transcript.query(NoteLine).last().content).split())
+        said = " ".join(str(app.chat.transcript.query(NoticeLine).last().content).split())
         spent = dict(re.findall(r"([a-z]+(?: token)?) ([\d.,]+) ms", said.split("time: ")[1]))
         assert list(spent) == [
             "template",
@@ -315,3 +315,15 @@ def test_run_tells_where_the_time_went(tmp_path: Path, capsys: pytest.CaptureFix
     assert (
         all(shown[f"{name}_s"] > 0 for name in names) and shown["painting_s"] == 0 and shown["jit_state"] == "replaying"
     )
+
+
+def test_old_profiles_are_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "profiles"
+    folder.mkdir()
+    monkeypatch.setattr(measure, "profiles_dir", lambda: folder)
+    for n in range(measure.KEPT + 5):
+        (folder / f"20000101-{n:06d}-1-old.json").write_text("{}")
+    with load(tiny.write(tmp_path / "m.gguf", "llama", "Q4_0"), threads=1) as engine:
+        kept = Path(profile(engine, 2).files[0])
+    found = sorted(folder.glob("*.json"))
+    assert len(found) == measure.KEPT and found[-1] == kept

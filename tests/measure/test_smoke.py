@@ -65,12 +65,18 @@ def test_every_question_is_asked_from_an_empty_cache(
     expect(monkeypatch, path, answer.token_ids, **{smoke.QUESTION + " ": (7,), "Who?": (answer.token_ids[0] + 1, 2)})
     asked: list[int] = []
 
-    class Watched(Engine):
-        def generate(self, *args: object, **options: object) -> Iterator[Token]:
-            yield from super().generate(*args, **options)  # type: ignore[arg-type]
-            asked.append(self.stats.reused_tokens)
+    def load() -> Engine:
+        engine = Engine.load(path, device="cpu", threads=1)
+        generate = engine.generate
 
-    found = smoke.check(lambda: Watched.load(path, device="cpu", threads=1), "m")
+        def watched(*args: object, **options: object) -> Iterator[Token]:
+            yield from generate(*args, **options)  # type: ignore[arg-type]
+            asked.append(engine.stats.reused_tokens)
+
+        monkeypatch.setattr(engine, "generate", watched)
+        return engine
+
+    found = smoke.check(load, "m")
     assert [f.question for f in found] == list(smoke.EXPECTED[GGUF.open(path).fingerprint()].answers)
     assert asked == [0, 0, 0] and found[0].token_ids[:-1] == answer.token_ids
     assert {f.result for f in found} == {"failed"} and all(f.ttft_s and f.load_s for f in found)

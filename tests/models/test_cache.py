@@ -29,31 +29,46 @@ from tinychat.models.registry import Model
 print(cache.pull(Model('m', (sys.argv[1],))))
 """
 
-# Forks a child per line of its input (a URL), so that a hundred processes cost no hundred starts of Python. A dead
+# Forks a child per line of its input (a URL and the step at which the child kills itself, 0 for none), so that a
+# hundred processes cost no hundred starts of Python. A step is the begin or the end of a flush or a rename. A dead
 # child is reaped only at the next line: until then its process id cannot become somebody else's.
 FORKER = """
-import os, sys, httpx  # httpx before the fork: a child would need longer to import it than to download
+import os, signal, sys, httpx  # httpx before the fork: a child would need longer to import it than to download
 from tinychat.models import cache
 from tinychat.errors import TinychatError
 from tinychat.models.registry import Model
+
+def counted(call, steps):
+    def step():
+        if next(steps, None) is None: os.kill(os.getpid(), signal.SIGKILL)
+    def wrapped(*args):
+        step()
+        call(*args)
+        step()
+    return wrapped
+
 pid = 0
 for line in sys.stdin:
+    url, deadly = line.split()
     if pid: os.waitpid(pid, 0)
     if not (pid := os.fork()):
-        try: cache.pull(Model("m", (line.strip(),)))
+        if int(deadly):
+            steps = iter(range(int(deadly) - 1))
+            os.fsync, os.replace = counted(os.fsync, steps), counted(os.replace, steps)
+        try: cache.pull(Model("m", (url,)))
         except TinychatError as e: print("error", e, flush=True)
         finally: os._exit(0)
     print(pid, flush=True)
     print("end", os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT).si_status, flush=True)
 """
+STEPS = 10  # both ends of: notes at the first byte, flush, notes, final name, flush of the folder
 
 
-def test_killed_a_hundred_times_at_random_bytes(tmp_path: Path) -> None:
+def test_killed_a_hundred_times_at_random_bytes_and_steps(tmp_path: Path) -> None:
     """Whatever gets its final name is byte for byte one version of the file that the server has had."""
     rng = random.Random(7)
     versions = [make_gguf(tmp_path / f"{i}.gguf", size=1_000_000, seed=i) for i in range(2)]
     kills = finals = resumed = 0
-    patience = 0.02  # seconds within which a late strike falls: some come before the rename, some after, on any machine
     with Server() as server, subprocess.Popen([sys.executable, "-c", FORKER], stdin=-1, stdout=-1, text=True) as forker:
         assert forker.stdin and forker.stdout
         url = server.url("/m")
@@ -64,39 +79,23 @@ def test_killed_a_hundred_times_at_random_bytes(tmp_path: Path) -> None:
             data = versions[0]
             part = final.with_name(final.name + ".part")
             done = part.stat().st_size if part.exists() else 0
-            late = rng.random() < 0.15  # strike while it verifies, syncs and renames
-            deadly = 1e9 if late else rng.uniform(done, (done + len(data)) / 2)
+            step = rng.randint(1, STEPS) if rng.random() < 0.2 else 0
+            deadly = 1e9 if step else rng.uniform(done, (done + len(data)) / 2)
             child: queue.Queue[int] = queue.Queue()
-            sent_all = threading.Event()
 
-            def pace(
-                sent: int,
-                *,
-                deadly: float = deadly,
-                child: queue.Queue[int] = child,
-                end: int = len(data) - 4096,
-                sent_all: threading.Event = sent_all,
-            ) -> None:
+            def pace(sent: int, *, deadly: float = deadly, child: queue.Queue[int] = child) -> None:
                 if sent >= deadly:
                     os.kill(child.get(), signal.SIGKILL)
-                elif sent >= end:
-                    sent_all.set()
 
             etag = f'"{hashlib.md5(data).hexdigest()}"'
             server.files["/m"] = File(data, etag=etag, block=4096, pace=pace)
             server.requests.clear()
-            print(url, file=forker.stdin, flush=True)
-            child.put(pid := int(forker.stdout.readline()))
-            if late:
-                sent_all.wait(0.5)
-                time.sleep(rng.uniform(0, patience))
-                os.kill(pid, signal.SIGKILL)
+            print(url, step, file=forker.stdin, flush=True)
+            child.put(int(forker.stdout.readline()))
             end = forker.stdout.readline().split()
             assert end[0] == "end", end
             kills += end[1] == "9"
             resumed += any(server.ranges)
-            if late:
-                patience = min(1.0, patience * (0.8 if final.exists() else 1.4))
             if final.exists():
                 assert final.read_bytes() in versions
                 finals += 1

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import secrets
+from pathlib import Path
 
 import httpx
 
+from tests.support.serving import serving
 from tinychat.backend.local import LocalBackend
 from tinychat.engine.tokenizer import Tokenizer
+from tinychat.server.answer import House
 
 
 def test_health_and_models(url: str, smollm2: LocalBackend) -> None:
@@ -78,3 +82,20 @@ def test_errors_of_paths_and_methods(url: str) -> None:
         (httpx.get(f"{url}/v1/../../etc/passwd"), 404),
     ):
         assert answer.status_code == status and answer.json()["error"]["message"]
+
+
+def test_conversations_that_take_turns_are_not_read_again(smollm2_path: Path) -> None:
+    """What an answer leaves in the KV cache is kept: A, B, A prefills the second A's last token only."""
+    backend = LocalBackend.open(smollm2_path, max_context=512, device="cpu", store_bytes=1 << 27)
+    with serving(House("m", backend, backend)) as url:
+
+        def cached(word: str) -> tuple[int, int]:
+            body = {"model": "m", "prompt": f"{word} " * 20, "max_tokens": 2, "temperature": 0}
+            usage = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["usage"]
+            return usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
+
+        red, blue = secrets.token_hex(3), secrets.token_hex(3)  # the folder is shared: nothing that an earlier run left
+        first, other, again = cached(red), cached(blue), cached(red)
+    backend.close()
+    assert first[0] < 3 and other[0] < 3
+    assert again[0] == again[1] - 1

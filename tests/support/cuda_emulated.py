@@ -12,7 +12,7 @@ from tests.support import cuda_emulator
 from tinychat.engine.gguf import GGUF
 from tinychat.kernels.cuda.launch import Launch, text
 from tinychat.kernels.cuda.layout import Layout, repack, transpose
-from tinychat.kernels.cuda.prefill import Prefill
+from tinychat.kernels.cuda.prefill import Chip, Prefill
 from tinychat.kernels.cuda.quants import FLOATS
 from tinychat.kernels.cuda.state import Word, state_words
 from tinychat.kernels.cuda.step import RING, Builder, decode
@@ -25,13 +25,19 @@ class EmulatedCUDA:
     """Buffers start poisoned (NaN), so that whatever a kernel reads too early shows."""
 
     def __init__(
-        self, plan: Plan, gguf: GGUF, max_context: int, prefill_tokens: int = PREFILL, warpgroups: bool = True
+        self,
+        plan: Plan,
+        gguf: GGUF,
+        max_context: int,
+        prefill_tokens: int = PREFILL,
+        warpgroups: bool = True,
+        deep: bool = False,
     ) -> None:
         self.prefill_tokens = prefill_tokens
         self.plan, layout = plan, Layout(plan, {name: t.nbytes for name, t in gguf.tensors.items()})
         self.builder = Builder(plan, layout, max_context)
-        self.launches = [launch for launch, _ in decode(self.builder)]
-        prefill = Prefill(self.builder, prefill_tokens, warpgroups)
+        self.launches = [launch for launch, _ in decode(self.builder, deep)]
+        prefill = Prefill(self.builder, prefill_tokens, Chip(warpgroups, 227 << 10))
         self.prefill_launches = [*prefill.layers(), *prefill.head()]
         self.buffers = {name: aligned(size) for name, size in self.builder.buffers.items()}
         self.buffers["tickets"][:] = 0
@@ -121,7 +127,7 @@ class EmulatedGPU:
         return self.buffers[name][offset : offset + nbytes].copy()
 
     free_bytes = 1 << 33
-    warpgroups = True
+    warpgroups, max_shared = True, 227 << 10
 
     def event(self) -> float:
         return time.perf_counter()
@@ -138,7 +144,7 @@ class EmulatedGPU:
     def compile(self, launches: Iterable[Launch]) -> None:
         cuda_emulator.compile_all(launches)
 
-    def sequence(self, launches: Sequence[Launch], names: dict[str, str] | None = None) -> Callable[[int, int], None]:
+    def sequence(self, launches: Sequence[Launch], names: dict[str, str] | None = None) -> Callable[..., None]:
         self.compile(launches)
 
         def enqueue(count: int = 1, keys: int = 1) -> None:

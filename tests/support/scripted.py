@@ -38,9 +38,9 @@ from tinychat.backend.protocol import (
 from tinychat.backend.stops import StopStrings
 from tinychat.backend.stream import EventStream
 from tinychat.chat.controller import OpenBackend
+from tinychat.engine.answer import AnswerParser
 from tinychat.engine.session import common_prefix
 from tinychat.engine.stats import Stats, rss_bytes
-from tinychat.engine.thinking import ThinkingSplitter
 from tinychat.errors import TinychatError
 from tinychat.kernels.ops import Sampling
 
@@ -147,6 +147,7 @@ class ScriptedChat:
         thinking: bool | None = None,
         add_generation_prompt: bool = True,
         continue_final: bool = False,
+        tools: object = None,
     ) -> str:
         out = []
         for i, m in enumerate(messages):
@@ -167,6 +168,7 @@ class ScriptedChat:
         thinking: bool | None = None,
         add_generation_prompt: bool = True,
         continue_final: bool = False,
+        tools: object = None,
     ) -> list[int]:
         return self._tokenizer.encode(
             self.text(messages, thinking, add_generation_prompt, continue_final), special=True
@@ -271,6 +273,9 @@ class ScriptedBackend:
         t = self.tokenizer
         return [TokenText(i, t.token_text(i), t.is_special(i), t.token_bytes(i)) for i in ids]
 
+    def forget(self, conversation: str) -> None:
+        pass
+
     def watch_experts(self, on: bool) -> None:
         pass
 
@@ -302,7 +307,7 @@ class ScriptedBackend:
         if not request.cancel.is_set():
             self.stats = replace(self.stats, phase="decode", ttft_s=time.perf_counter() - started)
             opened, tags = self.chat.opens_thinking(made.ids), self.chat.think_tags
-            splitter = ThinkingSplitter(*tags, opened=opened) if request.raw is None else None
+            splitter = AnswerParser(tags, opened=opened) if request.raw is None else None
             for event in self._decode(self._answer(text), splitter, request):
                 if isinstance(event, Piece):
                     count += len(event.tokens)
@@ -355,7 +360,7 @@ class ScriptedBackend:
         self._cached.append(prompt[-1])
 
     def _decode(
-        self, answer: str, splitter: ThinkingSplitter | None, request: Request
+        self, answer: str, splitter: AnswerParser | None, request: Request
     ) -> Iterator[Piece | tuple[StopReason, str]]:
         """Pieces, and then why it ended and the stop string that did."""
         script, started, stops = self.script, time.perf_counter(), StopStrings(request.stop)
@@ -379,9 +384,7 @@ class ScriptedBackend:
             self._count(n, max(time.perf_counter() - started, 1e-9))
             text = self.tokenizer.decode([token], special=True)
             pieces = [(p.kind, p.text) for p in splitter.feed(text)] if splitter else [("answer", text)]
-            for i, (kind, part) in enumerate(
-                pieces or [("thinking" if splitter and splitter.inside else "answer", "")]
-            ):
+            for i, (kind, part) in enumerate(pieces or [(splitter.kind if splitter else "answer", "")]):
                 part = stops.feed(part) if kind == "answer" else part
                 yield Piece(kind, part, (TokenPiece(token, part, -0.25),) if i == 0 else ())  # type: ignore[arg-type]
             if stops.found:

@@ -11,119 +11,35 @@ TALK = [
     {"role": "user", "content": "U2"},
 ]
 _BIG = ("9", "1000", "10000000", "300000000", "-1000000000", "999999999999", "2**62", "10**9", "0", "-1", "1e308")
-_NAMES = ("messages", "a", "b", "ns", "loop", "bos_token", "self", "tools", "x", "cycler", "range", "namespace", "dict")
-_METHODS = [
-    "encode",
-    "format",
-    "format_map",
-    "center",
-    "ljust",
-    "rjust",
-    "zfill",
-    "expandtabs",
-    "translate",
-    "join",
-    "split",
-    "rsplit",
-    "replace",
-    "strip",
-    "upper",
-    "splitlines",
-    "items",
-    "keys",
-    "values",
-    "get",
-    "append",
-    "extend",
-    "update",
-    "pop",
-    "copy",
-    "count",
-    "index",
-    "title",
-    "partition",
-    "setdefault",
-    "fromkeys",
-    "to_bytes",
-    "hex",
-    "bit_length",
-    "startswith",
-    "casefold",
-    "__class__",
-    "__mro__",
-    "__globals__",
-    "__init__",
-    "__mul__",
-    "__format__",
-    "encode().hex",
-]
-_FILTERS = [
-    "length",
-    "list",
-    "string",
-    "upper",
-    "tojson",
-    "tojson(indent=10)",
-    "tojson(indent=10000000)",
-    "join",
-    "join('xx')",
-    "join(a)",
-    "replace('','yyyy')",
-    "replace('a',a)",
-    "indent(999999999)",
-    "indent(99)",
-    "indent(a)",
-    "round(-1000000000)",
-    "round(300000000)",
-    "round(5)",
-    "center(600000000)",
-    "format(5)",
-    "batch(3)",
-    "batch(999999999)",
-    "slice(3)",
-    "slice(999999999)",
-    "sort",
-    "unique",
-    "reverse",
-    "map('upper')",
-    "map(attribute='role')",
-    "map(attribute='role.role')",
-    "xmlattr",
-    "select",
-    "selectattr('role')",
-    "groupby('role')",
-    "sum",
-    "sum(start='')",
-    "sum(start=[])",
-    "min",
-    "max",
-    "first",
-    "last",
-    "random",
-    "pprint",
-    "wordwrap(1)",
-    "wordcount",
-    "truncate(999999999)",
-    "urlize",
-    "striptags",
-    "escape",
-    "urlencode",
-    "filesizeformat",
-    "attr('__class__')",
-    "dictsort",
-    "items",
-    "default(a)",
-    "int",
-    "int(base=36)",
-    "float",
-    "abs",
-    "trim",
-    "trim(a)",
-    "capitalize",
-    "forceescape",
-    "safe",
-    "title",
-]
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+_NAMES = _words("""
+    messages a b ns.v a b x messages[1] bos_token ns self nothing range tools
+""")
+_METHODS = _words("""
+    format join split rsplit replace strip upper splitlines items keys values get count index title partition
+    startswith casefold
+""")
+_OTHER_METHODS = _words("""
+    encode format_map center ljust rjust zfill expandtabs translate append extend update pop copy setdefault
+    fromkeys to_bytes hex bit_length __class__ __mro__ __globals__ __init__ __mul__ __format__ encode().hex
+""")
+_FILTERS = _words("""
+    length list string upper tojson tojson(indent=10) tojson(indent=10000000) join join('xx') join(a)
+    replace('','yyyy') replace('a',a) indent(999999999) indent(99) indent(a) round(-1000000000) round(300000000)
+    round(5) sort unique reverse map('upper') map(attribute='role') map(attribute='role.role') select
+    selectattr('role') sum sum(start='') sum(start=[]) min max first last escape dictsort items default(a) int
+    int(base=36) float abs trim trim(a) capitalize safe title
+""")
+_OTHER_FILTERS = _words("""
+    center(600000000) format(5) batch(3) batch(999999999) slice(3) slice(999999999) xmlattr groupby('role')
+    random pprint wordwrap(1) wordcount truncate(999999999) urlize striptags urlencode filesizeformat
+    attr('__class__') forceescape
+""")
 _FORMATS = (
     *("'%(a)600000000d'", "'%600000000d'", "'%.600000000f'", "'%*d'"),
     *("'%s' * 1000", "'%0999999999x'", "'%s%s%s%s'"),
@@ -135,7 +51,13 @@ _OPERATORS = ("*", "+", "~", "**", "%", "//", "-", "==", "in", "<", "and", "/")
 
 def hostile(rng: random.Random) -> str:
     """A template, most often one that asks for far too much."""
-    return "".join(_statement(rng, 3) for _ in range(rng.choice((1, 1, 2, 3, 5))))
+    start = "{% set a = 'ab' %}{% set b = [1, 'x'] %}{% set x = {'a': 'b'} %}{% set ns = namespace(v='ab') %}"
+    return start + "".join(_statement(rng, 3) for _ in range(rng.choice((1, 1, 2, 3, 5))))
+
+
+def _one(rng: random.Random, known: tuple[str, ...], other: tuple[str, ...]) -> str:
+    """Most often one that exists: what does not ends a template before it does anything."""
+    return rng.choice(other if rng.random() < 0.03 else known)
 
 
 def _statement(rng: random.Random, depth: int) -> str:
@@ -165,7 +87,7 @@ def _statement(rng: random.Random, depth: int) -> str:
 
 
 def _filtered(rng: random.Random, value: str) -> str:
-    return f"({value})" + "".join(f" | {rng.choice(_FILTERS)}" for _ in range(rng.choice((1, 1, 2, 3))))
+    return f"({value})" + "".join(f" | {_one(rng, _FILTERS, _OTHER_FILTERS)}" for _ in range(rng.choice((1, 1, 2, 3))))
 
 
 def _value(rng: random.Random, depth: int) -> str:
@@ -183,7 +105,8 @@ def _value(rng: random.Random, depth: int) -> str:
         case 3 | 4:
             return f"({_filtered(rng, inner())})"
         case 5 | 6:
-            return f"({inner()}).{rng.choice(_METHODS)}({rng.choice(('', inner(), inner(), rng.choice(_BIG)))})"
+            argument = rng.choice(("", inner(), inner(), rng.choice(_BIG)))
+            return f"({inner()}).{_one(rng, _METHODS, _OTHER_METHODS)}({argument})"
         case 7:
             return f"range({', '.join(rng.choice((*_BIG, inner())) for _ in range(rng.choice((1, 2, 3))))})"
         case 8:

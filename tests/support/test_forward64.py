@@ -25,8 +25,9 @@ def test_same_logits_as_llama_cpp(variant: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(logits[-1, COLUMNS], LLAMA_CPP[variant], atol=1e-4, rtol=0)
 
 
-def test_llama_cpp_refuses_only_experts_without_a_shared_one() -> None:
-    assert set(tiny.NAMES) - set(LLAMA_CPP) == {"deepseek2_no_shared"}
+def test_every_variant_that_llama_cpp_runs_is_compared() -> None:
+    """It refuses experts without a shared one, and llama files whose values are not as long as their keys."""
+    assert set(tiny.NAMES) - set(LLAMA_CPP) == {"deepseek2_no_shared", "llama_short_values", "llama_long_values"}
 
 
 def test_causal(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What only a backend on this machine can do: run jobs on its engine, and tell what the engine knows of tokens and
+"""What only a backend on this machine can do: run jobs on its engine, and report its tokens and its choices of
 experts."""
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ import numpy as np
 
 from tinychat.backend.protocol import Backend, Failed
 from tinychat.backend.stream import EventStream
+from tinychat.engine.devices import OnProgress as OnProgress
 from tinychat.engine.engine import Engine
-
-OnProgress = Callable[[str, float], None]
-"""A job says what it does, and how much of it is done (0..1)."""
 
 Job = Callable[[Engine, OnProgress, threading.Event], Any]
 """`job(engine, report, cancel)`: it looks at `cancel` now and then, and raises TinychatError when it is set."""
@@ -79,6 +77,10 @@ class Instrumented(Backend, Protocol):
 
     def token_texts(self, ids: Sequence[int]) -> list[TokenText]:
         """What the vocabulary says of `ids`. Takes microseconds for each: not for a screen's thread."""
+        ...
+
+    def forget(self, conversation: str) -> None:
+        """Deletes the saved KV cache of a conversation and saves no more of it. Returns at once."""
         ...
 
     def watch_experts(self, on: bool) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
+from tinychat.backend import saved
 from tinychat.backend.engine_thread import EngineThread
 from tinychat.backend.instruments import ExpertCounts, Job, JobDone, JobEvent, JobProgress, TokenText
-from tinychat.backend.prompting import Prompt, PromptMaker
+from tinychat.backend.prompting import Prompt, PromptMaker, offered
 from tinychat.backend.protocol import (
     Backend,
     Capabilities,
@@ -28,21 +31,26 @@ from tinychat.backend.protocol import (
     Request,
     StopReason,
     TokenPiece,
+    ToolCall,
     Usage,
 )
 from tinychat.backend.stops import StopStrings
 from tinychat.backend.stream import EventStream
-from tinychat.engine.engine import Engine, Progress, prepare
+from tinychat.engine.devices import OnProgress
+from tinychat.engine.engine import Engine, prepare
+from tinychat.engine.grammar import Grammar, Matcher
 from tinychat.engine.kvstore import KVStore
 from tinychat.engine.stats import Stats
 from tinychat.errors import TinychatError
 
 T = TypeVar("T")
+SWITCH_SAVE_S = 0.5  # seconds that another conversation waits while the rows of the one before are saved
+EXIT_SAVE_S = 3.0
 
 
 @dataclass(frozen=True, eq=False)
 class _Waiting:
-    """Something that was asked for and has not begun; `stopped` is its last event when `cancel` ends it before that."""
+    """A request or job that has not begun. If `cancel` is set before it begins, `stopped` is its only event."""
 
     cancel: threading.Event
     stream: EventStream[Any]
@@ -53,7 +61,7 @@ class LocalBackend:
     """Answers requests one at a time, in the order of the calls. `open` makes one.
 
     Only the engine's thread touches the engine; other threads get values. What is written by one thread and read by
-    others without the lock is replaced as a whole, never changed in place.
+    others without the lock is replaced by a new value, never changed in place.
     """
 
     def __init__(self, engine: Engine, thread: EngineThread) -> None:
@@ -65,6 +73,10 @@ class LocalBackend:
         self._waiting: list[_Waiting] = []
         self._running: _Waiting | None = None  # what the engine's thread does now
         self._closed = False
+        self._conversation = ""  # whose rows the KV cache holds
+        self._forgotten = set[str]()
+        self._saved = True  # whether all of those rows are on the disk
+        self._wanted = threading.Event()  # somebody waits: saving ends between two blocks
         self._info, self._stats = _describe(engine), _copy(engine.stats)
 
     @classmethod
@@ -79,7 +91,7 @@ class LocalBackend:
         device: str | None = None,
         threads: int | None = None,
         store_bytes: int = 0,
-        progress: Progress | None = None,
+        progress: OnProgress | None = None,
     ) -> LocalBackend:
         """Loads the GGUF at `path`; returns when it is loaded. `store_bytes` is how much of the disk saved KV
         caches may take, 0 saves none; the other parameters are those of Engine.load.
@@ -116,7 +128,10 @@ class LocalBackend:
     def answer(self, request: Request) -> EventStream[Event]:
         stream: EventStream[Event] = EventStream()
         stopped = Finished("stopped", Usage(limit=self._info.max_context), self.snapshot().of_model())
-        self._submit(_Waiting(request.cancel, stream, stopped), lambda: self._answer(request, stream), self._save)
+        asked = time.perf_counter()
+        self._submit(
+            _Waiting(request.cancel, stream, stopped), lambda: self._answer(request, stream, asked), self._save
+        )
         return stream
 
     def measure(self, request: Request) -> Usage:
@@ -160,6 +175,15 @@ class LocalBackend:
         t = self._loaded().tokenizer
         return [TokenText(i, t.token_text(i), t.is_special(i), t.token_bytes(i)) for i in ids]
 
+    def forget(self, conversation: str) -> None:
+        self._forgotten.add(conversation)
+        saved.forget(conversation)
+
+        def again() -> None:
+            saved.forget(conversation)  # blocks that were being written
+
+        self._thread.submit(again)
+
     def watch_experts(self, on: bool) -> None:
         if self._engine is not None:
             self._engine.watch_experts = on
@@ -187,6 +211,7 @@ class LocalBackend:
 
     def _submit(self, one: _Waiting, job: Callable[[], None], afterwards: Callable[[], None] | None = None) -> None:
         with self._lock:
+            self._wanted.set()
             closed, ahead = self._closed, len(self._waiting) + (self._running is not None)
             if not closed:
                 if ahead and isinstance(one.stopped, Finished):
@@ -211,9 +236,11 @@ class LocalBackend:
     def _run(self, one: _Waiting, job: Callable[[], None], afterwards: Callable[[], None] | None) -> None:
         with self._lock:
             if one not in self._waiting:
-                return  # it was cancelled, and told so
+                return  # it was cancelled while it waited, and its stream has ended
             self._waiting.remove(one)
             self._running = one
+            if not self._waiting:
+                self._wanted.clear()
         try:
             one.stream.put(one.stopped) if one.cancel.is_set() else _in_one_line(job)
         except TinychatError as e:
@@ -227,7 +254,8 @@ class LocalBackend:
                 _in_one_line(afterwards)
 
     def _end_cancelled(self) -> None:
-        """Ends what was cancelled while it waited. Called with every token, prefill chunk and report."""
+        """Ends the streams of requests that were cancelled while they waited. Called with every token, prefill chunk
+        and report of a job."""
         if not self._waiting:
             return
         with self._lock:
@@ -237,28 +265,33 @@ class LocalBackend:
             one.stream.put(one.stopped)
             one.stream.end()
 
-    def _answer(self, request: Request, stream: EventStream[Event]) -> None:
+    def _answer(self, request: Request, stream: EventStream[Event], asked: float) -> None:
         if refusal := _refusal(request):
             stream.put(Failed(refusal, "invalid"))
             return
         try:
             prompt = self._prompts.make(request)
+            grammar = None if isinstance(prompt, DoesNotFit) else _grammar(self._loaded(), request, prompt.ids)
         except TinychatError as e:
             stream.put(Failed(str(e), "invalid"))
             return
         self._end_cancelled()
+        if not self._saved and request.conversation != self._conversation:
+            self._save("switch", SWITCH_SAVE_S)
         if isinstance(prompt, DoesNotFit):
             stream.put(prompt)
             return
-        self._prompt = tuple(prompt.ids)
+        self._prompt, self._conversation, self._saved = tuple(prompt.ids), request.conversation, False
         stream.put(Prompted(prompt.usage, prompt.dropped))
         if request.cancel.is_set():
             stream.put(Finished("stopped", prompt.usage, self.snapshot().of_model()))
             return
-        self._generate(request, prompt, stream)
+        self._generate(request, prompt, grammar, stream, asked)
 
-    def _generate(self, request: Request, prompt: Prompt, stream: EventStream[Event]) -> None:
-        engine, stops, count = self._loaded(), StopStrings(request.stop), 0
+    def _generate(
+        self, request: Request, prompt: Prompt, grammar: Grammar | None, stream: EventStream[Event], asked: float
+    ) -> None:
+        engine, stops, count, calls = self._loaded(), StopStrings(request.stop), 0, set[int]()
         engine.chat.template_s, engine.chat.tokenise_s = self._prompts.template_s, self._prompts.tokenise_s
 
         def prefilling(done: int, total: int, reused: int) -> None:
@@ -271,14 +304,23 @@ class LocalBackend:
                 request.sampling,
                 request.max_tokens,
                 raw=request.raw is not None,
+                tools=offered(request),
+                grammar=grammar,
                 on_prefill=prefilling,
                 stop=request.cancel,
+                asked=asked,
             )
         ) as tokens:
             for token in tokens:
+                count += token.id is not None
+                if token.kind == "call":
+                    if piece := token.call:
+                        calls.discard(piece.index) if piece.note else calls.add(piece.index)
+                        stream.put(ToolCall(piece.index, piece.text, piece.id, piece.name, piece.note))
+                    self._end_cancelled()
+                    continue
                 text = stops.feed(token.text) if token.kind == "answer" else token.text
                 if token.id is not None:
-                    count += 1
                     stream.put(Piece(token.kind, text, (TokenPiece(token.id, text, token.logprob),)))
                 elif text:
                     stream.put(Piece(token.kind, text))
@@ -286,19 +328,25 @@ class LocalBackend:
                     break
                 self._end_cancelled()
         reason: StopReason = "stop" if stops.found else engine.stop_reason
+        if calls and reason == "eos":
+            reason = "tool_calls"
         if rest := stops.flush():
             stream.put(Piece("answer", rest))
         stats = self.snapshot()
         usage = replace(prompt.usage, answer=prompt.usage.answer + count, cached=stats.reused_tokens)
         stream.put(Finished(reason, usage, stats, stops.found))
 
-    def _save(self) -> None:
-        """Saves the KV cache, after the last event: the disk makes nobody wait for the end of an answer."""
-        if self._engine is not None:
-            self._engine.save_cache()
+    def _save(self, reason: Literal["idle", "switch", "exit"] = "idle", seconds: float = math.inf) -> None:
+        """Saves what is new in the KV cache, until another request waits: "idle" runs after an answer's last event."""
+        if self._engine is not None and self._conversation not in self._forgotten:
+            stop = self._wanted if reason == "idle" else None
+            self._saved = self._engine.save_cache(self._conversation, reason, seconds, stop)
 
     def _unload(self) -> None:
         if self._engine is not None:
+            if not self._saved:
+                with suppress(TinychatError):
+                    _in_one_line(lambda: self._save("exit", EXIT_SAVE_S))
             self._stats = _copy(self._engine.stats)
             engine, self._engine = self._engine, None
             engine.close()
@@ -318,10 +366,9 @@ def _in_one_line(job: Callable[[], T]) -> T:
 
 def _refusal(request: Request) -> str:
     """What the request asks for and this backend cannot do, in one line; "" when it can do all of it."""
-    if request.tools:
-        return "tools are not supported by this engine yet"
-    if request.response_format is not None and request.response_format.get("type") != "text":
-        return "response_format is not supported by this engine"
+    kind = (request.response_format or {}).get("type", "text")
+    if kind not in ("text", "json_object", "json_schema"):
+        return "response_format has an unknown type; text, json_object and json_schema are known"
     if request.logit_bias:
         return "logit_bias is not supported by this engine"
     if request.logprobs:
@@ -331,10 +378,26 @@ def _refusal(request: Request) -> str:
     return ""
 
 
+def _grammar(engine: Engine, request: Request, prompt: Sequence[int]) -> Grammar | None:
+    """What the answer has to be: calls, where the request demands some; or its response format. Raises
+    TinychatError."""
+    tools, wanted, grammar = offered(request), request.response_format or {}, None
+    if tools and request.tool_choice != "auto":
+        grammar = engine.calls_grammar(tools, prompt)
+    elif wanted.get("type") == "json_object":
+        grammar = engine.schema_grammar({"type": "object"}, prompt)
+    elif wanted.get("type") == "json_schema":
+        grammar = engine.schema_grammar((wanted.get("json_schema") or {}).get("schema"), prompt)
+    if grammar:
+        Matcher(engine.vocabulary, grammar)  # raises for what is not supported
+    return grammar
+
+
 def _describe(engine: Engine) -> ModelInfo:
     known = {f.name for f in fields(ModelInfo)}
     can = Capabilities(
         thinking=engine.chat.think_tags is not None,
+        tools=True,
         logprobs=True,
         continue_final=True,
         exact_counts=True,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tinychat.backend.protocol import DoesNotFit, Message, Request, Usage, reserve_for
 from tinychat.engine.engine import Engine
+from tinychat.errors import TinychatError
 
 ROOMY = 3 / 4  # of the context, that a prompt may fill after turns were left out: what is left out makes the prompt new
 # for the KV cache, so enough goes at once that the next messages fit as well
@@ -64,8 +65,9 @@ class PromptMaker:
         if request.continue_final and messages:
             answer = len(encode(messages[-1].get("reasoning_content") or "")) + len(encode(_text(messages[-1])))
         thinking = max(0, thinking)
-        history = max(0, len(ids) - system - thinking - answer)
-        return Prompt(ids, Usage(system, history, thinking, answer=answer, limit=limit))
+        tools = len(ids) - len(self._ids(replace(request, tools=(), tool_choice="none"))) if offered(request) else 0
+        history = max(0, len(ids) - system - thinking - tools - answer)
+        return Prompt(ids, Usage(system, history, thinking, tools, answer, limit))
 
     def _without_oldest(self, request: Request, most: int) -> Prompt | None:
         """Without as few of the oldest exchanges as bring the prompt to `most` tokens, or without all but the last one.
@@ -95,11 +97,28 @@ class PromptMaker:
             thinking=request.thinking,
             add_generation_prompt=not answered,
             continue_final=request.continue_final,
+            tools=offered(request),
         )
         self.template_s, self.tokenise_s = self.template_s + chat.template_s, self.tokenise_s + chat.tokenise_s
         if request.continue_final and chat.think_tags and last.get("reasoning_content") and last.get("content") == "":
             ids += tokenizer.encode(f"\n{chat.think_tags[1]}\n\n", special=True)
         return ids
+
+
+def offered(request: Request) -> tuple[Mapping[str, Any], ...]:
+    """The tools that the answer may call: all, the one that `tool_choice` names, or none. Raises TinychatError."""
+    choice = request.tool_choice
+    if choice == "none" or request.raw is not None:
+        return ()
+    if choice in ("auto", "required") and isinstance(choice, str):
+        if choice == "required" and not request.tools:
+            raise TinychatError("a call is required, and there are no tools")
+        return request.tools
+    name = (choice.get("function") or choice).get("name") if isinstance(choice, Mapping) else None
+    chosen = tuple(tool for tool in request.tools if (tool.get("function") or {}).get("name") == name)
+    if not chosen:
+        raise TinychatError("tool_choice is auto, none, required or the name of one of the tools")
+    return chosen
 
 
 def _text(message: Message) -> Any:

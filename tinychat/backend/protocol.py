@@ -75,8 +75,9 @@ class Request:
     model. `continue_final`: the last message is an unfinished answer, which goes on. `overflow` says what to do when
     prompt and answer do not fit the context: "refuse" ends with DoesNotFit; "oldest" leaves out the oldest turns, so
     many at once that the next messages fit as well; "thinking" leaves out all past thinking. `logprobs` is the number
-    of alternatives wanted per token (None: none at all). `cancel` ends this request and no other: while it waits,
-    within a prefill chunk, or within a token.
+    of alternatives wanted per token (None: none at all). `conversation` names the one this belongs to, so that what is
+    saved of it can be forgotten. `cancel` ends this request and no other: while it waits, within a prefill chunk, or
+    within a token.
     """
 
     messages: tuple[Message, ...] = ()
@@ -93,6 +94,7 @@ class Request:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     overflow: Literal["refuse", "oldest", "thinking"] = "refuse"
+    conversation: str = ""
     cancel: threading.Event = field(default_factory=threading.Event, compare=False, repr=False)
 
 
@@ -171,12 +173,13 @@ class Piece:
 @dataclass(frozen=True)
 class ToolCall:
     """A piece of call number `index`: the first one carries `id` and `name`, later ones more of `arguments` (JSON
-    text)."""
+    text). One with a `note` takes the call back: it never became complete, and its text follows as answer."""
 
     index: int
     arguments: str
     id: str = ""
     name: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)

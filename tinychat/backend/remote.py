@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import fields, replace
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
@@ -21,16 +20,22 @@ from tinychat.backend.protocol import (
     Finished,
     Message,
     ModelInfo,
-    Piece,
-    Prefilling,
-    Prompted,
     Request,
-    StopReason,
-    TokenPiece,
-    ToolCall,
     Usage,
 )
 from tinychat.backend.stream import EventStream
+from tinychat.backend.wire import (
+    Reading,
+    as_dict,
+    as_int,
+    as_list,
+    chunks,
+    message_of,
+    one_line,
+    read_chunk,
+    refused,
+    usage_of,
+)
 from tinychat.engine.stats import Stats
 from tinychat.errors import TinychatError, printable
 
@@ -41,7 +46,6 @@ CONNECT_S = 10.0
 ASK_S = 20.0  # for what a server answers without its model
 CANCEL_S = 0.02  # how often a cancel is looked for
 LETTERS_PER_TOKEN = 4  # where nobody counts
-MAX_LINE = 16 << 20
 
 Kind = Literal["tinychat", "llama", "vllm", "openai"]
 """What a server is, as far as it says: it decides which fields beyond OpenAI's it is sent."""
@@ -134,7 +138,7 @@ class RemoteBackend:
         except (httpx.HTTPError, httpx.InvalidURL) as e:
             raise TinychatError(_no_connection(self.url, e)) from None
         if response.status_code in (401, 403):
-            raise TinychatError(f"{self.url} refuses: {_message(response.status_code, response.content)}")
+            raise TinychatError(f"{self.url} refuses: {message_of(response.status_code, response.content)}")
         if response.is_redirect:
             raise TinychatError(_redirected(self.url, response))
         try:
@@ -145,7 +149,7 @@ class RemoteBackend:
     async def _look(self, wanted: str | None) -> None:
         """Finds out what the server is, which models it has, and what they can."""
         listed = await self._ask("/v1/models")
-        models = [m for m in _list(_dict(listed).get("data")) if isinstance(_dict(m).get("id"), str)]
+        models = [m for m in as_list(as_dict(listed).get("data")) if isinstance(as_dict(m).get("id"), str)]
         if not models:
             raise TinychatError(f"{self.url} lists no models at /v1/models: is it an OpenAI-compatible server?")
         names = [m["id"] for m in models]
@@ -157,14 +161,14 @@ class RemoteBackend:
             shown = ", ".join(printable(n, newlines=False) for n in names[:20])
             raise TinychatError(f"{self.url} has no model {printable(name, newlines=False)}; it has {shown}")
         entry = next(m for m in models if m["id"] == name)
-        props = _dict(await self._ask("/props"))
-        own = _dict(props.get("tinychat"))
-        version = {} if props else _dict(await self._ask("/version"))
+        props = as_dict(await self._ask("/props"))
+        own = as_dict(props.get("tinychat"))
+        version = {} if props else as_dict(await self._ask("/version"))
         self._kind = "tinychat" if own else "llama" if "default_generation_settings" in props else "openai"
         if self._kind == "openai" and "version" in version:
             self._kind = "vllm"
-        context = _int(_dict(props.get("default_generation_settings")).get("n_ctx"))
-        context = context or _int(entry.get("max_model_len")) or _int(_dict(entry.get("meta")).get("n_ctx"))
+        context = as_int(as_dict(props.get("default_generation_settings")).get("n_ctx"))
+        context = context or as_int(entry.get("max_model_len")) or as_int(as_dict(entry.get("meta")).get("n_ctx"))
         notes: tuple[str, ...] = ()
         parts = urlsplit(self.url)
         if self.key and parts.scheme == "http" and parts.hostname not in ("localhost", "127.0.0.1", "::1"):
@@ -175,11 +179,11 @@ class RemoteBackend:
     async def _capabilities(self, name: str, props: Mapping[str, Any], own: Mapping[str, Any]) -> Capabilities:
         """What the server says of itself, and, where it says nothing of tools, whether it takes a request with one."""
         if self._kind == "tinychat":
-            can = _dict(own.get("can"))
+            can = as_dict(own.get("can"))
             known = {f.name: can.get(f.name) is True for f in fields(Capabilities)}
             return Capabilities(**known | {"instruments": False})
         if self._kind == "llama":
-            template, caps = str(props.get("chat_template", "")), _dict(props.get("chat_template_caps"))
+            template, caps = str(props.get("chat_template", "")), as_dict(props.get("chat_template_caps"))
             return Capabilities(
                 thinking="enable_thinking" in template,
                 tools=caps.get("supports_tools") is True or "tools" in template,
@@ -192,7 +196,7 @@ class RemoteBackend:
         counts = False
         if self._kind == "vllm":
             counted = await self._ask("/tokenize", {"model": name, "messages": probe["messages"]})
-            counts = bool(_int(_dict(counted).get("count")))
+            counts = bool(as_int(as_dict(counted).get("count")))
         return Capabilities(tools=takes_tools, continue_final=self._kind == "vllm", exact_counts=counts)
 
     async def _measure(self, request: Request) -> Usage:
@@ -203,13 +207,13 @@ class RemoteBackend:
             if self._kind == "vllm":
                 keys = ("model", "messages", "tools", "add_generation_prompt", "continue_final_message")
                 asked = {k: body[k] for k in keys if k in body}
-                count = _int(_dict(await self._ask("/tokenize", asked)).get("count"))
+                count = as_int(as_dict(await self._ask("/tokenize", asked)).get("count"))
             else:
                 del body["stream"], body["stream_options"]
-                counted = _dict(await self._ask("/v1/chat/completions/input_tokens", body))
+                counted = as_dict(await self._ask("/v1/chat/completions/input_tokens", body))
                 if "details" in counted:
-                    return _usage(counted["details"], limit)
-                count = _int(counted.get("input_tokens"))
+                    return usage_of(counted["details"], limit)
+                count = as_int(counted.get("input_tokens"))
             if count:
                 return Usage(history=count, limit=limit)
         return _estimate(request, limit)
@@ -248,19 +252,19 @@ class RemoteBackend:
         """One request to the server; puts its events but the last, which it returns."""
         if refusal := self._refusal(request):
             return Failed(refusal, "invalid")
-        reading = _Reading(self._info.max_context, dropped)
+        reading = Reading(self._info.max_context, dropped)
         path = "/v1/completions" if request.raw is not None else "/v1/chat/completions"
         try:
             async with self._http().stream("POST", self.url + path, json=self._body(request)) as response:
                 if response.is_redirect:
                     return Failed(_redirected(self.url, response), "invalid")
                 if not response.is_success:
-                    return _refused(response.status_code, await response.aread(), response.headers, self._info)
-                async for chunk in _chunks(response):
+                    return refused(response.status_code, await response.aread(), response.headers, self._info)
+                async for chunk in chunks(response):
                     if "error" in chunk:
-                        message = _one_line(_dict(chunk["error"]).get("message") or chunk["error"])
+                        message = one_line(as_dict(chunk["error"]).get("message") or chunk["error"])
                         return Failed(message)
-                    for event in _read(reading, chunk):
+                    for event in read_chunk(reading, chunk):
                         stream.put(event)
                     self._stats = reading.stats
         except httpx.TimeoutException:
@@ -297,8 +301,8 @@ class RemoteBackend:
         if self._kind in ("tinychat", "llama"):
             body |= {"repeat_last_n": s.repeat_last_n}
             if s.dry_multiplier:
-                body |= {"dry_multiplier": s.dry_multiplier, "dry_base": s.dry_base, "dry_penalty_last_n": s.dry_last_n}
-                body |= {"dry_allowed_length": s.dry_allowed_length}
+                body |= {"dry_multiplier": s.dry_multiplier, "dry_base": s.dry_base}
+                body |= {"dry_allowed_length": s.dry_allowed_length, "dry_penalty_last_n": s.dry_penalty_last_n}
         if r.max_tokens is not None:
             body["max_tokens"] = r.max_tokens
         if r.stop:
@@ -330,185 +334,14 @@ class RemoteBackend:
         return body
 
 
-class _Reading:
-    """Makes events of the chunks of one answer."""
-
-    def __init__(self, limit: int, dropped: int) -> None:
-        self._limit, self._dropped = limit, dropped
-        self._began = time.perf_counter()
-        self._first = 0.0
-        self._prompted = False
-        self._deltas = 0
-        self._reason: str | None = None
-        self._stop: Any = None  # vLLM: the stop string
-        self._usage: Mapping[str, Any] = {}
-        self._timings: Mapping[str, Any] = {}
-        self._details: Mapping[str, Any] = {}  # tinychat: the last chunk's
-        self._named: set[int] = set()
-        self.stats = Stats(phase="prefill", context_max=limit)
-
-    def read(self, chunk: Mapping[str, Any]) -> list[Event]:
-        details = _dict(chunk.get("details"))
-        events: list[Event] = []
-        if not self._prompted:
-            self._prompted = True
-            known = "usage" in details
-            usage = _usage(details["usage"], self._limit) if known else Usage(limit=self._limit, exact=False)
-            events.append(Prompted(usage, _int(details.get("dropped")) + self._dropped))
-        if progress := _dict(chunk.get("prompt_progress")):
-            total, cache, done = (_int(progress.get(k)) for k in ("total", "cache", "processed"))
-            events.append(Prefilling(done - cache, total - cache, cache))
-        self._usage = _dict(chunk.get("usage")) or self._usage
-        self._timings = _dict(chunk.get("timings")) or self._timings
-        self._details = details if "stats" in details else self._details
-        for choice in map(_dict, _list(chunk.get("choices"))):
-            events += self._choice(choice, details)
-        return events
-
-    def _choice(self, choice: Mapping[str, Any], details: Mapping[str, Any]) -> list[Event]:
-        delta, events = _dict(choice.get("delta")), list[Event]()
-        tokens = _tokens(details, choice)
-        said = delta.get("content") if "delta" in choice else choice.get("text")
-        thought = delta.get("reasoning_content") or delta.get("reasoning")
-        if isinstance(thought, str) and thought:
-            events.append(Piece("thinking", thought, tokens))
-        elif isinstance(said, str) and said:
-            events.append(Piece("answer", said, tokens))
-        elif tokens:
-            events.append(Piece("thinking" if details.get("kind") == "thinking" else "answer", "", tokens))
-        for i, call in enumerate(map(_dict, _list(delta.get("tool_calls")))):
-            function = _dict(call.get("function"))
-            index = _int(call.get("index", i))
-            new, name = index not in self._named, str(function.get("name") or "")
-            self._named.add(index)
-            id = str(call.get("id") or (f"call_{index}" if new else "")) if new else ""
-            events.append(ToolCall(index, str(function.get("arguments") or ""), id, name if new else ""))
-        self._reason = choice.get("finish_reason") or self._reason
-        self._stop = choice.get("stop_reason") or self._stop
-        if events:
-            self._count(max(1, len(tokens)))
-        return events
-
-    def _count(self, tokens: int) -> None:
-        """Keeps the figures that a clock on this side can tell."""
-        now = time.perf_counter()
-        self._deltas += tokens
-        if not self._first:
-            self._first = now
-        decode_s = now - self._first
-        rate = (self._deltas - 1) / decode_s if decode_s > 0 else 0.0
-        self.stats = replace(
-            self.stats,
-            phase="decode",
-            ttft_s=self._first - self._began,
-            generated_tokens=self._deltas,
-            decode_s=decode_s,
-            decode_tok_s=rate,
-            last_tok_s=rate,
-        )
-
-    def end(self) -> Event:
-        """The last event, when the server has closed the stream."""
-        if self._reason is None:
-            return Failed("the connection broke before the answer's end", "lost")
-        counted = self._details.get("usage")
-        usage = _usage(counted, self._limit) if counted else _counted(self._usage, self._limit, self._deltas)
-        self.stats = _final(self.stats, self._details, self._timings, usage)
-        return Finished(self._why(usage), usage, self.stats, self._stop_string())
-
-    def _why(self, usage: Usage) -> StopReason:
-        said = self._details.get("reason")
-        if said in ("eos", "stop", "length", "context", "stopped", "tool_calls"):
-            return said
-        if self._reason == "length":
-            return "context" if self._limit and usage.used >= self._limit else "length"
-        if self._reason in ("tool_calls", "function_call"):
-            return "tool_calls"
-        return "stop" if isinstance(self._stop, str) else "eos"
-
-    def _stop_string(self) -> str:
-        said = self._details.get("stop_string")
-        return said if isinstance(said, str) else self._stop if isinstance(self._stop, str) else ""
-
-
-# What comes over the wire
-
-
-def _read(reading: _Reading, chunk: Mapping[str, Any]) -> list[Event]:
-    """The events of a chunk, whatever types a server puts into its fields."""
-    try:
-        return reading.read(chunk)
-    except (TypeError, ValueError):
-        raise httpx.RemoteProtocolError("what came is no answer") from None
-
-
-async def _chunks(response: httpx.Response) -> AsyncIterator[Mapping[str, Any]]:
-    """The objects of a stream of server-sent events, up to [DONE]; some servers send an error as a bare object."""
-    async for line in response.aiter_lines():
-        if len(line) > MAX_LINE:
-            raise httpx.RemoteProtocolError("a line is too long")
-        text = line.removeprefix("data:").strip() if line.startswith(("data:", "{")) else ""
-        if text == "[DONE]":
-            return
-        if not text:
-            continue
-        try:
-            yield _dict(json.loads(text))
-        except ValueError:
-            raise httpx.RemoteProtocolError("what came is not JSON") from None
-
-
-def _tokens(details: Mapping[str, Any], choice: Mapping[str, Any]) -> tuple[TokenPiece, ...]:
-    """The tokens of a chunk: tinychat tells them; others only with log-probabilities, and without ids."""
-    if "tokens" in details:
-        return tuple(TokenPiece(i, t, p, tuple(map(tuple, top))) for i, t, p, top in details["tokens"])
-    entries = _list(_dict(choice.get("logprobs")).get("content"))
-    return tuple(TokenPiece(-1, str(e.get("token")), float(e.get("logprob", 0.0))) for e in map(_dict, entries))
-
-
-def _refused(status: int, content: bytes, headers: Mapping[str, str], info: ModelInfo) -> Event:
-    """What a status other than 200 means."""
-    error = _error(content)
-    message = _message(status, content)
-    if "exceed_context" in str(error.get("type")) or "context_length" in str(error.get("code")):
-        limit = _int(error.get("n_ctx")) or info.max_context
-        return DoesNotFit(Usage(history=_int(error.get("n_prompt_tokens")), limit=limit), 1, 0)
-    if status in (429, 503):
-        retry = headers.get("retry-after", "")
-        return Failed(message, "busy", float(retry) if retry.isdecimal() else 1.0)
-    return Failed(message, "invalid" if 400 <= status < 500 else "internal")
-
-
-def _error(content: bytes) -> Mapping[str, Any]:
-    try:
-        value = _dict(json.loads(content))
-    except ValueError:
-        return {}
-    inner = value.get("error", value)
-    return inner if isinstance(inner, dict) else {"message": inner}
-
-
-def _message(status: int, content: bytes) -> str:
-    """One line about a refusal, in the server's own words where it has some."""
-    said = _one_line(_error(content).get("message") or "")
-    return said or f"the server answered with status {status}"
-
-
-def _one_line(value: Any) -> str:
-    return printable(" ".join(str(value).split())[:500], newlines=False)
-
-
 def _no_connection(url: str, error: Exception) -> str:
-    what = _one_line(error) or type(error).__name__
+    what = one_line(error) or type(error).__name__
     return f"the connection to {url} failed: {what}"
 
 
 def _redirected(url: str, response: httpx.Response) -> str:
-    target = _one_line(response.headers.get("location", "somewhere else"))
+    target = one_line(response.headers.get("location", "somewhere else"))
     return f"{url} redirects to {target}; redirects are not followed, give that address if you trust it"
-
-
-# Values
 
 
 def _root(url: str) -> str:
@@ -533,47 +366,8 @@ def _described(info: ModelInfo, own: Mapping[str, Any]) -> ModelInfo:
         value = own.get(f.name)
         if f.name not in ("name", "max_context", "can", "path", "notes") and type(value) is type(getattr(info, f.name)):
             known[f.name] = printable(value, newlines=False) if isinstance(value, str) else value
-    notes = (*(_one_line(n) for n in _list(own.get("notes"))), *info.notes)
+    notes = (*(one_line(n) for n in as_list(own.get("notes"))), *info.notes)
     return replace(info, **known, notes=notes)
-
-
-def _usage(value: Any, limit: int) -> Usage:
-    """A Usage as tinychat's server writes it."""
-    given = _dict(value)
-    known = {f.name: _int(given.get(f.name)) for f in fields(Usage) if f.name != "exact"}
-    return Usage(**known | {"limit": _int(given.get("limit")) or limit}, exact=given.get("exact") is not False)
-
-
-def _counted(usage: Mapping[str, Any], limit: int, deltas: int) -> Usage:
-    """OpenAI's usage; without one, the answer's tokens are estimated by the pieces that came."""
-    if not usage:
-        return Usage(answer=deltas, limit=limit, exact=False)
-    cached = _int(_dict(usage.get("prompt_tokens_details")).get("cached_tokens"))
-    prompt, answer = _int(usage.get("prompt_tokens")), _int(usage.get("completion_tokens"))
-    return Usage(history=prompt, answer=answer, limit=limit, cached=cached)
-
-
-def _final(stats: Stats, details: Mapping[str, Any], timings: Mapping[str, Any], usage: Usage) -> Stats:
-    """The figures at the end: tinychat's own, or llama-server's timings, or what the clock here has seen."""
-    if own := _dict(details.get("stats")):
-        known = {f.name: own[f.name] for f in fields(Stats) if type(own.get(f.name)) in (int, float, str)}
-        return Stats(**known)
-    decode_s = stats.decode_s
-    steps = max(0, usage.answer - 1)
-    rate = _float(timings.get("predicted_per_second")) or (steps / decode_s if decode_s > 0 else 0.0)
-    return replace(
-        stats,
-        phase="idle",
-        prompt_tokens=usage.prompt,
-        reused_tokens=usage.cached,
-        prefilled_tokens=max(0, usage.prompt - usage.cached),
-        generated_tokens=usage.answer,
-        prefill_s=_float(timings.get("prompt_ms")) / 1e3,
-        prefill_tok_s=_float(timings.get("prompt_per_second")),
-        decode_tok_s=rate,
-        token_s=1 / rate if rate else 0.0,
-        context_used=usage.used,
-    )
 
 
 def _estimate(request: Request, limit: int) -> Usage:
@@ -607,19 +401,3 @@ def _shorter(request: Request) -> Request | None:
 async def _is_set(event: threading.Event) -> None:
     while not event.is_set():
         await asyncio.sleep(CANCEL_S)
-
-
-def _dict(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _int(value: Any) -> int:
-    return int(value) if isinstance(value, int | float) else 0
-
-
-def _float(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, cast
 
+from tinychat.backend import saved
 from tinychat.backend.instruments import Instrumented
 from tinychat.backend.protocol import (
     Backend,
@@ -35,6 +36,7 @@ from tinychat.backend.protocol import (
 from tinychat.backend.stream import EventStream
 from tinychat.chat.changes import Change, Ended, Grew, ModelChanged, Notice, Overflow, Refused, Reset
 from tinychat.chat.conversation import Attachment, Conversation, Turn
+from tinychat.chat.history import ChangedElsewhere
 from tinychat.chat.parameters import Parameters
 from tinychat.chat.request import request_for
 from tinychat.chat.state import (
@@ -51,6 +53,7 @@ from tinychat.chat.state import (
 from tinychat.errors import TinychatError
 
 SAVE_EVERY = 0.8  # seconds, while an answer grows: with a slow paint on top, a kill still loses less than a second
+RETRY_EVERY = 10.0  # seconds, after a save that failed: where a file is locked, each try takes seconds
 KEPT_STATS = (
     "prompt_tokens",
     "reused_tokens",
@@ -111,6 +114,7 @@ class Controller:
         self._left: list[int] = []  # ids of the last turns of paths that were left, for undo
         self._open_backend, self._save, self._clock = open_backend, save, clock
         self._saved_at = 0.0
+        self._unsaved = False  # the last save failed, and the user knows
         self._changes: list[Change] = []
         self._choice: ModelChoice | None = None  # the model that was asked for last
         self._measurement: _Measurement | None = None
@@ -229,6 +233,13 @@ class Controller:
             job = partial(_settle, self._copying, partial(self._save, forked))
             threading.Thread(target=job, name="copying").start()
 
+    def forget(self, id: str) -> None:
+        """Deletes what a deleted conversation left in the KV caches, token ids included."""
+        if (instruments := self.instruments) is not None:
+            instruments.forget(id)
+        else:
+            saved.forget(id)
+
     def rename(self, name: str) -> None:
         self._set(self.conversation.rename(name))
 
@@ -346,7 +357,8 @@ class Controller:
         self._poll_measurement()
         if self._copying is not None and self._copying.done():
             self._copied()
-        if self.running and self._save and self._clock() - self._saved_at >= SAVE_EVERY:
+        every = SAVE_EVERY if not self._unsaved else RETRY_EVERY
+        if self.running and self._save and self._clock() - self._saved_at >= every:
             self._store()
         if self.queue and self.ready and not self.busy and not any(isinstance(c, Overflow) for c in self._changes):
             self.ask(self.queue.pop(0))
@@ -592,14 +604,22 @@ class Controller:
             self._changes.append(Notice(str(e), error=True))
 
     def _store(self) -> None:
-        self._saved_at = self._clock()
         self._copied()
         if self._save is None or not self.conversation.turns:
             return
         try:
-            self._save(self.conversation)
+            try:
+                self._save(self.conversation)
+            except ChangedElsewhere as e:
+                self.conversation = self.conversation.fork()
+                self._save(self.conversation)
+                self._changes.append(Notice(f"{e}; this one goes on as a copy, {self.conversation.title!r}"))
+            if self._unsaved:
+                self._unsaved = False
+                self._changes.append(Notice("this conversation is saved again"))
         except TinychatError as e:
             self._cannot_save(e)
+        self._saved_at = self._clock()
 
     def _copied(self) -> None:
         """Waits for the copy of a fork, so that what is saved next is newer."""
@@ -609,8 +629,9 @@ class Controller:
                 self._cannot_save(e)
 
     def _cannot_save(self, e: TinychatError) -> None:
-        self._save = None
-        self._changes.append(Notice(f"{e}; this conversation is not being saved", error=True))
+        if not self._unsaved:
+            self._changes.append(Notice(f"{e}; this conversation is not being saved", error=True))
+        self._unsaved = True
 
 
 def _droppable(conversation: Conversation) -> int:

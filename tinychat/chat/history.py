@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import sqlite3
 import threading
 import time
@@ -40,6 +41,10 @@ _PROMPTS = 1000  # kept
 _BUSY = 5.0  # seconds to wait for another process
 
 
+class ChangedElsewhere(TinychatError):
+    """Another tinychat has written the conversation since it was read; nothing was saved."""
+
+
 @dataclass(frozen=True)
 class Summary:
     """One line of the list: times are Unix times, `snippet` is the text around what was searched for."""
@@ -64,15 +69,16 @@ class History:
         self.problem = ""
         self._lock = threading.RLock()
         self._saved: tuple[Conversation, int] | None = None  # what we wrote last, and as which revision
+        self._revisions: dict[str, int] = {}  # of each conversation, the one that was read or written here last
         try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._db = self._open()
         except OSError as e:
             raise TinychatError(f"{self._shown}: {(e.strerror or str(e)).lower()}") from None
 
     def save(self, conversation: Conversation) -> None:
         """Writes what changed since the last save. A conversation without turns is not worth keeping. Raises
-        TinychatError.
+        TinychatError; ChangedElsewhere where saving would overwrite what another tinychat wrote.
 
         A name given elsewhere (by `rename`, or another tinychat) stays unless `conversation` was renamed since.
         """
@@ -81,6 +87,8 @@ class History:
             return
         with self._transaction() as db:
             row = db.execute("SELECT revision FROM conversations WHERE id = ?", (c.id,)).fetchone()
+            if row and row[0] != self._revisions.get(c.id, 0):
+                raise ChangedElsewhere("another tinychat has changed this conversation")
             old = (
                 self._saved[0]
                 if row and self._saved and (self._saved[0].id, self._saved[1]) == (c.id, row[0])
@@ -105,7 +113,7 @@ class History:
             numbered = [*enumerate(c.turns[same:], same), *((-1 - n, t) for n, t in enumerate(c.others[kept:], kept))]
             rows = [(c.id, n, encodable(turn.text.casefold()), _dump(turn)) for n, turn in numbered]
             db.executemany("INSERT INTO turns VALUES(?,?,?,?)", rows)
-        self._saved = c, revision
+            self._saved, self._revisions[c.id] = (c, revision), revision
 
     def load(self, id: str) -> Conversation:
         """The conversation `id`. Raises TinychatError when there is none, or when a newer tinychat wrote it."""
@@ -120,7 +128,8 @@ class History:
         except ValueError:
             raise TinychatError("this conversation cannot be read: its record in the history is damaged") from None
         conversation = Conversation.from_dict(data)
-        self._saved = conversation, row[2]
+        with self._lock:
+            self._saved, self._revisions[id] = (conversation, row[2]), row[2]
         return conversation
 
     def find(self, search: str = "", limit: int = 500) -> list[Summary]:
@@ -202,6 +211,9 @@ class History:
             return self._connect()
 
     def _connect(self) -> sqlite3.Connection:
+        with contextlib.suppress(OSError):  # SQLite says what is wrong, and gives its other files the same mode
+            os.close(os.open(self.file, os.O_RDWR | os.O_CREAT, 0o600))
+            self.file.chmod(0o600)
         db = sqlite3.connect(self.file, timeout=_BUSY, isolation_level=None, check_same_thread=False)
         try:
             db.create_function("fold", 1, str.casefold, deterministic=True)

@@ -10,6 +10,8 @@ from typing import Any
 from tinychat.backend.protocol import Sampling
 from tinychat.errors import TinychatError, printable
 
+_OF_MODEL = {"dry_breakers"}  # fields of Sampling that the engine fills in
+
 
 @dataclass(frozen=True)
 class Parameters:
@@ -26,7 +28,10 @@ class Parameters:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON and TOML-like stores."""
-        return asdict(self)
+        values = asdict(self)
+        for name in _OF_MODEL:
+            del values["sampling"][name]
+        return values
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Parameters:
@@ -35,9 +40,12 @@ class Parameters:
         known = {f.name for f in fields(cls)}
         values = {k: v for k, v in data.items() if k in known}
         sampling = values.pop("sampling", {})
-        names = {f.name for f in fields(Sampling)}
+        names = {f.name for f in fields(Sampling)} - _OF_MODEL
         try:
-            return cls(sampling=Sampling(**{k: v for k, v in dict(sampling).items() if k in names}), **values)
+            given: dict[str, Any] = {
+                k: tuple(v) if isinstance(v, list) else v for k, v in dict(sampling).items() if k in names
+            }
+            return cls(sampling=Sampling(**given), **values)
         except (TypeError, ValueError) as e:
             raise TinychatError(f"these parameters cannot be read: {e}") from None
 
@@ -63,6 +71,10 @@ PARAMETERS: dict[str, Spec] = {
         Spec("min_p", float, 0, 1, "only tokens with at least this share of the likeliest one's probability"),
         Spec("repeat_penalty", float, 0.1, 10, "above 1 makes recent tokens less likely (1 = off)"),
         Spec("repeat_last_n", int, 0, 1_000_000, "how many recent tokens the repeat penalty looks at"),
+        Spec("dry_multiplier", float, 0, 100, "strength of the DRY penalty on repeated sequences of tokens (0 = off)"),
+        Spec("dry_base", float, 1, 100, "how much the DRY penalty grows with each further token of a repetition"),
+        Spec("dry_allowed_length", int, 0, 1_000_000, "repetitions shorter than this many tokens cost nothing (DRY)"),
+        Spec("dry_penalty_last_n", int, -1, 1_000_000, "how many recent tokens DRY looks at (-1 = all, 0 = off)"),
         Spec("seed", int, 0, 2**32 - 1, "same seed and prompt, same answer (random = a new one each time)", "random"),
         Spec("max_tokens", int, 1, 1_000_000, "longest answer in tokens (off = up to the end of the context)", "off"),
         Spec(

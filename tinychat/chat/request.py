@@ -17,7 +17,7 @@ def request_for(
     sampling = replace(p.sampling, seed=seed)
     if conversation.turns[-1].raw:
         text = "".join(t.content for t in conversation.turns[conversation.last_prompt or 0 :])
-        return Request(raw=text, sampling=sampling, max_tokens=p.max_tokens)
+        return Request(raw=text, sampling=sampling, max_tokens=p.max_tokens, conversation=conversation.id)
     messages = conversation.messages()
     last = conversation.turns[-1]
     if go_on and last.thinking_open and not last.text:
@@ -29,4 +29,5 @@ def request_for(
         thinking=p.thinking,
         continue_final=go_on,
         overflow=overflow,
+        conversation=conversation.id,
     )

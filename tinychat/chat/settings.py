@@ -13,7 +13,6 @@ path = "~/mine.gguf"
 from __future__ import annotations
 
 import os
-import stat
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -212,12 +211,11 @@ def _edit(file: Path | None, edit: Callable[[tomlkit.TOMLDocument], Any]) -> Set
 
 
 def _write(file: Path, text: str) -> None:
-    """Replaces `file` as a whole (through a symbolic link, keeping its permissions), or leaves it as it was."""
+    """Replaces `file` as a whole (through a symbolic link), or leaves it as it was."""
     file = Path(os.path.realpath(file))
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        mode = stat.S_IMODE(file.stat().st_mode) if file.exists() else 0o600
-        replace_file(file, text.encode(), mode=mode, durable=True)
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        replace_file(file, text.encode(), mode=0o600, durable=True)  # private, whatever the old file's mode was
     except OSError as e:
         raise TinychatError(f"{_shown(file)} cannot be written: {(e.strerror or str(e)).lower()}") from None
 

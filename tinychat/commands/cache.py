@@ -6,9 +6,11 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
+from tinychat.backend import saved
 from tinychat.commands.loading import obtain, settings_of_user
 from tinychat.console import Bar, grid, say, show
 from tinychat.errors import TinychatError, printable
+from tinychat.measure.profile.measure import clear_profiles, profiles_dir
 from tinychat.models import cache
 from tinychat.models.registry import MODELS, Model, resolve
 
@@ -38,6 +40,17 @@ def list_files(everything: bool) -> None:
         show(grid(rows, ("model", "state", "size", "what", "file"), right=(2,)))
     else:
         say(f"nothing in {cache.downloads_dir()} yet; `tinychat cache list --all` shows what there is to download")
+    files, nbytes = saved.usage()
+    if files:
+        say(f"{decimal(nbytes)} of saved KV caches in {files:,} blocks; `tinychat cache clear kv` deletes them")
+    if profiles := [p.stat().st_size for p in profiles_dir().glob("*.json")]:
+        say(f"{decimal(sum(profiles))} in {len(profiles)} profiles; `tinychat cache clear profiles` deletes them")
+
+
+def clear(what: str) -> None:
+    """Deletes saved KV caches ("kv") or profiles ("profiles")."""
+    freed = saved.clear() if what == "kv" else clear_profiles()
+    print(f"deleted {decimal(freed)}")
 
 
 def pull(text: str) -> None:

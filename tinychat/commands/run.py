@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinychat.chat.conversation import Attachment, Turn
@@ -18,6 +17,7 @@ from tinychat.commands.keys import read_key
 from tinychat.commands.loading import obtain, prompt_text, settings_of_user
 from tinychat.console import Bar, say, show_json
 from tinychat.errors import TinychatError, printable
+from tinychat.files import expand
 from tinychat.models.registry import Model, resolve
 from tinychat.units import speed
 
@@ -132,7 +132,7 @@ def _question(prompt: str, files: Sequence[str]) -> str:
     """The prompt with what is attached to it: `files`, and what a pipe or file on stdin has."""
     from tinychat.ui.chat.attach import read
 
-    attached = [read(Path(name).expanduser(), name) for name in files]
+    attached = [read(expand(name), name) for name in files]
     if prompt != "-" and _stdin_has_text() and (text := sys.stdin.buffer.read().decode("utf-8", "replace")).strip():
         attached.append(Attachment("stdin", text))
     return Turn("user", prompt_text(prompt), files=tuple(attached)).content

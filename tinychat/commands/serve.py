@@ -49,6 +49,7 @@ def serve(
                 preset=found.preset,
                 device=device,
                 threads=threads or own.threads,
+                store_bytes=int(own.kv_cache_gb * 1e9),  # conversations that take turns are not prefilled again
                 progress=bar.stage,
             )
         with contextlib.closing(backend):

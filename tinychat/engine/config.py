@@ -216,6 +216,12 @@ class _Metadata:
             raise self.bad(key, f"a number from {limit.least:g} to {limit.most:g} ({limit.why})", value)
         return float(value)
 
+    def flag(self, key: str) -> bool:
+        value = self.values.get(self.prefix + key, False)
+        if not isinstance(value, bool | int):
+            raise self.bad(key, "true or false", value)
+        return bool(value)
+
     def bad(self, key: str, expected: str, found: Any) -> TinychatError:
         what = "it is missing" if found is None else f"found {printable(repr(found)[:60], newlines=False)}"
         return TinychatError(f"metadata {self.prefix}{key}: expected {expected}, {what}")
@@ -287,7 +293,7 @@ def _experts(kv: _Metadata, arch: Architecture, layers: int, vocab: int) -> Expe
         raise kv.bad("expert_gating_func", "1 softmax, 2 sigmoid, 3 softmax after top-k or 4 sqrt-softplus", gating)
     normalize = arch.normalize_experts
     if arch.mla:
-        normalize = bool(kv.values.get(kv.prefix + "expert_weights_norm", False))
+        normalize = kv.flag("expert_weights_norm")
     scale = (kv.number("expert_weights_scale", 0.0) if arch.mla else 0.0) or 1.0
     groups = kv.integer("expert_group_count", 0, low=0) or 1
     groups_used = kv.integer("expert_group_used_count", 0, low=0) or groups

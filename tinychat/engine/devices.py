@@ -16,12 +16,14 @@ _WAY_OUT = "this runs on plain tinygrad, some 40 times slower than the CPU kerne
 _REINSTALL = "the compiler that tinychat brings does not work, install it again: pip install --force-reinstall ziglang"
 
 DEVICES: tuple[Kind, ...] = ("cuda", "cpu", "reference")
-Progress = Callable[[str, float], None]
+OnProgress = Callable[[str, float], None]
+"""What is being done, and how much of it is done (0..1)."""
+
 SLOW = "slow: "  # begins the note of an engine on plain tinygrad that was not asked for: to be shown as an alarm
 
 
 def make_executor(
-    plan: Plan, gguf: GGUF, max_context: int, device: str | None, threads: int | None, progress: Progress
+    plan: Plan, gguf: GGUF, max_context: int, device: str | None, threads: int | None, progress: OnProgress
 ) -> tuple[MeasurableExecutor, list[str]]:
     """(executor, notes for the user). `device` None tries CUDA where there is an NVIDIA driver, then the CPU, then
     plain tinygrad; a note says why one was passed over.
@@ -58,13 +60,13 @@ def has_cuda() -> bool:
     return ctypes.util.find_library("cuda") is not None
 
 
-def _cuda(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progress: Progress) -> MeasurableExecutor:
+def _cuda(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progress: OnProgress) -> MeasurableExecutor:
     from tinychat.kernels.cuda.executor import CUDAExecutor
 
     return CUDAExecutor(plan, gguf, max_context, progress=lambda fraction: progress("loading weights", fraction))
 
 
-def _cpu(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progress: Progress) -> MeasurableExecutor:
+def _cpu(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progress: OnProgress) -> MeasurableExecutor:
     from tinychat.kernels.cpu.executor import CPUExecutor
 
     return CPUExecutor(
@@ -77,7 +79,9 @@ def _cpu(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progress
     )
 
 
-def _reference(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progress: Progress) -> MeasurableExecutor:
+def _reference(
+    plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progress: OnProgress
+) -> MeasurableExecutor:
     device = "CPU" if tinygrad_cc() else "PYTHON"  # tinygrad's interpreter needs no compiler, and minutes per token
     os.environ.setdefault("DEV", device)  # read when tinygrad is imported
     from tinychat.kernels.tinygrad.executor import ReferenceExecutor
@@ -90,7 +94,7 @@ def _reference(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, pr
         raise TinychatError(f"tinygrad cannot run here: {e}") from e
 
 
-_MAKERS: dict[str, Callable[[Plan, GGUF, int, int | None, Progress], MeasurableExecutor]] = {
+_MAKERS: dict[str, Callable[[Plan, GGUF, int, int | None, OnProgress], MeasurableExecutor]] = {
     "cuda": _cuda,
     "cpu": _cpu,
     "reference": _reference,

@@ -6,27 +6,30 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
+from tinychat.engine.answer import MARK, AnswerParser, Kind, Piece
 from tinychat.engine.config import ModelConfig
-from tinychat.engine.devices import has_cuda, make_executor
+from tinychat.engine.devices import OnProgress, has_cuda, make_executor
 from tinychat.engine.expert_use import RecentExperts
 from tinychat.engine.fit import fit
 from tinychat.engine.gguf import GGUF
-from tinychat.engine.kvstore import KVStore
+from tinychat.engine.grammar import Grammar, Matcher, Vocabulary, behind_thinking, calls_grammar
+from tinychat.engine.kvstore import KVStore, Reason
 from tinychat.engine.memory_limit import limit_of
 from tinychat.engine.plan import build_plan
 from tinychat.engine.prompt import Chat
 from tinychat.engine.session import OnPrefill, Session, common_prefix
 from tinychat.engine.stats import Stats, available_memory, rss_bytes
-from tinychat.engine.thinking import ThinkingSplitter
 from tinychat.engine.tokenizer import Tokenizer
+from tinychat.engine.tool_calls import Tool
 from tinychat.errors import TinychatError
 from tinychat.kernels.executor import MeasurableExecutor
 from tinychat.kernels.ops import Plan, Sampling, weights_of
@@ -34,23 +37,22 @@ from tinychat.kernels.ops import Plan, Sampling, weights_of
 StopReason = Literal["eos", "length", "stopped", "context"]
 
 DEFAULT_CONTEXT = 4096
-
-Progress = Callable[[str, float], None]
-"""What is happening, and how much of it is done (0..1)."""
+DRY_BREAKERS = (b"\n", b":", b'"', b"*")  # as in llama.cpp (common/common.h, dry_sequence_breakers)
 
 
 @dataclass(frozen=True)
 class Token:
     """One generated token. `id` is None for text released without a new token (the end of a held-back piece).
 
-    `text` is what became visible, maybe empty; `kind` is thinking or answer; `logprob` is under softmax of the model's
-    logits.
+    `text` is what became visible, maybe empty; of a call, more of its arguments, and `call` says of which one.
+    `logprob` is under softmax of the model's logits.
     """
 
     id: int | None
     text: str
-    kind: Literal["thinking", "answer"]
+    kind: Kind
     logprob: float = 0.0
+    call: Piece | None = None
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class Prepared:
     tokenizer: Tokenizer
     chat: Chat
     max_context: int
+    notes: tuple[str, ...]  # one line each, for the user
     seconds: float  # that preparing took
 
     def load(
@@ -94,7 +97,7 @@ class Prepared:
         device: str | None = None,
         threads: int | None = None,
         store: KVStore | None = None,
-        progress: Progress | None = None,
+        progress: OnProgress | None = None,
     ) -> Engine:
         """The engine, with its weights where they are needed. Raises TinychatError."""
         started, report = time.perf_counter(), progress or _silent
@@ -102,7 +105,7 @@ class Prepared:
         executor, notes = make_executor(self.plan, self.gguf, self.max_context, device, threads, report)
         info = _describe(self.gguf, self.config, self.plan, executor, self.max_context)
         load_s = self.seconds + time.perf_counter() - started
-        return Engine(info, self.tokenizer, self.chat, self.plan, executor, notes, load_s, store)
+        return Engine(info, self.tokenizer, self.chat, self.plan, executor, [*self.notes, *notes], load_s, store)
 
     def check_memory(self, device: str | None, freed: int) -> None:
         """Raises TinychatError when weights and KV cache need more than the available memory and `freed` bytes, those
@@ -114,7 +117,7 @@ class Prepared:
 
 
 def prepare(
-    path: str | Path, *, max_context: int | None = None, preset: str | None = None, progress: Progress | None = None
+    path: str | Path, *, max_context: int | None = None, preset: str | None = None, progress: OnProgress | None = None
 ) -> Prepared:
     """Reads and checks header, plan, tokenizer and chat template; the parameters are those of Engine.load. Raises
     TinychatError."""
@@ -125,7 +128,13 @@ def prepare(
     plan = build_plan(gguf, config)
     if max_context is None:
         max_context = min(DEFAULT_CONTEXT, config.context)
-    if not 1 <= max_context <= config.context:
+    notes = []
+    if max_context > config.context:  # as a default of the user's settings may be for a small model
+        notes.append(
+            f"the context is {config.context:,} tokens, not {max_context:,}: the model was trained for no more"
+        )
+        max_context = config.context
+    if max_context < 1:
         raise TinychatError(
             f"a context of {max_context:,} tokens is not possible; this model has 1 to {config.context:,}"
         )
@@ -136,7 +145,7 @@ def prepare(
             f"the tokenizer has {tokenizer.n_vocab:,} tokens, token_embd.weight only {config.vocab:,} rows"
         )
     chat = Chat(gguf.metadata, tokenizer, preset=preset)
-    return Prepared(gguf, config, plan, tokenizer, chat, max_context, time.perf_counter() - started)
+    return Prepared(gguf, config, plan, tokenizer, chat, max_context, tuple(notes), time.perf_counter() - started)
 
 
 def _silent(stage: str, fraction: float) -> None:
@@ -188,11 +197,11 @@ class Engine:
         threads: int | None = None,
         preset: str | None = None,
         store: KVStore | None = None,
-        progress: Progress | None = None,
+        progress: OnProgress | None = None,
     ) -> Engine:
         """Loads a GGUF.
 
-        `max_context` in tokens (default: 4096 or what the model was trained for, if less); `device`: None (the best
+        `max_context` in tokens (default: 4096), at most what the model was trained for; `device`: None (the best
         that works), "cuda", "cpu" or "reference"; `preset` forces a chat format; `store` is where saved KV caches are
         looked for. Raises TinychatError.
         """
@@ -207,27 +216,38 @@ class Engine:
         max_tokens: int | None = None,
         *,
         raw: bool = False,
+        tools: Sequence[Tool] = (),
+        grammar: Grammar | None = None,
         on_prefill: OnPrefill | None = None,
         stop: threading.Event | None = None,
+        asked: float | None = None,
     ) -> Generator[Token, None, None]:
         """Prefills what the cache does not hold of `prompt_ids`, then yields tokens until `stop_reason` is set.
 
         eos: the model ended its answer; length: `max_tokens`; context: the cache is full; stopped: `stop` was set or
         the caller closed the iterator. `raw`: special tokens are written out and thinking is not told from the answer.
+        `asked` is the time.perf_counter() of the request, from which TTFT counts; by default that of this call.
+        `tools`: calls of these, which the prompt was rendered with, are told from the answer. `grammar`: the answer is
+        held to it. Raises TinychatError for a grammar that is wrong.
         """
         self.stop_reason = "stopped"
-        s, started = self.stats, time.perf_counter()
+        s, started = self.stats, time.perf_counter() if asked is None else asked
         s.generated_tokens = 0
-        s.ttft_s = s.decode_s = s.decode_tok_s = s.last_tok_s = s.gb_s = s.limit_share = 0.0
+        s.wait_s = s.ttft_s = s.decode_s = s.decode_tok_s = s.last_tok_s = s.gb_s = s.limit_share = 0.0
         s.first_token_s = s.token_s = s.sampling_s = s.detokenise_s = 0.0
         s.template_s, s.tokenise_s = (0.0, 0.0) if raw else (self.chat.template_s, self.chat.tokenise_s)
+        if asked is not None:
+            s.wait_s = max(0.0, time.perf_counter() - asked - s.template_s - s.tokenise_s)
         try:
             if max_tokens is not None and max_tokens < 1:
                 self.stop_reason = "length"
                 return
+            matcher = Matcher(self.vocabulary, grammar) if grammar else None
             self._restore_cache(prompt_ids)
             if self.session.prefill(prompt_ids, on_prefill, stop):
-                yield from self._answer(prompt_ids, sampling or Sampling(), max_tokens, raw, stop, started)
+                yield from self._answer(
+                    prompt_ids, sampling or Sampling(), max_tokens, raw, tools, matcher, stop, started
+                )
         finally:
             s.phase, s.rss_bytes = "idle", rss_bytes()
             s.kernels_per_token, s.jit_batches = self.executor.kernels_per_token, self.executor.jit_batches
@@ -238,17 +258,19 @@ class Engine:
         sampling: Sampling,
         max_tokens: int | None,
         raw: bool,
+        tools: Sequence[Tool],
+        matcher: Matcher | None,
         stop: threading.Event | None,
         started: float,
     ) -> Iterator[Token]:
-        tags = None if raw else self.chat.think_tags
-        splitter = ThinkingSplitter(*tags, opened=self.chat.opens_thinking(prompt)) if tags else None
-        shown = [i for i in map(self.tokenizer.token_id, tags or ()) if i is not None]
-        text = self.tokenizer.decoder(special=raw, show=shown)
+        parser = AnswerParser() if raw else self.chat.parser(prompt, tools, marked=True)
+        text = self.tokenizer.decoder(special=raw, show=self.chat.shown_ids(parser), mark=MARK)
         s = self.stats
         clock = _Clock(s, self.plan, started)
         self.stop_reason = "context"
-        steps = self.session.decode(prompt[-1], sampling, prompt)
+        if sampling.dry_multiplier > 0 and not sampling.dry_breakers:
+            sampling = replace(sampling, dry_breakers=self._dry_breakers)
+        steps = self.session.decode(prompt[-1], sampling, prompt, matcher)
         try:
             for token, logprob in steps:
                 clock.tick(len(self.session.tokens))
@@ -262,7 +284,7 @@ class Engine:
                         yield Token(token, text.feed(token), "answer", logprob)
                     break
                 came = time.perf_counter()
-                pieces = list(_pieces(token, text.feed(token), splitter, logprob))
+                pieces = list(_pieces(token, parser.feed(text.feed(token)), parser, logprob))
                 s.detokenise_s += time.perf_counter() - came
                 yield from pieces
                 if max_tokens is not None and self.stats.generated_tokens >= max_tokens:
@@ -276,50 +298,98 @@ class Engine:
             raise
         finally:
             steps.close()  # type: ignore[attr-defined]
-        rest = text.flush()
-        for piece in (*(splitter.feed(rest) if rest and splitter else ()), *(splitter.flush() if splitter else ())):
-            yield Token(None, piece.text, piece.kind)
-        if rest and not splitter:
-            yield Token(None, rest, "answer")
+        # Inside a character only the model's own end is final: a stopped answer may go on with the bytes that lack.
+        rest = text.flush() if self.stop_reason == "eos" else ""
+        yield from _pieces(None, parser.feed(rest) + parser.flush(), parser)
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens as grammars see them; made when the first grammar comes."""
+        return Vocabulary(self.tokenizer, self.plan.vocab)
+
+    def schema_grammar(self, schema: object, prompt_ids: Sequence[int]) -> Grammar:
+        """The grammar of a JSON schema, behind the thinking where the prompt has opened it. Raises TinychatError."""
+        grammar = Grammar.from_schema(schema)
+        if not self.chat.opens_thinking(prompt_ids):
+            return grammar
+        closing = self.tokenizer.token_id(self.chat.think_tags[1]) if self.chat.think_tags else None
+        if closing is None:
+            raise TinychatError("this model's thinking tags are no tokens; ask it not to think")
+        return behind_thinking(grammar, closing)
+
+    def calls_grammar(self, tools: Sequence[Tool], prompt_ids: Sequence[int], parallel: bool = True) -> Grammar:
+        """The grammar under which an answer to the prompt has to call some of `tools`, perhaps behind thinking."""
+        chat = self.chat
+        tags = chat.think_tags if chat.think_tags and self.tokenizer.token_id(chat.think_tags[1]) is not None else None
+        opened = chat.opens_thinking(prompt_ids)
+        return calls_grammar(chat.call_format, tools, self.tokenizer, thinking=tags, opened=opened, parallel=parallel)
 
     def logits(self, ids: Sequence[int], decode: bool = False) -> np.ndarray:
         """float32 (len(ids), n_vocab) from an empty cache; `decode` goes one token at a time through the decode
         step."""
         return self.session.logits(ids, decode)
 
-    def save_cache(self) -> bool:
-        """Puts the KV cache into the store, for `generate` to find when a conversation is reopened; False if it was not
-        saved."""
-        tokens = self.session.tokens
-        if not self.store or not tokens:
+    def save_cache(
+        self,
+        tag: str = "",
+        reason: Reason = "idle",
+        seconds: float = math.inf,
+        stop: threading.Event | None = None,
+    ) -> bool:
+        """Writes what is new in the KV cache to the store, for `generate` to find when a conversation is reopened.
+
+        `tag` names the conversation (KVStore.forget). True when all of it is saved; else the next call goes on where
+        `seconds` or `stop` ended this one.
+        """
+        if not self.store or not self.session.tokens:
             return False
-        return self.store.save(
-            self.info.fingerprint, self.executor.cache_layout, tokens, self.executor.read_cache(len(tokens))
+        cost = self.store.save(
+            self.info.fingerprint,
+            self.executor.cache_layout,
+            self.session.tokens,
+            self.executor.read_cache,
+            tag=tag,
+            reason=reason,
+            seconds=seconds,
+            stop=stop,
         )
+        self.stats.save_s, self.stats.saved_rows, self.stats.saved_bytes = cost.seconds, cost.rows, cost.nbytes
+        return cost.whole
 
     @contextmanager
     def cache_kept(self) -> Iterator[None]:
         """Around what uses the KV cache for something else: afterwards it holds what it held before."""
         tokens = self.session.tokens
-        rows = self.executor.read_cache(len(tokens)) if tokens else b""
+        rows = self.executor.read_cache(0, len(tokens)) if tokens else b""
         self.session.tokens = []
         try:
             yield
         finally:
             if tokens:
-                self.executor.write_cache(rows, len(tokens))
+                self.executor.write_cache(rows, 0, len(tokens))
             self.session.tokens = tokens
 
+    @cached_property
+    def _dry_breakers(self) -> tuple[int, ...]:
+        """The ids of all tokens that contain one of DRY_BREAKERS."""
+        t = self.tokenizer
+        return tuple(i for i in range(t.n_vocab) if any(b in t.token_bytes(i) for b in DRY_BREAKERS))
+
     def _restore_cache(self, prompt: Sequence[int]) -> None:
-        """Takes a saved cache where it holds more of `prompt` than the present one."""
+        """Takes the blocks of a saved cache that hold more of `prompt` than the present one."""
+        self.stats.restored_rows, self.stats.restore_s = 0, 0.0
         if not self.store:
             return
-        saved = self.store.best(self.info.fingerprint, self.executor.cache_layout, prompt)
-        if saved is None or saved.usable <= common_prefix(self.session.tokens, prompt):
-            return
-        if len(saved.tokens) <= self.info.max_context and (rows := self.store.read(saved)) is not None:
-            self.executor.write_cache(rows, len(saved.tokens))
-            self.session.tokens = list(saved.tokens)
+        started, held = time.perf_counter(), common_prefix(self.session.tokens, prompt)
+        saved = self.store.best(self.info.fingerprint, self.executor.cache_layout, prompt, self.info.max_context)
+        if saved and saved.usable > held:
+            del self.session.tokens[held:]
+            for block, rows in self.store.read(saved, beyond=held):
+                self.executor.write_cache(rows, block.first, len(block.tokens))
+                self.session.tokens[block.first :] = block.tokens
+            del self.session.tokens[saved.usable :]
+            self.stats.restored_rows = len(self.session.tokens) - held
+        self.stats.restore_s = time.perf_counter() - started
 
     @property
     def tokens(self) -> list[int]:
@@ -332,13 +402,13 @@ class Engine:
         self.executor.close()
 
 
-def _pieces(token: int, text: str, splitter: ThinkingSplitter | None, logprob: float) -> Iterator[Token]:
+def _pieces(token: int | None, pieces: Sequence[Piece], parser: AnswerParser, logprob: float = 0.0) -> Iterator[Token]:
     """The token, with the text it released; a second piece (across a tag) has no id."""
-    pieces = [(p.kind, p.text) for p in splitter.feed(text)] if splitter else [("answer", text)]
-    if not pieces:
-        pieces = [("thinking" if splitter and splitter.inside else "answer", "")]
-    for i, (kind, part) in enumerate(pieces):
-        yield Token(token if i == 0 else None, part, kind, logprob)  # type: ignore[arg-type]
+    if not pieces and token is not None:
+        yield Token(token, "", parser.kind, logprob)
+    for i, piece in enumerate(pieces):
+        call = piece if piece.kind == "call" else None
+        yield Token(token if i == 0 else None, piece.text, piece.kind, logprob, call)
 
 
 class _Clock:

@@ -1,172 +1,319 @@
 """KV caches on disk, so that a reopened conversation prefills only what is new.
 
-One file per cache: a header line (JSON), the token ids (int32), the rows as `Executor.read_cache` gave them. A file is
-used only when model, layout and checksum agree; anything else in the folder is ignored, and what is damaged is deleted.
+A cache is kept as a chain of blocks of BLOCK tokens, a file each, named by the tokens up to its end: what a longer
+cache shares with a shorter one, or one conversation with another, is stored once, and saving writes only blocks that
+are not there. The last tokens, fewer than a block, are a shorter block of their own.
+
+A file: a header (_HEADER), the token ids (int32), the rows as `Executor.read_cache` gave them. Its name says model and
+layout, the chain before it, the chain with it, and the conversation that wrote it. A block is used only when its
+checksum over name, ids and rows agrees; what is damaged is deleted. Methods never raise for what is wrong on the disk:
+a cache that cannot be saved or read is one that is not there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
+import math
 import os
+import re
+import struct
+import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Literal
 
 import numpy as np
 from platformdirs import user_cache_dir
 
-from tinychat.files import replace_file
-
-_MAGIC = "tinychat-kv-1"
+BLOCK = 64  # tokens; a multiple of the tiles in which executors keep rows
+LEAST = 16  # tokens: a shorter end is not saved, a shorter beginning not read
+HALF_LIFE = 86400.0  # seconds in which a block's hits count half
 _STALE = 3600.0  # seconds after which a temporary file belongs to nobody
-_WORTH = 16, 16  # a file is read for at least so many tokens, and one in so many of those it holds
+_MAGIC = b"tinychat-kv-2\n\0\0"
+_HEADER = struct.Struct("<16sddIIIQ32s")  # magic, heat, used, reason, first token, tokens, bytes of rows, sha256
+_NAME = re.compile(r"([0-9a-f]{16})-([0-9a-f]{24})-([0-9a-f]{24})-([0-9a-f]{16})\.kv")
+_ROOT = "0" * 24  # the chain before the first block
+
+Reason = Literal["idle", "switch", "exit"]  # why a block was saved; it decides what goes first
+_REASONS: tuple[Reason, ...] = ("idle", "switch", "exit")
+_HEAT = {"idle": 1.0, "switch": 2.0, "exit": 2.0}  # who leaves a conversation may well come back to it
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block on the disk: rows first .. first + tokens - 1 of a cache."""
+
+    path: Path
+    first: int
+    tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A cache found on disk: its tokens, and how many of them are a prefix of what was asked for."""
+    """A chain of blocks; the first `usable` of its tokens are what was asked for."""
 
-    path: Path
-    tokens: list[int]
+    blocks: tuple[Block, ...]
     usable: int
 
 
-class KVStore:
-    """The saved caches of one folder, within `budget` bytes; the one unused for longest goes first.
+@dataclass(frozen=True)
+class Cost:
+    """What saving took: rows and bytes written, seconds; `whole`, whether all that there is is on the disk now."""
 
-    `layout` names everything that shapes the bytes besides the model: executor, version, cache type. Methods never
-    raise for what is wrong on the disk: a cache that cannot be saved or read is one that is not there.
+    rows: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    whole: bool = False
+
+
+class KVStore:
+    """The saved blocks of one folder, within `budget` bytes.
+
+    `layout` names everything that shapes the rows besides the model: executor, version, cache type. `tag` names the
+    conversation: `forget` deletes what was written under it. Each read makes a block hotter and time cools it; the
+    coldest goes first, of equals the one furthest behind.
     """
 
     def __init__(self, budget: int, folder: Path | None = None) -> None:
         self.budget = budget
         self.folder = folder or Path(user_cache_dir("tinychat", appauthor=False)) / "kv"
 
-    def save(self, fingerprint: str, layout: str, tokens: Sequence[int], rows: bytes) -> bool:
-        """Stores the cache `rows` of `tokens`, replacing those it continues. False when it does not fit or cannot be
-        written."""
-        ids = np.asarray(tokens, np.int32).tobytes()
-        digest = hashlib.sha256(ids)
-        digest.update(rows)
-        header = {
-            "format": _MAGIC,
-            "fingerprint": fingerprint,
-            "layout": layout,
-            "tokens": len(tokens),
-            "bytes": len(rows),
-            "sha256": digest.hexdigest(),
-        }
-        head = json.dumps(header).encode() + b"\n"
-        if not tokens or len(head) + len(ids) + len(rows) > self.budget:
-            return False
-        prefix = self._prefix(fingerprint, layout)
-        name = f"{prefix}-{hashlib.sha256(ids).hexdigest()[:16]}.kv"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            shorter = [
-                path
-                for path in self._files(f"{prefix}-")
-                if path.name != name and (old := _tokens(path, fingerprint, layout)) and old == list(tokens[: len(old)])
-            ]
-            replace_file(self.folder / name, head, ids, rows)
-            self._shrink(self.folder / name, shorter)
-            return True
-        except OSError:
-            return False
+    def save(
+        self,
+        fingerprint: str,
+        layout: str,
+        tokens: Sequence[int],
+        read: Callable[[int, int], bytes],
+        *,
+        tag: str = "",
+        reason: Reason = "idle",
+        seconds: float = math.inf,
+        stop: threading.Event | None = None,
+    ) -> Cost:
+        """Writes the blocks of `tokens` that are not there yet; `read(first, rows)` gives their rows.
 
-    def best(self, fingerprint: str, layout: str, ids: Sequence[int]) -> Saved | None:
-        """The saved cache that shares the longest prefix with `ids`, if that is worth reading. Reads headers and ids
-        only."""
-        best: Saved | None = None
-        wanted = np.asarray(ids, np.int32)
-        for path in self._files(f"{self._prefix(fingerprint, layout)}-"):
-            tokens = _tokens(path, fingerprint, layout)
-            if tokens is None:
-                continue
-            usable = _common(np.asarray(tokens, np.int32), wanted)
-            if usable >= max(_WORTH[0], len(tokens) // _WORTH[1]) and (best is None or usable > best.usable):
-                best = Saved(path, tokens, usable)
-        return best
-
-    def read(self, saved: Saved) -> bytes | None:
-        """The rows of all of `saved.tokens`, checked; None when the file is gone or damaged (then it is deleted)."""
+        Ends between two blocks when `seconds` have passed, `stop` is set or the budget is full: the next call goes on.
+        """
+        started, rows, nbytes = time.monotonic(), 0, 0
+        model, whole, kept = _short(f"{fingerprint}\n{layout}"), False, set[Path]()
         try:
-            with open(saved.path, "rb") as f:
-                header = _header(f)
-                data = f.read() if header else b""
-            ids = 4 * len(saved.tokens)
-            if header and hashlib.sha256(data).hexdigest() == header["sha256"] and len(data) == ids + header["bytes"]:
-                os.utime(saved.path)  # used now: the last to go
-                return data[ids:]
-            saved.path.unlink()
+            used, found, chain = self._sweep(), self._chains(model), _ROOT
+            for first in range(0, len(tokens), BLOCK):
+                part = tuple(tokens[first : first + BLOCK])
+                before, chain = chain, _chain(chain, part)
+                if held := found.get(before, {}).get(chain):
+                    kept.add(held)
+                    continue
+                if len(part) < min(LEAST, BLOCK):
+                    break
+                if (stop and stop.is_set()) or time.monotonic() - started > seconds:
+                    return Cost(rows, nbytes, time.monotonic() - started)
+                path = self.folder / f"{model}-{before}-{chain}-{_short(tag)}.kv"
+                data = read(first, len(part))
+                used += _HEADER.size + 4 * len(part) + len(data)
+                if used > self.budget:
+                    used -= self._evict(used - self.budget, kept)
+                if used > self.budget:
+                    return Cost(rows, nbytes, time.monotonic() - started)
+                self._write(path, first, part, data, reason)
+                kept.add(path)
+                rows, nbytes = rows + len(part), nbytes + len(data)
+                for old in found.get(before, {}).values():  # the shorter ends that this one continues
+                    block = _look(old)
+                    if old.name.endswith(f"-{_short(tag)}.kv") and block and block.tokens == part[: len(block.tokens)]:
+                        old.unlink(missing_ok=True)  # counted as used until the next call
+            whole = True
         except OSError:
             pass
-        return None
+        return Cost(rows, nbytes, time.monotonic() - started, whole)
+
+    def best(self, fingerprint: str, layout: str, ids: Sequence[int], most: int | None = None) -> Saved | None:
+        """The longest chain of blocks that begins as `ids` does and ends within `most` tokens, if it is worth reading.
+
+        Reads names, and the ids of blocks in which `ids` may end or leave the chain."""
+        found, chain, blocks = self._chains(_short(f"{fingerprint}\n{layout}")), _ROOT, list[Block]()
+        most = len(ids) + BLOCK if most is None else most
+        while (at := BLOCK * len(blocks)) + BLOCK <= min(len(ids), most):
+            part = tuple(ids[at : at + BLOCK])
+            path = found.get(chain, {}).get(_chain(chain, part))
+            if path is None:
+                break
+            blocks.append(Block(path, at, part))
+            chain = _chain(chain, part)
+        usable, rest = at, np.asarray(ids[at : at + BLOCK], np.int32)
+        last: Block | None = None
+        for path in found.get(chain, {}).values():
+            block = _look(path)
+            if block is None:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+            elif block.first == at and at + len(block.tokens) <= most:
+                common = at + _common(np.asarray(block.tokens, np.int32), rest)
+                if common > usable:
+                    usable, last = common, block
+        blocks += [last] if last else []
+        return Saved(tuple(blocks), usable) if usable >= LEAST else None
+
+    def read(self, saved: Saved, beyond: int = 0) -> Iterator[tuple[Block, bytes]]:
+        """The blocks of `saved` that reach past its first `beyond` tokens, with their rows, in order.
+
+        Ends before the first that is gone or damaged; a damaged one is deleted."""
+        for block in saved.blocks:
+            if block.first + len(block.tokens) <= beyond:
+                continue
+            rows = _read(block)
+            if rows is None:
+                with contextlib.suppress(OSError):
+                    block.path.unlink()
+                return
+            yield block, rows
+
+    def forget(self, tag: str) -> int:
+        """Deletes at once what was written under `tag`, ids and rows; returns how many bytes that freed."""
+        return self._delete(f"*{_short(tag)}*")
 
     def clear(self) -> int:
         """Deletes every saved cache; returns how many bytes that freed."""
+        return self._delete("*.kv") + self._delete("tmp-*")
+
+    def usage(self) -> tuple[int, int]:
+        """(files, bytes) on the disk."""
+        sizes = [size for _, size in self._files()]
+        return len(sizes), sum(sizes)
+
+    # --- the folder ---
+
+    def _files(self, pattern: str = "*.kv") -> list[tuple[Path, int]]:
+        found = []
+        with contextlib.suppress(OSError):
+            for path in self.folder.glob(pattern):
+                with contextlib.suppress(OSError):
+                    found.append((path, path.stat().st_size))
+        return found
+
+    def _chains(self, model: str) -> dict[str, dict[str, Path]]:
+        """The blocks of one model and layout: chain before -> chain with it -> file."""
+        found: dict[str, dict[str, Path]] = {}
+        for path, _ in self._files(f"{model}-*.kv"):
+            if name := _NAME.fullmatch(path.name):
+                found.setdefault(name[2], {})[name[3]] = path
+        return found
+
+    def _delete(self, pattern: str) -> int:
         freed = 0
-        for path in self._files(""):
+        for path, size in self._files(pattern):
             with contextlib.suppress(OSError):
-                size = path.stat().st_size
                 path.unlink()
                 freed += size
         return freed
 
-    def _prefix(self, fingerprint: str, layout: str) -> str:
-        return hashlib.sha256(f"{fingerprint}\n{layout}".encode()).hexdigest()[:16]
-
-    def _files(self, prefix: str) -> list[Path]:
-        """Saved caches, the one unused for longest first."""
-        found = []
-        with contextlib.suppress(OSError):
-            for path in self.folder.glob(f"{prefix}*.kv"):
-                with contextlib.suppress(OSError):
-                    found.append((path.stat().st_mtime, path))
-        return [path for _, path in sorted(found)]
-
-    def _shrink(self, new: Path, gone: Sequence[Path]) -> None:
-        """Deletes `gone`, what killed processes left, and the oldest caches but `new` until the rest fits the
-        budget."""
-        old = time.time() - _STALE
-        for path in [*gone, *(p for p in self.folder.glob("*.tmp-*") if p.stat().st_mtime < old)]:
-            path.unlink(missing_ok=True)
-        files = self._files("")
-        sizes = {path: path.stat().st_size for path in files}
-        used = sum(sizes.values())
-        for path in files:
-            if used > self.budget and path != new:
-                path.unlink(missing_ok=True)
-                used -= sizes[path]
-
-
-def _header(f: BinaryIO) -> dict[str, Any] | None:
-    """The header line at the start of `f`, which is then behind it; None when this is no cache of ours."""
-    try:
-        header = json.loads(f.readline(4096))
-        right = header["format"] == _MAGIC and all(
-            isinstance(header[k], int) and header[k] >= 0 for k in ("tokens", "bytes")
+    def _write(self, path: Path, first: int, tokens: Sequence[int], rows: bytes, reason: Reason) -> None:
+        ids = np.asarray(tokens, np.int32).tobytes()
+        head = _HEADER.pack(
+            _MAGIC,
+            _HEAT[reason],
+            time.time(),
+            _REASONS.index(reason),
+            first,
+            len(tokens),
+            len(rows),
+            _digest(path, ids, rows),
         )
-        return header if right else None
-    except (ValueError, KeyError, TypeError):
+        fd, temporary = tempfile.mkstemp(dir=self.folder, prefix=f"tmp-{path.stem[-16:]}-")  # of mode 0600
+        try:
+            with open(fd, "wb") as f:
+                for part in (head, ids, rows):
+                    f.write(part)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+    def _sweep(self) -> int:
+        """Makes the folder, private, and deletes what is no block of ours; returns the bytes of what is left."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.chmod(self.folder, 0o700)
+        now, used = time.time(), 0
+        for path, size in self._files("*"):
+            with contextlib.suppress(OSError):
+                if _NAME.fullmatch(path.name):
+                    used += size
+                elif path.suffix == ".kv" or abs(now - path.stat().st_mtime) > _STALE:
+                    path.unlink()
+        return used
+
+    def _evict(self, excess: int, keep: set[Path]) -> int:
+        """Deletes the coldest blocks but `keep` until `excess` bytes are free; returns how many that are."""
+        now, freed = time.time(), 0
+        candidates = [(_heat(path, now), size, path) for path, size in self._files() if path not in keep]
+        for _, size, path in sorted(candidates, key=lambda entry: entry[0]):
+            if freed < excess:
+                path.unlink(missing_ok=True)
+                freed += size
+        return freed
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _chain(before: str, tokens: Sequence[int]) -> str:
+    return hashlib.sha256(before.encode() + np.asarray(tokens, np.int32).tobytes()).hexdigest()[:24]
+
+
+def _digest(path: Path, ids: bytes, rows: bytes) -> bytes:
+    digest = hashlib.sha256(path.name.encode())
+    digest.update(ids)
+    digest.update(rows)
+    return digest.digest()
+
+
+def _heat(path: Path, now: float) -> tuple[float, int]:
+    """(heat by now, -first token) of a block; the coldest of all for a file that is none."""
+    try:
+        with open(path, "rb") as f:
+            magic, heat, used, _, first, *_ = _HEADER.unpack(f.read(_HEADER.size))
+    except (OSError, struct.error):
+        return -1.0, 0
+    if magic != _MAGIC or not _NAME.fullmatch(path.name) or not (math.isfinite(heat) and math.isfinite(used)):
+        return -1.0, 0
+    return max(heat, 0.0) * 0.5 ** (max(now - used, 0.0) / HALF_LIFE), -first  # a clock may have been set back
+
+
+def _look(path: Path) -> Block | None:
+    """The block in `path`, its rows unread and unchecked; None for what is no block."""
+    try:
+        with open(path, "rb") as f:
+            magic, _, _, _, first, n, _, _ = _HEADER.unpack(f.read(_HEADER.size))
+            if magic != _MAGIC or not 0 < n <= BLOCK or first % BLOCK:
+                return None
+            return Block(path, first, tuple(np.frombuffer(f.read(4 * n), np.int32).tolist()))
+    except (OSError, struct.error, ValueError):
         return None
 
 
-def _tokens(path: Path, fingerprint: str, layout: str) -> list[int] | None:
-    """The tokens of the cache in `path`, when it is one of this model and layout."""
+def _read(block: Block) -> bytes | None:
+    """The rows of `block`, checked, and marks them as used now."""
     try:
-        with open(path, "rb") as f:
-            header = _header(f)
-            if header is None or (header["fingerprint"], header["layout"]) != (fingerprint, layout):
-                return None
-            if path.stat().st_size != f.tell() + 4 * header["tokens"] + header["bytes"]:
-                return None
-            return np.frombuffer(f.read(4 * header["tokens"]), np.int32).tolist()
-    except (OSError, KeyError):
+        with open(block.path, "rb") as f:
+            head, data = f.read(_HEADER.size), f.read()
+        magic, heat, used, _, first, n, size, digest = _HEADER.unpack(head)
+        ids = np.asarray(block.tokens, np.int32).tobytes()
+        if (magic, first, n) != (_MAGIC, block.first, len(block.tokens)) or len(data) != len(ids) + size:
+            return None
+        if data[: len(ids)] != ids or digest != _digest(block.path, ids, data[len(ids) :]):
+            return None
+        now = time.time()
+        with contextlib.suppress(OSError, OverflowError), open(block.path, "r+b") as f:
+            f.seek(len(_MAGIC))
+            cooled = heat * 0.5 ** (max(now - used, 0.0) / HALF_LIFE) if math.isfinite(heat + used) else 0.0
+            f.write(struct.pack("<dd", cooled + 1.0, now))
+        return data[len(ids) :]
+    except (OSError, struct.error):
         return None
 
 

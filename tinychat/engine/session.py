@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from tinychat.engine.grammar import Matcher
 from tinychat.engine.stats import Stats
 from tinychat.errors import TinychatError
 from tinychat.kernels.executor import Executor
@@ -59,17 +60,40 @@ class Session:
                 on_prefill(s.prefilled_tokens, total, reused)
         return True
 
-    def decode(self, token: int, sampling: Sampling, recent: Sequence[int]) -> Iterator[tuple[int, float]]:
+    def decode(
+        self, token: int, sampling: Sampling, recent: Sequence[int], matcher: Matcher | None = None
+    ) -> Iterator[tuple[int, float]]:
         """Runs `token` behind what the cache holds, then each sampled token; yields (id, log-probability).
 
-        Ends when the context is full. A token's row is in the cache once the next one was yielded. Raises TinychatError
-        for parameters that the executor does not follow.
+        Ends when the context is full. A token's row is in the cache once the next one was yielded. `matcher` says which
+        tokens may come; those that it forces are run together, without sampling, with log-probability 0.
+        Raises TinychatError for parameters that the executor does not follow.
         """
         check_sampling(sampling, self.executor.limits)
-        for following, logprob in self.executor.decode(token, len(self.tokens), sampling, recent):
-            self.tokens.append(token)
-            yield following, logprob
-            token = following
+        history = list(recent)
+        while len(self.tokens) < self.max_context:
+            forced = matcher.forced() if matcher else []
+            if forced:
+                run = [token, *forced[:-1]][: self.max_context - len(self.tokens)]
+                self.executor.forward(run, len(self.tokens))
+                for token, following in zip(run, forced):
+                    self.tokens.append(token)
+                    yield following, 0.0
+                token = forced[-1]
+                history += forced
+                continue
+            mask = matcher.mask if matcher else None
+            steps = self.executor.decode(token, len(self.tokens), sampling, history, mask)
+            for following, logprob in steps:
+                self.tokens.append(token)
+                token = following
+                if matcher:
+                    matcher.accept(following)
+                    history.append(following)
+                yield following, logprob
+                if matcher and matcher.forces:
+                    break
+            steps.close()  # type: ignore[attr-defined]
 
     def logits(self, ids: Sequence[int], decode: bool) -> np.ndarray:
         """float32 (len(ids), vocab), from an empty cache; `decode` runs one token at a time."""

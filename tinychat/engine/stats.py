@@ -22,9 +22,11 @@ class Stats:
     phase: str = "idle"  # idle, prefill, decode
     prompt_tokens: int = 0
     reused_tokens: int = 0  # of the prompt, already in the KV cache
+    restored_rows: int = 0  # of those, read back from the disk
     prefilled_tokens: int = 0
     generated_tokens: int = 0
     # where the time goes, in order; sampling is part of decode, tokens come as they are decoded
+    wait_s: float = 0.0  # behind other work of the engine: another request, the saving of a KV cache
     template_s: float = 0.0  # of the prompt that was rendered last
     tokenise_s: float = 0.0
     prefill_s: float = 0.0
@@ -32,7 +34,7 @@ class Stats:
     decode_s: float = 0.0  # from the first token to the last
     sampling_s: float = 0.0  # choosing ids, where the executor tells
     detokenise_s: float = 0.0
-    ttft_s: float = 0.0
+    ttft_s: float = 0.0  # from the request to the first token, all of the above but decode
     token_s: float = 0.0  # per token behind the first
     prefill_tok_s: float = 0.0
     decode_tok_s: float = 0.0
@@ -48,6 +50,10 @@ class Stats:
     kv_bytes_per_token: int = 0
     weight_bytes: int = 0
     kv_bytes: int = 0
+    restore_s: float = 0.0  # looking for a saved KV cache and reading it, part of ttft_s
+    save_s: float = 0.0  # the last saving of the KV cache: seconds, rows, bytes
+    saved_rows: int = 0
+    saved_bytes: int = 0
     rss_bytes: int = 0
     context_used: int = 0
     context_max: int = 0
@@ -69,6 +75,7 @@ class Stats:
         """
         decode = max(0.0, self.decode_s - self.sampling_s - self.detokenise_s)
         return [
+            ("waiting", self.wait_s),
             ("template", self.template_s),
             ("tokenise", self.tokenise_s),
             ("prefill", self.prefill_s),

@@ -320,10 +320,10 @@ class Tokenizer:
             data = data.removeprefix(b" ")
         return data.decode("utf-8", "replace")
 
-    def decoder(self, special: bool = False, show: Collection[int] = ()) -> StreamDecoder:
+    def decoder(self, special: bool = False, show: Collection[int] = (), mark: str = "") -> StreamDecoder:
         """A decoder for tokens that come one at a time. `special`: all control tokens are written out, else those in
-        `show`."""
-        return StreamDecoder(self, special, frozenset(show))
+        `show`, with `mark` in front."""
+        return StreamDecoder(self, special, frozenset(show), mark.encode())
 
     # --- building ---
 
@@ -383,11 +383,12 @@ class Tokenizer:
         key = "tokenizer.ggml.merges"
         lines = _strings(self._metadata, key) if merges_required or key in self._metadata else []
         merges = [line.partition(" ")[::2] for line in dict.fromkeys(lines)]
-        try:
-            hf = HFTokenizer(BPE(self._ids, merges, ignore_merges=pre.ignore_merges))
-        except Exception as e:
-            why = printable(str(e), newlines=False)
-            raise TinychatError(f"{key} does not fit the vocabulary ({why}); the file is damaged") from None
+        ids = self._ids
+        for a, b in merges:  # the library panics on some of these
+            if a not in ids or b not in ids or a + b not in ids:
+                why = printable(repr(f"{a} {b}"[:60]), newlines=False)
+                raise TinychatError(f"{key} does not fit the vocabulary (merge {why}); the file is damaged")
+        hf = HFTokenizer(BPE(ids, merges, ignore_merges=pre.ignore_merges))
         splits = [Split(Regex(stage), "isolated") for stage in pre.stages]
         hf.pre_tokenizer = Stages([*splits, ByteLevel(add_prefix_space=False, use_regex=False)])
         return hf
@@ -396,15 +397,16 @@ class Tokenizer:
 class StreamDecoder:
     """Text of tokens as they come: bytes of an unfinished character are held back until it is complete."""
 
-    def __init__(self, tokenizer: Tokenizer, special: bool, show: frozenset[int]) -> None:
-        self._tokenizer, self._special, self._show = tokenizer, special, show
+    def __init__(self, tokenizer: Tokenizer, special: bool, show: frozenset[int], mark: bytes) -> None:
+        self._tokenizer, self._special, self._show, self._mark = tokenizer, special, show, mark
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: int) -> str:
         """The text that `token` completes, perhaps empty."""
         if self._tokenizer.is_special(token) and not self._special and token not in self._show:
             return ""
-        return self._utf8.decode(self._tokenizer.token_bytes(token))
+        data = self._tokenizer.token_bytes(token)
+        return self._utf8.decode(self._mark + data if token in self._show else data)
 
     def flush(self) -> str:
         """What is left at the end: U+FFFD where a character was never finished."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, Protocol
 
 import numpy as np
@@ -12,6 +12,10 @@ from tinychat.kernels.ops import Sampling
 from tinychat.kernels.profile import Calls, Kernel, StepProfile
 
 Kind = Literal["cuda", "cpu", "reference"]
+
+
+Mask = Callable[[], np.ndarray]
+"""uint32 ((vocab + 31) // 32,): token i may come where bit i % 32 of word i // 32 is set."""
 
 
 class Weights(Protocol):
@@ -96,12 +100,15 @@ class Executor(Protocol):
         """
         ...
 
-    def decode(self, token: int, pos: int, sampling: Sampling, recent: Sequence[int]) -> Iterator[tuple[int, float]]:
+    def decode(
+        self, token: int, pos: int, sampling: Sampling, recent: Sequence[int], mask: Mask | None = None
+    ) -> Iterator[tuple[int, float]]:
         """Yields (next id, its log-probability under softmax(logits)), one per step.
 
         `token` is run at `pos`, then each sampled id behind it. `recent` is every token up to and including `token`,
         for the penalties. Endless until max_context rows are used; closing the iterator ends it. Steps may be enqueued
-        ahead: rows past the last yielded token are garbage.
+        ahead: rows past the last yielded token are garbage. `mask` is called once a step, after the caller has taken
+        the id before: only the tokens that it allows can be chosen.
         """
         ...
 
@@ -118,12 +125,13 @@ class Executor(Protocol):
         """Names what the bytes of read_cache mean ("cpu f16 1"); a saved cache of another layout is not used."""
         ...
 
-    def read_cache(self, rows: int) -> bytes:
-        """The first `rows` cache rows of all layers, in this executor's layout."""
+    def read_cache(self, first: int, rows: int) -> bytes:
+        """Cache rows first .. first + rows - 1 of all layers, in this executor's layout; `first` is a multiple of
+        16."""
         ...
 
-    def write_cache(self, data: bytes, rows: int) -> None:
-        """Puts rows 0..rows-1 back, as read_cache gave them. Raises TinychatError for data of another size."""
+    def write_cache(self, data: bytes, first: int, rows: int) -> None:
+        """Puts these rows back, as read_cache gave them. Raises TinychatError for bytes that do not fit them."""
         ...
 
     def close(self) -> None:

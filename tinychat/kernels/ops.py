@@ -618,7 +618,7 @@ class Sampling:
     repeat_penalty: l[i] of each distinct token of the last `repeat_last_n` is divided by it (l > 0) or multiplied
     (l <= 0). DRY (dry_multiplier > 0): a token that would continue a repetition of the last n >= dry_allowed_length
     tokens loses dry_multiplier * dry_base ** (n - dry_allowed_length); repetitions are looked for in the last
-    dry_last_n tokens (-1: all) and end at `dry_breakers`, token ids that are never penalised themselves.
+    dry_penalty_last_n tokens (-1: all) and end at `dry_breakers`, token ids that are never penalised themselves.
     Then only tokens survive that are among the top_k largest (0 = all), in the smallest set of largest-first mass
     >= top_p, and with probability >= min_p * the largest. Then temperature: 0 takes the largest (lowest id on ties);
     otherwise the survivor with the largest l / temperature + gumbel(seed, position, id) wins, which draws from the
@@ -635,6 +635,6 @@ class Sampling:
     dry_multiplier: float = 0.0
     dry_base: float = 1.75
     dry_allowed_length: int = 2
-    dry_last_n: int = -1
+    dry_penalty_last_n: int = -1
     dry_breakers: tuple[int, ...] = ()
     seed: int = 0

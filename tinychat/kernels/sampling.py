@@ -85,9 +85,10 @@ def dry(s: Sampling, recent: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np
     The meaning is llama.cpp's (src/llama-sampler.cpp, llama_sampler_dry_apply), with breakers of one token each.
     """
     nothing = np.empty(0, np.int32), np.empty(0)
-    if s.dry_multiplier <= 0 or s.dry_base < 1 or s.dry_last_n == 0:
+    if s.dry_multiplier <= 0 or s.dry_base < 1 or s.dry_penalty_last_n == 0:
         return nothing
-    back = np.asarray(recent if s.dry_last_n < 0 else recent[-s.dry_last_n :], np.int32)[::-1]  # the newest first
+    last_n = s.dry_penalty_last_n
+    back = np.asarray(recent if last_n < 0 else recent[-last_n:], np.int32)[::-1]  # the newest first
     broken = np.flatnonzero(np.isin(back, s.dry_breakers))
     limit = int(broken[0]) if len(broken) else len(back)
     if len(back) <= s.dry_allowed_length or limit < s.dry_allowed_length:
@@ -109,10 +110,14 @@ def dry(s: Sampling, recent: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np
     return ids, s.dry_multiplier * s.dry_base ** (longest - s.dry_allowed_length)
 
 
-def sample(logits: np.ndarray, s: Sampling, position: int, recent: Sequence[int] = ()) -> tuple[int, float]:
+def sample(
+    logits: np.ndarray, s: Sampling, position: int, recent: Sequence[int] = (), mask: np.ndarray | None = None
+) -> tuple[int, float]:
     """(id, its log-probability under softmax(logits)) for the token that follows `position`. Logits: float32
-    (n_vocab,)."""
+    (n_vocab,). `mask`, uint32 ((n_vocab + 31) // 32,): only tokens i with bit i % 32 of word i // 32 set can come."""
     x = penalties(s, recent).apply(logits).astype(np.float64)
+    if mask is not None:
+        x[np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(x)] == 0] = -np.inf
     if s.temperature <= 0:
         token = int(x.argmax())
     else:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import statistics
 import threading
 
+from tinychat.engine.devices import OnProgress
 from tinychat.engine.engine import Engine
 from tinychat.engine.memory_limit import limit_of
 from tinychat.errors import TinychatError
 from tinychat.kernels.ops import Sampling
-from tinychat.measure.lock import OnProgress, machine_lock
+from tinychat.measure.lock import machine_lock
 from tinychat.measure.results import ModelResult, Run
 
 TEXT = (  # prose, because a mixture of experts routes random tokens to other experts than language

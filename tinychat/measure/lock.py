@@ -1,4 +1,4 @@
-"""The lock of whoever measures on this machine: one at a time."""
+"""The benchmark lock of this machine: one measurement runs at a time."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
+from tinychat.engine.devices import OnProgress
 from tinychat.errors import TinychatError
-
-OnProgress = Callable[[str, float], None]  # what is being done, and how much of the whole job is done (0 to 1)
 
 
 def lock_path() -> Path:

@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 
 from tinychat.engine.config import ModelConfig
-from tinychat.engine.devices import make_executor
+from tinychat.engine.devices import OnProgress, make_executor
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.memory_limit import limit_of
 from tinychat.engine.plan import build_plan
 from tinychat.kernels.executor import MeasurableExecutor
 from tinychat.kernels.ops import Experts, Layer, Plan, weights_of
 from tinychat.kernels.profile import bytes_of, quant_of
-from tinychat.measure.lock import OnProgress, machine_lock
+from tinychat.measure.lock import machine_lock
 from tinychat.measure.microbench_plans import (
     DEPTH,
     PartOfFile,

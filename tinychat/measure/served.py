@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tinychat.backend.protocol import Backend, DoesNotFit, Failed, Finished, Piece, Request
+from tinychat.engine.devices import OnProgress
 from tinychat.errors import TinychatError
 from tinychat.kernels.ops import Sampling
 from tinychat.measure.bench import TEXT
-from tinychat.measure.lock import OnProgress, machine_lock
+from tinychat.measure.lock import machine_lock
 
 TOKENS_PER_WORD = 1.3  # of English prose, about: the server says how many there were
 

@@ -35,7 +35,7 @@ class Expected:
 EXPECTED: dict[str, Expected] = {
     "43e8616c70ebb37a7224cd1994b9866fce7ea3bf4b18a6065990379eb50b75ce": Expected(
         "smollm2:135m",
-        "reference.py",
+        "plain tinygrad",
         {
             "What is the capital of France?": (504, 3575, 282, 4649, 314, 7042, 30),
             "What is the plural of mouse?": (504, 15106, 282, 9444, 314, 7913, 30),

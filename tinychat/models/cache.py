@@ -24,10 +24,11 @@ from typing import Literal
 
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError, printable
+from tinychat.files import expand
 from tinychat.models.download import (
     Meter,
     Notes,
-    Progress,
+    OnDownload,
     Stopped,
     check_space,
     check_stop,
@@ -86,7 +87,7 @@ def path_of(model: Model) -> Path | None:
     return next((path for s in model.sources if (path := downloads_dir() / key_of(s)).is_file()), None)
 
 
-def pull(model: Model, progress: Progress | None = None, stop: Event | None = None) -> Path:
+def pull(model: Model, progress: OnDownload | None = None, stop: Event | None = None) -> Path:
     """Downloads `model` unless it is here already, and returns its path. Its sources are tried in turn.
 
     A second process that wants the same file waits for the first one and then uses its file.
@@ -107,7 +108,7 @@ def pull(model: Model, progress: Progress | None = None, stop: Event | None = No
     raise TinychatError("; ".join(failures))
 
 
-def _pull(model: Model, source: str, folder: Path, progress: Progress | None, stop: Event | None) -> Path:
+def _pull(model: Model, source: str, folder: Path, progress: OnDownload | None, stop: Event | None) -> Path:
     key = key_of(source)
     final, part, notes_path = folder / key, folder / f"{key}.part", folder / f"{key}.json"
     with disk_errors(folder):
@@ -146,7 +147,7 @@ def add(
     file: Path,
     model: Model,
     mode: Literal["link", "copy", "move"] = "link",
-    progress: Progress | None = None,
+    progress: OnDownload | None = None,
     stop: Event | None = None,
 ) -> Path:
     """Puts `file` into the cache as the file of `model` (a registry entry, or `resolve` of a URL) and returns its
@@ -159,7 +160,7 @@ def add(
         raise TinychatError(
             f"{printable(model.name)}: a file of your own needs no place in the cache; open it by its path"
         )
-    file, folder = Path(file).expanduser().resolve(), downloads_dir()
+    file, folder = expand(str(file)).resolve(), downloads_dir()
     header = GGUF.open(file)
     if len(header.paths) > 1:
         raise TinychatError(
@@ -200,7 +201,7 @@ def add(
     return final
 
 
-def _place(file: Path, to: Path, size: int, mode: str, progress: Progress | None, stop: Event | None) -> None:
+def _place(file: Path, to: Path, size: int, mode: str, progress: OnDownload | None, stop: Event | None) -> None:
     if mode != "copy":  # a moved file loses its old name at the very end: until then it has both
         try:
             return os.link(file, to) if mode == "move" else _share(file, to)
@@ -258,7 +259,7 @@ def find(model: Model) -> list[Entry]:
     return [e for e in entries([model]) if e.key in keys]
 
 
-def verify(entry: Entry, progress: Progress | None = None, stop: Event | None = None) -> str:
+def verify(entry: Entry, progress: OnDownload | None = None, stop: Event | None = None) -> str:
     """Reads all of the file and says what that proved. Raises TinychatError for one that is damaged."""
     notes = Notes.load(entry.path.with_name(f"{entry.key}.json"))
     way_out = f"`tinychat cache rm {entry.model.name if entry.model else entry.key}` and download it again"

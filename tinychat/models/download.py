@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import httpx  # imported where it is used: it takes 0.1 s
 
 # done bytes, total bytes if known, bytes per second, what is going on
-Progress = Callable[[int, int | None, float, str], None]
+OnDownload = Callable[[int, int | None, float, str], None]
 
 RETRIES = 6  # in a row, without one new byte
 BACKOFF = 1.0  # seconds, doubled each time
@@ -82,7 +82,7 @@ class Notes:
 class Meter:
     """Calls `progress` at most ten times a second, with the speed over the last three seconds."""
 
-    def __init__(self, progress: Progress | None, stage: str, total: int | None) -> None:
+    def __init__(self, progress: OnDownload | None, stage: str, total: int | None) -> None:
         self.progress, self.stage, self.total = progress, stage, total
         self.seen: deque[tuple[float, int]] = deque()
         self.last = 0.0
@@ -99,7 +99,7 @@ class Meter:
         self.progress(done, self.total, (done - before) / span if span and done > before else 0.0, stage or self.stage)
 
 
-def hash_file(path: Path, stage: str, progress: Progress | None = None, stop: Event | None = None) -> hashlib._Hash:
+def hash_file(path: Path, stage: str, progress: OnDownload | None = None, stop: Event | None = None) -> hashlib._Hash:
     """The SHA-256 object after all bytes of `path`. Raises Stopped."""
     digest, done, size = hashlib.sha256(), 0, path.stat().st_size
     meter = Meter(progress, stage, size)
@@ -144,7 +144,7 @@ def fetch(
     sha256: str | None = None,
     size: int = 0,
     check: Callable[[Path], object],
-    progress: Progress | None = None,
+    progress: OnDownload | None = None,
     stop: Event | None = None,
 ) -> Notes:
     """Brings the file `url` to `part`, flushed to the disk and verified; returns what is known about it.
@@ -168,7 +168,7 @@ class _Download:
         notes: Path,
         sha256: str | None,
         check: Callable[[Path], object],
-        progress: Progress | None,
+        progress: OnDownload | None,
         stop: Event | None,
     ) -> None:
         self.url, self.part, self.notes_path, self.sha256, self.check = url, part, notes, sha256, check

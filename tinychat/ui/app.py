@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from textual.app import App, SystemCommand
+from textual.app import SystemCommand
 from textual.binding import Binding
 from textual.screen import Screen
 from textual.theme import Theme
@@ -22,11 +22,12 @@ from tinychat.chat.controller import Controller, OpenBackend
 from tinychat.chat.conversation import Conversation
 from tinychat.chat.history import History
 from tinychat.errors import TinychatError
+from tinychat.ui.boundary import LastingApp
 from tinychat.ui.chat.screen import ChatScreen
 from tinychat.ui.theme import THEMES
 
 
-class TinychatApp(App[None]):
+class TinychatApp(LastingApp):
     """`path` is loaded on start and called `model`; without it the picker opens. `history` None saves nothing;
     `remember` gets settings that the user changed by choosing (theme, experts); `mounted` is called when the app is."""
 
@@ -70,6 +71,16 @@ class TinychatApp(App[None]):
             self.call_after_refresh(self.chat.say, problem, True)
         if self._mounted is not None:
             self._mounted()
+
+    @property
+    def home(self) -> Screen[Any]:
+        return self.chat
+
+    def say_fault(self, line: str) -> None:
+        """In the transcript; a sheet that is open would hide that, so before it as well."""
+        self.call_later(self.chat.say, line, True)
+        if self.screen is not self.chat:
+            self.notify(line, severity="error", markup=False)
 
     def _theme_chosen(self, theme: Theme) -> None:
         if theme.name != (self.own.theme or THEMES[0].name):

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -169,12 +170,15 @@ def test_saved_cache_continues_as_before(tmp_path: Path) -> None:
         with executor(path) as ex:
             ex.forward(IDS, 0)
             want = ex.forward([1, 2], len(IDS), "all")
-            data = ex.read_cache(len(IDS))
+            data, more = ex.read_cache(0, 16), ex.read_cache(16, len(IDS) - 16)
         with executor(path, context=64) as ex:
-            ex.write_cache(data, len(IDS))
+            ex.write_cache(data, 0, 16)
+            ex.write_cache(more, 16, len(IDS) - 16)
             np.testing.assert_array_equal(ex.forward([1, 2], len(IDS), "all"), want)  # type: ignore[arg-type]
             with pytest.raises(TinychatError, match="does not fit"):
-                ex.write_cache(data[:-1], len(IDS))
+                ex.write_cache(data[:-1], 0, 16)
+            with pytest.raises(TinychatError, match="does not fit"):
+                ex.write_cache(data, 56, 16)
 
 
 def test_limits(tmp_path: Path) -> None:
@@ -207,7 +211,7 @@ def test_decode_samples_as_the_reference(tmp_path: Path) -> None:
                 dry_multiplier=float(rng.choice([0, 0.8, 4])),
                 dry_base=float(rng.choice([1.0, 1.75])),
                 dry_allowed_length=int(rng.choice([0, 1, 2])),
-                dry_last_n=int(rng.choice([-1, 0, 20])),
+                dry_penalty_last_n=int(rng.choice([-1, 0, 20])),
                 dry_breakers=(3,),
                 seed=int(rng.integers(2**40)),
             )
@@ -216,8 +220,15 @@ def test_decode_samples_as_the_reference(tmp_path: Path) -> None:
             assert rows is not None
             likely = np.argsort(rows[0])[-2:]  # among the tokens so far, so that the penalties decide
             recent = [*rng.choice([1, 2, 3, *likely], 40).tolist(), token]
-            for got, logprob in ex.decode(token, pos, s, recent):
-                want, want_logprob = sampling.sample(rows[0], s, pos, recent)
+            allowed = rng.random(tiny.VOCAB) < rng.choice([0.02, 0.5])
+            allowed[rng.integers(tiny.VOCAB)] = True
+            words = np.zeros((tiny.VOCAB + 31) // 32 * 4, np.uint8)
+            bits = np.packbits(allowed, bitorder="little")
+            words[: len(bits)] = bits
+            mask = words.view(np.uint32) if i % 2 else None
+            for got, logprob in ex.decode(token, pos, s, recent, partial(np.asarray, mask) if i % 2 else None):
+                want, want_logprob = sampling.sample(rows[0], s, pos, recent, mask)
+                assert i % 2 == 0 or allowed[got]
                 assert got == want, (i, s)
                 assert logprob == pytest.approx(want_logprob, abs=1e-5)
                 break

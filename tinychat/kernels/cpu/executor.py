@@ -16,9 +16,9 @@ import numpy as np
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.cpu import bandwidth, compiler, library
-from tinychat.kernels.cpu.library import QUANTS, TILE, Context, Library, SampleSpec
+from tinychat.kernels.cpu.library import MAX_GROUP, QUANTS, TILE, Context, Library, SampleSpec
 from tinychat.kernels.cpu.program import build
-from tinychat.kernels.executor import Kind, Weights
+from tinychat.kernels.executor import Kind, Mask, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import (
     CACHE_VALUE_BYTES,
@@ -51,7 +51,7 @@ LIMITS = Limits(  # a phase has at most 2^20 tasks (pool.h)
     QUANTS,
     packed_rows=1 << 27,  # 256 rows are a task of packing
     heads=1 << 16,
-    head_group=1024,  # MAX_GROUP of step.c
+    head_group=MAX_GROUP,
     kv_rows=1 << 27,  # 256 rows of a kv head are a task of attention
     equal_caches=True,  # the caches of all layers lie behind one another
     experts=1 << 19,  # an expert is a task
@@ -209,7 +209,9 @@ class CPUExecutor:
         self._lib.tc_forward(self._ctx, tokens.ctypes.data, len(tokens), pos, mode, out.ctypes.data)
         return out if mode else None
 
-    def decode(self, token: int, pos: int, sampling: Sampling, recent: Sequence[int]) -> Iterator[tuple[int, float]]:
+    def decode(
+        self, token: int, pos: int, sampling: Sampling, recent: Sequence[int], mask: Mask | None = None
+    ) -> Iterator[tuple[int, float]]:
         """See Executor.decode."""
         self._check(np.array([token]), pos)
         known = len(recent)
@@ -219,7 +221,7 @@ class CPUExecutor:
         while pos < self.max_context:
             if not self._ctx:
                 raise TinychatError("the model is closed")
-            spec, _arrays = _sample_spec(sampling, history[:known])
+            spec, _arrays = _sample_spec(sampling, history[:known], mask() if mask else None)
             token = self._lib.tc_step(self._ctx, token, pos, ctypes.addressof(spec), ctypes.addressof(logprob))
             pos += 1
             history[known] = token
@@ -240,18 +242,20 @@ class CPUExecutor:
         """See Executor.cache_layout."""
         return "cpu f16 tiles of 16, 1"
 
-    def read_cache(self, rows: int) -> bytes:
+    def read_cache(self, first: int, rows: int) -> bytes:
         """See Executor.read_cache. Rows come in tiles of 16."""
-        data = np.empty(self._lib.tc_cache(self._ctx, None, rows, 0), np.uint8)
-        self._lib.tc_cache(self._ctx, data.ctypes.data, rows, 0)
+        assert first % 16 == 0 and first + rows <= self.max_context
+        data = np.empty(self._lib.tc_cache(self._ctx, None, first, rows, 0), np.uint8)
+        self._lib.tc_cache(self._ctx, data.ctypes.data, first, rows, 0)
         return data.tobytes()
 
-    def write_cache(self, data: bytes, rows: int) -> None:
+    def write_cache(self, data: bytes, first: int, rows: int) -> None:
         """See Executor.write_cache."""
         array = np.frombuffer(data, np.uint8)
-        if rows > self.max_context or array.size != self._lib.tc_cache(self._ctx, None, rows, 1):
+        fits = first % 16 == 0 and 0 <= first <= first + rows <= self.max_context
+        if not fits or array.size != self._lib.tc_cache(self._ctx, None, first, rows, 1):
             raise TinychatError(f"saved cache of {len(data)} bytes does not fit {rows} rows of this model")
-        self._lib.tc_cache(self._ctx, array.ctypes.data, rows, 1)
+        self._lib.tc_cache(self._ctx, array.ctypes.data, first, rows, 1)
 
     def profile(self, token: int, pos: int, steps: int) -> StepProfile:
         """See MeasurableExecutor.profile: every second step runs with a clock around each op on each thread."""
@@ -356,10 +360,13 @@ def _seconds(stepper: Iterator[object]) -> float:
     return time.perf_counter() - start
 
 
-def _sample_spec(s: Sampling, history: np.ndarray) -> tuple[SampleSpec, object]:
-    """(what step.c is told of `s`, the arrays that it points into)."""
+def _sample_spec(s: Sampling, history: np.ndarray, mask: np.ndarray | None) -> tuple[SampleSpec, object]:
+    """(what step.c is told of `s` and the mask, the arrays that it points into)."""
+    bits = mask.ctypes.data if mask is not None else None
+    spec = SampleSpec(s.temperature, s.top_p, s.min_p, s.seed % 2**64, s.top_k, mask=bits)
     if s.repeat_penalty == 1.0 and s.dry_multiplier <= 0:
-        return SampleSpec(s.temperature, s.top_p, s.min_p, s.seed % 2**64, s.top_k), None
+        return spec, mask
     p = penalties(s, history)
-    pointers = (p.ids.ctypes.data, p.divisors.ctypes.data, p.amounts.ctypes.data)
-    return SampleSpec(s.temperature, s.top_p, s.min_p, s.seed % 2**64, s.top_k, len(p.ids), *pointers), p
+    spec.n_penalised, spec.penalised = len(p.ids), p.ids.ctypes.data
+    spec.divisors, spec.amounts = p.divisors.ctypes.data, p.amounts.ctypes.data
+    return spec, (p, mask)

@@ -17,7 +17,7 @@ INLINE i32v high_byte(i32v x) { return HIGH == 256 ? (x + 128) >> 8 : round_(fro
 // Column c of a panel of nc: x * inv * gain (gain NULL: x as it is), as blocks of 32 high and low bytes and, if f is given, as floats.
 static void prepare(const float *x, int n, const float *gain, float inv, int8_t *q, XScale *xs, float *f, int nc, int c) {
   int quants = q && n % 32 == 0;
-  for (int i = 0; i < n; i += 32, q += 64 * nc, xs += nc) {
+  for (int i = 0; i < n; i += 32) {
     float tail[32];
     const float *p = x + i, *g = gain ? gain + i : NULL;
     if (n - i < 32) {
@@ -41,5 +41,6 @@ static void prepare(const float *x, int n, const float *gain, float inv, int8_t 
     memcpy(q + 64 * c, bytes, 64);
     int sa = hsum_int(qa), sb = hsum_int(qb);
     xs[c] = (XScale){step, step * (float)(sa + sb), step * (float)sa, step * (float)sb};
+    q += 64 * nc, xs += nc;
   }
 }

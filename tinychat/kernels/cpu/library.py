@@ -9,6 +9,7 @@ from gguf import GGMLQuantizationType
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.cpu import compiler
+from tinychat.kernels.ops import MIN_WEIGHT_SUM
 
 Q = GGMLQuantizationType
 QUANTS = frozenset(
@@ -31,6 +32,7 @@ QUANTS = frozenset(
         Q.MXFP4,
     }
 )
+MAX_GROUP = 1024  # query heads of one kv head
 TILE = 16  # rows of a weight that lie interleaved, and positions of a tile of the K cache
 
 _i32, _f32, _f64, _u64, _ptr = ctypes.c_int32, ctypes.c_float, ctypes.c_double, ctypes.c_uint64, ctypes.c_void_p
@@ -69,7 +71,7 @@ class SampleSpec(ctypes.Structure):
         *_all(_f64, "temperature top_p min_p"),
         ("seed", _u64),
         *_all(_i32, "top_k n_penalised"),
-        *_all(_ptr, "penalised divisors amounts"),
+        *_all(_ptr, "penalised divisors amounts mask"),
     ]
 
 
@@ -99,7 +101,9 @@ class Library:
             ("tc_group_bytes", size, [c_int, c_int]),
             ("tc_sizeof", size, [c_int]),
             ("tc_names", ctypes.c_char_p, [c_int]),
-            ("tc_chunk", c_int, []),
+            ("tc_fields", ctypes.c_char_p, [c_int]),
+            ("tc_offset", size, [c_int, c_int]),
+            ("tc_constant", _f64, [c_int]),
             ("tc_open", c_int, [_ptr, c_int]),
             ("tc_prepare", c_int, [_ptr]),
             ("tc_close", None, [_ptr]),
@@ -107,7 +111,7 @@ class Library:
             ("tc_dequantise", None, [_ptr, c_int, c_int, _ptr]),
             ("tc_forward", None, [_ptr, _ptr, c_int, c_int, c_int, _ptr]),
             ("tc_step", c_int, [_ptr, c_int, c_int, _ptr, _ptr]),
-            ("tc_cache", size, [_ptr, _ptr, c_int, c_int]),
+            ("tc_cache", size, [_ptr, _ptr, c_int, c_int, c_int]),
             ("tc_bandwidth", _f64, [_ptr, _ptr, size]),
         ):
             function = getattr(lib, name)
@@ -115,6 +119,10 @@ class Library:
         for i, struct in enumerate((Matrix, Op, SampleSpec, Context)):
             if lib.tc_sizeof(i) != ctypes.sizeof(struct):
                 raise _differ(f"{struct.__name__} has {lib.tc_sizeof(i)} bytes in C, {ctypes.sizeof(struct)} in Python")
+            there = {name: lib.tc_offset(i, at) for at, name in enumerate(lib.tc_fields(i).decode().split())}
+            here = {field[0]: getattr(struct, field[0]).offset for field in struct._fields_}
+            if wrong := sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name)):
+                raise _differ(f"the fields {', '.join(wrong)} of {struct.__name__} lie elsewhere in C")
         quants = dict(pair.split("=") for pair in lib.tc_names(2).decode().split())
         if quants != {q.name: str(q.value) for q in QUANTS}:
             raise _differ(f"the quant types are {', '.join(quants)} in C")
@@ -122,7 +130,10 @@ class Library:
             {name: i for i, name in enumerate(lib.tc_names(what).decode().lower().split())} for what in (0, 1)
         )
         self.context_bytes: int = lib.tc_sizeof(4)
-        self.chunk: int = lib.tc_chunk()  # cache rows of one task of attention
+        chunk, *constants = (lib.tc_constant(i) for i in range(3))
+        if constants != [MAX_GROUP, MIN_WEIGHT_SUM]:
+            raise _differ(f"MAX_GROUP and MIN_WEIGHT_SUM are {constants} in C, {[MAX_GROUP, MIN_WEIGHT_SUM]} in Python")
+        self.chunk = int(chunk)  # cache rows of one task of attention
         self.simd: str = lib.tc_simd().decode()
 
 

@@ -72,8 +72,9 @@ def _pack(lib: Library, context: int, w: Weight, raw: np.ndarray, to: int) -> No
     """Repacks `w` from its tensor's bytes to address `to`."""
     if w.transposed:  # K of a legacy attn_kv_b: its rows are our columns
         rows = raw.reshape(-1, w.row_bytes)
-        parts = [dequantize(rows[g * w.stride + w.start :][: w.cols], w.type).T for g in range(w.groups)]
-        half = np.ascontiguousarray(np.stack(parts).astype(np.float16))
+        with np.errstate(all="ignore"):  # a damaged file may hold any bits
+            parts = [dequantize(rows[g * w.stride + w.start :][: w.cols], w.type).T for g in range(w.groups)]
+            half = np.ascontiguousarray(np.stack(parts).astype(np.float16))
         lib.lib.tc_pack(context, to, half.ctypes.data, Q.F16, w.rows, w.cols, w.groups, w.rows)
     else:
         source = raw.ctypes.data + w.start * w.row_bytes

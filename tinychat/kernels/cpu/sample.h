@@ -11,6 +11,7 @@ typedef struct {
   int32_t top_k, n_penalised;
   const int32_t *penalised;            // distinct ids under a penalty,
   const double *divisors, *amounts;    // and per id: a logit over 0 is divided, another one multiplied; then the amount goes off
+  const uint32_t *mask;                // null, or a bit per token: only tokens with their bit set can come
 } SampleSpec;
 
 enum { SPAN = 256 };  // logits per partial result
@@ -86,19 +87,22 @@ static int sample(const float *logits, int n, const SampleSpec *spec, uint64_t p
   const float *x = logits;
   float *v = work + n;
   float high = (float)top;
-  if (spec->n_penalised) {
+  int changed = spec->n_penalised || spec->mask;
+  if (changed) {
     memcpy(work, logits, sizeof(float) * n);
     for (int i = 0; i < spec->n_penalised; i++) {
       float *l = &work[spec->penalised[i]];
       *l = (float)((*l > 0 ? *l / spec->divisors[i] : *l * spec->divisors[i]) - spec->amounts[i]);
     }
+    for (int i = 0; spec->mask && i < n; i++)
+      if (!(spec->mask[i / 32] >> i % 32 & 1)) work[i] = -__builtin_inff();
     x = work;
     high = x[0];
     for (int i = 1; i < n; i++) high = x[i] > high ? x[i] : high;
   }
   int best = 0;
   if (spec->temperature <= 0) {
-    if (!spec->n_penalised)
+    if (!changed)
       while (span_max[best / SPAN] != high && best + SPAN < n) best += SPAN;
     while (x[best] != high && best < n - 1) best++;
   } else {
@@ -106,7 +110,7 @@ static int sample(const float *logits, int n, const SampleSpec *spec, uint64_t p
     int kept = 0;
     if (spec->top_k > 0 && spec->top_k < n) {
       // at least top_k logits reach the top_k-th largest span maximum
-      if (spans >= spec->top_k && !spec->n_penalised) {
+      if (spans >= spec->top_k && !changed) {
         memcpy(v, span_max, sizeof(float) * spans);
         floor = kth_largest(v, spans, spec->top_k);
       }

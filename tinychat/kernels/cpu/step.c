@@ -24,6 +24,7 @@
   X(EMBED) X(LINEAR) X(ATTENTION) X(ABSORB) X(LATENT_ATTENTION) X(VALUE_UP) X(GATE_UP) X(ROUTE) X(EXPERTS_UP) X(EXPERTS_DOWN)    \
   X(HEAD)
 #define GATINGS(X) X(SOFTMAX) X(SIGMOID) X(SOFTMAX_WEIGHT) X(SQRT_SOFTPLUS)
+#define MIN_WEIGHT_SUM 0x1p-14f  // as ops.MIN_WEIGHT_SUM, checked when the library is loaded
 #define MEMBER(name) name,
 enum { TAGS(MEMBER) };
 enum { GATINGS(MEMBER) };
@@ -300,7 +301,7 @@ static void divide(float *dst, const float *src, float by, int n) {
   for (int d = 0; d < n; d += 16) store(dst + d, ldf(src + d) / by, n - d);
 }
 
-enum { MAX_GROUP = 1024 };  // query heads of one kv head; executor.py refuses more
+enum { MAX_GROUP = 1024 };  // query heads of one kv head; as library.MAX_GROUP, checked when the library is loaded
 
 // One token: tasks are (kv head, part of its query heads, chunk); the thread that finishes a part's last chunk merges all in order.
 static int attention_tasks(const Ctx *c, const Op *op, int *per) {
@@ -504,7 +505,7 @@ static void choose(const Op *op, const Scratch *s, const float *l, int32_t *ids,
     for (int k = 0; k < op->top_k; k++) weights[k] /= sum;
     sum = 1;
   }
-  float factor = (op->normalize ? 1.0f / MAX_(sum, 6.103515625e-5f) : 1.0f) * op->scale;
+  float factor = (op->normalize ? 1.0f / MAX_(sum, MIN_WEIGHT_SUM) : 1.0f) * op->scale;
   for (int k = 0; k < op->top_k; k++) weights[k] *= factor;
 }
 
@@ -782,12 +783,47 @@ EXPORT size_t tc_sizeof(int what) {
   return sizes[what];
 }
 #define NAME(name) #name " "
+#define OFFSET(name) offsetof(STRUCTURE, name),
+// library.py declares the same structures; it compares every field's name and offset when it loads the library.
+#define MATRIX_FIELDS(X) X(type) X(rows) X(cols) X(groups) X(data)
+#define OP_FIELDS(X)                                                                                                            \
+  X(tag) X(layer) X(matrices) X(add) X(src) X(dst) X(heads) X(kv_heads) X(key_dim) X(value_dim) X(nope) X(rope_dims) X(neox)     \
+  X(q_norm_len) X(k_norm_len) X(top_k) X(gating) X(normalize) X(route_groups) X(route_groups_used) X(router) X(eps) X(norm_eps)  \
+  X(scale) X(norm) X(q_norm) X(k_norm) X(rope) X(bias) X(routes) X(w)
+#define SAMPLE_FIELDS(X)                                                                                                        \
+  X(temperature) X(top_p) X(min_p) X(seed) X(top_k) X(n_penalised) X(penalised) X(divisors) X(amounts)
+#define CONTEXT_FIELDS(X)                                                                                                       \
+  X(n_ops) X(max_context) X(batch) X(vocab) X(layers) X(k_width) X(v_width) X(kv_heads) X(n_buffers) X(ops) X(buffers)           \
+  X(widths) X(k_cache) X(v_cache) X(ticks) X(sampling)
+EXPORT const char *tc_fields(int what) {
+  const char *names[] = {MATRIX_FIELDS(NAME), OP_FIELDS(NAME), SAMPLE_FIELDS(NAME), CONTEXT_FIELDS(NAME)};
+  return names[what];
+}
+EXPORT size_t tc_offset(int what, int field) {
+#define STRUCTURE Matrix
+  static const size_t matrix[] = {MATRIX_FIELDS(OFFSET)};
+#undef STRUCTURE
+#define STRUCTURE Op
+  static const size_t op[] = {OP_FIELDS(OFFSET)};
+#undef STRUCTURE
+#define STRUCTURE SampleSpec
+  static const size_t sample[] = {SAMPLE_FIELDS(OFFSET)};
+#undef STRUCTURE
+#define STRUCTURE Ctx
+  static const size_t context[] = {CONTEXT_FIELDS(OFFSET)};
+#undef STRUCTURE
+  static const size_t *const offsets[] = {matrix, op, sample, context};
+  return offsets[what][field];
+}
 #define NAME_AND_VALUE(name, value) #name "=" #value " "
 EXPORT const char *tc_names(int what) {
   const char *names[] = {TAGS(NAME), GATINGS(NAME), QUANTS(NAME_AND_VALUE)};
   return names[what];
 }
-EXPORT int tc_chunk(void) { return CHUNK; }
+EXPORT double tc_constant(int what) {
+  double values[] = {CHUNK, MAX_GROUP, MIN_WEIGHT_SUM};
+  return values[what];
+}
 
 typedef struct {
   uint8_t *dst;
@@ -917,13 +953,14 @@ EXPORT int tc_step(Ctx *c, int token, int pos, const SampleSpec *spec, double *l
   return id;
 }
 
-// Copies the first `rows` cache rows (in whole tiles of 16) out (direction 0) or back in (1). Returns the bytes.
-EXPORT size_t tc_cache(Ctx *c, uint8_t *data, int rows, int in) {
+// Copies `rows` cache rows from `first` (a multiple of 16), in whole tiles of 16, out (in 0) or back in (1). Returns the
+// bytes.
+EXPORT size_t tc_cache(Ctx *c, uint8_t *data, int first, int rows, int in) {
   size_t tiles = ((size_t)rows + 15) / 16 * 16, at = 0;
   for (int v = 0; v < 2; v++) {
     size_t width = (size_t)(v ? c->v_width : c->k_width) / c->kv_heads;
     for (int i = 0; i < c->layers * c->kv_heads && width; i++) {
-      uint16_t *rows_at = (v ? c->v_cache : c->k_cache) + (size_t)i * c->context * width;
+      uint16_t *rows_at = (v ? c->v_cache : c->k_cache) + ((size_t)i * c->context + (size_t)first) * width;
       size_t bytes = tiles * width * sizeof *rows_at;
       if (data && in) memcpy(rows_at, data + at, bytes);
       else if (data) memcpy(data + at, rows_at, bytes);

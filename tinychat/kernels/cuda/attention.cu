@@ -4,11 +4,6 @@
 // over columns. Results: finished where a single split has work (GQA); else partial, which the last block of a kv head
 // combines (GQA) or the next kernel (latent; value_up.cu).
 
-// Keys per split: the cache's `keys` rows in at most SPLITS parts, whole chunks each.
-DEVICE int keys_per_split(int keys, int splits, int chunk) {
-  return ((keys + splits - 1) / splits + chunk - 1) / chunk * chunk;
-}
-
 struct Args {
   u16 *partial = nullptr;  // (splits, heads, value_dim): each split's result, where it is not finished
   F2 *ml = nullptr;        // (splits, heads): maximum (log2) and sum
@@ -23,10 +18,11 @@ struct Args {
 DEVICE void run(const Args &a) {
   constexpr int GROUP = HEADS / KV_HEADS, ROWS = 16 * ROW_TILES, KP = KEY_DIM + 8, VP = LATENT ? KP : VALUE_DIM + 8,
                 PP = CHUNK_KEYS + 8, SP = CHUNK_KEYS + 4, WARPS = THREADS / 32;
-  constexpr int TILES = ROW_TILES * CHUNK_KEYS / 8, STEPS = KEY_DIM / 16, NT = (VALUE_DIM / 8 + WARPS - 1) / WARPS;
+  constexpr int TILES = ROW_TILES * CHUNK_KEYS / 16, STEPS = KEY_DIM / 16, NT = (VALUE_DIM / 8 + WARPS - 1) / WARPS;
+  constexpr int GROUPS = TILES * PARTS > WARPS ? TILES * PARTS / WARPS : 1;  // of 16 keys that a warp computes
   DYNAMIC_SHARED(pool);
-  u16 *qs = (u16 *)pool, *ks = qs + ROWS * KP, *vs = LATENT ? ks : ks + 2 * CHUNK_KEYS * KP,
-      *ps = vs + 2 * CHUNK_KEYS * VP;
+  u16 *qs = (u16 *)pool, *ks = qs + ROWS * KP, *vs = LATENT ? ks : ks + STAGES * CHUNK_KEYS * KP,
+      *ps = vs + STAGES * CHUNK_KEYS * VP;
   float *ss = (float *)(ps + ROWS * PP), *row_max = ss + PARTS * ROWS * SP, *row_sum = row_max + ROWS,
         *row_scale = row_sum + ROWS;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, split = blockIdx.x, kv_head = blockIdx.z,
@@ -39,41 +35,56 @@ DEVICE void run(const Args &a) {
   if (begin >= end) return;
   const int chunks = (end - begin + CHUNK_KEYS - 1) / CHUNK_KEYS, active = (keys + per - 1) / per;
 
-  // Rows from..to of chunk c; those past `end` become zeros.
-  auto load = [&](int c, int from, int to) {
-    constexpr int KV = KEY_DIM / 8, VV = LATENT ? 0 : VALUE_DIM / 8;
-    const int first = begin + c * CHUNK_KEYS;
+  // Rows of earlier steps in chunk c, in the background: they need no waiting.
+  constexpr int KV = KEY_DIM / 8, VV = LATENT ? 0 : VALUE_DIM / 8;
+  const int known = min(end, pos);
+  auto load = [&](int c) {
+    const int first = begin + c * CHUNK_KEYS, slot = c % STAGES * CHUNK_KEYS;
 #pragma unroll 4
     for (int i = threadIdx.x; i < CHUNK_KEYS * KV; i += THREADS) {
       const int row = i / KV, col = i % KV * 8, key = first + row;
-      if (key >= from && key < to)
-        copy_async(ks + ((c & 1) * CHUNK_KEYS + row) * KP + col,
-            a.k_cache + ((u64)(key < end ? key : begin) * KV_HEADS + kv_head) * KEY_DIM + col, key < end);
+      if (key < known)
+        copy_async(ks + (slot + row) * KP + col, a.k_cache + ((u64)key * KV_HEADS + kv_head) * KEY_DIM + col, true);
     }
 #pragma unroll 4
     for (int i = threadIdx.x; i < CHUNK_KEYS * VV; i += THREADS) {
       constexpr int V1 = VV ? VV : 1;
       const int row = i / V1, col = i % V1 * 8, key = first + row;
-      if (key >= from && key < to)
-        copy_async(vs + ((c & 1) * CHUNK_KEYS + row) * VP + col,
-            a.v_cache + ((u64)(key < end ? key : begin) * KV_HEADS + kv_head) * VALUE_DIM + col, key < end);
+      if (key < known)
+        copy_async(vs + (slot + row) * VP + col, a.v_cache + ((u64)key * KV_HEADS + kv_head) * VALUE_DIM + col, true);
+    }
+    copy_commit();
+  };
+  // The rest of it: this step's row, zeros behind it.
+  auto finish = [&](int c) {
+    const int first = begin + c * CHUNK_KEYS, slot = c % STAGES * CHUNK_KEYS;
+    if (c >= chunks || first + CHUNK_KEYS <= known) return;
+    for (int i = threadIdx.x; i < CHUNK_KEYS * KV; i += THREADS) {
+      const int row = i / KV, col = i % KV * 8, key = first + row;
+      const u16 *from = a.k_cache + ((u64)key * KV_HEADS + kv_head) * KEY_DIM + col;
+      if (key >= known) *(V4 *)(ks + (slot + row) * KP + col) = key < end ? *(const V4 *)from : V4{0, 0, 0, 0};
+    }
+    for (int i = threadIdx.x; i < CHUNK_KEYS * VV; i += THREADS) {
+      constexpr int V1 = VV ? VV : 1;
+      const int row = i / V1, col = i % V1 * 8, key = first + row;
+      const u16 *from = a.v_cache + ((u64)key * KV_HEADS + kv_head) * VALUE_DIM + col;
+      if (key >= known) *(V4 *)(vs + (slot + row) * VP + col) = key < end ? *(const V4 *)from : V4{0, 0, 0, 0};
     }
   };
-  const int known = max(begin, min(pos, begin + CHUNK_KEYS));  // rows of earlier steps need no waiting
-  load(0, begin, known);
+#pragma unroll
+  for (int c = 0; c < STAGES - 1; c++) load(c);
   for (int i = threadIdx.x; i < ROWS; i += THREADS) {
     row_max[i] = -1e30f;
     row_sum[i] = 0;
   }
   grid_wait();
-  load(0, known, begin + CHUNK_KEYS);
   for (int i = threadIdx.x; i < ROWS * (KEY_DIM / 8); i += THREADS) {
-    const int r = i / (KEY_DIM / 8), c = i % (KEY_DIM / 8) * 8,
-              row = first_row + r <= last_row ? first_row + r : last_row;
-    copy_async(qs + r * KP + c, a.q + ((u64)(row / GROUP) * HEADS + kv_head * GROUP + row % GROUP) * KEY_DIM + c,
-        first_row + r <= last_row);
+    const int r = i / (KEY_DIM / 8), c = i % (KEY_DIM / 8) * 8, row = first_row + r;
+    const u16 *from = a.q + (kv_head * GROUP + row) * KEY_DIM + c;
+    *(V4 *)(qs + r * KP + c) = row <= last_row ? *(const V4 *)from : V4{0, 0, 0, 0};
   }
-  copy_commit();
+#pragma unroll
+  for (int c = 0; c < STAGES - 1; c++) finish(c);
   float o[ROW_TILES][NT][4];
 #pragma unroll
   for (int m = 0; m < ROW_TILES; m++)
@@ -82,29 +93,34 @@ DEVICE void run(const Args &a) {
 #pragma unroll
       for (int i = 0; i < 4; i++) o[m][n][i] = 0;
 
+  const int m = warp % ROW_TILES, part = warp / ROW_TILES % PARTS, n = warp / (ROW_TILES * PARTS) * GROUPS;
+  V4 held[STEPS / PARTS];  // the warp's part of its queries
   for (int c = 0; c < chunks; c++) {
-    if (c + 1 < chunks) {
-      load(c + 1, 0, 1 << 30);
-      copy_commit();
-      copy_wait<1>();
-    } else copy_wait<0>();
+    load(c + STAGES - 1);
+    finish(c + STAGES - 1);
+    copy_wait<STAGES - 1>();
     __syncthreads();
-    const u16 *kc = ks + (c & 1) * CHUNK_KEYS * KP, *vc = vs + (c & 1) * CHUNK_KEYS * VP;
-    for (int tile = warp; tile < TILES * PARTS; tile += WARPS) {  // S = Q K^T
-      const int part = tile / TILES, m = tile % ROW_TILES, n = tile % TILES / ROW_TILES;
-      float s[4][4] = {};
+    const u16 *kc = ks + c % STAGES * CHUNK_KEYS * KP, *vc = vs + c % STAGES * CHUNK_KEYS * VP;
+    if (warp < TILES * PARTS / GROUPS) {  // S = Q K^T
+      float s[2 * GROUPS][4] = {};
       const u16 *qa = qs + (m * 16 + lane % 16) * KP + lane / 16 * 8 + part * (STEPS / PARTS) * 16;
-      const u16 *kb = kc + (n * 8 + lane % 8) * KP + lane / 8 % 2 * 8 + part * (STEPS / PARTS) * 16;
+      const u16 *kb = kc + (n * 16 + lane / 16 * 8 + lane % 8) * KP + lane / 8 % 2 * 8 + part * (STEPS / PARTS) * 16;
 #pragma unroll
       for (int k = 0; k < STEPS / PARTS; k++) {
-        const V4 av = ldmatrix4(qa + k * 16);
-        const V2 b = ldmatrix2(kb + k * 16);
-        const u32 qf[4] = {av.x, av.y, av.z, av.w};
-        mma_f16(s[k % 4], qf, b.x, b.y);
-      }
-      float *dst = ss + (part * ROWS + m * 16 + lane / 4) * SP + n * 8 + lane % 4 * 2;
+        if (c == 0) held[k] = ldmatrix4(qa + k * 16);
+        const u32 q[4] = {held[k].x, held[k].y, held[k].z, held[k].w};
 #pragma unroll
-      for (int i = 0; i < 4; i++) dst[i / 2 * 8 * SP + i % 2] = s[0][i] + s[1][i] + s[2][i] + s[3][i];
+        for (int g = 0; g < GROUPS; g++) {
+          const V4 b = ldmatrix4(kb + g * 16 * KP + k * 16);
+          mma_f16(s[2 * g], q, b.x, b.y);
+          mma_f16(s[2 * g + 1], q, b.z, b.w);
+        }
+      }
+      float *dst = ss + (part * ROWS + m * 16 + lane / 4) * SP + n * 16 + lane % 4 * 2;
+#pragma unroll
+      for (int g = 0; g < 2 * GROUPS; g++)
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) *(F2 *)(dst + i / 2 * 8 * SP + g * 8) = F2{s[g][i], s[g][i + 1]};
     }
     __syncthreads();
     {  // softmax of this chunk, and by how much what came before shrinks

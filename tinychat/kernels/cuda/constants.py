@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, is_dataclass
 from enum import IntEnum
+from functools import cache
 from typing import Any, get_args
 
 from gguf import GGMLQuantizationType
@@ -134,6 +135,16 @@ class Absorb(Constants):
 
 
 @dataclass(frozen=True)
+class Combine(Constants):
+    """combine.cu"""
+
+    heads: int
+    kv_lora: int
+    splits: int
+    chunk_keys: int
+
+
+@dataclass(frozen=True)
 class ValueUp(Constants):
     """value_up.cu"""
 
@@ -141,6 +152,7 @@ class ValueUp(Constants):
     kv_lora: int
     splits: int  # as in attention.cu
     chunk_keys: int
+    combined: bool  # by combine.cu
     weight: Matrix
     spread: Spread
     head_blocks: int  # thread blocks of one head's matrix
@@ -232,7 +244,8 @@ class Attention(Constants):
     key_dim: int
     value_dim: int
     row_tiles: int  # of 16 query rows in a block
-    chunk_keys: int  # keys in shared memory at a time, twice
+    chunk_keys: int  # keys that are computed at a time
+    stages: int  # chunks in shared memory
     parts: int  # warps that share a tile of scores, each over a part of the key's values
     splits: int  # parts of the cache's rows, one block each
     latent: bool  # V is the head of K's row
@@ -418,6 +431,7 @@ def enums(*kinds: type[IntEnum]) -> str:
     return "".join(f"enum {{ {', '.join(f'{m.name} = {m.value}' for m in kind)} }};\n" for kind in kinds)
 
 
+@cache
 def header(constants: Constants) -> str:
     """C++ definitions of all constants of a kernel."""
     return "template <class...> struct List {};\n" + enums(Gating, Norm) + _members(constants)

@@ -61,6 +61,14 @@ class GPU:
         return sum(b.nbytes for b in self.buffers.values())
 
     @property
+    def max_shared(self) -> int:
+        """Bytes of shared memory that a block may have."""
+        value = ctypes.c_int()
+        which = self.cuda.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+        self._check(self.cuda.cuDeviceGetAttribute(ctypes.byref(value), which, self.dev.cu_device))
+        return value.value
+
+    @property
     def free_bytes(self) -> int:
         """Bytes of its memory that nobody uses."""
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
@@ -155,6 +163,8 @@ class GPU:
     def compile(self, launches: Iterable[Launch]) -> None:
         """Compiles what the disk cache does not hold, in parallel."""
         sources = {source: None for source in (launch.source() for launch in launches) if source not in self._binaries}
+        if not sources:
+            return
         key, started = self.compiler.cachekey, time.perf_counter()
         for source in sources:
             if key and (found := diskcache_get(key, source)) is not None:

@@ -16,22 +16,26 @@ import numpy as np
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.cuda.device import GPU, unusable
+from tinychat.kernels.cuda.graph import Graph
 from tinychat.kernels.cuda.launch import Launch
 from tinychat.kernels.cuda.layout import Layout
 from tinychat.kernels.cuda.load import load
-from tinychat.kernels.cuda.prefill import SIZES, Prefill
+from tinychat.kernels.cuda.prefill import SIZES, Chip, Prefill
 from tinychat.kernels.cuda.profile import Step, kernels, profile, read_bandwidth, seconds_of
 from tinychat.kernels.cuda.quants import QUANTS
 from tinychat.kernels.cuda.selfcheck import self_check
 from tinychat.kernels.cuda.state import breaker_bits, state_words
-from tinychat.kernels.cuda.step import RING, Builder, decode, head
-from tinychat.kernels.executor import Kind, Weights
+from tinychat.kernels.cuda.step import DEEP, RING, Builder, decode, head
+from tinychat.kernels.executor import Kind, Mask, Weights
 from tinychat.kernels.limits import Limits, check
-from tinychat.kernels.ops import Plan, Sampling
+from tinychat.kernels.ops import MLA, Plan, Sampling
 from tinychat.kernels.profile import Calls, Kernel, StepProfile
+from tinychat.kernels.sampling import sample
 
 AHEAD = 4  # decode steps enqueued before the oldest is read
-FEW = 3  # tokens that the decode step takes one by one rather than prefill
+GRAPH_TOKENS = 128  # tokens from one graph of a prompt's kernels to the next
+FEW = 3  # tokens that the decode step takes one by one rather than prefill, in an empty cache
+ROWS_OF_STEP = 400  # cache rows whose keys and values MLA's prefill makes in the time of a decode step
 CHUNKS = (4096, 2048, 1024)  # tokens of a prefill step, at most: the first whose buffers fit the GPU
 SHARE = 0.97  # of the free memory that buffers may take; the rest is for programs and page-locked memory
 ROWS_OF_LOGITS = 64  # tokens of a prefill step that wants the logits of all
@@ -67,18 +71,22 @@ class CUDAExecutor:
     ) -> None:
         check(plan, LIMITS, "CUDA", max_context)
         self.plan, self.max_context = plan, max_context
+        self._latent = any(isinstance(layer.attention, MLA) for layer in plan.layers)
         layout = Layout(plan, {name: weights.raw(name).nbytes for name in {w.tensor for w in plan.weights}})
         self.gpu = gpu = GPU()
+        chip = Chip(gpu.warpgroups, gpu.max_shared)
         for chunk in CHUNKS:
             builder = Builder(plan, layout, max_context)
-            step = decode(builder)
+            steps = {0: decode(builder)}
+            if self._latent and max_context > DEEP:
+                steps[DEEP] = decode(builder, deep=True)
             self.prefill_chunk = min(chunk, max_context)
             sizes = sorted({min(n, self.prefill_chunk) for n in (*SIZES, chunk)})
-            prefill = {n: Prefill(builder, n, gpu.warpgroups).layers() for n in sizes}
-            head_all = Prefill(builder, min(ROWS_OF_LOGITS, max_context), gpu.warpgroups).head()
+            prefill = {n: Prefill(builder, n, chip).layers() for n in sizes}
+            head_all = Prefill(builder, min(ROWS_OF_LOGITS, max_context), chip).head()
             if sum(builder.buffers.values()) < SHARE * gpu.free_bytes:
                 break
-        launches = [launch for launch, _ in step]
+        launches = {depth: [launch for launch, _ in step] for depth, step in steps.items()}
         self.device = f"CUDA · {gpu.name}"
         try:
             for name, size in builder.buffers.items():
@@ -88,14 +96,14 @@ class CUDAExecutor:
                     gpu.allocate(name, size)
             if "tickets" in builder.buffers:  # of attention
                 gpu.upload("tickets", np.zeros(builder.buffers["tickets"], np.uint8))
-            gpu.compile([*launches, *chain.from_iterable(prefill.values()), *head_all])
+            gpu.compile([*chain.from_iterable([*launches.values(), *prefill.values()]), *head_all])
             load(gpu, layout, weights, progress)
             self_check(gpu, sorted({t.kind for t in layout.tensors.values()}, key=int))
             gpu.free("staging")
             gpu.free("params")
             for rope, name in builder.ropes.items():
                 gpu.upload(name, rope.table(max_context))
-            graph = gpu.graph(launches)
+            graphs = {depth: gpu.graph(launches[depth]) for depth in steps}
             self._prefill = {n: self._prompt(n, launches) for n, launches in prefill.items()}
             self._head_all = gpu.sequence(head_all)
             self._head = gpu.sequence([head(builder, plan.head)])
@@ -106,9 +114,12 @@ class CUDAExecutor:
             if isinstance(e, TinychatError) or not isinstance(e, Exception):
                 raise
             raise unusable(e) from e  # a driver without graphs of this kind, a compiler without this architecture, ...
-        self._step = Step(gpu, tuple(step), graph, max_context, self.decode, self._place)
-        self.launches, self.prefill_launches = launches, prefill
-        self.kernels_per_token, self.jit_batches = graph.kernels, 1
+        self._steps = {  # by the position from which on they are taken
+            depth: Step(gpu, tuple(step), graphs[depth], max_context, self.decode, self._place)
+            for depth, step in steps.items()
+        }
+        self.launches, self.prefill_launches = launches[0], prefill
+        self.kernels_per_token, self.jit_batches = graphs[0].kernels, 1
         self.jit_state = "replaying"  # compiled and captured at load
         self.weight_bytes = layout.nbytes
         self.cache_bytes = max_context * plan.kv_bytes_per_token
@@ -123,7 +134,8 @@ class CUDAExecutor:
         """
         self._check(ids, pos)
         out: list[np.ndarray] = []
-        size = 1 if len(ids) <= FEW else self.prefill_chunk
+        few = FEW + (pos // ROWS_OF_STEP if self._latent else 0)
+        size = 1 if len(ids) <= few else self.prefill_chunk
         if size > 1 and logits == "all":
             size = min(ROWS_OF_LOGITS, size)
         for start in range(0, len(ids), size):
@@ -131,7 +143,7 @@ class CUDAExecutor:
             count, keys = len(part), pos + start + len(part)
             self._place(part, pos + start, GREEDY, count)
             if size == 1:
-                self._step.graph()
+                self._step(pos + start).graph()
             else:
                 self._prefill[min(n for n in self._prefill if n >= count)](count, keys)
             if logits == "all" and size > 1:
@@ -145,9 +157,21 @@ class CUDAExecutor:
         self.gpu.synchronize()
         return np.concatenate(out) if out else None
 
-    def decode(self, token: int, pos: int, sampling: Sampling, recent: Sequence[int]) -> Iterator[tuple[int, float]]:
-        """See Executor.decode. Up to AHEAD steps are enqueued before one is waited for."""
+    def decode(
+        self, token: int, pos: int, sampling: Sampling, recent: Sequence[int], mask: Mask | None = None
+    ) -> Iterator[tuple[int, float]]:
+        """See Executor.decode. Up to AHEAD steps are enqueued before one is waited for; with a mask, which depends on
+        the token before, none is, and the host samples."""
         self._check([token], pos)
+        if mask is not None:
+            seen = list(recent)
+            for at in range(pos, self.max_context):
+                rows = self.forward([token], at, "last")
+                assert rows is not None
+                token, logprob = sample(rows[0], sampling, at, seen, mask())
+                seen.append(token)
+                yield token, logprob
+            return
         known = list(recent)[-(pos + 1) :] or [token]
         if sampling.dry_multiplier > 0:
             self.gpu.upload("breakers", breaker_bits(sampling.dry_breakers, self.plan.vocab))
@@ -157,7 +181,7 @@ class CUDAExecutor:
         try:
             for at in range(pos, self.max_context):
                 while enqueued < min(at + AHEAD, self.max_context):
-                    self._step.graph()
+                    self._step(enqueued).graph()
                     enqueued += 1
                 word = self._wait((at + 1) % RING)
                 self._ring[(at + 1) % RING] = EMPTY
@@ -175,31 +199,33 @@ class CUDAExecutor:
         """See Executor.cache_layout."""
         return "cuda f16 1"
 
-    def read_cache(self, rows: int) -> bytes:
+    def read_cache(self, first: int, rows: int) -> bytes:
         """See Executor.read_cache: K's rows (F16) layer by layer, then V's."""
-        return b"".join(self.gpu.download(name, rows * width * 2).tobytes() for name, width in self._caches())
+        return b"".join(
+            self.gpu.download(name, rows * width * 2, first * width * 2).tobytes() for name, width in self._caches()
+        )
 
-    def write_cache(self, data: bytes, rows: int) -> None:
+    def write_cache(self, data: bytes, first: int, rows: int) -> None:
         """See Executor.write_cache."""
         at, packed = 0, np.frombuffer(data, np.uint8)
         if packed.size != rows * self.plan.kv_bytes_per_token:
             raise TinychatError(f"a saved cache of {packed.size:,} bytes does not hold {rows} rows of this model")
         for name, width in self._caches():
-            self.gpu.upload(name, packed[at : at + rows * width * 2])
+            self.gpu.upload(name, packed[at : at + rows * width * 2], first * width * 2)
             at += rows * width * 2
         self.gpu.synchronize()
 
     def profile(self, token: int, pos: int, steps: int) -> StepProfile:
         """See MeasurableExecutor.profile."""
-        return profile(self._step, token, pos, steps)
+        return profile(self._step(pos), token, pos, steps)
 
     def seconds_of(self, groups: Sequence[Sequence[int]], pos: int, steps: int) -> Calls:
         """See MeasurableExecutor.seconds_of: all groups in a row, since the clock is coarser than one."""
-        return seconds_of(self._step, groups, pos, steps)
+        return seconds_of(self._step(pos), groups, pos, steps)
 
     def kernels(self) -> list[Kernel]:
         """See MeasurableExecutor.kernels."""
-        return kernels(self._step)
+        return kernels(self._step(0))
 
     def read_bandwidth(self) -> float:
         """See MeasurableExecutor.read_bandwidth."""
@@ -215,13 +241,24 @@ class CUDAExecutor:
         if min(ids) < 0 or max(ids) >= self.plan.vocab:
             raise TinychatError(f"token id out of range: the vocabulary has {self.plan.vocab} entries")
 
+    def _step(self, pos: int) -> Step:
+        """The decode step for a token at position `pos`."""
+        return self._steps[max(depth for depth in self._steps if depth <= pos)]
+
     def _prompt(self, most: int, launches: list[Launch]) -> Callable[[int, int], None]:
-        """What runs prompts of up to `most` tokens: one graph for the short ones, whose kernels are shorter than their
-        launches."""
-        if most > SIZES[1]:
+        """What runs prompts of up to `most` tokens: graphs for the short ones, since a graph's kernels follow each
+        other faster than launches. There is one for every GRAPH_TOKENS tokens, made when it is first needed."""
+        if most > SIZES[-1]:
             return self.gpu.sequence(launches)
-        graph = self.gpu.graph(launches, count=most, keys=self.max_context)
-        return lambda count, keys: graph()
+        graphs: dict[int, Graph] = {}
+
+        def run(count: int, keys: int) -> None:
+            size = min(-(-count // GRAPH_TOKENS) * GRAPH_TOKENS, most)
+            if size not in graphs:
+                graphs[size] = self.gpu.graph(launches, count=size, keys=self.max_context)
+            graphs[size]()
+
+        return run
 
     def _caches(self) -> list[tuple[str, int]]:
         keys = [(f"k:{i}", cache.key_width) for i, cache in enumerate(self.plan.caches) if cache.key_width]

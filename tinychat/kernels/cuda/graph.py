@@ -90,7 +90,7 @@ def enqueuer(calls: Sequence[Call], chained: bool = True) -> Callable[[int, int]
 
 
 class Graph:
-    """The calls in order, each after the one before, with the grids for a number of tokens and of cache rows;
+    """The calls in order, each after the one before, with the grids for a number of tokens and of cache rows.
     `chained`: with programmatic edges."""
 
     def __init__(self, calls: Sequence[Call], chained: bool = True, count: int = 1, keys: int = 1) -> None:

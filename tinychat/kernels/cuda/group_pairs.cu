@@ -18,7 +18,10 @@ DEVICE void run(const Args &a) {
   __syncthreads();
   for (int e = threadIdx.x; e < EXPERTS; e += THREADS) {
     int first = 0, tile = 0;  // what the experts before have
-    for (int i = 0; i < e; i++) { first += count[i]; tile += (count[i] + TILE_TOKENS - 1) / TILE_TOKENS; }
+    for (int i = 0; i < e; i++) {
+      first += count[i];
+      tile += (count[i] + TILE_TOKENS - 1) / TILE_TOKENS;
+    }
     at[e] = first;
     for (int i = 0; i < count[e]; i += TILE_TOKENS, tile++) {
       a.tiles[1 + 3 * tile] = e;

@@ -1,11 +1,15 @@
-// Prompts: packed weights times many tokens' activations as halves on tensor cores, float32 sums. A lane takes 32 weights in a row, of
-// 128 that the four lanes of a matrix row share: it reads them with 16-byte loads and turns them into halves in its registers. So the
-// activations' values stand in another order (`place`), in which ldmatrix gives each lane those of its own weights.
+// Prompts: packed weights times many tokens' activations as halves on tensor cores, float32 sums. A lane takes 32
+// weights in a row, of 128 that the four lanes of a matrix row share: it reads them with 16-byte loads and turns them
+// into halves in its registers. So the activations' values stand in another order (`place`), in which ldmatrix gives
+// each lane those of its own weights.
 
 constexpr int SPAN = 128, SPAN_VECTORS = SPAN / 8, WARPS = THREADS / 32;
 
-DEVICE constexpr int padded(int values) { return (values + SPAN - 1) / SPAN * SPAN; }  // pitch of a row of halves; the rest is zeros
-// Where value k of a row stands: bits (lane 6-5, half of a block 4, word 3-2, pair 1, 0) go to (half, word, pair, lane, 0).
+DEVICE constexpr int padded(int values) {
+  return (values + SPAN - 1) / SPAN * SPAN;
+}  // pitch of a row of halves; the rest is zeros
+// Where value k of a row stands: bits (lane 6-5, half of a block 4, word 3-2, pair 1, 0) go to (half, word, pair, lane,
+// 0).
 DEVICE constexpr int place(int k) { return (k & ~(SPAN - 1)) | (k & 30) << 2 | (k & 96) >> 4 | (k & 1); }
 
 DEVICE float to_half_range(float v) { return fminf(fmaxf(v, -65504.f), 65504.f); }
@@ -21,7 +25,10 @@ template <int T> struct Piece {
 #pragma unroll
     for (int i = 0; i < N; i++) {
       if (i < left) fetch<T>(f[i], w, blocks, first + i);
-      else { f[i].a = f[i].b = V4{0, 0, 0, 0}; f[i].h0 = f[i].h1 = f[i].s1 = f[i].s2 = 0; }
+      else {
+        f[i].a = f[i].b = V4{0, 0, 0, 0};
+        f[i].h0 = f[i].h1 = f[i].s1 = f[i].s2 = 0;
+      }
     }
   }
   DEVICE void begin() {
@@ -29,7 +36,10 @@ template <int T> struct Piece {
     const float s0 = scale_of<T>(f[0].s1, f[0].s2, 0), s1 = T == Q6_K ? scale_of<T>(f[0].s1, f[0].s2, 1) : s0;
     scale[0] = pack_halves(s0, s0);
     scale[1] = T == Q6_K ? pack_halves(s1, s1) : scale[0];
-    if (has_min(T)) { const float m = shift_of<T>(f[0].s1, f[0].s2); shift = pack_halves(m, m); }
+    if (has_min(T)) {
+      const float m = shift_of<T>(f[0].s1, f[0].s2);
+      shift = pack_halves(m, m);
+    }
   }
   // Weights 4k, 4k + 1 and 4k + 2, 4k + 3 as halves.
   DEVICE V2 halves(int k) const {
@@ -45,23 +55,29 @@ template <int T> struct Piece {
       const u32 q = codes<T>(word, f[0].h0, f[0].h1, k) ^ (T == Q8_0 ? 0x80808080u : 0);
       // A byte behind 0x64 is the half 1024 + byte; what is subtracted leaves the weight's integer, exactly.
       constexpr u32 bias = 0x6400 + (T == Q8_0 ? 128 : offset_of(T)), biases = bias | bias << 16;
-      const u32 lo = half2_sub(permute_bytes(q, 0x64646464u, 0x4140), biases), hi = half2_sub(permute_bytes(q, 0x64646464u, 0x4342), biases), s = scale[k / 4];
+      const u32 lo = half2_sub(permute_bytes(q, 0x64646464u, 0x4140), biases),
+                hi = half2_sub(permute_bytes(q, 0x64646464u, 0x4342), biases), s = scale[k / 4];
       return has_min(T) ? V2{half2_fma(lo, s, shift), half2_fma(hi, s, shift)} : V2{half2_mul(lo, s), half2_mul(hi, s)};
     }
   }
 };
 
-// Tile::SPLIT warps share rows, each with every SPLIT-th span: warps in a row, or whole warpgroups, which must read the same tokens at
-// a time. Which of them this warp is, and of which group.
-template <class Tile> DEVICE int part_of() { return Tile::WARPGROUPS ? threadIdx.x / 128 % Tile::SPLIT : threadIdx.x / 32 % Tile::SPLIT; }
+// Tile::SPLIT warps share rows, each with every SPLIT-th span: warps in a row, or whole warpgroups, which must read the
+// same tokens at a time. Which of them this warp is, and of which group.
+template <class Tile> DEVICE int part_of() {
+  return Tile::WARPGROUPS ? threadIdx.x / 128 % Tile::SPLIT : threadIdx.x / 32 % Tile::SPLIT;
+}
 template <class Tile> DEVICE int group_of() {
-  return Tile::WARPGROUPS ? threadIdx.x / (128 * Tile::SPLIT) * 4 + threadIdx.x / 32 % 4 : threadIdx.x / 32 / Tile::SPLIT;
+  return Tile::WARPGROUPS ? threadIdx.x / (128 * Tile::SPLIT) * 4 + threadIdx.x / 32 % 4
+                          : threadIdx.x / 32 / Tile::SPLIT;
 }
 
-// The matrix rows of a warp: TILES times 16 of them, SPAN columns at a time, DEPTH such spans ahead; and their products with TOKENS
-// tokens. Row lane / 4 + 8 * i of tile m is row[m][i] of the tensor. TOTAL rows: those of one matrix of M, or of several in a row.
+// The matrix rows of a warp: TILES times 16 of them, SPAN columns at a time, DEPTH such spans ahead; and their products
+// with TOKENS tokens. Row lane / 4 + 8 * i of tile m is row[m][i] of the tensor. TOTAL rows: those of one matrix of M,
+// or of several in a row.
 template <class M, int TOTAL, int TILES, int TOKENS, int DEPTH> struct Rows {
-  static constexpr int T = M::TYPE, BLOCKS = M::COLS / block_of(T), N = 32 / block_of(T), SPANS = padded(M::COLS) / SPAN;
+  static constexpr int T = M::TYPE, BLOCKS = M::COLS / block_of(T), N = 32 / block_of(T),
+                       SPANS = padded(M::COLS) / SPAN;
   const u8 *w;
   u64 row[TILES][2];
   Piece<T> piece[DEPTH][TILES][2];
@@ -102,8 +118,11 @@ template <class M, int TOTAL, int TILES, int TOKENS, int DEPTH> struct Rows {
 #pragma unroll
     for (int m = 0; m < TILES; m++) {
       const V2 top = piece[slot][m][0].halves(k), bottom = piece[slot][m][1].halves(k);
-      u32 (&to)[4] = a[k & 1][m];
-      to[0] = top.x; to[1] = bottom.x; to[2] = top.y; to[3] = bottom.y;
+      u32(&to)[4] = a[k & 1][m];
+      to[0] = top.x;
+      to[1] = bottom.x;
+      to[2] = top.y;
+      to[3] = bottom.y;
     }
   }
   // The first of each SPLIT warps gets the sums of all of them.
@@ -136,26 +155,31 @@ template <class M, int TOTAL, int TILES, int TOKENS, int DEPTH> struct Rows {
   }
 };
 
-// Fills rows.acc with the products of a tile: token t is row row_of[t] of x (pitch padded(COLS)), for t < tokens <= TOKENS; -1: none.
-// SPLIT warps share the rows, each with every SPLIT-th span; the first of them has the sums in the end. `pool` holds STAGES * SPLIT spans of
-// all tokens. rows.load(slot, warp % SPLIT + slot * SPLIT) of all slots comes before.
+// Fills rows.acc with the products of a tile: token t is row row_of[t] of x (pitch padded(COLS)), for t < tokens <=
+// TOKENS; -1: none. SPLIT warps share the rows, each with every SPLIT-th span; the first of them has the sums in the
+// end. `pool` holds STAGES * SPLIT spans of all tokens. rows.load(slot, warp % SPLIT + slot * SPLIT) of all slots comes
+// before.
 template <class Tile, int COLS, bool FEW, class... R>
 DEVICE void multiply_some(V4 *pool, const u16 *x, const int *row_of, int tokens, R &...rows) {
   constexpr int TOKENS = Tile::TOKENS, SPLIT = Tile::SPLIT, STAGES = Tile::STAGES, DEPTH = Tile::DEPTH;
-  constexpr int SPANS = padded(COLS) / SPAN, STEPS = (SPANS + SPLIT - 1) / SPLIT, PLANE = TOKENS * SPAN_VECTORS, STAGE = PLANE * SPLIT;
-  const int lane = threadIdx.x % 32, part = part_of<Tile>(), used = (TOKENS == 8 ? 8 : (tokens + 15) / 16 * 16) * SPAN_VECTORS;
-  auto fill = [&](int step) {  // a span is two tiles of 64 values: ptx.cuh, tile_at; so ldmatrix meets no bank twice, either
-    V4 *to = pool + step % STAGES * STAGE;
+  constexpr int SPANS = padded(COLS) / SPAN, STEPS = (SPANS + SPLIT - 1) / SPLIT, PLANE = TOKENS * SPAN_VECTORS,
+                STAGE = PLANE * SPLIT;
+  const int lane = threadIdx.x % 32, part = part_of<Tile>(),
+            used = (TOKENS == 8 ? 8 : (tokens + 15) / 16 * 16) * SPAN_VECTORS;
+  auto fill =
+      [&](int step) {  // a span is two tiles of 64 values: ptx.cuh, tile_at; so ldmatrix meets no bank twice, either
+        V4 *to = pool + step % STAGES * STAGE;
 #pragma unroll
-    for (int p = 0; p < SPLIT; p++) {
-      const int span = step * SPLIT + p;
-      if (span >= SPANS) break;
-      for (int i = threadIdx.x; i < used; i += THREADS) {
-        const int t = i / SPAN_VECTORS, c = i % SPAN_VECTORS, row = row_of[t];
-        copy_async(to + p * PLANE + (c / 8 * TOKENS + t) * 8 + (c % 8 ^ t % 8), x + (u64)max(row, 0) * padded(COLS) + span * SPAN + c * 8, row >= 0);
-      }
-    }
-  };
+        for (int p = 0; p < SPLIT; p++) {
+          const int span = step * SPLIT + p;
+          if (span >= SPANS) break;
+          for (int i = threadIdx.x; i < used; i += THREADS) {
+            const int t = i / SPAN_VECTORS, c = i % SPAN_VECTORS, row = row_of[t];
+            copy_async(to + p * PLANE + (c / 8 * TOKENS + t) * 8 + (c % 8 ^ t % 8),
+                x + (u64)max(row, 0) * padded(COLS) + span * SPAN + c * 8, row >= 0);
+          }
+        }
+      };
   if constexpr (Tile::WARPGROUPS) {
     // A step's buffer is filled again two steps later, when nobody's products read it any more.
 #pragma unroll
@@ -217,7 +241,8 @@ DEVICE void multiply_some(V4 *pool, const u16 *x, const int *row_of, int tokens,
 #pragma unroll
             for (int n = 0; n < TOKENS / 16; n++)
               if (n * 16 < tokens) {
-                const V4 b = ldmatrix4(xs + (k / 4 * TOKENS + n * 16 + lane / 16 * 8 + lane % 8) * 8 + ((k % 4 * 2 + lane / 8 % 2) ^ lane % 8));
+                const V4 b = ldmatrix4(xs + (k / 4 * TOKENS + n * 16 + lane / 16 * 8 + lane % 8) * 8 +
+                    ((k % 4 * 2 + lane / 8 % 2) ^ lane % 8));
                 (rows.use(k, 2 * n, b.x, b.y), ...);
                 (rows.use(k, 2 * n + 1, b.z, b.w), ...);
               }
@@ -237,13 +262,16 @@ template <class Tile, int COLS, class... R>
 DEVICE void multiply(V4 *pool, const u16 *x, const int *row_of, int tokens, R &...rows) {
   pool += (0u - shared_address(pool)) % 1024 / 16;
   if constexpr (Tile::WARPGROUPS && Tile::TOKENS == 64) {
-    if (tokens <= 32) { multiply_some<Tile, COLS, true>(pool, x, row_of, tokens, rows...); return; }
+    if (tokens <= 32) {
+      multiply_some<Tile, COLS, true>(pool, x, row_of, tokens, rows...);
+      return;
+    }
   }
   multiply_some<Tile, COLS, false>(pool, x, row_of, tokens, rows...);
 }
 
-// A pair of halves of rows `row` and `row` ^ 1 of one token, from both rows' values of two tokens: lanes of even rows get the first
-// token's pair, those of odd rows the second's. `row` is that of lane / 4.
+// A pair of halves of rows `row` and `row` ^ 1 of one token, from both rows' values of two tokens: lanes of even rows
+// get the first token's pair, those of odd rows the second's. `row` is that of lane / 4.
 DEVICE u32 pair_of_rows(float first, float second) {
   const bool odd = threadIdx.x / 4 % 2;
   const float other = shfl_xor(odd ? first : second, 4);

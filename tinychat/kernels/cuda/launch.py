@@ -46,6 +46,18 @@ def expand(read: Callable[[str], str], name: str, known: frozenset[str]) -> str:
 
 
 @cache
+def _source(read: Callable[[str], str], device: str, file: str, threads: int, constants: str, kernel: str) -> str:
+    head = f"{read(device) if device else ''}#define THREADS {threads}\n{tables()}{read('quants.cuh')}"
+    return f"{head}{constants}{expand(read, file, frozenset((device, 'quants.cuh')))}\n{kernel}"
+
+
+@cache
+def _fields(read: Callable[[str], str], file: str) -> dict[str, str]:
+    """The fields of a kernel's Args: name -> C type."""
+    return {field: c_type for c_type, field in _FIELD.findall(read(file))}
+
+
+@cache
 def tables() -> str:
     """C++ definitions that Python and the kernels share: quant types and the words of `state`."""
     return quants.header() + enums(Word)
@@ -77,10 +89,8 @@ class Launch:
     def source(self, device: str = "ptx.cuh") -> str:
         """The whole translation unit. `device` names the file with the device functions, or is "" for none."""
         params = ", ".join(f"{kind}{name}" for kind, name, _ in self.args)
-        head = f"{text(device) if device else ''}#define THREADS {self.threads}\n{tables()}{text('quants.cuh')}"
-        file = expand(text, self.file, frozenset((device, "quants.cuh")))
-        kernel = f"KERNEL({self.threads}, {self.resident}) {self.name}({params}) {{\n{self.body}\n}}"
-        return f"{head}{self.constants}{file}\n{kernel}\n"
+        signature = f"KERNEL({self.threads}, {self.resident}) {self.name}({params})"
+        return _source(text, device, self.file, self.threads, self.constants, f"{signature} {{\n{self.body}\n}}\n")
 
     def grid_of(self, count: int, keys: int) -> tuple[int, int, int]:
         """The grid for `count` tokens, behind which the cache holds `keys` rows."""
@@ -108,7 +118,7 @@ def kernel(
 
     A buffer that two fields name is one parameter.
     """
-    types = {field: c_type for c_type, field in _FIELD.findall(text(file))}
+    types = _fields(text, file)
     bound: dict[str, list[str]] = {}
     for field, buffer in buffers.items():
         if buffer is not None:

@@ -15,8 +15,8 @@ from tinychat.kernels.cuda.layout import Layout, Tensor, repack, transpose
 from tinychat.kernels.cuda.quants import FLOATS
 from tinychat.kernels.executor import Weights
 
-UPLOAD_BYTES = 32 << 20  # of one upload
-UPLOADS = 6  # in flight
+UPLOAD_BYTES = 16 << 20  # of one upload
+UPLOADS = 12  # in flight
 
 
 def load(gpu: GPU, layout: Layout, weights: Weights, progress: Callable[[float], None] | None) -> None:
@@ -59,7 +59,7 @@ def load(gpu: GPU, layout: Layout, weights: Weights, progress: Callable[[float],
             busy[m % UPLOADS] = gpu.event()
             done += part.nbytes
             if offset + part.nbytes == weights.raw(t.name).nbytes:
-                weights.release(t.name)
+                pool.submit(weights.release, t.name)
             if progress:
                 progress(done / total)
     for w, source in layout.transposed.values():

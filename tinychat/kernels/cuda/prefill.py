@@ -3,7 +3,8 @@ tokens, keys and values of latent attention made once per cache row."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.cuda import constants
@@ -16,9 +17,20 @@ from tinychat.kernels.ops import GQA, MLA, Dense, Experts, Weight
 
 SIZES = (16, 64, 1024)  # tokens up to which the kernels are of one kind each; beyond, there is one kind more
 LATENT_BLOCKS = 1056  # of prompt_latent.cu, at most
-FEW_TILES = 4  # blocks that share the cache rows in a graph, whose grids do not know how many there are
-QUERIES = 128  # rows of a block of prompt_attention.cu
-MAX_SHARED = 227 << 10  # bytes of shared memory of a block
+KEY_TILES = 16  # blocks that share the cache rows in a graph, whose grids do not know how many there are
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What of the GPU decides how its kernels are cut."""
+
+    warpgroups: bool  # it has wgmma
+    max_shared: int  # bytes of shared memory that a block may have
+
+    def fitting(self, tile: Tile) -> Tile:
+        """The tile with as many stages as fit."""
+        most = (self.max_shared - 4096) // (tile.shared // tile.stages)  # less what the kernels declare themselves
+        return replace(tile, stages=max(2, min(tile.stages, most)))
 
 
 def padded(values: int) -> int:
@@ -29,14 +41,13 @@ def padded(values: int) -> int:
 class Prefill:
     """Launches for up to `tokens` tokens over the buffers of a decode Builder, which grow to that many rows."""
 
-    def __init__(self, builder: Builder, tokens: int, warpgroups: bool) -> None:
-        self.b, self.tokens = builder, tokens
-        self.warpgroups = warpgroups  # the GPU has wgmma
+    def __init__(self, builder: Builder, tokens: int, chip: Chip) -> None:
+        self.b, self.tokens, self.chip = builder, tokens, chip
 
     @property
     def in_graph(self) -> bool:
-        """Whether these launches are few tokens' and so short that launching them one by one takes longer."""
-        return self.tokens <= SIZES[1]
+        """Whether these launches are so short that they go into graphs, whose grids are for more than the tokens."""
+        return self.tokens <= SIZES[-1]
 
     def layers(self) -> list[Launch]:
         """Embedding and all layers: the residual stream of every token, and their cache rows."""
@@ -77,29 +88,34 @@ class Prefill:
         """A buffer of rows of halves."""
         return self.b.buffer(name, 2 * rows * padded(values))
 
-    def _tile(self, *weights: Weight) -> Tile:
-        """For products with all tokens."""
+    def _tile(self, weights: Sequence[Weight], count: int) -> Tile:
+        """For products with `count` tokens."""
         floating = any(w.transposed or w.type in FLOATS for w in weights)  # whose registers hold four times as much
         depth = 1 if floating else 2
         small, short, medium = SIZES
-        if self.tokens <= small:
-            return Tile(1, 16, split=8, depth=depth, stages=2)
-        if self.tokens <= short:
-            return Tile(1, 32, split=4, depth=depth, stages=2)
-        if self.tokens <= medium:
-            if self.warpgroups:
-                return Tile(1, 64, split=1, depth=depth, stages=4, warpgroups=True)
-            return Tile(1, 64, split=2, depth=depth, stages=3)
-        if self.warpgroups:
-            return Tile(1 if floating else 2, 128, split=1, depth=depth, stages=4, warpgroups=True)
-        return Tile(1 if floating else 2, 64, split=1, depth=depth, stages=3)
+        if count <= small:
+            tile = Tile(1, 16, split=8, depth=depth, stages=4)
+        elif count <= short:
+            tile = Tile(1, 32, split=4, depth=depth, stages=4)
+        elif self.chip.warpgroups:
+            large = count > medium
+            rows, tokens = 2 if large and not floating else 1, 128 if large else 64
+            return Tile(rows, tokens, split=1, depth=depth, stages=4, warpgroups=True)
+        elif count <= medium:
+            tile = Tile(1, 64, split=2, depth=depth, stages=3)
+        else:
+            tile = Tile(1 if floating else 2, 64, split=1, depth=depth, stages=3)
+        return self.chip.fitting(tile)
 
     def _grouped_tile(self, rows: int) -> Tile:
         """For products with each expert's tokens."""
-        small, short, _ = SIZES
+        small, short, medium = SIZES
         if self.tokens <= short:
-            return Tile(1, 8 if self.tokens <= small else 16, split=2, depth=2, stages=3)
-        return Tile(rows, 64, split=1, depth=2, stages=4 if self.warpgroups else 3, warpgroups=self.warpgroups)
+            return self.chip.fitting(Tile(1, 8 if self.tokens <= small else 16, split=2, depth=2, stages=3))
+        rows = 1 if self.tokens <= medium else rows
+        if self.chip.warpgroups:
+            return Tile(rows, 64, split=1, depth=2, stages=4, warpgroups=True)
+        return self.chip.fitting(Tile(rows, 64, split=1, depth=2, stages=3))
 
     def _norm(self, src: str, norm: Weight | None, eps: float) -> Launch:
         assert norm is not None
@@ -130,9 +146,9 @@ class Prefill:
     ) -> Launch:
         """dst[i] (tokens, pitches[i]) = or += scale * (weights[i] @ x (+ biases[i])), rows of all of a weight's
         matrices."""
-        tile, parts, first = self._tile(*weights), list[constants.Part](), 0
-        if all_keys:
-            tile = Prefill(self.b, max(self.tokens, SIZES[1] + 1), self.warpgroups)._tile(*weights)
+        # as many cache rows as a longer prompt has tokens
+        tile = self._tile(weights, max(self.tokens, SIZES[1] + 1) if all_keys else self.tokens)
+        parts, first = list[constants.Part](), 0
         buffers: dict[str, str | None] = {"x": x, "state": "state"}
         for i, w in enumerate(weights):
             tiles = -(-w.rows * w.groups // tile.block_rows)
@@ -144,7 +160,7 @@ class Prefill:
 
         def grid(count: int, keys: int) -> tuple[int, int, int]:
             tiles = -(-(keys if all_keys else count) // tile.tokens)
-            return first, min(tiles, FEW_TILES) if all_keys and self.in_graph else tiles, 1
+            return first, min(tiles, KEY_TILES) if all_keys and self.in_graph else tiles, 1
 
         quant = "_".join(dict.fromkeys(p.weight.type.name.lower() for p in parts))
         return kernel(
@@ -242,9 +258,11 @@ class Prefill:
     def _attend(self, shape: constants.PromptAttention, keys: str, values: str, rope: str | None) -> Launch:
         """Attention's results as halves in buffer `attended`."""
         k_size, v_size = -(-shape.key_dim // 64) * 128, -(-shape.value_dim // 64) * 128  # bytes of a row
-        sizes = {n: QUERIES * k_size + 2 * n * (k_size + v_size) + 1024 for n in (64, 32, 16)}
-        chunk = next((n for n, size in sizes.items() if size <= MAX_SHARED), 0)
-        warpgroups = self.warpgroups and chunk == 64 and shape.key_dim % 64 == 0 and shape.value_dim % 64 == 0
+        threads = 256 if self.tokens > SIZES[-1] else 128  # a warp takes 16 queries
+        queries = threads // 2
+        sizes = {n: queries * k_size + 2 * n * (k_size + v_size) + 1024 for n in (64, 32, 16)}
+        chunk = next((n for n, size in sizes.items() if size <= self.chip.max_shared), 0)
+        warpgroups = self.chip.warpgroups and chunk == 64 and shape.key_dim % 64 == 0 and shape.value_dim % 64 == 0
         if not chunk or shape.key_dim % 8 or shape.value_dim % 8 or shape.key_part % 8 or shape.rope_pitch % 8:
             raise TinychatError(
                 f"the CUDA attention kernel does not take heads of {shape.key_dim} and {shape.value_dim} values"
@@ -262,8 +280,9 @@ class Prefill:
             "prompt_attention.cu",
             replace(shape, chunk_keys=chunk, warpgroups=warpgroups),
             buffers,
-            lambda count, keys: (-(-count // QUERIES), shape.heads, 1),
+            lambda count, keys: (-(-count // queries), shape.heads, 1),
             "attention",
+            threads=threads,
             shared=sizes[chunk],
         )
 
@@ -273,7 +292,7 @@ class Prefill:
 
     def _gated(self, gate: Weight, up: Weight, name: str) -> Launch:
         """silu(gate) * up of all tokens, from the halves `normed`."""
-        tile = self._tile(gate, up)
+        tile = self._tile([gate, up], self.tokens)
         tile = replace(tile, rows=1)
         buffers = {
             "dst": self._halves(name, self.tokens, gate.rows),
@@ -338,6 +357,7 @@ class Prefill:
                 lambda count, keys: (rows, tiles(count), 1),
                 f"prompt experts {quant}",
                 shared=tile.shared,
+                resident=2 if tile.warpgroups else 1,
             ),
         ]
         if shared:
@@ -370,7 +390,7 @@ class Prefill:
     def _router(self, block: Experts, pairs: int) -> Launch:
         r = block.router
         experts, cols = r.experts, r.weight.cols
-        tokens = 2 if self.in_graph else 4 if self.tokens <= SIZES[2] else 8
+        tokens = 2 if self.tokens <= SIZES[1] else 4 if self.tokens <= SIZES[2] else 8
         tokens = max(1, min(tokens, (160 << 10) // (4 * cols)))  # their float32 values lie in shared memory
         buffers = {
             "ids": self.b.buffer("expert_ids", 4 * pairs),

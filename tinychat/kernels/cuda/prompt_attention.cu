@@ -1,14 +1,15 @@
-// Prompts: flash attention. A block takes 16 query rows per warp of one head, heaviest blocks first, and goes through the keys CHUNK_KEYS at
-// a time, double-buffered. Scores, softmax and results of a row stay in the registers of one warp. A key's first KEY_PART values are in
-// `keys`, the rest in the rows of `rope` (MLA: common to all heads). In shared memory everything lies in tiles of 64 values (ptx.cuh, tile_at).
+// Prompts: flash attention. A block takes 16 query rows per warp of one head, heaviest blocks first, and goes through
+// the keys CHUNK_KEYS at a time, double-buffered. Scores, softmax and results of a row stay in the registers of one
+// warp. A key's first KEY_PART values are in `keys`, the rest in the rows of `rope` (MLA: common to all heads). In
+// shared memory everything lies in tiles of 64 values (ptx.cuh, tile_at).
 #include "halves.cuh"
 
 struct Args {
-  u16 *out = nullptr;  // (tokens, padded(HEADS * VALUE_DIM)), in the order the products read
-  const u16 *q = nullptr;  // (tokens, HEADS, KEY_DIM), scaled
-  const u16 *keys = nullptr;  // (positions, KV_HEADS, KEY_PART)
+  u16 *out = nullptr;           // (tokens, padded(HEADS * VALUE_DIM)), in the order the products read
+  const u16 *q = nullptr;       // (tokens, HEADS, KEY_DIM), scaled
+  const u16 *keys = nullptr;    // (positions, KV_HEADS, KEY_PART)
   const u16 *values = nullptr;  // (positions, KV_HEADS, VALUE_DIM)
-  const u16 *rope = nullptr;  // (positions, ROPE_PITCH), from value ROPE_START on
+  const u16 *rope = nullptr;    // (positions, ROPE_PITCH), from value ROPE_START on
   const int *state = nullptr;
 };
 
@@ -17,11 +18,13 @@ DEVICE constexpr int ceil64(int n) { return (n + 63) / 64 * 64; }
 DEVICE int spot(int rows, int row, int v) { return (v / 8 * rows + row) * 8 + (v % 8 ^ row % 8); }
 
 DEVICE void run(const Args &a) {
-  constexpr int QUERIES = WARPS * 16, KEYS = CHUNK_KEYS, KV = ceil64(KEY_DIM) / 8, VV = ceil64(VALUE_DIM) / 8, TILES = (VALUE_DIM + 15) / 16 * 2;
+  constexpr int QUERIES = WARPS * 16, KEYS = CHUNK_KEYS, KV = ceil64(KEY_DIM) / 8, VV = ceil64(VALUE_DIM) / 8,
+                TILES = (VALUE_DIM + 15) / 16 * 2;
   constexpr int PITCH = padded(HEADS * VALUE_DIM);
   DYNAMIC_SHARED(raw);
   V4 *qs = raw + (0u - shared_address(raw)) % 1024 / 16, *ks = qs + QUERIES * KV, *vs = ks + 2 * KEYS * KV;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y, kv_head = head / (HEADS / KV_HEADS), pos = a.state[POS], count = a.state[COUNT];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y, kv_head = head / (HEADS / KV_HEADS),
+            pos = a.state[POS], count = a.state[COUNT];
   const int first = ((count + QUERIES - 1) / QUERIES - 1 - (int)blockIdx.x) * QUERIES;
   if (first < 0) return;
   const int end = pos + min(first + QUERIES, count), chunks = (end + KEYS - 1) / KEYS;
@@ -33,21 +36,24 @@ DEVICE void run(const Args &a) {
       const bool there = key < end && col < KEY_DIM;
       const u16 *from = a.keys;
       if (there)
-        from = KEY_PART == KEY_DIM || col < KEY_PART ? a.keys + ((u64)key * KV_HEADS + kv_head) * KEY_PART + col : a.rope + (u64)key * ROPE_PITCH + ROPE_START + col - KEY_PART;
+        from = KEY_PART == KEY_DIM || col < KEY_PART ? a.keys + ((u64)key * KV_HEADS + kv_head) * KEY_PART + col
+                                                     : a.rope + (u64)key * ROPE_PITCH + ROPE_START + col - KEY_PART;
       copy_async(k + spot(KEYS, row, i % KV), from, there);
     }
 #pragma unroll 4
     for (int i = threadIdx.x; i < KEYS * VV; i += THREADS) {
       const int row = i / VV, col = i % VV * 8, key = c * KEYS + row;
       const bool there = key < end && col < VALUE_DIM;
-      copy_async(v + spot(KEYS, row, i % VV), there ? a.values + ((u64)key * KV_HEADS + kv_head) * VALUE_DIM + col : a.values, there);
+      copy_async(v + spot(KEYS, row, i % VV),
+          there ? a.values + ((u64)key * KV_HEADS + kv_head) * VALUE_DIM + col : a.values, there);
     }
   };
   grid_wait();
   for (int i = threadIdx.x; i < QUERIES * KV; i += THREADS) {
     const int row = i / KV, col = i % KV * 8;
     const bool there = first + row < count && col < KEY_DIM;
-    copy_async(qs + spot(QUERIES, row, i % KV), there ? a.q + ((u64)(first + row) * HEADS + head) * KEY_DIM + col : a.q, there);
+    copy_async(qs + spot(QUERIES, row, i % KV), there ? a.q + ((u64)(first + row) * HEADS + head) * KEY_DIM + col : a.q,
+        there);
   }
   load(0);
   copy_commit();
@@ -57,7 +63,8 @@ DEVICE void run(const Args &a) {
 #pragma unroll
     for (int i = 0; i < 4; i++) o[n][i] = 0;
   const int lowest = pos + first + warp * 16;  // the last key that the warp's first row sees
-  const int highest = WARPGROUPS ? pos + first + warp / 4 * 64 + 63 : lowest + 15;  // and the last row of those that compute together
+  const int highest =
+      WARPGROUPS ? pos + first + warp / 4 * 64 + 63 : lowest + 15;  // and the last row of those that compute together
   for (int c = 0; c < chunks; c++) {
     copy_wait<0>();
     if (WARPGROUPS) fence_tiles();
@@ -75,7 +82,8 @@ DEVICE void run(const Args &a) {
       wgmma_begin();
 #pragma unroll
       for (int d = 0; d < KEY_DIM / 16; d++)
-        wgmma_tiles(s, tile_at((const u8 *)qs + (d / 4 * QUERIES + warp / 4 * 64) * 128 + d % 4 * 32), tile_at((const u8 *)k + d / 4 * KEYS * 128 + d % 4 * 32));
+        wgmma_tiles(s, tile_at((const u8 *)qs + (d / 4 * QUERIES + warp / 4 * 64) * 128 + d % 4 * 32),
+            tile_at((const u8 *)k + d / 4 * KEYS * 128 + d % 4 * 32));
       wgmma_commit();
       wgmma_wait<0>();
     } else {
@@ -110,7 +118,10 @@ DEVICE void run(const Args &a) {
 #pragma unroll
       for (int n = 0; n < KEYS / 8; n++)
 #pragma unroll
-        for (int j = 2 * i; j < 2 * i + 2; j++) { s[n][j] = exp2_fast(s[n][j] - top); part += s[n][j]; }
+        for (int j = 2 * i; j < 2 * i + 2; j++) {
+          s[n][j] = exp2_fast(s[n][j] - top);
+          part += s[n][j];
+        }
       sum[i] = sum[i] * shrink[i] + part;  // of this lane's columns
     }
     u32 p[KEYS / 16][4];
@@ -119,13 +130,19 @@ DEVICE void run(const Args &a) {
 #pragma unroll
       for (int i = 0; i < 4; i++) p[j][i] = pack_halves(s[2 * j + i / 2][i % 2 * 2], s[2 * j + i / 2][i % 2 * 2 + 1]);
 #pragma unroll
-    for (int n = 0; n < TILES; n++) { o[n][0] *= shrink[0]; o[n][1] *= shrink[0]; o[n][2] *= shrink[1]; o[n][3] *= shrink[1]; }
+    for (int n = 0; n < TILES; n++) {
+      o[n][0] *= shrink[0];
+      o[n][1] *= shrink[0];
+      o[n][2] *= shrink[1];
+      o[n][3] *= shrink[1];
+    }
     if constexpr (WARPGROUPS) {  // O += P V
       wgmma_begin();
 #pragma unroll
       for (int j = 0; j < KEYS / 16; j++)
 #pragma unroll
-        for (int n = 0; n < VALUE_DIM / 64; n++) wgmma_trans((float (&)[8][4])o[8 * n], p[j], tile_at((const u8 *)v + (n * KEYS + j * 16) * 128));
+        for (int n = 0; n < VALUE_DIM / 64; n++)
+          wgmma_trans((float (&)[8][4])o[8 * n], p[j], tile_at((const u8 *)v + (n * KEYS + j * 16) * 128));
       wgmma_commit();
       wgmma_wait<0>();
     } else {
@@ -151,7 +168,8 @@ DEVICE void run(const Args &a) {
 #pragma unroll
     for (int n = 0; n < TILES; n++) {
       const int col = n * 8 + lane % 4 * 2;
-      if (VALUE_DIM % 16 == 0 || col < VALUE_DIM) *(u32 *)(out + place(head * VALUE_DIM + col)) = pack(o[n][2 * i] * f, o[n][2 * i + 1] * f);
+      if (VALUE_DIM % 16 == 0 || col < VALUE_DIM)
+        *(u32 *)(out + place(head * VALUE_DIM + col)) = pack(o[n][2 * i] * f, o[n][2 * i + 1] * f);
     }
     if (head == HEADS - 1)
       for (int col = HEADS * VALUE_DIM + lane % 4 * 2; col < PITCH; col += 8) *(u32 *)(out + place(col)) = 0;

@@ -1,10 +1,11 @@
-// Prompts: dst (pairs, rows) = the matrix of each pair's expert @ the pair's activations. A pair is (token, chosen expert).
+// Prompts: dst (pairs, rows) = the matrix of each pair's expert @ the pair's activations. A pair is (token, chosen
+// expert).
 #include "halves.cuh"
 
 struct Args {
   float *dst = nullptr;
   const u8 *w = nullptr;
-  const u16 *x = nullptr;  // (pairs, padded(columns))
+  const u16 *x = nullptr;      // (pairs, padded(columns))
   const int *tiles = nullptr;  // see group_pairs.cu
   const int *order = nullptr;
 };
@@ -16,7 +17,8 @@ DEVICE void run(const Args &a) {
   const int lane = threadIdx.x % 32, first_row = blockIdx.x * TILE_ROWS + group_of<Tile>() * Tile::ROWS * 16;
   grid_wait();
   if ((int)blockIdx.y >= a.tiles[0]) return;
-  const int expert = a.tiles[1 + 3 * blockIdx.y], first = a.tiles[2 + 3 * blockIdx.y], count = a.tiles[3 + 3 * blockIdx.y];
+  const int expert = a.tiles[1 + 3 * blockIdx.y], first = a.tiles[2 + 3 * blockIdx.y],
+            count = a.tiles[3 + 3 * blockIdx.y];
   Rows<Weight, Weight::ROWS, Tile::ROWS, Tile::TOKENS, Tile::DEPTH> rows;
   rows.point(a.w, expert, first_row);
 #pragma unroll

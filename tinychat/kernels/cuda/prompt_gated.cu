@@ -1,5 +1,5 @@
-// Prompts: silu(gate @ x) * (up @ x) as halves, in the order the next product reads. GROUPED: of (token, chosen expert) pairs, a block per
-// tile of pairs of one expert; else of tokens. A block makes TILE_ROWS rows.
+// Prompts: silu(gate @ x) * (up @ x) as halves, in the order the next product reads. GROUPED: of (token, chosen expert)
+// pairs, a block per tile of pairs of one expert; else of tokens. A block makes TILE_ROWS rows.
 #include "halves.cuh"
 
 struct Args {
@@ -21,7 +21,9 @@ DEVICE void run(const Args &a) {
   if (GROUPED) {
     grid_wait();
     if ((int)blockIdx.y >= a.tiles[0]) return;
-    expert = a.tiles[1 + 3 * blockIdx.y]; first = a.tiles[2 + 3 * blockIdx.y]; count = a.tiles[3 + 3 * blockIdx.y];
+    expert = a.tiles[1 + 3 * blockIdx.y];
+    first = a.tiles[2 + 3 * blockIdx.y];
+    count = a.tiles[3 + 3 * blockIdx.y];
   } else count = min(Tile::TOKENS, a.state[COUNT] - first);
   if (count <= 0) return;
   Rows<Gate, Gate::ROWS, Tile::ROWS, Tile::TOKENS, Tile::DEPTH> gate;
@@ -29,7 +31,10 @@ DEVICE void run(const Args &a) {
   gate.point(a.gate, expert, first_row);
   up.point(a.up, expert, first_row);
 #pragma unroll
-  for (int d = 0; d < Tile::DEPTH; d++) { gate.load(d, part_of<Tile>() + d * Tile::SPLIT); up.load(d, part_of<Tile>() + d * Tile::SPLIT); }
+  for (int d = 0; d < Tile::DEPTH; d++) {
+    gate.load(d, part_of<Tile>() + d * Tile::SPLIT);
+    up.load(d, part_of<Tile>() + d * Tile::SPLIT);
+  }
   if (!GROUPED) grid_wait();
   if (threadIdx.x < Tile::TOKENS) {
     const int t = threadIdx.x, pair = t >= count ? -1 : GROUPED ? a.order[first + t] : first + t;

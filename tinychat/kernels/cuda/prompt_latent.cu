@@ -1,10 +1,11 @@
-// Prompts, MLA: this step's cache rows; all rows' latent parts as halves in the order the products read; the rotated, scaled queries.
-// Items that the blocks share: the cache rows (of earlier steps, too), then eight heads of a token or of two, one per warp.
+// Prompts, MLA: this step's cache rows; all rows' latent parts as halves in the order the products read; the rotated,
+// scaled queries. Items that the blocks share: the cache rows (of earlier steps, too), then eight heads of a token or
+// of two, one per warp.
 #include "halves.cuh"
 #include "rope.cuh"
 
 struct Args {
-  u16 *cache = nullptr;  // (context, KV_LORA + ROPE_DIMS)
+  u16 *cache = nullptr;    // (context, KV_LORA + ROPE_DIMS)
   u16 *latents = nullptr;  // (context, padded(KV_LORA))
   u16 *queries = nullptr;  // (tokens, HEADS, NOPE + ROPE_DIMS)
   const float *q = nullptr;
@@ -17,7 +18,8 @@ struct Args {
 DEVICE void run(const Args &a) {
   constexpr int ROW = KV_LORA + ROPE_DIMS, HEAD = NOPE + ROPE_DIMS;
   __shared__ float red[WARPS];
-  const int pos = a.state[POS], count = a.state[COUNT], keys = pos + count, items = keys + (count * HEADS + WARPS - 1) / WARPS;
+  const int pos = a.state[POS], count = a.state[COUNT], keys = pos + count,
+            items = keys + (count * HEADS + WARPS - 1) / WARPS;
   grid_wait();
   for (int b = blockIdx.x; b < items; b += gridDim.x) {
     if (b < keys) {
@@ -40,7 +42,8 @@ DEVICE void run(const Args &a) {
       for (int i = threadIdx.x * 2; i < padded(KV_LORA); i += THREADS * 2) {
         u32 two = 0;
         if (i < KV_LORA) {
-          if (b >= pos) *(u32 *)(row + i) = two = pack_halves(kv[i] * r * a.kv_gain[i], kv[i + 1] * r * a.kv_gain[i + 1]);
+          if (b >= pos)
+            *(u32 *)(row + i) = two = pack_halves(kv[i] * r * a.kv_gain[i], kv[i + 1] * r * a.kv_gain[i + 1]);
           else two = *(const u32 *)(row + i);
         }
         *(u32 *)(latent + place(i)) = two;
@@ -51,6 +54,7 @@ DEVICE void run(const Args &a) {
     if (t >= count) continue;
     const float *q = a.q + (u64)item * HEAD;
     for (int i = threadIdx.x % 32; i < HEAD; i += 32)
-      a.queries[(u64)item * HEAD + i] = float_to_half(QUERY_SCALE * (i < NOPE ? q[i] : rotated(q + NOPE, a.table + (u64)(pos + t) * (ROPE_DIMS / 2), i - NOPE)));
+      a.queries[(u64)item * HEAD + i] = float_to_half(
+          QUERY_SCALE * (i < NOPE ? q[i] : rotated(q + NOPE, a.table + (u64)(pos + t) * (ROPE_DIMS / 2), i - NOPE)));
   }
 }

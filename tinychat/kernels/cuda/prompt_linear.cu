@@ -1,4 +1,5 @@
-// Prompts: up to three weights over the same activations. A block makes TILE_ROWS rows of one of them for Tile::TOKENS tokens.
+// Prompts: up to three weights over the same activations. A block makes TILE_ROWS rows of one of them for Tile::TOKENS
+// tokens.
 #include "halves.cuh"
 
 struct Args {
@@ -15,7 +16,8 @@ template <class P> DEVICE void part(const Args &a, int number, int tile, int num
   DYNAMIC_SHARED(pool);
   __shared__ int row_of[Tile::TOKENS];
   const int lane = threadIdx.x % 32, first_row = tile * TILE_ROWS + group_of<Tile>() * Tile::ROWS * 16;
-  const int tokens = (ALL_KEYS ? a.state[POS] : 0) + a.state[COUNT], first = number_of_tile * Tile::TOKENS, count = min(Tile::TOKENS, tokens - first);
+  const int tokens = (ALL_KEYS ? a.state[POS] : 0) + a.state[COUNT], first = number_of_tile * Tile::TOKENS,
+            count = min(Tile::TOKENS, tokens - first);
   Rows<typename P::Weight, P::TOTAL, Tile::ROWS, Tile::TOKENS, Tile::DEPTH> rows;
   rows.point(a.w[number], 0, first_row);
 #pragma unroll
@@ -36,7 +38,8 @@ template <class P> DEVICE void part(const Args &a, int number, int tile, int num
         if (HALF) {
           const u32 two = pair_of_rows(v[0], v[1]);
           const int mine = t + row % 2;
-          if (mine < count && row < P::TOTAL) *(u32 *)((u16 *)a.dst[number] + (u64)(first + mine) * P::PITCH + (row & ~1)) = two;
+          if (mine < count && row < P::TOTAL)
+            *(u32 *)((u16 *)a.dst[number] + (u64)(first + mine) * P::PITCH + (row & ~1)) = two;
         } else if (row < P::TOTAL) {
           float *dst = (float *)a.dst[number] + (u64)(first + t) * P::PITCH + row;
           const float bias = a.bias[number] ? a.bias[number][row] : 0;
@@ -50,8 +53,8 @@ template <class P> DEVICE void part(const Args &a, int number, int tile, int num
 template <class... P> DEVICE void parts(const Args &a, int number_of_tile, List<P...>) {
   int number = 0;
   ((P::FIRST_TILE <= (int)blockIdx.x && (int)blockIdx.x < P::FIRST_TILE + P::TILES
-          ? part<P>(a, number, blockIdx.x - P::FIRST_TILE, number_of_tile)
-          : (void)0,
+           ? part<P>(a, number, blockIdx.x - P::FIRST_TILE, number_of_tile)
+           : (void)0,
        number++),
       ...);
 }

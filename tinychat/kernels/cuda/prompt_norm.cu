@@ -2,7 +2,7 @@
 #include "halves.cuh"
 
 struct Args {
-  u16 *dst = nullptr;  // (tokens, padded(COLS))
+  u16 *dst = nullptr;          // (tokens, padded(COLS))
   const float *src = nullptr;  // (tokens, COLS)
   const float *gain = nullptr;
   const int *state = nullptr;
@@ -16,7 +16,10 @@ DEVICE void run(const Args &a) {
   const float *src = a.src + row * COLS;
   float ss = 0;
 #pragma unroll 4
-  for (int i = threadIdx.x * 4; i < COLS; i += THREADS * 4) { const F4 v = *(const F4 *)(src + i); ss += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w; }
+  for (int i = threadIdx.x * 4; i < COLS; i += THREADS * 4) {
+    const F4 v = *(const F4 *)(src + i);
+    ss += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+  }
   ss = warp_sum(ss);
   if (threadIdx.x % 32 == 0) red[threadIdx.x / 32] = ss;
   __syncthreads();

@@ -137,6 +137,11 @@ DEVICE u32 key_of(float v) {
   const u32 u = bits(v);
   return u & 0x80000000u ? ~u : u | 0x80000000u;
 }
+// Keys per split: the cache's `keys` rows in at most SPLITS parts, whole chunks each.
+DEVICE int keys_per_split(int keys, int splits, int chunk) {
+  return ((keys + splits - 1) / splits + chunk - 1) / chunk * chunk;
+}
+
 // One warp: the weights of a head's `active` attention splits, from each split's maximum (log2) and sum.
 template <int SPLITS> DEVICE void combine_weights(float *weight, const F2 *ml, int stride, int active, int lane) {
   constexpr int N = (SPLITS + 31) / 32;

@@ -1,11 +1,12 @@
-// Prompts: router logits and choice of experts for TOKENS tokens per block, float32 all through; and the tokens' normed values as halves.
+// Prompts: router logits and choice of experts for TOKENS tokens per block, float32 all through; and the tokens' normed
+// values as halves.
 #include "halves.cuh"
 #include "routing.cuh"
 
 struct Args {
   int *ids = nullptr;        // (tokens, chosen)
   float *weights = nullptr;  // (tokens, chosen)
-  u16 *normed = nullptr;  // (tokens, padded(columns)), in the order the products read
+  u16 *normed = nullptr;     // (tokens, padded(columns)), in the order the products read
   const u8 *w = nullptr;
   const float *x = nullptr;
   const float *gain = nullptr;
@@ -52,7 +53,8 @@ DEVICE void run(const Args &a) {
     for (int j = lane; j < COLS / 8; j += 32) {
       Block<Weight::TYPE> f[TOGETHER];
 #pragma unroll
-      for (int i = 0; i < TOGETHER; i++) fetch<Weight::TYPE>(f[i], a.w, Weight::BLOCKS, (u64)min(e + i, Choice::EXPERTS - 1) * (COLS / 8) + j);
+      for (int i = 0; i < TOGETHER; i++)
+        fetch<Weight::TYPE>(f[i], a.w, Weight::BLOCKS, (u64)min(e + i, Choice::EXPERTS - 1) * (COLS / 8) + j);
 #pragma unroll
       for (int i = 0; i < TOGETHER; i++)
 #pragma unroll
@@ -69,9 +71,9 @@ DEVICE void run(const Args &a) {
   __syncthreads();
   if (warp < TOKENS && first + warp < count) {
     choose<Choice>(logits[warp], a.selection_bias, my_ids[warp], my_weights[warp]);
-    if (lane < Choice::CHOSEN) {
-      a.ids[(first + warp) * Choice::CHOSEN + lane] = my_ids[warp][lane];
-      a.weights[(first + warp) * Choice::CHOSEN + lane] = my_weights[warp][lane];
+    for (int k = lane; k < Choice::CHOSEN; k += 32) {
+      a.ids[(first + warp) * Choice::CHOSEN + k] = my_ids[warp][k];
+      a.weights[(first + warp) * Choice::CHOSEN + k] = my_weights[warp][k];
     }
   }
 }

@@ -37,7 +37,7 @@ class Word(IntEnum):
 def state_words(s: Sampling, pos: int, count: int, first_known: int) -> np.ndarray:
     """int32: all words for a step of `count` tokens at `pos`; tokens are known from `first_known` on."""
     seed = struct.unpack("<2i", struct.pack("<Q", s.seed % 2**64))
-    dry = s.dry_multiplier > 0 and s.dry_base >= 1 and s.dry_last_n != 0
+    dry = s.dry_multiplier > 0 and s.dry_base >= 1 and s.dry_penalty_last_n != 0
     values: dict[Word, int | float] = {
         Word.POS: pos,
         Word.COUNT: count,
@@ -53,7 +53,7 @@ def state_words(s: Sampling, pos: int, count: int, first_known: int) -> np.ndarr
         Word.DRY_MULTIPLIER: s.dry_multiplier if dry else 0.0,
         Word.DRY_BASE: s.dry_base,
         Word.DRY_ALLOWED: s.dry_allowed_length,
-        Word.DRY_LAST_N: s.dry_last_n,
+        Word.DRY_LAST_N: s.dry_penalty_last_n,
         Word.DRY_LONGEST: longest_dry(s) if dry else 0,
     }
     floats = {Word.TEMPERATURE, Word.TOP_P, Word.MIN_P, Word.PENALTY, Word.DRY_MULTIPLIER, Word.DRY_BASE}

@@ -17,6 +17,8 @@ from tinychat.kernels.cuda.state import STATE_BYTES
 from tinychat.kernels.ops import GQA, MLA, Dense, Experts, Plan, Weight
 
 SPLITS = 32  # parts of the keys in decode attention; latent attention, with one kv head, has twice as many
+DEEP = 2048  # keys from which on latent attention has DEEP_SPLITS parts, and a kernel more to combine them
+DEEP_SPLITS = 132  # a block for each multiprocessor of an H100
 RING = 64  # slots of the ring of decoded tokens
 STRETCH = 4096  # logits of a block of candidates.cu
 MAX_K = 64  # largest top_k that the candidate lists serve
@@ -24,6 +26,7 @@ CANDIDATES = 128  # of a stretch: MAX_K and room for equal logits
 SAMPLING_THREADS = 1024
 ATTENTION_THREADS = 512
 MAX_SHARED = 48 << 10  # bytes of static shared memory of a block
+MAX_DYNAMIC = 227 << 10  # bytes of shared memory of a block, and of a multiprocessor
 PAIR_WARPS = PAIR_THREADS // 32
 Step = list[tuple[Launch, int]]  # launches, and the index in Plan.ops of the op that each computes
 
@@ -109,8 +112,8 @@ class Builder:
         return Activations(name, size, quantised and not floating and fits and whole)
 
 
-def decode(b: Builder) -> Step:
-    """All kernels of one token: embedding to sampling."""
+def decode(b: Builder, deep: bool = False) -> Step:
+    """All kernels of one token: embedding to sampling. `deep`: for DEEP keys and more."""
     plan, out = b.plan, Step()
     out.append((embed(b, plan.embed, 1), 0))
     first = 1  # op of the layer
@@ -120,9 +123,7 @@ def decode(b: Builder) -> Step:
             case GQA() as a:
                 out += [(launch, first + n) for n, launch in enumerate(_gqa(b, i, a))]
             case MLA() as m:
-                # the cache row is written by the kernel of op absorb, one op behind it
-                launches, projections = _mla(b, i, m), 2 if m.q_a else 1
-                out += [(launch, first + n + (n >= projections)) for n, launch in enumerate(launches)]
+                out += [(launch, first + n) for launch, n in _mla(b, i, m, deep)]
         match layer.feed_forward:
             case Dense() as d:
                 out += [(launch, done - 2 + n) for n, launch in enumerate(_dense(b, d))]
@@ -147,7 +148,7 @@ def _gqa(b: Builder, layer: int, a: GQA) -> list[Launch]:
     ]
 
 
-def _mla(b: Builder, layer: int, a: MLA) -> list[Launch]:
+def _mla(b: Builder, layer: int, a: MLA, deep: bool) -> Step:
     x, kv = Activations("x", a.kv_a.cols), (a.kv_a, None, "kv")
     if a.q_a:
         q_a = Activations("q_a", a.q_a.rows)
@@ -157,13 +158,15 @@ def _mla(b: Builder, layer: int, a: MLA) -> list[Launch]:
         ]
     else:
         out = [linear(b, "norm_linear", x, ((a.q, None, "q"), kv), norm=a.norm, eps=a.eps)]
-    value, heads = _value_up(b, a)
+    value, heads = _value_up(b, a, deep)
+    n = len(out) + 1  # op absorb; its kernel writes the cache row, too, which is the op before
+    attend = [attention(b, layer, a, deep), *([_combine(b, a)] if deep else [])]
     return [
-        *out,
-        _absorb(b, layer, a),
-        attention(b, layer, a),
-        value,
-        linear_add(b, heads, a.output, None, a.residual_scale),
+        *((launch, i) for i, launch in enumerate(out)),
+        (_absorb(b, layer, a), n),
+        *((launch, n + 1) for launch in attend),
+        (value, n + 2),
+        (linear_add(b, heads, a.output, None, a.residual_scale), n + 3),
     ]
 
 
@@ -325,8 +328,15 @@ def _absorb(b: Builder, layer: int, a: MLA) -> Launch:
     )
 
 
-def _value_up(b: Builder, a: MLA) -> tuple[Launch, Activations]:
-    """Per head: combines attention's splits, then W_v_b."""
+def _combine(b: Builder, a: MLA) -> Launch:
+    shape = constants.Combine(a.heads, a.kv_lora, splits(a, deep=True), chunk_keys(a, deep=True))
+    dst = b.act("o_latent")
+    buffers = {"partial": "attention_o", "ml": "attention_ml", "dst": dst, "state": "state"}
+    return kernel(f"combine_{a.heads}", "combine.cu", shape, buffers, (-(-a.kv_lora // 128), a.heads, 1), "attention")
+
+
+def _value_up(b: Builder, a: MLA, deep: bool) -> tuple[Launch, Activations]:
+    """Per head: combines attention's splits where no kernel did (not `deep`), then W_v_b."""
     w, kinds = a.v_b, b.kinds(a.v_b)
     check_shared(w.cols, *kinds)
     t = spread(w, w.rows * a.heads, quantise=True)
@@ -336,7 +346,8 @@ def _value_up(b: Builder, a: MLA) -> tuple[Launch, Activations]:
         a.heads,
         a.kv_lora,
         splits=splits(a),
-        chunk_keys=chunk_keys(a),
+        chunk_keys=chunk_keys(a, deep),
+        combined=deep,
         weight=b.matrix(w),
         spread=t,
         head_blocks=blocks,
@@ -344,10 +355,13 @@ def _value_up(b: Builder, a: MLA) -> tuple[Launch, Activations]:
         floating=kinds[1],
         out_quantised=heads.quantised,
     )
-    buffers = {"src": "attention_o", "ml": "attention_ml", "state": "state", **b.target(heads), "w": b.data(w)}
+    source: dict[str, str | None] = {"src": "attention_o", "ml": "attention_ml"}
+    if deep:
+        source = {"whole": b.act("o_latent")}
+    buffers = {**source, "state": "state", **b.target(heads), "w": b.data(w)}
     kind = shape.weight.type.name.lower()
     launch = kernel(
-        f"value_up_{kind}_{blocks * a.heads}x{w.cols}",
+        f"value_up_{kind}_{blocks * a.heads}x{w.cols}{'_deep' if deep else ''}",
         "value_up.cu",
         shape,
         buffers,
@@ -490,28 +504,30 @@ def choice(r: ops.Router) -> constants.Choice:
     return constants.Choice(r.experts, r.top_k, gating, r.normalize, r.groups, r.groups_used, r.scale)
 
 
-def splits(a: GQA | MLA) -> int:
+def splits(a: GQA | MLA, deep: bool = False) -> int:
     """Parts of the keys in decode."""
-    return 2 * SPLITS if isinstance(a, MLA) else SPLITS
+    return SPLITS if isinstance(a, GQA) else DEEP_SPLITS if deep else 2 * SPLITS
 
 
-def chunk_keys(a: GQA | MLA) -> int:
+def chunk_keys(a: GQA | MLA, deep: bool = False) -> int:
     """Keys that attention takes at a time: what fits twice into shared memory."""
-    return 32 if isinstance(a, MLA) or a.key_dim > 128 else 64
+    return 64 if deep else 32 if isinstance(a, MLA) or a.key_dim > 128 else 64
 
 
-def attention(b: Builder, layer: int, a: GQA | MLA) -> Launch:
+def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launch:
     """Results go into `heads` (GQA), partial ones of each split into `attention_o`."""
     latent = isinstance(a, MLA)
     kv_heads, key_dim, value_dim = (1, a.row, a.kv_lora) if isinstance(a, MLA) else (a.kv_heads, a.key_dim, a.value_dim)
-    group, keys = a.heads // kv_heads, chunk_keys(a)
+    group, keys = a.heads // kv_heads, chunk_keys(a, deep)
     row_tiles = 2 if group > 16 else 1
-    rows, steps, score_tiles = 16 * row_tiles, key_dim // 16, row_tiles * keys // 8
-    parts = next((n for n in (4, 2) if score_tiles * n <= ATTENTION_THREADS // 32 and steps % n == 0), 1)
+    rows, steps, score_tiles = 16 * row_tiles, key_dim // 16, row_tiles * keys // 16
+    warps = ATTENTION_THREADS // 32 * (2 if deep else 1)  # at depth a warp takes two tiles
+    parts = next((n for n in (4, 2) if score_tiles * n <= warps and steps % n == 0), 1)
     k_pitch, v_pitch = key_dim + 8, value_dim + 8
-    halves = rows * k_pitch + 2 * keys * (k_pitch + (0 if latent else v_pitch)) + rows * (keys + 8)
+    stages = 2
+    halves = rows * k_pitch + stages * keys * (k_pitch + (0 if latent else v_pitch)) + rows * (keys + 8)
     shared = 2 * halves + 4 * max(rows * (parts * (keys + 4) + 3), group * SPLITS)
-    if key_dim % 16 or value_dim % 8 or shared > 227 << 10:
+    if key_dim % 16 or value_dim % 8 or shared > MAX_DYNAMIC:
         raise TinychatError(f"the CUDA attention kernel does not take heads of {key_dim} and {value_dim} values")
     shape = constants.Attention(
         a.heads,
@@ -520,13 +536,14 @@ def attention(b: Builder, layer: int, a: GQA | MLA) -> Launch:
         value_dim,
         row_tiles=row_tiles,
         chunk_keys=keys,
+        stages=stages,
         parts=parts,
-        splits=splits(a),
+        splits=splits(a, deep),
         latent=latent,
     )
     buffers = {
-        "partial": b.buffer("attention_o", 2 * splits(a) * a.heads * value_dim),
-        "ml": b.buffer("attention_ml", 8 * splits(a) * a.heads),
+        "partial": b.buffer("attention_o", 2 * splits(a, deep) * a.heads * value_dim),
+        "ml": b.buffer("attention_ml", 8 * splits(a, deep) * a.heads),
         "tickets": b.buffer("tickets", 4 * kv_heads),
         "q": "queries",
         "k_cache": b.cache("k", layer),
@@ -534,9 +551,19 @@ def attention(b: Builder, layer: int, a: GQA | MLA) -> Launch:
         "v_cache": b.cache("k" if latent else "v", layer),
         "out": None if latent else b.act("heads"),
     }
-    name = f"attention_{a.heads}_{kv_heads}_{key_dim}"
-    grid = (splits(a), -(-group // rows), kv_heads)
-    return kernel(name, "attention.cu", shape, buffers, grid, "attention", threads=ATTENTION_THREADS, shared=shared)
+    name = f"attention_{a.heads}_{kv_heads}_{key_dim}{'_deep' if deep else ''}"
+    grid = (splits(a, deep), -(-group // rows), kv_heads)
+    return kernel(
+        name,
+        "attention.cu",
+        shape,
+        buffers,
+        grid,
+        "attention",
+        threads=ATTENTION_THREADS,
+        shared=shared,
+        resident=2 if 2 * shared <= MAX_DYNAMIC else 1,
+    )
 
 
 def sample(b: Builder) -> list[Launch]:

@@ -11,7 +11,7 @@ struct Combined {
   int head, active;
   DEVICE void prepare() {  // weight[s] of head `head`
     const int keys = state[POS] + 1, lane = threadIdx.x % 32;
-    const int per = ((keys + SPLITS - 1) / SPLITS + CHUNK_KEYS - 1) / CHUNK_KEYS * CHUNK_KEYS;
+    const int per = keys_per_split(keys, SPLITS, CHUNK_KEYS);
     active = (keys + per - 1) / per;
     if (threadIdx.x < 32) combine_weights<SPLITS>(weight, ml + head, HEADS, active, lane);
     __syncthreads();
@@ -32,8 +32,9 @@ struct Combined {
 };
 
 struct Args {
-  const u16 *src = nullptr;  // (splits, heads, kv_lora)
+  const u16 *src = nullptr;  // (splits, heads, kv_lora), not COMBINED
   const F2 *ml = nullptr;
+  const float *whole = nullptr;  // (heads, kv_lora), COMBINED
   const int *state = nullptr;
   float *dst = nullptr;  // (heads, rows), or:
   u32 *dst_q = nullptr;
@@ -45,6 +46,10 @@ DEVICE void run(const Args &a) {
   __shared__ float split_weight[SPLITS], values[32];
   const Shared sh = staging<KV_LORA, QUANTISED, FLOATING>(nullptr);
   const int g = blockIdx.x / HEAD_BLOCKS, b = blockIdx.x % HEAD_BLOCKS;
-  linear<Weight, Spread, false, QUANTISED, FLOATING>(a.w, g, b, Combined{a.src, a.ml, split_weight, a.state, g, 0},
-      nullptr, 0.f, sh, results<OUT_QUANTISED, HEADS * Weight::ROWS>(a, values, g * Weight::ROWS));
+  const auto put = results<OUT_QUANTISED, HEADS * Weight::ROWS>(a, values, g * Weight::ROWS);
+  if constexpr (COMBINED)
+    linear<Weight, Spread, false, QUANTISED, FLOATING>(a.w, g, b, Plain{a.whole + g * KV_LORA}, nullptr, 0.f, sh, put);
+  else
+    linear<Weight, Spread, false, QUANTISED, FLOATING>(
+        a.w, g, b, Combined{a.src, a.ml, split_weight, a.state, g, 0}, nullptr, 0.f, sh, put);
 }

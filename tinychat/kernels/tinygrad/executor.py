@@ -9,7 +9,7 @@ import numpy as np
 from tinygrad import Tensor, dtypes
 
 from tinychat.errors import TinychatError
-from tinychat.kernels.executor import Kind, Weights
+from tinychat.kernels.executor import Kind, Mask, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import Experts, Plan, Sampling
 from tinychat.kernels.profile import Calls, Kernel, StepProfile, calls_of
@@ -77,13 +77,15 @@ class ReferenceExecutor:
             done += n
         return np.concatenate(out) if out else None
 
-    def decode(self, token: int, pos: int, sampling: Sampling, recent: Sequence[int]) -> Iterator[tuple[int, float]]:
+    def decode(
+        self, token: int, pos: int, sampling: Sampling, recent: Sequence[int], mask: Mask | None = None
+    ) -> Iterator[tuple[int, float]]:
         """See Executor.decode; sampling runs on the host."""
         seen = list(recent)
         while pos < self.max_context:
             rows = self.step.run([token], pos, True)
             assert rows is not None
-            token, logprob = sample(rows[0], sampling, pos, seen)
+            token, logprob = sample(rows[0], sampling, pos, seen, mask() if mask else None)
             seen.append(token)
             yield token, logprob
             pos += 1
@@ -97,11 +99,11 @@ class ReferenceExecutor:
         """See Executor.cache_layout."""
         return f"reference {self._type.name} 1"
 
-    def read_cache(self, rows: int) -> bytes:
+    def read_cache(self, first: int, rows: int) -> bytes:
         """See Executor.read_cache: K's rows of every layer, then V's."""
-        return b"".join(t[:rows].numpy().tobytes() for t in self.step.caches)
+        return b"".join(t[first : first + rows].numpy().tobytes() for t in self.step.caches)
 
-    def write_cache(self, data: bytes, rows: int) -> None:
+    def write_cache(self, data: bytes, first: int, rows: int) -> None:
         """See Executor.write_cache."""
         if len(data) * self.max_context != rows * self.cache_bytes:
             raise TinychatError(f"a saved cache of {len(data):,} bytes does not hold {rows} rows of this model")
@@ -110,7 +112,7 @@ class ReferenceExecutor:
             size = rows * t.nbytes() // self.max_context
             kind = np.float16 if self._type == dtypes.float16 else np.float32
             part = np.frombuffer(data, kind, size // kind().itemsize, at)
-            t[:rows].assign(Tensor(part.reshape(rows, -1), device=self.step.device)).realize()
+            t[first : first + rows].assign(Tensor(part.reshape(rows, -1), device=self.step.device)).realize()
             at += size
 
     def profile(self, token: int, pos: int, steps: int) -> StepProfile:

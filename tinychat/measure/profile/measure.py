@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -14,13 +15,14 @@ from pathlib import Path
 import numpy as np
 from platformdirs import user_cache_dir
 
+from tinychat.engine.devices import OnProgress
 from tinychat.engine.engine import Engine
 from tinychat.engine.memory_limit import limit_of
 from tinychat.errors import TinychatError, printable
 from tinychat.kernels.ops import Op
 from tinychat.kernels.profile import Kernel, Part, StepProfile, category_of, name_of, quant_of, shape_of
 from tinychat.measure.bench import prompt
-from tinychat.measure.lock import OnProgress, machine_lock
+from tinychat.measure.lock import machine_lock
 from tinychat.measure.profile.flags import find
 from tinychat.measure.profile.report import REST, SAMPLING, STALLS, WAITING, Profile, Row
 from tinychat.measure.results import Run
@@ -171,6 +173,20 @@ def _commands(name: str, r: Profile, device: str) -> list[str]:
     return [f"tinychat kernels {model} --source {r.rows[0].name}", f"tinychat bench {model} --block"]
 
 
+KEPT = 50  # profiles on the disk
+
+
+def clear_profiles() -> int:
+    """Deletes every kept profile; returns the bytes that freed."""
+    freed = 0
+    for path in profiles_dir().glob("*.json"):
+        with contextlib.suppress(OSError):
+            size = path.stat().st_size
+            path.unlink()
+            freed += size
+    return freed
+
+
 def profiles_dir() -> Path:
     """Where raw figures are kept."""
     return Path(user_cache_dir("tinychat", appauthor=False)) / "profiles"
@@ -201,6 +217,8 @@ def _save(p: StepProfile, r: Profile) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(raw))
+        for old in sorted(path.parent.glob("*.json"))[:-KEPT]:  # their names begin with the date
+            old.unlink(missing_ok=True)
     except OSError as e:
         raise TinychatError(f"{path}: the raw figures cannot be saved: {(e.strerror or str(e)).lower()}") from None
     return path

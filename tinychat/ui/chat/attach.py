@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mimetypes
 import os
 import re
@@ -26,12 +27,12 @@ def attachments(text: str, folder: Path | None = None) -> tuple[Attachment, ...]
     for match in _AT.finditer(text):
         name = match[1] or match[2]
         path = _path(name, folder)
-        if match[2] and not path.exists():
+        if match[2] and not os.path.exists(path):
             name = name.rstrip(".,;:!?)")
             path = _path(name, folder)
-        if not path.exists() and (match[1] or _means_a_file(name)):
+        if not os.path.exists(path) and (match[1] or _means_a_file(name)):
             raise TinychatError(f"{printable(name)}: no such file; the message was not sent")
-        if path.exists() and name not in found:
+        if os.path.exists(path) and name not in found:
             found[name] = read(path, name)
     return tuple(found.values())
 
@@ -56,8 +57,9 @@ def read(path: Path, name: str) -> Attachment:
         return Attachment(name, data.decode("utf-8-sig"))
     except UnicodeDecodeError:
         raise TinychatError(f"{shown} is not UTF-8 text; convert it or paste what matters") from None
-    except OSError as e:
-        raise TinychatError(f"{shown}: {(e.strerror or str(e)).lower()}") from None
+    except (OSError, ValueError) as e:
+        why = getattr(e, "strerror", None) or str(e)
+        raise TinychatError(f"{shown}: {why.lower()}") from None
 
 
 def complete(typed: str, folder: Path | None = None) -> list[str]:
@@ -66,7 +68,7 @@ def complete(typed: str, folder: Path | None = None) -> list[str]:
     base = _path(f"{head}/" if head or typed.startswith("/") else ".", folder)
     try:
         entries = sorted(os.scandir(base), key=lambda e: (not e.is_dir(), e.name.lower()))
-    except OSError:
+    except (OSError, ValueError):
         return []
     prefix = f"{head}/" if head or typed.startswith("/") else ""
     found = [e for e in entries if e.name.lower().startswith(tail.lower()) and e.name.isprintable()]
@@ -80,5 +82,7 @@ def quoted(name: str) -> str:
 
 
 def _path(name: str, folder: Path | None) -> Path:
-    path = Path(name).expanduser()
+    path = Path(name)
+    with contextlib.suppress(RuntimeError):  # the home of somebody who is no user here: a file of that name
+        path = path.expanduser()
     return path if folder is None or path.is_absolute() else folder / path

@@ -13,6 +13,7 @@ from tinychat.backend.instruments import Instrumented
 from tinychat.chat.conversation import to_markdown
 from tinychat.chat.parameters import PARAMETERS, Parameters, get_parameter, set_parameter
 from tinychat.errors import TinychatError, printable
+from tinychat.files import expand
 from tinychat.ui.chat import models
 from tinychat.ui.chat.message import footer_text
 from tinychat.ui.chat.view import ChatView
@@ -176,7 +177,7 @@ async def save(chat: ChatView, text: str) -> None:
     kind = kind or "md"
     if not c.turns:
         raise TinychatError("there is nothing to save yet")
-    path = Path(name.strip()).expanduser() if name.strip() else _free(c.title, kind)
+    path = expand(name.strip()) if name.strip() else _free(c.title, kind)
     data = to_markdown(c) if kind == "md" else json.dumps(c.as_dict(), indent=1, ensure_ascii=False) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -264,6 +265,7 @@ async def conversations(chat: ChatView, text: str) -> None:
         if id == c.conversation.id:
             c.new()
         history.delete(id)
+        c.forget(id)
 
     chat.app.push_screen(ConversationsScreen(history, c.conversation.id, rename, delete), done)
 

@@ -125,7 +125,7 @@ class ChatScreen(Screen[None]):
         if self.history is not None:
             with suppress(TinychatError):  # the history itself says what is wrong with it when a conversation is saved
                 self.prompt.past = self.history.prompts()
-            self.show_draft()
+        self.show_draft()
         await self.transcript.reset(self.controller.conversation, 0, "", False)
         self.set_interval(DRAFT_EVERY, self.keep_draft)
         self.set_interval(1 / DRAIN_HZ, self._tick)
@@ -253,6 +253,9 @@ class ChatScreen(Screen[None]):
                 self.give_back([Turn("user", event.text)])
             await self.say(str(e), error=True)
             return
+        except Exception:  # the app says it
+            self.give_back([Turn("user", event.text)])
+            raise
         self._sent(event.text)
         self.transcript.to_end()
         await self.apply()

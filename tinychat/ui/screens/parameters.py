@@ -27,6 +27,10 @@ class Tick(Checkbox):
         return Content(f"[{'✓' if self.value else ' '}]")
 
 
+class Form(VerticalScroll, can_focus=False, inherit_bindings=False):
+    """Scrolls to the focused field; the arrow keys are the screen's."""
+
+
 class ParametersScreen(Sheet[Parameters]):
     """Dismisses with the parameters as the form has them, None when nothing is to change. Presets are kept in the
     settings."""
@@ -50,7 +54,7 @@ class ParametersScreen(Sheet[Parameters]):
         self._preset = ""  # the one that was loaded last
 
     def body(self) -> ComposeResult:
-        with VerticalScroll(can_focus=False):
+        with Form():
             with Horizontal(classes="field"):
                 yield Label("preset")
                 yield Select[str](self._choices(), prompt="none", id="preset", compact=True)

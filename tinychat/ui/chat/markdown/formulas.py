@@ -10,6 +10,7 @@ import re
 from functools import lru_cache
 
 from markdown_it import MarkdownIt
+from markdown_it.ruler import RuleOptionsType
 from markdown_it.rules_block import StateBlock
 from markdown_it.rules_inline import StateInline
 
@@ -30,7 +31,7 @@ _SPACES = re.compile(r"\\(?:[,;:! ]|quad|qquad)(?![a-zA-Z])")
 def formulas(parser: MarkdownIt) -> None:
     """Adds the formulas to `parser` as tokens `formula`, and takes from its escapes those that only TeX uses."""
     parser.inline.ruler.before("escape", "formula", _formula)
-    alternatives = {"alt": ["paragraph", "reference", "blockquote", "list"]}
+    alternatives: RuleOptionsType = {"alt": ["paragraph", "reference", "blockquote", "list"]}
     parser.block.ruler.before("fence", "formula_block", _formula_block, alternatives)
 
 

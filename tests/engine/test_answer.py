@@ -2,7 +2,7 @@
 
 import pytest
 
-from tinychat.engine.thinking import Piece, ThinkingSplitter
+from tinychat.engine.answer import AnswerParser, Piece
 
 CASES = {
     "opened by the prompt": (True, "I add\n2 and 2.\n\n</think>\n\nIt is 4.\n", "I add\n2 and 2.", "It is 4.\n"),
@@ -27,8 +27,8 @@ CASES = {
 
 
 def split(opened: bool, portions: list[str]) -> list[Piece]:
-    splitter = ThinkingSplitter("<think>", "</think>", opened)
-    return [piece for portion in portions for piece in splitter.feed(portion)] + splitter.flush()
+    parser = AnswerParser(("<think>", "</think>"), opened)
+    return [piece for portion in portions for piece in parser.feed(portion)] + parser.flush()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 1000])
@@ -44,16 +44,16 @@ def test_split(case: str, size: int) -> None:
 
 
 def test_text_is_not_held_back_longer_than_needed() -> None:
-    s = ThinkingSplitter("<think>", "</think>", True)
-    assert s.inside and s.feed("I think") == [Piece("thinking", "I think")]
+    s = AnswerParser(("<think>", "</think>"), True)
+    assert s.kind == "thinking" and s.feed("I think") == [Piece("thinking", "I think")]
     assert s.feed(" a<") == [Piece("thinking", " a")]
     assert s.feed("b") == [Piece("thinking", "<b")]
-    assert s.feed("\n\n") == [] and s.feed("</think>\n") == [] and not s.inside
+    assert s.feed("\n\n") == [] and s.feed("</think>\n") == [] and s.kind == "answer"
     assert s.feed("so") == [Piece("answer", "so")] and s.feed(" <think>") == [Piece("answer", " <think>")]
 
 
 def test_other_tags() -> None:
-    s = ThinkingSplitter("[THINK]", "[/THINK]", False)
+    s = AnswerParser(("[THINK]", "[/THINK]"))
     assert [*s.feed("[TH"), *s.feed("INK]a[/"), *s.feed("THINK]b"), *s.flush()] == [
         Piece("thinking", "a"),
         Piece("answer", "b"),

@@ -1,0 +1,261 @@
+"""Random keys, pastes, commands, resizes, model switches and stops against the app, to find what breaks it.
+
+    python -m scripts.monkey --events 10000 --seed 1          against a scripted engine
+    python -m scripts.monkey --events 2000 --real FILE.gguf   against a model of this machine
+
+The same seed gives the same events. Fails on a crash report, on an answer that does not end, on an app that answers no
+question any more, and where the history is not what was shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from textual import events
+from textual.pilot import Pilot
+
+from tests.support.scripted import INFO, Script, scripted
+from tinychat import crash
+from tinychat.chat.controller import OpenBackend
+from tinychat.chat.history import History
+from tinychat.ui.app import TinychatApp
+from tinychat.ui.chat.commands import COMMANDS
+from tinychat.ui.chat.message import TurnMessage
+
+KEYS = (
+    *"abcxyz/@~#`*_|<>{}[]()\\\"'.,:;!?- 0129éß日🙂",
+    *("enter", "escape", "tab", "shift+tab", "backspace", "delete", "up", "down", "left", "right", "home", "end"),
+    *("pageup", "pagedown", "ctrl+up", "ctrl+down", "ctrl+home", "ctrl+end", "shift+enter", "ctrl+j", "ctrl+z"),
+    *("ctrl+a", "ctrl+k", "ctrl+u", "ctrl+w", "ctrl+n", "ctrl+r", "ctrl+g", "ctrl+t", "ctrl+o", "ctrl+c", "ctrl+p"),
+    *("f1", "f2", "f3", "f4", "f5", "f7", "f8", "f9", "e", "c", "y", "n", "r", "d", "k", "space"),
+)
+ARGUMENTS = (
+    *("", "1", "0", "-1", "99999999999999999999", "on", "off", "md", "json", "all", "code 2", "answer", "temperature"),
+    *("temperature 0.5", "temperature hot", "top_k 5", "context 64", "context 4096", "max_tokens 3", "seed x", "\x00"),
+    *(
+        "~nosuchuser/x",
+        "/",
+        "..",
+        "x" * 300,
+        "a b c d",
+        "日本語 🙂",
+        "[bold]",
+        "\ud800",
+        "http://[::1/",
+        "%s{}",
+        "Well,",
+    ),
+)
+WORDS = ("hello", "@~nosuchuser/", "@" + "x" * 300, "//etc", "```", "[red]x[/]", "@.", "a\nb", "<think>", "🙂" * 50)
+LEFT_OUT = {"quit", "bench", "profile"}  # these end the app, or measure for long; `save` writes into a scratch folder
+ANSWERS = (
+    "Yes.",
+    "word " * 300,
+    "<think>\nlet me see " + "hm " * 100 + "\n</think>\n\nSo **it** is:\n\n```py\nx = 1\n```\n",
+    "<think>\nnever ends",
+    "| a | b |\n|---|---|\n| 1 | 2 |\n\n- x\n  - y\n\n> z",
+    "日本語 🙂 [link](https://example.com) \\( x^2 \\)",
+)
+SIZES = ((100, 30), (80, 24), (140, 40), (20, 5), (200, 60), (40, 10), (1, 1))
+SETTLES = 30.0  # seconds within which an answer must end after it was stopped
+
+
+class Broken(AssertionError):
+    """What the monkey found."""
+
+
+class Monkey:
+    """One app and what is done to it."""
+
+    def __init__(self, app: TinychatApp, pilot: Pilot[None], rng: random.Random) -> None:
+        self.app, self.pilot, self.rng = app, pilot, rng
+        self.counts: Counter[str] = Counter()
+        self.last: list[str] = []  # what was done before it broke
+
+    async def run(self, number: int, check_every: int = 250) -> None:
+        kinds = {self.key: 50, self.type: 12, self.command: 14, self.paste: 6, self.stop: 8, self.wait: 6}
+        kinds |= {self.resize: 2, self.switch: 1, self.click: 4}
+        for n in range(1, number + 1):
+            (kind,) = self.rng.choices(list(kinds), list(kinds.values()))
+            self.counts[kind.__name__] += 1
+            self.last = [*self.last[-30:], f"{kind.__name__} {await kind()!r}"]
+            if self.rng.random() < 0.3:
+                await asyncio.sleep(0)
+            if reports := crash.reports():
+                raise Broken(f"after {n} events: {reports[-1].read_text()}\nthe last events: {self.last}")
+            if not self.app.is_running or not self.app.chat.is_running:
+                raise Broken(f"the app ended after {n} events: {self.last}")
+            if n % check_every == 0 or n == number:
+                await self.check(n)
+
+    # events
+
+    def _post(self, event: events.Event) -> None:
+        self.app.post_message(event)
+
+    async def key(self) -> str:
+        key = self.rng.choice(KEYS)
+        character = key if len(key) == 1 else {"space": " ", "enter": "\r", "tab": "\t"}.get(key)
+        self._post(events.Key(key, character))
+        await asyncio.sleep(0)
+        return key
+
+    async def type(self) -> str:
+        text = self.rng.choice(WORDS)
+        for character in text[:12]:
+            self._post(events.Key(character, character))
+        self._post(events.Paste(text[12:]))
+        await self.pilot.pause()
+        if self.rng.random() < 0.7:
+            self._post(events.Key("enter", "\r"))
+        return text
+
+    async def command(self) -> str:
+        names = [c.name for c in COMMANDS if c.name not in LEFT_OUT]
+        text = f"/{self.rng.choice([*names, 'nonsense'])} {self.rng.choice(ARGUMENTS)}"
+        if self.app.screen is self.app.chat:
+            self.app.chat.prompt.put(text)
+            self.app.chat.prompt.submit()
+        await asyncio.sleep(0)
+        return text
+
+    async def paste(self) -> int:
+        size = self.rng.choice((1, 100, 5000))
+        self._post(events.Paste("".join(self.rng.choices("ab \n\r\t\x1b\x00é日🙂", k=size))))
+        return size
+
+    async def stop(self) -> None:
+        self._post(events.Key(self.rng.choice(("escape", "ctrl+c", "ctrl+g")), None))
+        await asyncio.sleep(0)
+
+    async def wait(self) -> float:
+        seconds = self.rng.choice((0.0, 0.001, 0.01, 0.05))
+        await asyncio.sleep(seconds)
+        return seconds
+
+    async def resize(self) -> tuple[int, int]:
+        size = self.rng.choice(SIZES)
+        await self.pilot.resize_terminal(*size)
+        return size
+
+    async def switch(self) -> None:
+        c = self.app.controller
+        if c._choice is not None:
+            c.load(f"model {self.rng.randrange(3)}", c._choice.path, **c._choice.options)
+
+    async def click(self) -> tuple[int, int]:
+        width, height = self.app.size
+        at = self.rng.randrange(max(1, width)), self.rng.randrange(max(1, height))
+        with suppress(Exception):  # Pilot refuses places outside of the screen
+            await self.pilot.click(offset=at)
+        return at
+
+    # what must hold
+
+    async def settle(self) -> None:
+        """Everything that runs is stopped and ends; sheets are closed."""
+        c, end = self.app.controller, time.monotonic() + SETTLES
+        while c.busy or c.queue or c.loading is not None or self.app.screen is not self.app.chat:
+            if time.monotonic() > end:
+                raise Broken(f"stuck: {c.state}, {len(c.queue)} wait, on {self.app.screen}; {self.last}")
+            if self.app.screen is not self.app.chat:
+                self._post(events.Key("escape", None))
+            c.take_back_queue()
+            c.stop()
+            await self.pilot.pause()
+            await asyncio.sleep(0.01)
+
+    async def check(self, n: int) -> None:
+        """The app answers a question, and the history is what is shown."""
+        await self.pilot.resize_terminal(100, 30)
+        await self.settle()
+        app, c = self.app, self.app.controller
+        c.new()
+        c.raw = False
+        app.chat.editing = None
+        await app.chat.apply()
+        app.chat.prompt.put(f"question {n}")
+        app.chat.prompt.submit()
+        end = time.monotonic() + SETTLES
+        while len(c.conversation.turns) < 2 and time.monotonic() < end:
+            await asyncio.sleep(0.005)
+        while c.busy and time.monotonic() < end:
+            await asyncio.sleep(0.005)
+        await self.settle()
+        await app.chat.apply()
+        turns = c.conversation.turns
+        if len(turns) != 2 or turns[0].text != f"question {n}" or not turns[1].stop_reason:
+            raise Broken(f"no answer after {n} events: {turns}; {self.last}")
+        shown = [m.index for m in app.chat.transcript.messages() if isinstance(m, TurnMessage)]
+        if shown != [0, 1]:
+            raise Broken(f"of two turns {shown} are shown after {n} events: {self.last}")
+        assert app.chat.history is not None
+        if app.chat.history.load(c.conversation.id).turns != turns:
+            raise Broken(f"the history is not what was shown after {n} events: {self.last}")
+
+
+async def monkey(
+    number: int, seed: int, folder: Path, open_backend: OpenBackend | None = None, path: Path = INFO.path
+) -> Counter[str]:
+    """Does `number` events; returns how many of which kind. Raises Broken. `folder` becomes the working folder."""
+    rng = random.Random(seed)
+    script = Script(answers=lambda prompt: rng.choice(ANSWERS), rate=3000, load_s=0.01)
+    history = History(folder / "history.db")
+    os.chdir(folder)
+    app = TinychatApp("model", path, open_backend=open_backend or scripted(script), history=history)
+    async with app.run_test(size=(100, 30)) as pilot:
+        end = time.monotonic() + 120
+        while not (app.controller.ready and app.chat.is_mounted):
+            if time.monotonic() > end:
+                raise Broken("the model was not loaded")
+            await asyncio.sleep(0.01)
+        await pilot.pause()
+        one = Monkey(app, pilot, rng)
+        await one.run(number)
+        await one.settle()
+    history.close()
+    return one.counts
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m scripts.monkey", description=__doc__.partition("\n")[0])
+    parser.add_argument("--events", type=int, default=10_000, metavar="N")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--slices", type=int, default=1, metavar="N", help="apps, with seeds counting up")
+    parser.add_argument("--real", type=Path, metavar="FILE", help="a GGUF file, in place of the scripted engine")
+    options = parser.parse_args(argv)
+    total: Counter[str] = Counter()
+    for seed in range(options.seed, options.seed + options.slices):
+        with tempfile.TemporaryDirectory() as folder:
+            for kind in ("STATE", "CONFIG", "DATA", *(() if options.real else ("CACHE",))):
+                os.environ[f"XDG_{kind}_HOME"] = folder
+            opened = None
+            if options.real:
+                from tinychat.backend.local import LocalBackend
+
+                opened = LocalBackend.open
+            started = time.monotonic()
+            try:
+                total += asyncio.run(monkey(options.events, seed, Path(folder), opened, options.real or INFO.path))
+            except Broken as e:
+                print(f"seed {seed}: {e}", flush=True)
+                return 1
+            finally:
+                os.chdir("/")
+        print(f"seed {seed}: {options.events} events in {time.monotonic() - started:.0f} s", flush=True)
+    print(dict(total))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

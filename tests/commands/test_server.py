@@ -1,0 +1,149 @@
+"""`serve`, and the commands that speak to a server."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support import tiny
+from tests.support.serving import Replay, finished, pieces, replaying, serving
+from tinychat.backend.opening import Server, open_backend
+from tinychat.chat.controller import Controller
+from tinychat.chat.conversation import Turn
+from tinychat.cli import main, parse
+from tinychat.server.security import Policy
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A benchmark lock of the test's own, and no key."""
+    monkeypatch.setattr("tinychat.measure.lock.lock_path", lambda: tmp_path / "bench.lock")
+    monkeypatch.delenv("TINYCHAT_API_KEY", raising=False)
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with serving(replaying([*pieces("hm", kind="thinking"), *pieces(*"Hello"), finished(answer=6)])) as found:
+        yield found
+
+
+def wait(controller: Controller, condition: Callable[[], bool]) -> None:
+    """Until `condition`: the controller gets on when it is polled."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        controller.poll()
+        time.sleep(0.001)
+
+
+def test_run_asks_a_server(url: str, capsys: Captured) -> None:
+    assert main(["run", "--server", url, "Hi"]) == 0
+    assert capsys.readouterr().out == "Hello\n"
+    assert main(["run", "--server", f"{url}/v1", "--model", "replay", "--json", "Hi", "--temperature", "0"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["text"], said["thinking"], said["model"]) == ("Hello", "hm", "replay")
+    assert said["stop_reason"] == "eos" and said["generated_tokens"] == 6
+
+
+def test_a_server_is_measured_from_the_outside(url: str, capsys: Captured) -> None:
+    assert main(["bench", "--server", url, "-n", "6", "-p", "20", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["generated_tokens"] == 6 and len(result["decode_runs"]) == 3
+    assert result["decode_tok_s"] > 0 and result["ttft_s"] > 0
+    assert main(["bench", "--server", url]) == 0
+    assert "tok/s" in capsys.readouterr().out
+
+
+def test_the_key_comes_from_a_file_or_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    file = tmp_path / "key"
+    file.write_text("secret")
+    file.chmod(0o600)
+    with serving(replaying([*pieces("ok"), finished()]), Policy(key="secret")) as url:
+        assert main(["run", "--server", url, "Hi"]) == 1
+        err = capsys.readouterr().err
+        assert "API key" in err and len(err.splitlines()) == 1
+        assert main(["run", "--server", url, "--key-file", str(file), "Hi"]) == 0
+        monkeypatch.setenv("TINYCHAT_API_KEY", "secret")
+        assert main(["run", "--server", url, "Hi"]) == 0
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["run", "--server", "http://a", "model", "prompt"],
+        ["run", "--server", "http://a"],
+        ["run", "model"],
+        ["run", "--model", "m", "prompt"],
+        ["run", "--key-file", "k", "model", "prompt"],
+        ["bench", "--server", "http://a", "model"],
+        ["bench", "--server", "http://a", "--block"],
+        ["--server", "http://a", "model"],
+        ["serve", "m", "--port", "70000"],
+        ["serve", "m", "--no-key", "--api-key", "f"],
+    ],
+)
+def test_wrong_usage(argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        parse(argv)
+    assert raised.value.code == 2
+
+
+def test_a_model_is_served_until_it_is_interrupted(tmp_path: Path) -> None:
+    tiny.write(tmp_path / "m.gguf", "llama", "F16", seed=1)
+    command = [
+        sys.executable,
+        "-m",
+        "tinychat.cli",
+        "serve",
+        str(tmp_path / "m.gguf"),
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+    ]
+    with subprocess.Popen([*command, "--context", "64"], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        found = next((m for line in process.stderr if (m := re.search(r"http://127\.0\.0\.1:\d+", line))), None)
+        assert found
+        body = {"model": "m", "prompt": "ab", "max_tokens": 3}
+        answer = httpx.post(f"{found[0]}/v1/completions", json=body, timeout=60)
+        assert answer.json()["usage"]["completion_tokens"] == 3
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        assert "Traceback" not in process.stderr.read()
+
+
+def test_a_port_that_is_taken(url: str, tmp_path: Path, capsys: Captured) -> None:
+    tiny.write(tmp_path / "m.gguf", "llama", "F16", seed=1)
+    assert main(["serve", str(tmp_path / "m.gguf"), "--port", url.rpartition(":")[2]]) == 1
+    assert "cannot listen on 127.0.0.1" in capsys.readouterr().err
+
+
+def test_a_chat_over_a_server() -> None:
+    """The controller of the chat, with what `tinychat --server` gives it."""
+    house = replaying([*pieces("hm", kind="thinking"), *pieces(*"Hello"), finished(answer=6)])
+    with serving(house) as url:
+        controller = Controller(open_backend)
+        controller.load("replay", Path(url), server=Server(url))
+        wait(controller, lambda: controller.ready)
+        assert controller.info is not None and controller.info.name == "replay" and controller.instruments is None
+        controller.ask(Turn("user", "Hi"))
+        wait(controller, lambda: not controller.busy and len(controller.conversation.turns) == 2)
+        answer = controller.conversation.turns[-1]
+        assert (answer.text, answer.thinking) == ("Hello", "hm")
+        controller.leave()
+    assert isinstance(house.backend, Replay)
+    assert house.backend.requests[-1].messages[-1]["content"] == "Hi"

@@ -1,0 +1,56 @@
+"""Crash reports: where an exception that nobody expected came from, in a file that the user can send."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+from platformdirs import user_state_dir
+
+from tinychat import __version__
+from tinychat.errors import encodable, printable
+
+KEPT = 20  # reports; the oldest go
+
+
+def folder() -> Path:
+    """Where the reports are."""
+    return Path(user_state_dir("tinychat", appauthor=False)) / "crashes"
+
+
+def reports() -> list[Path]:
+    """The reports that there are, oldest first."""
+    return sorted(folder().glob("crash-*.txt"))
+
+
+def report(error: BaseException) -> str:
+    """Writes where `error` comes from, without the values of variables: a conversation never gets into a report.
+
+    Returns the line for the user; it names the report, or says that none could be written.
+    """
+    what = printable(f"{type(error).__name__}: {error}", newlines=False)[:200]
+    try:
+        path = _write("".join(traceback.format_exception(error)))
+    except OSError as e:
+        return f"internal error: {what} (no report could be written: {(e.strerror or str(e)).lower()})"
+    return f"internal error: {what} (details in {printable(str(path), newlines=False)})"
+
+
+def _write(trace: str) -> Path:
+    folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+    now = time.strftime("%Y%m%d-%H%M%S")
+    fd, name = tempfile.mkstemp(dir=folder(), prefix=f"crash-{now}-", suffix=".txt")  # of mode 0600
+    with open(fd, "w", encoding="utf-8") as f:
+        f.write(
+            f"tinychat {__version__}\nPython {platform.python_version()}, {platform.platform()}\n"
+            f"TERM {os.environ.get('TERM', '')}\n{now}\n\n{encodable(trace)}"
+        )
+    for old in reports()[:-KEPT]:
+        with contextlib.suppress(OSError):
+            old.unlink()
+    return Path(name)
