@@ -13,6 +13,7 @@ from tests.support.scripted import INFO, LONG, Script, scripted
 from tinychat.chat.conversation import Conversation, Turn
 from tinychat.chat.history import History
 from tinychat.ui.app import TinychatApp
+from tinychat.ui.chat import models
 from tinychat.ui.chat.message import AnswerMessage, NoticeLine, TurnMessage, UserMessage
 from tinychat.ui.chat.overflow import OverflowScreen
 
@@ -226,6 +227,7 @@ async def test_commands_by_word():
         ]:
             await d.send(text)
             await d.until(lambda note=note: any(note in n for n in d.notes[-1:]))
+            d.chat.prompt.put("")
         assert not d.turns
         await d.ask("//etc is a folder")
         assert d.turns[0].text == "/etc is a folder" and d.script.samplings[0].temperature == 0.3
@@ -537,3 +539,98 @@ async def test_edits_and_new_answers_are_versions(tmp_path):
         await d.until(lambda: [t.text for t in d.turns] == ["a!", "four"])
     (saved,) = history.find("three")
     assert [t.text for t in history.load(saved.id).turns] == ["a!", "four"]
+
+
+async def test_a_draft_survives_commands_edits_and_mistyped_ones():
+    async with desk("one") as d:
+        await d.ask("question")
+        draft = "line\n" * 300 + "end"
+        await d.type(draft)
+        d.chat._prompt_for("rename")  # as the palette does
+        assert d.chat.prompt.text == "/rename "
+        await d.pilot.press("escape")
+        assert d.chat.prompt.text == draft
+        d.chat._prompt_for("rename")
+        await d.type("Mine", "enter")
+        await d.until(lambda: d.controller.conversation.name == "Mine" and d.chat.prompt.text == draft)
+        await d.pilot.press("ctrl+up", "up", "e")
+        await d.until(lambda: d.chat.prompt.text == "question")
+        await d.pilot.press("escape")
+        assert d.chat.prompt.text == draft
+        await d.pilot.press("ctrl+up", "up", "e")
+        await d.type("?", "enter")
+        await d.settle()
+        assert d.turns[0].text == "question?" and d.chat.prompt.text == draft
+        d.chat.prompt.put("/sytem You are long and kind.")
+        await d.pilot.press("escape", "enter")
+        await d.until(lambda: any("no command /sytem" in n for n in d.notes))
+        assert d.chat.prompt.text == "/sytem You are long and kind."
+
+
+async def test_drafts_are_kept_for_each_conversation_and_across_restarts(tmp_path):
+    async with desk("one", history=History(tmp_path / "h.db")) as d:
+        await d.ask("first")
+        first = d.controller.conversation.id
+        await d.type("about the first")
+        await d.pilot.press("ctrl+n")
+        await d.until(lambda: not d.turns and d.chat.prompt.text == "")
+        await d.type("something new")
+        d.chat.run_worker(models.reopen(d.chat, first))
+        await d.until(lambda: d.turns and d.chat.prompt.text == "about the first")
+        await d.pilot.press("ctrl+q")
+        await d.until(lambda: d.app._exit)
+    history = History(tmp_path / "h.db")
+    async with desk("two", history=history) as d:
+        assert d.chat.prompt.text == "something new"
+        await d.pilot.press("enter")
+        await d.settle()
+        d.chat.keep_draft()
+        assert history.draft("") == "" and history.draft(first) == "about the first"
+        history.delete(first)
+        assert history.draft(first) == ""
+    async with desk("word " * 5000, history=history, rate=100) as d:
+        await d.send("running")
+        await d.send("waiting")
+        await d.type("typed")
+        await d.pilot.press("ctrl+q")
+        await d.until(lambda: d.app._exit)
+        assert history.draft(d.controller.conversation.id) == "waiting\ntyped"
+
+
+async def test_words_that_look_like_files_and_commands(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    async with desk() as d:
+        await d.ask("What is @angular/core? And @bob?")
+        await d.ask("/etc/hosts what is this?")
+        assert [t.text for t in d.turns[::2]] == ["What is @angular/core? And @bob?", "/etc/hosts what is this?"]
+        await d.send("read @READM.md")
+        await d.until(lambda: any("READM.md: no such file" in n for n in d.notes))
+        assert d.chat.prompt.text == "read @READM.md" and len(d.turns) == 4
+
+
+async def test_keys_in_a_long_draft_belong_to_it():
+    async with desk(size=(80, 24)) as d:
+        draft = "\n".join(f"line {i}" for i in range(40))
+        await d.type(draft, "ctrl+home")
+        assert d.chat.prompt.cursor_location == (0, 0)
+        await d.pilot.press("pagedown")
+        assert 0 < d.chat.prompt.cursor_location[0] < 39
+        await d.pilot.press("ctrl+end")
+        assert d.chat.prompt.cursor_location == (39, 7)
+        await d.pilot.press("f7")
+        assert d.chat.prompt.selected_text == draft and not d.chat.experts
+        await d.pilot.press("right", "ctrl+c")
+        assert d.chat.prompt.text == ""
+        await d.pilot.press("ctrl+z")
+        assert d.chat.prompt.text == draft
+        await d.pilot.press("ctrl+c", "ctrl+c")
+        assert not d.app._exit
+        await d.pilot.press("ctrl+c")
+        await d.until(lambda: d.app._exit)
+
+
+async def test_ctrl_d_leaves_from_an_empty_prompt():
+    async with desk() as d:
+        await d.type("x", "home", "ctrl+d", "ctrl+d")
+        await d.until(lambda: d.app._exit)
+        assert d.chat.prompt.text == ""

@@ -212,7 +212,7 @@ class Controller:
     def open(self, conversation: Conversation) -> None:
         """Shows another conversation; a running answer of the present one stops and is saved."""
         self._interrupt()
-        self.queue.clear()
+        self._changes += map(Refused, self.take_back_queue())  # part of the draft of the conversation that is left
         self._left.clear()
         self.conversation = conversation
         self._changes.append(Reset(0, conversation))

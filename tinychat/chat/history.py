@@ -35,6 +35,7 @@ _MIGRATIONS = [  # index + 1 is the user_version it leads to
       data TEXT NOT NULL, PRIMARY KEY(conversation, n));
     CREATE TABLE prompts(id INTEGER PRIMARY KEY AUTOINCREMENT, text TEXT NOT NULL UNIQUE);
     """,
+    "CREATE TABLE drafts(conversation TEXT PRIMARY KEY, text TEXT NOT NULL)",
 ]
 _PROMPTS = 1000  # kept
 _BUSY = 5.0  # seconds to wait for another process
@@ -160,6 +161,21 @@ class History:
         """Forgets conversation `id` for ever."""
         with self._transaction() as db:
             db.execute("DELETE FROM conversations WHERE id = ?", (id,))
+            db.execute("DELETE FROM drafts WHERE conversation = ?", (id,))
+
+    def set_draft(self, conversation: str, text: str) -> None:
+        """Keeps what is typed and not sent in `conversation` ("" for a new one); an empty text forgets it."""
+        with self._transaction() as db:
+            if text:
+                db.execute("INSERT OR REPLACE INTO drafts VALUES(?,?)", (conversation, encodable(text)))
+            else:
+                db.execute("DELETE FROM drafts WHERE conversation = ?", (conversation,))
+
+    def draft(self, conversation: str) -> str:
+        """What `set_draft` kept."""
+        with self._transaction("DEFERRED") as db:
+            row = db.execute("SELECT text FROM drafts WHERE conversation = ?", (conversation,)).fetchone()
+        return row[0] if row else ""
 
     def add_prompt(self, text: str) -> None:
         """Remembers what was typed, as the latest; the same text is kept once."""

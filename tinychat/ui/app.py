@@ -102,6 +102,8 @@ class TinychatApp(LastingApp):
 
     def exit(self, *args: Any, **kwargs: Any) -> None:
         """Leaves at once: the backend is told to stop and not waited for; a running answer is saved as it is."""
+        if self.chat.is_mounted:
+            self.chat.keep_draft()
         self.controller.leave()
         super().exit(*args, **kwargs)
 

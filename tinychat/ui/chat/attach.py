@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mimetypes
 import os
 import re
 from pathlib import Path
@@ -18,9 +19,9 @@ SHOWN = 40  # completions
 
 
 def attachments(text: str, folder: Path | None = None) -> tuple[Attachment, ...]:
-    """The files that `text` names with @path or @"path with blanks". A word after @ that is no file is left alone.
+    """The files that `text` names with @path or @"path with blanks". Another word after @ is left alone.
 
-    Raises TinychatError for a folder, a binary or a file that is too large, naming it.
+    Raises TinychatError for a missing file, a folder, a binary or a file that is too large, naming it.
     """
     found: dict[str, Attachment] = {}
     for match in _AT.finditer(text):
@@ -29,11 +30,17 @@ def attachments(text: str, folder: Path | None = None) -> tuple[Attachment, ...]
         if match[2] and not os.path.exists(path):
             name = name.rstrip(".,;:!?)")
             path = _path(name, folder)
-        if not os.path.exists(path) and (match[1] or "/" in name or "\\" in name):
+        if not os.path.exists(path) and (match[1] or _means_a_file(name)):
             raise TinychatError(f"{printable(name)}: no such file; the message was not sent")
         if os.path.exists(path) and name not in found:
             found[name] = read(path, name)
     return tuple(found.values())
+
+
+def _means_a_file(name: str) -> bool:
+    """Whether a word after @ that is no file was meant as one: it is written as a path from here, home or the root, or
+    has the ending of a text file. @angular/core and @bob are words."""
+    return name.startswith(("./", "../", "~", "/")) or (mimetypes.guess_type(name)[0] or "").startswith("text/")
 
 
 def read(path: Path, name: str) -> Attachment:

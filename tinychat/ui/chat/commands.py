@@ -127,7 +127,7 @@ def matching(typed: str) -> list[Command]:
 def complete(text: str) -> Sequence[Choice]:
     """Completions of a prompt that begins with /: commands, then what may stand behind one."""
     name, blank, rest = text[1:].partition(" ")
-    if text.startswith("//"):
+    if "/" in name:  # //text, or a path
         return ()
     if not blank:
         found = matching(name.lower())

@@ -71,8 +71,10 @@ async def edit(chat: ChatView, text: str) -> None:
 async def fork(chat: ChatView, text: str) -> None:
     turns = len(chat.controller.conversation.turns)
     index = _number(text, turns, "fork", "the turns") - 1 if text.strip() else None
+    draft = chat.box.prompt.draft
     chat.controller.fork(index)
     await chat.apply()
+    chat.box.prompt.put(draft)
     await chat.say("this is a copy now; the original is in /conversations")
 
 

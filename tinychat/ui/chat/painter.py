@@ -78,6 +78,7 @@ class Painter:
                 if change.live:
                     self.meter.restart()
                     self._speeds.clear()
+                chat.show_draft()
                 speaker = change.conversation.model or "model"
                 await transcript.reset(change.conversation, change.start, speaker, change.live)
             case Ended():

@@ -62,6 +62,7 @@ class Prompt(TextArea):
         self.completions: Completions | None = None  # set by the box while a list is open
         self._place: int | None = None  # in the history; None = the draft
         self._draft = ""
+        self._aside: str | None = None  # the draft that makes room for a command or an edit
 
     @property
     def walking(self) -> bool:
@@ -72,6 +73,29 @@ class Prompt(TextArea):
         """Replaces the text; the cursor goes to its end."""
         self.text = text
         self.move_cursor(self.document.end)
+
+    @property
+    def draft(self) -> str:
+        """What the user was writing, wherever it is now."""
+        if self._aside is not None:
+            return self._aside
+        return self._draft if self.walking else self.text
+
+    @property
+    def aside(self) -> bool:
+        """Whether the draft makes room for something else."""
+        return self._aside is not None
+
+    def set_aside(self, text: str) -> None:
+        """Puts `text` in place of the draft, until it is sent or `bring_back` is called."""
+        self._aside, self._place = self.draft, None
+        self.put(text)
+
+    def bring_back(self) -> None:
+        """Puts the draft back where it was."""
+        self._place = None
+        self.put(self._aside or "")
+        self._aside = None
 
     def remember(self, text: str) -> None:
         """Appends to the history."""
@@ -86,6 +110,12 @@ class Prompt(TextArea):
             act: Callable[[], object] = self.submit
         elif event.key in ("shift+enter", "ctrl+j", "alt+enter"):
             act = partial(self.insert, "\n")
+        elif event.key == "ctrl+d" and not self.text:
+            act = self.app.exit
+        elif event.key == "ctrl+home":
+            act = partial(self.move_cursor, (0, 0))
+        elif event.key == "ctrl+end":
+            act = partial(self.move_cursor, self.document.end)
         elif event.key == "tab" and self.completions is not None:
             act = self.completions.take
         else:
@@ -103,8 +133,7 @@ class Prompt(TextArea):
 
     def send(self, text: str) -> None:
         """Posts `text` and empties the prompt at once, so that what is typed next is not lost."""
-        self._place = None
-        self.put("")
+        self.bring_back()
         self.post_message(self.Submitted(text))
 
     def action_cursor_up(self, select: bool = False) -> None:

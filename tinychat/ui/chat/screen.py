@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
@@ -37,6 +39,9 @@ from tinychat.ui.screens.sheet import in_daemon
 
 DRAIN_HZ = 20  # how often the backend's events are taken and painted at most
 PANEL_HZ = 5
+_COMMAND = re.compile(r"/[^/\s]*(\s|$)")  # /etc/hosts and //text are messages
+LEAVE_AGAIN = 2.0  # seconds in which a second ctrl+c leaves
+DRAFT_EVERY = 2.0  # seconds: what a kill loses of a draft at most
 
 
 class ChatScreen(Screen[None]):
@@ -77,7 +82,13 @@ class ChatScreen(Screen[None]):
         Binding("pagedown", "scroll(1)", "a page down", show=False, priority=True),
         Binding("ctrl+home", "scroll(-1000)", "to the beginning", show=False, priority=True),
         Binding("ctrl+end", "scroll(1000)", "to the end, and follow it", show=False, priority=True),
-        Binding("ctrl+c", "copy_or_stop", "copy what is selected; else stop", show=False, priority=True),
+        Binding(
+            "ctrl+c",
+            "copy_or_stop",
+            "copy what is selected; else stop, clear the draft, or leave",
+            show=False,
+            priority=True,
+        ),
     ]
 
     def __init__(
@@ -94,6 +105,9 @@ class ChatScreen(Screen[None]):
         self.downloads = Downloads()
         self.painter = Painter(self)
         self.editing: int | None = None
+        self._drafting = ""  # the conversation whose draft is in the prompt
+        self._draft_key, self._draft = "", ""  # what of it is on the disk; all new conversations share the key ""
+        self._asked_to_leave = -LEAVE_AGAIN
         self._idle = 0  # ticks of the panel since something ran
 
     def compose(self) -> ComposeResult:
@@ -111,7 +125,9 @@ class ChatScreen(Screen[None]):
         if self.history is not None:
             with suppress(TinychatError):  # the history itself says what is wrong with it when a conversation is saved
                 self.prompt.past = self.history.prompts()
+        self.show_draft()
         await self.transcript.reset(self.controller.conversation, 0, "", False)
+        self.set_interval(DRAFT_EVERY, self.keep_draft)
         self.set_interval(1 / DRAIN_HZ, self._tick)
         self.set_interval(1 / PANEL_HZ, self._panel_tick)
         self.painter.panel()
@@ -173,7 +189,12 @@ class ChatScreen(Screen[None]):
         """`text` without its slash. Whatever goes wrong is one line in the transcript."""
         name, _, rest = text.partition(" ")
         try:
-            result = commands.find(name).run(self, rest)
+            try:
+                command = commands.find(name)
+            except TinychatError:
+                self.give_back([Turn("user", f"/{text}")])  # it may be long, and is one letter from right
+                raise
+            result = command.run(self, rest)
             if result is not None:
                 await result
         except TinychatError as e:
@@ -198,7 +219,7 @@ class ChatScreen(Screen[None]):
         self.call_later(self.run_command, name)
 
     def _prompt_for(self, name: str) -> None:
-        self.prompt.put(f"/{name} ")
+        self.prompt.set_aside(f"/{name} ")
         self.prompt.focus()
 
     # what the user does
@@ -206,7 +227,7 @@ class ChatScreen(Screen[None]):
     @on(Prompt.Submitted)
     async def _submitted(self, event: Prompt.Submitted) -> None:
         text = event.text.strip()
-        command = text.startswith("/") and not text.startswith("//") and "\n" not in text and not self.controller.raw
+        command = bool(_COMMAND.match(text)) and "\n" not in text and not self.controller.raw
         if (
             self.controller.raw
             and text.startswith("/")
@@ -226,7 +247,10 @@ class ChatScreen(Screen[None]):
             else:
                 self.controller.ask(turn)
         except TinychatError as e:
-            self.give_back([Turn("user", event.text)])
+            if self.editing is not None:
+                self.prompt.set_aside(event.text)
+            else:
+                self.give_back([Turn("user", event.text)])
             await self.say(str(e), error=True)
             return
         except Exception:  # the app says it
@@ -244,7 +268,7 @@ class ChatScreen(Screen[None]):
 
     def give_back(self, turns: list[Turn]) -> None:
         """Texts return to the prompt, before what is there."""
-        texts = [*(t.text for t in turns), self.prompt.text]
+        texts = [*(t.text for t in turns), self.prompt.draft]
         self.prompt.put("\n".join(t for t in texts if t))
         self.prompt.focus()
 
@@ -252,8 +276,38 @@ class ChatScreen(Screen[None]):
         if self.controller.busy:
             raise TinychatError("an answer is being written; stop it with esc, then edit")
         self.editing = index
-        self.prompt.put(self.controller.conversation.turns[index].text)
+        self.prompt.set_aside(self.controller.conversation.turns[index].text)
         self.prompt.focus()
+
+    # drafts
+
+    def keep_draft(self) -> None:
+        """Writes what is typed and not sent, also what waits for its turn, if that is not what is on the disk."""
+        self._write_draft("" if not self.controller.conversation.turns else self.controller.conversation.id)
+
+    def show_draft(self) -> None:
+        """Of another conversation than before: keeps the draft of that, and shows its own."""
+        c = self.controller.conversation
+        if c.id == self._drafting:
+            self.keep_draft()  # under its own key, if this was its first turn
+            return
+        self._write_draft(self._draft_key)
+        self.editing, self._drafting, self._draft_key, self._draft = None, c.id, c.id if c.turns else "", ""
+        if self.history is not None:
+            with suppress(TinychatError):
+                self._draft = self.history.draft(self._draft_key)
+        self.prompt.bring_back()
+        self.prompt.put(self._draft)
+
+    def _write_draft(self, key: str) -> None:
+        text = "\n".join(t for t in (*(turn.text for turn in self.controller.queue), self.prompt.draft) if t)
+        if self.history is None or (key, text) == (self._draft_key, self._draft):
+            return
+        with suppress(TinychatError):  # what is wrong with the history is said when a conversation is saved
+            if key != self._draft_key:  # a new conversation has begun: its draft is its own now
+                self.history.set_draft(self._draft_key, "")
+            self.history.set_draft(key, text)
+        self._draft_key, self._draft = key, text
 
     async def action_stop(self) -> None:
         self.controller.stop()
@@ -262,7 +316,7 @@ class ChatScreen(Screen[None]):
     async def action_keep(self) -> None:
         """The message that is being edited stays as it was."""
         self.editing = None
-        self.prompt.put("")
+        self.prompt.bring_back()
         await self.apply()
 
     async def action_escape(self) -> None:
@@ -270,6 +324,8 @@ class ChatScreen(Screen[None]):
             return
         if self.controller.queue:
             self.give_back(self.controller.take_back_queue())
+        elif self.prompt.aside:
+            self.prompt.bring_back()
         else:
             self.clear_selection()
             self.prompt.focus()
@@ -292,6 +348,10 @@ class ChatScreen(Screen[None]):
                     return running is None and bool(turns) and not turns[-1].complete
                 case "copy":
                     return any(t.role == "assistant" and "```" in t.text for t in turns[-8:])
+        if action == "scroll":  # in a long draft these keys move its cursor
+            return not (self.prompt.has_focus and self.prompt.wrapped_document.height > 1)
+        if action == "command" and parameters[0] == "experts":  # f7 selects all of a draft
+            return not (self.prompt.has_focus and self.prompt.text)
         if action == "choose_model":  # the same key, shown only while it is what a newcomer needs
             return not turns
         if action == "toggle_thinking":
@@ -319,8 +379,13 @@ class ChatScreen(Screen[None]):
             self.copy(selected, "the selection")
         elif self.controller.running is not None:
             self.controller.stop()
+        elif self.prompt.has_focus and self.prompt.text:
+            self.prompt.clear()  # ctrl+z brings it back
+        elif time.monotonic() - self._asked_to_leave < LEAVE_AGAIN:
+            self.app.exit()
         else:
-            self.notify("ctrl+q leaves", timeout=2)
+            self._asked_to_leave = time.monotonic()
+            self.notify("ctrl+c again leaves", timeout=LEAVE_AGAIN)
 
     def action_to_messages(self) -> None:
         messages = self.transcript.messages()
