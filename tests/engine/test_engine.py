@@ -4,6 +4,7 @@ import codecs
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -167,9 +168,9 @@ def test_dry_ends_at_the_breakers_of_the_vocabulary(engine: Engine, monkeypatch:
     told: list[Sampling] = []
     decode = engine.session.decode
 
-    def watched(token: int, sampling: Sampling, recent: list[int]) -> Iterator[tuple[int, float]]:
+    def watched(token: int, sampling: Sampling, *rest: Any) -> Iterator[tuple[int, float]]:
         told.append(sampling)
-        return decode(token, sampling, recent)
+        return decode(token, sampling, *rest)
 
     monkeypatch.setattr(engine.session, "decode", watched)
     for multiplier in (0.0, 0.8):
