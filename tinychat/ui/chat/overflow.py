@@ -9,14 +9,14 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
 from tinychat.chat.changes import Overflow
+from tinychat.ui.screens.modal import Modal
 
 
-class OverflowScreen(ModalScreen[str]):
+class OverflowScreen(Modal[str]):
     """Shows what does not fit; the result is one of Overflow.options. Esc stops and changes nothing."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss('stop')", "stop")]

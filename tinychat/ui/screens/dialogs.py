@@ -9,13 +9,13 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
-from textual.screen import ModalScreen
 from textual.widgets import Button, Input, Static
 
 from tinychat.errors import printable
+from tinychat.ui.screens.modal import Modal
 
 
-class ConfirmScreen(ModalScreen[bool]):
+class ConfirmScreen(Modal[bool]):
     """Asks `question`; True when the user chooses `yes`. The safe answer has the focus."""
 
     CSS_PATH = "dialogs.tcss"
@@ -52,7 +52,7 @@ class ConfirmScreen(ModalScreen[bool]):
         self.dismiss(event.button.id == "yes")
 
 
-class AskScreen(ModalScreen[str]):
+class AskScreen(Modal[str]):
     """Asks for one line of text, starting from `text`; None when the user gives up."""
 
     CSS_PATH = "dialogs.tcss"

@@ -17,18 +17,18 @@ from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
 from textual.message import Message
-from textual.screen import ModalScreen
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from tinychat.errors import printable
 from tinychat.ui.keys import KeyLine
+from tinychat.ui.screens.modal import Modal
 
 Result = TypeVar("Result")
 T = TypeVar("T")
 
 
-class Sheet(ModalScreen[Result]):
+class Sheet(Modal[Result]):
     """Subclasses set TITLE and compose their `body`; what Esc or a click beside the sheet means is `action_close`."""
 
     CSS_PATH = "sheet.tcss"
