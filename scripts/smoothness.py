@@ -26,7 +26,8 @@ from tinychat.backend.engine_thread import EngineThread
 from tinychat.backend.local import LocalBackend
 from tinychat.chat.parameters import Parameters
 from tinychat.chat.settings import Settings
-from tinychat.engine.engine import Engine, Progress
+from tinychat.engine.devices import OnProgress
+from tinychat.engine.engine import Engine
 from tinychat.kernels.ops import Sampling
 from tinychat.models import cache
 from tinychat.models.registry import resolve
@@ -66,7 +67,7 @@ class Device:
             yield token, -0.5
 
 
-def load(path: Path, rate: float, tokens: int, progress: Progress) -> Engine:
+def load(path: Path, rate: float, tokens: int, progress: OnProgress) -> Engine:
     """The model; with a rate, saying `tokens` tokens of ANSWER again and again."""
     engine = Engine.load(path, max_context=8192, progress=progress)
     if rate:
@@ -108,7 +109,7 @@ async def measure(path: Path, rate: float, size: tuple[int, int], tokens: int) -
     own = Settings(parameters=Parameters(max_tokens=tokens))
     thread = EngineThread()
 
-    def open_backend(path: Path, *, progress: Progress, **options: Any) -> LocalBackend:
+    def open_backend(path: Path, *, progress: OnProgress, **options: Any) -> LocalBackend:
         return thread.call(lambda: LocalBackend(load(path, rate, tokens, progress), thread))
 
     process.prepare_for_screen()

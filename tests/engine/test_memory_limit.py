@@ -13,14 +13,14 @@ from tinychat.engine import memory_limit as limit
 from tinychat.errors import TinychatError
 from tinychat.kernels.cpu import bandwidth
 from tinychat.kernels.ops import Sampling
-from tinychat.measure import bench
+from tinychat.measure import lock
 
 
 @pytest.fixture(autouse=True)
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "sub" / "limits.json"
     monkeypatch.setattr(limit, "store_path", lambda: path)
-    monkeypatch.setattr(bench, "lock_path", lambda: tmp_path / "bench.lock")  # not that of the whole machine
+    monkeypatch.setattr(lock, "lock_path", lambda: tmp_path / "bench.lock")  # not that of the whole machine
     return path
 
 
@@ -104,7 +104,7 @@ def test_command(capsys: pytest.CaptureFixture[str], store: Path) -> None:
     assert known and not known.quick and shown["gb_s"] == {str(n): v for n, v in known.gb_s.items()}
     assert main(["limit"]) == 0
     assert "GB/s" in capsys.readouterr().out
-    with bench.machine_lock(wait=False):
+    with lock.machine_lock(wait=False):
         pass  # given back
 
 

@@ -270,7 +270,16 @@ def test_parts_of_a_request(tmp_path: Path) -> None:
             parts = dict(s.parts())
             if sum(parts.values()) > 0.5 * took and s.ttft_s == pytest.approx(s.prefill_s + s.first_token_s, rel=0.2):
                 break
-        assert list(parts) == ["template", "tokenise", "prefill", "first token", "decode", "sampling", "detokenise"]
+        assert list(parts) == [
+            "waiting",
+            "template",
+            "tokenise",
+            "prefill",
+            "first token",
+            "decode",
+            "sampling",
+            "detokenise",
+        ]
         assert len(tokens) >= 30 and all(v > 0 for v in parts.values()), parts
         answering = sum(parts.values()) - s.template_s - s.tokenise_s
         assert 0.5 * took < answering <= took * 1.001
@@ -293,6 +302,7 @@ async def test_the_chat_tells_where_the_time_went(tmp_path: Path) -> None:
         said = " ".join(str(app.chat.transcript.query(NoticeLine).last().content).split())
         spent = dict(re.findall(r"([a-z]+(?: token)?) ([\d.,]+) ms", said.split("time: ")[1]))
         assert list(spent) == [
+            "waiting",
             "template",
             "tokenise",
             "prefill",

@@ -77,7 +77,7 @@ def test_thinking_and_tools() -> None:
 def test_what_is_here(url: str) -> None:
     assert [m["name"] for m in httpx.get(f"{url}/api/tags").json()["models"]] == ["smollm2:135m"]
     shown = post(url, "/api/show").json()
-    assert shown["details"]["family"] == "llama" and shown["capabilities"] == ["completion"]
+    assert shown["details"]["family"] == "llama" and shown["capabilities"] == ["completion", "tools"]
     assert shown["model_info"]["llama.context_length"] == 8192
     assert "version" in httpx.get(f"{url}/api/version").json()
 

@@ -40,7 +40,7 @@ def attachments(text: str, folder: Path | None = None) -> tuple[Attachment, ...]
 def _means_a_file(name: str) -> bool:
     """Whether a word after @ that is no file was meant as one: it is written as a path from here, home or the root, or
     has the ending of a text file. @angular/core and @bob are words."""
-    return name.startswith(("./", "../", "~", "/")) or (mimetypes.guess_type(name)[0] or "").startswith("text/")
+    return bool(re.match(r"(\.{1,2}|~[^/]*)?/", name)) or (mimetypes.guess_type(name)[0] or "").startswith("text/")
 
 
 def read(path: Path, name: str) -> Attachment:
