@@ -77,6 +77,7 @@ class Answer:
         """Gathers `events`, which end with Finished."""
         prompted = next(e for e in events if isinstance(e, Prompted))
         answer = cls(prompted, events[-1])  # type: ignore[arg-type]
+        calls: dict[int, Call] = {}
         for e in events:
             if isinstance(e, Piece) and e.kind == "thinking":
                 answer.thinking += e.text
@@ -84,10 +85,11 @@ class Answer:
             elif isinstance(e, Piece):
                 answer.text += e.text
                 answer.tokens += e.tokens
+            elif isinstance(e, ToolCall) and e.note:
+                calls.pop(e.index, None)
             elif isinstance(e, ToolCall):
-                if e.index == len(answer.calls):
-                    answer.calls.append(Call(e.id, e.name, ""))
-                answer.calls[e.index].arguments += e.arguments
+                calls.setdefault(e.index, Call(e.id, e.name, "")).arguments += e.arguments
+        answer.calls = list(calls.values())
         return answer
 
 

@@ -152,7 +152,9 @@ async def _stream(job: Job, batches: AsyncIterator[list[Event]], send: Send) -> 
     try:
         async for batch in batches:
             raise_failure(batch)
-            parts = [reply.begin(e) if isinstance(e, Prompted) else reply.event(e) for e in batch]
+            # A call that is taken back cannot be unsent: the client sees it incomplete, and its text behind it.
+            said = [e for e in batch if not (isinstance(e, ToolCall) and e.note)]
+            parts = [reply.begin(e) if isinstance(e, Prompted) else reply.event(e) for e in said]
             chunk = b"".join(parts) if batch else reply.ping
             last = batch[-1] if batch else last
             if chunk:
