@@ -1,6 +1,7 @@
 """Streamed Markdown: whatever the pieces, the result is that of the whole text; nothing is lost; nothing is
 executed."""
 
+import asyncio
 import random
 import time
 from dataclasses import replace
@@ -323,6 +324,24 @@ async def test_thousands_of_turns_cost_no_more_than_the_first():
             await until(pilot, lambda: app.chat.transcript.last_answer and not app.chat.transcript.last_answer.live)
         assert len(app.chat.transcript.messages()) <= 42
         assert len(app.chat.query("*")) < 500
+
+
+@pytest.mark.parametrize("passes", range(1, 9))
+async def test_a_timer_that_is_cancelled_while_messages_go_does_not_break_the_exit(passes):
+    """The app's timers are cancelled when it closes; the widgets that one of them removes must still end by
+    themselves."""
+    app = TinychatApp("scripted:1b", INFO.path, open_backend=scripted(Script()))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await until(pilot, lambda: app.controller.ready)
+        turns = tuple(Turn("user", f"q{i}") for i in range(30))
+        await app.chat.transcript.reset(Conversation(turns), 0, "scripted:1b", False)
+        tasks = [m._task for m in app.chat.transcript.messages()]
+        timer = asyncio.create_task(app.chat.transcript.reset(Conversation(), 0, "scripted:1b", False))
+        for _ in range(passes):
+            await asyncio.sleep(0)
+        timer.cancel()
+        await asyncio.wait(tasks)
+        assert len(tasks) == 30 and not any(t.cancelled() for t in tasks)
 
 
 async def test_dear_paints_come_less_often(monkeypatch):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from textual.app import ComposeResult
+from textual.await_remove import AwaitRemove
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widget import Widget
@@ -66,16 +69,16 @@ class Transcript(VerticalScroll, can_focus=False):
         with self.app.batch_update():
             if start == 0:
                 self._from = 0
-                await self.query_children("TurnMessage, NoticeLine").remove()
+                await _gone(self.query_children("TurnMessage, NoticeLine").remove())
             else:
                 gone: list[Widget] = [m for m in self.messages() if m.index >= start]
                 if gone:
                     later = list(self.children)[self.children.index(gone[0]) + 1 :]
                     gone += [w for w in later if isinstance(w, NoticeLine)]
-                await self.remove_children(gone)
+                await _gone(self.remove_children(gone))
             total = len(conversation.turns)
             self._from = max(self._from, total - MOUNTED, 0) if start else max(0, total - MOUNTED)
-            await self.remove_children(self._above())
+            await _gone(self.remove_children(self._above()))
             await self.mount_all([self._make(i, live and i == total - 1) for i in range(max(start, self._from), total)])
             self._marks()
         self.to_end()
@@ -154,3 +157,13 @@ class Earlier(Static):
         transcript = self.parent
         assert isinstance(transcript, Transcript)
         self.run_worker(transcript.show_earlier())
+
+
+async def _gone(removal: AwaitRemove) -> None:
+    """Waits for a removal in a task of its own: the timer that asked may be cancelled when the app closes, and must not
+    cancel the widgets' tasks, which the app waits for."""
+
+    async def wait() -> None:
+        await removal
+
+    await asyncio.shield(wait())
