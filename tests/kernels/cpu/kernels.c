@@ -1,10 +1,10 @@
 // Runs the CPU kernels on given data, without a C library, so that it is quickly built for another architecture.
-// test_cpu_portable.py writes the input and checks the output.
+// test_portable.py writes the input and checks the output.
 // In:  int32 type, cols, raw bytes of 16 rows, float32 x (16, cols); then attention: int32 rows, K (rows, 48) and V (rows, 32)
 //      float32, q (4, 48).
 // Out: float32 dequantised (cols, 16), products with 1, 4, 8 and 16 columns (16, 16 each), attention with V and latent (4, 32).
-#include "../tinychat/kernels/cpu/attention.h"
-#include "../tinychat/kernels/cpu/input.h"
+#include "../../../tinychat/kernels/cpu/attention.h"
+#include "../../../tinychat/kernels/cpu/input.h"
 
 void *memset(void *p, int c, size_t n) { for (char *a = p; n--;) { *a++ = (char)c; __asm__ volatile(""); } return p; }
 void *memcpy(void *p, const void *q, size_t n) {
