@@ -10,6 +10,7 @@ import httpx
 
 from tests.support.serving import serving
 from tinychat.backend.local import LocalBackend
+from tinychat.engine.kvstore import LEAST
 from tinychat.engine.tokenizer import Tokenizer
 from tinychat.server.answer import House
 
@@ -85,7 +86,7 @@ def test_errors_of_paths_and_methods(url: str) -> None:
 
 
 def test_conversations_that_take_turns_are_not_read_again(smollm2_path: Path) -> None:
-    """What an answer leaves in the KV cache is kept: A, B, A prefills the second A's last token only."""
+    """What an answer leaves in the KV cache is kept: A, B, A prefills of the second A only what is never saved."""
     backend = LocalBackend.open(smollm2_path, max_context=512, device="cpu", store_bytes=1 << 27)
     with serving(House("m", backend, backend)) as url:
 
@@ -98,4 +99,5 @@ def test_conversations_that_take_turns_are_not_read_again(smollm2_path: Path) ->
         first, other, again = cached(red), cached(blue), cached(red)
     backend.close()
     assert first[0] < 3 and other[0] < 3
-    assert again[0] == again[1] - 1
+    # random words have a random number of tokens, and an end shorter than LEAST is not saved
+    assert again[0] >= again[1] - LEAST
