@@ -2,21 +2,19 @@
 // ROPE_DIMS, NEOX.
 #include "rope.cuh"
 
-// By one block of 256 threads: the cache row of token t, RMSNorm(kv[:KV_LORA]) * gain, then RoPE(kv[KV_LORA:]).
-DEVICE void latent_row(u16 *cache, const float *kv, const float *gain, const F2 *table, int pos, int t, float *red) {
-  kv += (u64)t * (KV_LORA + ROPE_DIMS);
-  cache += (u64)(pos + t) * (KV_LORA + ROPE_DIMS);
+// By one block: a cache row, RMSNorm(kv[:KV_LORA]) * gain, then RoPE(kv[KV_LORA:]). `red`: a float for each warp.
+DEVICE void latent_row(u16 *row, const float *kv, const float *gain, const F2 *angles, float *red) {
   float ss = 0;
-  for (int i = threadIdx.x; i < KV_LORA; i += 256) ss += kv[i] * kv[i];
+  for (int i = threadIdx.x; i < KV_LORA; i += THREADS) ss += kv[i] * kv[i];
   ss = warp_sum(ss);
   if (threadIdx.x % 32 == 0) red[threadIdx.x / 32] = ss;
   __syncthreads();
   ss = 0;
-  for (int i = 0; i < 8; i++) ss += red[i];
+  for (int i = 0; i < THREADS / 32; i++) ss += red[i];
   const float r = rsqrt_(ss / KV_LORA + EPS);
-  for (int i = threadIdx.x; i < KV_LORA; i += 256) cache[i] = float_to_half(kv[i] * r * gain[i]);
-  for (int i = threadIdx.x; i < ROPE_DIMS; i += 256)
-    cache[KV_LORA + i] = float_to_half(rotated(kv + KV_LORA, table + (u64)(pos + t) * (ROPE_DIMS / 2), i));
+  for (int i = threadIdx.x; i < KV_LORA; i += THREADS) row[i] = float_to_half(kv[i] * r * gain[i]);
+  for (int i = threadIdx.x; i < ROPE_DIMS; i += THREADS)
+    row[KV_LORA + i] = float_to_half(rotated(kv + KV_LORA, angles, i));
 }
 
 // By one warp: the RoPE part of head `head` of q, to its place behind the absorbed part.
