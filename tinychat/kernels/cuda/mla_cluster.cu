@@ -204,7 +204,7 @@ DEVICE void run(const Args &a) {
   const F2 *angles = a.table + (u64)pos * (ROPE_DIMS / 2);
 
   if constexpr (LOW_RANK) {
-    Stage<Query::COLS, true, true, false> stage;
+    Stage<LOW_RANK ? Query::COLS : 32, true, true, false> stage;
     stage.prefetch(a.x_gain);
     grid_wait();
     const Plain x{a.x};
