@@ -56,7 +56,7 @@ struct Memory {  // a block's
   alignas(16) float query[ROW];  // absorbed, then rotated; scaled
   alignas(16) float part[KV_LORA];  // attention over this block's keys, not normalised
   float part_max, part_sum;  // log2, sum of the weights
-  float red[WARPS], warp_maxima[WARPS], warp_sums[WARPS], results[Value::ROWS / CLUSTER];
+  float red[WARPS], row_red[WARPS], warp_maxima[WARPS], warp_sums[WARPS], results[Value::ROWS / CLUSTER];
   alignas(16) u16 row[ROW];  // this token's cache row
   ValueRows value;
   union {
@@ -203,37 +203,33 @@ DEVICE void run(const Args &a) {
     if (lane < (ROW * 2 + 127) / 128) prefetch((const u8 *)(a.cache + (u64)(rank + i * CLUSTER) * ROW) + lane * 128);
   const F2 *angles = a.table + (u64)pos * (ROPE_DIMS / 2);
 
+  const bool owner = rank == pos % CLUSTER;  // of this token's key
+  LatentRow row;
   if constexpr (LOW_RANK) {
     Stage<LOW_RANK ? Query::COLS : 32, true, true, false> stage;
     stage.prefetch(a.x_gain);
     grid_wait();
     const Plain x{a.x};
     stage.load(x);
+    if (owner) row.load(a.kv, a.kv_gain, angles);
     copy_wait<1>();
     stage.finish(x, sh);
     const float norm = stage.norm(EPS, sh);
     cluster_wait();
-    m.rows.query.multiply(sh, [&](int row, int sub, float v) {
-      for (int r = sub; r < CLUSTER; r += QUERY_LANES) peer(m.q, r)[rank * (HEAD / CLUSTER) + row] = v * norm;
+    m.rows.query.multiply(sh, [&](int i, int sub, float v) {
+      for (int r = sub; r < CLUSTER; r += QUERY_LANES) peer(m.q, r)[rank * (HEAD / CLUSTER) + i] = v * norm;
     });
   } else {
     grid_wait();
+    if (owner) row.load(a.kv, a.kv_gain, angles);
     for (int i = threadIdx.x; i < HEAD; i += THREADS) m.q[i] = a.q[head * HEAD + i];
     cluster_wait();
   }
-  if (rank == pos % CLUSTER) {
-    __syncthreads();  // m.red has been read
-    latent_row(m.row, a.kv, a.kv_gain, angles, m.red);
-    __syncthreads();
-    if (head == 0)
-      for (int i = threadIdx.x; i < ROW; i += THREADS) a.cache[(u64)pos * ROW + i] = m.row[i];
-  }
-  if constexpr (LOW_RANK) {
-    cluster_arrive();
-    cluster_wait();
-  } else {
-    __syncthreads();
-  }
+  cluster_arrive();
+  if (owner) row.store(m.row, m.row_red);
+  cluster_wait();
+  if (owner && head == 0)
+    for (int i = threadIdx.x; i < ROW; i += THREADS) a.cache[(u64)pos * ROW + i] = m.row[i];
 
   Stage<NOPE, false, true, false> nope;
   copy_wait<0>();

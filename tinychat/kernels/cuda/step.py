@@ -220,7 +220,7 @@ def _cluster_shape(b: Builder, a: MLA, out_quantised: bool) -> constants.MLAClus
         return packed_bytes(b.weight(w).tensor.kind, rows * w.cols)
 
     longest, warps = max(query.cols, a.kv_lora, a.nope), CLUSTER_THREADS // 32
-    shared = longest + longest // 4 + 4 * (head * CLUSTER + a.row + a.kv_lora + 2 + 3 * warps + values) + 2 * a.row
+    shared = longest + longest // 4 + 4 * (head * CLUSTER + a.row + a.kv_lora + 2 + 4 * warps + values) + 2 * a.row
     rows = (planes(a.q, head) if a.q_a else 16) + planes(a.k_b, latent)
     shared += planes(a.v_b, values) + max(rows, 4 * warps * a.kv_lora) + 256  # for what alignment takes
     return constants.MLACluster(
