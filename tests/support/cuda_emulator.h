@@ -154,7 +154,6 @@ DEVICE int shfl(int v, int l) { return emu::exchange(v, l); }
 DEVICE float shfl(float v, int l) { return emu::exchange(v, l); }
 DEVICE int shfl_up(int v, int by) { const int l = emu::current % 32; return emu::exchange(v, l >= by ? l - by : l); }
 DEVICE void copy_async(void *s, const void *g, bool valid) { if ((u64)s % 16 || (valid && (u64)g % 16)) { fprintf(stderr, "emulator: misaligned copy\n"); abort(); } if (valid) memcpy(s, g, 16); else memset(s, 0, 16); }
-DEVICE void prefetch(const void *) {}
 DEVICE int cluster_rank() { return emu::current / emu::threads; }
 DEVICE void cluster_arrive() {
   emu::cluster_seen[emu::current] = emu::cluster_generation;

@@ -1,7 +1,7 @@
 // MLA, decode behind few keys, in one kernel: a cluster of CLUSTER blocks per head makes the head's query (from q_a
 // through q_b, where the model has it), absorbs W_k_b, attends, and multiplies by W_v_b. Each block computes a part of
 // every product's rows and has every CLUSTER-th key; vectors go through distributed shared memory. A block's weights
-// are on their way into shared memory before grid_wait().
+// and its first STAGED keys are on their way into shared memory before grid_wait().
 #include "latent.cuh"
 #include "matvec.cuh"
 
@@ -57,7 +57,8 @@ struct Memory {  // a block's
   alignas(16) float part[KV_LORA];  // attention over this block's keys, not normalised
   float part_max, part_sum;  // log2, sum of the weights
   float red[WARPS], row_red[WARPS], warp_maxima[WARPS], warp_sums[WARPS], results[Value::ROWS / CLUSTER];
-  alignas(16) u16 row[ROW];  // this token's cache row
+  alignas(16) u16 row[ROW];           // this token's cache row
+  alignas(16) u16 keys[STAGED][ROW];  // the first rows of earlier tokens
   ValueRows value;
   union {
     struct {
@@ -99,7 +100,7 @@ DEVICE void attend(Memory &m, const u16 *cache, int pos, int rank) {
 #pragma unroll
     for (int j = 0; j < KEYS; j++) {
       const int i = first + j * WARPS, key = rank + i * CLUSTER;
-      const u32 *row = (const u32 *)(key == pos ? m.row : cache + (u64)key * ROW);
+      const u32 *row = (const u32 *)(key == pos ? m.row : i < STAGED ? m.keys[i] : cache + (u64)key * ROW);
 #pragma unroll
       for (int p = 0; p < PAIRS; p++) v[j][p] = i < mine && p * 32 + lane < ROW / 2 ? row[p * 32 + lane] : 0;
       s[j] = 0;
@@ -135,7 +136,7 @@ DEVICE void attend(Memory &m, const u16 *cache, int pos, int rank) {
   }
 #pragma unroll
   for (int p = 0; p < VALUE_PAIRS; p++)
-    if (p * 32 + lane < KV_LORA / 2) *(F2 *)(m.sums[warp] + 2 * (p * 32 + lane)) = F2{sum[2 * p], sum[2 * p + 1]};
+    if (warp < mine && p * 32 + lane < KV_LORA / 2) *(F2 *)(m.sums[warp] + 2 * (p * 32 + lane)) = F2{sum[2 * p], sum[2 * p + 1]};
   if (lane == 0) {
     m.warp_maxima[warp] = best;
     m.warp_sums[warp] = total;
@@ -199,8 +200,10 @@ DEVICE void run(const Args &a) {
   m.value.copy(a.w_value, Value::START + (u64)head * Value::STRIDE + rank * (Value::ROWS / CLUSTER));
   copy_commit();
   const int pos = a.state[POS];
-  for (int i = warp; i < WARPS * KEYS && rank + i * CLUSTER < pos; i += WARPS)  // the first keys of attend()
-    if (lane < (ROW * 2 + 127) / 128) prefetch((const u8 *)(a.cache + (u64)(rank + i * CLUSTER) * ROW) + lane * 128);
+  for (int i = warp; i < STAGED && rank + i * CLUSTER < pos; i += WARPS)
+    for (int c = lane * 8; c < ROW; c += 32 * 8)
+      copy_async(m.keys[i] + c, a.cache + (u64)(rank + i * CLUSTER) * ROW + c, true);
+  copy_commit();
   const F2 *angles = a.table + (u64)pos * (ROPE_DIMS / 2);
 
   const bool owner = rank == pos % CLUSTER;  // of this token's key
@@ -212,7 +215,7 @@ DEVICE void run(const Args &a) {
     const Plain x{a.x};
     stage.load(x);
     if (owner) row.load(a.kv, a.kv_gain, angles);
-    copy_wait<1>();
+    copy_wait<2>();
     stage.finish(x, sh);
     const float norm = stage.norm(EPS, sh);
     cluster_wait();
@@ -232,13 +235,14 @@ DEVICE void run(const Args &a) {
     for (int i = threadIdx.x; i < ROW; i += THREADS) a.cache[(u64)pos * ROW + i] = m.row[i];
 
   Stage<NOPE, false, true, false> nope;
-  copy_wait<0>();
+  copy_wait<1>();
   nope.finish(Plain{m.q}, sh);
   for (int i = threadIdx.x; i < ROPE_DIMS; i += THREADS)
     m.query[KV_LORA + i] = QUERY_SCALE * rotated(m.q + NOPE, angles, i);
   m.rows.latent.multiply(sh, [&](int row, int sub, float v) {
     for (int r = sub; r < CLUSTER; r += LATENT_LANES) peer(m.query, r)[rank * (KV_LORA / CLUSTER) + row] = v * QUERY_SCALE;
   });
+  copy_wait<0>();
   cluster_arrive();
   cluster_wait();
 

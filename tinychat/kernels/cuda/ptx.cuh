@@ -129,8 +129,6 @@ DEVICE void copy_async(void *shared, const void *global, bool valid) {
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING> DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
-DEVICE void prefetch(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }  // a line of 128 bytes
-
 // A cluster's barrier in two halves, which also orders accesses of shared memory; and what stands where `p` points to,
 // in another block's.
 DEVICE int cluster_rank() {
