@@ -147,7 +147,6 @@ class MLACluster(Constants):
     query_scale: float
     cluster: int  # blocks per head
     keys: int  # that a warp takes at a time
-    staged: int  # keys that a block has in shared memory
     query: Matrix  # 0 columns where q has no low rank
     absorb: Matrix
     value: Matrix

@@ -1,14 +1,14 @@
 // MLA, decode behind few keys, in one kernel: a cluster of CLUSTER blocks per head makes the head's query (from q_a
 // through q_b, where the model has it), absorbs W_k_b, attends, and multiplies by W_v_b. Each block computes a part of
 // every product's rows and has every CLUSTER-th key; vectors go through distributed shared memory. A block's weights
-// and its first STAGED keys are on their way into shared memory before grid_wait().
+// are on their way into shared memory before grid_wait().
 #include "latent.cuh"
 #include "matvec.cuh"
 
 constexpr int HEAD = NOPE + ROPE_DIMS, ROW = KV_LORA + ROPE_DIMS;
 constexpr bool LOW_RANK = Query::COLS > 0;  // q comes from q_a through q_b
 constexpr int LONGEST = Query::COLS > KV_LORA ? Query::COLS : KV_LORA > NOPE ? KV_LORA : NOPE;
-constexpr int PAIRS = (ROW / 2 + 31) / 32;             // of a cache row's values, per lane
+constexpr int PAIRS = (ROW / 2 + 31) / 32;            // of a cache row's values, per lane
 constexpr int VALUE_PAIRS = (KV_LORA / 2 + 31) / 32;  // of those that are values as well
 
 // N rows of matrices M in shared memory, in planes like the tensor's (quants.cuh). LANES lanes share a row.
@@ -24,7 +24,8 @@ template <class M, int N, int LANES> struct Rows {
   DEVICE void copy(const u8 *w, u64 first) {
     const u64 at = first * KB;
     copy_plane(planes, w + at * lo_bytes(T), BLOCKS * lo_bytes(T));
-    if (hi_bytes(T)) copy_plane(planes + hi_at(T, BLOCKS), w + hi_at(T, M::BLOCKS) + at * hi_bytes(T), BLOCKS * hi_bytes(T));
+    if (hi_bytes(T))
+      copy_plane(planes + hi_at(T, BLOCKS), w + hi_at(T, M::BLOCKS) + at * hi_bytes(T), BLOCKS * hi_bytes(T));
     copy_plane(planes + s1_at(T, BLOCKS), w + s1_at(T, M::BLOCKS) + at * s1_bytes(T), BLOCKS * s1_bytes(T));
     if (s2_bytes(T))
       copy_plane(planes + s2_at(T, BLOCKS), w + s2_at(T, M::BLOCKS) + at / 8 * s2_bytes(T), BLOCKS / 8 * s2_bytes(T));
@@ -52,13 +53,12 @@ using ValueRows = Rows<Value, Value::ROWS / CLUSTER, VALUE_LANES>;
 struct Memory {  // a block's
   V4 codes[LONGEST / 16];
   Scale scales[LONGEST / 32];
-  alignas(16) float q[HEAD];   // of the head, unscaled
-  alignas(16) float query[ROW];  // absorbed, then rotated; scaled
+  alignas(16) float q[HEAD];        // of the head, unscaled
+  alignas(16) float query[ROW];     // absorbed, then rotated; scaled
   alignas(16) float part[KV_LORA];  // attention over this block's keys, not normalised
-  float part_max, part_sum;  // log2, sum of the weights
+  float part_max, part_sum;         // log2, sum of the weights
   float red[WARPS], row_red[WARPS], warp_maxima[WARPS], warp_sums[WARPS], results[Value::ROWS / CLUSTER];
-  alignas(16) u16 row[ROW];           // this token's cache row
-  alignas(16) u16 keys[STAGED][ROW];  // the first rows of earlier tokens
+  alignas(16) u16 row[ROW];  // this token's cache row
   ValueRows value;
   union {
     struct {
@@ -71,18 +71,18 @@ struct Memory {  // a block's
 static_assert(sizeof(Memory) <= SHARED, "the shared memory asked for is too small");
 
 struct Args {
-  const float *x = nullptr;       // (Query::COLS): q_a, where LOW_RANK
+  const float *x = nullptr;  // (Query::COLS): q_a, where LOW_RANK
   const float *x_gain = nullptr;
-  const float *q = nullptr;       // (heads, nope + rope_dims), else
+  const float *q = nullptr;  // (heads, nope + rope_dims), else
   const float *kv = nullptr;
   const float *kv_gain = nullptr;
   u16 *cache = nullptr;
-  const F2 *table = nullptr;      // cos and sin, (positions, rope_dims / 2)
+  const F2 *table = nullptr;  // cos and sin, (positions, rope_dims / 2)
   const int *state = nullptr;
   const u8 *w_query = nullptr;
   const u8 *w_absorb = nullptr;
   const u8 *w_value = nullptr;
-  float *dst = nullptr;           // (heads, rows of Value), or:
+  float *dst = nullptr;  // (heads, rows of Value), or:
   u32 *dst_q = nullptr;
   Scale *dst_s = nullptr;
 };
@@ -100,7 +100,7 @@ DEVICE void attend(Memory &m, const u16 *cache, int pos, int rank) {
 #pragma unroll
     for (int j = 0; j < KEYS; j++) {
       const int i = first + j * WARPS, key = rank + i * CLUSTER;
-      const u32 *row = (const u32 *)(key == pos ? m.row : i < STAGED ? m.keys[i] : cache + (u64)key * ROW);
+      const u32 *row = (const u32 *)(key == pos ? m.row : cache + (u64)key * ROW);
 #pragma unroll
       for (int p = 0; p < PAIRS; p++) v[j][p] = i < mine && p * 32 + lane < ROW / 2 ? row[p * 32 + lane] : 0;
       s[j] = 0;
@@ -136,7 +136,8 @@ DEVICE void attend(Memory &m, const u16 *cache, int pos, int rank) {
   }
 #pragma unroll
   for (int p = 0; p < VALUE_PAIRS; p++)
-    if (warp < mine && p * 32 + lane < KV_LORA / 2) *(F2 *)(m.sums[warp] + 2 * (p * 32 + lane)) = F2{sum[2 * p], sum[2 * p + 1]};
+    if (warp < mine && p * 32 + lane < KV_LORA / 2)
+      *(F2 *)(m.sums[warp] + 2 * (p * 32 + lane)) = F2{sum[2 * p], sum[2 * p + 1]};
   if (lane == 0) {
     m.warp_maxima[warp] = best;
     m.warp_sums[warp] = total;
@@ -192,7 +193,7 @@ struct Merged {
 DEVICE void run(const Args &a) {
   CLUSTER_SHARED(Memory, m);
   const Shared sh{m.codes, m.scales, nullptr, m.red};
-  const int rank = cluster_rank(), head = blockIdx.x / CLUSTER, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int rank = cluster_rank(), head = blockIdx.x / CLUSTER, warp = threadIdx.x / 32;
   cluster_arrive();  // waited for before the first write into another block's memory
   if constexpr (LOW_RANK) m.rows.query.copy(a.w_query, Query::START + (u64)head * HEAD + rank * (HEAD / CLUSTER));
   copy_commit();
@@ -200,10 +201,6 @@ DEVICE void run(const Args &a) {
   m.value.copy(a.w_value, Value::START + (u64)head * Value::STRIDE + rank * (Value::ROWS / CLUSTER));
   copy_commit();
   const int pos = a.state[POS];
-  for (int i = warp; i < STAGED && rank + i * CLUSTER < pos; i += WARPS)
-    for (int c = lane * 8; c < ROW; c += 32 * 8)
-      copy_async(m.keys[i] + c, a.cache + (u64)(rank + i * CLUSTER) * ROW + c, true);
-  copy_commit();
   const F2 *angles = a.table + (u64)pos * (ROPE_DIMS / 2);
 
   const bool owner = rank == pos % CLUSTER;  // of this token's key
@@ -215,7 +212,7 @@ DEVICE void run(const Args &a) {
     const Plain x{a.x};
     stage.load(x);
     if (owner) row.load(a.kv, a.kv_gain, angles);
-    copy_wait<2>();
+    copy_wait<1>();
     stage.finish(x, sh);
     const float norm = stage.norm(EPS, sh);
     cluster_wait();
@@ -235,14 +232,14 @@ DEVICE void run(const Args &a) {
     for (int i = threadIdx.x; i < ROW; i += THREADS) a.cache[(u64)pos * ROW + i] = m.row[i];
 
   Stage<NOPE, false, true, false> nope;
-  copy_wait<1>();
+  copy_wait<0>();
   nope.finish(Plain{m.q}, sh);
   for (int i = threadIdx.x; i < ROPE_DIMS; i += THREADS)
     m.query[KV_LORA + i] = QUERY_SCALE * rotated(m.q + NOPE, angles, i);
   m.rows.latent.multiply(sh, [&](int row, int sub, float v) {
-    for (int r = sub; r < CLUSTER; r += LATENT_LANES) peer(m.query, r)[rank * (KV_LORA / CLUSTER) + row] = v * QUERY_SCALE;
+    for (int r = sub; r < CLUSTER; r += LATENT_LANES)
+      peer(m.query, r)[rank * (KV_LORA / CLUSTER) + row] = v * QUERY_SCALE;
   });
-  copy_wait<0>();
   cluster_arrive();
   cluster_wait();
 

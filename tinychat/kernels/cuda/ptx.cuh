@@ -25,7 +25,7 @@ struct alignas(8) F2 {
 #define CLUSTER_KERNEL(threads, resident, blocks) \
   extern "C" __global__ void __cluster_dims__(blocks, 1, 1) __launch_bounds__(threads, resident)
 #define CLUSTER_SHARED(type, name) \
-  DYNAMIC_SHARED(name##_bytes); \
+  DYNAMIC_SHARED(name##_bytes);    \
   type &name = *(type *)name##_bytes
 
 // Programmatic dependent launch: a kernel's blocks may run before the kernel in front has finished, and load their

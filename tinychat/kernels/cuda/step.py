@@ -22,8 +22,6 @@ NEAR = 512  # keys up to which a cluster of blocks per head does latent attentio
 CLUSTER = 4  # blocks of a head
 CLUSTER_THREADS = 512
 CLUSTER_KEYS = 2  # keys that a warp takes at a time
-CLUSTER_STAGED = 96  # keys that a block has in shared memory, at most
-CLUSTER_SPARE = 32 << 10  # bytes of shared memory for the kernels before and behind
 CLUSTER_BLOCKS = 132  # at most: all heads at once, a block for each multiprocessor of an H100
 DEEP = 2048  # keys from which on latent attention has DEEP_SPLITS parts, and a kernel more to combine them
 DEEP_SPLITS = 132  # a block for each multiprocessor of an H100
@@ -200,7 +198,7 @@ def takes_cluster(b: Builder, a: MLA) -> bool:
     rows = a.nope + a.rope.dims, a.kv_lora, a.v_b.rows
     matrices = [(a.q, rows[0])] if a.q_a else []
     matrices += [(a.k_b, rows[1]), (a.v_b, rows[2])]
-    if any(n % CLUSTER for n in rows) or a.heads * CLUSTER > CLUSTER_BLOCKS or a.row % 8:
+    if any(n % CLUSTER for n in rows) or a.heads * CLUSTER > CLUSTER_BLOCKS or a.row % 2:
         return False
     for w, n in matrices:
         placed = b.weight(w)
@@ -225,8 +223,6 @@ def _cluster_shape(b: Builder, a: MLA, out_quantised: bool) -> constants.MLAClus
     shared = longest + longest // 4 + 4 * (head * CLUSTER + a.row + a.kv_lora + 2 + 4 * warps + values) + 2 * a.row
     rows = (planes(a.q, head) if a.q_a else 16) + planes(a.k_b, latent)
     shared += planes(a.v_b, values) + max(rows, 4 * warps * a.kv_lora) + 256  # for what alignment takes
-    staged = max(1, min(CLUSTER_STAGED, (MAX_DYNAMIC - shared - CLUSTER_SPARE) // (2 * a.row)))
-    shared += 2 * a.row * staged
     return constants.MLACluster(
         a.heads,
         a.nope,
@@ -237,7 +233,6 @@ def _cluster_shape(b: Builder, a: MLA, out_quantised: bool) -> constants.MLAClus
         query_scale=a.scale * LOG2E,
         cluster=CLUSTER,
         keys=CLUSTER_KEYS,
-        staged=staged,
         query=query,
         absorb=b.matrix(a.k_b),
         value=b.matrix(a.v_b),
