@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.support import call_templates, calls
-from tinychat.engine.answer import Piece
 from tinychat.engine.prompt import Chat
+from tinychat.engine.scanner import Fragment
 from tinychat.engine.tokenizer import Tokenizer
 from tinychat.engine.tool_calls import tool
 from tinychat.errors import TinychatError
@@ -276,9 +276,9 @@ def test_bad_tools_are_one_clear_line(calls_made: Any, tools: Any, why: str) -> 
 
 def test_pieces_say_where_they_belong(models: dict[str, tuple[Chat, Tokenizer]]) -> None:
     parser = models["json"][0].parser("", TOOLS)
-    assert parser.feed("Hm.\n<tool") == [Piece("answer", "Hm.")]
+    assert parser.feed("Hm.\n<tool") == [Fragment("answer", "Hm.")]
     assert parser.feed('_call>\n{"name": "ad') == [] and parser.kind == "call"
     (head,) = parser.feed('d", "arguments": {"a"')
     assert (head.kind, head.text, head.index, head.name) == ("call", '{"a"', 0, "add") and len(head.id) == 9
-    assert parser.feed(": 1}") == [Piece("call", ": 1}", 0)]
+    assert parser.feed(": 1}") == [Fragment("call", ": 1}", 0)]
     assert parser.feed("}\n</tool_call>") == [] and parser.flush() == []
