@@ -126,6 +126,18 @@ def read(chat: Chat, tokenizer: Tokenizer, turn: Written, tools: Sequence[dict[s
     return pieces + parser.feed(decoder.flush()) + parser.flush()
 
 
+def prompt_text(chat: Chat, *args: Any, **options: Any) -> str:
+    """What `chat.render` makes, as it would be written down."""
+    return chat.tokenizer.decode(chat.render(*args, **options), special=True)
+
+
+def parsed(chat: Chat, answer: str, tools: Sequence[dict[str, Any]] = (), prompt: str = "") -> dict[str, Any]:
+    """`message_of` a whole answer, with "note" where a call was broken."""
+    parser = chat.parser(prompt, tools)
+    message = message_of(parser.feed(answer) + parser.flush())
+    return message | ({"note": parser.notes[0]} if parser.notes else {})
+
+
 def message_of(pieces: Sequence[Fragment]) -> dict[str, Any]:
     """Content, thinking and calls (name, arguments) that pieces carry."""
     calls: dict[int, list[Any]] = {}
