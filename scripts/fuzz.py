@@ -40,7 +40,7 @@ from tinychat.engine.config import ARCHITECTURES
 from tinychat.engine.sandbox import Generation
 from tinychat.engine.template import ChatTemplate
 from tinychat.errors import TinychatError
-from tinychat.kernels.ops import Sampling
+from tinychat.kernels.sampling import Sampling
 
 MEMORY = 600 << 20  # bytes of new address space for one file
 SECONDS = 10  # of CPU time for one file

@@ -41,7 +41,7 @@ from tinychat.kernels.cpu.executor import CPUExecutor
 from tinychat.kernels.cuda import launch
 from tinychat.kernels.cuda.executor import CUDAExecutor
 from tinychat.kernels.executor import Executor
-from tinychat.kernels.ops import Sampling
+from tinychat.kernels.sampling import Sampling
 from tinychat.measure import bench
 from tinychat.ui.app import TinychatApp
 

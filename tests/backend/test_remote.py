@@ -36,7 +36,7 @@ from tinychat.backend.protocol import (
 )
 from tinychat.backend.remote import RemoteBackend
 from tinychat.errors import TinychatError
-from tinychat.kernels.ops import Sampling
+from tinychat.kernels.sampling import Sampling
 from tinychat.server.answer import House
 from tinychat.server.security import Policy
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tinychat.engine.engine import Engine, ModelInfo, Token
-    from tinychat.kernels.ops import Sampling
+    from tinychat.kernels.sampling import Sampling
 
 __all__ = ["Engine", "ModelInfo", "Sampling", "Token"]
 

@@ -33,7 +33,8 @@ from tinychat.engine.tokenizer import Tokenizer
 from tinychat.engine.tool_calls import Tool
 from tinychat.errors import TinychatError
 from tinychat.kernels.executor import MeasurableExecutor
-from tinychat.kernels.ops import Plan, Sampling, weights_of
+from tinychat.kernels.ops import Plan, weights_of
+from tinychat.kernels.sampling import Sampling
 
 StopReason = Literal["eos", "length", "stopped", "context"]
 

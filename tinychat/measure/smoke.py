@@ -12,7 +12,7 @@ from rich.text import Text
 
 from tinychat.engine.engine import Engine
 from tinychat.errors import TinychatError, printable
-from tinychat.kernels.ops import Sampling
+from tinychat.kernels.sampling import Sampling
 
 QUESTION = "What is the capital of France?"  # to a model without verified answers
 LENGTH = 24  # tokens of such an answer

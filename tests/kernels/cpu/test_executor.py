@@ -25,7 +25,7 @@ from tinychat.errors import TinychatError
 from tinychat.kernels import sampling
 from tinychat.kernels.cpu.executor import CPUExecutor, default_threads
 from tinychat.kernels.cpu.library import Library
-from tinychat.kernels.ops import Sampling
+from tinychat.kernels.sampling import Sampling
 
 IDS = [290, 17, 204, 99, 3, 256, 258, 64, 131, 64, 17, 280, 5, 77, 31, 8, 120, 240, 19, 66, 201, 14, 9]
 GREEDY = Sampling(temperature=0.0)

@@ -30,7 +30,6 @@ from tinychat.kernels.ops import (
     ExpertsUp,
     Op,
     Plan,
-    Sampling,
     matrices_of,
 )
 from tinychat.kernels.profile import (
@@ -45,7 +44,7 @@ from tinychat.kernels.profile import (
     function_source,
     name_of,
 )
-from tinychat.kernels.sampling import penalties
+from tinychat.kernels.sampling import Sampling, penalties
 
 LIMITS = Limits(  # a phase has at most 2^20 tasks (pool.h)
     QUANTS,

@@ -28,9 +28,9 @@ from tinychat.kernels.cuda.state import breaker_bits, state_words
 from tinychat.kernels.cuda.step import DEEP, RING, Builder, decode, head
 from tinychat.kernels.executor import Kind, Mask, Weights
 from tinychat.kernels.limits import Limits, check
-from tinychat.kernels.ops import MLA, Plan, Sampling
+from tinychat.kernels.ops import MLA, Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile
-from tinychat.kernels.sampling import sample
+from tinychat.kernels.sampling import Sampling, sample
 
 AHEAD = 4  # decode steps enqueued before the oldest is read
 GRAPH_TOKENS = 128  # tokens from one graph of a prompt's kernels to the next

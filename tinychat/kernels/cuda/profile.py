@@ -19,8 +19,8 @@ from tinychat.errors import TinychatError
 from tinychat.kernels.cuda.device import GPU
 from tinychat.kernels.cuda.graph import Graph
 from tinychat.kernels.cuda.launch import Launch
-from tinychat.kernels.ops import Sampling
 from tinychat.kernels.profile import Batch, CacheUse, Calls, Kernel, Part, StepProfile
+from tinychat.kernels.sampling import Sampling
 
 GREEDY = Sampling(temperature=0.0)
 LONG = 40  # launches of a chain: fewer are repeated, so that starting the graph does not count
