@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -42,8 +42,7 @@ DEFAULT_CONTEXT = 4096
 DRY_BREAKERS = (b"\n", b":", b'"', b"*")  # as in llama.cpp (common/common.h, dry_sequence_breakers)
 
 
-@dataclass(frozen=True)
-class Token:
+class Token(NamedTuple):
     """One generated token. `id` is None for text released without a new token (the end of a held-back piece).
 
     `text` is what became visible, maybe empty; of a call, more of its arguments, and `call` says of which one.
