@@ -57,7 +57,7 @@ class Token(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ModelInfo:
+class EngineInfo:
     """What is loaded, for people and panels. Sizes in bytes."""
 
     name: str
@@ -158,7 +158,7 @@ class Engine:
 
     def __init__(
         self,
-        info: ModelInfo,
+        info: EngineInfo,
         tokenizer: Tokenizer,
         chat: Chat,
         plan: Plan,
@@ -444,7 +444,9 @@ class _Clock:
         s.limit_share = s.gb_s / s.limit_gb_s if s.limit_gb_s else 0.0
 
 
-def _describe(gguf: GGUF, config: ModelConfig, plan: Plan, executor: MeasurableExecutor, max_context: int) -> ModelInfo:
+def _describe(
+    gguf: GGUF, config: ModelConfig, plan: Plan, executor: MeasurableExecutor, max_context: int
+) -> EngineInfo:
     used = {w.tensor for op in plan.ops for w in weights_of(op)}
     parameters = sum(math.prod(gguf.tensors[name].shape) for name in used)
     idle = 0
@@ -454,7 +456,7 @@ def _describe(gguf: GGUF, config: ModelConfig, plan: Plan, executor: MeasurableE
     quants = Counter[str]()
     for name in used:
         quants[gguf.tensors[name].type.name] += gguf.tensors[name].nbytes
-    return ModelInfo(
+    return EngineInfo(
         name=config.name,
         path=gguf.path,
         architecture=config.architecture,

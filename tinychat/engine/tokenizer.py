@@ -22,7 +22,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Split
 from tokenizers.pre_tokenizers import Sequence as Stages
 
-from tinychat.engine import limits
+from tinychat.engine import file_limits
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError, encodable, printable
 
@@ -178,10 +178,10 @@ class Tokenizer:
         model = self._get("tokenizer.ggml.model", str, required=True)
         self._texts = _strings(metadata, "tokenizer.ggml.tokens")
         self.n_vocab = n = len(self._texts)
-        if not limits.VOCABULARY.least <= n <= limits.VOCABULARY.most:
+        if not file_limits.VOCABULARY.least <= n <= file_limits.VOCABULARY.most:
             raise TinychatError(
-                f"tokenizer.ggml.tokens has {n:,} entries, accepted is 1 to {limits.VOCABULARY.most:,} "
-                f"({limits.VOCABULARY.why}); the file is damaged"
+                f"tokenizer.ggml.tokens has {n:,} entries, accepted is 1 to {file_limits.VOCABULARY.most:,} "
+                f"({file_limits.VOCABULARY.why}); the file is damaged"
             )
         self._texts = [text or f"[EMPTY_{i}]" for i, text in enumerate(self._texts)]
         self._ids = {text: i for i, text in enumerate(self._texts)}
@@ -377,9 +377,9 @@ class Tokenizer:
         """Raises TinychatError for control and user-defined tokens that would make matching them slow or large."""
         sizes = [len(self._texts[i]) for i in ids]
         for what, value, limit in (
-            ("control and user-defined tokens in the vocabulary", len(ids), limits.MARKS),
-            ("characters in a control or user-defined token", max(sizes, default=0), limits.MARK_CHARS),
-            ("characters in all control and user-defined tokens", sum(sizes), limits.MARKS_CHARS),
+            ("control and user-defined tokens in the vocabulary", len(ids), file_limits.MARKS),
+            ("characters in a control or user-defined token", max(sizes, default=0), file_limits.MARK_CHARS),
+            ("characters in all control and user-defined tokens", sum(sizes), file_limits.MARKS_CHARS),
         ):
             if value > limit.most:
                 raise TinychatError(f"{value:,} {what}, accepted are {limit.most:,} ({limit.why})")

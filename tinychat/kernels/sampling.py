@@ -60,6 +60,7 @@ class Sampling:
     seed: int = 0
 
 
+GREEDY = Sampling(temperature=0.0)
 SAMPLING_PARAMETERS = {
     f.name: Parameter(f.name, int if f.type == "int" else float, **f.metadata) for f in fields(Sampling) if f.metadata
 }

@@ -31,7 +31,7 @@ class Expected:
     answers: Mapping[str, tuple[int, ...]]
 
 
-# By ModelInfo.fingerprint, so that a renamed or copied file is known and another quant of the same model is not.
+# By EngineInfo.fingerprint, so that a renamed or copied file is known and another quant of the same model is not.
 EXPECTED: dict[str, Expected] = {
     "43e8616c70ebb37a7224cd1994b9866fce7ea3bf4b18a6065990379eb50b75ce": Expected(
         "smollm2:135m",

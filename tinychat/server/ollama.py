@@ -33,6 +33,7 @@ from tinychat.server.sampling import (
     pick_seed,
     schema_format,
 )
+from tinychat.units import parameter_count
 
 VERSION = "0.12.0"  # of Ollama's API that this is; clients compare it
 REASONS = {"eos": "stop", "length": "length", "context": "length"}
@@ -336,15 +337,9 @@ def _details(house: House) -> dict[str, Any]:
         "format": "gguf",
         "family": info.architecture,
         "families": [info.architecture],
-        "parameter_size": f"{info.parameters / 1e9:.1f}B"
-        if info.parameters >= 1e9
-        else f"{info.parameters / 1e6:.0f}M",
+        "parameter_size": parameter_count(info.parameters),
         "quantization_level": info.quant,
     }
-
-
-def _short(parameters: int) -> str:
-    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.0f}M"
 
 
 def show(body: dict[str, Any], house: House) -> dict[str, Any]:
