@@ -117,7 +117,7 @@ class CUDAExecutor:
             depth: Step(gpu, tuple(step), graphs[depth], max_context, self.decode, self._place)
             for depth, step in steps.items()
         }
-        self.launches, self.prefill_launches = launches[0], prefill
+        self.launches = launches[0]
         self.kernels_per_token, self.jit_batches = graphs[0].kernels, 1
         self.jit_state = "replaying"  # compiled and captured at load
         self.weight_bytes = layout.nbytes
