@@ -16,7 +16,8 @@ from tinychat.kernels.cuda.prefill import Chip, Prefill
 from tinychat.kernels.cuda.quants import FLOATS
 from tinychat.kernels.cuda.state import Word, state_words
 from tinychat.kernels.cuda.step import RING, Builder, Depth, decode
-from tinychat.kernels.ops import Plan, Sampling
+from tinychat.kernels.ops import Plan
+from tinychat.kernels.sampling import Sampling
 
 PREFILL = 96  # tokens of a prefill step: more than one tile, fewer than two
 

@@ -42,7 +42,7 @@ from tinychat.engine.answer import AnswerParser
 from tinychat.engine.session import common_prefix
 from tinychat.engine.stats import Stats, rss_bytes
 from tinychat.errors import TinychatError
-from tinychat.kernels.ops import Sampling
+from tinychat.kernels.sampling import Sampling
 
 CHUNK = 256  # tokens that one event of the prefill stands for
 INFO = ModelInfo(

@@ -29,7 +29,7 @@ def chat(
     own = settings.load()  # the app shows what is wrong in it
     options: dict[str, Any] = {k: v for k, v in (("device", device), ("threads", threads)) if v is not None}
     if server is not None:
-        from tinychat.backend.opening import Server
+        from tinychat.backend.factory import Server
         from tinychat.ui.app import main
 
         # The path is never read; the picker shows the name beside other models.

@@ -15,8 +15,8 @@ from textual.theme import Theme
 
 from tinychat import process
 from tinychat.backend.engine_thread import EngineThread
+from tinychat.backend.factory import open_backend
 from tinychat.backend.local import LocalBackend
-from tinychat.backend.opening import open_backend
 from tinychat.chat import settings
 from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import Conversation

@@ -26,7 +26,7 @@ from tinychat.kernels.cuda.selfcheck import COLS, ROWS, check_data, check_plan, 
 from tinychat.kernels.cuda.state import Word, breaker_bits, state_words
 from tinychat.kernels.cuda.step import RING, Builder, Depth, decode, decode_steps, head
 from tinychat.kernels.cuda.step import sample as sampling
-from tinychat.kernels.sampling import dry, sample
+from tinychat.kernels.sampling import Sampling, dry, sample
 
 Q = tiny.Q
 KINDS = (Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.Q4_K, Q.Q5_K, Q.Q6_K)
@@ -75,7 +75,7 @@ def test_matvec_of_every_quant_type(kind: Q, matvecs: dict[Q, Matvec]) -> None:
     tensor = builder.layout.tensors["check"]
     buffers = {name: aligned(size) for name, size in builder.buffers.items()} | {"staging": packed}
     buffers["params"] = np.array([tensor.blocks, 0, tensor.blocks], np.uint64)
-    buffers["state"].view(np.int32)[: len(Word)] = state_words(ops.Sampling(), 0, 1, 0)
+    buffers["state"].view(np.int32)[: len(Word)] = state_words(Sampling(), 0, 1, 0)
     buffers["x"].view(np.float32)[:] = x
     buffers["w:gain"].view(np.float32)[:] = 1
     if kind in FLOATS:
@@ -201,7 +201,7 @@ def test_values_of_another_length_than_keys() -> None:
     want = np.einsum("hts,shd->thd", p / p.sum(-1, keepdims=True), values).reshape(tokens, -1)
 
     def run(launches: list[Launch], first: int, count: int) -> None:
-        buffers["state"].view(np.int32)[: len(Word)] = state_words(ops.Sampling(), first, count, 0)
+        buffers["state"].view(np.int32)[: len(Word)] = state_words(Sampling(), first, count, 0)
         for name, rows in x.items():
             buffers[name].view(np.float32)[: rows[0].size * count] = rows[first : first + count].ravel()
         for launch in launches:
@@ -265,7 +265,7 @@ def sampler() -> tuple[list[Launch], dict[str, int]]:
     ids=str,
 )
 def test_sampling_as_numpy_does(sampler: tuple[list[Launch], dict[str, int]], settings: dict[str, float]) -> None:
-    s = ops.Sampling(**({"repeat_penalty": 1.0} | settings))  # type: ignore[arg-type]
+    s = Sampling(**({"repeat_penalty": 1.0} | settings))  # type: ignore[arg-type]
     launches, sizes = sampler
     for seed in range(2):
         rng = np.random.default_rng(seed)

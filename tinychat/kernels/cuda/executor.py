@@ -28,9 +28,9 @@ from tinychat.kernels.cuda.state import breaker_bits, state_words
 from tinychat.kernels.cuda.step import RING, Builder, decode_steps, head
 from tinychat.kernels.executor import Kind, Mask, Weights
 from tinychat.kernels.limits import Limits, check
-from tinychat.kernels.ops import MLA, Plan, Sampling
+from tinychat.kernels.ops import MLA, Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile
-from tinychat.kernels.sampling import sample
+from tinychat.kernels.sampling import GREEDY, Sampling, sample
 
 AHEAD = 4  # decode steps enqueued before the oldest is read
 GRAPH_TOKENS = 128  # tokens from one graph of a prompt's kernels to the next
@@ -39,7 +39,6 @@ ROWS_OF_STEP = 400  # cache rows whose keys and values MLA's prefill makes in th
 CHUNKS = (4096, 2048, 1024)  # tokens of a prefill step, at most: the first whose buffers fit the GPU
 SHARE = 0.97  # of the free memory that buffers may take; the rest is for programs and page-locked memory
 ROWS_OF_LOGITS = 64  # tokens of a prefill step that wants the logits of all
-GREEDY = Sampling(temperature=0.0, repeat_penalty=1.0)
 EMPTY = 2**64 - 1  # a ring slot nothing was written to
 LIMITS = Limits(
     frozenset(QUANTS),
@@ -116,7 +115,7 @@ class CUDAExecutor:
             depth: Step(gpu, tuple(step), graphs[depth], max_context, self.decode, self._place)
             for depth, step in steps.items()
         }
-        self.launches, self.prefill_launches = launches[0], prefill
+        self.launches = launches[0]
         self.kernels_per_token, self.jit_batches = graphs[0].kernels, 1
         self.jit_state = "replaying"  # compiled and captured at load
         self.weight_bytes = layout.nbytes
