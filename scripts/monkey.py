@@ -167,7 +167,7 @@ class Monkey:
         c, end = self.app.controller, time.monotonic() + SETTLES
         while c.busy or c.queue or c.loading is not None or self.app.screen is not self.app.chat:
             if time.monotonic() > end:
-                raise Broken(f"stuck: {c.state}, {len(c.queue)} wait, on {self.app.screen}; {self.last}")
+                raise Broken(f"stuck: {c.state}, {len(c.queue)} wait, on {self.app.screen_stack}; {self.last}")
             if self.app.screen is not self.app.chat:
                 self._post(events.Key("escape", None))
             c.take_back_queue()
