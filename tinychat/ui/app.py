@@ -10,6 +10,7 @@ from typing import Any
 
 from textual.app import SystemCommand
 from textual.binding import Binding
+from textual.command import CommandPalette
 from textual.screen import Screen
 from textual.theme import Theme
 
@@ -95,6 +96,11 @@ class TinychatApp(LastingApp):
         self.own = replace(self.own, **changes)
         if self._remember is not None:
             self._remember(**changes)
+
+    def action_command_palette(self) -> None:
+        """Without the fixed id that Textual gives it: one that is still closing must not forbid another."""
+        if not isinstance(self.screen, CommandPalette):
+            self.push_screen(CommandPalette())
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         if screen is self.chat:
