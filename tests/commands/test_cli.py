@@ -444,4 +444,4 @@ def test_the_chat_opens_on_a_model_and_quits(smollm2_path: Path) -> None:
         t.read(f"Ask {smollm2_path.name[:8]}")
         t.write(b"\x11")  # ctrl+q
         t.read(None)
-    assert t.process.returncode == 0 and t.restored
+        assert t.process.returncode == 0 and t.restored
