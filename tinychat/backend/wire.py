@@ -33,7 +33,8 @@ MAX_LINE = 16 << 20
 class Reading:
     """Makes events of the chunks of one answer."""
 
-    def __init__(self, limit: int, dropped: int) -> None:
+    def __init__(self, limit: int, dropped: int, model: Stats) -> None:
+        """`limit`: tokens of the context; `dropped`: messages left out so far; `model`: what is known of the model."""
         self._limit, self._dropped = limit, dropped
         self._began = time.perf_counter()
         self._first = 0.0
@@ -45,7 +46,8 @@ class Reading:
         self._timings: Mapping[str, Any] = {}
         self._details: Mapping[str, Any] = {}  # tinychat: the last chunk's
         self._named: set[int] = set()
-        self.stats = Stats(phase="prefill", context_max=limit)
+        self._told = False  # tinychat: the figures come from the server
+        self.stats = replace(model, phase="prefill", context_max=limit)
 
     def read(self, chunk: Mapping[str, Any]) -> list[Event]:
         details = as_dict(chunk.get("details"))
@@ -87,12 +89,17 @@ class Reading:
         self._stop = choice.get("stop_reason") or self._stop
         if events:
             self._count(max(1, len(tokens)))
+        if "now" in details:
+            self._told, self.stats = True, stats_of(details["now"])
         return events
 
     def _count(self, tokens: int) -> None:
         """Keeps the figures that a clock on this side can tell."""
         now = time.perf_counter()
         self._deltas += tokens
+        if self._told:
+            self.stats = replace(self.stats, generated_tokens=self._deltas)
+            return
         if not self._first:
             self._first = now
         decode_s = now - self._first
@@ -214,8 +221,7 @@ def _counted(usage: Mapping[str, Any], limit: int, deltas: int) -> Usage:
 def _final(stats: Stats, details: Mapping[str, Any], timings: Mapping[str, Any], usage: Usage) -> Stats:
     """The figures at the end: tinychat's own, or llama-server's timings, or what the clock here has seen."""
     if own := as_dict(details.get("stats")):
-        known = {f.name: own[f.name] for f in fields(Stats) if type(own.get(f.name)) in (int, float, str)}
-        return Stats(**known)
+        return stats_of(own)
     decode_s = stats.decode_s
     steps = max(0, usage.answer - 1)
     rate = _float(timings.get("predicted_per_second")) or (steps / decode_s if decode_s > 0 else 0.0)
@@ -232,6 +238,13 @@ def _final(stats: Stats, details: Mapping[str, Any], timings: Mapping[str, Any],
         token_s=1 / rate if rate else 0.0,
         context_used=usage.used,
     )
+
+
+def stats_of(value: Any) -> Stats:
+    """Stats as tinychat's server writes them."""
+    own = as_dict(value)
+    kinds = {"str": (str,), "int": (int,), "float": (int, float)}
+    return Stats(**{f.name: own[f.name] for f in fields(Stats) if type(own.get(f.name)) in kinds[str(f.type)]})
 
 
 def as_dict(value: Any) -> Mapping[str, Any]:
