@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -164,13 +164,15 @@ def _call(fields: Fields) -> dict[str, Any]:
 def _options(fields: Fields, house: House) -> tuple[Sampling, int | None, tuple[str, ...]]:
     base, info = house.sampling, house.backend.info
     seed = fields.integer("seed", None, -(2**63), 2**64 - 1)
-    sampling = Sampling(
+    last_n = fields.integer("repeat_last_n", base.repeat_last_n, -1, 1 << 24) or 0
+    sampling = replace(
+        base,
         temperature=fields.number("temperature", base.temperature, 0, 100),
         top_k=fields.integer("top_k", base.top_k, 0, 1 << 24) or 0,
         top_p=fields.number("top_p", base.top_p, 0, 1),
         min_p=fields.number("min_p", base.min_p, 0, 1),
         repeat_penalty=fields.number("repeat_penalty", base.repeat_penalty, 0.01, 100),
-        repeat_last_n=max(0, fields.integer("repeat_last_n", base.repeat_last_n, -1, 1 << 24) or 0),
+        repeat_last_n=info.max_context if last_n < 0 else last_n,
         seed=pick_seed(seed, house),
     )
     limit = fields.integer("num_predict", None, -2, MAX_TOKENS)

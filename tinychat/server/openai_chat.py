@@ -294,8 +294,7 @@ def _thinking(fields: Fields, house: House) -> tuple[bool | None, dict[str, Any]
         asked.choice("summary", ("auto", "concise", "detailed"))
         asked.done()
     if effort is not None:
-        thinking = effort != "none"
-        kwargs["reasoning_effort"] = effort
+        thinking = effort != "none"  # how long it thinks is the model's affair
     if thinking and not house.backend.info.can.thinking:
         name = "reasoning_effort" if effort else "chat_template_kwargs.enable_thinking"
         raise fields.refuse(name, "this model cannot think")
