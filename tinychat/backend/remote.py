@@ -46,7 +46,7 @@ T = TypeVar("T")
 STALL_S = 300.0  # without a byte, after which a server is left: it may keep a request waiting for others
 CONNECT_S = 10.0
 ASK_S = 20.0  # for what a server answers without its model
-CANCEL_S = 0.02  # how often a cancel is looked for
+CANCEL_S = 0.1  # how often a cancel is looked for while nothing comes: each look takes time from an engine beside
 LETTERS_PER_TOKEN = 4  # where nobody counts
 
 Kind = Literal["tinychat", "llama", "vllm", "openai"]
@@ -283,6 +283,8 @@ class RemoteBackend:
                     for event in read_chunk(reading, chunk):
                         stream.put(event)
                     self._stats = reading.stats
+                    if request.cancel.is_set():
+                        raise asyncio.CancelledError
         except httpx.TimeoutException:
             return Failed(f"nothing came from {self.url} for {self._stall_s:g} seconds", "lost")
         except (httpx.HTTPError, httpx.InvalidURL) as e:

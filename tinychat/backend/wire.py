@@ -15,6 +15,7 @@ from tinychat.backend.protocol import (
     Event,
     Failed,
     Finished,
+    Kind,
     ModelInfo,
     Piece,
     Prefilling,
@@ -69,15 +70,16 @@ class Reading:
 
     def _choice(self, choice: Mapping[str, Any], details: Mapping[str, Any]) -> list[Event]:
         delta, events = as_dict(choice.get("delta")), list[Event]()
-        tokens = _tokens(details, choice)
+        tokens = _tokens(choice)
         said = delta.get("content") if "delta" in choice else choice.get("text")
         thought = delta.get("reasoning_content") or delta.get("reasoning")
-        if isinstance(thought, str) and thought:
+        if "pieces" in details:
+            kind: Kind = "thinking" if details.get("kind") == "thinking" else "answer"
+            events += [Piece(kind, str(text), _own_tokens(own)) for text, own in details["pieces"]]
+        elif isinstance(thought, str) and thought:
             events.append(Piece("thinking", thought, tokens))
         elif isinstance(said, str) and said:
             events.append(Piece("answer", said, tokens))
-        elif tokens:
-            events.append(Piece("thinking" if details.get("kind") == "thinking" else "answer", "", tokens))
         for i, call in enumerate(map(as_dict, as_list(delta.get("tool_calls")))):
             function = as_dict(call.get("function"))
             index = as_int(call.get("index", i))
@@ -88,7 +90,7 @@ class Reading:
         self._reason = choice.get("finish_reason") or self._reason
         self._stop = choice.get("stop_reason") or self._stop
         if events:
-            self._count(max(1, len(tokens)))
+            self._count(max(1, sum(len(e.tokens) for e in events if isinstance(e, Piece))))
         if "now" in details:
             self._told, self.stats = True, stats_of(details["now"])
         return events
@@ -162,10 +164,13 @@ async def chunks(response: httpx.Response) -> AsyncIterator[Mapping[str, Any]]:
             raise httpx.RemoteProtocolError("what came is not JSON") from None
 
 
-def _tokens(details: Mapping[str, Any], choice: Mapping[str, Any]) -> tuple[TokenPiece, ...]:
-    """The tokens of a chunk: tinychat tells them; others only with log-probabilities, and without ids."""
-    if "tokens" in details:
-        return tuple(TokenPiece(i, t, p, tuple(map(tuple, top))) for i, t, p, top in details["tokens"])
+def _own_tokens(tokens: Any) -> tuple[TokenPiece, ...]:
+    """The tokens of a piece as tinychat tells them."""
+    return tuple(TokenPiece(i, t, p, tuple(map(tuple, top))) for i, t, p, top in tokens)
+
+
+def _tokens(choice: Mapping[str, Any]) -> tuple[TokenPiece, ...]:
+    """The tokens of a chunk, as servers tell them with log-probabilities: without ids."""
     entries = as_list(as_dict(choice.get("logprobs")).get("content"))
     return tuple(TokenPiece(-1, str(e.get("token")), float(e.get("logprob", 0.0))) for e in map(as_dict, entries))
 

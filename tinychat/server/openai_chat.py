@@ -22,7 +22,7 @@ from tinychat.backend.protocol import (
 )
 from tinychat.backend.protocol import Usage as ContextUsage
 from tinychat.server import sse
-from tinychat.server.answer import Answer, House, Job, finish, timings, usage
+from tinychat.server.answer import Answer, House, Job, Joined, finish, timings, usage
 from tinychat.server.fields import Fields
 from tinychat.server.refusal import Refused
 from tinychat.server.sampling import (
@@ -145,12 +145,14 @@ class Extras:
         return cls(fields.flag("return_progress"), fields.flag("timings_per_token"), fields.flag("return_details"))
 
     def of_piece(self, piece: Piece, house: House) -> dict[str, Any]:
-        """The tokens of a chunk, for tinychat's own client, and a few times a second the engine's figures."""
-        if not self.tokens or not piece.tokens:
+        """The pieces of a chunk with their tokens, for tinychat's own client, and a few times a second the engine's
+        figures."""
+        if not self.tokens:
             return {}
+        parts = piece.parts if isinstance(piece, Joined) else (piece,)
         details: dict[str, Any] = {
             "kind": piece.kind,
-            "tokens": [(t.id, t.text, t.logprob, t.top) for t in piece.tokens],
+            "pieces": [(p.text, [(t.id, t.text, t.logprob, t.top) for t in p.tokens]) for p in parts],
         }
         now = time.monotonic()
         if now - self.told >= STATS_S and (stats := house.backend.snapshot()):
