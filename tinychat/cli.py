@@ -76,7 +76,7 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     )
 
     remote = argparse.ArgumentParser(add_help=False)  # what commands share that also speak to a server
-    remote.add_argument("--server", metavar="URL", help="a server's address, in place of a model of this machine")
+    remote.add_argument("--server", metavar="URL", help="a server's address, or its name in the settings")
     remote.add_argument("--model", dest="server_model", metavar="NAME", help="the server's model, where it has several")
     remote.add_argument(
         "--key-file", metavar="FILE", help="a file with the server's key (default: the variable TINYCHAT_API_KEY)"
