@@ -33,10 +33,8 @@ class Tooled(Chat):
         super().__init__(Script(answers, **kw))
         self.ran: list[str] = []
         self.stopped = threading.Event()
-        tools = [
-            Tool(name, "", TEXT, run) for name, run in (("echo", self.echo), ("ask", self.asks), ("wait", self.wait))
-        ]
-        self.controller.use_tools(Toolbox(tools))
+        tools = {"echo": self.echo, "ask": self.asks, "wait": self.wait}
+        self.controller.use_tools(Toolbox(Tool(name, "", TEXT, run) for name, run in tools.items()))
 
     def echo(self, arguments, context: Context) -> str:
         self.ran.append(arguments["text"])
@@ -195,12 +193,10 @@ def test_calls_are_saved_exported_and_gone_on_with(tmp_path: Path):
     chat.controller.go_on()
     chat.settle()
     assert chat.turns[-1].text == "Done."
-    text = to_markdown(chat.controller.conversation)
-    assert "wait" in text and '{"text": "`x`"}' in text and NOT_RUN in text
-    assert (
-        Conversation.from_dict(json.loads(json.dumps(chat.controller.conversation.as_dict())))
-        == chat.controller.conversation
-    )
+    last = chat.controller.conversation
+    text = to_markdown(last)
+    assert "Called wait: stopped" in text and '{"text": "`x`"}' in text and NOT_RUN in text
+    assert Conversation.from_dict(json.loads(json.dumps(last.as_dict()))) == last
 
 
 def test_what_is_written_of_calls():

@@ -38,9 +38,9 @@ from tinychat.backend.protocol import (
 )
 from tinychat.backend.stops import StopStrings
 from tinychat.backend.stream import EventStream
-from tinychat.chat.controller import OpenBackend
+from tinychat.chat.loading import OpenBackend
 from tinychat.engine.answer import AnswerParser
-from tinychat.engine.answer import Piece as Parsed
+from tinychat.engine.scanner import Fragment
 from tinychat.engine.session import common_prefix
 from tinychat.engine.stats import Stats, rss_bytes
 from tinychat.engine.tool_calls import PLAIN, as_plain
@@ -374,7 +374,7 @@ class ScriptedBackend:
         reason: StopReason = "eos"
         calls = set[int]()
 
-        def made(piece: Parsed) -> ToolCall:
+        def made(piece: Fragment) -> ToolCall:
             calls.discard(piece.index) if piece.note else calls.add(piece.index)
             return ToolCall(piece.index, piece.text, piece.id, piece.name, piece.note)
 
@@ -396,9 +396,9 @@ class ScriptedBackend:
             self._cached.append(token)
             self._count(n, max(time.perf_counter() - started, 1e-9))
             text = self.tokenizer.decode([token], special=True)
-            pieces = splitter.feed(text) if splitter else [Parsed("answer", text)]
+            pieces = splitter.feed(text) if splitter else [Fragment("answer", text)]
             if not pieces and splitter and splitter.kind != "call":
-                pieces = [Parsed(splitter.kind, "")]
+                pieces = [Fragment(splitter.kind, "")]
             for i, piece in enumerate(pieces):
                 if piece.kind == "call":
                     yield made(piece)

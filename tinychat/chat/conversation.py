@@ -22,7 +22,6 @@ ENDINGS = {  # Turn.stop_reason, in words; "eos" needs none
     "stopped": "stopped",
     "context": "the context is full",
     "failed": "failed",
-    "tool_calls": "calls tools",
 }
 NOT_RUN = "this call was not run"
 
@@ -81,9 +80,7 @@ class Turn:
     def content(self) -> str:
         """What the model reads: the text, then each file in a code fence that nothing in it can close."""
         parts = [self.text] if self.text else []
-        for file in self.files:
-            fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", file.text)), default=0))
-            parts.append(f"{file.name}:\n{fence}\n{file.text.rstrip()}\n{fence}")
+        parts += [f"{file.name}:\n{fenced(file.text)}" for file in self.files]
         return "\n\n".join(parts)
 
     @property
@@ -382,13 +379,29 @@ def to_markdown(conversation: Conversation) -> str:
 
 
 def _turn_markdown(c: Conversation, turn: Turn) -> list[str]:
-    lines = ["## You" if turn.role == "user" else f"## {c.model or 'Assistant'}", ""]
+    above = {t.id: t for t in (*c.turns, *c.others)}
+    if turn.role == "tool":
+        answer = turn
+        while answer.role == "tool" and answer.parent in above:
+            answer = above[answer.parent]
+        call = next((call for call in answer.calls if call.id == turn.call_id), Call("", "a tool", ""))
+        head = f"<details><summary>Called {call.name}: {turn.stop_reason}</summary>"
+        return [head, "", fenced(call.arguments), "", fenced(turn.text), "", "</details>", ""]
+    goes_on = turn.parent in above and above[turn.parent].role == "tool"
+    lines = [] if goes_on else ["## You" if turn.role == "user" else f"## {c.model or 'Assistant'}", ""]
     if turn.thinking.strip():
         lines += ["<details><summary>Thinking</summary>", "", turn.thinking.strip(), "", "</details>", ""]
-    lines += [_close_fence(turn.content.strip()), ""]
-    if turn.stop_reason not in ("", "eos"):
+    if turn.content.strip() or not turn.calls:
+        lines += [_close_fence(turn.content.strip()), ""]
+    if turn.stop_reason not in ("", "eos", "tool_calls"):
         lines += [f"*({ENDINGS.get(turn.stop_reason, turn.stop_reason)})*", ""]
     return lines
+
+
+def fenced(text: str) -> str:
+    """`text` in a code fence that nothing in it can close."""
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    return f"{fence}\n{text.rstrip()}\n{fence}"
 
 
 def _close_fence(text: str) -> str:
