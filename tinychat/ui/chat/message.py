@@ -161,7 +161,7 @@ class AnswerMessage(TurnMessage):
             )
         if ended:
             self.view.finish()
-        self.footer.display = not live
+        self.footer.display = not live and (turn.stop_reason != "tool_calls" or bool(turn.note))
         if not live:
             self.footer.update(Content(footer_text(turn)))
 
@@ -184,6 +184,7 @@ def footer_text(turn: Turn) -> str:
     s = turn.stats
     tokens = int(s.get("generated_tokens", 0))
     parts = [ENDINGS.get(turn.stop_reason, "")]
+    parts.append(f"a call could not be read: {printable(turn.note, newlines=False)}" if turn.note else "")
     parts.append(f"{tokens:,} token{'s' * (tokens != 1)}" if tokens else "")
     parts.append(f"{speed(s['decode_tok_s'])} tok/s" if s.get("decode_tok_s") else "")
     parts.append(f"first after {seconds(s['ttft_s'])}" if s.get("ttft_s", 0) >= 1 else "")
