@@ -83,7 +83,7 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     chat.add_argument("text", metavar="MODEL", nargs="?", help=MODEL_HELP)
     chat.prog, chat.usage = "tinychat", "tinychat [MODEL] [--device DEVICE] [--threads N] | --server URL [--model NAME]"
 
-    run = p = _add(group, "run", "run", "one answer to one prompt", where, remote)
+    run = p = _add(group, "run", "run", "one answer to one prompt", where, remote, tools)
     run.usage = "tinychat run MODEL PROMPT | --server URL [--model NAME] PROMPT, and options"
     _model(p, nargs="?")
     p.add_argument("prompt", metavar="PROMPT", nargs="?", help="the question; - reads it from stdin")
