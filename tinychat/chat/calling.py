@@ -62,7 +62,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """How long it has run."""
+        """How long it has run, without the time in which it waited for the user."""
         return time.monotonic() - self.began
 
     def stop(self) -> None:
@@ -78,11 +78,13 @@ class Run:
         self._asked = answer
         if self.cancel.is_set():
             raise Stopped("stopped")
+        asked = time.monotonic()
         self.events.put(Asked(question, answer))
         try:
             given = answer.result()
         except CancelledError:
             raise Stopped("stopped") from None
+        self.began += time.monotonic() - asked
         if given == "no":
             raise Refused("the user refused this")
         permissions.remember(question, given, conversation)
@@ -110,6 +112,14 @@ class Written:
         else:
             call = self.calls.setdefault(event.index, [event.id, event.name])
             call.append(event.arguments)
+
+    @property
+    def progress(self) -> str:
+        """What is being written, in words; "" before the first call."""
+        if not self.calls:
+            return ""
+        _, name, *arguments = self.calls[max(self.calls)]
+        return f"calling {name}: {sum(map(len, arguments)):,} characters"
 
     def made(self) -> tuple[Call, ...]:
         """The calls, each with an id of its own; one whose arguments are no JSON object is left out and noted."""

@@ -86,7 +86,7 @@ def running(folder: Folder) -> tuple[Tool, ...]:
 def run(command: str, folder: Path, how: Confinement, seconds: float, cancel: threading.Event) -> str:
     """The output of `command`, and how it ended. Raises TinychatError; Stopped when `cancel` is set."""
     with tempfile.TemporaryDirectory(prefix="tinychat-") as private:
-        readable = [*os.get_exec_path(), sys.base_prefix, sys.prefix]
+        readable = [sys.base_prefix, sys.prefix]
         job = {
             "command": command,
             "folder": str(folder),
@@ -95,8 +95,15 @@ def run(command: str, folder: Path, how: Confinement, seconds: float, cancel: th
             "files": how.files,
             "network": how.network,
         }
-        kept = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL", "TZ", "USER") if name in os.environ}
-        env = {**kept, "HOME": private, "TMPDIR": private, "TERM": "dumb", "PWD": str(folder)}
+        kept = {name: os.environ[name] for name in ("LANG", "LC_ALL", "TZ", "USER") if name in os.environ}
+        env = {
+            **kept,
+            "PATH": _programs([str(folder), *readable], how),
+            "HOME": private,
+            "TMPDIR": private,
+            "TERM": "dumb",
+            "PWD": str(folder),
+        }
         try:
             child = subprocess.Popen(
                 _program(job),
@@ -163,6 +170,15 @@ def _wait(child: subprocess.Popen[bytes], output: _Output, seconds: float, cance
             if time.monotonic() > until:
                 return child.poll() is None
     return False
+
+
+def _programs(readable: list[str], how: Confinement) -> str:
+    """PATH: a confined command finds only programs that it may read, and tinychat's Python behind the system's."""
+    found = os.get_exec_path()
+    if how.files:
+        roots = (*readable, *confine.SYSTEM)
+        found = [path for path in found if any(Path(path).is_relative_to(root) for root in roots)]
+    return os.pathsep.join([*found, f"{sys.base_prefix}/bin"])
 
 
 def _program(job: Mapping[str, Any]) -> list[str]:

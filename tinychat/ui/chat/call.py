@@ -84,9 +84,10 @@ class CallLine(Head):
         tail = state_of(message.turn, message.live, message.elapsed, message.waits)
         bad = message.turn.stop_reason in ("failed", "refused", "stopped")
         fold = "▸" if message.folded else "▾"
-        head = Content.assemble(f"{fold} ", (printable(message.call.name, newlines=False), ".tool"), " ")
+        head = Content.assemble(f"{fold} ", (printable(message.call.name, newlines=False), ".tool"))
         room = self.size.width - head.cell_length - len(tail) - len(versions) - 3
-        short = Content(brief(message.call.arguments)).truncate(max(0, room), ellipsis=True)
+        words = brief(message.call.arguments)
+        short = Content(f" {words}" if words else "").truncate(max(0, room), ellipsis=True)
         line = Content.assemble(head, short, versions, (f" · {tail}", ".failed" if bad else ".action"))
         if not message.is_mouse_over and not message.has_focus:
             return line

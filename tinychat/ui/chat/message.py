@@ -148,8 +148,9 @@ class AnswerMessage(TurnMessage):
         if grew.answer:
             self.view.feed(grew.answer)
 
-    def update(self, turn: Turn, live: bool, thinking_tokens: int = 0, elapsed: float = 0.0) -> None:
-        """Shows the state of `turn`; of a live one the thinking figures are given."""
+    def update(self, turn: Turn, live: bool, thinking_tokens: int = 0, elapsed: float = 0.0, writes: str = "") -> None:
+        """Shows the state of `turn`; of a live one the thinking figures are given, and what it `writes` that is no
+        text."""
         ended, self.turn, self.live = self.live and not live, turn, live
         if turn.thinking or (live and thinking_tokens):
             tokens = thinking_tokens if live else turn.thinking_tokens
@@ -161,9 +162,11 @@ class AnswerMessage(TurnMessage):
             )
         if ended:
             self.view.finish()
-        self.footer.display = not live and (turn.stop_reason != "tool_calls" or bool(turn.note))
-        if not live:
-            self.footer.update(Content(footer_text(turn)))
+        only_calls = turn.stop_reason == "tool_calls" and not turn.note
+        self.footer.display = bool(writes) if live else not only_calls
+        if not live or writes:
+            self.footer.update(Content(printable(writes, newlines=False) if live else footer_text(turn)))
+        self.set_class(only_calls and not turn.text and not turn.thinking, "-empty")
 
     def action_toggle_thinking(self) -> None:
         if self.thinking.display:

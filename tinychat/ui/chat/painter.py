@@ -110,7 +110,8 @@ class Painter:
         message = self._chat.transcript.last_answer
         if c.running is not None and message is not None and message.live:
             turn = c.conversation.turns[-1]
-            message.update(turn, True, turn.thinking_tokens + c.running.thinking_tokens, c.elapsed_thinking())
+            thought = turn.thinking_tokens + c.running.thinking_tokens
+            message.update(turn, True, thought, c.elapsed_thinking(), c.running.written.progress)
 
     def panel(self) -> None:
         """The panel and the line at the top, a few times a second."""

@@ -409,7 +409,10 @@ class ChatScreen(Screen[None]):
 
     def _focus_message(self, index: int) -> None:
         message = self.transcript.message(index)
-        if message is not None:
+        if message is not None and not message.display:  # an answer that is nothing but calls
+            at = self.focused.index if isinstance(self.focused, TurnMessage) else index + 1
+            self._focus_message(index + (1 if index > at else -1))
+        elif message is not None:
             self.transcript.release_anchor()
             message.focus()
         elif index >= len(self.controller.conversation.turns):

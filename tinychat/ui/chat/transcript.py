@@ -124,7 +124,8 @@ class Transcript(VerticalScroll, can_focus=False):
         else:
             message = AnswerMessage(index, turn, self._speaker, live)
             message.thinking.folded = not (live and self.unfold)
-            message.set_class(index > 0 and self._conversation.turns[index - 1].role == "tool", "-goes-on")
+        after_call = index > 0 and self._conversation.turns[index - 1].role == "tool" != turn.role
+        message.set_class(after_call, "-after-call")
         versions = self._conversation.versions(index)
         message.version = versions.index(turn) + 1, len(versions)
         message.set_class(index < self._conversation.first, "-unsent")
