@@ -30,7 +30,7 @@ _ACCESS = {1: 13, 2: 14, 3: 15, 5: 16}  # Landlock's version: how many kinds of 
 
 
 def main(job: str) -> NoReturn:
-    """`job` is JSON: probe, command, folder, writable (folders), readable (folders), files and network (whether they
+    """`job` is JSON: probe, command, writable (folders), readable (folders), files and network (whether they
     must be confined)."""
     todo = json.loads(job)
     if todo.get("probe"):
@@ -41,7 +41,6 @@ def main(job: str) -> NoReturn:
         sys.exit(CANNOT)
     if isolated:
         _become_first()
-    os.chdir(todo["folder"])
     if todo["files"] and not _restrict(todo["writable"], [*todo["readable"], *SYSTEM]):
         os._exit(CANNOT)
     os.execv("/bin/sh", ["sh", "-c", todo["command"]])

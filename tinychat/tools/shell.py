@@ -89,7 +89,6 @@ def run(command: str, folder: Path, how: Confinement, seconds: float, cancel: th
         readable = [sys.base_prefix, sys.prefix]
         job = {
             "command": command,
-            "folder": str(folder),
             "writable": [str(folder), private],
             "readable": readable,
             "files": how.files,
