@@ -69,10 +69,10 @@ class KeyLine(Static):
             return
         active = self.screen.active_bindings
         ordered = in_order(self.screen)
-        shown: dict[str, Content] = {}  # by action: a second key for the same one is not shown
+        shown: dict[str, Content] = {}  # by what it does: a second key for the same is not shown
         for binding, enabled in ((b.binding, b.enabled) for b in ordered):
-            if binding.show and binding.action not in shown:
-                shown[binding.action] = self._key(binding, enabled)
+            if binding.show and binding.description not in shown:
+                shown[binding.description] = self._key(binding, enabled)
         keys = list(shown.values())
         width = self.content_size.width
         room = width - self._right.cell_length - len(GAP) * bool(self._right)

@@ -173,8 +173,7 @@ class ChatScreen(Screen[None]):
 
     def list_conversations(self) -> None:
         """Brings the list at the left up to date."""
-        sidebar = self.query_one(Sidebar)
-        if sidebar.display:
+        for sidebar in self.query(Sidebar):  # none yet, while the screen is being made
             sidebar.show(self.controller.conversation.id)
 
     @on(Sidebar.Opened)
@@ -184,15 +183,14 @@ class ChatScreen(Screen[None]):
         self.prompt.focus()
 
     def on_screen_resume(self) -> None:
-        if self.is_mounted:
-            self.list_conversations()
+        self.list_conversations()
 
     def _place_panel(self) -> None:
         self.set_class(bool(self.panel_shown), "-panel")
         self.call_after_refresh(self.paint_panel)
 
     def paint_panel(self) -> None:
-        if self.is_mounted:
+        if self.query(EnginePanel):
             self.painter.panel()
 
     async def apply(self) -> None:
