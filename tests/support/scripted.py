@@ -259,7 +259,7 @@ class ScriptedBackend:
                 if cancel.is_set():
                     raise TinychatError("stopped before it began; nothing was measured")
                 stream.put(JobDone(job(self, report, cancel)))  # type: ignore[arg-type]
-            except TinychatError as e:
+            except Exception as e:  # a job gets no engine here
                 stream.put(Failed(str(e)))
             stream.end()
 

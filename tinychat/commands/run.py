@@ -11,9 +11,9 @@ from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tinychat.chat import servers
 from tinychat.chat.conversation import Attachment, Turn
 from tinychat.chat.parameters import Parameters
-from tinychat.commands.keys import read_key
 from tinychat.commands.loading import obtain, prompt_text, settings_of_user
 from tinychat.console import Bar, say, show_json
 from tinychat.errors import TinychatError, printable
@@ -52,7 +52,8 @@ def run(
     if server is not None:
         from tinychat.backend.remote import RemoteBackend
 
-        backend = RemoteBackend.open(server, server_model, read_key(key_file))
+        at = servers.chosen(own.servers, server, server_model, key_file)
+        backend = RemoteBackend.open(at.url, at.model, at.key)
         name = backend.info.name
     else:
         assert text is not None, "cli refuses it"

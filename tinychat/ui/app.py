@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 
 from textual.app import SystemCommand
 from textual.binding import Binding
+from textual.command import CommandPalette
 from textual.screen import Screen
 from textual.theme import Theme
 
@@ -25,6 +27,7 @@ from tinychat.chat.loading import OpenBackend
 from tinychat.errors import TinychatError
 from tinychat.ui.boundary import LastingApp
 from tinychat.ui.chat.screen import ChatScreen
+from tinychat.ui.driver import TerminalDriver
 from tinychat.ui.theme import THEMES
 
 
@@ -48,7 +51,7 @@ class TinychatApp(LastingApp):
         mounted: Callable[[], object] | None = None,
         **load_options: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(driver_class=TerminalDriver)
         self.own = own or settings.Settings()
         conversation = Conversation(parameters=self.own.parameters)
         open_backend = open_backend or partial(LocalBackend.open, thread=EngineThread())
@@ -96,6 +99,11 @@ class TinychatApp(LastingApp):
         if self._remember is not None:
             self._remember(**changes)
 
+    def action_command_palette(self) -> None:
+        """Without the fixed id that Textual gives it: one that is still closing must not forbid another."""
+        if not isinstance(self.screen, CommandPalette):
+            self.push_screen(CommandPalette())
+
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         if screen is self.chat:
             yield from self.chat.commands_for_palette()
@@ -121,6 +129,17 @@ def main(model: str | None = None, path: Path | None = None, preset: str | None 
     own = replace(own, problems=tuple(problems))
     open_either = partial(open_backend, thread=EngineThread(), store_bytes=int(own.kv_cache_gb * 1e9))
     process.prepare_for_screen()
+
+    def mounted() -> None:
+        process.freeze()
+        loop = asyncio.get_running_loop()
+
+        def end(number: int, frame: object) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(partial(app.exit, return_code=128 + number))
+
+        process.on_signals(end)
+
     app = TinychatApp(
         model,
         path,
@@ -128,7 +147,7 @@ def main(model: str | None = None, path: Path | None = None, preset: str | None 
         history=history,
         remember=settings.update,
         open_backend=open_either,
-        mounted=process.freeze,
+        mounted=mounted,
         **options,
     )
     app.run()

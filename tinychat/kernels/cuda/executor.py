@@ -25,7 +25,7 @@ from tinychat.kernels.cuda.profile import Step, kernels, profile, read_bandwidth
 from tinychat.kernels.cuda.quants import QUANTS
 from tinychat.kernels.cuda.selfcheck import self_check
 from tinychat.kernels.cuda.state import breaker_bits, state_words
-from tinychat.kernels.cuda.step import DEEP, RING, Builder, decode, head
+from tinychat.kernels.cuda.step import RING, Builder, decode_steps, head
 from tinychat.kernels.executor import Kind, Mask, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import MLA, Plan
@@ -76,9 +76,7 @@ class CUDAExecutor:
         chip = Chip(gpu.warpgroups, gpu.max_shared)
         for chunk in CHUNKS:
             builder = Builder(plan, layout, max_context)
-            steps = {0: decode(builder)}
-            if self._latent and max_context > DEEP:
-                steps[DEEP] = decode(builder, deep=True)
+            steps = decode_steps(builder, clusters=gpu.overlaps)
             self.prefill_chunk = min(chunk, max_context)
             sizes = sorted({min(n, self.prefill_chunk) for n in (*SIZES, chunk)})
             prefill = {n: Prefill(builder, n, chip).layers() for n in sizes}
