@@ -13,7 +13,14 @@ from tinychat.ui.panel.reading import Reading
 from tinychat.units import speed, track
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-PARTS = (("system", "█"), ("history", "▓"), ("thinking", "▒"), ("answer", "▞"), ("free", "░"))  # of the context
+PARTS = (
+    ("system", "█"),
+    ("history", "▓"),
+    ("thinking", "▒"),
+    ("tools", "▄"),
+    ("answer", "▞"),
+    ("free", "░"),
+)  # of the context
 
 
 def seconds(s: float) -> str:
@@ -70,6 +77,8 @@ def context_rows(usage: Usage, width: int, short: bool = False) -> list[Content]
         ]
         return [*lines, Content("  ").join(there)] if there else lines
     for name, char in PARTS:
+        if name == "tools" and not usage.tools:
+            continue
         value = f"{getattr(usage, name):,}"
         gap = " " * max(1, width - 2 - len(name) - len(value))
         lines.append(Content.assemble((char, f".{name}"), " ", (name, ".dim"), gap, value))
