@@ -215,7 +215,9 @@ class Model:
                 rms_norm(k, self[b + "attn_k_norm.weight"], self.eps),
             )
         q, k, v = q.reshape(n, heads, width), k.reshape(n, kv_heads, width), v.reshape(n, kv_heads, -1)
-        if self.arch in ("qwen3", "qwen3moe", "gemma3") or (self.arch == "glm4moe" and b + "attn_q_norm.weight" in self):
+        if self.arch in ("qwen3", "qwen3moe", "gemma3") or (
+            self.arch == "glm4moe" and b + "attn_q_norm.weight" in self
+        ):
             q, k = (
                 rms_norm(q, self[b + "attn_q_norm.weight"], self.eps),
                 rms_norm(k, self[b + "attn_k_norm.weight"], self.eps),

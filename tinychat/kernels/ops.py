@@ -667,7 +667,9 @@ def _ops_of_layer(i: int, layer: Layer) -> Iterator[Op]:
             yield ExpertsDown("ffn", w.down, w.down_bias, shared_down, r.top_k, scale)
 
 
-def _added(src: str, w: Weight, bias: Weight | None, post_norm: Weight | None, eps: float, scale: float) -> Iterator[Op]:
+def _added(
+    src: str, w: Weight, bias: Weight | None, post_norm: Weight | None, eps: float, scale: float
+) -> Iterator[Op]:
     """x += scale * (w @ src + bias), normed first if there is a post_norm."""
     if post_norm is None:
         yield LinearAdd(src, w, bias, scale)
