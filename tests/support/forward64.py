@@ -182,8 +182,9 @@ class Model:
         y = x @ self[f"{name}.weight"].T
         return y + self[f"{name}.bias"] if f"{name}.bias" in self else y
 
-    def attend(self, q: Array, k: Array, v: Array, scale: float, window: int = 0, sinks: Array | None = None) -> Array:
-        """Causal attention: q (tokens, heads, d), k and v (tokens, kv heads, d); heads of a group are neighbours."""
+    def attend(self, q: Array, k: Array, v: Array, scale: float, window: int = 0, sinks: str = "") -> Array:
+        """Causal attention: q (tokens, heads, d), k and v (tokens, kv heads, d); heads of a group are neighbours.
+        `sinks`: a tensor with one more score of each head, where there is one."""
         n, heads, groups = len(q), q.shape[1], q.shape[1] // k.shape[1]
         unseen = np.triu(np.ones((n, n), bool), 1)
         if window:
@@ -192,8 +193,8 @@ class Model:
         for h in range(heads):
             scores = q[:, h] @ k[:, h // groups].T * scale
             scores = np.where(unseen, -np.inf, scores)
-            if sinks is not None:
-                scores = np.concatenate([scores, np.full((n, 1), sinks[h])], -1)
+            if sinks in self:
+                scores = np.concatenate([scores, np.full((n, 1), self[sinks][h])], -1)
             out[:, h] = softmax(scores)[:, :n] @ v[:, h // groups]
         return out.reshape(n, -1)
 
@@ -224,9 +225,8 @@ class Model:
             )
         at = np.arange(n)
         q, k = self.rotate(q, at, layer), self.rotate(k, at, layer)
-        sinks = self[b + "attn_sinks.weight"] if b + "attn_sinks.weight" in self else None
         scale = self.get("attention.scale", 0) or width**-0.5
-        out = self.attend(q, k, v, scale, self.window(layer), sinks)
+        out = self.attend(q, k, v, scale, self.window(layer), b + "attn_sinks.weight")
         return self.linear(out, b + "attn_output")
 
     def latent_attention(self, x: Array, layer: int) -> Array:

@@ -139,9 +139,9 @@ class GQA:
     """Grouped-query attention: x += residual_scale * (output @ heads + output_bias), RMSNorm of that with gain
     `post_norm` if there is one.
 
-    q, k, v = weights @ RMSNorm(x) + biases (of x itself without `norm`); q and k are normed as `qk_norm` says (each head with a gain of key_dim
-    values, or the whole projection with a gain of all its values), then the first rope.dims values of each head are
-    rotated; k and v are stored as row `pos` of the layer's cache.
+    q, k, v = weights @ RMSNorm(x) + biases (of x itself without `norm`); q and k are normed as `qk_norm` says (each
+    head with a gain of key_dim values, or the whole projection with a gain of all its values), then the first rope.dims
+    values of each head are rotated; k and v are stored as row `pos` of the layer's cache.
     heads = softmax(q·K * scale)·V over rows 0..pos, with a `window` over the last `window` of them, where head h reads
     kv head h * kv_heads // heads. A head's value of `sinks` is one more score, of a row whose value is 0.
     """
@@ -181,7 +181,8 @@ class MLA:
 
     n = RMSNorm(x); q = q @ n, or q @ RMSNorm(q_a @ n) with gain q_a_norm; per head its first `nope` values are not
     rotated, the last rope.dims are. kv = kv_a @ n; the cache row is RMSNorm(kv[:kv_lora]) * kv_norm ‖ RoPE of the rest.
-    Per head: query = (k_b[h] @ q_nope ‖ q_rope) * temperature, o = softmax(query·row * scale)·row[:kv_lora], heads[h] = v_b[h] @ o.
+    Per head: query = (k_b[h] @ q_nope ‖ q_rope) * temperature, o = softmax(query·row * scale)·row[:kv_lora],
+    heads[h] = v_b[h] @ o.
     """
 
     norm: Weight
@@ -332,9 +333,9 @@ class RopeStore:
 
 @dataclass(frozen=True)
 class LatentStore:
-    """MLA: RoPE of the trailing `rope.dims` of each head of q, in place, and its temperature; row `pos` of the layer's latent cache =
-    RMSNorm(kv[:kv_lora]) * norm ‖ RoPE(kv[kv_lora:]). q (T, heads * (nope + rope.dims)), kv (T, kv_lora +
-    rope.dims)."""
+    """MLA: RoPE of the trailing `rope.dims` of each head of q, in place, and its temperature; row `pos` of the layer's
+    latent cache = RMSNorm(kv[:kv_lora]) * norm ‖ RoPE(kv[kv_lora:]). q (T, heads * (nope + rope.dims)), kv (T, kv_lora
+    + rope.dims)."""
 
     layer: int
     rope: Rope

@@ -132,15 +132,15 @@ class Library:
             {name: i for i, name in enumerate(lib.tc_names(what).decode().lower().split())} for what in (0, 1, 3)
         )
         self.context_bytes: int = lib.tc_sizeof(4)
-        chunk, *there = (lib.tc_constant(i) for i in range(5))
+        chunk, *constants = (lib.tc_constant(i) for i in range(5))
         expected = {
             "MAX_GROUP": MAX_GROUP,
             "MIN_WEIGHT_SUM": MIN_WEIGHT_SUM,
             "CLAMP": CLAMP,
             "CLAMP_SLOPE": float(np.float32(CLAMP_SLOPE)),
         }
-        if there != list(expected.values()):
-            raise _differ(f"{', '.join(expected)} are {there} in C, {list(expected.values())} in Python")
+        if constants != list(expected.values()):
+            raise _differ(f"{', '.join(expected)} are {constants} in C, {list(expected.values())} in Python")
         self.chunk = int(chunk)  # cache rows of one task of attention
         self.simd: str = lib.tc_simd().decode()
 
