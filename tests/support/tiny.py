@@ -106,6 +106,18 @@ _glm4 = replace(_llama, arch="glm4", qkv_bias=True, rope_dims=16, pre="glm4", sp
 _glm4moe = replace(
     _glm4, arch="glm4moe", layers=3, moe=MoE(8, 3, 32, 1, 1, 2, 1.5, True, bias=True), eps=1e-5, theta=1e6
 )
+_gpt_oss = replace(
+    _llama,
+    arch="gpt-oss",
+    layers=3,
+    eps=1e-5,
+    theta=150000.0,
+    qkv_bias=True,
+    moe=MoE(8, 3, 32),
+    window=5,
+    scaling={"type": "yarn", "factor": 32.0, "original_context_length": 64},
+)
+_gemma3 = replace(_qwen3, arch="gemma3", layers=7, theta=1e6, window=5, scaling={"type": "linear", "factor": 8.0})
 _moe = MoE(8, 3, 32, 1, 1)
 
 
@@ -154,6 +166,11 @@ VARIANTS: dict[str, Shape] = {
     "glm4": _glm4,
     "glm4moe": _glm4moe,
     "glm4moe_qk_norm": replace(_glm4moe, qk_norm=32, nextn=1, moe=replace(_glm4moe.moe, dense=0, gating=None)),
+    "gpt-oss": _gpt_oss,
+    "gpt-oss_wide_window": replace(_gpt_oss, window=128, tied=False, scaling={}),
+    "gemma3": _gemma3,
+    "gemma3_no_windows": replace(_gemma3, layers=2, window=0, scaling={}),
+    "gemma3_keys": replace(_gemma3, layers=4, window=3, window_pattern=2, window_theta=500.0, tied=False),
     "deepseek2_glm": _glm,
     "deepseek2_lite": _lite,
     "deepseek2_lite_legacy": replace(_lite, mla=replace(_lite.mla, legacy=True)),

@@ -44,6 +44,7 @@ class Architecture:
     window_scaled: bool = False
     activation: Activation = "silu"
     embedding_root: bool = False  # embeddings are multiplied by sqrt(embedding_length)
+    sinks: bool = False
 
 
 _DEEPSEEK = Architecture("norm", mla=True, expert_keys=True)
@@ -68,6 +69,24 @@ ARCHITECTURES = {
     "deepseek2": _DEEPSEEK,
     "mistral4": _DEEPSEEK,
     "granite": Architecture("norm", normalize_experts=True, scales=True),
+    "gpt-oss": Architecture(
+        "neox",
+        gating="softmax_weight",
+        ffn_norm="post_attention_norm",
+        window_every=2,
+        window_scaled=True,
+        activation="clamped",
+        sinks=True,
+    ),
+    "gemma3": Architecture(
+        "neox",
+        qk_norm="head",
+        post_norms=True,
+        window_every=6,
+        window_base=10000.0,
+        activation="gelu",
+        embedding_root=True,
+    ),
 }
 
 _GATING: dict[int, Gating] = {1: "softmax", 2: "sigmoid", 3: "softmax_weight", 4: "sqrt_softplus"}
@@ -128,6 +147,7 @@ class ModelConfig:
     residual_scale: float
     logit_scale: float
     qk_norm: Literal["head", "projection"] | None
+    sinks: bool
     ffn_norm: str
     post_norms: bool
     fused_ffn: bool
@@ -203,11 +223,15 @@ class ModelConfig:
                 raise TinychatError(f"{name}.rope.scaling.finetuned is false: a model without RoPE is not supported")
         if arch.embedding_root:
             embedding_scale = math.sqrt(dim)
+        if name == "gemma3" and layers == 62:  # llama.cpp, src/models/gemma3.cpp: the 27B's queries
+            attention_scale = 1 / math.sqrt(dim // heads)
+        if kv.number("final_logit_softcapping", 0.0):
+            raise kv.bad("final_logit_softcapping", "0", kv.values[kv.prefix + "final_logit_softcapping"])
         qk_norm = arch.qk_norm
         if arch.qk_norm_optional and "blk.0.attn_q_norm.weight" not in gguf.tensors:
             qk_norm = None
         window, windowed = _window(kv, arch, layers)
-        every = arch.no_rope_every
+        every, experts = arch.no_rope_every, _experts(kv, arch, layers, vocab)
         return cls(
             architecture=name,
             name=_name(gguf),
@@ -217,7 +241,7 @@ class ModelConfig:
             kv_heads=kv_heads,
             head_dim=head_dim,
             v_dim=v_dim,
-            ff=kv.integer("feed_forward_length"),
+            ff=kv.integer("feed_forward_length", 0 if experts and not experts.dense_layers else None, low=0),
             vocab=vocab,
             eps=kv.number("attention.layer_norm_rms_epsilon"),
             context=context,
@@ -232,12 +256,13 @@ class ModelConfig:
             residual_scale=residual_scale,
             logit_scale=logit_scale,
             qk_norm=qk_norm,
+            sinks=arch.sinks,
             ffn_norm=arch.ffn_norm,
             post_norms=arch.post_norms,
             fused_ffn=arch.fused_ffn,
             activation=arch.activation,
             latent=latent,
-            experts=_experts(kv, arch, layers, vocab),
+            experts=experts,
         )
 
 

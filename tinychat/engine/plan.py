@@ -83,6 +83,7 @@ def _gqa(t: _Tensors, c: ModelConfig, i: int) -> GQA:
         residual_scale=c.residual_scale,
         post_norm=t.vector(b + "post_attention_norm.weight", c.dim) if c.post_norms else None,
         window=c.window if windowed else 0,
+        sinks=t.vector(b + "attn_sinks.weight", c.heads) if c.sinks else None,
     )
 
 
@@ -140,7 +141,7 @@ def _experts(t: _Tensors, c: ModelConfig, block: str) -> Experts:
     shared = None
     if e.shared_ff:
         shared_gate, shared_up = (t.matrix(f"{b}{n}_shexp.weight", e.shared_ff, c.dim) for n in ("gate", "up"))
-        shared = Gated(shared_gate, shared_up, t.matrix(b + "down_shexp.weight", c.dim, e.shared_ff))
+        shared = Gated(shared_gate, shared_up, t.matrix(b + "down_shexp.weight", c.dim, e.shared_ff), c.activation)
     router = Router(
         weight=t.matrix(b + "gate_inp.weight", e.count, c.dim),
         bias=t.optional(b + "gate_inp.bias", e.count),
@@ -152,7 +153,13 @@ def _experts(t: _Tensors, c: ModelConfig, block: str) -> Experts:
         groups=e.groups,
         groups_used=e.groups_used,
     )
-    weights = Gated(gate, up, t.groups(b + "down_exps.weight", e.count, c.dim, e.ff))
+    weights = Gated(
+        gate,
+        up,
+        t.groups(b + "down_exps.weight", e.count, c.dim, e.ff),
+        c.activation,
+        *(t.biases(f"{b}{n}_exps.bias", e.count, rows) for n, rows in (("gate", e.ff), ("up", e.ff), ("down", c.dim))),
+    )
     norm = t.vector(f"{block}{c.ffn_norm}.weight", c.dim)
     return Experts(norm, c.eps, router, weights, shared, c.residual_scale)
 
@@ -183,6 +190,15 @@ class _Tensors:
 
     def optional(self, name: str, n: int) -> Weight | None:
         return self.vector(name, n) if name in self.gguf.tensors else None
+
+    def biases(self, name: str, groups: int, n: int) -> Weight | None:
+        """A vector of each group."""
+        if name not in self.gguf.tensors:
+            return None
+        kind = self._type(name, (groups, n))
+        if kind != F32:
+            raise TinychatError(f"tensor {name}: expected type F32, found {kind.name}")
+        return Weight(name, kind, 1, n, groups, stride=1)
 
     def groups(self, name: str, groups: int, rows: int, cols: int) -> Weight:
         return Weight(name, self._type(name, (groups, rows, cols)), rows, cols, groups, stride=rows)

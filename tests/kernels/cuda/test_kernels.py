@@ -100,6 +100,8 @@ def test_matvec_of_every_quant_type(kind: Q, matvecs: dict[Q, Matvec]) -> None:
         ("glm4", 9),
         ("glm4moe", 9),
         ("mistral4", 9),
+        ("gpt-oss", 70),
+        ("gemma3", 70),
     ],
 )
 def test_models_in_float(variant: str, tokens: int, tmp_path: Path) -> None:
