@@ -35,7 +35,16 @@ def no_tensor(name: str) -> Callable[[GGUF], None]:
 @pytest.mark.parametrize(
     ("variant", "break_it", "says"),
     [
-        ("llama", metadata("general.architecture", "mamba"), "architecture 'mamba' is not supported"),
+        (
+            "llama",
+            metadata("general.architecture", "zamba9"),
+            "architecture 'zamba9' is not supported; tinychat runs ll",
+        ),
+        (
+            "llama",
+            metadata("general.architecture", "qwen35moe"),
+            "'qwen35moe', which needs a gated delta rule .* is not supported.*gemma3; `tinychat --server URL` chats",
+        ),
         ("llama", metadata("general.architecture", "a\x1b[2J"), "not supported"),
         (
             "llama",

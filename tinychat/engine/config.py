@@ -89,6 +89,27 @@ ARCHITECTURES = {
     ),
 }
 
+# What other architectures need that the plan's grammar does not have.
+_MISSING = {
+    "a gated delta rule with a short convolution": "qwen35 qwen35moe qwen3next kimi-linear bailingmoe3",
+    "per-layer embeddings and layers with other head sizes": "gemma3n gemma4",
+    "short convolutions": "lfm2 lfm2moe",
+    "state-space layers": "mamba mamba2 falcon-h1 granitehybrid jamba nemotron_h nemotron_h_moe plamo2",
+    "an index that chooses cache rows": "deepseek32 glm-dsa",
+    "several residual streams": "deepseek4 kimi-k3",
+    "soft caps in attention": "gemma2",
+}
+
+
+def unsupported(name: str) -> str:
+    """One line: that an architecture is not supported, why, and what to do."""
+    missing = next((f", which needs {what}," for what, names in _MISSING.items() if name in names.split()), "")
+    return (
+        f"architecture '{printable(name)}'{missing} is not supported; tinychat runs {', '.join(ARCHITECTURES)}; "
+        "`tinychat --server URL` chats with another engine that runs it"
+    )
+
+
 _GATING: dict[int, Gating] = {1: "softmax", 2: "sigmoid", 3: "softmax_weight", 4: "sqrt_softplus"}
 
 
@@ -161,9 +182,7 @@ class ModelConfig:
         kv = _Metadata(gguf.metadata)
         name = kv.text("general.architecture")
         if name not in ARCHITECTURES:
-            raise TinychatError(
-                f"architecture '{printable(name)}' is not supported; tinychat runs {', '.join(ARCHITECTURES)}"
-            )
+            raise TinychatError(unsupported(name))
         arch = ARCHITECTURES[name]
         kv.prefix = name + "."
         if "token_embd.weight" not in gguf.tensors:
