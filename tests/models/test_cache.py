@@ -277,7 +277,7 @@ def test_prune_keeps_whole_files_and_their_notes(tmp_path: Path) -> None:
 
 
 def test_a_model_that_cannot_run_is_not_downloaded() -> None:
-    with pytest.raises(TinychatError, match="does not know the architecture mamba"):
+    with pytest.raises(TinychatError, match="architecture 'mamba', which needs state-space layers, is not supported"):
         cache.pull(Model("m", ("http://127.0.0.1:9/m",), architecture="mamba"))
 
 
