@@ -47,7 +47,7 @@ from tinychat.chat.state import (
     Stopping,
 )
 from tinychat.chat.usage_count import UsageCount
-from tinychat.errors import TinychatError
+from tinychat.errors import SLOW, TinychatError
 
 KEPT_STATS = (
     "prompt_tokens",
@@ -348,7 +348,7 @@ class Controller:
                         self.backend = None
                 case _:
                     self.state, self.backend, self.usage = Idle(), event, Usage()
-                    self._changes += [ModelChanged(), *map(Notice, event.info.notes)]
+                    self._changes += [ModelChanged(), *map(_noted, event.info.notes)]
                     self._measure()
 
     def _poll_count(self) -> None:
@@ -558,6 +558,10 @@ class Controller:
 
     def _store(self) -> None:
         self.conversation = self._saver.save(self.conversation)
+
+
+def _noted(note: str) -> Notice:
+    return Notice(note, error=note.startswith(SLOW))
 
 
 def _droppable(conversation: Conversation) -> int:

@@ -15,7 +15,7 @@ from tinychat.chat.conversation import Attachment, Turn
 from tinychat.chat.parameters import Parameters
 from tinychat.commands.keys import read_key
 from tinychat.commands.loading import obtain, prompt_text, settings_of_user
-from tinychat.console import Bar, say, show_json
+from tinychat.console import Bar, say, say_notes, show_json
 from tinychat.errors import TinychatError, printable
 from tinychat.files import expand
 from tinychat.models.registry import Model, resolve
@@ -69,8 +69,7 @@ def run(
     )
     shown, ids = _Shown(quiet=as_json), list[int]()
     with closing(backend):
-        for note in backend.info.notes:
-            say(note)
+        say_notes(backend.info.notes)
         said = {"answer": "", "thinking": ""}
         try:
             for event in backend.answer(request):

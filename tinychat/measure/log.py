@@ -37,7 +37,7 @@ def save(result: ModelResult | PartResult, file: Path | None = None) -> None:
     file = file or log_path(type(result))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with open(file, "ab", buffering=0) as f:
+        with open(file, "ab") as f:  # buffered: else a write that the disk takes a part of passes for a whole one
             fcntl.flock(f, fcntl.LOCK_EX)
             f.write(b"\n" * _cut_short(file) + json.dumps(result.as_dict()).encode() + b"\n")
     except OSError as e:
