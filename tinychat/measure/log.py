@@ -36,7 +36,7 @@ def save(result: ModelResult | PartResult, file: Path | None = None) -> None:
     """Appends `result`. Raises TinychatError when the file cannot be written."""
     file = file or log_path(type(result))
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # conversations are there, too
         with open(file, "ab") as f:  # buffered: else a write that the disk takes a part of passes for a whole one
             fcntl.flock(f, fcntl.LOCK_EX)
             f.write(b"\n" * _cut_short(file) + json.dumps(result.as_dict()).encode() + b"\n")
