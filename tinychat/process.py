@@ -1,7 +1,8 @@
 """What tinychat changes for its process: entry points call these functions, no module does so when it is imported.
 
-Two changes are made elsewhere, because only plain tinygrad needs them: kernels/cpu/compiler.py sets CC and
-engine/devices.py sets DEV before tinygrad is imported. tests/test_layout.py finds every other one.
+Three changes are made elsewhere, because only plain tinygrad needs them: kernels/cpu/compiler.py sets CC and
+engine/devices.py sets DEV before tinygrad is imported; kernels/tinygrad/compile_caches.py replaces tinygrad's
+lower_and_compile while a profile counts what it does, and puts it back. tests/test_layout.py finds every other one.
 """
 
 from __future__ import annotations
