@@ -51,7 +51,7 @@ from tinychat.chat.state import (
     Stopping,
 )
 from tinychat.chat.usage_count import UsageCount
-from tinychat.errors import TinychatError
+from tinychat.errors import SLOW, TinychatError
 from tinychat.tools.permission import Permissions
 from tinychat.tools.protocol import Answer, Result
 from tinychat.tools.toolbox import LIMIT, Toolbox
@@ -375,7 +375,7 @@ class Controller:
                 case _:
                     self.state, self.backend, self.usage = Idle(), event, Usage()
                     self.trace = Trace()  # its ids were another tokenizer's
-                    self._changes += [ModelChanged(), *map(Notice, event.info.notes)]
+                    self._changes += [ModelChanged(), *map(_noted, event.info.notes)]
                     self._measure()
 
     def _poll_count(self) -> None:
@@ -683,6 +683,10 @@ def _first_other(old: Conversation, new: Conversation) -> int:
     """The first turn in which two conversations differ."""
     both = zip(old.turns, new.turns)
     return next((i for i, (a, b) in enumerate(both) if a is not b), min(len(old.turns), len(new.turns)))
+
+
+def _noted(note: str) -> Notice:
+    return Notice(note, error=note.startswith(SLOW))
 
 
 def _droppable(conversation: Conversation) -> int:

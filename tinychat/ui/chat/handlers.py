@@ -203,7 +203,12 @@ async def save(chat: ChatView, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("x", encoding="utf-8", errors="replace") as f:
-            f.write(data)
+            try:
+                f.write(data)
+                f.flush()
+            except OSError:
+                path.unlink()
+                raise
     except FileExistsError:
         raise TinychatError(f"{printable(str(path))} exists; nothing was written, choose another name") from None
     except (OSError, ValueError) as e:  # ValueError: a name that no file can have
