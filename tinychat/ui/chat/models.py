@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinychat.chat import settings
 from tinychat.errors import TinychatError
+from tinychat.files import expand
 from tinychat.models import cache
 from tinychat.models.registry import resolve
 from tinychat.ui.chat.view import ChatView
@@ -40,7 +41,7 @@ async def load_named(chat: ChatView, text: str) -> None:
     from tinychat.ui.screens.picker import PickedModel
     from tinychat.ui.screens.picker_rows import is_place
 
-    if Path(text.strip()).expanduser().is_dir():
+    if os.path.isdir(expand(text.strip())):
         choose_model(chat, text.strip())
         return
     found = resolve(text, settings.load().models)
