@@ -29,8 +29,8 @@ from tests.support.scripted import Script, scripted
 from tinychat import crash
 from tinychat.backend.engine_thread import EngineThread
 from tinychat.backend.local import LocalBackend
-from tinychat.chat.controller import OpenBackend
 from tinychat.chat.history import History
+from tinychat.chat.loading import OpenBackend
 from tinychat.errors import printable
 from tinychat.ui.app import TinychatApp
 from tinychat.ui.chat.commands import COMMANDS

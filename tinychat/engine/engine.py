@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from tinychat.engine.answer import MARK, AnswerParser, Kind, Piece
+from tinychat.engine.answer import AnswerParser
 from tinychat.engine.config import ModelConfig
 from tinychat.engine.devices import OnProgress, has_cuda, make_executor
 from tinychat.engine.expert_use import RecentExperts
@@ -26,6 +26,7 @@ from tinychat.engine.kvstore import KVStore, Reason
 from tinychat.engine.memory_limit import limit_of
 from tinychat.engine.plan import build_plan
 from tinychat.engine.prompt import Chat
+from tinychat.engine.scanner import MARK, Fragment, Kind
 from tinychat.engine.session import OnPrefill, Session, common_prefix
 from tinychat.engine.stats import Stats, available_memory, rss_bytes
 from tinychat.engine.tokenizer import Tokenizer
@@ -52,7 +53,7 @@ class Token:
     text: str
     kind: Kind
     logprob: float = 0.0
-    call: Piece | None = None
+    call: Fragment | None = None
 
 
 @dataclass(frozen=True)
@@ -284,9 +285,9 @@ class Engine:
                         yield Token(token, text.feed(token), "answer", logprob)
                     break
                 came = time.perf_counter()
-                pieces = list(_pieces(token, parser.feed(text.feed(token)), parser, logprob))
+                made = list(_tokens(token, parser.feed(text.feed(token)), parser, logprob))
                 s.detokenise_s += time.perf_counter() - came
-                yield from pieces
+                yield from made
                 if max_tokens is not None and self.stats.generated_tokens >= max_tokens:
                     self.stop_reason = "length"
                     break
@@ -300,7 +301,7 @@ class Engine:
             steps.close()  # type: ignore[attr-defined]
         # Inside a character only the model's own end is final: a stopped answer may go on with the bytes that lack.
         rest = text.flush() if self.stop_reason == "eos" else ""
-        yield from _pieces(None, parser.feed(rest) + parser.flush(), parser)
+        yield from _tokens(None, parser.feed(rest) + parser.flush(), parser)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -402,13 +403,15 @@ class Engine:
         self.executor.close()
 
 
-def _pieces(token: int | None, pieces: Sequence[Piece], parser: AnswerParser, logprob: float = 0.0) -> Iterator[Token]:
-    """The token, with the text it released; a second piece (across a tag) has no id."""
-    if not pieces and token is not None:
+def _tokens(
+    token: int | None, found: Sequence[Fragment], parser: AnswerParser, logprob: float = 0.0
+) -> Iterator[Token]:
+    """The token, with the text it released; a second fragment (across a tag) has no id."""
+    if not found and token is not None:
         yield Token(token, "", parser.kind, logprob)
-    for i, piece in enumerate(pieces):
-        call = piece if piece.kind == "call" else None
-        yield Token(token if i == 0 else None, piece.text, piece.kind, logprob, call)
+    for i, fragment in enumerate(found):
+        call = fragment if fragment.kind == "call" else None
+        yield Token(token if i == 0 else None, fragment.text, fragment.kind, logprob, call)
 
 
 class _Clock:
