@@ -241,6 +241,8 @@ def kill(kills: int, seed: int, folder: Path, longest: float = 2.0) -> Counter[s
                     counts += check(folder, files, url) if (folder / "journal").exists() else Counter(lives=1)
                 except Broken as e:
                     raise Broken(f"after {n + 1} kills: {e}") from None
+                if (n + 1) % 50 == 0:
+                    print(n + 1, dict(counts), flush=True)
             p.stdin.close()
     return counts
 

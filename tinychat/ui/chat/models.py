@@ -56,6 +56,7 @@ async def reopen(chat: ChatView, id: str) -> None:
     """Shows a saved conversation; its model is loaded when another one runs and it is on this computer."""
     assert chat.history is not None
     try:
+        chat.controller.interrupt()  # stored before the same conversation is read, as another program may have left it
         conversation = await in_daemon(partial(chat.history.load, id))
         present = chat.controller.conversation.model
         chat.controller.open(conversation)
