@@ -6,7 +6,8 @@ The process runs the controller, a small random model on the CPU with saved KV c
 downloads from a server of this script. It writes what it shows, and when, into a journal that a kill does not touch.
 After each kill:
 
-- every conversation is as it was shown LOST seconds before the end, or later, and nothing else is in it;
+- every conversation is as it was shown before the end, or later: LOST seconds before it while an answer grew, COPIED
+  seconds otherwise; and nothing else is in it;
 - no KV block and no model file under its final name is damaged, and the settings can be read;
 - the next process opens the last conversation and goes on with it.
 """
@@ -46,6 +47,7 @@ from tinychat.models import cache
 from tinychat.models.registry import Model
 
 LOST = 1.0  # seconds of the process's own time
+COPIED = 0.3  # seconds that the copy of a fork may take; all else is stored before it is shown
 TICK = 0.02  # seconds between two looks at the controller; the screen takes 0.05
 LIFE = 60  # seconds after which a process ends itself
 MODELS = ("a.gguf", "b.gguf")
@@ -164,8 +166,8 @@ def check(folder: Path, files: Sequence[bytes], url: str) -> Counter[str]:
     if history.problem:
         raise Broken(history.problem)
     for id in {line["id"] for line in lines if "id" in line}:
-        entries = [(line["t"], line["turns"]) for line in lines if line.get("id") == id]
-        compare(id, entries, lines[-1]["t"] - LOST, history)
+        entries = [line for line in lines if line.get("id") == id]
+        compare(id, entries, lines[-1]["t"], history)
         counts["conversations"] += 1
     counts["in an answer"] += [line["live"] for line in lines if "live" in line][-1:] == [True]
     for summary in history.find():
@@ -188,17 +190,17 @@ def check(folder: Path, files: Sequence[bytes], url: str) -> Counter[str]:
     return counts
 
 
-def compare(id: str, entries: Sequence[tuple[float, Shown]], due: float, history: History) -> None:
-    """The conversation `id` as saved is one of `entries`, of `due` or later, or grew from it."""
-    old = [i for i, (t, turns) in enumerate(entries) if t <= due and turns]
-    late = [turns for _, turns in entries[old[-1] if old else 0 :]]
+def compare(id: str, entries: Sequence[dict[str, Any]], end: float, history: History) -> None:
+    """The conversation `id` as saved is one of the last `entries` of a process that ended at `end`, or grew from it."""
+    due = [i for i, e in enumerate(entries) if e["turns"] and e["t"] <= end - (LOST if e["live"] else COPIED)]
+    late = [e["turns"] for e in entries[due[-1] if due else 0 :]]
     try:
         saved = shown(history.load(id))
     except TinychatError:
-        if old:
+        if due:
             raise Broken(f"{id} is lost; shown was {late[0]}") from None
         return
-    if not (grew(late[0], saved) if old else False) and not any(same(turns, saved) for turns in late[bool(old) :]):
+    if not (due and grew(late[0], saved)) and not any(same(turns, saved) for turns in late[bool(due) :]):
         raise Broken(f"{id} is {saved}; shown was, in the last second, {late}")
 
 
