@@ -36,8 +36,8 @@ class LastingApp(App[None]):
     """An app that outlives exceptions. `say_fault` shows one line; `home` is the screen that stays when a sheet whose
     widgets cannot be made is closed. An exception before `home` is shown ends the app with that line."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self._said: dict[tuple[object, ...], float] = {}  # when, by where the exception was raised
 
     @property
