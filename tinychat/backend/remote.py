@@ -213,7 +213,8 @@ class RemoteBackend:
         if self._kind == "vllm":
             counted = await self._ask("/tokenize", {"model": name, "messages": probe["messages"]})
             counts = bool(as_int(as_dict(counted).get("count")))
-        return Capabilities(tools=takes_tools, continue_final=self._kind == "vllm", exact_counts=counts)
+        vllm = self._kind == "vllm"
+        return Capabilities(tools=takes_tools, logprobs=vllm, continue_final=vllm, exact_counts=counts)
 
     async def _measure(self, request: Request) -> Usage:
         """Counted by the server where it can, else estimated."""

@@ -32,6 +32,7 @@ class TinychatApp(LastingApp):
     `remember` gets settings that the user changed by choosing (theme, experts); `mounted` is called when the app is."""
 
     TITLE = "tinychat"
+    CHAT = ChatScreen
     CSS_PATH = "tinychat.tcss"
     BINDINGS = [Binding("ctrl+q", "quit", "leave", show=False, priority=True)]
 
@@ -52,7 +53,7 @@ class TinychatApp(LastingApp):
         conversation = Conversation(parameters=self.own.parameters)
         open_backend = open_backend or partial(LocalBackend.open, thread=EngineThread())
         self.controller = Controller(open_backend, conversation, save=history.save if history else None)
-        self.chat = ChatScreen(self.controller, history, self.own.experts, self.remember)
+        self.chat = self.CHAT(self.controller, history, self.own.experts, self.remember)
         self._history, self._remember, self._mounted = history, remember, mounted
         self._model, self._path, self._options = model, path, load_options
 
