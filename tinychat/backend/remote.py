@@ -334,7 +334,7 @@ class RemoteBackend:
             return body | unlimited | details | {"prompt": r.raw}
         body["messages"] = [dict(m) for m in r.messages]
         kwargs = dict(r.template_kwargs)
-        if r.thinking is not None and self._kind != "openai":
+        if r.thinking is not None and (self._kind == "vllm" or self._info.can.thinking):  # vLLM does not tell
             kwargs["enable_thinking"] = r.thinking
         if kwargs:
             body["chat_template_kwargs"] = kwargs

@@ -54,6 +54,8 @@ TERMINAL = """<div class="closed">The chat has ended. <a href="/">Open it again<
 <script nonce="{nonce}">
 const at = location.protocol.replace("http", "ws") + "//" + location.host + "/chat/ws";
 document.getElementById("terminal").dataset.sessionWebsocketUrl = at;
+new MutationObserver(() => document.querySelector(".xterm-helper-textarea")?.focus())
+  .observe(document.body, {attributes: true, attributeFilter: ["class"]});
 </script><script nonce="{nonce}" src="/chat/textual.js"></script>"""
 
 

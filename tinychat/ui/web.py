@@ -65,8 +65,9 @@ class WebScreen(ChatScreen):
         """To the browser's terminal; this machine's clipboard is not the reader's."""
         self.app.copy_to_clipboard(text)
 
-    def action_choose_model(self) -> None:
-        """There is one model: the server's."""
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """There is one model, the server's: nothing chooses another."""
+        return action != "choose_model" and super().check_action(action, parameters)
 
     def _files(self, typed: str) -> list[Choice]:
         return []
