@@ -41,6 +41,7 @@ class TinychatApp(LastingApp):
     `tools` is the folder that tools work in. Raises TinychatError where that is none."""
 
     TITLE = "tinychat"
+    CHAT = ChatScreen
     CSS_PATH = "tinychat.tcss"
     BINDINGS = [Binding("ctrl+q", "quit", "leave", show=False, priority=True)]
 
@@ -66,7 +67,7 @@ class TinychatApp(LastingApp):
         self.controller = Controller(open_backend, conversation, save=save, permissions=permissions)
         if tools is not None:
             self.controller.use_tools(Toolbox(tools_of(Folder(tools))))
-        self.chat = ChatScreen(self.controller, history, self.own.experts, self.remember)
+        self.chat = self.CHAT(self.controller, history, self.own.experts, self.remember)
         self._history, self._remember, self._mounted = history, remember, mounted
         self._model, self._path, self._options = model, path, load_options
 
