@@ -318,6 +318,8 @@ class RemoteBackend:
             "stream_options": {"include_usage": True},
             **_sampling(r.sampling, self._kind),
         }
+        if self._kind == "llama" and r.sampling.dry_penalty_last_n < 0:  # it refuses our "all"
+            body["dry_penalty_last_n"] = self._info.max_context
         if r.max_tokens is not None:
             body["max_tokens"] = r.max_tokens
         if r.stop:
