@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from tinychat.chat import servers
 from tinychat.chat.calling import ROUNDS, Written
 from tinychat.chat.conversation import Attachment, Call, Conversation, Turn
 from tinychat.chat.parameters import Parameters
-from tinychat.commands.keys import read_key
 from tinychat.commands.loading import obtain, prompt_text, settings_of_user
 from tinychat.console import Bar, say, show_json
 from tinychat.errors import TinychatError, printable
@@ -63,7 +63,8 @@ def run(
     if server is not None:
         from tinychat.backend.remote import RemoteBackend
 
-        backend = RemoteBackend.open(server, server_model, read_key(key_file))
+        at = servers.chosen(own.servers, server, server_model, key_file)
+        backend = RemoteBackend.open(at.url, at.model, at.key)
         name = backend.info.name
     else:
         assert text is not None, "cli refuses it"
