@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.mcp_server import HOSTILE
 from tinychat.errors import TinychatError
 from tinychat.tools import mcp
 from tinychat.tools.mcp import Servers
@@ -23,6 +22,7 @@ from tinychat.tools.mcp_config import ServerConfig, read_servers, switch
 from tinychat.tools.protocol import Context, Question, Result
 from tinychat.tools.toolbox import LIMIT, Toolbox
 
+HOSTILE = pytest.importorskip("tests.support.mcp_server", reason="needs the package mcp").HOSTILE
 ROOT = str(Path(__file__).parents[2])
 OWN = ServerConfig("own", sys.executable, ("-m", "tests.support.mcp_server"), cwd=ROOT)
 
