@@ -57,7 +57,7 @@ async def test_a_server_from_its_start_to_its_end(file: Path) -> None:
             await until(pilot, lambda: app.screen is app.chat)
 
             await send("what is 2 + 3?")
-            await until(pilot, lambda: isinstance(app.screen, PermissionScreen))
+            await until(pilot, lambda: isinstance(app.screen, PermissionScreen) and "?" in text_of(app))
             assert "Call add of the server own?" in text_of(app) and '"a": 2' in text_of(app)
             await pilot.press("home", "enter")
             await until(pilot, lambda: "Five." in text_of(app))
