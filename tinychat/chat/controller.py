@@ -53,7 +53,7 @@ from tinychat.chat.state import (
 from tinychat.chat.usage_count import UsageCount
 from tinychat.errors import SLOW, TinychatError
 from tinychat.tools.permission import Permissions
-from tinychat.tools.protocol import Answer, Result
+from tinychat.tools.protocol import Answer, Question, Result
 from tinychat.tools.toolbox import LIMIT, Toolbox
 
 KEPT_STATS = (
@@ -503,9 +503,10 @@ class Controller:
         if not self.busy:
             self._measure()
 
-    def permit(self, answer: Answer) -> None:
-        """Answers the question of the call that runs."""
-        if (calling := self.calling) is not None and calling.asked is not None:
+    def permit(self, question: Question, answer: Answer) -> None:
+        """Answers the question of the call that runs; one of an earlier call is answered too late and counts for
+        nothing."""
+        if (calling := self.calling) is not None and calling.asked and calling.asked.question is question:
             calling.asked.answer.set_result(answer)
             self.state = replace(calling, asked=None)
 

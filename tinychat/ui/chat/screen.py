@@ -239,10 +239,10 @@ class ChatScreen(Screen[None]):
 
     def ask_permission(self, question: Question) -> None:
         """A tool asks before it acts."""
-        self.app.push_screen(PermissionScreen(question), self._permit)
+        self.app.push_screen(PermissionScreen(question), partial(self._permit, question))
 
-    def _permit(self, answer: str | None) -> None:
-        self.controller.permit(answer or "no")  # type: ignore[arg-type]
+    def _permit(self, question: Question, answer: str | None) -> None:
+        self.controller.permit(question, answer or "no")  # type: ignore[arg-type]
 
     def _resolve(self, overflow: Overflow, choice: str | None) -> None:
         try:
