@@ -27,6 +27,7 @@ from tinychat.backend.protocol import (
     Prompted,
     Request,
     Stats,
+    Tokenizing,
     TokenPiece,
     ToolCall,
     Usage,
@@ -569,10 +570,13 @@ class Controller:
         return room_for(self.usage.free) if self.usage.limit else LIMIT
 
     def _tokens(self, text: str) -> int:
-        """Of a result, on the thread of its call."""
+        """Of a result, on the thread of its call. A local model's tokenizer is asked, which waits for nothing: the
+        engine's thread may be saving the KV cache."""
         if (backend := self.backend) is None:
             return 0
-        return max(0, backend.measure(Request(raw=text)).prompt - backend.measure(Request(raw="")).prompt)
+        if self.instruments is not None:
+            return len(cast(Tokenizing, backend).tokenize(text, special=False, whole=False))
+        return backend.measure(Request(raw=text)).prompt
 
     def _failed(self, event: Failed) -> None:
         r = self.running
