@@ -132,6 +132,17 @@ _KIMI = {
     163594: "<|im_system|>",
     163601: "<|im_middle|>",
 }
+_HARMONY = {
+    199998: "<|startoftext|>",
+    199999: "<|endoftext|>",
+    200002: "<|return|>",
+    200003: "<|constrain|>",
+    200005: "<|channel|>",
+    200006: "<|start|>",
+    200007: "<|end|>",
+    200008: "<|message|>",
+    200012: "<|call|>",
+}
 _SMOLLM = {0: "<|endoftext|>", 1: "<|im_start|>", 2: "<|im_end|>"}
 _YARN: dict[str, str | int | float] = {
     "type": "yarn",
@@ -307,6 +318,48 @@ SHAPES = {
         moe=MoE(64, 8, 1024),
         qk_norm=2048,
     ),
+    "gpt-oss-20b": Shape(
+        "gpt-oss",
+        24,
+        2880,
+        64,
+        8,
+        64,
+        2880,
+        201088,
+        False,
+        150000.0,
+        1e-5,
+        131072,
+        "gpt-4o",
+        _HARMONY,
+        199998,
+        200002,
+        moe=MoE(32, 4, 2880),
+        qkv_bias=True,
+        window=128,
+        scaling={"type": "yarn", "factor": 32.0, "original_context_length": 4096},
+    ),
+    "gemma-3-1b": Shape(
+        "gemma3",
+        26,
+        1152,
+        4,
+        1,
+        256,
+        6912,
+        262144,
+        True,
+        1e6,
+        1e-6,
+        32768,
+        "default",
+        {2: "<bos>", 1: "<eos>", 106: "<end_of_turn>"},
+        2,
+        1,
+        qk_norm=256,
+        window=512,
+    ),
     "smollm2-135m": Shape("llama", 30, 576, 9, 3, 64, 1536, 49152, True, 1e5, 1e-5, 8192, "smollm", _SMOLLM, 1, 2),
     "smollm2-1.7b": Shape("llama", 24, 2048, 32, 32, 64, 8192, 49152, True, 1.3e5, 1e-5, 8192, "smollm", _SMOLLM, 1, 2),
 }
@@ -404,6 +457,8 @@ def tensor_type(s: Shape, name: str, shape: tuple[int, ...], quant: str) -> Q:
     if len(shape) < 2 or "ffn_gate_inp" in name or name.endswith(".bias"):
         return Q.F32
     base = Q.Q4_K if quant == "Q4_K_M" else Q[quant]
+    if base == Q.MXFP4 and "_exps" not in name:  # as the published files of gpt-oss
+        base = Q.Q8_0
     if base in (Q.F32, Q.F16, Q.BF16):
         return base
     if name == "output.weight" or (s.tied and name == "token_embd.weight"):
