@@ -91,6 +91,11 @@ class Shape:
     window_pattern: int | tuple[bool, ...] = ()  # (): no key
     window_theta: float = 0  # RoPE base of those layers; 0: no key
     temperature: tuple[float, int] | None = None  # of attention: scale, length
+    window_heads: tuple[int, int] = (0, 0)  # kv heads and values of a head in layers with a window; 0: as the others
+    softcap: float = 0  # of the logits
+
+    def windowed(self, layer: int) -> bool:
+        return isinstance(self.window_pattern, tuple) and bool(self.window_pattern) and self.window_pattern[layer]
 
     @property
     def pre_norms(self) -> bool:
@@ -98,7 +103,7 @@ class Shape:
 
     @property
     def post_norms(self) -> bool:
-        return self.arch in ("olmo2", "glm4", "gemma3")
+        return self.arch in ("olmo2", "glm4", "gemma3", "gemma4")
 
 
 _LLAMA3 = {
@@ -409,15 +414,23 @@ def tensors(s: Shape) -> Iterator[Tensor]:
             if s.fused_qkv:
                 yield linear(b + "attn_qkv", s.heads * s.head_dim + s.kv_heads * (s.head_dim + value_dim), s.dim)
             q, k, v = s.heads * s.head_dim, s.kv_heads * s.head_dim, s.kv_heads * value_dim
+            qk_norm = s.qk_norm
+            if s.windowed(i) and s.window_heads[0]:
+                kv_heads, qk_norm = s.window_heads
+                q, k, v = s.heads * qk_norm, kv_heads * qk_norm, kv_heads * qk_norm
             for x, rows in (("q", q), ("k", k), ("v", v)):
+                if x == "v" and s.arch == "gemma4" and not s.windowed(i):
+                    continue
                 if not s.fused_qkv:
                     yield linear(f"{b}attn_{x}", rows, s.dim)
                 if s.qkv_bias:
                     yield f"{b}attn_{x}.bias", (rows,), 0.2
             if s.qk_norm:
-                yield norm(b + "attn_q_norm", s.qk_norm)
-                yield norm(b + "attn_k_norm", s.qk_norm if s.qk_norm == s.head_dim else k)
-            yield linear(b + "attn_output", s.dim, s.heads * value_dim)
+                yield norm(b + "attn_q_norm", qk_norm)
+                yield norm(b + "attn_k_norm", qk_norm if s.qk_norm == s.head_dim else k)
+            yield linear(b + "attn_output", s.dim, q // s.head_dim * value_dim)
+            if s.arch == "gemma4":
+                yield norm(b + "layer_output_scale", 1)
             if s.arch == "gpt-oss":
                 yield b + "attn_output.bias", (s.dim,), 0.2
                 yield b + "attn_sinks.weight", (s.heads,), 1.0
@@ -514,7 +527,15 @@ def metadata(w: GGUFWriter, s: Shape, name: str) -> None:
         w.add_expert_shared_count(s.moe.shared if s.moe else 0)
         w.add_expert_feed_forward_length(s.moe.ffn if s.moe else 0)
     else:
-        w.add_head_count_kv(s.kv_heads)
+        kv_heads, head_dim = s.window_heads
+        kinds = [kv_heads if s.windowed(i) else s.kv_heads for i in range(s.layers)]
+        w.add_head_count_kv(kinds if kv_heads else s.kv_heads)
+        if s.arch == "gemma4":
+            w.add_uint32("gemma4.attention.key_length_swa", head_dim)
+            w.add_uint32("gemma4.attention.value_length_swa", head_dim)
+            w.add_uint32("gemma4.rope.dimension_count_swa", head_dim)
+            w.add_uint32("gemma4.embedding_length_per_layer_input", 0)
+            w.add_float32("gemma4.final_logit_softcapping", s.softcap)
         w.add_key_length(s.head_dim)
         w.add_value_length(s.value_dim or s.head_dim)
         w.add_rope_dimension_count(s.rope_dims or s.head_dim)
@@ -569,6 +590,8 @@ def tokenizer(w: GGUFWriter, vocab: int, pre: str, specials: dict[int, str], bos
 
 def f32_values(rng: np.random.Generator, s: Shape, name: str, n: int, std: float) -> np.ndarray:
     """The `n` values of a small F32 tensor."""
+    if name == "rope_freqs.weight" and s.arch == "gemma4":  # a part of the pairs turns
+        return np.where(np.arange(n) < n // 4, 1, 1e30).astype(np.float32)
     if name == "rope_freqs.weight":
         return np.clip(2.0 ** np.linspace(-3, 6, n), 1, s.rope_freqs).astype(np.float32)
     values = rng.standard_normal(n, np.float32)

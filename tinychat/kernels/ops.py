@@ -169,6 +169,7 @@ class GQA:
     post_norm: Weight | None = None
     window: int = 0  # 0: none
     sinks: Weight | None = None  # (1, heads)
+    value_norm: bool = False  # each head of v is divided by its root mean square
 
     @property
     def cache(self) -> Cache:
@@ -221,13 +222,14 @@ class MLA:
 @dataclass(frozen=True)
 class Dense:
     """x += residual_scale * gated(RMSNorm(x)): of x itself without `norm`; RMSNorm of gated with gain `post_norm` if
-    there is one."""
+    there is one, and then x is multiplied by `stream_scale`."""
 
     norm: Weight | None
     eps: float
     weights: Gated
     residual_scale: float = 1.0
     post_norm: Weight | None = None
+    stream_scale: float = 1.0
 
 
 Gating = Literal["softmax", "sigmoid", "softmax_weight", "sqrt_softplus"]
@@ -311,8 +313,8 @@ class NormLinear:
 
 @dataclass(frozen=True)
 class RopeStore:
-    """GQA: optional RMSNorm of q and k, RoPE of both (first rope.dims values of each head), then row `pos` of layer's K
-    and V.
+    """GQA: optional RMSNorm of q and k, and of v without a gain (`value_norm`), RoPE of q and k (first rope.dims values
+    of each head), then row `pos` of layer's K and V.
 
     q (T, heads * head_dim), k and v (T, kv_heads * head_dim) are buffers; q is updated in place. Gains of
     `q_norm`/`k_norm` have head_dim values (per head) or all heads' (over the whole projection, OLMoE).
@@ -329,6 +331,7 @@ class RopeStore:
     heads: int
     kv_heads: int
     head_dim: int
+    value_norm: bool
 
 
 @dataclass(frozen=True)
@@ -406,12 +409,13 @@ class LinearAdd:
 
 @dataclass(frozen=True)
 class NormAdd:
-    """x += scale * RMSNorm(src)."""
+    """x = stream_scale * (x + scale * RMSNorm(src))."""
 
     src: str
     norm: Weight
     eps: float
     scale: float = 1.0
+    stream_scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -476,12 +480,13 @@ class ExpertsDown:
 
 @dataclass(frozen=True)
 class Head:
-    """logits (T, vocab) = scale * (weight @ RMSNorm(x))."""
+    """logits (T, vocab) = l = scale * (weight @ RMSNorm(x)), or with a `softcap` softcap * tanh(l / softcap)."""
 
     norm: Weight
     eps: float
     weight: Weight
     scale: float = 1.0
+    softcap: float = 0.0
 
 
 Op = (
@@ -617,7 +622,8 @@ def _ops_of_layer(i: int, layer: Layer) -> Iterator[Op]:
         case GQA() as a:
             biases = (a.q_bias, a.k_bias, a.v_bias)
             yield NormLinear("x", a.norm, a.eps, (a.q, a.k, a.v), biases, ("q", "k", "v"))
-            yield RopeStore(i, a.rope, "q", "k", "v", a.q_norm, a.k_norm, a.eps, a.heads, a.kv_heads, a.key_dim)
+            norms = (a.q_norm, a.k_norm, a.eps)
+            yield RopeStore(i, a.rope, "q", "k", "v", *norms, a.heads, a.kv_heads, a.key_dim, a.value_norm)
             yield Attention(
                 i, "q", "heads", a.heads, a.kv_heads, a.key_dim, a.value_dim, a.scale, False, a.window, a.sinks
             )
@@ -634,9 +640,9 @@ def _ops_of_layer(i: int, layer: Layer) -> Iterator[Op]:
             yield ValueUp("o_latent", a.v_b, "heads")
             yield LinearAdd("heads", a.output, None, a.residual_scale)
     match layer.feed_forward:
-        case Dense(norm, eps, w, scale, post_norm):
+        case Dense(norm, eps, w, scale, post_norm, stream_scale):
             yield GateUp(norm, eps, w.gate, w.up, w.activation, "ffn")
-            yield from _added("ffn", w.down, None, post_norm, eps, scale)
+            yield from _added("ffn", w.down, None, post_norm, eps, scale, stream_scale)
         case Experts(norm, eps, r, w, s, scale):
             yield Route(
                 norm,
@@ -669,14 +675,14 @@ def _ops_of_layer(i: int, layer: Layer) -> Iterator[Op]:
 
 
 def _added(
-    src: str, w: Weight, bias: Weight | None, post_norm: Weight | None, eps: float, scale: float
+    src: str, w: Weight, bias: Weight | None, post_norm: Weight | None, eps: float, scale: float, stream: float = 1.0
 ) -> Iterator[Op]:
-    """x += scale * (w @ src + bias), normed first if there is a post_norm."""
+    """x += scale * (w @ src + bias); if there is a post_norm, normed first, and x times `stream` after it."""
     if post_norm is None:
         yield LinearAdd(src, w, bias, scale)
     else:
         yield NormLinear(src, None, eps, (w,), (bias,), ("y",))
-        yield NormAdd("y", post_norm, eps, scale)
+        yield NormAdd("y", post_norm, eps, scale, stream)
 
 
 def _buffers_of_layer(layer: Layer) -> Iterator[tuple[str, int]]:

@@ -109,7 +109,9 @@ class _Translator:
                     yield from self._dense(dense)
                 case Experts() as experts:
                     yield from self._experts(experts, next(routes))
-        yield self._op("head", [p.head.weight], norm=p.head.norm, eps=p.head.eps, scale=p.head.scale)
+        yield self._op(
+            "head", [p.head.weight], norm=p.head.norm, eps=p.head.eps, scale=p.head.scale, softcap=p.head.softcap
+        )
 
     def _gqa(self, i: int, a: GQA) -> Iterator[library.Op]:
         biases = (a.q_bias, a.k_bias, a.v_bias)
@@ -126,6 +128,7 @@ class _Translator:
             scale=a.scale,
             window=a.window,
             sinks=a.sinks,
+            value_norm=int(a.value_norm),
             norm_eps=a.eps,
             q_norm=a.q_norm,
             k_norm=a.k_norm,
@@ -172,17 +175,24 @@ class _Translator:
         w = b.weights
         activation = self.lib.activations[w.activation]
         yield self._op("gate_up", [w.gate, w.up], dst=("ffn",), norm=b.norm, eps=b.eps, activation=activation)
-        yield from self._added("ffn", w.down, None, b.post_norm, b.eps, b.residual_scale)
+        yield from self._added("ffn", w.down, None, b.post_norm, b.eps, b.residual_scale, b.stream_scale)
 
     def _added(
-        self, src: str, w: Weight, bias: Weight | None, post_norm: Weight | None, eps: float, scale: float
+        self,
+        src: str,
+        w: Weight,
+        bias: Weight | None,
+        post_norm: Weight | None,
+        eps: float,
+        scale: float,
+        stream: float = 1.0,
     ) -> Iterator[library.Op]:
-        """x += scale * (w @ src + bias), normed first if there is a post_norm."""
+        """x += scale * (w @ src + bias); if there is a post_norm, normed first, and x times `stream` after it."""
         if post_norm is None:
             yield self._op("linear", [w], src=src, bias=(bias,), scale=scale, add=1)
         else:
             yield self._op("linear", [w], src=src, dst=("y",), bias=(bias,))
-            yield self._op("norm_add", src="y", norm=post_norm, eps=eps, scale=scale)
+            yield self._op("norm_add", src="y", norm=post_norm, eps=eps, scale=scale, stream_scale=stream)
 
     def _experts(self, b: Experts, routes: np.ndarray) -> Iterator[library.Op]:
         r, w, s = b.router, b.weights, b.shared

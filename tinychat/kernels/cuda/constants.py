@@ -125,6 +125,7 @@ class Linear(Constants):
     floating: bool  # there is a matrix that reads floats
     add: bool  # results are added to dst
     out_scale: float
+    softcap: float  # results are softcap * tanh(result / softcap); 0: as they are
     part: tuple[MatvecPart, ...]
 
 
@@ -238,6 +239,7 @@ class StoreKV(Constants):
     norm: Norm
     eps: float
     query_scale: float  # attention's scale times log2(e)
+    value_norm: bool  # each head of v is divided by its root mean square
 
 
 @dataclass(frozen=True)
@@ -316,6 +318,7 @@ class PromptLinear(Constants):
     add: bool  # results are added to what is there
     all_keys: bool  # the tokens are all rows of the cache, not only this step's
     scale: float  # of the results, with their bias
+    softcap: float  # as in Linear
 
 
 @dataclass(frozen=True)
@@ -354,6 +357,7 @@ class NormAdd(Constants):
     cols: int
     eps: float
     scale: float
+    stream_scale: float
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,9 @@ class Prefill:
                     out += [
                         self._norm("x", d.norm, d.eps),
                         self._gated(d.weights, "inner"),
-                        *self._added("inner", d.weights.down, None, d.post_norm, d.eps, d.residual_scale),
+                        *self._added(
+                            "inner", d.weights.down, None, d.post_norm, d.eps, d.residual_scale, d.stream_scale
+                        ),
                     ]
                 case Experts() as e:
                     out += self._experts(e)
@@ -75,7 +77,7 @@ class Prefill:
         dst = self.b.buffer("logits_all", 4 * self.tokens * op.weight.rows)
         return [
             self._norm("x", op.norm, op.eps),
-            self._linear("head", [op.weight], "normed", [dst], [op.weight.rows], scale=op.scale),
+            self._linear("head", [op.weight], "normed", [dst], [op.weight.rows], scale=op.scale, softcap=op.softcap),
         ]
 
     # --- pieces
@@ -144,6 +146,7 @@ class Prefill:
         add: bool = False,
         all_keys: bool = False,
         scale: float = 1.0,
+        softcap: float = 0.0,
     ) -> Launch:
         """dst[i] (tokens, pitches[i]) = or += scale * (weights[i] @ x (+ biases[i])), rows of all of a weight's
         matrices."""
@@ -157,7 +160,7 @@ class Prefill:
             buffers |= {f"dst[{i}]": dst[i], f"w[{i}]": self.b.data(w)}
             buffers[f"bias[{i}]"] = self.b.data(biases[i]) if biases else None
             first += tiles
-        shape = constants.PromptLinear(len(parts), tuple(parts), tile, half, add, all_keys, scale)
+        shape = constants.PromptLinear(len(parts), tuple(parts), tile, half, add, all_keys, scale, softcap)
 
         def grid(count: int, keys: int) -> tuple[int, int, int]:
             tiles = -(-(keys if all_keys else count) // tile.tokens)
@@ -299,12 +302,19 @@ class Prefill:
         return self._linear("linear_add", [w], src, ["x"], [w.rows], (bias,), add=True, scale=scale)
 
     def _added(
-        self, src: str, w: Weight, bias: Weight | None, post_norm: Weight | None, eps: float, scale: float
+        self,
+        src: str,
+        w: Weight,
+        bias: Weight | None,
+        post_norm: Weight | None,
+        eps: float,
+        scale: float,
+        stream: float = 1.0,
     ) -> list[Launch]:
-        """x += scale * (w @ src (+ bias)), normed first if there is a post_norm."""
+        """x += scale * (w @ src (+ bias)); if there is a post_norm, normed first, and x times `stream` after it."""
         if post_norm is None:
             return [self._linear_add(src, w, bias, scale)]
-        added = norm_add(self.b, post_norm, eps, scale, self.tokens)
+        added = norm_add(self.b, post_norm, eps, scale, stream, self.tokens)
         return [
             self._linear("linear", [w], src, [self.b.act("y", self.tokens)], [w.rows], (bias,)),
             replace(added, sized=lambda count, keys: (count, 1, 1)),

@@ -155,12 +155,19 @@ def _gqa(b: Builder, layer: int, a: GQA) -> list[Launch]:
 
 
 def _added(
-    b: Builder, x: Activations, w: Weight, bias: Weight | None, post_norm: Weight | None, eps: float, scale: float
+    b: Builder,
+    x: Activations,
+    w: Weight,
+    bias: Weight | None,
+    post_norm: Weight | None,
+    eps: float,
+    scale: float,
+    stream: float = 1.0,
 ) -> list[Launch]:
-    """x += scale * (w @ activations + bias), normed first if there is a post_norm."""
+    """x += scale * (w @ activations + bias); if there is a post_norm, normed first, and x times `stream` after it."""
     if post_norm is None:
         return [linear_add(b, x, w, bias, scale)]
-    return [linear(b, "linear", x, ((w, bias, "y"),)), norm_add(b, post_norm, eps, scale, 1)]
+    return [linear(b, "linear", x, ((w, bias, "y"),)), norm_add(b, post_norm, eps, scale, stream, 1)]
 
 
 def _mla(b: Builder, layer: int, a: MLA, deep: bool) -> Step:
@@ -222,7 +229,7 @@ def _dense(b: Builder, d: Dense) -> list[Launch]:
         threads=PAIR_THREADS,
         resident=2,
     )
-    return [gate_up, *_added(b, ffn, w.down, None, d.post_norm, d.eps, d.residual_scale)]
+    return [gate_up, *_added(b, ffn, w.down, None, d.post_norm, d.eps, d.residual_scale, d.stream_scale)]
 
 
 def _experts(b: Builder, e: Experts) -> list[Launch]:
@@ -260,6 +267,7 @@ def linear(
     eps: float = 0.0,
     add: bool = False,
     scale: float = 1.0,
+    softcap: float = 0.0,
     last_token: bool = False,
 ) -> Launch:
     """Matrices over one input, each (weight, bias, buffer of its results): dst = or += scale * (w @ x + bias)."""
@@ -285,6 +293,7 @@ def linear(
         floating=floating,
         add=add,
         out_scale=scale,
+        softcap=softcap,
         part=tuple(parts),
     )
     kinds = "_".join(dict.fromkeys(p.weight.type.name.lower() for p in parts))
@@ -304,10 +313,10 @@ def linear_add(b: Builder, x: Activations, w: Weight, bias: Weight | None, scale
     return linear(b, "linear_add", x, ((w, bias, "x"),), add=True, scale=scale)
 
 
-def norm_add(b: Builder, norm: Weight, eps: float, scale: float, tokens: int) -> Launch:
-    """x += scale * RMSNorm(y)."""
+def norm_add(b: Builder, norm: Weight, eps: float, scale: float, stream: float, tokens: int) -> Launch:
+    """x = stream * (x + scale * RMSNorm(y))."""
     buffers = {"x": b.act("x", tokens), "src": b.act("y", tokens), "gain": b.data(norm), "state": "state"}
-    shape = constants.NormAdd(norm.cols, eps, scale)
+    shape = constants.NormAdd(norm.cols, eps, scale, stream)
     return kernel(f"norm_add_{norm.cols}", "norm_add.cu", shape, buffers, (tokens, 1, 1), "norm")
 
 
@@ -315,7 +324,17 @@ def head(b: Builder, op: ops.Head) -> Launch:
     """Logits of this step's last token."""
     logits = b.buffer("logits", 4 * op.weight.rows)
     x = Activations("x", op.weight.cols)
-    return linear(b, "head", x, ((op.weight, None, logits),), norm=op.norm, eps=op.eps, scale=op.scale, last_token=True)
+    return linear(
+        b,
+        "head",
+        x,
+        ((op.weight, None, logits),),
+        norm=op.norm,
+        eps=op.eps,
+        scale=op.scale,
+        softcap=op.softcap,
+        last_token=True,
+    )
 
 
 def _absorb(b: Builder, layer: int, a: MLA) -> Launch:
@@ -518,6 +537,7 @@ def store_kv(b: Builder, layer: int, a: GQA, tokens: int) -> Launch:
         norm=norm[a.qk_norm],
         eps=a.eps,
         query_scale=a.scale * LOG2E,
+        value_norm=a.value_norm,
     )
     buffers = {
         "queries": b.buffer("queries", 2 * tokens * a.heads * a.key_dim),

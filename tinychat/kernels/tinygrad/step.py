@@ -117,7 +117,8 @@ class Step:
         """Runs the step op by op, as in Plan.ops; yields one realised tensor each. The last is the logits."""
         x = yield from self._layers(tokens, pos)
         head = self.plan.head
-        yield (self._linear(self._norm(x, head.norm, head.eps), head.weight) * head.scale).realize()
+        logits = self._linear(self._norm(x, head.norm, head.eps), head.weight) * head.scale
+        yield (logits if not head.softcap else head.softcap * (logits / head.softcap).tanh()).realize()
 
     def _layers(self, tokens: Tensor, pos: UOp) -> Ops:
         """All ops but the head."""
@@ -153,7 +154,7 @@ class Step:
         q = self._rotate(self._head_norm(q, a.q_norm, a), a.rope, pos, 0).contiguous()
         k = self._rotate(self._head_norm(k, a.k_norm, a), a.rope, pos, 0)
         _store(keys, k.flatten(1), pos)
-        _store(values, v, pos)
+        _store(values, _unit(v.reshape(v.shape[0], a.kv_heads, -1), a.eps).flatten(1) if a.value_norm else v, pos)
         yield q.realize()
         n_rows = pos + x.shape[0]
         rows_k = keys[:n_rows].cast(dtypes.float32).reshape(n_rows, a.kv_heads, a.key_dim)
@@ -199,15 +200,18 @@ class Step:
     def _dense(self, b: Dense, x: Tensor) -> Ops:
         h = self._gated(self._norm(x, b.norm, b.eps), b.weights).realize()
         yield h
-        return (yield from self._added(x, self._linear(h, b.weights.down), b.post_norm, b.eps, b.residual_scale))
+        y = self._linear(h, b.weights.down)
+        return (yield from self._added(x, y, b.post_norm, b.eps, b.residual_scale, b.stream_scale))
 
-    def _added(self, x: Tensor, y: Tensor, post_norm: Weight | None, eps: float, scale: float) -> Ops:
-        """x + scale * y, normed first if there is a post_norm."""
+    def _added(
+        self, x: Tensor, y: Tensor, post_norm: Weight | None, eps: float, scale: float, stream: float = 1.0
+    ) -> Ops:
+        """stream * (x + scale * y), y normed first if there is a post_norm."""
         if post_norm:
             y = y.contiguous().realize()
             yield y
             y = self._norm(y, post_norm, eps)
-        x = (x + y * scale).realize()
+        x = ((x + y * scale) * stream).realize()
         yield x
         return x
 
