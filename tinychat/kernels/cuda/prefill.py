@@ -185,8 +185,10 @@ class Prefill:
         """Each (weight, bias, buffer of its results) over RMSNorm(src)."""
         weights, biases, names = zip(*outputs)
         dst = [self.b.act(d, self.tokens) for d in names]
-        pitches = [self.b.plan.buffers[d] for d in names]
-        return [self._norm(src, norm, eps), self._linear("linear", list(weights), "normed", dst, pitches, biases)]
+        return [
+            self._norm(src, norm, eps),
+            self._linear("linear", list(weights), "normed", dst, [w.rows for w in weights], biases),
+        ]
 
     def _mla(self, layer: int, a: MLA) -> list[Launch]:
         """Keys and values of all cache rows from their latent parts, then attention over them."""
