@@ -29,7 +29,6 @@ from tinychat.kernels.ops import (
     NormAdd,
     Op,
     Plan,
-    Sampling,
     matrices_of,
 )
 from tinychat.kernels.profile import (
@@ -44,7 +43,7 @@ from tinychat.kernels.profile import (
     function_source,
     name_of,
 )
-from tinychat.kernels.sampling import penalties
+from tinychat.kernels.sampling import Sampling, penalties
 
 LIMITS = Limits(  # a phase has at most 2^20 tasks (pool.h)
     QUANTS,
@@ -185,7 +184,7 @@ class CPUExecutor:
         widths = list(plan.buffers.values())
         assert next(iter(plan.buffers)) == "x", "the residual stream is the first buffer"
         addresses = [self._alloc(4 * (self.prefill_chunk * w + 64)) for w in widths]
-        c = Context.from_address(self._ctx)
+        self._context = c = Context.from_address(self._ctx)
         c.n_ops, c.max_context, c.batch, c.vocab = len(ops), self.max_context, self.prefill_chunk, plan.vocab
         c.layers, c.n_buffers = len(plan.layers), len(widths)
         self._ops = (library.Op * len(ops))(*ops)
@@ -231,7 +230,7 @@ class CPUExecutor:
     @property
     def sampling_s(self) -> float:
         """See Executor.sampling_s."""
-        return Context.from_address(self._ctx).sampling * 1e-9
+        return self._context.sampling * 1e-9
 
     def routes(self) -> np.ndarray | None:
         """See Executor.routes."""
