@@ -43,7 +43,7 @@ def no_tensor(name: str) -> Callable[[GGUF], None]:
         (
             "llama",
             metadata("general.architecture", "qwen35moe"),
-            "'qwen35moe', which needs a gated delta rule .* is not supported.*gemma3; `tinychat --server URL` chats",
+            "'qwen35moe', which needs a gated delta rule .* is not supported.*gemma4; `tinychat --server URL` chats",
         ),
         ("llama", metadata("general.architecture", "a\x1b[2J"), "not supported"),
         (

@@ -280,6 +280,8 @@ class Model:
     def route(self, x: Array, b: str) -> tuple[Array, Array]:
         """(experts, weights) of one token."""
         deepseek = self.mla or self.arch == "glm4moe"
+        if self.arch == "gemma4":  # the router has its own norm
+            x = rms_norm(x, self[b + "ffn_gate_inp.scale"], self.eps) / np.sqrt(len(x))
         logits = self.linear(x, b + "ffn_gate_inp")
         kind = self.get("expert_gating_func", 0) if deepseek else 3 if self.arch == "gpt-oss" else 1
         if self.arch == "glm4moe":
@@ -302,12 +304,17 @@ class Model:
             weights = weights / max(weights.sum(), 2.0**-14)
         scale = self.get("expert_weights_scale", 0.0) if deepseek else 0.0
         self.routing.append((chosen, score))
+        if b + "ffn_down_exps.scale" in self:
+            weights = weights * self[b + "ffn_down_exps.scale"][chosen]
         return chosen, weights * scale if scale else weights
 
     def experts(self, x: Array, b: str) -> Array:
+        if self.arch == "gemma4":
+            dense = self.normed(self.feed_forward(self.normed(x, b + "ffn_norm"), b), b + "post_ffw_norm_1")
+        routed, x = x, self.normed(x, b + "pre_ffw_norm_2")
         out = np.zeros_like(x)
         for t, xt in enumerate(x):
-            for e, w in zip(*self.route(xt, b)):
+            for e, w in zip(*self.route(routed[t], b)):
                 if b + "ffn_gate_up_exps.weight" in self:
                     gate, up = np.split(self[b + "ffn_gate_up_exps.weight"][e] @ xt, 2)
                 else:
@@ -320,6 +327,8 @@ class Model:
         if b + "ffn_gate_shexp.weight" in self:
             gate, up = self.linear(x, b + "ffn_gate_shexp"), self.linear(x, b + "ffn_up_shexp")
             out += self.linear(swiglu(gate, up), b + "ffn_down_shexp")
+        if self.arch == "gemma4":
+            out = dense + self.normed(out, b + "post_ffw_norm_2")
         return out
 
     def normed(self, x: Array, name: str) -> Array:
@@ -337,8 +346,10 @@ class Model:
             h = self.normed(x, b + "attn_norm")
             h = self.latent_attention(h, i) if self.mla else self.attention(h, i)
             x = x + part * (self.normed(h, b + "post_attention_norm") if post else h)
-            h = self.normed(x, b + ("post_attention_norm" if self.arch in ("glm4moe", "gpt-oss") else "ffn_norm"))
-            h = self.experts(h, b) if b + "ffn_gate_inp.weight" in self else self.feed_forward(h, b)
+            routed = b + "ffn_gate_inp.weight" in self
+            name = b + ("post_attention_norm" if self.arch in ("glm4moe", "gpt-oss") else "ffn_norm")
+            h = x if routed and self.arch == "gemma4" else self.normed(x, name)
+            h = self.experts(h, b) if routed else self.feed_forward(h, b)
             x = x + part * (self.normed(h, b + "post_ffw_norm") if post else h)
             if b + "layer_output_scale.weight" in self:
                 x = x * self[b + "layer_output_scale.weight"]

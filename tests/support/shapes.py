@@ -448,6 +448,11 @@ def tensors(s: Shape) -> Iterator[Tensor]:
                 yield b + "ffn_down_exps.bias", (e.experts, s.dim), 0.2
             if e.bias:
                 yield b + "exp_probs_b.bias", (e.experts,), 0.05
+            if s.arch == "gemma4":
+                yield b + "ffn_gate_inp.scale", (s.dim,), s.dim**0.5
+                yield b + "ffn_down_exps.scale", (e.experts,), 0.0
+                for x in ("post_ffw_norm_1", "post_ffw_norm_2", "pre_ffw_norm_2"):
+                    yield norm(b + x, s.dim)
             if e.fused:
                 yield linear(b + "ffn_gate_up_exps", e.experts, 2 * e.ffn, s.dim)
             else:
@@ -458,7 +463,7 @@ def tensors(s: Shape) -> Iterator[Tensor]:
                 yield linear(b + "ffn_gate_shexp", e.shared * e.ffn, s.dim)
                 yield linear(b + "ffn_up_shexp", e.shared * e.ffn, s.dim)
                 yield linear(b + "ffn_down_shexp", s.dim, e.shared * e.ffn)
-        else:
+        if not s.moe or i < s.moe.dense or s.arch == "gemma4":
             if s.arch != "glm4":
                 yield linear(b + "ffn_gate", s.ffn, s.dim)
             yield linear(b + "ffn_up", s.ffn * (2 if s.arch == "glm4" else 1), s.dim)
@@ -551,7 +556,7 @@ def metadata(w: GGUFWriter, s: Shape, name: str) -> None:
     if e := s.moe:
         w.add_expert_count(e.experts)
         w.add_expert_used_count(e.used)
-        if s.arch in ("qwen3moe", "glm4moe", "gpt-oss"):
+        if s.arch in ("qwen3moe", "glm4moe", "gpt-oss", "gemma4"):
             w.add_expert_feed_forward_length(e.ffn)
         if s.arch == "glm4moe":
             w.add_leading_dense_block_count(e.dense)

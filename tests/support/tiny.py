@@ -185,6 +185,7 @@ VARIANTS: dict[str, Shape] = {
     "gpt-oss_wide_window": replace(_gpt_oss, window=128, tied=False, scaling={}),
     "gemma3": _gemma3,
     "gemma4": _gemma4,
+    "gemma4_experts": replace(_gemma4, layers=3, window_pattern=(True, False, True), moe=MoE(8, 3, 32, fused=True)),
     "gemma3_no_windows": replace(_gemma3, layers=2, window=0, scaling={}),
     "gemma3_keys": replace(_gemma3, layers=4, window=3, window_pattern=2, window_theta=500.0, tied=False),
     "deepseek2_glm": _glm,

@@ -46,6 +46,7 @@ class Architecture:
     embedding_root: bool = False  # embeddings are multiplied by sqrt(embedding_length)
     window_sizes: bool = False  # it has keys for the heads of layers with a window; V is K where it has no tensor
     value_norm: bool = False
+    beside: bool = False  # a dense feed-forward is beside the experts
     unscaled: bool = False  # scores are not divided by the square root of the key length
     sinks: bool = False
 
@@ -100,6 +101,8 @@ ARCHITECTURES = {
         embedding_root=True,
         window_sizes=True,
         value_norm=True,
+        normalize_experts=True,
+        beside=True,
         unscaled=True,
     ),
 }
@@ -195,6 +198,7 @@ class ModelConfig:
     qk_norm: Literal["head", "projection"] | None
     sinks: bool
     value_norm: bool
+    beside: bool
     softcap: float
     ffn_norm: str
     post_norms: bool
@@ -315,6 +319,7 @@ class ModelConfig:
             qk_norm=qk_norm,
             sinks=arch.sinks,
             value_norm=arch.value_norm,
+            beside=arch.beside,
             softcap=softcap,
             ffn_norm=arch.ffn_norm,
             post_norms=arch.post_norms,

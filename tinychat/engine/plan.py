@@ -10,7 +10,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from tinychat.engine.config import Heads, ModelConfig
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError, printable
-from tinychat.kernels.ops import GQA, MLA, Dense, Embed, Experts, Gated, Head, Layer, Plan, Router, Weight
+from tinychat.kernels.ops import GQA, MLA, Beside, Dense, Embed, Experts, Gated, Head, Layer, Plan, Router, Weight
 
 _IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.(nextn\..*|attn_rot_embd)")
 F32 = GGMLQuantizationType.F32
@@ -158,6 +158,9 @@ def _experts(t: _Tensors, c: ModelConfig, block: str) -> Experts:
         scale=e.scale,
         groups=e.groups,
         groups_used=e.groups_used,
+        norm=t.vector(b + "gate_inp.scale", c.dim) if c.beside else None,
+        logit_scale=c.dim**-0.5 if c.beside else 1.0,
+        expert_scale=t.optional(b + "down_exps.scale", e.count) if c.beside else None,
     )
     weights = Gated(
         gate,
@@ -166,8 +169,16 @@ def _experts(t: _Tensors, c: ModelConfig, block: str) -> Experts:
         c.activation,
         *(t.biases(f"{b}{n}_exps.bias", e.count, rows) for n, rows in (("gate", e.ff), ("up", e.ff), ("down", c.dim))),
     )
-    norm = t.vector(f"{block}{c.ffn_norm}.weight", c.dim)
-    return Experts(norm, c.eps, router, weights, shared, c.residual_scale)
+    norm = t.vector(f"{block}{'pre_ffw_norm_2' if c.beside else c.ffn_norm}.weight", c.dim)
+    beside = _beside(t, c, block) if c.beside else None
+    return Experts(norm, c.eps, router, weights, shared, c.residual_scale, beside)
+
+
+def _beside(t: _Tensors, c: ModelConfig, b: str) -> Beside:
+    dense = _dense(t, c, b)
+    dense_norm, experts_norm = (t.vector(f"{b}post_ffw_norm_{n}.weight", c.dim) for n in (1, 2))
+    assert dense.norm and dense.post_norm
+    return Beside(dense.norm, dense.weights, dense_norm, experts_norm, dense.post_norm, dense.stream_scale)
 
 
 class _Tensors:

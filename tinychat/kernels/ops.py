@@ -239,13 +239,14 @@ Gating = Literal["softmax", "sigmoid", "softmax_weight", "sqrt_softplus"]
 
 @dataclass(frozen=True)
 class Router:
-    """Chooses `top_k` of the experts per token from l = weight @ RMSNorm(x) + bias, in float32.
+    """Chooses `top_k` of the experts per token from l = logit_scale * (weight @ RMSNorm(x) + bias), in float32; the
+    gain is `norm`, or the block's.
 
     p = softmax(l), sigmoid(l), sqrt(softplus(l)), or l itself ("softmax_weight"). Selection: largest
     p + selection_bias, ties to the lower index; with groups > 1 a group scores the sum of its two largest
     p + selection_bias and only the best `groups_used` groups stay. Weights: p of the chosen without the bias
     ("softmax_weight": softmax over the chosen l); with `normalize` divided by max(their sum, MIN_WEIGHT_SUM); times
-    `scale`.
+    `scale`, and each times its expert's `expert_scale`.
     """
 
     weight: Weight  # (experts, dim)
@@ -257,6 +258,9 @@ class Router:
     scale: float
     groups: int
     groups_used: int
+    norm: Weight | None = None
+    logit_scale: float = 1.0
+    expert_scale: Weight | None = None  # (1, experts)
 
     @property
     def experts(self) -> int:
@@ -267,8 +271,23 @@ MIN_WEIGHT_SUM = 6.103515625e-5  # 2^-14, the smallest normal F16, as in llama.c
 
 
 @dataclass(frozen=True)
+class Beside:
+    """A dense feed-forward beside the experts (Gemma 4): x = stream_scale * (x + RMSNorm(d + e)) with gain `post_norm`,
+    where d is RMSNorm(weights(RMSNorm(x))) with gains `norm` and `dense_norm`, and e the experts' sum, normed with
+    gain `experts_norm`."""
+
+    norm: Weight
+    weights: Gated
+    dense_norm: Weight
+    experts_norm: Weight
+    post_norm: Weight
+    stream_scale: float
+
+
+@dataclass(frozen=True)
 class Experts:
-    """x += residual_scale * (sum over the chosen experts of weight * gated(n) + shared(n)), n = RMSNorm(x)."""
+    """x += residual_scale * (sum over the chosen experts of weight * gated(n) + shared(n)), n = RMSNorm(x); or see
+    Beside."""
 
     norm: Weight
     eps: float
@@ -276,6 +295,7 @@ class Experts:
     weights: Gated  # one group per expert
     shared: Gated | None
     residual_scale: float = 1.0
+    beside: Beside | None = None
 
 
 Attends = GQA | MLA
@@ -411,13 +431,15 @@ class LinearAdd:
 
 @dataclass(frozen=True)
 class NormAdd:
-    """x = stream_scale * (x + scale * RMSNorm(src))."""
+    """dst = stream_scale * (dst + scale * RMSNorm(src)); without `add` as if dst were 0."""
 
     src: str
     norm: Weight
     eps: float
     scale: float = 1.0
     stream_scale: float = 1.0
+    dst: str = "x"
+    add: bool = True
 
 
 @dataclass(frozen=True)
@@ -447,6 +469,8 @@ class Route:
     scale: float
     groups: int
     groups_used: int
+    logit_scale: float
+    expert_scale: Weight | None
 
 
 @dataclass(frozen=True)
@@ -469,8 +493,8 @@ class ExpertsUp:
 
 @dataclass(frozen=True)
 class ExpertsDown:
-    """x += scale * (sum over the chosen experts of weight * (down[e] @ src part + bias[e]) + shared_down @ shared
-    part)."""
+    """dst += scale * (sum over the chosen experts of weight * (down[e] @ src part + bias[e]) + shared_down @ shared
+    part); without `add` dst is set."""
 
     src: str
     down: Weight
@@ -478,6 +502,8 @@ class ExpertsDown:
     shared_down: Weight | None
     top_k: int
     scale: float = 1.0
+    dst: str = "x"
+    add: bool = True
 
 
 @dataclass(frozen=True)
@@ -563,7 +589,7 @@ class Plan:
             case ExpertsUp() | ExpertsDown():
                 return sum(w.group_bytes * (op.top_k if w.groups > 1 else 1) for w in weights_of(op))
             case _:
-                return sum(w.nbytes for w in weights_of(op))
+                return sum(w.nbytes for w in dict.fromkeys(weights_of(op)))
 
     def cache_bytes(self, op: Op, depth: int) -> int:
         """Bytes that `op` reads of a cache of `depth` rows."""
@@ -600,7 +626,18 @@ def weights_of(part: Op | Layer) -> list[Weight]:
     return list(_weights(part))
 
 
-_VECTORS = {"norm", "q_norm", "k_norm", "bias", "biases", "router_bias", "gate_bias", "up_bias", "sinks"}
+_VECTORS = {
+    "norm",
+    "q_norm",
+    "k_norm",
+    "bias",
+    "biases",
+    "router_bias",
+    "gate_bias",
+    "up_bias",
+    "sinks",
+    "expert_scale",
+}
 
 
 def matrices_of(op: Op) -> list[Weight]:
@@ -645,9 +682,14 @@ def _ops_of_layer(i: int, layer: Layer) -> Iterator[Op]:
         case Dense(norm, eps, w, scale, post_norm, stream_scale):
             yield GateUp(norm, eps, w.gate, w.up, w.activation, "ffn")
             yield from _added("ffn", w.down, None, post_norm, eps, scale, stream_scale)
-        case Experts(norm, eps, r, w, s, scale):
+        case Experts(norm, eps, r, w, s, scale, beside):
+            if beside:
+                d = beside.weights
+                yield GateUp(beside.norm, eps, d.gate, d.up, d.activation, "ffn")
+                yield NormLinear("ffn", None, eps, (d.down,), (None,), ("y",))
+                yield NormAdd("y", beside.dense_norm, eps, dst="z", add=False)
             yield Route(
-                norm,
+                r.norm or norm,
                 eps,
                 r.weight,
                 r.bias,
@@ -658,6 +700,8 @@ def _ops_of_layer(i: int, layer: Layer) -> Iterator[Op]:
                 r.scale,
                 r.groups,
                 r.groups_used,
+                r.logit_scale,
+                r.expert_scale,
             )
             shared_gate, shared_up, shared_down = (s.gate, s.up, s.down) if s else (None, None, None)
             yield ExpertsUp(
@@ -673,7 +717,11 @@ def _ops_of_layer(i: int, layer: Layer) -> Iterator[Op]:
                 r.top_k,
                 "ffn",
             )
-            yield ExpertsDown("ffn", w.down, w.down_bias, shared_down, r.top_k, scale)
+            dst = "y" if beside else "x"
+            yield ExpertsDown("ffn", w.down, w.down_bias, shared_down, r.top_k, scale, dst, add=not beside)
+            if beside:
+                yield NormAdd("y", beside.experts_norm, eps, dst="z")
+                yield NormAdd("z", beside.post_norm, eps, 1.0, beside.stream_scale)
 
 
 def _added(
@@ -706,5 +754,7 @@ def _buffers_of_layer(layer: Layer) -> Iterator[tuple[str, int]]:
             yield "ffn", w.ff
             if post_norm:
                 yield "y", w.down.rows
-        case Experts(router=r, weights=w, shared=s):
+        case Experts(router=r, weights=w, shared=s, beside=beside):
             yield "ffn", r.top_k * w.ff + (s.ff if s else 0)
+            if beside:
+                yield from (("ffn", beside.weights.ff), ("y", w.down.rows), ("z", w.down.rows))

@@ -192,17 +192,25 @@ class _Translator:
             yield self._op("linear", [w], src=src, bias=(bias,), scale=scale, add=1)
         else:
             yield self._op("linear", [w], src=src, dst=("y",), bias=(bias,))
-            yield self._op("norm_add", src="y", norm=post_norm, eps=eps, scale=scale, stream_scale=stream)
+            yield self._norm_add("y", post_norm, eps, scale, stream)
 
     def _experts(self, b: Experts, routes: np.ndarray) -> Iterator[library.Op]:
         r, w, s = b.router, b.weights, b.shared
+        beside, dst = b.beside, "y" if b.beside else "x"
+        if beside:
+            d = beside.weights
+            activation = self.lib.activations[d.activation]
+            yield self._op("gate_up", [d.gate, d.up], dst=("ffn",), norm=beside.norm, eps=b.eps, activation=activation)
+            yield self._op("linear", [d.down], src="ffn", dst=("y",))
+            yield self._norm_add("y", beside.dense_norm, b.eps, dst="z", add=0)
         router = self.made
         yield self._op(
             "route",
             [r.weight],
-            norm=b.norm,
+            norm=r.norm or b.norm,
             eps=b.eps,
-            bias=(r.bias, r.selection_bias),
+            bias=(r.bias, r.selection_bias, r.expert_scale),
+            logit_scale=r.logit_scale,
             top_k=r.top_k,
             gating=self.lib.gatings[r.gating],
             normalize=int(r.normalize),
@@ -224,7 +232,25 @@ class _Translator:
         )
         down = [w.down, s.down if s else None]
         bias = (w.down_bias,)
-        yield self._op("experts_down", down, src="ffn", bias=bias, top_k=r.top_k, scale=b.residual_scale)
+        yield self._op(
+            "experts_down",
+            down,
+            src="ffn",
+            dst=(dst,),
+            bias=bias,
+            top_k=r.top_k,
+            scale=b.residual_scale,
+            add=int(not beside),
+        )
+        if beside:
+            yield self._norm_add("y", beside.experts_norm, b.eps, dst="z")
+            yield self._norm_add("z", beside.post_norm, b.eps, stream=beside.stream_scale)
+
+    def _norm_add(
+        self, src: str, norm: Weight, eps: float, scale: float = 1.0, stream: float = 1.0, dst: str = "x", add: int = 1
+    ) -> library.Op:
+        """dst = stream * (dst + scale * RMSNorm(src))."""
+        return self._op("norm_add", src=src, dst=(dst,), norm=norm, eps=eps, scale=scale, stream_scale=stream, add=add)
 
     def _rope(self, rope: Rope) -> dict[str, Any]:
         if rope not in self.tables:

@@ -46,7 +46,7 @@ typedef struct {
   int32_t router;                     // of experts_up: number of the op that has the router
   int32_t window, activation, temperature_length, value_norm;  // window: rows that attention sees, 0: all
   float eps, norm_eps, scale;         // norm_eps: of q_norm, k_norm and the latent norm; scale: of the scores, or of the result
-  float temperature, softcap, stream_scale;  // ops.Temperature; ops.Head; ops.NormAdd. 0: none of the first two
+  float temperature, softcap, stream_scale, logit_scale;  // ops.Temperature, Head, NormAdd, Router; 0: none of the first two
   const float *norm, *q_norm, *k_norm, *rope, *sinks, *bias[3];
   int32_t *routes;                    // [top_k]: where a step of one token leaves the experts it chose, to be looked at
   Matrix w[4];
@@ -275,7 +275,7 @@ static void gate_up(Ctx *c, const Op *op, Part me) {
   multiply_gated(&op->w[0], &op->w[1], 0, first, last, x, c->tokens, dst, op->activation, NULL, NULL);
 }
 
-// x = stream_scale * (x + scale * RMSNorm(src))
+// dst = stream_scale * (dst + scale * RMSNorm(src)), or without `add` as if dst were 0.
 static void norm_add(Ctx *c, const Op *op, Part me) {
   int n = c->widths[op->dst[0]];
   for (int t = me.part; t < c->tokens; t += me.parts) {
@@ -283,7 +283,8 @@ static void norm_add(Ctx *c, const Op *op, Part me) {
     float *x = row(c, op->dst[0], t), inv = rms_scale(y, n, op->eps) * op->scale;
     for (int i = 0; i < n; i += 16) {
       f32v scaled = fetch(y + i, n - i) * inv;
-      store(x + i, fma_(scaled, fetch(op->norm + i, n - i), fetch(x + i, n - i)) * op->stream_scale, n - i);
+      f32v base = op->add ? fetch(x + i, n - i) : splat(0);
+      store(x + i, fma_(scaled, fetch(op->norm + i, n - i), base) * op->stream_scale, n - i);
     }
   }
 }
@@ -522,7 +523,7 @@ static void value_up(Ctx *c, const Op *op, Part me) { per_head(c, op, me, op->w[
 static void choose(const Op *op, const Scratch *s, const float *l, int32_t *ids, float *weights) {
   int n = op->w[0].rows;
   float *p = s->chances, *pick = p + n;
-  for (int i = 0; i < n; i++) p[i] = l[i];
+  for (int i = 0; i < n; i++) p[i] = l[i] * op->logit_scale;
   if (op->gating == SOFTMAX) {
     float high = p[0], sum = 0;
     for (int i = 1; i < n; i++) high = MAX_(high, p[i]);
@@ -574,7 +575,7 @@ static void choose(const Op *op, const Scratch *s, const float *l, int32_t *ids,
     sum = 1;
   }
   float factor = (op->normalize ? 1.0f / MAX_(sum, MIN_WEIGHT_SUM) : 1.0f) * op->scale;
-  for (int k = 0; k < op->top_k; k++) weights[k] *= factor;
+  for (int k = 0; k < op->top_k; k++) weights[k] *= factor * (op->bias[2] ? op->bias[2][ids[k]] : 1.0f);
 }
 
 static void route(Ctx *c, const Op *op, Part me) {
@@ -689,8 +690,10 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
       int matrix = i < top ? c->route_ids[i] : 0;
       multiply(m, matrix, first, last, &in, 1, y, dim, i < top ? bias_of(op->bias[0], m, matrix) : NULL, 1, 0);
       float weight = (i < top ? c->route_weights[i] : 1.0f) * op->scale;
-      for (int r = 16 * first; r < MIN_(16 * last, dim); r += 16)
-        store(x + r, fma_(fetch(y + r, dim - r), splat(weight), fetch(x + r, dim - r)), dim - r);
+      for (int r = 16 * first; r < MIN_(16 * last, dim); r += 16) {
+        f32v base = i > 0 || op->add ? fetch(x + r, dim - r) : splat(0);
+        store(x + r, fma_(fetch(y + r, dim - r), splat(weight), base), dim - r);
+      }
     }
     return;
   }
@@ -712,7 +715,10 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
       for (int i = 0; i < top; i++) {
         f32v weight = splat(c->route_weights[t * top + i] * op->scale);
         const float *y = c->pair_out + ((size_t)t * top + i) * dim;
-        for (int r = 0; r < dim; r += 16) store(x + r, fma_(fetch(y + r, dim - r), weight, fetch(x + r, dim - r)), dim - r);
+        for (int r = 0; r < dim; r += 16) {
+          f32v base = i > 0 || op->add ? fetch(x + r, dim - r) : splat(0);
+          store(x + r, fma_(fetch(y + r, dim - r), weight, base), dim - r);
+        }
       }
     }
   } else {
@@ -872,6 +878,7 @@ EXPORT size_t tc_sizeof(int what) {
   X(tag) X(layer) X(matrices) X(add) X(src) X(dst) X(heads) X(kv_heads) X(key_dim) X(value_dim) X(nope) X(rope_dims) X(neox)     \
   X(q_norm_len) X(k_norm_len) X(top_k) X(gating) X(normalize) X(route_groups) X(route_groups_used) X(router) X(window)           \
   X(activation) X(temperature_length) X(value_norm) X(eps) X(norm_eps) X(scale) X(temperature) X(softcap) X(stream_scale)        \
+  X(logit_scale)                                                                                                                \
   X(norm) X(q_norm) X(k_norm) X(rope) X(sinks) X(bias) X(routes) X(w)
 #define SAMPLE_FIELDS(X)                                                                                                        \
   X(temperature) X(top_p) X(min_p) X(seed) X(top_k) X(n_penalised) X(penalised) X(divisors) X(amounts) X(mask)

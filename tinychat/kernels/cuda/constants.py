@@ -63,6 +63,7 @@ class Choice(Constants):
     groups: int
     groups_used: int
     scale: float
+    logit_scale: float
     min_weight_sum: float = ops.MIN_WEIGHT_SUM
 
 
@@ -247,6 +248,7 @@ class ExpertsDown(Constants):
     in_quantised: bool
     quantised: bool
     out_scale: float
+    add: bool  # to what is there
 
 
 @dataclass(frozen=True)
@@ -381,6 +383,7 @@ class NormAdd(Constants):
     eps: float
     scale: float
     stream_scale: float
+    add: bool
 
 
 @dataclass(frozen=True)
@@ -426,6 +429,7 @@ class AddExperts(Constants):
     dim: int
     chosen: int
     scale: float
+    add: bool  # to what is there
 
 
 @dataclass(frozen=True)

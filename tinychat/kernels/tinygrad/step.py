@@ -217,8 +217,15 @@ class Step:
 
     def _experts(self, b: Experts, x: Tensor) -> Ops:
         """One token a step."""
-        n = self._norm(x, b.norm, b.eps)
-        ids, weights = self._route(b.router, n)
+        n, z = self._norm(x, b.norm, b.eps), None
+        if d := b.beside:
+            h = self._gated(self._norm(x, d.norm, b.eps), d.weights).realize()
+            yield h
+            y = self._linear(h, d.weights.down).contiguous().realize()
+            yield y
+            z = self._norm(y, d.dense_norm, b.eps).realize()
+            yield z
+        ids, weights = self._route(b.router, self._norm(x, b.router.norm, b.eps) if b.router.norm else n)
         Tensor.realize(ids, weights)
         yield ids
         chosen = ids[0]
@@ -236,7 +243,18 @@ class Step:
         added = (y * weights.reshape(-1, 1)).sum(0)
         if b.shared and shared is not None:
             added = added + self._linear(shared, b.shared.down)
+        if d and z is not None:
+            y = added.reshape(1, -1).contiguous().realize()
+            yield y
+            z = (z + self._norm(y, d.experts_norm, b.eps)).realize()
+            yield z
+            return (yield from self._normed_add(x, z, d.post_norm, b.eps, d.stream_scale))
         x = (x + added * b.residual_scale).realize()
+        yield x
+        return x
+
+    def _normed_add(self, x: Tensor, y: Tensor, norm: Weight, eps: float, stream: float) -> Ops:
+        x = ((x + self._norm(y, norm, eps)) * stream).realize()
         yield x
         return x
 
@@ -245,7 +263,7 @@ class Step:
 
     def _route(self, r: Router, n: Tensor) -> tuple[Tensor, Tensor]:
         """(ids, weights) of the chosen experts, (T, top_k) each."""
-        scores = self._biased(self._linear(n, r.weight), r.bias).contiguous()
+        scores = (self._biased(self._linear(n, r.weight), r.bias) * r.logit_scale).contiguous()
         p = {
             "softmax": lambda: scores.softmax(-1),
             "sigmoid": scores.sigmoid,
@@ -267,6 +285,8 @@ class Step:
             weights = weights.softmax(-1)
         if r.normalize:
             weights = weights / weights.sum(-1, keepdim=True).maximum(MIN_WEIGHT_SUM)
+        if r.expert_scale:
+            weights = weights * self._vector(r.expert_scale)[ids]
         return ids, (weights * r.scale).contiguous()
 
     # --- pieces
