@@ -161,6 +161,8 @@ class MLACluster(Constants):
     neox: bool
     eps: float
     query_scale: float
+    growth: float  # of queries: the scale of kernels/ops.py, Temperature; 0: none
+    growth_length: int
     cluster: int  # blocks per head
     keys: int  # that a warp takes at a time
     query: Matrix  # 0 columns where q has no low rank

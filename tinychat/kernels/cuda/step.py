@@ -215,11 +215,11 @@ def _mla(b: Builder, layer: int, a: MLA, depth: Depth) -> Step:
 
 def takes_cluster(b: Builder, a: MLA) -> bool:
     """Whether mla_cluster.cu takes it: a head's matrices, quantised, in CLUSTER parts that begin at 16 bytes in each
-    plane, all heads at once, and queries without a temperature."""
+    plane, and all heads at once."""
     rows = a.nope + a.rope.dims, a.kv_lora, a.v_b.rows
     matrices = [(a.q, rows[0])] if a.q_a else []
     matrices += [(a.k_b, rows[1]), (a.v_b, rows[2])]
-    if a.temperature or any(n % CLUSTER for n in rows) or a.heads * CLUSTER > CLUSTER_BLOCKS or a.row % 2:
+    if any(n % CLUSTER for n in rows) or a.heads * CLUSTER > CLUSTER_BLOCKS or a.row % 2:
         return False
     for w, n in matrices:
         placed = b.weight(w)
@@ -252,6 +252,7 @@ def _cluster_shape(b: Builder, a: MLA, out_quantised: bool) -> constants.MLAClus
         neox=a.rope.style == "neox",
         eps=a.eps,
         query_scale=a.scale * LOG2E,
+        **temperature(a),
         cluster=CLUSTER,
         keys=CLUSTER_KEYS,
         query=query,
