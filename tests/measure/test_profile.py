@@ -266,7 +266,8 @@ def test_parts_of_a_request(tmp_path: Path) -> None:
         for _ in range(40):  # other programs may stop this one between two parts
             engine.session.tokens = []
             started = time.perf_counter()
-            tokens = list(engine.generate(ids, Sampling(temperature=0.0), 30))
+            rendering = (engine.chat.template_s, engine.chat.tokenise_s)
+            tokens = list(engine.generate(ids, Sampling(temperature=0.0), 30, rendering=rendering))
             took, s = time.perf_counter() - started, engine.stats
             parts = dict(s.parts())
             if sum(parts.values()) > 0.5 * took and s.ttft_s == pytest.approx(s.prefill_s + s.first_token_s, rel=0.2):

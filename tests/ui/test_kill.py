@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from tinychat.chat import controller
+from tinychat.chat import saving
 from tinychat.chat.history import History
 
 CHAT = """
@@ -41,7 +41,7 @@ def answer_in(history):
 def test_kill_9_loses_at_most_the_last_second(tmp_path):
     """What one save stored survives, saves follow one another while the answer grows, and less than a second lies
     between two."""
-    assert controller.SAVE_EVERY < 1
+    assert saving.SAVE_EVERY < 1
     for saves in (1, 3):  # killed after as many
         file = tmp_path / f"{saves}.db"
         with subprocess.Popen([sys.executable, "-c", CHAT, str(file)]) as p:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -12,27 +13,8 @@ from tinychat.errors import TinychatError
 from tinychat.kernels.cpu import compiler
 from tinychat.kernels.ops import CLAMP, CLAMP_SLOPE, MIN_WEIGHT_SUM
 
-Q = GGMLQuantizationType
-QUANTS = frozenset(
-    {
-        Q.F32,
-        Q.F16,
-        Q.BF16,
-        Q.Q4_0,
-        Q.Q4_1,
-        Q.Q5_0,
-        Q.Q5_1,
-        Q.Q8_0,
-        Q.Q2_K,
-        Q.Q3_K,
-        Q.Q4_K,
-        Q.Q5_K,
-        Q.Q6_K,
-        Q.IQ4_NL,
-        Q.IQ4_XS,
-        Q.MXFP4,
-    }
-)
+_TABLE = re.compile(r"X\((\w+), \d+\)")  # the rows of QUANTS in quant.h
+QUANTS = frozenset(GGMLQuantizationType[name] for name in _TABLE.findall((compiler.SOURCES / "quant.h").read_text()))
 MAX_GROUP = 1024  # query heads of one kv head
 TILE = 16  # rows of a weight that lie interleaved, and positions of a tile of the K cache
 

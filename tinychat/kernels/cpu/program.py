@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from gguf import GGMLQuantizationType as Q
 from gguf.quants import dequantize
 
 from tinychat.kernels.cpu import library
-from tinychat.kernels.cpu.library import TILE, Library, Matrix, Q
+from tinychat.kernels.cpu.library import TILE, Library, Matrix
 from tinychat.kernels.executor import Weights
 from tinychat.kernels.ops import GQA, MLA, Dense, Experts, LatentStore, Op, Plan, Rope, RopeStore, Weight
 

@@ -141,11 +141,6 @@ def decode(b: Builder, depth: Depth = "middle") -> Step:
     return out + [(launch, len(plan.ops)) for launch in sample(b)]
 
 
-def enumerated(launches: list[Launch], done: int) -> Step:
-    """The launches of a layer's last ops, of which `done` is the number behind the last."""
-    return [(launch, done - len(launches) + n) for n, launch in enumerate(launches)]
-
-
 def decode_steps(b: Builder, clusters: bool) -> dict[int, Step]:
     """The decode steps for all depths, by the position from which on each is taken. `clusters`: the GPU has them."""
     latent = [layer.attention for layer in b.plan.layers if isinstance(layer.attention, MLA)]
@@ -156,6 +151,11 @@ def decode_steps(b: Builder, clusters: bool) -> dict[int, Step]:
     if latent and b.max_context > DEEP:
         steps[DEEP] = decode(b, "deep")
     return steps
+
+
+def enumerated(launches: list[Launch], done: int) -> Step:
+    """The launches of a layer's last ops, of which `done` is the number behind the last."""
+    return [(launch, done - len(launches) + n) for n, launch in enumerate(launches)]
 
 
 # --- blocks
@@ -219,7 +219,7 @@ def takes_cluster(b: Builder, a: MLA) -> bool:
     rows = a.nope + a.rope.dims, a.kv_lora, a.v_b.rows
     matrices = [(a.q, rows[0])] if a.q_a else []
     matrices += [(a.k_b, rows[1]), (a.v_b, rows[2])]
-    if any(n % CLUSTER for n in rows) or a.heads * CLUSTER > CLUSTER_BLOCKS or a.row % 2:
+    if any(n % CLUSTER for n in rows) or a.heads * CLUSTER > CLUSTER_BLOCKS or a.row % 2 or a.temperature:
         return False
     for w, n in matrices:
         placed = b.weight(w)

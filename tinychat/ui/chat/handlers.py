@@ -344,8 +344,7 @@ async def help_screen(chat: ChatView, text: str) -> None:
 
 
 async def panel(chat: ChatView, text: str) -> None:
-    chat.screen.toggle_class("-no-panel")
-    chat.paint_panel()
+    chat.next_panel()
 
 
 async def experts(chat: ChatView, text: str) -> None:
