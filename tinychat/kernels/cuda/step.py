@@ -219,7 +219,7 @@ def takes_cluster(b: Builder, a: MLA) -> bool:
     rows = a.nope + a.rope.dims, a.kv_lora, a.v_b.rows
     matrices = [(a.q, rows[0])] if a.q_a else []
     matrices += [(a.k_b, rows[1]), (a.v_b, rows[2])]
-    if any(n % CLUSTER for n in rows) or a.heads * CLUSTER > CLUSTER_BLOCKS or a.row % 2 or a.temperature:
+    if any(n % CLUSTER for n in rows) or a.heads * CLUSTER > CLUSTER_BLOCKS or a.row % 2:
         return False
     for w, n in matrices:
         placed = b.weight(w)
