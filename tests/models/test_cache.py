@@ -126,7 +126,7 @@ def test_the_second_takes_over_when_the_first_stops(tmp_path: Path) -> None:
 
         def first() -> None:
             try:
-                cache.pull(model, lambda *args: waiting.wait(5) if args[3] == "downloading" else None, stop)
+                cache.pull(model, lambda *args: waiting.wait(60) if args[3] == "downloading" else None, stop)
             except Stopped as e:
                 stopped.append(e)
 

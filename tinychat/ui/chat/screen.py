@@ -359,7 +359,7 @@ class ChatScreen(Screen[None]):
             if key != self._draft_key:  # a new conversation has begun: its draft is its own now
                 self.history.set_draft(self._draft_key, "")
             self.history.set_draft(key, text)
-        self._draft_key, self._draft = key, text
+            self._draft_key, self._draft = key, text
 
     async def action_stop(self) -> None:
         self.controller.stop()
