@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from textual.app import SystemCommand
 from textual.binding import Binding
 from textual.screen import Screen
 from textual.theme import Theme
@@ -34,6 +33,7 @@ class TinychatApp(LastingApp):
 
     TITLE = "tinychat"
     CSS_PATH = "tinychat.tcss"
+    COMMANDS: ClassVar[set[Any]] = set()  # the chat screen's are all
     BINDINGS = [Binding("ctrl+q", "quit", "leave", show=False, priority=True)]
 
     def __init__(
@@ -96,10 +96,10 @@ class TinychatApp(LastingApp):
         if self._remember is not None:
             self._remember(**changes)
 
-    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        if screen is self.chat:
-            yield from self.chat.commands_for_palette()
-        yield from super().get_system_commands(screen)
+    def action_command_palette(self) -> None:
+        """Its commands are the chat's."""
+        if self.screen is self.chat:
+            super().action_command_palette()
 
     def exit(self, *args: Any, **kwargs: Any) -> None:
         """Leaves at once: the backend is told to stop and not waited for; a running answer is saved as it is."""

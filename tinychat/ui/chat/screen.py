@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import ClassVar, Literal
 
 from textual import on
-from textual.app import ComposeResult, SystemCommand
+from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
@@ -27,6 +27,7 @@ from tinychat.ui.chat.markdown import MarkdownView
 from tinychat.ui.chat.message import TurnMessage
 from tinychat.ui.chat.overflow import OverflowScreen
 from tinychat.ui.chat.painter import Painter
+from tinychat.ui.chat.palette import Palette
 from tinychat.ui.chat.prompt import Choice, Prompt, PromptBox
 from tinychat.ui.chat.sidebar import Sidebar
 from tinychat.ui.chat.status import StatusLine
@@ -55,6 +56,7 @@ class ChatScreen(Screen[None]):
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (LISTED, "-wide"), (200, "-vast")]
     VERTICAL_BREAKPOINTS = [(0, "-short"), (20, "-high")]
     AUTO_FOCUS = "#prompt"
+    COMMANDS = {Palette}
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "stop", "stop", tooltip="stop; what there is of the answer stays"),
         Binding("escape", "keep", "cancel edit"),
@@ -249,20 +251,6 @@ class ChatScreen(Screen[None]):
     def command_entries(self) -> list[Entry]:
         """The commands of the prompt, with the keys that do the same, for the help."""
         return [(c.usage, c.help + f" ({c.key})" * bool(c.key)) for c in commands.COMMANDS]
-
-    def commands_for_palette(self) -> Iterable[SystemCommand]:
-        """The table, for the command palette; a command that needs arguments goes to the prompt."""
-        for c in commands.COMMANDS:
-            needs = bool(c.arguments) and not c.arguments.startswith("[") and not c.values
-            done = partial(self._prompt_for if needs else self._run_later, c.name)
-            yield SystemCommand(f"{c.usage}{f'  ({c.key})' if c.key else ''}", c.help, done)
-
-    def _run_later(self, name: str) -> None:
-        self.call_later(self.run_command, name)
-
-    def _prompt_for(self, name: str) -> None:
-        self.prompt.set_aside(f"/{name} ")
-        self.prompt.focus()
 
     # what the user does
 
