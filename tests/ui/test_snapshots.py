@@ -25,7 +25,7 @@ from tinychat.measure import bench, log
 from tinychat.measure.profile.report import Flag, Profile, Row
 from tinychat.ui.app import TinychatApp
 from tinychat.ui.chat.overflow import OverflowScreen
-from tinychat.ui.screens import picker_rows
+from tinychat.ui.screens import picker, picker_rows
 from tinychat.ui.screens import profile as profile_screen
 from tinychat.ui.screens.bench import BenchScreen
 from tinychat.ui.screens.conversations import ConversationsScreen
@@ -72,6 +72,7 @@ def fixed(monkeypatch, tmp_path):
     time.tzset()
     monkeypatch.setattr(time, "time", lambda: NOW)
     monkeypatch.setattr(picker_rows, "available_memory", lambda: 16 * 10**9)
+    monkeypatch.setattr(picker, "memory_gb_s", lambda threads: 20.0)
     monkeypatch.setattr(Headers, "missing", lambda self, row: False)
     monkeypatch.setattr(settings, "path", lambda: Path("/home/you/.config/tinychat/settings.toml"))
     monkeypatch.setattr("tinychat.measure.lock.lock_path", lambda: tmp_path / "bench.lock")
