@@ -23,6 +23,7 @@ from tinychat.chat.history import History
 from tinychat.chat.loading import OpenBackend
 from tinychat.errors import TinychatError
 from tinychat.ui.boundary import LastingApp
+from tinychat.ui.chat import models
 from tinychat.ui.chat.screen import ChatScreen
 from tinychat.ui.theme import THEMES
 
@@ -66,7 +67,7 @@ class TinychatApp(LastingApp):
         if self._path is not None:
             self.controller.load(self._model or self._path.name, self._path, **self._options)
         else:
-            self.call_after_refresh(self.chat.action_choose_model)
+            self.call_after_refresh(models.first_model, self.chat)
         problems = [*self.own.problems, *([self._history.problem] if self._history and self._history.problem else [])]
         for problem in problems:
             self.call_after_refresh(self.chat.say, problem, True)
