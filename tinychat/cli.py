@@ -23,7 +23,7 @@ _DESCRIPTION = """Chat with a local language model.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. 0: done; 1: failed, with one line on stderr; 2: wrong usage; 130:
-    Ctrl-C; 141: the reader of stdout has gone."""
+    Ctrl-C; 143: SIGTERM; 129: the terminal has gone; 141: the reader of stdout has gone."""
     process.prepare()
     debug = False
     try:
@@ -42,6 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
         return 141
+    except OSError as e:  # what the output is written to is full, say; the commands say what they meet themselves
+        if debug:
+            raise
+        where = f"{e.filename}: " if e.filename else ""
+        print(f"tinychat: {printable(where + (e.strerror or str(e)).lower(), newlines=False)}", file=sys.stderr)
+        return 1
     except Exception as e:
         if debug:
             raise

@@ -36,12 +36,11 @@ from tinychat.backend.protocol import (
 )
 from tinychat.backend.remote import RemoteBackend
 from tinychat.errors import TinychatError
-from tinychat.kernels.ops import Sampling
+from tinychat.kernels.sampling import GREEDY, Sampling
 from tinychat.server.answer import House
 from tinychat.server.security import Policy
 
 HI = ({"role": "user", "content": "Say hello to my cat."},)
-GREEDY = Sampling(temperature=0.0)
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
 

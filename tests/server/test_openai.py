@@ -14,7 +14,10 @@ import pytest
 from tests.support.serving import Replay, finished, pieces, replaying, serving
 from tinychat.backend.local import LocalBackend
 from tinychat.backend.protocol import Failed, Finished, Piece, Request, ToolCall, text_of
-from tinychat.kernels.ops import Sampling
+from tinychat.kernels.sampling import SAMPLING_PARAMETERS, Sampling
+from tinychat.server.fields import Fields
+from tinychat.server.refusal import Refused
+from tinychat.server.sampling import chosen_numbers
 
 HI: Any = [{"role": "user", "content": "Say hello."}]
 TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -424,3 +427,17 @@ def test_a_turn_of_responses_is_one_message() -> None:
 def test_responses_store_nothing(url: str, field: str) -> None:
     answer = post(url, "/v1/responses", model="m", input="a", **{field: "x"})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == field
+
+
+def test_every_parameter_of_sampling_goes_over_http() -> None:
+    """Under its own name and vLLM's; -1 is "all" where other servers mean that."""
+    for name, p in SAMPLING_PARAMETERS.items():
+        for value in (p.low, p.high):
+            fields = Fields({name: value})
+            assert getattr(chosen_numbers(fields, Sampling()), name) == value
+            fields.done()
+        with pytest.raises(Refused, match=name):
+            chosen_numbers(Fields({name: p.high + 1}), Sampling())
+    assert chosen_numbers(Fields({"repetition_penalty": 1.5}), Sampling()).repeat_penalty == 1.5
+    unlimited = chosen_numbers(Fields({"top_k": -1, "repeat_last_n": -1, "dry_penalty_last_n": -1}), Sampling())
+    assert unlimited.top_k == 0 and unlimited.repeat_last_n > 100_000 and unlimited.dry_penalty_last_n == -1

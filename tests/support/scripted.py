@@ -42,7 +42,7 @@ from tinychat.engine.answer import AnswerParser
 from tinychat.engine.session import common_prefix
 from tinychat.engine.stats import Stats, rss_bytes
 from tinychat.errors import TinychatError
-from tinychat.kernels.ops import Sampling
+from tinychat.kernels.sampling import Sampling
 
 CHUNK = 256  # tokens that one event of the prefill stands for
 INFO = ModelInfo(
@@ -259,7 +259,7 @@ class ScriptedBackend:
                 if cancel.is_set():
                     raise TinychatError("stopped before it began; nothing was measured")
                 stream.put(JobDone(job(self, report, cancel)))  # type: ignore[arg-type]
-            except TinychatError as e:
+            except Exception as e:  # a job gets no engine here
                 stream.put(Failed(str(e)))
             stream.end()
 

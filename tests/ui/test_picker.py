@@ -241,9 +241,9 @@ async def test_a_download_goes_on_when_the_picker_is_closed(server, tmp_path):
         await until(pilot, lambda: app.result is None)
         app.push_screen(PickerScreen(downloads=downloads))
         await pilot.pause()
-        await until(pilot, lambda: "↓" in row_text(app, "mine"))
+        await until(pilot, lambda: "%" in row_text(app, "mine"))
         gate.set()
-        await until(pilot, lambda: "↓" not in row_text(app, "mine"))
+        await until(pilot, lambda: "%" not in row_text(app, "mine"))
     assert cache.path_of(model)
 
 

@@ -16,7 +16,9 @@ from typing import Any, Literal, Protocol
 from tinychat.backend.stream import EventStream
 from tinychat.engine.stats import Stats as Stats  # Stats and Sampling are part of the seam
 from tinychat.errors import TinychatError
-from tinychat.kernels.ops import Sampling as Sampling
+from tinychat.kernels.sampling import SAMPLING_PARAMETERS as SAMPLING_PARAMETERS
+from tinychat.kernels.sampling import Parameter as Parameter
+from tinychat.kernels.sampling import Sampling as Sampling
 
 ANSWER_RESERVE = 256  # tokens that an answer should at least have
 

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from tinychat.backend.protocol import (
+    SAMPLING_PARAMETERS,
     Capabilities,
     DoesNotFit,
     Event,
@@ -21,6 +22,7 @@ from tinychat.backend.protocol import (
     Message,
     ModelInfo,
     Request,
+    Sampling,
     Usage,
 )
 from tinychat.backend.stream import EventStream
@@ -49,6 +51,11 @@ LETTERS_PER_TOKEN = 4  # where nobody counts
 
 Kind = Literal["tinychat", "llama", "vllm", "openai"]
 """What a server is, as far as it says: it decides which fields beyond OpenAI's it is sent."""
+
+_OPENAI = {"temperature": "temperature", "top_p": "top_p", "seed": "seed"}
+_VLLM = _OPENAI | {"top_k": "top_k", "min_p": "min_p", "repeat_penalty": "repetition_penalty"}
+_NAMES: Mapping[Kind, Mapping[str, str]] = {"openai": _OPENAI, "vllm": _VLLM}
+"""Parameters of sampling, by their names here, and what these servers call them; the others know all, as they are."""
 
 _PROBE = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
@@ -286,23 +293,12 @@ class RemoteBackend:
 
     def _body(self, r: Request) -> dict[str, Any]:
         """The request as JSON, with the fields that this kind of server knows."""
-        s = r.sampling
         body: dict[str, Any] = {
             "model": self._info.name,
             "stream": True,
             "stream_options": {"include_usage": True},
-            "temperature": s.temperature,
-            "top_p": s.top_p,
-            "seed": s.seed,
+            **_sampling(r.sampling, self._kind),
         }
-        if self._kind != "openai":
-            body |= {"top_k": s.top_k, "min_p": s.min_p}
-            body["repetition_penalty" if self._kind == "vllm" else "repeat_penalty"] = s.repeat_penalty
-        if self._kind in ("tinychat", "llama"):
-            body |= {"repeat_last_n": s.repeat_last_n}
-            if s.dry_multiplier:
-                body |= {"dry_multiplier": s.dry_multiplier, "dry_base": s.dry_base}
-                body |= {"dry_allowed_length": s.dry_allowed_length, "dry_penalty_last_n": s.dry_penalty_last_n}
         if r.max_tokens is not None:
             body["max_tokens"] = r.max_tokens
         if r.stop:
@@ -332,6 +328,12 @@ class RemoteBackend:
         if self._kind in ("tinychat", "llama"):
             body["return_progress"] = True
         return body
+
+
+def _sampling(sampling: Sampling, kind: Kind) -> dict[str, Any]:
+    """The parameters by the names that this kind of server has for them."""
+    names = _NAMES.get(kind) or {name: name for name in (*SAMPLING_PARAMETERS, "seed")}
+    return {theirs: getattr(sampling, ours) for ours, theirs in names.items()}
 
 
 def _no_connection(url: str, error: Exception) -> str:

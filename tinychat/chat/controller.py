@@ -228,7 +228,8 @@ class Controller:
         """Answers again: turn `index`, or the last answer. The present one stays as a version."""
         self._idle("regenerate")
         conversation = self.conversation.regenerate(index)
-        self._start(conversation, len(conversation.turns), go_on=conversation.can_continue())
+        begun = conversation.can_continue()  # with the user's start of the answer
+        self._start(conversation, len(conversation.turns) - begun, go_on=begun)
 
     def edit(self, index: int, text: str, files: tuple[Attachment, ...] = ()) -> None:
         self._idle("edit")
@@ -348,6 +349,7 @@ class Controller:
                         self.backend = None
                 case _:
                     self.state, self.backend, self.usage = Idle(), event, Usage()
+                    self.trace = Trace()  # its ids were another tokenizer's
                     self._changes += [ModelChanged(), *map(Notice, event.info.notes)]
                     self._measure()
 

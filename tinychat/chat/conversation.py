@@ -234,11 +234,6 @@ class Conversation:
         """The last answer's thinking declared over: continuing it goes straight to the answer."""
         return self.with_last(replace(self.turns[-1], thinking_open=False))
 
-    def drop_oldest(self) -> Conversation:
-        """One exchange less in the prompt; the transcript keeps it. Unchanged when only the last exchange is left."""
-        later = [i for i in range(self.first + 1, len(self.turns)) if self.turns[i].role == "user"]
-        return replace(self, first=later[0]) if later else self
-
     def drop_thinking(self) -> Conversation:
         """All thinking left out of the prompt from now on; the transcript keeps it."""
         return replace(self, send_thinking=False)

@@ -24,12 +24,12 @@ def chat(
 ) -> int:
     """The app, on the model that `text` or else the settings name, or on a server's; without one, on the picker.
     Returns the exit code."""
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):  # Textual paints on stderr
         raise TinychatError("the chat needs a terminal; `tinychat run MODEL PROMPT` gives one answer without")
     own = settings.load()  # the app shows what is wrong in it
     options: dict[str, Any] = {k: v for k, v in (("device", device), ("threads", threads)) if v is not None}
     if server is not None:
-        from tinychat.backend.opening import Server
+        from tinychat.backend.factory import Server
         from tinychat.ui.app import main
 
         # The path is never read; the picker shows the name beside other models.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -265,9 +265,6 @@ def create_app(house: House, policy: Policy, queue_size: int) -> ASGIApp:
 
     def posts(endpoint: Any, *paths: str) -> list[Route]:
         return [Route(path, endpoint, methods=["POST"]) for path in paths]
-
-    def gets(call: Callable[[HTTPRequest], Awaitable[Response]], *paths: str) -> list[Route]:
-        return [Route(path, call, methods=["GET"]) for path in paths]
 
     def chat_loose(body: dict[str, Any], house: House) -> Job:
         return openai_chat.parse(body, house, strict=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -9,13 +10,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from textual.binding import Binding
+from textual.command import CommandPalette
 from textual.screen import Screen
 from textual.theme import Theme
 
 from tinychat import process
 from tinychat.backend.engine_thread import EngineThread
+from tinychat.backend.factory import open_backend
 from tinychat.backend.local import LocalBackend
-from tinychat.backend.opening import open_backend
 from tinychat.chat import settings
 from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import Conversation
@@ -25,6 +27,7 @@ from tinychat.errors import TinychatError
 from tinychat.ui.boundary import LastingApp
 from tinychat.ui.chat import models
 from tinychat.ui.chat.screen import ChatScreen
+from tinychat.ui.driver import TerminalDriver
 from tinychat.ui.theme import THEMES
 
 
@@ -49,7 +52,7 @@ class TinychatApp(LastingApp):
         mounted: Callable[[], object] | None = None,
         **load_options: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(driver_class=TerminalDriver)
         self.own = own or settings.Settings()
         conversation = Conversation(parameters=self.own.parameters)
         open_backend = open_backend or partial(LocalBackend.open, thread=EngineThread())
@@ -98,9 +101,10 @@ class TinychatApp(LastingApp):
             self._remember(**changes)
 
     def action_command_palette(self) -> None:
-        """Its commands are the chat's."""
+        """Its commands are the chat's. Without the fixed id that Textual gives it: one that is still closing must not
+        forbid another."""
         if self.screen is self.chat:
-            super().action_command_palette()
+            self.push_screen(CommandPalette())
 
     def exit(self, *args: Any, **kwargs: Any) -> None:
         """Leaves at once: the backend is told to stop and not waited for; a running answer is saved as it is."""
@@ -122,6 +126,17 @@ def main(model: str | None = None, path: Path | None = None, preset: str | None 
     own = replace(own, problems=tuple(problems))
     open_either = partial(open_backend, thread=EngineThread(), store_bytes=int(own.kv_cache_gb * 1e9))
     process.prepare_for_screen()
+
+    def mounted() -> None:
+        process.freeze()
+        loop = asyncio.get_running_loop()
+
+        def end(number: int, frame: object) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(partial(app.exit, return_code=128 + number))
+
+        process.on_signals(end)
+
     app = TinychatApp(
         model,
         path,
@@ -129,7 +144,7 @@ def main(model: str | None = None, path: Path | None = None, preset: str | None 
         history=history,
         remember=settings.update,
         open_backend=open_either,
-        mounted=process.freeze,
+        mounted=mounted,
         **options,
     )
     app.run()

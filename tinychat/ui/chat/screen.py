@@ -397,7 +397,7 @@ class ChatScreen(Screen[None]):
     def action_scroll(self, pages: int) -> None:
         t = self.transcript
         if abs(pages) > 1:
-            t.scroll_end(animate=False) if pages > 0 else t.scroll_home(animate=False)
+            t.to_end() if pages > 0 else t.scroll_home(animate=False)
         else:
             t.scroll_relative(y=pages * max(1, t.size.height - 2), animate=False)
         if pages < 0:

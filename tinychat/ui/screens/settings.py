@@ -13,6 +13,7 @@ from textual.widgets import Static, TextArea
 from tinychat.chat import settings
 from tinychat.chat.settings import Settings
 from tinychat.errors import TinychatError, printable
+from tinychat.ui.editor import Editor
 from tinychat.ui.screens.dialogs import ConfirmScreen
 from tinychat.ui.screens.sheet import Sheet
 
@@ -46,7 +47,7 @@ class SettingsScreen(Sheet[Settings]):
     """
 
     def body(self) -> ComposeResult:
-        yield TextArea(show_line_numbers=True, compact=True, highlight_cursor_line=False)
+        yield Editor(show_line_numbers=True, compact=True, highlight_cursor_line=False)
         yield Static(classes="detail")
 
     def on_mount(self) -> None:
