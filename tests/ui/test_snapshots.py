@@ -153,8 +153,8 @@ async def test_help_of_the_chat(size, snapshot):
 async def test_the_context_is_full(size, snapshot):
     async with chat(size) as (app, pilot):
         usage = Usage(history=3701, thinking=300, limit=4096)
-        overflow = Overflow(TALK, False, usage, 256, 3, Turn("user", "more"))
-        app.push_screen(OverflowScreen(overflow, 131072))
+        overflow = Overflow(TALK, False, usage, 256, 3, Turn("user", "more"), larger=8192)
+        app.push_screen(OverflowScreen(overflow))
         assert await settled(pilot, "The context is full") == snapshot
 
 

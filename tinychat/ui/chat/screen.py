@@ -58,9 +58,9 @@ class ChatScreen(Screen[None]):
     AUTO_FOCUS = "#prompt"
     COMMANDS = {Palette}
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "stop", "stop", tooltip="stop; what there is of the answer stays"),
+        Binding("escape", "stop", "stop", tooltip="stop; keeps the partial answer"),
         Binding("escape", "keep", "cancel edit"),
-        Binding("escape", "escape", "back to the prompt; takes back what waits or is edited", show=False),
+        Binding("escape", "escape", "back to the prompt; unqueue a message, cancel an edit", show=False),
         Binding(
             "ctrl+g",
             "command('skip')",
@@ -72,9 +72,9 @@ class ChatScreen(Screen[None]):
         Binding(
             "ctrl+r", "command('regenerate')", "regenerate", priority=True, tooltip="a new answer; the old one stays"
         ),
-        Binding("f5", "command('continue')", "continue", tooltip="go on with an answer that was stopped"),
+        Binding("f5", "command('continue')", "continue", tooltip="continue an answer that was stopped"),
         Binding("ctrl+o", "command('copy')", "copy code", priority=True, tooltip="copy the last block of code"),
-        Binding("ctrl+n", "command('new')", "begin a new conversation", show=False, priority=True),
+        Binding("ctrl+n", "command('new')", "new conversation", show=False, priority=True),
         Binding("f2", "choose_model", "choose a model"),
         Binding("f2", "command('model')", "choose, download or load a model", show=False),
         Binding("f3", "command('conversations')", "earlier conversations: search, reopen, rename, delete", show=False),
@@ -216,10 +216,7 @@ class ChatScreen(Screen[None]):
 
     def ask_about(self, overflow: Overflow) -> None:
         """The context would overflow: the user decides."""
-        info = self.controller.info
-        self.app.push_screen(
-            OverflowScreen(overflow, info.trained_context if info else 0), partial(self._resolve, overflow)
-        )
+        self.app.push_screen(OverflowScreen(overflow), partial(self._resolve, overflow))
 
     def _resolve(self, overflow: Overflow, choice: str | None) -> None:
         try:
