@@ -24,10 +24,11 @@ ROOMS: dict[str, set[str]] = {
     "models": {"engine"},
     "backend": {"engine", "kernels"},
     "measure": {"backend", "engine", "kernels"},
-    "chat": {"backend", "models"},
+    "tools": set(),
+    "chat": {"backend", "models", "tools"},
     "server": {"backend"},
-    "ui": {"chat", "backend", "models", "measure", "process", "crash"},
-    "commands": {"ui", "chat", "server", "measure", "backend", "models", "engine"},
+    "ui": {"chat", "tools", "backend", "models", "measure", "process", "crash"},
+    "commands": {"ui", "chat", "tools", "server", "measure", "backend", "models", "engine"},
     "cli": {"commands", "chat", "process"},
 }
 

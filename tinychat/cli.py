@@ -8,6 +8,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from tinychat import __version__, process
@@ -29,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
         debug, command = args.pop("debug"), args.pop("command")
+        _check_home()
         code = command(**args) or 0
         sys.stdout.flush()
     except TinychatError as e:
@@ -76,17 +78,20 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     )
 
     remote = argparse.ArgumentParser(add_help=False)  # what commands share that also speak to a server
-    remote.add_argument("--server", metavar="URL", help="a server's address, in place of a model of this machine")
+    remote.add_argument("--server", metavar="URL", help="a server's address, or its name in the settings")
     remote.add_argument("--model", dest="server_model", metavar="NAME", help="the server's model, where it has several")
     remote.add_argument(
         "--key-file", metavar="FILE", help="a file with the server's key (default: the variable TINYCHAT_API_KEY)"
     )
 
-    chat = _add(group, "chat", "chat", None, where, remote)
+    tools = argparse.ArgumentParser(add_help=False)  # what commands share whose model may call tools
+    tools.add_argument("--tools", metavar="DIR", help="let the model work in a folder; it asks first")
+
+    chat = _add(group, "chat", "chat", None, where, remote, tools)
     chat.add_argument("text", metavar="MODEL", nargs="?", help=MODEL_HELP)
     chat.prog, chat.usage = "tinychat", "tinychat [MODEL] [--device DEVICE] [--threads N] | --server URL [--model NAME]"
 
-    run = p = _add(group, "run", "run", "one answer to one prompt", where, remote)
+    run = p = _add(group, "run", "run", "one answer to one prompt", where, remote, tools)
     run.usage = "tinychat run MODEL PROMPT | --server URL [--model NAME] PROMPT, and options"
     _model(p, nargs="?")
     p.add_argument("prompt", metavar="PROMPT", nargs="?", help="the question; - reads it from stdin")
@@ -282,6 +287,16 @@ def _lazy(command: str) -> Callable[..., object]:
         return getattr(importlib.import_module(f"tinychat.commands.{module}"), function or module)(**arguments)
 
     return call
+
+
+def _check_home() -> None:
+    """Raises TinychatError where a user has no home, as in a container that runs under a number of its own."""
+    try:
+        Path.home()
+    except RuntimeError:
+        raise TinychatError(
+            "this user has no home folder; set HOME to a folder where tinychat may keep files"
+        ) from None
 
 
 def _count(text: str) -> int:

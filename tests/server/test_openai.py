@@ -83,14 +83,11 @@ def test_the_stream_on_the_wire() -> None:
     with serving(replaying(events)) as url:
         *got, done = chunks(url, messages=HI, stream_options={"include_usage": True})
     assert done == "[DONE]"
-    assert [c["choices"][0]["delta"] for c in got[:-1]] == [
-        {"role": "assistant", "content": None},
-        {"reasoning_content": "hm"},
-        {"content": "He"},
-        {"content": "llo"},
-        {},
-    ]
-    assert [c["choices"][0]["finish_reason"] for c in got[:-1]] == [None, None, None, None, "stop"]
+    head, thought, *said, last = [c["choices"][0]["delta"] for c in got[:-1]]
+    assert (head, thought, last) == ({"role": "assistant", "content": None}, {"reasoning_content": "hm"}, {})
+    assert all(list(delta) == ["content"] and delta["content"] for delta in said)
+    assert "".join(delta["content"] for delta in said) == "Hello"
+    assert [c["choices"][0]["finish_reason"] for c in got[:-1]] == [*[None] * (len(got) - 2), "stop"]
     assert len({c["id"] for c in got}) == 1 and got[0]["id"].startswith("chatcmpl-")
     assert got[-1]["choices"] == []
     assert got[-1]["usage"] == {
@@ -101,6 +98,13 @@ def test_the_stream_on_the_wire() -> None:
         "completion_tokens_details": {"reasoning_tokens": 1},
     }
     assert got[-1]["timings"]["predicted_per_second"] == pytest.approx(12)  # three steps in 0.25 s
+
+
+def test_what_comes_together_goes_out_together() -> None:
+    """One chunk for the pieces of one moment: an answer that is there at once needs few."""
+    with serving(replaying([*pieces(*"abc" * 200), finished(answer=600)])) as url:
+        said = [c["choices"][0]["delta"].get("content") or "" for c in chunks(url, messages=HI)[:-1]]
+    assert "".join(said) == "abc" * 200 and len(said) < 60
 
 
 def test_without_include_usage_there_is_none() -> None:

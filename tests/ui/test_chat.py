@@ -754,3 +754,30 @@ async def test_ctrl_d_leaves_from_an_empty_prompt():
         await d.type("x", "home", "ctrl+d", "ctrl+d")
         await d.until(lambda: d.app._exit)
         assert d.chat.prompt.text == ""
+
+
+async def test_stats_say_what_the_cache_on_the_disk_costs():
+    async with desk() as d:
+        b = d.controller.backend
+        b.stats = replace(b.stats, restored_rows=1234, restore_s=0.5, saved_rows=64, saved_bytes=2 << 20, save_s=0.02)
+        await d.send("/stats")
+        await d.until(lambda: d.notes)
+        assert "1,234 tokens of it read back in 500.0 ms" in d.notes[-1]
+        assert "64 (2.1 MB) saved in 20.0 ms" in d.notes[-1]
+
+
+async def test_reopening_what_another_program_has_changed(tmp_path):
+    """The running answer is stored, as a copy, before the newer turns are read; it overwrites nothing."""
+    history = History(tmp_path / "h.db")
+    async with desk("one", "two " * 5000, rate=300, history=history) as d:
+        await d.ask("first")
+        id = d.controller.conversation.id
+        await d.send("second")
+        await d.until(lambda: len(d.turns) == 4 and d.turns[3].text)
+        other = History(tmp_path / "h.db")
+        theirs = other.load(id).add(Turn("user", "theirs"))
+        other.save(theirs)
+        await models.reopen(d.chat, id)
+        assert d.controller.conversation.id == id and d.turns[-1].text == "theirs"
+        assert other.load(id).turns[-1].text == "theirs" and len(other.find()) == 2
+        other.close()

@@ -206,12 +206,14 @@ class DoesNotFit:
 
 @dataclass(frozen=True)
 class Failed:
-    """The request failed; `message` is one line for the user. "invalid": the request asks for what cannot be done;
-    "busy": come again after `retry_s` seconds; "lost": the connection broke, what came stays; "internal": the rest."""
+    """The request failed; `message` is one line for the user. "invalid": the request asks for what cannot be done, in
+    `field`, as OpenAI names it, where it is one field; "busy": come again after `retry_s` seconds; "lost": the
+    connection broke, what came stays; "internal": the rest."""
 
     message: str
     cause: Literal["invalid", "busy", "lost", "internal"] = "internal"
     retry_s: float = 0.0
+    field: str = ""
 
 
 Event = Queued | Prompted | Prefilling | Piece | ToolCall | Finished | DoesNotFit | Failed

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tinychat.chat import settings
-from tinychat.commands.keys import read_key
+from tinychat.chat import servers, settings
 from tinychat.commands.loading import obtain
 from tinychat.errors import TinychatError
+from tinychat.files import expand
 from tinychat.models.registry import resolve
 
 
@@ -22,6 +22,7 @@ def chat(
     server: str | None,
     server_model: str | None,
     key_file: str | None,
+    tools: str | None,
 ) -> int:
     """The app, on the model that `text` or else the settings name, or on a server's; without one, on the picker.
     Returns the exit code."""
@@ -33,12 +34,18 @@ def chat(
         )
     own = settings.load()  # the app shows what is wrong in it
     options: dict[str, Any] = {k: v for k, v in (("device", device), ("threads", threads)) if v is not None}
+    if tools is not None:
+        options["tools"] = expand(tools)
     if server is not None:
-        from tinychat.backend.factory import Server
         from tinychat.ui.app import main
 
         # The path is never read; the picker shows the name beside other models.
-        return main(server_model or server, Path(server), server=Server(server, server_model, read_key(key_file)))
+        return main(
+            server_model or server,
+            Path(server),
+            server=servers.chosen(own.servers, server, server_model, key_file),
+            tools=options.get("tools"),
+        )
     if not (text := text or own.model):
         from tinychat.ui.app import main
 

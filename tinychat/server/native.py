@@ -97,7 +97,7 @@ def model_object(house: House) -> dict[str, Any]:
 
 def properties(house: House) -> dict[str, Any]:
     """/props by llama-server's names; `tinychat` says what its own client wants to know."""
-    info, s = house.backend.info, house.sampling
+    info, s, stats = house.backend.info, house.sampling, house.backend.snapshot()
     return {
         "model_alias": house.model,
         "model_path": info.path.name if info.path else "",  # the file's name, not where it is
@@ -130,6 +130,7 @@ def properties(house: House) -> dict[str, Any]:
             "file_bytes": info.file_bytes,
             "fingerprint": info.fingerprint,
             "notes": list(info.notes),
+            "stats": stats.of_model().as_dict() if stats else {},
         },
     }
 

@@ -24,6 +24,10 @@ from tinychat.chat.conversation import Conversation
 from tinychat.chat.history import History
 from tinychat.chat.loading import OpenBackend
 from tinychat.errors import TinychatError
+from tinychat.tools.builtin import tools_of
+from tinychat.tools.folder import Folder
+from tinychat.tools.permission import Permissions
+from tinychat.tools.toolbox import Toolbox
 from tinychat.ui.boundary import LastingApp
 from tinychat.ui.chat import models
 from tinychat.ui.chat.screen import ChatScreen
@@ -33,7 +37,8 @@ from tinychat.ui.theme import THEMES
 
 class TinychatApp(LastingApp):
     """`path` is loaded on start and called `model`; without it the picker opens. `history` None saves nothing;
-    `remember` gets settings that the user changed by choosing (theme, experts); `mounted` is called when the app is."""
+    `remember` gets settings that the user changed by choosing (theme, experts); `mounted` is called when the app is;
+    `tools` is the folder that tools work in. Raises TinychatError where that is none."""
 
     TITLE = "tinychat"
     CSS_PATH = "tinychat.tcss"
@@ -50,13 +55,18 @@ class TinychatApp(LastingApp):
         open_backend: OpenBackend | None = None,
         remember: Callable[..., object] | None = None,
         mounted: Callable[[], object] | None = None,
+        tools: Path | None = None,
+        permissions: Permissions | None = None,
         **load_options: Any,
     ) -> None:
         super().__init__(driver_class=TerminalDriver)
         self.own = own or settings.Settings()
         conversation = Conversation(parameters=self.own.parameters)
         open_backend = open_backend or partial(LocalBackend.open, thread=EngineThread())
-        self.controller = Controller(open_backend, conversation, save=history.save if history else None)
+        save = history.save if history else None
+        self.controller = Controller(open_backend, conversation, save=save, permissions=permissions)
+        if tools is not None:
+            self.controller.use_tools(Toolbox(tools_of(Folder(tools))))
         self.chat = ChatScreen(self.controller, history, self.own.experts, self.remember)
         self._history, self._remember, self._mounted = history, remember, mounted
         self._model, self._path, self._options = model, path, load_options
@@ -145,6 +155,7 @@ def main(model: str | None = None, path: Path | None = None, preset: str | None 
         remember=settings.update,
         open_backend=open_either,
         mounted=mounted,
+        permissions=Permissions.of_user(),
         **options,
     )
     app.run()

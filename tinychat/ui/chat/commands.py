@@ -72,6 +72,13 @@ COMMANDS: tuple[Command, ...] = (
     Command("think", "on|off", "let reasoning models think first", handlers.think, ON_OFF),
     Command("system", "TEXT|off", "the system prompt", handlers.system, (("off", "none"),)),
     Command("set", "NAME VALUE", "set a parameter; alone: a form with all of them", handlers.set_value, SET, key="f4"),
+    Command(
+        "tools",
+        "DIR|off",
+        "let the model read a folder and, when you allow it, change it",
+        handlers.tools,
+        (("off", "no tools"),),
+    ),
     Command("raw", "on|off", "prompts without the chat template, plain output", handlers.raw, ON_OFF),
     Command("copy", "[answer|code [N]|all]", "copy to the clipboard", handlers.copy, COPY, key="ctrl+o"),
     Command(

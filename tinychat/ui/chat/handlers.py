@@ -16,6 +16,9 @@ from tinychat.chat.conversation import to_markdown
 from tinychat.chat.parameters import PARAMETERS, Parameters, get_parameter, set_parameter
 from tinychat.errors import TinychatError, printable
 from tinychat.files import expand
+from tinychat.tools.builtin import tools_of
+from tinychat.tools.folder import Folder
+from tinychat.tools.toolbox import Toolbox
 from tinychat.ui.chat import models
 from tinychat.ui.chat.markdown import MarkdownView
 from tinychat.ui.chat.message import footer_text
@@ -154,6 +157,24 @@ async def raw(chat: ChatView, text: str) -> None:
     )
 
 
+async def tools(chat: ChatView, text: str) -> None:
+    c, name = chat.controller, text.strip()
+    if name == "off":
+        c.use_tools(Toolbox())
+        await chat.say("there are no tools any more")
+        return
+    if name:
+        folder = Folder(expand(name))
+        c.use_tools(Toolbox(tools_of(folder)))
+        await chat.say(f"tools work in {folder.path}: {', '.join(c.toolbox.names)}")
+    elif c.toolbox.names:
+        await chat.say(f"tools: {', '.join(c.toolbox.names)}; /tools off takes them away")
+    else:
+        raise TinychatError("/tools DIR lets the model work in a folder; it asks before it reads, changes or runs")
+    if c.info is not None and not c.info.can.tools:
+        await chat.say("what answers now cannot call tools", error=True)
+
+
 # getting things out
 
 
@@ -188,7 +209,12 @@ async def save(chat: ChatView, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("x", encoding="utf-8", errors="replace") as f:
-            f.write(data)
+            try:
+                f.write(data)
+                f.flush()
+            except OSError:
+                path.unlink()
+                raise
     except FileExistsError:
         raise TinychatError(f"{printable(str(path))} exists; nothing was written, choose another name") from None
     except (OSError, ValueError) as e:  # ValueError: a name that no file can have
@@ -231,6 +257,9 @@ async def stats(chat: ChatView, text: str) -> None:
         share = f" · {share_of_limit(s)} of {s.limit_gb_s:.1f} GB/s" if s.limit_gb_s else ""
         lines.append(f"{size(s.bytes_per_token)} read per token · {s.gb_s:.1f} GB/s{share}")
     lines.append(f"weights {size(s.weight_bytes)} · KV cache {size(s.kv_bytes)} · process {size(s.rss_bytes)}")
+    disk = [f"{s.restored_rows:,} tokens of it read back in {1e3 * s.restore_s:,.1f} ms"] * bool(s.restored_rows)
+    disk += [f"{s.saved_rows:,} ({size(s.saved_bytes)}) saved in {1e3 * s.save_s:,.1f} ms"] * bool(s.saved_rows)
+    lines += ["KV cache on the disk: " + " · ".join(disk)] * bool(disk)
     lines.append(f"painted {speed(chat.meter.average)} tok/s" if chat.meter.average else "")
     await chat.say("\n  ".join(filter(None, lines)))
 

@@ -172,8 +172,8 @@ class AnswerMessage(TurnMessage):
             self.view.feed(grew.answer)
 
     def update(self, turn: Turn, live: bool, thinking_tokens: int = 0, elapsed: float = 0.0, awaited: str = "") -> None:
-        """Shows the state of `turn`; of a live one the thinking figures are given, and what it waits for if it
-        does."""
+        """Shows the state of `turn`; of a live one the thinking figures are given, and what is
+        `awaited` if anything is."""
         ended, self.turn, self.live = self.live and not live, turn, live
         if turn.thinking or (live and thinking_tokens):
             tokens = thinking_tokens if live else turn.thinking_tokens
@@ -188,10 +188,13 @@ class AnswerMessage(TurnMessage):
         self.waiting.display = bool(awaited)
         if awaited:
             frame = SPINNER[int(10 * time.monotonic()) % len(SPINNER)]
-            self.waiting.update(Content.assemble((frame, "$primary"), f" {awaited}"), layout=False)
-        self.line.display = not live
+            shown = printable(awaited, newlines=False)
+            self.waiting.update(Content.assemble((frame, "$primary"), f" {shown}"), layout=False)
+        only_calls = turn.stop_reason == "tool_calls" and not turn.note
+        self.line.display = not live and not only_calls
         if not live:
             self.line.say(footer_text(turn))
+        self.set_class(only_calls and not turn.text and not turn.thinking, "-empty")
 
     def action_toggle_thinking(self) -> None:
         if self.thinking.display:
@@ -210,6 +213,7 @@ def footer_text(turn: Turn) -> str:
     s = turn.stats
     tokens = int(s.get("generated_tokens", 0))
     parts = [ENDINGS.get(turn.stop_reason, "")]
+    parts.append(f"a call could not be read: {printable(turn.note, newlines=False)}" if turn.note else "")
     parts.append(f"{tokens:,} token{'s' * (tokens != 1)}" if tokens else "")
     parts.append(f"{speed(s['decode_tok_s'])} tok/s" if s.get("decode_tok_s") else "")
     parts.append(f"reused {s['reused_tokens']:,}" if s.get("reused_tokens") else "")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tinychat.chat import settings
+from tinychat.chat import servers, settings
 from tinychat.errors import TinychatError
+from tinychat.files import expand
 from tinychat.models import cache
 from tinychat.models.registry import resolve
 from tinychat.ui.chat.view import ChatView
@@ -48,19 +50,30 @@ def first_model(chat: ChatView) -> None:
 
 
 def load(chat: ChatView, model: PickedModel) -> None:
-    chat.controller.load(model.name, model.path, preset=model.preset, threads=settings.load().threads)
+    if model.server is not None:
+        chat.controller.load(model.name, model.path, server=model.server)
+    else:
+        chat.controller.load(model.name, model.path, preset=model.preset, threads=settings.load().threads)
     chat.paint_panel()
 
 
 async def load_named(chat: ChatView, text: str) -> None:
-    """Loads the model that `text` names, if it is on this computer; else the picker opens. Raises TinychatError."""
+    """Loads the model that `text` names, if it is on this computer or a saved server; else the picker opens. Raises
+    TinychatError."""
     from tinychat.ui.screens.picker import PickedModel
     from tinychat.ui.screens.picker_rows import is_place
 
-    if Path(text.strip()).expanduser().is_dir():
+    if os.path.isdir(expand(text.strip())):
         choose_model(chat, text.strip())
         return
-    found = resolve(text, settings.load().models)
+    own = settings.load()
+    if (saved := servers.find(own.servers, text)) is not None:
+        load(chat, PickedModel(Path(saved.url) / saved.model, text.strip(), None, saved.connection()))
+        return
+    if servers.is_address(text):
+        choose_model(chat, text.strip())
+        return
+    found = resolve(text, own.models)
     path = cache.path_of(found)
     if path is None:
         choose_model(chat, text.strip() if is_place(text) else found.name)
@@ -72,6 +85,7 @@ async def reopen(chat: ChatView, id: str) -> None:
     """Shows a saved conversation; its model is loaded when another one runs and it is on this computer."""
     assert chat.history is not None
     try:
+        chat.controller.interrupt()  # stored before the same conversation is read, as another program may have left it
         conversation = await in_daemon(partial(chat.history.load, id))
         present = chat.controller.conversation.model
         chat.controller.open(conversation)

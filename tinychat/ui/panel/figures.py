@@ -13,7 +13,14 @@ from tinychat.ui.panel.reading import Reading
 from tinychat.units import speed, track
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-PARTS = (("system", "█"), ("history", "▓"), ("thinking", "▒"), ("answer", "▞"), ("free", "░"))  # of the context
+PARTS = (
+    ("system", "█"),
+    ("history", "▓"),
+    ("thinking", "▒"),
+    ("tools", "▄"),
+    ("answer", "▞"),
+    ("free", "░"),
+)  # of the context
 
 
 def seconds(s: float) -> str:
@@ -63,6 +70,8 @@ def context_rows(usage: Usage, width: int, short: bool = False) -> list[Content]
     share = f"{usage.used / usage.limit:.0%}" if usage.limit else ""
     lines = [context_bar(usage, width), row(f"{usage.used:,} of {usage.limit:,}", share, width)]
     for name, char in () if short else PARTS:
+        if name == "tools" and not usage.tools:
+            continue
         value = f"{getattr(usage, name):,}"
         gap = " " * max(1, width - 2 - len(name) - len(value))
         lines.append(Content.assemble((char, f".{name}"), " ", (name, ".dim"), gap, value))
@@ -125,6 +134,9 @@ def machine_rows(r: Reading, width: int) -> list[Content]:
     if s is None or info is None:
         return []
     rows = [Content(printable(info.device, newlines=False)).truncate(width, ellipsis=True)]
+    if not _told(r):
+        hidden = "kernels, memory" + ("" if info.max_context else ", context size")
+        return [*rows, Content.styled("this server does not tell:", ".dim"), Content.styled(hidden, ".dim")]
     kernels = f"{s.kernels_per_token:,}/token" if s.kernels_per_token else "–"
     batches = f" in {s.jit_batches}" if s.jit_batches > 1 else ""
     rows.append(row("kernels", kernels + batches, width))
@@ -144,9 +156,14 @@ def share_of_limit(s: Stats) -> str:
     return f"{s.limit_share:.0%}" if s.limit_share <= 1 else "over 100%"
 
 
+def _told(r: Reading) -> bool:
+    """Whether the engine's own figures are known: it runs here, or behind a server of ours."""
+    return r.info is None or r.info.can.instruments or bool(r.stats and r.stats.weight_bytes)
+
+
 def memory_rows(r: Reading, width: int, short: bool = False) -> list[Content]:
     s = r.stats
-    if s is None:
+    if s is None or not _told(r):
         return []
     rows = [row("weights", size(s.weight_bytes), width), row("KV cache", size(s.kv_bytes), width)]
     return rows if short else [*rows, row("process", size(s.rss_bytes), width)]

@@ -34,6 +34,10 @@ EXAMPLE = """# tinychat's settings. What is left out has its default.
 
 # [models."mine"]
 # path = "~/models/mine.gguf"
+
+# [servers."box"]            # a server, shown by the picker
+# url = "http://box:8080"
+# key_file = "~/box.key"     # or key_env, the name of a variable
 """
 
 
