@@ -21,15 +21,18 @@ class Palette(Provider):
     """For the chat screen."""
 
     async def discover(self) -> Hits:
-        for command in COMMANDS:
+        for command in filter(self._offered, COMMANDS):
             yield DiscoveryHit(_row(command), self._run(command), text=command.name)
 
     async def search(self, query: str) -> Hits:
         matcher = Matcher(query.removeprefix("/"))
-        for command in COMMANDS:
+        for command in filter(self._offered, COMMANDS):
             score = max(matcher.match(command.name), matcher.match(command.help) / 2)
             if score > 0:
                 yield Hit(score, _row(command), self._run(command), text=command.name)
+
+    def _offered(self, command: Command) -> bool:
+        return cast(ChatView, self.screen).offers(command.name)
 
     def _run(self, command: Command) -> Callable[[], object]:
         """A command that needs arguments goes to the prompt."""
