@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,10 @@ def chat(
     Returns the exit code."""
     if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):  # Textual paints on stderr
         raise TinychatError("the chat needs a terminal; `tinychat run MODEL PROMPT` gives one answer without")
+    if os.environ.get("TERM") == "dumb":
+        raise TinychatError(
+            "this terminal cannot show the chat (TERM=dumb); `tinychat run MODEL PROMPT` gives one answer in plain text"
+        )
     own = settings.load()  # the app shows what is wrong in it
     options: dict[str, Any] = {k: v for k, v in (("device", device), ("threads", threads)) if v is not None}
     if tools is not None:

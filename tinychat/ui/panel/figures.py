@@ -145,9 +145,15 @@ def machine_rows(r: Reading, width: int) -> list[Content]:
     limit = f" of {s.limit_gb_s:.1f}" if s.limit_gb_s else ""
     rows.append(row("reads", f"{s.gb_s:.1f}{limit} GB/s" if s.gb_s else "–", width))
     if s.limit_gb_s:
-        share = f" {min(s.limit_share, 9.99):4.0%} of limit"
+        share = f" {share_of_limit(s)} of limit"
         rows.append(Content.assemble((track(min(s.limit_share, 1), width - len(share)), ".spark"), share))
     return rows
+
+
+def share_of_limit(s: Stats) -> str:
+    """81%; more than all of it says that the limit was measured while other programs read memory, or that weights
+    stay in the caches."""
+    return f"{s.limit_share:.0%}" if s.limit_share <= 1 else "over 100%"
 
 
 def _told(r: Reading) -> bool:

@@ -71,7 +71,7 @@ class InspectorScreen(Sheet[None]):
             data[:12].hex(" ") + " …" * (len(data) > 12),
             where,
         ]
-        facts += ["special: markup that no text contains"] * p.special
+        facts += ["special token"] * p.special
         facts += [f"probability {p.probability:.2%}"] if p.probability is not None else []
         self.query_one(".detail", Static).update(Content(" · ".join(facts)))
 
