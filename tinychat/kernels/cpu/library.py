@@ -33,6 +33,7 @@ QUANTS = frozenset(
     }
 )
 MAX_GROUP = 1024  # query heads of one kv head
+STEP = 16  # tokens of one decode step, at most
 TILE = 16  # rows of a weight that lie interleaved, and positions of a tile of the K cache
 
 _i32, _f32, _f64, _u64, _ptr = ctypes.c_int32, ctypes.c_float, ctypes.c_double, ctypes.c_uint64, ctypes.c_void_p
@@ -110,7 +111,8 @@ class Library:
             ("tc_pack", None, [_ptr, _ptr, _ptr, c_int, c_int, c_int, c_int, c_int]),
             ("tc_dequantise", None, [_ptr, c_int, c_int, _ptr]),
             ("tc_forward", None, [_ptr, _ptr, c_int, c_int, c_int, _ptr]),
-            ("tc_step", c_int, [_ptr, c_int, c_int, _ptr, _ptr]),
+            ("tc_step", None, [_ptr, _ptr, c_int, c_int]),
+            ("tc_sample", c_int, [_ptr, c_int, _ptr, _ptr]),
             ("tc_cache", size, [_ptr, _ptr, c_int, c_int, c_int]),
             ("tc_bandwidth", _f64, [_ptr, _ptr, size]),
         ):
@@ -130,9 +132,9 @@ class Library:
             {name: i for i, name in enumerate(lib.tc_names(what).decode().lower().split())} for what in (0, 1)
         )
         self.context_bytes: int = lib.tc_sizeof(4)
-        chunk, *constants = (lib.tc_constant(i) for i in range(3))
-        if constants != [MAX_GROUP, MIN_WEIGHT_SUM]:
-            raise _differ(f"MAX_GROUP and MIN_WEIGHT_SUM are {constants} in C, {[MAX_GROUP, MIN_WEIGHT_SUM]} in Python")
+        chunk, *constants = (lib.tc_constant(i) for i in range(4))
+        if constants != (ours := [MAX_GROUP, STEP, MIN_WEIGHT_SUM]):
+            raise _differ(f"MAX_GROUP, STEP and MIN_WEIGHT_SUM are {constants} in C, {ours} in Python")
         self.chunk = int(chunk)  # cache rows of one task of attention
         self.simd: str = lib.tc_simd().decode()
 
