@@ -36,7 +36,9 @@ Steps = list[tuple[int, float]]
 @contextmanager
 def executor(path: Path, device: str = "cpu", threads: int = 2) -> Iterator[MeasurableExecutor]:
     gguf = GGUF.open(path)
-    ex, _ = make_executor(build_plan(gguf, ModelConfig.from_gguf(gguf)), gguf, CONTEXT, device, threads, lambda text, fraction: None)
+    ex, _ = make_executor(
+        build_plan(gguf, ModelConfig.from_gguf(gguf)), gguf, CONTEXT, device, threads, lambda text, fraction: None
+    )
     try:
         yield ex
     finally:

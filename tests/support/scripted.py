@@ -39,7 +39,7 @@ from tinychat.backend.stops import StopStrings
 from tinychat.backend.stream import EventStream
 from tinychat.chat.controller import OpenBackend
 from tinychat.engine.answer import AnswerParser
-from tinychat.engine.session import common_prefix
+from tinychat.engine.drafts import common_prefix
 from tinychat.engine.stats import Stats, rss_bytes
 from tinychat.errors import TinychatError
 from tinychat.kernels.ops import Sampling

@@ -232,18 +232,19 @@ class CPUExecutor:
         mask: Mask | None = None,
     ) -> Iterator[tuple[int, float]]:
         """See Executor.verify."""
-        tokens = np.array([token, *drafts], np.int32)
+        tokens, history = np.array([token, *drafts], np.int32), list(recent)
         assert len(tokens) <= LIMITS.verified
         self._check(tokens, pos)
         self._lib.tc_step(self._ctx, tokens.ctypes.data, len(tokens), pos)
         logprob = ctypes.c_double()
         for i in range(len(tokens)):
-            spec, _arrays = _sample_spec(sampling, [*recent, *drafts[:i]] if i else recent, mask() if mask else None)
+            spec, _arrays = _sample_spec(sampling, history, mask() if mask else None)
             token = self._lib.tc_sample(self._ctx, i, ctypes.addressof(spec), ctypes.addressof(logprob))
             self._sampled = i
             yield token, logprob.value
-            if i < len(drafts) and token != drafts[i]:
+            if i == len(drafts) or token != drafts[i]:
                 return
+            history.append(token)
 
     @property
     def sampling_s(self) -> float:
