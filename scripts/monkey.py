@@ -26,8 +26,8 @@ from textual.pilot import Pilot
 
 from tests.support.scripted import INFO, Script, scripted
 from tinychat import crash
-from tinychat.chat.controller import OpenBackend
 from tinychat.chat.history import History
+from tinychat.chat.loading import OpenBackend
 from tinychat.ui.app import TinychatApp
 from tinychat.ui.chat.commands import COMMANDS
 from tinychat.ui.chat.message import TurnMessage

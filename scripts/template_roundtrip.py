@@ -69,7 +69,7 @@ def main() -> int:
             print(f"{path.stem:55} {e}")
             continue
         note = (
-            "plain: " + (chat.note or "the template shows no calls")
+            "plain: " + (chat.fallback or "the template shows no calls")
             if chat.call_format.plain
             else chat.call_format.form
         )

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tinychat.engine.answer import AnswerParser, Piece
+from tinychat.engine.answer import AnswerParser
+from tinychat.engine.scanner import Fragment
 
 CASES = {
     "opened by the prompt": (True, "I add\n2 and 2.\n\n</think>\n\nIt is 4.\n", "I add\n2 and 2.", "It is 4.\n"),
@@ -26,7 +27,7 @@ CASES = {
 }
 
 
-def split(opened: bool, portions: list[str]) -> list[Piece]:
+def split(opened: bool, portions: list[str]) -> list[Fragment]:
     parser = AnswerParser(("<think>", "</think>"), opened)
     return [piece for portion in portions for piece in parser.feed(portion)] + parser.flush()
 
@@ -45,16 +46,16 @@ def test_split(case: str, size: int) -> None:
 
 def test_text_is_not_held_back_longer_than_needed() -> None:
     s = AnswerParser(("<think>", "</think>"), True)
-    assert s.kind == "thinking" and s.feed("I think") == [Piece("thinking", "I think")]
-    assert s.feed(" a<") == [Piece("thinking", " a")]
-    assert s.feed("b") == [Piece("thinking", "<b")]
+    assert s.kind == "thinking" and s.feed("I think") == [Fragment("thinking", "I think")]
+    assert s.feed(" a<") == [Fragment("thinking", " a")]
+    assert s.feed("b") == [Fragment("thinking", "<b")]
     assert s.feed("\n\n") == [] and s.feed("</think>\n") == [] and s.kind == "answer"
-    assert s.feed("so") == [Piece("answer", "so")] and s.feed(" <think>") == [Piece("answer", " <think>")]
+    assert s.feed("so") == [Fragment("answer", "so")] and s.feed(" <think>") == [Fragment("answer", " <think>")]
 
 
 def test_other_tags() -> None:
     s = AnswerParser(("[THINK]", "[/THINK]"))
     assert [*s.feed("[TH"), *s.feed("INK]a[/"), *s.feed("THINK]b"), *s.flush()] == [
-        Piece("thinking", "a"),
-        Piece("answer", "b"),
+        Fragment("thinking", "a"),
+        Fragment("answer", "b"),
     ]

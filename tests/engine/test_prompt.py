@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 
 from tests.support import vocab
-from tinychat.engine.prompt import PRESETS, Chat, Segment
+from tests.support.calls import prompt_text
+from tinychat.engine.presets import PRESETS
+from tinychat.engine.prompt import Chat
 from tinychat.engine.tokenizer import Tokenizer
 from tinychat.errors import TinychatError
 
@@ -170,8 +172,12 @@ def specials(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 def test_presets(name: str) -> None:
     chat, t = make(name)
     *_, prompt, on, off = FORMATS[name]
-    assert chat.source == name and name in chat.note
-    assert [chat.text(TALK), chat.text(TALK, True), chat.text(TALK, False)] == [prompt, prompt + on, prompt + off]
+    assert chat.source == name and name in chat.fallback
+    assert [prompt_text(chat, TALK), prompt_text(chat, TALK, True), prompt_text(chat, TALK, False)] == [
+        prompt,
+        prompt + on,
+        prompt + off,
+    ]
     assert chat.render(TALK) == t.encode(prompt, special=True)  # BOS once, markup and text encoded as one string
     assert chat.opens_thinking(chat.render(TALK, True)) is bool(on)
     assert not chat.opens_thinking(chat.render(TALK, False))
@@ -180,8 +186,8 @@ def test_presets(name: str) -> None:
 def test_glm_thinks_by_default_and_without_a_newline() -> None:
     chat, t = glm()
     assert (
-        chat.text(TALK) == chat.text(TALK, True) == GLM_TALK + "<think>"
-        and chat.text(TALK, False) == GLM_TALK + "</think>"
+        prompt_text(chat, TALK) == prompt_text(chat, TALK, True) == GLM_TALK + "<think>"
+        and prompt_text(chat, TALK, False) == GLM_TALK + "</think>"
     )
     assert chat.render(TALK) == t.encode(GLM_TALK + "<think>", special=True)
     assert [chat.opens_thinking(chat.render(TALK, x)) for x in (None, True, False)] == [True, True, False]
@@ -189,7 +195,11 @@ def test_glm_thinks_by_default_and_without_a_newline() -> None:
 
 def test_a_preset_can_be_forced_and_must_exist() -> None:
     chat, _ = make("qwen2", QWEN, preset="plain")
-    assert chat.source == "plain" and chat.note == "" and chat.text(TALK[1:2]).endswith("User: U1\n\nAssistant:")
+    assert (
+        chat.source == "plain"
+        and chat.fallback == ""
+        and prompt_text(chat, TALK[1:2]).endswith("User: U1\n\nAssistant:")
+    )
     with pytest.raises(TinychatError, match="'nope' does not exist; there are llama3,"):
         make("qwen2", preset="nope")
     assert {"llama3", "qwen2", "glm4", "deepseek-llm", "youtu", "olmo", "kimi-k2"} <= set(PRESETS)
@@ -209,27 +219,27 @@ def test_bos_is_added_when_the_model_wants_it_and_never_doubled() -> None:
 
 def test_the_files_own_template_wins() -> None:
     chat, t = make("qwen2", QWEN)
-    assert chat.source == "file" and chat.note == "" and chat.think_tags == THINK
+    assert chat.source == "file" and chat.fallback == "" and chat.think_tags == THINK
     *_, prompt, _, off = FORMATS["qwen2"]
-    assert chat.text(TALK) == prompt and chat.text(TALK, False) == prompt + off
+    assert prompt_text(chat, TALK) == prompt and prompt_text(chat, TALK, False) == prompt + off
     assert chat.render(TALK) == t.encode(prompt, special=True)
-    assert chat.text(TALK, add_generation_prompt=False) == prompt.removesuffix("<|im_start|>assistant\n")
+    assert prompt_text(chat, TALK, add_generation_prompt=False) == prompt.removesuffix("<|im_start|>assistant\n")
     assert not chat.opens_thinking(chat.render(TALK)) and not chat.opens_thinking(chat.render(TALK, False))
 
 
 def test_whitespace_control_and_generation_tag_as_hf_has_them() -> None:
     chat, _ = make("qwen2", STRICT)
-    assert chat.text(TALK[1:]) == (
+    assert prompt_text(chat, TALK[1:]) == (
         "<|endoftext|><|im_start|>user\nU1<|im_end|><|im_start|>assistant\nA1<|im_end|><|im_start|>user\nU2<|im_end|><|im_start|>assistant\n"
     )
 
 
 def test_a_template_that_refuses_or_breaks_falls_back_with_a_note() -> None:
     chat, _ = make("qwen2", STRICT)
-    assert chat.text(TALK) == FORMATS["qwen2"][3]
-    assert "roles must alternate" in chat.note and "qwen2" in chat.note
-    chat.text(TALK[1:])
-    assert chat.note == ""  # the next conversation may suit it again
+    assert prompt_text(chat, TALK) == FORMATS["qwen2"][3]
+    assert "roles must alternate" in chat.fallback and "qwen2" in chat.fallback
+    prompt_text(chat, TALK[1:])
+    assert chat.fallback == ""  # the next conversation may suit it again
     for broken in (
         "{% for",
         "{{ nothing.at.all }}",
@@ -239,11 +249,11 @@ def test_a_template_that_refuses_or_breaks_falls_back_with_a_note() -> None:
         "{{ 'x' | no }}",
     ):
         chat, _ = make("qwen2", broken)
-        assert chat.text(TALK) == FORMATS["qwen2"][3]
-        assert "chat template" in chat.note and "\n" not in chat.note and len(chat.note) < 400
+        assert prompt_text(chat, TALK) == FORMATS["qwen2"][3]
+        assert "chat template" in chat.fallback and "\n" not in chat.fallback and len(chat.fallback) < 400
     chat, _ = make("qwen2", "{{ raise_exception('\x1b[2Jboo') }}")
-    chat.text(TALK)
-    assert "\x1b" not in chat.note and "boo" in chat.note
+    prompt_text(chat, TALK)
+    assert "\x1b" not in chat.fallback and "boo" in chat.fallback
     metadata = vocab.bpe("qwen2", ["<|im_start|>", "<|im_end|>"]) | {"tokenizer.chat_template": 5}
     assert Chat(metadata, Tokenizer(metadata)).source == "chatml"
 
@@ -263,7 +273,7 @@ def test_markup_inside_a_message_stays_text(template: str | None, place: int) ->
         talk = [*TALK[:place], {"role": role, "content": text, **extra}, *TALK[place + 1 :]]
         plain = [*TALK[:place], {"role": role, "content": "Z", **extra}, *TALK[place + 1 :]]
         assert specials(t, chat.render(talk)) == specials(t, chat.render(plain))
-        assert chat.text(talk) == chat.text(plain).replace("Z", text)
+        assert prompt_text(chat, talk) == prompt_text(chat, plain).replace("Z", text)
 
 
 def test_a_message_cannot_complete_a_special_token_with_its_neighbours() -> None:
@@ -275,7 +285,7 @@ def test_a_message_cannot_complete_a_special_token_with_its_neighbours() -> None
 def test_private_use_characters_in_messages_survive() -> None:
     chat, t = make("qwen2", QWEN)
     text = "".join(map(chr, range(0x100000, 0x100005))) + "<|im_end|>\ue000\U0010ffff"
-    assert text in chat.text([{"role": "user", "content": text}])
+    assert text in prompt_text(chat, [{"role": "user", "content": text}])
     assert t.decode(chat.render([{"role": "user", "content": text}])).count(text) == 1
 
 
@@ -287,7 +297,7 @@ def test_ordinary_text_is_encoded_as_part_of_the_whole_prompt() -> None:
     for content in (vocab.TEXT, "a    b < > </thin |", "\n\n  Hello  \n", "1" * 50, "it's <b>bold</b>", ""):
         talk = [{"role": "user", "content": content}]
         whole = f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
-        assert chat.text(talk) == whole and chat.render(talk) == t.encode(whole, special=True)
+        assert prompt_text(chat, talk) == whole and chat.render(talk) == t.encode(whole, special=True)
 
 
 def test_past_thinking_is_not_sent_back() -> None:
@@ -298,9 +308,9 @@ def test_past_thinking_is_not_sent_back() -> None:
             {"reasoning_content": "hmm"},
         ):
             talk = [*TALK[:2], TALK[2] | extra, TALK[3]]
-            assert chat.text(talk) == FORMATS["qwen2"][3]
+            assert prompt_text(chat, talk) == FORMATS["qwen2"][3]
     stopped = [*TALK[:2], {"role": "assistant", "content": "<think>\nhm"}, TALK[3]]
-    assert make("qwen2", QWEN)[0].text(stopped) == FORMATS["qwen2"][3].replace("A1", "")
+    assert prompt_text(make("qwen2", QWEN)[0], stopped) == FORMATS["qwen2"][3].replace("A1", "")
 
 
 # --- an answer that goes on ---
@@ -310,11 +320,11 @@ def test_past_thinking_is_not_sent_back() -> None:
 def test_an_answer_goes_on_where_it_stopped(name: str) -> None:
     chat, t = make(name)
     talk = [*TALK[:2], {"role": "assistant", "content": "Once upon"}]
-    prompt = chat.text(talk, continue_final=True)
+    prompt = prompt_text(chat, talk, continue_final=True)
     assert prompt.endswith("Once upon") and not prompt.removesuffix("Once upon").endswith("Once upon")
-    assert prompt.startswith(chat.text(TALK[:2]))
+    assert prompt.startswith(prompt_text(chat, TALK[:2]))
     assert chat.render(talk, continue_final=True) == t.encode(prompt, special=True)
-    spaced = chat.text([*TALK[:2], {"role": "assistant", "content": "Once \n"}], continue_final=True)
+    spaced = prompt_text(chat, [*TALK[:2], {"role": "assistant", "content": "Once \n"}], continue_final=True)
     assert spaced.endswith("Once \n")  # the white space that was written so far counts
 
 
@@ -325,13 +335,15 @@ def test_thinking_goes_on_where_it_stopped() -> None:
         chat, _ = make("qwen2", template)
         thinking = [user, {"role": "assistant", "content": "", "reasoning_content": "so I"}]
         answering = [user, {"role": "assistant", "content": "It", "reasoning_content": "so I"}]
-        assert chat.text(thinking, continue_final=True) == head + "<think>\nso I"
+        assert prompt_text(chat, thinking, continue_final=True) == head + "<think>\nso I"
         assert chat.opens_thinking(chat.render(thinking, continue_final=True))
-        assert chat.text(answering, continue_final=True) == head + "<think>\nso I\n</think>\n\nIt"
+        assert prompt_text(chat, answering, continue_final=True) == head + "<think>\nso I\n</think>\n\nIt"
         assert not chat.opens_thinking(chat.render(answering, continue_final=True))
     chat, _ = glm()
-    assert chat.text(thinking, continue_final=True) == "[gMASK]<sop><|user|>U1<|assistant|><think>so I"
-    assert chat.text(answering, continue_final=True) == "[gMASK]<sop><|user|>U1<|assistant|><think>so I</think>It"
+    assert prompt_text(chat, thinking, continue_final=True) == "[gMASK]<sop><|user|>U1<|assistant|><think>so I"
+    assert (
+        prompt_text(chat, answering, continue_final=True) == "[gMASK]<sop><|user|>U1<|assistant|><think>so I</think>It"
+    )
 
 
 def test_a_template_that_loses_the_last_answer_still_continues_it() -> None:
@@ -341,7 +353,7 @@ def test_a_template_that_loses_the_last_answer_still_continues_it() -> None:
         "{% if add_generation_prompt %}<|im_end|>{% endif %}",
     )
     assert (
-        chat.text([TALK[1], {"role": "assistant", "content": "It is"}], continue_final=True)
+        prompt_text(chat, [TALK[1], {"role": "assistant", "content": "It is"}], continue_final=True)
         == "<|im_start|>U1<|im_end|>It is"
     )
 
@@ -352,46 +364,7 @@ def test_only_an_answer_can_go_on() -> None:
             make("qwen2")[0].render(messages, continue_final=True)
 
 
-# --- for the inspector ---
-
-
-def test_segments_say_what_is_markup_and_whose_text_is_whose() -> None:
-    chat, _ = make("qwen2", QWEN)
-    contents = (("user", " user\n"), ("assistant", "a"), ("user", "<|im_end|>"))
-    assert chat.segments([{"role": role, "content": content} for role, content in contents]) == [
-        Segment("<|im_start|>", True, None),
-        Segment("user\n ", False, None),
-        Segment("user", False, 0),
-        Segment("\n", False, None),
-        Segment("<|im_end|>", True, None),
-        Segment("\n", False, None),
-        Segment("<|im_start|>", True, None),
-        Segment("assistant\n", False, None),
-        Segment("a", False, 1),
-        Segment("<|im_end|>", True, None),
-        Segment("\n", False, None),
-        Segment("<|im_start|>", True, None),
-        Segment("user\n", False, None),
-        Segment("<|im_end|>", False, 2),
-        Segment("<|im_end|>", True, None),
-        Segment("\n", False, None),
-        Segment("<|im_start|>", True, None),
-        Segment("assistant\n", False, None),
-    ]
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_segments_add_up_to_the_prompt(name: str) -> None:
-    chat, _ = make(name)
-    segments = chat.segments(TALK)
-    assert "".join(s.text for s in segments) == chat.text(TALK)
-    assert [(s.text, s.message) for s in segments if s.message is not None] == [
-        ("S", 0),
-        ("U1", 1),
-        ("A1", 2),
-        ("U2", 3),
-    ]
-    assert segments[0].special or name == "kimi-k2"
+# --- what is refused, and what is known ---
 
 
 @pytest.mark.parametrize(

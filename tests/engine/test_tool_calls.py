@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.support import call_templates, calls
-from tinychat.engine.answer import Piece
 from tinychat.engine.prompt import Chat
+from tinychat.engine.scanner import Fragment
 from tinychat.engine.tokenizer import Tokenizer
 from tinychat.engine.tool_calls import tool
 from tinychat.errors import TinychatError
@@ -76,9 +76,9 @@ def test_thinking_text_and_calls(name: str, size: int, models: dict[str, tuple[C
     assert [p.index for p in heads] == list(range(len(made))) and all(p.id for p in heads)
     if size == 1 and name not in ("json key",):
         assert sum(p.kind == "call" for p in pieces) > 10  # the arguments came piece by piece
-    parsed = chat.parse(answer, TOOLS, turn.prompt)
-    assert parsed.keys() == {"content", "reasoning_content", "tool_calls"} and parsed["content"] == content
-    assert [c["function"]["name"] for c in parsed["tool_calls"]] == [w[0] for w in want]
+    parsed = calls.parsed(chat, answer, TOOLS, turn.prompt)
+    assert "note" not in parsed and parsed["content"] == content
+    assert parsed["calls"] == want
 
 
 HERMES_BROKEN = {
@@ -103,7 +103,7 @@ def test_a_broken_call_is_text_with_a_note(case: str, size: int, models: dict[st
     assert got["calls"] == [] and got["content"].split() == answer.split()
     begun = {p.index for p in pieces if p.name}
     assert {p.index for p in pieces if p.note} == begun  # whoever got the beginning is told
-    assert chat.parse(answer, TOOLS)["note"] == parser.notes[0]
+    assert calls.parsed(chat, answer, TOOLS)["note"] == parser.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -117,17 +117,17 @@ def test_a_broken_call_is_text_with_a_note(case: str, size: int, models: dict[st
     ],
 )
 def test_a_broken_tagged_call_is_text(answer: str, models: dict[str, tuple[Chat, Tokenizer]]) -> None:
-    message = models["tagged"][0].parse(answer, TOOLS)
-    assert message["tool_calls"] == [] and message["content"] == answer and message["note"]
+    message = calls.parsed(models["tagged"][0], answer, TOOLS)
+    assert message["calls"] == [] and message["content"] == answer and message["note"]
 
 
 def test_what_models_leave_out(models: dict[str, tuple[Chat, Tokenizer]]) -> None:
     """Closing markup, an opening tag, line breaks, the markup altogether."""
 
     def names(name: str, answer: str) -> list[Any]:
-        message = models[name][0].parse(answer, TOOLS)
+        message = calls.parsed(models[name][0], answer, TOOLS)
         assert message["content"] == "" and "note" not in message
-        return [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in message["tool_calls"]]
+        return list(message["calls"])
 
     add = [("add", {"a": 1, "b": 2})]
     assert names("json", '<tool_call>{"name":"add","arguments":{"a":1,"b":2}}') == add
@@ -156,12 +156,12 @@ def test_text_that_only_looks_like_a_call(models: dict[str, tuple[Chat, Tokenize
         "a < b",
         "",
     ):
-        message = chat.parse(answer, TOOLS)
-        assert (message["content"], message["tool_calls"]) == (answer, []) and "note" not in message
+        message = calls.parsed(chat, answer, TOOLS)
+        assert (message["content"], message["calls"]) == (answer, []) and "note" not in message
     call = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
-    assert chat.parse(call)["content"] == call  # no tools were given
-    after = chat.parse(f"{call}\n\nDone.", TOOLS)
-    assert after["content"] == "Done." and len(after["tool_calls"]) == 1
+    assert calls.parsed(chat, call)["content"] == call  # no tools were given
+    after = calls.parsed(chat, f"{call}\n\nDone.", TOOLS)
+    assert after["content"] == "Done." and len(after["calls"]) == 1
 
 
 def test_strings_stay_strings_and_numbers_numbers(models: dict[str, tuple[Chat, Tokenizer]]) -> None:
@@ -170,8 +170,8 @@ def test_strings_stay_strings_and_numbers_numbers(models: dict[str, tuple[Chat, 
         f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>"
         for key, value in (("s", "12"), ("n", "12"), ("e", "1"), ("x", "None"))
     )
-    (call,) = models["tagged"][0].parse(answer + "</tool_call>", tools)["tool_calls"]
-    assert json.loads(call["function"]["arguments"]) == {"s": "12", "n": 12, "e": "1", "x": None}
+    (call,) = calls.parsed(models["tagged"][0], answer + "</tool_call>", tools)["calls"]
+    assert call[1] == {"s": "12", "n": 12, "e": "1", "x": None}
 
 
 def test_a_special_token_is_not_what_its_text_is(models: dict[str, tuple[Chat, Tokenizer]]) -> None:
@@ -218,13 +218,13 @@ def test_a_template_without_tools_says_so() -> None:
         {"role": "tool", "tool_call_id": "abcdefghi", "content": "3"},
         {"role": "tool", "tool_call_id": "abcdefghj", "content": "7"},
     ]
-    prompt = chat.text(talk, tools=TOOLS)
-    assert "knows no tools" in chat.note and '"name": "weather"' in prompt
+    prompt = calls.prompt_text(chat, talk, tools=TOOLS)
+    assert "knows no tools" in chat.fallback and '"name": "weather"' in prompt
     assert prompt.count("<|im_start|>system") == 1 and "Be brief." in prompt
     assert '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>' in prompt
     results = "<|im_start|>user\n<tool_response>\n3\n</tool_response>\n<tool_response>\n7\n</tool_response><|im_end|>"
     assert results in prompt
-    assert chat.text([USER]) and chat.note == ""
+    assert calls.prompt_text(chat, [USER]) and chat.fallback == ""
 
 
 def test_several_calls_where_the_template_takes_one(models: dict[str, tuple[Chat, Tokenizer]]) -> None:
@@ -235,9 +235,9 @@ def test_several_calls_where_the_template_takes_one(models: dict[str, tuple[Chat
         {"role": "tool", "tool_call_id": "abcdefghi", "content": "R1"},
         {"role": "tool", "tool_call_id": "abcdefghj", "content": "R2"},
     ]
-    prompt = chat.text(talk, tools=TOOLS)
+    prompt = calls.prompt_text(chat, talk, tools=TOOLS)
     places = [prompt.index(text) for text in ('{"a": 1}', "R1", '{"a": 2}', "R2")]
-    assert places == sorted(places) and chat.note == ""
+    assert places == sorted(places) and chat.fallback == ""
 
 
 def test_ids_are_made_to_fit() -> None:
@@ -246,10 +246,14 @@ def test_ids_are_made_to_fit() -> None:
     )
     chat, _ = call_templates.model(strict)
     result = {"role": "tool", "tool_call_id": "call_1", "content": "R"}
-    assert "[ID]call00000[ARGS]" in chat.text([USER, assistant(called("add", {}, "call_1")), result], tools=TOOLS)
-    assert chat.note == ""
+    assert "[ID]call00000[ARGS]" in calls.prompt_text(
+        chat, [USER, assistant(called("add", {}, "call_1")), result], tools=TOOLS
+    )
+    assert chat.fallback == ""
     chat, _ = call_templates.model(call_templates.source("named id"))
-    assert "functions.add:0" in chat.text([USER, assistant(called("add", {}, "call_1")), result], tools=TOOLS)
+    assert "functions.add:0" in calls.prompt_text(
+        chat, [USER, assistant(called("add", {}, "call_1")), result], tools=TOOLS
+    )
 
 
 @pytest.mark.parametrize(
@@ -276,9 +280,9 @@ def test_bad_tools_are_one_clear_line(calls_made: Any, tools: Any, why: str) -> 
 
 def test_pieces_say_where_they_belong(models: dict[str, tuple[Chat, Tokenizer]]) -> None:
     parser = models["json"][0].parser("", TOOLS)
-    assert parser.feed("Hm.\n<tool") == [Piece("answer", "Hm.")]
+    assert parser.feed("Hm.\n<tool") == [Fragment("answer", "Hm.")]
     assert parser.feed('_call>\n{"name": "ad') == [] and parser.kind == "call"
     (head,) = parser.feed('d", "arguments": {"a"')
     assert (head.kind, head.text, head.index, head.name) == ("call", '{"a"', 0, "add") and len(head.id) == 9
-    assert parser.feed(": 1}") == [Piece("call", ": 1}", 0)]
+    assert parser.feed(": 1}") == [Fragment("call", ": 1}", 0)]
     assert parser.feed("}\n</tool_call>") == [] and parser.flush() == []

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tinychat.engine.answer import MARK, Piece
 from tinychat.engine.prompt import Chat
+from tinychat.engine.scanner import MARK, Fragment
 from tinychat.engine.tokenizer import Tokenizer
 
 WORDS = [
@@ -118,7 +118,7 @@ def written(chat: Chat, tokenizer: Tokenizer, message: dict[str, Any], tools: Se
     return Written(tokenizer.decode(prompt, special=True), tokenizer.decode(ids, special=True), ids)
 
 
-def read(chat: Chat, tokenizer: Tokenizer, turn: Written, tools: Sequence[dict[str, Any]]) -> list[Piece]:
+def read(chat: Chat, tokenizer: Tokenizer, turn: Written, tools: Sequence[dict[str, Any]]) -> list[Fragment]:
     """The answer's ids taken apart as the engine does it, token by token."""
     parser = chat.parser(turn.prompt, tools, marked=True)
     decoder = tokenizer.decoder(show=chat.shown_ids(parser), mark=MARK)
@@ -126,7 +126,19 @@ def read(chat: Chat, tokenizer: Tokenizer, turn: Written, tools: Sequence[dict[s
     return pieces + parser.feed(decoder.flush()) + parser.flush()
 
 
-def message_of(pieces: Sequence[Piece]) -> dict[str, Any]:
+def prompt_text(chat: Chat, *args: Any, **options: Any) -> str:
+    """What `chat.render` makes, as it would be written down."""
+    return chat.tokenizer.decode(chat.render(*args, **options), special=True)
+
+
+def parsed(chat: Chat, answer: str, tools: Sequence[dict[str, Any]] = (), prompt: str = "") -> dict[str, Any]:
+    """`message_of` a whole answer, with "note" where a call was broken."""
+    parser = chat.parser(prompt, tools)
+    message = message_of(parser.feed(answer) + parser.flush())
+    return message | ({"note": parser.notes[0]} if parser.notes else {})
+
+
+def message_of(pieces: Sequence[Fragment]) -> dict[str, Any]:
     """Content, thinking and calls (name, arguments) that pieces carry."""
     calls: dict[int, list[Any]] = {}
     for piece in pieces:

@@ -37,7 +37,7 @@ from tinychat.backend.protocol import (
 )
 from tinychat.backend.stops import StopStrings
 from tinychat.backend.stream import EventStream
-from tinychat.chat.controller import OpenBackend
+from tinychat.chat.loading import OpenBackend
 from tinychat.engine.answer import AnswerParser
 from tinychat.engine.drafts import common_prefix
 from tinychat.engine.stats import Stats, rss_bytes

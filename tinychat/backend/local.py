@@ -407,7 +407,7 @@ def _describe(engine: Engine) -> ModelInfo:
         exact_counts=True,
         instruments=True,
     )
-    notes = tuple(filter(None, (*engine.notes, engine.chat.note)))
+    notes = tuple(filter(None, (*engine.notes, engine.chat.fallback)))
     return ModelInfo(**{k: v for k, v in vars(engine.info).items() if k in known}, can=can, notes=notes)
 
 

@@ -7,14 +7,12 @@ waits, and none does work that grows with the conversation: rendering and counti
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, cast
 
 from tinychat.backend import saved
 from tinychat.backend.instruments import Instrumented
@@ -24,7 +22,6 @@ from tinychat.backend.protocol import (
     Failed,
     Finished,
     ModelInfo,
-    OldModelLost,
     Piece,
     Prefilling,
     Prompted,
@@ -33,16 +30,15 @@ from tinychat.backend.protocol import (
     Usage,
     reserve_for,
 )
-from tinychat.backend.stream import EventStream
 from tinychat.chat.changes import Change, Ended, Grew, ModelChanged, Notice, Overflow, Refused, Reset
 from tinychat.chat.conversation import Attachment, Conversation, Turn
-from tinychat.chat.history import ChangedElsewhere
+from tinychat.chat.loading import OpenBackend, start_loading
 from tinychat.chat.parameters import Parameters
 from tinychat.chat.request import request_for
+from tinychat.chat.saving import Saver
 from tinychat.chat.state import (
     Answering,
     Idle,
-    LoadEvent,
     LoadFailed,
     Loading,
     LoadStage,
@@ -50,10 +46,9 @@ from tinychat.chat.state import (
     State,
     Stopping,
 )
+from tinychat.chat.usage_count import UsageCount
 from tinychat.errors import TinychatError
 
-SAVE_EVERY = 0.8  # seconds, while an answer grows: with a slow paint on top, a kill still loses less than a second
-RETRY_EVERY = 10.0  # seconds, after a save that failed: where a file is locked, each try takes seconds
 KEPT_STATS = (
     "prompt_tokens",
     "reused_tokens",
@@ -66,17 +61,6 @@ KEPT_STATS = (
 )  # of Stats, with an answer
 NOTHING = Grew("", "", 0)
 
-T = TypeVar("T")
-
-
-class OpenBackend(Protocol):
-    """Loads a model and returns when it is loaded, as LocalBackend.open does. Raises TinychatError; OldModelLost where
-    `replaces` was closed before that."""
-
-    def __call__(
-        self, path: Path, *, replaces: Backend | None, progress: Callable[[str, float], None], **options: Any
-    ) -> Backend: ...
-
 
 @dataclass(frozen=True)
 class Trace:
@@ -84,14 +68,6 @@ class Trace:
 
     prompt_ids: tuple[int, ...] = ()
     tokens: list[TokenPiece] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _Measurement:
-    """Being made on a thread of its own: the usage of a conversation at rest, or why it cannot be told."""
-
-    cancel: threading.Event
-    result: Future[Usage]
 
 
 class Controller:
@@ -112,13 +88,11 @@ class Controller:
         self.trace = Trace()
         self.raw = False
         self._left: list[int] = []  # ids of the last turns of paths that were left, for undo
-        self._open_backend, self._save, self._clock = open_backend, save, clock
-        self._saved_at = 0.0
-        self._unsaved = False  # the last save failed, and the user knows
+        self._open_backend, self._clock = open_backend, clock
+        self._saver = Saver(save, clock)
         self._changes: list[Change] = []
         self._choice: ModelChoice | None = None  # the model that was asked for last
-        self._measurement: _Measurement | None = None
-        self._copying: Future[None] | None = None  # a fork that is being saved
+        self._count = UsageCount()
 
     # state
 
@@ -149,7 +123,7 @@ class Controller:
     @property
     def measuring(self) -> bool:
         """Whether `usage` is being counted."""
-        return self._measurement is not None
+        return self._count.running
 
     @property
     def info(self) -> ModelInfo | None:
@@ -184,11 +158,7 @@ class Controller:
             kept = self.state.kept
         self._choice = choice
         self.conversation = replace(self.conversation, model=name)
-        events: EventStream[LoadEvent] = EventStream()
-        outcome: Future[Backend | None] = Future()
-        self.state = Loading(LoadStage("opening", 0.0), choice, kept, events, outcome)
-        job = partial(_load, self._open_backend, choice, before, events, outcome)
-        threading.Thread(target=job, name="loading", daemon=True).start()  # a daemon: quitting never waits for it
+        self.state = start_loading(self._open_backend, choice, kept, before)
 
     def _loaded_afterwards(self) -> Future[Backend | None]:
         """What is loaded when everything that loads now is done."""
@@ -228,10 +198,7 @@ class Controller:
         """Goes on in a copy, which is written on a thread of its own: all its turns are new to the history."""
         forked = self.conversation.fork(index)
         self.open(forked)
-        if self._save is not None:
-            self._copying = Future()
-            job = partial(_settle, self._copying, partial(self._save, forked))
-            threading.Thread(target=job, name="copying").start()
+        self._saver.copy(forked)
 
     def forget(self, id: str) -> None:
         """Deletes what a deleted conversation left in the KV caches, token ids included."""
@@ -354,12 +321,10 @@ class Controller:
             self._poll_loading(self.state)
         elif (r := self.running) is not None:
             self._poll_answer(r)
-        self._poll_measurement()
-        if self._copying is not None and self._copying.done():
-            self._copied()
-        every = SAVE_EVERY if not self._unsaved else RETRY_EVERY
-        if self.running and self._save and self._clock() - self._saved_at >= every:
+        self._poll_count()
+        if self.running and self._saver.due():
             self._store()
+        self._changes += self._saver.poll()
         if self.queue and self.ready and not self.busy and not any(isinstance(c, Overflow) for c in self._changes):
             self.ask(self.queue.pop(0))
         changes, self._changes = self._changes, []
@@ -385,6 +350,12 @@ class Controller:
                     self.state, self.backend, self.usage = Idle(), event, Usage()
                     self._changes += [ModelChanged(), *map(Notice, event.info.notes)]
                     self._measure()
+
+    def _poll_count(self) -> None:
+        try:
+            self.usage = self._count.poll() or self.usage
+        except TinychatError as e:
+            self._changes.append(Notice(str(e), error=True))
 
     def _back_to(self, choice: ModelChoice) -> None:
         """The model that was loaded before goes on; what was typed for another one goes back."""
@@ -539,7 +510,7 @@ class Controller:
         p, last = conversation.parameters, conversation.turns[-1]
         seed = random.getrandbits(32) if p.seed is None else p.seed
         request = request_for(conversation, go_on=go_on, seed=seed, overflow=leave_out)
-        self._forget_measurement()
+        self._count.forget()
         if len(conversation.others) > len(self.conversation.others):
             self._left.append(self.conversation.turns[-1].id)
         self.state = Answering(
@@ -579,95 +550,16 @@ class Controller:
 
     def _measure(self) -> None:
         """Counts the conversation at rest, on another thread; `poll` takes the result."""
-        self._forget_measurement()
+        self._count.forget()
         limit = self.info.max_context if self.info else 0
         self.usage = replace(self.usage, limit=limit) if self.conversation.turns else Usage(limit=limit)
-        if self.backend is None or not self.ready or not self.conversation.turns:
-            return
-        request = request_for(self.conversation)
-        self._measurement = m = _Measurement(request.cancel, Future())
-        job = partial(_settle, m.result, partial(self.backend.measure, request))
-        threading.Thread(target=job, name="measuring", daemon=True).start()
-
-    def _forget_measurement(self) -> None:
-        if self._measurement is not None:
-            self._measurement.cancel.set()
-            self._measurement = None
-
-    def _poll_measurement(self) -> None:
-        if self._measurement is None or not self._measurement.result.done():
-            return
-        result, self._measurement = self._measurement.result, None
-        try:
-            self.usage = result.result()
-        except TinychatError as e:
-            self._changes.append(Notice(str(e), error=True))
+        if self.backend is not None and self.ready and self.conversation.turns:
+            self._count.start(self.backend, request_for(self.conversation))
 
     def _store(self) -> None:
-        self._copied()
-        if self._save is None or not self.conversation.turns:
-            return
-        try:
-            try:
-                self._save(self.conversation)
-            except ChangedElsewhere as e:
-                self.conversation = self.conversation.fork()
-                self._save(self.conversation)
-                self._changes.append(Notice(f"{e}; this one goes on as a copy, {self.conversation.title!r}"))
-            if self._unsaved:
-                self._unsaved = False
-                self._changes.append(Notice("this conversation is saved again"))
-        except TinychatError as e:
-            self._cannot_save(e)
-        self._saved_at = self._clock()
-
-    def _copied(self) -> None:
-        """Waits for the copy of a fork, so that what is saved next is newer."""
-        if self._copying is not None:
-            copying, self._copying = self._copying, None
-            if isinstance(e := copying.exception(), TinychatError):
-                self._cannot_save(e)
-
-    def _cannot_save(self, e: TinychatError) -> None:
-        if not self._unsaved:
-            self._changes.append(Notice(f"{e}; this conversation is not being saved", error=True))
-        self._unsaved = True
+        self.conversation = self._saver.save(self.conversation)
 
 
 def _droppable(conversation: Conversation) -> int:
     """How many of the turns that are sent can be left out."""
     return max(0, sum(t.role == "user" for t in conversation.sent) - 1)
-
-
-def _load(
-    open_backend: OpenBackend,
-    choice: ModelChoice,
-    before: Future[Backend | None],
-    events: EventStream[LoadEvent],
-    outcome: Future[Backend | None],
-) -> None:
-    """Loads a model when the loading before it is over; runs on a thread of its own."""
-    context = {"max_context": choice.context} if choice.context else {}
-    old = before.result()
-    try:
-        backend = open_backend(
-            choice.path,
-            replaces=old,
-            progress=lambda stage, fraction: events.put(LoadStage(stage, fraction)),
-            **{**choice.options, **context},
-        )
-    except Exception as e:
-        kept = None if isinstance(e, OldModelLost) else old
-        outcome.set_result(kept)
-        message = str(e) if isinstance(e, TinychatError) else f"internal error: {type(e).__name__}: {e}"
-        events.put(LoadFailed(message, kept is not None))
-    else:
-        outcome.set_result(backend)
-        events.put(backend)
-
-
-def _settle(future: Future[T], job: Callable[[], T]) -> None:
-    try:
-        future.set_result(job())
-    except Exception as e:
-        future.set_exception(e)

@@ -74,7 +74,7 @@ def loaded(
             preset=model.preset,
             progress=bar.stage,
         )
-    for note in (*engine.notes, engine.chat.note):
+    for note in (*engine.notes, engine.chat.fallback):
         if note:
             say(note)
     with contextlib.closing(engine):

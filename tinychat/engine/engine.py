@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from tinychat.engine.answer import MARK, AnswerParser, Kind, Piece
+from tinychat.engine.answer import AnswerParser
 from tinychat.engine.config import ModelConfig
 from tinychat.engine.devices import OnProgress, has_cuda, make_executor
 from tinychat.engine.drafts import common_prefix
@@ -27,6 +27,7 @@ from tinychat.engine.kvstore import KVStore, Reason
 from tinychat.engine.memory_limit import limit_of
 from tinychat.engine.plan import build_plan
 from tinychat.engine.prompt import Chat
+from tinychat.engine.scanner import MARK, Fragment, Kind
 from tinychat.engine.session import OnPrefill, Session
 from tinychat.engine.speculation import Source, Speculate
 from tinychat.engine.stats import Stats, available_memory, rss_bytes
@@ -55,7 +56,7 @@ class Token:
     text: str
     kind: Kind
     logprob: float = 0.0
-    call: Piece | None = None
+    call: Fragment | None = None
     source: Source = ""
 
 
@@ -295,9 +296,9 @@ class Engine:
                         yield Token(token, text.feed(token), "answer", logprob, source=source)
                     break
                 came = time.perf_counter()
-                pieces = list(_pieces(token, parser.feed(text.feed(token)), parser, logprob, source))
+                made = list(_tokens(token, parser.feed(text.feed(token)), parser, logprob, source))
                 s.detokenise_s += time.perf_counter() - came
-                yield from pieces
+                yield from made
                 if max_tokens is not None and self.stats.generated_tokens >= max_tokens:
                     self.stop_reason = "length"
                     break
@@ -311,7 +312,7 @@ class Engine:
             steps.close()  # type: ignore[attr-defined]
         # Inside a character only the model's own end is final: a stopped answer may go on with the bytes that lack.
         rest = text.flush() if self.stop_reason == "eos" else ""
-        yield from _pieces(None, parser.feed(rest) + parser.flush(), parser)
+        yield from _tokens(None, parser.feed(rest) + parser.flush(), parser)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -413,15 +414,15 @@ class Engine:
         self.executor.close()
 
 
-def _pieces(
-    token: int | None, pieces: Sequence[Piece], parser: AnswerParser, logprob: float = 0.0, source: Source = ""
+def _tokens(
+    token: int | None, found: Sequence[Fragment], parser: AnswerParser, logprob: float = 0.0, source: Source = ""
 ) -> Iterator[Token]:
-    """The token, with the text it released; a second piece (across a tag) has no id."""
-    if not pieces and token is not None:
+    """The token, with the text it released; a second fragment (across a tag) has no id."""
+    if not found and token is not None:
         yield Token(token, "", parser.kind, logprob, source=source)
-    for i, piece in enumerate(pieces):
-        call = piece if piece.kind == "call" else None
-        yield Token(token if i == 0 else None, piece.text, piece.kind, logprob, call, source)
+    for i, fragment in enumerate(found):
+        call = fragment if fragment.kind == "call" else None
+        yield Token(token if i == 0 else None, fragment.text, fragment.kind, logprob, call, source)
 
 
 class _Clock:

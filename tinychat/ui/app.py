@@ -18,9 +18,10 @@ from tinychat.backend.engine_thread import EngineThread
 from tinychat.backend.local import LocalBackend
 from tinychat.backend.opening import open_backend
 from tinychat.chat import settings
-from tinychat.chat.controller import Controller, OpenBackend
+from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import Conversation
 from tinychat.chat.history import History
+from tinychat.chat.loading import OpenBackend
 from tinychat.errors import TinychatError
 from tinychat.ui.boundary import LastingApp
 from tinychat.ui.chat.screen import ChatScreen

@@ -1,0 +1,17 @@
+"""Work for a thread of its own, whose outcome comes as a Future."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def settle(future: Future[T], job: Callable[[], T]) -> None:
+    """Does `job` and puts its result, or what it raised, into `future`."""
+    try:
+        future.set_result(job())
+    except Exception as e:
+        future.set_exception(e)
