@@ -325,7 +325,8 @@ class LocalBackend:
                     continue
                 text = stops.feed(token.text) if token.kind == "answer" else token.text
                 if token.id is not None:
-                    stream.put(Piece(token.kind, text, (TokenPiece(token.id, text, token.logprob),)))
+                    chosen = TokenPiece(token.id, text, token.logprob, source=token.source)
+                    stream.put(Piece(token.kind, text, (chosen,)))
                 elif text:
                     stream.put(Piece(token.kind, text))
                 if stops.found:

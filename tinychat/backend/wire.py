@@ -158,7 +158,7 @@ async def chunks(response: httpx.Response) -> AsyncIterator[Mapping[str, Any]]:
 def _tokens(details: Mapping[str, Any], choice: Mapping[str, Any]) -> tuple[TokenPiece, ...]:
     """The tokens of a chunk: tinychat tells them; others only with log-probabilities, and without ids."""
     if "tokens" in details:
-        return tuple(TokenPiece(i, t, p, tuple(map(tuple, top))) for i, t, p, top in details["tokens"])
+        return tuple(TokenPiece(i, t, p, tuple(map(tuple, top)), *more) for i, t, p, top, *more in details["tokens"])
     entries = as_list(as_dict(choice.get("logprobs")).get("content"))
     return tuple(TokenPiece(-1, str(e.get("token")), float(e.get("logprob", 0.0))) for e in map(as_dict, entries))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinychat.chat import settings
 from tinychat.commands.keys import read_key
@@ -12,12 +12,16 @@ from tinychat.commands.loading import obtain
 from tinychat.errors import TinychatError
 from tinychat.models.registry import resolve
 
+if TYPE_CHECKING:
+    from tinychat.engine.speculation import Speculate
+
 
 def chat(
     text: str | None,
     *,
     device: str | None,
     threads: int | None,
+    speculate: Speculate,
     server: str | None,
     server_model: str | None,
     key_file: str | None,
@@ -28,6 +32,7 @@ def chat(
         raise TinychatError("the chat needs a terminal; `tinychat run MODEL PROMPT` gives one answer without")
     own = settings.load()  # the app shows what is wrong in it
     options: dict[str, Any] = {k: v for k, v in (("device", device), ("threads", threads)) if v is not None}
+    options["speculate"] = speculate
     if server is not None:
         from tinychat.backend.opening import Server
         from tinychat.ui.app import main

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tinychat.chat.conversation import Attachment, Turn
 from tinychat.chat.parameters import Parameters
@@ -23,6 +23,7 @@ from tinychat.units import speed
 
 if TYPE_CHECKING:
     from tinychat.backend.protocol import Backend, DoesNotFit
+    from tinychat.engine.speculation import Speculate
 
 
 def run(
@@ -38,6 +39,7 @@ def run(
     as_json: bool,
     device: str | None,
     threads: int | None,
+    speculate: Speculate,
     **given: str | float | None,
 ) -> None:
     """One answer on stdout; thinking goes to stderr, if that is a terminal.
@@ -57,7 +59,8 @@ def run(
     else:
         assert text is not None, "cli refuses it"
         model = resolve(text, own.models)
-        backend, name = _local(model, question, chosen, device, threads or own.threads), model.name
+        options = {"device": device, "threads": threads or own.threads, "speculate": speculate}
+        backend, name = _local(model, question, chosen, options), model.name
     from tinychat.backend.protocol import DoesNotFit, Failed, Finished, Piece, Request
 
     request = Request(
@@ -111,7 +114,7 @@ def run(
         say(f"the context of {backend.info.max_context:,} tokens is full; `--context N` loads the model with more")
 
 
-def _local(model: Model, question: str, chosen: Parameters, device: str | None, threads: int | None) -> Backend:
+def _local(model: Model, question: str, chosen: Parameters, options: dict[str, Any]) -> Backend:
     """The model on this machine, with a context that the question fits."""
     context = chosen.context or _needed_context(model, question, chosen.max_tokens)
     path = obtain(model)
@@ -119,9 +122,7 @@ def _local(model: Model, question: str, chosen: Parameters, device: str | None, 
         bar.stage("loading the engine", 0.0)
         from tinychat.backend.local import LocalBackend
 
-        return LocalBackend.open(
-            path, max_context=context, preset=model.preset, device=device, threads=threads, progress=bar.stage
-        )
+        return LocalBackend.open(path, max_context=context, preset=model.preset, progress=bar.stage, **options)
 
 
 def _messages(system: str, question: str) -> tuple[dict[str, str], ...]:

@@ -381,6 +381,16 @@ class Engine:
                 self.executor.write_cache(rows, 0, len(tokens))
             self.session.tokens = tokens
 
+    @contextmanager
+    def speculating(self, mode: Speculate) -> Iterator[None]:
+        """Another way to speculate for a while."""
+        own = self.session.speculation
+        self.session.speculate(mode)
+        try:
+            yield
+        finally:
+            self.session.speculation = own
+
     @cached_property
     def _dry_breakers(self) -> tuple[int, ...]:
         """The ids of all tokens that contain one of DRY_BREAKERS."""

@@ -33,7 +33,11 @@ class Session:
     ) -> None:
         self.executor, self.plan, self.max_context, self.stats = executor, plan, max_context, stats
         self.tokens: list[int] = []
-        self.speculation = Speculation(speculate, executor.limits.verified - 1, max_context, stats)
+        self.speculate(speculate)
+
+    def speculate(self, mode: Speculate) -> None:
+        """From now on as many drafts as `mode` says, and nothing learned before."""
+        self.speculation = Speculation(mode, self.executor.limits.verified - 1, self.max_context, self.stats)
 
     def prefill(self, prompt: Sequence[int], on_prefill: OnPrefill | None, stop: threading.Event | None) -> bool:
         """Makes the cache hold all of `prompt` but its last token, which decode runs; False if `stop` ended it early.

@@ -100,6 +100,7 @@ class Speculation:
         if size == 1:
             self._single += COST_RATE * (min(seconds, 2 * self._single) - self._single) if self._single else seconds
         elif self._single:
-            before = self._costs.get(size, 1 + (size - 1) * self._more)
-            self._costs[size] = before + COST_RATE * (min(seconds / self._single, 2 * before) - before)
+            cost = seconds / self._single
+            before = self._costs.get(size, cost)
+            self._costs[size] = before + COST_RATE * (min(cost, 2 * before) - before)
             self._more += COST_RATE * ((self._costs[size] - 1) / (size - 1) - self._more)

@@ -146,7 +146,12 @@ class Extras:
         """The tokens of a chunk, for tinychat's own client."""
         if not self.tokens or not piece.tokens:
             return {}
-        return {"details": {"kind": piece.kind, "tokens": [(t.id, t.text, t.logprob, t.top) for t in piece.tokens]}}
+        return {
+            "details": {
+                "kind": piece.kind,
+                "tokens": [(t.id, t.text, t.logprob, t.top, t.source) for t in piece.tokens],
+            }
+        }
 
     def of_moment(self, house: House) -> dict[str, Any]:
         """The figures of this moment."""

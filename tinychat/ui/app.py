@@ -17,6 +17,7 @@ from tinychat import process
 from tinychat.backend.engine_thread import EngineThread
 from tinychat.backend.local import LocalBackend
 from tinychat.backend.opening import open_backend
+from tinychat.backend.protocol import Speculate
 from tinychat.chat import settings
 from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import Conversation
@@ -109,8 +110,16 @@ class TinychatApp(LastingApp):
         super().exit(*args, **kwargs)
 
 
-def main(model: str | None = None, path: Path | None = None, preset: str | None = None, **load_options: Any) -> int:
-    """Runs the chat. `path`, if given, is loaded with `preset` and called `model`; otherwise the picker opens."""
+def main(
+    model: str | None = None,
+    path: Path | None = None,
+    preset: str | None = None,
+    *,
+    speculate: Speculate = "auto",
+    **load_options: Any,
+) -> int:
+    """Runs the chat. `path`, if given, is loaded with `preset` and called `model`; otherwise the picker opens. Every
+    model that is loaded speculates as `speculate` says."""
     own = settings.load()
     history, problems = None, list(own.problems)
     try:
@@ -119,7 +128,9 @@ def main(model: str | None = None, path: Path | None = None, preset: str | None 
         problems.append(f"{e}; conversations are not saved")
     options = {"preset": preset, "threads": own.threads, **load_options}
     own = replace(own, problems=tuple(problems))
-    open_either = partial(open_backend, thread=EngineThread(), store_bytes=int(own.kv_cache_gb * 1e9))
+    open_either = partial(
+        open_backend, thread=EngineThread(), store_bytes=int(own.kv_cache_gb * 1e9), speculate=speculate
+    )
     process.prepare_for_screen()
     app = TinychatApp(
         model,

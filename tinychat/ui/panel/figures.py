@@ -102,6 +102,12 @@ def speed_rows(r: Reading, width: int) -> list[Content]:
         row("average", f"{speed(s.decode_tok_s)} tok/s" if s.decode_tok_s else "–", width),
         row("per token", f"{1000 / s.decode_tok_s:.1f} ms" if s.decode_tok_s else "–", width),
     ]
+    if s.drafted_tokens or s.forced_tokens:
+        per_step = s.generated_tokens / max(1, s.decode_steps)
+        rows.append(row("tokens per step", f"{per_step:.2f}, {s.speculation_gain:.1f}× speed", width))
+        sources = [f"{s.accepted_tokens:,} of {s.drafted_tokens:,}"] * bool(s.drafted_tokens)
+        sources += [f"{s.forced_tokens:,} forced"] * bool(s.forced_tokens)
+        rows.append(row("drafts", ", ".join(sources), width))
     rows.append(row("painted", f"{speed(r.painted)} tok/s" if r.painted else "–", width))
     rows.append(row("first token", seconds(s.ttft_s) if s.ttft_s else "–", width))
     rows.append(row("prefill", f"{speed(s.prefill_tok_s)} tok/s" if s.prefill_tok_s else "–", width))
