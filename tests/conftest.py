@@ -46,15 +46,18 @@ def _homeless(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 
 @pytest.fixture(scope="module", params=["as it is", "drafting at every step"])
-def speculation(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Runs what asks for it twice: an engine that was loaded under it drafts as it likes, or at every step."""
+def speculation(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs what asks for it twice: an engine that was loaded under it drafts as it likes, or at every step. The device
+    to load it on, that both see a part of the tests."""
     from tests.support.speculating import Wild
     from tinychat.engine import session
 
     with pytest.MonkeyPatch.context() as patch:
-        if request.param != "as it is":
+        if request.param == "as it is":
+            yield "reference"
+        else:
             patch.setattr(session, "Speculation", Wild)
-        yield
+            yield "cpu"
 
 
 @pytest.fixture(scope="session")

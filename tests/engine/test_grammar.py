@@ -27,16 +27,16 @@ TOOLS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["cpu", "reference"])
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory, speculation: str) -> Iterator[Engine]:
     path = tiny.write(tmp_path_factory.mktemp("grammar") / "tiny.gguf", "llama", "Q8_0")
-    engine = Engine.load(path, max_context=512, device=request.param)
+    engine = Engine.load(path, max_context=512, device=speculation)
     yield engine
     engine.close()
 
 
 @pytest.fixture(scope="module")
-def cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def cpu(tmp_path_factory: pytest.TempPathFactory, speculation: str) -> Iterator[Engine]:
     path = tiny.write(tmp_path_factory.mktemp("grammar") / "tiny.gguf", "qwen2", "Q8_0")
     engine = Engine.load(path, max_context=512, device="cpu")
     yield engine
