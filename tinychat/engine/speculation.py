@@ -19,9 +19,10 @@ Speculate = Literal["auto"] | int
 Source = Literal["", "text", "grammar"]
 """Where a token came from: a step of its own, a draft that was accepted, or a grammar that allows nothing else."""
 
-MARGIN = 1.03  # what a draft must promise to be run
-RATE = 0.05  # of what was learned before, that a token replaces
+MARGIN = 1.06  # what a draft must promise to be run
+RATE = 0.03  # of what was learned before, that a token replaces
 COST_RATE = 0.2  # the same for a measured time
+FORGOTTEN = 0.1  # of what is known of costs, with every answer
 UNLIKELY = 0.1
 COST = 0.2  # single steps that one more token costs, until it is measured
 _KIND = [n if n < 4 else n.bit_length() + 1 for n in range(LONGEST + 1)]  # 2, 3, 4 to 7, 8 to 15, ...
@@ -46,8 +47,9 @@ class Speculation:
         self._seconds = 0.0
         if self.most:
             self.text.start(prompt)
-        for size in self._costs:  # a measurement that was wrong must not last for ever
-            self._costs[size] = 1 + 0.9 * (self._costs[size] - 1)
+        for size, cost in self._costs.items():  # a measurement that was wrong must not last for ever
+            self._costs[size] = cost + FORGOTTEN * (1 + (size - 1) * self._more - cost)
+        self._more += FORGOTTEN * (COST - self._more)
 
     def add(self, token: int) -> None:
         """The answer goes on with `token`."""
