@@ -22,9 +22,7 @@ from tinychat.engine.gguf import GGUF
 from tinychat.engine.plan import build_plan
 from tinychat.kernels.cpu.bandwidth import read_bandwidth
 from tinychat.kernels.cpu.executor import CPUExecutor, default_threads
-from tinychat.kernels.ops import Sampling
-
-GREEDY = Sampling(temperature=0.0)
+from tinychat.kernels.sampling import GREEDY
 
 
 class Ours:

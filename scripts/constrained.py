@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.support import schemas, tiny
 from tinychat.engine.engine import Engine
 from tinychat.engine.grammar import Grammar
-from tinychat.kernels.ops import Sampling
+from tinychat.kernels.sampling import Sampling
 
 VARIANTS = ("llama", "qwen2", "qwen3moe", "deepseek2_glm", "deepseek2_lite")
 

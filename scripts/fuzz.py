@@ -40,13 +40,12 @@ from tinychat.engine.config import ARCHITECTURES
 from tinychat.engine.sandbox import Generation
 from tinychat.engine.template import ChatTemplate
 from tinychat.errors import TinychatError
-from tinychat.kernels.ops import Sampling
+from tinychat.kernels.sampling import GREEDY
 
 MEMORY = 600 << 20  # bytes of new address space for one file
 SECONDS = 10  # of CPU time for one file
 TEMPLATE_MEMORY = 50 << 20
 TEMPLATE_SECONDS = 1
-GREEDY = Sampling(temperature=0.0)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from tinychat.kernels.cpu.executor import CPUExecutor
 from tinychat.kernels.cuda import launch
 from tinychat.kernels.cuda.executor import CUDAExecutor
 from tinychat.kernels.executor import Executor
-from tinychat.kernels.ops import Sampling
+from tinychat.kernels.sampling import GREEDY
 from tinychat.measure import bench
 from tinychat.ui.app import TinychatApp
 
@@ -63,7 +63,6 @@ VARIANTS = (
     "deepseek2_fused_experts",
     "deepseek2_no_shared",
 )
-GREEDY = Sampling(temperature=0.0, repeat_penalty=1.0)
 STEPS = 64  # tokens that are compared
 # a margin between the two largest logits that int8 activations do not turn over: SmolLM2's moves by 0.14 (rms), at most
 # 0.53

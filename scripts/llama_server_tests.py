@@ -111,7 +111,7 @@ class Started:
     def __init__(self, theirs: object) -> None:
         from tests.support.serving import serving_app
         from tinychat.backend.local import LocalBackend
-        from tinychat.kernels.ops import Sampling
+        from tinychat.kernels.sampling import Sampling
         from tinychat.models import cache
         from tinychat.models.registry import resolve
         from tinychat.server.answer import House

@@ -17,26 +17,46 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 from textual import events
 from textual.pilot import Pilot
 
-from tests.support.scripted import INFO, Script, scripted
+from tests.support.scripted import Script, scripted
 from tinychat import crash
+from tinychat.backend.engine_thread import EngineThread
+from tinychat.backend.local import LocalBackend
 from tinychat.chat.history import History
 from tinychat.chat.loading import OpenBackend
+from tinychat.errors import printable
 from tinychat.ui.app import TinychatApp
 from tinychat.ui.chat.commands import COMMANDS
-from tinychat.ui.chat.message import TurnMessage
+from tinychat.ui.chat.markdown import MarkdownView
+from tinychat.ui.chat.message import AnswerMessage
+from tinychat.ui.screens.dialogs import ConfirmScreen
 
+T = TypeVar("T")
 KEYS = (
     *"abcxyz/@~#`*_|<>{}[]()\\\"'.,:;!?- 0129éß日🙂",
     *("enter", "escape", "tab", "shift+tab", "backspace", "delete", "up", "down", "left", "right", "home", "end"),
     *("pageup", "pagedown", "ctrl+up", "ctrl+down", "ctrl+home", "ctrl+end", "shift+enter", "ctrl+j", "ctrl+z"),
-    *("ctrl+a", "ctrl+k", "ctrl+u", "ctrl+w", "ctrl+n", "ctrl+r", "ctrl+g", "ctrl+t", "ctrl+o", "ctrl+c"),
+    *(
+        "ctrl+a",
+        "ctrl+k",
+        "ctrl+u",
+        "ctrl+w",
+        "ctrl+n",
+        "ctrl+r",
+        "ctrl+g",
+        "ctrl+t",
+        "ctrl+o",
+        "ctrl+c",
+        "ctrl+s",
+        "ctrl+p",
+    ),
     *("f1", "f2", "f3", "f4", "f5", "f7", "f8", "f9", "e", "c", "y", "n", "r", "d", "k", "space"),
 )
 ARGUMENTS = (
@@ -57,7 +77,7 @@ ARGUMENTS = (
     ),
 )
 WORDS = ("hello", "@~nosuchuser/", "@" + "x" * 300, "//etc", "```", "[red]x[/]", "@.", "a\nb", "<think>", "🙂" * 50)
-LEFT_OUT = {"quit", "bench", "profile"}  # these end the app, or measure for long; `save` writes into a scratch folder
+LEFT_OUT = {"bench", "profile"}  # these measure for long; `save` writes into a scratch folder
 ANSWERS = (
     "Yes.",
     "word " * 300,
@@ -66,7 +86,7 @@ ANSWERS = (
     "| a | b |\n|---|---|\n| 1 | 2 |\n\n- x\n  - y\n\n> z",
     "日本語 🙂 [link](https://example.com) \\( x^2 \\)",
 )
-SIZES = ((100, 30), (80, 24), (140, 40), (20, 5), (200, 60), (40, 10), (1, 1))
+SIZES = {(80, 24): 8, (20, 5): 8, (40, 10): 4, (100, 30): 4, (140, 40): 1, (200, 60): 1, (1, 1): 1}  # how often each
 SETTLES = 30.0  # seconds within which an answer must end after it was stopped
 
 
@@ -77,8 +97,8 @@ class Broken(AssertionError):
 class Monkey:
     """One app and what is done to it."""
 
-    def __init__(self, app: TinychatApp, pilot: Pilot[None], rng: random.Random) -> None:
-        self.app, self.pilot, self.rng = app, pilot, rng
+    def __init__(self, app: TinychatApp, pilot: Pilot[None], rng: random.Random, history: Path) -> None:
+        self.app, self.pilot, self.rng, self.history = app, pilot, rng, history
         self.counts: Counter[str] = Counter()
         self.last: list[str] = []  # what was done before it broke
 
@@ -89,8 +109,7 @@ class Monkey:
             (kind,) = self.rng.choices(list(kinds), list(kinds.values()))
             self.counts[kind.__name__] += 1
             self.last = [*self.last[-30:], f"{kind.__name__} {await kind()!r}"]
-            if self.rng.random() < 0.3:
-                await asyncio.sleep(0)
+            await self.taken()
             if reports := crash.reports():
                 raise Broken(f"after {n} events: {reports[-1].read_text()}\nthe last events: {self.last}")
             if not self.app.is_running or not self.app.chat.is_running:
@@ -98,45 +117,53 @@ class Monkey:
             if n % check_every == 0 or n == number:
                 await self.check(n)
 
+    async def taken(self) -> None:
+        """Lets the app take what was posted, so that it does not run far behind."""
+        for _ in range(100):
+            await asyncio.sleep(0)
+            pumps = self.app, self.app.screen, self.app.screen.focused
+            if not any(pump.message_queue_size for pump in pumps if pump is not None):
+                return
+
     # events
 
     def _post(self, event: events.Event) -> None:
         self.app.post_message(event)
 
-    async def key(self) -> str:
+    def key(self) -> Awaitable[str]:
         key = self.rng.choice(KEYS)
         character = key if len(key) == 1 else {"space": " ", "enter": "\r", "tab": "\t"}.get(key)
         self._post(events.Key(key, character))
-        await asyncio.sleep(0)
-        return key
+        return _done(key)
 
     async def type(self) -> str:
         text = self.rng.choice(WORDS)
+        sent = self.rng.random() < 0.7
         for character in text[:12]:
             self._post(events.Key(character, character))
         self._post(events.Paste(text[12:]))
-        await self.pilot.pause()
-        if self.rng.random() < 0.7:
+        await self.taken()
+        if sent:
             self._post(events.Key("enter", "\r"))
         return text
 
-    async def command(self) -> str:
+    def command(self) -> Awaitable[str]:
         names = [c.name for c in COMMANDS if c.name not in LEFT_OUT]
         text = f"/{self.rng.choice([*names, 'nonsense'])} {self.rng.choice(ARGUMENTS)}"
         if self.app.screen is self.app.chat:
             self.app.chat.prompt.put(text)
             self.app.chat.prompt.submit()
-        await asyncio.sleep(0)
-        return text
+        return _done(text)
 
-    async def paste(self) -> int:
-        size = self.rng.choice((1, 100, 5000))
+    def paste(self) -> Awaitable[int]:
+        size = self.rng.choices((1, 100, 5000), (10, 10, 1))[0]
         self._post(events.Paste("".join(self.rng.choices("ab \n\r\t\x1b\x00é日🙂", k=size))))
-        return size
+        return _done(size)
 
-    async def stop(self) -> None:
-        self._post(events.Key(self.rng.choice(("escape", "ctrl+c", "ctrl+g")), None))
-        await asyncio.sleep(0)
+    def stop(self) -> Awaitable[str]:
+        key = self.rng.choice(("escape", "ctrl+c", "ctrl+g"))
+        self._post(events.Key(key, None))
+        return _done(key)
 
     async def wait(self) -> float:
         seconds = self.rng.choice((0.0, 0.001, 0.01, 0.05))
@@ -144,21 +171,21 @@ class Monkey:
         return seconds
 
     async def resize(self) -> tuple[int, int]:
-        size = self.rng.choice(SIZES)
+        (size,) = self.rng.choices(list(SIZES), list(SIZES.values()))
         await self.pilot.resize_terminal(*size)
         return size
 
     async def switch(self) -> None:
-        c = self.app.controller
+        c, number = self.app.controller, self.rng.randrange(3)
         if c._choice is not None:
-            c.load(f"model {self.rng.randrange(3)}", c._choice.path, **c._choice.options)
+            c.load(f"model {number}", c._choice.path, **c._choice.options)
 
-    async def click(self) -> tuple[int, int]:
-        width, height = self.app.size
-        at = self.rng.randrange(max(1, width)), self.rng.randrange(max(1, height))
-        with suppress(Exception):  # Pilot refuses places outside of the screen
-            await self.pilot.click(offset=at)
-        return at
+    def click(self) -> Awaitable[tuple[int, int]]:
+        (x, y), (width, height) = (self.rng.random(), self.rng.random()), self.app.size
+        at = int(x * width), int(y * height)
+        for kind in (events.MouseMove, events.MouseDown, events.MouseUp):
+            self._post(kind(None, *at, 0, 0, 1, False, False, False, *at))
+        return _done(at)
 
     # what must hold
 
@@ -167,18 +194,22 @@ class Monkey:
         c, end = self.app.controller, time.monotonic() + SETTLES
         while c.busy or c.queue or c.loading is not None or self.app.screen is not self.app.chat:
             if time.monotonic() > end:
-                raise Broken(f"stuck: {c.state}, {len(c.queue)} wait, on {self.app.screen}; {self.last}")
-            if self.app.screen is not self.app.chat:
+                raise Broken(f"stuck: {c.state}, {len(c.queue)} wait, on {self.app.screen_stack}; {self.last}")
+            if isinstance(self.app.screen, ConfirmScreen):  # esc keeps changed settings open, which would ask again
+                self._post(events.Key("y", "y"))
+            elif self.app.screen is not self.app.chat:
                 self._post(events.Key("escape", None))
             c.take_back_queue()
             c.stop()
-            await self.pilot.pause()
-            await asyncio.sleep(0.01)
+            await self.taken()
+            await asyncio.sleep(0.005)
+        await self.app.chat.apply()
 
     async def check(self, n: int) -> None:
-        """The app answers a question, and the history is what is shown."""
-        await self.pilot.resize_terminal(100, 30)
+        """What is shown is in the history, and the app answers a question."""
+        await self.pilot.resize_terminal(60, 20)
         await self.settle()
+        self.compare(n)
         app, c = self.app, self.app.controller
         c.new()
         c.raw = False
@@ -187,44 +218,71 @@ class Monkey:
         app.chat.prompt.put(f"question {n}")
         app.chat.prompt.submit()
         end = time.monotonic() + SETTLES
-        while len(c.conversation.turns) < 2 and time.monotonic() < end:
-            await asyncio.sleep(0.005)
-        while c.busy and time.monotonic() < end:
+        while (len(c.conversation.turns) < 2 or c.busy) and time.monotonic() < end:
             await asyncio.sleep(0.005)
         await self.settle()
-        await app.chat.apply()
         turns = c.conversation.turns
         if len(turns) != 2 or turns[0].text != f"question {n}" or not turns[1].stop_reason:
             raise Broken(f"no answer after {n} events: {turns}; {self.last}")
-        shown = [m.index for m in app.chat.transcript.messages() if isinstance(m, TurnMessage)]
-        if shown != [0, 1]:
-            raise Broken(f"of two turns {shown} are shown after {n} events: {self.last}")
-        assert app.chat.history is not None
-        if app.chat.history.load(c.conversation.id).turns != turns:
-            raise Broken(f"the history is not what was shown after {n} events: {self.last}")
+        self.compare(n)
+
+    def compare(self, n: int) -> None:
+        """The turns of the conversation, the messages on the screen, and what another process reads."""
+        turns = self.app.controller.conversation.turns
+        shown = {}
+        for message in self.app.chat.transcript.messages():
+            view = message.view if isinstance(message, AnswerMessage) else message.query_one(MarkdownView)
+            shown[message.index] = view.source
+        texts = {i: printable(turn.text) for i, turn in enumerate(turns)}
+        if shown != dict([*texts.items()][-len(shown) :] if shown else ()) or bool(shown) != bool(turns):
+            raise Broken(f"of the turns {texts}, {shown} are shown after {n} events: {self.last}")
+        if any(not turn.stop_reason for turn in turns if turn.role == "assistant"):
+            raise Broken(f"an answer has not ended after {n} events: {turns}; {self.last}")
+        if turns:
+            reader = History(self.history)
+            saved = reader.load(self.app.controller.conversation.id).turns
+            reader.close()
+            if saved != turns:
+                raise Broken(f"the history has {saved}, shown is {turns} after {n} events: {self.last}")
+
+
+async def _done(value: T) -> T:
+    return value
 
 
 async def monkey(
-    number: int, seed: int, folder: Path, open_backend: OpenBackend | None = None, path: Path = INFO.path
+    number: int,
+    seed: int,
+    folder: Path,
+    open_backend: OpenBackend | None = None,
+    path: Path = Path("/nowhere/scripted.gguf"),
 ) -> Counter[str]:
     """Does `number` events; returns how many of which kind. Raises Broken. `folder` becomes the working folder."""
-    rng = random.Random(seed)
-    script = Script(answers=lambda prompt: rng.choice(ANSWERS), rate=3000, load_s=0.01)
+    said = random.Random(seed)  # of the engine's thread: it must not take from the numbers of the events
+    script = Script(answers=lambda prompt: said.choice(ANSWERS), rate=3000, load_s=0.01)
     history = History(folder / "history.db")
     os.chdir(folder)
     app = TinychatApp("model", path, open_backend=open_backend or scripted(script), history=history)
-    async with app.run_test(size=(100, 30)) as pilot:
+    left: list[tuple[Any, ...]] = []
+    app.exit = lambda *args, **kwargs: left.append(args)  # type: ignore[method-assign]
+    async with app.run_test(size=(60, 20)) as pilot:
         end = time.monotonic() + 120
         while not (app.controller.ready and app.chat.is_mounted):
             if time.monotonic() > end:
                 raise Broken("the model was not loaded")
             await asyncio.sleep(0.01)
         await pilot.pause()
-        one = Monkey(app, pilot, rng)
+        one = Monkey(app, pilot, random.Random(seed), history.file)
         await one.run(number)
-        await one.settle()
     history.close()
-    return one.counts
+    return one.counts + Counter(leave=len(left))
+
+
+def sealed(folder: Path, cache: Path) -> dict[str, str]:
+    """The environment of a run: folders of its own, and no way to the network for the downloads that it starts."""
+    own = {f"XDG_{kind}_HOME": str(folder) for kind in ("STATE", "CONFIG", "DATA")}
+    proxies = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    return {**own, **proxies, "XDG_CACHE_HOME": str(cache), "XDG_DOWNLOAD_DIR": str(folder)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -235,24 +293,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--real", type=Path, metavar="FILE", help="a GGUF file, in place of the scripted engine")
     options = parser.parse_args(argv)
     total: Counter[str] = Counter()
-    for seed in range(options.seed, options.seed + options.slices):
-        with tempfile.TemporaryDirectory() as folder:
-            for kind in ("STATE", "CONFIG", "DATA", *(() if options.real else ("CACHE",))):
-                os.environ[f"XDG_{kind}_HOME"] = folder
-            opened = None
-            if options.real:
-                from tinychat.backend.local import LocalBackend
-
-                opened = LocalBackend.open
-            started = time.monotonic()
-            try:
-                total += asyncio.run(monkey(options.events, seed, Path(folder), opened, options.real or INFO.path))
-            except Broken as e:
-                print(f"seed {seed}: {e}", flush=True)
-                return 1
-            finally:
-                os.chdir("/")
-        print(f"seed {seed}: {options.events} events in {time.monotonic() - started:.0f} s", flush=True)
+    real = [options.real] if options.real else []
+    with tempfile.TemporaryDirectory() as cache:
+        for seed in range(options.seed, options.seed + options.slices):
+            with tempfile.TemporaryDirectory() as folder:
+                os.environ |= sealed(Path(folder), Path(cache))
+                opened = partial(LocalBackend.open, thread=EngineThread(), store_bytes=10**9) if options.real else None
+                started = time.monotonic()
+                try:
+                    total += asyncio.run(monkey(options.events, seed, Path(folder), opened, *real))
+                except Broken as e:
+                    print(f"seed {seed}: {e}", flush=True)
+                    return 1
+                finally:
+                    os.chdir("/")
+            print(f"seed {seed}: {options.events} events in {time.monotonic() - started:.0f} s", flush=True)
     print(dict(total))
     return 0
 

@@ -20,7 +20,7 @@ from textual.pilot import Pilot
 from tinychat.chat.history import History
 from tinychat.chat.parameters import Parameters
 from tinychat.chat.settings import Settings
-from tinychat.kernels.ops import Sampling
+from tinychat.kernels.sampling import Sampling
 from tinychat.models.cache import path_of
 from tinychat.models.registry import resolve
 from tinychat.ui.app import TinychatApp

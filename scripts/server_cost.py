@@ -23,7 +23,7 @@ from tinychat.backend.local import LocalBackend
 from tinychat.backend.protocol import Backend, Finished, Piece, Request
 from tinychat.backend.remote import RemoteBackend
 from tinychat.engine.stats import rss_bytes
-from tinychat.kernels.ops import Sampling
+from tinychat.kernels.sampling import Sampling
 from tinychat.measure.bench import TEXT
 from tinychat.server.answer import House
 

@@ -28,7 +28,7 @@ from tinychat.chat.parameters import Parameters
 from tinychat.chat.settings import Settings
 from tinychat.engine.devices import OnProgress
 from tinychat.engine.engine import Engine
-from tinychat.kernels.ops import Sampling
+from tinychat.kernels.sampling import Sampling
 from tinychat.models import cache
 from tinychat.models.registry import resolve
 from tinychat.ui.app import TinychatApp

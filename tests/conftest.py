@@ -12,6 +12,7 @@ from platformdirs import user_cache_dir
 SHARED = Path(os.environ.get("TINYCHAT_TESTS_DIR") or user_cache_dir("tinychat-tests"))
 os.environ["TINYCHAT_TESTS_DIR"] = str(SHARED)  # for the workers of pytest-xdist, which import this again
 os.environ["XDG_CACHE_HOME"] = str(SHARED)
+os.environ["ZIG_GLOBAL_CACHE_DIR"] = os.environ["ZIG_LOCAL_CACHE_DIR"] = str(SHARED / "zig")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -24,10 +24,11 @@ ROOMS: dict[str, set[str]] = {
     "models": {"engine"},
     "backend": {"engine", "kernels"},
     "measure": {"backend", "engine", "kernels"},
-    "chat": {"backend", "models"},
+    "tools": set(),
+    "chat": {"backend", "models", "tools"},
     "server": {"backend"},
-    "ui": {"chat", "backend", "models", "measure", "process", "crash"},
-    "commands": {"ui", "chat", "server", "measure", "backend", "models", "engine"},
+    "ui": {"chat", "tools", "backend", "models", "measure", "process", "crash"},
+    "commands": {"ui", "chat", "tools", "server", "measure", "backend", "models", "engine"},
     "cli": {"commands", "chat", "process"},
 }
 
@@ -96,3 +97,16 @@ def test_the_process_is_changed_in_one_place() -> None:
         if CHANGES_THE_PROCESS.search(path.read_text())
     }
     assert found - {"process.py"} == {"kernels/cpu/compiler.py", "engine/devices.py"}
+
+
+def test_only_a_profile_replaces_what_another_module_defines() -> None:
+    """An assignment to an attribute of an imported module or class; process.py says which."""
+    found = set()
+    for path in (ROOT / "tinychat").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        aliases = [a for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) for a in node.names]
+        imported = {(alias.asname or alias.name).split(".")[0] for alias in aliases}
+        targets = [t for node in ast.walk(tree) if isinstance(node, ast.Assign) for t in node.targets]
+        names = {t.value.id for t in targets if isinstance(t, ast.Attribute) and isinstance(t.value, ast.Name)}
+        found |= {f"{path.relative_to(ROOT / 'tinychat')}: {name}" for name in names & imported}
+    assert found == {"kernels/tinygrad/compile_caches.py: realize"}

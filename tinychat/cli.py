@@ -23,7 +23,7 @@ _DESCRIPTION = """Chat with a local language model.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. 0: done; 1: failed, with one line on stderr; 2: wrong usage; 130:
-    Ctrl-C; 141: the reader of stdout has gone."""
+    Ctrl-C; 143: SIGTERM; 129: the terminal has gone; 141: the reader of stdout has gone."""
     process.prepare()
     debug = False
     try:
@@ -42,6 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
         return 141
+    except OSError as e:  # what the output is written to is full, say; the commands say what they meet themselves
+        if debug:
+            raise
+        where = f"{e.filename}: " if e.filename else ""
+        print(f"tinychat: {printable(where + (e.strerror or str(e)).lower(), newlines=False)}", file=sys.stderr)
+        return 1
     except Exception as e:
         if debug:
             raise
@@ -70,18 +76,21 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     )
 
     remote = argparse.ArgumentParser(add_help=False)  # what commands share that also speak to a server
-    remote.add_argument("--server", metavar="URL", help="a server's address, in place of a model of this machine")
+    remote.add_argument("--server", metavar="URL", help="a server's address, or its name in the settings")
     remote.add_argument("--model", dest="server_model", metavar="NAME", help="the server's model, where it has several")
     remote.add_argument(
         "--key-file", metavar="FILE", help="a file with the server's key (default: the variable TINYCHAT_API_KEY)"
     )
 
-    chat = _add(group, "chat", "chat", None, where, remote)
+    tools = argparse.ArgumentParser(add_help=False)  # what commands share whose model may call tools
+    tools.add_argument("--tools", metavar="DIR", help="let the model work in a folder; it asks first")
+
+    chat = _add(group, "chat", "chat", None, where, remote, tools)
     _speculate(chat)
     chat.add_argument("text", metavar="MODEL", nargs="?", help=MODEL_HELP)
     chat.prog, chat.usage = "tinychat", "tinychat [MODEL] [--device DEVICE] [--threads N] | --server URL [--model NAME]"
 
-    run = p = _add(group, "run", "run", "one answer to one prompt", where, remote)
+    run = p = _add(group, "run", "run", "one answer to one prompt", where, remote, tools)
     run.usage = "tinychat run MODEL PROMPT | --server URL [--model NAME] PROMPT, and options"
     _model(p, nargs="?")
     p.add_argument("prompt", metavar="PROMPT", nargs="?", help="the question; - reads it from stdin")

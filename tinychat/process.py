@@ -1,7 +1,8 @@
 """What tinychat changes for its process: entry points call these functions, no module does so when it is imported.
 
-Two changes are made elsewhere, because only plain tinygrad needs them: kernels/cpu/compiler.py sets CC and
-engine/devices.py sets DEV before tinygrad is imported. tests/test_layout.py finds every other one.
+Three changes are made elsewhere, because only plain tinygrad needs them: kernels/cpu/compiler.py sets CC and
+engine/devices.py sets DEV before tinygrad is imported; kernels/tinygrad/compile_caches.py replaces tinygrad's
+lower_and_compile while a profile counts what it does, and puts it back. tests/test_layout.py finds every other one.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from __future__ import annotations
 import gc
 import io
 import os
+import signal
 import sys
-from collections.abc import MutableMapping
+import threading
+from collections.abc import Callable, MutableMapping
 from multiprocessing import resource_tracker
+from types import FrameType
 
 # Variables that tinygrad reads as integers when it is imported, and other programs as words (DEBUG=true, TC=/sbin/tc).
 _INTEGERS = (
@@ -38,16 +42,45 @@ _INTEGERS = (
 # every native call. Python's 5 ms is three tokens of a GPU: with it, painting cost a fifth of the speed at 600 tok/s,
 # with this a twentieth.
 SWITCH_INTERVAL = 0.0005
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, `kill` and a shutdown, a terminal that is closed
 
 
 def prepare() -> None:
     """What every command needs, before anything else: output that a terminal cannot encode shows "?", tinygrad can be
-    imported, threads change over quickly."""
+    imported, threads change over quickly, signals end it in order, and there are three standard streams: a file that is
+    opened would else take the number of one that was closed (`>&-`), and get its output."""
+    for name, how in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), how))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     clean(os.environ)
     share_with_engine()
+    on_signals(_unwind)
+
+
+def on_signals(end: Callable[[int, FrameType | None], object]) -> None:
+    """Signals that end a process call `end`, but those that whoever started it wants ignored (nohup)."""
+    if threading.current_thread() is threading.main_thread():
+        for number in ENDING:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, end)
+
+
+def _unwind(number: int, frame: FrameType | None) -> None:
+    """The first signal raises, so that files are closed, locks let go and the cursor is back; the second ends the
+    process where it is."""
+    on_signals(_end_at_once)
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    sys.exit(128 + number)
+
+
+def _end_at_once(number: int, frame: FrameType | None) -> None:
+    if os.isatty(2):
+        os.write(2, b"\x1b[?25h\n")  # a progress bar may have hidden the cursor
+    os._exit(128 + number)
 
 
 def clean(environ: MutableMapping[str, str]) -> None:

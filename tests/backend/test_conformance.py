@@ -22,13 +22,12 @@ from tinychat.backend.protocol import (
     Prompted,
     Queued,
     Request,
-    Sampling,
     text_of,
 )
 from tinychat.errors import TinychatError
+from tinychat.kernels.sampling import GREEDY
 
 CONTEXT = 256
-GREEDY = Sampling(temperature=0.0)
 
 
 def user(text: str) -> dict[str, str]:

@@ -36,12 +36,11 @@ from tinychat.backend.protocol import (
 )
 from tinychat.backend.remote import RemoteBackend
 from tinychat.errors import TinychatError
-from tinychat.kernels.ops import Sampling
+from tinychat.kernels.sampling import GREEDY, Sampling
 from tinychat.server.answer import House
 from tinychat.server.security import Policy
 
 HI = ({"role": "user", "content": "Say hello to my cat."},)
-GREEDY = Sampling(temperature=0.0)
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 
 
@@ -152,6 +151,17 @@ def test_figures_come_along(smollm2: LocalBackend, both: RemoteBackend) -> None:
     assert isinstance(end, Finished)
     assert end.stats == replace(smollm2.snapshot(), rss_bytes=end.stats.rss_bytes)
     assert end.stats.decode_tok_s > 0 and end.stats.gb_s > 0
+
+
+def test_a_panel_sees_the_engine_behind_the_server(smollm2: LocalBackend, both: RemoteBackend) -> None:
+    ours = smollm2.snapshot()
+    with remote(both.url) as fresh:  # before anything was asked
+        assert (fresh.snapshot().weight_bytes, fresh.snapshot().kv_bytes) == (ours.weight_bytes, ours.kv_bytes)
+    stream = both.answer(REQUESTS[0])
+    seen = [(e, both.snapshot()) for e in stream]
+    running = [s for e, s in seen if isinstance(e, Piece)]
+    assert all(s.weight_bytes == ours.weight_bytes for s in running)
+    assert any(s.phase == "decode" and s.bytes_per_token for s in running)
 
 
 def test_a_cancel_frees_the_server(smollm2: LocalBackend, both: RemoteBackend) -> None:

@@ -396,3 +396,13 @@ def test_the_meter_is_counted_off_the_screens_thread():
     chat.until(lambda: not chat.controller.measuring)
     usage = chat.controller.usage
     assert usage.thinking >= 3 and abs(usage.used - told.used) < 8 and usage.limit == INFO.max_context
+
+
+def test_another_model_forgets_the_ids_of_the_last_prompt():
+    """The inspector asks the tokenizer that is loaded now."""
+    chat = Chat(Script(["one"]))
+    chat.ask("a")
+    assert chat.controller.trace.prompt_ids
+    chat.controller.load("n", Path("n.gguf"))
+    chat.until(lambda: chat.controller.ready)
+    assert not chat.controller.trace.prompt_ids and not chat.controller.trace.tokens

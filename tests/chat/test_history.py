@@ -53,7 +53,7 @@ def test_only_what_changed_is_written_and_it_is_enough(file):
         c.add(Turn("assistant", "x y")),
         c.edit(2, "C"),
         c.cut(1),
-        c.drop_oldest(),
+        replace(c, first=2),
     ):
         h.save(step)
         assert History(file).load(c.id).turns == step.turns

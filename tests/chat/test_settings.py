@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from tinychat.chat import settings
+from tinychat.backend.address import Server
+from tinychat.chat import servers, settings
 from tinychat.chat.parameters import PARAMETERS, Parameters, set_parameter
+from tinychat.chat.servers import SavedServer
 from tinychat.errors import TinychatError
 
 FULL = """# my settings
@@ -206,3 +208,57 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     with pytest.raises(TinychatError) as e:
         settings.update(tmp_path / "file" / "settings.toml", theme="x")
     assert "\n" not in str(e.value)
+
+
+def test_servers_are_read_and_what_is_wrong_is_said_without_a_key(file):
+    write(
+        file,
+        '[servers.box]\nurl = "http://box:8080/v1"\nkey_env = "BOX_KEY"\n'
+        '[servers.a]\nurl = "box:1"\nkey = "sk-secret"\n[servers.b]\nurl = "http://u:sk-secret@b"\n'
+        '[servers.c]\nurl = "ftp://c"\n[servers.d]\nurl = "d"\nport = "1"\n'
+        '[servers.e]\nurl = "e"\nkey_env = "A"\nkey_file = "b"\n[servers.f]\nurl = "f"\nkey_env = "sk-secret x"\n',
+    )
+    s = settings.load(file)
+    assert s.servers == (SavedServer("box", "http://box:8080", key_env="BOX_KEY"),)
+    assert len(s.problems) == 6 and "key_env or key_file" in s.problems[0]
+    assert "sk-secret" not in " ".join(s.problems)
+
+
+def test_a_server_is_saved_changed_and_forgotten(file):
+    write(file, "# mine\n" + FULL.split("[parameters]")[0])
+    s = settings.save_server(SavedServer("b.o x", "http://box:8080", "m", key_file="~/k"), file)
+    assert s.servers == (SavedServer("b.o x", "http://box:8080", "m", key_file="~/k"),)
+    s = settings.save_server(SavedServer("b.o x", "http://box:9"), file)
+    assert s.servers == settings.load(file).servers == (SavedServer("b.o x", "http://box:9"),)
+    assert settings.delete_server("b.o x", file).servers == () and file.read_text().startswith("# mine\n")
+    with pytest.raises(TinychatError, match="no server's address"):
+        settings.save_server(SavedServer("x", "not a place"), file)
+
+
+def test_the_key_is_read_when_it_is_used(tmp_path, monkeypatch):
+    server = SavedServer("box", "http://box:8080", key_env="BOX_KEY")
+    monkeypatch.delenv("BOX_KEY", raising=False)
+    monkeypatch.setenv("TINYCHAT_API_KEY", "of another server")
+    with pytest.raises(TinychatError, match="BOX_KEY with its key is not set"):
+        server.connection()
+    monkeypatch.setenv("BOX_KEY", "sk-secret")
+    assert server.connection().key == "sk-secret" and "sk-secret" not in repr(server.connection())
+    assert SavedServer("box", "http://box:8080").connection().key is None
+    file = tmp_path / "key"
+    file.write_text("sk-file\n")
+    file.chmod(0o644)
+    with pytest.raises(TinychatError, match="can be read by others"):
+        SavedServer("box", "http://box:8080", key_file=str(file)).connection()
+    file.chmod(0o600)
+    assert SavedServer("box", "http://box:8080", key_file=str(file)).connection().key == "sk-file"
+
+
+def test_a_server_by_name_or_address():
+    box = SavedServer("Box", "http://box:8080", "m")
+    assert servers.find([box], "box ") == box and servers.find([box], "box/n").model == "n"
+    assert servers.find([box], "boxes") is None
+    assert servers.chosen([box], "BOX", "other", None) == Server("http://box:8080", "other", None)
+    for text in ("http://box", "http://box:8080/", "https://llm.example.com/v1", "https://a.b/api/v1/"):
+        assert servers.is_address(text), text
+    for text in ("http://box/m.gguf", "https://huggingface.co/a/b", "box", "/home/me", "http://u:p@box"):
+        assert not servers.is_address(text), text

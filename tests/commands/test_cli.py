@@ -1,18 +1,14 @@
 """The command line as its users meet it: what goes to stdout, what to stderr, exit codes."""
 
-import contextlib
 import io
 import json
 import os
-import pty
-import select
 import signal
 import subprocess
 import sys
-import termios
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +16,7 @@ from gguf import GGUFWriter
 
 from tests.support import tiny
 from tests.support.server import File, Server, make_gguf
+from tests.support.terminal import TINYCHAT, terminal
 from tinychat import process
 from tinychat.cli import DEVICES, main, parse
 from tinychat.commands import cache as cache_command
@@ -43,7 +40,6 @@ STATS = {
     "kv_bytes_per_token",
     "rss_bytes",
 }
-TINYCHAT = [sys.executable, "-m", "tinychat.cli"]
 
 Captured = pytest.CaptureFixture[str]
 
@@ -438,50 +434,14 @@ def test_a_reader_that_has_seen_enough_of_a_remote_header(server: Server, tmp_pa
 
 def test_a_bar_in_a_terminal(server: Server, tmp_path: Path) -> None:
     server.files["/m.gguf"] = File(make_gguf(tmp_path / "m.gguf"), block=10_000, pace=lambda sent: time.sleep(0.05))
-    with terminal("cache", "pull", server.url("/m.gguf")) as (process, read, _):
-        seen = read(None)
-    assert process.returncode == 0 and "downloading" in seen and "of 303.1 kB" in seen and "kB/s" in seen
+    with terminal("cache", "pull", server.url("/m.gguf")) as t:
+        seen = t.read(None)
+    assert t.process.returncode == 0 and "downloading" in seen and "of 303.1 kB" in seen and "kB/s" in seen
 
 
 def test_the_chat_opens_on_a_model_and_quits(smollm2_path: Path) -> None:
-    with terminal(str(smollm2_path)) as (process, read, write):
-        read(f"Ask {smollm2_path.name[:8]}")
-        write(b"\x11")  # ctrl+q
-        read(None)
-    assert process.returncode == 0
-
-
-@contextlib.contextmanager
-def terminal(
-    *argv: str,
-) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[str | None], str], Callable[[bytes], object]]]:
-    """tinychat in a terminal of its own: the process, a function that reads until a text (None: the end), one that
-    types."""
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (34, 110))
-    env = {**os.environ, "TERM": "xterm-256color"}
-    process = subprocess.Popen(
-        [*TINYCHAT, *argv], stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True
-    )
-    os.close(theirs)
-    seen = bytearray()
-
-    def read(until: str | None) -> str:
-        end = time.monotonic() + 60
-        while until is None or until.encode() not in seen:
-            assert select.select([ours], [], [], max(0, end - time.monotonic()))[0], seen[-2000:].decode(
-                "utf-8", "replace"
-            )
-            try:
-                seen.extend(os.read(ours, 65536))
-            except OSError:  # the process has closed it
-                break
-        return seen.decode("utf-8", "replace")
-
-    try:
-        yield process, read, lambda data: os.write(ours, data)
-        process.wait(20)
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
+    with terminal(str(smollm2_path)) as t:
+        t.read(f"Ask {smollm2_path.name[:8]}")
+        t.write(b"\x11")  # ctrl+q
+        t.read(None)
+        assert t.process.returncode == 0 and t.restored

@@ -16,7 +16,8 @@ import pytest
 
 from tests.support import tiny
 from tests.support.serving import Replay, finished, pieces, replaying, serving
-from tinychat.backend.opening import Server, open_backend
+from tinychat.backend.address import Server
+from tinychat.backend.factory import open_backend
 from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import Turn
 from tinychat.cli import main, parse

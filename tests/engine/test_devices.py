@@ -14,8 +14,9 @@ from tinychat.engine import Engine, devices
 from tinychat.errors import TinychatError
 from tinychat.kernels.cpu.compiler import NoCompiler
 from tinychat.kernels.cuda import executor, launch
-from tinychat.kernels.cuda.executor import GREEDY, CUDAExecutor
+from tinychat.kernels.cuda.executor import CUDAExecutor
 from tinychat.kernels.cuda.graph import Graph
+from tinychat.kernels.sampling import GREEDY
 from tinychat.kernels.tinygrad.executor import ReferenceExecutor
 
 IDS = [290, 17, 204, 99, 3, 256, 258, 64, 131, 64, 17, 280]

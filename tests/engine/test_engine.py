@@ -15,9 +15,8 @@ from tinychat.engine import fit
 from tinychat.engine.engine import Engine
 from tinychat.engine.kvstore import KVStore
 from tinychat.errors import TinychatError
-from tinychat.kernels.ops import Sampling
+from tinychat.kernels.sampling import GREEDY, Sampling
 
-GREEDY = Sampling(temperature=0.0)
 PROMPT = [6, 17, 250, 33, 7, 7, 120]  # its greedy answer fills the context without an end-of-answer token
 
 

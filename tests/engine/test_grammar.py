@@ -16,7 +16,7 @@ from tinychat.engine.engine import Engine
 from tinychat.engine.grammar import Grammar, Matcher, Vocabulary, calls_grammar
 from tinychat.engine.tool_calls import tool
 from tinychat.errors import TinychatError
-from tinychat.kernels.ops import Sampling
+from tinychat.kernels.sampling import Sampling
 
 PROMPT = [6, 17, 250, 33, 7, 7, 120]
 TOOLS = [

@@ -12,7 +12,7 @@ from tinychat.engine import Engine
 from tinychat.engine import memory_limit as limit
 from tinychat.errors import TinychatError
 from tinychat.kernels.cpu import bandwidth
-from tinychat.kernels.ops import Sampling
+from tinychat.kernels.sampling import Sampling
 from tinychat.measure import lock
 
 

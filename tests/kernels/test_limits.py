@@ -16,7 +16,8 @@ from tinychat.kernels.cpu import executor as cpu
 from tinychat.kernels.cpu import library
 from tinychat.kernels.cpu.executor import CPUExecutor
 from tinychat.kernels.limits import Limits, check, check_sampling
-from tinychat.kernels.ops import GQA, Layer, Plan, Sampling
+from tinychat.kernels.ops import GQA, Layer, Plan
+from tinychat.kernels.sampling import Sampling
 
 EVERYTHING = Limits(frozenset(GGMLQuantizationType))
 

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from tinychat.kernels.ops import Sampling
-from tinychat.kernels.sampling import dry, gumbel, penalties, sample, survivors
+from tinychat.kernels.sampling import Sampling, dry, gumbel, penalties, sample, survivors
 
 LOGITS = np.log(np.array([0.4, 0.3, 0.2, 0.06, 0.04], np.float32))
 ALL = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)

@@ -14,7 +14,7 @@ from rich.console import Console
 from tests.support import tiny
 from tinychat.engine.engine import Engine
 from tinychat.errors import TinychatError
-from tinychat.kernels.ops import Sampling
+from tinychat.kernels.sampling import Sampling
 from tinychat.measure import bench, log, results, tables
 from tinychat.measure.lock import machine_lock
 from tinychat.measure.profile import profile

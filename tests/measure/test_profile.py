@@ -23,8 +23,9 @@ from tinychat.engine import Engine
 from tinychat.engine import memory_limit as limit
 from tinychat.errors import TinychatError
 from tinychat.kernels.cpu import executor as cpu
-from tinychat.kernels.ops import GateUp, Sampling
+from tinychat.kernels.ops import GateUp
 from tinychat.kernels.profile import Part, function_source, name_of, quant_of, shape_of
+from tinychat.kernels.sampling import Sampling
 from tinychat.measure import bench
 from tinychat.measure.lock import machine_lock
 from tinychat.measure.profile import Profile, kernels, measure, profile, view

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.serving import serving
 from tinychat.backend.local import LocalBackend
-from tinychat.kernels.ops import Sampling
+from tinychat.kernels.sampling import Sampling
 from tinychat.server.answer import House
 
 

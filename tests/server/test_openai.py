@@ -14,7 +14,10 @@ import pytest
 from tests.support.serving import Replay, finished, pieces, replaying, serving
 from tinychat.backend.local import LocalBackend
 from tinychat.backend.protocol import Failed, Finished, Piece, Request, ToolCall, text_of
-from tinychat.kernels.ops import Sampling
+from tinychat.kernels.sampling import SAMPLING_PARAMETERS, Sampling
+from tinychat.server.fields import Fields
+from tinychat.server.refusal import Refused
+from tinychat.server.sampling import chosen_numbers
 
 HI: Any = [{"role": "user", "content": "Say hello."}]
 TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -80,14 +83,11 @@ def test_the_stream_on_the_wire() -> None:
     with serving(replaying(events)) as url:
         *got, done = chunks(url, messages=HI, stream_options={"include_usage": True})
     assert done == "[DONE]"
-    assert [c["choices"][0]["delta"] for c in got[:-1]] == [
-        {"role": "assistant", "content": None},
-        {"reasoning_content": "hm"},
-        {"content": "He"},
-        {"content": "llo"},
-        {},
-    ]
-    assert [c["choices"][0]["finish_reason"] for c in got[:-1]] == [None, None, None, None, "stop"]
+    head, thought, *said, last = [c["choices"][0]["delta"] for c in got[:-1]]
+    assert (head, thought, last) == ({"role": "assistant", "content": None}, {"reasoning_content": "hm"}, {})
+    assert all(list(delta) == ["content"] and delta["content"] for delta in said)
+    assert "".join(delta["content"] for delta in said) == "Hello"
+    assert [c["choices"][0]["finish_reason"] for c in got[:-1]] == [*[None] * (len(got) - 2), "stop"]
     assert len({c["id"] for c in got}) == 1 and got[0]["id"].startswith("chatcmpl-")
     assert got[-1]["choices"] == []
     assert got[-1]["usage"] == {
@@ -98,6 +98,13 @@ def test_the_stream_on_the_wire() -> None:
         "completion_tokens_details": {"reasoning_tokens": 1},
     }
     assert got[-1]["timings"]["predicted_per_second"] == pytest.approx(12)  # three steps in 0.25 s
+
+
+def test_what_comes_together_goes_out_together() -> None:
+    """One chunk for the pieces of one moment: an answer that is there at once needs few."""
+    with serving(replaying([*pieces(*"abc" * 200), finished(answer=600)])) as url:
+        said = [c["choices"][0]["delta"].get("content") or "" for c in chunks(url, messages=HI)[:-1]]
+    assert "".join(said) == "abc" * 200 and len(said) < 60
 
 
 def test_without_include_usage_there_is_none() -> None:
@@ -424,3 +431,17 @@ def test_a_turn_of_responses_is_one_message() -> None:
 def test_responses_store_nothing(url: str, field: str) -> None:
     answer = post(url, "/v1/responses", model="m", input="a", **{field: "x"})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == field
+
+
+def test_every_parameter_of_sampling_goes_over_http() -> None:
+    """Under its own name and vLLM's; -1 is "all" where other servers mean that."""
+    for name, p in SAMPLING_PARAMETERS.items():
+        for value in (p.low, p.high):
+            fields = Fields({name: value})
+            assert getattr(chosen_numbers(fields, Sampling()), name) == value
+            fields.done()
+        with pytest.raises(Refused, match=name):
+            chosen_numbers(Fields({name: p.high + 1}), Sampling())
+    assert chosen_numbers(Fields({"repetition_penalty": 1.5}), Sampling()).repeat_penalty == 1.5
+    unlimited = chosen_numbers(Fields({"top_k": -1, "repeat_last_n": -1, "dry_penalty_last_n": -1}), Sampling())
+    assert unlimited.top_k == 0 and unlimited.repeat_last_n > 100_000 and unlimited.dry_penalty_last_n == -1

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.support.serving import finished, pieces, replaying, serving
-from tinychat.commands.keys import read_key
+from tinychat.backend.address import read_key
 from tinychat.commands.serve import serve
 from tinychat.errors import TinychatError
 from tinychat.server import body, connection

@@ -15,8 +15,9 @@ from tinychat.kernels.cuda.layout import Layout, repack, transpose
 from tinychat.kernels.cuda.prefill import Chip, Prefill
 from tinychat.kernels.cuda.quants import FLOATS
 from tinychat.kernels.cuda.state import Word, state_words
-from tinychat.kernels.cuda.step import RING, Builder, decode
-from tinychat.kernels.ops import Plan, Sampling
+from tinychat.kernels.cuda.step import RING, Builder, Depth, decode
+from tinychat.kernels.ops import Plan
+from tinychat.kernels.sampling import Sampling
 
 PREFILL = 96  # tokens of a prefill step: more than one tile, fewer than two
 
@@ -31,16 +32,17 @@ class EmulatedCUDA:
         max_context: int,
         prefill_tokens: int = PREFILL,
         warpgroups: bool = True,
-        deep: bool = False,
+        depth: Depth = "middle",
     ) -> None:
         self.prefill_tokens = prefill_tokens
         self.plan, layout = plan, Layout(plan, {name: t.nbytes for name, t in gguf.tensors.items()})
         self.builder = Builder(plan, layout, max_context)
-        self.launches = [launch for launch, _ in decode(self.builder, deep)]
+        self.launches = [launch for launch, _ in decode(self.builder, depth)]
         prefill = Prefill(self.builder, prefill_tokens, Chip(warpgroups, 227 << 10))
         self.prefill_launches = [*prefill.layers(), *prefill.head()]
         self.buffers = {name: aligned(size) for name, size in self.builder.buffers.items()}
-        self.buffers["tickets"][:] = 0
+        if "tickets" in self.buffers:
+            self.buffers["tickets"][:] = 0
         packed = [repack(t, t.blocks) for t in layout.tensors.values() if t.kind not in FLOATS]
         cuda_emulator.compile_all([*packed, *self.launches, *self.prefill_launches])
         for t in layout.tensors.values():
@@ -127,7 +129,7 @@ class EmulatedGPU:
         return self.buffers[name][offset : offset + nbytes].copy()
 
     free_bytes = 1 << 33
-    warpgroups, max_shared = True, 227 << 10
+    warpgroups, overlaps, max_shared = True, True, 227 << 10
 
     def event(self) -> float:
         return time.perf_counter()

@@ -1,5 +1,5 @@
 // The functions of ptx.cuh on a CPU, so that the .cu files run in tests without a GPU: a block's threads are fibers that switch at
-// barriers, shuffles and matrix instructions. Blocks run one after the other, kernels too. Slow, exact, and poisoned: shared memory
+// barriers, shuffles and matrix instructions. Blocks run one after the other (those of a cluster together), kernels too. Slow, exact, and poisoned: shared memory
 // starts as garbage in every block.
 #include <math.h>
 #include <setjmp.h>
@@ -24,6 +24,8 @@ struct alignas(8) F2 { float x, y; };
 #define __shared__ static
 #define DYNAMIC_SHARED(name) static V4 name[232448 / 16]
 #define __launch_bounds__(n)
+#define CLUSTER_KERNEL(threads, resident, blocks) static void
+#define CLUSTER_SHARED(type, name) type &name = *(type *)emu::block_memory[emu::current / emu::threads]
 
 enum { STACK = 1 << 17 };
 template <class T> T min(T a, T b) { return b < a ? b : a; }
@@ -33,23 +35,27 @@ static Dim threadIdx, blockIdx, blockDim, gridDim;
 
 namespace emu {
 struct Fiber { ucontext_t start; jmp_buf jump; bool started = false, done = false; char *stack = nullptr; };
-static Fiber fibers[1024];
+enum { FIBERS = 4096, BLOCKS = 8 };  // of a cluster, at most
+static Fiber fibers[FIBERS];
 static void (*body)();
-static int current, count, block_waiting, block_generation;
-static int warp_waiting[32], warp_generation[32], alive, warp_alive[32];
+static V4 block_memory[BLOCKS][232448 / 16];
+static int current, threads, first_block, running;  // the current fiber; threads of a block; fibers that are not done
+static int cluster_waiting, cluster_generation, cluster_seen[FIBERS], block_waiting[BLOCKS], block_generation[BLOCKS], alive[BLOCKS];
+static int warp_waiting[FIBERS / 32], warp_generation[FIBERS / 32], warp_alive[FIBERS / 32];
 static ucontext_t main_context;
 static jmp_buf main_jump;
 
 static void enter() {
   body();
   fibers[current].done = true;
-  alive--; warp_alive[current / 32]--;
+  running--; alive[current / threads]--; warp_alive[current / 32]--;
   _longjmp(main_jump, 1);
 }
+static void become(int fiber) { current = fiber; threadIdx.x = fiber % threads; blockIdx.x = first_block + fiber / threads; }
 static void yield() {
   const int me = current;
   if (_setjmp(fibers[me].jump) == 0) _longjmp(main_jump, 1);
-  current = me; threadIdx.x = me;
+  become(me);
 }
 static void barrier(int &waiting, int &generation, const int &expected) {
   const int g = generation;
@@ -62,21 +68,23 @@ static void barrier(int &waiting, int &generation, const int &expected) {
   }
 }
 static void warp_barrier() { const int w = current / 32; barrier(warp_waiting[w], warp_generation[w], warp_alive[w]); }
-static void block_barrier() { barrier(block_waiting, block_generation, alive); }
+static void block_barrier() { const int b = current / threads; barrier(block_waiting[b], block_generation[b], alive[b]); }
 
-static void run_block(int threads) {
-  count = alive = threads;
-  block_waiting = 0;
-  for (int i = 0; i < threads; i++) {
+static void run_blocks(int threads_of_block, int blocks) {  // of one cluster, from blockIdx.x on
+  threads = threads_of_block; first_block = blockIdx.x; running = threads * blocks;
+  if (blocks > 1) memset(block_memory, 0xFF, blocks * sizeof *block_memory);
+  cluster_waiting = cluster_generation = 0;
+  for (int b = 0; b < blocks; b++) { alive[b] = threads; block_waiting[b] = 0; }
+  for (int i = 0; i < threads * blocks; i++) {
     fibers[i].started = fibers[i].done = false;
     if (!fibers[i].stack) fibers[i].stack = (char *)malloc(STACK);
-    warp_alive[i / 32] = min(32, threads - i / 32 * 32);
+    warp_alive[i / 32] = min(32, threads - i % threads / 32 * 32);
     warp_waiting[i / 32] = 0;
   }
-  while (alive)
-    for (volatile int i = 0; i < threads; i++) {
+  while (running)
+    for (volatile int i = 0; i < threads * blocks; i++) {
       if (fibers[i].done) continue;
-      current = i; threadIdx.x = i;
+      become(i);
       if (_setjmp(main_jump) == 0) {
         Fiber &f = fibers[i];
         if (f.started) _longjmp(f.jump, 1);
@@ -90,7 +98,7 @@ static void run_block(int threads) {
       }
     }
 }
-static char slots[32][32][64];
+static char slots[FIBERS / 32][32][64];
 template <class T> T exchange(T v, int lane) {  // what `lane` of the same warp gave
   const int w = current / 32;
   memcpy(slots[w][current % 32], &v, sizeof v);
@@ -146,6 +154,13 @@ DEVICE int shfl(int v, int l) { return emu::exchange(v, l); }
 DEVICE float shfl(float v, int l) { return emu::exchange(v, l); }
 DEVICE int shfl_up(int v, int by) { const int l = emu::current % 32; return emu::exchange(v, l >= by ? l - by : l); }
 DEVICE void copy_async(void *s, const void *g, bool valid) { if ((u64)s % 16 || (valid && (u64)g % 16)) { fprintf(stderr, "emulator: misaligned copy\n"); abort(); } if (valid) memcpy(s, g, 16); else memset(s, 0, 16); }
+DEVICE int cluster_rank() { return emu::current / emu::threads; }
+DEVICE void cluster_arrive() {
+  emu::cluster_seen[emu::current] = emu::cluster_generation;
+  if (++emu::cluster_waiting == emu::running) { emu::cluster_waiting = 0; emu::cluster_generation++; }
+}
+DEVICE void cluster_wait() { while (emu::cluster_generation == emu::cluster_seen[emu::current]) emu::yield(); }
+template <class T> T *peer(T *p, int rank) { return (T *)((char *)p + (rank - cluster_rank()) * (long)sizeof *emu::block_memory); }
 DEVICE void copy_commit() {}
 template <int N> DEVICE void copy_wait() {}
 DEVICE u32 matrix_row(const void *const *rows, int m, int l, bool trans) {

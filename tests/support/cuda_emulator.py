@@ -29,9 +29,9 @@ extern "C" void launch_{n}(void **a, int gx, int gy, int gz) {{
   args = a;
   emu::body = [] {{ {launch.name}({casts}); }};
   gridDim.x = gx; gridDim.y = gy; gridDim.z = gz; blockDim.x = {launch.threads};
-  for (int z = 0; z < gz; z++) for (int y = 0; y < gy; y++) for (int x = 0; x < gx; x++) {{
+  for (int z = 0; z < gz; z++) for (int y = 0; y < gy; y++) for (int x = 0; x < gx; x += {launch.cluster}) {{
     blockIdx.x = x; blockIdx.y = y; blockIdx.z = z;
-    emu::run_block({launch.threads});
+    emu::run_blocks({launch.threads}, {launch.cluster});
   }}
 }}
 }}

@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from tinychat.backend.protocol import (
     Request,
     StopReason,
     TokenPiece,
+    ToolCall,
     Usage,
 )
 from tinychat.backend.stops import StopStrings
@@ -40,9 +41,11 @@ from tinychat.backend.stream import EventStream
 from tinychat.chat.loading import OpenBackend
 from tinychat.engine.answer import AnswerParser
 from tinychat.engine.drafts import common_prefix
+from tinychat.engine.scanner import Fragment
 from tinychat.engine.stats import Stats, rss_bytes
+from tinychat.engine.tool_calls import PLAIN, as_plain
 from tinychat.errors import TinychatError
-from tinychat.kernels.ops import Sampling
+from tinychat.kernels.sampling import Sampling
 
 CHUNK = 256  # tokens that one event of the prefill stands for
 INFO = ModelInfo(
@@ -63,7 +66,9 @@ INFO = ModelInfo(
     kv_bytes_per_token=32768,
     file_bytes=808_000_000,
     fingerprint="scripted",
-    can=Capabilities(thinking=True, logprobs=True, continue_final=True, exact_counts=True, instruments=True),
+    can=Capabilities(
+        thinking=True, tools=True, logprobs=True, continue_final=True, exact_counts=True, instruments=True
+    ),
 )
 SPECIAL = ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<think>", "</think>")
 
@@ -133,7 +138,7 @@ class Words:
 
 
 class ScriptedChat:
-    """Renders as the engine's Chat does."""
+    """Renders as the engine's Chat does, tools as for a template without any."""
 
     template_s = tokenise_s = 0.0
     think_tags = ("<think>", "</think>")
@@ -143,13 +148,15 @@ class ScriptedChat:
 
     def text(
         self,
-        messages: Sequence[dict[str, str]],
+        messages: Sequence[dict[str, Any]],
         thinking: bool | None = None,
         add_generation_prompt: bool = True,
         continue_final: bool = False,
-        tools: object = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         out = []
+        if tools or any(m["role"] == "tool" for m in messages):
+            messages = as_plain(messages, tools)
         for i, m in enumerate(messages):
             last = i == len(messages) - 1
             reasoning = m.get("reasoning_content")
@@ -164,14 +171,14 @@ class ScriptedChat:
 
     def render(
         self,
-        messages: Sequence[dict[str, str]],
+        messages: Sequence[dict[str, Any]],
         thinking: bool | None = None,
         add_generation_prompt: bool = True,
         continue_final: bool = False,
-        tools: object = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
         return self._tokenizer.encode(
-            self.text(messages, thinking, add_generation_prompt, continue_final), special=True
+            self.text(messages, thinking, add_generation_prompt, continue_final, tools), special=True
         )
 
     def opens_thinking(self, prompt_ids: Sequence[int]) -> bool:
@@ -259,7 +266,7 @@ class ScriptedBackend:
                 if cancel.is_set():
                     raise TinychatError("stopped before it began; nothing was measured")
                 stream.put(JobDone(job(self, report, cancel)))  # type: ignore[arg-type]
-            except TinychatError as e:
+            except Exception as e:  # a job gets no engine here
                 stream.put(Failed(str(e)))
             stream.end()
 
@@ -285,8 +292,8 @@ class ScriptedBackend:
     # the thread
 
     def _events(self, request: Request) -> Iterator[Event]:
-        if request.tools or request.logit_bias or request.logprobs:
-            yield Failed("the script has no tools, no logit_bias and no top_logprobs", "invalid")
+        if request.logit_bias or request.logprobs or not all("function" in tool for tool in request.tools):
+            yield Failed("the script has no logit_bias and no top_logprobs, and a tool has a function", "invalid")
             return
         nothing = Finished("stopped", Usage(limit=self.info.max_context), self.stats)
         if request.cancel.is_set():
@@ -307,10 +314,10 @@ class ScriptedBackend:
         if not request.cancel.is_set():
             self.stats = replace(self.stats, phase="decode", ttft_s=time.perf_counter() - started)
             opened, tags = self.chat.opens_thinking(made.ids), self.chat.think_tags
-            splitter = AnswerParser(tags, opened=opened) if request.raw is None else None
-            for event in self._decode(self._answer(text), splitter, request):
-                if isinstance(event, Piece):
-                    count += len(event.tokens)
+            parser = AnswerParser(tags, opened=opened, form=PLAIN, tools=request.tools) if request.raw is None else None
+            for event in self._decode(self._answer(text), parser, request):
+                if isinstance(event, Piece | ToolCall):
+                    count += len(event.tokens) if isinstance(event, Piece) else 0
                     yield event
                 else:
                     reason, found = event
@@ -361,10 +368,16 @@ class ScriptedBackend:
 
     def _decode(
         self, answer: str, splitter: AnswerParser | None, request: Request
-    ) -> Iterator[Piece | tuple[StopReason, str]]:
-        """Pieces, and then why it ended and the stop string that did."""
+    ) -> Iterator[Piece | ToolCall | tuple[StopReason, str]]:
+        """Pieces and calls, and then why it ended and the stop string that did."""
         script, started, stops = self.script, time.perf_counter(), StopStrings(request.stop)
         reason: StopReason = "eos"
+        calls = set[int]()
+
+        def made(piece: Fragment) -> ToolCall:
+            calls.discard(piece.index) if piece.note else calls.add(piece.index)
+            return ToolCall(piece.index, piece.text, piece.id, piece.name, piece.note)
+
         for n, token in enumerate(self.tokenizer.encode(answer, special=True), 1):
             if request.cancel.is_set():
                 reason = "stopped"
@@ -383,10 +396,15 @@ class ScriptedBackend:
             self._cached.append(token)
             self._count(n, max(time.perf_counter() - started, 1e-9))
             text = self.tokenizer.decode([token], special=True)
-            pieces = [(p.kind, p.text) for p in splitter.feed(text)] if splitter else [("answer", text)]
-            for i, (kind, part) in enumerate(pieces or [(splitter.kind if splitter else "answer", "")]):
-                part = stops.feed(part) if kind == "answer" else part
-                yield Piece(kind, part, (TokenPiece(token, part, -0.25),) if i == 0 else ())  # type: ignore[arg-type]
+            pieces = splitter.feed(text) if splitter else [Fragment("answer", text)]
+            if not pieces and splitter and splitter.kind != "call":
+                pieces = [Fragment(splitter.kind, "")]
+            for i, piece in enumerate(pieces):
+                if piece.kind == "call":
+                    yield made(piece)
+                    continue
+                part = stops.feed(piece.text) if piece.kind == "answer" else piece.text
+                yield Piece(piece.kind, part, (TokenPiece(token, part, -0.25),) if i == 0 else ())
             if stops.found:
                 reason = "stop"
                 break
@@ -394,7 +412,12 @@ class ScriptedBackend:
                 reason = "length"
                 break
         for piece in splitter.flush() if splitter else ():
-            yield Piece(piece.kind, stops.feed(piece.text) if piece.kind == "answer" else piece.text)
+            if piece.kind == "call":
+                yield made(piece)
+            else:
+                yield Piece(piece.kind, stops.feed(piece.text) if piece.kind == "answer" else piece.text)
+        if calls and reason == "eos":
+            reason = "tool_calls"
         if rest := stops.flush():
             yield Piece("answer", rest)
         yield reason, stops.found

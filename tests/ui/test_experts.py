@@ -13,7 +13,7 @@ from tinychat.backend.instruments import ExpertCounts
 from tinychat.chat.parameters import Parameters
 from tinychat.chat.settings import Settings
 from tinychat.engine.expert_use import RECENT, RecentExperts
-from tinychat.kernels.ops import Sampling
+from tinychat.kernels.sampling import Sampling
 from tinychat.ui.app import TinychatApp
 from tinychat.ui.panel import ExpertsStrip
 from tinychat.ui.panel.experts import strip

@@ -1,12 +1,14 @@
 """The engine panel: what the figures say, at any width, without colour, and live in the app."""
 
+from dataclasses import replace
+
 import pytest
 from textual.app import App, ComposeResult
 
 from tests.support.screens import text_of, until
 from tests.support.scripted import INFO
 from tinychat import units
-from tinychat.backend.protocol import Prefilling, Stats, Usage
+from tinychat.backend.protocol import Capabilities, Prefilling, Stats, Usage
 from tinychat.chat.state import LoadStage
 from tinychat.ui.panel import EngineLine, EnginePanel, Reading, figures
 from tinychat.ui.panel.reading import PaintMeter
@@ -38,6 +40,16 @@ def test_numbers_as_people_read_them():
     assert [units.speed(v) for v in (0.347, 7.25, 72.44, 812.3, 12345)] == ["0.35", "7.2", "72.4", "812", "12,345"]
     assert [figures.seconds(v) for v in (0.414, 3.21, 42, 185)] == ["0.41 s", "3.2 s", "42 s", "3:05"]
     assert figures.size(18_300_000_000) == "18.3 GB"
+
+
+def test_a_server_of_another_make_says_what_it_does_not_tell():
+    info = replace(INFO, device="box:8080", can=Capabilities(), max_context=0)
+    reading = Reading(Stats(decode_tok_s=72.0, generated_tokens=9), info)
+    rows = [str(r).rstrip() for r in figures.machine_rows(reading, 30)]
+    assert rows == ["box:8080", "this server does not tell:", "kernels, memory, context size"]
+    assert figures.memory_rows(reading, 30) == []
+    ours = replace(reading, stats=STATS)
+    assert len(figures.memory_rows(ours, 30)) == 3 and "this server" not in str(figures.machine_rows(ours, 30))
 
 
 def test_bars():

@@ -11,16 +11,21 @@ from tests.measure.test_bench import RESULT
 from tests.support import tiny
 from tests.support.screens import UNSET, Host, text_of, until
 from tests.support.server import File, Server, make_gguf
+from tests.support.serving import finished, replaying, serving
+from tinychat.backend.address import Server as At
 from tinychat.chat import settings
+from tinychat.chat.servers import SavedServer
 from tinychat.measure import log
 from tinychat.models import cache
 from tinychat.models.download import Notes
 from tinychat.models.registry import MODELS, resolve
+from tinychat.server.security import Policy
 from tinychat.ui.screens import picker_rows
 from tinychat.ui.screens.dialogs import ConfirmScreen
 from tinychat.ui.screens.downloads import Downloads
 from tinychat.ui.screens.picker import PickedModel, PickerScreen
 from tinychat.ui.screens.picker_rows import Row
+from tinychat.ui.screens.server_form import ServerForm
 from tinychat.ui.screens.sheet import Rows
 
 
@@ -382,3 +387,57 @@ async def test_a_header_that_comes_after_the_sheet_has_gone_changes_nothing(gguf
         picker._tick()
         app.pop_screen()
         await pilot.pause()
+
+
+async def test_a_saved_server_is_asked_and_opened(monkeypatch):
+    monkeypatch.setenv("BOX_KEY", "sk-secret")
+    with serving(replaying([finished()]), Policy("sk-secret")) as url:
+        settings.save_server(SavedServer("box", url, key_env="BOX_KEY"))
+        app = app_with(text="box")
+        async with app.run_test(size=(120, 40)) as pilot:
+            await until(pilot, lambda: "● answers" in text_of(app))
+            assert "replay" in text_of(app) and "key from the variable BOX_KEY" in text_of(app)
+            assert "sk-secret" not in text_of(app)
+            await pilot.press("enter")
+            await until(pilot, lambda: app.result is not UNSET)
+    assert (app.result.name, app.result.server) == ("box", At(url, "replay", "sk-secret"))
+    assert "sk-secret" not in repr(app.result) and "sk-secret" not in settings.path().read_text()
+
+
+async def test_a_server_that_is_not_there_or_wants_a_key():
+    with serving(replaying([finished()]), Policy("sk-secret")) as url:
+        settings.save_server(SavedServer("locked", url))
+        settings.save_server(SavedServer("gone", "http://127.0.0.1:9"))
+        app = app_with(text="locked")
+        async with app.run_test(size=(140, 40)) as pilot:
+            await until(pilot, lambda: "API key is missing" in text_of(app))
+            await search(pilot, "gone")
+            await until(pilot, lambda: "the connection to http://127.0.0.1:9 failed" in text_of(app))
+            await pilot.press("enter")
+            await until(pilot, lambda: "✗ no answer" in text_of(app))
+            assert app.result is UNSET
+
+
+async def test_a_typed_address_is_opened_and_saved_under_a_name():
+    with serving(replaying([finished()])) as url:
+        app = app_with(text=url)
+        async with app.run_test(size=(120, 40)) as pilot:
+            await until(pilot, lambda: f"a server at {url}" in text_of(app))
+            await pilot.press("ctrl+s")
+            await until(pilot, lambda: isinstance(app.screen, ServerForm))
+            await pilot.press("enter")
+            await until(pilot, lambda: "needs a name" in text_of(app))
+            app.screen.query_one("#name", Input).value = "mine"
+            await pilot.press("enter")
+            await until(pilot, lambda: isinstance(app.screen, PickerScreen))
+            assert settings.load().servers == (SavedServer("mine", url),)
+            await search(pilot, "mine")
+            await until(pilot, lambda: "● answers" in text_of(app))
+            await pilot.press("ctrl+d")
+            await until(pilot, lambda: isinstance(app.screen, ConfirmScreen))
+            await pilot.press("y")
+            await until(pilot, lambda: settings.load().servers == ())
+            await search(pilot, url)
+            await pilot.press("enter")
+            await until(pilot, lambda: app.result is not UNSET)
+    assert (app.result.name, app.result.server) == (url, At(url, "replay"))

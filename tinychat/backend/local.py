@@ -270,8 +270,8 @@ class LocalBackend:
             one.stream.end()
 
     def _answer(self, request: Request, stream: EventStream[Event], asked: float) -> None:
-        if refusal := _refusal(request):
-            stream.put(Failed(refusal, "invalid"))
+        if (refusal := _refusal(request)) is not None:
+            stream.put(refusal)
             return
         try:
             prompt = self._prompts.make(request)
@@ -369,18 +369,19 @@ def _in_one_line(job: Callable[[], T]) -> T:
         raise TinychatError(f"internal error: {type(e).__name__}: {e}") from e
 
 
-def _refusal(request: Request) -> str:
-    """What the request asks for and this backend cannot do, in one line; "" when it can do all of it."""
-    kind = (request.response_format or {}).get("type", "text")
+def _refusal(request: Request) -> Failed | None:
+    """What the request asks for and this backend cannot do; None when it can do all of it."""
+    kind, field, why = (request.response_format or {}).get("type", "text"), "", ""
     if kind not in ("text", "json_object", "json_schema"):
-        return "response_format has an unknown type; text, json_object and json_schema are known"
-    if request.logit_bias:
-        return "logit_bias is not supported by this engine"
-    if request.logprobs:
-        return "alternatives of a token (top_logprobs) are not supported by this engine; 0 gives those of the answer"
-    if request.template_kwargs:
-        return f"template arguments ({', '.join(request.template_kwargs)}) are not supported by this engine"
-    return ""
+        field, why = "response_format", "has an unknown type; text, json_object and json_schema are known"
+    elif request.logit_bias:
+        field, why = "logit_bias", "is not supported by this engine"
+    elif request.logprobs:
+        field, why = "top_logprobs", "other tokens than the chosen ones are not told by this engine; 0 is possible"
+    elif request.template_kwargs:
+        field = f"chat_template_kwargs.{next(iter(request.template_kwargs))}"
+        why = "is not supported by this engine"
+    return Failed(f"{field}: {why}", "invalid", field=field) if field else None
 
 
 def _grammar(engine: Engine, request: Request, prompt: Sequence[int]) -> Grammar | None:

@@ -66,6 +66,7 @@ class PromptMaker:
             answer = len(encode(messages[-1].get("reasoning_content") or "")) + len(encode(_text(messages[-1])))
         thinking = max(0, thinking)
         tools = len(ids) - len(self._ids(replace(request, tools=(), tool_choice="none"))) if offered(request) else 0
+        tools += sum(len(encode(_text(m))) for m in messages if m.get("role") == "tool")
         history = max(0, len(ids) - system - thinking - tools - answer)
         return Prompt(ids, Usage(system, history, thinking, tools, answer, limit))
 

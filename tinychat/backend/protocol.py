@@ -18,7 +18,9 @@ from tinychat.engine.speculation import Source as Source
 from tinychat.engine.speculation import Speculate as Speculate
 from tinychat.engine.stats import Stats as Stats  # Source, Stats and Sampling are part of the seam
 from tinychat.errors import TinychatError
-from tinychat.kernels.ops import Sampling as Sampling
+from tinychat.kernels.sampling import SAMPLING_PARAMETERS as SAMPLING_PARAMETERS
+from tinychat.kernels.sampling import Parameter as Parameter
+from tinychat.kernels.sampling import Sampling as Sampling
 
 ANSWER_RESERVE = 256  # tokens that an answer should at least have
 
@@ -208,12 +210,14 @@ class DoesNotFit:
 
 @dataclass(frozen=True)
 class Failed:
-    """The request failed; `message` is one line for the user. "invalid": the request asks for what cannot be done;
-    "busy": come again after `retry_s` seconds; "lost": the connection broke, what came stays; "internal": the rest."""
+    """The request failed; `message` is one line for the user. "invalid": the request asks for what cannot be done, in
+    `field`, as OpenAI names it, where it is one field; "busy": come again after `retry_s` seconds; "lost": the
+    connection broke, what came stays; "internal": the rest."""
 
     message: str
     cause: Literal["invalid", "busy", "lost", "internal"] = "internal"
     retry_s: float = 0.0
+    field: str = ""
 
 
 Event = Queued | Prompted | Prefilling | Piece | ToolCall | Finished | DoesNotFit | Failed

@@ -12,7 +12,9 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from tinychat.backend.address import address
 from tinychat.backend.protocol import (
+    SAMPLING_PARAMETERS,
     Capabilities,
     DoesNotFit,
     Event,
@@ -21,6 +23,7 @@ from tinychat.backend.protocol import (
     Message,
     ModelInfo,
     Request,
+    Sampling,
     Usage,
 )
 from tinychat.backend.stream import EventStream
@@ -34,6 +37,7 @@ from tinychat.backend.wire import (
     one_line,
     read_chunk,
     refused,
+    stats_of,
     usage_of,
 )
 from tinychat.engine.stats import Stats
@@ -44,11 +48,16 @@ T = TypeVar("T")
 STALL_S = 300.0  # without a byte, after which a server is left: it may keep a request waiting for others
 CONNECT_S = 10.0
 ASK_S = 20.0  # for what a server answers without its model
-CANCEL_S = 0.02  # how often a cancel is looked for
+CANCEL_S = 0.1  # how often a cancel is looked for while nothing comes: each look takes time from an engine beside
 LETTERS_PER_TOKEN = 4  # where nobody counts
 
 Kind = Literal["tinychat", "llama", "vllm", "openai"]
 """What a server is, as far as it says: it decides which fields beyond OpenAI's it is sent."""
+
+_OPENAI = {"temperature": "temperature", "top_p": "top_p", "seed": "seed"}
+_VLLM = _OPENAI | {"top_k": "top_k", "min_p": "min_p", "repeat_penalty": "repetition_penalty"}
+_NAMES: Mapping[Kind, Mapping[str, str]] = {"openai": _OPENAI, "vllm": _VLLM}
+"""Parameters of sampling, by their names here, and what these servers call them; the others know all, as they are."""
 
 _PROBE = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
@@ -78,13 +87,22 @@ class RemoteBackend:
     ) -> RemoteBackend:
         """Asks the server at `url` (with or without /v1) what it has and can. `model` is needed where it has several;
         `stall_s` is how long it may be silent. Raises TinychatError."""
-        backend = cls(_root(url), key, stall_s)
+        backend = cls(address(url), key, stall_s)
         try:
             backend._call(backend._look(model))
         except BaseException:
             backend.close()
             raise
         return backend
+
+    @classmethod
+    def models(cls, url: str, key: str | None = None) -> list[str]:
+        """The names of the models that the server at `url` has. Raises TinychatError."""
+        backend = cls(address(url), key, ASK_S)
+        try:
+            return [str(m["id"]) for m in backend._call(backend._models())]
+        finally:
+            backend.close()
 
     @property
     def info(self) -> ModelInfo:
@@ -146,12 +164,17 @@ class RemoteBackend:
         except ValueError:
             return None
 
-    async def _look(self, wanted: str | None) -> None:
-        """Finds out what the server is, which models it has, and what they can."""
+    async def _models(self) -> list[Mapping[str, Any]]:
+        """What the server lists at /v1/models; at least one."""
         listed = await self._ask("/v1/models")
         models = [m for m in as_list(as_dict(listed).get("data")) if isinstance(as_dict(m).get("id"), str)]
         if not models:
             raise TinychatError(f"{self.url} lists no models at /v1/models: is it an OpenAI-compatible server?")
+        return models
+
+    async def _look(self, wanted: str | None) -> None:
+        """Finds out what the server is, which models it has, and what they can."""
+        models = await self._models()
         names = [m["id"] for m in models]
         if wanted is None and len(names) > 1:
             shown = ", ".join(printable(n, newlines=False) for n in names[:20])
@@ -174,7 +197,7 @@ class RemoteBackend:
         if self.key and parts.scheme == "http" and parts.hostname not in ("localhost", "127.0.0.1", "::1"):
             notes = ("the key goes to the server unencrypted; https:// would protect it",)
         info = ModelInfo(name, context, parts.netloc, await self._capabilities(name, props, own), notes=notes)
-        self._info = _described(info, own)
+        self._info, self._stats = _described(info, own), stats_of(own.get("stats"))
 
     async def _capabilities(self, name: str, props: Mapping[str, Any], own: Mapping[str, Any]) -> Capabilities:
         """What the server says of itself, and, where it says nothing of tools, whether it takes a request with one."""
@@ -252,7 +275,7 @@ class RemoteBackend:
         """One request to the server; puts its events but the last, which it returns."""
         if refusal := self._refusal(request):
             return Failed(refusal, "invalid")
-        reading = Reading(self._info.max_context, dropped)
+        reading = Reading(self._info.max_context, dropped, self._stats.of_model())
         path = "/v1/completions" if request.raw is not None else "/v1/chat/completions"
         try:
             async with self._http().stream("POST", self.url + path, json=self._body(request)) as response:
@@ -267,6 +290,8 @@ class RemoteBackend:
                     for event in read_chunk(reading, chunk):
                         stream.put(event)
                     self._stats = reading.stats
+                    if request.cancel.is_set():
+                        raise asyncio.CancelledError
         except httpx.TimeoutException:
             return Failed(f"nothing came from {self.url} for {self._stall_s:g} seconds", "lost")
         except (httpx.HTTPError, httpx.InvalidURL) as e:
@@ -286,23 +311,12 @@ class RemoteBackend:
 
     def _body(self, r: Request) -> dict[str, Any]:
         """The request as JSON, with the fields that this kind of server knows."""
-        s = r.sampling
         body: dict[str, Any] = {
             "model": self._info.name,
             "stream": True,
             "stream_options": {"include_usage": True},
-            "temperature": s.temperature,
-            "top_p": s.top_p,
-            "seed": s.seed,
+            **_sampling(r.sampling, self._kind),
         }
-        if self._kind != "openai":
-            body |= {"top_k": s.top_k, "min_p": s.min_p}
-            body["repetition_penalty" if self._kind == "vllm" else "repeat_penalty"] = s.repeat_penalty
-        if self._kind in ("tinychat", "llama"):
-            body |= {"repeat_last_n": s.repeat_last_n}
-            if s.dry_multiplier:
-                body |= {"dry_multiplier": s.dry_multiplier, "dry_base": s.dry_base}
-                body |= {"dry_allowed_length": s.dry_allowed_length, "dry_penalty_last_n": s.dry_penalty_last_n}
         if r.max_tokens is not None:
             body["max_tokens"] = r.max_tokens
         if r.stop:
@@ -334,6 +348,12 @@ class RemoteBackend:
         return body
 
 
+def _sampling(sampling: Sampling, kind: Kind) -> dict[str, Any]:
+    """The parameters by the names that this kind of server has for them."""
+    names = _NAMES.get(kind) or {name: name for name in (*SAMPLING_PARAMETERS, "seed")}
+    return {theirs: getattr(sampling, ours) for ours, theirs in names.items()}
+
+
 def _no_connection(url: str, error: Exception) -> str:
     what = one_line(error) or type(error).__name__
     return f"the connection to {url} failed: {what}"
@@ -342,21 +362,6 @@ def _no_connection(url: str, error: Exception) -> str:
 def _redirected(url: str, response: httpx.Response) -> str:
     target = one_line(response.headers.get("location", "somewhere else"))
     return f"{url} redirects to {target}; redirects are not followed, give that address if you trust it"
-
-
-def _root(url: str) -> str:
-    """The server's address without /v1. Raises TinychatError for what is no address."""
-    given = url if "://" in url else f"http://{url}"
-    try:
-        parts = urlsplit(given.strip())
-        fine = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
-    except ValueError:
-        fine = False
-    if not fine or parts.query or parts.fragment:
-        raise TinychatError(f"{printable(url, newlines=False)} is no server's address, as http://127.0.0.1:8080")
-    if "@" in parts.netloc:
-        raise TinychatError("a server's address must not hold a user name or password; give a key instead")
-    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 
 def _described(info: ModelInfo, own: Mapping[str, Any]) -> ModelInfo:

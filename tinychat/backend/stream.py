@@ -52,6 +52,16 @@ class EventStream(Generic[T], Iterator[T]):
         """Whether everything was taken and nothing will come."""
         return self._ended and not self._events  # in this order: what was put before the end is seen
 
+    @property
+    def complete(self) -> bool:
+        """Whether nothing will come any more."""
+        return self._ended
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something is there to be taken."""
+        return bool(self._events)
+
     def poll(self) -> list[T]:
         """All events that are there, without waiting."""
         return [self._events.popleft() for _ in range(len(self._events))]

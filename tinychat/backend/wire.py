@@ -15,6 +15,7 @@ from tinychat.backend.protocol import (
     Event,
     Failed,
     Finished,
+    Kind,
     ModelInfo,
     Piece,
     Prefilling,
@@ -33,7 +34,8 @@ MAX_LINE = 16 << 20
 class Reading:
     """Makes events of the chunks of one answer."""
 
-    def __init__(self, limit: int, dropped: int) -> None:
+    def __init__(self, limit: int, dropped: int, model: Stats) -> None:
+        """`limit`: tokens of the context; `dropped`: messages left out so far; `model`: what is known of the model."""
         self._limit, self._dropped = limit, dropped
         self._began = time.perf_counter()
         self._first = 0.0
@@ -45,7 +47,8 @@ class Reading:
         self._timings: Mapping[str, Any] = {}
         self._details: Mapping[str, Any] = {}  # tinychat: the last chunk's
         self._named: set[int] = set()
-        self.stats = Stats(phase="prefill", context_max=limit)
+        self._told = False  # tinychat: the figures come from the server
+        self.stats = replace(model, phase="prefill", context_max=limit)
 
     def read(self, chunk: Mapping[str, Any]) -> list[Event]:
         details = as_dict(chunk.get("details"))
@@ -67,15 +70,16 @@ class Reading:
 
     def _choice(self, choice: Mapping[str, Any], details: Mapping[str, Any]) -> list[Event]:
         delta, events = as_dict(choice.get("delta")), list[Event]()
-        tokens = _tokens(details, choice)
+        tokens = _tokens(choice)
         said = delta.get("content") if "delta" in choice else choice.get("text")
         thought = delta.get("reasoning_content") or delta.get("reasoning")
-        if isinstance(thought, str) and thought:
+        if "pieces" in details:
+            kind: Kind = "thinking" if details.get("kind") == "thinking" else "answer"
+            events += [Piece(kind, str(text), _own_tokens(own)) for text, own in details["pieces"]]
+        elif isinstance(thought, str) and thought:
             events.append(Piece("thinking", thought, tokens))
         elif isinstance(said, str) and said:
             events.append(Piece("answer", said, tokens))
-        elif tokens:
-            events.append(Piece("thinking" if details.get("kind") == "thinking" else "answer", "", tokens))
         for i, call in enumerate(map(as_dict, as_list(delta.get("tool_calls")))):
             function = as_dict(call.get("function"))
             index = as_int(call.get("index", i))
@@ -86,13 +90,18 @@ class Reading:
         self._reason = choice.get("finish_reason") or self._reason
         self._stop = choice.get("stop_reason") or self._stop
         if events:
-            self._count(max(1, len(tokens)))
+            self._count(max(1, sum(len(e.tokens) for e in events if isinstance(e, Piece))))
+        if "now" in details:
+            self._told, self.stats = True, stats_of(details["now"])
         return events
 
     def _count(self, tokens: int) -> None:
         """Keeps the figures that a clock on this side can tell."""
         now = time.perf_counter()
         self._deltas += tokens
+        if self._told:
+            self.stats = replace(self.stats, generated_tokens=self._deltas)
+            return
         if not self._first:
             self._first = now
         decode_s = now - self._first
@@ -155,10 +164,13 @@ async def chunks(response: httpx.Response) -> AsyncIterator[Mapping[str, Any]]:
             raise httpx.RemoteProtocolError("what came is not JSON") from None
 
 
-def _tokens(details: Mapping[str, Any], choice: Mapping[str, Any]) -> tuple[TokenPiece, ...]:
-    """The tokens of a chunk: tinychat tells them; others only with log-probabilities, and without ids."""
-    if "tokens" in details:
-        return tuple(TokenPiece(i, t, p, tuple(map(tuple, top)), *more) for i, t, p, top, *more in details["tokens"])
+def _own_tokens(tokens: Any) -> tuple[TokenPiece, ...]:
+    """The tokens of a piece as tinychat tells them."""
+    return tuple(TokenPiece(i, t, p, tuple(map(tuple, top)), *more) for i, t, p, top, *more in tokens)
+
+
+def _tokens(choice: Mapping[str, Any]) -> tuple[TokenPiece, ...]:
+    """The tokens of a chunk, as servers tell them with log-probabilities: without ids."""
     entries = as_list(as_dict(choice.get("logprobs")).get("content"))
     return tuple(TokenPiece(-1, str(e.get("token")), float(e.get("logprob", 0.0))) for e in map(as_dict, entries))
 
@@ -214,8 +226,7 @@ def _counted(usage: Mapping[str, Any], limit: int, deltas: int) -> Usage:
 def _final(stats: Stats, details: Mapping[str, Any], timings: Mapping[str, Any], usage: Usage) -> Stats:
     """The figures at the end: tinychat's own, or llama-server's timings, or what the clock here has seen."""
     if own := as_dict(details.get("stats")):
-        known = {f.name: own[f.name] for f in fields(Stats) if type(own.get(f.name)) in (int, float, str)}
-        return Stats(**known)
+        return stats_of(own)
     decode_s = stats.decode_s
     steps = max(0, usage.answer - 1)
     rate = _float(timings.get("predicted_per_second")) or (steps / decode_s if decode_s > 0 else 0.0)
@@ -232,6 +243,13 @@ def _final(stats: Stats, details: Mapping[str, Any], timings: Mapping[str, Any],
         token_s=1 / rate if rate else 0.0,
         context_used=usage.used,
     )
+
+
+def stats_of(value: Any) -> Stats:
+    """Stats as tinychat's server writes them."""
+    own = as_dict(value)
+    kinds = {"str": (str,), "int": (int,), "float": (int, float)}
+    return Stats(**{f.name: own[f.name] for f in fields(Stats) if type(own.get(f.name)) in kinds[str(f.type)]})
 
 
 def as_dict(value: Any) -> Mapping[str, Any]:

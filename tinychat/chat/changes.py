@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 from tinychat.backend.protocol import Usage
 from tinychat.chat.conversation import Conversation, Turn
+from tinychat.tools.protocol import Question
 
 
 @dataclass(frozen=True)
 class Reset:
     """The turns from `start` on are others than before: those of `conversation`, as it was then. `live`: its last
-    answer is being written, and what grows of it comes as Grew."""
+    turn is being written, and what grows of an answer comes as Grew."""
 
     start: int
     conversation: Conversation
@@ -29,7 +30,7 @@ class Grew:
 
 @dataclass(frozen=True)
 class Ended:
-    """The last turn, number `index`, is complete for now, and this is it."""
+    """The last turn, number `index`, an answer or a call's result, is complete for now, and this is it."""
 
     index: int
     turn: Turn
@@ -81,4 +82,11 @@ class Overflow:
         return (*turns, *thinking, "stop")
 
 
-Change = Reset | Grew | Ended | ModelChanged | Notice | Refused | Overflow
+@dataclass(frozen=True)
+class Asks:
+    """A tool waits for the user's answer to `question`: Controller.permit."""
+
+    question: Question
+
+
+Change = Reset | Grew | Ended | ModelChanged | Notice | Refused | Overflow | Asks

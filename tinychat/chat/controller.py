@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,12 +25,15 @@ from tinychat.backend.protocol import (
     Piece,
     Prefilling,
     Prompted,
+    Request,
     Stats,
     TokenPiece,
+    ToolCall,
     Usage,
     reserve_for,
 )
-from tinychat.chat.changes import Change, Ended, Grew, ModelChanged, Notice, Overflow, Refused, Reset
+from tinychat.chat.calling import ROUNDS, Asked, Done, Run, is_object, room_for
+from tinychat.chat.changes import Asks, Change, Ended, Grew, ModelChanged, Notice, Overflow, Refused, Reset
 from tinychat.chat.conversation import Attachment, Conversation, Turn
 from tinychat.chat.loading import OpenBackend, start_loading
 from tinychat.chat.parameters import Parameters
@@ -38,6 +41,7 @@ from tinychat.chat.request import request_for
 from tinychat.chat.saving import Saver
 from tinychat.chat.state import (
     Answering,
+    Calling,
     Idle,
     LoadFailed,
     Loading,
@@ -48,6 +52,9 @@ from tinychat.chat.state import (
 )
 from tinychat.chat.usage_count import UsageCount
 from tinychat.errors import TinychatError
+from tinychat.tools.permission import Permissions
+from tinychat.tools.protocol import Answer, Result
+from tinychat.tools.toolbox import LIMIT, Toolbox
 
 KEPT_STATS = (
     "prompt_tokens",
@@ -71,7 +78,8 @@ class Trace:
 
 
 class Controller:
-    """`save` is called with the conversation whenever it changed, at most once a second while an answer grows."""
+    """`save` is called with the conversation whenever it changed, at most once a second while an answer grows.
+    `toolbox` has what the model may call (nothing at first), `permissions` what the user has allowed of it."""
 
     def __init__(
         self,
@@ -79,6 +87,7 @@ class Controller:
         conversation: Conversation | None = None,
         save: Callable[[Conversation], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        permissions: Permissions | None = None,
     ) -> None:
         self.state: State = Idle()
         self.backend: Backend | None = None  # that answers, while nothing is being loaded
@@ -87,6 +96,7 @@ class Controller:
         self.usage = Usage()
         self.trace = Trace()
         self.raw = False
+        self.toolbox, self.permissions = Toolbox(), permissions or Permissions()
         self._left: list[int] = []  # ids of the last turns of paths that were left, for undo
         self._open_backend, self._clock = open_backend, clock
         self._saver = Saver(save, clock)
@@ -103,8 +113,13 @@ class Controller:
 
     @property
     def busy(self) -> bool:
-        """Whether an answer is being written."""
-        return isinstance(self.state, Answering | Stopping)
+        """Whether an answer is being written, or a tool that it called runs."""
+        return isinstance(self.state, Answering | Stopping | Calling)
+
+    @property
+    def calling(self) -> Calling | None:
+        """The call that runs."""
+        return self.state if isinstance(self.state, Calling) else None
 
     @property
     def running(self) -> Answering | None:
@@ -221,14 +236,15 @@ class Controller:
                     Notice("no model is loaded; choose one with /model and this will be sent", error=True)
                 )
             return
-        conversation = self.conversation.add(replace(turn, raw=self.raw))
+        conversation = self.conversation.settled().add(replace(turn, raw=self.raw))
         self._start(conversation, len(self.conversation.turns))
 
     def regenerate(self, index: int | None = None) -> None:
         """Answers again: turn `index`, or the last answer. The present one stays as a version."""
         self._idle("regenerate")
         conversation = self.conversation.regenerate(index)
-        self._start(conversation, len(conversation.turns), go_on=conversation.can_continue())
+        begun = conversation.can_continue()  # with the user's start of the answer
+        self._start(conversation, len(conversation.turns) - begun, go_on=begun)
 
     def edit(self, index: int, text: str, files: tuple[Attachment, ...] = ()) -> None:
         self._idle("edit")
@@ -252,8 +268,7 @@ class Controller:
         """Shows another path of the conversation; False when it is the present one."""
         if conversation is self.conversation:
             return False
-        both = zip(self.conversation.turns, conversation.turns)
-        start = next((i for i, (old, new) in enumerate(both) if old is not new), 0)
+        start = _first_other(self.conversation, conversation)
         self._set(conversation)
         self._changes.append(Reset(start, conversation))
         self._measure()
@@ -264,6 +279,9 @@ class Controller:
         self._idle("continue")
         if not self.conversation.can_continue():
             raise TinychatError("there is no answer to continue; ask something first")
+        if self.conversation.pending or self.conversation.turns[-1].role == "tool":
+            self._call_next(0, {})
+            return
         self._start(self.conversation, len(self.conversation.turns) - 1, go_on=True)
 
     def prefill(self, text: str) -> None:
@@ -276,8 +294,12 @@ class Controller:
         self._start(c.prefill(text), len(c.turns), go_on=True)
 
     def stop(self) -> None:
-        """Ends the running answer; what there is of it stays."""
-        if (r := self.running) is not None:
+        """Ends the running answer or call; what there is of it stays."""
+        if (calling := self.calling) is not None:
+            calling.run.stop()
+            self._called(Done(Result("the user stopped this call", "stopped"), calling.run.seconds), calling)
+            self._measure()
+        elif (r := self.running) is not None:
             r.cancel.set()
             self.state = Stopping(r)
 
@@ -307,7 +329,9 @@ class Controller:
 
     def leave(self) -> None:
         """The user goes: what there is of a running answer is saved, the backend stops as soon as it can."""
-        if self.running is not None:
+        if self.calling is not None:
+            self.stop()
+        elif self.running is not None:
             self.poll()
             self._store()
         if self.backend is not None:
@@ -319,6 +343,8 @@ class Controller:
         """What changed since the last call."""
         if isinstance(self.state, Loading):
             self._poll_loading(self.state)
+        elif isinstance(self.state, Calling):
+            self._poll_call(self.state)
         elif (r := self.running) is not None:
             self._poll_answer(r)
         self._poll_count()
@@ -348,6 +374,7 @@ class Controller:
                         self.backend = None
                 case _:
                     self.state, self.backend, self.usage = Idle(), event, Usage()
+                    self.trace = Trace()  # its ids were another tokenizer's
                     self._changes += [ModelChanged(), *map(Notice, event.info.notes)]
                     self._measure()
 
@@ -370,6 +397,8 @@ class Controller:
             match event:
                 case Piece():
                     grown = self._take(event, grown)
+                case ToolCall():
+                    r.written.take(event)
                 case Prompted():
                     self._prompted(event)
                 case Prefilling():
@@ -377,7 +406,7 @@ class Controller:
                 case Finished():
                     self._flush(grown)
                     grown = NOTHING
-                    self._finish(event.reason, event.stats)
+                    self._finish(event.reason, event.stats, event.usage)
                 case Failed():
                     self._flush(grown)
                     grown = NOTHING
@@ -433,15 +462,20 @@ class Controller:
             self.usage = replace(r.usage, answer=r.usage.answer + r.tokens)
         self._changes.append(grown)
 
-    def _finish(self, reason: str, stats: Stats | None) -> None:
+    def _finish(self, reason: str, stats: Stats | None, usage: Usage | None = None) -> None:
         r, skip = self.running, isinstance(self.state, Stopping) and self.state.skip
         assert r is not None
-        turn = self.conversation.turns[-1]
+        turn, calls, tokens = self.conversation.turns[-1], r.written.made(), r.tokens
+        if calls and stats is not None and usage is not None:  # their tokens come as no Piece
+            tokens, self.usage = stats.generated_tokens, usage
+        reason = "eos" if reason == "tool_calls" and not calls else reason
         kept = {k: getattr(stats, k) for k in KEPT_STATS} if stats is not None else {}
         turn = replace(
             turn,
             stop_reason=reason,
-            stats={**kept, "generated_tokens": r.before_tokens + r.tokens, "seed": r.seed},
+            stats={**kept, "generated_tokens": r.before_tokens + tokens, "seed": r.seed},
+            calls=calls,
+            note=r.written.note,
             thinking_s=self.elapsed_thinking(),
             thinking_tokens=turn.thinking_tokens + r.thinking_tokens,
         )
@@ -453,10 +487,90 @@ class Controller:
             return
         self._changes.append(Ended(index, turn))
         self._store()
-        if reason == "context":
+        if reason == "tool_calls":
+            self._call_next(r.round, {})
+        elif reason == "context":
             c = self.conversation
             reserve = reserve_for(c.parameters.max_tokens, self.usage.limit)
             self._changes.append(Overflow(c, True, self.usage, reserve, _droppable(c), start=index))
+
+    # tools
+
+    def use_tools(self, toolbox: Toolbox) -> None:
+        """Offers these tools from the next answer on."""
+        self.toolbox = toolbox
+        if not self.busy:
+            self._measure()
+
+    def permit(self, answer: Answer) -> None:
+        """Answers the question of the call that runs."""
+        if (calling := self.calling) is not None and calling.asked is not None:
+            calling.asked.answer.set_result(answer)
+            self.state = replace(calling, asked=None)
+
+    def call_again(self, index: int, arguments: str | None = None) -> None:
+        """Runs the call whose result is turn `index` again, perhaps with other arguments (JSON text), and answers
+        again; what there is stays as a version."""
+        self._idle("run a call again")
+        if arguments is not None and not is_object(arguments):
+            raise TinychatError("the arguments of a call are a JSON object; nothing was run")
+        conversation, kept = self.conversation.call_again(index, arguments)
+        self._left.append(self.conversation.turns[-1].id)
+        start = _first_other(self.conversation, conversation)
+        self.conversation = conversation
+        self._changes.append(Reset(start, conversation))
+        self._call_next(0, {turn.call_id: turn for turn in kept})
+
+    def _call_next(self, round: int, kept: Mapping[str, Turn]) -> None:
+        """Runs the next call of the last answer that has no result; asks for an answer when all have one."""
+        while (pending := self.conversation.pending) and pending[0].id in kept:
+            self.conversation = self.conversation.add(replace(kept[pending[0].id], id=0))
+            self._changes.append(Reset(len(self.conversation.turns) - 1, self.conversation))
+        index = len(self.conversation.turns)
+        if pending:
+            self._count.forget()
+            run = Run(self.toolbox, self.permissions, pending[0], self.conversation.id, self._room(), self._tokens)
+            self.conversation = self.conversation.add(Turn("tool", "", call_id=pending[0].id))
+            self.state = Calling(run, index, round, kept)
+            self._changes.append(Reset(index, self.conversation, live=True))
+        elif round >= ROUNDS:
+            self._changes.append(Notice(f"{ROUNDS} answers in a row called tools; /continue lets it go on", error=True))
+            self._measure()
+        else:
+            self._start(self.conversation, index, round=round + 1)
+
+    def _poll_call(self, calling: Calling) -> None:
+        for event in calling.run.events.poll():
+            match event:
+                case Asked():
+                    self.state = replace(calling, asked=event)
+                    self._changes.append(Asks(event.question))
+                case Done():
+                    self._called(event, calling)
+                    self._call_next(calling.round, calling.kept)
+
+    def _called(self, done: Done, calling: Calling) -> None:
+        """Puts the result of a call into the conversation."""
+        result, stats = done.result, {"seconds": done.seconds, "tokens": done.tokens}
+        turn = replace(self.conversation.turns[-1], text=result.text, stop_reason=result.state, stats=stats)
+        self.conversation = self.conversation.with_last(turn)
+        self.state = Idle()
+        self._changes.append(Ended(calling.index, turn))
+        self._store()
+
+    def _offered(self) -> tuple[Mapping[str, Any], ...]:
+        """The tools that an answer may call."""
+        return self.toolbox.definitions if self.info is not None and self.info.can.tools else ()
+
+    def _room(self) -> int:
+        """The longest result, in characters."""
+        return room_for(self.usage.free) if self.usage.limit else LIMIT
+
+    def _tokens(self, text: str) -> int:
+        """Of a result, on the thread of its call."""
+        if (backend := self.backend) is None:
+            return 0
+        return max(0, backend.measure(Request(raw=text)).prompt - backend.measure(Request(raw="")).prompt)
 
     def _failed(self, event: Failed) -> None:
         r = self.running
@@ -503,13 +617,14 @@ class Controller:
         start: int,
         go_on: bool = False,
         leave_out: Literal["refuse", "oldest"] = "refuse",
+        round: int = 1,
     ) -> None:
         """Asks for the answer of `conversation`, whose turns differ from the shown ones from `start` on."""
         if self.backend is None or not self.ready:
             raise TinychatError("no model is loaded yet; wait for it or choose one with /model")
         p, last = conversation.parameters, conversation.turns[-1]
         seed = random.getrandbits(32) if p.seed is None else p.seed
-        request = request_for(conversation, go_on=go_on, seed=seed, overflow=leave_out)
+        request = request_for(conversation, go_on=go_on, seed=seed, overflow=leave_out, tools=self._offered())
         self._count.forget()
         if len(conversation.others) > len(self.conversation.others):
             self._left.append(self.conversation.turns[-1].id)
@@ -519,8 +634,10 @@ class Controller:
             start=start,
             before=self.conversation,
             asked=conversation,
-            typed=None if go_on else last,
+            typed=last if last.role == "user" else None,
+            goes_on=go_on,
             seed=seed,
+            round=round,
             before_tokens=int(last.stats.get("generated_tokens", 0)) if go_on else 0,
             thought_s=last.thinking_s if go_on else 0.0,
         )
@@ -532,7 +649,9 @@ class Controller:
         self._changes.append(Reset(start, self.conversation, live=True))
 
     def _interrupt(self) -> None:
-        """Ends the running answer now, keeping what arrived; what still comes of it is not looked at."""
+        """Ends the running answer or call now, keeping what arrived; what still comes of it is not looked at."""
+        if self.calling is not None:
+            self.stop()
         if self.running is not None:
             self._poll_answer(self.running)
         if (r := self.running) is not None:
@@ -554,10 +673,16 @@ class Controller:
         limit = self.info.max_context if self.info else 0
         self.usage = replace(self.usage, limit=limit) if self.conversation.turns else Usage(limit=limit)
         if self.backend is not None and self.ready and self.conversation.turns:
-            self._count.start(self.backend, request_for(self.conversation))
+            self._count.start(self.backend, request_for(self.conversation, tools=self._offered()))
 
     def _store(self) -> None:
         self.conversation = self._saver.save(self.conversation)
+
+
+def _first_other(old: Conversation, new: Conversation) -> int:
+    """The first turn in which two conversations differ."""
+    both = zip(old.turns, new.turns)
+    return next((i for i, (a, b) in enumerate(both) if a is not b), min(len(old.turns), len(new.turns)))
 
 
 def _droppable(conversation: Conversation) -> int:

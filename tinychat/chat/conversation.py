@@ -15,14 +15,15 @@ from typing import Any, Literal
 from tinychat.chat.parameters import Parameters
 from tinychat.errors import TinychatError
 
-Role = Literal["user", "assistant"]
-FORMAT = 2  # of the JSON form; 1 had no versions: no `others`, and turns without `id` and `parent`
+Role = Literal["user", "assistant", "tool"]
+FORMAT = 3  # of the JSON form; 2 had no tools; 1 had no versions: no `others`, and turns without `id` and `parent`
 ENDINGS = {  # Turn.stop_reason, in words; "eos" needs none
     "length": "stopped at max_tokens",
     "stopped": "stopped",
     "context": "the context is full",
     "failed": "failed",
 }
+NOT_RUN = "this call was not run"
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,28 @@ class Attachment:
 
 
 @dataclass(frozen=True)
+class Call:
+    """A call of a tool that the model made; `arguments` is JSON text as it was written."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
 class Turn:
     """One message. Of an answer: `thinking` is what came before `text`, for `thinking_s` seconds; `thinking_open` says
-    it was cut before the model closed it; `stop_reason` is eos, length, stopped, context, failed, or "" while it runs;
-    `stats` is those figures of the engine's Stats that say something about it; `prefix` counts the characters of `text`
-    that the user wrote; `raw` marks a prompt sent without the chat template and its answer, shown as they are; `files`
-    go to the model after the text. `id` (0: not given yet) is the turn's number in its conversation, `parent` that of
-    the turn it answers or follows (0: none); neither says anything about the message itself."""
+    it was cut before the model closed it; `stop_reason` is eos, length, stopped, context, failed, tool_calls, or ""
+    while it runs; `stats` is those figures of the engine's Stats that say something about it; `prefix` counts the
+    characters of `text` that the user wrote; `raw` marks a prompt sent without the chat template and its answer, shown
+    as they are; `files` go to the model after the text; `calls` are the tools that it calls, and `note` says why a call
+    in it could not be read.
+
+    Of the role tool: the result of the call `call_id` of the answer before it. `stop_reason` is done, failed, refused,
+    stopped, or "" while it runs; `stats` are its seconds and tokens.
+
+    `id` (0: not given yet) is the turn's number in its conversation, `parent` that of the turn it answers or follows
+    (0: none); neither says anything about the message itself."""
 
     role: Role
     text: str
@@ -53,6 +69,9 @@ class Turn:
     prefix: int = 0
     raw: bool = False
     files: tuple[Attachment, ...] = ()
+    calls: tuple[Call, ...] = ()
+    call_id: str = ""
+    note: str = ""
     created: float = field(default_factory=time.time)
     id: int = field(default=0, compare=False)
     parent: int = field(default=0, compare=False)
@@ -61,9 +80,7 @@ class Turn:
     def content(self) -> str:
         """What the model reads: the text, then each file in a code fence that nothing in it can close."""
         parts = [self.text] if self.text else []
-        for file in self.files:
-            fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", file.text)), default=0))
-            parts.append(f"{file.name}:\n{fence}\n{file.text.rstrip()}\n{fence}")
+        parts += [f"{file.name}:\n{fenced(file.text)}" for file in self.files]
         return "\n\n".join(parts)
 
     @property
@@ -130,6 +147,22 @@ class Conversation:
         """The turns the model sees."""
         return self.turns[self.first :]
 
+    @property
+    def pending(self) -> tuple[Call, ...]:
+        """The calls of the last answer that have no result, if nothing but results follows it."""
+        last = self.last_answer
+        if last is None or any(turn.role != "tool" for turn in self.turns[last + 1 :]):
+            return ()
+        given = {turn.call_id for turn in self.turns[last + 1 :]}
+        return tuple(call for call in self.turns[last].calls if call.id not in given)
+
+    def call_of(self, index: int) -> Call:
+        """The call whose result turn `index` is."""
+        turn = self.turns[index]
+        answers = (t for t in reversed(self.turns[:index]) if t.role == "assistant")
+        made = {call.id: call for call in next(answers, turn).calls}
+        return made.get(turn.call_id, Call(turn.call_id, "", ""))
+
     # changes
 
     def add(self, turn: Turn) -> Conversation:
@@ -138,6 +171,25 @@ class Conversation:
     def with_last(self, turn: Turn) -> Conversation:
         """The last turn replaced: an answer that grows."""
         return replace(self, turns=(*self.turns[:-1], turn))
+
+    def settled(self) -> Conversation:
+        """With a result for every call, as templates demand before another message."""
+        missing = (Turn("tool", NOT_RUN, call_id=call.id, stop_reason="stopped") for call in self.pending)
+        return replace(self, turns=(*self.turns, *missing))
+
+    def call_again(self, index: int, arguments: str | None = None) -> tuple[Conversation, tuple[Turn, ...]]:
+        """A version in which the call whose result is turn `index` has no result yet, or has other `arguments`, and the
+        results of the calls beside it, which can be kept. Raises TinychatError."""
+        if not 0 <= index < len(self.turns) or self.turns[index].role != "tool":
+            raise TinychatError("only calls of tools can be run again")
+        at = next(i for i in reversed(range(index)) if self.turns[i].role == "assistant")
+        end = next((i for i in range(index, len(self.turns)) if self.turns[i].role != "tool"), len(self.turns))
+        answer, call = self.turns[at], self.call_of(index)
+        if arguments is None or arguments == call.arguments:
+            return self.cut(index), self.turns[index + 1 : end]
+        calls = tuple(replace(c, arguments=arguments) if c.id == call.id else c for c in answer.calls)
+        changed = replace(answer, id=0, calls=calls, created=time.time())
+        return self.cut(at).add(changed), self.turns[at + 1 : index] + self.turns[index + 1 : end]
 
     def rename(self, name: str) -> Conversation:
         return replace(self, name=" ".join(name.split()))
@@ -227,17 +279,12 @@ class Conversation:
         return self.add(Turn("assistant", text, prefix=len(text)))
 
     def can_continue(self) -> bool:
-        """Whether the last turn is an answer that can be gone on with."""
-        return bool(self.turns) and self.turns[-1].role == "assistant"
+        """Whether the last turn is an answer that can be gone on with, or a call's result."""
+        return bool(self.turns) and self.turns[-1].role != "user"
 
     def close_thinking(self) -> Conversation:
         """The last answer's thinking declared over: continuing it goes straight to the answer."""
         return self.with_last(replace(self.turns[-1], thinking_open=False))
-
-    def drop_oldest(self) -> Conversation:
-        """One exchange less in the prompt; the transcript keeps it. Unchanged when only the last exchange is left."""
-        later = [i for i in range(self.first + 1, len(self.turns)) if self.turns[i].role == "user"]
-        return replace(self, first=later[0]) if later else self
 
     def drop_thinking(self) -> Conversation:
         """All thinking left out of the prompt from now on; the transcript keeps it."""
@@ -250,11 +297,21 @@ class Conversation:
 
     # forms
 
-    def messages(self) -> list[dict[str, str]]:
-        """What `chat.render` takes: role, content, and reasoning_content where an answer has thinking."""
-        out = [{"role": "system", "content": self.parameters.system}] if self.parameters.system.strip() else []
+    def messages(self) -> list[dict[str, Any]]:
+        """What `chat.render` takes: role, content, reasoning_content where an answer has thinking, and calls; one
+        message for each turn that is sent."""
+        out: list[dict[str, Any]] = []
+        if self.parameters.system.strip():
+            out.append({"role": "system", "content": self.parameters.system})
         for turn in self.sent:
-            message = {"role": turn.role, "content": turn.content}
+            message: dict[str, Any] = {"role": turn.role, "content": turn.content}
+            if turn.calls:
+                message["tool_calls"] = [
+                    {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments or "{}"}}
+                    for c in turn.calls
+                ]
+            if turn.role == "tool":
+                message["tool_call_id"] = turn.call_id
             if turn.thinking and (self.send_thinking or turn is self.turns[-1]):
                 message["reasoning_content"] = turn.thinking
             out.append(message)
@@ -283,10 +340,13 @@ class Conversation:
 def _turn(data: Mapping[str, Any]) -> Turn:
     known = {f.name for f in fields(Turn)}
     values = {k: v for k, v in data.items() if k in known}
-    if values["role"] not in ("user", "assistant") or not isinstance(values["text"], str):
+    if values["role"] not in ("user", "assistant", "tool") or not isinstance(values["text"], str):
         raise ValueError(f"bad turn role {values['role']!r}")
     files = tuple(Attachment(f["name"], f["text"]) for f in values.get("files", ()))
-    return Turn(**{**values, "files": files})
+    if values["role"] == "tool" and not values.get("stop_reason"):  # tinychat was killed while it ran
+        values |= {"text": NOT_RUN, "stop_reason": "stopped"}
+    calls = tuple(Call(c["id"], c["name"], c["arguments"]) for c in values.get("calls", ()))
+    return Turn(**{**values, "files": files, "calls": calls})
 
 
 def to_markdown(conversation: Conversation) -> str:
@@ -314,13 +374,29 @@ def to_markdown(conversation: Conversation) -> str:
 
 
 def _turn_markdown(c: Conversation, turn: Turn) -> list[str]:
-    lines = ["## You" if turn.role == "user" else f"## {c.model or 'Assistant'}", ""]
+    above = {t.id: t for t in (*c.turns, *c.others)}
+    if turn.role == "tool":
+        answer = turn
+        while answer.role == "tool" and answer.parent in above:
+            answer = above[answer.parent]
+        call = next((call for call in answer.calls if call.id == turn.call_id), Call("", "a tool", ""))
+        head = f"<details><summary>Called {call.name}: {turn.stop_reason}</summary>"
+        return [head, "", fenced(call.arguments), "", fenced(turn.text), "", "</details>", ""]
+    goes_on = turn.parent in above and above[turn.parent].role == "tool"
+    lines = [] if goes_on else ["## You" if turn.role == "user" else f"## {c.model or 'Assistant'}", ""]
     if turn.thinking.strip():
         lines += ["<details><summary>Thinking</summary>", "", turn.thinking.strip(), "", "</details>", ""]
-    lines += [_close_fence(turn.content.strip()), ""]
-    if turn.stop_reason not in ("", "eos"):
+    if turn.content.strip() or not turn.calls:
+        lines += [_close_fence(turn.content.strip()), ""]
+    if turn.stop_reason not in ("", "eos", "tool_calls"):
         lines += [f"*({ENDINGS.get(turn.stop_reason, turn.stop_reason)})*", ""]
     return lines
+
+
+def fenced(text: str) -> str:
+    """`text` in a code fence that nothing in it can close."""
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    return f"{fence}\n{text.rstrip()}\n{fence}"
 
 
 def _close_fence(text: str) -> str:

@@ -1,4 +1,4 @@
-"""What a user may set for a conversation: the names, their ranges and their meaning, in one table."""
+"""What a user may set for a conversation: the parameters of sampling and the chat's own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from tinychat.backend.protocol import Sampling
+from tinychat.backend.protocol import SAMPLING_PARAMETERS, Parameter, Sampling
 from tinychat.errors import TinychatError, printable
 
 _OF_MODEL = {"dry_breakers"}  # fields of Sampling that the engine fills in
@@ -50,34 +50,16 @@ class Parameters:
             raise TinychatError(f"these parameters cannot be read: {e}") from None
 
 
-@dataclass(frozen=True)
-class Spec:
-    """One number a user may set. `low` and `high` are both allowed; `empty` is the word that means None ("" = none)."""
-
-    name: str
-    kind: type
-    low: float
-    high: float
-    help: str
-    empty: str = ""
-
-
-PARAMETERS: dict[str, Spec] = {
-    spec.name: spec
-    for spec in (
-        Spec("temperature", float, 0, 5, "0 always takes the likeliest token; higher is more varied"),
-        Spec("top_k", int, 0, 1_000_000, "only the k likeliest tokens (0 = all)"),
-        Spec("top_p", float, 0, 1, "only the likeliest tokens that together reach this probability"),
-        Spec("min_p", float, 0, 1, "only tokens with at least this share of the likeliest one's probability"),
-        Spec("repeat_penalty", float, 0.1, 10, "above 1 makes recent tokens less likely (1 = off)"),
-        Spec("repeat_last_n", int, 0, 1_000_000, "how many recent tokens the repeat penalty looks at"),
-        Spec("dry_multiplier", float, 0, 100, "strength of the DRY penalty on repeated sequences of tokens (0 = off)"),
-        Spec("dry_base", float, 1, 100, "how much the DRY penalty grows with each further token of a repetition"),
-        Spec("dry_allowed_length", int, 0, 1_000_000, "repetitions shorter than this many tokens cost nothing (DRY)"),
-        Spec("dry_penalty_last_n", int, -1, 1_000_000, "how many recent tokens DRY looks at (-1 = all, 0 = off)"),
-        Spec("seed", int, 0, 2**32 - 1, "same seed and prompt, same answer (random = a new one each time)", "random"),
-        Spec("max_tokens", int, 1, 1_000_000, "longest answer in tokens (off = up to the end of the context)", "off"),
-        Spec(
+PARAMETERS: dict[str, Parameter] = SAMPLING_PARAMETERS | {
+    p.name: p
+    for p in (
+        Parameter(
+            "seed", int, 0, 2**32 - 1, "same seed and prompt, same answer (random = a new one each time)", "random"
+        ),
+        Parameter(
+            "max_tokens", int, 1, 1_000_000, "longest answer in tokens (off = up to the end of the context)", "off"
+        ),
+        Parameter(
             "context",
             int,
             64,
@@ -110,7 +92,7 @@ def set_parameter(parameters: Parameters, name: str, text: str) -> Parameters:
     return replace(parameters, sampling=replace(parameters.sampling, **{name: value}))
 
 
-def _number(spec: Spec, text: str) -> float | int:
+def _number(spec: Parameter, text: str) -> float | int:
     kind = "a whole number" if spec.kind is int else "a number"
     wanted = f"{spec.name} is {kind} from {spec.low:g} to {spec.high:g}" + (f", or {spec.empty}" if spec.empty else "")
     try:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from tinychat.backend.protocol import Request
 from tinychat.chat.conversation import Conversation
 
 
 def request_for(
-    conversation: Conversation, *, go_on: bool = False, seed: int = 0, overflow: Literal["refuse", "oldest"] = "refuse"
+    conversation: Conversation,
+    *,
+    go_on: bool = False,
+    seed: int = 0,
+    overflow: Literal["refuse", "oldest"] = "refuse",
+    tools: tuple[Mapping[str, Any], ...] = (),
 ) -> Request:
-    """What asks for the next answer of `conversation`; `go_on`: for more of its last one."""
+    """What asks for the next answer of `conversation`, which may call `tools`; `go_on`: for more of its last one."""
     p = conversation.parameters
     sampling = replace(p.sampling, seed=seed)
     if conversation.turns[-1].raw:
@@ -29,5 +35,6 @@ def request_for(
         thinking=p.thinking,
         continue_final=go_on,
         overflow=overflow,
+        tools=tools,
         conversation=conversation.id,
     )

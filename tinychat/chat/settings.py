@@ -8,6 +8,9 @@ temperature = 0.6
 system = "You write Python."
 [models."mine"]                  # see registry.user_models
 path = "~/mine.gguf"
+[servers."box"]                  # see servers.user_server
+url = "http://box:8080"
+key_file = "~/.config/box.key"
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import tomlkit
 from platformdirs import user_config_dir
 
 from tinychat.chat.parameters import PARAMETERS, Parameters, get_parameter, set_parameter
+from tinychat.chat.servers import SavedServer, user_server
 from tinychat.errors import TinychatError, printable
 from tinychat.files import replace_file
 from tinychat.models.registry import Model, user_models
@@ -40,6 +44,7 @@ class Settings:
     parameters: Parameters = field(default_factory=Parameters)
     presets: Mapping[str, Parameters] = field(default_factory=dict)
     models: tuple[Model, ...] = ()
+    servers: tuple[SavedServer, ...] = ()
     problems: tuple[str, ...] = ()
 
 
@@ -50,7 +55,7 @@ _KEYS: dict[str, tuple[tuple[type, ...], Callable[[Any], bool], str]] = {
     "experts": ((bool,), lambda v: True, "true or false"),
     "kv_cache_gb": ((int, float), lambda v: 0 <= v < 1e6, "a number of gigabytes, 0 or more"),
 }
-_TABLES = ("parameters", "presets", "models")
+_TABLES = ("parameters", "presets", "models", "servers")
 
 
 def path() -> Path:
@@ -100,7 +105,13 @@ def parse(text: str) -> Settings:
             models += user_models({name: entry})
         except TinychatError as e:
             problems.append(f"{e}; this model is ignored")
-    return Settings(**values, models=tuple(models), problems=tuple(problems))
+    servers: list[SavedServer] = []
+    for name, entry in tables["servers"].items():
+        try:
+            servers.append(user_server(name, entry))
+        except TinychatError as e:
+            problems.append(f"{e}; this server is ignored")
+    return Settings(**values, models=tuple(models), servers=tuple(servers), problems=tuple(problems))
 
 
 def update(file: Path | None = None, **changes: Any) -> Settings:
@@ -138,6 +149,29 @@ def save_preset(name: str, parameters: Parameters, file: Path | None = None) -> 
 def delete_preset(name: str, file: Path | None = None) -> Settings:
     """Removes preset `name`, if there is one. Raises TinychatError."""
     return _edit(file, lambda doc: doc.get("presets", {}).pop(name, None))
+
+
+def save_server(server: SavedServer, file: Path | None = None) -> Settings:
+    """Stores `server`, replacing one of its name. Raises TinychatError."""
+    said = {f.name: getattr(server, f.name) for f in fields(server) if f.name != "name"}
+    user_server(server.name, said)
+
+    def edit(doc: tomlkit.TOMLDocument) -> None:
+        servers = doc.setdefault("servers", tomlkit.table(is_super_table=True))
+        table = servers.get(server.name, tomlkit.table())
+        for key, value in said.items():
+            if value:
+                table[key] = value
+            else:
+                table.pop(key, None)
+        _put(servers, server.name, table)
+
+    return _edit(file, edit)
+
+
+def delete_server(name: str, file: Path | None = None) -> Settings:
+    """Removes server `name`, if there is one. Raises TinychatError."""
+    return _edit(file, lambda doc: doc.get("servers", {}).pop(name, None))
 
 
 def write_text(text: str, file: Path | None = None) -> Settings:

@@ -11,6 +11,7 @@ from typing import Any
 
 from tinychat.backend.protocol import Backend, Event, Kind, Piece, Prefilling, Usage
 from tinychat.backend.stream import EventStream
+from tinychat.chat.calling import Asked, Run, Written
 from tinychat.chat.conversation import Conversation, Turn
 
 
@@ -66,8 +67,10 @@ class Answering:
     """A request runs. Times are on the controller's clock, in seconds.
 
     The turns from `start` on differ from `before`, which comes back if the request is refused before its prompt is
-    made; `typed` then goes back to the user. `seed` is what it samples with. `before_tokens` are those the turn had
-    already (it is being continued), `thought_s` the seconds of thinking before the present stretch of it.
+    made; `typed` then goes back to the user. `goes_on`: an answer is continued. `seed` is what it samples with. `round`
+    counts the answers since the user's message that may call tools; `written` has the calls of this one so far.
+    `before_tokens` are those the turn had already (it is being continued), `thought_s` the seconds of thinking before
+    the present stretch of it.
     """
 
     events: EventStream[Event]
@@ -76,7 +79,10 @@ class Answering:
     before: Conversation
     asked: Conversation
     typed: Turn | None
+    goes_on: bool
     seed: int
+    round: int = 1
+    written: Written = field(default_factory=Written)
     before_tokens: int = 0
     thought_s: float = 0.0
     usage: Usage | None = None  # of the prompt; None until it is made
@@ -85,11 +91,6 @@ class Answering:
     thinking_tokens: int = 0
     thinking_since: float | None = None
     kind: Kind = "answer"
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether an answer is continued."""
-        return self.typed is None
 
     def take(self, piece: Piece, now: float) -> Answering:
         """With a piece that came."""
@@ -121,4 +122,16 @@ class Stopping:
     skip: bool = False
 
 
-State = Idle | Loading | Answering | Stopping
+@dataclass(frozen=True)
+class Calling:
+    """A call of a tool runs, whose result becomes turn `index`, the last one; `asked` while it waits for the user.
+    `round` is that of the answer that made it; `kept` are results of calls beside it, by id, that are not run again."""
+
+    run: Run
+    index: int
+    round: int
+    kept: Mapping[str, Turn]
+    asked: Asked | None = None
+
+
+State = Idle | Loading | Answering | Stopping | Calling

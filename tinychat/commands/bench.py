@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from tinychat.commands.keys import read_key
+from tinychat.backend.address import Server
+from tinychat.chat import servers
 from tinychat.commands.loading import CONTEXT, loaded, obtain, settings_of_user
 from tinychat.console import Bar, grid, show, show_json
 from tinychat.errors import TinychatError
@@ -38,9 +39,10 @@ def bench(
 
     if history:
         return _history(text, as_json)
-    if server is not None:
-        return _server(server, server_model, read_key(key_file), n_prompt, n_gen, wait=wait, as_json=as_json)
     own = settings_of_user()
+    if server is not None:
+        at = servers.chosen(own.servers, server, server_model, key_file)
+        return _server(at, n_prompt, n_gen, wait=wait, as_json=as_json)
     threads = threads or own.threads
     if kernel is not None or block:
         return _parts(text, kernel, as_json, wait=wait, device=device, threads=threads)
@@ -56,19 +58,17 @@ def bench(
         show_json(result.as_dict()) if as_json else show(tables.model_table([result]))
 
 
-def _server(
-    url: str, model: str | None, key: str | None, n_prompt: int, n_gen: int, *, wait: bool, as_json: bool
-) -> None:
+def _server(at: Server, n_prompt: int, n_gen: int, *, wait: bool, as_json: bool) -> None:
     from tinychat.backend.remote import RemoteBackend
     from tinychat.measure import served
 
-    with contextlib.closing(RemoteBackend.open(url, model, key)) as backend, Bar() as bar:
+    with contextlib.closing(RemoteBackend.open(at.url, at.model, at.key)) as backend, Bar() as bar:
         result = served.run(backend, n_prompt, n_gen, report=bar.stage, wait=wait)
     if as_json:
         return show_json(result.as_dict())
     rows = [
         ("model", result.model),
-        ("server", url),
+        ("server", at.url),
         ("decode", f"{result.decode_tok_s:.1f} tok/s"),
         ("first token", f"{1e3 * result.ttft_s:.1f} ms, behind {result.prompt_tokens:,} tokens of prompt"),
         ("answers", f"{result.generated_tokens:,} tokens, median of {len(result.decode_runs)}"),

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinychat.chat import settings
-from tinychat.commands.keys import read_key
+from tinychat.chat import servers, settings
 from tinychat.commands.loading import obtain
 from tinychat.errors import TinychatError
+from tinychat.files import expand
 from tinychat.models.registry import resolve
 
 if TYPE_CHECKING:
@@ -25,20 +25,27 @@ def chat(
     server: str | None,
     server_model: str | None,
     key_file: str | None,
+    tools: str | None,
 ) -> int:
     """The app, on the model that `text` or else the settings name, or on a server's; without one, on the picker.
     Returns the exit code."""
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):  # Textual paints on stderr
         raise TinychatError("the chat needs a terminal; `tinychat run MODEL PROMPT` gives one answer without")
     own = settings.load()  # the app shows what is wrong in it
     options: dict[str, Any] = {k: v for k, v in (("device", device), ("threads", threads)) if v is not None}
     options["speculate"] = speculate
+    if tools is not None:
+        options["tools"] = expand(tools)
     if server is not None:
-        from tinychat.backend.opening import Server
         from tinychat.ui.app import main
 
         # The path is never read; the picker shows the name beside other models.
-        return main(server_model or server, Path(server), server=Server(server, server_model, read_key(key_file)))
+        return main(
+            server_model or server,
+            Path(server),
+            server=servers.chosen(own.servers, server, server_model, key_file),
+            tools=options.get("tools"),
+        )
     if not (text := text or own.model):
         from tinychat.ui.app import main
 

@@ -97,8 +97,9 @@ def header(text: str) -> Iterator[tuple[Model, Path]]:
 
 
 def prompt_text(prompt: str) -> str:
-    """The prompt, or all of stdin for "-". Raises TinychatError when it is empty."""
-    text = sys.stdin.buffer.read().decode("utf-8", "replace") if prompt == "-" else prompt
+    """The prompt, or all of stdin for "-"; UTF-8 whatever the locale. Raises TinychatError when it is empty."""
+    data = sys.stdin.buffer.read() if prompt == "-" else prompt.encode(errors="surrogateescape")
+    text = data.decode("utf-8", "replace")
     if not text.strip():
         raise TinychatError("the prompt is empty")
     return text

@@ -6,23 +6,30 @@ import os
 import secrets
 import stat
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tinychat.chat.conversation import Attachment, Turn
+from tinychat.chat import servers
+from tinychat.chat.calling import ROUNDS, Written
+from tinychat.chat.conversation import Attachment, Call, Conversation, Turn
 from tinychat.chat.parameters import Parameters
-from tinychat.commands.keys import read_key
 from tinychat.commands.loading import obtain, prompt_text, settings_of_user
 from tinychat.console import Bar, say, show_json
 from tinychat.errors import TinychatError, printable
 from tinychat.files import expand
 from tinychat.models.registry import Model, resolve
+from tinychat.tools.permission import Permissions
+from tinychat.tools.protocol import Answer, Context, Question, Refused
+from tinychat.tools.toolbox import Toolbox
 from tinychat.units import speed
 
 if TYPE_CHECKING:
-    from tinychat.backend.protocol import Backend, DoesNotFit
+    from tinychat.backend.protocol import Backend, DoesNotFit, Finished, Request
     from tinychat.engine.speculation import Speculate
 
 
@@ -40,13 +47,17 @@ def run(
     device: str | None,
     threads: int | None,
     speculate: Speculate,
+    tools: str | None,
     **given: str | float | None,
 ) -> None:
-    """One answer on stdout; thinking goes to stderr, if that is a terminal.
+    """One answer on stdout, after as many as call tools; thinking goes to stderr, if that is a terminal.
 
     `given` are parameters of the chat (temperature, system, ...); those that are None come from the settings. With
     `as_json` nothing is painted while the answer comes, so `painting_s` is 0.
     """
+    if raw and tools is not None:
+        raise TinychatError("--tools needs the chat template; it cannot be used with --raw")
+    toolbox, permissions = _toolbox(tools), Permissions.of_user()
     question = _question(prompt, files)
     own = settings_of_user()
     chosen = _parameters(own.parameters, given)
@@ -54,51 +65,47 @@ def run(
     if server is not None:
         from tinychat.backend.remote import RemoteBackend
 
-        backend = RemoteBackend.open(server, server_model, read_key(key_file))
+        at = servers.chosen(own.servers, server, server_model, key_file)
+        backend = RemoteBackend.open(at.url, at.model, at.key)
         name = backend.info.name
     else:
         assert text is not None, "cli refuses it"
         model = resolve(text, own.models)
         options = {"device": device, "threads": threads or own.threads, "speculate": speculate}
         backend, name = _local(model, question, chosen, options), model.name
-    from tinychat.backend.protocol import DoesNotFit, Failed, Finished, Piece, Request
+    from tinychat.backend.protocol import Request
 
+    if toolbox is not None and not backend.info.can.tools:
+        raise TinychatError("what answers here cannot call tools; leave out --tools")
     request = Request(
         messages=() if raw else _messages(chosen.system, question),
         raw=question if raw else None,
         sampling=chosen.sampling,
         max_tokens=chosen.max_tokens,
         thinking=think,
+        tools=() if toolbox is None else toolbox.definitions,
     )
-    shown, ids = _Shown(quiet=as_json), list[int]()
+    shown, called = _Shown(quiet=as_json), list[dict[str, object]]()
     with closing(backend):
         for note in backend.info.notes:
             say(note)
-        said = {"answer": "", "thinking": ""}
-        try:
-            for event in backend.answer(request):
-                match event:
-                    case Piece():
-                        said[event.kind] += event.text
-                        ids += [t.id for t in event.tokens]
-                        shown.add(event.text, event.kind)
-                    case DoesNotFit():
-                        raise TinychatError(_too_long(event))
-                    case Failed():
-                        raise TinychatError(event.message)
-                    case Finished():
-                        finished = event
-        finally:
-            request.cancel.set()
-            shown.end()
+        said = _answer(backend, request, shown)
+        for round in range(1, ROUNDS + 1):
+            if toolbox is None or not said.calls:
+                break
+            results = _call(toolbox, permissions, said, round, called, as_json)
+            request = replace(request, messages=(*request.messages, *results), cancel=threading.Event())
+            said = _answer(backend, request, shown)
+    finished = said.finished
     stats = finished.stats
     if as_json:
         show_json(
             {
                 "model": name,
-                "text": said["answer"],
-                "thinking": said["thinking"],
-                "token_ids": ids,
+                "text": said.text["answer"],
+                "thinking": said.text["thinking"],
+                "token_ids": said.ids,
+                "calls": called,
                 "stop_reason": finished.reason,
                 "seed": chosen.seed,
                 "device": backend.info.device,
@@ -112,6 +119,93 @@ def run(
         say(f"{stats.generated_tokens} tokens · {speed(stats.decode_tok_s)} tok/s · {first}")
     if finished.reason == "context":
         say(f"the context of {backend.info.max_context:,} tokens is full; `--context N` loads the model with more")
+
+
+@dataclass(frozen=True)
+class _Said:
+    """One answer that has ended, and the calls that it ends with."""
+
+    finished: Finished
+    text: dict[str, str]
+    ids: list[int]
+    calls: tuple[Call, ...]
+
+
+def _answer(backend: Backend, request: Request, shown: _Shown) -> _Said:
+    """Shows one answer while it comes. Raises TinychatError."""
+    from tinychat.backend.protocol import DoesNotFit, Failed, Finished, Piece, ToolCall
+
+    text, ids, written = {"answer": "", "thinking": ""}, list[int](), Written()
+    try:
+        for event in backend.answer(request):
+            match event:
+                case Piece():
+                    text[event.kind] += event.text
+                    ids += [t.id for t in event.tokens]
+                    shown.add(event.text, event.kind)
+                case ToolCall():
+                    written.take(event)
+                case DoesNotFit():
+                    raise TinychatError(_too_long(event))
+                case Failed():
+                    raise TinychatError(event.message)
+                case Finished():
+                    finished = event
+    finally:
+        request.cancel.set()
+        shown.end()
+    calls = written.made() if finished.reason == "tool_calls" else ()
+    if written.note:
+        say(f"a call could not be read: {written.note}")
+    return _Said(finished, text, ids, calls)
+
+
+def _toolbox(folder: str | None) -> Toolbox | None:
+    """The tools of `folder`; naming it on the command line allows reading it."""
+    if folder is None:
+        return None
+    from tinychat.tools.builtin import tools_of
+    from tinychat.tools.folder import Folder
+
+    return Toolbox(tools_of(Folder(expand(folder))))
+
+
+def _call(
+    toolbox: Toolbox,
+    permissions: Permissions,
+    said: _Said,
+    round: int,
+    called: list[dict[str, object]],
+    quiet: bool,
+) -> list[Any]:
+    """Runs the calls of an answer, one after the other; the messages that this answer and their results are."""
+    talk = Conversation((Turn("assistant", said.text["answer"], said.text["thinking"], calls=said.calls),))
+    for call in said.calls:
+        began = time.monotonic()
+        result = toolbox.call(call.name, call.arguments, Context(partial(_ask, permissions), threading.Event()))
+        spent = time.monotonic() - began
+        made = {"round": round, "name": call.name, "arguments": call.arguments}
+        called.append({**made, "result": result.text, "state": result.state, "seconds": spent})
+        if not quiet:
+            say(f"▸ {call.name} {call.arguments[:200]} · {result.state} · {spent:.2f} s")
+        talk = talk.add(Turn("tool", result.text, call_id=call.id, stop_reason=result.state))
+    return talk.messages()
+
+
+def _ask(permissions: Permissions, question: Question) -> None:
+    """Asks on the terminal. Raises Refused, also where there is none."""
+    if question.kind == "read" or permissions.allows(question, "run"):
+        return
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise Refused("this needs the user's word, and there is no terminal to ask on")
+    say(question.title)
+    print(f"\n{printable(question.detail)}\n", file=sys.stderr)
+    say("y: yes, once · c: and all like it in this run · a: always for exactly this · anything else: no")
+    answers: dict[str, Answer] = {"y": "once", "c": "conversation", "a": "always"}
+    answer = answers.get(sys.stdin.readline().strip().lower(), "no")
+    if answer == "no":
+        raise Refused("the user refused this")
+    permissions.remember(question, answer, "run")
 
 
 def _local(model: Model, question: str, chosen: Parameters, options: dict[str, Any]) -> Backend:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 
+from tinychat.backend.address import KEY_VARIABLE, read_key
 from tinychat.backend.local import LocalBackend
-from tinychat.commands.keys import KEY_VARIABLE, read_key
 from tinychat.commands.loading import obtain, settings_of_user
 from tinychat.console import Bar, say
 from tinychat.engine.speculation import Speculate

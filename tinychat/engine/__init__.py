@@ -3,10 +3,10 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tinychat.engine.engine import Engine, ModelInfo, Token
-    from tinychat.kernels.ops import Sampling
+    from tinychat.engine.engine import Engine, EngineInfo, Token
+    from tinychat.kernels.sampling import Sampling
 
-__all__ = ["Engine", "ModelInfo", "Sampling", "Token"]
+__all__ = ["Engine", "EngineInfo", "Sampling", "Token"]
 
 
 def __getattr__(name: str) -> Any:

@@ -47,9 +47,8 @@ class AnswerParser:
     def feed(self, text: str) -> list[Fragment]:
         """The fragments that are clear now."""
         scan = self._scan
-        if self._plain:
-            scan.give("answer", text)
-            return scan.taken()
+        if self._plain and MARK not in text:
+            return [Fragment("answer", text)] if text else []
         if scan.at and self.kind != "call":
             scan.text, scan.at = scan.text[scan.at :], 0
         scan.text += text
@@ -72,7 +71,10 @@ class AnswerParser:
             yield from self._answer(self._calls)
         else:
             self._plain = True
-            self._scan.give("answer", self._scan.text[self._scan.at :])
+            while True:
+                self._scan.give("answer", self._scan.text[self._scan.at :])
+                self._scan.at = len(self._scan.text)
+                yield
 
     def _thinking(self, opening: Marker, closing: Marker) -> Steps:
         scan = self._scan

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tinychat.engine import limits
+from tinychat.engine import file_limits
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError, printable
 from tinychat.kernels.ops import Gating, Rope
@@ -108,10 +108,10 @@ class ModelConfig:
             raise TinychatError("tensor token_embd.weight is missing; the file is incomplete")
         shape = gguf.tensors["token_embd.weight"].shape
         vocab = shape[0]
-        if len(shape) != 2 or vocab > limits.VOCABULARY.most:
+        if len(shape) != 2 or vocab > file_limits.VOCABULARY.most:
             raise TinychatError(
                 f"tensor token_embd.weight: expected shape (vocabulary, embedding_length), at most "
-                f"{limits.VOCABULARY.most:,} rows ({limits.VOCABULARY.why}), found {shape}"
+                f"{file_limits.VOCABULARY.most:,} rows ({file_limits.VOCABULARY.why}), found {shape}"
             )
         nextn = kv.integer("nextn_predict_layers", 0, low=0)
         layers = kv.integer("block_count") - nextn
@@ -200,7 +200,7 @@ class _Metadata:
         value = self.values.get(self.prefix + key, default)
         if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and len(value) and (value == value[0]).all():
             value = int(value[0])  # per-layer arrays that do not differ
-        limit = limits.METADATA.get(key, limits.OTHER)
+        limit = file_limits.METADATA.get(key, file_limits.OTHER)
         if not isinstance(value, int) or isinstance(value, bool) or value < low:
             raise self.bad(key, f"a whole number of at least {low}", value)
         if value > limit.most:
@@ -209,7 +209,7 @@ class _Metadata:
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.values.get(self.prefix + key, default)
-        limit = limits.METADATA.get(key, limits.OTHER)
+        limit = file_limits.METADATA.get(key, file_limits.OTHER)
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise self.bad(key, "a number", value)
         if not limit.least <= value <= limit.most:  # nor is NaN between them

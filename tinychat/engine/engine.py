@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -35,7 +35,8 @@ from tinychat.engine.tokenizer import Tokenizer
 from tinychat.engine.tool_calls import Tool
 from tinychat.errors import TinychatError
 from tinychat.kernels.executor import MeasurableExecutor
-from tinychat.kernels.ops import Plan, Sampling, weights_of
+from tinychat.kernels.ops import Plan, weights_of
+from tinychat.kernels.sampling import Sampling
 
 StopReason = Literal["eos", "length", "stopped", "context"]
 
@@ -43,8 +44,7 @@ DEFAULT_CONTEXT = 4096
 DRY_BREAKERS = (b"\n", b":", b'"', b"*")  # as in llama.cpp (common/common.h, dry_sequence_breakers)
 
 
-@dataclass(frozen=True)
-class Token:
+class Token(NamedTuple):
     """One generated token. `id` is None for text released without a new token (the end of a held-back piece).
 
     `text` is what became visible, maybe empty; of a call, more of its arguments, and `call` says of which one.
@@ -61,7 +61,7 @@ class Token:
 
 
 @dataclass(frozen=True)
-class ModelInfo:
+class EngineInfo:
     """What is loaded, for people and panels. Sizes in bytes."""
 
     name: str
@@ -165,7 +165,7 @@ class Engine:
 
     def __init__(
         self,
-        info: ModelInfo,
+        info: EngineInfo,
         tokenizer: Tokenizer,
         chat: Chat,
         plan: Plan,
@@ -465,7 +465,9 @@ class _Clock:
         s.limit_share = s.gb_s / s.limit_gb_s if s.limit_gb_s else 0.0
 
 
-def _describe(gguf: GGUF, config: ModelConfig, plan: Plan, executor: MeasurableExecutor, max_context: int) -> ModelInfo:
+def _describe(
+    gguf: GGUF, config: ModelConfig, plan: Plan, executor: MeasurableExecutor, max_context: int
+) -> EngineInfo:
     used = {w.tensor for op in plan.ops for w in weights_of(op)}
     parameters = sum(math.prod(gguf.tensors[name].shape) for name in used)
     idle = 0
@@ -475,7 +477,7 @@ def _describe(gguf: GGUF, config: ModelConfig, plan: Plan, executor: MeasurableE
     quants = Counter[str]()
     for name in used:
         quants[gguf.tensors[name].type.name] += gguf.tensors[name].nbytes
-    return ModelInfo(
+    return EngineInfo(
         name=config.name,
         path=gguf.path,
         architecture=config.architecture,

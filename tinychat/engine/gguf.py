@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from tinychat.engine import limits
-from tinychat.engine.limits import Limit
+from tinychat.engine import file_limits
+from tinychat.engine.file_limits import Limit
 from tinychat.errors import TinychatError, printable
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -45,7 +45,7 @@ class _Cursor:
 
     def __init__(self, buf: mmap.mmap, path: Path) -> None:
         self.buf, self.path, self.pos, self.end = buf, path, 0, len(buf)
-        self.strings_left = int(limits.STRINGS.most)
+        self.strings_left = int(file_limits.STRINGS.most)
 
     def fail(self, why: str) -> TinychatError:
         return TinychatError(f"{printable(str(self.path))}: {why}")
@@ -86,8 +86,8 @@ class _Cursor:
             raise self.truncated()
         self.strings_left -= n
         if self.strings_left < 0:
-            raise self.fail(f"it has more than {limits.STRINGS.most:,} strings in arrays; the file is damaged")
-        most = limits.ITEM_BYTES.most
+            raise self.fail(f"it has more than {file_limits.STRINGS.most:,} strings in arrays; the file is damaged")
+        most = file_limits.ITEM_BYTES.most
         try:
             for _ in range(n):
                 size = _U64(buf, pos)[0]
@@ -95,7 +95,7 @@ class _Cursor:
                 if pos > end:
                     raise self.truncated()
                 if size > most:
-                    self.limit("the length of a string in an array", size, limits.ITEM_BYTES)
+                    self.limit("the length of a string in an array", size, file_limits.ITEM_BYTES)
                 out.append(buf[pos - size : pos].decode("utf-8", "replace"))
         except struct.error:
             raise self.truncated() from None
@@ -104,9 +104,9 @@ class _Cursor:
 
     def value(self, key: str, kind: int) -> Any:
         if kind == _STRING:
-            return self.string(f"the value of {key}", limits.STRING_BYTES)
+            return self.string(f"the value of {key}", file_limits.STRING_BYTES)
         if kind == _ARRAY:
-            inner, n = self.u32(), self.limit(f"the length of array {key}", self.u64(), limits.ITEMS)
+            inner, n = self.u32(), self.limit(f"the length of array {key}", self.u64(), file_limits.ITEMS)
             if inner == _STRING:
                 return self.strings(n)
             if inner == _ARRAY:
@@ -202,7 +202,7 @@ class GGUF:
 
 def _split_paths(path: Path, count: int) -> list[Path]:
     found = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name)
-    if not found or count > limits.PARTS.most:
+    if not found or count > file_limits.PARTS.most:
         raise TinychatError(
             f"{printable(path.name)}: one of {count} parts, but not named NAME-00001-of-{count:05d}.gguf; "
             "give all parts their original names"
@@ -228,26 +228,26 @@ def _read(path: Path, part: int) -> tuple[mmap.mmap, dict[str, Any], dict[str, T
     c.pos = 4
     if (version := c.u32()) not in (2, 3):
         raise c.fail(f"GGUF version {version} is not supported (2 and 3 are)")
-    n_tensors = c.limit("the number of tensors", c.u64(), limits.TENSORS)
-    n_kv = c.limit("the number of metadata keys", c.u64(), limits.KEYS)
+    n_tensors = c.limit("the number of tensors", c.u64(), file_limits.TENSORS)
+    n_kv = c.limit("the number of metadata keys", c.u64(), file_limits.KEYS)
     if n_tensors > c.end // 24 or n_kv > c.end // 12:
         raise c.truncated()
     metadata: dict[str, Any] = {}
     for _ in range(n_kv):
-        key = c.string("a metadata key", limits.NAME_BYTES)
+        key = c.string("a metadata key", file_limits.NAME_BYTES)
         if key in metadata:
             raise c.fail(f"metadata {printable(key)} appears twice")
         metadata[key] = c.value(printable(key), c.u32())
-        c.limit("the size of its header", c.pos, limits.HEADER_BYTES)
+        c.limit("the size of its header", c.pos, file_limits.HEADER_BYTES)
     index = []
     for _ in range(n_tensors):
-        name = c.string("a tensor's name", limits.NAME_BYTES)
+        name = c.string("a tensor's name", file_limits.NAME_BYTES)
         what = f"tensor {printable(name)}: "
-        n_dims = c.limit(f"{what}the number of dimensions", c.u32(), limits.DIMENSIONS)
-        dims = [c.limit(f"{what}a dimension", c.u64(), limits.SIDE) for _ in range(n_dims)]
+        n_dims = c.limit(f"{what}the number of dimensions", c.u32(), file_limits.DIMENSIONS)
+        dims = [c.limit(f"{what}a dimension", c.u64(), file_limits.SIDE) for _ in range(n_dims)]
         index.append((name, dims, c.u32(), c.u64()))
     align = metadata.get("general.alignment", 32)
-    if not isinstance(align, int) or not 0 < align <= limits.ALIGNMENT.most or align & (align - 1):
+    if not isinstance(align, int) or not 0 < align <= file_limits.ALIGNMENT.most or align & (align - 1):
         raise c.fail(f"general.alignment is {printable(repr(align)[:60])}; expected a power of two")
     data = -(-c.pos // align) * align
     tensors: dict[str, TensorInfo] = {}

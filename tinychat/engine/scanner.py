@@ -23,7 +23,7 @@ _BLANK_LINES = re.compile(r"^\s*[\r\n]")
 _DIGITS = re.compile(r"\d*")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Fragment:
     """A stretch of output.
 

@@ -18,7 +18,8 @@ from tinychat.engine.stats import Stats
 from tinychat.errors import TinychatError
 from tinychat.kernels.executor import Executor
 from tinychat.kernels.limits import check_sampling
-from tinychat.kernels.ops import Plan, Sampling
+from tinychat.kernels.ops import Plan
+from tinychat.kernels.sampling import Sampling
 
 SMALLEST_CHUNK = 32  # tokens per prefill call, at least; progress and stopping are as fine as a call
 

@@ -22,7 +22,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Split
 from tokenizers.pre_tokenizers import Sequence as Stages
 
-from tinychat.engine import limits
+from tinychat.engine import file_limits
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError, encodable, printable
 
@@ -178,10 +178,10 @@ class Tokenizer:
         model = self._get("tokenizer.ggml.model", str, required=True)
         self._texts = _strings(metadata, "tokenizer.ggml.tokens")
         self.n_vocab = n = len(self._texts)
-        if not limits.VOCABULARY.least <= n <= limits.VOCABULARY.most:
+        if not file_limits.VOCABULARY.least <= n <= file_limits.VOCABULARY.most:
             raise TinychatError(
-                f"tokenizer.ggml.tokens has {n:,} entries, accepted is 1 to {limits.VOCABULARY.most:,} "
-                f"({limits.VOCABULARY.why}); the file is damaged"
+                f"tokenizer.ggml.tokens has {n:,} entries, accepted is 1 to {file_limits.VOCABULARY.most:,} "
+                f"({file_limits.VOCABULARY.why}); the file is damaged"
             )
         self._texts = [text or f"[EMPTY_{i}]" for i, text in enumerate(self._texts)]
         self._ids = {text: i for i, text in enumerate(self._texts)}
@@ -219,6 +219,7 @@ class Tokenizer:
         self.add_eos = self._flag("tokenizer.ggml.add_eos_token", False) and self.eos_id is not None
         self._space_prefix = self._flag("tokenizer.ggml.add_space_prefix", space_prefix) and self._spm is not None
         self.stop_ids = self._find_stops()
+        self._bytes = lru_cache(1 << 16)(self._bytes_of)
         self._control = frozenset(i for i, kind in enumerate(self._types) if kind in (_CONTROL, _UNKNOWN))
         user = [i for i, kind in enumerate(self._types) if kind == _USER]
         self._check_marks([*self._control, *user])
@@ -287,6 +288,9 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that `token` stands for; a special token stands for its name, an unused one for nothing."""
+        return self._bytes(token)
+
+    def _bytes_of(self, token: int) -> bytes:
         text, kind = self._at(token), self._types[token]
         if kind in (_CONTROL, _UNKNOWN, _USER):
             return text.encode()
@@ -323,7 +327,8 @@ class Tokenizer:
     def decoder(self, special: bool = False, show: Collection[int] = (), mark: str = "") -> StreamDecoder:
         """A decoder for tokens that come one at a time. `special`: all control tokens are written out, else those in
         `show`, with `mark` in front."""
-        return StreamDecoder(self, special, frozenset(show), mark.encode())
+        shown = frozenset(show)
+        return StreamDecoder(self, frozenset() if special else self._control - shown, shown, mark.encode())
 
     # --- building ---
 
@@ -372,9 +377,9 @@ class Tokenizer:
         """Raises TinychatError for control and user-defined tokens that would make matching them slow or large."""
         sizes = [len(self._texts[i]) for i in ids]
         for what, value, limit in (
-            ("control and user-defined tokens in the vocabulary", len(ids), limits.MARKS),
-            ("characters in a control or user-defined token", max(sizes, default=0), limits.MARK_CHARS),
-            ("characters in all control and user-defined tokens", sum(sizes), limits.MARKS_CHARS),
+            ("control and user-defined tokens in the vocabulary", len(ids), file_limits.MARKS),
+            ("characters in a control or user-defined token", max(sizes, default=0), file_limits.MARK_CHARS),
+            ("characters in all control and user-defined tokens", sum(sizes), file_limits.MARKS_CHARS),
         ):
             if value > limit.most:
                 raise TinychatError(f"{value:,} {what}, accepted are {limit.most:,} ({limit.why})")
@@ -397,20 +402,26 @@ class Tokenizer:
 class StreamDecoder:
     """Text of tokens as they come: bytes of an unfinished character are held back until it is complete."""
 
-    def __init__(self, tokenizer: Tokenizer, special: bool, show: frozenset[int], mark: bytes) -> None:
-        self._tokenizer, self._special, self._show, self._mark = tokenizer, special, show, mark
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int], shown: frozenset[int], mark: bytes) -> None:
+        self._token_bytes, self._hidden, self._shown, self._mark = tokenizer.token_bytes, hidden, shown, mark
+        self._rest = b""
 
     def feed(self, token: int) -> str:
         """The text that `token` completes, perhaps empty."""
-        if self._tokenizer.is_special(token) and not self._special and token not in self._show:
+        if token in self._hidden:
             return ""
-        data = self._tokenizer.token_bytes(token)
-        return self._utf8.decode(self._mark + data if token in self._show else data)
+        data = self._token_bytes(token)
+        return self._decode(self._mark + data if token in self._shown else data)
 
     def flush(self) -> str:
         """What is left at the end: U+FFFD where a character was never finished."""
-        return self._utf8.decode(b"", final=True)
+        return self._decode(b"", final=True)
+
+    def _decode(self, data: bytes, final: bool = False) -> str:
+        data = self._rest + data
+        text, used = codecs.utf_8_decode(data, "replace", final)
+        self._rest = data[used:]
+        return text
 
 
 class _Spm:

@@ -13,7 +13,6 @@ A template that shows no calls gets the `PLAIN` form: tools described in the sys
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -105,7 +104,6 @@ def as_plain(messages: Sequence[Message], tools: Sequence[Tool]) -> list[dict[st
 
 # --- the analysis ---
 
-_TAG = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")
 _USER = {"role": "user", "content": "zquser"}
 _NAMES = ("zqname1", "zqname2")
 _IDS = ("zqidaaa1x", "zqidaaa2x")  # nine letters and digits, which is what Mistral's templates demand
@@ -138,22 +136,6 @@ def find_format(render: Render, thinking: Sequence[str] = ()) -> CallFormat | No
                 found = found if found.section_open else replace(found, call_open=_without(found.call_open, thinking))
                 return replace(found, parallel=number == 2, id_is_name=id_is_name)
     return None
-
-
-def find_thinking(render: Render) -> tuple[str, str] | None:
-    """The tags around an assistant's reasoning_content, if the template shows it."""
-    last = {"role": "assistant", "content": "zqcontent"}
-    try:
-        without = render([_USER, last], None, False)
-        text = render([_USER, last | {"reasoning_content": "zqreason"}], None, False)
-    except TinychatError:
-        return None
-    at, end = text.find("zqreason"), text.find("zqcontent")
-    if not 0 <= at < end:
-        return None
-    head = _common_head(without.replace("zqcontent", ""), text)
-    opening, closing = text[min(len(head), at) : at].strip(), _TAG.match(text[at + len("zqreason") : end].strip())
-    return (opening, closing[0]) if opening and closing else None
 
 
 class _Shown:

@@ -8,8 +8,8 @@ from typing import Literal, Protocol
 import numpy as np
 
 from tinychat.kernels.limits import Limits
-from tinychat.kernels.ops import Sampling
 from tinychat.kernels.profile import Calls, Kernel, StepProfile
+from tinychat.kernels.sampling import Sampling
 
 Kind = Literal["cuda", "cpu", "reference"]
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from tinychat.errors import TinychatError
-from tinychat.kernels.ops import GQA, MLA, Experts, Plan, Sampling, Weight
+from tinychat.kernels.ops import GQA, MLA, Experts, Plan, Weight
+from tinychat.kernels.sampling import Sampling
 
 UNLIMITED = 1 << 30
 FLOATS = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)

@@ -20,6 +20,8 @@ from typing import Any, Literal
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from tinychat.kernels.sampling import Sampling as Sampling  # for branches that still import it from here
+
 CACHE_VALUE_BYTES = 2  # of one value in the KV cache of the CPU and CUDA executors: F16
 
 
@@ -609,32 +611,3 @@ def _buffers_of_layer(layer: Layer) -> Iterator[tuple[str, int]]:
             yield "ffn", w.ff
         case Experts(router=r, weights=w, shared=s):
             yield "ffn", r.top_k * w.ff + (s.ff if s else 0)
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen from logits l (float32, vocab); order and meaning as llama.cpp's default chain.
-
-    repeat_penalty: l[i] of each distinct token of the last `repeat_last_n` is divided by it (l > 0) or multiplied
-    (l <= 0). DRY (dry_multiplier > 0): a token that would continue a repetition of the last n >= dry_allowed_length
-    tokens loses dry_multiplier * dry_base ** (n - dry_allowed_length); repetitions are looked for in the last
-    dry_penalty_last_n tokens (-1: all) and end at `dry_breakers`, token ids that are never penalised themselves.
-    Then only tokens survive that are among the top_k largest (0 = all), in the smallest set of largest-first mass
-    >= top_p, and with probability >= min_p * the largest. Then temperature: 0 takes the largest (lowest id on ties);
-    otherwise the survivor with the largest l / temperature + gumbel(seed, position, id) wins, which draws from the
-    softmax (kernels/sampling.py has the hash). No state but the position, so a rolled-back position draws the same
-    again.
-    """
-
-    temperature: float = 0.7
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.05
-    repeat_penalty: float = 1.0
-    repeat_last_n: int = 64
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_penalty_last_n: int = -1
-    dry_breakers: tuple[int, ...] = ()
-    seed: int = 0

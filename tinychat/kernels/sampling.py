@@ -1,16 +1,70 @@
-"""Choosing the next token: the NumPy meaning of `Sampling`, which every executor's own code is tested against."""
+"""Choosing the next token: the parameters, their ranges, and the NumPy meaning of both, which every executor's own code
+is tested against."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 
-from tinychat.kernels.ops import Sampling
-
 _LOG_FLOAT_MAX = 88.7228391  # of the largest float32, as in llama.cpp
 _M1, _M2, _M3 = (np.uint64(m) for m in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A number that a user may set, from `low` to `high`. `empty` is the word that means None ("" = none)."""
+
+    name: str
+    kind: type[int] | type[float]
+    low: float
+    high: float
+    help: str
+    empty: str = ""
+
+
+def _number(default: float, low: float, high: float, help: str) -> Any:
+    return field(default=default, metadata={"low": low, "high": high, "help": help})
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen from logits l (float32, vocab); order and meaning as llama.cpp's default chain.
+
+    repeat_penalty: l[i] of each distinct token of the last `repeat_last_n` is divided by it (l > 0) or multiplied
+    (l <= 0). DRY (dry_multiplier > 0): a token that would continue a repetition of the last n >= dry_allowed_length
+    tokens loses dry_multiplier * dry_base ** (n - dry_allowed_length); repetitions are looked for in the last
+    dry_penalty_last_n tokens (-1: all) and end at `dry_breakers`, token ids that are never penalised themselves.
+    Then only tokens survive that are among the top_k largest (0 = all), in the smallest set of largest-first mass
+    >= top_p, and with probability >= min_p * the largest. Then temperature: 0 takes the largest (lowest id on ties);
+    otherwise the survivor with the largest l / temperature + gumbel(seed, position, id) wins, which draws from the
+    softmax (`gumbel` has the hash). No state but the position, so a rolled-back position draws the same
+    again.
+    """
+
+    temperature: float = _number(0.7, 0, 5, "0 always takes the likeliest token; higher is more varied")
+    top_k: int = _number(40, 0, 1_000_000, "only the k likeliest tokens (0 = all)")
+    top_p: float = _number(0.95, 0, 1, "only the likeliest tokens that together reach this probability")
+    min_p: float = _number(0.05, 0, 1, "only tokens with at least this share of the likeliest one's probability")
+    repeat_penalty: float = _number(1.0, 0.1, 10, "above 1 makes recent tokens less likely (1 = off)")
+    repeat_last_n: int = _number(64, 0, 1_000_000, "how many recent tokens the repeat penalty looks at")
+    dry_multiplier: float = _number(
+        0.0, 0, 100, "strength of the DRY penalty on repeated sequences of tokens (0 = off)"
+    )
+    dry_base: float = _number(1.75, 1, 100, "how much the DRY penalty grows with each further token of a repetition")
+    dry_allowed_length: int = _number(2, 0, 1_000_000, "repetitions shorter than this many tokens cost nothing (DRY)")
+    dry_penalty_last_n: int = _number(-1, -1, 1_000_000, "how many recent tokens DRY looks at (-1 = all, 0 = off)")
+    dry_breakers: tuple[int, ...] = ()  # the engine fills them in
+    seed: int = 0
+
+
+GREEDY = Sampling(temperature=0.0)
+SAMPLING_PARAMETERS = {
+    f.name: Parameter(f.name, int if f.type == "int" else float, **f.metadata) for f in fields(Sampling) if f.metadata
+}
+"""The fields of Sampling that a user may set, but for the seed, whose ranges differ."""
 
 
 def gumbel(seed: int, position: int, n_vocab: int) -> np.ndarray:

@@ -10,7 +10,7 @@ from tinychat.engine.engine import Engine
 from tinychat.engine.memory_limit import limit_of
 from tinychat.engine.speculation import Speculate
 from tinychat.errors import TinychatError
-from tinychat.kernels.ops import Sampling
+from tinychat.kernels.sampling import Sampling
 from tinychat.measure.lock import machine_lock
 from tinychat.measure.results import ModelResult, Run
 

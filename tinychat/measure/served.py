@@ -10,7 +10,7 @@ from typing import Any
 from tinychat.backend.protocol import Backend, DoesNotFit, Failed, Finished, Piece, Request
 from tinychat.engine.devices import OnProgress
 from tinychat.errors import TinychatError
-from tinychat.kernels.ops import Sampling
+from tinychat.kernels.sampling import Sampling
 from tinychat.measure.bench import TEXT
 from tinychat.measure.lock import machine_lock
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from tinychat.engine.engine import Engine
 from tinychat.errors import TinychatError, printable
-from tinychat.kernels.ops import Sampling
+from tinychat.kernels.sampling import Sampling
 
 QUESTION = "What is the capital of France?"  # to a model without verified answers
 LENGTH = 24  # tokens of such an answer
@@ -31,7 +31,7 @@ class Expected:
     answers: Mapping[str, tuple[int, ...]]
 
 
-# By ModelInfo.fingerprint, so that a renamed or copied file is known and another quant of the same model is not.
+# By EngineInfo.fingerprint, so that a renamed or copied file is known and another quant of the same model is not.
 EXPECTED: dict[str, Expected] = {
     "43e8616c70ebb37a7224cd1994b9866fce7ea3bf4b18a6065990379eb50b75ce": Expected(
         "smollm2:135m",

@@ -18,6 +18,8 @@ from tinychat.files import expand
 from tinychat.models.hosts import HUB, canonical_url, shown
 from tinychat.units import parameter_counts
 
+F16_BYTES = 2  # of a value in the KV cache; tests/engine/test_fit.py compares models with their plans
+
 
 @dataclass(frozen=True)
 class Model:
@@ -41,7 +43,7 @@ class Model:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes that one token takes in the KV cache, stored as float16."""
-        return self.kv[0] * self.kv[1] * 2
+        return self.kv[0] * self.kv[1] * F16_BYTES
 
     @property
     def why_not(self) -> str | None:

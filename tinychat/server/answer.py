@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, groupby
 from typing import Any, Protocol
 
 from tinychat.backend.protocol import (
@@ -28,10 +29,10 @@ from tinychat.backend.stream import EventStream
 from tinychat.server.refusal import Refused, refusal_of
 
 PING_S = 15.0  # of silence, after which a stream says that it is alive
-# The first events go out as they come; further ones are gathered for so many seconds. A write per token wakes this
-# loop and the client once per token, which on a machine whose cores all decode takes the time from the engine.
+# The first events go out as they come; further ones are gathered for so many seconds and joined. A write per token
+# wakes this loop and the client once per token; docs/server.md has what that costs.
 PROMPT_BATCHES = 8
-GATHER_S = 0.025
+GATHER_S = 0.04
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,27 @@ class Answer:
         return answer
 
 
+@dataclass(frozen=True)
+class Joined(Piece):
+    """Pieces of one kind that go out together; text and tokens are those of all `parts`."""
+
+    parts: tuple[Piece, ...] = ()
+
+
+def joined(batch: Sequence[Event]) -> list[Event]:
+    """The events, each run of pieces of one kind as one."""
+    events: list[Event] = []
+    for kind, run in groupby(batch, lambda e: e.kind if isinstance(e, Piece) else None):
+        same = list(run)
+        parts = tuple(e for e in same if isinstance(e, Piece))
+        if kind is None or len(parts) == 1:
+            events += same
+        else:
+            text, tokens = "".join(p.text for p in parts), tuple(t for p in parts for t in p.tokens)
+            events.append(Joined(kind, text, tokens, parts))
+    return events
+
+
 class Reply(Protocol):
     """How one dialect writes down one answer, as a stream or whole."""
 
@@ -132,13 +154,20 @@ class Arrivals:
     def __init__(self, stream: EventStream[Event]) -> None:
         self._stream = stream
         self._loop = asyncio.get_running_loop()
-        self._here = asyncio.Event()
+        self._here = asyncio.Event()  # set while nobody waits: then no event wakes the loop
+        self._over = asyncio.Event()
         stream.on_event(self._wake)
 
     def _wake(self) -> None:
         """Called by the backend's thread."""
-        if not self._here.is_set() and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._here.set)
+        over = self._stream.complete
+        if (over or not self._here.is_set()) and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._tell, over)
+
+    def _tell(self, over: bool) -> None:
+        self._here.set()
+        if over:
+            self._over.set()
 
     @property
     def ended(self) -> bool:
@@ -147,10 +176,10 @@ class Arrivals:
     async def next(self) -> list[Event]:
         """All events that came since the last call; waits for one. Empty at the end."""
         while not self.ended:
-            self._here.clear()
             if events := self._stream.poll():
                 return events
-            if not self.ended:
+            self._here.clear()
+            if not self._stream.waiting and not self.ended:
                 await self._here.wait()
         return []
 
@@ -169,7 +198,9 @@ class Arrivals:
         """All further events; an empty list after PING_S seconds of silence."""
         for n in count():
             if n >= PROMPT_BATCHES:
-                await asyncio.sleep(GATHER_S)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(GATHER_S):
+                        await self._over.wait()
             if self.ended:
                 return
             try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tinychat.backend.protocol import Event, Finished, Prompted, ToolCall
 from tinychat.errors import TinychatError
 from tinychat.server import anthropic, native, ollama, openai_chat, openai_completions, openai_responses, sse
-from tinychat.server.answer import Answer, Arrivals, House, Job, raise_failure
+from tinychat.server.answer import Answer, Arrivals, House, Job, joined, raise_failure
 from tinychat.server.body import HungUp, read_object
 from tinychat.server.queue import Queue
 from tinychat.server.refusal import Refused, invalid
@@ -153,7 +153,7 @@ async def _stream(job: Job, batches: AsyncIterator[list[Event]], send: Send) -> 
         async for batch in batches:
             raise_failure(batch)
             # A call that is taken back cannot be unsent: the client sees it incomplete, and its text behind it.
-            said = [e for e in batch if not (isinstance(e, ToolCall) and e.note)]
+            said = joined([e for e in batch if not (isinstance(e, ToolCall) and e.note)])
             parts = [reply.begin(e) if isinstance(e, Prompted) else reply.event(e) for e in said]
             chunk = b"".join(parts) if batch else reply.ping
             last = batch[-1] if batch else last
@@ -265,9 +265,6 @@ def create_app(house: House, policy: Policy, queue_size: int) -> ASGIApp:
 
     def posts(endpoint: Any, *paths: str) -> list[Route]:
         return [Route(path, endpoint, methods=["POST"]) for path in paths]
-
-    def gets(call: Callable[[HTTPRequest], Awaitable[Response]], *paths: str) -> list[Route]:
-        return [Route(path, call, methods=["GET"]) for path in paths]
 
     def chat_loose(body: dict[str, Any], house: House) -> Job:
         return openai_chat.parse(body, house, strict=False)

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from tinychat import __version__
-from tinychat.backend.protocol import Finished, Request
+from tinychat.backend.protocol import SAMPLING_PARAMETERS, Finished, Request
 from tinychat.server import openai_chat
 from tinychat.server.answer import House
 from tinychat.server.fields import Fields
@@ -97,7 +97,7 @@ def model_object(house: House) -> dict[str, Any]:
 
 def properties(house: House) -> dict[str, Any]:
     """/props by llama-server's names; `tinychat` says what its own client wants to know."""
-    info, s = house.backend.info, house.sampling
+    info, s, stats = house.backend.info, house.sampling, house.backend.snapshot()
     return {
         "model_alias": house.model,
         "model_path": info.path.name if info.path else "",  # the file's name, not where it is
@@ -109,12 +109,7 @@ def properties(house: House) -> dict[str, Any]:
             "n_ctx": info.max_context,
             "params": {
                 "seed": -1 if house.seed is None else house.seed,
-                "temperature": s.temperature,
-                "top_k": s.top_k,
-                "top_p": s.top_p,
-                "min_p": s.min_p,
-                "repeat_penalty": s.repeat_penalty,
-                "repeat_last_n": s.repeat_last_n,
+                **{name: getattr(s, name) for name in SAMPLING_PARAMETERS},
             },
         },
         "tinychat": {
@@ -135,6 +130,7 @@ def properties(house: House) -> dict[str, Any]:
             "file_bytes": info.file_bytes,
             "fingerprint": info.fingerprint,
             "notes": list(info.notes),
+            "stats": stats.of_model().as_dict() if stats else {},
         },
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -27,11 +27,13 @@ from tinychat.server.sampling import (
     MAX_TOOLS,
     arguments,
     check_tools,
+    chosen_numbers,
     function,
     max_tokens,
     pick_seed,
     schema_format,
 )
+from tinychat.units import parameter_count
 
 VERSION = "0.12.0"  # of Ollama's API that this is; clients compare it
 REASONS = {"eos": "stop", "length": "length", "context": "length"}
@@ -162,17 +164,9 @@ def _call(fields: Fields) -> dict[str, Any]:
 
 
 def _options(fields: Fields, house: House) -> tuple[Sampling, int | None, tuple[str, ...]]:
-    base, info = house.sampling, house.backend.info
+    info = house.backend.info
     seed = fields.integer("seed", None, -(2**63), 2**64 - 1)
-    sampling = Sampling(
-        temperature=fields.number("temperature", base.temperature, 0, 100),
-        top_k=fields.integer("top_k", base.top_k, 0, 1 << 24) or 0,
-        top_p=fields.number("top_p", base.top_p, 0, 1),
-        min_p=fields.number("min_p", base.min_p, 0, 1),
-        repeat_penalty=fields.number("repeat_penalty", base.repeat_penalty, 0.01, 100),
-        repeat_last_n=max(0, fields.integer("repeat_last_n", base.repeat_last_n, -1, 1 << 24) or 0),
-        seed=pick_seed(seed, house),
-    )
+    sampling = replace(chosen_numbers(fields, house.sampling), seed=pick_seed(seed, house))
     limit = fields.integer("num_predict", None, -2, MAX_TOKENS)
     stop = fields.strings("stop", MAX_STOPS, MAX_STOP)
     context = fields.integer("num_ctx", None, 1, MAX_TOKENS)
@@ -343,15 +337,9 @@ def _details(house: House) -> dict[str, Any]:
         "format": "gguf",
         "family": info.architecture,
         "families": [info.architecture],
-        "parameter_size": f"{info.parameters / 1e9:.1f}B"
-        if info.parameters >= 1e9
-        else f"{info.parameters / 1e6:.0f}M",
+        "parameter_size": parameter_count(info.parameters),
         "quantization_level": info.quant,
     }
-
-
-def _short(parameters: int) -> str:
-    return f"{parameters / 1e9:.1f}B" if parameters >= 1e9 else f"{parameters / 1e6:.0f}M"
 
 
 def show(body: dict[str, Any], house: House) -> dict[str, Any]:

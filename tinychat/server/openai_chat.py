@@ -22,7 +22,7 @@ from tinychat.backend.protocol import (
 )
 from tinychat.backend.protocol import Usage as ContextUsage
 from tinychat.server import sse
-from tinychat.server.answer import Answer, House, Job, finish, timings, usage
+from tinychat.server.answer import Answer, House, Job, Joined, finish, timings, usage
 from tinychat.server.fields import Fields
 from tinychat.server.refusal import Refused
 from tinychat.server.sampling import (
@@ -43,6 +43,7 @@ from tinychat.server.sampling import (
     schema_format,
 )
 
+STATS_S = 0.25  # between two sendings of the engine's figures to tinychat's own client
 FINGERPRINT = f"b-tinychat-{__version__}"
 REASONS = {"eos": "stop", "length": "length", "context": "length", "tool_calls": "tool_calls"}
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
@@ -130,28 +131,34 @@ def parse(body: dict[str, Any], house: House, *, strict: bool = True) -> Job:
     return Job(request, ChatReply(house, include_usage, extras, request.logprobs is not None), stream, one_call)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Extras:
     """What llama-server and tinychat add to a stream when asked to."""
 
     progress: bool = False  # prompt_progress while the prompt is read
     timings: bool = False  # timings with every chunk
     tokens: bool = False  # tinychat: the tokens of every chunk, and at the end all figures
+    told: float = 0.0  # when the figures were sent last, by time.monotonic()
 
     @classmethod
     def take(cls, fields: Fields) -> Extras:
         return cls(fields.flag("return_progress"), fields.flag("timings_per_token"), fields.flag("return_details"))
 
-    def of_piece(self, piece: Piece) -> dict[str, Any]:
-        """The tokens of a chunk, for tinychat's own client."""
-        if not self.tokens or not piece.tokens:
+    def of_piece(self, piece: Piece, house: House) -> dict[str, Any]:
+        """The pieces of a chunk with their tokens, for tinychat's own client, and a few times a second the engine's
+        figures."""
+        if not self.tokens:
             return {}
-        return {
-            "details": {
-                "kind": piece.kind,
-                "tokens": [(t.id, t.text, t.logprob, t.top, t.source) for t in piece.tokens],
-            }
+        parts = piece.parts if isinstance(piece, Joined) else (piece,)
+        details: dict[str, Any] = {
+            "kind": piece.kind,
+            "pieces": [(p.text, [(t.id, t.text, t.logprob, t.top, t.source) for t in p.tokens]) for p in parts],
         }
+        now = time.monotonic()
+        if now - self.told >= STATS_S and (stats := house.backend.snapshot()):
+            self.told = now
+            details["now"] = stats.as_dict()
+        return {"details": details}
 
     def of_moment(self, house: House) -> dict[str, Any]:
         """The figures of this moment."""
@@ -289,8 +296,7 @@ def _thinking(fields: Fields, house: House) -> tuple[bool | None, dict[str, Any]
         asked.choice("summary", ("auto", "concise", "detailed"))
         asked.done()
     if effort is not None:
-        thinking = effort != "none"
-        kwargs["reasoning_effort"] = effort
+        thinking = effort != "none"  # how long it thinks is the model's affair
     if thinking and not house.backend.info.can.thinking:
         name = "reasoning_effort" if effort else "chat_template_kwargs.enable_thinking"
         raise fields.refuse(name, "this model cannot think")
@@ -425,7 +431,7 @@ class ChatReply:
         thinking = piece.kind == "thinking"
         self._thought += len(piece.tokens) if thinking else 0
         delta = {"reasoning_content" if thinking else "content": piece.text} if piece.text else {}
-        more = self.extras.of_piece(piece)
+        more = self.extras.of_piece(piece, self.house)
         if self.logprobs and not thinking:
             self._tokens += piece.tokens
         if not delta and not more:

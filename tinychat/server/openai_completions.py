@@ -97,7 +97,7 @@ class CompletionReply:
             if not event.text and not self.extras.tokens:
                 return b""
             tokens, self._tokens = self._tokens, []
-            more: dict[str, Any] = self.extras.of_piece(event) | self.extras.of_moment(self.house)
+            more: dict[str, Any] = self.extras.of_piece(event, self.house) | self.extras.of_moment(self.house)
             return sse.data(self._object([self._choice(event.text, tokens, None)]) | more)
         if isinstance(event, Prefilling) and self.extras.progress:
             return sse.data(self._object([]) | {"prompt_progress": progress(event, self._began)})

@@ -77,7 +77,7 @@ def parse(body: dict[str, Any], house: House, *, strict: bool = True) -> Job:
         options.fixed({"include_obfuscation": (False,)})
         options.done()
     extras = Extras(fields.flag("return_progress"), fields.flag("timings_per_token"))
-    thinking, kwargs = _thinking(fields, house)
+    thinking = _thinking(fields, house)
     one_call = not fields.flag("parallel_tool_calls", True)
     cuts = fields.choice("truncation", ("auto", "disabled")) == "auto"
     request = Request(
@@ -88,7 +88,6 @@ def parse(body: dict[str, Any], house: House, *, strict: bool = True) -> Job:
         tools=tools,
         tool_choice=choice,
         response_format=_form(fields),
-        template_kwargs=kwargs,
         logprobs=logprobs,
         overflow="oldest" if cuts else "refuse",
     )
@@ -190,19 +189,19 @@ def _tools(fields: Fields, house: House) -> tuple[tuple[dict[str, Any], ...], An
     return found, choice
 
 
-def _thinking(fields: Fields, house: House) -> tuple[bool | None, dict[str, Any]]:
+def _thinking(fields: Fields, house: House) -> bool | None:
     asked = fields.fields("reasoning")
     if asked is None:
-        return None, {}
+        return None
     effort = asked.choice("effort", EFFORTS)
     asked.choice("summary", ("auto", "concise", "detailed"))
     asked.choice("generate_summary", ("auto", "concise", "detailed"))
     asked.done()
     if effort is None:
-        return None, {}
+        return None
     if effort != "none" and not house.backend.info.can.thinking:
         raise fields.refuse("reasoning.effort", "this model cannot think")
-    return effort != "none", {"reasoning_effort": effort}
+    return effort != "none"  # how long it thinks is the model's affair
 
 
 def _form(fields: Fields) -> dict[str, Any] | None:

@@ -61,4 +61,4 @@ def refusal_of(event: Failed | DoesNotFit) -> Refused:
             details={"n_prompt_tokens": prompt, "n_ctx": context},
         )
     message = " ".join(event.message.split())
-    return Refused(event.cause, message, retry_s=event.retry_s)
+    return Refused(event.cause, message, event.field or None, retry_s=event.retry_s)

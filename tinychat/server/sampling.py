@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tinychat.backend.protocol import Sampling
+from tinychat.backend.protocol import SAMPLING_PARAMETERS, Sampling
 from tinychat.server.answer import House
 from tinychat.server.fields import Fields
 from tinychat.server.refusal import Refused, invalid
@@ -52,31 +52,29 @@ OFF: Mapping[str, tuple[Any, ...]] = {
 }
 
 
+ALIASES = {"repeat_penalty": "repetition_penalty"}  # vLLM's names
+MINUS_ONE = {"top_k": 0, "repeat_last_n": 1_000_000}  # what -1 means where other servers take it for "all"
+
+
 def sampling(fields: Fields, house: House) -> Sampling:
     """How tokens are chosen, from the fields that OpenAI, llama-server and vLLM have for it."""
-    base = house.sampling
-    seed = fields.integer("seed", None, -1, 2**64 - 1)
-    penalty = fields.number("repetition_penalty", base.repeat_penalty, 0.01, 100)
-    chosen = replace(
-        base,
-        temperature=fields.number("temperature", base.temperature, 0, 100),
-        top_p=fields.number("top_p", base.top_p, 0, 1),
-        top_k=max(0, fields.integer("top_k", base.top_k, -1, 1 << 24) or 0),
-        min_p=fields.number("min_p", base.min_p, 0, 1),
-        repeat_penalty=fields.number("repeat_penalty", penalty, 0.01, 100),
-        repeat_last_n=fields.integer("repeat_last_n", base.repeat_last_n, 0, 1 << 24) or 0,
-        dry_multiplier=fields.number("dry_multiplier", base.dry_multiplier, 0, 100),
-        dry_base=fields.number("dry_base", base.dry_base, 0, 100),
-        dry_allowed_length=fields.integer("dry_allowed_length", base.dry_allowed_length, 0, 1 << 24) or 0,
-        dry_penalty_last_n=_whole(fields.integer("dry_penalty_last_n", base.dry_penalty_last_n, -1, 1 << 24), -1),
-        seed=pick_seed(seed, house),
-    )
+    chosen = chosen_numbers(fields, house.sampling)
     fields.fixed(OFF)
-    return chosen
+    return replace(chosen, seed=pick_seed(fields.integer("seed", None, -1, 2**64 - 1), house))
 
 
-def _whole(value: int | None, default: int) -> int:
-    return default if value is None else value
+def chosen_numbers(fields: Fields, base: Sampling) -> Sampling:
+    """`base` with the parameters of sampling that the request sets, by their own names and by ALIASES."""
+    found: dict[str, Any] = {}
+    for name, p in SAMPLING_PARAMETERS.items():
+        value, low = getattr(base, name), -1 if name in MINUS_ONE else p.low
+        for field in filter(None, (ALIASES.get(name), name)):
+            if p.kind is int:
+                value = fields.integer(field, value, int(low), int(p.high))
+            else:
+                value = fields.number(field, value, low, p.high)
+        found[name] = MINUS_ONE.get(name, -1) if value == -1 else value
+    return replace(base, **found)
 
 
 def pick_seed(seed: int | None, house: House) -> int:

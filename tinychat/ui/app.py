@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -10,13 +11,14 @@ from typing import Any
 
 from textual.app import SystemCommand
 from textual.binding import Binding
+from textual.command import CommandPalette
 from textual.screen import Screen
 from textual.theme import Theme
 
 from tinychat import process
 from tinychat.backend.engine_thread import EngineThread
+from tinychat.backend.factory import open_backend
 from tinychat.backend.local import LocalBackend
-from tinychat.backend.opening import open_backend
 from tinychat.backend.protocol import Speculate
 from tinychat.chat import settings
 from tinychat.chat.controller import Controller
@@ -24,14 +26,20 @@ from tinychat.chat.conversation import Conversation
 from tinychat.chat.history import History
 from tinychat.chat.loading import OpenBackend
 from tinychat.errors import TinychatError
+from tinychat.tools.builtin import tools_of
+from tinychat.tools.folder import Folder
+from tinychat.tools.permission import Permissions
+from tinychat.tools.toolbox import Toolbox
 from tinychat.ui.boundary import LastingApp
 from tinychat.ui.chat.screen import ChatScreen
+from tinychat.ui.driver import TerminalDriver
 from tinychat.ui.theme import THEMES
 
 
 class TinychatApp(LastingApp):
     """`path` is loaded on start and called `model`; without it the picker opens. `history` None saves nothing;
-    `remember` gets settings that the user changed by choosing (theme, experts); `mounted` is called when the app is."""
+    `remember` gets settings that the user changed by choosing (theme, experts); `mounted` is called when the app is;
+    `tools` is the folder that tools work in. Raises TinychatError where that is none."""
 
     TITLE = "tinychat"
     CSS_PATH = "tinychat.tcss"
@@ -47,13 +55,18 @@ class TinychatApp(LastingApp):
         open_backend: OpenBackend | None = None,
         remember: Callable[..., object] | None = None,
         mounted: Callable[[], object] | None = None,
+        tools: Path | None = None,
+        permissions: Permissions | None = None,
         **load_options: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(driver_class=TerminalDriver)
         self.own = own or settings.Settings()
         conversation = Conversation(parameters=self.own.parameters)
         open_backend = open_backend or partial(LocalBackend.open, thread=EngineThread())
-        self.controller = Controller(open_backend, conversation, save=history.save if history else None)
+        save = history.save if history else None
+        self.controller = Controller(open_backend, conversation, save=save, permissions=permissions)
+        if tools is not None:
+            self.controller.use_tools(Toolbox(tools_of(Folder(tools))))
         self.chat = ChatScreen(self.controller, history, self.own.experts, self.remember)
         self._history, self._remember, self._mounted = history, remember, mounted
         self._model, self._path, self._options = model, path, load_options
@@ -97,6 +110,11 @@ class TinychatApp(LastingApp):
         if self._remember is not None:
             self._remember(**changes)
 
+    def action_command_palette(self) -> None:
+        """Without the fixed id that Textual gives it: one that is still closing must not forbid another."""
+        if not isinstance(self.screen, CommandPalette):
+            self.push_screen(CommandPalette())
+
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
         if screen is self.chat:
             yield from self.chat.commands_for_palette()
@@ -132,6 +150,17 @@ def main(
         open_backend, thread=EngineThread(), store_bytes=int(own.kv_cache_gb * 1e9), speculate=speculate
     )
     process.prepare_for_screen()
+
+    def mounted() -> None:
+        process.freeze()
+        loop = asyncio.get_running_loop()
+
+        def end(number: int, frame: object) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(partial(app.exit, return_code=128 + number))
+
+        process.on_signals(end)
+
     app = TinychatApp(
         model,
         path,
@@ -139,7 +168,8 @@ def main(
         history=history,
         remember=settings.update,
         open_backend=open_either,
-        mounted=process.freeze,
+        mounted=mounted,
+        permissions=Permissions.of_user(),
         **options,
     )
     app.run()

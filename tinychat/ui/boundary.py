@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import time
 import traceback
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import textual
 from textual._context import active_message_pump
-from textual.app import App
+from textual.app import App, ScreenStackError
 from textual.css.query import NoMatches
 from textual.dom import DOMNode
+from textual.errors import NoWidget
+from textual.events import InputEvent, MouseEvent
 from textual.message import Message
 from textual.screen import Screen
 from textual.widget import Widget
@@ -24,6 +28,7 @@ from textual.worker import WorkerFailed
 
 from tinychat import crash
 
+TEXTUAL = textual.__path__[0]
 AGAIN = 30.0  # seconds after which the same fault is said again; a timer may meet it 20 times a second
 
 
@@ -31,8 +36,8 @@ class LastingApp(App[None]):
     """An app that outlives exceptions. `say_fault` shows one line; `home` is the screen that stays when a sheet whose
     widgets cannot be made is closed. An exception before `home` is shown ends the app with that line."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self._said: dict[tuple[object, ...], float] = {}  # when, by where the exception was raised
 
     @property
@@ -48,13 +53,22 @@ class LastingApp(App[None]):
         super()._register_child(parent, child, before, after)
 
     async def _dispatch_message(self, message: Message) -> None:
+        if isinstance(message, MouseEvent) and self._hits_a_removed_widget(message):
+            return
         await self._guarded(super()._dispatch_message, message)
 
     async def _guarded(self, dispatch: Any, message: Message) -> None:
         try:
             await dispatch(message)
         except Exception as e:
-            self._handle_exception(e)
+            if not (isinstance(message, InputEvent) and _came_too_late(e)):
+                self._handle_exception(e)
+
+    def _hits_a_removed_widget(self, event: MouseEvent) -> bool:
+        """Whether the mouse is on a widget that is still painted and has no parent any more, which Textual asks for."""
+        with suppress(NoWidget, ScreenStackError):
+            return not self.screen.get_widget_at(event.x, event.y)[0].is_attached
+        return False
 
     def _handle_exception(self, error: Exception) -> None:
         if isinstance(error, WorkerFailed):
@@ -87,6 +101,13 @@ class LastingApp(App[None]):
 
 def _sheet_of(node: DOMNode) -> Screen[Any] | None:
     return next((n for n in node.ancestors_with_self if isinstance(n, Screen)), None)
+
+
+def _came_too_late(error: Exception) -> bool:
+    """Whether Textual alone raised a LookupError: its lists do on a click or key that was meant for the rows of a
+    moment ago."""
+    inner = traceback.walk_tb(error.__traceback__ and error.__traceback__.tb_next)
+    return isinstance(error, LookupError) and all(f.f_code.co_filename.startswith(TEXTUAL) for f, _ in inner)
 
 
 def _gone(node: DOMNode) -> bool:

@@ -25,10 +25,9 @@ from tinychat.errors import TinychatError
 from tinychat.kernels import sampling
 from tinychat.kernels.cpu.executor import CPUExecutor, default_threads
 from tinychat.kernels.cpu.library import Library
-from tinychat.kernels.ops import Sampling
+from tinychat.kernels.sampling import GREEDY, Sampling
 
 IDS = [290, 17, 204, 99, 3, 256, 258, 64, 131, 64, 17, 280, 5, 77, 31, 8, 120, 240, 19, 66, 201, 14, 9]
-GREEDY = Sampling(temperature=0.0)
 # Relative L2 of a token's logits: only the F16 cache is inexact. The median over tokens, since a tiny change may pick
 # another expert for one of them.
 NOISE = 2e-3

@@ -2,9 +2,11 @@
 qemu-user."""
 
 import ctypes
+import errno
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -98,14 +100,40 @@ def test_no_compiler_is_one_clear_line(machine: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("CC", str(machine / "nosuch"))
     with pytest.raises(compiler.NoCompiler, match=r"^clang cannot compile the CPU kernels: .*no vectors here$"):
         compiler.build()
-    assert compiler.tinygrad_cc() is None and list(compiler.cache_dir().iterdir()) == []
+    assert compiler.tinygrad_cc() is None and not compiler.cache_dir().exists()
     (machine / "clang").unlink()
     with pytest.raises(compiler.NoCompiler, match=r"^no C compiler was found$"):
         compiler.build()
 
 
+@needs_zig
+@pytest.mark.parametrize("end", [errno.EROFS, errno.ENOSPC])
+def test_a_cache_that_takes_nothing(machine: Path, monkeypatch: pytest.MonkeyPatch, end: int) -> None:
+    """A read-only home, a full disk: compiled for this process only, and said."""
+
+    def fail(*args: object, **options: object) -> None:
+        raise OSError(end, os.strerror(end))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", fail)
+        notices = list[str]()
+        path = compiler.build(notice=notices.append)
+        assert compiler.build(notice=notices.append) == path and not path.is_relative_to(machine.parent)
+        assert len(notices) == 2 and f"{compiler.cache_dir()} cannot be written" in notices[1]
+        assert ctypes.CDLL(str(path)).tc_sizeof and (compiler.tinygrad_cc() or "").startswith(tempfile.gettempdir())
+
+
+@needs_zig
+def test_no_place_at_all_to_compile_in(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(machine / "nosuch"))
+    with pytest.raises(compiler.NoCompiler, match=r"zig does not run: no such file or directory: .*nosuch") as e:
+        compiler.build()
+    assert "\n" not in str(e.value)
+
+
 def test_libraries_that_nobody_uses_are_deleted(machine: Path) -> None:
     folder = compiler.cache_dir()
+    folder.mkdir(parents=True)
     for name, age in (("cpu-old.so", 40), ("cpu-used.so", 20), ("clang-old", 40), ("other", 400)):
         (folder / name).write_bytes(b"")
         os.utime(folder / name, (time.time() - age * 86400,) * 2)

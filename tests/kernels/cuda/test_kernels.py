@@ -24,9 +24,9 @@ from tinychat.kernels.cuda.prefill import Chip, Prefill, padded
 from tinychat.kernels.cuda.quants import FLOATS, packed_bytes
 from tinychat.kernels.cuda.selfcheck import COLS, ROWS, check_data, check_plan, relative_error
 from tinychat.kernels.cuda.state import Word, breaker_bits, state_words
-from tinychat.kernels.cuda.step import RING, Builder, decode, head
+from tinychat.kernels.cuda.step import RING, Builder, Depth, decode, decode_steps, head
 from tinychat.kernels.cuda.step import sample as sampling
-from tinychat.kernels.sampling import dry, sample
+from tinychat.kernels.sampling import Sampling, dry, sample
 
 Q = tiny.Q
 KINDS = (Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.Q4_K, Q.Q5_K, Q.Q6_K)
@@ -75,7 +75,7 @@ def test_matvec_of_every_quant_type(kind: Q, matvecs: dict[Q, Matvec]) -> None:
     tensor = builder.layout.tensors["check"]
     buffers = {name: aligned(size) for name, size in builder.buffers.items()} | {"staging": packed}
     buffers["params"] = np.array([tensor.blocks, 0, tensor.blocks], np.uint64)
-    buffers["state"].view(np.int32)[: len(Word)] = state_words(ops.Sampling(), 0, 1, 0)
+    buffers["state"].view(np.int32)[: len(Word)] = state_words(Sampling(), 0, 1, 0)
     buffers["x"].view(np.float32)[:] = x
     buffers["w:gain"].view(np.float32)[:] = 1
     if kind in FLOATS:
@@ -100,13 +100,13 @@ def test_models_in_float(variant: str, tokens: int, tmp_path: Path) -> None:
         assert error(e.step(IDS[pos], pos)[0], want[pos]) < 1.5e-3
 
 
-@pytest.mark.parametrize(("kind", "warpgroups", "deep"), [(16, False, False), (2048, True, True)])
-def test_prompts_of_every_kind(kind: int, warpgroups: bool, deep: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "warpgroups", "depth"), [(16, False, "middle"), (2048, True, "deep")])
+def test_prompts_of_every_kind(kind: int, warpgroups: bool, depth: Depth, tmp_path: Path) -> None:
     """A prompt in two pieces through the kernels for few and for many tokens, then steps for few and for many keys."""
     path = tiny.write(tmp_path / "m.gguf", "deepseek2_glm", "Q4_K")
     gguf, pieces = GGUF.open(path), (IDS[:16], IDS[16:28]) if kind == 16 else (IDS[:70], IDS[70:100])
     plan = build_plan(gguf, ModelConfig.from_gguf(gguf))
-    e = EmulatedCUDA(plan, gguf, 128, kind, warpgroups, deep)
+    e = EmulatedCUDA(plan, gguf, 128, kind, warpgroups, depth)
     tokens = [*pieces[0], *pieces[1]]
     want, got = (
         forward(path, [*tokens, 17]),
@@ -115,6 +115,45 @@ def test_prompts_of_every_kind(kind: int, warpgroups: bool, deep: bool, tmp_path
     errors = np.linalg.norm(got - want[:-1], axis=1) / np.linalg.norm(want[:-1], axis=1)
     assert np.median(errors) < 3e-3  # halves; a close routing decision may fall the other way
     assert error(e.step(17, len(tokens))[0], want[-1]) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("quant", "mla", "rows"),
+    [
+        ("Q4_0", MLA(256, 256, 64, 64, 128), 100),
+        ("Q4_K", MLA(256, 256, 64, 64, 64), 9),
+        ("Q8_0", MLA(0, 128, 32, 32, 128), 70),
+    ],
+)
+def test_latent_attention_in_clusters(
+    quant: str, mla: MLA, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With and without a low rank of q, with results as int8 blocks and as floats, behind few and many keys."""
+    shape = replace(tiny.VARIANTS["deepseek2_glm"], layers=2, heads=3, mla=mla)
+    monkeypatch.setitem(tiny.VARIANTS, "cluster", shape)
+    path = tiny.write(tmp_path / "m.gguf", "cluster", quant)
+    gguf = GGUF.open(path)
+    plan = build_plan(gguf, ModelConfig.from_gguf(gguf))
+    e = EmulatedCUDA(plan, gguf, 128, depth="near")
+    clusters = [launch for launch in e.launches if launch.file == "mla_cluster.cu"]
+    assert len(clusters) == 2
+    if lib := nvrtc():
+        compile_with(lib, clusters[0], "sm_90a")
+    want = forward(path, IDS[:rows])
+    for pos in range(3):
+        assert error(e.step(IDS[pos], pos)[0], want[pos]) < 0.05
+    e.prefill(IDS[3 : rows - 1], 3)
+    assert error(e.step(IDS[rows - 1], rows - 1)[0], want[-1]) < 0.05
+
+
+def test_clusters_only_where_they_fit(tmp_path: Path) -> None:
+    """A model of float weights, a GPU without clusters: the kernels for any number of keys."""
+    for quant, clusters in (("F16", True), ("Q8_0", False)):
+        gguf = GGUF.open(tiny.write(tmp_path / f"{quant}.gguf", "deepseek2_glm", quant))
+        plan = build_plan(gguf, ModelConfig.from_gguf(gguf))
+        layout = Layout(plan, {name: t.nbytes for name, t in gguf.tensors.items()})
+        (step,) = decode_steps(Builder(plan, layout, 512), clusters).values()
+        assert not any(launch.file == "mla_cluster.cu" for launch, _ in step)
 
 
 def test_more_experts_than_lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +201,7 @@ def test_values_of_another_length_than_keys() -> None:
     want = np.einsum("hts,shd->thd", p / p.sum(-1, keepdims=True), values).reshape(tokens, -1)
 
     def run(launches: list[Launch], first: int, count: int) -> None:
-        buffers["state"].view(np.int32)[: len(Word)] = state_words(ops.Sampling(), first, count, 0)
+        buffers["state"].view(np.int32)[: len(Word)] = state_words(Sampling(), first, count, 0)
         for name, rows in x.items():
             buffers[name].view(np.float32)[: rows[0].size * count] = rows[first : first + count].ravel()
         for launch in launches:
@@ -226,7 +265,7 @@ def sampler() -> tuple[list[Launch], dict[str, int]]:
     ids=str,
 )
 def test_sampling_as_numpy_does(sampler: tuple[list[Launch], dict[str, int]], settings: dict[str, float]) -> None:
-    s = ops.Sampling(**({"repeat_penalty": 1.0} | settings))  # type: ignore[arg-type]
+    s = Sampling(**({"repeat_penalty": 1.0} | settings))  # type: ignore[arg-type]
     launches, sizes = sampler
     for seed in range(2):
         rng = np.random.default_rng(seed)
@@ -272,6 +311,16 @@ def nvrtc() -> ctypes.CDLL | None:
     return ctypes.CDLL(str(found[0]))
 
 
+def compile_with(lib: ctypes.CDLL, launch: Launch, arch: str) -> None:
+    program, options = ctypes.c_void_p(), (ctypes.c_char_p * 2)(f"--gpu-architecture={arch}".encode(), b"--minimal")
+    assert lib.nvrtcCreateProgram(ctypes.byref(program), launch.source().encode(), b"x.cu", 0, None, None) == 0
+    status = lib.nvrtcCompileProgram(program, 2, options)
+    log = ctypes.create_string_buffer(20000)
+    lib.nvrtcGetProgramLog(program, log)
+    assert status == 0, f"{launch.name}: {log.value.decode()[:2000]}"
+    lib.nvrtcDestroyProgram(ctypes.byref(program))
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize(("variant", "quant"), [("deepseek2_glm", "Q4_K_M"), ("llama", "Q8_0")])
 def test_sources_compile_with_nvrtc(variant: str, quant: str, arch: str, tmp_path: Path) -> None:
@@ -286,16 +335,5 @@ def test_sources_compile_with_nvrtc(variant: str, quant: str, arch: str, tmp_pat
     launches = [launch for launch, _ in decode(b)]
     launches += [launch for tokens in (16, 2048) for launch in Prefill(b, tokens, chip).layers()]
     launches += [repack(t, t.blocks) for t in layout.tensors.values() if t.kind not in FLOATS]
-    options = (ctypes.c_char_p * 2)(f"--gpu-architecture={arch}".encode(), b"--minimal")
-
-    def compiles(launch: Launch) -> None:
-        program = ctypes.c_void_p()
-        assert lib.nvrtcCreateProgram(ctypes.byref(program), launch.source().encode(), b"x.cu", 0, None, None) == 0
-        status = lib.nvrtcCompileProgram(program, 2, options)
-        log = ctypes.create_string_buffer(20000)
-        lib.nvrtcGetProgramLog(program, log)
-        assert status == 0, f"{launch.name}: {log.value.decode()[:2000]}"
-        lib.nvrtcDestroyProgram(ctypes.byref(program))
-
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(compiles, {launch.source(): launch for launch in launches}.values()))
+        list(pool.map(lambda x: compile_with(lib, x, arch), {launch.source(): launch for launch in launches}.values()))

@@ -6,6 +6,7 @@ cc on the PATH are tried, in this order, only where that one is missing or fails
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import hashlib
@@ -35,10 +36,25 @@ class NoCompiler(TinychatError):
 
 
 def cache_dir() -> Path:
-    """Where compiled libraries and the compiler wrapper live; made if missing."""
-    path = Path(user_cache_dir("tinychat"))
-    path.mkdir(parents=True, exist_ok=True)
-    return path
+    """Where compiled libraries and the compiler wrapper live."""
+    return Path(user_cache_dir("tinychat"))
+
+
+_elsewhere: dict[Path, Path] = {}  # files that the cache could not take -> where they are, until this process ends
+
+
+def _keep(path: Path, data: bytes) -> Path:
+    """Writes an executable file to `path`, or, where a read-only home or a full disk forbids that, to a temporary
+    folder of this process. Returns where it is. Raises OSError where neither is possible."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, data, mode=0o755)
+        return path
+    folder = tempfile.mkdtemp(prefix="tinychat-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    replace_file(Path(folder) / path.name, data, mode=0o755)
+    _elsewhere[path] = Path(folder) / path.name
+    return _elsewhere[path]
 
 
 def zig() -> str | None:
@@ -89,8 +105,8 @@ def build(flags: Sequence[str] = ("-march=native",), notice: Callable[[str], Non
     if platform.machine() in ("arm64", "aarch64"):
         flags = [f.replace("-march=native", "-mcpu=native") for f in flags]
     commands = [[*command, *FLAGS, *flags] for command in compilers()]
-    paths = [_path(args) for args in commands]
-    if path := next((path for path in paths if path.exists()), None):
+    paths = [_elsewhere.get(path, path) for path in map(_path, commands)]
+    if path := next((path for path in paths if _exists(path)), None):
         with contextlib.suppress(OSError):
             os.utime(path)  # used now: see _prune
         return path
@@ -98,11 +114,14 @@ def build(flags: Sequence[str] = ("-march=native",), notice: Callable[[str], Non
         notice("compiling the CPU kernels for this machine (once)")
     failures = []
     for args, path in zip(commands, paths):
-        if why := _compile(args, path):
-            failures.append(why)
+        made = _compile(args, path)
+        if isinstance(made, str):
+            failures.append(made)
             continue
+        if notice and made in _elsewhere.values():
+            notice(f"{path.parent} cannot be written: the CPU kernels are compiled anew at every start")
         _prune(path.parent, time.time() - UNUSED)
-        return path
+        return made
     raise NoCompiler("; ".join(failures) or "no C compiler was found")
 
 
@@ -114,20 +133,30 @@ def _path(args: Sequence[str]) -> Path:
     return cache_dir() / f"cpu-{key.hexdigest()[:20]}.so"
 
 
-def _compile(args: Sequence[str], path: Path) -> str:
-    """Makes the library `path` with `args`. Returns "", or one line about why that failed."""
+def _exists(path: Path) -> bool:
+    with contextlib.suppress(OSError):  # of a folder that may not be entered
+        return path.exists()
+    return False
+
+
+def _compile(args: Sequence[str], path: Path) -> Path | str:
+    """Makes a library with `args` and keeps it as `path`. Returns where it is (see `_keep`), or one line about why
+    that failed."""
     name = Path(args[0]).name
-    with tempfile.TemporaryDirectory() as tmp:
-        out = Path(tmp) / "out.so"
-        try:
-            done = subprocess.run([*args, str(SOURCES / "step.c"), "-o", str(out)], capture_output=True, text=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix="tinychat-") as tmp:
+            out = Path(tmp) / "out.so"
+            # What zig would leave in the user's cache, 1 MB of each compilation, is of no use: the library is kept.
+            env = {"ZIG_GLOBAL_CACHE_DIR": tmp, "ZIG_LOCAL_CACHE_DIR": tmp, **os.environ}
+            command = [*args, str(SOURCES / "step.c"), "-o", str(out)]
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=env)
             if not done.returncode:
-                replace_file(path, out.read_bytes(), mode=0o755)
-                return ""
-        except OSError as e:
-            return f"{name} does not run: {e.strerror or e}"
-        line = next((ln for ln in done.stderr.splitlines() if "error" in ln), done.stderr.strip()[:200])
-        return f"{name} cannot compile the CPU kernels: {printable(line, newlines=False)}"
+                return _keep(path, out.read_bytes())
+    except OSError as e:
+        where = f": {printable(str(e.filename), newlines=False)}" if e.filename else ""
+        return f"{name} does not run: {(e.strerror or str(e)).lower()}{where}"
+    line = next((ln for ln in done.stderr.splitlines() if "error" in ln), done.stderr.strip()[:200])
+    return f"{name} cannot compile the CPU kernels: {printable(line, newlines=False)}"
 
 
 def _prune(folder: Path, before: float) -> None:
@@ -171,10 +200,14 @@ def tinygrad_cc() -> str | None:
     if exe := zig():
         text = _WRAPPER.replace("{zig}", exe).encode()
         wrapper = cache_dir() / f"clang-{hashlib.sha256(text).hexdigest()[:12]}"
-        if wrapper.exists():
+        wrapper = _elsewhere.get(wrapper, wrapper)
+        if _exists(wrapper):
             os.environ["CC"] = str(wrapper)
             return str(wrapper)
-        replace_file(wrapper, text, mode=0o755)
+        try:
+            wrapper = _keep(wrapper, text)
+        except OSError as e:
+            raise TinychatError(f"no file can be written to {wrapper.parent}: {(e.strerror or str(e)).lower()}") from e
     for command in (wrapper and str(wrapper), *map(shutil.which, _others())):
         if command and _compiles(command):
             os.environ["CC"] = command

@@ -30,7 +30,6 @@ from tinychat.kernels.ops import (
     ExpertsUp,
     Op,
     Plan,
-    Sampling,
     matrices_of,
 )
 from tinychat.kernels.profile import (
@@ -45,7 +44,7 @@ from tinychat.kernels.profile import (
     function_source,
     name_of,
 )
-from tinychat.kernels.sampling import penalties
+from tinychat.kernels.sampling import Sampling, penalties
 
 LIMITS = Limits(  # a phase has at most 2^20 tasks (pool.h)
     QUANTS,
@@ -186,7 +185,7 @@ class CPUExecutor:
         widths = list(plan.buffers.values())
         assert next(iter(plan.buffers)) == "x", "the residual stream is the first buffer"
         addresses = [self._alloc(4 * (self.prefill_chunk * w + 64)) for w in widths]
-        c = Context.from_address(self._ctx)
+        self._context = c = Context.from_address(self._ctx)
         c.n_ops, c.max_context, c.batch, c.vocab = len(ops), self.max_context, self.prefill_chunk, plan.vocab
         c.layers, c.k_width, c.v_width = len(plan.layers), cache.key_width, cache.value_width
         c.kv_heads, c.n_buffers = max(kv_heads), len(widths)
@@ -249,7 +248,7 @@ class CPUExecutor:
     @property
     def sampling_s(self) -> float:
         """See Executor.sampling_s."""
-        return Context.from_address(self._ctx).sampling * 1e-9
+        return self._context.sampling * 1e-9
 
     def routes(self) -> np.ndarray | None:
         """See Executor.routes."""

@@ -26,6 +26,11 @@ DEVICE void run(const Args &a) {
   }
   grid_wait();
   const int pos = a.state[POS];
-  if (b < PRODUCTS + ROTATIONS) latent_query(a.queries, a.q, a.table, pos, 0, (b - PRODUCTS) * 8 + threadIdx.x / 32);
-  else latent_row(a.cache, a.kv, a.kv_gain, a.table, pos, 0, sh.red);
+  if (b < PRODUCTS + ROTATIONS) {
+    latent_query(a.queries, a.q, a.table, pos, 0, (b - PRODUCTS) * 8 + threadIdx.x / 32);
+    return;
+  }
+  LatentRow row;
+  row.load(a.kv, a.kv_gain, a.table + (u64)pos * (ROPE_DIMS / 2));
+  row.store(a.cache + (u64)pos * (KV_LORA + ROPE_DIMS), sh.red);
 }

@@ -135,6 +135,29 @@ class Absorb(Constants):
 
 
 @dataclass(frozen=True)
+class MLACluster(Constants):
+    """mla_cluster.cu; latent.cuh"""
+
+    heads: int
+    nope: int
+    kv_lora: int
+    rope_dims: int
+    neox: bool
+    eps: float
+    query_scale: float
+    cluster: int  # blocks per head
+    keys: int  # that a warp takes at a time
+    query: Matrix  # 0 columns where q has no low rank
+    absorb: Matrix
+    value: Matrix
+    query_lanes: int  # that share a row
+    latent_lanes: int
+    value_lanes: int
+    out_quantised: bool
+    shared: int  # bytes of dynamic shared memory
+
+
+@dataclass(frozen=True)
 class Combine(Constants):
     """combine.cu"""
 

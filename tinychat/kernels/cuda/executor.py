@@ -25,12 +25,12 @@ from tinychat.kernels.cuda.profile import Step, kernels, profile, read_bandwidth
 from tinychat.kernels.cuda.quants import QUANTS
 from tinychat.kernels.cuda.selfcheck import self_check
 from tinychat.kernels.cuda.state import breaker_bits, state_words
-from tinychat.kernels.cuda.step import DEEP, RING, Builder, decode, head
+from tinychat.kernels.cuda.step import RING, Builder, decode_steps, head
 from tinychat.kernels.executor import Kind, Mask, Weights, verify_singly
 from tinychat.kernels.limits import Limits, check
-from tinychat.kernels.ops import MLA, Plan, Sampling
+from tinychat.kernels.ops import MLA, Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile
-from tinychat.kernels.sampling import sample
+from tinychat.kernels.sampling import GREEDY, Sampling, sample
 
 AHEAD = 4  # decode steps enqueued before the oldest is read
 GRAPH_TOKENS = 128  # tokens from one graph of a prompt's kernels to the next
@@ -39,7 +39,6 @@ ROWS_OF_STEP = 400  # cache rows whose keys and values MLA's prefill makes in th
 CHUNKS = (4096, 2048, 1024)  # tokens of a prefill step, at most: the first whose buffers fit the GPU
 SHARE = 0.97  # of the free memory that buffers may take; the rest is for programs and page-locked memory
 ROWS_OF_LOGITS = 64  # tokens of a prefill step that wants the logits of all
-GREEDY = Sampling(temperature=0.0, repeat_penalty=1.0)
 EMPTY = 2**64 - 1  # a ring slot nothing was written to
 LIMITS = Limits(
     frozenset(QUANTS),
@@ -77,9 +76,7 @@ class CUDAExecutor:
         chip = Chip(gpu.warpgroups, gpu.max_shared)
         for chunk in CHUNKS:
             builder = Builder(plan, layout, max_context)
-            steps = {0: decode(builder)}
-            if self._latent and max_context > DEEP:
-                steps[DEEP] = decode(builder, deep=True)
+            steps = decode_steps(builder, clusters=gpu.overlaps)
             self.prefill_chunk = min(chunk, max_context)
             sizes = sorted({min(n, self.prefill_chunk) for n in (*SIZES, chunk)})
             prefill = {n: Prefill(builder, n, chip).layers() for n in sizes}
@@ -118,7 +115,7 @@ class CUDAExecutor:
             depth: Step(gpu, tuple(step), graphs[depth], max_context, self.decode, self._place)
             for depth, step in steps.items()
         }
-        self.launches, self.prefill_launches = launches[0], prefill
+        self.launches = launches[0]
         self.kernels_per_token, self.jit_batches = graphs[0].kernels, 1
         self.jit_state = "replaying"  # compiled and captured at load
         self.weight_bytes = layout.nbytes

@@ -2,22 +2,45 @@
 // ROPE_DIMS, NEOX.
 #include "rope.cuh"
 
-// By one block of 256 threads: the cache row of token t, RMSNorm(kv[:KV_LORA]) * gain, then RoPE(kv[KV_LORA:]).
-DEVICE void latent_row(u16 *cache, const float *kv, const float *gain, const F2 *table, int pos, int t, float *red) {
-  kv += (u64)t * (KV_LORA + ROPE_DIMS);
-  cache += (u64)(pos + t) * (KV_LORA + ROPE_DIMS);
-  float ss = 0;
-  for (int i = threadIdx.x; i < KV_LORA; i += 256) ss += kv[i] * kv[i];
-  ss = warp_sum(ss);
-  if (threadIdx.x % 32 == 0) red[threadIdx.x / 32] = ss;
-  __syncthreads();
-  ss = 0;
-  for (int i = 0; i < 8; i++) ss += red[i];
-  const float r = rsqrt_(ss / KV_LORA + EPS);
-  for (int i = threadIdx.x; i < KV_LORA; i += 256) cache[i] = float_to_half(kv[i] * r * gain[i]);
-  for (int i = threadIdx.x; i < ROPE_DIMS; i += 256)
-    cache[KV_LORA + i] = float_to_half(rotated(kv + KV_LORA, table + (u64)(pos + t) * (ROPE_DIMS / 2), i));
-}
+// By one block: a cache row, RMSNorm(kv[:KV_LORA]) * gain, then RoPE(kv[KV_LORA:]). `red`: a float for each warp.
+struct LatentRow {
+  static constexpr int N = (KV_LORA + THREADS - 1) / THREADS, R = (ROPE_DIMS + THREADS - 1) / THREADS;
+  float value[N], gains[N], rope[R];
+  DEVICE void load(const float *kv, const float *gain, const F2 *angles) {
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+      const int i = threadIdx.x + j * THREADS;
+      value[j] = i < KV_LORA ? kv[i] : 0;
+      gains[j] = i < KV_LORA ? gain[i] : 0;
+    }
+#pragma unroll
+    for (int j = 0; j < R; j++) {
+      const int i = threadIdx.x + j * THREADS;
+      if (i < ROPE_DIMS) rope[j] = rotated(kv + KV_LORA, angles, i);
+    }
+  }
+  DEVICE void store(u16 *row, float *red) const {
+    float ss = 0;
+#pragma unroll
+    for (int j = 0; j < N; j++) ss += value[j] * value[j];
+    ss = warp_sum(ss);
+    if (threadIdx.x % 32 == 0) red[threadIdx.x / 32] = ss;
+    __syncthreads();
+    ss = 0;
+    for (int i = 0; i < THREADS / 32; i++) ss += red[i];
+    const float r = rsqrt_(ss / KV_LORA + EPS);
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+      const int i = threadIdx.x + j * THREADS;
+      if (i < KV_LORA) row[i] = float_to_half(value[j] * r * gains[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < R; j++) {
+      const int i = threadIdx.x + j * THREADS;
+      if (i < ROPE_DIMS) row[KV_LORA + i] = float_to_half(rope[j]);
+    }
+  }
+};
 
 // By one warp: the RoPE part of head `head` of q, to its place behind the absorbed part.
 DEVICE void latent_query(u16 *q_latent, const float *q, const F2 *table, int pos, int t, int head) {

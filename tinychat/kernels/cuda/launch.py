@@ -85,11 +85,14 @@ class Launch:
     kind: str = ""  # category for the profile: "mat-vec Q4_0", "attention", ...
     constants: str = ""  # C++ text: the kernel's named constants
     sized: Grid | None = None  # of a prompt's kernel
+    cluster: int = 1  # blocks that run at the same time and share memory
 
     def source(self, device: str = "ptx.cuh") -> str:
         """The whole translation unit. `device` names the file with the device functions, or is "" for none."""
-        params = ", ".join(f"{kind}{name}" for kind, name, _ in self.args)
-        signature = f"KERNEL({self.threads}, {self.resident}) {self.name}({params})"
+        params = ", ".join(f"{c_type}{name}" for c_type, name, _ in self.args)
+        bounds = f"{self.threads}, {self.resident}"
+        kind = f"KERNEL({bounds})" if self.cluster == 1 else f"CLUSTER_KERNEL({bounds}, {self.cluster})"
+        signature = f"{kind} {self.name}({params})"
         return _source(text, device, self.file, self.threads, self.constants, f"{signature} {{\n{self.body}\n}}\n")
 
     def grid_of(self, count: int, keys: int) -> tuple[int, int, int]:
@@ -113,6 +116,7 @@ def kernel(
     shared: int = 0,
     nbytes: int = 0,
     resident: int = 1,
+    cluster: int = 1,
 ) -> Launch:
     """A launch of the kernel in `file`. `buffers`: field of its Args -> buffer; a field without one stays nullptr.
 
@@ -132,4 +136,6 @@ def kernel(
     body = "\n".join([*lines, "  run(a);"])
     sized, fixed = (grid, (1, 1, 1)) if callable(grid) else (None, grid)
     text_of = header(constants)
-    return Launch(name, file, body, tuple(args), fixed, threads, shared, nbytes, resident, kind, text_of, sized)
+    return Launch(
+        name, file, body, tuple(args), fixed, threads, shared, nbytes, resident, kind, text_of, sized, cluster
+    )

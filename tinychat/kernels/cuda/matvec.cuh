@@ -216,6 +216,20 @@ struct PutHalf {  // queries
   DEVICE void operator()(int row, float v) const { dst[row] = float_to_half(v * scale); }
   DEVICE void finish(int) const {}
 };
+// By one warp: its lanes' values as int8 block `at` of the `blocks` there.
+DEVICE void put_block(float v, u32 *q, Scale *s, int blocks, int at) {
+  const int lane = threadIdx.x % 32;
+  const float amax = warp_max(fabsf(v));
+  const int code = round_int(amax > 0 ? v * (127.f / amax) : 0);
+  int word = (code & 255) << lane % 4 * 8;
+  word |= shfl_xor(word, 1);
+  word |= shfl_xor(word, 2);
+  if (lane % 4 == 0) q[((lane >> 4) * blocks + at) * 4 + (lane / 4 & 3)] = (u32)word;
+  int sum = code;
+  for (int m = 1; m < 16; m *= 2) sum += shfl_xor(sum, m);
+  const int other = shfl_xor(sum, 16);
+  if (lane == 0) s[at] = Scale{amax / 127.f, (sum & 0xFFFF) | other << 16};
+}
 // As int8 blocks for the next kernel (`Quantised`): a thread block makes exactly 32 rows, one block of the `blocks`
 // there; `first` is that of row 0.
 struct PutQuantised {
@@ -226,18 +240,7 @@ struct PutQuantised {
   DEVICE void operator()(int row, float v) const { values[row % 32] = v; }
   DEVICE void finish(int row) const {
     __syncthreads();
-    if (threadIdx.x >= 32) return;
-    const int lane = threadIdx.x, at = first + row / 32;
-    const float v = values[lane], amax = warp_max(fabsf(v));
-    const int code = round_int(amax > 0 ? v * (127.f / amax) : 0);
-    int word = (code & 255) << lane % 4 * 8;
-    word |= shfl_xor(word, 1);
-    word |= shfl_xor(word, 2);
-    if (lane % 4 == 0) q[((lane >> 4) * blocks + at) * 4 + (lane / 4 & 3)] = (u32)word;
-    int sum = code;
-    for (int m = 1; m < 16; m *= 2) sum += shfl_xor(sum, m);
-    const int other = shfl_xor(sum, 16);
-    if (lane == 0) s[at] = Scale{amax / 127.f, (sum & 0xFFFF) | other << 16};
+    if (threadIdx.x < 32) put_block(values[threadIdx.x], q, s, blocks, first + row / 32);
   }
 };
 

@@ -19,10 +19,9 @@ from tinychat.errors import TinychatError
 from tinychat.kernels.cuda.device import GPU
 from tinychat.kernels.cuda.graph import Graph
 from tinychat.kernels.cuda.launch import Launch
-from tinychat.kernels.ops import Sampling
 from tinychat.kernels.profile import Batch, CacheUse, Calls, Kernel, Part, StepProfile
+from tinychat.kernels.sampling import GREEDY, Sampling
 
-GREEDY = Sampling(temperature=0.0)
 LONG = 40  # launches of a chain: fewer are repeated, so that starting the graph does not count
 WARM = 4
 COPY = 512 << 20  # bytes

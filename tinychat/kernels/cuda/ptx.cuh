@@ -21,6 +21,12 @@ struct alignas(8) F2 {
 #define DEVICE __device__ __forceinline__
 #define KERNEL(threads, resident) extern "C" __global__ void __launch_bounds__(threads, resident)
 #define DYNAMIC_SHARED(name) extern __shared__ V4 name[]
+// Blocks of a cluster run at the same time and reach each other's shared memory.
+#define CLUSTER_KERNEL(threads, resident, blocks) \
+  extern "C" __global__ void __cluster_dims__(blocks, 1, 1) __launch_bounds__(threads, resident)
+#define CLUSTER_SHARED(type, name) \
+  DYNAMIC_SHARED(name##_bytes);    \
+  type &name = *(type *)name##_bytes
 
 // Programmatic dependent launch: a kernel's blocks may run before the kernel in front has finished, and load their
 // weights until grid_wait(), which returns when that one has finished and its writes are visible. From then on the
@@ -122,6 +128,21 @@ DEVICE void copy_async(void *shared, const void *global, bool valid) {
 }
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING> DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
+
+// A cluster's barrier in two halves, which also orders accesses of shared memory; and what stands where `p` points to,
+// in another block's.
+DEVICE int cluster_rank() {
+  u32 r;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+  return r;
+}
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+template <class T> DEVICE T *peer(T *p, int rank) {
+  T *there;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(p), "r"(rank));
+  return there;
+}
 
 // Matrices of 8x8 halves from shared memory; lane i gives the address of row i % 8 of matrix i / 8.
 DEVICE V4 ldmatrix4(const void *p) {

@@ -15,20 +15,34 @@ template <int T> struct Block {
   u32 h0, h1, s1, s2;
 };  // one block in registers; unused members cost nothing
 
+// Where weights are read from.
+struct InGlobal {
+  static DEVICE V4 get16(const u8 *p) { return ldc16(p); }
+  static DEVICE V2 get8(const u8 *p) { return ldc8(p); }
+  static DEVICE u32 get4(const u8 *p) { return ldc4(p); }
+  static DEVICE u32 get2(const u8 *p) { return ldc2(p); }
+};
+struct InShared {
+  static DEVICE V4 get16(const u8 *p) { return *(const V4 *)p; }
+  static DEVICE V2 get8(const u8 *p) { return *(const V2 *)p; }
+  static DEVICE u32 get4(const u8 *p) { return *(const u32 *)p; }
+  static DEVICE u32 get2(const u8 *p) { return *(const u16 *)p; }
+};
+
 // Block number `i` of a tensor of `blocks` blocks.
-template <int T> DEVICE void fetch(Block<T> &f, const u8 *w, u64 blocks, u64 i) {
-  f.a = ldc16(w + i * lo_bytes(T));
-  if (lo_bytes(T) == 32) f.b = ldc16(w + i * 32 + 16);
-  if (hi_bytes(T) == 4) f.h0 = ldc4(w + hi_at(T, blocks) + i * 4);
+template <int T, class Memory = InGlobal> DEVICE void fetch(Block<T> &f, const u8 *w, u64 blocks, u64 i) {
+  f.a = Memory::get16(w + i * lo_bytes(T));
+  if (lo_bytes(T) == 32) f.b = Memory::get16(w + i * 32 + 16);
+  if (hi_bytes(T) == 4) f.h0 = Memory::get4(w + hi_at(T, blocks) + i * 4);
   if (hi_bytes(T) == 8) {
-    V2 h = ldc8(w + hi_at(T, blocks) + i * 8);
+    V2 h = Memory::get8(w + hi_at(T, blocks) + i * 8);
     f.h0 = h.x;
     f.h1 = h.y;
   }
-  if (s1_bytes(T) == 2) f.s1 = ldc2(w + s1_at(T, blocks) + i * 2);
-  if (s1_bytes(T) == 4) f.s1 = ldc4(w + s1_at(T, blocks) + i * 4);
-  if (s2_bytes(T) == 2) f.s2 = ldc2(w + s2_at(T, blocks) + i / 8 * 2);
-  if (s2_bytes(T) == 4) f.s2 = ldc4(w + s2_at(T, blocks) + i / 8 * 4);
+  if (s1_bytes(T) == 2) f.s1 = Memory::get2(w + s1_at(T, blocks) + i * 2);
+  if (s1_bytes(T) == 4) f.s1 = Memory::get4(w + s1_at(T, blocks) + i * 4);
+  if (s2_bytes(T) == 2) f.s2 = Memory::get2(w + s2_at(T, blocks) + i / 8 * 2);
+  if (s2_bytes(T) == 4) f.s2 = Memory::get4(w + s2_at(T, blocks) + i / 8 * 4);
 }
 
 // Codes of weights 4w..4w+3 as bytes (signed for Q8_0), for w in 0..7.

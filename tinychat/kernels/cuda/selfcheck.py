@@ -14,6 +14,7 @@ from tinychat.kernels.cuda.layout import Layout, repack
 from tinychat.kernels.cuda.quants import FLOATS, QUANTS
 from tinychat.kernels.cuda.state import state_words
 from tinychat.kernels.cuda.step import Builder, head
+from tinychat.kernels.sampling import Sampling
 
 Q = GGMLQuantizationType
 ROWS, COLS = 24, 512
@@ -61,7 +62,7 @@ def self_check(gpu: GPU, kinds: list[Q]) -> None:
         tensor, names = layout.tensors["check"], {b: f"check:{b}" for b in launch.buffers}
         for buffer, name in names.items():
             gpu.allocate(name, builder.buffers[buffer])
-        gpu.upload(names["state"], state_words(ops.Sampling(), 0, 1, 0))
+        gpu.upload(names["state"], state_words(Sampling(), 0, 1, 0))
         gpu.upload(names["x"], x)
         gpu.upload(names["w:gain"], np.ones(COLS, np.float32))
         if kind in FLOATS:

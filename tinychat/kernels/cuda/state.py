@@ -7,8 +7,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from tinychat.kernels.ops import Sampling
-from tinychat.kernels.sampling import longest_dry
+from tinychat.kernels.sampling import Sampling, longest_dry
 
 STATE_BYTES = 256
 

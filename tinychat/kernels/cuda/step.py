@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from tinychat.errors import TinychatError
 from tinychat.kernels import ops
@@ -11,12 +12,17 @@ from tinychat.kernels.cuda import constants
 from tinychat.kernels.cuda.constants import LOG2E, NO_MATRIX
 from tinychat.kernels.cuda.launch import Launch, kernel
 from tinychat.kernels.cuda.layout import Layout, Placed, block_size
-from tinychat.kernels.cuda.quants import FLOATS
+from tinychat.kernels.cuda.quants import FLOATS, QUANTS, packed_bytes
 from tinychat.kernels.cuda.spread import PAIR_THREADS, QUANTISED_ROWS, pair_spread, spread
 from tinychat.kernels.cuda.state import STATE_BYTES
 from tinychat.kernels.ops import GQA, MLA, Dense, Experts, Plan, Weight
 
 SPLITS = 32  # parts of the keys in decode attention; latent attention, with one kv head, has twice as many
+NEAR = 512  # keys up to which a cluster of blocks per head does latent attention with all that belongs to it
+CLUSTER = 4  # blocks of a head
+CLUSTER_THREADS = 512
+CLUSTER_KEYS = 2  # keys that a warp takes at a time
+CLUSTER_BLOCKS = 132  # at most: all heads at once, a block for each multiprocessor of an H100
 DEEP = 2048  # keys from which on latent attention has DEEP_SPLITS parts, and a kernel more to combine them
 DEEP_SPLITS = 132  # a block for each multiprocessor of an H100
 RING = 64  # slots of the ring of decoded tokens
@@ -28,6 +34,7 @@ ATTENTION_THREADS = 512
 MAX_SHARED = 48 << 10  # bytes of static shared memory of a block
 MAX_DYNAMIC = 227 << 10  # bytes of shared memory of a block, and of a multiprocessor
 PAIR_WARPS = PAIR_THREADS // 32
+Depth = Literal["near", "middle", "deep"]  # how many keys a step is made for: up to NEAR, to DEEP, more
 Step = list[tuple[Launch, int]]  # launches, and the index in Plan.ops of the op that each computes
 
 
@@ -112,8 +119,8 @@ class Builder:
         return Activations(name, size, quantised and not floating and fits and whole)
 
 
-def decode(b: Builder, deep: bool = False) -> Step:
-    """All kernels of one token: embedding to sampling. `deep`: for DEEP keys and more."""
+def decode(b: Builder, depth: Depth = "middle") -> Step:
+    """All kernels of one token: embedding to sampling. Only latent attention differs by `depth`."""
     plan, out = b.plan, Step()
     out.append((embed(b, plan.embed, 1), 0))
     first = 1  # op of the layer
@@ -123,7 +130,7 @@ def decode(b: Builder, deep: bool = False) -> Step:
             case GQA() as a:
                 out += [(launch, first + n) for n, launch in enumerate(_gqa(b, i, a))]
             case MLA() as m:
-                out += [(launch, first + n) for launch, n in _mla(b, i, m, deep)]
+                out += [(launch, first + n) for launch, n in _mla(b, i, m, depth)]
         match layer.feed_forward:
             case Dense() as d:
                 out += [(launch, done - 2 + n) for n, launch in enumerate(_dense(b, d))]
@@ -132,6 +139,18 @@ def decode(b: Builder, deep: bool = False) -> Step:
         first = done
     out.append((head(b, plan.head), first))
     return out + [(launch, len(plan.ops)) for launch in sample(b)]
+
+
+def decode_steps(b: Builder, clusters: bool) -> dict[int, Step]:
+    """The decode steps for all depths, by the position from which on each is taken. `clusters`: the GPU has them."""
+    latent = [layer.attention for layer in b.plan.layers if isinstance(layer.attention, MLA)]
+    near = clusters and latent and all(takes_cluster(b, a) for a in latent)
+    steps = {0: decode(b, "near" if near else "middle")}
+    if near and b.max_context > NEAR:
+        steps[NEAR] = decode(b, "middle")
+    if latent and b.max_context > DEEP:
+        steps[DEEP] = decode(b, "deep")
+    return steps
 
 
 # --- blocks
@@ -148,7 +167,10 @@ def _gqa(b: Builder, layer: int, a: GQA) -> list[Launch]:
     ]
 
 
-def _mla(b: Builder, layer: int, a: MLA, deep: bool) -> Step:
+def _mla(b: Builder, layer: int, a: MLA, depth: Depth) -> Step:
+    if depth == "near":
+        return _mla_cluster(b, layer, a)
+    deep = depth == "deep"
     x, kv = Activations("x", a.kv_a.cols), (a.kv_a, None, "kv")
     if a.q_a:
         q_a = Activations("q_a", a.q_a.rows)
@@ -168,6 +190,101 @@ def _mla(b: Builder, layer: int, a: MLA, deep: bool) -> Step:
         (value, n + 2),
         (linear_add(b, heads, a.output, None, a.residual_scale), n + 3),
     ]
+
+
+def takes_cluster(b: Builder, a: MLA) -> bool:
+    """Whether mla_cluster.cu takes it: a head's matrices, quantised, in CLUSTER parts that begin at 16 bytes in each
+    plane, and all heads at once."""
+    rows = a.nope + a.rope.dims, a.kv_lora, a.v_b.rows
+    matrices = [(a.q, rows[0])] if a.q_a else []
+    matrices += [(a.k_b, rows[1]), (a.v_b, rows[2])]
+    if any(n % CLUSTER for n in rows) or a.heads * CLUSTER > CLUSTER_BLOCKS or a.row % 2:
+        return False
+    for w, n in matrices:
+        placed = b.weight(w)
+        p, blocks = QUANTS[placed.tensor.kind], w.cols // 32
+        if placed.tensor.kind in FLOATS:
+            return False
+        for first in (placed.start, placed.stride, n // CLUSTER):
+            if first * blocks * p.hi % 16 or first * blocks * p.s1 % 16 or first * blocks * p.s2 % 128:
+                return False
+    return _cluster_shape(b, a, False).shared <= MAX_DYNAMIC
+
+
+def _cluster_shape(b: Builder, a: MLA, out_quantised: bool) -> constants.MLACluster:
+    head, latent, values = (n // CLUSTER for n in (a.nope + a.rope.dims, a.kv_lora, a.v_b.rows))
+    query = b.matrix(a.q) if a.q_a else NO_MATRIX
+    lanes = {w: _row_lanes(w.cols // 32, n) for w, n in ((a.q, head), (a.k_b, latent), (a.v_b, values))}
+
+    def planes(w: Weight, rows: int) -> int:
+        return packed_bytes(b.weight(w).tensor.kind, rows * w.cols)
+
+    longest, warps = max(query.cols, a.kv_lora, a.nope), CLUSTER_THREADS // 32
+    shared = longest + longest // 4 + 4 * (head * CLUSTER + a.row + a.kv_lora + 2 + 4 * warps + values) + 2 * a.row
+    rows = (planes(a.q, head) if a.q_a else 16) + planes(a.k_b, latent)
+    shared += planes(a.v_b, values) + max(rows, 4 * warps * a.kv_lora) + 256  # for what alignment takes
+    return constants.MLACluster(
+        a.heads,
+        a.nope,
+        a.kv_lora,
+        a.rope.dims,
+        neox=a.rope.style == "neox",
+        eps=a.eps,
+        query_scale=a.scale * LOG2E,
+        cluster=CLUSTER,
+        keys=CLUSTER_KEYS,
+        query=query,
+        absorb=b.matrix(a.k_b),
+        value=b.matrix(a.v_b),
+        query_lanes=lanes[a.q],
+        latent_lanes=lanes[a.k_b],
+        value_lanes=lanes[a.v_b],
+        out_quantised=out_quantised,
+        shared=shared,
+    )
+
+
+def _row_lanes(blocks: int, rows: int) -> int:
+    """Lanes that share one of a thread block's `rows` rows of `blocks` blocks: as many as divide the blocks."""
+    return next(n for n in (16, 8, 4, 2, 1) if rows * n <= CLUSTER_THREADS and (blocks % n == 0 or n == 1))
+
+
+def _mla_cluster(b: Builder, layer: int, a: MLA) -> Step:
+    x, kv = Activations("x", a.kv_a.cols), (a.kv_a, None, "kv")
+    first = a.q_a or a.q
+    out = [(linear(b, "norm_linear", x, ((first, None, "q_a" if a.q_a else "q"), kv), norm=a.norm, eps=a.eps), 0)]
+    fits = a.v_b.rows // CLUSTER % QUANTISED_ROWS == 0
+    heads = b.agreed("heads", a.heads * a.v_b.rows, [a.output], [a.v_b.rows], fits)
+    shape = _cluster_shape(b, a, heads.quantised)
+    buffers = {
+        "x": b.act("q_a") if a.q_a else None,
+        "x_gain": b.data(a.q_a_norm),
+        "q": None if a.q_a else b.act("q"),
+        "kv": b.act("kv"),
+        "kv_gain": b.data(a.kv_norm),
+        "cache": b.cache("k", layer),
+        "table": b.rope(a.rope),
+        "state": "state",
+        "w_query": b.data(a.q) if a.q_a else None,
+        "w_absorb": b.data(a.k_b),
+        "w_value": b.data(a.v_b),
+        **b.target(heads),
+    }
+    kind = shape.absorb.type.name.lower()
+    attend = kernel(
+        f"mla_cluster_{kind}_{a.heads}x{CLUSTER}",
+        "mla_cluster.cu",
+        shape,
+        buffers,
+        (a.heads * CLUSTER, 1, 1),
+        "attention",
+        nbytes=(a.q.nbytes if a.q_a else 0) + a.k_b.nbytes + a.v_b.nbytes,
+        threads=CLUSTER_THREADS,
+        shared=shape.shared,
+        cluster=CLUSTER,
+    )
+    done = 4 if a.q_a else 3  # op of the attention
+    return [*out, (attend, done), (linear_add(b, heads, a.output, None, a.residual_scale), done + 2)]
 
 
 def _dense(b: Builder, d: Dense) -> list[Launch]:

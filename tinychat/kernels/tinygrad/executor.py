@@ -11,9 +11,9 @@ from tinygrad import Tensor, dtypes
 from tinychat.errors import TinychatError
 from tinychat.kernels.executor import Kind, Mask, Weights, verify_singly
 from tinychat.kernels.limits import Limits, check
-from tinychat.kernels.ops import Experts, Plan, Sampling
+from tinychat.kernels.ops import Experts, Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile, calls_of
-from tinychat.kernels.sampling import sample
+from tinychat.kernels.sampling import Sampling, sample
 from tinychat.kernels.tinygrad import profile as profiling
 from tinychat.kernels.tinygrad.dequant import CODECS
 from tinychat.kernels.tinygrad.step import Step

@@ -19,12 +19,9 @@ from tinygrad.uop.ops import Ops, UOp, sym_infer
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.cpu.executor import default_threads
-from tinychat.kernels.ops import Sampling
 from tinychat.kernels.profile import ONE_BY_ONE, Batch, Kernel, Part, StepProfile
-from tinychat.kernels.sampling import sample
+from tinychat.kernels.sampling import GREEDY, sample
 from tinychat.kernels.tinygrad.step import Step
-
-GREEDY = Sampling(temperature=0.0)
 
 
 def profile(step: Step, token: int, pos: int, steps: int) -> StepProfile:

@@ -70,6 +70,13 @@ COMMANDS: tuple[Command, ...] = (
     Command("think", "on|off", "whether a model that can shall think first", handlers.think, ON_OFF),
     Command("system", "TEXT|off", "the system prompt", handlers.system, (("off", "none"),)),
     Command("set", "NAME VALUE", "a parameter; without arguments, a form of all", handlers.set_value, SET, key="f4"),
+    Command(
+        "tools",
+        "DIR|off",
+        "let the model read, and with your word change, what is in a folder",
+        handlers.tools,
+        (("off", "no tools"),),
+    ),
     Command("raw", "on|off", "send prompts without the chat template and show plain output", handlers.raw, ON_OFF),
     Command("copy", "[answer|code [N]|all]", "to the clipboard", handlers.copy, COPY, key="ctrl+o"),
     Command(

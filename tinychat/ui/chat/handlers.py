@@ -14,6 +14,9 @@ from tinychat.chat.conversation import to_markdown
 from tinychat.chat.parameters import PARAMETERS, Parameters, get_parameter, set_parameter
 from tinychat.errors import TinychatError, printable
 from tinychat.files import expand
+from tinychat.tools.builtin import tools_of
+from tinychat.tools.folder import Folder
+from tinychat.tools.toolbox import Toolbox
 from tinychat.ui.chat import models
 from tinychat.ui.chat.message import footer_text
 from tinychat.ui.chat.view import ChatView
@@ -148,6 +151,24 @@ async def raw(chat: ChatView, text: str) -> None:
         if c.raw
         else "raw is off: messages go through the chat template"
     )
+
+
+async def tools(chat: ChatView, text: str) -> None:
+    c, name = chat.controller, text.strip()
+    if name == "off":
+        c.use_tools(Toolbox())
+        await chat.say("there are no tools any more")
+        return
+    if name:
+        folder = Folder(expand(name))
+        c.use_tools(Toolbox(tools_of(folder)))
+        await chat.say(f"tools work in {folder.path}: {', '.join(c.toolbox.names)}")
+    elif c.toolbox.names:
+        await chat.say(f"tools: {', '.join(c.toolbox.names)}; /tools off takes them away")
+    else:
+        raise TinychatError("/tools DIR lets the model work in a folder; it asks before it reads, changes or runs")
+    if c.info is not None and not c.info.can.tools:
+        await chat.say("what answers now cannot call tools", error=True)
 
 
 # getting things out

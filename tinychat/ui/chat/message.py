@@ -148,8 +148,9 @@ class AnswerMessage(TurnMessage):
         if grew.answer:
             self.view.feed(grew.answer)
 
-    def update(self, turn: Turn, live: bool, thinking_tokens: int = 0, elapsed: float = 0.0) -> None:
-        """Shows the state of `turn`; of a live one the thinking figures are given."""
+    def update(self, turn: Turn, live: bool, thinking_tokens: int = 0, elapsed: float = 0.0, writes: str = "") -> None:
+        """Shows the state of `turn`; of a live one the thinking figures are given, and what it `writes` that is no
+        text."""
         ended, self.turn, self.live = self.live and not live, turn, live
         if turn.thinking or (live and thinking_tokens):
             tokens = thinking_tokens if live else turn.thinking_tokens
@@ -161,9 +162,11 @@ class AnswerMessage(TurnMessage):
             )
         if ended:
             self.view.finish()
-        self.footer.display = not live
-        if not live:
-            self.footer.update(Content(footer_text(turn)))
+        only_calls = turn.stop_reason == "tool_calls" and not turn.note
+        self.footer.display = bool(writes) if live else not only_calls
+        if not live or writes:
+            self.footer.update(Content(printable(writes, newlines=False) if live else footer_text(turn)))
+        self.set_class(only_calls and not turn.text and not turn.thinking, "-empty")
 
     def action_toggle_thinking(self) -> None:
         if self.thinking.display:
@@ -184,6 +187,7 @@ def footer_text(turn: Turn) -> str:
     s = turn.stats
     tokens = int(s.get("generated_tokens", 0))
     parts = [ENDINGS.get(turn.stop_reason, "")]
+    parts.append(f"a call could not be read: {printable(turn.note, newlines=False)}" if turn.note else "")
     parts.append(f"{tokens:,} token{'s' * (tokens != 1)}" if tokens else "")
     parts.append(f"{speed(s['decode_tok_s'])} tok/s" if s.get("decode_tok_s") else "")
     parts.append(f"first after {seconds(s['ttft_s'])}" if s.get("ttft_s", 0) >= 1 else "")

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tinychat.chat import settings
+from tinychat.chat import servers, settings
 from tinychat.errors import TinychatError
 from tinychat.models import cache
 from tinychat.models.registry import resolve
@@ -31,19 +31,30 @@ def choose_model(chat: ChatView, text: str = "") -> None:
 
 
 def load(chat: ChatView, model: PickedModel) -> None:
-    chat.controller.load(model.name, model.path, preset=model.preset, threads=settings.load().threads)
+    if model.server is not None:
+        chat.controller.load(model.name, model.path, server=model.server)
+    else:
+        chat.controller.load(model.name, model.path, preset=model.preset, threads=settings.load().threads)
     chat.paint_panel()
 
 
 async def load_named(chat: ChatView, text: str) -> None:
-    """Loads the model that `text` names, if it is on this computer; else the picker opens. Raises TinychatError."""
+    """Loads the model that `text` names, if it is on this computer or a saved server; else the picker opens. Raises
+    TinychatError."""
     from tinychat.ui.screens.picker import PickedModel
     from tinychat.ui.screens.picker_rows import is_place
 
     if Path(text.strip()).expanduser().is_dir():
         choose_model(chat, text.strip())
         return
-    found = resolve(text, settings.load().models)
+    own = settings.load()
+    if (saved := servers.find(own.servers, text)) is not None:
+        load(chat, PickedModel(Path(saved.url) / saved.model, text.strip(), None, saved.connection()))
+        return
+    if servers.is_address(text):
+        choose_model(chat, text.strip())
+        return
+    found = resolve(text, own.models)
     path = cache.path_of(found)
     if path is None:
         choose_model(chat, text.strip() if is_place(text) else found.name)

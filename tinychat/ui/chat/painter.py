@@ -9,7 +9,8 @@ from typing import Any
 
 from textual.widgets import Static
 
-from tinychat.chat.changes import Change, Ended, Grew, ModelChanged, Notice, Overflow, Refused, Reset
+from tinychat.chat.changes import Asks, Change, Ended, Grew, ModelChanged, Notice, Overflow, Refused, Reset
+from tinychat.ui.chat.call import CallMessage
 from tinychat.ui.chat.message import AnswerMessage
 from tinychat.ui.chat.status import StatusLine
 from tinychat.ui.chat.view import ChatView
@@ -51,10 +52,10 @@ class Painter:
             self._painted_at, self._spent_at = now, time.thread_time()
             for change in c.poll():
                 await self._apply(change)
-        if c.running is not None:
+        if c.busy:
             self._running()
         state = (
-            c.running is not None,
+            c.busy,
             c.running and c.running.kind,
             c.ready,
             len(c.queue),
@@ -85,7 +86,7 @@ class Painter:
                 message = transcript.message(change.index)
                 self.meter.begin()
                 chat.call_after_refresh(self.meter.painted, 0)
-                if isinstance(message, AnswerMessage):
+                if isinstance(message, AnswerMessage | CallMessage):
                     message.update(change.turn, live=False)
             case Notice():
                 await chat.say(change.text, change.error)
@@ -93,16 +94,24 @@ class Painter:
                 chat.give_back([change.turn])
             case Overflow():
                 chat.ask_about(change)
+            case Asks():
+                chat.ask_permission(change.question)
             case ModelChanged():
                 self.panel()
 
     def _running(self) -> None:
-        """The counting line of the answer that is being written."""
+        """The counting line of the answer that is being written, or of the call that runs."""
         c = self._chat.controller
+        if (calling := c.calling) is not None:
+            call = self._chat.transcript.message(calling.index)
+            if isinstance(call, CallMessage):
+                call.update(call.turn, True, calling.run.seconds, calling.asked is not None)
+            return
         message = self._chat.transcript.last_answer
         if c.running is not None and message is not None and message.live:
             turn = c.conversation.turns[-1]
-            message.update(turn, True, turn.thinking_tokens + c.running.thinking_tokens, c.elapsed_thinking())
+            thought = turn.thinking_tokens + c.running.thinking_tokens
+            message.update(turn, True, thought, c.elapsed_thinking(), c.running.written.progress)
 
     def panel(self) -> None:
         """The panel and the line at the top, a few times a second."""

@@ -17,6 +17,7 @@ from textual.widgets import OptionList, Static, TextArea
 from textual.widgets.option_list import Option
 
 from tinychat.errors import printable
+from tinychat.ui.editor import Editor
 
 _FILE = re.compile(r'(?:^|\s)@(?:"([^"\n]*)|(\S*))$')
 
@@ -39,7 +40,7 @@ class Completions(Protocol):
     def send(self) -> bool: ...
 
 
-class Prompt(TextArea):
+class Prompt(Editor):
     """A multi-line field that grows. Posts Submitted; `past` is walked with up and down at its edges."""
 
     class Submitted(Message):

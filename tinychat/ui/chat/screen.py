@@ -21,12 +21,14 @@ from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import Turn
 from tinychat.chat.history import History
 from tinychat.errors import TinychatError, printable
+from tinychat.tools.protocol import Question
 from tinychat.ui import clipboard
 from tinychat.ui.chat import attach, commands, models
 from tinychat.ui.chat.markdown import MarkdownView
 from tinychat.ui.chat.message import TurnMessage
 from tinychat.ui.chat.overflow import OverflowScreen
 from tinychat.ui.chat.painter import Painter
+from tinychat.ui.chat.permission import PermissionScreen
 from tinychat.ui.chat.prompt import Choice, Prompt, PromptBox
 from tinychat.ui.chat.status import StatusLine
 from tinychat.ui.chat.transcript import Transcript
@@ -34,6 +36,7 @@ from tinychat.ui.chat.view import Entry
 from tinychat.ui.keys import KeyLine
 from tinychat.ui.panel import EngineLine, EnginePanel, ExpertsStrip
 from tinychat.ui.panel.reading import PaintMeter
+from tinychat.ui.screens.dialogs import AskScreen
 from tinychat.ui.screens.downloads import Downloads
 from tinychat.ui.screens.sheet import in_daemon
 
@@ -161,7 +164,7 @@ class ChatScreen(Screen[None]):
 
     def _panel_tick(self) -> None:
         """Once a second when nothing has happened for two: an idle app uses next to nothing of a core."""
-        busy = self.controller.running is not None or self.controller.loading is not None
+        busy = self.controller.busy or self.controller.loading is not None
         self._idle = 0 if busy else self._idle + 1
         if self._idle < 2 * PANEL_HZ or self._idle % PANEL_HZ == 0:
             self.painter.panel()
@@ -176,6 +179,13 @@ class ChatScreen(Screen[None]):
         self.app.push_screen(
             OverflowScreen(overflow, info.trained_context if info else 0), partial(self._resolve, overflow)
         )
+
+    def ask_permission(self, question: Question) -> None:
+        """A tool asks before it acts."""
+        self.app.push_screen(PermissionScreen(question), self._permit)
+
+    def _permit(self, answer: str | None) -> None:
+        self.controller.permit(answer or "no")  # type: ignore[arg-type]
 
     def _resolve(self, overflow: Overflow, choice: str | None) -> None:
         try:
@@ -335,17 +345,17 @@ class ChatScreen(Screen[None]):
         running = self.controller.running
         turns = self.controller.conversation.turns
         if action == "stop":
-            return running is not None and not self.controller.queue and self.prompt.completions is None
+            return self.controller.busy and not self.controller.queue and self.prompt.completions is None
         if action == "keep":
-            return self.editing is not None and running is None and self.prompt.completions is None
+            return self.editing is not None and not self.controller.busy and self.prompt.completions is None
         if action == "command":
             match parameters[0]:
                 case "skip":
                     return running is not None and running.kind == "thinking" and running.tokens > 0
                 case "regenerate":
-                    return running is None and bool(turns)
+                    return not self.controller.busy and bool(turns)
                 case "continue":
-                    return running is None and bool(turns) and not turns[-1].complete
+                    return not self.controller.busy and bool(turns) and not turns[-1].complete
                 case "copy":
                     return any(t.role == "assistant" and "```" in t.text for t in turns[-8:])
         if action == "scroll":  # in a long draft these keys move its cursor
@@ -377,7 +387,7 @@ class ChatScreen(Screen[None]):
         selected = self.get_selected_text() or self.prompt.selected_text
         if selected:
             self.copy(selected, "the selection")
-        elif self.controller.running is not None:
+        elif self.controller.busy:
             self.controller.stop()
         elif self.prompt.has_focus and self.prompt.text:
             self.prompt.clear()  # ctrl+z brings it back
@@ -399,7 +409,10 @@ class ChatScreen(Screen[None]):
 
     def _focus_message(self, index: int) -> None:
         message = self.transcript.message(index)
-        if message is not None:
+        if message is not None and not message.display:  # an answer that is nothing but calls
+            at = self.focused.index if isinstance(self.focused, TurnMessage) else index + 1
+            self._focus_message(index + (1 if index > at else -1))
+        elif message is not None:
             self.transcript.release_anchor()
             message.focus()
         elif index >= len(self.controller.conversation.turns):
@@ -426,6 +439,12 @@ class ChatScreen(Screen[None]):
                     await self.run_command(f"fork {index + 1}")
                 case "regenerate":
                     c.regenerate(index)
+                case "retry":
+                    c.call_again(index)
+                    await self.apply()
+                    self._focus_message(index)
+                case "edit_call":
+                    self._edit_call(index)
                 case "previous" | "next":
                     c.switch(index, 1 if event.action == "next" else -1)
                     await self.apply()
@@ -433,6 +452,19 @@ class ChatScreen(Screen[None]):
         except TinychatError as e:
             await self.say(str(e), error=True)
         await self.apply()
+
+    def _edit_call(self, index: int) -> None:
+        def done(arguments: str | None) -> None:
+            if arguments is not None:
+                try:
+                    self.controller.call_again(index, arguments)
+                except TinychatError as e:
+                    self.call_later(self.say, str(e), True)
+
+        call = self.controller.conversation.call_of(index)
+        self.app.push_screen(
+            AskScreen(f"The arguments of {call.name}", call.arguments, "enter runs it, esc cancels"), done
+        )
 
     # the clipboard and links
 

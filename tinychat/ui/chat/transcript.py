@@ -13,6 +13,7 @@ from textual.widgets import Static
 
 from tinychat.chat.changes import Grew
 from tinychat.chat.conversation import Conversation
+from tinychat.ui.chat.call import CallMessage
 from tinychat.ui.chat.message import AnswerMessage, NoticeLine, TurnMessage, UserMessage
 from tinychat.ui.chat.welcome import Welcome
 
@@ -118,9 +119,13 @@ class Transcript(VerticalScroll, can_focus=False):
         turn = self._conversation.turns[index]
         if turn.role == "user":
             message: TurnMessage = UserMessage(index, turn, "you")
+        elif turn.role == "tool":
+            message = CallMessage(index, turn, self._conversation.call_of(index), live)
         else:
             message = AnswerMessage(index, turn, self._speaker, live)
             message.thinking.folded = not (live and self.unfold)
+        after_call = index > 0 and self._conversation.turns[index - 1].role == "tool" != turn.role
+        message.set_class(after_call, "-after-call")
         versions = self._conversation.versions(index)
         message.version = versions.index(turn) + 1, len(versions)
         message.set_class(index < self._conversation.first, "-unsent")

@@ -13,7 +13,14 @@ from tinychat.ui.panel.reading import Reading
 from tinychat.units import speed, track
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-PARTS = (("system", "█"), ("history", "▓"), ("thinking", "▒"), ("answer", "▞"), ("free", "░"))  # of the context
+PARTS = (
+    ("system", "█"),
+    ("history", "▓"),
+    ("thinking", "▒"),
+    ("tools", "▄"),
+    ("answer", "▞"),
+    ("free", "░"),
+)  # of the context
 
 
 def seconds(s: float) -> str:
@@ -70,6 +77,8 @@ def context_rows(usage: Usage, width: int, short: bool = False) -> list[Content]
         ]
         return [*lines, Content("  ").join(there)] if there else lines
     for name, char in PARTS:
+        if name == "tools" and not usage.tools:
+            continue
         value = f"{getattr(usage, name):,}"
         gap = " " * max(1, width - 2 - len(name) - len(value))
         lines.append(Content.assemble((char, f".{name}"), " ", (name, ".dim"), gap, value))
@@ -120,6 +129,9 @@ def machine_rows(r: Reading, width: int) -> list[Content]:
     if s is None or info is None:
         return []
     rows = [Content(printable(info.device, newlines=False)).truncate(width, ellipsis=True)]
+    if not _told(r):
+        hidden = "kernels, memory" + ("" if info.max_context else ", context size")
+        return [*rows, Content.styled("this server does not tell:", ".dim"), Content.styled(hidden, ".dim")]
     kernels = f"{s.kernels_per_token:,}/token" if s.kernels_per_token else "–"
     batches = f" in {s.jit_batches}" if s.jit_batches > 1 else ""
     rows.append(row("kernels", kernels + batches, width))
@@ -133,9 +145,14 @@ def machine_rows(r: Reading, width: int) -> list[Content]:
     return rows
 
 
+def _told(r: Reading) -> bool:
+    """Whether the engine's own figures are known: it runs here, or behind a server of ours."""
+    return r.info is None or r.info.can.instruments or bool(r.stats and r.stats.weight_bytes)
+
+
 def memory_rows(r: Reading, width: int) -> list[Content]:
     s = r.stats
-    if s is None:
+    if s is None or not _told(r):
         return []
     return [
         row("weights", size(s.weight_bytes), width),

@@ -12,7 +12,21 @@ from textual.widgets import Static
 from tinychat.ui.panel import experts, figures
 from tinychat.ui.panel.reading import Reading
 
-_PARTS = {"dim", "head", "rule", "big", "spark", "system", "history", "thinking", "answer", "free", "warm", "hot"}
+_PARTS = {
+    "dim",
+    "head",
+    "rule",
+    "big",
+    "spark",
+    "system",
+    "history",
+    "thinking",
+    "tools",
+    "answer",
+    "free",
+    "warm",
+    "hot",
+}
 
 
 class Figures(Static):

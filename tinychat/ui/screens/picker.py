@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -15,15 +16,19 @@ from textual.content import Content
 from textual.widgets import Input, Static
 from textual.widgets.option_list import Option
 
+from tinychat.backend.address import Server
 from tinychat.chat import settings
+from tinychat.chat.servers import SavedServer, is_address
 from tinychat.errors import TinychatError, printable
 from tinychat.measure import log
 from tinychat.models.registry import Model
-from tinychat.ui.screens import picker_rows
+from tinychat.ui.screens import picker_rows, picker_servers
 from tinychat.ui.screens.dialogs import ConfirmScreen
 from tinychat.ui.screens.downloads import Downloads
 from tinychat.ui.screens.headers import Headers
 from tinychat.ui.screens.picker_rows import Row
+from tinychat.ui.screens.picker_servers import ServerRow, Servers
+from tinychat.ui.screens.server_form import ServerForm
 from tinychat.ui.screens.sheet import Rows, SearchField, Sheet, in_daemon
 
 _ENTER = ("open", "download", "resume", "pause")  # what Enter may mean
@@ -32,11 +37,12 @@ _ENTER = ("open", "download", "resume", "pause")  # what Enter may mean
 @dataclass(frozen=True)
 class PickedModel:
     """What to load: the file, the name the user knows it by, and the chat preset it needs (None: the file's own
-    template)."""
+    template). Of a `server`, `path` is read by nobody and tells it from others."""
 
     path: Path
     name: str
     preset: str | None
+    server: Server | None = None
 
 
 class PickerScreen(Sheet[PickedModel]):
@@ -54,12 +60,14 @@ class PickerScreen(Sheet[PickedModel]):
         Binding("enter", "resume", "resume"),
         Binding("enter", "pause", "pause"),
         Binding("ctrl+d", "delete", "delete", priority=True),
+        Binding("ctrl+s", "server", "add a server", priority=True),
     ]
 
     def __init__(self, context: int = 4096, freed: int = 0, downloads: Downloads | None = None, text: str = "") -> None:
         super().__init__()
         self._for_context, self._freed, self._downloads = context, freed, downloads or Downloads()
         self._rows: dict[str, Row] = {}
+        self._servers = Servers()
         self._text = text
         self._search = ""  # the words that the rows match
         self._places: dict[str, Model] = {}  # what a typed URL, path or folder stands for, by name
@@ -80,6 +88,9 @@ class PickerScreen(Sheet[PickedModel]):
 
     def on_mount(self) -> None:
         self._settings = settings.load()
+        self._servers = Servers(self._settings.servers)
+        for server in self._servers.saved:
+            self._ask(server)
         self._speeds = log.speeds(log.history())
         self._take(self._text)
         self.set_interval(0.2, self._tick)
@@ -105,7 +116,14 @@ class PickerScreen(Sheet[PickedModel]):
     def _take(self, text: str) -> None:
         """Makes the rows those for `text`: what stands at a URL or path, or the models that match its words."""
         self._text, self._places, self._place_error, self._search = text, {}, "", text
-        if picker_rows.is_place(text):
+        self._servers.typed = None
+        if is_address(text):
+            self._search = ""
+            try:
+                self._servers.type(text)
+            except TinychatError as e:
+                self._place_error = str(e)
+        elif picker_rows.is_place(text):
             self._search = ""
             try:
                 self._places = {m.name: m for m in picker_rows.at_place(text, self._settings.models)}
@@ -128,6 +146,11 @@ class PickerScreen(Sheet[PickedModel]):
         return self._rows.get(self._highlighted or "")
 
     @property
+    def _server(self) -> ServerRow | None:
+        """The highlighted row, where it is a server's."""
+        return next((r for r in self._servers.rows() if r.id == self._highlighted), None)
+
+    @property
     def _width(self) -> int:
         return max(40, self.query_one(Rows).size.width - 2)
 
@@ -138,7 +161,11 @@ class PickerScreen(Sheet[PickedModel]):
             found = []
         elif self._places:
             found = [("at this place", [row for name, row in self._rows.items() if name in self._places])]
-        for family, rows in found:
+        servers = [] if self._place_error or self._places else self._servers.rows(self._search)
+        if servers:
+            options.append(Option(Content("servers"), disabled=True))
+            options += [Option(picker_servers.line(server, width), id=server.id) for server in servers]
+        for family, rows in [] if self._servers.typed else found:
             options.append(Option(Content(picker_rows.cell(family, width)), disabled=True))
             options += [Option(self._line(row, width), id=row.model.name) for row in rows]
         self.query_one(".columns", Static).update(picker_rows.heading(width))
@@ -184,6 +211,8 @@ class PickerScreen(Sheet[PickedModel]):
     def _explanation(self) -> tuple[str, bool]:
         if self._place_error:
             return self._place_error, True
+        if (server := self._server) is not None:
+            return picker_servers.explain(server)
         if (row := self._row) is None:
             return "nothing matches; a URL or a path of a .gguf file can be typed as well", False
         if not row.path and not row.partial and not row.model.why_not and not self._size_settled(row):
@@ -233,7 +262,11 @@ class PickerScreen(Sheet[PickedModel]):
         """What the keys mean for the highlighted row."""
         if action not in (*_ENTER, "delete"):
             return True
-        if not self.is_mounted or not self._alive or (row := self._row) is None:
+        if not self.is_mounted or not self._alive:
+            return False
+        if (server := self._server) is not None:
+            return action == "open" or (action == "delete" and server.saved)
+        if (row := self._row) is None:
             return False
         job = self._downloads.get(row.model)
         running = bool(job and job.state == "running") and not row.path
@@ -249,7 +282,9 @@ class PickerScreen(Sheet[PickedModel]):
         return bool(row.size) or row.model.name in self._headers.errors
 
     def action_open(self) -> None:
-        if (row := self._row) and row.path:
+        if (server := self._server) is not None:
+            self._connect(server)
+        elif (row := self._row) and row.path:
             self.dismiss(PickedModel(row.path, row.model.name, row.model.preset))
 
     def action_download(self) -> None:
@@ -281,7 +316,15 @@ class PickerScreen(Sheet[PickedModel]):
             self._tick()
 
     def action_delete(self) -> None:
-        if row := self._row:
+        if server := self._server:
+            name = server.server.name
+
+            def forget(yes: bool | None) -> None:
+                if yes:
+                    self._change_servers(lambda: settings.delete_server(name))
+
+            self.app.push_screen(ConfirmScreen(f"Forget the server {name}?", "Forget"), forget)
+        elif row := self._row:
             what = f"the {decimal(row.partial)} that have arrived" if row.partial else "the file"
 
             def answer(yes: bool | None) -> None:
@@ -299,3 +342,54 @@ class PickerScreen(Sheet[PickedModel]):
         if self._alive:
             self._refresh_rows()
             self._show(self._highlighted)
+
+    # servers
+
+    @work
+    async def _ask(self, server: SavedServer, open_it: bool = False) -> None:
+        """Asks for the models of `server`; `open_it`: and opens the only one."""
+        await self._servers.ask(server)
+        if not self._alive:
+            return
+        self._show(self._highlighted)
+        rows = [r for r in self._servers.rows() if r.server.url == server.url and r.known]
+        if open_it and len(rows) == 1 and self.is_current:
+            self._connect(rows[0])
+
+    def _connect(self, row: ServerRow) -> None:
+        """Opens a server's model; one that is not known, or was not there, is asked for first."""
+        if not row.known:
+            self._ask(row.server, True)
+            self._show(row.id)
+            return
+        try:
+            server = row.server.connection()
+        except TinychatError as e:
+            self.notify(printable(str(e)), severity="error", markup=False)
+            return
+        self.dismiss(PickedModel(Path(server.url) / (server.model or ""), row.name, None, server))
+
+    def action_server(self) -> None:
+        """The form of the highlighted saved server, or of a new one."""
+        row, typed = self._server, self._servers.typed
+        known = next((s for s in self._servers.saved if row and s.name == row.server.name), None)
+
+        def saved(server: SavedServer | None) -> None:
+            if server is None:
+                return
+            self._change_servers(lambda: settings.save_server(server))
+            self.query_one(SearchField).value = ""
+
+        self.app.push_screen(ServerForm(known or SavedServer("", typed.url if typed else "")), saved)
+
+    def _change_servers(self, change: Callable[[], settings.Settings]) -> None:
+        try:
+            self._settings = change()
+        except TinychatError as e:
+            self.notify(printable(str(e)), severity="error", markup=False)
+            return
+        typed, self._servers = self._servers.typed, Servers(self._settings.servers)
+        self._servers.typed = typed
+        for server in self._servers.saved:
+            self._ask(server)
+        self._show(self._highlighted)

@@ -13,6 +13,7 @@ from textual.widgets import Static, TextArea
 from tinychat.chat import settings
 from tinychat.chat.settings import Settings
 from tinychat.errors import TinychatError, printable
+from tinychat.ui.editor import Editor
 from tinychat.ui.screens.dialogs import ConfirmScreen
 from tinychat.ui.screens.sheet import Sheet
 
@@ -33,6 +34,10 @@ EXAMPLE = """# tinychat's settings. What is left out has its default.
 
 # [models."mine"]
 # path = "~/models/mine.gguf"
+
+# [servers."box"]            # a server, shown by the picker
+# url = "http://box:8080"
+# key_file = "~/box.key"     # or key_env, the name of a variable
 """
 
 
@@ -46,7 +51,7 @@ class SettingsScreen(Sheet[Settings]):
     """
 
     def body(self) -> ComposeResult:
-        yield TextArea(show_line_numbers=True, compact=True, highlight_cursor_line=False)
+        yield Editor(show_line_numbers=True, compact=True, highlight_cursor_line=False)
         yield Static(classes="detail")
 
     def on_mount(self) -> None:

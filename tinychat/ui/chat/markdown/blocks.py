@@ -64,7 +64,6 @@ class Splitter:
     def __init__(self) -> None:
         self.done: list[Block] = []
         self.tail = ""
-        self._tail_parsed = ""
 
     @property
     def source(self) -> str:

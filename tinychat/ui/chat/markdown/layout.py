@@ -82,6 +82,7 @@ def _block(node: SyntaxTreeNode, width: int, depth: int, live: bool) -> list[Lin
 
 
 def wrapped(content: Content, width: int) -> list[Line]:
+    width = max(width, 1)  # a terminal of a few columns leaves none for text
     lines: list[Line] = []
     for source in content.split("\n", allow_blank=True):
         text, at = source.plain, 0

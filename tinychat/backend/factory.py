@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tinychat.backend.address import Server
 from tinychat.backend.local import LocalBackend
 from tinychat.backend.protocol import Backend
 from tinychat.backend.remote import RemoteBackend
-
-
-@dataclass(frozen=True)
-class Server:
-    """A server and its model (None: the only one it has). The key is shown nowhere."""
-
-    url: str
-    model: str | None = None
-    key: str | None = field(default=None, repr=False)
 
 
 def open_backend(

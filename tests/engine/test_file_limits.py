@@ -9,7 +9,7 @@ import pytest
 
 from scripts import fuzz
 from tests.support import tiny
-from tinychat.engine import Engine, limits
+from tinychat.engine import Engine, file_limits
 from tinychat.engine.config import ModelConfig
 from tinychat.engine.gguf import GGUF
 
@@ -116,11 +116,11 @@ def test_a_split_model_whose_first_part_has_no_tensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("variant", ["llama", "qwen2_yarn_keys", "qwen3", "qwen3moe", "olmoe", "deepseek2_groups"])
 def test_every_number_that_is_read_has_a_limit(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Table(dict[str, limits.Limit]):
-        def get(self, key: str, default: object = None) -> limits.Limit:  # type: ignore[override]
+    class Table(dict[str, file_limits.Limit]):
+        def get(self, key: str, default: object = None) -> file_limits.Limit:  # type: ignore[override]
             return self[key]
 
-    monkeypatch.setattr(limits, "METADATA", Table(limits.METADATA))
+    monkeypatch.setattr(file_limits, "METADATA", Table(file_limits.METADATA))
     ModelConfig.from_gguf(GGUF.open(tiny.write(tmp_path / "m.gguf", variant)))
 
 

@@ -1,0 +1,60 @@
+"""Textual's driver of a terminal, for one that may be closed while the app runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from textual.drivers.linux_driver import LinuxDriver
+
+
+class TerminalDriver(LinuxDriver):
+    """When the terminal has gone, the app is left in order.
+
+    Textual's thread that writes ends with the first write that fails. The app would then wait for ever for room in that
+    thread's queue: a process that nobody sees any more and that holds a model.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._file: Any = _Lasting(self._file, self._gone)
+
+    def run_input_thread(self) -> None:
+        try:
+            super().run_input_thread()
+        except OSError:  # EIO
+            self._gone()
+
+    def _gone(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)  # what is still buffered goes there
+        os.dup2(nowhere, 2)
+        self._app.call_later(self._app.exit, None, 128 + signal.SIGHUP)
+
+
+class _Lasting:
+    """A file whose failing writes call `gone`, once, and are otherwise taken for written."""
+
+    def __init__(self, file: Any, gone: Callable[[], object]) -> None:
+        self._file = file
+        self._on_failure: Callable[[], object] | None = gone
+
+    def write(self, text: str) -> int:
+        self._try(self._file.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._file.flush)
+
+    def fileno(self) -> int:
+        return int(self._file.fileno())
+
+    def _try(self, call: Callable[..., object], *args: Any) -> None:
+        try:
+            call(*args)
+        except (OSError, ValueError):
+            if self._on_failure is not None:
+                gone, self._on_failure = self._on_failure, None
+                gone()
