@@ -20,13 +20,14 @@ Source = Literal["", "text", "grammar"]
 """Where a token came from: a step of its own, a draft that was accepted, or a grammar that allows nothing else."""
 
 MARGIN = 1.06  # what a draft must promise to be run
-RATE = 0.03  # of what was learned before, that a token replaces
+RATE = 0.05  # of what was learned before, that a token replaces
 COST_RATE = 0.2  # the same for a measured time
 FORGOTTEN = 0.1  # of what is known of costs, with every answer
+CAUTION = 0.7  # of what is known of chances
 UNLIKELY = 0.1
 COST = 0.2  # single steps that one more token costs, until it is measured
 _KIND = [n if n < 4 else n.bit_length() + 1 for n in range(LONGEST + 1)]  # 2, 3, 4 to 7, 8 to 15, ...
-_CHANCES = (0.0, 0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95)  # of a draft's token by the kind of its match, to begin with
+_CHANCES = (0.0, 0.0, 0.1, 0.2, 0.5, 0.7, 0.85, 0.95)  # of a draft's token by the kind of its match, to begin with
 
 
 class Speculation:
@@ -50,6 +51,8 @@ class Speculation:
         for size, cost in self._costs.items():  # a measurement that was wrong must not last for ever
             self._costs[size] = cost + FORGOTTEN * (1 + (size - 1) * self._more - cost)
         self._more += FORGOTTEN * (COST - self._more)
+        for kind, chance in enumerate(_CHANCES):  # another text: what one copies, the next may not
+            self._chances[kind] += CAUTION * (chance - self._chances[kind])
 
     def add(self, token: int) -> None:
         """The answer goes on with `token`."""
