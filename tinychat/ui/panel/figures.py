@@ -113,7 +113,7 @@ def speed_rows(r: Reading, width: int) -> list[Content]:
     ]
     if s.drafted_tokens or s.forced_tokens:
         per_step = s.generated_tokens / max(1, s.decode_steps)
-        rows.append(row("tokens per step", f"{per_step:.2f}, {s.speculation_gain:.1f}× speed", width))
+        rows.append(row("per step", f"{per_step:.2f} tokens, {s.speculation_gain:.1f}×", width))
         sources = [f"{s.accepted_tokens:,} of {s.drafted_tokens:,}"] * bool(s.drafted_tokens)
         sources += [f"{s.forced_tokens:,} forced"] * bool(s.forced_tokens)
         rows.append(row("drafts", ", ".join(sources), width))
