@@ -8,6 +8,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from tinychat import __version__, process
@@ -29,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
         debug, command = args.pop("debug"), args.pop("command")
+        _check_home()
         code = command(**args) or 0
         sys.stdout.flush()
     except TinychatError as e:
@@ -300,6 +302,16 @@ def _lazy(command: str) -> Callable[..., object]:
         return getattr(importlib.import_module(f"tinychat.commands.{module}"), function or module)(**arguments)
 
     return call
+
+
+def _check_home() -> None:
+    """Raises TinychatError where a user has no home, as in a container that runs under a number of its own."""
+    try:
+        Path.home()
+    except RuntimeError:
+        raise TinychatError(
+            "this user has no home folder; set HOME to a folder where tinychat may keep files"
+        ) from None
 
 
 def _count(text: str) -> int:

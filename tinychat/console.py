@@ -15,12 +15,19 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from tinychat.errors import printable
+from tinychat.errors import SLOW, printable
 
 
 def say(text: str) -> None:
     """One remark on stderr."""
     print(printable(text, newlines=False), file=sys.stderr, flush=True)
+
+
+def say_notes(notes: Iterable[str]) -> None:
+    """What an engine has to say at its load, on stderr; in a terminal an alarm is red."""
+    for note in notes:
+        text = Text(printable(note, newlines=False), "red" if note.startswith(SLOW) else "")
+        Console(stderr=True, highlight=False, soft_wrap=True).print(text)
 
 
 def show_json(data: dict[str, Any]) -> None:

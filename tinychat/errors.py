@@ -5,6 +5,7 @@ import re
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
+SLOW = "slow: "  # begins a note of an engine on plain tinygrad that nobody asked for: it is shown in red
 MAX_LINE = 1000  # characters of a message; names in it come from files
 
 

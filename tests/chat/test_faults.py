@@ -6,6 +6,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -168,7 +169,8 @@ def test_a_disk_that_is_full_from_the_start(full):
 
 
 def test_a_history_locked_for_long_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr("tinychat.chat.history._BUSY", 0.05)
+    monkeypatch.setattr("tinychat.chat.history._OPENING", 0.05)
+    monkeypatch.setattr("tinychat.chat.saving.PATIENCE", 0.0)
     history = History(tmp_path / "h.db")
     chat = chatting(history)
     other = sqlite3.connect(tmp_path / "h.db", isolation_level=None)
@@ -181,6 +183,31 @@ def test_a_history_locked_for_long_is_one_line(tmp_path, monkeypatch):
     other.execute("COMMIT")
     ask(chat, "second")
     assert len(History(tmp_path / "h.db").load(chat.conversation.id).turns) == 4
+
+
+def test_a_history_locked_for_a_moment_is_not_said(tmp_path):
+    """The screen's thread does not wait for the other process: what it holds up is written when it lets go, also of a
+    conversation that was left, and the last at the exit."""
+    history = History(tmp_path / "h.db")
+    assert history._db.execute("PRAGMA busy_timeout").fetchone()[0] <= 50
+    chat = chatting(history)
+    other = sqlite3.connect(tmp_path / "h.db", isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")
+    said = notices(ask(chat, "first"))
+    first = chat.conversation
+    chat.new()
+    said += notices(ask(chat, "second"))
+    second = chat.conversation
+    assert not said and not history.find()
+    other.execute("COMMIT")
+    assert not notices(settle(chat, lambda: len(history.find()) == 2))
+    other.execute("BEGIN IMMEDIATE")
+    chat.rename("a name")
+    threading.Timer(0.2, other.execute, ["COMMIT"]).start()
+    chat.leave()
+    later = History(tmp_path / "h.db")
+    assert [later.load(c.id).turns for c in (first, second)] == [first.turns, second.turns]
+    assert later.load(second.id).name == "a name"
 
 
 def test_a_file_system_without_locks_or_shared_memory(tmp_path):

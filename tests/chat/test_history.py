@@ -199,10 +199,11 @@ import sys
 from pathlib import Path
 from tinychat.chat.history import ChangedElsewhere, History
 from tinychat.chat.conversation import Attachment, Conversation, Turn
+from tinychat.chat.saving import patiently
 h = History(Path(sys.argv[1]))
 for i in range(50):
-    h.save(Conversation((Turn("user", f"{sys.argv[2]} {i}"),)))
-    h.add_prompt(f"{sys.argv[2]} {i}")
+    patiently(lambda: h.save(Conversation((Turn("user", f"{sys.argv[2]} {i}"),))))
+    patiently(lambda: h.add_prompt(f"{sys.argv[2]} {i}"))
 """
 
 

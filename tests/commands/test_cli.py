@@ -394,7 +394,9 @@ def test_nothing_is_downloaded_that_cannot_run(capsys: Captured, monkeypatch: py
     monkeypatch.setattr(cache_command, "MODELS", (huge, odd))
     monkeypatch.setattr("tinychat.models.registry.MODELS", (huge, odd))
     assert "does not fit into this machine's memory" in failure(capsys, "run", "huge", "hi")
-    assert "does not know the architecture mamba" in failure(capsys, "run", "odd", "hi")
+    assert "architecture 'mamba', which needs state-space layers, is not supported" in failure(
+        capsys, "run", "odd", "hi"
+    )
 
 
 def test_ctrl_c_keeps_what_has_arrived(server: Server, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from tests.support.cuda_emulated import EmulatedGPU, miscomputed
 from tests.support.exactness import relative
 from tests.support.forward64 import forward
 from tinychat.engine import Engine, devices
-from tinychat.errors import TinychatError
+from tinychat.errors import SLOW, TinychatError
 from tinychat.kernels.cpu.compiler import NoCompiler
 from tinychat.kernels.cuda import executor, launch
 from tinychat.kernels.cuda.executor import CUDAExecutor
@@ -78,7 +78,7 @@ def test_neither_gpu_nor_compiler_leaves_the_reference(model: Path, monkeypatch:
     monkeypatch.setitem(devices._MAKERS, "cpu", no_compiler)  # type: ignore[arg-type]
     engine = load(model, None)
     assert [note.split(":")[0] for note in engine.notes] == ["CUDA is not used", "CPU is not used", "slow"]
-    assert engine.notes[-1].startswith(devices.SLOW) and "--force-reinstall ziglang" in engine.notes[-1]
+    assert engine.notes[-1].startswith(SLOW) and "--force-reinstall ziglang" in engine.notes[-1]
     assert isinstance(engine.executor, ReferenceExecutor)
     engine.close()
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Q
 
@@ -34,7 +35,16 @@ def no_tensor(name: str) -> Callable[[GGUF], None]:
 @pytest.mark.parametrize(
     ("variant", "break_it", "says"),
     [
-        ("llama", metadata("general.architecture", "mamba"), "architecture 'mamba' is not supported"),
+        (
+            "llama",
+            metadata("general.architecture", "zamba9"),
+            "architecture 'zamba9' is not supported; tinychat runs ll",
+        ),
+        (
+            "llama",
+            metadata("general.architecture", "qwen35moe"),
+            "'qwen35moe', which needs a gated delta rule .* is not supported.*gemma3; `tinychat --server URL` chats",
+        ),
         ("llama", metadata("general.architecture", "a\x1b[2J"), "not supported"),
         (
             "llama",
@@ -71,6 +81,21 @@ def no_tensor(name: str) -> Callable[[GGUF], None]:
         ("granite", metadata("granite.logit_scale", 0.0), "logit_scale: expected a number over 0, found 0.0"),
         ("granite", without("granite.logit_scale"), "logit_scale: expected a number, it is missing"),
         ("granite", metadata("granite.rope.scaling.finetuned", False), "without RoPE is not supported"),
+        ("gpt-oss", no_tensor("blk.1.attn_sinks.weight"), "attn_sinks.weight is missing"),
+        ("gpt-oss", tensor("blk.1.ffn_up_exps.bias", shape=(8, 31)), r"expected shape \(8, 32\), found \(8, 31\)"),
+        ("gpt-oss", tensor("blk.1.ffn_up_exps.bias", type=Q.F16), "expected type F32, found F16"),
+        (
+            "gpt-oss",
+            metadata("gpt-oss.attention.sliding_window_pattern", "x"),
+            "sliding_window_pattern: expected a whole number, or true or false for every layer, found 'x'",
+        ),
+        ("gemma3", metadata("gemma3.final_logit_softcapping", 30.0), "final_logit_softcapping: expected 0, found 30.0"),
+        (
+            "deepseek2_temperature",
+            without("deepseek2.attention.temperature_length"),
+            "temperature_length: expected a whole number of at least 1, it is missing",
+        ),
+        ("glm4", no_tensor("blk.1.post_ffw_norm.weight"), "blk.1.post_ffw_norm.weight is missing"),
         ("deepseek2_glm", metadata("deepseek2.expert_gating_func", 9), "expert_gating_func: expected 1 softmax"),
         ("deepseek2_glm", metadata("deepseek2.attention.key_length_mla", 8), "key_length_mla 8 leaves nothing"),
         (
@@ -91,12 +116,33 @@ def test_bad_models_are_one_clear_line(
     assert "\n" not in str(e.value) and "\x1b" not in str(e.value)
 
 
+def test_windows_may_be_told_layer_by_layer(tmp_path: Path) -> None:
+    gguf = GGUF.open(tiny.write(tmp_path / "m.gguf", "gpt-oss"))
+    assert ModelConfig.from_gguf(gguf).windowed == {0, 2}
+    gguf.metadata["gpt-oss.attention.sliding_window_pattern"] = np.array([False, True, False])
+    assert ModelConfig.from_gguf(gguf).windowed == {1}
+
+
+def test_kanana_has_no_q_lora_whatever_its_file_says(tmp_path: Path) -> None:
+    """llama.cpp does not believe the rank of deepseek2 models with 48 layers and 128,256 tokens, either."""
+    gguf = GGUF.open(tiny.write(tmp_path / "m.gguf", "deepseek2_glm"))
+    latent = ModelConfig.from_gguf(gguf).latent
+    assert latent and latent.q_lora == 96
+    gguf.metadata["deepseek2.block_count"] = 48
+    tensor("token_embd.weight", shape=(128256, 64))(gguf)
+    latent = ModelConfig.from_gguf(gguf).latent
+    assert latent and latent.q_lora == 0
+
+
 def test_every_variant_has_a_plan_that_counts_its_bytes(tmp_path: Path) -> None:
     for variant in tiny.VARIANTS:
         gguf = GGUF.open(tiny.write(tmp_path / f"{variant}.gguf", variant))
         config = ModelConfig.from_gguf(gguf)
         plan = build_plan(gguf, config)
         assert 0 < plan.bytes_per_token() <= gguf.nbytes
-        assert plan.bytes_per_token(10) - plan.bytes_per_token() == 10 * plan.kv_bytes_per_token
+        assert plan.bytes_per_token(3) - plan.bytes_per_token() == 3 * plan.kv_bytes_per_token
+        if config.windowed:  # a layer with a window reads no more rows than that
+            more, full = plan.bytes_per_token(config.window + 9) - plan.bytes_per_token(config.window), config.layers
+            assert more == 9 * plan.kv_bytes_per_token * (full - len(config.windowed)) // full
         if config.latent:  # one latent row per token and layer, V a slice of it
             assert plan.kv_bytes_per_token == 2 * config.layers * (config.latent.kv_lora + config.rope.dims)

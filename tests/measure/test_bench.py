@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -163,6 +164,11 @@ def test_results_come_back(tmp_path):
     assert log.history(file=file) == [RESULT, other, newer]
     assert log.history("f" * 64, file) == [RESULT, newer]
     assert log.speeds(log.history(file=file)) == {"/m.gguf": 120.0, "/n.gguf": 50.0}
+
+
+def test_the_folder_that_conversations_share_is_private(tmp_path):
+    log.save(RESULT, tmp_path / "new" / "b.jsonl")
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
 
 
 def test_damaged_lines_are_left_out_and_do_not_spoil_the_next(tmp_path):

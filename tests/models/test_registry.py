@@ -104,7 +104,9 @@ def test_an_unknown_name_cannot_write_to_the_terminal() -> None:
 
 
 def test_an_architecture_that_the_engine_does_not_have() -> None:
-    assert "does not know the architecture mamba" in (Model("m", architecture="mamba").why_not or "")
+    assert "architecture 'mamba', which needs state-space layers, is not supported" in (
+        Model("m", architecture="mamba").why_not or ""
+    )
     assert Model("m").why_not is None  # nobody knows before the header is read
 
 

@@ -36,6 +36,16 @@ def swiglu(gate: Array, up: Array) -> Array:
     return gate * sigmoid(gate) * up
 
 
+def geglu(gate: Array, up: Array) -> Array:
+    return gate * 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
+
+
+def clamped_swiglu(gate: Array, up: Array) -> Array:
+    """Of gpt-oss."""
+    gate = np.minimum(gate, 7)
+    return gate * sigmoid(1.702 * gate) * (np.clip(up, -7, 7) + 1)
+
+
 def topk(scores: Array, k: int) -> Array:
     """Indices of the k largest, the lower index first among equals."""
     return np.argsort(-scores, kind="stable")[:k]
@@ -87,7 +97,30 @@ class Model:
     def eps(self) -> float:
         return float(self.get("attention.layer_norm_rms_epsilon"))
 
+    @property
+    def mla(self) -> bool:
+        return self.arch in ("deepseek2", "mistral4")
+
+    def window(self, layer: int) -> int:
+        """Rows that the layer sees; 0: all."""
+        period = {"olmo2": 4, "gpt-oss": 2, "gemma3": 6}.get(self.arch, 0)
+        rows = self.get("attention.sliding_window", 0) if period else 0
+        pattern = self.get("attention.sliding_window_pattern", period)
+        if isinstance(pattern, list):
+            return rows if pattern[layer] else 0
+        return rows if rows and layer % pattern < pattern - 1 else 0
+
     # --- rotary embedding ---
+
+    def turns(self, layer: int) -> tuple[Array, float]:
+        """(angle per position of each pair, factor on cos and sin) of a layer."""
+        freq, magnitude, _ = self.yarn
+        if self.arch == "smollm3" and layer % 4 == 3:
+            return 0 * freq, 1.0
+        if self.window(layer) and self.arch != "gpt-oss":  # llama.cpp: not scaled
+            base = self.get("rope.freq_base_swa", 10000.0 if self.arch == "gemma3" else self.get("rope.freq_base"))
+            return 1 / base ** (np.arange(len(freq), dtype=np.float64) / len(freq)), 1.0
+        return freq, magnitude
 
     @cached_property
     def yarn(self) -> tuple[Array, float, float]:
@@ -114,7 +147,7 @@ class Model:
                 (np.arange(dims // 2) - first) / (last - first), 0, 1
             )  # 0: turns often, keep; 1: interpolate
             freq = freq * (1 - slow) + freq / factor * slow
-            if self.arch != "deepseek2":
+            if not self.mla:
                 magnitude = 1 + 0.1 * ln
             elif multiplier:
                 attention = (1 + 0.1 * multiplier * ln) ** 2  # llama.cpp: cos and sin stay unscaled
@@ -122,18 +155,20 @@ class Model:
                 magnitude, attention = 1 + 0.1 * ln, (1 + 0.1 * ln) ** 2  # llama.cpp: both
         else:
             freq = freq / factor
-            if self.arch == "deepseek2":
+            if self.mla:
                 attention = (1 + 0.1 * ln) ** 2  # llama.cpp: also when the scaling is linear
         return freq, magnitude * own, attention * own**2
 
-    def rotate(self, x: Array, positions: Array) -> Array:
-        """x (tokens, heads, dims) rotated. Pairs are (2i, 2i+1) in llama, granite and deepseek2 files, (i, i + dims/2)
-        elsewhere."""
-        freq, magnitude, _ = self.yarn
+    def rotate(self, x: Array, positions: Array, layer: int) -> Array:
+        """x (tokens, heads, width) with its first values rotated. Pairs are (2i, 2i+1) in the files named below, (i, i
+        + dims/2) elsewhere."""
+        freq, magnitude = self.turns(layer)
         turn = np.exp(1j * positions[:, None, None] * freq) * magnitude
-        half = x.shape[-1] // 2
+        half = len(freq)
+        if x.shape[-1] > 2 * half:
+            return np.concatenate([self.rotate(x[..., : 2 * half], positions, layer), x[..., 2 * half :]], -1)
         out = np.empty_like(x)
-        if self.arch in ("llama", "granite", "deepseek2"):
+        if self.mla or self.arch in ("llama", "granite", "smollm3", "glm4"):
             z = (x[..., 0::2] + 1j * x[..., 1::2]) * turn
             out[..., 0::2], out[..., 1::2] = z.real, z.imag
         else:
@@ -147,17 +182,24 @@ class Model:
         y = x @ self[f"{name}.weight"].T
         return y + self[f"{name}.bias"] if f"{name}.bias" in self else y
 
-    def attend(self, q: Array, k: Array, v: Array, scale: float) -> Array:
-        """Causal attention: q (tokens, heads, d), k and v (tokens, kv heads, d); heads of a group are neighbours."""
+    def attend(self, q: Array, k: Array, v: Array, scale: float, window: int = 0, sinks: str = "") -> Array:
+        """Causal attention: q (tokens, heads, d), k and v (tokens, kv heads, d); heads of a group are neighbours.
+        `sinks`: a tensor with one more score of each head, where there is one."""
         n, heads, groups = len(q), q.shape[1], q.shape[1] // k.shape[1]
-        later = np.triu(np.ones((n, n), bool), 1)
+        unseen = np.triu(np.ones((n, n), bool), 1)
+        if window:
+            unseen |= np.tril(np.ones((n, n), bool), -window)
         out = np.empty((n, heads, v.shape[-1]))
         for h in range(heads):
             scores = q[:, h] @ k[:, h // groups].T * scale
-            out[:, h] = softmax(np.where(later, -np.inf, scores)) @ v[:, h // groups]
+            scores = np.where(unseen, -np.inf, scores)
+            if sinks in self:
+                scores = np.concatenate([scores, np.full((n, 1), self[sinks][h])], -1)
+            out[:, h] = softmax(scores)[:, :n] @ v[:, h // groups]
         return out.reshape(n, -1)
 
-    def attention(self, x: Array, b: str) -> Array:
+    def attention(self, x: Array, layer: int) -> Array:
+        b = f"blk.{layer}."
         n, heads = len(x), self.get("attention.head_count")
         kv_heads = self.get("attention.head_count_kv", heads)
         width = self.get("attention.key_length", self.get("embedding_length") // heads)
@@ -168,22 +210,27 @@ class Model:
                 q, k, v = q + self[b + "attn_q.bias"], k + self[b + "attn_k.bias"], v + self[b + "attn_v.bias"]
         else:
             q, k, v = (self.linear(x, f"{b}attn_{p}") for p in "qkv")
-        if self.arch == "olmoe":
+        if self.arch in ("olmoe", "olmo2"):
             q, k = (
                 rms_norm(q, self[b + "attn_q_norm.weight"], self.eps),
                 rms_norm(k, self[b + "attn_k_norm.weight"], self.eps),
             )
         q, k, v = q.reshape(n, heads, width), k.reshape(n, kv_heads, width), v.reshape(n, kv_heads, -1)
-        if self.arch in ("qwen3", "qwen3moe"):
+        if self.arch in ("qwen3", "qwen3moe", "gemma3") or (
+            self.arch == "glm4moe" and b + "attn_q_norm.weight" in self
+        ):
             q, k = (
                 rms_norm(q, self[b + "attn_q_norm.weight"], self.eps),
                 rms_norm(k, self[b + "attn_k_norm.weight"], self.eps),
             )
         at = np.arange(n)
-        out = self.attend(self.rotate(q, at), self.rotate(k, at), v, self.get("attention.scale", 0) or width**-0.5)
+        q, k = self.rotate(q, at, layer), self.rotate(k, at, layer)
+        scale = self.get("attention.scale", 0) or width**-0.5
+        out = self.attend(q, k, v, scale, self.window(layer), b + "attn_sinks.weight")
         return self.linear(out, b + "attn_output")
 
-    def latent_attention(self, x: Array, b: str) -> Array:
+    def latent_attention(self, x: Array, layer: int) -> Array:
+        b = f"blk.{layer}."
         n, heads, rank, rope = (
             len(x),
             *map(self.get, ("attention.head_count", "attention.kv_lora_rank", "rope.dimension_count")),
@@ -207,19 +254,28 @@ class Model:
         else:
             k_nope, v = np.split(self.linear(latent, b + "attn_kv_b").reshape(n, heads, nope + v_width), [nope], -1)
         at = np.arange(n)
-        q = np.concatenate([q[..., :nope], self.rotate(q[..., nope:], at)], -1)
-        k_rope = np.broadcast_to(self.rotate(k_rope[:, None], at), (n, heads, rope))
+        q = np.concatenate([q[..., :nope], self.rotate(q[..., nope:], at, layer)], -1)
+        k_rope = np.broadcast_to(self.rotate(k_rope[:, None], at, layer), (n, heads, rope))
+        if scale := self.get("attention.temperature_scale", 0):
+            q *= 1 + scale * np.log(1 + at // self.get("attention.temperature_length"))[:, None, None]
         out = self.attend(q, np.concatenate([k_nope, k_rope], -1), v, width**-0.5 * self.yarn[2])
         return self.linear(out, b + "attn_output")
 
+    def gated(self, gate: Array, up: Array) -> Array:
+        return {"gemma3": geglu, "gpt-oss": clamped_swiglu}.get(self.arch, swiglu)(gate, up)
+
     def feed_forward(self, x: Array, b: str) -> Array:
-        return self.linear(swiglu(self.linear(x, b + "ffn_gate"), self.linear(x, b + "ffn_up")), b + "ffn_down")
+        up = self.linear(x, b + "ffn_up")
+        gate, up = (self.linear(x, b + "ffn_gate"), up) if b + "ffn_gate.weight" in self else np.split(up, 2, -1)
+        return self.linear(self.gated(gate, up), b + "ffn_down")
 
     def route(self, x: Array, b: str) -> tuple[Array, Array]:
         """(experts, weights) of one token."""
-        deepseek = self.arch == "deepseek2"
+        deepseek = self.mla or self.arch == "glm4moe"
         logits = self.linear(x, b + "ffn_gate_inp")
-        kind = self.get("expert_gating_func", 0) if deepseek else 1
+        kind = self.get("expert_gating_func", 0) if deepseek else 3 if self.arch == "gpt-oss" else 1
+        if self.arch == "glm4moe":
+            kind = kind or 2
         if kind == 0:  # llama.cpp: files from before the key
             kind = 2 if self.layers in (47, 48) and self["token_embd.weight"].shape[0] == 154880 else 1
         gate = {1: softmax, 2: sigmoid, 3: lambda z: z, 4: lambda z: np.sqrt(np.logaddexp(0, z))}[kind]
@@ -234,7 +290,7 @@ class Model:
             score = masked.reshape(-1)
         chosen = topk(score, self.get("expert_used_count"))
         weights = softmax(p[chosen]) if kind == 3 else p[chosen]
-        if self.get("expert_weights_norm", False) if deepseek else self.arch != "olmoe":
+        if self.get("expert_weights_norm", False) if deepseek else self.arch not in ("olmoe", "gpt-oss"):
             weights = weights / max(weights.sum(), 2.0**-14)
         scale = self.get("expert_weights_scale", 0.0) if deepseek else 0.0
         self.routing.append((chosen, score))
@@ -248,21 +304,34 @@ class Model:
                     gate, up = np.split(self[b + "ffn_gate_up_exps.weight"][e] @ xt, 2)
                 else:
                     gate, up = self[b + "ffn_gate_exps.weight"][e] @ xt, self[b + "ffn_up_exps.weight"][e] @ xt
-                out[t] += w * (self[b + "ffn_down_exps.weight"][e] @ swiglu(gate, up))
+                down_bias: Array | float = 0.0
+                if b + "ffn_gate_exps.bias" in self:
+                    gate, up = gate + self[b + "ffn_gate_exps.bias"][e], up + self[b + "ffn_up_exps.bias"][e]
+                    down_bias = self[b + "ffn_down_exps.bias"][e]
+                out[t] += w * (self[b + "ffn_down_exps.weight"][e] @ self.gated(gate, up) + down_bias)
         if b + "ffn_gate_shexp.weight" in self:
             gate, up = self.linear(x, b + "ffn_gate_shexp"), self.linear(x, b + "ffn_up_shexp")
             out += self.linear(swiglu(gate, up), b + "ffn_down_shexp")
         return out
 
+    def normed(self, x: Array, name: str) -> Array:
+        """RMSNorm with the gain `name`; x where the file has none."""
+        return rms_norm(x, self[f"{name}.weight"], self.eps) if f"{name}.weight" in self else x
+
     def __call__(self, ids: Sequence[int]) -> Array:
         x = self["token_embd.weight"][list(ids)] * (self.get("embedding_scale", 0) or 1)  # llama.cpp: 0 scales nothing
+        if self.arch == "gemma3":
+            x = x * np.sqrt(x.shape[-1])
         part = self.get("residual_scale", 0) or 1
+        post = self.arch in ("olmo2", "glm4", "gemma3")
         for i in range(self.layers):
             b = f"blk.{i}."
-            h = rms_norm(x, self[b + "attn_norm.weight"], self.eps)
-            x = x + part * (self.latent_attention(h, b) if self.arch == "deepseek2" else self.attention(h, b))
-            h = rms_norm(x, self[b + "ffn_norm.weight"], self.eps)
-            x = x + part * (self.experts(h, b) if b + "ffn_gate_inp.weight" in self else self.feed_forward(h, b))
+            h = self.normed(x, b + "attn_norm")
+            h = self.latent_attention(h, i) if self.mla else self.attention(h, i)
+            x = x + part * (self.normed(h, b + "post_attention_norm") if post else h)
+            h = self.normed(x, b + ("post_attention_norm" if self.arch in ("glm4moe", "gpt-oss") else "ffn_norm"))
+            h = self.experts(h, b) if b + "ffn_gate_inp.weight" in self else self.feed_forward(h, b)
+            x = x + part * (self.normed(h, b + "post_ffw_norm") if post else h)
         x = rms_norm(x, self["output_norm.weight"], self.eps)
         output = self["output.weight" if "output.weight" in self else "token_embd.weight"]
         return x @ output.T / self.get("logit_scale", 1)

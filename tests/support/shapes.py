@@ -86,6 +86,19 @@ class Shape:
     scaling: dict[str, str | int | float] = field(default_factory=dict)  # `rope.scaling.*`
     scales: tuple[float, float, float, float] | None = None  # granite: embedding, residual, attention, logit
     value_dim: int = 0  # of a GQA head; 0: head_dim
+    rope_dims: int = 0  # rotated values of a GQA head; 0: all
+    window: int = 0  # rows that layers with a sliding window see
+    window_pattern: int | tuple[bool, ...] = ()  # (): no key
+    window_theta: float = 0  # RoPE base of those layers; 0: no key
+    temperature: tuple[float, int] | None = None  # of attention: scale, length
+
+    @property
+    def pre_norms(self) -> bool:
+        return self.arch != "olmo2"
+
+    @property
+    def post_norms(self) -> bool:
+        return self.arch in ("olmo2", "glm4", "gemma3")
 
 
 _LLAMA3 = {
@@ -321,7 +334,8 @@ def tensors(s: Shape) -> Iterator[Tensor]:
             yield linear(b + "nextn.eh_proj", s.dim, 2 * s.dim)
             for x in ("enorm", "hnorm", "shared_head_norm"):
                 yield norm(f"{b}nextn.{x}", s.dim)
-        yield norm(b + "attn_norm", s.dim)
+        if s.pre_norms:
+            yield norm(b + "attn_norm", s.dim)
         if m := s.mla:
             k_dim = m.nope + m.rope
             if m.q_lora:
@@ -349,11 +363,23 @@ def tensors(s: Shape) -> Iterator[Tensor]:
                     yield f"{b}attn_{x}.bias", (rows,), 0.2
             if s.qk_norm:
                 yield norm(b + "attn_q_norm", s.qk_norm)
-                yield norm(b + "attn_k_norm", s.qk_norm)
+                yield norm(b + "attn_k_norm", s.qk_norm if s.qk_norm == s.head_dim else k)
             yield linear(b + "attn_output", s.dim, s.heads * value_dim)
-        yield norm(b + "ffn_norm", s.dim)
+            if s.arch == "gpt-oss":
+                yield b + "attn_output.bias", (s.dim,), 0.2
+                yield b + "attn_sinks.weight", (s.heads,), 1.0
+        if s.post_norms:
+            yield norm(b + "post_attention_norm", s.dim)
+            yield norm(b + "post_ffw_norm", s.dim)
+        if s.pre_norms:
+            yield norm(b + ("post_attention_norm" if s.arch in ("glm4moe", "gpt-oss") else "ffn_norm"), s.dim)
         if (e := s.moe) and i >= e.dense:
             yield linear(b + "ffn_gate_inp", e.experts, s.dim, gain=1.5)
+            if s.arch == "gpt-oss":
+                yield b + "ffn_gate_inp.bias", (e.experts,), 0.2
+                yield b + "ffn_gate_exps.bias", (e.experts, e.ffn), 0.5
+                yield b + "ffn_up_exps.bias", (e.experts, e.ffn), 0.5
+                yield b + "ffn_down_exps.bias", (e.experts, s.dim), 0.2
             if e.bias:
                 yield b + "exp_probs_b.bias", (e.experts,), 0.05
             if e.fused:
@@ -367,14 +393,15 @@ def tensors(s: Shape) -> Iterator[Tensor]:
                 yield linear(b + "ffn_up_shexp", e.shared * e.ffn, s.dim)
                 yield linear(b + "ffn_down_shexp", s.dim, e.shared * e.ffn)
         else:
-            yield linear(b + "ffn_gate", s.ffn, s.dim)
-            yield linear(b + "ffn_up", s.ffn, s.dim)
+            if s.arch != "glm4":
+                yield linear(b + "ffn_gate", s.ffn, s.dim)
+            yield linear(b + "ffn_up", s.ffn * (2 if s.arch == "glm4" else 1), s.dim)
             yield linear(b + "ffn_down", s.dim, s.ffn)
 
 
 def tensor_type(s: Shape, name: str, shape: tuple[int, ...], quant: str) -> Q:
     """What `llama-quantize MODEL QUANT` stores this tensor as (QUANT: a type's name, or Q4_K_M)."""
-    if len(shape) < 2 or "ffn_gate_inp" in name:
+    if len(shape) < 2 or "ffn_gate_inp" in name or name.endswith(".bias"):
         return Q.F32
     base = Q.Q4_K if quant == "Q4_K_M" else Q[quant]
     if base in (Q.F32, Q.F16, Q.BF16):
@@ -435,14 +462,26 @@ def metadata(w: GGUFWriter, s: Shape, name: str) -> None:
         w.add_head_count_kv(s.kv_heads)
         w.add_key_length(s.head_dim)
         w.add_value_length(s.value_dim or s.head_dim)
-        w.add_rope_dimension_count(s.head_dim)
+        w.add_rope_dimension_count(s.rope_dims or s.head_dim)
+    if s.window:
+        w.add_sliding_window(s.window)
+    if s.window_pattern:
+        w.add_sliding_window_pattern(s.window_pattern)
+    if s.window_theta:
+        w.add_float32(f"{s.arch}.rope.freq_base_swa", s.window_theta)
+    if s.temperature:
+        w.add_float32(f"{s.arch}.attention.temperature_scale", s.temperature[0])
+        w.add_uint32(f"{s.arch}.attention.temperature_length", s.temperature[1])
     if e := s.moe:
         w.add_expert_count(e.experts)
         w.add_expert_used_count(e.used)
-        if s.arch == "qwen3moe":
+        if s.arch in ("qwen3moe", "glm4moe", "gpt-oss"):
             w.add_expert_feed_forward_length(e.ffn)
-        if s.arch == "deepseek2" and e.gating is not None:
-            w.add_uint32("deepseek2.expert_gating_func", e.gating)
+        if s.arch == "glm4moe":
+            w.add_leading_dense_block_count(e.dense)
+            w.add_expert_shared_count(e.shared)
+        if s.arch in ("deepseek2", "mistral4", "glm4moe") and e.gating is not None:
+            w.add_uint32(f"{s.arch}.expert_gating_func", e.gating)
         if e.scale is not None:
             w.add_expert_weights_scale(e.scale)
         if e.norm is not None:

@@ -100,6 +100,24 @@ _lite = Shape(
     MoE(8, 3, 32, 2, 1),
     scaling=_LITE_YARN,
 )
+_olmo2 = replace(_olmoe, arch="olmo2", kv_heads=2, ffn=96, moe=None, eps=1e-6, tied=False)
+_smollm3 = replace(_llama, arch="smollm3", layers=5, tied=True)
+_glm4 = replace(_llama, arch="glm4", qkv_bias=True, rope_dims=16, pre="glm4", specials=_GLM, eos=291)
+_glm4moe = replace(
+    _glm4, arch="glm4moe", layers=3, moe=MoE(8, 3, 32, 1, 1, 2, 1.5, True, bias=True), eps=1e-5, theta=1e6
+)
+_gpt_oss = replace(
+    _llama,
+    arch="gpt-oss",
+    layers=3,
+    eps=1e-5,
+    theta=150000.0,
+    qkv_bias=True,
+    moe=MoE(8, 3, 32),
+    window=5,
+    scaling={"type": "yarn", "factor": 32.0, "original_context_length": 64},
+)
+_gemma3 = replace(_qwen3, arch="gemma3", layers=7, theta=1e6, window=5, scaling={"type": "linear", "factor": 8.0})
 _moe = MoE(8, 3, 32, 1, 1)
 
 
@@ -137,6 +155,22 @@ VARIANTS: dict[str, Shape] = {
     "granite": _granite,
     "granite_no_scales": replace(_granite, tied=False, scales=(0.0, 0.0, 0.0, 1.0)),  # llama.cpp: 0 scales nothing
     "granite_experts": replace(_granite, ffn=32, moe=MoE(8, 3, 32), scales=(6.0, 0.5, 0.1, 2.0)),
+    "olmo2": _olmo2,
+    "olmo2_windows": replace(  # Olmo 3
+        _olmo2,
+        layers=5,
+        window=5,
+        scaling={"type": "yarn", "factor": 8.0, "original_context_length": 64, "attn_factor": 1.2},
+    ),
+    "smollm3": _smollm3,
+    "glm4": _glm4,
+    "glm4moe": _glm4moe,
+    "glm4moe_qk_norm": replace(_glm4moe, qk_norm=32, nextn=1, moe=replace(_glm4moe.moe, dense=0, gating=None)),
+    "gpt-oss": _gpt_oss,
+    "gpt-oss_wide_window": replace(_gpt_oss, window=128, tied=False, scaling={}),
+    "gemma3": _gemma3,
+    "gemma3_no_windows": replace(_gemma3, layers=2, window=0, scaling={}),
+    "gemma3_keys": replace(_gemma3, layers=4, window=3, window_pattern=2, window_theta=500.0, tied=False),
     "deepseek2_glm": _glm,
     "deepseek2_lite": _lite,
     "deepseek2_lite_legacy": replace(_lite, mla=replace(_lite.mla, legacy=True)),
@@ -160,6 +194,15 @@ VARIANTS: dict[str, Shape] = {
     ),
     "deepseek2_one_group": _with_moe(gating=2, norm=True, groups=1, groups_used=1),
     "deepseek2_nextn": replace(_glm, layers=2, nextn=1),
+    "deepseek2_temperature": replace(_glm, layers=2, temperature=(0.7, 3)),
+    "mistral4": replace(
+        _glm,
+        arch="mistral4",
+        layers=2,
+        moe=MoE(8, 3, 32, 1, 0, 1, 1.0, True, fused=True),
+        scaling={"type": "yarn", "factor": 8.0, "original_context_length": 256, "yarn_log_multiplier": 0.1},
+        temperature=(0.1, 4),
+    ),
     "deepseek2_fused_experts": _with_moe(gating=2, norm=True, fused=True, shared=2),
     # llama.cpp does not believe the q_lora_rank of a model of 26 or 27 layers: see `write`
     "deepseek2_27_layers": replace(
@@ -178,8 +221,8 @@ def shape(variant: str, quant: str) -> Shape:
     s = replace(s, dim=256, ffn=256)
     if s.arch == "qwen2":  # q is as long as x
         s = replace(s, heads=8, kv_heads=2)
-    if s.arch == "olmoe":
-        s = replace(s, heads=8, kv_heads=8, qk_norm=256)
+    if s.arch in ("olmoe", "olmo2"):
+        s = replace(s, heads=8, kv_heads=8 if s.arch == "olmoe" else 4, qk_norm=256)
     if s.mla:
         s = replace(s, mla=replace(s.mla, kv_lora=256, q_lora=256 if s.mla.q_lora else 0))
     if s.moe:
@@ -208,7 +251,7 @@ def write(
         w.add_q_lora_rank(32)
     tokenizer(w, s.vocab, s.pre, s.specials, s.bos, s.eos)
     for name, dims, std in todo:
-        if len(dims) < 2 or "ffn_gate_inp" in name:
+        if len(dims) < 2 or "ffn_gate_inp" in name or name.endswith(".bias"):
             kind = Q.F32
         elif quant == "Q4_K_M":
             kind = tensor_type(s, name, dims, quant)

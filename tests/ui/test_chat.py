@@ -399,16 +399,58 @@ async def test_it_follows_the_end_until_the_user_scrolls():
 
 async def test_narrow_and_wide():
     async with desk(size=(120, 30)) as d:
-        assert d.chat.query_one("#panel").display and not d.chat.query_one("#engine-line").display
-        await d.pilot.press("f9")
-        await d.until(lambda: not d.chat.query_one("#panel").display and d.chat.query_one("#engine-line").display)
-        await d.pilot.press("f9")
+        panel = d.chat.query_one("#panel")
+        assert panel.display and d.screen.count("of 4,096") == 1
         await d.pilot.resize_terminal(80, 24)
-        await d.until(lambda: not d.chat.query_one("#panel").display and d.chat.query_one("#engine-line").display)
+        await d.until(lambda: not panel.display)
         await d.ask("hi")
-        await d.until(lambda: "of 4,096" in d.screen)
+        await d.until(lambda: d.screen.count("of 4,096") == 1)
         for line in d.screen.splitlines():
             assert len(line) == 80
+        await d.pilot.press("f9")
+        await d.until(lambda: "whole answer" in d.screen and "painted" not in d.screen)
+        assert d.screen.count("of 4,096") == 1, "no figure twice"
+        await d.pilot.press("f9")
+        await d.until(lambda: "painted" in d.screen)
+        await d.pilot.press("f9")
+        await d.until(lambda: not panel.display and d.screen.count("of 4,096") == 1)
+        await d.pilot.resize_terminal(200, 50)
+        await d.pilot.press("f9")
+        await d.until(lambda: panel.display)
+        columns = {min(s.index(w) for s in d.screen.splitlines() if w in s) for w in ("Hello!", "scripted:1b", "›")}
+        assert len(columns) == 1, "one left edge"
+        assert d.answers[0].view.size.width == 100
+
+
+async def test_the_conversations_at_the_left_of_a_wide_screen(tmp_path):
+    history = History(tmp_path / "h.db")
+    async with desk("one", "two", size=(160, 40), history=history) as d:
+        await d.ask("first words")
+        await d.until(lambda: d.screen.count("first words") == 3)  # its name at the left and at the top, and itself
+        await d.pilot.press("ctrl+n")
+        await d.ask("other words")
+        await d.until(lambda: d.screen.count("other words") == 3 and "first words" in d.screen)
+        line = next(s for s in d.screen.splitlines() if "first words" in s)
+        await d.pilot.click(offset=(line.index("first"), d.screen.splitlines().index(line)))
+        await d.until(lambda: [t.text for t in d.turns] == ["first words", "one"])
+        assert d.chat.focused is d.chat.prompt
+        await d.pilot.press("f3")
+        await d.until(lambda: "open now" in d.screen)
+        await d.pilot.press("ctrl+d", "y", "escape")
+        await d.until(lambda: len(d.app.screen_stack) == 2)
+        await d.until(lambda: d.screen.count("first words") == 3 and "other words" not in d.screen)
+        await d.pilot.resize_terminal(159, 40)
+        await d.until(lambda: d.screen.count("first words") == 2)
+
+
+async def test_what_is_awaited_stands_where_the_answer_will_come():
+    async with desk("The answer.", prefill_rate=400) as d:
+        await d.send("word " * 1200)
+        await d.until(lambda: "reading the prompt, 256 of" in d.screen)
+        above = next(i for i, s in enumerate(d.screen.splitlines()) if "reading the prompt" in s) - 2
+        assert d.screen.splitlines()[above].strip(" ┃").startswith("word"), "below the question"
+        await d.settle()
+        assert "reading the prompt" not in d.screen and "The answer." in d.screen
 
 
 async def test_long_conversations_keep_few_turns_mounted():
@@ -505,9 +547,9 @@ async def test_an_edit_can_be_left():
     async with desk() as d:
         await d.ask("first")
         await d.send("/edit")
-        await d.until(lambda: d.chat.prompt.text == "first" and "leave it as it was" in d.screen)
+        await d.until(lambda: d.chat.prompt.text == "first" and "cancel edit" in d.screen)
         await d.pilot.press("escape")
-        await d.until(lambda: not d.chat.prompt.text and "leave it as it was" not in d.screen)
+        await d.until(lambda: not d.chat.prompt.text and "cancel edit" not in d.screen)
         assert d.chat.editing is None and d.turns[0].text == "first"
 
 
@@ -634,3 +676,30 @@ async def test_ctrl_d_leaves_from_an_empty_prompt():
         await d.type("x", "home", "ctrl+d", "ctrl+d")
         await d.until(lambda: d.app._exit)
         assert d.chat.prompt.text == ""
+
+
+async def test_stats_say_what_the_cache_on_the_disk_costs():
+    async with desk() as d:
+        b = d.controller.backend
+        b.stats = replace(b.stats, restored_rows=1234, restore_s=0.5, saved_rows=64, saved_bytes=2 << 20, save_s=0.02)
+        await d.send("/stats")
+        await d.until(lambda: d.notes)
+        assert "1,234 tokens of it read back in 500.0 ms" in d.notes[-1]
+        assert "64 (2.1 MB) saved in 20.0 ms" in d.notes[-1]
+
+
+async def test_reopening_what_another_program_has_changed(tmp_path):
+    """The running answer is stored, as a copy, before the newer turns are read; it overwrites nothing."""
+    history = History(tmp_path / "h.db")
+    async with desk("one", "two " * 5000, rate=300, history=history) as d:
+        await d.ask("first")
+        id = d.controller.conversation.id
+        await d.send("second")
+        await d.until(lambda: len(d.turns) == 4 and d.turns[3].text)
+        other = History(tmp_path / "h.db")
+        theirs = other.load(id).add(Turn("user", "theirs"))
+        other.save(theirs)
+        await models.reopen(d.chat, id)
+        assert d.controller.conversation.id == id and d.turns[-1].text == "theirs"
+        assert other.load(id).turns[-1].text == "theirs" and len(other.find()) == 2
+        other.close()

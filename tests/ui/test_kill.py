@@ -5,8 +5,10 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
-from tinychat.chat import controller
+from scripts import kill
+from tinychat.chat import saving
 from tinychat.chat.history import History
 
 CHAT = """
@@ -41,7 +43,7 @@ def answer_in(history):
 def test_kill_9_loses_at_most_the_last_second(tmp_path):
     """What one save stored survives, saves follow one another while the answer grows, and less than a second lies
     between two."""
-    assert controller.SAVE_EVERY < 1
+    assert saving.SAVE_EVERY < 1
     for saves in (1, 3):  # killed after as many
         file = tmp_path / f"{saves}.db"
         with subprocess.Popen([sys.executable, "-c", CHAT, str(file)]) as p:
@@ -60,3 +62,14 @@ def test_kill_9_loses_at_most_the_last_second(tmp_path):
         assert question.text == "go" and len(answer_in(history)) >= max(sizes)
         assert answer.text == ("word " * 100_000)[: len(answer.text)]
         history.close()
+
+
+def test_ten_kills_at_random_moments(tmp_path, monkeypatch):
+    """Of a process that chats, switches models, downloads and saves; `python -m scripts.kill` does more of them."""
+    compiled = [p for p in (Path(os.environ["XDG_CACHE_HOME"]) / "tinychat").iterdir() if p.is_file()]
+    (tmp_path / "tinychat").mkdir()
+    for path in compiled:
+        (tmp_path / "tinychat" / path.name).symlink_to(path.resolve())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    counts = kill.kill(10, 3, tmp_path)
+    assert counts["lives"] == 10 and counts["conversations"] > 0 and counts["blocks"] > 0, counts

@@ -12,8 +12,11 @@ from scripts import monkey
 from tests.support.screens import until
 from tests.support.scripted import INFO, Script, scripted
 from tinychat import crash
+from tinychat.errors import TinychatError
+from tinychat.models.registry import resolve
 from tinychat.ui.app import TinychatApp
 from tinychat.ui.chat.markdown import MarkdownView
+from tinychat.ui.screens.picker_rows import at_place
 
 
 @pytest.fixture
@@ -47,6 +50,17 @@ def test_a_terminal_of_no_columns(text, plain):
     view = MarkdownView(text, plain=plain)
     for width in range(5, -1, -1):
         assert view.get_content_height(None, None, width) > 0
+
+
+NAMES = ("~nosuchuser/", "~nosuchuser/x.gguf", "x" * 300 + ".gguf", "a\0.gguf", "http://[::1/x", "http://\ud800/x.gguf")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_place_that_cannot_be_is_one_line(name):
+    for job in (lambda: at_place(name, ()), lambda: resolve(name)):
+        with pytest.raises(TinychatError) as e:
+            job()
+        assert "\n" not in str(e.value)
 
 
 async def test_undo_and_deleting_where_the_scroll_bar_goes():

@@ -10,7 +10,8 @@ from tests.support.scripted import INFO
 from tinychat import units
 from tinychat.backend.protocol import Capabilities, Prefilling, Stats, Usage
 from tinychat.chat.state import LoadStage
-from tinychat.ui.panel import EngineLine, EnginePanel, Reading, figures
+from tinychat.ui.chat.status import StatusLine
+from tinychat.ui.panel import EnginePanel, Reading, figures
 from tinychat.ui.panel.reading import PaintMeter
 
 STATS = Stats(
@@ -20,6 +21,7 @@ STATS = Stats(
     generated_tokens=412,
     ttft_s=0.41,
     prefill_tok_s=812.3,
+    decode_s=5.73,
     decode_tok_s=71.94,
     last_tok_s=72.4,
     kernels_per_token=431,
@@ -84,11 +86,12 @@ def test_usage_adds_up():
     assert (USAGE.used, USAGE.free) == (2267, 5925) and Usage(5, 5, 5, answer=5, limit=10).free == 0
 
 
-@pytest.mark.parametrize("width", [31, 32, 50])
+@pytest.mark.parametrize("width", [27, 32, 50])
 def test_every_row_fits(width):
     rows = [
         *figures.now(READING, width),
         *figures.speed_rows(READING, width),
+        *figures.time_rows(READING, width),
         *figures.context_rows(USAGE, width),
         *figures.machine_rows(READING, width),
         *figures.memory_rows(READING, width),
@@ -116,69 +119,58 @@ def test_what_happens_now():
 
     assert said(Reading()).startswith("no model") and said(Reading(Stats(), INFO)).startswith("ready")
     assert said(Reading(loading=LoadStage("loading weights", 0.5))).startswith("loading weights ▓▓▓")
-    prefill = Prefilling(512, 1400, 0)
-    reading = Reading(Stats(phase="prefill", prefill_tok_s=800), INFO, prefill=prefill)
-    assert "reading 512 of 1,400" in said(reading) and "1.1 s left" in said(reading)
+    reading = Reading(Stats(phase="prefill", prefill_tok_s=800), INFO, prefill=Prefilling(512, 1024, 0))
+    assert said(reading) == "reading the prompt " + "▓" * 16 + "░" * 16
     assert said(READING).startswith("72.4 tok/s ▇█▄")
+    assert "tok/s" not in said(replace(READING, stats=replace(STATS, phase="idle"))), "it is in the answer's footer"
 
 
-@pytest.mark.parametrize("width", [20, 40, 76, 120])
-def test_one_line_for_narrow_screens(width):
-    for reading in (
-        READING,
-        Reading(),
-        Reading(Stats(), INFO, USAGE),
-        Reading(loading=LoadStage("loading weights", 0.2)),
-    ):
-        assert figures.line(reading, width).cell_length <= max(width, 40)
-    assert "72.4 tok/s" in figures.line(READING, 76).plain and "2,267 of 8,192" in figures.line(READING, 76).plain
-    assert "first token" in figures.line(READING, 76).plain and "first token" not in figures.line(READING, 56).plain
-    assert "72.4 tok/s" in figures.line(READING, 56).plain and "2,267 of 8,192" in figures.line(READING, 56).plain
+def test_what_an_answer_waits_for():
+    stats = Stats(phase="prefill", prefill_tok_s=800)
+    said = figures.awaited(Prefilling(512, 1400, 0), stats)
+    assert said == "reading the prompt, 512 of 1,400 tokens · 1.1 s left"
+    assert figures.awaited(Prefilling(0, 1400, 0), Stats()) == "reading the prompt, 0 of 1,400 tokens"
+    assert figures.awaited(Prefilling(41, 41, 0), stats) == "waiting for the first token"
+    assert figures.awaited(None, None) == "waiting for the model"
 
 
-@pytest.mark.parametrize(("height", "free"), [(40, True), (29, False)])
-async def test_a_lower_panel_says_less_about_the_context_and_all_of_the_rest(height, free):
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("height", [40, 30])
+async def test_the_panel_on_a_screen(height, inner):
     app = Host()
     async with app.run_test(size=(100, height)) as pilot:
-        app.query_one(EnginePanel).show(READING)
-        await until(pilot, lambda: "1.2 GB" in text_of(app))
-        text = text_of(app)
-        assert ("5,925" in text) == free and "history" in text and "28%" in text and "18.3 GB" in text
+        app.query_one(EnginePanel).show(READING, inner)
+        await until(pilot, lambda: "whole answer" in text_of(app))
+        screen = text_of(app)
+        for text in ("72.4 tok/s", "0.41 s", "6.1 s", "2,267 of 8,192", "28%", "18.3 GB", "54.0 MB"):
+            assert text in screen, text
+        assert "71.9" not in screen, "the average is in the answer's footer"
+        for text in ("13.9 ms", "812 tok/s", "431/token in 2", "replaying", "15.2 of 18.7 GB/s", "81% of limit"):
+            assert (text in screen) == inner, text
+        assert ("1.2 GB" in screen) == inner, "the whole process"
+        assert ("5,925" in screen) == (inner and height == 40), "a lower panel says less about the context"
 
 
 class Host(App[None]):
-    CSS = "EnginePanel { width: 36; height: 1fr; } EngineLine { height: 1; }"
+    CSS = "EnginePanel { width: 36; height: 1fr; } StatusLine { height: 1; }"
 
     def compose(self) -> ComposeResult:
-        yield EngineLine()
+        yield StatusLine()
         yield EnginePanel()
 
 
-async def test_the_panel_on_a_screen():
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+async def test_the_line_at_the_top_fits_and_keeps_what_matters(width):
     app = Host()
-    async with app.run_test(size=(100, 40)) as pilot:
-        app.query_one(EnginePanel).show(READING)
-        app.query_one(EngineLine).show(READING)
-        await until(pilot, lambda: "431/token in 2" in text_of(app))
-        screen = text_of(app)
-        for text in (
-            "72.4 tok/s",
-            "71.9 tok/s",
-            "13.9 ms",
-            "0.41 s",
-            "812 tok/s",
-            "1,812, 43",
-            "replaying",
-            "15.2 of 18.7 GB/s",
-            "81% of limit",
-            "18.3 GB",
-            "54.0 MB",
-            "1.2 GB",
-            "2,267 of 8,192",
-            "28%",
-            "CPU · 2 threads",
-        ):
-            assert text in screen, text
+    async with app.run_test(size=(width, 10)) as pilot:
+        line = app.query_one(StatusLine)
+        line.show("scripted:1b", INFO, "How does multi-head latent attention save memory?", "raw", USAGE)
+        await until(pilot, lambda: "2,267 of 8,192" in text_of(app))
+        first = text_of(app).splitlines()[0]
+        assert first.startswith("scripted:1b") and len(first.rstrip()) == width
+        assert ("raw How does" in first) == (width >= 60) and ("CPU" in first) == (width >= 120)
+        line.show("scripted:1b", INFO, "", "", None)
+        await until(pilot, lambda: " of 8,192" not in text_of(app))
 
 
 def test_what_painting_gives_and_takes():

@@ -132,7 +132,7 @@ async def test_prompt_with_completions(size, snapshot):
 async def test_first_run(size, snapshot):
     app = TinychatApp(open_backend=scripted(Script()))
     async with app.run_test(size=size) as pilot:
-        assert await settled(pilot, "smollm2:135m", "download  ^s add a server  esc") == snapshot(name="picker")
+        assert await settled(pilot, "smollm2:135m", "download  ctrl+s add a server  esc") == snapshot(name="picker")
         await pilot.press("escape")
         assert await settled(pilot, "Choose a model with /model") == snapshot(name="welcome")
 

@@ -332,9 +332,9 @@ async def test_a_timer_that_is_cancelled_while_messages_go_does_not_break_the_ex
     async with app.run_test(size=(80, 24)) as pilot:
         await until(pilot, lambda: app.controller.ready)
         turns = tuple(Turn("user", f"q{i}") for i in range(30))
-        await app.chat.transcript.reset(Conversation(turns), 0, "scripted:1b", False)
+        await app.chat.transcript.reset(Conversation(turns), 0, False)
         tasks = [m._task for m in app.chat.transcript.messages()]
-        timer = asyncio.create_task(app.chat.transcript.reset(Conversation(), 0, "scripted:1b", False))
+        timer = asyncio.create_task(app.chat.transcript.reset(Conversation(), 0, False))
         for _ in range(passes):
             await asyncio.sleep(0)
         timer.cancel()

@@ -296,7 +296,6 @@ class LocalBackend:
         self, request: Request, prompt: Prompt, grammar: Grammar | None, stream: EventStream[Event], asked: float
     ) -> None:
         engine, stops, count, calls = self._loaded(), StopStrings(request.stop), 0, set[int]()
-        engine.chat.template_s, engine.chat.tokenise_s = self._prompts.template_s, self._prompts.tokenise_s
 
         def prefilling(done: int, total: int, reused: int) -> None:
             self._end_cancelled()
@@ -313,6 +312,7 @@ class LocalBackend:
                 on_prefill=prefilling,
                 stop=request.cancel,
                 asked=asked,
+                rendering=(self._prompts.template_s, self._prompts.tokenise_s),
             )
         ) as tokens:
             for token in tokens:

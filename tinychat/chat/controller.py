@@ -51,7 +51,7 @@ from tinychat.chat.state import (
     Stopping,
 )
 from tinychat.chat.usage_count import UsageCount
-from tinychat.errors import TinychatError
+from tinychat.errors import SLOW, TinychatError
 from tinychat.tools.permission import Permissions
 from tinychat.tools.protocol import Answer, Result
 from tinychat.tools.toolbox import LIMIT, Toolbox
@@ -166,7 +166,7 @@ class Controller:
 
     def load(self, name: str, path: Path, **options: Any) -> None:
         """Loads `path` and calls it `name`; a running answer stops and stays. What is typed meanwhile waits."""
-        self._interrupt()
+        self.interrupt()
         choice = ModelChoice(name, path, options, self.conversation.parameters.context)
         kept, before = self._choice if self.backend is not None else None, self._loaded_afterwards()
         if isinstance(self.state, Loading):
@@ -196,7 +196,7 @@ class Controller:
 
     def open(self, conversation: Conversation) -> None:
         """Shows another conversation; a running answer of the present one stops and is saved."""
-        self._interrupt()
+        self.interrupt()
         self._changes += map(Refused, self.take_back_queue())  # part of the draft of the conversation that is left
         self._left.clear()
         self.conversation = conversation
@@ -334,6 +334,7 @@ class Controller:
         elif self.running is not None:
             self.poll()
             self._store()
+        self._saver.finish()
         if self.backend is not None:
             self.backend.close()
 
@@ -348,7 +349,7 @@ class Controller:
         elif (r := self.running) is not None:
             self._poll_answer(r)
         self._poll_count()
-        if self.running and self._saver.due():
+        if self._saver.due(growing=self.running is not None):
             self._store()
         self._changes += self._saver.poll()
         if self.queue and self.ready and not self.busy and not any(isinstance(c, Overflow) for c in self._changes):
@@ -375,7 +376,7 @@ class Controller:
                 case _:
                     self.state, self.backend, self.usage = Idle(), event, Usage()
                     self.trace = Trace()  # its ids were another tokenizer's
-                    self._changes += [ModelChanged(), *map(Notice, event.info.notes)]
+                    self._changes += [ModelChanged(), *map(_noted, event.info.notes)]
                     self._measure()
 
     def _poll_count(self) -> None:
@@ -648,7 +649,7 @@ class Controller:
         self.trace = Trace()
         self._changes.append(Reset(start, self.conversation, live=True))
 
-    def _interrupt(self) -> None:
+    def interrupt(self) -> None:
         """Ends the running answer or call now, keeping what arrived; what still comes of it is not looked at."""
         if self.calling is not None:
             self.stop()
@@ -683,6 +684,10 @@ def _first_other(old: Conversation, new: Conversation) -> int:
     """The first turn in which two conversations differ."""
     both = zip(old.turns, new.turns)
     return next((i for i, (a, b) in enumerate(both) if a is not b), min(len(old.turns), len(new.turns)))
+
+
+def _noted(note: str) -> Notice:
+    return Notice(note, error=note.startswith(SLOW))
 
 
 def _droppable(conversation: Conversation) -> int:

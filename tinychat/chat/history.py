@@ -38,11 +38,16 @@ _MIGRATIONS = [  # index + 1 is the user_version it leads to
     "CREATE TABLE drafts(conversation TEXT PRIMARY KEY, text TEXT NOT NULL)",
 ]
 _PROMPTS = 1000  # kept
-_BUSY = 5.0  # seconds to wait for another process
+_OPENING = 5.0  # seconds to wait for another process when the file is opened
+_BUSY = 0.04  # seconds to wait for it later: the screen waits, too
 
 
 class ChangedElsewhere(TinychatError):
     """Another tinychat has written the conversation since it was read; nothing was saved."""
+
+
+class Locked(TinychatError):
+    """Another process holds the file; nothing was done, and the next try may succeed."""
 
 
 @dataclass(frozen=True)
@@ -78,42 +83,45 @@ class History:
 
     def save(self, conversation: Conversation) -> None:
         """Writes what changed since the last save. A conversation without turns is not worth keeping. Raises
-        TinychatError; ChangedElsewhere where saving would overwrite what another tinychat wrote.
+        TinychatError; Locked while another process writes; ChangedElsewhere where saving would overwrite what another
+        tinychat wrote.
 
         A name given elsewhere (by `rename`, or another tinychat) stays unless `conversation` was renamed since.
         """
         c = conversation
         if not c.turns:
             return
-        with self._transaction() as db:
-            row = db.execute("SELECT revision FROM conversations WHERE id = ?", (c.id,)).fetchone()
-            if row and row[0] != self._revisions.get(c.id, 0):
-                raise ChangedElsewhere("another tinychat has changed this conversation")
-            old = (
-                self._saved[0]
-                if row and self._saved and (self._saved[0].id, self._saved[1]) == (c.id, row[0])
-                else None
-            )
-            same = _common(old.turns, c.turns) if old else 0
-            revision = row[0] + 1 if row else 1
-            head = replace(c, turns=(), others=()).as_dict()
-            data = json.dumps({k: v for k, v in head.items() if k not in ("turns", "others", "id", "name")})
-            title = encodable(replace(c, name="").title)
-            db.execute(
-                "INSERT INTO conversations VALUES(?,?,?,?,?,?,?,?) ON CONFLICT(id) DO UPDATE SET "
-                "title = excluded.title, "
-                "model = excluded.model, updated = excluded.updated, revision = excluded.revision, "
-                "data = excluded.data",
-                (c.id, encodable(c.name), title, c.model, c.created, time.time(), revision, data),
-            )
-            if row and old and old.name != c.name:
-                db.execute("UPDATE conversations SET name = ? WHERE id = ?", (encodable(c.name), c.id))
-            kept = _common(old.others, c.others) if old else 0
-            db.execute("DELETE FROM turns WHERE conversation = ? AND (n >= ? OR n < ?)", (c.id, same, -kept))
-            numbered = [*enumerate(c.turns[same:], same), *((-1 - n, t) for n, t in enumerate(c.others[kept:], kept))]
-            rows = [(c.id, n, encodable(turn.text.casefold()), _dump(turn)) for n, turn in numbered]
-            db.executemany("INSERT INTO turns VALUES(?,?,?,?)", rows)
-            self._saved, self._revisions[c.id] = (c, revision), revision
+        with self._lock:
+            with self._transaction() as db:
+                revision = self._write(db, c)
+            self._saved, self._revisions[c.id] = (c, revision), revision  # not before the transaction has succeeded
+
+    def _write(self, db: sqlite3.Connection, c: Conversation) -> int:
+        """Returns the revision that was written."""
+        row = db.execute("SELECT revision FROM conversations WHERE id = ?", (c.id,)).fetchone()
+        if row and row[0] != self._revisions.get(c.id, 0):
+            raise ChangedElsewhere("another tinychat has changed this conversation")
+        old = self._saved[0] if row and self._saved and (self._saved[0].id, self._saved[1]) == (c.id, row[0]) else None
+        same = _common(old.turns, c.turns) if old else 0
+        revision = row[0] + 1 if row else 1
+        head = replace(c, turns=(), others=()).as_dict()
+        data = json.dumps({k: v for k, v in head.items() if k not in ("turns", "others", "id", "name")})
+        title = encodable(replace(c, name="").title)
+        db.execute(
+            "INSERT INTO conversations VALUES(?,?,?,?,?,?,?,?) ON CONFLICT(id) DO UPDATE SET "
+            "title = excluded.title, "
+            "model = excluded.model, updated = excluded.updated, revision = excluded.revision, "
+            "data = excluded.data",
+            (c.id, encodable(c.name), title, c.model, c.created, time.time(), revision, data),
+        )
+        if row and old and old.name != c.name:
+            db.execute("UPDATE conversations SET name = ? WHERE id = ?", (encodable(c.name), c.id))
+        kept = _common(old.others, c.others) if old else 0
+        db.execute("DELETE FROM turns WHERE conversation = ? AND (n >= ? OR n < ?)", (c.id, same, -kept))
+        numbered = [*enumerate(c.turns[same:], same), *((-1 - n, t) for n, t in enumerate(c.others[kept:], kept))]
+        rows = [(c.id, n, encodable(turn.text.casefold()), _dump(turn)) for n, turn in numbered]
+        db.executemany("INSERT INTO turns VALUES(?,?,?,?)", rows)
+        return revision
 
     def load(self, id: str) -> Conversation:
         """The conversation `id`. Raises TinychatError when there is none, or when a newer tinychat wrote it."""
@@ -214,7 +222,7 @@ class History:
         with contextlib.suppress(OSError):  # SQLite says what is wrong, and gives its other files the same mode
             os.close(os.open(self.file, os.O_RDWR | os.O_CREAT, 0o600))
             self.file.chmod(0o600)
-        db = sqlite3.connect(self.file, timeout=_BUSY, isolation_level=None, check_same_thread=False)
+        db = sqlite3.connect(self.file, timeout=_OPENING, isolation_level=None, check_same_thread=False)
         try:
             db.create_function("fold", 1, str.casefold, deterministic=True)
             if db.execute("PRAGMA journal_mode").fetchone() != ("wal",):
@@ -235,6 +243,7 @@ class History:
                     db.execute(statement)
             db.execute(f"PRAGMA user_version = {len(_MIGRATIONS)}")
             db.execute("COMMIT")
+            db.execute(f"PRAGMA busy_timeout = {1e3 * _BUSY:.0f}")
             return db
         except BaseException:
             db.close()
@@ -250,12 +259,12 @@ class History:
         )
 
     @contextlib.contextmanager
-    def _transaction(self, kind: str = "IMMEDIATE") -> Iterator[sqlite3.Connection]:
+    def _transaction(self, begin: str = "IMMEDIATE") -> Iterator[sqlite3.Connection]:
         """One transaction, all or nothing. Raises TinychatError; a file found damaged now is moved aside for the next
         call."""
         with self._lock:
             try:
-                self._db.execute(f"BEGIN {kind}")
+                self._db.execute(f"BEGIN {begin}")
                 try:
                     yield self._db
                     self._db.execute("COMMIT")
@@ -265,7 +274,8 @@ class History:
                     raise
             except sqlite3.Error as e:
                 if not _damaged(e):
-                    raise TinychatError(f"the history cannot be used: {printable(str(e), newlines=False)}") from None
+                    kind = Locked if _named(e).startswith("SQLITE_BUSY") else TinychatError
+                    raise kind(f"the history cannot be used: {printable(str(e), newlines=False)}") from None
                 self._db.close()
                 self._saved = None
                 self._move_aside()
@@ -279,7 +289,11 @@ def _common(old: Sequence[Turn], new: Sequence[Turn]) -> int:
 
 
 def _damaged(e: sqlite3.Error) -> bool:
-    return getattr(e, "sqlite_errorname", "").startswith(("SQLITE_NOTADB", "SQLITE_CORRUPT"))
+    return _named(e).startswith(("SQLITE_NOTADB", "SQLITE_CORRUPT"))
+
+
+def _named(e: sqlite3.Error) -> str:
+    return getattr(e, "sqlite_errorname", "")
 
 
 def _dump(turn: Turn) -> str:

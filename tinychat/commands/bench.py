@@ -54,8 +54,8 @@ def bench(
             result = bench.run(
                 engine, n_prompt, n_gen, report=bar.stage, name=model.name, speculate=speculate, wait=wait
             )
-        log.save(result)
         show_json(result.as_dict()) if as_json else show(tables.model_table([result]))
+        log.save(result)
 
 
 def _server(at: Server, n_prompt: int, n_gen: int, *, wait: bool, as_json: bool) -> None:
@@ -86,9 +86,9 @@ def _parts(text: str | None, kernel: str | None, as_json: bool, **options: Any) 
             assert text is not None, "cli refuses it"
             model = resolve(text, settings_of_user().models)
             found = microbench.layers(obtain(model), model.name, report=bar.stage, **options)
+    show_json({"results": [r.as_dict() for r in found]}) if as_json else show(tables.part_table(found))
     for result in found:
         log.save(result)
-    show_json({"results": [r.as_dict() for r in found]}) if as_json else show(tables.part_table(found))
 
 
 def _history(text: str | None, as_json: bool) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.filesize import decimal
 
 from tinychat.chat import settings
-from tinychat.console import Bar, say
+from tinychat.console import Bar, say, say_notes
 from tinychat.errors import TinychatError
 from tinychat.models import cache
 from tinychat.models.hosts import shown
@@ -74,9 +74,7 @@ def loaded(
             preset=model.preset,
             progress=bar.stage,
         )
-    for note in (*engine.notes, engine.chat.fallback):
-        if note:
-            say(note)
+    say_notes(filter(None, (*engine.notes, engine.chat.fallback)))
     with contextlib.closing(engine):
         yield engine
 

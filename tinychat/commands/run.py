@@ -19,7 +19,7 @@ from tinychat.chat.calling import ROUNDS, Written
 from tinychat.chat.conversation import Attachment, Call, Conversation, Turn
 from tinychat.chat.parameters import Parameters
 from tinychat.commands.loading import obtain, prompt_text, settings_of_user
-from tinychat.console import Bar, say, show_json
+from tinychat.console import Bar, say, say_notes, show_json
 from tinychat.errors import TinychatError, printable
 from tinychat.files import expand
 from tinychat.models.registry import Model, resolve
@@ -87,8 +87,7 @@ def run(
     )
     shown, called = _Shown(quiet=as_json), list[dict[str, object]]()
     with closing(backend):
-        for note in backend.info.notes:
-            say(note)
+        say_notes(backend.info.notes)
         said = _answer(backend, request, shown)
         for round in range(1, ROUNDS + 1):
             if toolbox is None or not said.calls:

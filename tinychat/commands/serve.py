@@ -8,7 +8,7 @@ import ipaddress
 from tinychat.backend.address import KEY_VARIABLE, read_key
 from tinychat.backend.local import LocalBackend
 from tinychat.commands.loading import obtain, settings_of_user
-from tinychat.console import Bar, say
+from tinychat.console import Bar, say, say_notes
 from tinychat.engine.speculation import Speculate
 from tinychat.errors import TinychatError, printable
 from tinychat.models.registry import resolve
@@ -56,8 +56,7 @@ def serve(
                 progress=bar.stage,
             )
         with contextlib.closing(backend):
-            for note in backend.info.notes:
-                say(note)
+            say_notes(backend.info.notes)
             house = House(found.name, backend, backend, own.parameters.sampling, own.parameters.seed)
             app = create_app(house, Policy(key, frozenset((host, *hosts)), frozenset(origins)), queue_size)
             shown = f"[{host}]" if ":" in host else host

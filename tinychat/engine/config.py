@@ -12,20 +12,42 @@ import numpy as np
 from tinychat.engine import file_limits
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError, printable
-from tinychat.kernels.ops import Gating, Rope
+from tinychat.kernels.ops import Activation, Gating, Rope, Temperature
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the metadata does not say: the pairing of RoPE, the norms of q and k, how expert weights are made by
-    default; `scales`: whether it has the keys of Granite's four scales."""
+    """What the metadata does not say: the pairing of RoPE, the norms of q and k, how experts are gated and weighted by
+    default.
+
+    `scales`: it has the keys of Granite's four scales. `expert_keys`: it has the keys of DeepSeek's experts; `gating`:
+    where they do not say it. `ffn_norm`: the tensor that norms the feed-forward's input; "" with no norm in front of
+    any block. `post_norms`: a block's result is normed before it is added. `no_rope_every`: one layer in so many has
+    no RoPE. `window_every`: one layer in so many has no sliding window, where no key says it; RoPE of the others has
+    the base `window_base` (0: the same) and is scaled as `window_scaled` says.
+    """
 
     rope: Literal["norm", "neox"]
     qk_norm: Literal["head", "projection"] | None = None
+    qk_norm_optional: bool = False
     normalize_experts: bool = False
     mla: bool = False
     scales: bool = False
+    expert_keys: bool = False
+    gating: Gating = "softmax"
+    ffn_norm: str = "ffn_norm"
+    post_norms: bool = False
+    fused_ffn: bool = False  # gate and up are one tensor, ffn_up
+    no_rope_every: int = 0
+    window_every: int = 0
+    window_base: float = 0.0
+    window_scaled: bool = False
+    activation: Activation = "silu"
+    embedding_root: bool = False  # embeddings are multiplied by sqrt(embedding_length)
+    sinks: bool = False
 
+
+_DEEPSEEK = Architecture("norm", mla=True, expert_keys=True)
 
 ARCHITECTURES = {
     "llama": Architecture("norm", normalize_experts=True),
@@ -33,9 +55,60 @@ ARCHITECTURES = {
     "qwen3": Architecture("neox", qk_norm="head"),
     "qwen3moe": Architecture("neox", qk_norm="head", normalize_experts=True),
     "olmoe": Architecture("neox", qk_norm="projection"),
-    "deepseek2": Architecture("norm", mla=True),
+    "olmo2": Architecture("neox", qk_norm="projection", ffn_norm="", post_norms=True, window_every=4),
+    "smollm3": Architecture("norm", no_rope_every=4),
+    "glm4": Architecture("norm", post_norms=True, fused_ffn=True),
+    "glm4moe": Architecture(
+        "neox",
+        qk_norm="head",
+        qk_norm_optional=True,
+        expert_keys=True,
+        gating="sigmoid",
+        ffn_norm="post_attention_norm",
+    ),
+    "deepseek2": _DEEPSEEK,
+    "mistral4": _DEEPSEEK,
     "granite": Architecture("norm", normalize_experts=True, scales=True),
+    "gpt-oss": Architecture(
+        "neox",
+        gating="softmax_weight",
+        ffn_norm="post_attention_norm",
+        window_every=2,
+        window_scaled=True,
+        activation="clamped",
+        sinks=True,
+    ),
+    "gemma3": Architecture(
+        "neox",
+        qk_norm="head",
+        post_norms=True,
+        window_every=6,
+        window_base=10000.0,
+        activation="gelu",
+        embedding_root=True,
+    ),
 }
+
+# What other architectures need that the plan's grammar does not have.
+_MISSING = {
+    "a gated delta rule with a short convolution": "qwen35 qwen35moe qwen3next kimi-linear bailingmoe3",
+    "per-layer embeddings and layers with other head sizes": "gemma3n gemma4",
+    "short convolutions": "lfm2 lfm2moe",
+    "state-space layers": "mamba mamba2 falcon-h1 granitehybrid jamba nemotron_h nemotron_h_moe plamo2",
+    "an index that chooses cache rows": "deepseek32 glm-dsa",
+    "several residual streams": "deepseek4 kimi-k3",
+    "soft caps in attention": "gemma2",
+}
+
+
+def unsupported(name: str) -> str:
+    """One line: that an architecture is not supported, why, and what to do."""
+    missing = next((f", which needs {what}," for what, names in _MISSING.items() if name in names.split()), "")
+    return (
+        f"architecture '{printable(name)}'{missing} is not supported; tinychat runs {', '.join(ARCHITECTURES)}; "
+        "`tinychat --server URL` chats with another engine that runs it"
+    )
+
 
 _GATING: dict[int, Gating] = {1: "softmax", 2: "sigmoid", 3: "softmax_weight", 4: "sqrt_softplus"}
 
@@ -85,11 +158,21 @@ class ModelConfig:
     eps: float
     context: int
     rope: Rope
+    window_rope: Rope  # of layers with a sliding window
+    window: int  # cache rows that those layers see
+    windowed: frozenset[int]
+    unrotated: frozenset[int]  # layers without RoPE
     attention_scale: float
+    temperature: Temperature | None
     embedding_scale: float
     residual_scale: float
     logit_scale: float
     qk_norm: Literal["head", "projection"] | None
+    sinks: bool
+    ffn_norm: str
+    post_norms: bool
+    fused_ffn: bool
+    activation: Activation
     latent: Latent | None
     experts: Experts | None
 
@@ -99,9 +182,7 @@ class ModelConfig:
         kv = _Metadata(gguf.metadata)
         name = kv.text("general.architecture")
         if name not in ARCHITECTURES:
-            raise TinychatError(
-                f"architecture '{printable(name)}' is not supported; tinychat runs {', '.join(ARCHITECTURES)}"
-            )
+            raise TinychatError(unsupported(name))
         arch = ARCHITECTURES[name]
         kv.prefix = name + "."
         if "token_embd.weight" not in gguf.tensors:
@@ -143,7 +224,12 @@ class ModelConfig:
                 )
         if rope_dims % 2 or rope_dims > head_dim:
             raise TinychatError(f"{name}.rope.dimension_count is {rope_dims}; expected an even number up to {head_dim}")
-        rope, attention_scale = _rope(gguf, kv, arch, rope_dims, head_dim, context)
+        base = kv.number("rope.freq_base", 10000.0)
+        window_base = kv.number("rope.freq_base_swa", arch.window_base or base)
+        rope, attention_scale = _rope(gguf, kv, arch, rope_dims, head_dim, context, base)
+        window_rope = Rope(rope_dims, arch.rope, tuple(float(f) for f in _turns(window_base, rope_dims)))
+        if arch.window_scaled:
+            window_rope, _ = _rope(gguf, kv, arch, rope_dims, head_dim, context, window_base)
         embedding_scale = residual_scale = logit_scale = 1.0
         if arch.scales:  # llama.cpp, src/models/granite.cpp: but for logit_scale, 0 or no key scales nothing
             attention_scale = kv.number("attention.scale", 0.0) or attention_scale
@@ -154,6 +240,17 @@ class ModelConfig:
             logit_scale = 1 / divisor
             if kv.values.get(kv.prefix + "rope.scaling.finetuned", True) is False:
                 raise TinychatError(f"{name}.rope.scaling.finetuned is false: a model without RoPE is not supported")
+        if arch.embedding_root:
+            embedding_scale = math.sqrt(dim)
+        if name == "gemma3" and layers == 62:  # llama.cpp, src/models/gemma3.cpp: the 27B's queries
+            attention_scale = 1 / math.sqrt(dim // heads)
+        if kv.number("final_logit_softcapping", 0.0):
+            raise kv.bad("final_logit_softcapping", "0", kv.values[kv.prefix + "final_logit_softcapping"])
+        qk_norm = arch.qk_norm
+        if arch.qk_norm_optional and "blk.0.attn_q_norm.weight" not in gguf.tensors:
+            qk_norm = None
+        window, windowed = _window(kv, arch, layers)
+        every, experts = arch.no_rope_every, _experts(kv, arch, layers, vocab)
         return cls(
             architecture=name,
             name=_name(gguf),
@@ -163,18 +260,28 @@ class ModelConfig:
             kv_heads=kv_heads,
             head_dim=head_dim,
             v_dim=v_dim,
-            ff=kv.integer("feed_forward_length"),
+            ff=kv.integer("feed_forward_length", 0 if experts and not experts.dense_layers else None, low=0),
             vocab=vocab,
             eps=kv.number("attention.layer_norm_rms_epsilon"),
             context=context,
             rope=rope,
+            window_rope=window_rope,
+            window=window,
+            windowed=windowed,
+            unrotated=frozenset(range(every - 1, layers, every) if every else ()),
             attention_scale=attention_scale,
+            temperature=_temperature(kv),
             embedding_scale=embedding_scale,
             residual_scale=residual_scale,
             logit_scale=logit_scale,
-            qk_norm=arch.qk_norm,
+            qk_norm=qk_norm,
+            sinks=arch.sinks,
+            ffn_norm=arch.ffn_norm,
+            post_norms=arch.post_norms,
+            fused_ffn=arch.fused_ffn,
+            activation=arch.activation,
             latent=latent,
-            experts=_experts(kv, arch, layers, vocab),
+            experts=experts,
         )
 
 
@@ -227,17 +334,23 @@ class _Metadata:
         return TinychatError(f"metadata {self.prefix}{key}: expected {expected}, {what}")
 
 
-def _rope(gguf: GGUF, kv: _Metadata, arch: Architecture, dims: int, head_dim: int, context: int) -> tuple[Rope, float]:
+def _turns(base: float, dims: int) -> np.ndarray:
+    """The angle per position of each pair: float64 (dims / 2,)."""
+    return base ** (-np.arange(0, dims, 2, dtype=np.float64) / dims)
+
+
+def _rope(
+    gguf: GGUF, kv: _Metadata, arch: Architecture, dims: int, head_dim: int, context: int, base: float
+) -> tuple[Rope, float]:
     """(Rope, attention scale), scaling as llama.cpp nets it out: src/llama-context.cpp (yarn_attn_factor),
     ggml-cpu/ops.cpp (rope_yarn), src/models/deepseek2.cpp (kq_scale)."""
-    base = kv.number("rope.freq_base", 10000.0)
     kind = kv.text("rope.scaling.type", "linear")
     if kind not in ("none", "linear", "yarn"):
         raise kv.bad("rope.scaling.type", "none, linear or yarn", kind)
     factor = kv.number("rope.scaling.factor", kv.number("rope.scale_linear", 0.0)) or 1.0
     if kind == "none":
         factor = 1.0
-    inv = base ** (-np.arange(0, dims, 2, dtype=np.float64) / dims)
+    inv = _turns(base, dims)
     if "rope_freqs.weight" in gguf.tensors:
         t = gguf.tensors["rope_freqs.weight"]
         if t.type.name != "F32" or t.shape != (dims // 2,):
@@ -275,9 +388,28 @@ def _rope(gguf: GGUF, kv: _Metadata, arch: Architecture, dims: int, head_dim: in
     return Rope(dims, arch.rope, tuple(float(f) for f in inv), magnitude), scale
 
 
+def _window(kv: _Metadata, arch: Architecture, layers: int) -> tuple[int, frozenset[int]]:
+    """(rows that a layer with a sliding window sees, those layers)."""
+    window = kv.integer("attention.sliding_window", 0, low=0) if arch.window_every else 0
+    if not window:
+        return 0, frozenset()
+    key = "attention.sliding_window_pattern"
+    pattern = kv.values.get(kv.prefix + key, arch.window_every)
+    if isinstance(pattern, np.ndarray) and pattern.dtype.kind in "iub" and len(pattern) == layers:
+        return window, frozenset(int(i) for i in np.flatnonzero(pattern))
+    if not isinstance(pattern, int) or isinstance(pattern, bool) or pattern < 0:
+        raise kv.bad(key, "a whole number, or true or false for every layer", pattern)
+    return window, frozenset(i for i in range(layers) if not pattern or i % pattern < pattern - 1)
+
+
+def _temperature(kv: _Metadata) -> Temperature | None:
+    scale = kv.number("attention.temperature_scale", 0.0)
+    return Temperature(scale, kv.integer("attention.temperature_length")) if scale else None
+
+
 def _experts(kv: _Metadata, arch: Architecture, layers: int, vocab: int) -> Experts | None:
     count = kv.integer("expert_count", 0, low=0)
-    dense = kv.integer("leading_dense_block_count", 0, low=0) if arch.mla else 0
+    dense = kv.integer("leading_dense_block_count", 0, low=0) if arch.expert_keys else 0
     if not count or dense >= layers:
         return None
     used = kv.integer("expert_used_count")
@@ -286,15 +418,15 @@ def _experts(kv: _Metadata, arch: Architecture, layers: int, vocab: int) -> Expe
     ff = kv.integer("expert_feed_forward_length", 0, low=0)
     if not ff:
         ff = kv.integer("feed_forward_length") // (used if kv.prefix == "qwen3moe." else 1)
-    gating = kv.integer("expert_gating_func", 0, low=0) if arch.mla else 1
-    if gating == 0:  # files older than the key: llama.cpp's rule
-        gating = 2 if layers in (47, 48) and vocab == 154880 else 1
-    if gating not in _GATING:
-        raise kv.bad("expert_gating_func", "1 softmax, 2 sigmoid, 3 softmax after top-k or 4 sqrt-softplus", gating)
-    normalize = arch.normalize_experts
-    if arch.mla:
-        normalize = kv.flag("expert_weights_norm")
-    scale = (kv.number("expert_weights_scale", 0.0) if arch.mla else 0.0) or 1.0
+    gating, function = arch.gating, kv.integer("expert_gating_func", 0, low=0) if arch.expert_keys else 0
+    if function not in (0, *_GATING):
+        raise kv.bad("expert_gating_func", "1 softmax, 2 sigmoid, 3 softmax after top-k or 4 sqrt-softplus", function)
+    if function:
+        gating = _GATING[function]
+    elif arch.mla and layers in (47, 48) and vocab == 154880:  # files older than the key: llama.cpp's rule
+        gating = "sigmoid"
+    normalize = kv.flag("expert_weights_norm") if arch.expert_keys else arch.normalize_experts
+    scale = (kv.number("expert_weights_scale", 0.0) if arch.expert_keys else 0.0) or 1.0
     groups = kv.integer("expert_group_count", 0, low=0) or 1
     groups_used = kv.integer("expert_group_used_count", 0, low=0) or groups
     if groups > 1 and (
@@ -305,9 +437,9 @@ def _experts(kv: _Metadata, arch: Architecture, layers: int, vocab: int) -> Expe
         count,
         used,
         ff,
-        kv.integer("expert_shared_count", 0, low=0) * ff if arch.mla else 0,
+        kv.integer("expert_shared_count", 0, low=0) * ff if arch.expert_keys else 0,
         dense,
-        _GATING[gating],
+        gating,
         normalize,
         scale,
         groups,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from tinychat.engine.fit import fit
 from tinychat.engine.gguf import GGUF
-from tinychat.errors import TinychatError
+from tinychat.errors import SLOW, TinychatError
 from tinychat.kernels.cpu.compiler import NoCompiler, tinygrad_cc
 from tinychat.kernels.executor import Kind, MeasurableExecutor
 from tinychat.kernels.ops import Plan
@@ -18,8 +18,6 @@ _REINSTALL = "the compiler that tinychat brings does not work, install it again:
 DEVICES: tuple[Kind, ...] = ("cuda", "cpu", "reference")
 OnProgress = Callable[[str, float], None]
 """What is being done, and how much of it is done (0..1)."""
-
-SLOW = "slow: "  # begins the note of an engine on plain tinygrad that was not asked for: to be shown as an alarm
 
 
 def make_executor(

@@ -231,12 +231,14 @@ class Engine:
         on_prefill: OnPrefill | None = None,
         stop: threading.Event | None = None,
         asked: float | None = None,
+        rendering: tuple[float, float] = (0.0, 0.0),
     ) -> Generator[Token, None, None]:
         """Prefills what the cache does not hold of `prompt_ids`, then yields tokens until `stop_reason` is set.
 
         eos: the model ended its answer; length: `max_tokens`; context: the cache is full; stopped: `stop` was set or
         the caller closed the iterator. `raw`: special tokens are written out and thinking is not told from the answer.
         `asked` is the time.perf_counter() of the request, from which TTFT counts; by default that of this call.
+        `rendering`: seconds that the prompt's template and its tokenisation took since then, for the statistics.
         `tools`: calls of these, which the prompt was rendered with, are told from the answer. `grammar`: the answer is
         held to it. Raises TinychatError for a grammar that is wrong.
         """
@@ -246,7 +248,7 @@ class Engine:
         s.wait_s = s.ttft_s = s.decode_s = s.decode_tok_s = s.last_tok_s = s.gb_s = s.limit_share = 0.0
         s.speculation_gain = 0.0
         s.first_token_s = s.token_s = s.sampling_s = s.detokenise_s = 0.0
-        s.template_s, s.tokenise_s = (0.0, 0.0) if raw else (self.chat.template_s, self.chat.tokenise_s)
+        s.template_s, s.tokenise_s = rendering
         if asked is not None:
             s.wait_s = max(0.0, time.perf_counter() - asked - s.template_s - s.tokenise_s)
         try:

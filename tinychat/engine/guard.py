@@ -25,7 +25,7 @@ class SpecialStrings:
         self.tails = {text[n:] for text in texts for n in range(1, len(text))}
 
 
-class Guard:
+class MessageGuard:
     """Messages and tools with every special string in them broken, and the way back. `apart` is one message more."""
 
     def __init__(

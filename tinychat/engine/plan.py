@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -39,12 +40,16 @@ def build_plan(gguf: GGUF, config: ModelConfig) -> Plan:
 def _layer(t: _Tensors, c: ModelConfig, i: int) -> Layer:
     dense = c.experts is None or i < c.experts.dense_layers
     return Layer(
-        _mla(t, c, f"blk.{i}.") if c.latent else _gqa(t, c, f"blk.{i}."),
-        _dense(t, c, f"blk.{i}.ffn_") if dense else _experts(t, c, f"blk.{i}."),
+        _mla(t, c, f"blk.{i}.") if c.latent else _gqa(t, c, i),
+        _dense(t, c, f"blk.{i}.") if dense else _experts(t, c, f"blk.{i}."),
     )
 
 
-def _gqa(t: _Tensors, c: ModelConfig, b: str) -> GQA:
+def _gqa(t: _Tensors, c: ModelConfig, i: int) -> GQA:
+    b, windowed = f"blk.{i}.", i in c.windowed
+    rope = c.window_rope if windowed else c.rope
+    if i in c.unrotated:
+        rope = replace(rope, inv_freq=(0.0,) * len(rope.inv_freq), magnitude=1.0)
     nq, nk, nv = c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.v_dim
     if b + "attn_qkv.weight" in t.gguf.tensors:
         q, k, v = t.slices(b + "attn_qkv.weight", (nq, nk, nv), c.dim)
@@ -56,7 +61,7 @@ def _gqa(t: _Tensors, c: ModelConfig, b: str) -> GQA:
         q_norm = t.vector(b + "attn_q_norm.weight", c.head_dim if per_head else nq)
         k_norm = t.vector(b + "attn_k_norm.weight", c.head_dim if per_head else nk)
     return GQA(
-        norm=t.vector(b + "attn_norm.weight", c.dim),
+        norm=t.vector(b + "attn_norm.weight", c.dim) if c.ffn_norm else None,
         eps=c.eps,
         q=q,
         k=k,
@@ -67,7 +72,7 @@ def _gqa(t: _Tensors, c: ModelConfig, b: str) -> GQA:
         qk_norm=c.qk_norm,
         q_norm=q_norm,
         k_norm=k_norm,
-        rope=c.rope,
+        rope=rope,
         heads=c.heads,
         kv_heads=c.kv_heads,
         key_dim=c.head_dim,
@@ -76,6 +81,9 @@ def _gqa(t: _Tensors, c: ModelConfig, b: str) -> GQA:
         output=t.matrix(b + "attn_output.weight", c.dim, c.heads * c.v_dim),
         output_bias=t.optional(b + "attn_output.bias", c.dim),
         residual_scale=c.residual_scale,
+        post_norm=t.vector(b + "post_attention_norm.weight", c.dim) if c.post_norms else None,
+        window=c.window if windowed else 0,
+        sinks=t.vector(b + "attn_sinks.weight", c.heads) if c.sinks else None,
     )
 
 
@@ -105,13 +113,22 @@ def _mla(t: _Tensors, c: ModelConfig, b: str) -> MLA:
         scale=c.attention_scale,
         output=t.matrix(b + "attn_output.weight", c.dim, c.heads * m.v_dim),
         residual_scale=c.residual_scale,
+        temperature=c.temperature,
     )
 
 
 def _dense(t: _Tensors, c: ModelConfig, b: str) -> Dense:
-    gate, up = (t.matrix(f"{b}{n}.weight", c.ff, c.dim) for n in ("gate", "up"))
-    weights = Gated(gate, up, t.matrix(b + "down.weight", c.dim, c.ff))
-    return Dense(t.vector(b + "norm.weight", c.dim), c.eps, weights, c.residual_scale)
+    if c.fused_ffn:
+        gate, up = t.slices(b + "ffn_up.weight", (c.ff, c.ff), c.dim)
+    else:
+        gate, up = (t.matrix(f"{b}ffn_{n}.weight", c.ff, c.dim) for n in ("gate", "up"))
+    return Dense(
+        norm=t.vector(f"{b}{c.ffn_norm}.weight", c.dim) if c.ffn_norm else None,
+        eps=c.eps,
+        weights=Gated(gate, up, t.matrix(b + "ffn_down.weight", c.dim, c.ff), c.activation),
+        residual_scale=c.residual_scale,
+        post_norm=t.vector(b + "post_ffw_norm.weight", c.dim) if c.post_norms else None,
+    )
 
 
 def _experts(t: _Tensors, c: ModelConfig, block: str) -> Experts:
@@ -124,7 +141,7 @@ def _experts(t: _Tensors, c: ModelConfig, block: str) -> Experts:
     shared = None
     if e.shared_ff:
         shared_gate, shared_up = (t.matrix(f"{b}{n}_shexp.weight", e.shared_ff, c.dim) for n in ("gate", "up"))
-        shared = Gated(shared_gate, shared_up, t.matrix(b + "down_shexp.weight", c.dim, e.shared_ff))
+        shared = Gated(shared_gate, shared_up, t.matrix(b + "down_shexp.weight", c.dim, e.shared_ff), c.activation)
     router = Router(
         weight=t.matrix(b + "gate_inp.weight", e.count, c.dim),
         bias=t.optional(b + "gate_inp.bias", e.count),
@@ -136,8 +153,15 @@ def _experts(t: _Tensors, c: ModelConfig, block: str) -> Experts:
         groups=e.groups,
         groups_used=e.groups_used,
     )
-    weights = Gated(gate, up, t.groups(b + "down_exps.weight", e.count, c.dim, e.ff))
-    return Experts(t.vector(b + "norm.weight", c.dim), c.eps, router, weights, shared, c.residual_scale)
+    weights = Gated(
+        gate,
+        up,
+        t.groups(b + "down_exps.weight", e.count, c.dim, e.ff),
+        c.activation,
+        *(t.biases(f"{b}{n}_exps.bias", e.count, rows) for n, rows in (("gate", e.ff), ("up", e.ff), ("down", c.dim))),
+    )
+    norm = t.vector(f"{block}{c.ffn_norm}.weight", c.dim)
+    return Experts(norm, c.eps, router, weights, shared, c.residual_scale)
 
 
 class _Tensors:
@@ -166,6 +190,15 @@ class _Tensors:
 
     def optional(self, name: str, n: int) -> Weight | None:
         return self.vector(name, n) if name in self.gguf.tensors else None
+
+    def biases(self, name: str, groups: int, n: int) -> Weight | None:
+        """A vector of each group."""
+        if name not in self.gguf.tensors:
+            return None
+        kind = self._type(name, (groups, n))
+        if kind != F32:
+            raise TinychatError(f"tensor {name}: expected type F32, found {kind.name}")
+        return Weight(name, kind, 1, n, groups, stride=1)
 
     def groups(self, name: str, groups: int, rows: int, cols: int) -> Weight:
         return Weight(name, self._type(name, (groups, rows, cols)), rows, cols, groups, stride=rows)

@@ -1,10 +1,10 @@
 """From a conversation to the exact prompt: the file's own chat template, or a preset where it has none that works.
 
 What people and models write is text and stays text. A template's markup becomes control tokens; a `<|im_end|>` inside a
-message does not, because a Guard breaks it before the template runs. The template works on strings as ever, the prompt
-is cut at the special tokens that are left, and then the Guard restores the text. So plain markup and the text beside it
-are still encoded in one piece, and an ordinary message gives the ids that llama.cpp gives for the rendered prompt. The
-same holds for what tools are called, described, given and return.
+message does not, because a MessageGuard breaks it before the template runs. The template works on strings as ever, the
+prompt is cut at the special tokens that are left, and then the guard restores the text. So plain markup and the text
+beside it are still encoded in one piece, and an ordinary message gives the ids that llama.cpp gives for the rendered
+prompt. The same holds for what tools are called, described, given and return.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from tinychat.engine.answer import AnswerParser
-from tinychat.engine.guard import Guard, SpecialStrings, unused
+from tinychat.engine.guard import MessageGuard, SpecialStrings, unused
 from tinychat.engine.messages import checked, checked_tools, suited
 from tinychat.engine.presets import PRESETS, THINK, find_preset
 from tinychat.engine.template import ChatTemplate
@@ -198,11 +198,11 @@ class Chat:
         generate: bool,
         tools: Sequence[Tool] | None,
         apart: Message | None = None,
-    ) -> tuple[str, Guard]:
+    ) -> tuple[str, MessageGuard]:
         """What the template makes of the guarded messages; `apart` is one that is guarded and not rendered."""
         used = tools or any("tool_calls" in m or m["role"] == "tool" for m in messages)
         form = self._format_of(template) if used else None
-        guard = Guard(messages if form is None else suited(messages, form), tools, apart, self._special)
+        guard = MessageGuard(messages if form is None else suited(messages, form), tools, apart, self._special)
         if form and form.plain:
             return self._run(template, as_plain(guard.messages, guard.tools), None, thinking, generate), guard
         return self._run(template, guard.messages, guard.tools or None, thinking, generate), guard
@@ -231,7 +231,7 @@ class Chat:
             **switch,
         )
 
-    def _cut(self, text: str, guard: Guard) -> list[int | str]:
+    def _cut(self, text: str, guard: MessageGuard) -> list[int | str]:
         """Rendered text as special tokens and the plain text between them."""
         pieces = [p if isinstance(p, int) else guard.restore(p) for p in self.tokenizer.split(text, special=True)]
         bos = self.tokenizer.bos_id

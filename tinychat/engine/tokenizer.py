@@ -223,9 +223,8 @@ class Tokenizer:
         self._control = frozenset(i for i, kind in enumerate(self._types) if kind in (_CONTROL, _UNKNOWN))
         user = [i for i, kind in enumerate(self._types) if kind == _USER]
         self._check_marks([*self._control, *user])
-        longest_first = lambda ids: sorted(ids, key=lambda i: -len(self._texts[i].encode()))  # noqa: E731
-        self._user_marks = [(self._texts[i], i) for i in longest_first(user)]
-        self.marks = [(self._texts[i], i) for i in longest_first([*self._control, *user])]
+        self._user_marks = self._longest_first(user)
+        self.marks = self._longest_first([*self._control, *user])
 
     @classmethod
     def from_gguf(cls, path: str | Path) -> Tokenizer:
@@ -331,6 +330,9 @@ class Tokenizer:
         return StreamDecoder(self, frozenset() if special else self._control - shown, shown, mark.encode())
 
     # --- building ---
+
+    def _longest_first(self, ids: Iterable[int]) -> list[tuple[str, int]]:
+        return sorted(((self._texts[i], i) for i in ids), key=lambda mark: -len(mark[0].encode()))
 
     def _at(self, token: int) -> str:
         if not 0 <= token < self.n_vocab:

@@ -79,6 +79,18 @@ class Rope:
         return (np.stack([np.cos(angle), np.sin(angle)], axis=-1) * self.magnitude).astype(np.float32)
 
 
+@dataclass(frozen=True)
+class Temperature:
+    """Queries at position p are multiplied by 1 + scale * log(1 + floor(p / length)) (Mistral's long contexts)."""
+
+    scale: float
+    length: int
+
+    def table(self, positions: int) -> np.ndarray:
+        """float32 (positions,), computed in float64."""
+        return (1 + self.scale * np.log1p(np.arange(positions) // self.length)).astype(np.float32)
+
+
 # --- blocks
 
 
@@ -97,13 +109,26 @@ class Cache:
         return (self.key_width + self.value_width) * CACHE_VALUE_BYTES
 
 
+Activation = Literal["silu", "gelu", "clamped"]
+CLAMP, CLAMP_SLOPE = 7.0, 1.702  # of "clamped", as gpt-oss is trained
+
+
 @dataclass(frozen=True)
 class Gated:
-    """gate and up (ff, dim), down (dim, ff): down @ (silu(gate @ n) * (up @ n)). Experts have one group each."""
+    """gate and up (ff, dim), down (dim, ff): down @ (f(gate @ n + gate_bias, up @ n + up_bias)) + down_bias. Experts
+    have one group each, of biases too.
+
+    f(g, u) = silu(g) * u, gelu(g) * u (the tanh form), or "clamped": a * sigmoid(CLAMP_SLOPE * a) * (b + 1) with
+    a = min(g, CLAMP), b = u clamped to -CLAMP..CLAMP.
+    """
 
     gate: Weight
     up: Weight
     down: Weight
+    activation: Activation = "silu"
+    gate_bias: Weight | None = None
+    up_bias: Weight | None = None
+    down_bias: Weight | None = None
 
     @property
     def ff(self) -> int:
@@ -113,15 +138,17 @@ class Gated:
 
 @dataclass(frozen=True)
 class GQA:
-    """Grouped-query attention: x += residual_scale * (output @ heads + output_bias).
+    """Grouped-query attention: x += residual_scale * (output @ heads + output_bias), RMSNorm of that with gain
+    `post_norm` if there is one.
 
-    q, k, v = weights @ RMSNorm(x) + biases; q and k are normed as `qk_norm` says (each head with a gain of key_dim
-    values, or the whole projection with a gain of all its values), then the first rope.dims values of each head are
-    rotated; k and v are stored as row `pos` of the layer's cache.
-    heads = softmax(q·K * scale)·V over rows 0..pos, where head h reads kv head h * kv_heads // heads.
+    q, k, v = weights @ RMSNorm(x) + biases (of x itself without `norm`); q and k are normed as `qk_norm` says (each
+    head with a gain of key_dim values, or the whole projection with a gain of all its values), then the first rope.dims
+    values of each head are rotated; k and v are stored as row `pos` of the layer's cache.
+    heads = softmax(q·K * scale)·V over rows 0..pos, with a `window` over the last `window` of them, where head h reads
+    kv head h * kv_heads // heads. A head's value of `sinks` is one more score, of a row whose value is 0.
     """
 
-    norm: Weight
+    norm: Weight | None
     eps: float
     q: Weight
     k: Weight
@@ -141,6 +168,9 @@ class GQA:
     output: Weight
     output_bias: Weight | None
     residual_scale: float = 1.0
+    post_norm: Weight | None = None
+    window: int = 0  # 0: none
+    sinks: Weight | None = None  # (1, heads)
 
     @property
     def cache(self) -> Cache:
@@ -153,7 +183,8 @@ class MLA:
 
     n = RMSNorm(x); q = q @ n, or q @ RMSNorm(q_a @ n) with gain q_a_norm; per head its first `nope` values are not
     rotated, the last rope.dims are. kv = kv_a @ n; the cache row is RMSNorm(kv[:kv_lora]) * kv_norm ‖ RoPE of the rest.
-    Per head: query = k_b[h] @ q_nope ‖ q_rope, o = softmax(query·row * scale)·row[:kv_lora], heads[h] = v_b[h] @ o.
+    Per head: query = (k_b[h] @ q_nope ‖ q_rope) * temperature, o = softmax(query·row * scale)·row[:kv_lora],
+    heads[h] = v_b[h] @ o.
     """
 
     norm: Weight
@@ -172,6 +203,7 @@ class MLA:
     scale: float
     output: Weight
     residual_scale: float = 1.0
+    temperature: Temperature | None = None
 
     @property
     def kv_heads(self) -> int:
@@ -190,12 +222,14 @@ class MLA:
 
 @dataclass(frozen=True)
 class Dense:
-    """x += residual_scale * gated(RMSNorm(x))."""
+    """x += residual_scale * gated(RMSNorm(x)): of x itself without `norm`; RMSNorm of gated with gain `post_norm` if
+    there is one."""
 
-    norm: Weight
+    norm: Weight | None
     eps: float
     weights: Gated
     residual_scale: float = 1.0
+    post_norm: Weight | None = None
 
 
 Gating = Literal["softmax", "sigmoid", "softmax_weight", "sqrt_softplus"]
@@ -301,9 +335,9 @@ class RopeStore:
 
 @dataclass(frozen=True)
 class LatentStore:
-    """MLA: RoPE of the trailing `rope.dims` of each head of q, in place; row `pos` of the layer's latent cache =
-    RMSNorm(kv[:kv_lora]) * norm ‖ RoPE(kv[kv_lora:]). q (T, heads * (nope + rope.dims)), kv (T, kv_lora +
-    rope.dims)."""
+    """MLA: RoPE of the trailing `rope.dims` of each head of q, in place, and its temperature; row `pos` of the layer's
+    latent cache = RMSNorm(kv[:kv_lora]) * norm ‖ RoPE(kv[kv_lora:]). q (T, heads * (nope + rope.dims)), kv (T, kv_lora
+    + rope.dims)."""
 
     layer: int
     rope: Rope
@@ -314,6 +348,7 @@ class LatentStore:
     heads: int
     nope: int
     kv_lora: int
+    temperature: Temperature | None
 
 
 @dataclass(frozen=True)
@@ -332,7 +367,8 @@ class Absorb:
 
 @dataclass(frozen=True)
 class Attention:
-    """Causal softmax(q·K * scale)·V over cache rows 0..pos. q (T, heads, key_dim); dst (T, heads, value_dim).
+    """Causal softmax(q·K * scale)·V over cache rows 0..pos, or the last `window` of them. q (T, heads, key_dim); dst
+    (T, heads, value_dim). `sinks`: see GQA.
 
     Head h reads kv head h * kv_heads // heads. `latent`: one kv head, no V cache, V = the first value_dim values of K's
     row.
@@ -347,6 +383,8 @@ class Attention:
     value_dim: int
     scale: float
     latent: bool
+    window: int = 0
+    sinks: Weight | None = None
 
 
 @dataclass(frozen=True)
@@ -369,13 +407,24 @@ class LinearAdd:
 
 
 @dataclass(frozen=True)
-class GateUp:
-    """dst = silu(gate @ n) * (up @ n), n = RMSNorm(x): the first half of a dense feed-forward layer."""
+class NormAdd:
+    """x += scale * RMSNorm(src)."""
 
+    src: str
     norm: Weight
+    eps: float
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class GateUp:
+    """dst = f(gate @ n, up @ n), n = RMSNorm(x) or x: the first half of a dense feed-forward layer."""
+
+    norm: Weight | None
     eps: float
     gate: Weight
     up: Weight
+    activation: Activation
     dst: str
 
 
@@ -398,13 +447,16 @@ class Route:
 
 @dataclass(frozen=True)
 class ExpertsUp:
-    """For each chosen expert e: silu(gate[e] @ n) * (up[e] @ n), n = RMSNorm(x), behind one another in dst
-    (T, top_k * ff + shared_ff); the shared expert's silu(gate)·up, where there is one, comes last."""
+    """For each chosen expert e: f(gate[e] @ n + bias, up[e] @ n + bias), n = RMSNorm(x), behind one another in dst
+    (T, top_k * ff + shared_ff); the shared expert's f, where there is one, comes last."""
 
     norm: Weight
     eps: float
     gate: Weight
     up: Weight
+    gate_bias: Weight | None
+    up_bias: Weight | None
+    activation: Activation
     shared_gate: Weight | None
     shared_up: Weight | None
     top_k: int
@@ -413,10 +465,12 @@ class ExpertsUp:
 
 @dataclass(frozen=True)
 class ExpertsDown:
-    """x += scale * (sum over the chosen experts of weight * (down[e] @ src part) + shared_down @ shared part)."""
+    """x += scale * (sum over the chosen experts of weight * (down[e] @ src part + bias[e]) + shared_down @ shared
+    part)."""
 
     src: str
     down: Weight
+    bias: Weight | None
     shared_down: Weight | None
     top_k: int
     scale: float = 1.0
@@ -441,6 +495,7 @@ Op = (
     | Attention
     | ValueUp
     | LinearAdd
+    | NormAdd
     | GateUp
     | Route
     | ExpertsUp
@@ -507,11 +562,17 @@ class Plan:
 
     def cache_bytes(self, op: Op, depth: int) -> int:
         """Bytes that `op` reads of a cache of `depth` rows."""
-        return depth * self.caches[op.layer].row_bytes if isinstance(op, Attention) else 0
+        if not isinstance(op, Attention):
+            return 0
+        return min(depth, op.window or depth) * self.caches[op.layer].row_bytes
 
     def bytes_per_token(self, depth: int = 0) -> int:
         """Bytes that must move for one token: the weights it uses and `depth` cache rows."""
-        return self._step_weight_bytes + depth * self.kv_bytes_per_token
+        return self._step_weight_bytes + sum(self.cache_bytes(op, depth) for op in self._attentions)
+
+    @cached_property
+    def _attentions(self) -> tuple[Attention, ...]:
+        return tuple(op for op in self.ops if isinstance(op, Attention))
 
     @cached_property
     def _step_weight_bytes(self) -> int:
@@ -534,11 +595,11 @@ def weights_of(part: Op | Layer) -> list[Weight]:
     return list(_weights(part))
 
 
-_VECTORS = {"norm", "q_norm", "k_norm", "bias", "biases", "router_bias"}  # fields of ops
+_VECTORS = {"norm", "q_norm", "k_norm", "bias", "biases", "router_bias", "gate_bias", "up_bias", "sinks"}
 
 
 def matrices_of(op: Op) -> list[Weight]:
-    """The weights of an op but norm gains and biases."""
+    """The weights of an op but norm gains, biases and sinks."""
     return [w for f in fields(op) if f.name not in _VECTORS for w in _weights(getattr(op, f.name))]
 
 
@@ -559,23 +620,25 @@ def _ops_of_layer(i: int, layer: Layer) -> Iterator[Op]:
             biases = (a.q_bias, a.k_bias, a.v_bias)
             yield NormLinear("x", a.norm, a.eps, (a.q, a.k, a.v), biases, ("q", "k", "v"))
             yield RopeStore(i, a.rope, "q", "k", "v", a.q_norm, a.k_norm, a.eps, a.heads, a.kv_heads, a.key_dim)
-            yield Attention(i, "q", "heads", a.heads, a.kv_heads, a.key_dim, a.value_dim, a.scale, latent=False)
-            yield LinearAdd("heads", a.output, a.output_bias, a.residual_scale)
+            yield Attention(
+                i, "q", "heads", a.heads, a.kv_heads, a.key_dim, a.value_dim, a.scale, False, a.window, a.sinks
+            )
+            yield from _added("heads", a.output, a.output_bias, a.post_norm, a.eps, a.residual_scale)
         case MLA() as a:
             if a.q_a:
                 yield NormLinear("x", a.norm, a.eps, (a.q_a, a.kv_a), (None, None), ("q_a", "kv"))
                 yield NormLinear("q_a", a.q_a_norm, a.eps, (a.q,), (None,), ("q",))
             else:
                 yield NormLinear("x", a.norm, a.eps, (a.q, a.kv_a), (None, None), ("q", "kv"))
-            yield LatentStore(i, a.rope, "q", "kv", a.kv_norm, a.eps, a.heads, a.nope, a.kv_lora)
+            yield LatentStore(i, a.rope, "q", "kv", a.kv_norm, a.eps, a.heads, a.nope, a.kv_lora, a.temperature)
             yield Absorb("q", a.k_b, "q_latent", a.heads, a.nope, a.rope.dims, a.kv_lora)
             yield Attention(i, "q_latent", "o_latent", a.heads, 1, a.row, a.kv_lora, a.scale, latent=True)
             yield ValueUp("o_latent", a.v_b, "heads")
             yield LinearAdd("heads", a.output, None, a.residual_scale)
     match layer.feed_forward:
-        case Dense(norm, eps, w, scale):
-            yield GateUp(norm, eps, w.gate, w.up, "ffn")
-            yield LinearAdd("ffn", w.down, None, scale)
+        case Dense(norm, eps, w, scale, post_norm):
+            yield GateUp(norm, eps, w.gate, w.up, w.activation, "ffn")
+            yield from _added("ffn", w.down, None, post_norm, eps, scale)
         case Experts(norm, eps, r, w, s, scale):
             yield Route(
                 norm,
@@ -590,8 +653,32 @@ def _ops_of_layer(i: int, layer: Layer) -> Iterator[Op]:
                 r.groups,
                 r.groups_used,
             )
-            yield ExpertsUp(norm, eps, w.gate, w.up, s.gate if s else None, s.up if s else None, r.top_k, "ffn")
-            yield ExpertsDown("ffn", w.down, s.down if s else None, r.top_k, scale)
+            shared_gate, shared_up, shared_down = (s.gate, s.up, s.down) if s else (None, None, None)
+            yield ExpertsUp(
+                norm,
+                eps,
+                w.gate,
+                w.up,
+                w.gate_bias,
+                w.up_bias,
+                w.activation,
+                shared_gate,
+                shared_up,
+                r.top_k,
+                "ffn",
+            )
+            yield ExpertsDown("ffn", w.down, w.down_bias, shared_down, r.top_k, scale)
+
+
+def _added(
+    src: str, w: Weight, bias: Weight | None, post_norm: Weight | None, eps: float, scale: float
+) -> Iterator[Op]:
+    """x += scale * (w @ src + bias), normed first if there is a post_norm."""
+    if post_norm is None:
+        yield LinearAdd(src, w, bias, scale)
+    else:
+        yield NormLinear(src, None, eps, (w,), (bias,), ("y",))
+        yield NormAdd("y", post_norm, eps, scale)
 
 
 def _buffers_of_layer(layer: Layer) -> Iterator[tuple[str, int]]:
@@ -600,6 +687,8 @@ def _buffers_of_layer(layer: Layer) -> Iterator[tuple[str, int]]:
             yield "q", a.q.rows
             yield "heads", a.output.cols
             yield from (("k", a.k.rows), ("v", a.v.rows))
+            if a.post_norm:
+                yield "y", a.output.rows
         case MLA() as a:
             yield "q", a.q.rows
             yield "heads", a.output.cols
@@ -607,7 +696,9 @@ def _buffers_of_layer(layer: Layer) -> Iterator[tuple[str, int]]:
             if a.q_a:
                 yield "q_a", a.q_a.rows
     match layer.feed_forward:
-        case Dense(weights=w):
+        case Dense(weights=w, post_norm=post_norm):
             yield "ffn", w.ff
+            if post_norm:
+                yield "y", w.down.rows
         case Experts(router=r, weights=w, shared=s):
             yield "ffn", r.top_k * w.ff + (s.ff if s else 0)

@@ -20,6 +20,7 @@ from tinychat.kernels.ops import (
     Head,
     LatentStore,
     LinearAdd,
+    NormAdd,
     NormLinear,
     Op,
     Plan,
@@ -159,6 +160,8 @@ def shape_of(op: Op) -> str:
             return f"{op.router.rows}×{op.router.cols}, top {op.top_k}"
         case Absorb() | ValueUp():
             return f"{op.weight.groups} heads × {op.weight.rows}×{op.weight.cols}"
+        case NormAdd():
+            return f"{op.norm.cols}"
         case LinearAdd() | Head():
             return f"{op.weight.rows}×{op.weight.cols}"
     raise AssertionError(op)
@@ -175,6 +178,8 @@ def category_of(op: Op) -> str:
             return f"experts {quant_of(op)}"
         case Embed():
             return "embedding"
+        case NormAdd():
+            return "norm"
         case _:
             return f"mat-vec {quant_of(op)}"
 

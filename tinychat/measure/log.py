@@ -36,8 +36,8 @@ def save(result: ModelResult | PartResult, file: Path | None = None) -> None:
     """Appends `result`. Raises TinychatError when the file cannot be written."""
     file = file or log_path(type(result))
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with open(file, "ab", buffering=0) as f:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # conversations are there, too
+        with open(file, "ab") as f:  # buffered: else a write that the disk takes a part of passes for a whole one
             fcntl.flock(f, fcntl.LOCK_EX)
             f.write(b"\n" * _cut_short(file) + json.dumps(result.as_dict()).encode() + b"\n")
     except OSError as e:

@@ -76,7 +76,7 @@ class Notes:
 
     def save(self, path: Path) -> None:
         """Replaces `path`: a reader sees the old notes or the new ones."""
-        replace_file(path, json.dumps(asdict(self)).encode(), mode=0o644)
+        replace_file(path, json.dumps(asdict(self)).encode())  # private: a URL may have a token in it
 
 
 class Meter:

@@ -51,8 +51,10 @@ def canonical_url(url: str) -> str:
     Raises TinychatError for what is no URL."""
     try:
         parts = urlsplit(url.strip())
+        url.encode()  # lone surrogates
     except ValueError as e:
-        raise TinychatError(f"{printable(url, newlines=False)} is no URL: {str(e).lower()}") from None
+        why = "a character is half of a pair" if isinstance(e, UnicodeError) else str(e).lower()
+        raise TinychatError(f"{printable(url, newlines=False)} is no URL: {why}") from None
     if (host := host_of(urlunsplit(parts))) and host.page:
         parts = parts._replace(path=re.sub(*host.page, parts.path))
     return urlunsplit(parts)

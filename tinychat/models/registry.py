@@ -48,14 +48,11 @@ class Model:
     @property
     def why_not(self) -> str | None:
         """Why the engine cannot run this model, or None when it can (or when only the file itself can tell)."""
-        from tinychat.engine.config import ARCHITECTURES  # not at import time: listing models must not load the engine
+        from tinychat.engine.config import ARCHITECTURES, unsupported  # not at import time: it loads the engine
 
         if not self.architecture or self.architecture in ARCHITECTURES:
             return None
-        have = ", ".join(sorted(ARCHITECTURES))
-        return (
-            f"{self.name}: the engine does not know the architecture {printable(self.architecture)} (it knows {have})"
-        )
+        return f"{self.name}: {unsupported(self.architecture)}"
 
     @property
     def label(self) -> str:

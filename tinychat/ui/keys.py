@@ -8,13 +8,20 @@ from __future__ import annotations
 from typing import ClassVar
 
 from textual import events
-from textual.binding import ActiveBinding, BindingsMap
+from textual.binding import ActiveBinding, Binding, BindingsMap
 from textual.content import Content
 from textual.screen import Screen
 from textual.style import Style
 from textual.widgets import Static
 
 GAP = "  "
+_NAMES = {"escape": "esc", "question_mark": "?", "slash": "/", "pageup": "page up", "pagedown": "page down"}
+
+
+def key_name(key: str) -> str:
+    """A key as every screen writes it: ctrl+r, esc, f2, page up."""
+    *modifiers, last = key.split("+")
+    return "+".join([*modifiers, _NAMES.get(last, last)])
 
 
 def in_order(screen: Screen[object]) -> list[ActiveBinding]:
@@ -31,21 +38,28 @@ def in_order(screen: Screen[object]) -> list[ActiveBinding]:
 
 
 class KeyLine(Static):
-    """Keys from the left, as many as there is room for; the command palette's, if wanted, on the right. A click presses
-    one."""
+    """Keys from the left, as many as there is room for, with the command palette's, if wanted, as the last; on the
+    right what `say` was given. A click presses a key."""
 
     ALLOW_SELECT = False
-    COMPONENT_CLASSES: ClassVar[set[str]] = {"key", "does"}
+    COMPONENT_CLASSES: ClassVar[set[str]] = {"key", "does", "spark", "now"}
 
     def __init__(self, palette: bool = False) -> None:
         super().__init__()
         self._palette = palette
+        self._right = Content("")
 
     def on_mount(self) -> None:
         self.screen.bindings_updated_signal.subscribe(self, self._changed)
 
     def on_resize(self) -> None:
         self._show()
+
+    def say(self, right: Content) -> None:
+        """Shows `right` at the right end."""
+        if not right.is_same(self._right):
+            self._right = right
+            self._show()
 
     def _changed(self, screen: Screen[object]) -> None:
         self.call_after_refresh(self._show)
@@ -55,29 +69,27 @@ class KeyLine(Static):
             return
         active = self.screen.active_bindings
         ordered = in_order(self.screen)
-        shown: dict[str, Content] = {}  # by action: a second key for the same one is not shown
+        shown: dict[str, Content] = {}  # by what it does: a second key for the same is not shown
         for binding, enabled in ((b.binding, b.enabled) for b in ordered):
-            if binding.show and binding.action not in shown:
-                shown[binding.action] = self._key(
-                    binding.key, self.app.get_key_display(binding), binding.description, enabled
-                )
-        last = Content("")
-        if self._palette and (found := active.get(self.app.COMMAND_PALETTE_BINDING)):
-            binding = found.binding
-            last = self._key(binding.key, self.app.get_key_display(binding), binding.description, found.enabled)
+            if binding.show and binding.description not in shown:
+                shown[binding.description] = self._key(binding, enabled)
+        keys = list(shown.values())
         width = self.content_size.width
-        line, room = Content(""), width - last.cell_length - len(GAP) * bool(last)
-        for key in shown.values():
+        room = width - self._right.cell_length - len(GAP) * bool(self._right)
+        if self._palette and (found := active.get(self.app.COMMAND_PALETTE_BINDING)):
+            keys.append(self._key(found.binding, found.enabled))
+        line = Content("")
+        for key in keys:
             longer = Content.assemble(line, GAP if line else "", key)
             if longer.cell_length <= room:
                 line = longer
-        line = Content.assemble(line, " " * max(0, width - line.cell_length - last.cell_length), last)
+        line = Content.assemble(line, " " * max(0, width - line.cell_length - self._right.cell_length), self._right)
         if not isinstance(self.content, Content) or not line.is_same(self.content):
             self.update(line, layout=False)
 
-    def _key(self, key: str, display: str, description: str, enabled: bool) -> Content:
-        text = Content.assemble((display, ".key"), " ", (description, ".does"))
-        return text.stylize(Style.from_meta({"key": key})) if enabled else text.stylize("dim")
+    def _key(self, binding: Binding, enabled: bool) -> Content:
+        text = Content.assemble((key_name(binding.key), ".key"), " ", (binding.description, ".does"))
+        return text.stylize(Style.from_meta({"key": binding.key})) if enabled else text.stylize("dim")
 
     def on_click(self, event: events.Click) -> None:
         if key := event.style.meta.get("key"):  # not "@click", which would take our colours away

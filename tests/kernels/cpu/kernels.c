@@ -61,7 +61,7 @@ static void run(void) {
     for (int d = 0; d < 48; d++) turned[4 * d + i] = q[48 * i + d];
   for (int latent = 0; latent < 2; latent++) {
     Cache cache = {tiles, latent ? NULL : values, 48, 32};
-    attend(&cache, turned, 4, 4, (int[]){rows, rows, rows - 5, 1}, s, max, sum, o);
+    attend(&cache, turned, 4, 4, (int[4]){0}, (int[]){rows, rows, rows - 5, 1}, s, max, sum, o);
     for (int i = 0; i < 4; i++)
       for (int d = 0; d < 32; d++) o[32 * i + d] /= sum[i];
     put(o, 512);

@@ -29,7 +29,7 @@ from tinychat.kernels.cuda.step import sample as sampling
 from tinychat.kernels.sampling import Sampling, dry, sample
 
 Q = tiny.Q
-KINDS = (Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.Q4_K, Q.Q5_K, Q.Q6_K)
+KINDS = (Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.MXFP4)
 IDS = [290, 17, 204, 99, 3, 256, 258, 64, 131, 64, 17, 280] * 9
 # rows long enough that a kernel's result goes to the next one as int8 blocks
 WIDE = replace(
@@ -89,7 +89,20 @@ def test_matvec_of_every_quant_type(kind: Q, matvecs: dict[Q, Matvec]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "tokens"), [("llama", 70), ("deepseek2_glm", 70), ("olmoe", 9), ("deepseek2_lite_legacy", 9)]
+    ("variant", "tokens"),
+    [
+        ("llama", 70),
+        ("deepseek2_glm", 70),
+        ("olmoe", 9),
+        ("deepseek2_lite_legacy", 9),
+        ("olmo2_windows", 70),
+        ("smollm3", 9),
+        ("glm4", 9),
+        ("glm4moe", 9),
+        ("mistral4", 9),
+        ("gpt-oss", 70),
+        ("gemma3", 70),
+    ],
 )
 def test_models_in_float(variant: str, tokens: int, tmp_path: Path) -> None:
     """Prefill over several tiles, then decode over several splits of the keys."""

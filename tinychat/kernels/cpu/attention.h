@@ -35,14 +35,14 @@ INLINE void scores(const uint16_t *tile, int k_dim, const float *q, int stride, 
   for (int c = 0; c < m; c++) stf(s + c * CHUNK, even[c] + odd[c]);
 }
 
-// q: [k_dim][stride], scaled; vectors 0..count-1 see the chunk's first limit[c] positions. s: scratch, stride * CHUNK, count
-// filled up to a multiple of 4. Gives, per vector, the maximum, the sum of exponentials and the weighted sum of V.
-static void attend(const Cache *cache, const float *q, int stride, int count, const int *limit, float *s, float *max, float *sum,
-                   float *out) {
-  int rows = 0, m = (count + 3) / 4 * 4;
-  for (int c = 0; c < count; c++) rows = limit[c] > rows ? limit[c] : rows;
-  int tiles = (rows + 15) / 16;
-  for (int t = 0; t < tiles; t++) {
+// q: [k_dim][stride], scaled; vectors 0..count-1 see the chunk's positions from[c]..limit[c] - 1. s: scratch, stride * CHUNK,
+// count filled up to a multiple of 4. Gives, per vector, the maximum, the sum of exponentials and the weighted sum of V.
+static void attend(const Cache *cache, const float *q, int stride, int count, const int *from, const int *limit, float *s,
+                   float *max, float *sum, float *out) {
+  int rows = 0, begin = CHUNK, m = (count + 3) / 4 * 4;
+  for (int c = 0; c < count; c++) rows = limit[c] > rows ? limit[c] : rows, begin = from[c] < begin ? from[c] : begin;
+  int first = begin / 16, tiles = (rows + 15) / 16;
+  for (int t = first; t < tiles; t++) {
     const uint16_t *tile = cache->k + (size_t)t * 16 * cache->k_dim;
     int c = 0;
     for (; c + 8 <= m; c += 8) scores(tile, cache->k_dim, q + c, stride, s + c * CHUNK + 16 * t, 8);
@@ -52,13 +52,13 @@ static void attend(const Cache *cache, const float *q, int stride, int count, co
   for (int c = 0; c < count; c++) {
     float *p = s + c * CHUNK;
     f32v high = splat(-__builtin_inff()), total = splat(0);
-    for (int t = 0; t < tiles; t++) {
-      f32v x = select_(lane + 16 * t < limit[c], ldf(p + 16 * t), splat(-__builtin_inff()));
+    for (int t = first; t < tiles; t++) {
+      f32v x = select_((lane + 16 * t < limit[c]) & (lane + 16 * t >= from[c]), ldf(p + 16 * t), splat(-__builtin_inff()));
       stf(p + 16 * t, x);
       high = max_(high, x);
     }
-    max[c] = limit[c] > 0 ? hmax(high) : 0;
-    for (int t = 0; t < tiles; t++) {
+    max[c] = limit[c] > from[c] ? hmax(high) : 0;
+    for (int t = first; t < tiles; t++) {
       f32v x = exp_(ldf(p + 16 * t) - max[c]);
       stf(p + 16 * t, x);
       total += x;
@@ -67,7 +67,7 @@ static void attend(const Cache *cache, const float *q, int stride, int count, co
   }
   int width = (cache->v_dim + 15) / 16 * 16;  // of a row of out; what lies past v_dim is never used
   memset(out, 0, sizeof(float) * (size_t)count * width);
-  for (int t = 0; t < tiles; t++)
+  for (int t = first; t < tiles; t++)
     for (int d = 0; d < cache->v_dim; d += 16) {
       u16x16 raw[16];
       f32v v[16];

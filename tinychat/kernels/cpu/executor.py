@@ -28,6 +28,7 @@ from tinychat.kernels.ops import (
     Embed,
     ExpertsDown,
     ExpertsUp,
+    NormAdd,
     Op,
     Plan,
     matrices_of,
@@ -329,8 +330,10 @@ class CPUExecutor:
         match o:
             case Embed():
                 return 1
+            case NormAdd():
+                return 1
             case Attention():
-                return o.heads * -(-depth // self._library.chunk)
+                return o.heads * -(-min(depth, o.window or depth) // self._library.chunk)
             case ExpertsUp() | ExpertsDown():
                 return sum(-(-w.rows // TILE) * (o.top_k if w.groups > 1 else 1) for w in matrices_of(o))
             case _:

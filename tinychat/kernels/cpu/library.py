@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable, Sequence
 
+import numpy as np
 from gguf import GGMLQuantizationType
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.cpu import compiler
-from tinychat.kernels.ops import MIN_WEIGHT_SUM
+from tinychat.kernels.ops import CLAMP, CLAMP_SLOPE, MIN_WEIGHT_SUM
 
-Q = GGMLQuantizationType
-QUANTS = frozenset(
-    {
-        Q.F32,
-        Q.F16,
-        Q.BF16,
-        Q.Q4_0,
-        Q.Q4_1,
-        Q.Q5_0,
-        Q.Q5_1,
-        Q.Q8_0,
-        Q.Q2_K,
-        Q.Q3_K,
-        Q.Q4_K,
-        Q.Q5_K,
-        Q.Q6_K,
-        Q.IQ4_NL,
-        Q.IQ4_XS,
-        Q.MXFP4,
-    }
-)
+_TABLE = re.compile(r"X\((\w+), \d+\)")  # the rows of QUANTS in quant.h
+QUANTS = frozenset(GGMLQuantizationType[name] for name in _TABLE.findall((compiler.SOURCES / "quant.h").read_text()))
 MAX_GROUP = 1024  # query heads of one kv head
 STEP = 16  # tokens of one decode step, at most
 TILE = 16  # rows of a weight that lie interleaved, and positions of a tile of the K cache
@@ -57,8 +40,9 @@ class Op(ctypes.Structure):
         ("dst", _i32 * 3),
         *_all(_i32, "heads kv_heads key_dim value_dim nope rope_dims neox q_norm_len k_norm_len"),
         *_all(_i32, "top_k gating normalize route_groups route_groups_used router"),
-        *_all(_f32, "eps norm_eps scale"),
-        *_all(_ptr, "norm q_norm k_norm rope"),
+        *_all(_i32, "window activation temperature_length"),
+        *_all(_f32, "eps norm_eps scale temperature"),
+        *_all(_ptr, "norm q_norm k_norm rope sinks"),
         ("bias", _ptr * 3),
         ("routes", _ptr),
         ("w", Matrix * 4),
@@ -128,13 +112,20 @@ class Library:
         quants = dict(pair.split("=") for pair in lib.tc_names(2).decode().split())
         if quants != {q.name: str(q.value) for q in QUANTS}:
             raise _differ(f"the quant types are {', '.join(quants)} in C")
-        self.tags, self.gatings = (
-            {name: i for i, name in enumerate(lib.tc_names(what).decode().lower().split())} for what in (0, 1)
+        self.tags, self.gatings, self.activations = (
+            {name: i for i, name in enumerate(lib.tc_names(what).decode().lower().split())} for what in (0, 1, 3)
         )
         self.context_bytes: int = lib.tc_sizeof(4)
-        chunk, *constants = (lib.tc_constant(i) for i in range(4))
-        if constants != (ours := [MAX_GROUP, STEP, MIN_WEIGHT_SUM]):
-            raise _differ(f"MAX_GROUP, STEP and MIN_WEIGHT_SUM are {constants} in C, {ours} in Python")
+        chunk, *constants = (lib.tc_constant(i) for i in range(6))
+        expected = {
+            "MAX_GROUP": MAX_GROUP,
+            "STEP": STEP,
+            "MIN_WEIGHT_SUM": MIN_WEIGHT_SUM,
+            "CLAMP": CLAMP,
+            "CLAMP_SLOPE": float(np.float32(CLAMP_SLOPE)),
+        }
+        if constants != list(expected.values()):
+            raise _differ(f"{', '.join(expected)} are {constants} in C, {list(expected.values())} in Python")
         self.chunk = int(chunk)  # cache rows of one task of attention
         self.simd: str = lib.tc_simd().decode()
 

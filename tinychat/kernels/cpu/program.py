@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from gguf import GGMLQuantizationType as Q
 from gguf.quants import dequantize
 
 from tinychat.kernels.cpu import library
-from tinychat.kernels.cpu.library import STEP, TILE, Library, Matrix, Q
+from tinychat.kernels.cpu.library import STEP, TILE, Library, Matrix
 from tinychat.kernels.executor import Weights
 from tinychat.kernels.ops import GQA, MLA, Dense, Experts, LatentStore, Op, Plan, Rope, RopeStore, Weight
 
@@ -44,7 +45,7 @@ def build(
     arena, places, arrays = alloc(total), dict[Weight, int](), list[np.ndarray]()
     last_use = {w.tensor: w for w in packed}
     for w in set(plan.weights) - set(packed):  # norm gains and biases
-        raw = weights.raw(w.tensor)[w.start * w.row_bytes :][: w.row_bytes]
+        raw = weights.raw(w.tensor)[w.start * w.row_bytes :][: w.nbytes]
         arrays.append(raw.view(np.float32).copy())
         places[w] = arrays[-1].ctypes.data
     at = arena
@@ -124,6 +125,8 @@ class _Translator:
             key_dim=a.key_dim,
             value_dim=a.value_dim,
             scale=a.scale,
+            window=a.window,
+            sinks=a.sinks,
             norm_eps=a.eps,
             q_norm=a.q_norm,
             k_norm=a.k_norm,
@@ -131,7 +134,7 @@ class _Translator:
             k_norm_len=a.k_norm.cols if a.k_norm else 0,
             **self._rope(a.rope),
         )
-        yield self._op("linear", [a.output], src="heads", bias=(a.output_bias,), scale=a.residual_scale, add=1)
+        yield from self._added("heads", a.output, a.output_bias, a.post_norm, a.eps, a.residual_scale)
 
     def _mla(self, i: int, a: MLA) -> Iterator[library.Op]:
         first, to = (a.q_a, "q_a") if a.q_a else (a.q, "q")
@@ -160,14 +163,27 @@ class _Translator:
             key_dim=a.row,
             value_dim=a.kv_lora,
             scale=a.scale,
+            temperature=a.temperature.scale if a.temperature else 0.0,
+            temperature_length=a.temperature.length if a.temperature else 0,
         )
         yield self._op("value_up", [a.v_b], src="o_latent", dst=("heads",))
         yield self._op("linear", [a.output], src="heads", scale=a.residual_scale, add=1)
 
     def _dense(self, b: Dense) -> Iterator[library.Op]:
         w = b.weights
-        yield self._op("gate_up", [w.gate, w.up], dst=("ffn",), norm=b.norm, eps=b.eps)
-        yield self._op("linear", [w.down], src="ffn", scale=b.residual_scale, add=1)
+        activation = self.lib.activations[w.activation]
+        yield self._op("gate_up", [w.gate, w.up], dst=("ffn",), norm=b.norm, eps=b.eps, activation=activation)
+        yield from self._added("ffn", w.down, None, b.post_norm, b.eps, b.residual_scale)
+
+    def _added(
+        self, src: str, w: Weight, bias: Weight | None, post_norm: Weight | None, eps: float, scale: float
+    ) -> Iterator[library.Op]:
+        """x += scale * (w @ src + bias), normed first if there is a post_norm."""
+        if post_norm is None:
+            yield self._op("linear", [w], src=src, bias=(bias,), scale=scale, add=1)
+        else:
+            yield self._op("linear", [w], src=src, dst=("y",), bias=(bias,))
+            yield self._op("norm_add", src="y", norm=post_norm, eps=eps, scale=scale)
 
     def _experts(self, b: Experts, routes: np.ndarray) -> Iterator[library.Op]:
         r, w, s = b.router, b.weights, b.shared
@@ -191,12 +207,15 @@ class _Translator:
             dst=("ffn",),
             norm=b.norm,
             eps=b.eps,
+            bias=(w.gate_bias, w.up_bias),
+            activation=self.lib.activations[w.activation],
             top_k=r.top_k,
             router=router,
             routes=routes.ctypes.data,
         )
         down = [w.down, s.down if s else None]
-        yield self._op("experts_down", down, src="ffn", top_k=r.top_k, scale=b.residual_scale)
+        bias = (w.down_bias,)
+        yield self._op("experts_down", down, src="ffn", bias=bias, top_k=r.top_k, scale=b.residual_scale)
 
     def _rope(self, rope: Rope) -> dict[str, Any]:
         if rope not in self.tables:

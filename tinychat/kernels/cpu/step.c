@@ -22,12 +22,16 @@
 // Python reads these names from the library (tc_names), so that their order is written here only.
 #define TAGS(X)                                                                                                                 \
   X(EMBED) X(LINEAR) X(ATTENTION) X(ABSORB) X(LATENT_ATTENTION) X(VALUE_UP) X(GATE_UP) X(ROUTE) X(EXPERTS_UP) X(EXPERTS_DOWN)    \
-  X(HEAD)
+  X(HEAD) X(NORM_ADD)
 #define GATINGS(X) X(SOFTMAX) X(SIGMOID) X(SOFTMAX_WEIGHT) X(SQRT_SOFTPLUS)
+#define ACTIVATIONS(X) X(SILU) X(GELU) X(CLAMPED)
+#define CLAMP 7.0f          // of CLAMPED; as ops.CLAMP and ops.CLAMP_SLOPE, checked when the library is loaded
+#define CLAMP_SLOPE 1.702f
 #define MIN_WEIGHT_SUM 0x1p-14f  // as ops.MIN_WEIGHT_SUM, checked when the library is loaded
 #define MEMBER(name) name,
 enum { TAGS(MEMBER) };
 enum { GATINGS(MEMBER) };
+enum { ACTIVATIONS(MEMBER) };
 
 typedef struct {
   int32_t type, rows, cols, groups;  // groups 0: absent
@@ -40,8 +44,10 @@ typedef struct {
   int32_t heads, kv_heads, key_dim, value_dim, nope, rope_dims, neox, q_norm_len, k_norm_len;
   int32_t top_k, gating, normalize, route_groups, route_groups_used;
   int32_t router;                     // of experts_up: number of the op that has the router
+  int32_t window, activation, temperature_length;  // window: rows that attention sees, 0: all
   float eps, norm_eps, scale;         // norm_eps: of q_norm, k_norm and the latent norm; scale: of the scores, or of the result
-  const float *norm, *q_norm, *k_norm, *rope, *bias[3];
+  float temperature;                  // ops.Temperature; 0: none
+  const float *norm, *q_norm, *k_norm, *rope, *sinks, *bias[3];
   int32_t *routes;                    // [STEP][top_k]: where a decode step leaves the experts of its tokens, to be looked at
   Matrix w[4];
 } Op;
@@ -185,18 +191,43 @@ static void multiply(const Matrix *w, int matrix, int first, int last, const Scr
   }
 }
 
-// dst = silu(gate @ x) * (up @ x) for groups first..last-1 of 16 rows.
+// ops.Gated: f(g, u).
+INLINE f32v activated(int activation, f32v g, f32v u) {
+  switch (activation) {
+    case GELU: {  // 0.5 (1 + tanh(y)) is the sigmoid of 2 y, y = sqrt(2 / pi) (g + 0.044715 g^3)
+      f32v y = g * (g * g * 0.044715f + 1.0f) * 1.59576912f;
+      return g / (exp_(-y) + 1.0f) * u;
+    }
+    case CLAMPED: {
+      f32v a = select_(g < splat(CLAMP), g, splat(CLAMP)), b = select_(u < splat(CLAMP), u, splat(CLAMP));
+      b = max_(b, splat(-CLAMP));
+      return a / (exp_(a * -CLAMP_SLOPE) + 1.0f) * (b + 1.0f);
+    }
+    default: return silu(g) * u;
+  }
+}
+
+// The bias of a row of an op's matrix: `biases` of all its matrices, or NULL.
+INLINE const float *bias_of(const float *biases, const Matrix *w, int matrix) { return biases ? biases + (size_t)matrix * w->rows : NULL; }
+
+// dst = f(gate @ x + gate_bias, up @ x + up_bias) for groups first..last-1 of 16 rows.
 static void multiply_gated(const Matrix *gate, const Matrix *up, int matrix, int first, int last, const Scratch *x, int tokens,
-                           float *const *dst) {
+                           float *const *dst, int activation, const float *gate_bias, const float *up_bias) {
   f32v a[16], b[16];
   for (int g = first; g < last; g++) {
     const uint8_t *rows_a = rows16(gate, matrix, g), *rows_b = rows16(up, matrix, g);
+    int n = gate->rows - 16 * g;
+    f32v bias_a = gate_bias ? fetch(gate_bias + 16 * g, n) : splat(0), bias_b = up_bias ? fetch(up_bias + 16 * g, n) : splat(0);
     for (int t = 0, width; t < tokens; t += width) {
       width = panel_width(tokens - t);
       X p = columns(x, t, gate->cols);
       kernel(gate->type, width)(rows_a, &p, a);
       kernel(up->type, width)(rows_b, &p, b);
-      for (int i = 0; i < width; i++) store(dst[t + i] + 16 * g, silu(a[i]) * b[i], gate->rows - 16 * g);
+      for (int i = 0; i < width; i++) {
+        if (gate_bias) a[i] += bias_a;
+        if (up_bias) b[i] += bias_b;
+        store(dst[t + i] + 16 * g, activated(activation, a[i], b[i]), n);
+      }
     }
   }
 }
@@ -238,7 +269,20 @@ static void gate_up(Ctx *c, const Op *op, Part me) {
   for (int t = 0; t < c->tokens; t++) dst[t] = row(c, op->dst[0], t);
   int first, last, n = groups16(&op->w[0]);
   share(me, n, 0, 1, n, &first, &last);
-  multiply_gated(&op->w[0], &op->w[1], 0, first, last, x, c->tokens, dst);
+  multiply_gated(&op->w[0], &op->w[1], 0, first, last, x, c->tokens, dst, op->activation, NULL, NULL);
+}
+
+// x += scale * RMSNorm(src)
+static void norm_add(Ctx *c, const Op *op, Part me) {
+  int n = c->widths[op->dst[0]];
+  for (int t = me.part; t < c->tokens; t += me.parts) {
+    const float *y = row(c, op->src, t);
+    float *x = row(c, op->dst[0], t), inv = rms_scale(y, n, op->eps) * op->scale;
+    for (int i = 0; i < n; i += 16) {
+      f32v scaled = fetch(y + i, n - i) * inv;
+      store(x + i, fma_(scaled, fetch(op->norm + i, n - i), fetch(x + i, n - i)), n - i);
+    }
+  }
 }
 
 // Rotates `dims` values at position pos, in place.
@@ -291,10 +335,18 @@ INLINE Cache cache_at(Ctx *c, const Op *op, int kv, int pos) {
   return (Cache){k_tile(c, op->layer, op->kv_heads, kv, op->key_dim, pos), v_row(c, op, kv, pos), op->key_dim, op->value_dim};
 }
 
-// Puts query vector x, scaled, into column m of q [key_dim][stride].
-static void put_query(float *q, int stride, int m, const float *x, const Op *op) {
-  for (int d = 0; d < op->key_dim; d++) q[(size_t)d * stride + m] = x[d] * op->scale;
+// Puts the query vector x of position pos, scaled, into column m of q [key_dim][stride].
+static void put_query(float *q, int stride, int m, const float *x, const Op *op, int pos) {
+  float scale = op->scale;
+  if (op->temperature != 0) scale *= 1.0f + op->temperature * (float)log(1.0 + pos / op->temperature_length);
+  for (int d = 0; d < op->key_dim; d++) q[(size_t)d * stride + m] = x[d] * scale;
 }
+
+// The first position that a query at position pos sees.
+INLINE int first_seen(const Op *op, int pos) { return op->window ? MAX_(0, pos + 1 - op->window) : 0; }
+
+// Of query head h: its sink's part in the sum of exponentials over `high`.
+INLINE float sink(const Op *op, int h, float high) { return op->sinks ? exp_(splat(op->sinks[h] - high))[0] : 0; }
 
 // Values of a head, filled up to whole vectors.
 INLINE int padded(int n) { return (n + 15) / 16 * 16; }
@@ -307,7 +359,7 @@ enum { MAX_GROUP = 1024 };  // query heads of one kv head; as library.MAX_GROUP,
 
 // One token: tasks are (kv head, part of its query heads, chunk); the thread that finishes a part's last chunk merges all in order.
 static int attention_tasks(const Ctx *c, const Op *op, int *per) {
-  int group = op->heads / op->kv_heads, chunks = c->pos / CHUNK + 1, parts = 1;
+  int group = op->heads / op->kv_heads, chunks = c->pos / CHUNK + 1 - first_seen(op, c->pos) / CHUNK, parts = 1;
   while (op->kv_heads * parts * chunks < 2 * c->pool.threads && parts < group) parts++;
   *per = (group + parts - 1) / parts;
   return op->kv_heads * chunks * ((group + *per - 1) / *per);
@@ -315,10 +367,12 @@ static int attention_tasks(const Ctx *c, const Op *op, int *per) {
 
 static void attention_one(Ctx *c, const Op *op, int id, int task) {
   Scratch *s = &c->scratch[id];
-  int per, tasks = attention_tasks(c, op, &per), group = op->heads / op->kv_heads, chunks = c->pos / CHUNK + 1;
+  int per, tasks = attention_tasks(c, op, &per), group = op->heads / op->kv_heads, seen = first_seen(op, c->pos);
+  int first = seen / CHUNK, chunks = c->pos / CHUNK + 1 - first;
   int parts = tasks / op->kv_heads / chunks, value = padded(op->value_dim), record = value + 16;
   int kv = task / (parts * chunks), part = task / chunks % parts, chunk = task % chunks;
-  int h0 = kv * group + part * per, count = MIN_(per, group - part * per), stride = (count + 3) / 4 * 4, limit[MAX_GROUP];
+  int h0 = kv * group + part * per, count = MIN_(per, group - part * per), stride = (count + 3) / 4 * 4;
+  int start = (first + chunk) * CHUNK, from[MAX_GROUP], limit[MAX_GROUP];
   float high[MAX_GROUP], sum[MAX_GROUP];
   memset(s->attn_q, 0, sizeof(float) * (size_t)op->key_dim * stride);
   for (int m = 0; m < count; m++) {
@@ -327,12 +381,12 @@ static void attention_one(Ctx *c, const Op *op, int id, int task) {
       turn_head(s->merged, row(c, op->src, 0), op, h0 + m, op->q_norm, op->q_norm_len, op->heads * op->key_dim, c->pos);
       q = s->merged;
     }
-    put_query(s->attn_q, stride, m, q, op);
-    limit[m] = MIN_(CHUNK, c->pos + 1 - chunk * CHUNK);
+    put_query(s->attn_q, stride, m, q, op, c->pos);
+    from[m] = MAX_(0, seen - start), limit[m] = MIN_(CHUNK, c->pos + 1 - start);
   }
   if (op->tag == ATTENTION && chunk == chunks - 1) store_kv(c, op, kv, 0, s->merged);  // each part writes the same bytes
-  Cache cache = cache_at(c, op, kv, chunk * CHUNK);
-  attend(&cache, s->attn_q, stride, count, limit, s->attn_s, high, sum, s->attn_out);
+  Cache cache = cache_at(c, op, kv, start);
+  attend(&cache, s->attn_q, stride, count, from, limit, s->attn_s, high, sum, s->attn_out);
   for (int m = 0; m < count; m++) {
     float *to = c->partial + ((size_t)(h0 + m) * chunks + chunk) * record;
     to[0] = high[m], to[1] = sum[m];
@@ -347,6 +401,7 @@ static void attention_one(Ctx *c, const Op *op, int id, int task) {
       const float *p = c->partial + ((size_t)(h0 + m) * chunks + i) * record;
       merge(&top, &total, s->merged, p[0], p[1], p + 16, value);
     }
+    total += sink(op, h0 + m, top);
     divide(row(c, op->dst[0], 0) + (size_t)(h0 + m) * op->value_dim, s->merged, total, op->value_dim);
   }
 }
@@ -379,18 +434,23 @@ static void attention_block(Ctx *c, const Op *op, int id, int task) {
   int group = op->heads / op->kv_heads, value = padded(op->value_dim);
   int kv = task % op->kv_heads, part = task / op->kv_heads % b.parts, first = (b.blocks - 1 - task / op->kv_heads / b.parts) * b.block;
   int h0 = kv * group + part * b.per_token, heads = MIN_(b.per_token, group - part * b.per_token);
-  int n = MIN_(b.block, c->tokens - first), count = n * heads, stride = (count + 3) / 4 * 4, limit[QUERIES];
+  int n = MIN_(b.block, c->tokens - first), count = n * heads, stride = (count + 3) / 4 * 4;
+  int from[QUERIES], limit[QUERIES];
   float high[QUERIES], sum[QUERIES], top[QUERIES], total[QUERIES];
   memset(s->attn_q, 0, sizeof(float) * (size_t)op->key_dim * stride);
   memset(s->merged, 0, sizeof(float) * (size_t)count * value);
   for (int m = 0; m < count; m++) {
-    put_query(s->attn_q, stride, m, row(c, op->src, first + m / heads) + (size_t)(h0 + m % heads) * op->key_dim, op);
+    put_query(s->attn_q, stride, m, row(c, op->src, first + m / heads) + (size_t)(h0 + m % heads) * op->key_dim, op,
+              c->pos + first + m / heads);
     top[m] = total[m] = 0;
   }
-  for (int start = 0; start < c->pos + first + n; start += CHUNK) {
-    for (int m = 0; m < count; m++) limit[m] = MAX_(0, MIN_(CHUNK, c->pos + first + m / heads + 1 - start));
+  for (int start = first_seen(op, c->pos + first) / CHUNK * CHUNK; start < c->pos + first + n; start += CHUNK) {
+    for (int m = 0; m < count; m++) {
+      int pos = c->pos + first + m / heads;
+      from[m] = MIN_(CHUNK, MAX_(0, first_seen(op, pos) - start)), limit[m] = MAX_(0, MIN_(CHUNK, pos + 1 - start));
+    }
     Cache cache = cache_at(c, op, kv, start);
-    attend(&cache, s->attn_q, stride, count, limit, s->attn_s, high, sum, s->attn_out);
+    attend(&cache, s->attn_q, stride, count, from, limit, s->attn_s, high, sum, s->attn_out);
     for (int m = 0; m < count; m++) {
       size_t at = (size_t)m * value;
       merge(&top[m], &total[m], s->merged + at, high[m], sum[m], s->attn_out + at, value);
@@ -398,7 +458,7 @@ static void attention_block(Ctx *c, const Op *op, int id, int task) {
   }
   for (int m = 0; m < count; m++)
     divide(row(c, op->dst[0], first + m / heads) + (size_t)(h0 + m % heads) * op->value_dim, s->merged + (size_t)m * value,
-           total[m], op->value_dim);
+           total[m] + sink(op, h0 + m % heads, top[m]), op->value_dim);
 }
 
 static void attention(Ctx *c, const Op *op, Part me) {
@@ -572,12 +632,13 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
     for (int i = 0; i < top; i++) {
       float *dst = row(c, op->dst[0], 0) + (size_t)i * ff;
       share(me, total, bytes * groups * i, bytes, groups, &first, &last);
-      multiply_gated(gate, &op->w[1], s->experts[i], first, last, s, 1, &dst);
+      multiply_gated(gate, &op->w[1], s->experts[i], first, last, s, 1, &dst, op->activation,
+                     bias_of(op->bias[0], gate, s->experts[i]), bias_of(op->bias[1], gate, s->experts[i]));
     }
     if (has_shared) {
       float *dst = row(c, op->dst[0], 0) + (size_t)top * ff;
       share(me, total, bytes * groups * top, shared_bytes, groups16(shared), &first, &last);
-      multiply_gated(shared, &op->w[3], 0, first, last, s, 1, &dst);
+      multiply_gated(shared, &op->w[3], 0, first, last, s, 1, &dst, op->activation, NULL, NULL);
     }
     return;
   }
@@ -597,8 +658,12 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
       column[i] = token, dst[i] = row(c, op->dst[0], token) + (size_t)slot * ff;
     }
     gather(s, &c->shared, column, m, k, need);
-    if (e >= 0) multiply_gated(gate, &op->w[1], e, 0, groups, s, m, dst);
-    else multiply_gated(shared, &op->w[3], 0, groups16(shared) * part / parts, groups16(shared) * (part + 1) / parts, s, m, dst);
+    if (e >= 0)
+      multiply_gated(gate, &op->w[1], e, 0, groups, s, m, dst, op->activation, bias_of(op->bias[0], gate, e),
+                     bias_of(op->bias[1], gate, e));
+    else
+      multiply_gated(shared, &op->w[3], 0, groups16(shared) * part / parts, groups16(shared) * (part + 1) / parts, s, m, dst,
+                     op->activation, NULL, NULL);
   }
 }
 
@@ -616,7 +681,8 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
       size_t at = (size_t)i * ff;
       Scratch in = {.q = s->q + 2 * at, .scales = s->scales + at / 32, .f = s->f + at};
       if (!prepared) prepare_row(src + at, m->cols, NULL, 0, need, &in, 0, 1, 0);
-      multiply(m, i < top ? c->route_ids[i] : 0, first, last, &in, 1, y, dim, NULL, 1, 0);
+      int matrix = i < top ? c->route_ids[i] : 0;
+      multiply(m, matrix, first, last, &in, 1, y, dim, i < top ? bias_of(op->bias[0], m, matrix) : NULL, 1, 0);
       float weight = (i < top ? c->route_weights[i] : 1.0f) * op->scale;
       for (int r = 16 * first; r < MIN_(16 * last, dim); r += 16)
         store(x + r, fma_(fetch(y + r, dim - r), splat(weight), fetch(x + r, dim - r)), dim - r);
@@ -631,7 +697,7 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
     for (int start = 0, n = chosen(c, op, me.part, pairs); start < n; start += 16) {
       int m = MIN_(16, n - start);
       gather(s, &c->shared, pairs + start, m, ff, need);
-      multiply(w, me.part, 0, groups, s, m, s->merged, dim, NULL, 1, 0);
+      multiply(w, me.part, 0, groups, s, m, s->merged, dim, bias_of(op->bias[0], w, me.part), 1, 0);
       for (int i = 0; i < m; i++)
         memcpy(c->pair_out + (size_t)pairs[start + i] * dim, s->merged + (size_t)i * dim, sizeof(float) * dim);
     }
@@ -680,6 +746,7 @@ static void run_op(Ctx *c, const Op *op, Part me) {
     case EXPERTS_UP: experts_up(c, op, me); break;
     case EXPERTS_DOWN: experts_down(c, op, me); break;
     case HEAD: head(c, op, me); break;
+    case NORM_ADD: norm_add(c, op, me); break;
   }
 }
 
@@ -699,7 +766,7 @@ static int stage_tasks(const Ctx *c, const Op *op, int stage) {
   int some = SPLIT * c->pool.threads, per;
   if (op->tag == HEAD && !c->logits_mode) return 0;
   if (c->tokens == 1) {
-    if (op->tag == EMBED) return 1;
+    if (op->tag == EMBED || op->tag == NORM_ADD) return 1;
     return op->tag == ATTENTION || op->tag == LATENT_ATTENTION ? attention_tasks(c, op, &per) : some;
   }
   if (op->tag == LATENT_ATTENTION || (op->tag == ATTENTION && stage == 1)) {
@@ -795,8 +862,9 @@ EXPORT size_t tc_sizeof(int what) {
 #define MATRIX_FIELDS(X) X(type) X(rows) X(cols) X(groups) X(data)
 #define OP_FIELDS(X)                                                                                                            \
   X(tag) X(layer) X(matrices) X(add) X(src) X(dst) X(heads) X(kv_heads) X(key_dim) X(value_dim) X(nope) X(rope_dims) X(neox)     \
-  X(q_norm_len) X(k_norm_len) X(top_k) X(gating) X(normalize) X(route_groups) X(route_groups_used) X(router) X(eps) X(norm_eps)  \
-  X(scale) X(norm) X(q_norm) X(k_norm) X(rope) X(bias) X(routes) X(w)
+  X(q_norm_len) X(k_norm_len) X(top_k) X(gating) X(normalize) X(route_groups) X(route_groups_used) X(router) X(window)           \
+  X(activation) X(temperature_length) X(eps) X(norm_eps) X(scale) X(temperature) X(norm) X(q_norm) X(k_norm) X(rope) X(sinks)    \
+  X(bias) X(routes) X(w)
 #define SAMPLE_FIELDS(X)                                                                                                        \
   X(temperature) X(top_p) X(min_p) X(seed) X(top_k) X(n_penalised) X(penalised) X(divisors) X(amounts) X(mask)
 #define CONTEXT_FIELDS(X)                                                                                                       \
@@ -824,11 +892,11 @@ EXPORT size_t tc_offset(int what, int field) {
 }
 #define NAME_AND_VALUE(name, value) #name "=" #value " "
 EXPORT const char *tc_names(int what) {
-  const char *names[] = {TAGS(NAME), GATINGS(NAME), QUANTS(NAME_AND_VALUE)};
+  const char *names[] = {TAGS(NAME), GATINGS(NAME), QUANTS(NAME_AND_VALUE), ACTIVATIONS(NAME)};
   return names[what];
 }
 EXPORT double tc_constant(int what) {
-  double values[] = {CHUNK, MAX_GROUP, STEP, MIN_WEIGHT_SUM};
+  double values[] = {CHUNK, MAX_GROUP, STEP, MIN_WEIGHT_SUM, CLAMP, CLAMP_SLOPE};
   return values[what];
 }
 

@@ -21,7 +21,7 @@ DEVICE void run(const Args &a) {
   if (b < PRODUCTS) {
     const int g = b / HEAD_BLOCKS;
     linear<Weight, Spread, false, QUANTISED, FLOATING>(a.w, g, b % HEAD_BLOCKS, Plain{a.q + g * (NOPE + ROPE_DIMS)},
-        nullptr, 0.f, sh, PutHalf{a.queries + g * (KV_LORA + ROPE_DIMS), QUERY_SCALE});
+        nullptr, 0.f, sh, PutHalf{a.queries + g * (KV_LORA + ROPE_DIMS), query_scale(a.state[POS])});
     return;
   }
   grid_wait();

@@ -1,10 +1,12 @@
-// Prefill: x += sum over the chosen experts of weight * y[pair].
+// Prefill: x += SCALE * sum over the chosen experts of weight * (y[pair] + bias).
 
 struct Args {
   float *x = nullptr;
   const float *y = nullptr;        // (tokens, chosen, dim)
   const float *weights = nullptr;  // (tokens, chosen)
   const int *state = nullptr;
+  const int *ids = nullptr;     // (tokens, chosen), where there is a
+  const float *bias = nullptr;  // (experts, dim)
 };
 
 DEVICE void run(const Args &a) {
@@ -15,7 +17,11 @@ DEVICE void run(const Args &a) {
 #pragma unroll
   for (int s = 0; s < CHOSEN; s++) {
     const float w = SCALE * a.weights[t * CHOSEN + s];
-    const F4 v = *(const F4 *)(a.y + ((u64)t * CHOSEN + s) * DIM + i);
+    F4 v = *(const F4 *)(a.y + ((u64)t * CHOSEN + s) * DIM + i);
+    if (a.bias) {
+      const F4 b = *(const F4 *)(a.bias + (u64)a.ids[t * CHOSEN + s] * DIM + i);
+      v = F4{v.x + b.x, v.y + b.y, v.z + b.z, v.w + b.w};
+    }
     sum.x += w * v.x;
     sum.y += w * v.y;
     sum.z += w * v.z;

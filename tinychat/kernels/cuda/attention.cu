@@ -13,7 +13,10 @@ struct Args {
   const int *state = nullptr;
   const u16 *v_cache = nullptr;  // k_cache where LATENT
   float *out = nullptr;          // (tokens, heads, value_dim)
+  const float *sinks = nullptr;  // (heads), where SINKS
 };
+
+DEVICE float sink_of(const Args &a, int head) { return a.sinks[head] * 1.44269504f; }  // as the scores, in log2
 
 DEVICE void run(const Args &a) {
   constexpr int GROUP = HEADS / KV_HEADS, ROWS = 16 * ROW_TILES, KP = KEY_DIM + 8, VP = LATENT ? KP : VALUE_DIM + 8,
@@ -30,8 +33,8 @@ DEVICE void run(const Args &a) {
   const int pos = a.state[POS];
   const int last_row = min(first_row + ROWS, GROUP) - 1;
   if (last_row < first_row) return;
-  const int keys = pos + last_row / GROUP + 1, per = keys_per_split(keys, SPLITS, CHUNK_KEYS), begin = split * per,
-            end = min(begin + per, keys);
+  const int all = pos + last_row / GROUP + 1, unseen = WINDOW ? max(all - WINDOW, 0) : 0, keys = all - unseen,
+            per = keys_per_split(keys, SPLITS, CHUNK_KEYS), begin = unseen + split * per, end = min(begin + per, all);
   if (begin >= end) return;
   const int chunks = (end - begin + CHUNK_KEYS - 1) / CHUNK_KEYS, active = (keys + per - 1) / per;
 
@@ -214,7 +217,10 @@ DEVICE void run(const Args &a) {
       const int r = m * 16 + lane / 4 + i / 2 * 8, row = first_row + r;
       if (row > last_row) continue;
       const int head = kv_head * GROUP + row % GROUP;
-      const float f = 1.f / row_sum[r];
+      float sum = row_sum[r];
+      if constexpr (SINKS)
+        if (finished) sum += exp2_fast(sink_of(a, head) - row_max[r]);
+      const float f = 1.f / sum;
 #pragma unroll
       for (int n = 0; n < NT; n++)
         if (VALUE_DIM / 8 % WARPS == 0 || warp * NT + n < VALUE_DIM / 8) {
@@ -238,7 +244,8 @@ DEVICE void run(const Args &a) {
   fence();
   if (threadIdx.x == 0) a.tickets[kv_head] = 0;
   for (int h = warp; h < GROUP; h += WARPS)
-    combine_weights<SPLITS>(ss + h * SPLITS, a.ml + kv_head * GROUP + h, HEADS, active, lane);
+    combine_weights<SPLITS>(ss + h * SPLITS, a.ml + kv_head * GROUP + h, HEADS, active, lane,
+        SINKS ? sink_of(a, kv_head * GROUP + h) : -INFINITY);
   __syncthreads();
   for (int i = threadIdx.x; i < GROUP * VALUE_DIM / 4; i += THREADS) {
     const int h = i / (VALUE_DIM / 4);

@@ -22,6 +22,9 @@ LOG2E = math.log2(math.e)
 Gating = IntEnum("Gating", [name.upper() for name in get_args(ops.Gating)], start=0)  # type: ignore[misc]
 
 
+Function = IntEnum("Function", [name.upper() for name in get_args(ops.Activation)], start=0)  # type: ignore[misc]
+
+
 class Norm(IntEnum):
     """Over what the RMSNorm of a query or key goes."""
 
@@ -61,6 +64,15 @@ class Choice(Constants):
     groups_used: int
     scale: float
     min_weight_sum: float = ops.MIN_WEIGHT_SUM
+
+
+@dataclass(frozen=True)
+class Activation(Constants):
+    """What is made of gate and up (kernels/ops.py, Gated); activation.cuh"""
+
+    function: Function
+    clamp: float = ops.CLAMP
+    slope: float = ops.CLAMP_SLOPE
 
 
 @dataclass(frozen=True)
@@ -127,6 +139,8 @@ class Absorb(Constants):
     neox: bool
     eps: float
     query_scale: float
+    growth: float  # of queries: the scale of kernels/ops.py, Temperature; 0: none
+    growth_length: int
     weight: Matrix
     spread: Spread
     head_blocks: int  # thread blocks of one head's matrix
@@ -190,6 +204,8 @@ class GateUp(Constants):
 
     cols: int
     eps: float
+    normed: bool
+    activation: Activation
     quantised: bool
     floating: bool
     gate: Matrix
@@ -205,6 +221,8 @@ class ExpertsUp(Constants):
     choice: Choice
     cols: int
     eps: float
+    normed: bool
+    activation: Activation
     quantised: bool
     floating: bool
     gate: Matrix
@@ -256,6 +274,8 @@ class StoreLatent(Constants):
     neox: bool
     eps: float
     query_scale: float
+    growth: float  # of queries: the scale of kernels/ops.py, Temperature; 0: none
+    growth_length: int
 
 
 @dataclass(frozen=True)
@@ -272,6 +292,8 @@ class Attention(Constants):
     parts: int  # warps that share a tile of scores, each over a part of the key's values
     splits: int  # parts of the cache's rows, one block each
     latent: bool  # V is the head of K's row
+    window: int  # rows that a query sees; 0: all
+    sinks: bool  # a head has one more score, of a row whose value is 0
 
 
 @dataclass(frozen=True)
@@ -325,6 +347,7 @@ class PromptGated(Constants):
 
     gate: Matrix
     up: Matrix
+    activation: Activation
     tile: Tile
     grouped: bool
     pairs_per_row: int  # (token, expert) pairs that share a row of activations
@@ -344,6 +367,16 @@ class PromptNorm(Constants):
 
     cols: int
     eps: float
+    normed: bool = True  # False: the values as they are
+
+
+@dataclass(frozen=True)
+class NormAdd(Constants):
+    """norm_add.cu"""
+
+    cols: int
+    eps: float
+    scale: float
 
 
 @dataclass(frozen=True)
@@ -357,6 +390,8 @@ class PromptAttention(Constants):
     key_part: int  # values of a key that lie in `keys`; the rest is in `rope`
     rope_pitch: int
     rope_start: int
+    window: int = 0  # rows that a query sees; 0: all
+    sinks: bool = False  # a head has one more score, of a row whose value is 0
     chunk_keys: int = 0  # keys in shared memory at a time, twice
     warpgroups: bool = False  # products by whole warpgroups (wgmma)
 
@@ -457,4 +492,4 @@ def enums(*kinds: type[IntEnum]) -> str:
 @cache
 def header(constants: Constants) -> str:
     """C++ definitions of all constants of a kernel."""
-    return "template <class...> struct List {};\n" + enums(Gating, Norm) + _members(constants)
+    return "template <class...> struct List {};\n" + enums(Gating, Function, Norm) + _members(constants)

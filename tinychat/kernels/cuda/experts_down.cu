@@ -1,5 +1,5 @@
-// Decode: x += OUT_SCALE * (sum over the chosen experts of weight * (down @ its part of src) + the shared expert's down
-// @ its part). A warp per row. Chooses the experts again, so that their weights are on the way while experts_up still
+// Decode: x += OUT_SCALE * (sum over the chosen experts of weight * (down @ its part of src + bias) + the shared
+// expert's down @ its part). A warp per row. Chooses the experts again, so that their weights are on the way while experts_up still
 // runs.
 #include "matvec.cuh"
 #include "routing.cuh"
@@ -14,6 +14,7 @@ struct Args {
   const u8 *w = nullptr;
   const int *state = nullptr;
   const u8 *shared = nullptr;
+  const float *bias = nullptr;  // (experts, rows)
 };
 
 // The part of the row that this warp has of all chosen experts: sum of weight * (down[e] @ part e), a lane's share of
@@ -65,7 +66,10 @@ DEVICE void run(const Args &a) {
   grid_wait();
   Stage<SIZE, false, QUANTISED, false> stage;
   stage.finish(activations<IN_QUANTISED>(a), sh);
-  float acc = warp_sum(experts.run(a.w, ids, weights, r, sh, SIZE / 32));
+  float part = experts.run(a.w, ids, weights, r, sh, SIZE / 32);
+  if (a.bias)
+    for (int k = threadIdx.x % 32; k < TOP; k += 32) part += weights[k] * a.bias[(u64)ids[k] * ROWS + r];
+  float acc = warp_sum(part);
   if constexpr (SHARED_FF > 0) {
     shared.run(sh, SIZE / 32, TOP * FF);
     if (threadIdx.x % 32 == 0) acc += shared.acc[0];

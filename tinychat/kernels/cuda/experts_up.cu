@@ -1,4 +1,4 @@
-// Decode: silu(gate) * up of every chosen expert, behind one another in dst, then of the shared expert. Every block
+// Decode: f(gate, up) of every chosen expert, behind one another in dst, then of the shared expert. Every block
 // chooses the experts for itself. The kernel behind may start when this one's blocks have seen the router's logits: it
 // reads them before its grid_wait().
 #include "gated.cuh"
@@ -17,6 +17,8 @@ struct Args {
   const int *state = nullptr;
   const u8 *shared_gate = nullptr;
   const u8 *shared_up = nullptr;
+  const float *gate_bias = nullptr;  // (experts, rows)
+  const float *up_bias = nullptr;
 };
 
 DEVICE void run(const Args &a) {
@@ -25,7 +27,7 @@ DEVICE void run(const Args &a) {
   __shared__ int ids[TOP];
   __shared__ float weights[TOP], values[32];
   const int b = blockIdx.x;
-  Stage<COLS, true, QUANTISED, FLOATING> stage;
+  Stage<COLS, NORMED, QUANTISED, FLOATING> stage;
   stage.prefetch(a.gain);
   if (b < ROUTED) {
     const int slot = b / EXPERT_BLOCKS;
@@ -34,7 +36,8 @@ DEVICE void run(const Args &a) {
     if (threadIdx.x < 32) choose<Choice>(a.router, a.selection_bias, ids, weights);
     __syncthreads();
     gated<Gate, Up, Spread, true>(
-        a.gate, a.up, ids[slot], b % EXPERT_BLOCKS, stage, a.x, sh, results<OUT_QUANTISED, SIZE>(a, values, slot * FF));
+        a.gate, a.up, ids[slot], b % EXPERT_BLOCKS, stage, a.x, sh, results<OUT_QUANTISED, SIZE>(a, values, slot * FF),
+        a.gate_bias, a.up_bias);
   } else if constexpr (SharedGate::ROWS > 0) {
     gated<SharedGate, SharedUp, SharedSpread, false>(
         a.shared_gate, a.shared_up, 0, b - ROUTED, stage, a.x, sh, results<OUT_QUANTISED, SIZE>(a, values, TOP * FF));

@@ -1,4 +1,4 @@
-// Decode: dst = silu(gate @ n) * (up @ n), n = RMSNorm(x).
+// Decode: dst = f(gate @ n, up @ n), n = RMSNorm(x), or x.
 #include "gated.cuh"
 
 struct Args {
@@ -15,7 +15,7 @@ struct Args {
 DEVICE void run(const Args &a) {
   const Shared sh = staging<COLS, QUANTISED, FLOATING>(nullptr);
   __shared__ float values[32];
-  Stage<COLS, true, QUANTISED, FLOATING> stage;
+  Stage<COLS, NORMED, QUANTISED, FLOATING> stage;
   stage.prefetch(a.gain);
   gated<Gate, Up, Spread, false>(
       a.gate, a.up, 0, blockIdx.x, stage, a.x, sh, results<OUT_QUANTISED, Gate::ROWS>(a, values, 0));

@@ -52,9 +52,9 @@ template <int T> struct Piece {
     } else {
       const V4 v = T == Q8_0 && k >= 4 ? f[0].b : f[0].a;
       const u32 word = k % 4 == 0 ? v.x : k % 4 == 1 ? v.y : k % 4 == 2 ? v.z : v.w;
-      const u32 q = codes<T>(word, f[0].h0, f[0].h1, k) ^ (T == Q8_0 ? 0x80808080u : 0);
+      const u32 q = codes<T>(word, f[0].h0, f[0].h1, k) ^ (signed_codes(T) ? 0x80808080u : 0);
       // A byte behind 0x64 is the half 1024 + byte; what is subtracted leaves the weight's integer, exactly.
-      constexpr u32 bias = 0x6400 + (T == Q8_0 ? 128 : offset_of(T)), biases = bias | bias << 16;
+      constexpr u32 bias = 0x6400 + (signed_codes(T) ? 128 : offset_of(T)), biases = bias | bias << 16;
       const u32 lo = half2_sub(permute_bytes(q, 0x64646464u, 0x4140), biases),
                 hi = half2_sub(permute_bytes(q, 0x64646464u, 0x4342), biases), s = scale[k / 4];
       return has_min(T) ? V2{half2_fma(lo, s, shift), half2_fma(hi, s, shift)} : V2{half2_mul(lo, s), half2_mul(hi, s)};

@@ -1,6 +1,7 @@
 // MLA: what goes into the cache and behind the absorbed part of the queries. Constants: HEADS, NOPE, KV_LORA,
 // ROPE_DIMS, NEOX.
 #include "rope.cuh"
+#include "query_scale.cuh"
 
 // By one block: a cache row, RMSNorm(kv[:KV_LORA]) * gain, then RoPE(kv[KV_LORA:]). `red`: a float for each warp.
 struct LatentRow {
@@ -49,5 +50,5 @@ DEVICE void latent_query(u16 *q_latent, const float *q, const F2 *table, int pos
   const F2 *angles = table + (u64)(pos + t) * (ROPE_DIMS / 2);
   for (int i = threadIdx.x % 32; i < ROPE_DIMS; i += 32)
     q_latent[((u64)t * HEADS + head) * (KV_LORA + ROPE_DIMS) + KV_LORA + i] =
-        float_to_half(QUERY_SCALE * rotated(from, angles, i));
+        float_to_half(query_scale(pos + t) * rotated(from, angles, i));
 }

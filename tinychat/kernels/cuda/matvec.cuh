@@ -194,7 +194,6 @@ template <int T, int K, int LPR, int KS, int R, int DEPTH> struct Dot {
   }
 };
 
-DEVICE float silu(float v) { return v / (1.f + __expf(-v)); }
 // Where results go; finish() is called by all threads once, with the block's first row.
 struct Put {
   float *dst;

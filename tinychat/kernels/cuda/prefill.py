@@ -12,8 +12,8 @@ from tinychat.kernels.cuda.constants import LOG2E, SPAN, Tile
 from tinychat.kernels.cuda.launch import Launch, kernel
 from tinychat.kernels.cuda.layout import keys_of
 from tinychat.kernels.cuda.quants import FLOATS
-from tinychat.kernels.cuda.step import Builder, choice, embed, store_kv
-from tinychat.kernels.ops import GQA, MLA, Dense, Experts, Weight
+from tinychat.kernels.cuda.step import Builder, activation, choice, embed, norm_add, store_kv, temperature
+from tinychat.kernels.ops import GQA, MLA, Dense, Experts, Gated, Weight
 
 SIZES = (16, 64, 1024)  # tokens up to which the kernels are of one kind each; beyond, there is one kind more
 LATENT_BLOCKS = 1056  # of prompt_latent.cu, at most
@@ -62,8 +62,8 @@ class Prefill:
                 case Dense() as d:
                     out += [
                         self._norm("x", d.norm, d.eps),
-                        self._gated(d.weights.gate, d.weights.up, "inner"),
-                        self._linear_add("inner", d.weights.down, None, d.residual_scale),
+                        self._gated(d.weights, "inner"),
+                        *self._added("inner", d.weights.down, None, d.post_norm, d.eps, d.residual_scale),
                     ]
                 case Experts() as e:
                     out += self._experts(e)
@@ -118,16 +118,17 @@ class Prefill:
         return self.chip.fitting(Tile(rows, 64, split=1, depth=2, stages=3))
 
     def _norm(self, src: str, norm: Weight | None, eps: float) -> Launch:
-        assert norm is not None
+        """Activations as halves in the buffer `normed`, normed where there is a gain."""
+        cols = norm.cols if norm else self.b.plan.buffers[src]
         buffers = {
-            "dst": self._halves("normed", self.tokens, norm.cols),
+            "dst": self._halves("normed", self.tokens, cols),
             "src": self.b.act(src, self.tokens),
             "gain": self.b.data(norm),
             "state": "state",
         }
-        shape = constants.PromptNorm(norm.cols, eps)
+        shape = constants.PromptNorm(cols, eps, norm is not None)
         return kernel(
-            f"prompt_norm_{norm.cols}", "prompt_norm.cu", shape, buffers, lambda count, keys: (count, 1, 1), "norm"
+            f"prompt_norm_{cols}", "prompt_norm.cu", shape, buffers, lambda count, keys: (count, 1, 1), "norm"
         )
 
     def _linear(
@@ -201,6 +202,7 @@ class Prefill:
             neox=a.rope.style == "neox",
             eps=a.eps,
             query_scale=a.scale * LOG2E,
+            **temperature(a),
         )
         buffers = {
             "cache": b.cache("k", layer),
@@ -247,15 +249,20 @@ class Prefill:
             *self._projections("x", a.norm, a.eps, [(a.q, a.q_bias, "q"), (a.k, a.k_bias, "k"), (a.v, a.v_bias, "v")]),
             replace(stored, sized=lambda count, keys: (stored.grid[0], count, 1)),
             self._attend(
-                constants.PromptAttention(a.heads, a.kv_heads, a.key_dim, a.value_dim, a.key_dim, 0, 0),
+                constants.PromptAttention(
+                    a.heads, a.kv_heads, a.key_dim, a.value_dim, a.key_dim, 0, 0, a.window, a.sinks is not None
+                ),
                 self.b.cache("k", layer),
                 self.b.cache("v", layer),
                 None,
+                a.sinks,
             ),
-            self._linear_add("attended", a.output, a.output_bias, a.residual_scale),
+            *self._added("attended", a.output, a.output_bias, a.post_norm, a.eps, a.residual_scale),
         ]
 
-    def _attend(self, shape: constants.PromptAttention, keys: str, values: str, rope: str | None) -> Launch:
+    def _attend(
+        self, shape: constants.PromptAttention, keys: str, values: str, rope: str | None, sinks: Weight | None = None
+    ) -> Launch:
         """Attention's results as halves in buffer `attended`."""
         k_size, v_size = -(-shape.key_dim // 64) * 128, -(-shape.value_dim // 64) * 128  # bytes of a row
         threads = 256 if self.tokens > SIZES[-1] else 128  # a warp takes 16 queries
@@ -274,6 +281,7 @@ class Prefill:
             "values": values,
             "rope": rope,
             "state": "state",
+            "sinks": self.b.data(sinks),
         }
         return kernel(
             f"prompt_attention_{shape.heads}_{shape.kv_heads}_{shape.key_dim}",
@@ -290,8 +298,21 @@ class Prefill:
         """x += scale * (w @ src (+ bias))."""
         return self._linear("linear_add", [w], src, ["x"], [w.rows], (bias,), add=True, scale=scale)
 
-    def _gated(self, gate: Weight, up: Weight, name: str) -> Launch:
-        """silu(gate) * up of all tokens, from the halves `normed`."""
+    def _added(
+        self, src: str, w: Weight, bias: Weight | None, post_norm: Weight | None, eps: float, scale: float
+    ) -> list[Launch]:
+        """x += scale * (w @ src (+ bias)), normed first if there is a post_norm."""
+        if post_norm is None:
+            return [self._linear_add(src, w, bias, scale)]
+        added = norm_add(self.b, post_norm, eps, scale, self.tokens)
+        return [
+            self._linear("linear", [w], src, [self.b.act("y", self.tokens)], [w.rows], (bias,)),
+            replace(added, sized=lambda count, keys: (count, 1, 1)),
+        ]
+
+    def _gated(self, w: Gated, name: str) -> Launch:
+        """f(gate, up) of all tokens, from the halves `normed`."""
+        gate, up = w.gate, w.up
         tile = self._tile([gate, up], self.tokens)
         tile = replace(tile, rows=1)
         buffers = {
@@ -301,7 +322,9 @@ class Prefill:
             "x": "normed",
             "state": "state",
         }
-        shape = constants.PromptGated(self.b.matrix(gate), self.b.matrix(up), tile, grouped=False, pairs_per_row=1)
+        shape = constants.PromptGated(
+            self.b.matrix(gate), self.b.matrix(up), activation(w), tile, grouped=False, pairs_per_row=1
+        )
         tiles, quant = -(-padded(gate.rows) // tile.block_rows), gate.type.name.lower()
         return kernel(
             f"prompt_gated_{quant}_{gate.rows}x{gate.cols}",
@@ -334,9 +357,13 @@ class Prefill:
             "up": b.data(w.up),
             "x": "normed",
             "state": "state",
+            "gate_bias": b.data(w.gate_bias),
+            "up_bias": b.data(w.up_bias),
             **groups,
         }
-        gated = constants.PromptGated(b.matrix(w.gate), b.matrix(w.up), tile, grouped=True, pairs_per_row=top)
+        gated = constants.PromptGated(
+            b.matrix(w.gate), b.matrix(w.up), activation(w), tile, grouped=True, pairs_per_row=top
+        )
         rows, quant = -(-padded(ff) // tile.block_rows), w.gate.type.name.lower()
         out = [
             self._router(block, pairs),
@@ -362,7 +389,7 @@ class Prefill:
         ]
         if shared:
             out += [
-                self._gated(shared.gate, shared.up, "inner"),
+                self._gated(shared, "inner"),
                 self._linear_add("inner", shared.down, None, scale),
             ]
         quant = w.down.type.name.lower()
@@ -381,7 +408,14 @@ class Prefill:
                 f"add_experts_{dim}",
                 "add_experts.cu",
                 constants.AddExperts(dim, top, scale),
-                {"x": "x", "y": "down_pairs", "weights": "expert_weights", "state": "state"},
+                {
+                    "x": "x",
+                    "y": "down_pairs",
+                    "weights": "expert_weights",
+                    "state": "state",
+                    "ids": "expert_ids",
+                    "bias": b.data(w.down_bias),
+                },
                 lambda count, keys: (-(-dim // 1024), count, 1),
                 "experts",
             ),

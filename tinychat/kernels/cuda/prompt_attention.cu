@@ -10,6 +10,7 @@ struct Args {
   const u16 *keys = nullptr;    // (positions, KV_HEADS, KEY_PART)
   const u16 *values = nullptr;  // (positions, KV_HEADS, VALUE_DIM)
   const u16 *rope = nullptr;    // (positions, ROPE_PITCH), from value ROPE_START on
+  const float *sinks = nullptr;  // (HEADS), where SINKS
   const int *state = nullptr;
 };
 
@@ -28,6 +29,7 @@ DEVICE void run(const Args &a) {
   const int first = ((count + QUERIES - 1) / QUERIES - 1 - (int)blockIdx.x) * QUERIES;
   if (first < 0) return;
   const int end = pos + min(first + QUERIES, count), chunks = (end + KEYS - 1) / KEYS;
+  const int begin = WINDOW ? max(pos + first + 1 - WINDOW, 0) / KEYS : 0;  // the first chunk that a query sees
   auto load = [&](int c) {
     V4 *k = ks + (c & 1) * KEYS * KV, *v = vs + (c & 1) * KEYS * VV;
 #pragma unroll 4
@@ -55,7 +57,7 @@ DEVICE void run(const Args &a) {
     copy_async(qs + spot(QUERIES, row, i % KV), there ? a.q + ((u64)(first + row) * HEADS + head) * KEY_DIM + col : a.q,
         there);
   }
-  load(0);
+  load(begin);
   copy_commit();
   float o[TILES][4], most[2] = {-1e30f, -1e30f}, sum[2] = {0, 0};
 #pragma unroll
@@ -65,7 +67,7 @@ DEVICE void run(const Args &a) {
   const int lowest = pos + first + warp * 16;  // the last key that the warp's first row sees
   const int highest =
       WARPGROUPS ? pos + first + warp / 4 * 64 + 63 : lowest + 15;  // and the last row of those that compute together
-  for (int c = 0; c < chunks; c++) {
+  for (int c = begin; c < chunks; c++) {
     copy_wait<0>();
     if (WARPGROUPS) fence_tiles();
     __syncthreads();  // this chunk is there, and nobody reads the one before any more
@@ -105,6 +107,12 @@ DEVICE void run(const Args &a) {
 #pragma unroll
         for (int i = 0; i < 4; i++)
           if (c * KEYS + n * 8 + lane % 4 * 2 + i % 2 > lowest + lane / 4 + i / 2 * 8) s[n][i] = -INFINITY;
+    if (WINDOW && c * KEYS <= highest - WINDOW)
+#pragma unroll
+      for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          if (c * KEYS + n * 8 + lane % 4 * 2 + i % 2 <= lowest + lane / 4 + i / 2 * 8 - WINDOW) s[n][i] = -INFINITY;
     float shrink[2];
 #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -163,6 +171,7 @@ DEVICE void run(const Args &a) {
     all += shfl_xor(all, 2);
     const int t = first + warp * 16 + lane / 4 + i * 8;
     if (t >= count) continue;
+    if (SINKS) all += exp2_fast(a.sinks[head] * 1.44269504f - most[i]);  // scores are in log2
     const float f = 1.f / all;
     u16 *out = a.out + (u64)t * PITCH;
 #pragma unroll

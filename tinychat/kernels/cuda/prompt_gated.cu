@@ -1,5 +1,6 @@
-// Prompts: silu(gate @ x) * (up @ x) as halves, in the order the next product reads. GROUPED: of (token, chosen expert)
+// Prompts: f(gate @ x, up @ x) as halves, in the order the next product reads. GROUPED: of (token, chosen expert)
 // pairs, a block per tile of pairs of one expert; else of tokens. A block makes TILE_ROWS rows.
+#include "activation.cuh"
 #include "halves.cuh"
 
 struct Args {
@@ -10,6 +11,8 @@ struct Args {
   const int *state = nullptr;
   const int *tiles = nullptr;  // see group_pairs.cu
   const int *order = nullptr;
+  const float *gate_bias = nullptr;  // (experts, rows)
+  const float *up_bias = nullptr;
 };
 
 DEVICE void run(const Args &a) {
@@ -54,8 +57,10 @@ DEVICE void run(const Args &a) {
         float v[2];
 #pragma unroll
         for (int j = 0; j < 2; j++) {
-          const float g = gate.acc[m][n][2 * i + j];
-          v[j] = row < Gate::ROWS ? g / (1.f + __expf(-g)) * up.acc[m][n][2 * i + j] : 0;  // the padding must be zeros
+          float g = gate.acc[m][n][2 * i + j], u = up.acc[m][n][2 * i + j];
+          if (a.gate_bias && row < Gate::ROWS) g += a.gate_bias[expert * Gate::ROWS + row];
+          if (a.up_bias && row < Gate::ROWS) u += a.up_bias[expert * Gate::ROWS + row];
+          v[j] = row < Gate::ROWS ? activated<Activation>(g, u) : 0;  // the padding must be zeros
         }
         const u32 two = pair_of_rows(v[0], v[1]);
         if (mine < count && row < PITCH) *(u32 *)(a.dst + (u64)out_of[mine] * PITCH + place(row & ~1)) = two;

@@ -3,6 +3,7 @@
 // of two, one per warp.
 #include "halves.cuh"
 #include "rope.cuh"
+#include "query_scale.cuh"
 
 struct Args {
   u16 *cache = nullptr;    // (context, KV_LORA + ROPE_DIMS)
@@ -55,6 +56,6 @@ DEVICE void run(const Args &a) {
     const float *q = a.q + (u64)item * HEAD;
     for (int i = threadIdx.x % 32; i < HEAD; i += 32)
       a.queries[(u64)item * HEAD + i] = float_to_half(
-          QUERY_SCALE * (i < NOPE ? q[i] : rotated(q + NOPE, a.table + (u64)(pos + t) * (ROPE_DIMS / 2), i - NOPE)));
+          query_scale(pos + t) * (i < NOPE ? q[i] : rotated(q + NOPE, a.table + (u64)(pos + t) * (ROPE_DIMS / 2), i - NOPE)));
   }
 }

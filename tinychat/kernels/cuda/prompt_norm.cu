@@ -1,4 +1,4 @@
-// Prompts: one row of RMSNorm(src) per block, as halves in the order the products read.
+// Prompts: one row of RMSNorm(src), or of src, per block, as halves in the order the products read.
 #include "halves.cuh"
 
 struct Args {
@@ -14,22 +14,25 @@ DEVICE void run(const Args &a) {
   if ((int)row >= a.state[COUNT]) return;
   grid_wait();
   const float *src = a.src + row * COLS;
-  float ss = 0;
+  float r = 1;
+  if (NORMED) {
+    float ss = 0;
 #pragma unroll 4
-  for (int i = threadIdx.x * 4; i < COLS; i += THREADS * 4) {
-    const F4 v = *(const F4 *)(src + i);
-    ss += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+    for (int i = threadIdx.x * 4; i < COLS; i += THREADS * 4) {
+      const F4 v = *(const F4 *)(src + i);
+      ss += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+    }
+    ss = warp_sum(ss);
+    if (threadIdx.x % 32 == 0) red[threadIdx.x / 32] = ss;
+    __syncthreads();
+    ss = 0;
+    for (int i = 0; i < WARPS; i++) ss += red[i];
+    r = rsqrt_(ss / COLS + EPS);
   }
-  ss = warp_sum(ss);
-  if (threadIdx.x % 32 == 0) red[threadIdx.x / 32] = ss;
-  __syncthreads();
-  ss = 0;
-  for (int i = 0; i < WARPS; i++) ss += red[i];
-  const float r = rsqrt_(ss / COLS + EPS);
   for (int i = threadIdx.x * 4; i < padded(COLS); i += THREADS * 4) {
     F4 v = {0, 0, 0, 0};
     if (i < COLS) {
-      const F4 x = *(const F4 *)(src + i), g = *(const F4 *)(a.gain + i);
+      const F4 x = *(const F4 *)(src + i), g = NORMED ? *(const F4 *)(a.gain + i) : F4{1, 1, 1, 1};
       v = F4{x.x * r * g.x, x.y * r * g.y, x.z * r * g.z, x.w * r * g.w};
     }
     u16 *dst = a.dst + row * padded(COLS) + place(i);

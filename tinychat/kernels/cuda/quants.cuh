@@ -1,8 +1,9 @@
 // Weights as the kernels read them: `planes` of one tensor, one after the other, each 16-byte aligned.
-//   lo: per 32 weights 16 bytes of nibbles (byte i holds weight i low, i + 16 high), Q8_0: 32 bytes of int8
+//   lo: per 32 weights 16 bytes of nibbles (byte i holds weight i low, i + 16 high), Q8_0: 32 bytes of int8; MXFP4's
+//   nibbles are indices of its table
 //   hi: the 5th bits (one word; bit 8 * b + w is that of weight 4 * w + b) or the 5th and 6th (two words, 2 bits each)
 //   s1: per 32 weights the scale (half), scale and minimum (two halves), K-quants: two bytes (scale and minimum, Q6_K:
-//   2 scales) s2: per 256 weights d and dmin (two halves), Q6_K: d (half)
+//   2 scales), MXFP4: a byte, the scale's exponent; s2: per 256 weights d and dmin (two halves), Q6_K: d (half)
 // Floating-point types keep the file's layout; their block is 8 weights.
 DEVICE constexpr bool is_float(int t) { return block_of(t) == 8; }
 DEVICE constexpr u64 align16(u64 n) { return (n + 15) / 16 * 16; }
@@ -39,15 +40,26 @@ template <int T, class Memory = InGlobal> DEVICE void fetch(Block<T> &f, const u
     f.h0 = h.x;
     f.h1 = h.y;
   }
+  if (s1_bytes(T) == 1) f.s1 = w[s1_at(T, blocks) + i];
   if (s1_bytes(T) == 2) f.s1 = Memory::get2(w + s1_at(T, blocks) + i * 2);
   if (s1_bytes(T) == 4) f.s1 = Memory::get4(w + s1_at(T, blocks) + i * 4);
   if (s2_bytes(T) == 2) f.s2 = Memory::get2(w + s2_at(T, blocks) + i / 8 * 2);
   if (s2_bytes(T) == 4) f.s2 = Memory::get4(w + s2_at(T, blocks) + i / 8 * 4);
 }
 
-// Codes of weights 4w..4w+3 as bytes (signed for Q8_0), for w in 0..7.
+DEVICE constexpr bool signed_codes(int t) { return t == Q8_0 || has_table(t); }
+// Four nibbles (a byte each) of MXFP4 as the signed bytes that they stand for: twice the values of E2M1.
+DEVICE u32 table_mxfp4(u32 q) {
+  const u32 low = q & 0x07070707, two = low | low >> 4, selector = (two & 0xFF) | (two >> 8 & 0xFF00),
+            negative = (q >> 3 & 0x01010101) * 0xFF;
+  return (permute_bytes(0x03020100u, 0x0C080604u, selector) & ~negative) |
+      (permute_bytes(0xFDFEFF00u, 0xF4F8FAFCu, selector) & negative);
+}
+
+// Codes of weights 4w..4w+3 as bytes (signed as `signed_codes` says), for w in 0..7.
 template <int T> DEVICE u32 codes(u32 lo, u32 h0, u32 h1, int w) {
   u32 q = T == Q8_0 ? lo : (w < 4 ? lo : lo >> 4) & 0x0F0F0F0F;
+  if (T == MXFP4) q = table_mxfp4(q);
   if (hi_bytes(T) == 4) q |= ((h0 >> w) & 0x01010101) << 4;
   if (hi_bytes(T) == 8) q |= (((w < 4 ? h0 : h1) >> 2 * (w & 3)) & 0x03030303) << 4;
   return q;
@@ -56,6 +68,7 @@ template <int T> DEVICE u32 codes(u32 lo, u32 h0, u32 h1, int w) {
 template <int T> DEVICE float scale_of(u32 s1, u32 s2, int half = 0) {
   if (T == Q4_K || T == Q5_K) return half_to_float(s2) * (float)(s1 & 0xFF);
   if (T == Q6_K) return half_to_float(s2) * (float)(signed char)(s1 >> 8 * half);
+  if (T == MXFP4) return unbits(s1 < 2 ? 0x00200000u << s1 : (s1 - 1) << 23);  // 2^(s1 - 128): the codes are doubled
   return half_to_float(s1);
 }
 template <int T> DEVICE float shift_of(u32 s1, u32 s2, int half = 0) {
@@ -131,7 +144,7 @@ template <int T> DEVICE float weight_at(const u8 *w, u64 blocks, u64 k) {
 #pragma unroll
   for (int i = 0; i < 8; i++) q = i == j / 4 ? codes<T>(lo[i], f.h0, f.h1, i) : q;
   q = q >> 8 * (j & 3) & 0xFF;
-  const float code = T == Q8_0 ? (float)(signed char)q : (float)q;
+  const float code = signed_codes(T) ? (float)(signed char)q : (float)q;
   return scale_of<T>(f.s1, f.s2, j / 16) * code + shift_of<T>(f.s1, f.s2, j / 16);
 }
 
@@ -157,7 +170,9 @@ DEVICE int keys_per_split(int keys, int splits, int chunk) {
 }
 
 // One warp: the weights of a head's `active` attention splits, from each split's maximum (log2) and sum.
-template <int SPLITS> DEVICE void combine_weights(float *weight, const F2 *ml, int stride, int active, int lane) {
+// `sink`: one more score (log2).
+template <int SPLITS>
+DEVICE void combine_weights(float *weight, const F2 *ml, int stride, int active, int lane, float sink = -INFINITY) {
   constexpr int N = (SPLITS + 31) / 32;
   float m = -1e30f, l = 0, e[N];
 #pragma unroll
@@ -173,7 +188,7 @@ template <int SPLITS> DEVICE void combine_weights(float *weight, const F2 *ml, i
     e[i] = s < active ? exp2_fast(e[i] - m) * ml[s * stride].y : 0;
     l += e[i];
   }
-  l = warp_sum(l);
+  l = warp_sum(l) + exp2_fast(sink - m);
 #pragma unroll
   for (int i = 0; i < N; i++)
     if (lane + 32 * i < active) weight[lane + 32 * i] = e[i] / l;

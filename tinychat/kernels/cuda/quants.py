@@ -25,6 +25,8 @@ class Planes:
     minimum: bool = False
     block: int = 32  # weights that a lane reads at once
     halves: tuple[int, ...] = ()  # where a block of the file has its F16 scales
+    exponents: tuple[int, ...] = ()  # where it has scales that are powers of two
+    table: bool = False  # a code is an index of a table of signed bytes (quants.cuh)
 
 
 QUANTS = {
@@ -39,6 +41,7 @@ QUANTS = {
     Q.Q4_K: Planes(16, s1=2, s2=4, minimum=True, halves=(0, 2)),
     Q.Q5_K: Planes(16, hi=4, s1=2, s2=4, minimum=True, halves=(0, 2)),
     Q.Q6_K: Planes(16, hi=8, s1=2, s2=2, offset=32, halves=(208,)),
+    Q.MXFP4: Planes(16, s1=1, exponents=(0,), table=True),
 }
 FLOATS = tuple(kind for kind, planes in QUANTS.items() if planes.block == 8)
 
@@ -54,7 +57,7 @@ def packed_bytes(kind: Q, values: int) -> int:
 def header() -> str:
     """C++: the types with ggml's ids, and the table as functions of a type (lo_bytes, block_of, ...)."""
     names = {"lo": "lo_bytes", "hi": "hi_bytes", "s1": "s1_bytes", "s2": "s2_bytes"}
-    names |= {"offset": "offset_of", "minimum": "has_min", "block": "block_of"}
+    names |= {"offset": "offset_of", "minimum": "has_min", "block": "block_of", "table": "has_table"}
     out = f"enum {{ {', '.join(f'{kind.name} = {int(kind)}' for kind in QUANTS)} }};\n"
     for f in fields(Planes):
         if f.name in names:

@@ -3,8 +3,8 @@
 // Code of weight i (0..31) of 32-block g of a super-block (g is 0 where blocks have 32 weights).
 template <int T> DEVICE u32 file_code(const u8 *b, int g, int i) {
   if (T == Q8_0) return b[2 + i];
-  if (T == Q4_0 || T == Q4_1 || T == Q5_0 || T == Q5_1) {
-    const u8 *h = b + (T == Q5_1 ? 4 : 2), *q = b + (T == Q4_0 ? 2 : T == Q4_1 ? 4 : T == Q5_0 ? 6 : 8);
+  if (T == Q4_0 || T == Q4_1 || T == Q5_0 || T == Q5_1 || T == MXFP4) {
+    const u8 *h = b + (T == Q5_1 ? 4 : 2), *q = b + (T == MXFP4 ? 1 : T == Q4_0 ? 2 : T == Q4_1 ? 4 : T == Q5_0 ? 6 : 8);
     const u32 v = i < 16 ? q[i] & 15 : q[i - 16] >> 4;
     return T == Q5_0 || T == Q5_1 ? v | (u32)(h[i / 8] >> i % 8 & 1) << 4 : v;
   }

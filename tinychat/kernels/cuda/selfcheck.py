@@ -40,6 +40,8 @@ def check_data(kind: Q) -> tuple[np.ndarray, np.ndarray]:
         blocks = rng.integers(0, 256, (ROWS * COLS // block, size), np.uint8)
         for at in QUANTS[kind].halves:
             blocks[:, at : at + 2] = rng.uniform(0.01, 0.02, len(blocks)).astype(np.float16)[:, None].view(np.uint8)
+        for at in QUANTS[kind].exponents:
+            blocks[:, at] = rng.integers(120, 124, len(blocks))
         packed = blocks.reshape(-1)
     return packed, rng.standard_normal(COLS).astype(np.float32)
 

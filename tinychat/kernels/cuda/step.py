@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from tinychat.errors import TinychatError
 from tinychat.kernels import ops
@@ -133,9 +133,9 @@ def decode(b: Builder, depth: Depth = "middle") -> Step:
                 out += [(launch, first + n) for launch, n in _mla(b, i, m, depth)]
         match layer.feed_forward:
             case Dense() as d:
-                out += [(launch, done - 2 + n) for n, launch in enumerate(_dense(b, d))]
+                out += enumerated(_dense(b, d), done)
             case Experts() as e:
-                out += [(launch, done - 3 + n) for n, launch in enumerate(_experts(b, e))]
+                out += enumerated(_experts(b, e), done)
         first = done
     out.append((head(b, plan.head), first))
     return out + [(launch, len(plan.ops)) for launch in sample(b)]
@@ -153,6 +153,11 @@ def decode_steps(b: Builder, clusters: bool) -> dict[int, Step]:
     return steps
 
 
+def enumerated(launches: list[Launch], done: int) -> Step:
+    """The launches of a layer's last ops, of which `done` is the number behind the last."""
+    return [(launch, done - len(launches) + n) for n, launch in enumerate(launches)]
+
+
 # --- blocks
 
 
@@ -163,8 +168,17 @@ def _gqa(b: Builder, layer: int, a: GQA) -> list[Launch]:
         linear(b, "norm_linear", Activations("x", a.q.cols), qkv, norm=a.norm, eps=a.eps),
         store_kv(b, layer, a, 1),
         attention(b, layer, a),
-        linear_add(b, heads, a.output, a.output_bias, a.residual_scale),
+        *_added(b, heads, a.output, a.output_bias, a.post_norm, a.eps, a.residual_scale),
     ]
+
+
+def _added(
+    b: Builder, x: Activations, w: Weight, bias: Weight | None, post_norm: Weight | None, eps: float, scale: float
+) -> list[Launch]:
+    """x += scale * (w @ activations + bias), normed first if there is a post_norm."""
+    if post_norm is None:
+        return [linear_add(b, x, w, bias, scale)]
+    return [linear(b, "linear", x, ((w, bias, "y"),)), norm_add(b, post_norm, eps, scale, 1)]
 
 
 def _mla(b: Builder, layer: int, a: MLA, depth: Depth) -> Step:
@@ -198,7 +212,7 @@ def takes_cluster(b: Builder, a: MLA) -> bool:
     rows = a.nope + a.rope.dims, a.kv_lora, a.v_b.rows
     matrices = [(a.q, rows[0])] if a.q_a else []
     matrices += [(a.k_b, rows[1]), (a.v_b, rows[2])]
-    if any(n % CLUSTER for n in rows) or a.heads * CLUSTER > CLUSTER_BLOCKS or a.row % 2:
+    if any(n % CLUSTER for n in rows) or a.heads * CLUSTER > CLUSTER_BLOCKS or a.row % 2 or a.temperature:
         return False
     for w, n in matrices:
         placed = b.weight(w)
@@ -293,7 +307,16 @@ def _dense(b: Builder, d: Dense) -> list[Launch]:
     check_shared(w.gate.cols, quantised, floating)
     ffn = b.agreed("ffn", w.ff, [w.down], [w.ff], t.rows(PAIR_WARPS) == QUANTISED_ROWS)
     shape = constants.GateUp(
-        w.gate.cols, d.eps, quantised, floating, b.matrix(w.gate), b.matrix(w.up), t, out_quantised=ffn.quantised
+        w.gate.cols,
+        d.eps,
+        d.norm is not None,
+        activation(w),
+        quantised,
+        floating,
+        b.matrix(w.gate),
+        b.matrix(w.up),
+        t,
+        out_quantised=ffn.quantised,
     )
     buffers = {
         "x": b.act("x"),
@@ -315,7 +338,7 @@ def _dense(b: Builder, d: Dense) -> list[Launch]:
         threads=PAIR_THREADS,
         resident=2,
     )
-    return [gate_up, linear_add(b, ffn, w.down, None, d.residual_scale)]
+    return [gate_up, *_added(b, ffn, w.down, None, d.post_norm, d.eps, d.residual_scale)]
 
 
 def _experts(b: Builder, e: Experts) -> list[Launch]:
@@ -397,6 +420,13 @@ def linear_add(b: Builder, x: Activations, w: Weight, bias: Weight | None, scale
     return linear(b, "linear_add", x, ((w, bias, "x"),), add=True, scale=scale)
 
 
+def norm_add(b: Builder, norm: Weight, eps: float, scale: float, tokens: int) -> Launch:
+    """x += scale * RMSNorm(y)."""
+    buffers = {"x": b.act("x", tokens), "src": b.act("y", tokens), "gain": b.data(norm), "state": "state"}
+    shape = constants.NormAdd(norm.cols, eps, scale)
+    return kernel(f"norm_add_{norm.cols}", "norm_add.cu", shape, buffers, (tokens, 1, 1), "norm")
+
+
 def head(b: Builder, op: ops.Head) -> Launch:
     """Logits of this step's last token."""
     logits = b.buffer("logits", 4 * op.weight.rows)
@@ -416,6 +446,7 @@ def _absorb(b: Builder, layer: int, a: MLA) -> Launch:
         neox=a.rope.style == "neox",
         eps=a.eps,
         query_scale=a.scale * LOG2E,
+        **temperature(a),
         weight=b.matrix(w),
         spread=t,
         head_blocks=t.blocks(w.rows),
@@ -504,6 +535,8 @@ def _experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
         choice(r),
         w.gate.cols,
         e.eps,
+        True,
+        activation(w),
         quantised,
         floating,
         b.matrix(w.gate),
@@ -526,6 +559,8 @@ def _experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
         "state": "state",
         "shared_gate": b.data(shared.gate if shared else None),
         "shared_up": b.data(shared.up if shared else None),
+        "gate_bias": b.data(w.gate_bias),
+        "up_bias": b.data(w.up_bias),
     }
     kind = w.gate.type.name.lower()
     return kernel(
@@ -562,6 +597,7 @@ def _experts_down(b: Builder, e: Experts, ffn: Activations) -> Launch:
         "w": b.data(w),
         "state": "state",
         "shared": b.data(shared),
+        "bias": b.data(e.weights.down_bias),
     }
     kind = w.type.name.lower()
     return kernel(
@@ -615,6 +651,17 @@ def store_kv(b: Builder, layer: int, a: GQA, tokens: int) -> Launch:
     return kernel(f"store_kv_{a.heads}_{a.kv_heads}_{a.key_dim}", "store_kv.cu", shape, buffers, grid, "rope")
 
 
+def activation(w: ops.Gated) -> constants.Activation:
+    """What a kernel makes of gate and up."""
+    return constants.Activation(constants.Function[w.activation.upper()])
+
+
+def temperature(a: MLA) -> dict[str, Any]:
+    """The constants of a block's temperature."""
+    t = a.temperature
+    return {"growth": t.scale if t else 0.0, "growth_length": t.length if t else 1}
+
+
 def choice(r: ops.Router) -> constants.Choice:
     """How a kernel chooses experts."""
     gating = constants.Gating[r.gating.upper()]
@@ -657,6 +704,8 @@ def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launc
         parts=parts,
         splits=splits(a, deep),
         latent=latent,
+        window=0 if isinstance(a, MLA) else a.window,
+        sinks=not isinstance(a, MLA) and a.sinks is not None,
     )
     buffers = {
         "partial": b.buffer("attention_o", 2 * splits(a, deep) * a.heads * value_dim),
@@ -667,8 +716,10 @@ def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launc
         "state": "state",
         "v_cache": b.cache("k" if latent else "v", layer),
         "out": None if latent else b.act("heads"),
+        "sinks": None if isinstance(a, MLA) else b.data(a.sinks),
     }
-    name = f"attention_{a.heads}_{kv_heads}_{key_dim}{'_deep' if deep else ''}"
+    window = f"_{shape.window}" if shape.window else ""
+    name = f"attention_{a.heads}_{kv_heads}_{key_dim}{window}{'_deep' if deep else ''}"
     grid = (splits(a, deep), -(-group // rows), kv_heads)
     return kernel(
         name,

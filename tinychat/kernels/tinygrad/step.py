@@ -15,7 +15,22 @@ import numpy as np
 from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
 
 from tinychat.kernels.executor import Weights
-from tinychat.kernels.ops import GQA, MIN_WEIGHT_SUM, MLA, Dense, Experts, Gated, Plan, Rope, Router, Weight
+from tinychat.kernels.ops import (
+    CLAMP,
+    CLAMP_SLOPE,
+    GQA,
+    MIN_WEIGHT_SUM,
+    MLA,
+    Activation,
+    Dense,
+    Experts,
+    Gated,
+    Plan,
+    Rope,
+    Router,
+    Temperature,
+    Weight,
+)
 from tinychat.kernels.tinygrad.compile_caches import Caches
 from tinychat.kernels.tinygrad.dequant import dequantize, to_tensor
 
@@ -50,7 +65,7 @@ class Step:
                 progress((i + 1) / len(names))
         self.keys = [self._zeros(cache.key_width, cache_type) for cache in plan.caches]
         self.values = [self._zeros(cache.value_width, cache_type) for cache in plan.caches]
-        self._tables: dict[Rope, Tensor] = {}
+        self._tables: dict[Rope | Temperature, Tensor] = {}
         self._pos = UOp.variable("pos", 0, max_context - 1)
         self._jits: dict[tuple[int, bool], Any] = {}  # TinyJit is a function to mypy
 
@@ -143,11 +158,11 @@ class Step:
         n_rows = pos + x.shape[0]
         rows_k = keys[:n_rows].cast(dtypes.float32).reshape(n_rows, a.kv_heads, a.key_dim)
         rows_v = values[:n_rows].cast(dtypes.float32).reshape(n_rows, a.kv_heads, a.value_dim)
-        heads = _attend(q, rows_k, rows_v, a.scale, pos).realize()
+        sinks = self._vector(a.sinks) if a.sinks else None
+        heads = _attend(q, rows_k, rows_v, a.scale, pos, a.window, sinks).realize()
         yield heads
-        x = (x + self._biased(self._linear(heads, a.output), a.output_bias) * a.residual_scale).realize()
-        yield x
-        return x
+        y = self._biased(self._linear(heads, a.output), a.output_bias)
+        return (yield from self._added(x, y, a.post_norm, a.eps, a.residual_scale))
 
     def _mla(self, i: int, a: MLA, x: Tensor, pos: UOp) -> Ops:
         keys = self.keys[i]
@@ -160,6 +175,9 @@ class Step:
             q = self._linear(self._norm(q, a.q_a_norm, a.eps), a.q).realize()
             yield q
         q = self._rotate(q.reshape(q.shape[0], a.heads, -1), a.rope, pos, a.nope).contiguous()
+        if a.temperature:
+            factors = self._table(a.temperature)[pos : pos + q.shape[0]]
+            q = (q * factors.reshape(-1, 1, 1)).contiguous()
         latent = self._norm(kv[:, : a.kv_lora], a.kv_norm, a.eps)
         rotated = self._rotate(kv[:, a.kv_lora :].unsqueeze(1), a.rope, pos, 0).squeeze(1)
         _store(keys, latent.cat(rotated, dim=-1), pos)
@@ -181,7 +199,15 @@ class Step:
     def _dense(self, b: Dense, x: Tensor) -> Ops:
         h = self._gated(self._norm(x, b.norm, b.eps), b.weights).realize()
         yield h
-        x = (x + self._linear(h, b.weights.down) * b.residual_scale).realize()
+        return (yield from self._added(x, self._linear(h, b.weights.down), b.post_norm, b.eps, b.residual_scale))
+
+    def _added(self, x: Tensor, y: Tensor, post_norm: Weight | None, eps: float, scale: float) -> Ops:
+        """x + scale * y, normed first if there is a post_norm."""
+        if post_norm:
+            y = y.contiguous().realize()
+            yield y
+            y = self._norm(y, post_norm, eps)
+        x = (x + y * scale).realize()
         yield x
         return x
 
@@ -192,12 +218,17 @@ class Step:
         Tensor.realize(ids, weights)
         yield ids
         chosen = ids[0]
-        gate, up = ((self._chosen(w, chosen) * n).sum(-1).contiguous() for w in (b.weights.gate, b.weights.up))
-        h = (gate.silu() * up).contiguous()
+        w = b.weights
+        gate, up = (
+            self._chosen_bias((self._chosen(m, chosen) * n).sum(-1), bias, chosen).contiguous()
+            for m, bias in ((w.gate, w.gate_bias), (w.up, w.up_bias))
+        )
+        h = _activated(gate, up, w.activation).contiguous()
         shared = self._gated(n, b.shared) if b.shared else None
         Tensor.realize(h, *([shared] if shared is not None else []))
         yield h
-        y = (self._chosen(b.weights.down, chosen) * h.reshape(b.router.top_k, 1, -1)).sum(-1).contiguous()
+        y = (self._chosen(w.down, chosen) * h.reshape(b.router.top_k, 1, -1)).sum(-1)
+        y = self._chosen_bias(y, w.down_bias, chosen).contiguous()
         added = (y * weights.reshape(-1, 1)).sum(0)
         if b.shared and shared is not None:
             added = added + self._linear(shared, b.shared.down)
@@ -206,7 +237,7 @@ class Step:
         return x
 
     def _gated(self, n: Tensor, w: Gated) -> Tensor:
-        return self._linear(n, w.gate).contiguous().silu() * self._linear(n, w.up).contiguous()
+        return _activated(self._linear(n, w.gate).contiguous(), self._linear(n, w.up).contiguous(), w.activation)
 
     def _route(self, r: Router, n: Tensor) -> tuple[Tensor, Tensor]:
         """(ids, weights) of the chosen experts, (T, top_k) each."""
@@ -246,10 +277,8 @@ class Step:
 
     def _rotate(self, x: Tensor, rope: Rope, pos: UOp, start: int) -> Tensor:
         """RoPE of values start..start+dims of each head of x (T, heads, width)."""
-        if rope not in self._tables:
-            self._tables[rope] = Tensor(rope.table(self.max_context), device=self.device).realize()
         half = rope.dims // 2
-        table = self._tables[rope][pos : pos + x.shape[0]].unsqueeze(1)
+        table = self._table(rope)[pos : pos + x.shape[0]].unsqueeze(1)
         cos, sin = table[..., 0], table[..., 1]
         part = x[..., start : start + rope.dims]
         if rope.style == "norm":
@@ -265,6 +294,12 @@ class Step:
             + [x[..., start + rope.dims :]] * (start + rope.dims < x.shape[-1])
         )
         return Tensor.cat(*parts, dim=-1) if len(parts) > 1 else turned
+
+    def _table(self, kind: Rope | Temperature) -> Tensor:
+        """A value, or cos and sin, of every position."""
+        if kind not in self._tables:
+            self._tables[kind] = Tensor(kind.table(self.max_context), device=self.device).realize()
+        return self._tables[kind]
 
     def _norm(self, x: Tensor, gain: Weight | None, eps: float) -> Tensor:
         return x if gain is None else (_unit(x, eps) * self._vector(gain)).contiguous()
@@ -305,19 +340,42 @@ class Step:
         """The chosen experts' matrices of one token: float32 (top_k, rows, cols); gathered packed."""
         return dequantize(self._rows(w)[chosen].contiguous(), w.type)
 
+    def _chosen_bias(self, y: Tensor, bias: Weight | None, chosen: Tensor) -> Tensor:
+        """y (top_k, rows) and the chosen experts' biases."""
+        return y if bias is None else y + self._vector(bias).reshape(bias.groups, bias.cols)[chosen]
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, pos: UOp) -> Tensor:
+
+def _activated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """See Gated."""
+    if activation == "silu":
+        return gate.silu() * up
+    if activation == "gelu":
+        return gate.gelu() * up
+    gate = gate.minimum(CLAMP)
+    return gate * (gate * CLAMP_SLOPE).sigmoid() * (up.clamp(-CLAMP, CLAMP) + 1)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, pos: UOp, window: int = 0, sinks: Tensor | None = None
+) -> Tensor:
     """Causal softmax(q·k * scale)·v: q (T, heads, d) at pos.., k and v (rows, kv heads, d) -> (T, heads * width of v).
 
-    Head h reads kv head h * kv heads // heads.
+    Head h reads kv head h * kv heads // heads. `window`, `sinks` (heads,): see ops.GQA.
     """
     t, kv_heads, width = q.shape[0], k.shape[1], v.shape[-1]
     q = q.reshape(t, kv_heads, -1, k.shape[-1])
     scores = q.permute(1, 2, 0, 3) @ k.permute(1, 2, 0).unsqueeze(1) * scale  # (kv heads, group, T, rows)
-    if t > 1:
+    if t > 1 or window:
         mask = Tensor.full((t, pos + t), float("-inf"), dtype=dtypes.float32, device=q.device, buffer=False)
-        scores = scores + mask.triu(pos + 1)
-    p = scores.contiguous().softmax(-1)
+        scores = scores + (mask.triu(pos + 1) if t > 1 else 0)
+        scores = scores + (mask.tril(pos - window) if window else 0)
+    if sinks is None:
+        p = scores.contiguous().softmax(-1)
+    else:
+        scores, sink = scores.contiguous(), sinks.reshape(kv_heads, -1, 1, 1)
+        high = scores.max(-1, keepdim=True).maximum(sink)
+        e = (scores - high).exp()
+        p = e / (e.sum(-1, keepdim=True) + (sink - high).exp())
     return (p @ v.permute(1, 0, 2).unsqueeze(1)).permute(2, 0, 1, 3).reshape(t, q.shape[1] * q.shape[2] * width)
 
 

@@ -18,7 +18,8 @@ from platformdirs import user_cache_dir
 from tinychat.engine.devices import OnProgress
 from tinychat.engine.engine import Engine
 from tinychat.engine.memory_limit import limit_of
-from tinychat.errors import TinychatError, printable
+from tinychat.errors import printable
+from tinychat.files import replace_file
 from tinychat.kernels.ops import Op
 from tinychat.kernels.profile import Kernel, Part, StepProfile, category_of, name_of, quant_of, shape_of
 from tinychat.measure.bench import prompt
@@ -50,7 +51,10 @@ def profile(
         engine.executor.forward(ids[:-1], 0) if len(ids) > 1 else None
         measured = engine.executor.profile(ids[-1], len(ids) - 1, steps)
     found = explain(measured, engine, name or engine.info.name)
-    found.files.append(str(_save(measured, found)))
+    try:
+        found.files.append(str(_save(measured, found)))
+    except OSError as e:
+        found.deeper.append(f"the raw figures are not kept: {profiles_dir()}: {(e.strerror or str(e)).lower()}")
     return found
 
 
@@ -193,8 +197,7 @@ def profiles_dir() -> Path:
 
 
 def _save(p: StepProfile, r: Profile) -> Path:
-    """Writes every measured step of every part as JSON; returns the file. Raises TinychatError where it cannot be
-    written."""
+    """Writes every measured step of every part as JSON; returns the file. Raises OSError."""
     safe = "".join(c if c.isalnum() or c in "-._" else "-" for c in r.model)[:60]
     path = profiles_dir() / f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}-{safe}.json"
     raw = {
@@ -214,13 +217,10 @@ def _save(p: StepProfile, r: Profile) -> Path:
             for q in p.parts
         ],
     }
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(raw))
-        for old in sorted(path.parent.glob("*.json"))[:-KEPT]:  # their names begin with the date
-            old.unlink(missing_ok=True)
-    except OSError as e:
-        raise TinychatError(f"{path}: the raw figures cannot be saved: {(e.strerror or str(e)).lower()}") from None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, json.dumps(raw).encode())
+    for old in sorted(path.parent.glob("*.json"))[:-KEPT]:  # their names begin with the date
+        old.unlink(missing_ok=True)
     return path
 
 

@@ -15,7 +15,7 @@ from textual.widgets import Static
 from tinychat.chat.conversation import Call, Turn
 from tinychat.errors import printable
 from tinychat.ui.chat.markdown import MarkdownView
-from tinychat.ui.chat.message import Head, TurnMessage
+from tinychat.ui.chat.message import ActionLine, TurnMessage
 from tinychat.ui.panel.figures import seconds
 
 SHOWN = 400  # lines of a result that are laid out; the rest is in the saved conversation
@@ -31,12 +31,13 @@ class CallMessage(TurnMessage):
     ]
 
     def __init__(self, index: int, turn: Turn, call: Call, live: bool = False) -> None:
-        super().__init__(index, turn, call.name)
+        super().__init__(index, turn)
+        self.line = CallLine("", ".action", always=False, classes="head")
         self.call, self.live, self.folded, self.waits, self.elapsed = call, live, True, False, 0.0
         self._body: list[MarkdownView | Static] = []
 
     def compose(self) -> ComposeResult:
-        yield CallLine()
+        yield self.line
 
     def update(self, turn: Turn, live: bool, elapsed: float = 0.0, waits: bool = False) -> None:
         """Shows the state of `turn`; of a running call its seconds, and whether it waits for the user."""
@@ -45,7 +46,7 @@ class CallMessage(TurnMessage):
         if ended and not self.folded:
             self.action_unfold()
             self.action_unfold()
-        self.query_one(CallLine).refresh()
+        self.line.refresh()
 
     def on_click(self, event: events.Click) -> None:
         if event.style.meta.get("act"):
@@ -69,10 +70,10 @@ class CallMessage(TurnMessage):
                 MarkdownView(shortened(result), plain=True, classes="call-text"),
             ]
             self.mount_all(self._body)
-        self.query_one(CallLine).refresh()
+        self.line.refresh()
 
 
-class CallLine(Head):
+class CallLine(ActionLine):
     """▸ read_file src/a.py · 0.02 s · 312 tokens"""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {"tool", "failed"}

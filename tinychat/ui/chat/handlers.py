@@ -203,7 +203,12 @@ async def save(chat: ChatView, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("x", encoding="utf-8", errors="replace") as f:
-            f.write(data)
+            try:
+                f.write(data)
+                f.flush()
+            except OSError:
+                path.unlink()
+                raise
     except FileExistsError:
         raise TinychatError(f"{printable(str(path))} exists; nothing was written, choose another name") from None
     except (OSError, ValueError) as e:  # ValueError: a name that no file can have
@@ -247,6 +252,9 @@ async def stats(chat: ChatView, text: str) -> None:
         share = f" · {s.limit_share:.0%} of {s.limit_gb_s:.1f} GB/s" if s.limit_gb_s else ""
         lines.append(f"{size(s.bytes_per_token)} read per token · {s.gb_s:.1f} GB/s{share}")
     lines.append(f"weights {size(s.weight_bytes)} · KV cache {size(s.kv_bytes)} · process {size(s.rss_bytes)}")
+    disk = [f"{s.restored_rows:,} tokens of it read back in {1e3 * s.restore_s:,.1f} ms"] * bool(s.restored_rows)
+    disk += [f"{s.saved_rows:,} ({size(s.saved_bytes)}) saved in {1e3 * s.save_s:,.1f} ms"] * bool(s.saved_rows)
+    lines += ["KV cache on the disk: " + " · ".join(disk)] * bool(disk)
     lines.append(f"painted {speed(chat.meter.average)} tok/s" if chat.meter.average else "")
     await chat.say("\n  ".join(filter(None, lines)))
 
@@ -348,8 +356,7 @@ async def help_screen(chat: ChatView, text: str) -> None:
 
 
 async def panel(chat: ChatView, text: str) -> None:
-    chat.screen.toggle_class("-no-panel")
-    chat.paint_panel()
+    chat.next_panel()
 
 
 async def experts(chat: ChatView, text: str) -> None:

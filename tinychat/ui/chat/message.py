@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import ClassVar
 
 from textual import events
@@ -19,8 +20,9 @@ from tinychat.chat.conversation import ENDINGS, Turn
 from tinychat.errors import printable
 from tinychat.ui.chat.markdown import MarkdownView
 from tinychat.ui.chat.thinking import ThinkingBlock
-from tinychat.ui.panel.figures import seconds
 from tinychat.units import speed
+
+SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 
 class TurnMessage(Vertical, can_focus=True):
@@ -37,6 +39,7 @@ class TurnMessage(Vertical, can_focus=True):
         Binding("escape", "act('leave')", "back to the prompt"),
     ]
     ACTIONS: ClassVar[tuple[str, ...]] = ("copy", "fork")
+    line: ActionLine
 
     class Acted(Message):
         """The user wants `action` (copy, code, edit, fork, regenerate, previous, next, leave, up, down) on turn
@@ -48,9 +51,9 @@ class TurnMessage(Vertical, can_focus=True):
 
     version = (1, 1)  # which of how many versions this is
 
-    def __init__(self, index: int, turn: Turn, name: str) -> None:
+    def __init__(self, index: int, turn: Turn) -> None:
         super().__init__()
-        self.index, self.turn, self.speaker = index, turn, name
+        self.index, self.turn = index, turn
 
     def on_click(self, event: events.Click) -> None:
         if action := event.style.meta.get("act"):
@@ -58,7 +61,7 @@ class TurnMessage(Vertical, can_focus=True):
             self.action_act(str(action))
 
     def on_enter(self) -> None:
-        self.query_one(Head).refresh()
+        self.line.refresh()
 
     on_leave = on_focus = on_blur = on_enter
 
@@ -69,38 +72,55 @@ class TurnMessage(Vertical, can_focus=True):
         self.post_message(self.Acted("up" if step < 0 else "down", self.index))
 
 
-class Head(Widget):
-    """The line above a message: who speaks, ‹ 2/3 › where there are versions of it, and on the right, under the mouse
-    or with the focus, what a click can do."""
+class ActionLine(Widget):
+    """A line of a message: some words on the left; on the right ‹ 2/3 › where there are versions of it, and what a
+    click can do: `always`, or under the mouse and with the focus."""
 
-    COMPONENT_CLASSES: ClassVar[set[str]] = {"speaker", "action"}
+    ALLOW_SELECT = False
+    COMPONENT_CLASSES: ClassVar[set[str]] = {"speaker", "figures", "action"}
+
+    def __init__(self, words: str, style: str, always: bool, classes: str) -> None:
+        super().__init__(classes=classes)
+        self._words, self._style, self._always = words, style, always
+
+    def say(self, words: str) -> None:
+        if words != self._words:
+            self._words = words
+            self.refresh()
 
     def render(self) -> Content:
         message = self.parent
         assert isinstance(message, TurnMessage)
-        speaker = Content.styled(printable(message.speaker, newlines=False), ".speaker")
+        parts = []
         number, total = message.version
         if total > 1:
-            older = Content.styled("‹", ".action").stylize(Style.from_meta({"act": "previous"}))
-            newer = Content.styled("›", ".action").stylize(Style.from_meta({"act": "next"}))
-            speaker = Content.assemble(speaker, "  ", older, (f" {number}/{total} ", ".action"), newer)
-        if not message.is_mouse_over and not message.has_focus:
-            return speaker
-        links = [Content.styled(a, ".action").stylize(Style.from_meta({"act": a})) for a in message.ACTIONS]
-        actions = Content("  ").join(links)
-        return Content.assemble(
-            speaker, " " * max(2, self.size.width - speaker.cell_length - actions.cell_length), actions
-        )
+            parts.append(Content.assemble(_action("‹", "previous"), f" {number}/{total} ", _action("›", "next")))
+        if self._always or message.is_mouse_over or message.has_focus:
+            parts += [_action(name, name) for name in message.ACTIONS]
+        right = Content("  ").join(parts).stylize_before(".action")
+        words, room = self._words, self.size.width - right.cell_length - 2
+        while len(words) > room and " · " in words:  # the least important last
+            words = words.rpartition(" · ")[0]
+        left = Content.styled(words, self._style)
+        return Content.assemble(left, " " * max(2, self.size.width - left.cell_length - right.cell_length), right)
+
+
+def _action(text: str, action: str) -> Content:
+    return Content(text).stylize(Style.from_meta({"act": action}))
 
 
 class UserMessage(TurnMessage):
     """What the user wrote, as it is, and the names of attached files."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("e,enter", "act('edit')", "edit and ask again")]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("e,enter", "act('edit')", "edit")]
     ACTIONS = ("edit", "copy", "fork")
 
+    def __init__(self, index: int, turn: Turn) -> None:
+        super().__init__(index, turn)
+        self.line = ActionLine("you", ".speaker", always=False, classes="head")
+
     def compose(self) -> ComposeResult:
-        yield Head()
+        yield self.line
         yield MarkdownView(self.turn.text, plain=True, classes="text")
         if self.turn.files:
             names = ", ".join(
@@ -110,32 +130,35 @@ class UserMessage(TurnMessage):
 
 
 class AnswerMessage(TurnMessage):
-    """An answer: its thinking, its text while it grows, and a line of figures when it ends."""
+    """An answer: its thinking, its text while it grows, before that what it waits for, and a line of figures and
+    actions when it has ended."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("y", "act('code')", "copy its code"),
-        Binding("r", "act('regenerate')", "answer again"),
+        Binding("y", "act('code')", "copy code"),
+        Binding("r", "act('regenerate')", "regenerate"),
         Binding("t", "toggle_thinking", "thinking"),
     ]
-    ACTIONS = ("copy", "fork")
+    ACTIONS = ("copy", "regenerate", "fork")
 
-    def __init__(self, index: int, turn: Turn, name: str, live: bool = False) -> None:
-        super().__init__(index, turn, name)
+    def __init__(self, index: int, turn: Turn, live: bool = False) -> None:
+        super().__init__(index, turn)
         self.live = live
         self.thinking = ThinkingBlock()
         self.view = MarkdownView(plain=turn.raw, classes="text")
-        self.footer = Static(classes="footer")  # not queried: it is mounted before its children when the app closes
+        # not queried: they are mounted before their children when the app closes
+        self.waiting = Static(classes="waiting")
+        self.line = ActionLine("", ".figures", always=True, classes="foot")
         if turn.thinking:
             self.thinking.feed(turn.thinking)
         if turn.text:
             self.view.feed(turn.text)
 
     def compose(self) -> ComposeResult:
-        yield Head()
         if self.turn.thinking:
             yield self.thinking
         yield self.view
-        yield self.footer
+        yield self.waiting
+        yield self.line
 
     def on_mount(self) -> None:
         if not self.live:
@@ -148,9 +171,9 @@ class AnswerMessage(TurnMessage):
         if grew.answer:
             self.view.feed(grew.answer)
 
-    def update(self, turn: Turn, live: bool, thinking_tokens: int = 0, elapsed: float = 0.0, writes: str = "") -> None:
-        """Shows the state of `turn`; of a live one the thinking figures are given, and what it `writes` that is no
-        text."""
+    def update(self, turn: Turn, live: bool, thinking_tokens: int = 0, elapsed: float = 0.0, awaited: str = "") -> None:
+        """Shows the state of `turn`; of a live one the thinking figures are given, and what is
+        `awaited` if anything is."""
         ended, self.turn, self.live = self.live and not live, turn, live
         if turn.thinking or (live and thinking_tokens):
             tokens = thinking_tokens if live else turn.thinking_tokens
@@ -162,10 +185,15 @@ class AnswerMessage(TurnMessage):
             )
         if ended:
             self.view.finish()
+        self.waiting.display = bool(awaited)
+        if awaited:
+            frame = SPINNER[int(10 * time.monotonic()) % len(SPINNER)]
+            shown = printable(awaited, newlines=False)
+            self.waiting.update(Content.assemble((frame, "$primary"), f" {shown}"), layout=False)
         only_calls = turn.stop_reason == "tool_calls" and not turn.note
-        self.footer.display = bool(writes) if live else not only_calls
-        if not live or writes:
-            self.footer.update(Content(printable(writes, newlines=False) if live else footer_text(turn)))
+        self.line.display = not live and not only_calls
+        if not live:
+            self.line.say(footer_text(turn))
         self.set_class(only_calls and not turn.text and not turn.thinking, "-empty")
 
     def action_toggle_thinking(self) -> None:
@@ -174,12 +202,10 @@ class AnswerMessage(TurnMessage):
 
 
 class NoticeLine(Static):
-    """One line of tinychat itself; errors have a sign as well as a colour."""
+    """A note of tinychat itself, behind a dashed bar; errors have a sign as well as a colour."""
 
     def __init__(self, text: str, error: bool = False) -> None:
-        super().__init__(
-            Content(f"{'✗' if error else '·'} {printable(text)}"), classes="note -error" if error else "note"
-        )
+        super().__init__(Content("✗ " * error + printable(text)), classes="note -error" if error else "note")
 
 
 def footer_text(turn: Turn) -> str:
@@ -190,7 +216,6 @@ def footer_text(turn: Turn) -> str:
     parts.append(f"a call could not be read: {printable(turn.note, newlines=False)}" if turn.note else "")
     parts.append(f"{tokens:,} token{'s' * (tokens != 1)}" if tokens else "")
     parts.append(f"{speed(s['decode_tok_s'])} tok/s" if s.get("decode_tok_s") else "")
-    parts.append(f"first after {seconds(s['ttft_s'])}" if s.get("ttft_s", 0) >= 1 else "")
     parts.append(f"reused {s['reused_tokens']:,}" if s.get("reused_tokens") else "")
     parts.append(f"prefilled {s['prefilled_tokens']:,}" if s.get("prefilled_tokens") else "")
     return " · ".join(filter(None, parts))

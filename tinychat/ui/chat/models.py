@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinychat.chat import servers, settings
 from tinychat.errors import TinychatError
+from tinychat.files import expand
 from tinychat.models import cache
 from tinychat.models.registry import resolve
 from tinychat.ui.chat.view import ChatView
@@ -44,7 +46,7 @@ async def load_named(chat: ChatView, text: str) -> None:
     from tinychat.ui.screens.picker import PickedModel
     from tinychat.ui.screens.picker_rows import is_place
 
-    if Path(text.strip()).expanduser().is_dir():
+    if os.path.isdir(expand(text.strip())):
         choose_model(chat, text.strip())
         return
     own = settings.load()
@@ -66,6 +68,7 @@ async def reopen(chat: ChatView, id: str) -> None:
     """Shows a saved conversation; its model is loaded when another one runs and it is on this computer."""
     assert chat.history is not None
     try:
+        chat.controller.interrupt()  # stored before the same conversation is read, as another program may have left it
         conversation = await in_daemon(partial(chat.history.load, id))
         present = chat.controller.conversation.model
         chat.controller.open(conversation)

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from typing import Any
 
+from textual.content import Content
 from textual.widgets import Static
 
 from tinychat.chat.changes import Asks, Change, Ended, Grew, ModelChanged, Notice, Overflow, Refused, Reset
@@ -15,7 +16,8 @@ from tinychat.ui.chat.message import AnswerMessage
 from tinychat.ui.chat.status import StatusLine
 from tinychat.ui.chat.view import ChatView
 from tinychat.ui.chat.welcome import Welcome
-from tinychat.ui.panel import EngineLine, EnginePanel, ExpertsStrip, Reading
+from tinychat.ui.keys import KeyLine
+from tinychat.ui.panel import EnginePanel, ExpertsStrip, Reading, figures
 from tinychat.ui.panel.reading import PaintMeter
 
 SHARE = 0.2  # of a core that painting a growing answer may take: the others, and the interpreter, are the engine's
@@ -60,6 +62,8 @@ class Painter:
             c.ready,
             len(c.queue),
             len(c.conversation.turns),
+            c.conversation.id,
+            c.conversation.title,
             self._chat.editing,
         )
         if state != self._state:
@@ -67,6 +71,7 @@ class Painter:
             self._chat.screen.query_one("#prompt-mark", Static).update("✎" if self._chat.editing is not None else "›")
             self._chat.box.show_waiting([t.text for t in c.queue])
             self._chat.screen.refresh_bindings()
+            self._chat.list_conversations()
 
     async def _apply(self, change: Change) -> None:
         chat, transcript = self._chat, self._chat.transcript
@@ -80,8 +85,7 @@ class Painter:
                     self.meter.restart()
                     self._speeds.clear()
                 chat.show_draft()
-                speaker = change.conversation.model or "model"
-                await transcript.reset(change.conversation, change.start, speaker, change.live)
+                await transcript.reset(change.conversation, change.start, change.live)
             case Ended():
                 message = transcript.message(change.index)
                 self.meter.begin()
@@ -110,8 +114,9 @@ class Painter:
         message = self._chat.transcript.last_answer
         if c.running is not None and message is not None and message.live:
             turn = c.conversation.turns[-1]
+            reading = "" if c.running.tokens else figures.awaited(c.running.prefill, c.stats)
             thought = turn.thinking_tokens + c.running.thinking_tokens
-            message.update(turn, True, thought, c.elapsed_thinking(), c.running.written.progress)
+            message.update(turn, True, thought, c.elapsed_thinking(), reading or c.running.written.progress)
 
     def panel(self) -> None:
         """The panel and the line at the top, a few times a second."""
@@ -135,10 +140,13 @@ class Painter:
             self.meter.rate if running else self.meter.average,
             experts,
         )
-        chat.screen.query_one(EnginePanel).show(reading)
-        chat.screen.query_one(EngineLine).show(reading)
+        panel, beside = chat.screen.query_one(EnginePanel), chat.panel_shown
+        panel.show(reading, chat.panel_shown == "inner")
+        chat.screen.query_one(KeyLine).say(Content("") if beside else figures.activity(reading))
         chat.screen.query_one(ExpertsStrip).show(reading)
-        chat.screen.query_one(StatusLine).show(c.conversation.model, info, title, "raw" if c.raw else "")
+        chat.screen.query_one(StatusLine).show(
+            c.conversation.model, info, title, "raw" if c.raw else "", None if beside else c.usage
+        )
         if not c.conversation.turns:
             chat.screen.query_one(Welcome).show(
                 c.conversation.model if c.ready or c.loading else "", c.loading is not None

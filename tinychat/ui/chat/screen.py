@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from textual import on
 from textual.app import ComposeResult, SystemCommand
@@ -30,16 +30,20 @@ from tinychat.ui.chat.overflow import OverflowScreen
 from tinychat.ui.chat.painter import Painter
 from tinychat.ui.chat.permission import PermissionScreen
 from tinychat.ui.chat.prompt import Choice, Prompt, PromptBox
+from tinychat.ui.chat.sidebar import Sidebar
 from tinychat.ui.chat.status import StatusLine
 from tinychat.ui.chat.transcript import Transcript
 from tinychat.ui.chat.view import Entry
 from tinychat.ui.keys import KeyLine
-from tinychat.ui.panel import EngineLine, EnginePanel, ExpertsStrip
+from tinychat.ui.panel import EnginePanel, ExpertsStrip
 from tinychat.ui.panel.reading import PaintMeter
 from tinychat.ui.screens.dialogs import AskScreen
 from tinychat.ui.screens.downloads import Downloads
 from tinychat.ui.screens.sheet import in_daemon
 
+LISTED = 160  # columns from which on the conversations are listed at the left
+PANELLED = 120  # columns from which on the panel is there without being asked for
+PANELS: tuple[Literal["", "short", "inner"], ...] = ("", "short", "inner")  # what F9 goes through
 DRAIN_HZ = 20  # how often the backend's events are taken and painted at most
 PANEL_HZ = 5
 _COMMAND = re.compile(r"/[^/\s]*(\s|$)")  # /etc/hosts and //text are messages
@@ -48,14 +52,15 @@ DRAFT_EVERY = 2.0  # seconds: what a kill loses of a draft at most
 
 
 class ChatScreen(Screen[None]):
-    """Composed of the status line, transcript, prompt and panel. All state is the controller's."""
+    """Composed of the conversations, one column of text from the status line to the keys, and the panel. All state is
+    the controller's."""
 
-    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (90, "-wide"), (150, "-vast")]
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (LISTED, "-wide"), (200, "-vast")]
     VERTICAL_BREAKPOINTS = [(0, "-short"), (20, "-high")]
     AUTO_FOCUS = "#prompt"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "stop", "stop", tooltip="stop; what there is of the answer stays"),
-        Binding("escape", "keep", "leave it as it was"),
+        Binding("escape", "keep", "cancel edit"),
         Binding("escape", "escape", "back to the prompt; takes back what waits or is edited", show=False),
         Binding(
             "ctrl+g",
@@ -65,7 +70,9 @@ class ChatScreen(Screen[None]):
             tooltip="stop thinking and go to the answer",
         ),
         Binding("ctrl+t", "toggle_thinking", "thinking", priority=True, tooltip="fold or unfold the last thinking"),
-        Binding("ctrl+r", "command('regenerate')", "again", priority=True, tooltip="answer the last message again"),
+        Binding(
+            "ctrl+r", "command('regenerate')", "regenerate", priority=True, tooltip="a new answer; the old one stays"
+        ),
         Binding("f5", "command('continue')", "continue", tooltip="go on with an answer that was stopped"),
         Binding("ctrl+o", "command('copy')", "copy code", priority=True, tooltip="copy the last block of code"),
         Binding("ctrl+n", "command('new')", "begin a new conversation", show=False, priority=True),
@@ -75,7 +82,7 @@ class ChatScreen(Screen[None]):
         Binding("f4", "command('set')", "system prompt, thinking, sampling, presets", show=False),
         Binding("f8", "command('inspect')", "the exact prompt, its tokens and their probabilities", show=False),
         Binding("f7", "command('experts')", "which experts of a mixture are chosen", show=False, priority=True),
-        Binding("f9", "command('panel')", "show or hide the engine panel", show=False),
+        Binding("f9", "command('panel')", "engine panel: short, with inner figures, hidden", show=False),
         Binding("f1", "command('help')", "help", tooltip="this help"),
         Binding(
             "ctrl+up", "to_messages", "to the messages above, to copy, edit or fork them", show=False, priority=True
@@ -111,25 +118,26 @@ class ChatScreen(Screen[None]):
         self._drafting = ""  # the conversation whose draft is in the prompt
         self._draft_key, self._draft = "", ""  # what of it is on the disk; all new conversations share the key ""
         self._asked_to_leave = -LEAVE_AGAIN
+        self._panel: Literal["", "short", "inner"] | None = None  # what F9 chose
         self._idle = 0  # ticks of the panel since something ran
 
     def compose(self) -> ComposeResult:
-        yield StatusLine(id="status")
         with Horizontal(id="body"):
-            with Vertical(id="main"):
+            yield Sidebar(self.history)
+            with Vertical(id="main"), Vertical(id="column"):
+                yield StatusLine(id="status")
                 yield Transcript()
                 yield ExpertsStrip(id="experts")
-                yield EngineLine(id="engine-line")
                 yield PromptBox(commands.complete, self._files)
+                yield KeyLine(palette=True)
             yield EnginePanel(id="panel")
-        yield KeyLine(palette=True)
 
     async def on_mount(self) -> None:
         if self.history is not None:
             with suppress(TinychatError):  # the history itself says what is wrong with it when a conversation is saved
                 self.prompt.past = self.history.prompts()
         self.show_draft()
-        await self.transcript.reset(self.controller.conversation, 0, "", False)
+        await self.transcript.reset(self.controller.conversation, 0, False)
         self.set_interval(DRAFT_EVERY, self.keep_draft)
         self.set_interval(1 / DRAIN_HZ, self._tick)
         self.set_interval(1 / PANEL_HZ, self._panel_tick)
@@ -151,8 +159,42 @@ class ChatScreen(Screen[None]):
     def meter(self) -> PaintMeter:
         return self.painter.meter
 
+    @property
+    def panel_shown(self) -> Literal["", "short", "inner"]:
+        """Which panel is beside the chat: what the user chose, else the short one where there is room."""
+        chosen: Literal["", "short", "inner"] = "short" if self.size.width >= PANELLED else ""
+        return chosen if self._panel is None else self._panel
+
+    def next_panel(self) -> None:
+        """No panel, the short one, the one with the engine's inner figures, and round again."""
+        self._panel = PANELS[(PANELS.index(self.panel_shown) + 1) % len(PANELS)]
+        self._place_panel()
+
+    def on_resize(self) -> None:
+        self._place_panel()
+        self.call_after_refresh(self.list_conversations)
+
+    def list_conversations(self) -> None:
+        """Brings the list at the left up to date."""
+        for sidebar in self.query(Sidebar):  # none yet, while the screen is being made
+            sidebar.show(self.controller.conversation.id)
+
+    @on(Sidebar.Opened)
+    def _opened(self, event: Sidebar.Opened) -> None:
+        if event.id != self.controller.conversation.id:
+            self.run_worker(models.reopen(self, event.id))
+        self.prompt.focus()
+
+    def on_screen_resume(self) -> None:
+        self.list_conversations()
+
+    def _place_panel(self) -> None:
+        self.set_class(bool(self.panel_shown), "-panel")
+        self.call_after_refresh(self.paint_panel)
+
     def paint_panel(self) -> None:
-        self.painter.panel()
+        if self.query(EnginePanel):
+            self.painter.panel()
 
     async def apply(self) -> None:
         """Paints what changed since the last time."""
@@ -317,7 +359,7 @@ class ChatScreen(Screen[None]):
             if key != self._draft_key:  # a new conversation has begun: its draft is its own now
                 self.history.set_draft(self._draft_key, "")
             self.history.set_draft(key, text)
-        self._draft_key, self._draft = key, text
+            self._draft_key, self._draft = key, text
 
     async def action_stop(self) -> None:
         self.controller.stop()

@@ -29,13 +29,12 @@ class Transcript(VerticalScroll, can_focus=False):
         super().__init__(id="transcript")
         self._conversation = Conversation()
         self._from = 0  # first mounted turn
-        self._speaker = ""
         self.unfold = False  # whether the thinking of a new answer is shown: as the user left the last one
 
     def compose(self) -> ComposeResult:
         yield Welcome()
         yield Earlier()
-        yield Static("─ the turns above are no longer sent to the model ─", classes="cut")
+        yield Static("the turns above are no longer sent to the model", classes="cut")
 
     def on_mount(self) -> None:
         self.query_one(Earlier).display = self.query_one(".cut").display = False
@@ -63,10 +62,10 @@ class Transcript(VerticalScroll, can_focus=False):
     def last_answer(self) -> AnswerMessage | None:
         return next((m for m in reversed(self.messages()) if isinstance(m, AnswerMessage)), None)
 
-    async def reset(self, conversation: Conversation, start: int, name: str, live: bool) -> None:
+    async def reset(self, conversation: Conversation, start: int, live: bool) -> None:
         """Shows `conversation`, whose turns before `start` are as they were; `live`: its last answer is being
         written."""
-        self._conversation, self._speaker = conversation, name
+        self._conversation = conversation
         with self.app.batch_update():
             if start == 0:
                 self._from = 0
@@ -118,11 +117,11 @@ class Transcript(VerticalScroll, can_focus=False):
     def _make(self, index: int, live: bool) -> TurnMessage:
         turn = self._conversation.turns[index]
         if turn.role == "user":
-            message: TurnMessage = UserMessage(index, turn, "you")
+            message: TurnMessage = UserMessage(index, turn)
         elif turn.role == "tool":
             message = CallMessage(index, turn, self._conversation.call_of(index), live)
         else:
-            message = AnswerMessage(index, turn, self._speaker, live)
+            message = AnswerMessage(index, turn, live)
             message.thinking.folded = not (live and self.unfold)
         after_call = index > 0 and self._conversation.turns[index - 1].role == "tool" != turn.role
         message.set_class(after_call, "-after-call")

@@ -1,6 +1,6 @@
-"""The engine panel: what the engine does right now, beside the chat or as one line above the prompt."""
+"""The engine panel: what the engine does right now, beside the chat."""
 
-from tinychat.ui.panel.panel import EngineLine, EnginePanel, ExpertsStrip
+from tinychat.ui.panel.panel import EnginePanel, ExpertsStrip
 from tinychat.ui.panel.reading import Reading
 
-__all__ = ["EngineLine", "EnginePanel", "ExpertsStrip", "Reading"]
+__all__ = ["EnginePanel", "ExpertsStrip", "Reading"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.filesize import decimal
 from textual.content import Content
 
-from tinychat.backend.protocol import Usage
+from tinychat.backend.protocol import Prefilling, Stats, Usage
 from tinychat.errors import printable
 from tinychat.ui.panel.reading import Reading
 from tinychat.units import speed, track
@@ -66,17 +66,10 @@ def context_bar(usage: Usage, width: int) -> Content:
 
 
 def context_rows(usage: Usage, width: int, short: bool = False) -> list[Content]:
-    """The meter with its legend; `short`: only the names of what is there, on one line where they fit."""
+    """The meter; with its legend unless `short`."""
     share = f"{usage.used / usage.limit:.0%}" if usage.limit else ""
     lines = [context_bar(usage, width), row(f"{usage.used:,} of {usage.limit:,}", share, width)]
-    if short:
-        there = [
-            Content.assemble((char, f".{name}"), (f" {name}", ".dim"))
-            for name, char in PARTS[:-1]
-            if getattr(usage, name)
-        ]
-        return [*lines, Content("  ").join(there)] if there else lines
-    for name, char in PARTS:
+    for name, char in () if short else PARTS:
         if name == "tools" and not usage.tools:
             continue
         value = f"{getattr(usage, name):,}"
@@ -86,21 +79,32 @@ def context_rows(usage: Usage, width: int, short: bool = False) -> list[Content]
 
 
 def now(r: Reading, width: int) -> list[Content]:
-    """The first lines: what happens at this moment."""
+    """What happens at this moment, in two lines. The speed of an answer that has ended is in its footer."""
     if r.loading is not None:
         return [Content.assemble((r.loading.stage, ".big")), Content(track(r.loading.fraction, width))]
     s = r.stats
     if s is None:
         return [Content.styled("no model", ".dim"), Content("")]
     if r.prefill is not None and s.phase != "decode":
-        done, total = r.prefill.done, max(r.prefill.total, 1)
-        rate = s.prefill_tok_s
-        eta = f"{seconds((total - done) / rate)} left" if rate > 0 and done else ""
-        return [row(f"reading {done:,} of {total:,}", eta, width), Content(track(done / total, width))]
-    if s.generated_tokens == 0:
-        return [Content.styled("ready", ".big"), Content("")]
-    current = (s.last_tok_s if s.phase == "decode" else 0) or s.decode_tok_s
-    return [Content.assemble((f"{speed(current)} tok/s", ".big")), Content.styled(spark(r.speeds, width), ".spark")]
+        return [Content.styled("reading the prompt", ".big"), Content(track(progress(r.prefill), width))]
+    chart = Content.styled(spark(r.speeds, width), ".spark")
+    if s.phase == "decode" and s.generated_tokens:
+        return [Content.styled(f"{speed(s.last_tok_s or s.decode_tok_s)} tok/s", ".big"), chart]
+    return [Content.styled("ready", ".big"), chart]
+
+
+def progress(p: Prefilling) -> float:
+    """How much of a prompt is read, 0 to 1."""
+    return p.done / max(p.total, 1)
+
+
+def awaited(prefill: Prefilling | None, stats: Stats | None) -> str:
+    """What an answer that has not begun waits for: "reading the prompt, 512 of 1,400 tokens · 1.1 s left"."""
+    if prefill is None or stats is None or prefill.done >= prefill.total:
+        return "waiting for the first token" if prefill else "waiting for the model"
+    rate = stats.prefill_tok_s
+    left = f" · {seconds((prefill.total - prefill.done) / rate)} left" if rate > 0 and prefill.done else ""
+    return f"reading the prompt, {prefill.done:,} of {prefill.total:,} tokens{left}"
 
 
 def speed_rows(r: Reading, width: int) -> list[Content]:
@@ -108,8 +112,9 @@ def speed_rows(r: Reading, width: int) -> list[Content]:
     if s is None:
         return []
     rows = [
-        row("average", f"{speed(s.decode_tok_s)} tok/s" if s.decode_tok_s else "–", width),
         row("per token", f"{1000 / s.decode_tok_s:.1f} ms" if s.decode_tok_s else "–", width),
+        row("painted", f"{speed(r.painted)} tok/s" if r.painted else "–", width),
+        row("prefill", f"{speed(s.prefill_tok_s)} tok/s" if s.prefill_tok_s else "–", width),
     ]
     if s.drafted_tokens or s.forced_tokens:
         per_step = s.generated_tokens / max(1, s.decode_steps)
@@ -117,11 +122,18 @@ def speed_rows(r: Reading, width: int) -> list[Content]:
         sources = [f"{s.accepted_tokens:,} of {s.drafted_tokens:,}"] * bool(s.drafted_tokens)
         sources += [f"{s.forced_tokens:,} forced"] * bool(s.forced_tokens)
         rows.append(row("drafts", ", ".join(sources), width))
-    rows.append(row("painted", f"{speed(r.painted)} tok/s" if r.painted else "–", width))
-    rows.append(row("first token", seconds(s.ttft_s) if s.ttft_s else "–", width))
-    rows.append(row("prefill", f"{speed(s.prefill_tok_s)} tok/s" if s.prefill_tok_s else "–", width))
-    rows.append(row("reused, prefilled", f"{s.reused_tokens:,}, {s.prefilled_tokens:,}", width))
     return rows
+
+
+def time_rows(r: Reading, width: int) -> list[Content]:
+    """Of the last answer, or the one that is being written."""
+    s = r.stats
+    if s is None or not s.ttft_s:
+        return []
+    return [
+        row("to first token", seconds(s.ttft_s), width),
+        row("whole answer", seconds(s.ttft_s + s.decode_s), width),
+    ]
 
 
 def machine_rows(r: Reading, width: int) -> list[Content]:
@@ -138,7 +150,7 @@ def machine_rows(r: Reading, width: int) -> list[Content]:
     if s.jit_state:
         rows.append(row("state", s.jit_state, width))
     limit = f" of {s.limit_gb_s:.1f}" if s.limit_gb_s else ""
-    rows.append(row("memory read", f"{s.gb_s:.1f}{limit} GB/s" if s.gb_s else "–", width))
+    rows.append(row("reads", f"{s.gb_s:.1f}{limit} GB/s" if s.gb_s else "–", width))
     if s.limit_gb_s:
         share = f" {min(s.limit_share, 9.99):4.0%} of limit"
         rows.append(Content.assemble((track(min(s.limit_share, 1), width - len(share)), ".spark"), share))
@@ -150,38 +162,20 @@ def _told(r: Reading) -> bool:
     return r.info is None or r.info.can.instruments or bool(r.stats and r.stats.weight_bytes)
 
 
-def memory_rows(r: Reading, width: int) -> list[Content]:
+def memory_rows(r: Reading, width: int, short: bool = False) -> list[Content]:
     s = r.stats
     if s is None or not _told(r):
         return []
-    return [
-        row("weights", size(s.weight_bytes), width),
-        row("KV cache", size(s.kv_bytes), width),
-        row("process", size(s.rss_bytes), width),
-    ]
+    rows = [row("weights", size(s.weight_bytes), width), row("KV cache", size(s.kv_bytes), width)]
+    return rows if short else [*rows, row("process", size(s.rss_bytes), width)]
 
 
-def line(r: Reading, width: int) -> Content:
-    """Everything that matters on one line, for narrow screens."""
-    s, u = r.stats, r.usage
+def activity(r: Reading) -> Content:
+    """What happens at this moment in a few words, where there is no room for the panel."""
     if r.loading is not None:
-        label = r.loading.stage
-        return Content.assemble(
-            label, " ", (track(r.loading.fraction, max(4, min(24, width - len(label) - 1))), ".spark")
-        )
-    if s is None:
-        return Content.styled("no model loaded; /model chooses one", ".dim")
-    context = Content.assemble(context_bar(u, 10), (f" {u.used:,} of {u.limit:,}", ".dim"))
-    room, more = width - context.cell_length - 1, ""
-    if r.prefill is not None and s.phase != "decode":
-        left = now(r, max(20, room - 2))[0]
-    elif not s.generated_tokens:
-        left = Content.styled("ready", ".dim")
-    else:
-        head, chart = now(r, 12)
-        left = Content.assemble(head, "  ", chart)
-        more = f"  first token {seconds(s.ttft_s)}" if s.ttft_s else ""
-    if left.cell_length + len(more) <= room or left.cell_length > room:  # not where the context would have to go for it
-        left = Content.assemble(left, (more, ".dim"))
-    gap = width - left.cell_length - context.cell_length
-    return Content.assemble(left, " " * gap, context) if gap > 0 else left
+        return Content.assemble(f"{r.loading.stage} ", (track(r.loading.fraction, 10), ".spark"))
+    s = r.stats
+    if s is None or s.phase != "decode" or not s.generated_tokens:
+        return Content("")
+    chart = (spark(r.speeds, 8), ".spark")
+    return Content.assemble(chart, (f" {speed(s.last_tok_s or s.decode_tok_s)} tok/s", ".now"))

@@ -36,7 +36,7 @@ class Figures(Static):
 
 
 class EnginePanel(VerticalScroll, can_focus=False):
-    """Sections of figures beside the chat. `show` paints a Reading; what did not change is not painted again."""
+    """Sections of figures beside the chat; what did not change is not painted again."""
 
     ALLOW_SELECT = False
 
@@ -47,22 +47,23 @@ class EnginePanel(VerticalScroll, can_focus=False):
 
     def on_mount(self) -> None:
         self._shown: Content | None = None
-        self._reading = Reading()
+        self._reading, self._inner = Reading(), False
 
     def on_resize(self) -> None:
-        self.show(self._reading)
+        self.show(self._reading, self._inner)
 
-    def show(self, reading: Reading) -> None:
-        self._reading = reading
+    def show(self, reading: Reading, inner: bool) -> None:
+        """Paints `reading`, with the engine's inner figures if `inner`."""
+        self._reading, self._inner = reading, inner
         if not self.display or not self.is_attached:
             return
         width = max(20, self.content_size.width)
         height = self.content_size.height
-        lines = [figures.heading("engine", width), *figures.now(reading, width), *figures.speed_rows(reading, width)]
+        lines = [figures.heading("engine", width), *figures.now(reading, width)]
+        rest = self._rest(reading, width, inner, legend=inner)
         least = experts.strip(reading.experts, width, 0) if reading.experts else []
-        rest = self._rest(reading, width, short=False)
         if len(lines) + len(least) + len(rest) > height:
-            rest = self._rest(reading, width, short=True)
+            rest = self._rest(reading, width, inner, legend=False)
         if reading.experts:  # asked for, so it goes before what may not fit
             lines += [Content(""), *experts.strip(reading.experts, width, height - len(lines) - len(rest) - 1)]
         lines += rest
@@ -72,14 +73,15 @@ class EnginePanel(VerticalScroll, can_focus=False):
             self._shown = content
             self.query_one("#figures", Figures).update(content, layout=higher)
 
-    def _rest(self, reading: Reading, width: int, short: bool) -> list[Content]:
+    def _rest(self, reading: Reading, width: int, inner: bool, legend: bool) -> list[Content]:
         """The sections below the engine's."""
-        context = figures.context_rows(reading.usage, width, short) if reading.usage.limit else []
-        sections = (
-            ("context", context),
-            ("machine", figures.machine_rows(reading, width)),
-            ("memory", figures.memory_rows(reading, width)),
-        )
+        context = figures.context_rows(reading.usage, width, not legend) if reading.usage.limit else []
+        time = ("time", figures.time_rows(reading, width))
+        memory = ("memory", figures.memory_rows(reading, width, not inner))
+        sections = [("context", context), memory, time]
+        if inner:
+            speed = ("speed", figures.speed_rows(reading, width))
+            sections = [speed, time, ("context", context), ("machine", figures.machine_rows(reading, width)), memory]
         return [
             line for title, rows in sections if rows for line in (Content(""), figures.heading(title, width), *rows)
         ]
@@ -93,15 +95,3 @@ class ExpertsStrip(Figures):
     def show(self, reading: Reading) -> None:
         if self.display and self.is_attached and reading.experts:
             self.update(Content("\n").join(experts.strip(reading.experts, self.content_size.width, 0)))
-
-
-class EngineLine(Figures):
-    """The same on one line, for narrow screens."""
-
-    COMPONENT_CLASSES: ClassVar[set[str]] = _PARTS
-
-    def show(self, reading: Reading) -> None:
-        if self.display and self.is_attached:
-            content = figures.line(reading, self.content_size.width)
-            if not isinstance(self.content, Content) or not content.is_same(self.content):
-                self.update(content, layout=False)

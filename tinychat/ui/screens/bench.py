@@ -14,7 +14,7 @@ from textual.widgets import DataTable, ProgressBar, Static
 from tinychat.backend.instruments import Instrumented, JobDone, JobEvent, JobProgress, OnProgress
 from tinychat.backend.protocol import Failed
 from tinychat.backend.stream import EventStream
-from tinychat.errors import printable
+from tinychat.errors import TinychatError, printable
 from tinychat.measure import bench, log, tables
 from tinychat.measure.results import ModelResult
 from tinychat.ui.screens.sheet import Sheet
@@ -99,9 +99,7 @@ class BenchScreen(Sheet[None]):
         n_prompt, n_gen, repeats, name = self._n_prompt, self._n_gen, self._repeats, self._model
 
         def measure(model: Any, report: OnProgress, cancel: threading.Event) -> ModelResult:
-            result = bench.run(model, n_prompt, n_gen, repeats, report, cancel, name=name)
-            log.save(result)
-            return result
+            return bench.run(model, n_prompt, n_gen, repeats, report, cancel, name=name)
 
         self._cancel = threading.Event()
         self._events = self._backend.run_job(measure, self._cancel)
@@ -117,7 +115,11 @@ class BenchScreen(Sheet[None]):
                 case JobDone():
                     self._result = event.result
                     self._earlier.append(event.result)
-                    self._ended("measured and saved", 1.0)
+                    try:
+                        log.save(event.result)
+                        self._ended("measured and saved", 1.0)
+                    except TinychatError as e:
+                        self._ended(str(e), 1.0, failed=True)
                     self._tabulate()
                 case Failed():
                     self._ended(event.message, 0.0, failed=True)

@@ -14,7 +14,7 @@ from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import Static
 
-from tinychat.ui.keys import in_order
+from tinychat.ui.keys import in_order, key_name
 from tinychat.ui.screens.sheet import Sheet
 
 Entry = tuple[str, str]  # what to type, what it does
@@ -57,7 +57,7 @@ def keys_of(screen: Screen[object]) -> list[Entry]:
         binding = active.binding
         if binding.description and (active.node is screen.app or binding.key in _own_keys(type(active.node))):
             keys, _ = by_action.setdefault(binding.action, ([], active.tooltip or binding.description))
-            keys.append(screen.app.get_key_display(binding))
+            keys.append(key_name(binding.key))
     return [(", ".join(keys), text) for keys, text in by_action.values()]
 
 

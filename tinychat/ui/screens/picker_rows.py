@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from rich.filesize import decimal
 from textual.content import Content
 
 from tinychat.errors import TinychatError, printable
+from tinychat.files import expand
 from tinychat.models import cache
 from tinychat.models.fit import Fit, available_memory, fit
 from tinychat.models.registry import MODELS, Model, resolve
@@ -132,13 +134,13 @@ def is_place(text: str) -> bool:
 def at_place(text: str, known: Iterable[Model]) -> list[Model]:
     """The models that a URL or path stands for: one, or the .gguf files of a folder. Raises TinychatError where there
     is none."""
-    folder = Path(text.strip()).expanduser()
+    folder = expand(text.strip())
+    if not os.path.isdir(folder):
+        return [resolve(text, known)]
     try:
-        if not folder.is_dir():
-            return [resolve(text, known)]
         files = sorted(p for p in folder.iterdir() if p.suffix.lower() == ".gguf" and p.is_file())
-    except (ValueError, OSError, RuntimeError) as e:  # a path too long, a user that does not exist
-        raise TinychatError(f"{printable(text.strip())}: {e}") from None
+    except OSError as e:
+        raise TinychatError(f"{printable(text.strip())}: {(e.strerror or str(e)).lower()}") from None
     if not files:
         raise TinychatError(f"{printable(text.strip())}: a folder without .gguf files")
     return [Model(p.name, path=p) for p in files]
