@@ -42,6 +42,9 @@ _INTEGERS = (
 # every native call. Python's 5 ms is three tokens of a GPU: with it, painting cost a fifth of the speed at 600 tok/s,
 # with this a twentieth.
 SWITCH_INTERVAL = 0.0005
+# Seconds that a process may take to end after a signal: storing takes 5 at most, and Python itself may wait for ever at
+# its end, for a lock that a compile process of tinygrad held when the same signal ended it.
+LAST = 10.0
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, `kill` and a shutdown, a terminal that is closed
 
 
@@ -61,11 +64,19 @@ def prepare() -> None:
 
 
 def on_signals(end: Callable[[int, FrameType | None], object]) -> None:
-    """Signals that end a process call `end`, but those that whoever started it wants ignored (nohup)."""
+    """Signals that end a process call `end`, but those that whoever started it wants ignored (nohup); LAST seconds
+    later the process ends wherever it is."""
+
+    def ends(number: int, frame: FrameType | None) -> None:
+        timer = threading.Timer(LAST, os._exit, (128 + number,))
+        timer.daemon = True
+        timer.start()
+        end(number, frame)
+
     if threading.current_thread() is threading.main_thread():
         for number in ENDING:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, end)
+                signal.signal(number, ends)
 
 
 def _unwind(number: int, frame: FrameType | None) -> None:

@@ -26,6 +26,7 @@ def chat(
     server_model: str | None,
     key_file: str | None,
     tools: str | None,
+    mcp_file: str | None,
 ) -> int:
     """The app, on the model that `text` or else the settings name, or on a server's; without one, on the picker.
     Returns the exit code."""
@@ -36,6 +37,8 @@ def chat(
     options["speculate"] = speculate
     if tools is not None:
         options["tools"] = expand(tools)
+    if mcp_file is not None:
+        options["mcp_file"] = expand(mcp_file)
     if server is not None:
         from tinychat.ui.app import main
 
@@ -44,7 +47,7 @@ def chat(
             server_model or server,
             Path(server),
             server=servers.chosen(own.servers, server, server_model, key_file),
-            tools=options.get("tools"),
+            **{k: v for k, v in options.items() if k in ("tools", "mcp_file")},
         )
     if not (text := text or own.model):
         from tinychat.ui.app import main
