@@ -18,6 +18,7 @@ from tinychat import process
 from tinychat.backend.engine_thread import EngineThread
 from tinychat.backend.factory import open_backend
 from tinychat.backend.local import LocalBackend
+from tinychat.backend.protocol import Speculate
 from tinychat.chat import settings
 from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import Conversation
@@ -132,11 +133,13 @@ def main(
     model: str | None = None,
     path: Path | None = None,
     preset: str | None = None,
+    *,
+    speculate: Speculate = "auto",
     mcp_file: Path | None = None,
     **load_options: Any,
 ) -> int:
-    """Runs the chat. `path`, if given, is loaded with `preset` and called `model`; otherwise the picker opens.
-    `mcp_file` names MCP servers in place of the user's file."""
+    """Runs the chat. `path`, if given, is loaded with `preset` and called `model`; otherwise the picker opens. Every
+    model that is loaded speculates as `speculate` says. `mcp_file` names MCP servers in place of the user's file."""
     own = settings.load()
     history, problems = None, list(own.problems)
     try:
@@ -150,7 +153,9 @@ def main(
         problems.append(f"{e}; no MCP server is started")
     options = {"preset": preset, "threads": own.threads, **load_options}
     own = replace(own, problems=tuple(problems))
-    open_either = partial(open_backend, thread=EngineThread(), store_bytes=int(own.kv_cache_gb * 1e9))
+    open_either = partial(
+        open_backend, thread=EngineThread(), store_bytes=int(own.kv_cache_gb * 1e9), speculate=speculate
+    )
     process.prepare_for_screen()
 
     def mounted() -> None:

@@ -246,6 +246,10 @@ async def stats(chat: ChatView, text: str) -> None:
         lines.append(
             f"TTFT {1e3 * s.ttft_s:,.1f} ms" + (f" · {1e3 * s.token_s:,.2f} ms per output token" if s.token_s else "")
         )
+    if s.drafted_tokens or s.forced_tokens:
+        made = [f"{s.decode_steps:,} steps", f"{s.accepted_tokens:,} accepted of {s.drafted_tokens:,} drafts"]
+        made += [f"{s.forced_tokens:,} forced by the grammar"] * bool(s.forced_tokens)
+        lines.append(f"{s.generated_tokens:,} tokens: {' + '.join(made)} · {s.speculation_gain:.2f}× single steps")
     spent = [*s.parts(), ("painting", chat.meter.seconds)]
     if any(took for _, took in spent):
         each = [f"{what} {1e3 * took:,.1f} ms" for what, took in spent]
@@ -319,7 +323,7 @@ async def inspect(chat: ChatView, text: str) -> None:
     chosen = list(trace.tokens)
     ids = (*trace.prompt_ids, *(t.id for t in chosen))
     texts = await in_daemon(partial(instruments.token_texts, ids))
-    chat.app.push_screen(InspectorScreen(texts, [t.logprob for t in chosen]))
+    chat.app.push_screen(InspectorScreen(texts, [t.logprob for t in chosen], [t.source for t in chosen]))
 
 
 async def bench(chat: ChatView, text: str) -> None:

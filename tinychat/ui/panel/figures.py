@@ -111,11 +111,18 @@ def speed_rows(r: Reading, width: int) -> list[Content]:
     s = r.stats
     if s is None:
         return []
-    return [
+    rows = [
         row("per token", f"{1000 / s.decode_tok_s:.1f} ms" if s.decode_tok_s else "–", width),
         row("painted", f"{speed(r.painted)} tok/s" if r.painted else "–", width),
         row("prefill", f"{speed(s.prefill_tok_s)} tok/s" if s.prefill_tok_s else "–", width),
     ]
+    if s.drafted_tokens or s.forced_tokens:
+        per_step = s.generated_tokens / max(1, s.decode_steps)
+        rows.append(row("per step", f"{per_step:.2f} tokens, {s.speculation_gain:.1f}×", width))
+        sources = [f"{s.accepted_tokens:,} of {s.drafted_tokens:,}"] * bool(s.drafted_tokens)
+        sources += [f"{s.forced_tokens:,} forced"] * bool(s.forced_tokens)
+        rows.append(row("drafts", ", ".join(sources), width))
+    return rows
 
 
 def time_rows(r: Reading, width: int) -> list[Content]:
