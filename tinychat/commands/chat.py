@@ -23,11 +23,11 @@ def chat(
     key_file: str | None,
     tools: str | None,
 ) -> int:
-    """The app, on the model that `text` or else the settings name, or on a server's; without one, on the picker.
-    Returns the exit code."""
+    """Runs the app with the model that `text` or the settings name, or with a server's model; without either, it opens
+    the picker. Returns the exit code."""
     if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):  # Textual paints on stderr
         raise TinychatError("the chat needs a terminal; `tinychat run MODEL PROMPT` gives one answer without")
-    own = settings.load()  # the app shows what is wrong in it
+    own = settings.load()  # the app shows its problems
     options: dict[str, Any] = {k: v for k, v in (("device", device), ("threads", threads)) if v is not None}
     if tools is not None:
         options["tools"] = expand(tools)
