@@ -1,4 +1,4 @@
-"""Whether a model fits into this machine's memory, by what its header says."""
+"""Computes from a model's header whether the model fits into this machine's memory."""
 
 from __future__ import annotations
 
