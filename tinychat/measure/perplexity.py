@@ -60,7 +60,7 @@ def perplexity(engine: Engine, text: str, context: int = 512, chunks: int | None
 def _estimates(engine: Engine, ids: list[int], bos: int | None, context: int, total: int) -> Iterator[Estimate]:
     losses: list[np.ndarray] = []
     started = time.perf_counter()
-    engine.session.tokens = []  # the cache is ours
+    engine.session.tokens = []  # no rows of earlier prompts are reused
     for chunk in range(total):
         window = ids[chunk * context : (chunk + 1) * context]
         targets = window[1:]

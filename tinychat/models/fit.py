@@ -1,4 +1,4 @@
-"""Computes from a model's header whether the model fits into this machine's memory."""
+"""Whether a model fits into this machine's memory, by what its header says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tools that a model is offered. Running a call always gives a text, also when it fails."""
+"""The tools that a model is offered, and running one call of them: whatever happens, the result is a text."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 class Toolbox:
-    """Tools by name; thread-safe."""
+    """Tools by name. Any thread may call."""
 
     def __init__(self, tools: Iterable[Tool] = ()) -> None:
         self._tools = {tool.name: tool for tool in tools}
 
     @property
     def definitions(self) -> tuple[dict[str, Any], ...]:
-        """The tools in OpenAI's form."""
+        """The tools as OpenAI writes them."""
         return tuple(tool.definition for tool in self._tools.values())
 
     @property
@@ -36,7 +36,7 @@ class Toolbox:
         return tuple(self._tools)
 
     def call(self, name: str, arguments: str, context: Context, limit: int = LIMIT) -> Result:
-        """Runs tool `name` with `arguments` (JSON text). Never raises: an error becomes the result's text."""
+        """Runs tool `name` with `arguments`, JSON text. Never raises: what goes wrong is the result's text."""
         try:
             tool = self._tools.get(name)
             if tool is None:
@@ -54,7 +54,7 @@ class Toolbox:
 
 
 def cut(text: str, limit: int) -> str:
-    """`text` cut to about `limit` characters: a line that says so replaces the middle."""
+    """`text` in at most about `limit` characters: the middle is left out, and a line says so."""
     if len(text) <= limit:
         return text
     half = limit // 2
@@ -62,7 +62,7 @@ def cut(text: str, limit: int) -> str:
 
 
 def _checked(tool: Tool, arguments: str) -> Mapping[str, Any]:
-    """The arguments parsed, with the keys and types that `tool` requires. Raises TinychatError."""
+    """The arguments as an object that has what `tool` requires. Raises TinychatError."""
     try:
         value = json.loads(arguments or "{}")
     except (ValueError, RecursionError):

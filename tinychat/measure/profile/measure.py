@@ -65,7 +65,7 @@ def explain(p: StepProfile, engine: Engine, name: str) -> Profile:
     token = float(np.median(p.tokens)) if together else plain
     alone = sum(
         float(np.median(part.seconds)) for part in p.parts
-    )  # what disturbs one run of a kernel is not in the others
+    )  # medians, because a disturbance hits only some runs of a kernel
     base = token if together else alone or token
     rows = sorted(_rows(p, ops, base, limit), key=lambda r: -r.seconds)
     waited = sum(r.waited for r in rows)
