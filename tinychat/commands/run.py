@@ -158,7 +158,7 @@ def _answer(backend: Backend, request: Request, shown: _Shown) -> _Said:
 
 
 def _toolbox(folder: str | None) -> Toolbox | None:
-    """The tools of `folder`; the user who names a folder on the command line allows the tools to read it."""
+    """The tools of `folder`; naming it on the command line allows reading it."""
     if folder is None:
         return None
     from tinychat.tools.builtin import tools_of
@@ -206,7 +206,7 @@ def _ask(permissions: Permissions, question: Question) -> None:
 
 
 def _local(model: Model, question: str, chosen: Parameters, device: str | None, threads: int | None) -> Backend:
-    """A backend with the model on this machine and a context that holds the question."""
+    """The model on this machine, with a context that the question fits."""
     context = chosen.context or _needed_context(model, question, chosen.max_tokens)
     path = obtain(model)
     with Bar() as bar:

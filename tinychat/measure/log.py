@@ -70,8 +70,7 @@ def _read(kind: type[R], file: Path | None) -> Iterator[R]:
 
 
 def _parse(kind: type[R], data: dict[str, Any]) -> R:
-    """The result in `data`; unknown keys, of a newer version, are ignored. Raises TypeError, KeyError or ValueError
-    when `data` is not a result of this kind."""
+    """Raises TypeError, KeyError or ValueError when `data` is no such result; keys of a newer version are ignored."""
     values = {f.name: data[f.name] for f in fields(kind)}
     for f in fields(kind):
         if not isinstance(values[f.name], _TYPES[str(f.type)]):
