@@ -86,6 +86,9 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
 
     tools = argparse.ArgumentParser(add_help=False)  # options of the commands whose model may call tools
     tools.add_argument("--tools", metavar="DIR", help="let the model work in a folder; it asks first")
+    tools.add_argument(
+        "--mcp", dest="mcp_file", metavar="FILE", help="MCP servers, as other programs name them (mcpServers)"
+    )
 
     chat = _add(group, "chat", "chat", None, where, remote, tools)
     chat.add_argument("text", metavar="MODEL", nargs="?", help=MODEL_HELP)

@@ -42,6 +42,9 @@ _INTEGERS = (
 # native call. With Python's default of 5 ms, which is three tokens of a GPU, painting cost a fifth of the speed at 600
 # tok/s; with this value a twentieth.
 SWITCH_INTERVAL = 0.0005
+# Seconds that a process may take to end after a signal. Storing takes at most 5; the end of Python may block forever on
+# a lock that a compile process of tinygrad held when the same signal ended it.
+LAST = 10.0
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C; `kill` or a shutdown; a closed terminal
 
 
@@ -61,11 +64,19 @@ def prepare() -> None:
 
 
 def on_signals(end: Callable[[int, FrameType | None], object]) -> None:
-    """Makes the signals of ENDING call `end`, except those that the parent process set to be ignored (nohup)."""
+    """Makes the signals of ENDING call `end`, except those that the parent process set to be ignored (nohup). LAST
+    seconds after a signal the process ends, whatever it is doing."""
+
+    def ends(number: int, frame: FrameType | None) -> None:
+        timer = threading.Timer(LAST, os._exit, (128 + number,))
+        timer.daemon = True
+        timer.start()
+        end(number, frame)
+
     if threading.current_thread() is threading.main_thread():
         for number in ENDING:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, end)
+                signal.signal(number, ends)
 
 
 def _unwind(number: int, frame: FrameType | None) -> None:

@@ -31,6 +31,8 @@ ALIASES = {
     "command-r": "smollm",
     "joyai-llm": "deepseek-v3",
     "hunyuan-dense": "deepseek-v3",
+    "kanana2": "gpt-4o",
+    "llama4": "gpt-4o",
     None: "default",
 }
 
@@ -240,3 +242,12 @@ def _build_s(size: int) -> float:
     started = time.process_time()
     Tokenizer(metadata)
     return time.process_time() - started
+
+
+def test_a_message_that_goes_on_is_no_end() -> None:
+    """gpt-oss: an answer is several messages, and <|end|> stands behind each."""
+    marks = ["<|start|>", "<|end|>", "<|message|>", "<|return|>", "<|call|>", "<|channel|>"]
+    harmony = Tokenizer(vocab.bpe("gpt-4o", marks, eos_token_id="<|return|>"))
+    assert {harmony.token_text(i) for i in harmony.stop_ids} == {"<|return|>", "<|call|>"}
+    phi = Tokenizer(vocab.bpe("gpt-4o", ["<|end|>", "<|return|>"], eos_token_id="<|return|>"))
+    assert {phi.token_text(i) for i in phi.stop_ids} == {"<|end|>", "<|return|>"}

@@ -280,6 +280,9 @@ class ScriptedBackend:
         t = self.tokenizer
         return [TokenText(i, t.token_text(i), t.is_special(i), t.token_bytes(i)) for i in ids]
 
+    def tokenize(self, text: str, *, special: bool, whole: bool) -> list[int]:
+        return self.tokenizer.encode(text, special)
+
     def forget(self, conversation: str) -> None:
         pass
 

@@ -27,6 +27,7 @@ from tinychat.backend.protocol import (
     Prompted,
     Request,
     Stats,
+    Tokenizing,
     TokenPiece,
     ToolCall,
     Usage,
@@ -53,7 +54,7 @@ from tinychat.chat.state import (
 from tinychat.chat.usage_count import UsageCount
 from tinychat.errors import SLOW, TinychatError
 from tinychat.tools.permission import Permissions
-from tinychat.tools.protocol import Answer, Result
+from tinychat.tools.protocol import Answer, Question, Result
 from tinychat.tools.toolbox import LIMIT, Toolbox
 
 KEPT_STATS = (
@@ -503,9 +504,10 @@ class Controller:
         if not self.busy:
             self._measure()
 
-    def permit(self, answer: Answer) -> None:
-        """Answers the question of the call that runs."""
-        if (calling := self.calling) is not None and calling.asked is not None:
+    def permit(self, question: Question, answer: Answer) -> None:
+        """Answers the question of the call that runs; one of an earlier call is answered too late and counts for
+        nothing."""
+        if (calling := self.calling) is not None and calling.asked and calling.asked.question is question:
             calling.asked.answer.set_result(answer)
             self.state = replace(calling, asked=None)
 
@@ -568,10 +570,13 @@ class Controller:
         return room_for(self.usage.free) if self.usage.limit else LIMIT
 
     def _tokens(self, text: str) -> int:
-        """Of a result, on the thread of its call."""
+        """Of a result, on the thread of its call. A local model's tokenizer is asked, which waits for nothing: the
+        engine's thread may be saving the KV cache."""
         if (backend := self.backend) is None:
             return 0
-        return max(0, backend.measure(Request(raw=text)).prompt - backend.measure(Request(raw="")).prompt)
+        if self.instruments is not None:
+            return len(cast(Tokenizing, backend).tokenize(text, special=False, whole=False))
+        return backend.measure(Request(raw=text)).prompt
 
     def _failed(self, event: Failed) -> None:
         r = self.running

@@ -22,6 +22,7 @@ def chat(
     server_model: str | None,
     key_file: str | None,
     tools: str | None,
+    mcp_file: str | None,
 ) -> int:
     """Runs the app with the model that `text` or the settings name, or with a server's model; without either, it opens
     the picker. Returns the exit code."""
@@ -31,6 +32,8 @@ def chat(
     options: dict[str, Any] = {k: v for k, v in (("device", device), ("threads", threads)) if v is not None}
     if tools is not None:
         options["tools"] = expand(tools)
+    if mcp_file is not None:
+        options["mcp_file"] = expand(mcp_file)
     if server is not None:
         from tinychat.ui.app import main
 
@@ -39,7 +42,7 @@ def chat(
             server_model or server,
             Path(server),
             server=servers.chosen(own.servers, server, server_model, key_file),
-            tools=options.get("tools"),
+            **{k: v for k, v in options.items() if k in ("tools", "mcp_file")},
         )
     if not (text := text or own.model):
         from tinychat.ui.app import main

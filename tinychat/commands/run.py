@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinychat.chat import servers
@@ -23,6 +24,10 @@ from tinychat.console import Bar, say, say_notes, show_json
 from tinychat.errors import TinychatError, printable
 from tinychat.files import expand
 from tinychat.models.registry import Model, resolve
+from tinychat.tools.builtin import tools_of
+from tinychat.tools.folder import Folder
+from tinychat.tools.mcp import Servers, Status
+from tinychat.tools.mcp_config import ServerConfig, read_servers
 from tinychat.tools.permission import Permissions
 from tinychat.tools.protocol import Answer, Context, Question, Refused
 from tinychat.tools.toolbox import Toolbox
@@ -46,6 +51,7 @@ def run(
     device: str | None,
     threads: int | None,
     tools: str | None,
+    mcp_file: str | None,
     **given: str | float | None,
 ) -> None:
     """Writes the answer to stdout, and before it the answers that call tools; thinking goes to stderr if stderr is a
@@ -54,9 +60,10 @@ def run(
     `given`: parameters of the chat (temperature, system, ...); the settings replace those that are None. With
     `as_json` nothing is painted while the answer is generated, so `painting_s` is 0.
     """
-    if raw and tools is not None:
-        raise TinychatError("--tools needs the chat template; it cannot be used with --raw")
-    toolbox, permissions = _toolbox(tools), Permissions.of_user()
+    if raw and (tools is not None or mcp_file is not None):
+        raise TinychatError("tools need the chat template; --tools and --mcp cannot be used with --raw")
+    mcp = Servers(() if mcp_file is None else _configs(expand(mcp_file)))
+    toolbox, permissions = _toolbox(tools, mcp), Permissions.of_user()
     question = _question(prompt, files)
     own = settings_of_user()
     chosen = _parameters(own.parameters, given)
@@ -74,17 +81,20 @@ def run(
     from tinychat.backend.protocol import Request
 
     if toolbox is not None and not backend.info.can.tools:
-        raise TinychatError("what answers here cannot call tools; leave out --tools")
+        raise TinychatError("what answers here cannot call tools; leave out --tools and --mcp")
     request = Request(
         messages=() if raw else _messages(chosen.system, question),
         raw=question if raw else None,
         sampling=chosen.sampling,
         max_tokens=chosen.max_tokens,
         thinking=think,
-        tools=() if toolbox is None else toolbox.definitions,
     )
     shown, called = _Shown(quiet=as_json), list[dict[str, object]]()
-    with closing(backend):
+    with closing(backend), closing(mcp):
+        for status in _started(mcp):
+            say(f"the MCP server {status.config.name} cannot be used: {status.why}")
+        if toolbox is not None:
+            request = replace(request, tools=toolbox.definitions)
         say_notes(backend.info.notes)
         said = _answer(backend, request, shown)
         for round in range(1, ROUNDS + 1):
@@ -157,14 +167,24 @@ def _answer(backend: Backend, request: Request, shown: _Shown) -> _Said:
     return _Said(finished, text, ids, calls)
 
 
-def _toolbox(folder: str | None) -> Toolbox | None:
-    """The tools of `folder`; naming it on the command line allows reading it."""
-    if folder is None:
+def _toolbox(folder: str | None, mcp: Servers) -> Toolbox | None:
+    """The tools of `folder` and of MCP servers; naming a folder on the command line allows reading it."""
+    if folder is None and not mcp.status:
         return None
-    from tinychat.tools.builtin import tools_of
-    from tinychat.tools.folder import Folder
+    return Toolbox(() if folder is None else tools_of(Folder(expand(folder))), more=lambda: mcp.tools)
 
-    return Toolbox(tools_of(Folder(expand(folder))))
+
+def _configs(file: Path) -> tuple[ServerConfig, ...]:
+    if not file.is_file():
+        raise TinychatError(f"{printable(str(file), newlines=False)}: there is no such file")
+    return read_servers(file)
+
+
+def _started(mcp: Servers) -> list[Status]:
+    """Starts them and waits; those that failed."""
+    mcp.start()
+    mcp.wait()
+    return [status for status in mcp.status if status.stage == "failed"]
 
 
 def _call(

@@ -15,6 +15,7 @@ from tinychat.server.answer import House
 from tinychat.server.app import create_app
 from tinychat.server.connection import bind, make_server
 from tinychat.server.security import Policy
+from tinychat.server.web import Web, installed, program
 
 
 def serve(
@@ -49,17 +50,26 @@ def serve(
                 preset=found.preset,
                 device=device,
                 threads=threads or own.threads,
-                store_bytes=int(own.kv_cache_gb * 1e9),  # keeps the KV caches of conversations whose requests alternate
+                store_bytes=int(own.kv_cache_gb * 1e9),  # conversations that take turns are not prefilled again
                 progress=bar.stage,
             )
         with contextlib.closing(backend):
             say_notes(backend.info.notes)
             house = House(found.name, backend, backend, own.parameters.sampling, own.parameters.seed)
-            app = create_app(house, Policy(key, frozenset((host, *hosts)), frozenset(origins)), queue_size)
-            shown = f"[{host}]" if ":" in host else host
-            url = f"http://{shown}:{listening.getsockname()[1]}/v1"
-            say(f"{found.name} answers at {url} ({'with' if key else 'no'} key); Ctrl-C ends it")
-            make_server(app).run(sockets=[listening])
+            port = listening.getsockname()[1]
+            own_host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+            pages = Web(f"http://{_bracketed(own_host)}:{port}", key, found.name, program()) if installed() else None
+            policy = Policy(key, frozenset((host, *hosts)), frozenset(origins))
+            app = create_app(house, policy, queue_size, pages)
+            url = f"http://{_bracketed(host)}:{port}"
+            say(f"{found.name} answers at {url}/v1 ({'with' if key else 'no'} key); Ctrl-C ends it")
+            if pages is not None:
+                say(f"the chat in a browser: {url}")
+            make_server(app, websockets=pages is not None).run(sockets=[listening])
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def _loopback(host: str) -> bool:

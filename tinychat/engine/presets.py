@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tinychat.engine import harmony
 from tinychat.engine.tokenizer import Tokenizer
 
 THINK = "<think>", "</think>"
@@ -56,6 +57,7 @@ PRESETS = {
         "{{ messages[0].content + '\n\n' if loop.index == 2 and messages[0].role == 'system' }}{{ m.content | trim }}"
         "<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
     ),
+    "gpt-oss": harmony.PRESET,
     "plain": (
         "{{ bos_token }}{% for m in messages %}{{ m.role | capitalize }}: {{ m.content }}{{ '\n\n' }}{% endfor %}"
         "{% if add_generation_prompt %}Assistant:{% endif %}"
@@ -78,6 +80,8 @@ def find_preset(metadata: Mapping[str, Any], tokenizer: Tokenizer) -> str:
     """The name of the preset that suits a file."""
     if metadata.get("general.architecture") == "gemma3":
         return "gemma3"
+    if harmony.is_harmony(text for text, _ in tokenizer.marks):
+        return "gpt-oss"
     pre, thinks = str(metadata.get("tokenizer.ggml.pre")), tokenizer.token_id(THINK[0]) is not None
     if pre in _BY_PRE:
         return _BY_PRE[pre]

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from tinychat.engine import harmony
 from tinychat.engine.answer import AnswerParser
 from tinychat.engine.guard import MessageGuard, SpecialStrings, unused
 from tinychat.engine.messages import checked, checked_tools, suited
@@ -24,6 +25,7 @@ from tinychat.engine.tool_calls import PLAIN, PLAIN_MARKS, CallFormat, Message, 
 from tinychat.errors import TinychatError, printable
 
 _OPEN, _CLOSE = THINK
+_HARMONY_HEADER = 1 << 14  # tokens of a prompt's end in which the last message's header is looked for
 _NO_TOOLS = "the chat template knows no tools; the system message describes them"
 
 
@@ -59,7 +61,8 @@ class Chat:
         template = (self._own or self._preset).source
         marks = dict(tokenizer.marks)
         known = all(tag in template or tokenizer.token_id(tag) is not None for tag in (_OPEN, _CLOSE))
-        self.think_tags = (_OPEN, _CLOSE) if known else None
+        self.harmony = harmony.is_harmony(marks)
+        self.think_tags = harmony.THINK if self.harmony else (_OPEN, _CLOSE) if known else None
         self._think_ids = (marks[_OPEN], marks[_CLOSE]) if _OPEN in marks and _CLOSE in marks else None
         # What must stay text in a message: all control tokens, and of the user-defined ones those that this chat uses
         # as markup (others, such as runs of spaces, are part of how ordinary text is encoded).
@@ -94,6 +97,9 @@ class Chat:
         """Does a prompt end inside an open think block, so that the answer begins with thinking?"""
         if self.think_tags is None:
             return False
+        if self.harmony:
+            whole = self.tokenizer.decode(prompt_ids[-_HARMONY_HEADER:], special=True).rpartition("<|start|>")[2]
+            return self.think_tags[0] in whole and "<|end|>" not in whole
         start = max((i + 1 for i, token in enumerate(prompt_ids) if self._ends_turn(token)), default=0)
         answer = prompt_ids[start:]
         if self._think_ids:
@@ -107,6 +113,8 @@ class Chat:
     @cached_property
     def call_format(self) -> CallFormat:
         """How this model's calls are written; `plain` when its template knows none."""
+        if self.harmony:
+            return harmony.CALLS
         if self._own is None:
             return PLAIN
         own = self._own
@@ -122,8 +130,10 @@ class Chat:
         special = frozenset[str]()
         if marked:
             markup = [*(form.markers if form else ()), *(self.think_tags or ())]
+            markup += harmony.MARKS if self.harmony else ()
             special = frozenset(text for text in self._texts if any(text in part for part in markup))
-        return AnswerParser(self.think_tags, self.opens_thinking(ids), form, tools or (), special)
+        kind = harmony.HarmonyParser if self.harmony else AnswerParser
+        return kind(self.think_tags, self.opens_thinking(ids), form, tools or (), special)
 
     def shown_ids(self, parser: AnswerParser) -> list[int]:
         """The special tokens that `parser` looks for."""
@@ -132,7 +142,7 @@ class Chat:
     # --- how it is made ---
 
     def _format_of(self, template: ChatTemplate) -> CallFormat:
-        return self.call_format if template is self._own else PLAIN
+        return self.call_format if template is self._own or self.harmony else PLAIN
 
     def _pieces(
         self,
@@ -172,7 +182,7 @@ class Chat:
         reasoning = last.get("reasoning_content", "")
         field = "content" if last["content"] or not reasoning else "reasoning_content"
         end = unused(messages, tools)[0]
-        if not reasoning or template is self._own:
+        if not reasoning or template is self._own or self.harmony:
             try:
                 text, guard = self._rendered(
                     template, [*messages[:-1], last | {field: last[field] + end}], thinking, False, tools
@@ -220,7 +230,10 @@ class Chat:
             "" if token is None else tokenizer.token_text(token) for token in (tokenizer.bos_id, tokenizer.eos_id)
         )
         # Templates call the switch by one of two names; a variable that is not set is how they know "not asked for".
-        switch = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
+        switch: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
+        if self.harmony:
+            switch |= {} if thinking is not False else {"reasoning_effort": "low"}
+            messages = [harmony.named(message) for message in messages]
         return template.render(
             messages=messages,
             tools=tools,

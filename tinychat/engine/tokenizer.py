@@ -35,6 +35,14 @@ _CONTRACTION = "'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])"
 _SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
+def _cased(digits: str, suffix: str = "") -> str:
+    """Of GPT-4o and Mistral's Tekken: words are split where a small letter comes before a capital one."""
+    high, low = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]"
+    lead = r"[^\r\n\p{L}\p{N}]?"
+    words = f"{lead}{high}*{low}+{suffix}|{lead}{high}+{low}*{suffix}"
+    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_SPACES}"
+
+
 def _words(digits: str) -> str:
     return rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_SPACES}"
 
@@ -65,6 +73,8 @@ _FAMILIES: list[tuple[str, _Pre]] = [
         "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2",
         _Pre(_LLAMA3, ignore_merges=True, add_bos=True),
     ),
+    ("gpt-4o llama4 kanana2", _Pre((_cased(r"\p{N}{1,3}", f"(?:{_CONTRACTION})?"),))),
+    ("tekken", _Pre((_cased(r"\p{N}"),), ignore_merges=True, add_bos=True)),
     ("glm4 glm5", _Pre(_LLAMA3, ignore_merges=True, default_bos=None)),
     ("chatglm-bpe", _Pre(_LLAMA3, default_bos=None)),
     ("dbrx smaug-bpe", _Pre(_LLAMA3)),
@@ -148,6 +158,8 @@ _STOP_TEXTS = {
     "<｜end▁of▁sentence｜>",
     "[e~[",
 }
+# Where a vocabulary has one of these sets, <|end|> ends a message and not the answer (gpt-oss, Solar).
+_MESSAGES_GO_ON = (("<|end|>", "<|return|>", "<|call|>"), ("<|end|>", "<|flush|>", "<|calls|>"))
 # Padding, repository and file marks of fill-in-the-middle training: metadata key, or else the first of these texts.
 _STOP_FIM = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
@@ -370,6 +382,8 @@ class Tokenizer:
             found = min((self._ids[text] for text in texts if text in self._ids), default=None)
             stops.append(self._special_id(name, found))
         by_text = {self._ids[text] for text in _STOP_TEXTS if text in self._ids}
+        if any(by_text >= {self._ids.get(text, -1) for text in texts} for texts in _MESSAGES_GO_ON):
+            by_text.discard(self._ids["<|end|>"])
         for token in by_text:  # some files call them normal text
             if self._types[token] not in (_CONTROL, _UNKNOWN):
                 self._types[token] = _CONTROL

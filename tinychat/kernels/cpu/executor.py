@@ -22,9 +22,7 @@ from tinychat.kernels.executor import Kind, Mask, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import (
     CACHE_VALUE_BYTES,
-    GQA,
     Attention,
-    Cache,
     Embed,
     ExpertsDown,
     ExpertsUp,
@@ -53,7 +51,6 @@ LIMITS = Limits(  # a phase has at most 2^20 tasks (pool.h)
     heads=1 << 16,
     head_group=MAX_GROUP,
     kv_rows=1 << 27,  # 256 rows of a kv head are a task of attention
-    equal_caches=True,  # the caches of all layers lie behind one another
     experts=1 << 19,  # an expert is a task
     prefill_chunk=256,
 )
@@ -174,25 +171,27 @@ class CPUExecutor:
 
     def _fill_context(self) -> None:
         plan, ops, rows = self.plan, self._program.ops, -(-self.max_context // TILE) * TILE
-        cache = plan.caches[0] if plan.caches else Cache("kv", 0, 0)
-        kv_heads = {layer.attention.kv_heads for layer in plan.layers if isinstance(layer.attention, GQA)} or {1}
-        k_bytes, v_bytes = (
-            len(plan.layers) * width * rows * CACHE_VALUE_BYTES for width in (cache.key_width, cache.value_width)
-        )
-        self.cache_bytes = k_bytes + v_bytes
+        row_bytes = rows * CACHE_VALUE_BYTES  # of all rows, a value of each
+        self.cache_bytes = sum(row_bytes * (cache.key_width + cache.value_width) for cache in plan.caches)
         slack = 4096  # vectors may be read past the last row
+        at = self._alloc(self.cache_bytes + slack)
+        self._caches = (library.LayerCache * max(len(plan.layers), 1))()
+        for made, layer, cache in zip(self._caches, plan.layers, plan.caches):
+            made.heads = layer.attention.kv_heads if layer.attention else 1
+            made.k_dim, made.v_dim = cache.key_width // made.heads, cache.value_width // made.heads
+            made.k, made.v = at, at + row_bytes * cache.key_width
+            at += row_bytes * (cache.key_width + cache.value_width)
         widths = list(plan.buffers.values())
         assert next(iter(plan.buffers)) == "x", "the residual stream is the first buffer"
         addresses = [self._alloc(4 * (self.prefill_chunk * w + 64)) for w in widths]
         self._context = c = Context.from_address(self._ctx)
         c.n_ops, c.max_context, c.batch, c.vocab = len(ops), self.max_context, self.prefill_chunk, plan.vocab
-        c.layers, c.k_width, c.v_width = len(plan.layers), cache.key_width, cache.value_width
-        c.kv_heads, c.n_buffers = max(kv_heads), len(widths)
+        c.layers, c.n_buffers = len(plan.layers), len(widths)
         self._ops = (library.Op * len(ops))(*ops)
         c.ops = ctypes.addressof(self._ops)
         c.buffers = self._array(np.array(addresses, np.uint64))
         c.widths = self._array(np.array(widths, np.int32))
-        c.k_cache, c.v_cache = self._alloc(k_bytes + slack), self._alloc(v_bytes + slack)
+        c.caches = ctypes.addressof(self._caches)
         if self._lib.tc_prepare(self._ctx):
             raise TinychatError("not enough memory for the working buffers; choose a smaller model or context")
 

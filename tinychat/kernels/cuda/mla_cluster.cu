@@ -235,10 +235,10 @@ DEVICE void run(const Args &a) {
   copy_wait<0>();
   nope.finish(Plain{m.q}, sh);
   for (int i = threadIdx.x; i < ROPE_DIMS; i += THREADS)
-    m.query[KV_LORA + i] = QUERY_SCALE * rotated(m.q + NOPE, angles, i);
+    m.query[KV_LORA + i] = query_scale(pos) * rotated(m.q + NOPE, angles, i);
   m.rows.latent.multiply(sh, [&](int row, int sub, float v) {
     for (int r = sub; r < CLUSTER; r += LATENT_LANES)
-      peer(m.query, r)[rank * (KV_LORA / CLUSTER) + row] = v * QUERY_SCALE;
+      peer(m.query, r)[rank * (KV_LORA / CLUSTER) + row] = v * query_scale(pos);
   });
   cluster_arrive();
   cluster_wait();

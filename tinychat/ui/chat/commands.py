@@ -77,6 +77,7 @@ COMMANDS: tuple[Command, ...] = (
         handlers.tools,
         (("off", "no tools"),),
     ),
+    Command("mcp", "", "MCP servers: their state and tools, on and off", handlers.mcp),
     Command("raw", "on|off", "send prompts without the chat template and show plain output", handlers.raw, ON_OFF),
     Command("copy", "[answer|code [N]|all]", "to the clipboard", handlers.copy, COPY, key="ctrl+o"),
     Command(

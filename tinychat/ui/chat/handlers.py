@@ -14,9 +14,7 @@ from tinychat.chat.conversation import to_markdown
 from tinychat.chat.parameters import PARAMETERS, Parameters, get_parameter, set_parameter
 from tinychat.errors import TinychatError, printable
 from tinychat.files import expand
-from tinychat.tools.builtin import tools_of
-from tinychat.tools.folder import Folder
-from tinychat.tools.toolbox import Toolbox
+from tinychat.tools.mcp_config import switch
 from tinychat.ui.chat import models
 from tinychat.ui.chat.message import footer_text
 from tinychat.ui.chat.view import ChatView
@@ -156,19 +154,22 @@ async def raw(chat: ChatView, text: str) -> None:
 async def tools(chat: ChatView, text: str) -> None:
     c, name = chat.controller, text.strip()
     if name == "off":
-        c.use_tools(Toolbox())
-        await chat.say("there are no tools any more")
+        chat.use_folder(None)
+        await chat.say("the tools of the folder are off")
         return
     if name:
-        folder = Folder(expand(name))
-        c.use_tools(Toolbox(tools_of(folder)))
-        await chat.say(f"tools work in {folder.path}: {', '.join(c.toolbox.names)}")
-    elif c.toolbox.names:
-        await chat.say(f"tools: {', '.join(c.toolbox.names)}; /tools off takes them away")
-    else:
+        chat.use_folder(expand(name))
+    if not c.toolbox.names:
         raise TinychatError("/tools DIR lets the model work in a folder; it asks before it reads, changes or runs")
+    await chat.say(f"tools{' work' * bool(name)}: {', '.join(c.toolbox.names)}; /tools off takes them away")
     if c.info is not None and not c.info.can.tools:
         await chat.say("what answers now cannot call tools", error=True)
+
+
+async def mcp(chat: ChatView, text: str) -> None:
+    from tinychat.ui.screens.mcp import McpScreen
+
+    chat.app.push_screen(McpScreen(chat.mcp, chat.mcp_file, partial(switch, chat.mcp_file)))
 
 
 # getting things out

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from textual import on
@@ -18,12 +19,17 @@ from textual.screen import Screen
 
 from tinychat.chat.changes import Overflow
 from tinychat.chat.controller import Controller
-from tinychat.chat.conversation import Turn
+from tinychat.chat.conversation import Attachment, Turn
 from tinychat.chat.history import History
 from tinychat.errors import TinychatError, printable
+from tinychat.tools.builtin import tools_of
+from tinychat.tools.folder import Folder
+from tinychat.tools.mcp import Servers
+from tinychat.tools.mcp_config import config_path
 from tinychat.tools.protocol import Question
+from tinychat.tools.toolbox import Toolbox
 from tinychat.ui import clipboard
-from tinychat.ui.chat import attach, commands, models
+from tinychat.ui.chat import attach, commands, mcp, models
 from tinychat.ui.chat.markdown import MarkdownView
 from tinychat.ui.chat.message import TurnMessage
 from tinychat.ui.chat.overflow import OverflowScreen
@@ -107,9 +113,13 @@ class ChatScreen(Screen[None]):
         history: History | None = None,
         experts: bool = False,
         remember: Callable[..., object] | None = None,
+        mcp: Servers | None = None,
+        mcp_file: Path | None = None,
     ) -> None:
         super().__init__()
         self.controller, self.history = controller, history
+        self.mcp, self.mcp_file = mcp or Servers(()), mcp_file or config_path()
+        self.use_folder(None)
         self.experts = experts  # whether the heat strip is wanted
         self._remember = remember
         self.downloads = Downloads()
@@ -128,7 +138,7 @@ class ChatScreen(Screen[None]):
                 yield StatusLine(id="status")
                 yield Transcript()
                 yield ExpertsStrip(id="experts")
-                yield PromptBox(commands.complete, self._files)
+                yield PromptBox(self._commands, self._files)
                 yield KeyLine(palette=True)
             yield EnginePanel(id="panel")
 
@@ -222,12 +232,17 @@ class ChatScreen(Screen[None]):
             OverflowScreen(overflow, info.trained_context if info else 0), partial(self._resolve, overflow)
         )
 
+    def use_folder(self, folder: Path | None) -> None:
+        """Offers the built-in tools of `folder`, and those of MCP servers. Raises TinychatError."""
+        own = () if folder is None else tools_of(Folder(folder))
+        self.controller.use_tools(Toolbox(own, more=lambda: self.mcp.tools))
+
     def ask_permission(self, question: Question) -> None:
         """A tool asks before it acts."""
-        self.app.push_screen(PermissionScreen(question), self._permit)
+        self.app.push_screen(PermissionScreen(question), partial(self._permit, question))
 
-    def _permit(self, answer: str | None) -> None:
-        self.controller.permit(answer or "no")  # type: ignore[arg-type]
+    def _permit(self, question: Question, answer: str | None) -> None:
+        self.controller.permit(question, answer or "no")  # type: ignore[arg-type]
 
     def _resolve(self, overflow: Overflow, choice: str | None) -> None:
         try:
@@ -241,6 +256,10 @@ class ChatScreen(Screen[None]):
         """`text` without its slash. Whatever goes wrong is one line in the transcript."""
         name, _, rest = text.partition(" ")
         try:
+            if (found := mcp.find_prompt(self.mcp, name)) is not None:
+                arguments = mcp.arguments_of(found, rest)
+                self.give_back([Turn("user", await in_daemon(partial(self.mcp.prompt, found, arguments)))])
+                return
             try:
                 command = commands.find(name)
             except TinychatError:
@@ -292,7 +311,12 @@ class ChatScreen(Screen[None]):
                 await self.run_command(text[1:])
                 return
             text = event.text if self.controller.raw else text.removeprefix("/") if text.startswith("//") else text
-            turn = Turn("user", text, files=() if self.controller.raw else attach.attachments(text))
+            files: tuple[Attachment, ...] = ()
+            if not self.controller.raw:
+                found = mcp.resources_in(self.mcp, text)
+                known = await in_daemon(partial(mcp.read, self.mcp, found)) if found else {}
+                files = attach.attachments(text, known=known)
+            turn = Turn("user", text, files=files)
             if self.editing is not None:
                 self.controller.edit(self.editing, text, turn.files)
                 self.editing = None
@@ -549,5 +573,11 @@ class ChatScreen(Screen[None]):
         if self._remember is not None:
             self._remember(experts=on)
 
+    def _commands(self, text: str) -> list[Choice]:
+        return [*commands.complete(text), *mcp.prompt_choices(self.mcp, text)]
+
     def _files(self, typed: str) -> list[Choice]:
-        return [] if self.controller.raw else [Choice(attach.quoted(name), name) for name in attach.complete(typed)]
+        if self.controller.raw:
+            return []
+        files = [Choice(attach.quoted(name), name) for name in attach.complete(typed)]
+        return [*files, *mcp.resource_choices(self.mcp, typed)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from textual.app import App
@@ -12,6 +13,7 @@ from tinychat.chat.changes import Overflow
 from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import Turn
 from tinychat.chat.history import History
+from tinychat.tools.mcp import Servers
 from tinychat.tools.protocol import Question
 from tinychat.ui.chat.prompt import PromptBox
 from tinychat.ui.chat.transcript import Transcript
@@ -30,6 +32,8 @@ class ChatView(Protocol):
     experts: bool
     downloads: Downloads
     editing: int | None
+    mcp: Servers
+    mcp_file: Path
 
     @property
     def app(self) -> App[Any]: ...
@@ -50,6 +54,7 @@ class ChatView(Protocol):
     def next_panel(self) -> None: ...
     def list_conversations(self) -> None: ...
     def ask_about(self, overflow: Overflow) -> None: ...
+    def use_folder(self, folder: Path | None) -> None: ...
     def ask_permission(self, question: Question) -> None: ...
     def give_back(self, turns: list[Turn]) -> None: ...
     def show_draft(self) -> None: ...
