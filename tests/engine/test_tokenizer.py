@@ -70,6 +70,15 @@ def test_sentencepiece_gives_the_ids_of_llama_cpp(name: str, extra: dict[str, An
     assert t.decode(t.encode("He  said 日本😀")) == "He  said 日本😀"
 
 
+def test_gemma4_gives_the_ids_of_llama_cpp(tmp_path: Path) -> None:
+    """Merges as of byte pairs, on SentencePiece's pieces; nothing merges across the ends of lines."""
+    text = "hello world, the land of aaa  and   the\n\n\nHe told\n\nld 日本 ß é!\n <tag> wor ld\n"
+    metadata = vocab.gemma4(user=["<tag>"], bos_token_id=1, eos_token_id=2, add_bos_token=False)
+    t = Tokenizer.from_gguf(vocab.write(tmp_path / "v.gguf", metadata))
+    assert t.encode(text) == EXPECTED["spm-gemma4"]["text"] and t.decode(t.encode(text)) == text
+    assert t.encode_prompt("<bos>the <tag>\n\n\nworld") == EXPECTED["spm-gemma4"]["special"]
+
+
 def test_sentencepiece_merges_across_words_where_the_vocabulary_does() -> None:
     metadata = vocab.spm()
     metadata["tokenizer.ggml.tokens"].append("a▁b")

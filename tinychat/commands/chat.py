@@ -28,7 +28,7 @@ def chat(
     the picker. Returns the exit code."""
     if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):  # Textual paints on stderr
         raise TinychatError("the chat needs a terminal; `tinychat run MODEL PROMPT` gives one answer without")
-    own = settings.load()  # the app shows its problems
+    own = settings.load()  # the app shows what is wrong in it
     options: dict[str, Any] = {k: v for k, v in (("device", device), ("threads", threads)) if v is not None}
     if tools is not None:
         options["tools"] = expand(tools)

@@ -18,13 +18,12 @@ from tinychat.engine import harmony
 from tinychat.engine.answer import AnswerParser
 from tinychat.engine.guard import MessageGuard, SpecialStrings, unused
 from tinychat.engine.messages import checked, checked_tools, suited
-from tinychat.engine.presets import PRESETS, THINK, find_preset
+from tinychat.engine.presets import GEMMA4_THINK, PRESETS, THINK, find_preset
 from tinychat.engine.template import ChatTemplate
 from tinychat.engine.tokenizer import Tokenizer
 from tinychat.engine.tool_calls import PLAIN, PLAIN_MARKS, CallFormat, Message, Tool, as_plain, find_format
 from tinychat.errors import TinychatError, printable
 
-_OPEN, _CLOSE = THINK
 _HARMONY_HEADER = 1 << 14  # tokens of a prompt's end in which the last message's header is looked for
 _NO_TOOLS = "the chat template knows no tools; the system message describes them"
 
@@ -60,13 +59,16 @@ class Chat:
         self.template_s = self.tokenise_s = 0.0
         template = (self._own or self._preset).source
         marks = dict(tokenizer.marks)
-        known = all(tag in template or tokenizer.token_id(tag) is not None for tag in (_OPEN, _CLOSE))
+        tags = GEMMA4_THINK if GEMMA4_THINK[1] in marks else THINK
+        known = all(tag in template or tokenizer.token_id(tag) is not None for tag in tags)
         self.harmony = harmony.is_harmony(marks)
-        self.think_tags = harmony.THINK if self.harmony else (_OPEN, _CLOSE) if known else None
-        self._think_ids = (marks[_OPEN], marks[_CLOSE]) if _OPEN in marks and _CLOSE in marks else None
+        self.think_tags = harmony.THINK if self.harmony else tags if known else None
+        self._open, self._close = tags
+        begin, end = self._open.removesuffix("thought"), self._close
+        self._think_ids = (marks[begin], marks[end]) if begin in marks and end in marks else None
         # What must stay text in a message: all control tokens, and of the user-defined ones those that this chat uses
         # as markup (others, such as runs of spaces, are part of how ordinary text is encoded).
-        used = {text for text in marks if text in template and not text.isspace()} | {_OPEN, _CLOSE, *PLAIN_MARKS}
+        used = {text for text in marks if text in template and not text.isspace()} | {*THINK, *PLAIN_MARKS}
         special = [text for text, token in tokenizer.marks if tokenizer.is_special(token) or text in used]
         self._special = SpecialStrings(special)
 
@@ -105,8 +107,8 @@ class Chat:
         if self._think_ids:
             begin, end = self._think_ids
             return begin in answer and end not in answer[answer.index(begin) :]
-        role, opened, rest = self.tokenizer.decode(answer, special=True).partition(_OPEN)
-        return bool(opened) and _CLOSE not in rest and len(role.split()) < 2
+        role, opened, rest = self.tokenizer.decode(answer, special=True).partition(self._open)
+        return bool(opened) and self._close not in rest and len(role.split()) < 2
 
     # --- what the model answers ---
 
@@ -118,7 +120,9 @@ class Chat:
         if self._own is None:
             return PLAIN
         own = self._own
-        return find_format(lambda m, tools, end: self._run(own, m, tools, None, end), (_OPEN, _CLOSE)) or PLAIN
+        return (
+            find_format(lambda m, tools, end: self._run(own, m, tools, None, end), (self._open, self._close)) or PLAIN
+        )
 
     def parser(
         self, prompt: str | Sequence[int] = "", tools: Sequence[Tool] | None = None, marked: bool = False
@@ -194,10 +198,10 @@ class Chat:
         # The template drops or moves the text: the prompt for an answer, and then what came of that answer so far.
         text, guard = self._rendered(template, messages[:-1], True if reasoning else thinking, True, tools, last)
         content, reasoning = guard.apart["content"], guard.apart.get("reasoning_content", "")
-        line = "" if text.endswith(_OPEN) else "\n"
-        opened = text.rstrip().endswith(_OPEN)
-        text += ("" if opened or not reasoning else _OPEN + line) + reasoning
-        text += (f"{line}{_CLOSE}{line * 2}" if content and (opened or reasoning) else "") + content
+        line = "" if text.endswith(self._open) else "\n"
+        opened = text.rstrip().endswith(self._open)
+        text += ("" if opened or not reasoning else self._open + line) + reasoning
+        text += (f"{line}{self._close}{line * 2}" if content and (opened or reasoning) else "") + content
         return self._cut(text, guard)
 
     def _rendered(
@@ -256,4 +260,4 @@ class Chat:
         return piece if isinstance(piece, str) else self.tokenizer.token_text(piece)
 
     def _ends_turn(self, token: int) -> bool:
-        return self.tokenizer.is_special(token) and self.tokenizer.token_text(token) not in (_OPEN, _CLOSE)
+        return self.tokenizer.is_special(token) and token not in (self._think_ids or ())
