@@ -14,7 +14,7 @@ from typing import Any
 from tinychat import __version__, process
 from tinychat.errors import TinychatError, printable
 
-DEVICES = ("cuda", "cpu", "reference")  # engine.devices says what they are; importing it would take too long here
+DEVICES = ("cuda", "cpu", "reference")  # as in engine.devices, which is slow to import
 MODEL_HELP = "a name (`tinychat cache list --all` shows them), a path to a .gguf file, or a URL"
 _DESCRIPTION = """Chat with a local language model.
 
@@ -42,9 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit must not fail again
         return 141
-    except OSError as e:  # what the output is written to is full, say; the commands say what they meet themselves
+    except OSError as e:  # of stdout, on a full disk for example; commands turn their own into TinychatError
         if debug:
             raise
         where = f"{e.filename}: " if e.filename else ""
@@ -71,20 +71,20 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("--version", action="version", version=f"tinychat {__version__}")
     parser.add_argument("--debug", action="store_true", help="show where an error comes from")
     group = parser.add_subparsers(prog="tinychat", title="commands", metavar="COMMAND", required=True)
-    where = argparse.ArgumentParser(add_help=False)  # what all commands share that run a model
+    where = argparse.ArgumentParser(add_help=False)  # options of every command that runs a model
     where.add_argument("--device", choices=DEVICES, help="where to run it (default: the fastest that works here)")
     where.add_argument(
-        "--threads", type=_count, metavar="N", help="of the CPU (default: the settings', or one for each core)"
+        "--threads", type=_count, metavar="N", help="CPU threads (default: the settings', or one for each core)"
     )
 
-    remote = argparse.ArgumentParser(add_help=False)  # what commands share that also speak to a server
+    remote = argparse.ArgumentParser(add_help=False)  # options of the commands that can also use a server
     remote.add_argument("--server", metavar="URL", help="a server's address, or its name in the settings")
     remote.add_argument("--model", dest="server_model", metavar="NAME", help="the server's model, where it has several")
     remote.add_argument(
         "--key-file", metavar="FILE", help="a file with the server's key (default: the variable TINYCHAT_API_KEY)"
     )
 
-    tools = argparse.ArgumentParser(add_help=False)  # what commands share whose model may call tools
+    tools = argparse.ArgumentParser(add_help=False)  # options of the commands whose model may call tools
     tools.add_argument("--tools", metavar="DIR", help="let the model work in a folder; it asks first")
     tools.add_argument(
         "--mcp", dest="mcp_file", metavar="FILE", help="MCP servers, as other programs name them (mcpServers)"
@@ -158,14 +158,19 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     p.add_argument("--port", type=_port, default=8080, metavar="N", help="default 8080; 0 takes a free one")
     key = p.add_mutually_exclusive_group()
     key.add_argument("--api-key", dest="key_file", metavar="FILE", help="a file with the key that clients must send")
-    key.add_argument("--no-key", action="store_true", help="let everybody in who reaches the port")
+    key.add_argument("--no-key", action="store_true", help="serve every client without a key")
     p.add_argument("--context", type=_count, metavar="N", help="tokens that prompt and answer share")
     _speculate(p)
     p.add_argument(
         "--queue", dest="queue_size", type=_count, default=16, metavar="N", help="requests that may wait (default 16)"
     )
     p.add_argument(
-        "--allow-host", dest="hosts", action="append", default=[], metavar="NAME", help="a name that clients call it by"
+        "--allow-host",
+        dest="hosts",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a host name that clients may use",
     )
     p.add_argument(
         "--allow-origin",
@@ -242,7 +247,7 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
         for name, flag in (("server_model", "--model"), ("key_file", "--key-file")):
             if args[name] is not None:
                 group.choices[argv[first]].error(f"argument {flag}: needs --server")
-    if argv[first] == "run" and args["server"]:  # one word is the prompt
+    if argv[first] == "run" and args["server"]:  # the first positional argument is the prompt
         if args["prompt"] is not None:
             run.error("MODEL: not allowed with --server, whose model --model names")
         args["text"], args["prompt"] = None, args["text"]
@@ -298,7 +303,7 @@ def _no_wait(p: argparse.ArgumentParser) -> None:
 
 
 def _lazy(command: str) -> Callable[..., object]:
-    """A command's function, imported only when it is called: `--help` must not wait for an engine."""
+    """A command's function, imported only when it is called, so that `--help` does not import the engine."""
     module, _, function = command.partition(".")
 
     def call(**arguments: Any) -> object:
@@ -308,7 +313,7 @@ def _lazy(command: str) -> Callable[..., object]:
 
 
 def _check_home() -> None:
-    """Raises TinychatError where a user has no home, as in a container that runs under a number of its own."""
+    """Raises TinychatError where the user has no home folder, as in a container whose user ID is in no passwd file."""
     try:
         Path.home()
     except RuntimeError:
@@ -337,7 +342,7 @@ def _port(text: str) -> int:
 
 
 def _parameter(name: str) -> Callable[[str], Any]:
-    """Checks an option by the same table as `/set` in the chat."""
+    """The converter of an option, which checks it by the same table as `/set` in the chat."""
 
     def convert(text: str) -> Any:
         from tinychat.chat.parameters import Parameters, get_parameter, set_parameter

@@ -1,4 +1,4 @@
-"""`tinychat bench`: the speed of a model, of its layers, of one kernel; what was measured before."""
+"""`tinychat bench`: measures the speed of a model, of its layers or of one kernel, and shows earlier results."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def bench(
     server_model: str | None,
     key_file: str | None,
 ) -> None:
-    """Prefill and decode speed of a model; or of one kernel; or of one layer of each kind; or all results of before; or
-    what a server's model looks like from the outside."""
+    """Measures prefill and decode speed of a model, one kernel (`kernel`), one layer of each kind (`block`) or a
+    server's model (`server`); or lists earlier results (`history`)."""
     from tinychat.measure import bench, log, tables
 
     if history:

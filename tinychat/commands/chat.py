@@ -29,8 +29,8 @@ def chat(
     tools: str | None,
     mcp_file: str | None,
 ) -> int:
-    """The app, on the model that `text` or else the settings name, or on a server's; without one, on the picker.
-    Returns the exit code."""
+    """Runs the app with the model that `text` or the settings name, or with a server's model; without either, it opens
+    the picker. Returns the exit code."""
     if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):  # Textual paints on stderr
         raise TinychatError("the chat needs a terminal; `tinychat run MODEL PROMPT` gives one answer without")
     if os.environ.get("TERM") == "dumb":

@@ -56,10 +56,11 @@ def run(
     mcp_file: str | None,
     **given: str | float | None,
 ) -> None:
-    """One answer on stdout, after as many as call tools; thinking goes to stderr, if that is a terminal.
+    """Writes the answer to stdout, and before it the answers that call tools; thinking goes to stderr if stderr is a
+    terminal.
 
-    `given` are parameters of the chat (temperature, system, ...); those that are None come from the settings. With
-    `as_json` nothing is painted while the answer comes, so `painting_s` is 0.
+    `given`: parameters of the chat (temperature, system, ...); the settings replace those that are None. With
+    `as_json` nothing is painted while the answer is generated, so `painting_s` is 0.
     """
     if raw and (tools is not None or mcp_file is not None):
         raise TinychatError("tools need the chat template; --tools and --mcp cannot be used with --raw")
@@ -132,7 +133,7 @@ def run(
 
 @dataclass(frozen=True)
 class _Said:
-    """One answer that has ended, and the calls that it ends with."""
+    """A complete answer and the tool calls at its end."""
 
     finished: Finished
     text: dict[str, str]
@@ -141,7 +142,7 @@ class _Said:
 
 
 def _answer(backend: Backend, request: Request, shown: _Shown) -> _Said:
-    """Shows one answer while it comes. Raises TinychatError."""
+    """Shows one answer while it is generated. Raises TinychatError."""
     from tinychat.backend.protocol import DoesNotFit, Failed, Finished, Piece, ToolCall
 
     text, ids, written = {"answer": "", "thinking": ""}, list[int](), Written()
@@ -197,7 +198,7 @@ def _call(
     called: list[dict[str, object]],
     quiet: bool,
 ) -> list[Any]:
-    """Runs the calls of an answer, one after the other; the messages that this answer and their results are."""
+    """Runs the calls of an answer one after the other. Returns the messages of the answer and of the results."""
     talk = Conversation((Turn("assistant", said.text["answer"], said.text["thinking"], calls=said.calls),))
     for call in said.calls:
         began = time.monotonic()
@@ -212,7 +213,7 @@ def _call(
 
 
 def _ask(permissions: Permissions, question: Question) -> None:
-    """Asks on the terminal. Raises Refused, also where there is none."""
+    """Asks the user on the terminal. Raises Refused when the user refuses or there is no terminal."""
     if question.kind == "read" or permissions.allows(question, "run"):
         return
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
@@ -243,7 +244,7 @@ def _messages(system: str, question: str) -> tuple[dict[str, str], ...]:
 
 
 def _question(prompt: str, files: Sequence[str]) -> str:
-    """The prompt with what is attached to it: `files`, and what a pipe or file on stdin has."""
+    """The prompt with its attachments: `files`, and the text of stdin where stdin is a pipe or a file."""
     from tinychat.ui.chat.attach import read
 
     attached = [read(expand(name), name) for name in files]
@@ -256,13 +257,13 @@ def _stdin_has_text() -> bool:
     """Whether stdin is a pipe or a file: not a terminal, not /dev/null."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
-    except (OSError, ValueError, AttributeError):  # closed, or replaced by something that is no file
+    except (OSError, ValueError, AttributeError):  # stdin is closed, or is an object without a descriptor
         return False
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 
 def _parameters(own: Parameters, given: dict[str, str | float | None]) -> Parameters:
-    """The settings' parameters with those that are `given`, and a seed that is a number."""
+    """The settings' parameters, replaced by those in `given` that are not None; a missing seed is drawn at random."""
     values = {k: v for k, v in given.items() if v is not None}
     mine = {k: values.pop(k) for k in [*values] if k in ("seed", "max_tokens", "context", "system")}
     chosen = replace(own, sampling=replace(own.sampling, **values), **mine)  # type: ignore[arg-type]
@@ -279,7 +280,7 @@ def _too_long(event: DoesNotFit) -> str:
 
 
 class _Shown:
-    """Writes an answer while it comes: nothing a terminal would obey; thinking dimmed, on stderr."""
+    """Writes an answer while it is generated, without control characters; thinking is dimmed, on stderr."""
 
     def __init__(self, quiet: bool) -> None:
         self.quiet, self.wrote, self.thought = quiet, False, False
@@ -306,7 +307,7 @@ class _Shown:
 
 
 def _needed_context(model: Model, prompt: str, max_tokens: int | None) -> int | None:
-    """A context large enough for a long `prompt` and an answer; None when the engine's default will do."""
+    """Tokens of context for a long `prompt` and its answer; None when the engine's default is enough."""
     if len(prompt.encode()) + (max_tokens or 0) < 3000:
         return None
     from tinychat.engine.config import ModelConfig

@@ -1,4 +1,4 @@
-"""`tinychat serve`: a model behind HTTP."""
+"""`tinychat serve`: serves a model over HTTP."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def serve(
     threads: int | None,
     speculate: Speculate,
 ) -> None:
-    """Serves the model that `text` names until Ctrl-C. A key is needed wherever other machines can reach the port."""
+    """Serves the model that `text` names until Ctrl-C. A key is required where other machines can reach the port."""
     key = None if no_key else read_key(key_file)
     if key is None and not no_key and not _loopback(host):
         raise TinychatError(
@@ -44,7 +44,7 @@ def serve(
     own = settings_of_user()
     found = resolve(text, own.models)
     path = obtain(found)
-    with bind(host, port) as listening:  # a port that is taken is said before a model is loaded
+    with bind(host, port) as listening:  # before the load, so that a port in use is reported at once
         with Bar() as bar:
             backend = LocalBackend.open(
                 path,

