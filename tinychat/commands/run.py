@@ -18,6 +18,7 @@ from tinychat.chat import servers
 from tinychat.chat.calling import ROUNDS, Written
 from tinychat.chat.conversation import Attachment, Call, Conversation, Turn
 from tinychat.chat.parameters import Parameters
+from tinychat.chat.schema import read_schema, response_format
 from tinychat.commands.loading import obtain, prompt_text, settings_of_user
 from tinychat.console import Bar, say, say_notes, show_json
 from tinychat.errors import TinychatError, printable
@@ -46,6 +47,7 @@ def run(
     device: str | None,
     threads: int | None,
     tools: str | None,
+    schema: str | None,
     **given: str | float | None,
 ) -> None:
     """One answer on stdout, after as many as call tools; thinking goes to stderr, if that is a terminal.
@@ -55,6 +57,9 @@ def run(
     """
     if raw and tools is not None:
         raise TinychatError("--tools needs the chat template; it cannot be used with --raw")
+    if schema is not None and (raw or tools is not None):
+        raise TinychatError(f"--schema cannot be used with {'--raw' if raw else '--tools: such an answer calls none'}")
+    form = None if schema is None else response_format(read_schema(expand(schema)))
     toolbox, permissions = _toolbox(tools), Permissions.of_user()
     question = _question(prompt, files)
     own = settings_of_user()
@@ -81,6 +86,7 @@ def run(
         max_tokens=chosen.max_tokens,
         thinking=think,
         tools=() if toolbox is None else toolbox.definitions,
+        response_format=form,
     )
     shown, called = _Shown(quiet=as_json), list[dict[str, object]]()
     with closing(backend):
@@ -115,6 +121,8 @@ def run(
         say(f"{stats.generated_tokens} tokens · {speed(stats.decode_tok_s)} tok/s · {first}")
     if finished.reason == "context":
         say(f"the context of {backend.info.max_context:,} tokens is full; `--context N` loads the model with more")
+    if form is not None and finished.reason != "eos":
+        raise TinychatError(f"the answer ended ({finished.reason}) before its JSON did")
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,13 @@ COMMANDS: tuple[Command, ...] = (
     Command("system", "TEXT|off", "the system prompt", handlers.system, (("off", "none"),)),
     Command("set", "NAME VALUE", "a parameter; without arguments, a form of all", handlers.set_value, SET, key="f4"),
     Command(
+        "schema",
+        "FILE|off",
+        "hold answers to the JSON schema in a file",
+        handlers.schema,
+        (("off", "free answers"),),
+    ),
+    Command(
         "tools",
         "DIR|off",
         "let the model read, and with your word change, what is in a folder",
