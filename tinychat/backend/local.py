@@ -374,6 +374,8 @@ def _refusal(request: Request) -> Failed | None:
     kind, field, why = (request.response_format or {}).get("type", "text"), "", ""
     if kind not in ("text", "json_object", "json_schema"):
         field, why = "response_format", "has an unknown type; text, json_object and json_schema are known"
+    elif kind != "text" and request.continue_final and request.messages[-1].get("content"):
+        field, why = "response_format", "cannot be held by an answer that goes on; ask for it again"
     elif request.logit_bias:
         field, why = "logit_bias", "is not supported by this engine"
     elif request.logprobs:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from tinychat.backend.protocol import Request
 from tinychat.chat.conversation import Conversation
+from tinychat.chat.schema import response_format
 
 
 def request_for(
@@ -18,13 +19,15 @@ def request_for(
     overflow: Literal["refuse", "oldest"] = "refuse",
     tools: tuple[Mapping[str, Any], ...] = (),
 ) -> Request:
-    """What asks for the next answer of `conversation`, which may call `tools`; `go_on`: for more of its last one."""
+    """What asks for the next answer of `conversation`, which may call `tools`; `go_on`: for more of its last one.
+
+    An answer that is held to a schema calls no tools; a raw one is held to none."""
     p = conversation.parameters
     sampling = replace(p.sampling, seed=seed)
     if conversation.turns[-1].raw:
         text = "".join(t.content for t in conversation.turns[conversation.last_prompt or 0 :])
         return Request(raw=text, sampling=sampling, max_tokens=p.max_tokens, conversation=conversation.id)
-    messages = conversation.messages()
+    messages, form = conversation.messages(), response_format(p.schema)
     last = conversation.turns[-1]
     if go_on and last.thinking_open and not last.text:
         del messages[-1]["content"]  # its thinking is not over; empty content would say so
@@ -35,6 +38,7 @@ def request_for(
         thinking=p.thinking,
         continue_final=go_on,
         overflow=overflow,
-        tools=tools,
+        tools=() if form else tools,
+        response_format=form,
         conversation=conversation.id,
     )

@@ -19,6 +19,7 @@ from tinychat.chat import servers
 from tinychat.chat.calling import ROUNDS, Written
 from tinychat.chat.conversation import Attachment, Call, Conversation, Turn
 from tinychat.chat.parameters import Parameters
+from tinychat.chat.schema import read_schema, response_format
 from tinychat.commands.loading import obtain, prompt_text, settings_of_user
 from tinychat.console import Bar, say, say_notes, show_json
 from tinychat.errors import TinychatError, printable
@@ -54,6 +55,7 @@ def run(
     speculate: Speculate,
     tools: str | None,
     mcp_file: str | None,
+    schema: str | None,
     **given: str | float | None,
 ) -> None:
     """Writes the answer to stdout, and before it the answers that call tools; thinking goes to stderr if stderr is a
@@ -64,6 +66,10 @@ def run(
     """
     if raw and (tools is not None or mcp_file is not None):
         raise TinychatError("tools need the chat template; --tools and --mcp cannot be used with --raw")
+    if schema is not None and (raw or tools is not None or mcp_file is not None):
+        other = "--raw" if raw else "--tools and --mcp: such an answer calls none"
+        raise TinychatError(f"--schema cannot be used with {other}")
+    form = None if schema is None else response_format(read_schema(expand(schema)))
     mcp = Servers(() if mcp_file is None else _configs(expand(mcp_file)))
     toolbox, permissions = _toolbox(tools, mcp), Permissions.of_user()
     question = _question(prompt, files)
@@ -91,6 +97,7 @@ def run(
         sampling=chosen.sampling,
         max_tokens=chosen.max_tokens,
         thinking=think,
+        response_format=form,
     )
     shown, called = _Shown(quiet=as_json), list[dict[str, object]]()
     with closing(backend), closing(mcp):
@@ -129,6 +136,8 @@ def run(
         say(f"{stats.generated_tokens} tokens · {speed(stats.decode_tok_s)} tok/s · {first}")
     if finished.reason == "context":
         say(f"the context of {backend.info.max_context:,} tokens is full; `--context N` loads the model with more")
+    if form is not None and finished.reason != "eos":
+        raise TinychatError(f"the answer ended ({finished.reason}) before its JSON did")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from threading import Event
@@ -64,13 +64,14 @@ class Notes:
     size: int | None = None  # bytes of the complete file
     validator: str | None = None  # a strong ETag or a date, for If-Range
     sha256: str | None = None  # as its publisher states it, or as measured when it is complete
+    pieces: list[int] = field(default_factory=list)  # bytes of each whole piece of a partial file made of several
 
     @classmethod
     def load(cls, path: Path) -> Notes | None:
         """The notes at `path`; None when there are none or they are damaged."""
         try:
             data = json.loads(path.read_text())
-            return cls(**{f.name: data.get(f.name) for f in fields(cls)})
+            return cls(**{f.name: data[f.name] for f in fields(cls) if f.name in data})
         except (OSError, ValueError, AttributeError, TypeError):
             return None
 

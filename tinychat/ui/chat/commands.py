@@ -73,6 +73,13 @@ COMMANDS: tuple[Command, ...] = (
     Command("system", "TEXT|off", "the system prompt", handlers.system, (("off", "none"),)),
     Command("set", "NAME VALUE", "set a parameter; alone: a form with all of them", handlers.set_value, SET, key="f4"),
     Command(
+        "schema",
+        "FILE|off",
+        "hold answers to the JSON schema in a file",
+        handlers.schema,
+        (("off", "free answers"),),
+    ),
+    Command(
         "tools",
         "DIR|off",
         "let the model read a folder and, when you allow it, change it",

@@ -14,6 +14,7 @@ from tinychat.backend.instruments import Instrumented
 from tinychat.chat.controller import KEPT_STATS
 from tinychat.chat.conversation import to_markdown
 from tinychat.chat.parameters import PARAMETERS, Parameters, get_parameter, set_parameter
+from tinychat.chat.schema import read_schema
 from tinychat.errors import TinychatError, printable
 from tinychat.files import expand
 from tinychat.tools.mcp_config import switch
@@ -153,6 +154,23 @@ async def raw(chat: ChatView, text: str) -> None:
         if c.raw
         else "raw is off: messages go through the chat template"
     )
+
+
+async def schema(chat: ChatView, text: str) -> None:
+    c, name = chat.controller, text.strip()
+    now = c.conversation.parameters.schema
+    if name == "off":
+        await _use(chat, {"schema": None})
+        await chat.say("answers are free again")
+    elif name:
+        await _use(chat, {"schema": read_schema(expand(name))})
+        await chat.say(
+            "answers follow this JSON schema from the next message on" + "; no tools are called" * bool(c.toolbox.names)
+        )
+    elif now is not None:
+        await chat.say(f"answers follow this JSON schema: {json.dumps(now, ensure_ascii=False)}; /schema off ends it")
+    else:
+        raise TinychatError("/schema FILE holds answers to the JSON schema in a file")
 
 
 async def tools(chat: ChatView, text: str) -> None:

@@ -144,9 +144,8 @@ class Painter:
         panel.show(reading, chat.panel_shown == "inner")
         chat.screen.query_one(KeyLine).say(Content("") if beside else figures.activity(reading))
         chat.screen.query_one(ExpertsStrip).show(reading)
-        chat.screen.query_one(StatusLine).show(
-            c.conversation.model, info, title, "raw" if c.raw else "", None if beside else c.usage
-        )
+        mode = " · ".join(["raw"] * c.raw + ["JSON schema"] * (c.conversation.parameters.schema is not None))
+        chat.screen.query_one(StatusLine).show(c.conversation.model, info, title, mode, None if beside else c.usage)
         if not c.conversation.turns:
             chat.screen.query_one(Welcome).show(
                 c.conversation.model if c.ready or c.loading else "", c.loading is not None

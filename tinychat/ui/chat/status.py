@@ -31,7 +31,7 @@ class StatusLine(Static):
         title = printable(title, newlines=False)
         room = width - left.cell_length - context.cell_length - 2
         details = describe(info) if info else ""
-        while details and len(details) + min(len(title), 24) + 4 > room:  # the least important last
+        while details and len(details) + len(marks) + min(len(title), 24) + 4 > room:  # the least important last
             details = details.rpartition(" · ")[0]
         if details:
             left = Content.assemble(left, "  ", (details, "$foreground 60%"))
