@@ -223,7 +223,7 @@ class MLA:
 
 @dataclass(frozen=True)
 class Dense:
-    """x += residual_scale * gated(RMSNorm(x)): of x itself without `norm`; RMSNorm of gated with gain `post_norm` if
+    """x += residual_scale * gated(RMSNorm(x)); without `norm`, of x itself. RMSNorm of gated with gain `post_norm` if
     there is one, and then x is multiplied by `stream_scale`."""
 
     norm: Weight | None

@@ -305,7 +305,7 @@ class CPUExecutor:
         )
 
     def _tasks(self, o: Op, depth: int) -> int:
-        """The number of tasks into which step.c divides an op of one token: groups of 16 rows; heads and chunks in
+        """Into how many pieces step.c can divide an op of one token: groups of 16 rows; heads and chunks in
         attention."""
         match o:
             case Embed():
@@ -355,14 +355,14 @@ class CPUExecutor:
 
 
 def _seconds(stepper: Iterator[object]) -> float:
-    """Seconds that the next step takes."""
+    """How long the next step takes."""
     start = time.perf_counter()
     next(stepper)
     return time.perf_counter() - start
 
 
 def _sample_spec(s: Sampling, history: np.ndarray, mask: np.ndarray | None) -> tuple[SampleSpec, object]:
-    """(the SampleSpec of `s` and the mask for step.c, the arrays that its pointers refer to)."""
+    """(what step.c is told of `s` and the mask, the arrays that it points into)."""
     bits = mask.ctypes.data if mask is not None else None
     spec = SampleSpec(s.temperature, s.top_p, s.min_p, s.seed % 2**64, s.top_k, mask=bits)
     if s.repeat_penalty == 1.0 and s.dry_multiplier <= 0:

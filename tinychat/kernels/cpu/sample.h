@@ -65,7 +65,7 @@ static float nucleus(float *v, int n, double top_p, float high) {
   // Sort prefixes of growing size, because the nucleus is nearly always small.
   for (int done = 0, size = 256; done < n; size *= 4) {
     int end = size < n ? size : n;
-    if (end < n) kth_largest(v + done, n - done, end - done);  // the largest `end` values come first now
+    if (end < n) kth_largest(v + done, n - done, end - done);  // the larger values come first now
     qsort(v + done, (size_t)(end - done), sizeof *v, descending);
     for (int i = done; i < end; i++) {
       if (i > 0 && before >= top_p * total) return v[i - 1];

@@ -243,7 +243,7 @@ static void embed(Ctx *c, const Op *op, Part me) {
   const Matrix *w = &op->w[0];
   f32v *column = (f32v *)c->scratch[me.id].merged;
   for (int t = me.part; t < c->tokens; t += me.parts) {
-    // all 16 rows of the group are decoded to get one row, in parts of the columns
+    // rows are stored interleaved: all 16 of a group are decoded to get one
     dequantise(rows16(w, 0, c->ids[t] / 16), w->type, w->cols, column);
     float *x = row(c, op->dst[0], t);
     for (int i = 0; i < w->cols; i++) x[i] = column[i][c->ids[t] % 16] * op->scale;
@@ -653,7 +653,7 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
     for (int t = me.part; t < c->tokens; t += me.parts) prepare_row(row(c, op->src, t), k, op->norm, op->eps, need, &c->shared, t, 1, 0);
     return;
   }
-  // tasks: the experts, then parts of the shared one
+  // tasks: the experts, then row ranges of the shared expert
   int e = me.part < gate->groups ? me.part : -1, part = me.part - gate->groups, parts = me.parts - gate->groups;
   int32_t *pairs = s->pairs, *column = pairs + c->tokens * top;
   float **dst = s->targets;
