@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinychat.measure.results import Run
+from tinychat.measure.results import Conditions
 
 WAITING, SAMPLING, REST, STALLS = (
     "waiting at barriers, or away",
@@ -48,7 +48,7 @@ class Flag:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile(Run):
+class Profile(Conditions):
     """The profile of one model on one device. Times in seconds per token, medians over `steps`."""
 
     cores: int
