@@ -11,7 +11,7 @@ from tinychat.engine.memory_limit import limit_of
 from tinychat.errors import TinychatError
 from tinychat.kernels.sampling import Sampling
 from tinychat.measure.lock import machine_lock
-from tinychat.measure.results import Conditions, ModelResult
+from tinychat.measure.results import ModelResult, Run
 
 TEXT = (  # prose: with random tokens a mixture of experts would choose other experts than with language
     "When the harbour master climbed the tower that morning, the fog lay so thick over the water "
@@ -63,7 +63,7 @@ def run(
                 report(f"{text}: {runs[-1][0]:.1f} tok/s", (n + 1) / (repeats + 1))
     decode, prefill, ttft = (tuple(values) for values in zip(*runs[1:]))
     info, s, speed = engine.info, engine.stats, statistics.median(decode)
-    measured = Conditions.now(name or info.name, info.fingerprint, info.device, info.threads, s.limit_gb_s)
+    measured = Run.now(name or info.name, info.fingerprint, info.device, info.threads, s.limit_gb_s)
     gb_s = s.bytes_per_token * speed / 1e9
     return ModelResult(
         **vars(measured),

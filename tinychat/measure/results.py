@@ -12,7 +12,7 @@ from tinychat import __version__
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conditions:
+class Run:
     """The conditions of a measurement: model file, device, software, machine."""
 
     model: str
@@ -25,9 +25,9 @@ class Conditions:
     date: str  # ISO 8601, UTC
 
     @classmethod
-    def now(cls, model: str, fingerprint: str, device: str, threads: int, limit_gb_s: float) -> Conditions:
+    def now(cls, model: str, fingerprint: str, device: str, threads: int, limit_gb_s: float) -> Run:
         """The conditions of a measurement made now, on this machine, by this process."""
-        return Conditions(
+        return Run(
             model=model,
             fingerprint=fingerprint,
             device=device,
@@ -52,7 +52,7 @@ class Conditions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelResult(Conditions):
+class ModelResult(Run):
     """Speed of a model: medians over `decode_runs`.
 
     `decode_tok_s` counts the tokens after the first; `ttft_s` is the time from the prompt's ids to the first token,
@@ -87,7 +87,7 @@ class ModelResult(Conditions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartResult(Conditions):
+class PartResult(Run):
     """Time of a call of one kernel or one layer: median and quartiles over all copies and steps, waiting included."""
 
     kind: str  # "kernel", "block" (a layer)

@@ -26,7 +26,7 @@ from tinychat.measure.bench import prompt
 from tinychat.measure.lock import machine_lock
 from tinychat.measure.profile.flags import find
 from tinychat.measure.profile.report import REST, SAMPLING, STALLS, WAITING, Profile, Row
-from tinychat.measure.results import Conditions
+from tinychat.measure.results import Run
 
 
 def profile(
@@ -78,7 +78,7 @@ def explain(p: StepProfile, engine: Engine, name: str) -> Profile:
     work, even = alone, alone
     if together:
         work, even = (float(np.median(sum(f(part.work, axis=1) for part in p.parts))) for f in (np.max, np.mean))
-    run = Conditions.now(name, info.fingerprint, info.device, p.parts[0].work.shape[1], limit)
+    run = Run.now(name, info.fingerprint, info.device, p.parts[0].work.shape[1], limit)
     made = Profile(
         **vars(run),
         cores=p.cores,

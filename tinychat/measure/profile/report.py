@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinychat.measure.results import Conditions
+from tinychat.measure.results import Run
 
 WAITING, SAMPLING, REST, STALLS = (
     "waiting at barriers, or away",
@@ -48,7 +48,7 @@ class Flag:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile(Conditions):
+class Profile(Run):
     """The profile of one model on one device. Times in seconds per token, medians over `steps`."""
 
     cores: int
