@@ -91,6 +91,7 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     )
 
     chat = _add(group, "chat", "chat", None, where, remote, tools)
+    _speculate(chat)
     chat.add_argument("text", metavar="MODEL", nargs="?", help=MODEL_HELP)
     chat.prog, chat.usage = "tinychat", "tinychat [MODEL] [--device DEVICE] [--threads N] | --server URL [--model NAME]"
 
@@ -111,6 +112,7 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     p.add_argument(
         "--no-think", dest="think", action="store_const", const=False, help="ask the model not to think first"
     )
+    _speculate(p)
     _json(p)
 
     bench = p = _add(group, "bench", "bench", "measure the speed of a model, a layer or a kernel", where, remote)
@@ -123,6 +125,7 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     what.add_argument("--kernel", metavar="OP[:QUANT[:ROWSxK]]", help="one kernel, as gate_up:Q4_K:6144x2048")
     what.add_argument("--block", action="store_true", help="one layer of each kind that MODEL has")
     what.add_argument("--history", action="store_true", help="what was measured before, of MODEL or of all")
+    _speculate(p, "off")
     _no_wait(p)
     _json(p)
 
@@ -157,6 +160,7 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     key.add_argument("--api-key", dest="key_file", metavar="FILE", help="a file with the key that clients must send")
     key.add_argument("--no-key", action="store_true", help="serve every client without a key")
     p.add_argument("--context", type=_count, metavar="N", help="tokens that prompt and answer share")
+    _speculate(p)
     p.add_argument(
         "--queue", dest="queue_size", type=_count, default=16, metavar="N", help="requests that may wait (default 16)"
     )
@@ -281,6 +285,17 @@ def _json(p: argparse.ArgumentParser) -> None:
     p.add_argument("--json", dest="as_json", action="store_true", help="one JSON object on stdout and nothing else")
 
 
+def _speculate(p: argparse.ArgumentParser, default: str = "auto") -> None:
+    p.add_argument(
+        "--speculate",
+        type=_drafts,
+        default=default,
+        metavar="auto|off|N",
+        help="guess tokens from the text and verify several in a step, which changes no answer: as many as pay, none, "
+        f"or N (default {default})",
+    )
+
+
 def _no_wait(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--no-wait", dest="wait", action="store_false", help="fail, instead of waiting, while another benchmark runs"
@@ -311,6 +326,13 @@ def _count(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 10**7:
         raise argparse.ArgumentTypeError(f"expected a whole number above 0, not {text!r}")
     return int(text)
+
+
+def _drafts(text: str) -> int | str:
+    """As engine.speculation.Speculate."""
+    if text not in ("auto", "off") and not (text.isdecimal() and 0 < int(text) < 16):
+        raise argparse.ArgumentTypeError(f"expected auto, off or a number from 1 to 15, not {text!r}")
+    return 0 if text == "off" else text if text == "auto" else int(text)
 
 
 def _port(text: str) -> int:

@@ -21,7 +21,7 @@ CITY = tool("city", {"name": {"type": "string", "maxLength": 5}})
 
 
 @pytest.fixture(scope="module")
-def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBackend]:
+def backend(tmp_path_factory: pytest.TempPathFactory, speculation: str) -> Iterator[LocalBackend]:
     path: Path = tiny.write(tmp_path_factory.mktemp("tools") / "tiny.gguf", "deepseek2_lite", "Q8_0")
     backend = LocalBackend.open(path, device="cpu", max_context=2048)
     yield backend

@@ -40,8 +40,8 @@ from tinychat.backend.stops import StopStrings
 from tinychat.backend.stream import EventStream
 from tinychat.chat.loading import OpenBackend
 from tinychat.engine.answer import AnswerParser
+from tinychat.engine.drafts import common_prefix
 from tinychat.engine.scanner import Fragment
-from tinychat.engine.session import common_prefix
 from tinychat.engine.stats import Stats, rss_bytes
 from tinychat.engine.tool_calls import PLAIN, as_plain
 from tinychat.errors import TinychatError

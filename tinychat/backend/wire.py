@@ -170,7 +170,7 @@ async def chunks(response: httpx.Response) -> AsyncIterator[Mapping[str, Any]]:
 
 def _own_tokens(tokens: Any) -> tuple[TokenPiece, ...]:
     """The tokens of a piece as tinychat tells them."""
-    return tuple(TokenPiece(i, t, p, tuple(map(tuple, top))) for i, t, p, top in tokens)
+    return tuple(TokenPiece(i, t, p, tuple(map(tuple, top)), *more) for i, t, p, top, *more in tokens)
 
 
 def _tokens(choice: Mapping[str, Any]) -> tuple[TokenPiece, ...]:

@@ -35,6 +35,7 @@ from tinychat.units import speed
 
 if TYPE_CHECKING:
     from tinychat.backend.protocol import Backend, DoesNotFit, Finished, Request
+    from tinychat.engine.speculation import Speculate
 
 
 def run(
@@ -50,6 +51,7 @@ def run(
     as_json: bool,
     device: str | None,
     threads: int | None,
+    speculate: Speculate,
     tools: str | None,
     mcp_file: str | None,
     **given: str | float | None,
@@ -77,7 +79,8 @@ def run(
     else:
         assert text is not None, "cli refuses it"
         model = resolve(text, own.models)
-        backend, name = _local(model, question, chosen, device, threads or own.threads), model.name
+        options = {"device": device, "threads": threads or own.threads, "speculate": speculate}
+        backend, name = _local(model, question, chosen, options), model.name
     from tinychat.backend.protocol import Request
 
     if toolbox is not None and not backend.info.can.tools:
@@ -225,7 +228,7 @@ def _ask(permissions: Permissions, question: Question) -> None:
     permissions.remember(question, answer, "run")
 
 
-def _local(model: Model, question: str, chosen: Parameters, device: str | None, threads: int | None) -> Backend:
+def _local(model: Model, question: str, chosen: Parameters, options: dict[str, Any]) -> Backend:
     """The model on this machine, with a context that the question fits."""
     context = chosen.context or _needed_context(model, question, chosen.max_tokens)
     path = obtain(model)
@@ -233,9 +236,7 @@ def _local(model: Model, question: str, chosen: Parameters, device: str | None, 
         bar.stage("loading the engine", 0.0)
         from tinychat.backend.local import LocalBackend
 
-        return LocalBackend.open(
-            path, max_context=context, preset=model.preset, device=device, threads=threads, progress=bar.stage
-        )
+        return LocalBackend.open(path, max_context=context, preset=model.preset, progress=bar.stage, **options)
 
 
 def _messages(system: str, question: str) -> tuple[dict[str, str], ...]:

@@ -9,6 +9,7 @@ from tinychat.backend.address import KEY_VARIABLE, read_key
 from tinychat.backend.local import LocalBackend
 from tinychat.commands.loading import obtain, settings_of_user
 from tinychat.console import Bar, say, say_notes
+from tinychat.engine.speculation import Speculate
 from tinychat.errors import TinychatError, printable
 from tinychat.models.registry import resolve
 from tinychat.server.answer import House
@@ -31,6 +32,7 @@ def serve(
     origins: list[str],
     device: str | None,
     threads: int | None,
+    speculate: Speculate,
 ) -> None:
     """Serves the model that `text` names until Ctrl-C. A key is required where other machines can reach the port."""
     key = None if no_key else read_key(key_file)
@@ -51,6 +53,7 @@ def serve(
                 device=device,
                 threads=threads or own.threads,
                 store_bytes=int(own.kv_cache_gb * 1e9),  # conversations that take turns are not prefilled again
+                speculate=speculate,
                 progress=bar.stage,
             )
         with contextlib.closing(backend):

@@ -36,6 +36,7 @@ class Limits:
     expert_groups: int = UNLIMITED
     sampling_top_k: int = UNLIMITED
     prefill_chunk: int = UNLIMITED  # tokens that run together
+    verified: int = 1  # tokens of one step of Executor.verify; 1: more cost as much as single steps
 
 
 def check(plan: Plan, limits: Limits, device: str, max_context: int) -> None:

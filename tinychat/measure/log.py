@@ -7,7 +7,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,8 +57,8 @@ def parts(file: Path | None = None) -> list[PartResult]:
 
 
 def speeds(results: Iterable[ModelResult]) -> dict[str, float]:
-    """Path of a model file -> the decode speed measured last."""
-    return {r.path: r.decode_tok_s for r in results}
+    """Path of a model file -> the decode speed measured last, in single steps."""
+    return {r.path: r.decode_tok_s for r in results if r.speculate == "off"}
 
 
 def _read(kind: type[R], file: Path | None) -> Iterator[R]:
@@ -71,7 +71,8 @@ def _read(kind: type[R], file: Path | None) -> Iterator[R]:
 
 def _parse(kind: type[R], data: dict[str, Any]) -> R:
     """Raises TypeError, KeyError or ValueError when `data` is no such result; keys of a newer version are ignored."""
-    values = {f.name: data[f.name] for f in fields(kind)}
+    older = {f.name: f.default for f in fields(kind) if f.default is not MISSING}  # they lack what came since
+    values = {f.name: (older | data)[f.name] for f in fields(kind)}
     for f in fields(kind):
         if not isinstance(values[f.name], _TYPES[str(f.type)]):
             raise TypeError(f.name)

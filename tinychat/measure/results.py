@@ -76,6 +76,8 @@ class ModelResult(Run):
     rss_bytes: int
     decode_runs: tuple[float, ...]
     max_context: int
+    speculate: str = "off"  # "auto", or drafts of a decode step
+    tokens_per_step: float = 1.0
 
     @property
     def spread(self) -> float:

@@ -18,7 +18,8 @@ COLUMNS = (*_WORDS, "prompt+gen", "prefill tok/s", "decode tok/s", "TTFT s", "GB
 def row(r: ModelResult) -> tuple[str, ...]:
     """One result as the texts of COLUMNS; safe for a terminal."""
     spread = f" ±{r.spread:.0%}" if len(r.decode_runs) > 1 else ""
-    words = r.date[:16].replace("T", " "), r.model, r.quant, r.device
+    more = f" · speculate {r.speculate}: {r.tokens_per_step:.2f} tokens a step" if r.speculate != "off" else ""
+    words = r.date[:16].replace("T", " "), r.model, r.quant, r.device + more
     numbers = f"{r.prefill_tok_s:,.1f}", f"{r.decode_tok_s:,.1f}{spread}", f"{r.ttft_s:.2f}", f"{r.gb_s:,.1f}"
     cells = *words, f"{r.n_prompt}+{r.n_gen}", *numbers, _limit(r), r.versions.get("tinychat", "?")
     return tuple(printable(cell, newlines=False) for cell in cells)

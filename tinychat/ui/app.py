@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from textual.app import SystemCommand
 from textual.binding import Binding
 from textual.command import CommandPalette
 from textual.screen import Screen
@@ -19,6 +18,7 @@ from tinychat import process
 from tinychat.backend.engine_thread import EngineThread
 from tinychat.backend.factory import open_backend
 from tinychat.backend.local import LocalBackend
+from tinychat.backend.protocol import Speculate
 from tinychat.chat import settings
 from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import Conversation
@@ -29,6 +29,7 @@ from tinychat.tools.mcp import Servers
 from tinychat.tools.mcp_config import config_path, read_servers
 from tinychat.tools.permission import Permissions
 from tinychat.ui.boundary import LastingApp
+from tinychat.ui.chat import models
 from tinychat.ui.chat.screen import ChatScreen
 from tinychat.ui.driver import TerminalDriver
 from tinychat.ui.theme import THEMES
@@ -43,6 +44,7 @@ class TinychatApp(LastingApp):
     TITLE = "tinychat"
     CHAT = ChatScreen
     CSS_PATH = "tinychat.tcss"
+    COMMANDS: ClassVar[set[Any]] = set()  # the chat screen's are all
     BINDINGS = [Binding("ctrl+q", "quit", "leave", show=False, priority=True)]
 
     def __init__(
@@ -83,7 +85,7 @@ class TinychatApp(LastingApp):
         if self._path is not None:
             self.controller.load(self._model or self._path.name, self._path, **self._options)
         else:
-            self.call_after_refresh(self.chat.action_choose_model)
+            self.call_after_refresh(models.first_model, self.chat)
         problems = [*self.own.problems, *([self._history.problem] if self._history and self._history.problem else [])]
         for problem in problems:
             self.call_after_refresh(self.chat.say, problem, True)
@@ -114,14 +116,10 @@ class TinychatApp(LastingApp):
             self._remember(**changes)
 
     def action_command_palette(self) -> None:
-        """Without the fixed id that Textual gives it: one that is still closing must not forbid another."""
-        if not isinstance(self.screen, CommandPalette):
+        """Its commands are the chat's. Without the fixed id that Textual gives it: one that is still closing must not
+        forbid another."""
+        if self.screen is self.chat:
             self.push_screen(CommandPalette())
-
-    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        if screen is self.chat:
-            yield from self.chat.commands_for_palette()
-        yield from super().get_system_commands(screen)
 
     def exit(self, *args: Any, **kwargs: Any) -> None:
         """Leaves at once: the backend is told to stop and not waited for; a running answer is saved as it is."""
@@ -135,11 +133,13 @@ def main(
     model: str | None = None,
     path: Path | None = None,
     preset: str | None = None,
+    *,
+    speculate: Speculate = "auto",
     mcp_file: Path | None = None,
     **load_options: Any,
 ) -> int:
-    """Runs the chat. `path`, if given, is loaded with `preset` and called `model`; otherwise the picker opens.
-    `mcp_file` names MCP servers in place of the user's file."""
+    """Runs the chat. `path`, if given, is loaded with `preset` and called `model`; otherwise the picker opens. Every
+    model that is loaded speculates as `speculate` says. `mcp_file` names MCP servers in place of the user's file."""
     own = settings.load()
     history, problems = None, list(own.problems)
     try:
@@ -153,7 +153,9 @@ def main(
         problems.append(f"{e}; no MCP server is started")
     options = {"preset": preset, "threads": own.threads, **load_options}
     own = replace(own, problems=tuple(problems))
-    open_either = partial(open_backend, thread=EngineThread(), store_bytes=int(own.kv_cache_gb * 1e9))
+    open_either = partial(
+        open_backend, thread=EngineThread(), store_bytes=int(own.kv_cache_gb * 1e9), speculate=speculate
+    )
     process.prepare_for_screen()
 
     def mounted() -> None:

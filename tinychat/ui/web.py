@@ -11,13 +11,9 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-
-from textual.app import SystemCommand
-from textual.screen import Screen
 
 from tinychat import process
 from tinychat.backend.address import Server, read_key
@@ -57,9 +53,8 @@ class WebScreen(ChatScreen):
     def command_entries(self) -> list[Entry]:
         return [(c.usage, c.help) for c in commands.COMMANDS if c.name in COMMANDS]
 
-    def commands_for_palette(self) -> Iterable[SystemCommand]:
-        names = {c.name for c in commands.COMMANDS} - COMMANDS
-        return (c for c in super().commands_for_palette() if c.title.split()[0].removeprefix("/") not in names)
+    def offers(self, command: str) -> bool:
+        return command in COMMANDS
 
     def copy(self, text: str, what: str) -> None:
         """To the browser's terminal; this machine's clipboard is not the reader's."""
@@ -77,10 +72,6 @@ class WebApp(TinychatApp):
     """The chat with a server's model."""
 
     CHAT = WebScreen
-
-    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        if screen is self.chat:
-            yield from self.chat.commands_for_palette()
 
 
 def confine(folder: Path, url: str) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.cpu import bandwidth, compiler, library
-from tinychat.kernels.cpu.library import MAX_GROUP, QUANTS, TILE, Context, Library, SampleSpec
+from tinychat.kernels.cpu.library import MAX_GROUP, QUANTS, STEP, TILE, Context, Library, SampleSpec
 from tinychat.kernels.cpu.program import build
 from tinychat.kernels.executor import Kind, Mask, Weights
 from tinychat.kernels.limits import Limits, check
@@ -53,6 +53,7 @@ LIMITS = Limits(  # a phase has at most 2^20 tasks (pool.h)
     kv_rows=1 << 27,  # 256 rows of a kv head are a task of attention
     experts=1 << 19,  # an expert is a task
     prefill_chunk=256,
+    verified=STEP,
 )
 
 
@@ -131,6 +132,7 @@ class CPUExecutor:
         self.plan, self.max_context = plan, max_context
         self.prefill_chunk = min(LIMITS.prefill_chunk, max_context)
         self._compiled = False
+        self._sampled = 0  # which of the last step's tokens the last id stands behind
 
         def compiling(line: str) -> None:
             self._compiled = True
@@ -212,20 +214,36 @@ class CPUExecutor:
         self, token: int, pos: int, sampling: Sampling, recent: Sequence[int], mask: Mask | None = None
     ) -> Iterator[tuple[int, float]]:
         """See Executor.decode."""
-        self._check(np.array([token]), pos)
-        known = len(recent)
-        history = np.empty(known + self.max_context - pos, np.int32)
-        history[:known] = recent
-        logprob = ctypes.c_double()
+        history = list(recent)
         while pos < self.max_context:
-            if not self._ctx:
-                raise TinychatError("the model is closed")
-            spec, _arrays = _sample_spec(sampling, history[:known], mask() if mask else None)
-            token = self._lib.tc_step(self._ctx, token, pos, ctypes.addressof(spec), ctypes.addressof(logprob))
+            ((token, logprob),) = self.verify(token, (), pos, sampling, history, mask)
             pos += 1
-            history[known] = token
-            known += 1
+            history.append(token)
+            yield token, logprob
+
+    def verify(
+        self,
+        token: int,
+        drafts: Sequence[int],
+        pos: int,
+        sampling: Sampling,
+        recent: Sequence[int],
+        mask: Mask | None = None,
+    ) -> Iterator[tuple[int, float]]:
+        """See Executor.verify."""
+        tokens, history = np.array([token, *drafts], np.int32), list(recent)
+        assert len(tokens) <= LIMITS.verified
+        self._check(tokens, pos)
+        self._lib.tc_step(self._ctx, tokens.ctypes.data, len(tokens), pos)
+        logprob = ctypes.c_double()
+        for i in range(len(tokens)):
+            spec, _arrays = _sample_spec(sampling, history, mask() if mask else None)
+            token = self._lib.tc_sample(self._ctx, i, ctypes.addressof(spec), ctypes.addressof(logprob))
+            self._sampled = i
             yield token, logprob.value
+            if i == len(drafts) or token != drafts[i]:
+                return
+            history.append(token)
 
     @property
     def sampling_s(self) -> float:
@@ -234,7 +252,8 @@ class CPUExecutor:
 
     def routes(self) -> np.ndarray | None:
         """See Executor.routes."""
-        return self._program.routes.copy() if len(self._program.routes) else None
+        routes = self._program.routes
+        return routes[:, self._sampled].copy() if len(routes) else None
 
     @property
     def cache_layout(self) -> str:
@@ -361,7 +380,7 @@ def _seconds(stepper: Iterator[object]) -> float:
     return time.perf_counter() - start
 
 
-def _sample_spec(s: Sampling, history: np.ndarray, mask: np.ndarray | None) -> tuple[SampleSpec, object]:
+def _sample_spec(s: Sampling, history: Sequence[int], mask: np.ndarray | None) -> tuple[SampleSpec, object]:
     """(what step.c is told of `s` and the mask, the arrays that it points into)."""
     bits = mask.ctypes.data if mask is not None else None
     spec = SampleSpec(s.temperature, s.top_p, s.min_p, s.seed % 2**64, s.top_k, mask=bits)

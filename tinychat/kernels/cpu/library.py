@@ -16,6 +16,7 @@ from tinychat.kernels.ops import CLAMP, CLAMP_SLOPE, MIN_WEIGHT_SUM
 _TABLE = re.compile(r"X\((\w+), \d+\)")  # the rows of QUANTS in quant.h
 QUANTS = frozenset(GGMLQuantizationType[name] for name in _TABLE.findall((compiler.SOURCES / "quant.h").read_text()))
 MAX_GROUP = 1024  # query heads of one kv head
+STEP = 16  # tokens of one decode step, at most
 TILE = 16  # rows of a weight that lie interleaved, and positions of a tile of the K cache
 
 _i32, _f32, _f64, _u64, _ptr = ctypes.c_int32, ctypes.c_float, ctypes.c_double, ctypes.c_uint64, ctypes.c_void_p
@@ -100,7 +101,8 @@ class Library:
             ("tc_pack", None, [_ptr, _ptr, _ptr, c_int, c_int, c_int, c_int, c_int]),
             ("tc_dequantise", None, [_ptr, c_int, c_int, _ptr]),
             ("tc_forward", None, [_ptr, _ptr, c_int, c_int, c_int, _ptr]),
-            ("tc_step", c_int, [_ptr, c_int, c_int, _ptr, _ptr]),
+            ("tc_step", None, [_ptr, _ptr, c_int, c_int]),
+            ("tc_sample", c_int, [_ptr, c_int, _ptr, _ptr]),
             ("tc_cache", size, [_ptr, _ptr, c_int, c_int, c_int]),
             ("tc_bandwidth", _f64, [_ptr, _ptr, size]),
         ):
@@ -120,9 +122,10 @@ class Library:
             {name: i for i, name in enumerate(lib.tc_names(what).decode().lower().split())} for what in (0, 1, 3)
         )
         self.context_bytes: int = lib.tc_sizeof(5)
-        chunk, *constants = (lib.tc_constant(i) for i in range(5))
+        chunk, *constants = (lib.tc_constant(i) for i in range(6))
         expected = {
             "MAX_GROUP": MAX_GROUP,
+            "STEP": STEP,
             "MIN_WEIGHT_SUM": MIN_WEIGHT_SUM,
             "CLAMP": CLAMP,
             "CLAMP_SLOPE": float(np.float32(CLAMP_SLOPE)),

@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType as Q
 from gguf.quants import dequantize
 
 from tinychat.kernels.cpu import library
-from tinychat.kernels.cpu.library import TILE, Library, Matrix
+from tinychat.kernels.cpu.library import STEP, TILE, Library, Matrix
 from tinychat.kernels.executor import Weights
 from tinychat.kernels.ops import GQA, MLA, Dense, Experts, LatentStore, Op, Plan, Rope, RopeStore, Weight
 
@@ -19,8 +19,8 @@ from tinychat.kernels.ops import GQA, MLA, Dense, Experts, LatentStore, Op, Plan
 @dataclass
 class Program:
     """What step.c runs. `sources`: (index in Plan.ops, op) of each of its ops; a store of cache rows is no op there,
-    but a part of the op behind it. `routes`: int32 (layers with experts, top_k), where a step of one token leaves the
-    experts it chose."""
+    but a part of the op behind it. `routes`: int32 (layers with experts, STEP, top_k), where a decode step leaves the
+    experts that its tokens chose."""
 
     ops: list[library.Op]
     sources: list[tuple[int, Op]]
@@ -92,7 +92,7 @@ class _Translator:
         self.buffers = {name: i for i, name in enumerate(plan.buffers)}
         self.tables = dict[Rope, int]()
         used = [b.router.top_k for layer in plan.layers if isinstance(b := layer.feed_forward, Experts)]
-        self.routes = np.zeros((len(used), max(used, default=0)), np.int32)
+        self.routes = np.zeros((len(used), STEP, max(used, default=0)), np.int32)
         self.made = 0  # ops so far
 
     def ops(self) -> Iterator[library.Op]:

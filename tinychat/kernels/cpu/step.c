@@ -48,7 +48,7 @@ typedef struct {
   float eps, norm_eps, scale;         // norm_eps: of q_norm, k_norm and the latent norm; scale: of the scores, or of the result
   float temperature, softcap, stream_scale, logit_scale;  // ops.Temperature, Head, NormAdd, Router; 0: none of the first two
   const float *norm, *q_norm, *k_norm, *rope, *sinks, *bias[3];
-  int32_t *routes;                    // [top_k]: where a step of one token leaves the experts it chose, to be looked at
+  int32_t *routes;                    // [STEP][top_k]: where a decode step leaves the experts of its tokens, to be looked at
   Matrix w[4];
 } Op;
 
@@ -81,7 +81,7 @@ typedef struct {
   int32_t *widths;
   LayerCache *caches;  // [layers]
   uint64_t *ticks;   // NULL, or [threads][n_ops][2] nanoseconds of this step: at work, then waiting for the others
-  uint64_t sampling; // nanoseconds of the last step from the logits to the next id
+  uint64_t sampling; // nanoseconds from the logits to the last id that tc_sample chose
   Pool pool;
   int context;       // max_context filled up to 16
   Scratch *scratch;  // [threads]
@@ -91,17 +91,19 @@ typedef struct {
   float *pair_out;   // (batch * top_k, dim): outputs of experts before they are summed
   float *partial;    // decode attention: [task] m, l, out
   atomic_int *done;  // decode attention: finished chunks per group of heads
-  float *logits, *span_max, *span_sum, *work;
+  float *logits, *span_max, *span_sum, *work;  // of a decode step: [STEP][vocab], twice [STEP][spans of it], of one choice
   // the call in progress
   Phase *phases;
   int n_phases;
   const int32_t *ids;
-  int tokens, pos, logits_mode, sampled;  // logits_mode: 0 none, 1 last, 2 all
+  int tokens, pos, logits_mode, sampled;  // logits_mode: 0 none, 1 last, 2 all; sampled: a decode step
   uint64_t serial;  // of the call
   float *logits_out;
   struct Piece *pieces;  // of working memory
   int short_;            // one of them could not be had
 } Ctx;
+
+enum { STEP = 16 };  // tokens of a decode step, at most: one, and what is verified with it; as library.STEP
 
 #define MIN_(a, b) ((a) < (b) ? (a) : (b))
 #define MAX_(a, b) ((a) > (b) ? (a) : (b))
@@ -650,6 +652,7 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
     return;
   }
   if (me.stage == 0) {
+    if (c->sampled && me.part == 0) memcpy(op->routes, c->route_ids, sizeof(int32_t) * (size_t)(c->tokens * top));
     for (int t = me.part; t < c->tokens; t += me.parts) prepare_row(row(c, op->src, t), k, op->norm, op->eps, need, &c->shared, t, 1, 0);
     return;
   }
@@ -815,6 +818,8 @@ static inline uint64_t counter(void) {
 #endif
 }
 
+static int spans_of(const Ctx *c) { return (c->vocab + SPAN - 1) / SPAN; }
+
 // A task of a stage of an op, or behind the last one of the statistics for sampling.
 static void phase_task(void *arg, int phase, int task, int tasks, int id) {
   Ctx *c = arg;
@@ -824,9 +829,11 @@ static void phase_task(void *arg, int phase, int task, int tasks, int id) {
   if (op >= 0) {
     run_op(c, &c->ops[op], (Part){id, c->phases[phase].stage, task, tasks});
   } else {
-    int n = (c->vocab + SPAN - 1) / SPAN;
-    for (int i = n * task / tasks; i < n * (task + 1) / tasks; i++)
-      span_stats(c->logits + (size_t)i * SPAN, MIN_(SPAN, c->vocab - i * SPAN), &c->span_max[i], &c->span_sum[i]);
+    int spans = spans_of(c), n = spans * c->tokens;
+    for (int i = n * task / tasks; i < n * (task + 1) / tasks; i++) {
+      int at = i % spans * SPAN;
+      span_stats(c->logits + (size_t)(i / spans) * c->vocab + at, MIN_(SPAN, c->vocab - at), &c->span_max[i], &c->span_sum[i]);
+    }
   }
   if (!c->ticks) return;
   uint64_t *ticks = c->ticks + 2 * (size_t)id * c->n_ops, now = counter();
@@ -914,7 +921,7 @@ EXPORT const char *tc_names(int what) {
   return names[what];
 }
 EXPORT double tc_constant(int what) {
-  double values[] = {CHUNK, MAX_GROUP, MIN_WEIGHT_SUM, CLAMP, CLAMP_SLOPE};
+  double values[] = {CHUNK, MAX_GROUP, STEP, MIN_WEIGHT_SUM, CLAMP, CLAMP_SLOPE};
   return values[what];
 }
 
@@ -1017,10 +1024,10 @@ EXPORT int tc_prepare(Ctx *c) {
   c->route_ids = piece(c, c->batch, 4 * (size_t)top);
   c->route_weights = piece(c, c->batch, 4 * (size_t)top);
   c->pair_out = routed ? piece(c, (size_t)c->batch * top, 4 * (size_t)dim) : NULL;
-  c->logits = piece(c, (size_t)c->vocab + 16, 4);
+  c->logits = piece(c, STEP * (size_t)c->vocab + 16, 4);
   c->work = piece(c, (size_t)c->vocab + 16, 8);
-  c->span_max = piece(c, (size_t)c->vocab / SPAN + 1, 4);
-  c->span_sum = piece(c, (size_t)c->vocab / SPAN + 1, 4);
+  c->span_max = piece(c, STEP * (size_t)spans_of(c), 4);
+  c->span_sum = piece(c, STEP * (size_t)spans_of(c), 4);
   return c->short_ ? -1 : 0;
 }
 
@@ -1035,14 +1042,20 @@ EXPORT void tc_forward(Ctx *c, const int32_t *ids, int n, int pos, int logits_mo
   }
 }
 
-// One decode step: runs `token` at pos, returns the next id and its log-probability; the logits stay in c->logits.
-EXPORT int tc_step(Ctx *c, int token, int pos, const SampleSpec *spec, double *logprob) {
-  int32_t id = token;
-  c->ids = &id, c->tokens = 1, c->pos = pos, c->logits_mode = 1, c->logits_out = c->logits;
+// One decode step: runs n (at most STEP) tokens at positions pos.., for tc_sample to choose what follows them.
+EXPORT void tc_step(Ctx *c, const int32_t *ids, int n, int pos) {
+  c->ids = ids, c->tokens = n, c->pos = pos, c->logits_mode = 2, c->logits_out = c->logits;
   c->sampled = 1;
   run_tokens(c);
-  id = sample(c->logits, c->vocab, spec, (uint64_t)pos, c->span_max, c->span_sum, c->work, logprob);
   c->sampling = nanoseconds() - c->sampling;
+}
+
+// The id behind token i of the last decode step, and its log-probability.
+EXPORT int tc_sample(Ctx *c, int i, const SampleSpec *spec, double *logprob) {
+  uint64_t began = nanoseconds(), at = (uint64_t)i * (uint64_t)spans_of(c);
+  int id = sample(c->logits + (size_t)i * c->vocab, c->vocab, spec, (uint64_t)(c->pos + i), c->span_max + at, c->span_sum + at, c->work,
+                  logprob);
+  c->sampling = nanoseconds() - began + (i ? 0 : c->sampling);
   return id;
 }
 

@@ -228,8 +228,10 @@ DEVICE void run(const Args &a) {
   cluster_arrive();
   if (owner) row.store(m.row, m.row_red);
   cluster_wait();
-  if (owner && head == 0)
+  if (owner && head == 0) {
+    __syncthreads();  // the row was stored behind the arrival, so the cluster's barrier says nothing of it
     for (int i = threadIdx.x; i < ROW; i += THREADS) a.cache[(u64)pos * ROW + i] = m.row[i];
+  }
 
   Stage<NOPE, false, true, false> nope;
   copy_wait<0>();

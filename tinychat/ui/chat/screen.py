@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from textual import on
-from textual.app import ComposeResult, SystemCommand
+from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
@@ -34,6 +34,7 @@ from tinychat.ui.chat.markdown import MarkdownView
 from tinychat.ui.chat.message import TurnMessage
 from tinychat.ui.chat.overflow import OverflowScreen
 from tinychat.ui.chat.painter import Painter
+from tinychat.ui.chat.palette import Palette
 from tinychat.ui.chat.permission import PermissionScreen
 from tinychat.ui.chat.prompt import Choice, Prompt, PromptBox
 from tinychat.ui.chat.sidebar import Sidebar
@@ -64,10 +65,11 @@ class ChatScreen(Screen[None]):
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (LISTED, "-wide"), (200, "-vast")]
     VERTICAL_BREAKPOINTS = [(0, "-short"), (20, "-high")]
     AUTO_FOCUS = "#prompt"
+    COMMANDS = {Palette}
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "stop", "stop", tooltip="stop; what there is of the answer stays"),
+        Binding("escape", "stop", "stop", tooltip="stop; keeps the partial answer"),
         Binding("escape", "keep", "cancel edit"),
-        Binding("escape", "escape", "back to the prompt; takes back what waits or is edited", show=False),
+        Binding("escape", "escape", "back to the prompt; unqueue a message, cancel an edit", show=False),
         Binding(
             "ctrl+g",
             "command('skip')",
@@ -79,9 +81,9 @@ class ChatScreen(Screen[None]):
         Binding(
             "ctrl+r", "command('regenerate')", "regenerate", priority=True, tooltip="a new answer; the old one stays"
         ),
-        Binding("f5", "command('continue')", "continue", tooltip="go on with an answer that was stopped"),
+        Binding("f5", "command('continue')", "continue", tooltip="continue an answer that was stopped"),
         Binding("ctrl+o", "command('copy')", "copy code", priority=True, tooltip="copy the last block of code"),
-        Binding("ctrl+n", "command('new')", "begin a new conversation", show=False, priority=True),
+        Binding("ctrl+n", "command('new')", "new conversation", show=False, priority=True),
         Binding("f2", "choose_model", "choose a model"),
         Binding("f2", "command('model')", "choose, download or load a model", show=False),
         Binding("f3", "command('conversations')", "earlier conversations: search, reopen, rename, delete", show=False),
@@ -227,10 +229,7 @@ class ChatScreen(Screen[None]):
 
     def ask_about(self, overflow: Overflow) -> None:
         """The context would overflow: the user decides."""
-        info = self.controller.info
-        self.app.push_screen(
-            OverflowScreen(overflow, info.trained_context if info else 0), partial(self._resolve, overflow)
-        )
+        self.app.push_screen(OverflowScreen(overflow), partial(self._resolve, overflow))
 
     def use_folder(self, folder: Path | None) -> None:
         """Offers the built-in tools of `folder`, and those of MCP servers. Raises TinychatError."""
@@ -275,23 +274,13 @@ class ChatScreen(Screen[None]):
     async def action_command(self, text: str) -> None:
         await self.run_command(text)
 
+    def offers(self, command: str) -> bool:
+        """Whether the palette has the command of this name."""
+        return True
+
     def command_entries(self) -> list[Entry]:
         """The commands of the prompt, with the keys that do the same, for the help."""
         return [(c.usage, c.help + f" ({c.key})" * bool(c.key)) for c in commands.COMMANDS]
-
-    def commands_for_palette(self) -> Iterable[SystemCommand]:
-        """The table, for the command palette; a command that needs arguments goes to the prompt."""
-        for c in commands.COMMANDS:
-            needs = bool(c.arguments) and not c.arguments.startswith("[") and not c.values
-            done = partial(self._prompt_for if needs else self._run_later, c.name)
-            yield SystemCommand(f"{c.usage}{f'  ({c.key})' if c.key else ''}", c.help, done)
-
-    def _run_later(self, name: str) -> None:
-        self.call_later(self.run_command, name)
-
-    def _prompt_for(self, name: str) -> None:
-        self.prompt.set_aside(f"/{name} ")
-        self.prompt.focus()
 
     # what the user does
 
@@ -443,7 +432,7 @@ class ChatScreen(Screen[None]):
     def action_scroll(self, pages: int) -> None:
         t = self.transcript
         if abs(pages) > 1:
-            t.scroll_end(animate=False) if pages > 0 else t.scroll_home(animate=False)
+            t.to_end() if pages > 0 else t.scroll_home(animate=False)
         else:
             t.scroll_relative(y=pages * max(1, t.size.height - 2), animate=False)
         if pages < 0:
