@@ -1,4 +1,4 @@
-"""Work for a thread of its own, whose outcome comes as a Future."""
+"""Runs work on a thread and delivers its result as a Future."""
 
 from __future__ import annotations
 

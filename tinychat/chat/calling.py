@@ -33,7 +33,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Done:
-    """The call has ended after `seconds`; its result has `tokens` (0: not known)."""
+    """The call ended after `seconds`; its result has `tokens` tokens (0: not counted)."""
 
     result: Result
     seconds: float
@@ -62,11 +62,11 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """How long it has run, without the time in which it waited for the user."""
+        """Seconds that the call has run, without the time in which it waited for the user."""
         return time.monotonic() - self.began
 
     def stop(self) -> None:
-        """Ends it soon; what it gives then is nobody's."""
+        """Cancels the call; its result is discarded."""
         self.cancel.set()
         if (asked := self._asked) is not None and not asked.done():
             asked.cancel()
@@ -100,7 +100,7 @@ class Run:
 
 @dataclass
 class Written:
-    """The calls of an answer while it is being written; `note` says why one could not be read."""
+    """The calls of an answer while it is generated; `note` says why a call could not be parsed."""
 
     calls: dict[int, list[str]] = field(default_factory=dict)  # id, name, and the pieces of the arguments
     note: str = ""
@@ -115,14 +115,14 @@ class Written:
 
     @property
     def progress(self) -> str:
-        """What is being written, in words; "" before the first call."""
+        """The call that is being generated, in words; "" before the first call."""
         if not self.calls:
             return ""
         _, name, *arguments = self.calls[max(self.calls)]
         return f"calling {name}: {sum(map(len, arguments)):,} characters"
 
     def made(self) -> tuple[Call, ...]:
-        """The calls, each with an id of its own; one whose arguments are no JSON object is left out and noted."""
+        """The calls, each with a unique id. A call whose arguments are not a JSON object is left out, with a note."""
         out: list[Call] = []
         for index, (id, name, *arguments) in sorted(self.calls.items()):
             text, known = "".join(arguments) or "{}", {call.id for call in out}

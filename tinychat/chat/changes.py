@@ -1,4 +1,4 @@
-"""What the controller tells the screen: what changed since it last asked, in order."""
+"""The changes that the controller reports to the screen when the screen polls, in order."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tinychat.tools.protocol import Question
 
 @dataclass(frozen=True)
 class Reset:
-    """The turns from `start` on are others than before: those of `conversation`, as it was then. `live`: its last
-    turn is being written, and what grows of an answer comes as Grew."""
+    """The turns from `start` on were replaced by those of `conversation`. `live`: its last turn is being generated, and
+    its further text comes as Grew."""
 
     start: int
     conversation: Conversation
@@ -21,7 +21,7 @@ class Reset:
 
 @dataclass(frozen=True)
 class Grew:
-    """The last turn grew by these pieces, made of `tokens` tokens."""
+    """The last turn grew by these pieces, which have `tokens` tokens."""
 
     thinking: str
     answer: str
@@ -30,7 +30,7 @@ class Grew:
 
 @dataclass(frozen=True)
 class Ended:
-    """The last turn, number `index`, an answer or a call's result, is complete for now, and this is it."""
+    """The last turn (number `index`), an answer or a call's result, has ended; `turn` is its final value."""
 
     index: int
     turn: Turn
@@ -38,12 +38,12 @@ class Ended:
 
 @dataclass(frozen=True)
 class ModelChanged:
-    """A model is loaded, or none any more."""
+    """Another model, or none, is loaded now."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """One line for the user; `error` says that something did not work."""
+    """One line for the user; `error`: it reports a failure."""
 
     text: str
     error: bool = False
@@ -51,7 +51,7 @@ class Notice:
 
 @dataclass(frozen=True)
 class Refused:
-    """A message could not be sent; its text goes back to where it was typed."""
+    """A message could not be sent; its text returns to the prompt."""
 
     turn: Turn
 

@@ -1,7 +1,7 @@
-"""The chat without a screen: one conversation, one backend; commands in, changes out.
+"""The chat without a screen: one conversation and one backend, driven by method calls, which it answers with changes.
 
-The screen calls the methods and `poll`s at a fixed rate; what happened comes back as changes, in order. No method
-waits, and none does work that grows with the conversation: rendering and counting are the backend's.
+The screen calls the methods, and `poll` at a fixed rate; `poll` returns the changes in order. No method blocks, and
+none does work that grows with the conversation: the backend renders and counts.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class Controller:
         self.state = start_loading(self._open_backend, choice, kept, before)
 
     def _loaded_afterwards(self) -> Future[Backend | None]:
-        """What is loaded when everything that loads now is done."""
+        """The backend that is loaded after all present loads have ended."""
         if isinstance(self.state, Loading):
             return self.state.outcome
         now: Future[Backend | None] = Future()
@@ -298,7 +298,7 @@ class Controller:
         self._start(c.prefill(text), len(c.turns), go_on=True)
 
     def stop(self) -> None:
-        """Ends the running answer or call; what there is of it stays."""
+        """Ends the running answer or call; the text so far stays."""
         if (calling := self.calling) is not None:
             calling.run.stop()
             self._called(Done(Result("the user stopped this call", "stopped"), calling.run.seconds), calling)
@@ -343,7 +343,7 @@ class Controller:
             self._changes.append(Refused(held.typed))
 
     def leave(self) -> None:
-        """The user goes: what there is of a running answer is saved, the backend stops as soon as it can."""
+        """Called when the user quits: saves the running answer as it is and stops the backend as soon as possible."""
         if self.calling is not None:
             self.stop()
         elif self.running is not None:
@@ -356,7 +356,7 @@ class Controller:
     # what the backend says
 
     def poll(self) -> list[Change]:
-        """What changed since the last call."""
+        """The changes since the last call, in order."""
         if isinstance(self.state, Loading):
             self._poll_loading(self.state)
         elif isinstance(self.state, Calling):
@@ -373,7 +373,7 @@ class Controller:
         return changes
 
     def elapsed_thinking(self) -> float:
-        """Seconds the running answer has thought so far."""
+        """Seconds of thinking in the running answer."""
         return self.running.thinking_s(self._clock()) if self.running else 0.0
 
     def _poll_loading(self, loading: Loading) -> None:
@@ -638,7 +638,7 @@ class Controller:
         return min(max(wanted, 2 * usage.limit), most) if usage.used + reserve <= most else 0
 
     def _withdraw(self, r: Answering) -> None:
-        """Shows what was there before a request that was refused."""
+        """Restores the conversation as it was before a request that was refused."""
         before = r.before
         self.conversation = replace(
             self.conversation,
@@ -695,7 +695,7 @@ class Controller:
         self._changes.append(Reset(start, self.conversation, live=True))
 
     def interrupt(self) -> None:
-        """Ends the running answer or call now, keeping what arrived; what still comes of it is not looked at."""
+        """Ends the running answer or call now and keeps the text so far; later events of it are ignored."""
         if self.calling is not None:
             self.stop()
         if self.running is not None:

@@ -29,7 +29,7 @@ NOT_RUN = "this call was not run"
 
 @dataclass(frozen=True)
 class Attachment:
-    """A text file that the user attached, as it was then."""
+    """A text file that the user attached, with its content at that time."""
 
     name: str
     text: str
@@ -79,7 +79,7 @@ class Turn:
 
     @property
     def content(self) -> str:
-        """What the model reads: the text, then each file in a code fence that nothing in it can close."""
+        """The text that the model reads: `text`, then each file in a code fence longer than any fence in the file."""
         parts = [self.text] if self.text else []
         parts += [f"{file.name}:\n{fenced(file.text)}" for file in self.files]
         return "\n\n".join(parts)
@@ -126,7 +126,7 @@ class Conversation:
 
     @property
     def title(self) -> str:
-        """The user's name for it, or the start of the first message."""
+        """The name that the user gave the conversation, or the start of the first message."""
         if self.name:
             return self.name
         first = next((t.text for t in self.turns if t.role == "user" and t.text.strip()), "")
@@ -150,7 +150,7 @@ class Conversation:
 
     @property
     def pending(self) -> tuple[Call, ...]:
-        """The calls of the last answer that have no result, if nothing but results follows it."""
+        """The calls of the last answer without a result, if only results follow that answer."""
         last = self.last_answer
         if last is None or any(turn.role != "tool" for turn in self.turns[last + 1 :]):
             return ()
@@ -174,7 +174,7 @@ class Conversation:
         return replace(self, turns=(*self.turns[:-1], turn))
 
     def settled(self) -> Conversation:
-        """With a result for every call, as templates demand before another message."""
+        """With a result for every call; templates require one before another message."""
         missing = (Turn("tool", NOT_RUN, call_id=call.id, stop_reason="stopped") for call in self.pending)
         return replace(self, turns=(*self.turns, *missing))
 
@@ -284,7 +284,7 @@ class Conversation:
         return bool(self.turns) and self.turns[-1].role != "user"
 
     def close_thinking(self) -> Conversation:
-        """The last answer's thinking declared over: continuing it goes straight to the answer."""
+        """With the last answer's thinking marked as complete, so that continuing it starts the answer's text."""
         return self.with_last(replace(self.turns[-1], thinking_open=False))
 
     def drop_thinking(self) -> Conversation:
@@ -395,13 +395,13 @@ def _turn_markdown(c: Conversation, turn: Turn) -> list[str]:
 
 
 def fenced(text: str) -> str:
-    """`text` in a code fence that nothing in it can close."""
+    """`text` in a code fence longer than any fence in it."""
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
     return f"{fence}\n{text.rstrip()}\n{fence}"
 
 
 def _close_fence(text: str) -> str:
-    """`text` with a code fence closed that its end left open, so that the rest of a document is not swallowed."""
+    """`text`, with a code fence that is still open at its end closed, so that it does not extend over later text."""
     fence = ""
     for line in text.splitlines():
         start = line.lstrip()[:3]

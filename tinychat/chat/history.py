@@ -39,7 +39,7 @@ _MIGRATIONS = [  # index + 1 is the user_version it leads to
 ]
 _PROMPTS = 1000  # kept
 _OPENING = 5.0  # seconds to wait for another process when the file is opened
-_BUSY = 0.04  # seconds to wait for it later: the screen waits, too
+_BUSY = 0.04  # seconds to wait for it later; the screen's thread is blocked meanwhile
 
 
 class ChangedElsewhere(TinychatError):
@@ -82,9 +82,8 @@ class History:
             raise TinychatError(f"{self._shown}: {(e.strerror or str(e)).lower()}") from None
 
     def save(self, conversation: Conversation) -> None:
-        """Writes what changed since the last save. A conversation without turns is not worth keeping. Raises
-        TinychatError; Locked while another process writes; ChangedElsewhere where saving would overwrite what another
-        tinychat wrote.
+        """Writes what changed since the last save. A conversation without turns is not stored. Raises TinychatError;
+        Locked while another process writes; ChangedElsewhere if saving would overwrite what another tinychat wrote.
 
         A name given elsewhere (by `rename`, or another tinychat) stays unless `conversation` was renamed since.
         """
@@ -166,13 +165,13 @@ class History:
             db.execute("UPDATE conversations SET name = ? WHERE id = ?", (encodable(" ".join(name.split())), id))
 
     def delete(self, id: str) -> None:
-        """Forgets conversation `id` for ever."""
+        """Deletes conversation `id`."""
         with self._transaction() as db:
             db.execute("DELETE FROM conversations WHERE id = ?", (id,))
             db.execute("DELETE FROM drafts WHERE conversation = ?", (id,))
 
     def set_draft(self, conversation: str, text: str) -> None:
-        """Keeps what is typed and not sent in `conversation` ("" for a new one); an empty text forgets it."""
+        """Stores the text that is typed and not sent in `conversation` ("": a new one); an empty text deletes it."""
         with self._transaction() as db:
             if text:
                 db.execute("INSERT OR REPLACE INTO drafts VALUES(?,?)", (conversation, encodable(text)))
@@ -180,13 +179,13 @@ class History:
                 db.execute("DELETE FROM drafts WHERE conversation = ?", (conversation,))
 
     def draft(self, conversation: str) -> str:
-        """What `set_draft` kept."""
+        """The text that `set_draft` stored."""
         with self._transaction("DEFERRED") as db:
             row = db.execute("SELECT text FROM drafts WHERE conversation = ?", (conversation,)).fetchone()
         return row[0] if row else ""
 
     def add_prompt(self, text: str) -> None:
-        """Remembers what was typed, as the latest; the same text is kept once."""
+        """Stores a typed prompt as the latest; equal texts are stored once."""
         if not text.strip():
             return
         with self._transaction() as db:
@@ -194,7 +193,7 @@ class History:
             db.execute("DELETE FROM prompts WHERE id <= (SELECT max(id) FROM prompts) - ?", (_PROMPTS,))
 
     def prompts(self) -> list[str]:
-        """What was typed, oldest first."""
+        """The typed prompts, oldest first."""
         with self._transaction("DEFERRED") as db:
             return [text for (text,) in db.execute("SELECT text FROM prompts ORDER BY id")]
 

@@ -1,4 +1,4 @@
-"""Loading a model on a thread of its own, after the loading before it."""
+"""Loads a model on a thread of its own, after the previous load has ended."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def start_loading(
     events: EventStream[LoadEvent] = EventStream()
     outcome: Future[Backend | None] = Future()
     job = partial(_load, open_backend, choice, before, events, outcome)
-    threading.Thread(target=job, name="loading", daemon=True).start()  # a daemon: quitting never waits for it
+    threading.Thread(target=job, name="loading", daemon=True).start()  # a daemon: the process can exit during a load
     return Loading(LoadStage("opening", 0.0), choice, kept, events, outcome)
 
 

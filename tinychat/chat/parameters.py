@@ -1,4 +1,4 @@
-"""What a user may set for a conversation: the parameters of sampling and the chat's own."""
+"""The parameters that a user may set for a conversation: those of sampling and the chat's own."""
 
 from __future__ import annotations
 

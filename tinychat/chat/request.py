@@ -19,9 +19,10 @@ def request_for(
     overflow: Literal["refuse", "oldest"] = "refuse",
     tools: tuple[Mapping[str, Any], ...] = (),
 ) -> Request:
-    """What asks for the next answer of `conversation`, which may call `tools`; `go_on`: for more of its last one.
+    """The request for the next answer of `conversation`, which may call `tools`; with `go_on`, for the continuation of
+    the last answer.
 
-    An answer that is held to a schema calls no tools; a raw one is held to none."""
+    An answer that a schema constrains calls no tools; a raw answer has no schema."""
     p = conversation.parameters
     sampling = replace(p.sampling, seed=seed)
     if conversation.turns[-1].raw:

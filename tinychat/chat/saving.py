@@ -1,4 +1,4 @@
-"""Saves a conversation: how often while an answer grows, and what the user is told when it fails."""
+"""Saves a conversation: decides how often while an answer grows, and reports failures to the user."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tinychat.chat.history import ChangedElsewhere, Locked
 from tinychat.errors import TinychatError
 
 T = TypeVar("T")
-SAVE_EVERY = 0.8  # seconds, while an answer grows: with a slow paint on top, a kill still loses less than a second
+SAVE_EVERY = 0.8  # seconds, while an answer grows; a kill then loses less than 1 s, including the time of a slow paint
 LOCKED_EVERY = 0.2  # seconds, while another process holds the file
-PATIENCE = 5.0  # seconds in which it does not matter to the user that another process holds the file
+PATIENCE = 5.0  # seconds that another process may hold the file before the user is told
 RETRY_EVERY = 10.0  # seconds, after a save that failed
 
 
 class Saver:
-    """Calls `write` with conversations; None: nothing is saved. What another process keeps it from writing waits."""
+    """Saves conversations with `write` (None: nothing is saved). While another process holds the file, they wait."""
 
     def __init__(self, write: Callable[[Conversation], None] | None, clock: Callable[[], float]) -> None:
         self._write, self._clock = write, clock
@@ -40,7 +40,7 @@ class Saver:
         return bool(growing or self._waiting) and self._write is not None and self._clock() - self._at >= every
 
     def save(self, conversation: Conversation) -> Conversation:
-        """Returns the conversation that goes on: a copy, where another program has changed this one."""
+        """Returns the conversation to continue with: a copy if another process has changed this one."""
         if self._write is None or not (conversation.turns or self._waiting):
             return conversation
         self._at = self._clock()
@@ -96,7 +96,7 @@ class Saver:
         return notices
 
     def _finish_copy(self) -> None:
-        """Takes note of the copy of a fork, before which nothing is saved: that is newer."""
+        """Takes the result of saving a fork; newer versions are saved only afterwards."""
         if self._copying is not None:
             copying, self._copying = self._copying, None
             if isinstance(e := copying.exception(), TinychatError):

@@ -1,5 +1,4 @@
-"""Servers of the user's settings: their names, addresses and where their keys are. The keys themselves are in none of
-it."""
+"""The servers in the user's settings: names, addresses and the places of their keys. The keys are not stored here."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ class SavedServer:
     key_file: str = ""
 
     def connection(self) -> Server:
-        """Where to connect, with the key as it is now. Raises TinychatError where the key cannot be read."""
+        """Address and key, which is read now. Raises TinychatError if the key cannot be read."""
         key = None
         if self.key_file:
             key = read_key(self.key_file)
@@ -34,7 +33,8 @@ class SavedServer:
 
 
 def user_server(name: str, entry: Any) -> SavedServer:
-    """The server that a table of the settings describes. Raises TinychatError, without what a key may be in."""
+    """The server that a table of the settings describes. Raises TinychatError, whose text contains no value that may be
+    a key."""
     where = f'settings: [servers."{printable(name, newlines=False)}"]'
     if not name.strip() or not isinstance(entry, Mapping):
         raise TinychatError(f'{where} needs a name and url = "http://..."')

@@ -34,13 +34,13 @@ from tinychat.models.registry import Model, user_models
 
 @dataclass(frozen=True)
 class Settings:
-    """What the settings file says; `problems` are lines for the user about what in it was not understood."""
+    """The values of the settings file; `problems` are lines for the user about its errors."""
 
     model: str = ""  # registry name, path or URL; "" = ask with the picker
     threads: int | None = None  # None = as many as the machine has cores
     theme: str = ""  # "" = tinychat's own
     experts: bool = False  # the heat strip of experts in the panel
-    kv_cache_gb: float = 4.0  # how much of the disk saved KV caches may take, 10^9 bytes; 0 = save none
+    kv_cache_gb: float = 4.0  # most disk space for saved KV caches, 10^9 bytes; 0 = save none
     parameters: Parameters = field(default_factory=Parameters)
     presets: Mapping[str, Parameters] = field(default_factory=dict)
     models: tuple[Model, ...] = ()
@@ -208,7 +208,7 @@ def _parameters(entry: Any, where: str, problems: list[str]) -> Parameters:
 
 
 def _table(old: Any, parameters: Parameters) -> Any:
-    """Table `old` changed to say `parameters`; what it need not say (the defaults) goes, what we do not know stays."""
+    """Table `old` with the values of `parameters`; defaults are removed, unknown keys stay."""
     table = old if isinstance(old, tomlkit.items.AbstractTable) else tomlkit.table()
     default = Parameters()
     values: dict[str, Any] = {name: get_parameter(parameters, name) for name in PARAMETERS}

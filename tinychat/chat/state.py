@@ -1,4 +1,4 @@
-"""What the chat is doing, as one value: idle, loading a model, answering, or stopping an answer."""
+"""The state of the chat as one value: idle, loading a model, answering, stopping an answer, or running a tool call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ModelChoice:
 
 @dataclass(frozen=True)
 class LoadStage:
-    """What loading is at, and how much of it is done (0..1)."""
+    """The stage of loading, in words, and the fraction done (0..1)."""
 
     stage: str
     fraction: float
@@ -36,7 +36,7 @@ class LoadStage:
 
 @dataclass(frozen=True)
 class LoadFailed:
-    """A model could not be loaded; `kept` says whether the one before it still answers."""
+    """A model could not be loaded; `kept`: the previous model is still loaded."""
 
     message: str
     kept: bool
@@ -93,7 +93,7 @@ class Answering:
     kind: Kind = "answer"
 
     def take(self, piece: Piece, now: float) -> Answering:
-        """With a piece that came."""
+        """With `piece` added."""
         thinks, n, since, thought_s = piece.kind == "thinking", len(piece.tokens), self.thinking_since, self.thought_s
         if thinks:
             since = since or now
@@ -110,7 +110,7 @@ class Answering:
         )
 
     def thinking_s(self, now: float) -> float:
-        """How long it has been thinking, with the time before it was continued."""
+        """Seconds of thinking, including those before the answer was continued."""
         return self.thought_s + (now - self.thinking_since if self.thinking_since is not None else 0.0)
 
 

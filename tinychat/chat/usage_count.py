@@ -1,4 +1,4 @@
-"""Counts what a conversation at rest takes of the context, on a thread of its own."""
+"""Counts, on a thread of its own, the tokens of the context that an idle conversation uses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class UsageCount:
             self._result = None
 
     def poll(self) -> Usage | None:
-        """The usage, once it is known. Raises TinychatError where it cannot be told."""
+        """The usage, or None while it is being counted. Raises TinychatError if counting failed."""
         if self._result is None or not self._result.done():
             return None
         result, self._result = self._result, None

@@ -81,7 +81,9 @@ def _describe(path: Path, name: str, context: int = CONTEXT) -> dict[str, Any]:
         return facts | {"problem": str(e)}
     context = min(context, config.context)
     verdict = fit(weights, plan.kv_bytes_per_token, context)
-    sizes = {k: v for k, v in asdict(config).items() if k not in ("rope", "architecture", "name")}
+    values = {k: v for k, v in asdict(config).items() if k not in ("rope", "architecture", "name")}
+    del values["window_heads"]["rope"]
+    sizes = {k: sorted(v) if isinstance(v, frozenset) else v for k, v in values.items()}
     return facts | {
         "title": config.name,
         "context": config.context,

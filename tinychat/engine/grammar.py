@@ -51,7 +51,7 @@ class Grammar:
 
 
 def behind_thinking(grammar: Grammar, closing: int) -> Grammar:
-    """The same behind thinking that the prompt has opened and the token `closing` ends. For grammars of a schema."""
+    """The same after thinking that the prompt has opened and the token `closing` ends. For grammars of a schema."""
     front = f"start: thought <[{closing}]> /\\s*/ answer\nthought: /(?s:.*)/\nanswer:"
     return Grammar(grammar.source.replace("start:", front, 1), grammar.name)
 

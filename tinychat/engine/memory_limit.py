@@ -1,5 +1,5 @@
-"""The memory limit: the rate at which a device reads its memory, measured once and kept. Every "share of the limit"
-refers to it.
+"""The memory limit: the rate in GB/s at which a device reads its memory, measured once and stored. Every "share of the
+limit" is relative to this rate.
 
 Decode reads all active weights for each token, so tokens per second times bytes per token cannot exceed it.
 """
@@ -45,7 +45,7 @@ def store_path() -> Path:
 
 
 def stored(device: str) -> Limit | None:
-    """What was measured for `device` on this machine; None where nothing was, or the file cannot be read."""
+    """The stored limit of `device` on this machine; None if it was not measured or the file cannot be read."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         found = json.loads(store_path().read_text())[_key(device)]
         return Limit(
@@ -58,7 +58,7 @@ def stored(device: str) -> Limit | None:
 
 
 def keep(limit: Limit) -> None:
-    """Stores `limit`, best effort: a cache folder that cannot be written costs only measuring again."""
+    """Stores `limit`. Ignores errors: without the file the limit is measured again."""
     path, everything = store_path(), dict[str, Any]()
     with contextlib.suppress(OSError, ValueError, TypeError):
         everything = dict(json.loads(path.read_text()))
@@ -71,8 +71,8 @@ def keep(limit: Limit) -> None:
 def measure(threads: list[int] | None = None, rounds: int = 10) -> Limit:
     """Measures the CPU with each number of threads (default: 1, 2, 4, ... and all physical cores) and stores it.
 
-    Other programs can only make it slower, so the best that was ever measured stays. Raises TinychatError without a
-    compiler or memory.
+    Other programs can only lower the measured rate, so the highest one is kept. Raises TinychatError without a compiler
+    or memory.
     """
     from tinychat.kernels.cpu.bandwidth import block_bytes, read_bandwidth
     from tinychat.kernels.cpu.executor import default_threads
@@ -92,7 +92,7 @@ def measure(threads: list[int] | None = None, rounds: int = 10) -> Limit:
 
 
 def _noise(now: dict[int, float], before: dict[int, float], cores: int) -> str:
-    """What says that other programs used the machine meanwhile, in one line; "" where nothing does."""
+    """One line that names the sign of other programs on the machine during the measurement; "" if there is none."""
     lost = max((1 - v / before[n] for n, v in now.items() if before.get(n)), default=0.0)
     if lost > 0.1:
         return f"up to {lost:.0%} less than was measured before: other programs use the memory; the best value is kept"

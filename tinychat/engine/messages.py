@@ -14,7 +14,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 def checked(messages: Sequence[Message], think_tags: tuple[str, str] | None) -> list[dict[str, Any]]:
-    """The messages, with thinking, which `think_tags` enclose, apart from the answers. Raises TinychatError."""
+    """The messages, with thinking (text between `think_tags`) separated from the answers. Raises TinychatError."""
     prepared: list[dict[str, Any]] = []
     for message in messages:
         role, content = message.get("role"), message.get("content")
@@ -29,7 +29,7 @@ def checked(messages: Sequence[Message], think_tags: tuple[str, str] | None) -> 
             if closing in content:  # taken apart as Qwen's and GLM's own templates do
                 reasoning = content.split(closing)[0].rstrip("\n").split(opening)[-1].lstrip("\n")
                 content = content.split(closing)[-1].lstrip("\n")
-            elif content.lstrip().startswith(opening):  # stopped while it was thinking
+            elif content.lstrip().startswith(opening):  # the answer was stopped during thinking
                 reasoning, content = content.lstrip()[len(opening) :].lstrip("\n"), ""
         prepared.append({"role": role, "content": content})
         if reasoning:
@@ -78,7 +78,7 @@ def _checked_calls(calls: Any) -> list[dict[str, Any]]:
 
 
 def suited(messages: list[dict[str, Any]], form: CallFormat) -> list[dict[str, Any]]:
-    """The messages with ids as every template takes them, and one call a message where it takes no more."""
+    """The messages with ids that every template accepts, split into one call per message where `form` takes no more."""
     known: dict[str, tuple[str, str]] = {}  # id: the id in the prompt, the function's name
     out: list[dict[str, Any]] = []
     splits: list[dict[str, Any]] = []  # calls beyond the first of a message, each to follow a result

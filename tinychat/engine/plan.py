@@ -182,7 +182,7 @@ def _beside(t: _Tensors, c: ModelConfig, b: str) -> Beside:
 
 
 class _Tensors:
-    """Finds tensors, checks their shapes, remembers which were used."""
+    """Finds tensors, checks their shapes and records which ones were used."""
 
     def __init__(self, gguf: GGUF) -> None:
         self.gguf, self.used = gguf, set[str]()

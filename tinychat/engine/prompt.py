@@ -1,10 +1,10 @@
-"""From a conversation to the exact prompt: the file's own chat template, or a preset where it has none that works.
+"""Turns a conversation into the exact prompt, with the file's own chat template, or a preset where the file has none
+that works.
 
-What people and models write is text and stays text. A template's markup becomes control tokens; a `<|im_end|>` inside a
-message does not, because a MessageGuard breaks it before the template runs. The template works on strings as ever, the
-prompt is cut at the special tokens that are left, and then the guard restores the text. So plain markup and the text
-beside it are still encoded in one piece, and an ordinary message gives the ids that llama.cpp gives for the rendered
-prompt. The same holds for what tools are called, described, given and return.
+The template's markup becomes control tokens. A `<|im_end|>` inside a message stays text, because a MessageGuard breaks
+it before the template runs; afterwards the prompt is cut at the remaining special tokens, and the guard restores the
+text. Plain markup and the text beside it are still encoded together, so that an ordinary message gives the same ids as
+llama.cpp gives for the rendered prompt. The guard also covers the names, descriptions, arguments and results of tools.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Chat:
         return ids
 
     def opens_thinking(self, prompt_ids: Sequence[int]) -> bool:
-        """Does a prompt end inside an open think block, so that the answer begins with thinking?"""
+        """Whether a prompt ends inside an open think block, so that the answer begins with thinking."""
         if self.think_tags is None:
             return False
         if self.harmony:
@@ -194,7 +194,7 @@ class Chat:
                 if end in text:
                     return self._cut(text.partition(end)[0], guard)
             except TinychatError:
-                pass  # a template may refuse a conversation that ends so
+                pass  # some templates refuse a conversation that ends with an assistant's message
         # The template drops or moves the text: the prompt for an answer, and then what came of that answer so far.
         text, guard = self._rendered(template, messages[:-1], True if reasoning else thinking, True, tools, last)
         content, reasoning = guard.apart["content"], guard.apart.get("reasoning_content", "")
@@ -233,7 +233,7 @@ class Chat:
         bos, eos = (
             "" if token is None else tokenizer.token_text(token) for token in (tokenizer.bos_id, tokenizer.eos_id)
         )
-        # Templates call the switch by one of two names; a variable that is not set is how they know "not asked for".
+        # Templates use one of two names for the switch, and leave the choice to the model if the variable is not set.
         switch: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
         if self.harmony:
             switch |= {} if thinking is not False else {"reasoning_effort": "low"}

@@ -1,10 +1,9 @@
-"""The Jinja environment that a stranger's chat template runs in: what it allows is listed here, nothing else exists.
+"""The Jinja environment for untrusted chat templates. Only what this module lists can be used.
 
-Values are str, int, float, bool, None, list (and tuple), dict, and Jinja's namespace, loop and macro objects. Of them
-only the methods, filters, tests and functions named below can be reached. Every operation pays for the characters and
-items it is about to make or walk, before it runs, out of a budget that grows with the conversation. Where Jinja
-compiles an operation to plain Python (loops, comparisons, slices, `~`), the template is rewritten to call a filter that
-pays.
+Values are str, int, float, bool, None, list (and tuple), dict, and Jinja's namespace, loop and macro objects, with only
+the methods, filters, tests and functions named below. Before an operation runs, the number of characters and items that
+it creates or visits is subtracted from a budget, which grows with the conversation. Where Jinja compiles an operation
+to plain Python (loops, comparisons, slices, `~`), the template is rewritten to call a filter that does so.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 WORK = 1 << 22  # units of one rendering: about a byte of memory or 10 ns each
-WORK_PER_CHARACTER = 64  # and more of them per character of the conversation
+WORK_PER_CHARACTER = 64  # units added per character of the conversation
 SECONDS = 0.5  # of this thread's CPU time
 SECONDS_PER_CHARACTER = 2e-6
 _STEP, _ITEM, _PIECE = 16, 8, 80  # units: of any operation, of a place in a list, of a small object
-_BITS = 2048  # of whole numbers
-_PLACES = 30  # of rounding
+_BITS = 2048  # largest size of a whole number
+_PLACES = 30  # most decimal places of round()
 
 _SEARCHES = {"startswith", "endswith", "find", "rfind", "index", "rindex", "count", "removeprefix", "removesuffix"} | {
     f"is{kind}"
@@ -181,7 +180,8 @@ class Sandbox(SandboxedEnvironment):
             raise SecurityError("it takes too long")
 
     def weigh(self, value: Any, units: int = 1) -> None:
-        """Pays `units` for every character and item of `value`, however deep. Raises SecurityError for other types."""
+        """Subtracts `units` for every character and item of `value`, at any depth, from the budget. Raises
+        SecurityError for other types."""
         if isinstance(value, str):
             return self.pay(units * len(value))
         stack = [value]
@@ -333,7 +333,7 @@ class Sandbox(SandboxedEnvironment):
         return out
 
     def _paid(self, f: Callable[..., Any], units: int) -> Callable[..., Any]:
-        """Filter `f`, which pays `units` for every character and item of its arguments."""
+        """Filter `f`, made to subtract `units` per character and item of its arguments from the budget."""
         at = 1 if hasattr(f, "jinja_pass_arg") else 0
 
         @wraps(f)  # keeps what Jinja marked on the filter
@@ -476,7 +476,8 @@ def _depth(value: Any, sandbox: Sandbox) -> int:
 
 
 class _Metered(NodeTransformer):
-    """Sends loops, comparisons, slices, `~` and plain text through filters that pay: Jinja has no hook for them."""
+    """Rewrites loops, comparisons, slices, `~` and plain text to call filters that use the budget; Jinja has no hook
+    for them."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -517,7 +518,7 @@ def _filter(name: str, value: Any, *args: nodes.Expr) -> nodes.Filter:
 
 
 class Generation(Extension):
-    """`{% generation %}` marks what a trainer learns from; for a prompt its body is all there is."""
+    """`{% generation %}` marks text for training; in a prompt it is replaced by its body."""
 
     tags = {"generation"}
 

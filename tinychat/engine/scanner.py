@@ -1,7 +1,6 @@
-"""What a model writes, while it comes: the text that is not read yet, the markup to be found in it, and the fragments
-that are clear.
+"""The output of a model as a stream: the unread text, the markup to find in it, and the finished fragments.
 
-Whoever reads is a coroutine over a Scanner: it runs until it needs text that has not come.
+A reader is a coroutine over a Scanner. It runs until it needs text that has not arrived.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from tinychat.engine.tool_calls import ID
 
 Kind = Literal["thinking", "answer", "call"]
 Steps = Generator[None, None, Any]
-MARK = "\0"  # in fed text: a special token follows; no other text holds it
+MARK = "\0"  # in fed text: a special token follows; never part of ordinary text
 NO, PARTIAL = -1, -2  # in place of a position
 
 NAME = re.compile(r"[\w./-]+")
@@ -27,8 +26,8 @@ _DIGITS = re.compile(r"\d*")
 class Fragment:
     """A stretch of output.
 
-    Of a call, `text` is more of its arguments (JSON text) and `index` its number; the first piece carries `id` and
-    `name`; one with a `note` takes the call back: its arguments never became complete, and its text follows as answer.
+    In a call, `text` is more of its arguments (JSON text) and `index` its number. The first fragment of a call has `id`
+    and `name`. A fragment with a `note` withdraws the call, whose arguments are incomplete; its text follows as answer.
     """
 
     kind: Kind
@@ -40,7 +39,7 @@ class Fragment:
 
 
 class Marker:
-    """Markup to be found in text: white space inside it is optional and may vary, and so may numbers and ids."""
+    """Markup to find in text. White space inside it is optional; numbers and ids in it may vary."""
 
     def __init__(self, text: str) -> None:
         self.text = text.strip()
@@ -51,7 +50,7 @@ class Marker:
         return bool(self.parts)
 
     def match(self, text: str, at: int, ended: bool) -> int:
-        """Where it ends when it stands at text[at]; NO; or PARTIAL when the text ends before that is clear."""
+        """The end of the markup if it begins at text[at]; NO; or PARTIAL if more text is needed to decide."""
         for part in self.parts:
             if part.isspace():
                 at = skip(text, at)
@@ -84,18 +83,18 @@ class Marker:
 
 
 def skip(text: str, at: int) -> int:
-    """Behind white space."""
+    """The position after white space at text[at]."""
     while at < len(text) and text[at].isspace():
         at += 1
     return at
 
 
 class Malformed(Exception):
-    """The text is no call."""
+    """The text is not a call."""
 
 
 class Scanner:
-    """`text` from `at` on is not read yet; `ended`: no more of it will come. `stray` is taken out of what is given."""
+    """`text` from `at` on is unread; `ended`: no more text will arrive. `stray` is removed from the fragments."""
 
     def __init__(self, stray: re.Pattern[str] | None) -> None:
         self.text, self.at, self.ended = "", 0, False
@@ -109,18 +108,18 @@ class Scanner:
             self.fragments.append(Fragment(kind, text))
 
     def taken(self) -> list[Fragment]:
-        """The fragments that became clear since the last call."""
+        """The fragments finished since the last call."""
         fragments, self.fragments = self.fragments, []
         return fragments
 
     def more(self) -> Steps:
-        """Waits for text. Raises Malformed when none will come."""
+        """Waits for more text. Raises Malformed at the end of the text."""
         if self.ended:
             raise Malformed("the answer ends inside the call")
         yield
 
     def peek(self) -> Steps:
-        """The next character that is no white space; stays in front of it."""
+        """The next character that is not white space, which stays unread."""
         while True:
             at = self.at
             while at < len(self.text) and (self.text[at].isspace() or self.text[at] == MARK):
@@ -131,7 +130,7 @@ class Scanner:
             yield from self.more()
 
     def take(self, marker: Marker) -> Steps:
-        """Passes `marker`, with white space in front; False where it does not stand."""
+        """Reads `marker` and white space before it; returns False if `marker` is not there."""
         while marker:
             at = skip(self.text, self.at)
             end = marker.match(self.text, at, self.ended)

@@ -17,7 +17,7 @@ class ChatTemplate:
 
     def __init__(self, source: str) -> None:
         self.source = source
-        self._lock = threading.Lock()  # one budget, so one rendering at a time
+        self._lock = threading.Lock()  # the budget is shared, so one rendering at a time
         self._sandbox = Sandbox()
         if len(source) > MAX_SOURCE:
             raise TinychatError(f"the chat template has {len(source):,} characters; at most {MAX_SOURCE:,} are allowed")

@@ -62,7 +62,7 @@ _HAN = (
 @dataclass(frozen=True)
 class _Pre:
     stages: tuple[str, ...]
-    ignore_merges: bool = False  # a fragment that is a token as a whole is that token, whatever the merges say
+    ignore_merges: bool = False  # a fragment that is a token as a whole is not merged from smaller ones
     add_bos: bool = False
     default_bos: int | None = 11  # llama.cpp's when the file names none
 
@@ -326,7 +326,7 @@ class Tokenizer:
         return self.token_bytes(token).decode("utf-8", "backslashreplace")
 
     def is_special(self, token: int) -> bool:
-        """Is `token` markup that no text contains (control or unknown)?"""
+        """Whether `token` is markup that cannot occur in text (control or unknown)."""
         self._at(token)
         return token in self._control
 

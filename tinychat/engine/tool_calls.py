@@ -1,6 +1,6 @@
-"""How a model writes tool calls, read off its own chat template.
+"""Derives the format of a model's tool calls from its own chat template.
 
-The template renders one made-up conversation with and without calls; the names, keys and values in it are probes that
+The template renders one made-up conversation with and without calls. The names, keys and values in it are probes that
 occur nowhere else, so the text between them is the markup. Three forms cover the templates in use:
 
     json    <tool_call>{"name": "f", "arguments": {...}}</tool_call>, also as an array, nested or {"f": {...}}
@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from tinychat.errors import TinychatError
 
-ID = "\ue000"  # in a marker: where a call's id is written
+ID = "\ue000"  # in a marker: the place of a call's id
 
 Tool = Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -120,7 +120,7 @@ _TOOLS = [tool(name, {key: {"type": "string", "description": "d"} for key in _AR
 
 
 def find_format(render: Render, thinking: Sequence[str] = ()) -> CallFormat | None:
-    """The format that the template behind `render` writes calls in; None if it writes none that can be read back.
+    """The format of calls in the template that `render` runs; None if it shows no calls, or none that can be parsed.
 
     `thinking` are the tags of the model's thinking, which a template may write in front of calls.
     """
@@ -139,7 +139,7 @@ def find_format(render: Render, thinking: Sequence[str] = ()) -> CallFormat | No
 
 
 class _Shown:
-    """What the template makes of an assistant's turn with `number` calls."""
+    """The text that the template renders for an assistant's turn with `number` calls."""
 
     def __init__(self, render: Render, number: int, id_is_name: bool, args: Mapping[str, Any] = _ARGS) -> None:
         plain = render([_USER, {"role": "assistant", "content": "zqcontent"}], _TOOLS, False)

@@ -138,8 +138,8 @@ class Gated:
 
 @dataclass(frozen=True)
 class GQA:
-    """Grouped-query attention: x += residual_scale * (output @ heads + output_bias), RMSNorm of that with gain
-    `post_norm` if there is one.
+    """Grouped-query attention: x += residual_scale * (output @ heads + output_bias). With `post_norm` the sum in
+    parentheses is normed (RMSNorm) first, with that gain.
 
     q, k, v = weights @ RMSNorm(x) + biases (of x itself without `norm`); q and k are normed as `qk_norm` says (each
     head with a gain of key_dim values, or the whole projection with a gain of all its values), then the first rope.dims
@@ -223,7 +223,7 @@ class MLA:
 
 @dataclass(frozen=True)
 class Dense:
-    """x += residual_scale * gated(RMSNorm(x)): of x itself without `norm`; RMSNorm of gated with gain `post_norm` if
+    """x += residual_scale * gated(RMSNorm(x)); without `norm`, of x itself. RMSNorm of gated with gain `post_norm` if
     there is one, and then x is multiplied by `stream_scale`."""
 
     norm: Weight | None
@@ -553,7 +553,7 @@ class Plan:
 
     @cached_property
     def caches(self) -> tuple[Cache, ...]:
-        """Of every layer; without attention a row of no values."""
+        """The cache of every layer; a layer without attention has rows of no values."""
         return tuple(layer.attention.cache if layer.attention else Cache("kv", 0, 0) for layer in self.layers)
 
     @cached_property
@@ -607,7 +607,7 @@ class Plan:
 
     @cached_property
     def _step_weight_bytes(self) -> int:
-        """Asked for after every token, so summed once."""
+        """Weight bytes of a step; cached, because it is needed after every token."""
         return sum(map(self.weight_bytes, self.ops))
 
     @property

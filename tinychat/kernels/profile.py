@@ -31,7 +31,7 @@ from tinychat.kernels.ops import (
 )
 
 How = Literal["in the batch", "alone"]
-ONE_BY_ONE = "one by one"  # name of what is no batch: every kernel is started by the host
+ONE_BY_ONE = "one by one"  # a batch's name where there is no batch: the host starts every kernel
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,15 @@ class Part:
 
     @property
     def waited(self) -> np.ndarray:
-        """(steps,): the part of `seconds` in which threads, on average, did not work: the others', a late start."""
+        """(steps,): mean over the threads of the time in `seconds` without work: waiting for other threads, late
+        starts."""
         return np.maximum(0, self.seconds - self.work.mean(1))
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What the host starts with one call: a native call, a graph. `seconds` (steps,), as a whole and without other
-    clocks."""
+    """Work that the host starts with one call: a native call, a graph. `seconds` (steps,) of the whole batch, measured
+    without clocks inside it."""
 
     name: str
     kernels: int
@@ -73,7 +74,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class CacheUse:
-    """A schedule or compile cache since the model was loaded; `seconds`: looking up and making. None: not measured."""
+    """Use of a schedule or compile cache since the model was loaded; `seconds`: lookups and compilations. None: not
+    measured."""
 
     name: str
     hits: int | None
@@ -116,8 +118,8 @@ class StepProfile:
 
 @dataclass(frozen=True)
 class Calls:
-    """How long a call took: seconds (..., steps), on how many threads, measured how, with how many rows in the KV
-    cache."""
+    """The time of calls: seconds (..., steps), with the number of threads, the way of measuring, and the number of rows
+    in the KV cache."""
 
     seconds: np.ndarray
     how: str

@@ -1,4 +1,4 @@
-"""How fast this machine reads its memory: the limit of decode on the CPU."""
+"""Measures the read bandwidth of this machine's memory, which limits decode on the CPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read_bandwidth(threads: Sequence[int], rounds: int = 1) -> dict[int, float]:
 
 
 def block_bytes() -> int:
-    """How much is read: several times what the caches hold."""
+    """Bytes that are read: several times the size of the caches."""
     return max(SMALLEST, 4 * cache_bytes())
 
 

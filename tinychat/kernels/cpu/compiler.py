@@ -32,7 +32,7 @@ FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-ffp-contract=off", "-fno-mat
 
 
 class NoCompiler(TinychatError):
-    """No compiler here builds the CPU library; the text says what each of them answered."""
+    """No compiler on this machine builds the CPU library; the text has the error of each."""
 
 
 def cache_dir() -> Path:
@@ -40,7 +40,7 @@ def cache_dir() -> Path:
     return Path(user_cache_dir("tinychat"))
 
 
-_elsewhere: dict[Path, Path] = {}  # files that the cache could not take -> where they are, until this process ends
+_elsewhere: dict[Path, Path] = {}  # path in the cache that could not be written -> path in this process's folder
 
 
 def _keep(path: Path, data: bytes) -> Path:
@@ -77,9 +77,9 @@ def _others() -> list[str]:
 
 
 def _zig_linux(exe: Path, machine: str) -> list[str]:
-    """Flags for Linux: the bundled C headers, but no C library to link.
+    """Flags for Linux: the bundled C headers, and no C library to link.
 
-    Its symbols are in the running process, and building zig's own runtime would cost four seconds of the first start.
+    The running process has the library's symbols, and building zig's own runtime would take four seconds.
     """
     include, family = exe.parent / "lib/libc/include", "x86" if machine == "x86_64" else machine
     dirs = (f"{family}-linux-gnu", "generic-glibc", f"{family}-linux-any", "any-linux-any")
@@ -146,7 +146,7 @@ def _compile(args: Sequence[str], path: Path) -> Path | str:
     try:
         with tempfile.TemporaryDirectory(prefix="tinychat-") as tmp:
             out = Path(tmp) / "out.so"
-            # What zig would leave in the user's cache, 1 MB of each compilation, is of no use: the library is kept.
+            # Zig's own cache gets a temporary folder: it would grow by 1 MB per compilation and is never read again.
             env = {"ZIG_GLOBAL_CACHE_DIR": tmp, "ZIG_LOCAL_CACHE_DIR": tmp, **os.environ}
             command = [*args, str(SOURCES / "step.c"), "-o", str(out)]
             done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=env)
@@ -218,7 +218,7 @@ def tinygrad_cc() -> str | None:
 
 
 def _compiles(command: str) -> bool:
-    """Does `command` make an object file the way tinygrad asks for one?"""
+    """Whether `command` compiles an object file with the arguments that tinygrad uses."""
     machine = "arm64" if platform.machine() in ("arm64", "aarch64") else platform.machine()
     args = [command, "-c", "-x", "c", f"--target={machine}-none-unknown-elf", "-ffreestanding", "-", "-o", "-"]
     try:

@@ -12,7 +12,7 @@
 #include <unistd.h>
 #endif
 
-enum { MAX_THREADS = 128, PATIENCE = 4000 };  // polls before a waiting thread offers its core to others
+enum { MAX_THREADS = 128, PATIENCE = 4000 };  // PATIENCE: polls before a waiting thread yields its core
 
 typedef struct {
   int phases;
@@ -100,7 +100,7 @@ static void finish_task_(Pool *p, int phase) {
   }
 }
 
-// Takes tasks, the own range's first, until the last phase has ended.
+// Runs tasks, first those of the thread's own range, until the last phase has ended.
 static void take_tasks_(Pool *p, int id) {
   for (int idle = 0;; idle++) {
     int worked = 0;
@@ -109,7 +109,7 @@ static void take_tasks_(Pool *p, int id) {
       uint64_t v = atomic_load_explicit(word, memory_order_acquire);
       if (v >> 40 == ENDED) return;
       if ((v & 0xfffff) >= (v >> 20 & 0xfffff)) continue;
-      v = atomic_fetch_add_explicit(word, 1, memory_order_acq_rel);  // maybe of a later phase by now, or of a later call
+      v = atomic_fetch_add_explicit(word, 1, memory_order_acq_rel);  // the word may belong to a later phase or call by now
       if (v >> 40 == ENDED || (v & 0xfffff) >= (v >> 20 & 0xfffff)) continue;
       int phase = (int)(v >> 40);
       p->work.task(p->work.arg, phase, (int)(v & 0xfffff), p->tasks, id);

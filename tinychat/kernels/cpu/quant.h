@@ -5,8 +5,8 @@
 // First come the half-precision scales (part B), then the fields whose 16-row slices fill whole 64-byte vectors (part A). Where
 // B is no multiple of 64, a chunk of 2 or 4 blocks is stored as their Bs, then their As, so that vectors stay aligned.
 // Fields lie in the order in which a matrix-vector product touches them: hardware prefetchers lose two thirds of the
-// bandwidth on anything but one forward stream. Not a byte more than the file, but for rows filled up to 16 and chunks to 64
-// bytes.
+// bandwidth on anything but one forward stream. The packed size is that of the file, except that rows are padded to a multiple
+// of 16 and chunks to 64 bytes.
 #pragma once
 #include "simd.h"
 
@@ -253,7 +253,7 @@ INLINE Sub decode_MXFP4(const uint8_t *a, const uint8_t *b, int s) {
 
 // Quantised activations: NC columns side by side, block of 32 by block of 32. A value is scale * (HIGH * high + low) with two
 // signed bytes, since 8 bits are not enough: they cost 3 % of relative error in the logits of a small model, and with it the
-// answer, where 16 bits cost 0.02 %; decoding one token waits for memory anyway.
+// answer, where 16 bits cost 0.02 %. Decode of one token is limited by memory, so that the extra arithmetic costs no time.
 typedef struct { float scale, sum, first, last; } XScale;  // sums of the quantised values (all 32, first 16, last 16) times scale
 typedef struct {
   const int8_t *q;        // [k / 32][NC][high or low][32]
@@ -271,7 +271,7 @@ INLINE void dot32(const Sub *u, const int8_t *q, const XScale *xs, f32v *acc, in
     const int8_t *x = q + 64 * c;
     i32v p = {0}, r = {0}, h = {0}, l = {0};
     f32v y = acc[c];
-    // four chains: the latency of one would decide
+    // four chains, because the latency of a single chain would limit the speed
     for (int t = 0; t < 4; t++) h = DOT(h, t), l = DOT(l, t + 4), p = DOT(p, t + 8), r = DOT(r, t + 12);
     p += h * HIGH, r += l * HIGH;
     if (!split) p += r;

@@ -9,9 +9,9 @@ typedef struct {
   double temperature, top_p, min_p;
   uint64_t seed;
   int32_t top_k, n_penalised;
-  const int32_t *penalised;            // distinct ids under a penalty,
-  const double *divisors, *amounts;    // and per id: a logit over 0 is divided, another one multiplied; then the amount goes off
-  const uint32_t *mask;                // null, or a bit per token: only tokens with their bit set can come
+  const int32_t *penalised;            // [n_penalised]: distinct ids under a penalty
+  const double *divisors, *amounts;    // per id: a logit > 0 is divided by the divisor, else multiplied; then minus the amount
+  const uint32_t *mask;                // NULL, or a bit per token: only tokens whose bit is set can be chosen
 } SampleSpec;
 
 enum { SPAN = 256 };  // logits per partial result
@@ -62,10 +62,10 @@ static float kth_largest(float *v, int n, int k) {
 static float nucleus(float *v, int n, double top_p, float high) {
   double total = 0, before = 0;
   for (int i = 0; i < n; i++) total += exp((double)v[i] - high);
-  // Sort ever larger prefixes: the nucleus is nearly always small.
+  // Sort prefixes of growing size, because the nucleus is nearly always small.
   for (int done = 0, size = 256; done < n; size *= 4) {
     int end = size < n ? size : n;
-    if (end < n) kth_largest(v + done, n - done, end - done);  // the larger ones are in front now
+    if (end < n) kth_largest(v + done, n - done, end - done);  // the larger values come first now
     qsort(v + done, (size_t)(end - done), sizeof *v, descending);
     for (int i = done; i < end; i++) {
       if (i > 0 && before >= top_p * total) return v[i - 1];

@@ -129,7 +129,7 @@ INLINE X columns(const Scratch *s, size_t column, int k) {
   return (X){s->q + 2 * column * k, s->scales + column * (k / 32), s->f + column * k, k};
 }
 
-// Whether this thread has the input of the op (one token) ready already; from now on it has.
+// Whether this thread has already prepared the input of the op (one token); marks it as prepared.
 static int ready(Ctx *c, const Op *op, int id) {
   uint64_t phase = c->serial << 20 | (uint64_t)(op - c->ops + 1);
   if (c->scratch[id].ready == phase) return 1;
@@ -140,8 +140,8 @@ static int ready(Ctx *c, const Op *op, int id) {
 // A task: part `part` of `parts` of a stage of an op, run by thread `id`.
 typedef struct { int id, stage, part, parts; } Part;
 
-// The input of a linear op, in panels. With one token each thread prepares it for itself; with several, stage 0 does so for all,
-// and NULL says that this was it.
+// The input of a linear op, in panels. With one token each thread prepares it for itself; with several, stage 0 prepares it for
+// all threads and returns NULL.
 static const Scratch *input(Ctx *c, const Op *op, Part me, int stage, const float *src, int stride, int n, const float *norm, int need) {
   if (c->tokens == 1) {
     if (!ready(c, op, me.id)) prepare_row(src, n, norm, op->eps, need, &c->scratch[me.id], 0, 1, 0);
@@ -245,7 +245,7 @@ static void embed(Ctx *c, const Op *op, Part me) {
   const Matrix *w = &op->w[0];
   f32v *column = (f32v *)c->scratch[me.id].merged;
   for (int t = me.part; t < c->tokens; t += me.parts) {
-    // 16 rows are decoded for one, a part of the columns at a time
+    // rows are stored interleaved: all 16 of a group are decoded to get one
     dequantise(rows16(w, 0, c->ids[t] / 16), w->type, w->cols, column);
     float *x = row(c, op->dst[0], t);
     for (int i = 0; i < w->cols; i++) x[i] = column[i][c->ids[t] % 16] * op->scale;
@@ -351,10 +351,10 @@ static void put_query(float *q, int stride, int m, const float *x, const Op *op,
   for (int d = 0; d < op->key_dim; d++) q[(size_t)d * stride + m] = x[d] * scale;
 }
 
-// The first position that a query at position pos sees.
+// The first cache position that a query at position pos attends to.
 INLINE int first_seen(const Op *op, int pos) { return op->window ? MAX_(0, pos + 1 - op->window) : 0; }
 
-// Of query head h: its sink's part in the sum of exponentials over `high`.
+// The term of query head h's sink in the sum of exponentials, relative to the maximum score `high`.
 INLINE float sink(const Op *op, int h, float high) { return op->sinks ? exp_(splat(op->sinks[h] - high))[0] : 0; }
 
 // Values of a head, filled up to whole vectors.
@@ -656,7 +656,7 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
     for (int t = me.part; t < c->tokens; t += me.parts) prepare_row(row(c, op->src, t), k, op->norm, op->eps, need, &c->shared, t, 1, 0);
     return;
   }
-  // tasks: the experts, then parts of the shared one
+  // tasks: the experts, then row ranges of the shared expert
   int e = me.part < gate->groups ? me.part : -1, part = me.part - gate->groups, parts = me.parts - gate->groups;
   int32_t *pairs = s->pairs, *column = pairs + c->tokens * top;
   float **dst = s->targets;
@@ -752,7 +752,7 @@ static void head(Ctx *c, const Op *op, Part me) {
 }
 
 static void run_op(Ctx *c, const Op *op, Part me) {
-#ifdef SLOW_OP  // tests: the profile has to find it
+#ifdef SLOW_OP  // an artificial delay that a test of the profile has to find
   if (op->tag == SLOW_OP) nanosleep(&(struct timespec){0, 300000}, NULL);
 #endif
   switch (op->tag) {
@@ -780,7 +780,7 @@ static int stages(const Op *op) {
   }
 }
 
-enum { SPLIT = 4 };  // tasks per thread and stage, where any number will do
+enum { SPLIT = 4 };  // tasks per thread and stage, where the number of tasks is free
 
 static int stage_tasks(const Ctx *c, const Op *op, int stage) {
   int some = SPLIT * c->pool.threads, per;
@@ -966,8 +966,8 @@ EXPORT void tc_dequantise(const uint8_t *group, int type, int cols, float *out) 
   free(tmp);
 }
 
-// Working memory: every piece is checked and remembered, so that all of it can be freed however far tc_prepare came. A size that
-// overflows, or memory that is not there, makes `short_` true and the piece NULL.
+// Working memory: every piece is checked and recorded, so that tc_prepare can fail at any piece and all of them are freed. If a
+// size overflows or an allocation fails, `short_` becomes true and the piece is NULL.
 typedef struct Piece { struct Piece *next; } Piece;
 
 static void *piece(Ctx *c, size_t items, size_t bytes) {

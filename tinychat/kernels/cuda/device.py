@@ -14,7 +14,7 @@ from tinygrad.device import Buffer, BufferSpec, TinyELF
 from tinygrad.helpers import diskcache_get, diskcache_put
 
 from tinychat.errors import TinychatError
-from tinychat.kernels.cuda.graph import Call, Graph, enqueuer
+from tinychat.kernels.cuda.graph import Graph, KernelCall, enqueuer
 from tinychat.kernels.cuda.launch import Launch
 
 
@@ -186,9 +186,9 @@ class GPU:
             self._allow_shared(made, launch.shared)
         return self._programs[source]
 
-    def _call(self, launch: Launch, names: dict[str, str]) -> Call:
+    def _call(self, launch: Launch, names: dict[str, str]) -> KernelCall:
         addresses = tuple(self.address(names.get(b, b)).value for b in launch.buffers)
-        return Call(self._program(launch).prg, launch.grid_of, launch.threads, launch.shared, addresses)
+        return KernelCall(self._program(launch).prg, launch.grid_of, launch.threads, launch.shared, addresses)
 
     def sequence(self, launches: Sequence[Launch], names: dict[str, str] | None = None) -> Callable[..., None]:
         """A function that enqueues the launches one by one, outside any graph, for a number of tokens and of cache

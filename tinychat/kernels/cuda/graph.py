@@ -53,7 +53,7 @@ class _Config(ctypes.Structure):  # CUlaunchConfig
 
 
 @dataclass(frozen=True)
-class Call:
+class KernelCall:
     """A kernel with its arguments. `grid`: as Launch.grid_of."""
 
     function: Any
@@ -69,7 +69,7 @@ class Call:
         return (ctypes.c_void_p * len(self.addresses))(*range(start, start + 8 * len(self.addresses), 8)), values
 
 
-def enqueuer(calls: Sequence[Call], chained: bool = True) -> Callable[[int, int], None]:
+def enqueuer(calls: Sequence[KernelCall], chained: bool = True) -> Callable[[int, int], None]:
     """A function that enqueues the calls one by one, for a number of tokens and of cache rows."""
     driver = ctypes.CDLL("libcuda.so.1")
     attribute = _Attribute(id=_PROGRAMMATIC_SERIALIZATION, value=1)
@@ -93,7 +93,7 @@ class Graph:
     """The calls in order, each after the one before, with the grids for a number of tokens and of cache rows.
     `chained`: with programmatic edges."""
 
-    def __init__(self, calls: Sequence[Call], chained: bool = True, count: int = 1, keys: int = 1) -> None:
+    def __init__(self, calls: Sequence[KernelCall], chained: bool = True, count: int = 1, keys: int = 1) -> None:
         self.kernels = len(calls)
         self._graph = init_c_var(cuda.CUgraph, lambda x: check(cuda.cuGraphCreate(ctypes.byref(x), 0)))
         nodes, kept, none = [], [], ctypes.cast(0, ctypes.POINTER(ctypes.c_void_p))

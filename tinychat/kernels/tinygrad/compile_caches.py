@@ -1,7 +1,7 @@
-"""What plain tinygrad looks up before it can run a step: schedules, programs, compiled binaries.
+"""Counts what plain tinygrad looks up before it can run a step: schedules, programs, compiled binaries.
 
-It counts none of this itself. Schedules are told by its profile events; programs by a count around the one function
-that makes them, a part of them in other processes; binaries by the rows that its disk cache has more afterwards.
+Tinygrad has no such counts. Schedules are taken from its profile events; programs are counted by a wrapper around the
+function that makes them, partly in other processes; binaries are the rows added to its disk cache.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ class Caches:
         )
 
     def _rows(self) -> int | None:
-        """Binaries of the device's compiler in the disk cache; None where it is not used."""
+        """The number of the compiler's binaries in the disk cache; None where that is not used."""
         table = getattr(Device[self._device].renderer.compiler, "cachekey", None)
         if table is None or CACHELEVEL < 1:
             return None
-        try:  # a connection of our own: tinygrad's belongs to one thread
+        try:  # a new connection, because tinygrad's belongs to one thread
             with contextlib.closing(sqlite3.connect(f"{Path(CACHEDB).as_uri()}?mode=ro", uri=True)) as db:
                 return int(db.execute(f"SELECT count(*) FROM '{table}_{VERSION}'").fetchone()[0])
         except sqlite3.OperationalError:

@@ -1,4 +1,4 @@
-"""Runs a plan with plain tinygrad tensors, on any device of tinygrad: for where no faster executor works."""
+"""Runs a plan with plain tinygrad tensors, on any of tinygrad's devices, where no faster executor works."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ class ReferenceExecutor:
     def forward(
         self, ids: Sequence[int], pos: int, logits: Literal["none", "last", "all"] = "none"
     ) -> np.ndarray | None:
-        """See Executor.forward. What is left over from whole chunks goes one by one: a step is captured per length."""
+        """See Executor.forward. Tokens after the last whole chunk run one at a time, because each length is captured
+        separately."""
         out, done = [], 0
         while done < len(ids):
             n = self.prefill_chunk if len(ids) - done >= self.prefill_chunk else 1
@@ -103,7 +104,7 @@ class ReferenceExecutor:
         return verify_singly(self, token, drafts, pos, sampling, recent, mask)
 
     def routes(self) -> np.ndarray | None:
-        """See Executor.routes: None, what a step computes inside stays on the device."""
+        """See Executor.routes: None, because intermediate results are not copied from the device."""
         return None
 
     @property

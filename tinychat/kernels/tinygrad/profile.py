@@ -1,4 +1,4 @@
-"""A decode step of plain tinygrad, taken apart: how long scheduling, compiling and capture take, then every kernel
+"""Profiles a decode step of plain tinygrad: the times of scheduling, compiling and capture, then of each kernel
 alone."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tinychat.kernels.tinygrad.step import Step
 
 
 def profile(step: Step, token: int, pos: int, steps: int) -> StepProfile:
-    """See kernels/profile.py. Captures the decode step anew and runs `token` at `pos` again and again."""
+    """See kernels/profile.py. Captures the decode step again and runs `token` at `pos` repeatedly."""
     if pos >= step.max_context:
         raise TinychatError(f"position {pos} does not fit the context of {step.max_context}")
     step.forget_decode()
@@ -102,20 +102,20 @@ def _seconds(run: Any) -> float:
 
 
 def _captured(step: Step, token: int, pos: int) -> tuple[tuple[UOp, ...], ExecContext]:
-    """The calls of the captured decode step and what they need to run."""
+    """The calls of the captured decode step and the context to run them in."""
     inputs, values, _, _ = _prepare_jit_inputs(step.inputs([token], pos), {})
     calls = step.decode_jit.captured.linear.src
     return calls, ExecContext(values, tuple(inputs), update_stats=False, jit=True, wait=True)
 
 
 def _flat(calls: tuple[UOp, ...]) -> Iterator[UOp]:
-    """Kernels, those inside graphs too."""
+    """All kernels, including those inside graphs."""
     for call in calls:
         yield from call.src[0].src[0].src if call.src[0].op is Ops.CUSTOM_FUNCTION else (call,)
 
 
 def _alone(call: UOp, context: ExecContext) -> float:
-    """Seconds of one call, waited for: by the device's clock, or ours where it has none."""
+    """Seconds of one call, until it has ended: by the device's clock, or by the host's if the device has none."""
     start = time.perf_counter()
     times = pm_exec.rewrite(call, context)
     if times and all(t is not None for t in times):
@@ -134,7 +134,8 @@ def _grid(call: UOp, context: ExecContext) -> int:
 
 
 def _owners(step: Step, token: int, pos: int) -> list[int]:
-    """For each kernel of a step the op of the plan it belongs to: a step without capture, counting kernels op by op."""
+    """The op of the plan to which each kernel of a step belongs, found by counting kernels op by op in an uncaptured
+    step."""
     inputs = step.inputs([token], pos)
     counts = [GlobalCounters.kernel_count]
     counts += [GlobalCounters.kernel_count for _ in step.ops(*inputs)]

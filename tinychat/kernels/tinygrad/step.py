@@ -1,7 +1,7 @@
 """The decode step in plain tinygrad tensors: the specification of every block of a plan.
 
-Weights stay packed; an op dequantises what it uses inside its own kernels. Each op of `Plan.ops` is realised on its
-own, so that what is fused is visible. TinyJit captures the step, with the position as a bound variable.
+Weights stay packed; an op dequantises the rows that it uses inside its own kernels. Each op of `Plan.ops` is realised
+separately, so that fusion happens within an op only. TinyJit captures the step, with the position as a bound variable.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Step:
         return self._jits.get((1, True))
 
     def forget_decode(self) -> None:
-        """The next decode step is captured anew."""
+        """Discards the captured decode step; the next one is captured again."""
         self._jits.pop((1, True), None)
 
     def close(self) -> None:
