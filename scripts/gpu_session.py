@@ -19,6 +19,7 @@ import sys
 import time
 import traceback
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +63,15 @@ VARIANTS = (
     "deepseek2_groups",
     "deepseek2_fused_experts",
     "deepseek2_no_shared",
+    "deepseek2_temperature",
+    "glm4moe",
+    "olmo2_windows",
+    "gpt-oss",
+    "gemma3",
+)
+CLUSTER = "deepseek2_cluster"  # wide enough for latent attention in clusters of blocks
+tiny.VARIANTS[CLUSTER] = replace(
+    tiny.VARIANTS["deepseek2_glm"], layers=2, heads=3, mla=shapes.MLA(256, 256, 64, 64, 128)
 )
 STEPS = 64  # tokens that are compared
 # a margin between the two largest logits that int8 activations do not turn over: SmolLM2's moves by 0.14 (rms), at most
@@ -162,6 +172,8 @@ def check(specs: list[str]) -> bool:
         *(f"deepseek2_glm:{q}" for q in QUANTS),
         *(f"{v}:F16" for v in VARIANTS),
         *(f"{v}:Q4_0" for v in VARIANTS),
+        *(f"{CLUSTER}:{q}" for q in ("Q4_0", "Q4_K", "Q8_0")),
+        "gpt-oss:MXFP4",
         "llama:Q6_K",
     ]:
         variant, quant = spec.split(":")
@@ -303,25 +315,27 @@ async def app(path: Path, tokens: int, device: str | None) -> None:
     chat = TinychatApp(path.stem, path, own=own, max_context=min(2 * tokens + 512, 4096), device=device)
     decoded, painted = [], []
     async with chat.run_test(size=(100, 30)) as pilot:
-        while chat.controller.engine is None:
+        while not chat.controller.ready:
             await pilot.pause(0.1)
         chat.chat.prompt.insert("Tell me a long story about the sea, the fog and the harbour master.")
         await pilot.press("enter")
-        while not (chat.controller.busy or chat.controller.engine.stats.generated_tokens):  # a short answer may be over
+        while not (chat.controller.busy or chat.controller.stats.generated_tokens):  # a short answer may be over
             await pilot.pause(0.02)
         began = time.perf_counter()
-        stats, meter = chat.controller.engine.stats, chat.chat.painter.meter
+        meter = chat.chat.painter.meter
         while chat.controller.busy:
             await asyncio.sleep(0.1)
+            stats = chat.controller.stats
             if stats.phase == "decode" and time.perf_counter() - began > 0.5:
                 decoded.append(stats.last_tok_s)
                 painted.append(meter.rate)
         await pilot.pause(0.5)
+        stats = chat.controller.stats
         panel = [line.rstrip() for line in text_of(chat).splitlines() if "tok/s" in line or "painted" in line]
     a, b = float(np.median(decoded or [0])), float(np.median(painted or [0]))
     c, d = stats.decode_tok_s, meter.average
     print(
-        f"app {path.name}: {stats.generated_tokens} tokens, {chat.controller.engine.info.device}\n"
+        f"app {path.name}: {stats.generated_tokens} tokens, {chat.controller.info.device}\n"
         f"  while it runs (median of {len(decoded)}): decoded {a:.0f} painted {b:.0f} tok/s, "
         f"{100 * (b / a - 1) if a else 0:+.1f} %\n"
         f"  the whole answer: decoded {c:.0f} painted {d:.0f} tok/s, {100 * (d / c - 1) if c else 0:+.1f} %, "

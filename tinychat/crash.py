@@ -1,4 +1,4 @@
-"""Crash reports: where an exception that nobody expected came from, in a file that the user can send."""
+"""Crash reports: the traceback of an unexpected exception, in a file that the user can send."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from platformdirs import user_state_dir
 from tinychat import __version__
 from tinychat.errors import encodable, printable
 
-KEPT = 20  # reports; the oldest go
+KEPT = 20  # reports; older ones are deleted
 
 
 def folder() -> Path:
-    """Where the reports are."""
+    """The folder of the reports."""
     return Path(user_state_dir("tinychat", appauthor=False)) / "crashes"
 
 
 def reports() -> list[Path]:
-    """The reports that there are, oldest first."""
+    """The paths of all reports, oldest first."""
     return sorted(folder().glob("crash-*.txt"))
 
 
 def report(error: BaseException) -> str:
-    """Writes where `error` comes from, without the values of variables: a conversation never gets into a report.
+    """Writes the traceback of `error` without the values of variables, so that no conversation gets into a report.
 
     Returns the line for the user; it names the report, or says that none could be written.
     """

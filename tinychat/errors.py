@@ -5,15 +5,15 @@ import re
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
-SLOW = "slow: "  # begins a note of an engine on plain tinygrad that nobody asked for: it is shown in red
+SLOW = "slow: "  # begins a note, shown in red, that the engine fell back to plain tinygrad
 MAX_LINE = 1000  # characters of a message; names in it come from files
 
 
 class TinychatError(Exception):
     """A failure with a message for the user: one line that names the cause and the way out.
 
-    Names in it may hold what a stranger's file likes: a newline is shown as \\n, and of a line above MAX_LINE the
-    middle is left out.
+    Names in it may come from untrusted files: a newline is shown as \\n, and a line longer than MAX_LINE loses its
+    middle.
     """
 
     def __init__(self, line: str = "") -> None:
@@ -26,8 +26,7 @@ class TinychatError(Exception):
 def printable(text: str, *, newlines: bool = True) -> str:
     """`text` with control characters (C0 but tab and newline, C1, bidi overrides) shown as `\\xNN`, never executed.
 
-    Models, file names, templates and metadata are untrusted; everything of theirs passes here before a terminal sees
-    it.
+    Text of models, file names, templates and metadata is untrusted and passes here before it is written to a terminal.
     """
     out = _CONTROL.sub(lambda m: f"\\x{ord(m[0]):02x}" if ord(m[0]) < 256 else f"\\u{ord(m[0]):04x}", text)
     return out if newlines else out.replace("\n", "\\n")

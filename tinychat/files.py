@@ -1,4 +1,4 @@
-"""Files: replaced as a whole, and found by the names that users type."""
+"""Replaces files atomically, and expands the paths that users type."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tinychat.errors import TinychatError, printable
 
 
 def replace_file(path: Path, *parts: bytes, mode: int = 0o600, durable: bool = False) -> None:
-    """Writes `parts`, one behind the other, to `path`: readers see the old file or the new one, never a part of it.
+    """Writes the concatenated `parts` to `path`: readers see the old file or the new one, never a part of it.
 
-    The folder must exist. `durable` also flushes the data to the disk first, so that a power cut loses neither.
-    Raises OSError, and then the old file is unchanged.
+    The folder must exist. `durable` also flushes the data to the disk first, so that after a power cut one of the two
+    files is whole. Raises OSError, and then the old file is unchanged.
     """
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.tmp-")
     try:

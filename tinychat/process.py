@@ -1,4 +1,4 @@
-"""What tinychat changes for its process: entry points call these functions, no module does so when it is imported.
+"""The changes that tinychat makes to its process. Entry points call these functions; no module calls them at import.
 
 Three changes are made elsewhere, because only plain tinygrad needs them: kernels/cpu/compiler.py sets CC and
 engine/devices.py sets DEV before tinygrad is imported; kernels/tinygrad/compile_caches.py replaces tinygrad's
@@ -38,17 +38,20 @@ _INTEGERS = (
     "VIZ",
     "WINO",
 )
-# Seconds that the screen's thread may go on computing when the engine's wants the interpreter back, as it does after
-# every native call. Python's 5 ms is three tokens of a GPU: with it, painting cost a fifth of the speed at 600 tok/s,
-# with this a twentieth.
+# Seconds that another thread may keep the interpreter while the engine's thread waits for it, as it does after every
+# native call. With Python's default of 5 ms, which is three tokens of a GPU, painting cost a fifth of the speed at 600
+# tok/s; with this value a twentieth.
 SWITCH_INTERVAL = 0.0005
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C, `kill` and a shutdown, a terminal that is closed
+# Seconds that a process may take to end after a signal. Storing takes at most 5; the end of Python may block forever on
+# a lock that a compile process of tinygrad held when the same signal ended it.
+LAST = 10.0
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C; `kill` or a shutdown; a closed terminal
 
 
 def prepare() -> None:
-    """What every command needs, before anything else: output that a terminal cannot encode shows "?", tinygrad can be
-    imported, threads change over quickly, signals end it in order, and there are three standard streams: a file that is
-    opened would else take the number of one that was closed (`>&-`), and get its output."""
+    """Called first by every command. Output that a terminal cannot encode shows "?"; tinygrad can be imported; threads
+    switch quickly; signals unwind the command; and descriptors 0 to 2 are open, because the next file that is opened
+    would otherwise take the number of a closed stream (`>&-`) and get its output."""
     for name, how in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), how))
@@ -61,16 +64,24 @@ def prepare() -> None:
 
 
 def on_signals(end: Callable[[int, FrameType | None], object]) -> None:
-    """Signals that end a process call `end`, but those that whoever started it wants ignored (nohup)."""
+    """Makes the signals of ENDING call `end`, except those that the parent process set to be ignored (nohup). LAST
+    seconds after a signal the process ends, whatever it is doing."""
+
+    def ends(number: int, frame: FrameType | None) -> None:
+        timer = threading.Timer(LAST, os._exit, (128 + number,))
+        timer.daemon = True
+        timer.start()
+        end(number, frame)
+
     if threading.current_thread() is threading.main_thread():
         for number in ENDING:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, end)
+                signal.signal(number, ends)
 
 
 def _unwind(number: int, frame: FrameType | None) -> None:
-    """The first signal raises, so that files are closed, locks let go and the cursor is back; the second ends the
-    process where it is."""
+    """The first signal raises, so that files are closed, locks released and the cursor shown; the second ends the
+    process at once."""
     on_signals(_end_at_once)
     if number == signal.SIGINT:
         raise KeyboardInterrupt
@@ -95,18 +106,18 @@ def clean(environ: MutableMapping[str, str]) -> None:
 
 
 def share_with_engine() -> None:
-    """For a process where an engine's thread runs beside others: it gets the interpreter back soon."""
+    """For a process in which an engine's thread runs beside others: shortens Python's thread switch interval."""
     sys.setswitchinterval(SWITCH_INTERVAL)
 
 
 def prepare_for_screen() -> None:
-    """Before Textual takes the terminal: tinygrad's compile processes need multiprocessing's resource tracker, which
-    cannot start once stderr is taken."""
+    """Called before Textual replaces stderr: tinygrad's compile processes need multiprocessing's resource tracker,
+    which cannot start afterwards."""
     share_with_engine()
     resource_tracker.ensure_running()
 
 
 def freeze() -> None:
-    """Takes all objects there are out of garbage collection. Called when a screen is mounted: thousands of objects of
-    widgets and parsers live as long as the process."""
+    """Excludes all present objects from garbage collection. Called when a screen is mounted, because thousands of
+    objects of widgets and parsers live as long as the process."""
     gc.freeze()

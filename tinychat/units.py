@@ -1,4 +1,4 @@
-"""Numbers as text, with their units: the one way that screens, tables and reports write them."""
+"""Formats numbers with their units for screens, tables and reports."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(params=["scripted", "local"])
-def backend(request: pytest.FixtureRequest, model: Path) -> Iterator[Instrumented]:
+def backend(request: pytest.FixtureRequest, model: Path, speculation: str) -> Iterator[Instrumented]:
     if request.param == "scripted":
         made: Instrumented = ScriptedBackend(
             Script(["word and more " * 200], rate=2000, info=replace(INFO, max_context=CONTEXT))

@@ -32,7 +32,7 @@ def thread() -> EngineThread:
 
 
 @pytest.fixture
-def backend(model: Path, thread: EngineThread) -> Iterator[LocalBackend]:
+def backend(model: Path, thread: EngineThread, speculation: str) -> Iterator[LocalBackend]:
     backend = LocalBackend.open(model, device="cpu", thread=thread)
     yield backend
     backend.close()

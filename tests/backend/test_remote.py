@@ -65,6 +65,7 @@ REQUESTS = [
     Request(raw="Once upon a time", sampling=GREEDY, max_tokens=16),
     Request(messages=HI, sampling=GREEDY, max_tokens=24, stop=("!", "name")),
     Request(messages=HI, sampling=GREEDY, max_tokens=8, logprobs=0),
+    Request(messages=HI, sampling=GREEDY, max_tokens=8, thinking=True),  # as the chat asks a model that cannot
     Request(
         messages=(*HI, {"role": "assistant", "content": "Hello, dear"}),
         sampling=GREEDY,

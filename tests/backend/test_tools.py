@@ -21,7 +21,7 @@ CITY = tool("city", {"name": {"type": "string", "maxLength": 5}})
 
 
 @pytest.fixture(scope="module")
-def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBackend]:
+def backend(tmp_path_factory: pytest.TempPathFactory, speculation: str) -> Iterator[LocalBackend]:
     path: Path = tiny.write(tmp_path_factory.mktemp("tools") / "tiny.gguf", "deepseek2_lite", "Q8_0")
     backend = LocalBackend.open(path, device="cpu", max_context=2048)
     yield backend
@@ -101,3 +101,16 @@ def test_a_response_format_is_held(backend: LocalBackend) -> None:
 def test_what_cannot_be_done_is_one_clear_line(backend: LocalBackend, changes: dict[str, Any], why: str) -> None:
     (*_, last) = ask(backend, **changes)
     assert isinstance(last, Failed) and last.cause == "invalid" and why in last.message and "\n" not in last.message
+
+
+def test_the_cache_is_kept_through_a_round(backend: LocalBackend) -> None:
+    """The next prompt begins with this one: only the call, as the template writes it, and its result are read."""
+    events = ask(backend, tools=(TOGGLE,), tool_choice="required")
+    first, (name, arguments) = next(e for e in events if isinstance(e, Prompted)), made(events)[0]
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": name, "arguments": arguments}}
+    asked = {"role": "assistant", "content": text_of(events), "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "abcdefghi", "content": "done " * 20}
+    request = Request((USER, asked, result), sampling=Sampling(seed=1), thinking=False, max_tokens=5, tools=(TOGGLE,))
+    last = [*backend.answer(request)][-1]
+    assert isinstance(last, Finished) and last.usage.cached >= first.usage.prompt
+    assert last.usage.tools > first.usage.tools + 20

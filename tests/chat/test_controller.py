@@ -228,7 +228,7 @@ def test_dropping_thinking_makes_room():
     chat.controller.ask(Turn("user", "b"))
     chat.settle()
     room = chat.of(Overflow)[0]
-    assert room.options == ("turns", "thinking", "stop") and room.usage.thinking > 60
+    assert room.options == ("context", "turns", "thinking", "stop") and room.usage.thinking > 60
     chat.controller.resolve(room, "thinking")
     chat.settle()
     assert "hm" not in chat.script.prompts[-1] and chat.turns[-1].text and chat.turns[1].thinking
@@ -237,7 +237,7 @@ def test_dropping_thinking_makes_room():
 def test_an_answer_that_fills_the_context_asks_too():
     chat = small(64, Script(["word " * 500, "on"]))
     chat.ask("a")
-    assert chat.turns[-1].stop_reason == "context" and chat.of(Overflow)[0].options == ("stop",)
+    assert chat.turns[-1].stop_reason == "context" and chat.of(Overflow)[0].options == ("context", "stop")
 
 
 def test_a_message_too_long_for_the_context_comes_back():
@@ -245,7 +245,7 @@ def test_a_message_too_long_for_the_context_comes_back():
     chat.controller.ask(Turn("user", "word " * 100))
     chat.settle()
     room = chat.of(Overflow)[0]
-    assert room.options == ("stop",) and room.typed and chat.turns == ()
+    assert room.options == ("context", "stop") and room.typed and chat.turns == ()
 
 
 def test_usage_by_kind():

@@ -94,10 +94,12 @@ def test_a_question_waits_for_its_answer():
     chat.controller.ask(Turn("user", "go"))
     chat.until(lambda: chat.of(Asks))
     assert chat.of(Asks)[0].question.detail == "x" and not chat.ran
-    chat.controller.permit("no")
+    chat.controller.permit(chat.of(Asks)[0].question, "no")
     chat.until(lambda: len(chat.of(Asks)) == 2)
     assert chat.turns[2].stop_reason == "refused" and "refused" in chat.script.prompts[-1]
-    chat.controller.permit("conversation")
+    chat.controller.permit(chat.of(Asks)[0].question, "always")  # of a question that is over
+    assert not chat.ran and chat.controller.calling
+    chat.controller.permit(chat.of(Asks)[1].question, "conversation")
     chat.settle()
     assert len(chat.of(Asks)) == 2 and chat.ran == ["x", "y"] and chat.turns[-1].text == "Done."
 
@@ -119,7 +121,7 @@ def test_stop_while_a_question_waits():
     chat.controller.ask(Turn("user", "go"))
     chat.until(lambda: chat.of(Asks))
     chat.controller.stop()
-    chat.controller.permit("once")  # the screen may be late
+    chat.controller.permit(chat.of(Asks)[0].question, "once")  # the screen may be late
     assert chat.turns[-1].stop_reason == "stopped" and not chat.ran
 
 

@@ -69,7 +69,9 @@ def test_a_terminal_is_asked_and_shown_the_difference(folder: Path, monkeypatch:
         answers = [call("write_file", path="b.txt", content="x\n"), call("write_file", path="c.txt", content="x\n")]
         run(monkeypatch, folder, [*answers, "Done."])
         err.flush()
-        shown = os.read(ours, 100_000).decode()
+        shown = ""
+        while "Create c.txt?" not in shown:
+            shown += os.read(ours, 100_000).decode()
     assert "Create b.txt?" in shown and "+x" in shown
     assert (folder / "b.txt").read_text() == "x\n" and not (folder / "c.txt").exists()
 

@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -139,3 +140,20 @@ def test_nohup_is_obeyed(smollm2_path: Path) -> None:
         assert p.stdout and p.stdout.read(1)
         p.send_signal(signal.SIGHUP)
         assert len(p.stdout.read()) > 20 and p.wait() == 0
+
+
+def test_an_end_that_hangs_has_a_limit() -> None:
+    """As where a compile process of tinygrad ended by the same signal held a lock that Python waits for."""
+    code = """
+import atexit, threading
+from tinychat import process
+process.LAST = 0.1
+process.prepare()
+atexit.register(threading.Event().wait)
+print("ready", flush=True)
+threading.Event().wait()
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=-1) as p:
+        assert p.stdout and p.stdout.readline() == b"ready\n"
+        p.send_signal(signal.SIGTERM)
+        assert p.wait(60) == 143

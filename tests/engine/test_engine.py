@@ -26,8 +26,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(model: Path) -> Iterator[Engine]:
-    engine = Engine.load(model, max_context=64, device="reference")
+def engine(model: Path, speculation: str) -> Iterator[Engine]:
+    engine = Engine.load(model, max_context=64, device=speculation)
     yield engine
     engine.close()
 
@@ -46,7 +46,7 @@ def test_second_turn_prefills_only_what_is_new_and_changes_nothing(engine: Engin
     assert engine.stats.reused_tokens == len(PROMPT) + len(first) - 1  # the last token of an answer is never run
     assert engine.stats.prefilled_tokens == len(prompt) - 1 - engine.stats.reused_tokens
     step = last_logits(engine)
-    fresh = Engine.load(model, max_context=64, device="reference")
+    fresh = Engine.load(model, max_context=64, device=engine.executor.kind)
     assert answer(fresh, prompt) == second
     np.testing.assert_array_equal(last_logits(fresh), step)
 
@@ -103,16 +103,16 @@ def test_logits_in_one_go_and_token_by_token_agree(engine: Engine) -> None:
     assert np.linalg.norm(together - single) < 1e-5 * np.linalg.norm(together)
 
 
-def test_a_saved_cache_serves_a_later_process(model: Path, tmp_path: Path) -> None:
+def test_a_saved_cache_serves_a_later_process(model: Path, speculation: str, tmp_path: Path) -> None:
     store = KVStore(1 << 30, tmp_path)
     prompt = (PROMPT * 5)[:30]
-    first = Engine.load(model, max_context=64, device="reference", store=store)
+    first = Engine.load(model, max_context=64, device=speculation, store=store)
     expected = answer(first, prompt)
     assert first.save_cache()
-    later = Engine.load(model, max_context=64, device="reference", store=store)
+    later = Engine.load(model, max_context=64, device=speculation, store=store)
     assert answer(later, prompt) == expected and later.stats.prefilled_tokens == 0
     other = tiny.write(tmp_path / "other.gguf", "llama", "Q8_0", seed=1)
-    stranger = Engine.load(other, max_context=64, device="reference", store=store)
+    stranger = Engine.load(other, max_context=64, device=speculation, store=store)
     answer(stranger, prompt)
     assert stranger.stats.reused_tokens == 0
 

@@ -27,16 +27,16 @@ TOOLS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["cpu", "reference"])
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory, speculation: str) -> Iterator[Engine]:
     path = tiny.write(tmp_path_factory.mktemp("grammar") / "tiny.gguf", "llama", "Q8_0")
-    engine = Engine.load(path, max_context=512, device=request.param)
+    engine = Engine.load(path, max_context=512, device=speculation)
     yield engine
     engine.close()
 
 
 @pytest.fixture(scope="module")
-def cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def cpu(tmp_path_factory: pytest.TempPathFactory, speculation: str) -> Iterator[Engine]:
     path = tiny.write(tmp_path_factory.mktemp("grammar") / "tiny.gguf", "qwen2", "Q8_0")
     engine = Engine.load(path, max_context=512, device="cpu")
     yield engine
@@ -69,22 +69,15 @@ def test_regular_expression_and_grammars(engine: Engine, temperature: float) -> 
     assert len(text) == 5 and set(text[1:-1]) <= set("xyz") and text[0] + text[-1] == "<>"
 
 
-def test_forced_tokens_take_no_sampling(cpu: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forced_tokens_take_no_sampling(cpu: Engine) -> None:
     """They are run together, and the cache and the next choice are what they are without a grammar."""
     text = "a forced beginning, then "
     grammar = Grammar.from_regex(text + "[a-z]{3}")
-    stepped: list[int] = []
-    decode = cpu.executor.decode
-
-    def counting(*args: Any) -> Iterator[tuple[int, float]]:
-        for following in decode(*args):
-            stepped.append(following[0])
-            yield following
-
-    monkeypatch.setattr(cpu.executor, "decode", counting)
     greedy = Sampling(temperature=0.0)
     ids = [t.id for t in cpu.generate(PROMPT, greedy, 200, grammar=grammar) if t.id is not None]
-    assert 0 < len(stepped) < len(ids) / 2 and cpu.stop_reason == "eos"
+    s = cpu.stats
+    assert len(ids) / 2 < s.forced_tokens < len(ids) and cpu.stop_reason == "eos"
+    assert len(ids) + 1 == s.generated_tokens == s.forced_tokens + s.decode_steps + s.accepted_tokens
     prompt = [*PROMPT, *ids]
     (following,) = cpu.generate(prompt, greedy, 1, raw=True)
     assert cpu.stats.reused_tokens >= len(prompt) - 2

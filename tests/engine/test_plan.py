@@ -43,7 +43,7 @@ def no_tensor(name: str) -> Callable[[GGUF], None]:
         (
             "llama",
             metadata("general.architecture", "qwen35moe"),
-            "'qwen35moe', which needs a gated delta rule .* is not supported.*gemma3; `tinychat --server URL` chats",
+            "'qwen35moe', which needs a gated delta rule .* is not supported.*gemma4; `tinychat --server URL` chats",
         ),
         ("llama", metadata("general.architecture", "a\x1b[2J"), "not supported"),
         (
@@ -89,7 +89,16 @@ def no_tensor(name: str) -> Callable[[GGUF], None]:
             metadata("gpt-oss.attention.sliding_window_pattern", "x"),
             "sliding_window_pattern: expected a whole number, or true or false for every layer, found 'x'",
         ),
-        ("gemma3", metadata("gemma3.final_logit_softcapping", 30.0), "final_logit_softcapping: expected 0, found 30.0"),
+        (
+            "gemma4",
+            metadata("gemma4.embedding_length_per_layer_input", 64),
+            "per_layer_input: expected 0 .per-layer embeddings and shared caches are not supported.*found 64",
+        ),
+        (
+            "gemma4",
+            metadata("gemma4.attention.head_count_kv", np.array([2, 1, 1, 2])),
+            "head_count_kv: expected a whole",
+        ),
         (
             "deepseek2_temperature",
             without("deepseek2.attention.temperature_length"),

@@ -392,3 +392,17 @@ def test_think_tags_are_known_from_the_vocabulary_or_the_template() -> None:
     assert not chat.opens_thinking(chat.render(opened))
     assert chat.opens_thinking(t.encode("<|im_start|>assistant\n<think>\nhm", special=True))
     assert not chat.opens_thinking(t.encode("<|im_start|>assistant\n<think>\nhm</think>", special=True))
+
+
+def test_gemma4_thinks_on_a_channel() -> None:
+    marks = ["<bos>", "<eos>", "<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|think|>"]
+    metadata = vocab.gemma4(marks, bos_token_id=1, eos_token_id=2) | {"general.architecture": "gemma4"}
+    chat = Chat(metadata, Tokenizer(metadata))
+    talk = "<|turn>user\nU1<turn|>\n<|turn>model\nA1<turn|>\n<|turn>user\nU2<turn|>\n<|turn>model\n"
+    plain = f"<bos><|turn>system\nS<turn|>\n{talk}<|channel>thought\n<channel|>"
+    assert prompt_text(chat, TALK) == prompt_text(chat, TALK, thinking=False) == plain
+    assert prompt_text(chat, TALK, thinking=True) == f"<bos><|turn>system\n<|think|>\nS<turn|>\n{talk}"
+    assert not chat.opens_thinking(chat.render(TALK))
+    parser = chat.parser([], (), marked=True)
+    found = parser.feed("\0<|channel>thought\nhm\n\0<channel|>Hello") + parser.flush()
+    assert [(f.kind, f.text) for f in found] == [("thinking", "hm"), ("answer", "Hello")]

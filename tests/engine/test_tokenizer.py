@@ -31,6 +31,8 @@ ALIASES = {
     "command-r": "smollm",
     "joyai-llm": "deepseek-v3",
     "hunyuan-dense": "deepseek-v3",
+    "kanana2": "gpt-4o",
+    "llama4": "gpt-4o",
     None: "default",
 }
 
@@ -66,6 +68,15 @@ def test_sentencepiece_gives_the_ids_of_llama_cpp(name: str, extra: dict[str, An
     assert t.encode(SPM) == EXPECTED[name]["text"]
     assert t.encode_prompt(SPM) == EXPECTED[name]["special"]
     assert t.decode(t.encode("He  said 日本😀")) == "He  said 日本😀"
+
+
+def test_gemma4_gives_the_ids_of_llama_cpp(tmp_path: Path) -> None:
+    """Merges as of byte pairs, on SentencePiece's pieces; nothing merges across the ends of lines."""
+    text = "hello world, the land of aaa  and   the\n\n\nHe told\n\nld 日本 ß é!\n <tag> wor ld\n"
+    metadata = vocab.gemma4(user=["<tag>"], bos_token_id=1, eos_token_id=2, add_bos_token=False)
+    t = Tokenizer.from_gguf(vocab.write(tmp_path / "v.gguf", metadata))
+    assert t.encode(text) == EXPECTED["spm-gemma4"]["text"] and t.decode(t.encode(text)) == text
+    assert t.encode_prompt("<bos>the <tag>\n\n\nworld") == EXPECTED["spm-gemma4"]["special"]
 
 
 def test_sentencepiece_merges_across_words_where_the_vocabulary_does() -> None:
@@ -240,3 +251,12 @@ def _build_s(size: int) -> float:
     started = time.process_time()
     Tokenizer(metadata)
     return time.process_time() - started
+
+
+def test_a_message_that_goes_on_is_no_end() -> None:
+    """gpt-oss: an answer is several messages, and <|end|> stands behind each."""
+    marks = ["<|start|>", "<|end|>", "<|message|>", "<|return|>", "<|call|>", "<|channel|>"]
+    harmony = Tokenizer(vocab.bpe("gpt-4o", marks, eos_token_id="<|return|>"))
+    assert {harmony.token_text(i) for i in harmony.stop_ids} == {"<|return|>", "<|call|>"}
+    phi = Tokenizer(vocab.bpe("gpt-4o", ["<|end|>", "<|return|>"], eos_token_id="<|return|>"))
+    assert {phi.token_text(i) for i in phi.stop_ids} == {"<|end|>", "<|return|>"}

@@ -61,8 +61,7 @@ def test_caches_of_different_widths(tmp_path: Path) -> None:
     assert isinstance(first.attention, GQA)
     uneven = replace(plan, layers=(Layer(replace(first.attention, kv_heads=1), first.feed_forward), plan.layers[1]))
     check(uneven, EVERYTHING, "test", 64)
-    with pytest.raises(TinychatError, match="cache rows of different widths"):
-        CPUExecutor(uneven, gguf, 64)
+    CPUExecutor(uneven, gguf, 64).close()
 
 
 def test_sampling_beyond_a_limit() -> None:

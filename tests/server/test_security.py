@@ -215,6 +215,7 @@ def options(**changes: Any) -> dict[str, Any]:
         "origins": [],
         "device": None,
         "threads": None,
+        "speculate": 0,
     } | changes
 
 

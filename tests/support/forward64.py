@@ -103,7 +103,7 @@ class Model:
 
     def window(self, layer: int) -> int:
         """Rows that the layer sees; 0: all."""
-        period = {"olmo2": 4, "gpt-oss": 2, "gemma3": 6}.get(self.arch, 0)
+        period = {"olmo2": 4, "gpt-oss": 2, "gemma3": 6, "gemma4": 6}.get(self.arch, 0)
         rows = self.get("attention.sliding_window", 0) if period else 0
         pattern = self.get("attention.sliding_window_pattern", period)
         if isinstance(pattern, list):
@@ -119,7 +119,8 @@ class Model:
             return 0 * freq, 1.0
         if self.window(layer) and self.arch != "gpt-oss":  # llama.cpp: not scaled
             base = self.get("rope.freq_base_swa", 10000.0 if self.arch == "gemma3" else self.get("rope.freq_base"))
-            return 1 / base ** (np.arange(len(freq), dtype=np.float64) / len(freq)), 1.0
+            pairs = self.get("rope.dimension_count_swa", 2 * len(freq)) // 2
+            return 1 / base ** (np.arange(pairs, dtype=np.float64) / pairs), 1.0
         return freq, magnitude
 
     @cached_property
@@ -203,20 +204,27 @@ class Model:
         n, heads = len(x), self.get("attention.head_count")
         kv_heads = self.get("attention.head_count_kv", heads)
         width = self.get("attention.key_length", self.get("embedding_length") // heads)
+        if isinstance(kv_heads, list):
+            kv_heads = kv_heads[layer]
+        if self.window(layer):
+            width = self.get("attention.key_length_swa", width)
         if b + "attn_qkv.weight" in self:
             at = np.cumsum([heads * width, kv_heads * width])
             q, k, v = np.split(x @ self[b + "attn_qkv.weight"].T, at, -1)
             if b + "attn_q.bias" in self:
                 q, k, v = q + self[b + "attn_q.bias"], k + self[b + "attn_k.bias"], v + self[b + "attn_v.bias"]
         else:
-            q, k, v = (self.linear(x, f"{b}attn_{p}") for p in "qkv")
+            q, k = self.linear(x, b + "attn_q"), self.linear(x, b + "attn_k")
+            v = self.linear(x, b + "attn_v") if b + "attn_v.weight" in self else k
         if self.arch in ("olmoe", "olmo2"):
             q, k = (
                 rms_norm(q, self[b + "attn_q_norm.weight"], self.eps),
                 rms_norm(k, self[b + "attn_k_norm.weight"], self.eps),
             )
         q, k, v = q.reshape(n, heads, width), k.reshape(n, kv_heads, width), v.reshape(n, kv_heads, -1)
-        if self.arch in ("qwen3", "qwen3moe", "gemma3") or (
+        if self.arch == "gemma4":
+            v = rms_norm(v, np.ones(width), self.eps)
+        if self.arch in ("qwen3", "qwen3moe", "gemma3", "gemma4") or (
             self.arch == "glm4moe" and b + "attn_q_norm.weight" in self
         ):
             q, k = (
@@ -225,7 +233,7 @@ class Model:
             )
         at = np.arange(n)
         q, k = self.rotate(q, at, layer), self.rotate(k, at, layer)
-        scale = self.get("attention.scale", 0) or width**-0.5
+        scale = self.get("attention.scale", 0) or (1 if self.arch == "gemma4" else width**-0.5)
         out = self.attend(q, k, v, scale, self.window(layer), b + "attn_sinks.weight")
         return self.linear(out, b + "attn_output")
 
@@ -262,7 +270,7 @@ class Model:
         return self.linear(out, b + "attn_output")
 
     def gated(self, gate: Array, up: Array) -> Array:
-        return {"gemma3": geglu, "gpt-oss": clamped_swiglu}.get(self.arch, swiglu)(gate, up)
+        return {"gemma3": geglu, "gemma4": geglu, "gpt-oss": clamped_swiglu}.get(self.arch, swiglu)(gate, up)
 
     def feed_forward(self, x: Array, b: str) -> Array:
         up = self.linear(x, b + "ffn_up")
@@ -272,6 +280,8 @@ class Model:
     def route(self, x: Array, b: str) -> tuple[Array, Array]:
         """(experts, weights) of one token."""
         deepseek = self.mla or self.arch == "glm4moe"
+        if self.arch == "gemma4":  # the router has its own norm
+            x = rms_norm(x, self[b + "ffn_gate_inp.scale"], self.eps) / np.sqrt(len(x))
         logits = self.linear(x, b + "ffn_gate_inp")
         kind = self.get("expert_gating_func", 0) if deepseek else 3 if self.arch == "gpt-oss" else 1
         if self.arch == "glm4moe":
@@ -294,12 +304,17 @@ class Model:
             weights = weights / max(weights.sum(), 2.0**-14)
         scale = self.get("expert_weights_scale", 0.0) if deepseek else 0.0
         self.routing.append((chosen, score))
+        if b + "ffn_down_exps.scale" in self:
+            weights = weights * self[b + "ffn_down_exps.scale"][chosen]
         return chosen, weights * scale if scale else weights
 
     def experts(self, x: Array, b: str) -> Array:
+        if self.arch == "gemma4":
+            dense = self.normed(self.feed_forward(self.normed(x, b + "ffn_norm"), b), b + "post_ffw_norm_1")
+        routed, x = x, self.normed(x, b + "pre_ffw_norm_2")
         out = np.zeros_like(x)
         for t, xt in enumerate(x):
-            for e, w in zip(*self.route(xt, b)):
+            for e, w in zip(*self.route(routed[t], b)):
                 if b + "ffn_gate_up_exps.weight" in self:
                     gate, up = np.split(self[b + "ffn_gate_up_exps.weight"][e] @ xt, 2)
                 else:
@@ -312,6 +327,8 @@ class Model:
         if b + "ffn_gate_shexp.weight" in self:
             gate, up = self.linear(x, b + "ffn_gate_shexp"), self.linear(x, b + "ffn_up_shexp")
             out += self.linear(swiglu(gate, up), b + "ffn_down_shexp")
+        if self.arch == "gemma4":
+            out = dense + self.normed(out, b + "post_ffw_norm_2")
         return out
 
     def normed(self, x: Array, name: str) -> Array:
@@ -320,21 +337,27 @@ class Model:
 
     def __call__(self, ids: Sequence[int]) -> Array:
         x = self["token_embd.weight"][list(ids)] * (self.get("embedding_scale", 0) or 1)  # llama.cpp: 0 scales nothing
-        if self.arch == "gemma3":
+        if self.arch in ("gemma3", "gemma4"):
             x = x * np.sqrt(x.shape[-1])
         part = self.get("residual_scale", 0) or 1
-        post = self.arch in ("olmo2", "glm4", "gemma3")
+        post = self.arch in ("olmo2", "glm4", "gemma3", "gemma4")
         for i in range(self.layers):
             b = f"blk.{i}."
             h = self.normed(x, b + "attn_norm")
             h = self.latent_attention(h, i) if self.mla else self.attention(h, i)
             x = x + part * (self.normed(h, b + "post_attention_norm") if post else h)
-            h = self.normed(x, b + ("post_attention_norm" if self.arch in ("glm4moe", "gpt-oss") else "ffn_norm"))
-            h = self.experts(h, b) if b + "ffn_gate_inp.weight" in self else self.feed_forward(h, b)
+            routed = b + "ffn_gate_inp.weight" in self
+            name = b + ("post_attention_norm" if self.arch in ("glm4moe", "gpt-oss") else "ffn_norm")
+            h = x if routed and self.arch == "gemma4" else self.normed(x, name)
+            h = self.experts(h, b) if routed else self.feed_forward(h, b)
             x = x + part * (self.normed(h, b + "post_ffw_norm") if post else h)
+            if b + "layer_output_scale.weight" in self:
+                x = x * self[b + "layer_output_scale.weight"]
         x = rms_norm(x, self["output_norm.weight"], self.eps)
         output = self["output.weight" if "output.weight" in self else "token_embd.weight"]
-        return x @ output.T / self.get("logit_scale", 1)
+        logits = x @ output.T / self.get("logit_scale", 1)
+        cap = self.get("final_logit_softcapping", 0)
+        return cap * np.tanh(logits / cap) if cap else logits
 
 
 def forward(path: str | Path, ids: Sequence[int]) -> Array:

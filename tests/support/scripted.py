@@ -40,8 +40,8 @@ from tinychat.backend.stops import StopStrings
 from tinychat.backend.stream import EventStream
 from tinychat.chat.loading import OpenBackend
 from tinychat.engine.answer import AnswerParser
+from tinychat.engine.drafts import common_prefix
 from tinychat.engine.scanner import Fragment
-from tinychat.engine.session import common_prefix
 from tinychat.engine.stats import Stats, rss_bytes
 from tinychat.engine.tool_calls import PLAIN, as_plain
 from tinychat.errors import TinychatError
@@ -279,6 +279,9 @@ class ScriptedBackend:
     def token_texts(self, ids: Sequence[int]) -> list[TokenText]:
         t = self.tokenizer
         return [TokenText(i, t.token_text(i), t.is_special(i), t.token_bytes(i)) for i in ids]
+
+    def tokenize(self, text: str, *, special: bool, whole: bool) -> list[int]:
+        return self.tokenizer.encode(text, special)
 
     def forget(self, conversation: str) -> None:
         pass

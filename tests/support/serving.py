@@ -39,11 +39,11 @@ def serving(
 
 
 @contextmanager
-def serving_app(app: ASGIApp, port: int = 0) -> Iterator[str]:
+def serving_app(app: ASGIApp, port: int = 0, websockets: bool = False) -> Iterator[str]:
     """Any application behind HTTP on loopback; its URL."""
     listening = bind("127.0.0.1", port)
     listening.listen()
-    server = make_server(app)
+    server = make_server(app, websockets)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])))
     thread.start()
     try:

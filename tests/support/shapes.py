@@ -91,6 +91,11 @@ class Shape:
     window_pattern: int | tuple[bool, ...] = ()  # (): no key
     window_theta: float = 0  # RoPE base of those layers; 0: no key
     temperature: tuple[float, int] | None = None  # of attention: scale, length
+    window_heads: tuple[int, int] = (0, 0)  # kv heads and values of a head in layers with a window; 0: as the others
+    softcap: float = 0  # of the logits
+
+    def windowed(self, layer: int) -> bool:
+        return isinstance(self.window_pattern, tuple) and bool(self.window_pattern) and self.window_pattern[layer]
 
     @property
     def pre_norms(self) -> bool:
@@ -98,7 +103,7 @@ class Shape:
 
     @property
     def post_norms(self) -> bool:
-        return self.arch in ("olmo2", "glm4", "gemma3")
+        return self.arch in ("olmo2", "glm4", "gemma3", "gemma4")
 
 
 _LLAMA3 = {
@@ -131,6 +136,17 @@ _KIMI = {
     163588: "<|im_assistant|>",
     163594: "<|im_system|>",
     163601: "<|im_middle|>",
+}
+_HARMONY = {
+    199998: "<|startoftext|>",
+    199999: "<|endoftext|>",
+    200002: "<|return|>",
+    200003: "<|constrain|>",
+    200005: "<|channel|>",
+    200006: "<|start|>",
+    200007: "<|end|>",
+    200008: "<|message|>",
+    200012: "<|call|>",
 }
 _SMOLLM = {0: "<|endoftext|>", 1: "<|im_start|>", 2: "<|im_end|>"}
 _YARN: dict[str, str | int | float] = {
@@ -307,6 +323,48 @@ SHAPES = {
         moe=MoE(64, 8, 1024),
         qk_norm=2048,
     ),
+    "gpt-oss-20b": Shape(
+        "gpt-oss",
+        24,
+        2880,
+        64,
+        8,
+        64,
+        2880,
+        201088,
+        False,
+        150000.0,
+        1e-5,
+        131072,
+        "gpt-4o",
+        _HARMONY,
+        199998,
+        200002,
+        moe=MoE(32, 4, 2880),
+        qkv_bias=True,
+        window=128,
+        scaling={"type": "yarn", "factor": 32.0, "original_context_length": 4096},
+    ),
+    "gemma-3-1b": Shape(
+        "gemma3",
+        26,
+        1152,
+        4,
+        1,
+        256,
+        6912,
+        262144,
+        True,
+        1e6,
+        1e-6,
+        32768,
+        "default",
+        {2: "<bos>", 1: "<eos>", 106: "<end_of_turn>"},
+        2,
+        1,
+        qk_norm=256,
+        window=512,
+    ),
     "smollm2-135m": Shape("llama", 30, 576, 9, 3, 64, 1536, 49152, True, 1e5, 1e-5, 8192, "smollm", _SMOLLM, 1, 2),
     "smollm2-1.7b": Shape("llama", 24, 2048, 32, 32, 64, 8192, 49152, True, 1.3e5, 1e-5, 8192, "smollm", _SMOLLM, 1, 2),
 }
@@ -356,15 +414,23 @@ def tensors(s: Shape) -> Iterator[Tensor]:
             if s.fused_qkv:
                 yield linear(b + "attn_qkv", s.heads * s.head_dim + s.kv_heads * (s.head_dim + value_dim), s.dim)
             q, k, v = s.heads * s.head_dim, s.kv_heads * s.head_dim, s.kv_heads * value_dim
+            qk_norm = s.qk_norm
+            if s.windowed(i) and s.window_heads[0]:
+                kv_heads, qk_norm = s.window_heads
+                q, k, v = s.heads * qk_norm, kv_heads * qk_norm, kv_heads * qk_norm
             for x, rows in (("q", q), ("k", k), ("v", v)):
+                if x == "v" and s.arch == "gemma4" and not s.windowed(i):
+                    continue
                 if not s.fused_qkv:
                     yield linear(f"{b}attn_{x}", rows, s.dim)
                 if s.qkv_bias:
                     yield f"{b}attn_{x}.bias", (rows,), 0.2
             if s.qk_norm:
-                yield norm(b + "attn_q_norm", s.qk_norm)
-                yield norm(b + "attn_k_norm", s.qk_norm if s.qk_norm == s.head_dim else k)
-            yield linear(b + "attn_output", s.dim, s.heads * value_dim)
+                yield norm(b + "attn_q_norm", qk_norm)
+                yield norm(b + "attn_k_norm", qk_norm if s.qk_norm == s.head_dim else k)
+            yield linear(b + "attn_output", s.dim, q // s.head_dim * value_dim)
+            if s.arch == "gemma4":
+                yield norm(b + "layer_output_scale", 1)
             if s.arch == "gpt-oss":
                 yield b + "attn_output.bias", (s.dim,), 0.2
                 yield b + "attn_sinks.weight", (s.heads,), 1.0
@@ -382,6 +448,11 @@ def tensors(s: Shape) -> Iterator[Tensor]:
                 yield b + "ffn_down_exps.bias", (e.experts, s.dim), 0.2
             if e.bias:
                 yield b + "exp_probs_b.bias", (e.experts,), 0.05
+            if s.arch == "gemma4":
+                yield b + "ffn_gate_inp.scale", (s.dim,), s.dim**0.5
+                yield b + "ffn_down_exps.scale", (e.experts,), 0.0
+                for x in ("post_ffw_norm_1", "post_ffw_norm_2", "pre_ffw_norm_2"):
+                    yield norm(b + x, s.dim)
             if e.fused:
                 yield linear(b + "ffn_gate_up_exps", e.experts, 2 * e.ffn, s.dim)
             else:
@@ -392,7 +463,7 @@ def tensors(s: Shape) -> Iterator[Tensor]:
                 yield linear(b + "ffn_gate_shexp", e.shared * e.ffn, s.dim)
                 yield linear(b + "ffn_up_shexp", e.shared * e.ffn, s.dim)
                 yield linear(b + "ffn_down_shexp", s.dim, e.shared * e.ffn)
-        else:
+        if not s.moe or i < s.moe.dense or s.arch == "gemma4":
             if s.arch != "glm4":
                 yield linear(b + "ffn_gate", s.ffn, s.dim)
             yield linear(b + "ffn_up", s.ffn * (2 if s.arch == "glm4" else 1), s.dim)
@@ -404,6 +475,8 @@ def tensor_type(s: Shape, name: str, shape: tuple[int, ...], quant: str) -> Q:
     if len(shape) < 2 or "ffn_gate_inp" in name or name.endswith(".bias"):
         return Q.F32
     base = Q.Q4_K if quant == "Q4_K_M" else Q[quant]
+    if base == Q.MXFP4 and "_exps" not in name:  # as the published files of gpt-oss
+        base = Q.Q8_0
     if base in (Q.F32, Q.F16, Q.BF16):
         return base
     if name == "output.weight" or (s.tied and name == "token_embd.weight"):
@@ -459,7 +532,15 @@ def metadata(w: GGUFWriter, s: Shape, name: str) -> None:
         w.add_expert_shared_count(s.moe.shared if s.moe else 0)
         w.add_expert_feed_forward_length(s.moe.ffn if s.moe else 0)
     else:
-        w.add_head_count_kv(s.kv_heads)
+        kv_heads, head_dim = s.window_heads
+        kinds = [kv_heads if s.windowed(i) else s.kv_heads for i in range(s.layers)]
+        w.add_head_count_kv(kinds if kv_heads else s.kv_heads)
+        if s.arch == "gemma4":
+            w.add_uint32("gemma4.attention.key_length_swa", head_dim)
+            w.add_uint32("gemma4.attention.value_length_swa", head_dim)
+            w.add_uint32("gemma4.rope.dimension_count_swa", head_dim)
+            w.add_uint32("gemma4.embedding_length_per_layer_input", 0)
+            w.add_float32("gemma4.final_logit_softcapping", s.softcap)
         w.add_key_length(s.head_dim)
         w.add_value_length(s.value_dim or s.head_dim)
         w.add_rope_dimension_count(s.rope_dims or s.head_dim)
@@ -475,7 +556,7 @@ def metadata(w: GGUFWriter, s: Shape, name: str) -> None:
     if e := s.moe:
         w.add_expert_count(e.experts)
         w.add_expert_used_count(e.used)
-        if s.arch in ("qwen3moe", "glm4moe", "gpt-oss"):
+        if s.arch in ("qwen3moe", "glm4moe", "gpt-oss", "gemma4"):
             w.add_expert_feed_forward_length(e.ffn)
         if s.arch == "glm4moe":
             w.add_leading_dense_block_count(e.dense)
@@ -514,6 +595,8 @@ def tokenizer(w: GGUFWriter, vocab: int, pre: str, specials: dict[int, str], bos
 
 def f32_values(rng: np.random.Generator, s: Shape, name: str, n: int, std: float) -> np.ndarray:
     """The `n` values of a small F32 tensor."""
+    if name == "rope_freqs.weight" and s.arch == "gemma4":  # a part of the pairs turns
+        return np.where(np.arange(n) < n // 4, 1, 1e30).astype(np.float32)
     if name == "rope_freqs.weight":
         return np.clip(2.0 ** np.linspace(-3, 6, n), 1, s.rope_freqs).astype(np.float32)
     values = rng.standard_normal(n, np.float32)

@@ -118,6 +118,21 @@ _gpt_oss = replace(
     scaling={"type": "yarn", "factor": 32.0, "original_context_length": 64},
 )
 _gemma3 = replace(_qwen3, arch="gemma3", layers=7, theta=1e6, window=5, scaling={"type": "linear", "factor": 8.0})
+_gemma4 = replace(
+    _gemma3,
+    arch="gemma4",
+    layers=4,
+    head_dim=64,
+    kv_heads=1,
+    qk_norm=64,
+    rope_freqs=1e30,
+    window=5,
+    window_pattern=(True, True, False, True),
+    window_heads=(2, 32),
+    window_theta=10000.0,
+    softcap=3.0,
+    scaling={},
+)
 _moe = MoE(8, 3, 32, 1, 1)
 
 
@@ -169,6 +184,8 @@ VARIANTS: dict[str, Shape] = {
     "gpt-oss": _gpt_oss,
     "gpt-oss_wide_window": replace(_gpt_oss, window=128, tied=False, scaling={}),
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
+    "gemma4_experts": replace(_gemma4, layers=3, window_pattern=(True, False, True), moe=MoE(8, 3, 32, fused=True)),
     "gemma3_no_windows": replace(_gemma3, layers=2, window=0, scaling={}),
     "gemma3_keys": replace(_gemma3, layers=4, window=3, window_pattern=2, window_theta=500.0, tied=False),
     "deepseek2_glm": _glm,

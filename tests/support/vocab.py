@@ -77,6 +77,23 @@ def spm(control: Sequence[str] = ("<s>", "</s>"), user: Sequence[str] = (), **ex
     return metadata | {f"tokenizer.ggml.{key}": value for key, value in extra.items()}
 
 
+def gemma4(control: Sequence[str] = ("<bos>", "<eos>"), user: Sequence[str] = (), **extra: Any) -> dict[str, Any]:
+    """Metadata of a vocabulary like Gemma 4's: SentencePiece pieces, and merges in place of scores; runs of line
+    ends."""
+    metadata = spm(control, user)
+    texts = metadata["tokenizer.ggml.tokens"]
+    del metadata["tokenizer.ggml.scores"]
+    known, first = set(texts), len(control) + 257
+    pairs = [(t[:i], t[i:]) for t in texts[first:] for i in range(1, len(t)) if {t[:i], t[i:]} <= known]
+    metadata |= {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": [*texts, "\n", "\n\n\n"],
+        "tokenizer.ggml.token_type": [*metadata["tokenizer.ggml.token_type"], 1, 1],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in reversed(pairs)],
+    }
+    return metadata | {f"tokenizer.ggml.{key}": value for key, value in extra.items()}
+
+
 def write(path: Path, metadata: Mapping[str, Any]) -> Path:
     """A GGUF with `metadata` and no tensors, which llama-tokenize opens too."""
     w = GGUFWriter(path, "llama")

@@ -58,6 +58,22 @@ async def test_a_real_answer(backend, size):
         assert app.clipboard == "".join(t.text for t in backend.token_texts(prompt))
 
 
+async def test_accepted_drafts_are_told_apart(backend):
+    texts = backend.token_texts([5, 6, 7, 8, 9])
+    app = Host(InspectorScreen(texts, [-0.1, -0.2, 0.0], ["", "text", "grammar"]))
+    async with app.run_test(size=(100, 24)) as pilot:
+        view = app.screen.query_one(TokenView)
+        assert "3 chosen" in text_of(app) and "2 of them drafts" in text_of(app)
+        colours = [s.style.color for s in view.render_line(0) if s.text.strip("▏ ") and s.style][:5]
+        assert colours[3] == colours[4] != colours[2] != colours[0]
+        await pilot.press("end")
+        assert "forced by the grammar" in detail(app)
+        await pilot.press("left")
+        assert "as drafted from the text" in detail(app)
+        await pilot.press("l")
+        assert "drafted" in text_of(app) and "forced" in text_of(app)
+
+
 async def test_moving(backend):
     texts = backend.token_texts([*[5] * 50, *(i % 200 for i in range(3000))])
     app = Host(InspectorScreen(texts, [math.log(0.9 if i % 5 else 0.2) for i in range(3000)]))

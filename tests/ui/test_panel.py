@@ -99,6 +99,20 @@ def test_every_row_fits(width):
     assert all(row.cell_length <= width for row in rows), [r.plain for r in rows if r.cell_length > width]
 
 
+def test_drafts_are_shown_where_there_were_some():
+    def rows(**changes: float) -> str:
+        reading = replace(READING, stats=replace(STATS, **changes))
+        made = figures.speed_rows(reading, 31)
+        assert all(row.cell_length <= 31 for row in made)
+        return "\n".join(" ".join(row.plain.split()) for row in made)
+
+    assert "drafts" not in rows(decode_steps=412)
+    said = rows(decode_steps=150, drafted_tokens=1300, accepted_tokens=262, speculation_gain=2.14)
+    assert "per step 2.75 tokens, 2.1×" in said and "drafts 262 of 1,300" in said
+    said = rows(decode_steps=12, forced_tokens=400, speculation_gain=12.3)
+    assert "drafts 400 forced" in said
+
+
 def test_what_happens_now():
     def said(reading: Reading) -> str:
         return " ".join(line.plain for line in figures.now(reading, 32))

@@ -25,7 +25,7 @@ from tinychat.measure import bench, log
 from tinychat.measure.profile.report import Flag, Profile, Row
 from tinychat.ui.app import TinychatApp
 from tinychat.ui.chat.overflow import OverflowScreen
-from tinychat.ui.screens import picker_rows
+from tinychat.ui.screens import first_run, picker, picker_rows
 from tinychat.ui.screens import profile as profile_screen
 from tinychat.ui.screens.bench import BenchScreen
 from tinychat.ui.screens.conversations import ConversationsScreen
@@ -72,6 +72,9 @@ def fixed(monkeypatch, tmp_path):
     time.tzset()
     monkeypatch.setattr(time, "time", lambda: NOW)
     monkeypatch.setattr(picker_rows, "available_memory", lambda: 16 * 10**9)
+    for module in (picker, first_run):
+        monkeypatch.setattr(module, "memory_gb_s", lambda threads: 20.0)
+    monkeypatch.setattr(first_run, "available_memory", lambda: 16 * 10**9)
     monkeypatch.setattr(Headers, "missing", lambda self, row: False)
     monkeypatch.setattr(settings, "path", lambda: Path("/home/you/.config/tinychat/settings.toml"))
     monkeypatch.setattr("tinychat.measure.lock.lock_path", lambda: tmp_path / "bench.lock")
@@ -132,7 +135,7 @@ async def test_prompt_with_completions(size, snapshot):
 async def test_first_run(size, snapshot):
     app = TinychatApp(open_backend=scripted(Script()))
     async with app.run_test(size=size) as pilot:
-        assert await settled(pilot, "smollm2:135m", "download  ctrl+s add a server  esc") == snapshot(name="picker")
+        assert await settled(pilot, "smollm2:135m", "tok/s", "enter start") == snapshot(name="three models")
         await pilot.press("escape")
         assert await settled(pilot, "Choose a model with /model") == snapshot(name="welcome")
 
@@ -150,8 +153,8 @@ async def test_help_of_the_chat(size, snapshot):
 async def test_the_context_is_full(size, snapshot):
     async with chat(size) as (app, pilot):
         usage = Usage(history=3701, thinking=300, limit=4096)
-        overflow = Overflow(TALK, False, usage, 256, 3, Turn("user", "more"))
-        app.push_screen(OverflowScreen(overflow, 131072))
+        overflow = Overflow(TALK, False, usage, 256, 3, Turn("user", "more"), larger=8192)
+        app.push_screen(OverflowScreen(overflow))
         assert await settled(pilot, "The context is full") == snapshot
 
 

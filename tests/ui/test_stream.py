@@ -356,3 +356,31 @@ async def test_dear_paints_come_less_often(monkeypatch):
                 m.setattr(time, "monotonic", lambda p=passed: now + p)
                 m.setattr(time, "thread_time", lambda s=spent: work + s)
                 assert painter.due is due, (spent, passed)
+
+
+def table(*rows: str, width: int) -> list[str]:
+    text = "\n".join([rows[0], "|" + "---|" * rows[0].count("|"), *rows[1:]])
+    view = MarkdownView(text)
+    view._lay(width)
+    return [line.content.plain for line in view._lines]
+
+
+def test_a_wide_table_breaks_no_words():
+    rows = (
+        "| Algorithm | What it does | Cost |",
+        "| Quicksort | " + "divides by a pivot and sorts both parts " * 3 + "| n log n |",
+    )
+    for width in (40, 50, 76):
+        lines = table(*rows, width=width)
+        assert all(len(line) <= width for line in lines)
+        assert any("Quicksort" in line for line in lines) and any("Algorithm" in line for line in lines), lines
+    lines = table("| a | b |", f"| {'x' * 60} | y |", width=30)
+    assert all(len(line) <= 30 for line in lines) and sum(line.count("x") for line in lines) == 60
+
+
+def test_diffs_have_colours():
+    view = MarkdownView("```diff\n--- a\n+++ b\n-old\n+new\n same\n```")
+    view._lay(60)
+    styles = {line.content.plain.strip(): [str(s.style) for s in line.content.spans] for line in view._lines}
+    assert "$text-success" in styles["+new"] and "$text-error" in styles["-old"]
+    assert not {"$text-success", "$text-error"} & set(styles["same"])

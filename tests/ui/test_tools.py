@@ -38,7 +38,7 @@ async def test_a_question_then_a_folded_line_then_the_answer(folder: Path, size:
     app = TinychatApp("m", INFO.path, open_backend=scripted(Script(answers)), tools=folder)
     async with app.run_test(size=size) as pilot:
         await started(pilot, app, "what is in notes.txt?")
-        await until(pilot, lambda: isinstance(app.screen, PermissionScreen))
+        await until(pilot, lambda: isinstance(app.screen, PermissionScreen) and "?" in text_of(app))
         shown = text_of(app)
         assert "Read files in this folder?" in shown and "yes, in this folder" in shown
         await pilot.press("up", "enter")
@@ -59,7 +59,7 @@ async def test_no_is_the_first_answer_and_is_told_to_the_model(folder: Path) -> 
     app = TinychatApp("m", INFO.path, open_backend=scripted(script), tools=folder)
     async with app.run_test(size=(80, 24)) as pilot:
         await started(pilot, app, "write")
-        await until(pilot, lambda: isinstance(app.screen, PermissionScreen))
+        await until(pilot, lambda: isinstance(app.screen, PermissionScreen) and "?" in text_of(app))
         await pilot.press("enter")
         await until(pilot, lambda: "Then not." in text_of(app))
         assert "refused" in text_of(app) and "the user refused this" in script.prompts[-1]
@@ -71,7 +71,7 @@ async def test_a_diff_is_shown_before_a_file_changes(folder: Path) -> None:
     app = TinychatApp("m", INFO.path, open_backend=scripted(script), tools=folder)
     async with app.run_test(size=(80, 24)) as pilot:
         await started(pilot, app, "change")
-        await until(pilot, lambda: isinstance(app.screen, PermissionScreen))
+        await until(pilot, lambda: isinstance(app.screen, PermissionScreen) and "?" in text_of(app))
         await pilot.press("up", "enter")
         await until(pilot, lambda: "Change notes.txt?" in text_of(app))
         assert "-beta" in text_of(app) and "+gamma" in text_of(app) and "\\x1b" in text_of(app)
@@ -87,7 +87,7 @@ async def test_retry_and_edit_make_versions(folder: Path) -> None:
     app = TinychatApp("m", INFO.path, open_backend=scripted(script), tools=folder)
     async with app.run_test(size=(100, 30)) as pilot:
         await started(pilot, app, "read")
-        await until(pilot, lambda: isinstance(app.screen, PermissionScreen))
+        await until(pilot, lambda: isinstance(app.screen, PermissionScreen) and "?" in text_of(app))
         await pilot.press("up", "enter")
         await until(pilot, lambda: "One." in text_of(app))
         await pilot.press("ctrl+up", "up", "r")

@@ -40,6 +40,7 @@ from tinychat.engine.devices import OnProgress
 from tinychat.engine.engine import Engine, prepare
 from tinychat.engine.grammar import Grammar, Matcher
 from tinychat.engine.kvstore import KVStore
+from tinychat.engine.speculation import Speculate
 from tinychat.engine.stats import Stats
 from tinychat.errors import TinychatError
 
@@ -91,6 +92,7 @@ class LocalBackend:
         device: str | None = None,
         threads: int | None = None,
         store_bytes: int = 0,
+        speculate: Speculate = "auto",
         progress: OnProgress | None = None,
     ) -> LocalBackend:
         """Loads the GGUF at `path`; returns when it is loaded. `store_bytes` is how much of the disk saved KV
@@ -113,7 +115,9 @@ class LocalBackend:
                 old._unload()
             try:
                 engine = _in_one_line(
-                    lambda: prepared.load(device=device, threads=threads, store=store, progress=progress)
+                    lambda: prepared.load(
+                        device=device, threads=threads, store=store, speculate=speculate, progress=progress
+                    )
                 )
             except TinychatError as e:
                 raise (e if replaces is None else OldModelLost(str(e))) from None
@@ -321,7 +325,8 @@ class LocalBackend:
                     continue
                 text = stops.feed(token.text) if token.kind == "answer" else token.text
                 if token.id is not None:
-                    stream.put(Piece(token.kind, text, (TokenPiece(token.id, text, token.logprob),)))
+                    chosen = TokenPiece(token.id, text, token.logprob, source=token.source)
+                    stream.put(Piece(token.kind, text, (chosen,)))
                 elif text:
                     stream.put(Piece(token.kind, text))
                 if stops.found:

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from tinychat.backend.stream import EventStream
-from tinychat.engine.stats import Stats as Stats  # Stats and Sampling are part of the seam
+from tinychat.engine.speculation import Source as Source
+from tinychat.engine.speculation import Speculate as Speculate
+from tinychat.engine.stats import Stats as Stats  # Source, Stats and Sampling are part of the seam
 from tinychat.errors import TinychatError
 from tinychat.kernels.sampling import SAMPLING_PARAMETERS as SAMPLING_PARAMETERS
 from tinychat.kernels.sampling import Parameter as Parameter
@@ -130,12 +132,14 @@ class Usage:
 @dataclass(frozen=True)
 class TokenPiece:
     """One token of an answer: `text` is what became visible with it, maybe empty; `top` are (id, logprob) of the
-    likeliest alternatives, as many as the request asked for."""
+    likeliest alternatives, as many as the request asked for; `source` says how it was made, which is no part of what
+    it is."""
 
     id: int
     text: str
     logprob: float = 0.0
     top: tuple[tuple[int, float], ...] = ()
+    source: Source = field(default="", compare=False)
 
 
 @dataclass(frozen=True)

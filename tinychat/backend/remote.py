@@ -220,7 +220,8 @@ class RemoteBackend:
         if self._kind == "vllm":
             counted = await self._ask("/tokenize", {"model": name, "messages": probe["messages"]})
             counts = bool(as_int(as_dict(counted).get("count")))
-        return Capabilities(tools=takes_tools, continue_final=self._kind == "vllm", exact_counts=counts)
+        vllm = self._kind == "vllm"
+        return Capabilities(tools=takes_tools, logprobs=vllm, continue_final=vllm, exact_counts=counts)
 
     async def _measure(self, request: Request) -> Usage:
         """Counted by the server where it can, else estimated."""
@@ -317,6 +318,8 @@ class RemoteBackend:
             "stream_options": {"include_usage": True},
             **_sampling(r.sampling, self._kind),
         }
+        if self._kind == "llama" and r.sampling.dry_penalty_last_n < 0:  # it refuses our "all"
+            body["dry_penalty_last_n"] = self._info.max_context
         if r.max_tokens is not None:
             body["max_tokens"] = r.max_tokens
         if r.stop:
@@ -329,7 +332,7 @@ class RemoteBackend:
             return body | unlimited | details | {"prompt": r.raw}
         body["messages"] = [dict(m) for m in r.messages]
         kwargs = dict(r.template_kwargs)
-        if r.thinking is not None and self._kind != "openai":
+        if r.thinking is not None and (self._kind == "vllm" or self._info.can.thinking):  # vLLM does not tell
             kwargs["enable_thinking"] = r.thinking
         if kwargs:
             body["chat_template_kwargs"] = kwargs

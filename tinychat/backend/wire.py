@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import fields, replace
@@ -29,6 +30,9 @@ from tinychat.engine.stats import Stats
 from tinychat.errors import printable
 
 MAX_LINE = 16 << 20
+# vLLM and SGLang tell a full context by words alone.
+_FULL = re.compile(r"maximum context length (?:is|of) (\d+)")
+_COUNT = re.compile(r"(?:contains at least|requested|has) (\d+)")
 
 
 class Reading:
@@ -166,7 +170,7 @@ async def chunks(response: httpx.Response) -> AsyncIterator[Mapping[str, Any]]:
 
 def _own_tokens(tokens: Any) -> tuple[TokenPiece, ...]:
     """The tokens of a piece as tinychat tells them."""
-    return tuple(TokenPiece(i, t, p, tuple(map(tuple, top))) for i, t, p, top in tokens)
+    return tuple(TokenPiece(i, t, p, tuple(map(tuple, top)), *more) for i, t, p, top, *more in tokens)
 
 
 def _tokens(choice: Mapping[str, Any]) -> tuple[TokenPiece, ...]:
@@ -182,6 +186,10 @@ def refused(status: int, content: bytes, headers: Mapping[str, str], info: Model
     if "exceed_context" in str(error.get("type")) or "context_length" in str(error.get("code")):
         limit = as_int(error.get("n_ctx")) or info.max_context
         return DoesNotFit(Usage(history=as_int(error.get("n_prompt_tokens")), limit=limit), 1, 0)
+    if (full := _FULL.search(message)) is not None:
+        count = _COUNT.search(message)
+        usage = Usage(history=int(count[1]) if count else 0, limit=int(full[1]))
+        return DoesNotFit(usage, 1, 0)
     if status in (429, 503):
         retry = headers.get("retry-after", "")
         return Failed(message, "busy", float(retry) if retry.isdecimal() else 1.0)

@@ -60,9 +60,9 @@ class Refused:
 class Overflow:
     """`conversation` takes `usage` and needs at least `reserve` tokens for an answer, which the context does not have.
 
-    The user decides: leave out the oldest turns (`droppable` of them), leave out past thinking, or stop. `go_on`: its
-    last answer would be continued. `typed` is the message that would not be sent then; `start` is the first turn that
-    would change.
+    The user decides: load the model with `larger` tokens of context (0: it cannot hold more), leave out the oldest
+    turns (`droppable` of them), leave out past thinking, or stop. `go_on`: its last answer would be continued. `typed`
+    is the message that would not be sent then; `start` is the first turn that would change.
     """
 
     conversation: Conversation
@@ -72,6 +72,7 @@ class Overflow:
     droppable: int
     typed: Turn | None = None
     start: int = 0
+    larger: int = 0
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -79,7 +80,7 @@ class Overflow:
         u = self.usage
         turns = ("turns",) if self.droppable else ()
         thinking = ("thinking",) if u.thinking and u.used - u.thinking + self.reserve <= u.limit else ()
-        return (*turns, *thinking, "stop")
+        return (*("context",) * bool(self.larger), *turns, *thinking, "stop")
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from tinychat.backend.protocol import (
     Prompted,
     Request,
     Stats,
+    Tokenizing,
     TokenPiece,
     ToolCall,
     Usage,
@@ -53,7 +54,7 @@ from tinychat.chat.state import (
 from tinychat.chat.usage_count import UsageCount
 from tinychat.errors import SLOW, TinychatError
 from tinychat.tools.permission import Permissions
-from tinychat.tools.protocol import Answer, Result
+from tinychat.tools.protocol import Answer, Question, Result
 from tinychat.tools.toolbox import LIMIT, Toolbox
 
 KEPT_STATS = (
@@ -96,6 +97,8 @@ class Controller:
         self.usage = Usage()
         self.trace = Trace()
         self.raw = False
+        self._drops = ""  # the conversation whose oldest turns are left out without asking again
+        self._held: Overflow | None = None  # asks again when the model is loaded with a larger context
         self.toolbox, self.permissions = Toolbox(), permissions or Permissions()
         self._left: list[int] = []  # ids of the last turns of paths that were left, for undo
         self._open_backend, self._clock = open_backend, clock
@@ -171,7 +174,7 @@ class Controller:
         kept, before = self._choice if self.backend is not None else None, self._loaded_afterwards()
         if isinstance(self.state, Loading):
             kept = self.state.kept
-        self._choice = choice
+        self._choice, self._held = choice, None
         self.conversation = replace(self.conversation, model=name)
         self.state = start_loading(self._open_backend, choice, kept, before)
 
@@ -199,6 +202,7 @@ class Controller:
         self.interrupt()
         self._changes += map(Refused, self.take_back_queue())  # part of the draft of the conversation that is left
         self._left.clear()
+        self._let_go()
         self.conversation = conversation
         self._changes.append(Reset(0, conversation))
         self.usage = Usage()
@@ -316,16 +320,27 @@ class Controller:
         taken, self.queue = self.queue, []
         return taken
 
-    def resolve(self, overflow: Overflow, choice: Literal["turns", "thinking", "stop"]) -> None:
-        """Answers an Overflow: leave out the oldest turns or all thinking, or stop."""
+    def resolve(self, overflow: Overflow, choice: Literal["context", "turns", "thinking", "stop"]) -> None:
+        """Answers an Overflow: load with a larger context, leave out the oldest turns (from now on, without asking
+        again) or all thinking, or stop."""
         conversation, go_on = overflow.conversation, overflow.go_on
         if choice == "stop":
             if overflow.typed is not None:
                 self._changes.append(Refused(overflow.typed))
         elif choice == "thinking":
             self._start(conversation.drop_thinking(), overflow.start, go_on)
+        elif choice == "context":
+            self.set_parameters(replace(self.conversation.parameters, context=overflow.larger))
+            self._held = overflow
         else:
-            self._start(conversation, overflow.start, go_on, leave_out="oldest")
+            self._drops = conversation.id
+            self._start(conversation, overflow.start, go_on)
+
+    def _let_go(self) -> None:
+        """What waited for a larger context goes back to where it was typed."""
+        held, self._held = self._held, None
+        if held is not None and held.typed is not None:
+            self._changes.append(Refused(held.typed))
 
     def leave(self) -> None:
         """The user goes: what there is of a running answer is saved, the backend stops as soon as it can."""
@@ -368,6 +383,7 @@ class Controller:
                     self.state = replace(loading, stage=event)
                 case LoadFailed():
                     self.state = Idle()
+                    self._let_go()
                     self._changes += [ModelChanged(), Notice(event.message, error=True)]
                     if event.kept and loading.kept is not None:
                         self._back_to(loading.kept)
@@ -378,6 +394,10 @@ class Controller:
                     self.trace = Trace()  # its ids were another tokenizer's
                     self._changes += [ModelChanged(), *map(_noted, event.info.notes)]
                     self._measure()
+                    if (held := self._held) is not None:
+                        self._held, c = None, self.conversation
+                        again = replace(held.conversation, model=c.model, parameters=c.parameters)
+                        self._start(again, held.start, held.go_on)
 
     def _poll_count(self) -> None:
         try:
@@ -493,7 +513,9 @@ class Controller:
         elif reason == "context":
             c = self.conversation
             reserve = reserve_for(c.parameters.max_tokens, self.usage.limit)
-            self._changes.append(Overflow(c, True, self.usage, reserve, _droppable(c), start=index))
+            self._changes.append(
+                Overflow(c, True, self.usage, reserve, _droppable(c), None, index, self._larger(self.usage, reserve))
+            )
 
     # tools
 
@@ -503,9 +525,10 @@ class Controller:
         if not self.busy:
             self._measure()
 
-    def permit(self, answer: Answer) -> None:
-        """Answers the question of the call that runs."""
-        if (calling := self.calling) is not None and calling.asked is not None:
+    def permit(self, question: Question, answer: Answer) -> None:
+        """Answers the question of the call that runs; one of an earlier call is answered too late and counts for
+        nothing."""
+        if (calling := self.calling) is not None and calling.asked and calling.asked.question is question:
             calling.asked.answer.set_result(answer)
             self.state = replace(calling, asked=None)
 
@@ -568,10 +591,13 @@ class Controller:
         return room_for(self.usage.free) if self.usage.limit else LIMIT
 
     def _tokens(self, text: str) -> int:
-        """Of a result, on the thread of its call."""
+        """Of a result, on the thread of its call. A local model's tokenizer is asked, which waits for nothing: the
+        engine's thread may be saving the KV cache."""
         if (backend := self.backend) is None:
             return 0
-        return max(0, backend.measure(Request(raw=text)).prompt - backend.measure(Request(raw="")).prompt)
+        if self.instruments is not None:
+            return len(cast(Tokenizing, backend).tokenize(text, special=False, whole=False))
+        return backend.measure(Request(raw=text)).prompt
 
     def _failed(self, event: Failed) -> None:
         r = self.running
@@ -589,8 +615,27 @@ class Controller:
         assert r is not None
         self._withdraw(r)
         self._changes.append(
-            Overflow(r.asked, r.goes_on, event.usage, event.reserve, event.droppable, r.typed, r.start)
+            Overflow(
+                r.asked,
+                r.goes_on,
+                event.usage,
+                event.reserve,
+                event.droppable,
+                r.typed,
+                r.start,
+                self._larger(event.usage, event.reserve),
+            )
         )
+
+    def _larger(self, usage: Usage, reserve: int) -> int:
+        """A context length that has room for four times the answer, a power of two where the model can hold that; 0
+        where it cannot hold what is asked."""
+        info = self.info
+        if info is None or self._choice is None or info.trained_context <= usage.limit:
+            return 0
+        wanted = 1 << (usage.used + 4 * reserve - 1).bit_length()
+        most = info.trained_context
+        return min(max(wanted, 2 * usage.limit), most) if usage.used + reserve <= most else 0
 
     def _withdraw(self, r: Answering) -> None:
         """Shows what was there before a request that was refused."""
@@ -617,7 +662,6 @@ class Controller:
         conversation: Conversation,
         start: int,
         go_on: bool = False,
-        leave_out: Literal["refuse", "oldest"] = "refuse",
         round: int = 1,
     ) -> None:
         """Asks for the answer of `conversation`, whose turns differ from the shown ones from `start` on."""
@@ -625,6 +669,7 @@ class Controller:
             raise TinychatError("no model is loaded yet; wait for it or choose one with /model")
         p, last = conversation.parameters, conversation.turns[-1]
         seed = random.getrandbits(32) if p.seed is None else p.seed
+        leave_out: Literal["refuse", "oldest"] = "oldest" if self._drops == conversation.id else "refuse"
         request = request_for(conversation, go_on=go_on, seed=seed, overflow=leave_out, tools=self._offered())
         self._count.forget()
         if len(conversation.others) > len(self.conversation.others):

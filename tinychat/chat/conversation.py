@@ -5,6 +5,7 @@ Every change returns a new Conversation, so that a view, a saved copy and a runn
 
 from __future__ import annotations
 
+import html
 import re
 import time
 import uuid
@@ -380,7 +381,7 @@ def _turn_markdown(c: Conversation, turn: Turn) -> list[str]:
         while answer.role == "tool" and answer.parent in above:
             answer = above[answer.parent]
         call = next((call for call in answer.calls if call.id == turn.call_id), Call("", "a tool", ""))
-        head = f"<details><summary>Called {call.name}: {turn.stop_reason}</summary>"
+        head = f"<details><summary>Called {html.escape(call.name)}: {turn.stop_reason}</summary>"
         return [head, "", fenced(call.arguments), "", fenced(turn.text), "", "</details>", ""]
     goes_on = turn.parent in above and above[turn.parent].role == "tool"
     lines = [] if goes_on else ["## You" if turn.role == "user" else f"## {c.model or 'Assistant'}", ""]

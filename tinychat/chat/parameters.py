@@ -95,11 +95,11 @@ def set_parameter(parameters: Parameters, name: str, text: str) -> Parameters:
 
 def _number(spec: Parameter, text: str) -> float | int:
     kind = "a whole number" if spec.kind is int else "a number"
-    wanted = f"{spec.name} is {kind} from {spec.low:g} to {spec.high:g}" + (f", or {spec.empty}" if spec.empty else "")
+    wanted = f"{spec.name} must be {kind}, {spec.low:g} to {spec.high:g}" + (f", or {spec.empty}" if spec.empty else "")
     try:
         value: float | int = spec.kind(text.strip().replace(",", "." if spec.kind is float else ""))
     except ValueError:
-        raise TinychatError(f"{wanted}; {printable(text.strip())!r} is not") from None
+        raise TinychatError(f"{wanted}, not {printable(text.strip())!r}") from None
     if not math.isfinite(value) or not spec.low <= value <= spec.high:
-        raise TinychatError(f"{wanted}; {value:g} is not")
+        raise TinychatError(f"{wanted}, not {value:g}")
     return value

@@ -1,9 +1,9 @@
-"""`tinychat bench`: the speed of a model, of its layers, of one kernel; what was measured before."""
+"""`tinychat bench`: measures the speed of a model, of its layers or of one kernel, and shows earlier results."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinychat.backend.address import Server
 from tinychat.chat import servers
@@ -11,6 +11,9 @@ from tinychat.commands.loading import CONTEXT, loaded, obtain, settings_of_user
 from tinychat.console import Bar, grid, show, show_json
 from tinychat.errors import TinychatError
 from tinychat.models.registry import resolve
+
+if TYPE_CHECKING:
+    from tinychat.engine.speculation import Speculate
 
 
 def bench(
@@ -25,12 +28,13 @@ def bench(
     as_json: bool,
     device: str | None,
     threads: int | None,
+    speculate: Speculate,
     server: str | None,
     server_model: str | None,
     key_file: str | None,
 ) -> None:
-    """Prefill and decode speed of a model; or of one kernel; or of one layer of each kind; or all results of before; or
-    what a server's model looks like from the outside."""
+    """Measures prefill and decode speed of a model, one kernel (`kernel`), one layer of each kind (`block`) or a
+    server's model (`server`); or lists earlier results (`history`)."""
     from tinychat.measure import bench, log, tables
 
     if history:
@@ -47,7 +51,9 @@ def bench(
     context = n_prompt + n_gen if n_prompt + n_gen > CONTEXT else None
     with loaded(model, own, context, device=device, threads=threads) as engine:
         with Bar() as bar:
-            result = bench.run(engine, n_prompt, n_gen, report=bar.stage, name=model.name, wait=wait)
+            result = bench.run(
+                engine, n_prompt, n_gen, report=bar.stage, name=model.name, speculate=speculate, wait=wait
+            )
         show_json(result.as_dict()) if as_json else show(tables.model_table([result]))
         log.save(result)
 

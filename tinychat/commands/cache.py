@@ -16,7 +16,7 @@ from tinychat.models.registry import MODELS, Model, resolve
 
 
 def path(text: str | None) -> None:
-    """Where model files are, or where one is."""
+    """Prints the folder of the model files, or the path of one model's file."""
     if text is None:
         return print(cache.downloads_dir())
     model = resolve(text, settings_of_user().models)
@@ -54,12 +54,12 @@ def clear(what: str) -> None:
 
 
 def pull(text: str) -> None:
-    """Downloads a model unless it is here."""
+    """Downloads a model unless the cache has it."""
     print(obtain(resolve(text, settings_of_user().models), anyway=True))
 
 
 def add(file: str, text: str, mode: str) -> None:
-    """Takes a file that is here already into the cache."""
+    """Adds a local file to the cache."""
     model = resolve(text, settings_of_user().models)
     with Bar() as bar:
         print(cache.add(Path(file), model, mode, bar.download))  # type: ignore[arg-type]
@@ -99,7 +99,7 @@ def prune() -> None:
 
 
 def _entries(text: str) -> list[cache.Entry]:
-    """What the cache holds of a model, or of the file name that `cache list` shows."""
+    """The cache's entries of a model, named as in the registry or by the file name that `cache list` shows."""
     own = settings_of_user().models
     if found := [e for e in cache.entries(own) if e.key == text]:
         return found

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinychat.chat import servers, settings
 from tinychat.commands.loading import obtain
@@ -12,25 +13,37 @@ from tinychat.errors import TinychatError
 from tinychat.files import expand
 from tinychat.models.registry import resolve
 
+if TYPE_CHECKING:
+    from tinychat.engine.speculation import Speculate
+
 
 def chat(
     text: str | None,
     *,
     device: str | None,
     threads: int | None,
+    speculate: Speculate,
     server: str | None,
     server_model: str | None,
     key_file: str | None,
     tools: str | None,
+    mcp_file: str | None,
 ) -> int:
-    """The app, on the model that `text` or else the settings name, or on a server's; without one, on the picker.
-    Returns the exit code."""
+    """Runs the app with the model that `text` or the settings name, or with a server's model; without either, it opens
+    the picker. Returns the exit code."""
     if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):  # Textual paints on stderr
         raise TinychatError("the chat needs a terminal; `tinychat run MODEL PROMPT` gives one answer without")
+    if os.environ.get("TERM") == "dumb":
+        raise TinychatError(
+            "this terminal cannot show the chat (TERM=dumb); `tinychat run MODEL PROMPT` gives one answer in plain text"
+        )
     own = settings.load()  # the app shows what is wrong in it
     options: dict[str, Any] = {k: v for k, v in (("device", device), ("threads", threads)) if v is not None}
+    options["speculate"] = speculate
     if tools is not None:
         options["tools"] = expand(tools)
+    if mcp_file is not None:
+        options["mcp_file"] = expand(mcp_file)
     if server is not None:
         from tinychat.ui.app import main
 
@@ -39,7 +52,7 @@ def chat(
             server_model or server,
             Path(server),
             server=servers.chosen(own.servers, server, server_model, key_file),
-            tools=options.get("tools"),
+            **{k: v for k, v in options.items() if k in ("tools", "mcp_file")},
         )
     if not (text := text or own.model):
         from tinychat.ui.app import main

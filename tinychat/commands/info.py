@@ -1,4 +1,4 @@
-"""`tinychat info`: what a model file is, by its header alone."""
+"""`tinychat info`: describes a model file from its header alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tinychat.models.hosts import shown
 
 
 def info(text: str, *, grep: str | None, template: bool, tensors: bool, as_json: bool) -> None:
-    """What a model is; or its metadata by a word of the key, its chat template, its tensors."""
+    """Prints facts about a model; or the metadata whose key contains `grep`, the chat template, or the tensors."""
     with header(text) as (model, path):
         if template:
             source = _template(path)
@@ -52,9 +52,9 @@ def info(text: str, *, grep: str | None, template: bool, tensors: bool, as_json:
 
 
 def _describe(path: Path, name: str, context: int = CONTEXT) -> dict[str, Any]:
-    """Facts for JSON; sizes in bytes. `problem` says why the engine cannot run the file, or is None.
+    """The facts as a JSON object; sizes in bytes. `problem` says why the engine cannot run the file, or is None.
 
-    Raises TinychatError when the file is damaged or no GGUF.
+    Raises TinychatError when the file is damaged or is not a GGUF.
     """
     header = GGUF.open(path)
     types: dict[str, dict[str, int]] = defaultdict(lambda: {"tensors": 0, "bytes": 0})

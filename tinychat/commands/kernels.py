@@ -1,4 +1,4 @@
-"""`tinychat kernels`: what a model runs on a device."""
+"""`tinychat kernels`: lists the kernels that a model runs on a device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tinychat.models.registry import resolve
 
 
 def kernels(text: str, *, source: str | None, as_json: bool, device: str | None, threads: int | None) -> None:
-    """The kernels of a decode step on a device, or the source of one."""
+    """Prints the kernels of a decode step on a device, or the source of kernel `source`."""
     from tinychat.measure import profile
 
     own = settings_of_user()

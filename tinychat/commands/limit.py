@@ -1,4 +1,4 @@
-"""`tinychat limit`: how fast this machine reads its memory."""
+"""`tinychat limit`: measures the read bandwidth of this machine's memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tinychat.units import bar as bar_of
 
 
 def limit(device: str | None, as_json: bool) -> None:
-    """Measures the read bandwidth of the GPU, or else of the CPU for each number of threads, and keeps it."""
+    """Measures and stores the read bandwidth, in GB/s, of the GPU, or of the CPU for each number of threads."""
     from tinychat.engine import memory_limit
     from tinychat.engine.devices import has_cuda
     from tinychat.measure.lock import machine_lock

@@ -1,4 +1,4 @@
-"""From what a user calls a model to its file, its header, its engine: shared by the commands."""
+"""Finds a model by the name that a user typed and opens its file, its header or its engine; shared by the commands."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from tinychat.chat.settings import Settings
     from tinychat.engine import Engine
 
-CONTEXT = 4096  # tokens that a model is checked for before it is downloaded
+CONTEXT = 4096  # tokens; the context for which the memory check before a download computes the KV cache
 
 
 def settings_of_user() -> Settings:
-    """The settings file; what is wrong in it is said on stderr."""
+    """The settings of the user's file; prints the file's problems on stderr."""
     found = settings.load()
     for problem in found.problems:
         say(problem)
@@ -60,7 +60,8 @@ def obtain(model: Model, *, anyway: bool = False) -> Path:
 def loaded(
     model: Model, own: Settings, context: int | None = None, *, device: str | None, threads: int | None
 ) -> Iterator[Engine]:
-    """The engine with `model`, downloaded if need be; closed afterwards. `context` None is the engine's default."""
+    """The engine with `model`, which is downloaded if missing; closes it on exit. `context`: tokens (None: the engine's
+    default)."""
     path = obtain(model)
     with Bar() as bar:
         bar.stage("loading the engine", 0.0)
@@ -81,8 +82,8 @@ def loaded(
 
 @contextlib.contextmanager
 def header(text: str) -> Iterator[tuple[Model, Path]]:
-    """The model that `text` names and a file with its header. Of a model that is not here only the header is fetched,
-    where its source can do that."""
+    """The model that `text` names and a file with its header. If the model is not in the cache, only its header is
+    fetched, where the source allows that."""
     model = resolve(text, settings_of_user().models)
     if path := cache.path_of(model):
         yield model, path
@@ -95,7 +96,7 @@ def header(text: str) -> Iterator[tuple[Model, Path]]:
 
 
 def prompt_text(prompt: str) -> str:
-    """The prompt, or all of stdin for "-"; UTF-8 whatever the locale. Raises TinychatError when it is empty."""
+    """The prompt; for "-" all of stdin, read as UTF-8 in any locale. Raises TinychatError when the text is empty."""
     data = sys.stdin.buffer.read() if prompt == "-" else prompt.encode(errors="surrogateescape")
     text = data.decode("utf-8", "replace")
     if not text.strip():

@@ -1,4 +1,4 @@
-"""`tinychat perplexity`: the perplexity of a text."""
+"""`tinychat perplexity`: measures the perplexity of a model on a text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tinychat.models.registry import resolve
 def perplexity(
     text: str, file: str, *, context: int, chunks: int | None, as_json: bool, device: str | None, threads: int | None
 ) -> None:
-    """Perplexity of a text file, computed as llama.cpp's llama-perplexity does."""
+    """Prints the perplexity of a text file, computed as llama.cpp's llama-perplexity does."""
     from tinychat.measure import perplexity
 
     try:

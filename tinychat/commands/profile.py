@@ -1,4 +1,4 @@
-"""`tinychat profile`: where the time of a token goes."""
+"""`tinychat profile`: measures how the time of a token divides over the ops of a decode step."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from tinychat.models.registry import resolve
 def profile(
     text: str, *, steps: int, source: bool, wait: bool, as_json: bool, device: str | None, threads: int | None
 ) -> None:
-    """Where the time of a token goes; with `source` also the source of the three slowest kernels."""
+    """Prints the time of each op of a token, over `steps` tokens; with `source` also the source of the three slowest
+    kernels."""
     from tinychat.measure import profile
 
     own = settings_of_user()
     model = resolve(text, own.models)
-    context = 2 * steps + 64 if 2 * steps + 64 > CONTEXT else None  # every second step is one without clocks
+    context = 2 * steps + 64 if 2 * steps + 64 > CONTEXT else None  # as many steps again run without clocks
     with loaded(model, own, context, device=device, threads=threads) as engine:
         with Bar() as bar:
             found = profile.profile(engine, steps, bar.stage, name=text if model.path else model.name, wait=wait)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinychat.chat import servers
@@ -24,6 +25,10 @@ from tinychat.console import Bar, say, say_notes, show_json
 from tinychat.errors import TinychatError, printable
 from tinychat.files import expand
 from tinychat.models.registry import Model, resolve
+from tinychat.tools.builtin import tools_of
+from tinychat.tools.folder import Folder
+from tinychat.tools.mcp import Servers, Status
+from tinychat.tools.mcp_config import ServerConfig, read_servers
 from tinychat.tools.permission import Permissions
 from tinychat.tools.protocol import Answer, Context, Question, Refused
 from tinychat.tools.toolbox import Toolbox
@@ -31,6 +36,7 @@ from tinychat.units import speed
 
 if TYPE_CHECKING:
     from tinychat.backend.protocol import Backend, DoesNotFit, Finished, Request
+    from tinychat.engine.speculation import Speculate
 
 
 def run(
@@ -46,21 +52,26 @@ def run(
     as_json: bool,
     device: str | None,
     threads: int | None,
+    speculate: Speculate,
     tools: str | None,
+    mcp_file: str | None,
     schema: str | None,
     **given: str | float | None,
 ) -> None:
-    """One answer on stdout, after as many as call tools; thinking goes to stderr, if that is a terminal.
+    """Writes the answer to stdout, and before it the answers that call tools; thinking goes to stderr if stderr is a
+    terminal.
 
-    `given` are parameters of the chat (temperature, system, ...); those that are None come from the settings. With
-    `as_json` nothing is painted while the answer comes, so `painting_s` is 0.
+    `given`: parameters of the chat (temperature, system, ...); the settings replace those that are None. With
+    `as_json` nothing is painted while the answer is generated, so `painting_s` is 0.
     """
-    if raw and tools is not None:
-        raise TinychatError("--tools needs the chat template; it cannot be used with --raw")
-    if schema is not None and (raw or tools is not None):
-        raise TinychatError(f"--schema cannot be used with {'--raw' if raw else '--tools: such an answer calls none'}")
+    if raw and (tools is not None or mcp_file is not None):
+        raise TinychatError("tools need the chat template; --tools and --mcp cannot be used with --raw")
+    if schema is not None and (raw or tools is not None or mcp_file is not None):
+        other = "--raw" if raw else "--tools and --mcp: such an answer calls none"
+        raise TinychatError(f"--schema cannot be used with {other}")
     form = None if schema is None else response_format(read_schema(expand(schema)))
-    toolbox, permissions = _toolbox(tools), Permissions.of_user()
+    mcp = Servers(() if mcp_file is None else _configs(expand(mcp_file)))
+    toolbox, permissions = _toolbox(tools, mcp), Permissions.of_user()
     question = _question(prompt, files)
     own = settings_of_user()
     chosen = _parameters(own.parameters, given)
@@ -74,22 +85,26 @@ def run(
     else:
         assert text is not None, "cli refuses it"
         model = resolve(text, own.models)
-        backend, name = _local(model, question, chosen, device, threads or own.threads), model.name
+        options = {"device": device, "threads": threads or own.threads, "speculate": speculate}
+        backend, name = _local(model, question, chosen, options), model.name
     from tinychat.backend.protocol import Request
 
     if toolbox is not None and not backend.info.can.tools:
-        raise TinychatError("what answers here cannot call tools; leave out --tools")
+        raise TinychatError("what answers here cannot call tools; leave out --tools and --mcp")
     request = Request(
         messages=() if raw else _messages(chosen.system, question),
         raw=question if raw else None,
         sampling=chosen.sampling,
         max_tokens=chosen.max_tokens,
         thinking=think,
-        tools=() if toolbox is None else toolbox.definitions,
         response_format=form,
     )
     shown, called = _Shown(quiet=as_json), list[dict[str, object]]()
-    with closing(backend):
+    with closing(backend), closing(mcp):
+        for status in _started(mcp):
+            say(f"the MCP server {status.config.name} cannot be used: {status.why}")
+        if toolbox is not None:
+            request = replace(request, tools=toolbox.definitions)
         say_notes(backend.info.notes)
         said = _answer(backend, request, shown)
         for round in range(1, ROUNDS + 1):
@@ -127,7 +142,7 @@ def run(
 
 @dataclass(frozen=True)
 class _Said:
-    """One answer that has ended, and the calls that it ends with."""
+    """A complete answer and the tool calls at its end."""
 
     finished: Finished
     text: dict[str, str]
@@ -136,7 +151,7 @@ class _Said:
 
 
 def _answer(backend: Backend, request: Request, shown: _Shown) -> _Said:
-    """Shows one answer while it comes. Raises TinychatError."""
+    """Shows one answer while it is generated. Raises TinychatError."""
     from tinychat.backend.protocol import DoesNotFit, Failed, Finished, Piece, ToolCall
 
     text, ids, written = {"answer": "", "thinking": ""}, list[int](), Written()
@@ -164,14 +179,24 @@ def _answer(backend: Backend, request: Request, shown: _Shown) -> _Said:
     return _Said(finished, text, ids, calls)
 
 
-def _toolbox(folder: str | None) -> Toolbox | None:
-    """The tools of `folder`; naming it on the command line allows reading it."""
-    if folder is None:
+def _toolbox(folder: str | None, mcp: Servers) -> Toolbox | None:
+    """The tools of `folder` and of MCP servers; naming a folder on the command line allows reading it."""
+    if folder is None and not mcp.status:
         return None
-    from tinychat.tools.builtin import tools_of
-    from tinychat.tools.folder import Folder
+    return Toolbox(() if folder is None else tools_of(Folder(expand(folder))), more=lambda: mcp.tools)
 
-    return Toolbox(tools_of(Folder(expand(folder))))
+
+def _configs(file: Path) -> tuple[ServerConfig, ...]:
+    if not file.is_file():
+        raise TinychatError(f"{printable(str(file), newlines=False)}: there is no such file")
+    return read_servers(file)
+
+
+def _started(mcp: Servers) -> list[Status]:
+    """Starts them and waits; those that failed."""
+    mcp.start()
+    mcp.wait()
+    return [status for status in mcp.status if status.stage == "failed"]
 
 
 def _call(
@@ -182,7 +207,7 @@ def _call(
     called: list[dict[str, object]],
     quiet: bool,
 ) -> list[Any]:
-    """Runs the calls of an answer, one after the other; the messages that this answer and their results are."""
+    """Runs the calls of an answer one after the other. Returns the messages of the answer and of the results."""
     talk = Conversation((Turn("assistant", said.text["answer"], said.text["thinking"], calls=said.calls),))
     for call in said.calls:
         began = time.monotonic()
@@ -197,7 +222,7 @@ def _call(
 
 
 def _ask(permissions: Permissions, question: Question) -> None:
-    """Asks on the terminal. Raises Refused, also where there is none."""
+    """Asks the user on the terminal. Raises Refused when the user refuses or there is no terminal."""
     if question.kind == "read" or permissions.allows(question, "run"):
         return
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
@@ -212,7 +237,7 @@ def _ask(permissions: Permissions, question: Question) -> None:
     permissions.remember(question, answer, "run")
 
 
-def _local(model: Model, question: str, chosen: Parameters, device: str | None, threads: int | None) -> Backend:
+def _local(model: Model, question: str, chosen: Parameters, options: dict[str, Any]) -> Backend:
     """The model on this machine, with a context that the question fits."""
     context = chosen.context or _needed_context(model, question, chosen.max_tokens)
     path = obtain(model)
@@ -220,9 +245,7 @@ def _local(model: Model, question: str, chosen: Parameters, device: str | None, 
         bar.stage("loading the engine", 0.0)
         from tinychat.backend.local import LocalBackend
 
-        return LocalBackend.open(
-            path, max_context=context, preset=model.preset, device=device, threads=threads, progress=bar.stage
-        )
+        return LocalBackend.open(path, max_context=context, preset=model.preset, progress=bar.stage, **options)
 
 
 def _messages(system: str, question: str) -> tuple[dict[str, str], ...]:
@@ -230,7 +253,7 @@ def _messages(system: str, question: str) -> tuple[dict[str, str], ...]:
 
 
 def _question(prompt: str, files: Sequence[str]) -> str:
-    """The prompt with what is attached to it: `files`, and what a pipe or file on stdin has."""
+    """The prompt with its attachments: `files`, and the text of stdin where stdin is a pipe or a file."""
     from tinychat.ui.chat.attach import read
 
     attached = [read(expand(name), name) for name in files]
@@ -243,13 +266,13 @@ def _stdin_has_text() -> bool:
     """Whether stdin is a pipe or a file: not a terminal, not /dev/null."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
-    except (OSError, ValueError, AttributeError):  # closed, or replaced by something that is no file
+    except (OSError, ValueError, AttributeError):  # stdin is closed, or is an object without a descriptor
         return False
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 
 def _parameters(own: Parameters, given: dict[str, str | float | None]) -> Parameters:
-    """The settings' parameters with those that are `given`, and a seed that is a number."""
+    """The settings' parameters, replaced by those in `given` that are not None; a missing seed is drawn at random."""
     values = {k: v for k, v in given.items() if v is not None}
     mine = {k: values.pop(k) for k in [*values] if k in ("seed", "max_tokens", "context", "system")}
     chosen = replace(own, sampling=replace(own.sampling, **values), **mine)  # type: ignore[arg-type]
@@ -266,7 +289,7 @@ def _too_long(event: DoesNotFit) -> str:
 
 
 class _Shown:
-    """Writes an answer while it comes: nothing a terminal would obey; thinking dimmed, on stderr."""
+    """Writes an answer while it is generated, without control characters; thinking is dimmed, on stderr."""
 
     def __init__(self, quiet: bool) -> None:
         self.quiet, self.wrote, self.thought = quiet, False, False
@@ -293,7 +316,7 @@ class _Shown:
 
 
 def _needed_context(model: Model, prompt: str, max_tokens: int | None) -> int | None:
-    """A context large enough for a long `prompt` and an answer; None when the engine's default will do."""
+    """Tokens of context for a long `prompt` and its answer; None when the engine's default is enough."""
     if len(prompt.encode()) + (max_tokens or 0) < 3000:
         return None
     from tinychat.engine.config import ModelConfig

@@ -1,4 +1,4 @@
-"""`tinychat serve`: a model behind HTTP."""
+"""`tinychat serve`: serves a model over HTTP."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from tinychat.backend.address import KEY_VARIABLE, read_key
 from tinychat.backend.local import LocalBackend
 from tinychat.commands.loading import obtain, settings_of_user
 from tinychat.console import Bar, say, say_notes
+from tinychat.engine.speculation import Speculate
 from tinychat.errors import TinychatError, printable
 from tinychat.models.registry import resolve
 from tinychat.server.answer import House
 from tinychat.server.app import create_app
 from tinychat.server.connection import bind, make_server
 from tinychat.server.security import Policy
+from tinychat.server.web import Web, installed, program
 
 
 def serve(
@@ -30,8 +32,9 @@ def serve(
     origins: list[str],
     device: str | None,
     threads: int | None,
+    speculate: Speculate,
 ) -> None:
-    """Serves the model that `text` names until Ctrl-C. A key is needed wherever other machines can reach the port."""
+    """Serves the model that `text` names until Ctrl-C. A key is required where other machines can reach the port."""
     key = None if no_key else read_key(key_file)
     if key is None and not no_key and not _loopback(host):
         raise TinychatError(
@@ -41,7 +44,7 @@ def serve(
     own = settings_of_user()
     found = resolve(text, own.models)
     path = obtain(found)
-    with bind(host, port) as listening:  # a port that is taken is said before a model is loaded
+    with bind(host, port) as listening:  # before the load, so that a port in use is reported at once
         with Bar() as bar:
             backend = LocalBackend.open(
                 path,
@@ -50,16 +53,26 @@ def serve(
                 device=device,
                 threads=threads or own.threads,
                 store_bytes=int(own.kv_cache_gb * 1e9),  # conversations that take turns are not prefilled again
+                speculate=speculate,
                 progress=bar.stage,
             )
         with contextlib.closing(backend):
             say_notes(backend.info.notes)
             house = House(found.name, backend, backend, own.parameters.sampling, own.parameters.seed)
-            app = create_app(house, Policy(key, frozenset((host, *hosts)), frozenset(origins)), queue_size)
-            shown = f"[{host}]" if ":" in host else host
-            url = f"http://{shown}:{listening.getsockname()[1]}/v1"
-            say(f"{found.name} answers at {url} ({'with' if key else 'no'} key); Ctrl-C ends it")
-            make_server(app).run(sockets=[listening])
+            port = listening.getsockname()[1]
+            own_host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+            pages = Web(f"http://{_bracketed(own_host)}:{port}", key, found.name, program()) if installed() else None
+            policy = Policy(key, frozenset((host, *hosts)), frozenset(origins))
+            app = create_app(house, policy, queue_size, pages)
+            url = f"http://{_bracketed(host)}:{port}"
+            say(f"{found.name} answers at {url}/v1 ({'with' if key else 'no'} key); Ctrl-C ends it")
+            if pages is not None:
+                say(f"the chat in a browser: {url}")
+            make_server(app, websockets=pages is not None).run(sockets=[listening])
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def _loopback(host: str) -> bool:

@@ -1,4 +1,4 @@
-"""`tinychat smoke`: do the models here still answer as expected?"""
+"""`tinychat smoke`: compares the answers of the cached models with expected tokens."""
 
 from __future__ import annotations
 

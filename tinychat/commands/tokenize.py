@@ -1,4 +1,4 @@
-"""`tinychat tokenize`: the tokens of a text."""
+"""`tinychat tokenize`: prints the tokens of a text."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Takes apart what a model writes, while it streams: thinking, answer and tool calls.
+"""Splits the text that a model generates, while it streams, into thinking, answer and tool calls.
 
-Markup never reaches the reader. A call that is broken becomes text again, with a note that says why.
+Markup is removed. The text of a malformed call becomes part of the answer, with a note that gives the reason.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from tinychat.engine.tool_calls import CallFormat
 
 @dataclass
 class AnswerParser:
-    """Fed with text in any portions, says what of it is thinking, answer and call.
+    """Splits text that is fed in portions of any size into thinking, answer and calls.
 
-    `tags` enclose thinking (None: the model has none), which comes first if at all: a tag in the middle of an answer is
-    text. `opened`: the prompt ended inside thinking. Blank lines behind a tag and white space in front of a closing one
-    or of a call are dropped. `form` None: there are no calls. `tools`, as OpenAI writes them, say which arguments are
-    strings where the markup does not. `special`: the markup that is special tokens in this model; fed text then has
-    MARK in front of each of them, and one where no markup belongs vanishes, but for the tags.
+    `tags` enclose thinking (None: the model has none). Thinking can only come first: a tag in the middle of an answer
+    is text. `opened`: the prompt ended inside thinking. Blank lines after a tag are dropped, and so is white space
+    before a closing tag or a call. `form` None: there are no calls. `tools`, in OpenAI's form, tell which arguments are
+    strings where the markup does not. `special`: the markup that consists of special tokens in this model; the fed text
+    then has MARK before each of them, and such a token is dropped where no markup belongs, unless it is a tag.
     """
 
     tags: tuple[str, str] | None = None
@@ -40,12 +40,12 @@ class AnswerParser:
         self._scan = Scanner(re.compile(f"{MARK}(?:{stray})" if stray else MARK) if self.special else None)
         self.form = self.form if self.tools else None
         self._calls = CallReader(self._scan, self.form, self.tools, self.special, self.notes) if self.form else None
-        self._plain = False  # all that follows is answer
+        self._plain = False  # True: the rest of the text is answer
         self._steps: Steps = self._run()
         next(self._steps)
 
     def feed(self, text: str) -> list[Fragment]:
-        """The fragments that are clear now."""
+        """The fragments that `text` makes unambiguous."""
         scan = self._scan
         if self._plain and MARK not in text:
             return [Fragment("answer", text)] if text else []
@@ -55,7 +55,7 @@ class AnswerParser:
         return self._step()
 
     def flush(self) -> list[Fragment]:
-        """What was held back, at the end of the output."""
+        """The fragments that were held back; called at the end of the output."""
         self._scan.ended = True
         return self._step()
 

@@ -1,5 +1,5 @@
-"""Takes apart the calls that a model writes, while they stream. A broken call becomes text again, with a note that says
-why."""
+"""Parses the calls that a model writes, while they stream. The text of a malformed call becomes part of the answer,
+with a note that gives the reason."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class _Call:
     index: int
     id: str = ""
     name: str = ""
-    waiting: str = ""  # arguments that came before the name
+    waiting: str = ""  # arguments written before the name
     started: bool = False
-    complete: bool = False  # the arguments are
+    complete: bool = False  # whether the arguments are complete
 
 
 class CallReader:
-    """Reads calls of `tools`, written as `form` says, off `scanner`. `special` is the markup that is special tokens;
-    what could not be read is said in `notes`."""
+    """Reads calls of `tools` in the format `form` from `scanner`. `special`: the markup that consists of special
+    tokens. `notes` says which calls could not be parsed, and why."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class CallReader:
     ) -> None:
         self._scan, self.form, self._notes = scanner, form, notes
         self._calls = 0
-        self._call: _Call | None = None  # the one that is being read
-        self._raw = 0  # where it begins
+        self._call: _Call | None = None  # the call that is being read
+        self._raw = 0  # its position in the text
         self._keys: list[str] = []  # the arguments that its tool lists
         functions = [tool.get("function", tool) for tool in tools]
         self._schemas = {f.get("name"): f.get("parameters") or {} for f in functions}
@@ -60,11 +60,11 @@ class CallReader:
         self._openings += [m for m in (Marker(texts[0]),) if m and m.text[0] not in "<["]
 
     def match_opening(self, at: int) -> list[int]:
-        """As Marker.match, of every markup that may begin a call."""
+        """Marker.match for each markup that can begin a call."""
         return [m.match(self._scan.text, at, self._scan.ended) for m in self._openings] or [NO]
 
     def match_bare(self, begin: int) -> int:
-        """Where a call without markup, perhaps fenced as code, may begin; else NO or PARTIAL."""
+        """The position where a call without markup, with or without a code fence, can begin; or NO or PARTIAL."""
         scan = self._scan
         text = scan.text[begin:]
         if not scan.ended and "```json".startswith(text):
@@ -76,14 +76,14 @@ class CallReader:
         return at if scan.text[at] in "{[" else NO
 
     def find_opening(self) -> tuple[int, int]:
-        """As Marker.find, of the markup that comes first."""
+        """Marker.find for the first markup of a call."""
         scan = self._scan
         found = [m.find(scan.text, scan.at, scan.ended) for m in self._openings]
         return min(found, key=lambda place: (place[0], -place[1]), default=(len(scan.text), NO))
 
     def read(self, at: int, bare: bool) -> Steps:
-        """One call or several; the first one's text stands at `at`. `bare`: without any markup, so it may be text.
-        Returns whether a call was found."""
+        """Reads one or more calls; the text of the first begins at `at`. `bare`: the call has no markup, so that the
+        text may not be a call. Returns whether it is one."""
         self._raw, calls = self._scan.at, self._calls
         try:
             following: int | None = at
@@ -103,7 +103,7 @@ class CallReader:
         return self._calls > calls
 
     def _give_up(self, why: str, silently: bool) -> None:
-        """What has been read since the last complete call is text after all."""
+        """Returns the text read since the last complete call to the answer."""
         if self._call and self._call.started:
             self._scan.fragments.append(Fragment("call", "", self._call.index, note=why))
         self._call = None
@@ -116,11 +116,11 @@ class CallReader:
         return call
 
     def _made(self) -> None:
-        """The call that was begun is complete."""
+        """Ends the present call, which is complete."""
         self._call, self._raw = None, self._scan.at
 
     def _push(self, call: _Call, text: str) -> None:
-        """More of the arguments."""
+        """Appends `text` to the arguments of `call`."""
         call.waiting += text
         if not call.name or not call.waiting:
             return
@@ -133,13 +133,13 @@ class CallReader:
         call.started, call.waiting = True, ""
 
     def _close(self) -> Steps:
-        """The markup behind a call: all of it that is there."""
+        """Passes all markup that follows a call."""
         for marker in self._closes:
             if not (yield from self._scan.take(marker)):
                 break
 
     def _following(self) -> Steps:
-        """Where the next call's text begins, or None behind the last call."""
+        """The position of the next call's text, or None after the last call."""
         if (yield from self._scan.take(self._section_close)):
             return None
         yield from self._scan.take(_COMMA)
@@ -227,7 +227,7 @@ class CallReader:
             raise Malformed("it names no known tool")
 
     def _value(self) -> Steps:
-        """One JSON value."""
+        """Reads one JSON value."""
         stream, parts = JsonStream(), []
         while not stream.done:
             self._scan.at, part = stream.feed(self._scan.text, self._scan.at)
@@ -237,7 +237,7 @@ class CallReader:
         return json.loads("".join(parts))
 
     def _arguments(self, call: _Call, bare: bool = False) -> Steps:
-        """The JSON object of a call's arguments, given out as it comes; or a string that holds one."""
+        """Reads a call's arguments, a JSON object or a string that contains one, and emits them as they come."""
         if call.name:
             self._check(call, bare)
         first = yield from self._scan.peek()
@@ -300,7 +300,7 @@ class CallReader:
         self._push(call, "}")
 
     def _at_close(self) -> Steps:
-        """Does the call end here?"""
+        """Whether the call ends here."""
         while True:
             at = skip(self._scan.text, self._scan.at)
             end = self._closes[0].match(self._scan.text, at, self._scan.ended)
@@ -358,7 +358,8 @@ class CallReader:
         self._push(call, '"' if string else _typed("".join(parts), kind))
 
     def _key_follows(self, at: int) -> int:
-        """As Marker.match, for the markup of one more argument: of one that the tool has, where it lists them."""
+        """Marker.match for the markup of one more argument; its key must be one of the tool's, where the tool lists
+        them."""
         at = self._key_open.match(self._scan.text, at, self._scan.ended)
         if at < 0 or not self._keys:
             return at
@@ -369,8 +370,8 @@ class CallReader:
         return max((end for end in known if end >= 0), default=PARTIAL if PARTIAL in known else NO)
 
     def _value_end(self) -> tuple[int, int]:
-        """Where a value ends and where its closing markup does: there only what can follow a value follows. As
-        Marker.find otherwise."""
+        """(end of a value, end of its closing markup). The closing markup counts only where the text after it can
+        follow a value. Otherwise as Marker.find."""
         at = self._scan.at
         while True:
             at, end = self._value_close.find(self._scan.text, at, self._scan.ended)
@@ -390,7 +391,8 @@ class CallReader:
 
 
 def _general(string: str, other: str) -> str:
-    """The markup in front of a value of any type, from that of a string and that of a number: a word may differ."""
+    """The markup before a value of any type, made from those of a string and of a number, which may differ in a
+    word."""
     if string == other:
         return string
     head = next((i for i, (a, b) in enumerate(zip(string, other)) if a != b), 0)
@@ -406,13 +408,14 @@ _COMMA, _FENCE = Marker(","), Marker("```")
 
 
 def _is_words(schema: Mapping[str, Any]) -> bool:
-    """Does a schema without a type list only strings?"""
+    """Whether a schema without a type lists only strings."""
     words = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
     return bool(words) and all(isinstance(word, str) for word in words)
 
 
 def _typed(text: str, kind: Any) -> str:
-    """JSON text of a value that stands bare in markup: as JSON, as a Python literal, or else as a string."""
+    """JSON text of a value written without quotes in markup, parsed as JSON, else as a Python literal, else as a
+    string."""
     stream = JsonStream()
     try:
         at, value = stream.feed(text.strip(), 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -44,6 +44,10 @@ class Architecture:
     window_scaled: bool = False
     activation: Activation = "silu"
     embedding_root: bool = False  # embeddings are multiplied by sqrt(embedding_length)
+    window_sizes: bool = False  # it has keys for the heads of layers with a window; V is K where it has no tensor
+    value_norm: bool = False
+    beside: bool = False  # a dense feed-forward is beside the experts
+    unscaled: bool = False  # scores are not divided by the square root of the key length
     sinks: bool = False
 
 
@@ -87,12 +91,26 @@ ARCHITECTURES = {
         activation="gelu",
         embedding_root=True,
     ),
+    "gemma4": Architecture(
+        "neox",
+        qk_norm="head",
+        post_norms=True,
+        window_every=6,
+        window_base=10000.0,
+        activation="gelu",
+        embedding_root=True,
+        window_sizes=True,
+        value_norm=True,
+        normalize_experts=True,
+        beside=True,
+        unscaled=True,
+    ),
 }
 
 # What other architectures need that the plan's grammar does not have.
 _MISSING = {
     "a gated delta rule with a short convolution": "qwen35 qwen35moe qwen3next kimi-linear bailingmoe3",
-    "per-layer embeddings and layers with other head sizes": "gemma3n gemma4",
+    "per-layer embeddings": "gemma3n",
     "short convolutions": "lfm2 lfm2moe",
     "state-space layers": "mamba mamba2 falcon-h1 granitehybrid jamba nemotron_h nemotron_h_moe plamo2",
     "an index that chooses cache rows": "deepseek32 glm-dsa",
@@ -141,6 +159,16 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Heads:
+    """Sizes of a layer's attention. `key` and `value`: values of a head."""
+
+    kv: int
+    key: int
+    value: int
+    rope: Rope
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Sizes and constants of one model. Without `latent`, head_dim is of q and k, v_dim of v. `residual_scale` is of
     what a block adds to the residual stream."""
@@ -158,7 +186,7 @@ class ModelConfig:
     eps: float
     context: int
     rope: Rope
-    window_rope: Rope  # of layers with a sliding window
+    window_heads: Heads  # of layers with a sliding window
     window: int  # cache rows that those layers see
     windowed: frozenset[int]
     unrotated: frozenset[int]  # layers without RoPE
@@ -169,6 +197,9 @@ class ModelConfig:
     logit_scale: float
     qk_norm: Literal["head", "projection"] | None
     sinks: bool
+    value_norm: bool
+    beside: bool
+    softcap: float
     ffn_norm: str
     post_norms: bool
     fused_ffn: bool
@@ -199,11 +230,16 @@ class ModelConfig:
         if layers < 1:
             raise TinychatError(f"{name}.block_count {layers + nextn} leaves no layer beside {nextn} nextn layers")
         dim, heads = kv.integer("embedding_length"), kv.integer("attention.head_count")
-        kv_heads = kv.integer("attention.head_count_kv", heads)
+        window, windowed = _window(kv, arch, layers)
+        kv_heads, window_kv_heads = _kv_heads(kv, heads, windowed)
         head_dim = kv.integer("attention.key_length", dim // heads)
         v_dim = kv.integer("attention.value_length", dim // heads)
-        if heads % kv_heads:
-            raise TinychatError(f"{name}.attention.head_count {heads} is not a multiple of head_count_kv {kv_heads}")
+        for n in (kv_heads, window_kv_heads):
+            if heads % n:
+                raise TinychatError(f"{name}.attention.head_count {heads} is not a multiple of head_count_kv {n}")
+        for unknown in ("embedding_length_per_layer_input", "attention.shared_kv_layers"):  # of Gemma 4's E models
+            if found := kv.integer(unknown, 0, low=0):
+                raise kv.bad(unknown, "0 (per-layer embeddings and shared caches are not supported)", found)
         context = kv.integer("context_length")
         rope_dims = kv.integer("rope.dimension_count", head_dim)
         latent = None
@@ -227,9 +263,15 @@ class ModelConfig:
         base = kv.number("rope.freq_base", 10000.0)
         window_base = kv.number("rope.freq_base_swa", arch.window_base or base)
         rope, attention_scale = _rope(gguf, kv, arch, rope_dims, head_dim, context, base)
-        window_rope = Rope(rope_dims, arch.rope, tuple(float(f) for f in _turns(window_base, rope_dims)))
+        window_dims, window_heads = rope_dims, Heads(kv_heads, head_dim, v_dim, rope)
+        if arch.window_sizes:
+            window_dims = kv.integer("rope.dimension_count_swa", rope_dims)
+            key, value = (kv.integer(f"attention.{n}_length_swa", head_dim) for n in ("key", "value"))
+            window_heads = Heads(window_kv_heads, key, value, rope)
+        window_rope = Rope(window_dims, arch.rope, tuple(float(f) for f in _turns(window_base, window_dims)))
         if arch.window_scaled:
-            window_rope, _ = _rope(gguf, kv, arch, rope_dims, head_dim, context, window_base)
+            window_rope, _ = _rope(gguf, kv, arch, window_dims, head_dim, context, window_base)
+        window_heads = replace(window_heads, rope=window_rope)
         embedding_scale = residual_scale = logit_scale = 1.0
         if arch.scales:  # llama.cpp, src/models/granite.cpp: but for logit_scale, 0 or no key scales nothing
             attention_scale = kv.number("attention.scale", 0.0) or attention_scale
@@ -244,12 +286,12 @@ class ModelConfig:
             embedding_scale = math.sqrt(dim)
         if name == "gemma3" and layers == 62:  # llama.cpp, src/models/gemma3.cpp: the 27B's queries
             attention_scale = 1 / math.sqrt(dim // heads)
-        if kv.number("final_logit_softcapping", 0.0):
-            raise kv.bad("final_logit_softcapping", "0", kv.values[kv.prefix + "final_logit_softcapping"])
+        softcap = kv.number("final_logit_softcapping", 0.0) if arch.activation == "gelu" else 0.0
+        if arch.unscaled:
+            attention_scale = 1.0
         qk_norm = arch.qk_norm
         if arch.qk_norm_optional and "blk.0.attn_q_norm.weight" not in gguf.tensors:
             qk_norm = None
-        window, windowed = _window(kv, arch, layers)
         every, experts = arch.no_rope_every, _experts(kv, arch, layers, vocab)
         return cls(
             architecture=name,
@@ -265,7 +307,7 @@ class ModelConfig:
             eps=kv.number("attention.layer_norm_rms_epsilon"),
             context=context,
             rope=rope,
-            window_rope=window_rope,
+            window_heads=window_heads,
             window=window,
             windowed=windowed,
             unrotated=frozenset(range(every - 1, layers, every) if every else ()),
@@ -276,6 +318,9 @@ class ModelConfig:
             logit_scale=logit_scale,
             qk_norm=qk_norm,
             sinks=arch.sinks,
+            value_norm=arch.value_norm,
+            beside=arch.beside,
+            softcap=softcap,
             ffn_norm=arch.ffn_norm,
             post_norms=arch.post_norms,
             fused_ffn=arch.fused_ffn,
@@ -356,8 +401,8 @@ def _rope(
         if t.type.name != "F32" or t.shape != (dims // 2,):
             raise TinychatError(f"tensor rope_freqs.weight: expected F32 ({dims // 2},), found {t.type.name} {t.shape}")
         factors = gguf.raw("rope_freqs.weight").view("<f4").astype(np.float64)
-        if not ((factors > 1e-6) & (factors < 1e6)).all():
-            raise TinychatError("tensor rope_freqs.weight: expected factors from 1e-6 to 1e6; the file is damaged")
+        if not ((factors > 1e-6) & (factors < 1e31)).all():  # 1e30: a pair of Gemma 4 that does not turn
+            raise TinychatError("tensor rope_freqs.weight: expected factors from 1e-6 to 1e30; the file is damaged")
         inv = inv / factors
     log_factor = math.log(factor) if factor > 1 else 0.0
     log_mul = (
@@ -400,6 +445,18 @@ def _window(kv: _Metadata, arch: Architecture, layers: int) -> tuple[int, frozen
     if not isinstance(pattern, int) or isinstance(pattern, bool) or pattern < 0:
         raise kv.bad(key, "a whole number, or true or false for every layer", pattern)
     return window, frozenset(i for i in range(layers) if not pattern or i % pattern < pattern - 1)
+
+
+def _kv_heads(kv: _Metadata, heads: int, windowed: frozenset[int]) -> tuple[int, int]:
+    """Of layers without and with a sliding window: one number, or an array where all layers of a kind have the same."""
+    key = "attention.head_count_kv"
+    values = kv.values.get(kv.prefix + key)
+    if isinstance(values, np.ndarray) and values.dtype.kind in "iu" and windowed and len(values) > max(windowed):
+        kinds = [{int(n) for i, n in enumerate(values) if (i in windowed) == kind} for kind in (False, True)]
+        if all(len(kind) == 1 and min(kind) > 0 for kind in kinds):
+            return min(kinds[0]), min(kinds[1])
+    n = kv.integer(key, heads)
+    return n, n
 
 
 def _temperature(kv: _Metadata) -> Temperature | None:

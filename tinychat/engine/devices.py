@@ -1,4 +1,5 @@
-"""Chooses the executor for a plan: the fastest that runs it here, plain tinygrad ("reference") where none does."""
+"""Chooses the executor for a plan: the fastest that can run it on this machine, or else plain tinygrad
+("reference")."""
 
 from __future__ import annotations
 
@@ -23,10 +24,10 @@ OnProgress = Callable[[str, float], None]
 def make_executor(
     plan: Plan, gguf: GGUF, max_context: int, device: str | None, threads: int | None, progress: OnProgress
 ) -> tuple[MeasurableExecutor, list[str]]:
-    """(executor, notes for the user). `device` None tries CUDA where there is an NVIDIA driver, then the CPU, then
-    plain tinygrad; a note says why one was passed over.
+    """(executor, notes for the user). `device` None tries CUDA if there is an NVIDIA driver, then the CPU, then plain
+    tinygrad; a note says why a device was not used.
 
-    Raises TinychatError where a device that was asked for by name does not work or does not run this plan.
+    Raises TinychatError when `device` does not work or cannot run this plan.
     """
     if device not in (None, *DEVICES):
         raise TinychatError(f"device '{device}' is unknown; there are {', '.join(DEVICES)}")
@@ -36,9 +37,9 @@ def make_executor(
         if device is None and name == "cuda" and not has_cuda():
             continue
         try:
-            if name != "cuda":  # its executor knows the memory of its device
+            if name != "cuda":  # the CUDA executor checks the memory of its GPU
                 needs = fit(gguf.nbytes, plan.kv_bytes_per_token, max_context)
-                if needs.verdict == "does not fit":  # told before anything large is allocated
+                if needs.verdict == "does not fit":  # raised before anything large is allocated
                     raise TinychatError(f"not enough memory: {needs.explanation}; take a smaller quant or context")
             executor = _MAKERS[name](plan, gguf, max_context, threads, progress)
             return executor, notes + [SLOW + way_out] * (name == "reference" and not device)
@@ -80,7 +81,7 @@ def _cpu(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progress
 def _reference(
     plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progress: OnProgress
 ) -> MeasurableExecutor:
-    device = "CPU" if tinygrad_cc() else "PYTHON"  # tinygrad's interpreter needs no compiler, and minutes per token
+    device = "CPU" if tinygrad_cc() else "PYTHON"  # PYTHON: an interpreter, without a compiler, at minutes per token
     os.environ.setdefault("DEV", device)  # read when tinygrad is imported
     from tinychat.kernels.tinygrad.executor import ReferenceExecutor
 

@@ -18,6 +18,7 @@ import numpy as np
 from tinychat.engine.answer import AnswerParser
 from tinychat.engine.config import ModelConfig
 from tinychat.engine.devices import OnProgress, has_cuda, make_executor
+from tinychat.engine.drafts import common_prefix
 from tinychat.engine.expert_use import RecentExperts
 from tinychat.engine.fit import fit
 from tinychat.engine.gguf import GGUF
@@ -27,7 +28,8 @@ from tinychat.engine.memory_limit import limit_of
 from tinychat.engine.plan import build_plan
 from tinychat.engine.prompt import Chat
 from tinychat.engine.scanner import MARK, Fragment, Kind
-from tinychat.engine.session import OnPrefill, Session, common_prefix
+from tinychat.engine.session import OnPrefill, Session
+from tinychat.engine.speculation import Source, Speculate
 from tinychat.engine.stats import Stats, available_memory, rss_bytes
 from tinychat.engine.tokenizer import Tokenizer
 from tinychat.engine.tool_calls import Tool
@@ -46,7 +48,8 @@ class Token(NamedTuple):
     """One generated token. `id` is None for text released without a new token (the end of a held-back piece).
 
     `text` is what became visible, maybe empty; of a call, more of its arguments, and `call` says of which one.
-    `logprob` is under softmax of the model's logits.
+    `logprob` is under softmax of the model's logits. `source` "text": a draft that was accepted; "grammar": the only
+    token that was allowed, not chosen by the model.
     """
 
     id: int | None
@@ -54,6 +57,7 @@ class Token(NamedTuple):
     kind: Kind
     logprob: float = 0.0
     call: Fragment | None = None
+    source: Source = ""
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,7 @@ class Prepared:
         device: str | None = None,
         threads: int | None = None,
         store: KVStore | None = None,
+        speculate: Speculate = "auto",
         progress: OnProgress | None = None,
     ) -> Engine:
         """The engine, with its weights where they are needed. Raises TinychatError."""
@@ -106,7 +111,9 @@ class Prepared:
         executor, notes = make_executor(self.plan, self.gguf, self.max_context, device, threads, report)
         info = _describe(self.gguf, self.config, self.plan, executor, self.max_context)
         load_s = self.seconds + time.perf_counter() - started
-        return Engine(info, self.tokenizer, self.chat, self.plan, executor, [*self.notes, *notes], load_s, store)
+        return Engine(
+            info, self.tokenizer, self.chat, self.plan, executor, [*self.notes, *notes], load_s, store, speculate
+        )
 
     def check_memory(self, device: str | None, freed: int) -> None:
         """Raises TinychatError when weights and KV cache need more than the available memory and `freed` bytes, those
@@ -166,6 +173,7 @@ class Engine:
         notes: list[str],
         load_s: float,
         store: KVStore | None,
+        speculate: Speculate = "auto",
     ) -> None:
         self.info, self.tokenizer, self.chat, self.plan, self.executor = info, tokenizer, chat, plan, executor
         self.store = store
@@ -184,7 +192,7 @@ class Engine:
             limit_gb_s=limit_of(executor),
             rss_bytes=rss_bytes(),
         )
-        self.session = Session(executor, plan, info.max_context, self.stats)
+        self.session = Session(executor, plan, info.max_context, self.stats, speculate)
         self.experts = RecentExperts.of(plan)
         self.watch_experts = False  # any thread may switch it
 
@@ -198,16 +206,17 @@ class Engine:
         threads: int | None = None,
         preset: str | None = None,
         store: KVStore | None = None,
+        speculate: Speculate = "auto",
         progress: OnProgress | None = None,
     ) -> Engine:
         """Loads a GGUF.
 
         `max_context` in tokens (default: 4096), at most what the model was trained for; `device`: None (the best
         that works), "cuda", "cpu" or "reference"; `preset` forces a chat format; `store` is where saved KV caches are
-        looked for. Raises TinychatError.
+        looked for; `speculate`: how many drafts a decode step verifies. Raises TinychatError.
         """
         return prepare(path, max_context=max_context, preset=preset, progress=progress).load(
-            device=device, threads=threads, store=store, progress=progress
+            device=device, threads=threads, store=store, speculate=speculate, progress=progress
         )
 
     def generate(
@@ -235,8 +244,9 @@ class Engine:
         """
         self.stop_reason = "stopped"
         s, started = self.stats, time.perf_counter() if asked is None else asked
-        s.generated_tokens = 0
+        s.generated_tokens = s.decode_steps = s.drafted_tokens = s.accepted_tokens = s.forced_tokens = 0
         s.wait_s = s.ttft_s = s.decode_s = s.decode_tok_s = s.last_tok_s = s.gb_s = s.limit_share = 0.0
+        s.speculation_gain = 0.0
         s.first_token_s = s.token_s = s.sampling_s = s.detokenise_s = 0.0
         s.template_s, s.tokenise_s = rendering
         if asked is not None:
@@ -275,19 +285,20 @@ class Engine:
             sampling = replace(sampling, dry_breakers=self._dry_breakers)
         steps = self.session.decode(prompt[-1], sampling, prompt, matcher)
         try:
-            for token, logprob in steps:
+            for token, logprob, source in steps:
                 clock.tick(len(self.session.tokens))
                 s.jit_state = self.executor.jit_state
-                if self.watch_experts and self.experts:
-                    self.experts.add(self.executor.routes())
-                s.sampling_s += self.executor.sampling_s
+                if source != "grammar":
+                    if self.watch_experts and self.experts:
+                        self.experts.add(self.executor.routes())
+                    s.sampling_s += self.executor.sampling_s
                 if token in self.tokenizer.stop_ids:
                     self.stop_reason = "eos"
                     if raw:
-                        yield Token(token, text.feed(token), "answer", logprob)
+                        yield Token(token, text.feed(token), "answer", logprob, source=source)
                     break
                 came = time.perf_counter()
-                made = list(_tokens(token, parser.feed(text.feed(token)), parser, logprob))
+                made = list(_tokens(token, parser.feed(text.feed(token)), parser, logprob, source))
                 s.detokenise_s += time.perf_counter() - came
                 yield from made
                 if max_tokens is not None and self.stats.generated_tokens >= max_tokens:
@@ -372,6 +383,16 @@ class Engine:
                 self.executor.write_cache(rows, 0, len(tokens))
             self.session.tokens = tokens
 
+    @contextmanager
+    def speculating(self, mode: Speculate) -> Iterator[None]:
+        """Another way to speculate for a while."""
+        own = self.session.speculation
+        self.session.speculate(mode)
+        try:
+            yield
+        finally:
+            self.session.speculation = own
+
     @cached_property
     def _dry_breakers(self) -> tuple[int, ...]:
         """The ids of all tokens that contain one of DRY_BREAKERS."""
@@ -406,14 +427,14 @@ class Engine:
 
 
 def _tokens(
-    token: int | None, found: Sequence[Fragment], parser: AnswerParser, logprob: float = 0.0
+    token: int | None, found: Sequence[Fragment], parser: AnswerParser, logprob: float = 0.0, source: Source = ""
 ) -> Iterator[Token]:
     """The token, with the text it released; a second fragment (across a tag) has no id."""
     if not found and token is not None:
-        yield Token(token, "", parser.kind, logprob)
+        yield Token(token, "", parser.kind, logprob, source=source)
     for i, fragment in enumerate(found):
         call = fragment if fragment.kind == "call" else None
-        yield Token(token if i == 0 else None, fragment.text, fragment.kind, logprob, call)
+        yield Token(token if i == 0 else None, fragment.text, fragment.kind, logprob, call, source)
 
 
 class _Clock:
@@ -442,7 +463,7 @@ class _Clock:
             self.times.popleft()
         s.last_tok_s = (len(self.times) - 1) / (now - self.times[0])
         s.bytes_per_token = self.plan.bytes_per_token(depth)
-        s.gb_s = s.bytes_per_token * s.decode_tok_s / 1e9
+        s.gb_s = s.bytes_per_token * max(0, s.decode_steps - 1) / s.decode_s / 1e9  # a step reads the weights once
         s.limit_share = s.gb_s / s.limit_gb_s if s.limit_gb_s else 0.0
 
 

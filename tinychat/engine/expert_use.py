@@ -1,4 +1,4 @@
-"""Which experts the last tokens chose, layer by layer."""
+"""Counts, per layer, the experts that the last tokens chose."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ RECENT = 128  # tokens
 
 
 class RecentExperts:
-    """A ring of the choices of the last RECENT decoded tokens. The engine's thread adds; any may look.
+    """A ring buffer of the choices of the last RECENT decoded tokens. The engine's thread writes, any thread may read.
 
-    `layers` are the numbers of the layers with experts; each has `experts`, of which a token uses `used`. `known` turns
-    False when the executor does not tell.
+    `layers`: the numbers of the layers with experts; each has `experts` experts, of which a token uses `used`. `known`
+    becomes False when the executor does not report choices.
     """
 
     def __init__(self, layers: tuple[int, ...], experts: int, used: int) -> None:
@@ -24,14 +24,14 @@ class RecentExperts:
 
     @classmethod
     def of(cls, plan: Plan) -> RecentExperts | None:
-        """For the experts of `plan`; None where it has none."""
+        """A ring for the experts of `plan`; None where it has none."""
         found = {i: b.router for i, layer in enumerate(plan.layers) if isinstance(b := layer.feed_forward, Experts)}
         if not found:
             return None
         return cls(tuple(found), max(r.experts for r in found.values()), max(r.top_k for r in found.values()))
 
     def add(self, chosen: np.ndarray | None) -> None:
-        """A token's choices as Executor.routes() gives them: int32 (layers, used), or None."""
+        """Adds a token's choices as Executor.routes() returns them: int32 (layers, used), or None."""
         self.known = chosen is not None
         if chosen is not None:
             self._ring[self._added % RECENT] = chosen
@@ -39,11 +39,11 @@ class RecentExperts:
 
     @property
     def tokens(self) -> int:
-        """How many tokens `counts` is over."""
+        """The number of tokens in `counts`."""
         return min(self._added, RECENT)
 
     def counts(self) -> np.ndarray:
-        """How often each expert was chosen lately: int64 (layers, experts)."""
+        """How many of the last tokens chose each expert: int64 (layers, experts)."""
         n = len(self.layers)
         places = self._ring[: self.tokens] + np.arange(n)[:, None] * self.experts
         return np.bincount(places.reshape(-1), minlength=n * self.experts).reshape(n, self.experts)

@@ -1,8 +1,9 @@
-"""The largest values that a model file may name, and why: checked before anything of that size is allocated.
+"""The largest values that a model file may contain, each with its reason; checked before anything of that size is
+allocated.
 
-A file is a stranger's: every dimension, count and length in it is held against this table by whoever reads it first
-(gguf.py the header, config.py the metadata, tokenizer.py the vocabulary). The limits leave room above the largest
-published models; what memory a file within them takes is `fit`'s question.
+Model files are untrusted. The module that first reads a dimension, count or length compares it with this table:
+gguf.py in the header, config.py in the metadata, tokenizer.py in the vocabulary. The limits are larger than in any
+published model; `fit` computes how much memory a file within them needs.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ METADATA: dict[str, Limit] = {
     "attention.head_count_kv": _HEADS,
     "attention.key_length": _HEAD_DIM,
     "attention.value_length": _HEAD_DIM,
+    "attention.key_length_swa": _HEAD_DIM,
+    "attention.value_length_swa": _HEAD_DIM,
     "attention.key_length_mla": _HEAD_DIM,
     "attention.value_length_mla": _HEAD_DIM,
     "attention.q_lora_rank": _RANK,
@@ -73,6 +76,8 @@ METADATA: dict[str, Limit] = {
     "attention.layer_norm_rms_epsilon": Limit(1.0, "published models have 1e-5 or 1e-6"),
     "rope.dimension_count": _HEAD_DIM,
     "rope.freq_base": Limit(1e12, "published models have 1e4 to 1e8; at 1 and below nothing would turn", least=1.01),
+    "rope.dimension_count_swa": _HEAD_DIM,
+    "final_logit_softcapping": Limit(1e6, "published models have 30"),
     "rope.freq_base_swa": Limit(1e12, "as rope.freq_base", least=1.01),
     "rope.scaling.factor": _FACTOR,
     "rope.scale_linear": _FACTOR,

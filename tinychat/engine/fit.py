@@ -27,8 +27,8 @@ class Fit:
 
 
 def fit(weight_bytes: int, kv_bytes_per_token: int, context: int, available: int | None = None) -> Fit:
-    """Whether a model runs with `context` tokens in `available` bytes of memory (default: what this machine has
-    free)."""
+    """Whether a model runs with `context` tokens in `available` bytes of memory (default: this machine's free
+    memory)."""
     if available is None:
         available = available_memory()
     kv = kv_bytes_per_token * context

@@ -41,7 +41,7 @@ class TensorInfo:
 
 
 class _Cursor:
-    """Reads little-endian values off a mapped file; every step past the end is one clear error."""
+    """Reads little-endian values from a mapped file. Raises TinychatError at the end of the file."""
 
     def __init__(self, buf: mmap.mmap, path: Path) -> None:
         self.buf, self.path, self.pos, self.end = buf, path, 0, len(buf)
@@ -80,7 +80,7 @@ class _Cursor:
         return self.buf[self.pos - n : self.pos].decode("utf-8", "replace")
 
     def strings(self, n: int) -> list[str]:
-        """`n` strings: the hot loop of opening a file, so without a call per string."""
+        """Reads `n` strings. Opening a file spends most of its time here, so there is no function call per string."""
         buf, pos, end, out = self.buf, self.pos, self.end, []
         if n * 8 > end - pos:
             raise self.truncated()
@@ -184,8 +184,8 @@ class GGUF:
             self._maps[t.part].madvise(mmap.MADV_DONTNEED, start, end - start)
 
     def fingerprint(self) -> str:
-        """What tells this model from any other without reading it all: sha256 of the header, the size and a few
-        bytes of every tensor."""
+        """Identifies the model without reading the whole file: SHA-256 of the header, the size and a few bytes of every
+        tensor."""
         end = min((t.offset for t in self.tensors.values() if t.part == 0), default=len(self._maps[0]))
         digest = hashlib.sha256(self._maps[0][:end])  # of a part without tensors: all of it
         digest.update(str(self.nbytes).encode())

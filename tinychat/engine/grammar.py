@@ -1,7 +1,7 @@
 """Constrained decoding on `llguidance`: the tokens that a JSON schema, a regular expression or a grammar allows next.
 
-A `Grammar` is what somebody asks for, a `Matcher` follows one answer under it: a mask of bits per step for the sampler,
-and the tokens that are forced, which need no sampling.
+A `Grammar` describes the allowed answers. A `Matcher` follows one answer: it gives a bit mask per step for the sampler,
+and the forced tokens, which need no sampling.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ _KEYS = re.compile(r"Unimplemented keys: \[(.*)\]")
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an answer has to be. `source` is llguidance's own form; `name` says in errors what was wrong."""
+    """The answers that are allowed. `source` is in llguidance's own form; errors call the grammar `name`."""
 
     source: str
     name: str
 
     @classmethod
     def from_schema(cls, schema: object) -> Grammar:
-        """A JSON value that a JSON schema allows, written on one line."""
+        """The JSON values that a JSON schema allows, written on one line."""
         return cls(_as_lark(_schema(schema)), "the JSON schema")
 
     @classmethod
     def from_regex(cls, pattern: str) -> Grammar:
-        """A text that a regular expression matches as a whole."""
+        """The texts that a regular expression matches as a whole."""
         return cls(llguidance.LLMatcher.grammar_from_regex(pattern), "the regular expression")
 
     @classmethod
     def from_lark(cls, text: str) -> Grammar:
-        """A text of llguidance's dialect of Lark. Raises TinychatError for one in llama.cpp's GBNF that cannot be
-        read; both are taken."""
+        """The texts of a grammar in llguidance's dialect of Lark or in llama.cpp's GBNF. Raises TinychatError for a
+        GBNF grammar that cannot be parsed."""
         try:
             return cls(llguidance.grammar_from("gbnf", text), "the grammar")
         except ValueError as e:
@@ -57,7 +57,7 @@ def behind_thinking(grammar: Grammar, closing: int) -> Grammar:
 
 
 class Vocabulary:
-    """A model's tokens as llguidance wants them. `size`: logits per step, at least the tokenizer's tokens."""
+    """A model's tokens in llguidance's form. `size`: logits per step, at least the number of the tokenizer's tokens."""
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
         self.tokenizer, self.size = tokenizer, size
@@ -87,12 +87,12 @@ class Matcher:
 
     @property
     def done(self) -> bool:
-        """Nothing but the end of the answer can follow."""
+        """Whether only the end of the answer can follow."""
         return self._matcher.is_stopped()
 
     @property
     def complete(self) -> bool:
-        """The answer may end here."""
+        """Whether the answer may end here."""
         return self._matcher.is_accepting()
 
     def mask(self) -> np.ndarray:
@@ -101,19 +101,19 @@ class Matcher:
 
     @property
     def forces(self) -> bool:
-        """Is there only one way to go on?"""
+        """Whether only one token can follow."""
         self._forced = self._forced or ([self._stop_id] if self.done else self._matcher.compute_ff_tokens())
         return bool(self._forced)
 
     def forced(self) -> list[int]:
-        """The tokens that have to come next, accepted already; the end of the answer is one."""
+        """Returns and accepts the tokens that have to come next; the end of the answer is one of them."""
         tokens, self._forced = (self._forced if self.forces else []), []
         if not self.done:
             self._matcher.consume_tokens(tokens)
         return tokens
 
     def accept(self, token: int) -> None:
-        """A token was chosen. Raises TinychatError for one that the mask forbids."""
+        """Advances by the chosen token. Raises TinychatError for one that the mask forbids."""
         if not self.done and not self._matcher.consume_token(token):
             raise TinychatError(f"the answer left {self._name}: {_line(self._matcher.get_error())}")
 

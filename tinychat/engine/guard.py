@@ -1,7 +1,7 @@
-"""What people and models write is text and stays text.
+"""Keeps special strings inside messages from becoming control tokens.
 
-The first character of every special string in a message is replaced, before the template runs, by a private-use
-character that occurs nowhere in the conversation; afterwards the characters come back.
+Before the template runs, the first character of every special string in a message is replaced by a private-use
+character that occurs nowhere in the conversation. Afterwards the original characters are restored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tinychat.errors import TinychatError
 
 
 class SpecialStrings:
-    """Those that must stay text in a message, longest first, and what they begin and end with."""
+    """The strings that must stay text in a message, longest first, with their first and last characters."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.texts = texts
@@ -26,7 +26,7 @@ class SpecialStrings:
 
 
 class MessageGuard:
-    """Messages and tools with every special string in them broken, and the way back. `apart` is one message more."""
+    """Messages and tools in which every special string is broken; `restore` undoes it. `apart` is one more message."""
 
     def __init__(
         self,

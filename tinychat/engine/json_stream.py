@@ -1,4 +1,4 @@
-"""One JSON value out of text that arrives in portions."""
+"""Reads one JSON value from text that arrives in portions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _WORDS = {"True": "true", "False": "false", "None": "null"}  # as models trained
 
 
 class BadJson(ValueError):
-    """The text is no JSON."""
+    """The text is not JSON."""
 
 
 class JsonStream:
-    """Reads one value. `feed` gives out its text as JSON proper: control characters in strings are escaped, a
-    backslash in front of a character that needs none is doubled, NUL is dropped."""
+    """Reads one value. `feed` returns its text as valid JSON: control characters in strings are escaped, a backslash
+    that begins no valid escape is doubled, NUL is dropped."""
 
     def __init__(self) -> None:
         self.done = False
@@ -29,8 +29,8 @@ class JsonStream:
         self._scalar = ""
 
     def feed(self, text: str, at: int) -> tuple[int, str]:
-        """Reads from text[at]; returns where it stopped (behind the value when `done`) and what it read. Raises
-        BadJson."""
+        """Reads from text[at] on. Returns the position where it stopped (after the value when `done`) and the text of
+        the value that it read. Raises BadJson."""
         out: list[str] = []
         while at < len(text) and not self.done:
             match self._expect:
@@ -45,7 +45,8 @@ class JsonStream:
         return at, "".join(out)
 
     def finish(self) -> str:
-        """At the end of all text: what a number without anything behind it still holds. Raises BadJson."""
+        """Called at the end of the text: returns the rest of a number, whose end no character marked. Raises
+        BadJson."""
         if self._expect != "scalar" or self._open:
             raise BadJson("the text ends inside a value")
         out: list[str] = []

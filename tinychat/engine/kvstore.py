@@ -1,13 +1,13 @@
 """KV caches on disk, so that a reopened conversation prefills only what is new.
 
-A cache is kept as a chain of blocks of BLOCK tokens, a file each, named by the tokens up to its end: what a longer
-cache shares with a shorter one, or one conversation with another, is stored once, and saving writes only blocks that
-are not there. The last tokens, fewer than a block, are a shorter block of their own.
+A cache is stored as a chain of blocks of BLOCK tokens, one file each. The name of a block is a hash of all tokens up to
+its end, so that blocks that two caches share are stored once, and saving writes only missing blocks. The last tokens,
+fewer than BLOCK, are a shorter block of their own.
 
-A file: a header (_HEADER), the token ids (int32), the rows as `Executor.read_cache` gave them. Its name says model and
-layout, the chain before it, the chain with it, and the conversation that wrote it. A block is used only when its
-checksum over name, ids and rows agrees; what is damaged is deleted. Methods never raise for what is wrong on the disk:
-a cache that cannot be saved or read is one that is not there.
+A file holds a header (_HEADER), the token ids (int32) and the rows as `Executor.read_cache` returned them. Its name
+has the model and layout, the chain before the block, the chain with it, and the conversation that wrote it. A block is
+used only if its checksum over name, ids and rows is right; damaged files are deleted. Methods do not raise for errors
+of the disk: a cache that cannot be read counts as missing, one that cannot be written is not saved.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from platformdirs import user_cache_dir
 BLOCK = 64  # tokens; a multiple of the tiles in which executors keep rows
 LEAST = 16  # tokens: a shorter end is not saved, a shorter beginning not read
 HALF_LIFE = 86400.0  # seconds in which a block's hits count half
-_STALE = 3600.0  # seconds after which a temporary file belongs to nobody
+_STALE = 3600.0  # seconds after which a temporary file is deleted, because its writer must have ended
 _MAGIC = b"tinychat-kv-2\n\0\0"
 _HEADER = struct.Struct("<16sddIIIQ32s")  # magic, heat, used, reason, first token, tokens, bytes of rows, sha256
 _NAME = re.compile(r"([0-9a-f]{16})-([0-9a-f]{24})-([0-9a-f]{24})-([0-9a-f]{16})\.kv")
 _ROOT = "0" * 24  # the chain before the first block
 
-Reason = Literal["idle", "switch", "exit"]  # why a block was saved; it decides what goes first
+Reason = Literal["idle", "switch", "exit"]  # why a block was saved; decides which blocks are deleted first
 _REASONS: tuple[Reason, ...] = ("idle", "switch", "exit")
-_HEAT = {"idle": 1.0, "switch": 2.0, "exit": 2.0}  # who leaves a conversation may well come back to it
+_HEAT = {"idle": 1.0, "switch": 2.0, "exit": 2.0}  # of a new block
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block on the disk: rows first .. first + tokens - 1 of a cache."""
+    """A block on the disk, with rows first .. first + tokens - 1 of a cache."""
 
     path: Path
     first: int
@@ -54,7 +54,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Saved:
-    """A chain of blocks; the first `usable` of its tokens are what was asked for."""
+    """A chain of blocks, the first `usable` tokens of which begin the wanted prompt."""
 
     blocks: tuple[Block, ...]
     usable: int
@@ -62,7 +62,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Cost:
-    """What saving took: rows and bytes written, seconds; `whole`, whether all that there is is on the disk now."""
+    """The cost of saving: rows and bytes written, seconds. `whole`: the whole cache is on the disk now."""
 
     rows: int = 0
     nbytes: int = 0
@@ -73,9 +73,10 @@ class Cost:
 class KVStore:
     """The saved blocks of one folder, within `budget` bytes.
 
-    `layout` names everything that shapes the rows besides the model: executor, version, cache type. `tag` names the
-    conversation: `forget` deletes what was written under it. Each read makes a block hotter and time cools it; the
-    coldest goes first, of equals the one furthest behind.
+    `layout` names everything besides the model that determines the format of the rows: executor, version, cache type.
+    `tag` names the conversation: `forget` deletes the blocks written under it. Each read increases a block's heat,
+    which halves every HALF_LIFE seconds. The coldest block is deleted first; of equally cold ones the last in its
+    chain.
     """
 
     def __init__(self, budget: int, folder: Path | None = None) -> None:
@@ -94,9 +95,10 @@ class KVStore:
         seconds: float = math.inf,
         stop: threading.Event | None = None,
     ) -> Cost:
-        """Writes the blocks of `tokens` that are not there yet; `read(first, rows)` gives their rows.
+        """Writes the missing blocks of `tokens`; `read(first, rows)` returns their rows.
 
-        Ends between two blocks when `seconds` have passed, `stop` is set or the budget is full: the next call goes on.
+        Ends between two blocks when `seconds` have passed, `stop` is set or the budget is full; the next call
+        continues.
         """
         started, rows, nbytes = time.monotonic(), 0, 0
         model, whole, kept = _short(f"{fingerprint}\n{layout}"), False, set[Path]()
@@ -132,7 +134,7 @@ class KVStore:
         return Cost(rows, nbytes, time.monotonic() - started, whole)
 
     def best(self, fingerprint: str, layout: str, ids: Sequence[int], most: int | None = None) -> Saved | None:
-        """The longest chain of blocks that begins as `ids` does and ends within `most` tokens, if it is worth reading.
+        """The longest chain of blocks that begins as `ids` does and ends within `most` tokens, if it is long enough.
 
         Reads names, and the ids of blocks in which `ids` may end or leave the chain."""
         found, chain, blocks = self._chains(_short(f"{fingerprint}\n{layout}")), _ROOT, list[Block]()
@@ -161,7 +163,7 @@ class KVStore:
     def read(self, saved: Saved, beyond: int = 0) -> Iterator[tuple[Block, bytes]]:
         """The blocks of `saved` that reach past its first `beyond` tokens, with their rows, in order.
 
-        Ends before the first that is gone or damaged; a damaged one is deleted."""
+        Ends before the first missing or damaged block; a damaged one is deleted."""
         for block in saved.blocks:
             if block.first + len(block.tokens) <= beyond:
                 continue
@@ -173,11 +175,11 @@ class KVStore:
             yield block, rows
 
     def forget(self, tag: str) -> int:
-        """Deletes at once what was written under `tag`, ids and rows; returns how many bytes that freed."""
+        """Deletes the blocks written under `tag`, with their ids and rows; returns the number of bytes freed."""
         return self._delete(f"*{_short(tag)}*")
 
     def clear(self) -> int:
-        """Deletes every saved cache; returns how many bytes that freed."""
+        """Deletes every saved cache; returns the number of bytes freed."""
         return self._delete("*.kv") + self._delete("tmp-*")
 
     def usage(self) -> tuple[int, int]:
@@ -234,7 +236,7 @@ class KVStore:
             raise
 
     def _sweep(self) -> int:
-        """Makes the folder, private, and deletes what is no block of ours; returns the bytes of what is left."""
+        """Creates the folder (mode 0700), deletes invalid and stale files, and returns the bytes of the blocks."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.chmod(self.folder, 0o700)
         now, used = time.time(), 0
@@ -247,7 +249,8 @@ class KVStore:
         return used
 
     def _evict(self, excess: int, keep: set[Path]) -> int:
-        """Deletes the coldest blocks but `keep` until `excess` bytes are free; returns how many that are."""
+        """Deletes the coldest blocks, except `keep`, until `excess` bytes are freed; returns the number of bytes
+        freed."""
         now, freed = time.time(), 0
         candidates = [(_heat(path, now), size, path) for path, size in self._files() if path not in keep]
         for _, size, path in sorted(candidates, key=lambda entry: entry[0]):
@@ -273,7 +276,7 @@ def _digest(path: Path, ids: bytes, rows: bytes) -> bytes:
 
 
 def _heat(path: Path, now: float) -> tuple[float, int]:
-    """(heat by now, -first token) of a block; the coldest of all for a file that is none."""
+    """(heat at `now`, -first token) of a block, by which blocks are sorted; a file that is not a block sorts first."""
     try:
         with open(path, "rb") as f:
             magic, heat, used, _, first, *_ = _HEADER.unpack(f.read(_HEADER.size))
@@ -285,7 +288,7 @@ def _heat(path: Path, now: float) -> tuple[float, int]:
 
 
 def _look(path: Path) -> Block | None:
-    """The block in `path`, its rows unread and unchecked; None for what is no block."""
+    """The block in `path`, whose rows are not read or checked; None if the file is not a block."""
     try:
         with open(path, "rb") as f:
             magic, _, _, _, first, n, _, _ = _HEADER.unpack(f.read(_HEADER.size))

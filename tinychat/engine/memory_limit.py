@@ -137,6 +137,29 @@ def limit_of(executor: MeasurableExecutor, thorough: bool = False) -> float:
     return known.of(0)
 
 
+def usual(threads: int | None = None) -> float:
+    """GB/s of the device that a model gets without being told: of a GPU as stored, where there is a driver; else of
+    the CPU with `threads` (default: its physical cores), measured now where nothing is stored. 0.0 where it is not
+    known."""
+    from tinychat.engine.devices import has_cuda
+    from tinychat.kernels.cpu.executor import default_threads
+
+    if has_cuda():
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+            everything = json.loads(store_path().read_text())
+            return max(
+                (max(v["gb_s"].values()) for k, v in everything.items() if k.startswith(_key("CUDA"))), default=0.0
+            )
+        return 0.0
+    threads, known = threads or default_threads(), stored("CPU")
+    if known is None or not known.of(threads):
+        try:
+            known = measure([threads], 1)
+        except TinychatError:
+            return 0.0
+    return known.of(threads)
+
+
 def _key(device: str) -> str:
     return f"{platform.node()} · {os.cpu_count()} CPUs · {device}"
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from tinychat.engine.config import ModelConfig
+from tinychat.engine.config import Heads, ModelConfig
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError, printable
-from tinychat.kernels.ops import GQA, MLA, Dense, Embed, Experts, Gated, Head, Layer, Plan, Router, Weight
+from tinychat.kernels.ops import GQA, MLA, Beside, Dense, Embed, Experts, Gated, Head, Layer, Plan, Router, Weight
 
 _IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.(nextn\..*|attn_rot_embd)")
 F32 = GGMLQuantizationType.F32
@@ -27,7 +27,7 @@ def build_plan(gguf: GGUF, config: ModelConfig) -> Plan:
     layers = tuple(_layer(t, config, i) for i in range(config.layers))
     output = "output.weight" if "output.weight" in gguf.tensors else "token_embd.weight"
     norm = t.vector("output_norm.weight", config.dim)
-    head = Head(norm, config.eps, t.matrix(output, config.vocab, config.dim), config.logit_scale)
+    head = Head(norm, config.eps, t.matrix(output, config.vocab, config.dim), config.logit_scale, config.softcap)
     for name in gguf.tensors.keys() - t.used:
         block = re.match(r"blk\.(\d+)\.", name)
         if not _IGNORED.fullmatch(name) and not (block and int(block[1]) >= config.layers):
@@ -47,19 +47,23 @@ def _layer(t: _Tensors, c: ModelConfig, i: int) -> Layer:
 
 def _gqa(t: _Tensors, c: ModelConfig, i: int) -> GQA:
     b, windowed = f"blk.{i}.", i in c.windowed
-    rope = c.window_rope if windowed else c.rope
-    if i in c.unrotated:
-        rope = replace(rope, inv_freq=(0.0,) * len(rope.inv_freq), magnitude=1.0)
-    nq, nk, nv = c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.v_dim
+    h = c.window_heads if windowed else Heads(c.kv_heads, c.head_dim, c.v_dim, c.rope)
+    rope = replace(h.rope, inv_freq=(0.0,) * len(h.rope.inv_freq), magnitude=1.0) if i in c.unrotated else h.rope
+    nq, nk, nv = c.heads * h.key, h.kv * h.key, h.kv * h.value
     if b + "attn_qkv.weight" in t.gguf.tensors:
         q, k, v = t.slices(b + "attn_qkv.weight", (nq, nk, nv), c.dim)
     else:
-        q, k, v = (t.matrix(f"{b}attn_{n}.weight", rows, c.dim) for n, rows in (("q", nq), ("k", nk), ("v", nv)))
+        q, k = (t.matrix(f"{b}attn_{n}.weight", rows, c.dim) for n, rows in (("q", nq), ("k", nk)))
+        v = (
+            k
+            if c.value_norm and b + "attn_v.weight" not in t.gguf.tensors
+            else t.matrix(b + "attn_v.weight", nv, c.dim)
+        )
     q_norm = k_norm = None
     if c.qk_norm:
         per_head = c.qk_norm == "head"
-        q_norm = t.vector(b + "attn_q_norm.weight", c.head_dim if per_head else nq)
-        k_norm = t.vector(b + "attn_k_norm.weight", c.head_dim if per_head else nk)
+        q_norm = t.vector(b + "attn_q_norm.weight", h.key if per_head else nq)
+        k_norm = t.vector(b + "attn_k_norm.weight", h.key if per_head else nk)
     return GQA(
         norm=t.vector(b + "attn_norm.weight", c.dim) if c.ffn_norm else None,
         eps=c.eps,
@@ -74,16 +78,17 @@ def _gqa(t: _Tensors, c: ModelConfig, i: int) -> GQA:
         k_norm=k_norm,
         rope=rope,
         heads=c.heads,
-        kv_heads=c.kv_heads,
-        key_dim=c.head_dim,
-        value_dim=c.v_dim,
+        kv_heads=h.kv,
+        key_dim=h.key,
+        value_dim=h.value,
         scale=c.attention_scale,
-        output=t.matrix(b + "attn_output.weight", c.dim, c.heads * c.v_dim),
+        output=t.matrix(b + "attn_output.weight", c.dim, c.heads * h.value),
         output_bias=t.optional(b + "attn_output.bias", c.dim),
         residual_scale=c.residual_scale,
         post_norm=t.vector(b + "post_attention_norm.weight", c.dim) if c.post_norms else None,
         window=c.window if windowed else 0,
         sinks=t.vector(b + "attn_sinks.weight", c.heads) if c.sinks else None,
+        value_norm=c.value_norm,
     )
 
 
@@ -128,6 +133,7 @@ def _dense(t: _Tensors, c: ModelConfig, b: str) -> Dense:
         weights=Gated(gate, up, t.matrix(b + "ffn_down.weight", c.dim, c.ff), c.activation),
         residual_scale=c.residual_scale,
         post_norm=t.vector(b + "post_ffw_norm.weight", c.dim) if c.post_norms else None,
+        stream_scale=t.scalar(b + "layer_output_scale.weight") if c.value_norm else 1.0,
     )
 
 
@@ -152,6 +158,9 @@ def _experts(t: _Tensors, c: ModelConfig, block: str) -> Experts:
         scale=e.scale,
         groups=e.groups,
         groups_used=e.groups_used,
+        norm=t.vector(b + "gate_inp.scale", c.dim) if c.beside else None,
+        logit_scale=c.dim**-0.5 if c.beside else 1.0,
+        expert_scale=t.optional(b + "down_exps.scale", e.count) if c.beside else None,
     )
     weights = Gated(
         gate,
@@ -160,8 +169,16 @@ def _experts(t: _Tensors, c: ModelConfig, block: str) -> Experts:
         c.activation,
         *(t.biases(f"{b}{n}_exps.bias", e.count, rows) for n, rows in (("gate", e.ff), ("up", e.ff), ("down", c.dim))),
     )
-    norm = t.vector(f"{block}{c.ffn_norm}.weight", c.dim)
-    return Experts(norm, c.eps, router, weights, shared, c.residual_scale)
+    norm = t.vector(f"{block}{'pre_ffw_norm_2' if c.beside else c.ffn_norm}.weight", c.dim)
+    beside = _beside(t, c, block) if c.beside else None
+    return Experts(norm, c.eps, router, weights, shared, c.residual_scale, beside)
+
+
+def _beside(t: _Tensors, c: ModelConfig, b: str) -> Beside:
+    dense = _dense(t, c, b)
+    dense_norm, experts_norm = (t.vector(f"{b}post_ffw_norm_{n}.weight", c.dim) for n in (1, 2))
+    assert dense.norm and dense.post_norm
+    return Beside(dense.norm, dense.weights, dense_norm, experts_norm, dense.post_norm, dense.stream_scale)
 
 
 class _Tensors:
@@ -190,6 +207,15 @@ class _Tensors:
 
     def optional(self, name: str, n: int) -> Weight | None:
         return self.vector(name, n) if name in self.gguf.tensors else None
+
+    def scalar(self, name: str) -> float:
+        """A tensor of one value; 1 where there is none."""
+        if self.optional(name, 1) is None:
+            return 1.0
+        value = float(self.gguf.raw(name).view("<f4")[0])
+        if not abs(value) < 1e6:
+            raise TinychatError(f"tensor {name}: expected a number up to 1e6, found {value}")
+        return value
 
     def biases(self, name: str, groups: int, n: int) -> Weight | None:
         """A vector of each group."""

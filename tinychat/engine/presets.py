@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tinychat.engine import harmony
 from tinychat.engine.tokenizer import Tokenizer
 
 THINK = "<think>", "</think>"
+GEMMA4_THINK = "<|channel>thought", "<channel|>"
 
 _CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -56,6 +58,15 @@ PRESETS = {
         "{{ messages[0].content + '\n\n' if loop.index == 2 and messages[0].role == 'system' }}{{ m.content | trim }}"
         "<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
     ),
+    "gemma4": (
+        "{{ bos_token }}{% set system = messages[0].content if messages[0].role == 'system' else '' %}"
+        "{% if enable_thinking or system %}<|turn>system\n{{ '<|think|>\n' if enable_thinking }}{{ system | trim }}"
+        "<turn|>\n{% endif %}{% for m in messages if m.role != 'system' %}"
+        "<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<turn|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|turn>model\n"
+        "{{ '<|channel>thought\n<channel|>' if not enable_thinking }}{% endif %}"
+    ),
+    "gpt-oss": harmony.PRESET,
     "plain": (
         "{{ bos_token }}{% for m in messages %}{{ m.role | capitalize }}: {{ m.content }}{{ '\n\n' }}{% endfor %}"
         "{% if add_generation_prompt %}Assistant:{% endif %}"
@@ -76,8 +87,10 @@ _BY_PRE = {
 
 def find_preset(metadata: Mapping[str, Any], tokenizer: Tokenizer) -> str:
     """The name of the preset that suits a file."""
-    if metadata.get("general.architecture") == "gemma3":
-        return "gemma3"
+    if (architecture := metadata.get("general.architecture")) in ("gemma3", "gemma4"):
+        return str(architecture)
+    if harmony.is_harmony(text for text, _ in tokenizer.marks):
+        return "gpt-oss"
     pre, thinks = str(metadata.get("tokenizer.ggml.pre")), tokenizer.token_id(THINK[0]) is not None
     if pre in _BY_PRE:
         return _BY_PRE[pre]

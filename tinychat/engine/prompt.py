@@ -14,16 +14,17 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from tinychat.engine import harmony
 from tinychat.engine.answer import AnswerParser
 from tinychat.engine.guard import MessageGuard, SpecialStrings, unused
 from tinychat.engine.messages import checked, checked_tools, suited
-from tinychat.engine.presets import PRESETS, THINK, find_preset
+from tinychat.engine.presets import GEMMA4_THINK, PRESETS, THINK, find_preset
 from tinychat.engine.template import ChatTemplate
 from tinychat.engine.tokenizer import Tokenizer
 from tinychat.engine.tool_calls import PLAIN, PLAIN_MARKS, CallFormat, Message, Tool, as_plain, find_format
 from tinychat.errors import TinychatError, printable
 
-_OPEN, _CLOSE = THINK
+_HARMONY_HEADER = 1 << 14  # tokens of a prompt's end in which the last message's header is looked for
 _NO_TOOLS = "the chat template knows no tools; the system message describes them"
 
 
@@ -58,12 +59,16 @@ class Chat:
         self.template_s = self.tokenise_s = 0.0
         template = (self._own or self._preset).source
         marks = dict(tokenizer.marks)
-        known = all(tag in template or tokenizer.token_id(tag) is not None for tag in (_OPEN, _CLOSE))
-        self.think_tags = (_OPEN, _CLOSE) if known else None
-        self._think_ids = (marks[_OPEN], marks[_CLOSE]) if _OPEN in marks and _CLOSE in marks else None
+        tags = GEMMA4_THINK if GEMMA4_THINK[1] in marks else THINK
+        known = all(tag in template or tokenizer.token_id(tag) is not None for tag in tags)
+        self.harmony = harmony.is_harmony(marks)
+        self.think_tags = harmony.THINK if self.harmony else tags if known else None
+        self._open, self._close = tags
+        begin, end = self._open.removesuffix("thought"), self._close
+        self._think_ids = (marks[begin], marks[end]) if begin in marks and end in marks else None
         # What must stay text in a message: all control tokens, and of the user-defined ones those that this chat uses
         # as markup (others, such as runs of spaces, are part of how ordinary text is encoded).
-        used = {text for text in marks if text in template and not text.isspace()} | {_OPEN, _CLOSE, *PLAIN_MARKS}
+        used = {text for text in marks if text in template and not text.isspace()} | {*THINK, *PLAIN_MARKS}
         special = [text for text, token in tokenizer.marks if tokenizer.is_special(token) or text in used]
         self._special = SpecialStrings(special)
 
@@ -94,23 +99,30 @@ class Chat:
         """Does a prompt end inside an open think block, so that the answer begins with thinking?"""
         if self.think_tags is None:
             return False
+        if self.harmony:
+            whole = self.tokenizer.decode(prompt_ids[-_HARMONY_HEADER:], special=True).rpartition("<|start|>")[2]
+            return self.think_tags[0] in whole and "<|end|>" not in whole
         start = max((i + 1 for i, token in enumerate(prompt_ids) if self._ends_turn(token)), default=0)
         answer = prompt_ids[start:]
         if self._think_ids:
             begin, end = self._think_ids
             return begin in answer and end not in answer[answer.index(begin) :]
-        role, opened, rest = self.tokenizer.decode(answer, special=True).partition(_OPEN)
-        return bool(opened) and _CLOSE not in rest and len(role.split()) < 2
+        role, opened, rest = self.tokenizer.decode(answer, special=True).partition(self._open)
+        return bool(opened) and self._close not in rest and len(role.split()) < 2
 
     # --- what the model answers ---
 
     @cached_property
     def call_format(self) -> CallFormat:
         """How this model's calls are written; `plain` when its template knows none."""
+        if self.harmony:
+            return harmony.CALLS
         if self._own is None:
             return PLAIN
         own = self._own
-        return find_format(lambda m, tools, end: self._run(own, m, tools, None, end), (_OPEN, _CLOSE)) or PLAIN
+        return (
+            find_format(lambda m, tools, end: self._run(own, m, tools, None, end), (self._open, self._close)) or PLAIN
+        )
 
     def parser(
         self, prompt: str | Sequence[int] = "", tools: Sequence[Tool] | None = None, marked: bool = False
@@ -122,8 +134,10 @@ class Chat:
         special = frozenset[str]()
         if marked:
             markup = [*(form.markers if form else ()), *(self.think_tags or ())]
+            markup += harmony.MARKS if self.harmony else ()
             special = frozenset(text for text in self._texts if any(text in part for part in markup))
-        return AnswerParser(self.think_tags, self.opens_thinking(ids), form, tools or (), special)
+        kind = harmony.HarmonyParser if self.harmony else AnswerParser
+        return kind(self.think_tags, self.opens_thinking(ids), form, tools or (), special)
 
     def shown_ids(self, parser: AnswerParser) -> list[int]:
         """The special tokens that `parser` looks for."""
@@ -132,7 +146,7 @@ class Chat:
     # --- how it is made ---
 
     def _format_of(self, template: ChatTemplate) -> CallFormat:
-        return self.call_format if template is self._own else PLAIN
+        return self.call_format if template is self._own or self.harmony else PLAIN
 
     def _pieces(
         self,
@@ -172,7 +186,7 @@ class Chat:
         reasoning = last.get("reasoning_content", "")
         field = "content" if last["content"] or not reasoning else "reasoning_content"
         end = unused(messages, tools)[0]
-        if not reasoning or template is self._own:
+        if not reasoning or template is self._own or self.harmony:
             try:
                 text, guard = self._rendered(
                     template, [*messages[:-1], last | {field: last[field] + end}], thinking, False, tools
@@ -184,10 +198,10 @@ class Chat:
         # The template drops or moves the text: the prompt for an answer, and then what came of that answer so far.
         text, guard = self._rendered(template, messages[:-1], True if reasoning else thinking, True, tools, last)
         content, reasoning = guard.apart["content"], guard.apart.get("reasoning_content", "")
-        line = "" if text.endswith(_OPEN) else "\n"
-        opened = text.rstrip().endswith(_OPEN)
-        text += ("" if opened or not reasoning else _OPEN + line) + reasoning
-        text += (f"{line}{_CLOSE}{line * 2}" if content and (opened or reasoning) else "") + content
+        line = "" if text.endswith(self._open) else "\n"
+        opened = text.rstrip().endswith(self._open)
+        text += ("" if opened or not reasoning else self._open + line) + reasoning
+        text += (f"{line}{self._close}{line * 2}" if content and (opened or reasoning) else "") + content
         return self._cut(text, guard)
 
     def _rendered(
@@ -220,7 +234,10 @@ class Chat:
             "" if token is None else tokenizer.token_text(token) for token in (tokenizer.bos_id, tokenizer.eos_id)
         )
         # Templates call the switch by one of two names; a variable that is not set is how they know "not asked for".
-        switch = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
+        switch: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
+        if self.harmony:
+            switch |= {} if thinking is not False else {"reasoning_effort": "low"}
+            messages = [harmony.named(message) for message in messages]
         return template.render(
             messages=messages,
             tools=tools,
@@ -243,4 +260,4 @@ class Chat:
         return piece if isinstance(piece, str) else self.tokenizer.token_text(piece)
 
     def _ends_turn(self, token: int) -> bool:
-        return self.tokenizer.is_special(token) and self.tokenizer.token_text(token) not in (_OPEN, _CLOSE)
+        return self.tokenizer.is_special(token) and token not in (self._think_ids or ())

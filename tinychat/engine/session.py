@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from tinychat.engine.drafts import common_prefix
 from tinychat.engine.grammar import Matcher
+from tinychat.engine.speculation import Source, Speculate, Speculation
 from tinychat.engine.stats import Stats
 from tinychat.errors import TinychatError
 from tinychat.kernels.executor import Executor
@@ -27,9 +29,16 @@ OnPrefill = Callable[[int, int, int], None]
 class Session:
     """One sequence in one executor's cache. `tokens` are the ids whose rows the cache holds, in order."""
 
-    def __init__(self, executor: Executor, plan: Plan, max_context: int, stats: Stats) -> None:
+    def __init__(
+        self, executor: Executor, plan: Plan, max_context: int, stats: Stats, speculate: Speculate = "auto"
+    ) -> None:
         self.executor, self.plan, self.max_context, self.stats = executor, plan, max_context, stats
         self.tokens: list[int] = []
+        self.speculate(speculate)
+
+    def speculate(self, mode: Speculate) -> None:
+        """From now on as many drafts as `mode` says, and nothing learned before."""
+        self.speculation = Speculation(mode, self.executor.limits.verified - 1, self.max_context, self.stats)
 
     def prefill(self, prompt: Sequence[int], on_prefill: OnPrefill | None, stop: threading.Event | None) -> bool:
         """Makes the cache hold all of `prompt` but its last token, which decode runs; False if `stop` ended it early.
@@ -63,38 +72,48 @@ class Session:
 
     def decode(
         self, token: int, sampling: Sampling, recent: Sequence[int], matcher: Matcher | None = None
-    ) -> Iterator[tuple[int, float]]:
-        """Runs `token` behind what the cache holds, then each sampled token; yields (id, log-probability).
+    ) -> Iterator[tuple[int, float, Source]]:
+        """Runs `token` behind what the cache holds, then each token that follows; yields (id, log-probability, source).
 
         Ends when the context is full. A token's row is in the cache once the next one was yielded. `matcher` says which
-        tokens may come; those that it forces are run together, without sampling, with log-probability 0.
-        Raises TinychatError for parameters that the executor does not follow.
+        tokens may come; those that it forces are run together, without sampling, with log-probability 0. Drafts change
+        how many tokens a step yields, never which. Raises TinychatError for parameters that the executor does not
+        follow.
         """
         check_sampling(sampling, self.executor.limits)
-        history = list(recent)
-        while len(self.tokens) < self.max_context:
-            forced = matcher.forced() if matcher else []
+        history, speculation, mask = list(recent), self.speculation, matcher.mask if matcher else None
+        speculation.start(history)
+        while (room := self.max_context - len(self.tokens)) > 0:
+            pos, forced = len(self.tokens), matcher.forced() if matcher else []
+            drafts: list[int] = []
             if forced:
-                run = [token, *forced[:-1]][: self.max_context - len(self.tokens)]
-                self.executor.forward(run, len(self.tokens))
-                for token, following in zip(run, forced):
-                    self.tokens.append(token)
-                    yield following, 0.0
-                token = forced[-1]
-                history += forced
-                continue
-            mask = matcher.mask if matcher else None
-            steps = self.executor.decode(token, len(self.tokens), sampling, history, mask)
-            for following, logprob in steps:
+                steps = self._together(token, forced[:room])
+            elif speculation.most:
+                drafts = speculation.drafts(room - 1)
+                steps = self.executor.verify(token, drafts, pos, sampling, history, mask)
+            else:
+                steps = self.executor.decode(token, pos, sampling, history, mask)
+            began = time.perf_counter()
+            for i, (following, logprob) in enumerate(steps):
+                source: Source = "grammar" if forced else "text" if i and speculation.most else ""
+                speculation.took(source, len(drafts), time.perf_counter() - began)
                 self.tokens.append(token)
                 token = following
-                if matcher:
-                    matcher.accept(following)
-                    history.append(following)
-                yield following, logprob
-                if matcher and matcher.forces:
+                history.append(token)
+                speculation.add(token)
+                if matcher and not forced:
+                    matcher.accept(token)
+                yield token, logprob, source
+                if matcher and not forced and matcher.forces:
                     break
+                began = time.perf_counter()
             steps.close()  # type: ignore[attr-defined]
+
+    def _together(self, token: int, forced: Sequence[int]) -> Iterator[tuple[int, float]]:
+        """Runs what is forced behind `token` in one go, all but the last."""
+        self.executor.forward([token, *forced[:-1]], len(self.tokens))
+        for following in forced:
+            yield following, 0.0
 
     def logits(self, ids: Sequence[int], decode: bool) -> np.ndarray:
         """float32 (len(ids), vocab), from an empty cache; `decode` runs one token at a time."""
@@ -122,8 +141,3 @@ class Session:
         bad = next((i for i in prompt if not 0 <= i < self.plan.vocab), None)
         if bad is not None:
             raise TinychatError(f"token id {bad} is outside the vocabulary of {self.plan.vocab:,}")
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many first elements are equal."""
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))

@@ -24,7 +24,12 @@ class Stats:
     reused_tokens: int = 0  # of the prompt, already in the KV cache
     restored_rows: int = 0  # of those, read back from the disk
     prefilled_tokens: int = 0
-    generated_tokens: int = 0
+    generated_tokens: int = 0  # decode_steps + accepted_tokens + forced_tokens
+    decode_steps: int = 0  # each gives a token of its own
+    drafted_tokens: int = 0  # of the text, verified in those steps
+    accepted_tokens: int = 0  # of the drafted ones
+    forced_tokens: int = 0  # by a grammar, not chosen
+    speculation_gain: float = 0.0  # the time that single steps would have taken, by decode's; 0: nothing was drafted
     # where the time goes, in order; sampling is part of decode, tokens come as they are decoded
     wait_s: float = 0.0  # behind other work of the engine: another request, the saving of a KV cache
     template_s: float = 0.0  # of the prompt that was rendered last

@@ -1,8 +1,8 @@
 """Text to token ids and back, with exactly llama.cpp's ids.
 
 Byte-pair vocabularies (`tokenizer.ggml.model` = gpt2) run on HF `tokenizers`: the file's own vocabulary and merges
-behind the pre-tokenizer that `tokenizer.ggml.pre` names. SentencePiece vocabularies ("llama") run on `_Spm`: llama.cpp
-breaks a tie between equal scores by position, which a list of ranked merges cannot express.
+behind the pre-tokenizer that `tokenizer.ggml.pre` names. SentencePiece vocabularies ("llama", "gemma4") run on `_Spm`:
+llama.cpp breaks a tie between equal scores by position, which a list of ranked merges cannot express.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import codecs
 import heapq
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -33,6 +33,14 @@ from tinychat.errors import TinychatError, encodable, printable
 
 _CONTRACTION = "'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])"
 _SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _cased(digits: str, suffix: str = "") -> str:
+    """Of GPT-4o and Mistral's Tekken: words are split where a small letter comes before a capital one."""
+    high, low = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]"
+    lead = r"[^\r\n\p{L}\p{N}]?"
+    words = f"{lead}{high}*{low}+{suffix}|{lead}{high}+{low}*{suffix}"
+    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_SPACES}"
 
 
 def _words(digits: str) -> str:
@@ -65,6 +73,8 @@ _FAMILIES: list[tuple[str, _Pre]] = [
         "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2",
         _Pre(_LLAMA3, ignore_merges=True, add_bos=True),
     ),
+    ("gpt-4o llama4 kanana2", _Pre((_cased(r"\p{N}{1,3}", f"(?:{_CONTRACTION})?"),))),
+    ("tekken", _Pre((_cased(r"\p{N}"),), ignore_merges=True, add_bos=True)),
     ("glm4 glm5", _Pre(_LLAMA3, ignore_merges=True, default_bos=None)),
     ("chatglm-bpe", _Pre(_LLAMA3, default_bos=None)),
     ("dbrx smaug-bpe", _Pre(_LLAMA3)),
@@ -148,6 +158,8 @@ _STOP_TEXTS = {
     "<｜end▁of▁sentence｜>",
     "[e~[",
 }
+# Where a vocabulary has one of these sets, <|end|> ends a message and not the answer (gpt-oss, Solar).
+_MESSAGES_GO_ON = (("<|end|>", "<|return|>", "<|call|>"), ("<|end|>", "<|flush|>", "<|calls|>"))
 # Padding, repository and file marks of fill-in-the-middle training: metadata key, or else the first of these texts.
 _STOP_FIM = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
@@ -206,16 +218,24 @@ class Tokenizer:
             default_bos, default_eos, add_bos, space_prefix = pre.default_bos, None, pre.add_bos, False
         elif model == "llama":
             scores = _numbers(metadata, "tokenizer.ggml.scores", n) or [0.0] * n
-            self._hf, self._spm = None, _Spm(self._ids, scores, self._special_id("unknown", 0))
+            order = {text: -score for text, score in zip(self._texts, scores)}
+            self._hf, self._spm = None, _Spm(self._ids, lambda a, b: order.get(a + b), self._special_id("unknown", 0))
             default_bos, default_eos, add_bos, space_prefix = 1, 2, True, True
+        elif model == "gemma4":
+            lines = _strings(metadata, "tokenizer.ggml.merges")
+            ranks = {merge: float(i) for i, line in enumerate(lines) if (merge := _merge_of(line))}
+            unknown = self._special_id("unknown", None)
+            self._hf, self._spm = None, _Spm(self._ids, lambda a, b: ranks.get((a, b)), unknown, lines=True)
+            default_bos, default_eos, add_bos, space_prefix = None, None, True, False
         else:
-            raise TinychatError(
-                f"tokenizer {printable(repr(model))} (tokenizer.ggml.model) is not supported; gpt2 and llama are"
-            )
+            known = "gpt2, llama and gemma4 are"
+            raise TinychatError(f"tokenizer {printable(repr(model))} (tokenizer.ggml.model) is not supported; {known}")
 
         self.bos_id = self._special_id("bos", default_bos)
         self.eos_id = self._special_id("eos", default_eos)
-        self.add_bos = self._flag("tokenizer.ggml.add_bos_token", add_bos) and self.bos_id is not None
+        # llama.cpp: files of Gemma 4 say that it wants no BOS, wrongly
+        add_bos = model == "gemma4" or self._flag("tokenizer.ggml.add_bos_token", add_bos)
+        self.add_bos = add_bos and self.bos_id is not None
         self.add_eos = self._flag("tokenizer.ggml.add_eos_token", False) and self.eos_id is not None
         self._space_prefix = self._flag("tokenizer.ggml.add_space_prefix", space_prefix) and self._spm is not None
         self.stop_ids = self._find_stops()
@@ -370,6 +390,8 @@ class Tokenizer:
             found = min((self._ids[text] for text in texts if text in self._ids), default=None)
             stops.append(self._special_id(name, found))
         by_text = {self._ids[text] for text in _STOP_TEXTS if text in self._ids}
+        if any(by_text >= {self._ids.get(text, -1) for text in texts} for texts in _MESSAGES_GO_ON):
+            by_text.discard(self._ids["<|end|>"])
         for token in by_text:  # some files call them normal text
             if self._types[token] not in (_CONTROL, _UNKNOWN):
                 self._types[token] = _CONTROL
@@ -429,12 +451,15 @@ class StreamDecoder:
 class _Spm:
     """SentencePiece's greedy merging as llama.cpp does it.
 
-    Of all neighbours whose concatenation is a token, the one of highest score merges first, the leftmost of equals;
-    what is no token in the end is written in byte tokens.
+    Of all neighbours that `order` knows, those with the lowest number merge first, the leftmost of equals; what is no
+    token in the end is written in byte tokens. `lines`: nothing merges across the ends of lines, and a run of them is
+    its own token where there is one (Gemma 4).
     """
 
-    def __init__(self, ids: dict[str, int], scores: list[float], unknown: int | None) -> None:
-        self._ids, self._scores = ids, scores
+    def __init__(
+        self, ids: dict[str, int], order: Callable[[str, str], float | None], unknown: int | None, lines: bool = False
+    ) -> None:
+        self._ids, self._order, self._lines = ids, order, lines
         fallback = [ids.get(f"<0x{b:02X}>", ids.get(chr(b), unknown)) for b in range(256)]
         self._bytes = [None if i is None else [i] for i in fallback]
         self._word = lru_cache(1 << 16)(self._merge)
@@ -446,6 +471,15 @@ class _Spm:
 
     def encode(self, text: str) -> list[int]:
         text = text.replace(" ", "▁")
+        if self._lines:
+            parts = re.findall(r"[^\n]+|\n+", text)
+            return [i for part in parts for i in self._line(part)]
+        return self._merged(text)
+
+    def _line(self, part: str) -> list[int]:
+        return [self._ids[part]] if part[0] == "\n" and part in self._ids else self._merged(part)
+
+    def _merged(self, text: str) -> list[int]:
         words = re.findall("▁+[^▁]*|[^▁]+", text) if self._splits_at_words else [text]
         return [token for word in words for token in self._word(word)]
 
@@ -455,8 +489,8 @@ class _Spm:
         queue: list[tuple[float, int, int, int]] = []
 
         def offer(a: int, b: int) -> None:
-            if a >= 0 and b < len(symbols) and (token := self._ids.get(symbols[a] + symbols[b])) is not None:
-                heapq.heappush(queue, (-self._scores[token], a, b, len(symbols[a]) + len(symbols[b])))
+            if a >= 0 and b < len(symbols) and (place := self._order(symbols[a], symbols[b])) is not None:
+                heapq.heappush(queue, (place, a, b, len(symbols[a]) + len(symbols[b])))
 
         for i in range(1, len(symbols)):
             offer(i - 1, i)
@@ -476,6 +510,12 @@ class _Spm:
             token = self._ids.get(symbol)
             out += [token] if token is not None else [i for byte in symbol.encode() for i in self._bytes[byte] or ()]
         return tuple(out)
+
+
+def _merge_of(line: str) -> tuple[str, str] | None:
+    """The two parts of a merge, which the first space behind the first character divides."""
+    at = line.find(" ", 1)
+    return (line[:at], line[at + 1 :]) if at > 0 else None
 
 
 def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:

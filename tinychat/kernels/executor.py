@@ -112,9 +112,26 @@ class Executor(Protocol):
         """
         ...
 
+    def verify(
+        self,
+        token: int,
+        drafts: Sequence[int],
+        pos: int,
+        sampling: Sampling,
+        recent: Sequence[int],
+        mask: Mask | None = None,
+    ) -> Iterator[tuple[int, float]]:
+        """Yields what decode() with these arguments would, bit for bit: an id behind `token`, and one more for as long
+        as each is the next of `drafts`, which are run in the same step.
+
+        At most limits.verified tokens, drafts included, which have to fit max_context. Cache rows behind the last
+        accepted draft are garbage. `recent` and `mask` are those of decode().
+        """
+        ...
+
     def routes(self) -> np.ndarray | None:
-        """int32 (MoE layers, top_k): the experts that the step behind the last id of decode() chose, in order of
-        selection.
+        """int32 (MoE layers, top_k): the experts that the token in front of the last id of decode() or verify() chose,
+        in order of selection.
 
         None without experts, or where the device does not tell.
         """
@@ -137,6 +154,22 @@ class Executor(Protocol):
     def close(self) -> None:
         """Frees device memory and threads; the executor is not used again."""
         ...
+
+
+def verify_singly(
+    executor: Executor,
+    token: int,
+    drafts: Sequence[int],
+    pos: int,
+    sampling: Sampling,
+    recent: Sequence[int],
+    mask: Mask | None = None,
+) -> Iterator[tuple[int, float]]:
+    """Executor.verify in single steps, for an executor that has no step of several tokens."""
+    for i, (following, logprob) in enumerate(executor.decode(token, pos, sampling, recent, mask)):
+        yield following, logprob
+        if i == len(drafts) or following != drafts[i]:
+            return
 
 
 class MeasurableExecutor(Executor, Protocol):

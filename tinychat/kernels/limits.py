@@ -31,12 +31,12 @@ class Limits:
     value_multiple: int = 1
     equal_lengths: bool = False  # a GQA head's value length must be its key length
     latent_row: int = UNLIMITED  # values of an MLA cache row
-    equal_caches: bool = False  # every layer's cache row must have the same widths
     experts: int = UNLIMITED
     experts_used: int = UNLIMITED
     expert_groups: int = UNLIMITED
     sampling_top_k: int = UNLIMITED
     prefill_chunk: int = UNLIMITED  # tokens that run together
+    verified: int = 1  # tokens of one step of Executor.verify; 1: more cost as much as single steps
 
 
 def check(plan: Plan, limits: Limits, device: str, max_context: int) -> None:
@@ -73,8 +73,6 @@ def _refusals(plan: Plan, limits: Limits, max_context: int) -> Iterator[str]:
             yield from _over("the number of experts", router.experts, limits.experts)
             yield from _over("the number of experts used", router.top_k, limits.experts_used)
             yield from _over("the number of expert groups", router.groups, limits.expert_groups)
-    if limits.equal_caches and len(set(plan.caches)) > 1:
-        yield "its layers have cache rows of different widths"
 
 
 def _of_weight(w: Weight, limits: Limits) -> Iterator[str]:

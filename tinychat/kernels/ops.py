@@ -171,6 +171,7 @@ class GQA:
     post_norm: Weight | None = None
     window: int = 0  # 0: none
     sinks: Weight | None = None  # (1, heads)
+    value_norm: bool = False  # each head of v is divided by its root mean square
 
     @property
     def cache(self) -> Cache:
@@ -223,13 +224,14 @@ class MLA:
 @dataclass(frozen=True)
 class Dense:
     """x += residual_scale * gated(RMSNorm(x)): of x itself without `norm`; RMSNorm of gated with gain `post_norm` if
-    there is one."""
+    there is one, and then x is multiplied by `stream_scale`."""
 
     norm: Weight | None
     eps: float
     weights: Gated
     residual_scale: float = 1.0
     post_norm: Weight | None = None
+    stream_scale: float = 1.0
 
 
 Gating = Literal["softmax", "sigmoid", "softmax_weight", "sqrt_softplus"]
@@ -237,13 +239,14 @@ Gating = Literal["softmax", "sigmoid", "softmax_weight", "sqrt_softplus"]
 
 @dataclass(frozen=True)
 class Router:
-    """Chooses `top_k` of the experts per token from l = weight @ RMSNorm(x) + bias, in float32.
+    """Chooses `top_k` of the experts per token from l = logit_scale * (weight @ RMSNorm(x) + bias), in float32; the
+    gain is `norm`, or the block's.
 
     p = softmax(l), sigmoid(l), sqrt(softplus(l)), or l itself ("softmax_weight"). Selection: largest
     p + selection_bias, ties to the lower index; with groups > 1 a group scores the sum of its two largest
     p + selection_bias and only the best `groups_used` groups stay. Weights: p of the chosen without the bias
     ("softmax_weight": softmax over the chosen l); with `normalize` divided by max(their sum, MIN_WEIGHT_SUM); times
-    `scale`.
+    `scale`, and each times its expert's `expert_scale`.
     """
 
     weight: Weight  # (experts, dim)
@@ -255,6 +258,9 @@ class Router:
     scale: float
     groups: int
     groups_used: int
+    norm: Weight | None = None
+    logit_scale: float = 1.0
+    expert_scale: Weight | None = None  # (1, experts)
 
     @property
     def experts(self) -> int:
@@ -265,8 +271,23 @@ MIN_WEIGHT_SUM = 6.103515625e-5  # 2^-14, the smallest normal F16, as in llama.c
 
 
 @dataclass(frozen=True)
+class Beside:
+    """A dense feed-forward beside the experts (Gemma 4): x = stream_scale * (x + RMSNorm(d + e)) with gain `post_norm`,
+    where d is RMSNorm(weights(RMSNorm(x))) with gains `norm` and `dense_norm`, and e the experts' sum, normed with
+    gain `experts_norm`."""
+
+    norm: Weight
+    weights: Gated
+    dense_norm: Weight
+    experts_norm: Weight
+    post_norm: Weight
+    stream_scale: float
+
+
+@dataclass(frozen=True)
 class Experts:
-    """x += residual_scale * (sum over the chosen experts of weight * gated(n) + shared(n)), n = RMSNorm(x)."""
+    """x += residual_scale * (sum over the chosen experts of weight * gated(n) + shared(n)), n = RMSNorm(x); or see
+    Beside."""
 
     norm: Weight
     eps: float
@@ -274,6 +295,7 @@ class Experts:
     weights: Gated  # one group per expert
     shared: Gated | None
     residual_scale: float = 1.0
+    beside: Beside | None = None
 
 
 Attends = GQA | MLA
@@ -313,8 +335,8 @@ class NormLinear:
 
 @dataclass(frozen=True)
 class RopeStore:
-    """GQA: optional RMSNorm of q and k, RoPE of both (first rope.dims values of each head), then row `pos` of layer's K
-    and V.
+    """GQA: optional RMSNorm of q and k, and of v without a gain (`value_norm`), RoPE of q and k (first rope.dims values
+    of each head), then row `pos` of layer's K and V.
 
     q (T, heads * head_dim), k and v (T, kv_heads * head_dim) are buffers; q is updated in place. Gains of
     `q_norm`/`k_norm` have head_dim values (per head) or all heads' (over the whole projection, OLMoE).
@@ -331,6 +353,7 @@ class RopeStore:
     heads: int
     kv_heads: int
     head_dim: int
+    value_norm: bool
 
 
 @dataclass(frozen=True)
@@ -408,12 +431,15 @@ class LinearAdd:
 
 @dataclass(frozen=True)
 class NormAdd:
-    """x += scale * RMSNorm(src)."""
+    """dst = stream_scale * (dst + scale * RMSNorm(src)); without `add` as if dst were 0."""
 
     src: str
     norm: Weight
     eps: float
     scale: float = 1.0
+    stream_scale: float = 1.0
+    dst: str = "x"
+    add: bool = True
 
 
 @dataclass(frozen=True)
@@ -443,6 +469,8 @@ class Route:
     scale: float
     groups: int
     groups_used: int
+    logit_scale: float
+    expert_scale: Weight | None
 
 
 @dataclass(frozen=True)
@@ -465,8 +493,8 @@ class ExpertsUp:
 
 @dataclass(frozen=True)
 class ExpertsDown:
-    """x += scale * (sum over the chosen experts of weight * (down[e] @ src part + bias[e]) + shared_down @ shared
-    part)."""
+    """dst += scale * (sum over the chosen experts of weight * (down[e] @ src part + bias[e]) + shared_down @ shared
+    part); without `add` dst is set."""
 
     src: str
     down: Weight
@@ -474,16 +502,19 @@ class ExpertsDown:
     shared_down: Weight | None
     top_k: int
     scale: float = 1.0
+    dst: str = "x"
+    add: bool = True
 
 
 @dataclass(frozen=True)
 class Head:
-    """logits (T, vocab) = scale * (weight @ RMSNorm(x))."""
+    """logits (T, vocab) = l = scale * (weight @ RMSNorm(x)), or with a `softcap` softcap * tanh(l / softcap)."""
 
     norm: Weight
     eps: float
     weight: Weight
     scale: float = 1.0
+    softcap: float = 0.0
 
 
 Op = (
@@ -558,7 +589,7 @@ class Plan:
             case ExpertsUp() | ExpertsDown():
                 return sum(w.group_bytes * (op.top_k if w.groups > 1 else 1) for w in weights_of(op))
             case _:
-                return sum(w.nbytes for w in weights_of(op))
+                return sum(w.nbytes for w in dict.fromkeys(weights_of(op)))
 
     def cache_bytes(self, op: Op, depth: int) -> int:
         """Bytes that `op` reads of a cache of `depth` rows."""
@@ -595,7 +626,18 @@ def weights_of(part: Op | Layer) -> list[Weight]:
     return list(_weights(part))
 
 
-_VECTORS = {"norm", "q_norm", "k_norm", "bias", "biases", "router_bias", "gate_bias", "up_bias", "sinks"}
+_VECTORS = {
+    "norm",
+    "q_norm",
+    "k_norm",
+    "bias",
+    "biases",
+    "router_bias",
+    "gate_bias",
+    "up_bias",
+    "sinks",
+    "expert_scale",
+}
 
 
 def matrices_of(op: Op) -> list[Weight]:
@@ -619,7 +661,8 @@ def _ops_of_layer(i: int, layer: Layer) -> Iterator[Op]:
         case GQA() as a:
             biases = (a.q_bias, a.k_bias, a.v_bias)
             yield NormLinear("x", a.norm, a.eps, (a.q, a.k, a.v), biases, ("q", "k", "v"))
-            yield RopeStore(i, a.rope, "q", "k", "v", a.q_norm, a.k_norm, a.eps, a.heads, a.kv_heads, a.key_dim)
+            norms = (a.q_norm, a.k_norm, a.eps)
+            yield RopeStore(i, a.rope, "q", "k", "v", *norms, a.heads, a.kv_heads, a.key_dim, a.value_norm)
             yield Attention(
                 i, "q", "heads", a.heads, a.kv_heads, a.key_dim, a.value_dim, a.scale, False, a.window, a.sinks
             )
@@ -636,12 +679,17 @@ def _ops_of_layer(i: int, layer: Layer) -> Iterator[Op]:
             yield ValueUp("o_latent", a.v_b, "heads")
             yield LinearAdd("heads", a.output, None, a.residual_scale)
     match layer.feed_forward:
-        case Dense(norm, eps, w, scale, post_norm):
+        case Dense(norm, eps, w, scale, post_norm, stream_scale):
             yield GateUp(norm, eps, w.gate, w.up, w.activation, "ffn")
-            yield from _added("ffn", w.down, None, post_norm, eps, scale)
-        case Experts(norm, eps, r, w, s, scale):
+            yield from _added("ffn", w.down, None, post_norm, eps, scale, stream_scale)
+        case Experts(norm, eps, r, w, s, scale, beside):
+            if beside:
+                d = beside.weights
+                yield GateUp(beside.norm, eps, d.gate, d.up, d.activation, "ffn")
+                yield NormLinear("ffn", None, eps, (d.down,), (None,), ("y",))
+                yield NormAdd("y", beside.dense_norm, eps, dst="z", add=False)
             yield Route(
-                norm,
+                r.norm or norm,
                 eps,
                 r.weight,
                 r.bias,
@@ -652,6 +700,8 @@ def _ops_of_layer(i: int, layer: Layer) -> Iterator[Op]:
                 r.scale,
                 r.groups,
                 r.groups_used,
+                r.logit_scale,
+                r.expert_scale,
             )
             shared_gate, shared_up, shared_down = (s.gate, s.up, s.down) if s else (None, None, None)
             yield ExpertsUp(
@@ -667,18 +717,22 @@ def _ops_of_layer(i: int, layer: Layer) -> Iterator[Op]:
                 r.top_k,
                 "ffn",
             )
-            yield ExpertsDown("ffn", w.down, w.down_bias, shared_down, r.top_k, scale)
+            dst = "y" if beside else "x"
+            yield ExpertsDown("ffn", w.down, w.down_bias, shared_down, r.top_k, scale, dst, add=not beside)
+            if beside:
+                yield NormAdd("y", beside.experts_norm, eps, dst="z")
+                yield NormAdd("z", beside.post_norm, eps, 1.0, beside.stream_scale)
 
 
 def _added(
-    src: str, w: Weight, bias: Weight | None, post_norm: Weight | None, eps: float, scale: float
+    src: str, w: Weight, bias: Weight | None, post_norm: Weight | None, eps: float, scale: float, stream: float = 1.0
 ) -> Iterator[Op]:
-    """x += scale * (w @ src + bias), normed first if there is a post_norm."""
+    """x += scale * (w @ src + bias); if there is a post_norm, normed first, and x times `stream` after it."""
     if post_norm is None:
         yield LinearAdd(src, w, bias, scale)
     else:
         yield NormLinear(src, None, eps, (w,), (bias,), ("y",))
-        yield NormAdd("y", post_norm, eps, scale)
+        yield NormAdd("y", post_norm, eps, scale, stream)
 
 
 def _buffers_of_layer(layer: Layer) -> Iterator[tuple[str, int]]:
@@ -700,5 +754,7 @@ def _buffers_of_layer(layer: Layer) -> Iterator[tuple[str, int]]:
             yield "ffn", w.ff
             if post_norm:
                 yield "y", w.down.rows
-        case Experts(router=r, weights=w, shared=s):
+        case Experts(router=r, weights=w, shared=s, beside=beside):
             yield "ffn", r.top_k * w.ff + (s.ff if s else 0)
+            if beside:
+                yield from (("ffn", beside.weights.ff), ("y", w.down.rows), ("z", w.down.rows))

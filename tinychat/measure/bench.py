@@ -8,12 +8,13 @@ import threading
 from tinychat.engine.devices import OnProgress
 from tinychat.engine.engine import Engine
 from tinychat.engine.memory_limit import limit_of
+from tinychat.engine.speculation import Speculate
 from tinychat.errors import TinychatError
 from tinychat.kernels.sampling import Sampling
 from tinychat.measure.lock import machine_lock
 from tinychat.measure.results import ModelResult, Run
 
-TEXT = (  # prose, because a mixture of experts routes random tokens to other experts than language
+TEXT = (  # prose: with random tokens a mixture of experts would choose other experts than with language
     "When the harbour master climbed the tower that morning, the fog lay so thick over the water "
     "that even the nearest masts "
     "were only a guess. He lit the second lamp, wrote the hour into the book, and listened. "
@@ -37,12 +38,14 @@ def run(
     stop: threading.Event | None = None,
     *,
     name: str = "",
+    speculate: Speculate = 0,
     wait: bool = True,
 ) -> ModelResult:
     """Measures prefill of `n_prompt` and greedy decode of `n_gen` tokens, `repeats` times after one warm-up.
 
-    `name` is what the user calls the model. Holds the machine's benchmark lock. The KV cache is restored afterwards.
-    Raises TinychatError: context too small, another benchmark runs and not `wait`, or `stop` was set.
+    `name` is what the user calls the model; `speculate`: drafts of a decode step, 0 measures single steps. Holds the
+    machine's benchmark lock. The KV cache is restored afterwards. Raises TinychatError: context too small, another
+    benchmark runs and not `wait`, or `stop` was set.
     """
     report = report or (lambda text, fraction: None)
     if min(n_prompt, n_gen - 1, repeats) < 1:
@@ -52,7 +55,7 @@ def run(
             f"{n_prompt:,} prompt and {n_gen:,} generated tokens do not fit the context of "
             f"{engine.info.max_context:,}; load the model with a larger one, or measure less"
         )
-    with machine_lock(report, stop, wait=wait), engine.cache_kept():
+    with machine_lock(report, stop, wait=wait), engine.cache_kept(), engine.speculating(speculate):
         engine.stats.limit_gb_s = limit_of(engine.executor, thorough=True)
         runs = []
         for n in range(repeats + 1):
@@ -61,10 +64,11 @@ def run(
             runs.append(_once(engine, prompt(engine, n_prompt, n), n_gen, stop))
             if n:
                 report(f"{text}: {runs[-1][0]:.1f} tok/s", (n + 1) / (repeats + 1))
-    decode, prefill, ttft = (tuple(values) for values in zip(*runs[1:]))
+    decode, prefill, ttft, per_step = (tuple(values) for values in zip(*runs[1:]))
     info, s, speed = engine.info, engine.stats, statistics.median(decode)
     measured = Run.now(name or info.name, info.fingerprint, info.device, info.threads, s.limit_gb_s)
-    gb_s = s.bytes_per_token * speed / 1e9
+    tokens_per_step = statistics.median(per_step)
+    gb_s = s.bytes_per_token * speed / tokens_per_step / 1e9
     return ModelResult(
         **vars(measured),
         path=str(info.path),
@@ -84,11 +88,13 @@ def run(
         rss_bytes=s.rss_bytes,
         decode_runs=decode,
         max_context=info.max_context,
+        speculate=str(speculate or "off"),
+        tokens_per_step=tokens_per_step,
     )
 
 
 def prompt(engine: Engine, n: int, turn: int) -> list[int]:
-    """`n` token ids of prose that begins elsewhere in every turn, so that nothing of the KV cache is reused."""
+    """`n` token ids of prose. It begins at another word in every turn, so that no row of the KV cache is reused."""
     text = TEXT.split()
     start = 7 * turn % len(text)
     words = text[start:] + text[:start]
@@ -98,10 +104,13 @@ def prompt(engine: Engine, n: int, turn: int) -> list[int]:
     return ids[:n]
 
 
-def _once(engine: Engine, ids: list[int], n_gen: int, stop: threading.Event | None) -> tuple[float, float, float]:
-    """(decode tok/s, prefill tok/s, TTFT in s) of one run. A model that ends its answer early is made to continue."""
+def _once(
+    engine: Engine, ids: list[int], n_gen: int, stop: threading.Event | None
+) -> tuple[float, float, float, float]:
+    """(decode tok/s, prefill tok/s, TTFT in s, tokens per decode step) of one run. A model that ends its answer early
+    is made to continue."""
     s, greedy = engine.stats, Sampling(temperature=0.0)
-    done = steps = 0
+    done = steps = decode_steps = 0
     decode_s = prefill_tok_s = ttft_s = 0.0
     filler = ids[-1]
     while done < n_gen:
@@ -113,5 +122,6 @@ def _once(engine: Engine, ids: list[int], n_gen: int, stop: threading.Event | No
         if not done:
             prefill_tok_s, ttft_s = s.prefill_tok_s, s.ttft_s
         done, steps, decode_s = done + len(new), steps + len(new) - 1, decode_s + s.decode_s
+        decode_steps += s.decode_steps
         ids = [*ids, *new[:-1], filler]
-    return steps / decode_s if decode_s else 0.0, prefill_tok_s, ttft_s
+    return steps / decode_s if decode_s else 0.0, prefill_tok_s, ttft_s, done / decode_steps

@@ -24,7 +24,7 @@ def lock_path() -> Path:
 def machine_lock(
     report: OnProgress | None = None, stop: threading.Event | None = None, *, wait: bool = True
 ) -> Iterator[None]:
-    """Held while something is measured. Waits for another measurement to end, and reports that it waits.
+    """Holds the lock during a measurement. Waits for another measurement to end, and reports that it waits.
 
     Raises TinychatError when the lock is taken and not `wait`, or when `stop` is set.
     """
@@ -48,7 +48,7 @@ def machine_lock(
             time.sleep(0.1)
         yield
     finally:
-        os.close(fd)  # releases the lock, as the end of a killed process does
+        os.close(fd)  # releases the lock; the kernel does so when the process is killed
 
 
 def _open_lock() -> int:

@@ -7,7 +7,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,8 +36,8 @@ def save(result: ModelResult | PartResult, file: Path | None = None) -> None:
     """Appends `result`. Raises TinychatError when the file cannot be written."""
     file = file or log_path(type(result))
     try:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # conversations are there, too
-        with open(file, "ab") as f:  # buffered: else a write that the disk takes a part of passes for a whole one
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # private: the folder also holds conversations
+        with open(file, "ab") as f:  # buffered, because an unbuffered write may be partial without an error
             fcntl.flock(f, fcntl.LOCK_EX)
             f.write(b"\n" * _cut_short(file) + json.dumps(result.as_dict()).encode() + b"\n")
     except OSError as e:
@@ -47,7 +47,7 @@ def save(result: ModelResult | PartResult, file: Path | None = None) -> None:
 
 
 def history(fingerprint: str | None = None, file: Path | None = None) -> list[ModelResult]:
-    """Saved results of models, of one model file or all."""
+    """Saved results of models: of the file with `fingerprint`, or of all files."""
     return [r for r in _read(ModelResult, file) if fingerprint in (None, r.fingerprint)]
 
 
@@ -57,8 +57,8 @@ def parts(file: Path | None = None) -> list[PartResult]:
 
 
 def speeds(results: Iterable[ModelResult]) -> dict[str, float]:
-    """Path of a model file -> the decode speed measured last."""
-    return {r.path: r.decode_tok_s for r in results}
+    """Path of a model file -> the decode speed measured last, in single steps."""
+    return {r.path: r.decode_tok_s for r in results if r.speculate == "off"}
 
 
 def _read(kind: type[R], file: Path | None) -> Iterator[R]:
@@ -71,7 +71,8 @@ def _read(kind: type[R], file: Path | None) -> Iterator[R]:
 
 def _parse(kind: type[R], data: dict[str, Any]) -> R:
     """Raises TypeError, KeyError or ValueError when `data` is no such result; keys of a newer version are ignored."""
-    values = {f.name: data[f.name] for f in fields(kind)}
+    older = {f.name: f.default for f in fields(kind) if f.default is not MISSING}  # they lack what came since
+    values = {f.name: (older | data)[f.name] for f in fields(kind)}
     for f in fields(kind):
         if not isinstance(values[f.name], _TYPES[str(f.type)]):
             raise TypeError(f.name)
@@ -84,7 +85,7 @@ def _parse(kind: type[R], data: dict[str, Any]) -> R:
 
 
 def _cut_short(file: Path) -> bool:
-    """Whether the last line has no end: a process was killed, or the disk was full, while writing it."""
+    """Whether the last line has no line break, because the process was killed or the disk was full."""
     with open(file, "rb") as f:
         size = f.seek(0, os.SEEK_END)
         f.seek(max(0, size - 1))

@@ -82,7 +82,7 @@ def layers(
 
 
 def _copies_of(layers: Sequence[Layer]) -> tuple[Layer, ...]:
-    """Copies of layers of one kind, as many as are together larger than the caches."""
+    """Copies of layers of one kind, so many that together they are larger than the caches."""
     n = copies(sum(w.nbytes for w in weights_of(layers[0])))
     return tuple(renamed(layers[i % len(layers)], i // len(layers)) for i in range(n))
 
@@ -97,7 +97,7 @@ def _calls_of_layers(plan: Plan) -> list[list[int]]:
 
 
 def _labels(plan: Plan, same: Sequence[int]) -> dict[str, str]:
-    """What is measured, in words: "experts (2 layers from 1)", "Q4_K+Q6_K"."""
+    """Name and quant types of the measured layers: "experts (2 layers from 1)", "Q4_K+Q6_K"."""
     kind = "experts" if isinstance(plan.layers[same[0]].feed_forward, Experts) else "dense"
     where = f"layer {same[0]}" if len(same) == 1 else f"{len(same)} layers from {same[0]}"
     quants = dict.fromkeys(q for op in plan.ops_of_layers[same[0]] if (q := quant_of(op)) and q != "F32")

@@ -1,8 +1,7 @@
-"""Plans to measure a part of a model with: layers around one op, or layers of a file, between a small embedding and
-head.
+"""Plans that measure a part of a model: layers around one op, or layers of a file, between a small embedding and head.
 
-The measured weights of each layer are its own, together several times the caches, so that every weight comes from
-memory as in a model.
+Each layer has its own copy of the measured weights. Together the copies are several times larger than the caches, so
+that every weight is read from memory, as in a model.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ from tinychat.kernels.tinygrad.dequant import CODECS
 
 VOCAB = 16  # of the small embedding and head
 MOST = 400  # layers
-MEASURED = "#measured"  # begins the name of the weights that a microbenchmark of one op is about
+MEASURED = "#measured"  # begins the names of the weights of the op that a microbenchmark measures
 DEPTH = 2048  # cache rows that attention reads
 EPS = 1e-6
-EXPERTS, USED = 8, 4  # of a layer with experts
-# op -> rows × columns where none are given; of attention: heads of K and V × their width
+EXPERTS, USED = 8, 4  # experts of a layer, and those that a token uses
+# op -> default rows × columns; for attention: kv heads × their width
 SHAPES = {
     "norm_linear": (3072, 2048),
     "linear_add": (2048, 6144),
@@ -76,11 +75,12 @@ def parse(spec: str) -> tuple[str, Q, int, int]:
 
 
 class RandomWeights:
-    """Weights of a made-up model: bytes of one pool, none of which makes an infinite scale; `#gain...` is ones."""
+    """Random weights of a made-up model, read from one pool of bytes that contains no infinite scale; `#gain...` is all
+    ones."""
 
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}
-        self.nbytes = 0  # of all that a plan reads
+        self.nbytes = 0  # total of all weights
         self.pool = np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8) & 0x37
 
     def weight(self, name: str, kind: Q, rows: int, cols: int, groups: int = 1) -> Weight:
@@ -99,19 +99,19 @@ class RandomWeights:
 
 
 def copies(nbytes: int) -> int:
-    """How many copies of `nbytes` bytes are together larger than the caches."""
+    """The number of copies of `nbytes` bytes that together are larger than the caches."""
     return max(2, min(MOST, -(-block_bytes() // max(1, nbytes))))
 
 
 def around(source: RandomWeights, dim: int, layers: Iterable[Layer]) -> Plan:
-    """A small embedding before the layers and a small head behind."""
+    """A plan of a small embedding, `layers` and a small head."""
     gain = source.weight("gain.x", Q.F32, 1, dim)
     embed = Embed(source.weight("embed", Q.F32, VOCAB, dim))
     return Plan(embed, tuple(layers), Head(gain, EPS, source.weight("head", Q.F32, VOCAB, dim)))
 
 
 def kernel_plan(source: RandomWeights, op: str, quant: Q, rows: int, cols: int) -> Plan:
-    """Layers whose ops of kind `op` read weights of their own, of `rows` x `cols`; all layers share the others."""
+    """A plan whose layers each have their own weights of op kind `op`, (rows, cols); they share all other weights."""
     match op:
         case "head":  # a step has one
             matrix = source.weight(MEASURED[1:], quant, rows, cols)
@@ -127,7 +127,7 @@ def kernel_plan(source: RandomWeights, op: str, quant: Q, rows: int, cols: int) 
 
 
 def measured_ops(plan: Plan, op: str) -> list[int]:
-    """The indices in Plan.ops of what a microbenchmark of `op` is about."""
+    """The indices in Plan.ops of the ops that a microbenchmark of `op` measures."""
     about = [(i, o) for i, o in enumerate(plan.ops) if name_of(o) == op]
     return [i for i, o in about if op == "attention" or any(w.tensor.startswith(MEASURED) for w in weights_of(o))]
 
@@ -168,7 +168,7 @@ def _projections(source: RandomWeights, quant: Q, rows: int, cols: int) -> Plan:
 
 
 def _attentions(source: RandomWeights, kv_heads: int, width: int) -> Plan:
-    """GQA of four query heads per kv head, over caches of their own."""
+    """Layers of GQA with four query heads per kv head, each with its own cache."""
     w, dim, heads = source.weight, 256, 4 * kv_heads
     q, k, v = (w(name, Q.F16, n * width, dim) for name, n in (("q", heads), ("k", kv_heads), ("v", kv_heads)))
     rope = Rope(width // 2 * 2, "neox", tuple(1e4 ** (-2 * i / width) for i in range(width // 2)))
@@ -228,8 +228,8 @@ def layer_kinds(plan: Plan) -> list[list[int]]:
 
 
 class PartOfFile(RandomWeights):
-    """Some layers of a file, a layer perhaps several times (as `name#1`, `name#2`), between a small embedding and
-    head."""
+    """Some layers of a file between a small embedding and head; a layer may occur several times (`name#1`,
+    `name#2`)."""
 
     def __init__(self, gguf: GGUF) -> None:
         super().__init__()

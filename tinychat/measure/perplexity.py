@@ -1,8 +1,8 @@
 """Perplexity of a model on a text, computed as llama.cpp's `llama-perplexity` does, so that the figures can be
 compared.
 
-The text's tokens are cut into windows of `context`; each starts from an empty cache (with BOS in place of its first
-token where the model wants one), and the tokens of its second half are scored, each given all before it in the window.
+The text's tokens are cut into windows of `context` tokens. Each window starts from an empty cache (with BOS in place of
+its first token if the model uses BOS), and the tokens of its second half are scored, each given those before it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ import numpy as np
 from tinychat.engine.engine import Engine
 from tinychat.errors import TinychatError
 
-STEP = 128  # tokens run at a time: progress is this fine, and their logits are in memory
+STEP = 128  # tokens per run: the interval of progress reports, and the number of logit rows in memory
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What is known so far: exp(mean) and its standard error of -log p over the `tokens` scored; NaN before there are
-    two."""
+    """The result so far: exp(mean of -log p) over the `tokens` scored, and its standard error; NaN below two tokens."""
 
     ppl: float
     ppl_err: float
@@ -61,7 +60,7 @@ def perplexity(engine: Engine, text: str, context: int = 512, chunks: int | None
 def _estimates(engine: Engine, ids: list[int], bos: int | None, context: int, total: int) -> Iterator[Estimate]:
     losses: list[np.ndarray] = []
     started = time.perf_counter()
-    engine.session.tokens = []  # the cache is ours
+    engine.session.tokens = []  # no rows of earlier prompts are reused
     for chunk in range(total):
         window = ids[chunk * context : (chunk + 1) * context]
         targets = window[1:]
@@ -79,7 +78,7 @@ def _estimates(engine: Engine, ids: list[int], bos: int | None, context: int, to
 
 
 def _steps(context: int) -> list[tuple[int, int]]:
-    """(start, end) of the runs of a window: no longer than STEP, none across its middle."""
+    """(start, end) of the runs of a window: at most STEP tokens each, none across the window's middle."""
     half = context // 2
     return [(a, min(a + STEP, b)) for first, b in ((0, half), (half, context)) for a in range(first, b, STEP)]
 

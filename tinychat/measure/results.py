@@ -1,4 +1,4 @@
-"""Results of measurements, as data. Speeds per second, times in seconds, sizes in bytes."""
+"""Results of measurements, as data. Speeds are per second, times in seconds, sizes in bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tinychat import __version__
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What every measurement depends on: model file, device, software, machine."""
+    """The conditions of a measurement: model file, device, software, machine."""
 
     model: str
     fingerprint: str  # GGUF.fingerprint(); "" where no file was measured
@@ -26,7 +26,7 @@ class Run:
 
     @classmethod
     def now(cls, model: str, fingerprint: str, device: str, threads: int, limit_gb_s: float) -> Run:
-        """A measurement made now, on this machine, with the software of this process."""
+        """The conditions of a measurement made now, on this machine, by this process."""
         return Run(
             model=model,
             fingerprint=fingerprint,
@@ -55,8 +55,8 @@ class Run:
 class ModelResult(Run):
     """Speed of a model: medians over `decode_runs`.
 
-    `decode_tok_s` counts the tokens behind the first; `ttft_s` is from the prompt's ids to the first token, nothing
-    reused.
+    `decode_tok_s` counts the tokens after the first; `ttft_s` is the time from the prompt's ids to the first token,
+    without reused cache rows.
     """
 
     path: str
@@ -76,10 +76,12 @@ class ModelResult(Run):
     rss_bytes: int
     decode_runs: tuple[float, ...]
     max_context: int
+    speculate: str = "off"  # "auto", or drafts of a decode step
+    tokens_per_step: float = 1.0
 
     @property
     def spread(self) -> float:
-        """Half of the distance between the fastest and the slowest run, as a share of the median."""
+        """Half of the difference between the fastest and the slowest run, as a share of the median."""
         return (max(self.decode_runs) - min(self.decode_runs)) / 2 / self.decode_tok_s if self.decode_tok_s else 0.0
 
     def as_dict(self) -> dict[str, Any]:

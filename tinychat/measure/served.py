@@ -1,4 +1,4 @@
-"""The speed of a backend from the outside, with a clock on this side: any server, whatever engine it has."""
+"""Measures the speed of a backend, such as a server with any engine, by this process's clock."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tinychat.kernels.sampling import Sampling
 from tinychat.measure.bench import TEXT
 from tinychat.measure.lock import machine_lock
 
-TOKENS_PER_WORD = 1.3  # of English prose, about: the server says how many there were
+TOKENS_PER_WORD = 1.3  # estimate for English prose; the server reports the true number of tokens
 
 
 @dataclass(frozen=True)
 class ServedResult:
-    """Medians over `decode_runs`. `decode_tok_s` counts the tokens behind the first, from the first piece that arrived
-    to the last; `ttft_s` is from the request to the first piece."""
+    """Medians over `decode_runs`. `decode_tok_s` counts the tokens after the first, from the arrival of the first piece
+    to that of the last; `ttft_s` is from the request to the first piece."""
 
     model: str
     device: str
@@ -44,8 +44,8 @@ def run(
     *,
     wait: bool = True,
 ) -> ServedResult:
-    """Asks for `n_gen` tokens behind about `n_prompt`, `repeats` times after one warm-up, each time another text. Holds
-    the machine's benchmark lock. Raises TinychatError."""
+    """Requests `n_gen` tokens after a prompt of about `n_prompt` tokens, `repeats` times after one warm-up, each time
+    with another text. Holds the machine's benchmark lock. Raises TinychatError."""
     report = report or (lambda text, fraction: None)
     with machine_lock(report, None, wait=wait):
         runs = []

@@ -14,16 +14,16 @@ from tinychat.engine.engine import Engine
 from tinychat.errors import TinychatError, printable
 from tinychat.kernels.sampling import Sampling
 
-QUESTION = "What is the capital of France?"  # to a model without verified answers
-LENGTH = 24  # tokens of such an answer
+QUESTION = "What is the capital of France?"  # for a model without verified answers
+LENGTH = 24  # tokens generated for QUESTION
 CUT = 60  # characters of a right answer that the table shows
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Greedy answers: question -> the ids up to the end of the answer, each in a fresh conversation without thinking.
+    """Greedy answers: question -> the ids up to the end of the answer, each in a new conversation without thinking.
 
-    Goes into EXPECTED only when it was computed by something other than the executor it tests; `by` says what.
+    An entry of EXPECTED has to be computed by another program than the executor that it tests; `by` names the program.
     """
 
     model: str
@@ -89,9 +89,9 @@ Result = Literal["passed", "failed", "unverified"]
 
 @dataclass(frozen=True)
 class Smoke:
-    """A model's answer to one question. "unverified": it answered, and nothing says what would have been right.
+    """A model's answer to one question. "unverified": there is no expected answer to compare with.
 
-    Times in seconds. A model that answered nothing has one with neither question nor tokens.
+    Times in seconds. The result of a model that gave no answer has neither question nor tokens.
     """
 
     model: str
@@ -111,8 +111,7 @@ class Smoke:
 
 
 def check(load: Callable[[], Engine], model: str, report: Callable[[str, float], None] | None = None) -> list[Smoke]:
-    """Loads a model with `load`, asks it what it is expected to answer, closes it; stops at the
-    first error, which counts as failed."""
+    """Loads a model with `load`, asks its questions and closes it. Stops at the first error, which counts as failed."""
     report = report or (lambda text, fraction: None)
     report("loading", 0.0)
     try:
@@ -135,7 +134,7 @@ def check(load: Callable[[], Engine], model: str, report: Callable[[str, float],
 
 def _ask(engine: Engine, model: str, question: str, expected: Expected | None) -> Smoke:
     s, right = engine.stats, expected.answers[question] if expected else ()
-    engine.session.tokens = []  # nothing of the question before is reused, so that times can be compared
+    engine.session.tokens = []  # no cache rows of the last question are reused, so that times can be compared
     ids = engine.chat.render([{"role": "user", "content": question}], thinking=False)
     tokens = list(engine.generate(ids, Sampling(temperature=0.0), len(right) + 1 if expected else LENGTH))
     found = tuple(t.id for t in tokens if t.id is not None)
@@ -147,7 +146,7 @@ def _ask(engine: Engine, model: str, question: str, expected: Expected | None) -
 
 
 def _difference(right: Sequence[int], found: Sequence[int], stop_reason: str) -> str:
-    """What is wrong with an answer, "" where nothing is."""
+    """The first difference between an answer and the expected tokens, in words; "" if there is none."""
     for i, token in enumerate(right):
         if i >= len(found):
             return f"the answer ends after {i} tokens ({stop_reason}); expected {len(right)}"
@@ -159,7 +158,8 @@ def _difference(right: Sequence[int], found: Sequence[int], stop_reason: str) ->
 
 
 def table(results: Sequence[Smoke]) -> Table:
-    """Results for a terminal; what is true of all answers of a model stands beside its first. Right answers are cut."""
+    """Results as a table for a terminal. Figures of a model stand in the row of its first answer; right answers are cut
+    to CUT characters."""
     out = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     for i, column in enumerate(("model", "load s", "result", "TTFT s", "tok/s", "answer")):
         out.add_column(column, justify="right" if i in (1, 3, 4) else "left", overflow="fold", no_wrap=i < 5)

@@ -11,14 +11,15 @@ from tinychat.errors import printable
 from tinychat.measure.results import ModelResult, PartResult
 from tinychat.units import short_time
 
-_WORDS = ("date", "model", "quant", "device")  # to the left; numbers to the right
+_WORDS = ("date", "model", "quant", "device")  # columns aligned left; numbers are aligned right
 COLUMNS = (*_WORDS, "prompt+gen", "prefill tok/s", "decode tok/s", "TTFT s", "GB/s", "limit", "version")
 
 
 def row(r: ModelResult) -> tuple[str, ...]:
     """One result as the texts of COLUMNS; safe for a terminal."""
     spread = f" ±{r.spread:.0%}" if len(r.decode_runs) > 1 else ""
-    words = r.date[:16].replace("T", " "), r.model, r.quant, r.device
+    more = f" · speculate {r.speculate}: {r.tokens_per_step:.2f} tokens a step" if r.speculate != "off" else ""
+    words = r.date[:16].replace("T", " "), r.model, r.quant, r.device + more
     numbers = f"{r.prefill_tok_s:,.1f}", f"{r.decode_tok_s:,.1f}{spread}", f"{r.ttft_s:.2f}", f"{r.gb_s:,.1f}"
     cells = *words, f"{r.n_prompt}+{r.n_gen}", *numbers, _limit(r), r.versions.get("tinychat", "?")
     return tuple(printable(cell, newlines=False) for cell in cells)
@@ -36,7 +37,7 @@ def markdown_table(results: Sequence[ModelResult]) -> str:
 
 
 def model_table(results: Iterable[ModelResult]) -> RenderableType:
-    """Results of models for a terminal of 80 columns, by what they were measured with."""
+    """Results of models for a terminal of 80 columns, grouped by the conditions of the measurement."""
     rows = []
     for r in results:
         cells = dict(zip(COLUMNS, row(r)))
@@ -48,7 +49,7 @@ def model_table(results: Iterable[ModelResult]) -> RenderableType:
 
 
 def part_table(results: Iterable[PartResult]) -> RenderableType:
-    """Results of kernels and layers for a terminal of 80 columns, by what they were measured with."""
+    """Results of kernels and layers for a terminal of 80 columns, grouped by the conditions of the measurement."""
     rows = []
     for r in results:
         title = " · ".join(filter(None, (r.model, r.device, f"tinychat {r.versions.get('tinychat', '?')}")))

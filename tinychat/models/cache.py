@@ -3,7 +3,7 @@
 downloads/<md5 of the URL>         the file; it gets this name only when it is complete and verified
 downloads/<md5 of the URL>.part    what has arrived so far
 downloads/<md5 of the URL>.json    Notes: URL, size, validator, SHA-256
-downloads/<md5 of the URL>.lock    held (flock) while somebody writes any of these
+downloads/<md5 of the URL>.lock    held (flock) by the process that writes any of these
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ def key_of(source: str) -> str:
 
 
 def path_of(model: Model) -> Path | None:
-    """Where the file of `model` is, or None when it is not here, or not complete."""
+    """The path of the file of `model`, or None when it is missing or incomplete."""
     if model.path:
         return model.path
     return next((path for s in model.sources if (path := downloads_dir() / key_of(s)).is_file()), None)
 
 
 def pull(model: Model, progress: OnDownload | None = None, stop: Event | None = None) -> Path:
-    """Downloads `model` unless it is here already, and returns its path. Its sources are tried in turn.
+    """Downloads `model` unless the cache has it, and returns its path. Its sources are tried in turn.
 
     A second process that wants the same file waits for the first one and then uses its file.
     Raises TinychatError, or Stopped when `stop` is set: the partial file is kept, and the next pull resumes.
@@ -153,8 +153,8 @@ def add(
     """Puts `file` into the cache as the file of `model` (a registry entry, or `resolve` of a URL) and returns its
     place.
 
-    'link' shares the disk blocks (a copy-on-write clone, or else a hard link). Raises TinychatError when that is
-    impossible, when the file is damaged, or when it is another one than the registry knows under that name.
+    'link' shares the disk blocks (a copy-on-write clone, or else a hard link). Raises TinychatError when no link can be
+    made, when the file is damaged, or when its SHA-256 is not the registry's.
     """
     if not model.sources:
         raise TinychatError(
@@ -202,7 +202,7 @@ def add(
 
 
 def _place(file: Path, to: Path, size: int, mode: str, progress: OnDownload | None, stop: Event | None) -> None:
-    if mode != "copy":  # a moved file loses its old name at the very end: until then it has both
+    if mode != "copy":  # a moved file has both names until the end, when the old one is removed
         try:
             return os.link(file, to) if mode == "move" else _share(file, to)
         except OSError as e:
@@ -233,7 +233,7 @@ def _share(file: Path, to: Path) -> None:
 def entries(extra: Iterable[Model] = ()) -> list[Entry]:
     """Every model file in the cache, complete and partial, by name. `extra` names the user's own models.
 
-    Other things that tinygrad keeps in the same folder are not listed, and never touched.
+    Other files that tinygrad keeps in the same folder are neither listed nor changed.
     """
     known = {key_of(s): m for m in (*MODELS, *extra) for s in m.sources}
     found = []
@@ -254,13 +254,13 @@ def entries(extra: Iterable[Model] = ()) -> list[Entry]:
 
 
 def find(model: Model) -> list[Entry]:
-    """What the cache holds of `model`: its file, its partial file, or nothing."""
+    """The cache's entries of `model`: its file, its partial file, or none."""
     keys = {key_of(s) for s in model.sources}
     return [e for e in entries([model]) if e.key in keys]
 
 
 def verify(entry: Entry, progress: OnDownload | None = None, stop: Event | None = None) -> str:
-    """Reads all of the file and says what that proved. Raises TinychatError for one that is damaged."""
+    """Reads the whole file and returns, in words, what was verified. Raises TinychatError for a damaged file."""
     notes = Notes.load(entry.path.with_name(f"{entry.key}.json"))
     way_out = f"`tinychat cache rm {entry.model.name if entry.model else entry.key}` and download it again"
     GGUF.open(entry.path)
@@ -285,7 +285,7 @@ def remove(entry: Entry) -> None:
 def prune() -> list[tuple[Path, int]]:
     """Deletes the remains of unfinished downloads, and notes without a file. Returns paths and sizes in bytes.
 
-    Complete files stay, and so does what another process is writing.
+    Complete files and those that another process is writing stay.
     """
     gone: list[tuple[Path, int]] = []
     folder = downloads_dir()
@@ -316,7 +316,7 @@ def _lock(folder: Path, key: str, wait: Callable[[], None] | None = None) -> Ite
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         with contextlib.suppress(BlockingIOError, FileNotFoundError):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(fd), path.stat()):  # else its last holder has deleted this one just now
+            if os.path.samestat(os.fstat(fd), path.stat()):  # else its last holder has deleted it
                 break
         os.close(fd)
         if wait is None:

@@ -1,7 +1,7 @@
-"""Downloads one file over HTTP: the result is the expected file, or an error of one line.
+"""Downloads one file over HTTP. The result is the expected file, or an error of one line.
 
-`fetch` writes into a partial file beside its notes (`Notes`, a small JSON file) and can be killed at any byte: the next
-call resumes it if the server proves that the file is still the same, and starts over if it does not.
+`fetch` writes a partial file and, beside it, a small JSON file (`Notes`), and can be killed at any byte. The next call
+resumes the download if the server proves that the file has not changed, and starts over otherwise.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from tinychat.models.hosts import authorization, host_of, mirrored, shown
 if TYPE_CHECKING:
     import httpx  # imported where it is used: it takes 0.1 s
 
-# done bytes, total bytes if known, bytes per second, what is going on
+# bytes done, total bytes if known, bytes per second, what the download is doing, in words
 OnDownload = Callable[[int, int | None, float, str], None]
 
 RETRIES = 6  # in a row, without one new byte
 BACKOFF = 1.0  # seconds, doubled each time
-PATIENCE = 300.0  # a server that asks for a longer wait than this is reported, not waited for
+PATIENCE = 300.0  # seconds; a server that asks for a longer wait is an error
 TIMEOUT = 30.0  # seconds without a byte
 _TRY_LATER = {408, 425, 429, 500, 502, 503, 504}
 
@@ -49,7 +49,7 @@ class Stopped(TinychatError):
 
 
 class _Retry(Exception):
-    """This attempt failed in a way that another may not. `after`: seconds the server asks for."""
+    """This attempt failed, and another may succeed. `after`: seconds that the server asks to wait."""
 
     def __init__(self, why: str, after: float | None = None) -> None:
         super().__init__(why)
@@ -58,7 +58,7 @@ class _Retry(Exception):
 
 @dataclass
 class Notes:
-    """What is known about a file in the cache: kept as `<key>.json` beside it, from the first byte on."""
+    """What is known about a file in the cache: stored as `<key>.json` beside it, from the first byte on."""
 
     url: str
     size: int | None = None  # bytes of the complete file
@@ -101,7 +101,7 @@ class Meter:
 
 
 def hash_file(path: Path, stage: str, progress: OnDownload | None = None, stop: Event | None = None) -> hashlib._Hash:
-    """The SHA-256 object after all bytes of `path`. Raises Stopped."""
+    """A SHA-256 object that has read all bytes of `path`. Raises Stopped."""
     digest, done, size = hashlib.sha256(), 0, path.stat().st_size
     meter = Meter(progress, stage, size)
     with open(path, "rb") as f:
@@ -125,7 +125,7 @@ def check_space(folder: Path, needed: int) -> None:
 
 @contextlib.contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
-    """Turns what a file system says (full, read-only, no permission) into one line."""
+    """Turns an OSError of the file system (full, read-only, no permission) into a TinychatError of one line."""
     try:
         yield
     except OSError as e:
@@ -148,11 +148,11 @@ def fetch(
     progress: OnDownload | None = None,
     stop: Event | None = None,
 ) -> Notes:
-    """Brings the file `url` to `part`, flushed to the disk and verified; returns what is known about it.
+    """Downloads the file `url` to `part`, flushed to the disk and verified; returns what is known about it.
 
-    `sha256` is what it must be, where known; otherwise what the host states counts; the server says the size, so `size`
-    is not used. `check` raises TinychatError for a
-    file that is not what it should be. Raises TinychatError, or Stopped with everything kept for the next call.
+    `sha256`: the expected digest; without it, the one that the host states. `size` is not used: the server states it.
+    `check(path)` raises TinychatError for a file that is not the expected kind. Raises TinychatError, or Stopped; the
+    partial file is then kept for the next call.
     """
     refuse_split(url)
     with disk_errors(part.parent):
@@ -160,7 +160,7 @@ def fetch(
 
 
 class _Download:
-    """One file over HTTP, in as many requests as it takes."""
+    """The download of one file, in one or more requests."""
 
     def __init__(
         self,
@@ -230,7 +230,8 @@ class _Download:
         self.notes, self.done, self.resumed, self.digest = Notes(self.url), 0, False, hashlib.sha256()
 
     def attempt(self, http: httpx.Client) -> None:
-        """One request, from where we are. Returns when the server has no more bytes. Raises _Retry or TinychatError."""
+        """One request for the bytes after `done`. Returns at the end of the response. Raises _Retry or
+        TinychatError."""
         import httpx
 
         headers = {"Range": f"bytes={self.done}-"} if self.done else {}
@@ -246,9 +247,9 @@ class _Download:
                 if self.accept(response):
                     self.receive(response)
         except httpx.UnsupportedProtocol:
-            raise  # not a matter of trying again
+            raise  # another attempt would fail as well
         except (httpx.ConnectError, httpx.ConnectTimeout) as e:
-            if not self.done:  # no network, or no such host: waiting will not help
+            if not self.done:  # probably no network or no such host: report it at once
                 host = host_of(self.url)
                 mirror = f", or set {host.mirror} to a mirror of {host.name}" if host and host.mirror else ""
                 raise TinychatError(
@@ -263,7 +264,7 @@ class _Download:
             raise _Retry("the connection broke before the end of the file") from None
 
     def accept(self, r: httpx.Response) -> bool:
-        """Decides what this response is to the bytes we have. False: nothing is missing. Raises _Retry or
+        """Decides how this response continues the partial file. False: the file is complete. Raises _Retry or
         TinychatError."""
         if r.status_code in _TRY_LATER:
             raise _Retry(f"the server answers {r.status_code} {printable(r.reason_phrase)}", _retry_after(r))
@@ -322,7 +323,7 @@ class _Download:
                         self.discard()
                         raise TinychatError(f"{self.where}: not a GGUF file (it begins with {head!r})")
                 view = memoryview(block)
-                while view:  # a nearly full disk takes a block in pieces
+                while view:  # on a nearly full disk a write may be partial
                     n = f.write(view)
                     self.digest.update(view[:n])
                     self.done += n
@@ -333,8 +334,8 @@ class _Download:
             raise _Retry("the connection broke before the end of the file")
 
     def finish(self) -> Notes:
-        """Flushes and verifies. A bad file made of several responses is fetched once more in one; a bad one in one is
-        refused."""
+        """Flushes and verifies the file. A bad file that was put together from several responses is fetched once more
+        in one request; a bad file of one response is an error."""
         self.meter("verifying")
         try:
             if self.notes.size is not None and self.done != self.notes.size:
@@ -399,7 +400,7 @@ def remote_header(url: str) -> Iterator[Path]:
         path = Path(folder) / "header.gguf"
         with disk_errors(Path(folder)):
             _fetch_header(url, path)
-        yield path  # outside of disk_errors: what the caller writes is not our disk
+        yield path  # outside of disk_errors: the caller's own OSErrors are not of this file
 
 
 def _fetch_header(url: str, path: Path) -> None:
@@ -413,7 +414,7 @@ def _fetch_header(url: str, path: Path) -> None:
                 with http.stream("GET", mirrored(url), headers=headers) as r:
                     if r.status_code not in (200, 206):
                         raise TinychatError(f"{name}: {_refusal(r, url)}")
-                    have = have if r.status_code == 206 else 0  # a server without Range: read its beginning and hang up
+                    have = have if r.status_code == 206 else 0  # 200: the server sends all from byte 0
                     size = _told(r, url).size or want
                     with open(path, "r+b" if path.exists() else "wb") as f:
                         f.seek(have)
@@ -428,15 +429,15 @@ def _fetch_header(url: str, path: Path) -> None:
                 header = GGUF.open(path)
                 if min((t.offset for t in header.tensors.values()), default=0) <= have:
                     return
-            except TinychatError as e:  # perhaps zeros of the hole were read as header: fetch more
+            except TinychatError as e:  # the header may reach into the hole, whose bytes read as zeros: fetch more
                 if have < 4 or have >= size or "not a GGUF" in str(e):
                     raise TinychatError(str(e).replace(str(path), name)) from None
     raise TinychatError(f"{name}: its header does not end within {decimal(want)}")
 
 
 def _told(r: httpx.Response, url: str) -> Notes:
-    """What the response says about the complete file. The hub states a file's SHA-256 and size on its way to the
-    storage."""
+    """What the response says about the complete file. The hub states SHA-256 and size in the response that redirects to
+    its storage."""
     total = re.fullmatch(r"bytes \d+-\d+/(\d+)", r.headers.get("Content-Range", ""))
     length = r.headers.get("Content-Length", "")
     size = int(total[1]) if total else int(length) if r.status_code == 200 and length.isdecimal() else None

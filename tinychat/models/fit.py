@@ -1,4 +1,4 @@
-"""Whether a model fits into this machine's memory, by what its header says."""
+"""Whether a model fits into this machine's memory, by what its header says, and how fast the memory lets it be."""
 
 from __future__ import annotations
 
@@ -10,7 +10,21 @@ from tinychat.errors import TinychatError
 from tinychat.models.registry import Model
 from tinychat.models.sources import scheme_of
 
-__all__ = ["Fit", "available_memory", "fit", "sizes_of"]
+__all__ = ["Fit", "available_memory", "fit", "memory_gb_s", "predicted_tok_s", "sizes_of"]
+
+
+def memory_gb_s(threads: int | None) -> float:
+    """GB/s at which models are read here (memory_limit.usual); 0.0 where that cannot be told."""
+    from tinychat.engine.memory_limit import usual  # not at import time: the start of the chat would wait for it
+
+    return usual(threads)
+
+
+def predicted_tok_s(model: Model, weight_bytes: int, gb_s: float) -> float:
+    """Tokens per second when every token reads its active weights once at `gb_s`; 0.0 where something is not
+    known."""
+    share = model.active_parameters / model.parameters if model.parameters and model.active_parameters else 1.0
+    return gb_s * 1e9 / (weight_bytes * min(share, 1.0)) if weight_bytes else 0.0
 
 
 def sizes_of(model: Model, path: Path | None) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """What is known about the sites that files come from. Another site is another entry of HOSTS.
 
-How a source is fetched (over HTTP, out of a wheel) is said by its scheme: see sources.py.
+The scheme of a source says how it is fetched (over HTTP, out of a wheel): see sources.py.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Host:
     url: str  # scheme and host
     name: str  # in messages
     mirror: str = ""  # a URL that serves the same paths
-    token: str = ""  # sent to this site (or its mirror) and to nobody else
+    token: str = ""  # sent to this site (or its mirror) only
     page: tuple[str, str] | None = None  # (pattern, replacement): path of a file's web page -> path of the file
-    digest: str = ""  # response header that states the file's SHA-256, on the way to the storage
+    digest: str = ""  # header with the file's SHA-256, in the response that redirects to the storage
 
     def file(self, repo: str, name: str) -> str:
         """URL of a file in a repository."""
@@ -46,9 +46,9 @@ def host_of(url: str) -> Host | None:
 
 
 def canonical_url(url: str) -> str:
-    """`url` without blanks around it; the web page of a file (`/blob/` on the hub) becomes the file itself.
+    """`url` without blanks around it; the URL of a file's web page (`/blob/` on the hub) becomes that of the file.
 
-    Raises TinychatError for what is no URL."""
+    Raises TinychatError when `url` is not a URL."""
     try:
         parts = urlsplit(url.strip())
         url.encode()  # lone surrogates
@@ -61,7 +61,7 @@ def canonical_url(url: str) -> str:
 
 
 def mirrored(url: str) -> str:
-    """`url` on the mirror that the environment names for its site, if any. The cache goes by the site's own URL."""
+    """`url` on the mirror that the environment names for its site, if any. The cache's keys use the site's own URL."""
     host = host_of(url)
     mirror = os.environ.get(host.mirror, "").rstrip("/") if host and host.mirror else ""
     return mirror + url.removeprefix(host.url) if host and mirror else url
@@ -75,12 +75,12 @@ def authorization(url: str) -> dict[str, str]:
 
 
 def shown(source: str) -> str:
-    """A source for people: a URL without user, password, query and fragment, and nothing that a terminal would obey."""
+    """A source for display: a URL without user, password, query, fragment and control characters."""
     try:
         parts = urlsplit(source)
         if parts.netloc:
             port = f":{parts.port}" if parts.port else ""
             source = f"{parts.scheme}://{parts.hostname or ''}{port}{parts.path}"
-    except ValueError:  # no URL: "http://[bad"
+    except ValueError:  # not a URL: "http://[bad"
         source = source.rpartition("@")[2].partition("?")[0]
     return printable(source, newlines=False)

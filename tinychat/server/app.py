@@ -24,6 +24,8 @@ from tinychat.server.body import HungUp, read_object
 from tinychat.server.queue import Queue
 from tinychat.server.refusal import Refused, invalid
 from tinychat.server.security import Guard, Policy
+from tinychat.server.web import Web
+from tinychat.server.web import routes as web_routes
 
 SEND_SECONDS = 60.0  # that a client may take to read what was sent to it
 
@@ -258,8 +260,8 @@ def _client(scope: Scope) -> str:
     return scope["client"][0] if scope.get("client") else ""
 
 
-def create_app(house: House, policy: Policy, queue_size: int) -> ASGIApp:
-    """The application. The caller opens and closes the backend."""
+def create_app(house: House, policy: Policy, queue_size: int, web: Web | None = None) -> ASGIApp:
+    """The application, with the chat in a browser where `web` is given. The caller opens and closes the backend."""
     house = replace(house, started=house.started or int(time.time()))
     office = Office(house, Queue(queue_size))
 
@@ -296,6 +298,7 @@ def create_app(house: House, policy: Policy, queue_size: int) -> ASGIApp:
         *posts(Asking(office, native.tokenize), "/tokenize"),
         *posts(Asking(office, native.detokenize), "/detokenize"),
         *posts(Asking(office, native.apply_template, turn=True), "/apply-template"),
+        *(web_routes(web) if web is not None else []),
     ]
 
     async def failed(request: HTTPRequest, error: Exception) -> Response:

@@ -17,6 +17,7 @@ HEADER_SECONDS = 10.0
 HEADER_BYTES = 64 << 10  # that may wait for their end; what is complete is checked by the guard
 IDLE_SECONDS = 30.0  # between two requests of one connection
 CONNECTIONS = 256
+WS_BYTES = 1 << 20
 
 
 class Protocol(H11Protocol):
@@ -68,13 +69,14 @@ def bind(host: str, port: int) -> socket.socket:
         raise TinychatError(f"cannot listen on {host} port {port}: {(e.strerror or str(e)).lower()}") from None
 
 
-def make_server(app: ASGIApp) -> uvicorn.Server:
+def make_server(app: ASGIApp, websockets: bool = False) -> uvicorn.Server:
     """A server for `app`: `run(sockets=[bind(...)])` serves until SIGINT or SIGTERM, or `should_exit` is set."""
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     config = uvicorn.Config(
         app,
         http=Protocol,
-        ws="none",
+        ws="websockets-sansio" if websockets else "none",
+        ws_max_size=WS_BYTES,
         log_config=None,
         access_log=False,
         server_header=False,

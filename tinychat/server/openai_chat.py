@@ -152,7 +152,7 @@ class Extras:
         parts = piece.parts if isinstance(piece, Joined) else (piece,)
         details: dict[str, Any] = {
             "kind": piece.kind,
-            "pieces": [(p.text, [(t.id, t.text, t.logprob, t.top) for t in p.tokens]) for p in parts],
+            "pieces": [(p.text, [(t.id, t.text, t.logprob, t.top, t.source) for t in p.tokens]) for p in parts],
         }
         now = time.monotonic()
         if now - self.told >= STATS_S and (stats := house.backend.snapshot()):

@@ -15,6 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tinychat.server.refusal import Refused
 
 OPEN_PATHS = frozenset({"/health", "/v1/health"})  # need no key: they tell nothing but that the server is there
+# These ask for the key themselves: a browser has shown it once, and then sends a cookie.
+WEB_PATHS = frozenset({"/", "/chat/key", "/chat/ws", "/chat/xterm.css", "/chat/textual.js", "/chat/font.ttf"})
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 << 10
 
@@ -41,7 +43,7 @@ class Guard:
         self._hosts = {"localhost", socket.gethostname().lower(), *(h.lower() for h in policy.hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         origin = headers.get("origin")
@@ -50,8 +52,10 @@ class Guard:
         try:
             self._check(scope, headers)
         except Refused as e:
+            if scope["type"] == "websocket":  # before it is accepted: the client sees status 403
+                return await send({"type": "websocket.close", "code": 1008})
             return await self._refuse(e, scope, receive, send)
-        if scope["method"] == "OPTIONS" and origin in self._policy.origins:
+        if scope["type"] == "http" and scope["method"] == "OPTIONS" and origin in self._policy.origins:
             await send({"type": "http.response.start", "status": 204, "headers": []})
             return await send({"type": "http.response.body", "body": b""})
         await self._app(scope, receive, send)
@@ -66,9 +70,11 @@ class Guard:
         if origin is not None:
             if origin not in self._policy.origins and not _same(origin, host):
                 raise Refused("forbidden", "the Origin may not use this server; `--allow-origin URL` adds one")
+        elif scope["type"] == "websocket":
+            raise Refused("forbidden", "a websocket needs an Origin")
         elif headers.get("sec-fetch-site") in ("cross-site", "same-site"):
             raise Refused("forbidden", "web pages of other sites may not use this server")
-        if self._key is None or scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
+        if self._key is None or scope["path"] in OPEN_PATHS | WEB_PATHS or scope.get("method") == "OPTIONS":
             return
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")

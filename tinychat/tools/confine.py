@@ -1,9 +1,9 @@
-"""Runs one command that can write in one folder only and has no network; a program of its own, without imports from
-tinychat.
+"""Runs one command without network and with write access to one folder only. A program of its own, without imports
+from tinychat.
 
-Linux: namespaces (user, network, process, mount) cut the network off and end every process that the command leaves
-behind; Landlock (landlock(7)) lets it write below the given folders and read these and the system's. What the kernel
-refuses is not there, and `confinement` says so before anything runs.
+Linux: namespaces (user, network, process, mount) remove the network and end every process that the command leaves
+behind; Landlock (landlock(7)) allows writing below the given folders and reading these and the system's. A kernel may
+lack either; `shell.confinement` tells which are available before a command runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import struct
 import sys
 from typing import NoReturn
 
-CANNOT = 120  # exit code: what was promised cannot be kept, and nothing was run
+CANNOT = 120  # exit code: the confinement failed, and the command was not run
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc", "/opt", "/proc", "/sys", "/nix", "/dev")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
@@ -47,7 +47,7 @@ def main(job: str) -> NoReturn:
 
 
 def _isolate() -> bool:
-    """Namespaces of its own: no network but its own loopback, no processes but its own, an empty /run."""
+    """Enters new namespaces: only a loopback interface, no processes of others, an empty /run."""
     if not sys.platform.startswith("linux"):
         return False
     libc, uid, gid = ctypes.CDLL(None, use_errno=True), os.getuid(), os.getgid()
@@ -57,18 +57,18 @@ def _isolate() -> bool:
         for file, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
             with open(f"/proc/self/{file}", "w") as f:
                 f.write(text)
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:  # lo up: tests of servers want it
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:  # brings up lo, which tests of servers need
             fcntl.ioctl(s, 0x8914, struct.pack("16sH14x", b"lo", 1))
     except OSError:
         pass
     private, tmpfs = 0x44000, 0xE  # MS_REC | MS_PRIVATE; MS_NOSUID | MS_NODEV | MS_NOEXEC
     if libc.mount(None, b"/", None, private, None) == 0:
-        libc.mount(b"none", b"/run", b"tmpfs", tmpfs, None)  # sockets of services: Docker's is as good as root
+        libc.mount(b"none", b"/run", b"tmpfs", tmpfs, None)  # hides sockets of services; Docker's gives root access
     return True
 
 
 def _become_first() -> None:
-    """Goes on as a child of the first process of the new process namespace, whose end is the end of all in it."""
+    """Continues as a child of the new process namespace's first process, whose end ends all processes in it."""
     libc = ctypes.CDLL(None)
     for _ in range(2):
         if child := os.fork():
@@ -87,7 +87,7 @@ def _version() -> int:
 
 
 def _restrict(writable: list[str], readable: list[str]) -> bool:
-    """No access to files but these, for this process and all that it starts."""
+    """Limits this process and its children to these folders. Returns whether the kernel did so."""
     libc, version = ctypes.CDLL(None, use_errno=True), _version()
     every = (1 << max(n for v, n in _ACCESS.items() if v <= version)) - 1
     scoped = struct.pack("QQQ", every, 0, 3)  # no abstract sockets of others, no signals to others

@@ -13,8 +13,8 @@ from tinychat.tools import search
 from tinychat.tools.folder import Folder, Missing
 from tinychat.tools.protocol import Context, Question, Stopped, Tool
 
-LINES = 400  # that read_file gives when no number is asked for
-FOUND = 500  # paths or lines that glob and grep give at most
+LINES = 400  # lines that read_file returns when the call names no number
+FOUND = 500  # most paths or lines that glob and grep return
 MAX_EDIT = 1024 * 1024  # bytes of a file that is written or edited
 _PATH = {"type": "string", "description": "path relative to the folder"}
 
@@ -95,7 +95,7 @@ def reading(folder: Folder) -> tuple[Tool, ...]:
 
 
 def writing(folder: Folder) -> tuple[Tool, ...]:
-    """The tools that change files. Each asks first and shows the difference that it would make."""
+    """The tools that change files. Each asks first and shows the change as a diff."""
 
     def put(context: Context, tool: str, name: str, old: bytes | None, new: bytes) -> str:
         if len(new) > MAX_EDIT:
@@ -165,7 +165,7 @@ def matches(path: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
     component matches a name in any directory."""
     if len(pattern) == 1 and pattern != ("**",):
         return fnmatch.fnmatchcase(path[-1], pattern[0])
-    reached = {0}  # how much of the pattern the path so far may have used
+    reached = {0}  # numbers of pattern components that the components so far can match
     for part in path:
         after = set[int]()
         for at in _past_stars(reached, pattern):
@@ -178,7 +178,7 @@ def matches(path: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
 
 
 def difference(name: str, old: bytes | None, new: bytes) -> str:
-    """A unified diff; one that says so where a last line has no line break."""
+    """A unified diff of `old` and `new`; it marks a last line without a line break."""
     before = lines_of(old.decode()) if old is not None else []
     after = lines_of(new.decode())
     shown = printable(name, newlines=False)
@@ -188,7 +188,7 @@ def difference(name: str, old: bytes | None, new: bytes) -> str:
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines with their line breaks, which are \\n alone, as in every editor."""
+    """The lines with their line breaks; only \\n breaks a line."""
     return io.StringIO(text, newline="\n").readlines()
 
 
@@ -198,7 +198,7 @@ def _ask_to_read(folder: Folder, context: Context) -> None:
 
 
 def _past_stars(reached: set[int], pattern: tuple[str, ...]) -> set[int]:
-    """Also the places behind a ** that stands for nothing."""
+    """`reached`, and the places after each ** there, which may match no component."""
     out = set(reached)
     for at in reached:
         while at < len(pattern) and pattern[at] == "**":

@@ -1,7 +1,7 @@
-"""A folder that nothing leaves: every path in it is opened component by component, and no symbolic link is followed.
+"""Access to the files of one folder only: paths are opened component by component, and symbolic links are not followed.
 
-Each open is relative to a descriptor of the folder above it (openat), so that a component which is replaced by a link
-between two steps is refused by the kernel (O_NOFOLLOW) and not by a check that came before.
+Each open is relative to a descriptor of the parent folder (openat). The kernel refuses a link (O_NOFOLLOW), also one
+that replaced a component between two steps; a check before the open could not.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from pathlib import Path
 
 from tinychat.errors import TinychatError, printable
 
-MAX_BYTES = 8 * 1024 * 1024  # of a file that is read
+MAX_BYTES = 8 * 1024 * 1024  # largest file that is read
 _FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 _FILE = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 class Missing(TinychatError):
-    """There is no such file."""
+    """The file does not exist."""
 
 
 class Folder:
-    """`path` is what the user named, resolved once; its descriptor stays open until `close`."""
+    """The folder at `path`, which is resolved once; its descriptor stays open until `close`."""
 
     def __init__(self, path: Path, fd: int | None = None) -> None:
-        """Raises TinychatError when `path` is no folder. `fd`: a descriptor of it that is open already."""
+        """`fd`: an open descriptor of the folder, if there is one. Raises TinychatError when `path` is not a folder."""
         if os.open not in os.supports_dir_fd:
             raise TinychatError("tools need a system that opens files relative to a folder (Linux, macOS)")
         self.path = Path(os.path.realpath(path))
@@ -43,8 +43,8 @@ class Folder:
         os.close(self.fd)
 
     def parts(self, name: str) -> tuple[str, ...]:
-        """The components of `name`, relative to the folder; an absolute path inside it is taken too. Raises
-        TinychatError for a path that leads out."""
+        """The components of `name` relative to the folder. `name` may be an absolute path inside the folder. Raises
+        TinychatError for a path outside it."""
         try:
             if b"\0" in os.fsencode(name):
                 raise ValueError
@@ -78,14 +78,14 @@ class Folder:
             os.close(fd)
 
     def read(self, name: str, most: int = MAX_BYTES) -> bytes:
-        """The content of a regular file of at most `most` bytes. Raises TinychatError; Missing where there is none."""
+        """The content of a regular file of at most `most` bytes. Raises TinychatError; Missing if it does not exist."""
         parts = self.parts(name)
         with self._said(name), self.directory(parts[:-1]) as above:
             return _content(above, parts[-1] if parts else ".", name, most)[0]
 
     def replace(self, name: str, data: bytes, shown: bytes | None) -> None:
-        """Writes `data` to file `name` as a whole, if it still holds `shown` (None: if it does not exist); missing
-        directories are made. Raises TinychatError."""
+        """Replaces file `name` by `data` if its content is still `shown` (None: if it does not exist); creates missing
+        directories. Raises TinychatError."""
         parts = self.parts(name)
         if not parts:
             raise TinychatError("a path is needed")
@@ -110,15 +110,15 @@ class Folder:
                 raise
 
     def entries(self, name: str) -> list[tuple[str, str, int]]:
-        """(name, kind, bytes) of what is in directory `name`; kind is folder, file, link or other. Raises
+        """(name, kind, bytes) of each entry of directory `name`; kind is folder, file, link or other. Raises
         TinychatError."""
         with self._said(name), self.directory(self.parts(name)) as fd:
             return _entries(fd)
 
     def walk(self, name: str = "") -> Iterator[tuple[str, str]]:
-        """(path, kind) of everything below directory `name`, in order, a directory before what is in it. Hidden
-        directories are named and not entered. A directory that cannot be read is skipped. Raises TinychatError for
-        `name` itself."""
+        """(path, kind) of everything below directory `name`, sorted, a directory before its entries. Hidden directories
+        are listed and not entered. A directory that cannot be read is skipped. Raises TinychatError when `name` itself
+        cannot be read."""
         waiting = [self.parts(name)]
         with self._said(name), self.directory(waiting[0]):
             pass
@@ -138,7 +138,7 @@ class Folder:
 
     @contextlib.contextmanager
     def _said(self, name: str) -> Iterator[None]:
-        """OSErrors as one line for the model and the user."""
+        """Turns an OSError into a TinychatError of one line, for the model and the user."""
         try:
             yield
         except FileNotFoundError:
@@ -171,7 +171,7 @@ def _entries(fd: int) -> list[tuple[str, str, int]]:
 
 
 def _content(above: int, entry: str, name: str, most: int) -> tuple[bytes, int]:
-    """What file `entry` of the directory `above` holds, and its mode. `name` is for errors."""
+    """Content and mode of file `entry` in the directory with descriptor `above`. `name`: the file's name in errors."""
     fd = os.open(entry, _FILE, dir_fd=above)
     try:
         mode = os.fstat(fd).st_mode

@@ -1,4 +1,4 @@
-"""What the user has allowed: for a folder, for a conversation, or for ever for one exact action."""
+"""The actions that the user has allowed: in a folder, in a conversation, or always for one exact action."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tinychat.tools.protocol import Answer, Question
 
 
 class Permissions:
-    """Any thread may ask. "always" is kept in `file` (None: only as long as this object); the rest ends with it."""
+    """The permissions given so far; thread-safe. Answers "always" are stored in `file` (None: in this object); all
+    others are lost with the object."""
 
     def __init__(self, file: Path | None = None) -> None:
         self._file, self._lock = file, threading.Lock()
@@ -24,7 +25,7 @@ class Permissions:
 
     @classmethod
     def of_user(cls) -> Permissions:
-        """Those in the user's data folder."""
+        """The permissions stored in the user's data folder."""
         return cls(Path(user_data_dir("tinychat", appauthor=False)) / "permissions.json")
 
     def allows(self, question: Question, conversation: str) -> bool:
@@ -35,7 +36,7 @@ class Permissions:
             return (conversation, question.scope) in self._conversations or question.exact in self._always
 
     def remember(self, question: Question, answer: Answer, conversation: str) -> None:
-        """Keeps what `answer` allows beyond this once. Raises TinychatError where "always" cannot be written."""
+        """Stores what `answer` allows for later calls. Raises TinychatError when "always" cannot be written."""
         with self._lock:
             if answer == "folder":
                 self._folders.add(question.exact)
@@ -46,7 +47,7 @@ class Permissions:
                 self._write()
 
     def _read(self) -> set[str]:
-        """A file that cannot be read allows nothing."""
+        """The stored actions; none where the file cannot be read."""
         try:
             found = json.loads(self._file.read_text(encoding="utf-8")) if self._file else []
         except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What a tool is: a name and a schema for the model, a function that runs, and the question that it asks first."""
+"""The interface of a tool: a name and a schema for the model, a function that runs, and the question to the user."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ State = Literal["done", "failed", "refused", "stopped"]
 
 @dataclass(frozen=True)
 class Question:
-    """What a tool asks the user before it acts. `detail` is exactly what will happen: the diff, the command, the
-    arguments. `exact` is the same for the same action and for no other; `scope` is what "for this conversation"
+    """What a tool asks the user before it acts. `detail` shows the action in full: the diff, the command, the
+    arguments. `exact` identifies the action: equal for equal actions only. `scope` is what "for this conversation"
     allows."""
 
     kind: Kind
@@ -28,12 +28,12 @@ class Question:
 
     @property
     def options(self) -> tuple[Answer, ...]:
-        """The answers that there are, the widest permission last but for "no"."""
+        """The possible answers, from the narrowest permission to the widest, then "no"."""
         return ("folder", "no") if self.kind == "read" else ("once", "conversation", "always", "no")
 
 
 class Refused(TinychatError):
-    """The user, or a place without one, said no."""
+    """The user refused the action, or there is no user to ask."""
 
 
 class Stopped(TinychatError):
@@ -42,8 +42,8 @@ class Stopped(TinychatError):
 
 @dataclass(frozen=True)
 class Context:
-    """What a running tool is given: `ask` returns when the user allows it and raises Refused otherwise; `cancel` is set
-    when the call shall end."""
+    """What a running tool is given. `ask` returns when the user allows the action and raises Refused otherwise;
+    `cancel` is set when the call has to end."""
 
     ask: Callable[[Question], None]
     cancel: threading.Event
@@ -51,8 +51,8 @@ class Context:
 
 @dataclass(frozen=True)
 class Tool:
-    """`schema` is the JSON schema of the arguments, an object. `run` gets arguments that have its required keys and
-    types; it returns what the model reads, and raises TinychatError for what the model should read as an error."""
+    """`schema` is the JSON schema of the arguments, an object. `run` gets arguments with the required keys and types
+    and returns the text for the model; the model reads the message of a TinychatError that `run` raises."""
 
     name: str
     description: str
@@ -61,14 +61,14 @@ class Tool:
 
     @property
     def definition(self) -> dict[str, Any]:
-        """As OpenAI writes it."""
+        """The tool in OpenAI's form."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.schema)}
         return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a call gave: the text for the model, and how it ended."""
+    """The result of a call: the text for the model, and how the call ended."""
 
     text: str
     state: State = "done"

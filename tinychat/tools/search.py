@@ -1,7 +1,7 @@
-"""Searching files for a regular expression, in a process of its own.
+"""Searches files for a regular expression, in a process of its own.
 
-Python's `re` may take for ever over a pattern that a model wrote, and holds the interpreter's lock while it does; a
-process can be ended.
+Matching a pattern that a model wrote may take unbounded time in Python's `re`, which holds the interpreter's lock
+meanwhile. A process can be ended; a thread cannot.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tinychat.tools.protocol import Stopped
 
 SECONDS = 20.0
 WIDTH = 300  # characters of a line that are shown
-MAX_FILE = 4 * 1024 * 1024  # larger ones are left out
-_LOOK = 0.05  # seconds between two looks at `cancel`
+MAX_FILE = 4 * 1024 * 1024  # bytes; larger files are not searched
+_LOOK = 0.05  # seconds between two checks of `cancel`
 _START = "import sys; sys.path.insert(0, sys.argv[1]); from tinychat.tools.search import main; main(sys.argv[2])"
 
 
@@ -59,7 +59,7 @@ def grep(folder: Folder, pattern: str, where: str, name: str, most: int, cancel:
 
 
 def main(job: str) -> None:
-    """The process: its lines of JSON text on stdout, or why there are none and exit code 1."""
+    """The entry point of the process. Writes the lines as JSON to stdout; or the error, with exit code 1."""
     path, fd, pattern, where, name, most = json.loads(job)
     try:
         _search(Folder(Path(path), fd), re.compile(pattern), where, name, most)
@@ -72,7 +72,7 @@ def _search(folder: Folder, pattern: re.Pattern[str], where: str, name: str, mos
     try:
         files = [path for path, kind in folder.walk(where) if kind == "file"]
     except TinychatError:
-        files = ["/".join(folder.parts(where))]  # a file: reading it says what else is wrong
+        files = ["/".join(folder.parts(where))]  # a file; reading it raises any other error
         folder.read(where, MAX_FILE)
     found = 0
     for path in files:

@@ -24,14 +24,14 @@ from tinychat.tools.folder import Folder
 from tinychat.tools.protocol import Context, Question, Stopped, Tool
 
 SECONDS, MOST_SECONDS = 60, 600
-KEPT = 256 * 1024  # bytes of output from its begin, and as many from its end
-_LOOK = 0.05  # seconds between two looks at `cancel`
-_GRACE = 0.3  # seconds that output is read after the command has ended: what it left behind may keep the pipe
+KEPT = 256 * 1024  # bytes kept from the beginning of the output, and as many from its end
+_LOOK = 0.05  # seconds between two checks of `cancel`
+_GRACE = 0.3  # seconds of reading after the command has ended; a process that it left behind may keep the pipe open
 
 
 @dataclass(frozen=True)
 class Confinement:
-    """What the kernel lets us promise of a command."""
+    """How far the kernel can confine a command."""
 
     files: bool
     network: bool
@@ -44,7 +44,7 @@ class Confinement:
 
 @cache
 def confinement() -> Confinement:
-    """Of this system; tried once."""
+    """The confinement of this system, tested once per process."""
     try:
         done = subprocess.run(_program({"probe": True}), stdout=subprocess.PIPE, timeout=20, check=True)
         found = json.loads(done.stdout)
@@ -84,7 +84,8 @@ def running(folder: Folder) -> tuple[Tool, ...]:
 
 
 def run(command: str, folder: Path, how: Confinement, seconds: float, cancel: threading.Event) -> str:
-    """The output of `command`, and how it ended. Raises TinychatError; Stopped when `cancel` is set."""
+    """The output of `command` and how the command ended, as text. Raises TinychatError; Stopped when `cancel` is
+    set."""
     with tempfile.TemporaryDirectory(prefix="tinychat-") as private:
         readable = [sys.base_prefix, sys.prefix]
         job = {
@@ -131,7 +132,7 @@ def run(command: str, folder: Path, how: Confinement, seconds: float, cancel: th
 
 
 class _Output:
-    """The begin and the end of what a command writes."""
+    """The beginning and the end of a command's output."""
 
     def __init__(self) -> None:
         self.begin, self.end, self.left_out = bytearray(), bytearray(), 0
@@ -150,7 +151,7 @@ class _Output:
 
 
 def _wait(child: subprocess.Popen[bytes], output: _Output, seconds: float, cancel: threading.Event) -> bool:
-    """Reads until the command has ended, `cancel` is set or the time is over; that is True."""
+    """Reads until the command has ended, `cancel` is set or `seconds` have passed. Returns whether the time ran out."""
     assert child.stdout is not None
     until, fd = time.monotonic() + seconds, child.stdout.fileno()
     with selectors.DefaultSelector() as selector:
@@ -172,7 +173,7 @@ def _wait(child: subprocess.Popen[bytes], output: _Output, seconds: float, cance
 
 
 def _programs(readable: list[str], how: Confinement) -> str:
-    """PATH: a confined command finds only programs that it may read, and tinychat's Python behind the system's."""
+    """The command's PATH: folders that a confined command may read; tinychat's Python comes after the system's."""
     found = os.get_exec_path()
     if how.files:
         roots = (*readable, *confine.SYSTEM)

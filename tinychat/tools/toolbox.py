@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tinychat.errors import TinychatError, encodable, printable
@@ -21,10 +21,14 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 class Toolbox:
-    """Tools by name. Any thread may call."""
+    """Tools by name: those given, and what `more` has at the moment. Any thread may call."""
 
-    def __init__(self, tools: Iterable[Tool] = ()) -> None:
-        self._tools = {tool.name: tool for tool in tools}
+    def __init__(self, tools: Iterable[Tool] = (), more: Callable[[], Iterable[Tool]] = tuple) -> None:
+        self._own, self._more = {tool.name: tool for tool in tools}, more
+
+    @property
+    def _tools(self) -> dict[str, Tool]:
+        return {tool.name: tool for tool in self._more()} | self._own
 
     @property
     def definitions(self) -> tuple[dict[str, Any], ...]:

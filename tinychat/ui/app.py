@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from textual.app import SystemCommand
 from textual.binding import Binding
 from textual.command import CommandPalette
 from textual.screen import Screen
@@ -19,17 +18,18 @@ from tinychat import process
 from tinychat.backend.engine_thread import EngineThread
 from tinychat.backend.factory import open_backend
 from tinychat.backend.local import LocalBackend
+from tinychat.backend.protocol import Speculate
 from tinychat.chat import settings
 from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import Conversation
 from tinychat.chat.history import History
 from tinychat.chat.loading import OpenBackend
 from tinychat.errors import TinychatError
-from tinychat.tools.builtin import tools_of
-from tinychat.tools.folder import Folder
+from tinychat.tools.mcp import Servers
+from tinychat.tools.mcp_config import config_path, read_servers
 from tinychat.tools.permission import Permissions
-from tinychat.tools.toolbox import Toolbox
 from tinychat.ui.boundary import LastingApp
+from tinychat.ui.chat import models
 from tinychat.ui.chat.screen import ChatScreen
 from tinychat.ui.driver import TerminalDriver
 from tinychat.ui.theme import THEMES
@@ -38,10 +38,13 @@ from tinychat.ui.theme import THEMES
 class TinychatApp(LastingApp):
     """`path` is loaded on start and called `model`; without it the picker opens. `history` None saves nothing;
     `remember` gets settings that the user changed by choosing (theme, experts); `mounted` is called when the app is;
-    `tools` is the folder that tools work in. Raises TinychatError where that is none."""
+    `tools` is the folder that tools work in, `mcp` the servers that `mcp_file` names. Raises TinychatError where
+    `tools` is no folder."""
 
     TITLE = "tinychat"
+    CHAT = ChatScreen
     CSS_PATH = "tinychat.tcss"
+    COMMANDS: ClassVar[set[Any]] = set()  # the chat screen's are all
     BINDINGS = [Binding("ctrl+q", "quit", "leave", show=False, priority=True)]
 
     def __init__(
@@ -56,6 +59,8 @@ class TinychatApp(LastingApp):
         mounted: Callable[[], object] | None = None,
         tools: Path | None = None,
         permissions: Permissions | None = None,
+        mcp: Servers | None = None,
+        mcp_file: Path | None = None,
         **load_options: Any,
     ) -> None:
         super().__init__(driver_class=TerminalDriver)
@@ -64,9 +69,9 @@ class TinychatApp(LastingApp):
         open_backend = open_backend or partial(LocalBackend.open, thread=EngineThread())
         save = history.save if history else None
         self.controller = Controller(open_backend, conversation, save=save, permissions=permissions)
+        self.chat = self.CHAT(self.controller, history, self.own.experts, self.remember, mcp, mcp_file)
         if tools is not None:
-            self.controller.use_tools(Toolbox(tools_of(Folder(tools))))
-        self.chat = ChatScreen(self.controller, history, self.own.experts, self.remember)
+            self.chat.use_folder(tools)
         self._history, self._remember, self._mounted = history, remember, mounted
         self._model, self._path, self._options = model, path, load_options
 
@@ -76,10 +81,11 @@ class TinychatApp(LastingApp):
         self.theme = self.own.theme if self.own.theme in self.available_themes else THEMES[0].name
         self.theme_changed_signal.subscribe(self, self._theme_chosen)
         self.push_screen(self.chat)
+        self.chat.mcp.start()
         if self._path is not None:
             self.controller.load(self._model or self._path.name, self._path, **self._options)
         else:
-            self.call_after_refresh(self.chat.action_choose_model)
+            self.call_after_refresh(models.first_model, self.chat)
         problems = [*self.own.problems, *([self._history.problem] if self._history and self._history.problem else [])]
         for problem in problems:
             self.call_after_refresh(self.chat.say, problem, True)
@@ -110,14 +116,10 @@ class TinychatApp(LastingApp):
             self._remember(**changes)
 
     def action_command_palette(self) -> None:
-        """Without the fixed id that Textual gives it: one that is still closing must not forbid another."""
-        if not isinstance(self.screen, CommandPalette):
+        """Its commands are the chat's. Without the fixed id that Textual gives it: one that is still closing must not
+        forbid another."""
+        if self.screen is self.chat:
             self.push_screen(CommandPalette())
-
-    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        if screen is self.chat:
-            yield from self.chat.commands_for_palette()
-        yield from super().get_system_commands(screen)
 
     def exit(self, *args: Any, **kwargs: Any) -> None:
         """Leaves at once: the backend is told to stop and not waited for; a running answer is saved as it is."""
@@ -127,17 +129,33 @@ class TinychatApp(LastingApp):
         super().exit(*args, **kwargs)
 
 
-def main(model: str | None = None, path: Path | None = None, preset: str | None = None, **load_options: Any) -> int:
-    """Runs the chat. `path`, if given, is loaded with `preset` and called `model`; otherwise the picker opens."""
+def main(
+    model: str | None = None,
+    path: Path | None = None,
+    preset: str | None = None,
+    *,
+    speculate: Speculate = "auto",
+    mcp_file: Path | None = None,
+    **load_options: Any,
+) -> int:
+    """Runs the chat. `path`, if given, is loaded with `preset` and called `model`; otherwise the picker opens. Every
+    model that is loaded speculates as `speculate` says. `mcp_file` names MCP servers in place of the user's file."""
     own = settings.load()
     history, problems = None, list(own.problems)
     try:
         history = History()
     except TinychatError as e:
         problems.append(f"{e}; conversations are not saved")
+    mcp_file, mcp = mcp_file or config_path(), Servers(())
+    try:
+        mcp = Servers(read_servers(mcp_file))
+    except TinychatError as e:
+        problems.append(f"{e}; no MCP server is started")
     options = {"preset": preset, "threads": own.threads, **load_options}
     own = replace(own, problems=tuple(problems))
-    open_either = partial(open_backend, thread=EngineThread(), store_bytes=int(own.kv_cache_gb * 1e9))
+    open_either = partial(
+        open_backend, thread=EngineThread(), store_bytes=int(own.kv_cache_gb * 1e9), speculate=speculate
+    )
     process.prepare_for_screen()
 
     def mounted() -> None:
@@ -159,7 +177,12 @@ def main(model: str | None = None, path: Path | None = None, preset: str | None 
         open_backend=open_either,
         mounted=mounted,
         permissions=Permissions.of_user(),
+        mcp=mcp,
+        mcp_file=mcp_file,
         **options,
     )
-    app.run()
+    try:
+        app.run()
+    finally:
+        mcp.close()
     return app.return_code or 0

@@ -97,6 +97,9 @@ def test_every_quant(variant: str, quant: str, tmp_path: Path) -> None:
         ("qwen2", "F16"),
         ("deepseek2_glm", "Q4_K_M"),
         ("deepseek2_lite_legacy", "Q8_0"),
+        ("gpt-oss", "MXFP4"),
+        ("gemma3_keys", "Q4_0"),
+        ("mistral4", "Q8_0"),
     ],
 )
 def test_chunks_and_threads_change_no_bit(variant: str, quant: str, tmp_path: Path) -> None:

@@ -102,6 +102,8 @@ def test_matvec_of_every_quant_type(kind: Q, matvecs: dict[Q, Matvec]) -> None:
         ("mistral4", 9),
         ("gpt-oss", 70),
         ("gemma3", 70),
+        ("gemma4", 70),
+        ("gemma4_experts", 9),
     ],
 )
 def test_models_in_float(variant: str, tokens: int, tmp_path: Path) -> None:
@@ -141,8 +143,9 @@ def test_prompts_of_every_kind(kind: int, warpgroups: bool, depth: Depth, tmp_pa
 def test_latent_attention_in_clusters(
     quant: str, mla: MLA, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With and without a low rank of q, with results as int8 blocks and as floats, behind few and many keys."""
-    shape = replace(tiny.VARIANTS["deepseek2_glm"], layers=2, heads=3, mla=mla)
+    """With and without a low rank of q, with results as int8 blocks and as floats, behind few and many keys, with a
+    temperature."""
+    shape = replace(tiny.VARIANTS["deepseek2_glm"], layers=2, heads=3, mla=mla, temperature=(0.7, 3))
     monkeypatch.setitem(tiny.VARIANTS, "cluster", shape)
     path = tiny.write(tmp_path / "m.gguf", "cluster", quant)
     gguf = GGUF.open(path)

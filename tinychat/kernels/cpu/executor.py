@@ -16,15 +16,13 @@ import numpy as np
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.cpu import bandwidth, compiler, library
-from tinychat.kernels.cpu.library import MAX_GROUP, QUANTS, TILE, Context, Library, SampleSpec
+from tinychat.kernels.cpu.library import MAX_GROUP, QUANTS, STEP, TILE, Context, Library, SampleSpec
 from tinychat.kernels.cpu.program import build
 from tinychat.kernels.executor import Kind, Mask, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import (
     CACHE_VALUE_BYTES,
-    GQA,
     Attention,
-    Cache,
     Embed,
     ExpertsDown,
     ExpertsUp,
@@ -53,9 +51,9 @@ LIMITS = Limits(  # a phase has at most 2^20 tasks (pool.h)
     heads=1 << 16,
     head_group=MAX_GROUP,
     kv_rows=1 << 27,  # 256 rows of a kv head are a task of attention
-    equal_caches=True,  # the caches of all layers lie behind one another
     experts=1 << 19,  # an expert is a task
     prefill_chunk=256,
+    verified=STEP,
 )
 
 
@@ -134,6 +132,7 @@ class CPUExecutor:
         self.plan, self.max_context = plan, max_context
         self.prefill_chunk = min(LIMITS.prefill_chunk, max_context)
         self._compiled = False
+        self._sampled = 0  # which of the last step's tokens the last id stands behind
 
         def compiling(line: str) -> None:
             self._compiled = True
@@ -174,25 +173,27 @@ class CPUExecutor:
 
     def _fill_context(self) -> None:
         plan, ops, rows = self.plan, self._program.ops, -(-self.max_context // TILE) * TILE
-        cache = plan.caches[0] if plan.caches else Cache("kv", 0, 0)
-        kv_heads = {layer.attention.kv_heads for layer in plan.layers if isinstance(layer.attention, GQA)} or {1}
-        k_bytes, v_bytes = (
-            len(plan.layers) * width * rows * CACHE_VALUE_BYTES for width in (cache.key_width, cache.value_width)
-        )
-        self.cache_bytes = k_bytes + v_bytes
+        row_bytes = rows * CACHE_VALUE_BYTES  # of all rows, a value of each
+        self.cache_bytes = sum(row_bytes * (cache.key_width + cache.value_width) for cache in plan.caches)
         slack = 4096  # vectors may be read past the last row
+        at = self._alloc(self.cache_bytes + slack)
+        self._caches = (library.LayerCache * max(len(plan.layers), 1))()
+        for made, layer, cache in zip(self._caches, plan.layers, plan.caches):
+            made.heads = layer.attention.kv_heads if layer.attention else 1
+            made.k_dim, made.v_dim = cache.key_width // made.heads, cache.value_width // made.heads
+            made.k, made.v = at, at + row_bytes * cache.key_width
+            at += row_bytes * (cache.key_width + cache.value_width)
         widths = list(plan.buffers.values())
         assert next(iter(plan.buffers)) == "x", "the residual stream is the first buffer"
         addresses = [self._alloc(4 * (self.prefill_chunk * w + 64)) for w in widths]
         self._context = c = Context.from_address(self._ctx)
         c.n_ops, c.max_context, c.batch, c.vocab = len(ops), self.max_context, self.prefill_chunk, plan.vocab
-        c.layers, c.k_width, c.v_width = len(plan.layers), cache.key_width, cache.value_width
-        c.kv_heads, c.n_buffers = max(kv_heads), len(widths)
+        c.layers, c.n_buffers = len(plan.layers), len(widths)
         self._ops = (library.Op * len(ops))(*ops)
         c.ops = ctypes.addressof(self._ops)
         c.buffers = self._array(np.array(addresses, np.uint64))
         c.widths = self._array(np.array(widths, np.int32))
-        c.k_cache, c.v_cache = self._alloc(k_bytes + slack), self._alloc(v_bytes + slack)
+        c.caches = ctypes.addressof(self._caches)
         if self._lib.tc_prepare(self._ctx):
             raise TinychatError("not enough memory for the working buffers; choose a smaller model or context")
 
@@ -213,20 +214,36 @@ class CPUExecutor:
         self, token: int, pos: int, sampling: Sampling, recent: Sequence[int], mask: Mask | None = None
     ) -> Iterator[tuple[int, float]]:
         """See Executor.decode."""
-        self._check(np.array([token]), pos)
-        known = len(recent)
-        history = np.empty(known + self.max_context - pos, np.int32)
-        history[:known] = recent
-        logprob = ctypes.c_double()
+        history = list(recent)
         while pos < self.max_context:
-            if not self._ctx:
-                raise TinychatError("the model is closed")
-            spec, _arrays = _sample_spec(sampling, history[:known], mask() if mask else None)
-            token = self._lib.tc_step(self._ctx, token, pos, ctypes.addressof(spec), ctypes.addressof(logprob))
+            ((token, logprob),) = self.verify(token, (), pos, sampling, history, mask)
             pos += 1
-            history[known] = token
-            known += 1
+            history.append(token)
+            yield token, logprob
+
+    def verify(
+        self,
+        token: int,
+        drafts: Sequence[int],
+        pos: int,
+        sampling: Sampling,
+        recent: Sequence[int],
+        mask: Mask | None = None,
+    ) -> Iterator[tuple[int, float]]:
+        """See Executor.verify."""
+        tokens, history = np.array([token, *drafts], np.int32), list(recent)
+        assert len(tokens) <= LIMITS.verified
+        self._check(tokens, pos)
+        self._lib.tc_step(self._ctx, tokens.ctypes.data, len(tokens), pos)
+        logprob = ctypes.c_double()
+        for i in range(len(tokens)):
+            spec, _arrays = _sample_spec(sampling, history, mask() if mask else None)
+            token = self._lib.tc_sample(self._ctx, i, ctypes.addressof(spec), ctypes.addressof(logprob))
+            self._sampled = i
             yield token, logprob.value
+            if i == len(drafts) or token != drafts[i]:
+                return
+            history.append(token)
 
     @property
     def sampling_s(self) -> float:
@@ -235,7 +252,8 @@ class CPUExecutor:
 
     def routes(self) -> np.ndarray | None:
         """See Executor.routes."""
-        return self._program.routes.copy() if len(self._program.routes) else None
+        routes = self._program.routes
+        return routes[:, self._sampled].copy() if len(routes) else None
 
     @property
     def cache_layout(self) -> str:
@@ -362,7 +380,7 @@ def _seconds(stepper: Iterator[object]) -> float:
     return time.perf_counter() - start
 
 
-def _sample_spec(s: Sampling, history: np.ndarray, mask: np.ndarray | None) -> tuple[SampleSpec, object]:
+def _sample_spec(s: Sampling, history: Sequence[int], mask: np.ndarray | None) -> tuple[SampleSpec, object]:
     """(what step.c is told of `s` and the mask, the arrays that it points into)."""
     bits = mask.ctypes.data if mask is not None else None
     spec = SampleSpec(s.temperature, s.top_p, s.min_p, s.seed % 2**64, s.top_k, mask=bits)

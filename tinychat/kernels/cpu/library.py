@@ -16,6 +16,7 @@ from tinychat.kernels.ops import CLAMP, CLAMP_SLOPE, MIN_WEIGHT_SUM
 _TABLE = re.compile(r"X\((\w+), \d+\)")  # the rows of QUANTS in quant.h
 QUANTS = frozenset(GGMLQuantizationType[name] for name in _TABLE.findall((compiler.SOURCES / "quant.h").read_text()))
 MAX_GROUP = 1024  # query heads of one kv head
+STEP = 16  # tokens of one decode step, at most
 TILE = 16  # rows of a weight that lie interleaved, and positions of a tile of the K cache
 
 _i32, _f32, _f64, _u64, _ptr = ctypes.c_int32, ctypes.c_float, ctypes.c_double, ctypes.c_uint64, ctypes.c_void_p
@@ -39,8 +40,8 @@ class Op(ctypes.Structure):
         ("dst", _i32 * 3),
         *_all(_i32, "heads kv_heads key_dim value_dim nope rope_dims neox q_norm_len k_norm_len"),
         *_all(_i32, "top_k gating normalize route_groups route_groups_used router"),
-        *_all(_i32, "window activation temperature_length"),
-        *_all(_f32, "eps norm_eps scale temperature"),
+        *_all(_i32, "window activation temperature_length value_norm"),
+        *_all(_f32, "eps norm_eps scale temperature softcap stream_scale logit_scale"),
         *_all(_ptr, "norm q_norm k_norm rope sinks"),
         ("bias", _ptr * 3),
         ("routes", _ptr),
@@ -59,12 +60,18 @@ class SampleSpec(ctypes.Structure):
     ]
 
 
+class LayerCache(ctypes.Structure):
+    """`LayerCache` of step.c."""
+
+    _fields_ = [*_all(_ptr, "k v"), *_all(_i32, "heads k_dim v_dim")]
+
+
 class Context(ctypes.Structure):
     """The first part of `Ctx` of step.c, which is filled from Python."""
 
     _fields_ = [
-        *_all(_i32, "n_ops max_context batch vocab layers k_width v_width kv_heads n_buffers"),
-        *_all(_ptr, "ops buffers widths k_cache v_cache ticks"),
+        *_all(_i32, "n_ops max_context batch vocab layers n_buffers"),
+        *_all(_ptr, "ops buffers widths caches ticks"),
         ("sampling", _u64),
     ]
 
@@ -94,13 +101,14 @@ class Library:
             ("tc_pack", None, [_ptr, _ptr, _ptr, c_int, c_int, c_int, c_int, c_int]),
             ("tc_dequantise", None, [_ptr, c_int, c_int, _ptr]),
             ("tc_forward", None, [_ptr, _ptr, c_int, c_int, c_int, _ptr]),
-            ("tc_step", c_int, [_ptr, c_int, c_int, _ptr, _ptr]),
+            ("tc_step", None, [_ptr, _ptr, c_int, c_int]),
+            ("tc_sample", c_int, [_ptr, c_int, _ptr, _ptr]),
             ("tc_cache", size, [_ptr, _ptr, c_int, c_int, c_int]),
             ("tc_bandwidth", _f64, [_ptr, _ptr, size]),
         ):
             function = getattr(lib, name)
             function.restype, function.argtypes = result, args
-        for i, struct in enumerate((Matrix, Op, SampleSpec, Context)):
+        for i, struct in enumerate((Matrix, Op, SampleSpec, LayerCache, Context)):
             if lib.tc_sizeof(i) != ctypes.sizeof(struct):
                 raise _differ(f"{struct.__name__} has {lib.tc_sizeof(i)} bytes in C, {ctypes.sizeof(struct)} in Python")
             there = {name: lib.tc_offset(i, at) for at, name in enumerate(lib.tc_fields(i).decode().split())}
@@ -113,10 +121,11 @@ class Library:
         self.tags, self.gatings, self.activations = (
             {name: i for i, name in enumerate(lib.tc_names(what).decode().lower().split())} for what in (0, 1, 3)
         )
-        self.context_bytes: int = lib.tc_sizeof(4)
-        chunk, *constants = (lib.tc_constant(i) for i in range(5))
+        self.context_bytes: int = lib.tc_sizeof(5)
+        chunk, *constants = (lib.tc_constant(i) for i in range(6))
         expected = {
             "MAX_GROUP": MAX_GROUP,
+            "STEP": STEP,
             "MIN_WEIGHT_SUM": MIN_WEIGHT_SUM,
             "CLAMP": CLAMP,
             "CLAMP_SLOPE": float(np.float32(CLAMP_SLOPE)),

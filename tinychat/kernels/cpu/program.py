@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType as Q
 from gguf.quants import dequantize
 
 from tinychat.kernels.cpu import library
-from tinychat.kernels.cpu.library import TILE, Library, Matrix
+from tinychat.kernels.cpu.library import STEP, TILE, Library, Matrix
 from tinychat.kernels.executor import Weights
 from tinychat.kernels.ops import GQA, MLA, Dense, Experts, LatentStore, Op, Plan, Rope, RopeStore, Weight
 
@@ -19,8 +19,8 @@ from tinychat.kernels.ops import GQA, MLA, Dense, Experts, LatentStore, Op, Plan
 @dataclass
 class Program:
     """What step.c runs. `sources`: (index in Plan.ops, op) of each of its ops; a store of cache rows is no op there,
-    but a part of the op behind it. `routes`: int32 (layers with experts, top_k), where a step of one token leaves the
-    experts it chose."""
+    but a part of the op behind it. `routes`: int32 (layers with experts, STEP, top_k), where a decode step leaves the
+    experts that its tokens chose."""
 
     ops: list[library.Op]
     sources: list[tuple[int, Op]]
@@ -92,7 +92,7 @@ class _Translator:
         self.buffers = {name: i for i, name in enumerate(plan.buffers)}
         self.tables = dict[Rope, int]()
         used = [b.router.top_k for layer in plan.layers if isinstance(b := layer.feed_forward, Experts)]
-        self.routes = np.zeros((len(used), max(used, default=0)), np.int32)
+        self.routes = np.zeros((len(used), STEP, max(used, default=0)), np.int32)
         self.made = 0  # ops so far
 
     def ops(self) -> Iterator[library.Op]:
@@ -110,7 +110,9 @@ class _Translator:
                     yield from self._dense(dense)
                 case Experts() as experts:
                     yield from self._experts(experts, next(routes))
-        yield self._op("head", [p.head.weight], norm=p.head.norm, eps=p.head.eps, scale=p.head.scale)
+        yield self._op(
+            "head", [p.head.weight], norm=p.head.norm, eps=p.head.eps, scale=p.head.scale, softcap=p.head.softcap
+        )
 
     def _gqa(self, i: int, a: GQA) -> Iterator[library.Op]:
         biases = (a.q_bias, a.k_bias, a.v_bias)
@@ -127,6 +129,7 @@ class _Translator:
             scale=a.scale,
             window=a.window,
             sinks=a.sinks,
+            value_norm=int(a.value_norm),
             norm_eps=a.eps,
             q_norm=a.q_norm,
             k_norm=a.k_norm,
@@ -173,27 +176,42 @@ class _Translator:
         w = b.weights
         activation = self.lib.activations[w.activation]
         yield self._op("gate_up", [w.gate, w.up], dst=("ffn",), norm=b.norm, eps=b.eps, activation=activation)
-        yield from self._added("ffn", w.down, None, b.post_norm, b.eps, b.residual_scale)
+        yield from self._added("ffn", w.down, None, b.post_norm, b.eps, b.residual_scale, b.stream_scale)
 
     def _added(
-        self, src: str, w: Weight, bias: Weight | None, post_norm: Weight | None, eps: float, scale: float
+        self,
+        src: str,
+        w: Weight,
+        bias: Weight | None,
+        post_norm: Weight | None,
+        eps: float,
+        scale: float,
+        stream: float = 1.0,
     ) -> Iterator[library.Op]:
-        """x += scale * (w @ src + bias), normed first if there is a post_norm."""
+        """x += scale * (w @ src + bias); if there is a post_norm, normed first, and x times `stream` after it."""
         if post_norm is None:
             yield self._op("linear", [w], src=src, bias=(bias,), scale=scale, add=1)
         else:
             yield self._op("linear", [w], src=src, dst=("y",), bias=(bias,))
-            yield self._op("norm_add", src="y", norm=post_norm, eps=eps, scale=scale)
+            yield self._norm_add("y", post_norm, eps, scale, stream)
 
     def _experts(self, b: Experts, routes: np.ndarray) -> Iterator[library.Op]:
         r, w, s = b.router, b.weights, b.shared
+        beside, dst = b.beside, "y" if b.beside else "x"
+        if beside:
+            d = beside.weights
+            activation = self.lib.activations[d.activation]
+            yield self._op("gate_up", [d.gate, d.up], dst=("ffn",), norm=beside.norm, eps=b.eps, activation=activation)
+            yield self._op("linear", [d.down], src="ffn", dst=("y",))
+            yield self._norm_add("y", beside.dense_norm, b.eps, dst="z", add=0)
         router = self.made
         yield self._op(
             "route",
             [r.weight],
-            norm=b.norm,
+            norm=r.norm or b.norm,
             eps=b.eps,
-            bias=(r.bias, r.selection_bias),
+            bias=(r.bias, r.selection_bias, r.expert_scale),
+            logit_scale=r.logit_scale,
             top_k=r.top_k,
             gating=self.lib.gatings[r.gating],
             normalize=int(r.normalize),
@@ -215,7 +233,25 @@ class _Translator:
         )
         down = [w.down, s.down if s else None]
         bias = (w.down_bias,)
-        yield self._op("experts_down", down, src="ffn", bias=bias, top_k=r.top_k, scale=b.residual_scale)
+        yield self._op(
+            "experts_down",
+            down,
+            src="ffn",
+            dst=(dst,),
+            bias=bias,
+            top_k=r.top_k,
+            scale=b.residual_scale,
+            add=int(not beside),
+        )
+        if beside:
+            yield self._norm_add("y", beside.experts_norm, b.eps, dst="z")
+            yield self._norm_add("z", beside.post_norm, b.eps, stream=beside.stream_scale)
+
+    def _norm_add(
+        self, src: str, norm: Weight, eps: float, scale: float = 1.0, stream: float = 1.0, dst: str = "x", add: int = 1
+    ) -> library.Op:
+        """dst = stream * (dst + scale * RMSNorm(src))."""
+        return self._op("norm_add", src=src, dst=(dst,), norm=norm, eps=eps, scale=scale, stream_scale=stream, add=add)
 
     def _rope(self, rope: Rope) -> dict[str, Any]:
         if rope not in self.tables:

@@ -44,13 +44,18 @@ typedef struct {
   int32_t heads, kv_heads, key_dim, value_dim, nope, rope_dims, neox, q_norm_len, k_norm_len;
   int32_t top_k, gating, normalize, route_groups, route_groups_used;
   int32_t router;                     // of experts_up: number of the op that has the router
-  int32_t window, activation, temperature_length;  // window: rows that attention sees, 0: all
+  int32_t window, activation, temperature_length, value_norm;  // window: rows that attention sees, 0: all
   float eps, norm_eps, scale;         // norm_eps: of q_norm, k_norm and the latent norm; scale: of the scores, or of the result
-  float temperature;                  // ops.Temperature; 0: none
+  float temperature, softcap, stream_scale, logit_scale;  // ops.Temperature, Head, NormAdd, Router; 0: none of the first two
   const float *norm, *q_norm, *k_norm, *rope, *sinks, *bias[3];
-  int32_t *routes;                    // [top_k]: where a step of one token leaves the experts it chose, to be looked at
+  int32_t *routes;                    // [STEP][top_k]: where a decode step leaves the experts of its tokens, to be looked at
   Matrix w[4];
 } Op;
+
+typedef struct {  // a layer's part of the KV cache: [heads][context] rows of K, in tiles (attention.h), and of V
+  uint16_t *k, *v;
+  int32_t heads, k_dim, v_dim;
+} LayerCache;
 
 typedef struct {  // per thread
   int8_t *q;
@@ -70,13 +75,13 @@ typedef struct {  // per thread
 typedef struct { int op, stage; } Phase;
 
 typedef struct {
-  int32_t n_ops, max_context, batch, vocab, layers, k_width, v_width, kv_heads, n_buffers;
+  int32_t n_ops, max_context, batch, vocab, layers, n_buffers;
   const Op *ops;
   float **buffers;   // [n_buffers], each (batch, width[i])
   int32_t *widths;
-  uint16_t *k_cache, *v_cache;
+  LayerCache *caches;  // [layers]
   uint64_t *ticks;   // NULL, or [threads][n_ops][2] nanoseconds of this step: at work, then waiting for the others
-  uint64_t sampling; // nanoseconds of the last step from the logits to the next id
+  uint64_t sampling; // nanoseconds from the logits to the last id that tc_sample chose
   Pool pool;
   int context;       // max_context filled up to 16
   Scratch *scratch;  // [threads]
@@ -86,17 +91,19 @@ typedef struct {
   float *pair_out;   // (batch * top_k, dim): outputs of experts before they are summed
   float *partial;    // decode attention: [task] m, l, out
   atomic_int *done;  // decode attention: finished chunks per group of heads
-  float *logits, *span_max, *span_sum, *work;
+  float *logits, *span_max, *span_sum, *work;  // of a decode step: [STEP][vocab], twice [STEP][spans of it], of one choice
   // the call in progress
   Phase *phases;
   int n_phases;
   const int32_t *ids;
-  int tokens, pos, logits_mode, sampled;  // logits_mode: 0 none, 1 last, 2 all
+  int tokens, pos, logits_mode, sampled;  // logits_mode: 0 none, 1 last, 2 all; sampled: a decode step
   uint64_t serial;  // of the call
   float *logits_out;
   struct Piece *pieces;  // of working memory
   int short_;            // one of them could not be had
 } Ctx;
+
+enum { STEP = 16 };  // tokens of a decode step, at most: one, and what is verified with it; as library.STEP
 
 #define MIN_(a, b) ((a) < (b) ? (a) : (b))
 #define MAX_(a, b) ((a) > (b) ? (a) : (b))
@@ -270,7 +277,7 @@ static void gate_up(Ctx *c, const Op *op, Part me) {
   multiply_gated(&op->w[0], &op->w[1], 0, first, last, x, c->tokens, dst, op->activation, NULL, NULL);
 }
 
-// x += scale * RMSNorm(src)
+// dst = stream_scale * (dst + scale * RMSNorm(src)), or without `add` as if dst were 0.
 static void norm_add(Ctx *c, const Op *op, Part me) {
   int n = c->widths[op->dst[0]];
   for (int t = me.part; t < c->tokens; t += me.parts) {
@@ -278,7 +285,8 @@ static void norm_add(Ctx *c, const Op *op, Part me) {
     float *x = row(c, op->dst[0], t), inv = rms_scale(y, n, op->eps) * op->scale;
     for (int i = 0; i < n; i += 16) {
       f32v scaled = fetch(y + i, n - i) * inv;
-      store(x + i, fma_(scaled, fetch(op->norm + i, n - i), fetch(x + i, n - i)), n - i);
+      f32v base = op->add ? fetch(x + i, n - i) : splat(0);
+      store(x + i, fma_(scaled, fetch(op->norm + i, n - i), base) * op->stream_scale, n - i);
     }
   }
 }
@@ -309,28 +317,31 @@ static void turn_head(float *dst, const float *src, const Op *op, int h, const f
   rotate(dst, op, pos);
 }
 
-INLINE uint16_t *k_tile(Ctx *c, int layer, int kv_heads, int head, int dim, int pos) {
-  return c->k_cache + (((size_t)layer * kv_heads + head) * c->context + (size_t)(pos & ~15)) * dim;
+INLINE uint16_t *k_tile(Ctx *c, const Op *op, int head, int pos) {
+  const LayerCache *l = &c->caches[op->layer];
+  return l->k + ((size_t)head * c->context + (size_t)(pos & ~15)) * l->k_dim;
 }
 INLINE uint16_t *v_row(Ctx *c, const Op *op, int head, int pos) {
-  return c->v_cache + (((size_t)op->layer * op->kv_heads + head) * c->context + (size_t)pos) * op->value_dim;
+  const LayerCache *l = &c->caches[op->layer];
+  return l->v + ((size_t)head * c->context + (size_t)pos) * l->v_dim;
 }
 
 static void store_kv(Ctx *c, const Op *op, int kv, int token, float *tmp) {
   int pos = c->pos + token;
   turn_head(tmp, row(c, op->dst[1], token), op, kv, op->k_norm, op->k_norm_len, op->kv_heads * op->key_dim, pos);
-  store_k(k_tile(c, op->layer, op->kv_heads, kv, op->key_dim, pos), tmp, op->key_dim, pos);
+  store_k(k_tile(c, op, kv, pos), tmp, op->key_dim, pos);
   const float *v = row(c, op->dst[2], token) + (size_t)kv * op->value_dim;
   uint16_t *to = v_row(c, op, kv, pos);
+  float inv = op->value_norm ? rms_scale(v, op->value_dim, op->norm_eps) : 1.0f;
   for (int d = 0; d < op->value_dim; d += 16) {
-    u16x16 h = to_f16(fetch(v + d, op->value_dim - d));
+    u16x16 h = to_f16(fetch(v + d, op->value_dim - d) * inv);
     memcpy(to + d, &h, 2 * (size_t)MIN_(16, op->value_dim - d));
   }
 }
 
 INLINE Cache cache_at(Ctx *c, const Op *op, int kv, int pos) {
-  if (op->tag == LATENT_ATTENTION) return (Cache){k_tile(c, op->layer, 1, 0, op->key_dim, pos), NULL, op->key_dim, op->value_dim};
-  return (Cache){k_tile(c, op->layer, op->kv_heads, kv, op->key_dim, pos), v_row(c, op, kv, pos), op->key_dim, op->value_dim};
+  if (op->tag == LATENT_ATTENTION) return (Cache){k_tile(c, op, 0, pos), NULL, op->key_dim, op->value_dim};
+  return (Cache){k_tile(c, op, kv, pos), v_row(c, op, kv, pos), op->key_dim, op->value_dim};
 }
 
 // Puts the query vector x of position pos, scaled, into column m of q [key_dim][stride].
@@ -497,7 +508,7 @@ static void absorb(Ctx *c, const Op *op, Part me) {
       for (int i = 0; i < latent; i++) tmp[i] = kv[i] * inv * op->norm[i];
       memcpy(tmp + latent, kv + latent, sizeof(float) * op->rope_dims);
       rotate(tmp + latent, op, pos);
-      store_k(k_tile(c, op->layer, 1, 0, width, pos), tmp, width, pos);
+      store_k(k_tile(c, op, 0, pos), tmp, width, pos);
     }
     for (int h = (me.part + me.parts - t % me.parts) % me.parts; h < op->heads; h += me.parts) {
       float *to = row(c, op->dst[0], t) + (size_t)h * width + latent;
@@ -514,7 +525,7 @@ static void value_up(Ctx *c, const Op *op, Part me) { per_head(c, op, me, op->w[
 static void choose(const Op *op, const Scratch *s, const float *l, int32_t *ids, float *weights) {
   int n = op->w[0].rows;
   float *p = s->chances, *pick = p + n;
-  for (int i = 0; i < n; i++) p[i] = l[i];
+  for (int i = 0; i < n; i++) p[i] = l[i] * op->logit_scale;
   if (op->gating == SOFTMAX) {
     float high = p[0], sum = 0;
     for (int i = 1; i < n; i++) high = MAX_(high, p[i]);
@@ -566,7 +577,7 @@ static void choose(const Op *op, const Scratch *s, const float *l, int32_t *ids,
     sum = 1;
   }
   float factor = (op->normalize ? 1.0f / MAX_(sum, MIN_WEIGHT_SUM) : 1.0f) * op->scale;
-  for (int k = 0; k < op->top_k; k++) weights[k] *= factor;
+  for (int k = 0; k < op->top_k; k++) weights[k] *= factor * (op->bias[2] ? op->bias[2][ids[k]] : 1.0f);
 }
 
 static void route(Ctx *c, const Op *op, Part me) {
@@ -641,6 +652,7 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
     return;
   }
   if (me.stage == 0) {
+    if (c->sampled && me.part == 0) memcpy(op->routes, c->route_ids, sizeof(int32_t) * (size_t)(c->tokens * top));
     for (int t = me.part; t < c->tokens; t += me.parts) prepare_row(row(c, op->src, t), k, op->norm, op->eps, need, &c->shared, t, 1, 0);
     return;
   }
@@ -681,8 +693,10 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
       int matrix = i < top ? c->route_ids[i] : 0;
       multiply(m, matrix, first, last, &in, 1, y, dim, i < top ? bias_of(op->bias[0], m, matrix) : NULL, 1, 0);
       float weight = (i < top ? c->route_weights[i] : 1.0f) * op->scale;
-      for (int r = 16 * first; r < MIN_(16 * last, dim); r += 16)
-        store(x + r, fma_(fetch(y + r, dim - r), splat(weight), fetch(x + r, dim - r)), dim - r);
+      for (int r = 16 * first; r < MIN_(16 * last, dim); r += 16) {
+        f32v base = i > 0 || op->add ? fetch(x + r, dim - r) : splat(0);
+        store(x + r, fma_(fetch(y + r, dim - r), splat(weight), base), dim - r);
+      }
     }
     return;
   }
@@ -704,7 +718,10 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
       for (int i = 0; i < top; i++) {
         f32v weight = splat(c->route_weights[t * top + i] * op->scale);
         const float *y = c->pair_out + ((size_t)t * top + i) * dim;
-        for (int r = 0; r < dim; r += 16) store(x + r, fma_(fetch(y + r, dim - r), weight, fetch(x + r, dim - r)), dim - r);
+        for (int r = 0; r < dim; r += 16) {
+          f32v base = i > 0 || op->add ? fetch(x + r, dim - r) : splat(0);
+          store(x + r, fma_(fetch(y + r, dim - r), weight, base), dim - r);
+        }
       }
     }
   } else {
@@ -726,6 +743,12 @@ static void head(Ctx *c, const Op *op, Part me) {
   if (!x) return;
   share(me, n, 0, 1, n, &first, &last);
   multiply(w, 0, first, last, x, tokens, c->logits_out, w->rows, NULL, op->scale, 0);
+  for (int t = 0; t < tokens && op->softcap != 0; t++)
+    for (int r = 16 * first; r < MIN_(16 * last, w->rows); r += 16) {
+      float *l = c->logits_out + (size_t)t * w->rows + r;
+      f32v e = exp_(fetch(l, w->rows - r) * (2.0f / op->softcap));  // tanh(y) = 1 - 2 / (exp(2 y) + 1)
+      store(l, op->softcap - 2.0f * op->softcap / (e + 1.0f), w->rows - r);
+    }
 }
 
 static void run_op(Ctx *c, const Op *op, Part me) {
@@ -795,6 +818,8 @@ static inline uint64_t counter(void) {
 #endif
 }
 
+static int spans_of(const Ctx *c) { return (c->vocab + SPAN - 1) / SPAN; }
+
 // A task of a stage of an op, or behind the last one of the statistics for sampling.
 static void phase_task(void *arg, int phase, int task, int tasks, int id) {
   Ctx *c = arg;
@@ -804,9 +829,11 @@ static void phase_task(void *arg, int phase, int task, int tasks, int id) {
   if (op >= 0) {
     run_op(c, &c->ops[op], (Part){id, c->phases[phase].stage, task, tasks});
   } else {
-    int n = (c->vocab + SPAN - 1) / SPAN;
-    for (int i = n * task / tasks; i < n * (task + 1) / tasks; i++)
-      span_stats(c->logits + (size_t)i * SPAN, MIN_(SPAN, c->vocab - i * SPAN), &c->span_max[i], &c->span_sum[i]);
+    int spans = spans_of(c), n = spans * c->tokens;
+    for (int i = n * task / tasks; i < n * (task + 1) / tasks; i++) {
+      int at = i % spans * SPAN;
+      span_stats(c->logits + (size_t)(i / spans) * c->vocab + at, MIN_(SPAN, c->vocab - at), &c->span_max[i], &c->span_sum[i]);
+    }
   }
   if (!c->ticks) return;
   uint64_t *ticks = c->ticks + 2 * (size_t)id * c->n_ops, now = counter();
@@ -846,7 +873,8 @@ EXPORT size_t tc_group_bytes(int type, int cols) { return group_bytes(type, cols
 
 // What library.py has copies of: the sizes of the structures (of Ctx the part up to `sampling`, then all of it), and names.
 EXPORT size_t tc_sizeof(int what) {
-  size_t sizes[] = {sizeof(Matrix), sizeof(Op), sizeof(SampleSpec), offsetof(Ctx, sampling) + sizeof(uint64_t), sizeof(Ctx)};
+  size_t sizes[] = {sizeof(Matrix), sizeof(Op), sizeof(SampleSpec), sizeof(LayerCache), offsetof(Ctx, sampling) + sizeof(uint64_t),
+                    sizeof(Ctx)};
   return sizes[what];
 }
 #define NAME(name) #name " "
@@ -856,15 +884,16 @@ EXPORT size_t tc_sizeof(int what) {
 #define OP_FIELDS(X)                                                                                                            \
   X(tag) X(layer) X(matrices) X(add) X(src) X(dst) X(heads) X(kv_heads) X(key_dim) X(value_dim) X(nope) X(rope_dims) X(neox)     \
   X(q_norm_len) X(k_norm_len) X(top_k) X(gating) X(normalize) X(route_groups) X(route_groups_used) X(router) X(window)           \
-  X(activation) X(temperature_length) X(eps) X(norm_eps) X(scale) X(temperature) X(norm) X(q_norm) X(k_norm) X(rope) X(sinks)    \
-  X(bias) X(routes) X(w)
+  X(activation) X(temperature_length) X(value_norm) X(eps) X(norm_eps) X(scale) X(temperature) X(softcap) X(stream_scale)        \
+  X(logit_scale)                                                                                                                \
+  X(norm) X(q_norm) X(k_norm) X(rope) X(sinks) X(bias) X(routes) X(w)
 #define SAMPLE_FIELDS(X)                                                                                                        \
   X(temperature) X(top_p) X(min_p) X(seed) X(top_k) X(n_penalised) X(penalised) X(divisors) X(amounts) X(mask)
+#define CACHE_FIELDS(X) X(k) X(v) X(heads) X(k_dim) X(v_dim)
 #define CONTEXT_FIELDS(X)                                                                                                       \
-  X(n_ops) X(max_context) X(batch) X(vocab) X(layers) X(k_width) X(v_width) X(kv_heads) X(n_buffers) X(ops) X(buffers)           \
-  X(widths) X(k_cache) X(v_cache) X(ticks) X(sampling)
+  X(n_ops) X(max_context) X(batch) X(vocab) X(layers) X(n_buffers) X(ops) X(buffers) X(widths) X(caches) X(ticks) X(sampling)
 EXPORT const char *tc_fields(int what) {
-  const char *names[] = {MATRIX_FIELDS(NAME), OP_FIELDS(NAME), SAMPLE_FIELDS(NAME), CONTEXT_FIELDS(NAME)};
+  const char *names[] = {MATRIX_FIELDS(NAME), OP_FIELDS(NAME), SAMPLE_FIELDS(NAME), CACHE_FIELDS(NAME), CONTEXT_FIELDS(NAME)};
   return names[what];
 }
 EXPORT size_t tc_offset(int what, int field) {
@@ -877,10 +906,13 @@ EXPORT size_t tc_offset(int what, int field) {
 #define STRUCTURE SampleSpec
   static const size_t sample[] = {SAMPLE_FIELDS(OFFSET)};
 #undef STRUCTURE
+#define STRUCTURE LayerCache
+  static const size_t cache[] = {CACHE_FIELDS(OFFSET)};
+#undef STRUCTURE
 #define STRUCTURE Ctx
   static const size_t context[] = {CONTEXT_FIELDS(OFFSET)};
 #undef STRUCTURE
-  static const size_t *const offsets[] = {matrix, op, sample, context};
+  static const size_t *const offsets[] = {matrix, op, sample, cache, context};
   return offsets[what][field];
 }
 #define NAME_AND_VALUE(name, value) #name "=" #value " "
@@ -889,7 +921,7 @@ EXPORT const char *tc_names(int what) {
   return names[what];
 }
 EXPORT double tc_constant(int what) {
-  double values[] = {CHUNK, MAX_GROUP, MIN_WEIGHT_SUM, CLAMP, CLAMP_SLOPE};
+  double values[] = {CHUNK, MAX_GROUP, STEP, MIN_WEIGHT_SUM, CLAMP, CLAMP_SLOPE};
   return values[what];
 }
 
@@ -992,10 +1024,10 @@ EXPORT int tc_prepare(Ctx *c) {
   c->route_ids = piece(c, c->batch, 4 * (size_t)top);
   c->route_weights = piece(c, c->batch, 4 * (size_t)top);
   c->pair_out = routed ? piece(c, (size_t)c->batch * top, 4 * (size_t)dim) : NULL;
-  c->logits = piece(c, (size_t)c->vocab + 16, 4);
-  c->work = piece(c, (size_t)c->vocab * 2 + (size_t)c->vocab / SPAN + 32, 4);
-  c->span_max = piece(c, (size_t)c->vocab / SPAN + 1, 4);
-  c->span_sum = piece(c, (size_t)c->vocab / SPAN + 1, 4);
+  c->logits = piece(c, STEP * (size_t)c->vocab + 16, 4);
+  c->work = piece(c, (size_t)c->vocab * 2 + (size_t)spans_of(c) + 32, 4);
+  c->span_max = piece(c, STEP * (size_t)spans_of(c), 4);
+  c->span_sum = piece(c, STEP * (size_t)spans_of(c), 4);
   return c->short_ ? -1 : 0;
 }
 
@@ -1010,14 +1042,20 @@ EXPORT void tc_forward(Ctx *c, const int32_t *ids, int n, int pos, int logits_mo
   }
 }
 
-// One decode step: runs `token` at pos, returns the next id and its log-probability; the logits stay in c->logits.
-EXPORT int tc_step(Ctx *c, int token, int pos, const SampleSpec *spec, double *logprob) {
-  int32_t id = token;
-  c->ids = &id, c->tokens = 1, c->pos = pos, c->logits_mode = 1, c->logits_out = c->logits;
+// One decode step: runs n (at most STEP) tokens at positions pos.., for tc_sample to choose what follows them.
+EXPORT void tc_step(Ctx *c, const int32_t *ids, int n, int pos) {
+  c->ids = ids, c->tokens = n, c->pos = pos, c->logits_mode = 2, c->logits_out = c->logits;
   c->sampled = 1;
   run_tokens(c);
-  id = sample(c->logits, c->vocab, spec, (uint64_t)pos, c->span_max, c->span_sum, c->work, logprob);
   c->sampling = nanoseconds() - c->sampling;
+}
+
+// The id behind token i of the last decode step, and its log-probability.
+EXPORT int tc_sample(Ctx *c, int i, const SampleSpec *spec, double *logprob) {
+  uint64_t began = nanoseconds(), at = (uint64_t)i * (uint64_t)spans_of(c);
+  int id = sample(c->logits + (size_t)i * c->vocab, c->vocab, spec, (uint64_t)(c->pos + i), c->span_max + at, c->span_sum + at, c->work,
+                  logprob);
+  c->sampling = nanoseconds() - began + (i ? 0 : c->sampling);
   return id;
 }
 
@@ -1025,16 +1063,16 @@ EXPORT int tc_step(Ctx *c, int token, int pos, const SampleSpec *spec, double *l
 // bytes.
 EXPORT size_t tc_cache(Ctx *c, uint8_t *data, int first, int rows, int in) {
   size_t tiles = ((size_t)rows + 15) / 16 * 16, at = 0;
-  for (int v = 0; v < 2; v++) {
-    size_t width = (size_t)(v ? c->v_width : c->k_width) / c->kv_heads;
-    for (int i = 0; i < c->layers * c->kv_heads && width; i++) {
-      uint16_t *rows_at = (v ? c->v_cache : c->k_cache) + ((size_t)i * c->context + (size_t)first) * width;
-      size_t bytes = tiles * width * sizeof *rows_at;
-      if (data && in) memcpy(rows_at, data + at, bytes);
-      else if (data) memcpy(data + at, rows_at, bytes);
-      at += bytes;
+  for (int v = 0; v < 2; v++)
+    for (const LayerCache *l = c->caches; l < c->caches + c->layers; l++) {
+      size_t width = (size_t)(v ? l->v_dim : l->k_dim), bytes = tiles * width * sizeof(uint16_t);
+      for (int h = 0; h < l->heads && width; h++) {
+        uint16_t *rows_at = (v ? l->v : l->k) + ((size_t)h * c->context + (size_t)first) * width;
+        if (data && in) memcpy(rows_at, data + at, bytes);
+        else if (data) memcpy(data + at, rows_at, bytes);
+        at += bytes;
+      }
     }
-  }
   return at;
 }
 

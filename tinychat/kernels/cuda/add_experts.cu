@@ -13,7 +13,8 @@ DEVICE void run(const Args &a) {
   grid_wait();
   const int t = blockIdx.y, i = (blockIdx.x * THREADS + threadIdx.x) * 4;
   if (t >= a.state[COUNT] || i >= DIM) return;
-  F4 sum = *(F4 *)(a.x + (u64)t * DIM + i);
+  F4 sum = {0, 0, 0, 0};
+  if (ADD) sum = *(F4 *)(a.x + (u64)t * DIM + i);
 #pragma unroll
   for (int s = 0; s < CHOSEN; s++) {
     const float w = SCALE * a.weights[t * CHOSEN + s];

@@ -63,6 +63,7 @@ class Choice(Constants):
     groups: int
     groups_used: int
     scale: float
+    logit_scale: float
     min_weight_sum: float = ops.MIN_WEIGHT_SUM
 
 
@@ -125,6 +126,7 @@ class Linear(Constants):
     floating: bool  # there is a matrix that reads floats
     add: bool  # results are added to dst
     out_scale: float
+    softcap: float  # results are softcap * tanh(result / softcap); 0: as they are
     part: tuple[MatvecPart, ...]
 
 
@@ -159,6 +161,8 @@ class MLACluster(Constants):
     neox: bool
     eps: float
     query_scale: float
+    growth: float  # of queries: the scale of kernels/ops.py, Temperature; 0: none
+    growth_length: int
     cluster: int  # blocks per head
     keys: int  # that a warp takes at a time
     query: Matrix  # 0 columns where q has no low rank
@@ -246,6 +250,7 @@ class ExpertsDown(Constants):
     in_quantised: bool
     quantised: bool
     out_scale: float
+    add: bool  # to what is there
 
 
 @dataclass(frozen=True)
@@ -261,6 +266,7 @@ class StoreKV(Constants):
     norm: Norm
     eps: float
     query_scale: float  # attention's scale times log2(e)
+    value_norm: bool  # each head of v is divided by its root mean square
 
 
 @dataclass(frozen=True)
@@ -339,6 +345,7 @@ class PromptLinear(Constants):
     add: bool  # results are added to what is there
     all_keys: bool  # the tokens are all rows of the cache, not only this step's
     scale: float  # of the results, with their bias
+    softcap: float  # as in Linear
 
 
 @dataclass(frozen=True)
@@ -377,6 +384,8 @@ class NormAdd(Constants):
     cols: int
     eps: float
     scale: float
+    stream_scale: float
+    add: bool
 
 
 @dataclass(frozen=True)
@@ -422,6 +431,7 @@ class AddExperts(Constants):
     dim: int
     chosen: int
     scale: float
+    add: bool  # to what is there
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ struct Args {
   const int *state = nullptr;
   const u8 *shared = nullptr;
   const float *bias = nullptr;  // (experts, rows)
+  const float *expert_scale = nullptr;
 };
 
 // The part of the row that this warp has of all chosen experts: sum of weight * (down[e] @ part e), a lane's share of
@@ -59,7 +60,7 @@ DEVICE void run(const Args &a) {
     shared.point(a.shared, SharedDown::BLOCKS);
     shared.prefetch();
   }
-  if (threadIdx.x < 32) choose<Choice>(a.router, a.selection_bias, ids, weights);
+  if (threadIdx.x < 32) choose<Choice>(a.router, a.selection_bias, a.expert_scale, ids, weights);
   __syncthreads();
   Experts<Weight, TOP> experts;
   experts.prefetch(a.w, ids, r);
@@ -74,5 +75,5 @@ DEVICE void run(const Args &a) {
     shared.run(sh, SIZE / 32, TOP * FF);
     if (threadIdx.x % 32 == 0) acc += shared.acc[0];
   }
-  if (threadIdx.x % 32 == 0 && row < ROWS) a.x[row] += OUT_SCALE * acc;
+  if (threadIdx.x % 32 == 0 && row < ROWS) a.x[row] = (ADD ? a.x[row] : 0) + OUT_SCALE * acc;
 }

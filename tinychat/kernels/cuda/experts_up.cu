@@ -33,7 +33,7 @@ DEVICE void run(const Args &a) {
     const int slot = b / EXPERT_BLOCKS;
     grid_wait();
     stage.load(Plain{a.x});
-    if (threadIdx.x < 32) choose<Choice>(a.router, a.selection_bias, ids, weights);
+    if (threadIdx.x < 32) choose<Choice>(a.router, a.selection_bias, nullptr, ids, weights);
     __syncthreads();
     gated<Gate, Up, Spread, true>(
         a.gate, a.up, ids[slot], b % EXPERT_BLOCKS, stage, a.x, sh, results<OUT_QUANTISED, SIZE>(a, values, slot * FF),

@@ -15,7 +15,7 @@ struct Args {
 
 template <bool ADDED> DEVICE auto put(float *dst, const float *bias) {
   if constexpr (ADDED) return Add{dst, bias, OUT_SCALE};
-  else return Put{dst, bias, OUT_SCALE};
+  else return Put{dst, bias, OUT_SCALE, SOFTCAP};
 }
 
 constexpr bool STAGE_FLOATS = FLOATING && NORMED;  // else floating-point matrices read the input where it lies

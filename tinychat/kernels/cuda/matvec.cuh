@@ -198,8 +198,11 @@ template <int T, int K, int LPR, int KS, int R, int DEPTH> struct Dot {
 struct Put {
   float *dst;
   const float *bias;
-  float scale = 1;
-  DEVICE void operator()(int row, float v) const { dst[row] = scale * (bias ? v + bias[row] : v); }
+  float scale = 1, softcap = 0;
+  DEVICE void operator()(int row, float v) const {
+    const float y = scale * (bias ? v + bias[row] : v);
+    dst[row] = softcap == 0 ? y : softcap * tanhf(y / softcap);
+  }
   DEVICE void finish(int) const {}
 };
 struct Add {

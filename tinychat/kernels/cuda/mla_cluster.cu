@@ -228,17 +228,19 @@ DEVICE void run(const Args &a) {
   cluster_arrive();
   if (owner) row.store(m.row, m.row_red);
   cluster_wait();
-  if (owner && head == 0)
+  if (owner && head == 0) {
+    __syncthreads();  // the row was stored behind the arrival, so the cluster's barrier says nothing of it
     for (int i = threadIdx.x; i < ROW; i += THREADS) a.cache[(u64)pos * ROW + i] = m.row[i];
+  }
 
   Stage<NOPE, false, true, false> nope;
   copy_wait<0>();
   nope.finish(Plain{m.q}, sh);
   for (int i = threadIdx.x; i < ROPE_DIMS; i += THREADS)
-    m.query[KV_LORA + i] = QUERY_SCALE * rotated(m.q + NOPE, angles, i);
+    m.query[KV_LORA + i] = query_scale(pos) * rotated(m.q + NOPE, angles, i);
   m.rows.latent.multiply(sh, [&](int row, int sub, float v) {
     for (int r = sub; r < CLUSTER; r += LATENT_LANES)
-      peer(m.query, r)[rank * (KV_LORA / CLUSTER) + row] = v * QUERY_SCALE;
+      peer(m.query, r)[rank * (KV_LORA / CLUSTER) + row] = v * query_scale(pos);
   });
   cluster_arrive();
   cluster_wait();

@@ -1,4 +1,4 @@
-// x += SCALE * RMSNorm(src): one row per block.
+// x = STREAM_SCALE * (x + SCALE * RMSNorm(src)), or without ADD as if x were 0: one row per block.
 
 struct Args {
   float *x = nullptr;          // (tokens, COLS)
@@ -21,5 +21,6 @@ DEVICE void run(const Args &a) {
   ss = 0;
   for (int i = 0; i < THREADS / 32; i++) ss += red[i];
   const float r = SCALE * rsqrt_(ss / COLS + EPS);
-  for (int i = threadIdx.x; i < COLS; i += THREADS) a.x[row * COLS + i] += src[i] * r * a.gain[i];
+  for (int i = threadIdx.x; i < COLS; i += THREADS)
+    a.x[row * COLS + i] = STREAM_SCALE * ((ADD ? a.x[row * COLS + i] : 0) + src[i] * r * a.gain[i]);
 }

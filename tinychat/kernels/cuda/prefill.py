@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.cuda import constants
@@ -63,7 +64,9 @@ class Prefill:
                     out += [
                         self._norm("x", d.norm, d.eps),
                         self._gated(d.weights, "inner"),
-                        *self._added("inner", d.weights.down, None, d.post_norm, d.eps, d.residual_scale),
+                        *self._added(
+                            "inner", d.weights.down, None, d.post_norm, d.eps, d.residual_scale, d.stream_scale
+                        ),
                     ]
                 case Experts() as e:
                     out += self._experts(e)
@@ -75,7 +78,7 @@ class Prefill:
         dst = self.b.buffer("logits_all", 4 * self.tokens * op.weight.rows)
         return [
             self._norm("x", op.norm, op.eps),
-            self._linear("head", [op.weight], "normed", [dst], [op.weight.rows], scale=op.scale),
+            self._linear("head", [op.weight], "normed", [dst], [op.weight.rows], scale=op.scale, softcap=op.softcap),
         ]
 
     # --- pieces
@@ -144,6 +147,7 @@ class Prefill:
         add: bool = False,
         all_keys: bool = False,
         scale: float = 1.0,
+        softcap: float = 0.0,
     ) -> Launch:
         """dst[i] (tokens, pitches[i]) = or += scale * (weights[i] @ x (+ biases[i])), rows of all of a weight's
         matrices."""
@@ -157,7 +161,7 @@ class Prefill:
             buffers |= {f"dst[{i}]": dst[i], f"w[{i}]": self.b.data(w)}
             buffers[f"bias[{i}]"] = self.b.data(biases[i]) if biases else None
             first += tiles
-        shape = constants.PromptLinear(len(parts), tuple(parts), tile, half, add, all_keys, scale)
+        shape = constants.PromptLinear(len(parts), tuple(parts), tile, half, add, all_keys, scale, softcap)
 
         def grid(count: int, keys: int) -> tuple[int, int, int]:
             tiles = -(-(keys if all_keys else count) // tile.tokens)
@@ -182,8 +186,10 @@ class Prefill:
         """Each (weight, bias, buffer of its results) over RMSNorm(src)."""
         weights, biases, names = zip(*outputs)
         dst = [self.b.act(d, self.tokens) for d in names]
-        pitches = [self.b.plan.buffers[d] for d in names]
-        return [self._norm(src, norm, eps), self._linear("linear", list(weights), "normed", dst, pitches, biases)]
+        return [
+            self._norm(src, norm, eps),
+            self._linear("linear", list(weights), "normed", dst, [w.rows for w in weights], biases),
+        ]
 
     def _mla(self, layer: int, a: MLA) -> list[Launch]:
         """Keys and values of all cache rows from their latent parts, then attention over them."""
@@ -299,15 +305,21 @@ class Prefill:
         return self._linear("linear_add", [w], src, ["x"], [w.rows], (bias,), add=True, scale=scale)
 
     def _added(
-        self, src: str, w: Weight, bias: Weight | None, post_norm: Weight | None, eps: float, scale: float
+        self,
+        src: str,
+        w: Weight,
+        bias: Weight | None,
+        post_norm: Weight | None,
+        eps: float,
+        scale: float,
+        stream: float = 1.0,
     ) -> list[Launch]:
-        """x += scale * (w @ src (+ bias)), normed first if there is a post_norm."""
+        """x += scale * (w @ src (+ bias)); if there is a post_norm, normed first, and x times `stream` after it."""
         if post_norm is None:
             return [self._linear_add(src, w, bias, scale)]
-        added = norm_add(self.b, post_norm, eps, scale, self.tokens)
         return [
             self._linear("linear", [w], src, [self.b.act("y", self.tokens)], [w.rows], (bias,)),
-            replace(added, sized=lambda count, keys: (count, 1, 1)),
+            self._norm_add(post_norm, eps, scale=scale, stream=stream),
         ]
 
     def _gated(self, w: Gated, name: str) -> Launch:
@@ -338,6 +350,7 @@ class Prefill:
 
     def _experts(self, block: Experts) -> list[Launch]:
         """Routing, tokens grouped by expert, gate and up and down of each group, the shared expert, all added to x."""
+        beside = block.beside
         b, e, top, w, shared = self.b, block.router.experts, block.router.top_k, block.weights, block.shared
         ff, dim, scale = w.ff, w.down.rows, block.residual_scale
         pairs = self.tokens * top
@@ -365,8 +378,17 @@ class Prefill:
             b.matrix(w.gate), b.matrix(w.up), activation(w), tile, grouped=True, pairs_per_row=top
         )
         rows, quant = -(-padded(ff) // tile.block_rows), w.gate.type.name.lower()
-        out = [
+        out: list[Launch] = []
+        if beside:
+            out = [
+                self._norm("x", beside.norm, block.eps),
+                self._gated(beside.weights, "inner"),
+                self._linear("linear", [beside.weights.down], "inner", [b.act("y", self.tokens)], [dim]),
+                self._norm_add(beside.dense_norm, block.eps, dst="z", add=False),
+            ]
+        out += [
             self._router(block, pairs),
+            *([self._norm("x", block.norm, block.eps)] if block.router.norm else []),
             kernel(
                 f"group_{e}_{top}",
                 "group_pairs.cu",
@@ -393,8 +415,7 @@ class Prefill:
                 self._linear_add("inner", shared.down, None, scale),
             ]
         quant = w.down.type.name.lower()
-        return [
-            *out,
+        out += [
             kernel(
                 f"prompt_experts_down_{quant}_{dim}x{ff}",
                 "prompt_experts.cu",
@@ -407,9 +428,9 @@ class Prefill:
             kernel(
                 f"add_experts_{dim}",
                 "add_experts.cu",
-                constants.AddExperts(dim, top, scale),
+                constants.AddExperts(dim, top, scale, beside is None),
                 {
-                    "x": "x",
+                    "x": "y" if beside else "x",
                     "y": "down_pairs",
                     "weights": "expert_weights",
                     "state": "state",
@@ -420,6 +441,16 @@ class Prefill:
                 "experts",
             ),
         ]
+        if beside:
+            out += [
+                self._norm_add(beside.experts_norm, block.eps, dst="z"),
+                self._norm_add(beside.post_norm, block.eps, stream=beside.stream_scale, src="z"),
+            ]
+        return out
+
+    def _norm_add(self, norm: Weight, eps: float, **options: Any) -> Launch:
+        launch = norm_add(self.b, norm, eps, tokens=self.tokens, **options)
+        return replace(launch, sized=lambda count, keys: (count, 1, 1))
 
     def _router(self, block: Experts, pairs: int) -> Launch:
         r = block.router
@@ -432,7 +463,8 @@ class Prefill:
             "normed": self._halves("normed", self.tokens, cols),
             "w": self.b.data(r.weight),
             "x": "x",
-            "gain": self.b.data(block.norm),
+            "gain": self.b.data(r.norm or block.norm),
+            "expert_scale": self.b.data(r.expert_scale),
             "selection_bias": self.b.data(r.selection_bias),
             "router_bias": self.b.data(r.bias),
             "state": "state",

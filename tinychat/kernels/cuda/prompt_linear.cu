@@ -10,6 +10,8 @@ struct Args {
   const int *state = nullptr;
 };
 
+DEVICE float capped(float v) { return SOFTCAP == 0 ? v : SOFTCAP * tanhf(v / (SOFTCAP == 0 ? 1 : SOFTCAP)); }
+
 // Part P's tile of rows number `tile` for the `number_of_tile`-th tokens.
 template <class P> DEVICE void part(const Args &a, int number, int tile, int number_of_tile) {
   constexpr int TILE_ROWS = Tile::ROWS * 16 * (WARPS / Tile::SPLIT);
@@ -45,7 +47,7 @@ template <class P> DEVICE void part(const Args &a, int number, int tile, int num
           const float bias = a.bias[number] ? a.bias[number][row] : 0;
 #pragma unroll
           for (int j = 0; j < 2; j++)
-            if (t + j < count) dst[j * (u64)P::PITCH] = (ADD ? dst[j * (u64)P::PITCH] : 0) + SCALE * (v[j] + bias);
+            if (t + j < count) dst[j * (u64)P::PITCH] = (ADD ? dst[j * (u64)P::PITCH] : 0) + capped(SCALE * (v[j] + bias));
         }
       }
 }

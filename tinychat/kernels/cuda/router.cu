@@ -12,6 +12,7 @@ struct Args {
   const float *gain = nullptr;
   const float *selection_bias = nullptr;
   const float *router_bias = nullptr;
+  const float *expert_scale = nullptr;
   const int *state = nullptr;
 };
 
@@ -70,7 +71,7 @@ DEVICE void run(const Args &a) {
   }
   __syncthreads();
   if (warp < TOKENS && first + warp < count) {
-    choose<Choice>(logits[warp], a.selection_bias, my_ids[warp], my_weights[warp]);
+    choose<Choice>(logits[warp], a.selection_bias, a.expert_scale, my_ids[warp], my_weights[warp]);
     for (int k = lane; k < Choice::CHOSEN; k += 32) {
       a.ids[(first + warp) * Choice::CHOSEN + k] = my_ids[warp][k];
       a.weights[(first + warp) * Choice::CHOSEN + k] = my_weights[warp][k];

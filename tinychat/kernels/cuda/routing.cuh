@@ -1,7 +1,8 @@
 // The choice of experts from router logits, by one warp: ids and weights (CHOSEN each, in shared memory). See
 // kernels/ops.py, Route.
 
-template <class C> DEVICE void choose(const float *logits, const float *bias, int *ids, float *weights) {
+template <class C>
+DEVICE void choose(const float *logits, const float *bias, const float *expert_scale, int *ids, float *weights) {
   constexpr int N = (C::EXPERTS + 31) / 32;
   const int lane = threadIdx.x % 32;
   float p[N], score[N];
@@ -9,7 +10,8 @@ template <class C> DEVICE void choose(const float *logits, const float *bias, in
 #pragma unroll
   for (int i = 0; i < N; i++) {
     const int e = lane + 32 * i;
-    p[i] = e < C::EXPERTS ? *(const volatile float *)(logits + e) : -INFINITY;  // volatile: past the first-level cache
+    // volatile: past the first-level cache
+    p[i] = e < C::EXPERTS ? *(const volatile float *)(logits + e) * C::LOGIT_SCALE : -INFINITY;
     top = fmaxf(top, p[i]);
   }
   if (C::GATING == SOFTMAX) {
@@ -105,6 +107,9 @@ template <class C> DEVICE void choose(const float *logits, const float *bias, in
   warp_sync();
 #pragma unroll
   for (int i = 0; i < M; i++)
-    if (lane + 32 * i < C::CHOSEN) weights[lane + 32 * i] = w[i] / norm * C::SCALE;
+    if (lane + 32 * i < C::CHOSEN) {
+      const float own = expert_scale ? expert_scale[ids[lane + 32 * i]] : 1;
+      weights[lane + 32 * i] = w[i] / norm * C::SCALE * own;
+    }
   warp_sync();
 }

@@ -173,12 +173,19 @@ def _gqa(b: Builder, layer: int, a: GQA) -> list[Launch]:
 
 
 def _added(
-    b: Builder, x: Activations, w: Weight, bias: Weight | None, post_norm: Weight | None, eps: float, scale: float
+    b: Builder,
+    x: Activations,
+    w: Weight,
+    bias: Weight | None,
+    post_norm: Weight | None,
+    eps: float,
+    scale: float,
+    stream: float = 1.0,
 ) -> list[Launch]:
-    """x += scale * (w @ activations + bias), normed first if there is a post_norm."""
+    """x += scale * (w @ activations + bias); if there is a post_norm, normed first, and x times `stream` after it."""
     if post_norm is None:
         return [linear_add(b, x, w, bias, scale)]
-    return [linear(b, "linear", x, ((w, bias, "y"),)), norm_add(b, post_norm, eps, scale, 1)]
+    return [linear(b, "linear", x, ((w, bias, "y"),)), norm_add(b, post_norm, eps, scale, stream)]
 
 
 def _mla(b: Builder, layer: int, a: MLA, depth: Depth) -> Step:
@@ -212,7 +219,7 @@ def takes_cluster(b: Builder, a: MLA) -> bool:
     rows = a.nope + a.rope.dims, a.kv_lora, a.v_b.rows
     matrices = [(a.q, rows[0])] if a.q_a else []
     matrices += [(a.k_b, rows[1]), (a.v_b, rows[2])]
-    if any(n % CLUSTER for n in rows) or a.heads * CLUSTER > CLUSTER_BLOCKS or a.row % 2 or a.temperature:
+    if any(n % CLUSTER for n in rows) or a.heads * CLUSTER > CLUSTER_BLOCKS or a.row % 2:
         return False
     for w, n in matrices:
         placed = b.weight(w)
@@ -245,6 +252,7 @@ def _cluster_shape(b: Builder, a: MLA, out_quantised: bool) -> constants.MLAClus
         neox=a.rope.style == "neox",
         eps=a.eps,
         query_scale=a.scale * LOG2E,
+        **temperature(a),
         cluster=CLUSTER,
         keys=CLUSTER_KEYS,
         query=query,
@@ -302,14 +310,21 @@ def _mla_cluster(b: Builder, layer: int, a: MLA) -> Step:
 
 
 def _dense(b: Builder, d: Dense) -> list[Launch]:
-    w, t = d.weights, pair_spread(d.weights.gate)
+    gate_up, ffn = _gate_up(b, d.norm, d.eps, d.weights)
+    down = d.weights.down
+    return [gate_up, *_added(b, ffn, down, None, d.post_norm, d.eps, d.residual_scale, d.stream_scale)]
+
+
+def _gate_up(b: Builder, norm: Weight | None, eps: float, w: ops.Gated) -> tuple[Launch, Activations]:
+    """The first half of a dense feed-forward, and what it leaves."""
+    t = pair_spread(w.gate)
     quantised, floating = b.kinds(w.gate, w.up)
     check_shared(w.gate.cols, quantised, floating)
     ffn = b.agreed("ffn", w.ff, [w.down], [w.ff], t.rows(PAIR_WARPS) == QUANTISED_ROWS)
     shape = constants.GateUp(
         w.gate.cols,
-        d.eps,
-        d.norm is not None,
+        eps,
+        norm is not None,
         activation(w),
         quantised,
         floating,
@@ -321,7 +336,7 @@ def _dense(b: Builder, d: Dense) -> list[Launch]:
     buffers = {
         "x": b.act("x"),
         **b.target(ffn),
-        "gain": b.data(d.norm),
+        "gain": b.data(norm),
         "gate": b.data(w.gate),
         "up": b.data(w.up),
         "state": "state",
@@ -338,21 +353,33 @@ def _dense(b: Builder, d: Dense) -> list[Launch]:
         threads=PAIR_THREADS,
         resident=2,
     )
-    return [gate_up, *_added(b, ffn, w.down, None, d.post_norm, d.eps, d.residual_scale)]
+    return gate_up, ffn
 
 
 def _experts(b: Builder, e: Experts) -> list[Launch]:
     """Router logits; gate and up of the chosen and the shared; their down."""
     r, w, shared = e.router, e.weights, e.shared
     logits = b.buffer("router", 4 * r.experts)
-    router = linear(b, "route", Activations("x", r.weight.cols), ((r.weight, r.bias, logits),), norm=e.norm, eps=e.eps)
+    route = ((r.weight, r.bias, logits),)
+    router = linear(b, "route", Activations("x", r.weight.cols), route, norm=r.norm or e.norm, eps=e.eps)
     t, shared_t = pair_spread(w.gate), pair_spread(shared.gate) if shared else None
     rows, size = [w.ff], r.top_k * w.ff
     if shared:
         rows, size = [w.ff, shared.ff], size + shared.ff
     fits = t.rows(PAIR_WARPS) == QUANTISED_ROWS and (shared_t is None or shared_t.rows() == t.rows())
     ffn = b.agreed("ffn", size, [w.down, shared.down if shared else None], rows, fits)
-    return [router, _experts_up(b, e, ffn), _experts_down(b, e, ffn)]
+    chosen = [router, _experts_up(b, e, ffn), _experts_down(b, e, ffn)]
+    if (d := e.beside) is None:
+        return chosen
+    gate_up, down = _gate_up(b, d.norm, e.eps, d.weights)
+    return [
+        gate_up,
+        linear(b, "linear", down, ((d.weights.down, None, "y"),)),
+        norm_add(b, d.dense_norm, e.eps, dst="z", add=False),
+        *chosen,
+        norm_add(b, d.experts_norm, e.eps, dst="z"),
+        norm_add(b, d.post_norm, e.eps, stream=d.stream_scale, src="z"),
+    ]
 
 
 # --- kernels
@@ -376,6 +403,7 @@ def linear(
     eps: float = 0.0,
     add: bool = False,
     scale: float = 1.0,
+    softcap: float = 0.0,
     last_token: bool = False,
 ) -> Launch:
     """Matrices over one input, each (weight, bias, buffer of its results): dst = or += scale * (w @ x + bias)."""
@@ -401,6 +429,7 @@ def linear(
         floating=floating,
         add=add,
         out_scale=scale,
+        softcap=softcap,
         part=tuple(parts),
     )
     kinds = "_".join(dict.fromkeys(p.weight.type.name.lower() for p in parts))
@@ -420,10 +449,21 @@ def linear_add(b: Builder, x: Activations, w: Weight, bias: Weight | None, scale
     return linear(b, "linear_add", x, ((w, bias, "x"),), add=True, scale=scale)
 
 
-def norm_add(b: Builder, norm: Weight, eps: float, scale: float, tokens: int) -> Launch:
-    """x += scale * RMSNorm(y)."""
-    buffers = {"x": b.act("x", tokens), "src": b.act("y", tokens), "gain": b.data(norm), "state": "state"}
-    shape = constants.NormAdd(norm.cols, eps, scale)
+def norm_add(
+    b: Builder,
+    norm: Weight,
+    eps: float,
+    scale: float = 1.0,
+    stream: float = 1.0,
+    tokens: int = 1,
+    *,
+    src: str = "y",
+    dst: str = "x",
+    add: bool = True,
+) -> Launch:
+    """dst = stream * (dst + scale * RMSNorm(src)), without `add` as if dst were 0."""
+    buffers = {"x": b.act(dst, tokens), "src": b.act(src, tokens), "gain": b.data(norm), "state": "state"}
+    shape = constants.NormAdd(norm.cols, eps, scale, stream, add)
     return kernel(f"norm_add_{norm.cols}", "norm_add.cu", shape, buffers, (tokens, 1, 1), "norm")
 
 
@@ -431,7 +471,17 @@ def head(b: Builder, op: ops.Head) -> Launch:
     """Logits of this step's last token."""
     logits = b.buffer("logits", 4 * op.weight.rows)
     x = Activations("x", op.weight.cols)
-    return linear(b, "head", x, ((op.weight, None, logits),), norm=op.norm, eps=op.eps, scale=op.scale, last_token=True)
+    return linear(
+        b,
+        "head",
+        x,
+        ((op.weight, None, logits),),
+        norm=op.norm,
+        eps=op.eps,
+        scale=op.scale,
+        softcap=op.softcap,
+        last_token=True,
+    )
 
 
 def _absorb(b: Builder, layer: int, a: MLA) -> Launch:
@@ -588,14 +638,16 @@ def _experts_down(b: Builder, e: Experts, ffn: Activations) -> Launch:
         in_quantised=ffn.quantised,
         quantised=quantised,
         out_scale=e.residual_scale,
+        add=e.beside is None,
     )
     buffers = {
         **b.source(ffn),
         "router": "router",
         "selection_bias": b.data(r.selection_bias),
-        "x": b.act("x"),
+        "x": b.act("y" if e.beside else "x"),
         "w": b.data(w),
         "state": "state",
+        "expert_scale": b.data(r.expert_scale),
         "shared": b.data(shared),
         "bias": b.data(e.weights.down_bias),
     }
@@ -634,6 +686,7 @@ def store_kv(b: Builder, layer: int, a: GQA, tokens: int) -> Launch:
         norm=norm[a.qk_norm],
         eps=a.eps,
         query_scale=a.scale * LOG2E,
+        value_norm=a.value_norm,
     )
     buffers = {
         "queries": b.buffer("queries", 2 * tokens * a.heads * a.key_dim),
@@ -665,7 +718,7 @@ def temperature(a: MLA) -> dict[str, Any]:
 def choice(r: ops.Router) -> constants.Choice:
     """How a kernel chooses experts."""
     gating = constants.Gating[r.gating.upper()]
-    return constants.Choice(r.experts, r.top_k, gating, r.normalize, r.groups, r.groups_used, r.scale)
+    return constants.Choice(r.experts, r.top_k, gating, r.normalize, r.groups, r.groups_used, r.scale, r.logit_scale)
 
 
 def splits(a: GQA | MLA, deep: bool = False) -> int:

@@ -1,4 +1,4 @@
-// GQA: one warp per head of q, k and v: optional RMSNorm and RoPE of q and k; q times QUERY_SCALE as halves into
+// GQA: one warp per head of q, k and v: optional RMSNorm of all, RoPE of q and k; q times QUERY_SCALE as halves into
 // `queries`, k and v into the cache rows of this step's tokens.
 #include "rope.cuh"
 
@@ -25,8 +25,14 @@ DEVICE void run(const Args &a) {
   const int head = is_q ? item : is_v ? item - HEADS - KV_HEADS : item - HEADS, heads = is_q ? HEADS : KV_HEADS;
   if (is_v) {
     const float *src = a.v + ((u64)t * KV_HEADS + head) * VALUE_DIM;
+    float r = 1;
+    if (VALUE_NORM) {
+      float ss = 0;
+      for (int i = lane; i < VALUE_DIM; i += 32) ss += src[i] * src[i];
+      r = rsqrt_(warp_sum(ss) / VALUE_DIM + EPS);
+    }
     for (int i = lane; i < VALUE_DIM; i += 32)
-      a.v_cache[((u64)pos * KV_HEADS + head) * VALUE_DIM + i] = float_to_half(src[i]);
+      a.v_cache[((u64)pos * KV_HEADS + head) * VALUE_DIM + i] = float_to_half(src[i] * r);
     return;
   }
   const float *all = (is_q ? a.q : a.k) + (u64)t * heads * KEY_DIM, *src = all + head * KEY_DIM;

@@ -9,7 +9,7 @@ import numpy as np
 from tinygrad import Tensor, dtypes
 
 from tinychat.errors import TinychatError
-from tinychat.kernels.executor import Kind, Mask, Weights
+from tinychat.kernels.executor import Kind, Mask, Weights, verify_singly
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import Experts, Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile, calls_of
@@ -18,7 +18,7 @@ from tinychat.kernels.tinygrad import profile as profiling
 from tinychat.kernels.tinygrad.dequant import CODECS
 from tinychat.kernels.tinygrad.step import Step
 
-LIMITS = Limits(frozenset(CODECS), prefill_chunk=32)
+LIMITS = Limits(frozenset(CODECS), prefill_chunk=32, verified=16)
 
 
 class ReferenceExecutor:
@@ -89,6 +89,18 @@ class ReferenceExecutor:
             seen.append(token)
             yield token, logprob
             pos += 1
+
+    def verify(
+        self,
+        token: int,
+        drafts: Sequence[int],
+        pos: int,
+        sampling: Sampling,
+        recent: Sequence[int],
+        mask: Mask | None = None,
+    ) -> Iterator[tuple[int, float]]:
+        """See Executor.verify: in single steps."""
+        return verify_singly(self, token, drafts, pos, sampling, recent, mask)
 
     def routes(self) -> np.ndarray | None:
         """See Executor.routes: None, what a step computes inside stays on the device."""

@@ -117,7 +117,8 @@ class Step:
         """Runs the step op by op, as in Plan.ops; yields one realised tensor each. The last is the logits."""
         x = yield from self._layers(tokens, pos)
         head = self.plan.head
-        yield (self._linear(self._norm(x, head.norm, head.eps), head.weight) * head.scale).realize()
+        logits = self._linear(self._norm(x, head.norm, head.eps), head.weight) * head.scale
+        yield (logits if not head.softcap else head.softcap * (logits / head.softcap).tanh()).realize()
 
     def _layers(self, tokens: Tensor, pos: UOp) -> Ops:
         """All ops but the head."""
@@ -153,7 +154,7 @@ class Step:
         q = self._rotate(self._head_norm(q, a.q_norm, a), a.rope, pos, 0).contiguous()
         k = self._rotate(self._head_norm(k, a.k_norm, a), a.rope, pos, 0)
         _store(keys, k.flatten(1), pos)
-        _store(values, v, pos)
+        _store(values, _unit(v.reshape(v.shape[0], a.kv_heads, -1), a.eps).flatten(1) if a.value_norm else v, pos)
         yield q.realize()
         n_rows = pos + x.shape[0]
         rows_k = keys[:n_rows].cast(dtypes.float32).reshape(n_rows, a.kv_heads, a.key_dim)
@@ -199,22 +200,32 @@ class Step:
     def _dense(self, b: Dense, x: Tensor) -> Ops:
         h = self._gated(self._norm(x, b.norm, b.eps), b.weights).realize()
         yield h
-        return (yield from self._added(x, self._linear(h, b.weights.down), b.post_norm, b.eps, b.residual_scale))
+        y = self._linear(h, b.weights.down)
+        return (yield from self._added(x, y, b.post_norm, b.eps, b.residual_scale, b.stream_scale))
 
-    def _added(self, x: Tensor, y: Tensor, post_norm: Weight | None, eps: float, scale: float) -> Ops:
-        """x + scale * y, normed first if there is a post_norm."""
+    def _added(
+        self, x: Tensor, y: Tensor, post_norm: Weight | None, eps: float, scale: float, stream: float = 1.0
+    ) -> Ops:
+        """stream * (x + scale * y), y normed first if there is a post_norm."""
         if post_norm:
             y = y.contiguous().realize()
             yield y
             y = self._norm(y, post_norm, eps)
-        x = (x + y * scale).realize()
+        x = ((x + y * scale) * stream).realize()
         yield x
         return x
 
     def _experts(self, b: Experts, x: Tensor) -> Ops:
         """One token a step."""
-        n = self._norm(x, b.norm, b.eps)
-        ids, weights = self._route(b.router, n)
+        n, z = self._norm(x, b.norm, b.eps), None
+        if d := b.beside:
+            h = self._gated(self._norm(x, d.norm, b.eps), d.weights).realize()
+            yield h
+            y = self._linear(h, d.weights.down).contiguous().realize()
+            yield y
+            z = self._norm(y, d.dense_norm, b.eps).realize()
+            yield z
+        ids, weights = self._route(b.router, self._norm(x, b.router.norm, b.eps) if b.router.norm else n)
         Tensor.realize(ids, weights)
         yield ids
         chosen = ids[0]
@@ -232,7 +243,18 @@ class Step:
         added = (y * weights.reshape(-1, 1)).sum(0)
         if b.shared and shared is not None:
             added = added + self._linear(shared, b.shared.down)
+        if d and z is not None:
+            y = added.reshape(1, -1).contiguous().realize()
+            yield y
+            z = (z + self._norm(y, d.experts_norm, b.eps)).realize()
+            yield z
+            return (yield from self._normed_add(x, z, d.post_norm, b.eps, d.stream_scale))
         x = (x + added * b.residual_scale).realize()
+        yield x
+        return x
+
+    def _normed_add(self, x: Tensor, y: Tensor, norm: Weight, eps: float, stream: float) -> Ops:
+        x = ((x + self._norm(y, norm, eps)) * stream).realize()
         yield x
         return x
 
@@ -241,7 +263,7 @@ class Step:
 
     def _route(self, r: Router, n: Tensor) -> tuple[Tensor, Tensor]:
         """(ids, weights) of the chosen experts, (T, top_k) each."""
-        scores = self._biased(self._linear(n, r.weight), r.bias).contiguous()
+        scores = (self._biased(self._linear(n, r.weight), r.bias) * r.logit_scale).contiguous()
         p = {
             "softmax": lambda: scores.softmax(-1),
             "sigmoid": scores.sigmoid,
@@ -263,6 +285,8 @@ class Step:
             weights = weights.softmax(-1)
         if r.normalize:
             weights = weights / weights.sum(-1, keepdim=True).maximum(MIN_WEIGHT_SUM)
+        if r.expert_scale:
+            weights = weights * self._vector(r.expert_scale)[ids]
         return ids, (weights * r.scale).contiguous()
 
     # --- pieces

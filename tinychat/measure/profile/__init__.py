@@ -1,4 +1,4 @@
-"""Where the time of a token goes, against the memory limit, and what is wrong with it."""
+"""The profile of a decode step: time per op, compared with the memory limit, and red flags."""
 
 from tinychat.measure.profile.measure import kernels, profile
 from tinychat.measure.profile.report import Profile

@@ -1,4 +1,4 @@
-"""Red flags: what is wrong with a step, in words, with the figure that says so."""
+"""Red flags: faults of a decode step, in words, each with the figure that shows it."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ KINDS = (
     "above the limit",
 )
 
-SHOWN = 3  # flags of a kind
-WORKGROUPS = 256  # fewer leave a GPU idle
-SLOW = 0.10  # of the limit
-NOTABLE = 0.05  # of the token: what takes less is not worth a word
+SHOWN = 3  # flags of a kind that are shown
+WORKGROUPS = 256  # a kernel with fewer does not fill a GPU
+SLOW = 0.10  # share of the memory limit below which an op is slow
+NOTABLE = 0.05  # share of the token's time below which an op gets no flag
 BYTES = re.compile(r"\bunsigned char val\d+ = |\buchar val\d+ = ")
 REDUCTION = re.compile(r"\bfor \(int R[Ii]dx\d")
 TOGETHER = re.compile(r"__shared__|threadgroup|__local|barrier\(|__syncthreads")
 
 
 def find(r: Profile, p: StepProfile) -> list[Flag]:
-    """The red flags of a report, the most general ones first; of a kind that many rows have, the worst few."""
+    """The red flags of a report, the most general ones first; of each kind at most the SHOWN worst rows."""
     rows = [flag for row in r.rows for flag in _row(row, r)]
     rows.sort(key=lambda flag: KINDS.index(flag.kind))  # stable: the slowest rows come first
     found = list[Flag]()
@@ -104,7 +104,7 @@ def _whole(r: Profile, p: StepProfile) -> Iterator[Flag]:
 
 
 def _alone(r: Profile) -> bool:
-    """Whether one thread did all ops, because the others had no core: not a fault of any op."""
+    """Whether one thread ran all ops because the others had no core; then no op is at fault."""
     serial = [row for row in r.rows if row.busiest > 0.9]
     return r.threads > 1 and len(serial) > 2 and sum(row.share for row in serial) > 0.8
 

@@ -38,7 +38,7 @@ def profile(
     name: str = "",
     wait: bool = True,
 ) -> Profile:
-    """Measures `steps` greedy tokens behind a short prompt; the KV cache is given back as it was.
+    """Measures `steps` greedy tokens after a short prompt; the KV cache is restored afterwards.
 
     Holds the machine's benchmark lock and writes the raw figures beside the report. Raises TinychatError: a context
     too small, another benchmark runs and not `wait`, `stop` was set.
@@ -65,13 +65,13 @@ def explain(p: StepProfile, engine: Engine, name: str) -> Profile:
     token = float(np.median(p.tokens)) if together else plain
     alone = sum(
         float(np.median(part.seconds)) for part in p.parts
-    )  # what disturbs one run of a kernel is not in the others
+    )  # medians, because a disturbance hits only some runs of a kernel
     base = token if together else alone or token
     rows = sorted(_rows(p, ops, base, limit), key=lambda r: -r.seconds)
     waited = sum(r.waited for r in rows)
     sampling = float(np.median(p.sampling))
     parts = sum((part.seconds for part in p.parts), np.zeros(len(p.tokens)))
-    # kernels run alone do not add up to a token: there nothing is left over
+    # times of kernels that run alone do not add up to a token, so that no remainder can be computed
     rest = (max(0.0, float(np.median(p.tokens - parts - p.sampling))), token) if together else (0.0, 0.0)
     nbytes, calls = engine.plan.bytes_per_token(p.depth), sum(part.calls for part in p.parts)
     gb_s = nbytes / plain / 1e9
@@ -153,8 +153,8 @@ def _rows(p: StepProfile, ops: Sequence[Op], token: float, limit: float) -> Iter
 
 
 def _categories(rows: Sequence[Row], waited: float, sampling: float, outside: float, token: float) -> dict[str, float]:
-    """Seconds by category, the largest first. Medians leave out what hits another op in each step; that is a category
-    too."""
+    """Seconds by category, the largest first. The medians of the rows omit disturbances that hit another op in each
+    step; the rest of the token's time is a category of its own."""
     found: dict[str, float] = {}
     for r in rows:
         found[r.category] = found.get(r.category, 0.0) + r.seconds - r.waited
@@ -166,13 +166,13 @@ def _categories(rows: Sequence[Row], waited: float, sampling: float, outside: fl
 
 
 def _spread(seconds: np.ndarray) -> float:
-    """Half of the distance between the quartiles, as a share of the median."""
+    """Half of the difference between the quartiles, as a share of the median."""
     low, middle, high = np.percentile(seconds, (25, 50, 75))
     return float((high - low) / 2 / middle)
 
 
 def _commands(name: str, r: Profile, device: str) -> list[str]:
-    """What to type to look deeper at the slowest row."""
+    """Commands that show more about the slowest row."""
     model = f"{shlex.quote(printable(name, newlines=False))} --device {device}"
     return [f"tinychat kernels {model} --source {r.rows[0].name}", f"tinychat bench {model} --block"]
 
@@ -181,7 +181,7 @@ KEPT = 50  # profiles on the disk
 
 
 def clear_profiles() -> int:
-    """Deletes every kept profile; returns the bytes that freed."""
+    """Deletes every stored profile; returns the number of bytes freed."""
     freed = 0
     for path in profiles_dir().glob("*.json"):
         with contextlib.suppress(OSError):
@@ -192,7 +192,7 @@ def clear_profiles() -> int:
 
 
 def profiles_dir() -> Path:
-    """Where raw figures are kept."""
+    """The folder of the raw figures."""
     return Path(user_cache_dir("tinychat", appauthor=False)) / "profiles"
 
 

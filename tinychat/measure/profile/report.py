@@ -1,7 +1,7 @@
 """A profile as data. Times in seconds per token.
 
-What each number is: "in the batch" was read from clocks inside the running step; "alone" is one kernel at a time,
-waited for; "derived" was calculated from those. No time of a batch is ever divided over its kernels.
+The origin of each number: "in the batch" was read from clocks inside the running step; "alone" is the time of one
+kernel, waited for; "derived" was calculated from those. The time of a batch is not divided over its kernels.
 """
 
 from __future__ import annotations

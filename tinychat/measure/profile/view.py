@@ -20,7 +20,7 @@ BAR = 24
 
 
 def view(r: Profile) -> RenderableType:
-    """All of the report, safe for a terminal (models name themselves)."""
+    """The whole report, with control characters in names escaped (they come from model files)."""
     return Group(
         _head("1", f"{r.model} on {r.device}"),
         _speed(r),

@@ -6,6 +6,7 @@ import contextlib
 import mimetypes
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.filesize import decimal
@@ -18,14 +19,20 @@ _AT = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|(\S+))')
 SHOWN = 40  # completions
 
 
-def attachments(text: str, folder: Path | None = None) -> tuple[Attachment, ...]:
-    """The files that `text` names with @path or @"path with blanks". Another word after @ is left alone.
+def attachments(
+    text: str, folder: Path | None = None, known: Mapping[str, Attachment] | None = None
+) -> tuple[Attachment, ...]:
+    """The files that `text` names with @path or @"path with blanks"; what is `known` has been read already. Another
+    word after @ is left alone.
 
     Raises TinychatError for a missing file, a folder, a binary or a file that is too large, naming it.
     """
     found: dict[str, Attachment] = {}
     for match in _AT.finditer(text):
         name = match[1] or match[2]
+        if known and name in known:
+            found[name] = known[name]
+            continue
         path = _path(name, folder)
         if match[2] and not os.path.exists(path):
             name = name.rstrip(".,;:!?)")

@@ -5,23 +5,25 @@ from __future__ import annotations
 import json
 import re
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tinychat.backend.instruments import Instrumented
+from tinychat.chat.controller import KEPT_STATS
 from tinychat.chat.conversation import to_markdown
 from tinychat.chat.parameters import PARAMETERS, Parameters, get_parameter, set_parameter
 from tinychat.chat.schema import read_schema
 from tinychat.errors import TinychatError, printable
 from tinychat.files import expand
-from tinychat.tools.builtin import tools_of
-from tinychat.tools.folder import Folder
-from tinychat.tools.toolbox import Toolbox
+from tinychat.tools.mcp_config import switch
 from tinychat.ui.chat import models
+from tinychat.ui.chat.markdown import MarkdownView
 from tinychat.ui.chat.message import footer_text
+from tinychat.ui.chat.prompt import PROMPT_KEYS
 from tinychat.ui.chat.view import ChatView
-from tinychat.ui.panel.figures import size
+from tinychat.ui.panel.figures import share_of_limit, size
 from tinychat.ui.screens.sheet import in_daemon
 from tinychat.units import speed
 
@@ -29,7 +31,7 @@ from tinychat.units import speed
 def _switch(text: str, now: bool, what: str) -> bool:
     """on, off, or the other one for nothing."""
     if text.strip().lower() not in ("", "on", "off"):
-        raise TinychatError(f"/{what} is on or off")
+        raise TinychatError(f"usage: /{what} on|off")
     return {"on": True, "off": False}.get(text.strip().lower(), not now)
 
 
@@ -42,7 +44,7 @@ async def new(chat: ChatView, text: str) -> None:
 
 async def rename(chat: ChatView, text: str) -> None:
     if not text.strip():
-        raise TinychatError("/rename NAME gives this conversation a name")
+        raise TinychatError("usage: /rename NAME")
     chat.controller.rename(text)
 
 
@@ -60,7 +62,7 @@ async def go_on(chat: ChatView, text: str) -> None:
 
 async def start(chat: ChatView, text: str) -> None:
     if not text.strip():
-        raise TinychatError("/start TEXT lets the answer begin with TEXT")
+        raise TinychatError("usage: /start TEXT begins the answer with TEXT")
     chat.controller.prefill(text)
 
 
@@ -79,7 +81,7 @@ async def fork(chat: ChatView, text: str) -> None:
     chat.controller.fork(index)
     await chat.apply()
     chat.box.prompt.put(draft)
-    await chat.say("this is a copy now; the original is in /conversations")
+    await chat.say("this is a copy; the original is in /conversations")
 
 
 async def skip(chat: ChatView, text: str) -> None:
@@ -99,7 +101,7 @@ async def think(chat: ChatView, text: str) -> None:
     p = chat.controller.conversation.parameters
     on = _switch(text, p.thinking, "think")
     await _use(chat, {"thinking": on})
-    await chat.say(f"thinking is {'on' if on else 'off'} for models that can")
+    await chat.say(f"thinking is {'on' if on else 'off'}, if the model supports it")
 
 
 async def system(chat: ChatView, text: str) -> None:
@@ -111,9 +113,9 @@ async def system(chat: ChatView, text: str) -> None:
         return
     await _use(chat, {"system": "" if text.strip().lower() == "off" else text.strip()})
     await chat.say(
-        "the system prompt is set; it counts from the next message on"
+        "the system prompt is set, from the next message on"
         if text.strip().lower() != "off"
-        else "there is no system prompt any more"
+        else "the system prompt is removed"
     )
 
 
@@ -174,19 +176,22 @@ async def schema(chat: ChatView, text: str) -> None:
 async def tools(chat: ChatView, text: str) -> None:
     c, name = chat.controller, text.strip()
     if name == "off":
-        c.use_tools(Toolbox())
-        await chat.say("there are no tools any more")
+        chat.use_folder(None)
+        await chat.say("the tools of the folder are off")
         return
     if name:
-        folder = Folder(expand(name))
-        c.use_tools(Toolbox(tools_of(folder)))
-        await chat.say(f"tools work in {folder.path}: {', '.join(c.toolbox.names)}")
-    elif c.toolbox.names:
-        await chat.say(f"tools: {', '.join(c.toolbox.names)}; /tools off takes them away")
-    else:
+        chat.use_folder(expand(name))
+    if not c.toolbox.names:
         raise TinychatError("/tools DIR lets the model work in a folder; it asks before it reads, changes or runs")
+    await chat.say(f"tools{' work' * bool(name)}: {', '.join(c.toolbox.names)}; /tools off takes them away")
     if c.info is not None and not c.info.can.tools:
         await chat.say("what answers now cannot call tools", error=True)
+
+
+async def mcp(chat: ChatView, text: str) -> None:
+    from tinychat.ui.screens.mcp import McpScreen
+
+    chat.app.push_screen(McpScreen(chat.mcp, chat.mcp_file, partial(switch, chat.mcp_file)))
 
 
 # getting things out
@@ -194,12 +199,14 @@ async def tools(chat: ChatView, text: str) -> None:
 
 async def copy(chat: ChatView, text: str) -> None:
     c = chat.controller.conversation
-    what, _, number = (text.strip() or "code").lower().partition(" ")
+    what, _, number = text.strip().lower().partition(" ")
     if what == "all":
         chat.copy(to_markdown(c), "the conversation")
         return
     if c.last_answer is None:
         raise TinychatError("there is no answer to copy yet")
+    answer = c.turns[c.last_answer].text
+    what = what or ("code" if MarkdownView(answer).code_blocks else "answer")
     if what == "answer":
         chat.copy(c.turns[c.last_answer].text, "the answer")
     elif what == "code":
@@ -248,12 +255,19 @@ async def stats(chat: ChatView, text: str) -> None:
     if s is None:
         raise TinychatError("no model is loaded")
     lines = [footer_text(c.turns[c.last_answer]) if c.last_answer is not None else "no answer yet"]
+    answer = c.turns[c.last_answer].stats if c.last_answer is not None else {}
+    if s.ttft_s != answer.get("ttft_s", 0.0):  # the engine has done something else since: a benchmark
+        s = replace(s.of_model(), **{k: v for k, v in answer.items() if k in KEPT_STATS})
     if s.prefill_tok_s:
         lines.append(f"prompt {s.prompt_tokens:,} · prefill {speed(s.prefill_tok_s)} tok/s")
     if s.ttft_s:
         lines.append(
             f"TTFT {1e3 * s.ttft_s:,.1f} ms" + (f" · {1e3 * s.token_s:,.2f} ms per output token" if s.token_s else "")
         )
+    if s.drafted_tokens or s.forced_tokens:
+        made = [f"{s.decode_steps:,} steps", f"{s.accepted_tokens:,} accepted of {s.drafted_tokens:,} drafts"]
+        made += [f"{s.forced_tokens:,} forced by the grammar"] * bool(s.forced_tokens)
+        lines.append(f"{s.generated_tokens:,} tokens: {' + '.join(made)} · {s.speculation_gain:.2f}× single steps")
     spent = [*s.parts(), ("painting", chat.meter.seconds)]
     if any(took for _, took in spent):
         each = [f"{what} {1e3 * took:,.1f} ms" for what, took in spent]
@@ -263,7 +277,7 @@ async def stats(chat: ChatView, text: str) -> None:
         parts += [f"in {s.jit_batches:,} batch{'es' * (s.jit_batches != 1)}"] * bool(s.jit_batches)
         lines.append(" ".join(parts) + (f", {s.jit_state}" if s.jit_state else ""))
     if s.gb_s:
-        share = f" · {s.limit_share:.0%} of {s.limit_gb_s:.1f} GB/s" if s.limit_gb_s else ""
+        share = f" · {share_of_limit(s)} of {s.limit_gb_s:.1f} GB/s" if s.limit_gb_s else ""
         lines.append(f"{size(s.bytes_per_token)} read per token · {s.gb_s:.1f} GB/s{share}")
     lines.append(f"weights {size(s.weight_bytes)} · KV cache {size(s.kv_bytes)} · process {size(s.rss_bytes)}")
     disk = [f"{s.restored_rows:,} tokens of it read back in {1e3 * s.restore_s:,.1f} ms"] * bool(s.restored_rows)
@@ -327,7 +341,7 @@ async def inspect(chat: ChatView, text: str) -> None:
     chosen = list(trace.tokens)
     ids = (*trace.prompt_ids, *(t.id for t in chosen))
     texts = await in_daemon(partial(instruments.token_texts, ids))
-    chat.app.push_screen(InspectorScreen(texts, [t.logprob for t in chosen]))
+    chat.app.push_screen(InspectorScreen(texts, [t.logprob for t in chosen], [t.source for t in chosen]))
 
 
 async def bench(chat: ChatView, text: str) -> None:
@@ -366,7 +380,7 @@ async def settings_file(chat: ChatView, text: str) -> None:
 async def help_screen(chat: ChatView, text: str) -> None:
     from tinychat.ui.screens.help import HelpScreen
 
-    chat.app.push_screen(HelpScreen(chat.command_entries()))
+    chat.app.push_screen(HelpScreen(chat.command_entries(), prompt=PROMPT_KEYS))
 
 
 async def panel(chat: ChatView, text: str) -> None:

@@ -32,6 +32,23 @@ def choose_model(chat: ChatView, text: str = "") -> None:
     chat.app.push_screen(PickerScreen(p.context or 4096, freed, chat.downloads, text), picked)
 
 
+def first_model(chat: ChatView) -> None:
+    """Without a model: the picker where some are on this computer, three suggestions where there is none."""
+    from tinychat.ui.screens.first_run import FirstRun
+    from tinychat.ui.screens.picker import PickedModel
+
+    def picked(model: PickedModel | str | None) -> None:
+        if isinstance(model, PickedModel):
+            load(chat, model)
+        elif model == "all":
+            choose_model(chat)
+
+    if any(m.path for m in settings.load().models) or cache.entries():
+        choose_model(chat)
+    else:
+        chat.app.push_screen(FirstRun(chat.downloads), picked)
+
+
 def load(chat: ChatView, model: PickedModel) -> None:
     if model.server is not None:
         chat.controller.load(model.name, model.path, server=model.server)

@@ -21,14 +21,14 @@ class OverflowScreen(Modal[str]):
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss('stop')", "stop")]
 
-    def __init__(self, overflow: Overflow, trained: int) -> None:
+    def __init__(self, overflow: Overflow) -> None:
         super().__init__()
-        self.overflow, self.trained = overflow, trained
+        self.overflow = overflow
 
     def compose(self) -> ComposeResult:
         with Vertical(classes="question"):
             yield Static(Content("The context is full").stylize("bold"))
-            yield Static(Content(explain(self.overflow, self.trained)), classes="text")
+            yield Static(Content(explain(self.overflow)), classes="text")
             yield OptionList(*(Option(label(o, self.overflow), id=o) for o in self.overflow.options), compact=True)
 
     def on_mount(self) -> None:
@@ -39,23 +39,20 @@ class OverflowScreen(Modal[str]):
         self.dismiss(event.option.id)
 
 
-def explain(overflow: Overflow, trained: int) -> str:
-    """What is too much, and the way to a larger context where there is one."""
+def explain(overflow: Overflow) -> str:
+    """What is too much."""
     used, limit = overflow.usage.used, overflow.usage.limit
     if used >= limit:
-        lines = f"The conversation has {used:,} tokens, the context holds {limit:,}."
-    else:
-        lines = f"{used:,} of {limit:,} tokens are used; that leaves {limit - used:,} for an answer."
-    if trained > limit:
-        lines += f" This model can hold up to {trained:,}: /set context N loads it again with more."
-    return lines
+        return f"The conversation has {used:,} tokens, the context holds {limit:,}."
+    return f"{used:,} of {limit:,} tokens are used; that leaves {limit - used:,} for an answer."
 
 
 def label(option: str, overflow: Overflow) -> str:
     """The words of a choice."""
-    questions = "one question" if overflow.droppable == 1 else f"up to {overflow.droppable} questions"
+    exchanges = "1 exchange" if overflow.droppable == 1 else f"up to {overflow.droppable} exchanges"
     return {
-        "turns": f"leave out the oldest turns ({questions}, with what was answered)",
+        "context": f"load the model with a context of {overflow.larger:,} tokens",
+        "turns": f"leave out the oldest turns, now and later ({exchanges} now)",
         "thinking": f"leave out the thinking ({overflow.usage.thinking:,} tokens)",
         "stop": "stop here; the message stays in the prompt"
         if overflow.typed

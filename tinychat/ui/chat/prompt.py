@@ -19,6 +19,14 @@ from textual.widgets.option_list import Option
 from tinychat.errors import printable
 from tinychat.ui.editor import Editor
 
+PROMPT_KEYS = (  # for the help
+    ("enter", "send"),
+    ("shift+enter, ctrl+j", "new line"),
+    ("/", "list of commands; tab completes"),
+    ("@", "attach a text file; tab completes its name"),
+    ("up, down", "earlier messages, from the first and last line"),
+    ("ctrl+c", "clear; ctrl+z brings it back"),
+)
 _FILE = re.compile(r'(?:^|\s)@(?:"([^"\n]*)|(\S*))$')
 
 
@@ -203,7 +211,7 @@ class PromptBox(Vertical):
         first = printable(" ".join(texts[0].split())) if texts else ""
         more = f" (and {len(texts) - 1} more)" if len(texts) > 1 else ""
         waiting.update(
-            Content.assemble(("waiting ", "$accent"), first[:200], more, ("  esc takes it back", "$foreground 60%"))
+            Content.assemble(("waiting ", "$accent"), first[:200], more, ("  esc to unqueue", "$foreground 60%"))
         )
 
     def close(self) -> bool:

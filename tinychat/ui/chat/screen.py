@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from textual import on
-from textual.app import ComposeResult, SystemCommand
+from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
@@ -18,16 +19,22 @@ from textual.screen import Screen
 
 from tinychat.chat.changes import Overflow
 from tinychat.chat.controller import Controller
-from tinychat.chat.conversation import Turn
+from tinychat.chat.conversation import Attachment, Turn
 from tinychat.chat.history import History
 from tinychat.errors import TinychatError, printable
+from tinychat.tools.builtin import tools_of
+from tinychat.tools.folder import Folder
+from tinychat.tools.mcp import Servers
+from tinychat.tools.mcp_config import config_path
 from tinychat.tools.protocol import Question
+from tinychat.tools.toolbox import Toolbox
 from tinychat.ui import clipboard
-from tinychat.ui.chat import attach, commands, models
+from tinychat.ui.chat import attach, commands, mcp, models
 from tinychat.ui.chat.markdown import MarkdownView
 from tinychat.ui.chat.message import TurnMessage
 from tinychat.ui.chat.overflow import OverflowScreen
 from tinychat.ui.chat.painter import Painter
+from tinychat.ui.chat.palette import Palette
 from tinychat.ui.chat.permission import PermissionScreen
 from tinychat.ui.chat.prompt import Choice, Prompt, PromptBox
 from tinychat.ui.chat.sidebar import Sidebar
@@ -58,10 +65,11 @@ class ChatScreen(Screen[None]):
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (LISTED, "-wide"), (200, "-vast")]
     VERTICAL_BREAKPOINTS = [(0, "-short"), (20, "-high")]
     AUTO_FOCUS = "#prompt"
+    COMMANDS = {Palette}
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "stop", "stop", tooltip="stop; what there is of the answer stays"),
+        Binding("escape", "stop", "stop", tooltip="stop; keeps the partial answer"),
         Binding("escape", "keep", "cancel edit"),
-        Binding("escape", "escape", "back to the prompt; takes back what waits or is edited", show=False),
+        Binding("escape", "escape", "back to the prompt; unqueue a message, cancel an edit", show=False),
         Binding(
             "ctrl+g",
             "command('skip')",
@@ -73,9 +81,9 @@ class ChatScreen(Screen[None]):
         Binding(
             "ctrl+r", "command('regenerate')", "regenerate", priority=True, tooltip="a new answer; the old one stays"
         ),
-        Binding("f5", "command('continue')", "continue", tooltip="go on with an answer that was stopped"),
+        Binding("f5", "command('continue')", "continue", tooltip="continue an answer that was stopped"),
         Binding("ctrl+o", "command('copy')", "copy code", priority=True, tooltip="copy the last block of code"),
-        Binding("ctrl+n", "command('new')", "begin a new conversation", show=False, priority=True),
+        Binding("ctrl+n", "command('new')", "new conversation", show=False, priority=True),
         Binding("f2", "choose_model", "choose a model"),
         Binding("f2", "command('model')", "choose, download or load a model", show=False),
         Binding("f3", "command('conversations')", "earlier conversations: search, reopen, rename, delete", show=False),
@@ -107,9 +115,13 @@ class ChatScreen(Screen[None]):
         history: History | None = None,
         experts: bool = False,
         remember: Callable[..., object] | None = None,
+        mcp: Servers | None = None,
+        mcp_file: Path | None = None,
     ) -> None:
         super().__init__()
         self.controller, self.history = controller, history
+        self.mcp, self.mcp_file = mcp or Servers(()), mcp_file or config_path()
+        self.use_folder(None)
         self.experts = experts  # whether the heat strip is wanted
         self._remember = remember
         self.downloads = Downloads()
@@ -128,7 +140,7 @@ class ChatScreen(Screen[None]):
                 yield StatusLine(id="status")
                 yield Transcript()
                 yield ExpertsStrip(id="experts")
-                yield PromptBox(commands.complete, self._files)
+                yield PromptBox(self._commands, self._files)
                 yield KeyLine(palette=True)
             yield EnginePanel(id="panel")
 
@@ -217,17 +229,19 @@ class ChatScreen(Screen[None]):
 
     def ask_about(self, overflow: Overflow) -> None:
         """The context would overflow: the user decides."""
-        info = self.controller.info
-        self.app.push_screen(
-            OverflowScreen(overflow, info.trained_context if info else 0), partial(self._resolve, overflow)
-        )
+        self.app.push_screen(OverflowScreen(overflow), partial(self._resolve, overflow))
+
+    def use_folder(self, folder: Path | None) -> None:
+        """Offers the built-in tools of `folder`, and those of MCP servers. Raises TinychatError."""
+        own = () if folder is None else tools_of(Folder(folder))
+        self.controller.use_tools(Toolbox(own, more=lambda: self.mcp.tools))
 
     def ask_permission(self, question: Question) -> None:
         """A tool asks before it acts."""
-        self.app.push_screen(PermissionScreen(question), self._permit)
+        self.app.push_screen(PermissionScreen(question), partial(self._permit, question))
 
-    def _permit(self, answer: str | None) -> None:
-        self.controller.permit(answer or "no")  # type: ignore[arg-type]
+    def _permit(self, question: Question, answer: str | None) -> None:
+        self.controller.permit(question, answer or "no")  # type: ignore[arg-type]
 
     def _resolve(self, overflow: Overflow, choice: str | None) -> None:
         try:
@@ -241,6 +255,10 @@ class ChatScreen(Screen[None]):
         """`text` without its slash. Whatever goes wrong is one line in the transcript."""
         name, _, rest = text.partition(" ")
         try:
+            if (found := mcp.find_prompt(self.mcp, name)) is not None:
+                arguments = mcp.arguments_of(found, rest)
+                self.give_back([Turn("user", await in_daemon(partial(self.mcp.prompt, found, arguments)))])
+                return
             try:
                 command = commands.find(name)
             except TinychatError:
@@ -256,23 +274,13 @@ class ChatScreen(Screen[None]):
     async def action_command(self, text: str) -> None:
         await self.run_command(text)
 
+    def offers(self, command: str) -> bool:
+        """Whether the palette has the command of this name."""
+        return True
+
     def command_entries(self) -> list[Entry]:
         """The commands of the prompt, with the keys that do the same, for the help."""
         return [(c.usage, c.help + f" ({c.key})" * bool(c.key)) for c in commands.COMMANDS]
-
-    def commands_for_palette(self) -> Iterable[SystemCommand]:
-        """The table, for the command palette; a command that needs arguments goes to the prompt."""
-        for c in commands.COMMANDS:
-            needs = bool(c.arguments) and not c.arguments.startswith("[") and not c.values
-            done = partial(self._prompt_for if needs else self._run_later, c.name)
-            yield SystemCommand(f"{c.usage}{f'  ({c.key})' if c.key else ''}", c.help, done)
-
-    def _run_later(self, name: str) -> None:
-        self.call_later(self.run_command, name)
-
-    def _prompt_for(self, name: str) -> None:
-        self.prompt.set_aside(f"/{name} ")
-        self.prompt.focus()
 
     # what the user does
 
@@ -292,7 +300,12 @@ class ChatScreen(Screen[None]):
                 await self.run_command(text[1:])
                 return
             text = event.text if self.controller.raw else text.removeprefix("/") if text.startswith("//") else text
-            turn = Turn("user", text, files=() if self.controller.raw else attach.attachments(text))
+            files: tuple[Attachment, ...] = ()
+            if not self.controller.raw:
+                found = mcp.resources_in(self.mcp, text)
+                known = await in_daemon(partial(mcp.read, self.mcp, found)) if found else {}
+                files = attach.attachments(text, known=known)
+            turn = Turn("user", text, files=files)
             if self.editing is not None:
                 self.controller.edit(self.editing, text, turn.files)
                 self.editing = None
@@ -419,7 +432,7 @@ class ChatScreen(Screen[None]):
     def action_scroll(self, pages: int) -> None:
         t = self.transcript
         if abs(pages) > 1:
-            t.scroll_end(animate=False) if pages > 0 else t.scroll_home(animate=False)
+            t.to_end() if pages > 0 else t.scroll_home(animate=False)
         else:
             t.scroll_relative(y=pages * max(1, t.size.height - 2), animate=False)
         if pages < 0:
@@ -549,5 +562,11 @@ class ChatScreen(Screen[None]):
         if self._remember is not None:
             self._remember(experts=on)
 
+    def _commands(self, text: str) -> list[Choice]:
+        return [*commands.complete(text), *mcp.prompt_choices(self.mcp, text)]
+
     def _files(self, typed: str) -> list[Choice]:
-        return [] if self.controller.raw else [Choice(attach.quoted(name), name) for name in attach.complete(typed)]
+        if self.controller.raw:
+            return []
+        files = [Choice(attach.quoted(name), name) for name in attach.complete(typed)]
+        return [*files, *mcp.resource_choices(self.mcp, typed)]

@@ -40,6 +40,8 @@ class Sidebar(Vertical):
 
     def on_mount(self) -> None:
         self.query_one(OptionList).can_focus = False
+        if self._history is None:
+            self.display = False
 
     @work(exclusive=True)
     async def show(self, present: str) -> None:

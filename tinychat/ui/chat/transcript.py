@@ -48,7 +48,7 @@ class Transcript(VerticalScroll, can_focus=False):
                 self.scroll_home(animate=False)
 
     def to_end(self) -> None:
-        """Shows the end and follows it again."""
+        """Shows the end and follows it again, where there is more than a screenful."""
         if self.is_anchored:
             self.anchor()
 

@@ -8,11 +8,11 @@ from textual.widgets import Static
 from tinychat.errors import printable
 
 TIPS = (
-    ("enter", "sends; shift+enter or ctrl+j makes a new line"),
+    ("enter", "sends; shift+enter or ctrl+j: new line"),
     ("/", "lists the commands, @ attaches a text file"),
-    ("esc", "stops an answer and keeps what there is of it"),
-    ("ctrl+r", "answers again; ctrl+up goes to the messages"),
-    ("ctrl+p", "finds everything else; f1 explains it"),
+    ("esc", "stops an answer and keeps the partial text"),
+    ("ctrl+r", "regenerates the answer; ctrl+up selects messages"),
+    ("ctrl+p", "all commands; f1 is the help"),
 )
 
 

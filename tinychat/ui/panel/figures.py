@@ -111,11 +111,18 @@ def speed_rows(r: Reading, width: int) -> list[Content]:
     s = r.stats
     if s is None:
         return []
-    return [
+    rows = [
         row("per token", f"{1000 / s.decode_tok_s:.1f} ms" if s.decode_tok_s else "–", width),
         row("painted", f"{speed(r.painted)} tok/s" if r.painted else "–", width),
         row("prefill", f"{speed(s.prefill_tok_s)} tok/s" if s.prefill_tok_s else "–", width),
     ]
+    if s.drafted_tokens or s.forced_tokens:
+        per_step = s.generated_tokens / max(1, s.decode_steps)
+        rows.append(row("per step", f"{per_step:.2f} tokens, {s.speculation_gain:.1f}×", width))
+        sources = [f"{s.accepted_tokens:,} of {s.drafted_tokens:,}"] * bool(s.drafted_tokens)
+        sources += [f"{s.forced_tokens:,} forced"] * bool(s.forced_tokens)
+        rows.append(row("drafts", ", ".join(sources), width))
+    return rows
 
 
 def time_rows(r: Reading, width: int) -> list[Content]:
@@ -145,9 +152,15 @@ def machine_rows(r: Reading, width: int) -> list[Content]:
     limit = f" of {s.limit_gb_s:.1f}" if s.limit_gb_s else ""
     rows.append(row("reads", f"{s.gb_s:.1f}{limit} GB/s" if s.gb_s else "–", width))
     if s.limit_gb_s:
-        share = f" {min(s.limit_share, 9.99):4.0%} of limit"
+        share = f" {share_of_limit(s)} of limit"
         rows.append(Content.assemble((track(min(s.limit_share, 1), width - len(share)), ".spark"), share))
     return rows
+
+
+def share_of_limit(s: Stats) -> str:
+    """81%; more than all of it says that the limit was measured while other programs read memory, or that weights
+    stay in the caches."""
+    return f"{s.limit_share:.0%}" if s.limit_share <= 1 else "over 100%"
 
 
 def _told(r: Reading) -> bool:

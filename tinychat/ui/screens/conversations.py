@@ -45,7 +45,7 @@ class ConversationsScreen(Sheet[str]):
     def body(self) -> ComposeResult:
         with Horizontal(classes="search-line"):
             yield Static("›", classes="prompt-mark")
-            yield SearchField("", "search in everything that was said")
+            yield SearchField("", "search all conversations")
         rows = Rows(markup=False)
         rows.can_focus = False
         yield rows
@@ -69,7 +69,7 @@ class ConversationsScreen(Sheet[str]):
     def _show(self, keep: str | None) -> None:
         search, rows = self.query_one(Input).value, self.query_one(Rows)
         message = (
-            "no conversation has these words" if search.split() else "nothing is saved yet: every chat is, by itself"
+            "no conversation matches" if search.split() else "no conversations yet; each one is saved automatically"
         )
         try:
             self._found = {s.id: s for s in self._history.find(search)}
@@ -114,7 +114,7 @@ class ConversationsScreen(Sheet[str]):
                 self._try(lambda: self._delete(s.id))
 
         self.app.push_screen(
-            ConfirmScreen(f"Delete “{s.title}” ({_turns(s)})? It cannot be brought back.", "Delete"), answered
+            ConfirmScreen(f"Delete “{s.title}” ({_turns(s)})? This cannot be undone.", "Delete"), answered
         )
 
     def _try(self, change: object) -> None:

@@ -31,14 +31,16 @@ class HelpScreen(Sheet[None]):
     HelpScreen VerticalScroll > .heading { margin-bottom: 0; }
     """
 
-    def __init__(self, commands: Iterable[Entry] = (), keys: Iterable[Entry] | None = None) -> None:
+    def __init__(
+        self, commands: Iterable[Entry] = (), keys: Iterable[Entry] | None = None, prompt: Iterable[Entry] = ()
+    ) -> None:
         super().__init__()
-        self._commands, self._keys = list(commands), keys
+        self._commands, self._keys, self._prompt = list(commands), keys, list(prompt)
 
     def body(self) -> ComposeResult:
         keys = keys_of(self.app.screen_stack[-2]) if self._keys is None else list(self._keys)
         with VerticalScroll():
-            for heading, entries in (("Keys", keys), ("Commands", self._commands)):
+            for heading, entries in (("Prompt", self._prompt), ("Keys", keys), ("Commands", self._commands)):
                 if entries:
                     yield Static(Content.styled(heading, "bold $accent"), classes="heading")
                     yield Static(_table(entries))

@@ -13,14 +13,21 @@ from textual.content import Content
 from textual.widgets import Static
 
 from tinychat.backend.instruments import TokenText
+from tinychat.backend.protocol import Source
 from tinychat.errors import printable
 from tinychat.ui.screens.sheet import Sheet
 from tinychat.ui.screens.token_view import ShownToken, TokenView
 
+_ORIGINS: dict[Source, str] = {
+    "": "chosen by the model",
+    "text": "chosen by the model, as drafted from the text",
+    "grammar": "forced by the grammar",
+}
+
 
 class InspectorScreen(Sheet[None]):
-    """`tokens` of the prompt, exactly as they were sent, and behind them those that the model chose, with their
-    `logprobs`."""
+    """`tokens` of the prompt, exactly as they were sent, and behind them those of the answer, with their `logprobs` and
+    perhaps `sources`."""
 
     TITLE = "Inspector"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -31,12 +38,16 @@ class InspectorScreen(Sheet[None]):
         Binding("c", "copy", "copy the prompt"),
     ]
 
-    def __init__(self, tokens: Sequence[TokenText], logprobs: Sequence[float] = ()) -> None:
+    def __init__(
+        self, tokens: Sequence[TokenText], logprobs: Sequence[float] = (), sources: Sequence[Source] = ()
+    ) -> None:
         super().__init__()
         self._prompt = len(tokens) - len(logprobs)  # tokens of it
         chances = [None] * self._prompt + [math.exp(p) for p in logprobs]
         self._data = [t.data for t in tokens]
-        self._tokens = [ShownToken(t.id, t.text, t.special, p) for t, p in zip(tokens, chances)]
+        origins: list[Source] = ["" for _ in tokens[len(sources) :]]
+        origins += sources
+        self._tokens = [ShownToken(t.id, t.text, t.special, p, s) for t, p, s in zip(tokens, chances, origins)]
         self._logprob = sum(logprobs)
 
     def body(self) -> ComposeResult:
@@ -49,6 +60,8 @@ class InspectorScreen(Sheet[None]):
         note = f"{n:,} prompt tokens, {special} special"
         if chosen:
             note += f" · {chosen:,} chosen, perplexity {math.exp(-self._logprob / chosen):.2f}"
+        if drafted := sum(bool(p.source) for p in self._tokens):
+            note += f", {drafted:,} of them drafts"
         self.set_title("Inspector", note)
         self.query_one(TokenView).focus()
         self._explain(0)
@@ -62,7 +75,7 @@ class InspectorScreen(Sheet[None]):
             self.query_one(".detail", Static).update(Content("there are no tokens"))
             return
         p = self._tokens[index]
-        where = "chosen by the model" if p.probability is not None else "prompt"
+        where = _ORIGINS[p.source] if p.probability is not None else "prompt"
         data = self._data[index]
         facts = [
             f"token {index:,}",
@@ -71,7 +84,7 @@ class InspectorScreen(Sheet[None]):
             data[:12].hex(" ") + " …" * (len(data) > 12),
             where,
         ]
-        facts += ["special: markup that no text contains"] * p.special
+        facts += ["special token"] * p.special
         facts += [f"probability {p.probability:.2%}"] if p.probability is not None else []
         self.query_one(".detail", Static).update(Content(" · ".join(facts)))
 

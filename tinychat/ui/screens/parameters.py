@@ -42,7 +42,7 @@ class ParametersScreen(Sheet[Parameters]):
         Binding("ctrl+s", "use", "use", priority=True),
         Binding("ctrl+t", "save_preset", "save as preset", priority=True),
         Binding("ctrl+d", "delete_preset", "delete preset", priority=True),
-        Binding("ctrl+b", "make_default", "default of new chats", priority=True),
+        Binding("ctrl+b", "make_default", "use for new chats", priority=True),
         Binding("down", "app.focus_next", "next", show=False),
         Binding("up", "app.focus_previous", "previous", show=False),
     ]
@@ -63,7 +63,7 @@ class ParametersScreen(Sheet[Parameters]):
                 yield TextArea(self._parameters.system, id="system", compact=True, highlight_cursor_line=False)
             with Horizontal(classes="field"):
                 yield Label("thinking")
-                yield Tick("for models that can", self._parameters.thinking, id="thinking", compact=True)
+                yield Tick("if the model supports it", self._parameters.thinking, id="thinking", compact=True)
             for name, spec in PARAMETERS.items():
                 with Horizontal(classes="field"):
                     yield Label(name.replace("_", " "))
@@ -145,7 +145,7 @@ class ParametersScreen(Sheet[Parameters]):
 
     def action_make_default(self) -> None:
         if (p := self._read()) is not None:
-            self._change(lambda: settings.update(parameters=p), self._preset, "new chats begin with these parameters")
+            self._change(lambda: settings.update(parameters=p), self._preset, "new chats start with these parameters")
 
     def _change(self, change: object, preset: str, done: str) -> None:
         """Runs `change`, a call into the settings, and shows the presets as they are now."""

@@ -1,9 +1,10 @@
-"""Choosing a model: what there is, what is here, what fits, how fast it was; downloads run in their rows."""
+"""Choosing a model: what is here, what fits, how fast it is or will be; downloads run in their rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -21,6 +22,7 @@ from tinychat.chat import settings
 from tinychat.chat.servers import SavedServer, is_address
 from tinychat.errors import TinychatError, printable
 from tinychat.measure import log
+from tinychat.models.fit import memory_gb_s
 from tinychat.models.registry import Model
 from tinychat.ui.screens import picker_rows, picker_servers
 from tinychat.ui.screens.dialogs import ConfirmScreen
@@ -73,6 +75,7 @@ class PickerScreen(Sheet[PickedModel]):
         self._places: dict[str, Model] = {}  # what a typed URL, path or folder stands for, by name
         self._place_error = ""
         self._headers = Headers()
+        self._gb_s = 0.0  # this machine's memory limit, when it is known
         self._open_when_done: str | None = None
         self._meaning: list[bool | None] = []  # what the keys do at present
 
@@ -93,6 +96,7 @@ class PickerScreen(Sheet[PickedModel]):
             self._ask(server)
         self._speeds = log.speeds(log.history())
         self._take(self._text)
+        self._read_limit()
         self.set_interval(0.2, self._tick)
         self.query_one(SearchField).focus()
 
@@ -110,7 +114,9 @@ class PickerScreen(Sheet[PickedModel]):
         extra = [*self._settings.models, *self._places.values()]
         self._rows = {
             row.model.name: row
-            for row in picker_rows.rows(extra, self._for_context, self._freed, self._speeds, self._headers.sizes)
+            for row in picker_rows.rows(
+                extra, self._for_context, self._freed, self._speeds, self._headers.sizes, self._gb_s
+            )
         }
 
     def _take(self, text: str) -> None:
@@ -156,7 +162,7 @@ class PickerScreen(Sheet[PickedModel]):
 
     def _show(self, keep: str | None) -> None:
         width, options = self._width, []
-        found = picker_rows.families(self._rows, self._search)
+        found = picker_rows.sections(self._rows.values(), self._search)
         if self._place_error:
             found = []
         elif self._places:
@@ -165,8 +171,8 @@ class PickerScreen(Sheet[PickedModel]):
         if servers:
             options.append(Option(Content("servers"), disabled=True))
             options += [Option(picker_servers.line(server, width), id=server.id) for server in servers]
-        for family, rows in [] if self._servers.typed else found:
-            options.append(Option(Content(picker_rows.cell(family, width)), disabled=True))
+        for name, rows in [] if self._servers.typed else found:
+            options.append(Option(Content(picker_rows.cell(name, width)), disabled=True))
             options += [Option(self._line(row, width), id=row.model.name) for row in rows]
         self.query_one(".columns", Static).update(picker_rows.heading(width))
         self.query_one(Rows).show(options, keep)
@@ -250,6 +256,14 @@ class PickerScreen(Sheet[PickedModel]):
             if self.check_action(action, ()):
                 await self.run_action(action)
                 return
+
+    @work
+    async def _read_limit(self) -> None:
+        """How fast models will be: where nothing was measured yet it is measured now."""
+        self._gb_s = await in_daemon(partial(memory_gb_s, self._settings.threads))
+        if self._alive:
+            self._refresh_rows()
+            self._show(self._highlighted)
 
     @work
     async def _read_header(self, row: Row) -> None:

@@ -11,35 +11,36 @@ from urllib.parse import unquote, urlsplit
 
 from rich.filesize import decimal
 from textual.content import Content
+from textual.fuzzy import Matcher
 
 from tinychat.errors import TinychatError, printable
 from tinychat.files import expand
 from tinychat.models import cache
-from tinychat.models.fit import Fit, available_memory, fit
+from tinychat.models.fit import Fit, available_memory, fit, predicted_tok_s
 from tinychat.models.registry import MODELS, Model, resolve
 from tinychat.ui.screens.downloads import Download
 from tinychat.ui.screens.sheet import cell
 from tinychat.units import parameter_count, speed
 
-_WIDE = 92  # from this many cells on, context and speed have columns of their own
-_VERDICTS = {
-    "fits": ("✓ fits", "$text-success"),
-    "tight": ("~ tight", "$text-warning"),
-    "does not fit": ("✗ does not fit", "$text-error"),
-    "unknown": ("? unknown", "$foreground-muted"),
-}
+_WIDE = 84  # from this many cells on, the context has a column of its own
+FITS, TIGHT, TOO_LARGE = (
+    "to download",
+    "to download, with little memory to spare",
+    "too large for this computer's memory",
+)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A model as the picker knows it. `path` when its file is here; `partial` bytes of it otherwise; `speed` in
-    tok/s."""
+    """A model as the picker knows it. `path` when its file is here; `partial` bytes of it otherwise; `speed` in tok/s
+    as it was measured here, `predicted` as the memory allows (0: not known)."""
 
     model: Model
     path: Path | None
     partial: int
     fit: Fit
     speed: float | None
+    predicted: float
     deletable: bool  # there are bytes of it in our cache
     size: int = 0  # of its file in bytes, as the registry, the file or its header says; 0 = not known yet
 
@@ -57,12 +58,17 @@ class Row:
 
 
 def rows(
-    extra: Iterable[Model], context: int, freed: int, speeds: Mapping[str, float], sizes: Mapping[str, tuple[int, int]]
+    extra: Iterable[Model],
+    context: int,
+    freed: int,
+    speeds: Mapping[str, float],
+    sizes: Mapping[str, tuple[int, int]],
+    gb_s: float = 0.0,
 ) -> list[Row]:
     """All models there are to choose from: the user's own, the registry's, and what else the cache holds.
 
     `freed`: bytes of memory that unloading the present model gives back; `sizes`: (weight bytes, KV bytes per token)
-    that the headers of files told, by model name.
+    that the headers of files told, by model name; `gb_s`: the memory limit of this machine, 0 = not known.
     """
     models = {m.name: m for m in (*extra, *MODELS)}
     whole: dict[str, cache.Entry] = {}
@@ -77,6 +83,7 @@ def rows(
     for name, model in models.items():
         path = model.path if model.path else whole[name].path if name in whole else None
         entry = partial.get(name)
+        size = model.size or _bytes(path) or sizes.get(name, (0, 0))[0]
         out.append(
             Row(
                 model,
@@ -84,8 +91,9 @@ def rows(
                 entry.size if entry and not path else 0,
                 verdict(model, context, free, sizes),
                 speeds.get(str(path)),
+                predicted_tok_s(model, size, gb_s),
                 name in whole or name in partial,
-                model.size or _bytes(path) or sizes.get(name, (0, 0))[0],
+                size,
             )
         )
     return out
@@ -111,18 +119,34 @@ def verdict(model: Model, context: int, available: int, sizes: Mapping[str, tupl
     return fit(weights, kv, min(context, model.context or context), available)
 
 
-def matches(row: Row, search: str) -> bool:
-    """Whether every word of `search` occurs in the row."""
-    return all(word in row.words for word in search.casefold().split())
+def matching(rows: Iterable[Row], search: str) -> list[Row]:
+    """The rows that have every word of `search`; where there is none, those with a name that has the letters of every
+    word in their order."""
+    rows, words = list(rows), search.casefold().split()
+    found = [r for r in rows if all(w in r.words for w in words)]
+
+    def like(row: Row) -> bool:
+        names = (row.model.name, *row.model.aliases)
+        return all(any(Matcher(w).match(n) > 0 for n in names) for w in words)
+
+    return found or [r for r in rows if like(r)]
 
 
-def families(rows: Mapping[str, Row], search: str) -> list[tuple[str, list[Row]]]:
-    """Families with their rows that match `search`."""
-    found: dict[str, list[Row]] = {}
-    for row in rows.values():
-        if matches(row, search):
-            found.setdefault(row.model.family or "other", []).append(row)
-    return list(found.items())
+def sections(rows: Iterable[Row], search: str) -> list[tuple[str, list[Row]]]:
+    """The rows that match `search`: what is here first, then what can be downloaded, the smaller first, by how it
+    fits."""
+    found: dict[str, list[Row]] = {name: [] for name in ("on this computer", "not complete", FITS, TIGHT, TOO_LARGE)}
+    last = found["cannot run here"] = []
+    for row in sorted(matching(rows, search), key=lambda r: r.size):
+        if row.path:
+            found["on this computer"].append(row)
+        elif row.partial:
+            found["not complete"].append(row)
+        elif row.model.why_not:
+            last.append(row)
+        else:
+            found[{"tight": TIGHT, "does not fit": TOO_LARGE}.get(row.fit.verdict, FITS)].append(row)
+    return [(name, some) for name, some in found.items() if some]
 
 
 def is_place(text: str) -> bool:
@@ -148,8 +172,7 @@ def at_place(text: str, known: Iterable[Model]) -> list[Model]:
 
 def heading(width: int) -> Content:
     """The names of the columns."""
-    names = ["model", "quant", "params", "size", "  here", "context", "speed", "  in memory"]
-    return Content(_line(names, width))
+    return Content(_line(["model", "quant", "params", "size", "context", "speed"], width))
 
 
 def line(row: Row, width: int, job: Download | None = None) -> Content:
@@ -157,20 +180,24 @@ def line(row: Row, width: int, job: Download | None = None) -> Content:
     m = row.model
     if (job and job.state in ("running", "paused")) or (not row.path and row.partial):
         return _progress(row, width, job)
-    here = "● here" if row.path else "✗ failed" if job and job.state == "failed" else "○ –"
-    word, style = ("✗ unsupported", "$text-error") if m.why_not else _VERDICTS[row.fit.verdict]
-    texts = [
-        m.name,
-        m.quant,
-        params(m),
-        row.size_shown,
-        here,
-        tokens(m.context),
-        f"{speed(row.speed)} tok/s" if row.speed else "",
-        word,
-    ]
-    text = _line(texts, width)
-    return Content(text).stylize(style, len(text) - 14, len(text))
+    size = row.size_shown if row.path or not row.size_shown else f"↓ {row.size_shown}"
+    last, bad = speed_shown(row), False
+    if m.why_not:
+        last, bad = "✗ unsupported", True
+    elif job and job.state == "failed" and not row.path:
+        last, bad = "✗ failed", True
+    elif row.fit.verdict == "does not fit":
+        last, bad = f"✗ {decimal(row.fit.needed)}", True
+    text = _line([m.name, m.quant, params(m), size, tokens(m.context), last], width)
+    content = Content(text)
+    return content.stylize("$text-error", len(text.rstrip()) - len(last)) if bad else content
+
+
+def speed_shown(row: Row) -> str:
+    """72.4 tok/s where it was measured, ~72.4 tok/s where it is predicted."""
+    if row.speed:
+        return f"{speed(row.speed)} tok/s"
+    return f"~{speed(row.predicted)} tok/s" if row.predicted else ""
 
 
 def explain(row: Row, job: Download | None, header_error: str | None) -> tuple[str, bool]:
@@ -180,10 +207,17 @@ def explain(row: Row, job: Download | None, header_error: str | None) -> tuple[s
         return f"{job.error} (enter tries again)", True
     if trouble := m.why_not or header_error:
         return trouble, True
-    facts = [f"{row.fit.verdict}: {row.fit.explanation}"]
+    facts = [] if row.path or not row.size else [f"a download of {decimal(row.size)}"]
+    facts.append(f"{_FIT_WORDS[row.fit.verdict]}: {row.fit.explanation}")
     facts += [f"context up to {m.context:,} tokens"] * bool(m.context)
-    facts += [f"{speed(row.speed)} tok/s here"] if row.speed else []
+    if row.speed:
+        facts.append(f"{speed(row.speed)} tok/s measured here")
+    elif row.predicted:
+        facts.append(f"~{speed(row.predicted)} tok/s is what this machine's memory allows")
     return " · ".join(facts), False
+
+
+_FIT_WORDS = {"fits": "memory", "tight": "tight", "does not fit": "does not fit", "unknown": "unknown"}
 
 
 def params(m: Model) -> str:
@@ -206,16 +240,15 @@ def duration(seconds: float) -> str:
 
 
 def _line(texts: list[str], width: int) -> str:
-    name, quant, size_, bytes_, here, context, tok_s, fits = texts
-    columns = [cell(quant, 7), cell(size_, 11), cell(bytes_, 8, True), "  " + cell(here, 8)]
-    if width >= _WIDE:
-        columns += [cell(context, 7, True), cell(tok_s, 11, True), ""]
-    return f" {cell(name, _name_width(width))}  {' '.join([*columns, cell(fits, 14)])}"
+    name, quant, size_, bytes_, context, last = texts
+    columns = [cell(quant, 7), cell(size_, 11), cell(bytes_, 11, True)]
+    columns += [cell(context, 7, True)] if width >= _WIDE else []
+    return f" {cell(name, _name_width(width))}  {' '.join([*columns, cell(last, 14, True)])}"
 
 
 def _name_width(width: int) -> int:
     """The cells that the other columns leave to the name; the widest names need no more than 40."""
-    return max(8, min(40, width - (79 if width >= _WIDE else 57)))
+    return max(8, min(40, width - (58 if width >= _WIDE else 50)))
 
 
 def _progress(row: Row, width: int, job: Download | None) -> Content:

@@ -15,19 +15,24 @@ from textual.reactive import reactive
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
+from tinychat.backend.protocol import Source
 from tinychat.errors import printable
 from tinychat.ui.screens.sheet import cell
 from tinychat.units import bar
 
+_KINDS: dict[Source, str] = {"": "answer", "text": "drafted", "grammar": "forced"}
+
 
 @dataclass(frozen=True)
 class ShownToken:
-    """One token as shown: `text` as the tokenizer has it; `probability` for those that the model chose."""
+    """One token as shown: `text` as the tokenizer has it; `probability` for those of the answer, `source` for those of
+    them that were no step of their own."""
 
     id: int
     text: str
     special: bool
     probability: float | None = None
+    source: Source = ""
 
     @property
     def shown(self) -> str:
@@ -40,7 +45,7 @@ class TokenView(ScrollView, can_focus=True):
     """The cursor is a token; `Moved` tells which."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {
-        f"token--{name}" for name in ("even", "odd", "special", "chosen", "cursor", "edge")
+        f"token--{name}" for name in ("even", "odd", "special", "chosen", "drafted", "cursor", "edge")
     }
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left", "move(-1)", "previous", show=False),
@@ -58,6 +63,7 @@ class TokenView(ScrollView, can_focus=True):
     TokenView > .token--odd { background: $foreground 10%; color: $foreground; }
     TokenView > .token--special { color: $accent; text-style: bold; }
     TokenView > .token--chosen { color: $primary; }
+    TokenView > .token--drafted { color: $success; }
     TokenView > .token--edge { color: $foreground 40%; }
     TokenView > .token--cursor { background: $primary 50%; text-style: bold; }
     """
@@ -105,7 +111,9 @@ class TokenView(ScrollView, can_focus=True):
             if token.special:
                 style += self.get_component_rich_style("token--special", partial=True)
             elif token.probability is not None:
-                style += self.get_component_rich_style("token--chosen", partial=True)
+                style += self.get_component_rich_style(
+                    f"token--{'drafted' if token.source else 'chosen'}", partial=True
+                )
             if index == self.cursor:
                 style += self.get_component_rich_style("token--cursor")
             meta = style.from_meta({"token": index})
@@ -119,7 +127,7 @@ class TokenView(ScrollView, can_focus=True):
 
     def _row(self, index: int, width: int) -> str:
         p = self.tokens[index]
-        kind = "special" if p.special else "answer" if p.probability is not None else "prompt"
+        kind = "special" if p.special else "prompt" if p.probability is None else _KINDS[p.source]
         chance = "" if p.probability is None else f"{p.probability:7.2%} {bar(p.probability, 10)}"
         head = f"{index:>7,} {p.id:>8} {kind:8} "
         return cell(f"{head}{cell(p.shown, max(8, width - len(head) - 20))} {cell(chance, 19)}", width)

@@ -8,8 +8,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from markdown_it.tree import SyntaxTreeNode
+from pygments.token import Token
+from rich.cells import cell_len
 from textual.content import Content, Span
-from textual.highlight import highlight
+from textual.highlight import HighlightTheme, highlight
 from textual.style import Style
 
 from tinychat.ui.chat.markdown.formulas import formula_rows, formula_text
@@ -17,6 +19,16 @@ from tinychat.ui.chat.markdown.formulas import formula_rows, formula_text
 BULLETS = "•◦▪"
 LIVE_HIGHLIGHT = 3000  # characters: a longer open fence is coloured only when it closes
 _MARKS = {"strong": ".md-strong", "em": ".md-em", "s": ".md-strike", "link": ".md-link"}
+
+
+class Colours(HighlightTheme):
+    """Textual's, and those of a diff."""
+
+    STYLES = {
+        **HighlightTheme.STYLES,
+        Token.Generic.Inserted: "$text-success",
+        Token.Generic.Deleted: "$text-error",
+    }
 
 
 class Line(NamedTuple):
@@ -175,13 +187,14 @@ def _plain_code_line(text: str, width: int) -> tuple[Line, ...]:
 
 @lru_cache(maxsize=64)
 def _highlighted(code: str, language: str) -> Content:
-    return highlight(code, language=language or "text") if code else Content("")
+    return highlight(code, language=language or "text", theme=Colours) if code else Content("")
 
 
 def _table(node: SyntaxTreeNode, width: int) -> list[Line]:
     trs = [row for part in node.children for row in part.children]
     rows = [[(inline(cell), str(cell.attrs.get("style", ""))) for cell in row.children] for row in trs]
-    widths = _column_widths([[c.cell_length for c, _ in row] for row in rows], width)
+    words = [[max(map(cell_len, c.plain.split()), default=1) for c, _ in row] for row in rows]
+    widths = _column_widths([[c.cell_length for c, _ in row] for row in rows], words, width)
     if not widths:
         return []
     lines = []
@@ -205,15 +218,32 @@ def _cell(content: Content, width: int, style: str) -> list[Content]:
     return out or [Content(" " * width)]
 
 
-def _column_widths(cells: list[list[int]], width: int) -> list[int]:
-    """Widths of the columns so that the table fits `width`: the widest ones give first."""
+def _column_widths(cells: list[list[int]], words: list[list[int]], width: int) -> list[int]:
+    """Widths of the columns so that the table fits `width`: the widest ones give first, and words are broken only
+    where there is no other way. `words` are the lengths of the longest word of each cell."""
     columns = max((len(row) for row in cells), default=0)
-    widths = [max(max((row[c] for row in cells if c < len(row)), default=1), 1) for c in range(columns)]
+
+    def widest(lengths: list[list[int]]) -> list[int]:
+        return [max(max((row[c] for row in lengths if c < len(row)), default=1), 1) for c in range(columns)]
+
     room = width - 3 * (columns - 1)
-    while sum(widths) > room and max(widths, default=0) > 3:
-        widest = max(widths)
-        second = max((w for w in widths if w < widest), default=3)
-        many = widths.count(widest)
-        cut = max(second, 3, widest - max(1, (sum(widths) - room) // many))
-        widths = [cut if w == widest else w for w in widths]
-    return widths
+    return _narrowed(_narrowed(widest(cells), widest(words), room), [3] * columns, room)
+
+
+def _narrowed(widths: list[int], least: list[int], room: int) -> list[int]:
+    """`widths` that add up to at most `room`, none below its `least`, where that can be."""
+    low, high = 0, max(widths, default=0)
+
+    def cut(limit: int) -> list[int]:
+        return [min(w, max(limit, m)) for w, m in zip(widths, least)]
+
+    if sum(widths) <= room:
+        return widths
+    while low < high:  # the largest limit with which they fit
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if sum(cut(middle)) <= room else (low, middle - 1)
+    narrow = cut(low)
+    for i in range(len(narrow)):  # what the rounding left
+        if sum(narrow) < room and narrow[i] < widths[i]:
+            narrow[i] += 1
+    return narrow

@@ -1,0 +1,148 @@
+"""Drafts: what the index finds, how many are run, and that an answer is the same with any number of them."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.support import tiny
+from tinychat.engine.drafts import LONGEST, TextIndex
+from tinychat.engine.engine import Engine
+from tinychat.engine.speculation import Speculate, Speculation
+from tinychat.engine.stats import Stats
+from tinychat.kernels.ops import Sampling
+
+MOST = 15
+
+
+def longest(text: Sequence[int]) -> int:
+    """How many of the last tokens stand in the text before, at most LONGEST; 0 for a single one."""
+    found = 0
+    for n in range(2, min(LONGEST, len(text) - 1) + 1):
+        if any(text[i : i + n] == text[-n:] for i in range(len(text) - n)):
+            found = n
+    return found
+
+
+@pytest.mark.parametrize("letters", [2, 20, 40])
+def test_the_longest_match(letters: int) -> None:
+    """Against a search through all of the text, where the places to look at are not too many."""
+    rng, index, text = random.Random(letters), TextIndex(10_000), list[int]()
+    index.start([])
+    for _ in range(400):
+        token = index.expected if index.expected is not None and rng.random() < 0.5 else rng.randrange(letters)
+        text.append(token)
+        index.add(token)
+        want = longest(text)
+        assert index.length == want if letters > 2 else (index.length > 0) == (want > 0) and index.length <= want
+        if n := index.length:
+            draft = index.draft(5)
+            places = [i for i in range(len(text) - n) if text[i : i + n] == text[-n:]]
+            assert len(draft) == 5 and any(text[i + n : i + n + 5] == draft[: len(text) - i - n] for i in places)
+        else:
+            assert index.draft(5) == []
+
+
+def test_a_draft_goes_on_as_the_text_does() -> None:
+    index = TextIndex(100)
+    index.start([9, 1, 2, 3, 1, 2])
+    assert index.length == 2 and index.draft(7) == [3, 1, 2, 3, 1, 2, 3]
+
+
+def test_an_edited_conversation_is_extended_and_another_one_forgets_it() -> None:
+    index, first = TextIndex(1000), list(range(100, 160))
+    index.start(first)
+    for token in (7, 8, 9, 10):
+        index.add(token)
+    index.start([*first[:50], 1, 2, 7, 8])
+    assert index.draft(2) == [9, 10]  # of the answer before the edit
+    index.start([7, 80, 3, 7, 80])
+    assert index.draft(1) == [3]
+    index.start([*range(40), 7, 80])
+    assert index.length == 0 and len(index.tokens) == 42
+    small = TextIndex(70)
+    small.start(first)
+    small.start([*first[:50], 1, 2, 3])
+    small.start([*first[:50], *range(30)])
+    assert len(small.tokens) == 80  # over its limit it keeps the prompt alone
+
+
+def learned(mode: Speculate = "auto") -> tuple[Speculation, Stats]:
+    """A speculation that knows a text and how long a single step takes."""
+    stats = Stats()
+    speculation = Speculation(mode, MOST, 1000, stats)
+    speculation.start([*range(200), *range(20)])
+    speculation.took("", 0, 1.0)
+    return speculation, stats
+
+
+def run(speculation: Speculation, tokens: Sequence[int], cost: float) -> int:
+    """Gives an answer of `tokens`; a step of n tokens costs 1 + cost * (n - 1). Returns the steps."""
+    rest, steps = list(tokens), 0
+    while rest:
+        drafts = speculation.drafts(MOST)
+        accepted = next((i for i, d in enumerate(drafts) if i + 1 >= len(rest) or rest[i] != d), len(drafts))
+        for i in range(accepted + 1):
+            speculation.took("text" if i else "", len(drafts), 0.0 if i else 1 + cost * len(drafts))
+            speculation.add(rest.pop(0))
+        steps += 1
+    return steps
+
+
+def test_long_drafts_where_the_text_is_copied() -> None:
+    speculation, stats = learned()
+    steps = run(speculation, range(20, 180), 0.2)
+    assert steps < 20 and stats.accepted_tokens + steps == 160 and stats.speculation_gain > 2.5
+
+
+def test_none_where_they_cost_more_than_they_bring() -> None:
+    speculation, stats = learned()
+    assert run(speculation, range(20, 180), 1.2) > 120  # a step of n tokens takes longer than n steps
+    assert stats.speculation_gain > 0.9
+
+
+def test_off_where_nothing_is_accepted_and_on_again() -> None:
+    speculation, stats = learned()
+    rng = random.Random(1)
+    broken = [t for i in range(300) for t in (i % 100, i % 100 + 1, 1000 + rng.randrange(9000))]  # pairs of the text
+    run(speculation, broken[:450], 0.2)
+    before = stats.drafted_tokens
+    run(speculation, broken[450:], 0.2)
+    assert stats.drafted_tokens == before  # what the pairs promise was learned
+    accepted = stats.accepted_tokens
+    run(speculation, range(20, 180), 0.2)
+    assert stats.accepted_tokens > accepted + 100
+
+
+def test_a_fixed_number_is_always_run() -> None:
+    speculation, _ = learned(3)
+    assert speculation.drafts(MOST) == [20, 21, 22] and speculation.drafts(2) == [20, 21]
+    off, _ = learned(0)
+    assert off.drafts(MOST) == []
+
+
+def test_one_disturbed_step_does_not_end_it() -> None:
+    speculation, _ = learned()
+    run(speculation, range(20, 60), 0.2)
+    n = len(speculation.drafts(MOST))
+    speculation.took("", n, 1000.0)
+    assert n and speculation.drafts(MOST)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_an_answer_is_the_same_and_its_figures_add_up(temperature: float, tmp_path: Path) -> None:
+    path = tiny.write(tmp_path / "m.gguf", "qwen3moe", "Q4_K")
+    sampling, prompt = Sampling(temperature=temperature, top_k=2, seed=3), [6, 17, 250, 33, 7, 7, 120, 6, 17]
+    answers = []
+    modes: tuple[Speculate, ...] = (0, "auto", 1, 4, 15)
+    for mode in modes:
+        engine = Engine.load(path, max_context=256, device="cpu", speculate=mode)
+        tokens = list(engine.generate(prompt, sampling, 230, raw=True))
+        s = engine.stats
+        answers.append([(t.id, t.logprob, t.text) for t in tokens])
+        assert s.generated_tokens == s.decode_steps + s.accepted_tokens + s.forced_tokens == len(tokens)
+        assert s.accepted_tokens == sum(t.source == "text" for t in tokens) <= s.drafted_tokens
+        assert (s.drafted_tokens > 0) == (s.speculation_gain > 0) and (mode != 0 or not s.drafted_tokens)
+        engine.close()
+    assert all(answer == answers[0] for answer in answers)

@@ -1,0 +1,85 @@
+"""MCP servers on the screen: the list with their states, prompts as commands, resources as attachments."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.chat.test_tools import call
+from tests.support.screens import text_of, until
+from tests.support.scripted import INFO, Script, scripted
+from tinychat.errors import TinychatError
+from tinychat.tools.mcp import Prompt, Servers
+from tinychat.tools.mcp_config import read_servers
+from tinychat.ui.app import TinychatApp
+from tinychat.ui.chat.mcp import arguments_of, usage
+from tinychat.ui.chat.permission import PermissionScreen
+from tinychat.ui.screens.mcp import McpScreen
+
+pytest.importorskip("mcp")
+ROOT = str(Path(__file__).parents[2])
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    own = {"command": sys.executable, "args": ["-m", "tests.support.mcp_server"], "cwd": ROOT}
+    bad = {"command": "/no/such/\x1bprogram"}
+    (tmp_path / "mcp.json").write_text(json.dumps({"mcpServers": {"own": own, "bad": bad}}))
+    return tmp_path / "mcp.json"
+
+
+async def test_a_server_from_its_start_to_its_end(file: Path) -> None:
+    script = Script([call("own_add", a=2, b=3), "Five.", "Milk."])
+    servers = Servers(read_servers(file))
+    app = TinychatApp("m", INFO.path, open_backend=scripted(script), mcp=servers, mcp_file=file)
+    try:
+        async with app.run_test(size=(100, 30)) as pilot:
+            await until(pilot, lambda: app.controller.ready)
+
+            async def send(text: str) -> None:
+                app.chat.prompt.put(text)
+                await pilot.press("enter")
+
+            await send("/mcp")
+            await until(pilot, lambda: isinstance(app.screen, McpScreen) and "ready" in text_of(app))
+            shown = text_of(app)
+            assert "8 tools · 1 prompt · 1 resource" in shown and "Adds two numbers." in shown and "failed" in shown
+            assert "\x1b" not in shown
+            await pilot.press("down")
+            await until(pilot, lambda: "o such file" in text_of(app))
+            await pilot.press("enter")
+            await until(pilot, lambda: "off" in text_of(app))
+            assert [s.on for s in read_servers(file)] == [True, False]
+            await pilot.press("escape")
+            await until(pilot, lambda: app.screen is app.chat)
+
+            await send("what is 2 + 3?")
+            await until(pilot, lambda: isinstance(app.screen, PermissionScreen) and "?" in text_of(app))
+            assert "Call add of the server own?" in text_of(app) and '"a": 2' in text_of(app)
+            await pilot.press("home", "enter")
+            await until(pilot, lambda: "Five." in text_of(app))
+            assert "▸ own_add 2, 3" in text_of(app) and "<tool_response>\n5\n</tool_response>" in script.prompts[-1]
+
+            await send("/own:greet Ada Lovelace language=German")
+            await until(pilot, lambda: "Say hello to Ada Lovelace in German." in app.chat.prompt.text)
+            await send("what is in @own:notes://today ?")
+            await until(pilot, lambda: "Milk." in text_of(app))
+            assert "Buy milk." in script.prompts[-1] and app.chat.controller.conversation.turns[-2].files
+            app.chat.prompt.put("")
+            await pilot.press(*"/own:")
+            await until(pilot, lambda: "/own:greet NAME" in text_of(app))
+    finally:
+        servers.close()
+
+
+def test_arguments_of_a_prompt() -> None:
+    prompt = Prompt("s", "p", "", ("name", "language"), ("name",))
+    assert usage(prompt) == "/s:p NAME [language=…]"
+    assert arguments_of(prompt, "Ada") == {"name": "Ada"}
+    assert arguments_of(prompt, "'Ada L' in German") == {"name": "Ada L", "language": "in German"}
+    assert arguments_of(prompt, "language=x Ada it's") == {"language": "x", "name": "Ada it's"}
+    with pytest.raises(TinychatError, match="no argument"):
+        arguments_of(Prompt("s", "p", "", (), ()), "x")
