@@ -76,7 +76,29 @@ static float nucleus(float *v, int n, double top_p, float high) {
   return v[n - 1];
 }
 
-// work: scratch of 2 * n floats. spans: (n + SPAN - 1) / SPAN pairs from span_stats. Returns the id, and in *logprob its log
+// Puts -inf where the bit in mask (null: all are set) is clear; returns the largest of the n values.
+static float allow(float *x, int n, const uint32_t *mask) {
+  const i32v lanes = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+  f32v none = splat(-__builtin_inff()), high = none;
+  int i = 0;
+  for (; i + 16 <= n; i += 16) {
+    f32v values = ldf(x + i);
+    if (mask) {
+      int bits = (int)(mask[i / 32] >> i % 32 & 0xffff);
+      values = select_((i32v)((lanes & bits) != 0), values, none);
+      stf(x + i, values);
+    }
+    high = max_(high, values);
+  }
+  float top = hmax(high);
+  for (; i < n; i++) {
+    if (mask && !(mask[i / 32] >> i % 32 & 1)) x[i] = -__builtin_inff();
+    top = x[i] > top ? x[i] : top;
+  }
+  return top;
+}
+
+// work: scratch of 2 * n + spans floats. spans: (n + SPAN - 1) / SPAN pairs from span_stats. Returns the id, and in *logprob its log
 // probability under softmax(logits).
 static int sample(const float *logits, int n, const SampleSpec *spec, uint64_t position, const float *span_max,
                   const float *span_sum, float *work, double *logprob) {
@@ -87,6 +109,7 @@ static int sample(const float *logits, int n, const SampleSpec *spec, uint64_t p
   const float *x = logits;
   float *v = work + n;
   float high = (float)top;
+  const float *maxima = span_max;
   int changed = spec->n_penalised || spec->mask;
   if (changed) {
     memcpy(work, logits, sizeof(float) * n);
@@ -94,35 +117,37 @@ static int sample(const float *logits, int n, const SampleSpec *spec, uint64_t p
       float *l = &work[spec->penalised[i]];
       *l = (float)((*l > 0 ? *l / spec->divisors[i] : *l * spec->divisors[i]) - spec->amounts[i]);
     }
-    for (int i = 0; spec->mask && i < n; i++)
-      if (!(spec->mask[i / 32] >> i % 32 & 1)) work[i] = -__builtin_inff();
+    float *own = work + 2 * n;
+    for (int i = 0; i < spans; i++) {
+      int size = n - i * SPAN < SPAN ? n - i * SPAN : SPAN;
+      own[i] = allow(work + i * SPAN, size, spec->mask ? spec->mask + i * SPAN / 32 : 0);
+      high = i == 0 || own[i] > high ? own[i] : high;
+    }
     x = work;
-    high = x[0];
-    for (int i = 1; i < n; i++) high = x[i] > high ? x[i] : high;
+    maxima = own;
   }
   int best = 0;
   if (spec->temperature <= 0) {
-    if (!changed)
-      while (span_max[best / SPAN] != high && best + SPAN < n) best += SPAN;
+    while (maxima[best / SPAN] != high && best + SPAN < n) best += SPAN;
     while (x[best] != high && best < n - 1) best++;
   } else {
     float floor = -__builtin_inff();
     int kept = 0;
     if (spec->top_k > 0 && spec->top_k < n) {
       // at least top_k logits reach the top_k-th largest span maximum
-      if (spans >= spec->top_k && !changed) {
-        memcpy(v, span_max, sizeof(float) * spans);
+      if (spans >= spec->top_k) {
+        memcpy(v, maxima, sizeof(float) * spans);
         floor = kth_largest(v, spans, spec->top_k);
       }
       for (int i = 0; i < n; i++)
-        if (x[i] >= floor) v[kept++] = x[i];
-      floor = kth_largest(v, kept, spec->top_k);
+        if (x[i] >= floor && x[i] > -__builtin_inff()) v[kept++] = x[i];
+      if (kept) floor = kth_largest(v, kept, spec->top_k < kept ? spec->top_k : kept);
     }
     if (spec->top_p < 1.0) {
       kept = 0;
       for (int i = 0; i < n; i++)
-        if (x[i] >= floor) v[kept++] = x[i];
-      floor = nucleus(v, kept, spec->top_p, high);
+        if (x[i] >= floor && x[i] > -__builtin_inff()) v[kept++] = x[i];
+      if (kept) floor = nucleus(v, kept, spec->top_p, high);
     }
     double low = floor;
     if (spec->min_p > 0 && high + log(spec->min_p) > low) low = high + log(spec->min_p);

@@ -1025,7 +1025,7 @@ EXPORT int tc_prepare(Ctx *c) {
   c->route_weights = piece(c, c->batch, 4 * (size_t)top);
   c->pair_out = routed ? piece(c, (size_t)c->batch * top, 4 * (size_t)dim) : NULL;
   c->logits = piece(c, STEP * (size_t)c->vocab + 16, 4);
-  c->work = piece(c, (size_t)c->vocab + 16, 8);
+  c->work = piece(c, (size_t)c->vocab * 2 + (size_t)spans_of(c) + 32, 4);
   c->span_max = piece(c, STEP * (size_t)spans_of(c), 4);
   c->span_sum = piece(c, STEP * (size_t)spans_of(c), 4);
   return c->short_ ? -1 : 0;
