@@ -450,6 +450,6 @@ def test_the_chat_opens_on_a_model_and_quits(smollm2_path: Path) -> None:
 
 
 def test_a_dumb_terminal_is_told_what_works_there():
-    with terminal((), environ={**os.environ, "TERM": "dumb"}) as t:
+    with terminal(environ={**os.environ, "TERM": "dumb"}) as t:
         assert "`tinychat run MODEL PROMPT`" in t.read(None) and b"\x1b" not in t.seen
         assert t.process.wait(60) == 1

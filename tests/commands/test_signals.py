@@ -107,12 +107,16 @@ def test_a_server(tmp_path: Path, number: signal.Signals) -> None:
     argv = [*TINYCHAT, "serve", str(model), "--port", "0", "--device", "cpu"]
     with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as p:
         assert p.stderr
-        found = next((m for line in p.stderr if (m := re.search(r"http://127\.0\.0\.1:(\d+)", line))), None)
-        assert found and httpx.get(f"{found[0]}/v1/models", timeout=60).status_code == 200
-        with socket.create_connection(("127.0.0.1", int(found[1]))):  # who says nothing holds nothing up
-            for _ in range(2):
-                p.send_signal(number)
-            err = p.stderr.read()
+        try:
+            found = next((m for line in p.stderr if (m := re.search(r"http://127\.0\.0\.1:(\d+)", line))), None)
+            assert found and httpx.get(f"{found[0]}/v1/models", timeout=60).status_code == 200
+            with socket.create_connection(("127.0.0.1", int(found[1]))):  # who says nothing holds nothing up
+                for _ in range(2):
+                    p.send_signal(number)
+                err = p.stderr.read()
+        except BaseException:
+            p.kill()
+            raise
     assert p.returncode == CODES[number] and "Traceback" not in err
 
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from textual.binding import Binding
 from textual.command import CommandPalette
+from textual.driver import Driver
 from textual.screen import Screen
 from textual.theme import Theme
 
@@ -43,6 +44,7 @@ class TinychatApp(LastingApp):
 
     TITLE = "tinychat"
     CHAT = ChatScreen
+    DRIVER: type[Driver] | None = TerminalDriver  # None: Textual's choice
     CSS_PATH = "tinychat.tcss"
     COMMANDS: ClassVar[set[Any]] = set()  # the chat screen's are all
     BINDINGS = [Binding("ctrl+q", "quit", "leave", show=False, priority=True)]
@@ -63,7 +65,7 @@ class TinychatApp(LastingApp):
         mcp_file: Path | None = None,
         **load_options: Any,
     ) -> None:
-        super().__init__(driver_class=TerminalDriver)
+        super().__init__(driver_class=self.DRIVER)
         self.own = own or settings.Settings()
         conversation = Conversation(parameters=self.own.parameters)
         open_backend = open_backend or partial(LocalBackend.open, thread=EngineThread())

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from tinychat import process
 from tinychat.backend.address import Server, read_key
 from tinychat.backend.factory import open_backend
+from tinychat.chat.conversation import Attachment
 from tinychat.errors import TinychatError
 from tinychat.ui.app import TinychatApp
 from tinychat.ui.chat import commands
@@ -64,6 +65,10 @@ class WebScreen(ChatScreen):
         """There is one model, the server's: nothing chooses another."""
         return action != "choose_model" and super().check_action(action, parameters)
 
+    async def attached(self, text: str) -> tuple[Attachment, ...]:
+        """Nothing: the files are those of the machine, not of whoever reads the page."""
+        return ()
+
     def _files(self, typed: str) -> list[Choice]:
         return []
 
@@ -72,6 +77,7 @@ class WebApp(TinychatApp):
     """The chat with a server's model."""
 
     CHAT = WebScreen
+    DRIVER = None  # the one that the environment names
 
 
 def confine(folder: Path, url: str) -> None:

@@ -300,12 +300,7 @@ class ChatScreen(Screen[None]):
                 await self.run_command(text[1:])
                 return
             text = event.text if self.controller.raw else text.removeprefix("/") if text.startswith("//") else text
-            files: tuple[Attachment, ...] = ()
-            if not self.controller.raw:
-                found = mcp.resources_in(self.mcp, text)
-                known = await in_daemon(partial(mcp.read, self.mcp, found)) if found else {}
-                files = attach.attachments(text, known=known)
-            turn = Turn("user", text, files=files)
+            turn = Turn("user", text, files=() if self.controller.raw else await self.attached(text))
             if self.editing is not None:
                 self.controller.edit(self.editing, text, turn.files)
                 self.editing = None
@@ -324,6 +319,12 @@ class ChatScreen(Screen[None]):
         self._sent(event.text)
         self.transcript.to_end()
         await self.apply()
+
+    async def attached(self, text: str) -> tuple[Attachment, ...]:
+        """The files and MCP resources that `text` names with @. Raises TinychatError."""
+        found = mcp.resources_in(self.mcp, text)
+        known = await in_daemon(partial(mcp.read, self.mcp, found)) if found else {}
+        return attach.attachments(text, known=known)
 
     def _sent(self, text: str) -> None:
         self.prompt.remember(text)
