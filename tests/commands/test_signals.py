@@ -88,7 +88,8 @@ def test_an_answer_on_the_command_line(smollm2_path: Path, number: signal.Signal
             p.send_signal(number)
         p.stdout.read()
         err = p.stderr.read().decode()
-    assert p.returncode == CODES[number] and "Traceback" not in err and "Error" not in err
+    # the second one may come when Python, at its end, has given signals back to the system
+    assert p.returncode in (CODES[number], -number) and "Traceback" not in err and "Error" not in err
 
 
 def test_a_benchmark(smollm2_path: Path) -> None:

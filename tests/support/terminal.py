@@ -53,7 +53,7 @@ class Terminal:
 
     def read(self, until: str | None) -> str:
         """What was seen when `until` has been (None: when the process has ended)."""
-        end = time.monotonic() + 60
+        end = time.monotonic() + 180
         while until is None or until.encode() not in self.seen:
             assert time.monotonic() < end, self.seen[-2000:].decode("utf-8", "replace")
             ended = self.process.poll() is not None

@@ -88,7 +88,7 @@ async def test_delete_asks_and_the_safe_answer_is_the_default(history):
         await until(pilot, lambda: isinstance(app.screen, ConversationsScreen) and ids(app) == [a])
         await pilot.press("ctrl+d", "left", "enter")
         await until(pilot, lambda: not history.find())
-        assert "nothing is saved yet" in text_of(app)
+        assert "no conversations yet" in text_of(app)
         await pilot.press("enter", "f2", "ctrl+d")  # with nothing there, nothing happens
         assert isinstance(app.screen, ConversationsScreen) and app.result is UNSET
     assert b

@@ -79,7 +79,8 @@ async def test_undo_and_deleting_where_the_scroll_bar_goes():
 async def test_the_palette_again_while_another_one_closes():
     async with running() as (app, pilot):
         app.action_command_palette()
-        app.push_screen(monkey.ConfirmScreen("Sure?", "Yes"))
+        await until(pilot, lambda: isinstance(app.screen, CommandPalette))
+        app.pop_screen()
         app.action_command_palette()
         await until(pilot, lambda: isinstance(app.screen, CommandPalette))
         await until(pilot, lambda: app.screen.query(OptionList))
