@@ -203,7 +203,8 @@ def test_the_slow_path_is_said_in_red(model: str, tmp_path: Path) -> None:
     """No compiler at all: no zig in the package, nothing on the PATH."""
     (tmp_path / "ziglang").mkdir()
     (tmp_path / "ziglang/__init__.py").write_text("")
-    env = {**os.environ, "PATH": "/nonexistent", "PYTHONPATH": str(tmp_path), "TERM": "xterm-256color"}
+    env = {k: v for k, v in os.environ.items() if k != "CC"}  # which tests before this one may have set
+    env |= {"PATH": "/nonexistent", "PYTHONPATH": str(tmp_path), "TERM": "xterm-256color"}
     env |= {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     with terminal("run", model, "hi", "--max-tokens", "1", environ=env) as t:
         t.read("CPU is not used: no C compiler was found")
