@@ -231,13 +231,14 @@ class CPUExecutor:
         mask: Mask | None = None,
     ) -> Iterator[tuple[int, float]]:
         """See Executor.verify."""
-        tokens, history = np.array([token, *drafts], np.int32), list(recent)
+        tokens = np.array([token, *drafts], np.int32)
+        history = list(recent) if drafts else []  # a single step appends nothing, so it copies nothing
         assert len(tokens) <= LIMITS.verified
         self._check(tokens, pos)
         self._lib.tc_step(self._ctx, tokens.ctypes.data, len(tokens), pos)
         logprob = ctypes.c_double()
         for i in range(len(tokens)):
-            spec, _arrays = _sample_spec(sampling, history, mask() if mask else None)
+            spec, _arrays = _sample_spec(sampling, history if drafts else recent, mask() if mask else None)
             token = self._lib.tc_sample(self._ctx, i, ctypes.addressof(spec), ctypes.addressof(logprob))
             self._sampled = i
             yield token, logprob.value

@@ -131,8 +131,8 @@ class Linear(Constants):
 
 
 @dataclass(frozen=True)
-class Absorb(Constants):
-    """absorb.cu; latent.cuh"""
+class Latent(Constants):
+    """latent.cuh; prompt_latent.cu"""
 
     heads: int
     nope: int
@@ -143,6 +143,12 @@ class Absorb(Constants):
     query_scale: float
     growth: float  # of queries: the scale of kernels/ops.py, Temperature; 0: none
     growth_length: int
+
+
+@dataclass(frozen=True)
+class Absorb(Latent):
+    """absorb.cu"""
+
     weight: Matrix
     spread: Spread
     head_blocks: int  # thread blocks of one head's matrix
@@ -151,18 +157,9 @@ class Absorb(Constants):
 
 
 @dataclass(frozen=True)
-class MLACluster(Constants):
-    """mla_cluster.cu; latent.cuh"""
+class MLACluster(Latent):
+    """mla_cluster.cu"""
 
-    heads: int
-    nope: int
-    kv_lora: int
-    rope_dims: int
-    neox: bool
-    eps: float
-    query_scale: float
-    growth: float  # of queries: the scale of kernels/ops.py, Temperature; 0: none
-    growth_length: int
     cluster: int  # blocks per head
     keys: int  # that a warp takes at a time
     query: Matrix  # 0 columns where q has no low rank
@@ -267,21 +264,6 @@ class StoreKV(Constants):
     eps: float
     query_scale: float  # attention's scale times log2(e)
     value_norm: bool  # each head of v is divided by its root mean square
-
-
-@dataclass(frozen=True)
-class StoreLatent(Constants):
-    """prompt_latent.cu; latent.cuh"""
-
-    heads: int
-    nope: int
-    kv_lora: int
-    rope_dims: int
-    neox: bool
-    eps: float
-    query_scale: float
-    growth: float  # of queries: the scale of kernels/ops.py, Temperature; 0: none
-    growth_length: int
 
 
 @dataclass(frozen=True)

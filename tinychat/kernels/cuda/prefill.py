@@ -9,11 +9,11 @@ from typing import Any
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.cuda import constants
-from tinychat.kernels.cuda.constants import LOG2E, SPAN, Tile
+from tinychat.kernels.cuda.constants import SPAN, Tile
 from tinychat.kernels.cuda.launch import Launch, kernel
 from tinychat.kernels.cuda.layout import keys_of
 from tinychat.kernels.cuda.quants import FLOATS
-from tinychat.kernels.cuda.step import Builder, activation, choice, embed, norm_add, store_kv, temperature
+from tinychat.kernels.cuda.step import Builder, activation, choice, embed, latent_fields, norm_add, store_kv
 from tinychat.kernels.ops import GQA, MLA, Dense, Experts, Gated, Weight
 
 SIZES = (16, 64, 1024)  # tokens up to which the kernels are of one kind each; beyond, there is one kind more
@@ -200,16 +200,7 @@ class Prefill:
         )
         if a.q_a:
             projections += self._projections("q_a", a.q_a_norm, a.eps, [(a.q, None, "q")])
-        shape = constants.StoreLatent(
-            heads,
-            a.nope,
-            a.kv_lora,
-            dims,
-            neox=a.rope.style == "neox",
-            eps=a.eps,
-            query_scale=a.scale * LOG2E,
-            **temperature(a),
-        )
+        shape = constants.Latent(**latent_fields(a))
         buffers = {
             "cache": b.cache("k", layer),
             "latents": self._halves("latents", context, a.kv_lora),

@@ -233,26 +233,19 @@ def takes_cluster(b: Builder, a: MLA) -> bool:
 
 
 def _cluster_shape(b: Builder, a: MLA, out_quantised: bool) -> constants.MLACluster:
-    head, latent, values = (n // CLUSTER for n in (a.nope + a.rope.dims, a.kv_lora, a.v_b.rows))
+    head, absorbed, values = (n // CLUSTER for n in (a.nope + a.rope.dims, a.kv_lora, a.v_b.rows))
     query = b.matrix(a.q) if a.q_a else NO_MATRIX
-    lanes = {w: _row_lanes(w.cols // 32, n) for w, n in ((a.q, head), (a.k_b, latent), (a.v_b, values))}
+    lanes = {w: _row_lanes(w.cols // 32, n) for w, n in ((a.q, head), (a.k_b, absorbed), (a.v_b, values))}
 
     def planes(w: Weight, rows: int) -> int:
         return packed_bytes(b.weight(w).tensor.kind, rows * w.cols)
 
     longest, warps = max(query.cols, a.kv_lora, a.nope), CLUSTER_THREADS // 32
     shared = longest + longest // 4 + 4 * (head * CLUSTER + a.row + a.kv_lora + 2 + 4 * warps + values) + 2 * a.row
-    rows = (planes(a.q, head) if a.q_a else 16) + planes(a.k_b, latent)
+    rows = (planes(a.q, head) if a.q_a else 16) + planes(a.k_b, absorbed)
     shared += planes(a.v_b, values) + max(rows, 4 * warps * a.kv_lora) + 256  # for what alignment takes
     return constants.MLACluster(
-        a.heads,
-        a.nope,
-        a.kv_lora,
-        a.rope.dims,
-        neox=a.rope.style == "neox",
-        eps=a.eps,
-        query_scale=a.scale * LOG2E,
-        **temperature(a),
+        **latent_fields(a),
         cluster=CLUSTER,
         keys=CLUSTER_KEYS,
         query=query,
@@ -489,14 +482,7 @@ def _absorb(b: Builder, layer: int, a: MLA) -> Launch:
     check_shared(w.cols, *kinds)
     t = spread(w, w.rows * a.heads, whole=True)
     shape = constants.Absorb(
-        a.heads,
-        a.nope,
-        a.kv_lora,
-        a.rope.dims,
-        neox=a.rope.style == "neox",
-        eps=a.eps,
-        query_scale=a.scale * LOG2E,
-        **temperature(a),
+        **latent_fields(a),
         weight=b.matrix(w),
         spread=t,
         head_blocks=t.blocks(w.rows),
@@ -709,10 +695,20 @@ def activation(w: ops.Gated) -> constants.Activation:
     return constants.Activation(constants.Function[w.activation.upper()])
 
 
-def temperature(a: MLA) -> dict[str, Any]:
-    """The constants of a block's temperature."""
+def latent_fields(a: MLA) -> dict[str, Any]:
+    """The fields of constants.Latent."""
     t = a.temperature
-    return {"growth": t.scale if t else 0.0, "growth_length": t.length if t else 1}
+    return {
+        "heads": a.heads,
+        "nope": a.nope,
+        "kv_lora": a.kv_lora,
+        "rope_dims": a.rope.dims,
+        "neox": a.rope.style == "neox",
+        "eps": a.eps,
+        "query_scale": a.scale * LOG2E,
+        "growth": t.scale if t else 0.0,
+        "growth_length": t.length if t else 1,
+    }
 
 
 def choice(r: ops.Router) -> constants.Choice:
