@@ -8,10 +8,11 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from tinychat.errors import TinychatError
 from tinychat.kernels import ops
+from tinychat.kernels.blocks import Weight
 from tinychat.kernels.cuda.constants import Matrix, RepackConstants, TransposeConstants
 from tinychat.kernels.cuda.launch import Launch, kernel
 from tinychat.kernels.cuda.quants import QUANTS, packed_bytes
-from tinychat.kernels.ops import Plan, Weight
+from tinychat.kernels.ops import Plan
 
 Q = GGMLQuantizationType
 
