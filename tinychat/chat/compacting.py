@@ -22,7 +22,7 @@ LONGEST = 1024  # tokens of a summary; in a small context at most a quarter of i
 
 
 @dataclass(frozen=True)
-class Summary:
+class WrittenSummary:
     """`turn` stands for the sent turns before turn `end`."""
 
     turn: Turn
@@ -35,7 +35,7 @@ class Summarising:
 
     def __init__(self, backend: Backend, conversation: Conversation, end: int) -> None:
         self._cancel = threading.Event()
-        self.outcome: Future[Summary] = Future()
+        self.outcome: Future[WrittenSummary] = Future()
         job = partial(settle, self.outcome, partial(self._write, backend, conversation, end))
         threading.Thread(target=job, name="summarising", daemon=True).start()
 
@@ -43,7 +43,7 @@ class Summarising:
         """Ends it; the outcome is an error then."""
         self._cancel.set()
 
-    def _write(self, backend: Backend, conversation: Conversation, end: int) -> Summary:
+    def _write(self, backend: Backend, conversation: Conversation, end: int) -> WrittenSummary:
         limit = backend.info.max_context
         parameters = replace(
             conversation.parameters, thinking=False, schema=None, max_tokens=min(LONGEST, max(1, limit // 4))
@@ -55,7 +55,7 @@ class Summarising:
             if (turn := self._ask(backend, old)) is not None:
                 if not turn.text:
                     raise TinychatError("the model wrote no summary; nothing has changed")
-                return Summary(replace(turn, stats={**turn.stats, "replaced_turns": len(old.sent)}), end)
+                return WrittenSummary(replace(turn, stats={**turn.stats, "replaced_turns": len(old.sent)}), end)
             ends = ends[: len(ends) * 3 // 4]
         raise TinychatError("even the oldest exchange leaves no room for a summary; load the model with more context")
 
