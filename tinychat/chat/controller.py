@@ -35,7 +35,7 @@ from tinychat.backend.protocol import (
 )
 from tinychat.chat.calling import ROUNDS, Asked, Done, Run, is_object, room_for
 from tinychat.chat.changes import Asks, Change, Ended, Grew, ModelChanged, Notice, Overflow, Refused, Reset
-from tinychat.chat.conversation import Attachment, Conversation, Turn
+from tinychat.chat.conversation import Attachment, Conversation, Removed, Turn
 from tinychat.chat.loading import OpenBackend, start_loading
 from tinychat.chat.parameters import Parameters
 from tinychat.chat.request import request_for
@@ -100,7 +100,7 @@ class Controller:
         self._drops = ""  # the conversation whose oldest turns are left out without asking again
         self._held: Overflow | None = None  # asks again when the model is loaded with a larger context
         self.toolbox, self.permissions = Toolbox(), permissions or Permissions()
-        self._left: list[int] = []  # ids of the last turns of paths that were left, for undo
+        self._left: list[int | Removed] = []  # for undo: last turns (ids) of paths that were left, and what was deleted
         self._open_backend, self._clock = open_backend, clock
         self._saver = Saver(save, clock)
         self._changes: list[Change] = []
@@ -251,8 +251,24 @@ class Controller:
         self._start(conversation, len(conversation.turns) - begun, go_on=begun)
 
     def edit(self, index: int, text: str, files: tuple[Attachment, ...] = ()) -> None:
+        """Asks with another text and files in place of the user's turn `index`, or puts `text` in place of answer
+        `index`. The present one stays as a version."""
         self._idle("edit")
-        self._start(self.conversation.edit(index, text, files), index)
+        if self.conversation.turns[index].role == "user":
+            self._start(self.conversation.edit(index, text, files), index)
+            return
+        left = self.conversation.turns[-1].id
+        if self._show(self.conversation.edit_answer(index, text)):
+            self._left.append(left)
+
+    def delete(self, index: int) -> str:
+        """Deletes turn `index`, as Conversation.remove says; returns what that was, in words."""
+        self._idle("delete")
+        conversation, removed = self.conversation.remove(index)
+        self._show(conversation)
+        self._left.append(removed)
+        question = any(turn.role == "user" for turn in removed.turns)
+        return "the question and its answer" if question else "this version of the answer"
 
     def switch(self, index: int, step: int) -> None:
         """Shows the next or previous version of turn `index`."""
@@ -262,11 +278,13 @@ class Controller:
             self._left.append(left)
 
     def undo(self) -> None:
-        """Shows the turns again that were shown before the last edit, new answer or switch."""
+        """Shows the turns again that were shown before the last edit, new answer, switch or delete."""
         self._idle("undo")
         if not self._left:
-            raise TinychatError("there is no edit, new answer or switch to undo")
-        self._show(self.conversation.show(self._left.pop()))
+            raise TinychatError("there is no edit, new answer, switch or delete to undo")
+        left = self._left.pop()
+        c = self.conversation
+        self._show(c.put_back(left) if isinstance(left, Removed) else c.show(left))
 
     def _show(self, conversation: Conversation) -> bool:
         """Shows another path of the conversation; False when it is the present one."""
@@ -690,7 +708,7 @@ class Controller:
         if go_on:
             self.conversation = conversation.with_last(replace(last, stop_reason=""))
         else:
-            self.conversation = conversation.add(Turn("assistant", "", raw=last.raw))
+            self.conversation = conversation.add(Turn("assistant", "", raw=last.raw, model=conversation.model))
         self.trace = Trace()
         self._changes.append(Reset(start, self.conversation, live=True))
 

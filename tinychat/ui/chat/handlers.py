@@ -67,11 +67,23 @@ async def start(chat: ChatView, text: str) -> None:
 
 
 async def edit(chat: ChatView, text: str) -> None:
+    if text.strip().lower() == "answer":
+        if (last := chat.controller.conversation.last_answer) is None:
+            raise TinychatError("there is no answer to edit yet")
+        chat.begin_edit(last)
+        return
     mine = [i for i, t in enumerate(chat.controller.conversation.turns) if t.role == "user"]
     number = _number(text, len(mine), "edit", "your messages") if text.strip() else len(mine)
     if not mine:
         raise TinychatError("there is no message of yours to edit yet")
     chat.begin_edit(mine[number - 1])
+
+
+async def delete(chat: ChatView, text: str) -> None:
+    turns = chat.controller.conversation.turns
+    if not turns:
+        raise TinychatError("there is nothing to delete yet")
+    await chat.delete(_number(text, len(turns), "delete", "the turns") - 1 if text.strip() else len(turns) - 1)
 
 
 async def fork(chat: ChatView, text: str) -> None:
