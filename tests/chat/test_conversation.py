@@ -6,8 +6,11 @@ from dataclasses import replace
 import pytest
 
 from tinychat.chat.conversation import Attachment, Conversation, Turn, to_markdown
-from tinychat.chat.parameters import PARAMETERS, Parameters, get_parameter, set_parameter
+from tinychat.chat.parameters import PARAMETERS, Parameters, get_parameter, set_parameter, shown
+from tinychat.chat.request import request_for
+from tinychat.engine.sampling_defaults import sampling_defaults
 from tinychat.errors import TinychatError
+from tinychat.models.registry import sampling_of
 
 
 def talk(*texts: str, **kw) -> Conversation:
@@ -266,3 +269,24 @@ def test_a_deleted_turn_that_is_not_sent_leaves_the_rest_unsent():
     assert [t.text for t in less.sent] == ["e", "f"] and [t.text for t in c.remove(4)[0].sent] == []
     with pytest.raises(TinychatError, match="all of the conversation"):
         talk("a", "b").remove(1)
+
+
+def test_the_models_own_sampling_is_used_where_the_user_has_set_nothing():
+    model = sampling_defaults(
+        {
+            "general.sampling.temp": 0.6000000238418579,
+            "general.sampling.top_k": 20,
+            "general.sampling.top_p": float("nan"),
+            "general.sampling.min_p": 7,
+            "general.sampling.penalty_repeat": "1.1",
+        }
+    )
+    assert model == {"temperature": 0.6, "top_k": 20}
+    p = set_parameter(Parameters(), "top_k", "40")  # tinychat's own value, but said by the user
+    for same in (p, Parameters.from_dict(json.loads(json.dumps(p.as_dict())))):
+        assert (same.sampling_of(model).temperature, same.sampling_of(model).top_k) == (0.6, 40)
+    assert shown(p, "temperature", model) == "0.6, the model's default" and shown(p, "top_k", model) == "40"
+    assert set_parameter(p, "top_k", "default").sampling_of(model).top_k == 20
+    request = request_for(talk("a"), defaults=model)
+    assert (request.sampling.temperature, request.sampling.min_p) == (0.6, 0.05)
+    assert sampling_of("qwen3:8b")["top_k"] == 20 and not sampling_of("smollm2:135m") and not sampling_of("qwen3:1")

@@ -53,6 +53,7 @@ from tinychat.chat.state import (
 )
 from tinychat.chat.usage_count import UsageCount
 from tinychat.errors import SLOW, TinychatError
+from tinychat.models import registry
 from tinychat.tools.permission import Permissions
 from tinychat.tools.protocol import Answer, Question, Result
 from tinychat.tools.toolbox import LIMIT, Toolbox
@@ -147,6 +148,13 @@ class Controller:
     def info(self) -> ModelInfo | None:
         """What is loaded; None while nothing is."""
         return self.backend.info if self.backend is not None and self.ready else None
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        """What the model's file or the registry says about sampling, by field of Sampling."""
+        if (info := self.info) is None or not info.can.instruments:  # a server has its own
+            return {}
+        return info.sampling or registry.sampling_of(self.conversation.model)
 
     @property
     def loaded(self) -> Path | None:
@@ -688,7 +696,14 @@ class Controller:
         p, last = conversation.parameters, conversation.turns[-1]
         seed = random.getrandbits(32) if p.seed is None else p.seed
         leave_out: Literal["refuse", "oldest"] = "oldest" if self._drops == conversation.id else "refuse"
-        request = request_for(conversation, go_on=go_on, seed=seed, overflow=leave_out, tools=self._offered())
+        request = request_for(
+            conversation,
+            go_on=go_on,
+            seed=seed,
+            overflow=leave_out,
+            tools=self._offered(),
+            defaults=self.sampling_defaults,
+        )
         self._count.forget()
         if len(conversation.others) > len(self.conversation.others):
             self._left.append(self.conversation.turns[-1].id)

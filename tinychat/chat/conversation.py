@@ -122,7 +122,7 @@ class Conversation:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: float = field(default_factory=time.time)
     others: tuple[Turn, ...] = ()
-    made: int = 0  # the highest id that a turn has had: none is given twice, also not that of a deleted turn
+    made: int = field(default=0, compare=False)  # the highest id that a turn has had: none is given twice
 
     def __post_init__(self) -> None:
         """Gives new turns of the path their id and parent."""

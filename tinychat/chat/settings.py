@@ -216,7 +216,7 @@ def _table(old: Any, parameters: Parameters) -> Any:
     usual: dict[str, Any] = {name: get_parameter(default, name) for name in PARAMETERS}
     usual |= {"system": default.system, "thinking": default.thinking}
     for key, value in values.items():
-        if value == usual[key]:
+        if value == usual[key] and key not in parameters.chosen:
             table.pop(key, None)
         elif table.get(key) != value:
             table[key] = value
