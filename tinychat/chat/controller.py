@@ -38,6 +38,7 @@ from tinychat.chat.changes import Asks, Change, Ended, Grew, ModelChanged, Notic
 from tinychat.chat.conversation import Attachment, Conversation, Removed, Turn
 from tinychat.chat.loading import OpenBackend, start_loading
 from tinychat.chat.parameters import Parameters
+from tinychat.chat.repetition import Repetition
 from tinychat.chat.request import request_for
 from tinychat.chat.saving import Saver
 from tinychat.chat.state import (
@@ -51,6 +52,7 @@ from tinychat.chat.state import (
     State,
     Stopping,
 )
+from tinychat.chat.titles import Titles
 from tinychat.chat.usage_count import UsageCount
 from tinychat.errors import SLOW, TinychatError
 from tinychat.models import registry
@@ -69,6 +71,10 @@ KEPT_STATS = (
     "decode_tok_s",
 )  # of Stats, with an answer
 NOTHING = Grew("", "", 0)
+REPEATED = (
+    "the answer repeated itself and was stopped: ctrl+r asks again, f5 continues it all the same; "
+    "stop_repetition = false in /settings never stops one"
+)
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,9 @@ class Trace:
 
 class Controller:
     """`save` is called with the conversation whenever it changed, at most once a second while an answer grows.
-    `toolbox` has what the model may call (nothing at first), `permissions` what the user has allowed of it."""
+    `toolbox` has what the model may call (nothing at first), `permissions` what the user has allowed of it.
+    `stop_repetition`: an answer that repeats itself without end is stopped. `titles`: a model on this computer gives a
+    conversation a title after its first answer."""
 
     def __init__(
         self,
@@ -90,6 +98,8 @@ class Controller:
         save: Callable[[Conversation], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         permissions: Permissions | None = None,
+        stop_repetition: bool = False,
+        titles: bool = False,
     ) -> None:
         self.state: State = Idle()
         self.backend: Backend | None = None  # that answers, while nothing is being loaded
@@ -102,11 +112,11 @@ class Controller:
         self._held: Overflow | None = None  # asks again when the model is loaded with a larger context
         self.toolbox, self.permissions = Toolbox(), permissions or Permissions()
         self._left: list[int | Removed] = []  # for undo: last turns (ids) of paths that were left, and what was deleted
-        self._open_backend, self._clock = open_backend, clock
+        self._open_backend, self._clock, self._stop_repetition = open_backend, clock, stop_repetition
         self._saver = Saver(save, clock)
         self._changes: list[Change] = []
         self._choice: ModelChoice | None = None  # the model that was asked for last
-        self._count = UsageCount()
+        self._count, self._titles = UsageCount(), Titles(titles, clock)
 
     # state
 
@@ -163,7 +173,9 @@ class Controller:
 
     @property
     def stats(self) -> Stats | None:
-        """The figures of this moment."""
+        """The figures of this moment, but for those of a title that is being made."""
+        if self._titles.stats is not None:
+            return self._titles.stats
         return self.backend.snapshot() if self.backend is not None and self.ready else None
 
     @property
@@ -236,6 +248,10 @@ class Controller:
 
     def rename(self, name: str) -> None:
         self._set(self.conversation.rename(name))
+
+    def move(self, project: str) -> None:
+        """Puts the conversation into a project; "" takes it out."""
+        self._set(self.conversation.move(project))
 
     # asking
 
@@ -390,6 +406,7 @@ class Controller:
         elif (r := self.running) is not None:
             self._poll_answer(r)
         self._poll_count()
+        self._poll_title()
         if self._saver.due(growing=self.running is not None):
             self._store()
         self._changes += self._saver.poll()
@@ -397,6 +414,13 @@ class Controller:
             self.ask(self.queue.pop(0))
         changes, self._changes = self._changes, []
         return changes
+
+    def _poll_title(self) -> None:
+        if title := self._titles.poll():
+            self._set(replace(self.conversation, summary=title))
+        rests = not self.busy and not self.queue and not self.measuring
+        if rests and (instruments := self.instruments) is not None and self._titles.wanted(self.conversation):
+            self._titles.ask(instruments, self.conversation, self._offered())
 
     def elapsed_thinking(self) -> float:
         """Seconds of thinking in the running answer."""
@@ -485,7 +509,10 @@ class Controller:
     def _take(self, piece: Piece, grown: Grew) -> Grew:
         r = self.running
         assert r is not None
-        self._hold(r.take(piece, self._clock()))
+        r = self._hold(r.take(piece, self._clock()))
+        if r.repetition is not None and r.repetition.feed(piece.text) and not r.cancel.is_set():
+            r.cancel.set()
+            self.state = Stopping(r, repeats=True)
         self.trace.tokens.extend(piece.tokens)
         thinking, answer = (piece.text, "") if piece.kind == "thinking" else ("", piece.text)
         return Grew(grown.thinking + thinking, grown.answer + answer, grown.tokens + len(piece.tokens))
@@ -511,6 +538,8 @@ class Controller:
 
     def _finish(self, reason: str, stats: Stats | None, usage: Usage | None = None) -> None:
         r, skip = self.running, isinstance(self.state, Stopping) and self.state.skip
+        if reason == "stopped" and isinstance(self.state, Stopping) and self.state.repeats:
+            reason = "repeated"
         assert r is not None
         turn, calls, tokens = self.conversation.turns[-1], r.written.made(), r.tokens
         if calls and stats is not None and usage is not None:  # their tokens come as no Piece
@@ -534,6 +563,8 @@ class Controller:
             return
         self._changes.append(Ended(index, turn))
         self._store()
+        if reason == "repeated":
+            self._changes.append(Notice(REPEATED))
         if reason == "tool_calls":
             self._call_next(r.round, {})
         elif reason == "context":
@@ -704,7 +735,9 @@ class Controller:
             tools=self._offered(),
             defaults=self.sampling_defaults,
         )
+        watch = self._stop_repetition and not (go_on and last.stop_reason == "repeated")
         self._count.forget()
+        self._titles.cancel()
         if len(conversation.others) > len(self.conversation.others):
             self._left.append(self.conversation.turns[-1].id)
         self.state = Answering(
@@ -719,6 +752,7 @@ class Controller:
             round=round,
             before_tokens=int(last.stats.get("generated_tokens", 0)) if go_on else 0,
             thought_s=last.thinking_s if go_on else 0.0,
+            repetition=Repetition(code=p.schema is not None) if watch else None,
         )
         if go_on:
             self.conversation = conversation.with_last(replace(last, stop_reason=""))
@@ -729,6 +763,7 @@ class Controller:
 
     def interrupt(self) -> None:
         """Ends the running answer or call now and keeps the text so far; later events of it are ignored."""
+        self._titles.cancel()
         if self.calling is not None:
             self.stop()
         if self.running is not None:

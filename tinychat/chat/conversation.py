@@ -21,6 +21,7 @@ FORMAT = 3  # of the JSON form; 2 had no tools; 1 had no versions: no `others`, 
 ENDINGS = {  # Turn.stop_reason, in words; "eos" needs none
     "length": "stopped at max_tokens",
     "stopped": "stopped",
+    "repeated": "stopped: it repeated itself",
     "context": "the context is full",
     "failed": "failed",
 }
@@ -47,8 +48,8 @@ class Call:
 @dataclass(frozen=True)
 class Turn:
     """One message. Of an answer: `thinking` is what came before `text`, for `thinking_s` seconds; `thinking_open` says
-    it was cut before the model closed it; `stop_reason` is eos, length, stopped, context, failed, tool_calls, or ""
-    while it runs; `stats` is those figures of the engine's Stats that say something about it; `prefix` counts the
+    it was cut before the model closed it; `stop_reason` is eos, length, stopped, repeated, context, failed,
+    tool_calls, or "" while it runs; `stats` is those figures of the engine's Stats that say something about it; `prefix` counts the
     characters of `text` that the user wrote; `raw` marks a prompt sent without the chat template and its answer, shown
     as they are; `files` go to the model after the text; `calls` are the tools that it calls, and `note` says why a call
     in it could not be read; `model` is what answered, and `edited` says that the user has changed `text` since.
@@ -117,6 +118,8 @@ class Conversation:
     model: str = ""
     parameters: Parameters = field(default_factory=Parameters)
     name: str = ""  # given by the user
+    summary: str = ""  # a title that the model gave; a name goes before it
+    project: str = ""  # a folder's name, given by the user
     first: int = 0
     send_thinking: bool = True
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -140,9 +143,9 @@ class Conversation:
 
     @property
     def title(self) -> str:
-        """The name that the user gave the conversation, or the start of the first message."""
-        if self.name:
-            return self.name
+        """The name that the user gave the conversation, or the model's title, or the start of the first message."""
+        if self.name or self.summary:
+            return self.name or self.summary
         first = next((t.text for t in self.turns if t.role == "user" and t.text.strip()), "")
         line = " ".join(first.split(maxsplit=61)[:61])  # of a text of any length, no more than can be shown
         return line if len(line) <= 60 else line[:59] + "…"
@@ -208,6 +211,10 @@ class Conversation:
 
     def rename(self, name: str) -> Conversation:
         return replace(self, name=" ".join(name.split()))
+
+    def move(self, project: str) -> Conversation:
+        """In another project; "" for none."""
+        return replace(self, project=" ".join(project.split()))
 
     def cut(self, index: int) -> Conversation:
         """The path up to the turn before `index`; the rest goes to `others`."""
