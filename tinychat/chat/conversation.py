@@ -49,10 +49,11 @@ class Call:
 class Turn:
     """One message. Of an answer: `thinking` is what came before `text`, for `thinking_s` seconds; `thinking_open` says
     it was cut before the model closed it; `stop_reason` is eos, length, stopped, repeated, context, failed,
-    tool_calls, or "" while it runs; `stats` is those figures of the engine's Stats that say something about it; `prefix` counts the
-    characters of `text` that the user wrote; `raw` marks a prompt sent without the chat template and its answer, shown
-    as they are; `files` go to the model after the text; `calls` are the tools that it calls, and `note` says why a call
-    in it could not be read; `model` is what answered, and `edited` says that the user has changed `text` since.
+    tool_calls, or "" while it runs; `stats` is those figures of the engine's Stats that say something about it;
+    `prefix` counts the characters of `text` that the user wrote; `raw` marks a prompt sent without the chat template
+    and its answer, shown as they are; `files` go to the model after the text; `calls` are the tools that it calls, and
+    `note` says why a call in it could not be read; `model` is what answered, and `edited` says that the user has
+    changed `text` since.
 
     Of the role tool: the result of the call `call_id` of the answer before it. `stop_reason` is done, failed, refused,
     stopped, or "" while it runs; `stats` are its seconds and tokens.
