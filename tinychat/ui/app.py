@@ -39,8 +39,8 @@ from tinychat.ui.theme import THEMES
 class TinychatApp(LastingApp):
     """`path` is loaded on start and called `model`; without it the picker opens. `history` None saves nothing;
     `remember` gets settings that the user changed by choosing (theme, experts); `mounted` is called when the app is;
-    `tools` is the folder that tools work in, `mcp` the servers that `mcp_file` names. Raises TinychatError where
-    `tools` is no folder."""
+    `stop_repetition` and `titles` are the controller's; `tools` is the folder that tools work in, `mcp` the servers
+    that `mcp_file` names. Raises TinychatError where `tools` is no folder."""
 
     TITLE = "tinychat"
     CHAT = ChatScreen
@@ -59,6 +59,8 @@ class TinychatApp(LastingApp):
         open_backend: OpenBackend | None = None,
         remember: Callable[..., object] | None = None,
         mounted: Callable[[], object] | None = None,
+        stop_repetition: bool = False,
+        titles: bool = False,
         tools: Path | None = None,
         permissions: Permissions | None = None,
         mcp: McpServers | None = None,
@@ -70,7 +72,14 @@ class TinychatApp(LastingApp):
         conversation = Conversation(parameters=self.own.parameters)
         open_backend = open_backend or partial(LocalBackend.open, thread=EngineThread())
         save = history.save if history else None
-        self.controller = Controller(open_backend, conversation, save=save, permissions=permissions)
+        self.controller = Controller(
+            open_backend,
+            conversation,
+            save=save,
+            permissions=permissions,
+            stop_repetition=stop_repetition,
+            titles=titles,
+        )
         self.chat = self.CHAT(self.controller, history, self.own.experts, self.remember, mcp, mcp_file)
         if tools is not None:
             self.chat.use_folder(tools)
@@ -178,6 +187,8 @@ def main(
         remember=settings.update,
         open_backend=open_either,
         mounted=mounted,
+        stop_repetition=own.stop_repetition,
+        titles=own.titles,
         permissions=Permissions.of_user(),
         mcp=mcp,
         mcp_file=mcp_file,

@@ -287,7 +287,8 @@ class ChatScreen(Screen[None]):
     @on(PromptEditor.Submitted)
     async def _submitted(self, event: PromptEditor.Submitted) -> None:
         text = event.text.strip()
-        command = bool(_COMMAND.match(text)) and "\n" not in text and not self.controller.raw
+        answer = self.editing is not None and self.controller.conversation.turns[self.editing].role != "user"
+        command = bool(_COMMAND.match(text)) and "\n" not in text and not self.controller.raw and not answer
         if (
             self.controller.raw
             and text.startswith("/")
@@ -298,6 +299,9 @@ class ChatScreen(Screen[None]):
             if command:
                 self._sent(event.text)
                 await self.run_command(text[1:])
+                return
+            if self.editing is not None and answer:
+                await self._edit_answer(self.editing, event.text.rstrip())
                 return
             text = event.text if self.controller.raw else text.removeprefix("/") if text.startswith("//") else text
             turn = Turn("user", text, files=() if self.controller.raw else await self.attached(text))
@@ -337,6 +341,22 @@ class ChatScreen(Screen[None]):
         texts = [*(t.text for t in turns), self.prompt.draft]
         self.prompt.put("\n".join(t for t in texts if t))
         self.prompt.focus()
+
+    async def _edit_answer(self, index: int, text: str) -> None:
+        """Puts `text` in the place of answer `index`. Raises TinychatError."""
+        followed = index + 1 < len(self.controller.conversation.turns)
+        self.controller.edit(index, text)
+        self.editing = None
+        await self.apply()
+        if followed and index + 1 == len(self.controller.conversation.turns):
+            await self.say("what followed the answer is with its other version; ← and → on the answer switch, or /undo")
+
+    async def delete(self, index: int) -> None:
+        """Deletes turn `index`. Raises TinychatError."""
+        what = self.controller.delete(index)
+        self.editing = None
+        await self.apply()
+        await self.say(f"deleted {what}; /undo brings it back")
 
     def begin_edit(self, index: int) -> None:
         if self.controller.busy:
@@ -487,6 +507,9 @@ class ChatScreen(Screen[None]):
                     self.prompt.focus()
                 case "edit":
                     self.begin_edit(index)
+                case "delete":
+                    await self.delete(index)
+                    self.prompt.focus()
                 case "copy":
                     self.copy(c.conversation.turns[index].text, "the message")
                 case "code":
