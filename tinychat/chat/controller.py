@@ -154,6 +154,11 @@ class Controller:
         return self._choice.path if self._choice is not None and (self.backend or self.loading) else None
 
     @property
+    def choice(self) -> ModelChoice | None:
+        """The model that answers, as it was asked for; None while nothing is loaded."""
+        return self._choice if self.ready else None
+
+    @property
     def stats(self) -> Stats | None:
         """The figures of this moment."""
         return self.backend.snapshot() if self.backend is not None and self.ready else None

@@ -67,6 +67,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("continue", "", "continue the last answer", handlers.go_on, key="f5"),
     Command("start", "TEXT", "begin the answer with TEXT", handlers.start),
     Command("edit", "[N]", "edit your last message (or the Nth) and ask again", handlers.edit),
+    Command("editor", "", "write the prompt in $VISUAL or $EDITOR", handlers.editor, key="f6"),
     Command("fork", "[N]", "continue in a copy of this conversation (up to turn N)", handlers.fork),
     Command("skip", "", "stop thinking, go to the answer", handlers.skip, key="ctrl+g"),
     Command("think", "on|off", "let reasoning models think first", handlers.think, ON_OFF),

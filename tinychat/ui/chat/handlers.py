@@ -18,6 +18,7 @@ from tinychat.chat.schema import read_schema
 from tinychat.errors import TinychatError, printable
 from tinychat.files import expand
 from tinychat.tools.mcp_config import switch
+from tinychat.ui import external
 from tinychat.ui.chat import models
 from tinychat.ui.chat.markdown import MarkdownView
 from tinychat.ui.chat.message import footer_text
@@ -72,6 +73,13 @@ async def edit(chat: ChatView, text: str) -> None:
     if not mine:
         raise TinychatError("there is no message of yours to edit yet")
     chat.begin_edit(mine[number - 1])
+
+
+async def editor(chat: ChatView, text: str) -> None:
+    chat.keep_draft()  # the editor may be closed with its terminal
+    prompt = chat.box.prompt
+    prompt.put(external.edit(chat.app, prompt.text))
+    prompt.focus()
 
 
 async def fork(chat: ChatView, text: str) -> None:

@@ -6,10 +6,11 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from textual import events, on
 from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.message import Message
@@ -50,6 +51,9 @@ class Completions(Protocol):
 
 class Prompt(Editor):
     """A multi-line field that grows. Posts Submitted; `past` is walked with up and down at its edges."""
+
+    # in place of TextArea's; without priority, so that it does not overtake characters
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("f6", "screen.command('editor')", show=False)]
 
     class Submitted(Message):
         """Enter was pressed on `text`, which has left the prompt: who cannot use it puts it back."""

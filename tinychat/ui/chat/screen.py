@@ -90,6 +90,7 @@ class ChatScreen(Screen[None]):
         Binding("f4", "command('set')", "system prompt, thinking, sampling, presets", show=False),
         Binding("f8", "command('inspect')", "the exact prompt, its tokens and their probabilities", show=False),
         Binding("f7", "command('experts')", "which experts of a mixture are chosen", show=False, priority=True),
+        Binding("f6", "command('editor')", "write the prompt in $VISUAL or $EDITOR", show=False),
         Binding("f9", "command('panel')", "engine panel: short, with inner figures, hidden", show=False),
         Binding("f1", "command('help')", "help", tooltip="this help"),
         Binding(
@@ -555,6 +556,11 @@ class ChatScreen(Screen[None]):
             self.notify(
                 Content(f"not opened: {printable(event.href, newlines=False)[:200]}").markup, severity="warning"
             )
+
+    def keep_model(self) -> None:
+        """Keeps which model is loaded, for the next start."""
+        if (choice := self.controller.choice) is not None and self._remember is not None:
+            self.run_worker(in_daemon(partial(models.remember, choice, self._remember)), exclusive=True, group="model")
 
     def show_experts(self, on: bool) -> None:
         """Shows or hides the heat strip, and keeps that. Raises TinychatError when it cannot be kept."""
