@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import signal
-import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from textual.app import App, SuspendNotSupported
 
+from tinychat import process
 from tinychat.errors import TinychatError, encodable, printable
 
 
@@ -25,7 +24,7 @@ def edit(app: App[Any], text: str) -> str:
         try:
             file.write_text(encodable(text) + "\n" * bool(text), encoding="utf-8")
             with app.suspend():
-                code = _run([*command, str(file)])
+                code = process.run_in_front([*command, str(file)])
         except SuspendNotSupported:
             raise TinychatError("no editor can be opened here; only in a terminal") from None
         except OSError as e:
@@ -51,12 +50,3 @@ def _editor() -> list[str]:
     if shutil.which(command[0]) is None:
         raise TinychatError(f"${name}: there is no program {printable(command[0], newlines=False)!r}")
     return command
-
-
-def _run(command: list[str]) -> int:
-    """Waits for the editor. Ctrl-C is the editor's: a handler that does nothing, which the child does not inherit."""
-    before = signal.signal(signal.SIGINT, lambda number, frame: None)
-    try:
-        return subprocess.run(command, check=False).returncode
-    finally:
-        signal.signal(signal.SIGINT, before)

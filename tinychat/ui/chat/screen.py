@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -353,7 +353,8 @@ class ChatScreen(Screen[None]):
 
     @on(TextArea.Changed, "#prompt")
     def _typed(self) -> None:
-        self.run_worker(self._count_draft, exclusive=True, group="count")
+        count: Callable[[], Awaitable[None]] = self._count_draft  # not begun here: the next key may cancel it before
+        self.run_worker(count, exclusive=True, group="count")
 
     async def _count_draft(self) -> None:
         """Shows the tokens of the draft, with the files that it names, and of each new paste."""
