@@ -57,7 +57,9 @@ class Prompt(Editor):
     """A multi-line field that grows. Posts Submitted; `past` is walked with up and down at its edges."""
 
     # in place of TextArea's; without priority, so that it does not overtake characters
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("f6", "screen.command('editor')", show=False)]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("f6", "screen.command('editor')", "write the prompt in $VISUAL or $EDITOR", show=False)
+    ]
 
     class Submitted(Message):
         """Enter was pressed on `text`, which has left the prompt: who cannot use it puts it back."""
