@@ -77,6 +77,10 @@ REPEATED = (
     "the answer repeated itself and was stopped: ctrl+r asks again, f5 continues it all the same; "
     "stop_repetition = false in /settings never stops one"
 )
+COUNTED = (
+    400_000  # characters: of a longer text, which takes the tokenizer more than a second, the tokens are estimated
+)
+ESTIMATED = 40_000  # characters, from which
 
 
 @dataclass(frozen=True)
@@ -171,6 +175,11 @@ class Controller:
     def loaded(self) -> Path | None:
         """The file of the model that answers, or of the one being loaded."""
         return self._choice.path if self._choice is not None and (self.backend or self.loading) else None
+
+    @property
+    def choice(self) -> ModelChoice | None:
+        """The model that answers, as it was asked for; None while nothing is loaded."""
+        return self._choice if self.ready else None
 
     @property
     def stats(self) -> Stats | None:
@@ -705,14 +714,22 @@ class Controller:
         """The longest result, in characters."""
         return room_for(self.usage.free) if self.usage.limit else LIMIT
 
-    def _tokens(self, text: str) -> int:
-        """Of a result, on the thread of its call. A local model's tokenizer is asked, which waits for nothing: the
-        engine's thread may be saving the KV cache."""
+    def count(self, text: str) -> tuple[int, bool]:
+        """The tokens of `text`, on a thread of the caller's, and whether they are counted; otherwise estimated. A local
+        model's tokenizer is asked, which waits for nothing: the engine's thread may be saving the KV cache. A server
+        is not: what is not sent does not leave this computer. Raises TinychatError."""
         if (backend := self.backend) is None:
-            return 0
-        if self.instruments is not None:
-            return len(cast(Tokenizing, backend).tokenize(text, special=False, whole=False))
-        return backend.measure(Request(raw=text)).prompt
+            return 0, False
+        if self.instruments is not None and len(text) <= COUNTED:
+            return len(cast(Tokenizing, backend).tokenize(text, special=False, whole=False)), True
+        if self.instruments is not None:  # as many as in its first part
+            start = len(cast(Tokenizing, backend).tokenize(text[:ESTIMATED], special=False, whole=False))
+            return start * len(text) // ESTIMATED, False
+        return backend.measure(Request(raw=text)).prompt, False
+
+    def _tokens(self, text: str) -> int:
+        """Of a result, on the thread of its call."""
+        return self.count(text)[0]
 
     def _failed(self, event: Failed) -> None:
         r = self.running

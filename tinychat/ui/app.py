@@ -38,9 +38,10 @@ from tinychat.ui.theme import THEMES
 
 class TinychatApp(LastingApp):
     """`path` is loaded on start and called `model`; without it the picker opens. `history` None saves nothing;
-    `remember` gets settings that the user changed by choosing (theme, experts); `mounted` is called when the app is;
-    `stop_repetition` and `titles` are the controller's; `tools` is the folder that tools work in, `mcp` the servers
-    that `mcp_file` names. Raises TinychatError where `tools` is no folder."""
+    `conversation` is shown first. `remember` gets settings that the user changed by choosing (theme, experts, the
+    model); `mounted` is called when the app is; `stop_repetition` and `titles` are the controller's; `tools` is the
+    folder that tools work in, `mcp` the servers that `mcp_file` names. Raises TinychatError where `tools` is no
+    folder."""
 
     TITLE = "tinychat"
     CHAT = ChatScreen
@@ -54,6 +55,7 @@ class TinychatApp(LastingApp):
         model: str | None = None,
         path: Path | None = None,
         *,
+        conversation: Conversation | None = None,
         own: settings.Settings | None = None,
         history: History | None = None,
         open_backend: OpenBackend | None = None,
@@ -69,7 +71,7 @@ class TinychatApp(LastingApp):
     ) -> None:
         super().__init__(driver_class=self.DRIVER)
         self.own = own or settings.Settings()
-        conversation = Conversation(parameters=self.own.parameters)
+        conversation = conversation or Conversation(parameters=self.own.parameters)
         open_backend = open_backend or partial(LocalBackend.open, thread=EngineThread())
         save = history.save if history else None
         self.controller = Controller(
@@ -145,12 +147,15 @@ def main(
     path: Path | None = None,
     preset: str | None = None,
     *,
+    resume: bool = False,
     speculate: Speculate = "auto",
     mcp_file: Path | None = None,
     **load_options: Any,
 ) -> int:
-    """Runs the chat. `path`, if given, is loaded with `preset` and called `model`; otherwise the picker opens. Every
-    model that is loaded speculates as `speculate` says. `mcp_file` names MCP servers in place of the user's file."""
+    """Runs the chat, which begins with the last conversation where `resume` says so. `path`, if given, is loaded with
+    `preset` and called `model`; otherwise that conversation's model or the one of last time, else the picker opens.
+    Every model that is loaded speculates as `speculate` says. `mcp_file` names MCP servers in place of the user's
+    file."""
     own = settings.load()
     history, problems = None, list(own.problems)
     try:
@@ -162,7 +167,18 @@ def main(
         mcp = McpServers(read_servers(mcp_file))
     except TinychatError as e:
         problems.append(f"{e}; no MCP server is started")
+    conversation = None
+    if resume and history is not None:
+        try:
+            conversation = next((history.load(found.id) for found in history.find(limit=1)), None)
+        except TinychatError as e:
+            problems.append(str(e))
+        else:
+            problems += ["there is no earlier conversation; this is a new one"] * (conversation is None)
     options = {"preset": preset, "threads": own.threads, **load_options}
+    if path is None and (found := models.earlier(conversation, own, problems)) is not None:
+        model, path, options = found.name, found.path, {**options, **found.options}
+        options |= load_options
     own = replace(own, problems=tuple(problems))
     open_either = partial(
         open_backend, thread=EngineThread(), store_bytes=int(own.kv_cache_gb * 1e9), speculate=speculate
@@ -182,6 +198,7 @@ def main(
     app = TinychatApp(
         model,
         path,
+        conversation=conversation,
         own=own,
         history=history,
         remember=settings.update,

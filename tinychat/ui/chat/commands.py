@@ -74,6 +74,7 @@ COMMANDS: tuple[Command, ...] = (
         handlers.edit,
         (("answer", "the last answer"),),
     ),
+    Command("editor", "", "write the prompt in $VISUAL or $EDITOR", handlers.editor, key="f6"),
     Command("delete", "[N]", "delete the last question and answer (or turn N); /undo brings it back", handlers.delete),
     Command("fork", "[N]", "continue in a copy of this conversation (up to turn N)", handlers.fork),
     Command("skip", "", "stop thinking, go to the answer", handlers.skip, key="ctrl+g"),

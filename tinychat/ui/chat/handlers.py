@@ -18,6 +18,7 @@ from tinychat.chat.schema import read_schema
 from tinychat.errors import TinychatError, printable
 from tinychat.files import expand
 from tinychat.tools.mcp_config import switch
+from tinychat.ui import external
 from tinychat.ui.chat import models
 from tinychat.ui.chat.markdown import MarkdownView
 from tinychat.ui.chat.message import footer_text
@@ -90,6 +91,13 @@ async def delete(chat: ChatView, text: str) -> None:
     if not turns:
         raise TinychatError("there is nothing to delete yet")
     await chat.delete(_number(text, len(turns), "delete", "the turns") - 1 if text.strip() else len(turns) - 1)
+
+
+async def editor(chat: ChatView, text: str) -> None:
+    chat.keep_draft()  # the editor may be closed with its terminal
+    prompt = chat.box.prompt
+    prompt.put(external.edit(chat.app, prompt.text))
+    prompt.focus()
 
 
 async def fork(chat: ChatView, text: str) -> None:
