@@ -30,7 +30,7 @@ class Planes:
 
 _ROW = re.compile(r"X\((\w+), \d+, ([-\d, ]+)\)")
 QUANTS = {
-    Q[name]: Planes(*map(int, columns.split(", ")))
+    GGMLQuantizationType[name]: Planes(*map(int, columns.split(", ")))
     for name, columns in _ROW.findall((Path(__file__).parent / "quants.cuh").read_text())
 }
 FLOATS = tuple(kind for kind, planes in QUANTS.items() if planes.block == 8)
