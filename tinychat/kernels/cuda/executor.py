@@ -27,7 +27,7 @@ from tinychat.kernels.cuda.quants import QUANTS
 from tinychat.kernels.cuda.selfcheck import self_check
 from tinychat.kernels.cuda.state import breaker_bits, state_words
 from tinychat.kernels.cuda.step import RING, Builder, decode_steps, head
-from tinychat.kernels.executor import ExecutorKind, Mask, Weights, verify_singly
+from tinychat.kernels.executor import ExecutorKind, Mask, SingleSteps, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile
@@ -57,7 +57,7 @@ LIMITS = Limits(
 )
 
 
-class CUDAExecutor:
+class CUDAExecutor(SingleSteps):
     """`Executor` on CUDA. Raises TinychatError for a plan beyond LIMITS, and where there is no such GPU, no memory
     left, or a kernel fails its check at load."""
 
@@ -187,18 +187,6 @@ class CUDAExecutor:
                 yield token, float(np.uint32(word >> 32).view(np.float32))
         finally:
             self.gpu.synchronize()
-
-    def verify(
-        self,
-        token: int,
-        drafts: Sequence[int],
-        pos: int,
-        sampling: Sampling,
-        recent: Sequence[int],
-        mask: Mask | None = None,
-    ) -> Iterator[tuple[int, float]]:
-        """See Executor.verify: in single steps."""
-        return verify_singly(self, token, drafts, pos, sampling, recent, mask)
 
     def routes(self) -> np.ndarray | None:
         """See Executor.routes: None. Every block chooses for itself, and steps are enqueued ahead."""
