@@ -16,9 +16,11 @@ import numpy as np
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.blocks import MLA
+from tinychat.kernels.cuda.builder import RING, Builder
 from tinychat.kernels.cuda.device import GPU, unusable
 from tinychat.kernels.cuda.graph import Graph
 from tinychat.kernels.cuda.launch import Launch
+from tinychat.kernels.cuda.launches import head
 from tinychat.kernels.cuda.layout import Layout
 from tinychat.kernels.cuda.load import load
 from tinychat.kernels.cuda.prefill import SIZES, Chip, Prefill
@@ -26,7 +28,7 @@ from tinychat.kernels.cuda.profile import DecodeStep, kernels, profile, read_ban
 from tinychat.kernels.cuda.quants import QUANTS
 from tinychat.kernels.cuda.selfcheck import self_check
 from tinychat.kernels.cuda.state import breaker_bits, state_words
-from tinychat.kernels.cuda.step import RING, Builder, decode_steps, head
+from tinychat.kernels.cuda.step import decode_steps
 from tinychat.kernels.executor import ExecutorKind, Mask, SingleSteps, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import Plan
