@@ -30,9 +30,10 @@ class Weight:
     """`groups` matrices of (rows, cols) inside one file tensor: matrix g, row r is packed row `g * stride + start + r`.
 
     A plain matrix has groups 1; experts and per-head matrices have one group each; a fused tensor (qkv, gate_up, kv_b)
-    gives slices by `start` and `stride`. With `transposed` the file holds (cols, rows) per group instead: group g's
-    packed row `g * stride + start + c` is column c (only the K part of a legacy attn_kv_b). Vectors (norm gains,
-    biases, the selection bias) have rows 1 and type F32.
+    gives slices by `start` and `stride`. With a `run`, the rows of one matrix lie in runs of that length: row r is
+    packed row `r // run * stride + start + r % run` (what a tensor has per head). With `transposed` the file holds
+    (cols, rows) per group instead: group g's packed row `g * stride + start + c` is column c (only the K part of a
+    legacy attn_kv_b). Vectors (norm gains, biases, the selection bias) have rows 1 and type F32.
     """
 
     tensor: str
@@ -41,7 +42,8 @@ class Weight:
     cols: int
     groups: int = 1
     start: int = 0
-    stride: int = 0  # packed rows from one group to the next
+    stride: int = 0  # packed rows from one group, or run, to the next
+    run: int = 0  # 0: rows of a group lie behind one another; else there is one group
     transposed: bool = False
 
     @property
@@ -109,6 +111,22 @@ class Cache:
         return (self.key_width + self.value_width) * CACHE_VALUE_BYTES
 
 
+@dataclass(frozen=True)
+class State:
+    """What a layer carries from token to token instead of cache rows, float32: the last `rows` inputs of a short
+    convolution over `channels`, and a matrix (key_dim, value_dim) per head. Zeros in front of the first token."""
+
+    rows: int
+    channels: int
+    heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * (self.rows * self.channels + self.heads * self.key_dim * self.value_dim)
+
+
 Activation = Literal["silu", "gelu", "clamped"]
 CLAMP, CLAMP_SLOPE = 7.0, 1.702  # of "clamped", as gpt-oss is trained
 
@@ -145,7 +163,8 @@ class GQA:
     head with a gain of key_dim values, or the whole projection with a gain of all its values), then the first rope.dims
     values of each head are rotated; k and v are stored as row `pos` of the layer's cache.
     heads = softmax(q·K * scale)·V over rows 0..pos, with a `window` over the last `window` of them, where head h reads
-    kv head h * kv_heads // heads. A head's value of `sinks` is one more score, of a row whose value is 0.
+    kv head h * kv_heads // heads. A head's value of `sinks` is one more score, of a row whose value is 0. With a
+    `gate` the heads are multiplied by sigmoid(gate @ RMSNorm(x)).
     """
 
     norm: Weight | None
@@ -172,10 +191,15 @@ class GQA:
     window: int = 0  # 0: none
     sinks: Weight | None = None  # (1, heads)
     value_norm: bool = False  # each head of v is divided by its root mean square
+    gate: Weight | None = None  # (heads * value_dim, dim)
 
     @property
     def cache(self) -> Cache:
         return Cache("kv", self.kv_heads * self.key_dim, self.kv_heads * self.value_dim)
+
+    @property
+    def state(self) -> None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -219,6 +243,59 @@ class MLA:
     @property
     def cache(self) -> Cache:
         return Cache("latent", self.row, 0)
+
+    @property
+    def state(self) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class DeltaRule:
+    """Gated delta rule behind a short convolution (gated DeltaNet, arXiv 2412.06464): x += output @ heads.
+
+    With n = RMSNorm(x), channel i of token t is c[t, i] = silu(sum over j of conv[i, j] * (qkv @ n)[t - width + 1 + j,
+    i]), where inputs in front of the first token are 0. c is q and k (key_heads heads of key_dim values each) and v
+    (heads of value_dim values). Each head of q and of k is divided by sqrt(its sum of squares + eps), q also by
+    sqrt(key_dim). Head h reads key head h // (heads / key_heads) if `grouped`, else h % key_heads.
+
+    A head's state S (key_dim, value_dim) decays by g = exp(decay * softplus(alpha @ n + decay_bias)), and takes in what
+    it does not yet answer, at the rate b = sigmoid(beta @ n): S = g S, then S += k ⊗ b (v - k·S); o = q·S.
+    heads = RMSNorm(o) with gain head_norm, per head, * silu(gate @ n).
+    """
+
+    norm: Weight
+    eps: float
+    qkv: Weight  # (channels, dim)
+    gate: Weight  # (heads * value_dim, dim)
+    beta: Weight  # (heads, dim)
+    alpha: Weight  # (heads, dim)
+    conv: Weight  # (channels, width), F32
+    decay: Weight  # (1, heads), negative
+    decay_bias: Weight  # (1, heads)
+    head_norm: Weight  # (1, value_dim)
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    grouped: bool
+    output: Weight
+
+    @property
+    def channels(self) -> int:
+        return self.qkv.rows
+
+    @property
+    def width(self) -> int:
+        """Inputs of the convolution."""
+        return self.conv.cols
+
+    @property
+    def cache(self) -> Cache:
+        return Cache("kv", 0, 0)
+
+    @property
+    def state(self) -> State:
+        return State(self.width - 1, self.channels, self.heads, self.key_dim, self.value_dim)
 
 
 @dataclass(frozen=True)
@@ -287,7 +364,7 @@ class Beside:
 @dataclass(frozen=True)
 class Experts:
     """x += residual_scale * (sum over the chosen experts of weight * gated(n) + shared(n)), n = RMSNorm(x); or see
-    Beside."""
+    Beside. With a `shared_scale` s (1, dim) the shared expert counts sigmoid(s @ n) times."""
 
     norm: Weight
     eps: float
@@ -296,9 +373,10 @@ class Experts:
     shared: Gated | None
     residual_scale: float = 1.0
     beside: Beside | None = None
+    shared_scale: Weight | None = None
 
 
-Attends = GQA | MLA
+Attends = GQA | MLA | DeltaRule
 FeedForward = Dense | Experts
 
 
@@ -391,7 +469,7 @@ class Absorb:
 @dataclass(frozen=True)
 class Attention:
     """Causal softmax(q·K * scale)·V over cache rows 0..pos, or the last `window` of them. q (T, heads, key_dim); dst
-    (T, heads, value_dim). `sinks`: see GQA.
+    (T, heads, value_dim), times the sigmoid of the buffer `gate` of the same shape if one is named. `sinks`: see GQA.
 
     Head h reads kv head h * kv_heads // heads. `latent`: one kv head, no V cache, V = the first value_dim values of K's
     row.
@@ -408,6 +486,39 @@ class Attention:
     latent: bool
     window: int = 0
     sinks: Weight | None = None
+    gate: str = ""
+
+
+@dataclass(frozen=True)
+class Convolve:
+    """DeltaRule: dst (T, channels) = silu of the convolution of dst with weight (channels, width) over time; the
+    layer's state takes the last inputs."""
+
+    layer: int
+    dst: str
+    weight: Weight
+
+
+@dataclass(frozen=True)
+class Delta:
+    """DeltaRule: dst (T, heads * value_dim) out of q, k, v in src (T, channels) and of the layer's state, which takes
+    them in; `gate`, `beta` and `alpha` are buffers."""
+
+    layer: int
+    src: str
+    gate: str
+    beta: str
+    alpha: str
+    dst: str
+    decay: Weight
+    decay_bias: Weight
+    head_norm: Weight
+    eps: float
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    grouped: bool
 
 
 @dataclass(frozen=True)
@@ -476,7 +587,8 @@ class Route:
 @dataclass(frozen=True)
 class ExpertsUp:
     """For each chosen expert e: f(gate[e] @ n + bias, up[e] @ n + bias), n = RMSNorm(x), behind one another in dst
-    (T, top_k * ff + shared_ff); the shared expert's f, where there is one, comes last."""
+    (T, top_k * ff + shared_ff); the shared expert's f, where there is one, comes last, times sigmoid(shared_scale @
+    n)."""
 
     norm: Weight
     eps: float
@@ -487,6 +599,7 @@ class ExpertsUp:
     activation: Activation
     shared_gate: Weight | None
     shared_up: Weight | None
+    shared_scale: Weight | None
     top_k: int
     dst: str
 
@@ -524,6 +637,8 @@ Op = (
     | LatentStore
     | Absorb
     | Attention
+    | Convolve
+    | Delta
     | ValueUp
     | LinearAdd
     | NormAdd
@@ -555,6 +670,16 @@ class Plan:
     def caches(self) -> tuple[Cache, ...]:
         """The cache of every layer; a layer without attention has rows of no values."""
         return tuple(layer.attention.cache if layer.attention else Cache("kv", 0, 0) for layer in self.layers)
+
+    @cached_property
+    def states(self) -> tuple[State | None, ...]:
+        """What every layer carries from token to token; None for a layer with cache rows."""
+        return tuple(layer.attention.state if layer.attention else None for layer in self.layers)
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes of the states of all layers; 0: all that a token needs of those before it are their cache rows."""
+        return sum(state.nbytes for state in self.states if state)
 
     @cached_property
     def ops_of_layers(self) -> tuple[tuple[Op, ...], ...]:
@@ -592,18 +717,23 @@ class Plan:
                 return sum(w.nbytes for w in dict.fromkeys(weights_of(op)))
 
     def cache_bytes(self, op: Op, depth: int) -> int:
-        """Bytes that `op` reads of a cache of `depth` rows."""
-        if not isinstance(op, Attention):
-            return 0
-        return min(depth, op.window or depth) * self.caches[op.layer].row_bytes
+        """Bytes that `op` reads of a cache of `depth` rows, or reads and writes of its layer's state."""
+        match op:
+            case Attention():
+                return min(depth, op.window or depth) * self.caches[op.layer].row_bytes
+            case Delta():
+                state = self.states[op.layer]
+                return 2 * state.nbytes if state else 0
+            case _:
+                return 0
 
     def bytes_per_token(self, depth: int = 0) -> int:
-        """Bytes that must move for one token: the weights it uses and `depth` cache rows."""
+        """Bytes that must move for one token: the weights it uses, `depth` cache rows and the states."""
         return self._step_weight_bytes + sum(self.cache_bytes(op, depth) for op in self._attentions)
 
     @cached_property
-    def _attentions(self) -> tuple[Attention, ...]:
-        return tuple(op for op in self.ops if isinstance(op, Attention))
+    def _attentions(self) -> tuple[Op, ...]:
+        return tuple(op for op in self.ops if isinstance(op, Attention | Delta))
 
     @cached_property
     def _step_weight_bytes(self) -> int:
@@ -637,11 +767,17 @@ _VECTORS = {
     "up_bias",
     "sinks",
     "expert_scale",
+    "shared_scale",
+    "decay",
+    "decay_bias",
+    "head_norm",
 }
 
 
 def matrices_of(op: Op) -> list[Weight]:
-    """The weights of an op but norm gains, biases and sinks."""
+    """The weights of an op that are multiplied with vectors: not norm gains, biases, sinks and the like."""
+    if isinstance(op, Convolve):
+        return []
     return [w for f in fields(op) if f.name not in _VECTORS for w in _weights(getattr(op, f.name))]
 
 
@@ -659,12 +795,15 @@ def _weights(value: Any) -> Iterator[Weight]:
 def _ops_of_layer(i: int, layer: Layer) -> Iterator[Op]:
     match layer.attention:
         case GQA() as a:
-            biases = (a.q_bias, a.k_bias, a.v_bias)
-            yield NormLinear("x", a.norm, a.eps, (a.q, a.k, a.v), biases, ("q", "k", "v"))
+            gates = (a.gate,) if a.gate else ()
+            biases = (a.q_bias, a.k_bias, a.v_bias, *(None for _ in gates))
+            names = ("q", "k", "v", *("gate" for _ in gates))
+            yield NormLinear("x", a.norm, a.eps, (a.q, a.k, a.v, *gates), biases, names)
             norms = (a.q_norm, a.k_norm, a.eps)
             yield RopeStore(i, a.rope, "q", "k", "v", *norms, a.heads, a.kv_heads, a.key_dim, a.value_norm)
+            sizes = (a.heads, a.kv_heads, a.key_dim, a.value_dim)
             yield Attention(
-                i, "q", "heads", a.heads, a.kv_heads, a.key_dim, a.value_dim, a.scale, False, a.window, a.sinks
+                i, "q", "heads", *sizes, a.scale, False, a.window, a.sinks, gate="gate" if a.gate else ""
             )
             yield from _added("heads", a.output, a.output_bias, a.post_norm, a.eps, a.residual_scale)
         case MLA() as a:
@@ -678,11 +817,18 @@ def _ops_of_layer(i: int, layer: Layer) -> Iterator[Op]:
             yield Attention(i, "q_latent", "o_latent", a.heads, 1, a.row, a.kv_lora, a.scale, latent=True)
             yield ValueUp("o_latent", a.v_b, "heads")
             yield LinearAdd("heads", a.output, None, a.residual_scale)
+        case DeltaRule() as a:
+            names = ("qkv", "gate", "beta", "alpha")
+            yield NormLinear("x", a.norm, a.eps, (a.qkv, a.gate, a.beta, a.alpha), (None,) * 4, names)
+            yield Convolve(i, "qkv", a.conv)
+            vectors = (a.decay, a.decay_bias, a.head_norm, a.eps)
+            yield Delta(i, *names, "heads", *vectors, a.key_heads, a.heads, a.key_dim, a.value_dim, a.grouped)
+            yield LinearAdd("heads", a.output, None)
     match layer.feed_forward:
         case Dense(norm, eps, w, scale, post_norm, stream_scale):
             yield GateUp(norm, eps, w.gate, w.up, w.activation, "ffn")
             yield from _added("ffn", w.down, None, post_norm, eps, scale, stream_scale)
-        case Experts(norm, eps, r, w, s, scale, beside):
+        case Experts(norm, eps, r, w, s, scale, beside, shared_scale):
             if beside:
                 d = beside.weights
                 yield GateUp(beside.norm, eps, d.gate, d.up, d.activation, "ffn")
@@ -714,6 +860,7 @@ def _ops_of_layer(i: int, layer: Layer) -> Iterator[Op]:
                 w.activation,
                 shared_gate,
                 shared_up,
+                shared_scale,
                 r.top_k,
                 "ffn",
             )
@@ -741,6 +888,8 @@ def _buffers_of_layer(layer: Layer) -> Iterator[tuple[str, int]]:
             yield "q", a.q.rows
             yield "heads", a.output.cols
             yield from (("k", a.k.rows), ("v", a.v.rows))
+            if a.gate:
+                yield "gate", a.gate.rows
             if a.post_norm:
                 yield "y", a.output.rows
         case MLA() as a:
@@ -749,6 +898,9 @@ def _buffers_of_layer(layer: Layer) -> Iterator[tuple[str, int]]:
             yield from (("kv", a.row), ("q_latent", a.heads * a.row), ("o_latent", a.heads * a.kv_lora))
             if a.q_a:
                 yield "q_a", a.q_a.rows
+        case DeltaRule() as a:
+            yield from (("qkv", a.channels), ("gate", a.gate.rows), ("heads", a.output.cols))
+            yield from (("beta", a.heads), ("alpha", a.heads))
     match layer.feed_forward:
         case Dense(weights=w, post_norm=post_norm):
             yield "ffn", w.ff
