@@ -16,7 +16,18 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 
 from tests.support.blocks import random_blocks
-from tests.support.shapes import MLA, DeltaRule, MoE, Shape, f32_values, fitting, metadata, tensor_type, tensors, tokenizer
+from tests.support.shapes import (
+    MLA,
+    DeltaRule,
+    MoE,
+    Shape,
+    f32_values,
+    fitting,
+    metadata,
+    tensor_type,
+    tensors,
+    tokenizer,
+)
 
 Q = GGMLQuantizationType
 VOCAB = 301  # odd: rows of the output matrix are no multiple of any tile

@@ -497,6 +497,7 @@ class Convolve:
     layer: int
     dst: str
     weight: Weight
+    heads: int  # of q, k and v together
 
 
 @dataclass(frozen=True)
@@ -802,9 +803,7 @@ def _ops_of_layer(i: int, layer: Layer) -> Iterator[Op]:
             norms = (a.q_norm, a.k_norm, a.eps)
             yield RopeStore(i, a.rope, "q", "k", "v", *norms, a.heads, a.kv_heads, a.key_dim, a.value_norm)
             sizes = (a.heads, a.kv_heads, a.key_dim, a.value_dim)
-            yield Attention(
-                i, "q", "heads", *sizes, a.scale, False, a.window, a.sinks, gate="gate" if a.gate else ""
-            )
+            yield Attention(i, "q", "heads", *sizes, a.scale, False, a.window, a.sinks, gate="gate" if a.gate else "")
             yield from _added("heads", a.output, a.output_bias, a.post_norm, a.eps, a.residual_scale)
         case MLA() as a:
             if a.q_a:
@@ -820,7 +819,7 @@ def _ops_of_layer(i: int, layer: Layer) -> Iterator[Op]:
         case DeltaRule() as a:
             names = ("qkv", "gate", "beta", "alpha")
             yield NormLinear("x", a.norm, a.eps, (a.qkv, a.gate, a.beta, a.alpha), (None,) * 4, names)
-            yield Convolve(i, "qkv", a.conv)
+            yield Convolve(i, "qkv", a.conv, 2 * a.key_heads + a.heads)
             vectors = (a.decay, a.decay_bias, a.head_norm, a.eps)
             yield Delta(i, *names, "heads", *vectors, a.key_heads, a.heads, a.key_dim, a.value_dim, a.grouped)
             yield LinearAdd("heads", a.output, None)
