@@ -146,7 +146,8 @@ class _Translator:
     def _delta_rule(self, i: int, a: DeltaRule) -> Iterator[library.Op]:
         to = ("qkv", "gate", "beta", "alpha")
         yield self._op("linear", [a.qkv, a.gate, a.beta, a.alpha], dst=to, norm=a.norm, eps=a.eps)
-        sizes = {"kv_heads": a.key_heads, "heads": a.heads, "key_dim": a.key_dim, "value_dim": a.value_dim}
+        keys: dict[str, Any] = {"kv_heads": a.key_heads, "key_dim": a.key_dim}
+        sizes = keys | {"heads": a.heads, "value_dim": a.value_dim}
         yield self._op("convolve", dst=("qkv",), layer=i, bias=(a.conv,), taps=a.width, eps=a.eps, **sizes)
         yield self._op(
             "delta",
