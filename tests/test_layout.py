@@ -28,7 +28,7 @@ ROOMS: dict[str, set[str]] = {
     "chat": {"backend", "models", "tools"},
     "server": {"backend"},
     "ui": {"chat", "tools", "backend", "models", "measure", "process", "crash"},
-    "commands": {"ui", "chat", "tools", "server", "measure", "backend", "models", "engine"},
+    "commands": {"ui", "chat", "tools", "server", "measure", "backend", "models", "engine", "process"},
     "cli": {"commands", "chat", "process"},
 }
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
+from collections.abc import Iterator
 
 import h11
 import uvicorn
@@ -69,8 +71,17 @@ def bind(host: str, port: int) -> socket.socket:
         raise TinychatError(f"cannot listen on {host} port {port}: {(e.strerror or str(e)).lower()}") from None
 
 
-def make_server(app: ASGIApp, websockets: bool = False) -> uvicorn.Server:
-    """A server for `app`: `run(sockets=[bind(...)])` serves until SIGINT or SIGTERM, or `should_exit` is set."""
+class Server(uvicorn.Server):
+    """Leaves the signals to the process: uvicorn knows two of the three that end it, and raises them again inside of a
+    task, whose exceptions are reported as lost."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def make_server(app: ASGIApp, websockets: bool = False) -> Server:
+    """A server for `app`: `run(sockets=[bind(...)])` serves until `handle_exit` is called or `should_exit` is set."""
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     config = uvicorn.Config(
         app,
@@ -85,4 +96,4 @@ def make_server(app: ASGIApp, websockets: bool = False) -> uvicorn.Server:
         timeout_graceful_shutdown=2,
         h11_max_incomplete_event_size=HEADER_BYTES,
     )
-    return uvicorn.Server(config)
+    return Server(config)
