@@ -148,7 +148,7 @@ _qwen35 = replace(
     _qwen3,
     arch="qwen35",
     rope_dims=16,
-    delta=DeltaRule(2, 4, 32, every=2),
+    delta=DeltaRule(2, 4, 24, width=3, every=2),
     pre="qwen35",
     theta=1e7,
     tied=False,
@@ -209,9 +209,12 @@ VARIANTS: dict[str, Shape] = {
     "gemma3_no_windows": replace(_gemma3, layers=2, window=0, scaling={}),
     "gemma3_keys": replace(_gemma3, layers=4, window=3, window_pattern=2, window_theta=500.0, tied=False),
     "qwen35": _qwen35,
-    "qwen35_wide": replace(_qwen35, layers=3, tied=True, delta=DeltaRule(1, 3, 48, width=3, every=3), nextn=1),
-    "qwen35moe": replace(_qwen35, arch="qwen35moe", moe=MoE(8, 3, 32, 1)),
-    "qwen3next": replace(_qwen35, arch="qwen3next", moe=MoE(8, 3, 32, 2, fused=True), pre="qwen2"),
+    "qwen35moe": replace(
+        _qwen35, arch="qwen35moe", delta=DeltaRule(2, 4, 32, every=2), nextn=1, tied=True, moe=MoE(8, 3, 32, 1)
+    ),
+    "qwen3next": replace(
+        _qwen35, arch="qwen3next", delta=DeltaRule(2, 6, 32, every=2), moe=MoE(8, 3, 32, 2, fused=True), pre="qwen2"
+    ),
     "deepseek2_glm": _glm,
     "deepseek2_lite": _lite,
     "deepseek2_lite_legacy": replace(_lite, mla=replace(_lite.mla, legacy=True)),
