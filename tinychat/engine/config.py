@@ -12,7 +12,7 @@ import numpy as np
 from tinychat.engine import file_limits
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError, printable
-from tinychat.kernels.ops import Activation, Gating, Rope, Temperature
+from tinychat.kernels.blocks import Activation, Gating, Rope, Temperature
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ ARCHITECTURES = {
 # What other architectures need that the plan's grammar does not have.
 _MISSING = {
     "a delta rule with a decay per channel": "kimi-linear bailingmoe3",
-    "pictures, as the part of a model that sees,": "clip",
+    "pictures (the file is the part of a model that sees)": "clip",
     "per-layer embeddings": "gemma3n",
     "short convolutions": "lfm2 lfm2moe",
     "state-space layers": "mamba mamba2 falcon-h1 granitehybrid jamba nemotron_h nemotron_h_moe plamo2",
@@ -146,7 +146,7 @@ _GATING: dict[int, Gating] = {1: "softmax", 2: "sigmoid", 3: "softmax_weight", 4
 
 
 @dataclass(frozen=True)
-class Latent:
+class MLAConfig:
     """Multi-head latent attention: ranks and per-head sizes. `q_lora` 0 = plain q projection."""
 
     q_lora: int
@@ -156,7 +156,7 @@ class Latent:
 
 
 @dataclass(frozen=True)
-class Experts:
+class MoEConfig:
     """Mixture of experts: `ff` per expert, `shared_ff` of the shared expert (0 = none), the first `dense_layers` are
     dense."""
 
@@ -173,7 +173,7 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class DeltaRule:
+class DeltaConfig:
     """Sizes of ops.DeltaRule, and the `layers` that have one. `width`: inputs of the short convolution."""
 
     key_heads: int
@@ -231,9 +231,9 @@ class ModelConfig:
     fused_ffn: bool
     activation: Activation
     gated: bool
-    latent: Latent | None
-    delta_rule: DeltaRule | None
-    experts: Experts | None
+    latent: MLAConfig | None
+    delta_rule: DeltaConfig | None
+    experts: MoEConfig | None
 
     @classmethod
     def from_gguf(cls, gguf: GGUF) -> ModelConfig:
@@ -275,7 +275,7 @@ class ModelConfig:
             lite = layers in (26, 27) or (layers == 48 and vocab == 128256)  # llama.cpp: their q_lora_rank is noise
             per_head = kv.integer("attention.key_length_mla", head_dim)
             v_dim = kv.integer("attention.value_length_mla", v_dim)
-            latent = Latent(
+            latent = MLAConfig(
                 0 if lite else kv.integer("attention.q_lora_rank", 0, low=0),
                 kv.integer("attention.kv_lora_rank"),
                 per_head - rope_dims,
@@ -491,7 +491,7 @@ def _kv_heads(kv: _Metadata, heads: int, windowed: frozenset[int]) -> tuple[int,
     return n, n
 
 
-def _delta_rule(kv: _Metadata, arch: Architecture, layers: int) -> DeltaRule | None:
+def _delta_rule(kv: _Metadata, arch: Architecture, layers: int) -> DeltaConfig | None:
     if not arch.delta_rule:
         return None
     key_heads, heads = kv.integer("ssm.group_count"), kv.integer("ssm.time_step_rank")
@@ -509,7 +509,7 @@ def _delta_rule(kv: _Metadata, arch: Architecture, layers: int) -> DeltaRule | N
         raise kv.bad(key, "true or false for every layer", which)
     width = kv.integer("ssm.conv_kernel", low=2)
     found = frozenset(int(i) for i in np.flatnonzero(which[:layers]))
-    return DeltaRule(key_heads, heads, head_dim, width, arch.delta_rule == "grouped", found)
+    return DeltaConfig(key_heads, heads, head_dim, width, arch.delta_rule == "grouped", found)
 
 
 def _check_sections(kv: _Metadata, dims: int) -> None:
@@ -530,7 +530,7 @@ def _temperature(kv: _Metadata) -> Temperature | None:
     return Temperature(scale, kv.integer("attention.temperature_length")) if scale else None
 
 
-def _experts(kv: _Metadata, arch: Architecture, layers: int, vocab: int) -> Experts | None:
+def _experts(kv: _Metadata, arch: Architecture, layers: int, vocab: int) -> MoEConfig | None:
     count = kv.integer("expert_count", 0, low=0)
     dense = kv.integer("leading_dense_block_count", 0, low=0) if arch.expert_keys else 0
     if not count or dense >= layers:
@@ -559,7 +559,7 @@ def _experts(kv: _Metadata, arch: Architecture, layers: int, vocab: int) -> Expe
         count % groups or groups_used > groups or count // groups < 2 or groups_used * (count // groups) < used
     ):
         raise kv.bad("expert_group_count", f"groups that {count} experts divide into and {used} fit in", groups)
-    return Experts(
+    return MoEConfig(
         count,
         used,
         ff,

@@ -1,8 +1,8 @@
 """Copies of a plan's state at some places of the sequence, from which it can go on.
 
-A state (ops.State) is that behind the last token, so a prompt that leaves the sequence before its end goes on from the
-nearest snapshot in front of that place. Snapshots are made at every EVERY tokens and shortly before the end of a
-prompt, at places where the KV store's blocks end.
+A state (blocks.LayerState) is that behind the last token, so a prompt that leaves the sequence before its end goes on
+from the nearest snapshot in front of that place. Snapshots are made at every EVERY tokens and shortly before the end of
+a prompt, at places where the KV store's blocks end.
 """
 
 from __future__ import annotations

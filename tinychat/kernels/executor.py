@@ -11,7 +11,7 @@ from tinychat.kernels.limits import Limits
 from tinychat.kernels.profile import Calls, Kernel, StepProfile
 from tinychat.kernels.sampling import Sampling
 
-Kind = Literal["cuda", "cpu", "reference"]
+ExecutorKind = Literal["cuda", "cpu", "reference"]
 
 
 Mask = Callable[[], np.ndarray]
@@ -32,14 +32,15 @@ class Weights(Protocol):
 
 class Executor(Protocol):
     """Runs the steps of one plan. Cache rows are addressed by position, so rolling back is only counting differently.
-    A state (ops.State) is not: it is that behind the last token that was run. A step at position 0 begins with none.
+    A state (blocks.LayerState) is not: it is that behind the last token that was run. A step at position 0 begins with
+    none.
 
     Built as `Executor(plan, weights, max_context, ...)`, which raises TinychatError for a plan beyond `limits`. Not
     thread-safe: one thread calls it.
     """
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> ExecutorKind:
         """The device as Engine.load takes it."""
         ...
 
