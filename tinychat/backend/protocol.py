@@ -95,7 +95,6 @@ class Request:
     tool_choice: str | Mapping[str, Any] = "auto"
     response_format: Mapping[str, Any] | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     overflow: Literal["refuse", "oldest", "thinking"] = "refuse"
     conversation: str = ""

@@ -10,7 +10,7 @@ from typing import Any
 from tinychat.backend.protocol import SAMPLING_PARAMETERS, Parameter, Sampling
 from tinychat.errors import TinychatError, printable
 
-_OF_MODEL = {"dry_breakers"}  # fields of Sampling that the engine fills in
+_NOT_SET = {"dry_breakers", "logit_bias"}  # fields of Sampling that no user sets
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Parameters:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON and TOML-like stores."""
         values = asdict(self)
-        for name in _OF_MODEL:
+        for name in _NOT_SET:
             del values["sampling"][name]
         return values
 
@@ -41,7 +41,7 @@ class Parameters:
         known = {f.name for f in fields(cls)}
         values = {k: v for k, v in data.items() if k in known}
         sampling = values.pop("sampling", {})
-        names = {f.name for f in fields(Sampling)} - _OF_MODEL
+        names = {f.name for f in fields(Sampling)} - _NOT_SET
         try:
             given: dict[str, Any] = {
                 k: tuple(v) if isinstance(v, list) else v for k, v in dict(sampling).items() if k in names
