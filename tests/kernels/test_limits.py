@@ -81,7 +81,7 @@ def test_another_executor_takes_what_one_refuses(tmp_path: Path, monkeypatch: py
     engine.close()
 
 
-@pytest.mark.parametrize("struct", ["Matrix", "Op", "SampleSpec", "Context"])
+@pytest.mark.parametrize("struct", ["CMatrix", "COp", "SampleSpec", "StepContext"])
 def test_a_structure_that_differs_in_c_is_one_line(struct: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shorter = type(struct, (library.ctypes.Structure,), {"_fields_": getattr(library, struct)._fields_[:-1]})
     monkeypatch.setattr(library, struct, shorter)

@@ -30,7 +30,7 @@ from tinychat.measure.microbench_plans import (
     parse,
     renamed,
 )
-from tinychat.measure.results import PartResult, Run
+from tinychat.measure.results import Conditions, PartResult
 
 
 def kernel(
@@ -131,7 +131,7 @@ def _measured(
     timed = executor.seconds_of(calls, depth, steps)
     low, middle, high = (float(v) for v in np.percentile(timed.seconds, (25, 50, 75)))
     nbytes = sum(bytes_of(plan, plan.ops[i], timed.depth) for i in calls[0])
-    run = Run.now(model, fingerprint, executor.device, timed.threads, limit_of(executor, thorough=True))
+    run = Conditions.now(model, fingerprint, executor.device, timed.threads, limit_of(executor, thorough=True))
     gb_s = nbytes / middle / 1e9
     return PartResult(
         **vars(run),

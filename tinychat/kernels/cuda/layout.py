@@ -8,7 +8,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from tinychat.errors import TinychatError
 from tinychat.kernels import ops
-from tinychat.kernels.cuda import constants
+from tinychat.kernels.cuda.constants import Matrix, RepackConstants, TransposeConstants
 from tinychat.kernels.cuda.launch import Launch, kernel
 from tinychat.kernels.cuda.quants import QUANTS, packed_bytes
 from tinychat.kernels.ops import Plan, Weight
@@ -98,14 +98,14 @@ class Layout:
 def repack(tensor: Tensor, count: int) -> Launch:
     """Repacks file blocks in `staging`. Buffer `params` (uint64) says: blocks of the tensor, first block, number of
     blocks (32 weights)."""
-    shape = constants.Repack(tensor.kind, GGML_QUANT_SIZES[tensor.kind][1])
+    shape = RepackConstants(tensor.kind, GGML_QUANT_SIZES[tensor.kind][1])
     buffers = {"out": tensor.buffer, "in": "staging", "params": "params"}
     return kernel(f"repack_{tensor.kind.name.lower()}", "repack.cu", shape, buffers, (-(-count // 256), 1, 1), "load")
 
 
 def transpose(w: Weight, source: Tensor, made: Tensor) -> Launch:
     """Writes the columns of a legacy kv_b's K part as rows of halves."""
-    matrix = constants.Matrix(w.type, w.rows, w.cols, source.blocks, w.start, w.stride)
-    shape = constants.Transpose(matrix, made.values)
+    matrix = Matrix(w.type, w.rows, w.cols, source.blocks, w.start, w.stride)
+    shape = TransposeConstants(matrix, made.values)
     buffers = {"dst": made.buffer, "w": source.buffer}
     return kernel("transpose", "transpose.cu", shape, buffers, (-(-made.values // 256), 1, 1), "load")
