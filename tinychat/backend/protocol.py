@@ -174,7 +174,8 @@ class Piece:
 @dataclass(frozen=True)
 class ToolCall:
     """A piece of call number `index`: the first one carries `id` and `name`, later ones more of `arguments` (JSON
-    text). One with a `note` takes the call back: it never became complete, and its text follows as answer."""
+    text). One with a `note` says why a call could not be read, and takes back what came of it; its text follows as
+    answer."""
 
     index: int
     arguments: str
