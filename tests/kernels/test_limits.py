@@ -12,11 +12,12 @@ from tinychat.engine.config import ModelConfig
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.plan import build_plan
 from tinychat.errors import TinychatError
+from tinychat.kernels.blocks import GQA, Layer
 from tinychat.kernels.cpu import executor as cpu
 from tinychat.kernels.cpu import library
 from tinychat.kernels.cpu.executor import CPUExecutor
 from tinychat.kernels.limits import Limits, check, check_sampling
-from tinychat.kernels.ops import GQA, Layer, Plan
+from tinychat.kernels.ops import Plan
 from tinychat.kernels.sampling import Sampling
 
 EVERYTHING = Limits(frozenset(GGMLQuantizationType))

@@ -128,7 +128,7 @@ class Words:
         return self.texts[token]
 
     def token_bytes(self, token: int) -> bytes:
-        return self.texts[token].encode()
+        return self.texts[token].encode(errors="replace")
 
     def is_special(self, token: int) -> bool:
         return token < len(SPECIAL)

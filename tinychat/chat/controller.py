@@ -35,7 +35,8 @@ from tinychat.backend.protocol import (
 )
 from tinychat.chat.calling import REPEATS, ROUNDS, Asked, Done, Run, is_object, room_for, stuck
 from tinychat.chat.changes import Asks, Change, Ended, Grew, ModelChanged, Notice, Overflow, Reset, SentBack
-from tinychat.chat.conversation import Attachment, Conversation, Turn
+from tinychat.chat.compacting import Summarising
+from tinychat.chat.conversation import Attachment, Conversation, Turn, summary_line
 from tinychat.chat.loading import OpenBackend, start_loading
 from tinychat.chat.parameters import Parameters
 from tinychat.chat.request import request_for
@@ -43,6 +44,7 @@ from tinychat.chat.saving import Saver
 from tinychat.chat.state import (
     Answering,
     Calling,
+    Compacting,
     Idle,
     LoadFailed,
     Loading,
@@ -97,7 +99,6 @@ class Controller:
         self.usage = Usage()
         self.trace = Trace()
         self.raw = False
-        self._drops = ""  # the conversation whose oldest turns are left out without asking again
         self._held: Overflow | None = None  # asks again when the model is loaded with a larger context
         self.toolbox, self.permissions = Toolbox(), permissions or Permissions()
         self._left: list[int] = []  # ids of the last turns of paths that were left, for undo
@@ -116,8 +117,8 @@ class Controller:
 
     @property
     def busy(self) -> bool:
-        """Whether an answer is being written, or a tool that it called runs."""
-        return isinstance(self.state, Answering | Stopping | Calling)
+        """Whether an answer or a summary is being written, or a tool that an answer called runs."""
+        return isinstance(self.state, Answering | Stopping | Calling | Compacting)
 
     @property
     def calling(self) -> Calling | None:
@@ -265,8 +266,10 @@ class Controller:
         """Shows the turns again that were shown before the last edit, new answer or switch."""
         self._idle("undo")
         if not self._left:
-            raise TinychatError("there is no edit, new answer or switch to undo")
-        self._show(self.conversation.show(self._left.pop()))
+            raise TinychatError("there is no edit, new answer, switch or summary to undo")
+        left, c = self._left.pop(), self.conversation
+        place = next((i for i, turn in enumerate(c.turns) if turn.id == left), None)
+        self._show(c.show(left) if place is None else c.cut(place + 1))  # a summary came right after what was left
 
     def _show(self, conversation: Conversation) -> bool:
         """Shows another path of the conversation; False when it is the present one."""
@@ -298,8 +301,10 @@ class Controller:
         self._start(c.prefill(text), len(c.turns), go_on=True)
 
     def stop(self) -> None:
-        """Ends the running answer or call; the text so far stays."""
-        if (calling := self.calling) is not None:
+        """Ends the running answer or call; the text so far stays. A summary is given up."""
+        if isinstance(self.state, Compacting):
+            self.state.job.stop()
+        elif (calling := self.calling) is not None:
             calling.run.stop()
             self._called(Done(Result("the user stopped this call", "stopped"), calling.run.seconds), calling)
             self._measure()
@@ -320,9 +325,9 @@ class Controller:
         taken, self.queue = self.queue, []
         return taken
 
-    def resolve(self, overflow: Overflow, choice: Literal["context", "turns", "thinking", "stop"]) -> None:
-        """Answers an Overflow: load with a larger context, leave out the oldest turns (from now on, without asking
-        again) or all thinking, or stop."""
+    def resolve(self, overflow: Overflow, choice: Literal["context", "compact", "turns", "thinking", "stop"]) -> None:
+        """Answers an Overflow: load with a larger context, let the model summarise the oldest turns, leave them out
+        (from now on, without asking again), leave out all thinking, or stop."""
         conversation, go_on = overflow.conversation, overflow.go_on
         if choice == "stop":
             if overflow.typed is not None:
@@ -332,9 +337,12 @@ class Controller:
         elif choice == "context":
             self.set_parameters(replace(self.conversation.parameters, context=overflow.larger))
             self._held = overflow
+        elif choice == "compact":
+            self._summarise(conversation, conversation.questions[-1], overflow)
         else:
-            self._drops = conversation.id
-            self._start(conversation, overflow.start, go_on)
+            parameters = replace(self.conversation.parameters, drop_oldest=True)
+            self._set(replace(self.conversation, parameters=parameters))
+            self._start(replace(conversation, parameters=parameters), overflow.start, go_on)
 
     def _let_go(self) -> None:
         """What waited for a larger context goes back to where it was typed."""
@@ -342,9 +350,52 @@ class Controller:
         if held is not None and held.typed is not None:
             self._changes.append(SentBack(held.typed))
 
+    def compact(self, keep: int = 1) -> None:
+        """Lets the model summarise all but the last `keep` exchanges; the summary is sent in their place."""
+        self._idle("summarise")
+        questions = self.conversation.questions
+        if len(questions) <= keep:
+            raise TinychatError(f"there is nothing to summarise before the last {keep} of your messages")
+        self._summarise(self.conversation, questions[-keep], None)
+
+    def _summarise(self, conversation: Conversation, end: int, overflow: Overflow | None) -> None:
+        if self.backend is None or not self.ready:
+            raise TinychatError("no model is loaded yet; wait for it or choose one with /model")
+        self._count.forget()
+        self.state = Compacting(Summarising(self.backend, conversation, end), conversation, overflow)
+        self._changes.append(Notice("the model summarises the oldest turns"))
+
+    def _poll_summary(self, compacting: Compacting) -> None:
+        if not compacting.job.outcome.done():
+            return
+        self.state, overflow = Idle(), compacting.overflow
+        try:
+            summary = compacting.job.outcome.result()
+        except TinychatError as e:
+            self._changes.append(Notice(str(e), error=True))
+            self._measure()
+            if overflow is not None and overflow.typed is not None:
+                self._changes.append(SentBack(overflow.typed))
+            return
+        c, asked = self.conversation, compacting.conversation
+        if overflow is None:
+            asked = c
+        typed = () if {t.id for t in (*c.turns, *c.others)} >= {asked.turns[-1].id} else asked.turns[-1:]
+        rest = asked.turns[: len(asked.turns) - len(typed)]
+        compacted = replace(asked, turns=rest, parameters=c.parameters, name=c.name).compact(summary.end, summary.turn)
+        self._left.append(c.turns[-1].id)
+        start = min(summary.end, _first_other(c, compacted))
+        self._set(compacted)
+        self._changes += [Reset(start, compacted), Notice(f"{summary_line(summary.turn)}; /undo takes it back")]
+        if overflow is None:
+            self._measure()
+        else:
+            again = replace(compacted, turns=(*compacted.turns, *(replace(t, id=0) for t in typed)))
+            self._start(again, len(compacted.turns) - (not typed), overflow.go_on)
+
     def leave(self) -> None:
         """Called when the user quits: saves the running answer as it is and stops the backend as soon as possible."""
-        if self.calling is not None:
+        if self.calling is not None or isinstance(self.state, Compacting):
             self.stop()
         elif self.running is not None:
             self.poll()
@@ -361,6 +412,8 @@ class Controller:
             self._poll_loading(self.state)
         elif isinstance(self.state, Calling):
             self._poll_call(self.state)
+        elif isinstance(self.state, Compacting):
+            self._poll_summary(self.state)
         elif (r := self.running) is not None:
             self._poll_answer(r)
         self._poll_count()
@@ -452,7 +505,8 @@ class Controller:
         if (instruments := self.instruments) is not None:
             self.trace = Trace(instruments.last_prompt())
         if event.dropped:
-            self.conversation = replace(self.conversation, first=self.conversation.first + event.dropped)
+            self._update(left_out=event.dropped)
+            self.conversation = replace(self.conversation, first=self.conversation.sent_from + event.dropped)
             self._changes.append(Reset(r.start, self.conversation, live=True))
         self._store()
 
@@ -495,7 +549,8 @@ class Controller:
         turn = replace(
             turn,
             stop_reason=reason,
-            stats={**kept, "generated_tokens": r.before_tokens + tokens, "seed": r.seed},
+            stats={**kept, "generated_tokens": r.before_tokens + tokens, "seed": r.seed}
+            | ({"left_out": r.left_out} if r.left_out else {}),
             calls=calls,
             note=r.written.note,
             thinking_s=self.elapsed_thinking(),
@@ -676,7 +731,7 @@ class Controller:
             raise TinychatError("no model is loaded yet; wait for it or choose one with /model")
         p, last = conversation.parameters, conversation.turns[-1]
         seed = random.getrandbits(32) if p.seed is None else p.seed
-        leave_out: Literal["refuse", "oldest"] = "oldest" if self._drops == conversation.id else "refuse"
+        leave_out: Literal["refuse", "oldest"] = "oldest" if p.drop_oldest else "refuse"
         request = request_for(conversation, go_on=go_on, seed=seed, overflow=leave_out, tools=self._offered())
         self._count.forget()
         if len(conversation.others) > len(self.conversation.others):
@@ -705,6 +760,11 @@ class Controller:
         """Ends the running answer or call now and keeps the text so far; later events of it are ignored."""
         if self.calling is not None:
             self.stop()
+        if isinstance(self.state, Compacting):
+            self.state.job.stop()
+            if (overflow := self.state.overflow) is not None and overflow.typed is not None:
+                self._changes.append(SentBack(overflow.typed))
+            self.state = Idle()
         if self.running is not None:
             self._poll_answer(self.running)
         if (r := self.running) is not None:
@@ -725,7 +785,7 @@ class Controller:
         self._count.forget()
         limit = self.info.max_context if self.info else 0
         self.usage = replace(self.usage, limit=limit) if self.conversation.turns else Usage(limit=limit)
-        if self.backend is not None and self.ready and self.conversation.turns:
+        if self.backend is not None and self.ready and self.conversation.sent:
             self._count.start(self.backend, request_for(self.conversation, tools=self._offered()))
 
     def _store(self) -> None:
@@ -744,4 +804,4 @@ def _noted(note: str) -> Notice:
 
 def _droppable(conversation: Conversation) -> int:
     """How many of the turns that are sent can be left out."""
-    return max(0, sum(t.role == "user" for t in conversation.sent) - 1)
+    return max(0, len(conversation.questions) - 1)

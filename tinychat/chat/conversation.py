@@ -12,13 +12,15 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from tinychat.chat.parameters import Parameters
 from tinychat.errors import TinychatError
 
-Role = Literal["user", "assistant", "tool"]
-FORMAT = 3  # of the JSON form; 2 had no tools; 1 had no versions: no `others`, and turns without `id` and `parent`
+Role = Literal["user", "assistant", "tool", "summary"]
+# Of the JSON form; 3 had no summaries; 2 had no tools; 1 had no versions: no `others`, and turns without `id` and
+# `parent`.
+FORMAT = 4
 ENDINGS = {  # Turn.stop_reason, in words; "eos" needs none
     "length": "stopped at max_tokens",
     "stopped": "stopped",
@@ -26,6 +28,7 @@ ENDINGS = {  # Turn.stop_reason, in words; "eos" needs none
     "failed": "failed",
 }
 NOT_RUN = "this call was not run"
+SUMMARY_HEAD = "Summary of the conversation so far:"
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,9 @@ class Turn:
     Of the role tool: the result of the call `call_id` of the answer before it. `stop_reason` is done, failed, refused,
     stopped, or "" while it runs; `stats` are its seconds and tokens.
 
+    Of the role summary: what the model wrote of the turns before it, sent in their place. `stats` are replaced_turns,
+    replaced_tokens and generated_tokens.
+
     `id` (0: not given yet) is the turn's number in its conversation, `parent` that of the turn it answers or follows
     (0: none); neither says anything about the message itself."""
 
@@ -96,13 +102,14 @@ class Turn:
     @property
     def complete(self) -> bool:
         """Whether the model ended this answer by itself."""
-        return self.role == "user" or self.stop_reason == "eos"
+        return self.role in ("user", "summary") or self.stop_reason == "eos"
 
 
 @dataclass(frozen=True)
 class Conversation:
     """Turns and what they are answered with. `model` is a registry name or a path. `first` is the first turn that is
-    still sent (older ones stay readable); `send_thinking` False leaves all thinking out of the prompt.
+    still sent, unless a summary comes after it (older ones stay readable); `send_thinking` False leaves all thinking
+    out of the prompt.
 
     All turns ever made form a tree: each names its `parent`, and turns with the same parent are versions of one
     another (an edited question, another answer). `turns` is the one path that is shown and sent; `others` are all
@@ -153,9 +160,24 @@ class Conversation:
         return next((i for i in reversed(range(len(self.turns))) if self.turns[i].role == "user"), None)
 
     @property
+    def summary(self) -> int | None:
+        """Index of the summary that is sent in place of the turns before it."""
+        return next((i for i in reversed(range(len(self.turns))) if self.turns[i].role == "summary"), None)
+
+    @property
+    def sent_from(self) -> int:
+        """Index of the first turn that is sent as it is."""
+        return self.first if self.summary is None else max(self.first, self.summary + 1)
+
+    @property
     def sent(self) -> tuple[Turn, ...]:
-        """The turns the model sees."""
-        return self.turns[self.first :]
+        """The turns the model sees as they are."""
+        return self.turns[self.sent_from :]
+
+    @property
+    def questions(self) -> list[int]:
+        """Indexes of the sent turns that begin an exchange."""
+        return [i for i in range(self.sent_from, len(self.turns)) if self.turns[i].role == "user"]
 
     @property
     def pending(self) -> tuple[Call, ...]:
@@ -212,6 +234,13 @@ class Conversation:
         calls = tuple(replace(c, arguments=arguments, note="") if c.id == call.id else c for c in answer.calls)
         changed = replace(answer, id=0, calls=calls, created=time.time())
         return self.cut(at).add(changed), self.turns[at + 1 : index] + self.turns[index + 1 : end]
+
+    def compact(self, index: int, summary: Turn) -> Conversation:
+        """A version in which `summary` is sent in place of the turns before `index`. Copies of the others follow it:
+        their parent is another one."""
+        copies = tuple(replace(turn, id=0) for turn in self.turns[index:])
+        compacted = self.cut(index)
+        return replace(compacted, turns=(*compacted.turns, summary, *copies))
 
     def rename(self, name: str) -> Conversation:
         return replace(self, name=" ".join(name.split()))
@@ -302,7 +331,7 @@ class Conversation:
 
     def can_continue(self) -> bool:
         """Whether the last turn is an answer that can be gone on with, or a call's result."""
-        return bool(self.turns) and self.turns[-1].role != "user"
+        return bool(self.turns) and self.turns[-1].role in ("assistant", "tool")
 
     def close_thinking(self) -> Conversation:
         """With the last answer's thinking marked as complete, so that continuing it starts the answer's text."""
@@ -323,8 +352,11 @@ class Conversation:
         """What `chat.render` takes: role, content, reasoning_content where an answer has thinking, and calls; one
         message for each turn that is sent."""
         out: list[dict[str, Any]] = []
-        if self.parameters.system.strip():
-            out.append({"role": "system", "content": self.parameters.system})
+        system = self.parameters.system if self.parameters.system.strip() else ""
+        if self.summary is not None:  # in the system prompt: between two turns, many templates refuse it
+            system = f"{system}\n\n{SUMMARY_HEAD}\n{self.turns[self.summary].text}".lstrip()
+        if system:
+            out.append({"role": "system", "content": system})
         for turn in self.sent:
             message: dict[str, Any] = {"role": turn.role, "content": turn.content}
             if turn.calls:
@@ -373,7 +405,7 @@ def _parsed(arguments: str) -> Any:
 def _turn(data: Mapping[str, Any]) -> Turn:
     known = {f.name for f in fields(Turn)}
     values = {k: v for k, v in data.items() if k in known}
-    if values["role"] not in ("user", "assistant", "tool") or not isinstance(values["text"], str):
+    if values["role"] not in get_args(Role) or not isinstance(values["text"], str):
         raise ValueError(f"bad turn role {values['role']!r}")
     files = tuple(Attachment(f["name"], f["text"]) for f in values.get("files", ()))
     if values["role"] == "tool" and not values.get("stop_reason"):  # tinychat was killed while it ran
@@ -415,6 +447,9 @@ def _turn_markdown(c: Conversation, turn: Turn) -> list[str]:
         call = next((call for call in answer.calls if call.id == turn.call_id), Call("", "a tool", ""))
         head = f"<details><summary>Called {html.escape(call.name)}: {turn.stop_reason}</summary>"
         return [head, "", fenced(call.arguments), "", fenced(turn.text), "", "</details>", ""]
+    if turn.role == "summary":
+        head = f"<details><summary>{summary_line(turn)}</summary>"
+        return [head, "", turn.text.strip(), "", "</details>", ""]
     goes_on = turn.parent in above and above[turn.parent].role == "tool"
     lines = [] if goes_on else ["## You" if turn.role == "user" else f"## {c.model or 'Assistant'}", ""]
     if turn.thinking.strip():
@@ -424,6 +459,14 @@ def _turn_markdown(c: Conversation, turn: Turn) -> list[str]:
     if turn.stop_reason not in ("", "eos", "tool_calls"):
         lines += [f"*({ENDINGS.get(turn.stop_reason, turn.stop_reason)})*", ""]
     return lines
+
+
+def summary_line(turn: Turn) -> str:
+    """What a summary stands for, and what it saves."""
+    s = turn.stats
+    turns, tokens = int(s.get("replaced_turns", 0)), int(s.get("replaced_tokens", 0))
+    saves = f" · {tokens:,} → {int(s.get('generated_tokens', 0)):,} tokens" if tokens else ""
+    return f"summary of {turns} earlier turn{'s' * (turns != 1)}, sent in their place{saves}"
 
 
 def fenced(text: str) -> str:

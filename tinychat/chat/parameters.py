@@ -17,7 +17,8 @@ _NOT_SET = {"dry_breakers", "logit_bias"}  # fields of Sampling that no user set
 class Parameters:
     """Everything that shapes the answers of one conversation. `sampling.seed` is replaced by `seed`, or by a new one
     for every answer while `seed` is None; `max_tokens` None means up to the end of the context; `context` None means
-    what the model was loaded with; `schema` is the JSON schema that answers are held to."""
+    what the model was loaded with; `schema` is the JSON schema that answers are held to; `drop_oldest` leaves out the
+    oldest turns when the context is full, without asking."""
 
     system: str = ""
     thinking: bool = True
@@ -26,6 +27,7 @@ class Parameters:
     max_tokens: int | None = None
     context: int | None = None
     schema: Mapping[str, Any] | None = None
+    drop_oldest: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON and TOML-like stores."""

@@ -12,7 +12,7 @@ import numpy as np
 from tinychat.engine import file_limits
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError, printable
-from tinychat.kernels.ops import Activation, Gating, Rope, Temperature
+from tinychat.kernels.blocks import Activation, Gating, Rope, Temperature
 
 
 @dataclass(frozen=True)

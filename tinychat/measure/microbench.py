@@ -14,8 +14,9 @@ from tinychat.engine.devices import OnProgress, make_executor
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.memory_limit import limit_of
 from tinychat.engine.plan import build_plan
+from tinychat.kernels.blocks import Experts, Layer
 from tinychat.kernels.executor import MeasurableExecutor
-from tinychat.kernels.ops import Experts, Layer, Plan, weights_of
+from tinychat.kernels.ops import Plan, weights_of
 from tinychat.kernels.profile import bytes_of, quant_of
 from tinychat.measure.lock import machine_lock
 from tinychat.measure.microbench_plans import (

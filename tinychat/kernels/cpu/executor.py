@@ -15,22 +15,13 @@ from typing import Literal
 import numpy as np
 
 from tinychat.errors import TinychatError
+from tinychat.kernels.blocks import CACHE_VALUE_BYTES
 from tinychat.kernels.cpu import bandwidth, compiler, library
 from tinychat.kernels.cpu.library import MAX_GROUP, QUANTS, STEP, TILE, Library, SampleSpec, StepContext
 from tinychat.kernels.cpu.program import build
 from tinychat.kernels.executor import ExecutorKind, Mask, Weights
 from tinychat.kernels.limits import Limits, check
-from tinychat.kernels.ops import (
-    CACHE_VALUE_BYTES,
-    Attention,
-    Embed,
-    ExpertsDown,
-    ExpertsUp,
-    NormAdd,
-    Op,
-    Plan,
-    matrices_of,
-)
+from tinychat.kernels.ops import Attention, Embed, ExpertsDown, ExpertsUp, NormAdd, Op, Plan, matrices_of
 from tinychat.kernels.profile import (
     Batch,
     CacheUse,

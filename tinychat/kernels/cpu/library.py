@@ -10,8 +10,8 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from tinychat.errors import TinychatError
+from tinychat.kernels.blocks import CLAMP, CLAMP_SLOPE, MIN_WEIGHT_SUM
 from tinychat.kernels.cpu import compiler
-from tinychat.kernels.ops import CLAMP, CLAMP_SLOPE, MIN_WEIGHT_SUM
 
 _TABLE = re.compile(r"X\((\w+), \d+\)")  # the rows of QUANTS in quant.h
 QUANTS = frozenset(GGMLQuantizationType[name] for name in _TABLE.findall((compiler.SOURCES / "quant.h").read_text()))

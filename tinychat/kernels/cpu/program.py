@@ -10,10 +10,11 @@ import numpy as np
 from gguf import GGMLQuantizationType as Q
 from gguf.quants import dequantize
 
+from tinychat.kernels.blocks import GQA, MLA, Dense, Experts, Rope, Weight
 from tinychat.kernels.cpu import library
 from tinychat.kernels.cpu.library import STEP, TILE, CMatrix, Library
 from tinychat.kernels.executor import Weights
-from tinychat.kernels.ops import GQA, MLA, Dense, Experts, LatentStore, Op, Plan, Rope, RopeStore, Weight
+from tinychat.kernels.ops import LatentStore, Op, Plan, RopeStore
 
 
 @dataclass

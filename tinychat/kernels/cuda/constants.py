@@ -14,13 +14,13 @@ from typing import Any, get_args
 
 from gguf import GGMLQuantizationType
 
-from tinychat.kernels import ops
+from tinychat.kernels import blocks
 
 SPAN = 128  # values that four lanes of a prompt's product take at a time; rows of halves are padded to it
 U64 = int  # a field of this type is u64 in C++: it goes into address computations
 LOG2E = math.log2(math.e)
-GatingCode = IntEnum("GatingCode", [name.upper() for name in get_args(ops.Gating)], start=0)  # type: ignore[misc]
-ActivationCode = IntEnum("ActivationCode", [name.upper() for name in get_args(ops.Activation)], start=0)  # type: ignore[misc]
+GatingCode = IntEnum("GatingCode", [name.upper() for name in get_args(blocks.Gating)], start=0)  # type: ignore[misc]
+ActivationCode = IntEnum("ActivationCode", [name.upper() for name in get_args(blocks.Activation)], start=0)  # type: ignore[misc]
 
 
 class Norm(IntEnum):
@@ -62,16 +62,16 @@ class ExpertChoice(Constants):
     groups_used: int
     scale: float
     logit_scale: float
-    min_weight_sum: float = ops.MIN_WEIGHT_SUM
+    min_weight_sum: float = blocks.MIN_WEIGHT_SUM
 
 
 @dataclass(frozen=True)
 class GatedActivation(Constants):
-    """What is made of gate and up (kernels/ops.py, Gated); activation.cuh"""
+    """What is made of gate and up (kernels/blocks.py, Gated); activation.cuh"""
 
     function: ActivationCode
-    clamp: float = ops.CLAMP
-    slope: float = ops.CLAMP_SLOPE
+    clamp: float = blocks.CLAMP
+    slope: float = blocks.CLAMP_SLOPE
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class LatentConstants(Constants):
     neox: bool
     eps: float
     query_scale: float
-    growth: float  # of queries: the scale of kernels/ops.py, Temperature; 0: none
+    growth: float  # of queries: the scale of kernels/blocks.py, Temperature; 0: none
     growth_length: int
 
 

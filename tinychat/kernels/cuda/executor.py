@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 
 from tinychat.errors import TinychatError
+from tinychat.kernels.blocks import MLA
 from tinychat.kernels.cuda.device import GPU, unusable
 from tinychat.kernels.cuda.graph import Graph
 from tinychat.kernels.cuda.launch import Launch
@@ -28,7 +29,7 @@ from tinychat.kernels.cuda.state import breaker_bits, state_words
 from tinychat.kernels.cuda.step import RING, Builder, decode_steps, head
 from tinychat.kernels.executor import ExecutorKind, Mask, Weights, verify_singly
 from tinychat.kernels.limits import Limits, check
-from tinychat.kernels.ops import MLA, Plan
+from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile
 from tinychat.kernels.sampling import GREEDY, Sampling, sample
 

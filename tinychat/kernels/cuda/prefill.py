@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tinychat.errors import TinychatError
+from tinychat.kernels.blocks import GQA, MLA, Dense, Experts, Gated, Weight
 from tinychat.kernels.cuda.constants import (
     SPAN,
     AddExpertsConstants,
@@ -26,7 +27,6 @@ from tinychat.kernels.cuda.launch import Launch, kernel
 from tinychat.kernels.cuda.layout import keys_of
 from tinychat.kernels.cuda.quants import FLOATS
 from tinychat.kernels.cuda.step import Builder, activation, choice, embed, latent_fields, norm_add, store_kv
-from tinychat.kernels.ops import GQA, MLA, Dense, Experts, Gated, Weight
 
 SIZES = (16, 64, 1024)  # tokens up to which the kernels are of one kind each; beyond, there is one kind more
 LATENT_BLOCKS = 1056  # of prompt_latent.cu, at most

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tinychat.kernels.blocks import Weight
 from tinychat.kernels.cuda.constants import Spread
 from tinychat.kernels.cuda.layout import block_size
-from tinychat.kernels.ops import Weight
 
 PAIR_THREADS = 512  # of the gate-up kernels: 16 warps of 2 rows are one block of 32 activations
 QUANTISED_ROWS = 32  # of a thread block that leaves its results as int8 blocks

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tinychat.errors import TinychatError
-from tinychat.kernels import ops
+from tinychat.kernels import blocks, ops
+from tinychat.kernels.blocks import GQA, MLA, Dense, Experts, Weight
 from tinychat.kernels.cuda.constants import (
     LOG2E,
     NO_MATRIX,
@@ -37,7 +38,7 @@ from tinychat.kernels.cuda.layout import Layout, Placed, block_size
 from tinychat.kernels.cuda.quants import FLOATS, QUANTS, packed_bytes
 from tinychat.kernels.cuda.spread import PAIR_THREADS, QUANTISED_ROWS, pair_spread, spread
 from tinychat.kernels.cuda.state import STATE_BYTES
-from tinychat.kernels.ops import GQA, MLA, Dense, Experts, Plan, Weight
+from tinychat.kernels.ops import Plan
 
 SPLITS = 32  # parts of the keys in decode attention; latent attention, with one kv head, has twice as many
 NEAR = 512  # keys up to which a cluster of blocks per head does latent attention with all that belongs to it
@@ -75,7 +76,7 @@ class Builder:
     def __init__(self, plan: Plan, layout: Layout, max_context: int) -> None:
         self.plan, self.layout, self.max_context = plan, layout, max_context
         self.buffers: dict[str, int] = {"state": STATE_BYTES, "history": 4 * (max_context + 1), "ring": 8 * RING}
-        self.ropes: dict[ops.Rope, str] = {}
+        self.ropes: dict[blocks.Rope, str] = {}
 
     def buffer(self, name: str, nbytes: int) -> str:
         """Asks for a buffer of at least `nbytes`."""
@@ -107,7 +108,7 @@ class Builder:
         floating = {self.weight(w).tensor.kind in FLOATS for w in weights if w}
         return False in floating, True in floating
 
-    def rope(self, rope: ops.Rope) -> str:
+    def rope(self, rope: blocks.Rope) -> str:
         """The buffer with cos and sin of every position."""
         name = self.ropes.setdefault(rope, f"rope:{len(self.ropes)}")
         return self.buffer(name, 4 * self.max_context * rope.dims)
@@ -116,7 +117,7 @@ class Builder:
         """A layer's cache: "k" or "v"."""
         cache = self.plan.caches[layer]
         width = cache.key_width if kind == "k" else cache.value_width
-        return self.buffer(f"{kind}:{layer}", ops.CACHE_VALUE_BYTES * self.max_context * width)
+        return self.buffer(f"{kind}:{layer}", blocks.CACHE_VALUE_BYTES * self.max_context * width)
 
     def source(self, x: Activations) -> dict[str, str | None]:
         """Activations as a kernel's input."""
@@ -330,7 +331,7 @@ def _dense(b: Builder, d: Dense) -> list[Launch]:
     return [gate_up, *_added(b, ffn, down, None, d.post_norm, d.eps, d.residual_scale, d.stream_scale)]
 
 
-def _gate_up(b: Builder, norm: Weight | None, eps: float, w: ops.Gated) -> tuple[Launch, Activations]:
+def _gate_up(b: Builder, norm: Weight | None, eps: float, w: blocks.Gated) -> tuple[Launch, Activations]:
     """The first half of a dense feed-forward, and what it leaves."""
     t = pair_spread(w.gate)
     quantised, floating = b.kinds(w.gate, w.up)
@@ -712,7 +713,7 @@ def store_kv(b: Builder, layer: int, a: GQA, tokens: int) -> Launch:
     return kernel(f"store_kv_{a.heads}_{a.kv_heads}_{a.key_dim}", "store_kv.cu", shape, buffers, grid, "rope")
 
 
-def activation(w: ops.Gated) -> GatedActivation:
+def activation(w: blocks.Gated) -> GatedActivation:
     """What a kernel makes of gate and up."""
     return GatedActivation(ActivationCode[w.activation.upper()])
 
@@ -733,7 +734,7 @@ def latent_fields(a: MLA) -> dict[str, Any]:
     }
 
 
-def choice(r: ops.Router) -> ExpertChoice:
+def choice(r: blocks.Router) -> ExpertChoice:
     """How a kernel chooses experts."""
     gating = GatingCode[r.gating.upper()]
     return ExpertChoice(r.experts, r.top_k, gating, r.normalize, r.groups, r.groups_used, r.scale, r.logit_scale)

@@ -9,9 +9,10 @@ import numpy as np
 from tinygrad import Tensor, dtypes
 
 from tinychat.errors import TinychatError
+from tinychat.kernels.blocks import Experts
 from tinychat.kernels.executor import ExecutorKind, Mask, Weights, verify_singly
 from tinychat.kernels.limits import Limits, check
-from tinychat.kernels.ops import Experts, Plan
+from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile, calls_of
 from tinychat.kernels.sampling import Sampling, sample
 from tinychat.kernels.tinygrad import profile as profiling

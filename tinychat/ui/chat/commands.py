@@ -64,6 +64,7 @@ COMMANDS: tuple[Command, ...] = (
         key="ctrl+r",
     ),
     Command("undo", "", "undo the last edit, new answer or switch", handlers.undo),
+    Command("compact", "[N]", "summarise all but the last (or last N) of your questions", handlers.compact),
     Command("continue", "", "continue the last answer", handlers.go_on, key="f5"),
     Command("start", "TEXT", "begin the answer with TEXT", handlers.start),
     Command("edit", "[N]", "edit your last message (or the Nth) and ask again", handlers.edit),
