@@ -11,7 +11,7 @@ import pytest
 from tests.chat.test_controller import Chat
 from tests.support.scripted import Script
 from tinychat.backend.protocol import ToolCall
-from tinychat.chat.calling import ROUNDS, Written, room_for
+from tinychat.chat.calling import ALREADY, ROUNDS, Written, room_for
 from tinychat.chat.changes import Asks, Ended, Notice, Reset
 from tinychat.chat.conversation import NOT_RUN, Call, Conversation, Turn, to_markdown
 from tinychat.chat.history import History
@@ -181,7 +181,7 @@ def test_a_repeated_call_is_answered_from_its_first_result_and_then_ends_the_rou
     chat = Tooled(["Once. " + call("echo", text="x"), call("echo", text="x"), call("echo", text="x"), "Done."])
     chat.ask("go")
     assert chat.ran == ["x"] and [t.role for t in chat.turns] == ["user"] + ["assistant", "tool"] * 2 + ["assistant"]
-    assert chat.turns[4].text.endswith("\necho: x") and "already called" in chat.turns[4].text
+    assert chat.turns[4].text == f"echo: x\n{ALREADY}"
     assert any("the same call of echo" in n.text for n in chat.of(Notice))
     chat.controller.go_on()  # what the user asks for is run
     chat.settle()

@@ -13,7 +13,7 @@ import pytest
 
 from tests.chat.test_tools import call
 from tests.support.scripted import Script, ScriptedBackend
-from tinychat.chat.calling import ROUNDS
+from tinychat.chat.calling import ALREADY, ROUNDS
 from tinychat.cli import main
 
 run_module = importlib.import_module("tinychat.commands.run")
@@ -67,7 +67,7 @@ def test_one_call_again_and_again_ends_the_rounds(
     script = run(monkeypatch, folder, [call("read_file", path="a.txt")], "--json")
     out = capsys.readouterr()
     assert len(script.prompts) == 3 and [c["state"] for c in json.loads(out.out)["calls"]] == ["done"] * 2
-    assert "already called" in script.prompts[-1] and "the same call of read_file" in out.err
+    assert ALREADY in script.prompts[-1] and "the same call of read_file" in out.err
 
 
 def test_a_terminal_is_asked_and_shown_the_difference(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

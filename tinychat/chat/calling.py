@@ -21,6 +21,7 @@ from tinychat.tools.toolbox import LIMIT, Toolbox
 
 ROUNDS = 20  # answers in a row that may call tools before the user is asked to go on
 REPEATS = 3  # answers in a row that may make one and the same call
+ALREADY = "The same result as before. Do not call for it again: answer the user in words, or make another call."
 LEAST, LETTERS_PER_TOKEN = 1000, 3
 
 
@@ -47,7 +48,7 @@ def result_of(call: Call, before: Sequence[Turn], toolbox: Toolbox, context: Cal
     if call.note:
         return Result(f"error: this call could not be read: {call.note}. It was not run. Write it again.", "failed")
     if before and before[0].stop_reason == "done":
-        return Result(f"This was already called, with this result; use it to answer.\n{before[0].text}")
+        return Result(f"{before[0].text}\n{ALREADY}")
     return toolbox.call(call.name, call.arguments, context, limit)
 
 
