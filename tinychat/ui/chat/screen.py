@@ -17,6 +17,7 @@ from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.screen import Screen
 
+from tinychat.chat import attach
 from tinychat.chat.changes import Overflow
 from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import Attachment, Turn
@@ -29,7 +30,7 @@ from tinychat.tools.mcp_config import config_path
 from tinychat.tools.protocol import Question
 from tinychat.tools.toolbox import Toolbox
 from tinychat.ui import clipboard
-from tinychat.ui.chat import attach, commands, mcp, models
+from tinychat.ui.chat import commands, mcp, models
 from tinychat.ui.chat.markdown import MarkdownView
 from tinychat.ui.chat.message import TurnMessage
 from tinychat.ui.chat.overflow import OverflowScreen
