@@ -93,6 +93,9 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     chat = _add(group, "chat", "chat", None, where, remote, tools)
     _speculate(chat)
     chat.add_argument("text", metavar="MODEL", nargs="?", help=MODEL_HELP)
+    chat.add_argument(
+        "--plain", action="store_true", help="lines of text only: for dumb terminals, screen readers and pipes"
+    )
     chat.prog, chat.usage = "tinychat", "tinychat [MODEL] [--device DEVICE] [--threads N] | --server URL [--model NAME]"
 
     run = p = _add(group, "run", "run", "one answer to one prompt", where, remote, tools)

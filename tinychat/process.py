@@ -79,6 +79,12 @@ def on_signals(end: Callable[[int, FrameType | None], object]) -> None:
                 signal.signal(number, ends)
 
 
+def on_interrupt(act: Callable[[int, FrameType | None], object]) -> None:
+    """Makes Ctrl-C call `act` and end nothing, unless the parent process set it to be ignored."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, act)
+
+
 def _unwind(number: int, frame: FrameType | None) -> None:
     """The first signal raises, so that files are closed, locks released and the cursor shown; the second ends the
     process at once."""
