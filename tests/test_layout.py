@@ -29,7 +29,7 @@ ROOMS: dict[str, set[str]] = {
     "server": {"backend"},
     "plain": {"chat", "tools", "backend", "models", "process", "crash"},
     "ui": {"chat", "tools", "backend", "models", "measure", "process", "crash"},
-    "commands": {"ui", "plain", "chat", "tools", "server", "measure", "backend", "models", "engine"},
+    "commands": {"ui", "plain", "chat", "tools", "server", "measure", "backend", "models", "engine", "process"},
     "cli": {"commands", "chat", "process"},
 }
 
@@ -81,6 +81,21 @@ def test_there_is_no_import_circle() -> None:
 def test_every_room_is_known() -> None:
     found = {room(m) for m in modules()} - {""}
     assert found <= ROOMS.keys(), found - ROOMS.keys()
+
+
+def test_a_name_has_one_meaning() -> None:
+    """No two modules define a class or a type of the same name."""
+    where: dict[str, list[str]] = {}
+    for path in (ROOT / "tinychat").rglob("*.py"):
+        for node in ast.walk(tree := ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                where.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
+        for statement in tree.body:
+            match statement:
+                case ast.Assign(targets=[ast.Name(id=name)]) if re.fullmatch("[A-Z]+[a-z][A-Za-z]*", name):
+                    where.setdefault(name, []).append(f"{path.relative_to(ROOT)}:{statement.lineno}")
+    twice = {name: places for name, places in where.items() if len(places) > 1}
+    assert not twice, twice
 
 
 CHANGES_THE_PROCESS = re.compile(

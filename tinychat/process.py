@@ -7,13 +7,14 @@ lower_and_compile while a profile counts what it does, and puts it back. tests/t
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from multiprocessing import resource_tracker
 from types import FrameType
 
@@ -83,6 +84,25 @@ def on_interrupt(act: Callable[[int, FrameType | None], object]) -> None:
     """Makes Ctrl-C call `act` and end nothing, unless the parent process set it to be ignored."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, act)
+
+
+@contextlib.contextmanager
+def signals_to(end: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """For an event loop, in which an exception may be raised between any two lines of others' code: a signal calls
+    `end`, which must make the block end, and unwinds the command behind the block."""
+    heard: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+        end(number, frame)
+
+    on_signals(note)
+    try:
+        yield
+    finally:
+        on_signals(_unwind)
+    if heard:
+        _unwind(heard[0], None)
 
 
 def _unwind(number: int, frame: FrameType | None) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.scripted import INFO, Script, scripted
 from tinychat.backend.protocol import Usage
-from tinychat.chat.changes import Change, Ended, Grew, ModelChanged, Notice, Overflow, Refused, Reset
+from tinychat.chat.changes import Change, Ended, Grew, ModelChanged, Notice, Overflow, Reset, SentBack
 from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import Conversation, Turn, to_markdown
 from tinychat.chat.parameters import Parameters, set_parameter
@@ -213,7 +213,7 @@ def test_before_the_context_overflows_the_user_is_asked():
         and chat.turns[-1].role == "assistant"
     )
     chat.controller.resolve(room, "stop")
-    assert [c.turn.text for c in chat.controller.poll() if isinstance(c, Refused)] == [f"question {i}"]
+    assert [c.turn.text for c in chat.controller.poll() if isinstance(c, SentBack)] == [f"question {i}"]
     assert len(chat.turns) == asked
     chat.controller.resolve(room, "turns")
     chat.settle()
@@ -330,7 +330,7 @@ def test_a_model_that_does_not_load_costs_neither_the_loaded_one_nor_what_was_ty
     chat.controller.ask(Turn("user", "for the other model"))
     assert chat.controller.info is None and chat.controller.conversation.model == "other"
     chat.until(lambda: chat.controller.ready)
-    assert chat.controller.conversation.model == "m" and [c.turn.text for c in chat.of(Refused)] == [
+    assert chat.controller.conversation.model == "m" and [c.turn.text for c in chat.of(SentBack)] == [
         "for the other model"
     ]
     assert chat.of(Notice)[-1].error and chat.ask("b").text == "two"

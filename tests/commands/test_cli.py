@@ -252,7 +252,7 @@ def test_run_takes_files_stdin_and_parameters(smollm2_path: Path, tmp_path: Path
 def test_a_terminal_obeys_nothing_that_a_model_says(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    shown = run._Shown(quiet=False)
+    shown = run._Printer(quiet=False)
     for text, kind in (("plan\x1b]0;x\x07", "thinking"), ("Hello\n", "answer"), ("\x1b[2J", "answer")):
         shown.add(text, kind)
     shown.end()
@@ -449,7 +449,10 @@ def test_the_chat_opens_on_a_model_and_quits(smollm2_path: Path) -> None:
         assert t.process.returncode == 0 and t.restored
 
 
-def test_a_dumb_terminal_is_told_what_works_there():
+def test_a_dumb_terminal_gets_the_plain_chat():
     with terminal(environ={**os.environ, "TERM": "dumb"}) as t:
-        assert "`tinychat run MODEL PROMPT`" in t.read(None) and b"\x1b" not in t.seen
-        assert t.process.wait(60) == 1
+        t.read("/model NAME loads one")
+        t.read("\n> ")
+        t.write(b"\x04")
+        assert t.read(None) and b"\x1b" not in t.seen
+        assert t.process.wait(60) == 0

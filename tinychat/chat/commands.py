@@ -19,7 +19,7 @@ from tinychat.errors import TinychatError, printable
 from tinychat.files import expand
 
 
-class Session(Protocol):
+class Commanded(Protocol):
     """What the commands work on: the app's chat screen, or the plain chat."""
 
     @property
@@ -37,7 +37,7 @@ class TextCommand:
     name: str
     arguments: str
     help: str
-    run: Callable[[Session, str], str]
+    run: Callable[[Commanded, str], str]
     values: tuple[tuple[str, str], ...] = ()
     aliases: tuple[str, ...] = ()
 
@@ -82,41 +82,41 @@ def switched(text: str, now: bool, what: str) -> bool:
 # the conversation
 
 
-def _new(session: Session, text: str) -> str:
+def _new(session: Commanded, text: str) -> str:
     session.controller.new()
     return ""
 
 
-def _rename(session: Session, text: str) -> str:
+def _rename(session: Commanded, text: str) -> str:
     if not text.strip():
         raise TinychatError("usage: /rename NAME")
     session.controller.rename(text)
     return ""
 
 
-def _regenerate(session: Session, text: str) -> str:
+def _regenerate(session: Commanded, text: str) -> str:
     session.controller.regenerate()
     return ""
 
 
-def _undo(session: Session, text: str) -> str:
+def _undo(session: Commanded, text: str) -> str:
     session.controller.undo()
     return ""
 
 
-def _compact(session: Session, text: str) -> str:
+def _compact(session: Commanded, text: str) -> str:
     if text.strip() and not (text.strip().isdecimal() and int(text)):
         raise TinychatError("/compact N: N is how many of your last messages stay as they are")
     session.controller.compact(int(text) if text.strip() else 1)
     return ""
 
 
-def _continue(session: Session, text: str) -> str:
+def _continue(session: Commanded, text: str) -> str:
     session.controller.go_on()
     return ""
 
 
-def _start(session: Session, text: str) -> str:
+def _start(session: Commanded, text: str) -> str:
     if not text.strip():
         raise TinychatError("usage: /start TEXT begins the answer with TEXT")
     session.controller.prefill(text)
@@ -126,17 +126,17 @@ def _start(session: Session, text: str) -> str:
 # parameters
 
 
-def _use(session: Session, **changes: Any) -> None:
+def _use(session: Commanded, **changes: Any) -> None:
     session.controller.set_parameters(replace(session.controller.conversation.parameters, **changes))
 
 
-def _think(session: Session, text: str) -> str:
+def _think(session: Commanded, text: str) -> str:
     on = switched(text, session.controller.conversation.parameters.thinking, "think")
     _use(session, thinking=on)
     return f"thinking is {'on' if on else 'off'}, if the model supports it"
 
 
-def _system(session: Session, text: str) -> str:
+def _system(session: Commanded, text: str) -> str:
     now, given = session.controller.conversation.parameters.system, text.strip()
     if not given:
         return f"the system prompt is: {now}" if now else "there is no system prompt; /system TEXT sets one"
@@ -145,7 +145,7 @@ def _system(session: Session, text: str) -> str:
     return "the system prompt is removed" if off else "the system prompt is set, from the next message on"
 
 
-def _set(session: Session, text: str) -> str:
+def _set(session: Commanded, text: str) -> str:
     name, _, value = text.strip().partition(" ")
     p = session.controller.conversation.parameters
     if not name:
@@ -161,7 +161,7 @@ def _value(name: str, value: float | int | None) -> str:
     return PARAMETERS[name].empty if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _raw(session: Session, text: str) -> str:
+def _raw(session: Commanded, text: str) -> str:
     c = session.controller
     c.raw = switched(text, c.raw, "raw")
     if c.raw:
@@ -169,7 +169,7 @@ def _raw(session: Session, text: str) -> str:
     return "raw is off: messages go through the chat template"
 
 
-def _schema(session: Session, text: str) -> str:
+def _schema(session: Commanded, text: str) -> str:
     c, name = session.controller, text.strip()
     now = c.conversation.parameters.schema
     if name == "off":
@@ -184,7 +184,7 @@ def _schema(session: Session, text: str) -> str:
     return f"answers follow this JSON schema: {json.dumps(now, ensure_ascii=False)}; /schema off ends it"
 
 
-def _tools(session: Session, text: str) -> str:
+def _tools(session: Commanded, text: str) -> str:
     c, name = session.controller, text.strip()
     if name == "off":
         session.use_folder(None)
@@ -201,7 +201,7 @@ def _tools(session: Session, text: str) -> str:
 # files
 
 
-def _save(session: Session, text: str) -> str:
+def _save(session: Commanded, text: str) -> str:
     kind, _, name = text.strip().partition(" ")
     c = session.controller.conversation
     if kind not in ("md", "json", ""):

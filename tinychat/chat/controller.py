@@ -34,7 +34,7 @@ from tinychat.backend.protocol import (
     reserve_for,
 )
 from tinychat.chat.calling import ROUNDS, Asked, Done, Run, is_object, room_for
-from tinychat.chat.changes import Asks, Change, Ended, Grew, ModelChanged, Notice, Overflow, Refused, Reset
+from tinychat.chat.changes import Asks, Change, Ended, Grew, ModelChanged, Notice, Overflow, Reset, SentBack
 from tinychat.chat.compacting import Summarising
 from tinychat.chat.conversation import Attachment, Conversation, Turn, summary_line
 from tinychat.chat.loading import OpenBackend, start_loading
@@ -56,7 +56,7 @@ from tinychat.chat.state import (
 from tinychat.chat.usage_count import UsageCount
 from tinychat.errors import SLOW, TinychatError
 from tinychat.tools.permission import Permissions
-from tinychat.tools.protocol import Answer, Question, Result
+from tinychat.tools.protocol import PermissionAnswer, Question, Result
 from tinychat.tools.toolbox import LIMIT, Toolbox
 
 KEPT_STATS = (
@@ -201,7 +201,7 @@ class Controller:
     def open(self, conversation: Conversation) -> None:
         """Shows another conversation; a running answer of the present one stops and is saved."""
         self.interrupt()
-        self._changes += map(Refused, self.take_back_queue())  # part of the draft of the conversation that is left
+        self._changes += map(SentBack, self.take_back_queue())  # part of the draft of the conversation that is left
         self._left.clear()
         self._let_go()
         self.conversation = conversation
@@ -331,7 +331,7 @@ class Controller:
         conversation, go_on = overflow.conversation, overflow.go_on
         if choice == "stop":
             if overflow.typed is not None:
-                self._changes.append(Refused(overflow.typed))
+                self._changes.append(SentBack(overflow.typed))
         elif choice == "thinking":
             self._start(conversation.drop_thinking(), overflow.start, go_on)
         elif choice == "context":
@@ -348,7 +348,7 @@ class Controller:
         """What waited for a larger context goes back to where it was typed."""
         held, self._held = self._held, None
         if held is not None and held.typed is not None:
-            self._changes.append(Refused(held.typed))
+            self._changes.append(SentBack(held.typed))
 
     def compact(self, keep: int = 1) -> None:
         """Lets the model summarise all but the last `keep` exchanges; the summary is sent in their place."""
@@ -375,7 +375,7 @@ class Controller:
             self._changes.append(Notice(str(e), error=True))
             self._measure()
             if overflow is not None and overflow.typed is not None:
-                self._changes.append(Refused(overflow.typed))
+                self._changes.append(SentBack(overflow.typed))
             return
         c, asked = self.conversation, compacting.conversation
         if overflow is None:
@@ -463,7 +463,7 @@ class Controller:
         c, self._choice = self.conversation, choice
         parameters = replace(c.parameters, context=choice.context)
         self.conversation = replace(c, model=choice.name, parameters=parameters)
-        self._changes += map(Refused, self.take_back_queue())
+        self._changes += map(SentBack, self.take_back_queue())
 
     def _poll_answer(self, r: Answering) -> None:
         grown = NOTHING
@@ -580,7 +580,7 @@ class Controller:
         if not self.busy:
             self._measure()
 
-    def permit(self, question: Question, answer: Answer) -> None:
+    def permit(self, question: Question, answer: PermissionAnswer) -> None:
         """Answers the question of the call that runs; one of an earlier call is answered too late and counts for
         nothing."""
         if (calling := self.calling) is not None and calling.asked and calling.asked.question is question:
@@ -663,7 +663,7 @@ class Controller:
             self._withdraw(r)
         self._changes.append(Notice(event.message, error=True))
         if r.usage is None and r.typed is not None:
-            self._changes.append(Refused(r.typed))
+            self._changes.append(SentBack(r.typed))
 
     def _does_not_fit(self, event: DoesNotFit) -> None:
         r = self.running
@@ -756,7 +756,7 @@ class Controller:
         if isinstance(self.state, Compacting):
             self.state.job.stop()
             if (overflow := self.state.overflow) is not None and overflow.typed is not None:
-                self._changes.append(Refused(overflow.typed))
+                self._changes.append(SentBack(overflow.typed))
             self.state = Idle()
         if self.running is not None:
             self._poll_answer(self.running)

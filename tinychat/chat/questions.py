@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tinychat.chat.changes import Overflow
-from tinychat.tools.protocol import Answer, Question
+from tinychat.tools.protocol import PermissionAnswer, Question
 
-_ANSWERS: dict[Answer, str] = {
+_ANSWERS: dict[PermissionAnswer, str] = {
     "folder": "yes, in this folder",
     "once": "yes, this once",
     "conversation": "yes, and {} in this conversation",
@@ -15,7 +15,7 @@ _ANSWERS: dict[Answer, str] = {
 _KINDS = {"write": "all changes of files", "run": "all commands", "call": "all calls of this tool", "read": ""}
 
 
-def permission_label(answer: Answer, question: Question) -> str:
+def permission_label(answer: PermissionAnswer, question: Question) -> str:
     """An answer to the question of a tool."""
     return _ANSWERS[answer].format(_KINDS[question.kind])
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tinychat.backend.protocol import Backend, Event, Kind, Piece, Prefilling, Usage
+from tinychat.backend.protocol import Backend, Event, Piece, PieceKind, Prefilling, Usage
 from tinychat.backend.stream import EventStream
 from tinychat.chat.calling import Asked, Run, Written
 from tinychat.chat.changes import Overflow
@@ -93,7 +93,7 @@ class Answering:
     tokens: int = 0
     thinking_tokens: int = 0
     thinking_since: float | None = None
-    kind: Kind = "answer"
+    kind: PieceKind = "answer"
     left_out: int = 0
 
     def take(self, piece: Piece, now: float) -> Answering:

@@ -12,6 +12,7 @@ from tinychat.console import Bar, say, say_notes
 from tinychat.engine.speculation import Speculate
 from tinychat.errors import TinychatError, printable
 from tinychat.models.registry import resolve
+from tinychat.process import signals_to
 from tinychat.server.answer import House
 from tinychat.server.app import create_app
 from tinychat.server.connection import bind, make_server
@@ -65,10 +66,13 @@ def serve(
             policy = Policy(key, frozenset((host, *hosts)), frozenset(origins))
             app = create_app(house, policy, queue_size, pages)
             url = f"http://{_bracketed(host)}:{port}"
+            listening.listen()  # from here on a client waits where it was refused: the URL below can be used at once
             say(f"{found.name} answers at {url}/v1 ({'with' if key else 'no'} key); Ctrl-C ends it")
             if pages is not None:
                 say(f"the chat in a browser: {url}")
-            make_server(app, websockets=pages is not None).run(sockets=[listening])
+            server = make_server(app, websockets=pages is not None)
+            with signals_to(server.handle_exit):
+                server.run(sockets=[listening])
 
 
 def _bracketed(host: str) -> str:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tinychat import crash
 from tinychat.chat.attach import attachments
-from tinychat.chat.changes import Asks, Change, Ended, Grew, ModelChanged, Notice, Overflow, Refused, Reset
-from tinychat.chat.commands import COMMANDS, Session, TextCommand, find
+from tinychat.chat.changes import Asks, Change, Ended, Grew, ModelChanged, Notice, Overflow, Reset, SentBack
+from tinychat.chat.commands import COMMANDS, Commanded, TextCommand, find
 from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import Turn, footer_text
 from tinychat.chat.find import find as find_text
@@ -22,7 +22,7 @@ from tinychat.plain.printer import Printer
 from tinychat.plain.reading import LineReader
 from tinychat.tools.builtin import tools_of
 from tinychat.tools.folder import Folder
-from tinychat.tools.mcp import Servers
+from tinychat.tools.mcp import McpServers
 from tinychat.tools.toolbox import Toolbox
 
 EVERY = 0.05  # seconds between two looks at what the backend says
@@ -41,11 +41,11 @@ class PlainChat:
         reader: LineReader,
         load: Callable[[str], str],
         history: History | None = None,
-        mcp: Servers | None = None,
+        mcp: McpServers | None = None,
         printer: Printer | None = None,
     ) -> None:
         self.controller = controller
-        self._reader, self._load, self._history, self._mcp = reader, load, history, mcp or Servers(())
+        self._reader, self._load, self._history, self._mcp = reader, load, history, mcp or McpServers(())
         self._out = printer or Printer()
         self._leaving, self._filled, self._stage, self._spoke = False, "", "", 0.0
         self._listed: list[str] = []  # ids of the conversations that /conversations has numbered
@@ -170,7 +170,7 @@ class PlainChat:
                     self._out.note(f"[{self.controller.conversation.model} is loaded, {info.max_context:,} tokens]")
             case Notice():
                 self._out.note(change.text, change.error)
-            case Refused():
+            case SentBack():
                 self._out.note("not sent; it is in the line again" if self._reader.terminal else "not sent")
                 self._filled = change.turn.text
             case Asks():
@@ -214,7 +214,7 @@ class PlainChat:
         for index in range(start, len(c.turns)):
             self._out.turn(c, index)
 
-    def _edit(self, session: Session, text: str) -> str:
+    def _edit(self, session: Commanded, text: str) -> str:
         turns = self.controller.conversation.turns
         index = self._number(text) - 1 if text.strip() else self.controller.conversation.last_prompt
         if index is None or turns[index].role != "user":
@@ -229,7 +229,7 @@ class PlainChat:
         self.controller.edit(index, changed, attachments(changed))
         return ""
 
-    def _fork(self, session: Session, text: str) -> str:
+    def _fork(self, session: Commanded, text: str) -> str:
         self.controller.fork(self._number(text) - 1 if text.strip() else None)
         return "this is a copy; the original is in /conversations"
 
@@ -239,7 +239,7 @@ class PlainChat:
             raise TinychatError(f"the turns are numbered from 1 to {turns}; /show shows them")
         return int(text)
 
-    def _list(self, session: Session, text: str) -> str:
+    def _list(self, session: Commanded, text: str) -> str:
         if self._history is None:
             raise TinychatError("conversations are not being saved")
         found = self._history.find(text, LISTED)
@@ -247,7 +247,7 @@ class PlainChat:
         lines = [f"{n}. {s.title or 'untitled'} ({s.turns} turns, {s.model})" for n, s in enumerate(found, 1)]
         return "\n".join(lines) or "no conversation matches"
 
-    def _open(self, session: Session, text: str) -> str:
+    def _open(self, session: Commanded, text: str) -> str:
         if self._history is None or not text.strip().isdecimal() or not 1 <= int(text) <= len(self._listed):
             raise TinychatError("/open N: N is a number of the list that /conversations shows")
         self.controller.interrupt()
@@ -255,27 +255,27 @@ class PlainChat:
         self.controller.open(conversation)
         return self._load(conversation.model) if conversation.model not in ("", present) else ""
 
-    def _show(self, session: Session, text: str) -> str:
+    def _show(self, session: Commanded, text: str) -> str:
         turns = len(self.controller.conversation.turns)
         self._print(max(0, turns - self._number(text)) if text.strip() else 0)
         return "" if turns else "nothing has been said yet"
 
-    def _find(self, session: Session, text: str) -> str:
+    def _find(self, session: Commanded, text: str) -> str:
         hits = find_text(self.controller.conversation, text)
         return "\n".join(f"turn {h.index + 1}: {h.line.strip()}" for h in hits) or "not found"
 
-    def _stats(self, session: Session, text: str) -> str:
+    def _stats(self, session: Commanded, text: str) -> str:
         c, u = self.controller.conversation, self.controller.usage
         answer = footer_text(c.turns[c.last_answer]) if c.last_answer is not None else "no answer yet"
         return f"{answer}\ncontext: {u.used:,} of {u.limit:,} tokens"
 
-    def _help(self, session: Session, text: str) -> str:
+    def _help(self, session: Commanded, text: str) -> str:
         width = max(len(c.usage) for c in self.commands) + 2
         keys = (
             'ctrl+c stops an answer; \\ at the end of a line, or """ around lines, for several; @file attaches a file'
         )
         return "\n".join([*(f"{c.usage:{width}}{c.help}" for c in self.commands), keys])
 
-    def _quit(self, session: Session, text: str) -> str:
+    def _quit(self, session: Commanded, text: str) -> str:
         self._leaving = True
         return ""

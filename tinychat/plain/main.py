@@ -19,7 +19,7 @@ from tinychat.models.registry import resolve
 from tinychat.plain.chat import PlainChat
 from tinychat.plain.printer import Printer
 from tinychat.plain.reading import LineReader
-from tinychat.tools.mcp import Servers
+from tinychat.tools.mcp import McpServers
 from tinychat.tools.mcp_config import config_path, read_servers
 from tinychat.tools.permission import Permissions
 
@@ -36,14 +36,14 @@ def main(
 ) -> int:
     """Runs the plain chat; the arguments are those of the app. Without `path` /model chooses what answers."""
     own, printer = settings.load(), Printer()
-    problems, history, mcp = list(own.problems), None, Servers(())
+    problems, history, mcp = list(own.problems), None, McpServers(())
     try:
         history = History()
         problems += [history.problem] * bool(history.problem)
     except TinychatError as e:
         problems.append(f"{e}; conversations are not saved")
     try:
-        mcp = Servers(read_servers(mcp_file or config_path()))
+        mcp = McpServers(read_servers(mcp_file or config_path()))
     except TinychatError as e:
         problems.append(f"{e}; no MCP server is started")
     for problem in problems:
