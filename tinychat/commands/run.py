@@ -261,7 +261,7 @@ def _messages(system: str, question: str) -> tuple[dict[str, str], ...]:
 
 def _question(prompt: str, files: Sequence[str]) -> str:
     """The prompt with its attachments: `files`, and the text of stdin where stdin is a pipe or a file."""
-    from tinychat.ui.chat.attach import read
+    from tinychat.chat.attach import read
 
     attached = [read(expand(name), name) for name in files]
     if prompt != "-" and _stdin_has_text() and (text := sys.stdin.buffer.read().decode("utf-8", "replace")).strip():
