@@ -59,7 +59,7 @@ def test_packed_rows_decode_to_the_same_bits(kind: tiny.Q) -> None:
     context = lib.tc_alloc(library.context_bytes)
     lib.tc_open(context, 2)
     packed = lib.tc_alloc(lib.tc_group_bytes(kind, cols) * 2)
-    lib.tc_pack(context, packed, raw.ctypes.data, kind, rows, cols, 1, rows)
+    lib.tc_pack(context, packed, raw.ctypes.data, kind, rows, cols, 1, rows, 0)
     for g in range(2):
         out = np.empty((cols, 16), np.float32)
         lib.tc_dequantise(packed + g * lib.tc_group_bytes(kind, cols), kind, cols, out.ctypes.data)
@@ -210,6 +210,9 @@ def test_decode_samples_as_the_reference(tmp_path: Path) -> None:
                 min_p=float(rng.choice([0, 0.05, 0.5])),
                 repeat_penalty=float(rng.choice([1.0, 1.3])),
                 repeat_last_n=8,
+                presence_penalty=float(rng.choice([0, 0.6])),
+                frequency_penalty=float(rng.choice([0, -0.3])),
+                logit_bias=((int(rng.integers(tiny.VOCAB)), 3.0),) * (i % 3 == 0),
                 dry_multiplier=float(rng.choice([0, 0.8, 4])),
                 dry_base=float(rng.choice([1.0, 1.75])),
                 dry_allowed_length=int(rng.choice([0, 1, 2])),
