@@ -32,6 +32,7 @@ from tinychat.tools.protocol import Question
 from tinychat.tools.toolbox import Toolbox
 from tinychat.ui import clipboard
 from tinychat.ui.chat import attach, commands, mcp, models
+from tinychat.ui.chat.finder import Finder
 from tinychat.ui.chat.markdown import MarkdownView
 from tinychat.ui.chat.message import TurnMessage
 from tinychat.ui.chat.overflow import OverflowScreen
@@ -128,7 +129,7 @@ class ChatScreen(Screen[None]):
         self.use_folder(None)
         self.experts = experts  # whether the heat strip is wanted
         self._remember = remember
-        self.downloads = Downloads()
+        self.downloads, self.finder = Downloads(), Finder()
         self.painter = Painter(self)
         self.editing: int | None = None
         self._drafting = ""  # the conversation whose draft is in the prompt
@@ -328,7 +329,13 @@ class ChatScreen(Screen[None]):
         """The files and MCP resources that `text` names with @. Raises TinychatError."""
         found = mcp.resources_in(self.mcp, text)
         known = await in_daemon(partial(mcp.read, self.mcp, found)) if found else {}
-        return attach.attachments(text, known=known)
+        if "@" not in text:
+            return ()
+        notes: list[str] = []
+        files = await in_daemon(partial(attach.attachments, text, known=known, notes=notes))
+        for note in notes:
+            await self.say(note)
+        return files
 
     def _sent(self, text: str) -> None:
         self.prompt.remember(text)
@@ -612,8 +619,14 @@ class ChatScreen(Screen[None]):
     def _files(self, typed: str) -> list[Choice]:
         if self.controller.raw:
             return []
-        files = [Choice(attach.quoted(name), name) for name in attach.complete(typed)]
+        if self.finder.due():
+            self.run_worker(self._look())
+        files = [attach.choice(name, typed) for name in self.finder.find(typed)]
         return [*files, *mcp.resource_choices(self.mcp, typed)]
+
+    async def _look(self) -> None:
+        await in_daemon(self.finder.look)
+        self.box.find()
 
 
 def _is_command(text: str) -> bool:
