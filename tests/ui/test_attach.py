@@ -54,6 +54,7 @@ def test_letters_of_a_path_find_it(tree, monkeypatch):
     assert everything[0] == "README.md" and "src/chat/screen.py" in everything
     assert not {n for n in everything if "noise" in n or "node" in n or n.startswith(".") or n.endswith("png")}
     assert found.find("scr")[0] == "src/chat/screen.py" and found.find("scrn") == ["src/chat/screen.py"]
+    assert found.find("chscr") == ["src/chat/screen.py", "src/chat/scanner.py"], "starts of words, then mere letters"
     assert found.find("src/")[:3] == ["src/", "src/chat/", "src/my notes/"], "the folder, then what is in it"
     assert found.find(".e") == [".env"] and found.find("node_modules/x/")[1:] == ["node_modules/x/index.js"]
     assert found.find(str(tree) + "/RE") == [f"{tree}/README.md"]

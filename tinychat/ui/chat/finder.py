@@ -15,6 +15,8 @@ from pathlib import Path
 SHOWN = 40  # completions
 NAMES = 10_000  # most files and folders that a walk returns
 SECONDS = 3.0  # that a walk may take
+WORDS = 12  # letters that are looked for at the starts of words
+_STARTS = "(?<![a-z0-9])"
 RANKED = 1000  # of what one letter matches, the nearest are compared
 FRESH = 10.0  # seconds for which its result is used
 ENTRIES = 2000  # of one folder whose path is typed out
@@ -120,7 +122,8 @@ class Finder:
         pattern = re.compile(".*?".join(map(re.escape, folded)))
         hits = [name for name in names if pattern.search(name.lower())]
         self._last = folded, hits
-        ranked = sorted(hits[:RANKED], key=lambda name: _rank(name.lower(), folded)) if folded else hits
+        words = re.compile(_STARTS + f"(?:|.*?{_STARTS})".join(map(re.escape, folded[:WORDS])))
+        ranked = sorted(hits[:RANKED], key=lambda name: _rank(name.lower(), folded, words)) if folded else hits
         direct = complete(typed) if "/" in typed or not self._names else []
         return list(dict.fromkeys([*self._exact(typed), *direct, *ranked]))[:SHOWN]
 
@@ -128,8 +131,10 @@ class Finder:
         return [typed] if typed.endswith("/") and path_of(typed, None).is_dir() else []
 
 
-def _rank(name: str, typed: str) -> tuple[int, int, str]:
-    """The better the lower: the start of the last part, of the path, anywhere in them, or only the letters."""
+def _rank(name: str, typed: str, words: re.Pattern[str]) -> tuple[int, int, str]:
+    """The better the lower: the start of the last part, of the path, anywhere in them, starts of words (chscr of
+    chat/screen), or only the letters."""
     last = name.rstrip("/").rpartition("/")[2]
     how = [last.startswith(typed), name.startswith(typed), typed in last, typed in name]
-    return next((i for i, yes in enumerate(how) if yes), len(how)), len(name), name
+    place = next((i for i, yes in enumerate(how) if yes), None)
+    return place if place is not None else 4 + (words.search(name) is None), len(name), name
