@@ -795,6 +795,29 @@ async def test_reopening_what_another_program_has_changed(tmp_path):
         other.close()
 
 
+async def test_an_answer_is_edited_and_a_turn_deleted_and_both_come_back():
+    async with desk("one", "two", "three") as d:
+        await d.ask("first")
+        await d.ask("second")
+        await d.type("a draft")
+        await d.pilot.press("ctrl+up", "ctrl+up", "ctrl+up", "e")
+        assert d.chat.prompt.text == "one", "the answer is in the prompt"
+        d.chat.prompt.text = "/uno @nobody"
+        await d.pilot.press("enter")
+        await d.until(lambda: len(d.turns) == 2 and any("other version" in n for n in d.notes))
+        assert d.turns[1].text == "/uno @nobody" and d.chat.prompt.text == "a draft"
+        await d.until(lambda: "edited" in d.screen and "‹ 2/2 ›" in d.screen)
+        d.chat.prompt.clear()
+        await d.ask("third")
+        assert "/uno @nobody" in d.script.prompts[-1] and "one" not in d.script.prompts[-1]
+        await d.pilot.press("ctrl+up", "d")
+        await d.until(lambda: len(d.turns) == 2 and any(n.startswith("deleted the question") for n in d.notes))
+        await d.send("/undo")
+        await d.until(lambda: [t.text for t in d.turns] == ["first", "/uno @nobody", "third", "three"])
+        await d.send("/delete 2")
+        await d.until(lambda: [t.text for t in d.turns] == ["first", "one", "third", "three"])
+
+
 async def test_a_folded_paste_is_one_thing_and_always_the_whole_text(tmp_path):
     history = History(tmp_path / "h.db")
     async with desk(history=history) as d:

@@ -50,7 +50,7 @@ class Notice:
 
 
 @dataclass(frozen=True)
-class Refused:
+class SentBack:
     """A message could not be sent; its text returns to the prompt."""
 
     turn: Turn
@@ -91,4 +91,4 @@ class Asks:
     question: Question
 
 
-Change = Reset | Grew | Ended | ModelChanged | Notice | Refused | Overflow | Asks
+Change = Reset | Grew | Ended | ModelChanged | Notice | SentBack | Overflow | Asks

@@ -26,7 +26,7 @@ from tinychat.chat.conversation import Conversation
 from tinychat.chat.history import History
 from tinychat.chat.loading import OpenBackend
 from tinychat.errors import TinychatError
-from tinychat.tools.mcp import Servers
+from tinychat.tools.mcp import McpServers
 from tinychat.tools.mcp_config import config_path, read_servers
 from tinychat.tools.permission import Permissions
 from tinychat.ui.boundary import LastingApp
@@ -39,9 +39,9 @@ from tinychat.ui.theme import THEMES
 class TinychatApp(LastingApp):
     """`path` is loaded on start and called `model`; without it the picker opens. `history` None saves nothing;
     `conversation` is shown first. `remember` gets settings that the user changed by choosing (theme, experts, the
-    model); `mounted` is called when the app is;
-    `tools` is the folder that tools work in, `mcp` the servers that `mcp_file` names. Raises TinychatError where
-    `tools` is no folder."""
+    model); `mounted` is called when the app is; `stop_repetition` and `titles` are the controller's; `tools` is the
+    folder that tools work in, `mcp` the servers that `mcp_file` names. Raises TinychatError where `tools` is no
+    folder."""
 
     TITLE = "tinychat"
     CHAT = ChatScreen
@@ -61,9 +61,11 @@ class TinychatApp(LastingApp):
         open_backend: OpenBackend | None = None,
         remember: Callable[..., object] | None = None,
         mounted: Callable[[], object] | None = None,
+        stop_repetition: bool = False,
+        titles: bool = False,
         tools: Path | None = None,
         permissions: Permissions | None = None,
-        mcp: Servers | None = None,
+        mcp: McpServers | None = None,
         mcp_file: Path | None = None,
         **load_options: Any,
     ) -> None:
@@ -72,7 +74,14 @@ class TinychatApp(LastingApp):
         conversation = conversation or Conversation(parameters=self.own.parameters)
         open_backend = open_backend or partial(LocalBackend.open, thread=EngineThread())
         save = history.save if history else None
-        self.controller = Controller(open_backend, conversation, save=save, permissions=permissions)
+        self.controller = Controller(
+            open_backend,
+            conversation,
+            save=save,
+            permissions=permissions,
+            stop_repetition=stop_repetition,
+            titles=titles,
+        )
         self.chat = self.CHAT(self.controller, history, self.own.experts, self.remember, mcp, mcp_file)
         if tools is not None:
             self.chat.use_folder(tools)
@@ -153,9 +162,9 @@ def main(
         history = History()
     except TinychatError as e:
         problems.append(f"{e}; conversations are not saved")
-    mcp_file, mcp = mcp_file or config_path(), Servers(())
+    mcp_file, mcp = mcp_file or config_path(), McpServers(())
     try:
-        mcp = Servers(read_servers(mcp_file))
+        mcp = McpServers(read_servers(mcp_file))
     except TinychatError as e:
         problems.append(f"{e}; no MCP server is started")
     conversation = None
@@ -195,6 +204,8 @@ def main(
         remember=settings.update,
         open_backend=open_either,
         mounted=mounted,
+        stop_repetition=own.stop_repetition,
+        titles=own.titles,
         permissions=Permissions.of_user(),
         mcp=mcp,
         mcp_file=mcp_file,

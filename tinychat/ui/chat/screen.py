@@ -26,7 +26,7 @@ from tinychat.chat.history import History
 from tinychat.errors import TinychatError, printable
 from tinychat.tools.builtin import tools_of
 from tinychat.tools.folder import Folder
-from tinychat.tools.mcp import Servers
+from tinychat.tools.mcp import McpServers
 from tinychat.tools.mcp_config import config_path
 from tinychat.tools.protocol import Question
 from tinychat.tools.toolbox import Toolbox
@@ -39,16 +39,16 @@ from tinychat.ui.chat.overflow import OverflowScreen
 from tinychat.ui.chat.painter import Painter
 from tinychat.ui.chat.palette import Palette
 from tinychat.ui.chat.permission import PermissionScreen
-from tinychat.ui.chat.prompt import Choice, Prompt, PromptBox
+from tinychat.ui.chat.prompt import Choice, PromptBox, PromptEditor
 from tinychat.ui.chat.sidebar import Sidebar
 from tinychat.ui.chat.status import StatusLine
 from tinychat.ui.chat.transcript import Transcript
-from tinychat.ui.chat.view import Entry
 from tinychat.ui.keys import KeyLine
 from tinychat.ui.panel import EnginePanel, ExpertsStrip
 from tinychat.ui.panel.reading import PaintMeter
 from tinychat.ui.screens.dialogs import AskScreen
 from tinychat.ui.screens.downloads import Downloads
+from tinychat.ui.screens.help import Entry
 from tinychat.ui.screens.sheet import in_daemon
 
 LISTED = 160  # columns from which on the conversations are listed at the left
@@ -120,12 +120,12 @@ class ChatScreen(Screen[None]):
         history: History | None = None,
         experts: bool = False,
         remember: Callable[..., object] | None = None,
-        mcp: Servers | None = None,
+        mcp: McpServers | None = None,
         mcp_file: Path | None = None,
     ) -> None:
         super().__init__()
         self.controller, self.history = controller, history
-        self.mcp, self.mcp_file = mcp or Servers(()), mcp_file or config_path()
+        self.mcp, self.mcp_file = mcp or McpServers(()), mcp_file or config_path()
         self.use_folder(None)
         self.experts = experts  # whether the heat strip is wanted
         self._remember = remember
@@ -169,8 +169,8 @@ class ChatScreen(Screen[None]):
         return self.query_one(PromptBox)
 
     @property
-    def prompt(self) -> Prompt:
-        return self.query_one(Prompt)
+    def prompt(self) -> PromptEditor:
+        return self.query_one(PromptEditor)
 
     @property
     def meter(self) -> PaintMeter:
@@ -289,10 +289,11 @@ class ChatScreen(Screen[None]):
 
     # what the user does
 
-    @on(Prompt.Submitted)
-    async def _submitted(self, event: Prompt.Submitted) -> None:
+    @on(PromptEditor.Submitted)
+    async def _submitted(self, event: PromptEditor.Submitted) -> None:
         text = event.text.strip()
-        command = _is_command(text) and not self.controller.raw
+        answer = self.editing is not None and self.controller.conversation.turns[self.editing].role != "user"
+        command = _is_command(text) and not self.controller.raw and not answer
         if (
             self.controller.raw
             and text.startswith("/")
@@ -303,6 +304,9 @@ class ChatScreen(Screen[None]):
             if command:
                 self._sent(event.text)
                 await self.run_command(text[1:])
+                return
+            if self.editing is not None and answer:
+                await self._edit_answer(self.editing, event.text.rstrip())
                 return
             text = event.text if self.controller.raw else text.removeprefix("/") if text.startswith("//") else text
             turn = Turn("user", text, files=() if self.controller.raw else await self.attached(text))
@@ -348,6 +352,22 @@ class ChatScreen(Screen[None]):
         texts = [*(t.text for t in turns), self.prompt.draft]
         self.prompt.put("\n".join(t for t in texts if t))
         self.prompt.focus()
+
+    async def _edit_answer(self, index: int, text: str) -> None:
+        """Puts `text` in the place of answer `index`. Raises TinychatError."""
+        followed = index + 1 < len(self.controller.conversation.turns)
+        self.controller.edit(index, text)
+        self.editing = None
+        await self.apply()
+        if followed and index + 1 == len(self.controller.conversation.turns):
+            await self.say("what followed the answer is with its other version; ← and → on the answer switch, or /undo")
+
+    async def delete(self, index: int) -> None:
+        """Deletes turn `index`. Raises TinychatError."""
+        what = self.controller.delete(index)
+        self.editing = None
+        await self.apply()
+        await self.say(f"deleted {what}; /undo brings it back")
 
     def begin_edit(self, index: int) -> None:
         if self.controller.busy:
@@ -531,6 +551,9 @@ class ChatScreen(Screen[None]):
                     self.prompt.focus()
                 case "edit":
                     self.begin_edit(index)
+                case "delete":
+                    await self.delete(index)
+                    self.prompt.focus()
                 case "copy":
                     self.copy(c.conversation.turns[index].text, "the message")
                 case "code":
