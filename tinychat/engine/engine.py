@@ -7,7 +7,7 @@ import struct
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,6 +29,7 @@ from tinychat.engine.kvstore import LEAST, CacheBlock, KVStore, Reason
 from tinychat.engine.memory_limit import limit_of
 from tinychat.engine.plan import build_plan
 from tinychat.engine.prompt import Chat
+from tinychat.engine.sampling_defaults import sampling_defaults
 from tinychat.engine.scanner import MARK, Fragment, TextKind
 from tinychat.engine.session import OnPrefill, Session
 from tinychat.engine.snapshots import Snapshots
@@ -85,6 +86,7 @@ class EngineInfo:
     kv_bytes_per_token: int
     file_bytes: int
     fingerprint: str  # GGUF.fingerprint(): keys saved caches and benchmarks
+    sampling: Mapping[str, float]  # the file's defaults, by field of Sampling
 
 
 @dataclass(frozen=True)
@@ -528,4 +530,5 @@ def _describe(
         kv_bytes_per_token=plan.kv_bytes_per_token,
         file_bytes=gguf.nbytes,
         fingerprint=gguf.fingerprint(),
+        sampling=sampling_defaults(gguf.metadata),
     )
