@@ -33,7 +33,7 @@ from tinychat.backend.protocol import (
     Usage,
     reserve_for,
 )
-from tinychat.chat.calling import REPEATS, ROUNDS, Asked, Done, Run, is_object, room_for, stuck
+from tinychat.chat.calling import ROUNDS, Asked, Done, Run, is_object, room_for, stuck
 from tinychat.chat.changes import Asks, Change, Ended, Grew, ModelChanged, Notice, Overflow, Reset, SentBack
 from tinychat.chat.compacting import Summarising
 from tinychat.chat.conversation import Attachment, Conversation, Turn, summary_line
@@ -564,11 +564,7 @@ class Controller:
             return
         self._changes.append(Ended(index, turn))
         self._store()
-        if reason == "tool_calls" and (name := stuck(self.conversation)):
-            text = f"{REPEATS} answers in a row made the same call of {name}; /continue runs it"
-            self._changes.append(Notice(text, error=True))
-            self._measure()
-        elif reason == "tool_calls":
+        if reason == "tool_calls":
             self._call_next(r.round, {})
         elif reason == "context":
             c = self.conversation
@@ -623,7 +619,9 @@ class Controller:
             self._changes.append(Notice(f"{ROUNDS} answers in a row called tools; /continue lets it go on", error=True))
             self._measure()
         else:
-            self._start(self.conversation, index, round=round + 1)
+            if line := stuck(self.conversation):
+                self._changes.append(Notice(line))
+            self._start(self.conversation, index, round=round + 1, tool_choice="none" if line else "auto")
 
     def _poll_call(self, calling: Calling) -> None:
         for event in calling.run.events.poll():
@@ -725,6 +723,7 @@ class Controller:
         start: int,
         go_on: bool = False,
         round: int = 1,
+        tool_choice: Literal["auto", "none"] = "auto",
     ) -> None:
         """Asks for the answer of `conversation`, whose turns differ from the shown ones from `start` on."""
         if self.backend is None or not self.ready:
@@ -732,7 +731,14 @@ class Controller:
         p, last = conversation.parameters, conversation.turns[-1]
         seed = random.getrandbits(32) if p.seed is None else p.seed
         leave_out: Literal["refuse", "oldest"] = "oldest" if p.drop_oldest else "refuse"
-        request = request_for(conversation, go_on=go_on, seed=seed, overflow=leave_out, tools=self._offered())
+        request = request_for(
+            conversation,
+            go_on=go_on,
+            seed=seed,
+            overflow=leave_out,
+            tools=self._offered(),
+            tool_choice=tool_choice,
+        )
         self._count.forget()
         if len(conversation.others) > len(self.conversation.others):
             self._left.append(self.conversation.turns[-1].id)

@@ -18,9 +18,10 @@ def request_for(
     seed: int = 0,
     overflow: Literal["refuse", "oldest"] = "refuse",
     tools: tuple[Mapping[str, Any], ...] = (),
+    tool_choice: Literal["auto", "none"] = "auto",
 ) -> Request:
-    """The request for the next answer of `conversation`, which may call `tools`; with `go_on`, for the continuation of
-    the last answer.
+    """The request for the next answer of `conversation`, which may call `tools` if `tool_choice` lets it; with `go_on`,
+    for the continuation of the last answer.
 
     An answer that a schema constrains calls no tools; a raw answer has no schema."""
     p = conversation.parameters
@@ -40,6 +41,7 @@ def request_for(
         continue_final=go_on,
         overflow=overflow,
         tools=() if form else tools,
+        tool_choice=tool_choice,
         response_format=form,
         conversation=conversation.id,
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinychat.chat import servers
-from tinychat.chat.calling import REPEATS, ROUNDS, Written, result_of, stuck
+from tinychat.chat.calling import ROUNDS, Written, result_of, stuck
 from tinychat.chat.conversation import Attachment, Call, Conversation, Turn
 from tinychat.chat.parameters import Parameters
 from tinychat.chat.schema import read_schema, response_format
@@ -112,11 +112,11 @@ def run(
             if toolbox is None or not said.calls:
                 break
             talk = talk.add(Turn("assistant", said.text["answer"], said.text["thinking"], calls=said.calls))
-            if repeated := stuck(talk):
-                say(f"{REPEATS} answers in a row made the same call of {repeated}; it was not run again")
-                break
             talk = _call(toolbox, permissions, talk, round, called, as_json)
-            request = replace(request, messages=(*asked, *talk.messages()), cancel=threading.Event())
+            if line := stuck(talk):
+                say(line)
+            messages, choice = (*asked, *talk.messages()), "none" if line else "auto"
+            request = replace(request, messages=messages, tool_choice=choice, cancel=threading.Event())
             said = _answer(backend, request, shown)
     finished = said.finished
     stats = finished.stats
