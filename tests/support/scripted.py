@@ -283,6 +283,9 @@ class ScriptedBackend:
     def tokenize(self, text: str, *, special: bool, whole: bool) -> list[int]:
         return self.tokenizer.encode(text, special)
 
+    def prompt_text(self, request: Request) -> str:
+        return self.thread.call(lambda: self._prompts.text(request))
+
     def forget(self, conversation: str) -> None:
         pass
 

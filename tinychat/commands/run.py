@@ -8,7 +8,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +24,7 @@ from tinychat.commands.loading import obtain, prompt_text, settings_of_user
 from tinychat.console import Bar, say, say_notes, show_json
 from tinychat.errors import TinychatError, printable
 from tinychat.files import expand
-from tinychat.models.registry import Model, resolve
+from tinychat.models.registry import Model, resolve, sampling_of
 from tinychat.tools.builtin import tools_of
 from tinychat.tools.folder import Folder
 from tinychat.tools.mcp import McpServers, McpStatus
@@ -76,17 +76,19 @@ def run(
     own = settings_of_user()
     chosen = _parameters(own.parameters, given)
     backend: Backend
+    defaults: Mapping[str, float]
     if server is not None:
         from tinychat.backend.remote import RemoteBackend
 
         at = servers.chosen(own.servers, server, server_model, key_file)
         backend = RemoteBackend.open(at.url, at.model, at.key)
-        name = backend.info.name
+        name, defaults = backend.info.name, {}
     else:
         assert text is not None, "cli refuses it"
         model = resolve(text, own.models)
         options = {"device": device, "threads": threads or own.threads, "speculate": speculate}
         backend, name = _local(model, question, chosen, options), model.name
+        defaults = backend.info.sampling or sampling_of(model.name)
     from tinychat.backend.protocol import Request
 
     if toolbox is not None and not backend.info.can.tools:
@@ -95,7 +97,7 @@ def run(
     request = Request(
         messages=asked,
         raw=question if raw else None,
-        sampling=chosen.sampling,
+        sampling=chosen.sampling_of(defaults),
         max_tokens=chosen.max_tokens,
         thinking=think,
         response_format=form,
@@ -280,7 +282,8 @@ def _parameters(own: Parameters, given: dict[str, str | float | None]) -> Parame
     """The settings' parameters, replaced by those in `given` that are not None; a missing seed is drawn at random."""
     values = {k: v for k, v in given.items() if v is not None}
     mine = {k: values.pop(k) for k in [*values] if k in ("seed", "max_tokens", "context", "system")}
-    chosen = replace(own, sampling=replace(own.sampling, **values), **mine)  # type: ignore[arg-type]
+    said = own.chosen | values.keys()
+    chosen = replace(own, sampling=replace(own.sampling, **values), chosen=said, **mine)  # type: ignore[arg-type]
     seed = secrets.randbits(32) if chosen.seed is None else chosen.seed
     return replace(chosen, seed=seed, sampling=replace(chosen.sampling, seed=seed))
 

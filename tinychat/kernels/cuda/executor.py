@@ -53,6 +53,7 @@ LIMITS = Limits(
     experts=1024,
     experts_used=64,
     expert_groups=32,  # a lane each
+    gated_blocks=False,
     prefill_chunk=CHUNKS[0],
 )
 
@@ -121,6 +122,7 @@ class CUDAExecutor:
         self.jit_state = "replaying"  # compiled and captured at load
         self.weight_bytes = layout.nbytes
         self.cache_bytes = max_context * plan.kv_bytes_per_token
+        self.state_bytes = 0
         self.device_bytes = gpu.nbytes
 
     def forward(
@@ -225,6 +227,14 @@ class CUDAExecutor:
             self.gpu.upload(name, packed[at : at + rows * width * 2], first * width * 2)
             at += rows * width * 2
         self.gpu.synchronize()
+
+    def read_state(self) -> bytes:
+        """See Executor.read_state."""
+        return b""
+
+    def write_state(self, data: bytes) -> None:
+        """See Executor.write_state."""
+        assert not data
 
     def profile(self, token: int, pos: int, steps: int) -> StepProfile:
         """See MeasurableExecutor.profile."""
