@@ -72,6 +72,7 @@ class ChatScreen(Screen[None]):
     VERTICAL_BREAKPOINTS = [(0, "-short"), (20, "-high")]
     AUTO_FOCUS = "#prompt"
     COMMANDS = {Palette}
+    attaches = True  # @ in a message reads a file of this machine
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "stop", "stop", tooltip="stop; keeps the partial answer"),
         Binding("escape", "keep", "cancel edit"),
