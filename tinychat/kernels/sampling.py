@@ -64,20 +64,20 @@ class Sampling:
     seed: int = 0
 
     @property
-    def has_dry(self) -> bool:
-        """Whether the DRY penalty is on."""
-        return self.dry_multiplier > 0 and self.dry_base >= 1 and self.dry_penalty_last_n != 0
-
-    @property
     def counts(self) -> bool:
         """Whether the repeat, presence or frequency penalty can change a logit."""
         off = self.repeat_penalty == 1.0 and self.presence_penalty == 0.0 and self.frequency_penalty == 0.0
         return not off and self.repeat_last_n > 0
 
     @property
-    def penalises(self) -> bool:
+    def has_dry(self) -> bool:
+        """Whether the DRY penalty is on."""
+        return self.dry_multiplier > 0 and self.dry_base >= 1 and self.dry_penalty_last_n != 0
+
+    @property
+    def has_penalties(self) -> bool:
         """Whether `penalties` can change a logit."""
-        return self.counts or self.has_dry or bool(self.logit_bias)
+        return self.has_dry or self.counts or bool(self.logit_bias)
 
 
 GREEDY = Sampling(temperature=0.0)

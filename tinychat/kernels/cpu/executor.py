@@ -413,7 +413,7 @@ def _sample_spec(s: Sampling, history: Sequence[int], mask: np.ndarray | None) -
     """(what step.c is told of `s` and the mask, the arrays that it points into)."""
     bits = mask.ctypes.data if mask is not None else None
     spec = SampleSpec(seed=s.seed % 2**64, mask=bits, **{name: getattr(s, name) for name in SAMPLED})
-    if not s.penalises:
+    if not s.has_penalties:
         return spec, mask
     p = penalties(s, history)
     spec.n_penalised, spec.penalised = len(p.ids), p.ids.ctypes.data
