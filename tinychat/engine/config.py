@@ -34,6 +34,7 @@ class Architecture:
     mla: bool = False
     scales: bool = False
     expert_keys: bool = False
+    mtp: bool = False  # a block behind the last layer is multi-token prediction, as of DeepSeek-V3
     gating: Gating = "softmax"
     ffn_norm: str = "ffn_norm"
     post_norms: bool = False
@@ -51,7 +52,7 @@ class Architecture:
     sinks: bool = False
 
 
-_DEEPSEEK = Architecture("norm", mla=True, expert_keys=True)
+_DEEPSEEK = Architecture("norm", mla=True, expert_keys=True, mtp=True)
 
 ARCHITECTURES = {
     "llama": Architecture("norm", normalize_experts=True),
@@ -67,6 +68,7 @@ ARCHITECTURES = {
         qk_norm="head",
         qk_norm_optional=True,
         expert_keys=True,
+        mtp=True,
         gating="sigmoid",
         ffn_norm="post_attention_norm",
     ),

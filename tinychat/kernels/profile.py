@@ -18,6 +18,7 @@ from tinychat.kernels.ops import (
     ExpertsUp,
     GateUp,
     Head,
+    Join,
     LatentStore,
     LinearAdd,
     NormAdd,
@@ -26,6 +27,7 @@ from tinychat.kernels.ops import (
     Plan,
     RopeStore,
     Route,
+    StoreHidden,
     ValueUp,
     matrices_of,
 )
@@ -162,8 +164,10 @@ def shape_of(op: Op) -> str:
             return f"{op.router.rows}×{op.router.cols}, top {op.top_k}"
         case Absorb() | ValueUp():
             return f"{op.weight.groups} heads × {op.weight.rows}×{op.weight.cols}"
-        case NormAdd():
+        case NormAdd() | StoreHidden():
             return f"{op.norm.cols}"
+        case Join():
+            return f"2×{op.embed.weight.cols}"
         case LinearAdd() | Head():
             return f"{op.weight.rows}×{op.weight.cols}"
     raise AssertionError(op)
@@ -180,7 +184,7 @@ def category_of(op: Op) -> str:
             return f"experts {quant_of(op)}"
         case Embed():
             return "embedding"
-        case NormAdd():
+        case NormAdd() | StoreHidden() | Join():
             return "norm"
         case _:
             return f"mat-vec {quant_of(op)}"
