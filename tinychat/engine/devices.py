@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
-from tinychat.engine.fit import fit
+from tinychat.engine.fit import fit, weight_bytes
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import SLOW, TinychatError
 from tinychat.kernels.cpu.compiler import NoCompiler, tinygrad_cc
@@ -15,6 +16,8 @@ from tinychat.kernels.ops import Plan
 
 _WAY_OUT = "this runs on plain tinygrad, some 40 times slower than the CPU kernels; {}"
 _REINSTALL = "the compiler that tinychat brings does not work, install it again: pip install --force-reinstall ziglang"
+
+NO_MTP = "the model's multi-token prediction is not used: the CUDA executor does not run it yet"
 
 DEVICES: tuple[Kind, ...] = ("cuda", "cpu", "reference")
 OnProgress = Callable[[str, float], None]
@@ -38,11 +41,13 @@ def make_executor(
             continue
         try:
             if name != "cuda":  # the CUDA executor checks the memory of its GPU
-                needs = fit(gguf.nbytes, plan.kv_bytes_per_token, max_context)
+                needs = fit(weight_bytes(gguf, plan), plan.kv_bytes_per_token, max_context)
                 if needs.verdict == "does not fit":  # raised before anything large is allocated
                     raise TinychatError(f"not enough memory: {needs.explanation}; take a smaller quant or context")
-            executor = _MAKERS[name](plan, gguf, max_context, threads, progress)
-            return executor, notes + [SLOW + way_out] * (name == "reference" and not device)
+            unused = [NO_MTP] * (name == "cuda" and plan.mtp is not None)
+            chosen = replace(plan, mtp=None) if unused else plan
+            executor = _MAKERS[name](chosen, gguf, max_context, threads, progress)
+            return executor, notes + unused + [SLOW + way_out] * (name == "reference" and not device)
         except TinychatError as e:
             if device or name == "reference":
                 raise

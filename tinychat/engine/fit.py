@@ -12,6 +12,7 @@ from tinychat.engine.config import ModelConfig
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.plan import build_plan
 from tinychat.engine.stats import OVERHEAD, available_memory
+from tinychat.kernels.ops import Plan
 
 COMFORT = 0.85  # of the available memory: above it, other programs start to swap
 
@@ -47,4 +48,9 @@ def sizes(path: Path) -> tuple[int, int]:
     """(bytes of the weights, bytes of KV cache per token) of a GGUF, by its header alone. Raises TinychatError."""
     header = GGUF.open(path)
     plan = build_plan(header, ModelConfig.from_gguf(header))
-    return sum(t.nbytes for t in header.tensors.values()), plan.kv_bytes_per_token
+    return weight_bytes(header, plan), plan.kv_bytes_per_token
+
+
+def weight_bytes(header: GGUF, plan: Plan) -> int:
+    """Bytes of the tensors that `plan` uses; those of a block of multi-token prediction only where it runs it."""
+    return sum(header.tensors[name].nbytes for name in {w.tensor for w in plan.weights})

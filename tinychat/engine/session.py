@@ -8,11 +8,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
 from tinychat.engine.drafts import common_prefix
 from tinychat.engine.grammar import Matcher
+from tinychat.engine.mtp import Predictor
 from tinychat.engine.speculation import Source, Speculate, Speculation
 from tinychat.engine.stats import Stats
 from tinychat.errors import TinychatError
@@ -34,6 +36,7 @@ class Session:
     ) -> None:
         self.executor, self.plan, self.max_context, self.stats = executor, plan, max_context, stats
         self.tokens: list[int] = []
+        self.mtp = Predictor(executor) if plan.mtp else None
         self.speculate(speculate)
 
     def speculate(self, mode: Speculate) -> None:
@@ -50,7 +53,7 @@ class Session:
         s, last = self.stats, len(prompt) - 1
         self.check(prompt)
         reused = common_prefix(self.tokens, prompt[:last])
-        del self.tokens[reused:]
+        self.keep(reused)
         s.phase, s.prompt_tokens, s.reused_tokens, s.prefilled_tokens = "prefill", len(prompt), reused, 0
         s.prefill_s = s.prefill_tok_s = 0.0
         started, total = time.perf_counter(), last - reused
@@ -63,6 +66,8 @@ class Session:
             chunk = list(prompt[len(self.tokens) : min(len(self.tokens) + size, last)])
             self.executor.forward(chunk, len(self.tokens))
             self.tokens += chunk
+            if self.speculation.most:
+                self.complete()
             s.prefill_s, s.context_used = time.perf_counter() - started, len(self.tokens)
             s.prefilled_tokens = len(self.tokens) - reused
             s.prefill_tok_s = s.prefilled_tokens / s.prefill_s
@@ -86,16 +91,16 @@ class Session:
         while (room := self.max_context - len(self.tokens)) > 0:
             pos, forced = len(self.tokens), matcher.forced() if matcher else []
             drafts: list[int] = []
+            began = time.perf_counter()
             if forced:
                 steps = self._together(token, forced[:room])
             elif speculation.most:
-                drafts = speculation.drafts(room - 1)
+                drafts = speculation.drafts(room - 1, partial(self.mtp.draft, self.tokens, token) if self.mtp else None)
                 steps = self.executor.verify(token, drafts, pos, sampling, history, mask)
             else:
                 steps = self.executor.decode(token, pos, sampling, history, mask)
-            began = time.perf_counter()
             for i, (following, logprob) in enumerate(steps):
-                source: Source = "grammar" if forced else "text" if i and speculation.most else ""
+                source: Source = "grammar" if forced else speculation.source if i and drafts else ""
                 speculation.took(source, len(drafts), time.perf_counter() - began)
                 self.tokens.append(token)
                 token = following
@@ -109,6 +114,23 @@ class Session:
                 began = time.perf_counter()
             steps.close()  # type: ignore[attr-defined]
 
+    def keep(self, rows: int) -> None:
+        """Forgets the cache rows behind the first `rows`."""
+        del self.tokens[rows:]
+        if self.mtp:
+            self.mtp.rows = min(self.mtp.rows, rows)
+
+    def complete(self) -> None:
+        """Writes the cache rows of MTP that lack."""
+        if self.mtp:
+            self.mtp.follow(self.tokens)
+
+    def restored(self, first: int, ids: Sequence[int]) -> None:
+        """The cache holds rows of `ids` from position `first` on, which were read from a file; of MTP too."""
+        self.tokens[first:] = ids
+        if self.mtp and self.mtp.rows >= first:  # else rows in front of them lack, and it goes on there
+            self.mtp.rows = len(self.tokens)
+
     def _together(self, token: int, forced: Sequence[int]) -> Iterator[tuple[int, float]]:
         """Runs what is forced behind `token` in one go, all but the last."""
         self.executor.forward([token, *forced[:-1]], len(self.tokens))
@@ -118,7 +140,7 @@ class Session:
     def logits(self, ids: Sequence[int], decode: bool) -> np.ndarray:
         """float32 (len(ids), vocab), from an empty cache; `decode` runs one token at a time."""
         self.check(ids)
-        self.tokens = []
+        self.keep(0)
         step = 1 if decode else max(self.executor.prefill_chunk, SMALLEST_CHUNK)
         rows = []
         for start in range(0, len(ids), step):

@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from tinychat.kernels.limits import Limits
+from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile
 from tinychat.kernels.sampling import Sampling
 
@@ -51,6 +52,9 @@ class Executor(Protocol):
 
     @property
     def limits(self) -> Limits: ...
+
+    @property
+    def plan(self) -> Plan: ...
 
     @property
     def threads(self) -> int:
