@@ -83,6 +83,7 @@ class Shape:
     qk_norm: int = 0  # length of attn_q_norm: head_dim, or heads * head_dim (olmoe)
     rope_freqs: float = 0  # Llama 3.x: the factor of the slow dimensions
     nextn: int = 0  # multi-token-prediction layers behind the last one
+    nextn_own: bool = False  # they have an embedding and an output of their own, and no norm
     scaling: dict[str, str | int | float] = field(default_factory=dict)  # `rope.scaling.*`
     scales: tuple[float, float, float, float] | None = None  # granite: embedding, residual, attention, logit
     value_dim: int = 0  # of a GQA head; 0: head_dim
@@ -390,8 +391,11 @@ def tensors(s: Shape) -> Iterator[Tensor]:
         b = f"blk.{i}."
         if i >= s.layers:
             yield linear(b + "nextn.eh_proj", s.dim, 2 * s.dim)
-            for x in ("enorm", "hnorm", "shared_head_norm"):
+            for x in ("enorm", "hnorm", *(() if s.nextn_own else ("shared_head_norm",))):
                 yield norm(f"{b}nextn.{x}", s.dim)
+            if s.nextn_own:
+                yield f"{b}nextn.embed_tokens.weight", (s.vocab, s.dim), 1.0
+                yield linear(b + "nextn.shared_head_head", s.vocab, s.dim)
         if s.pre_norms:
             yield norm(b + "attn_norm", s.dim)
         if m := s.mla:

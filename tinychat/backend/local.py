@@ -92,7 +92,6 @@ class LocalBackend:
         device: str | None = None,
         threads: int | None = None,
         store_bytes: int = 0,
-        mtp: Path | None = None,
         speculate: Speculate = "auto",
         progress: OnProgress | None = None,
     ) -> LocalBackend:
@@ -108,9 +107,7 @@ class LocalBackend:
 
         def load() -> LocalBackend:
             store = KVStore(store_bytes) if store_bytes else None
-            prepared = prepare(
-                path, max_context=max_context, preset=preset, mtp=mtp, speculate=speculate, progress=progress
-            )
+            prepared = prepare(path, max_context=max_context, preset=preset, speculate=speculate, progress=progress)
             prepared.check_memory(device, freed=old._bytes() if old else 0)
             if replaces is not None:
                 replaces.close()

@@ -25,7 +25,7 @@ from tinychat.engine.gguf import GGUF
 from tinychat.engine.grammar import Grammar, Matcher, Vocabulary, behind_thinking, calls_grammar
 from tinychat.engine.kvstore import KVStore, Reason
 from tinychat.engine.memory_limit import limit_of
-from tinychat.engine.mtp import with_side_file
+from tinychat.engine.mtp import with_mtp
 from tinychat.engine.plan import build_plan
 from tinychat.engine.prompt import Chat
 from tinychat.engine.scanner import MARK, Fragment, Kind
@@ -129,7 +129,6 @@ def prepare(
     *,
     max_context: int | None = None,
     preset: str | None = None,
-    mtp: Path | None = None,
     speculate: Speculate = "auto",
     progress: OnProgress | None = None,
 ) -> Prepared:
@@ -139,12 +138,14 @@ def prepare(
     report("reading the header", 0.0)
     gguf = GGUF.open(path)
     config = ModelConfig.from_gguf(gguf)
+    notes, plan = [], build_plan(gguf, config)
     if speculate:
-        gguf = with_side_file(gguf, config.layers, mtp)
-    plan = build_plan(gguf, config, mtp=bool(speculate))
+        try:
+            gguf, plan = with_mtp(gguf, config)
+        except TinychatError as e:
+            notes.append(f"the model's multi-token prediction is not used: {e}")
     if max_context is None:
         max_context = min(DEFAULT_CONTEXT, config.context)
-    notes = []
     if max_context > config.context:  # as a default of the user's settings may be for a small model
         notes.append(
             f"the context is {config.context:,} tokens, not {max_context:,}: the model was trained for no more"
@@ -215,7 +216,6 @@ class Engine:
         threads: int | None = None,
         preset: str | None = None,
         store: KVStore | None = None,
-        mtp: Path | None = None,
         speculate: Speculate = "auto",
         progress: OnProgress | None = None,
     ) -> Engine:
@@ -224,11 +224,9 @@ class Engine:
         `max_context` in tokens (default: 4096), at most what the model was trained for; `device`: None (the best
         that works), "cuda", "cpu" or "reference"; `preset` forces a chat format; `store` is where saved KV caches are
         looked for; `speculate`: how many drafts a decode step verifies. Unless that is 0, the model's multi-token
-        prediction is loaded too, from its own file or from the side file `mtp`. Raises TinychatError.
+        prediction is loaded too, from its own file or from mtp-NAME.gguf beside it. Raises TinychatError.
         """
-        prepared = prepare(
-            path, max_context=max_context, preset=preset, mtp=mtp, speculate=speculate, progress=progress
-        )
+        prepared = prepare(path, max_context=max_context, preset=preset, speculate=speculate, progress=progress)
         return prepared.load(device=device, threads=threads, store=store, progress=progress)
 
     def generate(

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import glob
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from tinychat.engine.config import ModelConfig
 from tinychat.engine.gguf import GGUF
+from tinychat.engine.plan import build_plan, has_mtp
 from tinychat.errors import TinychatError, printable
 from tinychat.kernels.executor import Executor
+from tinychat.kernels.ops import Plan
 
 
 class Predictor:
@@ -33,23 +38,28 @@ class Predictor:
         return found
 
 
-def with_side_file(gguf: GGUF, layers: int, side: Path | None) -> GGUF:
-    """`gguf` with the tensors of the block behind its `layers`, which are in a file of their own: `side`, or
-    mtp-NAME.gguf beside NAME.gguf. Unchanged where there is no such file, or where the model has the block itself.
+_QUANT = re.compile(r"[-.](I?Q\d\w*|B?F16|F32|MXFP4\w*)$", re.IGNORECASE)
 
-    Raises TinychatError for a file of another architecture or without that block.
+
+def with_mtp(gguf: GGUF, config: ModelConfig) -> tuple[GGUF, Plan]:
+    """The plan of `gguf` with its MTP, and the file with the tensors of its side file, where it has one.
+
+    Raises TinychatError where the block or the side file does not fit the model, which can be run without them.
     """
-    block = f"blk.{layers}."
-    beside = gguf.path.with_name(f"mtp-{gguf.path.name}")
-    path = side or (beside if beside.is_file() else None)
-    if path is None or any(name.startswith(f"{block}nextn.") for name in gguf.tensors):
-        return gguf
-    other = GGUF.open(path)
-    architecture = str(gguf.metadata.get("general.architecture"))
-    found = other.metadata.get("general.architecture")
-    if found != architecture or f"{block}nextn.eh_proj.weight" not in other.tensors:
-        raise TinychatError(
-            f"{printable(str(path))}: not the multi-token prediction of {printable(gguf.path.name)}, which would be "
-            f"block {layers} of a {printable(architecture)} model"
-        )
-    return gguf.joined(other, block)
+    if not has_mtp(gguf, config) and (path := _side_file(gguf.path)):
+        block, other = f"blk.{config.layers}.", GGUF.open(path)
+        if other.metadata.get("general.architecture") != config.architecture:
+            raise TinychatError(f"{printable(str(path))} is not of a {config.architecture} model")
+        gguf = gguf.joined(other, block)
+        if not has_mtp(gguf, config):
+            raise TinychatError(f"{printable(str(path))} has no {block}nextn.eh_proj.weight")
+    return gguf, build_plan(gguf, config, mtp=True)
+
+
+def _side_file(path: Path) -> Path | None:
+    """mtp-NAME.gguf beside NAME.gguf, perhaps of another quant."""
+    same = path.with_name(f"mtp-{path.name}")
+    if same.is_file():
+        return same
+    name = _QUANT.sub("", path.stem)
+    return next(iter(sorted(path.parent.glob(f"mtp-{glob.escape(name)}[-.]*gguf"))), None)
