@@ -34,15 +34,18 @@ from tinychat.backend.protocol import (
     reserve_for,
 )
 from tinychat.chat.calling import ROUNDS, Asked, Done, Run, is_object, room_for
-from tinychat.chat.changes import Asks, Change, Ended, Grew, ModelChanged, Notice, Overflow, Refused, Reset
-from tinychat.chat.conversation import Attachment, Conversation, Turn
+from tinychat.chat.changes import Asks, Change, Ended, Grew, ModelChanged, Notice, Overflow, Reset, SentBack
+from tinychat.chat.compacting import Summarising
+from tinychat.chat.conversation import Attachment, Conversation, Removed, Turn, summary_line
 from tinychat.chat.loading import OpenBackend, start_loading
 from tinychat.chat.parameters import Parameters
+from tinychat.chat.repetition import Repetition
 from tinychat.chat.request import request_for
 from tinychat.chat.saving import Saver
 from tinychat.chat.state import (
     Answering,
     Calling,
+    Compacting,
     Idle,
     LoadFailed,
     Loading,
@@ -51,10 +54,12 @@ from tinychat.chat.state import (
     State,
     Stopping,
 )
+from tinychat.chat.titles import Titles
 from tinychat.chat.usage_count import UsageCount
 from tinychat.errors import SLOW, TinychatError
+from tinychat.models import registry
 from tinychat.tools.permission import Permissions
-from tinychat.tools.protocol import Answer, Question, Result
+from tinychat.tools.protocol import PermissionAnswer, Question, Result
 from tinychat.tools.toolbox import LIMIT, Toolbox
 
 KEPT_STATS = (
@@ -68,6 +73,14 @@ KEPT_STATS = (
     "decode_tok_s",
 )  # of Stats, with an answer
 NOTHING = Grew("", "", 0)
+REPEATED = (
+    "the answer repeated itself and was stopped: ctrl+r asks again, f5 continues it all the same; "
+    "stop_repetition = false in /settings never stops one"
+)
+COUNTED = (
+    400_000  # characters: of a longer text, which takes the tokenizer more than a second, the tokens are estimated
+)
+ESTIMATED = 40_000  # characters, from which
 
 
 @dataclass(frozen=True)
@@ -80,7 +93,9 @@ class Trace:
 
 class Controller:
     """`save` is called with the conversation whenever it changed, at most once a second while an answer grows.
-    `toolbox` has what the model may call (nothing at first), `permissions` what the user has allowed of it."""
+    `toolbox` has what the model may call (nothing at first), `permissions` what the user has allowed of it.
+    `stop_repetition`: an answer that repeats itself without end is stopped. `titles`: a model on this computer gives a
+    conversation a title after its first answer."""
 
     def __init__(
         self,
@@ -89,6 +104,8 @@ class Controller:
         save: Callable[[Conversation], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         permissions: Permissions | None = None,
+        stop_repetition: bool = False,
+        titles: bool = False,
     ) -> None:
         self.state: State = Idle()
         self.backend: Backend | None = None  # that answers, while nothing is being loaded
@@ -97,15 +114,14 @@ class Controller:
         self.usage = Usage()
         self.trace = Trace()
         self.raw = False
-        self._drops = ""  # the conversation whose oldest turns are left out without asking again
         self._held: Overflow | None = None  # asks again when the model is loaded with a larger context
         self.toolbox, self.permissions = Toolbox(), permissions or Permissions()
-        self._left: list[int] = []  # ids of the last turns of paths that were left, for undo
-        self._open_backend, self._clock = open_backend, clock
+        self._left: list[int | Removed] = []  # for undo: last turns (ids) of paths that were left, and what was deleted
+        self._open_backend, self._clock, self._stop_repetition = open_backend, clock, stop_repetition
         self._saver = Saver(save, clock)
         self._changes: list[Change] = []
         self._choice: ModelChoice | None = None  # the model that was asked for last
-        self._count = UsageCount()
+        self._count, self._titles = UsageCount(), Titles(titles, clock)
 
     # state
 
@@ -116,8 +132,8 @@ class Controller:
 
     @property
     def busy(self) -> bool:
-        """Whether an answer is being written, or a tool that it called runs."""
-        return isinstance(self.state, Answering | Stopping | Calling)
+        """Whether an answer or a summary is being written, or a tool that an answer called runs."""
+        return isinstance(self.state, Answering | Stopping | Calling | Compacting)
 
     @property
     def calling(self) -> Calling | None:
@@ -149,13 +165,27 @@ class Controller:
         return self.backend.info if self.backend is not None and self.ready else None
 
     @property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        """What the model's file or the registry says about sampling, by field of Sampling."""
+        if (info := self.info) is None or not info.can.instruments:  # a server has its own
+            return {}
+        return info.sampling or registry.sampling_of(self.conversation.model)
+
+    @property
     def loaded(self) -> Path | None:
         """The file of the model that answers, or of the one being loaded."""
         return self._choice.path if self._choice is not None and (self.backend or self.loading) else None
 
     @property
+    def choice(self) -> ModelChoice | None:
+        """The model that answers, as it was asked for; None while nothing is loaded."""
+        return self._choice if self.ready else None
+
+    @property
     def stats(self) -> Stats | None:
-        """The figures of this moment."""
+        """The figures of this moment, but for those of a title that is being made."""
+        if self._titles.stats is not None:
+            return self._titles.stats
         return self.backend.snapshot() if self.backend is not None and self.ready else None
 
     @property
@@ -200,7 +230,7 @@ class Controller:
     def open(self, conversation: Conversation) -> None:
         """Shows another conversation; a running answer of the present one stops and is saved."""
         self.interrupt()
-        self._changes += map(Refused, self.take_back_queue())  # part of the draft of the conversation that is left
+        self._changes += map(SentBack, self.take_back_queue())  # part of the draft of the conversation that is left
         self._left.clear()
         self._let_go()
         self.conversation = conversation
@@ -229,6 +259,10 @@ class Controller:
     def rename(self, name: str) -> None:
         self._set(self.conversation.rename(name))
 
+    def move(self, project: str) -> None:
+        """Puts the conversation into a project; "" takes it out."""
+        self._set(self.conversation.move(project))
+
     # asking
 
     def ask(self, turn: Turn) -> None:
@@ -251,8 +285,24 @@ class Controller:
         self._start(conversation, len(conversation.turns) - begun, go_on=begun)
 
     def edit(self, index: int, text: str, files: tuple[Attachment, ...] = ()) -> None:
+        """Asks with another text and files in place of the user's turn `index`, or puts `text` in place of answer
+        `index`. The present one stays as a version."""
         self._idle("edit")
-        self._start(self.conversation.edit(index, text, files), index)
+        if self.conversation.turns[index].role == "user":
+            self._start(self.conversation.edit(index, text, files), index)
+            return
+        left = self.conversation.turns[-1].id
+        if self._show(self.conversation.edit_answer(index, text)):
+            self._left.append(left)
+
+    def delete(self, index: int) -> str:
+        """Deletes turn `index`, as Conversation.remove says; returns what that was, in words."""
+        self._idle("delete")
+        conversation, removed = self.conversation.remove(index)
+        self._show(conversation)
+        self._left.append(removed)
+        question = any(turn.role == "user" for turn in removed.turns)
+        return "the question and its answer" if question else "this version of the answer"
 
     def switch(self, index: int, step: int) -> None:
         """Shows the next or previous version of turn `index`."""
@@ -262,11 +312,16 @@ class Controller:
             self._left.append(left)
 
     def undo(self) -> None:
-        """Shows the turns again that were shown before the last edit, new answer or switch."""
+        """Shows the turns again that were shown before the last edit, new answer, switch or delete."""
         self._idle("undo")
         if not self._left:
-            raise TinychatError("there is no edit, new answer or switch to undo")
-        self._show(self.conversation.show(self._left.pop()))
+            raise TinychatError("there is no edit, new answer, switch, summary or delete to undo")
+        left, c = self._left.pop(), self.conversation
+        if isinstance(left, Removed):
+            self._show(c.put_back(left))
+        else:
+            place = next((i for i, turn in enumerate(c.turns) if turn.id == left), None)
+            self._show(c.show(left) if place is None else c.cut(place + 1))  # a summary came right after what was left
 
     def _show(self, conversation: Conversation) -> bool:
         """Shows another path of the conversation; False when it is the present one."""
@@ -298,8 +353,10 @@ class Controller:
         self._start(c.prefill(text), len(c.turns), go_on=True)
 
     def stop(self) -> None:
-        """Ends the running answer or call; the text so far stays."""
-        if (calling := self.calling) is not None:
+        """Ends the running answer or call; the text so far stays. A summary is given up."""
+        if isinstance(self.state, Compacting):
+            self.state.job.stop()
+        elif (calling := self.calling) is not None:
             calling.run.stop()
             self._called(Done(Result("the user stopped this call", "stopped"), calling.run.seconds), calling)
             self._measure()
@@ -320,31 +377,79 @@ class Controller:
         taken, self.queue = self.queue, []
         return taken
 
-    def resolve(self, overflow: Overflow, choice: Literal["context", "turns", "thinking", "stop"]) -> None:
-        """Answers an Overflow: load with a larger context, leave out the oldest turns (from now on, without asking
-        again) or all thinking, or stop."""
+    def resolve(self, overflow: Overflow, choice: Literal["context", "compact", "turns", "thinking", "stop"]) -> None:
+        """Answers an Overflow: load with a larger context, let the model summarise the oldest turns, leave them out
+        (from now on, without asking again), leave out all thinking, or stop."""
         conversation, go_on = overflow.conversation, overflow.go_on
         if choice == "stop":
             if overflow.typed is not None:
-                self._changes.append(Refused(overflow.typed))
+                self._changes.append(SentBack(overflow.typed))
         elif choice == "thinking":
             self._start(conversation.drop_thinking(), overflow.start, go_on)
         elif choice == "context":
             self.set_parameters(replace(self.conversation.parameters, context=overflow.larger))
             self._held = overflow
+        elif choice == "compact":
+            self._summarise(conversation, conversation.questions[-1], overflow)
         else:
-            self._drops = conversation.id
-            self._start(conversation, overflow.start, go_on)
+            parameters = replace(self.conversation.parameters, drop_oldest=True)
+            self._set(replace(self.conversation, parameters=parameters))
+            self._start(replace(conversation, parameters=parameters), overflow.start, go_on)
 
     def _let_go(self) -> None:
         """What waited for a larger context goes back to where it was typed."""
         held, self._held = self._held, None
         if held is not None and held.typed is not None:
-            self._changes.append(Refused(held.typed))
+            self._changes.append(SentBack(held.typed))
+
+    def compact(self, keep: int = 1) -> None:
+        """Lets the model summarise all but the last `keep` exchanges; the summary is sent in their place."""
+        self._idle("summarise")
+        questions = self.conversation.questions
+        if len(questions) <= keep:
+            raise TinychatError(f"there is nothing to summarise before the last {keep} of your messages")
+        self._summarise(self.conversation, questions[-keep], None)
+
+    def _summarise(self, conversation: Conversation, end: int, overflow: Overflow | None) -> None:
+        if self.backend is None or not self.ready:
+            raise TinychatError("no model is loaded yet; wait for it or choose one with /model")
+        self._count.forget()
+        self._titles.cancel()
+        self.state = Compacting(Summarising(self.backend, conversation, end), conversation, overflow)
+        self._changes.append(Notice("the model summarises the oldest turns"))
+
+    def _poll_summary(self, compacting: Compacting) -> None:
+        if not compacting.job.outcome.done():
+            return
+        self.state, overflow = Idle(), compacting.overflow
+        try:
+            summary = compacting.job.outcome.result()
+        except TinychatError as e:
+            self._changes.append(Notice(str(e), error=True))
+            self._measure()
+            if overflow is not None and overflow.typed is not None:
+                self._changes.append(SentBack(overflow.typed))
+            return
+        c, asked = self.conversation, compacting.conversation
+        if overflow is None:
+            asked = c
+        typed = () if {t.id for t in (*c.turns, *c.others)} >= {asked.turns[-1].id} else asked.turns[-1:]
+        rest = asked.turns[: len(asked.turns) - len(typed)]
+        now = replace(asked, parameters=c.parameters, name=c.name, model_title=c.model_title, project=c.project)
+        compacted = replace(now, turns=rest).compact(summary.end, summary.turn)
+        self._left.append(c.turns[-1].id)
+        start = min(summary.end, _first_other(c, compacted))
+        self._set(compacted)
+        self._changes += [Reset(start, compacted), Notice(f"{summary_line(summary.turn)}; /undo takes it back")]
+        if overflow is None:
+            self._measure()
+        else:
+            again = replace(compacted, turns=(*compacted.turns, *(replace(t, id=0) for t in typed)))
+            self._start(again, len(compacted.turns) - (not typed), overflow.go_on)
 
     def leave(self) -> None:
         """Called when the user quits: saves the running answer as it is and stops the backend as soon as possible."""
-        if self.calling is not None:
+        if self.calling is not None or isinstance(self.state, Compacting):
             self.stop()
         elif self.running is not None:
             self.poll()
@@ -361,9 +466,12 @@ class Controller:
             self._poll_loading(self.state)
         elif isinstance(self.state, Calling):
             self._poll_call(self.state)
+        elif isinstance(self.state, Compacting):
+            self._poll_summary(self.state)
         elif (r := self.running) is not None:
             self._poll_answer(r)
         self._poll_count()
+        self._poll_title()
         if self._saver.due(growing=self.running is not None):
             self._store()
         self._changes += self._saver.poll()
@@ -371,6 +479,13 @@ class Controller:
             self.ask(self.queue.pop(0))
         changes, self._changes = self._changes, []
         return changes
+
+    def _poll_title(self) -> None:
+        if title := self._titles.poll():
+            self._set(replace(self.conversation, model_title=title))
+        rests = not self.busy and not self.queue and not self.measuring
+        if rests and (instruments := self.instruments) is not None and self._titles.wanted(self.conversation):
+            self._titles.ask(instruments, self.conversation, self._offered())
 
     def elapsed_thinking(self) -> float:
         """Seconds of thinking in the running answer."""
@@ -410,7 +525,7 @@ class Controller:
         c, self._choice = self.conversation, choice
         parameters = replace(c.parameters, context=choice.context)
         self.conversation = replace(c, model=choice.name, parameters=parameters)
-        self._changes += map(Refused, self.take_back_queue())
+        self._changes += map(SentBack, self.take_back_queue())
 
     def _poll_answer(self, r: Answering) -> None:
         grown = NOTHING
@@ -452,14 +567,18 @@ class Controller:
         if (instruments := self.instruments) is not None:
             self.trace = Trace(instruments.last_prompt())
         if event.dropped:
-            self.conversation = replace(self.conversation, first=self.conversation.first + event.dropped)
+            self._update(left_out=event.dropped)
+            self.conversation = replace(self.conversation, first=self.conversation.sent_from + event.dropped)
             self._changes.append(Reset(r.start, self.conversation, live=True))
         self._store()
 
     def _take(self, piece: Piece, grown: Grew) -> Grew:
         r = self.running
         assert r is not None
-        self._hold(r.take(piece, self._clock()))
+        r = self._hold(r.take(piece, self._clock()))
+        if r.repetition is not None and r.repetition.feed(piece.text) and not r.cancel.is_set():
+            r.cancel.set()
+            self.state = Stopping(r, repeats=True)
         self.trace.tokens.extend(piece.tokens)
         thinking, answer = (piece.text, "") if piece.kind == "thinking" else ("", piece.text)
         return Grew(grown.thinking + thinking, grown.answer + answer, grown.tokens + len(piece.tokens))
@@ -485,6 +604,8 @@ class Controller:
 
     def _finish(self, reason: str, stats: Stats | None, usage: Usage | None = None) -> None:
         r, skip = self.running, isinstance(self.state, Stopping) and self.state.skip
+        if reason == "stopped" and isinstance(self.state, Stopping) and self.state.repeats:
+            reason = "repeated"
         assert r is not None
         turn, calls, tokens = self.conversation.turns[-1], r.written.made(), r.tokens
         if calls and stats is not None and usage is not None:  # their tokens come as no Piece
@@ -494,7 +615,8 @@ class Controller:
         turn = replace(
             turn,
             stop_reason=reason,
-            stats={**kept, "generated_tokens": r.before_tokens + tokens, "seed": r.seed},
+            stats={**kept, "generated_tokens": r.before_tokens + tokens, "seed": r.seed}
+            | ({"left_out": r.left_out} if r.left_out else {}),
             calls=calls,
             note=r.written.note,
             thinking_s=self.elapsed_thinking(),
@@ -508,6 +630,8 @@ class Controller:
             return
         self._changes.append(Ended(index, turn))
         self._store()
+        if reason == "repeated":
+            self._changes.append(Notice(REPEATED))
         if reason == "tool_calls":
             self._call_next(r.round, {})
         elif reason == "context":
@@ -525,7 +649,7 @@ class Controller:
         if not self.busy:
             self._measure()
 
-    def permit(self, question: Question, answer: Answer) -> None:
+    def permit(self, question: Question, answer: PermissionAnswer) -> None:
         """Answers the question of the call that runs; one of an earlier call is answered too late and counts for
         nothing."""
         if (calling := self.calling) is not None and calling.asked and calling.asked.question is question:
@@ -590,14 +714,22 @@ class Controller:
         """The longest result, in characters."""
         return room_for(self.usage.free) if self.usage.limit else LIMIT
 
-    def _tokens(self, text: str) -> int:
-        """Of a result, on the thread of its call. A local model's tokenizer is asked, which waits for nothing: the
-        engine's thread may be saving the KV cache."""
+    def count(self, text: str) -> tuple[int, bool]:
+        """The tokens of `text`, on a thread of the caller's, and whether they are counted; otherwise estimated. A local
+        model's tokenizer is asked, which waits for nothing: the engine's thread may be saving the KV cache. A server
+        is not: what is not sent does not leave this computer. Raises TinychatError."""
         if (backend := self.backend) is None:
-            return 0
-        if self.instruments is not None:
-            return len(cast(Tokenizing, backend).tokenize(text, special=False, whole=False))
-        return backend.measure(Request(raw=text)).prompt
+            return 0, False
+        if self.instruments is not None and len(text) <= COUNTED:
+            return len(cast(Tokenizing, backend).tokenize(text, special=False, whole=False)), True
+        if self.instruments is not None:  # as many as in its first part
+            start = len(cast(Tokenizing, backend).tokenize(text[:ESTIMATED], special=False, whole=False))
+            return start * len(text) // ESTIMATED, False
+        return backend.measure(Request(raw=text)).prompt, False
+
+    def _tokens(self, text: str) -> int:
+        """Of a result, on the thread of its call."""
+        return self.count(text)[0]
 
     def _failed(self, event: Failed) -> None:
         r = self.running
@@ -608,7 +740,7 @@ class Controller:
             self._withdraw(r)
         self._changes.append(Notice(event.message, error=True))
         if r.usage is None and r.typed is not None:
-            self._changes.append(Refused(r.typed))
+            self._changes.append(SentBack(r.typed))
 
     def _does_not_fit(self, event: DoesNotFit) -> None:
         r = self.running
@@ -669,9 +801,18 @@ class Controller:
             raise TinychatError("no model is loaded yet; wait for it or choose one with /model")
         p, last = conversation.parameters, conversation.turns[-1]
         seed = random.getrandbits(32) if p.seed is None else p.seed
-        leave_out: Literal["refuse", "oldest"] = "oldest" if self._drops == conversation.id else "refuse"
-        request = request_for(conversation, go_on=go_on, seed=seed, overflow=leave_out, tools=self._offered())
+        leave_out: Literal["refuse", "oldest"] = "oldest" if p.drop_oldest else "refuse"
+        request = request_for(
+            conversation,
+            go_on=go_on,
+            seed=seed,
+            overflow=leave_out,
+            tools=self._offered(),
+            defaults=self.sampling_defaults,
+        )
+        watch = self._stop_repetition and not (go_on and last.stop_reason == "repeated")
         self._count.forget()
+        self._titles.cancel()
         if len(conversation.others) > len(self.conversation.others):
             self._left.append(self.conversation.turns[-1].id)
         self.state = Answering(
@@ -686,18 +827,25 @@ class Controller:
             round=round,
             before_tokens=int(last.stats.get("generated_tokens", 0)) if go_on else 0,
             thought_s=last.thinking_s if go_on else 0.0,
+            repetition=Repetition(code=p.schema is not None) if watch else None,
         )
         if go_on:
             self.conversation = conversation.with_last(replace(last, stop_reason=""))
         else:
-            self.conversation = conversation.add(Turn("assistant", "", raw=last.raw))
+            self.conversation = conversation.add(Turn("assistant", "", raw=last.raw, model=conversation.model))
         self.trace = Trace()
         self._changes.append(Reset(start, self.conversation, live=True))
 
     def interrupt(self) -> None:
         """Ends the running answer or call now and keeps the text so far; later events of it are ignored."""
+        self._titles.cancel()
         if self.calling is not None:
             self.stop()
+        if isinstance(self.state, Compacting):
+            self.state.job.stop()
+            if (overflow := self.state.overflow) is not None and overflow.typed is not None:
+                self._changes.append(SentBack(overflow.typed))
+            self.state = Idle()
         if self.running is not None:
             self._poll_answer(self.running)
         if (r := self.running) is not None:
@@ -718,7 +866,7 @@ class Controller:
         self._count.forget()
         limit = self.info.max_context if self.info else 0
         self.usage = replace(self.usage, limit=limit) if self.conversation.turns else Usage(limit=limit)
-        if self.backend is not None and self.ready and self.conversation.turns:
+        if self.backend is not None and self.ready and self.conversation.sent:
             self._count.start(self.backend, request_for(self.conversation, tools=self._offered()))
 
     def _store(self) -> None:
@@ -737,4 +885,4 @@ def _noted(note: str) -> Notice:
 
 def _droppable(conversation: Conversation) -> int:
     """How many of the turns that are sent can be left out."""
-    return max(0, sum(t.role == "user" for t in conversation.sent) - 1)
+    return max(0, len(conversation.questions) - 1)

@@ -11,20 +11,24 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from tinychat.chat.parameters import Parameters
 from tinychat.errors import TinychatError
 
-Role = Literal["user", "assistant", "tool"]
-FORMAT = 3  # of the JSON form; 2 had no tools; 1 had no versions: no `others`, and turns without `id` and `parent`
+Role = Literal["user", "assistant", "tool", "summary"]
+# Of the JSON form; 3 had no summaries; 2 had no tools; 1 had no versions: no `others`, and turns without `id` and
+# `parent`.
+FORMAT = 4
 ENDINGS = {  # Turn.stop_reason, in words; "eos" needs none
     "length": "stopped at max_tokens",
     "stopped": "stopped",
+    "repeated": "stopped: it repeated itself",
     "context": "the context is full",
     "failed": "failed",
 }
 NOT_RUN = "this call was not run"
+SUMMARY_HEAD = "Summary of the conversation so far:"
 
 
 @dataclass(frozen=True)
@@ -47,14 +51,18 @@ class Call:
 @dataclass(frozen=True)
 class Turn:
     """One message. Of an answer: `thinking` is what came before `text`, for `thinking_s` seconds; `thinking_open` says
-    it was cut before the model closed it; `stop_reason` is eos, length, stopped, context, failed, tool_calls, or ""
-    while it runs; `stats` is those figures of the engine's Stats that say something about it; `prefix` counts the
-    characters of `text` that the user wrote; `raw` marks a prompt sent without the chat template and its answer, shown
-    as they are; `files` go to the model after the text; `calls` are the tools that it calls, and `note` says why a call
-    in it could not be read.
+    it was cut before the model closed it; `stop_reason` is eos, length, stopped, repeated, context, failed,
+    tool_calls, or "" while it runs; `stats` is those figures of the engine's Stats that say something about it;
+    `prefix` counts the characters of `text` that the user wrote; `raw` marks a prompt sent without the chat template
+    and its answer, shown as they are; `files` go to the model after the text; `calls` are the tools that it calls, and
+    `note` says why a call in it could not be read; `model` is what answered, and `edited` says that the user has
+    changed `text` since.
 
     Of the role tool: the result of the call `call_id` of the answer before it. `stop_reason` is done, failed, refused,
     stopped, or "" while it runs; `stats` are its seconds and tokens.
+
+    Of the role summary: what the model wrote of the turns before it, sent in their place. `stats` are replaced_turns,
+    replaced_tokens and generated_tokens.
 
     `id` (0: not given yet) is the turn's number in its conversation, `parent` that of the turn it answers or follows
     (0: none); neither says anything about the message itself."""
@@ -73,6 +81,8 @@ class Turn:
     calls: tuple[Call, ...] = ()
     call_id: str = ""
     note: str = ""
+    model: str = ""
+    edited: bool = False
     created: float = field(default_factory=time.time)
     id: int = field(default=0, compare=False)
     parent: int = field(default=0, compare=False)
@@ -87,13 +97,24 @@ class Turn:
     @property
     def complete(self) -> bool:
         """Whether the model ended this answer by itself."""
-        return self.role == "user" or self.stop_reason == "eos"
+        return self.role in ("user", "summary") or self.stop_reason == "eos"
+
+
+@dataclass(frozen=True)
+class Removed:
+    """What `Conversation.remove` took out: `turns`; by id, the former parents of the turns that got another one; and
+    the id of the last turn that was shown."""
+
+    turns: tuple[Turn, ...]
+    parents: Mapping[int, int]
+    shown: int
 
 
 @dataclass(frozen=True)
 class Conversation:
     """Turns and what they are answered with. `model` is a registry name or a path. `first` is the first turn that is
-    still sent (older ones stay readable); `send_thinking` False leaves all thinking out of the prompt.
+    still sent, unless a summary comes after it (older ones stay readable); `send_thinking` False leaves all thinking
+    out of the prompt.
 
     All turns ever made form a tree: each names its `parent`, and turns with the same parent are versions of one
     another (an edited question, another answer). `turns` is the one path that is shown and sent; `others` are all
@@ -105,17 +126,20 @@ class Conversation:
     model: str = ""
     parameters: Parameters = field(default_factory=Parameters)
     name: str = ""  # given by the user
+    model_title: str = ""  # given by the model; a name goes before it
+    project: str = ""  # a folder's name, given by the user
     first: int = 0
     send_thinking: bool = True
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: float = field(default_factory=time.time)
     others: tuple[Turn, ...] = ()
+    made: int = field(default=0, compare=False)  # the highest id that a turn has had: none is given twice
 
     def __post_init__(self) -> None:
         """Gives new turns of the path their id and parent."""
         if not self.turns or self.turns[-1].id:  # new turns come at the end
             return
-        number = max((t.id for t in (*self.turns, *self.others)), default=0)
+        number = max(self.made, max((t.id for t in (*self.turns, *self.others)), default=0))
         path: list[Turn] = []
         for turn in self.turns:
             if not turn.id:
@@ -123,12 +147,13 @@ class Conversation:
                 turn = replace(turn, id=number, parent=path[-1].id if path else 0)
             path.append(turn)
         object.__setattr__(self, "turns", tuple(path))
+        object.__setattr__(self, "made", number)
 
     @property
     def title(self) -> str:
-        """The name that the user gave the conversation, or the start of the first message."""
-        if self.name:
-            return self.name
+        """The name that the user gave the conversation, or the model's title, or the start of the first message."""
+        if self.name or self.model_title:
+            return self.name or self.model_title
         first = next((t.text for t in self.turns if t.role == "user" and t.text.strip()), "")
         line = " ".join(first.split(maxsplit=61)[:61])  # of a text of any length, no more than can be shown
         return line if len(line) <= 60 else line[:59] + "…"
@@ -144,9 +169,24 @@ class Conversation:
         return next((i for i in reversed(range(len(self.turns))) if self.turns[i].role == "user"), None)
 
     @property
+    def summary(self) -> int | None:
+        """Index of the summary that is sent in place of the turns before it."""
+        return next((i for i in reversed(range(len(self.turns))) if self.turns[i].role == "summary"), None)
+
+    @property
+    def sent_from(self) -> int:
+        """Index of the first turn that is sent as it is."""
+        return self.first if self.summary is None else max(self.first, self.summary + 1)
+
+    @property
     def sent(self) -> tuple[Turn, ...]:
-        """The turns the model sees."""
-        return self.turns[self.first :]
+        """The turns the model sees as they are."""
+        return self.turns[self.sent_from :]
+
+    @property
+    def questions(self) -> list[int]:
+        """Indexes of the sent turns that begin an exchange."""
+        return [i for i in range(self.sent_from, len(self.turns)) if self.turns[i].role == "user"]
 
     @property
     def pending(self) -> tuple[Call, ...]:
@@ -192,8 +232,19 @@ class Conversation:
         changed = replace(answer, id=0, calls=calls, created=time.time())
         return self.cut(at).add(changed), self.turns[at + 1 : index] + self.turns[index + 1 : end]
 
+    def compact(self, index: int, summary: Turn) -> Conversation:
+        """A version in which `summary` is sent in place of the turns before `index`. Copies of the others follow it:
+        their parent is another one."""
+        copies = tuple(replace(turn, id=0) for turn in self.turns[index:])
+        compacted = self.cut(index)
+        return replace(compacted, turns=(*compacted.turns, summary, *copies))
+
     def rename(self, name: str) -> Conversation:
         return replace(self, name=" ".join(name.split()))
+
+    def move(self, project: str) -> Conversation:
+        """In another project; "" for none."""
+        return replace(self, project=" ".join(project.split()))
 
     def cut(self, index: int) -> Conversation:
         """The path up to the turn before `index`; the rest goes to `others`."""
@@ -213,6 +264,70 @@ class Conversation:
         rest = self.cut(asked + 1)
         answer = self.turns[asked + 1] if asked + 1 < len(self.turns) else None
         return rest.prefill(answer.text[: answer.prefix]) if answer and answer.prefix else rest
+
+    def edit_answer(self, index: int, text: str) -> Conversation:
+        """A version of answer `index` with the user's `text`; the present one keeps what follows it. Unchanged where
+        the text is the same. Raises TinychatError."""
+        old = self.turns[index]
+        if old.role != "assistant":
+            raise TinychatError("only messages and answers can be edited")
+        if old.calls:
+            raise TinychatError("this answer calls tools: edit the arguments of a call below it instead")
+        if not text.strip():
+            raise TinychatError("an answer cannot be empty; d deletes it")
+        if text == old.text:
+            return self
+        changed = replace(old, id=0, text=text, edited=True, prefix=0, stop_reason="eos", stats={}, created=time.time())
+        return self.cut(index).add(replace(changed, thinking_open=False, note=""))
+
+    def remove(self, index: int) -> tuple[Conversation, Removed]:
+        """Without the question `index` and its answers, or without answer `index` where it has other versions; an
+        answer without any goes with its question. Calls of tools go with their answer.
+
+        What followed a removed question follows what was before it; what followed a removed version follows the one
+        that takes its place, the version before or behind it. So no other turn is lost and none changes its role."""
+        if not 0 <= index < len(self.turns) or self.turns[index].role == "tool":
+            raise TinychatError("only messages and answers can be deleted")
+        versions = self.versions(index)
+        if self.turns[index].role == "assistant" and len(versions) == 1:
+            asked = next((i for i in reversed(range(index)) if self.turns[i].role == "user"), index)
+            return self.remove(asked) if asked != index else self._remove(index, versions)
+        return self._remove(index, versions)
+
+    def _remove(self, index: int, versions: tuple[Turn, ...]) -> tuple[Conversation, Removed]:
+        turn, every = self.turns[index], (*self.turns, *self.others)
+        gone = {turn.id}
+        while more := {t.id for t in every if t.parent in gone and t.role != "user"} - gone:
+            gone |= more
+        place = versions.index(turn)
+        beside = versions[place - 1] if place else versions[1] if len(versions) > 1 else None
+        follows = turn.parent
+        if turn.role == "assistant" and beside is not None:
+            latest = {t.parent: t for t in every if t.role != "user"}
+            while (follows := beside.id) in latest:
+                beside = latest[follows]
+        parents = {t.id: t.parent for t in every if t.role == "user" and t.parent in gone}
+        after = next((t.id for t in self.turns[index:] if t.id in parents), 0)
+        kept = [replace(t, parent=follows) if t.id in parents else t for t in self.others if t.id not in gone]
+        end = next((i for i, t in enumerate(self.turns) if t.id == after), len(self.turns))
+        kept += [replace(t, parent=follows) if t.id in parents else t for t in self.turns[end:]]
+        first = next((t.id for t in self.turns[self.first :] if t.id not in gone), 0)  # that is sent
+        rest = replace(self, turns=self.turns[:index], others=tuple(kept), first=0)
+        rest = rest.show(after or (beside.id if beside else max(parents, default=follows)))
+        if not rest.turns:
+            raise TinychatError("this is all of the conversation; delete it in the list (f3, then ctrl+d)")
+        place = next((i for i, t in enumerate(rest.turns) if t.id == first), min(self.first, len(rest.turns)))
+        removed = tuple(t for t in every if t.id in gone)
+        return replace(rest, first=place), Removed(removed, parents, self.turns[-1].id)
+
+    def put_back(self, removed: Removed) -> Conversation:
+        """With what `remove` took out where it was, and shown as before."""
+
+        def back(turn: Turn) -> Turn:
+            return replace(turn, parent=removed.parents[turn.id]) if turn.id in removed.parents else turn
+
+        every = (*self.others, *self.turns, *removed.turns)
+        return replace(self, turns=(), others=tuple(map(back, every))).show(removed.shown)
 
     def edit(self, index: int, text: str, files: tuple[Attachment, ...] = ()) -> Conversation:
         """A version of the user's turn `index` with another text and files, ready to be answered; the present one
@@ -281,7 +396,7 @@ class Conversation:
 
     def can_continue(self) -> bool:
         """Whether the last turn is an answer that can be gone on with, or a call's result."""
-        return bool(self.turns) and self.turns[-1].role != "user"
+        return bool(self.turns) and self.turns[-1].role in ("assistant", "tool")
 
     def close_thinking(self) -> Conversation:
         """With the last answer's thinking marked as complete, so that continuing it starts the answer's text."""
@@ -302,8 +417,11 @@ class Conversation:
         """What `chat.render` takes: role, content, reasoning_content where an answer has thinking, and calls; one
         message for each turn that is sent."""
         out: list[dict[str, Any]] = []
-        if self.parameters.system.strip():
-            out.append({"role": "system", "content": self.parameters.system})
+        system = self.parameters.system if self.parameters.system.strip() else ""
+        if self.summary is not None:  # in the system prompt: between two turns, many templates refuse it
+            system = f"{system}\n\n{SUMMARY_HEAD}\n{self.turns[self.summary].text}".lstrip()
+        if system:
+            out.append({"role": "system", "content": system})
         for turn in self.sent:
             message: dict[str, Any] = {"role": turn.role, "content": turn.content}
             if turn.calls:
@@ -341,7 +459,7 @@ class Conversation:
 def _turn(data: Mapping[str, Any]) -> Turn:
     known = {f.name for f in fields(Turn)}
     values = {k: v for k, v in data.items() if k in known}
-    if values["role"] not in ("user", "assistant", "tool") or not isinstance(values["text"], str):
+    if values["role"] not in get_args(Role) or not isinstance(values["text"], str):
         raise ValueError(f"bad turn role {values['role']!r}")
     files = tuple(Attachment(f["name"], f["text"]) for f in values.get("files", ()))
     if values["role"] == "tool" and not values.get("stop_reason"):  # tinychat was killed while it ran
@@ -383,15 +501,28 @@ def _turn_markdown(c: Conversation, turn: Turn) -> list[str]:
         call = next((call for call in answer.calls if call.id == turn.call_id), Call("", "a tool", ""))
         head = f"<details><summary>Called {html.escape(call.name)}: {turn.stop_reason}</summary>"
         return [head, "", fenced(call.arguments), "", fenced(turn.text), "", "</details>", ""]
+    if turn.role == "summary":
+        head = f"<details><summary>{summary_line(turn)}</summary>"
+        return [head, "", turn.text.strip(), "", "</details>", ""]
     goes_on = turn.parent in above and above[turn.parent].role == "tool"
     lines = [] if goes_on else ["## You" if turn.role == "user" else f"## {c.model or 'Assistant'}", ""]
     if turn.thinking.strip():
         lines += ["<details><summary>Thinking</summary>", "", turn.thinking.strip(), "", "</details>", ""]
     if turn.content.strip() or not turn.calls:
         lines += [_close_fence(turn.content.strip()), ""]
+    if turn.edited:
+        lines += ["*(edited)*", ""]
     if turn.stop_reason not in ("", "eos", "tool_calls"):
         lines += [f"*({ENDINGS.get(turn.stop_reason, turn.stop_reason)})*", ""]
     return lines
+
+
+def summary_line(turn: Turn) -> str:
+    """What a summary stands for, and what it saves."""
+    s = turn.stats
+    turns, tokens = int(s.get("replaced_turns", 0)), int(s.get("replaced_tokens", 0))
+    saves = f" · {tokens:,} → {int(s.get('generated_tokens', 0)):,} tokens" if tokens else ""
+    return f"summary of {turns} earlier turn{'s' * (turns != 1)}, sent in their place{saves}"
 
 
 def fenced(text: str) -> str:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 def chat(
     text: str | None,
     *,
+    resume: bool,
     device: str | None,
     threads: int | None,
     speculate: Speculate,
@@ -29,8 +30,9 @@ def chat(
     tools: str | None,
     mcp_file: str | None,
 ) -> int:
-    """Runs the app with the model that `text` or the settings name, or with a server's model; without either, it opens
-    the picker. Returns the exit code."""
+    """Runs the app with the model that `text` or the settings name, or with a server's model; without either, with the
+    model of last time, or the picker. With `resume` it opens the last conversation, whose model wins over the
+    settings'. Returns the exit code."""
     if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):  # Textual paints on stderr
         raise TinychatError("the chat needs a terminal; `tinychat run MODEL PROMPT` gives one answer without")
     if os.environ.get("TERM") == "dumb":
@@ -39,7 +41,7 @@ def chat(
         )
     own = settings.load()  # the app shows what is wrong in it
     options: dict[str, Any] = {k: v for k, v in (("device", device), ("threads", threads)) if v is not None}
-    options["speculate"] = speculate
+    options |= {"speculate": speculate, "resume": resume}
     if tools is not None:
         options["tools"] = expand(tools)
     if mcp_file is not None:
@@ -52,9 +54,9 @@ def chat(
             server_model or server,
             Path(server),
             server=servers.chosen(own.servers, server, server_model, key_file),
-            **{k: v for k, v in options.items() if k in ("tools", "mcp_file")},
+            **{k: v for k, v in options.items() if k in ("resume", "tools", "mcp_file")},
         )
-    if not (text := text or own.model):
+    if not (text := text or ("" if resume else own.model)):
         from tinychat.ui.app import main
 
         return main(**options)

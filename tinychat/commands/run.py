@@ -8,7 +8,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,13 +24,13 @@ from tinychat.commands.loading import obtain, prompt_text, settings_of_user
 from tinychat.console import Bar, say, say_notes, show_json
 from tinychat.errors import TinychatError, printable
 from tinychat.files import expand
-from tinychat.models.registry import Model, resolve
+from tinychat.models.registry import Model, resolve, sampling_of
 from tinychat.tools.builtin import tools_of
 from tinychat.tools.folder import Folder
-from tinychat.tools.mcp import Servers, Status
+from tinychat.tools.mcp import McpServers, McpStatus
 from tinychat.tools.mcp_config import ServerConfig, read_servers
 from tinychat.tools.permission import Permissions
-from tinychat.tools.protocol import Answer, Context, Question, Refused
+from tinychat.tools.protocol import CallContext, CallRefused, PermissionAnswer, Question
 from tinychat.tools.toolbox import Toolbox
 from tinychat.units import speed
 
@@ -70,23 +70,25 @@ def run(
         other = "--raw" if raw else "--tools and --mcp: such an answer calls none"
         raise TinychatError(f"--schema cannot be used with {other}")
     form = None if schema is None else response_format(read_schema(expand(schema)))
-    mcp = Servers(() if mcp_file is None else _configs(expand(mcp_file)))
+    mcp = McpServers(() if mcp_file is None else _configs(expand(mcp_file)))
     toolbox, permissions = _toolbox(tools, mcp), Permissions.of_user()
     question = _question(prompt, files)
     own = settings_of_user()
     chosen = _parameters(own.parameters, given)
     backend: Backend
+    defaults: Mapping[str, float]
     if server is not None:
         from tinychat.backend.remote import RemoteBackend
 
         at = servers.chosen(own.servers, server, server_model, key_file)
         backend = RemoteBackend.open(at.url, at.model, at.key)
-        name = backend.info.name
+        name, defaults = backend.info.name, {}
     else:
         assert text is not None, "cli refuses it"
         model = resolve(text, own.models)
         options = {"device": device, "threads": threads or own.threads, "speculate": speculate}
         backend, name = _local(model, question, chosen, options), model.name
+        defaults = backend.info.sampling or sampling_of(model.name)
     from tinychat.backend.protocol import Request
 
     if toolbox is not None and not backend.info.can.tools:
@@ -94,12 +96,12 @@ def run(
     request = Request(
         messages=() if raw else _messages(chosen.system, question),
         raw=question if raw else None,
-        sampling=chosen.sampling,
+        sampling=chosen.sampling_of(defaults),
         max_tokens=chosen.max_tokens,
         thinking=think,
         response_format=form,
     )
-    shown, called = _Shown(quiet=as_json), list[dict[str, object]]()
+    shown, called = _Printer(quiet=as_json), list[dict[str, object]]()
     with closing(backend), closing(mcp):
         for status in _started(mcp):
             say(f"the MCP server {status.config.name} cannot be used: {status.why}")
@@ -150,7 +152,7 @@ class _Said:
     calls: tuple[Call, ...]
 
 
-def _answer(backend: Backend, request: Request, shown: _Shown) -> _Said:
+def _answer(backend: Backend, request: Request, shown: _Printer) -> _Said:
     """Shows one answer while it is generated. Raises TinychatError."""
     from tinychat.backend.protocol import DoesNotFit, Failed, Finished, Piece, ToolCall
 
@@ -179,7 +181,7 @@ def _answer(backend: Backend, request: Request, shown: _Shown) -> _Said:
     return _Said(finished, text, ids, calls)
 
 
-def _toolbox(folder: str | None, mcp: Servers) -> Toolbox | None:
+def _toolbox(folder: str | None, mcp: McpServers) -> Toolbox | None:
     """The tools of `folder` and of MCP servers; naming a folder on the command line allows reading it."""
     if folder is None and not mcp.status:
         return None
@@ -192,7 +194,7 @@ def _configs(file: Path) -> tuple[ServerConfig, ...]:
     return read_servers(file)
 
 
-def _started(mcp: Servers) -> list[Status]:
+def _started(mcp: McpServers) -> list[McpStatus]:
     """Starts them and waits; those that failed."""
     mcp.start()
     mcp.wait()
@@ -211,7 +213,7 @@ def _call(
     talk = Conversation((Turn("assistant", said.text["answer"], said.text["thinking"], calls=said.calls),))
     for call in said.calls:
         began = time.monotonic()
-        result = toolbox.call(call.name, call.arguments, Context(partial(_ask, permissions), threading.Event()))
+        result = toolbox.call(call.name, call.arguments, CallContext(partial(_ask, permissions), threading.Event()))
         spent = time.monotonic() - began
         made = {"round": round, "name": call.name, "arguments": call.arguments}
         called.append({**made, "result": result.text, "state": result.state, "seconds": spent})
@@ -222,18 +224,18 @@ def _call(
 
 
 def _ask(permissions: Permissions, question: Question) -> None:
-    """Asks the user on the terminal. Raises Refused when the user refuses or there is no terminal."""
+    """Asks the user on the terminal. Raises CallRefused when the user refuses or there is no terminal."""
     if question.kind == "read" or permissions.allows(question, "run"):
         return
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise Refused("this needs the user's word, and there is no terminal to ask on")
+        raise CallRefused("this needs the user's word, and there is no terminal to ask on")
     say(question.title)
     print(f"\n{printable(question.detail)}\n", file=sys.stderr)
     say("y: yes, once · c: and all like it in this run · a: always for exactly this · anything else: no")
-    answers: dict[str, Answer] = {"y": "once", "c": "conversation", "a": "always"}
+    answers: dict[str, PermissionAnswer] = {"y": "once", "c": "conversation", "a": "always"}
     answer = answers.get(sys.stdin.readline().strip().lower(), "no")
     if answer == "no":
-        raise Refused("the user refused this")
+        raise CallRefused("the user refused this")
     permissions.remember(question, answer, "run")
 
 
@@ -275,7 +277,8 @@ def _parameters(own: Parameters, given: dict[str, str | float | None]) -> Parame
     """The settings' parameters, replaced by those in `given` that are not None; a missing seed is drawn at random."""
     values = {k: v for k, v in given.items() if v is not None}
     mine = {k: values.pop(k) for k in [*values] if k in ("seed", "max_tokens", "context", "system")}
-    chosen = replace(own, sampling=replace(own.sampling, **values), **mine)  # type: ignore[arg-type]
+    said = own.chosen | values.keys()
+    chosen = replace(own, sampling=replace(own.sampling, **values), chosen=said, **mine)  # type: ignore[arg-type]
     seed = secrets.randbits(32) if chosen.seed is None else chosen.seed
     return replace(chosen, seed=seed, sampling=replace(chosen.sampling, seed=seed))
 
@@ -288,7 +291,7 @@ def _too_long(event: DoesNotFit) -> str:
     )
 
 
-class _Shown:
+class _Printer:
     """Writes an answer while it is generated, without control characters; thinking is dimmed, on stderr."""
 
     def __init__(self, quiet: bool) -> None:

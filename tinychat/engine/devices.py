@@ -11,7 +11,7 @@ from tinychat.engine.fit import fit, weight_bytes
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import SLOW, TinychatError
 from tinychat.kernels.cpu.compiler import NoCompiler, tinygrad_cc
-from tinychat.kernels.executor import Kind, MeasurableExecutor
+from tinychat.kernels.executor import ExecutorKind, MeasurableExecutor
 from tinychat.kernels.ops import Plan
 
 _WAY_OUT = "this runs on plain tinygrad, some 40 times slower than the CPU kernels; {}"
@@ -19,7 +19,7 @@ _REINSTALL = "the compiler that tinychat brings does not work, install it again:
 
 NO_MTP = "the model's multi-token prediction is not used: the CUDA executor does not run it yet"
 
-DEVICES: tuple[Kind, ...] = ("cuda", "cpu", "reference")
+DEVICES: tuple[ExecutorKind, ...] = ("cuda", "cpu", "reference")
 OnProgress = Callable[[str, float], None]
 """What is being done, and how much of it is done (0..1)."""
 

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,18 +28,19 @@ from tinychat.engine.memory_limit import limit_of
 from tinychat.engine.mtp import with_mtp
 from tinychat.engine.plan import build_plan
 from tinychat.engine.prompt import Chat
-from tinychat.engine.scanner import MARK, Fragment, Kind
+from tinychat.engine.sampling_defaults import sampling_defaults
+from tinychat.engine.scanner import MARK, Fragment, TextKind
 from tinychat.engine.session import OnPrefill, Session
 from tinychat.engine.speculation import Source, Speculate
 from tinychat.engine.stats import Stats, available_memory, rss_bytes
 from tinychat.engine.tokenizer import Tokenizer
-from tinychat.engine.tool_calls import Tool
+from tinychat.engine.tool_calls import ToolSchema
 from tinychat.errors import TinychatError
 from tinychat.kernels.executor import MeasurableExecutor
 from tinychat.kernels.ops import Plan, weights_of
 from tinychat.kernels.sampling import Sampling
 
-StopReason = Literal["eos", "length", "stopped", "context"]
+EngineStopReason = Literal["eos", "length", "stopped", "context"]
 
 DEFAULT_CONTEXT = 4096
 DRY_BREAKERS = (b"\n", b":", b'"', b"*")  # as in llama.cpp (common/common.h, dry_sequence_breakers)
@@ -55,7 +56,7 @@ class Token(NamedTuple):
 
     id: int | None
     text: str
-    kind: Kind
+    kind: TextKind
     logprob: float = 0.0
     call: Fragment | None = None
     source: Source = ""
@@ -82,6 +83,7 @@ class EngineInfo:
     kv_bytes_per_token: int
     file_bytes: int
     fingerprint: str  # GGUF.fingerprint(): keys saved caches and benchmarks
+    sampling: Mapping[str, float]  # the file's defaults, by field of Sampling
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,7 @@ class Engine:
         self.plan = plan = executor.plan
         self.store = store
         self.notes = notes  # one-line remarks for the user: a slower device, a template that failed
-        self.stop_reason: StopReason = "stopped"
+        self.stop_reason: EngineStopReason = "stopped"
         self.stats = Stats(
             load_s=load_s,
             weight_bytes=executor.weight_bytes,
@@ -236,7 +238,7 @@ class Engine:
         max_tokens: int | None = None,
         *,
         raw: bool = False,
-        tools: Sequence[Tool] = (),
+        tools: Sequence[ToolSchema] = (),
         grammar: Grammar | None = None,
         on_prefill: OnPrefill | None = None,
         stop: threading.Event | None = None,
@@ -282,7 +284,7 @@ class Engine:
         sampling: Sampling,
         max_tokens: int | None,
         raw: bool,
-        tools: Sequence[Tool],
+        tools: Sequence[ToolSchema],
         matcher: Matcher | None,
         stop: threading.Event | None,
         started: float,
@@ -342,7 +344,7 @@ class Engine:
             raise TinychatError("this model's thinking tags are no tokens; ask it not to think")
         return behind_thinking(grammar, closing)
 
-    def calls_grammar(self, tools: Sequence[Tool], prompt_ids: Sequence[int], parallel: bool = True) -> Grammar:
+    def calls_grammar(self, tools: Sequence[ToolSchema], prompt_ids: Sequence[int], parallel: bool = True) -> Grammar:
         """The grammar under which an answer to the prompt has to call some of `tools`, perhaps behind thinking."""
         chat = self.chat
         tags = chat.think_tags if chat.think_tags and self.tokenizer.token_id(chat.think_tags[1]) is not None else None
@@ -510,4 +512,5 @@ def _describe(gguf: GGUF, config: ModelConfig, executor: MeasurableExecutor, max
         kv_bytes_per_token=plan.kv_bytes_per_token,
         file_bytes=gguf.nbytes,
         fingerprint=gguf.fingerprint(),
+        sampling=sampling_defaults(gguf.metadata),
     )

@@ -12,7 +12,7 @@ from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile
 from tinychat.kernels.sampling import Sampling
 
-Kind = Literal["cuda", "cpu", "reference"]
+ExecutorKind = Literal["cuda", "cpu", "reference"]
 
 
 Logits = Literal["none", "last", "all"]
@@ -41,7 +41,7 @@ class Executor(Protocol):
     """
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> ExecutorKind:
         """The device as Engine.load takes it."""
         ...
 

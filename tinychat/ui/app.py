@@ -26,7 +26,7 @@ from tinychat.chat.conversation import Conversation
 from tinychat.chat.history import History
 from tinychat.chat.loading import OpenBackend
 from tinychat.errors import TinychatError
-from tinychat.tools.mcp import Servers
+from tinychat.tools.mcp import McpServers
 from tinychat.tools.mcp_config import config_path, read_servers
 from tinychat.tools.permission import Permissions
 from tinychat.ui.boundary import LastingApp
@@ -38,9 +38,10 @@ from tinychat.ui.theme import THEMES
 
 class TinychatApp(LastingApp):
     """`path` is loaded on start and called `model`; without it the picker opens. `history` None saves nothing;
-    `remember` gets settings that the user changed by choosing (theme, experts); `mounted` is called when the app is;
-    `tools` is the folder that tools work in, `mcp` the servers that `mcp_file` names. Raises TinychatError where
-    `tools` is no folder."""
+    `conversation` is shown first. `remember` gets settings that the user changed by choosing (theme, experts, the
+    model); `mounted` is called when the app is; `stop_repetition` and `titles` are the controller's; `tools` is the
+    folder that tools work in, `mcp` the servers that `mcp_file` names. Raises TinychatError where `tools` is no
+    folder."""
 
     TITLE = "tinychat"
     CHAT = ChatScreen
@@ -54,23 +55,33 @@ class TinychatApp(LastingApp):
         model: str | None = None,
         path: Path | None = None,
         *,
+        conversation: Conversation | None = None,
         own: settings.Settings | None = None,
         history: History | None = None,
         open_backend: OpenBackend | None = None,
         remember: Callable[..., object] | None = None,
         mounted: Callable[[], object] | None = None,
+        stop_repetition: bool = False,
+        titles: bool = False,
         tools: Path | None = None,
         permissions: Permissions | None = None,
-        mcp: Servers | None = None,
+        mcp: McpServers | None = None,
         mcp_file: Path | None = None,
         **load_options: Any,
     ) -> None:
         super().__init__(driver_class=self.DRIVER)
         self.own = own or settings.Settings()
-        conversation = Conversation(parameters=self.own.parameters)
+        conversation = conversation or Conversation(parameters=self.own.parameters)
         open_backend = open_backend or partial(LocalBackend.open, thread=EngineThread())
         save = history.save if history else None
-        self.controller = Controller(open_backend, conversation, save=save, permissions=permissions)
+        self.controller = Controller(
+            open_backend,
+            conversation,
+            save=save,
+            permissions=permissions,
+            stop_repetition=stop_repetition,
+            titles=titles,
+        )
         self.chat = self.CHAT(self.controller, history, self.own.experts, self.remember, mcp, mcp_file)
         if tools is not None:
             self.chat.use_folder(tools)
@@ -136,24 +147,38 @@ def main(
     path: Path | None = None,
     preset: str | None = None,
     *,
+    resume: bool = False,
     speculate: Speculate = "auto",
     mcp_file: Path | None = None,
     **load_options: Any,
 ) -> int:
-    """Runs the chat. `path`, if given, is loaded with `preset` and called `model`; otherwise the picker opens. Every
-    model that is loaded speculates as `speculate` says. `mcp_file` names MCP servers in place of the user's file."""
+    """Runs the chat, which begins with the last conversation where `resume` says so. `path`, if given, is loaded with
+    `preset` and called `model`; otherwise that conversation's model or the one of last time, else the picker opens.
+    Every model that is loaded speculates as `speculate` says. `mcp_file` names MCP servers in place of the user's
+    file."""
     own = settings.load()
     history, problems = None, list(own.problems)
     try:
         history = History()
     except TinychatError as e:
         problems.append(f"{e}; conversations are not saved")
-    mcp_file, mcp = mcp_file or config_path(), Servers(())
+    mcp_file, mcp = mcp_file or config_path(), McpServers(())
     try:
-        mcp = Servers(read_servers(mcp_file))
+        mcp = McpServers(read_servers(mcp_file))
     except TinychatError as e:
         problems.append(f"{e}; no MCP server is started")
+    conversation = None
+    if resume and history is not None:
+        try:
+            conversation = next((history.load(found.id) for found in history.find(limit=1)), None)
+        except TinychatError as e:
+            problems.append(str(e))
+        else:
+            problems += ["there is no earlier conversation; this is a new one"] * (conversation is None)
     options = {"preset": preset, "threads": own.threads, **load_options}
+    if path is None and (found := models.earlier(conversation, own, problems)) is not None:
+        model, path, options = found.name, found.path, {**options, **found.options}
+        options |= load_options
     own = replace(own, problems=tuple(problems))
     open_either = partial(
         open_backend, thread=EngineThread(), store_bytes=int(own.kv_cache_gb * 1e9), speculate=speculate
@@ -173,11 +198,14 @@ def main(
     app = TinychatApp(
         model,
         path,
+        conversation=conversation,
         own=own,
         history=history,
         remember=settings.update,
         open_backend=open_either,
         mounted=mounted,
+        stop_repetition=own.stop_repetition,
+        titles=own.titles,
         permissions=Permissions.of_user(),
         mcp=mcp,
         mcp_file=mcp_file,

@@ -10,23 +10,11 @@ import numpy as np
 from gguf import GGMLQuantizationType as Q
 from gguf.quants import dequantize
 
+from tinychat.kernels.blocks import GQA, MLA, Dense, Experts, Layer, Rope, Weight
 from tinychat.kernels.cpu import library
-from tinychat.kernels.cpu.library import STEP, TILE, Library, Matrix
+from tinychat.kernels.cpu.library import STEP, TILE, CMatrix, Library
 from tinychat.kernels.executor import Weights
-from tinychat.kernels.ops import (
-    GQA,
-    MLA,
-    Dense,
-    Experts,
-    Head,
-    LatentStore,
-    Layer,
-    Op,
-    Plan,
-    Rope,
-    RopeStore,
-    Weight,
-)
+from tinychat.kernels.ops import Head, LatentStore, Op, Plan, RopeStore
 
 
 @dataclass
@@ -35,7 +23,7 @@ class Program:
     Plan.ops, op) of each op of a step; a store of keys and values is no op there, but a part of the op behind it.
     `routes`: int32 (layers with experts, STEP, top_k), where a decode step leaves the experts that its tokens chose."""
 
-    ops: list[library.Op]
+    ops: list[library.COp]
     steps: int
     sources: list[tuple[int, Op]]
     routes: np.ndarray
@@ -110,7 +98,7 @@ class _Translator:
         self.routes = np.zeros((len(used), STEP, max(used, default=0)), np.int32)
         self.made = 0  # ops so far
 
-    def ops(self) -> Iterator[library.Op]:
+    def ops(self) -> Iterator[library.COp]:
         """All ops of a step."""
         p, routes = self.plan, iter(self.routes)
         yield self._op("embed", [p.embed.weight], scale=p.embed.scale)
@@ -120,7 +108,7 @@ class _Translator:
             yield self._op("store_hidden", layer=len(p.layers) + 1, norm=p.head.norm, eps=p.head.eps)
         yield self._head(p.head)
 
-    def draft_ops(self) -> Iterator[library.Op]:
+    def draft_ops(self) -> Iterator[library.COp]:
         """All ops of the plan's MTP; what its router chooses is not looked at."""
         if not (m := self.plan.mtp):
             return
@@ -141,7 +129,7 @@ class _Translator:
         yield from self._layer(layer, m.layer, iter([unseen]))
         yield self._head(m.head)
 
-    def _layer(self, i: int, layer: Layer, routes: Iterator[np.ndarray]) -> Iterator[library.Op]:
+    def _layer(self, i: int, layer: Layer, routes: Iterator[np.ndarray]) -> Iterator[library.COp]:
         match layer.attention:
             case GQA() as gqa:
                 yield from self._gqa(i, gqa)
@@ -153,10 +141,10 @@ class _Translator:
             case Experts() as experts:
                 yield from self._experts(experts, next(routes))
 
-    def _head(self, h: Head) -> library.Op:
+    def _head(self, h: Head) -> library.COp:
         return self._op("head", [h.weight], norm=h.norm, eps=h.eps, scale=h.scale, softcap=h.softcap)
 
-    def _gqa(self, i: int, a: GQA) -> Iterator[library.Op]:
+    def _gqa(self, i: int, a: GQA) -> Iterator[library.COp]:
         biases = (a.q_bias, a.k_bias, a.v_bias)
         yield self._op("linear", [a.q, a.k, a.v], dst=("q", "k", "v"), norm=a.norm, eps=a.eps, bias=biases)
         yield self._op(
@@ -181,7 +169,7 @@ class _Translator:
         )
         yield from self._added("heads", a.output, a.output_bias, a.post_norm, a.eps, a.residual_scale)
 
-    def _mla(self, i: int, a: MLA) -> Iterator[library.Op]:
+    def _mla(self, i: int, a: MLA) -> Iterator[library.COp]:
         first, to = (a.q_a, "q_a") if a.q_a else (a.q, "q")
         yield self._op("linear", [first, a.kv_a], dst=(to, "kv"), norm=a.norm, eps=a.eps)
         if a.q_a:
@@ -214,7 +202,7 @@ class _Translator:
         yield self._op("value_up", [a.v_b], src="o_latent", dst=("heads",))
         yield self._op("linear", [a.output], src="heads", scale=a.residual_scale, add=1)
 
-    def _dense(self, b: Dense) -> Iterator[library.Op]:
+    def _dense(self, b: Dense) -> Iterator[library.COp]:
         w = b.weights
         activation = self.lib.activations[w.activation]
         yield self._op("gate_up", [w.gate, w.up], dst=("ffn",), norm=b.norm, eps=b.eps, activation=activation)
@@ -229,7 +217,7 @@ class _Translator:
         eps: float,
         scale: float,
         stream: float = 1.0,
-    ) -> Iterator[library.Op]:
+    ) -> Iterator[library.COp]:
         """x += scale * (w @ src + bias); if there is a post_norm, normed first, and x times `stream` after it."""
         if post_norm is None:
             yield self._op("linear", [w], src=src, bias=(bias,), scale=scale, add=1)
@@ -237,7 +225,7 @@ class _Translator:
             yield self._op("linear", [w], src=src, dst=("y",), bias=(bias,))
             yield self._norm_add("y", post_norm, eps, scale, stream)
 
-    def _experts(self, b: Experts, routes: np.ndarray) -> Iterator[library.Op]:
+    def _experts(self, b: Experts, routes: np.ndarray) -> Iterator[library.COp]:
         r, w, s = b.router, b.weights, b.shared
         beside, dst = b.beside, "y" if b.beside else "x"
         if beside:
@@ -291,7 +279,7 @@ class _Translator:
 
     def _norm_add(
         self, src: str, norm: Weight, eps: float, scale: float = 1.0, stream: float = 1.0, dst: str = "x", add: int = 1
-    ) -> library.Op:
+    ) -> library.COp:
         """dst = stream * (dst + scale * RMSNorm(src))."""
         return self._op("norm_add", src=src, dst=(dst,), norm=norm, eps=eps, scale=scale, stream_scale=stream, add=add)
 
@@ -301,8 +289,8 @@ class _Translator:
             self.tables[rope] = self.arrays[-1].ctypes.data
         return {"rope": self.tables[rope], "rope_dims": rope.dims, "neox": int(rope.style == "neox")}
 
-    def _matrix(self, w: Weight | None) -> Matrix:
-        return Matrix(_stored_type(w), w.rows, w.cols, w.groups, self.places[w]) if w else Matrix()
+    def _matrix(self, w: Weight | None) -> CMatrix:
+        return CMatrix(_stored_type(w), w.rows, w.cols, w.groups, self.places[w]) if w else CMatrix()
 
     def _op(
         self,
@@ -314,9 +302,9 @@ class _Translator:
         bias: Sequence[Weight | None] = (),
         scale: float = 1.0,
         **values: Any,
-    ) -> library.Op:
+    ) -> library.COp:
         """An op of step.c; `values` are its fields, a Weight stands for its address."""
-        made = library.Op(tag=self.lib.tags[tag], matrices=sum(m is not None for m in w), src=self.buffers[src])
+        made = library.COp(tag=self.lib.tags[tag], matrices=sum(m is not None for m in w), src=self.buffers[src])
         made.scale = scale
         made.dst[: len(dst)] = [self.buffers[d] for d in dst]
         made.w[: len(w)] = [self._matrix(m) for m in w]

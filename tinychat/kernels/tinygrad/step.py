@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
 
-from tinychat.kernels.executor import Weights
-from tinychat.kernels.ops import (
+from tinychat.kernels.blocks import (
     CLAMP,
     CLAMP_SLOPE,
     GQA,
@@ -23,17 +22,16 @@ from tinychat.kernels.ops import (
     MLA,
     Activation,
     Dense,
-    Embed,
     Experts,
     Gated,
-    Head,
     Layer,
-    Plan,
     Rope,
     Router,
     Temperature,
     Weight,
 )
+from tinychat.kernels.executor import Weights
+from tinychat.kernels.ops import Embed, Head, Plan
 from tinychat.kernels.tinygrad.compile_caches import Caches
 from tinychat.kernels.tinygrad.dequant import dequantize, to_tensor
 

@@ -13,11 +13,12 @@ from typing import Any
 from tinychat.backend.instruments import Instrumented
 from tinychat.chat.controller import KEPT_STATS
 from tinychat.chat.conversation import to_markdown
-from tinychat.chat.parameters import PARAMETERS, Parameters, get_parameter, set_parameter
+from tinychat.chat.parameters import PARAMETERS, Parameters, set_parameter, shown
 from tinychat.chat.schema import read_schema
 from tinychat.errors import TinychatError, printable
 from tinychat.files import expand
 from tinychat.tools.mcp_config import switch
+from tinychat.ui import external
 from tinychat.ui.chat import models
 from tinychat.ui.chat.markdown import MarkdownView
 from tinychat.ui.chat.message import footer_text
@@ -56,6 +57,12 @@ async def undo(chat: ChatView, text: str) -> None:
     chat.controller.undo()
 
 
+async def compact(chat: ChatView, text: str) -> None:
+    if text.strip() and not (text.strip().isdecimal() and int(text)):
+        raise TinychatError("/compact N: N is how many of your last messages stay as they are")
+    chat.controller.compact(int(text) if text.strip() else 1)
+
+
 async def go_on(chat: ChatView, text: str) -> None:
     chat.controller.go_on()
 
@@ -67,11 +74,30 @@ async def start(chat: ChatView, text: str) -> None:
 
 
 async def edit(chat: ChatView, text: str) -> None:
+    if text.strip().lower() == "answer":
+        if (last := chat.controller.conversation.last_answer) is None:
+            raise TinychatError("there is no answer to edit yet")
+        chat.begin_edit(last)
+        return
     mine = [i for i, t in enumerate(chat.controller.conversation.turns) if t.role == "user"]
     number = _number(text, len(mine), "edit", "your messages") if text.strip() else len(mine)
     if not mine:
         raise TinychatError("there is no message of yours to edit yet")
     chat.begin_edit(mine[number - 1])
+
+
+async def delete(chat: ChatView, text: str) -> None:
+    turns = chat.controller.conversation.turns
+    if not turns:
+        raise TinychatError("there is nothing to delete yet")
+    await chat.delete(_number(text, len(turns), "delete", "the turns") - 1 if text.strip() else len(turns) - 1)
+
+
+async def editor(chat: ChatView, text: str) -> None:
+    chat.keep_draft()  # the editor may be closed with its terminal
+    prompt = chat.box.prompt
+    prompt.put(external.edit(chat.app, prompt.text))
+    prompt.focus()
 
 
 async def fork(chat: ChatView, text: str) -> None:
@@ -121,24 +147,18 @@ async def system(chat: ChatView, text: str) -> None:
 
 async def set_value(chat: ChatView, text: str) -> None:
     name, _, value = text.strip().partition(" ")
-    p = chat.controller.conversation.parameters
+    p, defaults = chat.controller.conversation.parameters, chat.controller.sampling_defaults
     if not name:
         await parameters_form(chat)
         return
     if not value.strip():
         if name not in PARAMETERS:
             set_parameter(p, name, "")
-        now, spec = get_parameter(p, name), PARAMETERS[name]
-        await chat.say(
-            f"{name} is {spec.empty if now is None else f'{now:g}' if isinstance(now, float) else now}: {spec.help}"
-        )
+        await chat.say(f"{name} is {shown(p, name, defaults)}: {PARAMETERS[name].help}")
         return
     changed = set_parameter(p, name, value)
     chat.controller.set_parameters(changed)
-    now = get_parameter(changed, name)
-    await chat.say(
-        f"{name} is {PARAMETERS[name].empty if now is None else f'{now:g}' if isinstance(now, float) else now}"
-    )
+    await chat.say(f"{name} is {shown(changed, name, defaults)}")
 
 
 async def _use(chat: ChatView, changes: dict[str, Any]) -> None:
@@ -306,7 +326,8 @@ async def parameters_form(chat: ChatView) -> None:
         if changed is not None:
             chat.controller.set_parameters(changed)
 
-    chat.app.push_screen(ParametersScreen(chat.controller.conversation.parameters), done)
+    c = chat.controller
+    chat.app.push_screen(ParametersScreen(c.conversation.parameters, c.sampling_defaults), done)
 
 
 async def conversations(chat: ChatView, text: str) -> None:

@@ -42,8 +42,8 @@ class TurnMessage(Vertical, can_focus=True):
     line: ActionLine
 
     class Acted(Message):
-        """The user wants `action` (copy, code, edit, fork, regenerate, previous, next, leave, up, down) on turn
-        `index`."""
+        """The user wants `action` (copy, code, edit, delete, fork, regenerate, previous, next, leave, up, down) on
+        turn `index`."""
 
         def __init__(self, action: str, index: int) -> None:
             super().__init__()
@@ -112,7 +112,10 @@ def _action(text: str, action: str) -> Content:
 class UserMessage(TurnMessage):
     """What the user wrote, as it is, and the names of attached files."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("e,enter", "act('edit')", "edit")]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("e,enter", "act('edit')", "edit"),
+        Binding("d,delete", "act('delete')", "delete", tooltip="delete the question and its answer"),
+    ]
     ACTIONS = ("edit", "copy", "fork")
 
     def __init__(self, index: int, turn: Turn) -> None:
@@ -135,10 +138,12 @@ class AnswerMessage(TurnMessage):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "act('code')", "copy code"),
+        Binding("e", "act('edit')", "edit"),
         Binding("r", "act('regenerate')", "regenerate"),
+        Binding("d,delete", "act('delete')", "delete", tooltip="delete this version, or the question and its answer"),
         Binding("t", "toggle_thinking", "thinking"),
     ]
-    ACTIONS = ("copy", "regenerate", "fork")
+    ACTIONS = ("edit", "copy", "regenerate", "fork")
 
     def __init__(self, index: int, turn: Turn, live: bool = False) -> None:
         super().__init__(index, turn)
@@ -211,8 +216,9 @@ class NoticeLine(Static):
 def footer_text(turn: Turn) -> str:
     """412 tokens · 72.4 tok/s · reused 1,812 · prefilled 43."""
     s = turn.stats
-    tokens = int(s.get("generated_tokens", 0))
-    parts = [ENDINGS.get(turn.stop_reason, "")]
+    tokens, left_out = int(s.get("generated_tokens", 0)), int(s.get("left_out", 0))
+    parts = ["edited" * turn.edited, ENDINGS.get(turn.stop_reason, "")]
+    parts.append(f"left out the oldest {left_out} turn{'s' * (left_out != 1)}" if left_out else "")
     parts.append(f"a call could not be read: {printable(turn.note, newlines=False)}" if turn.note else "")
     parts.append(f"{tokens:,} token{'s' * (tokens != 1)}" if tokens else "")
     parts.append(f"{speed(s['decode_tok_s'])} tok/s" if s.get("decode_tok_s") else "")
