@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 
+from tinychat.engine import snapshots
 from tinychat.engine.fit import fit, weight_bytes
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import SLOW, TinychatError
@@ -41,7 +42,8 @@ def make_executor(
             continue
         try:
             if name != "cuda":  # the CUDA executor checks the memory of its GPU
-                needs = fit(weight_bytes(gguf, plan), plan.kv_bytes_per_token, max_context)
+                states = snapshots.memory(plan)
+                needs = fit(weight_bytes(gguf, plan), plan.kv_bytes_per_token, max_context, state_bytes=states)
                 if needs.verdict == "does not fit":  # raised before anything large is allocated
                     raise TinychatError(f"not enough memory: {needs.explanation}; take a smaller quant or context")
             unused = [NO_MTP] * (name == "cuda" and plan.mtp is not None)

@@ -19,7 +19,9 @@ from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import TextArea
 
+from tinychat.chat import attach
 from tinychat.chat.changes import Overflow
+from tinychat.chat.choosing import remember
 from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import Attachment, Turn
 from tinychat.chat.history import History
@@ -31,7 +33,7 @@ from tinychat.tools.mcp_config import config_path
 from tinychat.tools.protocol import Question
 from tinychat.tools.toolbox import Toolbox
 from tinychat.ui import clipboard
-from tinychat.ui.chat import attach, commands, mcp, models
+from tinychat.ui.chat import commands, mcp, models
 from tinychat.ui.chat.markdown import MarkdownView
 from tinychat.ui.chat.message import TurnMessage
 from tinychat.ui.chat.overflow import OverflowScreen
@@ -620,7 +622,7 @@ class ChatScreen(Screen[None]):
         """Another tokenizer counts the draft; which model is loaded is kept for the next start."""
         self._typed()
         if (choice := self.controller.choice) is not None and self._remember is not None:
-            self.run_worker(in_daemon(partial(models.remember, choice, self._remember)), exclusive=True, group="model")
+            self.run_worker(in_daemon(partial(remember, choice, self._remember)), exclusive=True, group="model")
 
     def show_experts(self, on: bool) -> None:
         """Shows or hides the heat strip, and keeps that. Raises TinychatError when it cannot be kept."""
