@@ -682,16 +682,23 @@ def successors(rng: np.random.Generator, table: np.ndarray, kind: Q, std: float)
 
 
 def write(
-    path: Path, name: str, quant: str = "Q4_0", layers: int | None = None, seed: int = 0, follow: float = 0.0
+    path: Path,
+    name: str,
+    quant: str = "Q4_0",
+    layers: int | None = None,
+    seed: int = 0,
+    follow: float = 0.0,
+    nextn: int = 0,
 ) -> int:
-    """Writes the model `name` of SHAPES to `path`; `layers` cuts (or extends) it. Returns the file's size in bytes.
+    """Writes the model `name` of SHAPES to `path`; `layers` cuts (or extends) it, `nextn` blocks of multi-token
+    prediction are behind them. Returns the file's size in bytes.
 
     With `follow`, the embedding has that standard deviation and no equal rows, each row of the output matrix is another
     token's embedding, which makes it that token's likely successor (a tied matrix becomes two), and all matrices have
     mean zero.
     """
     s = SHAPES[name]
-    s = replace(s, layers=layers or s.layers, tied=s.tied and not follow)
+    s = replace(s, layers=layers or s.layers, tied=s.tied and not follow, nextn=nextn)
     rng = np.random.default_rng(seed)
     w = GGUFWriter(path, s.arch)
     metadata(w, s, name)
