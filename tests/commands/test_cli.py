@@ -94,6 +94,8 @@ def test_help(capsys: Captured, argv: list[str]) -> None:
         ["--nonsense"],
         ["bench"],
         ["bench", "--block"],
+        ["bench", "m", "--block", "--accept", "0.5"],
+        ["bench", "m", "--accept", "1.5"],
         ["bench", "--no-wait", "-n", "3"],
         ["bench", "m", "--kernel", "head"],
         ["run", "m", "p", "--device", "tpu"],
