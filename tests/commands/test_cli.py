@@ -14,7 +14,7 @@ from gguf import GGUFWriter
 
 from tests.support import tiny
 from tests.support.server import File, Server, make_gguf
-from tests.support.terminal import TINYCHAT, terminal
+from tests.support.terminal import TINYCHAT, started, terminal
 from tinychat import process
 from tinychat.cli import DEVICES, main, parse
 from tinychat.commands import cache as cache_command
@@ -406,7 +406,7 @@ def test_nothing_is_downloaded_that_cannot_run(capsys: Captured, monkeypatch: py
 
 
 def test_a_reader_that_has_seen_enough(smollm2_path: Path) -> None:
-    with subprocess.Popen([*TINYCHAT, "info", str(smollm2_path), "--tensors"], stdout=-1, stderr=-1) as p:
+    with started([*TINYCHAT, "info", str(smollm2_path), "--tensors"], stdout=-1, stderr=-1) as p:
         assert p.stdout and p.stderr
         p.stdout.close()
         err = p.stderr.read()
@@ -415,7 +415,7 @@ def test_a_reader_that_has_seen_enough(smollm2_path: Path) -> None:
 
 def test_a_reader_that_has_seen_enough_of_a_remote_header(server: Server, tmp_path: Path) -> None:
     server.files["/m.gguf"] = File(make_gguf(tmp_path / "m.gguf"))
-    with subprocess.Popen([*TINYCHAT, "info", server.url("/m.gguf"), "--tensors"], stdout=-1, stderr=-1) as p:
+    with started([*TINYCHAT, "info", server.url("/m.gguf"), "--tensors"], stdout=-1, stderr=-1) as p:
         assert p.stdout and p.stderr
         p.stdout.close()
         err = p.stderr.read().decode()
@@ -440,4 +440,4 @@ def test_the_chat_opens_on_a_model_and_quits(smollm2_path: Path) -> None:
 def test_a_dumb_terminal_is_told_what_works_there():
     with terminal(environ={**os.environ, "TERM": "dumb"}) as t:
         assert "`tinychat run MODEL PROMPT`" in t.read(None) and b"\x1b" not in t.seen
-        assert t.process.wait(60) == 1
+        assert t.process.wait(120) == 1

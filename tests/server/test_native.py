@@ -67,7 +67,7 @@ def test_figures(url: str) -> None:
     names = ("requests_total", "generated_tokens_total", "prompt_tokens_total")
     before = [figure(name) for name in names]
     usage = httpx.post(
-        f"{url}/v1/completions", json={"model": "m", "prompt": "One two three", "max_tokens": 5}, timeout=60
+        f"{url}/v1/completions", json={"model": "m", "prompt": "One two three", "max_tokens": 5}, timeout=120
     ).json()["usage"]
     after = [figure(name) for name in names]
     assert [b - a for a, b in zip(before, after)] == [1, 5, usage["prompt_tokens"]]
@@ -96,7 +96,7 @@ def test_conversations_that_take_turns_are_not_read_again(
 
         def cached(word: str) -> tuple[int, int]:
             body = {"model": "m", "prompt": f"{word} " * 20, "max_tokens": 2, "temperature": 0}
-            usage = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["usage"]
+            usage = httpx.post(f"{url}/v1/completions", json=body, timeout=120).json()["usage"]
             return usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
 
         first, other, again = cached("plum"), cached("pear"), cached("plum")

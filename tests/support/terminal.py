@@ -8,7 +8,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -82,11 +82,22 @@ class Terminal:
 
 
 @contextmanager
+def started(argv: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """A process, which is killed where the test fails; the `with` of a Popen would wait for it for ever."""
+    with subprocess.Popen(argv, **options) as process:
+        try:
+            yield process
+        except BaseException:
+            process.kill()
+            raise
+
+
+@contextmanager
 def terminal(*argv: str, **options: Any) -> Iterator[Terminal]:
     """tinychat with the arguments `argv` in a Terminal."""
     t = Terminal(argv, **options)
     try:
         yield t
-        t.process.wait(60)
+        t.process.wait(120)
     finally:
         t.close()

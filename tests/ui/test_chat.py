@@ -25,7 +25,7 @@ class Desk:
         self.app, self.pilot, self.script = app, pilot, script
         self.chat, self.controller = app.chat, app.controller
 
-    async def until(self, condition, seconds=30):
+    async def until(self, condition, seconds=120):
         return await until(self.pilot, condition, seconds)
 
     async def type(self, text, *keys):
