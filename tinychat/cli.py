@@ -95,6 +95,9 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     _speculate(chat)
     chat.add_argument("text", metavar="MODEL", nargs="?", help=MODEL_HELP)
     chat.add_argument("-c", "--continue", dest="resume", action="store_true", help="open the last conversation")
+    chat.add_argument(
+        "--plain", action="store_true", help="lines of text only: for dumb terminals, screen readers and pipes"
+    )
     chat.prog, chat.usage = (
         "tinychat",
         "tinychat [-c] [MODEL] [--device DEVICE] [--threads N] | --server URL [--model NAME]",

@@ -458,7 +458,10 @@ def test_the_chat_opens_on_a_model_and_quits(smollm2_path: Path) -> None:
         assert t.process.returncode == 0 and t.restored
 
 
-def test_a_dumb_terminal_is_told_what_works_there():
+def test_a_dumb_terminal_gets_the_plain_chat():
     with terminal(environ={**os.environ, "TERM": "dumb"}) as t:
-        assert "`tinychat run MODEL PROMPT`" in t.read(None) and b"\x1b" not in t.seen
-        assert t.process.wait(60) == 1
+        t.read("/model NAME loads one")
+        t.read("\n> ")
+        t.write(b"\x04")
+        assert t.read(None) and b"\x1b" not in t.seen
+        assert t.process.wait(60) == 0

@@ -33,7 +33,7 @@ from tinychat.backend.protocol import (
     Usage,
     reserve_for,
 )
-from tinychat.chat.calling import ROUNDS, Asked, Done, Run, is_object, room_for
+from tinychat.chat.calling import REPEATS, ROUNDS, Asked, Done, Run, is_object, room_for, stuck
 from tinychat.chat.changes import Asks, Change, Ended, Grew, ModelChanged, Notice, Overflow, Reset, SentBack
 from tinychat.chat.compacting import Summarising
 from tinychat.chat.conversation import Attachment, Conversation, Removed, Turn, summary_line
@@ -607,10 +607,11 @@ class Controller:
         if reason == "stopped" and isinstance(self.state, Stopping) and self.state.repeats:
             reason = "repeated"
         assert r is not None
-        turn, calls, tokens = self.conversation.turns[-1], r.written.made(), r.tokens
+        turn, calls, tokens = self.conversation.turns[-1], r.written.made(reason), r.tokens
         if calls and stats is not None and usage is not None:  # their tokens come as no Piece
             tokens, self.usage = stats.generated_tokens, usage
-        reason = "eos" if reason == "tool_calls" and not calls else reason
+        if reason in ("eos", "tool_calls"):
+            reason = "tool_calls" if calls else "eos"
         kept = {k: getattr(stats, k) for k in KEPT_STATS} if stats is not None else {}
         turn = replace(
             turn,
@@ -632,7 +633,11 @@ class Controller:
         self._store()
         if reason == "repeated":
             self._changes.append(Notice(REPEATED))
-        if reason == "tool_calls":
+        if reason == "tool_calls" and (name := stuck(self.conversation)):
+            text = f"{REPEATS} answers in a row made the same call of {name}; /continue runs it"
+            self._changes.append(Notice(text, error=True))
+            self._measure()
+        elif reason == "tool_calls":
             self._call_next(r.round, {})
         elif reason == "context":
             c = self.conversation
@@ -677,8 +682,10 @@ class Controller:
         index = len(self.conversation.turns)
         if pending:
             self._count.forget()
-            run = Run(self.toolbox, self.permissions, pending[0], self.conversation.id, self._room(), self._tokens)
-            self.conversation = self.conversation.add(Turn("tool", "", call_id=pending[0].id))
+            c, call = self.conversation, pending[0]
+            before = c.repeats(call) if round else ()  # in round 0 the user wants it run
+            run = Run(self.toolbox, self.permissions, call, c.id, self._room(), self._tokens, before)
+            self.conversation = c.add(Turn("tool", "", call_id=call.id))
             self.state = Calling(run, index, round, kept)
             self._changes.append(Reset(index, self.conversation, live=True))
         elif round >= ROUNDS:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tinychat.chat import servers
-from tinychat.chat.calling import ROUNDS, Written
+from tinychat.chat.calling import REPEATS, ROUNDS, Written, result_of, stuck
 from tinychat.chat.controller import KEPT_STATS
 from tinychat.chat.conversation import Attachment, Call, Conversation, Turn
 from tinychat.chat.parameters import Parameters
@@ -123,6 +123,9 @@ def run(
                     kept.save(talk)
             if toolbox is None or not said.calls or round > ROUNDS:
                 break
+            if repeated := stuck(talk):
+                say(f"{REPEATS} answers in a row made the same call of {repeated}; it was not run again")
+                break
             talk = _call(toolbox, permissions, talk, round, called, as_json)
     assert said.finished is not None, "or it has raised"
     finished = said.finished
@@ -196,8 +199,9 @@ def _answer(backend: Backend, request: Request, shown: _Printer, said: _Said) ->
     finally:
         request.cancel.set()
         shown.end()
-    if said.finished is not None and said.finished.reason == "tool_calls":
-        said.calls = written.made()
+    finished = said.finished
+    if finished is not None and finished.reason in ("eos", "tool_calls"):
+        said.calls = written.made(finished.reason)
     if written.note:
         say(f"a call could not be read: {written.note}")
 
@@ -233,7 +237,8 @@ def _call(
     """Runs the calls of the last answer one after the other. Returns the conversation with their results."""
     for call in talk.pending:
         began = time.monotonic()
-        result = toolbox.call(call.name, call.arguments, CallContext(partial(_ask, permissions), threading.Event()))
+        context = CallContext(partial(_ask, permissions), threading.Event())
+        result = result_of(call, talk.repeats(call), toolbox, context)
         spent = time.monotonic() - began
         made = {"round": round, "name": call.name, "arguments": call.arguments}
         called.append({**made, "result": result.text, "state": result.state, "seconds": spent})
@@ -274,7 +279,7 @@ def _local(model: Model, talk: Conversation, options: dict[str, Any]) -> Backend
 
 def _question(prompt: str, files: Sequence[str]) -> Turn:
     """The prompt with its attachments: `files`, and the text of stdin where stdin is a pipe or a file."""
-    from tinychat.ui.chat.attach import read
+    from tinychat.chat.attach import read
 
     attached = [read(expand(name), name) for name in files]
     if prompt != "-" and _stdin_has_text() and (text := sys.stdin.buffer.read().decode("utf-8", "replace")).strip():

@@ -413,7 +413,7 @@ def _sample_spec(s: Sampling, history: Sequence[int], mask: np.ndarray | None) -
     """(what step.c is told of `s` and the mask, the arrays that it points into)."""
     bits = mask.ctypes.data if mask is not None else None
     spec = SampleSpec(s.temperature, s.top_p, s.min_p, s.seed % 2**64, s.top_k, mask=bits)
-    if s.repeat_penalty == 1.0 and s.dry_multiplier <= 0:
+    if not s.penalises:
         return spec, mask
     p = penalties(s, history)
     spec.n_penalised, spec.penalised = len(p.ids), p.ids.ctypes.data

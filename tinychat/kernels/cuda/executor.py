@@ -161,14 +161,15 @@ class CUDAExecutor:
         self, token: int, pos: int, sampling: Sampling, recent: Sequence[int], mask: Mask | None = None
     ) -> Iterator[tuple[int, float]]:
         """See Executor.decode. Up to AHEAD steps are enqueued before one is waited for; with a mask, which depends on
-        the token before, none is, and the host samples."""
+        the token before, none is, and the host samples, as it does for what the kernels do not know: presence and
+        frequency penalty and a bias."""
         self._check([token], pos)
-        if mask is not None:
+        if mask is not None or sampling.presence_penalty or sampling.frequency_penalty or sampling.logit_bias:
             seen = list(recent)
             for at in range(pos, self.max_context):
                 rows = self.forward([token], at, "last")
                 assert rows is not None
-                token, logprob = sample(rows[0], sampling, at, seen, mask())
+                token, logprob = sample(rows[0], sampling, at, seen, mask() if mask else None)
                 seen.append(token)
                 yield token, logprob
             return

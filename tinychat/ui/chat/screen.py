@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -19,9 +19,12 @@ from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import TextArea
 
+from tinychat.chat import attach
 from tinychat.chat.changes import Overflow
+from tinychat.chat.choosing import remember
 from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import Attachment, Turn
+from tinychat.chat.finder import Finder
 from tinychat.chat.history import History
 from tinychat.errors import TinychatError, printable
 from tinychat.tools.builtin import tools_of
@@ -31,15 +34,14 @@ from tinychat.tools.mcp_config import config_path
 from tinychat.tools.protocol import Question
 from tinychat.tools.toolbox import Toolbox
 from tinychat.ui import clipboard
-from tinychat.ui.chat import attach, commands, mcp, models
-from tinychat.ui.chat.finder import Finder
+from tinychat.ui.chat import commands, mcp, models
 from tinychat.ui.chat.markdown import MarkdownView
 from tinychat.ui.chat.message import TurnMessage
 from tinychat.ui.chat.overflow import OverflowScreen
 from tinychat.ui.chat.painter import Painter
 from tinychat.ui.chat.palette import Palette
 from tinychat.ui.chat.permission import PermissionScreen
-from tinychat.ui.chat.prompt import Choice, PromptBox, PromptEditor
+from tinychat.ui.chat.prompt import Choice, PromptBox, PromptEditor, file_choice
 from tinychat.ui.chat.sidebar import Sidebar
 from tinychat.ui.chat.status import StatusLine
 from tinychat.ui.chat.transcript import Transcript
@@ -336,10 +338,16 @@ class ChatScreen(Screen[None]):
         if "@" not in text:
             return ()
         notes: list[str] = []
-        files = await in_daemon(partial(attach.attachments, text, known=known, notes=notes))
+        files = await in_daemon(partial(self.files_in, text, known, notes))
         for note in notes:
             await self.say(note)
         return files
+
+    def files_in(
+        self, text: str, known: Mapping[str, Attachment] | None = None, notes: list[str] | None = None
+    ) -> tuple[Attachment, ...]:
+        """As chat.attach. Not on the screen's thread: it reads them."""
+        return attach.attachments(text, known=known, notes=notes)
 
     def _sent(self, text: str) -> None:
         self.prompt.remember(text)
@@ -423,7 +431,7 @@ class ChatScreen(Screen[None]):
         files: tuple[Attachment, ...] = ()
         if not self.controller.raw:
             with suppress(TinychatError):
-                files = attach.attachments(text)
+                files = self.files_in(text)
         return self.controller.count(Turn("user", text, files=files).content)
 
     def keep_draft(self) -> None:
@@ -643,7 +651,7 @@ class ChatScreen(Screen[None]):
         """Another tokenizer counts the draft; which model is loaded is kept for the next start."""
         self._typed()
         if (choice := self.controller.choice) is not None and self._remember is not None:
-            self.run_worker(in_daemon(partial(models.remember, choice, self._remember)), exclusive=True, group="model")
+            self.run_worker(in_daemon(partial(remember, choice, self._remember)), exclusive=True, group="model")
 
     def show_experts(self, on: bool) -> None:
         """Shows or hides the heat strip, and keeps that. Raises TinychatError when it cannot be kept."""
@@ -660,7 +668,7 @@ class ChatScreen(Screen[None]):
             return []
         if self.finder.due():
             self.run_worker(self._look())
-        files = [attach.choice(name, typed) for name in self.finder.find(typed)]
+        files = [file_choice(name, typed) for name in self.finder.find(typed)]
         return [*files, *mcp.resource_choices(self.mcp, typed)]
 
     async def _look(self) -> None:

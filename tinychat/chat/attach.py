@@ -11,9 +11,8 @@ from pathlib import Path
 from rich.filesize import decimal
 
 from tinychat.chat.conversation import Attachment
+from tinychat.chat.finder import path_of, walk
 from tinychat.errors import TinychatError, printable
-from tinychat.ui.chat.finder import path_of, walk
-from tinychat.ui.chat.prompt import Choice
 
 MAX_BYTES = 256 * 1024  # of a file, and of a folder's files together
 MAX_FILES = 100  # of a folder
@@ -106,13 +105,3 @@ def read(path: Path, name: str) -> Attachment:
 def quoted(name: str) -> str:
     """The @ form of a path."""
     return f'@"{name}"' if re.search(r"\s", name) else f"@{name}"
-
-
-def choice(name: str, typed: str) -> Choice:
-    """The completion of what is `typed` behind @ to the path `name`: a folder can be completed further, and is attached
-    where it is all that was typed."""
-    if not name.endswith("/"):
-        return Choice(f"{quoted(name)} ", name)
-    if name == typed:
-        return Choice(f"{quoted(name)} ", name, "all text files in it")
-    return Choice(quoted(name).rstrip('"'), name)

@@ -2,11 +2,12 @@
 
 import pytest
 
+from tinychat.chat import attach, finder
+from tinychat.chat.attach import attachments
+from tinychat.chat.finder import Finder, complete
 from tinychat.errors import TinychatError
 from tinychat.models.registry import resolve
-from tinychat.ui.chat import attach, finder
-from tinychat.ui.chat.attach import attachments
-from tinychat.ui.chat.finder import Finder, complete
+from tinychat.ui.chat.prompt import file_choice
 
 
 @pytest.mark.parametrize(
@@ -75,5 +76,5 @@ def test_a_folder_attaches_its_text_files(tree, monkeypatch):
         with pytest.raises(TinychatError) as e:
             attachments(text)
         assert why in str(e.value)
-    assert attach.choice("src/my notes/", "src/m").insert == '@"src/my notes/'
-    assert attach.choice("src/my notes/", "src/my notes/").insert == '@"src/my notes/" '
+    assert file_choice("src/my notes/", "src/m").insert == '@"src/my notes/'
+    assert file_choice("src/my notes/", "src/my notes/").insert == '@"src/my notes/" '
