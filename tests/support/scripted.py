@@ -86,6 +86,7 @@ class Script:
     rate: float = 0
     prefill_rate: float = 0
     load_s: float = 0
+    may_load: threading.Event | None = None  # a load does not end before it is set
     fail_load: str = ""
     fail_after: int | None = None
     busy_s: float = 0
@@ -459,6 +460,8 @@ def scripted(script: Script) -> OpenBackend:
             if progress:
                 progress("loading weights", i / 5)
             time.sleep(script.load_s / 5)
+        if script.may_load is not None:
+            script.may_load.wait(60)
         if script.fail_load:
             raise TinychatError(script.fail_load)
         if replaces is not None:

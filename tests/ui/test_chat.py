@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import threading
 from dataclasses import replace
 
 import pytest
@@ -139,9 +140,11 @@ async def test_fast_typing_loses_nothing():
 
 
 async def test_what_is_typed_while_it_loads_or_answers_waits_visibly():
-    async with desk("one " * 2000, "two", rate=150, load_s=1.5, wait=False) as d:
+    may_load = threading.Event()
+    async with desk("one " * 2000, "two", rate=150, may_load=may_load, wait=False) as d:
         await d.send("first")
         await d.until(lambda: "waiting first" in d.screen and "Loading" in d.screen)
+        may_load.set()
         await d.until(lambda: d.answers and d.answers[0].view.source)
         await d.send("second")
         await d.until(lambda: "waiting second" in d.screen)
