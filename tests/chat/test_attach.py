@@ -2,12 +2,13 @@
 
 import pytest
 
-from tinychat.chat import attach, finder
+from tinychat.chat import attach
+from tinychat.chat import file_finder as finder
 from tinychat.chat.attach import attachments
-from tinychat.chat.finder import Finder, complete
+from tinychat.chat.file_finder import Finder, complete
 from tinychat.errors import TinychatError
 from tinychat.models.registry import resolve
-from tinychat.ui.chat.prompt import file_choice
+from tinychat.ui.chat.screen import file_choice
 
 
 @pytest.mark.parametrize(

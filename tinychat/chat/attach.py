@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.filesize import decimal
 
 from tinychat.chat.conversation import Attachment
-from tinychat.chat.finder import path_of, walk
+from tinychat.chat.file_finder import path_of, walk
 from tinychat.errors import TinychatError, printable
 
 MAX_BYTES = 256 * 1024  # of a file, and of a folder's files together

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tinychat.chat import servers
-from tinychat.chat.calling import REPEATS, ROUNDS, Written, result_of, stuck
+from tinychat.chat.calling import ROUNDS, Written, result_of, stuck
 from tinychat.chat.controller import KEPT_STATS
 from tinychat.chat.conversation import Attachment, Call, Conversation, Turn
 from tinychat.chat.parameters import Parameters
@@ -111,9 +111,12 @@ def run(
             say(f"the MCP server {status.config.name} cannot be used: {status.why}")
         say_notes(backend.info.notes)
         tools_offered = toolbox.definitions if toolbox is not None else ()
+        choice: Literal["auto", "none"] = "auto"
         for round in range(1, ROUNDS + 2):
             drop: Literal["oldest", "refuse"] = "oldest" if chosen.drop_oldest else "refuse"
-            request = request_for(talk, seed=seed, overflow=drop, tools=tools_offered, defaults=defaults)
+            request = request_for(
+                talk, seed=seed, overflow=drop, tools=tools_offered, tool_choice=choice, defaults=defaults
+            )
             said = _Said()
             try:
                 _answer(backend, replace(request, thinking=think), shown, said)
@@ -123,10 +126,10 @@ def run(
                     kept.save(talk)
             if toolbox is None or not said.calls or round > ROUNDS:
                 break
-            if repeated := stuck(talk):
-                say(f"{REPEATS} answers in a row made the same call of {repeated}; it was not run again")
-                break
             talk = _call(toolbox, permissions, talk, round, called, as_json)
+            if line := stuck(talk):
+                say(line)
+            choice = "none" if line else "auto"
     assert said.finished is not None, "or it has raised"
     finished = said.finished
     stats = finished.stats
@@ -199,9 +202,8 @@ def _answer(backend: Backend, request: Request, shown: _Printer, said: _Said) ->
     finally:
         request.cancel.set()
         shown.end()
-    finished = said.finished
-    if finished is not None and finished.reason in ("eos", "tool_calls"):
-        said.calls = written.made(finished.reason)
+    if said.finished is not None and said.finished.reason in ("eos", "tool_calls"):
+        said.calls = written.made(said.finished.reason)
     if written.note:
         say(f"a call could not be read: {written.note}")
 

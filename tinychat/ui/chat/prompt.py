@@ -19,7 +19,6 @@ from textual.message import Message
 from textual.widgets import OptionList, Static, TextArea
 from textual.widgets.option_list import Option
 
-from tinychat.chat.attach import quoted
 from tinychat.errors import printable
 from tinychat.ui.chat.folds import Folds
 from tinychat.ui.editor import Editor
@@ -44,16 +43,6 @@ class Choice:
     label: str
     help: str = ""
     final: bool = False
-
-
-def file_choice(name: str, typed: str) -> Choice:
-    """The completion of what is `typed` behind @ to the path `name`: a folder can be completed further, and is attached
-    where it is all that was typed."""
-    if not name.endswith("/"):
-        return Choice(f"{quoted(name)} ", name)
-    if name == typed:
-        return Choice(f"{quoted(name)} ", name, "all text files in it")
-    return Choice(quoted(name).rstrip('"'), name)
 
 
 class Completions(Protocol):

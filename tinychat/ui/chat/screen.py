@@ -24,7 +24,7 @@ from tinychat.chat.changes import Overflow
 from tinychat.chat.choosing import remember
 from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import Attachment, Turn
-from tinychat.chat.finder import Finder
+from tinychat.chat.file_finder import Finder
 from tinychat.chat.history import History
 from tinychat.errors import TinychatError, printable
 from tinychat.tools.builtin import tools_of
@@ -41,7 +41,7 @@ from tinychat.ui.chat.overflow import OverflowScreen
 from tinychat.ui.chat.painter import Painter
 from tinychat.ui.chat.palette import Palette
 from tinychat.ui.chat.permission import PermissionScreen
-from tinychat.ui.chat.prompt import Choice, PromptBox, PromptEditor, file_choice
+from tinychat.ui.chat.prompt import Choice, PromptBox, PromptEditor
 from tinychat.ui.chat.sidebar import Sidebar
 from tinychat.ui.chat.status import StatusLine
 from tinychat.ui.chat.transcript import Transcript
@@ -72,6 +72,7 @@ class ChatScreen(Screen[None]):
     VERTICAL_BREAKPOINTS = [(0, "-short"), (20, "-high")]
     AUTO_FOCUS = "#prompt"
     COMMANDS = {Palette}
+    attaches = True  # @ in a message reads a file of this machine
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "stop", "stop", tooltip="stop; keeps the partial answer"),
         Binding("escape", "keep", "cancel edit"),
@@ -674,6 +675,17 @@ class ChatScreen(Screen[None]):
     async def _look(self) -> None:
         await in_daemon(self.finder.look)
         self.box.find()
+
+
+def file_choice(name: str, typed: str) -> Choice:
+    """The completion of what is `typed` behind @ to the path `name`: a folder can be completed further, and is attached
+    where it is all that was typed."""
+    written = attach.quoted(name)
+    if not name.endswith("/"):
+        return Choice(f"{written} ", name)
+    if name == typed:
+        return Choice(f"{written} ", name, "all text files in it")
+    return Choice(written.rstrip('"'), name)
 
 
 def _is_command(text: str) -> bool:
