@@ -698,6 +698,21 @@ async def test_a_draft_survives_commands_edits_and_mistyped_ones():
         await d.type("?", "enter")
         await d.settle()
         assert d.turns[0].text == "question?" and d.chat.prompt.text == draft
+        await d.pilot.press("ctrl+up", "up", "e")
+        await d.type(" And why?")
+        await from_palette("rename")
+        await d.type("Yours", "enter")
+        await d.until(lambda: d.controller.conversation.name == "Yours" and d.chat.prompt.text == "question? And why?")
+        await from_palette("rename")
+        await d.pilot.press("escape")
+        assert d.chat.prompt.text == "question? And why?" and d.chat.editing == 0, "a command inside of an edit"
+        await d.pilot.press("escape")
+        assert d.chat.prompt.text == draft and d.chat.editing is None
+        await d.pilot.press("ctrl+home", "up")
+        assert d.chat.prompt.text == "question? And why?", "what was not sent is behind the up key"
+        await d.type("!", "enter")
+        await d.settle()
+        assert d.turns[-2].text == "question? And why?!" and d.chat.prompt.text == draft
         d.chat.prompt.put("/sytem You are long and kind.")
         await d.pilot.press("escape", "enter")
         await d.until(lambda: any("no command /sytem" in n for n in d.notes))
