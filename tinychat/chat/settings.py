@@ -39,6 +39,7 @@ class Settings:
     model: str = ""  # registry name, path or URL; "" = ask with the picker
     threads: int | None = None  # None = as many as the machine has cores
     theme: str = ""  # "" = tinychat's own
+    notify: str = "bell"  # when an answer is done that nobody looks at, or took long: off, bell, desktop
     experts: bool = False  # the heat strip of experts in the panel
     kv_cache_gb: float = 4.0  # most disk space for saved KV caches, 10^9 bytes; 0 = save none
     parameters: Parameters = field(default_factory=Parameters)
@@ -52,6 +53,7 @@ _KEYS: dict[str, tuple[tuple[type, ...], Callable[[Any], bool], str]] = {
     "model": ((str,), lambda v: True, "a string"),
     "threads": ((int,), lambda v: 1 <= v <= 1024, "a whole number from 1 to 1024"),
     "theme": ((str,), lambda v: True, "a string"),
+    "notify": ((str,), lambda v: v in ("off", "bell", "desktop"), '"off", "bell" or "desktop"'),
     "experts": ((bool,), lambda v: True, "true or false"),
     "kv_cache_gb": ((int, float), lambda v: 0 <= v < 1e6, "a number of gigabytes, 0 or more"),
 }

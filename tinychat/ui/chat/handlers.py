@@ -53,6 +53,10 @@ async def fork(chat: ChatView, text: str) -> None:
     await chat.say("this is a copy; the original is in /conversations")
 
 
+async def find(chat: ChatView, text: str) -> None:
+    await chat.find(text)
+
+
 async def skip(chat: ChatView, text: str) -> None:
     chat.controller.skip_thinking()
 

@@ -21,6 +21,7 @@ EXAMPLE = """# tinychat's settings. What is left out has its default.
 # model = "smollm2:135m"     # what `tinychat` opens; without it, it asks
 # threads = 4
 # theme = "tinychat-dark"
+# notify = "desktop"         # when an answer is done and unseen: off, bell, desktop
 # experts = true             # the heat strip of the experts, as /experts
 # kv_cache_gb = 4            # disk for the caches of conversations; 0 = none
 
