@@ -1,5 +1,8 @@
 """Reading a long conversation: its summary, finding text in it, new text below."""
 
+from dataclasses import replace
+
+from tests.support.scripted import INFO
 from tests.ui.test_chat import desk
 from tinychat.chat.conversation import Conversation, Turn
 from tinychat.ui.chat.findbar import FindBar
@@ -39,7 +42,8 @@ def talk(turns):
 
 
 async def test_finding_text_and_new_text_below():
-    async with desk("Line.\n\n" * 9000, size=(80, 24), rate=100) as d:
+    roomy = replace(INFO, max_context=60000)
+    async with desk("Line.\n\n" * 9000, size=(80, 24), rate=100, info=roomy) as d:
         d.controller.open(talk(100))
         await d.pilot.pause()
         await d.pilot.press("ctrl+f", *"needle")
