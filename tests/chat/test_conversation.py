@@ -6,8 +6,11 @@ from dataclasses import replace
 import pytest
 
 from tinychat.chat.conversation import Attachment, Conversation, Turn, to_markdown
-from tinychat.chat.parameters import PARAMETERS, Parameters, get_parameter, set_parameter
+from tinychat.chat.parameters import PARAMETERS, Parameters, get_parameter, set_parameter, shown
+from tinychat.chat.request import request_for
+from tinychat.engine.sampling_defaults import sampling_defaults
 from tinychat.errors import TinychatError
+from tinychat.models.registry import sampling_of
 
 
 def talk(*texts: str, **kw) -> Conversation:
@@ -202,3 +205,88 @@ def test_format_1_has_no_versions_and_gets_ids():
     c = Conversation.from_dict(old)
     assert [(t.id, t.parent) for t in c.turns] == [(1, 0), (2, 1)] and c.others == ()
     assert c.fork().title == "a (fork)" and c.fork().fork().fork().title == "a (fork 3)"
+
+
+def branched() -> Conversation:
+    """Two questions; the first has the answers b and B, and B is followed by C, D."""
+    c = talk("a", "b", "c", "d")
+    c = c.regenerate(1).add(Turn("assistant", "B", stop_reason="eos"))
+    return c.add(Turn("user", "C")).add(Turn("assistant", "D", stop_reason="eos"))
+
+
+def sound(c: Conversation) -> None:
+    """Every turn has a parent of the right role, and no id is there twice."""
+    every = {t.id: t for t in (*c.turns, *c.others)}
+    assert len(every) == len(c.turns) + len(c.others) and 0 not in every
+    for turn in every.values():
+        above = every[turn.parent].role if turn.parent else None
+        assert (
+            above
+            in {"user": (None, "assistant"), "assistant": ("user", "tool"), "tool": ("assistant", "tool")}[turn.role]
+        )
+    assert [t.parent for t in c.turns] == [0, *(t.id for t in c.turns[:-1])]
+
+
+def test_an_edited_answer_is_a_version_that_is_sent():
+    c = talk("a", "b", "c", "d")
+    edited = c.edit_answer(1, "better")
+    assert contents(edited) == ["a", "better"] and edited.turns[1].edited and edited.turns[1].complete
+    assert (
+        len(edited.versions(1)) == 2 and edited.switch(1, -1).turns == c.turns and "*(edited)*" in to_markdown(edited)
+    )
+    assert c.edit_answer(1, "b") is c and Conversation.from_dict(edited.as_dict()) == edited
+    for index, text in ((0, "x"), (1, "  ")):
+        with pytest.raises(TinychatError):
+            c.edit_answer(index, text)
+
+
+@pytest.mark.parametrize(
+    "index,shown,also",
+    [
+        (0, ["C", "D"], "c"),  # a question: its answers go, what followed either of them stays, as versions
+        (1, ["a", "b", "C", "D"], "c"),  # a version of an answer: what followed it follows the other one
+        (2, ["a", "B"], "c"),
+        (3, ["a", "B"], "c"),  # an answer without another version goes with its question
+    ],
+)
+def test_a_deleted_turn_takes_nothing_else_along_and_comes_back(index, shown, also):
+    c = replace(branched(), first=2)
+    less, removed = c.remove(index)
+    sound(less)
+    assert contents(replace(less, first=0)) == shown and also in {t.text for t in (*less.turns, *less.others)}
+    assert len(less.turns) + len(less.others) + len(removed.turns) == len(c.turns) + len(c.others)
+    more = less.add(Turn("user", "more"))
+    again = more.put_back(removed)
+    sound(again)
+    assert again.turns[:4] == c.turns and "more" in {t.text for t in (*again.turns, *again.others)}
+    places = [{t.id: (t.parent, t.text) for t in (*each.turns, *each.others)} for each in (c, again)]
+    assert places[0].items() <= places[1].items()
+
+
+def test_a_deleted_turn_that_is_not_sent_leaves_the_rest_unsent():
+    c = replace(talk("a", "b", "c", "d", "e", "f"), first=4)
+    less, _ = c.remove(0)
+    assert [t.text for t in less.sent] == ["e", "f"] and [t.text for t in c.remove(4)[0].sent] == []
+    with pytest.raises(TinychatError, match="all of the conversation"):
+        talk("a", "b").remove(1)
+
+
+def test_the_models_own_sampling_is_used_where_the_user_has_set_nothing():
+    model = sampling_defaults(
+        {
+            "general.sampling.temp": 0.6000000238418579,
+            "general.sampling.top_k": 20,
+            "general.sampling.top_p": float("nan"),
+            "general.sampling.min_p": 7,
+            "general.sampling.penalty_repeat": "1.1",
+        }
+    )
+    assert model == {"temperature": 0.6, "top_k": 20}
+    p = set_parameter(Parameters(), "top_k", "40")  # tinychat's own value, but said by the user
+    for same in (p, Parameters.from_dict(json.loads(json.dumps(p.as_dict())))):
+        assert (same.sampling_of(model).temperature, same.sampling_of(model).top_k) == (0.6, 40)
+    assert shown(p, "temperature", model) == "0.6, the model's default" and shown(p, "top_k", model) == "40"
+    assert set_parameter(p, "top_k", "default").sampling_of(model).top_k == 20
+    request = request_for(talk("a"), defaults=model)
+    assert (request.sampling.temperature, request.sampling.min_p) == (0.6, 0.05)
+    assert sampling_of("qwen3:8b")["top_k"] == 20 and not sampling_of("smollm2:135m") and not sampling_of("qwen3:1")

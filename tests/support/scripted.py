@@ -283,6 +283,9 @@ class ScriptedBackend:
     def tokenize(self, text: str, *, special: bool, whole: bool) -> list[int]:
         return self.tokenizer.encode(text, special)
 
+    def prompt_text(self, request: Request) -> str:
+        return self.thread.call(lambda: self._prompts.text(request))
+
     def forget(self, conversation: str) -> None:
         pass
 
@@ -295,7 +298,7 @@ class ScriptedBackend:
     # the thread
 
     def _events(self, request: Request) -> Iterator[Event]:
-        if request.logit_bias or request.logprobs or not all("function" in tool for tool in request.tools):
+        if request.sampling.logit_bias or request.logprobs or not all("function" in tool for tool in request.tools):
             yield Failed("the script has no logit_bias and no top_logprobs, and a tool has a function", "invalid")
             return
         nothing = Finished("stopped", Usage(limit=self.info.max_context), self.stats)

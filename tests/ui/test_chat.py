@@ -110,6 +110,10 @@ async def test_enter_sends_and_new_lines_and_pastes_do_not():
         d.chat.prompt.post_message(events.Paste("x\r\ny\n" + "z\n" * 40))
         await d.pilot.pause()
         assert d.chat.prompt.text == "a\nb\ncx\ny\n" + "z\n" * 40 and not d.turns
+        await d.until(lambda: "c[42 lines, 43 tokens]" in d.screen.replace("\xa0", " "))
+        await d.until(lambda: "tab unfolds · 4" in d.screen)
+        await d.pilot.press("tab")
+        assert "lines" not in d.screen and d.chat.prompt.text == "a\nb\ncx\ny\n" + "z\n" * 40
         assert 6 <= d.chat.prompt.size.height <= 8, "a third of the screen at most"
         await d.pilot.press("enter")
         await d.until(lambda: d.turns)
@@ -567,7 +571,7 @@ async def test_the_palette_knows_the_commands():
     async with desk("one") as d:
         await d.ask("a")
         await d.pilot.press("ctrl+p")
-        await d.until(lambda: "/edit [N]" in d.screen and "/model [NAME]" in d.screen)
+        await d.until(lambda: "/edit [N" in d.screen and "/model [NAME]" in d.screen)
         await d.pilot.press(*"rename")
         await d.until(lambda: "/rename NAME" in d.screen and "/edit" not in d.screen)
         await d.pilot.press("enter")
@@ -783,3 +787,64 @@ async def test_reopening_what_another_program_has_changed(tmp_path):
         assert d.controller.conversation.id == id and d.turns[-1].text == "theirs"
         assert other.load(id).turns[-1].text == "theirs" and len(other.find()) == 2
         other.close()
+
+
+async def test_an_answer_is_edited_and_a_turn_deleted_and_both_come_back():
+    async with desk("one", "two", "three") as d:
+        await d.ask("first")
+        await d.ask("second")
+        await d.type("a draft")
+        await d.pilot.press("ctrl+up", "ctrl+up", "ctrl+up", "e")
+        assert d.chat.prompt.text == "one", "the answer is in the prompt"
+        d.chat.prompt.text = "/uno @nobody"
+        await d.pilot.press("enter")
+        await d.until(lambda: len(d.turns) == 2 and any("other version" in n for n in d.notes))
+        assert d.turns[1].text == "/uno @nobody" and d.chat.prompt.text == "a draft"
+        await d.until(lambda: "edited" in d.screen and "‹ 2/2 ›" in d.screen)
+        d.chat.prompt.clear()
+        await d.ask("third")
+        assert "/uno @nobody" in d.script.prompts[-1] and "one" not in d.script.prompts[-1]
+        await d.pilot.press("ctrl+up", "d")
+        await d.until(lambda: len(d.turns) == 2 and any(n.startswith("deleted the question") for n in d.notes))
+        await d.send("/undo")
+        await d.until(lambda: [t.text for t in d.turns] == ["first", "/uno @nobody", "third", "three"])
+        await d.send("/delete 2")
+        await d.until(lambda: [t.text for t in d.turns] == ["first", "one", "third", "three"])
+
+
+async def test_a_folded_paste_is_one_thing_and_always_the_whole_text(tmp_path):
+    history = History(tmp_path / "h.db")
+    async with desk(history=history) as d:
+        prompt, one, two = d.chat.prompt, "first\n" * 300, "other\n" * 300
+
+        async def paste(text):
+            prompt.post_message(events.Paste(text))
+            await d.pilot.pause()
+
+        await d.type("see ")
+        await paste(one)
+        await d.type(" and ")
+        await paste(two)
+        await paste("short\npaste")
+        whole = f"see {one} and {two}short\npaste"
+        await d.until(lambda: d.screen.replace("\xa0", " ").count("[300 lines, 301 tokens") == 2)
+        assert prompt.text == whole and prompt.document.line_count == 2
+        await d.pilot.press("ctrl+home", *["right"] * 5)
+        assert prompt.cursor_location[1] == prompt.document.get_line(0).index("]") + 1, "the cursor steps over it"
+        await d.pilot.press("backspace")
+        assert prompt.document.line_count == 302 and prompt.text == whole, "it unfolds before anything is deleted"
+        await d.pilot.press("ctrl+z")
+        assert prompt.document.line_count == 2 and prompt.text == whole
+        prompt.select_all()
+        assert prompt.selected_text == whole
+        await d.pilot.press("ctrl+x")
+        assert d.app.clipboard == whole and not prompt.text
+        await d.pilot.press("ctrl+z")
+        d.chat.keep_draft()
+        assert history.draft("") == whole
+        prompt.set_aside("/rename x")
+        prompt.bring_back()
+        assert prompt.document.line_count == 2 and prompt.text == whole
+        await d.pilot.press("enter")
+        await d.settle()
+        assert d.turns[0].text == whole and one.strip() in d.script.prompts[0]

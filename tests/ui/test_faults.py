@@ -206,6 +206,24 @@ async def test_a_fault_behind_a_sheet_is_seen():
         await lives_on(app, pilot)
 
 
+async def test_a_worker_that_outlives_its_sheet_is_no_fault():
+    """As Textual's palette, which still fills its list when a key has closed it."""
+    async with running() as (app, pilot):
+        await pilot.press("f1")
+        await until(pilot, lambda: app.screen is not app.chat)
+        sheet = app.screen
+
+        async def late():
+            sheet.query_one("#rows")
+
+        await pilot.press("escape")
+        await until(pilot, lambda: sheet not in app.screen_stack)
+        worker = app.run_worker(late)
+        await until(pilot, lambda: worker.is_finished)
+        assert worker.error is not None and not taken()
+        await lives_on(app, pilot)
+
+
 async def test_an_exception_before_the_screen_ends_with_one_line(monkeypatch, capsys):
     app = TinychatApp("m", INFO.path, open_backend=scripted(Script(["Hello!"])))
     monkeypatch.setattr(type(app.chat), "compose", fail)

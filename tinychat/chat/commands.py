@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import to_markdown
-from tinychat.chat.parameters import PARAMETERS, get_parameter, set_parameter
+from tinychat.chat.parameters import PARAMETERS, set_parameter, shown
 from tinychat.chat.schema import read_schema
 from tinychat.errors import TinychatError, printable
 from tinychat.files import expand
@@ -147,18 +147,15 @@ def _system(session: Commanded, text: str) -> str:
 
 def _set(session: Commanded, text: str) -> str:
     name, _, value = text.strip().partition(" ")
-    p = session.controller.conversation.parameters
+    c = session.controller
+    p, defaults = c.conversation.parameters, c.sampling_defaults
     if not name:
-        return ", ".join(f"{name} {_value(name, get_parameter(p, name))}" for name in PARAMETERS)
+        return ", ".join(f"{name} {shown(p, name, defaults)}" for name in PARAMETERS)
     changed = set_parameter(p, name, value) if value.strip() or name not in PARAMETERS else p
     if changed is not p:
-        session.controller.set_parameters(changed)
+        c.set_parameters(changed)
     meaning = "" if value.strip() else f": {PARAMETERS[name].help}"
-    return f"{name} is {_value(name, get_parameter(changed, name))}{meaning}"
-
-
-def _value(name: str, value: float | int | None) -> str:
-    return PARAMETERS[name].empty if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{name} is {shown(changed, name, defaults)}{meaning}"
 
 
 def _raw(session: Commanded, text: str) -> str:
@@ -243,7 +240,7 @@ COMMANDS: dict[str, TextCommand] = {
         TextCommand("new", "", "new conversation; this one is kept", _new, aliases=("clear",)),
         TextCommand("rename", "NAME", "name this conversation", _rename),
         TextCommand("regenerate", "", "a new answer; the old one stays as a version", _regenerate),
-        TextCommand("undo", "", "undo the last edit, new answer, switch or summary", _undo),
+        TextCommand("undo", "", "undo the last edit, new answer, switch, summary or delete", _undo),
         TextCommand("compact", "[N]", "summarise all but your last message (or the last N)", _compact),
         TextCommand("continue", "", "continue the last answer", _continue),
         TextCommand("start", "TEXT", "begin the answer with TEXT", _start),

@@ -33,12 +33,13 @@ from tinychat.backend.protocol import (
     Usage,
     reserve_for,
 )
-from tinychat.chat.calling import ROUNDS, Asked, Done, Run, is_object, room_for
+from tinychat.chat.calling import REPEATS, ROUNDS, Asked, Done, Run, is_object, room_for, stuck
 from tinychat.chat.changes import Asks, Change, Ended, Grew, ModelChanged, Notice, Overflow, Reset, SentBack
 from tinychat.chat.compacting import Summarising
-from tinychat.chat.conversation import Attachment, Conversation, Turn, summary_line
+from tinychat.chat.conversation import Attachment, Conversation, Removed, Turn, summary_line
 from tinychat.chat.loading import OpenBackend, start_loading
 from tinychat.chat.parameters import Parameters
+from tinychat.chat.repetition import Repetition
 from tinychat.chat.request import request_for
 from tinychat.chat.saving import Saver
 from tinychat.chat.state import (
@@ -53,8 +54,10 @@ from tinychat.chat.state import (
     State,
     Stopping,
 )
+from tinychat.chat.titles import Titles
 from tinychat.chat.usage_count import UsageCount
 from tinychat.errors import SLOW, TinychatError
+from tinychat.models import registry
 from tinychat.tools.permission import Permissions
 from tinychat.tools.protocol import PermissionAnswer, Question, Result
 from tinychat.tools.toolbox import LIMIT, Toolbox
@@ -70,6 +73,14 @@ KEPT_STATS = (
     "decode_tok_s",
 )  # of Stats, with an answer
 NOTHING = Grew("", "", 0)
+REPEATED = (
+    "the answer repeated itself and was stopped: ctrl+r asks again, f5 continues it all the same; "
+    "stop_repetition = false in /settings never stops one"
+)
+COUNTED = (
+    400_000  # characters: of a longer text, which takes the tokenizer more than a second, the tokens are estimated
+)
+ESTIMATED = 40_000  # characters, from which
 
 
 @dataclass(frozen=True)
@@ -82,7 +93,9 @@ class Trace:
 
 class Controller:
     """`save` is called with the conversation whenever it changed, at most once a second while an answer grows.
-    `toolbox` has what the model may call (nothing at first), `permissions` what the user has allowed of it."""
+    `toolbox` has what the model may call (nothing at first), `permissions` what the user has allowed of it.
+    `stop_repetition`: an answer that repeats itself without end is stopped. `titles`: a model on this computer gives a
+    conversation a title after its first answer."""
 
     def __init__(
         self,
@@ -91,6 +104,8 @@ class Controller:
         save: Callable[[Conversation], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         permissions: Permissions | None = None,
+        stop_repetition: bool = False,
+        titles: bool = False,
     ) -> None:
         self.state: State = Idle()
         self.backend: Backend | None = None  # that answers, while nothing is being loaded
@@ -101,12 +116,12 @@ class Controller:
         self.raw = False
         self._held: Overflow | None = None  # asks again when the model is loaded with a larger context
         self.toolbox, self.permissions = Toolbox(), permissions or Permissions()
-        self._left: list[int] = []  # ids of the last turns of paths that were left, for undo
-        self._open_backend, self._clock = open_backend, clock
+        self._left: list[int | Removed] = []  # for undo: last turns (ids) of paths that were left, and what was deleted
+        self._open_backend, self._clock, self._stop_repetition = open_backend, clock, stop_repetition
         self._saver = Saver(save, clock)
         self._changes: list[Change] = []
         self._choice: ModelChoice | None = None  # the model that was asked for last
-        self._count = UsageCount()
+        self._count, self._titles = UsageCount(), Titles(titles, clock)
 
     # state
 
@@ -150,13 +165,27 @@ class Controller:
         return self.backend.info if self.backend is not None and self.ready else None
 
     @property
+    def sampling_defaults(self) -> Mapping[str, float]:
+        """What the model's file or the registry says about sampling, by field of Sampling."""
+        if (info := self.info) is None or not info.can.instruments:  # a server has its own
+            return {}
+        return info.sampling or registry.sampling_of(self.conversation.model)
+
+    @property
     def loaded(self) -> Path | None:
         """The file of the model that answers, or of the one being loaded."""
         return self._choice.path if self._choice is not None and (self.backend or self.loading) else None
 
     @property
+    def choice(self) -> ModelChoice | None:
+        """The model that answers, as it was asked for; None while nothing is loaded."""
+        return self._choice if self.ready else None
+
+    @property
     def stats(self) -> Stats | None:
-        """The figures of this moment."""
+        """The figures of this moment, but for those of a title that is being made."""
+        if self._titles.stats is not None:
+            return self._titles.stats
         return self.backend.snapshot() if self.backend is not None and self.ready else None
 
     @property
@@ -230,6 +259,10 @@ class Controller:
     def rename(self, name: str) -> None:
         self._set(self.conversation.rename(name))
 
+    def move(self, project: str) -> None:
+        """Puts the conversation into a project; "" takes it out."""
+        self._set(self.conversation.move(project))
+
     # asking
 
     def ask(self, turn: Turn) -> None:
@@ -252,8 +285,24 @@ class Controller:
         self._start(conversation, len(conversation.turns) - begun, go_on=begun)
 
     def edit(self, index: int, text: str, files: tuple[Attachment, ...] = ()) -> None:
+        """Asks with another text and files in place of the user's turn `index`, or puts `text` in place of answer
+        `index`. The present one stays as a version."""
         self._idle("edit")
-        self._start(self.conversation.edit(index, text, files), index)
+        if self.conversation.turns[index].role == "user":
+            self._start(self.conversation.edit(index, text, files), index)
+            return
+        left = self.conversation.turns[-1].id
+        if self._show(self.conversation.edit_answer(index, text)):
+            self._left.append(left)
+
+    def delete(self, index: int) -> str:
+        """Deletes turn `index`, as Conversation.remove says; returns what that was, in words."""
+        self._idle("delete")
+        conversation, removed = self.conversation.remove(index)
+        self._show(conversation)
+        self._left.append(removed)
+        question = any(turn.role == "user" for turn in removed.turns)
+        return "the question and its answer" if question else "this version of the answer"
 
     def switch(self, index: int, step: int) -> None:
         """Shows the next or previous version of turn `index`."""
@@ -270,13 +319,16 @@ class Controller:
             self._left.append(left)
 
     def undo(self) -> None:
-        """Shows the turns again that were shown before the last edit, new answer or switch."""
+        """Shows the turns again that were shown before the last edit, new answer, switch or delete."""
         self._idle("undo")
         if not self._left:
-            raise TinychatError("there is no edit, new answer, switch or summary to undo")
+            raise TinychatError("there is no edit, new answer, switch, summary or delete to undo")
         left, c = self._left.pop(), self.conversation
-        place = next((i for i, turn in enumerate(c.turns) if turn.id == left), None)
-        self._show(c.show(left) if place is None else c.cut(place + 1))  # a summary came right after what was left
+        if isinstance(left, Removed):
+            self._show(c.put_back(left))
+        else:
+            place = next((i for i, turn in enumerate(c.turns) if turn.id == left), None)
+            self._show(c.show(left) if place is None else c.cut(place + 1))  # a summary came right after what was left
 
     def _show(self, conversation: Conversation) -> bool:
         """Shows another path of the conversation; False when it is the present one."""
@@ -369,6 +421,7 @@ class Controller:
         if self.backend is None or not self.ready:
             raise TinychatError("no model is loaded yet; wait for it or choose one with /model")
         self._count.forget()
+        self._titles.cancel()
         self.state = Compacting(Summarising(self.backend, conversation, end), conversation, overflow)
         self._changes.append(Notice("the model summarises the oldest turns"))
 
@@ -389,7 +442,8 @@ class Controller:
             asked = c
         typed = () if {t.id for t in (*c.turns, *c.others)} >= {asked.turns[-1].id} else asked.turns[-1:]
         rest = asked.turns[: len(asked.turns) - len(typed)]
-        compacted = replace(asked, turns=rest, parameters=c.parameters, name=c.name).compact(summary.end, summary.turn)
+        now = replace(asked, parameters=c.parameters, name=c.name, model_title=c.model_title, project=c.project)
+        compacted = replace(now, turns=rest).compact(summary.end, summary.turn)
         self._left.append(c.turns[-1].id)
         start = min(summary.end, _first_other(c, compacted))
         self._set(compacted)
@@ -424,6 +478,7 @@ class Controller:
         elif (r := self.running) is not None:
             self._poll_answer(r)
         self._poll_count()
+        self._poll_title()
         if self._saver.due(growing=self.running is not None):
             self._store()
         self._changes += self._saver.poll()
@@ -431,6 +486,13 @@ class Controller:
             self.ask(self.queue.pop(0))
         changes, self._changes = self._changes, []
         return changes
+
+    def _poll_title(self) -> None:
+        if title := self._titles.poll():
+            self._set(replace(self.conversation, model_title=title))
+        rests = not self.busy and not self.queue and not self.measuring
+        if rests and (instruments := self.instruments) is not None and self._titles.wanted(self.conversation):
+            self._titles.ask(instruments, self.conversation, self._offered())
 
     def elapsed_thinking(self) -> float:
         """Seconds of thinking in the running answer."""
@@ -520,7 +582,10 @@ class Controller:
     def _take(self, piece: Piece, grown: Grew) -> Grew:
         r = self.running
         assert r is not None
-        self._hold(r.take(piece, self._clock()))
+        r = self._hold(r.take(piece, self._clock()))
+        if r.repetition is not None and r.repetition.feed(piece.text) and not r.cancel.is_set():
+            r.cancel.set()
+            self.state = Stopping(r, repeats=True)
         self.trace.tokens.extend(piece.tokens)
         thinking, answer = (piece.text, "") if piece.kind == "thinking" else ("", piece.text)
         return Grew(grown.thinking + thinking, grown.answer + answer, grown.tokens + len(piece.tokens))
@@ -546,11 +611,14 @@ class Controller:
 
     def _finish(self, reason: str, stats: Stats | None, usage: Usage | None = None) -> None:
         r, skip = self.running, isinstance(self.state, Stopping) and self.state.skip
+        if reason == "stopped" and isinstance(self.state, Stopping) and self.state.repeats:
+            reason = "repeated"
         assert r is not None
-        turn, calls, tokens = self.conversation.turns[-1], r.written.made(), r.tokens
+        turn, calls, tokens = self.conversation.turns[-1], r.written.made(reason), r.tokens
         if calls and stats is not None and usage is not None:  # their tokens come as no Piece
             tokens, self.usage = stats.generated_tokens, usage
-        reason = "eos" if reason == "tool_calls" and not calls else reason
+        if reason in ("eos", "tool_calls"):
+            reason = "tool_calls" if calls else "eos"
         kept = {k: getattr(stats, k) for k in KEPT_STATS} if stats is not None else {}
         turn = replace(
             turn,
@@ -570,7 +638,13 @@ class Controller:
             return
         self._changes.append(Ended(index, turn))
         self._store()
-        if reason == "tool_calls":
+        if reason == "repeated":
+            self._changes.append(Notice(REPEATED))
+        if reason == "tool_calls" and (name := stuck(self.conversation)):
+            text = f"{REPEATS} answers in a row made the same call of {name}; /continue runs it"
+            self._changes.append(Notice(text, error=True))
+            self._measure()
+        elif reason == "tool_calls":
             self._call_next(r.round, {})
         elif reason == "context":
             c = self.conversation
@@ -615,8 +689,10 @@ class Controller:
         index = len(self.conversation.turns)
         if pending:
             self._count.forget()
-            run = Run(self.toolbox, self.permissions, pending[0], self.conversation.id, self._room(), self._tokens)
-            self.conversation = self.conversation.add(Turn("tool", "", call_id=pending[0].id))
+            c, call = self.conversation, pending[0]
+            before = c.repeats(call) if round else ()  # in round 0 the user wants it run
+            run = Run(self.toolbox, self.permissions, call, c.id, self._room(), self._tokens, before)
+            self.conversation = c.add(Turn("tool", "", call_id=call.id))
             self.state = Calling(run, index, round, kept)
             self._changes.append(Reset(index, self.conversation, live=True))
         elif round >= ROUNDS:
@@ -652,14 +728,22 @@ class Controller:
         """The longest result, in characters."""
         return room_for(self.usage.free) if self.usage.limit else LIMIT
 
-    def _tokens(self, text: str) -> int:
-        """Of a result, on the thread of its call. A local model's tokenizer is asked, which waits for nothing: the
-        engine's thread may be saving the KV cache."""
+    def count(self, text: str) -> tuple[int, bool]:
+        """The tokens of `text`, on a thread of the caller's, and whether they are counted; otherwise estimated. A local
+        model's tokenizer is asked, which waits for nothing: the engine's thread may be saving the KV cache. A server
+        is not: what is not sent does not leave this computer. Raises TinychatError."""
         if (backend := self.backend) is None:
-            return 0
-        if self.instruments is not None:
-            return len(cast(Tokenizing, backend).tokenize(text, special=False, whole=False))
-        return backend.measure(Request(raw=text)).prompt
+            return 0, False
+        if self.instruments is not None and len(text) <= COUNTED:
+            return len(cast(Tokenizing, backend).tokenize(text, special=False, whole=False)), True
+        if self.instruments is not None:  # as many as in its first part
+            start = len(cast(Tokenizing, backend).tokenize(text[:ESTIMATED], special=False, whole=False))
+            return start * len(text) // ESTIMATED, False
+        return backend.measure(Request(raw=text)).prompt, False
+
+    def _tokens(self, text: str) -> int:
+        """Of a result, on the thread of its call."""
+        return self.count(text)[0]
 
     def _failed(self, event: Failed) -> None:
         r = self.running
@@ -732,8 +816,17 @@ class Controller:
         p, last = conversation.parameters, conversation.turns[-1]
         seed = random.getrandbits(32) if p.seed is None else p.seed
         leave_out: Literal["refuse", "oldest"] = "oldest" if p.drop_oldest else "refuse"
-        request = request_for(conversation, go_on=go_on, seed=seed, overflow=leave_out, tools=self._offered())
+        request = request_for(
+            conversation,
+            go_on=go_on,
+            seed=seed,
+            overflow=leave_out,
+            tools=self._offered(),
+            defaults=self.sampling_defaults,
+        )
+        watch = self._stop_repetition and not (go_on and last.stop_reason == "repeated")
         self._count.forget()
+        self._titles.cancel()
         if len(conversation.others) > len(self.conversation.others):
             self._left.append(self.conversation.turns[-1].id)
         self.state = Answering(
@@ -748,16 +841,18 @@ class Controller:
             round=round,
             before_tokens=int(last.stats.get("generated_tokens", 0)) if go_on else 0,
             thought_s=last.thinking_s if go_on else 0.0,
+            repetition=Repetition(code=p.schema is not None) if watch else None,
         )
         if go_on:
             self.conversation = conversation.with_last(replace(last, stop_reason=""))
         else:
-            self.conversation = conversation.add(Turn("assistant", "", raw=last.raw))
+            self.conversation = conversation.add(Turn("assistant", "", raw=last.raw, model=conversation.model))
         self.trace = Trace()
         self._changes.append(Reset(start, self.conversation, live=True))
 
     def interrupt(self) -> None:
         """Ends the running answer or call now and keeps the text so far; later events of it are ignored."""
+        self._titles.cancel()
         if self.calling is not None:
             self.stop()
         if isinstance(self.state, Compacting):

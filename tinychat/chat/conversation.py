@@ -6,6 +6,7 @@ Every change returns a new Conversation, so that a view, a saved copy and a runn
 from __future__ import annotations
 
 import html
+import json
 import re
 import time
 import uuid
@@ -24,6 +25,7 @@ FORMAT = 4
 ENDINGS = {  # Turn.stop_reason, in words; "eos" needs none
     "length": "stopped at max_tokens",
     "stopped": "stopped",
+    "repeated": "stopped: it repeated itself",
     "context": "the context is full",
     "failed": "failed",
 }
@@ -41,21 +43,30 @@ class Attachment:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a tool that the model made; `arguments` is JSON text as it was written."""
+    """A call of a tool that the model made; `arguments` is JSON text as it was written. `note` says why it could not be
+    read; it is not run then."""
 
     id: str
     name: str
     arguments: str
+    note: str = ""
+
+    def same(self, other: Call) -> bool:
+        """Whether both call the same with the same arguments, or neither could be read."""
+        if self.note or other.note:
+            return bool(self.note and other.note)
+        return self.name == other.name and _parsed(self.arguments) == _parsed(other.arguments)
 
 
 @dataclass(frozen=True)
 class Turn:
     """One message. Of an answer: `thinking` is what came before `text`, for `thinking_s` seconds; `thinking_open` says
-    it was cut before the model closed it; `stop_reason` is eos, length, stopped, context, failed, tool_calls, or ""
-    while it runs; `stats` is those figures of the engine's Stats that say something about it; `prefix` counts the
-    characters of `text` that the user wrote; `raw` marks a prompt sent without the chat template and its answer, shown
-    as they are; `files` go to the model after the text; `calls` are the tools that it calls, and `note` says why a call
-    in it could not be read.
+    it was cut before the model closed it; `stop_reason` is eos, length, stopped, repeated, context, failed,
+    tool_calls, or "" while it runs; `stats` is those figures of the engine's Stats that say something about it;
+    `prefix` counts the characters of `text` that the user wrote; `raw` marks a prompt sent without the chat template
+    and its answer, shown as they are; `files` go to the model after the text; `calls` are the tools that it calls, and
+    `note` says why a call in it could not be read; `model` is what answered, and `edited` says that the user has
+    changed `text` since.
 
     Of the role tool: the result of the call `call_id` of the answer before it. `stop_reason` is done, failed, refused,
     stopped, or "" while it runs; `stats` are its seconds and tokens.
@@ -80,6 +91,8 @@ class Turn:
     calls: tuple[Call, ...] = ()
     call_id: str = ""
     note: str = ""
+    model: str = ""
+    edited: bool = False
     created: float = field(default_factory=time.time)
     id: int = field(default=0, compare=False)
     parent: int = field(default=0, compare=False)
@@ -98,6 +111,16 @@ class Turn:
 
 
 @dataclass(frozen=True)
+class Removed:
+    """What `Conversation.remove` took out: `turns`; by id, the former parents of the turns that got another one; and
+    the id of the last turn that was shown."""
+
+    turns: tuple[Turn, ...]
+    parents: Mapping[int, int]
+    shown: int
+
+
+@dataclass(frozen=True)
 class Conversation:
     """Turns and what they are answered with. `model` is a registry name or a path. `first` is the first turn that is
     still sent, unless a summary comes after it (older ones stay readable); `send_thinking` False leaves all thinking
@@ -113,17 +136,20 @@ class Conversation:
     model: str = ""
     parameters: Parameters = field(default_factory=Parameters)
     name: str = ""  # given by the user
+    model_title: str = ""  # given by the model; a name goes before it
+    project: str = ""  # a folder's name, given by the user
     first: int = 0
     send_thinking: bool = True
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: float = field(default_factory=time.time)
     others: tuple[Turn, ...] = ()
+    made: int = field(default=0, compare=False)  # the highest id that a turn has had: none is given twice
 
     def __post_init__(self) -> None:
         """Gives new turns of the path their id and parent."""
         if not self.turns or self.turns[-1].id:  # new turns come at the end
             return
-        number = max((t.id for t in (*self.turns, *self.others)), default=0)
+        number = max(self.made, max((t.id for t in (*self.turns, *self.others)), default=0))
         path: list[Turn] = []
         for turn in self.turns:
             if not turn.id:
@@ -131,12 +157,13 @@ class Conversation:
                 turn = replace(turn, id=number, parent=path[-1].id if path else 0)
             path.append(turn)
         object.__setattr__(self, "turns", tuple(path))
+        object.__setattr__(self, "made", number)
 
     @property
     def title(self) -> str:
-        """The name that the user gave the conversation, or the start of the first message."""
-        if self.name:
-            return self.name
+        """The name that the user gave the conversation, or the model's title, or the start of the first message."""
+        if self.name or self.model_title:
+            return self.name or self.model_title
         first = next((t.text for t in self.turns if t.role == "user" and t.text.strip()), "")
         line = " ".join(first.split(maxsplit=61)[:61])  # of a text of any length, no more than can be shown
         return line if len(line) <= 60 else line[:59] + "…"
@@ -187,6 +214,18 @@ class Conversation:
         made = {call.id: call for call in next(answers, turn).calls}
         return made.get(turn.call_id, Call(turn.call_id, "", ""))
 
+    def repeats(self, call: Call) -> tuple[Turn, ...]:
+        """The results that earlier answers to the same message got for the same as `call`, one of the last answer's,
+        with nothing else called since the first of them; oldest first."""
+        found: list[Turn] = []
+        start = -1 if self.last_prompt is None else self.last_prompt
+        for index in reversed(range(start + 1, self.last_answer or 0)):
+            if self.turns[index].role == "tool":
+                if not self.call_of(index).same(call):
+                    break
+                found.insert(0, self.turns[index])
+        return tuple(found)
+
     # changes
 
     def add(self, turn: Turn) -> Conversation:
@@ -211,7 +250,7 @@ class Conversation:
         answer, call = self.turns[at], self.call_of(index)
         if arguments is None or arguments == call.arguments:
             return self.cut(index), self.turns[index + 1 : end]
-        calls = tuple(replace(c, arguments=arguments) if c.id == call.id else c for c in answer.calls)
+        calls = tuple(replace(c, arguments=arguments, note="") if c.id == call.id else c for c in answer.calls)
         changed = replace(answer, id=0, calls=calls, created=time.time())
         return self.cut(at).add(changed), self.turns[at + 1 : index] + self.turns[index + 1 : end]
 
@@ -224,6 +263,10 @@ class Conversation:
 
     def rename(self, name: str) -> Conversation:
         return replace(self, name=" ".join(name.split()))
+
+    def move(self, project: str) -> Conversation:
+        """In another project; "" for none."""
+        return replace(self, project=" ".join(project.split()))
 
     def cut(self, index: int) -> Conversation:
         """The path up to the turn before `index`; the rest goes to `others`."""
@@ -243,6 +286,70 @@ class Conversation:
         rest = self.cut(asked + 1)
         answer = self.turns[asked + 1] if asked + 1 < len(self.turns) else None
         return rest.prefill(answer.text[: answer.prefix]) if answer and answer.prefix else rest
+
+    def edit_answer(self, index: int, text: str) -> Conversation:
+        """A version of answer `index` with the user's `text`; the present one keeps what follows it. Unchanged where
+        the text is the same. Raises TinychatError."""
+        old = self.turns[index]
+        if old.role != "assistant":
+            raise TinychatError("only messages and answers can be edited")
+        if old.calls:
+            raise TinychatError("this answer calls tools: edit the arguments of a call below it instead")
+        if not text.strip():
+            raise TinychatError("an answer cannot be empty; d deletes it")
+        if text == old.text:
+            return self
+        changed = replace(old, id=0, text=text, edited=True, prefix=0, stop_reason="eos", stats={}, created=time.time())
+        return self.cut(index).add(replace(changed, thinking_open=False, note=""))
+
+    def remove(self, index: int) -> tuple[Conversation, Removed]:
+        """Without the question `index` and its answers, or without answer `index` where it has other versions; an
+        answer without any goes with its question. Calls of tools go with their answer.
+
+        What followed a removed question follows what was before it; what followed a removed version follows the one
+        that takes its place, the version before or behind it. So no other turn is lost and none changes its role."""
+        if not 0 <= index < len(self.turns) or self.turns[index].role == "tool":
+            raise TinychatError("only messages and answers can be deleted")
+        versions = self.versions(index)
+        if self.turns[index].role == "assistant" and len(versions) == 1:
+            asked = next((i for i in reversed(range(index)) if self.turns[i].role == "user"), index)
+            return self.remove(asked) if asked != index else self._remove(index, versions)
+        return self._remove(index, versions)
+
+    def _remove(self, index: int, versions: tuple[Turn, ...]) -> tuple[Conversation, Removed]:
+        turn, every = self.turns[index], (*self.turns, *self.others)
+        gone = {turn.id}
+        while more := {t.id for t in every if t.parent in gone and t.role != "user"} - gone:
+            gone |= more
+        place = versions.index(turn)
+        beside = versions[place - 1] if place else versions[1] if len(versions) > 1 else None
+        follows = turn.parent
+        if turn.role == "assistant" and beside is not None:
+            latest = {t.parent: t for t in every if t.role != "user"}
+            while (follows := beside.id) in latest:
+                beside = latest[follows]
+        parents = {t.id: t.parent for t in every if t.role == "user" and t.parent in gone}
+        after = next((t.id for t in self.turns[index:] if t.id in parents), 0)
+        kept = [replace(t, parent=follows) if t.id in parents else t for t in self.others if t.id not in gone]
+        end = next((i for i, t in enumerate(self.turns) if t.id == after), len(self.turns))
+        kept += [replace(t, parent=follows) if t.id in parents else t for t in self.turns[end:]]
+        first = next((t.id for t in self.turns[self.first :] if t.id not in gone), 0)  # that is sent
+        rest = replace(self, turns=self.turns[:index], others=tuple(kept), first=0)
+        rest = rest.show(after or (beside.id if beside else max(parents, default=follows)))
+        if not rest.turns:
+            raise TinychatError("this is all of the conversation; delete it in the list (f3, then ctrl+d)")
+        place = next((i for i, t in enumerate(rest.turns) if t.id == first), min(self.first, len(rest.turns)))
+        removed = tuple(t for t in every if t.id in gone)
+        return replace(rest, first=place), Removed(removed, parents, self.turns[-1].id)
+
+    def put_back(self, removed: Removed) -> Conversation:
+        """With what `remove` took out where it was, and shown as before."""
+
+        def back(turn: Turn) -> Turn:
+            return replace(turn, parent=removed.parents[turn.id]) if turn.id in removed.parents else turn
+
+        every = (*self.others, *self.turns, *removed.turns)
+        return replace(self, turns=(), others=tuple(map(back, every))).show(removed.shown)
 
     def edit(self, index: int, text: str, files: tuple[Attachment, ...] = ()) -> Conversation:
         """A version of the user's turn `index` with another text and files, ready to be answered; the present one
@@ -341,7 +448,11 @@ class Conversation:
             message: dict[str, Any] = {"role": turn.role, "content": turn.content}
             if turn.calls:
                 message["tool_calls"] = [
-                    {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments or "{}"}}
+                    {
+                        "id": c.id,
+                        "type": "function",
+                        "function": {"name": c.name, "arguments": "{}" if c.note else c.arguments or "{}"},
+                    }
                     for c in turn.calls
                 ]
             if turn.role == "tool":
@@ -371,6 +482,13 @@ class Conversation:
             raise TinychatError(f"this is not a tinychat conversation ({type(e).__name__}: {e})") from None
 
 
+def _parsed(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+
+
 def _turn(data: Mapping[str, Any]) -> Turn:
     known = {f.name for f in fields(Turn)}
     values = {k: v for k, v in data.items() if k in known}
@@ -379,7 +497,7 @@ def _turn(data: Mapping[str, Any]) -> Turn:
     files = tuple(Attachment(f["name"], f["text"]) for f in values.get("files", ()))
     if values["role"] == "tool" and not values.get("stop_reason"):  # tinychat was killed while it ran
         values |= {"text": NOT_RUN, "stop_reason": "stopped"}
-    calls = tuple(Call(c["id"], c["name"], c["arguments"]) for c in values.get("calls", ()))
+    calls = tuple(Call(c["id"], c["name"], c["arguments"], c.get("note", "")) for c in values.get("calls", ()))
     return Turn(**{**values, "files": files, "calls": calls})
 
 
@@ -425,6 +543,8 @@ def _turn_markdown(c: Conversation, turn: Turn) -> list[str]:
         lines += ["<details><summary>Thinking</summary>", "", turn.thinking.strip(), "", "</details>", ""]
     if turn.content.strip() or not turn.calls:
         lines += [_close_fence(turn.content.strip()), ""]
+    if turn.edited:
+        lines += ["*(edited)*", ""]
     if turn.stop_reason not in ("", "eos", "tool_calls"):
         lines += [f"*({ENDINGS.get(turn.stop_reason, turn.stop_reason)})*", ""]
     return lines
@@ -442,7 +562,7 @@ def footer_text(turn: Turn) -> str:
     """412 tokens · 72.4 tok/s · reused 1,812 · prefilled 43."""
     s = turn.stats
     tokens, left_out = int(s.get("generated_tokens", 0)), int(s.get("left_out", 0))
-    parts = [ENDINGS.get(turn.stop_reason, "")]
+    parts = ["edited" * turn.edited, ENDINGS.get(turn.stop_reason, "")]
     parts.append(f"left out the oldest {left_out} turn{'s' * (left_out != 1)}" if left_out else "")
     parts.append(f"a call could not be read: {printable(turn.note, newlines=False)}" if turn.note else "")
     parts.append(f"{tokens:,} token{'s' * (tokens != 1)}" if tokens else "")

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from tinychat.backend.protocol import SAMPLING_PARAMETERS, Parameter, Sampling
+from tinychat.backend.protocol import SAMPLING_PARAMETERS as SAMPLING_PARAMETERS
+from tinychat.backend.protocol import Parameter, Sampling
 from tinychat.errors import TinychatError, printable
 
-_OF_MODEL = {"dry_breakers"}  # fields of Sampling that the engine fills in
+_NOT_SET = {"dry_breakers", "logit_bias"}  # fields of Sampling that no user sets
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,8 @@ class Parameters:
     """Everything that shapes the answers of one conversation. `sampling.seed` is replaced by `seed`, or by a new one
     for every answer while `seed` is None; `max_tokens` None means up to the end of the context; `context` None means
     what the model was loaded with; `schema` is the JSON schema that answers are held to; `drop_oldest` leaves out the
-    oldest turns when the context is full, without asking."""
+    oldest turns when the context is full, without asking. `chosen` names the fields of `sampling` that the user has
+    set, at least those with another value than tinychat's; the others give way to the model's own defaults."""
 
     system: str = ""
     thinking: bool = True
@@ -28,11 +30,22 @@ class Parameters:
     context: int | None = None
     schema: Mapping[str, Any] | None = None
     drop_oldest: bool = False
+    chosen: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        usual = Sampling()
+        others = {k for k in SAMPLING_PARAMETERS if getattr(self.sampling, k) != getattr(usual, k)}
+        object.__setattr__(self, "chosen", self.chosen | others)
+
+    def sampling_of(self, model: Mapping[str, float]) -> Sampling:
+        """The sampling of a model with the defaults `model` of its own."""
+        own: dict[str, Any] = {k: SAMPLING_PARAMETERS[k].kind(v) for k, v in model.items() if k not in self.chosen}
+        return replace(self.sampling, **own)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON and TOML-like stores."""
-        values = asdict(self)
-        for name in _OF_MODEL:
+        values = {**asdict(self), "chosen": sorted(self.chosen)}
+        for name in _NOT_SET:
             del values["sampling"][name]
         return values
 
@@ -43,7 +56,8 @@ class Parameters:
         known = {f.name for f in fields(cls)}
         values = {k: v for k, v in data.items() if k in known}
         sampling = values.pop("sampling", {})
-        names = {f.name for f in fields(Sampling)} - _OF_MODEL
+        values["chosen"] = frozenset(map(str, values.get("chosen", ()))) & SAMPLING_PARAMETERS.keys()
+        names = {f.name for f in fields(Sampling)} - _NOT_SET
         try:
             given: dict[str, Any] = {
                 k: tuple(v) if isinstance(v, list) else v for k, v in dict(sampling).items() if k in names
@@ -72,6 +86,7 @@ PARAMETERS: dict[str, Parameter] = SAMPLING_PARAMETERS | {
         ),
     )
 }
+DEFAULT = "default"  # what a user writes for the default of a field of Sampling
 _OWN = ("seed", "max_tokens", "context")  # fields of Parameters; the rest are Sampling's
 
 
@@ -81,18 +96,29 @@ def get_parameter(parameters: Parameters, name: str) -> float | int | None:
     return value
 
 
+def shown(parameters: Parameters, name: str, model: Mapping[str, float]) -> str:
+    """The value of one of PARAMETERS as a user reads it, for a model with the sampling defaults `model`."""
+    value = get_parameter(replace(parameters, sampling=parameters.sampling_of(model)), name)
+    text = PARAMETERS[name].empty if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    return text if name not in model or name in parameters.chosen else f"{text}, the model's default"
+
+
 def set_parameter(parameters: Parameters, name: str, text: str) -> Parameters:
-    """`parameters` with `name` set to what the user typed. Raises TinychatError for an unknown name or a value out of
-    range."""
+    """`parameters` with `name` set to what the user typed; "default" gives a field of sampling its default
+    back. Raises TinychatError for an unknown name or a value out of range."""
     spec = PARAMETERS.get(name)
     if spec is None:
         raise TinychatError(f"there is no parameter {printable(name)!r}; there are {', '.join(PARAMETERS)}")
     value: Any = None
+    if name not in _OWN and text.strip().lower() == DEFAULT:
+        usual = replace(parameters.sampling, **{name: getattr(Sampling(), name)})
+        return replace(parameters, sampling=usual, chosen=parameters.chosen - {name})
     if not (spec.empty and text.strip().lower() == spec.empty):
         value = _number(spec, text)
     if name in _OWN:
         return replace(parameters, **{name: value})
-    return replace(parameters, sampling=replace(parameters.sampling, **{name: value}))
+    sampling = replace(parameters.sampling, **{name: value})
+    return replace(parameters, sampling=sampling, chosen=parameters.chosen | {name})
 
 
 def _number(spec: Parameter, text: str) -> float | int:

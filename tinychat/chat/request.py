@@ -18,13 +18,14 @@ def request_for(
     seed: int = 0,
     overflow: Literal["refuse", "oldest"] = "refuse",
     tools: tuple[Mapping[str, Any], ...] = (),
+    defaults: Mapping[str, float] | None = None,
 ) -> Request:
     """The request for the next answer of `conversation`, which may call `tools`; with `go_on`, for the continuation of
-    the last answer.
+    the last answer. `defaults` are the model's own for what the user has not set.
 
     An answer that a schema constrains calls no tools; a raw answer has no schema."""
     p = conversation.parameters
-    sampling = replace(p.sampling, seed=seed)
+    sampling = replace(p.sampling_of(defaults or {}), seed=seed)
     if conversation.turns[-1].raw:
         text = "".join(t.content for t in conversation.turns[conversation.last_prompt or 0 :])
         return Request(raw=text, sampling=sampling, max_tokens=p.max_tokens, conversation=conversation.id)

@@ -1,7 +1,9 @@
 """The user's settings: one TOML file, read on start, changed one key at a time; comments and unknown keys stay.
 
-model = "glm-4.7:flash"          # what `tinychat` opens
+model = "glm-4.7:flash"          # what `tinychat` opens; without it, last_model, which the chat writes
 kv_cache_gb = 8
+stop_repetition = false          # let an answer repeat itself without end
+titles = false                   # name no conversation by its model
 [parameters]                     # of a new conversation
 temperature = 0.6
 [presets.coder]
@@ -36,12 +38,15 @@ from tinychat.models.registry import Model, user_models
 class Settings:
     """The values of the settings file; `problems` are lines for the user about its errors."""
 
-    model: str = ""  # registry name, path or URL; "" = ask with the picker
+    model: str = ""  # registry name, path or URL; "" = last_model, or ask with the picker
+    last_model: str = ""  # registry name, path or saved server that was loaded last; the chat writes it
     threads: int | None = None  # None = as many as the machine has cores
     theme: str = ""  # "" = tinychat's own
     notify: str = "bell"  # when an answer is done that nobody looks at, or took long: off, bell, desktop
     experts: bool = False  # the heat strip of experts in the panel
     kv_cache_gb: float = 4.0  # most disk space for saved KV caches, 10^9 bytes; 0 = save none
+    stop_repetition: bool = True  # of an answer that repeats one block of text without end
+    titles: bool = True  # a model on this computer gives a conversation a title after its first answer
     parameters: Parameters = field(default_factory=Parameters)
     presets: Mapping[str, Parameters] = field(default_factory=dict)
     models: tuple[Model, ...] = ()
@@ -51,10 +56,13 @@ class Settings:
 
 _KEYS: dict[str, tuple[tuple[type, ...], Callable[[Any], bool], str]] = {
     "model": ((str,), lambda v: True, "a string"),
+    "last_model": ((str,), lambda v: True, "a string"),
     "threads": ((int,), lambda v: 1 <= v <= 1024, "a whole number from 1 to 1024"),
     "theme": ((str,), lambda v: True, "a string"),
     "notify": ((str,), lambda v: v in ("off", "bell", "desktop"), '"off", "bell" or "desktop"'),
     "experts": ((bool,), lambda v: True, "true or false"),
+    "stop_repetition": ((bool,), lambda v: True, "true or false"),
+    "titles": ((bool,), lambda v: True, "true or false"),
     "kv_cache_gb": ((int, float), lambda v: 0 <= v < 1e6, "a number of gigabytes, 0 or more"),
 }
 _PLAIN: dict[str, type] = {"system": str, "thinking": bool, "drop_oldest": bool}  # of Parameters, beside PARAMETERS
@@ -220,7 +228,7 @@ def _table(old: Any, parameters: Parameters) -> Any:
     usual: dict[str, Any] = {name: get_parameter(default, name) for name in PARAMETERS}
     usual |= {key: getattr(default, key) for key in _PLAIN}
     for key, value in values.items():
-        if value == usual[key]:
+        if value == usual[key] and key not in parameters.chosen:
             table.pop(key, None)
         elif table.get(key) != value:
             table[key] = value

@@ -16,6 +16,7 @@ from tinychat.chat.calling import Asked, Run, Written
 from tinychat.chat.changes import Overflow
 from tinychat.chat.compacting import Summarising
 from tinychat.chat.conversation import Conversation, Turn
+from tinychat.chat.repetition import Repetition
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class Answering:
     written: Written = field(default_factory=Written)
     before_tokens: int = 0
     thought_s: float = 0.0
+    repetition: Repetition | None = None  # None: it may repeat itself
     usage: Usage | None = None  # of the prompt; None until it is made
     prefill: Prefilling | None = None
     tokens: int = 0
@@ -120,10 +122,12 @@ class Answering:
 
 @dataclass(frozen=True)
 class Stopping:
-    """`answer` was cancelled and has not ended yet; `skip`: then it goes on behind its thinking."""
+    """`answer` was cancelled and has not ended yet; `skip`: then it goes on behind its thinking; `repeats`: because it
+    repeated itself."""
 
     answer: Answering
     skip: bool = False
+    repeats: bool = False
 
 
 @dataclass(frozen=True)

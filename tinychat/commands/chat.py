@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 def chat(
     text: str | None,
     *,
+    resume: bool,
     device: str | None,
     threads: int | None,
     speculate: Speculate,
@@ -31,8 +32,9 @@ def chat(
     mcp_file: str | None,
     plain: bool,
 ) -> int:
-    """Runs the app with the model that `text` or the settings name, or with a server's model; without either, it opens
-    the picker. Where `plain`, the terminal or the user's environment asks for it, the plain chat runs in place of the
+    """Runs the app with the model that `text` or the settings name, or with a server's model; without either, with the
+    model of last time, or the picker. With `resume` it opens the last conversation, whose model wins over the
+    settings'. Where `plain`, the terminal or the user's environment asks for it, the plain chat runs in place of the
     app. Returns the exit code."""
     terminal = all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))  # Textual paints on stderr
     plain = plain or (terminal and wants_plain(os.environ))
@@ -42,7 +44,7 @@ def chat(
         )
     own = settings.load()  # the app shows what is wrong in it
     options: dict[str, Any] = {k: v for k, v in (("device", device), ("threads", threads)) if v is not None}
-    options["speculate"] = speculate
+    options |= {"speculate": speculate, "resume": resume}
     if tools is not None:
         options["tools"] = expand(tools)
     if mcp_file is not None:
@@ -57,9 +59,9 @@ def chat(
             server_model or server,
             Path(server),
             server=servers.chosen(own.servers, server, server_model, key_file),
-            **{k: v for k, v in options.items() if k in ("tools", "mcp_file")},
+            **{k: v for k, v in options.items() if k in ("resume", "tools", "mcp_file")},
         )
-    if not (text := text or own.model):
+    if not (text := text or ("" if resume else own.model)):
         return main(**options)
     model = resolve(text, own.models)
     return main(model.name, obtain(model), model.preset, **options)

@@ -8,7 +8,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinychat.chat import servers
-from tinychat.chat.calling import ROUNDS, Written
+from tinychat.chat.calling import REPEATS, ROUNDS, Written, result_of, stuck
 from tinychat.chat.conversation import Attachment, Call, Conversation, Turn
 from tinychat.chat.parameters import Parameters
 from tinychat.chat.schema import read_schema, response_format
@@ -24,7 +24,7 @@ from tinychat.commands.loading import obtain, prompt_text, settings_of_user
 from tinychat.console import Bar, say, say_notes, show_json
 from tinychat.errors import TinychatError, printable
 from tinychat.files import expand
-from tinychat.models.registry import Model, resolve
+from tinychat.models.registry import Model, resolve, sampling_of
 from tinychat.tools.builtin import tools_of
 from tinychat.tools.folder import Folder
 from tinychat.tools.mcp import McpServers, McpStatus
@@ -76,30 +76,33 @@ def run(
     own = settings_of_user()
     chosen = _parameters(own.parameters, given)
     backend: Backend
+    defaults: Mapping[str, float]
     if server is not None:
         from tinychat.backend.remote import RemoteBackend
 
         at = servers.chosen(own.servers, server, server_model, key_file)
         backend = RemoteBackend.open(at.url, at.model, at.key)
-        name = backend.info.name
+        name, defaults = backend.info.name, {}
     else:
         assert text is not None, "cli refuses it"
         model = resolve(text, own.models)
         options = {"device": device, "threads": threads or own.threads, "speculate": speculate}
         backend, name = _local(model, question, chosen, options), model.name
+        defaults = backend.info.sampling or sampling_of(model.name)
     from tinychat.backend.protocol import Request
 
     if toolbox is not None and not backend.info.can.tools:
         raise TinychatError("what answers here cannot call tools; leave out --tools and --mcp")
+    asked = () if raw else _messages(chosen.system, question)
     request = Request(
-        messages=() if raw else _messages(chosen.system, question),
+        messages=asked,
         raw=question if raw else None,
-        sampling=chosen.sampling,
+        sampling=chosen.sampling_of(defaults),
         max_tokens=chosen.max_tokens,
         thinking=think,
         response_format=form,
     )
-    shown, called = _Printer(quiet=as_json), list[dict[str, object]]()
+    shown, called, talk = _Printer(quiet=as_json), list[dict[str, object]](), Conversation()
     with closing(backend), closing(mcp):
         for status in _started(mcp):
             say(f"the MCP server {status.config.name} cannot be used: {status.why}")
@@ -110,8 +113,12 @@ def run(
         for round in range(1, ROUNDS + 1):
             if toolbox is None or not said.calls:
                 break
-            results = _call(toolbox, permissions, said, round, called, as_json)
-            request = replace(request, messages=(*request.messages, *results), cancel=threading.Event())
+            talk = talk.add(Turn("assistant", said.text["answer"], said.text["thinking"], calls=said.calls))
+            if repeated := stuck(talk):
+                say(f"{REPEATS} answers in a row made the same call of {repeated}; it was not run again")
+                break
+            talk = _call(toolbox, permissions, talk, round, called, as_json)
+            request = replace(request, messages=(*asked, *talk.messages()), cancel=threading.Event())
             said = _answer(backend, request, shown)
     finished = said.finished
     stats = finished.stats
@@ -173,7 +180,7 @@ def _answer(backend: Backend, request: Request, shown: _Printer) -> _Said:
     finally:
         request.cancel.set()
         shown.end()
-    calls = written.made() if finished.reason == "tool_calls" else ()
+    calls = written.made(finished.reason) if finished.reason in ("eos", "tool_calls") else ()
     if written.note:
         say(f"a call could not be read: {written.note}")
     return _Said(finished, text, ids, calls)
@@ -202,23 +209,23 @@ def _started(mcp: McpServers) -> list[McpStatus]:
 def _call(
     toolbox: Toolbox,
     permissions: Permissions,
-    said: _Said,
+    talk: Conversation,
     round: int,
     called: list[dict[str, object]],
     quiet: bool,
-) -> list[Any]:
-    """Runs the calls of an answer one after the other. Returns the messages of the answer and of the results."""
-    talk = Conversation((Turn("assistant", said.text["answer"], said.text["thinking"], calls=said.calls),))
-    for call in said.calls:
+) -> Conversation:
+    """Runs the calls of the last answer one after the other. Returns the conversation with their results."""
+    for call in talk.pending:
         began = time.monotonic()
-        result = toolbox.call(call.name, call.arguments, CallContext(partial(_ask, permissions), threading.Event()))
+        context = CallContext(partial(_ask, permissions), threading.Event())
+        result = result_of(call, talk.repeats(call), toolbox, context)
         spent = time.monotonic() - began
         made = {"round": round, "name": call.name, "arguments": call.arguments}
         called.append({**made, "result": result.text, "state": result.state, "seconds": spent})
         if not quiet:
             say(f"▸ {call.name} {call.arguments[:200]} · {result.state} · {spent:.2f} s")
         talk = talk.add(Turn("tool", result.text, call_id=call.id, stop_reason=result.state))
-    return talk.messages()
+    return talk
 
 
 def _ask(permissions: Permissions, question: Question) -> None:
@@ -275,7 +282,8 @@ def _parameters(own: Parameters, given: dict[str, str | float | None]) -> Parame
     """The settings' parameters, replaced by those in `given` that are not None; a missing seed is drawn at random."""
     values = {k: v for k, v in given.items() if v is not None}
     mine = {k: values.pop(k) for k in [*values] if k in ("seed", "max_tokens", "context", "system")}
-    chosen = replace(own, sampling=replace(own.sampling, **values), **mine)  # type: ignore[arg-type]
+    said = own.chosen | values.keys()
+    chosen = replace(own, sampling=replace(own.sampling, **values), chosen=said, **mine)  # type: ignore[arg-type]
     seed = secrets.randbits(32) if chosen.seed is None else chosen.seed
     return replace(chosen, seed=seed, sampling=replace(chosen.sampling, seed=seed))
 

@@ -411,6 +411,22 @@ MODELS: tuple[Model, ...] = (
 )
 
 
+# What the models' makers advise (generation_config.json or the model's card), where the files do not say it
+# themselves: by the beginning of the names.
+_SAMPLING: Mapping[str, Mapping[str, float]] = {
+    "llama3": {"temperature": 0.6, "top_p": 0.9},
+    "qwen3": {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.0},
+    "glm-4.7": {"temperature": 1.0, "top_p": 0.95},
+    "gemma3": {"temperature": 1.0, "top_p": 0.95, "top_k": 64, "min_p": 0.0},
+}
+
+
+def sampling_of(name: str) -> Mapping[str, float]:
+    """Sampling defaults of the model that MODELS calls `name`, by field of Sampling; empty where none are known."""
+    known = next((m.name for m in MODELS if name in (m.name, *m.aliases)), "")
+    return next((values for begin, values in _SAMPLING.items() if known.startswith(begin)), {})
+
+
 def user_models(settings: Mapping[str, Any]) -> tuple[Model, ...]:
     """The models of the settings file: `[models."name"]` tables with `url` or `path`, and optionally any field of
     Model.

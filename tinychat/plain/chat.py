@@ -73,6 +73,7 @@ class PlainChat:
         """Until the user leaves: ctrl+d, ctrl+c twice, /quit, or the end of the input."""
         if self._reader.terminal:
             self._out.note("plain chat: /help lists the commands, ctrl+c stops an answer, ctrl+d leaves")
+        self._print(max(0, len(self.controller.conversation.turns) - SHOWN))
         try:
             self._settle()
             while not self._leaving:

@@ -13,6 +13,7 @@ from tinychat.chat.conversation import footer_text, to_markdown
 from tinychat.chat.parameters import Parameters
 from tinychat.errors import TinychatError
 from tinychat.tools.mcp_config import switch
+from tinychat.ui import external
 from tinychat.ui.chat import models
 from tinychat.ui.chat.markdown import MarkdownView
 from tinychat.ui.chat.prompt import PROMPT_KEYS
@@ -36,11 +37,30 @@ def said(command: TextCommand) -> Callable[[ChatView, str], Awaitable[None]]:
 
 
 async def edit(chat: ChatView, text: str) -> None:
+    if text.strip().lower() == "answer":
+        if (last := chat.controller.conversation.last_answer) is None:
+            raise TinychatError("there is no answer to edit yet")
+        chat.begin_edit(last)
+        return
     mine = [i for i, t in enumerate(chat.controller.conversation.turns) if t.role == "user"]
     number = _number(text, len(mine), "edit", "your messages") if text.strip() else len(mine)
     if not mine:
         raise TinychatError("there is no message of yours to edit yet")
     chat.begin_edit(mine[number - 1])
+
+
+async def delete(chat: ChatView, text: str) -> None:
+    turns = chat.controller.conversation.turns
+    if not turns:
+        raise TinychatError("there is nothing to delete yet")
+    await chat.delete(_number(text, len(turns), "delete", "the turns") - 1 if text.strip() else len(turns) - 1)
+
+
+async def editor(chat: ChatView, text: str) -> None:
+    chat.keep_draft()  # the editor may be closed with its terminal
+    prompt = chat.box.prompt
+    prompt.put(external.edit(chat.app, prompt.text))
+    prompt.focus()
 
 
 async def fork(chat: ChatView, text: str) -> None:
@@ -155,7 +175,8 @@ async def parameters_form(chat: ChatView) -> None:
         if changed is not None:
             chat.controller.set_parameters(changed)
 
-    chat.app.push_screen(ParametersScreen(chat.controller.conversation.parameters), done)
+    c = chat.controller
+    chat.app.push_screen(ParametersScreen(c.conversation.parameters, c.sampling_defaults), done)
 
 
 async def conversations(chat: ChatView, text: str) -> None:

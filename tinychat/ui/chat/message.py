@@ -41,8 +41,8 @@ class TurnMessage(Vertical, can_focus=True):
     line: ActionLine
 
     class Acted(Message):
-        """The user wants `action` (copy, code, edit, fork, regenerate, previous, next, leave, up, down) on turn
-        `index`."""
+        """The user wants `action` (copy, code, edit, delete, fork, regenerate, previous, next, leave, up, down) on
+        turn `index`."""
 
         def __init__(self, action: str, index: int) -> None:
             super().__init__()
@@ -115,7 +115,10 @@ def _action(text: str, action: str) -> Content:
 class UserMessage(TurnMessage):
     """What the user wrote, as it is, and the names of attached files."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("e,enter", "act('edit')", "edit")]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("e,enter", "act('edit')", "edit"),
+        Binding("d,delete", "act('delete')", "delete", tooltip="delete the question and its answer"),
+    ]
     ACTIONS = ("edit", "copy", "fork")
 
     def __init__(self, index: int, turn: Turn) -> None:
@@ -142,10 +145,12 @@ class AnswerMessage(TurnMessage):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "act('code')", "copy code"),
+        Binding("e", "act('edit')", "edit"),
         Binding("r", "act('regenerate')", "regenerate"),
+        Binding("d,delete", "act('delete')", "delete", tooltip="delete this version, or the question and its answer"),
         Binding("t", "toggle_thinking", "thinking"),
     ]
-    ACTIONS = ("copy", "regenerate", "fork")
+    ACTIONS = ("edit", "copy", "regenerate", "fork")
 
     def __init__(self, index: int, turn: Turn, live: bool = False) -> None:
         super().__init__(index, turn)

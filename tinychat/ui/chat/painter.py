@@ -103,6 +103,7 @@ class Painter:
                 chat.ask_permission(change.question)
             case ModelChanged():
                 self.panel()
+                chat.model_changed()
 
     def _running(self) -> None:
         """The counting line of the answer that is being written, or of the call that runs."""

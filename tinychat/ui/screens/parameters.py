@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
@@ -13,7 +14,7 @@ from textual.content import Content
 from textual.widgets import Checkbox, Input, Label, Select, Static, TextArea
 
 from tinychat.chat import settings
-from tinychat.chat.parameters import PARAMETERS, Parameters, get_parameter, set_parameter
+from tinychat.chat.parameters import DEFAULT, PARAMETERS, SAMPLING_PARAMETERS, Parameters, set_parameter, shown
 from tinychat.errors import TinychatError, printable
 from tinychat.ui.screens.dialogs import AskScreen, ConfirmScreen
 from tinychat.ui.screens.sheet import Sheet
@@ -33,7 +34,7 @@ class Form(VerticalScroll, can_focus=False, inherit_bindings=False):
 
 class ParametersScreen(Sheet[Parameters]):
     """Dismisses with the parameters as the form has them, None when nothing is to change. Presets are kept in the
-    settings."""
+    settings. `defaults` are the model's for sampling: an empty field shows them, or tinychat's own."""
 
     TITLE = "Parameters"
     AUTO_FOCUS = "#system"
@@ -47,9 +48,9 @@ class ParametersScreen(Sheet[Parameters]):
         Binding("up", "app.focus_previous", "previous", show=False),
     ]
 
-    def __init__(self, parameters: Parameters) -> None:
+    def __init__(self, parameters: Parameters, defaults: Mapping[str, float] | None = None) -> None:
         super().__init__()
-        self._parameters = parameters
+        self._parameters, self._defaults = parameters, defaults or {}
         self._presets = dict(settings.load().presets)
         self._preset = ""  # the one that was loaded last
 
@@ -71,19 +72,33 @@ class ParametersScreen(Sheet[Parameters]):
             for name, spec in PARAMETERS.items():
                 with Horizontal(classes="field"):
                     yield Label(name.replace("_", " "))
-                    yield Input(_shown(self._parameters, name), id=name, compact=True, select_on_focus=True)
+                    yield Input(
+                        _typed(self._parameters, name),
+                        placeholder=self._default(name),
+                        id=name,
+                        compact=True,
+                        select_on_focus=True,
+                    )
                     yield Label(spec.help, classes="help")
         yield Static(classes="detail")
 
     def _choices(self) -> list[tuple[Content, str]]:
         return [(Content(printable(name, newlines=False)), name) for name in self._presets]
 
+    def _empty(self, name: str) -> str:
+        """What to set where the field of parameter `name` is empty."""
+        return DEFAULT if name in SAMPLING_PARAMETERS else ""
+
+    def _default(self, name: str) -> str:
+        """What an empty field means."""
+        return shown(Parameters(), name, self._defaults).replace(", the model's default", " (model)")
+
     def _fill(self, p: Parameters) -> None:
         self.query_one("#system", TextArea).text = p.system
         self.query_one("#thinking", Checkbox).value = p.thinking
         self.query_one("#drop_oldest", Checkbox).value = p.drop_oldest
         for name in PARAMETERS:
-            self.query_one(f"#{name}", Input).value = _shown(p, name)
+            self.query_one(f"#{name}", Input).value = _typed(p, name)
 
     def _read(self) -> Parameters | None:
         """What the form says; None, with the reason shown, when a field is wrong."""
@@ -97,7 +112,7 @@ class ParametersScreen(Sheet[Parameters]):
         for name in PARAMETERS:
             field = self.query_one(f"#{name}", Input)
             try:
-                p, wrong = set_parameter(p, name, field.value), ""
+                p, wrong = set_parameter(p, name, field.value or self._empty(name)), ""
             except TinychatError as e:
                 wrong = str(e)
             field.set_class(bool(wrong), "-wrong")
@@ -170,6 +185,6 @@ class ParametersScreen(Sheet[Parameters]):
         self.refresh_bindings()
 
 
-def _shown(p: Parameters, name: str) -> str:
-    value = get_parameter(p, name)
-    return PARAMETERS[name].empty if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+def _typed(p: Parameters, name: str) -> str:
+    """What the field of parameter `name` has; nothing where the user has not set it."""
+    return shown(p, name, {}) if name not in SAMPLING_PARAMETERS or name in p.chosen else ""

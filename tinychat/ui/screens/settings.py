@@ -18,7 +18,7 @@ from tinychat.ui.screens.dialogs import ConfirmScreen
 from tinychat.ui.screens.sheet import Sheet
 
 EXAMPLE = """# tinychat's settings. What is left out has its default.
-# model = "smollm2:135m"     # what `tinychat` opens; without it, it asks
+# model = "smollm2:135m"     # what `tinychat` opens; without it, the model of last time
 # threads = 4
 # theme = "tinychat-dark"
 # notify = "desktop"         # when an answer is done and unseen: off, bell, desktop
