@@ -5,7 +5,9 @@ from dataclasses import replace
 from tests.support.scripted import INFO
 from tests.ui.test_chat import desk
 from tinychat.chat.conversation import Conversation, Turn
+from tinychat.chat.history import History
 from tinychat.ui.chat.findbar import FindBar
+from tinychat.ui.screens.conversations import ConversationsScreen
 
 
 async def test_a_summary_is_a_folded_note():
@@ -41,9 +43,9 @@ def talk(turns):
     return Conversation(tuple(made))
 
 
-async def test_finding_text_and_new_text_below():
+async def test_finding_text_and_new_text_below(tmp_path):
     roomy = replace(INFO, max_context=60000)
-    async with desk("Line.\n\n" * 9000, size=(80, 24), rate=100, info=roomy) as d:
+    async with desk("Line.\n\n" * 9000, size=(80, 24), rate=100, info=roomy, history=History(tmp_path / "h.db")) as d:
         d.controller.open(talk(100))
         await d.pilot.pause()
         await d.pilot.press("ctrl+f", *"needle")
@@ -67,3 +69,9 @@ async def test_finding_text_and_new_text_below():
         await d.settle()
         await d.send("/find nowhere")
         await d.until(lambda: "nothing found" in d.screen)
+        await d.pilot.press("escape")
+        d.controller.new()
+        await d.pilot.press("f3")
+        await d.until(lambda: isinstance(d.app.screen, ConversationsScreen))
+        await d.pilot.press(*"needle", "enter")
+        await d.until(lambda: "1 of 2" in d.screen and "a needle, hm" in d.screen)

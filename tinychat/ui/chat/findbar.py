@@ -16,7 +16,7 @@ from tinychat.ui.chat.transcript import Transcript
 class FindField(Input):
     """Enter and down go to the next hit, shift+enter and up to the one before; esc closes."""
 
-    class Pressed(Message):
+    class KeyPressed(Message):
         def __init__(self, key: str) -> None:
             super().__init__()
             self.key = key
@@ -26,7 +26,7 @@ class FindField(Input):
         if event.key in ("enter", "shift+enter", "down", "up", "escape"):
             event.stop()
             event.prevent_default()
-            self.post_message(self.Pressed(event.key))
+            self.post_message(self.KeyPressed(event.key))
         else:
             await super()._on_key(event)
 
@@ -72,8 +72,8 @@ class FindBar(Horizontal):
         self._at = next((i for i, hit in enumerate(self._hits) if hit.index >= top), 0)
         await self._show()
 
-    @on(FindField.Pressed)
-    async def _pressed(self, event: FindField.Pressed) -> None:
+    @on(FindField.KeyPressed)
+    async def _pressed(self, event: FindField.KeyPressed) -> None:
         if event.key == "escape":
             self.display = False
             self._transcript.mark(None)
