@@ -16,6 +16,7 @@ from tests.support import tiny
 from tests.support.server import File, Server, make_gguf
 from tests.support.terminal import TINYCHAT, terminal
 from tinychat import process
+from tinychat.chat.history import History
 from tinychat.cli import DEVICES, main, parse
 from tinychat.commands import cache as cache_command
 from tinychat.commands import run
@@ -253,6 +254,26 @@ def test_run_takes_files_stdin_and_parameters(
     assert main([str(a) for a in (*argv, "--context", 64, "--top-p", 0.5, "--file", notes)]) == 1
     failed = capsys.readouterr().err.splitlines()[-1]
     assert "the context holds 64" in failed and "--context" in failed
+
+
+def test_run_continues_a_conversation_of_the_history(capsys: Captured, tmp_path: Path) -> None:
+    model = tiny.write(tmp_path / "m.gguf", "llama", "Q4_0")
+    (tmp_path / "schema.json").write_text('{"enum": [7]}')
+    argv = ["run", model, "--conversation", "My  talk", "--json", "--device", "cpu", "--max-tokens", 3]
+    first = json.loads(
+        output(capsys, *argv, "hello there", "--system", "Be brief.", "--schema", tmp_path / "schema.json")
+    )
+    second = json.loads(output(capsys, *argv, "and again"))
+    assert second["prompt_tokens"] > first["prompt_tokens"] + 3, "the first question and answer are read too"
+    history = History()
+    (only,) = history.find()
+    talk = history.load(only.id)
+    assert (only.title, talk.model, talk.parameters.system) == ("My talk", "m.gguf", "Be brief.")
+    assert [(t.role, t.text) for t in talk.turns[::2]] == [("user", "hello there"), ("user", "and again")]
+    assert talk.turns[1].text == first["text"] == "7" and talk.parameters.schema is None
+    assert talk.turns[3].stats["seed"] == second["seed"] and talk.turns[3].text == second["text"]
+    assert "needs a name" in failure(capsys, "run", model, "hi", "--conversation", " ")
+    history.close()
 
 
 def test_a_terminal_obeys_nothing_that_a_model_says(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:

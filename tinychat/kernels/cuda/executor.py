@@ -174,7 +174,7 @@ class CUDAExecutor:
                 yield token, logprob
             return
         known = list(recent)[-(pos + 1) :] or [token]
-        if sampling.dry_multiplier > 0:
+        if sampling.has_dry:
             self.gpu.upload("breakers", breaker_bits(sampling.dry_breakers, self.plan.vocab))
         self._place(known, pos + 1 - len(known), sampling)
         self._ring[:] = EMPTY
