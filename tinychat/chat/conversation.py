@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from tinychat.chat.parameters import Parameters
-from tinychat.errors import TinychatError
+from tinychat.errors import TinychatError, encodable
 
 Role = Literal["user", "assistant", "tool"]
 FORMAT = 3  # of the JSON form; 2 had no tools; 1 had no versions: no `others`, and turns without `id` and `parent`
@@ -119,13 +119,13 @@ class Conversation:
     model: str = ""
     parameters: Parameters = field(default_factory=Parameters)
     name: str = ""  # given by the user
-    summary: str = ""  # a title that the model gave; a name goes before it
-    project: str = ""  # a folder's name, given by the user
     first: int = 0
     send_thinking: bool = True
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: float = field(default_factory=time.time)
     others: tuple[Turn, ...] = ()
+    summary: str = ""  # a title that the model gave; a name goes before it
+    project: str = ""  # a folder's name, given by the user
     made: int = field(default=0, compare=False)  # the highest id that a turn has had: none is given twice
 
     def __post_init__(self) -> None:
@@ -215,7 +215,7 @@ class Conversation:
 
     def move(self, project: str) -> Conversation:
         """In another project; "" for none."""
-        return replace(self, project=" ".join(project.split()))
+        return replace(self, project=encodable(" ".join(project.split())))
 
     def cut(self, index: int) -> Conversation:
         """The path up to the turn before `index`; the rest goes to `others`."""

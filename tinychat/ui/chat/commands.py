@@ -56,6 +56,7 @@ COMMANDS: tuple[Command, ...] = (
         "conversations", "", "earlier conversations: search, open, rename, delete", handlers.conversations, key="f3"
     ),
     Command("rename", "NAME", "name this conversation", handlers.rename),
+    Command("project", "NAME|off", "put this conversation into a project; /conversations shows one", handlers.project),
     Command(
         "regenerate",
         "",

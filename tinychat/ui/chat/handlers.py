@@ -48,6 +48,17 @@ async def rename(chat: ChatView, text: str) -> None:
     chat.controller.rename(text)
 
 
+async def project(chat: ChatView, text: str) -> None:
+    c, name = chat.controller, text.strip()
+    if not name:
+        now = c.conversation.project
+        raise TinychatError(f"this conversation is in the project {now}" if now else "usage: /project NAME|off")
+    c.move("" if name.lower() == "off" else name)
+    chat.list_conversations()
+    now = c.conversation.project
+    await chat.say(f"this conversation is in the project {now}" if now else "this conversation is in no project")
+
+
 async def regenerate(chat: ChatView, text: str) -> None:
     chat.controller.regenerate()
 

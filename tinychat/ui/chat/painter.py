@@ -121,7 +121,8 @@ class Painter:
     def panel(self) -> None:
         """The panel and the line at the top, a few times a second."""
         chat, c = self._chat, self._chat.controller
-        stats, info, running, title = c.stats, c.info, c.running, c.conversation.title
+        stats, info, running = c.stats, c.info, c.running
+        title = " / ".join(filter(None, (c.conversation.project, c.conversation.title)))
         if running is not None and stats is not None and stats.phase == "decode" and stats.last_tok_s:
             self._speeds.append(stats.last_tok_s)
         prefill = running.prefill if running is not None and not running.tokens else None
