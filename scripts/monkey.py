@@ -16,6 +16,7 @@ import random
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Awaitable, Sequence
 from functools import partial
@@ -113,7 +114,7 @@ class Monkey:
             if reports := crash.reports():
                 raise Broken(f"after {n} events: {reports[-1].read_text()}\nthe last events: {self.last}")
             if not self.app.is_running or not self.app.chat.is_running:
-                raise Broken(f"the app ended after {n} events: {self.last}")
+                raise Broken(f"the app ended after {n} events: {self.last}") from self.app._exception
             if n % check_every == 0 or n == number:
                 await self.check(n)
 
@@ -304,6 +305,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     total += asyncio.run(monkey(options.events, seed, Path(folder), opened, *real))
                 except Broken as e:
                     print(f"seed {seed}: {e}", flush=True)
+                    if e.__cause__:
+                        traceback.print_exception(e.__cause__)
                     return 1
                 finally:
                     os.chdir("/")

@@ -24,7 +24,7 @@ from tinychat.kernels.sampling import Sampling
 from tinychat.models.cache import path_of
 from tinychat.models.registry import resolve
 from tinychat.ui.app import TinychatApp
-from tinychat.ui.chat.prompt import Prompt
+from tinychat.ui.chat.prompt import PromptEditor
 from tinychat.ui.screens.bench import BenchScreen
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -40,7 +40,7 @@ async def until(pilot: Pilot[Any], condition: Callable[[], bool]) -> None:
 
 
 async def ask(app: TinychatApp, pilot: Pilot[Any], question: str) -> None:
-    app.screen.query_one(Prompt).text = question
+    app.screen.query_one(PromptEditor).text = question
     await pilot.press("enter")
     await until(pilot, lambda: bool(app.controller.conversation.turns) and not app.controller.busy)
 

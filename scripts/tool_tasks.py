@@ -33,9 +33,9 @@ from tinychat.models import cache
 from tinychat.models.registry import resolve
 from tinychat.tools.builtin import tools_of
 from tinychat.tools.folder import Folder
-from tinychat.tools.mcp import Servers
+from tinychat.tools.mcp import McpServers
 from tinychat.tools.mcp_config import ServerConfig
-from tinychat.tools.protocol import Context
+from tinychat.tools.protocol import CallContext
 from tinychat.tools.toolbox import Toolbox
 
 ROUNDS = 8
@@ -125,7 +125,7 @@ def attempt(backend: Backend, task: Task) -> tuple[bool, list[str], str]:
         ServerConfig(name, sys.executable, (str(Path(__file__).resolve()), "--serve", name))
         for name in ("arithmetic", "stock")
     ]
-    with tempfile.TemporaryDirectory() as name, closing(Servers(configs)) as servers:
+    with tempfile.TemporaryDirectory() as name, closing(McpServers(configs)) as servers:
         folder = Path(name)
         for file, text in FILES.items():
             (folder / file).parent.mkdir(exist_ok=True)
@@ -157,7 +157,7 @@ def attempt(backend: Backend, task: Task) -> tuple[bool, list[str], str]:
                 break
             talk = Conversation((Turn("assistant", text, calls=calls),))
             for call in calls:
-                result = toolbox.call(call.name, call.arguments, Context(lambda question: None, threading.Event()))
+                result = toolbox.call(call.name, call.arguments, CallContext(lambda question: None, threading.Event()))
                 made.append(f"{call.name} {result.state}")
                 talk = talk.add(Turn("tool", result.text, call_id=call.id, stop_reason=result.state))
             request = replace(request, messages=(*request.messages, *talk.messages()), cancel=threading.Event())

@@ -1,6 +1,7 @@
 """Keeps every test away from the user's own files, and lends all of them one real model."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,9 @@ SHARED = Path(os.environ.get("TINYCHAT_TESTS_DIR") or user_cache_dir("tinychat-t
 os.environ["TINYCHAT_TESTS_DIR"] = str(SHARED)  # for the workers of pytest-xdist, which import this again
 os.environ["XDG_CACHE_HOME"] = str(SHARED)
 os.environ["ZIG_GLOBAL_CACHE_DIR"] = os.environ["ZIG_LOCAL_CACHE_DIR"] = str(SHARED / "zig")
+# A run in the background or under nohup ignores these, and so would every process that a test starts and signals.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

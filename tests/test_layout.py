@@ -82,6 +82,21 @@ def test_every_room_is_known() -> None:
     assert found <= ROOMS.keys(), found - ROOMS.keys()
 
 
+def test_a_name_has_one_meaning() -> None:
+    """No two modules define a class or a type of the same name."""
+    where: dict[str, list[str]] = {}
+    for path in (ROOT / "tinychat").rglob("*.py"):
+        for node in ast.walk(tree := ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                where.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
+        for statement in tree.body:
+            match statement:
+                case ast.Assign(targets=[ast.Name(id=name)]) if re.fullmatch("[A-Z]+[a-z][A-Za-z]*", name):
+                    where.setdefault(name, []).append(f"{path.relative_to(ROOT)}:{statement.lineno}")
+    twice = {name: places for name, places in where.items() if len(places) > 1}
+    assert not twice, twice
+
+
 CHANGES_THE_PROCESS = re.compile(
     r"os\.environ(\[[^]]+\] *=|\.(setdefault|update|pop)\()|os\.(putenv|umask|chdir|nice)\("
     r"|\bgc\.(freeze|disable|set_\w+)\(|sys\.set\w+\(|sys\.(stdout|stderr|excepthook) *="

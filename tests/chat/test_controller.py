@@ -8,9 +8,9 @@ import pytest
 
 from tests.support.scripted import INFO, Script, scripted
 from tinychat.backend.protocol import Usage
-from tinychat.chat.changes import Change, Ended, Grew, ModelChanged, Notice, Overflow, Refused, Reset
+from tinychat.chat.changes import Change, Ended, Grew, ModelChanged, Notice, Overflow, Reset, SentBack
 from tinychat.chat.controller import Controller
-from tinychat.chat.conversation import Conversation, Turn
+from tinychat.chat.conversation import Conversation, Turn, to_markdown
 from tinychat.chat.parameters import Parameters, set_parameter
 from tinychat.chat.state import Answering, Idle, Stopping
 from tinychat.chat.titles import ASKED, Titles, clean
@@ -214,7 +214,7 @@ def test_before_the_context_overflows_the_user_is_asked():
         and chat.turns[-1].role == "assistant"
     )
     chat.controller.resolve(room, "stop")
-    assert [c.turn.text for c in chat.controller.poll() if isinstance(c, Refused)] == [f"question {i}"]
+    assert [c.turn.text for c in chat.controller.poll() if isinstance(c, SentBack)] == [f"question {i}"]
     assert len(chat.turns) == asked
     chat.controller.resolve(room, "turns")
     chat.settle()
@@ -229,7 +229,7 @@ def test_dropping_thinking_makes_room():
     chat.controller.ask(Turn("user", "b"))
     chat.settle()
     room = chat.of(Overflow)[0]
-    assert room.options == ("context", "turns", "thinking", "stop") and room.usage.thinking > 60
+    assert room.options == ("context", "compact", "turns", "thinking", "stop") and room.usage.thinking > 60
     chat.controller.resolve(room, "thinking")
     chat.settle()
     assert "hm" not in chat.script.prompts[-1] and chat.turns[-1].text and chat.turns[1].thinking
@@ -331,7 +331,7 @@ def test_a_model_that_does_not_load_costs_neither_the_loaded_one_nor_what_was_ty
     chat.controller.ask(Turn("user", "for the other model"))
     assert chat.controller.info is None and chat.controller.conversation.model == "other"
     chat.until(lambda: chat.controller.ready)
-    assert chat.controller.conversation.model == "m" and [c.turn.text for c in chat.of(Refused)] == [
+    assert chat.controller.conversation.model == "m" and [c.turn.text for c in chat.of(SentBack)] == [
         "for the other model"
     ]
     assert chat.of(Notice)[-1].error and chat.ask("b").text == "two"
@@ -433,7 +433,7 @@ def test_the_model_gives_a_title_when_nothing_else_runs_and_the_cache_keeps_its_
     assert asked == [False] and chat.controller.conversation.title == "2 + 2?", "not before it is idle"
     before, now[0] = chat.controller.stats, 5.0
     chat.until(lambda: chat.controller.conversation.title == "Sums of two")
-    assert chat.controller.stats == before and chat.saved[-1].summary == "Sums of two" and len(chat.turns) == 2
+    assert chat.controller.stats == before and chat.saved[-1].model_title == "Sums of two" and len(chat.turns) == 2
     second = chat.ask("and 3 + 3?")
     assert second.stats["reused_tokens"] >= before.prompt_tokens, "the rows of the first answer are still there"
     chat.controller.rename("mine")
@@ -465,3 +465,66 @@ def test_a_question_cancels_a_title():
 )
 def test_what_counts_as_a_title(said, title):
     assert clean(said) == title
+
+
+def test_the_oldest_turns_become_a_summary_and_come_back():
+    def answer(prompt: str) -> str:
+        return "It was about 1, 2 and 3." if "Summarise our conversation" in prompt else f"answer {len(prompt)}"
+
+    chat = Chat(Script(answer))
+    for i in range(4):
+        chat.ask(f"question {i}")
+    before = chat.controller.conversation
+    chat.controller.compact()
+    with pytest.raises(TinychatError, match="stop it"):
+        chat.controller.compact()
+    chat.settle()
+    after = chat.controller.conversation
+    summary = after.turns[6]
+    assert (summary.role, summary.text, after.summary, after.sent_from) == ("summary", "It was about 1, 2 and 3.", 6, 7)
+    assert summary.stats["replaced_turns"] == 6 and summary.stats["replaced_tokens"] > 6 < len(summary.text)
+    assert after.turns[:6] == before.turns[:6] and [t.text for t in after.turns[7:]] == [
+        t.text for t in before.turns[6:]
+    ]
+    assert "summary of 6 earlier turns" in to_markdown(after) and Conversation.from_dict(after.as_dict()) == after
+    chat.ask("and now?")
+    prompt = chat.script.prompts[-1]
+    assert "It was about 1, 2 and 3." in prompt and "question 3" in prompt and "question 2" not in prompt
+    chat.controller.compact()  # a summary of the summary and what followed it
+    chat.settle()
+    assert chat.controller.conversation.summary == 9 and "It was about" in chat.script.prompts[-1]
+    chat.controller.undo()
+    chat.controller.undo()
+    assert chat.controller.conversation.turns == before.turns
+    chat.controller.compact()
+    chat.controller.stop()
+    chat.settle()
+    assert chat.controller.conversation.turns == before.turns, "a summary that was stopped leaves no trace"
+
+
+@pytest.mark.parametrize("room_for_all", [True, False])
+def test_a_full_context_can_be_summarised(room_for_all):
+    def answer(prompt: str) -> str:
+        return "gist" if "Summarise our conversation" in prompt else "word " * 30
+
+    chat = small(230 if room_for_all else 180, Script(answer))
+    for i in range(9):
+        chat.controller.ask(Turn("user", f"question {i}"))
+        chat.settle()
+        if chat.of(Overflow):
+            break
+    room, asked = chat.of(Overflow)[0], chat.turns
+    assert "compact" in room.options
+    chat.controller.resolve(room, "compact")
+    chat.settle()
+    c = chat.controller.conversation
+    assert (
+        c.turns[-2].text == f"question {i}"
+        and c.turns[-1].text.startswith("word")
+        and "gist" in c.turns[c.summary].text
+    )
+    assert "gist" in chat.script.prompts[-1] and "question 0" not in chat.script.prompts[-1]
+    kept = [t.text for t in c.turns if t.role == "user"]
+    assert kept == [f"question {n}" for n in range(i + 1)] and len(c.sent) >= 2
+    chat.controller.undo()
+    assert chat.turns == asked, "the question that followed the summary is a version now"

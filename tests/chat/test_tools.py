@@ -16,7 +16,7 @@ from tinychat.chat.changes import Asks, Ended, Notice, Reset
 from tinychat.chat.conversation import NOT_RUN, Call, Conversation, Turn, to_markdown
 from tinychat.chat.history import History
 from tinychat.errors import TinychatError
-from tinychat.tools.protocol import Context, Question, Stopped, Tool
+from tinychat.tools.protocol import CallContext, CallStopped, Question, Tool
 from tinychat.tools.toolbox import Toolbox
 
 TEXT = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
@@ -36,18 +36,18 @@ class Tooled(Chat):
         tools = {"echo": self.echo, "ask": self.asks, "wait": self.wait}
         self.controller.use_tools(Toolbox(Tool(name, "", TEXT, run) for name, run in tools.items()))
 
-    def echo(self, arguments, context: Context) -> str:
+    def echo(self, arguments, context: CallContext) -> str:
         self.ran.append(arguments["text"])
         return f"echo: {arguments['text']}"
 
-    def asks(self, arguments, context: Context) -> str:
+    def asks(self, arguments, context: CallContext) -> str:
         context.ask(Question("run", "Run?", arguments["text"], f"run {arguments['text']}", "run"))
         return self.echo(arguments, context)
 
-    def wait(self, arguments, context: Context) -> str:
+    def wait(self, arguments, context: CallContext) -> str:
         context.cancel.wait(30)
         self.stopped.set()
-        raise Stopped("stopped")
+        raise CallStopped("stopped")
 
 
 def test_a_call_is_run_and_its_result_read():

@@ -252,7 +252,7 @@ def test_run_takes_files_stdin_and_parameters(smollm2_path: Path, tmp_path: Path
 def test_a_terminal_obeys_nothing_that_a_model_says(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    shown = run._Shown(quiet=False)
+    shown = run._Printer(quiet=False)
     for text, kind in (("plan\x1b]0;x\x07", "thinking"), ("Hello\n", "answer"), ("\x1b[2J", "answer")):
         shown.add(text, kind)
     shown.end()

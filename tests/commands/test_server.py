@@ -116,15 +116,18 @@ def test_a_model_is_served_until_it_is_interrupted(tmp_path: Path) -> None:
         "cpu",
     ]
     with subprocess.Popen([*command, "--context", "64"], stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        found = next((m for line in process.stderr if (m := re.search(r"http://127\.0\.0\.1:\d+", line))), None)
-        assert found
-        body = {"model": "m", "prompt": "ab", "max_tokens": 3}
-        answer = httpx.post(f"{found[0]}/v1/completions", json=body, timeout=60)
-        assert answer.json()["usage"]["completion_tokens"] == 3
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
-        assert "Traceback" not in process.stderr.read()
+        try:
+            assert process.stderr is not None
+            found = next((m for line in process.stderr if (m := re.search(r"http://127\.0\.0\.1:\d+", line))), None)
+            assert found
+            body = {"model": "m", "prompt": "ab", "max_tokens": 3}
+            answer = httpx.post(f"{found[0]}/v1/completions", json=body, timeout=60)
+            assert answer.json()["usage"]["completion_tokens"] == 3
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 130
+            assert "Traceback" not in process.stderr.read()
+        finally:
+            process.kill()
 
 
 def test_a_port_that_is_taken(url: str, tmp_path: Path, capsys: Captured) -> None:

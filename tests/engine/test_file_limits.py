@@ -116,8 +116,8 @@ def test_a_split_model_whose_first_part_has_no_tensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("variant", ["llama", "qwen2_yarn_keys", "qwen3", "qwen3moe", "olmoe", "deepseek2_groups"])
 def test_every_number_that_is_read_has_a_limit(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Table(dict[str, file_limits.Limit]):
-        def get(self, key: str, default: object = None) -> file_limits.Limit:  # type: ignore[override]
+    class Table(dict[str, file_limits.Bounds]):
+        def get(self, key: str, default: object = None) -> file_limits.Bounds:  # type: ignore[override]
             return self[key]
 
     monkeypatch.setattr(file_limits, "METADATA", Table(file_limits.METADATA))

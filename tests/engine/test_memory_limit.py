@@ -39,16 +39,16 @@ def test_kept_and_found_again(store: Path) -> None:
     assert limit.stored("CPU") is None
     measured = limit.measure([1], 2)
     assert limit.stored("CPU") == measured and measured.quick and measured.of(1) == measured.gb_s[1] > 0
-    other = limit.Limit("GPU", {0: 4000.0}, False, "2026-01-01")
+    other = limit.Bandwidth("GPU", {0: 4000.0}, False, "2026-01-01")
     limit.keep(other)
     assert limit.stored("GPU") == other and limit.stored("CPU") == measured
     assert [p.name for p in store.parent.iterdir()] == ["limits.json"]
 
 
 def test_of_takes_the_nearest_number_of_threads_below() -> None:
-    known = limit.Limit("CPU", {1: 9.0, 2: 15.0, 8: 40.0}, False, "")
+    known = limit.Bandwidth("CPU", {1: 9.0, 2: 15.0, 8: 40.0}, False, "")
     assert [known.of(n) for n in (1, 2, 3, 8, 64)] == [9.0, 15.0, 15.0, 40.0, 40.0]
-    assert limit.Limit("CPU", {4: 9.0}, False, "").of(2) == 0.0
+    assert limit.Bandwidth("CPU", {4: 9.0}, False, "").of(2) == 0.0
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"x": 1}', '"'])
@@ -56,8 +56,8 @@ def test_a_damaged_store_is_measured_again(store: Path, text: str) -> None:
     store.parent.mkdir()
     store.write_text(text)
     assert limit.stored("CPU") is None
-    limit.keep(limit.Limit("CPU", {1: 1.0}, False, ""))
-    assert limit.stored("CPU") == limit.Limit("CPU", {1: 1.0}, False, "")
+    limit.keep(limit.Bandwidth("CPU", {1: 1.0}, False, ""))
+    assert limit.stored("CPU") == limit.Bandwidth("CPU", {1: 1.0}, False, "")
     entry = json.loads(store.read_text())
     for broken in ({"gb_s": 3}, {"gb_s": {"x": 1}}, {}, []):
         store.write_text(json.dumps(dict.fromkeys(entry, broken)))
@@ -66,7 +66,7 @@ def test_a_damaged_store_is_measured_again(store: Path, text: str) -> None:
 
 def test_a_folder_that_cannot_be_written_costs_nothing(store: Path) -> None:
     store.parent.write_text("a file")
-    limit.keep(limit.Limit("CPU", {1: 1.0}, False, ""))
+    limit.keep(limit.Bandwidth("CPU", {1: 1.0}, False, ""))
     assert limit.measure([1], 1).gb_s[1] > 0
 
 
@@ -81,7 +81,7 @@ def test_the_engine_refers_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert s.limit_share == pytest.approx(s.gb_s / s.limit_gb_s) and s.limit_share > 0
     finally:
         engine.close()
-    limit.keep(limit.Limit("CPU", {1: 123.0}, False, ""))
+    limit.keep(limit.Bandwidth("CPU", {1: 123.0}, False, ""))
     monkeypatch.setattr(bandwidth, "read_bandwidth", None)  # what is stored is not measured again
     engine = Engine.load(path, device="cpu", threads=1)
     assert engine.stats.limit_gb_s == 123.0
@@ -111,7 +111,7 @@ def test_command(capsys: pytest.CaptureFixture[str], store: Path) -> None:
 def test_a_limit_measured_under_load_does_not_replace_a_better_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, store: Path
 ) -> None:
-    limit.keep(limit.Limit("CPU", {1: 27.0}, False, ""))
+    limit.keep(limit.Bandwidth("CPU", {1: 27.0}, False, ""))
     monkeypatch.setattr(bandwidth, "read_bandwidth", lambda threads, rounds: dict.fromkeys(threads, 16.0))
     found = limit.measure([1])
     assert found.gb_s == {1: 27.0} and "41% less" in found.noise

@@ -11,7 +11,7 @@ from tinychat.engine.drafts import LONGEST, TextIndex
 from tinychat.engine.engine import Engine
 from tinychat.engine.speculation import Speculate, Speculation
 from tinychat.engine.stats import Stats
-from tinychat.kernels.ops import Sampling
+from tinychat.kernels.sampling import Sampling
 
 MOST = 15
 

@@ -12,11 +12,12 @@ from tinychat.engine.config import ModelConfig
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.plan import build_plan
 from tinychat.errors import TinychatError
+from tinychat.kernels.blocks import GQA, Layer
 from tinychat.kernels.cpu import executor as cpu
 from tinychat.kernels.cpu import library
 from tinychat.kernels.cpu.executor import CPUExecutor
 from tinychat.kernels.limits import Limits, check, check_sampling
-from tinychat.kernels.ops import GQA, Layer, Plan
+from tinychat.kernels.ops import Plan
 from tinychat.kernels.sampling import Sampling
 
 EVERYTHING = Limits(frozenset(GGMLQuantizationType))
@@ -81,7 +82,7 @@ def test_another_executor_takes_what_one_refuses(tmp_path: Path, monkeypatch: py
     engine.close()
 
 
-@pytest.mark.parametrize("struct", ["Matrix", "Op", "SampleSpec", "Context"])
+@pytest.mark.parametrize("struct", ["CMatrix", "COp", "SampleSpec", "StepContext"])
 def test_a_structure_that_differs_in_c_is_one_line(struct: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shorter = type(struct, (library.ctypes.Structure,), {"_fields_": getattr(library, struct)._fields_[:-1]})
     monkeypatch.setattr(library, struct, shorter)

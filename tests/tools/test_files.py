@@ -12,7 +12,7 @@ import pytest
 from tinychat.tools import search
 from tinychat.tools.files import LINES, difference, matches, reading, writing
 from tinychat.tools.folder import Folder
-from tinychat.tools.protocol import Context, Question, Refused, Result
+from tinychat.tools.protocol import CallContext, CallRefused, Question, Result
 from tinychat.tools.toolbox import Toolbox, cut
 
 
@@ -28,10 +28,10 @@ class Called:
     def ask(self, question: Question) -> None:
         self.questions.append(question)
         if not self.allowed:
-            raise Refused("the user refused this")
+            raise CallRefused("the user refused this")
 
     def __call__(self, name: str, **arguments: Any) -> Result:
-        return self.box.call(name, json.dumps(arguments), Context(self.ask, self.cancel))
+        return self.box.call(name, json.dumps(arguments), CallContext(self.ask, self.cancel))
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_what_changes_between_question_and_answer_is_not_overwritten(call: Calle
             (call.path / "src/a.py").write_text("somebody else")
 
     arguments = json.dumps({"path": "src/a.py", "old": "return 1", "new": "return 2"})
-    result = call.box.call("edit_file", arguments, Context(ask, call.cancel))
+    result = call.box.call("edit_file", arguments, CallContext(ask, call.cancel))
     assert result.state == "failed" and "changed since" in result.text
     assert (call.path / "src/a.py").read_text() == "somebody else"
 
@@ -147,12 +147,12 @@ def test_edits_that_cannot_be_made(call: Called, arguments: dict[str, str], why:
     ],
 )
 def test_calls_that_are_wrong(call: Called, name: str, arguments: str, why: str) -> None:
-    result = call.box.call(name, arguments, Context(call.ask, call.cancel))
+    result = call.box.call(name, arguments, CallContext(call.ask, call.cancel))
     assert result.state == "failed" and why in result.text
 
 
 def test_results_are_cut_in_the_middle(call: Called) -> None:
-    result = call.box.call("read_file", '{"path": "README.md"}', Context(call.ask, call.cancel), limit=100)
+    result = call.box.call("read_file", '{"path": "README.md"}', CallContext(call.ask, call.cancel), limit=100)
     assert result.text.startswith("[lines 1 to") and "characters left out" in result.text and len(result.text) < 150
     assert result.text.endswith(f"line {LINES}\n")
     assert cut("short", 100) == "short"

@@ -155,3 +155,9 @@ def test_what_is_no_folder(tmp_path: Path) -> None:
     for name in ("f", "none"):
         with pytest.raises(TinychatError):
             Folder(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
+def test_a_name_that_is_no_path(name: str) -> None:
+    with pytest.raises(TinychatError, match="can be no path"):
+        Folder(Path(name))

@@ -17,9 +17,9 @@ import pytest
 
 from tinychat.errors import TinychatError
 from tinychat.tools import mcp
-from tinychat.tools.mcp import Servers
+from tinychat.tools.mcp import McpServers
 from tinychat.tools.mcp_config import ServerConfig, read_servers, switch
-from tinychat.tools.protocol import Context, Question, Result
+from tinychat.tools.protocol import CallContext, Question, Result
 from tinychat.tools.toolbox import LIMIT, Toolbox
 
 HOSTILE = pytest.importorskip("tests.support.mcp_server", reason="needs the package mcp").HOSTILE
@@ -31,7 +31,7 @@ class Used:
     """Started servers, and calls of their tools."""
 
     def __init__(self, *configs: ServerConfig) -> None:
-        self.servers = Servers(configs)
+        self.servers = McpServers(configs)
         self.servers.start()
         self.servers.wait()
         self.box = Toolbox(more=lambda: self.servers.tools)
@@ -39,7 +39,7 @@ class Used:
         self.cancel = threading.Event()
 
     def __call__(self, name: str, **arguments: Any) -> Result:
-        return self.box.call(name, json.dumps(arguments), Context(self.questions.append, self.cancel))
+        return self.box.call(name, json.dumps(arguments), CallContext(self.questions.append, self.cancel))
 
 
 @pytest.fixture

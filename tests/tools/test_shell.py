@@ -13,7 +13,7 @@ import pytest
 
 from tinychat.errors import TinychatError
 from tinychat.tools.folder import Folder
-from tinychat.tools.protocol import Context, Question, Refused, Stopped
+from tinychat.tools.protocol import CallContext, CallRefused, CallStopped, Question
 from tinychat.tools.shell import KEPT, Confinement, confinement, run, running
 from tinychat.tools.toolbox import Toolbox
 
@@ -103,7 +103,7 @@ def test_it_ends_in_time_and_when_it_is_stopped(folder: Path) -> None:
     assert out == "begin\n[stopped after 1 s]"
     cancel = threading.Event()
     threading.Timer(0.5, cancel.set).start()
-    with pytest.raises(Stopped):
+    with pytest.raises(CallStopped):
         run("sleep 30", folder, confinement(), 60, cancel)
 
 
@@ -118,14 +118,16 @@ def test_the_question_shows_the_whole_command(folder: Path) -> None:
 
     def ask(question: Question) -> None:
         asked.append(question)
-        raise Refused("no")
+        raise CallRefused("no")
 
     box = Toolbox(running(Folder(folder)))
     command = "rm -rf x\n\n\n; echo " + "y" * 5000
-    result = box.call("run_command", f'{{"command": {command!r}}}'.replace("'", '"'), Context(ask, threading.Event()))
+    result = box.call(
+        "run_command", f'{{"command": {command!r}}}'.replace("'", '"'), CallContext(ask, threading.Event())
+    )
     assert result.state == "refused" and asked[0].detail.endswith(command) and asked[0].kind == "run"
     assert str(confinement()) in asked[0].detail and str(folder) in asked[0].detail
-    assert box.call("run_command", '{"command": " "}', Context(ask, threading.Event())).state == "failed"
+    assert box.call("run_command", '{"command": " "}', CallContext(ask, threading.Event())).state == "failed"
 
 
 def test_an_unconfined_system_says_so() -> None:

@@ -348,8 +348,10 @@ async def test_the_user_is_asked_before_the_context_overflows():
         await d.pilot.press("enter")
         await d.until(lambda: isinstance(d.app.screen, OverflowScreen))
         assert "/set context" not in d.screen and "load the model with a context of 256 tokens" in d.screen
-        await d.pilot.press("down", "enter")
+        assert "let the model summarise the oldest turns" in d.screen
+        await d.pilot.press("down", "down", "enter")
         await d.settle()
+        assert "left out the oldest 2 turns" in d.screen
         assert d.controller.conversation.first == 2 and "first" not in d.script.prompts[-1]
         await d.pilot.press("ctrl+home")
         await d.pilot.pause()

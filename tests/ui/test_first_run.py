@@ -9,7 +9,7 @@ from tests.support.screens import text_of, until
 from tests.support.scripted import Script, scripted
 from tinychat.errors import TinychatError
 from tinychat.models import cache
-from tinychat.models.download import Stopped
+from tinychat.models.download import DownloadStopped
 from tinychat.ui.app import TinychatApp
 from tinychat.ui.screens import first_run, picker_rows
 from tinychat.ui.screens.downloads import Downloads
@@ -52,7 +52,7 @@ async def test_one_key_to_the_first_answer(key, tmp_path):
     def pull(model, progress, stop):
         progress(30_000_000, 98_000_000, 1e6, "downloading")
         if not go.wait(20):
-            raise Stopped
+            raise DownloadStopped
         return path
 
     app = an_app(pull)

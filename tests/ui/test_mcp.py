@@ -12,7 +12,7 @@ from tests.chat.test_tools import call
 from tests.support.screens import text_of, until
 from tests.support.scripted import INFO, Script, scripted
 from tinychat.errors import TinychatError
-from tinychat.tools.mcp import Prompt, Servers
+from tinychat.tools.mcp import McpServers, ServerPrompt
 from tinychat.tools.mcp_config import read_servers
 from tinychat.ui.app import TinychatApp
 from tinychat.ui.chat.mcp import arguments_of, usage
@@ -33,7 +33,7 @@ def file(tmp_path: Path) -> Path:
 
 async def test_a_server_from_its_start_to_its_end(file: Path) -> None:
     script = Script([call("own_add", a=2, b=3), "Five.", "Milk."])
-    servers = Servers(read_servers(file))
+    servers = McpServers(read_servers(file))
     app = TinychatApp("m", INFO.path, open_backend=scripted(script), mcp=servers, mcp_file=file)
     try:
         async with app.run_test(size=(100, 30)) as pilot:
@@ -76,10 +76,10 @@ async def test_a_server_from_its_start_to_its_end(file: Path) -> None:
 
 
 def test_arguments_of_a_prompt() -> None:
-    prompt = Prompt("s", "p", "", ("name", "language"), ("name",))
+    prompt = ServerPrompt("s", "p", "", ("name", "language"), ("name",))
     assert usage(prompt) == "/s:p NAME [language=…]"
     assert arguments_of(prompt, "Ada") == {"name": "Ada"}
     assert arguments_of(prompt, "'Ada L' in German") == {"name": "Ada L", "language": "in German"}
     assert arguments_of(prompt, "language=x Ada it's") == {"language": "x", "name": "Ada it's"}
     with pytest.raises(TinychatError, match="no argument"):
-        arguments_of(Prompt("s", "p", "", (), ()), "x")
+        arguments_of(ServerPrompt("s", "p", "", (), ()), "x")

@@ -22,7 +22,7 @@ from tinychat.chat.conversation import Conversation, Turn
 from tinychat.chat.history import History
 from tinychat.chat.parameters import Parameters, set_parameter
 from tinychat.measure import bench, log
-from tinychat.measure.profile.report import Flag, Profile, Row
+from tinychat.measure.profile.report import Flag, OpTime, Profile
 from tinychat.ui.app import TinychatApp
 from tinychat.ui.chat.overflow import OverflowScreen
 from tinychat.ui.screens import first_run, picker, picker_rows
@@ -159,9 +159,11 @@ async def test_the_context_is_full(size, snapshot):
 
 
 def report() -> Profile:
-    def row(name: str, shape: str, quant: str, category: str, calls: int, ms: float, gb: float) -> Row:
+    def row(name: str, shape: str, quant: str, category: str, calls: int, ms: float, gb: float) -> OpTime:
         nbytes = int(gb * ms * 1e6)
-        return Row(name, name, shape, quant, category, calls, ms / 1e3, ms / 2e4, ms / 5, nbytes, gb, gb / 20, 64, 0.52)
+        return OpTime(
+            name, name, shape, quant, category, calls, ms / 1e3, ms / 2e4, ms / 5, nbytes, gb, gb / 20, 64, 0.52
+        )
 
     rows = [
         row("linear_add", "576×1536", "Q4_1", "mat-vec Q4_1", 60, 2.1, 17.2),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
-Job = Callable[[], None]
+Task = Callable[[], None]
 
 
 class EngineThread:
@@ -20,7 +20,7 @@ class EngineThread:
     """
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_run, args=(self._jobs,), name="engine", daemon=True)
         self._thread.start()
         weakref.finalize(self, self._jobs.put, None)
@@ -31,7 +31,7 @@ class EngineThread:
         assert self._thread.ident is not None
         return self._thread.ident
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Task) -> None:
         """Runs `job` when those before it are done. Returns at once."""
         self._jobs.put(job)
 
@@ -52,7 +52,7 @@ class EngineThread:
         return value  # type: ignore[return-value]
 
 
-def _run(jobs: queue.SimpleQueue[Job | None]) -> None:
+def _run(jobs: queue.SimpleQueue[Task | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
         del job  # what it holds may be a whole model

@@ -15,7 +15,7 @@ from tinychat.backend.stream import EventStream
 from tinychat.engine.devices import OnProgress as OnProgress
 from tinychat.engine.engine import Engine
 
-Job = Callable[[Engine, OnProgress, threading.Event], Any]
+EngineJob = Callable[[Engine, OnProgress, threading.Event], Any]
 """`job(engine, report, cancel)`: it looks at `cancel` now and then, and raises TinychatError when it is set."""
 
 
@@ -67,7 +67,7 @@ class ExpertCounts:
 class Instrumented(Backend, Protocol):
     """A backend whose ModelInfo says `can.instruments`. Any thread may call any method."""
 
-    def run_job(self, job: Job, cancel: threading.Event) -> EventStream[JobEvent]:
+    def run_job(self, job: EngineJob, cancel: threading.Event) -> EventStream[JobEvent]:
         """Runs `job` between requests and returns at once. A `cancel` that is set before the job begins ends it too."""
         ...
 

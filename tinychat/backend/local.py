@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeVar
 
 from tinychat.backend import saved
 from tinychat.backend.engine_thread import EngineThread
-from tinychat.backend.instruments import ExpertCounts, Job, JobDone, JobEvent, JobProgress, TokenText
-from tinychat.backend.prompting import Prompt, PromptMaker, offered
+from tinychat.backend.instruments import EngineJob, ExpertCounts, JobDone, JobEvent, JobProgress, TokenText
+from tinychat.backend.prompting import PromptMaker, RenderedPrompt, offered
 from tinychat.backend.protocol import (
     Backend,
     Capabilities,
@@ -160,7 +160,7 @@ class LocalBackend:
 
     # Instrumented
 
-    def run_job(self, job: Job, cancel: threading.Event) -> EventStream[JobEvent]:
+    def run_job(self, job: EngineJob, cancel: threading.Event) -> EventStream[JobEvent]:
         stream: EventStream[JobEvent] = EventStream()
 
         def report(text: str, fraction: float) -> None:
@@ -293,7 +293,12 @@ class LocalBackend:
         self._generate(request, prompt, grammar, stream, asked)
 
     def _generate(
-        self, request: Request, prompt: Prompt, grammar: Grammar | None, stream: EventStream[Event], asked: float
+        self,
+        request: Request,
+        prompt: RenderedPrompt,
+        grammar: Grammar | None,
+        stream: EventStream[Event],
+        asked: float,
     ) -> None:
         engine, stops, count, calls = self._loaded(), StopStrings(request.stop), 0, set[int]()
 

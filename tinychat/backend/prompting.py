@@ -15,7 +15,7 @@ ROOMY = 3 / 4  # of the context, that a prompt may fill after turns were left ou
 
 
 @dataclass(frozen=True)
-class Prompt:
+class RenderedPrompt:
     """`ids` is what the model reads; `dropped` messages were left out of it."""
 
     ids: list[int]
@@ -30,7 +30,7 @@ class PromptMaker:
         self._engine = engine
         self.template_s = self.tokenise_s = 0.0
 
-    def make(self, request: Request) -> Prompt | DoesNotFit:
+    def make(self, request: Request) -> RenderedPrompt | DoesNotFit:
         """The prompt of `request`, after its `overflow` where it does not fit. Raises TinychatError."""
         self.template_s = self.tokenise_s = 0.0
         prompt, limit = self._counted(request), self._engine.info.max_context
@@ -52,10 +52,10 @@ class PromptMaker:
         """The prompt as it would be written down. Raises TinychatError."""
         return self._engine.tokenizer.decode(self._ids(request), special=True)
 
-    def _counted(self, request: Request) -> Prompt:
+    def _counted(self, request: Request) -> RenderedPrompt:
         ids, limit = self._ids(request), self._engine.info.max_context
         if request.raw is not None:
-            return Prompt(ids, Usage(history=len(ids), limit=limit))
+            return RenderedPrompt(ids, Usage(history=len(ids), limit=limit))
         encode = self._engine.tokenizer.encode
         messages = request.messages
         system = sum(len(encode(_text(m).strip())) for m in messages if m.get("role") == "system")
@@ -68,9 +68,9 @@ class PromptMaker:
         tools = len(ids) - len(self._ids(replace(request, tools=(), tool_choice="none"))) if offered(request) else 0
         tools += sum(len(encode(_text(m))) for m in messages if m.get("role") == "tool")
         history = max(0, len(ids) - system - thinking - tools - answer)
-        return Prompt(ids, Usage(system, history, thinking, tools, answer, limit))
+        return RenderedPrompt(ids, Usage(system, history, thinking, tools, answer, limit))
 
-    def _without_oldest(self, request: Request, most: int) -> Prompt | None:
+    def _without_oldest(self, request: Request, most: int) -> RenderedPrompt | None:
         """Without as few of the oldest exchanges as bring the prompt to `most` tokens, or without all but the last one.
 
         None where there is only one. Takes log2(exchanges) renderings.

@@ -16,7 +16,8 @@ from typing import Any, Literal, Protocol
 from tinychat.backend.stream import EventStream
 from tinychat.engine.speculation import Source as Source
 from tinychat.engine.speculation import Speculate as Speculate
-from tinychat.engine.stats import Stats as Stats  # Source, Stats and Sampling are part of the seam
+from tinychat.engine.stats import Stats as Stats  # Source, Stats, Message and Sampling are part of the seam
+from tinychat.engine.tool_calls import Message as Message
 from tinychat.errors import TinychatError
 from tinychat.kernels.sampling import SAMPLING_PARAMETERS as SAMPLING_PARAMETERS
 from tinychat.kernels.sampling import Parameter as Parameter
@@ -24,12 +25,7 @@ from tinychat.kernels.sampling import Sampling as Sampling
 
 ANSWER_RESERVE = 256  # tokens that an answer should at least have
 
-Message = Mapping[str, Any]
-"""A message as OpenAI writes it: role (system, user, assistant, tool) and content (text); of an assistant perhaps
-reasoning_content and tool_calls; of a tool tool_call_id and name. Of a last answer that shall go on, with
-reasoning_content: without content its thinking goes on, with empty content the thinking is over."""
-
-Kind = Literal["answer", "thinking"]
+PieceKind = Literal["answer", "thinking"]
 StopReason = Literal["eos", "stop", "length", "context", "stopped", "tool_calls"]
 """Why an answer ended: the model ended it, a stop string, max_tokens, the context is full, cancelled, calls tools."""
 
@@ -172,7 +168,7 @@ class Piece:
     """Text of the answer or of the thinking. `tokens` made it: none for text that was held back and is released,
     several where speculation accepted several."""
 
-    kind: Kind
+    kind: PieceKind
     text: str
     tokens: tuple[TokenPiece, ...] = ()
 
@@ -282,6 +278,6 @@ def reserve_for(max_tokens: int | None, limit: int) -> int:
     return min(max_tokens or ANSWER_RESERVE, ANSWER_RESERVE, limit // 4)
 
 
-def text_of(events: Sequence[Event], kind: Kind = "answer") -> str:
+def text_of(events: Sequence[Event], kind: PieceKind = "answer") -> str:
     """The text of one kind that `events` carry."""
     return "".join(e.text for e in events if isinstance(e, Piece) and e.kind == kind)

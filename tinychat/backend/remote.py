@@ -28,7 +28,7 @@ from tinychat.backend.protocol import (
 )
 from tinychat.backend.stream import EventStream
 from tinychat.backend.wire import (
-    Reading,
+    ChunkReader,
     as_dict,
     as_int,
     as_list,
@@ -51,12 +51,12 @@ ASK_S = 20.0  # for what a server answers without its model
 CANCEL_S = 0.1  # how often a cancel is looked for while nothing comes: each look takes time from an engine beside
 LETTERS_PER_TOKEN = 4  # where nobody counts
 
-Kind = Literal["tinychat", "llama", "vllm", "openai"]
+ServerKind = Literal["tinychat", "llama", "vllm", "openai"]
 """What a server is, as far as it says: it decides which fields beyond OpenAI's it is sent."""
 
 _OPENAI = {"temperature": "temperature", "top_p": "top_p", "seed": "seed"}
 _VLLM = _OPENAI | {"top_k": "top_k", "min_p": "min_p", "repeat_penalty": "repetition_penalty"}
-_NAMES: Mapping[Kind, Mapping[str, str]] = {"openai": _OPENAI, "vllm": _VLLM}
+_NAMES: Mapping[ServerKind, Mapping[str, str]] = {"openai": _OPENAI, "vllm": _VLLM}
 """Parameters of sampling, by their names here, and what these servers call them; the others know all, as they are."""
 
 _PROBE = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -73,7 +73,7 @@ class RemoteBackend:
         self.url = url
         self.key = key
         self._stall_s = stall_s
-        self._kind: Kind = "openai"
+        self._kind: ServerKind = "openai"
         self._stats = Stats()
         self._running: set[threading.Event] = set()
         self._loop = asyncio.new_event_loop()
@@ -276,7 +276,7 @@ class RemoteBackend:
         """One request to the server; puts its events but the last, which it returns."""
         if refusal := self._refusal(request):
             return Failed(refusal, "invalid")
-        reading = Reading(self._info.max_context, dropped, self._stats.of_model())
+        reading = ChunkReader(self._info.max_context, dropped, self._stats.of_model())
         path = "/v1/completions" if request.raw is not None else "/v1/chat/completions"
         try:
             async with self._http().stream("POST", self.url + path, json=self._body(request)) as response:
@@ -351,7 +351,7 @@ class RemoteBackend:
         return body
 
 
-def _sampling(sampling: Sampling, kind: Kind) -> dict[str, Any]:
+def _sampling(sampling: Sampling, kind: ServerKind) -> dict[str, Any]:
     """The parameters by the names that this kind of server has for them."""
     names = _NAMES.get(kind) or {name: name for name in (*SAMPLING_PARAMETERS, "seed")}
     return {theirs: getattr(sampling, ours) for ours, theirs in names.items()}

@@ -16,9 +16,9 @@ from tinychat.backend.protocol import (
     Event,
     Failed,
     Finished,
-    Kind,
     ModelInfo,
     Piece,
+    PieceKind,
     Prefilling,
     Prompted,
     StopReason,
@@ -35,7 +35,7 @@ _FULL = re.compile(r"maximum context length (?:is|of) (\d+)")
 _COUNT = re.compile(r"(?:contains at least|requested|has) (\d+)")
 
 
-class Reading:
+class ChunkReader:
     """Makes events of the chunks of one answer."""
 
     def __init__(self, limit: int, dropped: int, model: Stats) -> None:
@@ -78,7 +78,7 @@ class Reading:
         said = delta.get("content") if "delta" in choice else choice.get("text")
         thought = delta.get("reasoning_content") or delta.get("reasoning")
         if "pieces" in details:
-            kind: Kind = "thinking" if details.get("kind") == "thinking" else "answer"
+            kind: PieceKind = "thinking" if details.get("kind") == "thinking" else "answer"
             events += [Piece(kind, str(text), _own_tokens(own)) for text, own in details["pieces"]]
         elif isinstance(thought, str) and thought:
             events.append(Piece("thinking", thought, tokens))
@@ -144,7 +144,7 @@ class Reading:
         return said if isinstance(said, str) else self._stop if isinstance(self._stop, str) else ""
 
 
-def read_chunk(reading: Reading, chunk: Mapping[str, Any]) -> list[Event]:
+def read_chunk(reading: ChunkReader, chunk: Mapping[str, Any]) -> list[Event]:
     """The events of a chunk, whatever types a server puts into its fields."""
     try:
         return reading.read(chunk)

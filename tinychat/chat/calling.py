@@ -16,7 +16,7 @@ from tinychat.backend.stream import EventStream
 from tinychat.chat.conversation import Call
 from tinychat.errors import TinychatError
 from tinychat.tools.permission import Permissions
-from tinychat.tools.protocol import Answer, Context, Question, Refused, Result, Stopped
+from tinychat.tools.protocol import CallContext, CallRefused, CallStopped, PermissionAnswer, Question, Result
 from tinychat.tools.toolbox import LIMIT, Toolbox
 
 ROUNDS = 20  # answers in a row that may call tools before the user is asked to go on
@@ -28,7 +28,7 @@ class Asked:
     """The call waits for the user's answer to `question`."""
 
     question: Question
-    answer: Future[Answer]
+    answer: Future[PermissionAnswer]
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Run:
         """`limit` is the longest result in characters; `count` the tokens of a text."""
         self.call, self.began, self.cancel = call, time.monotonic(), threading.Event()
         self.events: EventStream[Asked | Done] = EventStream()
-        self._asked: Future[Answer] | None = None
-        context = Context(partial(self._ask, permissions, conversation), self.cancel)
+        self._asked: Future[PermissionAnswer] | None = None
+        context = CallContext(partial(self._ask, permissions, conversation), self.cancel)
         job = partial(self._run, toolbox, context, limit, count)
         threading.Thread(target=job, name=f"tool {call.name}", daemon=True).start()
 
@@ -74,22 +74,22 @@ class Run:
     def _ask(self, permissions: Permissions, conversation: str, question: Question) -> None:
         if permissions.allows(question, conversation):
             return
-        answer: Future[Answer] = Future()
+        answer: Future[PermissionAnswer] = Future()
         self._asked = answer
         if self.cancel.is_set():
-            raise Stopped("stopped")
+            raise CallStopped("stopped")
         asked = time.monotonic()
         self.events.put(Asked(question, answer))
         try:
             given = answer.result()
         except CancelledError:
-            raise Stopped("stopped") from None
+            raise CallStopped("stopped") from None
         self.began += time.monotonic() - asked
         if given == "no":
-            raise Refused("the user refused this")
+            raise CallRefused("the user refused this")
         permissions.remember(question, given, conversation)
 
-    def _run(self, toolbox: Toolbox, context: Context, limit: int, count: Callable[[str], int] | None) -> None:
+    def _run(self, toolbox: Toolbox, context: CallContext, limit: int, count: Callable[[str], int] | None) -> None:
         result = toolbox.call(self.call.name, self.call.arguments, context, limit)
         seconds, tokens = self.seconds, 0
         with suppress(TinychatError):

@@ -50,7 +50,7 @@ class Notice:
 
 
 @dataclass(frozen=True)
-class Refused:
+class SentBack:
     """A message could not be sent; its text returns to the prompt."""
 
     turn: Turn
@@ -61,8 +61,9 @@ class Overflow:
     """`conversation` takes `usage` and needs at least `reserve` tokens for an answer, which the context does not have.
 
     The user decides: load the model with `larger` tokens of context (0: it cannot hold more), leave out the oldest
-    turns (`droppable` of them), leave out past thinking, or stop. `go_on`: its last answer would be continued. `typed`
-    is the message that would not be sent then; `start` is the first turn that would change.
+    exchanges (`droppable` of them), let the model summarise them, leave out past thinking, or stop. `go_on`: its last
+    answer would be continued. `typed` is the message that would not be sent then; `start` is the first turn that would
+    change.
     """
 
     conversation: Conversation
@@ -78,7 +79,7 @@ class Overflow:
     def options(self) -> tuple[str, ...]:
         """The choices that can help, for Controller.resolve."""
         u = self.usage
-        turns = ("turns",) if self.droppable else ()
+        turns = ("compact", "turns") if self.droppable else ()
         thinking = ("thinking",) if u.thinking and u.used - u.thinking + self.reserve <= u.limit else ()
         return (*("context",) * bool(self.larger), *turns, *thinking, "stop")
 
@@ -90,4 +91,4 @@ class Asks:
     question: Question
 
 
-Change = Reset | Grew | Ended | ModelChanged | Notice | Refused | Overflow | Asks
+Change = Reset | Grew | Ended | ModelChanged | Notice | SentBack | Overflow | Asks

@@ -34,8 +34,9 @@ from tinychat.backend.protocol import (
     reserve_for,
 )
 from tinychat.chat.calling import ROUNDS, Asked, Done, Run, is_object, room_for
-from tinychat.chat.changes import Asks, Change, Ended, Grew, ModelChanged, Notice, Overflow, Refused, Reset
-from tinychat.chat.conversation import Attachment, Conversation, Removed, Turn
+from tinychat.chat.changes import Asks, Change, Ended, Grew, ModelChanged, Notice, Overflow, Reset, SentBack
+from tinychat.chat.compacting import Summarising
+from tinychat.chat.conversation import Attachment, Conversation, Removed, Turn, summary_line
 from tinychat.chat.loading import OpenBackend, start_loading
 from tinychat.chat.parameters import Parameters
 from tinychat.chat.repetition import Repetition
@@ -44,6 +45,7 @@ from tinychat.chat.saving import Saver
 from tinychat.chat.state import (
     Answering,
     Calling,
+    Compacting,
     Idle,
     LoadFailed,
     Loading,
@@ -57,7 +59,7 @@ from tinychat.chat.usage_count import UsageCount
 from tinychat.errors import SLOW, TinychatError
 from tinychat.models import registry
 from tinychat.tools.permission import Permissions
-from tinychat.tools.protocol import Answer, Question, Result
+from tinychat.tools.protocol import PermissionAnswer, Question, Result
 from tinychat.tools.toolbox import LIMIT, Toolbox
 
 KEPT_STATS = (
@@ -108,7 +110,6 @@ class Controller:
         self.usage = Usage()
         self.trace = Trace()
         self.raw = False
-        self._drops = ""  # the conversation whose oldest turns are left out without asking again
         self._held: Overflow | None = None  # asks again when the model is loaded with a larger context
         self.toolbox, self.permissions = Toolbox(), permissions or Permissions()
         self._left: list[int | Removed] = []  # for undo: last turns (ids) of paths that were left, and what was deleted
@@ -127,8 +128,8 @@ class Controller:
 
     @property
     def busy(self) -> bool:
-        """Whether an answer is being written, or a tool that it called runs."""
-        return isinstance(self.state, Answering | Stopping | Calling)
+        """Whether an answer or a summary is being written, or a tool that an answer called runs."""
+        return isinstance(self.state, Answering | Stopping | Calling | Compacting)
 
     @property
     def calling(self) -> Calling | None:
@@ -220,7 +221,7 @@ class Controller:
     def open(self, conversation: Conversation) -> None:
         """Shows another conversation; a running answer of the present one stops and is saved."""
         self.interrupt()
-        self._changes += map(Refused, self.take_back_queue())  # part of the draft of the conversation that is left
+        self._changes += map(SentBack, self.take_back_queue())  # part of the draft of the conversation that is left
         self._left.clear()
         self._let_go()
         self.conversation = conversation
@@ -305,10 +306,13 @@ class Controller:
         """Shows the turns again that were shown before the last edit, new answer, switch or delete."""
         self._idle("undo")
         if not self._left:
-            raise TinychatError("there is no edit, new answer, switch or delete to undo")
-        left = self._left.pop()
-        c = self.conversation
-        self._show(c.put_back(left) if isinstance(left, Removed) else c.show(left))
+            raise TinychatError("there is no edit, new answer, switch, summary or delete to undo")
+        left, c = self._left.pop(), self.conversation
+        if isinstance(left, Removed):
+            self._show(c.put_back(left))
+            return
+        place = next((i for i, turn in enumerate(c.turns) if turn.id == left), None)
+        self._show(c.show(left) if place is None else c.cut(place + 1))  # a summary came right after what was left
 
     def _show(self, conversation: Conversation) -> bool:
         """Shows another path of the conversation; False when it is the present one."""
@@ -340,8 +344,10 @@ class Controller:
         self._start(c.prefill(text), len(c.turns), go_on=True)
 
     def stop(self) -> None:
-        """Ends the running answer or call; the text so far stays."""
-        if (calling := self.calling) is not None:
+        """Ends the running answer or call; the text so far stays. A summary is given up."""
+        if isinstance(self.state, Compacting):
+            self.state.job.stop()
+        elif (calling := self.calling) is not None:
             calling.run.stop()
             self._called(Done(Result("the user stopped this call", "stopped"), calling.run.seconds), calling)
             self._measure()
@@ -362,31 +368,77 @@ class Controller:
         taken, self.queue = self.queue, []
         return taken
 
-    def resolve(self, overflow: Overflow, choice: Literal["context", "turns", "thinking", "stop"]) -> None:
-        """Answers an Overflow: load with a larger context, leave out the oldest turns (from now on, without asking
-        again) or all thinking, or stop."""
+    def resolve(self, overflow: Overflow, choice: Literal["context", "compact", "turns", "thinking", "stop"]) -> None:
+        """Answers an Overflow: load with a larger context, let the model summarise the oldest turns, leave them out
+        (from now on, without asking again), leave out all thinking, or stop."""
         conversation, go_on = overflow.conversation, overflow.go_on
         if choice == "stop":
             if overflow.typed is not None:
-                self._changes.append(Refused(overflow.typed))
+                self._changes.append(SentBack(overflow.typed))
         elif choice == "thinking":
             self._start(conversation.drop_thinking(), overflow.start, go_on)
         elif choice == "context":
             self.set_parameters(replace(self.conversation.parameters, context=overflow.larger))
             self._held = overflow
+        elif choice == "compact":
+            self._summarise(conversation, conversation.questions[-1], overflow)
         else:
-            self._drops = conversation.id
-            self._start(conversation, overflow.start, go_on)
+            parameters = replace(self.conversation.parameters, drop_oldest=True)
+            self._set(replace(self.conversation, parameters=parameters))
+            self._start(replace(conversation, parameters=parameters), overflow.start, go_on)
 
     def _let_go(self) -> None:
         """What waited for a larger context goes back to where it was typed."""
         held, self._held = self._held, None
         if held is not None and held.typed is not None:
-            self._changes.append(Refused(held.typed))
+            self._changes.append(SentBack(held.typed))
+
+    def compact(self, keep: int = 1) -> None:
+        """Lets the model summarise all but the last `keep` exchanges; the summary is sent in their place."""
+        self._idle("summarise")
+        questions = self.conversation.questions
+        if len(questions) <= keep:
+            raise TinychatError(f"there is nothing to summarise before the last {keep} of your messages")
+        self._summarise(self.conversation, questions[-keep], None)
+
+    def _summarise(self, conversation: Conversation, end: int, overflow: Overflow | None) -> None:
+        if self.backend is None or not self.ready:
+            raise TinychatError("no model is loaded yet; wait for it or choose one with /model")
+        self._count.forget()
+        self.state = Compacting(Summarising(self.backend, conversation, end), conversation, overflow)
+        self._changes.append(Notice("the model summarises the oldest turns"))
+
+    def _poll_summary(self, compacting: Compacting) -> None:
+        if not compacting.job.outcome.done():
+            return
+        self.state, overflow = Idle(), compacting.overflow
+        try:
+            summary = compacting.job.outcome.result()
+        except TinychatError as e:
+            self._changes.append(Notice(str(e), error=True))
+            self._measure()
+            if overflow is not None and overflow.typed is not None:
+                self._changes.append(SentBack(overflow.typed))
+            return
+        c, asked = self.conversation, compacting.conversation
+        if overflow is None:
+            asked = c
+        typed = () if {t.id for t in (*c.turns, *c.others)} >= {asked.turns[-1].id} else asked.turns[-1:]
+        rest = asked.turns[: len(asked.turns) - len(typed)]
+        compacted = replace(asked, turns=rest, parameters=c.parameters, name=c.name).compact(summary.end, summary.turn)
+        self._left.append(c.turns[-1].id)
+        start = min(summary.end, _first_other(c, compacted))
+        self._set(compacted)
+        self._changes += [Reset(start, compacted), Notice(f"{summary_line(summary.turn)}; /undo takes it back")]
+        if overflow is None:
+            self._measure()
+        else:
+            again = replace(compacted, turns=(*compacted.turns, *(replace(t, id=0) for t in typed)))
+            self._start(again, len(compacted.turns) - (not typed), overflow.go_on)
 
     def leave(self) -> None:
         """Called when the user quits: saves the running answer as it is and stops the backend as soon as possible."""
-        if self.calling is not None:
+        if self.calling is not None or isinstance(self.state, Compacting):
             self.stop()
         elif self.running is not None:
             self.poll()
@@ -403,6 +455,8 @@ class Controller:
             self._poll_loading(self.state)
         elif isinstance(self.state, Calling):
             self._poll_call(self.state)
+        elif isinstance(self.state, Compacting):
+            self._poll_summary(self.state)
         elif (r := self.running) is not None:
             self._poll_answer(r)
         self._poll_count()
@@ -417,7 +471,7 @@ class Controller:
 
     def _poll_title(self) -> None:
         if title := self._titles.poll():
-            self._set(replace(self.conversation, summary=title))
+            self._set(replace(self.conversation, model_title=title))
         rests = not self.busy and not self.queue and not self.measuring
         if rests and (instruments := self.instruments) is not None and self._titles.wanted(self.conversation):
             self._titles.ask(instruments, self.conversation, self._offered())
@@ -460,7 +514,7 @@ class Controller:
         c, self._choice = self.conversation, choice
         parameters = replace(c.parameters, context=choice.context)
         self.conversation = replace(c, model=choice.name, parameters=parameters)
-        self._changes += map(Refused, self.take_back_queue())
+        self._changes += map(SentBack, self.take_back_queue())
 
     def _poll_answer(self, r: Answering) -> None:
         grown = NOTHING
@@ -502,7 +556,8 @@ class Controller:
         if (instruments := self.instruments) is not None:
             self.trace = Trace(instruments.last_prompt())
         if event.dropped:
-            self.conversation = replace(self.conversation, first=self.conversation.first + event.dropped)
+            self._update(left_out=event.dropped)
+            self.conversation = replace(self.conversation, first=self.conversation.sent_from + event.dropped)
             self._changes.append(Reset(r.start, self.conversation, live=True))
         self._store()
 
@@ -549,7 +604,8 @@ class Controller:
         turn = replace(
             turn,
             stop_reason=reason,
-            stats={**kept, "generated_tokens": r.before_tokens + tokens, "seed": r.seed},
+            stats={**kept, "generated_tokens": r.before_tokens + tokens, "seed": r.seed}
+            | ({"left_out": r.left_out} if r.left_out else {}),
             calls=calls,
             note=r.written.note,
             thinking_s=self.elapsed_thinking(),
@@ -582,7 +638,7 @@ class Controller:
         if not self.busy:
             self._measure()
 
-    def permit(self, question: Question, answer: Answer) -> None:
+    def permit(self, question: Question, answer: PermissionAnswer) -> None:
         """Answers the question of the call that runs; one of an earlier call is answered too late and counts for
         nothing."""
         if (calling := self.calling) is not None and calling.asked and calling.asked.question is question:
@@ -665,7 +721,7 @@ class Controller:
             self._withdraw(r)
         self._changes.append(Notice(event.message, error=True))
         if r.usage is None and r.typed is not None:
-            self._changes.append(Refused(r.typed))
+            self._changes.append(SentBack(r.typed))
 
     def _does_not_fit(self, event: DoesNotFit) -> None:
         r = self.running
@@ -726,12 +782,11 @@ class Controller:
             raise TinychatError("no model is loaded yet; wait for it or choose one with /model")
         p, last = conversation.parameters, conversation.turns[-1]
         seed = random.getrandbits(32) if p.seed is None else p.seed
-        leave_out: Literal["refuse", "oldest"] = "oldest" if self._drops == conversation.id else "refuse"
         request = request_for(
             conversation,
             go_on=go_on,
             seed=seed,
-            overflow=leave_out,
+            overflow="oldest" if p.drop_oldest else "refuse",
             tools=self._offered(),
             defaults=self.sampling_defaults,
         )
@@ -766,6 +821,11 @@ class Controller:
         self._titles.cancel()
         if self.calling is not None:
             self.stop()
+        if isinstance(self.state, Compacting):
+            self.state.job.stop()
+            if (overflow := self.state.overflow) is not None and overflow.typed is not None:
+                self._changes.append(SentBack(overflow.typed))
+            self.state = Idle()
         if self.running is not None:
             self._poll_answer(self.running)
         if (r := self.running) is not None:
@@ -786,7 +846,7 @@ class Controller:
         self._count.forget()
         limit = self.info.max_context if self.info else 0
         self.usage = replace(self.usage, limit=limit) if self.conversation.turns else Usage(limit=limit)
-        if self.backend is not None and self.ready and self.conversation.turns:
+        if self.backend is not None and self.ready and self.conversation.sent:
             self._count.start(self.backend, request_for(self.conversation, tools=self._offered()))
 
     def _store(self) -> None:
@@ -805,4 +865,4 @@ def _noted(note: str) -> Notice:
 
 def _droppable(conversation: Conversation) -> int:
     """How many of the turns that are sent can be left out."""
-    return max(0, sum(t.role == "user" for t in conversation.sent) - 1)
+    return max(0, len(conversation.questions) - 1)

@@ -11,13 +11,16 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from tinychat.chat.parameters import Parameters
 from tinychat.errors import TinychatError, encodable
 
-Role = Literal["user", "assistant", "tool"]
-FORMAT = 3  # of the JSON form; 2 had no tools; 1 had no versions: no `others`, and turns without `id` and `parent`
+Role = Literal["user", "assistant", "tool", "summary"]
+# Of the JSON form; 3 had no summaries; 2 had no tools; 1 had no versions: no `others`, and turns without `id` and
+# `parent`.
+FORMAT = 4
+_ANSWERS = ("assistant", "tool")  # roles of what belongs to the question before it
 ENDINGS = {  # Turn.stop_reason, in words; "eos" needs none
     "length": "stopped at max_tokens",
     "stopped": "stopped",
@@ -26,6 +29,7 @@ ENDINGS = {  # Turn.stop_reason, in words; "eos" needs none
     "failed": "failed",
 }
 NOT_RUN = "this call was not run"
+SUMMARY_HEAD = "Summary of the conversation so far:"
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,9 @@ class Turn:
 
     Of the role tool: the result of the call `call_id` of the answer before it. `stop_reason` is done, failed, refused,
     stopped, or "" while it runs; `stats` are its seconds and tokens.
+
+    Of the role summary: what the model wrote of the turns before it, sent in their place. `stats` are replaced_turns,
+    replaced_tokens and generated_tokens.
 
     `id` (0: not given yet) is the turn's number in its conversation, `parent` that of the turn it answers or follows
     (0: none); neither says anything about the message itself."""
@@ -91,7 +98,7 @@ class Turn:
     @property
     def complete(self) -> bool:
         """Whether the model ended this answer by itself."""
-        return self.role == "user" or self.stop_reason == "eos"
+        return self.role in ("user", "summary") or self.stop_reason == "eos"
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,8 @@ class Removed:
 @dataclass(frozen=True)
 class Conversation:
     """Turns and what they are answered with. `model` is a registry name or a path. `first` is the first turn that is
-    still sent (older ones stay readable); `send_thinking` False leaves all thinking out of the prompt.
+    still sent, unless a summary comes after it (older ones stay readable); `send_thinking` False leaves all thinking
+    out of the prompt.
 
     All turns ever made form a tree: each names its `parent`, and turns with the same parent are versions of one
     another (an edited question, another answer). `turns` is the one path that is shown and sent; `others` are all
@@ -124,7 +132,7 @@ class Conversation:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: float = field(default_factory=time.time)
     others: tuple[Turn, ...] = ()
-    summary: str = ""  # a title that the model gave; a name goes before it
+    model_title: str = ""  # that the model gave; a name goes before it
     project: str = ""  # a folder's name, given by the user
     made: int = field(default=0, compare=False)  # the highest id that a turn has had: none is given twice
 
@@ -145,8 +153,8 @@ class Conversation:
     @property
     def title(self) -> str:
         """The name that the user gave the conversation, or the model's title, or the start of the first message."""
-        if self.name or self.summary:
-            return self.name or self.summary
+        if self.name or self.model_title:
+            return self.name or self.model_title
         first = next((t.text for t in self.turns if t.role == "user" and t.text.strip()), "")
         line = " ".join(first.split(maxsplit=61)[:61])  # of a text of any length, no more than can be shown
         return line if len(line) <= 60 else line[:59] + "…"
@@ -162,9 +170,24 @@ class Conversation:
         return next((i for i in reversed(range(len(self.turns))) if self.turns[i].role == "user"), None)
 
     @property
+    def summary(self) -> int | None:
+        """Index of the summary that is sent in place of the turns before it."""
+        return next((i for i in reversed(range(len(self.turns))) if self.turns[i].role == "summary"), None)
+
+    @property
+    def sent_from(self) -> int:
+        """Index of the first turn that is sent as it is."""
+        return self.first if self.summary is None else max(self.first, self.summary + 1)
+
+    @property
     def sent(self) -> tuple[Turn, ...]:
-        """The turns the model sees."""
-        return self.turns[self.first :]
+        """The turns the model sees as they are."""
+        return self.turns[self.sent_from :]
+
+    @property
+    def questions(self) -> list[int]:
+        """Indexes of the sent turns that begin an exchange."""
+        return [i for i in range(self.sent_from, len(self.turns)) if self.turns[i].role == "user"]
 
     @property
     def pending(self) -> tuple[Call, ...]:
@@ -209,6 +232,13 @@ class Conversation:
         calls = tuple(replace(c, arguments=arguments) if c.id == call.id else c for c in answer.calls)
         changed = replace(answer, id=0, calls=calls, created=time.time())
         return self.cut(at).add(changed), self.turns[at + 1 : index] + self.turns[index + 1 : end]
+
+    def compact(self, index: int, summary: Turn) -> Conversation:
+        """A version in which `summary` is sent in place of the turns before `index`. Copies of the others follow it:
+        their parent is another one."""
+        copies = tuple(replace(turn, id=0) for turn in self.turns[index:])
+        compacted = self.cut(index)
+        return replace(compacted, turns=(*compacted.turns, summary, *copies))
 
     def rename(self, name: str) -> Conversation:
         return replace(self, name=" ".join(name.split()))
@@ -257,7 +287,7 @@ class Conversation:
 
         What followed a removed question follows what was before it; what followed a removed version follows the one
         that takes its place, the version before or behind it. So no other turn is lost and none changes its role."""
-        if not 0 <= index < len(self.turns) or self.turns[index].role == "tool":
+        if not 0 <= index < len(self.turns) or self.turns[index].role in ("tool", "summary"):
             raise TinychatError("only messages and answers can be deleted")
         versions = self.versions(index)
         if self.turns[index].role == "assistant" and len(versions) == 1:
@@ -268,16 +298,16 @@ class Conversation:
     def _remove(self, index: int, versions: tuple[Turn, ...]) -> tuple[Conversation, Removed]:
         turn, every = self.turns[index], (*self.turns, *self.others)
         gone = {turn.id}
-        while more := {t.id for t in every if t.parent in gone and t.role != "user"} - gone:
+        while more := {t.id for t in every if t.parent in gone and t.role in _ANSWERS} - gone:
             gone |= more
         place = versions.index(turn)
         beside = versions[place - 1] if place else versions[1] if len(versions) > 1 else None
         follows = turn.parent
         if turn.role == "assistant" and beside is not None:
-            latest = {t.parent: t for t in every if t.role != "user"}
+            latest = {t.parent: t for t in every if t.role in _ANSWERS}
             while (follows := beside.id) in latest:
                 beside = latest[follows]
-        parents = {t.id: t.parent for t in every if t.role == "user" and t.parent in gone}
+        parents = {t.id: t.parent for t in every if t.role not in _ANSWERS and t.parent in gone}
         after = next((t.id for t in self.turns[index:] if t.id in parents), 0)
         kept = [replace(t, parent=follows) if t.id in parents else t for t in self.others if t.id not in gone]
         end = next((i for i, t in enumerate(self.turns) if t.id == after), len(self.turns))
@@ -367,7 +397,7 @@ class Conversation:
 
     def can_continue(self) -> bool:
         """Whether the last turn is an answer that can be gone on with, or a call's result."""
-        return bool(self.turns) and self.turns[-1].role != "user"
+        return bool(self.turns) and self.turns[-1].role in ("assistant", "tool")
 
     def close_thinking(self) -> Conversation:
         """With the last answer's thinking marked as complete, so that continuing it starts the answer's text."""
@@ -388,8 +418,11 @@ class Conversation:
         """What `chat.render` takes: role, content, reasoning_content where an answer has thinking, and calls; one
         message for each turn that is sent."""
         out: list[dict[str, Any]] = []
-        if self.parameters.system.strip():
-            out.append({"role": "system", "content": self.parameters.system})
+        system = self.parameters.system if self.parameters.system.strip() else ""
+        if self.summary is not None:  # in the system prompt: between two turns, many templates refuse it
+            system = f"{system}\n\n{SUMMARY_HEAD}\n{self.turns[self.summary].text}".lstrip()
+        if system:
+            out.append({"role": "system", "content": system})
         for turn in self.sent:
             message: dict[str, Any] = {"role": turn.role, "content": turn.content}
             if turn.calls:
@@ -427,7 +460,7 @@ class Conversation:
 def _turn(data: Mapping[str, Any]) -> Turn:
     known = {f.name for f in fields(Turn)}
     values = {k: v for k, v in data.items() if k in known}
-    if values["role"] not in ("user", "assistant", "tool") or not isinstance(values["text"], str):
+    if values["role"] not in get_args(Role) or not isinstance(values["text"], str):
         raise ValueError(f"bad turn role {values['role']!r}")
     files = tuple(Attachment(f["name"], f["text"]) for f in values.get("files", ()))
     if values["role"] == "tool" and not values.get("stop_reason"):  # tinychat was killed while it ran
@@ -469,6 +502,9 @@ def _turn_markdown(c: Conversation, turn: Turn) -> list[str]:
         call = next((call for call in answer.calls if call.id == turn.call_id), Call("", "a tool", ""))
         head = f"<details><summary>Called {html.escape(call.name)}: {turn.stop_reason}</summary>"
         return [head, "", fenced(call.arguments), "", fenced(turn.text), "", "</details>", ""]
+    if turn.role == "summary":
+        head = f"<details><summary>{summary_line(turn)}</summary>"
+        return [head, "", turn.text.strip(), "", "</details>", ""]
     goes_on = turn.parent in above and above[turn.parent].role == "tool"
     lines = [] if goes_on else ["## You" if turn.role == "user" else f"## {c.model or 'Assistant'}", ""]
     if turn.thinking.strip():
@@ -480,6 +516,14 @@ def _turn_markdown(c: Conversation, turn: Turn) -> list[str]:
     if turn.stop_reason not in ("", "eos", "tool_calls"):
         lines += [f"*({ENDINGS.get(turn.stop_reason, turn.stop_reason)})*", ""]
     return lines
+
+
+def summary_line(turn: Turn) -> str:
+    """What a summary stands for, and what it saves."""
+    s = turn.stats
+    turns, tokens = int(s.get("replaced_turns", 0)), int(s.get("replaced_tokens", 0))
+    saves = f" · {tokens:,} → {int(s.get('generated_tokens', 0)):,} tokens" if tokens else ""
+    return f"summary of {turns} earlier turn{'s' * (turns != 1)}, sent in their place{saves}"
 
 
 def fenced(text: str) -> str:

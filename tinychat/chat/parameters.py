@@ -18,9 +18,9 @@ _OF_MODEL = {"dry_breakers"}  # fields of Sampling that the engine fills in
 class Parameters:
     """Everything that shapes the answers of one conversation. `sampling.seed` is replaced by `seed`, or by a new one
     for every answer while `seed` is None; `max_tokens` None means up to the end of the context; `context` None means
-    what the model was loaded with; `schema` is the JSON schema that answers are held to. `chosen` names the fields of
-    `sampling` that the user has set, at least those with another value than tinychat's; the others give way to the
-    model's own defaults."""
+    what the model was loaded with; `schema` is the JSON schema that answers are held to; `drop_oldest` leaves out the
+    oldest turns when the context is full, without asking. `chosen` names the fields of `sampling` that the user has
+    set, at least those with another value than tinychat's; the others give way to the model's own defaults."""
 
     system: str = ""
     thinking: bool = True
@@ -29,6 +29,7 @@ class Parameters:
     max_tokens: int | None = None
     context: int | None = None
     schema: Mapping[str, Any] | None = None
+    drop_oldest: bool = False
     chosen: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:

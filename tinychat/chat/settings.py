@@ -61,6 +61,7 @@ _KEYS: dict[str, tuple[tuple[type, ...], Callable[[Any], bool], str]] = {
     "titles": ((bool,), lambda v: True, "true or false"),
     "kv_cache_gb": ((int, float), lambda v: 0 <= v < 1e6, "a number of gigabytes, 0 or more"),
 }
+_PLAIN: dict[str, type] = {"system": str, "thinking": bool, "drop_oldest": bool}  # of Parameters, beside PARAMETERS
 _TABLES = ("parameters", "presets", "models", "servers")
 
 
@@ -202,9 +203,10 @@ def _parameters(entry: Any, where: str, problems: list[str]) -> Parameters:
                 out = set_parameter(out, key, repr(value))
             except TinychatError as e:
                 problems.append(f"settings: [{where}] {e}; its default is used")
-        elif (key, type(value)) in (("system", str), ("thinking", bool)):
-            out = replace(out, **{key: value})
-        elif key in PARAMETERS or key in ("system", "thinking"):
+        elif _PLAIN.get(key) is type(value):
+            changed: dict[str, Any] = {key: value}
+            out = replace(out, **changed)
+        elif key in PARAMETERS or key in _PLAIN:
             problems.append(f"settings: [{where}] {key} has a value of the wrong type; its default is used")
         else:
             problems.append(
@@ -218,9 +220,9 @@ def _table(old: Any, parameters: Parameters) -> Any:
     table = old if isinstance(old, tomlkit.items.AbstractTable) else tomlkit.table()
     default = Parameters()
     values: dict[str, Any] = {name: get_parameter(parameters, name) for name in PARAMETERS}
-    values |= {"system": parameters.system, "thinking": parameters.thinking}
+    values |= {key: getattr(parameters, key) for key in _PLAIN}
     usual: dict[str, Any] = {name: get_parameter(default, name) for name in PARAMETERS}
-    usual |= {"system": default.system, "thinking": default.thinking}
+    usual |= {key: getattr(default, key) for key in _PLAIN}
     for key, value in values.items():
         if value == usual[key] and key not in parameters.chosen:
             table.pop(key, None)

@@ -1,4 +1,5 @@
-"""The state of the chat as one value: idle, loading a model, answering, stopping an answer, or running a tool call."""
+"""The state of the chat as one value: idle, loading a model, answering, stopping an answer, running a tool call, or
+summarising."""
 
 from __future__ import annotations
 
@@ -9,9 +10,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tinychat.backend.protocol import Backend, Event, Kind, Piece, Prefilling, Usage
+from tinychat.backend.protocol import Backend, Event, Piece, PieceKind, Prefilling, Usage
 from tinychat.backend.stream import EventStream
 from tinychat.chat.calling import Asked, Run, Written
+from tinychat.chat.changes import Overflow
+from tinychat.chat.compacting import Summarising
 from tinychat.chat.conversation import Conversation, Turn
 from tinychat.chat.repetition import Repetition
 
@@ -71,7 +74,7 @@ class Answering:
     made; `typed` then goes back to the user. `goes_on`: an answer is continued. `seed` is what it samples with. `round`
     counts the answers since the user's message that may call tools; `written` has the calls of this one so far.
     `before_tokens` are those the turn had already (it is being continued), `thought_s` the seconds of thinking before
-    the present stretch of it.
+    the present stretch of it. `left_out` old turns do not fit into its prompt.
     """
 
     events: EventStream[Event]
@@ -92,7 +95,8 @@ class Answering:
     tokens: int = 0
     thinking_tokens: int = 0
     thinking_since: float | None = None
-    kind: Kind = "answer"
+    kind: PieceKind = "answer"
+    left_out: int = 0
 
     def take(self, piece: Piece, now: float) -> Answering:
         """With `piece` added."""
@@ -138,4 +142,14 @@ class Calling:
     asked: Asked | None = None
 
 
-State = Idle | Loading | Answering | Stopping | Calling
+@dataclass(frozen=True)
+class Compacting:
+    """The oldest turns of `conversation` are being summarised; then `overflow`, where it was the reason, is asked
+    again."""
+
+    job: Summarising
+    conversation: Conversation
+    overflow: Overflow | None
+
+
+State = Idle | Loading | Answering | Stopping | Calling | Compacting

@@ -40,7 +40,7 @@ class Titles:
         """Whether to ask for the title of `conversation`, which is at rest: its first answer is complete, for IDLE_S,
         and nobody has named it."""
         c, turns = conversation, conversation.turns
-        if not self._on or self._title is not None or c.name or c.summary or c.id in self._asked or not turns:
+        if not self._on or self._title is not None or c.name or c.model_title or c.id in self._asked or not turns:
             return False
         first = sum(t.role == "user" for t in turns) == 1 and turns[-1].role == "assistant" and turns[-1].complete
         if not first or turns[-1].raw:

@@ -98,7 +98,7 @@ def prune() -> None:
         say("nothing to delete")
 
 
-def _entries(text: str) -> list[cache.Entry]:
+def _entries(text: str) -> list[cache.CachedFile]:
     """The cache's entries of a model, named as in the registry or by the file name that `cache list` shows."""
     own = settings_of_user().models
     if found := [e for e in cache.entries(own) if e.key == text]:

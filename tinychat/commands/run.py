@@ -27,10 +27,10 @@ from tinychat.files import expand
 from tinychat.models.registry import Model, resolve, sampling_of
 from tinychat.tools.builtin import tools_of
 from tinychat.tools.folder import Folder
-from tinychat.tools.mcp import Servers, Status
+from tinychat.tools.mcp import McpServers, McpStatus
 from tinychat.tools.mcp_config import ServerConfig, read_servers
 from tinychat.tools.permission import Permissions
-from tinychat.tools.protocol import Answer, Context, Question, Refused
+from tinychat.tools.protocol import CallContext, CallRefused, PermissionAnswer, Question
 from tinychat.tools.toolbox import Toolbox
 from tinychat.units import speed
 
@@ -70,7 +70,7 @@ def run(
         other = "--raw" if raw else "--tools and --mcp: such an answer calls none"
         raise TinychatError(f"--schema cannot be used with {other}")
     form = None if schema is None else response_format(read_schema(expand(schema)))
-    mcp = Servers(() if mcp_file is None else _configs(expand(mcp_file)))
+    mcp = McpServers(() if mcp_file is None else _configs(expand(mcp_file)))
     toolbox, permissions = _toolbox(tools, mcp), Permissions.of_user()
     question = _question(prompt, files)
     own = settings_of_user()
@@ -101,7 +101,7 @@ def run(
         thinking=think,
         response_format=form,
     )
-    shown, called = _Shown(quiet=as_json), list[dict[str, object]]()
+    shown, called = _Printer(quiet=as_json), list[dict[str, object]]()
     with closing(backend), closing(mcp):
         for status in _started(mcp):
             say(f"the MCP server {status.config.name} cannot be used: {status.why}")
@@ -152,7 +152,7 @@ class _Said:
     calls: tuple[Call, ...]
 
 
-def _answer(backend: Backend, request: Request, shown: _Shown) -> _Said:
+def _answer(backend: Backend, request: Request, shown: _Printer) -> _Said:
     """Shows one answer while it is generated. Raises TinychatError."""
     from tinychat.backend.protocol import DoesNotFit, Failed, Finished, Piece, ToolCall
 
@@ -181,7 +181,7 @@ def _answer(backend: Backend, request: Request, shown: _Shown) -> _Said:
     return _Said(finished, text, ids, calls)
 
 
-def _toolbox(folder: str | None, mcp: Servers) -> Toolbox | None:
+def _toolbox(folder: str | None, mcp: McpServers) -> Toolbox | None:
     """The tools of `folder` and of MCP servers; naming a folder on the command line allows reading it."""
     if folder is None and not mcp.status:
         return None
@@ -194,7 +194,7 @@ def _configs(file: Path) -> tuple[ServerConfig, ...]:
     return read_servers(file)
 
 
-def _started(mcp: Servers) -> list[Status]:
+def _started(mcp: McpServers) -> list[McpStatus]:
     """Starts them and waits; those that failed."""
     mcp.start()
     mcp.wait()
@@ -213,7 +213,7 @@ def _call(
     talk = Conversation((Turn("assistant", said.text["answer"], said.text["thinking"], calls=said.calls),))
     for call in said.calls:
         began = time.monotonic()
-        result = toolbox.call(call.name, call.arguments, Context(partial(_ask, permissions), threading.Event()))
+        result = toolbox.call(call.name, call.arguments, CallContext(partial(_ask, permissions), threading.Event()))
         spent = time.monotonic() - began
         made = {"round": round, "name": call.name, "arguments": call.arguments}
         called.append({**made, "result": result.text, "state": result.state, "seconds": spent})
@@ -224,18 +224,18 @@ def _call(
 
 
 def _ask(permissions: Permissions, question: Question) -> None:
-    """Asks the user on the terminal. Raises Refused when the user refuses or there is no terminal."""
+    """Asks the user on the terminal. Raises CallRefused when the user refuses or there is no terminal."""
     if question.kind == "read" or permissions.allows(question, "run"):
         return
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise Refused("this needs the user's word, and there is no terminal to ask on")
+        raise CallRefused("this needs the user's word, and there is no terminal to ask on")
     say(question.title)
     print(f"\n{printable(question.detail)}\n", file=sys.stderr)
     say("y: yes, once · c: and all like it in this run · a: always for exactly this · anything else: no")
-    answers: dict[str, Answer] = {"y": "once", "c": "conversation", "a": "always"}
+    answers: dict[str, PermissionAnswer] = {"y": "once", "c": "conversation", "a": "always"}
     answer = answers.get(sys.stdin.readline().strip().lower(), "no")
     if answer == "no":
-        raise Refused("the user refused this")
+        raise CallRefused("the user refused this")
     permissions.remember(question, answer, "run")
 
 
@@ -291,7 +291,7 @@ def _too_long(event: DoesNotFit) -> str:
     )
 
 
-class _Shown:
+class _Printer:
     """Writes an answer while it is generated, without control characters; thinking is dimmed, on stderr."""
 
     def __init__(self, quiet: bool) -> None:

@@ -66,6 +66,7 @@ def serve(
             policy = Policy(key, frozenset((host, *hosts)), frozenset(origins))
             app = create_app(house, policy, queue_size, pages)
             url = f"http://{_bracketed(host)}:{port}"
+            listening.listen()  # from here on a client waits where it was refused: the URL below can be used at once
             say(f"{found.name} answers at {url}/v1 ({'with' if key else 'no'} key); Ctrl-C ends it")
             if pages is not None:
                 say(f"the chat in a browser: {url}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tinychat.engine.call_reader import CallReader
-from tinychat.engine.scanner import MARK, NO, PARTIAL, Fragment, Kind, Marker, Scanner, Steps, skip
+from tinychat.engine.scanner import MARK, NO, PARTIAL, Fragment, Marker, Scanner, Steps, TextKind, skip
 from tinychat.engine.tool_calls import CallFormat
 
 
@@ -31,7 +31,7 @@ class AnswerParser:
     form: CallFormat | None = None
     tools: Sequence[Mapping[str, Any]] = ()
     special: frozenset[str] = frozenset()
-    kind: Kind = "answer"
+    kind: TextKind = "answer"
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:

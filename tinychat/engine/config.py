@@ -12,7 +12,7 @@ import numpy as np
 from tinychat.engine import file_limits
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError, printable
-from tinychat.kernels.ops import Activation, Gating, Rope, Temperature
+from tinychat.kernels.blocks import Activation, Gating, Rope, Temperature
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ _GATING: dict[int, Gating] = {1: "softmax", 2: "sigmoid", 3: "softmax_weight", 4
 
 
 @dataclass(frozen=True)
-class Latent:
+class MLAConfig:
     """Multi-head latent attention: ranks and per-head sizes. `q_lora` 0 = plain q projection."""
 
     q_lora: int
@@ -142,7 +142,7 @@ class Latent:
 
 
 @dataclass(frozen=True)
-class Experts:
+class MoEConfig:
     """Mixture of experts: `ff` per expert, `shared_ff` of the shared expert (0 = none), the first `dense_layers` are
     dense."""
 
@@ -204,8 +204,8 @@ class ModelConfig:
     post_norms: bool
     fused_ffn: bool
     activation: Activation
-    latent: Latent | None
-    experts: Experts | None
+    latent: MLAConfig | None
+    experts: MoEConfig | None
 
     @classmethod
     def from_gguf(cls, gguf: GGUF) -> ModelConfig:
@@ -247,7 +247,7 @@ class ModelConfig:
             lite = layers in (26, 27) or (layers == 48 and vocab == 128256)  # llama.cpp: their q_lora_rank is noise
             per_head = kv.integer("attention.key_length_mla", head_dim)
             v_dim = kv.integer("attention.value_length_mla", v_dim)
-            latent = Latent(
+            latent = MLAConfig(
                 0 if lite else kv.integer("attention.q_lora_rank", 0, low=0),
                 kv.integer("attention.kv_lora_rank"),
                 per_head - rope_dims,
@@ -464,7 +464,7 @@ def _temperature(kv: _Metadata) -> Temperature | None:
     return Temperature(scale, kv.integer("attention.temperature_length")) if scale else None
 
 
-def _experts(kv: _Metadata, arch: Architecture, layers: int, vocab: int) -> Experts | None:
+def _experts(kv: _Metadata, arch: Architecture, layers: int, vocab: int) -> MoEConfig | None:
     count = kv.integer("expert_count", 0, low=0)
     dense = kv.integer("leading_dense_block_count", 0, low=0) if arch.expert_keys else 0
     if not count or dense >= layers:
@@ -490,7 +490,7 @@ def _experts(kv: _Metadata, arch: Architecture, layers: int, vocab: int) -> Expe
         count % groups or groups_used > groups or count // groups < 2 or groups_used * (count // groups) < used
     ):
         raise kv.bad("expert_group_count", f"groups that {count} experts divide into and {used} fit in", groups)
-    return Experts(
+    return MoEConfig(
         count,
         used,
         ff,

@@ -10,13 +10,13 @@ from tinychat.engine.fit import fit
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import SLOW, TinychatError
 from tinychat.kernels.cpu.compiler import NoCompiler, tinygrad_cc
-from tinychat.kernels.executor import Kind, MeasurableExecutor
+from tinychat.kernels.executor import ExecutorKind, MeasurableExecutor
 from tinychat.kernels.ops import Plan
 
 _WAY_OUT = "this runs on plain tinygrad, some 40 times slower than the CPU kernels; {}"
 _REINSTALL = "the compiler that tinychat brings does not work, install it again: pip install --force-reinstall ziglang"
 
-DEVICES: tuple[Kind, ...] = ("cuda", "cpu", "reference")
+DEVICES: tuple[ExecutorKind, ...] = ("cuda", "cpu", "reference")
 OnProgress = Callable[[str, float], None]
 """What is being done, and how much of it is done (0..1)."""
 

@@ -28,18 +28,18 @@ from tinychat.engine.memory_limit import limit_of
 from tinychat.engine.plan import build_plan
 from tinychat.engine.prompt import Chat
 from tinychat.engine.sampling_defaults import sampling_defaults
-from tinychat.engine.scanner import MARK, Fragment, Kind
+from tinychat.engine.scanner import MARK, Fragment, TextKind
 from tinychat.engine.session import OnPrefill, Session
 from tinychat.engine.speculation import Source, Speculate
 from tinychat.engine.stats import Stats, available_memory, rss_bytes
 from tinychat.engine.tokenizer import Tokenizer
-from tinychat.engine.tool_calls import Tool
+from tinychat.engine.tool_calls import ToolSchema
 from tinychat.errors import TinychatError
 from tinychat.kernels.executor import MeasurableExecutor
 from tinychat.kernels.ops import Plan, weights_of
 from tinychat.kernels.sampling import Sampling
 
-StopReason = Literal["eos", "length", "stopped", "context"]
+EngineStopReason = Literal["eos", "length", "stopped", "context"]
 
 DEFAULT_CONTEXT = 4096
 DRY_BREAKERS = (b"\n", b":", b'"', b"*")  # as in llama.cpp (common/common.h, dry_sequence_breakers)
@@ -55,7 +55,7 @@ class Token(NamedTuple):
 
     id: int | None
     text: str
-    kind: Kind
+    kind: TextKind
     logprob: float = 0.0
     call: Fragment | None = None
     source: Source = ""
@@ -180,7 +180,7 @@ class Engine:
         self.info, self.tokenizer, self.chat, self.plan, self.executor = info, tokenizer, chat, plan, executor
         self.store = store
         self.notes = notes  # one-line remarks for the user: a slower device, a template that failed
-        self.stop_reason: StopReason = "stopped"
+        self.stop_reason: EngineStopReason = "stopped"
         self.stats = Stats(
             load_s=load_s,
             weight_bytes=executor.weight_bytes,
@@ -228,7 +228,7 @@ class Engine:
         max_tokens: int | None = None,
         *,
         raw: bool = False,
-        tools: Sequence[Tool] = (),
+        tools: Sequence[ToolSchema] = (),
         grammar: Grammar | None = None,
         on_prefill: OnPrefill | None = None,
         stop: threading.Event | None = None,
@@ -273,7 +273,7 @@ class Engine:
         sampling: Sampling,
         max_tokens: int | None,
         raw: bool,
-        tools: Sequence[Tool],
+        tools: Sequence[ToolSchema],
         matcher: Matcher | None,
         stop: threading.Event | None,
         started: float,
@@ -333,7 +333,7 @@ class Engine:
             raise TinychatError("this model's thinking tags are no tokens; ask it not to think")
         return behind_thinking(grammar, closing)
 
-    def calls_grammar(self, tools: Sequence[Tool], prompt_ids: Sequence[int], parallel: bool = True) -> Grammar:
+    def calls_grammar(self, tools: Sequence[ToolSchema], prompt_ids: Sequence[int], parallel: bool = True) -> Grammar:
         """The grammar under which an answer to the prompt has to call some of `tools`, perhaps behind thinking."""
         chat = self.chat
         tags = chat.think_tags if chat.think_tags and self.tokenizer.token_id(chat.think_tags[1]) is not None else None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from tinychat.kernels.ops import Experts, Plan
+from tinychat.kernels.blocks import Experts
+from tinychat.kernels.ops import Plan
 
 RECENT = 128  # tokens
 

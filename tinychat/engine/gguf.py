@@ -19,7 +19,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from tinychat.engine import file_limits
-from tinychat.engine.file_limits import Limit
+from tinychat.engine.file_limits import Bounds
 from tinychat.errors import TinychatError, printable
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -53,7 +53,7 @@ class _Cursor:
     def truncated(self) -> TinychatError:
         return self.fail(f"the file is truncated: its header runs past the end ({self.end:,} bytes); download it again")
 
-    def limit(self, what: str, value: int, limit: Limit) -> int:
+    def limit(self, what: str, value: int, limit: Bounds) -> int:
         """`value`. Raises TinychatError outside `limit`."""
         if not limit.least <= value <= limit.most:
             expected = f"{limit.least:,} to {limit.most:,} ({limit.why})"
@@ -72,7 +72,7 @@ class _Cursor:
         self.pos += 8
         return int(_U64(self.buf, self.pos - 8)[0])
 
-    def string(self, what: str, limit: Limit) -> str:
+    def string(self, what: str, limit: Bounds) -> str:
         n = self.limit(f"the length of {what}", self.u64(), limit)
         if n > self.end - self.pos:
             raise self.truncated()

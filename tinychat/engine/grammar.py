@@ -16,7 +16,7 @@ import llguidance
 import numpy as np
 
 from tinychat.engine.tokenizer import Tokenizer
-from tinychat.engine.tool_calls import ID, CallFormat, Tool
+from tinychat.engine.tool_calls import ID, CallFormat, ToolSchema
 from tinychat.errors import TinychatError, printable
 
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -123,7 +123,7 @@ class Matcher:
 
 def calls_grammar(
     form: CallFormat,
-    tools: Sequence[Tool],
+    tools: Sequence[ToolSchema],
     tokenizer: Tokenizer,
     *,
     thinking: Sequence[str] | None = None,

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 from tinychat.engine.json_stream import MAX_DEPTH
-from tinychat.engine.tool_calls import Message, Tool
+from tinychat.engine.tool_calls import Message, ToolSchema
 from tinychat.errors import TinychatError
 
 
@@ -31,7 +31,7 @@ class MessageGuard:
     def __init__(
         self,
         messages: list[dict[str, Any]],
-        tools: Sequence[Tool] | None,
+        tools: Sequence[ToolSchema] | None,
         apart: Message | None,
         special: SpecialStrings,
     ) -> None:
@@ -76,7 +76,7 @@ class MessageGuard:
         return text
 
 
-def unused(messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> list[str]:
+def unused(messages: Sequence[Message], tools: Sequence[ToolSchema] | None = None) -> list[str]:
     """Private-use characters that occur in no message and no tool."""
     used = set(json.dumps([messages, tools], ensure_ascii=False, default=str))
     return list(islice((c for c in map(chr, range(0x100000, 0x10FFFE)) if c not in used), 4096))

@@ -44,7 +44,7 @@ _HEAT = {"idle": 1.0, "switch": 2.0, "exit": 2.0}  # of a new block
 
 
 @dataclass(frozen=True)
-class Block:
+class CacheBlock:
     """A block on the disk, with rows first .. first + tokens - 1 of a cache."""
 
     path: Path
@@ -56,7 +56,7 @@ class Block:
 class Saved:
     """A chain of blocks, the first `usable` tokens of which begin the wanted prompt."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[CacheBlock, ...]
     usable: int
 
 
@@ -137,17 +137,17 @@ class KVStore:
         """The longest chain of blocks that begins as `ids` does and ends within `most` tokens, if it is long enough.
 
         Reads names, and the ids of blocks in which `ids` may end or leave the chain."""
-        found, chain, blocks = self._chains(_short(f"{fingerprint}\n{layout}")), _ROOT, list[Block]()
+        found, chain, blocks = self._chains(_short(f"{fingerprint}\n{layout}")), _ROOT, list[CacheBlock]()
         most = len(ids) + BLOCK if most is None else most
         while (at := BLOCK * len(blocks)) + BLOCK <= min(len(ids), most):
             part = tuple(ids[at : at + BLOCK])
             path = found.get(chain, {}).get(_chain(chain, part))
             if path is None:
                 break
-            blocks.append(Block(path, at, part))
+            blocks.append(CacheBlock(path, at, part))
             chain = _chain(chain, part)
         usable, rest = at, np.asarray(ids[at : at + BLOCK], np.int32)
-        last: Block | None = None
+        last: CacheBlock | None = None
         for path in found.get(chain, {}).values():
             block = _look(path)
             if block is None:
@@ -160,7 +160,7 @@ class KVStore:
         blocks += [last] if last else []
         return Saved(tuple(blocks), usable) if usable >= LEAST else None
 
-    def read(self, saved: Saved, beyond: int = 0) -> Iterator[tuple[Block, bytes]]:
+    def read(self, saved: Saved, beyond: int = 0) -> Iterator[tuple[CacheBlock, bytes]]:
         """The blocks of `saved` that reach past its first `beyond` tokens, with their rows, in order.
 
         Ends before the first missing or damaged block; a damaged one is deleted."""
@@ -287,19 +287,19 @@ def _heat(path: Path, now: float) -> tuple[float, int]:
     return max(heat, 0.0) * 0.5 ** (max(now - used, 0.0) / HALF_LIFE), -first  # a clock may have been set back
 
 
-def _look(path: Path) -> Block | None:
+def _look(path: Path) -> CacheBlock | None:
     """The block in `path`, whose rows are not read or checked; None if the file is not a block."""
     try:
         with open(path, "rb") as f:
             magic, _, _, _, first, n, _, _ = _HEADER.unpack(f.read(_HEADER.size))
             if magic != _MAGIC or not 0 < n <= BLOCK or first % BLOCK:
                 return None
-            return Block(path, first, tuple(np.frombuffer(f.read(4 * n), np.int32).tolist()))
+            return CacheBlock(path, first, tuple(np.frombuffer(f.read(4 * n), np.int32).tolist()))
     except (OSError, struct.error, ValueError):
         return None
 
 
-def _read(block: Block) -> bytes | None:
+def _read(block: CacheBlock) -> bytes | None:
     """The rows of `block`, checked, and marks them as used now."""
     try:
         with open(block.path, "rb") as f:

@@ -24,7 +24,7 @@ from tinychat.kernels.executor import MeasurableExecutor
 
 
 @dataclass(frozen=True)
-class Limit:
+class Bandwidth:
     """Measured read bandwidth of one device. `gb_s` by number of threads; a GPU has one entry, 0."""
 
     device: str
@@ -40,15 +40,15 @@ class Limit:
 
 
 def store_path() -> Path:
-    """One JSON object: machine and device -> Limit."""
+    """One JSON object: machine and device -> Bandwidth."""
     return Path(user_cache_dir("tinychat", appauthor=False)) / "limits.json"
 
 
-def stored(device: str) -> Limit | None:
+def stored(device: str) -> Bandwidth | None:
     """The stored limit of `device` on this machine; None if it was not measured or the file cannot be read."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         found = json.loads(store_path().read_text())[_key(device)]
-        return Limit(
+        return Bandwidth(
             str(found["device"]),
             {int(n): float(v) for n, v in found["gb_s"].items()},
             bool(found["quick"]),
@@ -57,7 +57,7 @@ def stored(device: str) -> Limit | None:
     return None
 
 
-def keep(limit: Limit) -> None:
+def keep(limit: Bandwidth) -> None:
     """Stores `limit`. Ignores errors: without the file the limit is measured again."""
     path, everything = store_path(), dict[str, Any]()
     with contextlib.suppress(OSError, ValueError, TypeError):
@@ -68,7 +68,7 @@ def keep(limit: Limit) -> None:
         replace_file(path, json.dumps(everything | {_key(limit.device): kept}, indent=1).encode())
 
 
-def measure(threads: list[int] | None = None, rounds: int = 10) -> Limit:
+def measure(threads: list[int] | None = None, rounds: int = 10) -> Bandwidth:
     """Measures the CPU with each number of threads (default: 1, 2, 4, ... and all physical cores) and stores it.
 
     Other programs can only lower the measured rate, so the highest one is kept. Raises TinychatError without a compiler
@@ -86,7 +86,7 @@ def measure(threads: list[int] | None = None, rounds: int = 10) -> Limit:
     before = known.gb_s if (known := stored("CPU")) else {}
     now = read_bandwidth(threads, rounds)
     best = {n: max(v, before.get(n, 0.0)) for n, v in now.items()}
-    limit = Limit("CPU", before | best, rounds < 10, _now(), _noise(now, before, cores))
+    limit = Bandwidth("CPU", before | best, rounds < 10, _now(), _noise(now, before, cores))
     keep(limit)
     return limit
 
@@ -101,14 +101,14 @@ def _noise(now: dict[int, float], before: dict[int, float], cores: int) -> str:
     return ""
 
 
-def measure_gpu() -> Limit:
+def measure_gpu() -> Bandwidth:
     """Measures the GPU and stores it. Raises TinychatError where there is none that works."""
     from tinychat.kernels.cuda.device import GPU
     from tinychat.kernels.cuda.profile import read_bandwidth
 
     gpu = GPU()
     try:
-        limit = Limit(f"CUDA · {gpu.name}", {0: read_bandwidth(gpu)}, False, _now())
+        limit = Bandwidth(f"CUDA · {gpu.name}", {0: read_bandwidth(gpu)}, False, _now())
     finally:
         gpu.close()
     keep(limit)
@@ -132,7 +132,7 @@ def limit_of(executor: MeasurableExecutor, thorough: bool = False) -> float:
     if (known := stored(executor.device)) is None:
         if not (gb_s := executor.read_bandwidth()):
             return 0.0
-        known = Limit(executor.device, {0: gb_s}, False, _now())
+        known = Bandwidth(executor.device, {0: gb_s}, False, _now())
         keep(known)
     return known.of(0)
 

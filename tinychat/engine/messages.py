@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tinychat.engine.tool_calls import CallFormat, Message, Tool
+from tinychat.engine.tool_calls import CallFormat, Message, ToolSchema
 from tinychat.errors import TinychatError, printable
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -41,7 +41,7 @@ def checked(messages: Sequence[Message], think_tags: tuple[str, str] | None) -> 
     return prepared
 
 
-def checked_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
+def checked_tools(tools: Sequence[ToolSchema] | None) -> list[dict[str, Any]]:
     """The tools, as templates expect them. Raises TinychatError."""
     out = []
     for tool in tools or ():

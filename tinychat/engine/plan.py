@@ -10,7 +10,8 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from tinychat.engine.config import Heads, ModelConfig
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError, printable
-from tinychat.kernels.ops import GQA, MLA, Beside, Dense, Embed, Experts, Gated, Head, Layer, Plan, Router, Weight
+from tinychat.kernels.blocks import GQA, MLA, Beside, Dense, Experts, Gated, Layer, Router, Weight
+from tinychat.kernels.ops import Embed, Head, Plan
 
 _IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.(nextn\..*|attn_rot_embd)")
 F32 = GGMLQuantizationType.F32

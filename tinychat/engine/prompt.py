@@ -21,7 +21,7 @@ from tinychat.engine.messages import checked, checked_tools, suited
 from tinychat.engine.presets import GEMMA4_THINK, PRESETS, THINK, find_preset
 from tinychat.engine.template import ChatTemplate
 from tinychat.engine.tokenizer import Tokenizer
-from tinychat.engine.tool_calls import PLAIN, PLAIN_MARKS, CallFormat, Message, Tool, as_plain, find_format
+from tinychat.engine.tool_calls import PLAIN, PLAIN_MARKS, CallFormat, Message, ToolSchema, as_plain, find_format
 from tinychat.errors import TinychatError, printable
 
 _HARMONY_HEADER = 1 << 14  # tokens of a prompt's end in which the last message's header is looked for
@@ -78,7 +78,7 @@ class Chat:
         thinking: bool | None = None,
         add_generation_prompt: bool = True,
         continue_final: bool = False,
-        tools: Sequence[Tool] | None = None,
+        tools: Sequence[ToolSchema] | None = None,
     ) -> list[int]:
         """The prompt's ids, with one BOS if the model wants it.
 
@@ -125,7 +125,7 @@ class Chat:
         )
 
     def parser(
-        self, prompt: str | Sequence[int] = "", tools: Sequence[Tool] | None = None, marked: bool = False
+        self, prompt: str | Sequence[int] = "", tools: Sequence[ToolSchema] | None = None, marked: bool = False
     ) -> AnswerParser:
         """Takes the answer to `prompt` (its end suffices) apart as it comes. `marked`: it comes from a decoder that
         shows `shown_ids` behind MARK."""
@@ -154,7 +154,7 @@ class Chat:
         thinking: bool | None,
         add_generation_prompt: bool,
         continue_final: bool,
-        tools: Sequence[Tool] | None,
+        tools: Sequence[ToolSchema] | None,
     ) -> list[int | str]:
         prepared, tools = checked(messages, self.think_tags), checked_tools(tools)
         if continue_final and (not prepared or prepared[-1]["role"] != "assistant"):
@@ -179,7 +179,7 @@ class Chat:
         template: ChatTemplate,
         messages: list[dict[str, Any]],
         thinking: bool | None,
-        tools: Sequence[Tool] | None,
+        tools: Sequence[ToolSchema] | None,
     ) -> list[int | str]:
         """The prompt up to the end of the last message's text."""
         last = messages[-1]
@@ -210,7 +210,7 @@ class Chat:
         messages: list[dict[str, Any]],
         thinking: bool | None,
         generate: bool,
-        tools: Sequence[Tool] | None,
+        tools: Sequence[ToolSchema] | None,
         apart: Message | None = None,
     ) -> tuple[str, MessageGuard]:
         """What the template makes of the guarded messages; `apart` is one that is guarded and not rendered."""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from tinychat.engine.tool_calls import ID
 
-Kind = Literal["thinking", "answer", "call"]
+TextKind = Literal["thinking", "answer", "call"]
 Steps = Generator[None, None, Any]
 MARK = "\0"  # in fed text: a special token follows; never part of ordinary text
 NO, PARTIAL = -1, -2  # in place of a position
@@ -30,7 +30,7 @@ class Fragment:
     and `name`. A fragment with a `note` withdraws the call, whose arguments are incomplete; its text follows as answer.
     """
 
-    kind: Kind
+    kind: TextKind
     text: str
     index: int = 0
     id: str = ""
@@ -101,7 +101,7 @@ class Scanner:
         self.fragments: list[Fragment] = []
         self._stray = stray
 
-    def give(self, kind: Kind, text: str) -> None:
+    def give(self, kind: TextKind, text: str) -> None:
         if self._stray and MARK in text:
             text = self._stray.sub("", text).replace(MARK, "")
         if text:

@@ -21,8 +21,12 @@ from tinychat.errors import TinychatError
 
 ID = "\ue000"  # in a marker: the place of a call's id
 
-Tool = Mapping[str, Any]
+ToolSchema = Mapping[str, Any]
+"""A tool as OpenAI writes it."""
 Message = Mapping[str, Any]
+"""A message as OpenAI writes it: role (system, user, assistant, tool) and content (text); of an assistant perhaps
+reasoning_content and tool_calls; of a tool tool_call_id and name. Of a last answer that shall go on, with
+reasoning_content: without content its thinking goes on, with empty content the thinking is over."""
 Render = Callable[[list[dict[str, Any]], list[dict[str, Any]] | None, bool], str]
 """render(messages, tools, add_generation_prompt); raises TinychatError."""
 
@@ -76,7 +80,7 @@ To call one, write only this, with its arguments as a JSON object; a result foll
 </tool_call>"""
 
 
-def as_plain(messages: Sequence[Message], tools: Sequence[Tool]) -> list[dict[str, Any]]:
+def as_plain(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[dict[str, Any]]:
     """The same conversation for a template that knows no tools: the roles system, user, assistant, and text."""
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     out: list[dict[str, Any]] = [{"role": "system", "content": _PLAIN_SYSTEM.format(tools=listed)}] if tools else []
@@ -127,7 +131,7 @@ def find_format(render: Render, thinking: Sequence[str] = ()) -> CallFormat | No
     for id_is_name in (False, True):
         for number in (2, 1):
             try:
-                shown = _Shown(render, number, id_is_name)
+                shown = _RenderedCalls(render, number, id_is_name)
                 found = shown.json() or shown.named() or shown.tagged(render)
             except (TinychatError, ValueError):
                 continue
@@ -138,7 +142,7 @@ def find_format(render: Render, thinking: Sequence[str] = ()) -> CallFormat | No
     return None
 
 
-class _Shown:
+class _RenderedCalls:
     """The text that the template renders for an assistant's turn with `number` calls."""
 
     def __init__(self, render: Render, number: int, id_is_name: bool, args: Mapping[str, Any] = _ARGS) -> None:

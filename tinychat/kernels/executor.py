@@ -11,7 +11,7 @@ from tinychat.kernels.limits import Limits
 from tinychat.kernels.profile import Calls, Kernel, StepProfile
 from tinychat.kernels.sampling import Sampling
 
-Kind = Literal["cuda", "cpu", "reference"]
+ExecutorKind = Literal["cuda", "cpu", "reference"]
 
 
 Mask = Callable[[], np.ndarray]
@@ -38,7 +38,7 @@ class Executor(Protocol):
     """
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> ExecutorKind:
         """The device as Engine.load takes it."""
         ...
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from tinychat.errors import TinychatError
-from tinychat.kernels.ops import GQA, MLA, Experts, Plan, Weight
+from tinychat.kernels.blocks import GQA, MLA, Experts, Weight
+from tinychat.kernels.ops import Plan
 from tinychat.kernels.sampling import Sampling
 
 UNLIMITED = 1 << 30

@@ -12,7 +12,7 @@ from tinychat.engine.speculation import Speculate
 from tinychat.errors import TinychatError
 from tinychat.kernels.sampling import Sampling
 from tinychat.measure.lock import machine_lock
-from tinychat.measure.results import ModelResult, Run
+from tinychat.measure.results import Conditions, ModelResult
 
 TEXT = (  # prose: with random tokens a mixture of experts would choose other experts than with language
     "When the harbour master climbed the tower that morning, the fog lay so thick over the water "
@@ -66,7 +66,7 @@ def run(
                 report(f"{text}: {runs[-1][0]:.1f} tok/s", (n + 1) / (repeats + 1))
     decode, prefill, ttft, per_step = (tuple(values) for values in zip(*runs[1:]))
     info, s, speed = engine.info, engine.stats, statistics.median(decode)
-    measured = Run.now(name or info.name, info.fingerprint, info.device, info.threads, s.limit_gb_s)
+    measured = Conditions.now(name or info.name, info.fingerprint, info.device, info.threads, s.limit_gb_s)
     tokens_per_step = statistics.median(per_step)
     gb_s = s.bytes_per_token * speed / tokens_per_step / 1e9
     return ModelResult(

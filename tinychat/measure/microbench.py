@@ -14,8 +14,9 @@ from tinychat.engine.devices import OnProgress, make_executor
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.memory_limit import limit_of
 from tinychat.engine.plan import build_plan
+from tinychat.kernels.blocks import Experts, Layer
 from tinychat.kernels.executor import MeasurableExecutor
-from tinychat.kernels.ops import Experts, Layer, Plan, weights_of
+from tinychat.kernels.ops import Plan, weights_of
 from tinychat.kernels.profile import bytes_of, quant_of
 from tinychat.measure.lock import machine_lock
 from tinychat.measure.microbench_plans import (
@@ -30,7 +31,7 @@ from tinychat.measure.microbench_plans import (
     parse,
     renamed,
 )
-from tinychat.measure.results import PartResult, Run
+from tinychat.measure.results import Conditions, PartResult
 
 
 def kernel(
@@ -131,7 +132,7 @@ def _measured(
     timed = executor.seconds_of(calls, depth, steps)
     low, middle, high = (float(v) for v in np.percentile(timed.seconds, (25, 50, 75)))
     nbytes = sum(bytes_of(plan, plan.ops[i], timed.depth) for i in calls[0])
-    run = Run.now(model, fingerprint, executor.device, timed.threads, limit_of(executor, thorough=True))
+    run = Conditions.now(model, fingerprint, executor.device, timed.threads, limit_of(executor, thorough=True))
     gb_s = nbytes / middle / 1e9
     return PartResult(
         **vars(run),

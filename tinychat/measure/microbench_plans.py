@@ -17,22 +17,9 @@ from gguf import GGMLQuantizationType as Q
 
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError, printable
+from tinychat.kernels.blocks import GQA, MLA, Dense, Experts, Gated, Layer, Rope, Router, Weight
 from tinychat.kernels.cpu.bandwidth import block_bytes
-from tinychat.kernels.ops import (
-    GQA,
-    MLA,
-    Dense,
-    Embed,
-    Experts,
-    Gated,
-    Head,
-    Layer,
-    Plan,
-    Rope,
-    Router,
-    Weight,
-    weights_of,
-)
+from tinychat.kernels.ops import Embed, Head, Plan, weights_of
 from tinychat.kernels.profile import name_of, quant_of, shape_of
 from tinychat.kernels.tinygrad.dequant import CODECS
 

@@ -12,7 +12,7 @@ from tinychat import __version__
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Conditions:
     """The conditions of a measurement: model file, device, software, machine."""
 
     model: str
@@ -25,9 +25,9 @@ class Run:
     date: str  # ISO 8601, UTC
 
     @classmethod
-    def now(cls, model: str, fingerprint: str, device: str, threads: int, limit_gb_s: float) -> Run:
+    def now(cls, model: str, fingerprint: str, device: str, threads: int, limit_gb_s: float) -> Conditions:
         """The conditions of a measurement made now, on this machine, by this process."""
-        return Run(
+        return Conditions(
             model=model,
             fingerprint=fingerprint,
             device=device,
@@ -52,7 +52,7 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelResult(Run):
+class ModelResult(Conditions):
     """Speed of a model: medians over `decode_runs`.
 
     `decode_tok_s` counts the tokens after the first; `ttft_s` is the time from the prompt's ids to the first token,
@@ -89,7 +89,7 @@ class ModelResult(Run):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartResult(Run):
+class PartResult(Conditions):
     """Time of a call of one kernel or one layer: median and quartiles over all copies and steps, waiting included."""
 
     kind: str  # "kernel", "block" (a layer)

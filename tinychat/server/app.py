@@ -19,18 +19,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tinychat.backend.protocol import Event, Finished, Prompted, ToolCall
 from tinychat.errors import TinychatError
 from tinychat.server import anthropic, native, ollama, openai_chat, openai_completions, openai_responses, sse
-from tinychat.server.answer import Answer, Arrivals, House, Job, joined, raise_failure
+from tinychat.server.answer import Answer, AnswerJob, Arrivals, House, joined, raise_failure
 from tinychat.server.body import HungUp, read_object
 from tinychat.server.queue import Queue
-from tinychat.server.refusal import Refused, invalid
+from tinychat.server.refusal import RequestRefused, invalid
 from tinychat.server.security import Guard, Policy
 from tinychat.server.web import Web
 from tinychat.server.web import routes as web_routes
 
 SEND_SECONDS = 60.0  # that a client may take to read what was sent to it
 
-ErrorBody = Callable[[Refused], dict[str, Any]]
-Parse = Callable[[dict[str, Any], House], Job]
+ErrorBody = Callable[[RequestRefused], dict[str, Any]]
+Parse = Callable[[dict[str, Any], House], AnswerJob]
 Ask = Callable[[dict[str, Any], House], dict[str, Any]]
 
 
@@ -49,7 +49,7 @@ async def send_json(send: Send, status: int, value: Any, headers: list[tuple[byt
     await send({"type": "http.response.body", "body": body})
 
 
-async def refuse(refused: Refused, scope: Scope, receive: Receive, send: Send) -> None:
+async def refuse(refused: RequestRefused, scope: Scope, receive: Receive, send: Send) -> None:
     """A refusal in the format of the path's dialect."""
     headers = [(b"retry-after", str(int(refused.retry_s)).encode())] if refused.retry_s else []
     if refused.kind == "key":
@@ -92,7 +92,7 @@ class Office:
 
 
 @dataclass(frozen=True)
-class Answering:
+class AnswerEndpoint:
     """An endpoint where the model answers."""
 
     office: Office
@@ -116,7 +116,7 @@ class Answering:
             job.request.cancel.set()
 
 
-async def _limited(job: Job, first: list[Event], arrivals: Arrivals) -> AsyncIterator[list[Event]]:
+async def _limited(job: AnswerJob, first: list[Event], arrivals: Arrivals) -> AsyncIterator[list[Event]]:
     """The events in batches, `first` before those of `arrivals`; of an answer with one_call, up to its first call."""
     further = arrivals.batches()
     batch: list[Event] | None = first
@@ -132,7 +132,7 @@ async def _limited(job: Job, first: list[Event], arrivals: Arrivals) -> AsyncIte
         batch = await anext(further, None)
 
 
-async def _whole(job: Job, batches: AsyncIterator[list[Event]], send: Send) -> Finished:
+async def _whole(job: AnswerJob, batches: AsyncIterator[list[Event]], send: Send) -> Finished:
     events: list[Event] = []
     async for batch in batches:
         events += batch
@@ -142,7 +142,7 @@ async def _whole(job: Job, batches: AsyncIterator[list[Event]], send: Send) -> F
     return answer.finished
 
 
-async def _stream(job: Job, batches: AsyncIterator[list[Event]], send: Send) -> Finished:
+async def _stream(job: AnswerJob, batches: AsyncIterator[list[Event]], send: Send) -> Finished:
     reply = job.reply
     headers = [
         (b"content-type", reply.media_type.encode()),
@@ -162,7 +162,7 @@ async def _stream(job: Job, batches: AsyncIterator[list[Event]], send: Send) -> 
             if chunk:
                 async with asyncio.timeout(SEND_SECONDS):
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
-    except Refused as e:
+    except RequestRefused as e:
         await send({"type": "http.response.body", "body": reply.fail(e), "more_body": True})
         raise _Told(e) from None
     finally:
@@ -176,7 +176,7 @@ async def _stream(job: Job, batches: AsyncIterator[list[Event]], send: Send) -> 
 class _Told(Exception):
     """A refusal that the client has been told already, in its stream."""
 
-    def __init__(self, refused: Refused) -> None:
+    def __init__(self, refused: RequestRefused) -> None:
         super().__init__(refused.message)
         self.refused = refused
 
@@ -241,13 +241,13 @@ async def _guarded(
             await refuse(refused, scope, receive, send)
 
 
-def _refusal(error: Exception) -> Refused:
+def _refusal(error: Exception) -> RequestRefused:
     """Whatever went wrong as a line for the client; what nobody foresaw says only its kind."""
-    if isinstance(error, Refused):
+    if isinstance(error, RequestRefused):
         return error
     if isinstance(error, TinychatError):
         return invalid(" ".join(str(error).split()))
-    return Refused("internal", f"internal error: {type(error).__name__}")
+    return RequestRefused("internal", f"internal error: {type(error).__name__}")
 
 
 async def _hung_up(receive: Receive) -> None:
@@ -268,24 +268,24 @@ def create_app(house: House, policy: Policy, queue_size: int, web: Web | None = 
     def posts(endpoint: Any, *paths: str) -> list[Route]:
         return [Route(path, endpoint, methods=["POST"]) for path in paths]
 
-    def chat_loose(body: dict[str, Any], house: House) -> Job:
+    def chat_loose(body: dict[str, Any], house: House) -> AnswerJob:
         return openai_chat.parse(body, house, strict=False)
 
-    def responses_loose(body: dict[str, Any], house: House) -> Job:
+    def responses_loose(body: dict[str, Any], house: House) -> AnswerJob:
         return openai_responses.parse(body, house, strict=False)
 
     routes = [
-        *posts(Answering(office, openai_responses.parse), "/v1/responses"),
-        *posts(Answering(office, responses_loose), "/responses"),
-        *posts(Answering(office, anthropic.parse), "/v1/messages"),
+        *posts(AnswerEndpoint(office, openai_responses.parse), "/v1/responses"),
+        *posts(AnswerEndpoint(office, responses_loose), "/responses"),
+        *posts(AnswerEndpoint(office, anthropic.parse), "/v1/messages"),
         *posts(Asking(office, anthropic.count_tokens, turn=True), "/v1/messages/count_tokens"),
-        *posts(Answering(office, ollama.parse_chat), "/api/chat"),
-        *posts(Answering(office, ollama.parse_generate), "/api/generate"),
+        *posts(AnswerEndpoint(office, ollama.parse_chat), "/api/chat"),
+        *posts(AnswerEndpoint(office, ollama.parse_generate), "/api/generate"),
         *posts(Asking(office, ollama.show), "/api/show"),
         *ollama.routes(house),
-        *posts(Answering(office, openai_chat.parse), "/v1/chat/completions"),
-        *posts(Answering(office, chat_loose), "/chat/completions"),
-        *posts(Answering(office, openai_completions.parse), "/v1/completions"),
+        *posts(AnswerEndpoint(office, openai_chat.parse), "/v1/chat/completions"),
+        *posts(AnswerEndpoint(office, chat_loose), "/chat/completions"),
+        *posts(AnswerEndpoint(office, openai_completions.parse), "/v1/completions"),
         *posts(
             Asking(office, native.count_chat, turn=True),
             "/v1/chat/completions/input_tokens",
@@ -305,7 +305,7 @@ def create_app(house: House, policy: Policy, queue_size: int, web: Web | None = 
         """Starlette's own refusals, and whatever went wrong outside of the endpoints above."""
         if isinstance(error, HTTPException):
             known = {404: "missing", 405: "method"}.get(error.status_code, "invalid")
-            refused = Refused(known, f"{error.detail}: {request.method} {request.url.path[:80]}")  # type: ignore[arg-type]
+            refused = RequestRefused(known, f"{error.detail}: {request.method} {request.url.path[:80]}")  # type: ignore[arg-type]
         else:
             refused = _refusal(error)
         body = sse.encode(error_body(request.url.path)(refused))

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from starlette.types import Receive, Scope
 
-from tinychat.server.refusal import Refused, invalid
+from tinychat.server.refusal import RequestRefused, invalid
 
 MAX_BYTES = 8 << 20  # a prompt of 128k tokens is about half a megabyte
 MAX_DEPTH = 64  # of nested arrays and objects
@@ -20,7 +20,7 @@ class HungUp(Exception):
 
 
 async def read_object(scope: Scope, receive: Receive) -> dict[str, Any]:
-    """The JSON object that a request carries. Raises Refused, or HungUp."""
+    """The JSON object that a request carries. Raises RequestRefused, or HungUp."""
     for name, value in scope["headers"]:
         if name == b"content-length" and int(value) > MAX_BYTES:  # digits only: h11 has checked
             raise _too_large()
@@ -30,7 +30,7 @@ async def read_object(scope: Scope, receive: Receive) -> dict[str, Any]:
         async with asyncio.timeout(MAX_SECONDS):
             body = await _read(receive)
     except TimeoutError:
-        raise Refused("slow", f"the body did not come within {MAX_SECONDS:g} seconds") from None
+        raise RequestRefused("slow", f"the body did not come within {MAX_SECONDS:g} seconds") from None
     return parse_object(body)
 
 
@@ -49,7 +49,7 @@ async def _read(receive: Receive) -> bytes:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """The JSON object that `body` is. Raises Refused."""
+    """The JSON object that `body` is. Raises RequestRefused."""
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_no_number)
     except RecursionError:
@@ -63,7 +63,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def _check(value: Any) -> None:
-    """Raises Refused for what is nested too deeply and for strings that cannot be written as UTF-8."""
+    """Raises RequestRefused for what is nested too deeply and for strings that cannot be written as UTF-8."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         deeper: list[Any] = []
@@ -90,9 +90,9 @@ def _no_number(text: str) -> NoReturn:
     raise ValueError(f"{text} is no number")
 
 
-def _too_large() -> Refused:
-    return Refused("large", f"the body is larger than {MAX_BYTES >> 20} MB")
+def _too_large() -> RequestRefused:
+    return RequestRefused("large", f"the body is larger than {MAX_BYTES >> 20} MB")
 
 
-def _too_deep() -> Refused:
+def _too_deep() -> RequestRefused:
     return invalid(f"the body is nested more than {MAX_DEPTH} levels deep")

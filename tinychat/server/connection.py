@@ -22,7 +22,7 @@ CONNECTIONS = 256
 WS_BYTES = 1 << 20
 
 
-class Protocol(H11Protocol):
+class HttpProtocol(H11Protocol):
     """Closes a connection whose headers do not come in time (slow loris). The body's time is limited where it is
     read."""
 
@@ -71,7 +71,7 @@ def bind(host: str, port: int) -> socket.socket:
         raise TinychatError(f"cannot listen on {host} port {port}: {(e.strerror or str(e)).lower()}") from None
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """Leaves the signals to the process: uvicorn knows two of the three that end it, and raises them again inside of a
     task, whose exceptions are reported as lost."""
 
@@ -80,12 +80,12 @@ class Server(uvicorn.Server):
         yield
 
 
-def make_server(app: ASGIApp, websockets: bool = False) -> Server:
+def make_server(app: ASGIApp, websockets: bool = False) -> HttpServer:
     """A server for `app`: `run(sockets=[bind(...)])` serves until `handle_exit` is called or `should_exit` is set."""
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     config = uvicorn.Config(
         app,
-        http=Protocol,
+        http=HttpProtocol,
         ws="websockets-sansio" if websockets else "none",
         ws_max_size=WS_BYTES,
         log_config=None,
@@ -96,4 +96,4 @@ def make_server(app: ASGIApp, websockets: bool = False) -> Server:
         timeout_graceful_shutdown=2,
         h11_max_incomplete_event_size=HEADER_BYTES,
     )
-    return Server(config)
+    return HttpServer(config)

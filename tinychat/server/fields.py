@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tinychat.server.refusal import Refused, invalid
+from tinychat.server.refusal import RequestRefused, invalid
 
 MISSING = object()
 
@@ -13,7 +13,8 @@ MISSING = object()
 class Fields:
     """One JSON object. A field that is null counts as not sent. `where` names the object in messages: "messages[2]".
 
-    Every method takes its field out and raises Refused for a value that is not possible; `done` refuses what is left.
+    Every method takes its field out and raises RequestRefused for a value that is not possible; `done` refuses what is
+    left.
     """
 
     def __init__(self, value: Any, where: str = "") -> None:
@@ -26,7 +27,7 @@ class Fields:
         """The field as a message names it."""
         return f"{self._where}.{field}" if self._where else field
 
-    def refuse(self, field: str, message: str) -> Refused:
+    def refuse(self, field: str, message: str) -> RequestRefused:
         return invalid(message, self.name(field))
 
     def any(self, field: str, default: Any = None) -> Any:

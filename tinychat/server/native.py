@@ -15,7 +15,7 @@ from tinychat.server import openai_chat
 from tinychat.server.answer import House
 from tinychat.server.fields import Fields
 from tinychat.server.queue import Queue
-from tinychat.server.refusal import Refused
+from tinychat.server.refusal import RequestRefused
 from tinychat.server.sampling import MAX_TOKENS
 
 
@@ -41,7 +41,7 @@ class Counts:
         self.prompt_s += s.prefill_s
         self.generating_s += s.decode_s
 
-    def refused(self, refused: Refused) -> None:
+    def refused(self, refused: RequestRefused) -> None:
         self.refusals[refused.kind] = self.refusals.get(refused.kind, 0) + 1
 
 
@@ -59,7 +59,7 @@ def routes(house: House, queue: Queue, counts: Counts) -> list[Route]:
 
     async def one_model(request: HTTPRequest) -> Response:
         if request.path_params["name"] != house.model:
-            refused = Refused("missing", "there is no model of this name here")
+            refused = RequestRefused("missing", "there is no model of this name here")
             return JSONResponse(openai_chat.error(refused), refused.status)
         return JSONResponse(model_object(house))
 

@@ -15,10 +15,10 @@ from starlette.routing import Route
 
 from tinychat.backend.protocol import Event, Finished, Message, Piece, Prompted, Request, Sampling, ToolCall
 from tinychat.server import sse
-from tinychat.server.answer import Answer, Call, House, Job, finish, usage
+from tinychat.server.answer import Answer, AnswerJob, House, WholeCall, finish, usage
 from tinychat.server.fields import Fields
 from tinychat.server.openai_chat import new_id
-from tinychat.server.refusal import Refused
+from tinychat.server.refusal import RequestRefused
 from tinychat.server.sampling import (
     MAX_MESSAGES,
     MAX_STOP,
@@ -50,7 +50,7 @@ OPTIONS_OFF = {
 SETUP = ("num_thread", "num_batch", "num_gpu", "main_gpu", "use_mmap", "use_mlock", "low_vram", "numa")
 
 
-def error(refused: Refused) -> dict[str, Any]:
+def error(refused: RequestRefused) -> dict[str, Any]:
     """An error as Ollama's clients read it."""
     return {"error": refused.message}
 
@@ -58,7 +58,7 @@ def error(refused: Refused) -> dict[str, Any]:
 # Requests
 
 
-def parse_chat(body: dict[str, Any], house: House) -> Job:
+def parse_chat(body: dict[str, Any], house: House) -> AnswerJob:
     """What a body of /api/chat asks for."""
     fields = Fields(body)
     fields.needed("model")
@@ -79,7 +79,7 @@ def parse_chat(body: dict[str, Any], house: House) -> Job:
     return _job(fields, house, Request(messages=found, tools=tuple(tools)), chat=True)
 
 
-def parse_generate(body: dict[str, Any], house: House) -> Job:
+def parse_generate(body: dict[str, Any], house: House) -> AnswerJob:
     """What a body of /api/generate asks for: a template around the prompt, or with `raw` none."""
     fields = Fields(body)
     fields.needed("model")
@@ -99,7 +99,7 @@ def parse_generate(body: dict[str, Any], house: House) -> Job:
     return _job(fields, house, request, chat=False)
 
 
-def _job(fields: Fields, house: House, request: Request, *, chat: bool) -> Job:
+def _job(fields: Fields, house: House, request: Request, *, chat: bool) -> AnswerJob:
     stream = fields.flag("stream", True)
     _keep_alive(fields)
     thinking = _think(fields, house)
@@ -120,7 +120,7 @@ def _job(fields: Fields, house: House, request: Request, *, chat: bool) -> Job:
         thinking=thinking,
         response_format=form,
     )
-    return Job(wanted, LinesReply(house, chat), stream)
+    return AnswerJob(wanted, LinesReply(house, chat), stream)
 
 
 def _messages(values: Sequence[Any]) -> tuple[Message, ...]:
@@ -224,7 +224,7 @@ class LinesReply:
     ping = b""
     _began: float = field(default_factory=time.monotonic)
     _prompted: Prompted | None = None
-    _calls: list[Call] = field(default_factory=list)  # sent whole, when they are complete
+    _calls: list[WholeCall] = field(default_factory=list)  # sent whole, when they are complete
 
     def begin(self, prompted: Prompted) -> bytes:
         self._prompted = prompted
@@ -241,7 +241,7 @@ class LinesReply:
             return self._send_calls() + self._line(self._said("", "") | self._end(self._prompted, event))
         return b""
 
-    def fail(self, refused: Refused) -> bytes:
+    def fail(self, refused: RequestRefused) -> bytes:
         return sse.encode(error(refused)) + b"\n"
 
     def whole(self, answer: Answer) -> dict[str, Any]:
@@ -252,7 +252,7 @@ class LinesReply:
         sent = b""
         if call.name:
             sent = self._send_calls()
-            self._calls.append(Call(call.id, call.name, ""))
+            self._calls.append(WholeCall(call.id, call.name, ""))
         self._calls[-1].arguments += call.arguments
         return sent
 
@@ -260,7 +260,7 @@ class LinesReply:
         calls, self._calls = self._calls, []
         return self._line(self._said("", "", calls)) if calls else b""
 
-    def _said(self, text: str, thinking: str, calls: Sequence[Call] = ()) -> dict[str, Any]:
+    def _said(self, text: str, thinking: str, calls: Sequence[WholeCall] = ()) -> dict[str, Any]:
         thought = {"thinking": thinking} if thinking else {}
         if not self.chat:
             return {"response": text, **thought}

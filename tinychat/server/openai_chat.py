@@ -22,9 +22,9 @@ from tinychat.backend.protocol import (
 )
 from tinychat.backend.protocol import Usage as ContextUsage
 from tinychat.server import sse
-from tinychat.server.answer import Answer, House, Job, Joined, finish, timings, usage
+from tinychat.server.answer import Answer, AnswerJob, House, Joined, finish, timings, usage
 from tinychat.server.fields import Fields
-from tinychat.server.refusal import Refused
+from tinychat.server.refusal import RequestRefused
 from tinychat.server.sampling import (
     MAX_MESSAGES,
     MAX_STOP,
@@ -79,7 +79,7 @@ ONLY = {
 }
 
 
-def error(refused: Refused) -> dict[str, Any]:
+def error(refused: RequestRefused) -> dict[str, Any]:
     """An error as OpenAI's clients read it."""
     return {
         "error": {
@@ -95,7 +95,7 @@ def error(refused: Refused) -> dict[str, Any]:
 # Requests
 
 
-def parse(body: dict[str, Any], house: House, *, strict: bool = True) -> Job:
+def parse(body: dict[str, Any], house: House, *, strict: bool = True) -> AnswerJob:
     """What `body` asks for. `strict`: model is required, as OpenAI does."""
     fields = Fields(body)
     model(fields, strict)
@@ -128,7 +128,7 @@ def parse(body: dict[str, Any], house: House, *, strict: bool = True) -> Job:
     fields.notes(*NOTES)
     fields.fixed(ONLY)
     fields.done()
-    return Job(request, ChatReply(house, include_usage, extras, request.logprobs is not None), stream, one_call)
+    return AnswerJob(request, ChatReply(house, include_usage, extras, request.logprobs is not None), stream, one_call)
 
 
 @dataclass
@@ -209,9 +209,9 @@ def stream_options(fields: Fields) -> tuple[bool, bool]:
 
 
 def messages(values: Sequence[Any] | None, where: str) -> tuple[Message, ...]:
-    """The conversation, each message with role and content. Raises Refused for what is no message."""
+    """The conversation, each message with role and content. Raises RequestRefused for what is no message."""
     if not values:
-        raise Refused("invalid", f"{where}: expected an array of at least one message", where)
+        raise RequestRefused("invalid", f"{where}: expected an array of at least one message", where)
     return tuple(_message(Fields(value, f"{where}[{i}]")) for i, value in enumerate(values))
 
 
@@ -395,7 +395,7 @@ class ChatReply:
             return self._finish(event)
         return b""
 
-    def fail(self, refused: Refused) -> bytes:
+    def fail(self, refused: RequestRefused) -> bytes:
         return sse.data(error(refused)) + sse.DONE
 
     def whole(self, answer: Answer) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tinychat.backend.protocol import Event, Finished, Piece, Prefilling, Prompted, Request, TokenPiece
 from tinychat.server import sse
-from tinychat.server.answer import Answer, House, Job, finish, timings
+from tinychat.server.answer import Answer, AnswerJob, House, finish, timings
 from tinychat.server.fields import Fields
 from tinychat.server.openai_chat import (
     FINGERPRINT,
@@ -22,7 +22,7 @@ from tinychat.server.openai_chat import (
     stream_options,
     usage_object,
 )
-from tinychat.server.refusal import Refused
+from tinychat.server.refusal import RequestRefused
 from tinychat.server.sampling import MAX_STOP, MAX_STOPS, MAX_TOKENS, logit_bias, max_tokens, model, sampling
 
 DEFAULT_TOKENS = 16  # OpenAI's
@@ -31,7 +31,7 @@ ONLY = {"n": (1,), "echo": (False,), "suffix": (), "add_special_tokens": (True,)
 __all__ = ["error", "parse"]
 
 
-def parse(body: dict[str, Any], house: House) -> Job:
+def parse(body: dict[str, Any], house: House) -> AnswerJob:
     """What `body` asks for."""
     fields = Fields(body)
     model(fields, True)
@@ -51,7 +51,7 @@ def parse(body: dict[str, Any], house: House) -> Job:
     fields.notes(*NOTES)
     fields.fixed(ONLY)
     fields.done()
-    return Job(request, CompletionReply(house, include_usage, extras, top is not None), stream)
+    return AnswerJob(request, CompletionReply(house, include_usage, extras, top is not None), stream)
 
 
 def prompt(fields: Fields, house: House) -> str:
@@ -105,7 +105,7 @@ class CompletionReply:
             return self._finish(event)
         return b""
 
-    def fail(self, refused: Refused) -> bytes:
+    def fail(self, refused: RequestRefused) -> bytes:
         return sse.data(error(refused)) + sse.DONE
 
     def whole(self, answer: Answer) -> dict[str, Any]:

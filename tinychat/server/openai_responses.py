@@ -19,10 +19,10 @@ from tinychat.backend.protocol import (
     ToolCall,
 )
 from tinychat.server import sse
-from tinychat.server.answer import Answer, House, Job, timings, usage
+from tinychat.server.answer import Answer, AnswerJob, House, timings, usage
 from tinychat.server.fields import Fields
 from tinychat.server.openai_chat import EFFORTS, NOTES, Extras, error, logprob_entries, new_id, progress
-from tinychat.server.refusal import Refused, invalid
+from tinychat.server.refusal import RequestRefused, invalid
 from tinychat.server.sampling import (
     MAX_MESSAGES,
     MAX_TOKENS,
@@ -57,7 +57,7 @@ __all__ = ["error", "parse"]
 # Requests
 
 
-def parse(body: dict[str, Any], house: House, *, strict: bool = True) -> Job:
+def parse(body: dict[str, Any], house: House, *, strict: bool = True) -> AnswerJob:
     """What `body` asks for. `strict`: model is required, as OpenAI does."""
     echo = Echo(body)
     fields = Fields(body)
@@ -94,7 +94,7 @@ def parse(body: dict[str, Any], house: House, *, strict: bool = True) -> Job:
     fields.notes(*NOTES)
     fields.fixed(ONLY)
     fields.done()
-    return Job(request, ResponsesReply(house, echo, request, extras), stream, one_call)
+    return AnswerJob(request, ResponsesReply(house, echo, request, extras), stream, one_call)
 
 
 def count(body: dict[str, Any], house: House) -> dict[str, Any]:
@@ -266,7 +266,7 @@ class ResponsesReply:
             return self._finish(event)
         return b""
 
-    def fail(self, refused: Refused) -> bytes:
+    def fail(self, refused: RequestRefused) -> bytes:
         response = self._response("failed", self._items, None)
         response["error"] = {"code": "server_error", "message": refused.message}
         return self._send("response.failed", response=response)

@@ -7,7 +7,7 @@ import math
 import time
 from collections import OrderedDict, deque
 
-from tinychat.server.refusal import Refused
+from tinychat.server.refusal import RequestRefused
 
 
 class Queue:
@@ -27,7 +27,7 @@ class Queue:
         return sum(map(len, self._waiting.values()))
 
     async def enter(self, client: str) -> None:
-        """Waits for a turn, which ends with `leave`. Raises Refused when too many wait already.
+        """Waits for a turn, which ends with `leave`. Raises RequestRefused when too many wait already.
 
         A task that is cancelled while it waits leaves the queue at once.
         """
@@ -35,7 +35,7 @@ class Queue:
             return self._begin()
         if (waiting := self.waiting) >= self.size:
             retry_s = max(1.0, math.ceil(self._mean_s * (waiting + 1)))
-            raise Refused("busy", f"{waiting} requests are waiting already", retry_s=min(retry_s, 600.0))
+            raise RequestRefused("busy", f"{waiting} requests are waiting already", retry_s=min(retry_s, 600.0))
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         own = self._waiting.setdefault(client, deque())
         own.append(turn)

@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 from tinychat.backend.protocol import DoesNotFit, Failed
 
-Kind = Literal[
+RefusalKind = Literal[
     "invalid", "key", "forbidden", "missing", "method", "slow", "large", "context", "busy", "lost", "internal"
 ]
 
-STATUS: dict[Kind, int] = {
+STATUS: dict[RefusalKind, int] = {
     "invalid": 400,
     "context": 400,
     "key": 401,
@@ -28,13 +28,13 @@ STATUS: dict[Kind, int] = {
 
 
 @dataclass
-class Refused(Exception):
+class RequestRefused(Exception):
     """The request is refused; `message` is one line for whoever sent it, `field` the field that is wrong.
 
     `retry_s`: come again after so many seconds (0: not said). `details` are further fields that a dialect may show.
     """
 
-    kind: Kind
+    kind: RefusalKind
     message: str
     field: str | None = None
     retry_s: float = 0.0
@@ -46,19 +46,19 @@ class Refused(Exception):
         return STATUS[self.kind]
 
 
-def invalid(message: str, field: str | None = None) -> Refused:
+def invalid(message: str, field: str | None = None) -> RequestRefused:
     """A refusal of one field by its name."""
-    return Refused("invalid", f"{field}: {message}" if field else message, field)
+    return RequestRefused("invalid", f"{field}: {message}" if field else message, field)
 
 
-def refusal_of(event: Failed | DoesNotFit) -> Refused:
+def refusal_of(event: Failed | DoesNotFit) -> RequestRefused:
     """What a backend's failure is to a client."""
     if isinstance(event, DoesNotFit):
         prompt, context = event.usage.prompt, event.usage.limit
-        return Refused(
+        return RequestRefused(
             "context",
             f"the prompt has {prompt:,} tokens and an answer needs {event.reserve:,}, the context holds {context:,}",
             details={"n_prompt_tokens": prompt, "n_ctx": context},
         )
     message = " ".join(event.message.split())
-    return Refused(event.cause, message, event.field or None, retry_s=event.retry_s)
+    return RequestRefused(event.cause, message, event.field or None, retry_s=event.retry_s)

@@ -11,7 +11,7 @@ from typing import Any
 from tinychat.backend.protocol import SAMPLING_PARAMETERS, Sampling
 from tinychat.server.answer import House
 from tinychat.server.fields import Fields
-from tinychat.server.refusal import Refused, invalid
+from tinychat.server.refusal import RequestRefused, invalid
 
 MAX_TOKENS = 1 << 24
 MAX_MESSAGES = 4096
@@ -138,7 +138,7 @@ def part_text(part: Any, where: str, kinds: tuple[str, ...]) -> str:
     return text
 
 
-def unsupported_part(kind: Any, where: str) -> Refused:
+def unsupported_part(kind: Any, where: str) -> RequestRefused:
     """Says which part of a message cannot be read."""
     for media in ("image", "audio", "video", "file", "document"):
         if isinstance(kind, str) and media in kind:
@@ -175,7 +175,7 @@ def arguments(value: Any, where: str) -> str:
 
 
 def check_tools(house: House, tools: tuple[Mapping[str, Any], ...], choice: Any) -> None:
-    """Raises Refused for tools that this model cannot call and for a choice that is none of them."""
+    """Raises RequestRefused for tools that this model cannot call and for a choice that is none of them."""
     if tools and not house.backend.info.can.tools:
         raise invalid("this model cannot call tools", "tools")
     named = choice["function"]["name"] if isinstance(choice, dict) else None

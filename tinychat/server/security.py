@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tinychat.server.refusal import Refused
+from tinychat.server.refusal import RequestRefused
 
 OPEN_PATHS = frozenset({"/health", "/v1/health"})  # need no key: they tell nothing but that the server is there
 # These ask for the key themselves: a browser has shown it once, and then sends a cookie.
@@ -20,7 +20,7 @@ WEB_PATHS = frozenset({"/", "/chat/key", "/chat/ws", "/chat/xterm.css", "/chat/t
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 << 10
 
-Refuse = Callable[[Refused, Scope, Receive, Send], Awaitable[None]]
+Refuse = Callable[[RequestRefused, Scope, Receive, Send], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Guard:
             send = _with_cors(send, origin)
         try:
             self._check(scope, headers)
-        except Refused as e:
+        except RequestRefused as e:
             if scope["type"] == "websocket":  # before it is accepted: the client sees status 403
                 return await send({"type": "websocket.close", "code": 1008})
             return await self._refuse(e, scope, receive, send)
@@ -63,23 +63,23 @@ class Guard:
     def _check(self, scope: Scope, headers: dict[str, str]) -> None:
         size = sum(len(name) + len(value) for name, value in scope["headers"])
         if len(scope["headers"]) > MAX_HEADERS or size > MAX_HEADER_BYTES:
-            raise Refused("invalid", f"more than {MAX_HEADERS} headers or {MAX_HEADER_BYTES >> 10} KB of them")
+            raise RequestRefused("invalid", f"more than {MAX_HEADERS} headers or {MAX_HEADER_BYTES >> 10} KB of them")
         host, origin = headers.get("host", ""), headers.get("origin")
         if not self._is_here(host):
-            raise Refused("forbidden", "the Host is not a name of this server; `--allow-host NAME` adds one")
+            raise RequestRefused("forbidden", "the Host is not a name of this server; `--allow-host NAME` adds one")
         if origin is not None:
             if origin not in self._policy.origins and not _same(origin, host):
-                raise Refused("forbidden", "the Origin may not use this server; `--allow-origin URL` adds one")
+                raise RequestRefused("forbidden", "the Origin may not use this server; `--allow-origin URL` adds one")
         elif scope["type"] == "websocket":
-            raise Refused("forbidden", "a websocket needs an Origin")
+            raise RequestRefused("forbidden", "a websocket needs an Origin")
         elif headers.get("sec-fetch-site") in ("cross-site", "same-site"):
-            raise Refused("forbidden", "web pages of other sites may not use this server")
+            raise RequestRefused("forbidden", "web pages of other sites may not use this server")
         if self._key is None or scope["path"] in OPEN_PATHS | WEB_PATHS or scope.get("method") == "OPTIONS":
             return
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         if not hmac.compare_digest(given.encode("latin-1", "replace"), self._key):
-            raise Refused("key", "the API key is missing or wrong")
+            raise RequestRefused("key", "the API key is missing or wrong")
 
     def _is_here(self, host: str) -> bool:
         """Addresses cannot be rebound, only names can."""

@@ -11,7 +11,7 @@ from typing import Any
 from tinychat.errors import TinychatError, encodable, printable
 from tinychat.tools import search
 from tinychat.tools.folder import Folder, Missing
-from tinychat.tools.protocol import Context, Question, Stopped, Tool
+from tinychat.tools.protocol import CallContext, CallStopped, Question, Tool
 
 LINES = 400  # lines that read_file returns when the call names no number
 FOUND = 500  # most paths or lines that glob and grep return
@@ -22,31 +22,31 @@ _PATH = {"type": "string", "description": "path relative to the folder"}
 def reading(folder: Folder) -> tuple[Tool, ...]:
     """The tools that only read."""
 
-    def list_files(arguments: Mapping[str, Any], context: Context) -> str:
+    def list_files(arguments: Mapping[str, Any], context: CallContext) -> str:
         _ask_to_read(folder, context)
         found = folder.entries(arguments.get("path", "."))
         ends = {"folder": "/", "link": " (a link, not followed)", "other": " (no regular file)"}
         lines = [f"{name}{ends.get(kind, f'  {size:,} bytes')}" for name, kind, size in found]
         return _listed(lines, "entries")
 
-    def glob(arguments: Mapping[str, Any], context: Context) -> str:
+    def glob(arguments: Mapping[str, Any], context: CallContext) -> str:
         _ask_to_read(folder, context)
         pattern = tuple(part for part in arguments["pattern"].split("/") if part not in ("", "."))
         found = []
         for path, kind in folder.walk():
             if context.cancel.is_set():
-                raise Stopped("stopped")
+                raise CallStopped("stopped")
             if kind == "file" and matches(tuple(path.split("/")), pattern):
                 found.append(path)
         return _listed(found, "files")
 
-    def grep(arguments: Mapping[str, Any], context: Context) -> str:
+    def grep(arguments: Mapping[str, Any], context: CallContext) -> str:
         _ask_to_read(folder, context)
         where = arguments.get("path", ".")
         found = search.grep(folder, arguments["pattern"], where, arguments.get("glob", ""), FOUND + 1, context.cancel)
         return _listed(found, "lines")
 
-    def read_file(arguments: Mapping[str, Any], context: Context) -> str:
+    def read_file(arguments: Mapping[str, Any], context: CallContext) -> str:
         _ask_to_read(folder, context)
         name, start = arguments["path"], max(1, arguments.get("start", 1))
         lines = lines_of(_text(folder.read(name), name))
@@ -97,7 +97,7 @@ def reading(folder: Folder) -> tuple[Tool, ...]:
 def writing(folder: Folder) -> tuple[Tool, ...]:
     """The tools that change files. Each asks first and shows the change as a diff."""
 
-    def put(context: Context, tool: str, name: str, old: bytes | None, new: bytes) -> str:
+    def put(context: CallContext, tool: str, name: str, old: bytes | None, new: bytes) -> str:
         if len(new) > MAX_EDIT:
             raise TinychatError(f"{printable(name)!r} would have more than {MAX_EDIT:,} bytes")
         if new == old:
@@ -112,7 +112,7 @@ def writing(folder: Folder) -> tuple[Tool, ...]:
         added, removed = (sum(line.startswith(sign) for line in lines) for sign in "+-")
         return f"written: +{added} -{removed} lines"
 
-    def write_file(arguments: Mapping[str, Any], context: Context) -> str:
+    def write_file(arguments: Mapping[str, Any], context: CallContext) -> str:
         _ask_to_read(folder, context)
         name = arguments["path"]
         if not folder.parts(name):
@@ -124,7 +124,7 @@ def writing(folder: Folder) -> tuple[Tool, ...]:
             old = None
         return put(context, "write", name, old, encodable(arguments["content"]).encode())
 
-    def edit_file(arguments: Mapping[str, Any], context: Context) -> str:
+    def edit_file(arguments: Mapping[str, Any], context: CallContext) -> str:
         _ask_to_read(folder, context)
         name, old, new = arguments["path"], arguments["old"], arguments["new"]
         data = folder.read(name, MAX_EDIT)
@@ -192,7 +192,7 @@ def lines_of(text: str) -> list[str]:
     return io.StringIO(text, newline="\n").readlines()
 
 
-def _ask_to_read(folder: Folder, context: Context) -> None:
+def _ask_to_read(folder: Folder, context: CallContext) -> None:
     detail = f"{folder.path}\n\nThe model may list, search and read every file in this folder. Links are not followed."
     context.ask(Question("read", "Read files in this folder?", detail, f"read {folder.path}", ""))
 

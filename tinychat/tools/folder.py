@@ -32,9 +32,11 @@ class Folder:
         """`fd`: an open descriptor of the folder, if there is one. Raises TinychatError when `path` is not a folder."""
         if os.open not in os.supports_dir_fd:
             raise TinychatError("tools need a system that opens files relative to a folder (Linux, macOS)")
-        self.path = Path(os.path.realpath(path))
         try:
+            self.path = Path(os.path.realpath(path))
             self.fd = os.open(self.path, _FOLDER) if fd is None else fd
+        except ValueError:  # a NUL or a lone surrogate
+            raise TinychatError(f"{printable(str(path), newlines=False)!r} can be no path") from None
         except OSError as e:
             why = "is no folder" if e.errno == errno.ENOTDIR else f": {(e.strerror or str(e)).lower()}"
             raise TinychatError(f"{printable(str(path), newlines=False)} {why}".replace(" :", ":")) from None

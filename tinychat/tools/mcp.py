@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar
 
 from tinychat.errors import TinychatError, printable
 from tinychat.tools.mcp_config import ServerConfig
-from tinychat.tools.protocol import Context, Question, Stopped, Tool
+from tinychat.tools.protocol import CallContext, CallStopped, Question, Tool
 
 START_S = 30.0  # seconds that a server may take to start and to say what it has
 CALL_S = 60.0  # seconds that a call, a prompt or a resource may take
@@ -38,7 +38,7 @@ Stage = Literal["off", "starting", "ready", "failed"]
 
 
 @dataclass(frozen=True)
-class Prompt:
+class ServerPrompt:
     """A prompt of a server: /server:name in the chat."""
 
     server: str
@@ -58,23 +58,23 @@ class Resource:
 
 
 @dataclass(frozen=True)
-class Status:
+class McpStatus:
     """How a server is; `why` says why it failed."""
 
     config: ServerConfig
     stage: Stage = "off"
     why: str = ""
     tools: tuple[Tool, ...] = ()
-    prompts: tuple[Prompt, ...] = ()
+    prompts: tuple[ServerPrompt, ...] = ()
     resources: tuple[Resource, ...] = ()
 
 
-class Servers:
+class McpServers:
     """All servers. Any thread may call; `start` returns at once, what asks a server waits for it."""
 
     def __init__(self, configs: Sequence[ServerConfig]) -> None:
         self._lock = threading.Lock()
-        self._status = {config.name: Status(config) for config in configs}
+        self._status = {config.name: McpStatus(config) for config in configs}
         self._clients: dict[str, Any] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._settled: dict[str, threading.Event] = {}  # set when a start has ended, well or not
@@ -82,7 +82,7 @@ class Servers:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
-    def status(self) -> tuple[Status, ...]:
+    def status(self) -> tuple[McpStatus, ...]:
         """Of each server, in the order of the file."""
         with self._lock:
             return tuple(self._status.values())
@@ -113,7 +113,7 @@ class Servers:
         for settled in list(self._settled.values()):
             settled.wait(max(0.0, until - time.monotonic()))
 
-    def prompt(self, prompt: Prompt, arguments: Mapping[str, str]) -> str:
+    def prompt(self, prompt: ServerPrompt, arguments: Mapping[str, str]) -> str:
         """The text of a prompt. Raises TinychatError."""
         if missing := [name for name in prompt.required if name not in arguments]:
             raise TinychatError(f"/{prompt.server}:{prompt.name} needs {', '.join(missing)}")
@@ -172,7 +172,7 @@ class Servers:
             self._loop.call_soon_threadsafe(task.cancel)
 
     def _ask(self, name: str, ask: Callable[[Any], Coroutine[Any, Any, T]], cancel: threading.Event | None = None) -> T:
-        """What a server answers. One that has ended is started again first. Raises TinychatError; Stopped when
+        """What a server answers. One that has ended is started again first. Raises TinychatError; CallStopped when
         `cancel` is set."""
         if self._status[name].stage != "ready":
             self._again(name)
@@ -188,7 +188,7 @@ class Servers:
                     raise TinychatError(f"the server {name} did not answer within {CALL_S:.0f} s") from None
                 if cancel is not None and cancel.is_set():
                     future.cancel()
-                    raise Stopped("stopped") from None
+                    raise CallStopped("stopped") from None
             except Exception as e:
                 if self._broken(e):
                     self._again(name)
@@ -243,7 +243,7 @@ class Servers:
                 settled.set()
 
     async def _found(self, client: Any, config: ServerConfig) -> dict[str, Any]:
-        """What the server has, by the fields of Status."""
+        """What the server has, by the fields of McpStatus."""
         can = client.server_capabilities
         tools = await _all(client.list_tools, "tools") if can.tools else []
         prompts = await _all(client.list_prompts, "prompts") if can.prompts else []
@@ -255,7 +255,7 @@ class Servers:
         return {
             "tools": tuple(made.values()),
             "prompts": tuple(
-                Prompt(
+                ServerPrompt(
                     config.name,
                     p.name,
                     _line(p.description),
@@ -268,7 +268,7 @@ class Servers:
         }
 
     def _tool(self, config: ServerConfig, tool: Any) -> Tool:
-        def run(arguments: Mapping[str, Any], context: Context) -> str:
+        def run(arguments: Mapping[str, Any], context: CallContext) -> str:
             shown = json.dumps(arguments, indent=1, ensure_ascii=False)
             exact = f"call {config.name} {config.where}\n{tool.name}\n{json.dumps(arguments, sort_keys=True)}"
             title = f"Call {_line(tool.name)} of the server {_line(config.name)}?"

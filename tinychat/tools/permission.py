@@ -10,7 +10,7 @@ from platformdirs import user_data_dir
 
 from tinychat.errors import TinychatError, printable
 from tinychat.files import replace_file
-from tinychat.tools.protocol import Answer, Question
+from tinychat.tools.protocol import PermissionAnswer, Question
 
 
 class Permissions:
@@ -35,7 +35,7 @@ class Permissions:
                 return question.exact in self._folders
             return (conversation, question.scope) in self._conversations or question.exact in self._always
 
-    def remember(self, question: Question, answer: Answer, conversation: str) -> None:
+    def remember(self, question: Question, answer: PermissionAnswer, conversation: str) -> None:
         """Stores what `answer` allows for later calls. Raises TinychatError when "always" cannot be written."""
         with self._lock:
             if answer == "folder":

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from tinychat.errors import TinychatError
 
-Kind = Literal["read", "write", "run", "call"]
-Answer = Literal["folder", "once", "conversation", "always", "no"]
-State = Literal["done", "failed", "refused", "stopped"]
+QuestionKind = Literal["read", "write", "run", "call"]
+PermissionAnswer = Literal["folder", "once", "conversation", "always", "no"]
+ResultState = Literal["done", "failed", "refused", "stopped"]
 
 
 @dataclass(frozen=True)
@@ -20,29 +20,29 @@ class Question:
     arguments. `exact` identifies the action: equal for equal actions only. `scope` is what "for this conversation"
     allows."""
 
-    kind: Kind
+    kind: QuestionKind
     title: str
     detail: str
     exact: str
     scope: str
 
     @property
-    def options(self) -> tuple[Answer, ...]:
+    def options(self) -> tuple[PermissionAnswer, ...]:
         """The possible answers, from the narrowest permission to the widest, then "no"."""
         return ("folder", "no") if self.kind == "read" else ("once", "conversation", "always", "no")
 
 
-class Refused(TinychatError):
+class CallRefused(TinychatError):
     """The user refused the action, or there is no user to ask."""
 
 
-class Stopped(TinychatError):
+class CallStopped(TinychatError):
     """The call was cancelled while it ran."""
 
 
 @dataclass(frozen=True)
-class Context:
-    """What a running tool is given. `ask` returns when the user allows the action and raises Refused otherwise;
+class CallContext:
+    """What a running tool is given. `ask` returns when the user allows the action and raises CallRefused otherwise;
     `cancel` is set when the call has to end."""
 
     ask: Callable[[Question], None]
@@ -57,7 +57,7 @@ class Tool:
     name: str
     description: str
     schema: Mapping[str, Any]
-    run: Callable[[Mapping[str, Any], Context], str]
+    run: Callable[[Mapping[str, Any], CallContext], str]
 
     @property
     def definition(self) -> dict[str, Any]:
@@ -71,4 +71,4 @@ class Result:
     """The result of a call: the text for the model, and how the call ended."""
 
     text: str
-    state: State = "done"
+    state: ResultState = "done"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tinychat.errors import TinychatError, printable
 from tinychat.tools.folder import Folder
-from tinychat.tools.protocol import Stopped
+from tinychat.tools.protocol import CallStopped
 
 SECONDS = 20.0
 WIDTH = 300  # characters of a line that are shown
@@ -28,7 +28,7 @@ _START = "import sys; sys.path.insert(0, sys.argv[1]); from tinychat.tools.searc
 
 def grep(folder: Folder, pattern: str, where: str, name: str, most: int, cancel: threading.Event) -> list[str]:
     """At most `most` lines "path:line: text" of files below `where` whose name matches `name` ("" = all). Raises
-    TinychatError; Stopped when `cancel` is set."""
+    TinychatError; CallStopped when `cancel` is set."""
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as e:
@@ -47,7 +47,7 @@ def grep(folder: Folder, pattern: str, where: str, name: str, most: int, cancel:
                     break
                 except subprocess.TimeoutExpired:
                     if cancel.is_set():
-                        raise Stopped("stopped") from None
+                        raise CallStopped("stopped") from None
                     if time.monotonic() > until:
                         raise TinychatError(f"the search took more than {SECONDS:.0f} s; search less") from None
         finally:

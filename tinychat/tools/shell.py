@@ -21,7 +21,7 @@ from typing import Any
 from tinychat.errors import TinychatError
 from tinychat.tools import confine
 from tinychat.tools.folder import Folder
-from tinychat.tools.protocol import Context, Question, Stopped, Tool
+from tinychat.tools.protocol import CallContext, CallStopped, Question, Tool
 
 SECONDS, MOST_SECONDS = 60, 600
 KEPT = 256 * 1024  # bytes kept from the beginning of the output, and as many from its end
@@ -56,7 +56,7 @@ def confinement() -> Confinement:
 def running(folder: Folder) -> tuple[Tool, ...]:
     """The tool that runs commands."""
 
-    def run_command(arguments: Mapping[str, Any], context: Context) -> str:
+    def run_command(arguments: Mapping[str, Any], context: CallContext) -> str:
         command, seconds = arguments["command"], min(max(1, arguments.get("seconds", SECONDS)), MOST_SECONDS)
         if "\0" in command or not command.strip():
             raise TinychatError("this is no command")
@@ -84,7 +84,7 @@ def running(folder: Folder) -> tuple[Tool, ...]:
 
 
 def run(command: str, folder: Path, how: Confinement, seconds: float, cancel: threading.Event) -> str:
-    """The output of `command` and how the command ended, as text. Raises TinychatError; Stopped when `cancel` is
+    """The output of `command` and how the command ended, as text. Raises TinychatError; CallStopped when `cancel` is
     set."""
     with tempfile.TemporaryDirectory(prefix="tinychat-") as private:
         readable = [sys.base_prefix, sys.prefix]
@@ -124,7 +124,7 @@ def run(command: str, folder: Path, how: Confinement, seconds: float, cancel: th
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGKILL)
     if cancel.is_set():
-        raise Stopped("stopped")
+        raise CallStopped("stopped")
     if child.returncode == confine.CANNOT and not output.text():
         raise TinychatError("the command could not be confined as promised; it was not run")
     ended = f"[stopped after {seconds:g} s]" if late else f"[exit code {child.returncode}]" if child.returncode else ""

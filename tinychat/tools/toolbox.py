@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tinychat.errors import TinychatError, encodable, printable
-from tinychat.tools.protocol import Context, Refused, Result, Stopped, Tool
+from tinychat.tools.protocol import CallContext, CallRefused, CallStopped, Result, Tool
 
 LIMIT = 20_000  # characters of a result
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -39,16 +39,16 @@ class Toolbox:
     def names(self) -> tuple[str, ...]:
         return tuple(self._tools)
 
-    def call(self, name: str, arguments: str, context: Context, limit: int = LIMIT) -> Result:
+    def call(self, name: str, arguments: str, context: CallContext, limit: int = LIMIT) -> Result:
         """Runs tool `name` with `arguments`, JSON text. Never raises: what goes wrong is the result's text."""
         try:
             tool = self._tools.get(name)
             if tool is None:
                 raise TinychatError(f"there is no tool {name!r}; there are {', '.join(self._tools) or 'none'}")
             text = tool.run(_checked(tool, arguments), context)
-        except Refused as e:
+        except CallRefused as e:
             return Result(str(e), "refused")
-        except Stopped as e:
+        except CallStopped as e:
             return Result(str(e), "stopped")
         except TinychatError as e:
             return Result(f"error: {e}", "failed")

@@ -26,7 +26,7 @@ from tinychat.chat.conversation import Conversation
 from tinychat.chat.history import History
 from tinychat.chat.loading import OpenBackend
 from tinychat.errors import TinychatError
-from tinychat.tools.mcp import Servers
+from tinychat.tools.mcp import McpServers
 from tinychat.tools.mcp_config import config_path, read_servers
 from tinychat.tools.permission import Permissions
 from tinychat.ui.boundary import LastingApp
@@ -63,7 +63,7 @@ class TinychatApp(LastingApp):
         titles: bool = False,
         tools: Path | None = None,
         permissions: Permissions | None = None,
-        mcp: Servers | None = None,
+        mcp: McpServers | None = None,
         mcp_file: Path | None = None,
         **load_options: Any,
     ) -> None:
@@ -157,9 +157,9 @@ def main(
         history = History()
     except TinychatError as e:
         problems.append(f"{e}; conversations are not saved")
-    mcp_file, mcp = mcp_file or config_path(), Servers(())
+    mcp_file, mcp = mcp_file or config_path(), McpServers(())
     try:
-        mcp = Servers(read_servers(mcp_file))
+        mcp = McpServers(read_servers(mcp_file))
     except TinychatError as e:
         problems.append(f"{e}; no MCP server is started")
     options = {"preset": preset, "threads": own.threads, **load_options}

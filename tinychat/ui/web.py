@@ -24,7 +24,7 @@ from tinychat.ui.app import TinychatApp
 from tinychat.ui.chat import commands
 from tinychat.ui.chat.prompt import Choice
 from tinychat.ui.chat.screen import ChatScreen
-from tinychat.ui.chat.view import Entry
+from tinychat.ui.screens.help import Entry
 
 COMMANDS = frozenset(
     {"new", "rename", "regenerate", "undo", "continue", "start", "edit", "fork", "skip", "think", "system", "set"}

@@ -13,13 +13,13 @@ def test_the_sources_agree() -> None:
 
 
 def test_two_fields_that_change_places_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [name for name, _ in library.Matrix._fields_]
+    names = [name for name, _ in library.CMatrix._fields_]
     assert names[1:3] == ["rows", "cols"]
 
     class Swapped(ctypes.Structure):
-        _fields_ = [library.Matrix._fields_[i] for i in (0, 2, 1, 3, 4)]
+        _fields_ = [library.CMatrix._fields_[i] for i in (0, 2, 1, 3, 4)]
 
-    monkeypatch.setattr(library, "Matrix", Swapped)
+    monkeypatch.setattr(library, "CMatrix", Swapped)
     with pytest.raises(TinychatError, match="fields cols, rows of Swapped"):
         library.Library()
 

@@ -17,7 +17,7 @@ from tinychat.engine.config import ModelConfig
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.plan import build_plan
 from tinychat.errors import TinychatError
-from tinychat.kernels import ops
+from tinychat.kernels import blocks, ops
 from tinychat.kernels.cuda.launch import Launch
 from tinychat.kernels.cuda.layout import Layout, repack
 from tinychat.kernels.cuda.prefill import Chip, Prefill, padded
@@ -186,17 +186,17 @@ def test_values_of_another_length_than_keys() -> None:
     """GQA, 4 heads over 2, keys of 32 values and values of 24: the cache and attention, as prefill and as steps."""
     heads, kv_heads, key, value, tokens = 4, 2, 32, 24, 9
 
-    def weight(name: str, rows: int, cols: int) -> ops.Weight:
-        return ops.Weight(name, Q.F16, rows, cols)
+    def weight(name: str, rows: int, cols: int) -> blocks.Weight:
+        return blocks.Weight(name, Q.F16, rows, cols)
 
-    gain, table = ops.Weight("gain", Q.F32, 1, 8), weight("table", 8, 8)
-    rope = ops.Rope(2, "norm", (0.0,))  # which turns nothing
+    gain, table = blocks.Weight("gain", Q.F32, 1, 8), weight("table", 8, 8)
+    rope = blocks.Rope(2, "norm", (0.0,))  # which turns nothing
     q, k, v = weight("q", heads * key, 8), weight("k", kv_heads * key, 8), weight("v", kv_heads * value, 8)
     output, scale = weight("output", 8, heads * value), 0.2
-    block = ops.GQA(
+    block = blocks.GQA(
         gain, 0.0, q, k, v, None, None, None, None, None, None, rope, heads, kv_heads, key, value, scale, output, None
     )
-    plan = ops.Plan(ops.Embed(table), (ops.Layer(block, None),), ops.Head(gain, 0.0, table))
+    plan = ops.Plan(ops.Embed(table), (blocks.Layer(block, None),), ops.Head(gain, 0.0, table))
     b = Builder(plan, Layout(plan, {w.tensor: w.nbytes for w in plan.weights}), 64)
     steps = [launch for launch, _ in decode(b) if launch.name.startswith(("store_kv", "attention"))]
     prompt = [
@@ -247,8 +247,8 @@ VOCAB = 9000  # three stretches, the last one short
 
 @pytest.fixture(scope="module")
 def sampler() -> tuple[list[Launch], dict[str, int]]:
-    table = ops.Weight("table", Q.F16, VOCAB, 8)
-    plan = ops.Plan(ops.Embed(table), (), ops.Head(ops.Weight("gain", Q.F32, 1, 8), 0.0, table))
+    table = blocks.Weight("table", Q.F16, VOCAB, 8)
+    plan = ops.Plan(ops.Embed(table), (), ops.Head(blocks.Weight("gain", Q.F32, 1, 8), 0.0, table))
     builder = Builder(plan, Layout(plan, {"table": 16 * VOCAB, "gain": 32}), 128)
     builder.buffer("logits", 4 * VOCAB)
     return sampling(builder), builder.buffers
@@ -306,8 +306,8 @@ def test_sampling_as_numpy_does(sampler: tuple[list[Launch], dict[str, int]], se
 
 
 def test_types_without_kernels_are_refused() -> None:
-    table = ops.Weight("w", Q.Q2_K, 8, 256)
-    plan = ops.Plan(ops.Embed(table), (), ops.Head(ops.Weight("gain", Q.F32, 1, 256), 0.0, table))
+    table = blocks.Weight("w", Q.Q2_K, 8, 256)
+    plan = ops.Plan(ops.Embed(table), (), ops.Head(blocks.Weight("gain", Q.F32, 1, 256), 0.0, table))
     with pytest.raises(TinychatError, match="do not read Q2_K"):
         Layout(plan, {"w": 8 * 84, "gain": 1024})
 

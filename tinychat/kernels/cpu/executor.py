@@ -15,22 +15,13 @@ from typing import Literal
 import numpy as np
 
 from tinychat.errors import TinychatError
+from tinychat.kernels.blocks import CACHE_VALUE_BYTES
 from tinychat.kernels.cpu import bandwidth, compiler, library
-from tinychat.kernels.cpu.library import MAX_GROUP, QUANTS, STEP, TILE, Context, Library, SampleSpec
+from tinychat.kernels.cpu.library import MAX_GROUP, QUANTS, STEP, TILE, Library, SampleSpec, StepContext
 from tinychat.kernels.cpu.program import build
-from tinychat.kernels.executor import Kind, Mask, Weights
+from tinychat.kernels.executor import ExecutorKind, Mask, Weights
 from tinychat.kernels.limits import Limits, check
-from tinychat.kernels.ops import (
-    CACHE_VALUE_BYTES,
-    Attention,
-    Embed,
-    ExpertsDown,
-    ExpertsUp,
-    NormAdd,
-    Op,
-    Plan,
-    matrices_of,
-)
+from tinychat.kernels.ops import Attention, Embed, ExpertsDown, ExpertsUp, NormAdd, Op, Plan, matrices_of
 from tinychat.kernels.profile import (
     Batch,
     CacheUse,
@@ -111,7 +102,7 @@ class CPUExecutor:
     fraction of the weights packed. Raises TinychatError without a compiler or memory.
     """
 
-    kind: Kind = "cpu"
+    kind: ExecutorKind = "cpu"
     limits = LIMITS
     kernels_per_token = 1
     jit_batches = 1
@@ -186,10 +177,10 @@ class CPUExecutor:
         widths = list(plan.buffers.values())
         assert next(iter(plan.buffers)) == "x", "the residual stream is the first buffer"
         addresses = [self._alloc(4 * (self.prefill_chunk * w + 64)) for w in widths]
-        self._context = c = Context.from_address(self._ctx)
+        self._context = c = StepContext.from_address(self._ctx)
         c.n_ops, c.max_context, c.batch, c.vocab = len(ops), self.max_context, self.prefill_chunk, plan.vocab
         c.layers, c.n_buffers = len(plan.layers), len(widths)
-        self._ops = (library.Op * len(ops))(*ops)
+        self._ops = (library.COp * len(ops))(*ops)
         c.ops = ctypes.addressof(self._ops)
         c.buffers = self._array(np.array(addresses, np.uint64))
         c.widths = self._array(np.array(widths, np.int32))
@@ -284,7 +275,7 @@ class CPUExecutor:
             )
         ops = self._program.sources
         ticks = np.zeros((steps, self.threads, len(self._ops), 2), np.uint64)
-        times, sampling, context = np.zeros((2, steps)), np.zeros(steps), Context.from_address(self._ctx)
+        times, sampling, context = np.zeros((2, steps)), np.zeros(steps), StepContext.from_address(self._ctx)
         stepper = self.decode(token, pos, Sampling(temperature=0.0), [token])
         first, *_ = (_seconds(stepper) for _ in range(3))
         try:

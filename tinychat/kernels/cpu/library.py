@@ -10,8 +10,8 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from tinychat.errors import TinychatError
+from tinychat.kernels.blocks import CLAMP, CLAMP_SLOPE, MIN_WEIGHT_SUM
 from tinychat.kernels.cpu import compiler
-from tinychat.kernels.ops import CLAMP, CLAMP_SLOPE, MIN_WEIGHT_SUM
 
 _TABLE = re.compile(r"X\((\w+), \d+\)")  # the rows of QUANTS in quant.h
 QUANTS = frozenset(GGMLQuantizationType[name] for name in _TABLE.findall((compiler.SOURCES / "quant.h").read_text()))
@@ -26,13 +26,13 @@ def _all(kind: type, names: str) -> list[tuple[str, type]]:
     return [(name, kind) for name in names.split()]
 
 
-class Matrix(ctypes.Structure):
+class CMatrix(ctypes.Structure):
     """`Matrix` of step.c; groups 0: absent."""
 
     _fields_ = [*_all(_i32, "type rows cols groups"), ("data", _ptr)]
 
 
-class Op(ctypes.Structure):
+class COp(ctypes.Structure):
     """`Op` of step.c."""
 
     _fields_ = [
@@ -45,7 +45,7 @@ class Op(ctypes.Structure):
         *_all(_ptr, "norm q_norm k_norm rope sinks"),
         ("bias", _ptr * 3),
         ("routes", _ptr),
-        ("w", Matrix * 4),
+        ("w", CMatrix * 4),
     ]
 
 
@@ -66,7 +66,7 @@ class LayerCache(ctypes.Structure):
     _fields_ = [*_all(_ptr, "k v"), *_all(_i32, "heads k_dim v_dim")]
 
 
-class Context(ctypes.Structure):
+class StepContext(ctypes.Structure):
     """The first part of `Ctx` of step.c, which is filled from Python."""
 
     _fields_ = [
@@ -108,7 +108,7 @@ class Library:
         ):
             function = getattr(lib, name)
             function.restype, function.argtypes = result, args
-        for i, struct in enumerate((Matrix, Op, SampleSpec, LayerCache, Context)):
+        for i, struct in enumerate((CMatrix, COp, SampleSpec, LayerCache, StepContext)):
             if lib.tc_sizeof(i) != ctypes.sizeof(struct):
                 raise _differ(f"{struct.__name__} has {lib.tc_sizeof(i)} bytes in C, {ctypes.sizeof(struct)} in Python")
             there = {name: lib.tc_offset(i, at) for at, name in enumerate(lib.tc_fields(i).decode().split())}

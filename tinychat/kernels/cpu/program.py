@@ -10,10 +10,11 @@ import numpy as np
 from gguf import GGMLQuantizationType as Q
 from gguf.quants import dequantize
 
+from tinychat.kernels.blocks import GQA, MLA, Dense, Experts, Rope, Weight
 from tinychat.kernels.cpu import library
-from tinychat.kernels.cpu.library import STEP, TILE, Library, Matrix
+from tinychat.kernels.cpu.library import STEP, TILE, CMatrix, Library
 from tinychat.kernels.executor import Weights
-from tinychat.kernels.ops import GQA, MLA, Dense, Experts, LatentStore, Op, Plan, Rope, RopeStore, Weight
+from tinychat.kernels.ops import LatentStore, Op, Plan, RopeStore
 
 
 @dataclass
@@ -22,7 +23,7 @@ class Program:
     but a part of the op behind it. `routes`: int32 (layers with experts, STEP, top_k), where a decode step leaves the
     experts that its tokens chose."""
 
-    ops: list[library.Op]
+    ops: list[library.COp]
     sources: list[tuple[int, Op]]
     routes: np.ndarray
     weight_bytes: int
@@ -95,7 +96,7 @@ class _Translator:
         self.routes = np.zeros((len(used), STEP, max(used, default=0)), np.int32)
         self.made = 0  # ops so far
 
-    def ops(self) -> Iterator[library.Op]:
+    def ops(self) -> Iterator[library.COp]:
         """All ops of a step."""
         p, routes = self.plan, iter(self.routes)
         yield self._op("embed", [p.embed.weight], scale=p.embed.scale)
@@ -114,7 +115,7 @@ class _Translator:
             "head", [p.head.weight], norm=p.head.norm, eps=p.head.eps, scale=p.head.scale, softcap=p.head.softcap
         )
 
-    def _gqa(self, i: int, a: GQA) -> Iterator[library.Op]:
+    def _gqa(self, i: int, a: GQA) -> Iterator[library.COp]:
         biases = (a.q_bias, a.k_bias, a.v_bias)
         yield self._op("linear", [a.q, a.k, a.v], dst=("q", "k", "v"), norm=a.norm, eps=a.eps, bias=biases)
         yield self._op(
@@ -139,7 +140,7 @@ class _Translator:
         )
         yield from self._added("heads", a.output, a.output_bias, a.post_norm, a.eps, a.residual_scale)
 
-    def _mla(self, i: int, a: MLA) -> Iterator[library.Op]:
+    def _mla(self, i: int, a: MLA) -> Iterator[library.COp]:
         first, to = (a.q_a, "q_a") if a.q_a else (a.q, "q")
         yield self._op("linear", [first, a.kv_a], dst=(to, "kv"), norm=a.norm, eps=a.eps)
         if a.q_a:
@@ -172,7 +173,7 @@ class _Translator:
         yield self._op("value_up", [a.v_b], src="o_latent", dst=("heads",))
         yield self._op("linear", [a.output], src="heads", scale=a.residual_scale, add=1)
 
-    def _dense(self, b: Dense) -> Iterator[library.Op]:
+    def _dense(self, b: Dense) -> Iterator[library.COp]:
         w = b.weights
         activation = self.lib.activations[w.activation]
         yield self._op("gate_up", [w.gate, w.up], dst=("ffn",), norm=b.norm, eps=b.eps, activation=activation)
@@ -187,7 +188,7 @@ class _Translator:
         eps: float,
         scale: float,
         stream: float = 1.0,
-    ) -> Iterator[library.Op]:
+    ) -> Iterator[library.COp]:
         """x += scale * (w @ src + bias); if there is a post_norm, normed first, and x times `stream` after it."""
         if post_norm is None:
             yield self._op("linear", [w], src=src, bias=(bias,), scale=scale, add=1)
@@ -195,7 +196,7 @@ class _Translator:
             yield self._op("linear", [w], src=src, dst=("y",), bias=(bias,))
             yield self._norm_add("y", post_norm, eps, scale, stream)
 
-    def _experts(self, b: Experts, routes: np.ndarray) -> Iterator[library.Op]:
+    def _experts(self, b: Experts, routes: np.ndarray) -> Iterator[library.COp]:
         r, w, s = b.router, b.weights, b.shared
         beside, dst = b.beside, "y" if b.beside else "x"
         if beside:
@@ -249,7 +250,7 @@ class _Translator:
 
     def _norm_add(
         self, src: str, norm: Weight, eps: float, scale: float = 1.0, stream: float = 1.0, dst: str = "x", add: int = 1
-    ) -> library.Op:
+    ) -> library.COp:
         """dst = stream * (dst + scale * RMSNorm(src))."""
         return self._op("norm_add", src=src, dst=(dst,), norm=norm, eps=eps, scale=scale, stream_scale=stream, add=add)
 
@@ -259,8 +260,8 @@ class _Translator:
             self.tables[rope] = self.arrays[-1].ctypes.data
         return {"rope": self.tables[rope], "rope_dims": rope.dims, "neox": int(rope.style == "neox")}
 
-    def _matrix(self, w: Weight | None) -> Matrix:
-        return Matrix(_stored_type(w), w.rows, w.cols, w.groups, self.places[w]) if w else Matrix()
+    def _matrix(self, w: Weight | None) -> CMatrix:
+        return CMatrix(_stored_type(w), w.rows, w.cols, w.groups, self.places[w]) if w else CMatrix()
 
     def _op(
         self,
@@ -272,9 +273,9 @@ class _Translator:
         bias: Sequence[Weight | None] = (),
         scale: float = 1.0,
         **values: Any,
-    ) -> library.Op:
+    ) -> library.COp:
         """An op of step.c; `values` are its fields, a Weight stands for its address."""
-        made = library.Op(tag=self.lib.tags[tag], matrices=sum(m is not None for m in w), src=self.buffers[src])
+        made = library.COp(tag=self.lib.tags[tag], matrices=sum(m is not None for m in w), src=self.buffers[src])
         made.scale = scale
         made.dst[: len(dst)] = [self.buffers[d] for d in dst]
         made.w[: len(w)] = [self._matrix(m) for m in w]

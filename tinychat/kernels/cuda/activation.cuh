@@ -1,4 +1,4 @@
-// f(gate, up) of a feed-forward: kernels/ops.py, Gated.
+// f(gate, up) of a feed-forward: kernels/blocks.py, Gated.
 template <class A> DEVICE float activated(float gate, float up) {
   if (A::FUNCTION == GELU) {  // 0.5 (1 + tanh(y)) is the sigmoid of 2 y, y = sqrt(2 / pi) (g + 0.044715 g^3)
     const float y = 1.59576912f * gate * (1.f + 0.044715f * gate * gate);

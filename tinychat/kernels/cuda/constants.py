@@ -14,15 +14,13 @@ from typing import Any, get_args
 
 from gguf import GGMLQuantizationType
 
-from tinychat.kernels import ops
+from tinychat.kernels import blocks
 
 SPAN = 128  # values that four lanes of a prompt's product take at a time; rows of halves are padded to it
 U64 = int  # a field of this type is u64 in C++: it goes into address computations
 LOG2E = math.log2(math.e)
-Gating = IntEnum("Gating", [name.upper() for name in get_args(ops.Gating)], start=0)  # type: ignore[misc]
-
-
-Function = IntEnum("Function", [name.upper() for name in get_args(ops.Activation)], start=0)  # type: ignore[misc]
+GatingCode = IntEnum("GatingCode", [name.upper() for name in get_args(blocks.Gating)], start=0)  # type: ignore[misc]
+ActivationCode = IntEnum("ActivationCode", [name.upper() for name in get_args(blocks.Activation)], start=0)  # type: ignore[misc]
 
 
 class Norm(IntEnum):
@@ -53,31 +51,31 @@ NO_MATRIX = Matrix(GGMLQuantizationType.F16, 0, 0, 0, 0, 0)  # where a block has
 
 
 @dataclass(frozen=True)
-class Choice(Constants):
+class ExpertChoice(Constants):
     """How experts are chosen (kernels/ops.py, Route); routing.cuh"""
 
     experts: int
     chosen: int
-    gating: Gating
+    gating: GatingCode
     normalize: bool
     groups: int
     groups_used: int
     scale: float
     logit_scale: float
-    min_weight_sum: float = ops.MIN_WEIGHT_SUM
+    min_weight_sum: float = blocks.MIN_WEIGHT_SUM
 
 
 @dataclass(frozen=True)
-class Activation(Constants):
-    """What is made of gate and up (kernels/ops.py, Gated); activation.cuh"""
+class GatedActivation(Constants):
+    """What is made of gate and up (kernels/blocks.py, Gated); activation.cuh"""
 
-    function: Function
-    clamp: float = ops.CLAMP
-    slope: float = ops.CLAMP_SLOPE
+    function: ActivationCode
+    clamp: float = blocks.CLAMP
+    slope: float = blocks.CLAMP_SLOPE
 
 
 @dataclass(frozen=True)
-class Embed(Constants):
+class EmbedConstants(Constants):
     """embed.cu"""
 
     table: Matrix
@@ -104,7 +102,7 @@ class Spread(Constants):
 
 
 @dataclass(frozen=True)
-class MatvecPart(Constants):
+class LinearPart(Constants):
     """One matrix of linear.cu and the blocks that compute it."""
 
     weight: Matrix
@@ -114,7 +112,7 @@ class MatvecPart(Constants):
 
 
 @dataclass(frozen=True)
-class Linear(Constants):
+class LinearConstants(Constants):
     """linear.cu"""
 
     cols: int
@@ -127,11 +125,11 @@ class Linear(Constants):
     add: bool  # results are added to dst
     out_scale: float
     softcap: float  # results are softcap * tanh(result / softcap); 0: as they are
-    part: tuple[MatvecPart, ...]
+    part: tuple[LinearPart, ...]
 
 
 @dataclass(frozen=True)
-class Latent(Constants):
+class LatentConstants(Constants):
     """latent.cuh; prompt_latent.cu"""
 
     heads: int
@@ -141,12 +139,12 @@ class Latent(Constants):
     neox: bool
     eps: float
     query_scale: float
-    growth: float  # of queries: the scale of kernels/ops.py, Temperature; 0: none
+    growth: float  # of queries: the scale of kernels/blocks.py, Temperature; 0: none
     growth_length: int
 
 
 @dataclass(frozen=True)
-class Absorb(Latent):
+class AbsorbConstants(LatentConstants):
     """absorb.cu"""
 
     weight: Matrix
@@ -157,7 +155,7 @@ class Absorb(Latent):
 
 
 @dataclass(frozen=True)
-class MLACluster(Latent):
+class MLAClusterConstants(LatentConstants):
     """mla_cluster.cu"""
 
     cluster: int  # blocks per head
@@ -173,7 +171,7 @@ class MLACluster(Latent):
 
 
 @dataclass(frozen=True)
-class Combine(Constants):
+class CombineConstants(Constants):
     """combine.cu"""
 
     heads: int
@@ -183,7 +181,7 @@ class Combine(Constants):
 
 
 @dataclass(frozen=True)
-class ValueUp(Constants):
+class ValueUpConstants(Constants):
     """value_up.cu"""
 
     heads: int
@@ -200,13 +198,13 @@ class ValueUp(Constants):
 
 
 @dataclass(frozen=True)
-class GateUp(Constants):
+class GateUpConstants(Constants):
     """gate_up.cu; gated.cuh"""
 
     cols: int
     eps: float
     normed: bool
-    activation: Activation
+    activation: GatedActivation
     quantised: bool
     floating: bool
     gate: Matrix
@@ -216,14 +214,14 @@ class GateUp(Constants):
 
 
 @dataclass(frozen=True)
-class ExpertsUp(Constants):
+class ExpertsUpConstants(Constants):
     """experts_up.cu; gated.cuh"""
 
-    choice: Choice
+    choice: ExpertChoice
     cols: int
     eps: float
     normed: bool
-    activation: Activation
+    activation: GatedActivation
     quantised: bool
     floating: bool
     gate: Matrix
@@ -237,10 +235,10 @@ class ExpertsUp(Constants):
 
 
 @dataclass(frozen=True)
-class ExpertsDown(Constants):
+class ExpertsDownConstants(Constants):
     """experts_down.cu"""
 
-    choice: Choice
+    choice: ExpertChoice
     weight: Matrix
     shared_down: Matrix  # 0 columns where there is no shared expert
     shared_depth: int  # blocks of its rows in flight
@@ -251,7 +249,7 @@ class ExpertsDown(Constants):
 
 
 @dataclass(frozen=True)
-class StoreKV(Constants):
+class StoreKVConstants(Constants):
     """store_kv.cu"""
 
     heads: int
@@ -267,7 +265,7 @@ class StoreKV(Constants):
 
 
 @dataclass(frozen=True)
-class Attention(Constants):
+class AttentionConstants(Constants):
     """attention.cu"""
 
     heads: int
@@ -306,7 +304,7 @@ class Tile(Constants):
 
 
 @dataclass(frozen=True)
-class Part(Constants):
+class PromptLinearPart(Constants):
     """One of the weights of prompt_linear.cu: `total` rows of it from its first matrix on, at block `first_tile`."""
 
     weight: Matrix
@@ -317,33 +315,33 @@ class Part(Constants):
 
 
 @dataclass(frozen=True)
-class PromptLinear(Constants):
+class PromptLinearConstants(Constants):
     """prompt_linear.cu"""
 
     parts: int
-    part: tuple[Part, ...]
+    part: tuple[PromptLinearPart, ...]
     tile: Tile
     half: bool  # results are halves
     add: bool  # results are added to what is there
     all_keys: bool  # the tokens are all rows of the cache, not only this step's
     scale: float  # of the results, with their bias
-    softcap: float  # as in Linear
+    softcap: float  # as in LinearConstants
 
 
 @dataclass(frozen=True)
-class PromptGated(Constants):
+class PromptGatedConstants(Constants):
     """prompt_gated.cu"""
 
     gate: Matrix
     up: Matrix
-    activation: Activation
+    activation: GatedActivation
     tile: Tile
     grouped: bool
     pairs_per_row: int  # (token, expert) pairs that share a row of activations
 
 
 @dataclass(frozen=True)
-class PromptExperts(Constants):
+class PromptExpertsConstants(Constants):
     """prompt_experts.cu"""
 
     weight: Matrix
@@ -351,7 +349,7 @@ class PromptExperts(Constants):
 
 
 @dataclass(frozen=True)
-class PromptNorm(Constants):
+class PromptNormConstants(Constants):
     """prompt_norm.cu"""
 
     cols: int
@@ -360,7 +358,7 @@ class PromptNorm(Constants):
 
 
 @dataclass(frozen=True)
-class NormAdd(Constants):
+class NormAddConstants(Constants):
     """norm_add.cu"""
 
     cols: int
@@ -371,7 +369,7 @@ class NormAdd(Constants):
 
 
 @dataclass(frozen=True)
-class PromptAttention(Constants):
+class PromptAttentionConstants(Constants):
     """prompt_attention.cu"""
 
     heads: int
@@ -388,17 +386,17 @@ class PromptAttention(Constants):
 
 
 @dataclass(frozen=True)
-class Router(Constants):
+class RouterConstants(Constants):
     """router.cu"""
 
     weight: Matrix
-    choice: Choice
+    choice: ExpertChoice
     tokens: int  # of a block
     eps: float
 
 
 @dataclass(frozen=True)
-class GroupPairs(Constants):
+class GroupPairsConstants(Constants):
     """group_pairs.cu"""
 
     experts: int
@@ -407,7 +405,7 @@ class GroupPairs(Constants):
 
 
 @dataclass(frozen=True)
-class AddExperts(Constants):
+class AddExpertsConstants(Constants):
     """add_experts.cu"""
 
     dim: int
@@ -417,7 +415,7 @@ class AddExperts(Constants):
 
 
 @dataclass(frozen=True)
-class Repack(Constants):
+class RepackConstants(Constants):
     """repack.cu"""
 
     type: GGMLQuantizationType
@@ -425,7 +423,7 @@ class Repack(Constants):
 
 
 @dataclass(frozen=True)
-class Transpose(Constants):
+class TransposeConstants(Constants):
     """transpose.cu"""
 
     weight: Matrix
@@ -433,7 +431,7 @@ class Transpose(Constants):
 
 
 @dataclass(frozen=True)
-class Sample(Constants):
+class SampleConstants(Constants):
     """candidates.cu, choose_token.cu"""
 
     vocab: int
@@ -484,4 +482,4 @@ def enums(*kinds: type[IntEnum]) -> str:
 @cache
 def header(constants: Constants) -> str:
     """C++ definitions of all constants of a kernel."""
-    return "template <class...> struct List {};\n" + enums(Gating, Function, Norm) + _members(constants)
+    return "template <class...> struct List {};\n" + enums(GatingCode, ActivationCode, Norm) + _members(constants)

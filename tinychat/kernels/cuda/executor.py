@@ -15,20 +15,21 @@ from typing import Literal
 import numpy as np
 
 from tinychat.errors import TinychatError
+from tinychat.kernels.blocks import MLA
 from tinychat.kernels.cuda.device import GPU, unusable
 from tinychat.kernels.cuda.graph import Graph
 from tinychat.kernels.cuda.launch import Launch
 from tinychat.kernels.cuda.layout import Layout
 from tinychat.kernels.cuda.load import load
 from tinychat.kernels.cuda.prefill import SIZES, Chip, Prefill
-from tinychat.kernels.cuda.profile import Step, kernels, profile, read_bandwidth, seconds_of
+from tinychat.kernels.cuda.profile import DecodeStep, kernels, profile, read_bandwidth, seconds_of
 from tinychat.kernels.cuda.quants import QUANTS
 from tinychat.kernels.cuda.selfcheck import self_check
 from tinychat.kernels.cuda.state import breaker_bits, state_words
 from tinychat.kernels.cuda.step import RING, Builder, decode_steps, head
-from tinychat.kernels.executor import Kind, Mask, Weights, verify_singly
+from tinychat.kernels.executor import ExecutorKind, Mask, Weights, verify_singly
 from tinychat.kernels.limits import Limits, check
-from tinychat.kernels.ops import MLA, Plan
+from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile
 from tinychat.kernels.sampling import GREEDY, Sampling, sample
 
@@ -60,7 +61,7 @@ class CUDAExecutor:
     """`Executor` on CUDA. Raises TinychatError for a plan beyond LIMITS, and where there is no such GPU, no memory
     left, or a kernel fails its check at load."""
 
-    kind: Kind = "cuda"
+    kind: ExecutorKind = "cuda"
     limits = LIMITS
     threads = 0
     sampling_s = 0.0  # part of the graph, not told apart
@@ -112,7 +113,7 @@ class CUDAExecutor:
                 raise
             raise unusable(e) from e  # a driver without graphs of this kind, a compiler without this architecture, ...
         self._steps = {  # by the position from which on they are taken
-            depth: Step(gpu, tuple(step), graphs[depth], max_context, self.decode, self._place)
+            depth: DecodeStep(gpu, tuple(step), graphs[depth], max_context, self.decode, self._place)
             for depth, step in steps.items()
         }
         self.launches = launches[0]
@@ -250,7 +251,7 @@ class CUDAExecutor:
         if min(ids) < 0 or max(ids) >= self.plan.vocab:
             raise TinychatError(f"token id out of range: the vocabulary has {self.plan.vocab} entries")
 
-    def _step(self, pos: int) -> Step:
+    def _step(self, pos: int) -> DecodeStep:
         """The decode step for a token at position `pos`."""
         return self._steps[max(depth for depth in self._steps if depth <= pos)]
 

@@ -8,10 +8,11 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from tinychat.errors import TinychatError
 from tinychat.kernels import ops
-from tinychat.kernels.cuda import constants
+from tinychat.kernels.blocks import Weight
+from tinychat.kernels.cuda.constants import Matrix, RepackConstants, TransposeConstants
 from tinychat.kernels.cuda.launch import Launch, kernel
 from tinychat.kernels.cuda.quants import QUANTS, packed_bytes
-from tinychat.kernels.ops import Plan, Weight
+from tinychat.kernels.ops import Plan
 
 Q = GGMLQuantizationType
 
@@ -22,7 +23,7 @@ def block_size(kind: Q) -> int:
 
 
 @dataclass(frozen=True)
-class Tensor:
+class PackedTensor:
     """A repacked tensor: the buffer `w:name` of `values` weights."""
 
     name: str
@@ -46,7 +47,7 @@ class Tensor:
 class Placed:
     """A plan's weight on the device: matrix g's row r is row g * stride + start + r of `tensor`."""
 
-    tensor: Tensor
+    tensor: PackedTensor
     start: int
     stride: int
 
@@ -61,8 +62,8 @@ class Layout:
 
     def __init__(self, plan: Plan, sizes: dict[str, int]) -> None:
         """`sizes`: packed bytes of every tensor in the file."""
-        self.tensors: dict[str, Tensor] = {}
-        self.transposed: dict[str, tuple[Weight, Tensor]] = {}  # buffers made from columns of another tensor
+        self.tensors: dict[str, PackedTensor] = {}
+        self.transposed: dict[str, tuple[Weight, PackedTensor]] = {}  # buffers made from columns of another tensor
         self._placed: dict[Weight, Placed] = {}
         for op in plan.ops:
             for w in ops.weights_of(op):
@@ -79,9 +80,9 @@ class Layout:
         if (w.rows if w.transposed else w.cols) % block_size(w.type) and w.rows > 1:
             raise TinychatError(f"the CUDA kernels need rows of a multiple of {block_size(w.type)} values ({w.tensor})")
         block, size = GGML_QUANT_SIZES[w.type]
-        tensor = self.tensors.setdefault(w.tensor, Tensor(w.tensor, w.type, sizes[w.tensor] // size * block))
+        tensor = self.tensors.setdefault(w.tensor, PackedTensor(w.tensor, w.type, sizes[w.tensor] // size * block))
         if w.transposed:
-            made = Tensor(f"{w.tensor}#T", Q.F16, w.groups * w.rows * w.cols)
+            made = PackedTensor(f"{w.tensor}#T", Q.F16, w.groups * w.rows * w.cols)
             self.transposed[made.buffer] = (w, tensor)
             self._placed[w] = Placed(made, 0, w.rows)
         else:
@@ -95,17 +96,17 @@ class Layout:
         )
 
 
-def repack(tensor: Tensor, count: int) -> Launch:
+def repack(tensor: PackedTensor, count: int) -> Launch:
     """Repacks file blocks in `staging`. Buffer `params` (uint64) says: blocks of the tensor, first block, number of
     blocks (32 weights)."""
-    shape = constants.Repack(tensor.kind, GGML_QUANT_SIZES[tensor.kind][1])
+    shape = RepackConstants(tensor.kind, GGML_QUANT_SIZES[tensor.kind][1])
     buffers = {"out": tensor.buffer, "in": "staging", "params": "params"}
     return kernel(f"repack_{tensor.kind.name.lower()}", "repack.cu", shape, buffers, (-(-count // 256), 1, 1), "load")
 
 
-def transpose(w: Weight, source: Tensor, made: Tensor) -> Launch:
+def transpose(w: Weight, source: PackedTensor, made: PackedTensor) -> Launch:
     """Writes the columns of a legacy kv_b's K part as rows of halves."""
-    matrix = constants.Matrix(w.type, w.rows, w.cols, source.blocks, w.start, w.stride)
-    shape = constants.Transpose(matrix, made.values)
+    matrix = Matrix(w.type, w.rows, w.cols, source.blocks, w.start, w.stride)
+    shape = TransposeConstants(matrix, made.values)
     buffers = {"dst": made.buffer, "w": source.buffer}
     return kernel("transpose", "transpose.cu", shape, buffers, (-(-made.values // 256), 1, 1), "load")

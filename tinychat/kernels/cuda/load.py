@@ -11,7 +11,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES
 
 from tinychat.kernels.cuda.device import GPU
-from tinychat.kernels.cuda.layout import Layout, Tensor, repack, transpose
+from tinychat.kernels.cuda.layout import Layout, PackedTensor, repack, transpose
 from tinychat.kernels.cuda.quants import FLOATS
 from tinychat.kernels.executor import Weights
 
@@ -26,7 +26,7 @@ def load(gpu: GPU, layout: Layout, weights: Weights, progress: Callable[[float],
     gpu.allocate("staging", UPLOAD_BYTES)
     gpu.allocate("params", 24)
     busy: list[Any] = [None] * UPLOADS
-    work: list[tuple[Tensor, np.ndarray, int]] = []
+    work: list[tuple[PackedTensor, np.ndarray, int]] = []
     for t in layout.tensors.values():
         raw, unit = weights.raw(t.name), GGML_QUANT_SIZES[t.kind][1] * 8  # so that 8 blocks share a plane's scale
         step = UPLOAD_BYTES // unit * unit

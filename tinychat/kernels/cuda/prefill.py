@@ -8,13 +8,25 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tinychat.errors import TinychatError
-from tinychat.kernels.cuda import constants
-from tinychat.kernels.cuda.constants import SPAN, Tile
+from tinychat.kernels.blocks import GQA, MLA, Dense, Experts, Gated, Weight
+from tinychat.kernels.cuda.constants import (
+    SPAN,
+    AddExpertsConstants,
+    GroupPairsConstants,
+    LatentConstants,
+    PromptAttentionConstants,
+    PromptExpertsConstants,
+    PromptGatedConstants,
+    PromptLinearConstants,
+    PromptLinearPart,
+    PromptNormConstants,
+    RouterConstants,
+    Tile,
+)
 from tinychat.kernels.cuda.launch import Launch, kernel
 from tinychat.kernels.cuda.layout import keys_of
 from tinychat.kernels.cuda.quants import FLOATS
 from tinychat.kernels.cuda.step import Builder, activation, choice, embed, latent_fields, norm_add, store_kv
-from tinychat.kernels.ops import GQA, MLA, Dense, Experts, Gated, Weight
 
 SIZES = (16, 64, 1024)  # tokens up to which the kernels are of one kind each; beyond, there is one kind more
 LATENT_BLOCKS = 1056  # of prompt_latent.cu, at most
@@ -129,7 +141,7 @@ class Prefill:
             "gain": self.b.data(norm),
             "state": "state",
         }
-        shape = constants.PromptNorm(cols, eps, norm is not None)
+        shape = PromptNormConstants(cols, eps, norm is not None)
         return kernel(
             f"prompt_norm_{cols}", "prompt_norm.cu", shape, buffers, lambda count, keys: (count, 1, 1), "norm"
         )
@@ -153,15 +165,15 @@ class Prefill:
         matrices."""
         # as many cache rows as a longer prompt has tokens
         tile = self._tile(weights, max(self.tokens, SIZES[1] + 1) if all_keys else self.tokens)
-        parts, first = list[constants.Part](), 0
+        parts, first = list[PromptLinearPart](), 0
         buffers: dict[str, str | None] = {"x": x, "state": "state"}
         for i, w in enumerate(weights):
             tiles = -(-w.rows * w.groups // tile.block_rows)
-            parts.append(constants.Part(self.b.matrix(w), w.rows * w.groups, pitches[i], first, tiles))
+            parts.append(PromptLinearPart(self.b.matrix(w), w.rows * w.groups, pitches[i], first, tiles))
             buffers |= {f"dst[{i}]": dst[i], f"w[{i}]": self.b.data(w)}
             buffers[f"bias[{i}]"] = self.b.data(biases[i]) if biases else None
             first += tiles
-        shape = constants.PromptLinear(len(parts), tuple(parts), tile, half, add, all_keys, scale, softcap)
+        shape = PromptLinearConstants(len(parts), tuple(parts), tile, half, add, all_keys, scale, softcap)
 
         def grid(count: int, keys: int) -> tuple[int, int, int]:
             tiles = -(-(keys if all_keys else count) // tile.tokens)
@@ -200,7 +212,7 @@ class Prefill:
         )
         if a.q_a:
             projections += self._projections("q_a", a.q_a_norm, a.eps, [(a.q, None, "q")])
-        shape = constants.Latent(**latent_fields(a))
+        shape = LatentConstants(**latent_fields(a))
         buffers = {
             "cache": b.cache("k", layer),
             "latents": self._halves("latents", context, a.kv_lora),
@@ -232,7 +244,7 @@ class Prefill:
                 all_keys=True,
             ),
             self._attend(
-                constants.PromptAttention(heads, heads, key_dim, v_dim, a.nope, a.kv_lora + dims, a.kv_lora),
+                PromptAttentionConstants(heads, heads, key_dim, v_dim, a.nope, a.kv_lora + dims, a.kv_lora),
                 keys,
                 values,
                 b.cache("k", layer),
@@ -246,7 +258,7 @@ class Prefill:
             *self._projections("x", a.norm, a.eps, [(a.q, a.q_bias, "q"), (a.k, a.k_bias, "k"), (a.v, a.v_bias, "v")]),
             replace(stored, sized=lambda count, keys: (stored.grid[0], count, 1)),
             self._attend(
-                constants.PromptAttention(
+                PromptAttentionConstants(
                     a.heads, a.kv_heads, a.key_dim, a.value_dim, a.key_dim, 0, 0, a.window, a.sinks is not None
                 ),
                 self.b.cache("k", layer),
@@ -258,7 +270,7 @@ class Prefill:
         ]
 
     def _attend(
-        self, shape: constants.PromptAttention, keys: str, values: str, rope: str | None, sinks: Weight | None = None
+        self, shape: PromptAttentionConstants, keys: str, values: str, rope: str | None, sinks: Weight | None = None
     ) -> Launch:
         """Attention's results as halves in buffer `attended`."""
         k_size, v_size = -(-shape.key_dim // 64) * 128, -(-shape.value_dim // 64) * 128  # bytes of a row
@@ -325,7 +337,7 @@ class Prefill:
             "x": "normed",
             "state": "state",
         }
-        shape = constants.PromptGated(
+        shape = PromptGatedConstants(
             self.b.matrix(gate), self.b.matrix(up), activation(w), tile, grouped=False, pairs_per_row=1
         )
         tiles, quant = -(-padded(gate.rows) // tile.block_rows), gate.type.name.lower()
@@ -365,7 +377,7 @@ class Prefill:
             "up_bias": b.data(w.up_bias),
             **groups,
         }
-        gated = constants.PromptGated(
+        gated = PromptGatedConstants(
             b.matrix(w.gate), b.matrix(w.up), activation(w), tile, grouped=True, pairs_per_row=top
         )
         rows, quant = -(-padded(ff) // tile.block_rows), w.gate.type.name.lower()
@@ -383,7 +395,7 @@ class Prefill:
             kernel(
                 f"group_{e}_{top}",
                 "group_pairs.cu",
-                constants.GroupPairs(e, top, tile.tokens),
+                GroupPairsConstants(e, top, tile.tokens),
                 {**groups, "ids": "expert_ids", "state": "state"},
                 (1, 1, 1),
                 "routing",
@@ -410,7 +422,7 @@ class Prefill:
             kernel(
                 f"prompt_experts_down_{quant}_{dim}x{ff}",
                 "prompt_experts.cu",
-                constants.PromptExperts(b.matrix(w.down), down_tile),
+                PromptExpertsConstants(b.matrix(w.down), down_tile),
                 {"dst": b.buffer("down_pairs", 4 * pairs * dim), "w": b.data(w.down), "x": "pairs", **groups},
                 lambda count, keys: (-(-dim // down_tile.block_rows), tiles(count), 1),
                 f"prompt experts {quant}",
@@ -419,7 +431,7 @@ class Prefill:
             kernel(
                 f"add_experts_{dim}",
                 "add_experts.cu",
-                constants.AddExperts(dim, top, scale, beside is None),
+                AddExpertsConstants(dim, top, scale, beside is None),
                 {
                     "x": "y" if beside else "x",
                     "y": "down_pairs",
@@ -460,7 +472,7 @@ class Prefill:
             "router_bias": self.b.data(r.bias),
             "state": "state",
         }
-        shape = constants.Router(self.b.matrix(r.weight), choice(r), tokens, block.eps)
+        shape = RouterConstants(self.b.matrix(r.weight), choice(r), tokens, block.eps)
         return kernel(
             f"router_{experts}x{cols}",
             "router.cu",

@@ -29,7 +29,7 @@ _REGISTERS, _LOCAL = 4, 3  # CU_FUNC_ATTRIBUTE_NUM_REGS, CU_FUNC_ATTRIBUTE_LOCAL
 
 
 @dataclass(frozen=True)
-class Step:
+class DecodeStep:
     """The decode step as it runs."""
 
     gpu: GPU
@@ -40,7 +40,7 @@ class Step:
     place: Callable[[Sequence[int], int, Sampling], None]  # tokens from a position on; the last is the next step's
 
 
-def profile(step: Step, token: int, pos: int, steps: int) -> StepProfile:
+def profile(step: DecodeStep, token: int, pos: int, steps: int) -> StepProfile:
     """See kernels/profile.py."""
     if pos + steps + WARM + 2 > step.max_context:
         raise TinychatError(f"{steps} profiled tokens at position {pos} do not fit the context of {step.max_context}")
@@ -85,7 +85,7 @@ def profile(step: Step, token: int, pos: int, steps: int) -> StepProfile:
     )
 
 
-def seconds_of(step: Step, groups: Sequence[Sequence[int]], pos: int, steps: int) -> Calls:
+def seconds_of(step: DecodeStep, groups: Sequence[Sequence[int]], pos: int, steps: int) -> Calls:
     """The kernels that compute these ops of the plan, as one graph launched at position `pos` as a step is; a group's
     time is its share."""
     if pos >= step.max_context:
@@ -96,7 +96,7 @@ def seconds_of(step: Step, groups: Sequence[Sequence[int]], pos: int, steps: int
     return Calls(seconds / len(groups), f"{len(groups)} in a row", 1, pos)
 
 
-def _tokens(step: Step, token: int, pos: int, steps: int) -> tuple[np.ndarray, float]:
+def _tokens(step: DecodeStep, token: int, pos: int, steps: int) -> tuple[np.ndarray, float]:
     """((steps,) seconds from token to token as decode() gives them, seconds of the first)."""
     stepper, times = step.decode(token, pos, GREEDY, [token]), []
     for _ in range(steps + WARM):
@@ -107,7 +107,7 @@ def _tokens(step: Step, token: int, pos: int, steps: int) -> tuple[np.ndarray, f
     return np.array(times[WARM:]), times[0]
 
 
-def _timed(step: Step, token: int, pos: int, graph: Graph, steps: int) -> np.ndarray:
+def _timed(step: DecodeStep, token: int, pos: int, graph: Graph, steps: int) -> np.ndarray:
     """(steps,) seconds between events around one launch of a graph, each from the same state."""
     seconds = np.zeros(steps)
     for i in range(-1, steps):
@@ -121,7 +121,7 @@ def _timed(step: Step, token: int, pos: int, graph: Graph, steps: int) -> np.nda
     return seconds
 
 
-def kernels(step: Step) -> list[Kernel]:
+def kernels(step: DecodeStep) -> list[Kernel]:
     """The kernels of the decode step, in order of first use."""
     counts: dict[str, list[Launch]] = {}
     for launch in (launch for launch, _ in step.parts):
@@ -138,7 +138,7 @@ def kernels(step: Step) -> list[Kernel]:
     ]
 
 
-def _resources(step: Step, launch: Launch) -> str:
+def _resources(step: DecodeStep, launch: Launch) -> str:
     values = []
     for attribute in (_REGISTERS, _LOCAL):
         value = ctypes.c_int()

@@ -8,7 +8,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from tinychat.errors import TinychatError
-from tinychat.kernels import ops
+from tinychat.kernels import blocks, ops
 from tinychat.kernels.cuda.device import GPU
 from tinychat.kernels.cuda.layout import Layout, repack
 from tinychat.kernels.cuda.quants import FLOATS, QUANTS
@@ -22,8 +22,8 @@ ROWS, COLS = 24, 512
 
 def check_plan(kind: Q) -> ops.Plan:
     """A model without layers: logits = w @ RMSNorm(x)."""
-    weight = ops.Weight("check", kind, ROWS, COLS)
-    return ops.Plan(ops.Embed(weight), (), ops.Head(ops.Weight("gain", Q.F32, 1, COLS), 0.0, weight))
+    weight = blocks.Weight("check", kind, ROWS, COLS)
+    return ops.Plan(ops.Embed(weight), (), ops.Head(blocks.Weight("gain", Q.F32, 1, COLS), 0.0, weight))
 
 
 def check_data(kind: Q) -> tuple[np.ndarray, np.ndarray]:

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tinychat.kernels.blocks import Weight
 from tinychat.kernels.cuda.constants import Spread
 from tinychat.kernels.cuda.layout import block_size
-from tinychat.kernels.ops import Weight
 
 PAIR_THREADS = 512  # of the gate-up kernels: 16 warps of 2 rows are one block of 32 activations
 QUANTISED_ROWS = 32  # of a thread block that leaves its results as int8 blocks
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowSpread:
     """Rows per lane and blocks in flight for matrices of at least `warps` warps of rows."""
 
     warps: int
@@ -28,13 +28,13 @@ class Rows:
 
 ROWS = (
     # "2 rows per warp, depth 2 for the head (was 4 rows, depth 1)": GLM's head 65 -> 62 µs, Llama's 148 -> 120
-    Rows(65536, rows_per_lane=2, depth=2),
+    RowSpread(65536, rows_per_lane=2, depth=2),
     # first; not measured alone. Llama's qkv and gate-up sized matrices
-    Rows(6000, rows_per_lane=4, depth=1),
+    RowSpread(6000, rows_per_lane=4, depth=1),
     # first; not measured alone. GLM's q_b (5120 rows), 2.28 µs in the table of docs/cuda.md
-    Rows(4096, rows_per_lane=2, depth=4),
+    RowSpread(4096, rows_per_lane=2, depth=4),
     # first; "Splitting output 2048x5120 over 2, 4, 8 warps per row" was slower than one row a warp at depth 8
-    Rows(0, rows_per_lane=1, depth=8),
+    RowSpread(0, rows_per_lane=1, depth=8),
 )
 # Lanes of a row: the most that leave at most this share idle. First; not measured alone.
 LANES, MOST_IDLE = (32, 16, 8, 4), 0.15

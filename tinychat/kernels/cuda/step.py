@@ -7,15 +7,38 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tinychat.errors import TinychatError
-from tinychat.kernels import ops
-from tinychat.kernels.cuda import constants
-from tinychat.kernels.cuda.constants import LOG2E, NO_MATRIX
+from tinychat.kernels import blocks, ops
+from tinychat.kernels.blocks import GQA, MLA, Dense, Experts, Weight
+from tinychat.kernels.cuda.constants import (
+    LOG2E,
+    NO_MATRIX,
+    AbsorbConstants,
+    ActivationCode,
+    AttentionConstants,
+    CombineConstants,
+    EmbedConstants,
+    ExpertChoice,
+    ExpertsDownConstants,
+    ExpertsUpConstants,
+    GatedActivation,
+    GateUpConstants,
+    GatingCode,
+    LinearConstants,
+    LinearPart,
+    Matrix,
+    MLAClusterConstants,
+    Norm,
+    NormAddConstants,
+    SampleConstants,
+    StoreKVConstants,
+    ValueUpConstants,
+)
 from tinychat.kernels.cuda.launch import Launch, kernel
 from tinychat.kernels.cuda.layout import Layout, Placed, block_size
 from tinychat.kernels.cuda.quants import FLOATS, QUANTS, packed_bytes
 from tinychat.kernels.cuda.spread import PAIR_THREADS, QUANTISED_ROWS, pair_spread, spread
 from tinychat.kernels.cuda.state import STATE_BYTES
-from tinychat.kernels.ops import GQA, MLA, Dense, Experts, Plan, Weight
+from tinychat.kernels.ops import Plan
 
 SPLITS = 32  # parts of the keys in decode attention; latent attention, with one kv head, has twice as many
 NEAR = 512  # keys up to which a cluster of blocks per head does latent attention with all that belongs to it
@@ -35,7 +58,7 @@ MAX_SHARED = 48 << 10  # bytes of static shared memory of a block
 MAX_DYNAMIC = 227 << 10  # bytes of shared memory of a block, and of a multiprocessor
 PAIR_WARPS = PAIR_THREADS // 32
 Depth = Literal["near", "middle", "deep"]  # how many keys a step is made for: up to NEAR, to DEEP, more
-Step = list[tuple[Launch, int]]  # launches, and the index in Plan.ops of the op that each computes
+LaunchedOps = list[tuple[Launch, int]]  # launches, and the index in Plan.ops of the op that each computes
 
 
 @dataclass(frozen=True)
@@ -53,7 +76,7 @@ class Builder:
     def __init__(self, plan: Plan, layout: Layout, max_context: int) -> None:
         self.plan, self.layout, self.max_context = plan, layout, max_context
         self.buffers: dict[str, int] = {"state": STATE_BYTES, "history": 4 * (max_context + 1), "ring": 8 * RING}
-        self.ropes: dict[ops.Rope, str] = {}
+        self.ropes: dict[blocks.Rope, str] = {}
 
     def buffer(self, name: str, nbytes: int) -> str:
         """Asks for a buffer of at least `nbytes`."""
@@ -69,12 +92,12 @@ class Builder:
         self.buffer(placed.tensor.buffer, placed.tensor.nbytes)
         return placed
 
-    def matrix(self, w: Weight | None) -> constants.Matrix:
+    def matrix(self, w: Weight | None) -> Matrix:
         """Where a kernel finds the weight, as named constants."""
         if w is None:
             return NO_MATRIX
         p = self.weight(w)
-        return constants.Matrix(p.tensor.kind, w.rows, w.cols, p.tensor.blocks, p.start, p.stride)
+        return Matrix(p.tensor.kind, w.rows, w.cols, p.tensor.blocks, p.start, p.stride)
 
     def data(self, w: Weight | None) -> str | None:
         """The buffer that holds the weight."""
@@ -85,7 +108,7 @@ class Builder:
         floating = {self.weight(w).tensor.kind in FLOATS for w in weights if w}
         return False in floating, True in floating
 
-    def rope(self, rope: ops.Rope) -> str:
+    def rope(self, rope: blocks.Rope) -> str:
         """The buffer with cos and sin of every position."""
         name = self.ropes.setdefault(rope, f"rope:{len(self.ropes)}")
         return self.buffer(name, 4 * self.max_context * rope.dims)
@@ -94,7 +117,7 @@ class Builder:
         """A layer's cache: "k" or "v"."""
         cache = self.plan.caches[layer]
         width = cache.key_width if kind == "k" else cache.value_width
-        return self.buffer(f"{kind}:{layer}", ops.CACHE_VALUE_BYTES * self.max_context * width)
+        return self.buffer(f"{kind}:{layer}", blocks.CACHE_VALUE_BYTES * self.max_context * width)
 
     def source(self, x: Activations) -> dict[str, str | None]:
         """Activations as a kernel's input."""
@@ -119,9 +142,9 @@ class Builder:
         return Activations(name, size, quantised and not floating and fits and whole)
 
 
-def decode(b: Builder, depth: Depth = "middle") -> Step:
+def decode(b: Builder, depth: Depth = "middle") -> LaunchedOps:
     """All kernels of one token: embedding to sampling. Only latent attention differs by `depth`."""
-    plan, out = b.plan, Step()
+    plan, out = b.plan, LaunchedOps()
     out.append((embed(b, plan.embed, 1), 0))
     first = 1  # op of the layer
     for i, (layer, layer_ops) in enumerate(zip(plan.layers, plan.ops_of_layers)):
@@ -141,7 +164,7 @@ def decode(b: Builder, depth: Depth = "middle") -> Step:
     return out + [(launch, len(plan.ops)) for launch in sample(b)]
 
 
-def decode_steps(b: Builder, clusters: bool) -> dict[int, Step]:
+def decode_steps(b: Builder, clusters: bool) -> dict[int, LaunchedOps]:
     """The decode steps for all depths, by the position from which on each is taken. `clusters`: the GPU has them."""
     latent = [layer.attention for layer in b.plan.layers if isinstance(layer.attention, MLA)]
     near = clusters and latent and all(takes_cluster(b, a) for a in latent)
@@ -153,7 +176,7 @@ def decode_steps(b: Builder, clusters: bool) -> dict[int, Step]:
     return steps
 
 
-def enumerated(launches: list[Launch], done: int) -> Step:
+def enumerated(launches: list[Launch], done: int) -> LaunchedOps:
     """The launches of a layer's last ops, of which `done` is the number behind the last."""
     return [(launch, done - len(launches) + n) for n, launch in enumerate(launches)]
 
@@ -188,7 +211,7 @@ def _added(
     return [linear(b, "linear", x, ((w, bias, "y"),)), norm_add(b, post_norm, eps, scale, stream)]
 
 
-def _mla(b: Builder, layer: int, a: MLA, depth: Depth) -> Step:
+def _mla(b: Builder, layer: int, a: MLA, depth: Depth) -> LaunchedOps:
     if depth == "near":
         return _mla_cluster(b, layer, a)
     deep = depth == "deep"
@@ -232,7 +255,7 @@ def takes_cluster(b: Builder, a: MLA) -> bool:
     return _cluster_shape(b, a, False).shared <= MAX_DYNAMIC
 
 
-def _cluster_shape(b: Builder, a: MLA, out_quantised: bool) -> constants.MLACluster:
+def _cluster_shape(b: Builder, a: MLA, out_quantised: bool) -> MLAClusterConstants:
     head, absorbed, values = (n // CLUSTER for n in (a.nope + a.rope.dims, a.kv_lora, a.v_b.rows))
     query = b.matrix(a.q) if a.q_a else NO_MATRIX
     lanes = {w: _row_lanes(w.cols // 32, n) for w, n in ((a.q, head), (a.k_b, absorbed), (a.v_b, values))}
@@ -244,7 +267,7 @@ def _cluster_shape(b: Builder, a: MLA, out_quantised: bool) -> constants.MLAClus
     shared = longest + longest // 4 + 4 * (head * CLUSTER + a.row + a.kv_lora + 2 + 4 * warps + values) + 2 * a.row
     rows = (planes(a.q, head) if a.q_a else 16) + planes(a.k_b, absorbed)
     shared += planes(a.v_b, values) + max(rows, 4 * warps * a.kv_lora) + 256  # for what alignment takes
-    return constants.MLACluster(
+    return MLAClusterConstants(
         **latent_fields(a),
         cluster=CLUSTER,
         keys=CLUSTER_KEYS,
@@ -264,7 +287,7 @@ def _row_lanes(blocks: int, rows: int) -> int:
     return next(n for n in (16, 8, 4, 2, 1) if rows * n <= CLUSTER_THREADS and (blocks % n == 0 or n == 1))
 
 
-def _mla_cluster(b: Builder, layer: int, a: MLA) -> Step:
+def _mla_cluster(b: Builder, layer: int, a: MLA) -> LaunchedOps:
     x, kv = Activations("x", a.kv_a.cols), (a.kv_a, None, "kv")
     first = a.q_a or a.q
     out = [(linear(b, "norm_linear", x, ((first, None, "q_a" if a.q_a else "q"), kv), norm=a.norm, eps=a.eps), 0)]
@@ -308,13 +331,13 @@ def _dense(b: Builder, d: Dense) -> list[Launch]:
     return [gate_up, *_added(b, ffn, down, None, d.post_norm, d.eps, d.residual_scale, d.stream_scale)]
 
 
-def _gate_up(b: Builder, norm: Weight | None, eps: float, w: ops.Gated) -> tuple[Launch, Activations]:
+def _gate_up(b: Builder, norm: Weight | None, eps: float, w: blocks.Gated) -> tuple[Launch, Activations]:
     """The first half of a dense feed-forward, and what it leaves."""
     t = pair_spread(w.gate)
     quantised, floating = b.kinds(w.gate, w.up)
     check_shared(w.gate.cols, quantised, floating)
     ffn = b.agreed("ffn", w.ff, [w.down], [w.ff], t.rows(PAIR_WARPS) == QUANTISED_ROWS)
-    shape = constants.GateUp(
+    shape = GateUpConstants(
         w.gate.cols,
         eps,
         norm is not None,
@@ -404,15 +427,15 @@ def linear(
     cols, quantised, floating = weights[0].cols, *b.kinds(*weights)
     check_shared(cols, quantised, floating and norm is not None)
     buffers = b.source(x) | {"gain": b.data(norm)}
-    parts, blocks = list[constants.MatvecPart](), 0
+    parts, blocks = list[LinearPart](), 0
     for i, (w, bias, dst) in enumerate(outputs):
         t = spread(w, sum(x.rows for x in weights))
-        parts.append(constants.MatvecPart(b.matrix(w), t, blocks, t.blocks(w.rows)))
+        parts.append(LinearPart(b.matrix(w), t, blocks, t.blocks(w.rows)))
         blocks += t.blocks(w.rows)
         dst = b.act(dst) if dst in b.plan.buffers else dst
         buffers |= {f"dst[{i}]": dst, f"bias[{i}]": b.data(bias), f"w[{i}]": b.data(w)}
     buffers["state"] = "state"
-    shape = constants.Linear(
+    shape = LinearConstants(
         cols,
         normed=norm is not None,
         eps=eps,
@@ -456,7 +479,7 @@ def norm_add(
 ) -> Launch:
     """dst = stream * (dst + scale * RMSNorm(src)), without `add` as if dst were 0."""
     buffers = {"x": b.act(dst, tokens), "src": b.act(src, tokens), "gain": b.data(norm), "state": "state"}
-    shape = constants.NormAdd(norm.cols, eps, scale, stream, add)
+    shape = NormAddConstants(norm.cols, eps, scale, stream, add)
     return kernel(f"norm_add_{norm.cols}", "norm_add.cu", shape, buffers, (tokens, 1, 1), "norm")
 
 
@@ -481,7 +504,7 @@ def _absorb(b: Builder, layer: int, a: MLA) -> Launch:
     w, kinds = a.k_b, b.kinds(a.k_b)
     check_shared(w.cols, *kinds)
     t = spread(w, w.rows * a.heads, whole=True)
-    shape = constants.Absorb(
+    shape = AbsorbConstants(
         **latent_fields(a),
         weight=b.matrix(w),
         spread=t,
@@ -513,7 +536,7 @@ def _absorb(b: Builder, layer: int, a: MLA) -> Launch:
 
 
 def _combine(b: Builder, a: MLA) -> Launch:
-    shape = constants.Combine(a.heads, a.kv_lora, splits(a, deep=True), chunk_keys(a, deep=True))
+    shape = CombineConstants(a.heads, a.kv_lora, splits(a, deep=True), chunk_keys(a, deep=True))
     dst = b.act("o_latent")
     buffers = {"partial": "attention_o", "ml": "attention_ml", "dst": dst, "state": "state"}
     return kernel(f"combine_{a.heads}", "combine.cu", shape, buffers, (-(-a.kv_lora // 128), a.heads, 1), "attention")
@@ -526,7 +549,7 @@ def _value_up(b: Builder, a: MLA, deep: bool) -> tuple[Launch, Activations]:
     t = spread(w, w.rows * a.heads, quantise=True)
     heads = b.agreed("heads", a.heads * w.rows, [a.output], [w.rows], t.rows() == QUANTISED_ROWS)
     blocks = t.blocks(w.rows)
-    shape = constants.ValueUp(
+    shape = ValueUpConstants(
         a.heads,
         a.kv_lora,
         splits=splits(a),
@@ -567,7 +590,7 @@ def _experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
     matrices = [w.gate, w.up, *((shared.gate, shared.up) if shared else ())]
     quantised, floating = b.kinds(*matrices)
     check_shared(w.gate.cols, quantised, floating)
-    shape = constants.ExpertsUp(
+    shape = ExpertsUpConstants(
         choice(r),
         w.gate.cols,
         e.eps,
@@ -616,7 +639,7 @@ def _experts_down(b: Builder, e: Experts, ffn: Activations) -> Launch:
     r, w, shared = e.router, e.weights.down, e.shared.down if e.shared else None
     quantised, _ = b.kinds(w, shared)
     check_shared(ffn.size, quantised, False)
-    shape = constants.ExpertsDown(
+    shape = ExpertsDownConstants(
         choice(r),
         b.matrix(w),
         b.matrix(shared),
@@ -655,14 +678,14 @@ def embed(b: Builder, op: ops.Embed, tokens: int) -> Launch:
     buffers = {"x": b.act("x", tokens), "w": b.data(op.weight), "history": "history", "state": "state"}
     grid = (-(-dim // 256), tokens, 1)
     return kernel(
-        f"embed_{kind}_{dim}", "embed.cu", constants.Embed(b.matrix(op.weight), op.scale), buffers, grid, "embedding"
+        f"embed_{kind}_{dim}", "embed.cu", EmbedConstants(b.matrix(op.weight), op.scale), buffers, grid, "embedding"
     )
 
 
 def store_kv(b: Builder, layer: int, a: GQA, tokens: int) -> Launch:
     """Queries, scaled for attention and rotated, into `queries`; rotated keys, and values, into the cache."""
-    norm = {None: constants.Norm.NO_NORM, "head": constants.Norm.PER_HEAD, "projection": constants.Norm.ALL_HEADS}
-    shape = constants.StoreKV(
+    norm = {None: Norm.NO_NORM, "head": Norm.PER_HEAD, "projection": Norm.ALL_HEADS}
+    shape = StoreKVConstants(
         a.heads,
         a.kv_heads,
         a.key_dim,
@@ -690,13 +713,13 @@ def store_kv(b: Builder, layer: int, a: GQA, tokens: int) -> Launch:
     return kernel(f"store_kv_{a.heads}_{a.kv_heads}_{a.key_dim}", "store_kv.cu", shape, buffers, grid, "rope")
 
 
-def activation(w: ops.Gated) -> constants.Activation:
+def activation(w: blocks.Gated) -> GatedActivation:
     """What a kernel makes of gate and up."""
-    return constants.Activation(constants.Function[w.activation.upper()])
+    return GatedActivation(ActivationCode[w.activation.upper()])
 
 
 def latent_fields(a: MLA) -> dict[str, Any]:
-    """The fields of constants.Latent."""
+    """The fields of Latent."""
     t = a.temperature
     return {
         "heads": a.heads,
@@ -711,10 +734,10 @@ def latent_fields(a: MLA) -> dict[str, Any]:
     }
 
 
-def choice(r: ops.Router) -> constants.Choice:
+def choice(r: blocks.Router) -> ExpertChoice:
     """How a kernel chooses experts."""
-    gating = constants.Gating[r.gating.upper()]
-    return constants.Choice(r.experts, r.top_k, gating, r.normalize, r.groups, r.groups_used, r.scale, r.logit_scale)
+    gating = GatingCode[r.gating.upper()]
+    return ExpertChoice(r.experts, r.top_k, gating, r.normalize, r.groups, r.groups_used, r.scale, r.logit_scale)
 
 
 def splits(a: GQA | MLA, deep: bool = False) -> int:
@@ -742,7 +765,7 @@ def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launc
     shared = 2 * halves + 4 * max(rows * (parts * (keys + 4) + 3), group * SPLITS)
     if key_dim % 16 or value_dim % 8 or shared > MAX_DYNAMIC:
         raise TinychatError(f"the CUDA attention kernel does not take heads of {key_dim} and {value_dim} values")
-    shape = constants.Attention(
+    shape = AttentionConstants(
         a.heads,
         kv_heads,
         key_dim,
@@ -786,7 +809,7 @@ def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launc
 def sample(b: Builder) -> list[Launch]:
     """The next token, from the logits."""
     vocab = b.plan.vocab
-    shape = constants.Sample(vocab, RING, STRETCH, CANDIDATES, MAX_K)
+    shape = SampleConstants(vocab, RING, STRETCH, CANDIDATES, MAX_K)
     stretches = -(-vocab // STRETCH)
     lists = {
         "list": b.buffer("candidates", 8 * stretches * CANDIDATES),

@@ -9,9 +9,10 @@ import numpy as np
 from tinygrad import Tensor, dtypes
 
 from tinychat.errors import TinychatError
-from tinychat.kernels.executor import Kind, Mask, Weights, verify_singly
+from tinychat.kernels.blocks import Experts
+from tinychat.kernels.executor import ExecutorKind, Mask, Weights, verify_singly
 from tinychat.kernels.limits import Limits, check
-from tinychat.kernels.ops import Experts, Plan
+from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile, calls_of
 from tinychat.kernels.sampling import Sampling, sample
 from tinychat.kernels.tinygrad import profile as profiling
@@ -24,7 +25,7 @@ LIMITS = Limits(frozenset(CODECS), prefill_chunk=32, verified=16)
 class ReferenceExecutor:
     """`MeasurableExecutor` on tinygrad tensors. `cache_f16`: the KV cache is F16 to save memory, not F32."""
 
-    kind: Kind = "reference"
+    kind: ExecutorKind = "reference"
     limits = LIMITS
     threads = 0
     jit_batches = 0

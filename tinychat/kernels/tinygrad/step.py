@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
 
-from tinychat.kernels.executor import Weights
-from tinychat.kernels.ops import (
+from tinychat.kernels.blocks import (
     CLAMP,
     CLAMP_SLOPE,
     GQA,
@@ -25,12 +24,13 @@ from tinychat.kernels.ops import (
     Dense,
     Experts,
     Gated,
-    Plan,
     Rope,
     Router,
     Temperature,
     Weight,
 )
+from tinychat.kernels.executor import Weights
+from tinychat.kernels.ops import Plan
 from tinychat.kernels.tinygrad.compile_caches import Caches
 from tinychat.kernels.tinygrad.dequant import dequantize, to_tensor
 

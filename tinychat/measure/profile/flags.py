@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 
 from tinychat.kernels.profile import StepProfile
-from tinychat.measure.profile.report import REST, SAMPLING, STALLS, Flag, Profile, Row
+from tinychat.measure.profile.report import REST, SAMPLING, STALLS, Flag, OpTime, Profile
 
 KINDS = (
     "slow memory",
@@ -109,11 +109,11 @@ def _alone(r: Profile) -> bool:
     return r.threads > 1 and len(serial) > 2 and sum(row.share for row in serial) > 0.8
 
 
-def _what(row: Row) -> str:
+def _what(row: OpTime) -> str:
     return f"{row.name} {row.shape} {row.quant}".rstrip()
 
 
-def _row(row: Row, r: Profile) -> Iterator[Flag]:
+def _row(row: OpTime, r: Profile) -> Iterator[Flag]:
     if row.share < NOTABLE:
         return
     takes = f"{_what(row)} takes {row.share:.0%} of the token"

@@ -25,8 +25,8 @@ from tinychat.kernels.profile import Kernel, Part, StepProfile, category_of, nam
 from tinychat.measure.bench import prompt
 from tinychat.measure.lock import machine_lock
 from tinychat.measure.profile.flags import find
-from tinychat.measure.profile.report import REST, SAMPLING, STALLS, WAITING, Profile, Row
-from tinychat.measure.results import Run
+from tinychat.measure.profile.report import REST, SAMPLING, STALLS, WAITING, OpTime, Profile
+from tinychat.measure.results import Conditions
 
 
 def profile(
@@ -78,7 +78,7 @@ def explain(p: StepProfile, engine: Engine, name: str) -> Profile:
     work, even = alone, alone
     if together:
         work, even = (float(np.median(sum(f(part.work, axis=1) for part in p.parts))) for f in (np.max, np.mean))
-    run = Run.now(name, info.fingerprint, info.device, p.parts[0].work.shape[1], limit)
+    run = Conditions.now(name, info.fingerprint, info.device, p.parts[0].work.shape[1], limit)
     made = Profile(
         **vars(run),
         cores=p.cores,
@@ -117,7 +117,7 @@ def explain(p: StepProfile, engine: Engine, name: str) -> Profile:
     return made
 
 
-def _rows(p: StepProfile, ops: Sequence[Op], token: float, limit: float) -> Iterable[Row]:
+def _rows(p: StepProfile, ops: Sequence[Op], token: float, limit: float) -> Iterable[OpTime]:
     groups: dict[tuple[str, ...], list[Part]] = {}
     for part in p.parts:
         op = ops[part.index] if part.index >= 0 else None
@@ -134,7 +134,7 @@ def _rows(p: StepProfile, ops: Sequence[Op], token: float, limit: float) -> Iter
         work = sum(q.work for q in parts)
         nbytes = sum(q.nbytes for q in parts)
         gb_s = nbytes / seconds / 1e9 if seconds else 0.0
-        yield Row(
+        yield OpTime(
             name,
             op_name,
             shape,
@@ -152,7 +152,9 @@ def _rows(p: StepProfile, ops: Sequence[Op], token: float, limit: float) -> Iter
         )
 
 
-def _categories(rows: Sequence[Row], waited: float, sampling: float, outside: float, token: float) -> dict[str, float]:
+def _categories(
+    rows: Sequence[OpTime], waited: float, sampling: float, outside: float, token: float
+) -> dict[str, float]:
     """Seconds by category, the largest first. The medians of the rows omit disturbances that hit another op in each
     step; the rest of the token's time is a category of its own."""
     found: dict[str, float] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinychat.measure.results import Run
+from tinychat.measure.results import Conditions
 
 WAITING, SAMPLING, REST, STALLS = (
     "waiting at barriers, or away",
@@ -20,7 +20,7 @@ WAITING, SAMPLING, REST, STALLS = (
 
 
 @dataclass(frozen=True)
-class Row:
+class OpTime:
     """All calls of one op (or kernel) of the same shape and type in a token."""
 
     name: str
@@ -48,7 +48,7 @@ class Flag:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile(Run):
+class Profile(Conditions):
     """The profile of one model on one device. Times in seconds per token, medians over `steps`."""
 
     cores: int
@@ -69,7 +69,7 @@ class Profile(Run):
     overhead_s: float  # derived: the time of a token in which no kernel works, per kernel
     first_s: list[float]  # of the first steps, before the steady state
     caches: list[dict[str, Any]]
-    rows: list[Row]
+    rows: list[OpTime]
     categories: dict[str, float]
     waits: list[float]  # share of the token that each thread waits
     uneven: float  # share of the token that threads wait because others have more work

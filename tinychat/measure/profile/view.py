@@ -12,7 +12,7 @@ from rich.text import Text
 from tinychat.errors import printable
 from tinychat.kernels.profile import ONE_BY_ONE
 from tinychat.measure.profile.flags import NOTABLE, SLOW
-from tinychat.measure.profile.report import Profile, Row
+from tinychat.measure.profile.report import OpTime, Profile
 from tinychat.units import bar, short_time
 
 TOP = 12
@@ -106,7 +106,7 @@ def _table(*columns: str, right: Sequence[int] = ()) -> Table:
     return table
 
 
-def _rows(rows: Sequence[Row], r: Profile) -> RenderableType:
+def _rows(rows: Sequence[OpTime], r: Profile) -> RenderableType:
     first = "op" if r.how == "in the batch" else "kernel"
     table = _table(
         first, "shape", "type", "calls", "time", "share", "a call", "MB", "GB/s", "limit", right=range(3, 10)

@@ -64,7 +64,8 @@ COMMANDS: tuple[Command, ...] = (
         handlers.regenerate,
         key="ctrl+r",
     ),
-    Command("undo", "", "undo the last edit, new answer, switch or delete", handlers.undo),
+    Command("undo", "", "undo the last edit, new answer, switch, summary or delete", handlers.undo),
+    Command("compact", "[N]", "summarise all but the last (or last N) of your questions", handlers.compact),
     Command("continue", "", "continue the last answer", handlers.go_on, key="f5"),
     Command("start", "TEXT", "begin the answer with TEXT", handlers.start),
     Command(

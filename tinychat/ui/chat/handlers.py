@@ -67,6 +67,12 @@ async def undo(chat: ChatView, text: str) -> None:
     chat.controller.undo()
 
 
+async def compact(chat: ChatView, text: str) -> None:
+    if text.strip() and not (text.strip().isdecimal() and int(text)):
+        raise TinychatError("/compact N: N is how many of your last messages stay as they are")
+    chat.controller.compact(int(text) if text.strip() else 1)
+
+
 async def go_on(chat: ChatView, text: str) -> None:
     chat.controller.go_on()
 

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 from tinychat.chat.conversation import Attachment
 from tinychat.errors import TinychatError, printable
-from tinychat.tools.mcp import Prompt, Resource, Servers
+from tinychat.tools.mcp import McpServers, Resource, ServerPrompt
 from tinychat.ui.chat.attach import MAX_BYTES
 from tinychat.ui.chat.prompt import Choice
 
 SHOWN = 40  # completions
 
 
-def prompt_choices(servers: Servers, text: str) -> list[Choice]:
+def prompt_choices(servers: McpServers, text: str) -> list[Choice]:
     """Completions of a prompt that begins with /."""
     typed = text[1:].lower()
     found = (p for status in servers.status for p in status.prompts if called(p).lower().startswith(typed))
@@ -25,18 +25,18 @@ def prompt_choices(servers: Servers, text: str) -> list[Choice]:
     ]
 
 
-def resource_choices(servers: Servers, typed: str) -> list[Choice]:
+def resource_choices(servers: McpServers, typed: str) -> list[Choice]:
     """Completions of a word behind @."""
     found = (r for status in servers.status for r in status.resources if named(r).lower().startswith(typed.lower()))
     return [Choice(f"@{named(r)}", f"{named(r)}  {r.name}") for r in [*found][:SHOWN]]
 
 
-def find_prompt(servers: Servers, name: str) -> Prompt | None:
+def find_prompt(servers: McpServers, name: str) -> ServerPrompt | None:
     """The prompt that /name means."""
     return next((p for status in servers.status for p in status.prompts if called(p) == name), None)
 
 
-def called(prompt: Prompt) -> str:
+def called(prompt: ServerPrompt) -> str:
     return _word(f"{prompt.server}:{prompt.name}")
 
 
@@ -44,13 +44,13 @@ def named(resource: Resource) -> str:
     return _word(f"{resource.server}:{resource.uri}")
 
 
-def usage(prompt: Prompt) -> str:
+def usage(prompt: ServerPrompt) -> str:
     """/server:name FIRST [second=...]"""
     words = (a.upper() if a in prompt.required else f"[{a}=…]" for a in prompt.arguments)
     return printable(" ".join((f"/{called(prompt)}", *words)), newlines=False)
 
 
-def arguments_of(prompt: Prompt, text: str) -> dict[str, str]:
+def arguments_of(prompt: ServerPrompt, text: str) -> dict[str, str]:
     """What stands behind a prompt's name: name=value, and values alone for the arguments in their order; the last one
     takes the rest. Raises TinychatError."""
     try:
@@ -73,13 +73,13 @@ def arguments_of(prompt: Prompt, text: str) -> dict[str, str]:
     return given
 
 
-def resources_in(servers: Servers, text: str) -> list[Resource]:
+def resources_in(servers: McpServers, text: str) -> list[Resource]:
     """The resources that `text` names with @server:uri."""
     words = set(re.findall(r"(?<!\S)@(\S+)", text))
     return [r for status in servers.status for r in status.resources if named(r) in words]
 
 
-def read(servers: Servers, found: Sequence[Resource]) -> dict[str, Attachment]:
+def read(servers: McpServers, found: Sequence[Resource]) -> dict[str, Attachment]:
     """Their texts, by the word behind @. Waits for the servers. Raises TinychatError."""
     out = {}
     for resource in found:

@@ -216,8 +216,9 @@ class NoticeLine(Static):
 def footer_text(turn: Turn) -> str:
     """412 tokens · 72.4 tok/s · reused 1,812 · prefilled 43."""
     s = turn.stats
-    tokens = int(s.get("generated_tokens", 0))
+    tokens, left_out = int(s.get("generated_tokens", 0)), int(s.get("left_out", 0))
     parts = ["edited" * turn.edited, ENDINGS.get(turn.stop_reason, "")]
+    parts.append(f"left out the oldest {left_out} turn{'s' * (left_out != 1)}" if left_out else "")
     parts.append(f"a call could not be read: {printable(turn.note, newlines=False)}" if turn.note else "")
     parts.append(f"{tokens:,} token{'s' * (tokens != 1)}" if tokens else "")
     parts.append(f"{speed(s['decode_tok_s'])} tok/s" if s.get("decode_tok_s") else "")

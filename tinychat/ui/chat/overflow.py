@@ -52,6 +52,7 @@ def label(option: str, overflow: Overflow) -> str:
     exchanges = "1 exchange" if overflow.droppable == 1 else f"up to {overflow.droppable} exchanges"
     return {
         "context": f"load the model with a context of {overflow.larger:,} tokens",
+        "compact": f"let the model summarise the oldest turns ({exchanges})",
         "turns": f"leave out the oldest turns, now and later ({exchanges} now)",
         "thinking": f"leave out the thinking ({overflow.usage.thinking:,} tokens)",
         "stop": "stop here; the message stays in the prompt"

@@ -10,7 +10,7 @@ from typing import Any
 from textual.content import Content
 from textual.widgets import Static
 
-from tinychat.chat.changes import Asks, Change, Ended, Grew, ModelChanged, Notice, Overflow, Refused, Reset
+from tinychat.chat.changes import Asks, Change, Ended, Grew, ModelChanged, Notice, Overflow, Reset, SentBack
 from tinychat.ui.chat.call import CallMessage
 from tinychat.ui.chat.message import AnswerMessage
 from tinychat.ui.chat.status import StatusLine
@@ -94,7 +94,7 @@ class Painter:
                     message.update(change.turn, live=False)
             case Notice():
                 await chat.say(change.text, change.error)
-            case Refused():
+            case SentBack():
                 chat.give_back([change.turn])
             case Overflow():
                 chat.ask_about(change)

@@ -48,7 +48,7 @@ class Completions(Protocol):
     def send(self) -> bool: ...
 
 
-class Prompt(Editor):
+class PromptEditor(Editor):
     """A multi-line field that grows. Posts Submitted; `past` is walked with up and down at its edges."""
 
     class Submitted(Message):
@@ -190,15 +190,15 @@ class PromptBox(Vertical):
         yield Static(id="waiting")
         with Horizontal(id="prompt-line"):
             yield Static("›", id="prompt-mark")
-            yield Prompt()
+            yield PromptEditor()
 
     def on_mount(self) -> None:
         self.list.can_focus = False
         self.list.display = self.query_one("#waiting").display = False
 
     @property
-    def prompt(self) -> Prompt:
-        return self.query_one(Prompt)
+    def prompt(self) -> PromptEditor:
+        return self.query_one(PromptEditor)
 
     @property
     def list(self) -> OptionList:

@@ -24,7 +24,7 @@ from tinychat.chat.history import History
 from tinychat.errors import TinychatError, printable
 from tinychat.tools.builtin import tools_of
 from tinychat.tools.folder import Folder
-from tinychat.tools.mcp import Servers
+from tinychat.tools.mcp import McpServers
 from tinychat.tools.mcp_config import config_path
 from tinychat.tools.protocol import Question
 from tinychat.tools.toolbox import Toolbox
@@ -36,16 +36,16 @@ from tinychat.ui.chat.overflow import OverflowScreen
 from tinychat.ui.chat.painter import Painter
 from tinychat.ui.chat.palette import Palette
 from tinychat.ui.chat.permission import PermissionScreen
-from tinychat.ui.chat.prompt import Choice, Prompt, PromptBox
+from tinychat.ui.chat.prompt import Choice, PromptBox, PromptEditor
 from tinychat.ui.chat.sidebar import Sidebar
 from tinychat.ui.chat.status import StatusLine
 from tinychat.ui.chat.transcript import Transcript
-from tinychat.ui.chat.view import Entry
 from tinychat.ui.keys import KeyLine
 from tinychat.ui.panel import EnginePanel, ExpertsStrip
 from tinychat.ui.panel.reading import PaintMeter
 from tinychat.ui.screens.dialogs import AskScreen
 from tinychat.ui.screens.downloads import Downloads
+from tinychat.ui.screens.help import Entry
 from tinychat.ui.screens.sheet import in_daemon
 
 LISTED = 160  # columns from which on the conversations are listed at the left
@@ -115,12 +115,12 @@ class ChatScreen(Screen[None]):
         history: History | None = None,
         experts: bool = False,
         remember: Callable[..., object] | None = None,
-        mcp: Servers | None = None,
+        mcp: McpServers | None = None,
         mcp_file: Path | None = None,
     ) -> None:
         super().__init__()
         self.controller, self.history = controller, history
-        self.mcp, self.mcp_file = mcp or Servers(()), mcp_file or config_path()
+        self.mcp, self.mcp_file = mcp or McpServers(()), mcp_file or config_path()
         self.use_folder(None)
         self.experts = experts  # whether the heat strip is wanted
         self._remember = remember
@@ -164,8 +164,8 @@ class ChatScreen(Screen[None]):
         return self.query_one(PromptBox)
 
     @property
-    def prompt(self) -> Prompt:
-        return self.query_one(Prompt)
+    def prompt(self) -> PromptEditor:
+        return self.query_one(PromptEditor)
 
     @property
     def meter(self) -> PaintMeter:
@@ -284,8 +284,8 @@ class ChatScreen(Screen[None]):
 
     # what the user does
 
-    @on(Prompt.Submitted)
-    async def _submitted(self, event: Prompt.Submitted) -> None:
+    @on(PromptEditor.Submitted)
+    async def _submitted(self, event: PromptEditor.Submitted) -> None:
         text = event.text.strip()
         answer = self.editing is not None and self.controller.conversation.turns[self.editing].role != "user"
         command = bool(_COMMAND.match(text)) and "\n" not in text and not self.controller.raw and not answer

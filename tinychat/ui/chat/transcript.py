@@ -15,6 +15,7 @@ from tinychat.chat.changes import Grew
 from tinychat.chat.conversation import Conversation
 from tinychat.ui.chat.call import CallMessage
 from tinychat.ui.chat.message import AnswerMessage, NoticeLine, TurnMessage, UserMessage
+from tinychat.ui.chat.summary import SummaryMessage
 from tinychat.ui.chat.welcome import Welcome
 
 MOUNTED = 40  # turns; older ones come back on demand, so that a long conversation costs no more than a short one
@@ -118,6 +119,8 @@ class Transcript(VerticalScroll, can_focus=False):
         turn = self._conversation.turns[index]
         if turn.role == "user":
             message: TurnMessage = UserMessage(index, turn)
+        elif turn.role == "summary":
+            message = SummaryMessage(index, turn)
         elif turn.role == "tool":
             message = CallMessage(index, turn, self._conversation.call_of(index), live)
         else:
@@ -127,7 +130,7 @@ class Transcript(VerticalScroll, can_focus=False):
         message.set_class(after_call, "-after-call")
         versions = self._conversation.versions(index)
         message.version = versions.index(turn) + 1, len(versions)
-        message.set_class(index < self._conversation.first, "-unsent")
+        self._mark_unsent(message)
         return message
 
     def _above(self) -> list[Widget]:
@@ -146,12 +149,16 @@ class Transcript(VerticalScroll, can_focus=False):
         earlier, cut = self.query_one(Earlier), self.query_one(".cut")
         earlier.display = self._from > 0
         earlier.update(Content(f"▴ {self._from} earlier turns"))
-        first = self.message(c.first) if c.first else None
+        first = self.message(c.sent_from) if c.sent_from and c.turns[c.sent_from - 1].role != "summary" else None
         cut.display = first is not None
         if first is not None:
             self.move_child(cut, before=first)
         for message in self.messages():
-            message.set_class(message.index < c.first, "-unsent")
+            self._mark_unsent(message)
+
+    def _mark_unsent(self, message: TurnMessage) -> None:
+        c = self._conversation
+        message.set_class(message.index < c.sent_from and message.index != c.summary, "-unsent")
 
 
 class Earlier(Static):

@@ -13,15 +13,13 @@ from tinychat.chat.changes import Overflow
 from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import Turn
 from tinychat.chat.history import History
-from tinychat.tools.mcp import Servers
+from tinychat.tools.mcp import McpServers
 from tinychat.tools.protocol import Question
 from tinychat.ui.chat.prompt import PromptBox
 from tinychat.ui.chat.transcript import Transcript
 from tinychat.ui.panel.reading import PaintMeter
 from tinychat.ui.screens.downloads import Downloads
-
-Entry = tuple[str, str]
-"""A line of the help: what to type, what it does."""
+from tinychat.ui.screens.help import Entry
 
 
 class ChatView(Protocol):
@@ -32,7 +30,7 @@ class ChatView(Protocol):
     experts: bool
     downloads: Downloads
     editing: int | None
-    mcp: Servers
+    mcp: McpServers
     mcp_file: Path
 
     @property

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from tinychat.errors import TinychatError
 from tinychat.models import cache
-from tinychat.models.download import Stopped
+from tinychat.models.download import DownloadStopped
 from tinychat.models.registry import Model
 
 
@@ -83,7 +83,7 @@ class Downloads:
         outcome: dict[str, Any]
         try:
             outcome = {"path": self._pull(job.model, progress, job.stop), "state": "done"}
-        except Stopped:
+        except DownloadStopped:
             outcome = {"state": "paused"}
         except TinychatError as e:
             outcome = {"error": str(e), "state": "failed"}

@@ -17,7 +17,8 @@ from textual.widgets import Static
 from tinychat.ui.keys import in_order, key_name
 from tinychat.ui.screens.sheet import Sheet
 
-Entry = tuple[str, str]  # what to type, what it does
+Entry = tuple[str, str]
+"""A line of the help: what to type, what it does."""
 
 
 class HelpScreen(Sheet[None]):

@@ -13,7 +13,7 @@ from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
 from tinychat.errors import TinychatError, printable
-from tinychat.tools.mcp import Servers, Status
+from tinychat.tools.mcp import McpServers, McpStatus
 from tinychat.ui.screens.sheet import Sheet
 
 LOOK_HZ = 2  # how often the servers' states are looked at
@@ -31,10 +31,10 @@ class McpScreen(Sheet[None]):
     TITLE = "MCP servers"
     CSS_PATH = "mcp.tcss"
 
-    def __init__(self, servers: Servers, file: Path, keep: Callable[[str, bool], None]) -> None:
+    def __init__(self, servers: McpServers, file: Path, keep: Callable[[str, bool], None]) -> None:
         super().__init__()
         self._servers, self._file, self._keep = servers, file, keep
-        self._shown: tuple[Status, ...] | None = None
+        self._shown: tuple[McpStatus, ...] | None = None
 
     def body(self) -> ComposeResult:
         yield OptionList(id="servers", compact=True)
@@ -89,7 +89,7 @@ EXAMPLE = """{"mcpServers": {
 }}"""
 
 
-def line(status: Status) -> Content:
+def line(status: McpStatus) -> Content:
     """● files   ready   12 tools · 2 prompts   npx -y server"""
     mark, colour = _MARKS[status.stage]
     name = printable(status.config.name, newlines=False)
@@ -103,12 +103,12 @@ def line(status: Status) -> Content:
     )
 
 
-def amounts(status: Status) -> str:
+def amounts(status: McpStatus) -> str:
     parts = (("tool", status.tools), ("prompt", status.prompts), ("resource", status.resources))
     return " · ".join(f"{len(found)} {what}{'s' * (len(found) != 1)}" for what, found in parts if found)
 
 
-def details(status: Status) -> str:
+def details(status: McpStatus) -> str:
     """Why it failed, or what it has."""
     lines = [status.why] if status.why else []
     lines += [f"{tool.name}: {' '.join(tool.description.split())[:200]}" for tool in status.tools]

@@ -7,15 +7,15 @@ from typing import TypeVar
 from textual.await_complete import AwaitComplete
 from textual.screen import ModalScreen
 
-Result = TypeVar("Result")
+Outcome = TypeVar("Outcome")
 
 
-class Modal(ModalScreen[Result]):
+class Modal(ModalScreen[Outcome]):
     """Two keys in one burst may both mean an answer: the first one counts."""
 
     _answered = False
 
-    def dismiss(self, result: Result | None = None) -> AwaitComplete:
+    def dismiss(self, result: Outcome | None = None) -> AwaitComplete:
         if self._answered or not self.is_current:
             return AwaitComplete.nothing()
         self._answered = True

@@ -65,6 +65,10 @@ class ParametersScreen(Sheet[Parameters]):
             with Horizontal(classes="field"):
                 yield Label("thinking")
                 yield Tick("if the model supports it", self._parameters.thinking, id="thinking", compact=True)
+            with Horizontal(classes="field"):
+                yield Label("full context")
+                leave_out = "leave out the oldest turns without asking"
+                yield Tick(leave_out, self._parameters.drop_oldest, id="drop_oldest", compact=True)
             for name, spec in PARAMETERS.items():
                 with Horizontal(classes="field"):
                     yield Label(name.replace("_", " "))
@@ -92,6 +96,7 @@ class ParametersScreen(Sheet[Parameters]):
     def _fill(self, p: Parameters) -> None:
         self.query_one("#system", TextArea).text = p.system
         self.query_one("#thinking", Checkbox).value = p.thinking
+        self.query_one("#drop_oldest", Checkbox).value = p.drop_oldest
         for name in PARAMETERS:
             self.query_one(f"#{name}", Input).value = _typed(p, name)
 
@@ -101,6 +106,7 @@ class ParametersScreen(Sheet[Parameters]):
             self._parameters,
             system=self.query_one("#system", TextArea).text.strip(),
             thinking=self.query_one("#thinking", Checkbox).value,
+            drop_oldest=self.query_one("#drop_oldest", Checkbox).value,
         )
         trouble = ""
         for name in PARAMETERS:

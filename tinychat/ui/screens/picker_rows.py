@@ -71,8 +71,8 @@ def rows(
     that the headers of files told, by model name; `gb_s`: the memory limit of this machine, 0 = not known.
     """
     models = {m.name: m for m in (*extra, *MODELS)}
-    whole: dict[str, cache.Entry] = {}
-    partial: dict[str, cache.Entry] = {}
+    whole: dict[str, cache.CachedFile] = {}
+    partial: dict[str, cache.CachedFile] = {}
     for e in cache.entries(extra):
         model = e.model or _unknown(e, models)
         models.setdefault(model.name, model)
@@ -106,7 +106,7 @@ def _bytes(path: Path | None) -> int:
         return 0
 
 
-def _unknown(e: cache.Entry, taken: Mapping[str, Model]) -> Model:
+def _unknown(e: cache.CachedFile, taken: Mapping[str, Model]) -> Model:
     """A model for a file of the cache that nobody knows: it goes by its file name, where that says which one it is."""
     name = unquote(urlsplit(e.url).path.rsplit("/", 1)[-1]) if e.url else ""
     name = e.name if not name or name in taken else name

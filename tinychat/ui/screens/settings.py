@@ -27,6 +27,7 @@ EXAMPLE = """# tinychat's settings. What is left out has its default.
 # [parameters]               # of a new conversation
 # temperature = 0.7
 # system = "Answer briefly."
+# drop_oldest = true         # when the context is full, without asking
 
 # [presets.coder]
 # temperature = 0.2

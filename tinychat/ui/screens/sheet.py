@@ -22,13 +22,12 @@ from textual.widgets.option_list import Option
 
 from tinychat.errors import printable
 from tinychat.ui.keys import KeyLine
-from tinychat.ui.screens.modal import Modal
+from tinychat.ui.screens.modal import Modal, Outcome
 
-Result = TypeVar("Result")
 T = TypeVar("T")
 
 
-class Sheet(Modal[Result]):
+class Sheet(Modal[Outcome]):
     """Subclasses set TITLE and compose their `body`; what Esc or a click beside the sheet means is `action_close`."""
 
     CSS_PATH = "sheet.tcss"
