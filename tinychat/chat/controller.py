@@ -405,6 +405,7 @@ class Controller:
         if self.backend is None or not self.ready:
             raise TinychatError("no model is loaded yet; wait for it or choose one with /model")
         self._count.forget()
+        self._titles.cancel()
         self.state = Compacting(Summarising(self.backend, conversation, end), conversation, overflow)
         self._changes.append(Notice("the model summarises the oldest turns"))
 

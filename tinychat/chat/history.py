@@ -91,9 +91,10 @@ class History:
         except OSError as e:
             raise TinychatError(f"{self._shown}: {(e.strerror or str(e)).lower()}") from None
 
-    def save(self, conversation: Conversation) -> None:
-        """Writes what changed since the last save. A conversation without turns is not stored. Raises TinychatError;
-        Locked while another process writes; ChangedElsewhere if saving would overwrite what another tinychat wrote.
+    def save(self, conversation: Conversation, updated: float | None = None) -> None:
+        """Writes what changed since the last save, as a change of now or of the Unix time `updated`. A conversation
+        without turns is not stored. Raises TinychatError; Locked while another process writes; ChangedElsewhere if
+        saving would overwrite what another tinychat wrote.
 
         A name given elsewhere (by `rename`, or another tinychat) stays unless `conversation` was renamed since.
         """
@@ -102,10 +103,10 @@ class History:
             return
         with self._lock:
             with self._transaction() as db:
-                revision = self._write(db, c)
+                revision = self._write(db, c, time.time() if updated is None else updated)
             self._saved, self._revisions[c.id] = (c, revision), revision  # not before the transaction has succeeded
 
-    def _write(self, db: sqlite3.Connection, c: Conversation) -> int:
+    def _write(self, db: sqlite3.Connection, c: Conversation, updated: float) -> int:
         """Returns the revision that was written."""
         row = db.execute("SELECT revision FROM conversations WHERE id = ?", (c.id,)).fetchone()
         if row and row[0] != self._revisions.get(c.id, 0):
@@ -121,7 +122,7 @@ class History:
             "title = excluded.title, "
             "model = excluded.model, updated = excluded.updated, revision = excluded.revision, "
             "data = excluded.data",
-            (c.id, encodable(c.name), title, c.model, c.created, time.time(), revision, data),
+            (c.id, encodable(c.name), title, c.model, c.created, updated, revision, data),
         )
         if row and old and old.name != c.name:
             db.execute("UPDATE conversations SET name = ? WHERE id = ?", (encodable(c.name), c.id))
@@ -171,6 +172,11 @@ class History:
                 query.format(hit, f"AND (id IN ({inside}) OR {named})"), (*words, project, *words * 2, limit)
             ).fetchall()
         return [_summary(row, _snippet(row[-1], words)) for row in rows]
+
+    def ids(self) -> set[str]:
+        """Of all conversations."""
+        with self._transaction("DEFERRED") as db:
+            return {id for (id,) in db.execute("SELECT id FROM conversations")}
 
     def projects(self) -> list[str]:
         """The names of all projects."""

@@ -106,6 +106,7 @@ COMMANDS: tuple[Command, ...] = (
         (("md", "Markdown"), ("json", "all details, for programs")),
         aliases=("export",),
     ),
+    Command("import", "FILE", "take over conversations of ChatGPT or llama.cpp's web page", handlers.import_chats),
     Command("stats", "", "figures of the last answer", handlers.stats),
     Command("bench", "[N]", "measure this model over N tokens", handlers.bench),
     Command("profile", "[N]", "where the time goes, over N tokens", handlers.profile),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tinychat.backend.instruments import Instrumented
+from tinychat.chat import importing
 from tinychat.chat.controller import KEPT_STATS
 from tinychat.chat.conversation import to_markdown
 from tinychat.chat.parameters import PARAMETERS, Parameters, set_parameter, shown
@@ -271,6 +272,16 @@ def _free(title: str, kind: str) -> Path:
     stem = f"{slug}-{time.strftime('%Y%m%d')}"
     names = [f"{stem}.{kind}", *(f"{stem}-{n}.{kind}" for n in range(2, 1000))]
     return next(p for p in map(Path, names) if not p.exists())
+
+
+async def import_chats(chat: ChatView, text: str) -> None:
+    if chat.history is None:
+        raise TinychatError("conversations are not being saved")
+    if not text.strip():
+        raise TinychatError("usage: /import FILE takes over conversations of ChatGPT or of llama.cpp's web page")
+    line = await in_daemon(partial(importing.take, chat.history, expand(text.strip())))
+    chat.list_conversations()
+    await chat.say(f"{line}; f3 lists them")
 
 
 async def stats(chat: ChatView, text: str) -> None:
