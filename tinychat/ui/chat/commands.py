@@ -64,6 +64,7 @@ COMMANDS: tuple[Command, ...] = (
         handlers.regenerate,
         key="ctrl+r",
     ),
+    Command("replay", "MODEL", "ask another model the same questions; both stay, as versions", handlers.replay),
     Command("undo", "", "undo the last edit, new answer, switch, summary or delete", handlers.undo),
     Command("compact", "[N]", "summarise all but the last (or last N) of your questions", handlers.compact),
     Command("continue", "", "continue the last answer", handlers.go_on, key="f5"),

@@ -64,6 +64,23 @@ async def regenerate(chat: ChatView, text: str) -> None:
     chat.controller.regenerate()
 
 
+async def replay(chat: ChatView, text: str) -> None:
+    c = chat.controller
+    if not text.strip():
+        raise TinychatError("usage: /replay MODEL asks another model the questions of this conversation")
+    model, before = models.find(text), c.conversation.model
+    if isinstance(model, str):
+        raise TinychatError(f"{printable(model)} is not on this computer; /model {printable(model)} gets it")
+    if c.busy:
+        raise TinychatError("an answer is being written; stop it with esc, then replay")
+    if not c.conversation.turns:
+        raise TinychatError("there is no question to ask again yet")
+    if not (c.ready and c.loaded == model.path):
+        models.load(chat, model)
+    c.replay(before)
+    await chat.say(f"{model.name} is asked the questions of this conversation; esc ends that")
+
+
 async def undo(chat: ChatView, text: str) -> None:
     chat.controller.undo()
 

@@ -61,25 +61,31 @@ def load(chat: ChatView, model: PickedModel) -> None:
 async def load_named(chat: ChatView, text: str) -> None:
     """Loads the model that `text` names, if it is on this computer or a saved server; else the picker opens. Raises
     TinychatError."""
+    found = find(text)
+    if isinstance(found, str):
+        choose_model(chat, found)
+    else:
+        load(chat, found)
+
+
+def find(text: str) -> PickedModel | str:
+    """The model that `text` names, if it is on this computer or a saved server; else what to look for in the picker.
+    Raises TinychatError."""
     from tinychat.ui.screens.picker import PickedModel
     from tinychat.ui.screens.picker_rows import is_place
 
     if os.path.isdir(expand(text.strip())):
-        choose_model(chat, text.strip())
-        return
+        return text.strip()
     own = settings.load()
     if (saved := servers.find(own.servers, text)) is not None:
-        load(chat, PickedModel(Path(saved.url) / saved.model, text.strip(), None, saved.connection()))
-        return
+        return PickedModel(Path(saved.url) / saved.model, text.strip(), None, saved.connection())
     if servers.is_address(text):
-        choose_model(chat, text.strip())
-        return
+        return text.strip()
     found = resolve(text, own.models)
     path = cache.path_of(found)
     if path is None:
-        choose_model(chat, text.strip() if is_place(text) else found.name)
-        return
-    load(chat, PickedModel(path, found.name, found.preset))
+        return text.strip() if is_place(text) else found.name
+    return PickedModel(path, found.name, found.preset)
 
 
 async def reopen(chat: ChatView, id: str) -> None:

@@ -145,7 +145,9 @@ class Painter:
         panel.show(reading, chat.panel_shown == "inner")
         chat.screen.query_one(KeyLine).say(Content("") if beside else figures.activity(reading))
         chat.screen.query_one(ExpertsStrip).show(reading)
-        mode = " · ".join(["raw"] * c.raw + ["JSON schema"] * (c.conversation.parameters.schema is not None))
+        modes = ["raw"] * c.raw + ["JSON schema"] * (c.conversation.parameters.schema is not None)
+        modes += [c.replaying.progress] if c.replaying is not None else []
+        mode = " · ".join(modes)
         chat.screen.query_one(StatusLine).show(c.conversation.model, info, title, mode, None if beside else c.usage)
         if not c.conversation.turns:
             chat.screen.query_one(Welcome).show(
