@@ -10,6 +10,7 @@ was checked, calls, seconds; then the rate.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import tempfile
 import threading
@@ -23,9 +24,9 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tinychat.backend.local import LocalBackend
-from tinychat.backend.protocol import Backend, Failed, Finished, Piece, Request, ToolCall
+from tinychat.backend.protocol import Backend, DoesNotFit, Failed, Finished, Piece, Request, ToolCall
 from tinychat.backend.remote import RemoteBackend
-from tinychat.chat.calling import Written
+from tinychat.chat.calling import Written, result_of, stuck
 from tinychat.chat.conversation import Conversation, Turn
 from tinychat.errors import TinychatError
 from tinychat.kernels.sampling import Sampling
@@ -50,44 +51,101 @@ FILES = {
 STOCK = {"bolt": (640, 0.25), "nut": (512, 0.1), "gear": (37, 18.5)}  # pieces, price
 
 
+class Outcome(NamedTuple):
+    """What a task has led to."""
+
+    answer: str
+    folder: Path
+    used: frozenset[str]  # tools whose call succeeded
+
+
+Check = Callable[[Outcome], bool]
+
+
 class Task(NamedTuple):
     prompt: str
-    check: Callable[[str, Path], bool]  # of the last answer and the folder
+    check: Check
 
 
-def says(*words: str) -> Callable[[str, Path], bool]:
-    return lambda answer, folder: all(word.lower() in answer.lower().replace(",", "") for word in words)
+def numbers(text: str) -> set[float]:
+    """The numbers in `text`, with or without commas between thousands."""
+    return {float(n) for n in re.findall(r"\d+(?:\.\d+)?", re.sub(r"(?<=\d),(?=\d{3}\b)", "", text))}
 
 
-def holds(name: str, *words: str) -> Callable[[str, Path], bool]:
-    def check(answer: str, folder: Path) -> bool:
-        file = folder / name
-        return file.is_file() and all(word in file.read_text() for word in words)
+def number(value: float, *others: float) -> Check:
+    """The answer gives `value`, and beside it at most `others`, which the task or its files name: no other guess."""
+    return lambda o: value in (found := numbers(o.answer)) and found <= {value, *others}
+
+
+def names(*wanted: str, never: str = "") -> Check:
+    """The answer has the words `wanted` and none of `never`."""
+
+    def check(o: Outcome) -> bool:
+        words = set(re.findall(r"[\w/.-]*\w", o.answer.lower()))
+        words |= {word.rpartition("/")[2] for word in words}
+        return words >= set(wanted) and not words & set(never.split())
 
     return check
 
 
+def holds(file: str, text: str) -> Check:
+    """The file has exactly this text, but for white space at its ends."""
+    return lambda o: (o.folder / file).is_file() and (o.folder / file).read_text().strip() == text.strip()
+
+
+def through(tool: str, check: Check) -> Check:
+    """As `check`, and `tool` was called with success."""
+    return lambda o: tool in o.used and check(o)
+
+
+def multiplies(o: Outcome) -> bool:
+    """src/main.py is Python whose area() multiplies."""
+    space: dict[str, Callable[[int, int], int]] = {}
+    try:
+        exec((o.folder / "src/main.py").read_text(), space)
+        return space["area"](3, 5) == 15
+    except Exception:
+        return False
+
+
+def price(o: Outcome) -> bool:
+    """price.txt gives one number, 18.5."""
+    file = o.folder / "price.txt"
+    return file.is_file() and numbers(file.read_text()) == {18.5}
+
+
+PORT = FILES["src/config.ini"].replace("8123", "9000")
 TASKS = (
-    Task("Read fruit.txt. How many plums are there?", says("7")),
-    Task("Which files are in the directory notes?", says("plan.md", "team.md")),
-    Task("On which day is the launch? It is in notes/plan.md.", says("thursday")),
-    Task("Find the file that contains the word Grace and name it.", says("team.md")),
-    Task("Which port is set in src/config.ini?", says("8123")),
-    Task("List all Python files in the folder.", says("main.py")),
+    Task("Read fruit.txt. How many plums are there?", number(7)),
+    Task(
+        "Which files are in the directory notes?",
+        names("plan.md", "team.md", never="fruit.txt main.py config.ini numbers.txt"),
+    ),
+    Task("On which day is the launch? It is in notes/plan.md.", names("thursday")),
+    Task(
+        "Find the file that contains the word Grace and name it.", names("team.md", never="plan.md fruit.txt main.py")
+    ),
+    Task("Which port is set in src/config.ini?", number(8123)),
+    Task("List all Python files in the folder.", names("main.py", never="fruit.txt numbers.txt config.ini plan.md")),
     Task("Write a file hello.txt with the text: good morning", holds("hello.txt", "good morning")),
-    Task("In src/config.ini change the port from 8123 to 9000.", holds("src/config.ini", "9000", "host = example")),
-    Task("area() in src/main.py is wrong: it adds w and h. Make it multiply them.", holds("src/main.py", "w * h")),
-    Task("Run the command `wc -c fruit.txt` and tell me the number.", says("17")),
-    Task("Use the tool: what is 4817 plus 9386?", says("14203")),
-    Task("Use the tool: what is 127 times 389?", says("49403")),
-    Task("Use the tool: what is 100000 minus 8642?", says("91358")),
-    Task("Read numbers.txt and add the two numbers in it with the tool.", says("440")),
-    Task("Use the tools: multiply 12 by 34, then add 1000 to the result.", says("1408")),
-    Task("How many pieces of bolt are in stock?", says("640")),
-    Task("What does a gear cost?", says("18.5")),
-    Task("Take 12 pieces of nut out of the stock. How many are left?", says("500")),
-    Task("Which parts are in stock?", says("bolt", "nut", "gear")),
-    Task("Write the price of a gear into the file price.txt.", holds("price.txt", "18.5")),
+    Task("In src/config.ini change the port from 8123 to 9000.", holds("src/config.ini", PORT)),
+    Task("area() in src/main.py is wrong: it adds w and h. Make it multiply them.", multiplies),
+    Task("Run the command `wc -c fruit.txt` and tell me the number.", through("run_command", number(17))),
+    Task("Use the tool: what is 4817 plus 9386?", through("arithmetic_add", number(14203, 4817, 9386))),
+    Task("Use the tool: what is 127 times 389?", through("arithmetic_multiply", number(49403, 127, 389))),
+    Task("Use the tool: what is 100000 minus 8642?", through("arithmetic_subtract", number(91358, 100000, 8642))),
+    Task(
+        "Read numbers.txt and add the two numbers in it with the tool.", through("arithmetic_add", number(440, 417, 23))
+    ),
+    Task(
+        "Use the tools: multiply 12 by 34, then add 1000 to the result.",
+        through("arithmetic_multiply", through("arithmetic_add", number(1408, 12, 34, 408, 1000))),
+    ),
+    Task("How many pieces of bolt are in stock?", number(640)),
+    Task("What does a gear cost?", number(18.5)),
+    Task("Take 12 pieces of nut out of the stock. How many are left?", through("stock_take", number(500, 12))),
+    Task("Which parts are in stock?", names("bolt", "nut", "gear", never="screw washer")),
+    Task("Write the price of a gear into the file price.txt.", price),
 )
 
 
@@ -139,7 +197,7 @@ def attempt(backend: Backend, task: Task) -> tuple[bool, list[str], str]:
             max_tokens=512,
             tools=toolbox.definitions,
         )
-        made, text = list[str](), ""
+        talk, used, made, text = Conversation(), set[str](), list[str](), ""
         for _ in range(ROUNDS):
             text, written = "", Written()
             for event in backend.answer(request):
@@ -150,18 +208,23 @@ def attempt(backend: Backend, task: Task) -> tuple[bool, list[str], str]:
                         written.take(event)
                     case Failed():
                         raise TinychatError(event.message)
+                    case DoesNotFit():
+                        raise TinychatError("the context is full")
                     case Finished():
                         reason = event.reason
-            calls = written.made() if reason == "tool_calls" else ()
-            if not calls:
+            calls = written.made(reason) if reason in ("eos", "tool_calls") else ()
+            talk = talk.add(Turn("assistant", text, calls=calls))
+            if not calls or stuck(talk):
                 break
-            talk = Conversation((Turn("assistant", text, calls=calls),))
             for call in calls:
-                result = toolbox.call(call.name, call.arguments, CallContext(lambda question: None, threading.Event()))
+                context = CallContext(lambda question: None, threading.Event())
+                result = result_of(call, talk.repeats(call), toolbox, context)
                 made.append(f"{call.name} {result.state}")
+                used |= {call.name} if result.state == "done" else set()
                 talk = talk.add(Turn("tool", result.text, call_id=call.id, stop_reason=result.state))
-            request = replace(request, messages=(*request.messages, *talk.messages()), cancel=threading.Event())
-        return task.check(text, folder), made, text
+            messages = (request.messages[0], *talk.messages())
+            request = replace(request, messages=messages, cancel=threading.Event())
+        return task.check(Outcome(text, folder, frozenset(used))), made, text
 
 
 def serve(name: str) -> int:

@@ -1,11 +1,13 @@
 """Keeps every test away from the user's own files, and lends all of them one real model."""
 
+import functools
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from httpx._transports import default as transports
 from platformdirs import user_cache_dir
 
 # What is dear to make is kept between runs, apart from the user's caches: the real model, the compiled CPU library,
@@ -14,9 +16,12 @@ SHARED = Path(os.environ.get("TINYCHAT_TESTS_DIR") or user_cache_dir("tinychat-t
 os.environ["TINYCHAT_TESTS_DIR"] = str(SHARED)  # for the workers of pytest-xdist, which import this again
 os.environ["XDG_CACHE_HOME"] = str(SHARED)
 os.environ["ZIG_GLOBAL_CACHE_DIR"] = os.environ["ZIG_LOCAL_CACHE_DIR"] = str(SHARED / "zig")
-# A run in the background or under nohup ignores these, and so would every process that a test starts and signals.
+os.environ["CACHEDB"] = str(SHARED / "tinygrad" / "cache.db")
+# A run that was started with `&` or under nohup hands ignored signals to every process that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+# Every HTTP client reads the certificates of this machine, which takes 25 ms; the tests make a thousand of them.
+transports.create_ssl_context = functools.cache(transports.create_ssl_context)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

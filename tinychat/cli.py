@@ -18,7 +18,8 @@ DEVICES = ("cuda", "cpu", "reference")  # as in engine.devices, which is slow to
 MODEL_HELP = "a name (`tinychat cache list --all` shows them), a path to a .gguf file, or a URL"
 _DESCRIPTION = """Chat with a local language model.
 
-  tinychat [MODEL]           opens the chat; without MODEL, the picker
+  tinychat [MODEL]           opens the chat; without MODEL, with the model of last time
+  tinychat -c                opens the last conversation
   tinychat COMMAND ...       see below, and `tinychat COMMAND --help`"""
 
 
@@ -93,7 +94,14 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     chat = _add(group, "chat", "chat", None, where, remote, tools)
     _speculate(chat)
     chat.add_argument("text", metavar="MODEL", nargs="?", help=MODEL_HELP)
-    chat.prog, chat.usage = "tinychat", "tinychat [MODEL] [--device DEVICE] [--threads N] | --server URL [--model NAME]"
+    chat.add_argument("-c", "--continue", dest="resume", action="store_true", help="open the last conversation")
+    chat.add_argument(
+        "--plain", action="store_true", help="lines of text only: for dumb terminals, screen readers and pipes"
+    )
+    chat.prog, chat.usage = (
+        "tinychat",
+        "tinychat [-c] [MODEL] [--device DEVICE] [--threads N] | --server URL [--model NAME]",
+    )
 
     run = p = _add(group, "run", "run", "one answer to one prompt", where, remote, tools)
     run.usage = "tinychat run MODEL PROMPT | --server URL [--model NAME] PROMPT, and options"

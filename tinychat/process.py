@@ -12,9 +12,10 @@ import gc
 import io
 import os
 import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from multiprocessing import resource_tracker
 from types import FrameType
 
@@ -80,6 +81,12 @@ def on_signals(end: Callable[[int, FrameType | None], object]) -> None:
                 signal.signal(number, ends)
 
 
+def on_interrupt(act: Callable[[int, FrameType | None], object]) -> None:
+    """Makes Ctrl-C call `act` and end nothing, unless the parent process set it to be ignored."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, act)
+
+
 @contextlib.contextmanager
 def signals_to(end: Callable[[int, FrameType | None], object]) -> Iterator[None]:
     """For an event loop, in which an exception may be raised between any two lines of others' code: a signal calls
@@ -135,6 +142,16 @@ def prepare_for_screen() -> None:
     which cannot start afterwards."""
     share_with_engine()
     resource_tracker.ensure_running()
+
+
+def run_in_front(command: Sequence[str]) -> int:
+    """Runs a program that has the terminal until it ends, and returns its exit code. Ctrl-C is for that program: here a
+    handler does nothing, which a child process does not inherit."""
+    before = signal.signal(signal.SIGINT, lambda number, frame: None)
+    try:
+        return subprocess.run(command, check=False).returncode
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def freeze() -> None:

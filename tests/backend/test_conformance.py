@@ -25,7 +25,7 @@ from tinychat.backend.protocol import (
     text_of,
 )
 from tinychat.errors import TinychatError
-from tinychat.kernels.sampling import GREEDY
+from tinychat.kernels.sampling import GREEDY, Sampling
 
 CONTEXT = 256
 
@@ -148,7 +148,11 @@ def test_the_oldest_turns_are_left_out_so_that_the_next_fit_too(backend: Instrum
 
 @pytest.mark.parametrize(
     ("changes", "says"),
-    [({"logit_bias": {1: 5.0}}, "logit_bias"), ({"logprobs": 3}, "top_logprobs"), ({"tools": ({},)}, "tool")],
+    [
+        ({"sampling": Sampling(logit_bias=((1 << 30, 5.0),))}, "logit_bias"),
+        ({"logprobs": 3}, "top_logprobs"),
+        ({"tools": ({},)}, "tool"),
+    ],
 )
 def test_what_it_cannot_do_is_refused_by_name(backend: Instrumented, changes: dict, says: str) -> None:
     failed = run(backend, replace(Request(talk(1)), **changes))[-1]

@@ -409,64 +409,6 @@ def test_another_model_forgets_the_ids_of_the_last_prompt():
     assert not chat.controller.trace.prompt_ids and not chat.controller.trace.tokens
 
 
-def test_an_answer_that_repeats_itself_is_stopped_once():
-    chat = Chat(Script(["Yes. " + "I am sorry. " * 500], rate=4000), stop_repetition=True)
-    answer = chat.ask("go")
-    assert answer.stop_reason == "repeated" and 800 < len(answer.text) < 5_000
-    assert any("repeated itself" in n.text for n in chat.of(Notice))
-    chat.controller.go_on()
-    chat.settle()
-    assert chat.turns[-1].stop_reason == "eos", "who continues it wants it"
-
-
-def test_the_model_gives_a_title_when_nothing_else_runs_and_the_cache_keeps_its_rows():
-    asked = []
-
-    def answer(prompt: str) -> str:
-        asked.append(ASKED in prompt)
-        return '**Title: "Sums of two"**' if asked[-1] else "Four."
-
-    chat, now = Chat(Script(answer), titles=True), [0.0]
-    chat.controller._titles = Titles(True, lambda: now[0])
-    chat.ask("2 + 2?")
-    chat.changes += chat.controller.poll()
-    assert asked == [False] and chat.controller.conversation.title == "2 + 2?", "not before it is idle"
-    before, now[0] = chat.controller.stats, 5.0
-    chat.until(lambda: chat.controller.conversation.title == "Sums of two")
-    assert chat.controller.stats == before and chat.saved[-1].model_title == "Sums of two" and len(chat.turns) == 2
-    second = chat.ask("and 3 + 3?")
-    assert second.stats["reused_tokens"] >= before.prompt_tokens, "the rows of the first answer are still there"
-    chat.controller.rename("mine")
-    assert chat.controller.conversation.title == "mine" and asked == [False, True, False]
-
-
-def test_a_question_cancels_a_title():
-    chat, now = Chat(Script(lambda p: "word " * 20 if ASKED in p else "Four.", rate=20), titles=True), [0.0]
-    chat.controller._titles = Titles(True, lambda: now[0])
-    chat.ask("2 + 2?")
-    chat.controller.poll()
-    now[0] = 5.0
-    chat.until(lambda: ASKED in chat.script.prompts[-1])
-    chat.ask("and 3 + 3?")
-    assert chat.turns[-1].text == "Four." and chat.controller.conversation.title == "2 + 2?"
-
-
-@pytest.mark.parametrize(
-    "said,title",
-    [
-        ("Sums\n", "Sums"),
-        ("“Größe der Erde.”", "Größe der Erde"),
-        ("Title: a b", "a b"),
-        ("Sure!\n\nSums", ""),
-        ("x" * 61, ""),
-        ("...", ""),
-        ("", ""),
-    ],
-)
-def test_what_counts_as_a_title(said, title):
-    assert clean(said) == title
-
-
 def test_the_oldest_turns_become_a_summary_and_come_back():
     def answer(prompt: str) -> str:
         return "It was about 1, 2 and 3." if "Summarise our conversation" in prompt else f"answer {len(prompt)}"
@@ -528,3 +470,61 @@ def test_a_full_context_can_be_summarised(room_for_all):
     assert kept == [f"question {n}" for n in range(i + 1)] and len(c.sent) >= 2
     chat.controller.undo()
     assert chat.turns == asked, "the question that followed the summary is a version now"
+
+
+def test_an_answer_that_repeats_itself_is_stopped_once():
+    chat = Chat(Script(["Yes. " + "I am sorry. " * 500], rate=4000), stop_repetition=True)
+    answer = chat.ask("go")
+    assert answer.stop_reason == "repeated" and 800 < len(answer.text) < 5_000
+    assert any("repeated itself" in n.text for n in chat.of(Notice))
+    chat.controller.go_on()
+    chat.settle()
+    assert chat.turns[-1].stop_reason == "eos", "who continues it wants it"
+
+
+def test_the_model_gives_a_title_when_nothing_else_runs_and_the_cache_keeps_its_rows():
+    asked = []
+
+    def answer(prompt: str) -> str:
+        asked.append(ASKED in prompt)
+        return '**Title: "Sums of two"**' if asked[-1] else "Four."
+
+    chat, now = Chat(Script(answer), titles=True), [0.0]
+    chat.controller._titles = Titles(True, lambda: now[0])
+    chat.ask("2 + 2?")
+    chat.changes += chat.controller.poll()
+    assert asked == [False] and chat.controller.conversation.title == "2 + 2?", "not before it is idle"
+    before, now[0] = chat.controller.stats, 5.0
+    chat.until(lambda: chat.controller.conversation.title == "Sums of two")
+    assert chat.controller.stats == before and chat.saved[-1].model_title == "Sums of two" and len(chat.turns) == 2
+    second = chat.ask("and 3 + 3?")
+    assert second.stats["reused_tokens"] >= before.prompt_tokens, "the rows of the first answer are still there"
+    chat.controller.rename("mine")
+    assert chat.controller.conversation.title == "mine" and asked == [False, True, False]
+
+
+def test_a_question_cancels_a_title():
+    chat, now = Chat(Script(lambda p: "word " * 20 if ASKED in p else "Four.", rate=20), titles=True), [0.0]
+    chat.controller._titles = Titles(True, lambda: now[0])
+    chat.ask("2 + 2?")
+    chat.controller.poll()
+    now[0] = 5.0
+    chat.until(lambda: ASKED in chat.script.prompts[-1])
+    chat.ask("and 3 + 3?")
+    assert chat.turns[-1].text == "Four." and chat.controller.conversation.title == "2 + 2?"
+
+
+@pytest.mark.parametrize(
+    "said,title",
+    [
+        ("Sums\n", "Sums"),
+        ("“Größe der Erde.”", "Größe der Erde"),
+        ("Title: a b", "a b"),
+        ("Sure!\n\nSums", ""),
+        ("x" * 61, ""),
+        ("...", ""),
+        ("", ""),
+    ],
+)
+def test_what_counts_as_a_title(said, title):
+    assert clean(said) == title

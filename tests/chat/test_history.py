@@ -38,7 +38,8 @@ def test_a_conversation_comes_back_as_it_was(file):
         files=(Attachment("x.py", "x = 1"),),
         prefix=1,
     )
-    c = Conversation((Turn("user", "a"), turn), "m", set_parameter(Parameters(system="s"), "top_k", "7"), "n", 1, False)
+    c = Conversation((Turn("user", "a"), turn), "m", set_parameter(Parameters(system="s"), "top_k", "7"), "n")
+    c = replace(c, first=1, send_thinking=False)
     h.save(c)
     h.close()
     assert History(file).load(c.id) == c

@@ -11,7 +11,7 @@ import pytest
 from tests.chat.test_controller import Chat
 from tests.support.scripted import Script
 from tinychat.backend.protocol import ToolCall
-from tinychat.chat.calling import ROUNDS, Written, room_for
+from tinychat.chat.calling import ALREADY, ROUNDS, Written, room_for
 from tinychat.chat.changes import Asks, Ended, Notice, Reset
 from tinychat.chat.conversation import NOT_RUN, Call, Conversation, Turn, to_markdown
 from tinychat.chat.history import History
@@ -136,7 +136,7 @@ def test_another_message_in_place_of_a_call():
 
 
 def test_rounds_have_a_limit():
-    chat = Tooled([call("echo", text="again")])
+    chat = Tooled([call("echo", text=str(i)) for i in range(ROUNDS)])
     chat.ask("go")
     assert len(chat.ran) == ROUNDS and chat.turns[-1].role == "tool"
     assert any("/continue" in n.text for n in chat.of(Notice))
@@ -166,10 +166,33 @@ def test_a_call_is_retried_and_edited_as_a_version():
 
 
 def test_a_malformed_call_is_text_with_a_note():
-    chat = Tooled(['<tool_call>\n{"name": "echo", "arguments": {"text": "never closed\n'])
-    answer = chat.ask("go")
-    assert answer.stop_reason == "eos" and answer.note and not answer.calls and "never closed" in answer.text
-    assert not chat.ran
+    chat = Tooled(
+        ['<tool_call>\n{"name": "echo", "arguments": {"text": "never closed\n', call("echo", text="x"), "Done."]
+    )
+    chat.ask("go")
+    _, answer, result, *rest = chat.turns
+    assert answer.stop_reason == "tool_calls" and answer.note and "never closed" in answer.text
+    assert result.stop_reason == "failed" and answer.note in result.text and chat.ran == ["x"]
+    assert chat.controller.conversation.messages()[1]["tool_calls"][0]["function"]["arguments"] == "{}"
+    assert [t.text for t in rest[1:]] == ["echo: x", "Done."]
+
+
+def test_a_repeated_call_is_answered_from_its_first_result_and_then_ends_the_rounds():
+    chat = Tooled(["Once. " + call("echo", text="x"), call("echo", text="x"), call("echo", text="x"), "Done."])
+    chat.ask("go")
+    assert chat.ran == ["x"] and [t.role for t in chat.turns] == ["user"] + ["assistant", "tool"] * 2 + ["assistant"]
+    assert chat.turns[4].text == f"echo: x\n{ALREADY}"
+    assert any("the same call of echo" in n.text for n in chat.of(Notice))
+    chat.controller.go_on()  # what the user asks for is run
+    chat.settle()
+    assert chat.ran == ["x", "x"] and chat.turns[-1].text == "Done."
+
+
+def test_a_call_behind_another_one_is_no_repetition():
+    first, other = call("echo", text="x"), call("echo", text="y")
+    chat = Tooled([first, other, first, "Done."])
+    chat.ask("go")
+    assert chat.ran == ["x", "y", "x"] and chat.turns[-1].text == "Done."
 
 
 def test_a_hostile_result_stays_text():
@@ -212,8 +235,11 @@ def test_what_is_written_of_calls():
         ToolCall(3, "", note="broken"),
     ):
         w.take(event)
-    assert w.made() == (Call("a", "f", '{"x": 1}'), Call("call2", "h", "{}"))
-    assert "g" in w.note
+    why = "its arguments are no JSON object"
+    whole = (Call("a", "f", '{"x": 1}'), Call("call2", "h", "{}"))
+    made = w.made("eos")
+    assert [c for c in made if not c.note] == list(whole) == list(w.made("length"))
+    assert [c for c in made if c.note] == [Call("call1", "g", "{", why), Call("unread0", "i", "{", "broken")]
 
 
 def test_a_result_takes_at_most_half_of_what_is_free():

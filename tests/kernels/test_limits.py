@@ -46,6 +46,8 @@ def plan_of(path: Path, variant: str, quant: str = "F32") -> tuple[Plan, GGUF]:
         ("qwen3moe", {"experts": 7}, "the number of experts is 8, at most 7"),
         ("qwen3moe", {"experts_used": 2}, "the number of experts used is 3, at most 2"),
         ("deepseek2_groups", {"expert_groups": 3}, "the number of expert groups is 4, at most 3"),
+        ("qwen35", {"gated_blocks": False}, "it has gated delta rules"),
+        ("qwen35", {"heads": 3}, "the number of heads is 4, at most 3"),
     ],
 )
 def test_a_plan_beyond_a_limit_is_one_line(variant: str, limits: dict, says: str, tmp_path: Path) -> None:
@@ -99,6 +101,6 @@ def test_quant_types_that_differ_in_c_are_one_line(monkeypatch: pytest.MonkeyPat
 
 def test_names_of_the_library() -> None:
     made = library.Library()
-    assert list(made.tags)[:3] == ["embed", "linear", "attention"] and len(made.tags) == 12
+    assert list(made.tags)[:3] == ["embed", "linear", "attention"] and len(made.tags) == 14
     assert list(made.gatings) == ["softmax", "sigmoid", "softmax_weight", "sqrt_softplus"]
     assert made.chunk == 256

@@ -61,6 +61,13 @@ def test_repeat_penalty_counts_each_token_once_and_only_the_last_n() -> None:
     assert out.tolist() == [2, -8, 4, 4]
 
 
+def test_presence_once_and_frequency_for_each_time_then_the_bias() -> None:
+    s = Sampling(repeat_last_n=3, presence_penalty=0.5, frequency_penalty=0.25, logit_bias=((1, -100.0), (4, 2.0)))
+    out = penalties(s, [3, 0, 0, 1]).apply(np.full(5, 4, np.float32))
+    assert out.tolist() == [3, -96.75, 4, 4, 6]
+    assert penalties(Sampling(presence_penalty=2.0, repeat_last_n=0), [3, 0]).ids.tolist() == []
+
+
 def dry_by_definition(s: Sampling, recent: list[int]) -> dict[int, float]:
     """For every earlier place, how many of the newest tokens end there too: the token behind it would continue that."""
     window = recent if s.dry_penalty_last_n < 0 else recent[len(recent) - min(s.dry_penalty_last_n, len(recent)) :]

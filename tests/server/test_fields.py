@@ -49,6 +49,8 @@ SAMPLING: dict[str, tuple[Any, Look, Any]] = {
     "repeat_penalty": (1.5, sampled("repeat_penalty"), 1.5),
     "repetition_penalty": (1.5, sampled("repeat_penalty"), 1.5),
     "repeat_last_n": (9, sampled("repeat_last_n"), 9),
+    "presence_penalty": (0.5, sampled("presence_penalty"), 0.5),
+    "frequency_penalty": (-0.5, sampled("frequency_penalty"), -0.5),
     "dry_multiplier": (0.5, sampled("dry_multiplier"), 0.5),
     "dry_base": (2.5, sampled("dry_base"), 2.5),
     "dry_allowed_length": (3, sampled("dry_allowed_length"), 3),
@@ -63,8 +65,6 @@ REFUSED = {  # with a value that would change the answer
     "service_tier": "flex",
     "verbosity": "low",
     "modalities": ["text", "audio"],
-    "presence_penalty": 0.5,
-    "frequency_penalty": 0.5,
     "background": True,
     "ignore_eos": True,
     "min_tokens": 5,
@@ -149,7 +149,7 @@ CHAT = Dialect(
         "max_completion_tokens": (6, asked("max_tokens"), 6),
         "n_predict": (7, asked("max_tokens"), 7),
         "stop": (["a", "b"], asked("stop"), ("a", "b")),
-        "logit_bias": ({"5": -100}, asked("logit_bias"), {5: -100.0}),
+        "logit_bias": ({"5": -100}, sampled("logit_bias"), ((5, -100.0),)),
         "logprobs": (True, asked("logprobs"), 0),
         "top_logprobs": (3, asked("logprobs"), 3),
         "response_format": ({"type": "json_object"}, asked("response_format"), {"type": "json_object"}),
@@ -182,7 +182,7 @@ COMPLETIONS = Dialect(
         "model": ("n", lambda job: job.reply.house.model, "replay"),
         "max_tokens": (5, asked("max_tokens"), 5),
         "stop": ("a", asked("stop"), ("a",)),
-        "logit_bias": ({"5": 1.5}, asked("logit_bias"), {5: 1.5}),
+        "logit_bias": ({"5": 1.5}, sampled("logit_bias"), ((5, 1.5),)),
         "logprobs": (2, asked("logprobs"), 2),
     },
     OPENAI_NOTES,
@@ -258,7 +258,20 @@ OLLAMA = Dialect(
     {"keep_alive": "5m"},  # the model always stays
 )
 OLLAMA_OPTIONS: dict[str, tuple[Any, Look, Any]] = {
-    **{k: SAMPLING[k] for k in ("temperature", "top_p", "top_k", "min_p", "seed", "repeat_penalty", "repeat_last_n")},
+    **{
+        k: SAMPLING[k]
+        for k in (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "seed",
+            "repeat_penalty",
+            "repeat_last_n",
+            "presence_penalty",
+            "frequency_penalty",
+        )
+    },
     "num_predict": (5, asked("max_tokens"), 5),
     "stop": (["a"], asked("stop"), ("a",)),
 }
@@ -269,8 +282,6 @@ OLLAMA_REFUSED = {
     "mirostat_eta": 0.5,
     "typical_p": 0.5,
     "tfs_z": 0.5,
-    "presence_penalty": 1.0,
-    "frequency_penalty": 1.0,
     "penalize_newline": False,
     "num_keep": 5,
 }
@@ -323,7 +334,7 @@ def test_ollama_looks_for_repetitions_in_the_whole_context() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"logit_bias": {"5": -100}},
+        {"logit_bias": {"99999999": -100}},
         {"logprobs": True, "top_logprobs": 2},
         {"chat_template_kwargs": {"reply_in": "verse"}},
         {"reasoning_effort": "low"},

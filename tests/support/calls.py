@@ -143,7 +143,7 @@ def message_of(pieces: Sequence[Fragment]) -> dict[str, Any]:
     calls: dict[int, list[Any]] = {}
     for piece in pieces:
         if piece.kind == "call" and piece.note:
-            del calls[piece.index]
+            calls.pop(piece.index, None)
         elif piece.kind == "call":
             calls.setdefault(piece.index, [piece.name, ""])[1] += piece.text
     return {

@@ -17,6 +17,7 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 
 Array = np.ndarray  # float64
+DELTA_RULE = ("qwen3next", "qwen35", "qwen35moe")
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
@@ -202,7 +203,7 @@ class Model:
     def attention(self, x: Array, layer: int) -> Array:
         b = f"blk.{layer}."
         n, heads = len(x), self.get("attention.head_count")
-        kv_heads = self.get("attention.head_count_kv", heads)
+        kv_heads, gated = self.get("attention.head_count_kv", heads), self.arch in DELTA_RULE
         width = self.get("attention.key_length", self.get("embedding_length") // heads)
         if isinstance(kv_heads, list):
             kv_heads = kv_heads[layer]
@@ -216,6 +217,8 @@ class Model:
         else:
             q, k = self.linear(x, b + "attn_q"), self.linear(x, b + "attn_k")
             v = self.linear(x, b + "attn_v") if b + "attn_v.weight" in self else k
+        if gated:  # per head: the query, then the gate
+            q, gate = np.split(q.reshape(n, heads, 2 * width), 2, -1)
         if self.arch in ("olmoe", "olmo2"):
             q, k = (
                 rms_norm(q, self[b + "attn_q_norm.weight"], self.eps),
@@ -224,8 +227,10 @@ class Model:
         q, k, v = q.reshape(n, heads, width), k.reshape(n, kv_heads, width), v.reshape(n, kv_heads, -1)
         if self.arch == "gemma4":
             v = rms_norm(v, np.ones(width), self.eps)
-        if self.arch in ("qwen3", "qwen3moe", "gemma3", "gemma4") or (
-            self.arch == "glm4moe" and b + "attn_q_norm.weight" in self
+        if (
+            gated
+            or self.arch in ("qwen3", "qwen3moe", "gemma3", "gemma4")
+            or (self.arch == "glm4moe" and b + "attn_q_norm.weight" in self)
         ):
             q, k = (
                 rms_norm(q, self[b + "attn_q_norm.weight"], self.eps),
@@ -235,7 +240,40 @@ class Model:
         q, k = self.rotate(q, at, layer), self.rotate(k, at, layer)
         scale = self.get("attention.scale", 0) or (1 if self.arch == "gemma4" else width**-0.5)
         out = self.attend(q, k, v, scale, self.window(layer), b + "attn_sinks.weight")
+        if gated:
+            out = out * sigmoid(gate.reshape(n, -1))
         return self.linear(out, b + "attn_output")
+
+    def delta_rule(self, x: Array, layer: int) -> Array:
+        """Gated delta rule (arXiv 2412.06464, formula 10), token by token."""
+        b, n = f"blk.{layer}.", len(x)
+        key_heads, heads, width = (self.get(f"ssm.{k}") for k in ("group_count", "time_step_rank", "state_size"))
+        inputs = x @ self[b + "attn_qkv.weight"].T
+        conv = self[b + "ssm_conv1d.weight"]
+        taps = conv.shape[1]
+        before = np.concatenate([np.zeros((taps - 1, len(conv))), inputs])
+        mixed = sum(before[j : j + n] * conv[:, j] for j in range(taps))
+        mixed = mixed * sigmoid(mixed)
+        q, k, v = np.split(mixed, [key_heads * width, 2 * key_heads * width], -1)
+        q, k = (t.reshape(n, key_heads, width) for t in (q, k))
+        q, k = (t / np.sqrt((t * t).sum(-1, keepdims=True) + self.eps) for t in (q, k))
+        share = np.repeat if self.arch == "qwen3next" else lambda t, times, axis: np.tile(t, (1, times, 1))
+        q, k = (share(t, heads // key_heads, 1) for t in (q, k))
+        if b + "ssm_ba.weight" in self:
+            both = (x @ self[b + "ssm_ba.weight"].T).reshape(n, key_heads, 2, -1)
+            beta, alpha = both[:, :, 0].reshape(n, heads), both[:, :, 1].reshape(n, heads)
+        else:
+            beta, alpha = (x @ self[f"{b}ssm_{name}.weight"].T for name in ("beta", "alpha"))
+        decay = np.exp(self[b + "ssm_a"] * np.log1p(np.exp(alpha + self[b + "ssm_dt.bias"])))
+        state, out = np.zeros((heads, width, width)), np.empty((n, heads, width))
+        for t in range(n):
+            for h in range(heads):
+                s = state[h] * decay[t, h]
+                s += np.outer(k[t, h], sigmoid(beta[t, h]) * (v[t].reshape(heads, width)[h] - k[t, h] @ s))
+                state[h], out[t, h] = s, q[t, h] @ s / np.sqrt(width)
+        gate = x @ self[b + "attn_gate.weight"].T
+        out = rms_norm(out, self[b + "ssm_norm.weight"], self.eps).reshape(n, -1)
+        return self.linear(out * gate * sigmoid(gate), b + "ssm_out")
 
     def latent_attention(self, x: Array, layer: int) -> Array:
         b = f"blk.{layer}."
@@ -326,7 +364,10 @@ class Model:
                 out[t] += w * (self[b + "ffn_down_exps.weight"][e] @ self.gated(gate, up) + down_bias)
         if b + "ffn_gate_shexp.weight" in self:
             gate, up = self.linear(x, b + "ffn_gate_shexp"), self.linear(x, b + "ffn_up_shexp")
-            out += self.linear(swiglu(gate, up), b + "ffn_down_shexp")
+            shared = self.linear(swiglu(gate, up), b + "ffn_down_shexp")
+            if b + "ffn_gate_inp_shexp.weight" in self:
+                shared = shared * sigmoid(x @ self[b + "ffn_gate_inp_shexp.weight"])[:, None]
+            out += shared
         if self.arch == "gemma4":
             out = dense + self.normed(out, b + "post_ffw_norm_2")
         return out
@@ -344,10 +385,14 @@ class Model:
         for i in range(self.layers):
             b = f"blk.{i}."
             h = self.normed(x, b + "attn_norm")
-            h = self.latent_attention(h, i) if self.mla else self.attention(h, i)
+            if b + "ssm_out.weight" in self:
+                h = self.delta_rule(h, i)
+            else:
+                h = self.latent_attention(h, i) if self.mla else self.attention(h, i)
             x = x + part * (self.normed(h, b + "post_attention_norm") if post else h)
             routed = b + "ffn_gate_inp.weight" in self
-            name = b + ("post_attention_norm" if self.arch in ("glm4moe", "gpt-oss") else "ffn_norm")
+            after = self.arch in ("glm4moe", "gpt-oss") or self.arch in DELTA_RULE
+            name = b + ("post_attention_norm" if after else "ffn_norm")
             h = x if routed and self.arch == "gemma4" else self.normed(x, name)
             h = self.experts(h, b) if routed else self.feed_forward(h, b)
             x = x + part * (self.normed(h, b + "post_ffw_norm") if post else h)

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from mcp.server import MCPServer
+from mcp.server.mcpserver import Context
 from mcp.types import ImageContent
 
 server = MCPServer("test")
@@ -63,6 +64,18 @@ def picture() -> ImageContent:
 def secret() -> str:
     """What it was given."""
     return os.environ.get("SECRET", "")
+
+
+@server.tool()
+async def grow(context: Context) -> str:
+    """Adds a tool, a prompt and a resource."""
+    server.add_tool(lambda: "new", name="newer", description="A tool")
+    server.prompt("wave")(lambda: "Wave.")
+    server.resource("notes://new", name="new")(lambda: "New.")
+    await context.notify_tools_changed()
+    await context.notify_prompts_changed()
+    await context.notify_resources_changed()
+    return "grown"
 
 
 @server.prompt()

@@ -59,6 +59,15 @@ class MoE:
 
 
 @dataclass(frozen=True)
+class DeltaRule:
+    key_heads: int
+    heads: int
+    head_dim: int
+    width: int = 4  # of the convolution
+    every: int = 4  # one layer in so many has attention
+
+
+@dataclass(frozen=True)
 class Shape:
     arch: str
     layers: int
@@ -93,6 +102,10 @@ class Shape:
     temperature: tuple[float, int] | None = None  # of attention: scale, length
     window_heads: tuple[int, int] = (0, 0)  # kv heads and values of a head in layers with a window; 0: as the others
     softcap: float = 0  # of the logits
+    delta: DeltaRule | None = None
+
+    def recurrent(self, layer: int) -> bool:
+        return self.delta is not None and layer < self.layers and (layer + 1) % self.delta.every != 0
 
     def windowed(self, layer: int) -> bool:
         return isinstance(self.window_pattern, tuple) and bool(self.window_pattern) and self.window_pattern[layer]
@@ -410,6 +423,20 @@ def tensors(s: Shape) -> Iterator[Tensor]:
                 yield f"{b}attn_k_b.weight", (s.heads, m.kv_lora, m.nope), m.kv_lora**-0.5
                 yield linear(b + "attn_v_b", s.heads, m.v, m.kv_lora)
             yield linear(b + "attn_output", s.dim, s.heads * m.v)
+        elif (r := s.delta) and s.recurrent(i):
+            values, channels = r.heads * r.head_dim, (2 * r.key_heads + r.heads) * r.head_dim
+            yield linear(b + "attn_qkv", channels, s.dim)
+            yield linear(b + "attn_gate", values, s.dim)
+            yield b + "ssm_conv1d.weight", (channels, r.width), 1.5 * r.width**-0.5
+            if s.arch == "qwen3next":
+                yield linear(b + "ssm_ba", 2 * r.heads, s.dim)
+            else:
+                yield linear(b + "ssm_beta", r.heads, s.dim)
+                yield linear(b + "ssm_alpha", r.heads, s.dim)
+            yield b + "ssm_dt.bias", (r.heads,), 0.5
+            yield b + "ssm_a", (r.heads,), 0.3
+            yield norm(b + "ssm_norm", r.head_dim)
+            yield linear(b + "ssm_out", s.dim, values)
         else:
             if s.fused_qkv:
                 yield linear(b + "attn_qkv", s.heads * s.head_dim + s.kv_heads * (s.head_dim + value_dim), s.dim)
@@ -422,7 +449,7 @@ def tensors(s: Shape) -> Iterator[Tensor]:
                 if x == "v" and s.arch == "gemma4" and not s.windowed(i):
                     continue
                 if not s.fused_qkv:
-                    yield linear(f"{b}attn_{x}", rows, s.dim)
+                    yield linear(f"{b}attn_{x}", rows * (2 if s.delta and x == "q" else 1), s.dim)
                 if s.qkv_bias:
                     yield f"{b}attn_{x}.bias", (rows,), 0.2
             if s.qk_norm:
@@ -438,7 +465,8 @@ def tensors(s: Shape) -> Iterator[Tensor]:
             yield norm(b + "post_attention_norm", s.dim)
             yield norm(b + "post_ffw_norm", s.dim)
         if s.pre_norms:
-            yield norm(b + ("post_attention_norm" if s.arch in ("glm4moe", "gpt-oss") else "ffn_norm"), s.dim)
+            after = s.delta or s.arch in ("glm4moe", "gpt-oss")
+            yield norm(b + ("post_attention_norm" if after else "ffn_norm"), s.dim)
         if (e := s.moe) and i >= e.dense:
             yield linear(b + "ffn_gate_inp", e.experts, s.dim, gain=1.5)
             if s.arch == "gpt-oss":
@@ -459,6 +487,8 @@ def tensors(s: Shape) -> Iterator[Tensor]:
                 yield linear(b + "ffn_gate_exps", e.experts, e.ffn, s.dim)
                 yield linear(b + "ffn_up_exps", e.experts, e.ffn, s.dim)
             yield linear(b + "ffn_down_exps", e.experts, s.dim, e.ffn)
+            if e.shared and s.delta:
+                yield b + "ffn_gate_inp_shexp.weight", (s.dim,), s.dim**-0.5
             if e.shared:
                 yield linear(b + "ffn_gate_shexp", e.shared * e.ffn, s.dim)
                 yield linear(b + "ffn_up_shexp", e.shared * e.ffn, s.dim)
@@ -472,7 +502,7 @@ def tensors(s: Shape) -> Iterator[Tensor]:
 
 def tensor_type(s: Shape, name: str, shape: tuple[int, ...], quant: str) -> Q:
     """What `llama-quantize MODEL QUANT` stores this tensor as (QUANT: a type's name, or Q4_K_M)."""
-    if len(shape) < 2 or "ffn_gate_inp" in name or name.endswith(".bias"):
+    if len(shape) < 2 or "ffn_gate_inp" in name or "ssm_conv1d" in name or name.endswith(".bias"):
         return Q.F32
     base = Q.Q4_K if quant == "Q4_K_M" else Q[quant]
     if base == Q.MXFP4 and "_exps" not in name:  # as the published files of gpt-oss
@@ -544,6 +574,18 @@ def metadata(w: GGUFWriter, s: Shape, name: str) -> None:
         w.add_key_length(s.head_dim)
         w.add_value_length(s.value_dim or s.head_dim)
         w.add_rope_dimension_count(s.rope_dims or s.head_dim)
+    if r := s.delta:
+        w.add_ssm_conv_kernel(r.width)
+        w.add_ssm_state_size(r.head_dim)
+        w.add_ssm_group_count(r.key_heads)
+        w.add_ssm_time_step_rank(r.heads)
+        w.add_ssm_inner_size(r.heads * r.head_dim)
+        w.add_uint32(f"{s.arch}.full_attention_interval", r.every)
+        if s.arch != "qwen3next":
+            pairs = (s.rope_dims or s.head_dim) // 2
+            w.add_rope_dimension_sections([(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
+        if s.moe:
+            w.add_expert_shared_feed_forward_length(s.moe.shared * s.moe.ffn)
     if s.window:
         w.add_sliding_window(s.window)
     if s.window_pattern:
@@ -556,7 +598,7 @@ def metadata(w: GGUFWriter, s: Shape, name: str) -> None:
     if e := s.moe:
         w.add_expert_count(e.experts)
         w.add_expert_used_count(e.used)
-        if s.arch in ("qwen3moe", "glm4moe", "gpt-oss", "gemma4"):
+        if s.delta or s.arch in ("qwen3moe", "glm4moe", "gpt-oss", "gemma4"):
             w.add_expert_feed_forward_length(e.ffn)
         if s.arch == "glm4moe":
             w.add_leading_dense_block_count(e.dense)
@@ -600,6 +642,8 @@ def f32_values(rng: np.random.Generator, s: Shape, name: str, n: int, std: float
     if name == "rope_freqs.weight":
         return np.clip(2.0 ** np.linspace(-3, 6, n), 1, s.rope_freqs).astype(np.float32)
     values = rng.standard_normal(n, np.float32)
+    if name.endswith("ssm_a"):
+        return -np.exp(values) * np.float32(std)
     return values * np.float32(std) if std else 1 + np.float32(0.1) * values
 
 

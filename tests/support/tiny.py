@@ -16,7 +16,18 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 
 from tests.support.blocks import random_blocks
-from tests.support.shapes import MLA, MoE, Shape, f32_values, fitting, metadata, tensor_type, tensors, tokenizer
+from tests.support.shapes import (
+    MLA,
+    DeltaRule,
+    MoE,
+    Shape,
+    f32_values,
+    fitting,
+    metadata,
+    tensor_type,
+    tensors,
+    tokenizer,
+)
 
 Q = GGMLQuantizationType
 VOCAB = 301  # odd: rows of the output matrix are no multiple of any tile
@@ -133,6 +144,15 @@ _gemma4 = replace(
     softcap=3.0,
     scaling={},
 )
+_qwen35 = replace(
+    _qwen3,
+    arch="qwen35",
+    rope_dims=16,
+    delta=DeltaRule(2, 4, 24, width=3, every=2),
+    pre="qwen35",
+    theta=1e7,
+    tied=False,
+)
 _moe = MoE(8, 3, 32, 1, 1)
 
 
@@ -188,6 +208,13 @@ VARIANTS: dict[str, Shape] = {
     "gemma4_experts": replace(_gemma4, layers=3, window_pattern=(True, False, True), moe=MoE(8, 3, 32, fused=True)),
     "gemma3_no_windows": replace(_gemma3, layers=2, window=0, scaling={}),
     "gemma3_keys": replace(_gemma3, layers=4, window=3, window_pattern=2, window_theta=500.0, tied=False),
+    "qwen35": _qwen35,
+    "qwen35moe": replace(
+        _qwen35, arch="qwen35moe", delta=DeltaRule(2, 4, 32, every=2), nextn=1, tied=True, moe=MoE(8, 3, 32, 1)
+    ),
+    "qwen3next": replace(
+        _qwen35, arch="qwen3next", delta=DeltaRule(2, 6, 32, every=2), moe=MoE(8, 3, 32, 2, fused=True), pre="qwen2"
+    ),
     "deepseek2_glm": _glm,
     "deepseek2_lite": _lite,
     "deepseek2_lite_legacy": replace(_lite, mla=replace(_lite.mla, legacy=True)),
@@ -268,7 +295,7 @@ def write(
         w.add_q_lora_rank(32)
     tokenizer(w, s.vocab, s.pre, s.specials, s.bos, s.eos)
     for name, dims, std in todo:
-        if len(dims) < 2 or "ffn_gate_inp" in name or name.endswith(".bias"):
+        if len(dims) < 2 or "ffn_gate_inp" in name or "ssm_conv1d" in name or name.endswith(".bias"):
             kind = Q.F32
         elif quant == "Q4_K_M":
             kind = tensor_type(s, name, dims, quant)

@@ -65,7 +65,7 @@ def own() -> Iterator[Used]:
 def test_what_a_server_offers(own: Used) -> None:
     (status,) = own.servers.status
     assert status.stage == "ready" and not status.why
-    assert "own_add" in own.box.names and len(own.box.names) == 8
+    assert "own_add" in own.box.names and len(own.box.names) == 9
     (definition,) = (d["function"] for d in own.box.definitions if d["function"]["name"] == "own_add")
     assert definition["description"] == "Adds two numbers." and set(definition["parameters"]["properties"]) == {
         "a",
@@ -131,6 +131,42 @@ def test_a_server_that_dies_between_calls(use: Callable[..., Used], tmp_path: Pa
     os.kill(pid, 9)
     texts = [used("own_add", a=1, b=1).text for _ in range(2)]
     assert texts[-1] == "2"
+
+
+OLD_SERVER = """
+import json, sys
+tools = [{"name": "grow", "description": "", "inputSchema": {"type": "object"}}]
+def say(**message): print(json.dumps({"jsonrpc": "2.0", **message}), flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    match asked.get("method"):
+        case "initialize":
+            info = {"name": "old", "version": "1"}
+            can = {"tools": {"listChanged": True}}
+            say(id=asked["id"], result={"protocolVersion": "2025-06-18", "capabilities": can, "serverInfo": info})
+        case "tools/list":
+            say(id=asked["id"], result={"tools": tools})
+        case "tools/call":
+            tools.append({**tools[0], "name": "newer"})
+            say(method="notifications/tools/list_changed")
+            say(id=asked["id"], result={"content": [{"type": "text", "text": "grown"}]})
+        case _ if "id" in asked:
+            say(id=asked["id"], error={"code": -32601, "message": "not known"})
+"""
+
+
+@pytest.mark.parametrize("config", [OWN, ServerConfig("own", sys.executable, ("-c", OLD_SERVER))], ids=["new", "old"])
+def test_what_a_server_adds_later(use: Callable[..., Used], config: ServerConfig) -> None:
+    used = use(config)
+    assert used("own_grow").text == "grown"
+    wanted = ("own_newer", 2, 2) if config is OWN else ("own_newer", 0, 0)
+    end = time.monotonic() + 20
+    while True:
+        (status,) = used.servers.status
+        if (used.box.names[-1], len(status.prompts), len(status.resources)) == wanted:
+            break
+        assert time.monotonic() < end, status
+        time.sleep(0.02)
 
 
 def test_it_is_switched_off_and_on_and_leaves_no_process(use: Callable[..., Used], tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ from tests.support.screens import text_of, until
 from tests.support.scripted import INFO, LONG, Script, scripted
 from tinychat.chat.conversation import Conversation, Turn
 from tinychat.chat.history import History
+from tinychat.models import cache
 from tinychat.ui.app import TinychatApp
 from tinychat.ui.chat import models
 from tinychat.ui.chat.message import AnswerMessage, NoticeLine, TurnMessage, UserMessage
 from tinychat.ui.chat.overflow import OverflowScreen
-from tinychat.ui.screens.picker import PickedModel
 
 
 class Desk:
@@ -111,6 +111,10 @@ async def test_enter_sends_and_new_lines_and_pastes_do_not():
         d.chat.prompt.post_message(events.Paste("x\r\ny\n" + "z\n" * 40))
         await d.pilot.pause()
         assert d.chat.prompt.text == "a\nb\ncx\ny\n" + "z\n" * 40 and not d.turns
+        await d.until(lambda: "c[42 lines, 43 tokens]" in d.screen.replace("\xa0", " "))
+        await d.until(lambda: "tab unfolds · 4" in d.screen)
+        await d.pilot.press("tab")
+        assert "lines" not in d.screen and d.chat.prompt.text == "a\nb\ncx\ny\n" + "z\n" * 40
         assert 6 <= d.chat.prompt.size.height <= 8, "a third of the screen at most"
         await d.pilot.press("enter")
         await d.until(lambda: d.turns)
@@ -816,21 +820,60 @@ async def test_a_conversation_is_replayed_with_another_model_beside_the_first(mo
         await d.send("/replay nothing:1b")
         await d.until(lambda: any("unknown model" in n for n in d.notes))
         path, d.script.answers = tmp_path / "other.gguf", ("ONE", "TWO", "word " * 3000)
-        monkeypatch.setattr(models, "find", lambda text: PickedModel(path, "other:2b", None))
-        await d.send("/replay other:2b")
+        path.touch()
+        monkeypatch.setattr(cache, "path_of", lambda model: path)
+        await d.send(f"/replay {path}")
         await d.until(lambda: any("has answered 2 questions" in n for n in d.notes))
         assert [t.text for t in d.turns] == ["first", "ONE", "second", "TWO"] and d.script.loads[-1]["path"] == str(
             path
         )
-        await d.until(lambda: "‹ 2/2 ›" in d.screen and "other:2b · " in d.screen)
+        await d.until(lambda: "‹ 2/2 ›" in d.screen and "other.gguf · " in d.screen)
         await d.pilot.press("ctrl+up", "ctrl+up", "ctrl+up", "left")
         await d.until(lambda: [t.text for t in d.turns] == ["first", "one", "second", "two"])
         await d.until(lambda: d.screen.count("scripted:1b · ") == 2)
         await d.pilot.press("escape")
-        await d.send("/replay other:2b")
+        await d.send(f"/replay {path}")
         await d.until(lambda: "replay 1/2" in d.screen and d.controller.running and d.controller.running.tokens)
         await d.pilot.press("escape")
         await d.until(lambda: any("ended after 1 of 2" in n for n in d.notes))
         assert d.turns[-1].stop_reason == "stopped" and len(d.turns) == 2
         await d.send("/undo")
         await d.until(lambda: [t.text for t in d.turns] == ["first", "one", "second", "two"])
+
+
+async def test_a_folded_paste_is_one_thing_and_always_the_whole_text(tmp_path):
+    history = History(tmp_path / "h.db")
+    async with desk(history=history) as d:
+        prompt, one, two = d.chat.prompt, "first\n" * 300, "other\n" * 300
+
+        async def paste(text):
+            prompt.post_message(events.Paste(text))
+            await d.pilot.pause()
+
+        await d.type("see ")
+        await paste(one)
+        await d.type(" and ")
+        await paste(two)
+        await paste("short\npaste")
+        whole = f"see {one} and {two}short\npaste"
+        await d.until(lambda: d.screen.replace("\xa0", " ").count("[300 lines, 301 tokens") == 2)
+        assert prompt.text == whole and prompt.document.line_count == 2
+        await d.pilot.press("ctrl+home", *["right"] * 5)
+        assert prompt.cursor_location[1] == prompt.document.get_line(0).index("]") + 1, "the cursor steps over it"
+        await d.pilot.press("backspace")
+        assert prompt.document.line_count == 302 and prompt.text == whole, "it unfolds before anything is deleted"
+        await d.pilot.press("ctrl+z")
+        assert prompt.document.line_count == 2 and prompt.text == whole
+        prompt.select_all()
+        assert prompt.selected_text == whole
+        await d.pilot.press("ctrl+x")
+        assert d.app.clipboard == whole and not prompt.text
+        await d.pilot.press("ctrl+z")
+        d.chat.keep_draft()
+        assert history.draft("") == whole
+        prompt.set_aside("/rename x")
+        prompt.bring_back()
+        assert prompt.document.line_count == 2 and prompt.text == whole
+        await d.pilot.press("enter")
+        await d.settle()
+        assert d.turns[0].text == whole and one.strip() in d.script.prompts[0]

@@ -11,8 +11,9 @@ from textual.widgets import Static
 from tests.support.screens import until
 from tests.support.scripted import INFO, Script, scripted
 from tinychat import crash
+from tinychat.chat import attach
 from tinychat.ui.app import TinychatApp
-from tinychat.ui.chat import attach, commands
+from tinychat.ui.chat import commands
 from tinychat.ui.chat.message import NoticeLine
 
 
@@ -202,6 +203,24 @@ async def test_a_fault_behind_a_sheet_is_seen():
         await until(pilot, lambda: [n for n in app._notifications if "internal error" in n.message])
         assert len(taken()) == 1
         await pilot.press("escape")
+        await lives_on(app, pilot)
+
+
+async def test_a_worker_that_outlives_its_sheet_is_no_fault():
+    """As Textual's palette, which still fills its list when a key has closed it."""
+    async with running() as (app, pilot):
+        await pilot.press("f1")
+        await until(pilot, lambda: app.screen is not app.chat)
+        sheet = app.screen
+
+        async def late():
+            sheet.query_one("#rows")
+
+        await pilot.press("escape")
+        await until(pilot, lambda: sheet not in app.screen_stack)
+        worker = app.run_worker(late)
+        await until(pilot, lambda: worker.is_finished)
+        assert worker.error is not None and not taken()
         await lives_on(app, pilot)
 
 

@@ -270,7 +270,7 @@ class LocalBackend:
             one.stream.end()
 
     def _answer(self, request: Request, stream: EventStream[Event], asked: float) -> None:
-        if (refusal := _refusal(request)) is not None:
+        if (refusal := _refusal(request, self._loaded().plan.vocab)) is not None:
             stream.put(refusal)
             return
         try:
@@ -374,15 +374,16 @@ def _in_one_line(job: Callable[[], T]) -> T:
         raise TinychatError(f"internal error: {type(e).__name__}: {e}") from e
 
 
-def _refusal(request: Request) -> Failed | None:
-    """What the request asks for and this backend cannot do; None when it can do all of it."""
+def _refusal(request: Request, vocab: int) -> Failed | None:
+    """What the request asks for and this backend cannot do, with a vocabulary of `vocab` tokens; None when it can do
+    all of it."""
     kind, field, why = (request.response_format or {}).get("type", "text"), "", ""
     if kind not in ("text", "json_object", "json_schema"):
         field, why = "response_format", "has an unknown type; text, json_object and json_schema are known"
     elif kind != "text" and request.continue_final and request.messages[-1].get("content"):
         field, why = "response_format", "cannot be held by an answer that goes on; ask for it again"
-    elif request.logit_bias:
-        field, why = "logit_bias", "is not supported by this engine"
+    elif any(not 0 <= i < vocab for i, _ in request.sampling.logit_bias):
+        field, why = "logit_bias", f"has an id outside the vocabulary of {vocab:,} tokens"
     elif request.logprobs:
         field, why = "top_logprobs", "other tokens than the chosen ones are not told by this engine; 0 is possible"
     elif request.template_kwargs:

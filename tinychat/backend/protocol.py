@@ -92,7 +92,6 @@ class Request:
     tool_choice: str | Mapping[str, Any] = "auto"
     response_format: Mapping[str, Any] | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     overflow: Literal["refuse", "oldest", "thinking"] = "refuse"
     conversation: str = ""
@@ -176,7 +175,8 @@ class Piece:
 @dataclass(frozen=True)
 class ToolCall:
     """A piece of call number `index`: the first one carries `id` and `name`, later ones more of `arguments` (JSON
-    text). One with a `note` takes the call back: it never became complete, and its text follows as answer."""
+    text). One with a `note` says why a call could not be read, and takes back what came of it; its text follows as
+    answer."""
 
     index: int
     arguments: str

@@ -54,7 +54,7 @@ LETTERS_PER_TOKEN = 4  # where nobody counts
 ServerKind = Literal["tinychat", "llama", "vllm", "openai"]
 """What a server is, as far as it says: it decides which fields beyond OpenAI's it is sent."""
 
-_OPENAI = {"temperature": "temperature", "top_p": "top_p", "seed": "seed"}
+_OPENAI = {name: name for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed")}
 _VLLM = _OPENAI | {"top_k": "top_k", "min_p": "min_p", "repeat_penalty": "repetition_penalty"}
 _NAMES: Mapping[ServerKind, Mapping[str, str]] = {"openai": _OPENAI, "vllm": _VLLM}
 """Parameters of sampling, by their names here, and what these servers call them; the others know all, as they are."""
@@ -324,8 +324,8 @@ class RemoteBackend:
             body["max_tokens"] = r.max_tokens
         if r.stop:
             body["stop"] = list(r.stop)
-        if r.logit_bias:
-            body["logit_bias"] = {str(i): bias for i, bias in r.logit_bias.items()}
+        if r.sampling.logit_bias:
+            body["logit_bias"] = {str(i): bias for i, bias in r.sampling.logit_bias}
         if r.raw is not None:
             unlimited = {"max_tokens": -1} if r.max_tokens is None and self._kind in ("tinychat", "llama") else {}
             details = {"return_details": True, "return_progress": True} if self._kind == "tinychat" else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,13 +13,15 @@ from functools import partial
 
 from tinychat.backend.protocol import ToolCall
 from tinychat.backend.stream import EventStream
-from tinychat.chat.conversation import Call
+from tinychat.chat.conversation import Call, Conversation, Turn
 from tinychat.errors import TinychatError
 from tinychat.tools.permission import Permissions
 from tinychat.tools.protocol import CallContext, CallRefused, CallStopped, PermissionAnswer, Question, Result
 from tinychat.tools.toolbox import LIMIT, Toolbox
 
 ROUNDS = 20  # answers in a row that may call tools before the user is asked to go on
+REPEATS = 3  # answers in a row that may make one and the same call
+ALREADY = "The same result as before. Do not call for it again: answer the user in words, or make another call."
 LEAST, LETTERS_PER_TOKEN = 1000, 3
 
 
@@ -40,6 +42,22 @@ class Done:
     tokens: int = 0
 
 
+def result_of(call: Call, before: Sequence[Turn], toolbox: Toolbox, context: CallContext, limit: int = LIMIT) -> Result:
+    """Runs `call`, unless it could not be read, or `before`, the results of the same call in the answers before it, has
+    its result already."""
+    if call.note:
+        return Result(f"error: this call could not be read: {call.note}. It was not run. Write it again.", "failed")
+    if before and before[0].stop_reason == "done":
+        return Result(f"{before[0].text}\n{ALREADY}")
+    return toolbox.call(call.name, call.arguments, context, limit)
+
+
+def stuck(conversation: Conversation) -> str:
+    """The name of a tool that the last answer calls exactly as REPEATS - 1 answers before it have done, or ""."""
+    calls = conversation.pending
+    return next((call.name for call in calls if len(conversation.repeats(call)) >= REPEATS - 1), "")
+
+
 class Run:
     """One call while it runs. `events` are any number of Asked and then one Done; `cancel` ends it."""
 
@@ -51,13 +69,14 @@ class Run:
         conversation: str,
         limit: int = LIMIT,
         count: Callable[[str], int] | None = None,
+        before: Sequence[Turn] = (),
     ) -> None:
-        """`limit` is the longest result in characters; `count` the tokens of a text."""
+        """`limit` is the longest result in characters; `count` the tokens of a text; `before` as of `result_of`."""
         self.call, self.began, self.cancel = call, time.monotonic(), threading.Event()
         self.events: EventStream[Asked | Done] = EventStream()
         self._asked: Future[PermissionAnswer] | None = None
         context = CallContext(partial(self._ask, permissions, conversation), self.cancel)
-        job = partial(self._run, toolbox, context, limit, count)
+        job = partial(self._run, partial(result_of, call, before, toolbox, context, limit), count)
         threading.Thread(target=job, name=f"tool {call.name}", daemon=True).start()
 
     @property
@@ -89,8 +108,8 @@ class Run:
             raise CallRefused("the user refused this")
         permissions.remember(question, given, conversation)
 
-    def _run(self, toolbox: Toolbox, context: CallContext, limit: int, count: Callable[[str], int] | None) -> None:
-        result = toolbox.call(self.call.name, self.call.arguments, context, limit)
+    def _run(self, job: Callable[[], Result], count: Callable[[str], int] | None) -> None:
+        result = job()
         seconds, tokens = self.seconds, 0
         with suppress(TinychatError):
             tokens = count(result.text) if count and not self.cancel.is_set() else 0
@@ -100,14 +119,16 @@ class Run:
 
 @dataclass
 class Written:
-    """The calls of an answer while it is generated; `note` says why a call could not be parsed."""
+    """The calls of an answer while it is generated; `note` says why one could not be read."""
 
     calls: dict[int, list[str]] = field(default_factory=dict)  # id, name, and the pieces of the arguments
+    unread: list[Call] = field(default_factory=list)
     note: str = ""
 
     def take(self, event: ToolCall) -> None:
         if event.note:
-            self.calls.pop(event.index, None)
+            _, name, *arguments = self.calls.pop(event.index, ("", event.name or "unknown"))
+            self.unread.append(Call(f"unread{len(self.unread)}", name, "".join(arguments), event.note))
             self.note = event.note
         else:
             call = self.calls.setdefault(event.index, [event.id, event.name])
@@ -121,16 +142,16 @@ class Written:
         _, name, *arguments = self.calls[max(self.calls)]
         return f"calling {name}: {sum(map(len, arguments)):,} characters"
 
-    def made(self) -> tuple[Call, ...]:
-        """The calls, each with a unique id. A call whose arguments are not a JSON object is left out, with a note."""
+    def made(self, reason: str) -> tuple[Call, ...]:
+        """The calls of an answer that ended for `reason`, each with a unique id; those that could not be read, with a
+        note, where the model had ended the answer."""
         out: list[Call] = []
         for index, (id, name, *arguments) in sorted(self.calls.items()):
             text, known = "".join(arguments) or "{}", {call.id for call in out}
-            if is_object(text):
-                out.append(Call(id if id and id not in known else f"call{index}", name, text))
-            else:
-                self.note = f"the arguments of {name} are no JSON object"
-        return tuple(out)
+            note = "" if is_object(text) else "its arguments are no JSON object"
+            self.note = note or self.note
+            out.append(Call(id if id and id not in known else f"call{index}", name, text, note))
+        return tuple(call for call in (*out, *self.unread) if not call.note or reason in ("eos", "tool_calls"))
 
 
 def is_object(text: str) -> bool:

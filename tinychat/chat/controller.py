@@ -33,7 +33,7 @@ from tinychat.backend.protocol import (
     Usage,
     reserve_for,
 )
-from tinychat.chat.calling import ROUNDS, Asked, Done, Run, is_object, room_for
+from tinychat.chat.calling import REPEATS, ROUNDS, Asked, Done, Run, is_object, room_for, stuck
 from tinychat.chat.changes import Asks, Change, Ended, Grew, ModelChanged, Notice, Overflow, Reset, SentBack
 from tinychat.chat.compacting import Summarising
 from tinychat.chat.conversation import Attachment, Conversation, Removed, Turn, summary_line
@@ -78,6 +78,10 @@ REPEATED = (
     "the answer repeated itself and was stopped: ctrl+r asks again, f5 continues it all the same; "
     "stop_repetition = false in /settings never stops one"
 )
+COUNTED = (
+    400_000  # characters: of a longer text, which takes the tokenizer more than a second, the tokens are estimated
+)
+ESTIMATED = 40_000  # characters, from which
 
 
 @dataclass(frozen=True)
@@ -173,6 +177,11 @@ class Controller:
     def loaded(self) -> Path | None:
         """The file of the model that answers, or of the one being loaded."""
         return self._choice.path if self._choice is not None and (self.backend or self.loading) else None
+
+    @property
+    def choice(self) -> ModelChoice | None:
+        """The model that answers, as it was asked for; None while nothing is loaded."""
+        return self._choice if self.ready else None
 
     @property
     def stats(self) -> Stats | None:
@@ -277,15 +286,17 @@ class Controller:
         begun = conversation.can_continue()  # with the user's start of the answer
         self._start(conversation, len(conversation.turns) - begun, go_on=begun)
 
-    def replay(self, before: str) -> None:
-        """Asks all questions again, of the model that is loaded or will be; `before` was the conversation's until now.
-        The answers so far stay, as the other version of the first one and what follows it."""
+    def replay(self, model: ModelChoice) -> None:
+        """Asks `model` all questions again, and loads it where it is not. The answers so far stay, as the other version
+        of the first one and what follows it."""
         self._idle("replay")
         questions = tuple(turn for turn in self.conversation.turns if turn.role == "user")
         if not questions:
             raise TinychatError("there is no question to ask again yet")
+        if not (self.ready and self.loaded == model.path):
+            self.load(model.name, model.path, **model.options)
         self._titles.cancel()
-        self.replaying = Replay(questions, self.conversation.model, before)
+        self.replaying = Replay(questions, model.name)
 
     def edit(self, index: int, text: str, files: tuple[Attachment, ...] = ()) -> None:
         """Asks with another text and files in place of the user's turn `index`, or puts `text` in place of answer
@@ -322,9 +333,9 @@ class Controller:
         left, c = self._left.pop(), self.conversation
         if isinstance(left, Removed):
             self._show(c.put_back(left))
-            return
-        place = next((i for i, turn in enumerate(c.turns) if turn.id == left), None)
-        self._show(c.show(left) if place is None else c.cut(place + 1))  # a summary came right after what was left
+        else:
+            place = next((i for i, turn in enumerate(c.turns) if turn.id == left), None)
+            self._show(c.show(left) if place is None else c.cut(place + 1))  # a summary came right after what was left
 
     def _show(self, conversation: Conversation) -> bool:
         """Shows another path of the conversation; False when it is the present one."""
@@ -438,7 +449,8 @@ class Controller:
             asked = c
         typed = () if {t.id for t in (*c.turns, *c.others)} >= {asked.turns[-1].id} else asked.turns[-1:]
         rest = asked.turns[: len(asked.turns) - len(typed)]
-        compacted = replace(asked, turns=rest, parameters=c.parameters, name=c.name).compact(summary.end, summary.turn)
+        now = replace(asked, parameters=c.parameters, name=c.name, model_title=c.model_title, project=c.project)
+        compacted = replace(now, turns=rest).compact(summary.end, summary.turn)
         self._left.append(c.turns[-1].id)
         start = min(summary.end, _first_other(c, compacted))
         self._set(compacted)
@@ -633,10 +645,11 @@ class Controller:
         if reason == "stopped" and isinstance(self.state, Stopping) and self.state.repeats:
             reason = "repeated"
         assert r is not None
-        turn, calls, tokens = self.conversation.turns[-1], r.written.made(), r.tokens
+        turn, calls, tokens = self.conversation.turns[-1], r.written.made(reason), r.tokens
         if calls and stats is not None and usage is not None:  # their tokens come as no Piece
             tokens, self.usage = stats.generated_tokens, usage
-        reason = "eos" if reason == "tool_calls" and not calls else reason
+        if reason in ("eos", "tool_calls"):
+            reason = "tool_calls" if calls else "eos"
         kept = {k: getattr(stats, k) for k in KEPT_STATS} if stats is not None else {}
         turn = replace(
             turn,
@@ -658,7 +671,11 @@ class Controller:
         self._store()
         if reason == "repeated":
             self._changes.append(Notice(REPEATED))
-        if reason == "tool_calls":
+        if reason == "tool_calls" and (name := stuck(self.conversation)):
+            text = f"{REPEATS} answers in a row made the same call of {name}; /continue runs it"
+            self._changes.append(Notice(text, error=True))
+            self._measure()
+        elif reason == "tool_calls":
             self._call_next(r.round, {})
         elif reason == "context":
             c = self.conversation
@@ -703,8 +720,10 @@ class Controller:
         index = len(self.conversation.turns)
         if pending:
             self._count.forget()
-            run = Run(self.toolbox, self.permissions, pending[0], self.conversation.id, self._room(), self._tokens)
-            self.conversation = self.conversation.add(Turn("tool", "", call_id=pending[0].id))
+            c, call = self.conversation, pending[0]
+            before = c.repeats(call) if round else ()  # in round 0 the user wants it run
+            run = Run(self.toolbox, self.permissions, call, c.id, self._room(), self._tokens, before)
+            self.conversation = c.add(Turn("tool", "", call_id=call.id))
             self.state = Calling(run, index, round, kept)
             self._changes.append(Reset(index, self.conversation, live=True))
         elif round >= ROUNDS:
@@ -740,14 +759,22 @@ class Controller:
         """The longest result, in characters."""
         return room_for(self.usage.free) if self.usage.limit else LIMIT
 
-    def _tokens(self, text: str) -> int:
-        """Of a result, on the thread of its call. A local model's tokenizer is asked, which waits for nothing: the
-        engine's thread may be saving the KV cache."""
+    def count(self, text: str) -> tuple[int, bool]:
+        """The tokens of `text`, on a thread of the caller's, and whether they are counted; otherwise estimated. A local
+        model's tokenizer is asked, which waits for nothing: the engine's thread may be saving the KV cache. A server
+        is not: what is not sent does not leave this computer. Raises TinychatError."""
         if (backend := self.backend) is None:
-            return 0
-        if self.instruments is not None:
-            return len(cast(Tokenizing, backend).tokenize(text, special=False, whole=False))
-        return backend.measure(Request(raw=text)).prompt
+            return 0, False
+        if self.instruments is not None and len(text) <= COUNTED:
+            return len(cast(Tokenizing, backend).tokenize(text, special=False, whole=False)), True
+        if self.instruments is not None:  # as many as in its first part
+            start = len(cast(Tokenizing, backend).tokenize(text[:ESTIMATED], special=False, whole=False))
+            return start * len(text) // ESTIMATED, False
+        return backend.measure(Request(raw=text)).prompt, False
+
+    def _tokens(self, text: str) -> int:
+        """Of a result, on the thread of its call."""
+        return self.count(text)[0]
 
     def _failed(self, event: Failed) -> None:
         r = self.running

@@ -6,6 +6,7 @@ Every change returns a new Conversation, so that a view, a saved copy and a runn
 from __future__ import annotations
 
 import html
+import json
 import re
 import time
 import uuid
@@ -14,7 +15,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from tinychat.chat.parameters import Parameters
-from tinychat.errors import TinychatError, encodable
+from tinychat.errors import TinychatError, encodable, printable
+from tinychat.units import speed
 
 Role = Literal["user", "assistant", "tool", "summary"]
 # Of the JSON form; 3 had no summaries; 2 had no tools; 1 had no versions: no `others`, and turns without `id` and
@@ -42,11 +44,19 @@ class Attachment:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a tool that the model made; `arguments` is JSON text as it was written."""
+    """A call of a tool that the model made; `arguments` is JSON text as it was written. `note` says why it could not be
+    read; it is not run then."""
 
     id: str
     name: str
     arguments: str
+    note: str = ""
+
+    def same(self, other: Call) -> bool:
+        """Whether both call the same with the same arguments, or neither could be read."""
+        if self.note or other.note:
+            return bool(self.note and other.note)
+        return self.name == other.name and _parsed(self.arguments) == _parsed(other.arguments)
 
 
 @dataclass(frozen=True)
@@ -205,6 +215,18 @@ class Conversation:
         made = {call.id: call for call in next(answers, turn).calls}
         return made.get(turn.call_id, Call(turn.call_id, "", ""))
 
+    def repeats(self, call: Call) -> tuple[Turn, ...]:
+        """The results that earlier answers to the same message got for the same as `call`, one of the last answer's,
+        with nothing else called since the first of them; oldest first."""
+        found: list[Turn] = []
+        start = -1 if self.last_prompt is None else self.last_prompt
+        for index in reversed(range(start + 1, self.last_answer or 0)):
+            if self.turns[index].role == "tool":
+                if not self.call_of(index).same(call):
+                    break
+                found.insert(0, self.turns[index])
+        return tuple(found)
+
     # changes
 
     def add(self, turn: Turn) -> Conversation:
@@ -229,7 +251,7 @@ class Conversation:
         answer, call = self.turns[at], self.call_of(index)
         if arguments is None or arguments == call.arguments:
             return self.cut(index), self.turns[index + 1 : end]
-        calls = tuple(replace(c, arguments=arguments) if c.id == call.id else c for c in answer.calls)
+        calls = tuple(replace(c, arguments=arguments, note="") if c.id == call.id else c for c in answer.calls)
         changed = replace(answer, id=0, calls=calls, created=time.time())
         return self.cut(at).add(changed), self.turns[at + 1 : index] + self.turns[index + 1 : end]
 
@@ -427,7 +449,11 @@ class Conversation:
             message: dict[str, Any] = {"role": turn.role, "content": turn.content}
             if turn.calls:
                 message["tool_calls"] = [
-                    {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments or "{}"}}
+                    {
+                        "id": c.id,
+                        "type": "function",
+                        "function": {"name": c.name, "arguments": "{}" if c.note else c.arguments or "{}"},
+                    }
                     for c in turn.calls
                 ]
             if turn.role == "tool":
@@ -457,6 +483,13 @@ class Conversation:
             raise TinychatError(f"this is not a tinychat conversation ({type(e).__name__}: {e})") from None
 
 
+def _parsed(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+
+
 def _turn(data: Mapping[str, Any]) -> Turn:
     known = {f.name for f in fields(Turn)}
     values = {k: v for k, v in data.items() if k in known}
@@ -465,7 +498,7 @@ def _turn(data: Mapping[str, Any]) -> Turn:
     files = tuple(Attachment(f["name"], f["text"]) for f in values.get("files", ()))
     if values["role"] == "tool" and not values.get("stop_reason"):  # tinychat was killed while it ran
         values |= {"text": NOT_RUN, "stop_reason": "stopped"}
-    calls = tuple(Call(c["id"], c["name"], c["arguments"]) for c in values.get("calls", ()))
+    calls = tuple(Call(c["id"], c["name"], c["arguments"], c.get("note", "")) for c in values.get("calls", ()))
     return Turn(**{**values, "files": files, "calls": calls})
 
 
@@ -524,6 +557,20 @@ def summary_line(turn: Turn) -> str:
     turns, tokens = int(s.get("replaced_turns", 0)), int(s.get("replaced_tokens", 0))
     saves = f" · {tokens:,} → {int(s.get('generated_tokens', 0)):,} tokens" if tokens else ""
     return f"summary of {turns} earlier turn{'s' * (turns != 1)}, sent in their place{saves}"
+
+
+def footer_text(turn: Turn) -> str:
+    """412 tokens · 72.4 tok/s · reused 1,812 · prefilled 43."""
+    s = turn.stats
+    tokens, left_out = int(s.get("generated_tokens", 0)), int(s.get("left_out", 0))
+    parts = ["edited" * turn.edited, ENDINGS.get(turn.stop_reason, "")]
+    parts.append(f"left out the oldest {left_out} turn{'s' * (left_out != 1)}" if left_out else "")
+    parts.append(f"a call could not be read: {printable(turn.note, newlines=False)}" if turn.note else "")
+    parts.append(f"{tokens:,} token{'s' * (tokens != 1)}" if tokens else "")
+    parts.append(f"{speed(s['decode_tok_s'])} tok/s" if s.get("decode_tok_s") else "")
+    parts.append(f"reused {s['reused_tokens']:,}" if s.get("reused_tokens") else "")
+    parts.append(f"prefilled {s['prefilled_tokens']:,}" if s.get("prefilled_tokens") else "")
+    return " · ".join(filter(None, parts))
 
 
 def fenced(text: str) -> str:

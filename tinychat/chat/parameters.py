@@ -11,7 +11,7 @@ from tinychat.backend.protocol import SAMPLING_PARAMETERS as SAMPLING_PARAMETERS
 from tinychat.backend.protocol import Parameter, Sampling
 from tinychat.errors import TinychatError, printable
 
-_OF_MODEL = {"dry_breakers"}  # fields of Sampling that the engine fills in
+_NOT_SET = {"dry_breakers", "logit_bias"}  # fields of Sampling that no user sets
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Parameters:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON and TOML-like stores."""
         values = {**asdict(self), "chosen": sorted(self.chosen)}
-        for name in _OF_MODEL:
+        for name in _NOT_SET:
             del values["sampling"][name]
         return values
 
@@ -57,7 +57,7 @@ class Parameters:
         values = {k: v for k, v in data.items() if k in known}
         sampling = values.pop("sampling", {})
         values["chosen"] = frozenset(map(str, values.get("chosen", ()))) & SAMPLING_PARAMETERS.keys()
-        names = {f.name for f in fields(Sampling)} - _OF_MODEL
+        names = {f.name for f in fields(Sampling)} - _NOT_SET
         try:
             given: dict[str, Any] = {
                 k: tuple(v) if isinstance(v, list) else v for k, v in dict(sampling).items() if k in names

@@ -9,11 +9,10 @@ from tinychat.chat.conversation import Turn
 
 @dataclass(frozen=True)
 class Replay:
-    """`asked` of the `questions` were put to `model`; `before` is the model that the conversation had."""
+    """`asked` of the `questions` were put to `model`."""
 
     questions: tuple[Turn, ...]
     model: str
-    before: str
     asked: int = 0
 
     @property

@@ -1,6 +1,6 @@
 """The user's settings: one TOML file, read on start, changed one key at a time; comments and unknown keys stay.
 
-model = "glm-4.7:flash"          # what `tinychat` opens
+model = "glm-4.7:flash"          # what `tinychat` opens; without it, last_model, which the chat writes
 kv_cache_gb = 8
 stop_repetition = false          # let an answer repeat itself without end
 titles = false                   # name no conversation by its model
@@ -38,7 +38,8 @@ from tinychat.models.registry import Model, user_models
 class Settings:
     """The values of the settings file; `problems` are lines for the user about its errors."""
 
-    model: str = ""  # registry name, path or URL; "" = ask with the picker
+    model: str = ""  # registry name, path or URL; "" = last_model, or ask with the picker
+    last_model: str = ""  # registry name, path or saved server that was loaded last; the chat writes it
     threads: int | None = None  # None = as many as the machine has cores
     theme: str = ""  # "" = tinychat's own
     experts: bool = False  # the heat strip of experts in the panel
@@ -54,6 +55,7 @@ class Settings:
 
 _KEYS: dict[str, tuple[tuple[type, ...], Callable[[Any], bool], str]] = {
     "model": ((str,), lambda v: True, "a string"),
+    "last_model": ((str,), lambda v: True, "a string"),
     "threads": ((int,), lambda v: 1 <= v <= 1024, "a whole number from 1 to 1024"),
     "theme": ((str,), lambda v: True, "a string"),
     "experts": ((bool,), lambda v: True, "true or false"),

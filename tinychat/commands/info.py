@@ -14,6 +14,7 @@ from rich.filesize import decimal
 
 from tinychat.commands.loading import CONTEXT, header
 from tinychat.console import grid, show, show_json
+from tinychat.engine import snapshots
 from tinychat.engine.config import ModelConfig
 from tinychat.engine.fit import fit
 from tinychat.engine.gguf import GGUF
@@ -80,7 +81,8 @@ def _describe(path: Path, name: str, context: int = CONTEXT) -> dict[str, Any]:
     except TinychatError as e:
         return facts | {"problem": str(e)}
     context = min(context, config.context)
-    verdict = fit(weights, plan.kv_bytes_per_token, context)
+    states = snapshots.memory(plan)
+    verdict = fit(weights, plan.kv_bytes_per_token, context, state_bytes=states)
     values = {k: v for k, v in asdict(config).items() if k not in ("rope", "architecture", "name")}
     del values["window_heads"]["rope"]
     sizes = {k: sorted(v) if isinstance(v, frozenset) else v for k, v in values.items()}
@@ -89,6 +91,8 @@ def _describe(path: Path, name: str, context: int = CONTEXT) -> dict[str, Any]:
         "context": config.context,
         "config": sizes,
         "kv_bytes_per_token": plan.kv_bytes_per_token,
+        "state_bytes": plan.state_bytes,
+        "snapshots": snapshots.kept(plan),
         "bytes_per_token": plan.bytes_per_token(),
         "fit": asdict(verdict) | {"context": context},
     }
@@ -118,6 +122,8 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
             )
         yield "context", f"{facts['context']:,} tokens trained"
         yield "KV cache", f"{decimal(facts['kv_bytes_per_token'])} per token"
+        if state := facts["state_bytes"]:
+            yield "state", f"{decimal(state)} whatever the context, and up to {facts['snapshots']} snapshots of it"
         yield "moves", f"{decimal(facts['bytes_per_token'])} of weights per token"
         yield "memory", f"{facts['fit']['verdict']}: {facts['fit']['explanation']}"
     yield "parameters", f"{facts['parameters']:,}"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinychat.chat import servers
-from tinychat.chat.calling import ROUNDS, Written
+from tinychat.chat.calling import REPEATS, ROUNDS, Written, result_of, stuck
 from tinychat.chat.conversation import Attachment, Call, Conversation, Turn
 from tinychat.chat.parameters import Parameters
 from tinychat.chat.schema import read_schema, response_format
@@ -93,15 +93,16 @@ def run(
 
     if toolbox is not None and not backend.info.can.tools:
         raise TinychatError("what answers here cannot call tools; leave out --tools and --mcp")
+    asked = () if raw else _messages(chosen.system, question)
     request = Request(
-        messages=() if raw else _messages(chosen.system, question),
+        messages=asked,
         raw=question if raw else None,
         sampling=chosen.sampling_of(defaults),
         max_tokens=chosen.max_tokens,
         thinking=think,
         response_format=form,
     )
-    shown, called = _Printer(quiet=as_json), list[dict[str, object]]()
+    shown, called, talk = _Printer(quiet=as_json), list[dict[str, object]](), Conversation()
     with closing(backend), closing(mcp):
         for status in _started(mcp):
             say(f"the MCP server {status.config.name} cannot be used: {status.why}")
@@ -112,8 +113,12 @@ def run(
         for round in range(1, ROUNDS + 1):
             if toolbox is None or not said.calls:
                 break
-            results = _call(toolbox, permissions, said, round, called, as_json)
-            request = replace(request, messages=(*request.messages, *results), cancel=threading.Event())
+            talk = talk.add(Turn("assistant", said.text["answer"], said.text["thinking"], calls=said.calls))
+            if repeated := stuck(talk):
+                say(f"{REPEATS} answers in a row made the same call of {repeated}; it was not run again")
+                break
+            talk = _call(toolbox, permissions, talk, round, called, as_json)
+            request = replace(request, messages=(*asked, *talk.messages()), cancel=threading.Event())
             said = _answer(backend, request, shown)
     finished = said.finished
     stats = finished.stats
@@ -175,7 +180,7 @@ def _answer(backend: Backend, request: Request, shown: _Printer) -> _Said:
     finally:
         request.cancel.set()
         shown.end()
-    calls = written.made() if finished.reason == "tool_calls" else ()
+    calls = written.made(finished.reason) if finished.reason in ("eos", "tool_calls") else ()
     if written.note:
         say(f"a call could not be read: {written.note}")
     return _Said(finished, text, ids, calls)
@@ -204,23 +209,23 @@ def _started(mcp: McpServers) -> list[McpStatus]:
 def _call(
     toolbox: Toolbox,
     permissions: Permissions,
-    said: _Said,
+    talk: Conversation,
     round: int,
     called: list[dict[str, object]],
     quiet: bool,
-) -> list[Any]:
-    """Runs the calls of an answer one after the other. Returns the messages of the answer and of the results."""
-    talk = Conversation((Turn("assistant", said.text["answer"], said.text["thinking"], calls=said.calls),))
-    for call in said.calls:
+) -> Conversation:
+    """Runs the calls of the last answer one after the other. Returns the conversation with their results."""
+    for call in talk.pending:
         began = time.monotonic()
-        result = toolbox.call(call.name, call.arguments, CallContext(partial(_ask, permissions), threading.Event()))
+        context = CallContext(partial(_ask, permissions), threading.Event())
+        result = result_of(call, talk.repeats(call), toolbox, context)
         spent = time.monotonic() - began
         made = {"round": round, "name": call.name, "arguments": call.arguments}
         called.append({**made, "result": result.text, "state": result.state, "seconds": spent})
         if not quiet:
             say(f"▸ {call.name} {call.arguments[:200]} · {result.state} · {spent:.2f} s")
         talk = talk.add(Turn("tool", result.text, call_id=call.id, stop_reason=result.state))
-    return talk.messages()
+    return talk
 
 
 def _ask(permissions: Permissions, question: Question) -> None:
@@ -256,7 +261,7 @@ def _messages(system: str, question: str) -> tuple[dict[str, str], ...]:
 
 def _question(prompt: str, files: Sequence[str]) -> str:
     """The prompt with its attachments: `files`, and the text of stdin where stdin is a pipe or a file."""
-    from tinychat.ui.chat.attach import read
+    from tinychat.chat.attach import read
 
     attached = [read(expand(name), name) for name in files]
     if prompt != "-" and _stdin_has_text() and (text := sys.stdin.buffer.read().decode("utf-8", "replace")).strip():

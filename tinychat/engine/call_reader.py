@@ -104,10 +104,9 @@ class CallReader:
 
     def _give_up(self, why: str, silently: bool) -> None:
         """Returns the text read since the last complete call to the answer."""
-        if self._call and self._call.started:
-            self._scan.fragments.append(Fragment("call", "", self._call.index, note=why))
-        self._call = None
+        call, self._call = self._call or _Call(self._calls), None
         if not silently:
+            self._scan.fragments.append(Fragment("call", "", call.index, call.id, call.name, why))
             self._notes.append(f"a tool call could not be read: {why}")
         self._scan.give("answer", self._scan.text[self._raw : self._scan.at])
 

@@ -49,15 +49,28 @@ class Architecture:
     beside: bool = False  # a dense feed-forward is beside the experts
     unscaled: bool = False  # scores are not divided by the square root of the key length
     sinks: bool = False
+    delta_rule: Literal["grouped", "tiled"] | None = None  # most layers have one: how its heads share those of q and k
+    gated: bool = False  # attention has a gate, and so has the shared expert
 
 
 _DEEPSEEK = Architecture("norm", mla=True, expert_keys=True)
+_QWEN35 = Architecture(
+    "neox",
+    qk_norm="head",
+    normalize_experts=True,
+    ffn_norm="post_attention_norm",
+    delta_rule="tiled",
+    gated=True,
+)
 
 ARCHITECTURES = {
     "llama": Architecture("norm", normalize_experts=True),
     "qwen2": Architecture("neox"),
     "qwen3": Architecture("neox", qk_norm="head"),
     "qwen3moe": Architecture("neox", qk_norm="head", normalize_experts=True),
+    "qwen3next": replace(_QWEN35, delta_rule="grouped"),
+    "qwen35": _QWEN35,
+    "qwen35moe": _QWEN35,
     "olmoe": Architecture("neox", qk_norm="projection"),
     "olmo2": Architecture("neox", qk_norm="projection", ffn_norm="", post_norms=True, window_every=4),
     "smollm3": Architecture("norm", no_rope_every=4),
@@ -109,7 +122,8 @@ ARCHITECTURES = {
 
 # What other architectures need that the plan's grammar does not have.
 _MISSING = {
-    "a gated delta rule with a short convolution": "qwen35 qwen35moe qwen3next kimi-linear bailingmoe3",
+    "a delta rule with a decay per channel": "kimi-linear bailingmoe3",
+    "pictures (the file is the part of a model that sees)": "clip",
     "per-layer embeddings": "gemma3n",
     "short convolutions": "lfm2 lfm2moe",
     "state-space layers": "mamba mamba2 falcon-h1 granitehybrid jamba nemotron_h nemotron_h_moe plamo2",
@@ -159,6 +173,18 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
+class DeltaConfig:
+    """Sizes of ops.DeltaRule, and the `layers` that have one. `width`: inputs of the short convolution."""
+
+    key_heads: int
+    heads: int
+    head_dim: int  # of keys and values
+    width: int
+    grouped: bool
+    layers: frozenset[int]
+
+
+@dataclass(frozen=True)
 class Heads:
     """Sizes of a layer's attention. `key` and `value`: values of a head."""
 
@@ -204,7 +230,9 @@ class ModelConfig:
     post_norms: bool
     fused_ffn: bool
     activation: Activation
+    gated: bool
     latent: MLAConfig | None
+    delta_rule: DeltaConfig | None
     experts: MoEConfig | None
 
     @classmethod
@@ -292,6 +320,8 @@ class ModelConfig:
         qk_norm = arch.qk_norm
         if arch.qk_norm_optional and "blk.0.attn_q_norm.weight" not in gguf.tensors:
             qk_norm = None
+        if arch.delta_rule:
+            _check_sections(kv, rope_dims)
         every, experts = arch.no_rope_every, _experts(kv, arch, layers, vocab)
         return cls(
             architecture=name,
@@ -325,7 +355,9 @@ class ModelConfig:
             post_norms=arch.post_norms,
             fused_ffn=arch.fused_ffn,
             activation=arch.activation,
+            gated=arch.gated,
             latent=latent,
+            delta_rule=_delta_rule(kv, arch, layers),
             experts=experts,
         )
 
@@ -459,6 +491,40 @@ def _kv_heads(kv: _Metadata, heads: int, windowed: frozenset[int]) -> tuple[int,
     return n, n
 
 
+def _delta_rule(kv: _Metadata, arch: Architecture, layers: int) -> DeltaConfig | None:
+    if not arch.delta_rule:
+        return None
+    key_heads, heads = kv.integer("ssm.group_count"), kv.integer("ssm.time_step_rank")
+    head_dim, inner = kv.integer("ssm.state_size"), kv.integer("ssm.inner_size")
+    if heads % key_heads:
+        raise kv.bad("ssm.time_step_rank", f"a multiple of ssm.group_count {key_heads}", heads)
+    if inner != heads * head_dim:
+        raise kv.bad("ssm.inner_size", f"ssm.time_step_rank * ssm.state_size, {heads * head_dim}", inner)
+    key = "attention.recurrent_layers"
+    which = kv.values.get(kv.prefix + key)
+    if which is None:
+        every = kv.integer("full_attention_interval", 4)
+        which = np.arange(1, layers + 1) % every
+    if not isinstance(which, np.ndarray) or which.dtype.kind not in "iub" or len(which) < layers:
+        raise kv.bad(key, "true or false for every layer", which)
+    width = kv.integer("ssm.conv_kernel", low=2)
+    found = frozenset(int(i) for i in np.flatnonzero(which[:layers]))
+    return DeltaConfig(key_heads, heads, head_dim, width, arch.delta_rule == "grouped", found)
+
+
+def _check_sections(kv: _Metadata, dims: int) -> None:
+    """Positions of texts are the same in time, height and width; then pairs that belong to none of them would not
+    turn (ggml-cpu/ops.cpp, ggml_mrope_cache_init)."""
+    key = "rope.dimension_sections"
+    sections = kv.values.get(kv.prefix + key)
+    if sections is None:
+        return
+    if not isinstance(sections, np.ndarray) or sections.dtype.kind not in "iu" or len(sections) < 3:
+        raise kv.bad(key, "whole numbers", sections)
+    if any(pair // 3 >= int(sections[pair % 3]) for pair in range(dims // 2)):
+        raise kv.bad(key, f"sections that take turns over {dims // 2} pairs", sections)
+
+
 def _temperature(kv: _Metadata) -> Temperature | None:
     scale = kv.number("attention.temperature_scale", 0.0)
     return Temperature(scale, kv.integer("attention.temperature_length")) if scale else None
@@ -474,7 +540,10 @@ def _experts(kv: _Metadata, arch: Architecture, layers: int, vocab: int) -> MoEC
         raise kv.bad("expert_used_count", f"at most expert_count {count}", used)
     ff = kv.integer("expert_feed_forward_length", 0, low=0)
     if not ff:
-        ff = kv.integer("feed_forward_length") // (used if kv.prefix == "qwen3moe." else 1)
+        ff = kv.integer("feed_forward_length") // (used if arch.gated or kv.prefix == "qwen3moe." else 1)
+    shared_ff = kv.integer("expert_shared_count", 0, low=0) * ff if arch.expert_keys else 0
+    if arch.gated:
+        shared_ff = kv.integer("expert_shared_feed_forward_length", kv.integer("feed_forward_length", 0, low=0), low=0)
     gating, function = arch.gating, kv.integer("expert_gating_func", 0, low=0) if arch.expert_keys else 0
     if function not in (0, *_GATING):
         raise kv.bad("expert_gating_func", "1 softmax, 2 sigmoid, 3 softmax after top-k or 4 sqrt-softplus", function)
@@ -494,7 +563,7 @@ def _experts(kv: _Metadata, arch: Architecture, layers: int, vocab: int) -> MoEC
         count,
         used,
         ff,
-        kv.integer("expert_shared_count", 0, low=0) * ff if arch.expert_keys else 0,
+        shared_ff,
         dense,
         gating,
         normalize,

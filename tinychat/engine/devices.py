@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+from tinychat.engine import snapshots
 from tinychat.engine.fit import fit
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import SLOW, TinychatError
@@ -38,7 +39,8 @@ def make_executor(
             continue
         try:
             if name != "cuda":  # the CUDA executor checks the memory of its GPU
-                needs = fit(gguf.nbytes, plan.kv_bytes_per_token, max_context)
+                states = snapshots.memory(plan)
+                needs = fit(gguf.nbytes, plan.kv_bytes_per_token, max_context, state_bytes=states)
                 if needs.verdict == "does not fit":  # raised before anything large is allocated
                     raise TinychatError(f"not enough memory: {needs.explanation}; take a smaller quant or context")
             executor = _MAKERS[name](plan, gguf, max_context, threads, progress)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 import threading
 import time
 from collections import Counter, deque
@@ -15,6 +16,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from tinychat.engine import snapshots
 from tinychat.engine.answer import AnswerParser
 from tinychat.engine.config import ModelConfig
 from tinychat.engine.devices import OnProgress, has_cuda, make_executor
@@ -23,13 +25,14 @@ from tinychat.engine.expert_use import RecentExperts
 from tinychat.engine.fit import fit
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.grammar import Grammar, Matcher, Vocabulary, behind_thinking, calls_grammar
-from tinychat.engine.kvstore import KVStore, Reason
+from tinychat.engine.kvstore import LEAST, CacheBlock, KVStore, Reason
 from tinychat.engine.memory_limit import limit_of
 from tinychat.engine.plan import build_plan
 from tinychat.engine.prompt import Chat
 from tinychat.engine.sampling_defaults import sampling_defaults
 from tinychat.engine.scanner import MARK, Fragment, TextKind
 from tinychat.engine.session import OnPrefill, Session
+from tinychat.engine.snapshots import Snapshots
 from tinychat.engine.speculation import Source, Speculate
 from tinychat.engine.stats import Stats, available_memory, rss_bytes
 from tinychat.engine.tokenizer import Tokenizer
@@ -42,6 +45,7 @@ from tinychat.kernels.sampling import Sampling
 EngineStopReason = Literal["eos", "length", "stopped", "context"]
 
 DEFAULT_CONTEXT = 4096
+_ROWS = struct.Struct("<Q")
 DRY_BREAKERS = (b"\n", b":", b'"', b"*")  # as in llama.cpp (common/common.h, dry_sequence_breakers)
 
 
@@ -121,7 +125,8 @@ class Prepared:
         """Raises TinychatError when weights and KV cache need more than the available memory and `freed` bytes, those
         of a model that is unloaded first. A GPU's memory is checked by its executor, after the unloading."""
         if device != "cuda" and not has_cuda() and (available := available_memory()):
-            needs = fit(self.gguf.nbytes, self.plan.kv_bytes_per_token, self.max_context, available + freed)
+            room, states = available + freed, snapshots.memory(self.plan)
+            needs = fit(self.gguf.nbytes, self.plan.kv_bytes_per_token, self.max_context, room, states)
             if needs.verdict == "does not fit":
                 raise TinychatError(f"not enough memory: {needs.explanation}; take a smaller quant or context")
 
@@ -184,7 +189,7 @@ class Engine:
         self.stats = Stats(
             load_s=load_s,
             weight_bytes=executor.weight_bytes,
-            kv_bytes=executor.cache_bytes,
+            kv_bytes=executor.cache_bytes + snapshots.memory(plan),
             kv_bytes_per_token=plan.kv_bytes_per_token,
             context_max=info.max_context,
             kernels_per_token=executor.kernels_per_token,
@@ -361,13 +366,14 @@ class Engine:
             return False
         cost = self.store.save(
             self.info.fingerprint,
-            self.executor.cache_layout,
+            self._layout,
             self.session.tokens,
-            self.executor.read_cache,
+            self._read_block,
             tag=tag,
             reason=reason,
             seconds=seconds,
             stop=stop,
+            least=1 if self.plan.state_bytes else LEAST,  # the end is what has the last state
         )
         self.stats.save_s, self.stats.saved_rows, self.stats.saved_bytes = cost.seconds, cost.rows, cost.nbytes
         return cost.whole
@@ -375,15 +381,17 @@ class Engine:
     @contextmanager
     def cache_kept(self) -> Iterator[None]:
         """Around what uses the KV cache for something else: afterwards it holds what it held before."""
-        tokens = self.session.tokens
-        rows = self.executor.read_cache(0, len(tokens)) if tokens else b""
-        self.session.tokens = []
+        s, executor = self.session, self.executor
+        kept, state = (s.tokens, s.state_at, s.snapshots), executor.read_state()
+        rows = executor.read_cache(0, len(s.tokens)) if s.tokens else b""
+        s.tokens, s.state_at, s.snapshots = [], 0, Snapshots(snapshots.kept(self.plan))
         try:
             yield
         finally:
-            if tokens:
-                self.executor.write_cache(rows, 0, len(tokens))
-            self.session.tokens = tokens
+            s.tokens, s.state_at, s.snapshots = kept
+            if s.tokens:
+                executor.write_cache(rows, 0, len(s.tokens))
+            executor.write_state(state)
 
     @contextmanager
     def speculating(self, mode: Speculate) -> Iterator[None]:
@@ -407,15 +415,38 @@ class Engine:
         if not self.store:
             return
         started, held = time.perf_counter(), common_prefix(self.session.tokens, prompt)
-        saved = self.store.best(self.info.fingerprint, self.executor.cache_layout, prompt, self.info.max_context)
+        saved = self.store.best(self.info.fingerprint, self._layout, prompt, self.info.max_context)
         if saved and saved.usable > held:
-            del self.session.tokens[held:]
+            self.session.cut(held)
             for block, rows in self.store.read(saved, beyond=held):
-                self.executor.write_cache(rows, block.first, len(block.tokens))
-                self.session.tokens[block.first :] = block.tokens
+                self._write_block(block, rows, saved.usable)
             del self.session.tokens[saved.usable :]
             self.stats.restored_rows = len(self.session.tokens) - held
         self.stats.restore_s = time.perf_counter() - started
+
+    # A saved block of a plan with a state is the size of its rows (_ROWS), the rows, and the state behind them where
+    # that is the last one known or the last snapshot.
+
+    @property
+    def _layout(self) -> str:
+        return self.executor.cache_layout + (", with states" if self.plan.state_bytes else "")
+
+    def _read_block(self, first: int, rows: int) -> bytes:
+        data, end, s = self.executor.read_cache(first, rows), first + rows, self.session
+        if not self.plan.state_bytes:
+            return data
+        state = s.state(end) if end in (len(s.tokens), s.snapshots.newest()) else b""
+        return _ROWS.pack(len(data)) + data + state
+
+    def _write_block(self, block: CacheBlock, data: bytes, usable: int) -> None:
+        n, end = len(block.tokens), block.first + len(block.tokens)
+        if self.plan.state_bytes:
+            size = _ROWS.size + _ROWS.unpack_from(data)[0]
+            if len(data) > size and end <= usable:
+                self.session.snapshots.add(end, data[size:])
+            data = data[_ROWS.size : size]
+        self.executor.write_cache(data, block.first, n)
+        self.session.tokens[block.first :] = block.tokens
 
     @property
     def tokens(self) -> list[int]:

@@ -89,10 +89,17 @@ METADATA: dict[str, Bounds] = {
     "expert_count": _EXPERTS,
     "expert_used_count": Bounds(64, "published models choose up to 22 per token", least=1),
     "expert_feed_forward_length": _FF,
+    "expert_shared_feed_forward_length": _FF,
     "expert_shared_count": Bounds(64, "published models have up to 4"),
     "expert_group_count": _EXPERTS,
     "expert_group_used_count": _EXPERTS,
     "expert_gating_func": Bounds(255, "an enumeration"),
     "expert_weights_scale": Bounds(1e3, "published models have up to 2.5"),
+    "full_attention_interval": Bounds(1 << 10, "published models have 4", least=1),
+    "ssm.conv_kernel": Bounds(64, "published models have 4", least=1),
+    "ssm.state_size": Bounds(1 << 10, "published models have 128", least=1),
+    "ssm.inner_size": _WIDTH,
+    "ssm.time_step_rank": _HEADS,
+    "ssm.group_count": _HEADS,
 }
 OTHER = Bounds(1 << 20, "no published model has more")  # of a key that is not in METADATA

@@ -8,6 +8,7 @@ from typing import Literal
 
 from rich.filesize import decimal
 
+from tinychat.engine import snapshots
 from tinychat.engine.config import ModelConfig
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.plan import build_plan
@@ -26,12 +27,14 @@ class Fit:
     explanation: str
 
 
-def fit(weight_bytes: int, kv_bytes_per_token: int, context: int, available: int | None = None) -> Fit:
+def fit(
+    weight_bytes: int, kv_bytes_per_token: int, context: int, available: int | None = None, state_bytes: int = 0
+) -> Fit:
     """Whether a model runs with `context` tokens in `available` bytes of memory (default: this machine's free
-    memory)."""
+    memory). `state_bytes`: snapshots.memory of its plan."""
     if available is None:
         available = available_memory()
-    kv = kv_bytes_per_token * context
+    kv = kv_bytes_per_token * context + state_bytes
     needed = weight_bytes + kv + OVERHEAD
     parts = f"weights {decimal(weight_bytes)} + {decimal(kv)} for {context:,} tokens + {decimal(OVERHEAD)}"
     if not weight_bytes or not available:
@@ -44,7 +47,8 @@ def fit(weight_bytes: int, kv_bytes_per_token: int, context: int, available: int
 
 
 def sizes(path: Path) -> tuple[int, int]:
-    """(bytes of the weights, bytes of KV cache per token) of a GGUF, by its header alone. Raises TinychatError."""
+    """(bytes of the weights and of the states, bytes of KV cache per token) of a GGUF, by its header alone. Raises
+    TinychatError."""
     header = GGUF.open(path)
     plan = build_plan(header, ModelConfig.from_gguf(header))
-    return sum(t.nbytes for t in header.tensors.values()), plan.kv_bytes_per_token
+    return sum(t.nbytes for t in header.tensors.values()) + snapshots.memory(plan), plan.kv_bytes_per_token

@@ -149,7 +149,9 @@ class HarmonyParser(AnswerParser):
             good = False
         self.kind = "answer"
         if not good:
-            self.notes.append("a tool call could not be read: its arguments are no JSON object")
+            why = "its arguments are no JSON object"
+            self.notes.append(f"a tool call could not be read: {why}")
+            self._scan.fragments.append(Fragment("call", "", self._count, "", name, why))
             self._scan.give("answer", text)
             return
         made = "".join(random.choices(string.ascii_letters + string.digits, k=9))

@@ -94,8 +94,10 @@ class KVStore:
         reason: Reason = "idle",
         seconds: float = math.inf,
         stop: threading.Event | None = None,
+        least: int = LEAST,
     ) -> Cost:
-        """Writes the missing blocks of `tokens`; `read(first, rows)` returns their rows.
+        """Writes the missing blocks of `tokens`; `read(first, rows)` returns their rows. An end of fewer than `least`
+        tokens is left out.
 
         Ends between two blocks when `seconds` have passed, `stop` is set or the budget is full; the next call
         continues.
@@ -110,7 +112,7 @@ class KVStore:
                 if held := found.get(before, {}).get(chain):
                     kept.add(held)
                     continue
-                if len(part) < min(LEAST, BLOCK):
+                if len(part) < min(least, BLOCK):
                     break
                 if (stop and stop.is_set()) or time.monotonic() - started > seconds:
                     return Cost(rows, nbytes, time.monotonic() - started)

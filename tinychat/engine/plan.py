@@ -10,7 +10,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from tinychat.engine.config import Heads, ModelConfig
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError, printable
-from tinychat.kernels.blocks import GQA, MLA, Beside, Dense, Experts, Gated, Layer, Router, Weight
+from tinychat.kernels.blocks import GQA, MLA, Beside, DeltaRule, Dense, Experts, Gated, Layer, Router, Weight
 from tinychat.kernels.ops import Embed, Head, Plan
 
 _IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.(nextn\..*|attn_rot_embd)")
@@ -39,10 +39,44 @@ def build_plan(gguf: GGUF, config: ModelConfig) -> Plan:
 
 
 def _layer(t: _Tensors, c: ModelConfig, i: int) -> Layer:
-    dense = c.experts is None or i < c.experts.dense_layers
-    return Layer(
-        _mla(t, c, f"blk.{i}.") if c.latent else _gqa(t, c, i),
-        _dense(t, c, f"blk.{i}.") if dense else _experts(t, c, f"blk.{i}."),
+    b, dense = f"blk.{i}.", c.experts is None or i < c.experts.dense_layers
+    attention: GQA | MLA | DeltaRule
+    if c.latent:
+        attention = _mla(t, c, b)
+    elif c.delta_rule and i in c.delta_rule.layers:
+        attention = _delta_rule(t, c, b)
+    else:
+        attention = _gqa(t, c, i)
+    return Layer(attention, _dense(t, c, b) if dense else _experts(t, c, b))
+
+
+def _delta_rule(t: _Tensors, c: ModelConfig, b: str) -> DeltaRule:
+    d = c.delta_rule
+    assert d is not None
+    keys, values = d.key_heads * d.head_dim, d.heads * d.head_dim
+    if b + "ssm_in.weight" in t.gguf.tensors:
+        raise TinychatError(f"tensor {b}ssm_in.weight is of the first files of {c.architecture}; take a later file")
+    if b + "ssm_ba.weight" in t.gguf.tensors:  # of each key head: beta of its heads, then alpha
+        beta, alpha = t.runs(b + "ssm_ba.weight", d.key_heads, (d.heads // d.key_heads,) * 2, c.dim)
+    else:
+        beta, alpha = (t.matrix(f"{b}ssm_{n}.weight", d.heads, c.dim) for n in ("beta", "alpha"))
+    return DeltaRule(
+        norm=t.vector(b + "attn_norm.weight", c.dim),
+        eps=c.eps,
+        qkv=t.matrix(b + "attn_qkv.weight", 2 * keys + values, c.dim),
+        gate=t.matrix(b + "attn_gate.weight", values, c.dim),
+        beta=beta,
+        alpha=alpha,
+        conv=t.floats(b + "ssm_conv1d.weight", 2 * keys + values, d.width),
+        decay=t.vector(b + "ssm_a", d.heads),
+        decay_bias=t.vector(b + "ssm_dt.bias", d.heads),
+        head_norm=t.vector(b + "ssm_norm.weight", d.head_dim),
+        key_heads=d.key_heads,
+        heads=d.heads,
+        key_dim=d.head_dim,
+        value_dim=d.head_dim,
+        grouped=d.grouped,
+        output=t.matrix(b + "ssm_out.weight", c.dim, values),
     )
 
 
@@ -51,7 +85,11 @@ def _gqa(t: _Tensors, c: ModelConfig, i: int) -> GQA:
     h = c.window_heads if windowed else Heads(c.kv_heads, c.head_dim, c.v_dim, c.rope)
     rope = replace(h.rope, inv_freq=(0.0,) * len(h.rope.inv_freq), magnitude=1.0) if i in c.unrotated else h.rope
     nq, nk, nv = c.heads * h.key, h.kv * h.key, h.kv * h.value
-    if b + "attn_qkv.weight" in t.gguf.tensors:
+    gate = None
+    if c.gated:  # of each head: the query, then the gate
+        q, gate = t.runs(b + "attn_q.weight", c.heads, (h.key, h.value), c.dim)
+        k, v = (t.matrix(f"{b}attn_{n}.weight", rows, c.dim) for n, rows in (("k", nk), ("v", nv)))
+    elif b + "attn_qkv.weight" in t.gguf.tensors:
         q, k, v = t.slices(b + "attn_qkv.weight", (nq, nk, nv), c.dim)
     else:
         q, k = (t.matrix(f"{b}attn_{n}.weight", rows, c.dim) for n, rows in (("q", nq), ("k", nk)))
@@ -90,6 +128,7 @@ def _gqa(t: _Tensors, c: ModelConfig, i: int) -> GQA:
         window=c.window if windowed else 0,
         sinks=t.vector(b + "attn_sinks.weight", c.heads) if c.sinks else None,
         value_norm=c.value_norm,
+        gate=gate,
     )
 
 
@@ -172,7 +211,8 @@ def _experts(t: _Tensors, c: ModelConfig, block: str) -> Experts:
     )
     norm = t.vector(f"{block}{'pre_ffw_norm_2' if c.beside else c.ffn_norm}.weight", c.dim)
     beside = _beside(t, c, block) if c.beside else None
-    return Experts(norm, c.eps, router, weights, shared, c.residual_scale, beside)
+    shared_scale = t.vector(b + "gate_inp_shexp.weight", c.dim) if c.gated and shared else None
+    return Experts(norm, c.eps, router, weights, shared, c.residual_scale, beside, shared_scale)
 
 
 def _beside(t: _Tensors, c: ModelConfig, b: str) -> Beside:
@@ -201,10 +241,16 @@ class _Tensors:
         return Weight(name, self._type(name, (rows, cols)), rows, cols)
 
     def vector(self, name: str, n: int) -> Weight:
-        kind = self._type(name, (n,))
+        kind = self._type(name, (n,), (1, n))
         if kind != F32:
             raise TinychatError(f"tensor {name}: expected type F32, found {kind.name}")
         return Weight(name, kind, 1, n)
+
+    def floats(self, name: str, rows: int, cols: int) -> Weight:
+        kind = self._type(name, (rows, cols))
+        if kind != F32:
+            raise TinychatError(f"tensor {name}: expected type F32, found {kind.name}")
+        return Weight(name, kind, rows, cols)
 
     def optional(self, name: str, n: int) -> Weight | None:
         return self.vector(name, n) if name in self.gguf.tensors else None
@@ -235,6 +281,13 @@ class _Tensors:
 
     def grouped_slices(self, name: str, groups: int, parts: tuple[int, ...], cols: int) -> list[Weight]:
         return self._cut(name, self._type(name, (groups, sum(parts), cols)), groups, parts, cols)
+
+    def runs(self, name: str, heads: int, parts: tuple[int, ...], cols: int) -> list[Weight]:
+        """Matrices whose rows take turns in the tensor: of every head, parts[0] rows of the first, and so on."""
+        stride = sum(parts)
+        kind = self._type(name, (heads * stride, cols))
+        starts = [sum(parts[:i]) for i in range(len(parts))]
+        return [Weight(name, kind, heads * n, cols, 1, start, stride, run=n) for start, n in zip(starts, parts)]
 
     def _cut(
         self, name: str, kind: GGMLQuantizationType, groups: int, parts: tuple[int, ...], cols: int

@@ -27,7 +27,7 @@ class Fragment:
     """A stretch of output.
 
     In a call, `text` is more of its arguments (JSON text) and `index` its number. The first fragment of a call has `id`
-    and `name`. A fragment with a `note` withdraws the call, whose arguments are incomplete; its text follows as answer.
+    and `name`. A fragment with a `note` says why a call could not be read, begun or not; its text follows as answer.
     """
 
     kind: TextKind

@@ -1,6 +1,7 @@
 """What the KV cache holds, and the two ways it grows: prefill and decode.
 
-Cache rows are addressed by position, so reusing a prefix and rolling back are only bookkeeping.
+Cache rows are addressed by position, so reusing a prefix and rolling back are only bookkeeping. The state of a delta
+rule is not: it goes back to a snapshot.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from tinychat.engine import snapshots
 from tinychat.engine.drafts import common_prefix
 from tinychat.engine.grammar import Matcher
+from tinychat.engine.snapshots import Snapshots
 from tinychat.engine.speculation import Source, Speculate, Speculation
 from tinychat.engine.stats import Stats
 from tinychat.errors import TinychatError
@@ -27,42 +30,52 @@ OnPrefill = Callable[[int, int, int], None]
 
 
 class Session:
-    """One sequence in one executor's cache. `tokens` are the ids whose rows the cache holds, in order."""
+    """One sequence in one executor's cache. `tokens` are the ids whose rows the cache holds, in order; `state_at`, how
+    many of them the executor's state has seen, -1 where it is of another sequence."""
 
     def __init__(
         self, executor: Executor, plan: Plan, max_context: int, stats: Stats, speculate: Speculate = "auto"
     ) -> None:
         self.executor, self.plan, self.max_context, self.stats = executor, plan, max_context, stats
         self.tokens: list[int] = []
+        self.state_at = 0
+        self.snapshots = Snapshots(snapshots.kept(plan))
         self.speculate(speculate)
 
     def speculate(self, mode: Speculate) -> None:
-        """From now on as many drafts as `mode` says, and nothing learned before."""
-        self.speculation = Speculation(mode, self.executor.limits.verified - 1, self.max_context, self.stats)
+        """From now on as many drafts as `mode` says, and nothing learned before. A state does not go back behind drafts
+        that were wrong, so that there are none."""
+        most = 0 if self.plan.state_bytes else self.executor.limits.verified - 1
+        self.speculation = Speculation(mode, most, self.max_context, self.stats)
 
     def prefill(self, prompt: Sequence[int], on_prefill: OnPrefill | None, stop: threading.Event | None) -> bool:
         """Makes the cache hold all of `prompt` but its last token, which decode runs; False if `stop` ended it early.
 
-        The longest common prefix with what the cache holds stays; `on_prefill(done, total, reused)` counts the rest.
+        The longest common prefix with what the cache holds stays, of a plan with a state up to a snapshot;
+        `on_prefill(done, total, reused)` counts the rest.
         Raises TinychatError for an empty prompt, one that leaves no room for an answer, or an id outside the
         vocabulary.
         """
         s, last = self.stats, len(prompt) - 1
         self.check(prompt)
-        reused = common_prefix(self.tokens, prompt[:last])
-        del self.tokens[reused:]
+        reused = self._rewind(common_prefix(self.tokens, prompt[:last]))
         s.phase, s.prompt_tokens, s.reused_tokens, s.prefilled_tokens = "prefill", len(prompt), reused, 0
         s.prefill_s = s.prefill_tok_s = 0.0
         started, total = time.perf_counter(), last - reused
         size = max(self.executor.prefill_chunk, SMALLEST_CHUNK)
+        places = snapshots.places(reused, last) if self.plan.state_bytes else []
         if on_prefill:
             on_prefill(0, total, reused)
         while len(self.tokens) < last:
             if stop and stop.is_set():
                 return False
-            chunk = list(prompt[len(self.tokens) : min(len(self.tokens) + size, last)])
+            end = min(len(self.tokens) + size, last, *(n for n in places if n > len(self.tokens)))
+            chunk = list(prompt[len(self.tokens) : end])
             self.executor.forward(chunk, len(self.tokens))
             self.tokens += chunk
+            self.state_at = end
+            if end in places:
+                self.snapshots.add(end, self.executor.read_state())
             s.prefill_s, s.context_used = time.perf_counter() - started, len(self.tokens)
             s.prefilled_tokens = len(self.tokens) - reused
             s.prefill_tok_s = s.prefilled_tokens / s.prefill_s
@@ -98,6 +111,9 @@ class Session:
                 source: Source = "grammar" if forced else "text" if i and speculation.most else ""
                 speculation.took(source, len(drafts), time.perf_counter() - began)
                 self.tokens.append(token)
+                self.state_at = max(self.state_at, len(self.tokens))
+                if self.plan.state_bytes and len(self.tokens) % snapshots.EVERY == 0 and not forced:
+                    self.snapshots.add(len(self.tokens), self.executor.read_state())
                 token = following
                 history.append(token)
                 speculation.add(token)
@@ -112,13 +128,38 @@ class Session:
     def _together(self, token: int, forced: Sequence[int]) -> Iterator[tuple[int, float]]:
         """Runs what is forced behind `token` in one go, all but the last."""
         self.executor.forward([token, *forced[:-1]], len(self.tokens))
+        self.state_at = len(self.tokens) + len(forced)
         for following in forced:
             yield following, 0.0
+
+    def cut(self, n: int) -> None:
+        """Forgets all but the first `n` tokens."""
+        del self.tokens[n:]
+        self.snapshots.cut(n)
+        if self.state_at > n:
+            self.state_at = -1
+
+    def state(self, n: int) -> bytes:
+        """The state behind the first `n` tokens; b"" where it is not known."""
+        if n == self.state_at:
+            return self.executor.read_state()
+        at, state = self.snapshots.last(n)
+        return state if at == n else b""
+
+    def _rewind(self, n: int) -> int:
+        """Keeps the first `n` tokens, of a plan with a state as many of them as it can go on from; their number."""
+        if self.plan.state_bytes and n != self.state_at:
+            n, state = self.snapshots.last(n)
+            if n:
+                self.executor.write_state(state)
+        self.cut(n)
+        self.state_at = n
+        return n
 
     def logits(self, ids: Sequence[int], decode: bool) -> np.ndarray:
         """float32 (len(ids), vocab), from an empty cache; `decode` runs one token at a time."""
         self.check(ids)
-        self.tokens = []
+        self.cut(0)
         step = 1 if decode else max(self.executor.prefill_chunk, SMALLEST_CHUNK)
         rows = []
         for start in range(0, len(ids), step):
@@ -127,6 +168,7 @@ class Session:
             assert out is not None
             rows.append(out)
             self.tokens += chunk
+            self.state_at = len(self.tokens)
         return np.concatenate(rows)
 
     def check(self, prompt: Sequence[int]) -> None:

@@ -43,8 +43,9 @@ def _cased(digits: str, suffix: str = "") -> str:
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_SPACES}"
 
 
-def _words(digits: str) -> str:
-    return rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_SPACES}"
+def _words(digits: str, letters: str = r"\p{L}") -> str:
+    word = rf"[^\r\n\p{{L}}\p{{N}}]?[{letters}]+"
+    return rf"{_CONTRACTION}|{word}|{digits}| ?[^\s{letters}\p{{N}}]+[\r\n]*{_SPACES}"
 
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -79,6 +80,7 @@ _FAMILIES: list[tuple[str, _Pre]] = [
     ("chatglm-bpe", _Pre(_LLAMA3, default_bos=None)),
     ("dbrx smaug-bpe", _Pre(_LLAMA3)),
     ("qwen2 deepseek-r1-qwen megrez stablelm2 hunyuan kormo solar-open grok-2", _Pre((_words(r"\p{N}"),))),
+    ("qwen35", _Pre((_words(r"\p{N}", r"\p{L}\p{M}"),))),
     ("gpt-2 olmo mpt phi-2 jais exaone4 trillion gigachat a.x-4.0 mellum granite-docling", _Pre((_GPT2,))),
     ("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", _Pre((r"\p{N}", _GPT2))),
     (

@@ -24,9 +24,10 @@ class Weight:
     """`groups` matrices of (rows, cols) inside one file tensor: matrix g, row r is packed row `g * stride + start + r`.
 
     A plain matrix has groups 1; experts and per-head matrices have one group each; a fused tensor (qkv, gate_up, kv_b)
-    gives slices by `start` and `stride`. With `transposed` the file holds (cols, rows) per group instead: group g's
-    packed row `g * stride + start + c` is column c (only the K part of a legacy attn_kv_b). Vectors (norm gains,
-    biases, the selection bias) have rows 1 and type F32.
+    gives slices by `start` and `stride`. With a `run`, the rows of one matrix lie in runs of that length: row r is
+    packed row `r // run * stride + start + r % run` (what a tensor has per head). With `transposed` the file holds
+    (cols, rows) per group instead: group g's packed row `g * stride + start + c` is column c (only the K part of a
+    legacy attn_kv_b). Vectors (norm gains, biases, the selection bias) have rows 1 and type F32.
     """
 
     tensor: str
@@ -35,7 +36,8 @@ class Weight:
     cols: int
     groups: int = 1
     start: int = 0
-    stride: int = 0  # packed rows from one group to the next
+    stride: int = 0  # packed rows from one group, or run, to the next
+    run: int = 0  # 0: rows of a group lie behind one another; else there is one group
     transposed: bool = False
 
     @property
@@ -100,6 +102,22 @@ class Cache:
         return (self.key_width + self.value_width) * CACHE_VALUE_BYTES
 
 
+@dataclass(frozen=True)
+class LayerState:
+    """What a layer carries from token to token instead of cache rows, float32: the last `rows` inputs of a short
+    convolution over `channels`, and a matrix (key_dim, value_dim) per head. Zeros in front of the first token."""
+
+    rows: int
+    channels: int
+    heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * (self.rows * self.channels + self.heads * self.key_dim * self.value_dim)
+
+
 Activation = Literal["silu", "gelu", "clamped"]
 CLAMP, CLAMP_SLOPE = 7.0, 1.702  # of "clamped", as gpt-oss is trained
 
@@ -136,7 +154,8 @@ class GQA:
     head with a gain of key_dim values, or the whole projection with a gain of all its values), then the first rope.dims
     values of each head are rotated; k and v are stored as row `pos` of the layer's cache.
     heads = softmax(q·K * scale)·V over rows 0..pos, with a `window` over the last `window` of them, where head h reads
-    kv head h * kv_heads // heads. A head's value of `sinks` is one more score, of a row whose value is 0.
+    kv head h * kv_heads // heads. A head's value of `sinks` is one more score, of a row whose value is 0. With a
+    `gate` the heads are multiplied by sigmoid(gate @ RMSNorm(x)).
     """
 
     norm: Weight | None
@@ -163,10 +182,15 @@ class GQA:
     window: int = 0  # 0: none
     sinks: Weight | None = None  # (1, heads)
     value_norm: bool = False  # each head of v is divided by its root mean square
+    gate: Weight | None = None  # (heads * value_dim, dim)
 
     @property
     def cache(self) -> Cache:
         return Cache("kv", self.kv_heads * self.key_dim, self.kv_heads * self.value_dim)
+
+    @property
+    def state(self) -> None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -210,6 +234,59 @@ class MLA:
     @property
     def cache(self) -> Cache:
         return Cache("latent", self.row, 0)
+
+    @property
+    def state(self) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class DeltaRule:
+    """Gated delta rule behind a short convolution (gated DeltaNet, arXiv 2412.06464): x += output @ heads.
+
+    With n = RMSNorm(x), channel i of token t is c[t, i] = silu(sum over j of conv[i, j] * (qkv @ n)[t - width + 1 + j,
+    i]), where inputs in front of the first token are 0. c is q and k (key_heads heads of key_dim values each) and v
+    (heads of value_dim values). Each head of q and of k is divided by sqrt(its sum of squares + eps), q also by
+    sqrt(key_dim). Head h reads key head h // (heads / key_heads) if `grouped`, else h % key_heads.
+
+    A head's state S (key_dim, value_dim) decays by g = exp(decay * softplus(alpha @ n + decay_bias)), and takes in what
+    it does not yet answer, at the rate b = sigmoid(beta @ n): S = g S, then S += k ⊗ b (v - k·S); o = q·S.
+    heads = RMSNorm(o) with gain head_norm, per head, * silu(gate @ n).
+    """
+
+    norm: Weight
+    eps: float
+    qkv: Weight  # (channels, dim)
+    gate: Weight  # (heads * value_dim, dim)
+    beta: Weight  # (heads, dim)
+    alpha: Weight  # (heads, dim)
+    conv: Weight  # (channels, width), F32
+    decay: Weight  # (1, heads), negative
+    decay_bias: Weight  # (1, heads)
+    head_norm: Weight  # (1, value_dim)
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    grouped: bool
+    output: Weight
+
+    @property
+    def channels(self) -> int:
+        return self.qkv.rows
+
+    @property
+    def width(self) -> int:
+        """Inputs of the convolution."""
+        return self.conv.cols
+
+    @property
+    def cache(self) -> Cache:
+        return Cache("kv", 0, 0)
+
+    @property
+    def state(self) -> LayerState:
+        return LayerState(self.width - 1, self.channels, self.heads, self.key_dim, self.value_dim)
 
 
 @dataclass(frozen=True)
@@ -278,7 +355,7 @@ class Beside:
 @dataclass(frozen=True)
 class Experts:
     """x += residual_scale * (sum over the chosen experts of weight * gated(n) + shared(n)), n = RMSNorm(x); or see
-    Beside."""
+    Beside. With a `shared_scale` s (1, dim) the shared expert counts sigmoid(s @ n) times."""
 
     norm: Weight
     eps: float
@@ -287,9 +364,10 @@ class Experts:
     shared: Gated | None
     residual_scale: float = 1.0
     beside: Beside | None = None
+    shared_scale: Weight | None = None
 
 
-Attends = GQA | MLA
+Attends = GQA | MLA | DeltaRule
 FeedForward = Dense | Experts
 
 

@@ -32,6 +32,8 @@ class Weights(Protocol):
 
 class Executor(Protocol):
     """Runs the steps of one plan. Cache rows are addressed by position, so rolling back is only counting differently.
+    A state (blocks.LayerState) is not: it is that behind the last token that was run. A step at position 0 begins with
+    none.
 
     Built as `Executor(plan, weights, max_context, ...)`, which raises TinychatError for a plan beyond `limits`. Not
     thread-safe: one thread calls it.
@@ -149,6 +151,19 @@ class Executor(Protocol):
 
     def write_cache(self, data: bytes, first: int, rows: int) -> None:
         """Puts these rows back, as read_cache gave them. Raises TinychatError for bytes that do not fit them."""
+        ...
+
+    @property
+    def state_bytes(self) -> int:
+        """The state of all layers; 0 for a plan without."""
+        ...
+
+    def read_state(self) -> bytes:
+        """The state of all layers, in this executor's layout."""
+        ...
+
+    def write_state(self, data: bytes) -> None:
+        """Puts a state back, as read_state gave it. Raises TinychatError for bytes that do not fit."""
         ...
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from tinychat.errors import TinychatError
-from tinychat.kernels.blocks import GQA, MLA, Experts, Weight
+from tinychat.kernels.blocks import GQA, MLA, DeltaRule, Experts, Weight
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.sampling import Sampling
 
@@ -36,6 +36,7 @@ class Limits:
     experts_used: int = UNLIMITED
     expert_groups: int = UNLIMITED
     sampling_top_k: int = UNLIMITED
+    gated_blocks: bool = True  # gated delta rules, attention with a gate, a scaled shared expert
     prefill_chunk: int = UNLIMITED  # tokens that run together
     verified: int = 1  # tokens of one step of Executor.verify; 1: more cost as much as single steps
 
@@ -57,7 +58,7 @@ def _refusals(plan: Plan, limits: Limits, max_context: int) -> Iterator[str]:
     for w in plan.matrices:
         yield from _of_weight(w, limits)
     for layer in plan.layers:
-        if layer.attention:
+        if isinstance(layer.attention, GQA | MLA):
             kv_heads = layer.attention.kv_heads
             yield from _over("the number of heads", layer.attention.heads, limits.heads)
             yield from _over("the number of heads per kv head", layer.attention.heads // kv_heads, limits.head_group)
@@ -65,6 +66,12 @@ def _refusals(plan: Plan, limits: Limits, max_context: int) -> Iterator[str]:
         match layer.attention:
             case GQA() as a:
                 yield from _of_heads(a, limits)
+                if a.gate and not limits.gated_blocks:
+                    yield "its attention has a gate"
+            case DeltaRule() as a:
+                yield from _over("the number of heads", a.heads, limits.heads)
+                if not limits.gated_blocks:
+                    yield "it has gated delta rules"
             case MLA() as a:
                 yield from _over("a latent cache row", a.row, limits.latent_row)
                 yield from _divided("a latent cache row", a.row, limits.key_multiple)
@@ -72,6 +79,8 @@ def _refusals(plan: Plan, limits: Limits, max_context: int) -> Iterator[str]:
         if isinstance(layer.feed_forward, Experts):
             router = layer.feed_forward.router
             yield from _over("the number of experts", router.experts, limits.experts)
+            if layer.feed_forward.shared_scale and not limits.gated_blocks:
+                yield "its shared expert has a gate"
             yield from _over("the number of experts used", router.top_k, limits.experts_used)
             yield from _over("the number of expert groups", router.groups, limits.expert_groups)
 

@@ -17,10 +17,12 @@ from tinychat.kernels.blocks import (
     MLA,
     Activation,
     Cache,
+    DeltaRule,
     Dense,
     Experts,
     Gating,
     Layer,
+    LayerState,
     Rope,
     Temperature,
     Weight,
@@ -105,7 +107,7 @@ class Absorb:
 @dataclass(frozen=True)
 class Attention:
     """Causal softmax(q·K * scale)·V over cache rows 0..pos, or the last `window` of them. q (T, heads, key_dim); dst
-    (T, heads, value_dim). `sinks`: see GQA.
+    (T, heads, value_dim), times the sigmoid of the buffer `gate` of the same shape if one is named. `sinks`: see GQA.
 
     Head h reads kv head h * kv_heads // heads. `latent`: one kv head, no V cache, V = the first value_dim values of K's
     row.
@@ -122,6 +124,40 @@ class Attention:
     latent: bool
     window: int = 0
     sinks: Weight | None = None
+    gate: str = ""
+
+
+@dataclass(frozen=True)
+class Convolve:
+    """DeltaRule: dst (T, channels) = silu of the convolution of dst with weight (channels, width) over time; the
+    layer's state takes the last inputs."""
+
+    layer: int
+    dst: str
+    weight: Weight
+    heads: int  # of q, k and v together
+
+
+@dataclass(frozen=True)
+class Delta:
+    """DeltaRule: dst (T, heads * value_dim) out of q, k, v in src (T, channels) and of the layer's state, which takes
+    them in; `gate`, `beta` and `alpha` are buffers."""
+
+    layer: int
+    src: str
+    gate: str
+    beta: str
+    alpha: str
+    dst: str
+    decay: Weight
+    decay_bias: Weight
+    head_norm: Weight
+    eps: float
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    grouped: bool
 
 
 @dataclass(frozen=True)
@@ -190,7 +226,8 @@ class Route:
 @dataclass(frozen=True)
 class ExpertsUp:
     """For each chosen expert e: f(gate[e] @ n + bias, up[e] @ n + bias), n = RMSNorm(x), behind one another in dst
-    (T, top_k * ff + shared_ff); the shared expert's f, where there is one, comes last."""
+    (T, top_k * ff + shared_ff); the shared expert's f, where there is one, comes last, times sigmoid(shared_scale @
+    n)."""
 
     norm: Weight
     eps: float
@@ -201,6 +238,7 @@ class ExpertsUp:
     activation: Activation
     shared_gate: Weight | None
     shared_up: Weight | None
+    shared_scale: Weight | None
     top_k: int
     dst: str
 
@@ -238,6 +276,8 @@ Op = (
     | LatentStore
     | Absorb
     | Attention
+    | Convolve
+    | Delta
     | ValueUp
     | LinearAdd
     | NormAdd
@@ -269,6 +309,16 @@ class Plan:
     def caches(self) -> tuple[Cache, ...]:
         """The cache of every layer; a layer without attention has rows of no values."""
         return tuple(layer.attention.cache if layer.attention else Cache("kv", 0, 0) for layer in self.layers)
+
+    @cached_property
+    def states(self) -> tuple[LayerState | None, ...]:
+        """What every layer carries from token to token; None for a layer with cache rows."""
+        return tuple(layer.attention.state if layer.attention else None for layer in self.layers)
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes of the states of all layers; 0: all that a token needs of those before it are their cache rows."""
+        return sum(state.nbytes for state in self.states if state)
 
     @cached_property
     def ops_of_layers(self) -> tuple[tuple[Op, ...], ...]:
@@ -306,18 +356,23 @@ class Plan:
                 return sum(w.nbytes for w in dict.fromkeys(weights_of(op)))
 
     def cache_bytes(self, op: Op, depth: int) -> int:
-        """Bytes that `op` reads of a cache of `depth` rows."""
-        if not isinstance(op, Attention):
-            return 0
-        return min(depth, op.window or depth) * self.caches[op.layer].row_bytes
+        """Bytes that `op` reads of a cache of `depth` rows, or reads and writes of its layer's state."""
+        match op:
+            case Attention():
+                return min(depth, op.window or depth) * self.caches[op.layer].row_bytes
+            case Delta():
+                state = self.states[op.layer]
+                return 2 * state.nbytes if state else 0
+            case _:
+                return 0
 
     def bytes_per_token(self, depth: int = 0) -> int:
-        """Bytes that must move for one token: the weights it uses and `depth` cache rows."""
+        """Bytes that must move for one token: the weights it uses, `depth` cache rows and the states."""
         return self._step_weight_bytes + sum(self.cache_bytes(op, depth) for op in self._attentions)
 
     @cached_property
-    def _attentions(self) -> tuple[Attention, ...]:
-        return tuple(op for op in self.ops if isinstance(op, Attention))
+    def _attentions(self) -> tuple[Op, ...]:
+        return tuple(op for op in self.ops if isinstance(op, Attention | Delta))
 
     @cached_property
     def _step_weight_bytes(self) -> int:
@@ -351,11 +406,17 @@ _VECTORS = {
     "up_bias",
     "sinks",
     "expert_scale",
+    "shared_scale",
+    "decay",
+    "decay_bias",
+    "head_norm",
 }
 
 
 def matrices_of(op: Op) -> list[Weight]:
-    """The weights of an op but norm gains, biases and sinks."""
+    """The weights of an op that are multiplied with vectors: not norm gains, biases, sinks and the like."""
+    if isinstance(op, Convolve):
+        return []
     return [w for f in fields(op) if f.name not in _VECTORS for w in _weights(getattr(op, f.name))]
 
 
@@ -373,13 +434,14 @@ def _weights(value: Any) -> Iterator[Weight]:
 def _ops_of_layer(i: int, layer: Layer) -> Iterator[Op]:
     match layer.attention:
         case GQA() as a:
-            biases = (a.q_bias, a.k_bias, a.v_bias)
-            yield NormLinear("x", a.norm, a.eps, (a.q, a.k, a.v), biases, ("q", "k", "v"))
+            gates = (a.gate,) if a.gate else ()
+            biases = (a.q_bias, a.k_bias, a.v_bias, *(None for _ in gates))
+            names = ("q", "k", "v", *("gate" for _ in gates))
+            yield NormLinear("x", a.norm, a.eps, (a.q, a.k, a.v, *gates), biases, names)
             norms = (a.q_norm, a.k_norm, a.eps)
             yield RopeStore(i, a.rope, "q", "k", "v", *norms, a.heads, a.kv_heads, a.key_dim, a.value_norm)
-            yield Attention(
-                i, "q", "heads", a.heads, a.kv_heads, a.key_dim, a.value_dim, a.scale, False, a.window, a.sinks
-            )
+            sizes = (a.heads, a.kv_heads, a.key_dim, a.value_dim)
+            yield Attention(i, "q", "heads", *sizes, a.scale, False, a.window, a.sinks, gate="gate" if a.gate else "")
             yield from _added("heads", a.output, a.output_bias, a.post_norm, a.eps, a.residual_scale)
         case MLA() as a:
             if a.q_a:
@@ -392,11 +454,18 @@ def _ops_of_layer(i: int, layer: Layer) -> Iterator[Op]:
             yield Attention(i, "q_latent", "o_latent", a.heads, 1, a.row, a.kv_lora, a.scale, latent=True)
             yield ValueUp("o_latent", a.v_b, "heads")
             yield LinearAdd("heads", a.output, None, a.residual_scale)
+        case DeltaRule() as a:
+            names = ("qkv", "gate", "beta", "alpha")
+            yield NormLinear("x", a.norm, a.eps, (a.qkv, a.gate, a.beta, a.alpha), (None,) * 4, names)
+            yield Convolve(i, "qkv", a.conv, 2 * a.key_heads + a.heads)
+            vectors = (a.decay, a.decay_bias, a.head_norm, a.eps)
+            yield Delta(i, *names, "heads", *vectors, a.key_heads, a.heads, a.key_dim, a.value_dim, a.grouped)
+            yield LinearAdd("heads", a.output, None)
     match layer.feed_forward:
         case Dense(norm, eps, w, scale, post_norm, stream_scale):
             yield GateUp(norm, eps, w.gate, w.up, w.activation, "ffn")
             yield from _added("ffn", w.down, None, post_norm, eps, scale, stream_scale)
-        case Experts(norm, eps, r, w, s, scale, beside):
+        case Experts(norm, eps, r, w, s, scale, beside, shared_scale):
             if beside:
                 d = beside.weights
                 yield GateUp(beside.norm, eps, d.gate, d.up, d.activation, "ffn")
@@ -428,6 +497,7 @@ def _ops_of_layer(i: int, layer: Layer) -> Iterator[Op]:
                 w.activation,
                 shared_gate,
                 shared_up,
+                shared_scale,
                 r.top_k,
                 "ffn",
             )
@@ -455,6 +525,8 @@ def _buffers_of_layer(layer: Layer) -> Iterator[tuple[str, int]]:
             yield "q", a.q.rows
             yield "heads", a.output.cols
             yield from (("k", a.k.rows), ("v", a.v.rows))
+            if a.gate:
+                yield "gate", a.gate.rows
             if a.post_norm:
                 yield "y", a.output.rows
         case MLA() as a:
@@ -463,6 +535,9 @@ def _buffers_of_layer(layer: Layer) -> Iterator[tuple[str, int]]:
             yield from (("kv", a.row), ("q_latent", a.heads * a.row), ("o_latent", a.heads * a.kv_lora))
             if a.q_a:
                 yield "q_a", a.q_a.rows
+        case DeltaRule() as a:
+            yield from (("qkv", a.channels), ("gate", a.gate.rows), ("heads", a.output.cols))
+            yield from (("beta", a.heads), ("alpha", a.heads))
     match layer.feed_forward:
         case Dense(weights=w, post_norm=post_norm):
             yield "ffn", w.ff

@@ -13,6 +13,8 @@ import numpy as np
 from tinychat.kernels.ops import (
     Absorb,
     Attention,
+    Convolve,
+    Delta,
     Embed,
     ExpertsDown,
     ExpertsUp,
@@ -146,6 +148,10 @@ def shape_of(op: Op) -> str:
             )
         case RopeStore() | LatentStore():
             return f"{op.heads} heads"
+        case Delta():
+            return f"{op.heads} heads × {op.key_dim}×{op.value_dim}"
+        case Convolve():
+            return f"{op.weight.rows}×{op.weight.cols}"
         case Embed():
             return f"1 of {op.weight.rows}×{op.weight.cols}"
         case NormLinear():
@@ -174,6 +180,8 @@ def category_of(op: Op) -> str:
     match op:
         case Attention() | RopeStore() | LatentStore():
             return "attention"
+        case Convolve() | Delta():
+            return "delta rule"
         case Route():
             return "routing"
         case ExpertsUp() | ExpertsDown():

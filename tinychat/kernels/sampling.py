@@ -33,15 +33,16 @@ def _number(default: float, low: float, high: float, help: str) -> Any:
 class Sampling:
     """How the next token is chosen from logits l (float32, vocab); order and meaning as llama.cpp's default chain.
 
-    repeat_penalty: l[i] of each distinct token of the last `repeat_last_n` is divided by it (l > 0) or multiplied
-    (l <= 0). DRY (dry_multiplier > 0): a token that would continue a repetition of the last n >= dry_allowed_length
-    tokens loses dry_multiplier * dry_base ** (n - dry_allowed_length); repetitions are looked for in the last
-    dry_penalty_last_n tokens (-1: all) and end at `dry_breakers`, token ids that are never penalised themselves.
+    Of each distinct token of the last `repeat_last_n`, l[i] is divided by repeat_penalty (l > 0) or multiplied
+    (l <= 0), then loses presence_penalty, and frequency_penalty as often as the token occurs there. DRY
+    (dry_multiplier > 0): a token that would continue a repetition of the last n >= dry_allowed_length tokens loses
+    dry_multiplier * dry_base ** (n - dry_allowed_length); repetitions are looked for in the last dry_penalty_last_n
+    tokens (-1: all) and end at `dry_breakers`, token ids that are never penalised themselves. `logit_bias` is added
+    last (in llama.cpp first: the same but beside a repeat_penalty).
     Then only tokens survive that are among the top_k largest (0 = all), in the smallest set of largest-first mass
     >= top_p, and with probability >= min_p * the largest. Then temperature: 0 takes the largest (lowest id on ties);
     otherwise the survivor with the largest l / temperature + gumbel(seed, position, id) wins, which draws from the
-    softmax (`gumbel` has the hash). No state but the position, so a rolled-back position draws the same
-    again.
+    softmax (`gumbel` has the hash). No state but the position, so a rolled-back position draws the same again.
     """
 
     temperature: float = _number(0.7, 0, 5, "0 always takes the likeliest token; higher is more varied")
@@ -49,7 +50,9 @@ class Sampling:
     top_p: float = _number(0.95, 0, 1, "only the likeliest tokens that together reach this probability")
     min_p: float = _number(0.05, 0, 1, "only tokens with at least this share of the likeliest one's probability")
     repeat_penalty: float = _number(1.0, 0.1, 10, "above 1 makes recent tokens less likely (1 = off)")
-    repeat_last_n: int = _number(64, 0, 1_000_000, "how many recent tokens the repeat penalty looks at")
+    repeat_last_n: int = _number(64, 0, 1_000_000, "how many recent tokens these three penalties look at")
+    presence_penalty: float = _number(0.0, -2, 2, "what a recent token's logit loses (0 = off)")
+    frequency_penalty: float = _number(0.0, -2, 2, "what a token's logit loses for each time it occurred (0 = off)")
     dry_multiplier: float = _number(
         0.0, 0, 100, "strength of the DRY penalty on repeated sequences of tokens (0 = off)"
     )
@@ -57,7 +60,19 @@ class Sampling:
     dry_allowed_length: int = _number(2, 0, 1_000_000, "repetitions shorter than this many tokens cost nothing (DRY)")
     dry_penalty_last_n: int = _number(-1, -1, 1_000_000, "how many recent tokens DRY looks at (-1 = all, 0 = off)")
     dry_breakers: tuple[int, ...] = ()  # the engine fills them in
+    logit_bias: tuple[tuple[int, float], ...] = ()  # distinct token ids, and what is added to their logits
     seed: int = 0
+
+    @property
+    def counts(self) -> bool:
+        """Whether the repeat, presence or frequency penalty can change a logit."""
+        off = self.repeat_penalty == 1.0 and self.presence_penalty == 0.0 and self.frequency_penalty == 0.0
+        return not off and self.repeat_last_n > 0
+
+    @property
+    def penalises(self) -> bool:
+        """Whether `penalties` can change a logit."""
+        return self.counts or self.dry_multiplier > 0 or bool(self.logit_bias)
 
 
 GREEDY = Sampling(temperature=0.0)
@@ -116,14 +131,17 @@ class Penalties:
 
 
 def penalties(s: Sampling, recent: Sequence[int] | np.ndarray) -> Penalties:
-    """The penalties that `recent`, every token so far, brings under `s`."""
-    repeated = recent[-s.repeat_last_n :] if s.repeat_penalty != 1.0 and s.repeat_last_n > 0 else ()
-    repeated_ids = np.unique(np.asarray(repeated, np.int32))
+    """The penalties that `recent`, every token so far, brings under `s`; a bias is a negative one."""
+    repeated = recent[-s.repeat_last_n :] if s.counts else ()
+    repeated_ids, counts = np.unique(np.asarray(repeated, np.int32), return_counts=True)
     dry_ids, dry_amounts = dry(s, recent)
-    ids = np.union1d(repeated_ids, dry_ids).astype(np.int32)
+    biased = np.asarray([i for i, _ in s.logit_bias], np.int32)
+    ids = np.unique(np.concatenate((repeated_ids, dry_ids, biased)))
     divisors, amounts = np.ones(len(ids)), np.zeros(len(ids))
     divisors[np.searchsorted(ids, repeated_ids)] = s.repeat_penalty
-    amounts[np.searchsorted(ids, dry_ids)] = dry_amounts
+    amounts[np.searchsorted(ids, repeated_ids)] += counts * s.frequency_penalty + s.presence_penalty
+    amounts[np.searchsorted(ids, dry_ids)] += dry_amounts
+    amounts[np.searchsorted(ids, biased)] -= [bias for _, bias in s.logit_bias]
     return Penalties(ids, divisors, amounts)
 
 

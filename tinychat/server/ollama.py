@@ -38,8 +38,6 @@ from tinychat.units import parameter_count
 VERSION = "0.12.0"  # of Ollama's API that this is; clients compare it
 REASONS = {"eos": "stop", "length": "length", "context": "length"}
 OPTIONS_OFF = {
-    "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0),
     "mirostat": (0,),
     "typical_p": (1, 1.0),
     "tfs_z": (1, 1.0),

@@ -35,7 +35,6 @@ from tinychat.server.sampling import (
     check_tools,
     content,
     function,
-    logit_bias,
     max_tokens,
     model,
     response_format,
@@ -121,7 +120,6 @@ def parse(body: dict[str, Any], house: House, *, strict: bool = True) -> AnswerJ
         tool_choice=choice,
         response_format=form,
         template_kwargs=kwargs,
-        logit_bias=logit_bias(fields),
         logprobs=_logprobs(fields, house),
     )
     one_call = not fields.flag("parallel_tool_calls", True)

@@ -23,7 +23,7 @@ from tinychat.server.openai_chat import (
     usage_object,
 )
 from tinychat.server.refusal import RequestRefused
-from tinychat.server.sampling import MAX_STOP, MAX_STOPS, MAX_TOKENS, logit_bias, max_tokens, model, sampling
+from tinychat.server.sampling import MAX_STOP, MAX_STOPS, MAX_TOKENS, max_tokens, model, sampling
 
 DEFAULT_TOKENS = 16  # OpenAI's
 ONLY = {"n": (1,), "echo": (False,), "suffix": (), "add_special_tokens": (True,)}
@@ -45,7 +45,6 @@ def parse(body: dict[str, Any], house: House) -> AnswerJob:
         sampling=sampling(fields, house),
         max_tokens=max_tokens(house, fields.integer("max_tokens", DEFAULT_TOKENS, -1, MAX_TOKENS)),
         stop=fields.strings("stop", MAX_STOPS, MAX_STOP),
-        logit_bias=logit_bias(fields),
         logprobs=top,
     )
     fields.notes(*NOTES)

@@ -21,8 +21,6 @@ MAX_STOPS, MAX_STOP = 32, 1024
 
 # Values that ask for what happens anyway; every other value is refused by name.
 OFF: Mapping[str, tuple[Any, ...]] = {
-    "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0),
     "dry_sequence_breakers": (),
     "xtc_probability": (0, 0.0),
     "mirostat": (0,),
@@ -60,7 +58,8 @@ def sampling(fields: Fields, house: House) -> Sampling:
     """How tokens are chosen, from the fields that OpenAI, llama-server and vLLM have for it."""
     chosen = chosen_numbers(fields, house.sampling)
     fields.fixed(OFF)
-    return replace(chosen, seed=pick_seed(fields.integer("seed", None, -1, 2**64 - 1), house))
+    seed = pick_seed(fields.integer("seed", None, -1, 2**64 - 1), house)
+    return replace(chosen, seed=seed, logit_bias=logit_bias(fields))
 
 
 def chosen_numbers(fields: Fields, base: Sampling) -> Sampling:
@@ -97,7 +96,7 @@ def model(fields: Fields, required: bool) -> None:
         raise fields.refuse("model", "is required")
 
 
-def logit_bias(fields: Fields) -> dict[int, float]:
+def logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
     """Token ids and what is added to their logits."""
     asked = fields.object("logit_bias") or {}
     if len(asked) > MAX_MESSAGES:
@@ -109,7 +108,7 @@ def logit_bias(fields: Fields) -> dict[int, float]:
         if not isinstance(value, int | float) or isinstance(value, bool) or not -100 <= value <= 100:
             raise fields.refuse("logit_bias", "expected values from -100 to 100")
         bias[int(token)] = float(value)
-    return bias
+    return tuple(bias.items())
 
 
 def content(value: Any, where: str, kinds: tuple[str, ...] = ("text",)) -> str:

@@ -84,8 +84,8 @@ def reading(folder: Folder) -> tuple[Tool, ...]:
             _object(
                 {
                     "path": _PATH,
-                    "start": {"type": "integer", "description": "first line, from 1"},
-                    "lines": {"type": "integer", "description": f"how many (default {LINES})"},
+                    "start": {"type": "integer", "description": "first line, from 1; only for a long file"},
+                    "lines": {"type": "integer", "description": f"how many (default {LINES}); only for a long file"},
                 },
                 "path",
             ),

@@ -32,6 +32,7 @@ STARTS = 3  # in a minute, of one server that keeps crashing
 MOST = 256  # tools, prompts or resources of one server that are taken
 LONGEST = 2000  # characters of a description
 _LOOK = 0.05  # seconds between two looks at `cancel`
+_GATHER = 0.1  # seconds in which changes of what a server has count as one
 
 T = TypeVar("T")
 Stage = Literal["off", "starting", "ready", "failed"]
@@ -223,17 +224,24 @@ class McpServers:
         if before is not None:
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await before
-        config = self._status[name].config
+        config, changed = self._status[name].config, asyncio.Event()
         with tempfile.TemporaryFile("w+", errors="replace") as said:
             try:
                 async with contextlib.AsyncExitStack() as stack:
                     async with asyncio.timeout(START_S):
-                        client = await stack.enter_async_context(_client(config, said))
+                        client = await stack.enter_async_context(_client(config, said, changed))
                         found = await self._found(client, config)
                     self._clients[name] = client
                     self._set(name, stage="ready", **found)
                     settled.set()
-                    await asyncio.Event().wait()
+                    listening = await stack.enter_async_context(asyncio.TaskGroup())
+                    listening.create_task(_listen(client, changed))
+                    while await changed.wait():
+                        await asyncio.sleep(_GATHER)
+                        changed.clear()
+                        with contextlib.suppress(Exception):  # what it had stays; calls find out whether it is there
+                            async with asyncio.timeout(CALL_S):
+                                self._set(name, **await self._found(client, config))
             except asyncio.CancelledError:
                 pass
             except BaseException as e:
@@ -287,28 +295,44 @@ class McpServers:
 
 
 @contextlib.asynccontextmanager
-async def _client(config: ServerConfig, said: Any) -> AsyncIterator[Any]:
-    """A connected client of the official package. Raises TinychatError where it is not installed."""
+async def _client(config: ServerConfig, said: Any, changed: asyncio.Event) -> AsyncIterator[Any]:
+    """A connected client of the official package; `changed` is set when the server says that its tools, prompts or
+    resources are others now. Raises TinychatError where the package is not installed."""
     try:
         from mcp import Client, StdioServerParameters
         from mcp.client.stdio import stdio_client
         from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
     except ImportError:
         raise TinychatError("the package mcp is not installed; pip install 'tinychat[mcp]' adds it") from None
+
+    async def heard(message: Any) -> None:
+        if str(getattr(message, "method", "")).endswith("/list_changed"):
+            changed.set()
+
     log = logging.getLogger("mcp")
     log.propagate = False  # its lines would be painted over the screen
     log.addHandler(logging.NullHandler())
     if config.url:
         async with (
             create_mcp_http_client(headers=dict(config.headers) or None) as http,
-            Client(streamable_http_client(config.url, http_client=http)) as client,
+            Client(streamable_http_client(config.url, http_client=http), message_handler=heard) as client,
         ):
             yield client
         return
     cwd = os.path.expanduser(config.cwd) or None
     parameters = StdioServerParameters(command=config.command, args=list(config.args), env=dict(config.env), cwd=cwd)
-    async with Client(stdio_client(parameters, errlog=said)) as client:
+    async with Client(stdio_client(parameters, errlog=said), message_handler=heard) as client:
         yield client
+
+
+async def _listen(client: Any, changed: asyncio.Event) -> None:
+    """Sets `changed` when the server says so to those who listen, as the protocol has it since 2026-07-28; servers of
+    earlier ones tell everybody."""
+    what = {f"{kind}_list_changed": True for kind in ("tools", "prompts", "resources")}
+    with contextlib.suppress(Exception):  # an earlier protocol, or a server that tells nothing
+        async with client.listen(**what) as told:
+            async for _ in told:
+                changed.set()
 
 
 async def _all(list_page: Callable[..., Coroutine[Any, Any, Any]], what: str) -> list[Any]:

@@ -17,7 +17,6 @@ from textual.theme import Theme
 
 from tinychat import process
 from tinychat.backend.engine_thread import EngineThread
-from tinychat.backend.factory import open_backend
 from tinychat.backend.local import LocalBackend
 from tinychat.backend.protocol import Speculate
 from tinychat.chat import settings
@@ -25,9 +24,9 @@ from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import Conversation
 from tinychat.chat.history import History
 from tinychat.chat.loading import OpenBackend
+from tinychat.chat.start import start
 from tinychat.errors import TinychatError
 from tinychat.tools.mcp import McpServers
-from tinychat.tools.mcp_config import config_path, read_servers
 from tinychat.tools.permission import Permissions
 from tinychat.ui.boundary import LastingApp
 from tinychat.ui.chat import models
@@ -38,9 +37,10 @@ from tinychat.ui.theme import THEMES
 
 class TinychatApp(LastingApp):
     """`path` is loaded on start and called `model`; without it the picker opens. `history` None saves nothing;
-    `remember` gets settings that the user changed by choosing (theme, experts); `mounted` is called when the app is;
-    `stop_repetition` and `titles` are the controller's; `tools` is the folder that tools work in, `mcp` the servers
-    that `mcp_file` names. Raises TinychatError where `tools` is no folder."""
+    `conversation` is shown first. `remember` gets settings that the user changed by choosing (theme, experts, the
+    model); `mounted` is called when the app is; `stop_repetition` and `titles` are the controller's; `tools` is the
+    folder that tools work in, `mcp` the servers that `mcp_file` names. Raises TinychatError where `tools` is no
+    folder."""
 
     TITLE = "tinychat"
     CHAT = ChatScreen
@@ -54,6 +54,7 @@ class TinychatApp(LastingApp):
         model: str | None = None,
         path: Path | None = None,
         *,
+        conversation: Conversation | None = None,
         own: settings.Settings | None = None,
         history: History | None = None,
         open_backend: OpenBackend | None = None,
@@ -69,7 +70,7 @@ class TinychatApp(LastingApp):
     ) -> None:
         super().__init__(driver_class=self.DRIVER)
         self.own = own or settings.Settings()
-        conversation = Conversation(parameters=self.own.parameters)
+        conversation = conversation or Conversation(parameters=self.own.parameters)
         open_backend = open_backend or partial(LocalBackend.open, thread=EngineThread())
         save = history.save if history else None
         self.controller = Controller(
@@ -145,28 +146,15 @@ def main(
     path: Path | None = None,
     preset: str | None = None,
     *,
+    resume: bool = False,
     speculate: Speculate = "auto",
+    tools: Path | None = None,
     mcp_file: Path | None = None,
     **load_options: Any,
 ) -> int:
-    """Runs the chat. `path`, if given, is loaded with `preset` and called `model`; otherwise the picker opens. Every
-    model that is loaded speculates as `speculate` says. `mcp_file` names MCP servers in place of the user's file."""
-    own = settings.load()
-    history, problems = None, list(own.problems)
-    try:
-        history = History()
-    except TinychatError as e:
-        problems.append(f"{e}; conversations are not saved")
-    mcp_file, mcp = mcp_file or config_path(), McpServers(())
-    try:
-        mcp = McpServers(read_servers(mcp_file))
-    except TinychatError as e:
-        problems.append(f"{e}; no MCP server is started")
-    options = {"preset": preset, "threads": own.threads, **load_options}
-    own = replace(own, problems=tuple(problems))
-    open_either = partial(
-        open_backend, thread=EngineThread(), store_bytes=int(own.kv_cache_gb * 1e9), speculate=speculate
-    )
+    """Runs the app; the arguments are those of chat/start.py. Without a model the picker opens."""
+    begun = start(model, path, preset, resume=resume, speculate=speculate, mcp_file=mcp_file, load_options=load_options)
+    own = replace(begun.own, problems=begun.problems)
     process.prepare_for_screen()
 
     def mounted() -> None:
@@ -180,22 +168,24 @@ def main(
         process.on_signals(end)
 
     app = TinychatApp(
-        model,
-        path,
+        begun.model,
+        begun.path,
+        conversation=begun.conversation,
         own=own,
-        history=history,
+        history=begun.history,
         remember=settings.update,
-        open_backend=open_either,
+        open_backend=begun.open_backend,
         mounted=mounted,
         stop_repetition=own.stop_repetition,
         titles=own.titles,
         permissions=Permissions.of_user(),
-        mcp=mcp,
-        mcp_file=mcp_file,
-        **options,
+        mcp=begun.mcp,
+        mcp_file=begun.mcp_file,
+        tools=tools,
+        **begun.options,
     )
     try:
         app.run()
     finally:
-        mcp.close()
+        begun.mcp.close()
     return app.return_code or 0

@@ -75,7 +75,7 @@ class LastingApp(App[None]):
             error = error.error if isinstance(error.error, Exception) else error
         pump = active_message_pump.get(None)
         node = pump if isinstance(pump, DOMNode) and pump is not self else None
-        if isinstance(error, NoMatches) and node is not None and _gone(node):
+        if isinstance(error, NoMatches) and any(_gone(n) for n in (node, _asked(error)) if n is not None):
             return  # a late callback of a sheet that is gone: its widgets are, too
         if isinstance(error, NoMatches) and node is None and not self.screen._is_mounted:
             return  # a key that came before the widgets of a sheet
@@ -108,6 +108,13 @@ def _came_too_late(error: Exception) -> bool:
     moment ago."""
     inner = traceback.walk_tb(error.__traceback__ and error.__traceback__.tb_next)
     return isinstance(error, LookupError) and all(f.f_code.co_filename.startswith(TEXTUAL) for f, _ in inner)
+
+
+def _asked(error: NoMatches) -> DOMNode | None:
+    """The node whose query failed: in a worker of a sheet, the pump that is active may be the app."""
+    *_, (frame, _line) = traceback.walk_tb(error.__traceback__)
+    found = frame.f_locals.get("self")
+    return found if isinstance(found, DOMNode) else None
 
 
 def _gone(node: DOMNode) -> bool:

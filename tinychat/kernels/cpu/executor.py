@@ -15,13 +15,24 @@ from typing import Literal
 import numpy as np
 
 from tinychat.errors import TinychatError
-from tinychat.kernels.blocks import CACHE_VALUE_BYTES
+from tinychat.kernels.blocks import CACHE_VALUE_BYTES, GQA, MLA
 from tinychat.kernels.cpu import bandwidth, compiler, library
 from tinychat.kernels.cpu.library import MAX_GROUP, QUANTS, STEP, TILE, Library, SampleSpec, StepContext
 from tinychat.kernels.cpu.program import build
 from tinychat.kernels.executor import ExecutorKind, Mask, Weights
 from tinychat.kernels.limits import Limits, check
-from tinychat.kernels.ops import Attention, Embed, ExpertsDown, ExpertsUp, NormAdd, Op, Plan, matrices_of
+from tinychat.kernels.ops import (
+    Attention,
+    Convolve,
+    Delta,
+    Embed,
+    ExpertsDown,
+    ExpertsUp,
+    NormAdd,
+    Op,
+    Plan,
+    matrices_of,
+)
 from tinychat.kernels.profile import (
     Batch,
     CacheUse,
@@ -170,10 +181,19 @@ class CPUExecutor:
         at = self._alloc(self.cache_bytes + slack)
         self._caches = (library.LayerCache * max(len(plan.layers), 1))()
         for made, layer, cache in zip(self._caches, plan.layers, plan.caches):
-            made.heads = layer.attention.kv_heads if layer.attention else 1
+            made.heads = layer.attention.kv_heads if isinstance(layer.attention, GQA | MLA) else 1
             made.k_dim, made.v_dim = cache.key_width // made.heads, cache.value_width // made.heads
             made.k, made.v = at, at + row_bytes * cache.key_width
             at += row_bytes * (cache.key_width + cache.value_width)
+        sizes = [
+            (4 * s.rows * s.channels, 4 * s.heads * s.key_dim * _filled(s.value_dim)) if s else (0, 0)
+            for s in plan.states
+        ]
+        self.state_bytes = sum(map(sum, sizes))
+        self._states = at = self._alloc(self.state_bytes)
+        for made, (tail, state) in zip(self._caches, sizes):
+            made.tail, made.state = at, at + tail
+            at += tail + state
         widths = list(plan.buffers.values())
         assert next(iter(plan.buffers)) == "x", "the residual stream is the first buffer"
         addresses = [self._alloc(4 * (self.prefill_chunk * w + 64)) for w in widths]
@@ -267,6 +287,16 @@ class CPUExecutor:
             raise TinychatError(f"saved cache of {len(data)} bytes does not fit {rows} rows of this model")
         self._lib.tc_cache(self._ctx, array.ctypes.data, first, rows, 1)
 
+    def read_state(self) -> bytes:
+        """See Executor.read_state."""
+        return ctypes.string_at(self._states, self.state_bytes)
+
+    def write_state(self, data: bytes) -> None:
+        """See Executor.write_state."""
+        if len(data) != self.state_bytes:
+            raise TinychatError(f"a saved state of {len(data):,} bytes is not of this model")
+        ctypes.memmove(self._states, data, len(data))
+
     def profile(self, token: int, pos: int, steps: int) -> StepProfile:
         """See MeasurableExecutor.profile: every second step runs with a clock around each op on each thread."""
         if pos + 2 * steps + 3 > self.max_context:
@@ -323,6 +353,8 @@ class CPUExecutor:
                 return 1
             case NormAdd():
                 return 1
+            case Convolve() | Delta():
+                return o.heads
             case Attention():
                 return o.heads * -(-min(depth, o.window or depth) // self._library.chunk)
             case ExpertsUp() | ExpertsDown():
@@ -365,6 +397,11 @@ class CPUExecutor:
             raise TinychatError(f"token id out of range: the vocabulary has {self.plan.vocab} entries")
 
 
+def _filled(values: int) -> int:
+    """`values` of a head filled up to whole vectors."""
+    return -(-values // TILE) * TILE
+
+
 def _seconds(stepper: Iterator[object]) -> float:
     """How long the next step takes."""
     start = time.perf_counter()
@@ -376,7 +413,7 @@ def _sample_spec(s: Sampling, history: Sequence[int], mask: np.ndarray | None) -
     """(what step.c is told of `s` and the mask, the arrays that it points into)."""
     bits = mask.ctypes.data if mask is not None else None
     spec = SampleSpec(s.temperature, s.top_p, s.min_p, s.seed % 2**64, s.top_k, mask=bits)
-    if s.repeat_penalty == 1.0 and s.dry_multiplier <= 0:
+    if not s.penalises:
         return spec, mask
     p = penalties(s, history)
     spec.n_penalised, spec.penalised = len(p.ids), p.ids.ctypes.data

@@ -37,13 +37,13 @@ class COp(ctypes.Structure):
 
     _fields_ = [
         *_all(_i32, "tag layer matrices add src"),
-        ("dst", _i32 * 3),
+        ("dst", _i32 * 4),
         *_all(_i32, "heads kv_heads key_dim value_dim nope rope_dims neox q_norm_len k_norm_len"),
         *_all(_i32, "top_k gating normalize route_groups route_groups_used router"),
-        *_all(_i32, "window activation temperature_length value_norm"),
+        *_all(_i32, "window activation temperature_length value_norm gated grouped taps"),
         *_all(_f32, "eps norm_eps scale temperature softcap stream_scale logit_scale"),
-        *_all(_ptr, "norm q_norm k_norm rope sinks"),
-        ("bias", _ptr * 3),
+        *_all(_ptr, "norm q_norm k_norm rope sinks shared_scale"),
+        ("bias", _ptr * 4),
         ("routes", _ptr),
         ("w", CMatrix * 4),
     ]
@@ -63,7 +63,7 @@ class SampleSpec(ctypes.Structure):
 class LayerCache(ctypes.Structure):
     """`LayerCache` of step.c."""
 
-    _fields_ = [*_all(_ptr, "k v"), *_all(_i32, "heads k_dim v_dim")]
+    _fields_ = [*_all(_ptr, "k v tail state"), *_all(_i32, "heads k_dim v_dim")]
 
 
 class StepContext(ctypes.Structure):
@@ -98,7 +98,7 @@ class Library:
             ("tc_open", c_int, [_ptr, c_int]),
             ("tc_prepare", c_int, [_ptr]),
             ("tc_close", None, [_ptr]),
-            ("tc_pack", None, [_ptr, _ptr, _ptr, c_int, c_int, c_int, c_int, c_int]),
+            ("tc_pack", None, [_ptr, _ptr, _ptr, c_int, c_int, c_int, c_int, c_int, c_int]),
             ("tc_dequantise", None, [_ptr, c_int, c_int, _ptr]),
             ("tc_forward", None, [_ptr, _ptr, c_int, c_int, c_int, _ptr]),
             ("tc_step", None, [_ptr, _ptr, c_int, c_int]),

@@ -10,7 +10,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Q
 from gguf.quants import dequantize
 
-from tinychat.kernels.blocks import GQA, MLA, Dense, Experts, Rope, Weight
+from tinychat.kernels.blocks import GQA, MLA, DeltaRule, Dense, Experts, Rope, Weight
 from tinychat.kernels.cpu import library
 from tinychat.kernels.cpu.library import STEP, TILE, CMatrix, Library
 from tinychat.kernels.executor import Weights
@@ -45,9 +45,9 @@ def build(
     total = sum(sizes.values())
     arena, places, arrays = alloc(total), dict[Weight, int](), list[np.ndarray]()
     last_use = {w.tensor: w for w in packed}
-    for w in set(plan.weights) - set(packed):  # norm gains and biases
-        raw = weights.raw(w.tensor)[w.start * w.row_bytes :][: w.nbytes]
-        arrays.append(raw.view(np.float32).copy())
+    for w in set(plan.weights) - set(packed):  # norm gains and biases; weights of a convolution, to be read by channels
+        raw = weights.raw(w.tensor)[w.start * w.row_bytes :][: w.nbytes].view(np.float32)
+        arrays.append(raw.reshape(w.groups, w.rows, w.cols).transpose(0, 2, 1).copy())
         places[w] = arrays[-1].ctypes.data
     at = arena
     for w in packed:
@@ -77,10 +77,10 @@ def _pack(lib: Library, context: int, w: Weight, raw: np.ndarray, to: int) -> No
         with np.errstate(all="ignore"):  # a damaged file may hold any bits
             parts = [dequantize(rows[g * w.stride + w.start :][: w.cols], w.type).T for g in range(w.groups)]
             half = np.ascontiguousarray(np.stack(parts).astype(np.float16))
-        lib.lib.tc_pack(context, to, half.ctypes.data, Q.F16, w.rows, w.cols, w.groups, w.rows)
+        lib.lib.tc_pack(context, to, half.ctypes.data, Q.F16, w.rows, w.cols, w.groups, w.rows, 0)
     else:
         source = raw.ctypes.data + w.start * w.row_bytes
-        lib.lib.tc_pack(context, to, source, w.type, w.rows, w.cols, w.groups, w.stride)
+        lib.lib.tc_pack(context, to, source, w.type, w.rows, w.cols, w.groups, w.stride, w.run)
 
 
 class _Translator:
@@ -106,6 +106,8 @@ class _Translator:
                     yield from self._gqa(i, gqa)
                 case MLA() as mla:
                     yield from self._mla(i, mla)
+                case DeltaRule() as rule:
+                    yield from self._delta_rule(i, rule)
             match layer.feed_forward:
                 case Dense() as dense:
                     yield from self._dense(dense)
@@ -116,12 +118,14 @@ class _Translator:
         )
 
     def _gqa(self, i: int, a: GQA) -> Iterator[library.COp]:
-        biases = (a.q_bias, a.k_bias, a.v_bias)
-        yield self._op("linear", [a.q, a.k, a.v], dst=("q", "k", "v"), norm=a.norm, eps=a.eps, bias=biases)
+        biases, gate = (a.q_bias, a.k_bias, a.v_bias), [a.gate] if a.gate else []
+        to = ("q", "k", "v", *("gate" for _ in gate))
+        yield self._op("linear", [a.q, a.k, a.v, *gate], dst=to, norm=a.norm, eps=a.eps, bias=biases)
         yield self._op(
             "attention",
             src="q",
-            dst=("heads", "k", "v"),
+            dst=("heads", *to[1:]),
+            gated=len(gate),
             layer=i,
             heads=a.heads,
             kv_heads=a.kv_heads,
@@ -139,6 +143,25 @@ class _Translator:
             **self._rope(a.rope),
         )
         yield from self._added("heads", a.output, a.output_bias, a.post_norm, a.eps, a.residual_scale)
+
+    def _delta_rule(self, i: int, a: DeltaRule) -> Iterator[library.COp]:
+        to = ("qkv", "gate", "beta", "alpha")
+        yield self._op("linear", [a.qkv, a.gate, a.beta, a.alpha], dst=to, norm=a.norm, eps=a.eps)
+        keys: dict[str, Any] = {"kv_heads": a.key_heads, "key_dim": a.key_dim}
+        sizes = keys | {"heads": a.heads, "value_dim": a.value_dim}
+        yield self._op("convolve", dst=("qkv",), layer=i, bias=(a.conv,), taps=a.width, eps=a.eps, **sizes)
+        yield self._op(
+            "delta",
+            src="qkv",
+            dst=("heads", *to[1:]),
+            layer=i,
+            bias=(a.decay, a.decay_bias),
+            norm=a.head_norm,
+            eps=a.eps,
+            grouped=int(a.grouped),
+            **sizes,
+        )
+        yield self._op("linear", [a.output], src="heads", add=1)
 
     def _mla(self, i: int, a: MLA) -> Iterator[library.COp]:
         first, to = (a.q_a, "q_a") if a.q_a else (a.q, "q")
@@ -228,6 +251,7 @@ class _Translator:
             eps=b.eps,
             bias=(w.gate_bias, w.up_bias),
             activation=self.lib.activations[w.activation],
+            shared_scale=b.shared_scale,
             top_k=r.top_k,
             router=router,
             routes=routes.ctypes.data,

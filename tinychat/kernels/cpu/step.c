@@ -12,6 +12,7 @@
 #include "simd.h"
 
 #include "attention.h"
+#include "delta.h"
 #include "input.h"
 #include "pool.h"
 #include "quant.h"
@@ -22,7 +23,7 @@
 // Python reads these names from the library (tc_names), so that their order is written here only.
 #define TAGS(X)                                                                                                                 \
   X(EMBED) X(LINEAR) X(ATTENTION) X(ABSORB) X(LATENT_ATTENTION) X(VALUE_UP) X(GATE_UP) X(ROUTE) X(EXPERTS_UP) X(EXPERTS_DOWN)    \
-  X(HEAD) X(NORM_ADD)
+  X(HEAD) X(NORM_ADD) X(CONVOLVE) X(DELTA)
 #define GATINGS(X) X(SOFTMAX) X(SIGMOID) X(SOFTMAX_WEIGHT) X(SQRT_SOFTPLUS)
 #define ACTIVATIONS(X) X(SILU) X(GELU) X(CLAMPED)
 #define CLAMP 7.0f          // of CLAMPED; as ops.CLAMP and ops.CLAMP_SLOPE, checked when the library is loaded
@@ -40,20 +41,22 @@ typedef struct {
 
 typedef struct {
   int32_t tag, layer, matrices, add;  // add: into dst instead of over it
-  int32_t src, dst[3];                // activation buffers
+  int32_t src, dst[4];                // activation buffers
   int32_t heads, kv_heads, key_dim, value_dim, nope, rope_dims, neox, q_norm_len, k_norm_len;
   int32_t top_k, gating, normalize, route_groups, route_groups_used;
   int32_t router;                     // of experts_up: number of the op that has the router
   int32_t window, activation, temperature_length, value_norm;  // window: rows that attention sees, 0: all
+  int32_t gated, grouped, taps;       // gated: dst[3] is attention's gate; grouped, taps: ops.DeltaRule, its width
   float eps, norm_eps, scale;         // norm_eps: of q_norm, k_norm and the latent norm; scale: of the scores, or of the result
   float temperature, softcap, stream_scale, logit_scale;  // ops.Temperature, Head, NormAdd, Router; 0: none of the first two
-  const float *norm, *q_norm, *k_norm, *rope, *sinks, *bias[3];
+  const float *norm, *q_norm, *k_norm, *rope, *sinks, *shared_scale, *bias[4];
   int32_t *routes;                    // [STEP][top_k]: where a decode step leaves the experts of its tokens, to be looked at
   Matrix w[4];
 } Op;
 
 typedef struct {  // a layer's part of the KV cache: [heads][context] rows of K, in tiles (attention.h), and of V
   uint16_t *k, *v;
+  float *tail, *state;  // of a delta rule: the last inputs of its convolution, and [heads][key][value filled up to 16]
   int32_t heads, k_dim, v_dim;
 } LayerCache;
 
@@ -360,8 +363,15 @@ INLINE float sink(const Op *op, int h, float high) { return op->sinks ? exp_(spl
 // Values of a head, filled up to whole vectors.
 INLINE int padded(int n) { return (n + 15) / 16 * 16; }
 
-static void divide(float *dst, const float *src, float by, int n) {
-  for (int d = 0; d < n; d += 16) store(dst + d, ldf(src + d) / by, n - d);
+// A head's result: the weighted sum of its values over the sum of weights, and its gate.
+static void finish(Ctx *c, const Op *op, int token, int h, const float *sum, float weights) {
+  int n = op->value_dim;
+  float *dst = row(c, op->dst[0], token) + (size_t)h * n;
+  for (int d = 0; d < n; d += 16) {
+    f32v y = ldf(sum + d) / weights;
+    if (op->gated) y = y / (exp_(-fetch(row(c, op->dst[3], token) + (size_t)h * n + d, n - d)) + 1.0f);
+    store(dst + d, y, n - d);
+  }
 }
 
 enum { MAX_GROUP = 1024 };  // query heads of one kv head; as library.MAX_GROUP, checked when the library is loaded
@@ -411,7 +421,7 @@ static void attention_one(Ctx *c, const Op *op, int id, int task) {
       merge(&top, &total, s->merged, p[0], p[1], p + 16, value);
     }
     total += sink(op, h0 + m, top);
-    divide(row(c, op->dst[0], 0) + (size_t)(h0 + m) * op->value_dim, s->merged, total, op->value_dim);
+    finish(c, op, 0, h0 + m, s->merged, total);
   }
 }
 
@@ -466,14 +476,52 @@ static void attention_block(Ctx *c, const Op *op, int id, int task) {
     }
   }
   for (int m = 0; m < count; m++)
-    divide(row(c, op->dst[0], first + m / heads) + (size_t)(h0 + m % heads) * op->value_dim, s->merged + (size_t)m * value,
-           total[m] + sink(op, h0 + m % heads, top[m]), op->value_dim);
+    finish(c, op, first + m / heads, h0 + m % heads, s->merged + (size_t)m * value, total[m] + sink(op, h0 + m % heads, top[m]));
 }
 
 static void attention(Ctx *c, const Op *op, Part me) {
   if (c->tokens == 1) attention_one(c, op, me.id, me.part);
   else if (op->tag == ATTENTION && me.stage == 0) attention_inputs(c, op, me);
   else attention_block(c, op, me.id, me.part);
+}
+
+// A task: a head of q, of k or of v. Heads of q and k have length 1 afterwards, those of q over sqrt(key_dim).
+static void convolve(Ctx *c, const Op *op, int unit) {
+  int channels = c->widths[op->dst[0]], keys = op->kv_heads, taps = op->taps, of_keys = unit < 2 * keys;
+  int n = of_keys ? op->key_dim : op->value_dim;
+  size_t from = of_keys ? (size_t)unit * n : (size_t)2 * keys * op->key_dim + (size_t)(unit - 2 * keys) * n, stride = channels;
+  float *x = row(c, op->dst[0], 0) + from, *tail = c->caches[op->layer].tail + from;
+  for (int i = 0; i < n; i += 16)
+    convolve16(x + i, stride, c->tokens, op->bias[0] + from + i, taps, tail + i, channels, n - i, c->pos == 0);
+  for (int t = 0; t < c->tokens && of_keys; t++) {
+    float *at = x + t * stride, inv = rms_scale(at, n, op->eps / (float)n) / (unit < keys ? (float)n : __builtin_sqrtf((float)n));
+    for (int i = 0; i < n; i += 16) store(at + i, fetch(at + i, n - i) * inv, n - i);
+  }
+}
+
+// A task: a head's state, outputs, their norm and gate.
+static void delta(Ctx *c, const Op *op, int id, int h) {
+  int keys = op->kv_heads, key = op->grouped ? h / (op->heads / keys) : h % keys, n = op->value_dim;
+  size_t width = padded(n), size = (size_t)op->key_dim * width;
+  float *state = c->caches[op->layer].state + h * size, *decay = c->scratch[id].merged, *rate = decay + c->tokens;
+  const float *qkv = row(c, op->src, 0);
+  if (c->pos == 0) memset(state, 0, sizeof(float) * size);
+  for (int t = 0; t < c->tokens; t++) {
+    double alpha = row(c, op->dst[3], t)[h] + op->bias[1][h], beta = row(c, op->dst[2], t)[h];
+    decay[t] = (float)exp(op->bias[0][h] * (alpha > 20 ? alpha : log1p(exp(alpha))));
+    rate[t] = (float)(1 / (1 + exp(-beta)));
+  }
+  const float *q = qkv + (size_t)key * op->key_dim;
+  Rule r = {q, q + (size_t)keys * op->key_dim, qkv + (size_t)2 * keys * op->key_dim + (size_t)h * n, (size_t)c->widths[op->src], decay,
+            rate, c->tokens, op->key_dim};
+  delta_rule(&r, state, n, width, row(c, op->dst[0], 0) + (size_t)h * n, (size_t)c->widths[op->dst[0]]);
+  for (int t = 0; t < c->tokens; t++) {
+    float *o = row(c, op->dst[0], t) + (size_t)h * n, inv = rms_scale(o, n, op->eps);
+    for (int i = 0; i < n; i += 16) {
+      f32v gate = fetch(row(c, op->dst[1], t) + (size_t)h * n + i, n - i);
+      store(o + i, fetch(o + i, n - i) * inv * fetch(op->norm + i, n - i) * silu(gate), n - i);
+    }
+  }
 }
 
 // One matrix per head: dst[h][dst_stride..] = w[h] @ src[h][src_stride..], the input as it is.
@@ -618,6 +666,17 @@ static void gather(Scratch *to, const Scratch *from, const int32_t *column, int 
   }
 }
 
+// Multiplies rows of groups first..last-1 of 16 of the shared expert, of one token, by how much it counts.
+static void scale_shared(Ctx *c, const Op *op, int token, float *dst, int first, int last) {
+  if (!op->shared_scale) return;
+  int k = op->w[0].cols, rows = op->w[2].rows;
+  const float *x = row(c, op->src, token);
+  f32v sum = splat(0);
+  for (int i = 0; i < k; i += 16) sum = fma_(fetch(x + i, k - i) * fetch(op->norm + i, k - i), fetch(op->shared_scale + i, k - i), sum);
+  f32v by = 1.0f / (exp_(splat(-hsum(sum) * rms_scale(x, k, op->eps))) + 1.0f);
+  for (int r = 16 * first; r < MIN_(16 * last, rows); r += 16) store(dst + r, fetch(dst + r, rows - r) * by, rows - r);
+}
+
 static void experts_up(Ctx *c, const Op *op, Part me) {
   const Op *router = c->ops + op->router;
   const Matrix *gate = &op->w[0], *shared = &op->w[2];
@@ -648,6 +707,7 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
       float *dst = row(c, op->dst[0], 0) + (size_t)top * ff;
       share(me, total, bytes * groups * top, shared_bytes, groups16(shared), &first, &last);
       multiply_gated(shared, &op->w[3], 0, first, last, s, 1, &dst, op->activation, NULL, NULL);
+      if (first < last) scale_shared(c, op, 0, dst, first, last);
     }
     return;
   }
@@ -667,12 +727,14 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
       column[i] = token, dst[i] = row(c, op->dst[0], token) + (size_t)slot * ff;
     }
     gather(s, &c->shared, column, m, k, need);
-    if (e >= 0)
+    if (e >= 0) {
       multiply_gated(gate, &op->w[1], e, 0, groups, s, m, dst, op->activation, bias_of(op->bias[0], gate, e),
                      bias_of(op->bias[1], gate, e));
-    else
-      multiply_gated(shared, &op->w[3], 0, groups16(shared) * part / parts, groups16(shared) * (part + 1) / parts, s, m, dst,
-                     op->activation, NULL, NULL);
+    } else {
+      int first = groups16(shared) * part / parts, last = groups16(shared) * (part + 1) / parts;
+      multiply_gated(shared, &op->w[3], 0, first, last, s, m, dst, op->activation, NULL, NULL);
+      for (int i = 0; i < m && first < last; i++) scale_shared(c, op, column[i], dst[i], first, last);
+    }
   }
 }
 
@@ -767,6 +829,8 @@ static void run_op(Ctx *c, const Op *op, Part me) {
     case EXPERTS_DOWN: experts_down(c, op, me); break;
     case HEAD: head(c, op, me); break;
     case NORM_ADD: norm_add(c, op, me); break;
+    case CONVOLVE: convolve(c, op, me.part); break;
+    case DELTA: delta(c, op, me.id, me.part); break;
   }
 }
 
@@ -785,6 +849,8 @@ enum { SPLIT = 4 };  // tasks per thread and stage, where the number of tasks is
 static int stage_tasks(const Ctx *c, const Op *op, int stage) {
   int some = SPLIT * c->pool.threads, per;
   if (op->tag == HEAD && !c->logits_mode) return 0;
+  if (op->tag == CONVOLVE) return 2 * op->kv_heads + op->heads;
+  if (op->tag == DELTA) return op->heads;
   if (c->tokens == 1) {
     if (op->tag == EMBED || op->tag == NORM_ADD) return 1;
     return op->tag == ATTENTION || op->tag == LATENT_ATTENTION ? attention_tasks(c, op, &per) : some;
@@ -884,12 +950,12 @@ EXPORT size_t tc_sizeof(int what) {
 #define OP_FIELDS(X)                                                                                                            \
   X(tag) X(layer) X(matrices) X(add) X(src) X(dst) X(heads) X(kv_heads) X(key_dim) X(value_dim) X(nope) X(rope_dims) X(neox)     \
   X(q_norm_len) X(k_norm_len) X(top_k) X(gating) X(normalize) X(route_groups) X(route_groups_used) X(router) X(window)           \
-  X(activation) X(temperature_length) X(value_norm) X(eps) X(norm_eps) X(scale) X(temperature) X(softcap) X(stream_scale)        \
+  X(activation) X(temperature_length) X(value_norm) X(gated) X(grouped) X(taps) X(eps) X(norm_eps) X(scale) X(temperature) X(softcap) X(stream_scale)        \
   X(logit_scale)                                                                                                                \
-  X(norm) X(q_norm) X(k_norm) X(rope) X(sinks) X(bias) X(routes) X(w)
+  X(norm) X(q_norm) X(k_norm) X(rope) X(sinks) X(shared_scale) X(bias) X(routes) X(w)
 #define SAMPLE_FIELDS(X)                                                                                                        \
   X(temperature) X(top_p) X(min_p) X(seed) X(top_k) X(n_penalised) X(penalised) X(divisors) X(amounts) X(mask)
-#define CACHE_FIELDS(X) X(k) X(v) X(heads) X(k_dim) X(v_dim)
+#define CACHE_FIELDS(X) X(k) X(v) X(tail) X(state) X(heads) X(k_dim) X(v_dim)
 #define CONTEXT_FIELDS(X)                                                                                                       \
   X(n_ops) X(max_context) X(batch) X(vocab) X(layers) X(n_buffers) X(ops) X(buffers) X(widths) X(caches) X(ticks) X(sampling)
 EXPORT const char *tc_fields(int what) {
@@ -929,7 +995,7 @@ typedef struct {
   uint8_t *dst;
   const uint8_t *src;
   size_t row_bytes;
-  int type, rows, cols, groups, stride;
+  int type, rows, cols, groups, stride, run;
 } PackJob;
 
 static int pack_tasks(void *arg, int phase) {
@@ -944,16 +1010,18 @@ static void pack_task(void *arg, int phase, int task, int tasks, int id) {
     const uint8_t *rows[16];
     for (int r = 0; r < 16; r++) {
       int at = i % per * 16 + r;
-      rows[r] = at < j->rows ? j->src + ((size_t)(i / per) * j->stride + at) * j->row_bytes : NULL;
+      size_t place = j->run ? (size_t)(at / j->run) * j->stride + at % j->run : (size_t)(i / per) * j->stride + at;
+      rows[r] = at < j->rows ? j->src + place * j->row_bytes : NULL;
     }
     pack_group(j->dst + (size_t)i * group_bytes(j->type, j->cols), rows, j->type, j->cols);
   }
 }
 
-// Packs `groups` matrices of rows x cols from the file's form; matrix g starts at row g * stride of src.
-EXPORT void tc_pack(Ctx *c, uint8_t *dst, const uint8_t *src, int type, int rows, int cols, int groups, int stride) {
+// Packs `groups` matrices of rows x cols from the file's form; matrix g starts at row g * stride of src. Or one whose rows lie
+// in runs of `run`, each `stride` rows behind the one before.
+EXPORT void tc_pack(Ctx *c, uint8_t *dst, const uint8_t *src, int type, int rows, int cols, int groups, int stride, int run) {
   const Layout *l = &layouts[type];
-  PackJob job = {dst, src, (size_t)(cols / l->block) * l->bytes, type, rows, cols, groups, stride};
+  PackJob job = {dst, src, (size_t)(cols / l->block) * l->bytes, type, rows, cols, groups, stride, run};
   pool_run(&c->pool, (Work){1, pack_tasks, pack_task, &job});
 }
 
@@ -1014,7 +1082,7 @@ EXPORT int tc_prepare(Ctx *c) {
     s->experts = piece(c, top, 4), s->expert_weights = piece(c, top, 4);
     s->chances = piece(c, 2, 4 * (size_t)routed), s->groups = piece(c, 2, 4 * (size_t)routed);
     s->pairs = piece(c, c->batch, 4 * (size_t)(top + 1)), s->targets = piece(c, c->batch, sizeof(float *));
-    s->merged = piece(c, MAX_(MAX_(vectors * value, widest + 16), (size_t)dim * 16), 4);
+    s->merged = piece(c, MAX_(MAX_(vectors * value, widest + 16), MAX_((size_t)dim * 16, 2 * (size_t)c->batch)), 4);
   }
   c->shared = new_scratch(c, c->batch, MAX_(widest, (size_t)top * ff));
   c->partial = piece(c, heads * chunks, 4 * (value + 16));

@@ -53,6 +53,7 @@ LIMITS = Limits(
     experts=1024,
     experts_used=64,
     expert_groups=32,  # a lane each
+    gated_blocks=False,
     prefill_chunk=CHUNKS[0],
 )
 
@@ -121,6 +122,7 @@ class CUDAExecutor:
         self.jit_state = "replaying"  # compiled and captured at load
         self.weight_bytes = layout.nbytes
         self.cache_bytes = max_context * plan.kv_bytes_per_token
+        self.state_bytes = 0
         self.device_bytes = gpu.nbytes
 
     def forward(
@@ -159,14 +161,15 @@ class CUDAExecutor:
         self, token: int, pos: int, sampling: Sampling, recent: Sequence[int], mask: Mask | None = None
     ) -> Iterator[tuple[int, float]]:
         """See Executor.decode. Up to AHEAD steps are enqueued before one is waited for; with a mask, which depends on
-        the token before, none is, and the host samples."""
+        the token before, none is, and the host samples, as it does for what the kernels do not know: presence and
+        frequency penalty and a bias."""
         self._check([token], pos)
-        if mask is not None:
+        if mask is not None or sampling.presence_penalty or sampling.frequency_penalty or sampling.logit_bias:
             seen = list(recent)
             for at in range(pos, self.max_context):
                 rows = self.forward([token], at, "last")
                 assert rows is not None
-                token, logprob = sample(rows[0], sampling, at, seen, mask())
+                token, logprob = sample(rows[0], sampling, at, seen, mask() if mask else None)
                 seen.append(token)
                 yield token, logprob
             return
@@ -224,6 +227,14 @@ class CUDAExecutor:
             self.gpu.upload(name, packed[at : at + rows * width * 2], first * width * 2)
             at += rows * width * 2
         self.gpu.synchronize()
+
+    def read_state(self) -> bytes:
+        """See Executor.read_state."""
+        return b""
+
+    def write_state(self, data: bytes) -> None:
+        """See Executor.write_state."""
+        assert not data
 
     def profile(self, token: int, pos: int, steps: int) -> StepProfile:
         """See MeasurableExecutor.profile."""

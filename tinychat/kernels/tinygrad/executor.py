@@ -48,7 +48,8 @@ class ReferenceExecutor:
         self.weight_bytes = sum(t.nbytes() for t in self.step.packed.values())
         self.cache_bytes = sum(t.nbytes() for t in self.step.caches)
         routed = any(isinstance(layer.feed_forward, Experts) for layer in plan.layers)
-        self.prefill_chunk = 1 if routed else LIMITS.prefill_chunk  # the experts of one token are gathered at a time
+        # the experts of one token are gathered at a time, and a state goes from token to token
+        self.prefill_chunk = 1 if routed or plan.state_bytes else LIMITS.prefill_chunk
 
     @property
     def kernels_per_token(self) -> int:
@@ -128,6 +129,25 @@ class ReferenceExecutor:
             part = np.frombuffer(data, kind, size // kind().itemsize, at)
             t[first : first + rows].assign(Tensor(part.reshape(rows, -1), device=self.step.device)).realize()
             at += size
+
+    @property
+    def state_bytes(self) -> int:
+        """See Executor.state_bytes."""
+        return self.plan.state_bytes
+
+    def read_state(self) -> bytes:
+        """See Executor.read_state."""
+        return b"".join(t.numpy().tobytes() for t in self.step.state_tensors)
+
+    def write_state(self, data: bytes) -> None:
+        """See Executor.write_state."""
+        if len(data) != self.state_bytes:
+            raise TinychatError(f"a saved state of {len(data):,} bytes is not of this model")
+        at = 0
+        for t in self.step.state_tensors:
+            part = np.frombuffer(data, np.float32, t.numel(), at)
+            t.assign(Tensor(part.reshape(t.shape), device=self.step.device)).realize()
+            at += t.nbytes()
 
     def profile(self, token: int, pos: int, steps: int) -> StepProfile:
         """See MeasurableExecutor.profile."""

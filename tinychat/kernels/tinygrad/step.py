@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from tinychat.kernels.blocks import (
     MIN_WEIGHT_SUM,
     MLA,
     Activation,
+    DeltaRule,
     Dense,
     Experts,
     Gated,
@@ -42,6 +44,8 @@ class Step:
     """A plan's weights, KV cache and captured steps on one tinygrad device.
 
     Caches are (max_context, width) tensors of `cache_type`, by layer: `keys`, and `values` where the rows have some.
+    `states`, float32: of each layer with one, the last inputs of its convolution (rows, channels) and the matrices of
+    its heads (heads, key_dim, value_dim).
     """
 
     def __init__(
@@ -65,6 +69,11 @@ class Step:
                 progress((i + 1) / len(names))
         self.keys = [self._zeros(cache.key_width, cache_type) for cache in plan.caches]
         self.values = [self._zeros(cache.value_width, cache_type) for cache in plan.caches]
+        self.states = {
+            i: (self._floats(s.rows, s.channels), self._floats(s.heads, s.key_dim * s.value_dim))
+            for i, s in enumerate(plan.states)
+            if s
+        }
         self._tables: dict[Rope | Temperature, Tensor] = {}
         self._pos = UOp.variable("pos", 0, max_context - 1)
         self._jits: dict[tuple[int, bool], Any] = {}  # TinyJit is a function to mypy
@@ -74,13 +83,24 @@ class Step:
             return None
         return Tensor.zeros(self.max_context, width, dtype=kind, device=self.device).contiguous().realize()
 
+    def _floats(self, rows: int, width: int) -> Tensor:
+        return Tensor.zeros(rows, width, dtype=dtypes.float32, device=self.device).contiguous().realize()
+
     @property
     def caches(self) -> list[Tensor]:
         """Every cache tensor: K of all layers, then V."""
         return [t for t in (*self.keys, *self.values) if t is not None]
 
+    @property
+    def state_tensors(self) -> list[Tensor]:
+        """Every tensor of the states, by layer."""
+        return list(chain.from_iterable(self.states.values()))
+
     def run(self, ids: Sequence[int], pos: int, want_logits: bool) -> np.ndarray | None:
         """Runs `ids` at pos, pos + 1, ...; float32 logits (len(ids), vocab) if wanted."""
+        if pos == 0:
+            for state in self.state_tensors:
+                state.assign(Tensor.zeros_like(state)).realize()
         key = (len(ids), want_logits)
         if key not in self._jits:
             self._jits[key] = TinyJit(self._logits if want_logits else self._hidden)
@@ -106,6 +126,7 @@ class Step:
         self.packed.clear()
         self._jits.clear()
         self.keys, self.values = [], []
+        self.states.clear()
 
     def _hidden(self, tokens: Tensor, pos: UOp) -> Tensor:
         return deque(self._layers(tokens, pos), 1).pop()
@@ -132,6 +153,8 @@ class Step:
                     x = yield from self._gqa(i, gqa, x, pos)
                 case MLA() as mla:
                     x = yield from self._mla(i, mla, x, pos)
+                case DeltaRule() as rule:
+                    x = yield from self._delta_rule(i, rule, x)
             match layer.feed_forward:
                 case Dense() as dense:
                     x = yield from self._dense(dense, x)
@@ -145,11 +168,9 @@ class Step:
         keys, values = self.keys[i], self.values[i]
         assert keys is not None and values is not None
         n = self._norm(x, a.norm, a.eps)
-        q, k, v = (
-            self._biased(self._linear(n, w), bias).contiguous()
-            for w, bias in ((a.q, a.q_bias), (a.k, a.k_bias), (a.v, a.v_bias))
-        )
-        Tensor.realize(q, k, v)
+        projections = [(a.q, a.q_bias), (a.k, a.k_bias), (a.v, a.v_bias)] + ([(a.gate, None)] if a.gate else [])
+        q, k, v, *gates = (self._biased(self._linear(n, w), bias).contiguous() for w, bias in projections)
+        Tensor.realize(q, k, v, *gates)
         yield q
         q = self._rotate(self._head_norm(q, a.q_norm, a), a.rope, pos, 0).contiguous()
         k = self._rotate(self._head_norm(k, a.k_norm, a), a.rope, pos, 0)
@@ -160,8 +181,10 @@ class Step:
         rows_k = keys[:n_rows].cast(dtypes.float32).reshape(n_rows, a.kv_heads, a.key_dim)
         rows_v = values[:n_rows].cast(dtypes.float32).reshape(n_rows, a.kv_heads, a.value_dim)
         sinks = self._vector(a.sinks) if a.sinks else None
-        heads = _attend(q, rows_k, rows_v, a.scale, pos, a.window, sinks).realize()
-        yield heads
+        heads = _attend(q, rows_k, rows_v, a.scale, pos, a.window, sinks)
+        for gate in gates:
+            heads = heads * gate.sigmoid()
+        yield heads.realize()
         y = self._biased(self._linear(heads, a.output), a.output_bias)
         return (yield from self._added(x, y, a.post_norm, a.eps, a.residual_scale))
 
@@ -194,6 +217,40 @@ class Step:
         heads = (o @ self._matrices(a.v_b).transpose(-1, -2)).transpose(0, 1).flatten(1).realize()
         yield heads
         x = (x + self._linear(heads, a.output) * a.residual_scale).realize()
+        yield x
+        return x
+
+    def _delta_rule(self, i: int, a: DeltaRule, x: Tensor) -> Ops:
+        """One token a step."""
+        tail, state = self.states[i]
+        n = self._norm(x, a.norm, a.eps)
+        qkv, gate, beta, alpha = (self._linear(n, w).contiguous() for w in (a.qkv, a.gate, a.beta, a.alpha))
+        Tensor.realize(qkv, gate, beta, alpha)
+        yield qkv
+        inputs = tail.cat(qkv, dim=0).contiguous().realize()  # (width, channels)
+        weights = self._vector(a.conv).reshape(a.channels, a.width)
+        mixed = (inputs * weights.transpose(0, 1)).sum(0).silu().contiguous().realize()
+        tail.assign(inputs[1:].contiguous()).realize()
+        yield mixed
+        keys, per = a.key_heads * a.key_dim, a.heads // a.key_heads
+        q, k = (mixed[at : at + keys].reshape(a.key_heads, a.key_dim) for at in (0, keys))
+        q, k = (t * ((t * t).sum(-1, keepdim=True) + a.eps).rsqrt() for t in (q, k))
+        if a.grouped:
+            q, k = (t.unsqueeze(1).expand(a.key_heads, per, a.key_dim).reshape(a.heads, -1, 1) for t in (q, k))
+        else:
+            q, k = (t.unsqueeze(0).expand(per, a.key_heads, a.key_dim).reshape(a.heads, -1, 1) for t in (q, k))
+        v = mixed[2 * keys :].reshape(a.heads, 1, a.value_dim)
+        decay = (self._vector(a.decay) * _softplus(alpha[0] + self._vector(a.decay_bias))).exp().reshape(-1, 1, 1)
+        held = (state.reshape(a.heads, a.key_dim, a.value_dim) * decay).contiguous()
+        k = k.contiguous()
+        news = (beta[0].sigmoid().reshape(-1, 1, 1) * (v - (held * k).sum(1, keepdim=True))).contiguous()
+        held = (held + k * news).contiguous().realize()
+        state.assign(held.reshape(a.heads, -1)).realize()
+        o = (held * q).sum(1) * a.key_dim**-0.5  # (heads, value_dim)
+        o = (_unit(o, a.eps) * self._vector(a.head_norm)).reshape(1, -1) * gate.silu()
+        heads = o.contiguous().realize()
+        yield heads
+        x = (x + self._linear(heads, a.output)).realize()
         yield x
         return x
 
@@ -236,6 +293,8 @@ class Step:
         )
         h = _activated(gate, up, w.activation).contiguous()
         shared = self._gated(n, b.shared) if b.shared else None
+        if shared is not None and b.shared_scale:
+            shared = shared.contiguous() * (n * self._vector(b.shared_scale)).sum(-1, keepdim=True).sigmoid()
         Tensor.realize(h, *([shared] if shared is not None else []))
         yield h
         y = (self._chosen(w.down, chosen) * h.reshape(b.router.top_k, 1, -1)).sum(-1)
@@ -336,6 +395,9 @@ class Step:
         bytes)."""
         rows = w.cols if w.transposed else w.rows
         stride = w.stride or rows
+        if w.run:
+            runs = self.packed[w.tensor].reshape(-1, stride, w.row_bytes)[:, w.start : w.start + w.run]
+            return runs.reshape(1, rows, w.row_bytes)
         packed = (
             self.packed[w.tensor].reshape(-1, stride, w.row_bytes)
             if w.groups > 1 or w.stride

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinychat.chat import servers, settings
+from tinychat.chat.choosing import here
 from tinychat.errors import TinychatError
 from tinychat.files import expand
 from tinychat.models import cache
@@ -61,31 +61,16 @@ def load(chat: ChatView, model: PickedModel) -> None:
 async def load_named(chat: ChatView, text: str) -> None:
     """Loads the model that `text` names, if it is on this computer or a saved server; else the picker opens. Raises
     TinychatError."""
-    found = find(text)
-    if isinstance(found, str):
-        choose_model(chat, found)
-    else:
-        load(chat, found)
-
-
-def find(text: str) -> PickedModel | str:
-    """The model that `text` names, if it is on this computer or a saved server; else what to look for in the picker.
-    Raises TinychatError."""
-    from tinychat.ui.screens.picker import PickedModel
     from tinychat.ui.screens.picker_rows import is_place
 
-    if os.path.isdir(expand(text.strip())):
-        return text.strip()
-    own = settings.load()
-    if (saved := servers.find(own.servers, text)) is not None:
-        return PickedModel(Path(saved.url) / saved.model, text.strip(), None, saved.connection())
-    if servers.is_address(text):
-        return text.strip()
-    found = resolve(text, own.models)
-    path = cache.path_of(found)
-    if path is None:
-        return text.strip() if is_place(text) else found.name
-    return PickedModel(path, found.name, found.preset)
+    text, own = text.strip(), settings.load()
+    if os.path.isdir(expand(text)) or (servers.is_address(text) and servers.find(own.servers, text) is None):
+        choose_model(chat, text)
+    elif (found := here(text, own)) is not None:
+        chat.controller.load(found.name, found.path, **found.options)
+        chat.paint_panel()
+    else:
+        choose_model(chat, text if is_place(text) else resolve(text, own.models).name)
 
 
 async def reopen(chat: ChatView, id: str) -> None:

@@ -64,6 +64,7 @@ class Painter:
             len(c.conversation.turns),
             c.conversation.id,
             c.conversation.title,
+            c.conversation.project,
             self._chat.editing,
         )
         if state != self._state:
@@ -102,6 +103,7 @@ class Painter:
                 chat.ask_permission(change.question)
             case ModelChanged():
                 self.panel()
+                chat.model_changed()
 
     def _running(self) -> None:
         """The counting line of the answer that is being written, or of the call that runs."""

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import ClassVar, Protocol
 
+from rich.text import Text
 from textual import events, on
 from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
+from textual.document._document import EditResult, Location
 from textual.message import Message
 from textual.widgets import OptionList, Static, TextArea
 from textual.widgets.option_list import Option
 
 from tinychat.errors import printable
+from tinychat.ui.chat.folds import Folds
 from tinychat.ui.editor import Editor
 
 PROMPT_KEYS = (  # for the help
@@ -25,6 +29,7 @@ PROMPT_KEYS = (  # for the help
     ("/", "list of commands; tab completes"),
     ("@", "attach a text file; tab completes its name"),
     ("up, down", "earlier messages, from the first and last line"),
+    ("tab", "unfold a long paste; so does deleting into it"),
     ("ctrl+c", "clear; ctrl+z brings it back"),
 )
 _FILE = re.compile(r'(?:^|\s)@(?:"([^"\n]*)|(\S*))$')
@@ -51,6 +56,11 @@ class Completions(Protocol):
 class PromptEditor(Editor):
     """A multi-line field that grows. Posts Submitted; `past` is walked with up and down at its edges."""
 
+    # in place of TextArea's; without priority, so that it does not overtake characters
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("f6", "screen.command('editor')", "write the prompt in $VISUAL or $EDITOR", show=False)
+    ]
+
     class Submitted(Message):
         """Enter was pressed on `text`, which has left the prompt: who cannot use it puts it back."""
 
@@ -59,6 +69,7 @@ class PromptEditor(Editor):
             self.text = text
 
     def __init__(self) -> None:
+        self.folds = Folds()
         super().__init__(
             id="prompt",
             compact=True,
@@ -77,6 +88,19 @@ class PromptEditor(Editor):
     def walking(self) -> bool:
         """Whether the text comes from the history: no completions then, the arrows go on walking."""
         return self._place is not None
+
+    @property
+    def text(self) -> str:
+        """The whole text, long pastes included; only the screen shows their labels."""
+        return self.folds.whole(self.document.text)
+
+    @text.setter
+    def text(self, value: str) -> None:
+        self.load_text(self.folds.fold(value))
+
+    @property
+    def selected_text(self) -> str:
+        return self.folds.whole(super().selected_text)
 
     def put(self, text: str) -> None:
         """Replaces the text; the cursor goes to its end."""
@@ -127,6 +151,8 @@ class PromptEditor(Editor):
             act = partial(self.move_cursor, self.document.end)
         elif event.key == "tab" and self.completions is not None:
             act = self.completions.take
+        elif event.key == "tab" and self.folded:
+            act = self.unfold
         else:
             return
         event.stop()
@@ -173,8 +199,54 @@ class PromptEditor(Editor):
     async def _on_paste(self, event: events.Paste) -> None:
         event.stop()
         event.prevent_default()  # TextArea's own would insert it a second time
-        if result := self._replace_via_keyboard(event.text.replace("\r\n", "\n").replace("\r", "\n"), *self.selection):
+        pasted = self.folds.add(event.text.replace("\r\n", "\n").replace("\r", "\n"))
+        if result := self._replace_via_keyboard(pasted, *self.selection):
             self.move_cursor(result.end_location)
+
+    # long pastes
+
+    @property
+    def folded(self) -> list[tuple[Location, Location, str]]:
+        """The labels in the prompt: start, end, label."""
+        lines = enumerate(self.document.lines)
+        return [((y, start), (y, end), label) for y, line in lines for start, end, label in self.folds.spans(line)]
+
+    def unfold(self) -> None:
+        """Puts the texts in place of their labels; undo folds them again."""
+        for start, end, label in reversed(self.folded):
+            self.replace(self.folds.text(label), start, end)
+        self.scroll_cursor_visible()
+
+    def relabel(self, label: str, tokens: str) -> None:
+        """Says the tokens of a paste in its label."""
+        counted = self.folds.counted(label, tokens)
+        for start, end, found in reversed(self.folded):
+            if found == label:
+                self.replace(counted, start, end)
+
+    def clamp_visitable(self, location: Location) -> Location:
+        """A cursor goes over a label as over one character."""
+        row, column = super().clamp_visitable(location)
+        for start, end, _ in self.folds.spans(self.document.get_line(row)):
+            if start < column < end:
+                from_left = self.selection.end[0] == row and self.selection.end[1] <= start
+                return row, end if from_left else start
+        return row, column
+
+    def _delete_via_keyboard(self, start: Location, end: Location) -> EditResult | None:
+        start, end = sorted((start, end))
+        for left, right, label in self.folded:
+            if left < start < right or left < end < right:
+                self.replace(self.folds.text(label), left, right, maintain_selection_offset=False)
+                return None
+        result = super()._delete_via_keyboard(start, end)
+        return result and replace(result, replaced_text=self.folds.whole(result.replaced_text))
+
+    def get_line(self, line_index: int) -> Text:
+        line = super().get_line(line_index)
+        for start, end, _ in self.folds.spans(line.plain):
+            line.stylize("reverse", start, end)
+        return line
 
 
 class PromptBox(Vertical):
@@ -213,6 +285,11 @@ class PromptBox(Vertical):
         waiting.update(
             Content.assemble(("waiting ", "$accent"), first[:200], more, ("  esc to unqueue", "$foreground 60%"))
         )
+
+    def show_count(self, text: str, too_long: bool = False) -> None:
+        """The tokens of the draft, in the border; a low screen has none."""
+        hint = "tab unfolds · " if self.prompt.folded else ""
+        self.border_subtitle = Content.styled(hint + text, "$text-error" if too_long else "") if text else ""
 
     def close(self) -> bool:
         """Closes the completions; False when none were open."""

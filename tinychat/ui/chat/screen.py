@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -16,8 +17,11 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.screen import Screen
+from textual.widgets import TextArea
 
+from tinychat.chat import attach
 from tinychat.chat.changes import Overflow
+from tinychat.chat.choosing import remember
 from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import Attachment, Turn
 from tinychat.chat.history import History
@@ -29,7 +33,7 @@ from tinychat.tools.mcp_config import config_path
 from tinychat.tools.protocol import Question
 from tinychat.tools.toolbox import Toolbox
 from tinychat.ui import clipboard
-from tinychat.ui.chat import attach, commands, mcp, models
+from tinychat.ui.chat import commands, mcp, models
 from tinychat.ui.chat.markdown import MarkdownView
 from tinychat.ui.chat.message import TurnMessage
 from tinychat.ui.chat.overflow import OverflowScreen
@@ -56,6 +60,7 @@ PANEL_HZ = 5
 _COMMAND = re.compile(r"/[^/\s]*(\s|$)")  # /etc/hosts and //text are messages
 LEAVE_AGAIN = 2.0  # seconds in which a second ctrl+c leaves
 DRAFT_EVERY = 2.0  # seconds: what a kill loses of a draft at most
+COUNT_AFTER = 0.3  # seconds without a key, after which the tokens of the draft are counted
 
 
 class ChatScreen(Screen[None]):
@@ -90,6 +95,7 @@ class ChatScreen(Screen[None]):
         Binding("f4", "command('set')", "system prompt, thinking, sampling, presets", show=False),
         Binding("f8", "command('inspect')", "the exact prompt, its tokens and their probabilities", show=False),
         Binding("f7", "command('experts')", "which experts of a mixture are chosen", show=False, priority=True),
+        Binding("f6", "command('editor')", "write the prompt in $VISUAL or $EDITOR", show=False),
         Binding("f9", "command('panel')", "engine panel: short, with inner figures, hidden", show=False),
         Binding("f1", "command('help')", "help", tooltip="this help"),
         Binding(
@@ -288,7 +294,7 @@ class ChatScreen(Screen[None]):
     async def _submitted(self, event: PromptEditor.Submitted) -> None:
         text = event.text.strip()
         answer = self.editing is not None and self.controller.conversation.turns[self.editing].role != "user"
-        command = bool(_COMMAND.match(text)) and "\n" not in text and not self.controller.raw and not answer
+        command = _is_command(text) and not self.controller.raw and not answer
         if (
             self.controller.raw
             and text.startswith("/")
@@ -351,13 +357,6 @@ class ChatScreen(Screen[None]):
         if followed and index + 1 == len(self.controller.conversation.turns):
             await self.say("what followed the answer is with its other version; ← and → on the answer switch, or /undo")
 
-    async def delete(self, index: int) -> None:
-        """Deletes turn `index`. Raises TinychatError."""
-        what = self.controller.delete(index)
-        self.editing = None
-        await self.apply()
-        await self.say(f"deleted {what}; /undo brings it back")
-
     def begin_edit(self, index: int) -> None:
         if self.controller.busy:
             raise TinychatError("an answer is being written; stop it with esc, then edit")
@@ -366,6 +365,39 @@ class ChatScreen(Screen[None]):
         self.prompt.focus()
 
     # drafts
+
+    @on(TextArea.Changed, "#prompt")
+    def _typed(self) -> None:
+        count: Callable[[], Awaitable[None]] = self._count_draft  # not begun here: the next key may cancel it before
+        self.run_worker(count, exclusive=True, group="count")
+
+    async def _count_draft(self) -> None:
+        """Shows the tokens of the draft, with the files that it names, and of each new paste."""
+        await asyncio.sleep(COUNT_AFTER)
+        text, c = self.prompt.text, self.controller
+        if not text.strip() or _is_command(text) or not c.ready:
+            self.box.show_count("")
+            return
+        try:
+            for label in {label for *_, label in self.prompt.folded}:
+                if not self.prompt.folds.is_counted(label):
+                    self.prompt.relabel(
+                        label, tokens(*await in_daemon(partial(c.count, self.prompt.folds.text(label))))
+                    )
+            count, exact = await in_daemon(partial(self._count, text))
+        except TinychatError:  # said when it is sent
+            self.box.show_count("")
+            return
+        room = c.usage.free if c.usage.limit else 0
+        too_long = f", {room:,} free" if 0 < room < count else ""
+        self.box.show_count(tokens(count, exact) + too_long, bool(too_long))
+
+    def _count(self, text: str) -> tuple[int, bool]:
+        files: tuple[Attachment, ...] = ()
+        if not self.controller.raw:
+            with suppress(TinychatError):
+                files = attach.attachments(text)
+        return self.controller.count(Turn("user", text, files=files).content)
 
     def keep_draft(self) -> None:
         """Writes what is typed and not sent, also what waits for its turn, if that is not what is on the disk."""
@@ -508,7 +540,7 @@ class ChatScreen(Screen[None]):
                 case "edit":
                     self.begin_edit(index)
                 case "delete":
-                    await self.delete(index)
+                    await self.run_command(f"delete {index + 1}")
                     self.prompt.focus()
                 case "copy":
                     self.copy(c.conversation.turns[index].text, "the message")
@@ -579,6 +611,12 @@ class ChatScreen(Screen[None]):
                 Content(f"not opened: {printable(event.href, newlines=False)[:200]}").markup, severity="warning"
             )
 
+    def model_changed(self) -> None:
+        """Another tokenizer counts the draft; which model is loaded is kept for the next start."""
+        self._typed()
+        if (choice := self.controller.choice) is not None and self._remember is not None:
+            self.run_worker(in_daemon(partial(remember, choice, self._remember)), exclusive=True, group="model")
+
     def show_experts(self, on: bool) -> None:
         """Shows or hides the heat strip, and keeps that. Raises TinychatError when it cannot be kept."""
         self.experts = on
@@ -594,3 +632,12 @@ class ChatScreen(Screen[None]):
             return []
         files = [Choice(attach.quoted(name), name) for name in attach.complete(typed)]
         return [*files, *mcp.resource_choices(self.mcp, typed)]
+
+
+def _is_command(text: str) -> bool:
+    return bool(_COMMAND.match(text)) and "\n" not in text
+
+
+def tokens(count: int, exact: bool) -> str:
+    """4,700 tokens, or ~4,700 tokens."""
+    return f"{'' if exact else '~'}{count:,} token{'s' * (count != 1)}"

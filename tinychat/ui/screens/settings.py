@@ -18,7 +18,7 @@ from tinychat.ui.screens.dialogs import ConfirmScreen
 from tinychat.ui.screens.sheet import Sheet
 
 EXAMPLE = """# tinychat's settings. What is left out has its default.
-# model = "smollm2:135m"     # what `tinychat` opens; without it, it asks
+# model = "smollm2:135m"     # what `tinychat` opens; without it, the model of last time
 # threads = 4
 # theme = "tinychat-dark"
 # experts = true             # the heat strip of the experts, as /experts

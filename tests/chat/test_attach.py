@@ -2,9 +2,9 @@
 
 import pytest
 
+from tinychat.chat.attach import attachments, complete
 from tinychat.errors import TinychatError
 from tinychat.models.registry import resolve
-from tinychat.ui.chat.attach import attachments, complete
 
 
 @pytest.mark.parametrize(

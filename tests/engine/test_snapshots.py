@@ -1,0 +1,101 @@
+"""States behind a prefix: where snapshots are made, and that answers do not depend on where a prompt goes on from."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support import tiny
+from tinychat.engine import Engine, snapshots
+from tinychat.engine.config import ModelConfig
+from tinychat.engine.fit import fit, sizes
+from tinychat.engine.gguf import GGUF
+from tinychat.engine.kvstore import BLOCK, KVStore
+from tinychat.engine.plan import build_plan
+from tinychat.engine.snapshots import Snapshots
+from tinychat.errors import TinychatError
+from tinychat.kernels.sampling import GREEDY
+
+PROMPT = np.random.default_rng(5).integers(0, 250, 150).tolist()
+
+
+def answer(engine: Engine, prompt: list[int], n: int = 6) -> list[int]:
+    return [t.id for t in engine.generate(prompt, GREEDY, n, raw=True) if t.id is not None]
+
+
+def test_places_and_what_is_kept() -> None:
+    assert snapshots.places(0, 60) == [] and snapshots.places(0, 150) == [128]
+    assert snapshots.places(0, 135) == [64] and snapshots.places(100, 135) == []  # a margin at the end
+    assert snapshots.places(1000, 2100) == [1024, 2048] and snapshots.places(1024, 1024 + 8) == []
+    kept = Snapshots(3)
+    for n in (128, 1024, 1088, 2048):
+        kept.add(n, bytes([n // 64]))
+    assert [kept.last(n)[0] for n in (127, 128, 1087, 1088, 5000)] == [
+        0,
+        128,
+        128,
+        1088,
+        2048,
+    ]  # 1024 is the least loss
+    kept.cut(2047)
+    assert kept.last(5000) == (1088, bytes([17])) and kept.newest() == 1088
+    assert Snapshots(3).last(10) == (0, b"") and Snapshots(3).newest() == 0
+
+
+@pytest.mark.parametrize("variant", ["qwen35", "qwen35moe"])
+def test_edit_fork_regenerate_continue_and_reopen(variant: str, tmp_path: Path) -> None:
+    path, store = tiny.write(tmp_path / "m.gguf", variant, "Q8_0"), KVStore(1 << 28, tmp_path / "kv")
+    engine = Engine.load(path, max_context=320, device="cpu", store=store)
+    fresh = Engine.load(path, max_context=320, device="cpu")
+    assert engine.session.speculation.most == 0
+
+    def same(engine: Engine, prompt: list[int], reused: int) -> list[int]:
+        got, state = answer(engine, prompt), engine.executor.read_state()
+        assert engine.stats.reused_tokens == reused
+        fresh.session.cut(0)
+        assert answer(fresh, prompt) == got and fresh.stats.reused_tokens == 0
+        assert fresh.executor.read_state() == state
+        return got
+
+    first = same(engine, PROMPT, 0)
+    same(engine, PROMPT + first, len(PROMPT) + len(first) - 1)  # goes on behind the last token
+    same(engine, PROMPT, 128)  # regenerated
+    edited = [*PROMPT[:140], 3, 4, 5]
+    same(engine, edited, 128)
+    same(engine, [*PROMPT[:70], 9], 0)  # no snapshot so early, but one is made now
+    same(engine, [*PROMPT[:69], 8], 0)
+    with engine.cache_kept():
+        answer(engine, [1, 2, 3])
+    engine.session.cut(0)
+    first = same(engine, PROMPT, 0)
+    assert engine.save_cache("a")
+    engine.close()
+
+    reopened = Engine.load(path, max_context=320, device="cpu", store=store)
+    longer = PROMPT + first + [7, 8]
+    end = len(PROMPT) + len(first) - 1
+    same(reopened, longer, end)  # the last state was saved too
+    assert reopened.stats.restored_rows == end
+    reopened.session.cut(0)
+    same(reopened, edited, 128)  # the saved snapshot
+    with pytest.raises(TinychatError, match="a saved state of 3 bytes"):
+        reopened.executor.write_state(b"123")
+    reopened.close()
+    fresh.close()
+
+
+def test_memory_counts_the_state_and_its_snapshots(tmp_path: Path) -> None:
+    path = tiny.write(tmp_path / "m.gguf", "qwen35")
+    header = GGUF.open(path)
+    plan = build_plan(header, ModelConfig.from_gguf(header))
+    rule = 4 * 24 * 24 + 2 * (2 * 2 + 4) * 24  # matrices of the heads, inputs of the convolution
+    assert plan.state_bytes == 4 * rule and plan.kv_bytes_per_token == 2 * 2 * 32 * 2
+    assert snapshots.kept(plan) == snapshots.MOST and snapshots.memory(plan) == 17 * plan.state_bytes
+    weights = sum(t.nbytes for t in header.tensors.values())
+    assert sizes(path) == (weights + 17 * plan.state_bytes, plan.kv_bytes_per_token)
+    assert fit(10, 1, 1, 10**9, state_bytes=500).needed == fit(10, 1, 1, 10**9).needed + 500
+    assert snapshots.EVERY % BLOCK == 0
+    engine = Engine.load(path, max_context=32, device="cpu")
+    assert engine.stats.kv_bytes == engine.executor.cache_bytes + 17 * plan.state_bytes
+    assert engine.executor.state_bytes == 4 * (rule + 4 * 24 * 8)  # rows of whole vectors
+    engine.close()

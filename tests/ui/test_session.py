@@ -1,0 +1,94 @@
+"""Taking up where one left off: the last conversation, the model of last time, the user's own editor."""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from textual.app import App
+
+from tests.support import tiny
+from tests.support.screens import until
+from tests.support.scripted import INFO, Script, scripted
+from tests.support.terminal import terminal
+from tinychat.chat import choosing, settings
+from tinychat.chat.conversation import Conversation, Turn
+from tinychat.chat.history import History
+from tinychat.chat.servers import SavedServer
+from tinychat.chat.state import ModelChoice
+from tinychat.errors import TinychatError
+from tinychat.ui import external
+from tinychat.ui.app import TinychatApp
+
+F6 = b"\x1b[17~"
+
+
+async def test_the_model_that_is_loaded_is_kept_for_the_next_start() -> None:
+    app = TinychatApp("scripted:1b", INFO.path, open_backend=scripted(Script()), remember=settings.update)
+    async with app.run_test() as pilot:
+        await until(pilot, lambda: settings.load().last_model)
+    assert settings.load().last_model == str(INFO.path)
+
+
+def test_the_model_of_the_next_start(tmp_path: Path) -> None:
+    file = tiny.write(tmp_path / "m.gguf", "llama", "Q4_0")
+    last = settings.Settings(last_model=str(file), servers=(SavedServer("box", "http://box:8080"),))
+    gone = Conversation(model="smollm2:135m")  # not in the cache of this test
+
+    def found(conversation: Conversation | None, own: settings.Settings) -> tuple[str, list[str]]:
+        problems: list[str] = []
+        choice = choosing.earlier(conversation, own, problems)
+        return choice.name if choice else "", problems
+
+    assert found(None, settings.Settings()) == ("", [])
+    assert found(None, last) == ("m.gguf", [])
+    assert found(None, replace(last, model="box")) == ("box", [])
+    assert found(Conversation(model="box/q"), last) == ("box/q", [])
+    assert found(Conversation(model="m.gguf"), last) == ("m.gguf", []), "a conversation knows only the file's name"
+    assert found(gone, last) == ("m.gguf", ["smollm2:135m is not on this computer"])
+    file.unlink()
+    name, problems = found(None, last)
+    assert not name and "no such file" in problems[0]
+    assert choosing.reference(ModelChoice("llm", Path("http:/elsewhere"), {"server": object()}), last) == ""
+
+
+def test_c_opens_the_last_conversation_and_f6_the_editor(tmp_path: Path) -> None:
+    """As a process in a terminal: the app makes way for the editor, takes its text, and says why it failed."""
+    file = tiny.write(tmp_path / "m.gguf", "llama", "Q4_0")
+    settings.update(last_model=str(file))
+    history = History()
+    turns = (Turn("user", "the old question"), Turn("assistant", "the old answer", stop_reason="eos"))
+    history.save(Conversation(turns, model="m.gguf"))
+    editor = tmp_path / "editor"
+    editor.write_text('#!/bin/sh\ngrep -q fail "$2" && exit 3\necho "from $1" >> "$2"\necho -n EDITING\n')
+    editor.chmod(editor.stat().st_mode | stat.S_IXUSR)
+    environ = {**os.environ, "TERM": "xterm-256color", "VISUAL": f"'{editor}' --wait", "EDITOR": "/nowhere"}
+    with terminal("-c", "--device", "reference", environ=environ) as t:
+        t.read("the old answer")
+        t.write(b"my draft")
+        t.read("my draft")
+        t.write(F6)
+        t.read("EDITING")
+        t.read("from --wait")
+        t.write(b" fail" + F6)
+        t.read("failed (exit code 3)")
+        t.write(b"\x11")
+        t.read(None)
+        assert t.process.returncode == 0 and t.restored
+    (only,) = history.find()
+    assert history.draft(only.id) == "my draft\nfrom --wait fail"
+    history.close()
+
+
+@pytest.mark.parametrize(
+    "command, why", [("", "set $VISUAL"), ("no-such-editor -x", "no program 'no-such-editor'"), ("vi '", "quotation")]
+)
+def test_a_missing_editor_is_one_line(monkeypatch: pytest.MonkeyPatch, command: str, why: str) -> None:
+    monkeypatch.delenv("VISUAL", raising=False)
+    monkeypatch.setenv("EDITOR", command)
+    with pytest.raises(TinychatError) as e:
+        external.edit(App(), "text")
+    assert why in str(e.value) and "\n" not in str(e.value)

@@ -1,0 +1,63 @@
+"""Copies of a plan's state at some places of the sequence, from which it can go on.
+
+A state (blocks.LayerState) is that behind the last token, so a prompt that leaves the sequence before its end goes on
+from the nearest snapshot in front of that place. Snapshots are made at every EVERY tokens and shortly before the end of
+a prompt, at places where the KV store's blocks end.
+"""
+
+from __future__ import annotations
+
+from tinychat.engine.kvstore import BLOCK
+from tinychat.kernels.ops import Plan
+
+EVERY = 1024  # tokens from one snapshot to the next; a multiple of BLOCK
+MARGIN = 8  # tokens at the end of a prompt that may be others the next time, such as those that open the thinking
+BUDGET = 512 << 20  # bytes of all snapshots, where that is enough for LEAST of them
+LEAST, MOST = 3, 16
+
+
+def kept(plan: Plan) -> int:
+    """How many snapshots are kept; 0 for a plan without a state."""
+    return max(LEAST, min(MOST, BUDGET // plan.state_bytes)) if plan.state_bytes else 0
+
+
+def memory(plan: Plan) -> int:
+    """Bytes of the state and of all snapshots, whatever the context."""
+    return plan.state_bytes * (1 + kept(plan))
+
+
+def places(first: int, last: int) -> list[int]:
+    """Where snapshots are made while tokens first .. last - 1 are run."""
+    end = (last - MARGIN) // BLOCK * BLOCK
+    found = {*range(first // EVERY * EVERY + EVERY, last + 1, EVERY), *([end] if end > first else [])}
+    return sorted(found)
+
+
+class Snapshots:
+    """States by the number of tokens that they have seen, at most `most` of them."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._states: dict[int, bytes] = {}
+
+    def add(self, tokens: int, state: bytes) -> None:
+        """Keeps the state behind `tokens` tokens; of too many, the one goes whose neighbours are nearest."""
+        self._states[tokens] = state
+        if len(self._states) <= self.most:
+            return
+        at = sorted(self._states)
+        gaps = {at[i]: at[i + 1] - (at[i - 1] if i else 0) for i in range(len(at) - 1)}
+        del self._states[min(gaps, key=lambda n: gaps[n])]
+
+    def cut(self, tokens: int) -> None:
+        """Forgets those behind the first `tokens` tokens."""
+        self._states = {n: state for n, state in self._states.items() if n <= tokens}
+
+    def last(self, tokens: int) -> tuple[int, bytes]:
+        """(tokens, state) of the last snapshot within the first `tokens` tokens; (0, b"") without one."""
+        n = max((n for n in self._states if n <= tokens), default=0)
+        return n, self._states.get(n, b"")
+
+    def newest(self) -> int:
+        """The tokens of the last one; 0 without one."""
+        return max(self._states, default=0)
