@@ -399,13 +399,6 @@ class ChatScreen(Screen[None]):
         if followed and index + 1 == len(self.controller.conversation.turns):
             await self.say("what followed the answer is with its other version; ← and → on the answer switch, or /undo")
 
-    async def delete(self, index: int) -> None:
-        """Deletes turn `index`. Raises TinychatError."""
-        what = self.controller.delete(index)
-        self._end_edit()
-        await self.apply()
-        await self.say(f"deleted {what}; /undo brings it back")
-
     def begin_edit(self, index: int) -> None:
         if self.controller.busy:
             raise TinychatError("an answer is being written; stop it with esc, then edit")
@@ -608,7 +601,7 @@ class ChatScreen(Screen[None]):
                 case "edit":
                     self.begin_edit(index)
                 case "delete":
-                    await self.delete(index)
+                    await self.run_command(f"delete {index + 1}")
                     self.prompt.focus()
                 case "copy":
                     self.copy(c.conversation.turns[index].text, "the message")
