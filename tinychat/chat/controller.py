@@ -311,6 +311,13 @@ class Controller:
         if self._show(self.conversation.switch(index, step)):
             self._left.append(left)
 
+    def show(self, id: int) -> None:
+        """Shows turn `id`, a version that is beside the path, and what followed it."""
+        self._idle("show another version")
+        left = self.conversation.turns[-1].id
+        if self._show(self.conversation.show(id)):
+            self._left.append(left)
+
     def undo(self) -> None:
         """Shows the turns again that were shown before the last edit, new answer, switch or delete."""
         self._idle("undo")

@@ -79,6 +79,7 @@ class Painter:
             case Grew():
                 self.meter.begin()
                 transcript.grew(change)
+                chat.call_after_refresh(chat.mark_below)
                 chat.call_after_refresh(self.meter.painted, change.tokens)
             case Reset():
                 if change.live:
