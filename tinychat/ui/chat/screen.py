@@ -697,7 +697,7 @@ class ChatScreen(Screen[None]):
         return [*files, *mcp.resource_choices(self.mcp, typed)]
 
     async def _look(self) -> None:
-        await in_daemon(self.finder.look)
+        self.finder.take(await in_daemon(self.finder.look))
         self.box.find()
 
 
