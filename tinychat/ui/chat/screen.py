@@ -71,7 +71,7 @@ class ChatScreen(Screen[None]):
     the controller's."""
 
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (LISTED, "-wide"), (200, "-vast")]
-    VERTICAL_BREAKPOINTS = [(0, "-short"), (20, "-high")]
+    VERTICAL_BREAKPOINTS = [(0, "-tiny"), (10, "-short"), (20, "-high")]
     AUTO_FOCUS = "#prompt"
     COMMANDS = {Palette}
     attaches = True  # @ in a message reads a file of this machine
