@@ -28,7 +28,7 @@ from tinychat.backend.protocol import (
 from tinychat.backend.stream import EventStream
 from tinychat.server.refusal import RequestRefused, refusal_of
 
-PING_S = 15.0  # of silence, after which a stream says that it is alive
+PING_S = 15.0  # without an event, after which a stream sends a ping
 # The first events go out as they come; further ones are gathered for so many seconds and joined. One write per token
 # wakes this loop and the client once per token; docs/server.md has the measurement.
 PROMPT_BATCHES = 8

@@ -29,7 +29,7 @@ STATUS: dict[RefusalKind, int] = {
 
 @dataclass
 class RequestRefused(Exception):
-    """The request is refused; `message` is one line for whoever sent it, `field` the field that is wrong.
+    """The request is refused; `message` is one line for the client, `field` the field that is wrong.
 
     `retry_s`: come again after so many seconds (0: not said). `details` are further fields that a dialect may show.
     """

@@ -25,7 +25,7 @@ Refuse = Callable[[RequestRefused, Scope, Receive, Send], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Policy:
-    """Who has access. `key` None: everybody who reaches the port. `hosts`: names of this server besides its
+    """Who has access. `key` None: every client that reaches the port. `hosts`: names of this server besides its
     addresses and localhost. `origins`: web pages ("https://chat.example.com") that may use it from a browser."""
 
     key: str | None = None
