@@ -133,6 +133,8 @@ async def stats(chat: ChatView, text: str) -> None:
         )
     if s.drafted_tokens or s.forced_tokens:
         made = [f"{s.decode_steps:,} steps", f"{s.accepted_tokens:,} accepted of {s.drafted_tokens:,} drafts"]
+        if s.mtp_drafted_tokens:
+            made[-1] += f" (mtp {s.mtp_accepted_tokens:,} of {s.mtp_drafted_tokens:,})"
         made += [f"{s.forced_tokens:,} forced by the grammar"] * bool(s.forced_tokens)
         lines.append(f"{s.generated_tokens:,} tokens: {' + '.join(made)} · {s.speculation_gain:.2f}× single steps")
     spent = [*s.parts(), ("painting", chat.meter.seconds)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -339,10 +339,16 @@ class ChatScreen(Screen[None]):
         if "@" not in text:
             return ()
         notes: list[str] = []
-        files = await in_daemon(partial(attach.attachments, text, known=known, notes=notes))
+        files = await in_daemon(partial(self.files_in, text, known, notes))
         for note in notes:
             await self.say(note)
         return files
+
+    def files_in(
+        self, text: str, known: Mapping[str, Attachment] | None = None, notes: list[str] | None = None
+    ) -> tuple[Attachment, ...]:
+        """As chat.attach. Not on the screen's thread: it reads them."""
+        return attach.attachments(text, known=known, notes=notes)
 
     def _sent(self, text: str) -> None:
         self.prompt.remember(text)
@@ -352,8 +358,7 @@ class ChatScreen(Screen[None]):
 
     def give_back(self, turns: list[Turn]) -> None:
         """Texts return to the prompt, before what is there."""
-        texts = [*(t.text for t in turns), self.prompt.draft]
-        self.prompt.put("\n".join(t for t in texts if t))
+        self.prompt.give_back("\n".join(t.text for t in turns))
         self.prompt.focus()
 
     async def _edit_answer(self, index: int, text: str) -> None:
@@ -368,16 +373,32 @@ class ChatScreen(Screen[None]):
     async def delete(self, index: int) -> None:
         """Deletes turn `index`. Raises TinychatError."""
         what = self.controller.delete(index)
-        self.editing = None
+        self._end_edit()
         await self.apply()
         await self.say(f"deleted {what}; /undo brings it back")
 
     def begin_edit(self, index: int) -> None:
         if self.controller.busy:
             raise TinychatError("an answer is being written; stop it with esc, then edit")
+        self._end_edit()
         self.editing = index
         self.prompt.set_aside(self.controller.conversation.turns[index].text)
         self.prompt.focus()
+
+    def _end_edit(self) -> None:
+        """The message that is being edited stays as it was; the up key finds what was written in its place."""
+        if self.editing is not None:
+            if text := self._edited():
+                self.prompt.remember(text)
+            self.editing = None
+            self.prompt.bring_back()
+
+    def _edited(self) -> str:
+        """What is written in the place of a message and not sent yet; "" for nothing."""
+        turns = self.controller.conversation.turns
+        if self.editing is None or self.prompt.asides != 1 or self.editing >= len(turns):
+            return ""
+        return "" if self.prompt.text == turns[self.editing].text else self.prompt.text
 
     # drafts
 
@@ -411,7 +432,7 @@ class ChatScreen(Screen[None]):
         files: tuple[Attachment, ...] = ()
         if not self.controller.raw:
             with suppress(TinychatError):
-                files = attach.attachments(text)
+                files = self.files_in(text)
         return self.controller.count(Turn("user", text, files=files).content)
 
     def keep_draft(self) -> None:
@@ -429,11 +450,11 @@ class ChatScreen(Screen[None]):
         if self.history is not None:
             with suppress(TinychatError):
                 self._draft = self.history.draft(self._draft_key)
-        self.prompt.bring_back()
-        self.prompt.put(self._draft)
+        self.prompt.start_over(self._draft)
 
     def _write_draft(self, key: str) -> None:
-        text = "\n".join(t for t in (*(turn.text for turn in self.controller.queue), self.prompt.draft) if t)
+        texts = (*(turn.text for turn in self.controller.queue), self._edited(), self.prompt.draft)
+        text = "\n".join(filter(None, texts))
         if self.history is None or (key, text) == (self._draft_key, self._draft):
             return
         with suppress(TinychatError):  # what is wrong with the history is said when a conversation is saved
@@ -447,9 +468,10 @@ class ChatScreen(Screen[None]):
         await self.apply()
 
     async def action_keep(self) -> None:
-        """The message that is being edited stays as it was."""
-        self.editing = None
-        self.prompt.bring_back()
+        if self.prompt.asides > 1:  # a command stands before what is being edited
+            self.prompt.bring_back()
+        else:
+            self._end_edit()
         await self.apply()
 
     async def action_escape(self) -> None:
@@ -457,7 +479,7 @@ class ChatScreen(Screen[None]):
             return
         if self.controller.queue:
             self.give_back(self.controller.take_back_queue())
-        elif self.prompt.aside:
+        elif self.prompt.asides:
             self.prompt.bring_back()
         else:
             self.clear_selection()
