@@ -1,7 +1,8 @@
 """Text to token ids and back, with exactly llama.cpp's ids.
 
 Byte-pair vocabularies (`tokenizer.ggml.model` = gpt2) run on HF `tokenizers`: the file's own vocabulary and merges
-behind the pre-tokenizer that `tokenizer.ggml.pre` names. SentencePiece vocabularies ("llama", "gemma4") run on sentencepiece.py.
+behind the pre-tokenizer that `tokenizer.ggml.pre` names (pretokenizers.py). SentencePiece vocabularies ("llama",
+"gemma4") run on sentencepiece.py.
 """
 
 from __future__ import annotations
@@ -115,10 +116,8 @@ class Tokenizer:
         elif model == "llama":
             scores = _numbers(metadata, "tokenizer.ggml.scores", n) or [0.0] * n
             order = {text: -score for text, score in zip(self._texts, scores)}
-            self._hf, self._spm = (
-                None,
-                SentencePiece(self._ids, lambda a, b: order.get(a + b), self._special_id("unknown", 0)),
-            )
+            unknown = self._special_id("unknown", 0)
+            self._hf, self._spm = None, SentencePiece(self._ids, lambda a, b: order.get(a + b), unknown)
             default_bos, default_eos, add_bos, space_prefix = 1, 2, True, True
         elif model == "gemma4":
             lines = _strings(metadata, "tokenizer.ggml.merges")
