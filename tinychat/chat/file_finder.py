@@ -84,7 +84,7 @@ def _by_name(entry: tuple[bool, str]) -> tuple[bool, str]:
 
 def path_of(name: str, folder: Path | None) -> Path:
     path = Path(name)
-    with contextlib.suppress(RuntimeError):  # the home of somebody who is no user here: a file of that name
+    with contextlib.suppress(RuntimeError):  # no such user: a file of that name
         path = path.expanduser()
     return path if folder is None or path.is_absolute() else folder / path
 

@@ -63,7 +63,7 @@ class PromptEditor(Editor):
     ]
 
     class Submitted(Message):
-        """Enter was pressed on `text`, which has left the prompt: who cannot use it puts it back."""
+        """Enter was pressed on `text`, which was removed from the prompt; a receiver that cannot use it restores it."""
 
         def __init__(self, text: str) -> None:
             super().__init__()
