@@ -398,20 +398,22 @@ INLINE f32v load_BF16(const uint8_t *p) { return from_bf16(ld16(p)); }
   DO(IQ4_NL, __VA_ARGS__) DO(IQ4_XS, __VA_ARGS__) DO(MXFP4, __VA_ARGS__)
 
 FLOAT_KERNELS(1)
+FLOAT_KERNELS(2)
 FLOAT_KERNELS(4)
 FLOAT_KERNELS(8)
 FLOAT_KERNELS(16)
 EACH_QUANT(KERNEL, 1, "clang loop unroll_count(2)")  // full unrolling moves loads out of order: a third of the bandwidth
+EACH_QUANT(KERNEL, 2, "clang loop unroll(disable)")
 EACH_QUANT(KERNEL, 4, "clang loop unroll(disable)")
 EACH_QUANT(KERNEL, 8, "clang loop unroll(disable)")
 EACH_QUANT(KERNEL, 16, "clang loop unroll(disable)")
 
 #define ROW(T, NC) [T] = T##_x##NC,
 #define TABLE(NC) {EACH_QUANT(ROW, NC) ROW(F32, NC) ROW(F16, NC) ROW(BF16, NC)}
-static const Kernel kernels[4][TYPES] = {TABLE(1), TABLE(4), TABLE(8), TABLE(16)};
-INLINE Kernel kernel(int type, int columns) { return kernels[columns == 16 ? 3 : columns == 8 ? 2 : columns == 4 ? 1 : 0][type]; }
+static const Kernel kernels[][TYPES] = {TABLE(1), TABLE(2), TABLE(4), TABLE(8), TABLE(16)};
+INLINE Kernel kernel(int type, int columns) { return kernels[__builtin_ctz((unsigned)columns)][type]; }
 // The widest panel of columns for `left` columns.
-INLINE int panel_width(int left) { return left >= 16 ? 16 : left >= 8 ? 8 : left >= 4 ? 4 : 1; }
+INLINE int panel_width(int left) { return left >= 16 ? 16 : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1; }
 
 // out[k] = element k of the 16 packed rows at `a`: float32, the bits that gguf's dequantize gives.
 #define DEQUANTISE(T, _) DEQUANTISE_(T, T##_IS)
