@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from tests.support import tiny
+from tests.support.terminal import started
 from tinychat.engine.engine import Engine
 from tinychat.errors import TinychatError
 from tinychat.kernels.sampling import Sampling
@@ -140,12 +141,12 @@ from tinychat.measure import lock
 lock.lock_path = lambda: Path(sys.argv[1])
 with lock.machine_lock():
     print("held", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
 def test_a_second_benchmark_waits_or_says_so(engine, lock):
-    with subprocess.Popen([sys.executable, "-c", HOLDER, str(lock)], stdout=subprocess.PIPE) as p:
+    with started([sys.executable, "-c", HOLDER, str(lock)], stdout=subprocess.PIPE) as p:
         assert p.stdout.readline() == b"held\n"
         with pytest.raises(TinychatError, match="another benchmark"):
             bench.run(engine, 8, 4, 1, wait=False)

@@ -9,7 +9,7 @@ from tinygrad import Tensor, dtypes
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.blocks import Experts
-from tinychat.kernels.executor import ExecutorKind, Logits, Mask, Weights, verify_singly
+from tinychat.kernels.executor import ExecutorKind, Logits, Mask, SingleSteps, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile, calls_of
@@ -21,7 +21,7 @@ from tinychat.kernels.tinygrad.step import Step
 LIMITS = Limits(frozenset(CODECS), prefill_chunk=32, verified=16, mtp=True)
 
 
-class ReferenceExecutor:
+class ReferenceExecutor(SingleSteps):
     """`MeasurableExecutor` on tinygrad tensors. `cache_f16`: the KV cache is F16 to save memory, not F32."""
 
     kind: ExecutorKind = "reference"
@@ -95,18 +95,6 @@ class ReferenceExecutor:
             seen.append(token)
             yield token, logprob
             pos += 1
-
-    def verify(
-        self,
-        token: int,
-        drafts: Sequence[int],
-        pos: int,
-        sampling: Sampling,
-        recent: Sequence[int],
-        mask: Mask | None = None,
-    ) -> Iterator[tuple[int, float]]:
-        """See Executor.verify: in single steps."""
-        return verify_singly(self, token, drafts, pos, sampling, recent, mask)
 
     def routes(self) -> np.ndarray | None:
         """See Executor.routes: None, because intermediate results are not copied from the device."""

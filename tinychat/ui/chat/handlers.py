@@ -250,7 +250,8 @@ async def settings_file(chat: ChatView, text: str) -> None:
 async def help_screen(chat: ChatView, text: str) -> None:
     from tinychat.ui.screens.help import HelpScreen
 
-    chat.app.push_screen(HelpScreen(chat.command_entries(), prompt=PROMPT_KEYS))
+    keys = [entry for entry in PROMPT_KEYS if entry[0] != "@" or chat.attaches]
+    chat.app.push_screen(HelpScreen(chat.command_entries(), prompt=keys))
 
 
 async def panel(chat: ChatView, text: str) -> None:

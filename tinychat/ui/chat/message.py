@@ -21,6 +21,7 @@ from tinychat.errors import printable
 from tinychat.ui.chat.markdown import MarkdownView
 from tinychat.ui.chat.thinking import ThinkingBlock
 
+FILES = 5  # attached files whose names are shown
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 
@@ -125,10 +126,10 @@ class UserMessage(TurnMessage):
         yield self.line
         yield MarkdownView(self.turn.text, plain=True, classes="text")
         if self.turn.files:
-            names = ", ".join(
-                f"{printable(f.name, newlines=False)} ({len(f.text):,} characters)" for f in self.turn.files
-            )
-            yield Static(Content(f"+ {names}"), classes="files")
+            names = [f"{printable(f.name, newlines=False)} ({len(f.text):,} characters)" for f in self.turn.files]
+            if len(names) > FILES:
+                names[FILES:] = [f"{len(names) - FILES} more ({sum(len(f.text) for f in self.turn.files):,} in all)"]
+            yield Static(Content(f"+ {', '.join(names)}"), classes="files")
 
 
 class AnswerMessage(TurnMessage):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from tinychat.chat.changes import Overflow
 from tinychat.chat.choosing import remember
 from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import Attachment, Turn
+from tinychat.chat.file_finder import Finder
 from tinychat.chat.history import History
 from tinychat.errors import TinychatError, printable
 from tinychat.tools.builtin import tools_of
@@ -71,6 +72,7 @@ class ChatScreen(Screen[None]):
     VERTICAL_BREAKPOINTS = [(0, "-short"), (20, "-high")]
     AUTO_FOCUS = "#prompt"
     COMMANDS = {Palette}
+    attaches = True  # @ in a message reads a file of this machine
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "stop", "stop", tooltip="stop; keeps the partial answer"),
         Binding("escape", "keep", "cancel edit"),
@@ -130,7 +132,7 @@ class ChatScreen(Screen[None]):
         self.use_folder(None)
         self.experts = experts  # whether the heat strip is wanted
         self._remember = remember
-        self.downloads = Downloads()
+        self.downloads, self.finder = Downloads(), Finder()
         self.painter = Painter(self)
         self.editing: int | None = None
         self._drafting = ""  # the conversation whose draft is in the prompt
@@ -334,7 +336,19 @@ class ChatScreen(Screen[None]):
         """The files and MCP resources that `text` names with @. Raises TinychatError."""
         found = mcp.resources_in(self.mcp, text)
         known = await in_daemon(partial(mcp.read, self.mcp, found)) if found else {}
-        return attach.attachments(text, known=known)
+        if "@" not in text:
+            return ()
+        notes: list[str] = []
+        files = await in_daemon(partial(self.files_in, text, known, notes))
+        for note in notes:
+            await self.say(note)
+        return files
+
+    def files_in(
+        self, text: str, known: Mapping[str, Attachment] | None = None, notes: list[str] | None = None
+    ) -> tuple[Attachment, ...]:
+        """As chat.attach. Not on the screen's thread: it reads them."""
+        return attach.attachments(text, known=known, notes=notes)
 
     def _sent(self, text: str) -> None:
         self.prompt.remember(text)
@@ -344,8 +358,7 @@ class ChatScreen(Screen[None]):
 
     def give_back(self, turns: list[Turn]) -> None:
         """Texts return to the prompt, before what is there."""
-        texts = [*(t.text for t in turns), self.prompt.draft]
-        self.prompt.put("\n".join(t for t in texts if t))
+        self.prompt.give_back("\n".join(t.text for t in turns))
         self.prompt.focus()
 
     async def _edit_answer(self, index: int, text: str) -> None:
@@ -360,16 +373,32 @@ class ChatScreen(Screen[None]):
     async def delete(self, index: int) -> None:
         """Deletes turn `index`. Raises TinychatError."""
         what = self.controller.delete(index)
-        self.editing = None
+        self._end_edit()
         await self.apply()
         await self.say(f"deleted {what}; /undo brings it back")
 
     def begin_edit(self, index: int) -> None:
         if self.controller.busy:
             raise TinychatError("an answer is being written; stop it with esc, then edit")
+        self._end_edit()
         self.editing = index
         self.prompt.set_aside(self.controller.conversation.turns[index].text)
         self.prompt.focus()
+
+    def _end_edit(self) -> None:
+        """The message that is being edited stays as it was; the up key finds what was written in its place."""
+        if self.editing is not None:
+            if text := self._edited():
+                self.prompt.remember(text)
+            self.editing = None
+            self.prompt.bring_back()
+
+    def _edited(self) -> str:
+        """What is written in the place of a message and not sent yet; "" for nothing."""
+        turns = self.controller.conversation.turns
+        if self.editing is None or self.prompt.asides != 1 or self.editing >= len(turns):
+            return ""
+        return "" if self.prompt.text == turns[self.editing].text else self.prompt.text
 
     # drafts
 
@@ -403,7 +432,7 @@ class ChatScreen(Screen[None]):
         files: tuple[Attachment, ...] = ()
         if not self.controller.raw:
             with suppress(TinychatError):
-                files = attach.attachments(text)
+                files = self.files_in(text)
         return self.controller.count(Turn("user", text, files=files).content)
 
     def keep_draft(self) -> None:
@@ -421,11 +450,11 @@ class ChatScreen(Screen[None]):
         if self.history is not None:
             with suppress(TinychatError):
                 self._draft = self.history.draft(self._draft_key)
-        self.prompt.bring_back()
-        self.prompt.put(self._draft)
+        self.prompt.start_over(self._draft)
 
     def _write_draft(self, key: str) -> None:
-        text = "\n".join(t for t in (*(turn.text for turn in self.controller.queue), self.prompt.draft) if t)
+        texts = (*(turn.text for turn in self.controller.queue), self._edited(), self.prompt.draft)
+        text = "\n".join(filter(None, texts))
         if self.history is None or (key, text) == (self._draft_key, self._draft):
             return
         with suppress(TinychatError):  # what is wrong with the history is said when a conversation is saved
@@ -439,9 +468,10 @@ class ChatScreen(Screen[None]):
         await self.apply()
 
     async def action_keep(self) -> None:
-        """The message that is being edited stays as it was."""
-        self.editing = None
-        self.prompt.bring_back()
+        if self.prompt.asides > 1:  # a command stands before what is being edited
+            self.prompt.bring_back()
+        else:
+            self._end_edit()
         await self.apply()
 
     async def action_escape(self) -> None:
@@ -449,7 +479,7 @@ class ChatScreen(Screen[None]):
             return
         if self.controller.queue:
             self.give_back(self.controller.take_back_queue())
-        elif self.prompt.aside:
+        elif self.prompt.asides:
             self.prompt.bring_back()
         else:
             self.clear_selection()
@@ -637,8 +667,25 @@ class ChatScreen(Screen[None]):
     def _files(self, typed: str) -> list[Choice]:
         if self.controller.raw:
             return []
-        files = [Choice(attach.quoted(name), name) for name in attach.complete(typed)]
+        if self.finder.due():
+            self.run_worker(self._look())
+        files = [file_choice(name, typed) for name in self.finder.find(typed)]
         return [*files, *mcp.resource_choices(self.mcp, typed)]
+
+    async def _look(self) -> None:
+        await in_daemon(self.finder.look)
+        self.box.find()
+
+
+def file_choice(name: str, typed: str) -> Choice:
+    """The completion of what is `typed` behind @ to the path `name`: a folder can be completed further, and is attached
+    where it is all that was typed."""
+    written = attach.quoted(name)
+    if not name.endswith("/"):
+        return Choice(f"{written} ", name)
+    if name == typed:
+        return Choice(f"{written} ", name, "all text files in it")
+    return Choice(written.rstrip('"'), name)
 
 
 def _is_command(text: str) -> bool:
