@@ -75,6 +75,7 @@ class PlainChat:
             self._out.note("plain chat: /help lists the commands, ctrl+c stops an answer, ctrl+d leaves")
         self._print(max(0, len(self.controller.conversation.turns) - SHOWN))
         try:
+            self._print(max(0, len(self.controller.conversation.turns) - SHOWN))
             self._settle()
             while not self._leaving:
                 self._one()
