@@ -190,6 +190,11 @@ WHY: tuple[tuple[str, str, str], ...] = (
     (r"test_security::test_cors_proxy_\w+", NO_PATH, "there is no proxy"),
     (r"test_security::test_local_media_file\[.*\]", r"400 == 200", "images are refused with 400"),
     (
+        r"test_template::test_add_generation_prompt\[.*-False\]",
+        r"400 == 200",
+        "add_generation_prompt false is refused: a prompt is made to be answered",
+    ),
+    (
         r"test_template::.*",
         r"Expected (prompt to end|today's date|generation prompt)",
         "another chat template: the model's own is used",
