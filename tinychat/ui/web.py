@@ -67,8 +67,8 @@ class WebScreen(ChatScreen):
         """There is one model, the server's: nothing chooses another."""
         return action != "choose_model" and super().check_action(action, parameters)
 
-    async def attached(self, text: str) -> tuple[Attachment, ...]:
-        """Nothing: the files are those of the machine, not of whoever reads the page."""
+    def files_in(self, *args: Any) -> tuple[Attachment, ...]:
+        """Nothing: the files are the server's, not those of the page's reader."""
         return ()
 
     def _files(self, typed: str) -> list[Choice]:
