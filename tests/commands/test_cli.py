@@ -94,6 +94,8 @@ def test_help(capsys: Captured, argv: list[str]) -> None:
         ["--nonsense"],
         ["bench"],
         ["bench", "--block"],
+        ["bench", "m", "--block", "--accept", "0.5"],
+        ["bench", "m", "--accept", "1.5"],
         ["bench", "--no-wait", "-n", "3"],
         ["bench", "m", "--kernel", "head"],
         ["run", "m", "p", "--device", "tpu"],
@@ -453,9 +455,10 @@ def test_a_bar_in_a_terminal(server: Server, tmp_path: Path) -> None:
 def test_the_chat_opens_on_a_model_and_quits(smollm2_path: Path) -> None:
     with terminal(str(smollm2_path)) as t:
         t.read(f"Ask {smollm2_path.name[:8]}")
+        t.read("]2;tinychat")
         t.write(b"\x11")  # ctrl+q
         t.read(None)
-        assert t.process.returncode == 0 and t.restored
+        assert t.process.returncode == 0 and t.restored and b"\x1b]2;tinychat\x07" in t.seen
 
 
 def test_a_dumb_terminal_gets_the_plain_chat():

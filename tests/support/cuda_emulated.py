@@ -10,12 +10,13 @@ from gguf import GGML_QUANT_SIZES
 
 from tests.support import cuda_emulator
 from tinychat.engine.gguf import GGUF
+from tinychat.kernels.cuda.builder import RING, Builder, Depth
 from tinychat.kernels.cuda.launch import Launch, text
 from tinychat.kernels.cuda.layout import Layout, repack, transpose
 from tinychat.kernels.cuda.prefill import Chip, Prefill
 from tinychat.kernels.cuda.quants import FLOATS
 from tinychat.kernels.cuda.state import WORDS, state_words
-from tinychat.kernels.cuda.step import RING, Builder, Depth, decode
+from tinychat.kernels.cuda.step import decode
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.sampling import Sampling
 

@@ -46,7 +46,12 @@ class Terminal:
     @property
     def restored(self) -> bool:
         """Whether the terminal is as it was: cooked, with a cursor, without the alternate screen."""
-        modes = ((b"\x1b[?1049h", b"\x1b[?1049l"), (b"\x1b[?25l", b"\x1b[?25h"), (b"\x1b[?1000h", b"\x1b[?1000l"))
+        modes: tuple[tuple[bytes, bytes], ...] = (
+            (b"\x1b[?1049h", b"\x1b[?1049l"),
+            (b"\x1b[?25l", b"\x1b[?25h"),
+            (b"\x1b[?1000h", b"\x1b[?1000l"),
+        )
+        modes += ((b"\x1b[22;2t", b"\x1b[23;2t"),)  # the title
         return self._settings() == self._attributes and all(
             self.seen.rfind(on) <= self.seen.rfind(off) for on, off in modes
         )

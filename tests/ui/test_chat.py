@@ -13,6 +13,7 @@ from tests.support.screens import text_of, until
 from tests.support.scripted import INFO, LONG, Script, scripted
 from tinychat.chat.conversation import Conversation, Turn
 from tinychat.chat.history import History
+from tinychat.models import cache
 from tinychat.ui.app import TinychatApp
 from tinychat.ui.chat import models
 from tinychat.ui.chat.message import AnswerMessage, NoticeLine, TurnMessage, UserMessage
@@ -698,6 +699,21 @@ async def test_a_draft_survives_commands_edits_and_mistyped_ones():
         await d.type("?", "enter")
         await d.settle()
         assert d.turns[0].text == "question?" and d.chat.prompt.text == draft
+        await d.pilot.press("ctrl+up", "up", "e")
+        await d.type(" And why?")
+        await from_palette("rename")
+        await d.type("Yours", "enter")
+        await d.until(lambda: d.controller.conversation.name == "Yours" and d.chat.prompt.text == "question? And why?")
+        await from_palette("rename")
+        await d.pilot.press("escape")
+        assert d.chat.prompt.text == "question? And why?" and d.chat.editing == 0, "a command inside of an edit"
+        await d.pilot.press("escape")
+        assert d.chat.prompt.text == draft and d.chat.editing is None
+        await d.pilot.press("ctrl+home", "up")
+        assert d.chat.prompt.text == "question? And why?", "what was not sent is behind the up key"
+        await d.type("!", "enter")
+        await d.settle()
+        assert d.turns[-2].text == "question? And why?!" and d.chat.prompt.text == draft
         d.chat.prompt.put("/sytem You are long and kind.")
         await d.pilot.press("escape", "enter")
         await d.until(lambda: any("no command /sytem" in n for n in d.notes))
@@ -821,6 +837,34 @@ async def test_an_answer_is_edited_and_a_turn_deleted_and_both_come_back():
         await d.until(lambda: [t.text for t in d.turns] == ["first", "/uno @nobody", "third", "three"])
         await d.send("/delete 2")
         await d.until(lambda: [t.text for t in d.turns] == ["first", "one", "third", "three"])
+
+
+async def test_a_conversation_is_replayed_with_another_model_beside_the_first(monkeypatch, tmp_path):
+    async with desk("one", "two", rate=400) as d:
+        await d.ask("first")
+        await d.ask("second")
+        await d.send("/replay nothing:1b")
+        await d.until(lambda: any("unknown model" in n for n in d.notes))
+        path, d.script.answers = tmp_path / "other.gguf", ("ONE", "TWO", "word " * 3000)
+        path.touch()
+        monkeypatch.setattr(cache, "path_of", lambda model: path)
+        await d.send(f"/replay {path}")
+        await d.until(lambda: any("has answered 2 questions" in n for n in d.notes))
+        assert [t.text for t in d.turns] == ["first", "ONE", "second", "TWO"] and d.script.loads[-1]["path"] == str(
+            path
+        )
+        await d.until(lambda: "‹ 2/2 ›" in d.screen and "other.gguf · " in d.screen)
+        await d.pilot.press("ctrl+up", "ctrl+up", "ctrl+up", "left")
+        await d.until(lambda: [t.text for t in d.turns] == ["first", "one", "second", "two"])
+        await d.until(lambda: d.screen.count("scripted:1b · ") == 2)
+        await d.pilot.press("escape")
+        await d.send(f"/replay {path}")
+        await d.until(lambda: "replay 1/2" in d.screen and d.controller.running and d.controller.running.tokens)
+        await d.pilot.press("escape")
+        await d.until(lambda: any("ended after 1 of 2" in n for n in d.notes))
+        assert d.turns[-1].stop_reason == "stopped" and len(d.turns) == 2
+        await d.send("/undo")
+        await d.until(lambda: [t.text for t in d.turns] == ["first", "one", "second", "two"])
 
 
 async def test_a_folded_paste_is_one_thing_and_always_the_whole_text(tmp_path):

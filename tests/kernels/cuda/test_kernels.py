@@ -19,14 +19,16 @@ from tinychat.engine.gguf import GGUF
 from tinychat.engine.plan import build_plan
 from tinychat.errors import TinychatError
 from tinychat.kernels import blocks, ops
+from tinychat.kernels.cuda.builder import RING, Builder, Depth
 from tinychat.kernels.cuda.launch import Launch
+from tinychat.kernels.cuda.launches import head
+from tinychat.kernels.cuda.launches import sample as sampling
 from tinychat.kernels.cuda.layout import Layout, repack
 from tinychat.kernels.cuda.prefill import Chip, Prefill, padded
 from tinychat.kernels.cuda.quants import FLOATS, packed_bytes
 from tinychat.kernels.cuda.selfcheck import COLS, ROWS, check_data, check_plan, relative_error
 from tinychat.kernels.cuda.state import WORDS, breaker_bits, state_words
-from tinychat.kernels.cuda.step import RING, Builder, Depth, decode, decode_steps, head
-from tinychat.kernels.cuda.step import sample as sampling
+from tinychat.kernels.cuda.step import decode, decode_steps
 from tinychat.kernels.sampling import Sampling, dry, sample
 
 Q = tiny.Q

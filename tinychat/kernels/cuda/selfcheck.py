@@ -9,11 +9,12 @@ from gguf.quants import dequantize
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.blocks import Weight
+from tinychat.kernels.cuda.builder import Builder
 from tinychat.kernels.cuda.device import GPU
+from tinychat.kernels.cuda.launches import head
 from tinychat.kernels.cuda.layout import Layout, repack
 from tinychat.kernels.cuda.quants import FLOATS, QUANTS
 from tinychat.kernels.cuda.state import state_words
-from tinychat.kernels.cuda.step import Builder, head
 from tinychat.kernels.ops import Embed, Head, Plan
 from tinychat.kernels.sampling import Sampling
 
