@@ -1,4 +1,4 @@
-"""What servers send, as events and values of the Protocol, whatever types they put into their fields."""
+"""What servers send, checked, as events and values of the Protocol."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class ChunkReader:
 
 
 def read_chunk(reading: ChunkReader, chunk: Mapping[str, Any]) -> list[Event]:
-    """The events of a chunk, whatever types a server puts into its fields."""
+    """The events of a chunk. Raises httpx.RemoteProtocolError for fields of wrong types."""
     try:
         return reading.read(chunk)
     except (TypeError, ValueError):

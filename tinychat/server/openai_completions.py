@@ -69,7 +69,7 @@ def prompt(fields: Fields, house: House) -> str:
 
 @dataclass
 class CompletionReply:
-    """Writes one answer as Completions does."""
+    """Formats one answer as Completions does."""
 
     house: House
     include_usage: bool

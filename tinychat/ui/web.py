@@ -68,7 +68,7 @@ class WebScreen(ChatScreen):
         return action != "choose_model" and super().check_action(action, parameters)
 
     def files_in(self, *args: Any) -> tuple[Attachment, ...]:
-        """Nothing: the files are those of the machine, not of whoever reads the page."""
+        """Nothing: the files are the server's, not those of the page's reader."""
         return ()
 
     def _files(self, typed: str) -> list[Choice]:

@@ -27,7 +27,7 @@ from tinychat.errors import TinychatError, printable
 from tinychat.files import replace_file
 
 SOURCES = Path(__file__).parent
-UNUSED = 30 * 86400.0  # seconds after which a compiled library that nobody has loaded is deleted
+UNUSED = 30 * 86400.0  # seconds since its last load, after which a compiled library is deleted
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall")
 
 

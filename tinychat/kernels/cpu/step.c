@@ -3,7 +3,7 @@
 // kernels/ops.py says what each op computes, executor.py builds the list. Work is cut into tasks, each a part of the rows or of
 // the tokens. With one token an op is one phase of tasks, and every thread norms and quantises the op's input for itself (cheaper
 // than a phase of its own); with several, an op has stages, each a phase: tokens are prepared first, then each group of 16 rows
-// is multiplied with panels of 16, 8, 4 or 1 columns. Both do the same arithmetic in the same order per (row, token), so results
+// is multiplied with panels of 16, 8, 4, 2 or 1 columns. Both do the same arithmetic in the same order per (row, token), so results
 // depend neither on the chunking of a prompt nor on the number of threads.
 #include <stddef.h>
 #include <stdlib.h>

@@ -56,13 +56,14 @@ class Completions(Protocol):
 class PromptEditor(Editor):
     """A multi-line field that grows. Posts Submitted; `past` is walked with up and down at its edges."""
 
+    COMPONENT_CLASSES: ClassVar[set[str]] = {"paste"}
     # in place of TextArea's; without priority, so that it does not overtake characters
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("f6", "screen.command('editor')", "write the prompt in $VISUAL or $EDITOR", show=False)
     ]
 
     class Submitted(Message):
-        """Enter was pressed on `text`, which has left the prompt: who cannot use it puts it back."""
+        """Enter was pressed on `text`, which was removed from the prompt; a receiver that cannot use it restores it."""
 
         def __init__(self, text: str) -> None:
             super().__init__()
@@ -270,7 +271,7 @@ class PromptEditor(Editor):
     def get_line(self, line_index: int) -> Text:
         line = super().get_line(line_index)
         for start, end, _ in self.folds.spans(line.plain):
-            line.stylize("reverse", start, end)
+            line.stylize(self.get_component_rich_style("paste"), start, end)
         return line
 
 
@@ -313,7 +314,7 @@ class PromptBox(Vertical):
 
     def show_count(self, text: str, too_long: bool = False) -> None:
         """The tokens of the draft, in the border; a low screen has none."""
-        hint = "tab unfolds · " if self.prompt.folded else ""
+        hint = "tab unfolds · " if self.prompt.folded and self.prompt.completions is None else ""
         self.border_subtitle = Content.styled(hint + text, "$text-error" if too_long else "") if text else ""
 
     def close(self) -> bool:

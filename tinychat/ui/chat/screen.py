@@ -71,7 +71,7 @@ class ChatScreen(Screen[None]):
     the controller's."""
 
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (LISTED, "-wide"), (200, "-vast")]
-    VERTICAL_BREAKPOINTS = [(0, "-short"), (20, "-high")]
+    VERTICAL_BREAKPOINTS = [(0, "-tiny"), (10, "-short"), (20, "-high")]
     AUTO_FOCUS = "#prompt"
     COMMANDS = {Palette}
     attaches = True  # @ in a message reads a file of this machine
@@ -697,7 +697,7 @@ class ChatScreen(Screen[None]):
         return [*files, *mcp.resource_choices(self.mcp, typed)]
 
     async def _look(self) -> None:
-        await in_daemon(self.finder.look)
+        self.finder.take(await in_daemon(self.finder.look))
         self.box.find()
 
 

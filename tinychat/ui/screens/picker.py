@@ -39,7 +39,7 @@ _ENTER = ("open", "download", "resume", "pause")  # what Enter may mean
 @dataclass(frozen=True)
 class PickedModel:
     """What to load: the file, the name the user knows it by, and the chat preset it needs (None: the file's own
-    template). Of a `server`, `path` is read by nobody and tells it from others."""
+    template). Of a `server`, `path` is never read; it only identifies the server."""
 
     path: Path
     name: str
