@@ -27,8 +27,9 @@ ROOMS: dict[str, set[str]] = {
     "tools": set(),
     "chat": {"backend", "models", "tools"},
     "server": {"backend"},
+    "plain": {"chat", "tools", "backend", "models", "process", "crash"},
     "ui": {"chat", "tools", "backend", "models", "measure", "process", "crash"},
-    "commands": {"ui", "chat", "tools", "server", "measure", "backend", "models", "engine", "process"},
+    "commands": {"ui", "plain", "chat", "tools", "server", "measure", "backend", "models", "engine", "process"},
     "cli": {"commands", "chat", "process"},
 }
 

@@ -95,6 +95,9 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     _speculate(chat)
     chat.add_argument("text", metavar="MODEL", nargs="?", help=MODEL_HELP)
     chat.add_argument("-c", "--continue", dest="resume", action="store_true", help="open the last conversation")
+    chat.add_argument(
+        "--plain", action="store_true", help="lines of text only: for dumb terminals, screen readers and pipes"
+    )
     chat.prog, chat.usage = (
         "tinychat",
         "tinychat [-c] [MODEL] [--device DEVICE] [--threads N] | --server URL [--model NAME]",
@@ -106,6 +109,7 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     p.add_argument("prompt", metavar="PROMPT", nargs="?", help="the question; - reads it from stdin")
     p.add_argument("--file", dest="files", action="append", default=[], metavar="FILE", help="attach a text file")
     p.add_argument("--system", metavar="TEXT", help="the system prompt")
+    p.add_argument("--conversation", metavar="NAME", help="continue a conversation of the history, or begin it")
     p.add_argument("--context", type=_parameter("context"), metavar="N", help="context length in tokens")
     p.add_argument("--max-tokens", type=_parameter("max_tokens"), metavar="N", help="stop after N tokens")
     p.add_argument(
@@ -243,6 +247,10 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
         argv.insert(first, "chat")
     found, extra = parser.parse_known_args(argv)
     args = vars(found)
+    if argv[first] == "run":  # argparse takes no positional argument behind an option that follows another one
+        for name in ("text", "prompt"):
+            if args[name] is None and extra and not extra[0].startswith("-"):
+                args[name] = extra.pop(0)
     if extra and argv[first] == "chat" and (text := args["text"]) and not text.startswith("-"):
         near = difflib.get_close_matches(text, group.choices, 1)
         meant = f"; did you mean {near[0]!r}?" if near else ""

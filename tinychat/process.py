@@ -81,6 +81,12 @@ def on_signals(end: Callable[[int, FrameType | None], object]) -> None:
                 signal.signal(number, ends)
 
 
+def on_interrupt(act: Callable[[int, FrameType | None], object]) -> None:
+    """Makes Ctrl-C call `act` and end nothing, unless the parent process set it to be ignored."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, act)
+
+
 @contextlib.contextmanager
 def signals_to(end: Callable[[int, FrameType | None], object]) -> Iterator[None]:
     """For an event loop, in which an exception may be raised between any two lines of others' code: a signal calls

@@ -16,6 +16,7 @@ from tests.support import tiny
 from tests.support.server import File, Server, make_gguf
 from tests.support.terminal import TINYCHAT, terminal
 from tinychat import process
+from tinychat.chat.history import History
 from tinychat.cli import DEVICES, main, parse
 from tinychat.commands import cache as cache_command
 from tinychat.commands import run
@@ -255,6 +256,26 @@ def test_run_takes_files_stdin_and_parameters(
     assert "the context holds 64" in failed and "--context" in failed
 
 
+def test_run_continues_a_conversation_of_the_history(capsys: Captured, tmp_path: Path) -> None:
+    model = tiny.write(tmp_path / "m.gguf", "llama", "Q4_0")
+    (tmp_path / "schema.json").write_text('{"enum": [7]}')
+    argv = ["run", model, "--conversation", "My  talk", "--json", "--device", "cpu", "--max-tokens", 3]
+    first = json.loads(
+        output(capsys, *argv, "hello there", "--system", "Be brief.", "--schema", tmp_path / "schema.json")
+    )
+    second = json.loads(output(capsys, *argv, "and again"))
+    assert second["prompt_tokens"] > first["prompt_tokens"] + 3, "the first question and answer are read too"
+    history = History()
+    (only,) = history.find()
+    talk = history.load(only.id)
+    assert (only.title, talk.model, talk.parameters.system) == ("My talk", "m.gguf", "Be brief.")
+    assert [(t.role, t.text) for t in talk.turns[::2]] == [("user", "hello there"), ("user", "and again")]
+    assert talk.turns[1].text == first["text"] == "7" and talk.parameters.schema is None
+    assert talk.turns[3].stats["seed"] == second["seed"] and talk.turns[3].text == second["text"]
+    assert "needs a name" in failure(capsys, "run", model, "hi", "--conversation", " ")
+    history.close()
+
+
 def test_a_terminal_obeys_nothing_that_a_model_says(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -445,7 +466,10 @@ def test_the_chat_opens_on_a_model_and_quits(smollm2_path: Path) -> None:
         assert t.process.returncode == 0 and t.restored
 
 
-def test_a_dumb_terminal_is_told_what_works_there():
+def test_a_dumb_terminal_gets_the_plain_chat():
     with terminal(environ={**os.environ, "TERM": "dumb"}) as t:
-        assert "`tinychat run MODEL PROMPT`" in t.read(None) and b"\x1b" not in t.seen
-        assert t.process.wait(60) == 1
+        t.read("/model NAME loads one")
+        t.read("\n> ")
+        t.write(b"\x04")
+        assert t.read(None) and b"\x1b" not in t.seen
+        assert t.process.wait(60) == 0

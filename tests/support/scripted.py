@@ -503,8 +503,30 @@ See [the paper](https://arxiv.org/abs/2405.04434) for the rest.
 """
 
 
+def plain() -> int:
+    """The plain chat with answers of its own."""
+    from tinychat import process
+    from tinychat.chat.controller import Controller
+    from tinychat.chat.history import History
+    from tinychat.plain.chat import PlainChat
+    from tinychat.plain.reading import LineReader
+
+    def answer(prompt: str) -> str:
+        long = "word " * 2000 if "long" in prompt.rpartition("<|user|>")[2] else "It is \x1b[31mfour\x1b[0m."
+        return f"<think>\nLet me see.\n</think>\n\n{long}"
+
+    process.prepare()
+    history = History()
+    controller = Controller(scripted(Script(answer, rate=200)), save=history.save)
+    controller.load("scripted:1b", Path("/nowhere"))
+    PlainChat(controller, LineReader(history.prompts()), lambda name: name, history).run()
+    return 0
+
+
 def main() -> int:
-    """The demo: python -m tests.support.scripted [tokens per second] [context]."""
+    """The demo: python -m tests.support.scripted [tokens per second] [context]; with the word plain, the plain chat."""
+    if sys.argv[1:] == ["plain"]:
+        return plain()
     from tinychat.ui.app import TinychatApp
 
     rate = float(sys.argv[1]) if len(sys.argv) > 1 else 72

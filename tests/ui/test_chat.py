@@ -272,14 +272,20 @@ async def test_attached_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes of mine.txt").write_text("the sky is green")
     (tmp_path / "photo.bin").write_bytes(b"\0\1")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "deep.md").write_text("the sea is red")
     async with desk() as d:
         await d.type("look at @no")
         await d.until(lambda: "notes of mine.txt" in d.screen)
         await d.pilot.press("enter")
-        assert d.chat.prompt.text == 'look at @"notes of mine.txt"' and not d.turns
+        assert d.chat.prompt.text == 'look at @"notes of mine.txt" ' and not d.turns
+        await d.pilot.press(*"and @sub", "tab")
+        await d.until(lambda: "all text files in it" in d.screen and "sub/deep.md" in d.screen)
+        assert d.chat.prompt.text == 'look at @"notes of mine.txt" and @sub/'
         await d.pilot.press("enter")
         await d.settle()
         assert "the sky is green" in d.script.prompts[0] and "+ notes of mine.txt" in d.screen
+        assert "the sea is red" in d.script.prompts[0] and "sub/deep.md (14 characters)" in d.screen
         for text, why in [("@photo.bin", "binary"), ("see @./none.txt", "no such file")]:
             await d.type(text, "escape", "enter")
             await d.until(lambda why=why: any(why in n for n in d.notes[-1:]))

@@ -11,8 +11,9 @@ from textual.widgets import Static
 from tests.support.screens import until
 from tests.support.scripted import INFO, Script, scripted
 from tinychat import crash
+from tinychat.chat import attach
 from tinychat.ui.app import TinychatApp
-from tinychat.ui.chat import attach, commands
+from tinychat.ui.chat import commands
 from tinychat.ui.chat.message import NoticeLine
 
 

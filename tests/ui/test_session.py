@@ -14,7 +14,7 @@ from tests.support import tiny
 from tests.support.screens import until
 from tests.support.scripted import INFO, Script, scripted
 from tests.support.terminal import terminal
-from tinychat.chat import settings
+from tinychat.chat import choosing, settings
 from tinychat.chat.conversation import Conversation, Turn
 from tinychat.chat.history import History
 from tinychat.chat.servers import SavedServer
@@ -22,7 +22,6 @@ from tinychat.chat.state import ModelChoice
 from tinychat.errors import TinychatError
 from tinychat.ui import external
 from tinychat.ui.app import TinychatApp
-from tinychat.ui.chat import models
 
 F6 = b"\x1b[17~"
 
@@ -41,7 +40,7 @@ def test_the_model_of_the_next_start(tmp_path: Path) -> None:
 
     def found(conversation: Conversation | None, own: settings.Settings) -> tuple[str, list[str]]:
         problems: list[str] = []
-        choice = models.earlier(conversation, own, problems)
+        choice = choosing.earlier(conversation, own, problems)
         return choice.name if choice else "", problems
 
     assert found(None, settings.Settings()) == ("", [])
@@ -53,7 +52,7 @@ def test_the_model_of_the_next_start(tmp_path: Path) -> None:
     file.unlink()
     name, problems = found(None, last)
     assert not name and "no such file" in problems[0]
-    assert models.reference(ModelChoice("llm", Path("http:/elsewhere"), {"server": object()}), last) == ""
+    assert choosing.reference(ModelChoice("llm", Path("http:/elsewhere"), {"server": object()}), last) == ""
 
 
 def test_c_opens_the_last_conversation_and_f6_the_editor(tmp_path: Path) -> None:
@@ -67,7 +66,7 @@ def test_c_opens_the_last_conversation_and_f6_the_editor(tmp_path: Path) -> None
     editor.write_text('#!/bin/sh\ngrep -q fail "$2" && exit 3\necho "from $1" >> "$2"\necho -n EDITING\n')
     editor.chmod(editor.stat().st_mode | stat.S_IXUSR)
     environ = {**os.environ, "TERM": "xterm-256color", "VISUAL": f"'{editor}' --wait", "EDITOR": "/nowhere"}
-    with terminal("-c", "--device", "reference", environ=environ) as t:
+    with terminal("-c", "--device", "cpu", environ=environ) as t:
         t.read("the old answer")
         t.write(b"my draft")
         t.read("my draft")

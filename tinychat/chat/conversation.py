@@ -15,7 +15,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from tinychat.chat.parameters import Parameters
-from tinychat.errors import TinychatError
+from tinychat.errors import TinychatError, printable
+from tinychat.units import speed
 
 Role = Literal["user", "assistant", "tool", "summary"]
 # Of the JSON form; 3 had no summaries; 2 had no tools; 1 had no versions: no `others`, and turns without `id` and
@@ -555,6 +556,20 @@ def summary_line(turn: Turn) -> str:
     turns, tokens = int(s.get("replaced_turns", 0)), int(s.get("replaced_tokens", 0))
     saves = f" · {tokens:,} → {int(s.get('generated_tokens', 0)):,} tokens" if tokens else ""
     return f"summary of {turns} earlier turn{'s' * (turns != 1)}, sent in their place{saves}"
+
+
+def footer_text(turn: Turn) -> str:
+    """412 tokens · 72.4 tok/s · reused 1,812 · prefilled 43."""
+    s = turn.stats
+    tokens, left_out = int(s.get("generated_tokens", 0)), int(s.get("left_out", 0))
+    parts = ["edited" * turn.edited, ENDINGS.get(turn.stop_reason, "")]
+    parts.append(f"left out the oldest {left_out} turn{'s' * (left_out != 1)}" if left_out else "")
+    parts.append(f"a call could not be read: {printable(turn.note, newlines=False)}" if turn.note else "")
+    parts.append(f"{tokens:,} token{'s' * (tokens != 1)}" if tokens else "")
+    parts.append(f"{speed(s['decode_tok_s'])} tok/s" if s.get("decode_tok_s") else "")
+    parts.append(f"reused {s['reused_tokens']:,}" if s.get("reused_tokens") else "")
+    parts.append(f"prefilled {s['prefilled_tokens']:,}" if s.get("prefilled_tokens") else "")
+    return " · ".join(filter(None, parts))
 
 
 def fenced(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,15 +30,17 @@ def chat(
     key_file: str | None,
     tools: str | None,
     mcp_file: str | None,
+    plain: bool,
 ) -> int:
     """Runs the app with the model that `text` or the settings name, or with a server's model; without either, with the
     model of last time, or the picker. With `resume` it opens the last conversation, whose model wins over the
-    settings'. Returns the exit code."""
-    if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):  # Textual paints on stderr
-        raise TinychatError("the chat needs a terminal; `tinychat run MODEL PROMPT` gives one answer without")
-    if os.environ.get("TERM") == "dumb":
+    settings'. Where `plain`, the terminal or the user's environment asks for it, the plain chat runs in place of the
+    app. Returns the exit code."""
+    terminal = all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))  # Textual paints on stderr
+    plain = plain or (terminal and wants_plain(os.environ))
+    if not plain and not terminal:
         raise TinychatError(
-            "this terminal cannot show the chat (TERM=dumb); `tinychat run MODEL PROMPT` gives one answer in plain text"
+            "the chat needs a terminal; `tinychat --plain` does without, `tinychat run MODEL PROMPT` gives one answer"
         )
     own = settings.load()  # the app shows what is wrong in it
     options: dict[str, Any] = {k: v for k, v in (("device", device), ("threads", threads)) if v is not None}
@@ -46,9 +49,11 @@ def chat(
         options["tools"] = expand(tools)
     if mcp_file is not None:
         options["mcp_file"] = expand(mcp_file)
-    if server is not None:
+    if plain:
+        from tinychat.plain.main import main
+    else:
         from tinychat.ui.app import main
-
+    if server is not None:
         # The path is never read; the picker shows the name beside other models.
         return main(
             server_model or server,
@@ -57,11 +62,12 @@ def chat(
             **{k: v for k, v in options.items() if k in ("resume", "tools", "mcp_file")},
         )
     if not (text := text or ("" if resume else own.model)):
-        from tinychat.ui.app import main
-
         return main(**options)
     model = resolve(text, own.models)
-    path = obtain(model)
-    from tinychat.ui.app import main
+    return main(model.name, obtain(model), model.preset, **options)
 
-    return main(model.name, path, model.preset, **options)
+
+def wants_plain(environ: Mapping[str, str]) -> bool:
+    """Whether the terminal can only show lines (TERM=dumb, as in Emacs' shell), or ACCESSIBLE is set, with which
+    people who use a screen reader tell programs so."""
+    return environ.get("TERM") == "dumb" or bool(environ.get("ACCESSIBLE"))

@@ -171,20 +171,23 @@ class Executor(Protocol):
         ...
 
 
-def verify_singly(
-    executor: Executor,
-    token: int,
-    drafts: Sequence[int],
-    pos: int,
-    sampling: Sampling,
-    recent: Sequence[int],
-    mask: Mask | None = None,
-) -> Iterator[tuple[int, float]]:
-    """Executor.verify in single steps, for an executor that has no step of several tokens."""
-    for i, (following, logprob) in enumerate(executor.decode(token, pos, sampling, recent, mask)):
-        yield following, logprob
-        if i == len(drafts) or following != drafts[i]:
-            return
+class SingleSteps:
+    """Base of an executor that has no step of several tokens."""
+
+    def verify(
+        self: Executor,
+        token: int,
+        drafts: Sequence[int],
+        pos: int,
+        sampling: Sampling,
+        recent: Sequence[int],
+        mask: Mask | None = None,
+    ) -> Iterator[tuple[int, float]]:
+        """See Executor.verify: in steps of decode()."""
+        for i, (following, logprob) in enumerate(self.decode(token, pos, sampling, recent, mask)):
+            yield following, logprob
+            if i == len(drafts) or following != drafts[i]:
+                return
 
 
 class MeasurableExecutor(Executor, Protocol):

@@ -442,7 +442,7 @@ def _ops_of_layer(i: int, layer: Layer) -> Iterator[Op]:
             yield RopeStore(i, a.rope, "q", "k", "v", *norms, a.heads, a.kv_heads, a.key_dim, a.value_norm)
             sizes = (a.heads, a.kv_heads, a.key_dim, a.value_dim)
             yield Attention(i, "q", "heads", *sizes, a.scale, False, a.window, a.sinks, gate="gate" if a.gate else "")
-            yield from _added("heads", a.output, a.output_bias, a.post_norm, a.eps, a.residual_scale)
+            yield from added("heads", a.output, a.output_bias, a.post_norm, a.eps, a.residual_scale)
         case MLA() as a:
             if a.q_a:
                 yield NormLinear("x", a.norm, a.eps, (a.q_a, a.kv_a), (None, None), ("q_a", "kv"))
@@ -464,7 +464,7 @@ def _ops_of_layer(i: int, layer: Layer) -> Iterator[Op]:
     match layer.feed_forward:
         case Dense(norm, eps, w, scale, post_norm, stream_scale):
             yield GateUp(norm, eps, w.gate, w.up, w.activation, "ffn")
-            yield from _added("ffn", w.down, None, post_norm, eps, scale, stream_scale)
+            yield from added("ffn", w.down, None, post_norm, eps, scale, stream_scale)
         case Experts(norm, eps, r, w, s, scale, beside, shared_scale):
             if beside:
                 d = beside.weights
@@ -508,7 +508,7 @@ def _ops_of_layer(i: int, layer: Layer) -> Iterator[Op]:
                 yield NormAdd("z", beside.post_norm, eps, 1.0, beside.stream_scale)
 
 
-def _added(
+def added(
     src: str, w: Weight, bias: Weight | None, post_norm: Weight | None, eps: float, scale: float, stream: float = 1.0
 ) -> Iterator[Op]:
     """x += scale * (w @ src + bias); if there is a post_norm, normed first, and x times `stream` after it."""

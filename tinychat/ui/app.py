@@ -17,7 +17,6 @@ from textual.theme import Theme
 
 from tinychat import process
 from tinychat.backend.engine_thread import EngineThread
-from tinychat.backend.factory import open_backend
 from tinychat.backend.local import LocalBackend
 from tinychat.backend.protocol import Speculate
 from tinychat.chat import settings
@@ -25,9 +24,9 @@ from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import Conversation
 from tinychat.chat.history import History
 from tinychat.chat.loading import OpenBackend
+from tinychat.chat.start import start
 from tinychat.errors import TinychatError
 from tinychat.tools.mcp import McpServers
-from tinychat.tools.mcp_config import config_path, read_servers
 from tinychat.tools.permission import Permissions
 from tinychat.ui.boundary import LastingApp
 from tinychat.ui.chat import models
@@ -149,40 +148,13 @@ def main(
     *,
     resume: bool = False,
     speculate: Speculate = "auto",
+    tools: Path | None = None,
     mcp_file: Path | None = None,
     **load_options: Any,
 ) -> int:
-    """Runs the chat, which begins with the last conversation where `resume` says so. `path`, if given, is loaded with
-    `preset` and called `model`; otherwise that conversation's model or the one of last time, else the picker opens.
-    Every model that is loaded speculates as `speculate` says. `mcp_file` names MCP servers in place of the user's
-    file."""
-    own = settings.load()
-    history, problems = None, list(own.problems)
-    try:
-        history = History()
-    except TinychatError as e:
-        problems.append(f"{e}; conversations are not saved")
-    mcp_file, mcp = mcp_file or config_path(), McpServers(())
-    try:
-        mcp = McpServers(read_servers(mcp_file))
-    except TinychatError as e:
-        problems.append(f"{e}; no MCP server is started")
-    conversation = None
-    if resume and history is not None:
-        try:
-            conversation = next((history.load(found.id) for found in history.find(limit=1)), None)
-        except TinychatError as e:
-            problems.append(str(e))
-        else:
-            problems += ["there is no earlier conversation; this is a new one"] * (conversation is None)
-    options = {"preset": preset, "threads": own.threads, **load_options}
-    if path is None and (found := models.earlier(conversation, own, problems)) is not None:
-        model, path, options = found.name, found.path, {**options, **found.options}
-        options |= load_options
-    own = replace(own, problems=tuple(problems))
-    open_either = partial(
-        open_backend, thread=EngineThread(), store_bytes=int(own.kv_cache_gb * 1e9), speculate=speculate
-    )
+    """Runs the app; the arguments are those of chat/start.py. Without a model the picker opens."""
+    begun = start(model, path, preset, resume=resume, speculate=speculate, mcp_file=mcp_file, load_options=load_options)
+    own = replace(begun.own, problems=begun.problems)
     process.prepare_for_screen()
 
     def mounted() -> None:
@@ -196,23 +168,24 @@ def main(
         process.on_signals(end)
 
     app = TinychatApp(
-        model,
-        path,
-        conversation=conversation,
+        begun.model,
+        begun.path,
+        conversation=begun.conversation,
         own=own,
-        history=history,
+        history=begun.history,
         remember=settings.update,
-        open_backend=open_either,
+        open_backend=begun.open_backend,
         mounted=mounted,
         stop_repetition=own.stop_repetition,
         titles=own.titles,
         permissions=Permissions.of_user(),
-        mcp=mcp,
-        mcp_file=mcp_file,
-        **options,
+        mcp=begun.mcp,
+        mcp_file=begun.mcp_file,
+        tools=tools,
+        **begun.options,
     )
     try:
         app.run()
     finally:
-        mcp.close()
+        begun.mcp.close()
     return app.return_code or 0

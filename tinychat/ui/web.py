@@ -41,6 +41,8 @@ _NEVER |= {"os.link", "os.symlink", "sqlite3.connect", "socket.bind"}
 class WebScreen(ChatScreen):
     """The chat without what reaches this machine. `confine` is what makes it safe; this only hides what would fail."""
 
+    attaches = False
+
     async def run_command(self, text: str) -> None:
         try:
             allowed = commands.find(text.partition(" ")[0]).name in COMMANDS

@@ -17,7 +17,7 @@ import numpy as np
 from tinychat.errors import TinychatError
 from tinychat.kernels.blocks import CACHE_VALUE_BYTES, GQA, MLA
 from tinychat.kernels.cpu import bandwidth, compiler, library
-from tinychat.kernels.cpu.library import MAX_GROUP, QUANTS, STEP, TILE, Library, SampleSpec, StepContext
+from tinychat.kernels.cpu.library import MAX_GROUP, QUANTS, SAMPLED, STEP, TILE, Library, SampleSpec, StepContext
 from tinychat.kernels.cpu.program import build
 from tinychat.kernels.executor import ExecutorKind, Mask, Weights
 from tinychat.kernels.limits import Limits, check
@@ -412,8 +412,8 @@ def _seconds(stepper: Iterator[object]) -> float:
 def _sample_spec(s: Sampling, history: Sequence[int], mask: np.ndarray | None) -> tuple[SampleSpec, object]:
     """(what step.c is told of `s` and the mask, the arrays that it points into)."""
     bits = mask.ctypes.data if mask is not None else None
-    spec = SampleSpec(s.temperature, s.top_p, s.min_p, s.seed % 2**64, s.top_k, mask=bits)
-    if not s.penalises:
+    spec = SampleSpec(seed=s.seed % 2**64, mask=bits, **{name: getattr(s, name) for name in SAMPLED})
+    if not s.has_penalties:
         return spec, mask
     p = penalties(s, history)
     spec.n_penalised, spec.penalised = len(p.ids), p.ids.ctypes.data

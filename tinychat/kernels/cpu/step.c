@@ -943,8 +943,8 @@ EXPORT size_t tc_sizeof(int what) {
                     sizeof(Ctx)};
   return sizes[what];
 }
-#define NAME(name) #name " "
-#define OFFSET(name) offsetof(STRUCTURE, name),
+#define NAME(name, ...) #name " "
+#define OFFSET(name, ...) offsetof(STRUCTURE, name),
 // library.py declares the same structures; it compares every field's name and offset when it loads the library.
 #define MATRIX_FIELDS(X) X(type) X(rows) X(cols) X(groups) X(data)
 #define OP_FIELDS(X)                                                                                                            \
@@ -953,8 +953,7 @@ EXPORT size_t tc_sizeof(int what) {
   X(activation) X(temperature_length) X(value_norm) X(gated) X(grouped) X(taps) X(eps) X(norm_eps) X(scale) X(temperature) X(softcap) X(stream_scale)        \
   X(logit_scale)                                                                                                                \
   X(norm) X(q_norm) X(k_norm) X(rope) X(sinks) X(shared_scale) X(bias) X(routes) X(w)
-#define SAMPLE_FIELDS(X)                                                                                                        \
-  X(temperature) X(top_p) X(min_p) X(seed) X(top_k) X(n_penalised) X(penalised) X(divisors) X(amounts) X(mask)
+#define SAMPLE_FIELDS(X) SAMPLING(X) X(n_penalised) X(seed) X(penalised) X(divisors) X(amounts) X(mask)
 #define CACHE_FIELDS(X) X(k) X(v) X(tail) X(state) X(heads) X(k_dim) X(v_dim)
 #define CONTEXT_FIELDS(X)                                                                                                       \
   X(n_ops) X(max_context) X(batch) X(vocab) X(layers) X(n_buffers) X(ops) X(buffers) X(widths) X(caches) X(ticks) X(sampling)
@@ -981,9 +980,9 @@ EXPORT size_t tc_offset(int what, int field) {
   static const size_t *const offsets[] = {matrix, op, sample, cache, context};
   return offsets[what][field];
 }
-#define NAME_AND_VALUE(name, value) #name "=" #value " "
+#define NAME_AND_VALUE(name, value, ...) #name "=" #value " "
 EXPORT const char *tc_names(int what) {
-  const char *names[] = {TAGS(NAME), GATINGS(NAME), QUANTS(NAME_AND_VALUE), ACTIVATIONS(NAME)};
+  const char *names[] = {TAGS(NAME), GATINGS(NAME), QUANTISED(NAME_AND_VALUE) FLOATING(NAME_AND_VALUE), ACTIVATIONS(NAME)};
   return names[what];
 }
 EXPORT double tc_constant(int what) {
@@ -1020,7 +1019,7 @@ static void pack_task(void *arg, int phase, int task, int tasks, int id) {
 // Packs `groups` matrices of rows x cols from the file's form; matrix g starts at row g * stride of src. Or one whose rows lie
 // in runs of `run`, each `stride` rows behind the one before.
 EXPORT void tc_pack(Ctx *c, uint8_t *dst, const uint8_t *src, int type, int rows, int cols, int groups, int stride, int run) {
-  const Layout *l = &layouts[type];
+  const QuantLayout *l = &layouts[type];
   PackJob job = {dst, src, (size_t)(cols / l->block) * l->bytes, type, rows, cols, groups, stride, run};
   pool_run(&c->pool, (Work){1, pack_tasks, pack_task, &job});
 }

@@ -10,7 +10,7 @@ from tinygrad import Tensor, dtypes
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.blocks import Experts
-from tinychat.kernels.executor import ExecutorKind, Mask, Weights, verify_singly
+from tinychat.kernels.executor import ExecutorKind, Mask, SingleSteps, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile, calls_of
@@ -22,7 +22,7 @@ from tinychat.kernels.tinygrad.step import Step
 LIMITS = Limits(frozenset(CODECS), prefill_chunk=32, verified=16)
 
 
-class ReferenceExecutor:
+class ReferenceExecutor(SingleSteps):
     """`MeasurableExecutor` on tinygrad tensors. `cache_f16`: the KV cache is F16 to save memory, not F32."""
 
     kind: ExecutorKind = "reference"
@@ -92,18 +92,6 @@ class ReferenceExecutor:
             seen.append(token)
             yield token, logprob
             pos += 1
-
-    def verify(
-        self,
-        token: int,
-        drafts: Sequence[int],
-        pos: int,
-        sampling: Sampling,
-        recent: Sequence[int],
-        mask: Mask | None = None,
-    ) -> Iterator[tuple[int, float]]:
-        """See Executor.verify: in single steps."""
-        return verify_singly(self, token, drafts, pos, sampling, recent, mask)
 
     def routes(self) -> np.ndarray | None:
         """See Executor.routes: None, because intermediate results are not copied from the device."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from textual.fuzzy import Matcher
 
-from tinychat.chat.parameters import PARAMETERS
-from tinychat.errors import TinychatError, printable
+from tinychat.chat import commands as texts
+from tinychat.errors import TinychatError
 from tinychat.ui.chat import handlers
 from tinychat.ui.chat.prompt import Choice
 from tinychat.ui.chat.view import ChatView
@@ -34,39 +34,31 @@ class Command:
         return f"/{self.name} {self.arguments}".strip()
 
 
-ON_OFF = (("on", ""), ("off", ""))
 COPY = (
     ("answer", "the last answer"),
     ("code", "its last code block; code 1 is the first"),
     ("all", "the conversation"),
 )
-SET = tuple((name, spec.help) for name, spec in PARAMETERS.items())
+
+
+def _shared(name: str, key: str = "") -> Command:
+    """A command of chat/commands.py."""
+    c = texts.COMMANDS[name]
+    return Command(c.name, c.arguments, c.help, handlers.said(c), c.values, key, c.aliases)
+
 
 COMMANDS: tuple[Command, ...] = (
     Command("model", "[NAME]", "choose, download or load a model", handlers.model, key="f2"),
-    Command(
-        "new",
-        "",
-        "new conversation; this one is kept",
-        handlers.new,
-        key="ctrl+n",
-        aliases=("clear",),
-    ),
+    _shared("new", "ctrl+n"),
     Command(
         "conversations", "", "earlier conversations: search, open, rename, delete", handlers.conversations, key="f3"
     ),
-    Command("rename", "NAME", "name this conversation", handlers.rename),
-    Command(
-        "regenerate",
-        "",
-        "a new answer; the old one stays as a version",
-        handlers.regenerate,
-        key="ctrl+r",
-    ),
-    Command("undo", "", "undo the last edit, new answer, switch, summary or delete", handlers.undo),
-    Command("compact", "[N]", "summarise all but the last (or last N) of your questions", handlers.compact),
-    Command("continue", "", "continue the last answer", handlers.go_on, key="f5"),
-    Command("start", "TEXT", "begin the answer with TEXT", handlers.start),
+    _shared("rename"),
+    _shared("regenerate", "ctrl+r"),
+    _shared("undo"),
+    _shared("compact"),
+    _shared("continue", "f5"),
+    _shared("start"),
     Command(
         "edit",
         "[N|answer]",
@@ -78,34 +70,22 @@ COMMANDS: tuple[Command, ...] = (
     Command("delete", "[N]", "delete the last question and answer (or turn N); /undo brings it back", handlers.delete),
     Command("fork", "[N]", "continue in a copy of this conversation (up to turn N)", handlers.fork),
     Command("skip", "", "stop thinking, go to the answer", handlers.skip, key="ctrl+g"),
-    Command("think", "on|off", "let reasoning models think first", handlers.think, ON_OFF),
-    Command("system", "TEXT|off", "the system prompt", handlers.system, (("off", "none"),)),
-    Command("set", "NAME VALUE", "set a parameter; alone: a form with all of them", handlers.set_value, SET, key="f4"),
+    _shared("think"),
+    _shared("system"),
     Command(
-        "schema",
-        "FILE|off",
-        "hold answers to the JSON schema in a file",
-        handlers.schema,
-        (("off", "free answers"),),
+        "set",
+        "NAME VALUE",
+        "set a parameter; alone: a form with all of them",
+        handlers.set_value,
+        texts.COMMANDS["set"].values,
+        "f4",
     ),
-    Command(
-        "tools",
-        "DIR|off",
-        "let the model read a folder and, when you allow it, change it",
-        handlers.tools,
-        (("off", "no tools"),),
-    ),
+    _shared("schema"),
+    _shared("tools"),
     Command("mcp", "", "MCP servers: their state and tools, on and off", handlers.mcp),
-    Command("raw", "on|off", "prompts without the chat template, plain output", handlers.raw, ON_OFF),
+    _shared("raw"),
     Command("copy", "[answer|code [N]|all]", "copy to the clipboard", handlers.copy, COPY, key="ctrl+o"),
-    Command(
-        "save",
-        "md|json [FILE]",
-        "save the conversation to a file",
-        handlers.save,
-        (("md", "Markdown"), ("json", "all details, for programs")),
-        aliases=("export",),
-    ),
+    _shared("save"),
     Command("stats", "", "figures of the last answer", handlers.stats),
     Command("bench", "[N]", "measure this model over N tokens", handlers.bench),
     Command("profile", "[N]", "where the time goes, over N tokens", handlers.profile),
@@ -116,7 +96,7 @@ COMMANDS: tuple[Command, ...] = (
         "on|off",
         "which experts of a mixture are chosen, layer by layer",
         handlers.experts,
-        ON_OFF,
+        texts.ON_OFF,
         key="f7",
     ),
     Command("settings", "", "edit the settings file", handlers.settings_file),
@@ -128,17 +108,7 @@ COMMANDS: tuple[Command, ...] = (
 
 def find(name: str) -> Command:
     """The command `name` (or alias, or the only one it begins). Raises TinychatError that names the nearest."""
-    name = name.lower()
-    for command in COMMANDS:
-        if name in (command.name, *command.aliases):
-            return command
-    begun = [c for c in COMMANDS if name and c.name.startswith(name)]
-    if len(begun) == 1:
-        return begun[0]
-    near = ", ".join(f"/{c.name}" for c in begun or matching(name)[:3]) or "/help"
-    raise TinychatError(
-        f"there is no command /{printable(name)}; did you mean {near}? (// sends a text that begins with /)"
-    )
+    return texts.find(name, COMMANDS)
 
 
 def matching(typed: str) -> list[Command]:

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import re
-import time
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from tinychat.backend.instruments import Instrumented
+from tinychat.chat.commands import COMMANDS, TextCommand, switched
 from tinychat.chat.controller import KEPT_STATS
-from tinychat.chat.conversation import to_markdown
-from tinychat.chat.parameters import PARAMETERS, Parameters, set_parameter, shown
-from tinychat.chat.schema import read_schema
-from tinychat.errors import TinychatError, printable
-from tinychat.files import expand
+from tinychat.chat.conversation import footer_text, to_markdown
+from tinychat.chat.parameters import Parameters
+from tinychat.errors import TinychatError
 from tinychat.tools.mcp_config import switch
 from tinychat.ui import external
 from tinychat.ui.chat import models
 from tinychat.ui.chat.markdown import MarkdownView
-from tinychat.ui.chat.message import footer_text
 from tinychat.ui.chat.prompt import PROMPT_KEYS
 from tinychat.ui.chat.view import ChatView
 from tinychat.ui.panel.figures import share_of_limit, size
@@ -29,48 +23,17 @@ from tinychat.ui.screens.sheet import in_daemon
 from tinychat.units import speed
 
 
-def _switch(text: str, now: bool, what: str) -> bool:
-    """on, off, or the other one for nothing."""
-    if text.strip().lower() not in ("", "on", "off"):
-        raise TinychatError(f"usage: /{what} on|off")
-    return {"on": True, "off": False}.get(text.strip().lower(), not now)
+def said(command: TextCommand) -> Callable[[ChatView, str], Awaitable[None]]:
+    """`command` in the transcript."""
+
+    async def run(chat: ChatView, text: str) -> None:
+        if line := command.run(chat, text):
+            await chat.say(line)
+
+    return run
 
 
 # the conversation
-
-
-async def new(chat: ChatView, text: str) -> None:
-    chat.controller.new()
-
-
-async def rename(chat: ChatView, text: str) -> None:
-    if not text.strip():
-        raise TinychatError("usage: /rename NAME")
-    chat.controller.rename(text)
-
-
-async def regenerate(chat: ChatView, text: str) -> None:
-    chat.controller.regenerate()
-
-
-async def undo(chat: ChatView, text: str) -> None:
-    chat.controller.undo()
-
-
-async def compact(chat: ChatView, text: str) -> None:
-    if text.strip() and not (text.strip().isdecimal() and int(text)):
-        raise TinychatError("/compact N: N is how many of your last messages stay as they are")
-    chat.controller.compact(int(text) if text.strip() else 1)
-
-
-async def go_on(chat: ChatView, text: str) -> None:
-    chat.controller.go_on()
-
-
-async def start(chat: ChatView, text: str) -> None:
-    if not text.strip():
-        raise TinychatError("usage: /start TEXT begins the answer with TEXT")
-    chat.controller.prefill(text)
 
 
 async def edit(chat: ChatView, text: str) -> None:
@@ -123,89 +86,8 @@ def _number(text: str, last: int, command: str, what: str) -> int:
 # parameters
 
 
-async def think(chat: ChatView, text: str) -> None:
-    p = chat.controller.conversation.parameters
-    on = _switch(text, p.thinking, "think")
-    await _use(chat, {"thinking": on})
-    await chat.say(f"thinking is {'on' if on else 'off'}, if the model supports it")
-
-
-async def system(chat: ChatView, text: str) -> None:
-    p = chat.controller.conversation.parameters
-    if not text.strip():
-        await chat.say(
-            f"the system prompt is: {p.system}" if p.system else "there is no system prompt; /system TEXT sets one"
-        )
-        return
-    await _use(chat, {"system": "" if text.strip().lower() == "off" else text.strip()})
-    await chat.say(
-        "the system prompt is set, from the next message on"
-        if text.strip().lower() != "off"
-        else "the system prompt is removed"
-    )
-
-
 async def set_value(chat: ChatView, text: str) -> None:
-    name, _, value = text.strip().partition(" ")
-    p, defaults = chat.controller.conversation.parameters, chat.controller.sampling_defaults
-    if not name:
-        await parameters_form(chat)
-        return
-    if not value.strip():
-        if name not in PARAMETERS:
-            set_parameter(p, name, "")
-        await chat.say(f"{name} is {shown(p, name, defaults)}: {PARAMETERS[name].help}")
-        return
-    changed = set_parameter(p, name, value)
-    chat.controller.set_parameters(changed)
-    await chat.say(f"{name} is {shown(changed, name, defaults)}")
-
-
-async def _use(chat: ChatView, changes: dict[str, Any]) -> None:
-    p = chat.controller.conversation.parameters
-    chat.controller.set_parameters(Parameters(**{**vars(p), **changes}))
-
-
-async def raw(chat: ChatView, text: str) -> None:
-    c = chat.controller
-    c.raw = _switch(text, c.raw, "raw")
-    await chat.say(
-        "raw: what you write is the whole prompt, special tokens and all; nothing is added or taken away"
-        if c.raw
-        else "raw is off: messages go through the chat template"
-    )
-
-
-async def schema(chat: ChatView, text: str) -> None:
-    c, name = chat.controller, text.strip()
-    now = c.conversation.parameters.schema
-    if name == "off":
-        await _use(chat, {"schema": None})
-        await chat.say("answers are free again")
-    elif name:
-        await _use(chat, {"schema": read_schema(expand(name))})
-        await chat.say(
-            "answers follow this JSON schema from the next message on" + "; no tools are called" * bool(c.toolbox.names)
-        )
-    elif now is not None:
-        await chat.say(f"answers follow this JSON schema: {json.dumps(now, ensure_ascii=False)}; /schema off ends it")
-    else:
-        raise TinychatError("/schema FILE holds answers to the JSON schema in a file")
-
-
-async def tools(chat: ChatView, text: str) -> None:
-    c, name = chat.controller, text.strip()
-    if name == "off":
-        chat.use_folder(None)
-        await chat.say("the tools of the folder are off")
-        return
-    if name:
-        chat.use_folder(expand(name))
-    if not c.toolbox.names:
-        raise TinychatError("/tools DIR lets the model work in a folder; it asks before it reads, changes or runs")
-    await chat.say(f"tools{' work' * bool(name)}: {', '.join(c.toolbox.names)}; /tools off takes them away")
-    if c.info is not None and not c.info.can.tools:
-        await chat.say("what answers now cannot call tools", error=True)
+    await (said(COMMANDS["set"])(chat, text) if text.strip() else parameters_form(chat))
 
 
 async def mcp(chat: ChatView, text: str) -> None:
@@ -233,41 +115,6 @@ async def copy(chat: ChatView, text: str) -> None:
         chat.copy_code(c.last_answer, number)
     else:
         raise TinychatError("/copy answer, /copy code [N] or /copy all")
-
-
-async def save(chat: ChatView, text: str) -> None:
-    kind, _, name = text.strip().partition(" ")
-    c = chat.controller.conversation
-    if kind not in ("md", "json", ""):
-        kind, name = ("json" if kind.endswith(".json") else "md"), text.strip()
-    kind = kind or "md"
-    if not c.turns:
-        raise TinychatError("there is nothing to save yet")
-    path = expand(name.strip()) if name.strip() else _free(c.title, kind)
-    data = to_markdown(c) if kind == "md" else json.dumps(c.as_dict(), indent=1, ensure_ascii=False) + "\n"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("x", encoding="utf-8", errors="replace") as f:
-            try:
-                f.write(data)
-                f.flush()
-            except OSError:
-                path.unlink()
-                raise
-    except FileExistsError:
-        raise TinychatError(f"{printable(str(path))} exists; nothing was written, choose another name") from None
-    except (OSError, ValueError) as e:  # ValueError: a name that no file can have
-        why = (e.strerror if isinstance(e, OSError) else None) or str(e)
-        raise TinychatError(f"{printable(str(path))}: {why.lower()}; nothing was saved") from None
-    await chat.say(f"saved as {path.absolute()}")
-
-
-def _free(title: str, kind: str) -> Path:
-    """A file name in the working folder that is not taken."""
-    slug = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")[:40] or "conversation"
-    stem = f"{slug}-{time.strftime('%Y%m%d')}"
-    names = [f"{stem}.{kind}", *(f"{stem}-{n}.{kind}" for n in range(2, 1000))]
-    return next(p for p in map(Path, names) if not p.exists())
 
 
 async def stats(chat: ChatView, text: str) -> None:
@@ -401,7 +248,8 @@ async def settings_file(chat: ChatView, text: str) -> None:
 async def help_screen(chat: ChatView, text: str) -> None:
     from tinychat.ui.screens.help import HelpScreen
 
-    chat.app.push_screen(HelpScreen(chat.command_entries(), prompt=PROMPT_KEYS))
+    keys = [entry for entry in PROMPT_KEYS if entry[0] != "@" or chat.attaches]
+    chat.app.push_screen(HelpScreen(chat.command_entries(), prompt=keys))
 
 
 async def panel(chat: ChatView, text: str) -> None:
@@ -409,7 +257,7 @@ async def panel(chat: ChatView, text: str) -> None:
 
 
 async def experts(chat: ChatView, text: str) -> None:
-    on = _switch(text, chat.experts, "experts")
+    on = switched(text, chat.experts, "experts")
     chat.show_experts(on)
     info = chat.controller.info
     if on and info is not None and not info.experts:

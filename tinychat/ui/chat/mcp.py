@@ -6,10 +6,10 @@ import re
 import shlex
 from collections.abc import Sequence
 
+from tinychat.chat.attach import MAX_BYTES
 from tinychat.chat.conversation import Attachment
 from tinychat.errors import TinychatError, printable
 from tinychat.tools.mcp import McpServers, Resource, ServerPrompt
-from tinychat.ui.chat.attach import MAX_BYTES
 from tinychat.ui.chat.prompt import Choice
 
 SHOWN = 40  # completions

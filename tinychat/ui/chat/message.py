@@ -16,12 +16,12 @@ from textual.widget import Widget
 from textual.widgets import Static
 
 from tinychat.chat.changes import Grew
-from tinychat.chat.conversation import ENDINGS, Turn
+from tinychat.chat.conversation import Turn, footer_text
 from tinychat.errors import printable
 from tinychat.ui.chat.markdown import MarkdownView
 from tinychat.ui.chat.thinking import ThinkingBlock
-from tinychat.units import speed
 
+FILES = 5  # attached files whose names are shown
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 
@@ -126,10 +126,10 @@ class UserMessage(TurnMessage):
         yield self.line
         yield MarkdownView(self.turn.text, plain=True, classes="text")
         if self.turn.files:
-            names = ", ".join(
-                f"{printable(f.name, newlines=False)} ({len(f.text):,} characters)" for f in self.turn.files
-            )
-            yield Static(Content(f"+ {names}"), classes="files")
+            names = [f"{printable(f.name, newlines=False)} ({len(f.text):,} characters)" for f in self.turn.files]
+            if len(names) > FILES:
+                names[FILES:] = [f"{len(names) - FILES} more ({sum(len(f.text) for f in self.turn.files):,} in all)"]
+            yield Static(Content(f"+ {', '.join(names)}"), classes="files")
 
 
 class AnswerMessage(TurnMessage):
@@ -211,17 +211,3 @@ class NoticeLine(Static):
 
     def __init__(self, text: str, error: bool = False) -> None:
         super().__init__(Content("✗ " * error + printable(text)), classes="note -error" if error else "note")
-
-
-def footer_text(turn: Turn) -> str:
-    """412 tokens · 72.4 tok/s · reused 1,812 · prefilled 43."""
-    s = turn.stats
-    tokens, left_out = int(s.get("generated_tokens", 0)), int(s.get("left_out", 0))
-    parts = ["edited" * turn.edited, ENDINGS.get(turn.stop_reason, "")]
-    parts.append(f"left out the oldest {left_out} turn{'s' * (left_out != 1)}" if left_out else "")
-    parts.append(f"a call could not be read: {printable(turn.note, newlines=False)}" if turn.note else "")
-    parts.append(f"{tokens:,} token{'s' * (tokens != 1)}" if tokens else "")
-    parts.append(f"{speed(s['decode_tok_s'])} tok/s" if s.get("decode_tok_s") else "")
-    parts.append(f"reused {s['reused_tokens']:,}" if s.get("reused_tokens") else "")
-    parts.append(f"prefilled {s['prefilled_tokens']:,}" if s.get("prefilled_tokens") else "")
-    return " · ".join(filter(None, parts))

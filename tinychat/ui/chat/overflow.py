@@ -13,6 +13,7 @@ from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
 from tinychat.chat.changes import Overflow
+from tinychat.chat.questions import explain, overflow_label
 from tinychat.ui.screens.modal import Modal
 
 
@@ -29,7 +30,9 @@ class OverflowScreen(Modal[str]):
         with Vertical(classes="question"):
             yield Static(Content("The context is full").stylize("bold"))
             yield Static(Content(explain(self.overflow)), classes="text")
-            yield OptionList(*(Option(label(o, self.overflow), id=o) for o in self.overflow.options), compact=True)
+            yield OptionList(
+                *(Option(overflow_label(o, self.overflow), id=o) for o in self.overflow.options), compact=True
+            )
 
     def on_mount(self) -> None:
         self.query_one(OptionList).focus()
@@ -37,25 +40,3 @@ class OverflowScreen(Modal[str]):
     @on(OptionList.OptionSelected)
     def _chosen(self, event: OptionList.OptionSelected) -> None:
         self.dismiss(event.option.id)
-
-
-def explain(overflow: Overflow) -> str:
-    """What is too much."""
-    used, limit = overflow.usage.used, overflow.usage.limit
-    if used >= limit:
-        return f"The conversation has {used:,} tokens, the context holds {limit:,}."
-    return f"{used:,} of {limit:,} tokens are used; that leaves {limit - used:,} for an answer."
-
-
-def label(option: str, overflow: Overflow) -> str:
-    """The words of a choice."""
-    exchanges = "1 exchange" if overflow.droppable == 1 else f"up to {overflow.droppable} exchanges"
-    return {
-        "context": f"load the model with a context of {overflow.larger:,} tokens",
-        "compact": f"let the model summarise the oldest turns ({exchanges})",
-        "turns": f"leave out the oldest turns, now and later ({exchanges} now)",
-        "thinking": f"leave out the thinking ({overflow.usage.thinking:,} tokens)",
-        "stop": "stop here; the message stays in the prompt"
-        if overflow.typed
-        else "stop here; the answer stays as it is",
-    }[option]

@@ -149,5 +149,5 @@ class Painter:
         chat.screen.query_one(StatusLine).show(c.conversation.model, info, title, mode, None if beside else c.usage)
         if not c.conversation.turns:
             chat.screen.query_one(Welcome).show(
-                c.conversation.model if c.ready or c.loading else "", c.loading is not None
+                c.conversation.model if c.ready or c.loading else "", c.loading is not None, chat.attaches
             )

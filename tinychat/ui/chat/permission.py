@@ -12,18 +12,11 @@ from textual.content import Content
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
+from tinychat.chat.questions import permission_label
 from tinychat.errors import printable
 from tinychat.tools.protocol import Question
 from tinychat.ui.screens.modal import Modal
 
-LABELS = {
-    "folder": "yes, in this folder",
-    "once": "yes, this once",
-    "conversation": "yes, and {} in this conversation",
-    "always": "yes, and always for exactly this",
-    "no": "no",
-}
-KINDS = {"write": "all changes of files", "run": "all commands", "call": "all calls of this tool", "read": ""}
 _COLOURS = {"+": "$text-success", "-": "$text-error", "@": "$primary"}
 
 
@@ -41,7 +34,7 @@ class PermissionScreen(Modal[str]):
         self.question = question
 
     def compose(self) -> ComposeResult:
-        options = [Option(LABELS[o].format(KINDS[self.question.kind]), id=o) for o in self.question.options]
+        options = [Option(permission_label(o, self.question), id=o) for o in self.question.options]
         lines = self.question.detail.count("\n")
         title = self.question.title + (f" ({lines:,} lines)" if lines > 10 else "")
         with Vertical(classes="question permission"):

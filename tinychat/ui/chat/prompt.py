@@ -27,7 +27,7 @@ PROMPT_KEYS = (  # for the help
     ("enter", "send"),
     ("shift+enter, ctrl+j", "new line"),
     ("/", "list of commands; tab completes"),
-    ("@", "attach a text file; tab completes its name"),
+    ("@", "attach text files: letters of the path find them, folder/ takes all in it"),
     ("up, down", "earlier messages, from the first and last line"),
     ("tab", "unfold a long paste; so does deleting into it"),
     ("ctrl+c", "clear; ctrl+z brings it back"),
@@ -299,7 +299,8 @@ class PromptBox(Vertical):
         return was
 
     @on(TextArea.Changed)
-    def _changed(self) -> None:
+    def find(self) -> None:
+        """Shows what completes the text."""
         self._choices = list(self._find())
         self.prompt.completions = self if self._choices else None
         self.list.display = bool(self._choices)
@@ -339,9 +340,17 @@ class PromptBox(Vertical):
         if text.startswith("/") and (choice.final or text.strip() == choice.insert.strip()):
             self.close()
             self.prompt.send(choice.insert.strip())
+        elif self._typed() == choice.insert.strip():
+            return False
         else:
             self._insert(choice)
         return True
+
+    def _typed(self) -> str:
+        """The @path before the cursor."""
+        row, column = self.prompt.cursor_location
+        line = self.prompt.document.get_line(row)[:column]
+        return line[line.rindex("@") :]
 
     def _choice(self) -> Choice | None:
         """The highlighted completion of the text as it is now, which the list may not show yet."""
@@ -356,8 +365,9 @@ class PromptBox(Vertical):
             prompt.put(choice.insert)
             return
         row, column = prompt.cursor_location
-        start = prompt.document.get_line(row)[:column].rindex("@")
-        prompt.replace(choice.insert, (row, start), (row, column))
+        line = prompt.document.get_line(row)
+        insert = choice.insert.rstrip() if line[column : column + 1].isspace() else choice.insert
+        prompt.replace(insert, (row, line[:column].rindex("@")), (row, column))
 
     @on(OptionList.OptionSelected, "#completions")
     def _clicked(self, event: OptionList.OptionSelected) -> None:

@@ -19,9 +19,12 @@ from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import TextArea
 
+from tinychat.chat import attach
 from tinychat.chat.changes import Overflow
+from tinychat.chat.choosing import remember
 from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import Attachment, Turn
+from tinychat.chat.file_finder import Finder
 from tinychat.chat.history import History
 from tinychat.errors import TinychatError, printable
 from tinychat.tools.builtin import tools_of
@@ -31,7 +34,7 @@ from tinychat.tools.mcp_config import config_path
 from tinychat.tools.protocol import Question
 from tinychat.tools.toolbox import Toolbox
 from tinychat.ui import clipboard
-from tinychat.ui.chat import attach, commands, mcp, models
+from tinychat.ui.chat import commands, mcp, models
 from tinychat.ui.chat.markdown import MarkdownView
 from tinychat.ui.chat.message import TurnMessage
 from tinychat.ui.chat.overflow import OverflowScreen
@@ -69,6 +72,7 @@ class ChatScreen(Screen[None]):
     VERTICAL_BREAKPOINTS = [(0, "-short"), (20, "-high")]
     AUTO_FOCUS = "#prompt"
     COMMANDS = {Palette}
+    attaches = True  # @ in a message reads a file of this machine
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "stop", "stop", tooltip="stop; keeps the partial answer"),
         Binding("escape", "keep", "cancel edit"),
@@ -128,7 +132,7 @@ class ChatScreen(Screen[None]):
         self.use_folder(None)
         self.experts = experts  # whether the heat strip is wanted
         self._remember = remember
-        self.downloads = Downloads()
+        self.downloads, self.finder = Downloads(), Finder()
         self.painter = Painter(self)
         self.editing: int | None = None
         self._drafting = ""  # the conversation whose draft is in the prompt
@@ -332,7 +336,13 @@ class ChatScreen(Screen[None]):
         """The files and MCP resources that `text` names with @. Raises TinychatError."""
         found = mcp.resources_in(self.mcp, text)
         known = await in_daemon(partial(mcp.read, self.mcp, found)) if found else {}
-        return attach.attachments(text, known=known)
+        if "@" not in text:
+            return ()
+        notes: list[str] = []
+        files = await in_daemon(partial(attach.attachments, text, known=known, notes=notes))
+        for note in notes:
+            await self.say(note)
+        return files
 
     def _sent(self, text: str) -> None:
         self.prompt.remember(text)
@@ -620,7 +630,7 @@ class ChatScreen(Screen[None]):
         """Another tokenizer counts the draft; which model is loaded is kept for the next start."""
         self._typed()
         if (choice := self.controller.choice) is not None and self._remember is not None:
-            self.run_worker(in_daemon(partial(models.remember, choice, self._remember)), exclusive=True, group="model")
+            self.run_worker(in_daemon(partial(remember, choice, self._remember)), exclusive=True, group="model")
 
     def show_experts(self, on: bool) -> None:
         """Shows or hides the heat strip, and keeps that. Raises TinychatError when it cannot be kept."""
@@ -635,8 +645,25 @@ class ChatScreen(Screen[None]):
     def _files(self, typed: str) -> list[Choice]:
         if self.controller.raw:
             return []
-        files = [Choice(attach.quoted(name), name) for name in attach.complete(typed)]
+        if self.finder.due():
+            self.run_worker(self._look())
+        files = [file_choice(name, typed) for name in self.finder.find(typed)]
         return [*files, *mcp.resource_choices(self.mcp, typed)]
+
+    async def _look(self) -> None:
+        await in_daemon(self.finder.look)
+        self.box.find()
+
+
+def file_choice(name: str, typed: str) -> Choice:
+    """The completion of what is `typed` behind @ to the path `name`: a folder can be completed further, and is attached
+    where it is all that was typed."""
+    written = attach.quoted(name)
+    if not name.endswith("/"):
+        return Choice(f"{written} ", name)
+    if name == typed:
+        return Choice(f"{written} ", name, "all text files in it")
+    return Choice(written.rstrip('"'), name)
 
 
 def _is_command(text: str) -> bool:

@@ -28,6 +28,7 @@ class ChatView(Protocol):
     controller: Controller
     history: History | None
     experts: bool
+    attaches: bool  # whether @ in a message reads a file
     downloads: Downloads
     editing: int | None
     mcp: McpServers
