@@ -40,6 +40,8 @@ PAIRS = {
     "qwen35": "Q5_0",
     "qwen35moe": "Q4_K_M",
     "qwen3next": "Q6_K",
+    "lfm2": "Q8_0",
+    "lfm2moe": "Q4_0",
     "olmo2_windows": "Q4_0",
     "glm4": "Q5_1",
     "glm4moe_qk_norm": "Q4_K",

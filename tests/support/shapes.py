@@ -103,6 +103,10 @@ class Shape:
     window_heads: tuple[int, int] = (0, 0)  # kv heads and values of a head in layers with a window; 0: as the others
     softcap: float = 0  # of the logits
     delta: DeltaRule | None = None
+    convolution: int = 0  # inputs of a short convolution, which every second layer has instead of attention
+
+    def convolves(self, layer: int) -> bool:
+        return self.convolution > 0 and layer % 2 == 0
 
     def recurrent(self, layer: int) -> bool:
         return self.delta is not None and layer < self.layers and (layer + 1) % self.delta.every != 0
@@ -438,7 +442,7 @@ def tensors(s: Shape) -> Iterator[Tensor]:
 
     value_dim = s.value_dim or s.head_dim
     yield "token_embd.weight", (s.vocab, s.dim), 2 / s.dim**0.5 if s.tied else 1.0
-    yield norm("output_norm", s.dim)
+    yield norm("token_embd_norm" if s.convolution else "output_norm", s.dim)
     if not s.tied:
         yield linear("output", s.vocab, s.dim, gain=2)
     if s.rope_freqs:
@@ -467,6 +471,10 @@ def tensors(s: Shape) -> Iterator[Tensor]:
                 yield f"{b}attn_k_b.weight", (s.heads, m.kv_lora, m.nope), m.kv_lora**-0.5
                 yield linear(b + "attn_v_b", s.heads, m.v, m.kv_lora)
             yield linear(b + "attn_output", s.dim, s.heads * m.v)
+        elif s.convolves(i):
+            yield linear(b + "shortconv.in_proj", 3 * s.dim, s.dim)
+            yield b + "shortconv.conv.weight", (s.dim, s.convolution), s.convolution**-0.5
+            yield linear(b + "shortconv.out_proj", s.dim, s.dim)
         elif (r := s.delta) and s.recurrent(i):
             values, channels = r.heads * r.head_dim, (2 * r.key_heads + r.heads) * r.head_dim
             yield linear(b + "attn_qkv", channels, s.dim)
@@ -544,9 +552,15 @@ def tensors(s: Shape) -> Iterator[Tensor]:
             yield linear(b + "ffn_down", s.dim, s.ffn)
 
 
+def is_float(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether files keep this tensor in F32."""
+    parts = ("ffn_gate_inp", "ssm_conv1d", "shortconv.conv")
+    return len(shape) < 2 or name.endswith(".bias") or any(part in name for part in parts)
+
+
 def tensor_type(s: Shape, name: str, shape: tuple[int, ...], quant: str) -> Q:
     """What `llama-quantize MODEL QUANT` stores this tensor as (QUANT: a type's name, or Q4_K_M)."""
-    if len(shape) < 2 or "ffn_gate_inp" in name or "ssm_conv1d" in name or name.endswith(".bias"):
+    if is_float(name, shape):
         return Q.F32
     base = Q.Q4_K if quant == "Q4_K_M" else Q[quant]
     if base == Q.MXFP4 and "_exps" not in name:  # as the published files of gpt-oss
@@ -608,7 +622,10 @@ def metadata(w: GGUFWriter, s: Shape, name: str) -> None:
     else:
         kv_heads, head_dim = s.window_heads
         kinds = [kv_heads if s.windowed(i) else s.kv_heads for i in range(s.layers)]
-        w.add_head_count_kv(kinds if kv_heads else s.kv_heads)
+        if s.convolution:
+            w.add_shortconv_l_cache(s.convolution)
+            kinds = [0 if s.convolves(i) else s.kv_heads for i in range(s.layers)]
+        w.add_head_count_kv(kinds if kv_heads or s.convolution else s.kv_heads)
         if s.arch == "gemma4":
             w.add_uint32("gemma4.attention.key_length_swa", head_dim)
             w.add_uint32("gemma4.attention.value_length_swa", head_dim)
@@ -642,12 +659,13 @@ def metadata(w: GGUFWriter, s: Shape, name: str) -> None:
     if e := s.moe:
         w.add_expert_count(e.experts)
         w.add_expert_used_count(e.used)
-        if s.delta or s.arch in ("qwen3moe", "glm4moe", "gpt-oss", "gemma4"):
+        if s.delta or s.arch in ("qwen3moe", "glm4moe", "gpt-oss", "gemma4", "lfm2moe"):
             w.add_expert_feed_forward_length(e.ffn)
-        if s.arch == "glm4moe":
+        if s.arch in ("glm4moe", "lfm2moe"):
             w.add_leading_dense_block_count(e.dense)
+        if s.arch == "glm4moe":
             w.add_expert_shared_count(e.shared)
-        if s.arch in ("deepseek2", "mistral4", "glm4moe") and e.gating is not None:
+        if s.arch in ("deepseek2", "mistral4", "glm4moe", "lfm2moe") and e.gating is not None:
             w.add_uint32(f"{s.arch}.expert_gating_func", e.gating)
         if e.scale is not None:
             w.add_expert_weights_scale(e.scale)

@@ -122,6 +122,9 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
                 "delta rule",
                 f"in {len(rule['layers'])} of the layers instead: {rule['heads']} heads of {size} x {size}",
             )
+        if c["convolutions"]:
+            width = c["convolution_width"]
+            yield "convolutions", f"in {len(c['convolutions'])} of the layers instead, over {width} tokens"
         if e := c["experts"]:
             shared = f" + a shared one of {e['shared_ff']}" if e["shared_ff"] else ""
             yield (
