@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import importlib
 import os
@@ -136,6 +137,13 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     what.add_argument("--block", action="store_true", help="one layer of each kind that MODEL has")
     what.add_argument("--history", action="store_true", help="what was measured before, of MODEL or of all")
     _speculate(p, "off")
+    p.add_argument(
+        "--accept",
+        type=_share,
+        metavar="SHARE",
+        help="what drafts would bring if this share of them were right (0 to 1): they are made from the known answer, "
+        "one in each step or as many as --speculate N says",
+    )
     _no_wait(p)
     _json(p)
 
@@ -213,6 +221,9 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     only.add_argument("--tensors", action="store_true", help="every tensor with its type, shape and size")
     _json(p)
 
+    p = _add(group, "import", "import_chats", "take over conversations of ChatGPT or of llama.cpp's web page")
+    p.add_argument("file", metavar="FILE", help="ChatGPT's export (zip or conversations.json), or the page's export")
+
     cache = group.add_parser("cache", help="see and change which models are on this machine", allow_abbrev=False)
     files = cache.add_subparsers(title="commands", metavar="COMMAND", required=True)
     p = _add(files, "path", "cache.path", "where model files are, or one is")
@@ -269,6 +280,9 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
         run.error("the following arguments are required: " + ("PROMPT" if args["server"] else "MODEL and PROMPT"))
     if argv[first] == "chat" and args["server"] and args["text"] is not None:
         chat.error("MODEL: not allowed with --server, whose model --model names")
+    other = argv[first] == "bench" and (args["server"] or args["kernel"] or args["block"] or args["history"])
+    if other and args["accept"] is not None:
+        bench.error("argument --accept: not allowed with --server, --kernel, --block or --history")
     if argv[first] == "bench" and args["server"]:
         if args["text"] is not None or args["kernel"] is not None or args["block"] or args["history"]:
             bench.error("argument --server: not allowed with MODEL, --kernel, --block or --history")
@@ -340,6 +354,13 @@ def _count(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 10**7:
         raise argparse.ArgumentTypeError(f"expected a whole number above 0, not {text!r}")
     return int(text)
+
+
+def _share(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= float(text) <= 1:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, not {text!r}")
 
 
 def _drafts(text: str) -> int | str:

@@ -45,7 +45,7 @@ class Tooled(Chat):
         return self.echo(arguments, context)
 
     def wait(self, arguments, context: CallContext) -> str:
-        context.cancel.wait(30)
+        context.cancel.wait(120)
         self.stopped.set()
         raise CallStopped("stopped")
 
@@ -109,7 +109,7 @@ def test_stop_ends_a_call_and_continue_goes_on():
     chat.controller.ask(Turn("user", "go"))
     chat.until(lambda: chat.controller.calling)
     chat.controller.stop()
-    assert not chat.controller.busy and chat.stopped.wait(10)
+    assert not chat.controller.busy and chat.stopped.wait(120)
     assert chat.turns[-1].stop_reason == "stopped" and len(chat.script.prompts) == 1
     chat.controller.go_on()
     chat.settle()

@@ -14,7 +14,7 @@ from gguf import GGUFWriter
 
 from tests.support import tiny
 from tests.support.server import File, Server, make_gguf
-from tests.support.terminal import TINYCHAT, terminal
+from tests.support.terminal import TINYCHAT, started, terminal
 from tinychat import process
 from tinychat.chat.history import History
 from tinychat.cli import DEVICES, main, parse
@@ -94,6 +94,8 @@ def test_help(capsys: Captured, argv: list[str]) -> None:
         ["--nonsense"],
         ["bench"],
         ["bench", "--block"],
+        ["bench", "m", "--block", "--accept", "0.5"],
+        ["bench", "m", "--accept", "1.5"],
         ["bench", "--no-wait", "-n", "3"],
         ["bench", "m", "--kernel", "head"],
         ["run", "m", "p", "--device", "tpu"],
@@ -435,7 +437,7 @@ def test_nothing_is_downloaded_that_cannot_run(capsys: Captured, monkeypatch: py
 
 
 def test_a_reader_that_has_seen_enough(smollm2_path: Path) -> None:
-    with subprocess.Popen([*TINYCHAT, "info", str(smollm2_path), "--tensors"], stdout=-1, stderr=-1) as p:
+    with started([*TINYCHAT, "info", str(smollm2_path), "--tensors"], stdout=-1, stderr=-1) as p:
         assert p.stdout and p.stderr
         p.stdout.close()
         err = p.stderr.read()
@@ -444,7 +446,7 @@ def test_a_reader_that_has_seen_enough(smollm2_path: Path) -> None:
 
 def test_a_reader_that_has_seen_enough_of_a_remote_header(server: Server, tmp_path: Path) -> None:
     server.files["/m.gguf"] = File(make_gguf(tmp_path / "m.gguf"))
-    with subprocess.Popen([*TINYCHAT, "info", server.url("/m.gguf"), "--tensors"], stdout=-1, stderr=-1) as p:
+    with started([*TINYCHAT, "info", server.url("/m.gguf"), "--tensors"], stdout=-1, stderr=-1) as p:
         assert p.stdout and p.stderr
         p.stdout.close()
         err = p.stderr.read().decode()
@@ -461,9 +463,10 @@ def test_a_bar_in_a_terminal(server: Server, tmp_path: Path) -> None:
 def test_the_chat_opens_on_a_model_and_quits(smollm2_path: Path) -> None:
     with terminal(str(smollm2_path)) as t:
         t.read(f"Ask {smollm2_path.name[:8]}")
+        t.read("]2;tinychat")
         t.write(b"\x11")  # ctrl+q
         t.read(None)
-        assert t.process.returncode == 0 and t.restored
+        assert t.process.returncode == 0 and t.restored and b"\x1b]2;tinychat\x07" in t.seen
 
 
 def test_a_dumb_terminal_gets_the_plain_chat():
@@ -472,4 +475,4 @@ def test_a_dumb_terminal_gets_the_plain_chat():
         t.read("\n> ")
         t.write(b"\x04")
         assert t.read(None) and b"\x1b" not in t.seen
-        assert t.process.wait(60) == 0
+        assert t.process.wait(120) == 0

@@ -55,7 +55,8 @@ PAIRS = {
     "deepseek2_softmax_weight": "MXFP4",
     "deepseek2_groups": "Q4_K",
 }
-ROWS = [(v, PAIRS.get(v, "F32")) for v in tiny.NAMES if tiny.shape(v, "F32").layers < 20]
+HELD_BY_OTHERS = {"qwen35moe", "lfm2"}  # qwen35 with qwen3next, and lfm2moe, have all of their blocks
+ROWS = [(v, PAIRS.get(v, "F32")) for v in tiny.NAMES if tiny.shape(v, "F32").layers < 20 and v not in HELD_BY_OTHERS]
 
 
 @contextmanager

@@ -8,11 +8,14 @@ from typing import Literal, Protocol
 import numpy as np
 
 from tinychat.kernels.limits import Limits
+from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile
 from tinychat.kernels.sampling import Sampling
 
 ExecutorKind = Literal["cuda", "cpu", "reference"]
 
+
+Logits = Literal["none", "last", "all"]
 
 Mask = Callable[[], np.ndarray]
 """uint32 ((vocab + 31) // 32,): token i may come where bit i % 32 of word i // 32 is set."""
@@ -51,6 +54,9 @@ class Executor(Protocol):
 
     @property
     def limits(self) -> Limits: ...
+
+    @property
+    def plan(self) -> Plan: ...
 
     @property
     def threads(self) -> int:
@@ -92,14 +98,17 @@ class Executor(Protocol):
         """Seconds that choosing the last id of decode() took, as part of its step; 0.0 where it is not told apart."""
         ...
 
-    def forward(
-        self, ids: Sequence[int], pos: int, logits: Literal["none", "last", "all"] = "none"
-    ) -> np.ndarray | None:
+    def forward(self, ids: Sequence[int], pos: int, logits: Logits = "none", *, mtp: bool = False) -> np.ndarray | None:
         """Runs tokens `ids` at positions pos, pos+1, ... and stores their cache rows; any length >= 1 up to max_context
-        - pos.
+        - pos. With `mtp` it runs the plan's MTP instead of its layers: all positions before the last one have to be run
+        without it first.
 
         Returns None, or float32 logits (1, vocab) or (len(ids), vocab).
         """
+        ...
+
+    def draft(self, ids: Sequence[int], pos: int) -> int:
+        """Runs the plan's MTP on `ids` as forward() does; the id that it holds most likely behind the last one."""
         ...
 
     def decode(
@@ -126,7 +135,8 @@ class Executor(Protocol):
         """Yields what decode() with these arguments would, bit for bit: an id behind `token`, and one more for as long
         as each is the next of `drafts`, which are run in the same step.
 
-        At most limits.verified tokens, drafts included, which have to fit max_context. Cache rows behind the last
+        At most limits.verified tokens, drafts included, which have to fit max_context; no drafts for a plan with a
+        state, which would not go back. Cache rows behind the last
         accepted draft are garbage. `recent` and `mask` are those of decode().
         """
         ...

@@ -281,6 +281,47 @@ class Head:
     softcap: float = 0.0
 
 
+@dataclass(frozen=True)
+class MTP:
+    """Multi-token prediction: one more layer, which guesses the token behind the next one (DeepSeek-V3, arXiv
+    2412.19437, section 2.2).
+
+    With h(p) = RMSNorm(x) at position p, behind the last layer and with the gain of the plan's head, and h(-1) = 0:
+    x = project @ (RMSNorm(embedding of the token at p) ‖ RMSNorm(h(p - 1))), then `layer`, which has cache rows of its
+    own, then `head`: the largest logit is the draft of the token at p + 1.
+    """
+
+    embed: Embed
+    token_norm: Weight
+    hidden_norm: Weight
+    eps: float
+    project: Weight  # (dim, 2 * dim)
+    layer: Layer
+    head: Head
+
+
+@dataclass(frozen=True)
+class StoreHidden:
+    """Row `pos` of cache `layer` = RMSNorm(x): h of MTP."""
+
+    layer: int
+    norm: Weight
+    eps: float
+
+
+@dataclass(frozen=True)
+class Join:
+    """dst (T, 2 * dim) = RMSNorm(embed of each token) ‖ RMSNorm(row pos - 1 of cache `layer`), the row in front of the
+    first being 0: the input of MTP."""
+
+    layer: int
+    embed: Embed
+    token_norm: Weight
+    hidden_norm: Weight
+    eps: float
+    dst: str
+
+
 Op = (
     Embed
     | NormLinear
@@ -298,17 +339,21 @@ Op = (
     | Route
     | ExpertsUp
     | ExpertsDown
+    | StoreHidden
+    | Join
     | Head
 )
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One forward step. Layer i stores its cache rows in cache i."""
+    """One forward step. Layer i stores its cache rows in cache i; with `mtp`, its layer's cache and that of the hidden
+    rows are behind those."""
 
     embed: Embed
     layers: tuple[Layer, ...]
     head: Head
+    mtp: MTP | None = None
 
     @property
     def dim(self) -> int:
@@ -320,8 +365,11 @@ class Plan:
 
     @cached_property
     def caches(self) -> tuple[Cache, ...]:
-        """The cache of every layer; a layer without attention has rows of no values."""
-        return tuple(layer.attention.cache if layer.attention else Cache("kv", 0, 0) for layer in self.layers)
+        """The cache of every layer, and those of `mtp`; a layer without attention has rows of no values."""
+        layers, hidden = self.layers, tuple[Cache, ...]()
+        if self.mtp:
+            layers, hidden = (*layers, self.mtp.layer), (Cache("hidden", 0, self.dim),)
+        return (*(layer.attention.cache if layer.attention else Cache("kv", 0, 0) for layer in layers), *hidden)
 
     @cached_property
     def states(self) -> tuple[LayerState | None, ...]:
@@ -341,13 +389,26 @@ class Plan:
     @cached_property
     def ops(self) -> tuple[Op, ...]:
         """All ops of a step, in order of execution."""
-        return (self.embed, *chain.from_iterable(self.ops_of_layers), self.head)
+        hidden = [StoreHidden(len(self.layers) + 1, self.head.norm, self.head.eps)] if self.mtp else []
+        return (self.embed, *chain.from_iterable(self.ops_of_layers), *hidden, self.head)
+
+    @cached_property
+    def draft_ops(self) -> tuple[Op, ...]:
+        """All ops of `mtp`, in order of execution."""
+        if not (m := self.mtp):
+            return ()
+        layer = len(self.layers)
+        join = Join(layer + 1, m.embed, m.token_norm, m.hidden_norm, m.eps, "joined")
+        project = NormLinear("joined", None, m.eps, (m.project,), (None,), ("x",))
+        return (join, project, *_ops_of_layer(layer, m.layer), m.head)
 
     @cached_property
     def buffers(self) -> dict[str, int]:
         """The activation buffers that the ops name: name -> float32 values per token, the largest of all layers."""
         sizes = {"x": self.dim}
-        for layer in self.layers:
+        if self.mtp:
+            sizes["joined"] = 2 * self.dim
+        for layer in (*self.layers, *([self.mtp.layer] if self.mtp else [])):
             for name, size in _buffers_of_layer(layer):
                 sizes[name] = max(size, sizes.get(name, 0))
         return sizes
@@ -363,6 +424,8 @@ class Plan:
         match op:
             case Embed():
                 return op.weight.row_bytes
+            case Join():
+                return op.embed.weight.row_bytes + op.token_norm.nbytes + op.hidden_norm.nbytes
             case ExpertsUp() | ExpertsDown():
                 return sum(w.group_bytes * (op.top_k if w.groups > 1 else 1) for w in weights_of(op))
             case _:
@@ -395,12 +458,12 @@ class Plan:
     @property
     def weights(self) -> list[Weight]:
         """Every distinct weight, in order of use."""
-        return list(dict.fromkeys(w for op in self.ops for w in weights_of(op)))
+        return list(dict.fromkeys(w for op in (*self.ops, *self.draft_ops) for w in weights_of(op)))
 
     @property
     def matrices(self) -> list[Weight]:
         """Every distinct weight but norm gains and biases, in order of use."""
-        return list(dict.fromkeys(w for op in self.ops for w in matrices_of(op)))
+        return list(dict.fromkeys(w for op in (*self.ops, *self.draft_ops) for w in matrices_of(op)))
 
 
 def weights_of(part: Op | Layer) -> list[Weight]:
@@ -412,6 +475,8 @@ _VECTORS = {
     "norm",
     "q_norm",
     "k_norm",
+    "token_norm",
+    "hidden_norm",
     "bias",
     "biases",
     "router_bias",

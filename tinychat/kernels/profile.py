@@ -21,6 +21,7 @@ from tinychat.kernels.ops import (
     GatedConvolve,
     GateUp,
     Head,
+    Join,
     LatentStore,
     LinearAdd,
     NormAdd,
@@ -29,6 +30,7 @@ from tinychat.kernels.ops import (
     Plan,
     RopeStore,
     Route,
+    StoreHidden,
     ValueUp,
     matrices_of,
 )
@@ -169,8 +171,10 @@ def shape_of(op: Op) -> str:
             return f"{op.router.rows}×{op.router.cols}, top {op.top_k}"
         case Absorb() | ValueUp():
             return f"{op.weight.groups} heads × {op.weight.rows}×{op.weight.cols}"
-        case NormAdd():
+        case NormAdd() | StoreHidden():
             return f"{op.norm.cols}"
+        case Join():
+            return f"2×{op.embed.weight.cols}"
         case LinearAdd() | Head():
             return f"{op.weight.rows}×{op.weight.cols}"
     raise AssertionError(op)
@@ -191,7 +195,7 @@ def category_of(op: Op) -> str:
             return f"experts {quant_of(op)}"
         case Embed():
             return "embedding"
-        case NormAdd():
+        case NormAdd() | StoreHidden() | Join():
             return "norm"
         case _:
             return f"mat-vec {quant_of(op)}"

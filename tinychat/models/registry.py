@@ -38,6 +38,7 @@ class Model:
     preset: str | None = None  # chat preset instead of a wrong template of the file (a missing one needs nothing here)
     sha256: str | None = None
     aliases: tuple[str, ...] = ()
+    mtp_of: tuple[str, ...] = ()  # sources of models, whose multi-token prediction this file is
     path: Path | None = field(default=None, compare=False)  # a local file: nothing to download
 
     @property
@@ -564,6 +565,8 @@ def user_models(settings: Mapping[str, Any]) -> tuple[Model, ...]:
             number = key in ("size", "parameters", "active_parameters", "context")
             if not isinstance(value, int | float if number else str) or isinstance(value, bool):
                 raise TinychatError(f"{where} {key} must be a {'number' if number else 'string'}")
+        if "mtp_of" in rest:
+            rest["mtp_of"] = (canonical_url(rest["mtp_of"]),)
         for key in ("url", "path"):
             if not isinstance(entry.get(key, ""), str):
                 raise TinychatError(f"{where} {key} must be a string")

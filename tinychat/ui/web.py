@@ -67,7 +67,7 @@ class WebScreen(ChatScreen):
         """There is one model, the server's: nothing chooses another."""
         return action != "choose_model" and super().check_action(action, parameters)
 
-    async def attached(self, text: str) -> tuple[Attachment, ...]:
+    def files_in(self, *args: Any) -> tuple[Attachment, ...]:
         """Nothing: the files are those of the machine, not of whoever reads the page."""
         return ()
 

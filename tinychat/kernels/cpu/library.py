@@ -72,7 +72,7 @@ class StepContext(ctypes.Structure):
     """The first part of `Ctx` of step.c, which is filled from Python."""
 
     _fields_ = [
-        *_all(_i32, "n_ops max_context batch vocab layers n_buffers"),
+        *_all(_i32, "n_ops n_step max_context batch vocab layers n_buffers"),
         *_all(_ptr, "ops buffers widths caches ticks"),
         ("sampling", _u64),
     ]
@@ -102,7 +102,7 @@ class Library:
             ("tc_close", None, [_ptr]),
             ("tc_pack", None, [_ptr, _ptr, _ptr, c_int, c_int, c_int, c_int, c_int, c_int]),
             ("tc_dequantise", None, [_ptr, c_int, c_int, _ptr]),
-            ("tc_forward", None, [_ptr, _ptr, c_int, c_int, c_int, _ptr]),
+            ("tc_forward", None, [_ptr, _ptr, c_int, c_int, c_int, c_int, _ptr]),
             ("tc_step", None, [_ptr, _ptr, c_int, c_int]),
             ("tc_sample", c_int, [_ptr, c_int, _ptr, _ptr]),
             ("tc_cache", size, [_ptr, _ptr, c_int, c_int, c_int]),

@@ -10,7 +10,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Literal
 
 import numpy as np
 
@@ -29,7 +28,7 @@ from tinychat.kernels.cuda.quants import QUANTS
 from tinychat.kernels.cuda.selfcheck import self_check
 from tinychat.kernels.cuda.state import breaker_bits, state_words
 from tinychat.kernels.cuda.step import decode_steps
-from tinychat.kernels.executor import ExecutorKind, Mask, SingleSteps, Weights
+from tinychat.kernels.executor import ExecutorKind, Logits, Mask, SingleSteps, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile
@@ -127,13 +126,12 @@ class CUDAExecutor(SingleSteps):
         self.state_bytes = 0
         self.device_bytes = gpu.nbytes
 
-    def forward(
-        self, ids: Sequence[int], pos: int, logits: Literal["none", "last", "all"] = "none"
-    ) -> np.ndarray | None:
+    def forward(self, ids: Sequence[int], pos: int, logits: Logits = "none", *, mtp: bool = False) -> np.ndarray | None:
         """See Executor.forward. A few tokens go through the decode step one by one, more through prefill steps.
 
         Returns when the device has finished.
         """
+        assert not mtp, "its limits say so"
         self._check(ids, pos)
         out: list[np.ndarray] = []
         few = FEW + (pos // ROWS_OF_STEP if self._latent else 0)
@@ -158,6 +156,10 @@ class CUDAExecutor(SingleSteps):
                 out.append(self.gpu.download("logits", 4 * self.plan.vocab).view(np.float32)[None])
         self.gpu.synchronize()
         return np.concatenate(out) if out else None
+
+    def draft(self, ids: Sequence[int], pos: int) -> int:
+        """See Executor.draft: not supported, as its limits say."""
+        raise NotImplementedError
 
     def decode(
         self, token: int, pos: int, sampling: Sampling, recent: Sequence[int], mask: Mask | None = None

@@ -53,8 +53,11 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "conversations", "", "earlier conversations: search, open, rename, delete", handlers.conversations, key="f3"
     ),
+    Command("find", "[TEXT]", "find text in this conversation", handlers.find, key="ctrl+f"),
     _shared("rename"),
+    _shared("project"),
     _shared("regenerate", "ctrl+r"),
+    _shared("replay"),
     _shared("undo"),
     _shared("compact"),
     _shared("continue", "f5"),
@@ -67,7 +70,7 @@ COMMANDS: tuple[Command, ...] = (
         (("answer", "the last answer"),),
     ),
     Command("editor", "", "write the prompt in $VISUAL or $EDITOR", handlers.editor, key="f6"),
-    Command("delete", "[N]", "delete the last question and answer (or turn N); /undo brings it back", handlers.delete),
+    Command("delete", texts.COMMANDS["delete"].arguments, texts.COMMANDS["delete"].help, handlers.delete),
     Command("fork", "[N]", "continue in a copy of this conversation (up to turn N)", handlers.fork),
     Command("skip", "", "stop thinking, go to the answer", handlers.skip, key="ctrl+g"),
     _shared("think"),
@@ -86,6 +89,7 @@ COMMANDS: tuple[Command, ...] = (
     _shared("raw"),
     Command("copy", "[answer|code [N]|all]", "copy to the clipboard", handlers.copy, COPY, key="ctrl+o"),
     _shared("save"),
+    Command("import", "FILE", "take over conversations of ChatGPT or llama.cpp's web page", handlers.import_chats),
     Command("stats", "", "figures of the last answer", handlers.stats),
     Command("bench", "[N]", "measure this model over N tokens", handlers.bench),
     Command("profile", "[N]", "where the time goes, over N tokens", handlers.profile),

@@ -50,10 +50,15 @@ class TurnMessage(Vertical, can_focus=True):
             self.action, self.index = action, index
 
     version = (1, 1)  # which of how many versions this is
+    by = ""  # the model that answered, where the conversation has answers of several
 
     def __init__(self, index: int, turn: Turn) -> None:
         super().__init__()
         self.index, self.turn = index, turn
+
+    def unfolded(self, thinking: bool) -> MarkdownView | None:
+        """The view of the text, or of the thinking, which is shown now; None where there is none."""
+        return None
 
     def on_click(self, event: events.Click) -> None:
         if action := event.style.meta.get("act"):
@@ -121,15 +126,19 @@ class UserMessage(TurnMessage):
     def __init__(self, index: int, turn: Turn) -> None:
         super().__init__(index, turn)
         self.line = ActionLine("you", ".speaker", always=False, classes="head")
+        self.view = MarkdownView(turn.text, plain=True, classes="text")
 
     def compose(self) -> ComposeResult:
         yield self.line
-        yield MarkdownView(self.turn.text, plain=True, classes="text")
+        yield self.view
         if self.turn.files:
             names = [f"{printable(f.name, newlines=False)} ({len(f.text):,} characters)" for f in self.turn.files]
             if len(names) > FILES:
                 names[FILES:] = [f"{len(names) - FILES} more ({sum(len(f.text) for f in self.turn.files):,} in all)"]
             yield Static(Content(f"+ {', '.join(names)}"), classes="files")
+
+    def unfolded(self, thinking: bool) -> MarkdownView | None:
+        return self.view
 
 
 class AnswerMessage(TurnMessage):
@@ -170,6 +179,9 @@ class AnswerMessage(TurnMessage):
             self.view.finish()
         self.update(self.turn, self.live)
 
+    def unfolded(self, thinking: bool) -> MarkdownView | None:
+        return self.thinking.unfolded() if thinking else self.view
+
     def grew(self, grew: Grew) -> None:
         if grew.thinking:
             self.thinking.feed(grew.thinking)
@@ -198,7 +210,7 @@ class AnswerMessage(TurnMessage):
         only_calls = turn.stop_reason == "tool_calls" and not turn.note
         self.line.display = not live and not only_calls
         if not live:
-            self.line.say(footer_text(turn))
+            self.line.say(" · ".join(filter(None, (printable(self.by, newlines=False), footer_text(turn)))))
         self.set_class(only_calls and not turn.text and not turn.thinking, "-empty")
 
     def action_toggle_thinking(self) -> None:

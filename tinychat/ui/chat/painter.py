@@ -64,6 +64,7 @@ class Painter:
             len(c.conversation.turns),
             c.conversation.id,
             c.conversation.title,
+            c.conversation.project,
             self._chat.editing,
         )
         if state != self._state:
@@ -79,6 +80,7 @@ class Painter:
             case Grew():
                 self.meter.begin()
                 transcript.grew(change)
+                chat.call_after_refresh(chat.mark_below)
                 chat.call_after_refresh(self.meter.painted, change.tokens)
             case Reset():
                 if change.live:
@@ -122,7 +124,8 @@ class Painter:
     def panel(self) -> None:
         """The panel and the line at the top, a few times a second."""
         chat, c = self._chat, self._chat.controller
-        stats, info, running, title = c.stats, c.info, c.running, c.conversation.title
+        stats, info, running = c.stats, c.info, c.running
+        title = " / ".join(filter(None, (c.conversation.project, c.conversation.title)))
         if running is not None and stats is not None and stats.phase == "decode" and stats.last_tok_s:
             self._speeds.append(stats.last_tok_s)
         prefill = running.prefill if running is not None and not running.tokens else None
@@ -145,7 +148,9 @@ class Painter:
         panel.show(reading, chat.panel_shown == "inner")
         chat.screen.query_one(KeyLine).say(Content("") if beside else figures.activity(reading))
         chat.screen.query_one(ExpertsStrip).show(reading)
-        mode = " · ".join(["raw"] * c.raw + ["JSON schema"] * (c.conversation.parameters.schema is not None))
+        modes = ["raw"] * c.raw + ["JSON schema"] * (c.conversation.parameters.schema is not None)
+        modes += [c.replaying.progress] if c.replaying is not None else []
+        mode = " · ".join(modes)
         chat.screen.query_one(StatusLine).show(c.conversation.model, info, title, mode, None if beside else c.usage)
         if not c.conversation.turns:
             chat.screen.query_one(Welcome).show(
