@@ -72,9 +72,9 @@ class ChatScreen(Screen[None]):
     AUTO_FOCUS = "#prompt"
     COMMANDS = {Palette}
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "stop", "stop", tooltip="stop; keeps the partial answer"),
-        Binding("escape", "keep", "cancel edit"),
-        Binding("escape", "escape", "back to the prompt; unqueue a message, cancel an edit", show=False),
+        Binding("escape", "stop", "stop", tooltip="stop; what is written stays"),
+        Binding("escape", "keep", "leave it as it was"),
+        Binding("escape", "escape", "back to the prompt; takes a waiting message back, ends an edit", show=False),
         Binding(
             "ctrl+g",
             "command('skip')",
