@@ -214,7 +214,7 @@ def attempt(backend: Backend, task: Task) -> tuple[bool, list[str], str]:
                         reason = event.reason
             calls = written.made(reason) if reason in ("eos", "tool_calls") else ()
             talk = talk.add(Turn("assistant", text, calls=calls))
-            if not calls or stuck(talk):
+            if not calls:
                 break
             for call in calls:
                 context = CallContext(lambda question: None, threading.Event())
@@ -223,7 +223,8 @@ def attempt(backend: Backend, task: Task) -> tuple[bool, list[str], str]:
                 used |= {call.name} if result.state == "done" else set()
                 talk = talk.add(Turn("tool", result.text, call_id=call.id, stop_reason=result.state))
             messages = (request.messages[0], *talk.messages())
-            request = replace(request, messages=messages, cancel=threading.Event())
+            choice = "none" if stuck(talk) else "auto"
+            request = replace(request, messages=messages, tool_choice=choice, cancel=threading.Event())
         return task.check(Outcome(text, folder, frozenset(used))), made, text
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from httpx._transports import default as transports
 from platformdirs import user_cache_dir
 
@@ -21,7 +22,10 @@ os.environ["CACHEDB"] = str(SHARED / "tinygrad" / "cache.db")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Every HTTP client reads the certificates of this machine, which takes 25 ms; the tests make a thousand of them.
+# A busy one may need more than httpx's five seconds for an answer.
 transports.create_ssl_context = functools.cache(transports.create_ssl_context)
+for kind in ("connect", "read", "write", "pool"):
+    setattr(DEFAULT_TIMEOUT_CONFIG, kind, 120.0)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import importlib
 import os
@@ -109,6 +110,7 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     p.add_argument("prompt", metavar="PROMPT", nargs="?", help="the question; - reads it from stdin")
     p.add_argument("--file", dest="files", action="append", default=[], metavar="FILE", help="attach a text file")
     p.add_argument("--system", metavar="TEXT", help="the system prompt")
+    p.add_argument("--conversation", metavar="NAME", help="continue a conversation of the history, or begin it")
     p.add_argument("--context", type=_parameter("context"), metavar="N", help="context length in tokens")
     p.add_argument("--max-tokens", type=_parameter("max_tokens"), metavar="N", help="stop after N tokens")
     p.add_argument(
@@ -135,6 +137,13 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     what.add_argument("--block", action="store_true", help="one layer of each kind that MODEL has")
     what.add_argument("--history", action="store_true", help="what was measured before, of MODEL or of all")
     _speculate(p, "off")
+    p.add_argument(
+        "--accept",
+        type=_share,
+        metavar="SHARE",
+        help="what drafts would bring if this share of them were right (0 to 1): they are made from the known answer, "
+        "one in each step or as many as --speculate N says",
+    )
     _no_wait(p)
     _json(p)
 
@@ -249,6 +258,10 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
         argv.insert(first, "chat")
     found, extra = parser.parse_known_args(argv)
     args = vars(found)
+    if argv[first] == "run":  # argparse takes no positional argument behind an option that follows another one
+        for name in ("text", "prompt"):
+            if args[name] is None and extra and not extra[0].startswith("-"):
+                args[name] = extra.pop(0)
     if extra and argv[first] == "chat" and (text := args["text"]) and not text.startswith("-"):
         near = difflib.get_close_matches(text, group.choices, 1)
         meant = f"; did you mean {near[0]!r}?" if near else ""
@@ -267,6 +280,9 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
         run.error("the following arguments are required: " + ("PROMPT" if args["server"] else "MODEL and PROMPT"))
     if argv[first] == "chat" and args["server"] and args["text"] is not None:
         chat.error("MODEL: not allowed with --server, whose model --model names")
+    other = argv[first] == "bench" and (args["server"] or args["kernel"] or args["block"] or args["history"])
+    if other and args["accept"] is not None:
+        bench.error("argument --accept: not allowed with --server, --kernel, --block or --history")
     if argv[first] == "bench" and args["server"]:
         if args["text"] is not None or args["kernel"] is not None or args["block"] or args["history"]:
             bench.error("argument --server: not allowed with MODEL, --kernel, --block or --history")
@@ -338,6 +354,13 @@ def _count(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 10**7:
         raise argparse.ArgumentTypeError(f"expected a whole number above 0, not {text!r}")
     return int(text)
+
+
+def _share(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 <= float(text) <= 1:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, not {text!r}")
 
 
 def _drafts(text: str) -> int | str:

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -95,7 +96,21 @@ def test_figures_are_values(backend: Instrumented) -> None:
     assert before.generated_tokens == 3
 
 
-def test_each_request_has_its_own_cancel(backend: Instrumented) -> None:
+def test_each_request_has_its_own_cancel(backend: Instrumented, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first answer waits in its second step until all of them were asked for."""
+    asked = threading.Event()
+
+    def held(steps: Callable[..., Iterator[tuple[int, float]]], *args: object) -> Iterator[tuple[int, float]]:
+        for step in steps(*args):
+            yield step
+            asked.wait(120)
+
+    if isinstance(backend, LocalBackend):
+        executor = backend._loaded().executor
+        for name in ("decode", "verify"):
+            monkeypatch.setattr(executor, name, partial(held, getattr(executor, name)))
+    else:
+        backend.script.rate = 20  # type: ignore[attr-defined]
     first = Request(talk(1), sampling=GREEDY)
     second = Request((user("second"),), max_tokens=3, sampling=GREEDY)
     third = Request((user("third"),), max_tokens=3, sampling=GREEDY)
@@ -106,6 +121,7 @@ def test_each_request_has_its_own_cancel(backend: Instrumented) -> None:
     streams = [backend.answer(r) for r in (second, third)]
     second.cancel.set()
     first.cancel.set()
+    asked.set()
     ends = [check(e)[-1] for e in ([*begun, *running], *map(list, streams))]
     assert [e.reason for e in ends if isinstance(e, Finished)] == ["stopped", "stopped", "length"]
 
@@ -165,14 +181,14 @@ def test_jobs_run_between_requests(backend: Instrumented) -> None:
     def wait(engine: object, report: Callable[[str, float], None], cancel: threading.Event) -> str:
         report("waiting", 0.5)
         begun.set()
-        go.wait(30)
+        go.wait(120)
         return "done"
 
     def broken(*job: object) -> None:
         raise TinychatError("the job failed")
 
     first, stopped = backend.run_job(wait, threading.Event()), threading.Event()
-    begun.wait(30)
+    begun.wait(120)
     second, third = backend.run_job(wait, stopped), backend.run_job(broken, threading.Event())
     stopped.set()
     go.set()

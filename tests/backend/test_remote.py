@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -332,13 +331,10 @@ def test_a_connection_that_breaks_keeps_what_came() -> None:
 def test_a_server_that_stalls_is_left() -> None:
     async def stalling() -> Any:
         yield f"data: {json.dumps(chunk({'content': 'Hel'}))}\n\n"
-        await asyncio.sleep(20)
+        await asyncio.sleep(600)
 
-    before = time.monotonic()
-    events = answer_of(Foreign(stalling), stall_s=0.3)
-    assert text_of(events) == "Hel"
-    assert isinstance(events[-1], Failed) and events[-1].cause == "lost" and "0.3 seconds" in events[-1].message
-    assert time.monotonic() - before < 15
+    events = answer_of(Foreign(stalling), stall_s=2)
+    assert isinstance(events[-1], Failed) and events[-1].cause == "lost" and "2 seconds" in events[-1].message
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The chat without a screen, on a scripted backend."""
 
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +31,7 @@ class Chat:
             self.until(lambda: self.controller.ready)
 
     def until(self, condition) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not condition():
             assert time.monotonic() < deadline, self.changes
             self.changes += self.controller.poll()
@@ -78,13 +79,13 @@ def test_the_second_turn_reuses_the_first():
 
 
 def test_stop_keeps_the_partial_answer_and_continue_goes_on():
-    chat = Chat(Script(["word " * 500, "the end."], rate=200))
+    chat = Chat(Script(["word " * 500, "the end."], rate=50))
     chat.controller.ask(Turn("user", "go"))
     chat.until(lambda: chat.turns and len(chat.turns[-1].text) > 20)
     chat.controller.stop()
     chat.settle()
     partial = chat.turns[-1]
-    assert partial.stop_reason == "stopped" and 20 < len(partial.text) < 500
+    assert partial.stop_reason == "stopped" and 20 < len(partial.text) < 2500
     chat.controller.go_on()
     chat.settle()
     assert chat.turns[-1].text == partial.text + "the end." and chat.turns[-1].stop_reason == "eos"
@@ -97,11 +98,11 @@ def test_a_stop_before_the_backend_has_begun_is_not_forgotten():
     chat.controller.ask(Turn("user", "go"))
     chat.controller.stop()
     chat.settle()
-    assert chat.turns[-1].stop_reason == "stopped" and len(chat.turns[-1].text) < 2000
+    assert chat.turns[-1].stop_reason == "stopped" and len(chat.turns[-1].text) < 25_000
 
 
 def test_skip_to_the_answer():
-    chat = Chat(Script(["<think>\n" + "hm " * 2000, "Short answer."], rate=300))
+    chat = Chat(Script(["<think>\n" + "hm " * 2000, "Short answer."], rate=100))
     with pytest.raises(TinychatError):
         chat.controller.skip_thinking()
     chat.controller.ask(Turn("user", "go"))
@@ -120,7 +121,7 @@ def test_thinking_that_never_closes():
 
 
 def test_continue_inside_open_thinking_stays_in_it():
-    chat = Chat(Script(["<think>\n" + "hm " * 2000, " so\n</think>\n\nYes."], rate=300))
+    chat = Chat(Script(["<think>\n" + "hm " * 2000, " so\n</think>\n\nYes."], rate=100))
     chat.controller.ask(Turn("user", "go"))
     chat.until(lambda: chat.turns and len(chat.turns[-1].thinking) > 20)
     chat.controller.stop()
@@ -270,7 +271,7 @@ def test_raw_prompts_and_raw_output():
 
 
 def test_opening_another_conversation_stops_and_saves_the_running_answer():
-    chat = Chat(Script(["word " * 2000, "next"], rate=300))
+    chat = Chat(Script(["word " * 2000, "next"], rate=100))
     chat.controller.ask(Turn("user", "go"))
     chat.until(lambda: chat.turns and len(chat.turns[-1].text) > 20)
     first = chat.controller.conversation.id
@@ -292,15 +293,22 @@ def test_another_context_length_loads_the_model_again():
 
 def test_saving_goes_on_at_most_once_a_second_while_it_streams():
     now = [0.0]
-    chat = Chat(Script(["word " * 60], rate=400), clock=lambda: now[0])
+    tokens = threading.Semaphore(100)
+    chat = Chat(
+        Script(["word " * 60], hold=lambda step: step == "token" and tokens.acquire(timeout=120)), clock=lambda: now[0]
+    )
     chat.controller.ask(Turn("user", "go"))
     chat.settle()
     assert len(chat.saved) == 2, "the question, and the end"
+    while tokens.acquire(blocking=False):
+        pass
     chat.controller.ask(Turn("user", "go"))
     for _ in range(5):
         n = len(chat.turns[-1].text)
+        tokens.release(3)
         chat.until(lambda n=n: len(chat.turns[-1].text) > n)
         now[0] += 1.1
+    tokens.release(100)
     chat.settle()
     assert 5 <= len(chat.saved) <= 10
 
@@ -314,7 +322,7 @@ def test_a_history_that_fails_is_said_once():
     changes = []
     for text in ("a", "b"):
         controller.ask(Turn("user", text))
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while controller.queue or controller.busy or not controller.ready:
             assert time.monotonic() < deadline
             changes += controller.poll()
@@ -366,10 +374,17 @@ def test_a_refused_message_leaves_the_conversation_and_the_history_as_they_were(
 
 
 def test_skipping_with_a_context_that_is_nearly_full_still_ends_the_answer():
-    chat = small(256, Script(["<think>\n" + "hm " * 2000, "never"], rate=400))
+    tokens = threading.Semaphore(207)
+    chat = small(
+        256,
+        Script(
+            ["<think>\n" + "hm " * 2000, "never"], hold=lambda step: step == "token" and tokens.acquire(timeout=120)
+        ),
+    )
     chat.controller.ask(Turn("user", "go"))
     chat.until(lambda: chat.controller.running and chat.controller.running.tokens > 205)
     chat.controller.skip_thinking()
+    tokens.release(1000)
     assert isinstance(chat.controller.state, Stopping) and chat.controller.state.skip
     chat.settle()
     assert chat.of(Overflow) and [c.turn.stop_reason for c in chat.of(Ended)] == ["stopped"]
@@ -377,7 +392,7 @@ def test_skipping_with_a_context_that_is_nearly_full_still_ends_the_answer():
 
 
 def test_what_an_abandoned_request_still_says_is_not_looked_at():
-    chat = Chat(Script(["word " * 2000, "fresh"], rate=300))
+    chat = Chat(Script(["word " * 2000, "fresh"], rate=100))
     chat.controller.ask(Turn("user", "go"))
     chat.until(lambda: chat.turns and len(chat.turns[-1].text) > 20)
     cancel = chat.controller.running.cancel
@@ -473,8 +488,14 @@ def test_a_full_context_can_be_summarised(room_for_all):
 
 
 def test_an_answer_that_repeats_itself_is_stopped_once():
-    chat = Chat(Script(["Yes. " + "I am sorry. " * 500], rate=4000), stop_repetition=True)
-    answer = chat.ask("go")
+    tokens = threading.Semaphore(600)
+    script = Script(["Yes. " + "I am sorry. " * 500], hold=lambda step: step == "token" and tokens.acquire(timeout=120))
+    chat = Chat(script, stop_repetition=True)
+    chat.controller.ask(Turn("user", "go"))
+    chat.until(lambda: not isinstance(chat.controller.state, Answering))
+    tokens.release(10_000)
+    chat.settle()
+    answer = chat.turns[-1]
     assert answer.stop_reason == "repeated" and 800 < len(answer.text) < 5_000
     assert any("repeated itself" in n.text for n in chat.of(Notice))
     chat.controller.go_on()

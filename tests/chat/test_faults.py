@@ -33,7 +33,7 @@ def chatting(history, conversation=None, answers=("fine",)):
 
 def settle(controller, done):
     """The changes until `done`."""
-    changes, end = [], time.monotonic() + 30
+    changes, end = [], time.monotonic() + 120
     while not done():
         assert time.monotonic() < end, "waited in vain"
         changes += controller.poll()

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.terminal import started
 from tinychat.chat.conversation import Attachment, Conversation, Turn
 from tinychat.chat.history import ChangedElsewhere, History
 from tinychat.chat.parameters import Parameters, set_parameter
@@ -182,7 +183,7 @@ for i in range(1, 100_000):
 
 def test_kill_9_loses_nothing_that_was_saved(file):
     for n in range(3):
-        with subprocess.Popen([sys.executable, "-c", WRITER, str(file), f"c{n}"], stdout=subprocess.PIPE) as p:
+        with started([sys.executable, "-c", WRITER, str(file), f"c{n}"], stdout=subprocess.PIPE) as p:
             for _ in range(20 + 17 * n):
                 said = int(p.stdout.readline())
             os.kill(p.pid, signal.SIGKILL)

@@ -14,8 +14,9 @@ from gguf import GGUFWriter
 
 from tests.support import tiny
 from tests.support.server import File, Server, make_gguf
-from tests.support.terminal import TINYCHAT, terminal
+from tests.support.terminal import TINYCHAT, started, terminal
 from tinychat import process
+from tinychat.chat.history import History
 from tinychat.cli import DEVICES, main, parse
 from tinychat.commands import cache as cache_command
 from tinychat.commands import run
@@ -93,6 +94,8 @@ def test_help(capsys: Captured, argv: list[str]) -> None:
         ["--nonsense"],
         ["bench"],
         ["bench", "--block"],
+        ["bench", "m", "--block", "--accept", "0.5"],
+        ["bench", "m", "--accept", "1.5"],
         ["bench", "--no-wait", "-n", "3"],
         ["bench", "m", "--kernel", "head"],
         ["run", "m", "p", "--device", "tpu"],
@@ -255,6 +258,26 @@ def test_run_takes_files_stdin_and_parameters(
     assert "the context holds 64" in failed and "--context" in failed
 
 
+def test_run_continues_a_conversation_of_the_history(capsys: Captured, tmp_path: Path) -> None:
+    model = tiny.write(tmp_path / "m.gguf", "llama", "Q4_0")
+    (tmp_path / "schema.json").write_text('{"enum": [7]}')
+    argv = ["run", model, "--conversation", "My  talk", "--json", "--device", "cpu", "--max-tokens", 3]
+    first = json.loads(
+        output(capsys, *argv, "hello there", "--system", "Be brief.", "--schema", tmp_path / "schema.json")
+    )
+    second = json.loads(output(capsys, *argv, "and again"))
+    assert second["prompt_tokens"] > first["prompt_tokens"] + 3, "the first question and answer are read too"
+    history = History()
+    (only,) = history.find()
+    talk = history.load(only.id)
+    assert (only.title, talk.model, talk.parameters.system) == ("My talk", "m.gguf", "Be brief.")
+    assert [(t.role, t.text) for t in talk.turns[::2]] == [("user", "hello there"), ("user", "and again")]
+    assert talk.turns[1].text == first["text"] == "7" and talk.parameters.schema is None
+    assert talk.turns[3].stats["seed"] == second["seed"] and talk.turns[3].text == second["text"]
+    assert "needs a name" in failure(capsys, "run", model, "hi", "--conversation", " ")
+    history.close()
+
+
 def test_a_terminal_obeys_nothing_that_a_model_says(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -406,7 +429,7 @@ def test_nothing_is_downloaded_that_cannot_run(capsys: Captured, monkeypatch: py
 
 
 def test_a_reader_that_has_seen_enough(smollm2_path: Path) -> None:
-    with subprocess.Popen([*TINYCHAT, "info", str(smollm2_path), "--tensors"], stdout=-1, stderr=-1) as p:
+    with started([*TINYCHAT, "info", str(smollm2_path), "--tensors"], stdout=-1, stderr=-1) as p:
         assert p.stdout and p.stderr
         p.stdout.close()
         err = p.stderr.read()
@@ -415,7 +438,7 @@ def test_a_reader_that_has_seen_enough(smollm2_path: Path) -> None:
 
 def test_a_reader_that_has_seen_enough_of_a_remote_header(server: Server, tmp_path: Path) -> None:
     server.files["/m.gguf"] = File(make_gguf(tmp_path / "m.gguf"))
-    with subprocess.Popen([*TINYCHAT, "info", server.url("/m.gguf"), "--tensors"], stdout=-1, stderr=-1) as p:
+    with started([*TINYCHAT, "info", server.url("/m.gguf"), "--tensors"], stdout=-1, stderr=-1) as p:
         assert p.stdout and p.stderr
         p.stdout.close()
         err = p.stderr.read().decode()
@@ -432,9 +455,10 @@ def test_a_bar_in_a_terminal(server: Server, tmp_path: Path) -> None:
 def test_the_chat_opens_on_a_model_and_quits(smollm2_path: Path) -> None:
     with terminal(str(smollm2_path)) as t:
         t.read(f"Ask {smollm2_path.name[:8]}")
+        t.read("]2;tinychat")
         t.write(b"\x11")  # ctrl+q
         t.read(None)
-        assert t.process.returncode == 0 and t.restored
+        assert t.process.returncode == 0 and t.restored and b"\x1b]2;tinychat\x07" in t.seen
 
 
 def test_a_dumb_terminal_gets_the_plain_chat():
@@ -443,4 +467,4 @@ def test_a_dumb_terminal_gets_the_plain_chat():
         t.read("\n> ")
         t.write(b"\x04")
         assert t.read(None) and b"\x1b" not in t.seen
-        assert t.process.wait(60) == 0
+        assert t.process.wait(120) == 0

@@ -13,7 +13,7 @@ import pytest
 
 from tests.chat.test_tools import call
 from tests.support.scripted import Script, ScriptedBackend
-from tinychat.chat.calling import ALREADY, ROUNDS
+from tinychat.chat.calling import ROUNDS
 from tinychat.cli import main
 
 run_module = importlib.import_module("tinychat.commands.run")
@@ -61,13 +61,14 @@ def test_the_rounds_have_an_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     assert len(run(monkeypatch, folder, many).prompts) == ROUNDS + 1
 
 
-def test_one_call_again_and_again_ends_the_rounds(
+def test_one_call_again_and_again_ends_the_tools(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = run(monkeypatch, folder, [call("read_file", path="a.txt")], "--json")
+    answers = [call("read_file", path="a.txt")] * 3 + ["It says alpha."]
+    script = run(monkeypatch, folder, answers, "--json")
     out = capsys.readouterr()
-    assert len(script.prompts) == 3 and [c["state"] for c in json.loads(out.out)["calls"]] == ["done"] * 2
-    assert ALREADY in script.prompts[-1] and "the same call of read_file" in out.err
+    assert json.loads(out.out)["text"] == "It says alpha." and "the same call of read_file" in out.err
+    assert "Already called" in script.prompts[2] and ["<tools>" in p for p in script.prompts] == [True] * 3 + [False]
 
 
 def test_a_terminal_is_asked_and_shown_the_difference(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.support import tiny
@@ -41,7 +36,7 @@ def url() -> Iterator[str]:
 
 def wait(controller: Controller, condition: Callable[[], bool]) -> None:
     """Until `condition`: the controller gets on when it is polled."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         controller.poll()
@@ -100,34 +95,6 @@ def test_wrong_usage(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as raised:
         parse(argv)
     assert raised.value.code == 2
-
-
-def test_a_model_is_served_until_it_is_interrupted(tmp_path: Path) -> None:
-    tiny.write(tmp_path / "m.gguf", "llama", "F16", seed=1)
-    command = [
-        sys.executable,
-        "-m",
-        "tinychat.cli",
-        "serve",
-        str(tmp_path / "m.gguf"),
-        "--port",
-        "0",
-        "--device",
-        "cpu",
-    ]
-    with subprocess.Popen([*command, "--context", "64"], stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stderr is not None
-            found = next((m for line in process.stderr if (m := re.search(r"http://127\.0\.0\.1:\d+", line))), None)
-            assert found
-            body = {"model": "m", "prompt": "ab", "max_tokens": 3}
-            answer = httpx.post(f"{found[0]}/v1/completions", json=body, timeout=60)
-            assert answer.json()["usage"]["completion_tokens"] == 3
-            process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 130
-            assert "Traceback" not in process.stderr.read()
-        finally:
-            process.kill()
 
 
 def test_a_port_that_is_taken(url: str, tmp_path: Path, capsys: Captured) -> None:

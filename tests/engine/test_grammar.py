@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import json
 import random
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -179,6 +182,14 @@ def test_thinking_may_come_before_a_call_that_is_required() -> None:
         for token in tokenizer.encode(text, special=True):
             matcher.accept(token)
         assert matcher.complete
+
+
+def test_a_vocabulary_is_freed_with_its_tokenizer() -> None:
+    tokenizer = copy.copy(call_templates.model(call_templates.source("json"))[1])
+    vocabulary, freed = Vocabulary(tokenizer, tokenizer.n_vocab), weakref.ref(tokenizer)
+    del vocabulary, tokenizer
+    gc.collect()
+    assert freed() is None
 
 
 def test_a_strict_tool_is_held_to_every_keyword() -> None:

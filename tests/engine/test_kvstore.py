@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from tests.support.terminal import started
 from tinychat.engine.kvstore import _HEADER, BLOCK, HALF_LIFE, KVStore
 
 ROW = 100  # bytes of a token's rows
@@ -238,7 +239,7 @@ for n in range(10_000):
 
 
 def test_kill_9_leaves_whole_files(store):
-    with subprocess.Popen([sys.executable, "-c", WRITER, str(store.folder)], stdout=subprocess.PIPE) as p:
+    with started([sys.executable, "-c", WRITER, str(store.folder)], stdout=subprocess.PIPE) as p:
         for _ in range(5):
             p.stdout.readline()
         p.kill()

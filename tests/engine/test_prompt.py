@@ -42,6 +42,15 @@ FORMATS: dict[str, tuple[str, Sequence[str], Sequence[str], str, str, str]] = {
         "",
         "<think>\n\n</think>\n\n",
     ),
+    "qwen35": (
+        "qwen35",
+        ["<|endoftext|>", "<|im_end|>", "<|im_start|>"],
+        THINK,
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU1<|im_end|>\n<|im_start|>assistant\nA1<|im_end|>\n"
+        "<|im_start|>user\nU2<|im_end|>\n<|im_start|>assistant\n",
+        "<think>\n",
+        "<think>\n\n</think>\n\n",
+    ),
     "chatml": (
         "smollm",
         ["<|im_start|>", "<|im_end|>"],

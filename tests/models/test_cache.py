@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.server import File, Server, make_gguf
+from tests.support.terminal import started
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError
 from tinychat.models import cache, wheel
@@ -72,7 +73,7 @@ def test_killed_a_hundred_times_at_random_bytes_and_steps(tmp_path: Path) -> Non
     rng = random.Random(7)
     versions = [make_gguf(tmp_path / f"{i}.gguf", size=1_000_000, seed=i) for i in range(2)]
     kills = finals = resumed = 0
-    with Server() as server, subprocess.Popen([sys.executable, "-c", FORKER], stdin=-1, stdout=-1, text=True) as forker:
+    with Server() as server, started([sys.executable, "-c", FORKER], stdin=-1, stdout=-1, text=True) as forker:
         assert forker.stdin and forker.stdout
         url = server.url("/m")
         final = cache.downloads_dir() / cache.key_of(url)

@@ -280,10 +280,16 @@ def test_no_network() -> None:
 
 
 def test_a_server_that_goes_silent(server: Server, good: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(download, "TIMEOUT", 0.2)
-    naps = iter([1.0])
-    server.files["/m"] = File(good, pace=lambda sent: time.sleep(next(naps, 0)) if sent > 100_000 else None)
+    monkeypatch.setattr(download, "TIMEOUT", 1.0)
+    again = threading.Event()
+
+    def pace(sent: int) -> None:  # silent until it is asked a second time
+        if sent > 100_000 and len(server.requests) == 1:
+            again.wait(3)
+
+    server.files["/m"] = File(good, pace=pace)
     assert cache.pull(model(server.url("/m"))).read_bytes() == good
+    again.set()
     assert len(server.requests) >= 2
 
 

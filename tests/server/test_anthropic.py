@@ -27,7 +27,7 @@ EVENTS = [
 
 @pytest.fixture
 def client(url: str) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=60)
+    return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=120)
 
 
 def test_a_stream_says_the_same_as_a_whole_answer(client: anthropic.Anthropic) -> None:

@@ -342,7 +342,7 @@ def test_ollama_looks_for_repetitions_in_the_whole_context() -> None:
 )
 def test_what_this_engine_cannot_do_is_refused_by_name(url: str, change: dict[str, Any]) -> None:
     body = {"model": "m", "messages": HI, "max_tokens": 2} | change
-    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120)
     error = answer.json()["error"]
     assert answer.status_code == 400 and any(name in error["message"] for name in change), error
     assert error["param"] in change or error["param"].partition(".")[0] in change

@@ -15,7 +15,7 @@ HI: Any = [{"role": "user", "content": "Say hello."}]
 
 
 def post(url: str, path: str, **body: Any) -> httpx.Response:
-    return httpx.post(url + path, json={"model": "m"} | body, timeout=60)
+    return httpx.post(url + path, json={"model": "m"} | body, timeout=120)
 
 
 def lines(url: str, path: str, **body: Any) -> list[Any]:

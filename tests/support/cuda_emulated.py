@@ -10,12 +10,13 @@ from gguf import GGML_QUANT_SIZES
 
 from tests.support import cuda_emulator
 from tinychat.engine.gguf import GGUF
+from tinychat.kernels.cuda.builder import RING, Builder, Depth
 from tinychat.kernels.cuda.launch import Launch, text
 from tinychat.kernels.cuda.layout import Layout, repack, transpose
 from tinychat.kernels.cuda.prefill import Chip, Prefill
 from tinychat.kernels.cuda.quants import FLOATS
-from tinychat.kernels.cuda.state import Word, state_words
-from tinychat.kernels.cuda.step import RING, Builder, Depth, decode
+from tinychat.kernels.cuda.state import WORDS, state_words
+from tinychat.kernels.cuda.step import decode
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.sampling import Sampling
 
@@ -67,7 +68,7 @@ class EmulatedCUDA:
         self, token: int, pos: int, sampling: Sampling | None = None, recent: Sequence[int] = ()
     ) -> tuple[np.ndarray, int, float]:
         """Runs `token` at `pos`: (logits, the sampled token, its log-probability)."""
-        self.buffers["state"].view(np.int32)[: len(Word)] = state_words(
+        self.buffers["state"].view(np.int32)[: len(WORDS)] = state_words(
             sampling or Sampling(temperature=0.0), pos, 1, pos + 1 - len(recent)
         )
         history = self.buffers["history"].view(np.int32)
@@ -86,7 +87,7 @@ class EmulatedCUDA:
 
     def prefill(self, ids: Sequence[int], pos: int) -> np.ndarray:
         """Runs `ids` at pos, pos + 1, ...: logits of each."""
-        self.buffers["state"].view(np.int32)[: len(Word)] = state_words(Sampling(temperature=0.0), pos, len(ids), 0)
+        self.buffers["state"].view(np.int32)[: len(WORDS)] = state_words(Sampling(temperature=0.0), pos, len(ids), 0)
         self.buffers["history"].view(np.int32)[pos : pos + len(ids)] = ids
         for launch in self.prefill_launches:
             cuda_emulator.run(launch, self.buffers, len(ids), pos + len(ids))

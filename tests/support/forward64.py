@@ -376,33 +376,55 @@ class Model:
         """RMSNorm with the gain `name`; x where the file has none."""
         return rms_norm(x, self[f"{name}.weight"], self.eps) if f"{name}.weight" in self else x
 
-    def __call__(self, ids: Sequence[int]) -> Array:
+    def layer(self, x: Array, i: int) -> Array:
+        part = self.get("residual_scale", 0) or 1
+        post = self.arch in ("olmo2", "glm4", "gemma3", "gemma4")
+        b = f"blk.{i}."
+        h = self.normed(x, b + "attn_norm")
+        if b + "ssm_out.weight" in self:
+            h = self.delta_rule(h, i)
+        else:
+            h = self.latent_attention(h, i) if self.mla else self.attention(h, i)
+        x = x + part * (self.normed(h, b + "post_attention_norm") if post else h)
+        routed = b + "ffn_gate_inp.weight" in self
+        after = self.arch in ("glm4moe", "gpt-oss") or self.arch in DELTA_RULE
+        name = b + ("post_attention_norm" if after else "ffn_norm")
+        h = x if routed and self.arch == "gemma4" else self.normed(x, name)
+        h = self.experts(h, b) if routed else self.feed_forward(h, b)
+        x = x + part * (self.normed(h, b + "post_ffw_norm") if post else h)
+        return x * self[b + "layer_output_scale.weight"] if b + "layer_output_scale.weight" in self else x
+
+    def hidden(self, ids: Sequence[int]) -> Array:
+        """The normed output of the last layer."""
         x = self["token_embd.weight"][list(ids)] * (self.get("embedding_scale", 0) or 1)  # llama.cpp: 0 scales nothing
         if self.arch in ("gemma3", "gemma4"):
             x = x * np.sqrt(x.shape[-1])
-        part = self.get("residual_scale", 0) or 1
-        post = self.arch in ("olmo2", "glm4", "gemma3", "gemma4")
         for i in range(self.layers):
-            b = f"blk.{i}."
-            h = self.normed(x, b + "attn_norm")
-            if b + "ssm_out.weight" in self:
-                h = self.delta_rule(h, i)
-            else:
-                h = self.latent_attention(h, i) if self.mla else self.attention(h, i)
-            x = x + part * (self.normed(h, b + "post_attention_norm") if post else h)
-            routed = b + "ffn_gate_inp.weight" in self
-            after = self.arch in ("glm4moe", "gpt-oss") or self.arch in DELTA_RULE
-            name = b + ("post_attention_norm" if after else "ffn_norm")
-            h = x if routed and self.arch == "gemma4" else self.normed(x, name)
-            h = self.experts(h, b) if routed else self.feed_forward(h, b)
-            x = x + part * (self.normed(h, b + "post_ffw_norm") if post else h)
-            if b + "layer_output_scale.weight" in self:
-                x = x * self[b + "layer_output_scale.weight"]
-        x = rms_norm(x, self["output_norm.weight"], self.eps)
-        output = self["output.weight" if "output.weight" in self else "token_embd.weight"]
-        logits = x @ output.T / self.get("logit_scale", 1)
+            x = self.layer(x, i)
+        return rms_norm(x, self["output_norm.weight"], self.eps)
+
+    def head(self, x: Array, name: str = "") -> Array:
+        if name not in self:
+            name = "output.weight" if "output.weight" in self else "token_embd.weight"
+        logits = x @ self[name].T / self.get("logit_scale", 1)
         cap = self.get("final_logit_softcapping", 0)
         return cap * np.tanh(logits / cap) if cap else logits
+
+    def __call__(self, ids: Sequence[int]) -> Array:
+        return self.head(self.hidden(ids))
+
+    def mtp(self, ids: Sequence[int]) -> Array:
+        """The logits of the block behind the last layer. llama.cpp: src/models/deepseek2.cpp, graph_mtp;
+        common/speculative.cpp pairs each token with the output in front of it, the first with zeros."""
+        b = f"blk.{self.layers}.nextn."
+        h = np.roll(self.hidden(ids), 1, axis=0)
+        h[0] = 0
+        own = {n: name for n in ("embed_tokens", "shared_head_norm") if (name := f"{b}{n}.weight") in self}
+        e = self[own.get("embed_tokens", "token_embd.weight")][list(ids)]
+        joined = np.concatenate([self.normed(e, b + "enorm"), self.normed(h, b + "hnorm")], -1)
+        x = self.layer(self.linear(joined, b + "eh_proj"), self.layers)
+        x = rms_norm(x, self[own.get("shared_head_norm", "output_norm.weight")], self.eps)
+        return self.head(x, b + "shared_head_head.weight")
 
 
 def forward(path: str | Path, ids: Sequence[int]) -> Array:

@@ -28,7 +28,7 @@ class Host(App[None]):
         self.result = result
 
 
-async def until(pilot: Pilot[Any], condition: Callable[[], Any], seconds: float = 30.0) -> Any:
+async def until(pilot: Pilot[Any], condition: Callable[[], Any], seconds: float = 120.0) -> Any:
     """Waits for `condition` to be true and returns its value."""
     end = time.monotonic() + seconds
     while not (value := condition()):

@@ -79,7 +79,8 @@ class Script:
 
     `rate` and `prefill_rate` are tokens per second, 0 = at once; `load_s` is spread over five progress reports;
     `fail_load` and `fail_after` (tokens) raise; `busy_s` burns Python time per token (an engine that does not release
-    the GIL).
+    the GIL). `hold` is called on the engine's thread before each step, with "load", "prefill" or "token": who waits in
+    it keeps the backend there, whatever a busy machine does meanwhile.
     """
 
     answers: Sequence[str] | Callable[[str], str] = ("Hello! How can I help?",)
@@ -89,6 +90,7 @@ class Script:
     fail_load: str = ""
     fail_after: int | None = None
     busy_s: float = 0
+    hold: Callable[[str], object] = lambda step: None
     info: ModelInfo = INFO
     prompts: list[str] = field(default_factory=list)  # what was asked, in order, for assertions
     samplings: list[Sampling] = field(default_factory=list)
@@ -358,6 +360,7 @@ class ScriptedBackend:
             if cancel.is_set():
                 return
             n = min(CHUNK, total - start)
+            self.script.hold("prefill")
             if self.script.prefill_rate:
                 time.sleep(n / self.script.prefill_rate)
             self._cached += prompt[reused + start : reused + start + n]
@@ -385,6 +388,7 @@ class ScriptedBackend:
             return ToolCall(piece.index, piece.text, piece.id, piece.name, piece.note)
 
         for n, token in enumerate(self.tokenizer.encode(answer, special=True), 1):
+            script.hold("token")
             if request.cancel.is_set():
                 reason = "stopped"
                 break
@@ -458,6 +462,7 @@ def scripted(script: Script) -> OpenBackend:
         for i in range(5):
             if progress:
                 progress("loading weights", i / 5)
+            script.hold("load")
             time.sleep(script.load_s / 5)
         if script.fail_load:
             raise TinychatError(script.fail_load)

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from typing import Any
+from urllib.parse import urlsplit
 
+import httpx
 from starlette.types import ASGIApp
 
 from tinychat.backend.protocol import (
@@ -54,6 +60,30 @@ def serving_app(app: ASGIApp, port: int = 0, websockets: bool = False) -> Iterat
         listening.close()
 
 
+@contextmanager
+def asking(url: str, path: str, body: dict[str, Any]) -> Iterator[None]:
+    """A client that has sent a request, and hangs up at the end of the `with`, whatever it got by then."""
+    at, content = urlsplit(url), json.dumps(body).encode()
+    with socket.create_connection((at.hostname, at.port)) as s:
+        s.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(content)))
+        s.sendall(content)
+        yield
+
+
+def figure(url: str, name: str) -> int:
+    """What /metrics says of `name`."""
+    lines = httpx.get(f"{url}/metrics", timeout=120).text.splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(f"tinychat_{name} ")))
+
+
+def until(url: str, name: str, value: int) -> None:
+    """Waits until /metrics says `value`."""
+    end = time.monotonic() + 120
+    while figure(url, name) != value:
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
 def finished(reason: StopReason = "eos", prompt: int = 7, answer: int = 0, cached: int = 0) -> Finished:
     """A Finished whose usage and figures agree."""
     stats = Stats(prompt_tokens=prompt, reused_tokens=cached, generated_tokens=answer, prefill_s=0.5, decode_s=0.25)
@@ -82,7 +112,7 @@ class Replay(Tokenizing):
         def run() -> None:
             for event in (Prompted(Usage(history=7, limit=512)), *self.events):
                 if isinstance(event, threading.Event):
-                    event.wait(20)
+                    event.wait(120)
                     continue
                 if request.cancel.is_set() and not isinstance(event, Prompted | Finished):
                     continue

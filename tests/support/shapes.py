@@ -92,6 +92,7 @@ class Shape:
     qk_norm: int = 0  # length of attn_q_norm: head_dim, or heads * head_dim (olmoe)
     rope_freqs: float = 0  # Llama 3.x: the factor of the slow dimensions
     nextn: int = 0  # multi-token-prediction layers behind the last one
+    nextn_own: bool = False  # they have an embedding and an output of their own, and no norm
     scaling: dict[str, str | int | float] = field(default_factory=dict)  # `rope.scaling.*`
     scales: tuple[float, float, float, float] | None = None  # granite: embedding, residual, attention, logit
     value_dim: int = 0  # of a GQA head; 0: head_dim
@@ -403,8 +404,11 @@ def tensors(s: Shape) -> Iterator[Tensor]:
         b = f"blk.{i}."
         if i >= s.layers:
             yield linear(b + "nextn.eh_proj", s.dim, 2 * s.dim)
-            for x in ("enorm", "hnorm", "shared_head_norm"):
+            for x in ("enorm", "hnorm", *(() if s.nextn_own else ("shared_head_norm",))):
                 yield norm(f"{b}nextn.{x}", s.dim)
+            if s.nextn_own:
+                yield f"{b}nextn.embed_tokens.weight", (s.vocab, s.dim), 1.0
+                yield linear(b + "nextn.shared_head_head", s.vocab, s.dim)
         if s.pre_norms:
             yield norm(b + "attn_norm", s.dim)
         if m := s.mla:
@@ -678,16 +682,23 @@ def successors(rng: np.random.Generator, table: np.ndarray, kind: Q, std: float)
 
 
 def write(
-    path: Path, name: str, quant: str = "Q4_0", layers: int | None = None, seed: int = 0, follow: float = 0.0
+    path: Path,
+    name: str,
+    quant: str = "Q4_0",
+    layers: int | None = None,
+    seed: int = 0,
+    follow: float = 0.0,
+    nextn: int = 0,
 ) -> int:
-    """Writes the model `name` of SHAPES to `path`; `layers` cuts (or extends) it. Returns the file's size in bytes.
+    """Writes the model `name` of SHAPES to `path`; `layers` cuts (or extends) it, `nextn` blocks of multi-token
+    prediction are behind them. Returns the file's size in bytes.
 
     With `follow`, the embedding has that standard deviation and no equal rows, each row of the output matrix is another
     token's embedding, which makes it that token's likely successor (a tied matrix becomes two), and all matrices have
     mean zero.
     """
     s = SHAPES[name]
-    s = replace(s, layers=layers or s.layers, tied=s.tied and not follow)
+    s = replace(s, layers=layers or s.layers, tied=s.tied and not follow, nextn=nextn)
     rng = np.random.default_rng(seed)
     w = GGUFWriter(path, s.arch)
     metadata(w, s, name)

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 
-from tinychat.engine.speculation import Speculate, Speculation
+from tinychat.engine.speculation import Guess, Speculate, Speculation
 from tinychat.engine.stats import Stats
 
 
@@ -20,7 +20,10 @@ class Wild(Speculation):
         super().start(prompt)
         self._seen = prompt
 
-    def drafts(self, room: int) -> list[int]:
+    def drafts(self, room: int, guess: Guess | None = None) -> list[int]:
+        self.source = "mtp" if guess and room > 0 and self._random.random() < 0.5 else "text"
+        if guess and self.source == "mtp":
+            return [guess()]
         n = min(self._random.randint(1, 15), self.most, room)
         if n < 1:
             return []

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -46,22 +46,30 @@ class Terminal:
     @property
     def restored(self) -> bool:
         """Whether the terminal is as it was: cooked, with a cursor, without the alternate screen."""
-        modes = ((b"\x1b[?1049h", b"\x1b[?1049l"), (b"\x1b[?25l", b"\x1b[?25h"), (b"\x1b[?1000h", b"\x1b[?1000l"))
+        modes: tuple[tuple[bytes, bytes], ...] = (
+            (b"\x1b[?1049h", b"\x1b[?1049l"),
+            (b"\x1b[?25l", b"\x1b[?25h"),
+            (b"\x1b[?1000h", b"\x1b[?1000l"),
+        )
+        modes += ((b"\x1b[22;2t", b"\x1b[23;2t"),)  # the title
         return self._settings() == self._attributes and all(
             self.seen.rfind(on) <= self.seen.rfind(off) for on, off in modes
         )
 
     def read(self, until: str | None) -> str:
-        """What was seen when `until` has been (None: when the process has ended)."""
+        """What was seen when `until` has been (None: when the process has ended). Always takes what is there: a
+        terminal that nobody reads stops the process."""
         end = time.monotonic() + 180
-        while until is None or until.encode() not in self.seen:
-            assert time.monotonic() < end, self.seen[-2000:].decode("utf-8", "replace")
+        while True:
             ended = self.process.poll() is not None
             if select.select([self.ours], [], [], 0 if ended else 0.05)[0]:
                 self.seen += os.read(self.ours, 65536)
             elif ended:
-                assert until is None, self.seen[-2000:].decode("utf-8", "replace")
                 break
+            if until is not None and until.encode() in self.seen:
+                break
+            assert time.monotonic() < end, self.seen[-2000:].decode("utf-8", "replace")
+        assert until is None or until.encode() in self.seen, self.seen[-2000:].decode("utf-8", "replace")
         return self.seen.decode("utf-8", "replace")
 
     def write(self, data: bytes) -> None:
@@ -82,11 +90,22 @@ class Terminal:
 
 
 @contextmanager
+def started(argv: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """A process, which is killed where the test fails; the `with` of a Popen would wait for it for ever."""
+    with subprocess.Popen(argv, **options) as process:
+        try:
+            yield process
+        except BaseException:
+            process.kill()
+            raise
+
+
+@contextmanager
 def terminal(*argv: str, **options: Any) -> Iterator[Terminal]:
     """tinychat with the arguments `argv` in a Terminal."""
     t = Terminal(argv, **options)
     try:
         yield t
-        t.process.wait(60)
+        t.process.wait(120)
     finally:
         t.close()

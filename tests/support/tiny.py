@@ -280,10 +280,12 @@ def write(
     quant: str = "F32",
     seed: int = 0,
     edit: Callable[[str, np.ndarray], np.ndarray] | None = None,
+    only: Callable[[str], bool] = lambda name: True,
 ) -> Path:
     """Writes `variant` with every matrix of type `quant` (or the mix "Q4_K_M"); returns the path to open.
 
-    `edit(name, values)` may replace the values of an F32 tensor, e.g. of a router. A Shape is written as it is.
+    `edit(name, values)` may replace the values of an F32 tensor, e.g. of a router; the file has the tensors that
+    `only(name)` wants. A Shape is written as it is.
     """
     s = variant if isinstance(variant, Shape) else shape(variant, quant)
     variant = "" if isinstance(variant, Shape) else variant
@@ -304,11 +306,12 @@ def write(
         n = int(np.prod(dims))
         if kind == Q.F32:
             values = f32_values(rng, s, name, n, std).reshape(dims)
-            w.add_tensor(name, edit(name, values).astype(np.float32) if edit else values)
+            data = edit(name, values).astype(np.float32) if edit else values
         else:
             block, size = GGML_QUANT_SIZES[kind]
             data = random_blocks(rng, kind, n // block, std).reshape(*dims[:-1], dims[-1] // block * size)
-            w.add_tensor(name, data, raw_dtype=kind)
+        if only(name):
+            w.add_tensor(name, data, raw_dtype=None if kind == Q.F32 else kind)
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_tensors_to_file()

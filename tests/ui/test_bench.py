@@ -85,8 +85,8 @@ async def test_what_cannot_be_measured_is_one_line(backend):
 
 async def test_a_stop_given_before_the_benchmark_begins_is_not_lost(backend):
     begun, go = threading.Event(), threading.Event()
-    first = backend.run_job(lambda *job: (begun.set(), go.wait(30)), threading.Event())
-    begun.wait(30)
+    first = backend.run_job(lambda *job: (begun.set(), go.wait(120)), threading.Event())
+    begun.wait(120)
     app = Host(BenchScreen(backend, n_gen=4, n_prompt=16, repeats=100_000))
     async with app.run_test(size=(80, 24)) as pilot:
         await until(pilot, lambda: "starting" in text_of(app))

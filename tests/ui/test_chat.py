@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import threading
 from dataclasses import replace
 
 import pytest
@@ -26,7 +27,7 @@ class Desk:
         self.app, self.pilot, self.script = app, pilot, script
         self.chat, self.controller = app.chat, app.controller
 
-    async def until(self, condition, seconds=30):
+    async def until(self, condition, seconds=120):
         return await until(self.pilot, condition, seconds)
 
     async def type(self, text, *keys):
@@ -140,9 +141,11 @@ async def test_fast_typing_loses_nothing():
 
 
 async def test_what_is_typed_while_it_loads_or_answers_waits_visibly():
-    async with desk("one " * 2000, "two", rate=150, load_s=1.5, wait=False) as d:
+    loads = threading.Event()
+    async with desk("one " * 2000, "two", rate=50, hold=lambda step: loads.wait(120), wait=False) as d:
         await d.send("first")
         await d.until(lambda: "waiting first" in d.screen and "Loading" in d.screen)
+        loads.set()
         await d.until(lambda: d.answers and d.answers[0].view.source)
         await d.send("second")
         await d.until(lambda: "waiting second" in d.screen)
@@ -154,7 +157,7 @@ async def test_what_is_typed_while_it_loads_or_answers_waits_visibly():
 
 
 async def test_stop_continue_and_again():
-    async with desk("word " * 3000, " and the end", "another", rate=600) as d:
+    async with desk("word " * 3000, " and the end", "another", rate=150) as d:
         await d.send("go")
         await d.until(lambda: len(d.turns) == 2 and len(d.turns[1].text) > 50)
         assert "esc stop" in d.screen
@@ -171,7 +174,7 @@ async def test_stop_continue_and_again():
 
 
 async def test_thinking_folds_by_key_and_click_and_can_be_skipped():
-    async with desk("<think>\n" + "pondering " * 3000 + "</think>", "The answer.", rate=600) as d:
+    async with desk("<think>\n" + "pondering " * 3000 + "</think>", "The answer.", rate=150) as d:
         await d.send("go")
         await d.until(lambda: "▸ thinking · " in d.screen and "tokens" in d.screen and "skip to the answer" in d.screen)
         assert "pondering" not in d.screen
@@ -273,14 +276,20 @@ async def test_attached_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes of mine.txt").write_text("the sky is green")
     (tmp_path / "photo.bin").write_bytes(b"\0\1")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "deep.md").write_text("the sea is red")
     async with desk() as d:
         await d.type("look at @no")
         await d.until(lambda: "notes of mine.txt" in d.screen)
         await d.pilot.press("enter")
-        assert d.chat.prompt.text == 'look at @"notes of mine.txt"' and not d.turns
+        assert d.chat.prompt.text == 'look at @"notes of mine.txt" ' and not d.turns
+        await d.pilot.press(*"and @sub", "tab")
+        await d.until(lambda: "all text files in it" in d.screen and "sub/deep.md" in d.screen)
+        assert d.chat.prompt.text == 'look at @"notes of mine.txt" and @sub/'
         await d.pilot.press("enter")
         await d.settle()
         assert "the sky is green" in d.script.prompts[0] and "+ notes of mine.txt" in d.screen
+        assert "the sea is red" in d.script.prompts[0] and "sub/deep.md (14 characters)" in d.screen
         for text, why in [("@photo.bin", "binary"), ("see @./none.txt", "no such file")]:
             await d.type(text, "escape", "enter")
             await d.until(lambda why=why: any(why in n for n in d.notes[-1:]))
@@ -459,7 +468,7 @@ async def test_nothing_a_model_says_reaches_the_terminal():
 
 
 async def test_it_follows_the_end_until_the_user_scrolls():
-    async with desk("line\n\n" * 4000, rate=600, size=(80, 24)) as d:
+    async with desk("line\n\n" * 4000, rate=200, size=(80, 24)) as d:
         t = d.chat.transcript
         await d.send("go")
         await d.until(lambda: t.max_scroll_y > 10)
@@ -521,11 +530,13 @@ async def test_the_conversations_at_the_left_of_a_wide_screen(tmp_path):
 
 
 async def test_what_is_awaited_stands_where_the_answer_will_come():
-    async with desk("The answer.", prefill_rate=400) as d:
+    chunks = threading.Semaphore(1)
+    async with desk("The answer.", hold=lambda step: step == "prefill" and chunks.acquire(timeout=120)) as d:
         await d.send("word " * 1200)
         await d.until(lambda: "reading the prompt, 256 of" in d.screen)
         above = next(i for i, s in enumerate(d.screen.splitlines()) if "reading the prompt" in s) - 2
         assert d.screen.splitlines()[above].strip(" ┃").startswith("word"), "below the question"
+        chunks.release(100)
         await d.settle()
         assert "reading the prompt" not in d.screen and "The answer." in d.screen
 
@@ -688,6 +699,21 @@ async def test_a_draft_survives_commands_edits_and_mistyped_ones():
         await d.type("?", "enter")
         await d.settle()
         assert d.turns[0].text == "question?" and d.chat.prompt.text == draft
+        await d.pilot.press("ctrl+up", "up", "e")
+        await d.type(" And why?")
+        await from_palette("rename")
+        await d.type("Yours", "enter")
+        await d.until(lambda: d.controller.conversation.name == "Yours" and d.chat.prompt.text == "question? And why?")
+        await from_palette("rename")
+        await d.pilot.press("escape")
+        assert d.chat.prompt.text == "question? And why?" and d.chat.editing == 0, "a command inside of an edit"
+        await d.pilot.press("escape")
+        assert d.chat.prompt.text == draft and d.chat.editing is None
+        await d.pilot.press("ctrl+home", "up")
+        assert d.chat.prompt.text == "question? And why?", "what was not sent is behind the up key"
+        await d.type("!", "enter")
+        await d.settle()
+        assert d.turns[-2].text == "question? And why?!" and d.chat.prompt.text == draft
         d.chat.prompt.put("/sytem You are long and kind.")
         await d.pilot.press("escape", "enter")
         await d.until(lambda: any("no command /sytem" in n for n in d.notes))

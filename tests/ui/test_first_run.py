@@ -51,7 +51,7 @@ async def test_one_key_to_the_first_answer(key, tmp_path):
 
     def pull(model, progress, stop):
         progress(30_000_000, 98_000_000, 1e6, "downloading")
-        if not go.wait(20):
+        if not go.wait(120):
             raise DownloadStopped
         return path
 

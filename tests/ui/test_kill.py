@@ -2,12 +2,12 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 from scripts import kill
+from tests.support.terminal import started
 from tinychat.chat import saving
 from tinychat.chat.history import History
 
@@ -46,7 +46,7 @@ def test_kill_9_loses_at_most_the_last_second(tmp_path):
     assert saving.SAVE_EVERY < 1
     for saves in (1, 3):  # killed after as many
         file = tmp_path / f"{saves}.db"
-        with subprocess.Popen([sys.executable, "-c", CHAT, str(file)]) as p:
+        with started([sys.executable, "-c", CHAT, str(file)]) as p:
             sizes = {0}
             while len(sizes) <= saves:
                 assert p.poll() is None

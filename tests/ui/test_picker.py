@@ -179,7 +179,7 @@ async def test_download_pause_resume_finish(server, gguf, tmp_path):
     def pace(sent):
         if sent > 150_000 and armed.is_set():
             seen.set()
-            gate.wait(10)
+            gate.wait(120)
 
     server.files["/m.gguf"] = File(data, pace=pace, block=4096)
     model = own_model("mine", server.url("/m.gguf"))
@@ -232,7 +232,7 @@ async def test_a_download_goes_on_when_the_picker_is_closed(server, tmp_path):
 
     def pace(sent):
         if armed.is_set():
-            gate.wait(10)
+            gate.wait(120)
 
     server.files["/m.gguf"] = File(make_gguf(tmp_path / "m.gguf"), pace=pace)
     model = own_model("mine", server.url("/m.gguf"))
@@ -388,7 +388,7 @@ async def test_a_url_and_enter_in_one_burst_download_nothing_unseen(server, gguf
 
 async def test_a_header_that_comes_after_the_sheet_has_gone_changes_nothing(gguf, monkeypatch):
     release = threading.Event()
-    monkeypatch.setattr("tinychat.ui.screens.headers.sizes_of", lambda model, path: release.wait(10) and (1, 1))
+    monkeypatch.setattr("tinychat.ui.screens.headers.sizes_of", lambda model, path: release.wait(120) and (1, 1))
     app = app_with()
     async with app.run_test(size=(100, 30)) as pilot:
         await search(pilot, str(gguf))

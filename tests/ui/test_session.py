@@ -66,7 +66,7 @@ def test_c_opens_the_last_conversation_and_f6_the_editor(tmp_path: Path) -> None
     editor.write_text('#!/bin/sh\ngrep -q fail "$2" && exit 3\necho "from $1" >> "$2"\necho -n EDITING\n')
     editor.chmod(editor.stat().st_mode | stat.S_IXUSR)
     environ = {**os.environ, "TERM": "xterm-256color", "VISUAL": f"'{editor}' --wait", "EDITOR": "/nowhere"}
-    with terminal("-c", "--device", "reference", environ=environ) as t:
+    with terminal("-c", "--device", "cpu", environ=environ) as t:
         t.read("the old answer")
         t.write(b"my draft")
         t.read("my draft")

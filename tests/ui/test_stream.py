@@ -292,7 +292,7 @@ async def test_a_long_fast_answer_ends_exact():
         await until(pilot, lambda: app.controller.ready)
         app.chat.prompt.put("go")
         await pilot.press("enter")
-        await until(pilot, lambda: app.controller.conversation.turns and not app.controller.busy, 60)
+        await until(pilot, lambda: app.controller.conversation.turns and not app.controller.busy)
         view = app.chat.transcript.last_answer.view
         await until(pilot, lambda: not app.chat.transcript.last_answer.live)
         assert view.source == ANSWER and len(view.code_blocks) == 1

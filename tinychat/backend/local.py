@@ -107,7 +107,7 @@ class LocalBackend:
 
         def load() -> LocalBackend:
             store = KVStore(store_bytes) if store_bytes else None
-            prepared = prepare(path, max_context=max_context, preset=preset, progress=progress)
+            prepared = prepare(path, max_context=max_context, preset=preset, speculate=speculate, progress=progress)
             prepared.check_memory(device, freed=old._bytes() if old else 0)
             if replaces is not None:
                 replaces.close()
@@ -115,9 +115,7 @@ class LocalBackend:
                 old._unload()
             try:
                 engine = _in_one_line(
-                    lambda: prepared.load(
-                        device=device, threads=threads, store=store, speculate=speculate, progress=progress
-                    )
+                    lambda: prepared.load(device=device, threads=threads, store=store, progress=progress)
                 )
             except TinychatError as e:
                 raise (e if replaces is None else OldModelLost(str(e))) from None

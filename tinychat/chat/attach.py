@@ -1,8 +1,7 @@
-"""@file in a message: which files were meant, their text, and completing a path while it is typed."""
+"""@file and @folder/ in a message: which files were meant, and their text."""
 
 from __future__ import annotations
 
-import contextlib
 import mimetypes
 import os
 import re
@@ -12,20 +11,24 @@ from pathlib import Path
 from rich.filesize import decimal
 
 from tinychat.chat.conversation import Attachment
+from tinychat.chat.file_finder import path_of, walk
 from tinychat.errors import TinychatError, printable
 
-MAX_BYTES = 256 * 1024
+MAX_BYTES = 256 * 1024  # of a file, and of a folder's files together
+MAX_FILES = 100  # of a folder
 _AT = re.compile(r'(?<!\S)@(?:"([^"\n]+)"|(\S+))')
-SHOWN = 40  # completions
 
 
 def attachments(
-    text: str, folder: Path | None = None, known: Mapping[str, Attachment] | None = None
+    text: str,
+    folder: Path | None = None,
+    known: Mapping[str, Attachment] | None = None,
+    notes: list[str] | None = None,
 ) -> tuple[Attachment, ...]:
-    """The files that `text` names with @path or @"path with blanks"; what is `known` has been read already. Another
-    word after @ is left alone.
+    """The files that `text` names with @path or @"path with blanks", and the text files in @folder/; what is `known`
+    has been read already. Another word after @ is left alone. `notes` gets what of a folder was left out.
 
-    Raises TinychatError for a missing file, a folder, a binary or a file that is too large, naming it.
+    Raises TinychatError for a missing file, a binary or a file that is too large, naming it.
     """
     found: dict[str, Attachment] = {}
     for match in _AT.finditer(text):
@@ -33,15 +36,44 @@ def attachments(
         if known and name in known:
             found[name] = known[name]
             continue
-        path = _path(name, folder)
+        path = path_of(name, folder)
         if match[2] and not os.path.exists(path):
             name = name.rstrip(".,;:!?)")
-            path = _path(name, folder)
+            path = path_of(name, folder)
         if not os.path.exists(path) and (match[1] or _means_a_file(name)):
             raise TinychatError(f"{printable(name)}: no such file; the message was not sent")
-        if os.path.exists(path) and name not in found:
+        if name.endswith("/") and os.path.isdir(path):
+            found |= {file.name: file for file in read_folder(path, name, notes if notes is not None else [])}
+        elif os.path.exists(path) and name not in found:
             found[name] = read(path, name)
     return tuple(found.values())
+
+
+def read_folder(path: Path, name: str, notes: list[str]) -> list[Attachment]:
+    """The text files below `path`, the nearest first, as many as the limits allow. Raises TinychatError where there is
+    none."""
+    if path.resolve() in (Path.home(), Path(path.anchor)):
+        raise TinychatError(f"{printable(name, newlines=False)} is too much to attach; name a folder in it")
+    files: list[Attachment] = []
+    size, left = 0, 0
+    for below in walk(path):
+        if below.endswith("/"):
+            continue
+        try:
+            bytes = (path / below).stat().st_size
+            if len(files) == MAX_FILES or size + bytes > MAX_BYTES:
+                left += 1
+                continue
+            files.append(read(path / below, name + below))
+            size += bytes
+        except (OSError, TinychatError):  # a binary, or nobody may read it
+            continue
+    if left:
+        limit = f"at most {MAX_FILES} files and {decimal(MAX_BYTES)} together"
+        notes.append(f"{printable(name, newlines=False)}: {len(files)} files attached, {left} left out ({limit})")
+    if not files:
+        raise TinychatError(f"{printable(name, newlines=False)} has no text file; the message was not sent")
+    return files
 
 
 def _means_a_file(name: str) -> bool:
@@ -55,7 +87,8 @@ def read(path: Path, name: str) -> Attachment:
     shown = printable(name, newlines=False)
     try:
         if not path.is_file():
-            raise TinychatError(f"{shown} is a folder or device, not a text file")
+            folder = f"a folder; @{shown}/ attaches the text files in it" if path.is_dir() else "a device, not a file"
+            raise TinychatError(f"{shown} is {folder}")
         if (size := path.stat().st_size) > MAX_BYTES:
             raise TinychatError(f"{shown} has {decimal(size)}; at most {decimal(MAX_BYTES)} can be attached")
         data = path.read_bytes()[: MAX_BYTES + 1]
@@ -69,27 +102,6 @@ def read(path: Path, name: str) -> Attachment:
         raise TinychatError(f"{shown}: {why.lower()}") from None
 
 
-def complete(typed: str, folder: Path | None = None) -> list[str]:
-    """Paths that begin with `typed` (without the @): folders end in /, hidden ones only when asked for."""
-    head, _, tail = typed.replace("\\", "/").rpartition("/")
-    base = _path(f"{head}/" if head or typed.startswith("/") else ".", folder)
-    try:
-        entries = sorted(os.scandir(base), key=lambda e: (not e.is_dir(), e.name.lower()))
-    except (OSError, ValueError):
-        return []
-    prefix = f"{head}/" if head or typed.startswith("/") else ""
-    found = [e for e in entries if e.name.lower().startswith(tail.lower()) and e.name.isprintable()]
-    shown = [e for e in found if tail.startswith(".") or not e.name.startswith(".")]
-    return [f"{prefix}{e.name}{'/' * e.is_dir()}" for e in shown[:SHOWN]]
-
-
 def quoted(name: str) -> str:
     """The @ form of a path."""
     return f'@"{name}"' if re.search(r"\s", name) else f"@{name}"
-
-
-def _path(name: str, folder: Path | None) -> Path:
-    path = Path(name)
-    with contextlib.suppress(RuntimeError):  # the home of somebody who is no user here: a file of that name
-        path = path.expanduser()
-    return path if folder is None or path.is_absolute() else folder / path

@@ -20,8 +20,8 @@ from tinychat.tools.protocol import CallContext, CallRefused, CallStopped, Permi
 from tinychat.tools.toolbox import LIMIT, Toolbox
 
 ROUNDS = 20  # answers in a row that may call tools before the user is asked to go on
-REPEATS = 3  # answers in a row that may make one and the same call
-ALREADY = "The same result as before. Do not call for it again: answer the user in words, or make another call."
+REPEATS = 3  # answers in a row that make one and the same call; the next one is asked for without tools
+ALREADY = "Already called; this is its result:\n{}\nAnswer the question with it now."
 LEAST, LETTERS_PER_TOKEN = 1000, 3
 
 
@@ -48,14 +48,19 @@ def result_of(call: Call, before: Sequence[Turn], toolbox: Toolbox, context: Cal
     if call.note:
         return Result(f"error: this call could not be read: {call.note}. It was not run. Write it again.", "failed")
     if before and before[0].stop_reason == "done":
-        return Result(f"{before[0].text}\n{ALREADY}")
+        return Result(ALREADY.format(before[0].text))
     return toolbox.call(call.name, call.arguments, context, limit)
 
 
 def stuck(conversation: Conversation) -> str:
-    """The name of a tool that the last answer calls exactly as REPEATS - 1 answers before it have done, or ""."""
-    calls = conversation.pending
-    return next((call.name for call in calls if len(conversation.repeats(call)) >= REPEATS - 1), "")
+    """One line where the last answer makes the same call as REPEATS - 1 answers before it: the next one gets no tools,
+    or it would do so as well. "" where it does not."""
+    last = conversation.last_answer
+    calls = () if last is None else conversation.turns[last].calls
+    name = next((call.name for call in calls if len(conversation.repeats(call)) >= REPEATS - 1), "")
+    return (
+        f"{REPEATS} answers in a row made the same call of {name}; the next one is given without tools" if name else ""
+    )
 
 
 class Run:

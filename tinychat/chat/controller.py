@@ -33,7 +33,7 @@ from tinychat.backend.protocol import (
     Usage,
     reserve_for,
 )
-from tinychat.chat.calling import REPEATS, ROUNDS, Asked, Done, Run, is_object, room_for, stuck
+from tinychat.chat.calling import ROUNDS, Asked, Done, Run, is_object, room_for, stuck
 from tinychat.chat.changes import Asks, Change, Ended, Grew, ModelChanged, Notice, Overflow, Reset, SentBack
 from tinychat.chat.compacting import Summarising
 from tinychat.chat.conversation import Attachment, Conversation, Removed, Turn, summary_line
@@ -323,6 +323,13 @@ class Controller:
         self._idle("switch versions")
         left = self.conversation.turns[-1].id
         if self._show(self.conversation.switch(index, step)):
+            self._left.append(left)
+
+    def show(self, id: int) -> None:
+        """Shows turn `id`, a version that is beside the path, and what followed it."""
+        self._idle("show another version")
+        left = self.conversation.turns[-1].id
+        if self._show(self.conversation.show(id)):
             self._left.append(left)
 
     def undo(self) -> None:
@@ -671,11 +678,7 @@ class Controller:
         self._store()
         if reason == "repeated":
             self._changes.append(Notice(REPEATED))
-        if reason == "tool_calls" and (name := stuck(self.conversation)):
-            text = f"{REPEATS} answers in a row made the same call of {name}; /continue runs it"
-            self._changes.append(Notice(text, error=True))
-            self._measure()
-        elif reason == "tool_calls":
+        if reason == "tool_calls":
             self._call_next(r.round, {})
         elif reason == "context":
             c = self.conversation
@@ -730,7 +733,9 @@ class Controller:
             self._changes.append(Notice(f"{ROUNDS} answers in a row called tools; /continue lets it go on", error=True))
             self._measure()
         else:
-            self._start(self.conversation, index, round=round + 1)
+            if line := stuck(self.conversation):
+                self._changes.append(Notice(line))
+            self._start(self.conversation, index, round=round + 1, tool_choice="none" if line else "auto")
 
     def _poll_call(self, calling: Calling) -> None:
         for event in calling.run.events.poll():
@@ -841,6 +846,7 @@ class Controller:
         start: int,
         go_on: bool = False,
         round: int = 1,
+        tool_choice: Literal["auto", "none"] = "auto",
     ) -> None:
         """Asks for the answer of `conversation`, whose turns differ from the shown ones from `start` on."""
         if self.backend is None or not self.ready:
@@ -853,6 +859,7 @@ class Controller:
             seed=seed,
             overflow="oldest" if p.drop_oldest else "refuse",
             tools=self._offered(),
+            tool_choice=tool_choice,
             defaults=self.sampling_defaults,
         )
         watch = self._stop_repetition and not (go_on and last.stop_reason == "repeated")

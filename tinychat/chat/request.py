@@ -18,10 +18,11 @@ def request_for(
     seed: int = 0,
     overflow: Literal["refuse", "oldest"] = "refuse",
     tools: tuple[Mapping[str, Any], ...] = (),
+    tool_choice: Literal["auto", "none"] = "auto",
     defaults: Mapping[str, float] | None = None,
 ) -> Request:
-    """The request for the next answer of `conversation`, which may call `tools`; with `go_on`, for the continuation of
-    the last answer. `defaults` are the model's own for what the user has not set.
+    """The request for the next answer of `conversation`, which may call `tools` if `tool_choice` lets it; with `go_on`,
+    for the continuation of the last answer. `defaults` are the model's own for what the user has not set.
 
     An answer that a schema constrains calls no tools; a raw answer has no schema."""
     p = conversation.parameters
@@ -41,6 +42,7 @@ def request_for(
         continue_final=go_on,
         overflow=overflow,
         tools=() if form else tools,
+        tool_choice=tool_choice,
         response_format=form,
         conversation=conversation.id,
     )

@@ -42,6 +42,7 @@ class Settings:
     last_model: str = ""  # registry name, path or saved server that was loaded last; the chat writes it
     threads: int | None = None  # None = as many as the machine has cores
     theme: str = ""  # "" = tinychat's own
+    notify: str = "bell"  # when an answer is done that nobody looks at, or took long: off, bell, desktop
     experts: bool = False  # the heat strip of experts in the panel
     kv_cache_gb: float = 4.0  # most disk space for saved KV caches, 10^9 bytes; 0 = save none
     stop_repetition: bool = True  # of an answer that repeats one block of text without end
@@ -58,6 +59,7 @@ _KEYS: dict[str, tuple[tuple[type, ...], Callable[[Any], bool], str]] = {
     "last_model": ((str,), lambda v: True, "a string"),
     "threads": ((int,), lambda v: 1 <= v <= 1024, "a whole number from 1 to 1024"),
     "theme": ((str,), lambda v: True, "a string"),
+    "notify": ((str,), lambda v: v in ("off", "bell", "desktop"), '"off", "bell" or "desktop"'),
     "experts": ((bool,), lambda v: True, "true or false"),
     "stop_repetition": ((bool,), lambda v: True, "true or false"),
     "titles": ((bool,), lambda v: True, "true or false"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tinychat.backend.address import Server
 from tinychat.chat import servers
 from tinychat.commands.loading import CONTEXT, loaded, obtain, settings_of_user
-from tinychat.console import Bar, grid, show, show_json
+from tinychat.console import Bar, grid, say, show, show_json
 from tinychat.errors import TinychatError
 from tinychat.models.registry import resolve
 
@@ -29,6 +29,7 @@ def bench(
     device: str | None,
     threads: int | None,
     speculate: Speculate,
+    accept: float | None,
     server: str | None,
     server_model: str | None,
     key_file: str | None,
@@ -49,12 +50,22 @@ def bench(
     assert text is not None, "cli refuses it"
     model = resolve(text, own.models)
     context = n_prompt + n_gen if n_prompt + n_gen > CONTEXT else None
-    with loaded(model, own, context, device=device, threads=threads) as engine:
+    kinds = speculate if accept is None else speculate or "auto"
+    with loaded(model, own, context, device=device, threads=threads, speculate=kinds) as engine:
         with Bar() as bar:
             result = bench.run(
-                engine, n_prompt, n_gen, report=bar.stage, name=model.name, speculate=speculate, wait=wait
+                engine,
+                n_prompt,
+                n_gen,
+                report=bar.stage,
+                name=model.name,
+                speculate=speculate,
+                accept=accept,
+                wait=wait,
             )
         show_json(result.as_dict()) if as_json else show(tables.model_table([result]))
+        if accept is not None:
+            say(tables.synthetic_line(result, engine.plan.mtp is not None))
         log.save(result)
 
 

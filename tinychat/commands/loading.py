@@ -21,6 +21,7 @@ from tinychat.models.sources import scheme_of
 if TYPE_CHECKING:
     from tinychat.chat.settings import Settings
     from tinychat.engine import Engine
+    from tinychat.engine.speculation import Speculate
 
 CONTEXT = 4096  # tokens; the context for which the memory check before a download computes the KV cache
 
@@ -58,10 +59,16 @@ def obtain(model: Model, *, anyway: bool = False) -> Path:
 
 @contextlib.contextmanager
 def loaded(
-    model: Model, own: Settings, context: int | None = None, *, device: str | None, threads: int | None
+    model: Model,
+    own: Settings,
+    context: int | None = None,
+    *,
+    device: str | None,
+    threads: int | None,
+    speculate: Speculate = 0,
 ) -> Iterator[Engine]:
     """The engine with `model`, which is downloaded if missing; closes it on exit. `context`: tokens (None: the engine's
-    default)."""
+    default); `speculate`: as Engine.load, by default single steps, which is what is measured."""
     path = obtain(model)
     with Bar() as bar:
         bar.stage("loading the engine", 0.0)
@@ -73,6 +80,7 @@ def loaded(
             device=device,
             threads=threads or own.threads,
             preset=model.preset,
+            speculate=speculate,
             progress=bar.stage,
         )
     say_notes(filter(None, (*engine.notes, engine.chat.fallback)))

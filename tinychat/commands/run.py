@@ -10,16 +10,18 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tinychat.chat import servers
-from tinychat.chat.calling import REPEATS, ROUNDS, Written, result_of, stuck
+from tinychat.chat.calling import ROUNDS, Written, result_of, stuck
+from tinychat.chat.controller import KEPT_STATS
 from tinychat.chat.conversation import Attachment, Call, Conversation, Turn
 from tinychat.chat.parameters import Parameters
-from tinychat.chat.schema import read_schema, response_format
+from tinychat.chat.request import request_for
+from tinychat.chat.schema import read_schema
 from tinychat.commands.loading import obtain, prompt_text, settings_of_user
 from tinychat.console import Bar, say, say_notes, show_json
 from tinychat.errors import TinychatError, printable
@@ -56,25 +58,36 @@ def run(
     tools: str | None,
     mcp_file: str | None,
     schema: str | None,
+    conversation: str | None,
     **given: str | float | None,
 ) -> None:
     """Writes the answer to stdout, and before it the answers that call tools; thinking goes to stderr if stderr is a
     terminal.
 
-    `given`: parameters of the chat (temperature, system, ...); the settings replace those that are None. With
-    `as_json` nothing is painted while the answer is generated, so `painting_s` is 0.
+    `given`: parameters of the chat (temperature, system, ...); those of the conversation replace those that are None,
+    else the settings. `conversation` names one of the history to continue, or to begin; it keeps the question, the
+    answers and what was `given`. With `as_json` nothing is painted while the answer is generated, so `painting_s` is 0.
     """
     if raw and (tools is not None or mcp_file is not None):
         raise TinychatError("tools need the chat template; --tools and --mcp cannot be used with --raw")
     if schema is not None and (raw or tools is not None or mcp_file is not None):
         other = "--raw" if raw else "--tools and --mcp: such an answer calls none"
         raise TinychatError(f"--schema cannot be used with {other}")
-    form = None if schema is None else response_format(read_schema(expand(schema)))
+    form: Mapping[str, Any] | None = None if schema is None else read_schema(expand(schema))
     mcp = McpServers(() if mcp_file is None else _configs(expand(mcp_file)))
     toolbox, permissions = _toolbox(tools, mcp), Permissions.of_user()
-    question = _question(prompt, files)
+    question = replace(_question(prompt, files), raw=raw)
     own = settings_of_user()
-    chosen = _parameters(own.parameters, given)
+    kept, talk = None, Conversation(parameters=own.parameters)
+    if conversation is not None:
+        from tinychat.commands.kept import KeptConversation
+
+        kept = KeptConversation(conversation, own.parameters)
+        talk = kept.conversation
+    chosen = _parameters(talk.parameters, given)
+    talk = replace(talk, parameters=replace(chosen, schema=form or chosen.schema)).settled().add(question)
+    form = talk.parameters.schema
+    seed = secrets.randbits(32) if chosen.seed is None else chosen.seed
     backend: Backend
     defaults: Mapping[str, float]
     if server is not None:
@@ -87,39 +100,37 @@ def run(
         assert text is not None, "cli refuses it"
         model = resolve(text, own.models)
         options = {"device": device, "threads": threads or own.threads, "speculate": speculate}
-        backend, name = _local(model, question, chosen, options), model.name
+        backend, name = _local(model, talk, options), model.name
         defaults = backend.info.sampling or sampling_of(model.name)
-    from tinychat.backend.protocol import Request
-
+    talk = replace(talk, model=name)
     if toolbox is not None and not backend.info.can.tools:
         raise TinychatError("what answers here cannot call tools; leave out --tools and --mcp")
-    asked = () if raw else _messages(chosen.system, question)
-    request = Request(
-        messages=asked,
-        raw=question if raw else None,
-        sampling=chosen.sampling_of(defaults),
-        max_tokens=chosen.max_tokens,
-        thinking=think,
-        response_format=form,
-    )
-    shown, called, talk = _Printer(quiet=as_json), list[dict[str, object]](), Conversation()
+    shown, called = _Printer(quiet=as_json), list[dict[str, object]]()
     with closing(backend), closing(mcp):
         for status in _started(mcp):
             say(f"the MCP server {status.config.name} cannot be used: {status.why}")
-        if toolbox is not None:
-            request = replace(request, tools=toolbox.definitions)
         say_notes(backend.info.notes)
-        said = _answer(backend, request, shown)
-        for round in range(1, ROUNDS + 1):
-            if toolbox is None or not said.calls:
-                break
-            talk = talk.add(Turn("assistant", said.text["answer"], said.text["thinking"], calls=said.calls))
-            if repeated := stuck(talk):
-                say(f"{REPEATS} answers in a row made the same call of {repeated}; it was not run again")
+        tools_offered = toolbox.definitions if toolbox is not None else ()
+        choice: Literal["auto", "none"] = "auto"
+        for round in range(1, ROUNDS + 2):
+            drop: Literal["oldest", "refuse"] = "oldest" if chosen.drop_oldest else "refuse"
+            request = request_for(
+                talk, seed=seed, overflow=drop, tools=tools_offered, tool_choice=choice, defaults=defaults
+            )
+            said = _Said()
+            try:
+                _answer(backend, replace(request, thinking=think), shown, said)
+            finally:
+                talk = talk.add(said.turn(seed))
+                if kept is not None:
+                    kept.save(talk)
+            if toolbox is None or not said.calls or round > ROUNDS:
                 break
             talk = _call(toolbox, permissions, talk, round, called, as_json)
-            request = replace(request, messages=(*asked, *talk.messages()), cancel=threading.Event())
-            said = _answer(backend, request, shown)
+            if line := stuck(talk):
+                say(line)
+            choice = "none" if line else "auto"
+    assert said.finished is not None, "or it has raised"
     finished = said.finished
     stats = finished.stats
     if as_json:
@@ -131,7 +142,7 @@ def run(
                 "token_ids": said.ids,
                 "calls": called,
                 "stop_reason": finished.reason,
-                "seed": chosen.seed,
+                "seed": seed,
                 "device": backend.info.device,
                 "threads": backend.info.threads,
                 **stats.as_dict(),
@@ -147,27 +158,38 @@ def run(
         raise TinychatError(f"the answer ended ({finished.reason}) before its JSON did")
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Said:
-    """A complete answer and the tool calls at its end."""
+    """An answer, as far as it came, and the tool calls at its end."""
 
-    finished: Finished
-    text: dict[str, str]
-    ids: list[int]
-    calls: tuple[Call, ...]
+    finished: Finished | None = None
+    text: dict[str, str] = field(default_factory=lambda: {"answer": "", "thinking": ""})
+    ids: list[int] = field(default_factory=list)
+    calls: tuple[Call, ...] = ()
+
+    def turn(self, seed: int) -> Turn:
+        kept = {k: getattr(self.finished.stats, k) for k in KEPT_STATS} if self.finished else {}
+        return Turn(
+            "assistant",
+            self.text["answer"],
+            self.text["thinking"],
+            stop_reason=self.finished.reason if self.finished else "stopped",
+            stats={**kept, "generated_tokens": len(self.ids), "seed": seed},
+            calls=self.calls,
+        )
 
 
-def _answer(backend: Backend, request: Request, shown: _Printer) -> _Said:
-    """Shows one answer while it is generated. Raises TinychatError."""
+def _answer(backend: Backend, request: Request, shown: _Printer, said: _Said) -> None:
+    """Shows one answer while it is generated, and puts it into `said`. Raises TinychatError."""
     from tinychat.backend.protocol import DoesNotFit, Failed, Finished, Piece, ToolCall
 
-    text, ids, written = {"answer": "", "thinking": ""}, list[int](), Written()
+    written = Written()
     try:
         for event in backend.answer(request):
             match event:
                 case Piece():
-                    text[event.kind] += event.text
-                    ids += [t.id for t in event.tokens]
+                    said.text[event.kind] += event.text
+                    said.ids += [t.id for t in event.tokens]
                     shown.add(event.text, event.kind)
                 case ToolCall():
                     written.take(event)
@@ -176,14 +198,14 @@ def _answer(backend: Backend, request: Request, shown: _Printer) -> _Said:
                 case Failed():
                     raise TinychatError(event.message)
                 case Finished():
-                    finished = event
+                    said.finished = event
     finally:
         request.cancel.set()
         shown.end()
-    calls = written.made(finished.reason) if finished.reason in ("eos", "tool_calls") else ()
+    if said.finished is not None and said.finished.reason in ("eos", "tool_calls"):
+        said.calls = written.made(said.finished.reason)
     if written.note:
         say(f"a call could not be read: {written.note}")
-    return _Said(finished, text, ids, calls)
 
 
 def _toolbox(folder: str | None, mcp: McpServers) -> Toolbox | None:
@@ -224,7 +246,8 @@ def _call(
         called.append({**made, "result": result.text, "state": result.state, "seconds": spent})
         if not quiet:
             say(f"▸ {call.name} {call.arguments[:200]} · {result.state} · {spent:.2f} s")
-        talk = talk.add(Turn("tool", result.text, call_id=call.id, stop_reason=result.state))
+        stats = {"seconds": spent}
+        talk = talk.add(Turn("tool", result.text, call_id=call.id, stop_reason=result.state, stats=stats))
     return talk
 
 
@@ -244,9 +267,10 @@ def _ask(permissions: Permissions, question: Question) -> None:
     permissions.remember(question, answer, "run")
 
 
-def _local(model: Model, question: str, chosen: Parameters, options: dict[str, Any]) -> Backend:
-    """The model on this machine, with a context that the question fits."""
-    context = chosen.context or _needed_context(model, question, chosen.max_tokens)
+def _local(model: Model, talk: Conversation, options: dict[str, Any]) -> Backend:
+    """The model on this machine, with a context that the conversation fits."""
+    p, text = talk.parameters, "\n".join(turn.content for turn in talk.sent)
+    context = p.context or _needed_context(model, text, p.max_tokens)
     path = obtain(model)
     with Bar() as bar:
         bar.stage("loading the engine", 0.0)
@@ -255,18 +279,14 @@ def _local(model: Model, question: str, chosen: Parameters, options: dict[str, A
         return LocalBackend.open(path, max_context=context, preset=model.preset, progress=bar.stage, **options)
 
 
-def _messages(system: str, question: str) -> tuple[dict[str, str], ...]:
-    return (*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": question})
-
-
-def _question(prompt: str, files: Sequence[str]) -> str:
+def _question(prompt: str, files: Sequence[str]) -> Turn:
     """The prompt with its attachments: `files`, and the text of stdin where stdin is a pipe or a file."""
     from tinychat.chat.attach import read
 
     attached = [read(expand(name), name) for name in files]
     if prompt != "-" and _stdin_has_text() and (text := sys.stdin.buffer.read().decode("utf-8", "replace")).strip():
         attached.append(Attachment("stdin", text))
-    return Turn("user", prompt_text(prompt), files=tuple(attached)).content
+    return Turn("user", prompt_text(prompt), files=tuple(attached))
 
 
 def _stdin_has_text() -> bool:
@@ -279,13 +299,11 @@ def _stdin_has_text() -> bool:
 
 
 def _parameters(own: Parameters, given: dict[str, str | float | None]) -> Parameters:
-    """The settings' parameters, replaced by those in `given` that are not None; a missing seed is drawn at random."""
+    """`own`, replaced by those in `given` that are not None."""
     values = {k: v for k, v in given.items() if v is not None}
     mine = {k: values.pop(k) for k in [*values] if k in ("seed", "max_tokens", "context", "system")}
     said = own.chosen | values.keys()
-    chosen = replace(own, sampling=replace(own.sampling, **values), chosen=said, **mine)  # type: ignore[arg-type]
-    seed = secrets.randbits(32) if chosen.seed is None else chosen.seed
-    return replace(chosen, seed=seed, sampling=replace(chosen.sampling, seed=seed))
+    return replace(own, sampling=replace(own.sampling, **values), chosen=said, **mine)  # type: ignore[arg-type]
 
 
 def _too_long(event: DoesNotFit) -> str:

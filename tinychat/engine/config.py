@@ -34,6 +34,7 @@ class Architecture:
     mla: bool = False
     scales: bool = False
     expert_keys: bool = False
+    mtp: bool = False  # a block behind the last layer is multi-token prediction, as of DeepSeek-V3
     gating: Gating = "softmax"
     ffn_norm: str = "ffn_norm"
     post_norms: bool = False
@@ -53,7 +54,7 @@ class Architecture:
     gated: bool = False  # attention has a gate, and so has the shared expert
 
 
-_DEEPSEEK = Architecture("norm", mla=True, expert_keys=True)
+_DEEPSEEK = Architecture("norm", mla=True, expert_keys=True, mtp=True)
 _QWEN35 = Architecture(
     "neox",
     qk_norm="head",
@@ -80,6 +81,7 @@ ARCHITECTURES = {
         qk_norm="head",
         qk_norm_optional=True,
         expert_keys=True,
+        mtp=True,
         gating="sigmoid",
         ffn_norm="post_attention_norm",
     ),

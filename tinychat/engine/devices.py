@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 from tinychat.engine import snapshots
-from tinychat.engine.fit import fit
+from tinychat.engine.fit import fit, weight_bytes
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import SLOW, TinychatError
 from tinychat.kernels.cpu.compiler import NoCompiler, tinygrad_cc
@@ -16,6 +17,8 @@ from tinychat.kernels.ops import Plan
 
 _WAY_OUT = "this runs on plain tinygrad, some 40 times slower than the CPU kernels; {}"
 _REINSTALL = "the compiler that tinychat brings does not work, install it again: pip install --force-reinstall ziglang"
+
+NO_MTP = "the model's multi-token prediction is not used: the CUDA executor does not run it yet"
 
 DEVICES: tuple[ExecutorKind, ...] = ("cuda", "cpu", "reference")
 OnProgress = Callable[[str, float], None]
@@ -40,11 +43,13 @@ def make_executor(
         try:
             if name != "cuda":  # the CUDA executor checks the memory of its GPU
                 states = snapshots.memory(plan)
-                needs = fit(gguf.nbytes, plan.kv_bytes_per_token, max_context, state_bytes=states)
+                needs = fit(weight_bytes(gguf, plan), plan.kv_bytes_per_token, max_context, state_bytes=states)
                 if needs.verdict == "does not fit":  # raised before anything large is allocated
                     raise TinychatError(f"not enough memory: {needs.explanation}; take a smaller quant or context")
-            executor = _MAKERS[name](plan, gguf, max_context, threads, progress)
-            return executor, notes + [SLOW + way_out] * (name == "reference" and not device)
+            unused = [NO_MTP] * (name == "cuda" and plan.mtp is not None)
+            chosen = replace(plan, mtp=None) if unused else plan
+            executor = _MAKERS[name](chosen, gguf, max_context, threads, progress)
+            return executor, notes + unused + [SLOW + way_out] * (name == "reference" and not device)
         except TinychatError as e:
             if device or name == "reference":
                 raise

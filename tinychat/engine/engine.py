@@ -22,11 +22,12 @@ from tinychat.engine.config import ModelConfig
 from tinychat.engine.devices import OnProgress, has_cuda, make_executor
 from tinychat.engine.drafts import common_prefix
 from tinychat.engine.expert_use import RecentExperts
-from tinychat.engine.fit import fit
+from tinychat.engine.fit import fit, weight_bytes
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.grammar import Grammar, Matcher, Vocabulary, behind_thinking, calls_grammar
 from tinychat.engine.kvstore import LEAST, CacheBlock, KVStore, Reason
 from tinychat.engine.memory_limit import limit_of
+from tinychat.engine.mtp import with_mtp
 from tinychat.engine.plan import build_plan
 from tinychat.engine.prompt import Chat
 from tinychat.engine.sampling_defaults import sampling_defaults
@@ -53,8 +54,8 @@ class Token(NamedTuple):
     """One generated token. `id` is None for text released without a new token (the end of a held-back piece).
 
     `text` is what became visible, maybe empty; of a call, more of its arguments, and `call` says of which one.
-    `logprob` is under softmax of the model's logits. `source` "text": a draft that was accepted; "grammar": the only
-    token that was allowed, not chosen by the model.
+    `logprob` is under softmax of the model's logits. `source` "text", "mtp": a draft that was accepted; "grammar": the
+    only token that was allowed, not chosen by the model.
     """
 
     id: int | None
@@ -99,6 +100,7 @@ class Prepared:
     tokenizer: Tokenizer
     chat: Chat
     max_context: int
+    speculate: Speculate
     notes: tuple[str, ...]  # one line each, for the user
     seconds: float  # that preparing took
 
@@ -108,31 +110,33 @@ class Prepared:
         device: str | None = None,
         threads: int | None = None,
         store: KVStore | None = None,
-        speculate: Speculate = "auto",
         progress: OnProgress | None = None,
     ) -> Engine:
         """The engine, with its weights where they are needed. Raises TinychatError."""
         started, report = time.perf_counter(), progress or _silent
         report("loading weights", 0.0)
         executor, notes = make_executor(self.plan, self.gguf, self.max_context, device, threads, report)
-        info = _describe(self.gguf, self.config, self.plan, executor, self.max_context)
+        info = _describe(self.gguf, self.config, executor, self.max_context)
         load_s = self.seconds + time.perf_counter() - started
-        return Engine(
-            info, self.tokenizer, self.chat, self.plan, executor, [*self.notes, *notes], load_s, store, speculate
-        )
+        return Engine(info, self.tokenizer, self.chat, executor, [*self.notes, *notes], load_s, store, self.speculate)
 
     def check_memory(self, device: str | None, freed: int) -> None:
         """Raises TinychatError when weights and KV cache need more than the available memory and `freed` bytes, those
         of a model that is unloaded first. A GPU's memory is checked by its executor, after the unloading."""
         if device != "cuda" and not has_cuda() and (available := available_memory()):
-            room, states = available + freed, snapshots.memory(self.plan)
-            needs = fit(self.gguf.nbytes, self.plan.kv_bytes_per_token, self.max_context, room, states)
+            weights, rows = weight_bytes(self.gguf, self.plan), self.plan.kv_bytes_per_token
+            needs = fit(weights, rows, self.max_context, available + freed, snapshots.memory(self.plan))
             if needs.verdict == "does not fit":
                 raise TinychatError(f"not enough memory: {needs.explanation}; take a smaller quant or context")
 
 
 def prepare(
-    path: str | Path, *, max_context: int | None = None, preset: str | None = None, progress: OnProgress | None = None
+    path: str | Path,
+    *,
+    max_context: int | None = None,
+    preset: str | None = None,
+    speculate: Speculate = "auto",
+    progress: OnProgress | None = None,
 ) -> Prepared:
     """Reads and checks header, plan, tokenizer and chat template; the parameters are those of Engine.load. Raises
     TinychatError."""
@@ -140,10 +144,14 @@ def prepare(
     report("reading the header", 0.0)
     gguf = GGUF.open(path)
     config = ModelConfig.from_gguf(gguf)
-    plan = build_plan(gguf, config)
+    notes, plan = [], build_plan(gguf, config)
+    if speculate:
+        try:
+            gguf, plan = with_mtp(gguf, config)
+        except TinychatError as e:
+            notes.append(f"the model's multi-token prediction is not used: {e}")
     if max_context is None:
         max_context = min(DEFAULT_CONTEXT, config.context)
-    notes = []
     if max_context > config.context:  # as a default of the user's settings may be for a small model
         notes.append(
             f"the context is {config.context:,} tokens, not {max_context:,}: the model was trained for no more"
@@ -160,7 +168,8 @@ def prepare(
             f"the tokenizer has {tokenizer.n_vocab:,} tokens, token_embd.weight only {config.vocab:,} rows"
         )
     chat = Chat(gguf.metadata, tokenizer, preset=preset)
-    return Prepared(gguf, config, plan, tokenizer, chat, max_context, tuple(notes), time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    return Prepared(gguf, config, plan, tokenizer, chat, max_context, speculate, tuple(notes), seconds)
 
 
 def _silent(stage: str, fraction: float) -> None:
@@ -175,14 +184,14 @@ class Engine:
         info: EngineInfo,
         tokenizer: Tokenizer,
         chat: Chat,
-        plan: Plan,
         executor: MeasurableExecutor,
         notes: list[str],
         load_s: float,
         store: KVStore | None,
         speculate: Speculate = "auto",
     ) -> None:
-        self.info, self.tokenizer, self.chat, self.plan, self.executor = info, tokenizer, chat, plan, executor
+        self.info, self.tokenizer, self.chat, self.executor = info, tokenizer, chat, executor
+        self.plan = plan = executor.plan
         self.store = store
         self.notes = notes  # one-line remarks for the user: a slower device, a template that failed
         self.stop_reason: EngineStopReason = "stopped"
@@ -220,11 +229,11 @@ class Engine:
 
         `max_context` in tokens (default: 4096), at most what the model was trained for; `device`: None (the best
         that works), "cuda", "cpu" or "reference"; `preset` forces a chat format; `store` is where saved KV caches are
-        looked for; `speculate`: how many drafts a decode step verifies. Raises TinychatError.
+        looked for; `speculate`: how many drafts a decode step verifies. Unless that is 0, the model's multi-token
+        prediction is loaded too, from its own file or from mtp-NAME.gguf beside it. Raises TinychatError.
         """
-        return prepare(path, max_context=max_context, preset=preset, progress=progress).load(
-            device=device, threads=threads, store=store, speculate=speculate, progress=progress
-        )
+        prepared = prepare(path, max_context=max_context, preset=preset, speculate=speculate, progress=progress)
+        return prepared.load(device=device, threads=threads, store=store, progress=progress)
 
     def generate(
         self,
@@ -252,6 +261,7 @@ class Engine:
         self.stop_reason = "stopped"
         s, started = self.stats, time.perf_counter() if asked is None else asked
         s.generated_tokens = s.decode_steps = s.drafted_tokens = s.accepted_tokens = s.forced_tokens = 0
+        s.mtp_drafted_tokens = s.mtp_accepted_tokens = 0
         s.wait_s = s.ttft_s = s.decode_s = s.decode_tok_s = s.last_tok_s = s.gb_s = s.limit_share = 0.0
         s.speculation_gain = 0.0
         s.first_token_s = s.token_s = s.sampling_s = s.detokenise_s = 0.0
@@ -364,6 +374,7 @@ class Engine:
         """
         if not self.store or not self.session.tokens:
             return False
+        self.session.complete()
         cost = self.store.save(
             self.info.fingerprint,
             self._layout,
@@ -382,6 +393,7 @@ class Engine:
     def cache_kept(self) -> Iterator[None]:
         """Around what uses the KV cache for something else: afterwards it holds what it held before."""
         s, executor = self.session, self.executor
+        s.complete()
         kept, state = (s.tokens, s.state_at, s.snapshots), executor.read_state()
         rows = executor.read_cache(0, len(s.tokens)) if s.tokens else b""
         s.tokens, s.state_at, s.snapshots = [], 0, Snapshots(snapshots.kept(self.plan))
@@ -391,6 +403,8 @@ class Engine:
             s.tokens, s.state_at, s.snapshots = kept
             if s.tokens:
                 executor.write_cache(rows, 0, len(s.tokens))
+            if s.mtp:
+                s.mtp.rows = len(s.tokens)
             executor.write_state(state)
 
     @contextmanager
@@ -420,7 +434,7 @@ class Engine:
             self.session.cut(held)
             for block, rows in self.store.read(saved, beyond=held):
                 self._write_block(block, rows, saved.usable)
-            del self.session.tokens[saved.usable :]
+            self.session.cut(saved.usable)
             self.stats.restored_rows = len(self.session.tokens) - held
         self.stats.restore_s = time.perf_counter() - started
 
@@ -446,7 +460,7 @@ class Engine:
                 self.session.snapshots.add(end, data[size:])
             data = data[_ROWS.size : size]
         self.executor.write_cache(data, block.first, n)
-        self.session.tokens[block.first :] = block.tokens
+        self.session.restored(block.first, block.tokens)
 
     @property
     def tokens(self) -> list[int]:
@@ -500,9 +514,8 @@ class _Clock:
         s.limit_share = s.gb_s / s.limit_gb_s if s.limit_gb_s else 0.0
 
 
-def _describe(
-    gguf: GGUF, config: ModelConfig, plan: Plan, executor: MeasurableExecutor, max_context: int
-) -> EngineInfo:
+def _describe(gguf: GGUF, config: ModelConfig, executor: MeasurableExecutor, max_context: int) -> EngineInfo:
+    plan = executor.plan
     used = {w.tensor for op in plan.ops for w in weights_of(op)}
     parameters = sum(math.prod(gguf.tensors[name].shape) for name in used)
     idle = 0

@@ -13,6 +13,7 @@ from tinychat.engine.config import ModelConfig
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.plan import build_plan
 from tinychat.engine.stats import OVERHEAD, available_memory
+from tinychat.kernels.ops import Plan
 
 COMFORT = 0.85  # of the available memory: above it, other programs start to swap
 
@@ -51,4 +52,9 @@ def sizes(path: Path) -> tuple[int, int]:
     TinychatError."""
     header = GGUF.open(path)
     plan = build_plan(header, ModelConfig.from_gguf(header))
-    return sum(t.nbytes for t in header.tensors.values()) + snapshots.memory(plan), plan.kv_bytes_per_token
+    return weight_bytes(header, plan) + snapshots.memory(plan), plan.kv_bytes_per_token
+
+
+def weight_bytes(header: GGUF, plan: Plan) -> int:
+    """Bytes of the tensors that `plan` uses; those of a block of multi-token prediction only where it runs it."""
+    return sum(header.tensors[name].nbytes for name in {w.tensor for w in plan.weights})

@@ -11,7 +11,7 @@ import math
 import mmap
 import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +145,7 @@ class GGUF:
         tensors: dict[str, TensorInfo],
     ) -> None:
         self.path, self.paths, self.metadata, self.tensors, self._maps = path, paths, metadata, tensors, maps
+        self._own = len(maps)  # parts of the model itself; those behind them are of joined files
 
     @classmethod
     def open(cls, path: str | Path) -> GGUF:
@@ -169,6 +170,14 @@ class GGUF:
                 )
         return cls(path, paths, maps, metadata, tensors)
 
+    def joined(self, other: GGUF, prefix: str) -> GGUF:
+        """This model with the tensors of `other` whose names begin with `prefix`."""
+        parts = len(self._maps)
+        more = {name: replace(t, part=parts + t.part) for name, t in other.tensors.items() if name.startswith(prefix)}
+        both = GGUF(self.path, self.paths + other.paths, self._maps + other._maps, self.metadata, self.tensors | more)
+        both._own = self._own
+        return both
+
     def raw(self, name: str) -> np.ndarray:
         """The packed bytes of tensor `name`: uint8 (nbytes,), a view of the mapped file."""
         t = self.tensors[name]
@@ -185,19 +194,19 @@ class GGUF:
 
     def fingerprint(self) -> str:
         """Identifies the model without reading the whole file: SHA-256 of the header, the size and a few bytes of every
-        tensor."""
+        tensor. A file that was joined changes nothing."""
         end = min((t.offset for t in self.tensors.values() if t.part == 0), default=len(self._maps[0]))
         digest = hashlib.sha256(self._maps[0][:end])  # of a part without tensors: all of it
         digest.update(str(self.nbytes).encode())
-        for t in self.tensors.values():
+        for t in (t for t in self.tensors.values() if t.part < self._own):
             middle = t.offset + t.nbytes // 2
             digest.update(self._maps[t.part][middle : middle + 64])
         return digest.hexdigest()
 
     @property
     def nbytes(self) -> int:
-        """Size of all files, bytes."""
-        return sum(len(m) for m in self._maps)
+        """Size of the model's own files, bytes."""
+        return sum(len(m) for m in self._maps[: self._own])
 
 
 def _split_paths(path: Path, count: int) -> list[Path]:

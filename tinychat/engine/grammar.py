@@ -56,21 +56,32 @@ def behind_thinking(grammar: Grammar, closing: int) -> Grammar:
     return Grammar(grammar.source.replace("start:", front, 1), grammar.name)
 
 
-class Vocabulary:
-    """A model's tokens in llguidance's form. `size`: logits per step, at least the number of the tokenizer's tokens."""
+class _Tokens:
+    """A tokenizer as llguidance.TokenizerWrapper takes it."""
 
-    def __init__(self, tokenizer: Tokenizer, size: int) -> None:
-        self.tokenizer, self.size = tokenizer, size
-        self.stop_ids = sorted(tokenizer.stop_ids)
-        if not self.stop_ids:
-            raise TinychatError("this model has no token that ends an answer; it cannot be held to a grammar")
-        self.eos_token_id, self.bos_token_id = self.stop_ids[0], tokenizer.bos_id
+    def __init__(self, tokenizer: Tokenizer, stop_id: int) -> None:
+        self.tokenizer, self.eos_token_id, self.bos_token_id = tokenizer, stop_id, tokenizer.bos_id
         self.tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.n_vocab)]
         self.special_token_ids = sorted({i for text, i in tokenizer.marks if not text.isspace()})
-        self.ll = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self), n_vocab=size, eos_token=self.stop_ids)
 
     def __call__(self, text: bytes | str) -> list[int]:
         return self.tokenizer.encode(text if isinstance(text, str) else text.decode())
+
+
+class Vocabulary:
+    """A model's tokens in llguidance's form. `size`: logits per step, at least the number of the tokenizer's tokens.
+
+    `ll` holds _Tokens in memory of Rust, which Python's garbage collector does not see: nothing of _Tokens may lead
+    back to `ll`, or neither is ever freed.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, size: int) -> None:
+        stop_ids = sorted(tokenizer.stop_ids)
+        if not stop_ids:
+            raise TinychatError("this model has no token that ends an answer; it cannot be held to a grammar")
+        self.stop_id = stop_ids[0]
+        wrapper = llguidance.TokenizerWrapper(_Tokens(tokenizer, self.stop_id))
+        self.ll = llguidance.LLTokenizer(wrapper, n_vocab=size, eos_token=stop_ids)
 
 
 class Matcher:
@@ -81,7 +92,7 @@ class Matcher:
         self._matcher = llguidance.LLMatcher(vocabulary.ll, grammar.source, log_level=0)
         if self._matcher.is_error():
             raise TinychatError(_explain(self._matcher.get_error(), grammar.name))
-        self._stop_id = vocabulary.eos_token_id
+        self._stop_id = vocabulary.stop_id
         self._name = grammar.name
         self._forced: list[int] = []
 

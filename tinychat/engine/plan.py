@@ -7,18 +7,19 @@ from dataclasses import replace
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from tinychat.engine.config import Heads, ModelConfig
+from tinychat.engine.config import ARCHITECTURES, Heads, ModelConfig
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError, printable
 from tinychat.kernels.blocks import GQA, MLA, Beside, DeltaRule, Dense, Experts, Gated, Layer, Router, Weight
-from tinychat.kernels.ops import Embed, Head, Plan
+from tinychat.kernels.ops import MTP, Embed, Head, Plan
 
 _IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.(nextn\..*|attn_rot_embd)")
 F32 = GGMLQuantizationType.F32
 
 
-def build_plan(gguf: GGUF, config: ModelConfig) -> Plan:
-    """The plan of `config` over the tensors of `gguf`.
+def build_plan(gguf: GGUF, config: ModelConfig, mtp: bool = False) -> Plan:
+    """The plan of `config` over the tensors of `gguf`, with `mtp` also of its block of multi-token prediction, where it
+    has one.
 
     Raises TinychatError for a missing tensor, a wrong shape, or a tensor that this architecture does not use (ignoring
     it would give wrong answers silently).
@@ -29,13 +30,36 @@ def build_plan(gguf: GGUF, config: ModelConfig) -> Plan:
     output = "output.weight" if "output.weight" in gguf.tensors else "token_embd.weight"
     norm = t.vector("output_norm.weight", config.dim)
     head = Head(norm, config.eps, t.matrix(output, config.vocab, config.dim), config.logit_scale, config.softcap)
+    predicts = _mtp(t, config, embed, head) if mtp and has_mtp(gguf, config) else None
     for name in gguf.tensors.keys() - t.used:
         block = re.match(r"blk\.(\d+)\.", name)
         if not _IGNORED.fullmatch(name) and not (block and int(block[1]) >= config.layers):
             raise TinychatError(
                 f"tensor {printable(name)} is not part of a {config.architecture} model as tinychat knows it"
             )
-    return Plan(embed, layers, head)
+    return Plan(embed, layers, head, predicts)
+
+
+def has_mtp(gguf: GGUF, config: ModelConfig) -> bool:
+    """Whether a block of multi-token prediction that tinychat knows is in the file."""
+    return ARCHITECTURES[config.architecture].mtp and f"blk.{config.layers}.nextn.eh_proj.weight" in gguf.tensors
+
+
+def _mtp(t: _Tensors, c: ModelConfig, embed: Embed, head: Head) -> MTP:
+    """The first of the blocks behind the last layer. llama.cpp, src/models/deepseek2.cpp (graph_mtp): what it has no
+    tensors of are the model's own norm, embedding and output."""
+    b = f"blk.{c.layers}.nextn."
+    own = {n: f"{b}{n}.weight" for n in ("embed_tokens", "shared_head_norm", "shared_head_head")}
+    own = {n: name for n, name in own.items() if name in t.gguf.tensors}
+    if "embed_tokens" in own:
+        embed = replace(embed, weight=t.matrix(own["embed_tokens"], c.vocab, c.dim))
+    if "shared_head_norm" in own:
+        head = replace(head, norm=t.vector(own["shared_head_norm"], c.dim))
+    if "shared_head_head" in own:
+        head = replace(head, weight=t.matrix(own["shared_head_head"], c.vocab, c.dim))
+    token_norm, hidden_norm = (t.vector(f"{b}{n}.weight", c.dim) for n in ("enorm", "hnorm"))
+    project = t.matrix(b + "eh_proj.weight", c.dim, 2 * c.dim)
+    return MTP(embed, token_norm, hidden_norm, c.eps, project, _layer(t, c, c.layers), head)
 
 
 def _layer(t: _Tensors, c: ModelConfig, i: int) -> Layer:

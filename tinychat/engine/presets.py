@@ -25,6 +25,7 @@ PRESETS = {
         "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
     ),
     "qwen2": _CHATML + _THINK_OFF,
+    "qwen35": _CHATML + "{{ '<think>\n' if add_generation_prompt and enable_thinking is true }}" + _THINK_OFF,
     "chatml": _CHATML,
     "glm4": (
         "[gMASK]<sop>{% for m in messages %}"
@@ -94,6 +95,6 @@ def find_preset(metadata: Mapping[str, Any], tokenizer: Tokenizer) -> str:
     pre, thinks = str(metadata.get("tokenizer.ggml.pre")), tokenizer.token_id(THINK[0]) is not None
     if pre in _BY_PRE:
         return _BY_PRE[pre]
-    if pre == "qwen2" and thinks:
-        return "qwen2"
+    if pre in ("qwen2", "qwen35") and thinks:
+        return pre
     return "chatml" if tokenizer.token_id("<|im_start|>") is not None else "plain"

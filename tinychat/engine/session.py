@@ -9,12 +9,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
 from tinychat.engine import snapshots
 from tinychat.engine.drafts import common_prefix
 from tinychat.engine.grammar import Matcher
+from tinychat.engine.mtp import Predictor
 from tinychat.engine.snapshots import Snapshots
 from tinychat.engine.speculation import Source, Speculate, Speculation
 from tinychat.engine.stats import Stats
@@ -38,6 +40,7 @@ class Session:
     ) -> None:
         self.executor, self.plan, self.max_context, self.stats = executor, plan, max_context, stats
         self.tokens: list[int] = []
+        self.mtp = Predictor(executor) if plan.mtp else None
         self.state_at = 0
         self.snapshots = Snapshots(snapshots.kept(plan))
         self.speculate(speculate)
@@ -76,6 +79,8 @@ class Session:
             self.state_at = end
             if end in places:
                 self.snapshots.add(end, self.executor.read_state())
+            if self.speculation.most:
+                self.complete()
             s.prefill_s, s.context_used = time.perf_counter() - started, len(self.tokens)
             s.prefilled_tokens = len(self.tokens) - reused
             s.prefill_tok_s = s.prefilled_tokens / s.prefill_s
@@ -99,16 +104,16 @@ class Session:
         while (room := self.max_context - len(self.tokens)) > 0:
             pos, forced = len(self.tokens), matcher.forced() if matcher else []
             drafts: list[int] = []
+            began = time.perf_counter()
             if forced:
                 steps = self._together(token, forced[:room])
             elif speculation.most:
-                drafts = speculation.drafts(room - 1)
+                drafts = speculation.drafts(room - 1, partial(self.mtp.draft, self.tokens, token) if self.mtp else None)
                 steps = self.executor.verify(token, drafts, pos, sampling, history, mask)
             else:
                 steps = self.executor.decode(token, pos, sampling, history, mask)
-            began = time.perf_counter()
             for i, (following, logprob) in enumerate(steps):
-                source: Source = "grammar" if forced else "text" if i and speculation.most else ""
+                source: Source = "grammar" if forced else speculation.source if i and drafts else ""
                 speculation.took(source, len(drafts), time.perf_counter() - began)
                 self.tokens.append(token)
                 self.state_at = max(self.state_at, len(self.tokens))
@@ -125,6 +130,17 @@ class Session:
                 began = time.perf_counter()
             steps.close()  # type: ignore[attr-defined]
 
+    def complete(self) -> None:
+        """Writes the cache rows of MTP that lack."""
+        if self.mtp:
+            self.mtp.follow(self.tokens)
+
+    def restored(self, first: int, ids: Sequence[int]) -> None:
+        """The cache holds rows of `ids` from position `first` on, which were read from a file; of MTP too."""
+        self.tokens[first:] = ids
+        if self.mtp and self.mtp.rows >= first:  # else rows in front of them lack, and it goes on there
+            self.mtp.rows = len(self.tokens)
+
     def _together(self, token: int, forced: Sequence[int]) -> Iterator[tuple[int, float]]:
         """Runs what is forced behind `token` in one go, all but the last."""
         self.executor.forward([token, *forced[:-1]], len(self.tokens))
@@ -138,6 +154,8 @@ class Session:
         self.snapshots.cut(n)
         if self.state_at > n:
             self.state_at = -1
+        if self.mtp:
+            self.mtp.rows = min(self.mtp.rows, n)
 
     def state(self, n: int) -> bytes:
         """The state behind the first `n` tokens; b"" where it is not known."""

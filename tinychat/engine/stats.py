@@ -26,8 +26,10 @@ class Stats:
     prefilled_tokens: int = 0
     generated_tokens: int = 0  # decode_steps + accepted_tokens + forced_tokens
     decode_steps: int = 0  # each gives a token of its own
-    drafted_tokens: int = 0  # of the text, verified in those steps
+    drafted_tokens: int = 0  # verified in those steps
     accepted_tokens: int = 0  # of the drafted ones
+    mtp_drafted_tokens: int = 0  # of the drafted ones, by the model's own block; the others by the text
+    mtp_accepted_tokens: int = 0
     forced_tokens: int = 0  # by a grammar, not chosen
     speculation_gain: float = 0.0  # the time that single steps would have taken, by decode's; 0: nothing was drafted
     # where the time goes, in order; sampling is part of decode, tokens come as they are decoded

@@ -90,10 +90,10 @@ class Temperature:
 @dataclass(frozen=True)
 class Cache:
     """A layer's part of one row of the KV cache, in values. A "kv" row is K and V of all kv heads; a "latent" row is
-    MLA's, stored as K, whose first kv_lora values are also V."""
+    MLA's, stored as K, whose first kv_lora values are also V; a "hidden" row is what MTP reads, stored as V."""
 
-    kind: Literal["kv", "latent"]
-    key_width: int
+    kind: Literal["kv", "latent", "hidden"]
+    key_width: int  # 0 for hidden
     value_width: int  # 0 for latent
 
     @property

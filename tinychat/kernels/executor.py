@@ -8,11 +8,14 @@ from typing import Literal, Protocol
 import numpy as np
 
 from tinychat.kernels.limits import Limits
+from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile
 from tinychat.kernels.sampling import Sampling
 
 ExecutorKind = Literal["cuda", "cpu", "reference"]
 
+
+Logits = Literal["none", "last", "all"]
 
 Mask = Callable[[], np.ndarray]
 """uint32 ((vocab + 31) // 32,): token i may come where bit i % 32 of word i // 32 is set."""
@@ -51,6 +54,9 @@ class Executor(Protocol):
 
     @property
     def limits(self) -> Limits: ...
+
+    @property
+    def plan(self) -> Plan: ...
 
     @property
     def threads(self) -> int:
@@ -92,14 +98,17 @@ class Executor(Protocol):
         """Seconds that choosing the last id of decode() took, as part of its step; 0.0 where it is not told apart."""
         ...
 
-    def forward(
-        self, ids: Sequence[int], pos: int, logits: Literal["none", "last", "all"] = "none"
-    ) -> np.ndarray | None:
+    def forward(self, ids: Sequence[int], pos: int, logits: Logits = "none", *, mtp: bool = False) -> np.ndarray | None:
         """Runs tokens `ids` at positions pos, pos+1, ... and stores their cache rows; any length >= 1 up to max_context
-        - pos.
+        - pos. With `mtp` it runs the plan's MTP instead of its layers: all positions before the last one have to be run
+        without it first.
 
         Returns None, or float32 logits (1, vocab) or (len(ids), vocab).
         """
+        ...
+
+    def draft(self, ids: Sequence[int], pos: int) -> int:
+        """Runs the plan's MTP on `ids` as forward() does; the id that it holds most likely behind the last one."""
         ...
 
     def decode(
@@ -171,20 +180,23 @@ class Executor(Protocol):
         ...
 
 
-def verify_singly(
-    executor: Executor,
-    token: int,
-    drafts: Sequence[int],
-    pos: int,
-    sampling: Sampling,
-    recent: Sequence[int],
-    mask: Mask | None = None,
-) -> Iterator[tuple[int, float]]:
-    """Executor.verify in single steps, for an executor that has no step of several tokens."""
-    for i, (following, logprob) in enumerate(executor.decode(token, pos, sampling, recent, mask)):
-        yield following, logprob
-        if i == len(drafts) or following != drafts[i]:
-            return
+class SingleSteps:
+    """Base of an executor that has no step of several tokens."""
+
+    def verify(
+        self: Executor,
+        token: int,
+        drafts: Sequence[int],
+        pos: int,
+        sampling: Sampling,
+        recent: Sequence[int],
+        mask: Mask | None = None,
+    ) -> Iterator[tuple[int, float]]:
+        """See Executor.verify: in steps of decode()."""
+        for i, (following, logprob) in enumerate(self.decode(token, pos, sampling, recent, mask)):
+            yield following, logprob
+            if i == len(drafts) or following != drafts[i]:
+                return
 
 
 class MeasurableExecutor(Executor, Protocol):

@@ -39,6 +39,7 @@ class Limits:
     gated_blocks: bool = True  # gated delta rules, attention with a gate, a scaled shared expert
     prefill_chunk: int = UNLIMITED  # tokens that run together
     verified: int = 1  # tokens of one step of Executor.verify; 1: more cost as much as single steps
+    mtp: bool = False  # it runs Plan.mtp
 
 
 def check(plan: Plan, limits: Limits, device: str, max_context: int) -> None:
@@ -57,7 +58,9 @@ def check_sampling(sampling: Sampling, limits: Limits) -> None:
 def _refusals(plan: Plan, limits: Limits, max_context: int) -> Iterator[str]:
     for w in plan.matrices:
         yield from _of_weight(w, limits)
-    for layer in plan.layers:
+    if plan.mtp and not limits.mtp:
+        yield "it has a block of multi-token prediction"
+    for layer in (*plan.layers, *([plan.mtp.layer] if plan.mtp else [])):
         if isinstance(layer.attention, GQA | MLA):
             kv_heads = layer.attention.kv_heads
             yield from _over("the number of heads", layer.attention.heads, limits.heads)

@@ -269,6 +269,47 @@ class Head:
     softcap: float = 0.0
 
 
+@dataclass(frozen=True)
+class MTP:
+    """Multi-token prediction: one more layer, which guesses the token behind the next one (DeepSeek-V3, arXiv
+    2412.19437, section 2.2).
+
+    With h(p) = RMSNorm(x) at position p, behind the last layer and with the gain of the plan's head, and h(-1) = 0:
+    x = project @ (RMSNorm(embedding of the token at p) ‖ RMSNorm(h(p - 1))), then `layer`, which has cache rows of its
+    own, then `head`: the largest logit is the draft of the token at p + 1.
+    """
+
+    embed: Embed
+    token_norm: Weight
+    hidden_norm: Weight
+    eps: float
+    project: Weight  # (dim, 2 * dim)
+    layer: Layer
+    head: Head
+
+
+@dataclass(frozen=True)
+class StoreHidden:
+    """Row `pos` of cache `layer` = RMSNorm(x): h of MTP."""
+
+    layer: int
+    norm: Weight
+    eps: float
+
+
+@dataclass(frozen=True)
+class Join:
+    """dst (T, 2 * dim) = RMSNorm(embed of each token) ‖ RMSNorm(row pos - 1 of cache `layer`), the row in front of the
+    first being 0: the input of MTP."""
+
+    layer: int
+    embed: Embed
+    token_norm: Weight
+    hidden_norm: Weight
+    eps: float
+    dst: str
+
+
 Op = (
     Embed
     | NormLinear
@@ -285,17 +326,21 @@ Op = (
     | Route
     | ExpertsUp
     | ExpertsDown
+    | StoreHidden
+    | Join
     | Head
 )
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One forward step. Layer i stores its cache rows in cache i."""
+    """One forward step. Layer i stores its cache rows in cache i; with `mtp`, its layer's cache and that of the hidden
+    rows are behind those."""
 
     embed: Embed
     layers: tuple[Layer, ...]
     head: Head
+    mtp: MTP | None = None
 
     @property
     def dim(self) -> int:
@@ -307,8 +352,11 @@ class Plan:
 
     @cached_property
     def caches(self) -> tuple[Cache, ...]:
-        """The cache of every layer; a layer without attention has rows of no values."""
-        return tuple(layer.attention.cache if layer.attention else Cache("kv", 0, 0) for layer in self.layers)
+        """The cache of every layer, and those of `mtp`; a layer without attention has rows of no values."""
+        layers, hidden = self.layers, tuple[Cache, ...]()
+        if self.mtp:
+            layers, hidden = (*layers, self.mtp.layer), (Cache("hidden", 0, self.dim),)
+        return (*(layer.attention.cache if layer.attention else Cache("kv", 0, 0) for layer in layers), *hidden)
 
     @cached_property
     def states(self) -> tuple[LayerState | None, ...]:
@@ -328,13 +376,26 @@ class Plan:
     @cached_property
     def ops(self) -> tuple[Op, ...]:
         """All ops of a step, in order of execution."""
-        return (self.embed, *chain.from_iterable(self.ops_of_layers), self.head)
+        hidden = [StoreHidden(len(self.layers) + 1, self.head.norm, self.head.eps)] if self.mtp else []
+        return (self.embed, *chain.from_iterable(self.ops_of_layers), *hidden, self.head)
+
+    @cached_property
+    def draft_ops(self) -> tuple[Op, ...]:
+        """All ops of `mtp`, in order of execution."""
+        if not (m := self.mtp):
+            return ()
+        layer = len(self.layers)
+        join = Join(layer + 1, m.embed, m.token_norm, m.hidden_norm, m.eps, "joined")
+        project = NormLinear("joined", None, m.eps, (m.project,), (None,), ("x",))
+        return (join, project, *_ops_of_layer(layer, m.layer), m.head)
 
     @cached_property
     def buffers(self) -> dict[str, int]:
         """The activation buffers that the ops name: name -> float32 values per token, the largest of all layers."""
         sizes = {"x": self.dim}
-        for layer in self.layers:
+        if self.mtp:
+            sizes["joined"] = 2 * self.dim
+        for layer in (*self.layers, *([self.mtp.layer] if self.mtp else [])):
             for name, size in _buffers_of_layer(layer):
                 sizes[name] = max(size, sizes.get(name, 0))
         return sizes
@@ -350,6 +411,8 @@ class Plan:
         match op:
             case Embed():
                 return op.weight.row_bytes
+            case Join():
+                return op.embed.weight.row_bytes + op.token_norm.nbytes + op.hidden_norm.nbytes
             case ExpertsUp() | ExpertsDown():
                 return sum(w.group_bytes * (op.top_k if w.groups > 1 else 1) for w in weights_of(op))
             case _:
@@ -382,12 +445,12 @@ class Plan:
     @property
     def weights(self) -> list[Weight]:
         """Every distinct weight, in order of use."""
-        return list(dict.fromkeys(w for op in self.ops for w in weights_of(op)))
+        return list(dict.fromkeys(w for op in (*self.ops, *self.draft_ops) for w in weights_of(op)))
 
     @property
     def matrices(self) -> list[Weight]:
         """Every distinct weight but norm gains and biases, in order of use."""
-        return list(dict.fromkeys(w for op in self.ops for w in matrices_of(op)))
+        return list(dict.fromkeys(w for op in (*self.ops, *self.draft_ops) for w in matrices_of(op)))
 
 
 def weights_of(part: Op | Layer) -> list[Weight]:
@@ -399,6 +462,8 @@ _VECTORS = {
     "norm",
     "q_norm",
     "k_norm",
+    "token_norm",
+    "hidden_norm",
     "bias",
     "biases",
     "router_bias",
@@ -442,7 +507,7 @@ def _ops_of_layer(i: int, layer: Layer) -> Iterator[Op]:
             yield RopeStore(i, a.rope, "q", "k", "v", *norms, a.heads, a.kv_heads, a.key_dim, a.value_norm)
             sizes = (a.heads, a.kv_heads, a.key_dim, a.value_dim)
             yield Attention(i, "q", "heads", *sizes, a.scale, False, a.window, a.sinks, gate="gate" if a.gate else "")
-            yield from _added("heads", a.output, a.output_bias, a.post_norm, a.eps, a.residual_scale)
+            yield from added("heads", a.output, a.output_bias, a.post_norm, a.eps, a.residual_scale)
         case MLA() as a:
             if a.q_a:
                 yield NormLinear("x", a.norm, a.eps, (a.q_a, a.kv_a), (None, None), ("q_a", "kv"))
@@ -464,7 +529,7 @@ def _ops_of_layer(i: int, layer: Layer) -> Iterator[Op]:
     match layer.feed_forward:
         case Dense(norm, eps, w, scale, post_norm, stream_scale):
             yield GateUp(norm, eps, w.gate, w.up, w.activation, "ffn")
-            yield from _added("ffn", w.down, None, post_norm, eps, scale, stream_scale)
+            yield from added("ffn", w.down, None, post_norm, eps, scale, stream_scale)
         case Experts(norm, eps, r, w, s, scale, beside, shared_scale):
             if beside:
                 d = beside.weights
@@ -508,7 +573,7 @@ def _ops_of_layer(i: int, layer: Layer) -> Iterator[Op]:
                 yield NormAdd("z", beside.post_norm, eps, 1.0, beside.stream_scale)
 
 
-def _added(
+def added(
     src: str, w: Weight, bias: Weight | None, post_norm: Weight | None, eps: float, scale: float, stream: float = 1.0
 ) -> Iterator[Op]:
     """x += scale * (w @ src + bias); if there is a post_norm, normed first, and x times `stream` after it."""

@@ -20,6 +20,7 @@ from tinychat.kernels.ops import (
     ExpertsUp,
     GateUp,
     Head,
+    Join,
     LatentStore,
     LinearAdd,
     NormAdd,
@@ -28,6 +29,7 @@ from tinychat.kernels.ops import (
     Plan,
     RopeStore,
     Route,
+    StoreHidden,
     ValueUp,
     matrices_of,
 )
@@ -168,8 +170,10 @@ def shape_of(op: Op) -> str:
             return f"{op.router.rows}×{op.router.cols}, top {op.top_k}"
         case Absorb() | ValueUp():
             return f"{op.weight.groups} heads × {op.weight.rows}×{op.weight.cols}"
-        case NormAdd():
+        case NormAdd() | StoreHidden():
             return f"{op.norm.cols}"
+        case Join():
+            return f"2×{op.embed.weight.cols}"
         case LinearAdd() | Head():
             return f"{op.weight.rows}×{op.weight.cols}"
     raise AssertionError(op)
@@ -188,7 +192,7 @@ def category_of(op: Op) -> str:
             return f"experts {quant_of(op)}"
         case Embed():
             return "embedding"
-        case NormAdd():
+        case NormAdd() | StoreHidden() | Join():
             return "norm"
         case _:
             return f"mat-vec {quant_of(op)}"

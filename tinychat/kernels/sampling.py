@@ -70,9 +70,14 @@ class Sampling:
         return not off and self.repeat_last_n > 0
 
     @property
-    def penalises(self) -> bool:
+    def has_dry(self) -> bool:
+        """Whether the DRY penalty is on."""
+        return self.dry_multiplier > 0 and self.dry_base >= 1 and self.dry_penalty_last_n != 0
+
+    @property
+    def has_penalties(self) -> bool:
         """Whether `penalties` can change a logit."""
-        return self.counts or self.dry_multiplier > 0 or bool(self.logit_bias)
+        return self.has_dry or self.counts or bool(self.logit_bias)
 
 
 GREEDY = Sampling(temperature=0.0)
@@ -157,7 +162,7 @@ def dry(s: Sampling, recent: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np
     The meaning is llama.cpp's (src/llama-sampler.cpp, llama_sampler_dry_apply), with breakers of one token each.
     """
     nothing = np.empty(0, np.int32), np.empty(0)
-    if s.dry_multiplier <= 0 or s.dry_base < 1 or s.dry_penalty_last_n == 0:
+    if not s.has_dry:
         return nothing
     last_n = s.dry_penalty_last_n
     back = np.asarray(recent if last_n < 0 else recent[-last_n:], np.int32)[::-1]  # the newest first

@@ -13,6 +13,7 @@ from tinychat.errors import TinychatError
 from tinychat.kernels.sampling import Sampling
 from tinychat.measure.lock import machine_lock
 from tinychat.measure.results import Conditions, ModelResult
+from tinychat.measure.synthetic import Synthetic, break_even
 
 TEXT = (  # prose: with random tokens a mixture of experts would choose other experts than with language
     "When the harbour master climbed the tower that morning, the fog lay so thick over the water "
@@ -39,12 +40,14 @@ def run(
     *,
     name: str = "",
     speculate: Speculate = 0,
+    accept: float | None = None,
     wait: bool = True,
 ) -> ModelResult:
     """Measures prefill of `n_prompt` and greedy decode of `n_gen` tokens, `repeats` times after one warm-up.
 
-    `name` is what the user calls the model; `speculate`: drafts of a decode step, 0 measures single steps. Holds the
-    machine's benchmark lock. The KV cache is restored afterwards. Raises TinychatError: context too small, another
+    `name` is what the user calls the model; `speculate`: drafts of a decode step, 0 measures single steps. `accept`:
+    drafts are synthetic, and right with this chance (synthetic.py); each run is measured in single steps too. Holds
+    the machine's benchmark lock. The KV cache is restored afterwards. Raises TinychatError: context too small, another
     benchmark runs and not `wait`, or `stop` was set.
     """
     report = report or (lambda text, fraction: None)
@@ -55,13 +58,24 @@ def run(
             f"{n_prompt:,} prompt and {n_gen:,} generated tokens do not fit the context of "
             f"{engine.info.max_context:,}; load the model with a larger one, or measure less"
         )
+    answers = dict[tuple[int, ...], list[int]]()
+    drafts = speculate if accept is not None and isinstance(speculate, int) and speculate else 1
+    if accept is not None and engine.executor.limits.verified <= drafts:
+        raise TinychatError(f"this device verifies no {drafts} drafts in a step, so acceptance changes nothing here")
     with machine_lock(report, stop, wait=wait), engine.cache_kept(), engine.speculating(speculate):
+        synthetic = Synthetic(engine.session, accept, drafts, answers) if accept is not None else None
         engine.stats.limit_gb_s = limit_of(engine.executor, thorough=True)
-        runs = []
+        runs, singles = [], list[float]()
         for n in range(repeats + 1):
             text = f"run {n} of {repeats}" if n else "warming up"
             report(text, n / (repeats + 1))
-            runs.append(_once(engine, prompt(engine, n_prompt, n), n_gen, stop))
+            ids = prompt(engine, n_prompt, n)
+            if synthetic:
+                engine.session.speculate(0)
+                singles.append(_once(engine, ids, n_gen, stop, answers)[0])
+                engine.session.speculation = synthetic
+                engine.session.cut(0)
+            runs.append(_once(engine, ids, n_gen, stop, answers))
             if n:
                 report(f"{text}: {runs[-1][0]:.1f} tok/s", (n + 1) / (repeats + 1))
     decode, prefill, ttft, per_step = (tuple(values) for values in zip(*runs[1:]))
@@ -69,6 +83,8 @@ def run(
     measured = Conditions.now(name or info.name, info.fingerprint, info.device, info.threads, s.limit_gb_s)
     tokens_per_step = statistics.median(per_step)
     gb_s = s.bytes_per_token * speed / tokens_per_step / 1e9
+    single = statistics.median(singles[1:]) if singles else 0.0
+    label = str(speculate or "off") if accept is None else f"SYNTHETIC {accept:.0%} of {drafts}"
     return ModelResult(
         **vars(measured),
         path=str(info.path),
@@ -88,8 +104,10 @@ def run(
         rss_bytes=s.rss_bytes,
         decode_runs=decode,
         max_context=info.max_context,
-        speculate=str(speculate or "off"),
+        speculate=label,
         tokens_per_step=tokens_per_step,
+        single_tok_s=single,
+        break_even=break_even(single * tokens_per_step / speed, drafts) if single and speed else 0.0,
     )
 
 
@@ -105,10 +123,14 @@ def prompt(engine: Engine, n: int, turn: int) -> list[int]:
 
 
 def _once(
-    engine: Engine, ids: list[int], n_gen: int, stop: threading.Event | None
+    engine: Engine,
+    ids: list[int],
+    n_gen: int,
+    stop: threading.Event | None,
+    answers: dict[tuple[int, ...], list[int]],
 ) -> tuple[float, float, float, float]:
     """(decode tok/s, prefill tok/s, TTFT in s, tokens per decode step) of one run. A model that ends its answer early
-    is made to continue."""
+    is made to continue. `answers` gets what it said to each prompt."""
     s, greedy = engine.stats, Sampling(temperature=0.0)
     done = steps = decode_steps = 0
     decode_s = prefill_tok_s = ttft_s = 0.0
@@ -119,6 +141,7 @@ def _once(
             raise TinychatError("the benchmark was stopped; nothing was saved")
         if not new:
             raise TinychatError("the model generated nothing; this file cannot be benchmarked")
+        answers[tuple(ids)] = new
         if not done:
             prefill_tok_s, ttft_s = s.prefill_tok_s, s.ttft_s
         done, steps, decode_s = done + len(new), steps + len(new) - 1, decode_s + s.decode_s

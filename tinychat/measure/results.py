@@ -76,8 +76,10 @@ class ModelResult(Conditions):
     rss_bytes: int
     decode_runs: tuple[float, ...]
     max_context: int
-    speculate: str = "off"  # "auto", or drafts of a decode step
+    speculate: str = "off"  # "auto", drafts of a decode step, or "SYNTHETIC" and how many of how many were right
     tokens_per_step: float = 1.0
+    single_tok_s: float = 0.0  # of the same answers in single steps, where drafts were synthetic
+    break_even: float = 0.0  # share of such drafts that must be right, to be as fast as single steps
 
     @property
     def spread(self) -> float:

@@ -4,6 +4,7 @@ downloads/<md5 of the URL>         the file; it gets this name only when it is c
 downloads/<md5 of the URL>.part    what has arrived so far
 downloads/<md5 of the URL>.json    Notes: URL, size, validator, SHA-256
 downloads/<md5 of the URL>.lock    held (flock) by the process that writes any of these
+downloads/mtp-<md5 of the URL>     a link to the side file of that model, if there is one (Model.mtp_of)
 """
 
 from __future__ import annotations
@@ -100,12 +101,21 @@ def pull(model: Model, progress: OnDownload | None = None, stop: Event | None = 
     folder, failures = downloads_dir(), []
     for source in sorted(model.sources, key=lambda s: not (folder / f"{key_of(s)}.part").exists()):
         try:
-            return _pull(model, source, folder, progress, stop)
+            path = _pull(model, source, folder, progress, stop)
+            for link in _side_names(model):
+                link.unlink(missing_ok=True)
+                link.symlink_to(path.name)
+            return path
         except DownloadStopped:
             raise
         except TinychatError as e:
             failures.append(str(e))
     raise TinychatError("; ".join(failures))
+
+
+def _side_names(model: Model) -> list[Path]:
+    """Where the engine looks for what `model` is a side file of: beside each of those models."""
+    return [downloads_dir() / f"mtp-{key_of(source)}" for source in model.mtp_of]
 
 
 def _pull(model: Model, source: str, folder: Path, progress: OnDownload | None, stop: Event | None) -> Path:
@@ -280,6 +290,8 @@ def remove(entry: CachedFile) -> None:
     with disk_errors(folder), _lock(folder, entry.key):
         for suffix in ("", ".part", ".json"):
             (folder / f"{entry.key}{suffix}").unlink(missing_ok=True)
+        for link in _side_names(entry.model) if entry.model else ():
+            link.unlink(missing_ok=True)
 
 
 def prune() -> list[tuple[Path, int]]:

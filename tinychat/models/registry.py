@@ -27,7 +27,7 @@ class Model:
 
     name: str
     sources: tuple[str, ...] = ()  # tried in order; sources.SCHEMES has their forms
-    size: int = 0  # bytes; exact where sha256 is known, else good to about 0.1 %
+    size: int = 0  # bytes; exact where sha256 is known, else good to about 0.5 %
     architecture: str = ""  # general.architecture
     quant: str = ""
     parameters: float = 0
@@ -38,6 +38,7 @@ class Model:
     preset: str | None = None  # chat preset instead of a wrong template of the file (a missing one needs nothing here)
     sha256: str | None = None
     aliases: tuple[str, ...] = ()
+    mtp_of: tuple[str, ...] = ()  # sources of models, whose multi-token prediction this file is
     path: Path | None = field(default=None, compare=False)  # a local file: nothing to download
 
     @property
@@ -223,6 +224,97 @@ MODELS: tuple[Model, ...] = (
         (48, 1024),
         "Qwen",
         aliases=("qwen3:30b-a3b-Q4_K_M",),
+    ),
+    Model(
+        "qwen3.5:0.8b",
+        _hub("unsloth/Qwen3.5-0.8B-GGUF", "Qwen3.5-0.8B-Q8_0.gguf"),
+        812_000_000,
+        "qwen35",
+        "Q8_0",
+        0.758e9,
+        0.758e9,
+        262144,
+        (6, 1024),
+        "Qwen",
+        aliases=("qwen3.5:0.8b-Q8_0",),
+    ),
+    Model(
+        "qwen3.5:2b",
+        _hub("unsloth/Qwen3.5-2B-GGUF", "Qwen3.5-2B-UD-Q4_K_XL.gguf"),
+        1_340_000_000,
+        "qwen35",
+        "UD-Q4_K_XL",
+        1.89e9,
+        1.89e9,
+        262144,
+        (6, 1024),
+        "Qwen",
+        aliases=("qwen3.5:2b-UD-Q4_K_XL",),
+    ),
+    Model(
+        "qwen3.5:4b",
+        _hub("unsloth/Qwen3.5-4B-GGUF", "Qwen3.5-4B-UD-Q4_K_XL.gguf"),
+        2_900_000_000,
+        "qwen35",
+        "UD-Q4_K_XL",
+        4.21e9,
+        4.21e9,
+        262144,
+        (8, 2048),
+        "Qwen",
+        aliases=("qwen3.5:4b-UD-Q4_K_XL", "qwen3.5"),
+    ),
+    Model(
+        "qwen3.5:9b",
+        _hub("unsloth/Qwen3.5-9B-GGUF", "Qwen3.5-9B-UD-Q4_K_XL.gguf"),
+        6_000_000_000,
+        "qwen35",
+        "UD-Q4_K_XL",
+        8.96e9,
+        8.96e9,
+        262144,
+        (8, 2048),
+        "Qwen",
+        aliases=("qwen3.5:9b-UD-Q4_K_XL",),
+    ),
+    Model(
+        "qwen3.6:27b",
+        _hub("unsloth/Qwen3.6-27B-GGUF", "Qwen3.6-27B-UD-Q4_K_XL.gguf"),
+        17_600_000_000,
+        "qwen35",
+        "UD-Q4_K_XL",
+        26.9e9,
+        26.9e9,
+        262144,
+        (16, 2048),
+        "Qwen",
+        aliases=("qwen3.6:27b-UD-Q4_K_XL",),
+    ),
+    Model(
+        "qwen3.6:35b-a3b",
+        _hub("unsloth/Qwen3.6-35B-A3B-GGUF", "Qwen3.6-35B-A3B-UD-Q4_K_XL.gguf"),
+        22_300_000_000,
+        "qwen35moe",
+        "UD-Q4_K_XL",
+        34.7e9,
+        3e9,
+        262144,
+        (10, 1024),
+        "Qwen",
+        aliases=("qwen3.6:35b-a3b-UD-Q4_K_XL", "qwen3.6"),
+    ),
+    Model(
+        "qwen3-coder-next",
+        _hub("unsloth/Qwen3-Coder-Next-GGUF", "Qwen3-Coder-Next-Q4_K_M.gguf"),
+        48_500_000_000,
+        "qwen3next",
+        "Q4_K_M",
+        79.7e9,
+        3e9,
+        262144,
+        (12, 1024),
+        "Qwen",
+        aliases=("qwen3-coder-next:80b-a3b", "qwen3-coder-next:80b-a3b-Q4_K_M"),
     ),
     Model(
         "qwen2.5:0.5b",
@@ -447,6 +539,8 @@ def user_models(settings: Mapping[str, Any]) -> tuple[Model, ...]:
             number = key in ("size", "parameters", "active_parameters", "context")
             if not isinstance(value, int | float if number else str) or isinstance(value, bool):
                 raise TinychatError(f"{where} {key} must be a {'number' if number else 'string'}")
+        if "mtp_of" in rest:
+            rest["mtp_of"] = (canonical_url(rest["mtp_of"]),)
         for key in ("url", "path"):
             if not isinstance(entry.get(key, ""), str):
                 raise TinychatError(f"{where} {key} must be a string")

@@ -75,6 +75,7 @@ class PlainChat:
             self._out.note("plain chat: /help lists the commands, ctrl+c stops an answer, ctrl+d leaves")
         self._print(max(0, len(self.controller.conversation.turns) - SHOWN))
         try:
+            self._print(max(0, len(self.controller.conversation.turns) - SHOWN))
             self._settle()
             while not self._leaving:
                 self._one()
@@ -119,7 +120,10 @@ class PlainChat:
                 self._out.note(line)
             return
         message = text if c.raw else stripped.removeprefix("/") if stripped.startswith("//") else stripped
-        c.ask(Turn("user", message, files=() if c.raw else attachments(message)))
+        notes: list[str] = []
+        c.ask(Turn("user", message, files=() if c.raw else attachments(message, notes=notes)))
+        for note in notes:
+            self._out.note(note)
 
     def _means_command(self, text: str) -> bool:
         """A raw prompt may begin with / and is no command then, unless there is one of exactly this name."""

@@ -14,6 +14,7 @@ from tinychat.tools.folder import Folder, Missing
 from tinychat.tools.protocol import CallContext, CallStopped, Question, Tool
 
 LINES = 400  # lines that read_file returns when the call names no number
+FEWEST = 50  # lines that it returns at least: small models ask for one line and never for the rest
 FOUND = 500  # most paths or lines that glob and grep return
 MAX_EDIT = 1024 * 1024  # bytes of a file that is written or edited
 _PATH = {"type": "string", "description": "path relative to the folder"}
@@ -44,13 +45,14 @@ def reading(folder: Folder) -> tuple[Tool, ...]:
         _ask_to_read(folder, context)
         where = arguments.get("path", ".")
         found = search.grep(folder, arguments["pattern"], where, arguments.get("glob", ""), FOUND + 1, context.cancel)
-        return _listed(found, "lines")
+        narrowed = not found and (where != "." or "glob" in arguments)
+        return _listed(found, "lines") + (" there; without path and glob all files are searched" if narrowed else "")
 
     def read_file(arguments: Mapping[str, Any], context: CallContext) -> str:
         _ask_to_read(folder, context)
         name, start = arguments["path"], max(1, arguments.get("start", 1))
         lines = lines_of(_text(folder.read(name), name))
-        part = lines[start - 1 : start - 1 + max(1, arguments.get("lines", LINES))]
+        part = lines[start - 1 : start - 1 + max(FEWEST, arguments.get("lines", LINES))]
         if not part:
             return f"the file has only {len(lines):,} lines" if lines else "the file is empty"
         if len(part) == len(lines):
@@ -84,8 +86,8 @@ def reading(folder: Folder) -> tuple[Tool, ...]:
             _object(
                 {
                     "path": _PATH,
-                    "start": {"type": "integer", "description": "first line, from 1; only for a long file"},
-                    "lines": {"type": "integer", "description": f"how many (default {LINES}); only for a long file"},
+                    "start": {"type": "integer", "description": "first line, from 1"},
+                    "lines": {"type": "integer", "description": f"how many (default {LINES}, at least {FEWEST})"},
                 },
                 "path",
             ),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -28,11 +30,14 @@ from tinychat.chat.start import start
 from tinychat.errors import TinychatError
 from tinychat.tools.mcp import McpServers
 from tinychat.tools.permission import Permissions
+from tinychat.ui.announcer import Announcer
 from tinychat.ui.boundary import LastingApp
 from tinychat.ui.chat import models
 from tinychat.ui.chat.screen import ChatScreen
 from tinychat.ui.driver import TerminalDriver
 from tinychat.ui.theme import THEMES
+
+ANNOUNCED = 0.25  # seconds between two looks at what the terminal has to be told
 
 
 class TinychatApp(LastingApp):
@@ -84,8 +89,20 @@ class TinychatApp(LastingApp):
         self.chat = self.CHAT(self.controller, history, self.own.experts, self.remember, mcp, mcp_file)
         if tools is not None:
             self.chat.use_folder(tools)
+        notify: Any = self.own.notify
+        self._announcer = Announcer(self._tell_terminal, notify, os.environ)
         self._history, self._remember, self._mounted = history, remember, mounted
         self._model, self._path, self._options = model, path, load_options
+
+    def _tell_terminal(self, sequence: str) -> None:
+        """A sequence that is no part of the screen; only a terminal of our own gets it."""
+        if isinstance(self._driver, TerminalDriver):
+            self._driver.write(sequence)
+
+    def _announce(self) -> None:
+        c = self.controller
+        asks = c.calling is not None and c.calling.asked is not None
+        self._announcer.update(c.busy, asks, c.conversation.title, self.app_focus, time.monotonic())
 
     def on_mount(self) -> None:
         for theme in THEMES:
@@ -93,6 +110,7 @@ class TinychatApp(LastingApp):
         self.theme = self.own.theme if self.own.theme in self.available_themes else THEMES[0].name
         self.theme_changed_signal.subscribe(self, self._theme_chosen)
         self.push_screen(self.chat)
+        self.set_interval(ANNOUNCED, self._announce)
         self.chat.mcp.start()
         if self._path is not None:
             self.controller.load(self._model or self._path.name, self._path, **self._options)

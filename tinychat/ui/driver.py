@@ -9,6 +9,8 @@ from typing import Any
 
 from textual.drivers.linux_driver import LinuxDriver
 
+from tinychat.ui.announcer import RESTORE_TITLE, SAVE_TITLE
+
 
 class TerminalDriver(LinuxDriver):
     """When the terminal has gone, the app is left in order.
@@ -20,6 +22,14 @@ class TerminalDriver(LinuxDriver):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._file: Any = _Lasting(self._file, self._gone)
+
+    def start_application_mode(self) -> None:
+        super().start_application_mode()
+        self.write(SAVE_TITLE)
+
+    def stop_application_mode(self) -> None:
+        self.write(RESTORE_TITLE)
+        super().stop_application_mode()
 
     def run_input_thread(self) -> None:
         try:

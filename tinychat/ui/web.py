@@ -41,6 +41,8 @@ _NEVER |= {"os.link", "os.symlink", "sqlite3.connect", "socket.bind"}
 class WebScreen(ChatScreen):
     """The chat without what reaches this machine. `confine` is what makes it safe; this only hides what would fail."""
 
+    attaches = False
+
     async def run_command(self, text: str) -> None:
         try:
             allowed = commands.find(text.partition(" ")[0]).name in COMMANDS
@@ -65,7 +67,7 @@ class WebScreen(ChatScreen):
         """There is one model, the server's: nothing chooses another."""
         return action != "choose_model" and super().check_action(action, parameters)
 
-    async def attached(self, text: str) -> tuple[Attachment, ...]:
+    def files_in(self, *args: Any) -> tuple[Attachment, ...]:
         """Nothing: the files are those of the machine, not of whoever reads the page."""
         return ()
 

@@ -59,7 +59,7 @@ def test_packed_rows_decode_to_the_same_bits(kind: tiny.Q) -> None:
     context = lib.tc_alloc(library.context_bytes)
     lib.tc_open(context, 2)
     packed = lib.tc_alloc(lib.tc_group_bytes(kind, cols) * 2)
-    lib.tc_pack(context, packed, raw.ctypes.data, kind, rows, cols, 1, rows)
+    lib.tc_pack(context, packed, raw.ctypes.data, kind, rows, cols, 1, rows, 0)
     for g in range(2):
         out = np.empty((cols, 16), np.float32)
         lib.tc_dequantise(packed + g * lib.tc_group_bytes(kind, cols), kind, cols, out.ctypes.data)

@@ -19,14 +19,16 @@ from tinychat.engine.gguf import GGUF
 from tinychat.engine.plan import build_plan
 from tinychat.errors import TinychatError
 from tinychat.kernels import blocks, ops
+from tinychat.kernels.cuda.builder import RING, Builder, Depth
 from tinychat.kernels.cuda.launch import Launch
+from tinychat.kernels.cuda.launches import head
+from tinychat.kernels.cuda.launches import sample as sampling
 from tinychat.kernels.cuda.layout import Layout, repack
 from tinychat.kernels.cuda.prefill import Chip, Prefill, padded
 from tinychat.kernels.cuda.quants import FLOATS, packed_bytes
 from tinychat.kernels.cuda.selfcheck import COLS, ROWS, check_data, check_plan, relative_error
-from tinychat.kernels.cuda.state import Word, breaker_bits, state_words
-from tinychat.kernels.cuda.step import RING, Builder, Depth, decode, decode_steps, head
-from tinychat.kernels.cuda.step import sample as sampling
+from tinychat.kernels.cuda.state import WORDS, breaker_bits, state_words
+from tinychat.kernels.cuda.step import decode, decode_steps
 from tinychat.kernels.sampling import Sampling, dry, sample
 
 Q = tiny.Q
@@ -76,7 +78,7 @@ def test_matvec_of_every_quant_type(kind: Q, matvecs: dict[Q, Matvec]) -> None:
     tensor = builder.layout.tensors["check"]
     buffers = {name: aligned(size) for name, size in builder.buffers.items()} | {"staging": packed}
     buffers["params"] = np.array([tensor.blocks, 0, tensor.blocks], np.uint64)
-    buffers["state"].view(np.int32)[: len(Word)] = state_words(Sampling(), 0, 1, 0)
+    buffers["state"].view(np.int32)[: len(WORDS)] = state_words(Sampling(), 0, 1, 0)
     buffers["x"].view(np.float32)[:] = x
     buffers["w:gain"].view(np.float32)[:] = 1
     if kind in FLOATS:
@@ -218,7 +220,7 @@ def test_values_of_another_length_than_keys() -> None:
     want = np.einsum("hts,shd->thd", p / p.sum(-1, keepdims=True), values).reshape(tokens, -1)
 
     def run(launches: list[Launch], first: int, count: int) -> None:
-        buffers["state"].view(np.int32)[: len(Word)] = state_words(Sampling(), first, count, 0)
+        buffers["state"].view(np.int32)[: len(WORDS)] = state_words(Sampling(), first, count, 0)
         for name, rows in x.items():
             buffers[name].view(np.float32)[: rows[0].size * count] = rows[first : first + count].ravel()
         for launch in launches:
@@ -292,7 +294,7 @@ def test_sampling_as_numpy_does(sampler: tuple[list[Launch], dict[str, int]], se
         other = [*rng.integers(0, VOCAB, 3), 7, 4999, 8000]
         recent = [int(i) for i in [*repeated, best[0], *other, *best[1:], *repeated[2:], best[1], *repeated]]
         pos = 40 + seed
-        buffers["state"].view(np.int32)[: len(Word)] = state_words(s, pos, 1, pos + 1 - len(recent))
+        buffers["state"].view(np.int32)[: len(WORDS)] = state_words(s, pos, 1, pos + 1 - len(recent))
         buffers["history"].view(np.int32)[pos + 1 - len(recent) : pos + 1] = recent
         buffers["logits"].view(np.float32)[:] = logits
         buffers["breakers"].view(np.uint32)[:] = breaker_bits(s.dry_breakers, VOCAB)

@@ -10,16 +10,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.blocks import CACHE_VALUE_BYTES, GQA, MLA
 from tinychat.kernels.cpu import bandwidth, compiler, library
-from tinychat.kernels.cpu.library import MAX_GROUP, QUANTS, STEP, TILE, Library, SampleSpec, StepContext
+from tinychat.kernels.cpu.library import MAX_GROUP, QUANTS, SAMPLED, STEP, TILE, Library, SampleSpec, StepContext
 from tinychat.kernels.cpu.program import build
-from tinychat.kernels.executor import ExecutorKind, Mask, Weights
+from tinychat.kernels.executor import ExecutorKind, Logits, Mask, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import (
     Attention,
@@ -56,6 +55,7 @@ LIMITS = Limits(  # a phase has at most 2^20 tasks (pool.h)
     experts=1 << 19,  # an expert is a task
     prefill_chunk=256,
     verified=STEP,
+    mtp=True,
 )
 
 
@@ -179,9 +179,11 @@ class CPUExecutor:
         self.cache_bytes = sum(row_bytes * (cache.key_width + cache.value_width) for cache in plan.caches)
         slack = 4096  # vectors may be read past the last row
         at = self._alloc(self.cache_bytes + slack)
-        self._caches = (library.LayerCache * max(len(plan.layers), 1))()
-        for made, layer, cache in zip(self._caches, plan.layers, plan.caches):
-            made.heads = layer.attention.kv_heads if isinstance(layer.attention, GQA | MLA) else 1
+        self._caches = (library.LayerCache * max(len(plan.caches), 1))()
+        attentions = [layer.attention for layer in (*plan.layers, *([plan.mtp.layer] if plan.mtp else []))]
+        heads = [a.kv_heads if isinstance(a, GQA | MLA) else 1 for a in attentions]
+        for made, cache, n in zip(self._caches, plan.caches, [*heads, 1]):
+            made.heads = n
             made.k_dim, made.v_dim = cache.key_width // made.heads, cache.value_width // made.heads
             made.k, made.v = at, at + row_bytes * cache.key_width
             at += row_bytes * (cache.key_width + cache.value_width)
@@ -198,8 +200,9 @@ class CPUExecutor:
         assert next(iter(plan.buffers)) == "x", "the residual stream is the first buffer"
         addresses = [self._alloc(4 * (self.prefill_chunk * w + 64)) for w in widths]
         self._context = c = StepContext.from_address(self._ctx)
-        c.n_ops, c.max_context, c.batch, c.vocab = len(ops), self.max_context, self.prefill_chunk, plan.vocab
-        c.layers, c.n_buffers = len(plan.layers), len(widths)
+        c.n_ops, c.n_step = len(ops), self._program.steps
+        c.max_context, c.batch, c.vocab = self.max_context, self.prefill_chunk, plan.vocab
+        c.layers, c.n_buffers = len(plan.caches), len(widths)
         self._ops = (library.COp * len(ops))(*ops)
         c.ops = ctypes.addressof(self._ops)
         c.buffers = self._array(np.array(addresses, np.uint64))
@@ -210,16 +213,20 @@ class CPUExecutor:
 
     # ---- running ----
 
-    def forward(
-        self, ids: Sequence[int], pos: int, logits: Literal["none", "last", "all"] = "none"
-    ) -> np.ndarray | None:
+    def forward(self, ids: Sequence[int], pos: int, logits: Logits = "none", *, mtp: bool = False) -> np.ndarray | None:
         """See Executor.forward."""
         tokens = np.asarray(ids, np.int32)
         self._check(tokens, pos)
         out = np.empty((len(tokens) if logits == "all" else 1, self.plan.vocab), np.float32)
         mode = ("none", "last", "all").index(logits)
-        self._lib.tc_forward(self._ctx, tokens.ctypes.data, len(tokens), pos, mode, out.ctypes.data)
+        self._lib.tc_forward(self._ctx, tokens.ctypes.data, len(tokens), pos, mode, mtp, out.ctypes.data)
         return out if mode else None
+
+    def draft(self, ids: Sequence[int], pos: int) -> int:
+        """See Executor.draft."""
+        rows = self.forward(ids, pos, "last", mtp=True)
+        assert rows is not None
+        return int(rows[0].argmax())
 
     def decode(
         self, token: int, pos: int, sampling: Sampling, recent: Sequence[int], mask: Mask | None = None
@@ -270,7 +277,7 @@ class CPUExecutor:
     @property
     def cache_layout(self) -> str:
         """See Executor.cache_layout."""
-        return "cpu f16 tiles of 16, 1"
+        return f"cpu f16 tiles of 16, 1{' mtp' * bool(self.plan.mtp)}"
 
     def read_cache(self, first: int, rows: int) -> bytes:
         """See Executor.read_cache. Rows come in tiles of 16."""
@@ -412,8 +419,8 @@ def _seconds(stepper: Iterator[object]) -> float:
 def _sample_spec(s: Sampling, history: Sequence[int], mask: np.ndarray | None) -> tuple[SampleSpec, object]:
     """(what step.c is told of `s` and the mask, the arrays that it points into)."""
     bits = mask.ctypes.data if mask is not None else None
-    spec = SampleSpec(s.temperature, s.top_p, s.min_p, s.seed % 2**64, s.top_k, mask=bits)
-    if not s.penalises:
+    spec = SampleSpec(seed=s.seed % 2**64, mask=bits, **{name: getattr(s, name) for name in SAMPLED})
+    if not s.has_penalties:
         return spec, mask
     p = penalties(s, history)
     spec.n_penalised, spec.penalised = len(p.ids), p.ids.ctypes.data

@@ -13,8 +13,10 @@ from tinychat.errors import TinychatError
 from tinychat.kernels.blocks import CLAMP, CLAMP_SLOPE, MIN_WEIGHT_SUM
 from tinychat.kernels.cpu import compiler
 
-_TABLE = re.compile(r"X\((\w+), \d+\)")  # the rows of QUANTS in quant.h
+_TABLE = re.compile(r"X\((\w+), \d+, ")  # the rows of QUANTISED and FLOATING in quant.h
 QUANTS = frozenset(GGMLQuantizationType[name] for name in _TABLE.findall((compiler.SOURCES / "quant.h").read_text()))
+SAMPLED = dict(re.findall(r"X\((\w+), (double|int32_t)\)", (compiler.SOURCES / "sample.h").read_text()))
+"""Fields of Sampling that sample.h uses: name -> C type."""
 MAX_GROUP = 1024  # query heads of one kv head
 STEP = 16  # tokens of one decode step, at most
 TILE = 16  # rows of a weight that lie interleaved, and positions of a tile of the K cache
@@ -53,9 +55,9 @@ class SampleSpec(ctypes.Structure):
     """`SampleSpec` of sample.h."""
 
     _fields_ = [
-        *_all(_f64, "temperature top_p min_p"),
+        *((name, _f64 if kind == "double" else _i32) for name, kind in SAMPLED.items()),
+        ("n_penalised", _i32),
         ("seed", _u64),
-        *_all(_i32, "top_k n_penalised"),
         *_all(_ptr, "penalised divisors amounts mask"),
     ]
 
@@ -70,7 +72,7 @@ class StepContext(ctypes.Structure):
     """The first part of `Ctx` of step.c, which is filled from Python."""
 
     _fields_ = [
-        *_all(_i32, "n_ops max_context batch vocab layers n_buffers"),
+        *_all(_i32, "n_ops n_step max_context batch vocab layers n_buffers"),
         *_all(_ptr, "ops buffers widths caches ticks"),
         ("sampling", _u64),
     ]
@@ -100,7 +102,7 @@ class Library:
             ("tc_close", None, [_ptr]),
             ("tc_pack", None, [_ptr, _ptr, _ptr, c_int, c_int, c_int, c_int, c_int, c_int]),
             ("tc_dequantise", None, [_ptr, c_int, c_int, _ptr]),
-            ("tc_forward", None, [_ptr, _ptr, c_int, c_int, c_int, _ptr]),
+            ("tc_forward", None, [_ptr, _ptr, c_int, c_int, c_int, c_int, _ptr]),
             ("tc_step", None, [_ptr, _ptr, c_int, c_int]),
             ("tc_sample", c_int, [_ptr, c_int, _ptr, _ptr]),
             ("tc_cache", size, [_ptr, _ptr, c_int, c_int, c_int]),

@@ -10,20 +10,21 @@ import numpy as np
 from gguf import GGMLQuantizationType as Q
 from gguf.quants import dequantize
 
-from tinychat.kernels.blocks import GQA, MLA, DeltaRule, Dense, Experts, Rope, Weight
+from tinychat.kernels.blocks import GQA, MLA, DeltaRule, Dense, Experts, Layer, Rope, Weight
 from tinychat.kernels.cpu import library
 from tinychat.kernels.cpu.library import STEP, TILE, CMatrix, Library
 from tinychat.kernels.executor import Weights
-from tinychat.kernels.ops import LatentStore, Op, Plan, RopeStore
+from tinychat.kernels.ops import Head, LatentStore, Op, Plan, RopeStore
 
 
 @dataclass
 class Program:
-    """What step.c runs. `sources`: (index in Plan.ops, op) of each of its ops; a store of cache rows is no op there,
-    but a part of the op behind it. `routes`: int32 (layers with experts, STEP, top_k), where a decode step leaves the
-    experts that its tokens chose."""
+    """What step.c runs: the ops of a step, `steps` in number, and behind them those of MTP. `sources`: (index in
+    Plan.ops, op) of each op of a step; a store of keys and values is no op there, but a part of the op behind it.
+    `routes`: int32 (layers with experts, STEP, top_k), where a decode step leaves the experts that its tokens chose."""
 
     ops: list[library.COp]
+    steps: int
     sources: list[tuple[int, Op]]
     routes: np.ndarray
     weight_bytes: int
@@ -58,7 +59,8 @@ def build(
             weights.release(w.tensor)
         progress((at - arena) / total)
     translator = _Translator(plan, places, max_context, lib, arrays)
-    return Program(list(translator.ops()), sources(plan), translator.routes, total, arrays)
+    steps, drafts = list(translator.ops()), list(translator.draft_ops())
+    return Program(steps + drafts, len(steps), sources(plan), translator.routes, total, arrays)
 
 
 def sources(plan: Plan) -> list[tuple[int, Op]]:
@@ -101,21 +103,48 @@ class _Translator:
         p, routes = self.plan, iter(self.routes)
         yield self._op("embed", [p.embed.weight], scale=p.embed.scale)
         for i, layer in enumerate(p.layers):
-            match layer.attention:
-                case GQA() as gqa:
-                    yield from self._gqa(i, gqa)
-                case MLA() as mla:
-                    yield from self._mla(i, mla)
-                case DeltaRule() as rule:
-                    yield from self._delta_rule(i, rule)
-            match layer.feed_forward:
-                case Dense() as dense:
-                    yield from self._dense(dense)
-                case Experts() as experts:
-                    yield from self._experts(experts, next(routes))
+            yield from self._layer(i, layer, routes)
+        if p.mtp:
+            yield self._op("store_hidden", layer=len(p.layers) + 1, norm=p.head.norm, eps=p.head.eps)
+        yield self._head(p.head)
+
+    def draft_ops(self) -> Iterator[library.COp]:
+        """All ops of the plan's MTP; what its router chooses is not looked at."""
+        if not (m := self.plan.mtp):
+            return
+        layer = len(self.plan.layers)
         yield self._op(
-            "head", [p.head.weight], norm=p.head.norm, eps=p.head.eps, scale=p.head.scale, softcap=p.head.softcap
+            "join",
+            [m.embed.weight],
+            dst=("joined",),
+            layer=layer + 1,
+            norm=m.token_norm,
+            q_norm=m.hidden_norm,
+            eps=m.eps,
+            scale=m.embed.scale,
         )
+        yield self._op("linear", [m.project], src="joined")
+        unseen = np.zeros((STEP, b.router.top_k if isinstance(b := m.layer.feed_forward, Experts) else 0), np.int32)
+        self.arrays.append(unseen)
+        yield from self._layer(layer, m.layer, iter([unseen]))
+        yield self._head(m.head)
+
+    def _layer(self, i: int, layer: Layer, routes: Iterator[np.ndarray]) -> Iterator[library.COp]:
+        match layer.attention:
+            case GQA() as gqa:
+                yield from self._gqa(i, gqa)
+            case MLA() as mla:
+                yield from self._mla(i, mla)
+            case DeltaRule() as rule:
+                yield from self._delta_rule(i, rule)
+        match layer.feed_forward:
+            case Dense() as dense:
+                yield from self._dense(dense)
+            case Experts() as experts:
+                yield from self._experts(experts, next(routes))
+
+    def _head(self, h: Head) -> library.COp:
+        return self._op("head", [h.weight], norm=h.norm, eps=h.eps, scale=h.scale, softcap=h.softcap)
 
     def _gqa(self, i: int, a: GQA) -> Iterator[library.COp]:
         biases, gate = (a.q_bias, a.k_bias, a.v_bias), [a.gate] if a.gate else []

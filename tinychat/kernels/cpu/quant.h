@@ -10,42 +10,48 @@
 #pragma once
 #include "simd.h"
 
-// The types of the kernels, with GGML's numbers; library.py compares them with its own.
-#define QUANTS(X)                                                                                                               \
-  X(F32, 0) X(F16, 1) X(Q4_0, 2) X(Q4_1, 3) X(Q5_0, 6) X(Q5_1, 7) X(Q8_0, 8) X(Q2_K, 10) X(Q3_K, 11) X(Q4_K, 12) X(Q5_K, 13)     \
-  X(Q6_K, 14) X(IQ4_NL, 20) X(IQ4_XS, 23) X(BF16, 30) X(MXFP4, 39)
-#define VALUE_OF_QUANT(name, value) name = value,
-enum { QUANTS(VALUE_OF_QUANT) TYPES = 40 };
+// The types of the kernels. A new one is a row of the first table and its decode_... below; library.py reads the names here.
+// A row has GGML's number; elements and bytes of a block in the file; blocks per chunk; bytes of part B; the offset of the
+// codes, whether there is a minimum, a scale per 16 elements, codes of 8 bits with sign; the fields of parts B and A in the
+// file's block.
+#define QUANTISED(X, ...)                                                                                                      \
+  X(Q4_0, 2, 32, 18, 2, 2, 8, 0, 0, 0, AT(0, 2, 2), AT(2, 16, 4), __VA_ARGS__)                                                 \
+  X(Q4_1, 3, 32, 20, 1, 4, 0, 1, 0, 0, AT(0, 2, 2) AT(2, 2, 2), AT(4, 16, 4), __VA_ARGS__)                                     \
+  X(Q5_0, 6, 32, 22, 2, 2, 16, 0, 0, 0, AT(0, 2, 2), AT(2, 4, 4) AT(6, 16, 4), __VA_ARGS__)                                    \
+  X(Q5_1, 7, 32, 24, 1, 4, 0, 1, 0, 0, AT(0, 2, 2) AT(2, 2, 2), AT(4, 4, 4) AT(8, 16, 4), __VA_ARGS__)                         \
+  X(Q8_0, 8, 32, 34, 2, 2, S8_OFFSET, 0, 0, 1, AT(0, 2, 2), AT(2, 32, 4), __VA_ARGS__)                                         \
+  X(Q2_K, 10, 256, 84, 1, 4, 0, 1, 1, 0, AT(80, 2, 2) AT(82, 2, 2), AT(0, 16, 1) AT(16, 64, 4), __VA_ARGS__)                   \
+  X(Q3_K, 11, 256, 110, 2, 2, 4, 0, 1, 0, AT(108, 2, 2), AT(96, 12, 1) AT(0, 32, 4) AT(32, 64, 4), __VA_ARGS__)                \
+  X(Q4_K, 12, 256, 144, 1, 4, 0, 1, 0, 0, AT(0, 2, 2) AT(2, 2, 2), AT(4, 12, 1) AT(16, 128, 4), __VA_ARGS__)                   \
+  X(Q5_K, 13, 256, 176, 1, 4, 0, 1, 0, 0, AT(0, 2, 2) AT(2, 2, 2), AT(4, 12, 1) AT(16, 32, 4) AT(48, 128, 4), __VA_ARGS__)     \
+  X(Q6_K, 14, 256, 210, 2, 2, 32, 0, 1, 0, AT(208, 2, 2),                                                                      \
+    AT(192, 16, 1) AT(128, 32, 4) AT(0, 64, 4) AT(160, 32, 4) AT(64, 64, 4), __VA_ARGS__)                                      \
+  X(IQ4_NL, 20, 32, 18, 2, 2, S8_OFFSET, 0, 0, 1, AT(0, 2, 2), AT(2, 16, 4), __VA_ARGS__)                                      \
+  X(IQ4_XS, 23, 256, 136, 1, 4, S8_OFFSET, 0, 0, 1, AT(0, 2, 2) AT(2, 2, 2), AT(4, 4, 1) AT(8, 128, 4), __VA_ARGS__)           \
+  X(MXFP4, 39, 32, 17, 4, 1, S8_OFFSET, 0, 0, 1, AT(0, 1, 1), AT(1, 16, 4), __VA_ARGS__)
+// GGML's number, bytes of a value, and what loads 16 of them.
+#define FLOATING(X, ...)                                                                                                       \
+  X(F32, 0, 4, load_F32, __VA_ARGS__) X(F16, 1, 2, half, __VA_ARGS__) X(BF16, 30, 2, load_BF16, __VA_ARGS__)
+
+#define NUMBER(T, ID, ...) T = ID,
+enum { QUANTISED(NUMBER) FLOATING(NUMBER) TYPES = 40 };
 
 typedef struct { uint8_t offset, length, granule; } Field;  // in the file's block
 typedef struct {
   int block, bytes;  // elements and bytes of a block in the file
   int chunk;
-  Field a[5], b[2];
-} Layout;
+  Field b[2], a[5];
+} QuantLayout;
 
-static const Layout layouts[TYPES] = {
-    [F32] = {1, 4, 1, {{0, 4, 4}}},
-    [F16] = {1, 2, 1, {{0, 2, 2}}},
-    [BF16] = {1, 2, 1, {{0, 2, 2}}},
-    [Q4_0] = {32, 18, 2, {{2, 16, 4}}, {{0, 2, 2}}},
-    [Q4_1] = {32, 20, 1, {{4, 16, 4}}, {{0, 2, 2}, {2, 2, 2}}},
-    [Q5_0] = {32, 22, 2, {{2, 4, 4}, {6, 16, 4}}, {{0, 2, 2}}},
-    [Q5_1] = {32, 24, 1, {{4, 4, 4}, {8, 16, 4}}, {{0, 2, 2}, {2, 2, 2}}},
-    [Q8_0] = {32, 34, 2, {{2, 32, 4}}, {{0, 2, 2}}},
-    [Q2_K] = {256, 84, 1, {{0, 16, 1}, {16, 64, 4}}, {{80, 2, 2}, {82, 2, 2}}},
-    [Q3_K] = {256, 110, 2, {{96, 12, 1}, {0, 32, 4}, {32, 64, 4}}, {{108, 2, 2}}},
-    [Q4_K] = {256, 144, 1, {{4, 12, 1}, {16, 128, 4}}, {{0, 2, 2}, {2, 2, 2}}},
-    [Q5_K] = {256, 176, 1, {{4, 12, 1}, {16, 32, 4}, {48, 128, 4}}, {{0, 2, 2}, {2, 2, 2}}},
-    [Q6_K] = {256, 210, 2, {{192, 16, 1}, {128, 32, 4}, {0, 64, 4}, {160, 32, 4}, {64, 64, 4}}, {{208, 2, 2}}},
-    [IQ4_NL] = {32, 18, 2, {{2, 16, 4}}, {{0, 2, 2}}},
-    [IQ4_XS] = {256, 136, 1, {{4, 4, 1}, {8, 128, 4}}, {{0, 2, 2}, {2, 2, 2}}},
-    [MXFP4] = {32, 17, 4, {{1, 16, 4}}, {{0, 1, 1}}},
-};
+#define AT(OFFSET, LENGTH, GRANULE) {OFFSET, LENGTH, GRANULE},
+#define QUANTISED_LAYOUT(T, ID, BLOCK, BYTES, CHUNK, B_LENGTH, OFFSET, MIN, SPLIT, SIGN, B, A, ...) \
+  [T] = {BLOCK, BYTES, CHUNK, {B}, {A}},
+#define FLOATING_LAYOUT(T, ID, BYTES, ...) [T] = {1, BYTES, 1, {}, {AT(0, BYTES, BYTES)}},
+static const QuantLayout layouts[TYPES] = {QUANTISED(QUANTISED_LAYOUT) FLOATING(FLOATING_LAYOUT)};
 
 // Bytes of 16 packed rows of `cols` elements.
 INLINE size_t group_bytes(int type, int cols) {
-  const Layout *l = &layouts[type];
+  const QuantLayout *l = &layouts[type];
   return ((size_t)(cols / l->block) * l->bytes * 16 + 63) / 64 * 64;  // only the last chunk may need filling up
 }
 
@@ -77,7 +83,7 @@ static uint8_t *pack_field(uint8_t *dst, const uint8_t *const src[16], size_t at
 
 // Packs 16 rows of `cols` elements from the file's form.
 static void pack_group(uint8_t *dst, const uint8_t *const src[16], int type, int cols) {
-  const Layout *l = &layouts[type];
+  const QuantLayout *l = &layouts[type];
   for (int first = 0, blocks = cols / l->block; first < blocks; first += l->chunk) {
     int last = first + l->chunk < blocks ? first + l->chunk : blocks;
     for (int k = first; k < last; k++)
@@ -128,22 +134,6 @@ static const uint8_t iq4_codes[16] = {
 static const uint8_t fp4_codes[16] = {C(0), C(1), C(2), C(3), C(4), C(6), C(8), C(12),
                                       C(0), C(-1), C(-2), C(-3), C(-4), C(-6), C(-8), C(-12)};
 #undef C
-
-// For each type: elements per block, blocks per chunk, offset of the codes, whether there is a minimum, a scale per 16, codes of
-// 8 bits with sign.
-#define Q4_0_IS 32, 2, 8, 0, 0, 0
-#define Q4_1_IS 32, 1, 0, 1, 0, 0
-#define Q5_0_IS 32, 2, 16, 0, 0, 0
-#define Q5_1_IS 32, 1, 0, 1, 0, 0
-#define Q8_0_IS 32, 2, S8_OFFSET, 0, 0, 1
-#define Q2_K_IS 256, 1, 0, 1, 1, 0
-#define Q3_K_IS 256, 2, 4, 0, 1, 0
-#define Q4_K_IS 256, 1, 0, 1, 0, 0
-#define Q5_K_IS 256, 1, 0, 1, 0, 0
-#define Q6_K_IS 256, 2, 32, 0, 1, 0
-#define IQ4_NL_IS 32, 2, S8_OFFSET, 0, 0, 1
-#define IQ4_XS_IS 256, 1, S8_OFFSET, 0, 0, 1
-#define MXFP4_IS 32, 4, S8_OFFSET, 0, 0, 1
 
 INLINE Sub decode_Q4_0(const uint8_t *a, const uint8_t *b, int s) {
   Sub u;
@@ -341,106 +331,98 @@ INLINE void unpair(f32v *acc, int nc) {
 // out[c] = 16 rows at `a` times column c.
 typedef void (*Kernel)(const uint8_t *a, const X *x, f32v *out);
 
-#define KERNEL(T, NC, UNROLL) KERNEL_(T, NC, UNROLL, T##_IS)
-#define KERNEL_(T, NC, UNROLL, ...) KERNEL__(T, NC, UNROLL, __VA_ARGS__)
-#define KERNEL__(T, NC, UNROLL, BLOCK, CHUNK_, OFFSET, MIN, SPLIT, SIGN)              \
-  static void T##_x##NC(const uint8_t *a, const X *x, f32v *out) {                    \
-    enum { B_BYTES = T == MXFP4 ? 16 : 32 * (1 + (MIN || T == IQ4_XS)) };             \
-    int blocks = x->k / BLOCK, a_bytes = layouts[T].bytes * 16 - B_BYTES;             \
-    int part = layouts[T].bytes * 16 / (BLOCK / 32);                                  \
-    const int8_t *q = x->q;                                                           \
-    const XScale *xs = x->scales;                                                     \
-    f32v acc[NC];                                                                     \
-    for (int c = 0; c < NC; c++) acc[c] = splat(0);                                   \
-    while (blocks > 0) {                                                              \
-      int n = blocks < CHUNK_ ? blocks : CHUNK_;                                      \
-      const uint8_t *b = a;                                                           \
-      blocks -= n;                                                                    \
+#define KERNEL(T, ID, BLOCK, BYTES, CHUNK_, B_LENGTH, OFFSET, MIN, SPLIT, SIGN, B, A, NC, UNROLL)                                 \
+  static void T##_x##NC(const uint8_t *a, const X *x, f32v *out) {                                                                \
+    enum { B_BYTES = 16 * B_LENGTH };                                                                                             \
+    int blocks = x->k / BLOCK, a_bytes = BYTES * 16 - B_BYTES;                                                                    \
+    int part = BYTES * 16 / (BLOCK / 32);                                                                                         \
+    const int8_t *q = x->q;                                                                                                       \
+    const XScale *xs = x->scales;                                                                                                 \
+    f32v acc[NC];                                                                                                                 \
+    for (int c = 0; c < NC; c++) acc[c] = splat(0);                                                                               \
+    while (blocks > 0) {                                                                                                          \
+      int n = blocks < CHUNK_ ? blocks : CHUNK_;                                                                                  \
+      const uint8_t *b = a;                                                                                                       \
+      blocks -= n;                                                                                                                \
       for (a += (n * B_BYTES + 63) / 64 * 64; n > 0; n--, a += a_bytes, b += B_BYTES, q += 2 * BLOCK * NC, xs += BLOCK / 32 * NC) \
-        _Pragma(UNROLL) for (int i = 0; i < BLOCK / 32; i++) {                        \
-          int s = T == Q6_K ? (i & 4) | (i & 1) << 1 | (i >> 1 & 1) : i;              \
-          prefetch(a + i * part, part);                                               \
-          Sub u = decode_##T(a, b, s);                                                \
-          if (PAIRS && NC > 1) dot32_pairs(&u, q + 64 * NC * s, xs + NC * s, acc, NC, OFFSET, MIN, SPLIT); \
-          else dot32(&u, q + 64 * NC * s, xs + NC * s, acc, NC, OFFSET, MIN, SPLIT, SIGN); \
-        }                                                                             \
-    }                                                                                 \
-    if (PAIRS && NC > 1) unpair(acc, NC);                                             \
-    for (int c = 0; c < NC; c++) out[c] = acc[c];                                     \
+        _Pragma(UNROLL) for (int i = 0; i < BLOCK / 32; i++) {                                                                    \
+          int s = T == Q6_K ? (i & 4) | (i & 1) << 1 | (i >> 1 & 1) : i;                                                          \
+          prefetch(a + i * part, part);                                                                                           \
+          Sub u = decode_##T(a, b, s);                                                                                            \
+          if (PAIRS && NC > 1) dot32_pairs(&u, q + 64 * NC * s, xs + NC * s, acc, NC, OFFSET, MIN, SPLIT);                        \
+          else dot32(&u, q + 64 * NC * s, xs + NC * s, acc, NC, OFFSET, MIN, SPLIT, SIGN);                                        \
+        }                                                                                                                         \
+    }                                                                                                                             \
+    if (PAIRS && NC > 1) unpair(acc, NC);                                                                                         \
+    for (int c = 0; c < NC; c++) out[c] = acc[c];                                                                                 \
   }
 
-#define FLOAT_KERNEL(T, NC, BYTES, LOAD)                                                                     \
-  static void T##_x##NC(const uint8_t *a, const X *x, f32v *out) {                                           \
-    f32v even[NC], odd[NC];                                                                                  \
-    for (int c = 0; c < NC; c++) even[c] = odd[c] = splat(0);                                                \
-    int k = 0;                                                                                               \
-    for (; k + 1 < x->k; k += 2) {                                                                           \
-      if (NC == 1) prefetch(a + (size_t)k * BYTES, 2 * BYTES);                                               \
-      f32v w0 = LOAD(a + (size_t)k * BYTES), w1 = LOAD(a + (size_t)k * BYTES + BYTES);                       \
-      const float *f = x->f + (size_t)k * NC;                                                                \
-      for (int c = 0; c < NC; c++) even[c] = fma_(w0, splat(f[c]), even[c]);                                 \
-      for (int c = 0; c < NC; c++) odd[c] = fma_(w1, splat(f[NC + c]), odd[c]);                              \
-    }                                                                                                        \
-    if (k < x->k)                                                                                            \
+#define FLOAT_KERNEL(T, ID, VALUE, LOAD, NC)                                                                              \
+  static void T##_x##NC(const uint8_t *a, const X *x, f32v *out) {                                                        \
+    enum { BYTES = 16 * VALUE };                                                                                          \
+    f32v even[NC], odd[NC];                                                                                               \
+    for (int c = 0; c < NC; c++) even[c] = odd[c] = splat(0);                                                             \
+    int k = 0;                                                                                                            \
+    for (; k + 1 < x->k; k += 2) {                                                                                        \
+      if (NC == 1) prefetch(a + (size_t)k * BYTES, 2 * BYTES);                                                            \
+      f32v w0 = LOAD(a + (size_t)k * BYTES), w1 = LOAD(a + (size_t)k * BYTES + BYTES);                                    \
+      const float *f = x->f + (size_t)k * NC;                                                                             \
+      for (int c = 0; c < NC; c++) even[c] = fma_(w0, splat(f[c]), even[c]);                                              \
+      for (int c = 0; c < NC; c++) odd[c] = fma_(w1, splat(f[NC + c]), odd[c]);                                           \
+    }                                                                                                                     \
+    if (k < x->k)                                                                                                         \
       for (int c = 0; c < NC; c++) even[c] = fma_(LOAD(a + (size_t)k * BYTES), splat(x->f[(size_t)k * NC + c]), even[c]); \
-    for (int c = 0; c < NC; c++) out[c] = even[c] + odd[c];                                                  \
+    for (int c = 0; c < NC; c++) out[c] = even[c] + odd[c];                                                               \
   }
 INLINE f32v load_F32(const uint8_t *p) { return (f32v)ld(p); }
 INLINE f32v load_BF16(const uint8_t *p) { return from_bf16(ld16(p)); }
 
-#define FLOAT_KERNELS(NC)              \
-  FLOAT_KERNEL(F32, NC, 64, load_F32)  \
-  FLOAT_KERNEL(F16, NC, 32, half)      \
-  FLOAT_KERNEL(BF16, NC, 32, load_BF16)
-#define EACH_QUANT(DO, ...)                                                                                   \
-  DO(Q4_0, __VA_ARGS__) DO(Q4_1, __VA_ARGS__) DO(Q5_0, __VA_ARGS__) DO(Q5_1, __VA_ARGS__) DO(Q8_0, __VA_ARGS__) \
-  DO(Q2_K, __VA_ARGS__) DO(Q3_K, __VA_ARGS__) DO(Q4_K, __VA_ARGS__) DO(Q5_K, __VA_ARGS__) DO(Q6_K, __VA_ARGS__) \
-  DO(IQ4_NL, __VA_ARGS__) DO(IQ4_XS, __VA_ARGS__) DO(MXFP4, __VA_ARGS__)
 
-FLOAT_KERNELS(1)
-FLOAT_KERNELS(4)
-FLOAT_KERNELS(8)
-FLOAT_KERNELS(16)
-EACH_QUANT(KERNEL, 1, "clang loop unroll_count(2)")  // full unrolling moves loads out of order: a third of the bandwidth
-EACH_QUANT(KERNEL, 4, "clang loop unroll(disable)")
-EACH_QUANT(KERNEL, 8, "clang loop unroll(disable)")
-EACH_QUANT(KERNEL, 16, "clang loop unroll(disable)")
+FLOATING(FLOAT_KERNEL, 1)
+FLOATING(FLOAT_KERNEL, 4)
+FLOATING(FLOAT_KERNEL, 8)
+FLOATING(FLOAT_KERNEL, 16)
+QUANTISED(KERNEL, 1, "clang loop unroll_count(2)")  // full unrolling moves loads out of order: a third of the bandwidth
+QUANTISED(KERNEL, 4, "clang loop unroll(disable)")
+QUANTISED(KERNEL, 8, "clang loop unroll(disable)")
+QUANTISED(KERNEL, 16, "clang loop unroll(disable)")
 
-#define ROW(T, NC) [T] = T##_x##NC,
-#define TABLE(NC) {EACH_QUANT(ROW, NC) ROW(F32, NC) ROW(F16, NC) ROW(BF16, NC)}
-static const Kernel kernels[4][TYPES] = {TABLE(1), TABLE(4), TABLE(8), TABLE(16)};
+#define KERNEL_x1(T, ...) [T] = T##_x1,
+#define KERNEL_x4(T, ...) [T] = T##_x4,
+#define KERNEL_x8(T, ...) [T] = T##_x8,
+#define KERNEL_x16(T, ...) [T] = T##_x16,
+#define TABLE(ROW) {QUANTISED(ROW) FLOATING(ROW)}
+static const Kernel kernels[4][TYPES] = {TABLE(KERNEL_x1), TABLE(KERNEL_x4), TABLE(KERNEL_x8), TABLE(KERNEL_x16)};
 INLINE Kernel kernel(int type, int columns) { return kernels[columns == 16 ? 3 : columns == 8 ? 2 : columns == 4 ? 1 : 0][type]; }
 // The widest panel of columns for `left` columns.
 INLINE int panel_width(int left) { return left >= 16 ? 16 : left >= 8 ? 8 : left >= 4 ? 4 : 1; }
 
 // out[k] = element k of the 16 packed rows at `a`: float32, the bits that gguf's dequantize gives.
-#define DEQUANTISE(T, _) DEQUANTISE_(T, T##_IS)
-#define DEQUANTISE_(T, ...) DEQUANTISE__(T, __VA_ARGS__)
-#define DEQUANTISE__(T, BLOCK, CHUNK_, OFFSET, MIN, SPLIT, SIGN)                                                   \
-  case T: {                                                                                                \
-    enum { B_BYTES = T == MXFP4 ? 16 : 32 * (1 + (MIN || T == IQ4_XS)) };                                  \
-    int a_bytes = layouts[T].bytes * 16 - B_BYTES;                                                         \
-    const uint8_t *b = a;                                                                                  \
-    for (int i = 0; i < k / BLOCK; i++, a += a_bytes, b += B_BYTES) {                                      \
-      int n = k / BLOCK - i < CHUNK_ ? k / BLOCK - i : CHUNK_;                                             \
-      if (i % CHUNK_ == 0) b = a, a += (n * B_BYTES + 63) / 64 * 64;                                       \
-      for (int s = 0; s < BLOCK / 32; s++) {                                                               \
-        Sub u = decode_##T(a, b, s);                                                                       \
-        for (int e = 0; e < 32; e++, out++) {                                                              \
-          i32v w = (i32v)(u.w[e / 4] << (24 - e % 4 * 8));                                                 \
-          w = (SIGN && !S8_OFFSET ? w >> 24 : (i32v)((u32v)w >> 24)) - OFFSET;                             \
-          *out = (SPLIT && e >= 16 ? u.d2 : u.d) * from_int(w);                                            \
-          if (MIN) *out += SPLIT && e >= 16 ? u.m2 : u.m;                                                  \
-        }                                                                                                  \
-      }                                                                                                    \
-    }                                                                                                      \
-    break;                                                                                                 \
+#define DEQUANTISE(T, ID, BLOCK, BYTES, CHUNK_, B_LENGTH, OFFSET, MIN, SPLIT, SIGN, ...) \
+  case T: {                                                                              \
+    enum { B_BYTES = 16 * B_LENGTH };                                                    \
+    int a_bytes = BYTES * 16 - B_BYTES;                                                  \
+    const uint8_t *b = a;                                                                \
+    for (int i = 0; i < k / BLOCK; i++, a += a_bytes, b += B_BYTES) {                    \
+      int n = k / BLOCK - i < CHUNK_ ? k / BLOCK - i : CHUNK_;                           \
+      if (i % CHUNK_ == 0) b = a, a += (n * B_BYTES + 63) / 64 * 64;                     \
+      for (int s = 0; s < BLOCK / 32; s++) {                                             \
+        Sub u = decode_##T(a, b, s);                                                     \
+        for (int e = 0; e < 32; e++, out++) {                                            \
+          i32v w = (i32v)(u.w[e / 4] << (24 - e % 4 * 8));                               \
+          w = (SIGN && !S8_OFFSET ? w >> 24 : (i32v)((u32v)w >> 24)) - OFFSET;           \
+          *out = (SPLIT && e >= 16 ? u.d2 : u.d) * from_int(w);                          \
+          if (MIN) *out += SPLIT && e >= 16 ? u.m2 : u.m;                                \
+        }                                                                                \
+      }                                                                                  \
+    }                                                                                    \
+    break;                                                                               \
   }
 static void dequantise(const uint8_t *a, int type, int k, f32v *out) {
   switch (type) {
     case F32: for (int i = 0; i < k; i++) out[i] = load_F32(a + 64 * (size_t)i); break;
     case F16: for (int i = 0; i < k; i++) out[i] = half(a + 32 * (size_t)i); break;
     case BF16: for (int i = 0; i < k; i++) out[i] = load_BF16(a + 32 * (size_t)i); break;
-    EACH_QUANT(DEQUANTISE, 0)
+    QUANTISED(DEQUANTISE)
   }
 }

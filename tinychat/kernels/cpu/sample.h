@@ -5,10 +5,14 @@
 double log(double);
 double exp(double);
 
+// The fields of Sampling (kernels/sampling.py) that are used here, by their names there; library.py reads them in this file.
+#define SAMPLING(X) X(temperature, double) X(top_p, double) X(min_p, double) X(top_k, int32_t)
+
 typedef struct {
-  double temperature, top_p, min_p;
+#define DECLARE(name, type) type name;
+  SAMPLING(DECLARE)
+  int32_t n_penalised;
   uint64_t seed;
-  int32_t top_k, n_penalised;
   const int32_t *penalised;            // [n_penalised]: distinct ids under a penalty
   const double *divisors, *amounts;    // per id: a logit > 0 is divided by the divisor, else multiplied; then minus the amount
   const uint32_t *mask;                // NULL, or a bit per token: only tokens whose bit is set can be chosen

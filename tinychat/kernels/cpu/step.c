@@ -23,7 +23,7 @@
 // Python reads these names from the library (tc_names), so that their order is written here only.
 #define TAGS(X)                                                                                                                 \
   X(EMBED) X(LINEAR) X(ATTENTION) X(ABSORB) X(LATENT_ATTENTION) X(VALUE_UP) X(GATE_UP) X(ROUTE) X(EXPERTS_UP) X(EXPERTS_DOWN)    \
-  X(HEAD) X(NORM_ADD) X(CONVOLVE) X(DELTA)
+  X(HEAD) X(NORM_ADD) X(CONVOLVE) X(DELTA) X(STORE_HIDDEN) X(JOIN)
 #define GATINGS(X) X(SOFTMAX) X(SIGMOID) X(SOFTMAX_WEIGHT) X(SQRT_SOFTPLUS)
 #define ACTIVATIONS(X) X(SILU) X(GELU) X(CLAMPED)
 #define CLAMP 7.0f          // of CLAMPED; as ops.CLAMP and ops.CLAMP_SLOPE, checked when the library is loaded
@@ -78,7 +78,7 @@ typedef struct {  // per thread
 typedef struct { int op, stage; } Phase;
 
 typedef struct {
-  int32_t n_ops, max_context, batch, vocab, layers, n_buffers;
+  int32_t n_ops, n_step, max_context, batch, vocab, layers, n_buffers;  // n_step: ops of a step; those of MTP are behind them
   const Op *ops;
   float **buffers;   // [n_buffers], each (batch, width[i])
   int32_t *widths;
@@ -99,7 +99,7 @@ typedef struct {
   Phase *phases;
   int n_phases;
   const int32_t *ids;
-  int tokens, pos, logits_mode, sampled;  // logits_mode: 0 none, 1 last, 2 all; sampled: a decode step
+  int tokens, pos, logits_mode, sampled, mtp;  // logits_mode: 0 none, 1 last, 2 all; sampled: a decode step; mtp: runs MTP instead
   uint64_t serial;  // of the call
   float *logits_out;
   struct Piece *pieces;  // of working memory
@@ -244,15 +244,17 @@ static float *row(Ctx *c, int buffer, int token) { return c->buffers[buffer] + (
 
 // ---- ops -------------------------------------------------------------------------------------------------------------
 
-static void embed(Ctx *c, const Op *op, Part me) {
+static void embed_token(Ctx *c, const Op *op, Part me, int t) {
   const Matrix *w = &op->w[0];
   f32v *column = (f32v *)c->scratch[me.id].merged;
-  for (int t = me.part; t < c->tokens; t += me.parts) {
-    // rows are stored interleaved: all 16 of a group are decoded to get one
-    dequantise(rows16(w, 0, c->ids[t] / 16), w->type, w->cols, column);
-    float *x = row(c, op->dst[0], t);
-    for (int i = 0; i < w->cols; i++) x[i] = column[i][c->ids[t] % 16] * op->scale;
-  }
+  // rows are stored interleaved: all 16 of a group are decoded to get one
+  dequantise(rows16(w, 0, c->ids[t] / 16), w->type, w->cols, column);
+  float *x = row(c, op->dst[0], t);
+  for (int i = 0; i < w->cols; i++) x[i] = column[i][c->ids[t] % 16] * op->scale;
+}
+
+static void embed(Ctx *c, const Op *op, Part me) {
+  for (int t = me.part; t < c->tokens; t += me.parts) embed_token(c, op, me, t);
 }
 
 static void linear(Ctx *c, const Op *op, Part me) {
@@ -327,6 +329,38 @@ INLINE uint16_t *k_tile(Ctx *c, const Op *op, int head, int pos) {
 INLINE uint16_t *v_row(Ctx *c, const Op *op, int head, int pos) {
   const LayerCache *l = &c->caches[op->layer];
   return l->v + ((size_t)head * c->context + (size_t)pos) * l->v_dim;
+}
+
+// h of ops.MTP: RMSNorm(x) as the hidden row of each token.
+static void store_hidden(Ctx *c, const Op *op, Part me) {
+  int n = c->widths[op->src];
+  for (int t = me.part; t < c->tokens; t += me.parts) {
+    const float *x = row(c, op->src, t);
+    uint16_t *to = v_row(c, op, 0, c->pos + t);
+    float inv = rms_scale(x, n, op->eps);
+    for (int i = 0; i < n; i += 16) {
+      u16x16 h = to_f16(fetch(x + i, n - i) * inv * fetch(op->norm + i, n - i));
+      memcpy(to + i, &h, 2 * (size_t)MIN_(16, n - i));
+    }
+  }
+}
+
+static void norm_row(float *x, int n, const float *gain, float eps) {
+  float inv = rms_scale(x, n, eps);
+  for (int i = 0; i < n; i++) x[i] *= inv * gain[i];
+}
+
+// ops.Join; the gain of the hidden row is q_norm.
+static void join(Ctx *c, const Op *op, Part me) {
+  int n = op->w[0].cols;
+  for (int t = me.part; t < c->tokens; t += me.parts) {
+    float *x = row(c, op->dst[0], t);
+    embed_token(c, op, me, t);
+    norm_row(x, n, op->norm, op->eps);
+    const uint16_t *h = c->pos + t ? v_row(c, op, 0, c->pos + t - 1) : NULL;
+    for (int i = 0; i < n; i += 16) store(x + n + i, h ? from_f16(ld16(h + i)) : splat(0), n - i);
+    norm_row(x + n, n, op->q_norm, op->eps);
+  }
 }
 
 static void store_kv(Ctx *c, const Op *op, int kv, int token, float *tmp) {
@@ -831,6 +865,8 @@ static void run_op(Ctx *c, const Op *op, Part me) {
     case NORM_ADD: norm_add(c, op, me); break;
     case CONVOLVE: convolve(c, op, me.part); break;
     case DELTA: delta(c, op, me.id, me.part); break;
+    case STORE_HIDDEN: store_hidden(c, op, me); break;
+    case JOIN: join(c, op, me); break;
   }
 }
 
@@ -852,7 +888,7 @@ static int stage_tasks(const Ctx *c, const Op *op, int stage) {
   if (op->tag == CONVOLVE) return 2 * op->kv_heads + op->heads;
   if (op->tag == DELTA) return op->heads;
   if (c->tokens == 1) {
-    if (op->tag == EMBED || op->tag == NORM_ADD) return 1;
+    if (op->tag == EMBED || op->tag == NORM_ADD || op->tag == STORE_HIDDEN || op->tag == JOIN) return 1;
     return op->tag == ATTENTION || op->tag == LATENT_ATTENTION ? attention_tasks(c, op, &per) : some;
   }
   if (op->tag == LATENT_ATTENTION || (op->tag == ATTENTION && stage == 1)) {
@@ -912,7 +948,7 @@ static void run_tokens(Ctx *c) {
   c->serial++;
   for (int i = 0; i < c->pool.threads; i++) c->scratch[i].last_op = -1;
   c->n_phases = 0;
-  for (int i = 0; i < c->n_ops; i++)
+  for (int i = c->mtp ? c->n_step : 0; i < (c->mtp ? c->n_ops : c->n_step); i++)
     for (int stage = 0; stage < (c->tokens == 1 ? 1 : stages(&c->ops[i])); stage++) c->phases[c->n_phases++] = (Phase){i, stage};
   uint64_t began = c->ticks ? nanoseconds() : 0, first = counter();
   pool_run(&c->pool, (Work){c->n_phases + c->sampled, phase_tasks, phase_task, c});
@@ -943,8 +979,8 @@ EXPORT size_t tc_sizeof(int what) {
                     sizeof(Ctx)};
   return sizes[what];
 }
-#define NAME(name) #name " "
-#define OFFSET(name) offsetof(STRUCTURE, name),
+#define NAME(name, ...) #name " "
+#define OFFSET(name, ...) offsetof(STRUCTURE, name),
 // library.py declares the same structures; it compares every field's name and offset when it loads the library.
 #define MATRIX_FIELDS(X) X(type) X(rows) X(cols) X(groups) X(data)
 #define OP_FIELDS(X)                                                                                                            \
@@ -953,11 +989,10 @@ EXPORT size_t tc_sizeof(int what) {
   X(activation) X(temperature_length) X(value_norm) X(gated) X(grouped) X(taps) X(eps) X(norm_eps) X(scale) X(temperature) X(softcap) X(stream_scale)        \
   X(logit_scale)                                                                                                                \
   X(norm) X(q_norm) X(k_norm) X(rope) X(sinks) X(shared_scale) X(bias) X(routes) X(w)
-#define SAMPLE_FIELDS(X)                                                                                                        \
-  X(temperature) X(top_p) X(min_p) X(seed) X(top_k) X(n_penalised) X(penalised) X(divisors) X(amounts) X(mask)
+#define SAMPLE_FIELDS(X) SAMPLING(X) X(n_penalised) X(seed) X(penalised) X(divisors) X(amounts) X(mask)
 #define CACHE_FIELDS(X) X(k) X(v) X(tail) X(state) X(heads) X(k_dim) X(v_dim)
 #define CONTEXT_FIELDS(X)                                                                                                       \
-  X(n_ops) X(max_context) X(batch) X(vocab) X(layers) X(n_buffers) X(ops) X(buffers) X(widths) X(caches) X(ticks) X(sampling)
+  X(n_ops) X(n_step) X(max_context) X(batch) X(vocab) X(layers) X(n_buffers) X(ops) X(buffers) X(widths) X(caches) X(ticks) X(sampling)
 EXPORT const char *tc_fields(int what) {
   const char *names[] = {MATRIX_FIELDS(NAME), OP_FIELDS(NAME), SAMPLE_FIELDS(NAME), CACHE_FIELDS(NAME), CONTEXT_FIELDS(NAME)};
   return names[what];
@@ -981,9 +1016,9 @@ EXPORT size_t tc_offset(int what, int field) {
   static const size_t *const offsets[] = {matrix, op, sample, cache, context};
   return offsets[what][field];
 }
-#define NAME_AND_VALUE(name, value) #name "=" #value " "
+#define NAME_AND_VALUE(name, value, ...) #name "=" #value " "
 EXPORT const char *tc_names(int what) {
-  const char *names[] = {TAGS(NAME), GATINGS(NAME), QUANTS(NAME_AND_VALUE), ACTIVATIONS(NAME)};
+  const char *names[] = {TAGS(NAME), GATINGS(NAME), QUANTISED(NAME_AND_VALUE) FLOATING(NAME_AND_VALUE), ACTIVATIONS(NAME)};
   return names[what];
 }
 EXPORT double tc_constant(int what) {
@@ -1020,7 +1055,7 @@ static void pack_task(void *arg, int phase, int task, int tasks, int id) {
 // Packs `groups` matrices of rows x cols from the file's form; matrix g starts at row g * stride of src. Or one whose rows lie
 // in runs of `run`, each `stride` rows behind the one before.
 EXPORT void tc_pack(Ctx *c, uint8_t *dst, const uint8_t *src, int type, int rows, int cols, int groups, int stride, int run) {
-  const Layout *l = &layouts[type];
+  const QuantLayout *l = &layouts[type];
   PackJob job = {dst, src, (size_t)(cols / l->block) * l->bytes, type, rows, cols, groups, stride, run};
   pool_run(&c->pool, (Work){1, pack_tasks, pack_task, &job});
 }
@@ -1099,13 +1134,14 @@ EXPORT int tc_prepare(Ctx *c) {
   return c->short_ ? -1 : 0;
 }
 
-// Runs n tokens at positions pos.. in batches; logits_mode 1 fills out with the last token's logits, 2 with everyone's.
-EXPORT void tc_forward(Ctx *c, const int32_t *ids, int n, int pos, int logits_mode, float *out) {
+// Runs n tokens at positions pos.., through MTP if `mtp`, in batches; logits_mode 1 fills out with the last token's logits, 2 with
+// everyone's.
+EXPORT void tc_forward(Ctx *c, const int32_t *ids, int n, int pos, int logits_mode, int mtp, float *out) {
   for (int i = 0; i < n; i += c->tokens) {
     c->ids = ids + i, c->pos = pos + i, c->tokens = MIN_(c->batch, n - i);
     c->logits_mode = logits_mode == 2 || i + c->tokens == n ? logits_mode : 0;
     c->logits_out = logits_mode == 2 ? out + (size_t)i * c->vocab : out;
-    c->sampled = 0;
+    c->sampled = 0, c->mtp = mtp;
     run_tokens(c);
   }
 }
@@ -1113,7 +1149,7 @@ EXPORT void tc_forward(Ctx *c, const int32_t *ids, int n, int pos, int logits_mo
 // One decode step: runs n (at most STEP) tokens at positions pos.., for tc_sample to choose what follows them.
 EXPORT void tc_step(Ctx *c, const int32_t *ids, int n, int pos) {
   c->ids = ids, c->tokens = n, c->pos = pos, c->logits_mode = 2, c->logits_out = c->logits;
-  c->sampled = 1;
+  c->sampled = 1, c->mtp = 0;
   run_tokens(c);
   c->sampling = nanoseconds() - c->sampling;
 }

@@ -17,7 +17,8 @@ struct Args {
 // continue, -1 for none (kernels/sampling.py, dry). Back from the newest token, distance d is position POS - d.
 DEVICE void repetitions(int *longest, const Args &a, int first) {
   __shared__ int broken;
-  const int pos = a.state[POS], last_n = a.state[DRY_LAST_N], allowed = a.state[DRY_ALLOWED], tid = threadIdx.x;
+  const int pos = a.state[POS], last_n = a.state[DRY_PENALTY_LAST_N], allowed = a.state[DRY_ALLOWED_LENGTH],
+            tid = threadIdx.x;
   const int known = max(a.state[FIRST_KNOWN], last_n < 0 ? 0 : pos + 1 - last_n), n = pos + 1 - known;
   const int *newest = a.history + pos;
   auto breaks = [&](int id) { return a.breakers[id / 32] >> id % 32 & 1; };
@@ -44,12 +45,13 @@ DEVICE void run(const Args &a) {
   __shared__ u32 seen[STRETCH / 32];
   __shared__ int longest[STRETCH];
   const int k = wanted(a.state), first = blockIdx.x * STRETCH, tid = threadIdx.x;
-  const float penalty = unbits(a.state[PENALTY]);
+  const float penalty = unbits(a.state[REPEAT_PENALTY]);
   for (int i = tid; i < STRETCH / 32; i += THREADS) seen[i] = 0;
   grid_wait();
   __syncthreads();
   if (penalty != 1.f)
-    for (int p = max(a.state[FIRST_KNOWN], a.state[POS] + 1 - a.state[LAST_N]) + tid; p <= a.state[POS]; p += THREADS) {
+    for (int p = max(a.state[FIRST_KNOWN], a.state[POS] + 1 - a.state[REPEAT_LAST_N]) + tid; p <= a.state[POS];
+         p += THREADS) {
       const int id = a.history[p] - first;
       if (id >= 0 && id < STRETCH) atomicOr(&seen[id / 32], 1u << id % 32);
     }
@@ -66,7 +68,7 @@ DEVICE void run(const Args &a) {
     float v = raw[i];
     if (penalty != 1.f && seen[j / 32] >> (j % 32) & 1) v = v > 0 ? v / penalty : v * penalty;
     if (dry > 0 && longest[j] >= 0)
-      v = (float)(v - dry * pow((double)unbits(a.state[DRY_BASE]), (double)(longest[j] - a.state[DRY_ALLOWED])));
+      v = (float)(v - dry * pow((double)unbits(a.state[DRY_BASE]), (double)(longest[j] - a.state[DRY_ALLOWED_LENGTH])));
     key[i] = id < VOCAB ? key_of(v) : 0;
     if (!k && id < VOCAB) a.adjusted[id] = v;
   }

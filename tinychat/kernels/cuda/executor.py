@@ -10,15 +10,16 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Literal
 
 import numpy as np
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.blocks import MLA
+from tinychat.kernels.cuda.builder import RING, Builder
 from tinychat.kernels.cuda.device import GPU, unusable
 from tinychat.kernels.cuda.graph import Graph
 from tinychat.kernels.cuda.launch import Launch
+from tinychat.kernels.cuda.launches import head
 from tinychat.kernels.cuda.layout import Layout
 from tinychat.kernels.cuda.load import load
 from tinychat.kernels.cuda.prefill import SIZES, Chip, Prefill
@@ -26,8 +27,8 @@ from tinychat.kernels.cuda.profile import DecodeStep, kernels, profile, read_ban
 from tinychat.kernels.cuda.quants import QUANTS
 from tinychat.kernels.cuda.selfcheck import self_check
 from tinychat.kernels.cuda.state import breaker_bits, state_words
-from tinychat.kernels.cuda.step import RING, Builder, decode_steps, head
-from tinychat.kernels.executor import ExecutorKind, Mask, Weights, verify_singly
+from tinychat.kernels.cuda.step import decode_steps
+from tinychat.kernels.executor import ExecutorKind, Logits, Mask, SingleSteps, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile
@@ -58,7 +59,7 @@ LIMITS = Limits(
 )
 
 
-class CUDAExecutor:
+class CUDAExecutor(SingleSteps):
     """`Executor` on CUDA. Raises TinychatError for a plan beyond LIMITS, and where there is no such GPU, no memory
     left, or a kernel fails its check at load."""
 
@@ -125,13 +126,12 @@ class CUDAExecutor:
         self.state_bytes = 0
         self.device_bytes = gpu.nbytes
 
-    def forward(
-        self, ids: Sequence[int], pos: int, logits: Literal["none", "last", "all"] = "none"
-    ) -> np.ndarray | None:
+    def forward(self, ids: Sequence[int], pos: int, logits: Logits = "none", *, mtp: bool = False) -> np.ndarray | None:
         """See Executor.forward. A few tokens go through the decode step one by one, more through prefill steps.
 
         Returns when the device has finished.
         """
+        assert not mtp, "its limits say so"
         self._check(ids, pos)
         out: list[np.ndarray] = []
         few = FEW + (pos // ROWS_OF_STEP if self._latent else 0)
@@ -157,6 +157,10 @@ class CUDAExecutor:
         self.gpu.synchronize()
         return np.concatenate(out) if out else None
 
+    def draft(self, ids: Sequence[int], pos: int) -> int:
+        """See Executor.draft: not supported, as its limits say."""
+        raise NotImplementedError
+
     def decode(
         self, token: int, pos: int, sampling: Sampling, recent: Sequence[int], mask: Mask | None = None
     ) -> Iterator[tuple[int, float]]:
@@ -174,7 +178,7 @@ class CUDAExecutor:
                 yield token, logprob
             return
         known = list(recent)[-(pos + 1) :] or [token]
-        if sampling.dry_multiplier > 0:
+        if sampling.has_dry:
             self.gpu.upload("breakers", breaker_bits(sampling.dry_breakers, self.plan.vocab))
         self._place(known, pos + 1 - len(known), sampling)
         self._ring[:] = EMPTY
@@ -190,18 +194,6 @@ class CUDAExecutor:
                 yield token, float(np.uint32(word >> 32).view(np.float32))
         finally:
             self.gpu.synchronize()
-
-    def verify(
-        self,
-        token: int,
-        drafts: Sequence[int],
-        pos: int,
-        sampling: Sampling,
-        recent: Sequence[int],
-        mask: Mask | None = None,
-    ) -> Iterator[tuple[int, float]]:
-        """See Executor.verify: in single steps."""
-        return verify_singly(self, token, drafts, pos, sampling, recent, mask)
 
     def routes(self) -> np.ndarray | None:
         """See Executor.routes: None. Every block chooses for itself, and steps are enqueued ahead."""

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from tinychat.kernels.cuda import quants
-from tinychat.kernels.cuda.constants import Constants, enums, header
-from tinychat.kernels.cuda.state import Word
+from tinychat.kernels.cuda import state
+from tinychat.kernels.cuda.constants import Constants, header
 
 _HERE = Path(__file__).parent
 _INCLUDE = re.compile(r'^#include "(.+)"\n', re.MULTILINE)
@@ -47,7 +46,7 @@ def expand(read: Callable[[str], str], name: str, known: frozenset[str]) -> str:
 
 @cache
 def _source(read: Callable[[str], str], device: str, file: str, threads: int, constants: str, kernel: str) -> str:
-    head = f"{read(device) if device else ''}#define THREADS {threads}\n{tables()}{read('quants.cuh')}"
+    head = f"{read(device) if device else ''}#define THREADS {threads}\n{state.header()}{read('quants.cuh')}"
     return f"{head}{constants}{expand(read, file, frozenset((device, 'quants.cuh')))}\n{kernel}"
 
 
@@ -55,12 +54,6 @@ def _source(read: Callable[[str], str], device: str, file: str, threads: int, co
 def _fields(read: Callable[[str], str], file: str) -> dict[str, str]:
     """The fields of a kernel's Args: name -> C type."""
     return {field: c_type for c_type, field in _FIELD.findall(read(file))}
-
-
-@cache
-def tables() -> str:
-    """C++ definitions that Python and the kernels share: quant types and the words of `state`."""
-    return quants.header() + enums(Word)
 
 
 # The grid for a prompt of so many tokens, behind which the cache holds so many rows.

@@ -3,12 +3,14 @@ tokens, keys and values of latent attention made once per cache row."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tinychat.errors import TinychatError
+from tinychat.kernels import ops
 from tinychat.kernels.blocks import GQA, MLA, Dense, Experts, Gated, Weight
+from tinychat.kernels.cuda.builder import Builder
 from tinychat.kernels.cuda.constants import (
     SPAN,
     AddExpertsConstants,
@@ -23,10 +25,12 @@ from tinychat.kernels.cuda.constants import (
     RouterConstants,
     Tile,
 )
+from tinychat.kernels.cuda.latent import latent_fields
 from tinychat.kernels.cuda.launch import Launch, kernel
+from tinychat.kernels.cuda.launches import activation, choice, embed, norm_add, store_kv
 from tinychat.kernels.cuda.layout import keys_of
 from tinychat.kernels.cuda.quants import FLOATS
-from tinychat.kernels.cuda.step import Builder, activation, choice, embed, latent_fields, norm_add, store_kv
+from tinychat.kernels.ops import LinearAdd, NormAdd, NormLinear
 
 SIZES = (16, 64, 1024)  # tokens up to which the kernels are of one kind each; beyond, there is one kind more
 LATENT_BLOCKS = 1056  # of prompt_latent.cu, at most
@@ -73,12 +77,11 @@ class Prefill:
                     out += self._mla(i, m)
             match layer.feed_forward:
                 case Dense() as d:
+                    down = ops.added("ffn", d.weights.down, None, d.post_norm, d.eps, d.residual_scale, d.stream_scale)
                     out += [
                         self._norm("x", d.norm, d.eps),
                         self._gated(d.weights, "inner"),
-                        *self._added(
-                            "inner", d.weights.down, None, d.post_norm, d.eps, d.residual_scale, d.stream_scale
-                        ),
+                        *self._added("inner", down),
                     ]
                 case Experts() as e:
                     out += self._experts(e)
@@ -266,7 +269,7 @@ class Prefill:
                 None,
                 a.sinks,
             ),
-            *self._added("attended", a.output, a.output_bias, a.post_norm, a.eps, a.residual_scale),
+            *self._added("attended", ops.added("heads", a.output, a.output_bias, a.post_norm, a.eps, a.residual_scale)),
         ]
 
     def _attend(
@@ -307,23 +310,18 @@ class Prefill:
         """x += scale * (w @ src (+ bias))."""
         return self._linear("linear_add", [w], src, ["x"], [w.rows], (bias,), add=True, scale=scale)
 
-    def _added(
-        self,
-        src: str,
-        w: Weight,
-        bias: Weight | None,
-        post_norm: Weight | None,
-        eps: float,
-        scale: float,
-        stream: float = 1.0,
-    ) -> list[Launch]:
-        """x += scale * (w @ src (+ bias)); if there is a post_norm, normed first, and x times `stream` after it."""
-        if post_norm is None:
-            return [self._linear_add(src, w, bias, scale)]
-        return [
-            self._linear("linear", [w], src, [self.b.act("y", self.tokens)], [w.rows], (bias,)),
-            self._norm_add(post_norm, eps, scale=scale, stream=stream),
-        ]
+    def _added(self, src: str, steps: Iterator[ops.Op]) -> list[Launch]:
+        """The launches of `ops.added`, whose input is `src`."""
+        out = []
+        for op in steps:
+            match op:
+                case LinearAdd():
+                    out.append(self._linear_add(src, op.weight, op.bias, op.scale))
+                case NormLinear(weights=(w,), biases=biases, dst=(dst,)):
+                    out.append(self._linear("linear", [w], src, [self.b.act(dst, self.tokens)], [w.rows], biases))
+                case NormAdd():
+                    out.append(self._norm_add(op.norm, op.eps, scale=op.scale, stream=op.stream_scale))
+        return out
 
     def _gated(self, w: Gated, name: str) -> Launch:
         """f(gate, up) of all tokens, from the halves `normed`."""

@@ -5,6 +5,43 @@
 //   s1: per 32 weights the scale (half), scale and minimum (two halves), K-quants: two bytes (scale and minimum, Q6_K:
 //   2 scales), MXFP4: a byte, the scale's exponent; s2: per 256 weights d and dmin (two halves), Q6_K: d (half)
 // Floating-point types keep the file's layout; their block is 8 weights.
+
+// The types, one a row; quants.py reads the rows here. A new type is a row, and a case wherever a function of this file
+// asks for types by name. The columns: GGML's number; bytes of lo, hi and s1 per block and of s2 per 8 blocks; the offset,
+// where weight = scale * (code - offset); whether weight = scale * code + minimum; weights that a lane reads at once; in a
+// block of the file the first byte of the codes, of their fifth bits, of the F16 scale and minimum (-1: none).
+#define QUANTS(X)                                      \
+  X(F32, 0, 32, 0, 0, 0, 0, 0, 8, 0, -1, -1, -1)       \
+  X(F16, 1, 16, 0, 0, 0, 0, 0, 8, 0, -1, -1, -1)       \
+  X(BF16, 30, 16, 0, 0, 0, 0, 0, 8, 0, -1, -1, -1)     \
+  X(Q4_0, 2, 16, 0, 2, 0, 8, 0, 32, 2, -1, 0, -1)      \
+  X(Q4_1, 3, 16, 0, 4, 0, 0, 1, 32, 4, -1, 0, 2)       \
+  X(Q5_0, 6, 16, 4, 2, 0, 16, 0, 32, 6, 2, 0, -1)      \
+  X(Q5_1, 7, 16, 4, 4, 0, 0, 1, 32, 8, 4, 0, 2)        \
+  X(Q8_0, 8, 32, 0, 2, 0, 0, 0, 32, 2, -1, 0, -1)      \
+  X(Q4_K, 12, 16, 0, 2, 4, 0, 1, 32, 16, -1, 0, 2)     \
+  X(Q5_K, 13, 16, 4, 2, 4, 0, 1, 32, 48, 16, 0, 2)     \
+  X(Q6_K, 14, 16, 8, 2, 2, 32, 0, 32, 0, 128, 208, -1) \
+  X(MXFP4, 39, 16, 0, 1, 0, 0, 0, 32, 1, -1, -1, -1)
+
+struct Planes {
+  int lo, hi, s1, s2, offset, min, block, codes, bits, scale, minimum;
+};
+#define NUMBER(name, id, ...) name = id,
+enum { QUANTS(NUMBER) };
+#define PLANES_OF(name, id, ...) \
+  case id: return Planes{__VA_ARGS__};
+DEVICE constexpr Planes planes(int t) {
+  switch (t) { QUANTS(PLANES_OF) }
+  return Planes{};
+}
+DEVICE constexpr int lo_bytes(int t) { return planes(t).lo; }
+DEVICE constexpr int hi_bytes(int t) { return planes(t).hi; }
+DEVICE constexpr int s1_bytes(int t) { return planes(t).s1; }
+DEVICE constexpr int s2_bytes(int t) { return planes(t).s2; }
+DEVICE constexpr int offset_of(int t) { return planes(t).offset; }
+DEVICE constexpr bool has_min(int t) { return planes(t).min; }
+DEVICE constexpr int block_of(int t) { return planes(t).block; }
 DEVICE constexpr bool is_float(int t) { return block_of(t) == 8; }
 DEVICE constexpr u64 align16(u64 n) { return (n + 15) / 16 * 16; }
 DEVICE constexpr u64 hi_at(int t, u64 blocks) { return align16(blocks * lo_bytes(t)); }
@@ -47,7 +84,7 @@ template <int T, class Memory = InGlobal> DEVICE void fetch(Block<T> &f, const u
   if (s2_bytes(T) == 4) f.s2 = Memory::get4(w + s2_at(T, blocks) + i / 8 * 4);
 }
 
-DEVICE constexpr bool signed_codes(int t) { return t == Q8_0 || has_table(t); }
+DEVICE constexpr bool signed_codes(int t) { return t == Q8_0 || t == MXFP4; }
 // Four nibbles (a byte each) of MXFP4 as the signed bytes that they stand for: twice the values of E2M1.
 DEVICE u32 table_mxfp4(u32 q) {
   const u32 low = q & 0x07070707, two = low | low >> 4, selector = (two & 0xFF) | (two >> 8 & 0xFF00),
@@ -75,6 +112,40 @@ template <int T> DEVICE float shift_of(u32 s1, u32 s2, int half = 0) {
   if (T == Q4_K || T == Q5_K) return -half_to_float(s2 >> 16) * (float)(s1 >> 8 & 0xFF);
   if (T == Q4_1 || T == Q5_1) return half_to_float(s1 >> 16);
   return -(float)offset_of(T) * scale_of<T>(s1, s2, half);
+}
+
+// The same in a block `b` of the file, for repack.cu: the code of weight i (0..31) of its 32-weight part g (0 where blocks
+// have 32 weights).
+template <int T> DEVICE u32 file_code(const u8 *b, int g, int i) {
+  constexpr Planes P = planes(T);
+  if (T == Q6_K) {
+    const int half = g / 4, part = g % 4;
+    const u8 q = b[P.codes + 64 * half + 32 * (part & 1) + i], h = b[P.bits + 32 * half + i];
+    return (part < 2 ? q & 15 : q >> 4) | (u32)(h >> 2 * part & 3) << 4;
+  }
+  if (T == Q4_K || T == Q5_K) {
+    const u8 q = b[P.codes + g / 2 * 32 + i];
+    const u32 v = g % 2 ? q >> 4 : q & 15;
+    return P.hi ? v | (u32)(b[P.bits + i] >> g & 1) << 4 : v;
+  }
+  if (P.lo == 32) return b[P.codes + i];
+  const u32 v = i < 16 ? b[P.codes + i] & 15 : b[P.codes + i - 16] >> 4;
+  return P.hi ? v | (u32)(b[P.bits + i / 8] >> i % 8 & 1) << 4 : v;
+}
+// Writes the scales of part g to `s1`, and those of the whole block, where it has some, to `s2`.
+template <int T> DEVICE void file_scales(u8 *s1, u8 *s2, const u8 *b, int g) {
+  constexpr Planes P = planes(T);
+  if (T == Q4_K || T == Q5_K) {
+    const u8 *s = b + 4;
+    s1[0] = g < 4 ? s[g] & 63 : (s[g + 4] & 15) | s[g - 4] >> 6 << 4;
+    s1[1] = g < 4 ? s[g + 4] & 63 : s[g + 4] >> 4 | s[g] >> 6 << 4;
+  } else if (T == Q6_K) {
+    s1[0] = b[192 + 2 * g];
+    s1[1] = b[192 + 2 * g + 1];
+  } else
+    for (int c = 0; c < P.s1; c++) s1[c] = b[c];
+  if (g == 0)
+    for (int c = 0; c < P.s2; c++) s2[c] = b[P.scale + c];
 }
 
 // An activation block of 32: int8 codes, their scale, and the sums of the first and second 16 codes (low and high half

@@ -8,22 +8,24 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from tinychat.errors import TinychatError
-from tinychat.kernels import blocks, ops
+from tinychat.kernels.blocks import Weight
+from tinychat.kernels.cuda.builder import Builder
 from tinychat.kernels.cuda.device import GPU
+from tinychat.kernels.cuda.launches import head
 from tinychat.kernels.cuda.layout import Layout, repack
 from tinychat.kernels.cuda.quants import FLOATS, QUANTS
 from tinychat.kernels.cuda.state import state_words
-from tinychat.kernels.cuda.step import Builder, head
+from tinychat.kernels.ops import Embed, Head, Plan
 from tinychat.kernels.sampling import Sampling
 
 Q = GGMLQuantizationType
 ROWS, COLS = 24, 512
 
 
-def check_plan(kind: Q) -> ops.Plan:
+def check_plan(kind: Q) -> Plan:
     """A model without layers: logits = w @ RMSNorm(x)."""
-    weight = blocks.Weight("check", kind, ROWS, COLS)
-    return ops.Plan(ops.Embed(weight), (), ops.Head(blocks.Weight("gain", Q.F32, 1, COLS), 0.0, weight))
+    weight = Weight("check", kind, ROWS, COLS)
+    return Plan(Embed(weight), (), Head(Weight("gain", Q.F32, 1, COLS), 0.0, weight))
 
 
 def check_data(kind: Q) -> tuple[np.ndarray, np.ndarray]:
@@ -37,12 +39,13 @@ def check_data(kind: Q) -> tuple[np.ndarray, np.ndarray]:
             (values if kind == Q.F32 else bf16 if kind == Q.BF16 else values.astype(np.float16)).tobytes(), np.uint8
         )
     else:
-        blocks = rng.integers(0, 256, (ROWS * COLS // block, size), np.uint8)
-        for at in QUANTS[kind].halves:
-            blocks[:, at : at + 2] = rng.uniform(0.01, 0.02, len(blocks)).astype(np.float16)[:, None].view(np.uint8)
-        for at in QUANTS[kind].exponents:
-            blocks[:, at] = rng.integers(120, 124, len(blocks))
-        packed = blocks.reshape(-1)
+        random = rng.integers(0, 256, (ROWS * COLS // block, size), np.uint8)
+        halves = [at for at in (QUANTS[kind].scale, QUANTS[kind].minimum) if at >= 0]
+        for at in halves:
+            random[:, at : at + 2] = rng.uniform(0.01, 0.02, len(random)).astype(np.float16)[:, None].view(np.uint8)
+        if not halves:  # the scale is a power of two: MXFP4
+            random[:, 0] = rng.integers(120, 124, len(random))
+        packed = random.reshape(-1)
     return packed, rng.standard_normal(COLS).astype(np.float32)
 
 

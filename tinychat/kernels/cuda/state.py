@@ -3,62 +3,40 @@
 from __future__ import annotations
 
 import struct
-from enum import IntEnum
 
 import numpy as np
 
-from tinychat.kernels.sampling import Sampling, longest_dry
+from tinychat.kernels.sampling import SAMPLING_PARAMETERS, Sampling, longest_dry
 
 STATE_BYTES = 256
 
 
-class Word(IntEnum):
-    """Index of each word. The host writes them before a run of steps, the last kernel of a step moves POS on."""
+WORDS = (
+    "POS",  # position of the step's first token; the last kernel of a step moves it on
+    "COUNT",  # tokens of the step
+    "FIRST_KNOWN",  # position of the first token that the penalties know
+    "SEED_LO",
+    "SEED_HI",
+    "DRY_LONGEST",  # repetitions of more tokens cost no more
+    *(name.upper() for name in SAMPLING_PARAMETERS),  # the bits of a float where the parameter is one
+)
+"""The words in order: WORDS[i] is the constant i in the kernels. The host writes them before a run of steps."""
 
-    POS = 0  # position of the step's first token
-    COUNT = 1  # tokens of the step
-    TOP_K = 2
-    TEMPERATURE = 3  # from here to PENALTY: bits of a float
-    TOP_P = 4
-    MIN_P = 5
-    PENALTY = 6
-    LAST_N = 7  # tokens under the repeat penalty
-    SEED_LO = 8
-    SEED_HI = 9
-    FIRST_KNOWN = 10  # position of the first token that the penalties know
-    DRY_MULTIPLIER = 11  # bits of a float
-    DRY_BASE = 12  # bits of a float
-    DRY_ALLOWED = 13
-    DRY_LAST_N = 14  # -1: all
-    DRY_LONGEST = 15  # repetitions of more tokens cost no more
+
+def header() -> str:
+    """The C++ definition of the words."""
+    return f"enum {{ {', '.join(f'{word} = {i}' for i, word in enumerate(WORDS))} }};\n"
 
 
 def state_words(s: Sampling, pos: int, count: int, first_known: int) -> np.ndarray:
     """int32: all words for a step of `count` tokens at `pos`; tokens are known from `first_known` on."""
     seed = struct.unpack("<2i", struct.pack("<Q", s.seed % 2**64))
-    dry = s.dry_multiplier > 0 and s.dry_base >= 1 and s.dry_penalty_last_n != 0
-    values: dict[Word, int | float] = {
-        Word.POS: pos,
-        Word.COUNT: count,
-        Word.TOP_K: s.top_k,
-        Word.TEMPERATURE: s.temperature,
-        Word.TOP_P: s.top_p,
-        Word.MIN_P: s.min_p,
-        Word.PENALTY: s.repeat_penalty,
-        Word.LAST_N: max(0, s.repeat_last_n),
-        Word.SEED_LO: seed[0],
-        Word.SEED_HI: seed[1],
-        Word.FIRST_KNOWN: max(0, first_known),
-        Word.DRY_MULTIPLIER: s.dry_multiplier if dry else 0.0,
-        Word.DRY_BASE: s.dry_base,
-        Word.DRY_ALLOWED: s.dry_allowed_length,
-        Word.DRY_LAST_N: s.dry_penalty_last_n,
-        Word.DRY_LONGEST: longest_dry(s) if dry else 0,
-    }
-    floats = {Word.TEMPERATURE, Word.TOP_P, Word.MIN_P, Word.PENALTY, Word.DRY_MULTIPLIER, Word.DRY_BASE}
-    words = np.zeros(len(Word), np.int32)
-    for word, value in values.items():
-        (words.view(np.float32) if word in floats else words)[word] = value
+    longest = longest_dry(s) if s.has_dry else 0
+    words = np.array([pos, count, max(0, first_known), *seed, longest, *[0] * len(SAMPLING_PARAMETERS)], np.int32)
+    for at, (name, parameter) in enumerate(SAMPLING_PARAMETERS.items(), len(words) - len(SAMPLING_PARAMETERS)):
+        (words.view(np.float32) if parameter.kind is float else words)[at] = getattr(s, name)
+    if not s.has_dry:
+        words[WORDS.index("DRY_MULTIPLIER")] = 0
     return words
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
 
 import numpy as np
 from tinygrad import Tensor, dtypes
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.blocks import Experts
-from tinychat.kernels.executor import ExecutorKind, Mask, Weights, verify_singly
+from tinychat.kernels.executor import ExecutorKind, Logits, Mask, SingleSteps, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile, calls_of
@@ -19,10 +18,10 @@ from tinychat.kernels.tinygrad import profile as profiling
 from tinychat.kernels.tinygrad.dequant import CODECS
 from tinychat.kernels.tinygrad.step import Step
 
-LIMITS = Limits(frozenset(CODECS), prefill_chunk=32, verified=16)
+LIMITS = Limits(frozenset(CODECS), prefill_chunk=32, verified=16, mtp=True)
 
 
-class ReferenceExecutor:
+class ReferenceExecutor(SingleSteps):
     """`MeasurableExecutor` on tinygrad tensors. `cache_f16`: the KV cache is F16 to save memory, not F32."""
 
     kind: ExecutorKind = "reference"
@@ -64,21 +63,25 @@ class ReferenceExecutor:
         jit = self.step.decode_jit
         return ("compiling", "capturing", "replaying")[min(jit.cnt, 2) if jit else 0]
 
-    def forward(
-        self, ids: Sequence[int], pos: int, logits: Literal["none", "last", "all"] = "none"
-    ) -> np.ndarray | None:
+    def forward(self, ids: Sequence[int], pos: int, logits: Logits = "none", *, mtp: bool = False) -> np.ndarray | None:
         """See Executor.forward. Tokens after the last whole chunk run one at a time, because each length is captured
         separately."""
-        out, done = [], 0
+        out, done, run = [], 0, self.step.run_mtp if mtp else self.step.run
         while done < len(ids):
-            n = self.prefill_chunk if len(ids) - done >= self.prefill_chunk else 1
+            n = self.prefill_chunk if len(ids) - done >= self.prefill_chunk and not (mtp and pos + done == 0) else 1
             last = done + n == len(ids)
             want = logits == "all" or (logits == "last" and last)
-            rows = self.step.run(ids[done : done + n], pos + done, want)
+            rows = run(ids[done : done + n], pos + done, want)
             if rows is not None:
                 out.append(rows if logits == "all" else rows[-1:])
             done += n
         return np.concatenate(out) if out else None
+
+    def draft(self, ids: Sequence[int], pos: int) -> int:
+        """See Executor.draft."""
+        rows = self.forward(ids, pos, "last", mtp=True)
+        assert rows is not None
+        return int(rows[0].argmax())
 
     def decode(
         self, token: int, pos: int, sampling: Sampling, recent: Sequence[int], mask: Mask | None = None
@@ -93,18 +96,6 @@ class ReferenceExecutor:
             yield token, logprob
             pos += 1
 
-    def verify(
-        self,
-        token: int,
-        drafts: Sequence[int],
-        pos: int,
-        sampling: Sampling,
-        recent: Sequence[int],
-        mask: Mask | None = None,
-    ) -> Iterator[tuple[int, float]]:
-        """See Executor.verify: in single steps."""
-        return verify_singly(self, token, drafts, pos, sampling, recent, mask)
-
     def routes(self) -> np.ndarray | None:
         """See Executor.routes: None, because intermediate results are not copied from the device."""
         return None
@@ -112,7 +103,7 @@ class ReferenceExecutor:
     @property
     def cache_layout(self) -> str:
         """See Executor.cache_layout."""
-        return f"reference {self._type.name} 1"
+        return f"reference {self._type.name} 1{' mtp' * bool(self.plan.mtp)}"
 
     def read_cache(self, first: int, rows: int) -> bytes:
         """See Executor.read_cache: K's rows of every layer, then V's."""

@@ -26,13 +26,14 @@ from tinychat.kernels.blocks import (
     Dense,
     Experts,
     Gated,
+    Layer,
     Rope,
     Router,
     Temperature,
     Weight,
 )
 from tinychat.kernels.executor import Weights
-from tinychat.kernels.ops import Plan
+from tinychat.kernels.ops import Embed, Head, Plan
 from tinychat.kernels.tinygrad.compile_caches import Caches
 from tinychat.kernels.tinygrad.dequant import dequantize, to_tensor
 
@@ -76,7 +77,7 @@ class Step:
         }
         self._tables: dict[Rope | Temperature, Tensor] = {}
         self._pos = UOp.variable("pos", 0, max_context - 1)
-        self._jits: dict[tuple[int, bool], Any] = {}  # TinyJit is a function to mypy
+        self._jits: dict[tuple[int, bool, str], Any] = {}  # TinyJit is a function to mypy
 
     def _zeros(self, width: int, kind: Any) -> Tensor | None:
         if not width:
@@ -101,9 +102,20 @@ class Step:
         if pos == 0:
             for state in self.state_tensors:
                 state.assign(Tensor.zeros_like(state)).realize()
-        key = (len(ids), want_logits)
+        return self._run("layers", self._logits if want_logits else self._hidden, ids, pos, want_logits)
+
+    def run_mtp(self, ids: Sequence[int], pos: int, want_logits: bool) -> np.ndarray | None:
+        """The same with the plan's MTP. At position 0 one token alone, because no hidden row is in front of it."""
+        if pos == 0:
+            return self._run("first", lambda tokens, at: self._mtp(tokens, at, False, want_logits), ids, 0, want_logits)
+        return self._run("mtp", lambda tokens, at: self._mtp(tokens, at, True, want_logits), ids, pos - 1, want_logits)
+
+    def _run(
+        self, what: str, step: Callable[[Tensor, UOp], Tensor], ids: Sequence[int], pos: int, want_logits: bool
+    ) -> np.ndarray | None:
+        key = (len(ids), want_logits, what)
         if key not in self._jits:
-            self._jits[key] = TinyJit(self._logits if want_logits else self._hidden)
+            self._jits[key] = TinyJit(step)
         jit = self._jits[key]
         with contextlib.nullcontext() if jit.captured else self.compile_caches.counted():
             out = jit(*self.inputs(ids, pos))
@@ -116,11 +128,11 @@ class Step:
     @property
     def decode_jit(self) -> Any:
         """The TinyJit of the decode step; None before the first one."""
-        return self._jits.get((1, True))
+        return self._jits.get((1, True, "layers"))
 
     def forget_decode(self) -> None:
         """Discards the captured decode step; the next one is captured again."""
-        self._jits.pop((1, True), None)
+        self._jits.pop((1, True, "layers"), None)
 
     def close(self) -> None:
         self.packed.clear()
@@ -137,30 +149,53 @@ class Step:
     def ops(self, tokens: Tensor, pos: UOp) -> Iterator[Tensor]:
         """Runs the step op by op, as in Plan.ops; yields one realised tensor each. The last is the logits."""
         x = yield from self._layers(tokens, pos)
-        head = self.plan.head
+        yield self._head(x, self.plan.head)
+
+    def _head(self, x: Tensor, head: Head) -> Tensor:
         logits = self._linear(self._norm(x, head.norm, head.eps), head.weight) * head.scale
-        yield (logits if not head.softcap else head.softcap * (logits / head.softcap).tanh()).realize()
+        return (logits if not head.softcap else head.softcap * (logits / head.softcap).tanh()).realize()
 
     def _layers(self, tokens: Tensor, pos: UOp) -> Ops:
         """All ops but the head."""
-        embed = self.plan.embed
-        rows = dequantize(self._rows(embed.weight)[0][tokens].contiguous(), embed.weight.type)
-        x = (rows * embed.scale).contiguous().realize()
+        x = self._embedded(tokens, self.plan.embed).realize()
         yield x
         for i, layer in enumerate(self.plan.layers):
-            match layer.attention:
-                case GQA() as gqa:
-                    x = yield from self._gqa(i, gqa, x, pos)
-                case MLA() as mla:
-                    x = yield from self._mla(i, mla, x, pos)
-                case DeltaRule() as rule:
-                    x = yield from self._delta_rule(i, rule, x)
-            match layer.feed_forward:
-                case Dense() as dense:
-                    x = yield from self._dense(dense, x)
-                case Experts() as experts:
-                    x = yield from self._experts(experts, x)
+            x = yield from self._layer(i, layer, x, pos)
+        if (hidden := self.values[-1]) is not None and self.plan.mtp:
+            _store(hidden, self._norm(x, self.plan.head.norm, self.plan.head.eps), pos)
+            yield x
         return x
+
+    def _layer(self, i: int, layer: Layer, x: Tensor, pos: UOp) -> Ops:
+        match layer.attention:
+            case GQA() as gqa:
+                x = yield from self._gqa(i, gqa, x, pos)
+            case MLA() as mla:
+                x = yield from self._mla(i, mla, x, pos)
+            case DeltaRule() as rule:
+                x = yield from self._delta_rule(i, rule, x)
+        match layer.feed_forward:
+            case Dense() as dense:
+                x = yield from self._dense(dense, x)
+            case Experts() as experts:
+                x = yield from self._experts(experts, x)
+        return x
+
+    def _embedded(self, tokens: Tensor, embed: Embed) -> Tensor:
+        rows = dequantize(self._rows(embed.weight)[0][tokens].contiguous(), embed.weight.type)
+        return (rows * embed.scale).contiguous()
+
+    def _mtp(self, tokens: Tensor, at: UOp, behind: bool, want_logits: bool) -> Tensor:
+        """MTP from position `at` on, or from the one `behind` it; in front of position 0 there is no hidden row."""
+        m, hidden = self.plan.mtp, self.values[-1]
+        assert m is not None and hidden is not None
+        embedded = self._embedded(tokens, m.embed)
+        h = hidden[at : at + tokens.shape[0]].cast(dtypes.float32) if behind else embedded * 0
+        h = self._norm(h.contiguous(), m.hidden_norm, m.eps)
+        joined = self._norm(embedded, m.token_norm, m.eps).cat(h, dim=-1).contiguous().realize()
+        x = self._linear(joined, m.project).realize()
+        x = deque(self._layer(len(self.plan.layers), m.layer, x, at + 1 if behind else at), 1).pop()
+        return self._head(x, m.head) if want_logits else x
 
     # --- blocks: each runs its ops and returns x with what it adds
 

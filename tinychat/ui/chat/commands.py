@@ -53,6 +53,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "conversations", "", "earlier conversations: search, open, rename, delete", handlers.conversations, key="f3"
     ),
+    Command("find", "[TEXT]", "find text in this conversation", handlers.find, key="ctrl+f"),
     _shared("rename"),
     _shared("project"),
     _shared("regenerate", "ctrl+r"),

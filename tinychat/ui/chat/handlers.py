@@ -11,6 +11,8 @@ from tinychat.chat import importing
 from tinychat.chat.commands import COMMANDS, TextCommand, switched
 from tinychat.chat.controller import KEPT_STATS
 from tinychat.chat.conversation import footer_text, to_markdown
+from tinychat.chat.find import find as find_text
+from tinychat.chat.find import version_with
 from tinychat.chat.parameters import Parameters
 from tinychat.errors import TinychatError
 from tinychat.files import expand
@@ -53,7 +55,7 @@ async def edit(chat: ChatView, text: str) -> None:
 
 async def delete(chat: ChatView, text: str) -> None:
     line = COMMANDS["delete"].run(chat, text)
-    chat.editing = None
+    chat.end_edit()
     await chat.apply()
     await chat.say(line)
 
@@ -73,6 +75,10 @@ async def fork(chat: ChatView, text: str) -> None:
     await chat.apply()
     chat.box.prompt.put(draft)
     await chat.say("this is a copy; the original is in /conversations")
+
+
+async def find(chat: ChatView, text: str) -> None:
+    await chat.find(text)
 
 
 async def skip(chat: ChatView, text: str) -> None:
@@ -145,6 +151,8 @@ async def stats(chat: ChatView, text: str) -> None:
         )
     if s.drafted_tokens or s.forced_tokens:
         made = [f"{s.decode_steps:,} steps", f"{s.accepted_tokens:,} accepted of {s.drafted_tokens:,} drafts"]
+        if s.mtp_drafted_tokens:
+            made[-1] += f" (mtp {s.mtp_accepted_tokens:,} of {s.mtp_drafted_tokens:,})"
         made += [f"{s.forced_tokens:,} forced by the grammar"] * bool(s.forced_tokens)
         lines.append(f"{s.generated_tokens:,} tokens: {' + '.join(made)} · {s.speculation_gain:.2f}× single steps")
     spent = [*s.parts(), ("painting", chat.meter.seconds)]
@@ -192,9 +200,16 @@ async def conversations(chat: ChatView, text: str) -> None:
         raise TinychatError("conversations are not being saved")
     from tinychat.ui.screens.conversations import ConversationsScreen
 
+    async def show(id: str, search: str) -> None:
+        """Opens conversation `id` at what was searched for, if it is in a turn and not in the name."""
+        await models.reopen(chat, id)
+        shown = chat.controller.conversation
+        if search.strip() and (find_text(shown, search) or version_with(shown, search)):
+            await chat.find(search)
+
     def done(id: str | None) -> None:
         if id:
-            chat.run_worker(models.reopen(chat, id))
+            chat.run_worker(show(id, screen.search))
 
     c, history = chat.controller, chat.history
 
@@ -209,7 +224,8 @@ async def conversations(chat: ChatView, text: str) -> None:
         history.delete(id)
         c.forget(id)
 
-    chat.app.push_screen(ConversationsScreen(history, c.conversation.id, rename, delete), done)
+    screen = ConversationsScreen(history, c.conversation.id, rename, delete)
+    chat.app.push_screen(screen, done)
 
 
 async def inspect(chat: ChatView, text: str) -> None:
@@ -260,7 +276,8 @@ async def settings_file(chat: ChatView, text: str) -> None:
 async def help_screen(chat: ChatView, text: str) -> None:
     from tinychat.ui.screens.help import HelpScreen
 
-    chat.app.push_screen(HelpScreen(chat.command_entries(), prompt=PROMPT_KEYS))
+    keys = [entry for entry in PROMPT_KEYS if entry[0] != "@" or chat.attaches]
+    chat.app.push_screen(HelpScreen(chat.command_entries(), prompt=keys))
 
 
 async def panel(chat: ChatView, text: str) -> None:

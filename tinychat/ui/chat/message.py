@@ -21,6 +21,7 @@ from tinychat.errors import printable
 from tinychat.ui.chat.markdown import MarkdownView
 from tinychat.ui.chat.thinking import ThinkingBlock
 
+FILES = 5  # attached files whose names are shown
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 
@@ -54,6 +55,10 @@ class TurnMessage(Vertical, can_focus=True):
     def __init__(self, index: int, turn: Turn) -> None:
         super().__init__()
         self.index, self.turn = index, turn
+
+    def unfolded(self, thinking: bool) -> MarkdownView | None:
+        """The view of the text, or of the thinking, which is shown now; None where there is none."""
+        return None
 
     def on_click(self, event: events.Click) -> None:
         if action := event.style.meta.get("act"):
@@ -121,15 +126,19 @@ class UserMessage(TurnMessage):
     def __init__(self, index: int, turn: Turn) -> None:
         super().__init__(index, turn)
         self.line = ActionLine("you", ".speaker", always=False, classes="head")
+        self.view = MarkdownView(turn.text, plain=True, classes="text")
 
     def compose(self) -> ComposeResult:
         yield self.line
-        yield MarkdownView(self.turn.text, plain=True, classes="text")
+        yield self.view
         if self.turn.files:
-            names = ", ".join(
-                f"{printable(f.name, newlines=False)} ({len(f.text):,} characters)" for f in self.turn.files
-            )
-            yield Static(Content(f"+ {names}"), classes="files")
+            names = [f"{printable(f.name, newlines=False)} ({len(f.text):,} characters)" for f in self.turn.files]
+            if len(names) > FILES:
+                names[FILES:] = [f"{len(names) - FILES} more ({sum(len(f.text) for f in self.turn.files):,} in all)"]
+            yield Static(Content(f"+ {', '.join(names)}"), classes="files")
+
+    def unfolded(self, thinking: bool) -> MarkdownView | None:
+        return self.view
 
 
 class AnswerMessage(TurnMessage):
@@ -170,6 +179,9 @@ class AnswerMessage(TurnMessage):
         if not self.live:
             self.view.finish()
         self.update(self.turn, self.live)
+
+    def unfolded(self, thinking: bool) -> MarkdownView | None:
+        return self.thinking.unfolded() if thinking else self.view
 
     def grew(self, grew: Grew) -> None:
         if grew.thinking:

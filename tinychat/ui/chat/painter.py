@@ -80,6 +80,7 @@ class Painter:
             case Grew():
                 self.meter.begin()
                 transcript.grew(change)
+                chat.call_after_refresh(chat.mark_below)
                 chat.call_after_refresh(self.meter.painted, change.tokens)
             case Reset():
                 if change.live:
@@ -153,5 +154,5 @@ class Painter:
         chat.screen.query_one(StatusLine).show(c.conversation.model, info, title, mode, None if beside else c.usage)
         if not c.conversation.turns:
             chat.screen.query_one(Welcome).show(
-                c.conversation.model if c.ready or c.loading else "", c.loading is not None
+                c.conversation.model if c.ready or c.loading else "", c.loading is not None, chat.attaches
             )

@@ -27,7 +27,7 @@ PROMPT_KEYS = (  # for the help
     ("enter", "send"),
     ("shift+enter, ctrl+j", "new line"),
     ("/", "list of commands; tab completes"),
-    ("@", "attach a text file; tab completes its name"),
+    ("@", "attach text files: letters of the path find them, folder/ takes all in it"),
     ("up, down", "earlier messages, from the first and last line"),
     ("tab", "unfold a long paste; so does deleting into it"),
     ("ctrl+c", "clear; ctrl+z brings it back"),
@@ -82,7 +82,7 @@ class PromptEditor(Editor):
         self.completions: Completions | None = None  # set by the box while a list is open
         self._place: int | None = None  # in the history; None = the draft
         self._draft = ""
-        self._aside: str | None = None  # the draft that makes room for a command or an edit
+        self._asides: list[str] = []  # the draft that makes room for an edit, and that for a command
 
     @property
     def walking(self) -> bool:
@@ -110,25 +110,46 @@ class PromptEditor(Editor):
     @property
     def draft(self) -> str:
         """What the user was writing, wherever it is now."""
-        if self._aside is not None:
-            return self._aside
-        return self._draft if self.walking else self.text
+        return self._asides[0] if self._asides else self._own()
+
+    def _own(self) -> str:
+        """What was written in the place of the present text, with what was made of a text of the history."""
+        if self._place is None:
+            return self.text
+        changed = self.text if self.text != self.past[self._place] else ""
+        return "\n".join(filter(None, (changed, self._draft)))
 
     @property
-    def aside(self) -> bool:
-        """Whether the draft makes room for something else."""
-        return self._aside is not None
+    def asides(self) -> int:
+        """How many texts make room for the present one."""
+        return len(self._asides)
 
     def set_aside(self, text: str) -> None:
-        """Puts `text` in place of the draft, until it is sent or `bring_back` is called."""
-        self._aside, self._place = self.draft, None
+        """Puts `text` in place of the present one, until it is sent or `bring_back` is called."""
+        self._asides.append(self._own())
+        self._place = None
         self.put(text)
 
     def bring_back(self) -> None:
-        """Puts the draft back where it was."""
+        """Puts back what was set aside last; a draft that stood before a walk through the history, likewise."""
+        before = self._asides.pop() if self._asides else self._draft if self.walking else ""
         self._place = None
-        self.put(self._aside or "")
-        self._aside = None
+        self.put(before)
+
+    def start_over(self, draft: str) -> None:
+        """Shows the draft of another conversation."""
+        self._asides.clear()
+        self._place = None
+        self.put(draft)
+
+    def give_back(self, text: str) -> None:
+        """Puts `text` before the draft."""
+        draft = "\n".join(filter(None, (text, self.draft)))
+        if self._asides:
+            self._asides[0] = draft
+        else:
+            self._place = None
+            self.put(draft)
 
     def remember(self, text: str) -> None:
         """Appends to the history."""
@@ -188,10 +209,14 @@ class PromptEditor(Editor):
         if self._place is None:
             if step > 0 or not self.past:
                 return False
-            self._draft, self._place = self.text, len(self.past)
-        place = self._place + step
-        if place < 0:
-            return True
+            self._draft, place = self.text, len(self.past) - 1
+        else:
+            place = self._place + step
+            if place < 0:
+                return True
+            if self.text != self.past[self._place]:
+                self.past.append(self.text)  # what was made of it is the latest
+                place += place == len(self.past) - 1  # down from the last one is the draft
         self._place = None if place >= len(self.past) else place
         self.put(self._draft if self._place is None else self.past[place])
         return True
@@ -299,7 +324,8 @@ class PromptBox(Vertical):
         return was
 
     @on(TextArea.Changed)
-    def _changed(self) -> None:
+    def find(self) -> None:
+        """Shows what completes the text."""
         self._choices = list(self._find())
         self.prompt.completions = self if self._choices else None
         self.list.display = bool(self._choices)
@@ -339,9 +365,17 @@ class PromptBox(Vertical):
         if text.startswith("/") and (choice.final or text.strip() == choice.insert.strip()):
             self.close()
             self.prompt.send(choice.insert.strip())
+        elif self._typed() == choice.insert.strip():
+            return False
         else:
             self._insert(choice)
         return True
+
+    def _typed(self) -> str:
+        """The @path before the cursor."""
+        row, column = self.prompt.cursor_location
+        line = self.prompt.document.get_line(row)[:column]
+        return line[line.rindex("@") :]
 
     def _choice(self) -> Choice | None:
         """The highlighted completion of the text as it is now, which the list may not show yet."""
@@ -356,8 +390,9 @@ class PromptBox(Vertical):
             prompt.put(choice.insert)
             return
         row, column = prompt.cursor_location
-        start = prompt.document.get_line(row)[:column].rindex("@")
-        prompt.replace(choice.insert, (row, start), (row, column))
+        line = prompt.document.get_line(row)
+        insert = choice.insert.rstrip() if line[column : column + 1].isspace() else choice.insert
+        prompt.replace(insert, (row, line[:column].rindex("@")), (row, column))
 
     @on(OptionList.OptionSelected, "#completions")
     def _clicked(self, event: OptionList.OptionSelected) -> None:

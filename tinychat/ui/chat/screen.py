@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal, Vertical
+from textual.containers import Container, Horizontal, Vertical
 from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import TextArea
@@ -24,6 +24,8 @@ from tinychat.chat.changes import Overflow
 from tinychat.chat.choosing import remember
 from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import Attachment, Turn
+from tinychat.chat.file_finder import Finder
+from tinychat.chat.find import find, version_with
 from tinychat.chat.history import History
 from tinychat.errors import TinychatError, printable
 from tinychat.tools.builtin import tools_of
@@ -34,6 +36,7 @@ from tinychat.tools.protocol import Question
 from tinychat.tools.toolbox import Toolbox
 from tinychat.ui import clipboard
 from tinychat.ui.chat import commands, mcp, models
+from tinychat.ui.chat.findbar import FindBar
 from tinychat.ui.chat.markdown import MarkdownView
 from tinychat.ui.chat.message import TurnMessage
 from tinychat.ui.chat.overflow import OverflowScreen
@@ -43,7 +46,7 @@ from tinychat.ui.chat.permission import PermissionScreen
 from tinychat.ui.chat.prompt import Choice, PromptBox, PromptEditor
 from tinychat.ui.chat.sidebar import Sidebar
 from tinychat.ui.chat.status import StatusLine
-from tinychat.ui.chat.transcript import Transcript
+from tinychat.ui.chat.transcript import Below, Transcript
 from tinychat.ui.keys import KeyLine
 from tinychat.ui.panel import EnginePanel, ExpertsStrip
 from tinychat.ui.panel.reading import PaintMeter
@@ -71,6 +74,7 @@ class ChatScreen(Screen[None]):
     VERTICAL_BREAKPOINTS = [(0, "-short"), (20, "-high")]
     AUTO_FOCUS = "#prompt"
     COMMANDS = {Palette}
+    attaches = True  # @ in a message reads a file of this machine
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "stop", "stop", tooltip="stop; what is written stays"),
         Binding("escape", "keep", "leave it as it was"),
@@ -89,6 +93,8 @@ class ChatScreen(Screen[None]):
         Binding("f5", "command('continue')", "continue", tooltip="continue an answer that was stopped"),
         Binding("ctrl+o", "command('copy')", "copy code", priority=True, tooltip="copy the last block of code"),
         Binding("ctrl+n", "command('new')", "new conversation", show=False, priority=True),
+        Binding("ctrl+f", "command('find')", "find in this conversation", show=False, priority=True),
+        Binding("end", "to_end", "to the new text below", show=False, priority=True),
         Binding("f2", "choose_model", "choose a model"),
         Binding("f2", "command('model')", "choose, download or load a model", show=False),
         Binding("f3", "command('conversations')", "earlier conversations: search, reopen, rename, delete", show=False),
@@ -130,7 +136,7 @@ class ChatScreen(Screen[None]):
         self.use_folder(None)
         self.experts = experts  # whether the heat strip is wanted
         self._remember = remember
-        self.downloads = Downloads()
+        self.downloads, self.finder = Downloads(), Finder()
         self.painter = Painter(self)
         self.editing: int | None = None
         self._drafting = ""  # the conversation whose draft is in the prompt
@@ -144,8 +150,11 @@ class ChatScreen(Screen[None]):
             yield Sidebar(self.history)
             with Vertical(id="main"), Vertical(id="column"):
                 yield StatusLine(id="status")
-                yield Transcript()
+                with Container(id="reading"):
+                    yield Transcript()
+                    yield Below("↓ new text", id="below")
                 yield ExpertsStrip(id="experts")
+                yield FindBar(self.controller)
                 yield PromptBox(self._commands, self._files)
                 yield KeyLine(palette=True)
             yield EnginePanel(id="panel")
@@ -219,6 +228,8 @@ class ChatScreen(Screen[None]):
         await self.painter.apply()
 
     async def _tick(self) -> None:
+        if self.query_one("#below").display and self.transcript.at_end:
+            self.mark_below()
         if self.painter.due:
             await self.apply()
 
@@ -228,6 +239,26 @@ class ChatScreen(Screen[None]):
         self._idle = 0 if busy else self._idle + 1
         if self._idle < 2 * PANEL_HZ or self._idle % PANEL_HZ == 0:
             self.painter.panel()
+
+    def mark_below(self) -> None:
+        """Says that there is text below the screen which has come since, unless the end is on the screen."""
+        self.query_one("#below").display = not self.transcript.at_end
+
+    @on(Below.Clicked)
+    def action_to_end(self) -> None:
+        self.transcript.to_end()
+
+    async def find(self, text: str) -> None:
+        """Opens the line for finding, with `text`; where only another version has that, shows the version."""
+        c = self.controller
+        if text.strip() and not find(c.conversation, text) and (turn := version_with(c.conversation, text)):
+            c.show(turn.id)
+            await self.apply()
+        await self.query_one(FindBar).open(text.strip())
+
+    @on(FindBar.Closed)
+    def _found(self) -> None:
+        self.prompt.focus()
 
     async def say(self, text: str, error: bool = False) -> None:
         """A line of tinychat's own in the transcript."""
@@ -293,7 +324,8 @@ class ChatScreen(Screen[None]):
     @on(PromptEditor.Submitted)
     async def _submitted(self, event: PromptEditor.Submitted) -> None:
         text = event.text.strip()
-        answer = self.editing is not None and self.controller.conversation.turns[self.editing].role != "user"
+        edited = [] if self.editing is None else self.controller.conversation.turns[self.editing :][:1]
+        answer = any(turn.role != "user" for turn in edited)
         command = _is_command(text) and not self.controller.raw and not answer
         if (
             self.controller.raw
@@ -334,7 +366,19 @@ class ChatScreen(Screen[None]):
         """The files and MCP resources that `text` names with @. Raises TinychatError."""
         found = mcp.resources_in(self.mcp, text)
         known = await in_daemon(partial(mcp.read, self.mcp, found)) if found else {}
-        return attach.attachments(text, known=known)
+        if "@" not in text:
+            return ()
+        notes: list[str] = []
+        files = await in_daemon(partial(self.files_in, text, known, notes))
+        for note in notes:
+            await self.say(note)
+        return files
+
+    def files_in(
+        self, text: str, known: Mapping[str, Attachment] | None = None, notes: list[str] | None = None
+    ) -> tuple[Attachment, ...]:
+        """As chat.attach. Not on the screen's thread: it reads them."""
+        return attach.attachments(text, known=known, notes=notes)
 
     def _sent(self, text: str) -> None:
         self.prompt.remember(text)
@@ -344,8 +388,7 @@ class ChatScreen(Screen[None]):
 
     def give_back(self, turns: list[Turn]) -> None:
         """Texts return to the prompt, before what is there."""
-        texts = [*(t.text for t in turns), self.prompt.draft]
-        self.prompt.put("\n".join(t for t in texts if t))
+        self.prompt.give_back("\n".join(t.text for t in turns))
         self.prompt.focus()
 
     async def _edit_answer(self, index: int, text: str) -> None:
@@ -360,9 +403,25 @@ class ChatScreen(Screen[None]):
     def begin_edit(self, index: int) -> None:
         if self.controller.busy:
             raise TinychatError("an answer is being written; stop it with esc, then edit")
+        self.end_edit()
         self.editing = index
         self.prompt.set_aside(self.controller.conversation.turns[index].text)
         self.prompt.focus()
+
+    def end_edit(self) -> None:
+        """The message that is being edited stays as it was; the up key finds what was written in its place."""
+        if self.editing is not None:
+            if text := self._edited():
+                self.prompt.remember(text)
+            self.editing = None
+            self.prompt.bring_back()
+
+    def _edited(self) -> str:
+        """What is written in the place of a message and not sent yet; "" for nothing."""
+        turns = self.controller.conversation.turns
+        if self.editing is None or self.prompt.asides != 1 or self.editing >= len(turns):
+            return ""
+        return "" if self.prompt.text == turns[self.editing].text else self.prompt.text
 
     # drafts
 
@@ -396,7 +455,7 @@ class ChatScreen(Screen[None]):
         files: tuple[Attachment, ...] = ()
         if not self.controller.raw:
             with suppress(TinychatError):
-                files = attach.attachments(text)
+                files = self.files_in(text)
         return self.controller.count(Turn("user", text, files=files).content)
 
     def keep_draft(self) -> None:
@@ -414,11 +473,11 @@ class ChatScreen(Screen[None]):
         if self.history is not None:
             with suppress(TinychatError):
                 self._draft = self.history.draft(self._draft_key)
-        self.prompt.bring_back()
-        self.prompt.put(self._draft)
+        self.prompt.start_over(self._draft)
 
     def _write_draft(self, key: str) -> None:
-        text = "\n".join(t for t in (*(turn.text for turn in self.controller.queue), self.prompt.draft) if t)
+        texts = (*(turn.text for turn in self.controller.queue), self._edited(), self.prompt.draft)
+        text = "\n".join(filter(None, texts))
         if self.history is None or (key, text) == (self._draft_key, self._draft):
             return
         with suppress(TinychatError):  # what is wrong with the history is said when a conversation is saved
@@ -432,9 +491,10 @@ class ChatScreen(Screen[None]):
         await self.apply()
 
     async def action_keep(self) -> None:
-        """The message that is being edited stays as it was."""
-        self.editing = None
-        self.prompt.bring_back()
+        if self.prompt.asides > 1:  # a command stands before what is being edited
+            self.prompt.bring_back()
+        else:
+            self.end_edit()
         await self.apply()
 
     async def action_escape(self) -> None:
@@ -442,7 +502,7 @@ class ChatScreen(Screen[None]):
             return
         if self.controller.queue:
             self.give_back(self.controller.take_back_queue())
-        elif self.prompt.aside:
+        elif self.prompt.asides:
             self.prompt.bring_back()
         else:
             self.clear_selection()
@@ -470,6 +530,8 @@ class ChatScreen(Screen[None]):
             return not (self.prompt.has_focus and self.prompt.wrapped_document.height > 1)
         if action == "command" and parameters[0] == "experts":  # f7 selects all of a draft
             return not (self.prompt.has_focus and self.prompt.text)
+        if action == "to_end":
+            return self.query_one("#below").display and not (self.prompt.has_focus and self.prompt.text)
         if action == "choose_model":  # the same key, shown only while it is what a newcomer needs
             return not turns
         if action == "toggle_thinking":
@@ -630,8 +692,25 @@ class ChatScreen(Screen[None]):
     def _files(self, typed: str) -> list[Choice]:
         if self.controller.raw:
             return []
-        files = [Choice(attach.quoted(name), name) for name in attach.complete(typed)]
+        if self.finder.due():
+            self.run_worker(self._look())
+        files = [file_choice(name, typed) for name in self.finder.find(typed)]
         return [*files, *mcp.resource_choices(self.mcp, typed)]
+
+    async def _look(self) -> None:
+        await in_daemon(self.finder.look)
+        self.box.find()
+
+
+def file_choice(name: str, typed: str) -> Choice:
+    """The completion of what is `typed` behind @ to the path `name`: a folder can be completed further, and is attached
+    where it is all that was typed."""
+    written = attach.quoted(name)
+    if not name.endswith("/"):
+        return Choice(f"{written} ", name)
+    if name == typed:
+        return Choice(f"{written} ", name, "all text files in it")
+    return Choice(written.rstrip('"'), name)
 
 
 def _is_command(text: str) -> bool:

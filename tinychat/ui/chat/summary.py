@@ -31,6 +31,11 @@ class SummaryMessage(TurnMessage):
         self.view.display = True
         self.action_unfold()
 
+    def unfolded(self, thinking: bool) -> MarkdownView | None:
+        if not self.view.display:
+            self.action_unfold()
+        return self.view
+
     def on_click(self, event: events.Click) -> None:
         if event.style.meta.get("act"):
             super().on_click(event)

@@ -44,6 +44,12 @@ class ThinkingBlock(Vertical):
         self._sync()
         self._head()
 
+    def unfolded(self) -> MarkdownView | None:
+        """Unfolds; the view of the text."""
+        if self.folded:
+            self.toggle()
+        return self._view
+
     def _head(self) -> None:
         if self.children:
             content = Content(f"{'▸' if self.folded else '▾'} {self._state}")

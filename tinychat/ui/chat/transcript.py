@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 from textual.app import ComposeResult
 from textual.await_remove import AwaitRemove
 from textual.containers import VerticalScroll
 from textual.content import Content
+from textual.message import Message
 from textual.widget import Widget
 from textual.widgets import Static
 
 from tinychat.chat.changes import Grew
 from tinychat.chat.conversation import Conversation
+from tinychat.chat.find import Hit
 from tinychat.ui.chat.call import CallMessage
+from tinychat.ui.chat.markdown import MarkdownView
 from tinychat.ui.chat.message import AnswerMessage, NoticeLine, TurnMessage, UserMessage
 from tinychat.ui.chat.summary import SummaryMessage
 from tinychat.ui.chat.welcome import Welcome
@@ -54,6 +58,11 @@ class Transcript(VerticalScroll, can_focus=False):
         if self.is_anchored:
             self.anchor()
 
+    @property
+    def at_end(self) -> bool:
+        """Whether the last line is on the screen."""
+        return self.max_scroll_y - self.scroll_y <= 1
+
     def messages(self) -> list[TurnMessage]:
         return [w for w in self.children if isinstance(w, TurnMessage)]
 
@@ -86,15 +95,42 @@ class Transcript(VerticalScroll, can_focus=False):
             self._marks()
         self.to_end()
 
-    async def show_earlier(self) -> None:
-        """Mounts more of the older turns; what is on the screen stays where it is."""
+    @property
+    def first_shown(self) -> int:
+        """Number of the first turn that is not above the screen."""
+        return next((m.index for m in self.messages() if m.region.bottom > self.region.y), 0)
+
+    def mark(self, pattern: re.Pattern[str] | None) -> None:
+        """Marks what `pattern` finds in the messages."""
+        for view in self.query(MarkdownView):
+            view.mark(pattern)
+
+    async def show_hit(self, hit: Hit, pattern: re.Pattern[str]) -> None:
+        """Brings `hit` of `pattern` onto the screen, and marks it and the others."""
+        if hit.index < self._from:
+            await self.show_earlier(hit.index)
+        message = self.message(hit.index)
+        if message is None:
+            return
+        self.release_anchor()
+        view = message.unfolded(hit.thinking)
+        self.mark(pattern)
+        self.call_after_refresh(self._bring, message, view, hit.number)
+
+    def _bring(self, message: TurnMessage, view: MarkdownView | None, number: int) -> None:
+        """Scrolls to the place of hit `number` of `view`, or to `message`."""
+        y = message.region.y if view is None else view.region.y + view.mark_now(number)
+        self.scroll_relative(y=y - self.region.y - self.size.height // 3, animate=False)
+
+    async def show_earlier(self, index: int | None = None) -> None:
+        """Mounts more of the older turns, at least from `index` on; what is on the screen stays where it is."""
         first = self.messages()[0] if self.messages() else None
-        until, self._from = self._from, max(0, self._from - MOUNTED)
+        until, self._from = self._from, max(0, min(self._from - MOUNTED, self._from if index is None else index))
         added = [self._make(i, False) for i in range(self._from, until)]
         self.release_anchor()
         await self.mount_all(added, before=first)
         self._marks()
-        if first is not None:
+        if first is not None and index is None:
             self.call_after_refresh(self.scroll_to_widget, first, top=True, animate=False)
 
     def toggle_thinking(self) -> None:
@@ -162,6 +198,18 @@ class Transcript(VerticalScroll, can_focus=False):
     def _mark_unsent(self, message: TurnMessage) -> None:
         c = self._conversation
         message.set_class(message.index < c.sent_from and message.index != c.summary, "-unsent")
+
+
+class Below(Static):
+    """The mark that new text has come below the screen."""
+
+    ALLOW_SELECT = False
+
+    class Clicked(Message):
+        """The user wants to see it."""
+
+    def on_click(self) -> None:
+        self.post_message(self.Clicked())
 
 
 class Earlier(Static):

@@ -9,7 +9,7 @@ from tinychat.errors import printable
 
 TIPS = (
     ("enter", "sends; shift+enter or ctrl+j: new line"),
-    ("/", "lists the commands, @ attaches a text file"),
+    ("/", "lists the commands"),
     ("esc", "stops an answer; what is written stays"),
     ("ctrl+r", "regenerates the answer; ctrl+up selects messages"),
     ("ctrl+p", "all commands; f1 is the help"),
@@ -21,7 +21,8 @@ class Welcome(Static):
 
     _shown: tuple[str, bool] | None = None
 
-    def show(self, model: str, loading: bool) -> None:
+    def show(self, model: str, loading: bool, attaches: bool) -> None:
+        """`attaches`: @ reads a file."""
         if (model, loading) == self._shown:
             return
         self._shown = model, loading
@@ -31,9 +32,10 @@ class Welcome(Static):
             first = f"Ask {model} something."
         else:
             first = "Choose a model with /model (or F2). It is downloaded once and then runs on this computer, offline."
-        width = max(len(key) for key, _ in TIPS)
+        tips = [(key, f"{text}, @ attaches a text file" if key == "/" and attaches else text) for key, text in TIPS]
+        width = max(len(key) for key, _ in tips)
         lines = [Content(printable(first, newlines=False)).stylize("bold"), Content("")]
         lines += [
-            Content.assemble((key.rjust(width), "$accent"), "  ", (text, "$foreground 60%")) for key, text in TIPS
+            Content.assemble((key.rjust(width), "$accent"), "  ", (text, "$foreground 60%")) for key, text in tips
         ]
         self.update(Content("\n").join(lines))

@@ -119,9 +119,13 @@ def speed_rows(r: Reading, width: int) -> list[Content]:
     if s.drafted_tokens or s.forced_tokens:
         per_step = s.generated_tokens / max(1, s.decode_steps)
         rows.append(row("per step", f"{per_step:.2f} tokens, {s.speculation_gain:.1f}×", width))
-        sources = [f"{s.accepted_tokens:,} of {s.drafted_tokens:,}"] * bool(s.drafted_tokens)
+        drafted, accepted = s.drafted_tokens - s.mtp_drafted_tokens, s.accepted_tokens - s.mtp_accepted_tokens
+        sources = [f"{accepted:,} of {drafted:,}"] * bool(drafted)
         sources += [f"{s.forced_tokens:,} forced"] * bool(s.forced_tokens)
-        rows.append(row("drafts", ", ".join(sources), width))
+        if sources:
+            rows.append(row("drafts", ", ".join(sources), width))
+        if s.mtp_drafted_tokens:
+            rows.append(row("mtp", f"{s.mtp_accepted_tokens:,} of {s.mtp_drafted_tokens:,}", width))
     return rows
 
 

@@ -60,6 +60,11 @@ class ConversationsScreen(Sheet[str]):
         self.call_after_refresh(lambda: self._show(self._highlighted))
 
     @property
+    def search(self) -> str:
+        """What is searched for."""
+        return self.query_one(Input).value
+
+    @property
     def _highlighted(self) -> str | None:
         option = self.query_one(Rows).highlighted_option
         return option.id if option else None

@@ -21,6 +21,7 @@ from tinychat.ui.screens.token_view import ShownToken, TokenView
 _ORIGINS: dict[Source, str] = {
     "": "chosen by the model",
     "text": "chosen by the model, as drafted from the text",
+    "mtp": "chosen by the model, as drafted by its multi-token prediction",
     "grammar": "forced by the grammar",
 }
 

@@ -18,16 +18,17 @@ from tinychat.ui.screens.dialogs import ConfirmScreen
 from tinychat.ui.screens.sheet import Sheet
 
 EXAMPLE = """# tinychat's settings. What is left out has its default.
-# model = "smollm2:135m"     # what `tinychat` opens; without it, the model of last time
+# model = "smollm2:135m"     # without it: the model of last time
 # threads = 4
 # theme = "tinychat-dark"
-# experts = true             # the heat strip of the experts, as /experts
-# kv_cache_gb = 4            # disk for the caches of conversations; 0 = none
+# notify = "bell"            # unseen answers; "desktop", "off"
+# experts = true             # the heat strip, as /experts
+# kv_cache_gb = 4            # disk for KV caches; 0 = none
 
 # [parameters]               # of a new conversation
 # temperature = 0.7
 # system = "Answer briefly."
-# drop_oldest = true         # when the context is full, without asking
+# drop_oldest = true         # full context: does not ask
 
 # [presets.coder]
 # temperature = 0.2

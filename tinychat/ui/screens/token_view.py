@@ -20,7 +20,7 @@ from tinychat.errors import printable
 from tinychat.ui.screens.sheet import cell
 from tinychat.units import bar
 
-_KINDS: dict[Source, str] = {"": "answer", "text": "drafted", "grammar": "forced"}
+_KINDS: dict[Source, str] = {"": "answer", "text": "drafted", "mtp": "mtp", "grammar": "forced"}
 
 
 @dataclass(frozen=True)

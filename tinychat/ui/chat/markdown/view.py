@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 from rich.segment import Segment
@@ -45,6 +46,8 @@ class MarkdownView(Widget):
         "md-code-head",
         "md-code-inline",
         "md-copy",
+        "md-found",
+        "md-found-now",
     }
     DEFAULT_CSS = "MarkdownView { height: auto; width: 1fr; }"
 
@@ -76,6 +79,8 @@ class MarkdownView(Widget):
         self._styles_of: dict[str, Style] = {}
         self._painted: FIFOCache[int, Strip] = FIFOCache(100)  # done lines, for scrolling
         self._painted_for: tuple[Style, int] | None = None
+        self._pattern: re.Pattern[str] | None = None  # what is marked
+        self._now: tuple[int, int] | None = None  # the line of the mark that the user is at, and its place in it
         if text:
             self.feed(text)
             self.finish()
@@ -196,7 +201,7 @@ class MarkdownView(Widget):
         done = y < self._settled and selection is None
         if done and (strip := self._painted.get(y)) is not None:
             return strip
-        content = self._lines[y].content
+        content = self._marked(self._lines[y].content, y)
         if selection is not None and (span := selection.get_span(y)) is not None:
             start, end = span
             style = Style.from_styles(self.screen.get_component_styles("screen--selection"))
@@ -209,6 +214,33 @@ class MarkdownView(Widget):
         if done:
             self._painted[y] = strip
         return strip
+
+    def mark(self, pattern: re.Pattern[str] | None) -> None:
+        """Marks what `pattern` finds in a line."""
+        if (pattern, None) != (self._pattern, self._now):
+            self._pattern, self._now = pattern, None
+            self._painted.clear()
+            self.refresh()
+
+    def mark_now(self, number: int) -> int:
+        """Makes mark `number` (or the last one) the one that the user is at, and returns its line, or 0 where a mark
+        would be on two lines."""
+        found = [
+            (y, n)
+            for y, line in enumerate(self._lines)
+            for n, _ in enumerate(self._pattern.finditer(line.content.plain) if self._pattern else ())
+        ]
+        self._now = found[min(number, len(found) - 1)] if found else None
+        self._painted.clear()
+        self.refresh()
+        return self._now[0] if self._now else 0
+
+    def _marked(self, content: Content, y: int) -> Content:
+        """`content` of line `y` with its marks."""
+        for n, match in enumerate(self._pattern.finditer(content.plain) if self._pattern else ()):
+            style = self._style(".md-found-now" if (y, n) == self._now else ".md-found")
+            content = content.stylize(style, *match.span())
+        return content
 
     def get_selection(self, selection: Selection) -> tuple[str, str] | None:
         """The selected text, as it was before it was wrapped."""

@@ -1,0 +1,33 @@
+"""What the terminal is told beside the screen."""
+
+import re
+
+from tinychat.ui.announcer import LONG, Announcer, notification
+
+
+def test_the_title_and_the_bell():
+    """Only for who does not look, or has waited long; what names say reaches the terminal as text."""
+    written: list[str] = []
+    announcer = Announcer(written.append, "bell", {})
+    announcer.update(False, False, "", True, 0)
+    announcer.update(True, False, "primes", True, 0)
+    announcer.update(False, False, "primes", True, 2)
+    assert written == ["\x1b]2;tinychat\x07", "\x1b]2;primes\x07"], "a short answer that is seen"
+    announcer.update(True, True, "primes", False, 3)
+    announcer.update(True, True, "primes", False, 4)
+    assert written[2:] == ["\x07"], "a tool asks, once"
+    announcer.update(False, False, "primes", False, 5)
+    assert written[3:] == ["\x07", "\x1b]2;✓ primes\x07"]
+    announcer.update(False, False, "primes", True, 6)
+    assert written[5:] == ["\x1b]2;primes\x07"], "the mark goes when it is seen"
+    announcer.update(True, False, "primes", True, 7)
+    announcer.update(False, False, "primes", True, 7 + LONG)
+    assert written[6:] == ["\x07"]
+    announcer.update(False, False, "a\x07b\x1b]0;c\n" * 20, True, 99)
+    assert re.fullmatch(r"\x1b\]2;[ -~…]{1,80}\x07", written[-1])
+
+
+def test_notifications():
+    assert notification("off", "done", {}) == ""
+    assert notification("desktop", "4;3;\x1bdone", {"TERM": "xterm"}) == "\x1b]9;tinychat: 4;3;\\x1bdone\x07"
+    assert notification("desktop", "a;b", {"TERM": "foot"}) == "\x1b]777;notify;tinychat;a,b\x07"

@@ -1,0 +1,115 @@
+"""The buffers of a plan on the GPU, and what lies in each, as launches name them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tinychat.errors import TinychatError
+from tinychat.kernels import blocks
+from tinychat.kernels.blocks import Weight
+from tinychat.kernels.cuda.constants import (
+    NO_MATRIX,
+    Matrix,
+)
+from tinychat.kernels.cuda.launch import Launch
+from tinychat.kernels.cuda.layout import Layout, Placed
+from tinychat.kernels.cuda.quants import FLOATS
+from tinychat.kernels.cuda.spread import QUANTISED_ROWS
+from tinychat.kernels.cuda.state import STATE_BYTES
+from tinychat.kernels.ops import Plan
+
+RING = 64  # slots of the ring of decoded tokens
+MAX_SHARED = 48 << 10  # bytes of static shared memory of a block
+Depth = Literal["near", "middle", "deep"]  # how many keys a step is made for: up to NEAR, to DEEP, more
+LaunchedOps = list[tuple[Launch, int]]  # launches, and the index in Plan.ops of the op that each computes
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What one kernel leaves for the next: `size` floats in buffer `name`, or int8 blocks in `name`_q and `name`_s."""
+
+    name: str
+    size: int
+    quantised: bool = False
+
+
+class Builder:
+    """Names the buffers of a plan's launches. `buffers`: every buffer that a launch names, with its size in bytes."""
+
+    def __init__(self, plan: Plan, layout: Layout, max_context: int) -> None:
+        self.plan, self.layout, self.max_context = plan, layout, max_context
+        self.buffers: dict[str, int] = {"state": STATE_BYTES, "history": 4 * (max_context + 1), "ring": 8 * RING}
+        self.ropes: dict[blocks.Rope, str] = {}
+
+    def buffer(self, name: str, nbytes: int) -> str:
+        """Asks for a buffer of at least `nbytes`."""
+        self.buffers[name] = max(self.buffers.get(name, 0), nbytes)
+        return name
+
+    def act(self, name: str, tokens: int = 1) -> str:
+        """A float32 activation buffer of the plan."""
+        return self.buffer(name, 4 * self.plan.buffers[name] * tokens)
+
+    def weight(self, w: Weight) -> Placed:
+        placed = self.layout[w]
+        self.buffer(placed.tensor.buffer, placed.tensor.nbytes)
+        return placed
+
+    def matrix(self, w: Weight | None) -> Matrix:
+        """Where a kernel finds the weight, as named constants."""
+        if w is None:
+            return NO_MATRIX
+        p = self.weight(w)
+        return Matrix(p.tensor.kind, w.rows, w.cols, p.tensor.blocks, p.start, p.stride)
+
+    def data(self, w: Weight | None) -> str | None:
+        """The buffer that holds the weight."""
+        return None if w is None else self.weight(w).tensor.buffer
+
+    def kinds(self, *weights: Weight | None) -> tuple[bool, bool]:
+        """(any is quantised, any is floating-point)."""
+        floating = {self.weight(w).tensor.kind in FLOATS for w in weights if w}
+        return False in floating, True in floating
+
+    def rope(self, rope: blocks.Rope) -> str:
+        """The buffer with cos and sin of every position."""
+        name = self.ropes.setdefault(rope, f"rope:{len(self.ropes)}")
+        return self.buffer(name, 4 * self.max_context * rope.dims)
+
+    def cache(self, kind: str, layer: int) -> str:
+        """A layer's cache: "k" or "v"."""
+        cache = self.plan.caches[layer]
+        width = cache.key_width if kind == "k" else cache.value_width
+        return self.buffer(f"{kind}:{layer}", blocks.CACHE_VALUE_BYTES * self.max_context * width)
+
+    def source(self, x: Activations) -> dict[str, str | None]:
+        """Activations as a kernel's input."""
+        if x.quantised:
+            return {"src_q": f"{x.name}_q", "src_s": f"{x.name}_s"}
+        return {"src": self.act(x.name)}
+
+    def target(self, x: Activations) -> dict[str, str | None]:
+        """Activations as a kernel's result."""
+        if x.quantised:
+            q, scales = self.buffer(f"{x.name}_q", x.size), self.buffer(f"{x.name}_s", x.size // 32 * 8)
+            return {"dst_q": q, "dst_s": scales}
+        return {"dst": self.act(x.name)}
+
+    def agreed(
+        self, name: str, size: int, readers: Sequence[Weight | None], rows: Sequence[int], fits: bool
+    ) -> Activations:
+        """Activations as int8 blocks where all that reads them is quantised, and their producer's blocks make 32 rows
+        (`fits`) of matrices of `rows` rows."""
+        quantised, floating = self.kinds(*readers)
+        whole = not any(n % QUANTISED_ROWS for n in rows)
+        return Activations(name, size, quantised and not floating and fits and whole)
+
+
+def check_shared(k: int, quantised: bool, floats: bool) -> None:
+    """Raises TinychatError where staged activations of `k` values do not fit."""
+    size = (k // 32 * 40 if quantised else 0) + (4 * k if floats else 0) + 1024
+    if size > MAX_SHARED:
+        longest = (MAX_SHARED - 1024) // 4
+        raise TinychatError(f"the CUDA kernels take rows of up to {longest:,} floating-point weights, not {k:,}")

@@ -1,0 +1,210 @@
+"""Latent attention's own kernels in a decode step, as launches. Behind few keys one kernel does all that belongs to it,
+with a cluster of blocks per head (mla_cluster.cu)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tinychat.kernels.blocks import MLA, Weight
+from tinychat.kernels.cuda.builder import Activations, Builder, LaunchedOps, check_shared
+from tinychat.kernels.cuda.constants import (
+    LOG2E,
+    NO_MATRIX,
+    AbsorbConstants,
+    CombineConstants,
+    MLAClusterConstants,
+    ValueUpConstants,
+)
+from tinychat.kernels.cuda.launch import Launch, kernel
+from tinychat.kernels.cuda.launches import MAX_DYNAMIC, chunk_keys, linear, linear_add, splits
+from tinychat.kernels.cuda.quants import FLOATS, QUANTS, packed_bytes
+from tinychat.kernels.cuda.spread import QUANTISED_ROWS, spread
+
+CLUSTER = 4  # blocks of a head
+CLUSTER_THREADS = 512
+CLUSTER_KEYS = 2  # keys that a warp takes at a time
+CLUSTER_BLOCKS = 132  # at most: all heads at once, a block for each multiprocessor of an H100
+
+
+def takes_cluster(b: Builder, a: MLA) -> bool:
+    """Whether mla_cluster.cu takes it: a head's matrices, quantised, in CLUSTER parts that begin at 16 bytes in each
+    plane, and all heads at once."""
+    rows = a.nope + a.rope.dims, a.kv_lora, a.v_b.rows
+    matrices = [(a.q, rows[0])] if a.q_a else []
+    matrices += [(a.k_b, rows[1]), (a.v_b, rows[2])]
+    if any(n % CLUSTER for n in rows) or a.heads * CLUSTER > CLUSTER_BLOCKS or a.row % 2:
+        return False
+    for w, n in matrices:
+        placed = b.weight(w)
+        p, blocks = QUANTS[placed.tensor.kind], w.cols // 32
+        if placed.tensor.kind in FLOATS:
+            return False
+        for first in (placed.start, placed.stride, n // CLUSTER):
+            if first * blocks * p.hi % 16 or first * blocks * p.s1 % 16 or first * blocks * p.s2 % 128:
+                return False
+    return _cluster_shape(b, a, False).shared <= MAX_DYNAMIC
+
+
+def _cluster_shape(b: Builder, a: MLA, out_quantised: bool) -> MLAClusterConstants:
+    head, absorbed, values = (n // CLUSTER for n in (a.nope + a.rope.dims, a.kv_lora, a.v_b.rows))
+    query = b.matrix(a.q) if a.q_a else NO_MATRIX
+    lanes = {w: _row_lanes(w.cols // 32, n) for w, n in ((a.q, head), (a.k_b, absorbed), (a.v_b, values))}
+
+    def planes(w: Weight, rows: int) -> int:
+        return packed_bytes(b.weight(w).tensor.kind, rows * w.cols)
+
+    longest, warps = max(query.cols, a.kv_lora, a.nope), CLUSTER_THREADS // 32
+    shared = longest + longest // 4 + 4 * (head * CLUSTER + a.row + a.kv_lora + 2 + 4 * warps + values) + 2 * a.row
+    rows = (planes(a.q, head) if a.q_a else 16) + planes(a.k_b, absorbed)
+    shared += planes(a.v_b, values) + max(rows, 4 * warps * a.kv_lora) + 256  # for what alignment takes
+    return MLAClusterConstants(
+        **latent_fields(a),
+        cluster=CLUSTER,
+        keys=CLUSTER_KEYS,
+        query=query,
+        absorb=b.matrix(a.k_b),
+        value=b.matrix(a.v_b),
+        query_lanes=lanes[a.q],
+        latent_lanes=lanes[a.k_b],
+        value_lanes=lanes[a.v_b],
+        out_quantised=out_quantised,
+        shared=shared,
+    )
+
+
+def _row_lanes(blocks: int, rows: int) -> int:
+    """Lanes that share one of a thread block's `rows` rows of `blocks` blocks: as many as divide the blocks."""
+    return next(n for n in (16, 8, 4, 2, 1) if rows * n <= CLUSTER_THREADS and (blocks % n == 0 or n == 1))
+
+
+def mla_cluster(b: Builder, layer: int, a: MLA) -> LaunchedOps:
+    x, kv = Activations("x", a.kv_a.cols), (a.kv_a, None, "kv")
+    first = a.q_a or a.q
+    out = [(linear(b, "norm_linear", x, ((first, None, "q_a" if a.q_a else "q"), kv), norm=a.norm, eps=a.eps), 0)]
+    fits = a.v_b.rows // CLUSTER % QUANTISED_ROWS == 0
+    heads = b.agreed("heads", a.heads * a.v_b.rows, [a.output], [a.v_b.rows], fits)
+    shape = _cluster_shape(b, a, heads.quantised)
+    buffers = {
+        "x": b.act("q_a") if a.q_a else None,
+        "x_gain": b.data(a.q_a_norm),
+        "q": None if a.q_a else b.act("q"),
+        "kv": b.act("kv"),
+        "kv_gain": b.data(a.kv_norm),
+        "cache": b.cache("k", layer),
+        "table": b.rope(a.rope),
+        "state": "state",
+        "w_query": b.data(a.q) if a.q_a else None,
+        "w_absorb": b.data(a.k_b),
+        "w_value": b.data(a.v_b),
+        **b.target(heads),
+    }
+    kind = shape.absorb.type.name.lower()
+    attend = kernel(
+        f"mla_cluster_{kind}_{a.heads}x{CLUSTER}",
+        "mla_cluster.cu",
+        shape,
+        buffers,
+        (a.heads * CLUSTER, 1, 1),
+        "attention",
+        nbytes=(a.q.nbytes if a.q_a else 0) + a.k_b.nbytes + a.v_b.nbytes,
+        threads=CLUSTER_THREADS,
+        shared=shape.shared,
+        cluster=CLUSTER,
+    )
+    done = 4 if a.q_a else 3  # op of the attention
+    return [*out, (attend, done), (linear_add(b, heads, a.output, None, a.residual_scale), done + 2)]
+
+
+def absorb(b: Builder, layer: int, a: MLA) -> Launch:
+    w, kinds = a.k_b, b.kinds(a.k_b)
+    check_shared(w.cols, *kinds)
+    t = spread(w, w.rows * a.heads, whole=True)
+    shape = AbsorbConstants(
+        **latent_fields(a),
+        weight=b.matrix(w),
+        spread=t,
+        head_blocks=t.blocks(w.rows),
+        quantised=kinds[0],
+        floating=kinds[1],
+    )
+    buffers = {
+        "q": b.act("q"),
+        "queries": b.buffer("queries", 2 * a.heads * a.row),
+        "cache": b.cache("k", layer),
+        "kv": b.act("kv"),
+        "kv_gain": b.data(a.kv_norm),
+        "table": b.rope(a.rope),
+        "state": "state",
+        "w": b.data(w),
+    }
+    kind, products = shape.weight.type.name.lower(), t.blocks(w.rows) * a.heads
+    rotations = -(-a.heads // 8)  # a warp per head; one more block for the cache row
+    return kernel(
+        f"absorb_{kind}_{products}x{w.cols}",
+        "absorb.cu",
+        shape,
+        buffers,
+        (products + rotations + 1, 1, 1),
+        f"mat-vec {kind}",
+        nbytes=w.nbytes,
+    )
+
+
+def combine(b: Builder, a: MLA) -> Launch:
+    shape = CombineConstants(a.heads, a.kv_lora, splits(a, deep=True), chunk_keys(a, deep=True))
+    dst = b.act("o_latent")
+    buffers = {"partial": "attention_o", "ml": "attention_ml", "dst": dst, "state": "state"}
+    return kernel(f"combine_{a.heads}", "combine.cu", shape, buffers, (-(-a.kv_lora // 128), a.heads, 1), "attention")
+
+
+def value_up(b: Builder, a: MLA, deep: bool) -> tuple[Launch, Activations]:
+    """Per head: combines attention's splits where no kernel did (not `deep`), then W_v_b."""
+    w, kinds = a.v_b, b.kinds(a.v_b)
+    check_shared(w.cols, *kinds)
+    t = spread(w, w.rows * a.heads, quantise=True)
+    heads = b.agreed("heads", a.heads * w.rows, [a.output], [w.rows], t.rows() == QUANTISED_ROWS)
+    blocks = t.blocks(w.rows)
+    shape = ValueUpConstants(
+        a.heads,
+        a.kv_lora,
+        splits=splits(a),
+        chunk_keys=chunk_keys(a, deep),
+        combined=deep,
+        weight=b.matrix(w),
+        spread=t,
+        head_blocks=blocks,
+        quantised=kinds[0],
+        floating=kinds[1],
+        out_quantised=heads.quantised,
+    )
+    source: dict[str, str | None] = {"src": "attention_o", "ml": "attention_ml"}
+    if deep:
+        source = {"whole": b.act("o_latent")}
+    buffers = {**source, "state": "state", **b.target(heads), "w": b.data(w)}
+    kind = shape.weight.type.name.lower()
+    launch = kernel(
+        f"value_up_{kind}_{blocks * a.heads}x{w.cols}{'_deep' if deep else ''}",
+        "value_up.cu",
+        shape,
+        buffers,
+        (blocks * a.heads, 1, 1),
+        f"mat-vec {kind}",
+        nbytes=w.nbytes,
+    )
+    return launch, heads
+
+
+def latent_fields(a: MLA) -> dict[str, Any]:
+    """The fields of LatentConstants."""
+    t = a.temperature
+    return {
+        "heads": a.heads,
+        "nope": a.nope,
+        "kv_lora": a.kv_lora,
+        "rope_dims": a.rope.dims,
+        "neox": a.rope.style == "neox",
+        "eps": a.eps,
+        "query_scale": a.scale * LOG2E,
+        "growth": t.scale if t else 0.0,
+        "growth_length": t.length if t else 1,
+    }

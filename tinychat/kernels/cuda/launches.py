@@ -1,0 +1,422 @@
+"""The kernels of a decode step as launches: the constants, buffers and grid of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tinychat.errors import TinychatError
+from tinychat.kernels import blocks, ops
+from tinychat.kernels.blocks import GQA, MLA, Experts, Weight
+from tinychat.kernels.cuda.builder import RING, Activations, Builder, check_shared
+from tinychat.kernels.cuda.constants import (
+    LOG2E,
+    ActivationCode,
+    AttentionConstants,
+    EmbedConstants,
+    ExpertChoice,
+    ExpertsDownConstants,
+    ExpertsUpConstants,
+    GatedActivation,
+    GateUpConstants,
+    GatingCode,
+    LinearConstants,
+    LinearPart,
+    Norm,
+    NormAddConstants,
+    SampleConstants,
+    StoreKVConstants,
+)
+from tinychat.kernels.cuda.launch import Launch, kernel
+from tinychat.kernels.cuda.layout import block_size
+from tinychat.kernels.cuda.spread import PAIR_THREADS, QUANTISED_ROWS, pair_spread, spread
+
+SPLITS = 32  # parts of the keys in decode attention; latent attention, with one kv head, has twice as many
+DEEP_SPLITS = 132  # a block for each multiprocessor of an H100
+STRETCH = 4096  # logits of a block of candidates.cu
+MAX_K = 64  # largest top_k that the candidate lists serve
+CANDIDATES = 128  # of a stretch: MAX_K and room for equal logits
+SAMPLING_THREADS = 1024
+ATTENTION_THREADS = 512
+MAX_DYNAMIC = 227 << 10  # bytes of shared memory of a block, and of a multiprocessor
+PAIR_WARPS = PAIR_THREADS // 32
+
+
+def gate_up(b: Builder, norm: Weight | None, eps: float, w: blocks.Gated) -> tuple[Launch, Activations]:
+    """The first half of a dense feed-forward, and what it leaves."""
+    t = pair_spread(w.gate)
+    quantised, floating = b.kinds(w.gate, w.up)
+    check_shared(w.gate.cols, quantised, floating)
+    ffn = b.agreed("ffn", w.ff, [w.down], [w.ff], t.rows(PAIR_WARPS) == QUANTISED_ROWS)
+    shape = GateUpConstants(
+        w.gate.cols,
+        eps,
+        norm is not None,
+        activation(w),
+        quantised,
+        floating,
+        b.matrix(w.gate),
+        b.matrix(w.up),
+        t,
+        out_quantised=ffn.quantised,
+    )
+    buffers = {
+        "x": b.act("x"),
+        **b.target(ffn),
+        "gain": b.data(norm),
+        "gate": b.data(w.gate),
+        "up": b.data(w.up),
+        "state": "state",
+    }
+    kind = w.gate.type.name.lower()
+    gate_up = kernel(
+        f"gate_up_{kind}_{w.ff}x{w.gate.cols}",
+        "gate_up.cu",
+        shape,
+        buffers,
+        (t.blocks(w.ff, PAIR_WARPS), 1, 1),
+        f"mat-vec {kind}",
+        nbytes=w.gate.nbytes + w.up.nbytes,
+        threads=PAIR_THREADS,
+        resident=2,
+    )
+    return gate_up, ffn
+
+
+def linear(
+    b: Builder,
+    name: str,
+    x: Activations,
+    outputs: Sequence[tuple[Weight, Weight | None, str]],
+    *,
+    norm: Weight | None = None,
+    eps: float = 0.0,
+    add: bool = False,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    last_token: bool = False,
+) -> Launch:
+    """Matrices over one input, each (weight, bias, buffer of its results): dst = or += scale * (w @ x + bias)."""
+    weights = [w for w, _, _ in outputs]
+    cols, quantised, floating = weights[0].cols, *b.kinds(*weights)
+    check_shared(cols, quantised, floating and norm is not None)
+    buffers = b.source(x) | {"gain": b.data(norm)}
+    parts, blocks = list[LinearPart](), 0
+    for i, (w, bias, dst) in enumerate(outputs):
+        t = spread(w, sum(x.rows for x in weights))
+        parts.append(LinearPart(b.matrix(w), t, blocks, t.blocks(w.rows)))
+        blocks += t.blocks(w.rows)
+        dst = b.act(dst) if dst in b.plan.buffers else dst
+        buffers |= {f"dst[{i}]": dst, f"bias[{i}]": b.data(bias), f"w[{i}]": b.data(w)}
+    buffers["state"] = "state"
+    shape = LinearConstants(
+        cols,
+        normed=norm is not None,
+        eps=eps,
+        last_token=last_token,
+        in_quantised=x.quantised,
+        quantised=quantised,
+        floating=floating,
+        add=add,
+        out_scale=scale,
+        softcap=softcap,
+        part=tuple(parts),
+    )
+    kinds = "_".join(dict.fromkeys(p.weight.type.name.lower() for p in parts))
+    return kernel(
+        f"{name}_{kinds}_{blocks}x{cols}",
+        "linear.cu",
+        shape,
+        buffers,
+        (blocks, 1, 1),
+        f"mat-vec {kinds}",
+        nbytes=sum(w.nbytes for w in weights),
+    )
+
+
+def linear_add(b: Builder, x: Activations, w: Weight, bias: Weight | None, scale: float) -> Launch:
+    """x += scale * (w @ activations + bias)."""
+    return linear(b, "linear_add", x, ((w, bias, "x"),), add=True, scale=scale)
+
+
+def norm_add(
+    b: Builder,
+    norm: Weight,
+    eps: float,
+    scale: float = 1.0,
+    stream: float = 1.0,
+    tokens: int = 1,
+    *,
+    src: str = "y",
+    dst: str = "x",
+    add: bool = True,
+) -> Launch:
+    """dst = stream * (dst + scale * RMSNorm(src)), without `add` as if dst were 0."""
+    buffers = {"x": b.act(dst, tokens), "src": b.act(src, tokens), "gain": b.data(norm), "state": "state"}
+    shape = NormAddConstants(norm.cols, eps, scale, stream, add)
+    return kernel(f"norm_add_{norm.cols}", "norm_add.cu", shape, buffers, (tokens, 1, 1), "norm")
+
+
+def head(b: Builder, op: ops.Head) -> Launch:
+    """Logits of this step's last token."""
+    logits = b.buffer("logits", 4 * op.weight.rows)
+    x = Activations("x", op.weight.cols)
+    return linear(
+        b,
+        "head",
+        x,
+        ((op.weight, None, logits),),
+        norm=op.norm,
+        eps=op.eps,
+        scale=op.scale,
+        softcap=op.softcap,
+        last_token=True,
+    )
+
+
+def experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
+    r, w, shared = e.router, e.weights, e.shared
+    t = pair_spread(w.gate)
+    blocks = t.blocks(w.ff, PAIR_WARPS)
+    grid, nbytes = blocks * r.top_k, r.top_k * (w.gate.group_bytes + w.up.group_bytes)
+    if shared:
+        grid += pair_spread(shared.gate).blocks(shared.ff, PAIR_WARPS)
+        nbytes += shared.gate.nbytes + shared.up.nbytes
+    matrices = [w.gate, w.up, *((shared.gate, shared.up) if shared else ())]
+    quantised, floating = b.kinds(*matrices)
+    check_shared(w.gate.cols, quantised, floating)
+    shape = ExpertsUpConstants(
+        choice(r),
+        w.gate.cols,
+        e.eps,
+        True,
+        activation(w),
+        quantised,
+        floating,
+        b.matrix(w.gate),
+        b.matrix(w.up),
+        t,
+        expert_blocks=blocks,
+        shared_gate=b.matrix(shared.gate if shared else None),
+        shared_up=b.matrix(shared.up if shared else None),
+        shared_spread=pair_spread(shared.gate) if shared else t,
+        out_quantised=ffn.quantised,
+    )
+    buffers = {
+        "x": b.act("x"),
+        **b.target(ffn),
+        "router": "router",
+        "selection_bias": b.data(r.selection_bias),
+        "gain": b.data(e.norm),
+        "gate": b.data(w.gate),
+        "up": b.data(w.up),
+        "state": "state",
+        "shared_gate": b.data(shared.gate if shared else None),
+        "shared_up": b.data(shared.up if shared else None),
+        "gate_bias": b.data(w.gate_bias),
+        "up_bias": b.data(w.up_bias),
+    }
+    kind = w.gate.type.name.lower()
+    return kernel(
+        f"experts_up_{kind}_{r.top_k}x{w.ff}x{w.gate.cols}",
+        "experts_up.cu",
+        shape,
+        buffers,
+        (grid, 1, 1),
+        f"experts {kind}",
+        nbytes=nbytes,
+        threads=PAIR_THREADS,
+        resident=2,
+    )
+
+
+def experts_down(b: Builder, e: Experts, ffn: Activations) -> Launch:
+    r, w, shared = e.router, e.weights.down, e.shared.down if e.shared else None
+    quantised, _ = b.kinds(w, shared)
+    check_shared(ffn.size, quantised, False)
+    shape = ExpertsDownConstants(
+        choice(r),
+        b.matrix(w),
+        b.matrix(shared),
+        shared_depth=min(-(-shared.cols // (32 * block_size(shared.type))), 4) if shared else 1,
+        in_quantised=ffn.quantised,
+        quantised=quantised,
+        out_scale=e.residual_scale,
+        add=e.beside is None,
+    )
+    buffers = {
+        **b.source(ffn),
+        "router": "router",
+        "selection_bias": b.data(r.selection_bias),
+        "x": b.act("y" if e.beside else "x"),
+        "w": b.data(w),
+        "state": "state",
+        "expert_scale": b.data(r.expert_scale),
+        "shared": b.data(shared),
+        "bias": b.data(e.weights.down_bias),
+    }
+    kind = w.type.name.lower()
+    return kernel(
+        f"experts_down_{kind}_{r.top_k}x{w.rows}x{w.cols}",
+        "experts_down.cu",
+        shape,
+        buffers,
+        (-(-w.rows // 8), 1, 1),
+        f"experts {kind}",
+        nbytes=r.top_k * w.group_bytes + (shared.nbytes if shared else 0),
+    )
+
+
+def embed(b: Builder, op: ops.Embed, tokens: int) -> Launch:
+    """x (tokens, dim): rows of the table."""
+    dim, kind = op.weight.cols, op.weight.type.name.lower()
+    buffers = {"x": b.act("x", tokens), "w": b.data(op.weight), "history": "history", "state": "state"}
+    grid = (-(-dim // 256), tokens, 1)
+    return kernel(
+        f"embed_{kind}_{dim}", "embed.cu", EmbedConstants(b.matrix(op.weight), op.scale), buffers, grid, "embedding"
+    )
+
+
+def store_kv(b: Builder, layer: int, a: GQA, tokens: int) -> Launch:
+    """Queries, scaled for attention and rotated, into `queries`; rotated keys, and values, into the cache."""
+    norm = {None: Norm.NO_NORM, "head": Norm.PER_HEAD, "projection": Norm.ALL_HEADS}
+    shape = StoreKVConstants(
+        a.heads,
+        a.kv_heads,
+        a.key_dim,
+        a.value_dim,
+        rope_dims=a.rope.dims,
+        neox=a.rope.style == "neox",
+        norm=norm[a.qk_norm],
+        eps=a.eps,
+        query_scale=a.scale * LOG2E,
+        value_norm=a.value_norm,
+    )
+    buffers = {
+        "queries": b.buffer("queries", 2 * tokens * a.heads * a.key_dim),
+        "k_cache": b.cache("k", layer),
+        "v_cache": b.cache("v", layer),
+        "q": b.act("q", tokens),
+        "k": b.act("k", tokens),
+        "v": b.act("v", tokens),
+        "q_gain": b.data(a.q_norm),
+        "k_gain": b.data(a.k_norm),
+        "table": b.rope(a.rope),
+        "state": "state",
+    }
+    grid = (-(-(a.heads + 2 * a.kv_heads) // 8), tokens, 1)
+    return kernel(f"store_kv_{a.heads}_{a.kv_heads}_{a.key_dim}", "store_kv.cu", shape, buffers, grid, "rope")
+
+
+def activation(w: blocks.Gated) -> GatedActivation:
+    """What a kernel makes of gate and up."""
+    return GatedActivation(ActivationCode[w.activation.upper()])
+
+
+def choice(r: blocks.Router) -> ExpertChoice:
+    """How a kernel chooses experts."""
+    gating = GatingCode[r.gating.upper()]
+    return ExpertChoice(r.experts, r.top_k, gating, r.normalize, r.groups, r.groups_used, r.scale, r.logit_scale)
+
+
+def splits(a: GQA | MLA, deep: bool = False) -> int:
+    """Parts of the keys in decode."""
+    return SPLITS if isinstance(a, GQA) else DEEP_SPLITS if deep else 2 * SPLITS
+
+
+def chunk_keys(a: GQA | MLA, deep: bool = False) -> int:
+    """Keys that attention takes at a time: what fits twice into shared memory."""
+    return 64 if deep else 32 if isinstance(a, MLA) or a.key_dim > 128 else 64
+
+
+def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launch:
+    """Results go into `heads` (GQA), partial ones of each split into `attention_o`."""
+    latent = isinstance(a, MLA)
+    kv_heads, key_dim, value_dim = (1, a.row, a.kv_lora) if isinstance(a, MLA) else (a.kv_heads, a.key_dim, a.value_dim)
+    group, keys = a.heads // kv_heads, chunk_keys(a, deep)
+    row_tiles = 2 if group > 16 else 1
+    rows, steps, score_tiles = 16 * row_tiles, key_dim // 16, row_tiles * keys // 16
+    warps = ATTENTION_THREADS // 32 * (2 if deep else 1)  # at depth a warp takes two tiles
+    parts = next((n for n in (4, 2) if score_tiles * n <= warps and steps % n == 0), 1)
+    k_pitch, v_pitch = key_dim + 8, value_dim + 8
+    stages = 2
+    halves = rows * k_pitch + stages * keys * (k_pitch + (0 if latent else v_pitch)) + rows * (keys + 8)
+    shared = 2 * halves + 4 * max(rows * (parts * (keys + 4) + 3), group * SPLITS)
+    if key_dim % 16 or value_dim % 8 or shared > MAX_DYNAMIC:
+        raise TinychatError(f"the CUDA attention kernel does not take heads of {key_dim} and {value_dim} values")
+    shape = AttentionConstants(
+        a.heads,
+        kv_heads,
+        key_dim,
+        value_dim,
+        row_tiles=row_tiles,
+        chunk_keys=keys,
+        stages=stages,
+        parts=parts,
+        splits=splits(a, deep),
+        latent=latent,
+        window=0 if isinstance(a, MLA) else a.window,
+        sinks=not isinstance(a, MLA) and a.sinks is not None,
+    )
+    buffers = {
+        "partial": b.buffer("attention_o", 2 * splits(a, deep) * a.heads * value_dim),
+        "ml": b.buffer("attention_ml", 8 * splits(a, deep) * a.heads),
+        "tickets": b.buffer("tickets", 4 * kv_heads),
+        "q": "queries",
+        "k_cache": b.cache("k", layer),
+        "state": "state",
+        "v_cache": b.cache("k" if latent else "v", layer),
+        "out": None if latent else b.act("heads"),
+        "sinks": None if isinstance(a, MLA) else b.data(a.sinks),
+    }
+    window = f"_{shape.window}" if shape.window else ""
+    name = f"attention_{a.heads}_{kv_heads}_{key_dim}{window}{'_deep' if deep else ''}"
+    grid = (splits(a, deep), -(-group // rows), kv_heads)
+    return kernel(
+        name,
+        "attention.cu",
+        shape,
+        buffers,
+        grid,
+        "attention",
+        threads=ATTENTION_THREADS,
+        shared=shared,
+        resident=2 if 2 * shared <= MAX_DYNAMIC else 1,
+    )
+
+
+def sample(b: Builder) -> list[Launch]:
+    """The next token, from the logits."""
+    vocab = b.plan.vocab
+    shape = SampleConstants(vocab, RING, STRETCH, CANDIDATES, MAX_K)
+    stretches = -(-vocab // STRETCH)
+    lists = {
+        "list": b.buffer("candidates", 8 * stretches * CANDIDATES),
+        "counts": b.buffer("counts", 4 * stretches),
+        "parts": b.buffer("parts", 8 * stretches),
+        "adjusted": b.buffer("adjusted", 4 * vocab),
+    }
+    first = kernel(
+        f"candidates_{vocab}",
+        "candidates.cu",
+        shape,
+        {
+            **lists,
+            "logits": "logits",
+            "history": "history",
+            "state": "state",
+            "breakers": b.buffer("breakers", 4 * -(-vocab // 32)),
+        },
+        (stretches, 1, 1),
+        "sampling",
+        threads=SAMPLING_THREADS,
+    )
+    last = kernel(
+        f"choose_token_{vocab}",
+        "choose_token.cu",
+        shape,
+        {"ring": "ring", "history": "history", "state": "state", **lists, "logits": "logits"},
+        (1, 1, 1),
+        "sampling",
+        threads=SAMPLING_THREADS,
+    )
+    return [first, last]
