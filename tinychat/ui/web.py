@@ -83,8 +83,8 @@ class WebApp(TinychatApp):
 
 
 def confine(folder: Path, url: str) -> None:
-    """From now on this process opens no file outside of `folder` but those of Python, starts no program, and connects
-    to no other server than `url`. Python's audit events tell of every attempt before it happens."""
+    """From now on this process opens no file outside of `folder` but those of Python, starts no program, and
+    connects to no other server than `url`. Python's audit events report every attempt before it happens."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     own = os.path.realpath(folder)

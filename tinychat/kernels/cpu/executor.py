@@ -27,6 +27,7 @@ from tinychat.kernels.ops import (
     Embed,
     ExpertsDown,
     ExpertsUp,
+    GatedConvolve,
     NormAdd,
     Op,
     Plan,
@@ -362,6 +363,8 @@ class CPUExecutor:
                 return 1
             case Convolve() | Delta():
                 return o.heads
+            case GatedConvolve():
+                return -(-o.weight.rows // TILE)
             case Attention():
                 return o.heads * -(-min(depth, o.window or depth) // self._library.chunk)
             case ExpertsUp() | ExpertsDown():

@@ -10,7 +10,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Q
 from gguf.quants import dequantize
 
-from tinychat.kernels.blocks import GQA, MLA, DeltaRule, Dense, Experts, Layer, Rope, Weight
+from tinychat.kernels.blocks import GQA, MLA, DeltaRule, Dense, Experts, Layer, Rope, ShortConvolution, Weight
 from tinychat.kernels.cpu import library
 from tinychat.kernels.cpu.library import STEP, TILE, CMatrix, Library
 from tinychat.kernels.executor import Weights
@@ -137,6 +137,8 @@ class _Translator:
                 yield from self._mla(i, mla)
             case DeltaRule() as rule:
                 yield from self._delta_rule(i, rule)
+            case ShortConvolution() as convolution:
+                yield from self._short_convolution(i, convolution)
         match layer.feed_forward:
             case Dense() as dense:
                 yield from self._dense(dense)
@@ -189,6 +191,13 @@ class _Translator:
             eps=a.eps,
             grouped=int(a.grouped),
             **sizes,
+        )
+        yield self._op("linear", [a.output], src="heads", add=1)
+
+    def _short_convolution(self, i: int, a: ShortConvolution) -> Iterator[library.COp]:
+        yield self._op("linear", [a.in_proj], dst=("bcz",), norm=a.norm, eps=a.eps)
+        yield self._op(
+            "gated_convolve", src="bcz", dst=("heads",), layer=i, bias=(a.conv,), taps=a.width, key_dim=a.conv.rows
         )
         yield self._op("linear", [a.output], src="heads", add=1)
 

@@ -31,6 +31,7 @@ PROMPT_KEYS = (  # for the help
     ("up, down", "earlier messages, from the first and last line"),
     ("tab", "unfold a long paste; so does deleting into it"),
     ("ctrl+c", "clear; ctrl+z brings it back"),
+    ("ctrl+d", "leave, when nothing is typed; ctrl+c twice too"),
 )
 _FILE = re.compile(r'(?:^|\s)@(?:"([^"\n]*)|(\S*))$')
 

@@ -1,4 +1,4 @@
-"""What the picker shows of one model: the facts, and their line of text."""
+"""A row of the picker: the model's facts, and their line of text."""
 
 from __future__ import annotations
 
