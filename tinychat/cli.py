@@ -221,6 +221,9 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     only.add_argument("--tensors", action="store_true", help="every tensor with its type, shape and size")
     _json(p)
 
+    p = _add(group, "import", "import_chats", "take over conversations of ChatGPT or of llama.cpp's web page")
+    p.add_argument("file", metavar="FILE", help="ChatGPT's export (zip or conversations.json), or the page's export")
+
     cache = group.add_parser("cache", help="see and change which models are on this machine", allow_abbrev=False)
     files = cache.add_subparsers(title="commands", metavar="COMMAND", required=True)
     p = _add(files, "path", "cache.path", "where model files are, or one is")

@@ -13,6 +13,7 @@ from tests.support.screens import text_of, until
 from tests.support.scripted import INFO, LONG, Script, scripted
 from tinychat.chat.conversation import Conversation, Turn
 from tinychat.chat.history import History
+from tinychat.models import cache
 from tinychat.ui.app import TinychatApp
 from tinychat.ui.chat import models
 from tinychat.ui.chat.message import AnswerMessage, NoticeLine, TurnMessage, UserMessage
@@ -114,8 +115,8 @@ async def test_enter_sends_and_new_lines_and_pastes_do_not():
         await d.until(lambda: "c[42 lines, 43 tokens]" in d.screen.replace("\xa0", " "))
         await d.until(lambda: "tab unfolds · 4" in d.screen)
         await d.pilot.press("tab")
-        assert "lines" not in d.screen and d.chat.prompt.text == "a\nb\ncx\ny\n" + "z\n" * 40
-        assert 6 <= d.chat.prompt.size.height <= 8, "a third of the screen at most"
+        await d.until(lambda: "lines" not in d.screen and 6 <= d.chat.prompt.size.height <= 8)  # a third of the screen
+        assert d.chat.prompt.text == "a\nb\ncx\ny\n" + "z\n" * 40
         await d.pilot.press("enter")
         await d.until(lambda: d.turns)
         assert d.turns[0].text.startswith("a\nb\ncx\ny\nz")
@@ -220,7 +221,7 @@ async def test_commands_by_word():
         for text, note in [
             ("/set temperature 0.3", "temperature is 0.3"),
             ("/set temperature", "temperature is 0.3: 0 always"),
-            ("/set temperature hot", "must be a number, 0 to 5"),
+            ("/set temperature hot", "temperature is a number from 0 to 5"),
             ("/set heat 1", "no parameter 'heat'"),
             ("/nonsense", "no command /nonsense"),
             ("/system Be brief.", "system prompt is set"),
@@ -634,9 +635,9 @@ async def test_an_edit_can_be_left():
     async with desk() as d:
         await d.ask("first")
         await d.send("/edit")
-        await d.until(lambda: d.chat.prompt.text == "first" and "cancel edit" in d.screen)
+        await d.until(lambda: d.chat.prompt.text == "first" and "leave it as it was" in d.screen)
         await d.pilot.press("escape")
-        await d.until(lambda: not d.chat.prompt.text and "cancel edit" not in d.screen)
+        await d.until(lambda: not d.chat.prompt.text and "leave it as it was" not in d.screen)
         assert d.chat.editing is None and d.turns[0].text == "first"
 
 
@@ -836,6 +837,34 @@ async def test_an_answer_is_edited_and_a_turn_deleted_and_both_come_back():
         await d.until(lambda: [t.text for t in d.turns] == ["first", "/uno @nobody", "third", "three"])
         await d.send("/delete 2")
         await d.until(lambda: [t.text for t in d.turns] == ["first", "one", "third", "three"])
+
+
+async def test_a_conversation_is_replayed_with_another_model_beside_the_first(monkeypatch, tmp_path):
+    async with desk("one", "two", rate=400) as d:
+        await d.ask("first")
+        await d.ask("second")
+        await d.send("/replay nothing:1b")
+        await d.until(lambda: any("unknown model" in n for n in d.notes))
+        path, d.script.answers = tmp_path / "other.gguf", ("ONE", "TWO", "word " * 3000)
+        path.touch()
+        monkeypatch.setattr(cache, "path_of", lambda model: path)
+        await d.send(f"/replay {path}")
+        await d.until(lambda: any("has answered 2 questions" in n for n in d.notes))
+        assert [t.text for t in d.turns] == ["first", "ONE", "second", "TWO"] and d.script.loads[-1]["path"] == str(
+            path
+        )
+        await d.until(lambda: "‹ 2/2 ›" in d.screen and "other.gguf · " in d.screen)
+        await d.pilot.press("ctrl+up", "ctrl+up", "ctrl+up", "left")
+        await d.until(lambda: [t.text for t in d.turns] == ["first", "one", "second", "two"])
+        await d.until(lambda: d.screen.count("scripted:1b · ") == 2)
+        await d.pilot.press("escape")
+        await d.send(f"/replay {path}")
+        await d.until(lambda: "replay 1/2" in d.screen and d.controller.running and d.controller.running.tokens)
+        await d.pilot.press("escape")
+        await d.until(lambda: any("ended after 1 of 2" in n for n in d.notes))
+        assert d.turns[-1].stop_reason == "stopped" and len(d.turns) == 2
+        await d.send("/undo")
+        await d.until(lambda: [t.text for t in d.turns] == ["first", "one", "second", "two"])
 
 
 async def test_a_folded_paste_is_one_thing_and_always_the_whole_text(tmp_path):

@@ -1,11 +1,14 @@
 """The list of conversations over a real history file."""
 
+import time
+
 import pytest
 from textual.widgets import Input
 
 from tests.support.screens import UNSET, Host, text_of, until
 from tinychat.chat.conversation import Conversation, Turn
-from tinychat.chat.history import History
+from tinychat.chat.days import by_day
+from tinychat.chat.history import History, Summary
 from tinychat.ui.screens.conversations import ConversationsScreen
 from tinychat.ui.screens.dialogs import AskScreen, ConfirmScreen
 from tinychat.ui.screens.sheet import Rows, ago, cell
@@ -23,7 +26,7 @@ def put(history, *texts, model="m"):
 
 
 def ids(app):
-    return [o.id for o in app.screen.query_one(Rows).options]
+    return [o.id for o in app.screen.query_one(Rows).options if o.id]
 
 
 @pytest.mark.parametrize("size", [(80, 24), (140, 40)])
@@ -50,10 +53,10 @@ async def test_keys_and_mouse_choose(history):
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.press("down", "down", "up")
         assert app.screen._highlighted == b
-        await pilot.click(Rows, offset=(3, 2))
+        await pilot.click(Rows, offset=(3, 3))
         await pilot.pause()
         assert app.screen._highlighted == a and app.result is UNSET
-        await pilot.click(Rows, offset=(3, 2))
+        await pilot.click(Rows, offset=(3, 3))
         await until(pilot, lambda: app.result == a)
     assert c
 
@@ -144,3 +147,37 @@ def test_cells_and_times():
     now = 1_000_000_000
     assert [ago(now - s, now) for s in (5, 90, 7200, 200_000)] == ["just now", "1 min ago", "2 h ago", "2 d ago"]
     assert ago(now - 10**7, now).startswith("2001-0")
+
+
+async def test_days_previews_and_projects(history):
+    put(history, "old question", "old answer")
+    history._db.execute("UPDATE conversations SET updated = ?", (time.time() - 86400,))
+    c = Conversation((Turn("user", "new question"), Turn("assistant", "new\n answer \ud800")), "m", project="Work")
+    history.save(c)
+    app = Host(ConversationsScreen(history))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.pause()
+        lines = [line.strip() for line in text_of(app).splitlines() if line.strip()]
+        begins = ("Today", "Work · new answer", "Yesterday", "old answer")
+        found = [next((i for i, line in enumerate(lines) if line.startswith(begin)), -1) for begin in begins]
+        assert found == sorted(found) and found[0] > 0, lines
+        await pilot.press("tab")
+        await until(pilot, lambda: ids(app) == [c.id] and "project Work" in text_of(app))
+        await pilot.press("tab")
+        await until(pilot, lambda: len(ids(app)) == 2)
+        app.screen.query_one(Input).value = "work"
+        await until(pilot, lambda: ids(app) == [c.id])
+
+
+def test_the_days_of_a_list():
+    now = time.mktime((2026, 3, 10, 0, 30, 0, 0, 0, -1))
+    ages = [0.1, 0.6, 24, 48, 24 * 7, 24 * 8 + 1, 24 * 40, 24 * 100]
+    found = [Summary(str(a), "", "", 1, 0, now - 3600 * a) for a in ages]
+    assert [(day, [s.id for s in group]) for day, group in by_day(found, now)] == [
+        ("Today", ["0.1"]),
+        ("Yesterday", ["0.6", "24"]),
+        ("Previous 7 days", ["48", "168"]),
+        ("March", ["193"]),
+        ("January", ["960"]),
+        ("November 2025", ["2400"]),
+    ]

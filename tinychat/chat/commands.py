@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from tinychat.chat import settings
+from tinychat.chat.choosing import here
 from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import to_markdown
 from tinychat.chat.parameters import PARAMETERS, set_parameter, shown
@@ -92,6 +94,36 @@ def _rename(session: Commanded, text: str) -> str:
         raise TinychatError("usage: /rename NAME")
     session.controller.rename(text)
     return ""
+
+
+def _project(session: Commanded, text: str) -> str:
+    c, name = session.controller, text.strip()
+    if name:
+        c.move("" if name.lower() == "off" else name)
+    now = c.conversation.project
+    if not (name or now):
+        raise TinychatError("usage: /project NAME|off puts this conversation into a project")
+    return f"this conversation is in the project {now}" if now else "this conversation is in no project"
+
+
+def _delete(session: Commanded, text: str) -> str:
+    turns = len(session.controller.conversation.turns)
+    if not turns:
+        raise TinychatError("there is nothing to delete yet")
+    if text.strip() and not (text.strip().isdecimal() and 1 <= int(text) <= turns):
+        raise TinychatError(f"/delete N: the turns are numbered from 1 to {turns}")
+    what = session.controller.delete(int(text) - 1 if text.strip() else turns - 1)
+    return f"deleted {what}; /undo brings it back"
+
+
+def _replay(session: Commanded, text: str) -> str:
+    c, name = session.controller, text.strip()
+    if not name:
+        raise TinychatError("usage: /replay MODEL asks another model the questions of this conversation")
+    if (model := here(name, settings.load())) is None:
+        raise TinychatError(f"{printable(name)} is not on this computer; /model {printable(name)} gets it")
+    c.replay(model)
+    return f"{printable(model.name)} is asked the questions of this conversation; esc ends that"
 
 
 def _regenerate(session: Commanded, text: str) -> str:
@@ -239,7 +271,10 @@ COMMANDS: dict[str, TextCommand] = {
     for c in (
         TextCommand("new", "", "new conversation; this one is kept", _new, aliases=("clear",)),
         TextCommand("rename", "NAME", "name this conversation", _rename),
+        TextCommand("project", "NAME|off", "put this conversation into a project", _project),
         TextCommand("regenerate", "", "a new answer; the old one stays as a version", _regenerate),
+        TextCommand("replay", "MODEL", "ask another model the same questions; both stay, as versions", _replay),
+        TextCommand("delete", "[N]", "delete the last question and answer (or turn N); /undo brings it back", _delete),
         TextCommand("undo", "", "undo the last edit, new answer, switch, summary or delete", _undo),
         TextCommand("compact", "[N]", "summarise all but your last message (or the last N)", _compact),
         TextCommand("continue", "", "continue the last answer", _continue),

@@ -40,6 +40,7 @@ from tinychat.chat.conversation import Attachment, Conversation, Removed, Turn, 
 from tinychat.chat.loading import OpenBackend, start_loading
 from tinychat.chat.parameters import Parameters
 from tinychat.chat.repetition import Repetition
+from tinychat.chat.replay import Replay
 from tinychat.chat.request import request_for
 from tinychat.chat.saving import Saver
 from tinychat.chat.state import (
@@ -122,6 +123,7 @@ class Controller:
         self._changes: list[Change] = []
         self._choice: ModelChoice | None = None  # the model that was asked for last
         self._count, self._titles = UsageCount(), Titles(titles, clock)
+        self.replaying: Replay | None = None
 
     # state
 
@@ -267,9 +269,9 @@ class Controller:
 
     def ask(self, turn: Turn) -> None:
         """Sends a message now, or when what runs is done."""
-        if self.busy or not self.ready:
+        if self.busy or not self.ready or self.replaying is not None:
             self.queue.append(turn)
-            if self.loading is None and not self.busy:
+            if self.loading is None and not self.busy and self.replaying is None:
                 self._changes.append(
                     Notice("no model is loaded; choose one with /model and this will be sent", error=True)
                 )
@@ -283,6 +285,18 @@ class Controller:
         conversation = self.conversation.regenerate(index)
         begun = conversation.can_continue()  # with the user's start of the answer
         self._start(conversation, len(conversation.turns) - begun, go_on=begun)
+
+    def replay(self, model: ModelChoice) -> None:
+        """Asks `model` all questions again, and loads it where it is not. The answers so far stay, as the other version
+        of the first one and what follows it."""
+        self._idle("replay")
+        questions = tuple(turn for turn in self.conversation.turns if turn.role == "user")
+        if not questions:
+            raise TinychatError("there is no question to ask again yet")
+        if not (self.ready and self.loaded == model.path):
+            self.load(model.name, model.path, **model.options)
+        self._titles.cancel()
+        self.replaying = Replay(questions, model.name)
 
     def edit(self, index: int, text: str, files: tuple[Attachment, ...] = ()) -> None:
         """Asks with another text and files in place of the user's turn `index`, or puts `text` in place of answer
@@ -482,10 +496,33 @@ class Controller:
         if self._saver.due(growing=self.running is not None):
             self._store()
         self._changes += self._saver.poll()
-        if self.queue and self.ready and not self.busy and not any(isinstance(c, Overflow) for c in self._changes):
-            self.ask(self.queue.pop(0))
+        if self.ready and not self.busy and not any(isinstance(c, Overflow) for c in self._changes):
+            if self.replaying is not None:
+                self._go_on_replaying(self.replaying)
+            elif self.queue:
+                self.ask(self.queue.pop(0))
         changes, self._changes = self._changes, []
         return changes
+
+    def _go_on_replaying(self, replay: Replay) -> None:
+        """Asks the next question, unless the last answer was cut short."""
+        c = self.conversation
+        cut_short = replay.asked and c.turns[-1].stop_reason in ("stopped", "failed", "context")
+        if cut_short or replay.asked == len(replay.questions):
+            self._end_replay()
+            return
+        question = replay.questions[replay.asked]
+        self.replaying = replace(replay, asked=replay.asked + 1)
+        if replay.asked:
+            self._start(c.settled().add(replace(question, id=0, created=time.time())), len(c.turns))
+        else:
+            first = next(i for i, turn in enumerate(c.turns) if turn.id == question.id) + 1
+            self._start(c.cut(first), first)
+
+    def _end_replay(self) -> None:
+        if (replay := self.replaying) is not None:
+            self.replaying = None
+            self._changes.append(Notice(replay.ended))
 
     def _poll_title(self) -> None:
         if title := self._titles.poll():
@@ -505,6 +542,7 @@ class Controller:
                     self.state = replace(loading, stage=event)
                 case LoadFailed():
                     self.state = Idle()
+                    self._end_replay()
                     self._let_go()
                     self._changes += [ModelChanged(), Notice(event.message, error=True)]
                     if event.kept and loading.kept is not None:
@@ -783,6 +821,7 @@ class Controller:
 
     def _withdraw(self, r: Answering) -> None:
         """Restores the conversation as it was before a request that was refused."""
+        self._end_replay()
         before = r.before
         self.conversation = replace(
             self.conversation,
@@ -814,12 +853,11 @@ class Controller:
             raise TinychatError("no model is loaded yet; wait for it or choose one with /model")
         p, last = conversation.parameters, conversation.turns[-1]
         seed = random.getrandbits(32) if p.seed is None else p.seed
-        leave_out: Literal["refuse", "oldest"] = "oldest" if p.drop_oldest else "refuse"
         request = request_for(
             conversation,
             go_on=go_on,
             seed=seed,
-            overflow=leave_out,
+            overflow="oldest" if p.drop_oldest else "refuse",
             tools=self._offered(),
             tool_choice=tool_choice,
             defaults=self.sampling_defaults,
@@ -853,6 +891,7 @@ class Controller:
     def interrupt(self) -> None:
         """Ends the running answer or call now and keeps the text so far; later events of it are ignored."""
         self._titles.cancel()
+        self._end_replay()
         if self.calling is not None:
             self.stop()
         if isinstance(self.state, Compacting):

@@ -15,13 +15,14 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 from tinychat.chat.parameters import Parameters
-from tinychat.errors import TinychatError, printable
+from tinychat.errors import TinychatError, encodable, printable
 from tinychat.units import speed
 
 Role = Literal["user", "assistant", "tool", "summary"]
 # Of the JSON form; 3 had no summaries; 2 had no tools; 1 had no versions: no `others`, and turns without `id` and
 # `parent`.
 FORMAT = 4
+_ANSWERS = ("assistant", "tool")  # roles of what belongs to the question before it
 ENDINGS = {  # Turn.stop_reason, in words; "eos" needs none
     "length": "stopped at max_tokens",
     "stopped": "stopped",
@@ -136,13 +137,13 @@ class Conversation:
     model: str = ""
     parameters: Parameters = field(default_factory=Parameters)
     name: str = ""  # given by the user
-    model_title: str = ""  # given by the model; a name goes before it
-    project: str = ""  # a folder's name, given by the user
     first: int = 0
     send_thinking: bool = True
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: float = field(default_factory=time.time)
     others: tuple[Turn, ...] = ()
+    model_title: str = ""  # that the model gave; a name goes before it
+    project: str = ""  # a folder's name, given by the user
     made: int = field(default=0, compare=False)  # the highest id that a turn has had: none is given twice
 
     def __post_init__(self) -> None:
@@ -266,7 +267,7 @@ class Conversation:
 
     def move(self, project: str) -> Conversation:
         """In another project; "" for none."""
-        return replace(self, project=" ".join(project.split()))
+        return replace(self, project=encodable(" ".join(project.split())))
 
     def cut(self, index: int) -> Conversation:
         """The path up to the turn before `index`; the rest goes to `others`."""
@@ -308,7 +309,7 @@ class Conversation:
 
         What followed a removed question follows what was before it; what followed a removed version follows the one
         that takes its place, the version before or behind it. So no other turn is lost and none changes its role."""
-        if not 0 <= index < len(self.turns) or self.turns[index].role == "tool":
+        if not 0 <= index < len(self.turns) or self.turns[index].role in ("tool", "summary"):
             raise TinychatError("only messages and answers can be deleted")
         versions = self.versions(index)
         if self.turns[index].role == "assistant" and len(versions) == 1:
@@ -319,16 +320,16 @@ class Conversation:
     def _remove(self, index: int, versions: tuple[Turn, ...]) -> tuple[Conversation, Removed]:
         turn, every = self.turns[index], (*self.turns, *self.others)
         gone = {turn.id}
-        while more := {t.id for t in every if t.parent in gone and t.role != "user"} - gone:
+        while more := {t.id for t in every if t.parent in gone and t.role in _ANSWERS} - gone:
             gone |= more
         place = versions.index(turn)
         beside = versions[place - 1] if place else versions[1] if len(versions) > 1 else None
         follows = turn.parent
         if turn.role == "assistant" and beside is not None:
-            latest = {t.parent: t for t in every if t.role != "user"}
+            latest = {t.parent: t for t in every if t.role in _ANSWERS}
             while (follows := beside.id) in latest:
                 beside = latest[follows]
-        parents = {t.id: t.parent for t in every if t.role == "user" and t.parent in gone}
+        parents = {t.id: t.parent for t in every if t.role not in _ANSWERS and t.parent in gone}
         after = next((t.id for t in self.turns[index:] if t.id in parents), 0)
         kept = [replace(t, parent=follows) if t.id in parents else t for t in self.others if t.id not in gone]
         end = next((i for i, t in enumerate(self.turns) if t.id == after), len(self.turns))

@@ -12,12 +12,14 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from platformdirs import user_data_dir
 
@@ -37,6 +39,13 @@ _MIGRATIONS = [  # index + 1 is the user_version it leads to
     """,
     "CREATE TABLE drafts(conversation TEXT PRIMARY KEY, text TEXT NOT NULL)",
 ]
+_PROJECT = "CASE WHEN json_valid(c.data) THEN coalesce(json_extract(c.data, '$.project'), '') ELSE '' END"
+_PREVIEW = (
+    "(SELECT CASE WHEN json_valid(data) THEN CAST(substr(json_extract(data, '$.text'), 1, 200) AS BLOB) END "
+    "FROM turns "
+    "WHERE conversation = c.id AND n >= 0 AND folded <> '' ORDER BY n DESC LIMIT 1)"
+)
+_MARKS = re.compile(r"^\s*(#+|[-*>|])\s|\*\*|`+", re.M)  # of Markdown, in a preview
 _PROMPTS = 1000  # kept
 _OPENING = 5.0  # seconds to wait for another process when the file is opened
 _BUSY = 0.04  # seconds to wait for it later; the screen's thread is blocked meanwhile
@@ -52,7 +61,8 @@ class Locked(TinychatError):
 
 @dataclass(frozen=True)
 class Summary:
-    """One line of the list: times are Unix times, `snippet` is the text around what was searched for."""
+    """One conversation in the list: times are Unix times, `snippet` is the text around what was searched for,
+    `preview` the beginning of the last turn that has text, where the title does not say it."""
 
     id: str
     title: str
@@ -61,6 +71,8 @@ class Summary:
     created: float
     updated: float
     snippet: str = ""
+    project: str = ""
+    preview: str = ""
 
 
 class History:
@@ -81,9 +93,10 @@ class History:
         except OSError as e:
             raise TinychatError(f"{self._shown}: {(e.strerror or str(e)).lower()}") from None
 
-    def save(self, conversation: Conversation) -> None:
-        """Writes what changed since the last save. A conversation without turns is not stored. Raises TinychatError;
-        Locked while another process writes; ChangedElsewhere if saving would overwrite what another tinychat wrote.
+    def save(self, conversation: Conversation, updated: float | None = None) -> None:
+        """Writes what changed since the last save, as a change of now or of the Unix time `updated`. A conversation
+        without turns is not stored. Raises TinychatError; Locked while another process writes; ChangedElsewhere if
+        saving would overwrite what another tinychat wrote.
 
         A name given elsewhere (by `rename`, or another tinychat) stays unless `conversation` was renamed since.
         """
@@ -92,10 +105,10 @@ class History:
             return
         with self._lock:
             with self._transaction() as db:
-                revision = self._write(db, c)
+                revision = self._write(db, c, time.time() if updated is None else updated)
             self._saved, self._revisions[c.id] = (c, revision), revision  # not before the transaction has succeeded
 
-    def _write(self, db: sqlite3.Connection, c: Conversation) -> int:
+    def _write(self, db: sqlite3.Connection, c: Conversation, updated: float) -> int:
         """Returns the revision that was written."""
         row = db.execute("SELECT revision FROM conversations WHERE id = ?", (c.id,)).fetchone()
         if row and row[0] != self._revisions.get(c.id, 0):
@@ -111,7 +124,7 @@ class History:
             "title = excluded.title, "
             "model = excluded.model, updated = excluded.updated, revision = excluded.revision, "
             "data = excluded.data",
-            (c.id, encodable(c.name), title, c.model, c.created, time.time(), revision, data),
+            (c.id, encodable(c.name), title, c.model, c.created, updated, revision, data),
         )
         if row and old and old.name != c.name:
             db.execute("UPDATE conversations SET name = ? WHERE id = ?", (encodable(c.name), c.id))
@@ -139,25 +152,39 @@ class History:
             self._saved, self._revisions[id] = (conversation, row[2]), row[2]
         return conversation
 
-    def find(self, search: str = "", limit: int = 500) -> list[Summary]:
-        """The conversations, latest change first; with `search`, those where one turn, or the name, has all its
-        words."""
+    def find(self, search: str = "", limit: int = 500, project: str = "") -> list[Summary]:
+        """The conversations, latest change first, of one `project` or ("") all; with `search`, those where one turn,
+        or the name and the project together, has all its words."""
         words = encodable(search.casefold()).split()
         query = (
             "SELECT c.id, CASE WHEN name = '' THEN title ELSE name END, model, "
             "(SELECT count(*) FROM turns WHERE conversation = c.id AND n >= 0), "
-            "created, updated, {} FROM conversations c {} ORDER BY updated DESC LIMIT ?"
+            f"created, updated, {_PROJECT}, {_PREVIEW}, {{}} FROM conversations c WHERE ? IN ('', {_PROJECT}) {{}} "
+            "ORDER BY updated DESC LIMIT ?"
         )
         with self._transaction("DEFERRED") as db:
             if not words:
-                return [Summary(*row) for row in db.execute(query.format("''", ""), (limit,))]
+                return [_summary(row, "") for row in db.execute(query.format("''", ""), (project, limit))]
             found = " AND ".join("instr({0}, ?)" for _ in words)
             match = f"conversation = c.id AND {found.format('folded')}"
             hit = f"(SELECT data FROM turns WHERE {match} ORDER BY n < 0, n LIMIT 1)"
             inside = f"SELECT conversation FROM turns WHERE {found.format('folded')}"
-            where = f"WHERE id IN ({inside}) OR {found.format('fold(name)')}"
-            rows = db.execute(query.format(hit, where), (*words * 3, limit)).fetchall()
-        return [replace(Summary(*row[:6]), snippet=_snippet(row[6], words)) for row in rows]
+            named = found.format(f"fold(name || ' ' || {_PROJECT})")
+            rows = db.execute(
+                query.format(hit, f"AND (id IN ({inside}) OR {named})"), (*words, project, *words * 2, limit)
+            ).fetchall()
+        return [_summary(row, _snippet(row[-1], words)) for row in rows]
+
+    def ids(self) -> set[str]:
+        """Of all conversations."""
+        with self._transaction("DEFERRED") as db:
+            return {id for (id,) in db.execute("SELECT id FROM conversations")}
+
+    def projects(self) -> list[str]:
+        """The names of all projects."""
+        with self._transaction("DEFERRED") as db:
+            rows = db.execute(f"SELECT DISTINCT {_PROJECT} AS project FROM conversations c ORDER BY project").fetchall()
+        return [name for (name,) in rows if name]
 
     def rename(self, id: str, name: str) -> None:
         """Gives conversation `id` a name; an empty one gives its own title back."""
@@ -280,6 +307,15 @@ class History:
                 self._move_aside()
                 self._db = self._connect()
                 raise TinychatError(self.problem) from None
+
+
+def _summary(row: Sequence[Any], snippet: str) -> Summary:
+    """Of a row of `find`."""
+    id, title, model, turns, created, updated, project, preview, _ = row
+    written = (preview or b"").decode(errors="replace")  # a lone surrogate is no UTF-8
+    text = " ".join(_MARKS.sub(" ", written).split())
+    text = "" if text.startswith(title.rstrip("…")) else text
+    return Summary(id, title, model, turns, created, updated, snippet, str(project), text)
 
 
 def _common(old: Sequence[Turn], new: Sequence[Turn]) -> int:

@@ -379,23 +379,26 @@ INLINE f32v load_BF16(const uint8_t *p) { return from_bf16(ld16(p)); }
 
 
 FLOATING(FLOAT_KERNEL, 1)
+FLOATING(FLOAT_KERNEL, 2)
 FLOATING(FLOAT_KERNEL, 4)
 FLOATING(FLOAT_KERNEL, 8)
 FLOATING(FLOAT_KERNEL, 16)
 QUANTISED(KERNEL, 1, "clang loop unroll_count(2)")  // full unrolling moves loads out of order: a third of the bandwidth
+QUANTISED(KERNEL, 2, "clang loop unroll(disable)")
 QUANTISED(KERNEL, 4, "clang loop unroll(disable)")
 QUANTISED(KERNEL, 8, "clang loop unroll(disable)")
 QUANTISED(KERNEL, 16, "clang loop unroll(disable)")
 
 #define KERNEL_x1(T, ...) [T] = T##_x1,
+#define KERNEL_x2(T, ...) [T] = T##_x2,
 #define KERNEL_x4(T, ...) [T] = T##_x4,
 #define KERNEL_x8(T, ...) [T] = T##_x8,
 #define KERNEL_x16(T, ...) [T] = T##_x16,
 #define TABLE(ROW) {QUANTISED(ROW) FLOATING(ROW)}
-static const Kernel kernels[4][TYPES] = {TABLE(KERNEL_x1), TABLE(KERNEL_x4), TABLE(KERNEL_x8), TABLE(KERNEL_x16)};
-INLINE Kernel kernel(int type, int columns) { return kernels[columns == 16 ? 3 : columns == 8 ? 2 : columns == 4 ? 1 : 0][type]; }
+static const Kernel kernels[][TYPES] = {TABLE(KERNEL_x1), TABLE(KERNEL_x2), TABLE(KERNEL_x4), TABLE(KERNEL_x8), TABLE(KERNEL_x16)};
+INLINE Kernel kernel(int type, int columns) { return kernels[__builtin_ctz((unsigned)columns)][type]; }
 // The widest panel of columns for `left` columns.
-INLINE int panel_width(int left) { return left >= 16 ? 16 : left >= 8 ? 8 : left >= 4 ? 4 : 1; }
+INLINE int panel_width(int left) { return left >= 16 ? 16 : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1; }
 
 // out[k] = element k of the 16 packed rows at `a`: float32, the bits that gguf's dequantize gives.
 #define DEQUANTISE(T, ID, BLOCK, BYTES, CHUNK_, B_LENGTH, OFFSET, MIN, SPLIT, SIGN, ...) \

@@ -4,6 +4,7 @@
 
 double log(double);
 double exp(double);
+double log1p(double);
 
 // The fields of Sampling (kernels/sampling.py) that are used here, by their names there; library.py reads them in this file.
 #define SAMPLING(X) X(temperature, double) X(top_p, double) X(min_p, double) X(top_k, int32_t)

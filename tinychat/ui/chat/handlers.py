@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from tinychat.backend.instruments import Instrumented
+from tinychat.chat import importing
 from tinychat.chat.commands import COMMANDS, TextCommand, switched
 from tinychat.chat.controller import KEPT_STATS
 from tinychat.chat.conversation import footer_text, to_markdown
@@ -14,6 +15,7 @@ from tinychat.chat.find import find as find_text
 from tinychat.chat.find import version_with
 from tinychat.chat.parameters import Parameters
 from tinychat.errors import TinychatError
+from tinychat.files import expand
 from tinychat.tools.mcp_config import switch
 from tinychat.ui import external
 from tinychat.ui.chat import models
@@ -52,10 +54,10 @@ async def edit(chat: ChatView, text: str) -> None:
 
 
 async def delete(chat: ChatView, text: str) -> None:
-    turns = chat.controller.conversation.turns
-    if not turns:
-        raise TinychatError("there is nothing to delete yet")
-    await chat.delete(_number(text, len(turns), "delete", "the turns") - 1 if text.strip() else len(turns) - 1)
+    line = COMMANDS["delete"].run(chat, text)
+    chat.end_edit()
+    await chat.apply()
+    await chat.say(line)
 
 
 async def editor(chat: ChatView, text: str) -> None:
@@ -121,6 +123,16 @@ async def copy(chat: ChatView, text: str) -> None:
         chat.copy_code(c.last_answer, number)
     else:
         raise TinychatError("/copy answer, /copy code [N] or /copy all")
+
+
+async def import_chats(chat: ChatView, text: str) -> None:
+    if chat.history is None:
+        raise TinychatError("conversations are not being saved")
+    if not text.strip():
+        raise TinychatError("usage: /import FILE takes over conversations of ChatGPT or of llama.cpp's web page")
+    line = await in_daemon(partial(importing.take, chat.history, expand(text.strip())))
+    chat.list_conversations()
+    await chat.say(f"{line}; f3 lists them")
 
 
 async def stats(chat: ChatView, text: str) -> None:

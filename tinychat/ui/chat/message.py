@@ -50,6 +50,7 @@ class TurnMessage(Vertical, can_focus=True):
             self.action, self.index = action, index
 
     version = (1, 1)  # which of how many versions this is
+    by = ""  # the model that answered, where the conversation has answers of several
 
     def __init__(self, index: int, turn: Turn) -> None:
         super().__init__()
@@ -145,8 +146,9 @@ class AnswerMessage(TurnMessage):
     actions when it has ended."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("y", "act('code')", "copy code"),
         Binding("e", "act('edit')", "edit"),
+        Binding("c", "act('copy')", "copy"),
+        Binding("y", "act('code')", "copy code"),
         Binding("r", "act('regenerate')", "regenerate"),
         Binding("d,delete", "act('delete')", "delete", tooltip="delete this version, or the question and its answer"),
         Binding("t", "toggle_thinking", "thinking"),
@@ -209,7 +211,7 @@ class AnswerMessage(TurnMessage):
         only_calls = turn.stop_reason == "tool_calls" and not turn.note
         self.line.display = not live and not only_calls
         if not live:
-            self.line.say(footer_text(turn))
+            self.line.say(" · ".join(filter(None, (printable(self.by, newlines=False), footer_text(turn)))))
         self.set_class(only_calls and not turn.text and not turn.thinking, "-empty")
 
     def action_toggle_thinking(self) -> None:

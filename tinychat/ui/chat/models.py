@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -79,6 +80,8 @@ async def reopen(chat: ChatView, id: str) -> None:
         chat.controller.interrupt()  # stored before the same conversation is read, as another program may have left it
         conversation = await in_daemon(partial(chat.history.load, id))
         present = chat.controller.conversation.model
+        if not conversation.model:  # it was imported
+            conversation = replace(conversation, model=present)
         chat.controller.open(conversation)
         await chat.apply()
         if conversation.model and conversation.model != present:

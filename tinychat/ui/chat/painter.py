@@ -21,7 +21,7 @@ from tinychat.ui.panel import EnginePanel, ExpertsStrip, Reading, figures
 from tinychat.ui.panel.reading import PaintMeter
 
 SHARE = 0.2  # of a core that painting a growing answer may take: the others, and the interpreter, are the engine's
-LONGEST = 0.1  # seconds between two paints, whatever they cost
+LONGEST = 0.1  # seconds between two paints, at most
 
 
 class Painter:
@@ -64,6 +64,7 @@ class Painter:
             len(c.conversation.turns),
             c.conversation.id,
             c.conversation.title,
+            c.conversation.project,
             self._chat.editing,
         )
         if state != self._state:
@@ -123,7 +124,8 @@ class Painter:
     def panel(self) -> None:
         """The panel and the line at the top, a few times a second."""
         chat, c = self._chat, self._chat.controller
-        stats, info, running, title = c.stats, c.info, c.running, c.conversation.title
+        stats, info, running = c.stats, c.info, c.running
+        title = " / ".join(filter(None, (c.conversation.project, c.conversation.title)))
         if running is not None and stats is not None and stats.phase == "decode" and stats.last_tok_s:
             self._speeds.append(stats.last_tok_s)
         prefill = running.prefill if running is not None and not running.tokens else None
@@ -146,7 +148,9 @@ class Painter:
         panel.show(reading, chat.panel_shown == "inner")
         chat.screen.query_one(KeyLine).say(Content("") if beside else figures.activity(reading))
         chat.screen.query_one(ExpertsStrip).show(reading)
-        mode = " · ".join(["raw"] * c.raw + ["JSON schema"] * (c.conversation.parameters.schema is not None))
+        modes = ["raw"] * c.raw + ["JSON schema"] * (c.conversation.parameters.schema is not None)
+        modes += [c.replaying.progress] if c.replaying is not None else []
+        mode = " · ".join(modes)
         chat.screen.query_one(StatusLine).show(c.conversation.model, info, title, mode, None if beside else c.usage)
         if not c.conversation.turns:
             chat.screen.query_one(Welcome).show(

@@ -12,6 +12,7 @@ from textual.message import Message
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
+from tinychat.chat.days import by_day
 from tinychat.chat.history import History, Summary
 from tinychat.errors import TinychatError
 from tinychat.ui.screens.sheet import cell, in_daemon
@@ -60,12 +61,22 @@ class Sidebar(Vertical):
         if (found, present, width) == self._shown:
             return
         self._shown = found, present, width
-        options = [Option(Content(cell(s.title or "untitled", width)), id=s.id) for s in found]
+        options: list[Option] = []
+        for day, group in by_day(found):
+            options.append(Option(Content(("\n" if options else "") + day), disabled=True))
+            options += [Option(_row(s, width), id=s.id) for s in group]
         rows.set_options(options)
-        rows.highlighted = next((i for i, s in enumerate(found) if s.id == present), None)
+        rows.highlighted = next((i for i, o in enumerate(options) if o.id == present), None)
 
     @on(OptionList.OptionSelected)
     def _selected(self, event: OptionList.OptionSelected) -> None:
         event.stop()
         if event.option.id:
             self.post_message(self.Opened(event.option.id))
+
+
+def _row(s: Summary, width: int) -> Content:
+    """The title, and below it the project or the last turn's beginning."""
+    below = s.project or s.preview
+    line = Content(cell(s.title or "untitled", width))
+    return line + Content.styled(f"\n{cell(below, width)}", "$foreground-muted") if below else line

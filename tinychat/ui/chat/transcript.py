@@ -33,6 +33,7 @@ class Transcript(VerticalScroll, can_focus=False):
     def __init__(self) -> None:
         super().__init__(id="transcript")
         self._conversation = Conversation()
+        self._several = False  # models have answered
         self._from = 0  # first mounted turn
         self.unfold = False  # whether the thinking of a new answer is shown: as the user left the last one
 
@@ -76,6 +77,7 @@ class Transcript(VerticalScroll, can_focus=False):
         """Shows `conversation`, whose turns before `start` are as they were; `live`: its last answer is being
         written."""
         self._conversation = conversation
+        self._several = len({t.model for t in (*conversation.turns, *conversation.others) if t.model}) > 1
         with self.app.batch_update():
             if start == 0:
                 self._from = 0
@@ -162,6 +164,7 @@ class Transcript(VerticalScroll, can_focus=False):
         else:
             message = AnswerMessage(index, turn, live)
             message.thinking.folded = not (live and self.unfold)
+            message.by = turn.model if self._several else ""
         after_call = index > 0 and self._conversation.turns[index - 1].role == "tool" != turn.role
         message.set_class(after_call, "-after-call")
         versions = self._conversation.versions(index)

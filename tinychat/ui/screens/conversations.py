@@ -1,4 +1,4 @@
-"""The saved conversations: search, open, rename, delete."""
+"""The saved conversations: search, open, rename, delete; by day, and by project where there are any."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from textual.content import Content
 from textual.widgets import Input, Static
 from textual.widgets.option_list import Option
 
+from tinychat.chat.days import by_day
 from tinychat.chat.history import History, Summary
 from tinychat.errors import TinychatError, printable
 from tinychat.ui.screens.dialogs import AskScreen, ConfirmScreen
@@ -28,6 +29,7 @@ class ConversationsScreen(Sheet[str]):
         Binding("enter", "open", "open"),
         Binding("f2", "rename", "rename", priority=True),
         Binding("ctrl+d", "delete", "delete", priority=True),
+        Binding("tab", "project", "next project", priority=True, tooltip="only those of one project, or all again"),
     ]
 
     def __init__(
@@ -41,6 +43,7 @@ class ConversationsScreen(Sheet[str]):
         self._history, self._present = history, present
         self._rename, self._delete = rename or history.rename, delete or history.delete
         self._found: dict[str, Summary] = {}
+        self._project, self._projects = "", list[str]()
 
     def body(self) -> ComposeResult:
         with Horizontal(classes="search-line"):
@@ -49,7 +52,6 @@ class ConversationsScreen(Sheet[str]):
         rows = Rows(markup=False)
         rows.can_focus = False
         yield rows
-        yield Static(classes="detail")
 
     def on_mount(self) -> None:
         self.query_one(Input).focus()
@@ -77,12 +79,19 @@ class ConversationsScreen(Sheet[str]):
             "no conversation matches" if search.split() else "no conversations yet; each one is saved automatically"
         )
         try:
-            self._found = {s.id: s for s in self._history.find(search)}
+            self._found = {s.id: s for s in self._history.find(search, project=self._project)}
+            self._projects = self._history.projects()
         except TinychatError as e:
             self._found, message = {}, str(e)
         width = max(30, rows.size.width - 2)
-        rows.show([Option(_line(s, width, s.id == self._present), id=s.id) for s in self._found.values()], keep)
-        self.query_one(".detail", Static).update(Content(printable("" if self._found else message)))
+        options = []
+        for day, group in by_day(self._found.values()):
+            options.append(Option(Content(day), disabled=True))
+            options += [Option(_line(s, width, s.id == self._present), id=s.id) for s in group]
+        if not options:
+            options.append(Option(Content.styled(printable(message), "$foreground-muted not bold"), disabled=True))
+        rows.show(options, keep)
+        self.set_title(self.TITLE or "", f"project {self._project}" if self._project else "")
         self.refresh_bindings()
 
     @on(Input.Changed)
@@ -94,7 +103,16 @@ class ConversationsScreen(Sheet[str]):
         self.action_open()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        if action == "project":
+            return bool(self._projects)
         return action not in ("open", "rename", "delete") or (self.is_mounted and self._chosen is not None)
+
+    def action_project(self) -> None:
+        """The next project, and behind the last one all again."""
+        names = ["", *self._projects]
+        place = names.index(self._project) if self._project in names else -1
+        self._project = names[(place + 1) % len(names)]
+        self._show(self._highlighted)
 
     def action_open(self) -> None:
         if self._chosen:
@@ -142,12 +160,11 @@ def _turns(s: Summary) -> str:
 
 
 def _line(s: Summary, width: int, present: bool) -> Content:
-    """Title, model, size and age; below it, what the search found."""
+    """Title, model, size and age; below it the project and what the search found, or the last turn's beginning."""
     model = min(24, width // 4) if width >= 70 else 0
     age = "open now" if present else ago(s.updated)
     tail = f"{cell(s.model, model)}  " * bool(model) + cell(_turns(s), 10, True) + cell(age, 13, True)
     title = cell(s.title or "untitled", width - len(tail) - 3)
     line = Content(f" {title}  {tail}").stylize("$foreground-muted", len(title) + 1)
-    if s.snippet:
-        line += Content.styled(f"\n   {cell(s.snippet, width - 4)}", "$foreground-muted")
-    return line
+    below = " · ".join(filter(None, (s.project, s.snippet or s.preview)))
+    return line + Content.styled(f"\n   {cell(below, width - 4)}", "$foreground-muted") if below else line
