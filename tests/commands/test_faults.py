@@ -152,6 +152,10 @@ def test_an_export_to_a_full_disk_leaves_no_half_of_it(model: str, tmp_path: Pat
         t.read("for commands")
         t.write(b"hello " * 30 + b"\r")
         t.read("regenerate")  # the answer has ended
+        history = History()
+        while not any(history.load(s.id).turns[-1].stop_reason for s in history.find()):
+            t.read("")
+        history.close()
         resource.prlimit(t.process.pid, resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
         t.write(f"/save {out}\r".encode())
         t.read("nothing")  # was saved
