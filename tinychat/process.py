@@ -67,7 +67,7 @@ def prepare() -> None:
 
 def on_signals(end: Callable[[int, FrameType | None], object]) -> None:
     """Makes the signals of ENDING call `end`, except those that the parent process set to be ignored (nohup). LAST
-    seconds after a signal the process ends, whatever it is doing."""
+    seconds after a signal the process ends in any case."""
 
     def ends(number: int, frame: FrameType | None) -> None:
         timer = threading.Timer(LAST, os._exit, (128 + number,))

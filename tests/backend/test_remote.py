@@ -21,10 +21,12 @@ from tests.support import tiny
 from tests.support.serving import Replay, finished, pieces, replaying, serving, serving_app
 from tinychat.backend.local import LocalBackend
 from tinychat.backend.protocol import (
+    Capabilities,
     DoesNotFit,
     Event,
     Failed,
     Finished,
+    ModelInfo,
     Piece,
     Prompted,
     Queued,
@@ -34,6 +36,7 @@ from tinychat.backend.protocol import (
     text_of,
 )
 from tinychat.backend.remote import RemoteBackend
+from tinychat.backend.wire import refused
 from tinychat.errors import TinychatError
 from tinychat.kernels.sampling import GREEDY, Sampling
 from tinychat.server.answer import House
@@ -401,3 +404,26 @@ def test_no_server_makes_it_fall() -> None:
     for value in odd:
         end = answer_of(Foreign(lambda value=value: sse(value)))[-1]  # type: ignore[misc]
         assert isinstance(end, Finished) or (isinstance(end, Failed) and "internal" not in end.message), (value, end)
+
+
+@pytest.mark.parametrize(
+    ("said", "tokens", "limit"),
+    [
+        ("maximum context length is 64 tokens. However, your prompt contains at least 65 input tokens, which", 65, 64),
+        ("maximum context length is 64 tokens. However, your prompt contains 90 input tokens, which exceeds", 90, 64),
+        ("maximum context length is 64 tokens. However, your prompt contains 900 characters (more than", 0, 64),
+        (
+            "context length is 64 tokens. However, you requested 16 output tokens and your prompt contains 50 input",
+            50,
+            64,
+        ),
+        ("context length is 64 tokens. However, you requested 66 tokens (50 in the messages, 16 in the", 50, 64),
+        ("model's maximum context length of 64 tokens. You requested 99 tokens: 83 tokens from the input", 83, 64),
+        ("The input (70 tokens) is longer than the model's context length (64 tokens).", 70, 64),
+    ],
+)
+def test_servers_that_tell_a_full_context_in_words(said: str, tokens: int, limit: int) -> None:
+    """vLLM, early and of 2026, and SGLang."""
+    body = json.dumps({"error": {"message": said, "type": "BadRequestError", "code": 400}}).encode()
+    event = refused(400, body, {}, ModelInfo("m", 2048, "", Capabilities()))
+    assert isinstance(event, DoesNotFit) and (event.usage.prompt, event.usage.limit) == (tokens, limit)

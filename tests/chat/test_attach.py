@@ -51,7 +51,7 @@ def test_letters_of_a_path_find_it(tree, monkeypatch):
     found = Finder()
     assert found.find("src") == ["src/"], "before the first look, the folder itself"
     assert found.due() and not found.due()
-    found.look()
+    found.take(found.look())
     everything = found.find("")
     assert everything[0] == "README.md" and "src/chat/screen.py" in everything
     assert not {n for n in everything if "noise" in n or "node" in n or n.startswith(".") or n.endswith("png")}

@@ -341,6 +341,14 @@ def test_info(smollm2_path: Path, capsys: Captured) -> None:
     assert "no key" in failure(capsys, "info", smollm2_path, "--grep", "nonsense")
 
 
+def test_info_of_delta_rules(tmp_path: Path, capsys: Captured) -> None:
+    path = tiny.write(tmp_path / "m.gguf", "qwen35")
+    facts = json.loads(output(capsys, "info", path, "--json"))
+    assert facts["config"]["delta_rule"]["layers"] == [0] and facts["snapshots"] == 16
+    text = output(capsys, "info", path)
+    assert "in 1 of the layers instead: 4 heads of 24 x 24" in text and "up to 16 snapshots" in text
+
+
 def test_info_of_a_model_that_is_not_here(server: Server, capsys: Captured, tmp_path: Path) -> None:
     sent: list[int] = []
     server.files["/m.gguf"] = File(make_gguf(tmp_path / "m.gguf", size=20_000_000), pace=sent.append)

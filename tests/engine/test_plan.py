@@ -115,6 +115,9 @@ def no_tensor(name: str) -> Callable[[GGUF], None]:
         ("qwen35", metadata("qwen35.attention.recurrent_layers", np.array([True])), "true or false for every layer"),
         ("qwen35", metadata("qwen35.rope.dimension_sections", np.array([8, 0, 0, 0])), "sections that take turns over"),
         ("qwen35", tensor("blk.0.ssm_conv1d.weight", type=Q.F16), "ssm_conv1d.weight: expected type F32, found F16"),
+        ("lfm2", metadata("lfm2.attention.head_count_kv", 1), "whole numbers, 0 for a layer with a convolution"),
+        ("lfm2", metadata("lfm2.attention.head_count_kv", np.array([0, 3])), "expected 0, or one number up to 2"),
+        ("lfm2", tensor("blk.0.shortconv.conv.weight", shape=(64, 4)), r"expected shape \(64, 3\), found \(64, 4\)"),
         ("qwen35moe", no_tensor("blk.0.ffn_gate_inp_shexp.weight"), "ffn_gate_inp_shexp.weight is missing"),
         (
             "qwen3next",

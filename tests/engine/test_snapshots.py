@@ -10,6 +10,7 @@ from tinychat.engine import Engine, snapshots
 from tinychat.engine.config import ModelConfig
 from tinychat.engine.fit import fit, sizes
 from tinychat.engine.gguf import GGUF
+from tinychat.engine.grammar import Grammar
 from tinychat.engine.kvstore import BLOCK, KVStore
 from tinychat.engine.plan import build_plan
 from tinychat.engine.snapshots import Snapshots
@@ -42,7 +43,7 @@ def test_places_and_what_is_kept() -> None:
     assert Snapshots(3).last(10) == (0, b"") and Snapshots(3).newest() == 0
 
 
-@pytest.mark.parametrize("variant", ["qwen35", "qwen35moe"])
+@pytest.mark.parametrize("variant", ["qwen35moe", "lfm2"])
 def test_edit_fork_regenerate_continue_and_reopen(variant: str, tmp_path: Path) -> None:
     path, store = tiny.write(tmp_path / "m.gguf", variant, "Q8_0"), KVStore(1 << 28, tmp_path / "kv")
     engine = Engine.load(path, max_context=320, device="cpu", store=store)
@@ -99,3 +100,18 @@ def test_memory_counts_the_state_and_its_snapshots(tmp_path: Path) -> None:
     assert engine.stats.kv_bytes == engine.executor.cache_bytes + 17 * plan.state_bytes
     assert engine.executor.state_bytes == 4 * (rule + 4 * 24 * 8)  # rows of whole vectors
     engine.close()
+
+
+def test_a_generator_closed_among_forced_tokens_leaves_a_state_that_is_not_used(tmp_path: Path) -> None:
+    path = tiny.write(tmp_path / "m.gguf", "qwen35", "Q8_0")
+    engine, fresh = (Engine.load(path, max_context=320, device="cpu") for _ in range(2))
+    schema = {"type": "object", "properties": {"a_long_key": {"const": "long"}}, "required": ["a_long_key"]}
+    stream = engine.generate(PROMPT, GREEDY, 40, raw=True, grammar=Grammar.from_schema(schema))
+    next(token for token in stream if token.source == "grammar")
+    stream.close()
+    assert engine.session.state_at > len(engine.tokens)  # those that are forced are run together
+    prompt = [*engine.tokens, 9]
+    assert answer(engine, prompt) == answer(fresh, prompt)
+    assert engine.stats.reused_tokens == 128 and engine.executor.read_state() == fresh.executor.read_state()
+    engine.close()
+    fresh.close()

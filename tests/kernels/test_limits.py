@@ -47,6 +47,7 @@ def plan_of(path: Path, variant: str, quant: str = "F32") -> tuple[Plan, GGUF]:
         ("qwen3moe", {"experts_used": 2}, "the number of experts used is 3, at most 2"),
         ("deepseek2_groups", {"expert_groups": 3}, "the number of expert groups is 4, at most 3"),
         ("qwen35", {"gated_blocks": False}, "it has gated delta rules"),
+        ("lfm2", {"gated_blocks": False}, "it has short convolutions"),
         ("qwen35", {"heads": 3}, "the number of heads is 4, at most 3"),
     ],
 )
@@ -101,6 +102,6 @@ def test_quant_types_that_differ_in_c_are_one_line(monkeypatch: pytest.MonkeyPat
 
 def test_names_of_the_library() -> None:
     made = library.Library()
-    assert list(made.tags)[:3] == ["embed", "linear", "attention"] and len(made.tags) == 16
+    assert list(made.tags)[:3] == ["embed", "linear", "attention"] and len(made.tags) == 17
     assert list(made.gatings) == ["softmax", "sigmoid", "softmax_weight", "sqrt_softplus"]
     assert made.chunk == 256

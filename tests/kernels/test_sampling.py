@@ -1,9 +1,14 @@
 """Sampling's meaning: what survives, what the draws follow, what stays the same."""
 
+import inspect
+from importlib.resources import files
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from tinychat.kernels.sampling import Sampling, dry, gumbel, penalties, sample, survivors
+from tinychat.kernels.cpu.library import SAMPLED
+from tinychat.kernels.sampling import SAMPLING_PARAMETERS, Sampling, dry, gumbel, penalties, sample, survivors
 
 LOGITS = np.log(np.array([0.4, 0.3, 0.2, 0.06, 0.04], np.float32))
 ALL = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
@@ -114,3 +119,13 @@ def test_dry_ends_a_loop() -> None:
     logits[1] = 3.0
     assert sample(logits, Sampling(temperature=0.0), 0, loop)[0] == 1
     assert sample(logits, Sampling(temperature=0.0, dry_multiplier=0.8), 0, loop)[0] != 1
+
+
+def test_every_parameter_reaches_every_executor() -> None:
+    """A new field of Sampling is read by the CPU (sample.h or a penalty) and by the GPU's kernels or its executor."""
+    host = "".join(inspect.getsource(f) for f in (penalties, dry))
+    cuda = Path(str(files("tinychat.kernels"))) / "cuda"
+    device = "".join(p.read_text() for p in (*cuda.glob("*.cu"), *cuda.glob("*.cuh"), cuda / "executor.py"))
+    for name in SAMPLING_PARAMETERS:
+        assert name in SAMPLED or f"s.{name}" in host, f"the CPU does not read {name}"
+        assert f"[{name.upper()}]" in device or f"sampling.{name}" in device, f"the GPU does not read {name}"

@@ -181,6 +181,7 @@ COMPLETIONS = Dialect(
         "prompt": ("Twice", asked("raw"), "Twice"),
         "model": ("n", lambda job: job.reply.house.model, "replay"),
         "max_tokens": (5, asked("max_tokens"), 5),
+        "n_predict": (7, asked("max_tokens"), 7),
         "stop": ("a", asked("stop"), ("a",)),
         "logit_bias": ({"5": 1.5}, sampled("logit_bias"), ((5, 1.5),)),
         "logprobs": (2, asked("logprobs"), 2),

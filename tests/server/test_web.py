@@ -100,42 +100,47 @@ def test_what_a_page_says_reaches_a_process_that_answers() -> None:
     assert house.backend.requests[-1].messages[-1]["content"] == "Hi there"
 
 
-ATTEMPTS: dict[str, str] = {
-    "reading": "open('/etc/passwd').read()",
-    "reading by descriptor": "os.open('/etc/passwd', os.O_RDONLY)",
-    "writing": "open('{outside}/new', 'w')",
-    "writing into Python": "open(os.path.join(sys.prefix, 'new'), 'w')",
-    "a way around": "open('{folder}/../' + os.path.basename('{outside}') + '/secret').read()",
-    "a link": "os.symlink('/etc/passwd', '{folder}/link')",
-    "listing": "os.listdir('{outside}')",
-    "deleting": "os.remove('{outside}/secret')",
-    "a program": "subprocess.run(['cat', '/etc/passwd'])",
-    "a shell": "os.system('true')",
-    "another server": "socket.create_connection(('127.0.0.1', 9))",
-}
+ATTEMPTS = """
+reading: open('/etc/passwd').read()
+reading by descriptor: os.open('/etc/passwd', os.O_RDONLY)
+writing: open(f'{outside}/new', 'w')
+writing into Python: open(os.path.join(sys.prefix, 'new'), 'w')
+a way around: open(f'{folder}/../{outside.name}/secret').read()
+a link: os.symlink('/etc/passwd', folder / 'link')
+listing: os.listdir(outside)
+deleting: os.remove(outside / 'secret')
+a program: subprocess.run(['cat', '/etc/passwd'])
+a shell: os.system('true')
+another server: socket.create_connection(('127.0.0.1', 9))
+"""
+CONFINED = """
+import os, socket, subprocess, sys
+from pathlib import Path
+from tinychat.ui.web import confine
+folder, outside = map(Path, sys.argv[1:3])
+confine(folder, "http://127.0.0.1:8080")
+(folder / "mine").write_text("fine")
+assert (folder / "mine").read_text() == "fine" and os.listdir(folder) == ["mine"]
+import xml.dom.minidom
+for line in sys.argv[3].strip().splitlines():
+    name, _, attempt = line.partition(": ")
+    try:
+        eval(attempt)
+    except PermissionError:
+        continue
+    sys.exit(f"{name} was not forbidden")
+"""
 
 
-@pytest.mark.parametrize("attempt", ATTEMPTS.values(), ids=ATTEMPTS)
-def test_the_process_of_a_page_reaches_no_files(attempt: str, tmp_path: Path) -> None:
+def test_the_process_of_a_page_reaches_no_files(tmp_path: Path) -> None:
     folder, outside = tmp_path / "own", tmp_path / "outside"
     folder.mkdir()
     outside.mkdir()
     (outside / "secret").write_text("secret")
-    code = f"""
-import os, socket, subprocess, sys
-from pathlib import Path
-from tinychat.ui.web import confine
-confine(Path({str(folder)!r}), "http://127.0.0.1:8080")
-open({str(folder / "mine")!r}, "w").write("fine")
-assert open({str(folder / "mine")!r}).read() == "fine" and os.listdir({str(folder)!r}) == ["mine"]
-import xml.dom.minidom
-try:
-    {attempt.format(folder=folder, outside=outside)}
-except PermissionError:
-    sys.exit(42)
-"""
     environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    assert subprocess.run([sys.executable, "-c", code], env=environ, timeout=120, check=False).returncode == 42
+    command = [sys.executable, "-c", CONFINED, str(folder), str(outside), ATTEMPTS]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
     assert (outside / "secret").read_text() == "secret" and len(list(outside.iterdir())) == 1
 
 

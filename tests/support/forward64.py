@@ -104,7 +104,7 @@ class Model:
 
     def window(self, layer: int) -> int:
         """Rows that the layer sees; 0: all."""
-        period = {"olmo2": 4, "gpt-oss": 2, "gemma3": 6, "gemma4": 6}.get(self.arch, 0)
+        period = {"olmo2": 4, "gpt-oss": 2, "gemma3": 6, "gemma4": 6, "lfm2": 1 << 10}.get(self.arch, 0)
         rows = self.get("attention.sliding_window", 0) if period else 0
         pattern = self.get("attention.sliding_window_pattern", period)
         if isinstance(pattern, list):
@@ -229,7 +229,7 @@ class Model:
             v = rms_norm(v, np.ones(width), self.eps)
         if (
             gated
-            or self.arch in ("qwen3", "qwen3moe", "gemma3", "gemma4")
+            or self.arch in ("qwen3", "qwen3moe", "gemma3", "gemma4", "lfm2", "lfm2moe")
             or (self.arch == "glm4moe" and b + "attn_q_norm.weight" in self)
         ):
             q, k = (
@@ -274,6 +274,13 @@ class Model:
         gate = x @ self[b + "attn_gate.weight"].T
         out = rms_norm(out, self[b + "ssm_norm.weight"], self.eps).reshape(n, -1)
         return self.linear(out * gate * sigmoid(gate), b + "ssm_out")
+
+    def short_convolution(self, x: Array, b: str) -> Array:
+        gate, out, z = np.split(x @ self[b + "in_proj.weight"].T, 3, -1)
+        conv = self[b + "conv.weight"]
+        before = np.concatenate([np.zeros((conv.shape[1] - 1, len(conv))), gate * z])
+        mixed = sum(before[j : j + len(x)] * conv[:, j] for j in range(conv.shape[1]))
+        return self.linear(out * mixed, b + "out_proj")
 
     def latent_attention(self, x: Array, layer: int) -> Array:
         b = f"blk.{layer}."
@@ -321,7 +328,9 @@ class Model:
         if self.arch == "gemma4":  # the router has its own norm
             x = rms_norm(x, self[b + "ffn_gate_inp.scale"], self.eps) / np.sqrt(len(x))
         logits = self.linear(x, b + "ffn_gate_inp")
-        kind = self.get("expert_gating_func", 0) if deepseek else 3 if self.arch == "gpt-oss" else 1
+        kind = 3 if self.arch == "gpt-oss" else 1
+        if deepseek or self.arch == "lfm2moe":
+            kind = self.get("expert_gating_func", 0)
         if self.arch == "glm4moe":
             kind = kind or 2
         if kind == 0:  # llama.cpp: files from before the key
@@ -383,6 +392,8 @@ class Model:
         h = self.normed(x, b + "attn_norm")
         if b + "ssm_out.weight" in self:
             h = self.delta_rule(h, i)
+        elif b + "shortconv.conv.weight" in self:
+            h = self.short_convolution(h, b + "shortconv.")
         else:
             h = self.latent_attention(h, i) if self.mla else self.attention(h, i)
         x = x + part * (self.normed(h, b + "post_attention_norm") if post else h)
@@ -401,7 +412,8 @@ class Model:
             x = x * np.sqrt(x.shape[-1])
         for i in range(self.layers):
             x = self.layer(x, i)
-        return rms_norm(x, self["output_norm.weight"], self.eps)
+        last = "output_norm" if "output_norm.weight" in self else "token_embd_norm"
+        return rms_norm(x, self[f"{last}.weight"], self.eps)
 
     def head(self, x: Array, name: str = "") -> Array:
         if name not in self:

@@ -104,6 +104,10 @@ class Shape:
     window_heads: tuple[int, int] = (0, 0)  # kv heads and values of a head in layers with a window; 0: as the others
     softcap: float = 0  # of the logits
     delta: DeltaRule | None = None
+    convolution: int = 0  # inputs of a short convolution, which every second layer has instead of attention
+
+    def convolves(self, layer: int) -> bool:
+        return self.convolution > 0 and layer % 2 == 0
 
     def recurrent(self, layer: int) -> bool:
         return self.delta is not None and layer < self.layers and (layer + 1) % self.delta.every != 0
@@ -162,6 +166,7 @@ _HARMONY = {
     200008: "<|message|>",
     200012: "<|call|>",
 }
+_QWEN35 = {248044: "<|endoftext|>", 248045: "<|im_start|>", 248046: "<|im_end|>"}
 _SMOLLM = {0: "<|endoftext|>", 1: "<|im_start|>", 2: "<|im_end|>"}
 _YARN: dict[str, str | int | float] = {
     "type": "yarn",
@@ -379,6 +384,49 @@ SHAPES = {
         qk_norm=256,
         window=512,
     ),
+    "qwen3.5-0.8b": Shape(
+        "qwen35",
+        24,
+        1024,
+        8,
+        2,
+        256,
+        3584,
+        248320,
+        True,
+        1e7,
+        1e-6,
+        262144,
+        "qwen35",
+        _QWEN35,
+        248044,
+        248046,
+        qk_norm=256,
+        rope_dims=64,
+        delta=DeltaRule(16, 16, 128),
+    ),
+    "qwen3.6-35b-a3b": Shape(
+        "qwen35moe",
+        40,
+        2048,
+        16,
+        2,
+        256,
+        0,
+        248320,
+        False,
+        1e7,
+        1e-6,
+        262144,
+        "qwen35",
+        _QWEN35,
+        248044,
+        248046,
+        moe=MoE(256, 8, 512, 1),
+        qk_norm=256,
+        rope_dims=64,
+        delta=DeltaRule(16, 32, 128),
+    ),
     "smollm2-135m": Shape("llama", 30, 576, 9, 3, 64, 1536, 49152, True, 1e5, 1e-5, 8192, "smollm", _SMOLLM, 1, 2),
     "smollm2-1.7b": Shape("llama", 24, 2048, 32, 32, 64, 8192, 49152, True, 1.3e5, 1e-5, 8192, "smollm", _SMOLLM, 1, 2),
 }
@@ -395,7 +443,7 @@ def tensors(s: Shape) -> Iterator[Tensor]:
 
     value_dim = s.value_dim or s.head_dim
     yield "token_embd.weight", (s.vocab, s.dim), 2 / s.dim**0.5 if s.tied else 1.0
-    yield norm("output_norm", s.dim)
+    yield norm("token_embd_norm" if s.convolution else "output_norm", s.dim)
     if not s.tied:
         yield linear("output", s.vocab, s.dim, gain=2)
     if s.rope_freqs:
@@ -427,6 +475,10 @@ def tensors(s: Shape) -> Iterator[Tensor]:
                 yield f"{b}attn_k_b.weight", (s.heads, m.kv_lora, m.nope), m.kv_lora**-0.5
                 yield linear(b + "attn_v_b", s.heads, m.v, m.kv_lora)
             yield linear(b + "attn_output", s.dim, s.heads * m.v)
+        elif s.convolves(i):
+            yield linear(b + "shortconv.in_proj", 3 * s.dim, s.dim)
+            yield b + "shortconv.conv.weight", (s.dim, s.convolution), s.convolution**-0.5
+            yield linear(b + "shortconv.out_proj", s.dim, s.dim)
         elif (r := s.delta) and s.recurrent(i):
             values, channels = r.heads * r.head_dim, (2 * r.key_heads + r.heads) * r.head_dim
             yield linear(b + "attn_qkv", channels, s.dim)
@@ -504,9 +556,15 @@ def tensors(s: Shape) -> Iterator[Tensor]:
             yield linear(b + "ffn_down", s.dim, s.ffn)
 
 
+def is_float(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether files keep this tensor in F32."""
+    parts = ("ffn_gate_inp", "ssm_conv1d", "shortconv.conv")
+    return len(shape) < 2 or name.endswith(".bias") or any(part in name for part in parts)
+
+
 def tensor_type(s: Shape, name: str, shape: tuple[int, ...], quant: str) -> Q:
     """What `llama-quantize MODEL QUANT` stores this tensor as (QUANT: a type's name, or Q4_K_M)."""
-    if len(shape) < 2 or "ffn_gate_inp" in name or "ssm_conv1d" in name or name.endswith(".bias"):
+    if is_float(name, shape):
         return Q.F32
     base = Q.Q4_K if quant == "Q4_K_M" else Q[quant]
     if base == Q.MXFP4 and "_exps" not in name:  # as the published files of gpt-oss
@@ -568,7 +626,10 @@ def metadata(w: GGUFWriter, s: Shape, name: str) -> None:
     else:
         kv_heads, head_dim = s.window_heads
         kinds = [kv_heads if s.windowed(i) else s.kv_heads for i in range(s.layers)]
-        w.add_head_count_kv(kinds if kv_heads else s.kv_heads)
+        if s.convolution:
+            w.add_shortconv_l_cache(s.convolution)
+            kinds = [0 if s.convolves(i) else s.kv_heads for i in range(s.layers)]
+        w.add_head_count_kv(kinds if kv_heads or s.convolution else s.kv_heads)
         if s.arch == "gemma4":
             w.add_uint32("gemma4.attention.key_length_swa", head_dim)
             w.add_uint32("gemma4.attention.value_length_swa", head_dim)
@@ -602,12 +663,13 @@ def metadata(w: GGUFWriter, s: Shape, name: str) -> None:
     if e := s.moe:
         w.add_expert_count(e.experts)
         w.add_expert_used_count(e.used)
-        if s.delta or s.arch in ("qwen3moe", "glm4moe", "gpt-oss", "gemma4"):
+        if s.delta or s.arch in ("qwen3moe", "glm4moe", "gpt-oss", "gemma4", "lfm2moe"):
             w.add_expert_feed_forward_length(e.ffn)
-        if s.arch == "glm4moe":
+        if s.arch in ("glm4moe", "lfm2moe"):
             w.add_leading_dense_block_count(e.dense)
+        if s.arch == "glm4moe":
             w.add_expert_shared_count(e.shared)
-        if s.arch in ("deepseek2", "mistral4", "glm4moe") and e.gating is not None:
+        if s.arch in ("deepseek2", "mistral4", "glm4moe", "lfm2moe") and e.gating is not None:
             w.add_uint32(f"{s.arch}.expert_gating_func", e.gating)
         if e.scale is not None:
             w.add_expert_weights_scale(e.scale)

@@ -23,6 +23,7 @@ from tests.support.shapes import (
     Shape,
     f32_values,
     fitting,
+    is_float,
     metadata,
     tensor_type,
     tensors,
@@ -153,6 +154,7 @@ _qwen35 = replace(
     theta=1e7,
     tied=False,
 )
+_lfm2 = replace(_qwen3, arch="lfm2", heads=2, kv_heads=1, convolution=3, window=5, pre="lfm2", specials=_LLAMA, eos=294)
 _moe = MoE(8, 3, 32, 1, 1)
 
 
@@ -215,6 +217,8 @@ VARIANTS: dict[str, Shape] = {
     "qwen3next": replace(
         _qwen35, arch="qwen3next", delta=DeltaRule(2, 6, 32, every=2), moe=MoE(8, 3, 32, 2, fused=True), pre="qwen2"
     ),
+    "lfm2": _lfm2,
+    "lfm2moe": replace(_lfm2, arch="lfm2moe", moe=MoE(8, 3, 32, 0, 1, 2, bias=True), window=0),
     "deepseek2_glm": _glm,
     "deepseek2_lite": _lite,
     "deepseek2_lite_legacy": replace(_lite, mla=replace(_lite.mla, legacy=True)),
@@ -297,7 +301,7 @@ def write(
         w.add_q_lora_rank(32)
     tokenizer(w, s.vocab, s.pre, s.specials, s.bos, s.eos)
     for name, dims, std in todo:
-        if len(dims) < 2 or "ffn_gate_inp" in name or "ssm_conv1d" in name or name.endswith(".bias"):
+        if is_float(name, dims):
             kind = Q.F32
         elif quant == "Q4_K_M":
             kind = tensor_type(s, name, dims, quant)

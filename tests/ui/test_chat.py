@@ -115,8 +115,8 @@ async def test_enter_sends_and_new_lines_and_pastes_do_not():
         await d.until(lambda: "c[42 lines, 43 tokens]" in d.screen.replace("\xa0", " "))
         await d.until(lambda: "tab unfolds · 4" in d.screen)
         await d.pilot.press("tab")
-        assert "lines" not in d.screen and d.chat.prompt.text == "a\nb\ncx\ny\n" + "z\n" * 40
-        assert 6 <= d.chat.prompt.size.height <= 8, "a third of the screen at most"
+        await d.until(lambda: "lines" not in d.screen and 6 <= d.chat.prompt.size.height <= 8)  # a third of the screen
+        assert d.chat.prompt.text == "a\nb\ncx\ny\n" + "z\n" * 40
         await d.pilot.press("enter")
         await d.until(lambda: d.turns)
         assert d.turns[0].text.startswith("a\nb\ncx\ny\nz")
@@ -221,7 +221,7 @@ async def test_commands_by_word():
         for text, note in [
             ("/set temperature 0.3", "temperature is 0.3"),
             ("/set temperature", "temperature is 0.3: 0 always"),
-            ("/set temperature hot", "must be a number, 0 to 5"),
+            ("/set temperature hot", "temperature is a number from 0 to 5"),
             ("/set heat 1", "no parameter 'heat'"),
             ("/nonsense", "no command /nonsense"),
             ("/system Be brief.", "system prompt is set"),
@@ -635,9 +635,9 @@ async def test_an_edit_can_be_left():
     async with desk() as d:
         await d.ask("first")
         await d.send("/edit")
-        await d.until(lambda: d.chat.prompt.text == "first" and "cancel edit" in d.screen)
+        await d.until(lambda: d.chat.prompt.text == "first" and "leave it as it was" in d.screen)
         await d.pilot.press("escape")
-        await d.until(lambda: not d.chat.prompt.text and "cancel edit" not in d.screen)
+        await d.until(lambda: not d.chat.prompt.text and "leave it as it was" not in d.screen)
         assert d.chat.editing is None and d.turns[0].text == "first"
 
 

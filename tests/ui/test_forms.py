@@ -58,7 +58,7 @@ async def test_a_wrong_number_is_explained_and_not_taken():
     async with app.run_test(size=(80, 24)) as pilot:
         app.screen.query_one("#top_p", Input).value = "1.5"
         await pilot.pause()
-        assert "top_p must be a number, 0 to 1, not 1.5" in text_of(app)
+        assert "top_p is a number from 0 to 1, not 1.5" in text_of(app)
         await pilot.press("ctrl+s")
         assert app.result is UNSET and app.focused.id == "top_p"
         app.screen.query_one("#top_p", Input).value = "0.5"

@@ -38,8 +38,8 @@ def address(url: str) -> str:
 
 
 def read_key(file: str | None, variable: str = KEY_VARIABLE) -> str | None:
-    """The key in `file`, which nobody else may read, or else that of the environment `variable`; None where neither has
-    one. Raises TinychatError."""
+    """The key in `file`, which must be readable by its owner alone, or else that of the environment `variable`; None
+    where neither has one. Raises TinychatError."""
     if file is None:
         key = os.environ.get(variable)
         return _checked(key, f"the variable {variable}") if key else None

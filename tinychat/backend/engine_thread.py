@@ -13,7 +13,7 @@ Task = Callable[[], None]
 
 
 class EngineThread:
-    """A daemon thread with a queue of jobs; a job must not raise. It ends when nobody holds this object any more.
+    """A daemon thread with a queue of jobs; a job must not raise. It ends when this object is garbage-collected.
 
     Models that replace each other share one: a CUDA context and tinygrad's compile cache (SQLite) belong to the thread
     that opened them. A daemon, because quitting waits neither for a load nor for a kernel.

@@ -9,7 +9,6 @@ from typing import Any
 from tinychat.backend.address import Server
 from tinychat.backend.local import LocalBackend
 from tinychat.backend.protocol import Backend
-from tinychat.backend.remote import RemoteBackend
 
 
 def open_backend(
@@ -26,6 +25,8 @@ def open_backend(
         return LocalBackend.open(path, replaces=replaces, progress=progress, **options)
     if progress is not None:
         progress(f"asking {server.url}", 0.0)
+    from tinychat.backend.remote import RemoteBackend  # not before: httpx makes the start of every chat 0.1 s slower
+
     backend = RemoteBackend.open(server.url, server.model, server.key)
     if replaces is not None:
         replaces.close()

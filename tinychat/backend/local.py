@@ -77,7 +77,7 @@ class LocalBackend:
         self._conversation = ""  # whose rows the KV cache holds
         self._forgotten = set[str]()
         self._saved = True  # whether all of those rows are on the disk
-        self._wanted = threading.Event()  # somebody waits: saving ends between two blocks
+        self._wanted = threading.Event()  # set while a request waits: saving then ends between two blocks
         self._info, self._stats = _describe(engine), _copy(engine.stats)
 
     @classmethod
@@ -361,14 +361,14 @@ class LocalBackend:
 
 
 def _in_one_line(job: Callable[[], T]) -> T:
-    """The value of `job`; whatever goes wrong in it is a TinychatError of one line."""
+    """The value of `job`. Raises TinychatError, of one line, for every exception in it."""
     try:
         return job()
     except TinychatError:
         raise
     except MemoryError:
         raise TinychatError("out of memory; try a smaller model or context") from None
-    except Exception as e:  # the engine's thread survives whatever a job does
+    except Exception as e:  # an exception in a job must not end the engine's thread
         raise TinychatError(f"internal error: {type(e).__name__}: {e}") from e
 
 

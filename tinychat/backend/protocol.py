@@ -1,4 +1,4 @@
-"""The seam: whoever wants an answer speaks to a `Backend` in messages; nobody above it sees a tokenizer, a template, an
+"""The seam: code that needs an answer sends messages to a `Backend`; no code above it uses a tokenizer, a template, an
 executor or a KV cache.
 
 Everything that crosses the seam is an immutable value, so a panel, a server and a saved conversation never see half of
@@ -70,7 +70,7 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class Request:
-    """One answer that somebody wants.
+    """The request of one answer.
 
     `raw` is a prompt sent as it is, without a chat template, in place of `messages`. `thinking` None leaves it to the
     model. `continue_final`: the last message is an unfinished answer, which goes on. `overflow` says what to do when

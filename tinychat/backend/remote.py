@@ -49,7 +49,7 @@ STALL_S = 300.0  # without a byte, after which a server is left: it may keep a r
 CONNECT_S = 10.0
 ASK_S = 20.0  # for what a server answers without its model
 CANCEL_S = 0.1  # how often a cancel is looked for while nothing comes: each look takes time from an engine beside
-LETTERS_PER_TOKEN = 4  # where nobody counts
+LETTERS_PER_TOKEN = 4  # where the server does not count
 
 ServerKind = Literal["tinychat", "llama", "vllm", "openai"]
 """What a server is, as far as it says: it decides which fields beyond OpenAI's it is sent."""
@@ -243,7 +243,7 @@ class RemoteBackend:
         return _estimate(request, limit)
 
     async def _serve(self, request: Request, stream: EventStream[Event]) -> None:
-        """Answers one request; ends the stream whatever happens."""
+        """Answers one request; ends the stream in any case."""
         work = asyncio.ensure_future(self._answer(request, stream))
         cancelled = asyncio.ensure_future(_is_set(request.cancel))
         try:

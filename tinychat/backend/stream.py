@@ -1,5 +1,4 @@
-"""Events on their way from the thread that makes them to whoever wants them: a loop that waits, or a screen that
-looks."""
+"""Events passed from the thread that makes them to a consumer: a loop that waits for them, or a screen that polls."""
 
 from __future__ import annotations
 

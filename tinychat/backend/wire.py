@@ -1,4 +1,4 @@
-"""What servers send, as events and values of the Protocol, whatever types they put into their fields."""
+"""What servers send, checked, as events and values of the Protocol."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ from tinychat.errors import printable
 
 MAX_LINE = 16 << 20
 # vLLM and SGLang tell a full context by words alone.
-_FULL = re.compile(r"maximum context length (?:is|of) (\d+)")
-_COUNT = re.compile(r"(?:contains at least|requested|has) (\d+)")
+_FULL = re.compile(r"context length (?:is |of |\()(\d+)")
+_COUNT = re.compile(  # of the prompt, not of the answer that was asked for
+    r"contains (?:at least )?(\d+) input|\((\d+) in the|(\d+) tokens from the input|input \((\d+) tokens"
+)
 
 
 class ChunkReader:
@@ -145,7 +147,7 @@ class ChunkReader:
 
 
 def read_chunk(reading: ChunkReader, chunk: Mapping[str, Any]) -> list[Event]:
-    """The events of a chunk, whatever types a server puts into its fields."""
+    """The events of a chunk. Raises httpx.RemoteProtocolError for fields of wrong types."""
     try:
         return reading.read(chunk)
     except (TypeError, ValueError):
@@ -188,7 +190,7 @@ def refused(status: int, content: bytes, headers: Mapping[str, str], info: Model
         return DoesNotFit(Usage(history=as_int(error.get("n_prompt_tokens")), limit=limit), 1, 0)
     if (full := _FULL.search(message)) is not None:
         count = _COUNT.search(message)
-        usage = Usage(history=int(count[1]) if count else 0, limit=int(full[1]))
+        usage = Usage(history=int(count[count.lastindex or 0]) if count else 0, limit=int(full[1]))
         return DoesNotFit(usage, 1, 0)
     if status in (429, 503):
         retry = headers.get("retry-after", "")

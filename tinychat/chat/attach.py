@@ -66,7 +66,7 @@ def read_folder(path: Path, name: str, notes: list[str]) -> list[Attachment]:
                 continue
             files.append(read(path / below, name + below))
             size += bytes
-        except (OSError, TinychatError):  # a binary, or nobody may read it
+        except (OSError, TinychatError):  # a binary, or not readable
             continue
     if left:
         limit = f"at most {MAX_FILES} files and {decimal(MAX_BYTES)} together"

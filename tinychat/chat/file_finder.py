@@ -84,13 +84,13 @@ def _by_name(entry: tuple[bool, str]) -> tuple[bool, str]:
 
 def path_of(name: str, folder: Path | None) -> Path:
     path = Path(name)
-    with contextlib.suppress(RuntimeError):  # the home of somebody who is no user here: a file of that name
+    with contextlib.suppress(RuntimeError):  # no such user: a file of that name
         path = path.expanduser()
     return path if folder is None or path.is_absolute() else folder / path
 
 
 class Finder:
-    """The paths below a folder, as `look` found them last; `find` only searches them."""
+    """The paths below the working folder, as `look` found them last; `find` only searches them."""
 
     def __init__(self) -> None:
         self._names: Sequence[str] = ()
@@ -103,13 +103,16 @@ class Finder:
         self._looked = float("inf") if due else self._looked
         return due
 
-    def look(self) -> None:
-        """Walks through the working folder. Takes up to SECONDS: not on a screen's thread."""
+    def look(self) -> tuple[str, ...]:
+        """Walks through the working folder. Takes up to SECONDS: not on a screen's thread, which then calls `take`."""
         try:
-            self._names = tuple(walk(Path.cwd()))
+            return tuple(walk(Path.cwd()))
         except OSError:  # there is no working folder any more
-            self._names = ()
-        self._last, self._looked = ("", self._names), time.monotonic()
+            return ()
+
+    def take(self, names: Sequence[str]) -> None:
+        """From now on `find` searches `names`."""
+        self._names, self._last, self._looked = names, ("", names), time.monotonic()
 
     def find(self, typed: str) -> list[str]:
         """At most SHOWN paths for what is typed behind @, best first; only what is in the folder that is typed out,

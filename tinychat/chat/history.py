@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import sqlite3
 import threading
 import time
@@ -44,6 +45,7 @@ _PREVIEW = (
     "FROM turns "
     "WHERE conversation = c.id AND n >= 0 AND folded <> '' ORDER BY n DESC LIMIT 1)"
 )
+_MARKS = re.compile(r"^\s*(#+|[-*>|])\s|\*\*|`+", re.M)  # of Markdown, in a preview
 _PROMPTS = 1000  # kept
 _OPENING = 5.0  # seconds to wait for another process when the file is opened
 _BUSY = 0.04  # seconds to wait for it later; the screen's thread is blocked meanwhile
@@ -310,7 +312,8 @@ class History:
 def _summary(row: Sequence[Any], snippet: str) -> Summary:
     """Of a row of `find`."""
     id, title, model, turns, created, updated, project, preview, _ = row
-    text = " ".join((preview or b"").decode(errors="replace").split())  # a lone surrogate is no UTF-8
+    written = (preview or b"").decode(errors="replace")  # a lone surrogate is no UTF-8
+    text = " ".join(_MARKS.sub(" ", written).split())
     text = "" if text.startswith(title.rstrip("…")) else text
     return Summary(id, title, model, turns, created, updated, snippet, str(project), text)
 

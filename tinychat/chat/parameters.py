@@ -123,7 +123,7 @@ def set_parameter(parameters: Parameters, name: str, text: str) -> Parameters:
 
 def _number(spec: Parameter, text: str) -> float | int:
     kind = "a whole number" if spec.kind is int else "a number"
-    wanted = f"{spec.name} must be {kind}, {spec.low:g} to {spec.high:g}" + (f", or {spec.empty}" if spec.empty else "")
+    wanted = f"{spec.name} is {kind} from {spec.low:g} to {spec.high:g}" + (f", or {spec.empty}" if spec.empty else "")
     try:
         value: float | int = spec.kind(text.strip().replace(",", "." if spec.kind is float else ""))
     except ValueError:

@@ -37,8 +37,8 @@ class Titles:
         self.stats: Stats | None = None  # of the answer before, while the backend's are those of a title
 
     def wanted(self, conversation: Conversation) -> bool:
-        """Whether to ask for the title of `conversation`, which is at rest: its first answer is complete, for IDLE_S,
-        and nobody has named it."""
+        """Whether to ask for the title of `conversation`, which is at rest: its first answer is complete, for
+        IDLE_S, and the user has not named it."""
         c, turns = conversation, conversation.turns
         if not self._on or self._title is not None or c.name or c.model_title or c.id in self._asked or not turns:
             return False

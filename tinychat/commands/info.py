@@ -85,6 +85,8 @@ def _describe(path: Path, name: str, context: int = CONTEXT) -> dict[str, Any]:
     verdict = fit(weights, plan.kv_bytes_per_token, context, state_bytes=states)
     values = {k: v for k, v in asdict(config).items() if k not in ("rope", "architecture", "name")}
     del values["window_heads"]["rope"]
+    if rule := values["delta_rule"]:
+        rule["layers"] = sorted(rule["layers"])
     sizes = {k: sorted(v) if isinstance(v, frozenset) else v for k, v in values.items()}
     return facts | {
         "title": config.name,
@@ -114,6 +116,15 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield "attention", f"{heads}, latent rows of {latent['kv_lora']} + {c['head_dim'] - latent['nope']} (MLA)"
         else:
             yield "attention", f"{heads}, {c['kv_heads']} of them for keys and values"
+        if rule := c["delta_rule"]:
+            size = rule["head_dim"]
+            yield (
+                "delta rule",
+                f"in {len(rule['layers'])} of the layers instead: {rule['heads']} heads of {size} x {size}",
+            )
+        if c["convolutions"]:
+            width = c["convolution_width"]
+            yield "convolutions", f"in {len(c['convolutions'])} of the layers instead, over {width} tokens"
         if e := c["experts"]:
             shared = f" + a shared one of {e['shared_ff']}" if e["shared_ff"] else ""
             yield (
@@ -124,7 +135,8 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "KV cache", f"{decimal(facts['kv_bytes_per_token'])} per token"
         if state := facts["state_bytes"]:
             yield "state", f"{decimal(state)} whatever the context, and up to {facts['snapshots']} snapshots of it"
-        yield "moves", f"{decimal(facts['bytes_per_token'])} of weights per token"
+        states = " and states" if facts["state_bytes"] else ""
+        yield "moves", f"{decimal(facts['bytes_per_token'])} of weights{states} per token"
         yield "memory", f"{facts['fit']['verdict']}: {facts['fit']['explanation']}"
     yield "parameters", f"{facts['parameters']:,}"
     for i, (name, t) in enumerate(facts["types"].items()):

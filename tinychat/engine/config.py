@@ -52,6 +52,8 @@ class Architecture:
     sinks: bool = False
     delta_rule: Literal["grouped", "tiled"] | None = None  # most layers have one: how its heads share those of q and k
     gated: bool = False  # attention has a gate, and so has the shared expert
+    convolutions: bool = False  # layers without kv heads have a short convolution
+    output_norm: str = "output_norm"
 
 
 _DEEPSEEK = Architecture("norm", mla=True, expert_keys=True, mtp=True)
@@ -62,6 +64,15 @@ _QWEN35 = Architecture(
     ffn_norm="post_attention_norm",
     delta_rule="tiled",
     gated=True,
+)
+_LFM2 = Architecture(
+    "neox",
+    qk_norm="head",
+    expert_keys=True,
+    normalize_experts=True,
+    window_every=1 << 10,  # no layer is without, where there is a window at all
+    convolutions=True,
+    output_norm="token_embd_norm",
 )
 
 ARCHITECTURES = {
@@ -87,6 +98,8 @@ ARCHITECTURES = {
     ),
     "deepseek2": _DEEPSEEK,
     "mistral4": _DEEPSEEK,
+    "lfm2": _LFM2,
+    "lfm2moe": _LFM2,
     "granite": Architecture("norm", normalize_experts=True, scales=True),
     "gpt-oss": Architecture(
         "neox",
@@ -127,7 +140,6 @@ _MISSING = {
     "a delta rule with a decay per channel": "kimi-linear bailingmoe3",
     "pictures (the file is the part of a model that sees)": "clip",
     "per-layer embeddings": "gemma3n",
-    "short convolutions": "lfm2 lfm2moe",
     "state-space layers": "mamba mamba2 falcon-h1 granitehybrid jamba nemotron_h nemotron_h_moe plamo2",
     "an index that chooses cache rows": "deepseek32 glm-dsa",
     "several residual streams": "deepseek4 kimi-k3",
@@ -235,6 +247,9 @@ class ModelConfig:
     gated: bool
     latent: MLAConfig | None
     delta_rule: DeltaConfig | None
+    convolutions: frozenset[int]  # layers with a short convolution instead of attention
+    convolution_width: int
+    output_norm: str
     experts: MoEConfig | None
 
     @classmethod
@@ -261,7 +276,7 @@ class ModelConfig:
             raise TinychatError(f"{name}.block_count {layers + nextn} leaves no layer beside {nextn} nextn layers")
         dim, heads = kv.integer("embedding_length"), kv.integer("attention.head_count")
         window, windowed = _window(kv, arch, layers)
-        kv_heads, window_kv_heads = _kv_heads(kv, heads, windowed)
+        kv_heads, window_kv_heads, convolutions = _kv_heads(kv, arch, heads, layers, windowed)
         head_dim = kv.integer("attention.key_length", dim // heads)
         v_dim = kv.integer("attention.value_length", dim // heads)
         for n in (kv_heads, window_kv_heads):
@@ -360,6 +375,9 @@ class ModelConfig:
             gated=arch.gated,
             latent=latent,
             delta_rule=_delta_rule(kv, arch, layers),
+            convolutions=convolutions,
+            convolution_width=kv.integer("shortconv.l_cache", low=2) if convolutions else 0,
+            output_norm=arch.output_norm,
             experts=experts,
         )
 
@@ -481,16 +499,26 @@ def _window(kv: _Metadata, arch: Architecture, layers: int) -> tuple[int, frozen
     return window, frozenset(i for i in range(layers) if not pattern or i % pattern < pattern - 1)
 
 
-def _kv_heads(kv: _Metadata, heads: int, windowed: frozenset[int]) -> tuple[int, int]:
-    """Of layers without and with a sliding window: one number, or an array where all layers of a kind have the same."""
+def _kv_heads(
+    kv: _Metadata, arch: Architecture, heads: int, layers: int, windowed: frozenset[int]
+) -> tuple[int, int, frozenset[int]]:
+    """Of layers without and with a sliding window: one number, or an array where all layers of a kind have the same;
+    and the layers that have none, because they have a convolution."""
     key = "attention.head_count_kv"
     values = kv.values.get(kv.prefix + key)
+    if arch.convolutions:
+        if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu" or len(values) < layers:
+            raise kv.bad(key, "whole numbers, 0 for a layer with a convolution", values)
+        found = {int(n) for n in values[:layers] if n}
+        if len(found) != 1 or min(found) < 0 or max(found) > heads:
+            raise kv.bad(key, f"0, or one number up to {heads}", values)
+        return max(found), max(found), frozenset(int(i) for i in np.flatnonzero(values[:layers] == 0))
     if isinstance(values, np.ndarray) and values.dtype.kind in "iu" and windowed and len(values) > max(windowed):
         kinds = [{int(n) for i, n in enumerate(values) if (i in windowed) == kind} for kind in (False, True)]
         if all(len(kind) == 1 and min(kind) > 0 for kind in kinds):
-            return min(kinds[0]), min(kinds[1])
+            return min(kinds[0]), min(kinds[1]), frozenset()
     n = kv.integer(key, heads)
-    return n, n
+    return n, n, frozenset()
 
 
 def _delta_rule(kv: _Metadata, arch: Architecture, layers: int) -> DeltaConfig | None:
@@ -553,7 +581,7 @@ def _experts(kv: _Metadata, arch: Architecture, layers: int, vocab: int) -> MoEC
         gating = _GATING[function]
     elif arch.mla and layers in (47, 48) and vocab == 154880:  # files older than the key: llama.cpp's rule
         gating = "sigmoid"
-    normalize = kv.flag("expert_weights_norm") if arch.expert_keys else arch.normalize_experts
+    normalize = arch.normalize_experts or (arch.expert_keys and kv.flag("expert_weights_norm"))
     scale = (kv.number("expert_weights_scale", 0.0) if arch.expert_keys else 0.0) or 1.0
     groups = kv.integer("expert_group_count", 0, low=0) or 1
     groups_used = kv.integer("expert_group_used_count", 0, low=0) or groups

@@ -152,7 +152,7 @@ def prepare(
             notes.append(f"the model's multi-token prediction is not used: {e}")
     if max_context is None:
         max_context = min(DEFAULT_CONTEXT, config.context)
-    if max_context > config.context:  # as a default of the user's settings may be for a small model
+    if max_context > config.context:  # the default of the user's settings may be larger than a small model's context
         notes.append(
             f"the context is {config.context:,} tokens, not {max_context:,}: the model was trained for no more"
         )
@@ -329,7 +329,7 @@ class Engine:
             raise
         finally:
             steps.close()  # type: ignore[attr-defined]
-        # Inside a character only the model's own end is final: a stopped answer may go on with the bytes that lack.
+        # Within a character only the model's own end flushes: a stopped answer may be continued with the missing bytes.
         rest = text.flush() if self.stop_reason == "eos" else ""
         yield from _tokens(None, parser.feed(rest) + parser.flush(), parser)
 
@@ -391,7 +391,7 @@ class Engine:
 
     @contextmanager
     def cache_kept(self) -> Iterator[None]:
-        """Around what uses the KV cache for something else: afterwards it holds what it held before."""
+        """Restores the KV cache after a block that uses it for other tokens."""
         s, executor = self.session, self.executor
         s.complete()
         kept, state = (s.tokens, s.state_at, s.snapshots), executor.read_state()
@@ -409,7 +409,7 @@ class Engine:
 
     @contextmanager
     def speculating(self, mode: Speculate) -> Iterator[None]:
-        """Another way to speculate for a while."""
+        """Sets another mode of speculation within a block."""
         own = self.session.speculation
         self.session.speculate(mode)
         try:

@@ -4,7 +4,8 @@ A cache is stored as a chain of blocks of BLOCK tokens, one file each. The name 
 its end, so that blocks that two caches share are stored once, and saving writes only missing blocks. The last tokens,
 fewer than BLOCK, are a shorter block of their own.
 
-A file holds a header (_HEADER), the token ids (int32) and the rows as `Executor.read_cache` returned them. Its name
+A file holds a header (_HEADER), the token ids (int32) and the rows as the engine gave them: `Executor.read_cache`, with
+the state behind them where a plan has one and it is known (engine.py). Its name
 has the model and layout, the chain before the block, the chain with it, and the conversation that wrote it. A block is
 used only if its checksum over name, ids and rows is right; damaged files are deleted. Methods do not raise for errors
 of the disk: a cache that cannot be read counts as missing, one that cannot be written is not saved.

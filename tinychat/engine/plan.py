@@ -10,7 +10,20 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from tinychat.engine.config import ARCHITECTURES, Heads, ModelConfig
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError, printable
-from tinychat.kernels.blocks import GQA, MLA, Beside, DeltaRule, Dense, Experts, Gated, Layer, Router, Weight
+from tinychat.kernels.blocks import (
+    GQA,
+    MLA,
+    Attends,
+    Beside,
+    DeltaRule,
+    Dense,
+    Experts,
+    Gated,
+    Layer,
+    Router,
+    ShortConvolution,
+    Weight,
+)
 from tinychat.kernels.ops import MTP, Embed, Head, Plan
 
 _IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.(nextn\..*|attn_rot_embd)")
@@ -28,7 +41,7 @@ def build_plan(gguf: GGUF, config: ModelConfig, mtp: bool = False) -> Plan:
     embed = Embed(t.matrix("token_embd.weight", config.vocab, config.dim), config.embedding_scale)
     layers = tuple(_layer(t, config, i) for i in range(config.layers))
     output = "output.weight" if "output.weight" in gguf.tensors else "token_embd.weight"
-    norm = t.vector("output_norm.weight", config.dim)
+    norm = t.vector(f"{config.output_norm}.weight", config.dim)
     head = Head(norm, config.eps, t.matrix(output, config.vocab, config.dim), config.logit_scale, config.softcap)
     predicts = _mtp(t, config, embed, head) if mtp and has_mtp(gguf, config) else None
     for name in gguf.tensors.keys() - t.used:
@@ -64,11 +77,13 @@ def _mtp(t: _Tensors, c: ModelConfig, embed: Embed, head: Head) -> MTP:
 
 def _layer(t: _Tensors, c: ModelConfig, i: int) -> Layer:
     b, dense = f"blk.{i}.", c.experts is None or i < c.experts.dense_layers
-    attention: GQA | MLA | DeltaRule
+    attention: Attends
     if c.latent:
         attention = _mla(t, c, b)
     elif c.delta_rule and i in c.delta_rule.layers:
         attention = _delta_rule(t, c, b)
+    elif i in c.convolutions:
+        attention = _short_convolution(t, c, b)
     else:
         attention = _gqa(t, c, i)
     return Layer(attention, _dense(t, c, b) if dense else _experts(t, c, b))
@@ -101,6 +116,16 @@ def _delta_rule(t: _Tensors, c: ModelConfig, b: str) -> DeltaRule:
         value_dim=d.head_dim,
         grouped=d.grouped,
         output=t.matrix(b + "ssm_out.weight", c.dim, values),
+    )
+
+
+def _short_convolution(t: _Tensors, c: ModelConfig, b: str) -> ShortConvolution:
+    return ShortConvolution(
+        norm=t.vector(b + "attn_norm.weight", c.dim),
+        eps=c.eps,
+        in_proj=t.matrix(b + "shortconv.in_proj.weight", 3 * c.dim, c.dim),
+        conv=t.floats(b + "shortconv.conv.weight", c.dim, c.convolution_width),
+        output=t.matrix(b + "shortconv.out_proj.weight", c.dim, c.dim),
     )
 
 

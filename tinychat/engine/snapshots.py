@@ -22,7 +22,7 @@ def kept(plan: Plan) -> int:
 
 
 def memory(plan: Plan) -> int:
-    """Bytes of the state and of all snapshots, whatever the context."""
+    """Bytes of the state and of all snapshots; independent of the context."""
     return plan.state_bytes * (1 + kept(plan))
 
 

@@ -32,8 +32,8 @@ class Stats:
     mtp_accepted_tokens: int = 0
     forced_tokens: int = 0  # by a grammar, not chosen
     speculation_gain: float = 0.0  # the time that single steps would have taken, by decode's; 0: nothing was drafted
-    # where the time goes, in order; sampling is part of decode, tokens come as they are decoded
-    wait_s: float = 0.0  # behind other work of the engine: another request, the saving of a KV cache
+    # times in order; sampling_s is part of decode_s
+    wait_s: float = 0.0  # waiting for other work of the engine: another request, the saving of a KV cache
     template_s: float = 0.0  # of the prompt that was rendered last
     tokenise_s: float = 0.0
     prefill_s: float = 0.0
@@ -76,10 +76,8 @@ class Stats:
         return Stats(**{name: getattr(self, name) for name in (*names, *sizes)})
 
     def parts(self) -> list[tuple[str, float]]:
-        """Where the time of the last request went, in order: (what, seconds), nothing counted twice.
-
-        A screen adds what it needs to paint; it does so in a thread of its own, while tokens are decoded.
-        """
+        """The times of the last request in order, without overlap: (what, seconds). Painting is not among them: it runs
+        on another thread, while tokens are decoded."""
         decode = max(0.0, self.decode_s - self.sampling_s - self.detokenise_s)
         return [
             ("waiting", self.wait_s),

@@ -1,18 +1,16 @@
 """Text to token ids and back, with exactly llama.cpp's ids.
 
 Byte-pair vocabularies (`tokenizer.ggml.model` = gpt2) run on HF `tokenizers`: the file's own vocabulary and merges
-behind the pre-tokenizer that `tokenizer.ggml.pre` names. SentencePiece vocabularies ("llama", "gemma4") run on `_Spm`:
-llama.cpp breaks a tie between equal scores by position, which a list of ranked merges cannot express.
+behind the pre-tokenizer that `tokenizer.ggml.pre` names (pretokenizers.py). SentencePiece vocabularies ("llama",
+"gemma4") run on sentencepiece.py.
 """
 
 from __future__ import annotations
 
 import codecs
-import heapq
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,112 +22,9 @@ from tokenizers.pre_tokenizers import Sequence as Stages
 
 from tinychat.engine import file_limits
 from tinychat.engine.gguf import GGUF
+from tinychat.engine.pretokenizers import PRE_TOKENIZERS, PreTokenizer
+from tinychat.engine.sentencepiece import SentencePiece
 from tinychat.errors import TinychatError, encodable, printable
-
-# --- pre-tokenizers: each stage splits every fragment of the stage before into its matches and the gaps between them
-# --- Where llama.cpp departs from a model's published expression (it knows one class of letters, so youtu and kimi-k2
-# do not split camelCase; its whitespace never belongs to a CJK range), so do these: the ids are the same as
-# llama.cpp's.
-
-_CONTRACTION = "'(?:[sStTmMdD]|[rR][eE]|[vV][eE]|[lL][lL])"
-_SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-
-
-def _cased(digits: str, suffix: str = "") -> str:
-    """Of GPT-4o and Mistral's Tekken: words are split where a small letter comes before a capital one."""
-    high, low = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]"
-    lead = r"[^\r\n\p{L}\p{N}]?"
-    words = f"{lead}{high}*{low}+{suffix}|{lead}{high}+{low}*{suffix}"
-    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_SPACES}"
-
-
-def _words(digits: str, letters: str = r"\p{L}") -> str:
-    word = rf"[^\r\n\p{{L}}\p{{N}}]?[{letters}]+"
-    return rf"{_CONTRACTION}|{word}|{digits}| ?[^\s{letters}\p{{N}}]+[\r\n]*{_SPACES}"
-
-
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LATIN = (  # the letters of DeepSeek's tokenizer.json
-    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅ"
-    "ὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-"
-    "ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
-)
-_HAN = (
-    r"\x{3400}-\x{4DBF}\x{4E00}-\x{9FFF}\x{F900}-\x{FAFF}\x{20000}-\x{2A6DF}\x{2A700}-\x{2B73F}\x{2B740}-\x{2B81F}"
-    r"\x{2B820}-\x{2CEAF}\x{2CEB0}-\x{2EBEF}\x{2F800}-\x{2FA1F}"
-)
-
-
-@dataclass(frozen=True)
-class _Pre:
-    stages: tuple[str, ...]
-    ignore_merges: bool = False  # a fragment that is a token as a whole is not merged from smaller ones
-    add_bos: bool = False
-    default_bos: int | None = 11  # llama.cpp's when the file names none
-
-
-_LLAMA3 = (_words(r"\p{N}{1,3}"),)
-_FAMILIES: list[tuple[str, _Pre]] = [
-    (
-        "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2",
-        _Pre(_LLAMA3, ignore_merges=True, add_bos=True),
-    ),
-    ("gpt-4o llama4 kanana2", _Pre((_cased(r"\p{N}{1,3}", f"(?:{_CONTRACTION})?"),))),
-    ("tekken", _Pre((_cased(r"\p{N}"),), ignore_merges=True, add_bos=True)),
-    ("glm4 glm5", _Pre(_LLAMA3, ignore_merges=True, default_bos=None)),
-    ("chatglm-bpe", _Pre(_LLAMA3, default_bos=None)),
-    ("dbrx smaug-bpe", _Pre(_LLAMA3)),
-    ("qwen2 deepseek-r1-qwen megrez stablelm2 hunyuan kormo solar-open grok-2", _Pre((_words(r"\p{N}"),))),
-    ("qwen35", _Pre((_words(r"\p{N}", r"\p{L}\p{M}"),))),
-    ("gpt-2 olmo mpt phi-2 jais exaone4 trillion gigachat a.x-4.0 mellum granite-docling", _Pre((_GPT2,))),
-    ("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", _Pre((r"\p{N}", _GPT2))),
-    (
-        "deepseek-llm",
-        _Pre(
-            (
-                r"[\r\n]",
-                rf"\s?[{_LATIN}]+",
-                r"\s?[!-/:-~！-／：-～‘-‟、-。]+",
-                r"(?<!\s)\s+\z",
-                r"[[一-龥ࠀ-一가-퟿]&&[^\s]]+",
-                r"\p{N}+",
-            )
-        ),
-    ),
-    (
-        "deepseek-v3 joyai-llm hunyuan-dense hy_v4",
-        _Pre(
-            (
-                r"\p{N}{1,3}",
-                r"[一-龥぀-ゟ゠-ヿ]+",
-                r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
-                r"| ?[\p{P}\p{S}]+[\r\n]*" + _SPACES,
-            )
-        ),
-    ),
-    (
-        "youtu",
-        _Pre(
-            (
-                r"[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+",
-                rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+(?:{_CONTRACTION})?|\p{{N}}| "
-                rf"?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_SPACES}",
-            ),
-            ignore_merges=True,
-        ),
-    ),
-    (
-        "kimi-k2",
-        _Pre(
-            (
-                rf"[{_HAN}]+|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}&&[^{_HAN}]]+(?:{_CONTRACTION})?"
-                rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_SPACES}",
-            )
-        ),
-    ),
-    ("default", _Pre((r"[\p{P}$+<=>\^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))),
-]
-_PRE = {name: pre for names, pre in _FAMILIES for name in names.split()}
 
 # --- what a token is ---
 
@@ -187,7 +82,7 @@ class Tokenizer:
         """Builds from GGUF metadata. Raises TinychatError for a tokenizer that is unknown, incomplete or
         contradictory."""
         self._metadata = metadata
-        self._spm: _Spm | None
+        self._spm: SentencePiece | None
         self._hf: HFTokenizer | None
         model = self._get("tokenizer.ggml.model", str, required=True)
         self._texts = _strings(metadata, "tokenizer.ggml.tokens")
@@ -211,23 +106,24 @@ class Tokenizer:
 
         if model == "gpt2":
             name = self._get("tokenizer.ggml.pre", str) or "default"
-            if name not in _PRE:
+            if name not in PRE_TOKENIZERS:
                 raise TinychatError(
                     f"pre-tokenizer {printable(repr(name))} (tokenizer.ggml.pre) is not known to this version"
                 )
-            pre = _PRE[name]
+            pre = PRE_TOKENIZERS[name]
             self._spm, self._hf = None, self._build_bpe(pre, merges_required=name != "kimi-k2")
             default_bos, default_eos, add_bos, space_prefix = pre.default_bos, None, pre.add_bos, False
         elif model == "llama":
             scores = _numbers(metadata, "tokenizer.ggml.scores", n) or [0.0] * n
             order = {text: -score for text, score in zip(self._texts, scores)}
-            self._hf, self._spm = None, _Spm(self._ids, lambda a, b: order.get(a + b), self._special_id("unknown", 0))
+            unknown = self._special_id("unknown", 0)
+            self._hf, self._spm = None, SentencePiece(self._ids, lambda a, b: order.get(a + b), unknown)
             default_bos, default_eos, add_bos, space_prefix = 1, 2, True, True
         elif model == "gemma4":
             lines = _strings(metadata, "tokenizer.ggml.merges")
             ranks = {merge: float(i) for i, line in enumerate(lines) if (merge := _merge_of(line))}
             unknown = self._special_id("unknown", None)
-            self._hf, self._spm = None, _Spm(self._ids, lambda a, b: ranks.get((a, b)), unknown, lines=True)
+            self._hf, self._spm = None, SentencePiece(self._ids, lambda a, b: ranks.get((a, b)), unknown, lines=True)
             default_bos, default_eos, add_bos, space_prefix = None, None, True, False
         else:
             known = "gpt2, llama and gemma4 are"
@@ -410,7 +306,7 @@ class Tokenizer:
             if value > limit.most:
                 raise TinychatError(f"{value:,} {what}, accepted are {limit.most:,} ({limit.why})")
 
-    def _build_bpe(self, pre: _Pre, merges_required: bool) -> HFTokenizer:
+    def _build_bpe(self, pre: PreTokenizer, merges_required: bool) -> HFTokenizer:
         key = "tokenizer.ggml.merges"
         lines = _strings(self._metadata, key) if merges_required or key in self._metadata else []
         merges = [line.partition(" ")[::2] for line in dict.fromkeys(lines)]
@@ -448,70 +344,6 @@ class StreamDecoder:
         text, used = codecs.utf_8_decode(data, "replace", final)
         self._rest = data[used:]
         return text
-
-
-class _Spm:
-    """SentencePiece's greedy merging as llama.cpp does it.
-
-    Of all neighbours that `order` knows, those with the lowest number merge first, the leftmost of equals; what is no
-    token in the end is written in byte tokens. `lines`: nothing merges across the ends of lines, and a run of them is
-    its own token where there is one (Gemma 4).
-    """
-
-    def __init__(
-        self, ids: dict[str, int], order: Callable[[str, str], float | None], unknown: int | None, lines: bool = False
-    ) -> None:
-        self._ids, self._order, self._lines = ids, order, lines
-        fallback = [ids.get(f"<0x{b:02X}>", ids.get(chr(b), unknown)) for b in range(256)]
-        self._bytes = [None if i is None else [i] for i in fallback]
-        self._word = lru_cache(1 << 16)(self._merge)
-
-    @cached_property
-    def _splits_at_words(self) -> bool:
-        """No token has a space after anything else, so that no merge crosses the start of a word."""
-        return not any(re.search("[^▁]▁", text) for text in self._ids)
-
-    def encode(self, text: str) -> list[int]:
-        text = text.replace(" ", "▁")
-        if self._lines:
-            parts = re.findall(r"[^\n]+|\n+", text)
-            return [i for part in parts for i in self._line(part)]
-        return self._merged(text)
-
-    def _line(self, part: str) -> list[int]:
-        return [self._ids[part]] if part[0] == "\n" and part in self._ids else self._merged(part)
-
-    def _merged(self, text: str) -> list[int]:
-        words = re.findall("▁+[^▁]*|[^▁]+", text) if self._splits_at_words else [text]
-        return [token for word in words for token in self._word(word)]
-
-    def _merge(self, word: str) -> tuple[int, ...]:
-        symbols: list[str] = list(word)  # "" once it has merged into its left neighbour
-        left, right = list(range(-1, len(word) - 1)), list(range(1, len(word) + 1))
-        queue: list[tuple[float, int, int, int]] = []
-
-        def offer(a: int, b: int) -> None:
-            if a >= 0 and b < len(symbols) and (place := self._order(symbols[a], symbols[b])) is not None:
-                heapq.heappush(queue, (place, a, b, len(symbols[a]) + len(symbols[b])))
-
-        for i in range(1, len(symbols)):
-            offer(i - 1, i)
-        while queue:
-            _, a, b, size = heapq.heappop(queue)
-            if not symbols[a] or not symbols[b] or len(symbols[a]) + len(symbols[b]) != size:
-                continue  # one of the two has merged with another since
-            symbols[a] += symbols[b]
-            symbols[b] = ""
-            right[a] = right[b]
-            if right[b] < len(symbols):
-                left[right[b]] = a
-            offer(left[a], a)
-            offer(a, right[a])
-        out: list[int] = []
-        for symbol in filter(None, symbols):
-            token = self._ids.get(symbol)
-            out += [token] if token is not None else [i for byte in symbol.encode() for i in self._bytes[byte] or ()]
-        return tuple(out)
 
 
 def _merge_of(line: str) -> tuple[str, str] | None:

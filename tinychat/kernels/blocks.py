@@ -290,6 +290,32 @@ class DeltaRule:
 
 
 @dataclass(frozen=True)
+class ShortConvolution:
+    """Gated short convolution (LFM2): x += output @ (c * y). b, c and z are the thirds of in_proj @ RMSNorm(x); channel
+    i of y at token t is the sum over j of conv[i, j] * (b * z)[t - width + 1 + j, i], where inputs in front of the
+    first token are 0."""
+
+    norm: Weight
+    eps: float
+    in_proj: Weight  # (3 * dim, dim)
+    conv: Weight  # (dim, width), F32
+    output: Weight
+
+    @property
+    def width(self) -> int:
+        """Inputs of the convolution."""
+        return self.conv.cols
+
+    @property
+    def cache(self) -> Cache:
+        return Cache("kv", 0, 0)
+
+    @property
+    def state(self) -> LayerState:
+        return LayerState(self.width - 1, self.conv.rows, 0, 0, 0)
+
+
+@dataclass(frozen=True)
 class Dense:
     """x += residual_scale * gated(RMSNorm(x)); without `norm`, of x itself. RMSNorm of gated with gain `post_norm` if
     there is one, and then x is multiplied by `stream_scale`."""
@@ -367,7 +393,7 @@ class Experts:
     shared_scale: Weight | None = None
 
 
-Attends = GQA | MLA | DeltaRule
+Attends = GQA | MLA | DeltaRule | ShortConvolution
 FeedForward = Dense | Experts
 
 

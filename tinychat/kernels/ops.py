@@ -24,6 +24,7 @@ from tinychat.kernels.blocks import (
     Layer,
     LayerState,
     Rope,
+    ShortConvolution,
     Temperature,
     Weight,
 )
@@ -136,6 +137,17 @@ class Convolve:
     dst: str
     weight: Weight
     heads: int  # of q, k and v together
+
+
+@dataclass(frozen=True)
+class GatedConvolve:
+    """ShortConvolution: dst (T, dim) out of src (T, 3 * dim), with weight (dim, width); the layer's state takes the
+    last inputs."""
+
+    layer: int
+    src: str
+    dst: str
+    weight: Weight
 
 
 @dataclass(frozen=True)
@@ -318,6 +330,7 @@ Op = (
     | Absorb
     | Attention
     | Convolve
+    | GatedConvolve
     | Delta
     | ValueUp
     | LinearAdd
@@ -423,7 +436,7 @@ class Plan:
         match op:
             case Attention():
                 return min(depth, op.window or depth) * self.caches[op.layer].row_bytes
-            case Delta():
+            case Delta() | GatedConvolve():
                 state = self.states[op.layer]
                 return 2 * state.nbytes if state else 0
             case _:
@@ -435,7 +448,7 @@ class Plan:
 
     @cached_property
     def _attentions(self) -> tuple[Op, ...]:
-        return tuple(op for op in self.ops if isinstance(op, Attention | Delta))
+        return tuple(op for op in self.ops if isinstance(op, Attention | Delta | GatedConvolve))
 
     @cached_property
     def _step_weight_bytes(self) -> int:
@@ -480,7 +493,7 @@ _VECTORS = {
 
 def matrices_of(op: Op) -> list[Weight]:
     """The weights of an op that are multiplied with vectors: not norm gains, biases, sinks and the like."""
-    if isinstance(op, Convolve):
+    if isinstance(op, Convolve | GatedConvolve):
         return []
     return [w for f in fields(op) if f.name not in _VECTORS for w in _weights(getattr(op, f.name))]
 
@@ -525,6 +538,10 @@ def _ops_of_layer(i: int, layer: Layer) -> Iterator[Op]:
             yield Convolve(i, "qkv", a.conv, 2 * a.key_heads + a.heads)
             vectors = (a.decay, a.decay_bias, a.head_norm, a.eps)
             yield Delta(i, *names, "heads", *vectors, a.key_heads, a.heads, a.key_dim, a.value_dim, a.grouped)
+            yield LinearAdd("heads", a.output, None)
+        case ShortConvolution() as a:
+            yield NormLinear("x", a.norm, a.eps, (a.in_proj,), (None,), ("bcz",))
+            yield GatedConvolve(i, "bcz", "heads", a.conv)
             yield LinearAdd("heads", a.output, None)
     match layer.feed_forward:
         case Dense(norm, eps, w, scale, post_norm, stream_scale):
@@ -603,6 +620,8 @@ def _buffers_of_layer(layer: Layer) -> Iterator[tuple[str, int]]:
         case DeltaRule() as a:
             yield from (("qkv", a.channels), ("gate", a.gate.rows), ("heads", a.output.cols))
             yield from (("beta", a.heads), ("alpha", a.heads))
+        case ShortConvolution() as a:
+            yield from (("bcz", a.in_proj.rows), ("heads", a.output.cols))
     match layer.feed_forward:
         case Dense(weights=w, post_norm=post_norm):
             yield "ffn", w.ff

@@ -18,6 +18,7 @@ from tinychat.kernels.ops import (
     Embed,
     ExpertsDown,
     ExpertsUp,
+    GatedConvolve,
     GateUp,
     Head,
     Join,
@@ -152,7 +153,7 @@ def shape_of(op: Op) -> str:
             return f"{op.heads} heads"
         case Delta():
             return f"{op.heads} heads × {op.key_dim}×{op.value_dim}"
-        case Convolve():
+        case Convolve() | GatedConvolve():
             return f"{op.weight.rows}×{op.weight.cols}"
         case Embed():
             return f"1 of {op.weight.rows}×{op.weight.cols}"
@@ -186,6 +187,8 @@ def category_of(op: Op) -> str:
             return "attention"
         case Convolve() | Delta():
             return "delta rule"
+        case GatedConvolve():
+            return "convolution"
         case Route():
             return "routing"
         case ExpertsUp() | ExpertsDown():

@@ -15,7 +15,7 @@ __all__ = ["Fit", "available_memory", "fit", "memory_gb_s", "predicted_tok_s", "
 
 def memory_gb_s(threads: int | None) -> float:
     """GB/s at which models are read here (memory_limit.usual); 0.0 where that cannot be told."""
-    from tinychat.engine.memory_limit import usual  # not at import time: the start of the chat would wait for it
+    from tinychat.engine.memory_limit import usual  # not at import time, which would delay the start of the chat
 
     return usual(threads)
 

@@ -1,4 +1,4 @@
-"""An answer on its way from a backend to a client, whatever dialect the client speaks."""
+"""What all dialects share of an answer: the request, the events gathered from the backend, the format's interface."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from tinychat.backend.protocol import (
 from tinychat.backend.stream import EventStream
 from tinychat.server.refusal import RequestRefused, refusal_of
 
-PING_S = 15.0  # of silence, after which a stream says that it is alive
-# The first events go out as they come; further ones are gathered for so many seconds and joined. A write per token
-# wakes this loop and the client once per token; docs/server.md has what that costs.
+PING_S = 15.0  # without an event, after which a stream sends a ping
+# The first events go out as they come; further ones are gathered for so many seconds and joined. One write per token
+# wakes this loop and the client once per token; docs/server.md has the measurement.
 PROMPT_BATCHES = 8
 GATHER_S = 0.04
 
@@ -96,13 +96,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class Joined(Piece):
-    """Pieces of one kind that go out together; text and tokens are those of all `parts`."""
+    """Consecutive pieces of one kind, sent together; text and tokens are those of all `parts`."""
 
     parts: tuple[Piece, ...] = ()
 
 
 def joined(batch: Sequence[Event]) -> list[Event]:
-    """The events, each run of pieces of one kind as one."""
+    """The events, with consecutive pieces of one kind joined into one."""
     events: list[Event] = []
     for kind, run in groupby(batch, lambda e: e.kind if isinstance(e, Piece) else None):
         same = list(run)
@@ -116,31 +116,31 @@ def joined(batch: Sequence[Event]) -> list[Event]:
 
 
 class Reply(Protocol):
-    """How one dialect writes down one answer, as a stream or whole."""
+    """Formats one answer in one dialect, as a stream or whole."""
 
     media_type: str  # of the stream
-    ping: bytes  # goes over the stream in long silence; empty where the format has nothing for that
+    ping: bytes  # sent after PING_S seconds without an event; empty where the format has no such line
 
     def begin(self, prompted: Prompted) -> bytes:
         """The stream's beginning."""
         ...
 
     def event(self, event: Event) -> bytes:
-        """What goes over the stream for an event, Finished among them; perhaps nothing."""
+        """The bytes to send for an event, Finished included; may be empty."""
         ...
 
     def fail(self, refused: RequestRefused) -> bytes:
-        """The end of a stream that cannot go on."""
+        """The end of a stream that failed."""
         ...
 
     def whole(self, answer: Answer) -> dict[str, Any]:
-        """The answer in one piece."""
+        """The body of a response that is not streamed."""
         ...
 
 
 @dataclass(frozen=True)
 class AnswerJob:
-    """What a client asks for, read and checked."""
+    """A client's request, parsed and checked."""
 
     request: Request
     reply: Reply
@@ -149,12 +149,12 @@ class AnswerJob:
 
 
 class Arrivals:
-    """The events of a backend's stream, for an event loop."""
+    """The events of a backend's stream, for use in an event loop."""
 
     def __init__(self, stream: EventStream[Event]) -> None:
         self._stream = stream
         self._loop = asyncio.get_running_loop()
-        self._here = asyncio.Event()  # set while nobody waits: then no event wakes the loop
+        self._here = asyncio.Event()  # set while no task waits: events then do not wake the loop
         self._over = asyncio.Event()
         stream.on_event(self._wake)
 
@@ -230,7 +230,7 @@ def finish(reason: str, names: Mapping[str, str]) -> str:
 
 def usage(prompted: Prompted, finished: Finished) -> tuple[int, int, int]:
     """Tokens of the prompt, of those cached, and of the answer with its thinking."""
-    before = prompted.usage  # of an answer that goes on, the part that was there is prompt
+    before = prompted.usage  # of a continued answer, the existing part counts as prompt
     return before.prompt + before.answer, finished.usage.cached, finished.usage.answer - before.answer
 
 

@@ -80,7 +80,7 @@ def parse(body: dict[str, Any], house: House) -> AnswerJob:
 def count_request(body: dict[str, Any], house: House) -> Request:
     """The request whose tokens /v1/messages/count_tokens counts."""
     fields = Fields(body)
-    fields.notes("max_tokens", "stream")  # clients send the request that they are about to make
+    fields.notes("max_tokens", "stream")  # clients send the whole request that they are about to make
     return _request(fields, house, None)[0]
 
 
@@ -155,7 +155,7 @@ def _message(fields: Fields) -> list[Message]:
         found["reasoning_content"] = "\n".join(thoughts)
     if calls:
         found["tool_calls"] = calls
-    # Results answer the message before, so they come before what the user adds.
+    # Results belong to the message before, so they precede the user's text.
     return [*results, *([found] if texts or thoughts or calls or not results else [])]
 
 
@@ -174,7 +174,7 @@ def _tool_use(fields: Fields) -> dict[str, Any]:
 def _tool_result(fields: Fields) -> Message:
     text = content(fields.any("content"), fields.name("content"))
     if fields.flag("is_error"):
-        text = f"Error: {text}"  # the model has no other way to know
+        text = f"Error: {text}"  # the result has no other field that says so
     message = {"role": "tool", "tool_call_id": fields.needed("tool_use_id"), "content": text}
     fields.notes("cache_control")
     fields.done()
@@ -206,7 +206,7 @@ def _tools(fields: Fields, house: House) -> tuple[tuple[dict[str, Any], ...], An
 
 
 def _thinking(fields: Fields, house: House, limit: int | None) -> bool | None:
-    """Whether to think. A budget is what thinking may take at most; the model does not know of it."""
+    """Whether to think. A budget (tokens of thinking) is checked and otherwise ignored."""
     asked = fields.fields("thinking")
     if asked is None:
         return None
@@ -255,7 +255,7 @@ def usage_object(prompt: int, cached: int, generated: int, thought: int) -> dict
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """A call's arguments as an object; the model may have been cut off within them."""
+    """A call's arguments as an object; {} for JSON that is incomplete."""
     try:
         value = json.loads(arguments or "{}")
     except ValueError:
@@ -277,7 +277,7 @@ def _tool_block(id: str, name: str, given: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class MessagesReply:
-    """Writes one answer as Messages does: blocks of thinking, text and tool use, one after the other."""
+    """Formats one answer as Messages does: blocks of thinking, text and tool use, in order."""
 
     house: House
     id: str = field(default_factory=lambda: new_id("msg_"))

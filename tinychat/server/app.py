@@ -1,4 +1,4 @@
-"""The server: which path is what, and how a request becomes an answer."""
+"""The server: its routes, and the handling of a request from body to response."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ async def refuse(refused: RequestRefused, scope: Scope, receive: Receive, send: 
     if refused.kind == "key":
         headers.append((b"www-authenticate", b"Bearer"))
     if refused.kind in ("large", "slow", "key", "forbidden"):
-        headers.append((b"connection", b"close"))  # what else comes of this request is not read
+        headers.append((b"connection", b"close"))  # the rest of this request is not read
     await send_json(send, refused.status, error_body(scope["path"])(refused), headers)
 
 
 class Office:
-    """Whose turn it is, and what became of everybody: what all endpoints share."""
+    """What all endpoints share: the queue, the counters, the model."""
 
     def __init__(self, house: House, queue: Queue) -> None:
         self.house, self.queue = house, queue
@@ -69,8 +69,8 @@ class Office:
 
     @contextlib.asynccontextmanager
     async def turn(self, client: str) -> AsyncIterator[Callable[[Arrivals], None]]:
-        """The engine's turn of one request. Ends with the block, or, of the Arrivals that were handed to it, when the
-        backend has ended them: a hung-up client's engine is free when it is free, not when the client is gone."""
+        """The engine's turn of one request. Ends with the block, or, where Arrivals were handed to it, when the
+        backend has ended them: after a client has hung up, the next turn begins only when the engine is free."""
         await self.queue.enter(client)
         held: list[Arrivals] = []
         try:
@@ -174,7 +174,7 @@ async def _stream(job: AnswerJob, batches: AsyncIterator[list[Event]], send: Sen
 
 
 class _Told(Exception):
-    """A refusal that the client has been told already, in its stream."""
+    """A refusal that was already sent to the client, in its stream."""
 
     def __init__(self, refused: RequestRefused) -> None:
         super().__init__(refused.message)
@@ -206,7 +206,7 @@ async def _guarded(
     send: Send,
     work: Callable[[dict[str, Any], Scope, Send], Coroutine[Any, Any, None]],
 ) -> None:
-    """Reads the body, does `work` until the client hangs up, and writes down what goes wrong as one line."""
+    """Reads the body and runs `work`, which is cancelled when the client hangs up; an error is sent as one line."""
     started = False
 
     async def sending(message: Any) -> None:
@@ -242,7 +242,7 @@ async def _guarded(
 
 
 def _refusal(error: Exception) -> RequestRefused:
-    """Whatever went wrong as a line for the client; what nobody foresaw says only its kind."""
+    """Any exception as one line for the client; of an unexpected one, only its type."""
     if isinstance(error, RequestRefused):
         return error
     if isinstance(error, TinychatError):
@@ -256,7 +256,7 @@ async def _hung_up(receive: Receive) -> None:
 
 
 def _client(scope: Scope) -> str:
-    """Who asks, for the queue."""
+    """The client's key in the queue: its address."""
     return scope["client"][0] if scope.get("client") else ""
 
 
@@ -302,7 +302,7 @@ def create_app(house: House, policy: Policy, queue_size: int, web: Web | None = 
     ]
 
     async def failed(request: HTTPRequest, error: Exception) -> Response:
-        """Starlette's own refusals, and whatever went wrong outside of the endpoints above."""
+        """Starlette's own errors, and exceptions outside of the endpoints above."""
         if isinstance(error, HTTPException):
             known = {404: "missing", 405: "method"}.get(error.status_code, "invalid")
             refused = RequestRefused(known, f"{error.detail}: {request.method} {request.url.path[:80]}")  # type: ignore[arg-type]

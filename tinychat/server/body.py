@@ -16,7 +16,7 @@ MAX_SECONDS = 30.0  # from the headers to the last byte of the body
 
 
 class HungUp(Exception):
-    """The client is gone; nobody needs an answer."""
+    """The client has closed the connection; no response is sent."""
 
 
 async def read_object(scope: Scope, receive: Receive) -> dict[str, Any]:

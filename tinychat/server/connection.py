@@ -16,7 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from tinychat.errors import TinychatError
 
 HEADER_SECONDS = 10.0
-HEADER_BYTES = 64 << 10  # that may wait for their end; what is complete is checked by the guard
+HEADER_BYTES = 64 << 10  # of headers that are still incomplete; complete ones are checked by the guard
 IDLE_SECONDS = 30.0  # between two requests of one connection
 CONNECTIONS = 256
 WS_BYTES = 1 << 20
@@ -47,7 +47,8 @@ class HttpProtocol(H11Protocol):
             self.transport.close()
 
     def _watch(self) -> None:
-        """The clock runs from the connection, or the first byte behind an answer, to the end of the headers."""
+        """The time limit runs from the connection, or from the first byte after a response, to the end of the
+        headers."""
         if self.conn.their_state is not h11.IDLE:
             self._unwatch()
         elif self._deadline is None:

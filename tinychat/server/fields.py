@@ -1,4 +1,5 @@
-"""The fields of a request's JSON: each is taken by its name and checked, and what nobody takes is refused by name."""
+"""The fields of a request's JSON: each is taken by its name and checked; a field that no code takes is refused by
+name."""
 
 from __future__ import annotations
 
@@ -113,7 +114,8 @@ class Fields:
         return tuple(values)
 
     def fixed(self, allowed: Mapping[str, Sequence[Any]]) -> None:
-        """Takes fields that are only possible with one of the listed values, which ask for what happens anyway."""
+        """Takes fields that are only possible with one of the listed values, which ask for the behaviour that is
+        fixed here."""
         for field, values in allowed.items():
             value = self.any(field, MISSING)
             if value is MISSING or value in ([], {}, ""):
@@ -123,12 +125,12 @@ class Fields:
                 raise self.refuse(field, f"is not supported, except {only}" if values else "is not supported")
 
     def notes(self, *fields: str) -> None:
-        """Takes fields that are the client's own notes and by their definition ask for nothing: user, metadata."""
+        """Takes fields that are the client's own annotations and by definition change nothing: user, metadata."""
         for field in fields:
             self.any(field)
 
     def done(self) -> None:
-        """Refuses what nobody took; empty values ask for nothing."""
+        """Refuses fields that were not taken; null and empty values are ignored."""
         for field, value in self._left.items():
             if value not in ([], {}, ""):
                 raise self.refuse(field[:80], "is not known")

@@ -1,4 +1,4 @@
-"""What clients ask besides answers: health, properties, models, tokens, templates, and figures for Prometheus."""
+"""Endpoints besides those that answer: health, properties, models, tokens, templates, and metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tinychat.server.sampling import MAX_TOKENS
 
 @dataclass
 class Counts:
-    """What became of all requests; one event loop writes and reads."""
+    """Counters of all requests, by outcome; used from one event loop."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -96,7 +96,7 @@ def model_object(house: House) -> dict[str, Any]:
 
 
 def properties(house: House) -> dict[str, Any]:
-    """/props by llama-server's names; `tinychat` says what its own client wants to know."""
+    """/props by llama-server's names; `tinychat` has the fields that its own client reads."""
     info, s, stats = house.backend.info, house.sampling, house.backend.snapshot()
     return {
         "model_alias": house.model,
@@ -186,7 +186,7 @@ def count_chat(body: dict[str, Any], house: House) -> dict[str, Any]:
 
 
 def chat_request(body: dict[str, Any], house: House) -> Request:
-    """A Chat Completions request that nobody answers."""
+    """A Chat Completions request of which only the prompt is made."""
     return openai_chat.parse(body, house, strict=False).request
 
 

@@ -123,7 +123,7 @@ def _job(fields: Fields, house: House, request: Request, *, chat: bool) -> Answe
 
 def _messages(values: Sequence[Any]) -> tuple[Message, ...]:
     found: list[dict[str, Any]] = []
-    names: list[str] = []  # of the calls that wait for their results: results come in their order, or by name
+    names: list[str] = []  # of calls without a result so far: results come in their order, or by name
     for i, value in enumerate(values):
         fields = Fields(value, f"messages[{i}]")
         role = fields.choice("role", ("system", "user", "assistant", "tool"))
@@ -177,7 +177,7 @@ def _options(fields: Fields, house: House) -> tuple[Sampling, int | None, tuple[
 
 
 def _keep_alive(fields: Fields) -> None:
-    """How long the model stays at least; it always stays, so only unloading it is refused."""
+    """How long the model has to stay loaded. It always stays, so only a request to unload it is refused."""
     value = fields.any("keep_alive")
     if value in (0, "0", "0s", "0m"):
         raise fields.refuse("keep_alive", "the model is not unloaded here")
@@ -214,7 +214,7 @@ def _format(fields: Fields) -> dict[str, Any] | None:
 
 @dataclass
 class LinesReply:
-    """Writes one answer as Ollama does: /api/chat with messages, /api/generate with text."""
+    """Formats one answer as Ollama does: /api/chat with messages, /api/generate with text."""
 
     house: House
     chat: bool

@@ -57,7 +57,7 @@ TYPES = {  # of errors
 }
 CODES = {"context": "context_length_exceeded", "key": "invalid_api_key", "busy": "server_busy"}
 
-# Fields that a client sends for itself, or to hint at what happens anyway; none of them changes an answer.
+# Annotations of the client, and hints at behaviour that is fixed here; none of them changes an answer.
 NOTES = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
 ONLY = {
     "n": (1,),
@@ -159,7 +159,7 @@ class Extras:
         return {"details": details}
 
     def of_moment(self, house: House) -> dict[str, Any]:
-        """The figures of this moment."""
+        """The engine's present figures."""
         stats = house.backend.snapshot() if self.timings else None
         return {"timings": timings(stats)} if stats else {}
 
@@ -178,7 +178,7 @@ class Extras:
 
 
 def prompted_details(prompted: Prompted) -> dict[str, Any]:
-    """What the prompt is, for tinychat's own client."""
+    """The prompt's size and parts, for tinychat's own client."""
     return {"usage": usage_details(prompted.usage), "dropped": prompted.dropped}
 
 
@@ -294,7 +294,7 @@ def _thinking(fields: Fields, house: House) -> tuple[bool | None, dict[str, Any]
         asked.choice("summary", ("auto", "concise", "detailed"))
         asked.done()
     if effort is not None:
-        thinking = effort != "none"  # how long it thinks is the model's affair
+        thinking = effort != "none"  # all levels but none are the same
     if thinking and not house.backend.info.can.thinking:
         name = "reasoning_effort" if effort else "chat_template_kwargs.enable_thinking"
         raise fields.refuse(name, "this model cannot think")
@@ -362,7 +362,7 @@ def _entry(name: bytes, logprob: float) -> dict[str, Any]:
 
 @dataclass
 class ChatReply:
-    """Writes one answer as Chat Completions does."""
+    """Formats one answer as Chat Completions does."""
 
     house: House
     include_usage: bool
@@ -437,7 +437,7 @@ class ChatReply:
         return self._chunk(delta, logprobs=self._entries() if delta and not thinking else None, more=more)
 
     def _entries(self) -> dict[str, Any] | None:
-        """The log-probabilities that are due with the text that is sent now."""
+        """The log-probabilities of the tokens whose text is sent now."""
         if not self.logprobs:
             return None
         entries, self._tokens = logprob_entries(self.house, self._tokens), []
@@ -488,7 +488,7 @@ class ChatReply:
 
 
 def usage_details(u: ContextUsage) -> dict[str, Any]:
-    """What the prompt is made of, for tinychat's own client."""
+    """Tokens of the prompt by part, for tinychat's own client."""
     return {
         "system": u.system,
         "history": u.history,

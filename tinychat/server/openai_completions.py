@@ -40,10 +40,12 @@ def parse(body: dict[str, Any], house: House) -> AnswerJob:
     top = fields.integer("logprobs", None, 0, 20)
     if top is not None and not house.backend.info.can.logprobs:
         raise fields.refuse("logprobs", "this model's probabilities are not known here")
+    limit = fields.integer("max_tokens", DEFAULT_TOKENS, -1, MAX_TOKENS)
+    limit = fields.integer("n_predict", limit, -1, MAX_TOKENS)
     request = Request(
         raw=prompt(fields, house),
         sampling=sampling(fields, house),
-        max_tokens=max_tokens(house, fields.integer("max_tokens", DEFAULT_TOKENS, -1, MAX_TOKENS)),
+        max_tokens=max_tokens(house, limit),
         stop=fields.strings("stop", MAX_STOPS, MAX_STOP),
         logprobs=top,
     )
@@ -69,7 +71,7 @@ def prompt(fields: Fields, house: House) -> str:
 
 @dataclass
 class CompletionReply:
-    """Writes one answer as Completions does."""
+    """Formats one answer as Completions does."""
 
     house: House
     include_usage: bool

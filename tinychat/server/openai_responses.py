@@ -1,4 +1,4 @@
-"""The dialect of OpenAI's Responses. Nothing is stored: a conversation comes whole with every request."""
+"""The dialect of OpenAI's Responses. Nothing is stored: every request contains the whole conversation."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ONLY = {
     "prompt": (),
     "context_management": (),
 }
-# What else a response may carry: thoughts come in the clear here, so there is nothing to encrypt.
+# Optional parts of a response. Reasoning is sent as plain text, so that there is none to encrypt.
 INCLUDE = ("message.output_text.logprobs", "reasoning.encrypted_content")
 
 __all__ = ["error", "parse"]
@@ -162,7 +162,7 @@ def _add_item(fields: Fields, found: list[dict[str, Any]]) -> None:
 
 
 def _turn(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """The assistant's message at the end; a new one where the last message is somebody else's."""
+    """The assistant's message at the end; a new one where the last message has another role."""
     if not found or found[-1]["role"] != "assistant":
         found.append({"role": "assistant", "content": ""})
     return found[-1]
@@ -201,7 +201,7 @@ def _thinking(fields: Fields, house: House) -> bool | None:
         return None
     if effort != "none" and not house.backend.info.can.thinking:
         raise fields.refuse("reasoning.effort", "this model cannot think")
-    return effort != "none"  # how long it thinks is the model's affair
+    return effort != "none"  # all levels but none are the same
 
 
 def _form(fields: Fields) -> dict[str, Any] | None:
@@ -230,7 +230,7 @@ Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 @dataclass
 class ResponsesReply:
-    """Writes one answer as Responses does: items of reasoning, message and function calls, one after the other."""
+    """Formats one answer as Responses does: items of reasoning, message and function calls, in order."""
 
     house: House
     echo: Echo
@@ -355,7 +355,7 @@ class ResponsesReply:
         response = self._response(status, self._items, finished)
         return begun + ended + self._send(f"response.{status}", response=response, timings=timings(finished.stats))
 
-    # what they look like
+    # their format
 
     def _send(self, kind: str, **values: Any) -> bytes:
         self._sequence += 1

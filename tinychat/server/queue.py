@@ -1,4 +1,4 @@
-"""Whose turn it is: the engine answers one request at a time, and clients wait for it in a fair, bounded queue."""
+"""The queue: the engine answers one request at a time, and clients wait for it in a fair, bounded queue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Queue:
         self.running = 0
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
         self._began = 0.0
-        self._mean_s = 0.0  # of a turn: the last ones count most
+        self._mean_s = 0.0  # of a turn, as a moving average
 
     @property
     def waiting(self) -> int:

@@ -1,4 +1,4 @@
-"""Why a request is not answered: one exception that each dialect writes down in its own format."""
+"""Why a request is not answered: one exception, which each dialect formats."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STATUS: dict[RefusalKind, int] = {
 
 @dataclass
 class RequestRefused(Exception):
-    """The request is refused; `message` is one line for whoever sent it, `field` the field that is wrong.
+    """The request is refused; `message` is one line for the client, `field` the field that is wrong.
 
     `retry_s`: come again after so many seconds (0: not said). `details` are further fields that a dialect may show.
     """
@@ -52,7 +52,7 @@ def invalid(message: str, field: str | None = None) -> RequestRefused:
 
 
 def refusal_of(event: Failed | DoesNotFit) -> RequestRefused:
-    """What a backend's failure is to a client."""
+    """A backend's failure as the refusal that the client gets."""
     if isinstance(event, DoesNotFit):
         prompt, context = event.usage.prompt, event.usage.limit
         return RequestRefused(

@@ -19,7 +19,7 @@ MAX_PARTS = 1024
 MAX_TOOLS = 512
 MAX_STOPS, MAX_STOP = 32, 1024
 
-# Values that ask for what happens anyway; every other value is refused by name.
+# Values that ask for the behaviour that is fixed here; every other value is refused by name.
 OFF: Mapping[str, tuple[Any, ...]] = {
     "dry_sequence_breakers": (),
     "xtc_probability": (0, 0.0),
@@ -90,7 +90,7 @@ def max_tokens(house: House, asked: int | None) -> int | None:
 
 
 def model(fields: Fields, required: bool) -> None:
-    """Takes the model's name. There is one model, and it answers whatever the name; the answer says its own."""
+    """Takes the model's name. There is one model: it answers under any name, and the response has its own."""
     name = fields.text("model")
     if required and not name:
         raise fields.refuse("model", "is required")

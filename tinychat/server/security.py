@@ -1,4 +1,4 @@
-"""Who may ask: a key, the Host and the Origin of a request are checked before anything else is read of it."""
+"""Access: the key, the Host and the Origin of a request are checked before anything else of it is read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinychat.server.refusal import RequestRefused
 
-OPEN_PATHS = frozenset({"/health", "/v1/health"})  # need no key: they tell nothing but that the server is there
+OPEN_PATHS = frozenset({"/health", "/v1/health"})  # need no key: they say only that the server runs
 # These ask for the key themselves: a browser has shown it once, and then sends a cookie.
 WEB_PATHS = frozenset({"/", "/chat/key", "/chat/ws", "/chat/xterm.css", "/chat/textual.js", "/chat/font.ttf"})
 MAX_HEADERS = 100
@@ -25,8 +25,8 @@ Refuse = Callable[[RequestRefused, Scope, Receive, Send], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Policy:
-    """Who may ask. `key` None: whoever reaches the port. `hosts`: names of this server besides its addresses and
-    localhost. `origins`: web pages ("https://chat.example.com") that may use it from a browser."""
+    """Who has access. `key` None: every client that reaches the port. `hosts`: names of this server besides its
+    addresses and localhost. `origins`: web pages ("https://chat.example.com") that may use it from a browser."""
 
     key: str | None = None
     hosts: frozenset[str] = frozenset()

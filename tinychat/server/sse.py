@@ -7,7 +7,7 @@ from typing import Any
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 DONE = b"data: [DONE]\n\n"
-PING = b": waiting\n\n"  # a comment: clients skip it, and nobody between takes the connection for dead
+PING = b": waiting\n\n"  # a comment: clients skip it, and proxies do not close the connection as idle
 
 
 def encode(value: Any) -> bytes:

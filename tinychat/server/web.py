@@ -69,7 +69,7 @@ class Web:
     key: str | None
     title: str
     program: Sequence[str]
-    sessions: set[str] = field(default_factory=set)  # cookies of those who knew the key
+    sessions: set[str] = field(default_factory=set)  # cookies of browsers that sent the key
     pages: int = 0
 
     def knows(self, cookies: dict[str, str]) -> bool:
@@ -186,7 +186,7 @@ async def _converse(web: Web, websocket: WebSocket) -> None:
 
 
 def _environment(web: Web, folder: str, websocket: WebSocket) -> dict[str, str]:
-    """Nothing of the server's own but where programs and words are; the home is the empty folder."""
+    """Of the server's environment only the paths of programs and the locale; the home is the empty folder."""
     size = websocket.query_params
     kept = {name: value for name, value in os.environ.items() if name in KEPT}
     return kept | {

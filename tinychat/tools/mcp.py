@@ -326,8 +326,8 @@ async def _client(config: ServerConfig, said: Any, changed: asyncio.Event) -> As
 
 
 async def _listen(client: Any, changed: asyncio.Event) -> None:
-    """Sets `changed` when the server says so to those who listen, as the protocol has it since 2026-07-28; servers of
-    earlier ones tell everybody."""
+    """Sets `changed` when the server says so to clients that subscribe, as the protocol has it since 2026-07-28;
+    servers of earlier ones tell everybody."""
     what = {f"{kind}_list_changed": True for kind in ("tools", "prompts", "resources")}
     with contextlib.suppress(Exception):  # an earlier protocol, or a server that tells nothing
         async with client.listen(**what) as told:

@@ -1,4 +1,4 @@
-"""The tools that a model is offered, and running one call of them: whatever happens, the result is a text."""
+"""The tools that a model is offered, and the run of one call, whose result is always a text."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Toolbox:
         return tuple(self._tools)
 
     def call(self, name: str, arguments: str, context: CallContext, limit: int = LIMIT) -> Result:
-        """Runs tool `name` with `arguments`, JSON text. Never raises: what goes wrong is the result's text."""
+        """Runs tool `name` with `arguments`, JSON text. Never raises: an error becomes the result's text."""
         try:
             tool = self._tools.get(name)
             if tool is None:

@@ -19,7 +19,7 @@ def title(text: str) -> str:
 
 
 def notification(kind: Notify, text: str, environ: Mapping[str, str]) -> str:
-    """The sequence that calls the user: the bell, or OSC 777 where the terminal is known to take it, else OSC 9."""
+    """The sequence that notifies the user: the bell, or OSC 777 where the terminal is known to take it, else OSC 9."""
     if kind != "desktop":
         return "\x07" if kind == "bell" else ""
     if "VTE_VERSION" in environ or environ.get("TERM", "").startswith(("foot", "rxvt")):

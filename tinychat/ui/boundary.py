@@ -33,8 +33,8 @@ AGAIN = 30.0  # seconds after which the same fault is said again; a timer may me
 
 
 class LastingApp(App[None]):
-    """An app that outlives exceptions. `say_fault` shows one line; `home` is the screen that stays when a sheet whose
-    widgets cannot be made is closed. An exception before `home` is shown ends the app with that line."""
+    """An app that continues after exceptions. `say_fault` shows one line; `home` is the screen that stays when a
+    sheet whose widgets cannot be made is closed. An exception before `home` is shown ends the app with that line."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -16,8 +16,8 @@ from tinychat.errors import TinychatError, encodable, printable
 
 
 def edit(app: App[Any], text: str) -> str:
-    """Returns `text` as $VISUAL or else $EDITOR has left it, without the line end that editors add. The app stands
-    still meanwhile. Raises TinychatError where there is no editor or it fails."""
+    """Returns `text` as $VISUAL or else $EDITOR has left it, without the line end that editors add. The app is
+    suspended meanwhile. Raises TinychatError where there is no editor or it fails."""
     command = _editor()
     with tempfile.TemporaryDirectory(prefix="tinychat-") as folder:
         file = Path(folder, "prompt.md")

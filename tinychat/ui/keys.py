@@ -25,14 +25,18 @@ def key_name(key: str) -> str:
 
 
 def in_order(screen: Screen[object]) -> list[ActiveBinding]:
-    """What keys do on `screen` now: those of the focused widget, the screen's as its class lists them, the app's."""
-    places: dict[str, int] = {}
-    for cls in type(screen).__mro__:  # what it inherits comes last
-        for key in BindingsMap(cls.__dict__.get("BINDINGS", ())).key_to_bindings:
-            places.setdefault(key, len(places))
+    """What keys do on `screen` now: those of the focused widget, the screen's, the app's, each as its class lists
+    them."""
+    places: dict[type, dict[str, int]] = {}
 
     def place(active: ActiveBinding) -> tuple[int, int]:
-        return (1, places[active.binding.key]) if active.node is screen else (2 * (active.node is screen.app), 0)
+        kind = type(active.node)
+        if kind not in places:  # what it inherits comes last
+            maps = (BindingsMap(cls.__dict__.get("BINDINGS", ())) for cls in kind.__mro__)
+            keys = dict.fromkeys(key for bindings in maps for key in bindings.key_to_bindings)
+            places[kind] = {key: i for i, key in enumerate(keys)}
+        order = 2 if active.node is screen.app else int(active.node is screen)
+        return order, places[kind].get(active.binding.key, 0) if order < 2 else 0
 
     return sorted(screen.active_bindings.values(), key=place)
 

@@ -68,7 +68,7 @@ class WebScreen(ChatScreen):
         return action != "choose_model" and super().check_action(action, parameters)
 
     def files_in(self, *args: Any) -> tuple[Attachment, ...]:
-        """Nothing: the files are those of the machine, not of whoever reads the page."""
+        """Nothing: the files are the server's, not those of the page's reader."""
         return ()
 
     def _files(self, typed: str) -> list[Choice]:
@@ -83,8 +83,8 @@ class WebApp(TinychatApp):
 
 
 def confine(folder: Path, url: str) -> None:
-    """From now on this process opens no file outside of `folder` but those of Python, starts no program, and connects
-    to no other server than `url`. Python's audit events tell of every attempt before it happens."""
+    """From now on this process opens no file outside of `folder` but those of Python, starts no program, and
+    connects to no other server than `url`. Python's audit events report every attempt before it happens."""
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     own = os.path.realpath(folder)

@@ -27,7 +27,7 @@ from tinychat.errors import TinychatError, printable
 from tinychat.files import replace_file
 
 SOURCES = Path(__file__).parent
-UNUSED = 30 * 86400.0  # seconds after which a compiled library that nobody has loaded is deleted
+UNUSED = 30 * 86400.0  # seconds since its last load, after which a compiled library is deleted
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall")
 
 
@@ -177,16 +177,8 @@ def load(flags: Sequence[str] = ("-march=native",), notice: Callable[[str], None
 
 
 _WRAPPER = """#!/bin/sh
-# tinygrad calls clang; this turns that call into one of zig's clang. Written by tinychat.
-for a in "$@"; do
-  shift
-  case "$a" in
-    --target=x86_64-*) set -- "$@" -target x86_64-freestanding-none ;;
-    --target=arm64-*) set -- "$@" -target aarch64-freestanding-none ;;
-    *) set -- "$@" "$a" ;;
-  esac
-done
-exec "{zig}" cc -g0 -fno-asynchronous-unwind-tables "$@"
+# tinygrad calls clang; this turns that call into one of the clang inside zig. Written by tinychat.
+exec "{zig}" clang -fno-asynchronous-unwind-tables "$@"
 """
 
 

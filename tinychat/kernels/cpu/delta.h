@@ -1,4 +1,4 @@
-// The gated delta rule and its short convolution, for a few channels or one head (ops.DeltaRule). A state is float32
+// The gated delta rule and short convolutions, for a few channels or one head (blocks.DeltaRule, ShortConvolution). A state is float32
 // [key][value], so that 16 values of a key lie side by side; all vectors of values are filled up to 16.
 #pragma once
 #include "simd.h"
@@ -15,6 +15,22 @@ static void convolve16(float *x, size_t stride, int tokens, const float *weights
     f32v y = splat(0);
     for (int j = 0; j < taps; j++) y = fma_(before[j], weight[j], y);
     store(at, y / (exp_(-y) + 1.0f), n);
+    for (int j = 0; j < taps - 1; j++) before[j] = before[j + 1];
+  }
+  for (int j = 0; j < taps - 1; j++) store(tail + (size_t)j * channels, before[j], n);
+}
+
+// The same with inputs b * z instead of x, and out = c * the sum; b, c and z are [tokens][stride], out [tokens][out_stride].
+static void gated_convolve16(const float *b, const float *c, const float *z, size_t stride, float *out, size_t out_stride, int tokens,
+                             const float *weights, int taps, float *tail, int channels, int n, int fresh) {
+  f32v before[taps], weight[taps];
+  for (int j = 0; j < taps; j++) weight[j] = fetch(weights + (size_t)j * channels, n);
+  for (int j = 0; j < taps - 1; j++) before[j] = fresh ? splat(0) : fetch(tail + (size_t)j * channels, n);
+  for (int t = 0; t < tokens; t++) {
+    before[taps - 1] = fetch(b + t * stride, n) * fetch(z + t * stride, n);
+    f32v y = splat(0);
+    for (int j = 0; j < taps; j++) y = fma_(before[j], weight[j], y);
+    store(out + t * out_stride, fetch(c + t * stride, n) * y, n);
     for (int j = 0; j < taps - 1; j++) before[j] = before[j + 1];
   }
   for (int j = 0; j < taps - 1; j++) store(tail + (size_t)j * channels, before[j], n);

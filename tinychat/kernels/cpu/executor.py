@@ -27,6 +27,7 @@ from tinychat.kernels.ops import (
     Embed,
     ExpertsDown,
     ExpertsUp,
+    GatedConvolve,
     NormAdd,
     Op,
     Plan,
@@ -90,7 +91,7 @@ def _cpu_quota(root: Path) -> float:
         if controllers and "cpu" not in controllers.split(","):
             continue
         top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        # a quota of any group above counts too; the path may be that of the host, of which only the top is seen here
+        # quotas of parent groups count too; the path may be the host's, of which a container sees only the top
         for folder in (top / group.lstrip("/"), *(top / p for p in Path(group.lstrip("/")).parents)):
             try:
                 if controllers:
@@ -362,6 +363,8 @@ class CPUExecutor:
                 return 1
             case Convolve() | Delta():
                 return o.heads
+            case GatedConvolve():
+                return -(-o.weight.rows // TILE)
             case Attention():
                 return o.heads * -(-min(depth, o.window or depth) // self._library.chunk)
             case ExpertsUp() | ExpertsDown():
@@ -410,7 +413,7 @@ def _filled(values: int) -> int:
 
 
 def _seconds(stepper: Iterator[object]) -> float:
-    """How long the next step takes."""
+    """Seconds that the next step takes."""
     start = time.perf_counter()
     next(stepper)
     return time.perf_counter() - start

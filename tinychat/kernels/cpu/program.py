@@ -10,11 +10,11 @@ import numpy as np
 from gguf import GGMLQuantizationType as Q
 from gguf.quants import dequantize
 
-from tinychat.kernels.blocks import GQA, MLA, DeltaRule, Dense, Experts, Layer, Rope, Weight
+from tinychat.kernels.blocks import GQA, MLA, DeltaRule, Dense, Experts, Layer, Rope, ShortConvolution, Weight
 from tinychat.kernels.cpu import library
 from tinychat.kernels.cpu.library import STEP, TILE, CMatrix, Library
 from tinychat.kernels.executor import Weights
-from tinychat.kernels.ops import Head, LatentStore, Op, Plan, RopeStore
+from tinychat.kernels.ops import Head, LatentStore, LinearAdd, NormAdd, NormLinear, Op, Plan, RopeStore, added
 
 
 @dataclass
@@ -137,6 +137,8 @@ class _Translator:
                 yield from self._mla(i, mla)
             case DeltaRule() as rule:
                 yield from self._delta_rule(i, rule)
+            case ShortConvolution() as convolution:
+                yield from self._short_convolution(i, convolution)
         match layer.feed_forward:
             case Dense() as dense:
                 yield from self._dense(dense)
@@ -171,7 +173,7 @@ class _Translator:
             k_norm_len=a.k_norm.cols if a.k_norm else 0,
             **self._rope(a.rope),
         )
-        yield from self._added("heads", a.output, a.output_bias, a.post_norm, a.eps, a.residual_scale)
+        yield from self._added(added("heads", a.output, a.output_bias, a.post_norm, a.eps, a.residual_scale))
 
     def _delta_rule(self, i: int, a: DeltaRule) -> Iterator[library.COp]:
         to = ("qkv", "gate", "beta", "alpha")
@@ -189,6 +191,13 @@ class _Translator:
             eps=a.eps,
             grouped=int(a.grouped),
             **sizes,
+        )
+        yield self._op("linear", [a.output], src="heads", add=1)
+
+    def _short_convolution(self, i: int, a: ShortConvolution) -> Iterator[library.COp]:
+        yield self._op("linear", [a.in_proj], dst=("bcz",), norm=a.norm, eps=a.eps)
+        yield self._op(
+            "gated_convolve", src="bcz", dst=("heads",), layer=i, bias=(a.conv,), taps=a.width, key_dim=a.conv.rows
         )
         yield self._op("linear", [a.output], src="heads", add=1)
 
@@ -229,24 +238,18 @@ class _Translator:
         w = b.weights
         activation = self.lib.activations[w.activation]
         yield self._op("gate_up", [w.gate, w.up], dst=("ffn",), norm=b.norm, eps=b.eps, activation=activation)
-        yield from self._added("ffn", w.down, None, b.post_norm, b.eps, b.residual_scale, b.stream_scale)
+        yield from self._added(added("ffn", w.down, None, b.post_norm, b.eps, b.residual_scale, b.stream_scale))
 
-    def _added(
-        self,
-        src: str,
-        w: Weight,
-        bias: Weight | None,
-        post_norm: Weight | None,
-        eps: float,
-        scale: float,
-        stream: float = 1.0,
-    ) -> Iterator[library.COp]:
-        """x += scale * (w @ src + bias); if there is a post_norm, normed first, and x times `stream` after it."""
-        if post_norm is None:
-            yield self._op("linear", [w], src=src, bias=(bias,), scale=scale, add=1)
-        else:
-            yield self._op("linear", [w], src=src, dst=("y",), bias=(bias,))
-            yield self._norm_add("y", post_norm, eps, scale, stream)
+    def _added(self, steps: Iterator[Op]) -> Iterator[library.COp]:
+        """The ops of `ops.added`."""
+        for op in steps:
+            match op:
+                case LinearAdd():
+                    yield self._op("linear", [op.weight], src=op.src, bias=(op.bias,), scale=op.scale, add=1)
+                case NormLinear():
+                    yield self._op("linear", list(op.weights), src=op.src, dst=op.dst, bias=op.biases)
+                case NormAdd():
+                    yield self._norm_add(op.src, op.norm, op.eps, op.scale, op.stream_scale)
 
     def _experts(self, b: Experts, routes: np.ndarray) -> Iterator[library.COp]:
         r, w, s = b.router, b.weights, b.shared

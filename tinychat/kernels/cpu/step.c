@@ -23,7 +23,7 @@
 // Python reads these names from the library (tc_names), so that their order is written here only.
 #define TAGS(X)                                                                                                                 \
   X(EMBED) X(LINEAR) X(ATTENTION) X(ABSORB) X(LATENT_ATTENTION) X(VALUE_UP) X(GATE_UP) X(ROUTE) X(EXPERTS_UP) X(EXPERTS_DOWN)    \
-  X(HEAD) X(NORM_ADD) X(CONVOLVE) X(DELTA) X(STORE_HIDDEN) X(JOIN)
+  X(HEAD) X(NORM_ADD) X(CONVOLVE) X(GATED_CONVOLVE) X(DELTA) X(STORE_HIDDEN) X(JOIN)
 #define GATINGS(X) X(SOFTMAX) X(SIGMOID) X(SOFTMAX_WEIGHT) X(SQRT_SOFTPLUS)
 #define ACTIVATIONS(X) X(SILU) X(GELU) X(CLAMPED)
 #define CLAMP 7.0f          // of CLAMPED; as ops.CLAMP and ops.CLAMP_SLOPE, checked when the library is loaded
@@ -521,9 +521,10 @@ static void attention(Ctx *c, const Op *op, Part me) {
 
 // A task: a head of q, of k or of v. Heads of q and k have length 1 afterwards, those of q over sqrt(key_dim).
 static void convolve(Ctx *c, const Op *op, int unit) {
-  int channels = c->widths[op->dst[0]], keys = op->kv_heads, taps = op->taps, of_keys = unit < 2 * keys;
-  int n = of_keys ? op->key_dim : op->value_dim;
-  size_t from = of_keys ? (size_t)unit * n : (size_t)2 * keys * op->key_dim + (size_t)(unit - 2 * keys) * n, stride = channels;
+  int keys = op->kv_heads, channels = 2 * keys * op->key_dim + op->heads * op->value_dim, taps = op->taps;
+  int of_keys = unit < 2 * keys, n = of_keys ? op->key_dim : op->value_dim;
+  size_t from = of_keys ? (size_t)unit * n : (size_t)2 * keys * op->key_dim + (size_t)(unit - 2 * keys) * n;
+  size_t stride = c->widths[op->dst[0]];
   float *x = row(c, op->dst[0], 0) + from, *tail = c->caches[op->layer].tail + from;
   for (int i = 0; i < n; i += 16)
     convolve16(x + i, stride, c->tokens, op->bias[0] + from + i, taps, tail + i, channels, n - i, c->pos == 0);
@@ -531,6 +532,16 @@ static void convolve(Ctx *c, const Op *op, int unit) {
     float *at = x + t * stride, inv = rms_scale(at, n, op->eps / (float)n) / (unit < keys ? (float)n : __builtin_sqrtf((float)n));
     for (int i = 0; i < n; i += 16) store(at + i, fetch(at + i, n - i) * inv, n - i);
   }
+}
+
+// Tasks: shares of the channels, 16 at a time.
+static void gated_convolve(Ctx *c, const Op *op, Part me) {
+  int n = op->key_dim, vectors = (n + 15) / 16;
+  size_t stride = c->widths[op->src], out_stride = c->widths[op->dst[0]];
+  const float *b = row(c, op->src, 0);
+  for (int v = vectors * me.part / me.parts; v < vectors * (me.part + 1) / me.parts; v++)
+    gated_convolve16(b + 16 * v, b + n + 16 * v, b + 2 * n + 16 * v, stride, row(c, op->dst[0], 0) + 16 * v, out_stride,
+                     c->tokens, op->bias[0] + 16 * v, op->taps, c->caches[op->layer].tail + 16 * v, n, n - 16 * v, c->pos == 0);
 }
 
 // A task: a head's state, outputs, their norm and gate.
@@ -864,6 +875,7 @@ static void run_op(Ctx *c, const Op *op, Part me) {
     case HEAD: head(c, op, me); break;
     case NORM_ADD: norm_add(c, op, me); break;
     case CONVOLVE: convolve(c, op, me.part); break;
+    case GATED_CONVOLVE: gated_convolve(c, op, me); break;
     case DELTA: delta(c, op, me.id, me.part); break;
     case STORE_HIDDEN: store_hidden(c, op, me); break;
     case JOIN: join(c, op, me); break;

@@ -70,7 +70,7 @@ class GPU:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of its memory that nobody uses."""
+        """Bytes of its memory that are free."""
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         self._check(self.cuda.cuCtxSetCurrent(self.dev.context))
         self._check(self.cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)))

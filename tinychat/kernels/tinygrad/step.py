@@ -29,6 +29,7 @@ from tinychat.kernels.blocks import (
     Layer,
     Rope,
     Router,
+    ShortConvolution,
     Temperature,
     Weight,
 )
@@ -71,9 +72,9 @@ class Step:
         self.keys = [self._zeros(cache.key_width, cache_type) for cache in plan.caches]
         self.values = [self._zeros(cache.value_width, cache_type) for cache in plan.caches]
         self.states = {
-            i: (self._floats(s.rows, s.channels), self._floats(s.heads, s.key_dim * s.value_dim))
+            i: [self._floats(rows, width) for rows, width in shapes if rows * width]
             for i, s in enumerate(plan.states)
-            if s
+            if s and (shapes := ((s.rows, s.channels), (s.heads, s.key_dim * s.value_dim)))
         }
         self._tables: dict[Rope | Temperature, Tensor] = {}
         self._pos = UOp.variable("pos", 0, max_context - 1)
@@ -174,6 +175,8 @@ class Step:
                 x = yield from self._mla(i, mla, x, pos)
             case DeltaRule() as rule:
                 x = yield from self._delta_rule(i, rule, x)
+            case ShortConvolution() as convolution:
+                x = yield from self._short_convolution(i, convolution, x)
         match layer.feed_forward:
             case Dense() as dense:
                 x = yield from self._dense(dense, x)
@@ -284,6 +287,21 @@ class Step:
         o = (held * q).sum(1) * a.key_dim**-0.5  # (heads, value_dim)
         o = (_unit(o, a.eps) * self._vector(a.head_norm)).reshape(1, -1) * gate.silu()
         heads = o.contiguous().realize()
+        yield heads
+        x = (x + self._linear(heads, a.output)).realize()
+        yield x
+        return x
+
+    def _short_convolution(self, i: int, a: ShortConvolution, x: Tensor) -> Ops:
+        """One token a step."""
+        tail = self.states[i][0]
+        bcz = self._linear(self._norm(x, a.norm, a.eps), a.in_proj).contiguous().realize()
+        yield bcz
+        b, c, z = (bcz[:, at : at + a.conv.rows] for at in range(0, 3 * a.conv.rows, a.conv.rows))
+        inputs = tail.cat(b * z, dim=0).contiguous().realize()  # (width, channels)
+        weights = self._vector(a.conv).reshape(a.conv.rows, a.width)
+        heads = (c * (inputs * weights.transpose(0, 1)).sum(0)).contiguous().realize()
+        tail.assign(inputs[1:].contiguous()).realize()
         yield heads
         x = (x + self._linear(heads, a.output)).realize()
         yield x

@@ -9,8 +9,8 @@ CHARACTERS = 2000  # likewise, for lines that are long
 
 
 class Folds:
-    """The pasted texts by their labels. Nothing is ever forgotten: undo may bring any label back. The blanks of a label
-    are no-break spaces, so that nobody types one."""
+    """The pasted texts by their labels. Nothing is ever forgotten: undo may bring any label back. The blanks of a
+    label are no-break spaces, so that typed text has none."""
 
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}

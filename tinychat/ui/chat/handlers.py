@@ -55,7 +55,7 @@ async def edit(chat: ChatView, text: str) -> None:
 
 async def delete(chat: ChatView, text: str) -> None:
     line = COMMANDS["delete"].run(chat, text)
-    chat.editing = None
+    chat.end_edit()
     await chat.apply()
     await chat.say(line)
 

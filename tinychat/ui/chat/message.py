@@ -146,8 +146,9 @@ class AnswerMessage(TurnMessage):
     actions when it has ended."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("y", "act('code')", "copy code"),
         Binding("e", "act('edit')", "edit"),
+        Binding("c", "act('copy')", "copy"),
+        Binding("y", "act('code')", "copy code"),
         Binding("r", "act('regenerate')", "regenerate"),
         Binding("d,delete", "act('delete')", "delete", tooltip="delete this version, or the question and its answer"),
         Binding("t", "toggle_thinking", "thinking"),

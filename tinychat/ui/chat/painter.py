@@ -21,7 +21,7 @@ from tinychat.ui.panel import EnginePanel, ExpertsStrip, Reading, figures
 from tinychat.ui.panel.reading import PaintMeter
 
 SHARE = 0.2  # of a core that painting a growing answer may take: the others, and the interpreter, are the engine's
-LONGEST = 0.1  # seconds between two paints, whatever they cost
+LONGEST = 0.1  # seconds between two paints, at most
 
 
 class Painter:

@@ -31,6 +31,7 @@ PROMPT_KEYS = (  # for the help
     ("up, down", "earlier messages, from the first and last line"),
     ("tab", "unfold a long paste; so does deleting into it"),
     ("ctrl+c", "clear; ctrl+z brings it back"),
+    ("ctrl+d", "leave, when nothing is typed; ctrl+c twice too"),
 )
 _FILE = re.compile(r'(?:^|\s)@(?:"([^"\n]*)|(\S*))$')
 
@@ -56,13 +57,14 @@ class Completions(Protocol):
 class PromptEditor(Editor):
     """A multi-line field that grows. Posts Submitted; `past` is walked with up and down at its edges."""
 
+    COMPONENT_CLASSES: ClassVar[set[str]] = {"paste"}
     # in place of TextArea's; without priority, so that it does not overtake characters
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("f6", "screen.command('editor')", "write the prompt in $VISUAL or $EDITOR", show=False)
     ]
 
     class Submitted(Message):
-        """Enter was pressed on `text`, which has left the prompt: who cannot use it puts it back."""
+        """Enter was pressed on `text`, which was removed from the prompt; a receiver that cannot use it restores it."""
 
         def __init__(self, text: str) -> None:
             super().__init__()
@@ -270,7 +272,7 @@ class PromptEditor(Editor):
     def get_line(self, line_index: int) -> Text:
         line = super().get_line(line_index)
         for start, end, _ in self.folds.spans(line.plain):
-            line.stylize("reverse", start, end)
+            line.stylize(self.get_component_rich_style("paste"), start, end)
         return line
 
 
@@ -308,12 +310,12 @@ class PromptBox(Vertical):
         first = printable(" ".join(texts[0].split())) if texts else ""
         more = f" (and {len(texts) - 1} more)" if len(texts) > 1 else ""
         waiting.update(
-            Content.assemble(("waiting ", "$accent"), first[:200], more, ("  esc to unqueue", "$foreground 60%"))
+            Content.assemble(("waiting ", "$accent"), first[:200], more, ("  esc takes it back", "$foreground 60%"))
         )
 
     def show_count(self, text: str, too_long: bool = False) -> None:
         """The tokens of the draft, in the border; a low screen has none."""
-        hint = "tab unfolds · " if self.prompt.folded else ""
+        hint = "tab unfolds · " if self.prompt.folded and self.prompt.completions is None else ""
         self.border_subtitle = Content.styled(hint + text, "$text-error" if too_long else "") if text else ""
 
     def close(self) -> bool:

@@ -71,14 +71,14 @@ class ChatScreen(Screen[None]):
     the controller's."""
 
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (LISTED, "-wide"), (200, "-vast")]
-    VERTICAL_BREAKPOINTS = [(0, "-short"), (20, "-high")]
+    VERTICAL_BREAKPOINTS = [(0, "-tiny"), (10, "-short"), (20, "-high")]
     AUTO_FOCUS = "#prompt"
     COMMANDS = {Palette}
     attaches = True  # @ in a message reads a file of this machine
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "stop", "stop", tooltip="stop; keeps the partial answer"),
-        Binding("escape", "keep", "cancel edit"),
-        Binding("escape", "escape", "back to the prompt; unqueue a message, cancel an edit", show=False),
+        Binding("escape", "stop", "stop", tooltip="stop; what is written stays"),
+        Binding("escape", "keep", "leave it as it was"),
+        Binding("escape", "escape", "back to the prompt; takes a waiting message back, ends an edit", show=False),
         Binding(
             "ctrl+g",
             "command('skip')",
@@ -324,7 +324,8 @@ class ChatScreen(Screen[None]):
     @on(PromptEditor.Submitted)
     async def _submitted(self, event: PromptEditor.Submitted) -> None:
         text = event.text.strip()
-        answer = self.editing is not None and self.controller.conversation.turns[self.editing].role != "user"
+        edited = [] if self.editing is None else self.controller.conversation.turns[self.editing :][:1]
+        answer = any(turn.role != "user" for turn in edited)
         command = _is_command(text) and not self.controller.raw and not answer
         if (
             self.controller.raw
@@ -402,12 +403,12 @@ class ChatScreen(Screen[None]):
     def begin_edit(self, index: int) -> None:
         if self.controller.busy:
             raise TinychatError("an answer is being written; stop it with esc, then edit")
-        self._end_edit()
+        self.end_edit()
         self.editing = index
         self.prompt.set_aside(self.controller.conversation.turns[index].text)
         self.prompt.focus()
 
-    def _end_edit(self) -> None:
+    def end_edit(self) -> None:
         """The message that is being edited stays as it was; the up key finds what was written in its place."""
         if self.editing is not None:
             if text := self._edited():
@@ -493,7 +494,7 @@ class ChatScreen(Screen[None]):
         if self.prompt.asides > 1:  # a command stands before what is being edited
             self.prompt.bring_back()
         else:
-            self._end_edit()
+            self.end_edit()
         await self.apply()
 
     async def action_escape(self) -> None:
@@ -697,7 +698,7 @@ class ChatScreen(Screen[None]):
         return [*files, *mcp.resource_choices(self.mcp, typed)]
 
     async def _look(self) -> None:
-        await in_daemon(self.finder.look)
+        self.finder.take(await in_daemon(self.finder.look))
         self.box.find()
 
 

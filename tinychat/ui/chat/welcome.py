@@ -10,7 +10,7 @@ from tinychat.errors import printable
 TIPS = (
     ("enter", "sends; shift+enter or ctrl+j: new line"),
     ("/", "lists the commands"),
-    ("esc", "stops an answer and keeps the partial text"),
+    ("esc", "stops an answer; what is written stays"),
     ("ctrl+r", "regenerates the answer; ctrl+up selects messages"),
     ("ctrl+p", "all commands; f1 is the help"),
 )

@@ -79,7 +79,7 @@ def context_rows(usage: Usage, width: int, short: bool = False) -> list[Content]
 
 
 def now(r: Reading, width: int) -> list[Content]:
-    """What happens at this moment, in two lines. The speed of an answer that has ended is in its footer."""
+    """The engine's present phase, in two lines. The speed of an answer that has ended is in its footer."""
     if r.loading is not None:
         return [Content.assemble((r.loading.stage, ".big")), Content(track(r.loading.fraction, width))]
     s = r.stats
@@ -181,7 +181,7 @@ def memory_rows(r: Reading, width: int, short: bool = False) -> list[Content]:
 
 
 def activity(r: Reading) -> Content:
-    """What happens at this moment in a few words, where there is no room for the panel."""
+    """The engine's present phase in one line, where there is no room for the panel."""
     if r.loading is not None:
         return Content.assemble(f"{r.loading.stage} ", (track(r.loading.fraction, 10), ".spark"))
     s = r.stats

@@ -1,4 +1,4 @@
-"""One look at everything the panel shows, taken a few times a second."""
+"""One immutable value of everything that the panel shows, made a few times a second."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class PaintMeter:
         self.seconds, self._begun, self._since = 0.0, 0, 0.0
 
     def begin(self) -> None:
-        """Something of the answer is laid out now; `painted` has to follow."""
+        """A part of the answer is being laid out; a call of `painted` must follow."""
         self._spend(1)
 
     def painted(self, tokens: int) -> None:
-        """What was begun is on the screen, `tokens` tokens of it."""
+        """The layout that was begun is painted, with `tokens` tokens."""
         self._spend(-1)
         if not tokens:
             return

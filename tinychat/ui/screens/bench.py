@@ -22,7 +22,7 @@ from tinychat.ui.screens.sheet import Sheet
 COLUMNS = (
     "date",
     "decode tok/s",
-    "vs latest",
+    "difference",
     "prefill tok/s",
     "TTFT s",
     "GB/s",
@@ -140,7 +140,7 @@ class BenchScreen(Sheet[None]):
         table, latest = self.query_one(DataTable), self._earlier[-1] if self._earlier else None
         table.clear()
         for r in reversed(self._earlier):
-            cells = dict(zip(tables.COLUMNS, tables.row(r))) | {"vs latest": compared(r, latest)}
+            cells = dict(zip(tables.COLUMNS, tables.row(r))) | {"difference": compared(r, latest)}
             style = "bold" if r is self._result else ""
             table.add_row(*(Text(cells[c], style, justify="left" if c in WORDS else "right") for c in COLUMNS))
         self.query_one(".result", Static).update(summary(self._result, self._earlier) if self._result else Content())

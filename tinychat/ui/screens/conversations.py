@@ -52,7 +52,6 @@ class ConversationsScreen(Sheet[str]):
         rows = Rows(markup=False)
         rows.can_focus = False
         yield rows
-        yield Static(classes="detail")
 
     def on_mount(self) -> None:
         self.query_one(Input).focus()
@@ -89,9 +88,10 @@ class ConversationsScreen(Sheet[str]):
         for day, group in by_day(self._found.values()):
             options.append(Option(Content(day), disabled=True))
             options += [Option(_line(s, width, s.id == self._present), id=s.id) for s in group]
+        if not options:
+            options.append(Option(Content.styled(printable(message), "$foreground-muted not bold"), disabled=True))
         rows.show(options, keep)
         self.set_title(self.TITLE or "", f"project {self._project}" if self._project else "")
-        self.query_one(".detail", Static).update(Content(printable("" if self._found else message)))
         self.refresh_bindings()
 
     @on(Input.Changed)

@@ -1,4 +1,4 @@
-"""Downloads that go on while nobody looks at them: one daemon thread each, read by whoever paints."""
+"""Downloads that run in the background: one daemon thread each, whose state screens read."""
 
 from __future__ import annotations
 

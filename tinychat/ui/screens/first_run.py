@@ -1,4 +1,4 @@
-"""The first screen of somebody who has no model yet: three that fit this computer, one key to start."""
+"""The first screen where no model is here yet: three that fit this computer, and one key to start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the headers of model files tell about their size in memory, read when somebody looks at a model."""
+"""Sizes in memory from the headers of model files, read when a model is first looked at."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Headers:
         self._asked: set[str] = set()
 
     def missing(self, row: Row) -> bool:
-        """Whether nobody told us, nor was asked, how large this model gets."""
+        """Whether this model's size is neither known nor being read."""
         return not (row.model.kv_bytes_per_token or row.model.why_not or row.model.name in self._asked)
 
     async def read(self, row: Row) -> None:

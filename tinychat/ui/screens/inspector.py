@@ -1,4 +1,4 @@
-"""What the model was given and what it chose: every token, its id, its boundaries, its probability."""
+"""The tokens of the prompt and the answer: id, boundaries, probability."""
 
 from __future__ import annotations
 

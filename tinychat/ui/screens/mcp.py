@@ -1,4 +1,4 @@
-"""The MCP servers: what each is, how it is, what it has; on and off."""
+"""The MCP servers: command, state, tools; a switch for each."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class ParametersScreen(Sheet[Parameters]):
             self.query_one(f"#{name}", Input).value = _typed(p, name)
 
     def _read(self) -> Parameters | None:
-        """What the form says; None, with the reason shown, when a field is wrong."""
+        """The parameters in the form; None, with the reason shown, when a field is wrong."""
         p = replace(
             self._parameters,
             system=self.query_one("#system", TextArea).text.strip(),

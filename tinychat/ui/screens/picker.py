@@ -39,7 +39,7 @@ _ENTER = ("open", "download", "resume", "pause")  # what Enter may mean
 @dataclass(frozen=True)
 class PickedModel:
     """What to load: the file, the name the user knows it by, and the chat preset it needs (None: the file's own
-    template). Of a `server`, `path` is read by nobody and tells it from others."""
+    template). Of a `server`, `path` is never read; it only identifies the server."""
 
     path: Path
     name: str
@@ -139,7 +139,7 @@ class PickerScreen(Sheet[PickedModel]):
 
     @property
     def _alive(self) -> bool:
-        """Whether there is something to paint on: the widgets of a screen that closes go before it does."""
+        """Whether the widgets still exist: those of a closing screen are removed before it is."""
         return self.is_attached and bool(self.query(Rows)) and bool(self.query(".detail"))
 
     @property
@@ -182,7 +182,7 @@ class PickerScreen(Sheet[PickedModel]):
         return picker_rows.line(row, width, self._downloads.get(row.model))
 
     def _tick(self) -> None:
-        """Paints what downloads did; ten times a second would only cost the decoder its time."""
+        """Paints the downloads' progress, 5 times a second at most: painting takes CPU time from decoding."""
         if not self._alive:
             return
         rows = self.query_one(Rows)
@@ -204,7 +204,7 @@ class PickerScreen(Sheet[PickedModel]):
         self._explain()
 
     def _explain(self) -> None:
-        """The line below the list: why, how much, what went wrong."""
+        """The line below the list: the verdict, sizes, errors."""
         text, bad = self._explanation()
         detail = self.query_one(".detail", Static)
         detail.update(Content(printable(text, newlines=False)))

@@ -1,4 +1,4 @@
-"""What the picker shows of one model: the facts, and their line of text."""
+"""A row of the picker: the model's facts, and their line of text."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _bytes(path: Path | None) -> int:
 
 
 def _unknown(e: cache.CachedFile, taken: Mapping[str, Model]) -> Model:
-    """A model for a file of the cache that nobody knows: it goes by its file name, where that says which one it is."""
+    """A model for a file of the cache that is not in the registry, named by its file name where that is telling."""
     name = unquote(urlsplit(e.url).path.rsplit("/", 1)[-1]) if e.url else ""
     name = e.name if not name or name in taken else name
     return Model(name, (e.url,) if e.url else (), e.total or 0, path=None if e.url else e.path, family="in the cache")

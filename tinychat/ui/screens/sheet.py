@@ -158,7 +158,7 @@ def cell(text: str, width: int, right: bool = False) -> str:
 
 
 def ago(then: float, now: float | None = None) -> str:
-    """A Unix time as people say it."""
+    """A Unix time as text: "5 min ago", "3 d ago", "2026-11-22"."""
     passed = (time.time() if now is None else now) - then
     for limit, unit, name in (
         (60, 0, "just now"),

@@ -42,7 +42,7 @@ class ShownToken:
 
 
 class TokenView(ScrollView, can_focus=True):
-    """The cursor is a token; `Moved` tells which."""
+    """A cursor of one token, whose index `Moved` gives."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {
         f"token--{name}" for name in ("even", "odd", "special", "chosen", "drafted", "cursor", "edge")
