@@ -166,6 +166,11 @@ WHY: tuple[tuple[str, str, str], ...] = (
         r"None is not None",
         "at its token limit a response ends as incomplete, as OpenAI has it",
     ),
+    (
+        r"test_ctx_shift::test_ctx_shift_disabled_stream",
+        r"'stop' is None",
+        "SmolLM2 ends the text before 256 tokens; stories260K never does",
+    ),
     (r"test_(completion|ctx_shift|ignore_eos)::.*", NO_PATH, "/completion, llama-server's own, is not offered"),
     (
         r"test_metrics::.*",

@@ -1,7 +1,8 @@
 """What a very long conversation costs the screen's thread: CPU time of every call of the controller."""
 
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support import tiny
+from tinychat import process
 from tinychat.backend.engine_thread import EngineThread
 from tinychat.backend.local import LocalBackend
 from tinychat.chat.changes import Change, Overflow
@@ -37,6 +39,15 @@ class Timed:
                 self.longest, self.which = took, call.__name__
 
 
+@pytest.fixture
+def frozen() -> Iterator[None]:
+    """As in the app: garbage is not looked for among what was there before, here the objects of other tests."""
+    gc.collect()
+    process.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="module")
 def conversation() -> Conversation:
     """700 turns of 450 tokens or so (the tiny vocabulary has a token for nearly every byte), some with thinking."""
@@ -49,7 +60,7 @@ def conversation() -> Conversation:
     return Conversation(tuple(turns), model="m")
 
 
-def test_no_call_takes_a_frame(conversation: Conversation, tmp_path: Path) -> None:
+def test_no_call_takes_a_frame(conversation: Conversation, frozen: None, tmp_path: Path) -> None:
     path, timed = tiny.write(tmp_path / "m.gguf", "llama", "Q8_0"), Timed()
     history = History(tmp_path / "h.db")
     history.save(conversation)

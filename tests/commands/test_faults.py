@@ -113,10 +113,8 @@ def test_nobody_s_home(model: str) -> None:
 def test_a_read_only_home(model: str, read_only: dict[str, str]) -> None:
     """What only speeds up the next start is done anew each time; what would be kept is one line."""
     options: Any = {"env": read_only, "preexec_fn": may_not_override}
-    done = ran("run", model, "hi", "--max-tokens", "2", "--json", **options)
-    assert done.returncode == 0 and '"generated_tokens": 2' in done.stdout and "CPU" in done.stdout
     done = ran("bench", model, "-n", "3", "-p", "8", **options)
-    assert done.returncode == 1 and "tok/s" in done.stdout, done.stderr
+    assert done.returncode == 1 and "tok/s" in done.stdout and "CPU" in done.stdout, done.stderr
     assert done.stderr.splitlines()[-1].endswith("the result cannot be saved: permission denied")
     done = ran("cache", "pull", "http://127.0.0.1:9/m.gguf", **options)
     assert done.returncode == 1 and done.stderr.splitlines()[-1].endswith("permission denied")
@@ -154,6 +152,10 @@ def test_an_export_to_a_full_disk_leaves_no_half_of_it(model: str, tmp_path: Pat
         t.read("for commands")
         t.write(b"hello " * 30 + b"\r")
         t.read("regenerate")  # the answer has ended
+        history = History()
+        while not any(history.load(s.id).turns[-1].stop_reason for s in history.find()):
+            t.read("")
+        history.close()
         resource.prlimit(t.process.pid, resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
         t.write(f"/save {out}\r".encode())
         t.read("nothing")  # was saved

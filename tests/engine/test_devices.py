@@ -1,6 +1,7 @@
 """The whole CUDA executor on an emulated GPU: right as it is; where it computes something wrong, another device is
 taken."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,8 @@ def test_the_executor_as_the_engine_uses_it(model: Path, monkeypatch: pytest.Mon
     first = [t.id for t in engine.generate(IDS, GREEDY, 6, raw=True)]
     follow = engine.logits([*IDS, *first])[len(IDS) - 1 : -1]  # type: ignore[list-item]
     assert (follow.max(1) - follow[range(6), first] < 0.1).all()
+    biased = replace(GREEDY, logit_bias=((first[1], -1e4), (7, 1e4)))  # what the host samples
+    assert [t.id for t in engine.generate(IDS, biased, 2, raw=True)] == [7, 7]
     kept, tail = engine.executor.read_cache(0, len(IDS)), engine.executor.read_cache(8, len(IDS) - 8)
     engine.executor.write_cache(bytes(len(kept)), 0, len(IDS))
     engine.executor.write_cache(kept, 0, len(IDS))

@@ -261,9 +261,9 @@ def _build_s(size: int) -> float:
         "tokenizer.ggml.merges": merges,
         "tokenizer.ggml.token_type": np.ones(len(tokens), np.int32),
     }
-    started = time.process_time()
+    started = time.thread_time()
     Tokenizer(metadata)
-    return time.process_time() - started
+    return time.thread_time() - started
 
 
 def test_a_message_that_goes_on_is_no_end() -> None:

@@ -11,7 +11,6 @@ from textual.widgets import Static
 from tests.support.screens import until
 from tests.support.scripted import INFO, Script, scripted
 from tinychat import crash
-from tinychat.chat import attach
 from tinychat.ui.app import TinychatApp
 from tinychat.ui.chat import commands
 from tinychat.ui.chat.message import NoticeLine
@@ -93,7 +92,7 @@ async def test_a_name_that_no_file_has_is_one_line(typed):
 async def test_an_exception_while_a_message_is_sent(monkeypatch):
     async with running() as (app, pilot):
         with monkeypatch.context() as m:
-            m.setattr(attach, "attachments", fail)
+            m.setattr(app.controller, "ask", fail)
             app.chat.prompt.put("my long message")
             await pilot.press("enter")
             line = await said(app, pilot)

@@ -78,6 +78,10 @@ class Summarising:
         replaced = usage.history + usage.thinking + usage.tools + usage.answer
         if old.summary is not None:  # it was part of the system prompt
             replaced += int(old.turns[old.summary].stats.get("generated_tokens", 0))
+        if tokens >= replaced:
+            raise TinychatError(
+                f"the summary has {tokens:,} tokens and would stand for {replaced:,}; it saves nothing and is not used"
+            )
         return Turn("summary", text.strip(), stats={"replaced_tokens": replaced, "generated_tokens": tokens})
 
     def _stoppable(self, request: Request) -> Request:

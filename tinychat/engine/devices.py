@@ -8,11 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tinychat.engine import snapshots
-from tinychat.engine.fit import fit, weight_bytes
-from tinychat.engine.gguf import GGUF
+from tinychat.engine.fit import fit
 from tinychat.errors import SLOW, TinychatError
 from tinychat.kernels.cpu.compiler import NoCompiler, tinygrad_cc
-from tinychat.kernels.executor import ExecutorKind, MeasurableExecutor
+from tinychat.kernels.executor import ExecutorKind, MeasurableExecutor, Weights
 from tinychat.kernels.ops import Plan
 
 _WAY_OUT = "this runs on plain tinygrad, some 40 times slower than the CPU kernels; {}"
@@ -26,7 +25,7 @@ OnProgress = Callable[[str, float], None]
 
 
 def make_executor(
-    plan: Plan, gguf: GGUF, max_context: int, device: str | None, threads: int | None, progress: OnProgress
+    plan: Plan, weights: Weights, max_context: int, device: str | None, threads: int | None, progress: OnProgress
 ) -> tuple[MeasurableExecutor, list[str]]:
     """(executor, notes for the user). `device` None tries CUDA if there is an NVIDIA driver, then the CPU, then plain
     tinygrad; a note says why a device was not used.
@@ -43,12 +42,12 @@ def make_executor(
         try:
             if name != "cuda":  # the CUDA executor checks the memory of its GPU
                 states = snapshots.memory(plan)
-                needs = fit(weight_bytes(gguf, plan), plan.kv_bytes_per_token, max_context, state_bytes=states)
+                needs = fit(plan.nbytes, plan.kv_bytes_per_token, max_context, state_bytes=states)
                 if needs.verdict == "does not fit":  # raised before anything large is allocated
                     raise TinychatError(f"not enough memory: {needs.explanation}; take a smaller quant or context")
             unused = [NO_MTP] * (name == "cuda" and plan.mtp is not None)
             chosen = replace(plan, mtp=None) if unused else plan
-            executor = _MAKERS[name](chosen, gguf, max_context, threads, progress)
+            executor = _MAKERS[name](chosen, weights, max_context, threads, progress)
             return executor, notes + unused + [SLOW + way_out] * (name == "reference" and not device)
         except TinychatError as e:
             if device or name == "reference":
@@ -66,18 +65,22 @@ def has_cuda() -> bool:
     return ctypes.util.find_library("cuda") is not None
 
 
-def _cuda(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progress: OnProgress) -> MeasurableExecutor:
+def _cuda(
+    plan: Plan, weights: Weights, max_context: int, threads: int | None, progress: OnProgress
+) -> MeasurableExecutor:
     from tinychat.kernels.cuda.executor import CUDAExecutor
 
-    return CUDAExecutor(plan, gguf, max_context, progress=lambda fraction: progress("loading weights", fraction))
+    return CUDAExecutor(plan, weights, max_context, progress=lambda fraction: progress("loading weights", fraction))
 
 
-def _cpu(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progress: OnProgress) -> MeasurableExecutor:
+def _cpu(
+    plan: Plan, weights: Weights, max_context: int, threads: int | None, progress: OnProgress
+) -> MeasurableExecutor:
     from tinychat.kernels.cpu.executor import CPUExecutor
 
     return CPUExecutor(
         plan,
-        gguf,
+        weights,
         max_context,
         threads=threads,
         notice=lambda line: progress(line, 0.0),
@@ -86,7 +89,7 @@ def _cpu(plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progress
 
 
 def _reference(
-    plan: Plan, gguf: GGUF, max_context: int, threads: int | None, progress: OnProgress
+    plan: Plan, weights: Weights, max_context: int, threads: int | None, progress: OnProgress
 ) -> MeasurableExecutor:
     device = "CPU" if tinygrad_cc() else "PYTHON"  # PYTHON: an interpreter, without a compiler, at minutes per token
     os.environ.setdefault("DEV", device)  # read when tinygrad is imported
@@ -94,13 +97,13 @@ def _reference(
 
     try:
         return ReferenceExecutor(
-            plan, gguf, max_context, device=device, progress=lambda f: progress("loading weights", f)
+            plan, weights, max_context, device=device, progress=lambda f: progress("loading weights", f)
         )
     except RuntimeError as e:
         raise TinychatError(f"tinygrad cannot run here: {e}") from e
 
 
-_MAKERS: dict[str, Callable[[Plan, GGUF, int, int | None, OnProgress], MeasurableExecutor]] = {
+_MAKERS: dict[str, Callable[[Plan, Weights, int, int | None, OnProgress], MeasurableExecutor]] = {
     "cuda": _cuda,
     "cpu": _cpu,
     "reference": _reference,

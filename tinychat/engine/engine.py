@@ -22,7 +22,7 @@ from tinychat.engine.config import ModelConfig
 from tinychat.engine.devices import OnProgress, has_cuda, make_executor
 from tinychat.engine.drafts import common_prefix
 from tinychat.engine.expert_use import RecentExperts
-from tinychat.engine.fit import fit, weight_bytes
+from tinychat.engine.fit import fit
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.grammar import Grammar, Matcher, Vocabulary, behind_thinking, calls_grammar
 from tinychat.engine.kvstore import LEAST, CacheBlock, KVStore, Reason
@@ -124,7 +124,7 @@ class Prepared:
         """Raises TinychatError when weights and KV cache need more than the available memory and `freed` bytes, those
         of a model that is unloaded first. A GPU's memory is checked by its executor, after the unloading."""
         if device != "cuda" and not has_cuda() and (available := available_memory()):
-            weights, rows = weight_bytes(self.gguf, self.plan), self.plan.kv_bytes_per_token
+            weights, rows = self.plan.nbytes, self.plan.kv_bytes_per_token
             needs = fit(weights, rows, self.max_context, available + freed, snapshots.memory(self.plan))
             if needs.verdict == "does not fit":
                 raise TinychatError(f"not enough memory: {needs.explanation}; take a smaller quant or context")

@@ -13,7 +13,6 @@ from tinychat.engine.config import ModelConfig
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.plan import build_plan
 from tinychat.engine.stats import OVERHEAD, available_memory
-from tinychat.kernels.ops import Plan
 
 COMFORT = 0.85  # of the available memory: above it, other programs start to swap
 
@@ -52,9 +51,4 @@ def sizes(path: Path) -> tuple[int, int]:
     TinychatError."""
     header = GGUF.open(path)
     plan = build_plan(header, ModelConfig.from_gguf(header))
-    return weight_bytes(header, plan) + snapshots.memory(plan), plan.kv_bytes_per_token
-
-
-def weight_bytes(header: GGUF, plan: Plan) -> int:
-    """Bytes of the tensors that `plan` uses; those of a block of multi-token prediction only where it runs it."""
-    return sum(header.tensors[name].nbytes for name in {w.tensor for w in plan.weights})
+    return plan.nbytes + snapshots.memory(plan), plan.kv_bytes_per_token

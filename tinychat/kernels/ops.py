@@ -460,6 +460,11 @@ class Plan:
         """Every distinct weight, in order of use."""
         return list(dict.fromkeys(w for op in (*self.ops, *self.draft_ops) for w in weights_of(op)))
 
+    @cached_property
+    def nbytes(self) -> int:
+        """Packed bytes of all weights, those of multi-token prediction included where the plan has it."""
+        return sum(w.nbytes for w in self.weights)
+
     @property
     def matrices(self) -> list[Weight]:
         """Every distinct weight but norm gains and biases, in order of use."""

@@ -112,8 +112,7 @@ def _running(
     """An executor of `plan`, closed afterwards."""
     if report:
         report("packing weights", 0.0)
-    source.nbytes = sum(w.nbytes for w in plan.weights)
-    executor, _ = make_executor(plan, source, context, device, threads, lambda stage, fraction: None)  # type: ignore[arg-type]
+    executor, _ = make_executor(plan, source, context, device, threads, lambda stage, fraction: None)
     with contextlib.closing(executor):
         yield executor
 

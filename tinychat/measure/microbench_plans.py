@@ -67,7 +67,6 @@ class RandomWeights:
 
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}
-        self.nbytes = 0  # total of all weights
         self.pool = np.random.default_rng(0).integers(0, 256, 1 << 20, np.uint8) & 0x37
 
     def weight(self, name: str, kind: Q, rows: int, cols: int, groups: int = 1) -> Weight:

@@ -155,7 +155,8 @@ class PlainChat:
         c = self.controller
         if (stage := c.loading.stage if c.loading else "") != self._stage:
             self._stage = stage
-            self._out.note(f"[{stage}]" if stage else "")
+            if stage:
+                self._out.note(f"[{stage}]")
         prefill = c.running.prefill if c.running and not c.running.tokens else None
         if prefill is not None and time.monotonic() - self._spoke > SILENCE:
             self._spoke = time.monotonic()

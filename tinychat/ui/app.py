@@ -110,7 +110,7 @@ class TinychatApp(LastingApp):
         self.theme = self.own.theme if self.own.theme in self.available_themes else THEMES[0].name
         self.theme_changed_signal.subscribe(self, self._theme_chosen)
         self.push_screen(self.chat)
-        self.set_interval(ANNOUNCED, self._announce)
+        self.chat.set_interval(ANNOUNCED, self._announce)  # of the screen: one of the app would outlive a panic
         self.chat.mcp.start()
         if self._path is not None:
             self.controller.load(self._model or self._path.name, self._path, **self._options)
