@@ -68,12 +68,13 @@ def test_an_edited_conversation_is_extended_and_another_one_forgets_it() -> None
     assert len(small.tokens) == 80  # over its limit it keeps the prompt alone
 
 
-def learned(mode: Speculate = "auto") -> tuple[Speculation, Stats]:
-    """A speculation that knows a text and how long a single step takes."""
+def learned(mode: Speculate = "auto", repeated: int = 20, singles: int = 1) -> tuple[Speculation, Stats]:
+    """A speculation that knows a text, whose first tokens stand at its end again, and how long a single step takes."""
     stats = Stats()
     speculation = Speculation(mode, MOST, 1000, stats)
-    speculation.start([*range(200), *range(20)])
-    speculation.took("", 0, 1.0)
+    speculation.start([*range(200), *range(repeated)])
+    for _ in range(singles):
+        speculation.took("", 0, 1.0)
     return speculation, stats
 
 
@@ -113,6 +114,50 @@ def test_off_where_nothing_is_accepted_and_on_again() -> None:
     accepted = stats.accepted_tokens
     run(speculation, range(20, 180), 0.2)
     assert stats.accepted_tokens > accepted + 100
+
+
+def guessing(share: float, cost: float, tokens: int = 400) -> Stats:
+    """An answer without repetitions by a model that guesses right that often; a step of two costs 1 + `cost`."""
+    (speculation, stats), rng, place = learned(repeated=0, singles=3), random.Random(3), 0
+    while place < tokens:
+        right = 1000 + place
+        drafts = speculation.drafts(MOST, lambda right=right: right if rng.random() < share else 0)
+        accepted = drafts == [right]
+        assert not drafts or speculation.source == "mtp"
+        for i in range(1 + accepted):
+            speculation.took("mtp" if i else "", len(drafts), 0.0 if i else 1 + cost * len(drafts))
+            speculation.add(1000 + place)
+            place += 1
+    return stats
+
+
+def test_guesses_where_they_pay() -> None:
+    often = guessing(0.8, 0.2)
+    assert often.mtp_accepted_tokens > 150 and often.speculation_gain > 1.2
+    assert often.decode_steps + often.mtp_accepted_tokens in (403, 404)  # also the three of `learned`
+    wrong, dear = guessing(0.05, 0.2), guessing(0.8, 1.5)
+    assert wrong.mtp_drafted_tokens < 60 and wrong.speculation_gain > 0.95
+    assert dear.mtp_drafted_tokens < 20 and dear.speculation_gain > 0.95
+
+
+def test_guesses_again_where_they_would_pay() -> None:
+    """What is not run is asked for now and then."""
+    speculation, stats = learned(repeated=0, singles=3)
+    asked, place = 0, 0
+
+    def guess() -> int:
+        nonlocal asked
+        asked += 1
+        return 1000 + place if place > 300 else 0
+
+    for place in range(2000):
+        drafts = speculation.drafts(MOST, guess)
+        speculation.took("", len(drafts), 1 + 0.2 * len(drafts))
+        speculation.add(1000 + place)
+        if place == 300:
+            assert 10 < stats.mtp_drafted_tokens < 60 and asked < stats.mtp_drafted_tokens + 12
+            drafted = stats.mtp_drafted_tokens
+    assert stats.mtp_drafted_tokens > drafted + 300
 
 
 def test_a_fixed_number_is_always_run() -> None:

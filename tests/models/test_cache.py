@@ -23,7 +23,7 @@ from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError
 from tinychat.models import cache, wheel
 from tinychat.models.download import DownloadStopped
-from tinychat.models.registry import MODELS, Model, resolve
+from tinychat.models.registry import MODELS, Model, resolve, user_models
 
 URL = "https://example.org/models/m.gguf"
 PULL = """
@@ -227,6 +227,18 @@ def test_entries_name_what_is_known_and_leave_tinygrads_other_files_alone(tmp_pa
     assert set(found) == {known.name, "0" * 32, "mine"}
     assert found["mine"].partial and found["mine"].size == 100 and not found[known.name].partial
     assert cache.find(mine) == [found["mine"]]
+
+
+def test_a_side_file_is_linked_beside_its_model(tmp_path: Path) -> None:
+    of = "https://example.org/models/big.gguf"
+    (model,) = user_models({"mtp": {"url": URL, "mtp_of": of}})
+    file = tmp_path / "m.gguf"
+    make_gguf(file, size=2000)
+    added = cache.add(file, model)
+    link = added.with_name(f"mtp-{cache.key_of(of)}")
+    assert link.read_bytes() == file.read_bytes() and [e.name for e in cache.entries([model])] == ["mtp"]
+    cache.remove(*cache.find(model))
+    assert not link.is_symlink() and not added.exists()
 
 
 def test_verify(tmp_path: Path) -> None:

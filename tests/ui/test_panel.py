@@ -109,6 +109,8 @@ def test_drafts_are_shown_where_there_were_some():
     assert "drafts" not in rows(decode_steps=412)
     said = rows(decode_steps=150, drafted_tokens=1300, accepted_tokens=262, speculation_gain=2.14)
     assert "per step 2.75 tokens, 2.1×" in said and "drafts 262 of 1,300" in said
+    said = rows(decode_steps=300, drafted_tokens=90, accepted_tokens=60, mtp_drafted_tokens=90, mtp_accepted_tokens=60)
+    assert "mtp 60 of 90" in said and "drafts" not in said
     said = rows(decode_steps=12, forced_tokens=400, speculation_gain=12.3)
     assert "drafts 400 forced" in said
 

@@ -101,11 +101,7 @@ def pull(model: Model, progress: OnDownload | None = None, stop: Event | None = 
     folder, failures = downloads_dir(), []
     for source in sorted(model.sources, key=lambda s: not (folder / f"{key_of(s)}.part").exists()):
         try:
-            path = _pull(model, source, folder, progress, stop)
-            for link in _side_names(model):
-                link.unlink(missing_ok=True)
-                link.symlink_to(path.name)
-            return path
+            return _linked(model, _pull(model, source, folder, progress, stop))
         except DownloadStopped:
             raise
         except TinychatError as e:
@@ -116,6 +112,14 @@ def pull(model: Model, progress: OnDownload | None = None, stop: Event | None = 
 def _side_names(model: Model) -> list[Path]:
     """Where the engine looks for what `model` is a side file of: beside each of those models."""
     return [downloads_dir() / f"mtp-{key_of(source)}" for source in model.mtp_of]
+
+
+def _linked(model: Model, path: Path) -> Path:
+    """`path`, the file of `model`, found from the models that it is a side file of."""
+    for link in _side_names(model):
+        link.unlink(missing_ok=True)
+        link.symlink_to(path.name)
+    return path
 
 
 def _pull(model: Model, source: str, folder: Path, progress: OnDownload | None, stop: Event | None) -> Path:
@@ -208,7 +212,7 @@ def add(
                 part.unlink(missing_ok=True)
             if mode == "move":
                 file.unlink(missing_ok=True)
-    return final
+    return _linked(model, final)
 
 
 def _place(file: Path, to: Path, size: int, mode: str, progress: OnDownload | None, stop: Event | None) -> None:
