@@ -227,7 +227,7 @@ class Started:
         from tinychat.kernels.sampling import Sampling
         from tinychat.models import cache
         from tinychat.models.registry import resolve
-        from tinychat.server.answer import House
+        from tinychat.server.answer import ServedModel
         from tinychat.server.app import create_app
         from tinychat.server.security import Policy
 
@@ -235,7 +235,7 @@ class Started:
         path = cache.pull(resolve("smollm2:135m"))
         self.backend = LocalBackend.open(path, max_context=min(context, 8192), device="cpu")
         most = theirs.n_predict if (theirs.n_predict or 0) > 0 else None  # type: ignore[attr-defined]
-        house = House(
+        served = ServedModel(
             theirs.model_alias or "smollm2",  # type: ignore[attr-defined]
             self.backend,
             self.backend,
@@ -244,7 +244,7 @@ class Started:
             most,
         )
         self._serving = serving_app(
-            create_app(house, Policy(theirs.api_key), 16),  # type: ignore[attr-defined]
+            create_app(served, Policy(theirs.api_key), 16),  # type: ignore[attr-defined]
             theirs.server_port,  # type: ignore[attr-defined]
         )
         self._serving.__enter__()

@@ -25,7 +25,7 @@ from tinychat.backend.remote import RemoteBackend
 from tinychat.engine.stats import rss_bytes
 from tinychat.kernels.sampling import Sampling
 from tinychat.measure.bench import TEXT
-from tinychat.server.answer import House
+from tinychat.server.answer import ServedModel
 
 
 def once(backend: Backend, turn: int, n: int) -> tuple[float, float, float]:
@@ -99,7 +99,7 @@ def main() -> None:
     args = parser.parse_args()
     process.prepare()
     local = LocalBackend.open(args.model, max_context=2048, threads=args.threads)
-    with serving(House("m", local, local)) as url:
+    with serving(ServedModel("m", local, local)) as url:
         if args.rounds:
             compare(local, url, args.rounds, args.n)
         if args.requests:

@@ -39,7 +39,7 @@ from tinychat.backend.remote import RemoteBackend
 from tinychat.backend.wire import refused
 from tinychat.errors import TinychatError
 from tinychat.kernels.sampling import GREEDY, Sampling
-from tinychat.server.answer import House
+from tinychat.server.answer import ServedModel
 from tinychat.server.security import Policy
 
 HI = ({"role": "user", "content": "Say hello to my cat."},)
@@ -92,7 +92,7 @@ def smollm2(smollm2_path: Path) -> Iterator[LocalBackend]:
 
 @pytest.fixture(scope="module")
 def both(smollm2: LocalBackend) -> Iterator[RemoteBackend]:
-    with serving(House("smollm2:135m", smollm2, smollm2)) as url, remote(url) as backend:
+    with serving(ServedModel("smollm2:135m", smollm2, smollm2)) as url, remote(url) as backend:
         yield backend
 
 
@@ -111,7 +111,7 @@ def test_a_tiny_model_in_the_same_way(tmp_path: Path) -> None:
     tiny.write(tmp_path / "m.gguf", "qwen3", "F16", seed=3)
     local = LocalBackend.open(tmp_path / "m.gguf", max_context=128, device="cpu")
     request = Request(raw="ab", sampling=Sampling(temperature=1.0, seed=5))  # up to the end of the context
-    with serving(House("tiny", local, local)) as url, remote(url) as backend:
+    with serving(ServedModel("tiny", local, local)) as url, remote(url) as backend:
         list(local.answer(request))
         expected = list(local.answer(request))
         assert comparable(list(backend.answer(request))) == comparable(expected)
@@ -130,13 +130,13 @@ def test_thinking_and_tools_in_the_same_way() -> None:
         ToolCall(1, "{}", "call_b", "add"),
         finished("tool_calls", answer=9, cached=3),
     ]
-    house = replaying(events)
+    served = replaying(events)
     asked = Request(messages=HI, tools=(TOOL,), thinking=True, tool_choice="required", max_tokens=50)
-    with serving(house) as url, remote(url) as backend:
+    with serving(served) as url, remote(url) as backend:
         got = list(backend.answer(asked))
-        assert isinstance(house.backend, Replay)
-        assert house.backend.requests == [asked]
-        assert got == list(house.backend.answer(asked))
+        assert isinstance(served.backend, Replay)
+        assert served.backend.requests == [asked]
+        assert got == list(served.backend.answer(asked))
 
 
 def test_what_is_known_of_the_model(smollm2: LocalBackend, both: RemoteBackend) -> None:
@@ -180,8 +180,8 @@ def test_a_cancel_frees_the_server(smollm2: LocalBackend, both: RemoteBackend) -
 
 def test_a_cancel_before_the_first_byte() -> None:
     go = threading.Event()
-    house = replaying([*pieces("a"), go, finished()])
-    with serving(house) as url, remote(url) as backend:
+    served = replaying([*pieces("a"), go, finished()])
+    with serving(served) as url, remote(url) as backend:
         first, second = Request(messages=HI), Request(messages=HI)
         begun = backend.answer(first)
         assert isinstance(next(begun), Prompted)

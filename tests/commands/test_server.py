@@ -105,8 +105,8 @@ def test_a_port_that_is_taken(url: str, tmp_path: Path, capsys: Captured) -> Non
 
 def test_a_chat_over_a_server() -> None:
     """The controller of the chat, with what `tinychat --server` gives it."""
-    house = replaying([*pieces("hm", kind="thinking"), *pieces(*"Hello"), finished(answer=6)])
-    with serving(house) as url:
+    served = replaying([*pieces("hm", kind="thinking"), *pieces(*"Hello"), finished(answer=6)])
+    with serving(served) as url:
         controller = Controller(open_backend)
         controller.load("replay", Path(url), server=Server(url))
         wait(controller, lambda: controller.ready)
@@ -116,5 +116,5 @@ def test_a_chat_over_a_server() -> None:
         answer = controller.conversation.turns[-1]
         assert (answer.text, answer.thinking) == ("Hello", "hm")
         controller.leave()
-    assert isinstance(house.backend, Replay)
-    assert house.backend.requests[-1].messages[-1]["content"] == "Hi"
+    assert isinstance(served.backend, Replay)
+    assert served.backend.requests[-1].messages[-1]["content"] == "Hi"

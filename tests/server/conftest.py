@@ -8,7 +8,7 @@ import pytest
 from tests.support.serving import serving
 from tinychat.backend.local import LocalBackend
 from tinychat.kernels.sampling import Sampling
-from tinychat.server.answer import House
+from tinychat.server.answer import ServedModel
 
 
 @pytest.fixture(scope="session")
@@ -21,5 +21,5 @@ def smollm2(smollm2_path: Path) -> Iterator[LocalBackend]:
 @pytest.fixture(scope="session")
 def url(smollm2: LocalBackend) -> Iterator[str]:
     """Greedy where a request does not say otherwise."""
-    with serving(House("smollm2:135m", smollm2, smollm2, Sampling(temperature=0.0, seed=1), most=400)) as found:
+    with serving(ServedModel("smollm2:135m", smollm2, smollm2, Sampling(temperature=0.0, seed=1), most=400)) as found:
         yield found

@@ -61,7 +61,7 @@ def test_blocks_of_thinking_text_and_tools() -> None:
 
 
 def test_what_is_said_reaches_the_backend() -> None:
-    house = replaying([finished()])
+    served = replaying([finished()])
     conversation: Any = [
         {"role": "user", "content": "1+1?"},
         {
@@ -85,7 +85,7 @@ def test_what_is_said_reaches_the_backend() -> None:
         },
         {"role": "assistant", "content": "It is"},
     ]
-    with serving(house) as url:
+    with serving(served) as url:
         anthropic.Anthropic(base_url=url, api_key="none").messages.create(
             model="m",
             max_tokens=9,
@@ -97,8 +97,8 @@ def test_what_is_said_reaches_the_backend() -> None:
             thinking={"type": "enabled", "budget_tokens": 5},
             metadata={"user_id": "me"},
         )
-    assert isinstance(house.backend, Replay)
-    request = house.backend.requests[0]
+    assert isinstance(served.backend, Replay)
+    request = served.backend.requests[0]
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     assert request == Request(
         messages=(

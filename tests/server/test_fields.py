@@ -17,7 +17,7 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 
 from tests.support.serving import finished, replaying
 from tinychat.server import anthropic, ollama, openai_chat, openai_completions, openai_responses
-from tinychat.server.answer import AnswerJob, House
+from tinychat.server.answer import AnswerJob, ServedModel
 from tinychat.server.refusal import RequestRefused
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -109,7 +109,7 @@ class Dialect:
     """`honoured`: field -> (a value, where the request shows it, what it shows); `notes`: fields that by their
     definition ask for nothing."""
 
-    parse: Callable[[dict[str, Any], House], AnswerJob]
+    parse: Callable[[dict[str, Any], ServedModel], AnswerJob]
     base: Mapping[str, Any]
     fields: tuple[str, ...]
     honoured: Mapping[str, tuple[Any, Look, Any]]
@@ -144,7 +144,7 @@ CHAT = Dialect(
     | USAGE
     | {
         "messages": ([{"role": "user", "content": "Ho"}], lambda job: job.request.messages[0]["content"], "Ho"),
-        "model": ("n", lambda job: job.reply.house.model, "replay"),  # there is one, and the answer says its name
+        "model": ("n", lambda job: job.reply.served.model, "replay"),  # there is one, and the answer says its name
         "max_tokens": (5, asked("max_tokens"), 5),
         "max_completion_tokens": (6, asked("max_tokens"), 6),
         "n_predict": (7, asked("max_tokens"), 7),
@@ -179,7 +179,7 @@ COMPLETIONS = Dialect(
     | USAGE
     | {
         "prompt": ("Twice", asked("raw"), "Twice"),
-        "model": ("n", lambda job: job.reply.house.model, "replay"),
+        "model": ("n", lambda job: job.reply.served.model, "replay"),
         "max_tokens": (5, asked("max_tokens"), 5),
         "n_predict": (7, asked("max_tokens"), 7),
         "stop": ("a", asked("stop"), ("a",)),
@@ -198,7 +198,7 @@ RESPONSES = Dialect(
     | {
         "input": ("Ho", lambda job: job.request.messages[0]["content"], "Ho"),
         "instructions": ("Be", lambda job: job.request.messages[0], {"role": "system", "content": "Be"}),
-        "model": ("n", lambda job: job.reply.house.model, "replay"),
+        "model": ("n", lambda job: job.reply.served.model, "replay"),
         "max_output_tokens": (5, asked("max_tokens"), 5),
         "top_logprobs": (3, asked("logprobs"), 3),
         "include": (["message.output_text.logprobs"], asked("logprobs"), 0),
@@ -221,7 +221,7 @@ MESSAGES = Dialect(
     | {
         "stream": STREAM["stream"],
         "messages": ([{"role": "user", "content": "Ho"}], lambda job: job.request.messages[0]["content"], "Ho"),
-        "model": ("n", lambda job: job.reply.house.model, "replay"),
+        "model": ("n", lambda job: job.reply.served.model, "replay"),
         "max_tokens": (5, asked("max_tokens"), 5),
         "stop_sequences": (["a"], asked("stop"), ("a",)),
         "system": ("Be", lambda job: job.request.messages[0], {"role": "system", "content": "Be"}),
@@ -249,7 +249,7 @@ OLLAMA = Dialect(
     {"model": "m", "messages": HI},
     ("logprobs", "top_logprobs", "tool_choice", "template", "context", "raw", "suffix", "images"),
     {
-        "model": ("n", lambda job: job.reply.house.model, "replay"),
+        "model": ("n", lambda job: job.reply.served.model, "replay"),
         "messages": ([{"role": "user", "content": "Ho"}], lambda job: job.request.messages[0]["content"], "Ho"),
         "tools": ([CHAT_TOOL], asked("tools"), (CHAT_TOOL,)),
         "format": ("json", asked("response_format"), {"type": "json_object"}),
@@ -299,31 +299,31 @@ CASES = [(name, f) for name, d in DIALECTS.items() for f in dict.fromkeys((*d.fi
 
 @pytest.mark.parametrize(("name", "field"), CASES)
 def test_honoured_or_refused_by_name(name: str, field: str) -> None:
-    d, house = DIALECTS[name], replaying([finished()])
+    d, served = DIALECTS[name], replaying([finished()])
     base = {**d.base, **d.besides.get(field, {})}
     without = {k: v for k, v in base.items() if k != field}
     if field in d.honoured:
         value, look, seen = d.honoured[field]
-        assert look(d.parse({**base, field: value}, house)) == seen
+        assert look(d.parse({**base, field: value}, served)) == seen
         if field not in d.base:
-            assert field == "seed" or look(d.parse(without, house)) != seen
+            assert field == "seed" or look(d.parse(without, served)) != seen
     elif field in d.notes:
-        d.parse({**base, field: d.notes[field]}, house)
+        d.parse({**base, field: d.notes[field]}, served)
     else:
         with pytest.raises(RequestRefused) as raised:
-            d.parse({**base, field: REFUSED.get(field, {"a": 1})}, house)
+            d.parse({**base, field: REFUSED.get(field, {"a": 1})}, served)
         assert raised.value.status == 400 and (raised.value.field or "").startswith(field)
 
 
 @pytest.mark.parametrize("field", [*OLLAMA_OPTIONS, *OLLAMA_REFUSED])
 def test_options_of_ollama(field: str) -> None:
-    house = replaying([finished()])
+    served = replaying([finished()])
     if field in OLLAMA_OPTIONS:
         value, look, seen = OLLAMA_OPTIONS[field]
-        assert look(ollama.parse_chat({**OLLAMA.base, "options": {field: value}}, house)) == seen
+        assert look(ollama.parse_chat({**OLLAMA.base, "options": {field: value}}, served)) == seen
     else:
         with pytest.raises(RequestRefused) as raised:
-            ollama.parse_chat({**OLLAMA.base, "options": {field: OLLAMA_REFUSED[field]}}, house)
+            ollama.parse_chat({**OLLAMA.base, "options": {field: OLLAMA_REFUSED[field]}}, served)
         assert raised.value.field == f"options.{field}"
 
 

@@ -13,7 +13,7 @@ from tinychat.backend.local import LocalBackend
 from tinychat.engine import kvstore
 from tinychat.engine.kvstore import LEAST
 from tinychat.engine.tokenizer import Tokenizer
-from tinychat.server.answer import House
+from tinychat.server.answer import ServedModel
 
 
 def test_health_and_models(url: str, smollm2: LocalBackend) -> None:
@@ -93,7 +93,7 @@ def test_conversations_that_take_turns_are_not_read_again(
     monkeypatch.setattr(kvstore, "user_cache_dir", lambda *args, **kwargs: str(tmp_path))
     monkeypatch.setattr("tinychat.backend.local.SWITCH_SAVE_S", 120.0)  # a busy machine saves no less
     backend = LocalBackend.open(smollm2_path, max_context=512, device="cpu", store_bytes=1 << 27)
-    with serving(House("m", backend, backend)) as url:
+    with serving(ServedModel("m", backend, backend)) as url:
 
         def cached(word: str) -> tuple[int, int]:
             body = {"model": "m", "prompt": f"{word} " * 20, "max_tokens": 2, "temperature": 0}

@@ -52,13 +52,13 @@ def test_thinking_and_tools() -> None:
         finished("tool_calls"),
     ]
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-    house = replaying(events)
+    served = replaying(events)
     history = [
         *HI,
         {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]},
         {"role": "tool", "content": "2", "tool_name": "add"},
     ]
-    with serving(house) as url:
+    with serving(served) as url:
         got = lines(url, "/api/chat", messages=history, tools=[tool], think=True)
         whole = post(url, "/api/chat", messages=history, tools=[tool], stream=False).json()["message"]
     call = [{"id": "call_a", "function": {"index": 0, "name": "add", "arguments": {"a": 1}}}]
@@ -69,8 +69,8 @@ def test_thinking_and_tools() -> None:
         {"role": "assistant", "content": ""},
     ]
     assert whole == {"role": "assistant", "content": "ok", "thinking": "hm", "tool_calls": call}
-    assert isinstance(house.backend, Replay)
-    sent = house.backend.requests[0]
+    assert isinstance(served.backend, Replay)
+    sent = served.backend.requests[0]
     assert sent.thinking is True and sent.messages[2]["tool_call_id"] == sent.messages[1]["tool_calls"][0]["id"]
 
 

@@ -147,7 +147,7 @@ def test_one_call_only_where_the_client_wants_one() -> None:
 
 
 def test_what_is_said_reaches_the_backend() -> None:
-    house = replaying([finished()])
+    served = replaying([finished()])
     conversation = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "What is"}, {"type": "text", "text": "1+1?"}]},
@@ -160,7 +160,7 @@ def test_what_is_said_reaches_the_backend() -> None:
         {"role": "tool", "tool_call_id": "c1", "content": "2"},
         {"role": "assistant", "content": "It is"},
     ]
-    with serving(house) as url:
+    with serving(served) as url:
         answer = post(
             url,
             "/v1/chat/completions",
@@ -190,8 +190,8 @@ def test_what_is_said_reaches_the_backend() -> None:
             metadata={"a": "b"},
         )
     assert answer.status_code == 200, answer.text
-    assert isinstance(house.backend, Replay)
-    (request,) = house.backend.requests
+    assert isinstance(served.backend, Replay)
+    (request,) = served.backend.requests
     assert request == Request(
         messages=(
             {"role": "system", "content": "Be brief."},
@@ -425,19 +425,19 @@ def test_responses_with_thinking_and_tools() -> None:
 
 
 def test_a_turn_of_responses_is_one_message() -> None:
-    house = replaying([finished()])
+    served = replaying([finished()])
     items = [
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "1+1?"}]},
         {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
         {"type": "function_call", "call_id": "c1", "name": "add", "arguments": "{}", "id": "f", "status": "completed"},
         {"type": "function_call_output", "call_id": "c1", "output": "2"},
     ]
-    with serving(house) as url:
+    with serving(served) as url:
         answer = post(url, "/v1/responses", model="m", input=items, instructions="Be brief.")
     assert answer.status_code == 200, answer.text
-    assert isinstance(house.backend, Replay)
+    assert isinstance(served.backend, Replay)
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
-    assert house.backend.requests[0].messages == (
+    assert served.backend.requests[0].messages == (
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "1+1?"},
         {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]},

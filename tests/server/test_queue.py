@@ -68,9 +68,9 @@ async def test_whoever_goes_away_loses_the_place(granted: bool) -> None:
 def test_the_queue_behind_http(path: str) -> None:
     """One runs, one waits, the third is sent away with Retry-After; then the other two are answered."""
     go = threading.Event()
-    house = replaying([*pieces("a"), go, finished(answer=1)])
+    served = replaying([*pieces("a"), go, finished(answer=1)])
     body = BODY | ({"max_tokens": 5} if "messages" in path else {}) | ({"stream": False} if "api" in path else {})
-    with serving(house, queue_size=1) as url:
+    with serving(served, queue_size=1) as url:
         answers: list[httpx.Response] = []
         threads = [
             threading.Thread(target=lambda: answers.append(httpx.post(url + path, json=body, timeout=120)))
@@ -92,8 +92,8 @@ def test_the_queue_behind_http(path: str) -> None:
 def test_a_client_that_hangs_up_in_the_queue() -> None:
     """Its request is never given to the backend."""
     go = threading.Event()
-    house = replaying([*pieces("a"), go, finished(answer=1)])
-    with serving(house) as url:
+    served = replaying([*pieces("a"), go, finished(answer=1)])
+    with serving(served) as url:
         first = threading.Thread(target=lambda: httpx.post(f"{url}/v1/chat/completions", json=BODY, timeout=120))
         first.start()
         until(url, "running_requests", 1)
@@ -103,20 +103,20 @@ def test_a_client_that_hangs_up_in_the_queue() -> None:
         go.set()
         first.join()
         assert httpx.post(f"{url}/v1/chat/completions", json=BODY, timeout=120).status_code == 200
-    assert isinstance(house.backend, Replay)
-    assert len(house.backend.requests) == 2
+    assert isinstance(served.backend, Replay)
+    assert len(served.backend.requests) == 2
 
 
 def test_a_client_that_hangs_up_while_it_is_answered() -> None:
     """The request is cancelled, and the next one has its turn when the backend has ended the first."""
     go = threading.Event()
-    house = replaying([*pieces("a"), go, *pieces("b"), finished(answer=2)])
-    with serving(house) as url:
+    served = replaying([*pieces("a"), go, *pieces("b"), finished(answer=2)])
+    with serving(served) as url:
         with asking(url, "/v1/chat/completions", BODY):
             until(url, "running_requests", 1)
         until(url, "hung_up_total", 1)
-        assert isinstance(house.backend, Replay)
-        assert house.backend.requests[0].cancel.is_set()
+        assert isinstance(served.backend, Replay)
+        assert served.backend.requests[0].cancel.is_set()
         assert figure(url, "running_requests") == 1  # the backend has not said that it is free
         go.set()
         until(url, "running_requests", 0)

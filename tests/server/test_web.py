@@ -18,7 +18,7 @@ from websockets.sync.client import connect
 
 from tests.support import chromium
 from tests.support.serving import Replay, finished, pieces, replaying, serving_app
-from tinychat.server.answer import House
+from tinychat.server.answer import ServedModel
 from tinychat.server.app import create_app
 from tinychat.server.connection import bind
 from tinychat.server.security import Policy
@@ -28,12 +28,12 @@ KEY = "sk-of-the-server"
 
 
 @contextmanager
-def pages(house: House, key: str | None = KEY) -> Iterator[str]:
+def pages(served: ServedModel, key: str | None = KEY) -> Iterator[str]:
     """A server with the chat for browsers, whose processes must know its port before it runs."""
     with bind("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
     web = Web(f"http://127.0.0.1:{port}", key, "smollm2:135m", program())
-    with serving_app(create_app(house, Policy(key), 16, web), port, websockets=True) as url:
+    with serving_app(create_app(served, Policy(key), 16, web), port, websockets=True) as url:
         yield url
 
 
@@ -81,11 +81,11 @@ def test_a_websocket_needs_origin_host_and_key(headers: dict[str, str]) -> None:
 
 
 def test_what_a_page_says_reaches_a_process_that_answers() -> None:
-    house = replaying([*pieces(*"Hello"), finished(answer=5)])
-    with pages(house, None) as url:
+    served = replaying([*pieces(*"Hello"), finished(answer=5)])
+    with pages(served, None) as url:
         at = url.replace("http", "ws") + "/chat/ws?width=90&height=30"
         with connect(at, additional_headers={"Origin": url}) as page:
-            assert isinstance(house.backend, Replay)
+            assert isinstance(served.backend, Replay)
             screen = b""
             while b"f1 is the help" not in screen:  # the last line of the welcome
                 said = page.recv(60)
@@ -95,9 +95,9 @@ def test_what_a_page_says_reaches_a_process_that_answers() -> None:
             page.send(json.dumps(["resize", {"width": 100, "height": 10**9}]))
             page.send(json.dumps(["stdin", "Hi there"]))
             page.send(json.dumps(["stdin", "\r"]))
-            while not house.backend.requests:
+            while not served.backend.requests:
                 page.recv(60)
-    assert house.backend.requests[-1].messages[-1]["content"] == "Hi there"
+    assert served.backend.requests[-1].messages[-1]["content"] == "Hi there"
 
 
 ATTEMPTS = """
@@ -146,14 +146,14 @@ def test_the_process_of_a_page_reaches_no_files(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(chromium.PROGRAM is None, reason="no Chromium")
 def test_a_conversation_in_chromium(tmp_path: Path) -> None:
-    house = replaying([*pieces("hm", kind="thinking"), *pieces(*"Hello"), finished(answer=6)])
-    with pages(house) as url, chromium.page() as page:
+    served = replaying([*pieces("hm", kind="thinking"), *pieces(*"Hello"), finished(answer=6)])
+    with pages(served) as url, chromium.page() as page:
         page.go(url)
         page.wait(lambda: page.value("!!document.querySelector('input[type=password]')"))
         page.value(f"document.querySelector('input').value = {KEY!r}; document.querySelector('form').submit()")
         page.wait(lambda: page.value("document.body.classList.contains('-first-byte')"))
-        assert isinstance(house.backend, Replay)
-        requests = house.backend.requests
+        assert isinstance(served.backend, Replay)
+        requests = served.backend.requests
 
         def ask() -> bool:  # until the app behind the page has its prompt
             page.type("Hi")

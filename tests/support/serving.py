@@ -31,17 +31,17 @@ from tinychat.backend.protocol import (
 )
 from tinychat.backend.stream import EventStream
 from tinychat.engine.stats import Stats
-from tinychat.server.answer import House
+from tinychat.server.answer import ServedModel
 from tinychat.server.app import create_app
 from tinychat.server.connection import bind, make_server
 from tinychat.server.security import Policy
 
 
 def serving(
-    house: House, policy: Policy | None = None, queue_size: int = 16
+    served: ServedModel, policy: Policy | None = None, queue_size: int = 16
 ) -> AbstractContextManager[str, bool | None]:
     """Our server; its URL, without /v1."""
-    return serving_app(create_app(house, policy or Policy(), queue_size))
+    return serving_app(create_app(served, policy or Policy(), queue_size))
 
 
 @contextmanager
@@ -147,7 +147,7 @@ class Replay(Tokenizing):
         return "".join(m["content"] for m in request.messages)
 
 
-def replaying(events: Sequence[Event | threading.Event]) -> House:
-    """A House around a Replay."""
+def replaying(events: Sequence[Event | threading.Event]) -> ServedModel:
+    """A Replay as the served model."""
     backend = Replay(events)
-    return House("replay", backend, backend)
+    return ServedModel("replay", backend, backend)

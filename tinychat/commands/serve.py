@@ -13,7 +13,7 @@ from tinychat.engine.speculation import Speculate
 from tinychat.errors import TinychatError, printable
 from tinychat.models.registry import resolve
 from tinychat.process import signals_to
-from tinychat.server.answer import House
+from tinychat.server.answer import ServedModel
 from tinychat.server.app import create_app
 from tinychat.server.connection import bind, make_server
 from tinychat.server.security import Policy
@@ -59,12 +59,12 @@ def serve(
             )
         with contextlib.closing(backend):
             say_notes(backend.info.notes)
-            house = House(found.name, backend, backend, own.parameters.sampling, own.parameters.seed)
+            served = ServedModel(found.name, backend, backend, own.parameters.sampling, own.parameters.seed)
             port = listening.getsockname()[1]
             own_host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
             pages = Web(f"http://{_bracketed(own_host)}:{port}", key, found.name, program()) if installed() else None
             policy = Policy(key, frozenset((host, *hosts)), frozenset(origins))
-            app = create_app(house, policy, queue_size, pages)
+            app = create_app(served, policy, queue_size, pages)
             url = f"http://{_bracketed(host)}:{port}"
             listening.listen()  # from here on a client waits where it was refused: the URL below can be used at once
             say(f"{found.name} answers at {url}/v1 ({'with' if key else 'no'} key); Ctrl-C ends it")

@@ -36,7 +36,7 @@ GATHER_S = 0.04
 
 
 @dataclass(frozen=True)
-class House:
+class ServedModel:
     """What the dialects know of the server: the model, the name it goes by, and the defaults of what a request does
     not set.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tinychat.backend.protocol import Event, Finished, Message, Piece, Prompted, Request, ToolCall
 from tinychat.server import sse
-from tinychat.server.answer import Answer, AnswerJob, House, finish, usage
+from tinychat.server.answer import Answer, AnswerJob, ServedModel, finish, usage
 from tinychat.server.fields import Fields
 from tinychat.server.openai_chat import new_id
 from tinychat.server.refusal import RequestRefused, invalid
@@ -66,40 +66,40 @@ def error(refused: RequestRefused) -> dict[str, Any]:
 # Requests
 
 
-def parse(body: dict[str, Any], house: House) -> AnswerJob:
+def parse(body: dict[str, Any], served: ServedModel) -> AnswerJob:
     """What `body` asks for."""
     fields = Fields(body)
     limit = fields.integer("max_tokens", None, 1, MAX_TOKENS)
     if limit is None:
         raise fields.refuse("max_tokens", "is required")
     stream = fields.flag("stream")
-    request, one_call = _request(fields, house, limit)
-    return AnswerJob(request, MessagesReply(house), stream, one_call)
+    request, one_call = _request(fields, served, limit)
+    return AnswerJob(request, MessagesReply(served), stream, one_call)
 
 
-def count_request(body: dict[str, Any], house: House) -> Request:
+def count_request(body: dict[str, Any], served: ServedModel) -> Request:
     """The request whose tokens /v1/messages/count_tokens counts."""
     fields = Fields(body)
     fields.notes("max_tokens", "stream")  # clients send the whole request that they are about to make
-    return _request(fields, house, None)[0]
+    return _request(fields, served, None)[0]
 
 
-def count_tokens(body: dict[str, Any], house: House) -> dict[str, Any]:
+def count_tokens(body: dict[str, Any], served: ServedModel) -> dict[str, Any]:
     """/v1/messages/count_tokens: a request -> {input_tokens}."""
-    counted = house.backend.measure(count_request(body, house))
+    counted = served.backend.measure(count_request(body, served))
     return {"input_tokens": counted.prompt + counted.answer}
 
 
-def _request(fields: Fields, house: House, limit: int | None) -> tuple[Request, bool]:
+def _request(fields: Fields, served: ServedModel, limit: int | None) -> tuple[Request, bool]:
     model(fields, True)
     conversation = [*_system(fields), *messages(fields.array("messages", MAX_MESSAGES))]
-    tools, choice, one_call = _tools(fields, house)
+    tools, choice, one_call = _tools(fields, served)
     request = Request(
         messages=tuple(conversation),
-        sampling=sampling(fields, house),
-        max_tokens=max_tokens(house, limit),
+        sampling=sampling(fields, served),
+        max_tokens=max_tokens(served, limit),
         stop=fields.strings("stop_sequences", MAX_STOPS, MAX_STOP),
-        thinking=_thinking(fields, house, limit),
+        thinking=_thinking(fields, served, limit),
         continue_final=conversation[-1]["role"] == "assistant",  # the beginning of the answer, as Anthropic has it
         tools=tools,
         tool_choice=choice,
@@ -181,7 +181,7 @@ def _tool_result(fields: Fields) -> Message:
     return message
 
 
-def _tools(fields: Fields, house: House) -> tuple[tuple[dict[str, Any], ...], Any, bool]:
+def _tools(fields: Fields, served: ServedModel) -> tuple[tuple[dict[str, Any], ...], Any, bool]:
     """The tools, the choice among them, and whether only one call is wanted."""
     tools = []
     for i, value in enumerate(fields.array("tools", MAX_TOOLS) or ()):
@@ -201,11 +201,11 @@ def _tools(fields: Fields, house: House) -> tuple[tuple[dict[str, Any], ...], An
             choice = {"type": "function", "function": {"name": chosen.needed("name")}}
         chosen.done()
     found = tuple(tools)
-    check_tools(house, found, choice)
+    check_tools(served, found, choice)
     return found, choice, one_call
 
 
-def _thinking(fields: Fields, house: House, limit: int | None) -> bool | None:
+def _thinking(fields: Fields, served: ServedModel, limit: int | None) -> bool | None:
     """Whether to think. A budget (tokens of thinking) is checked and otherwise ignored."""
     asked = fields.fields("thinking")
     if asked is None:
@@ -218,7 +218,7 @@ def _thinking(fields: Fields, house: House, limit: int | None) -> bool | None:
     asked.done()
     if kind == "disabled":
         return False
-    return True if kind == "enabled" and house.backend.info.can.thinking else None
+    return True if kind == "enabled" and served.backend.info.can.thinking else None
 
 
 def _form(fields: Fields) -> dict[str, Any] | None:
@@ -279,7 +279,7 @@ def _tool_block(id: str, name: str, given: dict[str, Any]) -> dict[str, Any]:
 class MessagesReply:
     """Formats one answer as Messages does: blocks of thinking, text and tool use, in order."""
 
-    house: House
+    served: ServedModel
     id: str = field(default_factory=lambda: new_id("msg_"))
     media_type = sse.EVENT_STREAM
     ping = PING
@@ -332,7 +332,7 @@ class MessagesReply:
             "id": self.id,
             "type": "message",
             "role": "assistant",
-            "model": self.house.model,
+            "model": self.served.model,
             "content": blocks,
             "stop_reason": reason,
             "stop_sequence": stop,

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tinychat.backend.protocol import Event, Finished, Prompted, ToolCall
 from tinychat.errors import TinychatError
 from tinychat.server import anthropic, native, ollama, openai_chat, openai_completions, openai_responses, sse
-from tinychat.server.answer import Answer, AnswerJob, Arrivals, House, joined, raise_failure
+from tinychat.server.answer import Answer, AnswerJob, Arrivals, ServedModel, joined, raise_failure
 from tinychat.server.body import HungUp, read_object
 from tinychat.server.queue import Queue
 from tinychat.server.refusal import RequestRefused, invalid
@@ -30,8 +30,8 @@ from tinychat.server.web import routes as web_routes
 SEND_SECONDS = 60.0  # that a client may take to read what was sent to it
 
 ErrorBody = Callable[[RequestRefused], dict[str, Any]]
-Parse = Callable[[dict[str, Any], House], AnswerJob]
-Ask = Callable[[dict[str, Any], House], dict[str, Any]]
+Parse = Callable[[dict[str, Any], ServedModel], AnswerJob]
+Ask = Callable[[dict[str, Any], ServedModel], dict[str, Any]]
 
 
 def error_body(path: str) -> ErrorBody:
@@ -59,11 +59,11 @@ async def refuse(refused: RequestRefused, scope: Scope, receive: Receive, send: 
     await send_json(send, refused.status, error_body(scope["path"])(refused), headers)
 
 
-class Office:
+class ServerState:
     """What all endpoints share: the queue, the counters, the model."""
 
-    def __init__(self, house: House, queue: Queue) -> None:
-        self.house, self.queue = house, queue
+    def __init__(self, served: ServedModel, queue: Queue) -> None:
+        self.served, self.queue = served, queue
         self.counts = native.Counts()
         self._draining: set[asyncio.Task[None]] = set()
 
@@ -95,18 +95,18 @@ class Office:
 class AnswerEndpoint:
     """An endpoint where the model answers."""
 
-    office: Office
+    state: ServerState
     parse: Parse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await _guarded(self.office, scope, receive, send, self._answer)
+        await _guarded(self.state, scope, receive, send, self._answer)
 
     async def _answer(self, body: dict[str, Any], scope: Scope, send: Send) -> None:
-        job = self.parse(body, self.office.house)
-        counts = self.office.counts
+        job = self.parse(body, self.state.served)
+        counts = self.state.counts
         try:
-            async with self.office.turn(_client(scope)) as hold:
-                arrivals = Arrivals(self.office.house.backend.answer(job.request))
+            async with self.state.turn(_client(scope)) as hold:
+                arrivals = Arrivals(self.state.served.backend.answer(job.request))
                 hold(arrivals)
                 first = await arrivals.until_prompted()
                 events = _limited(job, first, arrivals)
@@ -186,21 +186,21 @@ class Asking:
     """An endpoint that computes something without an answer of the model: a count of tokens. `turn`: it needs the
     engine."""
 
-    office: Office
+    state: ServerState
     ask: Ask
     turn: bool = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await _guarded(self.office, scope, receive, send, self._ask)
+        await _guarded(self.state, scope, receive, send, self._ask)
 
     async def _ask(self, body: dict[str, Any], scope: Scope, send: Send) -> None:
-        async with self.office.turn(_client(scope)) if self.turn else contextlib.nullcontext():
-            value = await asyncio.to_thread(self.ask, body, self.office.house)
+        async with self.state.turn(_client(scope)) if self.turn else contextlib.nullcontext():
+            value = await asyncio.to_thread(self.ask, body, self.state.served)
         await send_json(send, 200, value)
 
 
 async def _guarded(
-    office: Office,
+    state: ServerState,
     scope: Scope,
     receive: Receive,
     send: Send,
@@ -222,21 +222,21 @@ async def _guarded(
             await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 task.cancel()
-                office.counts.hung_up += 1
+                state.counts.hung_up += 1
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         finally:
             task.cancel()
             watch.cancel()
     except HungUp:
-        office.counts.hung_up += 1
+        state.counts.hung_up += 1
     except asyncio.CancelledError:
         pass  # the server stops
     except _Told as e:
-        office.counts.refused(e.refused)
+        state.counts.refused(e.refused)
     except Exception as e:
         refused = _refusal(e)
-        office.counts.refused(refused)
+        state.counts.refused(refused)
         if not started:
             await refuse(refused, scope, receive, send)
 
@@ -260,44 +260,44 @@ def _client(scope: Scope) -> str:
     return scope["client"][0] if scope.get("client") else ""
 
 
-def create_app(house: House, policy: Policy, queue_size: int, web: Web | None = None) -> ASGIApp:
+def create_app(served: ServedModel, policy: Policy, queue_size: int, web: Web | None = None) -> ASGIApp:
     """The application, with the chat in a browser where `web` is given. The caller opens and closes the backend."""
-    house = replace(house, started=house.started or int(time.time()))
-    office = Office(house, Queue(queue_size))
+    served = replace(served, started=served.started or int(time.time()))
+    state = ServerState(served, Queue(queue_size))
 
     def posts(endpoint: Any, *paths: str) -> list[Route]:
         return [Route(path, endpoint, methods=["POST"]) for path in paths]
 
-    def chat_loose(body: dict[str, Any], house: House) -> AnswerJob:
-        return openai_chat.parse(body, house, strict=False)
+    def chat_loose(body: dict[str, Any], served: ServedModel) -> AnswerJob:
+        return openai_chat.parse(body, served, strict=False)
 
-    def responses_loose(body: dict[str, Any], house: House) -> AnswerJob:
-        return openai_responses.parse(body, house, strict=False)
+    def responses_loose(body: dict[str, Any], served: ServedModel) -> AnswerJob:
+        return openai_responses.parse(body, served, strict=False)
 
     routes = [
-        *posts(AnswerEndpoint(office, openai_responses.parse), "/v1/responses"),
-        *posts(AnswerEndpoint(office, responses_loose), "/responses"),
-        *posts(AnswerEndpoint(office, anthropic.parse), "/v1/messages"),
-        *posts(Asking(office, anthropic.count_tokens, turn=True), "/v1/messages/count_tokens"),
-        *posts(AnswerEndpoint(office, ollama.parse_chat), "/api/chat"),
-        *posts(AnswerEndpoint(office, ollama.parse_generate), "/api/generate"),
-        *posts(Asking(office, ollama.show), "/api/show"),
-        *ollama.routes(house),
-        *posts(AnswerEndpoint(office, openai_chat.parse), "/v1/chat/completions"),
-        *posts(AnswerEndpoint(office, chat_loose), "/chat/completions"),
-        *posts(AnswerEndpoint(office, openai_completions.parse), "/v1/completions"),
+        *posts(AnswerEndpoint(state, openai_responses.parse), "/v1/responses"),
+        *posts(AnswerEndpoint(state, responses_loose), "/responses"),
+        *posts(AnswerEndpoint(state, anthropic.parse), "/v1/messages"),
+        *posts(Asking(state, anthropic.count_tokens, turn=True), "/v1/messages/count_tokens"),
+        *posts(AnswerEndpoint(state, ollama.parse_chat), "/api/chat"),
+        *posts(AnswerEndpoint(state, ollama.parse_generate), "/api/generate"),
+        *posts(Asking(state, ollama.show), "/api/show"),
+        *ollama.routes(served),
+        *posts(AnswerEndpoint(state, openai_chat.parse), "/v1/chat/completions"),
+        *posts(AnswerEndpoint(state, chat_loose), "/chat/completions"),
+        *posts(AnswerEndpoint(state, openai_completions.parse), "/v1/completions"),
         *posts(
-            Asking(office, native.count_chat, turn=True),
+            Asking(state, native.count_chat, turn=True),
             "/v1/chat/completions/input_tokens",
             "/chat/completions/input_tokens",
         ),
         *posts(
-            Asking(office, openai_responses.count, turn=True), "/v1/responses/input_tokens", "/responses/input_tokens"
+            Asking(state, openai_responses.count, turn=True), "/v1/responses/input_tokens", "/responses/input_tokens"
         ),
-        *native.routes(house, office.queue, office.counts),
-        *posts(Asking(office, native.tokenize), "/tokenize"),
-        *posts(Asking(office, native.detokenize), "/detokenize"),
-        *posts(Asking(office, native.apply_template, turn=True), "/apply-template"),
+        *native.routes(served, state.queue, state.counts),
+        *posts(Asking(state, native.tokenize), "/tokenize"),
+        *posts(Asking(state, native.detokenize), "/detokenize"),
+        *posts(Asking(state, native.apply_template, turn=True), "/apply-template"),
         *(web_routes(web) if web is not None else []),
     ]
 

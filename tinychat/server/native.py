@@ -12,7 +12,7 @@ from starlette.routing import Route
 from tinychat import __version__
 from tinychat.backend.protocol import SAMPLING_PARAMETERS, Finished, Request
 from tinychat.server import openai_chat
-from tinychat.server.answer import House
+from tinychat.server.answer import ServedModel
 from tinychat.server.fields import Fields
 from tinychat.server.queue import Queue
 from tinychat.server.refusal import RequestRefused
@@ -45,26 +45,26 @@ class Counts:
         self.refusals[refused.kind] = self.refusals.get(refused.kind, 0) + 1
 
 
-def routes(house: House, queue: Queue, counts: Counts) -> list[Route]:
+def routes(served: ServedModel, queue: Queue, counts: Counts) -> list[Route]:
     """GET endpoints: none of them waits for the engine."""
 
     async def health(request: HTTPRequest) -> Response:
         return JSONResponse({"status": "ok"})
 
     async def props(request: HTTPRequest) -> Response:
-        return JSONResponse(properties(house))
+        return JSONResponse(properties(served))
 
     async def models(request: HTTPRequest) -> Response:
-        return JSONResponse({"object": "list", "data": [model_object(house)]})
+        return JSONResponse({"object": "list", "data": [model_object(served)]})
 
     async def one_model(request: HTTPRequest) -> Response:
-        if request.path_params["name"] != house.model:
+        if request.path_params["name"] != served.model:
             refused = RequestRefused("missing", "there is no model of this name here")
             return JSONResponse(openai_chat.error(refused), refused.status)
-        return JSONResponse(model_object(house))
+        return JSONResponse(model_object(served))
 
     async def metrics(request: HTTPRequest) -> Response:
-        return PlainTextResponse(prometheus(house, queue, counts), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(prometheus(served, queue, counts), media_type="text/plain; version=0.0.4")
 
     return [
         Route("/health", health),
@@ -77,13 +77,13 @@ def routes(house: House, queue: Queue, counts: Counts) -> list[Route]:
     ]
 
 
-def model_object(house: House) -> dict[str, Any]:
+def model_object(served: ServedModel) -> dict[str, Any]:
     """The model as /v1/models lists it; `meta` by llama-server's names."""
-    info = house.backend.info
+    info = served.backend.info
     return {
-        "id": house.model,
+        "id": served.model,
         "object": "model",
-        "created": house.started,
+        "created": served.started,
         "owned_by": "tinychat",
         "max_model_len": info.max_context,
         "meta": {
@@ -95,11 +95,11 @@ def model_object(house: House) -> dict[str, Any]:
     }
 
 
-def properties(house: House) -> dict[str, Any]:
+def properties(served: ServedModel) -> dict[str, Any]:
     """/props by llama-server's names; `tinychat` has the fields that its own client reads."""
-    info, s, stats = house.backend.info, house.sampling, house.backend.snapshot()
+    info, s, stats = served.backend.info, served.sampling, served.backend.snapshot()
     return {
-        "model_alias": house.model,
+        "model_alias": served.model,
         "model_path": info.path.name if info.path else "",  # the file's name, not where it is
         "model_ftype": info.quant,
         "total_slots": 1,
@@ -108,7 +108,7 @@ def properties(house: House) -> dict[str, Any]:
         "default_generation_settings": {
             "n_ctx": info.max_context,
             "params": {
-                "seed": -1 if house.seed is None else house.seed,
+                "seed": -1 if served.seed is None else served.seed,
                 **{name: getattr(s, name) for name in SAMPLING_PARAMETERS},
             },
         },
@@ -135,7 +135,7 @@ def properties(house: House) -> dict[str, Any]:
     }
 
 
-def tokenize(body: dict[str, Any], house: House) -> dict[str, Any]:
+def tokenize(body: dict[str, Any], served: ServedModel) -> dict[str, Any]:
     """/tokenize: {content} -> {tokens}."""
     fields = Fields(body)
     text = fields.text("content")
@@ -146,10 +146,10 @@ def tokenize(body: dict[str, Any], house: House) -> dict[str, Any]:
     pieces = fields.flag("with_pieces")
     fields.notes("model")
     fields.done()
-    ids = house.tokenizing.tokenize(text, special=special, whole=whole)
+    ids = served.tokenizing.tokenize(text, special=special, whole=whole)
     if not pieces:
         return {"tokens": ids, "count": len(ids)}
-    named = zip(ids, house.tokenizing.token_bytes(ids))
+    named = zip(ids, served.tokenizing.token_bytes(ids))
     return {"tokens": [{"id": i, "piece": _piece(name)} for i, name in named], "count": len(ids)}
 
 
@@ -161,7 +161,7 @@ def _piece(name: bytes) -> str | list[int]:
         return list(name)
 
 
-def detokenize(body: dict[str, Any], house: House) -> dict[str, Any]:
+def detokenize(body: dict[str, Any], served: ServedModel) -> dict[str, Any]:
     """/detokenize: {tokens} -> {content}."""
     fields = Fields(body)
     ids = fields.array("tokens", MAX_TOKENS)
@@ -171,28 +171,28 @@ def detokenize(body: dict[str, Any], house: House) -> dict[str, Any]:
         raise fields.refuse("tokens", "expected token ids")
     fields.notes("model")
     fields.done()
-    return {"content": house.tokenizing.detokenize(ids)}
+    return {"content": served.tokenizing.detokenize(ids)}
 
 
-def apply_template(body: dict[str, Any], house: House) -> dict[str, Any]:
+def apply_template(body: dict[str, Any], served: ServedModel) -> dict[str, Any]:
     """/apply-template: a chat request -> the prompt that it becomes."""
-    return {"prompt": house.tokenizing.prompt_text(chat_request(body, house))}
+    return {"prompt": served.tokenizing.prompt_text(chat_request(body, served))}
 
 
-def count_chat(body: dict[str, Any], house: House) -> dict[str, Any]:
+def count_chat(body: dict[str, Any], served: ServedModel) -> dict[str, Any]:
     """/v1/chat/completions/input_tokens: a chat request -> the tokens of its prompt, and what they are."""
-    counted = house.backend.measure(chat_request(body, house))
+    counted = served.backend.measure(chat_request(body, served))
     return {"input_tokens": counted.prompt + counted.answer, "details": openai_chat.usage_details(counted)}
 
 
-def chat_request(body: dict[str, Any], house: House) -> Request:
+def chat_request(body: dict[str, Any], served: ServedModel) -> Request:
     """A Chat Completions request of which only the prompt is made."""
-    return openai_chat.parse(body, house, strict=False).request
+    return openai_chat.parse(body, served, strict=False).request
 
 
-def prometheus(house: House, queue: Queue, counts: Counts) -> str:
+def prometheus(served: ServedModel, queue: Queue, counts: Counts) -> str:
     """Figures in Prometheus' text format."""
-    stats = house.backend.snapshot()
+    stats = served.backend.snapshot()
     rows = [
         ("requests_total", "counter", "answers that were finished", counts.requests),
         ("prompt_tokens_total", "counter", "tokens of their prompts", counts.prompt_tokens),

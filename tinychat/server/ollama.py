@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from tinychat.backend.protocol import Event, Finished, Message, Piece, Prompted, Request, Sampling, ToolCall
 from tinychat.server import sse
-from tinychat.server.answer import Answer, AnswerJob, House, WholeCall, finish, usage
+from tinychat.server.answer import Answer, AnswerJob, ServedModel, WholeCall, finish, usage
 from tinychat.server.fields import Fields
 from tinychat.server.openai_chat import new_id
 from tinychat.server.refusal import RequestRefused
@@ -56,7 +56,7 @@ def error(refused: RequestRefused) -> dict[str, Any]:
 # Requests
 
 
-def parse_chat(body: dict[str, Any], house: House) -> AnswerJob:
+def parse_chat(body: dict[str, Any], served: ServedModel) -> AnswerJob:
     """What a body of /api/chat asks for."""
     fields = Fields(body)
     fields.needed("model")
@@ -72,12 +72,12 @@ def parse_chat(body: dict[str, Any], house: House) -> AnswerJob:
         tools.append(function(inner, "parameters", f"tools[{i}].function"))
         inner.done()
         tool.done()
-    check_tools(house, tuple(tools), "auto")
+    check_tools(served, tuple(tools), "auto")
     found = _messages(values)
-    return _job(fields, house, Request(messages=found, tools=tuple(tools)), chat=True)
+    return _job(fields, served, Request(messages=found, tools=tuple(tools)), chat=True)
 
 
-def parse_generate(body: dict[str, Any], house: House) -> AnswerJob:
+def parse_generate(body: dict[str, Any], served: ServedModel) -> AnswerJob:
     """What a body of /api/generate asks for: a template around the prompt, or with `raw` none."""
     fields = Fields(body)
     fields.needed("model")
@@ -94,18 +94,18 @@ def parse_generate(body: dict[str, Any], house: House) -> AnswerJob:
     fields.fixed({"suffix": (), "template": (), "context": ()})
     if fields.array("images", 1000):
         raise fields.refuse("images", "image input is not supported")
-    return _job(fields, house, request, chat=False)
+    return _job(fields, served, request, chat=False)
 
 
-def _job(fields: Fields, house: House, request: Request, *, chat: bool) -> AnswerJob:
+def _job(fields: Fields, served: ServedModel, request: Request, *, chat: bool) -> AnswerJob:
     stream = fields.flag("stream", True)
     _keep_alive(fields)
-    thinking = _think(fields, house)
+    thinking = _think(fields, served)
     form = _format(fields)
     logprobs = fields.flag("logprobs")
     if logprobs:
         raise fields.refuse("logprobs", "is not supported in this dialect, /v1/chat/completions has it")
-    sampling, limit, stop = _options(fields.fields("options") or Fields({}, "options"), house)
+    sampling, limit, stop = _options(fields.fields("options") or Fields({}, "options"), served)
     fields.fixed({"top_logprobs": (0,), "truncate": (), "shift": ()})
     fields.done()
     wanted = Request(
@@ -118,7 +118,7 @@ def _job(fields: Fields, house: House, request: Request, *, chat: bool) -> Answe
         thinking=thinking,
         response_format=form,
     )
-    return AnswerJob(wanted, LinesReply(house, chat), stream)
+    return AnswerJob(wanted, LinesReply(served, chat), stream)
 
 
 def _messages(values: Sequence[Any]) -> tuple[Message, ...]:
@@ -161,10 +161,10 @@ def _call(fields: Fields) -> dict[str, Any]:
     return found
 
 
-def _options(fields: Fields, house: House) -> tuple[Sampling, int | None, tuple[str, ...]]:
-    info = house.backend.info
+def _options(fields: Fields, served: ServedModel) -> tuple[Sampling, int | None, tuple[str, ...]]:
+    info = served.backend.info
     seed = fields.integer("seed", None, -(2**63), 2**64 - 1)
-    sampling = replace(chosen_numbers(fields, house.sampling), seed=pick_seed(seed, house))
+    sampling = replace(chosen_numbers(fields, served.sampling), seed=pick_seed(seed, served))
     limit = fields.integer("num_predict", None, -2, MAX_TOKENS)
     stop = fields.strings("stop", MAX_STOPS, MAX_STOP)
     context = fields.integer("num_ctx", None, 1, MAX_TOKENS)
@@ -173,7 +173,7 @@ def _options(fields: Fields, house: House) -> tuple[Sampling, int | None, tuple[
     fields.notes(*SETUP)
     fields.fixed(OPTIONS_OFF)
     fields.done()
-    return sampling, max_tokens(house, limit), stop
+    return sampling, max_tokens(served, limit), stop
 
 
 def _keep_alive(fields: Fields) -> None:
@@ -185,7 +185,7 @@ def _keep_alive(fields: Fields) -> None:
         raise fields.refuse("keep_alive", "expected a duration")
 
 
-def _think(fields: Fields, house: House) -> bool | None:
+def _think(fields: Fields, served: ServedModel) -> bool | None:
     value = fields.any("think")
     if value is None or isinstance(value, bool):
         thinking = value
@@ -193,7 +193,7 @@ def _think(fields: Fields, house: House) -> bool | None:
         thinking = True
     else:
         raise fields.refuse("think", "expected true, false, low, medium or high")
-    if thinking and not house.backend.info.can.thinking:
+    if thinking and not served.backend.info.can.thinking:
         raise fields.refuse("think", "this model cannot think")
     return thinking
 
@@ -216,7 +216,7 @@ def _format(fields: Fields) -> dict[str, Any] | None:
 class LinesReply:
     """Formats one answer as Ollama does: /api/chat with messages, /api/generate with text."""
 
-    house: House
+    served: ServedModel
     chat: bool
     media_type = "application/x-ndjson"
     ping = b""
@@ -286,7 +286,7 @@ class LinesReply:
 
     def _object(self, values: dict[str, Any]) -> dict[str, Any]:
         now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-        return {"model": self.house.model, "created_at": now, "done": False} | values
+        return {"model": self.served.model, "created_at": now, "done": False} | values
 
     def _line(self, values: dict[str, Any]) -> bytes:
         return sse.encode(self._object(values)) + b"\n"
@@ -303,33 +303,33 @@ def _object_of(text: str) -> Any:
 # What is here
 
 
-def routes(house: House) -> list[Route]:
+def routes(served: ServedModel) -> list[Route]:
     """GET endpoints."""
 
     async def version(request: HTTPRequest) -> Response:
         return JSONResponse({"version": VERSION})
 
     async def tags(request: HTTPRequest) -> Response:
-        return JSONResponse({"models": [model_object(house)]})
+        return JSONResponse({"models": [model_object(served)]})
 
     return [Route("/api/version", version), Route("/api/tags", tags)]
 
 
-def model_object(house: House) -> dict[str, Any]:
+def model_object(served: ServedModel) -> dict[str, Any]:
     """The model as /api/tags lists it."""
-    info = house.backend.info
+    info = served.backend.info
     return {
-        "name": house.model,
-        "model": house.model,
-        "modified_at": datetime.fromtimestamp(house.started, UTC).isoformat().replace("+00:00", "Z"),
+        "name": served.model,
+        "model": served.model,
+        "modified_at": datetime.fromtimestamp(served.started, UTC).isoformat().replace("+00:00", "Z"),
         "size": info.file_bytes,
         "digest": info.fingerprint,
-        "details": _details(house),
+        "details": _details(served),
     }
 
 
-def _details(house: House) -> dict[str, Any]:
-    info = house.backend.info
+def _details(served: ServedModel) -> dict[str, Any]:
+    info = served.backend.info
     return {
         "parent_model": "",
         "format": "gguf",
@@ -340,7 +340,7 @@ def _details(house: House) -> dict[str, Any]:
     }
 
 
-def show(body: dict[str, Any], house: House) -> dict[str, Any]:
+def show(body: dict[str, Any], served: ServedModel) -> dict[str, Any]:
     """/api/show: what the model is and can."""
     fields = Fields(body)
     if not (fields.text("model") or fields.text("name")):
@@ -348,13 +348,13 @@ def show(body: dict[str, Any], house: House) -> dict[str, Any]:
     fields.notes("name", "verbose")
     fields.fixed({"system": (), "template": (), "options": ()})
     fields.done()
-    info = house.backend.info
+    info = served.backend.info
     can = [name for name, has in (("tools", info.can.tools), ("thinking", info.can.thinking)) if has]
     return {
         "modelfile": "",
         "parameters": "",
         "template": "",
-        "details": _details(house),
+        "details": _details(served),
         "model_info": {
             "general.architecture": info.architecture,
             "general.parameter_count": info.parameters,
@@ -362,5 +362,5 @@ def show(body: dict[str, Any], house: House) -> dict[str, Any]:
             f"{info.architecture}.block_count": info.layers,
         },
         "capabilities": ["completion", *can],
-        "modified_at": datetime.fromtimestamp(house.started, UTC).isoformat().replace("+00:00", "Z"),
+        "modified_at": datetime.fromtimestamp(served.started, UTC).isoformat().replace("+00:00", "Z"),
     }

@@ -22,7 +22,7 @@ from tinychat.backend.protocol import (
 )
 from tinychat.backend.protocol import Usage as ContextUsage
 from tinychat.server import sse
-from tinychat.server.answer import Answer, AnswerJob, House, Joined, finish, timings, usage
+from tinychat.server.answer import Answer, AnswerJob, Joined, ServedModel, finish, timings, usage
 from tinychat.server.fields import Fields
 from tinychat.server.refusal import RequestRefused
 from tinychat.server.sampling import (
@@ -94,13 +94,13 @@ def error(refused: RequestRefused) -> dict[str, Any]:
 # Requests
 
 
-def parse(body: dict[str, Any], house: House, *, strict: bool = True) -> AnswerJob:
+def parse(body: dict[str, Any], served: ServedModel, *, strict: bool = True) -> AnswerJob:
     """What `body` asks for. `strict`: model is required, as OpenAI does."""
     fields = Fields(body)
     model(fields, strict)
     conversation = messages(fields.array("messages", MAX_MESSAGES), "messages")
-    thinking, kwargs = _thinking(fields, house)
-    tools, choice = _tools(fields, house)
+    thinking, kwargs = _thinking(fields, served)
+    tools, choice = _tools(fields, served)
     limit = fields.integer("max_tokens", None, -1, MAX_TOKENS)
     limit = fields.integer("max_completion_tokens", limit, -1, MAX_TOKENS)
     limit = fields.integer("n_predict", limit, -1, MAX_TOKENS)
@@ -111,8 +111,8 @@ def parse(body: dict[str, Any], house: House, *, strict: bool = True) -> AnswerJ
         form = schema_format(schema)
     request = Request(
         messages=conversation,
-        sampling=sampling(fields, house),
-        max_tokens=max_tokens(house, limit),
+        sampling=sampling(fields, served),
+        max_tokens=max_tokens(served, limit),
         stop=fields.strings("stop", MAX_STOPS, MAX_STOP),
         thinking=thinking,
         continue_final=_continues(fields, conversation),
@@ -120,13 +120,13 @@ def parse(body: dict[str, Any], house: House, *, strict: bool = True) -> AnswerJ
         tool_choice=choice,
         response_format=form,
         template_kwargs=kwargs,
-        logprobs=_logprobs(fields, house),
+        logprobs=_logprobs(fields, served),
     )
     one_call = not fields.flag("parallel_tool_calls", True)
     fields.notes(*NOTES)
     fields.fixed(ONLY)
     fields.done()
-    return AnswerJob(request, ChatReply(house, include_usage, extras, request.logprobs is not None), stream, one_call)
+    return AnswerJob(request, ChatReply(served, include_usage, extras, request.logprobs is not None), stream, one_call)
 
 
 @dataclass
@@ -142,7 +142,7 @@ class Extras:
     def take(cls, fields: Fields) -> Extras:
         return cls(fields.flag("return_progress"), fields.flag("timings_per_token"), fields.flag("return_details"))
 
-    def of_piece(self, piece: Piece, house: House) -> dict[str, Any]:
+    def of_piece(self, piece: Piece, served: ServedModel) -> dict[str, Any]:
         """The pieces of a chunk with their tokens, for tinychat's own client, and a few times a second the engine's
         figures."""
         if not self.tokens:
@@ -153,14 +153,14 @@ class Extras:
             "pieces": [(p.text, [(t.id, t.text, t.logprob, t.top, t.source) for t in p.tokens]) for p in parts],
         }
         now = time.monotonic()
-        if now - self.told >= STATS_S and (stats := house.backend.snapshot()):
+        if now - self.told >= STATS_S and (stats := served.backend.snapshot()):
             self.told = now
             details["now"] = stats.as_dict()
         return {"details": details}
 
-    def of_moment(self, house: House) -> dict[str, Any]:
+    def of_moment(self, served: ServedModel) -> dict[str, Any]:
         """The engine's present figures."""
-        stats = house.backend.snapshot() if self.timings else None
+        stats = served.backend.snapshot() if self.timings else None
         return {"timings": timings(stats)} if stats else {}
 
     def of_end(self, finished: Finished) -> dict[str, Any]:
@@ -254,7 +254,7 @@ def _call(fields: Fields) -> dict[str, Any]:
     return call
 
 
-def _tools(fields: Fields, house: House) -> tuple[tuple[dict[str, Any], ...], Any]:
+def _tools(fields: Fields, served: ServedModel) -> tuple[tuple[dict[str, Any], ...], Any]:
     tools = []
     for i, value in enumerate(fields.array("tools", MAX_TOOLS) or ()):
         tool = Fields(value, f"tools[{i}]")
@@ -278,11 +278,11 @@ def _tools(fields: Fields, house: House) -> tuple[tuple[dict[str, Any], ...], An
     elif choice not in ("auto", "none", "required"):
         raise fields.refuse("tool_choice", "expected none, auto, required or a function")
     found = tuple(tools)
-    check_tools(house, found, choice)
+    check_tools(served, found, choice)
     return found, choice
 
 
-def _thinking(fields: Fields, house: House) -> tuple[bool | None, dict[str, Any]]:
+def _thinking(fields: Fields, served: ServedModel) -> tuple[bool | None, dict[str, Any]]:
     """Whether to think (None: the model's choice), and what else goes to the template."""
     kwargs = fields.object("chat_template_kwargs") or {}
     thinking = kwargs.pop("enable_thinking", None)
@@ -295,7 +295,7 @@ def _thinking(fields: Fields, house: House) -> tuple[bool | None, dict[str, Any]
         asked.done()
     if effort is not None:
         thinking = effort != "none"  # all levels but none are the same
-    if thinking and not house.backend.info.can.thinking:
+    if thinking and not served.backend.info.can.thinking:
         name = "reasoning_effort" if effort else "chat_template_kwargs.enable_thinking"
         raise fields.refuse(name, "this model cannot think")
     return thinking, kwargs
@@ -314,12 +314,12 @@ def _continues(fields: Fields, conversation: Sequence[Message]) -> bool:
     return goes_on
 
 
-def _logprobs(fields: Fields, house: House) -> int | None:
+def _logprobs(fields: Fields, served: ServedModel) -> int | None:
     wanted = fields.flag("logprobs")
     top = fields.integer("top_logprobs", None, 0, 20)
     if top and not wanted:
         raise fields.refuse("top_logprobs", "needs logprobs")
-    if wanted and not house.backend.info.can.logprobs:
+    if wanted and not served.backend.info.can.logprobs:
         raise fields.refuse("logprobs", "this model's probabilities are not known here")
     return (top or 0) if wanted else None
 
@@ -343,12 +343,12 @@ def usage_object(prompted: Prompted, finished: Finished, thought: int) -> dict[s
     }
 
 
-def logprob_entries(house: House, tokens: Iterable[TokenPiece]) -> list[dict[str, Any]]:
+def logprob_entries(served: ServedModel, tokens: Iterable[TokenPiece]) -> list[dict[str, Any]]:
     """Tokens with their log-probabilities and those of the likeliest others."""
     entries = []
     for token in tokens:
         ids = [i for i, _ in token.top]
-        names = house.tokenizing.token_bytes([token.id, *ids])
+        names = served.tokenizing.token_bytes([token.id, *ids])
         entry = _entry(names[0], token.logprob)
         entry["token"] = token.text or entry["token"]
         entry["top_logprobs"] = [_entry(name, logprob) for name, (_, logprob) in zip(names[1:], token.top)]
@@ -364,7 +364,7 @@ def _entry(name: bytes, logprob: float) -> dict[str, Any]:
 class ChatReply:
     """Formats one answer as Chat Completions does."""
 
-    house: House
+    served: ServedModel
     include_usage: bool
     extras: Extras
     logprobs: bool
@@ -406,12 +406,12 @@ class ChatReply:
                 {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
                 for c in answer.calls
             ]
-        logprobs = {"content": logprob_entries(self.house, answer.tokens), "refusal": None} if self.logprobs else None
+        logprobs = {"content": logprob_entries(self.served, answer.tokens), "refusal": None} if self.logprobs else None
         return {
             "id": self.id,
             "object": "chat.completion",
             "created": self.created,
-            "model": self.house.model,
+            "model": self.served.model,
             "system_fingerprint": FINGERPRINT,
             "choices": [
                 {
@@ -429,7 +429,7 @@ class ChatReply:
         thinking = piece.kind == "thinking"
         self._thought += len(piece.tokens) if thinking else 0
         delta = {"reasoning_content" if thinking else "content": piece.text} if piece.text else {}
-        more = self.extras.of_piece(piece, self.house)
+        more = self.extras.of_piece(piece, self.served)
         if self.logprobs and not thinking:
             self._tokens += piece.tokens
         if not delta and not more:
@@ -440,7 +440,7 @@ class ChatReply:
         """The log-probabilities of the tokens whose text is sent now."""
         if not self.logprobs:
             return None
-        entries, self._tokens = logprob_entries(self.house, self._tokens), []
+        entries, self._tokens = logprob_entries(self.served, self._tokens), []
         return {"content": entries, "refusal": None}
 
     def _call(self, call: ToolCall) -> bytes:
@@ -473,7 +473,7 @@ class ChatReply:
         choice: dict[str, Any] = {"index": 0, "delta": delta, "finish_reason": reason}
         if logprobs is not None:
             choice["logprobs"] = logprobs
-        now = self.extras.of_moment(self.house) if "role" not in delta else {}
+        now = self.extras.of_moment(self.served) if "role" not in delta else {}
         return sse.data(self._object([choice]) | now | (more or {}))
 
     def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -481,7 +481,7 @@ class ChatReply:
             "id": self.id,
             "object": "chat.completion.chunk",
             "created": self.created,
-            "model": self.house.model,
+            "model": self.served.model,
             "system_fingerprint": FINGERPRINT,
             "choices": choices,
         }

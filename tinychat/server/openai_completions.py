@@ -8,7 +8,7 @@ from typing import Any
 
 from tinychat.backend.protocol import Event, Finished, Piece, Prefilling, Prompted, Request, TokenPiece
 from tinychat.server import sse
-from tinychat.server.answer import Answer, AnswerJob, House, finish, timings
+from tinychat.server.answer import Answer, AnswerJob, ServedModel, finish, timings
 from tinychat.server.fields import Fields
 from tinychat.server.openai_chat import (
     FINGERPRINT,
@@ -31,31 +31,31 @@ ONLY = {"n": (1,), "echo": (False,), "suffix": (), "add_special_tokens": (True,)
 __all__ = ["error", "parse"]
 
 
-def parse(body: dict[str, Any], house: House) -> AnswerJob:
+def parse(body: dict[str, Any], served: ServedModel) -> AnswerJob:
     """What `body` asks for."""
     fields = Fields(body)
     model(fields, True)
     stream, include_usage = stream_options(fields)
     extras = Extras.take(fields)
     top = fields.integer("logprobs", None, 0, 20)
-    if top is not None and not house.backend.info.can.logprobs:
+    if top is not None and not served.backend.info.can.logprobs:
         raise fields.refuse("logprobs", "this model's probabilities are not known here")
     limit = fields.integer("max_tokens", DEFAULT_TOKENS, -1, MAX_TOKENS)
     limit = fields.integer("n_predict", limit, -1, MAX_TOKENS)
     request = Request(
-        raw=prompt(fields, house),
-        sampling=sampling(fields, house),
-        max_tokens=max_tokens(house, limit),
+        raw=prompt(fields, served),
+        sampling=sampling(fields, served),
+        max_tokens=max_tokens(served, limit),
         stop=fields.strings("stop", MAX_STOPS, MAX_STOP),
         logprobs=top,
     )
     fields.notes(*NOTES)
     fields.fixed(ONLY)
     fields.done()
-    return AnswerJob(request, CompletionReply(house, include_usage, extras, top is not None), stream)
+    return AnswerJob(request, CompletionReply(served, include_usage, extras, top is not None), stream)
 
 
-def prompt(fields: Fields, house: House) -> str:
+def prompt(fields: Fields, served: ServedModel) -> str:
     """The prompt: a string, or an array of one string."""
     value = fields.any("prompt")
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
@@ -73,7 +73,7 @@ def prompt(fields: Fields, house: House) -> str:
 class CompletionReply:
     """Formats one answer as Completions does."""
 
-    house: House
+    served: ServedModel
     include_usage: bool
     extras: Extras
     logprobs: bool
@@ -98,7 +98,7 @@ class CompletionReply:
             if not event.text and not self.extras.tokens:
                 return b""
             tokens, self._tokens = self._tokens, []
-            more: dict[str, Any] = self.extras.of_piece(event, self.house) | self.extras.of_moment(self.house)
+            more: dict[str, Any] = self.extras.of_piece(event, self.served) | self.extras.of_moment(self.served)
             return sse.data(self._object([self._choice(event.text, tokens, None)]) | more)
         if isinstance(event, Prefilling) and self.extras.progress:
             return sse.data(self._object([]) | {"prompt_progress": progress(event, self._began)})
@@ -134,7 +134,7 @@ class CompletionReply:
         """Columns, one entry per token: its text, log-probability, place in the answer, and the likeliest others."""
         columns: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token in tokens:
-            names = self.house.tokenizing.token_bytes([i for i, _ in token.top])
+            names = self.served.tokenizing.token_bytes([i for i, _ in token.top])
             others = {n.decode("utf-8", "replace"): logprob for n, (_, logprob) in zip(names, token.top)}
             columns["tokens"].append(token.text)
             columns["token_logprobs"].append(token.logprob)
@@ -148,7 +148,7 @@ class CompletionReply:
             "id": self.id,
             "object": "text_completion",
             "created": self.created,
-            "model": self.house.model,
+            "model": self.served.model,
             "system_fingerprint": FINGERPRINT,
             "choices": choices,
         }

@@ -19,7 +19,7 @@ from tinychat.backend.protocol import (
     ToolCall,
 )
 from tinychat.server import sse
-from tinychat.server.answer import Answer, AnswerJob, House, timings, usage
+from tinychat.server.answer import Answer, AnswerJob, ServedModel, timings, usage
 from tinychat.server.fields import Fields
 from tinychat.server.openai_chat import EFFORTS, NOTES, Extras, error, logprob_entries, new_id, progress
 from tinychat.server.refusal import RequestRefused, invalid
@@ -57,7 +57,7 @@ __all__ = ["error", "parse"]
 # Requests
 
 
-def parse(body: dict[str, Any], house: House, *, strict: bool = True) -> AnswerJob:
+def parse(body: dict[str, Any], served: ServedModel, *, strict: bool = True) -> AnswerJob:
     """What `body` asks for. `strict`: model is required, as OpenAI does."""
     echo = Echo(body)
     fields = Fields(body)
@@ -65,7 +65,7 @@ def parse(body: dict[str, Any], house: House, *, strict: bool = True) -> AnswerJ
     instructions = fields.text("instructions")
     head: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
     conversation = [*head, *_input(fields)]
-    tools, choice = _tools(fields, house)
+    tools, choice = _tools(fields, served)
     include = fields.array("include", len(INCLUDE)) or []
     for name in include:
         if name not in INCLUDE:
@@ -77,13 +77,13 @@ def parse(body: dict[str, Any], house: House, *, strict: bool = True) -> AnswerJ
         options.fixed({"include_obfuscation": (False,)})
         options.done()
     extras = Extras(fields.flag("return_progress"), fields.flag("timings_per_token"))
-    thinking = _thinking(fields, house)
+    thinking = _thinking(fields, served)
     one_call = not fields.flag("parallel_tool_calls", True)
     cuts = fields.choice("truncation", ("auto", "disabled")) == "auto"
     request = Request(
         messages=tuple(conversation),
-        sampling=sampling(fields, house),
-        max_tokens=max_tokens(house, fields.integer("max_output_tokens", None, 1, MAX_TOKENS)),
+        sampling=sampling(fields, served),
+        max_tokens=max_tokens(served, fields.integer("max_output_tokens", None, 1, MAX_TOKENS)),
         thinking=thinking,
         tools=tools,
         tool_choice=choice,
@@ -94,12 +94,12 @@ def parse(body: dict[str, Any], house: House, *, strict: bool = True) -> AnswerJ
     fields.notes(*NOTES)
     fields.fixed(ONLY)
     fields.done()
-    return AnswerJob(request, ResponsesReply(house, echo, request, extras), stream, one_call)
+    return AnswerJob(request, ResponsesReply(served, echo, request, extras), stream, one_call)
 
 
-def count(body: dict[str, Any], house: House) -> dict[str, Any]:
+def count(body: dict[str, Any], served: ServedModel) -> dict[str, Any]:
     """/v1/responses/input_tokens: a request -> the tokens of its prompt."""
-    counted = house.backend.measure(parse(body, house, strict=False).request)
+    counted = served.backend.measure(parse(body, served, strict=False).request)
     return {"object": "response.input_tokens", "input_tokens": counted.prompt + counted.answer}
 
 
@@ -168,7 +168,7 @@ def _turn(found: list[dict[str, Any]]) -> dict[str, Any]:
     return found[-1]
 
 
-def _tools(fields: Fields, house: House) -> tuple[tuple[dict[str, Any], ...], Any]:
+def _tools(fields: Fields, served: ServedModel) -> tuple[tuple[dict[str, Any], ...], Any]:
     tools = []
     for i, value in enumerate(fields.array("tools", MAX_TOOLS) or ()):
         tool = Fields(value, f"tools[{i}]")
@@ -185,11 +185,11 @@ def _tools(fields: Fields, house: House) -> tuple[tuple[dict[str, Any], ...], An
     elif choice not in ("auto", "none", "required"):
         raise fields.refuse("tool_choice", "expected none, auto, required or a function")
     found = tuple(tools)
-    check_tools(house, found, choice)
+    check_tools(served, found, choice)
     return found, choice
 
 
-def _thinking(fields: Fields, house: House) -> bool | None:
+def _thinking(fields: Fields, served: ServedModel) -> bool | None:
     asked = fields.fields("reasoning")
     if asked is None:
         return None
@@ -199,7 +199,7 @@ def _thinking(fields: Fields, house: House) -> bool | None:
     asked.done()
     if effort is None:
         return None
-    if effort != "none" and not house.backend.info.can.thinking:
+    if effort != "none" and not served.backend.info.can.thinking:
         raise fields.refuse("reasoning.effort", "this model cannot think")
     return effort != "none"  # all levels but none are the same
 
@@ -232,7 +232,7 @@ Status = Literal["in_progress", "completed", "incomplete", "failed"]
 class ResponsesReply:
     """Formats one answer as Responses does: items of reasoning, message and function calls, in order."""
 
-    house: House
+    served: ServedModel
     echo: Echo
     request: Request
     extras: Extras
@@ -298,7 +298,7 @@ class ResponsesReply:
         begun = b"" if self._open == "message" else self._close() + self._begin("message")
         self._text.append(piece.text)
         new = piece.tokens if self.request.logprobs is not None else ()
-        more = {"logprobs": _logprobs(self.house, new)} | self.extras.of_moment(self.house)
+        more = {"logprobs": _logprobs(self.served, new)} | self.extras.of_moment(self.served)
         return begun + self._part("response.output_text.delta", delta=piece.text, **more)
 
     def _call(self, call: ToolCall) -> bytes:
@@ -369,7 +369,7 @@ class ResponsesReply:
         return self._send(kind, **place, **values)
 
     def _message(self, id: str, text: str, tokens: Sequence[TokenPiece], status: Status) -> dict[str, Any]:
-        entries = _logprobs(self.house, tokens) if self.request.logprobs is not None else []
+        entries = _logprobs(self.served, tokens) if self.request.logprobs is not None else []
         part = {"type": "output_text", "text": text, "annotations": [], "logprobs": entries}
         return {"type": "message", "id": id, "status": status, "role": "assistant", "content": [part]}
 
@@ -392,7 +392,7 @@ class ResponsesReply:
             "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "model": self.house.model,
+            "model": self.served.model,
             "previous_response_id": None,
             "instructions": echo.get("instructions"),
             "output": items,
@@ -450,5 +450,5 @@ def _tool(function: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _logprobs(house: House, tokens: Sequence[TokenPiece]) -> list[dict[str, Any]]:
-    return logprob_entries(house, tokens) if tokens else []
+def _logprobs(served: ServedModel, tokens: Sequence[TokenPiece]) -> list[dict[str, Any]]:
+    return logprob_entries(served, tokens) if tokens else []

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from tinychat.backend.protocol import SAMPLING_PARAMETERS, Sampling
-from tinychat.server.answer import House
+from tinychat.server.answer import ServedModel
 from tinychat.server.fields import Fields
 from tinychat.server.refusal import RequestRefused, invalid
 
@@ -54,11 +54,11 @@ ALIASES = {"repeat_penalty": "repetition_penalty"}  # vLLM's names
 MINUS_ONE = {"top_k": 0, "repeat_last_n": 1_000_000}  # what -1 means where other servers take it for "all"
 
 
-def sampling(fields: Fields, house: House) -> Sampling:
+def sampling(fields: Fields, served: ServedModel) -> Sampling:
     """How tokens are chosen, from the fields that OpenAI, llama-server and vLLM have for it."""
-    chosen = chosen_numbers(fields, house.sampling)
+    chosen = chosen_numbers(fields, served.sampling)
     fields.fixed(OFF)
-    seed = pick_seed(fields.integer("seed", None, -1, 2**64 - 1), house)
+    seed = pick_seed(fields.integer("seed", None, -1, 2**64 - 1), served)
     return replace(chosen, seed=seed, logit_bias=logit_bias(fields))
 
 
@@ -76,16 +76,16 @@ def chosen_numbers(fields: Fields, base: Sampling) -> Sampling:
     return replace(base, **found)
 
 
-def pick_seed(seed: int | None, house: House) -> int:
+def pick_seed(seed: int | None, served: ServedModel) -> int:
     """The seed of a request: its own, the server's, or a new one (-1 asks for that)."""
     if seed is None:
-        seed = house.seed
+        seed = served.seed
     return secrets.randbits(32) if seed is None or seed < 0 else seed % 2**32
 
 
-def max_tokens(house: House, asked: int | None) -> int | None:
+def max_tokens(served: ServedModel, asked: int | None) -> int | None:
     """The limit of an answer: the request's and the server's, whichever is less; None or -1: the context's."""
-    limits = [n for n in (asked, house.most) if n is not None and n >= 0]
+    limits = [n for n in (asked, served.most) if n is not None and n >= 0]
     return min(limits, default=None)
 
 
@@ -173,9 +173,9 @@ def arguments(value: Any, where: str) -> str:
     return value
 
 
-def check_tools(house: House, tools: tuple[Mapping[str, Any], ...], choice: Any) -> None:
+def check_tools(served: ServedModel, tools: tuple[Mapping[str, Any], ...], choice: Any) -> None:
     """Raises RequestRefused for tools that this model cannot call and for a choice that is none of them."""
-    if tools and not house.backend.info.can.tools:
+    if tools and not served.backend.info.can.tools:
         raise invalid("this model cannot call tools", "tools")
     named = choice["function"]["name"] if isinstance(choice, dict) else None
     if named is not None and named not in tool_names(tools):
