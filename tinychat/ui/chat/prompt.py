@@ -367,7 +367,7 @@ class PromptBox(Vertical):
         if text.startswith("/") and (choice.final or text.strip() == choice.insert.strip()):
             self.close()
             self.prompt.send(choice.insert.strip())
-        elif self._typed() == choice.insert.strip():
+        elif choice.insert.startswith("@") and self._typed() == choice.insert.strip():
             return False
         else:
             self._insert(choice)
