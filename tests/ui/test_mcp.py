@@ -46,7 +46,7 @@ async def test_a_server_from_its_start_to_its_end(file: Path) -> None:
             await send("/mcp")
             await until(pilot, lambda: isinstance(app.screen, McpScreen) and "ready" in text_of(app))
             shown = text_of(app)
-            assert "8 tools · 1 prompt · 1 resource" in shown and "Adds two numbers." in shown and "failed" in shown
+            assert "9 tools · 1 prompt · 1 resource" in shown and "Adds two numbers." in shown and "failed" in shown
             assert "\x1b" not in shown
             await pilot.press("down")
             await until(pilot, lambda: "o such file" in text_of(app))
