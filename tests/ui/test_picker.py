@@ -20,7 +20,7 @@ from tinychat.models import cache
 from tinychat.models.download import Notes
 from tinychat.models.registry import MODELS, resolve
 from tinychat.server.security import Policy
-from tinychat.ui.screens import picker, picker_rows
+from tinychat.ui.screens import headers, picker, picker_rows
 from tinychat.ui.screens.dialogs import ConfirmScreen
 from tinychat.ui.screens.downloads import Downloads
 from tinychat.ui.screens.picker import PickedModel, PickerScreen
@@ -373,13 +373,18 @@ async def test_text_and_enter_in_one_burst_open_what_was_typed(gguf, attempt):
     assert app.result.path == gguf
 
 
-async def test_a_url_and_enter_in_one_burst_download_nothing_unseen(server, gguf):
+async def test_a_url_and_enter_in_one_burst_download_nothing_unseen(server, gguf, monkeypatch):
     server.files["/tiny.gguf"] = File(gguf.read_bytes())
+    handled, sizes_of = threading.Event(), headers.sizes_of  # the first Enter is, before the size is known
+    monkeypatch.setattr(headers, "sizes_of", lambda *args: handled.wait(120) and sizes_of(*args))
     app = Host(PickerScreen(downloads=Downloads(), text=server.url("/tiny.gguf")))
     async with app.run_test(size=(100, 30)) as pilot:
         type_burst(app, "", "enter")
         await until(pilot, lambda: app.screen._highlighted == "tiny.gguf")
+        for _ in range(10):  # on its way from the app to the list
+            await pilot.pause()
         assert app.result is UNSET and not list(cache.downloads_dir().glob("*"))
+        handled.set()
         await downloadable(pilot)
         await pilot.press("enter")
         await until(pilot, lambda: app.result is not UNSET)
