@@ -359,13 +359,14 @@ async def test_the_user_is_asked_before_the_context_overflows():
             await d.ask(text)
         await d.send("fourth")
         await d.until(lambda: isinstance(d.app.screen, OverflowScreen))
-        assert "The context is full" in d.screen and "leave out the oldest turns" in d.screen
+        await d.until(lambda: "The context is full" in d.screen and "leave out the oldest turns" in d.screen)
         await d.pilot.press("escape")
         await d.until(lambda: not isinstance(d.app.screen, OverflowScreen))
         assert d.chat.prompt.text == "fourth" and len(d.turns) == 6, "the message is back in the prompt"
         await d.pilot.press("enter")
         await d.until(lambda: isinstance(d.app.screen, OverflowScreen))
-        assert "/set context" not in d.screen and "load the model with a context of 256 tokens" in d.screen
+        await d.until(lambda: "load the model with a context of 256 tokens" in d.screen)
+        assert "/set context" not in d.screen
         assert "let the model summarise the oldest turns" in d.screen
         await d.pilot.press("down", "down", "enter")
         await d.settle()
