@@ -352,17 +352,18 @@ def test_a_client_that_hangs_up_while_its_prompt_is_read(
     url: str, smollm2: LocalBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The prompt has several chunks; the engine is free before it has read them all."""
-    gone, executor = threading.Event(), smollm2._loaded().executor
+    reading, gone, executor = threading.Event(), threading.Event(), smollm2._loaded().executor
     forward, hung_up = executor.forward, figure(url, "hung_up_total")
 
     def held(*args: Any) -> Any:
+        reading.set()
         gone.wait(120)
         return forward(*args)
 
     monkeypatch.setattr(executor, "forward", held)
     body = {"model": "m", "prompt": " ".join(map(str, range(450))), "max_tokens": 300}
     with asking(url, "/v1/completions", body):
-        until(url, "running_requests", 1)
+        assert reading.wait(120)
     until(url, "hung_up_total", hung_up + 1)
     gone.set()
     until(url, "running_requests", 0)

@@ -39,7 +39,7 @@ from tinychat.backend.stream import EventStream
 from tinychat.engine.devices import OnProgress
 from tinychat.engine.engine import Engine, prepare
 from tinychat.engine.grammar import Grammar, Matcher
-from tinychat.engine.kvstore import KVStore
+from tinychat.engine.kvstore import LEAST, KVStore
 from tinychat.engine.speculation import Speculate
 from tinychat.engine.stats import Stats
 from tinychat.errors import TinychatError
@@ -278,17 +278,24 @@ class LocalBackend:
             stream.put(Failed(str(e), "invalid"))
             return
         self._end_cancelled()
-        if not self._saved and request.conversation != self._conversation:
-            self._save("switch", SWITCH_SAVE_S)
         if isinstance(prompt, DoesNotFit):
             stream.put(prompt)
             return
+        if not self._saved and self._switches(request.conversation, prompt.ids):
+            self._save("switch", SWITCH_SAVE_S)
         self._prompt, self._conversation, self._saved = tuple(prompt.ids), request.conversation, False
         stream.put(Prompted(prompt.usage, prompt.dropped))
         if request.cancel.is_set():
             stream.put(Finished("stopped", prompt.usage, self.snapshot().of_model()))
             return
         self._generate(request, prompt, grammar, stream, asked)
+
+    def _switches(self, conversation: str, prompt: Sequence[int]) -> bool:
+        """Whether the KV cache holds another conversation. One without a name, as a client of the server has it, is
+        another when it does not go on from what is held."""
+        if conversation or self._conversation:
+            return conversation != self._conversation
+        return self._loaded().overwritten(prompt) >= LEAST
 
     def _generate(
         self,

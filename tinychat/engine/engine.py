@@ -389,6 +389,10 @@ class Engine:
         self.stats.save_s, self.stats.saved_rows, self.stats.saved_bytes = cost.seconds, cost.rows, cost.nbytes
         return cost.whole
 
+    def overwritten(self, prompt: Sequence[int]) -> int:
+        """How many rows that the KV cache holds are not of `prompt`."""
+        return len(self.session.tokens) - common_prefix(self.session.tokens, prompt)
+
     @contextmanager
     def cache_kept(self) -> Iterator[None]:
         """Restores the KV cache after a block that uses it for other tokens."""
