@@ -302,6 +302,8 @@ class Controller:
         """Asks with another text and files in place of the user's turn `index`, or puts `text` in place of answer
         `index`. The present one stays as a version."""
         self._idle("edit")
+        if index >= len(self.conversation.turns):
+            raise TinychatError("the message that was being edited is not there any more; nothing was sent")
         if self.conversation.turns[index].role == "user":
             self._start(self.conversation.edit(index, text, files), index)
             return
