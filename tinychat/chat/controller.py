@@ -405,7 +405,8 @@ class Controller:
 
     def resolve(self, overflow: Overflow, choice: Literal["context", "compact", "turns", "thinking", "stop"]) -> None:
         """Answers an Overflow: load with a larger context, let the model summarise the oldest turns, leave them out
-        (from now on, without asking again), leave out all thinking, or stop. It stops where the chat has gone on since."""
+        (from now on, without asking again), leave out all thinking, or stop. Where the chat has gone on since, it
+        stops."""
         conversation, go_on = overflow.conversation, overflow.go_on
         if self._unresolved is not overflow:
             choice = "stop"
