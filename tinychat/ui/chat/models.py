@@ -79,7 +79,8 @@ async def reopen(chat: ChatView, id: str) -> None:
     try:
         shown = None
         while chat.controller.conversation is not shown:  # again where the chat went on while the disk was read
-            chat.controller.interrupt()  # stored before the same conversation is read, as another program may have left it
+            # What runs is stored before the same conversation is read, as another program may have left it.
+            chat.controller.interrupt()
             if waiting := chat.controller.take_back_queue():
                 chat.give_back(waiting)
             shown = chat.controller.conversation
