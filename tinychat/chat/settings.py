@@ -261,9 +261,8 @@ def _write(file: Path, text: str) -> None:
     file = Path(os.path.realpath(file))
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        replace_file(
-            file, encodable(text).encode(), mode=0o600, durable=True
-        )  # private, also where the old file was not
+        # Private, also where the old file was not.
+        replace_file(file, encodable(text).encode(), mode=0o600, durable=True)
     except OSError as e:
         raise TinychatError(f"{_shown(file)} cannot be written: {(e.strerror or str(e)).lower()}") from None
 
