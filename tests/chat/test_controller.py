@@ -464,6 +464,7 @@ def test_the_oldest_turns_become_a_summary_and_come_back():
     chat.controller.undo()
     assert chat.controller.conversation.turns == before.turns
     chat.controller.compact()
+    chat.controller.state.job.outcome.result(120)  # it is stopped when all of it is there, and not shown yet
     chat.controller.stop()
     chat.settle()
     assert chat.controller.conversation.turns == before.turns, "a summary that was stopped leaves no trace"

@@ -453,7 +453,7 @@ class Controller:
             return
         self.state, overflow = Idle(), compacting.overflow
         try:
-            summary = compacting.job.outcome.result()
+            summary = compacting.job.result()
         except TinychatError as e:
             self._changes.append(Notice(str(e), error=True))
             self._measure()
