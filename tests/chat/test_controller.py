@@ -149,6 +149,10 @@ def test_regenerate_edit_fork_and_prefill():
     chat.settle()
     assert [t.text for t in chat.turns] == ["A", "Well, five"] and chat.turns[-1].prefix == 6
     assert {c.id for c in chat.saved} == {before.id, chat.controller.conversation.id}
+    chat.controller.ask(Turn("user", "c"))
+    assert chat.controller.busy
+    chat.controller.fork()
+    assert chat.turns[-2].text == "c" and chat.turns[-1].stop_reason == "stopped", "the copy has no endless answer"
 
 
 def test_regenerate_draws_another_seed_unless_it_is_set():
