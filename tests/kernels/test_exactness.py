@@ -69,7 +69,7 @@ MORE = (
     "qwen3moe_tied_top1",
     "smollm3",
 )
-# On the reference others have all of their blocks and fields, and every quant type is bit-exact (tinygrad/test_dequant).
+# Others have all of their blocks and fields; every quant type is held bit-exact by tinygrad/test_dequant.py.
 HELD_BY_OTHERS = {
     "qwen35moe",
     "lfm2",
