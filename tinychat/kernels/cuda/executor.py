@@ -26,13 +26,13 @@ from tinychat.kernels.cuda.prefill import SIZES, Chip, Prefill
 from tinychat.kernels.cuda.profile import DecodeStep, kernels, profile, read_bandwidth, seconds_of
 from tinychat.kernels.cuda.quants import QUANTS
 from tinychat.kernels.cuda.selfcheck import self_check
-from tinychat.kernels.cuda.state import breaker_bits, state_words
+from tinychat.kernels.cuda.state import bias_values, breaker_bits, state_words
 from tinychat.kernels.cuda.step import decode_steps
 from tinychat.kernels.executor import ExecutorKind, Logits, Mask, SingleSteps, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile
-from tinychat.kernels.sampling import GREEDY, Sampling, sample
+from tinychat.kernels.sampling import GREEDY, Sampling
 
 AHEAD = 4  # decode steps enqueued before the oldest is read
 GRAPH_TOKENS = 128  # tokens from one graph of a prompt's kernels to the next
@@ -92,6 +92,8 @@ class CUDAExecutor(SingleSteps):
             for name, size in builder.buffers.items():
                 if name == "ring":
                     self._ring = gpu.pinned(size, name).view(np.uint64)
+                elif name == "allowed":
+                    self._allowed = gpu.pinned(size, name).view(np.uint32)
                 else:
                     gpu.allocate(name, size)
             if "tickets" in builder.buffers:  # of attention
@@ -165,27 +167,21 @@ class CUDAExecutor(SingleSteps):
         self, token: int, pos: int, sampling: Sampling, recent: Sequence[int], mask: Mask | None = None
     ) -> Iterator[tuple[int, float]]:
         """See Executor.decode. Up to AHEAD steps are enqueued before one is waited for; with a mask, which depends on
-        the token before, none is, and the host samples, as it does for what the kernels do not know: presence and
-        frequency penalty and a bias."""
+        the token before, none is."""
         self._check([token], pos)
-        if mask is not None or sampling.presence_penalty or sampling.frequency_penalty or sampling.logit_bias:
-            seen = list(recent)
-            for at in range(pos, self.max_context):
-                rows = self.forward([token], at, "last")
-                assert rows is not None
-                token, logprob = sample(rows[0], sampling, at, seen, mask() if mask else None)
-                seen.append(token)
-                yield token, logprob
-            return
         known = list(recent)[-(pos + 1) :] or [token]
         if sampling.has_dry:
             self.gpu.upload("breakers", breaker_bits(sampling.dry_breakers, self.plan.vocab))
-        self._place(known, pos + 1 - len(known), sampling)
+        if sampling.logit_bias:
+            self.gpu.upload("bias", bias_values(sampling.logit_bias, self.plan.vocab))
+        self._place(known, pos + 1 - len(known), sampling, masked=mask is not None)
         self._ring[:] = EMPTY
         enqueued = pos
         try:
             for at in range(pos, self.max_context):
-                while enqueued < min(at + AHEAD, self.max_context):
+                if mask:
+                    self._masked_step(at, mask)
+                while not mask and enqueued < min(at + AHEAD, self.max_context):
                     self._step(enqueued).graph()
                     enqueued += 1
                 word = self._wait((at + 1) % RING)
@@ -194,6 +190,15 @@ class CUDAExecutor(SingleSteps):
                 yield token, float(np.uint32(word >> 32).view(np.float32))
         finally:
             self.gpu.synchronize()
+
+    def _masked_step(self, pos: int, mask: Mask) -> None:
+        """Runs a decode step in two graphs: the layers, during which the host computes the mask, and the choice, which
+        reads it from page-locked memory. Returns when the device has finished."""
+        step = self._step(pos)
+        step.layers()
+        self._allowed[:] = mask()
+        step.choice()
+        self.gpu.synchronize()
 
     def routes(self) -> np.ndarray | None:
         """See Executor.routes: None. Every block chooses for itself, and steps are enqueued ahead."""
@@ -278,11 +283,12 @@ class CUDAExecutor(SingleSteps):
         values = [(f"v:{i}", cache.value_width) for i, cache in enumerate(self.plan.caches) if cache.value_width]
         return keys + values
 
-    def _place(self, ids: Sequence[int], pos: int, sampling: Sampling, count: int = 1) -> None:
-        """Tells the device the tokens at positions pos, pos + 1, ...; the last `count` of them are the next step's."""
+    def _place(self, ids: Sequence[int], pos: int, sampling: Sampling, count: int = 1, *, masked: bool = False) -> None:
+        """Tells the device the tokens at positions pos, pos + 1, ...; the last `count` of them are the next step's.
+        `masked`: its token has to be one of the buffer `allowed`."""
         first = pos + len(ids) - count
         self.gpu.upload("history", np.asarray(ids, np.int32), 4 * pos)
-        self.gpu.upload("state", state_words(sampling, first, count, pos))
+        self.gpu.upload("state", state_words(sampling, first, count, pos, masked))
 
     def _wait(self, slot: int) -> int:
         """The word the device writes into a ring slot."""
