@@ -64,7 +64,7 @@ class ModelInfo:
     file_bytes: int = 0
     fingerprint: str = ""  # keys saved caches and benchmarks
     path: Path | None = None
-    sampling: Mapping[str, float] = field(default_factory=dict, hash=False)  # the file's defaults, by field of Sampling
+    sampling: Mapping[str, float] = field(default_factory=dict, hash=False)  # its own defaults, by field of Sampling
     notes: tuple[str, ...] = ()  # one line each, for the user: a slower device, a template that failed
 
 

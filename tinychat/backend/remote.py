@@ -374,6 +374,8 @@ def _described(info: ModelInfo, own: Mapping[str, Any]) -> ModelInfo:
         value = own.get(f.name)
         if f.name not in ("name", "max_context", "can", "path", "notes") and type(value) is type(getattr(info, f.name)):
             known[f.name] = printable(value, newlines=False) if isinstance(value, str) else value
+    sampling = as_dict(own.get("sampling"))
+    known["sampling"] = {k: v for k, p in SAMPLING_PARAMETERS.items() if p.takes(v := sampling.get(k))}
     notes = (*(one_line(n) for n in as_list(own.get("notes"))), *info.notes)
     return replace(info, **known, notes=notes)
 

@@ -168,10 +168,10 @@ class Controller:
 
     @property
     def sampling_defaults(self) -> Mapping[str, float]:
-        """What the model's file or the registry says about sampling, by field of Sampling."""
-        if (info := self.info) is None or not info.can.instruments:  # a server has its own
+        """What the model's file, the registry or a tinychat server says about sampling, by field of Sampling."""
+        if (info := self.info) is None:
             return {}
-        return info.sampling or registry.sampling_of(self.conversation.model)
+        return info.sampling or (registry.sampling_of(self.conversation.model) if info.can.instruments else {})
 
     @property
     def loaded(self) -> Path | None:
