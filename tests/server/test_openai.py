@@ -240,6 +240,15 @@ def test_stop_strings_across_the_borders_of_tokens(client: openai.OpenAI) -> Non
     assert choice.finish_reason == "stop"
 
 
+def test_a_grammar_in_llama_cpps_form(url: str) -> None:
+    answer = post(url, "/v1/chat/completions", model="m", messages=HI, grammar="root ::= [xyz]{4}", max_tokens=9).json()
+    text = answer["choices"][0]["message"]["content"]
+    assert len(text) == 4 and set(text) <= set("xyz")
+    for wrong in ({"grammar": "root ::= this is (not"}, {"grammar": "root ::= [a]", "json_schema": {}}):
+        refused = post(url, "/v1/chat/completions", model="m", messages=HI, **wrong)
+        assert refused.status_code == 400 and "grammar" in refused.json()["error"]["message"]
+
+
 def test_log_probabilities_add_up_to_the_text(client: openai.OpenAI) -> None:
     choice = client.chat.completions.create(model="m", messages=HI, max_tokens=8, logprobs=True).choices[0]
     assert choice.logprobs is not None and choice.logprobs.content is not None

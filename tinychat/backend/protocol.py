@@ -90,7 +90,7 @@ class Request:
     continue_final: bool = False
     tools: tuple[Mapping[str, Any], ...] = ()  # as OpenAI writes them
     tool_choice: str | Mapping[str, Any] = "auto"
-    response_format: Mapping[str, Any] | None = None
+    response_format: Mapping[str, Any] | None = None  # as OpenAI writes it, or {"type": "grammar", "grammar": text}
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     logprobs: int | None = None
     overflow: Literal["refuse", "oldest", "thinking"] = "refuse"

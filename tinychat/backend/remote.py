@@ -341,7 +341,8 @@ class RemoteBackend:
         if r.tools:
             body |= {"tools": [dict(t) for t in r.tools], "tool_choice": r.tool_choice}
         if r.response_format is not None:
-            body["response_format"] = dict(r.response_format)
+            grammar = r.response_format.get("grammar")  # a field of its own, as llama-server has it
+            body |= {"grammar": grammar} if grammar else {"response_format": dict(r.response_format)}
         if r.logprobs is not None:
             body |= {"logprobs": True, "top_logprobs": r.logprobs}
         if self._kind == "tinychat":

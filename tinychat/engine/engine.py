@@ -348,6 +348,12 @@ class Engine:
             raise TinychatError("this model's thinking tags are no tokens; ask it not to think")
         return behind_thinking(grammar, closing)
 
+    def text_grammar(self, text: str, prompt_ids: Sequence[int]) -> Grammar:
+        """The grammar that `text` is, in llama.cpp's GBNF or llguidance's Lark. Raises TinychatError."""
+        if self.chat.opens_thinking(prompt_ids):
+            raise TinychatError("a grammar holds the whole answer, thinking too; ask the model not to think")
+        return Grammar.from_lark(text)
+
     def calls_grammar(self, tools: Sequence[ToolSchema], prompt_ids: Sequence[int], parallel: bool = True) -> Grammar:
         """The grammar under which an answer to the prompt has to call some of `tools`, perhaps behind thinking."""
         chat = self.chat
