@@ -140,8 +140,10 @@ def test_calls_of_tools_in_one_piece() -> None:
 
 
 def test_one_call_only_where_the_client_wants_one() -> None:
-    with serving(replaying(CALLS)) as url:
+    cut = [*CALLS[:-1], *pieces("<tool_call> of a call that is cut off"), CALLS[-1]]
+    with serving(replaying(cut)) as url:
         body = post(url, "/v1/chat/completions", model="m", messages=HI, tools=[TOOL], parallel_tool_calls=False).json()
+    assert body["choices"][0]["message"]["content"] == "Sure."
     assert [c["id"] for c in body["choices"][0]["message"]["tool_calls"]] == ["call_a"]
     assert body["choices"][0]["finish_reason"] == "tool_calls"
 
