@@ -41,6 +41,15 @@ def test_the_format_is_found(name: str, models: dict[str, tuple[Chat, Tokenizer]
     assert form.parallel == (name != "json bare") and form.id_is_name == (name == "named id")
 
 
+def test_what_the_prompt_has_written_already_is_no_markup_of_a_call() -> None:
+    """Command R7B: an empty thinking block in front of the calls, which the prompt ends with."""
+    source = call_templates.source("json").replace("{% if m.tool_calls %}", "{% if m.tool_calls %}<empty></empty>")
+    chat, _ = call_templates.model(source.replace("assistant\n' }}", "assistant\n<empty></empty>' }}"))
+    assert chat.render([USER]) and "<empty>" not in "".join(chat.call_format.markers)
+    answer = '\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+    assert calls.parsed(chat, answer, TOOLS)["calls"] == [("add", {"a": 1, "b": 2})]
+
+
 @pytest.mark.parametrize("name", [*call_templates.SECTIONS, "plain"])
 def test_what_was_rendered_is_read_back(name: str, models: dict[str, tuple[Chat, Tokenizer]]) -> None:
     chat, tokenizer = models[name] if name != "plain" else call_templates.model(None)
