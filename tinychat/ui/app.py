@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+from textual import on
 from textual.binding import Binding
 from textual.command import CommandPalette
 from textual.driver import Driver
@@ -33,6 +34,7 @@ from tinychat.tools.permission import Permissions
 from tinychat.ui.announcer import Announcer
 from tinychat.ui.boundary import LastingApp
 from tinychat.ui.chat import models
+from tinychat.ui.chat.handlers import SettingsEdited
 from tinychat.ui.chat.screen import ChatScreen
 from tinychat.ui.driver import TerminalDriver
 from tinychat.ui.theme import THEMES
@@ -144,6 +146,18 @@ class TinychatApp(LastingApp):
         self.own = replace(self.own, **changes)
         if self._remember is not None:
             self._remember(**changes)
+
+    @on(SettingsEdited)
+    def _edited(self, event: SettingsEdited) -> None:
+        """What can be otherwise at once is; the rest counts from the next conversation, load or start on."""
+        self.own, c = event.own, self.controller
+        c.stop_repetition, c.titles.on = self.own.stop_repetition, self.own.titles
+        kind: Any = self.own.notify
+        self._announcer.kind = kind
+        self.chat.experts = self.own.experts
+        self.chat.paint_panel()
+        if self.own.theme in ("", *self.available_themes):
+            self.theme = self.own.theme or THEMES[0].name
 
     def action_command_palette(self) -> None:
         """Its commands are the chat's. Without the fixed id that Textual gives it: one that is still closing must not

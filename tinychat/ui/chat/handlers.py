@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 
+from textual.message import Message
+
 from tinychat.backend.instruments import Instrumented
 from tinychat.chat import importing
 from tinychat.chat.commands import COMMANDS, TextCommand, switched
@@ -14,6 +16,7 @@ from tinychat.chat.conversation import footer_text, to_markdown
 from tinychat.chat.find import find as find_text
 from tinychat.chat.find import version_with
 from tinychat.chat.parameters import Parameters
+from tinychat.chat.settings import Settings
 from tinychat.errors import TinychatError
 from tinychat.files import expand
 from tinychat.tools.mcp_config import switch
@@ -25,6 +28,14 @@ from tinychat.ui.chat.view import ChatView
 from tinychat.ui.panel.figures import share_of_limit, size
 from tinychat.ui.screens.sheet import in_daemon
 from tinychat.units import speed
+
+
+class SettingsEdited(Message):
+    """The user has changed the settings file."""
+
+    def __init__(self, own: Settings) -> None:
+        super().__init__()
+        self.own = own
 
 
 def said(command: TextCommand) -> Callable[[ChatView, str], Awaitable[None]]:
@@ -270,7 +281,11 @@ def _to_measure(chat: ChatView, command: str, text: str, default: int) -> tuple[
 async def settings_file(chat: ChatView, text: str) -> None:
     from tinychat.ui.screens.settings import SettingsScreen
 
-    chat.app.push_screen(SettingsScreen())
+    def done(own: Settings | None) -> None:
+        if own is not None:
+            chat.app.post_message(SettingsEdited(own))
+
+    chat.app.push_screen(SettingsScreen(), done)
 
 
 async def help_screen(chat: ChatView, text: str) -> None:
