@@ -386,8 +386,12 @@ class Controller:
             self.state = Stopping(r)
 
     def skip_thinking(self) -> None:
-        """Ends the thinking and goes on with the answer. Raises TinychatError when nothing thinks."""
-        r = self.running
+        """Ends the thinking, also that of an answer that was stopped in it, and goes on with the answer. Raises
+        TinychatError when nothing thinks."""
+        r, turns = self.running, self.conversation.turns
+        if not self.busy and turns and turns[-1].thinking_open:
+            self._start(self.conversation.close_thinking(), len(turns) - 1, go_on=True)
+            return
         if r is None or r.kind != "thinking" or r.tokens == 0:
             raise TinychatError("the model is not thinking now")
         r.cancel.set()

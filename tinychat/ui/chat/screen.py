@@ -19,7 +19,7 @@ from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import TextArea
 
-from tinychat.chat import attach
+from tinychat.chat import attach, mcp
 from tinychat.chat.changes import Overflow
 from tinychat.chat.choosing import remember
 from tinychat.chat.controller import Controller
@@ -35,9 +35,10 @@ from tinychat.tools.mcp_config import config_path
 from tinychat.tools.protocol import Question
 from tinychat.tools.toolbox import Toolbox
 from tinychat.ui import clipboard
-from tinychat.ui.chat import commands, mcp, models
+from tinychat.ui.chat import commands, models
 from tinychat.ui.chat.findbar import FindBar
 from tinychat.ui.chat.markdown import MarkdownView
+from tinychat.ui.chat.mcp import prompt_choices, resource_choices
 from tinychat.ui.chat.message import TurnMessage
 from tinychat.ui.chat.overflow import OverflowScreen
 from tinychat.ui.chat.painter import Painter
@@ -687,7 +688,7 @@ class ChatScreen(Screen[None]):
             self._remember(experts=on)
 
     def _commands(self, text: str) -> list[Choice]:
-        return [*commands.complete(text), *mcp.prompt_choices(self.mcp, text)]
+        return [*commands.complete(text), *prompt_choices(self.mcp, text)]
 
     def _files(self, typed: str) -> list[Choice]:
         if self.controller.raw:
@@ -695,7 +696,7 @@ class ChatScreen(Screen[None]):
         if self.finder.due():
             self.run_worker(self._look())
         files = [file_choice(name, typed) for name in self.finder.find(typed)]
-        return [*files, *mcp.resource_choices(self.mcp, typed)]
+        return [*files, *resource_choices(self.mcp, typed)]
 
     async def _look(self) -> None:
         self.finder.take(await in_daemon(self.finder.look))
