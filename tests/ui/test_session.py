@@ -76,7 +76,9 @@ def test_c_opens_the_last_conversation_and_f6_the_editor(tmp_path: Path) -> None
     editor.chmod(editor.stat().st_mode | stat.S_IXUSR)
     environ = {**os.environ, "TERM": "xterm-256color", "VISUAL": f"'{editor}' --wait", "EDITOR": "/nowhere"}
     with terminal("-c", "--device", "cpu", environ=environ) as t:
+        t.write(b"/rename typed\x1b[C ahead\r")  # the terminal is still the shell's, which makes a line feed of Enter
         t.read("the old answer")
+        t.read("]2;typed ahead\x07")  # the terminal's title
         t.write(b"my draft")
         t.read("my draft")
         t.write(F6)

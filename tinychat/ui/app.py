@@ -119,6 +119,8 @@ class TinychatApp(LastingApp):
             self.call_after_refresh(models.first_model, self.chat)
         for problem in self.own.problems:
             self.call_after_refresh(self.chat.say, problem, True)
+        if isinstance(self._driver, TerminalDriver) and (typed := self._driver.typed_ahead):
+            self.call_after_refresh(self.chat.type_ahead, typed)
         if self._mounted is not None:
             self._mounted()
 

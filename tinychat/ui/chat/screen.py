@@ -401,6 +401,14 @@ class ChatScreen(Screen[None]):
         if followed and index + 1 == len(self.controller.conversation.turns):
             await self.say("what followed the answer is with its other version; ← and → on the answer switch, or /undo")
 
+    def type_ahead(self, text: str) -> None:
+        """What was typed, with an Enter behind it, before this screen was there. One line is sent; several lines may be
+        a paste, and a draft of last time was not seen: these wait for an Enter."""
+        if "\n" in text or self._draft:
+            self.give_back([Turn("user", text)])
+        else:
+            self.prompt.post_message(PromptEditor.Submitted(text))
+
     def begin_edit(self, index: int) -> None:
         if self.controller.busy:
             raise TinychatError("an answer is being written; stop it with esc, then edit")
