@@ -221,9 +221,19 @@ def test_before_the_context_overflows_the_user_is_asked():
     chat.controller.resolve(room, "stop")
     assert [c.turn.text for c in chat.controller.poll() if isinstance(c, SentBack)] == [f"question {i}"]
     assert len(chat.turns) == asked
-    chat.controller.resolve(room, "turns")
+    chat.changes.clear()
+    chat.controller.ask(Turn("user", f"question {i}"))
     chat.settle()
-    assert len(chat.turns) == asked + 2 and chat.controller.conversation.first > 0
+    (room,) = chat.of(Overflow)
+    chat.controller.queue.append(Turn("user", "typed meanwhile"))
+    for _ in range(3):
+        chat.controller.poll()
+    assert not chat.controller.busy, "it waits for the answer to the question"
+    chat.controller.take_back_queue()
+    chat.controller.resolve(room, "turns")
+    chat.controller.resolve(room, "compact")  # too late: nothing happens to the answer that is being written
+    chat.settle()
+    assert len(chat.turns) == asked + 2 and chat.turns[-1].stop_reason and chat.controller.conversation.first > 0
     assert "question 0" not in chat.script.prompts[-1] and f"question {i}" in chat.script.prompts[-1]
     assert chat.controller.usage.limit == 128 >= chat.controller.usage.used
 

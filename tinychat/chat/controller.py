@@ -115,6 +115,7 @@ class Controller:
         self.usage = Usage()
         self.trace = Trace()
         self.raw = False
+        self._unresolved: Overflow | None = None  # the queue waits for the user's choice
         self._held: Overflow | None = None  # asks again when the model is loaded with a larger context
         self.toolbox, self.permissions = Toolbox(), permissions or Permissions()
         self._left: list[int | Removed] = []  # for undo: last turns (ids) of paths that were left, and what was deleted
@@ -235,6 +236,7 @@ class Controller:
         self._changes += map(SentBack, self.take_back_queue())  # part of the draft of the conversation that is left
         self._left.clear()
         self._let_go()
+        self._unresolved = None
         self.conversation = conversation
         self._changes.append(Reset(0, conversation))
         self.usage = Usage()
@@ -302,6 +304,8 @@ class Controller:
         """Asks with another text and files in place of the user's turn `index`, or puts `text` in place of answer
         `index`. The present one stays as a version."""
         self._idle("edit")
+        if index >= len(self.conversation.turns):
+            raise TinychatError("the message that was being edited is not there any more; nothing was sent")
         if self.conversation.turns[index].role == "user":
             self._start(self.conversation.edit(index, text, files), index)
             return
@@ -348,6 +352,7 @@ class Controller:
         """Shows another path of the conversation; False when it is the present one."""
         if conversation is self.conversation:
             return False
+        self._unresolved = None
         start = _first_other(self.conversation, conversation)
         self._set(conversation)
         self._changes.append(Reset(start, conversation))
@@ -404,8 +409,12 @@ class Controller:
 
     def resolve(self, overflow: Overflow, choice: Literal["context", "compact", "turns", "thinking", "stop"]) -> None:
         """Answers an Overflow: load with a larger context, let the model summarise the oldest turns, leave them out
-        (from now on, without asking again), leave out all thinking, or stop."""
+        (from now on, without asking again), leave out all thinking, or stop. Where the chat has gone on since, it
+        stops."""
         conversation, go_on = overflow.conversation, overflow.go_on
+        if self._unresolved is not overflow:
+            choice = "stop"
+        self._unresolved = None
         if choice == "stop":
             if overflow.typed is not None:
                 self._changes.append(SentBack(overflow.typed))
@@ -500,7 +509,7 @@ class Controller:
         if self._saver.due(growing=self.running is not None):
             self._store()
         self._changes += self._saver.poll()
-        if self.ready and not self.busy and not any(isinstance(c, Overflow) for c in self._changes):
+        if self.ready and not self.busy and self._unresolved is None:
             if self.replaying is not None:
                 self._go_on_replaying(self.replaying)
             elif self.queue:
@@ -687,7 +696,7 @@ class Controller:
         elif reason == "context":
             c = self.conversation
             reserve = reserve_for(c.parameters.max_tokens, self.usage.limit)
-            self._changes.append(
+            self._overflows(
                 Overflow(c, True, self.usage, reserve, _droppable(c), None, index, self._larger(self.usage, reserve))
             )
 
@@ -800,7 +809,7 @@ class Controller:
         r = self.running
         assert r is not None
         self._withdraw(r)
-        self._changes.append(
+        self._overflows(
             Overflow(
                 r.asked,
                 r.goes_on,
@@ -812,6 +821,10 @@ class Controller:
                 self._larger(event.usage, event.reserve),
             )
         )
+
+    def _overflows(self, overflow: Overflow) -> None:
+        self._unresolved = overflow
+        self._changes.append(overflow)
 
     def _larger(self, usage: Usage, reserve: int) -> int:
         """A context length that has room for four times the answer, a power of two where the model can hold that; 0
@@ -867,6 +880,7 @@ class Controller:
             defaults=self.sampling_defaults,
         )
         watch = self.stop_repetition and not (go_on and last.stop_reason == "repeated")
+        self._unresolved = None
         self._count.forget()
         self.titles.cancel()
         if len(conversation.others) > len(self.conversation.others):

@@ -8,6 +8,7 @@ runs the app's own handlers; _register_child, where each widget's _dispatch_mess
 
 from __future__ import annotations
 
+import asyncio
 import time
 import traceback
 from contextlib import suppress
@@ -63,6 +64,14 @@ class LastingApp(App[None]):
         except Exception as e:
             if not (isinstance(message, InputEvent) and _came_too_late(e)):
                 self._handle_exception(e)
+        except asyncio.CancelledError as e:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Not this loop was cancelled, but what a handler awaited: Textual would take it for the end of the loop.
+            fault = RuntimeError(f"what the handler of {type(message).__name__} waited for was cancelled")
+            fault.__cause__ = e
+            self._handle_exception(fault)
 
     def _hits_a_removed_widget(self, event: MouseEvent) -> bool:
         """Whether the mouse is on a widget that is still painted and has no parent any more, which Textual asks for."""
