@@ -237,6 +237,20 @@ def test_a_template_without_tools_says_so() -> None:
     assert calls.prompt_text(chat, [USER]) and chat.fallback == ""
 
 
+def test_tools_that_the_template_fails_for_are_called_in_the_plain_form() -> None:
+    """Command R+: its template takes no tool without a description of its arguments."""
+    source = "{% if tools and not tools[0].function.description %}{{ raise_exception('bare') }}{% endif %}"
+    chat, _ = call_templates.model(source + call_templates.source("named"))
+    plain = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+    named = '<calls><call>add<sep>{"a": 1, "b": 2}</call></calls>'
+    for description, answer in (("", plain), ("sum", named), ("", plain)):
+        tools = [tool("add", {"a": {"type": "number"}, "b": {"type": "number"}}, description)]
+        chat.render([USER], tools=tools)
+        assert ("bare" in chat.fallback) == (not description)
+        chat.render([USER])  # as for counting what the tools take
+        assert calls.parsed(chat, answer, tools)["calls"] == [("add", {"a": 1, "b": 2})]
+
+
 def test_several_calls_where_the_template_takes_one(models: dict[str, tuple[Chat, Tokenizer]]) -> None:
     chat = models["json bare"][0]
     talk = [

@@ -359,7 +359,7 @@ class Engine:
         chat = self.chat
         tags = chat.think_tags if chat.think_tags and self.tokenizer.token_id(chat.think_tags[1]) is not None else None
         opened = chat.opens_thinking(prompt_ids)
-        return calls_grammar(chat.call_format, tools, self.tokenizer, thinking=tags, opened=opened, parallel=parallel)
+        return calls_grammar(chat.answer_format, tools, self.tokenizer, thinking=tags, opened=opened, parallel=parallel)
 
     def logits(self, ids: Sequence[int], decode: bool = False) -> np.ndarray:
         """float32 (len(ids), n_vocab) from an empty cache; `decode` goes one token at a time through the decode
