@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from tinychat.kernels.blocks import MLA, Weight
-from tinychat.kernels.cuda.builder import Activations, Builder, LaunchedOps, check_shared
+from tinychat.kernels.cuda.builder import Activations, Builder, LaunchedOps, shared_columns
 from tinychat.kernels.cuda.constants import (
     LOG2E,
     NO_MATRIX,
@@ -117,10 +117,11 @@ def mla_cluster(b: Builder, layer: int, a: MLA) -> LaunchedOps:
 
 def absorb(b: Builder, layer: int, a: MLA) -> Launch:
     w, kinds = a.k_b, b.kinds(a.k_b)
-    check_shared(w.cols, *kinds)
+    shared = shared_columns(b, w.cols, *kinds)
     t = spread(w, w.rows * a.heads, whole=True)
     shape = AbsorbConstants(
         **latent_fields(a),
+        columns=b.columns,
         weight=b.matrix(w),
         spread=t,
         head_blocks=t.blocks(w.rows),
@@ -129,7 +130,7 @@ def absorb(b: Builder, layer: int, a: MLA) -> Launch:
     )
     buffers = {
         "q": b.act("q"),
-        "queries": b.buffer("queries", 2 * a.heads * a.row),
+        "queries": b.buffer("queries", 2 * b.columns * a.heads * a.row),
         "cache": b.cache("k", layer),
         "kv": b.act("kv"),
         "kv_gain": b.data(a.kv_norm),
@@ -138,35 +139,40 @@ def absorb(b: Builder, layer: int, a: MLA) -> Launch:
         "w": b.data(w),
     }
     kind, products = shape.weight.type.name.lower(), t.blocks(w.rows) * a.heads
-    rotations = -(-a.heads // 8)  # a warp per head; one more block for the cache row
+    rotations = -(-b.columns * a.heads // 8)  # a warp per head; one more block for each cache row
     return kernel(
         f"absorb_{kind}_{products}x{w.cols}",
         "absorb.cu",
         shape,
         buffers,
-        (products + rotations + 1, 1, 1),
+        (products + rotations + b.columns, 1, 1),
         f"mat-vec {kind}",
         nbytes=w.nbytes,
+        shared=shared,
     )
 
 
 def combine(b: Builder, a: MLA) -> Launch:
-    shape = CombineConstants(a.heads, a.kv_lora, splits(a, deep=True), chunk_keys(a, deep=True))
+    shape = CombineConstants(
+        a.heads, a.kv_lora, splits(a, deep=True), chunk_keys(a, deep=True), columns=b.columns
+    )
     dst = b.act("o_latent")
     buffers = {"partial": "attention_o", "ml": "attention_ml", "dst": dst, "state": "state"}
-    return kernel(f"combine_{a.heads}", "combine.cu", shape, buffers, (-(-a.kv_lora // 128), a.heads, 1), "attention")
+    grid = (-(-a.kv_lora // 128), a.heads, b.columns)
+    return kernel(f"combine_{a.heads}", "combine.cu", shape, buffers, grid, "attention")
 
 
 def value_up(b: Builder, a: MLA, deep: bool) -> tuple[Launch, Activations]:
     """Per head: combines attention's splits where no kernel did (not `deep`), then W_v_b."""
     w, kinds = a.v_b, b.kinds(a.v_b)
-    check_shared(w.cols, *kinds)
+    shared = shared_columns(b, w.cols, *kinds)
     t = spread(w, w.rows * a.heads, quantise=True)
     heads = b.agreed("heads", a.heads * w.rows, [a.output], [w.rows], t.rows() == QUANTISED_ROWS)
     blocks = t.blocks(w.rows)
     shape = ValueUpConstants(
         a.heads,
         a.kv_lora,
+        columns=b.columns,
         splits=splits(a),
         chunk_keys=chunk_keys(a, deep),
         combined=deep,
@@ -190,6 +196,7 @@ def value_up(b: Builder, a: MLA, deep: bool) -> tuple[Launch, Activations]:
         (blocks * a.heads, 1, 1),
         f"mat-vec {kind}",
         nbytes=w.nbytes,
+        shared=shared,
     )
     return launch, heads
 

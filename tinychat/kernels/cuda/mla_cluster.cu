@@ -179,7 +179,7 @@ struct Merged {
 #pragma unroll
     for (int r = 0; r < CLUSTER; r++) weight[r] /= total;
   }
-  DEVICE F4 operator()(int i) const {
+  DEVICE F4 operator()(int, int i) const {
     F4 v = {0, 0, 0, 0};
 #pragma unroll
     for (int r = 0; r < CLUSTER; r++) {
@@ -206,7 +206,7 @@ DEVICE void run(const Args &a) {
   const bool owner = rank == pos % CLUSTER;  // of this token's key
   LatentRow row;
   if constexpr (LOW_RANK) {
-    Stage<LOW_RANK ? Query::COLS : 32, true, true, false> stage;
+    Stage<LOW_RANK ? Query::COLS : 32, true, true, false, 1> stage;
     stage.prefetch(a.x_gain);
     grid_wait();
     const Plain x{a.x};
@@ -214,7 +214,7 @@ DEVICE void run(const Args &a) {
     if (owner) row.load(a.kv, a.kv_gain, angles);
     copy_wait<1>();
     stage.finish(x, sh);
-    const float norm = stage.norm(EPS, sh);
+    const float norm = stage.norm(EPS, sh, 0);
     cluster_wait();
     m.rows.query.multiply(sh, [&](int i, int sub, float v) {
       for (int r = sub; r < CLUSTER; r += QUERY_LANES) peer(m.q, r)[rank * (HEAD / CLUSTER) + i] = v * norm;
@@ -233,7 +233,7 @@ DEVICE void run(const Args &a) {
     for (int i = threadIdx.x; i < ROW; i += THREADS) a.cache[(u64)pos * ROW + i] = m.row[i];
   }
 
-  Stage<NOPE, false, true, false> nope;
+  Stage<NOPE, false, true, false, 1> nope;
   copy_wait<0>();
   nope.finish(Plain{m.q}, sh);
   for (int i = threadIdx.x; i < ROPE_DIMS; i += THREADS)
@@ -248,7 +248,7 @@ DEVICE void run(const Args &a) {
   attend(m, a.cache, pos, rank);
   cluster_arrive();
   cluster_wait();
-  Stage<KV_LORA, false, true, false> latent;
+  Stage<KV_LORA, false, true, false, 1> latent;
   latent.finish(Merged(m), sh);
   cluster_arrive();  // this block has read the others' parts
   const int first = head * Value::ROWS + rank * (Value::ROWS / CLUSTER);
