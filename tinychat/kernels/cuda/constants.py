@@ -163,7 +163,7 @@ class AbsorbConstants(LatentConstants, StepConstants):
 
 
 @dataclass(frozen=True)
-class MLAClusterConstants(LatentConstants):
+class MLAClusterConstants(LatentConstants, StepConstants):
     """mla_cluster.cu"""
 
     cluster: int  # blocks per head

@@ -33,6 +33,12 @@ DEVICE void gated(const u8 *wg, const u8 *wu, int group, int b, Stage<COLS, NORM
 #pragma unroll
   for (int m = 0; m < MINE; m++) norm[m] = stage.norm(EPS, sh, C == 1 ? 0 : min(m * LPR + lane, C - 1));
   gate.run(sh, K);
+  float g[MINE][R];  // before `up` runs, so that the sums of all columns need no registers then
+#pragma unroll
+  for (int m = 0; m < MINE; m++)
+#pragma unroll
+    for (int r = 0; r < R; r++) g[m][r] = gate.mine(m * LPR, r) * norm[m];
+  if (C > 1) warp_sync();  // else the compiler keeps the staged columns in registers, which do not suffice
   up.run(sh, K);
 #pragma unroll
   for (int m = 0; m < MINE; m++) {
@@ -42,10 +48,10 @@ DEVICE void gated(const u8 *wg, const u8 *wu, int group, int b, Stage<COLS, NORM
       for (int r = 0; r < R; r++)
         if (unit + r * N < ROWS) {
           const int row = unit + r * N;
-          float g = gate.mine(m * LPR, r) * norm[m], u = up.mine(m * LPR, r) * norm[m];
-          if (gate_bias) g += gate_bias[group * ROWS + row];
+          float u = up.mine(m * LPR, r) * norm[m];
+          if (gate_bias) g[m][r] += gate_bias[group * ROWS + row];
           if (up_bias) u += up_bias[group * ROWS + row];
-          put(column, row, activated<Activation>(g, u));
+          put(column, row, activated<Activation>(g[m][r], u));
         }
   }
   put.finish(b * WARPS * R * N);

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tinychat.errors import TinychatError
 from tinychat.kernels.blocks import MLA, Weight
 from tinychat.kernels.cuda.builder import Activations, Builder, LaunchedOps, shared_columns
 from tinychat.kernels.cuda.constants import (
@@ -54,11 +55,14 @@ def _cluster_shape(b: Builder, a: MLA, out_quantised: bool) -> MLAClusterConstan
         return packed_bytes(b.weight(w).tensor.kind, rows * w.cols)
 
     longest, warps = max(query.cols, a.kv_lora, a.nope), CLUSTER_THREADS // 32
-    shared = longest + longest // 4 + 4 * (head * CLUSTER + a.row + a.kv_lora + 2 + 4 * warps + values) + 2 * a.row
+    new = -(-b.columns // CLUSTER)  # keys of the step that a block has
+    shared = longest + longest // 4 + 4 * (head * CLUSTER + a.row + a.kv_lora + 2 + (3 + new) * warps + values)
+    shared += new * 2 * a.row
     rows = (planes(a.q, head) if a.q_a else 16) + planes(a.k_b, absorbed)
     shared += planes(a.v_b, values) + max(rows, 4 * warps * a.kv_lora) + 256  # for what alignment takes
     return MLAClusterConstants(
         **latent_fields(a),
+        columns=b.columns,
         cluster=CLUSTER,
         keys=CLUSTER_KEYS,
         query=query,
@@ -84,6 +88,8 @@ def mla_cluster(b: Builder, layer: int, a: MLA) -> LaunchedOps:
     fits = a.v_b.rows // CLUSTER % QUANTISED_ROWS == 0
     heads = b.agreed("heads", a.heads * a.v_b.rows, [a.output], [a.v_b.rows], fits)
     shape = _cluster_shape(b, a, heads.quantised)
+    if shape.shared > MAX_DYNAMIC:
+        raise TinychatError(f"{b.columns} columns of latent attention are too many for shared memory")
     buffers = {
         "x": b.act("q_a") if a.q_a else None,
         "x_gain": b.data(a.q_a_norm),
@@ -104,10 +110,11 @@ def mla_cluster(b: Builder, layer: int, a: MLA) -> LaunchedOps:
         "mla_cluster.cu",
         shape,
         buffers,
-        (a.heads * CLUSTER, 1, 1),
+        (b.columns * a.heads * CLUSTER, 1, 1),
         "attention",
         nbytes=(a.q.nbytes if a.q_a else 0) + a.k_b.nbytes + a.v_b.nbytes,
         threads=CLUSTER_THREADS,
+        resident=1 if b.columns == 1 else 2,
         shared=shape.shared,
         cluster=CLUSTER,
     )
@@ -153,9 +160,7 @@ def absorb(b: Builder, layer: int, a: MLA) -> Launch:
 
 
 def combine(b: Builder, a: MLA) -> Launch:
-    shape = CombineConstants(
-        a.heads, a.kv_lora, splits(a, deep=True), chunk_keys(a, deep=True), columns=b.columns
-    )
+    shape = CombineConstants(a.heads, a.kv_lora, splits(a, deep=True), chunk_keys(a, deep=True), columns=b.columns)
     dst = b.act("o_latent")
     buffers = {"partial": "attention_o", "ml": "attention_ml", "dst": dst, "state": "state"}
     grid = (-(-a.kv_lora // 128), a.heads, b.columns)

@@ -64,8 +64,9 @@ template <int K, bool QUANT, bool STAGE_FLOATS, int C> DEVICE Shared staging(con
 // gain only; what the rest of RMSNorm multiplies by, norm() gives after finish(), so that nothing waits for the sum of
 // squares.
 template <int K, bool NORM, bool QUANT, bool FLOAT, int C> struct Stage {
-  static constexpr int N = K / 4, V = (N + THREADS - 1) / THREADS;     // of a column: all vectors, those of a thread
-  static constexpr int B = NORM && C == 1 ? V : 8, ALL = V * C;        // loaded before the first use; of all columns
+  static constexpr int N = K / 4, V = (N + THREADS - 1) / THREADS;  // vectors of a column: all, those of a thread
+  static constexpr int B = NORM && C == 1 ? V : THREADS > 256 && C > 1 ? 4 : 8;  // loaded before the first use
+  static constexpr int ALL = V * C;
   F4 gain[NORM ? V : 1], x[NORM && ALL > B ? B : NORM ? ALL : 1];
   DEVICE void prefetch(const float *g) {
     if (NORM)

@@ -31,8 +31,8 @@ DEEP = 2048  # keys from which on latent attention has DEEP_SPLITS parts, and a 
 
 
 def decode(b: Builder, depth: Depth = "middle") -> LaunchedOps:
-    """All kernels of a step, of one token or the builder's columns: embedding to sampling. Only latent attention differs
-    by `depth`."""
+    """All kernels of a step of the builder's columns: embedding to sampling. Only latent attention differs by
+    `depth`."""
     plan, out = b.plan, LaunchedOps()
     out.append((embed(b, plan.embed, b.columns), 0))
     first = 1  # op of the layer
@@ -54,9 +54,10 @@ def decode(b: Builder, depth: Depth = "middle") -> LaunchedOps:
 
 
 def decode_steps(b: Builder, clusters: bool) -> dict[int, LaunchedOps]:
-    """The decode steps for all depths, by the position from which on each is taken. `clusters`: the GPU has them."""
+    """The steps of the builder's columns for all depths, by the position from which on each is taken, whatever the
+    number of columns. `clusters`: the GPU has them."""
     latent = [layer.attention for layer in b.plan.layers if isinstance(layer.attention, MLA)]
-    near = clusters and latent and all(takes_cluster(b, a) for a in latent)
+    near = clusters and latent and all(takes_cluster(b.of(1), a) for a in latent)
     steps = {0: decode(b, "near" if near else "middle")}
     if near and b.max_context > NEAR:
         steps[NEAR] = decode(b, "middle")
