@@ -122,6 +122,7 @@ class CUDAExecutor:
             depth: DecodeStep(gpu, tuple(step), graphs[depth], max_context, self.decode, self._place)
             for depth, step in steps.items()
         }
+        self._enqueued: tuple[int, int, Sampling] | None = None  # the step of this token at this position, by verify()
         self._verify_graphs: dict[tuple[int, int], Graph] = {}  # by columns and depth; made when first needed
         self.launches = launches[0]
         self.kernels_per_token, self.jit_batches = graphs[0].kernels, 1
@@ -193,10 +194,7 @@ class CUDAExecutor:
                 while enqueued < min(at + AHEAD, self.max_context):
                     self._step(enqueued).graph()
                     enqueued += 1
-                word = self._wait((at + 1) % RING)
-                self._ring[(at + 1) % RING] = EMPTY
-                token = word & 0xFFFFFFFF
-                yield token, float(np.uint32(word >> 32).view(np.float32))
+                yield self._chosen(at)
         finally:
             self.gpu.synchronize()
 
@@ -208,6 +206,8 @@ class CUDAExecutor:
         sampling: Sampling,
         recent: Sequence[int],
         mask: Mask | None = None,
+        *,
+        ahead: bool = False,
     ) -> Iterator[tuple[int, float]]:
         """See Executor.verify. Where the kind of graph changes on the way, which single steps would follow, there are
         two steps."""
@@ -215,6 +215,9 @@ class CUDAExecutor:
         self._check(tokens, pos)
         assert len(tokens) <= self.limits.verified
         on_host, seen, first = _on_host(sampling, mask), list(recent) if drafts else recent, 0
+        if self._enqueued == (token, pos, sampling) and not drafts and not on_host:
+            yield self._following(pos, sampling, ahead)
+            return
         if sampling.has_dry and not on_host:
             self.gpu.upload("breakers", breaker_bits(sampling.dry_breakers, self.plan.vocab))
         while first < len(tokens):
@@ -223,16 +226,18 @@ class CUDAExecutor:
             count = min(len(tokens) - first, alike)
             window = _window(sampling, at + 1)
             known = [*(seen[-window:] or [token]), *tokens[first + 1 : first + count]]
-            self._ring[:] = EMPTY
             self._place(known, at + count - len(known), sampling, count)
+            self._ring[:] = EMPTY
             self._columns(at, count)()
-            words = [self._wait((at + i + 1) % RING) for i in range(count)]
-            for i, word in enumerate(words):
+            if not drafts and not on_host:
+                yield self._following(pos, sampling, ahead)
+                return
+            # all of them: what is written later would be taken for the next step's
+            made = [self._chosen(at + i) for i in range(count)]
+            for i, (following, logprob) in enumerate(made):
                 if on_host:
                     row = self.gpu.download("logits", 4 * self.plan.vocab, 4 * self.plan.vocab * i).view(np.float32)
                     following, logprob = sample(row, sampling, at + i, seen, mask() if mask else None)
-                else:
-                    following, logprob = word & 0xFFFFFFFF, float(np.uint32(word >> 32).view(np.float32))
                 yield following, logprob
                 if first == len(drafts) or following != drafts[first]:
                     return
@@ -256,6 +261,7 @@ class CUDAExecutor:
 
     def write_cache(self, data: bytes, first: int, rows: int) -> None:
         """See Executor.write_cache."""
+        self._settle()
         at, packed = 0, np.frombuffer(data, np.uint8)
         if packed.size != rows * self.plan.kv_bytes_per_token:
             raise TinychatError(f"a saved cache of {packed.size:,} bytes does not hold {rows} rows of this model")
@@ -302,6 +308,14 @@ class CUDAExecutor:
         """The decode step for a token at position `pos`."""
         return self._steps[max(depth for depth in self._steps if depth <= pos)]
 
+    def _following(self, pos: int, sampling: Sampling, ahead: bool) -> tuple[int, float]:
+        """What the single step at `pos`, which is enqueued, chooses; with `ahead` the next one is enqueued, too."""
+        if ahead := ahead and pos + 1 < self.max_context:
+            self._step(pos + 1).graph()
+        following, logprob = self._chosen(pos)
+        self._enqueued = (following, pos + 1, sampling) if ahead else None
+        return following, logprob
+
     def _columns(self, pos: int, count: int) -> Graph:
         """The graph for a step of `count` tokens from position `pos` on."""
         if count == 1:
@@ -335,8 +349,22 @@ class CUDAExecutor:
     def _place(self, ids: Sequence[int], pos: int, sampling: Sampling, count: int = 1) -> None:
         """Tells the device the tokens at positions pos, pos + 1, ...; the last `count` of them are the next step's."""
         first = pos + len(ids) - count
+        self._settle()
         self.gpu.upload("history", np.asarray(ids, np.int32), 4 * pos)
         self.gpu.upload("state", state_words(sampling, first, count, pos))
+
+    def _settle(self) -> None:
+        """Waits for a step that verify() enqueued ahead, whose result is not wanted."""
+        if self._enqueued:
+            self.gpu.synchronize()
+            self._enqueued = None
+
+    def _chosen(self, pos: int) -> tuple[int, float]:
+        """What a step chooses behind position `pos`, and its log-probability, as soon as the device has written it."""
+        slot = (pos + 1) % RING
+        word = self._wait(slot)
+        self._ring[slot] = EMPTY
+        return word & 0xFFFFFFFF, float(np.uint32(word >> 32).view(np.float32))
 
     def _wait(self, slot: int) -> int:
         """The word the device writes into a ring slot."""
