@@ -6,6 +6,7 @@ time MODEL QUANT [--layers N --kernels --depth D ...]: decode; exact shapes, ran
 prompts MODEL QUANT [--lengths N ...]: what `tinychat bench` measures, a row of docs/cuda.md for each length
 peer MODEL QUANT: llama-bench (LLAMA_BENCH) on the same file
 compare FILE | MODEL QUANT [--layers N --follow F]: 64 greedy tokens and their logits, CUDA against the CPU executor
+masked MODEL QUANT [--tokens N]: decode under schemas and with penalties against plain decode, through the engine
 app MODEL QUANT: a long answer in the headless app: decoded and painted tok/s
 fallback: a kernel with a wrong sign: what the engine says and takes
 verify [VARIANT:QUANT ...]: tiny models, logits and tokens of verify steps against those of single steps, bit for bit
@@ -39,6 +40,7 @@ from tinychat.chat.settings import Settings
 from tinychat.engine import Engine
 from tinychat.engine.config import ModelConfig
 from tinychat.engine.gguf import GGUF
+from tinychat.engine.grammar import Grammar, Matcher
 from tinychat.engine.plan import build_plan
 from tinychat.engine.tokenizer import Tokenizer
 from tinychat.errors import TinychatError
@@ -79,7 +81,20 @@ tiny.VARIANTS[CLUSTER] = replace(
 )
 FEW = ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q6_K", "Q4_K_M")  # types that latent attention in clusters takes
 SAMPLINGS = {"greedy": GREEDY, "seeded": Sampling(temperature=0.9, repeat_penalty=1.1, dry_multiplier=0.8, seed=5)}
-VERBS = ["check", "time", "prompts", "peer", "file", "compare", "app", "fallback", "verify", "verify-time", "speculate"]
+VERBS = [
+    "check",
+    "time",
+    "prompts",
+    "peer",
+    "file",
+    "compare",
+    "masked",
+    "app",
+    "fallback",
+    "verify",
+    "verify-time",
+    "speculate",
+]
 STEPS = 64  # tokens that are compared
 # a margin between the two largest logits that int8 activations do not turn over: SmolLM2's moves by 0.14 (rms), at most
 # 0.53
@@ -555,6 +570,46 @@ def prompts(model: str, quant: str, lengths: list[int]) -> None:
     engine.close()
 
 
+def masked(path: Path, tokens: int) -> bool:
+    """Prints decode speed of `tokens` tokens under two schemas, with penalties and a bias, and without any of it; False
+    where an answer is not its schema's."""
+    grammars = {
+        "plain": None,
+        "a string": Grammar.from_schema({"type": "string", "minLength": 100_000}),
+        "integers": Grammar.from_schema({"type": "array", "items": {"type": "integer"}, "minItems": 100_000}),
+        "penalties": None,
+    }
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.2, "logit_bias": ((11, -100.0),)}
+    engine, prompt, good, plain = Engine.load(path, max_context=tokens + 128, speculate=0), IDS[:16], True, 0.0
+    for name, grammar in grammars.items():
+        sampling, rates = Sampling(seed=1, **(penalties if name == "penalties" else {})), []
+        for _ in range(3):
+            ids = [t.id for t in engine.generate(prompt, sampling, tokens, raw=True, grammar=grammar)]
+            rates.append(engine.stats.decode_tok_s)
+        matcher, host = Matcher(engine.vocabulary, grammar) if grammar else None, []
+        try:
+            for token in ids if matcher else ():
+                assert matcher and token is not None
+                began = time.perf_counter()
+                allowed = matcher.mask()
+                host.append(time.perf_counter() - began)
+                good &= bool(matcher.done or allowed[token // 32] >> np.uint32(token % 32) & 1)
+                matcher.accept(token)
+        except TinychatError as e:
+            good = False
+            print(f"BAD  {e}")
+        rate = float(np.median(rates))
+        plain = plain or rate
+        print(
+            f"{path.name} {name:9}: {rate:.1f} tok/s ({rate / plain - 1:+.1%}), {len(ids)} tokens, "
+            f"{engine.stats.forced_tokens} forced, ends by {engine.stop_reason}; "
+            f"a mask takes the host {np.median(host or [0]) * 1e6:.0f} us",
+            flush=True,
+        )
+    engine.close()
+    return good
+
+
 def peer(model: str, quant: str) -> None:
     cmd = [
         os.environ["LLAMA_BENCH"],
@@ -605,10 +660,12 @@ def main() -> None:
     if a.what == "fallback":
         sys.exit(not fallback())
     try:
-        if a.what in ("file", "compare", "app", "speculate"):
+        if a.what in ("file", "compare", "masked", "app", "speculate"):
             path = Path(a.names[0]) if len(a.names) == 1 else model_file(a.names[0], a.names[1], a.layers, a.follow)
             if a.what == "compare":
                 sys.exit(not compare(path, prompts_of(path, len(a.names) == 1)))
+            if a.what == "masked":
+                sys.exit(not masked(path, a.tokens))
             if a.what == "speculate":
                 speculate(path, a.tokens)
             if a.what == "app":

@@ -1,6 +1,9 @@
 """The verify step of the whole CUDA executor, on an emulated GPU: the bits of single steps. Every variant and quant
 type on a GPU: scripts/gpu_session.py verify."""
 
+from dataclasses import replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +33,7 @@ def test_bits_of_single_steps(
 ) -> None:
     """With a padded column; with experts, in clusters of blocks, from which the step comes to the other kernels."""
     monkeypatch.setattr("tinychat.kernels.cuda.step.NEAR", near)
+    monkeypatch.setitem(tiny.VARIANTS, variant, replace(tiny.VARIANTS[variant], layers=2))
     with opened(tiny.write(tmp_path / "m.gguf", variant, quant), "cuda") as ex:
         assert isinstance(ex, CUDAExecutor) and ex.limits.verified == 16
         steps = alone(ex, SAMPLINGS["penalised"], drafts + 2)
@@ -43,7 +47,7 @@ def test_bits_of_single_steps(
         np.testing.assert_array_equal(got, np.concatenate(logits[-together:]).ravel())  # type: ignore[arg-type]
 
 
-def test_steps_enqueued_ahead(tmp_path: Path) -> None:
+def test_steps_with_masks_and_steps_enqueued_ahead(tmp_path: Path) -> None:
     """Whatever the next call is, it gets what it asks for."""
     with opened(tiny.write(tmp_path / "m.gguf", "llama", "Q4_0"), "cuda") as ex:
         greedy, seeded = SAMPLINGS["greedy"], SAMPLINGS["seeded"]
@@ -59,3 +63,7 @@ def test_steps_enqueued_ahead(tmp_path: Path) -> None:
         rows = ex.read_cache(0, 16)
         ex.write_cache(rows, 0, 16)
         assert list(ex.verify(IDS[-1], (), AFTER, seeded, IDS)) == other
+        masks = np.random.default_rng(2).integers(0, 2**32, (4, (tiny.VOCAB + 31) // 32), np.uint32)
+        steps = list(islice(ex.decode(IDS[-1], AFTER, seeded, IDS, partial(next, iter(masks))), 3))
+        drafts = [token for token, _ in steps[:2]]
+        assert list(ex.verify(IDS[-1], drafts, AFTER, seeded, IDS, partial(next, iter(masks)))) == steps

@@ -27,13 +27,13 @@ from tinychat.kernels.cuda.prefill import SIZES, Chip, Prefill
 from tinychat.kernels.cuda.profile import DecodeStep, kernels, profile, read_bandwidth, seconds_of
 from tinychat.kernels.cuda.quants import QUANTS
 from tinychat.kernels.cuda.selfcheck import self_check
-from tinychat.kernels.cuda.state import breaker_bits, state_words
+from tinychat.kernels.cuda.state import bias_values, breaker_bits, state_words
 from tinychat.kernels.cuda.step import decode_steps
 from tinychat.kernels.executor import ExecutorKind, Logits, Mask, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile
-from tinychat.kernels.sampling import GREEDY, Sampling, sample
+from tinychat.kernels.sampling import GREEDY, Sampling
 
 AHEAD = 4  # decode steps enqueued before the oldest is read
 GRAPH_TOKENS = 128  # tokens from one graph of a prompt's kernels to the next
@@ -95,6 +95,8 @@ class CUDAExecutor:
             for name, size in builder.buffers.items():
                 if name == "ring":
                     self._ring = gpu.pinned(size, name).view(np.uint64)
+                elif name == "allowed":
+                    self._allowed = gpu.pinned(size, name).view(np.uint32)
                 else:
                     gpu.allocate(name, size)
             if "tickets" in builder.buffers:  # of attention
@@ -123,6 +125,7 @@ class CUDAExecutor:
             for depth, step in steps.items()
         }
         self._enqueued: tuple[int, int, Sampling] | None = None  # the step of this token at this position, by verify()
+        self._uploaded: Sampling | None = None  # whose penalties the buffers hold
         self._verify_graphs: dict[tuple[int, int], Graph] = {}  # by columns and depth; made when first needed
         self.launches = launches[0]
         self.kernels_per_token, self.jit_batches = graphs[0].kernels, 1
@@ -171,32 +174,56 @@ class CUDAExecutor:
         self, token: int, pos: int, sampling: Sampling, recent: Sequence[int], mask: Mask | None = None
     ) -> Iterator[tuple[int, float]]:
         """See Executor.decode. Up to AHEAD steps are enqueued before one is waited for; with a mask, which depends on
-        the token before, none is, and the host samples, as it does for what the kernels do not know: presence and
-        frequency penalty and a bias."""
+        the token before, none is."""
         self._check([token], pos)
-        if _on_host(sampling, mask):
-            seen = list(recent)
-            for at in range(pos, self.max_context):
-                rows = self.forward([token], at, "last")
-                assert rows is not None
-                token, logprob = sample(rows[0], sampling, at, seen, mask() if mask else None)
-                seen.append(token)
-                yield token, logprob
-            return
         known = list(recent)[-(pos + 1) :] or [token]
-        if sampling.has_dry:
-            self.gpu.upload("breakers", breaker_bits(sampling.dry_breakers, self.plan.vocab))
-        self._place(known, pos + 1 - len(known), sampling)
+        self._upload_penalties(sampling)
+        self._place(known, pos + 1 - len(known), sampling, masked=mask is not None)
         self._ring[:] = EMPTY
         enqueued = pos
         try:
             for at in range(pos, self.max_context):
-                while enqueued < min(at + AHEAD, self.max_context):
+                if mask:
+                    self._masked_step(at, mask)
+                while not mask and enqueued < min(at + AHEAD, self.max_context):
                     self._step(enqueued).graph()
                     enqueued += 1
                 yield self._chosen(at)
         finally:
             self.gpu.synchronize()
+
+    def _upload_penalties(self, sampling: Sampling) -> None:
+        """Puts what the kernels read of `sampling` from buffers of its own there, unless it is there."""
+        if sampling is self._uploaded:
+            return
+        self._uploaded = sampling
+        if sampling.has_dry:
+            self.gpu.upload("breakers", breaker_bits(sampling.dry_breakers, self.plan.vocab))
+        if sampling.logit_bias:
+            self.gpu.upload("bias", bias_values(sampling.logit_bias, self.plan.vocab))
+
+    def _masked_step(self, pos: int, mask: Mask) -> None:
+        """Runs a decode step in two graphs: the layers, during which the host computes the mask, and the choice, which
+        reads it from page-locked memory. Returns when the device has finished."""
+        step = self._step(pos)
+        step.layers()
+        self._allowed[:] = mask()
+        step.choice()
+        self.gpu.synchronize()
+
+    def _masked_choice(
+        self, pos: int, column: int, sampling: Sampling, seen: Sequence[int], mask: Mask
+    ) -> tuple[int, float]:
+        """What comes behind position `pos` under the mask, by the kernels of a single step, from the logits of a column
+        of a verify step. They are moved to the first place, so columns have to come in order."""
+        nbytes = 4 * self.plan.vocab
+        if column:
+            self.gpu.copy("logits", nbytes, column * nbytes, 0)
+        known = seen[-_window(sampling, pos + 1) :]
+        self._place(known, pos + 1 - len(known), sampling, masked=True)
+        self._allowed[:] = mask()
+        self._step(pos).choice()
+        return self._chosen(pos)
 
     def verify(
         self,
@@ -214,30 +241,33 @@ class CUDAExecutor:
         tokens = [token, *drafts]
         self._check(tokens, pos)
         assert len(tokens) <= self.limits.verified
-        on_host, seen, first = _on_host(sampling, mask), list(recent) if drafts else recent, 0
-        if self._enqueued == (token, pos, sampling) and not drafts and not on_host:
+        seen, first = list(recent) if drafts else recent, 0
+        single = not drafts and mask is None
+        if single and self._enqueued == (token, pos, sampling):
             yield self._following(pos, sampling, ahead)
             return
-        if sampling.has_dry and not on_host:
-            self.gpu.upload("breakers", breaker_bits(sampling.dry_breakers, self.plan.vocab))
+        self._upload_penalties(sampling)
         while first < len(tokens):
             at = pos + first
             alike = min((depth for depth in self._steps if depth > at), default=self.max_context) - at
             count = min(len(tokens) - first, alike)
             window = _window(sampling, at + 1)
             known = [*(seen[-window:] or [token]), *tokens[first + 1 : first + count]]
-            self._place(known, at + count - len(known), sampling, count)
+            alone = count == 1  # only then is the mask known before the step
+            self._place(known, at + count - len(known), sampling, count, masked=mask is not None and alone)
             self._ring[:] = EMPTY
-            self._columns(at, count)()
-            if not drafts and not on_host:
+            if mask and alone:
+                self._masked_step(at, mask)
+            else:
+                self._columns(at, count)()
+            if single:
                 yield self._following(pos, sampling, ahead)
                 return
             # all of them: what is written later would be taken for the next step's
             made = [self._chosen(at + i) for i in range(count)]
             for i, (following, logprob) in enumerate(made):
-                if on_host:
-                    row = self.gpu.download("logits", 4 * self.plan.vocab, 4 * self.plan.vocab * i).view(np.float32)
-                    following, logprob = sample(row, sampling, at + i, seen, mask() if mask else None)
+                if mask and not alone:
+                    following, logprob = self._masked_choice(at + i, i, sampling, seen, mask)
                 yield following, logprob
                 if first == len(drafts) or following != drafts[first]:
                     return
@@ -346,12 +376,13 @@ class CUDAExecutor:
         values = [(f"v:{i}", cache.value_width) for i, cache in enumerate(self.plan.caches) if cache.value_width]
         return keys + values
 
-    def _place(self, ids: Sequence[int], pos: int, sampling: Sampling, count: int = 1) -> None:
-        """Tells the device the tokens at positions pos, pos + 1, ...; the last `count` of them are the next step's."""
+    def _place(self, ids: Sequence[int], pos: int, sampling: Sampling, count: int = 1, *, masked: bool = False) -> None:
+        """Tells the device the tokens at positions pos, pos + 1, ...; the last `count` of them are the next step's.
+        `masked`: its token has to be one of the buffer `allowed`."""
         first = pos + len(ids) - count
         self._settle()
         self.gpu.upload("history", np.asarray(ids, np.int32), 4 * pos)
-        self.gpu.upload("state", state_words(sampling, first, count, pos))
+        self.gpu.upload("state", state_words(sampling, first, count, pos, masked))
 
     def _settle(self) -> None:
         """Waits for a step that verify() enqueued ahead, whose result is not wanted."""
@@ -391,11 +422,6 @@ def _verified(b: Builder, clusters: bool) -> dict[int, dict[int, list[Launch]]]:
             break
         made[columns] = {depth: [launch for launch, _ in step] for depth, step in steps.items()}
     return made
-
-
-def _on_host(sampling: Sampling, mask: Mask | None) -> bool:
-    """Whether the host samples: what the kernels do not know."""
-    return mask is not None or bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.logit_bias)
 
 
 def _window(sampling: Sampling, known: int) -> int:

@@ -416,6 +416,8 @@ def sample(b: Builder) -> list[Launch]:
             "history": "history",
             "state": "state",
             "breakers": b.buffer("breakers", 4 * -(-vocab // 32)),
+            "bias": b.buffer("bias", 4 * vocab),
+            "allowed": b.buffer("allowed", 4 * -(-vocab // 32)),
         },
         (stretches, n, 1),
         "sampling",
