@@ -153,6 +153,10 @@ def test_regenerate_edit_fork_and_prefill():
     chat.settle()
     assert [t.text for t in chat.turns] == ["A", "Well, five"] and chat.turns[-1].prefix == 6
     assert {c.id for c in chat.saved} == {before.id, chat.controller.conversation.id}
+    chat.controller.ask(Turn("user", "c"))
+    assert chat.controller.busy
+    chat.controller.fork()
+    assert chat.turns[-2].text == "c" and chat.turns[-1].stop_reason == "stopped", "the copy has no endless answer"
 
 
 def test_regenerate_draws_another_seed_unless_it_is_set():
@@ -468,6 +472,7 @@ def test_the_oldest_turns_become_a_summary_and_come_back():
     chat.controller.undo()
     assert chat.controller.conversation.turns == before.turns
     chat.controller.compact()
+    chat.controller.state.job.outcome.result(120)  # it is stopped when all of it is there, and not shown yet
     chat.controller.stop()
     chat.settle()
     assert chat.controller.conversation.turns == before.turns, "a summary that was stopped leaves no trace"

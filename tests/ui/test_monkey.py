@@ -93,8 +93,13 @@ async def test_the_palette_again_while_another_one_closes():
             app.post_message(events.Key("enter", "\r"))
         await until(pilot, lambda: not isinstance(app.screen, CommandPalette))
         await until(pilot, lambda: not app.screen.is_modal or app.screen.dismiss() is None)
+        await app.chat.run_command("theme")
+        await until(pilot, lambda: app.screen.query(CommandList) and app.screen.query_one(CommandList).option_count)
+        app.screen.dismiss()
+        app.screen.dismiss()
         await pilot.press("x")
-        assert app.chat.is_running and app.chat.prompt.text == "x"
+        assert app.screen is app.chat and app.chat.is_running and app.chat.prompt.text == "x"
+        app.copy_to_clipboard("half a character: \ud800")
 
 
 async def test_a_click_on_what_has_gone():

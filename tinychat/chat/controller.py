@@ -248,7 +248,9 @@ class Controller:
         self.open(Conversation(model=c.model, parameters=c.parameters))
 
     def fork(self, index: int | None = None) -> None:
-        """Goes on in a copy, which is written on a thread of its own: all its turns are new to the history."""
+        """Goes on in a copy, which is written on a thread of its own: all its turns are new to the history. A running
+        answer stops first, and is in both."""
+        self.interrupt()
         forked = self.conversation.fork(index)
         self.open(forked)
         self._saver.copy(forked)
@@ -457,7 +459,7 @@ class Controller:
             return
         self.state, overflow = Idle(), compacting.overflow
         try:
-            summary = compacting.job.outcome.result()
+            summary = compacting.job.result()
         except TinychatError as e:
             self._changes.append(Notice(str(e), error=True))
             self._measure()

@@ -27,7 +27,7 @@ from tinychat.chat.conversation import Conversation
 from tinychat.chat.history import History
 from tinychat.chat.loading import OpenBackend
 from tinychat.chat.start import Start
-from tinychat.errors import TinychatError
+from tinychat.errors import TinychatError, encodable
 from tinychat.tools.mcp import McpServers
 from tinychat.tools.permission import Permissions
 from tinychat.ui.announcer import Announcer
@@ -36,14 +36,9 @@ from tinychat.ui.chat import models
 from tinychat.ui.chat.handlers import SettingsEdited
 from tinychat.ui.chat.screen import ChatScreen
 from tinychat.ui.driver import TerminalDriver
-from tinychat.ui.screens.modal import Modal
 from tinychat.ui.theme import THEMES
 
 ANNOUNCED = 0.25  # seconds between two looks at what the terminal has to be told
-
-
-class Palette(CommandPalette, Modal[None]):
-    """The command palette, which a burst of keys closes once: Textual's would close the chat with the second."""
 
 
 class TinychatApp(LastingApp):
@@ -168,7 +163,10 @@ class TinychatApp(LastingApp):
         """Its commands are the chat's. Without the fixed id that Textual gives it: one that is still closing must not
         forbid another."""
         if self.screen is self.chat:
-            self.push_screen(Palette())
+            self.push_screen(CommandPalette())
+
+    def copy_to_clipboard(self, text: str) -> None:
+        super().copy_to_clipboard(encodable(text))
 
     def exit(self, *args: Any, **kwargs: Any) -> None:
         """Leaves at once: the backend is told to stop and not waited for; a running answer is saved as it is."""

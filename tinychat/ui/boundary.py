@@ -18,6 +18,7 @@ from typing import Any
 import textual
 from textual._context import active_message_pump
 from textual.app import App, ScreenStackError
+from textual.await_complete import AwaitComplete
 from textual.css.query import NoMatches
 from textual.dom import DOMNode
 from textual.errors import NoWidget
@@ -47,6 +48,10 @@ class LastingApp(App[None]):
 
     def say_fault(self, line: str) -> None:
         raise NotImplementedError
+
+    def pop_screen(self) -> AwaitComplete:
+        """Not of `home`: Textual's palette closes the next screen too, where two keys of one burst choose a command."""
+        return AwaitComplete.nothing() if self.screen is self.home else super().pop_screen()
 
     def _register_child(self, parent: DOMNode, child: Widget, before: int | None, after: int | None) -> None:
         dispatch = partial(type(child)._dispatch_message, child)

@@ -1,9 +1,9 @@
-// Sampling, a block per stretch of logits: the penalties, the bias and the mask, the maximum and sum of the raw logits,
-// and the candidates: all logits that reach the stretch's top_k-th largest.
+// Sampling, a block per stretch of a column's logits: the penalties, the bias and the mask, the maximum and sum of the raw
+// logits, and the candidates: all logits that reach the stretch's top_k-th largest.
 #include "sample.cuh"
 
 struct Args {
-  Candidate *list = nullptr;  // (stretches, CANDIDATES)
+  Candidate *list = nullptr;  // (columns, stretches, CANDIDATES)
   int *counts = nullptr;      // of candidates
   F2 *parts = nullptr;        // maximum and sum of exp of each stretch's raw logits
   float *adjusted = nullptr;  // logits with penalties, bias and mask, where no lists are made
@@ -16,10 +16,10 @@ struct Args {
 };
 
 // Into longest[id - first], for each token of the stretch: how many tokens the longest repetition has that it would
-// continue, -1 for none (kernels/sampling.py, dry). Back from the newest token, distance d is position POS - d.
-DEVICE void repetitions(int *longest, const Args &a, int first) {
+// continue, -1 for none (kernels/sampling.py, dry). Back from the newest token, at `pos`, distance d is position pos - d.
+DEVICE void repetitions(int *longest, const Args &a, int pos, int first) {
   __shared__ int broken;
-  const int pos = a.state[POS], last_n = a.state[DRY_PENALTY_LAST_N], allowed = a.state[DRY_ALLOWED_LENGTH],
+  const int last_n = a.state[DRY_PENALTY_LAST_N], allowed = a.state[DRY_ALLOWED_LENGTH],
             tid = threadIdx.x;
   const int known = max(a.state[FIRST_KNOWN], last_n < 0 ? 0 : pos + 1 - last_n), n = pos + 1 - known;
   const int *newest = a.history + pos;
@@ -41,27 +41,34 @@ DEVICE void repetitions(int *longest, const Args &a, int first) {
   }
 }
 
-DEVICE void run(const Args &a) {
+DEVICE void run(Args a) {
   __shared__ float red[32];
   __shared__ int ired[64];
   __shared__ int times[STRETCH];  // that a token is among the last REPEAT_LAST_N
   __shared__ int longest[STRETCH];
   const int k = wanted(a.state), first = blockIdx.x * STRETCH, tid = threadIdx.x;
+  const int column = COLUMNS == 1 ? 0 : blockIdx.y, stretches = (VOCAB + STRETCH - 1) / STRETCH;
+  if (COLUMNS > 1 && column >= a.state[COUNT]) return;
+  a.list += column * stretches * CANDIDATES;
+  a.counts += column * stretches;
+  a.parts += column * stretches;
+  a.adjusted += column * VOCAB;
+  a.logits += column * VOCAB;
   const float penalty = unbits(a.state[REPEAT_PENALTY]), presence = unbits(a.state[PRESENCE_PENALTY]),
               frequency = unbits(a.state[FREQUENCY_PENALTY]);
   const bool counts = penalty != 1.f || presence != 0 || frequency != 0, biased = a.state[BIASED];
   if (counts)
     for (int i = tid; i < STRETCH; i += THREADS) times[i] = 0;
   grid_wait();
+  const int pos = a.state[POS] + column;
   __syncthreads();
   if (counts)
-    for (int p = max(a.state[FIRST_KNOWN], a.state[POS] + 1 - a.state[REPEAT_LAST_N]) + tid; p <= a.state[POS];
-        p += THREADS) {
+    for (int p = max(a.state[FIRST_KNOWN], pos + 1 - a.state[REPEAT_LAST_N]) + tid; p <= pos; p += THREADS) {
       const int id = a.history[p] - first;
       if (id >= 0 && id < STRETCH) atomicAdd(&times[id], 1);
     }
   const float dry = unbits(a.state[DRY_MULTIPLIER]);
-  if (dry > 0) repetitions(longest, a, first);
+  if (dry > 0) repetitions(longest, a, pos, first);
   __syncthreads();
   const u32 allowed = a.state[MASKED] && first + tid * 4 < VOCAB ? a.allowed[first / 32 + tid / 8] >> tid % 8 * 4 : ~0u;
   float raw[4], top = -INFINITY;
