@@ -82,7 +82,8 @@ tiny.VARIANTS[CLUSTER] = replace(
 )
 FEW = ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q6_K", "Q4_K_M")  # types that latent attention in clusters takes
 SAMPLINGS = {"greedy": GREEDY, "seeded": Sampling(temperature=0.9, repeat_penalty=1.1, dry_multiplier=0.8, seed=5)}
-VERBS = "check time prompts peer file compare masked app fallback verify verify-time speculate".split()
+VERBS = ["check", "time", "prompts", "peer", "file", "compare"]
+VERBS += ["masked", "app", "fallback", "verify", "verify-time", "speculate"]
 STEPS = 64  # tokens that are compared
 # a margin between the two largest logits that int8 activations do not turn over: SmolLM2's moves by 0.14 (rms), at most
 # 0.53
