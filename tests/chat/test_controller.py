@@ -101,17 +101,21 @@ def test_a_stop_before_the_backend_has_begun_is_not_forgotten():
     assert chat.turns[-1].stop_reason == "stopped" and len(chat.turns[-1].text) < 25_000
 
 
-def test_skip_to_the_answer():
+@pytest.mark.parametrize("stopped", [False, True])
+def test_skip_to_the_answer(stopped):
     chat = Chat(Script(["<think>\n" + "hm " * 2000, "Short answer."], rate=100))
     with pytest.raises(TinychatError):
         chat.controller.skip_thinking()
     chat.controller.ask(Turn("user", "go"))
     chat.until(lambda: chat.turns and len(chat.turns[-1].thinking) > 20)
+    if stopped:  # and thought better of
+        chat.controller.stop()
+        chat.settle()
     chat.controller.skip_thinking()
     chat.settle()
     answer = chat.turns[-1]
     assert answer.text == "Short answer." and answer.thinking.startswith("hm hm") and not answer.thinking_open
-    assert chat.script.prompts[-1].endswith("</think>\n\n") and len(chat.of(Ended)) == 1
+    assert chat.script.prompts[-1].endswith("</think>\n\n") and len(chat.of(Ended)) == 1 + stopped
 
 
 def test_thinking_that_never_closes():

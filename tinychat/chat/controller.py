@@ -119,11 +119,11 @@ class Controller:
         self._held: Overflow | None = None  # asks again when the model is loaded with a larger context
         self.toolbox, self.permissions = Toolbox(), permissions or Permissions()
         self._left: list[int | Removed] = []  # for undo: last turns (ids) of paths that were left, and what was deleted
-        self._open_backend, self._clock, self._stop_repetition = open_backend, clock, stop_repetition
+        self._open_backend, self._clock, self.stop_repetition = open_backend, clock, stop_repetition
         self._saver = Saver(save, clock)
         self._changes: list[Change] = []
         self._choice: ModelChoice | None = None  # the model that was asked for last
-        self._count, self._titles = UsageCount(), Titles(titles, clock)
+        self._count, self.titles = UsageCount(), Titles(titles, clock)
         self.replaying: Replay | None = None
 
     # state
@@ -169,10 +169,10 @@ class Controller:
 
     @property
     def sampling_defaults(self) -> Mapping[str, float]:
-        """What the model's file or the registry says about sampling, by field of Sampling."""
-        if (info := self.info) is None or not info.can.instruments:  # a server has its own
+        """What the model's file, the registry or a tinychat server says about sampling, by field of Sampling."""
+        if (info := self.info) is None:
             return {}
-        return info.sampling or registry.sampling_of(self.conversation.model)
+        return info.sampling or (registry.sampling_of(self.conversation.model) if info.can.instruments else {})
 
     @property
     def loaded(self) -> Path | None:
@@ -187,8 +187,8 @@ class Controller:
     @property
     def stats(self) -> Stats | None:
         """The figures of this moment, but for those of a title that is being made."""
-        if self._titles.stats is not None:
-            return self._titles.stats
+        if self.titles.stats is not None:
+            return self.titles.stats
         return self.backend.snapshot() if self.backend is not None and self.ready else None
 
     @property
@@ -299,7 +299,7 @@ class Controller:
             raise TinychatError("there is no question to ask again yet")
         if not (self.ready and self.loaded == model.path):
             self.load(model.name, model.path, **model.options)
-        self._titles.cancel()
+        self.titles.cancel()
         self.replaying = Replay(questions, model.name)
 
     def edit(self, index: int, text: str, files: tuple[Attachment, ...] = ()) -> None:
@@ -393,8 +393,12 @@ class Controller:
             self.state = Stopping(r)
 
     def skip_thinking(self) -> None:
-        """Ends the thinking and goes on with the answer. Raises TinychatError when nothing thinks."""
-        r = self.running
+        """Ends the thinking, also that of an answer that was stopped in it, and goes on with the answer. Raises
+        TinychatError when nothing thinks."""
+        r, turns = self.running, self.conversation.turns
+        if not self.busy and turns and turns[-1].thinking_open:
+            self._start(self.conversation.close_thinking(), len(turns) - 1, go_on=True)
+            return
         if r is None or r.kind != "thinking" or r.tokens == 0:
             raise TinychatError("the model is not thinking now")
         r.cancel.set()
@@ -446,7 +450,7 @@ class Controller:
         if self.backend is None or not self.ready:
             raise TinychatError("no model is loaded yet; wait for it or choose one with /model")
         self._count.forget()
-        self._titles.cancel()
+        self.titles.cancel()
         self.state = Compacting(Summarising(self.backend, conversation, end), conversation, overflow)
         self._changes.append(Notice("the model summarises the oldest turns"))
 
@@ -536,11 +540,11 @@ class Controller:
             self._changes.append(Notice(replay.ended))
 
     def _poll_title(self) -> None:
-        if title := self._titles.poll():
+        if title := self.titles.poll():
             self._set(replace(self.conversation, model_title=title))
         rests = not self.busy and not self.queue and not self.measuring
-        if rests and (instruments := self.instruments) is not None and self._titles.wanted(self.conversation):
-            self._titles.ask(instruments, self.conversation, self._offered())
+        if rests and (instruments := self.instruments) is not None and self.titles.wanted(self.conversation):
+            self.titles.ask(instruments, self.conversation, self._offered())
 
     def elapsed_thinking(self) -> float:
         """Seconds of thinking in the running answer."""
@@ -877,10 +881,10 @@ class Controller:
             tool_choice=tool_choice,
             defaults=self.sampling_defaults,
         )
-        watch = self._stop_repetition and not (go_on and last.stop_reason == "repeated")
+        watch = self.stop_repetition and not (go_on and last.stop_reason == "repeated")
         self._unresolved = None
         self._count.forget()
-        self._titles.cancel()
+        self.titles.cancel()
         if len(conversation.others) > len(self.conversation.others):
             self._left.append(self.conversation.turns[-1].id)
         self.state = Answering(
@@ -906,7 +910,7 @@ class Controller:
 
     def interrupt(self) -> None:
         """Ends the running answer or call now and keeps the text so far; later events of it are ignored."""
-        self._titles.cancel()
+        self.titles.cancel()
         self._end_replay()
         if self.calling is not None:
             self.stop()

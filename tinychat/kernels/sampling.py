@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -23,6 +23,10 @@ class Parameter:
     high: float
     help: str
     empty: str = ""
+
+    def takes(self, value: object) -> TypeGuard[int | float]:
+        """Whether `value` is a number in the range."""
+        return isinstance(value, int | float) and not isinstance(value, bool) and self.low <= value <= self.high
 
 
 def _number(default: float, low: float, high: float, help: str) -> Any:

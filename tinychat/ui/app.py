@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+from textual import on
 from textual.binding import Binding
 from textual.command import CommandPalette
 from textual.driver import Driver
@@ -20,19 +21,19 @@ from textual.theme import Theme
 from tinychat import process
 from tinychat.backend.engine_thread import EngineThread
 from tinychat.backend.local import LocalBackend
-from tinychat.backend.protocol import Speculate
 from tinychat.chat import settings
 from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import Conversation
 from tinychat.chat.history import History
 from tinychat.chat.loading import OpenBackend
-from tinychat.chat.start import start
+from tinychat.chat.start import Start
 from tinychat.errors import TinychatError, encodable
 from tinychat.tools.mcp import McpServers
 from tinychat.tools.permission import Permissions
 from tinychat.ui.announcer import Announcer
 from tinychat.ui.boundary import LastingApp
 from tinychat.ui.chat import models
+from tinychat.ui.chat.handlers import SettingsEdited
 from tinychat.ui.chat.screen import ChatScreen
 from tinychat.ui.driver import TerminalDriver
 from tinychat.ui.theme import THEMES
@@ -91,7 +92,7 @@ class TinychatApp(LastingApp):
             self.chat.use_folder(tools)
         notify: Any = self.own.notify
         self._announcer = Announcer(self._tell_terminal, notify, os.environ)
-        self._history, self._remember, self._mounted = history, remember, mounted
+        self._remember, self._mounted = remember, mounted
         self._model, self._path, self._options = model, path, load_options
 
     def _tell_terminal(self, sequence: str) -> None:
@@ -116,9 +117,10 @@ class TinychatApp(LastingApp):
             self.controller.load(self._model or self._path.name, self._path, **self._options)
         else:
             self.call_after_refresh(models.first_model, self.chat)
-        problems = [*self.own.problems, *([self._history.problem] if self._history and self._history.problem else [])]
-        for problem in problems:
+        for problem in self.own.problems:
             self.call_after_refresh(self.chat.say, problem, True)
+        if isinstance(self._driver, TerminalDriver) and (typed := self._driver.typed_ahead):
+            self.call_after_refresh(self.chat.type_ahead, typed)
         if self._mounted is not None:
             self._mounted()
 
@@ -145,6 +147,18 @@ class TinychatApp(LastingApp):
         if self._remember is not None:
             self._remember(**changes)
 
+    @on(SettingsEdited)
+    def _edited(self, event: SettingsEdited) -> None:
+        """What can be otherwise at once is; the rest counts from the next conversation, load or start on."""
+        self.own, c = event.own, self.controller
+        c.stop_repetition, c.titles.on = self.own.stop_repetition, self.own.titles
+        kind: Any = self.own.notify
+        self._announcer.kind = kind
+        self.chat.experts = self.own.experts
+        self.chat.paint_panel()
+        if self.own.theme in ("", *self.available_themes):
+            self.theme = self.own.theme or THEMES[0].name
+
     def action_command_palette(self) -> None:
         """Its commands are the chat's. Without the fixed id that Textual gives it: one that is still closing must not
         forbid another."""
@@ -162,20 +176,9 @@ class TinychatApp(LastingApp):
         super().exit(*args, **kwargs)
 
 
-def main(
-    model: str | None = None,
-    path: Path | None = None,
-    preset: str | None = None,
-    *,
-    resume: bool = False,
-    speculate: Speculate = "auto",
-    tools: Path | None = None,
-    mcp_file: Path | None = None,
-    **load_options: Any,
-) -> int:
-    """Runs the app; the arguments are those of chat/start.py. Without a model the picker opens."""
-    begun = start(model, path, preset, resume=resume, speculate=speculate, mcp_file=mcp_file, load_options=load_options)
-    own = replace(begun.own, problems=begun.problems)
+def main(begun: Start) -> int:
+    """Runs the app; where `begun` has no model, the picker opens."""
+    own, model = replace(begun.own, problems=begun.problems), begun.model
     process.prepare_for_screen()
 
     def mounted() -> None:
@@ -189,8 +192,8 @@ def main(
         process.on_signals(end)
 
     app = TinychatApp(
-        begun.model,
-        begun.path,
+        model.name if model else None,
+        model.path if model else None,
         conversation=begun.conversation,
         own=own,
         history=begun.history,
@@ -202,8 +205,8 @@ def main(
         permissions=Permissions.of_user(),
         mcp=begun.mcp,
         mcp_file=begun.mcp_file,
-        tools=tools,
-        **begun.options,
+        tools=begun.tools,
+        **(model.options if model else {}),
     )
     try:
         app.run()
