@@ -35,7 +35,7 @@ async def until(pilot: Pilot[Any], condition: Callable[[], Any], seconds: float 
     end = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < end, "waited in vain"
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.02)
     await painted(pilot)
     return value
 
