@@ -81,20 +81,8 @@ tiny.VARIANTS[CLUSTER] = replace(
 )
 FEW = ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q6_K", "Q4_K_M")  # types that latent attention in clusters takes
 SAMPLINGS = {"greedy": GREEDY, "seeded": Sampling(temperature=0.9, repeat_penalty=1.1, dry_multiplier=0.8, seed=5)}
-VERBS = [
-    "check",
-    "time",
-    "prompts",
-    "peer",
-    "file",
-    "compare",
-    "masked",
-    "app",
-    "fallback",
-    "verify",
-    "verify-time",
-    "speculate",
-]
+VERBS = ["check", "time", "prompts", "peer", "file", "compare"]
+VERBS += ["masked", "app", "fallback", "verify", "verify-time", "speculate"]
 STEPS = 64  # tokens that are compared
 # a margin between the two largest logits that int8 activations do not turn over: SmolLM2's moves by 0.14 (rms), at most
 # 0.53
@@ -451,9 +439,8 @@ def kernel_table(e: CUDAExecutor, depth: int, columns: int = 1) -> None:
     """Time of each kernel of a decode step of so many tokens as a chain of its own launches of all layers (rotating
     weights), with and without early launch."""
     groups = defaultdict(list)
-    step = e._verified[columns] if columns > 1 else {}
-    launches_of = step[max(at for at in step if at <= depth)] if step else [x for x, _ in e._step(depth).parts]
-    for x in launches_of:
+    step = e._verifying.launches(columns, depth) if columns > 1 else [x for x, _ in e._step(depth).parts]
+    for x in step:
         groups[x.name].append(x)
     total = 0.0
     tokens = [1] * depth + list(range(100, 100 + columns))
@@ -512,8 +499,8 @@ def verify_times(model: str, quant: str, layers: int | None, kernels: bool, dept
     for depth in depths:
         single = min(step_seconds(e, depth)[0] for _ in range(3))
         said = [f"1: {single * 1e6:.0f} us ({1 / single:.1f} tok/s)"]
-        for n in sorted(e._verified):
-            graph, tokens = e._columns(depth, n), rng.integers(0, 50000, n).tolist()
+        for n in e._verifying.counts:
+            graph, tokens = e._verifying.graph(depth, n), rng.integers(0, 50000, n).tolist()
             e._place([1] * depth + tokens, 0, GREEDY, n)
             times = []
             for _ in range(4):
