@@ -42,6 +42,7 @@ from tinychat.engine.config import ModelConfig
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.grammar import Grammar, Matcher
 from tinychat.engine.plan import build_plan
+from tinychat.engine.speculation import Speculate
 from tinychat.engine.tokenizer import Tokenizer
 from tinychat.errors import TinychatError
 from tinychat.kernels.cpu.executor import CPUExecutor
@@ -560,19 +561,25 @@ def prompts(model: str, quant: str, lengths: list[int]) -> None:
 def masked(path: Path, tokens: int) -> bool:
     """Prints decode speed of `tokens` tokens under two schemas, with penalties and a bias, and without any of it; False
     where an answer is not its schema's."""
-    grammars = {
-        "plain": None,
-        "a string": Grammar.from_schema({"type": "string", "minLength": 100_000}),
-        "integers": Grammar.from_schema({"type": "array", "items": {"type": "integer"}, "minItems": 100_000}),
-        "penalties": None,
-    }
+    text = Grammar.from_schema({"type": "string", "minLength": 100_000})
+    integers = Grammar.from_schema({"type": "array", "items": {"type": "integer"}, "minItems": 100_000})
+    rows: tuple[tuple[str, Grammar | None, Speculate], ...] = (
+        ("plain", None, 0),
+        ("a string", text, 0),
+        ("integers", integers, 0),
+        ("penalties", None, 0),
+        ("plain, drafts", None, "auto"),
+        ("a string, drafts", text, "auto"),
+        ("integers, drafts", integers, "auto"),
+    )
     penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.2, "logit_bias": ((11, -100.0),)}
     engine, prompt, good, plain = Engine.load(path, max_context=tokens + 128, speculate=0), IDS[:16], True, 0.0
-    for name, grammar in grammars.items():
+    for name, grammar, mode in rows:
         sampling, rates = Sampling(seed=1, **(penalties if name == "penalties" else {})), []
-        for _ in range(3):
-            ids = [t.id for t in engine.generate(prompt, sampling, tokens, raw=True, grammar=grammar)]
-            rates.append(engine.stats.decode_tok_s)
+        with engine.speculating(mode):
+            for _ in range(3):
+                ids = [t.id for t in engine.generate(prompt, sampling, tokens, raw=True, grammar=grammar)]
+                rates.append(engine.stats.decode_tok_s)
         matcher, host = Matcher(engine.vocabulary, grammar) if grammar else None, []
         try:
             for token in ids if matcher else ():
@@ -588,7 +595,7 @@ def masked(path: Path, tokens: int) -> bool:
         rate = float(np.median(rates))
         plain = plain or rate
         print(
-            f"{path.name} {name:9}: {rate:.1f} tok/s ({rate / plain - 1:+.1%}), {len(ids)} tokens, "
+            f"{path.name} {name:16}: {rate:.1f} tok/s ({rate / plain - 1:+.1%}), {len(ids)} tokens, "
             f"{engine.stats.forced_tokens} forced, ends by {engine.stop_reason}; "
             f"a mask takes the host {np.median(host or [0]) * 1e6:.0f} us",
             flush=True,
