@@ -28,7 +28,7 @@ from tinychat.kernels.cuda.prefill import Chip, Prefill, padded
 from tinychat.kernels.cuda.quants import FLOATS, packed_bytes
 from tinychat.kernels.cuda.selfcheck import COLS, ROWS, check_data, check_plan, relative_error
 from tinychat.kernels.cuda.state import WORDS, bias_values, breaker_bits, state_words
-from tinychat.kernels.cuda.step import decode, decode_steps
+from tinychat.kernels.cuda.step import decode, depths
 from tinychat.kernels.sampling import Sampling, dry, sample
 
 Q = tiny.Q
@@ -171,8 +171,7 @@ def test_clusters_only_where_they_fit(tmp_path: Path) -> None:
         gguf = GGUF.open(tiny.write(tmp_path / f"{quant}.gguf", "deepseek2_glm", quant))
         plan = build_plan(gguf, ModelConfig.from_gguf(gguf))
         layout = Layout(plan, {name: t.nbytes for name, t in gguf.tensors.items()})
-        (step,) = decode_steps(Builder(plan, layout, 512), clusters).values()
-        assert not any(launch.file == "mla_cluster.cu" for launch, _ in step)
+        assert depths(Builder(plan, layout, 512), clusters) == {0: "middle"}
 
 
 def test_more_experts_than_lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
