@@ -33,7 +33,7 @@ from tinychat.kernels.executor import ExecutorKind, Logits, Mask, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile
-from tinychat.kernels.sampling import GREEDY, Sampling, sample
+from tinychat.kernels.sampling import GREEDY, Sampling
 
 AHEAD = 4  # decode steps enqueued before the oldest is read
 GRAPH_TOKENS = 128  # tokens from one graph of a prompt's kernels to the next
@@ -124,6 +124,7 @@ class CUDAExecutor:
             depth: DecodeStep(gpu, tuple(step), graphs[depth], max_context, self.decode, self._place)
             for depth, step in steps.items()
         }
+        self._enqueued: tuple[int, int, Sampling] | None = None  # the step of this token at this position, by verify()
         self._uploaded: Sampling | None = None  # whose penalties the buffers hold
         self._verify_graphs: dict[tuple[int, int], Graph] = {}  # by columns and depth; made when first needed
         self.launches = launches[0]
@@ -187,10 +188,7 @@ class CUDAExecutor:
                 while not mask and enqueued < min(at + AHEAD, self.max_context):
                     self._step(enqueued).graph()
                     enqueued += 1
-                word = self._wait((at + 1) % RING)
-                self._ring[(at + 1) % RING] = EMPTY
-                token = word & 0xFFFFFFFF
-                yield token, float(np.uint32(word >> 32).view(np.float32))
+                yield self._chosen(at)
         finally:
             self.gpu.synchronize()
 
@@ -213,6 +211,20 @@ class CUDAExecutor:
         step.choice()
         self.gpu.synchronize()
 
+    def _masked_choice(
+        self, pos: int, column: int, sampling: Sampling, seen: Sequence[int], mask: Mask
+    ) -> tuple[int, float]:
+        """What comes behind position `pos` under the mask, by the kernels of a single step, from the logits of a column
+        of a verify step. They are moved to the first place, so columns have to come in order."""
+        nbytes = 4 * self.plan.vocab
+        if column:
+            self.gpu.copy("logits", nbytes, column * nbytes, 0)
+        known = seen[-_window(sampling, pos + 1) :]
+        self._place(known, pos + 1 - len(known), sampling, masked=True)
+        self._allowed[:] = mask()
+        self._step(pos).choice()
+        return self._chosen(pos)
+
     def verify(
         self,
         token: int,
@@ -221,6 +233,8 @@ class CUDAExecutor:
         sampling: Sampling,
         recent: Sequence[int],
         mask: Mask | None = None,
+        *,
+        ahead: bool = False,
     ) -> Iterator[tuple[int, float]]:
         """See Executor.verify. Where the kind of graph changes on the way, which single steps would follow, there are
         two steps."""
@@ -228,6 +242,10 @@ class CUDAExecutor:
         self._check(tokens, pos)
         assert len(tokens) <= self.limits.verified
         seen, first = list(recent) if drafts else recent, 0
+        single = not drafts and mask is None
+        if single and self._enqueued == (token, pos, sampling):
+            yield self._following(pos, sampling, ahead)
+            return
         self._upload_penalties(sampling)
         while first < len(tokens):
             at = pos + first
@@ -235,20 +253,21 @@ class CUDAExecutor:
             count = min(len(tokens) - first, alike)
             window = _window(sampling, at + 1)
             known = [*(seen[-window:] or [token]), *tokens[first + 1 : first + count]]
-            self._ring[:] = EMPTY
             alone = count == 1  # only then is the mask known before the step
             self._place(known, at + count - len(known), sampling, count, masked=mask is not None and alone)
+            self._ring[:] = EMPTY
             if mask and alone:
                 self._masked_step(at, mask)
             else:
                 self._columns(at, count)()
-            words = [self._wait((at + i + 1) % RING) for i in range(count)]
-            for i, word in enumerate(words):
+            if single:
+                yield self._following(pos, sampling, ahead)
+                return
+            # all of them: what is written later would be taken for the next step's
+            made = [self._chosen(at + i) for i in range(count)]
+            for i, (following, logprob) in enumerate(made):
                 if mask and not alone:
-                    row = self.gpu.download("logits", 4 * self.plan.vocab, 4 * self.plan.vocab * i).view(np.float32)
-                    following, logprob = sample(row, sampling, at + i, seen, mask())
-                else:
-                    following, logprob = word & 0xFFFFFFFF, float(np.uint32(word >> 32).view(np.float32))
+                    following, logprob = self._masked_choice(at + i, i, sampling, seen, mask)
                 yield following, logprob
                 if first == len(drafts) or following != drafts[first]:
                     return
@@ -272,6 +291,7 @@ class CUDAExecutor:
 
     def write_cache(self, data: bytes, first: int, rows: int) -> None:
         """See Executor.write_cache."""
+        self._settle()
         at, packed = 0, np.frombuffer(data, np.uint8)
         if packed.size != rows * self.plan.kv_bytes_per_token:
             raise TinychatError(f"a saved cache of {packed.size:,} bytes does not hold {rows} rows of this model")
@@ -318,6 +338,14 @@ class CUDAExecutor:
         """The decode step for a token at position `pos`."""
         return self._steps[max(depth for depth in self._steps if depth <= pos)]
 
+    def _following(self, pos: int, sampling: Sampling, ahead: bool) -> tuple[int, float]:
+        """What the single step at `pos`, which is enqueued, chooses; with `ahead` the next one is enqueued, too."""
+        if ahead := ahead and pos + 1 < self.max_context:
+            self._step(pos + 1).graph()
+        following, logprob = self._chosen(pos)
+        self._enqueued = (following, pos + 1, sampling) if ahead else None
+        return following, logprob
+
     def _columns(self, pos: int, count: int) -> Graph:
         """The graph for a step of `count` tokens from position `pos` on."""
         if count == 1:
@@ -352,8 +380,22 @@ class CUDAExecutor:
         """Tells the device the tokens at positions pos, pos + 1, ...; the last `count` of them are the next step's.
         `masked`: its token has to be one of the buffer `allowed`."""
         first = pos + len(ids) - count
+        self._settle()
         self.gpu.upload("history", np.asarray(ids, np.int32), 4 * pos)
         self.gpu.upload("state", state_words(sampling, first, count, pos, masked))
+
+    def _settle(self) -> None:
+        """Waits for a step that verify() enqueued ahead, whose result is not wanted."""
+        if self._enqueued:
+            self.gpu.synchronize()
+            self._enqueued = None
+
+    def _chosen(self, pos: int) -> tuple[int, float]:
+        """What a step chooses behind position `pos`, and its log-probability, as soon as the device has written it."""
+        slot = (pos + 1) % RING
+        word = self._wait(slot)
+        self._ring[slot] = EMPTY
+        return word & 0xFFFFFFFF, float(np.uint32(word >> 32).view(np.float32))
 
     def _wait(self, slot: int) -> int:
         """The word the device writes into a ring slot."""
