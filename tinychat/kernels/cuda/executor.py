@@ -32,7 +32,8 @@ from tinychat.kernels.executor import ExecutorKind, Logits, Mask, SingleSteps, W
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile
-from tinychat.kernels.sampling import GREEDY, Sampling, sample
+from tinychat.kernels.sampler import sample
+from tinychat.kernels.sampling import GREEDY, Sampling
 
 AHEAD = 4  # decode steps enqueued before the oldest is read
 GRAPH_TOKENS = 128  # tokens from one graph of a prompt's kernels to the next
