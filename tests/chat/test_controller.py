@@ -153,6 +153,10 @@ def test_regenerate_edit_fork_and_prefill():
     chat.settle()
     assert [t.text for t in chat.turns] == ["A", "Well, five"] and chat.turns[-1].prefix == 6
     assert {c.id for c in chat.saved} == {before.id, chat.controller.conversation.id}
+    chat.controller.ask(Turn("user", "c"))
+    assert chat.controller.busy
+    chat.controller.fork()
+    assert chat.turns[-2].text == "c" and chat.turns[-1].stop_reason == "stopped", "the copy has no endless answer"
 
 
 def test_regenerate_draws_another_seed_unless_it_is_set():
@@ -221,9 +225,19 @@ def test_before_the_context_overflows_the_user_is_asked():
     chat.controller.resolve(room, "stop")
     assert [c.turn.text for c in chat.controller.poll() if isinstance(c, SentBack)] == [f"question {i}"]
     assert len(chat.turns) == asked
-    chat.controller.resolve(room, "turns")
+    chat.changes.clear()
+    chat.controller.ask(Turn("user", f"question {i}"))
     chat.settle()
-    assert len(chat.turns) == asked + 2 and chat.controller.conversation.first > 0
+    (room,) = chat.of(Overflow)
+    chat.controller.queue.append(Turn("user", "typed meanwhile"))
+    for _ in range(3):
+        chat.controller.poll()
+    assert not chat.controller.busy, "it waits for the answer to the question"
+    chat.controller.take_back_queue()
+    chat.controller.resolve(room, "turns")
+    chat.controller.resolve(room, "compact")  # too late: nothing happens to the answer that is being written
+    chat.settle()
+    assert len(chat.turns) == asked + 2 and chat.turns[-1].stop_reason and chat.controller.conversation.first > 0
     assert "question 0" not in chat.script.prompts[-1] and f"question {i}" in chat.script.prompts[-1]
     assert chat.controller.usage.limit == 128 >= chat.controller.usage.used
 
@@ -458,6 +472,7 @@ def test_the_oldest_turns_become_a_summary_and_come_back():
     chat.controller.undo()
     assert chat.controller.conversation.turns == before.turns
     chat.controller.compact()
+    chat.controller.state.job.outcome.result(120)  # it is stopped when all of it is there, and not shown yet
     chat.controller.stop()
     chat.settle()
     assert chat.controller.conversation.turns == before.turns, "a summary that was stopped leaves no trace"

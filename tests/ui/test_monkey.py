@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 from textual import events
-from textual.command import CommandPalette
+from textual.command import CommandList, CommandPalette
 from textual.geometry import Offset
 from textual.widgets import OptionList
 
@@ -85,8 +85,21 @@ async def test_the_palette_again_while_another_one_closes():
         await until(pilot, lambda: isinstance(app.screen, CommandPalette))
         await until(pilot, lambda: app.screen.query(OptionList))
         app.screen.query_one(OptionList).highlighted = 0
-        await pilot.press("pageup", "pagedown", "escape", "escape", "escape")
+        await pilot.press("pageup", "pagedown", "escape")
         await until(pilot, lambda: app.screen is app.chat)
+        app.action_command_palette()
+        await until(pilot, lambda: app.screen.query(CommandList) and app.screen.query_one(CommandList).option_count)
+        for _ in range(6):  # in one burst
+            app.post_message(events.Key("enter", "\r"))
+        await until(pilot, lambda: not isinstance(app.screen, CommandPalette))
+        await until(pilot, lambda: not app.screen.is_modal or app.screen.dismiss() is None)
+        await app.chat.run_command("theme")
+        await until(pilot, lambda: app.screen.query(CommandList) and app.screen.query_one(CommandList).option_count)
+        app.screen.dismiss()
+        app.screen.dismiss()
+        await pilot.press("x")
+        assert app.screen is app.chat and app.chat.is_running and app.chat.prompt.text == "x"
+        app.copy_to_clipboard("half a character: \ud800")
 
 
 async def test_a_click_on_what_has_gone():

@@ -114,6 +114,7 @@ class Controller:
         self.usage = Usage()
         self.trace = Trace()
         self.raw = False
+        self._unresolved: Overflow | None = None  # the queue waits for the user's choice
         self._held: Overflow | None = None  # asks again when the model is loaded with a larger context
         self.toolbox, self.permissions = Toolbox(), permissions or Permissions()
         self._left: list[int | Removed] = []  # for undo: last turns (ids) of paths that were left, and what was deleted
@@ -167,10 +168,10 @@ class Controller:
 
     @property
     def sampling_defaults(self) -> Mapping[str, float]:
-        """What the model's file or the registry says about sampling, by field of Sampling."""
-        if (info := self.info) is None or not info.can.instruments:  # a server has its own
+        """What the model's file, the registry or a tinychat server says about sampling, by field of Sampling."""
+        if (info := self.info) is None:
             return {}
-        return info.sampling or registry.sampling_of(self.conversation.model)
+        return info.sampling or (registry.sampling_of(self.conversation.model) if info.can.instruments else {})
 
     @property
     def loaded(self) -> Path | None:
@@ -234,6 +235,7 @@ class Controller:
         self._changes += map(SentBack, self.take_back_queue())  # part of the draft of the conversation that is left
         self._left.clear()
         self._let_go()
+        self._unresolved = None
         self.conversation = conversation
         self._changes.append(Reset(0, conversation))
         self.usage = Usage()
@@ -245,7 +247,9 @@ class Controller:
         self.open(Conversation(model=c.model, parameters=c.parameters))
 
     def fork(self, index: int | None = None) -> None:
-        """Goes on in a copy, which is written on a thread of its own: all its turns are new to the history."""
+        """Goes on in a copy, which is written on a thread of its own: all its turns are new to the history. A running
+        answer stops first, and is in both."""
+        self.interrupt()
         forked = self.conversation.fork(index)
         self.open(forked)
         self._saver.copy(forked)
@@ -303,6 +307,8 @@ class Controller:
         """Asks with another text and files in place of the user's turn `index`, or puts `text` in place of answer
         `index`. The present one stays as a version."""
         self._idle("edit")
+        if index >= len(self.conversation.turns):
+            raise TinychatError("the message that was being edited is not there any more; nothing was sent")
         if self.conversation.turns[index].role == "user":
             self._start(self.conversation.edit(index, text, files), index)
             return
@@ -349,6 +355,7 @@ class Controller:
         """Shows another path of the conversation; False when it is the present one."""
         if conversation is self.conversation:
             return False
+        self._unresolved = None
         start = _first_other(self.conversation, conversation)
         self._set(conversation)
         self._changes.append(Reset(start, conversation))
@@ -405,8 +412,12 @@ class Controller:
 
     def resolve(self, overflow: Overflow, choice: Literal["context", "compact", "turns", "thinking", "stop"]) -> None:
         """Answers an Overflow: load with a larger context, let the model summarise the oldest turns, leave them out
-        (from now on, without asking again), leave out all thinking, or stop."""
+        (from now on, without asking again), leave out all thinking, or stop. Where the chat has gone on since, it
+        stops."""
         conversation, go_on = overflow.conversation, overflow.go_on
+        if self._unresolved is not overflow:
+            choice = "stop"
+        self._unresolved = None
         if choice == "stop":
             if overflow.typed is not None:
                 self._changes.append(SentBack(overflow.typed))
@@ -449,7 +460,7 @@ class Controller:
             return
         self.state, overflow = Idle(), compacting.overflow
         try:
-            summary = compacting.job.outcome.result()
+            summary = compacting.job.result()
         except TinychatError as e:
             self._changes.append(Notice(str(e), error=True))
             self._measure()
@@ -501,7 +512,7 @@ class Controller:
         if self._saver.due(growing=self.running is not None):
             self._store()
         self._changes += self._saver.poll()
-        if self.ready and not self.busy and not any(isinstance(c, Overflow) for c in self._changes):
+        if self.ready and not self.busy and self._unresolved is None:
             if self.replaying is not None:
                 self._go_on_replaying(self.replaying)
             elif self.queue:
@@ -688,7 +699,7 @@ class Controller:
         elif reason == "context":
             c = self.conversation
             reserve = reserve_for(c.parameters.max_tokens, self.usage.limit)
-            self._changes.append(
+            self._overflows(
                 Overflow(c, True, self.usage, reserve, _droppable(c), None, index, self._larger(self.usage, reserve))
             )
 
@@ -801,7 +812,7 @@ class Controller:
         r = self.running
         assert r is not None
         self._withdraw(r)
-        self._changes.append(
+        self._overflows(
             Overflow(
                 r.asked,
                 r.goes_on,
@@ -813,6 +824,10 @@ class Controller:
                 self._larger(event.usage, event.reserve),
             )
         )
+
+    def _overflows(self, overflow: Overflow) -> None:
+        self._unresolved = overflow
+        self._changes.append(overflow)
 
     def _larger(self, usage: Usage, reserve: int) -> int:
         """A context length that has room for four times the answer, a power of two where the model can hold that; 0
@@ -868,6 +883,7 @@ class Controller:
             defaults=self.sampling_defaults,
         )
         watch = self.stop_repetition and not (go_on and last.stop_reason == "repeated")
+        self._unresolved = None
         self._count.forget()
         self.titles.cancel()
         if len(conversation.others) > len(self.conversation.others):

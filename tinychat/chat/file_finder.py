@@ -162,7 +162,7 @@ class Finder:
         return list(dict.fromkeys([*self._exact(typed), *direct, *ranked]))[:SHOWN]
 
     def _exact(self, typed: str) -> list[str]:
-        return [typed] if typed.endswith("/") and path_of(typed, None).is_dir() else []
+        return [typed] if typed.endswith("/") and os.path.isdir(path_of(typed, None)) else []
 
 
 def _rank(name: str, typed: str, words: re.Pattern[str]) -> tuple[int, int, str]:

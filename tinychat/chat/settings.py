@@ -28,7 +28,7 @@ from platformdirs import user_config_dir
 
 from tinychat.chat.parameters import PARAMETERS, Parameters, get_parameter, set_parameter
 from tinychat.chat.servers import SavedServer, user_server
-from tinychat.errors import TinychatError, printable
+from tinychat.errors import TinychatError, encodable, printable
 from tinychat.files import replace_file
 from tinychat.models.registry import Model, user_models
 
@@ -259,7 +259,7 @@ def _edit(file: Path | None, edit: Callable[[tomlkit.TOMLDocument], Any]) -> Set
         why = printable(str(e), newlines=False)
         raise TinychatError(f"{_shown(file)} cannot be read ({why}); nothing was saved, fix it first") from None
     edit(doc)
-    text = tomlkit.dumps(doc)
+    text = encodable(tomlkit.dumps(doc))
     _write(file, text)
     return parse(text)
 
@@ -269,7 +269,8 @@ def _write(file: Path, text: str) -> None:
     file = Path(os.path.realpath(file))
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        replace_file(file, text.encode(), mode=0o600, durable=True)  # private, also where the old file was not
+        # Private, also where the old file was not.
+        replace_file(file, encodable(text).encode(), mode=0o600, durable=True)
     except OSError as e:
         raise TinychatError(f"{_shown(file)} cannot be written: {(e.strerror or str(e)).lower()}") from None
 

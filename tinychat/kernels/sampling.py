@@ -4,7 +4,7 @@ NumPy, because a chat reads it before its first screen."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeGuard
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,10 @@ class Parameter:
     high: float
     help: str
     empty: str = ""
+
+    def takes(self, value: object) -> TypeGuard[int | float]:
+        """Whether `value` is a number in the range."""
+        return isinstance(value, int | float) and not isinstance(value, bool) and self.low <= value <= self.high
 
 
 def _number(default: float, low: float, high: float, help: str) -> Any:

@@ -29,7 +29,7 @@ from tinychat.chat.conversation import Conversation
 from tinychat.chat.history import History
 from tinychat.chat.loading import OpenBackend
 from tinychat.chat.start import Start
-from tinychat.errors import TinychatError
+from tinychat.errors import TinychatError, encodable
 from tinychat.tools.mcp import McpServers
 from tinychat.tools.permission import Permissions
 from tinychat.ui.announcer import Announcer
@@ -171,6 +171,9 @@ class TinychatApp(LastingApp):
         forbid another."""
         if self.screen is self.chat:
             self.push_screen(CommandPalette())
+
+    def copy_to_clipboard(self, text: str) -> None:
+        super().copy_to_clipboard(encodable(text))
 
     def exit(self, *args: Any, **kwargs: Any) -> None:
         """Leaves at once: the backend is told to stop and not waited for; a running answer is saved as it is."""

@@ -5,6 +5,7 @@
 // Out: float32 dequantised (cols, 16), products with 1, 4, 8 and 16 columns (16, 16 each), attention with V and latent (4, 32).
 #include "../../../tinychat/kernels/cpu/attention.h"
 #include "../../../tinychat/kernels/cpu/input.h"
+#include "../../../tinychat/kernels/cpu/panels.h"
 
 void *memset(void *p, int c, size_t n) { for (char *a = p; n--;) { *a++ = (char)c; __asm__ volatile(""); } return p; }
 void *memcpy(void *p, const void *q, size_t n) {
@@ -44,7 +45,7 @@ static void run(void) {
   for (int nc = 1; nc <= 16; nc = nc == 1 ? 4 : 2 * nc)
     for (int first = 0; first < 16; first += nc) {
       for (int i = 0; i < nc; i++) prepare(x + (size_t)(first + i) * n, cols, NULL, 1, q8, scales, f, nc, i);
-      kernel(type, nc)(packed, &(X){q8, scales, f, cols}, sums);
+      product(type, packed, 1, &(X){q8, scales, f, cols}, nc, sums);
       put(sums, 64 * (size_t)nc);
     }
   get(&rows, 4);

@@ -27,7 +27,7 @@ from tinychat.kernels.cuda.layout import Layout, repack
 from tinychat.kernels.cuda.prefill import Chip, Prefill, padded
 from tinychat.kernels.cuda.quants import FLOATS, packed_bytes
 from tinychat.kernels.cuda.selfcheck import COLS, ROWS, check_data, check_plan, relative_error
-from tinychat.kernels.cuda.state import WORDS, breaker_bits, state_words
+from tinychat.kernels.cuda.state import WORDS, bias_values, breaker_bits, state_words
 from tinychat.kernels.cuda.step import decode, decode_steps
 from tinychat.kernels.sampler import dry, sample
 from tinychat.kernels.sampling import Sampling
@@ -281,13 +281,17 @@ def sampler() -> tuple[list[Launch], dict[str, int]]:
         },
         {"top_k": 0, "dry_multiplier": 4.0, "dry_allowed_length": 3, "dry_breakers": (7, 8000)},
         {"temperature": 0.0, "dry_multiplier": 50.0, "dry_base": 50.0},
+        {"temperature": 0.0, "presence_penalty": 2.0, "frequency_penalty": 0.7, "repeat_penalty": 1.1},
+        {"frequency_penalty": -1.5, "top_k": 0, "temperature": 2.0},
+        {"presence_penalty": 1.5, "repeat_last_n": 3, "dry_multiplier": 3.0, "logit_bias": ((7, 12.0), (8999, 11.0))},
+        {"logit_bias": ((4999, 5.5), (17, 6.0), (4097, -100.0)), "temperature": 1.2},
     ],
     ids=str,
 )
 def test_sampling_as_numpy_does(sampler: tuple[list[Launch], dict[str, int]], settings: dict[str, float]) -> None:
     s = Sampling(**({"repeat_penalty": 1.0} | settings))  # type: ignore[arg-type]
     launches, sizes = sampler
-    for seed in range(2):
+    for seed, allowed in enumerate((0, 0, 12, 4000)):  # tokens of the mask; 0: none
         rng = np.random.default_rng(seed)
         logits = (rng.standard_normal(VOCAB) * 3).astype(np.float32)
         buffers = {name: aligned(size) for name, size in sizes.items()}
@@ -295,14 +299,19 @@ def test_sampling_as_numpy_does(sampler: tuple[list[Launch], dict[str, int]], se
         other = [*rng.integers(0, VOCAB, 3), 7, 4999, 8000]
         recent = [int(i) for i in [*repeated, best[0], *other, *best[1:], *repeated[2:], best[1], *repeated]]
         pos = 40 + seed
-        buffers["state"].view(np.int32)[: len(WORDS)] = state_words(s, pos, 1, pos + 1 - len(recent))
+        mask = breaker_bits(tuple(rng.choice(VOCAB, allowed)), VOCAB) if allowed else None
+        buffers["state"].view(np.int32)[: len(WORDS)] = state_words(s, pos, 1, pos + 1 - len(recent), bool(allowed))
         buffers["history"].view(np.int32)[pos + 1 - len(recent) : pos + 1] = recent
         buffers["logits"].view(np.float32)[:] = logits
         buffers["breakers"].view(np.uint32)[:] = breaker_bits(s.dry_breakers, VOCAB)
+        if s.logit_bias:
+            buffers["bias"].view(np.float32)[:] = bias_values(s.logit_bias, VOCAB)
+        if mask is not None:
+            buffers["allowed"].view(np.uint32)[:] = mask
         for launch in launches:
             cuda_emulator.run(launch, buffers)
         assert (s.dry_multiplier > 0) == bool(len(dry(s, recent)[0]))
-        token, logprob = sample(logits, s, pos, recent)
+        token, logprob = sample(logits, s, pos, recent, mask)
         word = int(buffers["ring"].view(np.uint64)[(pos + 1) % RING])
         assert word & 0xFFFFFFFF == token == buffers["history"].view(np.int32)[pos + 1]
         assert float(np.uint32(word >> 32).view(np.float32)) == pytest.approx(logprob, abs=1e-4)

@@ -251,6 +251,21 @@ typedef struct {
   const float *f;         // [k][NC], the unquantised values, for float weights
   int k;
 } X;
+// The columns from number `first` on, which begins a panel.
+INLINE X columns_from(const X *x, size_t first) {
+  return (X){x->q + 2 * first * x->k, x->scales + first * (x->k / 32), x->f + first * x->k, x->k};
+}
+
+// y + the scaled sums over 32 elements of a column: p of all, or p of the first 16 and r of the last 16 where there are two scales.
+INLINE f32v scaled(i32v p, i32v r, f32v d, f32v d2, f32v m, f32v m2, const XScale *x, f32v y, int min, int split) {
+  y = fma_(from_int(p), d * x->scale, y);
+  if (split) y = fma_(from_int(r), d2 * x->scale, y);
+  if (min) {
+    y = fma_(m, splat(split ? x->first : x->sum), y);
+    if (split) y = fma_(m2, splat(x->last), y);
+  }
+  return y;
+}
 
 INLINE void dot32(const Sub *u, const int8_t *q, const XScale *xs, f32v *acc, int nc, int offset, int min, int split, int sign) {
   f32v m, m2;
@@ -260,18 +275,11 @@ INLINE void dot32(const Sub *u, const int8_t *q, const XScale *xs, f32v *acc, in
   for (int c = 0; c < nc; c++) {
     const int8_t *x = q + 64 * c;
     i32v p = {0}, r = {0}, h = {0}, l = {0};
-    f32v y = acc[c];
     // four chains, because the latency of a single chain would limit the speed
     for (int t = 0; t < 4; t++) h = DOT(h, t), l = DOT(l, t + 4), p = DOT(p, t + 8), r = DOT(r, t + 12);
     p += h * HIGH, r += l * HIGH;
     if (!split) p += r;
-    y = fma_(from_int(p), u->d * xs[c].scale, y);
-    if (split) y = fma_(from_int(r), u->d2 * xs[c].scale, y);
-    if (min || offset) {
-      y = fma_(m, splat(split ? xs[c].first : xs[c].sum), y);
-      if (split) y = fma_(m2, splat(xs[c].last), y);
-    }
-    acc[c] = y;
+    acc[c] = scaled(p, r, u->d, u->d2, m, m2, &xs[c], acc[c], min || offset, split);
   }
 #undef DOT
 }
@@ -387,7 +395,6 @@ QUANTISED(KERNEL, 1, "clang loop unroll_count(2)")  // full unrolling moves load
 QUANTISED(KERNEL, 2, "clang loop unroll(disable)")
 QUANTISED(KERNEL, 4, "clang loop unroll(disable)")
 QUANTISED(KERNEL, 8, "clang loop unroll(disable)")
-QUANTISED(KERNEL, 16, "clang loop unroll(disable)")
 
 #define KERNEL_x1(T, ...) [T] = T##_x1,
 #define KERNEL_x2(T, ...) [T] = T##_x2,
@@ -395,7 +402,8 @@ QUANTISED(KERNEL, 16, "clang loop unroll(disable)")
 #define KERNEL_x8(T, ...) [T] = T##_x8,
 #define KERNEL_x16(T, ...) [T] = T##_x16,
 #define TABLE(ROW) {QUANTISED(ROW) FLOATING(ROW)}
-static const Kernel kernels[][TYPES] = {TABLE(KERNEL_x1), TABLE(KERNEL_x2), TABLE(KERNEL_x4), TABLE(KERNEL_x8), TABLE(KERNEL_x16)};
+// By width and type; panels.h has the products of quantised weights with 16 columns.
+static const Kernel kernels[][TYPES] = {TABLE(KERNEL_x1), TABLE(KERNEL_x2), TABLE(KERNEL_x4), TABLE(KERNEL_x8), {FLOATING(KERNEL_x16)}};
 INLINE Kernel kernel(int type, int columns) { return kernels[__builtin_ctz((unsigned)columns)][type]; }
 // The widest panel of columns for `left` columns.
 INLINE int panel_width(int left) { return left >= 16 ? 16 : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1; }

@@ -14,8 +14,8 @@
 #include "attention.h"
 #include "delta.h"
 #include "input.h"
+#include "panels.h"
 #include "pool.h"
-#include "quant.h"
 #include "sample.h"
 
 #define EXPORT __attribute__((visibility("default")))
@@ -128,8 +128,8 @@ static void prepare_row(const float *x, int n, const float *norm, float eps, int
           need & 1 ? to->scales + column * (n / 32) : NULL, need & 2 ? to->f + column * n : NULL, nc, c);
 }
 
-INLINE X columns(const Scratch *s, size_t column, int k) {
-  return (X){s->q + 2 * column * k, s->scales + column * (k / 32), s->f + column * k, k};
+INLINE X columns_of(const Scratch *s, size_t column, int k) {
+  return columns_from(&(X){s->q, s->scales, s->f, k}, column);
 }
 
 // Whether this thread has already prepared the input of the op (one token); marks it as prepared.
@@ -180,23 +180,20 @@ INLINE f32v silu(f32v x) { return x / (exp_(-x) + 1.0f); }
 // dst (+)= scale * (matrix @ x (+ bias)) for groups first..last-1 of 16 rows and all columns of x.
 static void multiply(const Matrix *w, int matrix, int first, int last, const Scratch *x, int tokens, float *dst, int stride,
                      const float *bias, float scale, int add) {
-  f32v out[16];
-  for (int g = first; g < last; g++) {
-    const uint8_t *rows = rows16(w, matrix, g);
-    int n = w->rows - 16 * g;
-    f32v b = bias ? fetch(bias + 16 * g, n) : splat(0);
-    for (int t = 0, width; t < tokens; t += width) {
-      width = panel_width(tokens - t);
-      X p = columns(x, t, w->cols);
-      kernel(w->type, width)(rows, &p, out);
-      for (int i = 0; i < width; i++) {
-        float *to = dst + (size_t)(t + i) * stride + 16 * g;
+  f32v out[GROUPS * COLUMNS];
+  for (int t = 0; t < tokens; t += COLUMNS)
+    for (int g = first; g < last; g += GROUPS) {
+      int columns = MIN_(COLUMNS, tokens - t), groups = MIN_(GROUPS, last - g);
+      X p = columns_of(x, t, w->cols);
+      product(w->type, rows16(w, matrix, g), groups, &p, columns, out);
+      for (int i = 0; i < groups * columns; i++) {
+        int row = 16 * (g + i / columns), n = w->rows - row;
+        float *to = dst + (size_t)(t + i % columns) * stride + row;
         f32v y = out[i];
-        if (bias) y += b;
+        if (bias) y += fetch(bias + row, n);
         store(to, add ? fma_(y, splat(scale), fetch(to, n)) : y * scale, n);
       }
     }
-  }
 }
 
 // ops.Gated: f(g, u).
@@ -221,23 +218,20 @@ INLINE const float *bias_of(const float *biases, const Matrix *w, int matrix) { 
 // dst = f(gate @ x + gate_bias, up @ x + up_bias) for groups first..last-1 of 16 rows.
 static void multiply_gated(const Matrix *gate, const Matrix *up, int matrix, int first, int last, const Scratch *x, int tokens,
                            float *const *dst, int activation, const float *gate_bias, const float *up_bias) {
-  f32v a[16], b[16];
-  for (int g = first; g < last; g++) {
-    const uint8_t *rows_a = rows16(gate, matrix, g), *rows_b = rows16(up, matrix, g);
-    int n = gate->rows - 16 * g;
-    f32v bias_a = gate_bias ? fetch(gate_bias + 16 * g, n) : splat(0), bias_b = up_bias ? fetch(up_bias + 16 * g, n) : splat(0);
-    for (int t = 0, width; t < tokens; t += width) {
-      width = panel_width(tokens - t);
-      X p = columns(x, t, gate->cols);
-      kernel(gate->type, width)(rows_a, &p, a);
-      kernel(up->type, width)(rows_b, &p, b);
-      for (int i = 0; i < width; i++) {
-        if (gate_bias) a[i] += bias_a;
-        if (up_bias) b[i] += bias_b;
-        store(dst[t + i] + 16 * g, activated(activation, a[i], b[i]), n);
+  f32v a[GROUPS * COLUMNS], b[GROUPS * COLUMNS];
+  for (int t = 0; t < tokens; t += COLUMNS)
+    for (int g = first; g < last; g += GROUPS) {
+      int columns = MIN_(COLUMNS, tokens - t), groups = MIN_(GROUPS, last - g);
+      X p = columns_of(x, t, gate->cols);
+      product(gate->type, rows16(gate, matrix, g), groups, &p, columns, a);
+      product(up->type, rows16(up, matrix, g), groups, &p, columns, b);
+      for (int i = 0; i < groups * columns; i++) {
+        int row = 16 * (g + i / columns), n = gate->rows - row;
+        if (gate_bias) a[i] += fetch(gate_bias + row, n);
+        if (up_bias) b[i] += fetch(up_bias + row, n);
+        store(dst[t + i % columns] + row, activated(activation, a[i], b[i]), n);
       }
     }
-  }
 }
 
 static float *row(Ctx *c, int buffer, int token) { return c->buffers[buffer] + (size_t)token * c->widths[buffer]; }
@@ -700,7 +694,7 @@ static void gather(Scratch *to, const Scratch *from, const int32_t *column, int 
   for (int start = 0, width; start < n; start += width) {
     width = panel_width(n - start);
     for (int i = 0; i < width; i++) {
-      X x = columns(from, column[start + i], k);
+      X x = columns_of(from, column[start + i], k);
       int8_t *q = to->q + (size_t)start * k * 2 + 64 * i;
       XScale *s = to->scales + (size_t)start * (k / 32) + i;
       if (need & 1)
@@ -982,7 +976,13 @@ EXPORT void *tc_alloc(size_t bytes) {
 }
 EXPORT void tc_free(void *p, size_t bytes) { munmap(p, bytes); }
 
-EXPORT const char *tc_simd(void) { return SIMD_NAME; }
+// What the products use; asks the system for the tiles where there are such.
+EXPORT const char *tc_simd(void) {
+#if TILES
+  if ((tiles_allowed = tiles_granted())) return TILES_NAME;
+#endif
+  return SIMD_NAME;
+}
 EXPORT size_t tc_group_bytes(int type, int cols) { return group_bytes(type, cols); }
 
 // What library.py has copies of: the sizes of the structures (of Ctx the part up to `sampling`, then all of it), and names.

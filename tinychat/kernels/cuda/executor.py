@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -26,9 +27,9 @@ from tinychat.kernels.cuda.prefill import SIZES, Chip, Prefill
 from tinychat.kernels.cuda.profile import DecodeStep, kernels, profile, read_bandwidth, seconds_of
 from tinychat.kernels.cuda.quants import QUANTS
 from tinychat.kernels.cuda.selfcheck import self_check
-from tinychat.kernels.cuda.state import breaker_bits, state_words
+from tinychat.kernels.cuda.state import bias_values, breaker_bits, state_words
 from tinychat.kernels.cuda.step import decode_steps
-from tinychat.kernels.executor import ExecutorKind, Logits, Mask, SingleSteps, Weights
+from tinychat.kernels.executor import ExecutorKind, Logits, Mask, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile
@@ -43,6 +44,7 @@ CHUNKS = (4096, 2048, 1024)  # tokens of a prefill step, at most: the first whos
 SHARE = 0.97  # of the free memory that buffers may take; the rest is for programs and page-locked memory
 ROWS_OF_LOGITS = 64  # tokens of a prefill step that wants the logits of all
 EMPTY = 2**64 - 1  # a ring slot nothing was written to
+COLUMNS = (2, 4, 8, 16)  # tokens of the graphs that verify; a step of fewer takes the next larger one
 LIMITS = Limits(
     frozenset(QUANTS),
     float_multiple=8,
@@ -60,12 +62,11 @@ LIMITS = Limits(
 )
 
 
-class CUDAExecutor(SingleSteps):
+class CUDAExecutor:
     """`Executor` on CUDA. Raises TinychatError for a plan beyond LIMITS, and where there is no such GPU, no memory
     left, or a kernel fails its check at load."""
 
     kind: ExecutorKind = "cuda"
-    limits = LIMITS
     threads = 0
     sampling_s = 0.0  # part of the graph, not told apart
 
@@ -85,19 +86,24 @@ class CUDAExecutor(SingleSteps):
             sizes = sorted({min(n, self.prefill_chunk) for n in (*SIZES, chunk)})
             prefill = {n: Prefill(builder, n, chip).layers() for n in sizes}
             head_all = Prefill(builder, min(ROWS_OF_LOGITS, max_context), chip).head()
+            self._verified = _verified(builder, gpu.overlaps)
             if sum(builder.buffers.values()) < SHARE * gpu.free_bytes:
                 break
         launches = {depth: [launch for launch, _ in step] for depth, step in steps.items()}
+        self.limits = replace(LIMITS, verified=max(self._verified, default=1))
         self.device = f"CUDA · {gpu.name}"
         try:
             for name, size in builder.buffers.items():
                 if name == "ring":
                     self._ring = gpu.pinned(size, name).view(np.uint64)
+                elif name == "allowed":
+                    self._allowed = gpu.pinned(size, name).view(np.uint32)
                 else:
                     gpu.allocate(name, size)
             if "tickets" in builder.buffers:  # of attention
                 gpu.upload("tickets", np.zeros(builder.buffers["tickets"], np.uint8))
-            gpu.compile([*chain.from_iterable([*launches.values(), *prefill.values()]), *head_all])
+            verified = [each for step in self._verified.values() for each in step.values()]
+            gpu.compile([*chain.from_iterable([*launches.values(), *prefill.values(), *verified]), *head_all])
             load(gpu, layout, weights, progress)
             self_check(gpu, sorted({t.kind for t in layout.tensors.values()}, key=int))
             gpu.free("staging")
@@ -119,6 +125,8 @@ class CUDAExecutor(SingleSteps):
             depth: DecodeStep(gpu, tuple(step), graphs[depth], max_context, self.decode, self._place)
             for depth, step in steps.items()
         }
+        self._uploaded: Sampling | None = None  # whose penalties the buffers hold
+        self._verify_graphs: dict[tuple[int, int], Graph] = {}  # by columns and depth; made when first needed
         self.launches = launches[0]
         self.kernels_per_token, self.jit_batches = graphs[0].kernels, 1
         self.jit_state = "replaying"  # compiled and captured at load
@@ -166,27 +174,18 @@ class CUDAExecutor(SingleSteps):
         self, token: int, pos: int, sampling: Sampling, recent: Sequence[int], mask: Mask | None = None
     ) -> Iterator[tuple[int, float]]:
         """See Executor.decode. Up to AHEAD steps are enqueued before one is waited for; with a mask, which depends on
-        the token before, none is, and the host samples, as it does for what the kernels do not know: presence and
-        frequency penalty and a bias."""
+        the token before, none is."""
         self._check([token], pos)
-        if mask is not None or sampling.presence_penalty or sampling.frequency_penalty or sampling.logit_bias:
-            seen = list(recent)
-            for at in range(pos, self.max_context):
-                rows = self.forward([token], at, "last")
-                assert rows is not None
-                token, logprob = sample(rows[0], sampling, at, seen, mask() if mask else None)
-                seen.append(token)
-                yield token, logprob
-            return
         known = list(recent)[-(pos + 1) :] or [token]
-        if sampling.has_dry:
-            self.gpu.upload("breakers", breaker_bits(sampling.dry_breakers, self.plan.vocab))
-        self._place(known, pos + 1 - len(known), sampling)
+        self._upload_penalties(sampling)
+        self._place(known, pos + 1 - len(known), sampling, masked=mask is not None)
         self._ring[:] = EMPTY
         enqueued = pos
         try:
             for at in range(pos, self.max_context):
-                while enqueued < min(at + AHEAD, self.max_context):
+                if mask:
+                    self._masked_step(at, mask)
+                while not mask and enqueued < min(at + AHEAD, self.max_context):
                     self._step(enqueued).graph()
                     enqueued += 1
                 word = self._wait((at + 1) % RING)
@@ -195,6 +194,67 @@ class CUDAExecutor(SingleSteps):
                 yield token, float(np.uint32(word >> 32).view(np.float32))
         finally:
             self.gpu.synchronize()
+
+    def _upload_penalties(self, sampling: Sampling) -> None:
+        """Puts what the kernels read of `sampling` from buffers of its own there, unless it is there."""
+        if sampling is self._uploaded:
+            return
+        self._uploaded = sampling
+        if sampling.has_dry:
+            self.gpu.upload("breakers", breaker_bits(sampling.dry_breakers, self.plan.vocab))
+        if sampling.logit_bias:
+            self.gpu.upload("bias", bias_values(sampling.logit_bias, self.plan.vocab))
+
+    def _masked_step(self, pos: int, mask: Mask) -> None:
+        """Runs a decode step in two graphs: the layers, during which the host computes the mask, and the choice, which
+        reads it from page-locked memory. Returns when the device has finished."""
+        step = self._step(pos)
+        step.layers()
+        self._allowed[:] = mask()
+        step.choice()
+        self.gpu.synchronize()
+
+    def verify(
+        self,
+        token: int,
+        drafts: Sequence[int],
+        pos: int,
+        sampling: Sampling,
+        recent: Sequence[int],
+        mask: Mask | None = None,
+    ) -> Iterator[tuple[int, float]]:
+        """See Executor.verify. Where the kind of graph changes on the way, which single steps would follow, there are
+        two steps."""
+        tokens = [token, *drafts]
+        self._check(tokens, pos)
+        assert len(tokens) <= self.limits.verified
+        seen, first = list(recent) if drafts else recent, 0
+        self._upload_penalties(sampling)
+        while first < len(tokens):
+            at = pos + first
+            alike = min((depth for depth in self._steps if depth > at), default=self.max_context) - at
+            count = min(len(tokens) - first, alike)
+            window = _window(sampling, at + 1)
+            known = [*(seen[-window:] or [token]), *tokens[first + 1 : first + count]]
+            self._ring[:] = EMPTY
+            alone = count == 1  # only then is the mask known before the step
+            self._place(known, at + count - len(known), sampling, count, masked=mask is not None and alone)
+            if mask and alone:
+                self._masked_step(at, mask)
+            else:
+                self._columns(at, count)()
+            words = [self._wait((at + i + 1) % RING) for i in range(count)]
+            for i, word in enumerate(words):
+                if mask and not alone:
+                    row = self.gpu.download("logits", 4 * self.plan.vocab, 4 * self.plan.vocab * i).view(np.float32)
+                    following, logprob = sample(row, sampling, at + i, seen, mask())
+                else:
+                    following, logprob = word & 0xFFFFFFFF, float(np.uint32(word >> 32).view(np.float32))
+                yield following, logprob
+                if first == len(drafts) or following != drafts[first]:
+                    return
+                first += 1
+                seen.append(following)  # type: ignore[attr-defined]
 
     def routes(self) -> np.ndarray | None:
         """See Executor.routes: None. Every block chooses for itself, and steps are enqueued ahead."""
@@ -259,6 +319,16 @@ class CUDAExecutor(SingleSteps):
         """The decode step for a token at position `pos`."""
         return self._steps[max(depth for depth in self._steps if depth <= pos)]
 
+    def _columns(self, pos: int, count: int) -> Graph:
+        """The graph for a step of `count` tokens from position `pos` on."""
+        if count == 1:
+            return self._step(pos).graph
+        columns = min(n for n in self._verified if n >= count)
+        depth = max(depth for depth in self._verified[columns] if depth <= pos)
+        if (columns, depth) not in self._verify_graphs:
+            self._verify_graphs[columns, depth] = self.gpu.graph(self._verified[columns][depth])
+        return self._verify_graphs[columns, depth]
+
     def _prompt(self, most: int, launches: list[Launch]) -> Callable[[int, int], None]:
         """What runs prompts of up to `most` tokens: graphs for the short ones, since a graph's kernels follow each
         other faster than launches. There is one for every GRAPH_TOKENS tokens, made when it is first needed."""
@@ -279,11 +349,12 @@ class CUDAExecutor(SingleSteps):
         values = [(f"v:{i}", cache.value_width) for i, cache in enumerate(self.plan.caches) if cache.value_width]
         return keys + values
 
-    def _place(self, ids: Sequence[int], pos: int, sampling: Sampling, count: int = 1) -> None:
-        """Tells the device the tokens at positions pos, pos + 1, ...; the last `count` of them are the next step's."""
+    def _place(self, ids: Sequence[int], pos: int, sampling: Sampling, count: int = 1, *, masked: bool = False) -> None:
+        """Tells the device the tokens at positions pos, pos + 1, ...; the last `count` of them are the next step's.
+        `masked`: its token has to be one of the buffer `allowed`."""
         first = pos + len(ids) - count
         self.gpu.upload("history", np.asarray(ids, np.int32), 4 * pos)
-        self.gpu.upload("state", state_words(sampling, first, count, pos))
+        self.gpu.upload("state", state_words(sampling, first, count, pos, masked))
 
     def _wait(self, slot: int) -> int:
         """The word the device writes into a ring slot."""
@@ -297,3 +368,23 @@ class CUDAExecutor(SingleSteps):
                     if int(ring[slot]) == EMPTY:
                         raise TinychatError("the GPU finished a step without a token")
         return word
+
+
+def _verified(b: Builder, clusters: bool) -> dict[int, dict[int, list[Launch]]]:
+    """By the number of their tokens and by depth, the steps that verify several: those that shared memory has room
+    for."""
+    made: dict[int, dict[int, list[Launch]]] = {}
+    for columns in COLUMNS:
+        try:
+            steps = decode_steps(b.of(columns), clusters)
+        except TinychatError:
+            break
+        made[columns] = {depth: [launch for launch, _ in step] for depth, step in steps.items()}
+    return made
+
+
+def _window(sampling: Sampling, known: int) -> int:
+    """How many of the `known` last tokens the kernels look at to choose the next one; at least the step's own."""
+    dry = sampling.dry_penalty_last_n if sampling.has_dry else 0
+    repeat = sampling.repeat_last_n if sampling.counts else 1
+    return min(max(1, repeat, dry if dry >= 0 else known), known)

@@ -600,6 +600,8 @@ class ChatScreen(Screen[None]):
     @on(TurnMessage.Acted)
     async def _acted(self, event: TurnMessage.Acted) -> None:
         index, c = event.index, self.controller
+        if index >= len(c.conversation.turns):
+            return  # it has gone since the key was pressed, and is painted for a moment longer
         try:
             match event.action:
                 case "up":
