@@ -358,13 +358,14 @@ def test_sources_compile_with_nvrtc(arch: str, tmp_path: Path) -> None:
     if lib is None:
         pytest.skip("needs the wheel nvidia-cuda-nvrtc-cu12, which exists for Linux and Windows only")
     chip = Chip(True, 227 << 10) if arch == "sm_90a" else Chip(False, 163 << 10)
+    columns_of = (1, 4) if arch == "sm_90a" else (1,)
     launches: dict[tuple[int, str, str], Launch] = {}
     for variant, quant in (("deepseek2_glm", "Q4_K_M"), ("llama", "Q8_0")):
         gguf = GGUF.open(tiny.write(tmp_path / f"{variant}.gguf", variant, quant))
         plan = build_plan(gguf, ModelConfig.from_gguf(gguf))
         layout = Layout(plan, {n: t.nbytes for n, t in gguf.tensors.items()})
         b = Builder(plan, layout, 64)
-        found = [(0, launch) for launch, _ in decode(b)]
+        found = [(columns, launch) for columns in columns_of for launch, _ in decode(b.of(columns))]
         found += [(0, repack(t, t.blocks)) for t in layout.tensors.values() if t.kind not in FLOATS]
         found += [(tokens, launch) for tokens in (16, 2048) for launch in Prefill(b, tokens, chip).layers()]
         for tokens, launch in found:
