@@ -108,7 +108,11 @@ class Matcher:
 
     def mask(self) -> np.ndarray:
         """uint32 ((vocab + 31) // 32,): bit i % 32 of word i // 32 is set where token i may come."""
-        return np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: self._words]  # its buffer may be longer
+        # llguidance has bits for the tokens of the tokenizer, and up to one word more
+        found = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        mask = np.zeros(self._words, np.uint32)
+        mask[: len(found)] = found[: self._words]
+        return mask
 
     @property
     def forces(self) -> bool:
