@@ -440,9 +440,8 @@ def kernel_table(e: CUDAExecutor, depth: int, columns: int = 1) -> None:
     """Time of each kernel of a decode step of so many tokens as a chain of its own launches of all layers (rotating
     weights), with and without early launch."""
     groups = defaultdict(list)
-    step = e._verified[columns] if columns > 1 else {}
-    launches_of = step[max(at for at in step if at <= depth)] if step else [x for x, _ in e._step(depth).parts]
-    for x in launches_of:
+    step = e._verifying.launches(columns, depth) if columns > 1 else [x for x, _ in e._step(depth).parts]
+    for x in step:
         groups[x.name].append(x)
     total = 0.0
     tokens = [1] * depth + list(range(100, 100 + columns))
@@ -501,8 +500,8 @@ def verify_times(model: str, quant: str, layers: int | None, kernels: bool, dept
     for depth in depths:
         single = min(step_seconds(e, depth)[0] for _ in range(3))
         said = [f"1: {single * 1e6:.0f} us ({1 / single:.1f} tok/s)"]
-        for n in sorted(e._verified):
-            graph, tokens = e._columns(depth, n), rng.integers(0, 50000, n).tolist()
+        for n in e._verifying.counts:
+            graph, tokens = e._verifying.graph(depth, n), rng.integers(0, 50000, n).tolist()
             e._place([1] * depth + tokens, 0, GREEDY, n)
             times = []
             for _ in range(4):

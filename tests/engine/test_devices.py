@@ -19,7 +19,8 @@ from tinychat.kernels.cpu.compiler import NoCompiler
 from tinychat.kernels.cuda import executor, launch
 from tinychat.kernels.cuda.executor import CUDAExecutor
 from tinychat.kernels.cuda.graph import Graph
-from tinychat.kernels.sampling import GREEDY, Sampling, sample
+from tinychat.kernels.sampler import sample
+from tinychat.kernels.sampling import GREEDY, Sampling
 from tinychat.kernels.tinygrad.executor import ReferenceExecutor
 
 IDS = [290, 17, 204, 99, 3, 256, 258, 64, 131, 64, 17, 280]

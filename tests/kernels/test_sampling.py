@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tinychat.kernels.cpu.library import SAMPLED
-from tinychat.kernels.sampling import SAMPLING_PARAMETERS, Sampling, dry, gumbel, penalties, sample, survivors
+from tinychat.kernels.sampler import dry, gumbel, penalties, sample, survivors
+from tinychat.kernels.sampling import SAMPLING_PARAMETERS, Sampling
 
 LOGITS = np.log(np.array([0.4, 0.3, 0.2, 0.06, 0.04], np.float32))
 ALL = Sampling(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from tinychat.backend import saved
 from tinychat.backend.instruments import Instrumented
 from tinychat.backend.protocol import (
     Backend,
@@ -260,6 +259,8 @@ class Controller:
         if (instruments := self.instruments) is not None:
             instruments.forget(id)
         else:
+            from tinychat.backend import saved  # NumPy, which a chat does without before its first screen
+
             saved.forget(id)
 
     def rename(self, name: str) -> None:

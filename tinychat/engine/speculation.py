@@ -175,6 +175,8 @@ class Speculation:
             self._single += COST_RATE * (min(seconds, 2 * self._single) - self._single) if self._single else seconds
         elif self._single:
             cost = seconds / self._single
+            if size not in self._costs:  # a first one may compile
+                cost = min(cost, 2 * size)
             before = self._costs.get(size, cost)
             self._costs[size] = before + COST_RATE * (min(cost, 2 * before) - before)
             self._more += COST_RATE * ((self._costs[size] - 1) / (size - 1) - self._more)

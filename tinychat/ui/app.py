@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +21,8 @@ from textual.theme import Theme
 
 from tinychat import process
 from tinychat.backend.engine_thread import EngineThread
-from tinychat.backend.local import LocalBackend
+from tinychat.backend.factory import open_backend as open_any
+from tinychat.backend.protocol import Backend
 from tinychat.chat import settings
 from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import Conversation
@@ -38,6 +40,7 @@ from tinychat.ui.chat.screen import ChatScreen
 from tinychat.ui.driver import TerminalDriver
 from tinychat.ui.theme import THEMES
 
+PAINTED = 5.0  # seconds that a load waits for the first screen at most
 ANNOUNCED = 0.25  # seconds between two looks at what the terminal has to be told
 
 
@@ -76,8 +79,14 @@ class TinychatApp(LastingApp):
     ) -> None:
         super().__init__(driver_class=self.DRIVER)
         self.own = own or settings.Settings()
+        for theme in THEMES:
+            self.register_theme(theme)
+        # Not with `self.theme =` when the app is mounted: the style sheets would be parsed and applied twice.
+        chosen = self.own.theme if self.own.theme in self.available_themes else THEMES[0].name
+        self.set_reactive(TinychatApp.theme, chosen)
         conversation = conversation or Conversation(parameters=self.own.parameters)
-        open_backend = open_backend or partial(LocalBackend.open, thread=EngineThread())
+        self._painted = threading.Event()
+        open_backend = partial(_behind, self._painted, open_backend or partial(open_any, thread=EngineThread()))
         save = history.save if history else None
         self.controller = Controller(
             open_backend,
@@ -106,9 +115,6 @@ class TinychatApp(LastingApp):
         self._announcer.update(c.busy, asks, c.conversation.title, self.app_focus, time.monotonic())
 
     def on_mount(self) -> None:
-        for theme in THEMES:
-            self.register_theme(theme)
-        self.theme = self.own.theme if self.own.theme in self.available_themes else THEMES[0].name
         self.theme_changed_signal.subscribe(self, self._theme_chosen)
         self.push_screen(self.chat)
         self.chat.set_interval(ANNOUNCED, self._announce)  # of the screen: one of the app would outlive a panic
@@ -121,6 +127,7 @@ class TinychatApp(LastingApp):
             self.call_after_refresh(self.chat.say, problem, True)
         if isinstance(self._driver, TerminalDriver) and (typed := self._driver.typed_ahead):
             self.call_after_refresh(self.chat.type_ahead, typed)
+        self.call_after_refresh(self._painted.set)
         if self._mounted is not None:
             self._mounted()
 
@@ -174,6 +181,13 @@ class TinychatApp(LastingApp):
             self.chat.keep_draft()
         self.controller.leave()
         super().exit(*args, **kwargs)
+
+
+def _behind(painted: threading.Event, open_backend: OpenBackend, path: Path, **options: Any) -> Backend:
+    """Loads a model once the first screen is `painted`: the imports of the engine would take half of the interpreter
+    from it."""
+    painted.wait(PAINTED)
+    return open_backend(path, **options)
 
 
 def main(begun: Start) -> int:

@@ -45,7 +45,8 @@ from tinychat.kernels.profile import (
     function_source,
     name_of,
 )
-from tinychat.kernels.sampling import Sampling, penalties
+from tinychat.kernels.sampler import penalties
+from tinychat.kernels.sampling import Sampling
 
 LIMITS = Limits(  # a phase has at most 2^20 tasks (pool.h)
     QUANTS,

@@ -28,7 +28,8 @@ from tinychat.kernels.cuda.profile import DecodeStep, kernels, profile, read_ban
 from tinychat.kernels.cuda.quants import QUANTS
 from tinychat.kernels.cuda.selfcheck import self_check
 from tinychat.kernels.cuda.state import bias_values, breaker_bits, state_words
-from tinychat.kernels.cuda.step import decode_steps
+from tinychat.kernels.cuda.step import decode, depths
+from tinychat.kernels.cuda.verify import Verifying
 from tinychat.kernels.executor import ExecutorKind, Logits, Mask, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import Plan
@@ -43,7 +44,6 @@ CHUNKS = (4096, 2048, 1024)  # tokens of a prefill step, at most: the first whos
 SHARE = 0.97  # of the free memory that buffers may take; the rest is for programs and page-locked memory
 ROWS_OF_LOGITS = 64  # tokens of a prefill step that wants the logits of all
 EMPTY = 2**64 - 1  # a ring slot nothing was written to
-COLUMNS = (2, 4, 8, 16)  # tokens of the graphs that verify; a step of fewer takes the next larger one
 LIMITS = Limits(
     frozenset(QUANTS),
     float_multiple=8,
@@ -80,16 +80,17 @@ class CUDAExecutor:
         chip = Chip(gpu.warpgroups, gpu.max_shared)
         for chunk in CHUNKS:
             builder = Builder(plan, layout, max_context)
-            steps = decode_steps(builder, clusters=gpu.overlaps)
+            kinds = depths(builder, clusters=gpu.overlaps)
+            steps = {first: decode(builder, kind) for first, kind in kinds.items()}
             self.prefill_chunk = min(chunk, max_context)
             sizes = sorted({min(n, self.prefill_chunk) for n in (*SIZES, chunk)})
             prefill = {n: Prefill(builder, n, chip).layers() for n in sizes}
             head_all = Prefill(builder, min(ROWS_OF_LOGITS, max_context), chip).head()
-            self._verified = _verified(builder, gpu.overlaps)
+            self._verifying = Verifying(builder, gpu, kinds)
             if sum(builder.buffers.values()) < SHARE * gpu.free_bytes:
                 break
         launches = {depth: [launch for launch, _ in step] for depth, step in steps.items()}
-        self.limits = replace(LIMITS, verified=max(self._verified, default=1))
+        self.limits = replace(LIMITS, verified=max(self._verifying.counts, default=1))
         self.device = f"CUDA · {gpu.name}"
         try:
             for name, size in builder.buffers.items():
@@ -101,8 +102,7 @@ class CUDAExecutor:
                     gpu.allocate(name, size)
             if "tickets" in builder.buffers:  # of attention
                 gpu.upload("tickets", np.zeros(builder.buffers["tickets"], np.uint8))
-            verified = [each for step in self._verified.values() for each in step.values()]
-            gpu.compile([*chain.from_iterable([*launches.values(), *prefill.values(), *verified]), *head_all])
+            gpu.compile([*chain.from_iterable([*launches.values(), *prefill.values()]), *head_all])
             load(gpu, layout, weights, progress)
             self_check(gpu, sorted({t.kind for t in layout.tensors.values()}, key=int))
             gpu.free("staging")
@@ -126,7 +126,6 @@ class CUDAExecutor:
         }
         self._enqueued: tuple[int, int, Sampling] | None = None  # the step of this token at this position, by verify()
         self._uploaded: Sampling | None = None  # whose penalties the buffers hold
-        self._verify_graphs: dict[tuple[int, int], Graph] = {}  # by columns and depth; made when first needed
         self.launches = launches[0]
         self.kernels_per_token, self.jit_batches = graphs[0].kernels, 1
         self.jit_state = "replaying"  # compiled and captured at load
@@ -259,7 +258,7 @@ class CUDAExecutor:
             if mask and alone:
                 self._masked_step(at, mask)
             else:
-                self._columns(at, count)()
+                (self._step(at).graph if alone else self._verifying.graph(at, count))()
             if single:
                 yield self._following(pos, sampling, ahead)
                 return
@@ -346,16 +345,6 @@ class CUDAExecutor:
         self._enqueued = (following, pos + 1, sampling) if ahead else None
         return following, logprob
 
-    def _columns(self, pos: int, count: int) -> Graph:
-        """The graph for a step of `count` tokens from position `pos` on."""
-        if count == 1:
-            return self._step(pos).graph
-        columns = min(n for n in self._verified if n >= count)
-        depth = max(depth for depth in self._verified[columns] if depth <= pos)
-        if (columns, depth) not in self._verify_graphs:
-            self._verify_graphs[columns, depth] = self.gpu.graph(self._verified[columns][depth])
-        return self._verify_graphs[columns, depth]
-
     def _prompt(self, most: int, launches: list[Launch]) -> Callable[[int, int], None]:
         """What runs prompts of up to `most` tokens: graphs for the short ones, since a graph's kernels follow each
         other faster than launches. There is one for every GRAPH_TOKENS tokens, made when it is first needed."""
@@ -409,19 +398,6 @@ class CUDAExecutor:
                     if int(ring[slot]) == EMPTY:
                         raise TinychatError("the GPU finished a step without a token")
         return word
-
-
-def _verified(b: Builder, clusters: bool) -> dict[int, dict[int, list[Launch]]]:
-    """By the number of their tokens and by depth, the steps that verify several: those that shared memory has room
-    for."""
-    made: dict[int, dict[int, list[Launch]]] = {}
-    for columns in COLUMNS:
-        try:
-            steps = decode_steps(b.of(columns), clusters)
-        except TinychatError:
-            break
-        made[columns] = {depth: [launch for launch, _ in step] for depth, step in steps.items()}
-    return made
 
 
 def _window(sampling: Sampling, known: int) -> int:

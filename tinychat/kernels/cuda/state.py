@@ -6,7 +6,8 @@ import struct
 
 import numpy as np
 
-from tinychat.kernels.sampling import SAMPLING_PARAMETERS, Sampling, longest_dry
+from tinychat.kernels.sampler import longest_dry
+from tinychat.kernels.sampling import SAMPLING_PARAMETERS, Sampling
 
 STATE_BYTES = 256
 
