@@ -338,6 +338,9 @@ INLINE void unpair(f32v *acc, int nc) {
 #define unpair(...)
 #endif
 
+// Which 32 elements come as number i: those of a block of Q6_K in the order in which their bits lie.
+INLINE int place(int i, int q6) { return q6 ? (i & ~3) | (i & 1) << 1 | (i >> 1 & 1) : i; }
+
 // out[c] = 16 rows at `a` times column c.
 typedef void (*Kernel)(const uint8_t *a, const X *x, f32v *out);
 
@@ -356,7 +359,7 @@ typedef void (*Kernel)(const uint8_t *a, const X *x, f32v *out);
       blocks -= n;                                                                                                                \
       for (a += (n * B_BYTES + 63) / 64 * 64; n > 0; n--, a += a_bytes, b += B_BYTES, q += 2 * BLOCK * NC, xs += BLOCK / 32 * NC) \
         _Pragma(UNROLL) for (int i = 0; i < BLOCK / 32; i++) {                                                                    \
-          int s = T == Q6_K ? (i & 4) | (i & 1) << 1 | (i >> 1 & 1) : i;                                                          \
+          int s = place(i, T == Q6_K);                                                                                            \
           prefetch(a + i * part, part);                                                                                           \
           Sub u = decode_##T(a, b, s);                                                                                            \
           if (PAIRS && NC > 1) dot32_pairs(&u, q + 64 * NC * s, xs + NC * s, acc, NC, OFFSET, MIN, SPLIT);                        \
@@ -397,6 +400,7 @@ QUANTISED(KERNEL, 1, "clang loop unroll_count(2)")  // full unrolling moves load
 QUANTISED(KERNEL, 2, "clang loop unroll(disable)")
 QUANTISED(KERNEL, 4, "clang loop unroll(disable)")
 QUANTISED(KERNEL, 8, "clang loop unroll(disable)")
+QUANTISED(KERNEL, 16, "clang loop unroll(disable)")
 
 #define KERNEL_x1(T, ...) [T] = T##_x1,
 #define KERNEL_x2(T, ...) [T] = T##_x2,
@@ -404,8 +408,7 @@ QUANTISED(KERNEL, 8, "clang loop unroll(disable)")
 #define KERNEL_x8(T, ...) [T] = T##_x8,
 #define KERNEL_x16(T, ...) [T] = T##_x16,
 #define TABLE(ROW) {QUANTISED(ROW) FLOATING(ROW)}
-// By width and type; panels.h has the products of quantised weights with 16 columns.
-static const Kernel kernels[][TYPES] = {TABLE(KERNEL_x1), TABLE(KERNEL_x2), TABLE(KERNEL_x4), TABLE(KERNEL_x8), {FLOATING(KERNEL_x16)}};
+static const Kernel kernels[][TYPES] = {TABLE(KERNEL_x1), TABLE(KERNEL_x2), TABLE(KERNEL_x4), TABLE(KERNEL_x8), TABLE(KERNEL_x16)};
 INLINE Kernel kernel(int type, int columns) { return kernels[__builtin_ctz((unsigned)columns)][type]; }
 // The widest panel of columns for `left` columns.
 INLINE int panel_width(int left) { return left >= 16 ? 16 : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1; }
