@@ -4,8 +4,8 @@
     python -m scripts.fuzz --templates --count 2000
     python -m scripts.fuzz --compare llama.cpp/models/templates
 
-Each file goes the whole way (header, configuration, plan, tokenizer, template, weights, one token) in a process of its
-own, forked from one that has everything loaded, with limits on new memory and CPU time. Right is an answer or a
+Each file goes the whole way (header, configuration, plan, tokenizer, template, weights, four tokens) in a process of
+its own, forked from one that has everything loaded, with limits on new memory and CPU time. Right is an answer or a
 TinychatError in one line; wrong is any other exception, a signal, or a limit that was reached. What fails is kept in
 --keep, and number i of seed s is the same file in every run.
 """
@@ -368,11 +368,11 @@ _DAMAGES = (_scalar, _scalar, _scalar, _scalar, _array, _array, _key, _tensor, _
 
 
 def the_whole_way(path: Path) -> None:
-    """Everything that a chat does with a file, up to the first token."""
-    engine = Engine.load(path, device="cpu", threads=1)
+    """Everything that a chat does with a file, up to the first tokens; some of them are drafts that are verified."""
+    engine = Engine.load(path, device="cpu", threads=1, speculate=2)
     engine.tokenizer.encode_prompt("Hello <|im_start|> world 123 é日")
     ids = engine.chat.render([{"role": "user", "content": "Hi <|im_end|> there"}])
-    for token in engine.generate(ids, GREEDY, 1):
+    for token in engine.generate(ids, GREEDY, 4):
         assert isinstance(token.text, str)
     engine.close()
 
@@ -384,6 +384,17 @@ SEEDS: dict[str, tuple[tuple[str, str], ...]] = {
     "qwen3": (("qwen3", "Q6_K"),),
     "qwen3moe": (("qwen3moe", "Q4_0"),),
     "olmoe": (("olmoe", "IQ4_NL"),),
+    "olmo2": (("olmo2_windows", "Q8_0"),),
+    "granite": (("granite", "Q5_K"), ("granite_experts", "Q4_0")),
+    "glm4moe": (("glm4moe", "Q4_K"), ("glm4moe_qk_norm", "Q8_0")),
+    "gpt-oss": (("gpt-oss", "MXFP4"),),
+    "gemma3": (("gemma3_keys", "Q4_0"),),
+    "gemma4": (("gemma4", "Q8_0"), ("gemma4_experts", "Q4_0")),
+    "qwen35": (("qwen35", "Q8_0"),),
+    "qwen35moe": (("qwen35moe", "Q4_0"),),
+    "qwen3next": (("qwen3next", "Q4_K"),),
+    "lfm2": (("lfm2", "Q4_0"),),
+    "lfm2moe": (("lfm2moe", "Q8_0"),),
     "deepseek2": (
         ("deepseek2_glm", "Q4_K_M"),
         ("deepseek2_lite_legacy", "Q8_0"),

@@ -6,8 +6,12 @@ time MODEL QUANT [--layers N --kernels --depth D ...]: decode; exact shapes, ran
 prompts MODEL QUANT [--lengths N ...]: what `tinychat bench` measures, a row of docs/cuda.md for each length
 peer MODEL QUANT: llama-bench (LLAMA_BENCH) on the same file
 compare FILE | MODEL QUANT [--layers N --follow F]: 64 greedy tokens and their logits, CUDA against the CPU executor
+masked MODEL QUANT [--tokens N]: decode under schemas and with penalties against plain decode, through the engine
 app MODEL QUANT: a long answer in the headless app: decoded and painted tok/s
 fallback: a kernel with a wrong sign: what the engine says and takes
+verify [VARIANT:QUANT ...]: tiny models, logits and tokens of verify steps against those of single steps, bit for bit
+verify-time MODEL QUANT [--layers N --kernels --depth D ...]: verify steps of 1 to 16 tokens in single steps
+speculate MODEL QUANT [--layers N --follow F --tokens N]: decode through Engine, with speculation and without
 """
 
 import argparse
@@ -20,6 +24,7 @@ import time
 import traceback
 from collections import defaultdict
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -35,14 +40,16 @@ from tinychat.chat.settings import Settings
 from tinychat.engine import Engine
 from tinychat.engine.config import ModelConfig
 from tinychat.engine.gguf import GGUF
+from tinychat.engine.grammar import Grammar, Matcher
 from tinychat.engine.plan import build_plan
+from tinychat.engine.speculation import Speculate
 from tinychat.engine.tokenizer import Tokenizer
 from tinychat.errors import TinychatError
 from tinychat.kernels.cpu.executor import CPUExecutor
 from tinychat.kernels.cuda import launch
 from tinychat.kernels.cuda.executor import CUDAExecutor
 from tinychat.kernels.executor import Executor
-from tinychat.kernels.sampling import GREEDY
+from tinychat.kernels.sampling import GREEDY, Sampling
 from tinychat.measure import bench
 from tinychat.ui.app import TinychatApp
 
@@ -73,6 +80,10 @@ CLUSTER = "deepseek2_cluster"  # wide enough for latent attention in clusters of
 tiny.VARIANTS[CLUSTER] = replace(
     tiny.VARIANTS["deepseek2_glm"], layers=2, heads=3, mla=shapes.MLA(256, 256, 64, 64, 128)
 )
+FEW = ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q6_K", "Q4_K_M")  # types that latent attention in clusters takes
+SAMPLINGS = {"greedy": GREEDY, "seeded": Sampling(temperature=0.9, repeat_penalty=1.1, dry_multiplier=0.8, seed=5)}
+VERBS = ["check", "time", "prompts", "peer", "file", "compare"]
+VERBS += ["masked", "app", "fallback", "verify", "verify-time", "speculate"]
 STEPS = 64  # tokens that are compared
 # a margin between the two largest logits that int8 activations do not turn over: SmolLM2's moves by 0.14 (rms), at most
 # 0.53
@@ -208,6 +219,67 @@ def check(specs: list[str]) -> bool:
             good = False
             print(f"BAD  {spec}\n{traceback.format_exc(limit=-4)}", flush=True)
     return good
+
+
+def check_verify(specs: list[str]) -> bool:
+    """Prints one line per model: whether verify steps of 2 to 16 tokens give the bits of single steps, behind few and
+    many keys and across the positions at which the kind of graph changes."""
+    good = True
+    for spec in specs or [
+        *(
+            f"{v}:{q}"
+            for v in ("llama", "deepseek2_glm", CLUSTER)
+            for q in (*QUANTS, "MXFP4")
+            if v != CLUSTER or q in FEW
+        ),
+        *(f"{v}:{q}" for v in VARIANTS[1:] for q in ("F16", "Q4_0")),
+    ]:
+        variant, quant = spec.split(":")
+        try:
+            path = tiny.write(FILES / "tiny.gguf", variant, quant)
+            e = load(path, 2112)
+            wrong = [
+                f"{name} {drafts} drafts at {pos}"
+                for pos in ((19, 505, 2043) if e._latent else (19, 300))
+                for name, sampling in SAMPLINGS.items()
+                for drafts in differing(e, sampling, pos)
+            ]
+            print(f"{'BAD ' if wrong else 'ok  '} {spec:36} up to {e.limits.verified} {wrong or ''}", flush=True)
+            good &= not wrong
+            e.close()
+        except Exception:
+            good = False
+            print(f"BAD  {spec}\n{traceback.format_exc(limit=-4)}", flush=True)
+    return good
+
+
+def differing(e: CUDAExecutor, sampling: Sampling, pos: int) -> list[int]:
+    """Of 1 to 15 drafts behind a token at `pos`, those numbers at which a verify step differs from single steps."""
+    vocab, most = e.plan.vocab, e.limits.verified
+    ids = np.random.default_rng(pos).integers(0, 300, pos + 1).tolist()
+    e.forward(ids[:-1], 0)
+    steps = list(islice(e.decode(ids[-1], pos, sampling, ids), most))
+    tokens = [ids[-1], *(token for token, _ in steps)]
+    logits = [e.forward([token], pos + i, "last") for i, token in enumerate(tokens[:-1])]
+    wanted, bad = np.concatenate([row for row in logits if row is not None]), []
+    for drafts in range(1, most):
+        e.forward(ids[:-1], 0)
+        same = list(e.verify(ids[-1], tokens[1 : drafts + 1], pos, sampling, ids)) == steps[: drafts + 1]
+        last = drafts + 1 - max([0, *(at - pos for at in e._steps if pos < at <= pos + drafts)])  # of the last graph
+        rows = e.gpu.download("logits", 4 * vocab * last).view(np.float32).reshape(last, -1)
+        same &= np.array_equal(rows, wanted[drafts + 1 - last : drafts + 1])
+        if drafts > 2:  # a wrong draft: what was accepted before it, and the steps behind it
+            guess = list(tokens[1 : drafts + 1])
+            guess[drafts // 2] = (guess[drafts // 2] + 1) % vocab
+            e.forward(ids[:-1], 0)
+            made = list(e.verify(ids[-1], guess, pos, sampling, ids))
+            done = len(made)
+            seen = [*ids, *tokens[1 : done + 1]]
+            made += islice(e.decode(seen[-1], pos + done, sampling, seen), 3)
+            same &= done == drafts // 2 + 1 and made[:most] == steps[: done + 3]
+        if not same:
+            bad.append(drafts)
+    return bad
 
 
 def model_file(model: str, quant: str, layers: int | None = None, follow: float = 0.0) -> Path:
@@ -364,14 +436,16 @@ def step_seconds(e: CUDAExecutor, depth: int, n: int = 128) -> tuple[float, floa
     return e.gpu.elapsed(start, e.gpu.event()) / n, host / n
 
 
-def kernel_table(e: CUDAExecutor, depth: int) -> None:
-    """Time of each kernel of a decode step as a chain of its own launches of all layers (rotating weights), with and
-    without early launch."""
+def kernel_table(e: CUDAExecutor, depth: int, columns: int = 1) -> None:
+    """Time of each kernel of a decode step of so many tokens as a chain of its own launches of all layers (rotating
+    weights), with and without early launch."""
     groups = defaultdict(list)
-    for x, _ in e._step(depth).parts:
+    step = e._verifying.launches(columns, depth) if columns > 1 else [x for x, _ in e._step(depth).parts]
+    for x in step:
         groups[x.name].append(x)
     total = 0.0
-    e._place([1] * (depth + 1), 0, GREEDY)
+    tokens = [1] * depth + list(range(100, 100 + columns))
+    e._place(tokens, 0, GREEDY, columns)
     for name, launches in groups.items():
         times = []
         for chained in (True, False):
@@ -386,7 +460,7 @@ def kernel_table(e: CUDAExecutor, depth: int) -> None:
             for _ in range(8):
                 graph()
             times.append(e.gpu.elapsed(start, e.gpu.event()) / 8 / len(many))
-            e._place([1] * (depth + 1), 0, GREEDY)
+            e._place(tokens, 0, GREEDY, columns)
         total += times[0] * len(launches)
         gbs = launches[0].bytes / times[0] / 1e9
         print(
@@ -418,6 +492,59 @@ def times(model: str, quant: str, layers: int | None, kernels: bool, depths: lis
     e.close()
 
 
+def verify_times(model: str, quant: str, layers: int | None, kernels: bool, depths: list[int]) -> None:
+    """Prints what verify steps of 1 to 16 random tokens cost at each of `depths`, in single steps."""
+    e = load(model_file(model, quant, layers), max(depths) + 1024)
+    randomise_cache(e)
+    rng = np.random.default_rng(1)
+    for depth in depths:
+        single = min(step_seconds(e, depth)[0] for _ in range(3))
+        said = [f"1: {single * 1e6:.0f} us ({1 / single:.1f} tok/s)"]
+        for n in e._verifying.counts:
+            graph, tokens = e._verifying.graph(depth, n), rng.integers(0, 50000, n).tolist()
+            e._place([1] * depth + tokens, 0, GREEDY, n)
+            times = []
+            for _ in range(4):
+                start = e.gpu.event()
+                for _ in range(32):
+                    graph()
+                times.append(e.gpu.elapsed(start, e.gpu.event()) / 32)
+            said.append(f"{n}: {min(times) * 1e6:.0f} us = {min(times) / single:.2f}")
+            wall = time.perf_counter()
+            for _ in range(20):
+                list(e.verify(tokens[0], tokens[1:], depth, GREEDY, tokens))
+            said[-1] += f" (with the host {(time.perf_counter() - wall) / 20 * 1e6:.0f} us)"
+        wall = time.perf_counter()
+        for i in range(100):
+            list(e.verify(1, (), depth + i, GREEDY, (1,)))
+        said[0] += f" (with the host {(time.perf_counter() - wall) / 100 * 1e6:.0f} us)"
+        print(f"verify {model} {quant} depth {depth}: {'; '.join(said)}", flush=True)
+        if kernels:
+            for n in (1, 4, 16):
+                print(f"# {n} tokens", flush=True)
+                kernel_table(e, depth, n)
+    e.close()
+
+
+def speculate(path: Path, tokens: int) -> None:
+    """Prints decode tok/s of greedy and seeded answers through Engine without speculation and with it, and whether both
+    are the same. A model of `--follow` repeats itself."""
+    engine = Engine.load(path, max_context=4096, speculate="auto")
+    for name, sampling in (("greedy", GREEDY), ("seeded", Sampling(temperature=0.7, seed=3))):
+        answers = {}
+        for mode in (0, "auto", 0, "auto"):
+            ids, s = bench.prompt(engine, 64, 0), engine.stats
+            with engine.speculating(mode):
+                answers[mode] = [t.id for t in engine.generate(ids, sampling, tokens, raw=True)]
+            print(
+                f"speculate {mode:4} {path.stem} {name}: {s.decode_tok_s:.1f} tok/s, {s.generated_tokens} tokens in "
+                f"{s.decode_steps} steps, {s.accepted_tokens} of {s.drafted_tokens} drafts accepted",
+                flush=True,
+            )
+        print(f"{'same' if answers[0] == answers['auto'] else 'BAD: another'} answer", flush=True)
+    engine.close()
+
+
 def prompts(model: str, quant: str, lengths: list[int]) -> None:
     """Prints what `tinychat bench` measures for prompts of `lengths` tokens: a row of docs/cuda.md each."""
     engine = Engine.load(model_file(model, quant), max_context=max(lengths) + 128)
@@ -429,6 +556,52 @@ def prompts(model: str, quant: str, lengths: list[int]) -> None:
             flush=True,
         )
     engine.close()
+
+
+def masked(path: Path, tokens: int) -> bool:
+    """Prints decode speed of `tokens` tokens under two schemas, with penalties and a bias, and without any of it; False
+    where an answer is not its schema's."""
+    text = Grammar.from_schema({"type": "string", "minLength": 100_000})
+    integers = Grammar.from_schema({"type": "array", "items": {"type": "integer"}, "minItems": 100_000})
+    rows: tuple[tuple[str, Grammar | None, Speculate], ...] = (
+        ("plain", None, 0),
+        ("a string", text, 0),
+        ("integers", integers, 0),
+        ("penalties", None, 0),
+        ("plain, drafts", None, "auto"),
+        ("a string, drafts", text, "auto"),
+        ("integers, drafts", integers, "auto"),
+    )
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.2, "logit_bias": ((11, -100.0),)}
+    engine, prompt, good, plain = Engine.load(path, max_context=tokens + 128, speculate=0), IDS[:16], True, 0.0
+    for name, grammar, mode in rows:
+        sampling, rates = Sampling(seed=1, **(penalties if name == "penalties" else {})), []
+        with engine.speculating(mode):
+            for _ in range(3):
+                ids = [t.id for t in engine.generate(prompt, sampling, tokens, raw=True, grammar=grammar)]
+                rates.append(engine.stats.decode_tok_s)
+        matcher, host = Matcher(engine.vocabulary, grammar) if grammar else None, []
+        try:
+            for token in ids if matcher else ():
+                assert matcher and token is not None
+                began = time.perf_counter()
+                allowed = matcher.mask()
+                host.append(time.perf_counter() - began)
+                good &= bool(matcher.done or allowed[token // 32] >> np.uint32(token % 32) & 1)
+                matcher.accept(token)
+        except TinychatError as e:
+            good = False
+            print(f"BAD  {e}")
+        rate = float(np.median(rates))
+        plain = plain or rate
+        print(
+            f"{path.name} {name:16}: {rate:.1f} tok/s ({rate / plain - 1:+.1%}), {len(ids)} tokens, "
+            f"{engine.stats.forced_tokens} forced, ends by {engine.stop_reason}; "
+            f"a mask takes the host {np.median(host or [0]) * 1e6:.0f} us",
+            flush=True,
+        )
+    engine.close()
+    return good
 
 
 def peer(model: str, quant: str) -> None:
@@ -464,7 +637,7 @@ def peer(model: str, quant: str) -> None:
 
 def main() -> None:
     args = argparse.ArgumentParser()
-    args.add_argument("what", choices=["check", "time", "prompts", "peer", "file", "compare", "app", "fallback"])
+    args.add_argument("what", choices=VERBS)
     args.add_argument("names", nargs="*")
     args.add_argument("--layers", type=int)
     args.add_argument("--follow", type=float, default=0.0)
@@ -476,18 +649,26 @@ def main() -> None:
     a = args.parse_args()
     if a.what == "check":
         sys.exit(not check(a.names))
+    if a.what == "verify":
+        sys.exit(not check_verify(a.names))
     if a.what == "fallback":
         sys.exit(not fallback())
     try:
-        if a.what in ("file", "compare", "app"):
+        if a.what in ("file", "compare", "masked", "app", "speculate"):
             path = Path(a.names[0]) if len(a.names) == 1 else model_file(a.names[0], a.names[1], a.layers, a.follow)
             if a.what == "compare":
                 sys.exit(not compare(path, prompts_of(path, len(a.names) == 1)))
+            if a.what == "masked":
+                sys.exit(not masked(path, a.tokens))
+            if a.what == "speculate":
+                speculate(path, a.tokens)
             if a.what == "app":
                 asyncio.run(app(path, a.tokens, a.device))
             return
         if a.what == "time":
             times(a.names[0], a.names[1], a.layers, a.kernels, a.depth)
+        elif a.what == "verify-time":
+            verify_times(a.names[0], a.names[1], a.layers, a.kernels, a.depth)
         elif a.what == "prompts":
             prompts(a.names[0], a.names[1], a.lengths)
         else:

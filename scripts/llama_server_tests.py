@@ -112,11 +112,6 @@ WHY: tuple[tuple[str, str, str], ...] = (
         "another chat template: the model's own is used",
     ),
     (
-        r"test_chat_completion::test_completion_with_grammar\[.*\]",
-        r"grammar: is not supported",
-        "grammars are not offered; response_format has JSON schemas",
-    ),
-    (
         r"test_chat_completion::test_invalid_chat_completion_req\[messages7\]",
         r"200 == 400",
         "two messages of the assistant in a row are a conversation",

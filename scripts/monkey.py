@@ -114,7 +114,8 @@ class Monkey:
             if reports := crash.reports():
                 raise Broken(f"after {n} events: {reports[-1].read_text()}\nthe last events: {self.last}")
             if not self.app.is_running or not self.app.chat.is_running:
-                raise Broken(f"the app ended after {n} events: {self.last}") from self.app._exception
+                pumps = [f"{pump}: {pump._closing=} {pump._task=}" for pump in (self.app, self.app.chat)]
+                raise Broken(f"the app ended after {n} events: {pumps}; {self.last}") from self.app._exception
             if n % check_every == 0 or n == number:
                 await self.check(n)
 

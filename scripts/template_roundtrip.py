@@ -46,8 +46,7 @@ def check(chat: Chat, tokenizer: Tokenizer, rng: random.Random) -> tuple[bool, b
     message: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call for call, _ in made]}
     turn = calls.written(chat, tokenizer, message, tools)
     got = calls.message_of(calls.read(chat, tokenizer, turn, tools))["calls"]
-    parsed = chat.parse(turn.answer, tools, turn.prompt)["tool_calls"]
-    text = [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in parsed]
+    text = calls.parsed(chat, turn.answer, tools, turn.prompt)["calls"]
     return got == want, text == want, f"want {want}\n got {got}\n in {turn.answer!r}"
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -70,7 +71,7 @@ def on_signals(end: Callable[[int, FrameType | None], object]) -> None:
     seconds after a signal the process ends in any case."""
 
     def ends(number: int, frame: FrameType | None) -> None:
-        timer = threading.Timer(LAST, os._exit, (128 + number,))
+        timer = threading.Timer(LAST, _end_now, (128 + number,))
         timer.daemon = True
         timer.start()
         end(number, frame)
@@ -118,7 +119,14 @@ def _unwind(number: int, frame: FrameType | None) -> None:
 def _end_at_once(number: int, frame: FrameType | None) -> None:
     if os.isatty(2):
         os.write(2, b"\x1b[?25h\n")  # a progress bar may have hidden the cursor
-    os._exit(128 + number)
+    _end_now(128 + number)
+
+
+def _end_now(code: int) -> None:
+    """Without Python's own end, which would also end the compile processes of tinygrad."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(code)
 
 
 def clean(environ: MutableMapping[str, str]) -> None:

@@ -1,5 +1,7 @@
 """@file in a message: what is found, what is attached; names that no file can have are never an exception."""
 
+import subprocess
+
 import pytest
 
 from tinychat.chat import attach
@@ -62,6 +64,30 @@ def test_letters_of_a_path_find_it(tree, monkeypatch):
     assert found.find(str(tree) + "/RE") == [f"{tree}/README.md"]
     monkeypatch.setattr(finder, "NAMES", 3)
     assert len(list(finder.walk(tree))) == 3, "a huge tree is not walked to its end"
+
+
+def test_what_git_ignores_is_left_out(tree):
+    """Of a repository, with what is not committed yet; and no program that its configuration names is run."""
+
+    def git(*argv):
+        subprocess.run(["git", *argv], cwd=tree, check=True, capture_output=True)
+
+    (tree / ".git" / "HEAD").unlink()
+    git("init")
+    git("add", "README.md")
+    git("config", "core.fsmonitor", f"touch {tree}/run-by-git")
+    (tree / ".gitignore").write_text("scanner.py\n/out/\n")
+    (tree / "out").mkdir()
+    (tree / "out" / "made.txt").write_text("made")
+    names = list(finder.walk(tree))
+    assert names[:2] == ["README.md", "node_modules/"], "nothing but .gitignore says what is noise here"
+    assert "src/chat/screen.py" in names and "src/my notes/" in names
+    assert not [n for n in names if "scanner" in n or n.startswith((".", "out/")) or n.endswith("png")]
+    (tree / "README.md").unlink()
+    assert next(finder.walk(tree)) == "node_modules/", "a deleted file is in the index, and nowhere else"
+    assert list(finder.walk(tree / "src"))[:3] == ["data", "chat/", "my notes/"]
+    assert list(finder.walk(tree / "out")) == ["made.txt"], "inside an ignored folder git says nothing"
+    assert not (tree / "run-by-git").exists()
 
 
 def test_a_folder_attaches_its_text_files(tree, monkeypatch):

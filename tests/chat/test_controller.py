@@ -101,17 +101,21 @@ def test_a_stop_before_the_backend_has_begun_is_not_forgotten():
     assert chat.turns[-1].stop_reason == "stopped" and len(chat.turns[-1].text) < 25_000
 
 
-def test_skip_to_the_answer():
+@pytest.mark.parametrize("stopped", [False, True])
+def test_skip_to_the_answer(stopped):
     chat = Chat(Script(["<think>\n" + "hm " * 2000, "Short answer."], rate=100))
     with pytest.raises(TinychatError):
         chat.controller.skip_thinking()
     chat.controller.ask(Turn("user", "go"))
     chat.until(lambda: chat.turns and len(chat.turns[-1].thinking) > 20)
+    if stopped:  # and thought better of
+        chat.controller.stop()
+        chat.settle()
     chat.controller.skip_thinking()
     chat.settle()
     answer = chat.turns[-1]
     assert answer.text == "Short answer." and answer.thinking.startswith("hm hm") and not answer.thinking_open
-    assert chat.script.prompts[-1].endswith("</think>\n\n") and len(chat.of(Ended)) == 1
+    assert chat.script.prompts[-1].endswith("</think>\n\n") and len(chat.of(Ended)) == 1 + stopped
 
 
 def test_thinking_that_never_closes():
@@ -149,6 +153,10 @@ def test_regenerate_edit_fork_and_prefill():
     chat.settle()
     assert [t.text for t in chat.turns] == ["A", "Well, five"] and chat.turns[-1].prefix == 6
     assert {c.id for c in chat.saved} == {before.id, chat.controller.conversation.id}
+    chat.controller.ask(Turn("user", "c"))
+    assert chat.controller.busy
+    chat.controller.fork()
+    assert chat.turns[-2].text == "c" and chat.turns[-1].stop_reason == "stopped", "the copy has no endless answer"
 
 
 def test_regenerate_draws_another_seed_unless_it_is_set():
@@ -217,9 +225,19 @@ def test_before_the_context_overflows_the_user_is_asked():
     chat.controller.resolve(room, "stop")
     assert [c.turn.text for c in chat.controller.poll() if isinstance(c, SentBack)] == [f"question {i}"]
     assert len(chat.turns) == asked
-    chat.controller.resolve(room, "turns")
+    chat.changes.clear()
+    chat.controller.ask(Turn("user", f"question {i}"))
     chat.settle()
-    assert len(chat.turns) == asked + 2 and chat.controller.conversation.first > 0
+    (room,) = chat.of(Overflow)
+    chat.controller.queue.append(Turn("user", "typed meanwhile"))
+    for _ in range(3):
+        chat.controller.poll()
+    assert not chat.controller.busy, "it waits for the answer to the question"
+    chat.controller.take_back_queue()
+    chat.controller.resolve(room, "turns")
+    chat.controller.resolve(room, "compact")  # too late: nothing happens to the answer that is being written
+    chat.settle()
+    assert len(chat.turns) == asked + 2 and chat.turns[-1].stop_reason and chat.controller.conversation.first > 0
     assert "question 0" not in chat.script.prompts[-1] and f"question {i}" in chat.script.prompts[-1]
     assert chat.controller.usage.limit == 128 >= chat.controller.usage.used
 
@@ -454,6 +472,7 @@ def test_the_oldest_turns_become_a_summary_and_come_back():
     chat.controller.undo()
     assert chat.controller.conversation.turns == before.turns
     chat.controller.compact()
+    chat.controller.state.job.outcome.result(120)  # it is stopped when all of it is there, and not shown yet
     chat.controller.stop()
     chat.settle()
     assert chat.controller.conversation.turns == before.turns, "a summary that was stopped leaves no trace"

@@ -275,7 +275,7 @@ def test_the_clock_is_set_back(tmp_path, monkeypatch):
 def test_a_read_only_home(tmp_path):
     """As nobody, since root may write anywhere."""
     code = (
-        "import os, sys\n"
+        "import os, sys, tomlkit\n"  # before nobody may read where Python is
         "from pathlib import Path\n"
         "from tinychat import crash\n"
         "from tinychat.chat import settings\n"

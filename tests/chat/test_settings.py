@@ -163,6 +163,8 @@ def test_presets_are_replaced_and_deleted(file):
     settings.save_preset("other", Parameters(), file)
     assert set(settings.delete_preset("coder", file).presets) == {"other"}
     assert set(settings.delete_preset("nobody", file).presets) == {"other"}
+    odd = settings.save_preset("odd \ud800", Parameters(system="\ud800"), file)  # a paste of half a character
+    assert odd.presets["odd \ufffd"] == settings.load(file).presets["odd \ufffd"] == Parameters(system="\ufffd")
     with pytest.raises(TinychatError):
         settings.save_preset("  ", Parameters(), file)
     assert "be kind" in file.read_text()

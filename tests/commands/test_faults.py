@@ -140,10 +140,9 @@ def test_a_measurement_that_cannot_be_kept_is_shown(model: str) -> None:
     assert done.stderr.splitlines()[-1].endswith("benchmarks.jsonl: the result cannot be saved: file too large")
     assert ran("bench", model, "-n", "3", "-p", "8").returncode == 0
     assert len(log.history()) == 1  # what was cut short spoils nothing
-    before = set(profiles_dir().glob("*"))
     done = ran("profile", model, "-n", "3", preexec_fn=file_limit(100))
     assert done.returncode == 0 and "the raw figures are not kept" in done.stdout and "file too large" in done.stdout
-    assert set(profiles_dir().glob("*")) <= before
+    assert not list(profiles_dir().glob("*test_a_meas*"))  # a profile has the name of its model; others write here too
 
 
 def test_an_export_to_a_full_disk_leaves_no_half_of_it(model: str, tmp_path: Path) -> None:

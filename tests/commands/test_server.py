@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.support import tiny
@@ -15,7 +17,11 @@ from tinychat.backend.address import Server
 from tinychat.backend.factory import open_backend
 from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import Turn
+from tinychat.chat.parameters import Parameters
+from tinychat.chat.settings import Settings
 from tinychat.cli import main, parse
+from tinychat.commands.serve import served_model
+from tinychat.kernels.sampling import Sampling
 from tinychat.server.security import Policy
 
 Captured = pytest.CaptureFixture[str]
@@ -74,6 +80,22 @@ def test_the_key_comes_from_a_file_or_the_environment(
         assert main(["run", "--server", url, "--key-file", str(file), "Hi"]) == 0
         monkeypatch.setenv("TINYCHAT_API_KEY", "secret")
         assert main(["run", "--server", url, "Hi"]) == 0
+
+
+def test_the_models_own_sampling_where_neither_request_nor_user_sets_it() -> None:
+    replay = Replay([*pieces("ok"), finished()])
+    replay.info = replace(replay.info, sampling={"temperature": 0.6, "top_k": 20, "min_p": 0.0})
+    own = Settings(parameters=Parameters(sampling=Sampling(top_p=0.9, top_k=30)))
+    with serving(served_model("replay", replay, own)) as url:  # type: ignore[arg-type]
+        params = httpx.get(f"{url}/props").json()["default_generation_settings"]["params"]
+        assert [params[k] for k in ("temperature", "top_p", "top_k", "min_p")] == [0.6, 0.9, 30, 0.0]
+        chat = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "min_p": 0.2}
+        httpx.post(f"{url}/v1/chat/completions", json=chat).raise_for_status()
+        httpx.post(f"{url}/api/chat", json=chat | {"min_p": None, "stream": False}).raise_for_status()
+        assert main(["run", "--server", url, "Hi", "--temperature", "1"]) == 0
+    got = [(s.temperature, s.top_p, s.top_k, s.min_p) for s in (r.sampling for r in replay.requests)]
+    assert got == [(0.6, 0.9, 30, 0.2), (0.6, 0.9, 30, 0.0), (1.0, 0.9, 30, 0.0)]
+    assert served_model("qwen3:8b", replaying([]).backend, Settings()).sampling.top_k == 20  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

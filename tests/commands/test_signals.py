@@ -3,7 +3,9 @@ was, the exit code says which."""
 
 from __future__ import annotations
 
+import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -145,18 +147,27 @@ def test_nohup_is_obeyed(smollm2_path: Path) -> None:
         assert len(p.stdout.read()) > 20 and p.wait() == 0
 
 
-def test_an_end_that_hangs_has_a_limit() -> None:
-    """As where a compile process of tinygrad ended by the same signal held a lock that Python waits for."""
-    code = """
-import atexit, threading
+@pytest.mark.parametrize("last", [0.1, 1000])
+def test_an_end_that_hangs_has_a_limit(last: float) -> None:
+    """As where a compile process of tinygrad ended by the same signal held a lock that Python waits for: `last` seconds
+    or a second signal. A compile process that is still at work, and has the process's output too, ends with it."""
+    code = f"""
+import atexit, threading, time
 from tinychat import process
-process.LAST = 0.1
+process.LAST = {last}
 process.prepare()
-atexit.register(threading.Event().wait)
-print("ready", flush=True)
+from tinygrad.engine.worker import get_worker_pool
+pool = get_worker_pool()
+print(pool.apply(len, ("ready",)), flush=True)
+pool.apply_async(time.sleep, (1000,))
+atexit.register(lambda: (print("ending", flush=True), threading.Event().wait()))
 threading.Event().wait()
 """
-    with started([sys.executable, "-c", code], stdout=-1) as p:
-        assert p.stdout and p.stdout.readline() == b"ready\n"
+    with started([sys.executable, "-c", code], stdout=-1, env={**os.environ, "PARALLEL": "1"}) as p:
+        assert p.stdout and p.stdout.readline() == b"5\n"
         p.send_signal(signal.SIGTERM)
+        assert p.stdout.readline() == b"ending\n"
+        if last > 1:
+            p.send_signal(signal.SIGTERM)
         assert p.wait(120) == 143
+        assert select.select([p.stdout], [], [], 120)[0] and not p.stdout.read(), "another process has the output open"

@@ -2,6 +2,8 @@
 taken."""
 
 from dataclasses import replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,8 @@ from tinychat.kernels.cpu.compiler import NoCompiler
 from tinychat.kernels.cuda import executor, launch
 from tinychat.kernels.cuda.executor import CUDAExecutor
 from tinychat.kernels.cuda.graph import Graph
-from tinychat.kernels.sampling import GREEDY
+from tinychat.kernels.sampler import sample
+from tinychat.kernels.sampling import GREEDY, Sampling
 from tinychat.kernels.tinygrad.executor import ReferenceExecutor
 
 IDS = [290, 17, 204, 99, 3, 256, 258, 64, 131, 64, 17, 280]
@@ -52,8 +55,16 @@ def test_the_executor_as_the_engine_uses_it(model: Path, monkeypatch: pytest.Mon
     first = [t.id for t in engine.generate(IDS, GREEDY, 6, raw=True)]
     follow = engine.logits([*IDS, *first])[len(IDS) - 1 : -1]  # type: ignore[list-item]
     assert (follow.max(1) - follow[range(6), first] < 0.1).all()
-    biased = replace(GREEDY, logit_bias=((first[1], -1e4), (7, 1e4)))  # what the host samples
+    biased = replace(GREEDY, logit_bias=((first[1], -1e4), (7, 1e4)))
     assert [t.id for t in engine.generate(IDS, biased, 2, raw=True)] == [7, 7]
+    masks = np.random.default_rng(0).integers(0, 2**32, (3, (engine.plan.vocab + 31) // 32), np.uint32)
+    ids, sampling = list(IDS), Sampling(temperature=1.5, presence_penalty=1.0, seed=4)
+    steps = engine.executor.decode(ids[-1], len(ids) - 1, sampling, ids, partial(next, iter(masks)))
+    for mask, (token, logprob) in zip(masks, list(islice(steps, len(masks)))):
+        logits = engine.executor.forward(ids[-1:], len(ids) - 1, "last")
+        assert logits is not None
+        assert (token, pytest.approx(logprob, abs=1e-4)) == sample(logits[0], sampling, len(ids) - 1, ids, mask)
+        ids.append(token)
     kept, tail = engine.executor.read_cache(0, len(IDS)), engine.executor.read_cache(8, len(IDS) - 8)
     engine.executor.write_cache(bytes(len(kept)), 0, len(IDS))
     engine.executor.write_cache(kept, 0, len(IDS))

@@ -41,6 +41,15 @@ def test_the_format_is_found(name: str, models: dict[str, tuple[Chat, Tokenizer]
     assert form.parallel == (name != "json bare") and form.id_is_name == (name == "named id")
 
 
+def test_what_the_prompt_has_written_already_is_no_markup_of_a_call() -> None:
+    """Command R7B: an empty thinking block in front of the calls, which the prompt ends with."""
+    source = call_templates.source("json").replace("{% if m.tool_calls %}", "{% if m.tool_calls %}<empty></empty>")
+    chat, _ = call_templates.model(source.replace("assistant\n' }}", "assistant\n<empty></empty>' }}"))
+    assert chat.render([USER]) and "<empty>" not in "".join(chat.call_format.markers)
+    answer = '\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+    assert calls.parsed(chat, answer, TOOLS)["calls"] == [("add", {"a": 1, "b": 2})]
+
+
 @pytest.mark.parametrize("name", [*call_templates.SECTIONS, "plain"])
 def test_what_was_rendered_is_read_back(name: str, models: dict[str, tuple[Chat, Tokenizer]]) -> None:
     chat, tokenizer = models[name] if name != "plain" else call_templates.model(None)
@@ -226,6 +235,20 @@ def test_a_template_without_tools_says_so() -> None:
     results = "<|im_start|>user\n<tool_response>\n3\n</tool_response>\n<tool_response>\n7\n</tool_response><|im_end|>"
     assert results in prompt
     assert calls.prompt_text(chat, [USER]) and chat.fallback == ""
+
+
+def test_tools_that_the_template_fails_for_are_called_in_the_plain_form() -> None:
+    """Command R+: its template takes no tool without a description of its arguments."""
+    source = "{% if tools and not tools[0].function.description %}{{ raise_exception('bare') }}{% endif %}"
+    chat, _ = call_templates.model(source + call_templates.source("named"))
+    plain = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+    named = '<calls><call>add<sep>{"a": 1, "b": 2}</call></calls>'
+    for description, answer in (("", plain), ("sum", named), ("", plain)):
+        tools = [tool("add", {"a": {"type": "number"}, "b": {"type": "number"}}, description)]
+        chat.render([USER], tools=tools)
+        assert ("bare" in chat.fallback) == (not description)
+        chat.render([USER])  # as for counting what the tools take
+        assert calls.parsed(chat, answer, tools)["calls"] == [("add", {"a": 1, "b": 2})]
 
 
 def test_several_calls_where_the_template_takes_one(models: dict[str, tuple[Chat, Tokenizer]]) -> None:

@@ -154,6 +154,7 @@ CHAT = Dialect(
         "top_logprobs": (3, asked("logprobs"), 3),
         "response_format": ({"type": "json_object"}, asked("response_format"), {"type": "json_object"}),
         "json_schema": (SCHEMA, schema, SCHEMA),
+        "grammar": ("root ::= [a]", asked("response_format"), {"type": "grammar", "grammar": "root ::= [a]"}),
         "tools": ([CHAT_TOOL], asked("tools"), (CHAT_TOOL,)),
         "tool_choice": ("required", asked("tool_choice"), "required"),
         "parallel_tool_calls": (False, lambda job: job.one_call, True),

@@ -140,8 +140,10 @@ def test_calls_of_tools_in_one_piece() -> None:
 
 
 def test_one_call_only_where_the_client_wants_one() -> None:
-    with serving(replaying(CALLS)) as url:
+    cut = [*CALLS[:-1], *pieces("<tool_call> of a call that is cut off"), CALLS[-1]]
+    with serving(replaying(cut)) as url:
         body = post(url, "/v1/chat/completions", model="m", messages=HI, tools=[TOOL], parallel_tool_calls=False).json()
+    assert body["choices"][0]["message"]["content"] == "Sure."
     assert [c["id"] for c in body["choices"][0]["message"]["tool_calls"]] == ["call_a"]
     assert body["choices"][0]["finish_reason"] == "tool_calls"
 
@@ -238,6 +240,15 @@ def test_stop_strings_across_the_borders_of_tokens(client: openai.OpenAI) -> Non
     choice = client.chat.completions.create(model="m", messages=HI, max_tokens=20, stop=stop).choices[0]
     assert choice.message.content == whole[: whole.index(stop)]
     assert choice.finish_reason == "stop"
+
+
+def test_a_grammar_in_llama_cpps_form(url: str) -> None:
+    answer = post(url, "/v1/chat/completions", model="m", messages=HI, grammar="root ::= [xyz]{4}", max_tokens=9).json()
+    text = answer["choices"][0]["message"]["content"]
+    assert len(text) == 4 and set(text) <= set("xyz")
+    for wrong in ({"grammar": "root ::= this is (not"}, {"grammar": "root ::= [a]", "json_schema": {}}):
+        refused = post(url, "/v1/chat/completions", model="m", messages=HI, **wrong)
+        assert refused.status_code == 400 and "grammar" in refused.json()["error"]["message"]
 
 
 def test_log_probabilities_add_up_to_the_text(client: openai.OpenAI) -> None:

@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from textual._context import visible_screen_stack
 from textual.app import App
 from textual.pilot import Pilot
 from textual.screen import Screen
+from textual.widget import Widget
 
 UNSET = object()
 
@@ -29,17 +31,31 @@ class Host(App[None]):
 
 
 async def until(pilot: Pilot[Any], condition: Callable[[], Any], seconds: float = 120.0) -> Any:
-    """Waits for `condition` to be true and returns its value."""
+    """Waits for `condition` to be true, and for the screen to be as whole as it makes it; returns its value."""
     end = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < end, "waited in vain"
-        await pilot.pause()
         await asyncio.sleep(0.01)
+    await painted(pilot)
     return value
 
 
+async def painted(pilot: Pilot[Any]) -> None:
+    """Waits until every widget of the screen has taken its messages and nothing moves any more, or moves for long.
+    Pilot.pause waits for an idle processor, and on a busy machine for nothing."""
+    places = None
+    for _ in range(10):
+        screen, before = pilot.app.screen, places
+        await pilot._wait_for_screen()
+        screen._on_timer_update()
+        places = [(w, w.region, w.scroll_offset) for w in (screen, *screen.walk_children(Widget))]
+        if places == before:
+            return
+
+
 def text_of(app: App[Any]) -> str:
-    """The characters on the screen, line by line."""
+    """The characters on the screen, line by line; behind a dialog, those of the screen below it."""
     width, height = app.size
+    visible_screen_stack.set(app._background_screens)  # as Textual does before it paints
     strips = app.screen._compositor.render_strips()
     return "\n".join(strip.text.ljust(width) for strip in strips[:height])

@@ -1,5 +1,6 @@
 """The chat on a screen, driven by keys and mouse, with a scripted backend."""
 
+import asyncio
 import contextlib
 import json
 import threading
@@ -819,6 +820,21 @@ async def test_reopening_what_another_program_has_changed(tmp_path):
         assert d.controller.conversation.id == id and d.turns[-1].text == "theirs"
         assert other.load(id).turns[-1].text == "theirs" and len(other.find()) == 2
         other.close()
+        reading, sent, load = threading.Event(), threading.Event(), history.load
+
+        def slow(id):
+            found = load(id)
+            reading.set()
+            sent.wait(120)
+            return found
+
+        history.load = slow
+        reopened = asyncio.create_task(models.reopen(d.chat, id))
+        await d.until(reading.is_set)
+        d.controller.ask(Turn("user", "sent while the disk was read"))
+        sent.set()
+        await reopened
+        assert d.turns[-2].text == "sent while the disk was read" and d.turns[-1].stop_reason == "stopped"
 
 
 async def test_an_answer_is_edited_and_a_turn_deleted_and_both_come_back():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -11,11 +12,15 @@ import pytest
 from tests.chat.test_tools import call
 from tests.support.screens import text_of, until
 from tests.support.scripted import INFO, Script, scripted
+from tinychat import process
+from tinychat.chat.controller import Controller
+from tinychat.chat.mcp import arguments_of, usage
 from tinychat.errors import TinychatError
+from tinychat.plain.chat import PlainChat
+from tinychat.plain.reading import LineReader
 from tinychat.tools.mcp import McpServers, ServerPrompt
 from tinychat.tools.mcp_config import read_servers
 from tinychat.ui.app import TinychatApp
-from tinychat.ui.chat.mcp import arguments_of, usage
 from tinychat.ui.chat.permission import PermissionScreen
 from tinychat.ui.screens.mcp import McpScreen
 
@@ -31,7 +36,18 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "mcp.json"
 
 
-async def test_a_server_from_its_start_to_its_end(file: Path) -> None:
+def plainly(servers: McpServers, script: Script, lines: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plain chat with `lines` as its input."""
+    controller = Controller(scripted(script))
+    controller.load("m", Path("/nowhere"))
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    monkeypatch.setattr(process, "on_interrupt", lambda act: None)  # Ctrl-C stays pytest's
+    PlainChat(controller, LineReader(), str, None, servers).run()
+
+
+async def test_a_server_from_its_start_to_its_end(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     script = Script([call("own_add", a=2, b=3), "Five.", "Milk."])
     servers = McpServers(read_servers(file))
     app = TinychatApp("m", INFO.path, open_backend=scripted(script), mcp=servers, mcp_file=file)
@@ -71,6 +87,14 @@ async def test_a_server_from_its_start_to_its_end(file: Path) -> None:
             app.chat.prompt.put("")
             await pilot.press(*"/own:")
             await until(pilot, lambda: "/own:greet NAME" in text_of(app))
+
+        script = Script(["Hello, Ada.", "Milk."])
+        lines = "/mcp\n/own:greet Ada language=German\nwhat is in @own:notes://today ?\n"
+        plainly(servers, script, lines, monkeypatch)
+        said = capfd.readouterr().err
+        assert "own: ready\nown_add: Adds two numbers." in said and "bad: off" in said
+        assert "/own:greet NAME [language=…]: " in said and "Say hello to Ada in German." in said
+        assert "Say hello to Ada in German." in script.prompts[0] and "Buy milk." in script.prompts[1]
     finally:
         servers.close()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from textual.app import App
+from textual.widgets import TextArea
 
 from tests.support import tiny
 from tests.support.screens import until
@@ -22,15 +23,23 @@ from tinychat.chat.state import ModelChoice
 from tinychat.errors import TinychatError
 from tinychat.ui import external
 from tinychat.ui.app import TinychatApp
+from tinychat.ui.screens.settings import SettingsScreen
 
 F6 = b"\x1b[17~"
 
 
-async def test_the_model_that_is_loaded_is_kept_for_the_next_start() -> None:
+async def test_the_model_that_is_loaded_is_kept_and_edited_settings_count_at_once() -> None:
     app = TinychatApp("scripted:1b", INFO.path, open_backend=scripted(Script()), remember=settings.update)
     async with app.run_test() as pilot:
         await until(pilot, lambda: settings.load().last_model)
-    assert settings.load().last_model == str(INFO.path)
+        await app.chat.run_command("settings")
+        await until(pilot, lambda: isinstance(app.screen, SettingsScreen) and app.screen.query(TextArea))
+        chosen = 'theme = "nord"\nnotify = "off"\nexperts = true\nstop_repetition = true\ntitles = true\n'
+        app.screen.query_one(TextArea).text = chosen
+        await pilot.press("ctrl+s")
+        c = app.controller
+        await until(pilot, lambda: app.theme == "nord" and app.chat.experts and c.stop_repetition and c.titles.on)
+        assert settings.path().read_text() == chosen, "and nothing is written back"
 
 
 def test_the_model_of_the_next_start(tmp_path: Path) -> None:
@@ -67,7 +76,9 @@ def test_c_opens_the_last_conversation_and_f6_the_editor(tmp_path: Path) -> None
     editor.chmod(editor.stat().st_mode | stat.S_IXUSR)
     environ = {**os.environ, "TERM": "xterm-256color", "VISUAL": f"'{editor}' --wait", "EDITOR": "/nowhere"}
     with terminal("-c", "--device", "cpu", environ=environ) as t:
+        t.write(b"/rename typed\x1b[C ahead\r")  # the terminal is still the shell's, which makes a line feed of Enter
         t.read("the old answer")
+        t.read("]2;typed ahead\x07")  # the terminal's title
         t.write(b"my draft")
         t.read("my draft")
         t.write(F6)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from tinychat.backend.address import Server
-from tinychat.backend.local import LocalBackend
 from tinychat.backend.protocol import Backend
 
 
@@ -22,10 +21,12 @@ def open_backend(
     """The model at `path`, as LocalBackend.open loads it with `options`; or, where `server` is given, that server: then
     `path` is not read, and `replaces` is closed once the server has answered. Raises TinychatError."""
     if server is None:
+        from tinychat.backend.local import LocalBackend  # the engine and NumPy: behind the first screen
+
         return LocalBackend.open(path, replaces=replaces, progress=progress, **options)
     if progress is not None:
         progress(f"asking {server.url}", 0.0)
-    from tinychat.backend.remote import RemoteBackend  # not before: httpx makes the start of every chat 0.1 s slower
+    from tinychat.backend.remote import RemoteBackend  # httpx, likewise
 
     backend = RemoteBackend.open(server.url, server.model, server.key)
     if replaces is not None:

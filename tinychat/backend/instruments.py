@@ -6,16 +6,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tinychat.backend.protocol import Backend, Failed
 from tinychat.backend.stream import EventStream
-from tinychat.engine.devices import OnProgress as OnProgress
-from tinychat.engine.engine import Engine
 
-EngineJob = Callable[[Engine, OnProgress, threading.Event], Any]
+if TYPE_CHECKING:  # a chat reads this module before its first screen, and loads the engine behind that
+    import numpy as np
+
+    from tinychat.engine.devices import OnProgress as OnProgress
+    from tinychat.engine.engine import Engine
+
+EngineJob = Callable[["Engine", "OnProgress", threading.Event], Any]
 """`job(engine, report, cancel)`: it looks at `cancel` now and then, and raises TinychatError when it is set."""
 
 

@@ -383,8 +383,8 @@ def _refusal(request: Request, vocab: int) -> Failed | None:
     """What the request asks for and this backend cannot do, with a vocabulary of `vocab` tokens; None when it can do
     all of it."""
     kind, field, why = (request.response_format or {}).get("type", "text"), "", ""
-    if kind not in ("text", "json_object", "json_schema"):
-        field, why = "response_format", "has an unknown type; text, json_object and json_schema are known"
+    if kind not in ("text", "json_object", "json_schema", "grammar"):
+        field, why = "response_format", "has an unknown type; text, json_object, json_schema and grammar are known"
     elif kind != "text" and request.continue_final and request.messages[-1].get("content"):
         field, why = "response_format", "cannot be held by an answer that goes on; ask for it again"
     elif any(not 0 <= i < vocab for i, _ in request.sampling.logit_bias):
@@ -407,6 +407,8 @@ def _grammar(engine: Engine, request: Request, prompt: Sequence[int]) -> Grammar
         grammar = engine.schema_grammar({"type": "object"}, prompt)
     elif wanted.get("type") == "json_schema":
         grammar = engine.schema_grammar((wanted.get("json_schema") or {}).get("schema"), prompt)
+    elif wanted.get("type") == "grammar":
+        grammar = engine.text_grammar(wanted["grammar"], prompt)
     if grammar:
         Matcher(engine.vocabulary, grammar)  # raises for what is not supported
     return grammar

@@ -64,7 +64,7 @@ class ModelInfo:
     file_bytes: int = 0
     fingerprint: str = ""  # keys saved caches and benchmarks
     path: Path | None = None
-    sampling: Mapping[str, float] = field(default_factory=dict, hash=False)  # the file's defaults, by field of Sampling
+    sampling: Mapping[str, float] = field(default_factory=dict, hash=False)  # its own defaults, by field of Sampling
     notes: tuple[str, ...] = ()  # one line each, for the user: a slower device, a template that failed
 
 
@@ -90,7 +90,7 @@ class Request:
     continue_final: bool = False
     tools: tuple[Mapping[str, Any], ...] = ()  # as OpenAI writes them
     tool_choice: str | Mapping[str, Any] = "auto"
-    response_format: Mapping[str, Any] | None = None
+    response_format: Mapping[str, Any] | None = None  # as OpenAI writes it, or {"type": "grammar", "grammar": text}
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     logprobs: int | None = None
     overflow: Literal["refuse", "oldest", "thinking"] = "refuse"

@@ -341,7 +341,8 @@ class RemoteBackend:
         if r.tools:
             body |= {"tools": [dict(t) for t in r.tools], "tool_choice": r.tool_choice}
         if r.response_format is not None:
-            body["response_format"] = dict(r.response_format)
+            grammar = r.response_format.get("grammar")  # a field of its own, as llama-server has it
+            body |= {"grammar": grammar} if grammar else {"response_format": dict(r.response_format)}
         if r.logprobs is not None:
             body |= {"logprobs": True, "top_logprobs": r.logprobs}
         if self._kind == "tinychat":
@@ -374,6 +375,8 @@ def _described(info: ModelInfo, own: Mapping[str, Any]) -> ModelInfo:
         value = own.get(f.name)
         if f.name not in ("name", "max_context", "can", "path", "notes") and type(value) is type(getattr(info, f.name)):
             known[f.name] = printable(value, newlines=False) if isinstance(value, str) else value
+    sampling = as_dict(own.get("sampling"))
+    known["sampling"] = {k: v for k, p in SAMPLING_PARAMETERS.items() if p.takes(v := sampling.get(k))}
     notes = (*(one_line(n) for n in as_list(own.get("notes"))), *info.notes)
     return replace(info, **known, notes=notes)
 

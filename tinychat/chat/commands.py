@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from tinychat.chat import settings
+from tinychat.chat import importing, settings
 from tinychat.chat.choosing import here
 from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import to_markdown
+from tinychat.chat.history import History
 from tinychat.chat.parameters import PARAMETERS, set_parameter, shown
 from tinychat.chat.schema import read_schema
 from tinychat.errors import TinychatError, printable
@@ -26,6 +27,8 @@ class Commanded(Protocol):
 
     @property
     def controller(self) -> Controller: ...
+    @property
+    def history(self) -> History | None: ...
     def use_folder(self, folder: Path | None) -> None:
         """Offers the built-in tools of `folder`. Raises TinychatError."""
         ...
@@ -133,6 +136,27 @@ def _regenerate(session: Commanded, text: str) -> str:
 
 def _undo(session: Commanded, text: str) -> str:
     session.controller.undo()
+    return ""
+
+
+def _version(session: Commanded, text: str) -> str:
+    c, numbers = session.controller.conversation, text.split()
+    forks = {turn.parent for turn in c.others}
+    several = [i for i, turn in enumerate(c.turns) if turn.parent in forks]
+    if not several:
+        raise TinychatError("there is one version of everything; an edit or a new answer makes another")
+    if not numbers:
+        return "\n".join(f"turn {i + 1}: {c.version(i)}" for i in several)
+    which = int(numbers[1]) - 1 if len(numbers) > 1 and numbers[1].isdecimal() else several[-1]
+    versions = c.versions(which) if which in several else ()
+    if len(numbers) > 2 or not numbers[0].isdecimal() or not 1 <= int(numbers[0]) <= len(versions):
+        raise TinychatError("/version N TURN shows version N of a turn; /version alone lists those with several")
+    session.controller.show(versions[int(numbers[0]) - 1].id)
+    return ""
+
+
+def _skip(session: Commanded, text: str) -> str:
+    session.controller.skip_thinking()
     return ""
 
 
@@ -257,6 +281,14 @@ def _save(session: Commanded, text: str) -> str:
     return f"saved as {path.absolute()}"
 
 
+def _import(session: Commanded, text: str) -> str:
+    if session.history is None:
+        raise TinychatError("conversations are not being saved")
+    if not text.strip():
+        raise TinychatError("usage: /import FILE takes over conversations of ChatGPT or of llama.cpp's web page")
+    return f"{importing.take(session.history, expand(text.strip()))}; /conversations lists them"
+
+
 def _free(title: str, kind: str) -> Path:
     """A file name in the working folder that is not taken."""
     slug = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")[:40] or "conversation"
@@ -276,6 +308,13 @@ COMMANDS: dict[str, TextCommand] = {
         TextCommand("replay", "MODEL", "ask another model the same questions; both stay, as versions", _replay),
         TextCommand("delete", "[N]", "delete the last question and answer (or turn N); /undo brings it back", _delete),
         TextCommand("undo", "", "undo the last edit, new answer, switch, summary or delete", _undo),
+        TextCommand(
+            "version",
+            "[N [TURN]]",
+            "show version N of the last turn with several (or of turn TURN); alone: list them",
+            _version,
+        ),
+        TextCommand("skip", "", "stop thinking, go to the answer", _skip),
         TextCommand("compact", "[N]", "summarise all but your last message (or the last N)", _compact),
         TextCommand("continue", "", "continue the last answer", _continue),
         TextCommand("start", "TEXT", "begin the answer with TEXT", _start),
@@ -311,5 +350,6 @@ COMMANDS: dict[str, TextCommand] = {
             (("md", "Markdown"), ("json", "all details, for programs")),
             ("export",),
         ),
+        TextCommand("import", "FILE", "take over conversations of ChatGPT or llama.cpp's web page", _import),
     )
 }

@@ -18,6 +18,7 @@ INSTRUCTION = (
     "decision, open question and wish of mine that later answers may need. Write the summary only, in the language "
     "of the conversation, as short as these allow."
 )
+STOPPED = "stopped; nothing was summarised"
 LONGEST = 1024  # tokens of a summary; in a small context at most a quarter of it
 
 
@@ -42,6 +43,13 @@ class Summarising:
     def stop(self) -> None:
         """Ends it; the outcome is an error then."""
         self._cancel.set()
+
+    def result(self) -> WrittenSummary:
+        """Of a job that is done. Raises TinychatError."""
+        written = self.outcome.result()
+        if self._cancel.is_set():  # as its last words came
+            raise TinychatError(STOPPED)
+        return written
 
     def _write(self, backend: Backend, conversation: Conversation, end: int) -> WrittenSummary:
         limit = backend.info.max_context
@@ -74,7 +82,7 @@ class Summarising:
                 case Finished(reason="context"):
                     return None
                 case Finished(reason="stopped"):
-                    raise TinychatError("stopped; nothing was summarised")
+                    raise TinychatError(STOPPED)
         replaced = usage.history + usage.thinking + usage.tools + usage.answer
         if old.summary is not None:  # it was part of the system prompt
             replaced += int(old.turns[old.summary].stats.get("generated_tokens", 0))

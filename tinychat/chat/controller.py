@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from tinychat.backend import saved
 from tinychat.backend.instruments import Instrumented
 from tinychat.backend.protocol import (
     Backend,
@@ -115,14 +114,15 @@ class Controller:
         self.usage = Usage()
         self.trace = Trace()
         self.raw = False
+        self._unresolved: Overflow | None = None  # the queue waits for the user's choice
         self._held: Overflow | None = None  # asks again when the model is loaded with a larger context
         self.toolbox, self.permissions = Toolbox(), permissions or Permissions()
         self._left: list[int | Removed] = []  # for undo: last turns (ids) of paths that were left, and what was deleted
-        self._open_backend, self._clock, self._stop_repetition = open_backend, clock, stop_repetition
+        self._open_backend, self._clock, self.stop_repetition = open_backend, clock, stop_repetition
         self._saver = Saver(save, clock)
         self._changes: list[Change] = []
         self._choice: ModelChoice | None = None  # the model that was asked for last
-        self._count, self._titles = UsageCount(), Titles(titles, clock)
+        self._count, self.titles = UsageCount(), Titles(titles, clock)
         self.replaying: Replay | None = None
 
     # state
@@ -168,10 +168,10 @@ class Controller:
 
     @property
     def sampling_defaults(self) -> Mapping[str, float]:
-        """What the model's file or the registry says about sampling, by field of Sampling."""
-        if (info := self.info) is None or not info.can.instruments:  # a server has its own
+        """What the model's file, the registry or a tinychat server says about sampling, by field of Sampling."""
+        if (info := self.info) is None:
             return {}
-        return info.sampling or registry.sampling_of(self.conversation.model)
+        return info.sampling or (registry.sampling_of(self.conversation.model) if info.can.instruments else {})
 
     @property
     def loaded(self) -> Path | None:
@@ -186,8 +186,8 @@ class Controller:
     @property
     def stats(self) -> Stats | None:
         """The figures of this moment, but for those of a title that is being made."""
-        if self._titles.stats is not None:
-            return self._titles.stats
+        if self.titles.stats is not None:
+            return self.titles.stats
         return self.backend.snapshot() if self.backend is not None and self.ready else None
 
     @property
@@ -235,6 +235,7 @@ class Controller:
         self._changes += map(SentBack, self.take_back_queue())  # part of the draft of the conversation that is left
         self._left.clear()
         self._let_go()
+        self._unresolved = None
         self.conversation = conversation
         self._changes.append(Reset(0, conversation))
         self.usage = Usage()
@@ -246,7 +247,9 @@ class Controller:
         self.open(Conversation(model=c.model, parameters=c.parameters))
 
     def fork(self, index: int | None = None) -> None:
-        """Goes on in a copy, which is written on a thread of its own: all its turns are new to the history."""
+        """Goes on in a copy, which is written on a thread of its own: all its turns are new to the history. A running
+        answer stops first, and is in both."""
+        self.interrupt()
         forked = self.conversation.fork(index)
         self.open(forked)
         self._saver.copy(forked)
@@ -256,6 +259,8 @@ class Controller:
         if (instruments := self.instruments) is not None:
             instruments.forget(id)
         else:
+            from tinychat.backend import saved  # NumPy, which a chat does without before its first screen
+
             saved.forget(id)
 
     def rename(self, name: str) -> None:
@@ -295,13 +300,15 @@ class Controller:
             raise TinychatError("there is no question to ask again yet")
         if not (self.ready and self.loaded == model.path):
             self.load(model.name, model.path, **model.options)
-        self._titles.cancel()
+        self.titles.cancel()
         self.replaying = Replay(questions, model.name)
 
     def edit(self, index: int, text: str, files: tuple[Attachment, ...] = ()) -> None:
         """Asks with another text and files in place of the user's turn `index`, or puts `text` in place of answer
         `index`. The present one stays as a version."""
         self._idle("edit")
+        if index >= len(self.conversation.turns):
+            raise TinychatError("the message that was being edited is not there any more; nothing was sent")
         if self.conversation.turns[index].role == "user":
             self._start(self.conversation.edit(index, text, files), index)
             return
@@ -348,6 +355,7 @@ class Controller:
         """Shows another path of the conversation; False when it is the present one."""
         if conversation is self.conversation:
             return False
+        self._unresolved = None
         start = _first_other(self.conversation, conversation)
         self._set(conversation)
         self._changes.append(Reset(start, conversation))
@@ -386,8 +394,12 @@ class Controller:
             self.state = Stopping(r)
 
     def skip_thinking(self) -> None:
-        """Ends the thinking and goes on with the answer. Raises TinychatError when nothing thinks."""
-        r = self.running
+        """Ends the thinking, also that of an answer that was stopped in it, and goes on with the answer. Raises
+        TinychatError when nothing thinks."""
+        r, turns = self.running, self.conversation.turns
+        if not self.busy and turns and turns[-1].thinking_open:
+            self._start(self.conversation.close_thinking(), len(turns) - 1, go_on=True)
+            return
         if r is None or r.kind != "thinking" or r.tokens == 0:
             raise TinychatError("the model is not thinking now")
         r.cancel.set()
@@ -400,8 +412,12 @@ class Controller:
 
     def resolve(self, overflow: Overflow, choice: Literal["context", "compact", "turns", "thinking", "stop"]) -> None:
         """Answers an Overflow: load with a larger context, let the model summarise the oldest turns, leave them out
-        (from now on, without asking again), leave out all thinking, or stop."""
+        (from now on, without asking again), leave out all thinking, or stop. Where the chat has gone on since, it
+        stops."""
         conversation, go_on = overflow.conversation, overflow.go_on
+        if self._unresolved is not overflow:
+            choice = "stop"
+        self._unresolved = None
         if choice == "stop":
             if overflow.typed is not None:
                 self._changes.append(SentBack(overflow.typed))
@@ -435,7 +451,7 @@ class Controller:
         if self.backend is None or not self.ready:
             raise TinychatError("no model is loaded yet; wait for it or choose one with /model")
         self._count.forget()
-        self._titles.cancel()
+        self.titles.cancel()
         self.state = Compacting(Summarising(self.backend, conversation, end), conversation, overflow)
         self._changes.append(Notice("the model summarises the oldest turns"))
 
@@ -444,7 +460,7 @@ class Controller:
             return
         self.state, overflow = Idle(), compacting.overflow
         try:
-            summary = compacting.job.outcome.result()
+            summary = compacting.job.result()
         except TinychatError as e:
             self._changes.append(Notice(str(e), error=True))
             self._measure()
@@ -496,7 +512,7 @@ class Controller:
         if self._saver.due(growing=self.running is not None):
             self._store()
         self._changes += self._saver.poll()
-        if self.ready and not self.busy and not any(isinstance(c, Overflow) for c in self._changes):
+        if self.ready and not self.busy and self._unresolved is None:
             if self.replaying is not None:
                 self._go_on_replaying(self.replaying)
             elif self.queue:
@@ -525,11 +541,11 @@ class Controller:
             self._changes.append(Notice(replay.ended))
 
     def _poll_title(self) -> None:
-        if title := self._titles.poll():
+        if title := self.titles.poll():
             self._set(replace(self.conversation, model_title=title))
         rests = not self.busy and not self.queue and not self.measuring
-        if rests and (instruments := self.instruments) is not None and self._titles.wanted(self.conversation):
-            self._titles.ask(instruments, self.conversation, self._offered())
+        if rests and (instruments := self.instruments) is not None and self.titles.wanted(self.conversation):
+            self.titles.ask(instruments, self.conversation, self._offered())
 
     def elapsed_thinking(self) -> float:
         """Seconds of thinking in the running answer."""
@@ -683,7 +699,7 @@ class Controller:
         elif reason == "context":
             c = self.conversation
             reserve = reserve_for(c.parameters.max_tokens, self.usage.limit)
-            self._changes.append(
+            self._overflows(
                 Overflow(c, True, self.usage, reserve, _droppable(c), None, index, self._larger(self.usage, reserve))
             )
 
@@ -796,7 +812,7 @@ class Controller:
         r = self.running
         assert r is not None
         self._withdraw(r)
-        self._changes.append(
+        self._overflows(
             Overflow(
                 r.asked,
                 r.goes_on,
@@ -808,6 +824,10 @@ class Controller:
                 self._larger(event.usage, event.reserve),
             )
         )
+
+    def _overflows(self, overflow: Overflow) -> None:
+        self._unresolved = overflow
+        self._changes.append(overflow)
 
     def _larger(self, usage: Usage, reserve: int) -> int:
         """A context length that has room for four times the answer, a power of two where the model can hold that; 0
@@ -862,9 +882,10 @@ class Controller:
             tool_choice=tool_choice,
             defaults=self.sampling_defaults,
         )
-        watch = self._stop_repetition and not (go_on and last.stop_reason == "repeated")
+        watch = self.stop_repetition and not (go_on and last.stop_reason == "repeated")
+        self._unresolved = None
         self._count.forget()
-        self._titles.cancel()
+        self.titles.cancel()
         if len(conversation.others) > len(self.conversation.others):
             self._left.append(self.conversation.turns[-1].id)
         self.state = Answering(
@@ -890,7 +911,7 @@ class Controller:
 
     def interrupt(self) -> None:
         """Ends the running answer or call now and keeps the text so far; later events of it are ignored."""
-        self._titles.cancel()
+        self.titles.cancel()
         self._end_replay()
         if self.calling is not None:
             self.stop()

@@ -365,6 +365,11 @@ class Conversation:
         turn = self.turns[index]
         return tuple(sorted((turn, *(t for t in self.others if t.parent == turn.parent)), key=lambda t: t.id))
 
+    def version(self, index: int) -> str:
+        """Which version turn `index` is, in words; "" where it has no other."""
+        versions = self.versions(index)
+        return f"version {versions.index(self.turns[index]) + 1} of {len(versions)}" * (len(versions) > 1)
+
     def switch(self, index: int, step: int) -> Conversation:
         """With the next (`step` 1) or previous (-1) version of turn `index`, and what followed it, on the path.
         Unchanged at either end."""

@@ -6,11 +6,12 @@ import contextlib
 import mimetypes
 import os
 import re
+import subprocess
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 SHOWN = 40  # completions
 NAMES = 10_000  # most files and folders that a walk returns
@@ -39,7 +40,37 @@ def is_binary(name: str) -> bool:
 
 def walk(folder: Path) -> Iterator[str]:
     """The text files and folders (with / at the end) below `folder`, the nearest first: at most NAMES, for SECONDS.
-    Hidden ones, binary files, links to folders and folders that programs fill (NOISE) are left out."""
+    Hidden ones, binary files and links to folders are left out, and what git ignores; where git says nothing, folders
+    that programs fill (NOISE)."""
+    if names := _known_to_git(folder):
+        yield from names[:NAMES]
+    else:
+        yield from _walk(folder)
+
+
+def _known_to_git(folder: Path) -> list[str]:
+    """What `walk` returns of a git repository; [] where there is none, or no git."""
+    # A repository may be a stranger's: its configuration must not name a program that git would run (fsmonitor).
+    argv = ("git", "-c", "core.fsmonitor=false", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    try:
+        found = subprocess.run(argv, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return []
+    names: set[str] = set()
+    for path in map(os.fsdecode, found.stdout.split(b"\0") if found.returncode == 0 else ()):
+        hidden = not path.isprintable() or path.startswith(".") or "/." in path
+        if not hidden and not is_binary(path) and os.path.isfile(folder / path):  # else deleted, or a submodule
+            names |= {path, *(f"{above}/" for above in PurePosixPath(path).parents if above.name)}
+    return sorted(names, key=_by_depth)
+
+
+def _by_depth(path: str) -> tuple[int, str, bool, str]:
+    """In the order of _walk."""
+    above, _, name = path.lower().rstrip("/").rpartition("/")
+    return path.rstrip("/").count("/"), above, path.endswith("/"), name
+
+
+def _walk(folder: Path) -> Iterator[str]:
     end, left = time.monotonic() + SECONDS, NAMES
     waiting = deque([""])
     while waiting and left > 0:
@@ -131,7 +162,7 @@ class Finder:
         return list(dict.fromkeys([*self._exact(typed), *direct, *ranked]))[:SHOWN]
 
     def _exact(self, typed: str) -> list[str]:
-        return [typed] if typed.endswith("/") and path_of(typed, None).is_dir() else []
+        return [typed] if typed.endswith("/") and os.path.isdir(path_of(typed, None)) else []
 
 
 def _rank(name: str, typed: str, words: re.Pattern[str]) -> tuple[int, int, str]:

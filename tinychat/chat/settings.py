@@ -22,16 +22,18 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import tomlkit
 from platformdirs import user_config_dir
 
 from tinychat.chat.parameters import PARAMETERS, Parameters, get_parameter, set_parameter
 from tinychat.chat.servers import SavedServer, user_server
-from tinychat.errors import TinychatError, printable
+from tinychat.errors import TinychatError, encodable, printable
 from tinychat.files import replace_file
 from tinychat.models.registry import Model, user_models
+
+if TYPE_CHECKING:
+    import tomlkit  # imported where a file is written, because every chat reads one before its first screen
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,7 @@ def save_preset(name: str, parameters: Parameters, file: Path | None = None) -> 
     """Stores `parameters` as preset `name`, replacing one of that name. Raises TinychatError."""
     if not (name := name.strip()):
         raise TinychatError("a preset needs a name")
+    import tomlkit
 
     def edit(doc: tomlkit.TOMLDocument) -> None:
         presets = doc.setdefault("presets", tomlkit.table(is_super_table=True))
@@ -166,6 +169,7 @@ def save_server(server: SavedServer, file: Path | None = None) -> Settings:
     """Stores `server`, replacing one of its name. Raises TinychatError."""
     said = {f.name: getattr(server, f.name) for f in fields(server) if f.name != "name"}
     user_server(server.name, said)
+    import tomlkit
 
     def edit(doc: tomlkit.TOMLDocument) -> None:
         servers = doc.setdefault("servers", tomlkit.table(is_super_table=True))
@@ -221,6 +225,8 @@ def _parameters(entry: Any, where: str, problems: list[str]) -> Parameters:
 
 def _table(old: Any, parameters: Parameters) -> Any:
     """Table `old` with the values of `parameters`; defaults are removed, unknown keys stay."""
+    import tomlkit
+
     table = old if isinstance(old, tomlkit.items.AbstractTable) else tomlkit.table()
     default = Parameters()
     values: dict[str, Any] = {name: get_parameter(parameters, name) for name in PARAMETERS}
@@ -241,6 +247,8 @@ def _put(parent: Any, key: str, table: Any) -> None:
 
 
 def _edit(file: Path | None, edit: Callable[[tomlkit.TOMLDocument], Any]) -> Settings:
+    import tomlkit
+
     file = file or path()
     try:
         text = file.read_text(encoding="utf-8")
@@ -251,7 +259,7 @@ def _edit(file: Path | None, edit: Callable[[tomlkit.TOMLDocument], Any]) -> Set
         why = printable(str(e), newlines=False)
         raise TinychatError(f"{_shown(file)} cannot be read ({why}); nothing was saved, fix it first") from None
     edit(doc)
-    text = tomlkit.dumps(doc)
+    text = encodable(tomlkit.dumps(doc))
     _write(file, text)
     return parse(text)
 
@@ -261,7 +269,8 @@ def _write(file: Path, text: str) -> None:
     file = Path(os.path.realpath(file))
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        replace_file(file, text.encode(), mode=0o600, durable=True)  # private, also where the old file was not
+        # Private, also where the old file was not.
+        replace_file(file, encodable(text).encode(), mode=0o600, durable=True)
     except OSError as e:
         raise TinychatError(f"{_shown(file)} cannot be written: {(e.strerror or str(e)).lower()}") from None
 

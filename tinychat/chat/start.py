@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tinychat.chat.choosing import earlier
 from tinychat.chat.conversation import Conversation
 from tinychat.chat.history import History
 from tinychat.chat.loading import OpenBackend
+from tinychat.chat.state import ModelChoice
 from tinychat.errors import TinychatError
 from tinychat.tools.mcp import McpServers
 from tinychat.tools.mcp_config import config_path, read_servers
@@ -22,35 +24,34 @@ from tinychat.tools.mcp_config import config_path, read_servers
 
 @dataclass(frozen=True)
 class Start:
-    """`path` None: no model is loaded. `options` are those of its load. `history` None: nothing is saved. `problems`
-    are lines for the user."""
+    """`model` None: none is loaded. `load_options` are those of every load. `history` None: nothing is saved. `tools`
+    is the folder that tools work in. `problems` are lines for the user."""
 
     own: settings.Settings
     history: History | None
     conversation: Conversation | None
     mcp: McpServers
     mcp_file: Path
-    model: str | None
-    path: Path | None
-    options: dict[str, Any]
+    tools: Path | None
+    model: ModelChoice | None
+    load_options: Mapping[str, Any]
     open_backend: OpenBackend
     problems: tuple[str, ...]
 
 
 def start(
-    model: str | None,
-    path: Path | None,
-    preset: str | None,
+    own: settings.Settings,
+    model: ModelChoice | None,
     *,
-    resume: bool,
-    speculate: Speculate,
-    mcp_file: Path | None,
-    load_options: dict[str, Any],
+    resume: bool = False,
+    speculate: Speculate = "auto",
+    tools: Path | None = None,
+    mcp_file: Path | None = None,
+    load_options: Mapping[str, Any],
 ) -> Start:
-    """Begins with the last conversation where `resume` says so. `path`, if given, is to be loaded with `preset` and
-    called `model`; otherwise that conversation's model or the one of last time. Every model that is loaded speculates
-    as `speculate` says. `mcp_file` names MCP servers in place of the user's file."""
-    own = settings.load()
+    """Begins with the last conversation where `resume` says so, and with `model`; without one, with that conversation's
+    model or the one of last time. Every model that is loaded speculates as `speculate` says. `mcp_file` names MCP
+    servers in place of the user's file."""
     history, problems = None, list(own.problems)
     try:
         history = History()
@@ -69,8 +70,10 @@ def start(
             problems.append(str(e))
         else:
             problems += ["there is no earlier conversation; this is a new one"] * (conversation is None)
-    options = {"preset": preset, "threads": own.threads, **load_options}
-    if path is None and (found := earlier(conversation, own, problems)) is not None:
-        model, path, options = found.name, found.path, {**options, **found.options, **load_options}
+    model = model or earlier(conversation, own, problems)
+    if model is not None:
+        model = replace(model, options={**model.options, **load_options})
     opened = partial(open_backend, thread=EngineThread(), store_bytes=int(own.kv_cache_gb * 1e9), speculate=speculate)
-    return Start(own, history, conversation, mcp, mcp_file, model, path, options, opened, tuple(problems))
+    if history is not None and history.problem and history.problem not in problems:
+        problems.append(history.problem)
+    return Start(own, history, conversation, mcp, mcp_file, tools, model, load_options, opened, tuple(problems))

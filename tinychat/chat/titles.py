@@ -26,10 +26,10 @@ LONGEST = 60  # characters; a longer answer is no title
 
 
 class Titles:
-    """One title at a time; a new answer, or another conversation, cancels it."""
+    """One title at a time, while `on`; a new answer, or another conversation, cancels it."""
 
     def __init__(self, on: bool, clock: Callable[[], float]) -> None:
-        self._on, self._clock = on, clock
+        self.on, self._clock = on, clock
         self._cancel = threading.Event()
         self._title: Future[str] | None = None
         self._asked: set[str] = set()  # ids of conversations
@@ -40,7 +40,7 @@ class Titles:
         """Whether to ask for the title of `conversation`, which is at rest: its first answer is complete, for
         IDLE_S, and the user has not named it."""
         c, turns = conversation, conversation.turns
-        if not self._on or self._title is not None or c.name or c.model_title or c.id in self._asked or not turns:
+        if not self.on or self._title is not None or c.name or c.model_title or c.id in self._asked or not turns:
             return False
         first = sum(t.role == "user" for t in turns) == 1 and turns[-1].role == "assistant" and turns[-1].complete
         if not first or turns[-1].raw:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinychat.chat import servers, settings
+from tinychat.chat.start import start
+from tinychat.chat.state import ModelChoice
 from tinychat.commands.loading import obtain
 from tinychat.errors import TinychatError
 from tinychat.files import expand
@@ -42,29 +44,29 @@ def chat(
         raise TinychatError(
             "the chat needs a terminal; `tinychat --plain` does without, `tinychat run MODEL PROMPT` gives one answer"
         )
-    own = settings.load()  # the app shows what is wrong in it
+    own = settings.load()
     options: dict[str, Any] = {k: v for k, v in (("device", device), ("threads", threads)) if v is not None}
-    options |= {"speculate": speculate, "resume": resume}
-    if tools is not None:
-        options["tools"] = expand(tools)
-    if mcp_file is not None:
-        options["mcp_file"] = expand(mcp_file)
+    choice = None
+    if server is not None:  # the path is never read; the picker shows the name beside other models
+        opened = {"server": servers.chosen(own.servers, server, server_model, key_file)}
+        choice, options = ModelChoice(server_model or server, Path(server), opened), {}
+    elif text := text or ("" if resume else own.model):
+        model = resolve(text, own.models)
+        choice = ModelChoice(model.name, obtain(model), {"preset": model.preset, "threads": own.threads})
+    begun = start(
+        own,
+        choice,
+        resume=resume,
+        speculate=speculate,
+        tools=expand(tools) if tools is not None else None,
+        mcp_file=expand(mcp_file) if mcp_file is not None else None,
+        load_options=options,
+    )
     if plain:
         from tinychat.plain.main import main
     else:
         from tinychat.ui.app import main
-    if server is not None:
-        # The path is never read; the picker shows the name beside other models.
-        return main(
-            server_model or server,
-            Path(server),
-            server=servers.chosen(own.servers, server, server_model, key_file),
-            **{k: v for k, v in options.items() if k in ("resume", "tools", "mcp_file")},
-        )
-    if not (text := text or ("" if resume else own.model)):
-        return main(**options)
-    model = resolve(text, own.models)
-    return main(model.name, obtain(model), model.preset, **options)
+    return main(begun)
 
 
 def wants_plain(environ: Mapping[str, str]) -> bool:

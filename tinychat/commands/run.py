@@ -95,7 +95,7 @@ def run(
 
         at = servers.chosen(own.servers, server, server_model, key_file)
         backend = RemoteBackend.open(at.url, at.model, at.key)
-        name, defaults = backend.info.name, {}
+        name, defaults = backend.info.name, backend.info.sampling
     else:
         assert text is not None, "cli refuses it"
         model = resolve(text, own.models)

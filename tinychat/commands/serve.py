@@ -7,11 +7,12 @@ import ipaddress
 
 from tinychat.backend.address import KEY_VARIABLE, read_key
 from tinychat.backend.local import LocalBackend
+from tinychat.chat.settings import Settings
 from tinychat.commands.loading import obtain, settings_of_user
 from tinychat.console import Bar, say, say_notes
 from tinychat.engine.speculation import Speculate
 from tinychat.errors import TinychatError, printable
-from tinychat.models.registry import resolve
+from tinychat.models.registry import resolve, sampling_of
 from tinychat.process import signals_to
 from tinychat.server.answer import ServedModel
 from tinychat.server.app import create_app
@@ -59,7 +60,7 @@ def serve(
             )
         with contextlib.closing(backend):
             say_notes(backend.info.notes)
-            served = ServedModel(found.name, backend, backend, own.parameters.sampling, own.parameters.seed)
+            served = served_model(found.name, backend, own)
             port = listening.getsockname()[1]
             own_host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
             pages = Web(f"http://{_bracketed(own_host)}:{port}", key, found.name, program()) if installed() else None
@@ -73,6 +74,12 @@ def serve(
             server = make_server(app, websockets=pages is not None)
             with signals_to(server.handle_exit):
                 server.run(sockets=[listening])
+
+
+def served_model(name: str, backend: LocalBackend, own: Settings) -> ServedModel:
+    """What answers, with the defaults of requests: the settings', else the model's own, else tinychat's."""
+    sampling = own.parameters.sampling_of(backend.info.sampling or sampling_of(name))
+    return ServedModel(name, backend, backend, sampling, own.parameters.seed)
 
 
 def _bracketed(host: str) -> str:

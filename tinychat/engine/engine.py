@@ -348,12 +348,18 @@ class Engine:
             raise TinychatError("this model's thinking tags are no tokens; ask it not to think")
         return behind_thinking(grammar, closing)
 
+    def text_grammar(self, text: str, prompt_ids: Sequence[int]) -> Grammar:
+        """The grammar that `text` is, in llama.cpp's GBNF or llguidance's Lark. Raises TinychatError."""
+        if self.chat.opens_thinking(prompt_ids):
+            raise TinychatError("a grammar holds the whole answer, thinking too; ask the model not to think")
+        return Grammar.from_lark(text)
+
     def calls_grammar(self, tools: Sequence[ToolSchema], prompt_ids: Sequence[int], parallel: bool = True) -> Grammar:
         """The grammar under which an answer to the prompt has to call some of `tools`, perhaps behind thinking."""
         chat = self.chat
         tags = chat.think_tags if chat.think_tags and self.tokenizer.token_id(chat.think_tags[1]) is not None else None
         opened = chat.opens_thinking(prompt_ids)
-        return calls_grammar(chat.call_format, tools, self.tokenizer, thinking=tags, opened=opened, parallel=parallel)
+        return calls_grammar(chat.answer_format, tools, self.tokenizer, thinking=tags, opened=opened, parallel=parallel)
 
     def logits(self, ids: Sequence[int], decode: bool = False) -> np.ndarray:
         """float32 (len(ids), n_vocab) from an empty cache; `decode` goes one token at a time through the decode

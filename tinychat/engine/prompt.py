@@ -55,6 +55,7 @@ class Chat:
         elif preset is None:
             self._trouble = f"the file has no chat template; using the {self.source} format"
         self.fallback = self._trouble
+        self._written: CallFormat | None = None  # of the calls in the last prompt with tools
         self._texts = dict(tokenizer.marks)
         self.template_s = self.tokenise_s = 0.0
         template = (self._own or self._preset).source
@@ -124,13 +125,18 @@ class Chat:
             find_format(lambda m, tools, end: self._run(own, m, tools, None, end), (self._open, self._close)) or PLAIN
         )
 
+    @property
+    def answer_format(self) -> CallFormat:
+        """How the last prompt with tools has them written: plain, too, where the template failed for them."""
+        return self._written or self.call_format
+
     def parser(
         self, prompt: str | Sequence[int] = "", tools: Sequence[ToolSchema] | None = None, marked: bool = False
     ) -> AnswerParser:
         """Takes the answer to `prompt` (its end suffices) apart as it comes. `marked`: it comes from a decoder that
         shows `shown_ids` behind MARK."""
         ids = self.tokenizer.encode(prompt, special=True) if isinstance(prompt, str) else prompt
-        form = self.call_format if tools else None
+        form = self.answer_format if tools else None
         special = frozenset[str]()
         if marked:
             markup = [*(form.markers if form else ()), *(self.think_tags or ())]
@@ -167,8 +173,12 @@ class Chat:
                 if tools and self._format_of(template).plain:
                     self.fallback = self.fallback or _NO_TOOLS
                 if continue_final:
-                    return self._continued(template, prepared, thinking, tools)
-                return self._cut(*self._rendered(template, prepared, thinking, add_generation_prompt, tools))
+                    pieces = self._continued(template, prepared, thinking, tools)
+                else:
+                    pieces = self._cut(*self._rendered(template, prepared, thinking, add_generation_prompt, tools))
+                if tools:
+                    self._written = self._format_of(template)
+                return pieces
             except TinychatError as e:
                 errors.append(str(e))
                 self.fallback = f"{e}; using the {self._preset_name} format"

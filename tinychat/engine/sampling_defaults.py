@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,8 +22,6 @@ def sampling_defaults(metadata: Mapping[str, Any]) -> dict[str, float]:
     found: dict[str, float] = {}
     for theirs, name in _NAMES.items():
         value, spec = metadata.get(f"general.sampling.{theirs}"), SAMPLING_PARAMETERS[name]
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-            value = spec.kind(float(f"{value:.6g}"))  # 0.95 is 0.949999988 as the float32 of the file
-            if spec.low <= value <= spec.high:
-                found[name] = value
+        if spec.takes(value):
+            found[name] = spec.kind(float(f"{value:.6g}"))  # 0.95 is 0.949999988 as the float32 of the file
     return found

@@ -151,7 +151,8 @@ class _RenderedCalls:
         for probe in _IDS if not id_is_name else ():
             text = text.replace(probe, ID)
         content = plain.rindex("zqcontent")  # raises ValueError where the template shows nothing
-        begin = len(_common_head(plain[:content] + "zqcontent", text))
+        prompt = render([_USER], _TOOLS, True)  # may have written a part of the turn: <think></think>
+        begin = max(len(_common_head(front, text)) for front in (plain[:content] + "zqcontent", prompt))
         ending = _common_tail(plain[content + len("zqcontent") :], text[begin:])
         self.text, self.begin, self.end = text[: len(text) - len(ending)], begin, len(text) - len(ending)
         self.names = []

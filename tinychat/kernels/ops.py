@@ -444,16 +444,24 @@ class Plan:
 
     def bytes_per_token(self, depth: int = 0) -> int:
         """Bytes that must move for one token: the weights it uses, `depth` cache rows and the states."""
-        return self._step_weight_bytes + sum(self.cache_bytes(op, depth) for op in self._attentions)
+        rows = sum(min(depth, window or depth) * width for window, width in self._widths.items())
+        return self._fixed_bytes + rows
+
+    # Cached, because they are needed after every token.
 
     @cached_property
-    def _attentions(self) -> tuple[Op, ...]:
-        return tuple(op for op in self.ops if isinstance(op, Attention | Delta | GatedConvolve))
+    def _widths(self) -> dict[int, int]:
+        """Bytes of a cache row over the layers of each window (0: those that see all rows)."""
+        widths: dict[int, int] = {}
+        for op in self.ops:
+            if isinstance(op, Attention):
+                widths[op.window] = widths.get(op.window, 0) + self.caches[op.layer].row_bytes
+        return widths
 
     @cached_property
-    def _step_weight_bytes(self) -> int:
-        """Weight bytes of a step; cached, because it is needed after every token."""
-        return sum(map(self.weight_bytes, self.ops))
+    def _fixed_bytes(self) -> int:
+        """Bytes of a step's weights and states."""
+        return sum(self.weight_bytes(op) + self.cache_bytes(op, 0) for op in self.ops)
 
     @property
     def weights(self) -> list[Weight]:

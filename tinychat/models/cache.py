@@ -23,7 +23,6 @@ from pathlib import Path
 from threading import Event
 from typing import Literal
 
-from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError, printable
 from tinychat.files import expand
 from tinychat.models.download import (
@@ -35,6 +34,7 @@ from tinychat.models.download import (
     check_stop,
     disk_errors,
     hash_file,
+    read_header,
     sync,
 )
 from tinychat.models.hosts import shown
@@ -144,7 +144,7 @@ def _pull(model: Model, source: str, folder: Path, progress: OnDownload | None, 
                     notes_path,
                     sha256=model.sha256,
                     size=model.size,
-                    check=GGUF.open,
+                    check=read_header,
                     progress=progress,
                     stop=stop,
                 )
@@ -175,7 +175,7 @@ def add(
             f"{printable(model.name)}: a file of your own needs no place in the cache; open it by its path"
         )
     file, folder = expand(str(file)).resolve(), downloads_dir()
-    header = GGUF.open(file)
+    header = read_header(file)
     if len(header.paths) > 1:
         raise TinychatError(
             f"{printable(str(file))}: a model in {len(header.paths)} parts; open it by the path of the first one"
@@ -277,7 +277,7 @@ def verify(entry: CachedFile, progress: OnDownload | None = None, stop: Event | 
     """Reads the whole file and returns, in words, what was verified. Raises TinychatError for a damaged file."""
     notes = Notes.load(entry.path.with_name(f"{entry.key}.json"))
     way_out = f"`tinychat cache rm {entry.model.name if entry.model else entry.key}` and download it again"
-    GGUF.open(entry.path)
+    read_header(entry.path)
     published = entry.model.sha256 if entry.model else None
     expected = published or (notes.sha256 if notes else None)
     if expected is None:

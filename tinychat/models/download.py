@@ -26,13 +26,14 @@ from urllib.parse import urlsplit
 
 from rich.filesize import decimal
 
-from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError, printable
 from tinychat.files import replace_file
 from tinychat.models.hosts import authorization, host_of, mirrored, shown
 
 if TYPE_CHECKING:
     import httpx  # imported where it is used: it takes 0.1 s
+
+    from tinychat.engine.gguf import GGUF  # likewise, for NumPy
 
 # bytes done, total bytes if known, bytes per second, what the download is doing, in words
 OnDownload = Callable[[int, int | None, float, str], None]
@@ -403,6 +404,13 @@ def remote_header(url: str) -> Iterator[Path]:
         yield path  # outside of disk_errors: the caller's own OSErrors are not of this file
 
 
+def read_header(path: Path) -> GGUF:
+    """Of a model's file, or of the beginning of one. Raises TinychatError."""
+    from tinychat.engine.gguf import GGUF
+
+    return GGUF.open(path)
+
+
 def _fetch_header(url: str, path: Path) -> None:
     import httpx
 
@@ -426,7 +434,7 @@ def _fetch_header(url: str, path: Path) -> None:
             except (httpx.HTTPError, httpx.InvalidURL) as e:
                 raise TinychatError(f"{name}: {printable(str(e), newlines=False)}") from None
             try:
-                header = GGUF.open(path)
+                header = read_header(path)
                 if min((t.offset for t in header.tensors.values()), default=0) <= have:
                     return
             except TinychatError as e:  # the header may reach into the hole, whose bytes read as zeros: fetch more

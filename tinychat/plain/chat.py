@@ -9,11 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from tinychat import crash
+from tinychat.chat import mcp
 from tinychat.chat.attach import attachments
 from tinychat.chat.changes import Asks, Change, Ended, Grew, ModelChanged, Notice, Overflow, Reset, SentBack
 from tinychat.chat.commands import COMMANDS, Commanded, TextCommand, find
 from tinychat.chat.controller import Controller
-from tinychat.chat.conversation import Turn, footer_text
+from tinychat.chat.conversation import Attachment, Turn, footer_text
 from tinychat.chat.find import find as find_text
 from tinychat.chat.history import History
 from tinychat.chat.questions import explain, overflow_label, permission_label
@@ -41,11 +42,11 @@ class PlainChat:
         reader: LineReader,
         load: Callable[[str], str],
         history: History | None = None,
-        mcp: McpServers | None = None,
+        servers: McpServers | None = None,
         printer: Printer | None = None,
     ) -> None:
         self.controller = controller
-        self._reader, self._load, self._history, self._mcp = reader, load, history, mcp or McpServers(())
+        self._reader, self._load, self.history, self._mcp = reader, load, history, servers or McpServers(())
         self._out = printer or Printer()
         self._leaving, self._filled, self._stage, self._spoke = False, "", "", 0.0
         self._listed: list[str] = []  # ids of the conversations that /conversations has numbered
@@ -58,6 +59,7 @@ class PlainChat:
             TextCommand("open", "N", "open conversation N of that list", self._open),
             TextCommand("show", "[N]", "the last N turns, or all", self._show),
             TextCommand("find", "TEXT", "where this conversation has TEXT", self._find),
+            TextCommand("mcp", "", "MCP servers: their state, tools, prompts and resources", self._servers),
             TextCommand("stats", "", "figures of the last answer and of the context", self._stats),
             TextCommand("help", "", "these commands", self._help),
             TextCommand("quit", "", "quit", self._quit, aliases=("exit", "bye")),
@@ -110,20 +112,30 @@ class PlainChat:
 
     def _take(self, text: str) -> None:
         self._reader.remember(text)
-        if self._history is not None:
+        if self.history is not None:
             with suppress(TinychatError):
-                self._history.add_prompt(text)
+                self.history.add_prompt(text)
         stripped, c = text.strip(), self.controller
         if _COMMAND.match(stripped) and "\n" not in stripped and self._means_command(stripped):
             name, _, rest = stripped[1:].partition(" ")
-            if line := find(name, self.commands).run(self, rest):
+            if (prompt := mcp.find_prompt(self._mcp, name)) is not None:
+                message = self._mcp.prompt(prompt, mcp.arguments_of(prompt, rest))
+                self._out.note(message)
+                c.ask(Turn("user", message))
+            elif line := find(name, self.commands).run(self, rest):
                 self._out.note(line)
             return
         message = text if c.raw else stripped.removeprefix("/") if stripped.startswith("//") else stripped
+        c.ask(Turn("user", message, files=() if c.raw else self._attached(message)))
+
+    def _attached(self, text: str) -> tuple[Attachment, ...]:
+        """The files and MCP resources that `text` names with @. Raises TinychatError."""
         notes: list[str] = []
-        c.ask(Turn("user", message, files=() if c.raw else attachments(message, notes=notes)))
+        known = mcp.read(self._mcp, mcp.resources_in(self._mcp, text))
+        files = attachments(text, known=known, notes=notes)
         for note in notes:
             self._out.note(note)
+        return files
 
     def _means_command(self, text: str) -> bool:
         """A raw prompt may begin with / and is no command then, unless there is one of exactly this name."""
@@ -227,12 +239,12 @@ class PlainChat:
             raise TinychatError("there is no message of yours to edit there")
         self._out.note("edit the message; an empty line leaves it as it is")
         try:
-            changed = self._reader.read("edit> ", turns[index].text.replace("\n", " "))
+            changed = self._reader.read("edit> ", turns[index].text)
         except KeyboardInterrupt:
             changed = None
         if changed is None or not changed.strip():
             return "the message is as it was"
-        self.controller.edit(index, changed, attachments(changed))
+        self.controller.edit(index, changed, self._attached(changed))
         return ""
 
     def _fork(self, session: Commanded, text: str) -> str:
@@ -246,18 +258,18 @@ class PlainChat:
         return int(text)
 
     def _list(self, session: Commanded, text: str) -> str:
-        if self._history is None:
+        if self.history is None:
             raise TinychatError("conversations are not being saved")
-        found = self._history.find(text, LISTED)
+        found = self.history.find(text, LISTED)
         self._listed = [s.id for s in found]
         lines = [f"{n}. {s.title or 'untitled'} ({s.turns} turns, {s.model})" for n, s in enumerate(found, 1)]
         return "\n".join(lines) or "no conversation matches"
 
     def _open(self, session: Commanded, text: str) -> str:
-        if self._history is None or not text.strip().isdecimal() or not 1 <= int(text) <= len(self._listed):
+        if self.history is None or not text.strip().isdecimal() or not 1 <= int(text) <= len(self._listed):
             raise TinychatError("/open N: N is a number of the list that /conversations shows")
         self.controller.interrupt()
-        conversation, present = self._history.load(self._listed[int(text) - 1]), self.controller.conversation.model
+        conversation, present = self.history.load(self._listed[int(text) - 1]), self.controller.conversation.model
         self.controller.open(conversation)
         return self._load(conversation.model) if conversation.model not in ("", present) else ""
 
@@ -269,6 +281,10 @@ class PlainChat:
     def _find(self, session: Commanded, text: str) -> str:
         hits = find_text(self.controller.conversation, text)
         return "\n".join(f"turn {h.index + 1}: {h.line.strip()}" for h in hits) or "not found"
+
+    def _servers(self, session: Commanded, text: str) -> str:
+        shown = [f"{s.config.name}: {s.stage}\n{mcp.details(s)}".strip() for s in self._mcp.status]
+        return "\n".join(shown) or "there are no MCP servers; `tinychat --mcp FILE` names some"
 
     def _stats(self, session: Commanded, text: str) -> str:
         c, u = self.controller.conversation, self.controller.usage

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
-from tinychat.backend.protocol import Speculate
 from tinychat.chat import settings
 from tinychat.chat.choosing import here, remember
 from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import Conversation
-from tinychat.chat.start import start
+from tinychat.chat.start import Start
 from tinychat.errors import TinychatError
 from tinychat.models import cache
 from tinychat.models.registry import resolve
@@ -20,21 +16,10 @@ from tinychat.plain.reading import LineReader
 from tinychat.tools.permission import Permissions
 
 
-def main(
-    model: str | None = None,
-    path: Path | None = None,
-    preset: str | None = None,
-    *,
-    resume: bool = False,
-    speculate: Speculate = "auto",
-    tools: Path | None = None,
-    mcp_file: Path | None = None,
-    **load_options: Any,
-) -> int:
-    """Runs the plain chat; the arguments are those of chat/start.py. Without a model /model chooses what answers."""
-    begun = start(model, path, preset, resume=resume, speculate=speculate, mcp_file=mcp_file, load_options=load_options)
+def main(begun: Start) -> int:
+    """Runs the plain chat; where `begun` has no model, /model chooses what answers."""
     own, history, mcp, printer = begun.own, begun.history, begun.mcp, Printer()
-    for problem in [*begun.problems, *([history.problem] if history and history.problem else [])]:
+    for problem in begun.problems:
         printer.note(problem, error=True)
     controller = Controller(
         begun.open_backend,
@@ -51,17 +36,17 @@ def main(
         if (found := here(name.strip(), settings.load())) is None:
             name = resolve(name.strip(), own.models).name
             raise TinychatError(f"{name} is not on this computer; `tinychat cache pull {name}` downloads it")
-        controller.load(found.name, found.path, **{**found.options, **load_options})
+        controller.load(found.name, found.path, **{**found.options, **begun.load_options})
         remember(found, settings.update)
         return ""
 
     reader = LineReader(history.prompts() if history else ())
     chat = PlainChat(controller, reader, load, history, mcp, printer)
-    if tools is not None:
-        chat.use_folder(tools)
+    if begun.tools is not None:
+        chat.use_folder(begun.tools)
     mcp.start()
-    if begun.path is not None:
-        controller.load(begun.model or begun.path.name, begun.path, **begun.options)
+    if begun.model is not None:
+        controller.load(begun.model.name, begun.model.path, **begun.model.options)
     else:
         printer.note("no model is loaded; /model lists those that are here, /model NAME loads one")
     try:

@@ -61,7 +61,8 @@ class Printer:
         turn = conversation.turns[index]
         self.end_line()
         name = conversation.call_of(index).name if turn.role == "tool" else NAMES[turn.role]
-        self.text(f"[{index + 1} {summary_line(turn) if turn.role == 'summary' else name}]\n")
+        version = f", {which}" if (which := conversation.version(index)) else ""
+        self.text(f"[{index + 1} {summary_line(turn) if turn.role == 'summary' else name}{version}]\n")
         if turn.thinking:
             self.text(f"[thinking]\n{turn.thinking.strip()}\n[answer]\n")
         self.text(f"{turn.text.strip()}\n" if turn.text.strip() else "")

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tinychat.backend.protocol import Event, Finished, Prompted, ToolCall
+from tinychat.backend.protocol import Event, Failed, Finished, Prompted, ToolCall
 from tinychat.errors import TinychatError
 from tinychat.server import anthropic, native, ollama, openai_chat, openai_completions, openai_responses, sse
 from tinychat.server.answer import Answer, AnswerJob, Arrivals, ServedModel, joined, raise_failure
@@ -118,16 +118,20 @@ class AnswerEndpoint:
 
 async def _limited(job: AnswerJob, first: list[Event], arrivals: Arrivals) -> AsyncIterator[list[Event]]:
     """The events in batches, `first` before those of `arrivals`; of an answer with one_call, up to its first call."""
-    further = arrivals.batches()
+    further, cut = arrivals.batches(), False
     batch: list[Event] | None = first
     while batch is not None:
         if job.one_call:
-            kept = [e for e in batch if not (isinstance(e, ToolCall) and e.index)]
-            if len(kept) < len(batch):
-                job.request.cancel.set()
-            if job.request.cancel.is_set() and kept and isinstance(kept[-1], Finished):
-                kept[-1] = replace(kept[-1], reason="tool_calls")
+            kept = list[Event]()
+            for event in batch:
+                cut = cut or (isinstance(event, ToolCall) and event.index > 0)
+                if isinstance(event, Finished) and cut:
+                    event = replace(event, reason="tool_calls")
+                if not cut or isinstance(event, Finished | Failed):  # the text of a call that is cut off is no answer
+                    kept.append(event)
             batch = kept
+        if cut:
+            job.request.cancel.set()
         yield batch
         batch = await anext(further, None)
 

@@ -109,6 +109,10 @@ def parse(body: dict[str, Any], served: ServedModel, *, strict: bool = True) -> 
     form = response_format(fields.fields("response_format"))
     if (schema := fields.object("json_schema")) is not None:
         form = schema_format(schema)
+    if (grammar := fields.text("grammar")) and form is not None:
+        raise fields.refuse("grammar", "and a schema cannot both be held")
+    if grammar:
+        form = {"type": "grammar", "grammar": grammar}
     request = Request(
         messages=conversation,
         sampling=sampling(fields, served),

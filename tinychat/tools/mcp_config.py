@@ -14,7 +14,7 @@ from typing import Any
 
 from platformdirs import user_config_dir
 
-from tinychat.errors import TinychatError, printable
+from tinychat.errors import TinychatError, encodable, printable
 from tinychat.files import replace_file
 
 
@@ -62,7 +62,7 @@ def switch(file: Path, name: str, on: bool) -> None:
     else:
         entry["disabled"] = True
     try:
-        replace_file(file, (json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode(), durable=True)
+        replace_file(file, encodable(json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode(), durable=True)
     except OSError as e:
         raise _wrong(file, f"cannot be written: {(e.strerror or str(e)).lower()}") from None
 

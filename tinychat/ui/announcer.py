@@ -37,7 +37,7 @@ class Announcer:
     """`write` sends a sequence to the terminal."""
 
     def __init__(self, write: Callable[[str], object], kind: Notify, environ: Mapping[str, str]) -> None:
-        self._write, self._kind, self._environ = write, kind, environ
+        self._write, self.kind, self._environ = write, kind, environ
         self._since: float | None = None  # when the running answer began
         self._done = False  # an answer has ended that the user has not seen
         self._asked = False
@@ -62,5 +62,5 @@ class Announcer:
             self._write(title(text))
 
     def _call(self, text: str) -> None:
-        if sequence := notification(self._kind, text, self._environ):
+        if sequence := notification(self.kind, text, self._environ):
             self._write(sequence)

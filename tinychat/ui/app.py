@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+from textual import on
 from textual.binding import Binding
 from textual.command import CommandPalette
 from textual.driver import Driver
@@ -19,24 +21,26 @@ from textual.theme import Theme
 
 from tinychat import process
 from tinychat.backend.engine_thread import EngineThread
-from tinychat.backend.local import LocalBackend
-from tinychat.backend.protocol import Speculate
+from tinychat.backend.factory import open_backend as open_any
+from tinychat.backend.protocol import Backend
 from tinychat.chat import settings
 from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import Conversation
 from tinychat.chat.history import History
 from tinychat.chat.loading import OpenBackend
-from tinychat.chat.start import start
-from tinychat.errors import TinychatError
+from tinychat.chat.start import Start
+from tinychat.errors import TinychatError, encodable
 from tinychat.tools.mcp import McpServers
 from tinychat.tools.permission import Permissions
 from tinychat.ui.announcer import Announcer
 from tinychat.ui.boundary import LastingApp
 from tinychat.ui.chat import models
+from tinychat.ui.chat.handlers import SettingsEdited
 from tinychat.ui.chat.screen import ChatScreen
 from tinychat.ui.driver import TerminalDriver
 from tinychat.ui.theme import THEMES
 
+PAINTED = 5.0  # seconds that a load waits for the first screen at most
 ANNOUNCED = 0.25  # seconds between two looks at what the terminal has to be told
 
 
@@ -75,8 +79,14 @@ class TinychatApp(LastingApp):
     ) -> None:
         super().__init__(driver_class=self.DRIVER)
         self.own = own or settings.Settings()
+        for theme in THEMES:
+            self.register_theme(theme)
+        # Not with `self.theme =` when the app is mounted: the style sheets would be parsed and applied twice.
+        chosen = self.own.theme if self.own.theme in self.available_themes else THEMES[0].name
+        self.set_reactive(TinychatApp.theme, chosen)
         conversation = conversation or Conversation(parameters=self.own.parameters)
-        open_backend = open_backend or partial(LocalBackend.open, thread=EngineThread())
+        self._painted = threading.Event()
+        open_backend = partial(_behind, self._painted, open_backend or partial(open_any, thread=EngineThread()))
         save = history.save if history else None
         self.controller = Controller(
             open_backend,
@@ -91,7 +101,7 @@ class TinychatApp(LastingApp):
             self.chat.use_folder(tools)
         notify: Any = self.own.notify
         self._announcer = Announcer(self._tell_terminal, notify, os.environ)
-        self._history, self._remember, self._mounted = history, remember, mounted
+        self._remember, self._mounted = remember, mounted
         self._model, self._path, self._options = model, path, load_options
 
     def _tell_terminal(self, sequence: str) -> None:
@@ -105,9 +115,6 @@ class TinychatApp(LastingApp):
         self._announcer.update(c.busy, asks, c.conversation.title, self.app_focus, time.monotonic())
 
     def on_mount(self) -> None:
-        for theme in THEMES:
-            self.register_theme(theme)
-        self.theme = self.own.theme if self.own.theme in self.available_themes else THEMES[0].name
         self.theme_changed_signal.subscribe(self, self._theme_chosen)
         self.push_screen(self.chat)
         self.chat.set_interval(ANNOUNCED, self._announce)  # of the screen: one of the app would outlive a panic
@@ -116,9 +123,11 @@ class TinychatApp(LastingApp):
             self.controller.load(self._model or self._path.name, self._path, **self._options)
         else:
             self.call_after_refresh(models.first_model, self.chat)
-        problems = [*self.own.problems, *([self._history.problem] if self._history and self._history.problem else [])]
-        for problem in problems:
+        for problem in self.own.problems:
             self.call_after_refresh(self.chat.say, problem, True)
+        if isinstance(self._driver, TerminalDriver) and (typed := self._driver.typed_ahead):
+            self.call_after_refresh(self.chat.type_ahead, typed)
+        self.call_after_refresh(self._painted.set)
         if self._mounted is not None:
             self._mounted()
 
@@ -145,11 +154,26 @@ class TinychatApp(LastingApp):
         if self._remember is not None:
             self._remember(**changes)
 
+    @on(SettingsEdited)
+    def _edited(self, event: SettingsEdited) -> None:
+        """What can be otherwise at once is; the rest counts from the next conversation, load or start on."""
+        self.own, c = event.own, self.controller
+        c.stop_repetition, c.titles.on = self.own.stop_repetition, self.own.titles
+        kind: Any = self.own.notify
+        self._announcer.kind = kind
+        self.chat.experts = self.own.experts
+        self.chat.paint_panel()
+        if self.own.theme in ("", *self.available_themes):
+            self.theme = self.own.theme or THEMES[0].name
+
     def action_command_palette(self) -> None:
         """Its commands are the chat's. Without the fixed id that Textual gives it: one that is still closing must not
         forbid another."""
         if self.screen is self.chat:
             self.push_screen(CommandPalette())
+
+    def copy_to_clipboard(self, text: str) -> None:
+        super().copy_to_clipboard(encodable(text))
 
     def exit(self, *args: Any, **kwargs: Any) -> None:
         """Leaves at once: the backend is told to stop and not waited for; a running answer is saved as it is."""
@@ -159,20 +183,16 @@ class TinychatApp(LastingApp):
         super().exit(*args, **kwargs)
 
 
-def main(
-    model: str | None = None,
-    path: Path | None = None,
-    preset: str | None = None,
-    *,
-    resume: bool = False,
-    speculate: Speculate = "auto",
-    tools: Path | None = None,
-    mcp_file: Path | None = None,
-    **load_options: Any,
-) -> int:
-    """Runs the app; the arguments are those of chat/start.py. Without a model the picker opens."""
-    begun = start(model, path, preset, resume=resume, speculate=speculate, mcp_file=mcp_file, load_options=load_options)
-    own = replace(begun.own, problems=begun.problems)
+def _behind(painted: threading.Event, open_backend: OpenBackend, path: Path, **options: Any) -> Backend:
+    """Loads a model once the first screen is `painted`: the imports of the engine would take half of the interpreter
+    from it."""
+    painted.wait(PAINTED)
+    return open_backend(path, **options)
+
+
+def main(begun: Start) -> int:
+    """Runs the app; where `begun` has no model, the picker opens."""
+    own, model = replace(begun.own, problems=begun.problems), begun.model
     process.prepare_for_screen()
 
     def mounted() -> None:
@@ -186,8 +206,8 @@ def main(
         process.on_signals(end)
 
     app = TinychatApp(
-        begun.model,
-        begun.path,
+        model.name if model else None,
+        model.path if model else None,
         conversation=begun.conversation,
         own=own,
         history=begun.history,
@@ -199,8 +219,8 @@ def main(
         permissions=Permissions.of_user(),
         mcp=begun.mcp,
         mcp_file=begun.mcp_file,
-        tools=tools,
-        **begun.options,
+        tools=begun.tools,
+        **(model.options if model else {}),
     )
     try:
         app.run()

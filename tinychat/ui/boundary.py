@@ -8,6 +8,7 @@ runs the app's own handlers; _register_child, where each widget's _dispatch_mess
 
 from __future__ import annotations
 
+import asyncio
 import time
 import traceback
 from contextlib import suppress
@@ -17,6 +18,7 @@ from typing import Any
 import textual
 from textual._context import active_message_pump
 from textual.app import App, ScreenStackError
+from textual.await_complete import AwaitComplete
 from textual.css.query import NoMatches
 from textual.dom import DOMNode
 from textual.errors import NoWidget
@@ -47,6 +49,10 @@ class LastingApp(App[None]):
     def say_fault(self, line: str) -> None:
         raise NotImplementedError
 
+    def pop_screen(self) -> AwaitComplete:
+        """Without `home`: Textual's palette closes the next screen too where two keys of one burst choose a row."""
+        return AwaitComplete.nothing() if self.screen is self.home else super().pop_screen()
+
     def _register_child(self, parent: DOMNode, child: Widget, before: int | None, after: int | None) -> None:
         dispatch = partial(type(child)._dispatch_message, child)
         child._dispatch_message = partial(self._guarded, dispatch)  # type: ignore[method-assign]
@@ -63,6 +69,14 @@ class LastingApp(App[None]):
         except Exception as e:
             if not (isinstance(message, InputEvent) and _came_too_late(e)):
                 self._handle_exception(e)
+        except asyncio.CancelledError as e:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Not this loop was cancelled, but what a handler awaited: Textual would take it for the end of the loop.
+            fault = RuntimeError(f"what the handler of {type(message).__name__} waited for was cancelled")
+            fault.__cause__ = e
+            self._handle_exception(fault)
 
     def _hits_a_removed_widget(self, event: MouseEvent) -> bool:
         """Whether the mouse is on a widget that is still painted and has no parent any more, which Textual asks for."""

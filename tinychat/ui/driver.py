@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
+import select
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from textual.drivers.linux_driver import LinuxDriver
 
 from tinychat.ui.announcer import RESTORE_TITLE, SAVE_TITLE
+
+_NO_TEXT = re.compile(r"\x1b[\[O][0-9;?]*.|[^\n\t -~\x80-\U0010ffff]")  # arrows and the like, control characters
 
 
 class TerminalDriver(LinuxDriver):
@@ -22,8 +27,12 @@ class TerminalDriver(LinuxDriver):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._file: Any = _Lasting(self._file, self._gone)
+        self._taken = False
+        self.typed_ahead = ""  # lines that were typed before the terminal was the app's
 
     def start_application_mode(self) -> None:
+        if not self._taken:  # not again after an editor had the terminal
+            self._taken, self.typed_ahead = True, typed_ahead(self.fileno)
         super().start_application_mode()
         self.write(SAVE_TITLE)
 
@@ -42,6 +51,16 @@ class TerminalDriver(LinuxDriver):
         os.dup2(nowhere, 1)  # what is still buffered goes there
         os.dup2(nowhere, 2)
         self._app.call_later(self._app.exit, None, 128 + signal.SIGHUP)
+
+
+def typed_ahead(fd: int) -> str:
+    """The whole lines that wait in terminal `fd`, which still makes lines of what is typed; without the last line's
+    end, and without keys that are no text."""
+    lines = b""
+    with suppress(OSError):  # EIO
+        while select.select([fd], [], [], 0)[0] and (line := os.read(fd, 4096)):
+            lines += line
+    return _NO_TEXT.sub("", lines.decode(errors="replace")).strip("\n")
 
 
 class _Lasting:

@@ -27,8 +27,8 @@ from tinychat.ui.chat.screen import ChatScreen
 from tinychat.ui.screens.help import Entry
 
 COMMANDS = frozenset(
-    {"new", "rename", "regenerate", "undo", "continue", "start", "edit", "fork", "skip", "think", "system", "set"}
-    | {"raw", "copy", "stats", "panel", "help", "quit"}
+    {"new", "rename", "regenerate", "version", "undo", "continue", "start", "edit", "fork", "skip", "think", "system"}
+    | {"set", "raw", "copy", "stats", "panel", "help", "quit"}
 )
 # What is read besides Python and its packages: how names, zones and types are called.
 _READABLE = ("/usr/share", "/usr/lib", "/dev/null", "/dev/urandom", "/proc/self", "/proc/meminfo")

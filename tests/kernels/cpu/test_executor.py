@@ -22,7 +22,7 @@ from tinychat.engine.config import ModelConfig
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.plan import build_plan
 from tinychat.errors import TinychatError
-from tinychat.kernels import sampling
+from tinychat.kernels import sampler
 from tinychat.kernels.cpu.executor import CPUExecutor, default_threads
 from tinychat.kernels.cpu.library import Library
 from tinychat.kernels.sampling import GREEDY, Sampling
@@ -232,7 +232,7 @@ def test_decode_samples_as_the_reference(tmp_path: Path) -> None:
             words[: len(bits)] = bits
             mask = words.view(np.uint32) if i % 2 else None
             for got, logprob in ex.decode(token, pos, s, recent, partial(np.asarray, mask) if i % 2 else None):
-                want, want_logprob = sampling.sample(rows[0], s, pos, recent, mask)
+                want, want_logprob = sampler.sample(rows[0], s, pos, recent, mask)
                 assert i % 2 == 0 or allowed[got]
                 assert got == want, (i, s)
                 assert logprob == pytest.approx(want_logprob, abs=1e-5)
@@ -246,7 +246,7 @@ def test_penalties_follow_what_was_sampled(tmp_path: Path) -> None:
         ids, pos = list(IDS), len(IDS) - 1
         for (token, _), _ in zip(ex.decode(ids[-1], pos, s, ids), range(60)):
             rows = ex.forward([ids[-1]], len(ids) - 1, "last")
-            assert rows is not None and token == sampling.sample(rows[0], s, len(ids) - 1, ids)[0]
+            assert rows is not None and token == sampler.sample(rows[0], s, len(ids) - 1, ids)[0]
             ids.append(token)
 
 

@@ -27,9 +27,10 @@ from tinychat.kernels.cuda.layout import Layout, repack
 from tinychat.kernels.cuda.prefill import Chip, Prefill, padded
 from tinychat.kernels.cuda.quants import FLOATS, packed_bytes
 from tinychat.kernels.cuda.selfcheck import COLS, ROWS, check_data, check_plan, relative_error
-from tinychat.kernels.cuda.state import WORDS, breaker_bits, state_words
-from tinychat.kernels.cuda.step import decode, decode_steps
-from tinychat.kernels.sampling import Sampling, dry, sample
+from tinychat.kernels.cuda.state import WORDS, bias_values, breaker_bits, state_words
+from tinychat.kernels.cuda.step import decode, depths
+from tinychat.kernels.sampler import dry, sample
+from tinychat.kernels.sampling import Sampling
 
 Q = tiny.Q
 KINDS = (Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.MXFP4)
@@ -171,8 +172,7 @@ def test_clusters_only_where_they_fit(tmp_path: Path) -> None:
         gguf = GGUF.open(tiny.write(tmp_path / f"{quant}.gguf", "deepseek2_glm", quant))
         plan = build_plan(gguf, ModelConfig.from_gguf(gguf))
         layout = Layout(plan, {name: t.nbytes for name, t in gguf.tensors.items()})
-        (step,) = decode_steps(Builder(plan, layout, 512), clusters).values()
-        assert not any(launch.file == "mla_cluster.cu" for launch, _ in step)
+        assert depths(Builder(plan, layout, 512), clusters) == {0: "middle"}
 
 
 def test_more_experts_than_lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,13 +280,17 @@ def sampler() -> tuple[list[Launch], dict[str, int]]:
         },
         {"top_k": 0, "dry_multiplier": 4.0, "dry_allowed_length": 3, "dry_breakers": (7, 8000)},
         {"temperature": 0.0, "dry_multiplier": 50.0, "dry_base": 50.0},
+        {"temperature": 0.0, "presence_penalty": 2.0, "frequency_penalty": 0.7, "repeat_penalty": 1.1},
+        {"frequency_penalty": -1.5, "top_k": 0, "temperature": 2.0},
+        {"presence_penalty": 1.5, "repeat_last_n": 3, "dry_multiplier": 3.0, "logit_bias": ((7, 12.0), (8999, 11.0))},
+        {"logit_bias": ((4999, 5.5), (17, 6.0), (4097, -100.0)), "temperature": 1.2},
     ],
     ids=str,
 )
 def test_sampling_as_numpy_does(sampler: tuple[list[Launch], dict[str, int]], settings: dict[str, float]) -> None:
     s = Sampling(**({"repeat_penalty": 1.0} | settings))  # type: ignore[arg-type]
     launches, sizes = sampler
-    for seed in range(2):
+    for seed, allowed in enumerate((0, 0, 12, 4000)):  # tokens of the mask; 0: none
         rng = np.random.default_rng(seed)
         logits = (rng.standard_normal(VOCAB) * 3).astype(np.float32)
         buffers = {name: aligned(size) for name, size in sizes.items()}
@@ -294,14 +298,19 @@ def test_sampling_as_numpy_does(sampler: tuple[list[Launch], dict[str, int]], se
         other = [*rng.integers(0, VOCAB, 3), 7, 4999, 8000]
         recent = [int(i) for i in [*repeated, best[0], *other, *best[1:], *repeated[2:], best[1], *repeated]]
         pos = 40 + seed
-        buffers["state"].view(np.int32)[: len(WORDS)] = state_words(s, pos, 1, pos + 1 - len(recent))
+        mask = breaker_bits(tuple(rng.choice(VOCAB, allowed)), VOCAB) if allowed else None
+        buffers["state"].view(np.int32)[: len(WORDS)] = state_words(s, pos, 1, pos + 1 - len(recent), bool(allowed))
         buffers["history"].view(np.int32)[pos + 1 - len(recent) : pos + 1] = recent
         buffers["logits"].view(np.float32)[:] = logits
         buffers["breakers"].view(np.uint32)[:] = breaker_bits(s.dry_breakers, VOCAB)
+        if s.logit_bias:
+            buffers["bias"].view(np.float32)[:] = bias_values(s.logit_bias, VOCAB)
+        if mask is not None:
+            buffers["allowed"].view(np.uint32)[:] = mask
         for launch in launches:
             cuda_emulator.run(launch, buffers)
         assert (s.dry_multiplier > 0) == bool(len(dry(s, recent)[0]))
-        token, logprob = sample(logits, s, pos, recent)
+        token, logprob = sample(logits, s, pos, recent, mask)
         word = int(buffers["ring"].view(np.uint64)[(pos + 1) % RING])
         assert word & 0xFFFFFFFF == token == buffers["history"].view(np.int32)[pos + 1]
         assert float(np.uint32(word >> 32).view(np.float32)) == pytest.approx(logprob, abs=1e-4)
@@ -349,13 +358,14 @@ def test_sources_compile_with_nvrtc(arch: str, tmp_path: Path) -> None:
     if lib is None:
         pytest.skip("needs the wheel nvidia-cuda-nvrtc-cu12, which exists for Linux and Windows only")
     chip = Chip(True, 227 << 10) if arch == "sm_90a" else Chip(False, 163 << 10)
+    columns_of = (1, 4) if arch == "sm_90a" else (1,)
     launches: dict[tuple[int, str, str], Launch] = {}
     for variant, quant in (("deepseek2_glm", "Q4_K_M"), ("llama", "Q8_0")):
         gguf = GGUF.open(tiny.write(tmp_path / f"{variant}.gguf", variant, quant))
         plan = build_plan(gguf, ModelConfig.from_gguf(gguf))
         layout = Layout(plan, {n: t.nbytes for n, t in gguf.tensors.items()})
         b = Builder(plan, layout, 64)
-        found = [(0, launch) for launch, _ in decode(b)]
+        found = [(columns, launch) for columns in columns_of for launch, _ in decode(b.of(columns))]
         found += [(0, repack(t, t.blocks)) for t in layout.tensors.values() if t.kind not in FLOATS]
         found += [(tokens, launch) for tokens in (16, 2048) for launch in Prefill(b, tokens, chip).layers()]
         for tokens, launch in found:

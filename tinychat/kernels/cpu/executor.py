@@ -45,7 +45,8 @@ from tinychat.kernels.profile import (
     function_source,
     name_of,
 )
-from tinychat.kernels.sampling import Sampling, penalties
+from tinychat.kernels.sampler import penalties
+from tinychat.kernels.sampling import Sampling
 
 LIMITS = Limits(  # a phase has at most 2^20 tasks (pool.h)
     QUANTS,
@@ -248,6 +249,8 @@ class CPUExecutor:
         sampling: Sampling,
         recent: Sequence[int],
         mask: Mask | None = None,
+        *,
+        ahead: bool = False,
     ) -> Iterator[tuple[int, float]]:
         """See Executor.verify."""
         tokens = np.array([token, *drafts], np.int32)

@@ -1,24 +1,24 @@
-// Decode: flash attention on tensor cores. A block takes 16 * ROW_TILES heads of one kv head's group and one split of
+// Decode: flash attention on tensor cores, of every column of the step by blocks of its own. A block takes 16 * ROW_TILES heads of one kv head's group and one split of
 // the keys, CHUNK_KEYS keys at a time, double-buffered. Latent: V is the head of K's row, so each cache row is read
 // once for all heads. 16 warps: S tiles over (rows, keys, parts of the key's values), softmax by rows, then O tiles
 // over columns. Results: finished where a single split has work (GQA); else partial, which the last block of a kv head
 // combines (GQA) or the next kernel (latent; value_up.cu).
 
 struct Args {
-  u16 *partial = nullptr;  // (splits, heads, value_dim): each split's result, where it is not finished
-  F2 *ml = nullptr;        // (splits, heads): maximum (log2) and sum
-  int *tickets = nullptr;  // (kv_heads): splits that are done
-  const u16 *q = nullptr;  // (tokens, heads, key_dim), scaled
+  u16 *partial = nullptr;  // (columns, splits, heads, value_dim): each split's result, where it is not finished
+  F2 *ml = nullptr;        // (columns, splits, heads): maximum (log2) and sum
+  int *tickets = nullptr;  // (columns, kv_heads): splits that are done
+  const u16 *q = nullptr;  // (columns, heads, key_dim), scaled
   const u16 *k_cache = nullptr;
   const int *state = nullptr;
   const u16 *v_cache = nullptr;  // k_cache where LATENT
-  float *out = nullptr;          // (tokens, heads, value_dim)
+  float *out = nullptr;          // (columns, heads, value_dim)
   const float *sinks = nullptr;  // (heads), where SINKS
 };
 
 DEVICE float sink_of(const Args &a, int head) { return a.sinks[head] * 1.44269504f; }  // as the scores, in log2
 
-DEVICE void run(const Args &a) {
+DEVICE void run(Args a) {
   constexpr int GROUP = HEADS / KV_HEADS, ROWS = 16 * ROW_TILES, KP = KEY_DIM + 8, VP = LATENT ? KP : VALUE_DIM + 8,
                 PP = CHUNK_KEYS + 8, SP = CHUNK_KEYS + 4, WARPS = THREADS / 32;
   constexpr int TILES = ROW_TILES * CHUNK_KEYS / 16, STEPS = KEY_DIM / 16, NT = (VALUE_DIM / 8 + WARPS - 1) / WARPS;
@@ -28,9 +28,15 @@ DEVICE void run(const Args &a) {
       *ps = vs + STAGES * CHUNK_KEYS * VP;
   float *ss = (float *)(ps + ROWS * PP), *row_max = ss + PARTS * ROWS * SP, *row_sum = row_max + ROWS,
         *row_scale = row_sum + ROWS;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, split = blockIdx.x, kv_head = blockIdx.z,
-            first_row = blockIdx.y * ROWS;
-  const int pos = a.state[POS];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, split = blockIdx.x,
+            kv_head = COLUMNS == 1 ? blockIdx.z : blockIdx.z % KV_HEADS, first_row = blockIdx.y * ROWS;
+  const int column = COLUMNS == 1 ? 0 : blockIdx.z / KV_HEADS, known = a.state[POS], pos = known + column;
+  if (COLUMNS > 1 && column >= a.state[COUNT]) return;
+  a.partial += (u64)column * SPLITS * HEADS * VALUE_DIM;
+  a.ml += column * SPLITS * HEADS;
+  a.tickets += column * KV_HEADS;
+  a.q += column * HEADS * KEY_DIM;
+  a.out += column * HEADS * VALUE_DIM;
   const int last_row = min(first_row + ROWS, GROUP) - 1;
   if (last_row < first_row) return;
   const int all = pos + last_row / GROUP + 1, unseen = WINDOW ? max(all - WINDOW, 0) : 0, keys = all - unseen,
@@ -38,40 +44,40 @@ DEVICE void run(const Args &a) {
   if (begin >= end) return;
   const int chunks = (end - begin + CHUNK_KEYS - 1) / CHUNK_KEYS, active = (keys + per - 1) / per;
 
-  // Rows of earlier steps in chunk c, in the background: they need no waiting.
+  // Rows of earlier steps (`known` of them) in chunk c, in the background: they need no waiting.
   constexpr int KV = KEY_DIM / 8, VV = LATENT ? 0 : VALUE_DIM / 8;
-  const int known = min(end, pos);
+  const int earlier = min(end, known);
   auto load = [&](int c) {
     const int first = begin + c * CHUNK_KEYS, slot = c % STAGES * CHUNK_KEYS;
 #pragma unroll 4
     for (int i = threadIdx.x; i < CHUNK_KEYS * KV; i += THREADS) {
       const int row = i / KV, col = i % KV * 8, key = first + row;
-      if (key < known)
+      if (key < earlier)
         copy_async(ks + (slot + row) * KP + col, a.k_cache + ((u64)key * KV_HEADS + kv_head) * KEY_DIM + col, true);
     }
 #pragma unroll 4
     for (int i = threadIdx.x; i < CHUNK_KEYS * VV; i += THREADS) {
       constexpr int V1 = VV ? VV : 1;
       const int row = i / V1, col = i % V1 * 8, key = first + row;
-      if (key < known)
+      if (key < earlier)
         copy_async(vs + (slot + row) * VP + col, a.v_cache + ((u64)key * KV_HEADS + kv_head) * VALUE_DIM + col, true);
     }
     copy_commit();
   };
-  // The rest of it: this step's row, zeros behind it.
+  // The rest of it: this step's rows, zeros behind it.
   auto finish = [&](int c) {
     const int first = begin + c * CHUNK_KEYS, slot = c % STAGES * CHUNK_KEYS;
-    if (c >= chunks || first + CHUNK_KEYS <= known) return;
+    if (c >= chunks || first + CHUNK_KEYS <= earlier) return;
     for (int i = threadIdx.x; i < CHUNK_KEYS * KV; i += THREADS) {
       const int row = i / KV, col = i % KV * 8, key = first + row;
       const u16 *from = a.k_cache + ((u64)key * KV_HEADS + kv_head) * KEY_DIM + col;
-      if (key >= known) *(V4 *)(ks + (slot + row) * KP + col) = key < end ? *(const V4 *)from : V4{0, 0, 0, 0};
+      if (key >= earlier) *(V4 *)(ks + (slot + row) * KP + col) = key < end ? *(const V4 *)from : V4{0, 0, 0, 0};
     }
     for (int i = threadIdx.x; i < CHUNK_KEYS * VV; i += THREADS) {
       constexpr int V1 = VV ? VV : 1;
       const int row = i / V1, col = i % V1 * 8, key = first + row;
       const u16 *from = a.v_cache + ((u64)key * KV_HEADS + kv_head) * VALUE_DIM + col;
-      if (key >= known) *(V4 *)(vs + (slot + row) * VP + col) = key < end ? *(const V4 *)from : V4{0, 0, 0, 0};
+      if (key >= earlier) *(V4 *)(vs + (slot + row) * VP + col) = key < end ? *(const V4 *)from : V4{0, 0, 0, 0};
     }
   };
 #pragma unroll

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -22,6 +23,7 @@ from tinychat.kernels.ops import Plan
 
 RING = 64  # slots of the ring of decoded tokens
 MAX_SHARED = 48 << 10  # bytes of static shared memory of a block
+MAX_DYNAMIC = 227 << 10  # bytes of dynamic shared memory of a block, and of a multiprocessor
 Depth = Literal["near", "middle", "deep"]  # how many keys a step is made for: up to NEAR, to DEEP, more
 LaunchedOps = list[tuple[Launch, int]]  # launches, and the index in Plan.ops of the op that each computes
 
@@ -42,15 +44,23 @@ class Builder:
         self.plan, self.layout, self.max_context = plan, layout, max_context
         self.buffers: dict[str, int] = {"state": STATE_BYTES, "history": 4 * (max_context + 1), "ring": 8 * RING}
         self.ropes: dict[blocks.Rope, str] = {}
+        self.columns, self.room = 1, 0  # tokens of a decode step; dynamic shared memory for their activations
+
+    def of(self, columns: int, room: int = MAX_DYNAMIC) -> Builder:
+        """For a decode step of so many tokens, over the same buffers, which grow to that many rows. `room`: bytes of
+        dynamic shared memory that a block may have."""
+        other = copy.copy(self)
+        other.columns, other.room = columns, room
+        return other
 
     def buffer(self, name: str, nbytes: int) -> str:
         """Asks for a buffer of at least `nbytes`."""
         self.buffers[name] = max(self.buffers.get(name, 0), nbytes)
         return name
 
-    def act(self, name: str, tokens: int = 1) -> str:
-        """A float32 activation buffer of the plan."""
-        return self.buffer(name, 4 * self.plan.buffers[name] * tokens)
+    def act(self, name: str, tokens: int | None = None) -> str:
+        """A float32 activation buffer of the plan, for the step's tokens or so many."""
+        return self.buffer(name, 4 * self.plan.buffers[name] * (tokens or self.columns))
 
     def weight(self, w: Weight) -> Placed:
         placed = self.layout[w]
@@ -93,7 +103,8 @@ class Builder:
     def target(self, x: Activations) -> dict[str, str | None]:
         """Activations as a kernel's result."""
         if x.quantised:
-            q, scales = self.buffer(f"{x.name}_q", x.size), self.buffer(f"{x.name}_s", x.size // 32 * 8)
+            size = x.size * self.columns
+            q, scales = self.buffer(f"{x.name}_q", size), self.buffer(f"{x.name}_s", size // 32 * 8)
             return {"dst_q": q, "dst_s": scales}
         return {"dst": self.act(x.name)}
 
@@ -107,9 +118,15 @@ class Builder:
         return Activations(name, size, quantised and not floating and fits and whole)
 
 
-def check_shared(k: int, quantised: bool, floats: bool) -> None:
-    """Raises TinychatError where staged activations of `k` values do not fit."""
-    size = (k // 32 * 40 if quantised else 0) + (4 * k if floats else 0) + 1024
-    if size > MAX_SHARED:
-        longest = (MAX_SHARED - 1024) // 4
-        raise TinychatError(f"the CUDA kernels take rows of up to {longest:,} floating-point weights, not {k:,}")
+def shared_columns(b: Builder, k: int, quantised: bool, floats: bool) -> int:
+    """Bytes of dynamic shared memory for the step's columns of `k` activations; 0 for one column, which lies in static
+    shared memory. Raises TinychatError where they do not fit."""
+    column = (k // 32 * 40 if quantised else 0) + (4 * k if floats else 0)
+    if b.columns == 1:
+        if column + 1024 > MAX_SHARED:
+            longest = (MAX_SHARED - 1024) // 4
+            raise TinychatError(f"the CUDA kernels take rows of up to {longest:,} floating-point weights, not {k:,}")
+        return 0
+    if column * b.columns > b.room:
+        raise TinychatError(f"{b.columns} columns of {k:,} activations are too many for shared memory")
+    return column * b.columns

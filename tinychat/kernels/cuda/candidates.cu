@@ -1,23 +1,25 @@
-// Sampling, a block per stretch of logits: the penalties, the maximum and sum of the raw logits, and the candidates:
-// all logits that reach the stretch's top_k-th largest.
+// Sampling, a block per stretch of a column's logits: the penalties, the bias and the mask, the maximum and sum of the raw
+// logits, and the candidates: all logits that reach the stretch's top_k-th largest.
 #include "sample.cuh"
 
 struct Args {
-  Candidate *list = nullptr;  // (stretches, CANDIDATES)
+  Candidate *list = nullptr;  // (columns, stretches, CANDIDATES)
   int *counts = nullptr;      // of candidates
   F2 *parts = nullptr;        // maximum and sum of exp of each stretch's raw logits
-  float *adjusted = nullptr;  // logits with penalties, where no lists are made
+  float *adjusted = nullptr;  // logits with penalties, bias and mask, where no lists are made
   const float *logits = nullptr;
   const int *history = nullptr;
   const int *state = nullptr;
   const u32 *breakers = nullptr;  // a bit per token id: DRY's repetitions end there
+  const float *bias = nullptr;    // (VOCAB), read where state[BIASED]
+  const u32 *allowed = nullptr;   // a bit per token id, in host memory, read where state[MASKED]
 };
 
 // Into longest[id - first], for each token of the stretch: how many tokens the longest repetition has that it would
-// continue, -1 for none (kernels/sampling.py, dry). Back from the newest token, distance d is position POS - d.
-DEVICE void repetitions(int *longest, const Args &a, int first) {
+// continue, -1 for none (kernels/sampling.py, dry). Back from the newest token, at `pos`, distance d is position pos - d.
+DEVICE void repetitions(int *longest, const Args &a, int pos, int first) {
   __shared__ int broken;
-  const int pos = a.state[POS], last_n = a.state[DRY_PENALTY_LAST_N], allowed = a.state[DRY_ALLOWED_LENGTH],
+  const int last_n = a.state[DRY_PENALTY_LAST_N], allowed = a.state[DRY_ALLOWED_LENGTH],
             tid = threadIdx.x;
   const int known = max(a.state[FIRST_KNOWN], last_n < 0 ? 0 : pos + 1 - last_n), n = pos + 1 - known;
   const int *newest = a.history + pos;
@@ -39,25 +41,36 @@ DEVICE void repetitions(int *longest, const Args &a, int first) {
   }
 }
 
-DEVICE void run(const Args &a) {
+DEVICE void run(Args a) {
   __shared__ float red[32];
   __shared__ int ired[64];
-  __shared__ u32 seen[STRETCH / 32];
+  __shared__ int times[STRETCH];  // that a token is among the last REPEAT_LAST_N
   __shared__ int longest[STRETCH];
   const int k = wanted(a.state), first = blockIdx.x * STRETCH, tid = threadIdx.x;
-  const float penalty = unbits(a.state[REPEAT_PENALTY]);
-  for (int i = tid; i < STRETCH / 32; i += THREADS) seen[i] = 0;
+  const int column = COLUMNS == 1 ? 0 : blockIdx.y, stretches = (VOCAB + STRETCH - 1) / STRETCH;
+  if (COLUMNS > 1 && column >= a.state[COUNT]) return;
+  a.list += column * stretches * CANDIDATES;
+  a.counts += column * stretches;
+  a.parts += column * stretches;
+  a.adjusted += column * VOCAB;
+  a.logits += column * VOCAB;
+  const float penalty = unbits(a.state[REPEAT_PENALTY]), presence = unbits(a.state[PRESENCE_PENALTY]),
+              frequency = unbits(a.state[FREQUENCY_PENALTY]);
+  const bool counts = penalty != 1.f || presence != 0 || frequency != 0, biased = a.state[BIASED];
+  if (counts)
+    for (int i = tid; i < STRETCH; i += THREADS) times[i] = 0;
   grid_wait();
+  const int pos = a.state[POS] + column;
   __syncthreads();
-  if (penalty != 1.f)
-    for (int p = max(a.state[FIRST_KNOWN], a.state[POS] + 1 - a.state[REPEAT_LAST_N]) + tid; p <= a.state[POS];
-         p += THREADS) {
+  if (counts)
+    for (int p = max(a.state[FIRST_KNOWN], pos + 1 - a.state[REPEAT_LAST_N]) + tid; p <= pos; p += THREADS) {
       const int id = a.history[p] - first;
-      if (id >= 0 && id < STRETCH) atomicOr(&seen[id / 32], 1u << id % 32);
+      if (id >= 0 && id < STRETCH) atomicAdd(&times[id], 1);
     }
   const float dry = unbits(a.state[DRY_MULTIPLIER]);
-  if (dry > 0) repetitions(longest, a, first);
+  if (dry > 0) repetitions(longest, a, pos, first);
   __syncthreads();
+  const u32 allowed = a.state[MASKED] && first + tid * 4 < VOCAB ? a.allowed[first / 32 + tid / 8] >> tid % 8 * 4 : ~0u;
   float raw[4], top = -INFINITY;
   u32 key[4];
 #pragma unroll
@@ -66,10 +79,19 @@ DEVICE void run(const Args &a) {
     raw[i] = id < VOCAB ? a.logits[id] : -INFINITY;
     top = fmaxf(top, raw[i]);
     float v = raw[i];
-    if (penalty != 1.f && seen[j / 32] >> (j % 32) & 1) v = v > 0 ? v / penalty : v * penalty;
-    if (dry > 0 && longest[j] >= 0)
-      v = (float)(v - dry * pow((double)unbits(a.state[DRY_BASE]), (double)(longest[j] - a.state[DRY_ALLOWED_LENGTH])));
-    key[i] = id < VOCAB ? key_of(v) : 0;
+    if ((counts || dry > 0 || biased) && id < VOCAB) {
+      double less = 0;
+      if (counts && times[j]) {
+        v = v > 0 ? v / penalty : v * penalty;
+        less = presence + (double)frequency * times[j];
+      }
+      if (dry > 0 && longest[j] >= 0)
+        less += dry * pow((double)unbits(a.state[DRY_BASE]), (double)(longest[j] - a.state[DRY_ALLOWED_LENGTH]));
+      if (biased) less -= a.bias[id];
+      v = (float)(v - less);
+    }
+    if (!(allowed >> i & 1)) v = -INFINITY;
+    key[i] = v > -INFINITY ? key_of(v) : 0;
     if (!k && id < VOCAB) a.adjusted[id] = v;
   }
   top = block_max(top, red);
@@ -78,7 +100,7 @@ DEVICE void run(const Args &a) {
   for (int i = 0; i < 4; i++) sum += raw[i] > -INFINITY ? expf(raw[i] - top) : 0;
   sum = block_sum(sum, red);
   if (tid == 0) a.parts[blockIdx.x] = F2{top, sum};
-  const u32 threshold = !k ? ~0u : kth_key(key, min(k, min(VOCAB - first, STRETCH)), ired);
+  const u32 threshold = !k ? ~0u : max(1u, kth_key(key, min(k, min(VOCAB - first, STRETCH)), ired));
   int mine = 0;
 #pragma unroll
   for (int i = 0; i < 4; i++) mine += k && key[i] >= threshold;

@@ -1,5 +1,5 @@
-// Sampling, one block: the next token from the candidates or from all logits, its log-probability, and the next
-// position.
+// Sampling, one block for each column: the next token from the candidates or from all logits, and its log-probability.
+// Of a step of one token also the next position and its token, so that a step can follow.
 #include "sample.cuh"
 
 struct Args {
@@ -40,14 +40,21 @@ DEVICE Pick block_best(Pick p, Pick *red) {
   return p;
 }
 
-DEVICE void run(const Args &a) {
+DEVICE void run(Args a) {
   constexpr int BLOCKS = (VOCAB + STRETCH - 1) / STRETCH, N = (BLOCKS * CANDIDATES + THREADS - 1) / THREADS, KEPT = 512;
   __shared__ float red[32];
   __shared__ int ired[64];
   __shared__ Pick pred[32];
   __shared__ float kept[KEPT];
   __shared__ int kept_id[KEPT], n_kept;
-  const int k = wanted(a.state), tid = threadIdx.x, pos = a.state[POS];
+  const int column = COLUMNS == 1 ? 0 : blockIdx.x;
+  if (COLUMNS > 1 && column >= a.state[COUNT]) return;
+  a.list += column * BLOCKS * CANDIDATES;
+  a.counts += column * BLOCKS;
+  a.parts += column * BLOCKS;
+  a.adjusted += column * VOCAB;
+  a.logits += column * VOCAB;
+  const int k = wanted(a.state), tid = threadIdx.x, pos = a.state[POS] + column;
   const float temperature = unbits(a.state[TEMPERATURE]), top_p = unbits(a.state[TOP_P]),
               min_p = unbits(a.state[MIN_P]);
   const u64 seed = (u32)a.state[SEED_LO] | (u64)(u32)a.state[SEED_HI] << 32;
@@ -137,8 +144,10 @@ DEVICE void run(const Args &a) {
   pick = block_best(pick, pred);
   if (tid == 0) {
     const int id = pick.id < VOCAB ? pick.id : 0;  // not a number anywhere
-    a.history[pos + 1] = id;
-    a.state[POS] = pos + 1;
+    if (COLUMNS == 1) {
+      a.history[pos + 1] = id;
+      a.state[POS] = pos + 1;
+    }
     fence_system();
     const u32 logprob = bits(a.logits[id] - top - logf(sum));
     *(volatile u64 *)&a.ring[(pos + 1) % RING] = (u64)logprob << 32 | (u32)id;

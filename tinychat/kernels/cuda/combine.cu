@@ -1,19 +1,24 @@
 // MLA at depth, between attention and value_up: what attention's splits left, combined once for all blocks of value_up.
-// A block makes 128 values of a head; its warps share the splits.
+// A block makes 128 values of a head of a column; its warps share the splits.
 
 struct Args {
-  const u16 *partial = nullptr;  // (splits, heads, kv_lora): see attention.cu
-  const F2 *ml = nullptr;        // (splits, heads)
-  float *dst = nullptr;          // (heads, kv_lora)
+  const u16 *partial = nullptr;  // (columns, splits, heads, kv_lora): see attention.cu
+  const F2 *ml = nullptr;        // (columns, splits, heads)
+  float *dst = nullptr;          // (columns, heads, kv_lora)
   const int *state = nullptr;
 };
 
-DEVICE void run(const Args &a) {
+DEVICE void run(Args a) {
   constexpr int WARPS = THREADS / 32, MINE = (SPLITS + WARPS - 1) / WARPS;
   __shared__ float weight[SPLITS];
   __shared__ F4 sums[WARPS][32];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y, col = blockIdx.x * 128 + lane * 4;
-  const int keys = a.state[POS] + 1, per = keys_per_split(keys, SPLITS, CHUNK_KEYS), active = (keys + per - 1) / per;
+  const int column = COLUMNS == 1 ? 0 : blockIdx.z;
+  if (COLUMNS > 1 && column >= a.state[COUNT]) return;
+  a.partial += (u64)column * SPLITS * HEADS * KV_LORA;
+  a.ml += column * SPLITS * HEADS;
+  a.dst += column * HEADS * KV_LORA;
+  const int keys = a.state[POS] + column + 1, per = keys_per_split(keys, SPLITS, CHUNK_KEYS), active = (keys + per - 1) / per;
   grid_wait();
   V2 v[MINE];
 #pragma unroll

@@ -35,6 +35,13 @@ class Constants:
     """Base of the dataclasses below."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepConstants(Constants):
+    """Base of those of a decode step's kernels."""
+
+    columns: int  # tokens of the step, each with its own position; 1, or more where drafts are verified
+
+
 @dataclass(frozen=True)
 class Matrix(Constants):
     """Matrices (rows, cols) of one weight: matrix g's row r is row g * stride + start + r of a packed tensor."""
@@ -112,7 +119,7 @@ class LinearPart(Constants):
 
 
 @dataclass(frozen=True)
-class LinearConstants(Constants):
+class LinearConstants(StepConstants):
     """linear.cu"""
 
     cols: int
@@ -120,6 +127,7 @@ class LinearConstants(Constants):
     eps: float
     last_token: bool  # the input is that of the last of this step's tokens
     in_quantised: bool  # the input is int8 blocks already
+    in_place: bool  # they are read where they lie
     quantised: bool  # there is a matrix that reads int8 blocks
     floating: bool  # there is a matrix that reads floats
     add: bool  # results are added to dst
@@ -144,7 +152,7 @@ class LatentConstants(Constants):
 
 
 @dataclass(frozen=True)
-class AbsorbConstants(LatentConstants):
+class AbsorbConstants(LatentConstants, StepConstants):
     """absorb.cu"""
 
     weight: Matrix
@@ -155,7 +163,7 @@ class AbsorbConstants(LatentConstants):
 
 
 @dataclass(frozen=True)
-class MLAClusterConstants(LatentConstants):
+class MLAClusterConstants(LatentConstants, StepConstants):
     """mla_cluster.cu"""
 
     cluster: int  # blocks per head
@@ -171,7 +179,7 @@ class MLAClusterConstants(LatentConstants):
 
 
 @dataclass(frozen=True)
-class CombineConstants(Constants):
+class CombineConstants(StepConstants):
     """combine.cu"""
 
     heads: int
@@ -181,7 +189,7 @@ class CombineConstants(Constants):
 
 
 @dataclass(frozen=True)
-class ValueUpConstants(Constants):
+class ValueUpConstants(StepConstants):
     """value_up.cu"""
 
     heads: int
@@ -198,7 +206,7 @@ class ValueUpConstants(Constants):
 
 
 @dataclass(frozen=True)
-class GateUpConstants(Constants):
+class GateUpConstants(StepConstants):
     """gate_up.cu; gated.cuh"""
 
     cols: int
@@ -214,7 +222,7 @@ class GateUpConstants(Constants):
 
 
 @dataclass(frozen=True)
-class ExpertsUpConstants(Constants):
+class ExpertsUpConstants(StepConstants):
     """experts_up.cu; gated.cuh"""
 
     choice: ExpertChoice
@@ -235,7 +243,7 @@ class ExpertsUpConstants(Constants):
 
 
 @dataclass(frozen=True)
-class ExpertsDownConstants(Constants):
+class ExpertsDownConstants(StepConstants):
     """experts_down.cu"""
 
     choice: ExpertChoice
@@ -265,7 +273,7 @@ class StoreKVConstants(Constants):
 
 
 @dataclass(frozen=True)
-class AttentionConstants(Constants):
+class AttentionConstants(StepConstants):
     """attention.cu"""
 
     heads: int
@@ -431,7 +439,7 @@ class TransposeConstants(Constants):
 
 
 @dataclass(frozen=True)
-class SampleConstants(Constants):
+class SampleConstants(StepConstants):
     """candidates.cu, choose_token.cu"""
 
     vocab: int

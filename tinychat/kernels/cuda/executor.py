@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -26,13 +27,14 @@ from tinychat.kernels.cuda.prefill import SIZES, Chip, Prefill
 from tinychat.kernels.cuda.profile import DecodeStep, kernels, profile, read_bandwidth, seconds_of
 from tinychat.kernels.cuda.quants import QUANTS
 from tinychat.kernels.cuda.selfcheck import self_check
-from tinychat.kernels.cuda.state import breaker_bits, state_words
-from tinychat.kernels.cuda.step import decode_steps
-from tinychat.kernels.executor import ExecutorKind, Logits, Mask, SingleSteps, Weights
+from tinychat.kernels.cuda.state import bias_values, breaker_bits, state_words
+from tinychat.kernels.cuda.step import decode, depths
+from tinychat.kernels.cuda.verify import Verifying
+from tinychat.kernels.executor import ExecutorKind, Logits, Mask, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile
-from tinychat.kernels.sampling import GREEDY, Sampling, sample
+from tinychat.kernels.sampling import GREEDY, Sampling
 
 AHEAD = 4  # decode steps enqueued before the oldest is read
 GRAPH_TOKENS = 128  # tokens from one graph of a prompt's kernels to the next
@@ -59,12 +61,11 @@ LIMITS = Limits(
 )
 
 
-class CUDAExecutor(SingleSteps):
+class CUDAExecutor:
     """`Executor` on CUDA. Raises TinychatError for a plan beyond LIMITS, and where there is no such GPU, no memory
     left, or a kernel fails its check at load."""
 
     kind: ExecutorKind = "cuda"
-    limits = LIMITS
     threads = 0
     sampling_s = 0.0  # part of the graph, not told apart
 
@@ -79,19 +80,24 @@ class CUDAExecutor(SingleSteps):
         chip = Chip(gpu.warpgroups, gpu.max_shared)
         for chunk in CHUNKS:
             builder = Builder(plan, layout, max_context)
-            steps = decode_steps(builder, clusters=gpu.overlaps)
+            kinds = depths(builder, clusters=gpu.overlaps)
+            steps = {first: decode(builder, kind) for first, kind in kinds.items()}
             self.prefill_chunk = min(chunk, max_context)
             sizes = sorted({min(n, self.prefill_chunk) for n in (*SIZES, chunk)})
             prefill = {n: Prefill(builder, n, chip).layers() for n in sizes}
             head_all = Prefill(builder, min(ROWS_OF_LOGITS, max_context), chip).head()
+            self._verifying = Verifying(builder, gpu, kinds)
             if sum(builder.buffers.values()) < SHARE * gpu.free_bytes:
                 break
         launches = {depth: [launch for launch, _ in step] for depth, step in steps.items()}
+        self.limits = replace(LIMITS, verified=max(self._verifying.counts, default=1))
         self.device = f"CUDA · {gpu.name}"
         try:
             for name, size in builder.buffers.items():
                 if name == "ring":
                     self._ring = gpu.pinned(size, name).view(np.uint64)
+                elif name == "allowed":
+                    self._allowed = gpu.pinned(size, name).view(np.uint32)
                 else:
                     gpu.allocate(name, size)
             if "tickets" in builder.buffers:  # of attention
@@ -118,6 +124,8 @@ class CUDAExecutor(SingleSteps):
             depth: DecodeStep(gpu, tuple(step), graphs[depth], max_context, self.decode, self._place)
             for depth, step in steps.items()
         }
+        self._enqueued: tuple[int, int, Sampling] | None = None  # the step of this token at this position, by verify()
+        self._uploaded: Sampling | None = None  # whose penalties the buffers hold
         self.launches = launches[0]
         self.kernels_per_token, self.jit_batches = graphs[0].kernels, 1
         self.jit_state = "replaying"  # compiled and captured at load
@@ -165,35 +173,105 @@ class CUDAExecutor(SingleSteps):
         self, token: int, pos: int, sampling: Sampling, recent: Sequence[int], mask: Mask | None = None
     ) -> Iterator[tuple[int, float]]:
         """See Executor.decode. Up to AHEAD steps are enqueued before one is waited for; with a mask, which depends on
-        the token before, none is, and the host samples, as it does for what the kernels do not know: presence and
-        frequency penalty and a bias."""
+        the token before, none is."""
         self._check([token], pos)
-        if mask is not None or sampling.presence_penalty or sampling.frequency_penalty or sampling.logit_bias:
-            seen = list(recent)
-            for at in range(pos, self.max_context):
-                rows = self.forward([token], at, "last")
-                assert rows is not None
-                token, logprob = sample(rows[0], sampling, at, seen, mask() if mask else None)
-                seen.append(token)
-                yield token, logprob
-            return
         known = list(recent)[-(pos + 1) :] or [token]
-        if sampling.has_dry:
-            self.gpu.upload("breakers", breaker_bits(sampling.dry_breakers, self.plan.vocab))
-        self._place(known, pos + 1 - len(known), sampling)
+        self._upload_penalties(sampling)
+        self._place(known, pos + 1 - len(known), sampling, masked=mask is not None)
         self._ring[:] = EMPTY
         enqueued = pos
         try:
             for at in range(pos, self.max_context):
-                while enqueued < min(at + AHEAD, self.max_context):
+                if mask:
+                    self._masked_step(at, mask)
+                while not mask and enqueued < min(at + AHEAD, self.max_context):
                     self._step(enqueued).graph()
                     enqueued += 1
-                word = self._wait((at + 1) % RING)
-                self._ring[(at + 1) % RING] = EMPTY
-                token = word & 0xFFFFFFFF
-                yield token, float(np.uint32(word >> 32).view(np.float32))
+                yield self._chosen(at)
         finally:
             self.gpu.synchronize()
+
+    def _upload_penalties(self, sampling: Sampling) -> None:
+        """Puts what the kernels read of `sampling` from buffers of its own there, unless it is there."""
+        if sampling is self._uploaded:
+            return
+        self._uploaded = sampling
+        if sampling.has_dry:
+            self.gpu.upload("breakers", breaker_bits(sampling.dry_breakers, self.plan.vocab))
+        if sampling.logit_bias:
+            self.gpu.upload("bias", bias_values(sampling.logit_bias, self.plan.vocab))
+
+    def _masked_step(self, pos: int, mask: Mask) -> None:
+        """Runs a decode step in two graphs: the layers, during which the host computes the mask, and the choice, which
+        reads it from page-locked memory. Returns when the device has finished."""
+        step = self._step(pos)
+        step.layers()
+        self._allowed[:] = mask()
+        step.choice()
+        self.gpu.synchronize()
+
+    def _masked_choice(
+        self, pos: int, column: int, sampling: Sampling, seen: Sequence[int], mask: Mask
+    ) -> tuple[int, float]:
+        """What comes behind position `pos` under the mask, by the kernels of a single step, from the logits of a column
+        of a verify step. They are moved to the first place, so columns have to come in order."""
+        nbytes = 4 * self.plan.vocab
+        if column:
+            self.gpu.copy("logits", nbytes, column * nbytes, 0)
+        known = seen[-_window(sampling, pos + 1) :]
+        self._place(known, pos + 1 - len(known), sampling, masked=True)
+        self._allowed[:] = mask()
+        self._step(pos).choice()
+        return self._chosen(pos)
+
+    def verify(
+        self,
+        token: int,
+        drafts: Sequence[int],
+        pos: int,
+        sampling: Sampling,
+        recent: Sequence[int],
+        mask: Mask | None = None,
+        *,
+        ahead: bool = False,
+    ) -> Iterator[tuple[int, float]]:
+        """See Executor.verify. Where the kind of graph changes on the way, which single steps would follow, there are
+        two steps."""
+        tokens = [token, *drafts]
+        self._check(tokens, pos)
+        assert len(tokens) <= self.limits.verified
+        seen, first = list(recent) if drafts else recent, 0
+        single = not drafts and mask is None
+        if single and self._enqueued == (token, pos, sampling):
+            yield self._following(pos, sampling, ahead)
+            return
+        self._upload_penalties(sampling)
+        while first < len(tokens):
+            at = pos + first
+            alike = min((depth for depth in self._steps if depth > at), default=self.max_context) - at
+            count = min(len(tokens) - first, alike)
+            window = _window(sampling, at + 1)
+            known = [*(seen[-window:] or [token]), *tokens[first + 1 : first + count]]
+            alone = count == 1  # only then is the mask known before the step
+            self._place(known, at + count - len(known), sampling, count, masked=mask is not None and alone)
+            self._ring[:] = EMPTY
+            if mask and alone:
+                self._masked_step(at, mask)
+            else:
+                (self._step(at).graph if alone else self._verifying.graph(at, count))()
+            if single:
+                yield self._following(pos, sampling, ahead)
+                return
+            # all of them: what is written later would be taken for the next step's
+            made = [self._chosen(at + i) for i in range(count)]
+            for i, (following, logprob) in enumerate(made):
+                if mask and not alone:
+                    following, logprob = self._masked_choice(at + i, i, sampling, seen, mask)
+                yield following, logprob
+                if first == len(drafts) or following != drafts[first]:
+                    return
+                first += 1
+                seen.append(following)  # type: ignore[attr-defined]
 
     def routes(self) -> np.ndarray | None:
         """See Executor.routes: None. Every block chooses for itself, and steps are enqueued ahead."""
@@ -212,6 +290,7 @@ class CUDAExecutor(SingleSteps):
 
     def write_cache(self, data: bytes, first: int, rows: int) -> None:
         """See Executor.write_cache."""
+        self._settle()
         at, packed = 0, np.frombuffer(data, np.uint8)
         if packed.size != rows * self.plan.kv_bytes_per_token:
             raise TinychatError(f"a saved cache of {packed.size:,} bytes does not hold {rows} rows of this model")
@@ -258,6 +337,14 @@ class CUDAExecutor(SingleSteps):
         """The decode step for a token at position `pos`."""
         return self._steps[max(depth for depth in self._steps if depth <= pos)]
 
+    def _following(self, pos: int, sampling: Sampling, ahead: bool) -> tuple[int, float]:
+        """What the single step at `pos`, which is enqueued, chooses; with `ahead` the next one is enqueued, too."""
+        if ahead := ahead and pos + 1 < self.max_context:
+            self._step(pos + 1).graph()
+        following, logprob = self._chosen(pos)
+        self._enqueued = (following, pos + 1, sampling) if ahead else None
+        return following, logprob
+
     def _prompt(self, most: int, launches: list[Launch]) -> Callable[[int, int], None]:
         """What runs prompts of up to `most` tokens: graphs for the short ones, since a graph's kernels follow each
         other faster than launches. There is one for every GRAPH_TOKENS tokens, made when it is first needed."""
@@ -278,11 +365,26 @@ class CUDAExecutor(SingleSteps):
         values = [(f"v:{i}", cache.value_width) for i, cache in enumerate(self.plan.caches) if cache.value_width]
         return keys + values
 
-    def _place(self, ids: Sequence[int], pos: int, sampling: Sampling, count: int = 1) -> None:
-        """Tells the device the tokens at positions pos, pos + 1, ...; the last `count` of them are the next step's."""
+    def _place(self, ids: Sequence[int], pos: int, sampling: Sampling, count: int = 1, *, masked: bool = False) -> None:
+        """Tells the device the tokens at positions pos, pos + 1, ...; the last `count` of them are the next step's.
+        `masked`: its token has to be one of the buffer `allowed`."""
         first = pos + len(ids) - count
+        self._settle()
         self.gpu.upload("history", np.asarray(ids, np.int32), 4 * pos)
-        self.gpu.upload("state", state_words(sampling, first, count, pos))
+        self.gpu.upload("state", state_words(sampling, first, count, pos, masked))
+
+    def _settle(self) -> None:
+        """Waits for a step that verify() enqueued ahead, whose result is not wanted."""
+        if self._enqueued:
+            self.gpu.synchronize()
+            self._enqueued = None
+
+    def _chosen(self, pos: int) -> tuple[int, float]:
+        """What a step chooses behind position `pos`, and its log-probability, as soon as the device has written it."""
+        slot = (pos + 1) % RING
+        word = self._wait(slot)
+        self._ring[slot] = EMPTY
+        return word & 0xFFFFFFFF, float(np.uint32(word >> 32).view(np.float32))
 
     def _wait(self, slot: int) -> int:
         """The word the device writes into a ring slot."""
@@ -296,3 +398,10 @@ class CUDAExecutor(SingleSteps):
                     if int(ring[slot]) == EMPTY:
                         raise TinychatError("the GPU finished a step without a token")
         return word
+
+
+def _window(sampling: Sampling, known: int) -> int:
+    """How many of the `known` last tokens the kernels look at to choose the next one; at least the step's own."""
+    dry = sampling.dry_penalty_last_n if sampling.has_dry else 0
+    repeat = sampling.repeat_last_n if sampling.counts else 1
+    return min(max(1, repeat, dry if dry >= 0 else known), known)

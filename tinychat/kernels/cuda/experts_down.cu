@@ -1,5 +1,5 @@
 // Decode: x += OUT_SCALE * (sum over the chosen experts of weight * (down @ its part of src + bias) + the shared
-// expert's down @ its part). A warp per row. Chooses the experts again, so that their weights are on the way while experts_up still
+// expert's down @ its part). A warp per row of a column. Chooses the experts again, so that their weights are on the way while experts_up still
 // runs.
 #include "matvec.cuh"
 #include "routing.cuh"
@@ -8,7 +8,7 @@ struct Args {
   const float *src = nullptr;
   const V4 *src_q = nullptr;  // src where IN_QUANTISED
   const Scale *src_s = nullptr;
-  const float *router = nullptr;  // its logits
+  const float *router = nullptr;  // its logits, (columns, experts)
   const float *selection_bias = nullptr;
   float *x = nullptr;
   const u8 *w = nullptr;
@@ -47,14 +47,22 @@ template <class W, int TOP> struct Experts {
   }
 };
 
-DEVICE void run(const Args &a) {
+DEVICE void run(Args a) {
   constexpr int TOP = Choice::CHOSEN, FF = Weight::COLS, ROWS = Weight::ROWS, SHARED_FF = SharedDown::COLS,
                 SIZE = TOP * FF + SHARED_FF;
-  const Shared sh = staging<SIZE, QUANTISED, false>(a.src);
+  const int column = COLUMNS == 1 ? 0 : blockIdx.y;
+  if (COLUMNS > 1 && column >= a.state[COUNT]) return;
+  a.x += column * ROWS;
+  a.router += column * Choice::EXPERTS;
+  if constexpr (IN_QUANTISED) {
+    a.src_q += column * SIZE / 16;
+    a.src_s += column * SIZE / 32;
+  } else a.src += column * SIZE;
+  const Shared sh = staging<SIZE, QUANTISED, false, 1>(a.src);
   __shared__ int ids[TOP];
   __shared__ float weights[TOP];
   const int row = blockIdx.x * WARPS + threadIdx.x / 32, r = row < ROWS ? row : ROWS - 1;
-  Dot<SharedDown::TYPE, SHARED_FF ? SHARED_FF : 32, 32, 1, 1, SHARED_DEPTH> shared;
+  Dot<SharedDown::TYPE, SHARED_FF ? SHARED_FF : 32, 32, 1, 1, SHARED_DEPTH, 1> shared;
   if constexpr (SHARED_FF > 0) {
     shared.row[0] = SharedDown::START + r;
     shared.point(a.shared, SharedDown::BLOCKS);
@@ -65,15 +73,15 @@ DEVICE void run(const Args &a) {
   Experts<Weight, TOP> experts;
   experts.prefetch(a.w, ids, r);
   grid_wait();
-  Stage<SIZE, false, QUANTISED, false> stage;
-  stage.finish(activations<IN_QUANTISED>(a), sh);
+  Stage<SIZE, false, QUANTISED, false, 1> stage;
+  stage.finish(activations<IN_QUANTISED, false>(a, SIZE), sh);
   float part = experts.run(a.w, ids, weights, r, sh, SIZE / 32);
   if (a.bias)
     for (int k = threadIdx.x % 32; k < TOP; k += 32) part += weights[k] * a.bias[(u64)ids[k] * ROWS + r];
   float acc = warp_sum(part);
   if constexpr (SHARED_FF > 0) {
-    shared.run(sh, SIZE / 32, TOP * FF);
-    if (threadIdx.x % 32 == 0) acc += shared.acc[0];
+    shared.run(sh, SIZE, TOP * FF);
+    if (threadIdx.x % 32 == 0) acc += shared.acc[0][0];
   }
   if (threadIdx.x % 32 == 0 && row < ROWS) a.x[row] = (ADD ? a.x[row] : 0) + OUT_SCALE * acc;
 }

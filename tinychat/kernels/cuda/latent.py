@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tinychat.errors import TinychatError
 from tinychat.kernels.blocks import MLA, Weight
-from tinychat.kernels.cuda.builder import Activations, Builder, LaunchedOps, check_shared
+from tinychat.kernels.cuda.builder import MAX_DYNAMIC, Activations, Builder, LaunchedOps, shared_columns
 from tinychat.kernels.cuda.constants import (
     LOG2E,
     NO_MATRIX,
@@ -16,7 +17,7 @@ from tinychat.kernels.cuda.constants import (
     ValueUpConstants,
 )
 from tinychat.kernels.cuda.launch import Launch, kernel
-from tinychat.kernels.cuda.launches import MAX_DYNAMIC, chunk_keys, linear, linear_add, splits
+from tinychat.kernels.cuda.launches import chunk_keys, linear, linear_add, splits
 from tinychat.kernels.cuda.quants import FLOATS, QUANTS, packed_bytes
 from tinychat.kernels.cuda.spread import QUANTISED_ROWS, spread
 
@@ -54,11 +55,14 @@ def _cluster_shape(b: Builder, a: MLA, out_quantised: bool) -> MLAClusterConstan
         return packed_bytes(b.weight(w).tensor.kind, rows * w.cols)
 
     longest, warps = max(query.cols, a.kv_lora, a.nope), CLUSTER_THREADS // 32
-    shared = longest + longest // 4 + 4 * (head * CLUSTER + a.row + a.kv_lora + 2 + 4 * warps + values) + 2 * a.row
+    new = -(-b.columns // CLUSTER)  # keys of the step that a block has
+    shared = longest + longest // 4 + 4 * (head * CLUSTER + a.row + a.kv_lora + 2 + (3 + new) * warps + values)
+    shared += new * 2 * a.row
     rows = (planes(a.q, head) if a.q_a else 16) + planes(a.k_b, absorbed)
     shared += planes(a.v_b, values) + max(rows, 4 * warps * a.kv_lora) + 256  # for what alignment takes
     return MLAClusterConstants(
         **latent_fields(a),
+        columns=b.columns,
         cluster=CLUSTER,
         keys=CLUSTER_KEYS,
         query=query,
@@ -84,6 +88,8 @@ def mla_cluster(b: Builder, layer: int, a: MLA) -> LaunchedOps:
     fits = a.v_b.rows // CLUSTER % QUANTISED_ROWS == 0
     heads = b.agreed("heads", a.heads * a.v_b.rows, [a.output], [a.v_b.rows], fits)
     shape = _cluster_shape(b, a, heads.quantised)
+    if shape.shared > MAX_DYNAMIC:
+        raise TinychatError(f"{b.columns} columns of latent attention are too many for shared memory")
     buffers = {
         "x": b.act("q_a") if a.q_a else None,
         "x_gain": b.data(a.q_a_norm),
@@ -104,10 +110,11 @@ def mla_cluster(b: Builder, layer: int, a: MLA) -> LaunchedOps:
         "mla_cluster.cu",
         shape,
         buffers,
-        (a.heads * CLUSTER, 1, 1),
+        (b.columns * a.heads * CLUSTER, 1, 1),
         "attention",
         nbytes=(a.q.nbytes if a.q_a else 0) + a.k_b.nbytes + a.v_b.nbytes,
         threads=CLUSTER_THREADS,
+        resident=1 if b.columns == 1 else 2,
         shared=shape.shared,
         cluster=CLUSTER,
     )
@@ -117,10 +124,11 @@ def mla_cluster(b: Builder, layer: int, a: MLA) -> LaunchedOps:
 
 def absorb(b: Builder, layer: int, a: MLA) -> Launch:
     w, kinds = a.k_b, b.kinds(a.k_b)
-    check_shared(w.cols, *kinds)
+    shared = shared_columns(b, w.cols, *kinds)
     t = spread(w, w.rows * a.heads, whole=True)
     shape = AbsorbConstants(
         **latent_fields(a),
+        columns=b.columns,
         weight=b.matrix(w),
         spread=t,
         head_blocks=t.blocks(w.rows),
@@ -129,7 +137,7 @@ def absorb(b: Builder, layer: int, a: MLA) -> Launch:
     )
     buffers = {
         "q": b.act("q"),
-        "queries": b.buffer("queries", 2 * a.heads * a.row),
+        "queries": b.buffer("queries", 2 * b.columns * a.heads * a.row),
         "cache": b.cache("k", layer),
         "kv": b.act("kv"),
         "kv_gain": b.data(a.kv_norm),
@@ -138,35 +146,38 @@ def absorb(b: Builder, layer: int, a: MLA) -> Launch:
         "w": b.data(w),
     }
     kind, products = shape.weight.type.name.lower(), t.blocks(w.rows) * a.heads
-    rotations = -(-a.heads // 8)  # a warp per head; one more block for the cache row
+    rotations = -(-b.columns * a.heads // 8)  # a warp per head; one more block for each cache row
     return kernel(
         f"absorb_{kind}_{products}x{w.cols}",
         "absorb.cu",
         shape,
         buffers,
-        (products + rotations + 1, 1, 1),
+        (products + rotations + b.columns, 1, 1),
         f"mat-vec {kind}",
         nbytes=w.nbytes,
+        shared=shared,
     )
 
 
 def combine(b: Builder, a: MLA) -> Launch:
-    shape = CombineConstants(a.heads, a.kv_lora, splits(a, deep=True), chunk_keys(a, deep=True))
+    shape = CombineConstants(a.heads, a.kv_lora, splits(a, deep=True), chunk_keys(a, deep=True), columns=b.columns)
     dst = b.act("o_latent")
     buffers = {"partial": "attention_o", "ml": "attention_ml", "dst": dst, "state": "state"}
-    return kernel(f"combine_{a.heads}", "combine.cu", shape, buffers, (-(-a.kv_lora // 128), a.heads, 1), "attention")
+    grid = (-(-a.kv_lora // 128), a.heads, b.columns)
+    return kernel(f"combine_{a.heads}", "combine.cu", shape, buffers, grid, "attention")
 
 
 def value_up(b: Builder, a: MLA, deep: bool) -> tuple[Launch, Activations]:
     """Per head: combines attention's splits where no kernel did (not `deep`), then W_v_b."""
     w, kinds = a.v_b, b.kinds(a.v_b)
-    check_shared(w.cols, *kinds)
+    shared = shared_columns(b, w.cols, *kinds)
     t = spread(w, w.rows * a.heads, quantise=True)
     heads = b.agreed("heads", a.heads * w.rows, [a.output], [w.rows], t.rows() == QUANTISED_ROWS)
     blocks = t.blocks(w.rows)
     shape = ValueUpConstants(
         a.heads,
         a.kv_lora,
+        columns=b.columns,
         splits=splits(a),
         chunk_keys=chunk_keys(a, deep),
         combined=deep,
@@ -190,6 +201,7 @@ def value_up(b: Builder, a: MLA, deep: bool) -> tuple[Launch, Activations]:
         (blocks * a.heads, 1, 1),
         f"mat-vec {kind}",
         nbytes=w.nbytes,
+        shared=shared,
     )
     return launch, heads
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tinychat.errors import TinychatError
 from tinychat.kernels import blocks, ops
 from tinychat.kernels.blocks import GQA, MLA, Experts, Weight
-from tinychat.kernels.cuda.builder import RING, Activations, Builder, check_shared
+from tinychat.kernels.cuda.builder import MAX_DYNAMIC, RING, Activations, Builder, shared_columns
 from tinychat.kernels.cuda.constants import (
     LOG2E,
     ActivationCode,
@@ -37,7 +37,6 @@ MAX_K = 64  # largest top_k that the candidate lists serve
 CANDIDATES = 128  # of a stretch: MAX_K and room for equal logits
 SAMPLING_THREADS = 1024
 ATTENTION_THREADS = 512
-MAX_DYNAMIC = 227 << 10  # bytes of shared memory of a block, and of a multiprocessor
 PAIR_WARPS = PAIR_THREADS // 32
 
 
@@ -45,7 +44,7 @@ def gate_up(b: Builder, norm: Weight | None, eps: float, w: blocks.Gated) -> tup
     """The first half of a dense feed-forward, and what it leaves."""
     t = pair_spread(w.gate)
     quantised, floating = b.kinds(w.gate, w.up)
-    check_shared(w.gate.cols, quantised, floating)
+    shared = shared_columns(b, w.gate.cols, quantised, floating)
     ffn = b.agreed("ffn", w.ff, [w.down], [w.ff], t.rows(PAIR_WARPS) == QUANTISED_ROWS)
     shape = GateUpConstants(
         w.gate.cols,
@@ -58,6 +57,7 @@ def gate_up(b: Builder, norm: Weight | None, eps: float, w: blocks.Gated) -> tup
         b.matrix(w.up),
         t,
         out_quantised=ffn.quantised,
+        columns=b.columns,
     )
     buffers = {
         "x": b.act("x"),
@@ -77,7 +77,8 @@ def gate_up(b: Builder, norm: Weight | None, eps: float, w: blocks.Gated) -> tup
         f"mat-vec {kind}",
         nbytes=w.gate.nbytes + w.up.nbytes,
         threads=PAIR_THREADS,
-        resident=2,
+        shared=shared,
+        resident=2 if b.columns < 8 else 1,  # which leaves registers for the sums
     )
     return gate_up, ffn
 
@@ -98,7 +99,8 @@ def linear(
     """Matrices over one input, each (weight, bias, buffer of its results): dst = or += scale * (w @ x + bias)."""
     weights = [w for w, _, _ in outputs]
     cols, quantised, floating = weights[0].cols, *b.kinds(*weights)
-    check_shared(cols, quantised, floating and norm is not None)
+    in_place = b.columns > 1 and x.quantised and b.columns * cols // 32 * 40 > b.room
+    shared = 0 if in_place else shared_columns(b, cols, quantised, floating and norm is not None)
     buffers = b.source(x) | {"gain": b.data(norm)}
     parts, blocks = list[LinearPart](), 0
     for i, (w, bias, dst) in enumerate(outputs):
@@ -114,12 +116,14 @@ def linear(
         eps=eps,
         last_token=last_token,
         in_quantised=x.quantised,
+        in_place=in_place,
         quantised=quantised,
         floating=floating,
         add=add,
         out_scale=scale,
         softcap=softcap,
         part=tuple(parts),
+        columns=b.columns,
     )
     kinds = "_".join(dict.fromkeys(p.weight.type.name.lower() for p in parts))
     return kernel(
@@ -130,6 +134,7 @@ def linear(
         (blocks, 1, 1),
         f"mat-vec {kinds}",
         nbytes=sum(w.nbytes for w in weights),
+        shared=shared,
     )
 
 
@@ -144,21 +149,22 @@ def norm_add(
     eps: float,
     scale: float = 1.0,
     stream: float = 1.0,
-    tokens: int = 1,
+    tokens: int | None = None,
     *,
     src: str = "y",
     dst: str = "x",
     add: bool = True,
 ) -> Launch:
     """dst = stream * (dst + scale * RMSNorm(src)), without `add` as if dst were 0."""
+    tokens = tokens or b.columns
     buffers = {"x": b.act(dst, tokens), "src": b.act(src, tokens), "gain": b.data(norm), "state": "state"}
     shape = NormAddConstants(norm.cols, eps, scale, stream, add)
     return kernel(f"norm_add_{norm.cols}", "norm_add.cu", shape, buffers, (tokens, 1, 1), "norm")
 
 
 def head(b: Builder, op: ops.Head) -> Launch:
-    """Logits of this step's last token."""
-    logits = b.buffer("logits", 4 * op.weight.rows)
+    """Logits of this step's last token, of all of them where it verifies."""
+    logits = b.buffer("logits", 4 * b.columns * op.weight.rows)
     x = Activations("x", op.weight.cols)
     return linear(
         b,
@@ -169,7 +175,7 @@ def head(b: Builder, op: ops.Head) -> Launch:
         eps=op.eps,
         scale=op.scale,
         softcap=op.softcap,
-        last_token=True,
+        last_token=b.columns == 1,
     )
 
 
@@ -183,7 +189,7 @@ def experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
         nbytes += shared.gate.nbytes + shared.up.nbytes
     matrices = [w.gate, w.up, *((shared.gate, shared.up) if shared else ())]
     quantised, floating = b.kinds(*matrices)
-    check_shared(w.gate.cols, quantised, floating)
+    shared_columns(b.of(1), w.gate.cols, quantised, floating)
     shape = ExpertsUpConstants(
         choice(r),
         w.gate.cols,
@@ -200,6 +206,7 @@ def experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
         shared_up=b.matrix(shared.up if shared else None),
         shared_spread=pair_spread(shared.gate) if shared else t,
         out_quantised=ffn.quantised,
+        columns=b.columns,
     )
     buffers = {
         "x": b.act("x"),
@@ -221,7 +228,7 @@ def experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
         "experts_up.cu",
         shape,
         buffers,
-        (grid, 1, 1),
+        (grid, b.columns, 1),
         f"experts {kind}",
         nbytes=nbytes,
         threads=PAIR_THREADS,
@@ -232,7 +239,7 @@ def experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
 def experts_down(b: Builder, e: Experts, ffn: Activations) -> Launch:
     r, w, shared = e.router, e.weights.down, e.shared.down if e.shared else None
     quantised, _ = b.kinds(w, shared)
-    check_shared(ffn.size, quantised, False)
+    shared_columns(b.of(1), ffn.size, quantised, False)
     shape = ExpertsDownConstants(
         choice(r),
         b.matrix(w),
@@ -242,6 +249,7 @@ def experts_down(b: Builder, e: Experts, ffn: Activations) -> Launch:
         quantised=quantised,
         out_scale=e.residual_scale,
         add=e.beside is None,
+        columns=b.columns,
     )
     buffers = {
         **b.source(ffn),
@@ -260,7 +268,7 @@ def experts_down(b: Builder, e: Experts, ffn: Activations) -> Launch:
         "experts_down.cu",
         shape,
         buffers,
-        (-(-w.rows // 8), 1, 1),
+        (-(-w.rows // 8), b.columns, 1),
         f"experts {kind}",
         nbytes=r.top_k * w.group_bytes + (shared.nbytes if shared else 0),
     )
@@ -356,11 +364,12 @@ def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launc
         latent=latent,
         window=0 if isinstance(a, MLA) else a.window,
         sinks=not isinstance(a, MLA) and a.sinks is not None,
+        columns=b.columns,
     )
     buffers = {
-        "partial": b.buffer("attention_o", 2 * splits(a, deep) * a.heads * value_dim),
-        "ml": b.buffer("attention_ml", 8 * splits(a, deep) * a.heads),
-        "tickets": b.buffer("tickets", 4 * kv_heads),
+        "partial": b.buffer("attention_o", 2 * b.columns * splits(a, deep) * a.heads * value_dim),
+        "ml": b.buffer("attention_ml", 8 * b.columns * splits(a, deep) * a.heads),
+        "tickets": b.buffer("tickets", 4 * b.columns * kv_heads),
         "q": "queries",
         "k_cache": b.cache("k", layer),
         "state": "state",
@@ -370,7 +379,7 @@ def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launc
     }
     window = f"_{shape.window}" if shape.window else ""
     name = f"attention_{a.heads}_{kv_heads}_{key_dim}{window}{'_deep' if deep else ''}"
-    grid = (splits(a, deep), -(-group // rows), kv_heads)
+    grid = (splits(a, deep), -(-group // rows), b.columns * kv_heads)
     return kernel(
         name,
         "attention.cu",
@@ -387,13 +396,14 @@ def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launc
 def sample(b: Builder) -> list[Launch]:
     """The next token, from the logits."""
     vocab = b.plan.vocab
-    shape = SampleConstants(vocab, RING, STRETCH, CANDIDATES, MAX_K)
+    n = b.columns
+    shape = SampleConstants(vocab, RING, STRETCH, CANDIDATES, MAX_K, columns=n)
     stretches = -(-vocab // STRETCH)
     lists = {
-        "list": b.buffer("candidates", 8 * stretches * CANDIDATES),
-        "counts": b.buffer("counts", 4 * stretches),
-        "parts": b.buffer("parts", 8 * stretches),
-        "adjusted": b.buffer("adjusted", 4 * vocab),
+        "list": b.buffer("candidates", 8 * n * stretches * CANDIDATES),
+        "counts": b.buffer("counts", 4 * n * stretches),
+        "parts": b.buffer("parts", 8 * n * stretches),
+        "adjusted": b.buffer("adjusted", 4 * n * vocab),
     }
     first = kernel(
         f"candidates_{vocab}",
@@ -405,8 +415,10 @@ def sample(b: Builder) -> list[Launch]:
             "history": "history",
             "state": "state",
             "breakers": b.buffer("breakers", 4 * -(-vocab // 32)),
+            "bias": b.buffer("bias", 4 * vocab),
+            "allowed": b.buffer("allowed", 4 * -(-vocab // 32)),
         },
-        (stretches, 1, 1),
+        (stretches, n, 1),
         "sampling",
         threads=SAMPLING_THREADS,
     )
@@ -415,7 +427,7 @@ def sample(b: Builder) -> list[Launch]:
         "choose_token.cu",
         shape,
         {"ring": "ring", "history": "history", "state": "state", **lists, "logits": "logits"},
-        (1, 1, 1),
+        (n, 1, 1),
         "sampling",
         threads=SAMPLING_THREADS,
     )

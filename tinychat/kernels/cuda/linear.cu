@@ -1,5 +1,5 @@
 // Decode: up to three matrices over one input, normed or not: dst = weight @ input (+ bias), or dst += OUT_SCALE *
-// that.
+// that. Rows of `src` and `dst` are columns of the step. IN_PLACE: int8 blocks that are too many for shared memory.
 #include "matvec.cuh"
 
 struct Args {
@@ -13,9 +13,9 @@ struct Args {
   const u8 *w[3] = {};
 };
 
-template <bool ADDED> DEVICE auto put(float *dst, const float *bias) {
-  if constexpr (ADDED) return Add{dst, bias, OUT_SCALE};
-  else return Put{dst, bias, OUT_SCALE, SOFTCAP};
+template <bool ADDED> DEVICE auto put(float *dst, const float *bias, int rows) {
+  if constexpr (ADDED) return Add{dst, bias, OUT_SCALE, rows};
+  else return Put{dst, bias, OUT_SCALE, SOFTCAP, rows};
 }
 
 constexpr bool STAGE_FLOATS = FLOATING && NORMED;  // else floating-point matrices read the input where it lies
@@ -24,14 +24,19 @@ constexpr bool STAGE_FLOATS = FLOATING && NORMED;  // else floating-point matric
 template <int I, class P, class... Rest> DEVICE void parts(const Args &a, const Shared &sh, List<P, Rest...>) {
   const int b = (int)blockIdx.x - P::GRID_FIRST;
   if (b >= 0 && b < P::GRID_BLOCKS) {
-    const auto input = activations<IN_QUANTISED>(a, LAST_TOKEN ? (u64)(a.state[COUNT] - 1) * COLS : 0);
-    linear<typename P::Weight, typename P::Spread, NORMED, QUANTISED, STAGE_FLOATS>(
-        a.w[I], 0, b, input, a.gain, EPS, sh, put<ADD>(a.dst[I], a.bias[I]));
+    const auto input =
+        activations<IN_QUANTISED, IN_PLACE>(a, COLS, LAST_TOKEN ? (u64)(a.state[COUNT] - 1) * COLS : 0);
+    linear<typename P::Weight, typename P::Spread, NORMED, QUANTISED, STAGE_FLOATS, COLUMNS>(
+        a.w[I], 0, b, input, a.gain, EPS, sh, put<ADD>(a.dst[I], a.bias[I], P::Weight::ROWS));
   }
   if constexpr (sizeof...(Rest) > 0) parts<I + 1>(a, sh, List<Rest...>{});
 }
 
 DEVICE void run(const Args &a) {
-  const Shared sh = staging<COLS, QUANTISED, STAGE_FLOATS>(a.src);
-  parts<0>(a, sh, Parts{});
+  if constexpr (IN_PLACE) {
+    __shared__ float red[96 * COLUMNS];
+    parts<0>(a, Shared{(V4 *)a.src_q, (Scale *)a.src_s, nullptr, red}, Parts{});
+  } else {
+    parts<0>(a, staging<COLS, QUANTISED, STAGE_FLOATS, COLUMNS>(a.src), Parts{});
+  }
 }

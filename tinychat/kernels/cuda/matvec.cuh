@@ -1,7 +1,9 @@
-// Weights times the activations of one token: what all mat-vec kernels of a decode step share. LANES lanes and SPLIT
-// warps share a row, ROWS_PER_LANE rows per lane are in flight, DEPTH blocks of each (struct Spread, from Python). The
-// first loads of weights go out before grid_wait(), so they overlap the kernel before. Every block stages the
-// activations for itself, in int8 per 32 values: cheaper than another launch.
+// Weights times the activations of one token, or of C tokens (columns) that a step verifies: what all mat-vec kernels of a
+// decode step share. LANES lanes and SPLIT warps share a row, ROWS_PER_LANE rows per lane are in flight, DEPTH blocks of
+// each (struct Spread, from Python). The first loads of weights go out before grid_wait(), so they overlap the kernel
+// before. Every block stages the activations for itself, in int8 per 32 values: cheaper than another launch. A block of
+// weights is read once for all columns; each column's sums have the order that they have alone, so its results have the
+// same bits.
 
 constexpr int WARPS = THREADS / 32;
 
@@ -12,9 +14,10 @@ struct Shared {
 };  // int8 codes (two planes of K / 32), their scales; floats; reductions
 
 DEVICE F4 load4(const float *p) { return *(const F4 *)p; }
-struct Plain {  // activations from a buffer
+struct Plain {  // activations from a buffer, `stride` values from a column to the next
   const float *src;
-  DEVICE F4 operator()(int i) const { return load4(src + i); }
+  int stride = 0;
+  DEVICE F4 operator()(int column, int i) const { return load4(src + column * stride + i); }
   DEVICE void prepare() const {}
 };
 struct Quantised {
@@ -22,22 +25,49 @@ struct Quantised {
   const Scale *s;
   DEVICE void prepare() const {}
 };  // already as `Shared` holds them
+struct InPlace {
+  DEVICE void prepare() const {}
+};  // `Shared` points to them where they lie
 
-// The block's shared memory for activations of K values. Floats are read at `direct` where they need no staging.
-template <int K, bool QUANT, bool STAGE_FLOATS> DEVICE Shared staging(const float *direct) {
-  __shared__ V4 q[QUANT ? K / 16 : 1];
-  __shared__ Scale s[QUANT ? K / 32 : 1];
-  __shared__ F4 f[STAGE_FLOATS ? K / 4 : 1];
-  __shared__ float red[96];
-  return Shared{q, s, STAGE_FLOATS ? (float *)f : (float *)direct, red};
+// COUNT vectors, several loads before the first store.
+template <int COUNT, class T> DEVICE void copy(T *to, const T *from) {
+  constexpr int N = (COUNT + THREADS - 1) / THREADS, B = 8;
+#pragma unroll
+  for (int first = 0; first < N; first += B) {
+    T v[B];
+#pragma unroll
+    for (int i = 0; i < B && first + i < N; i++)
+      if (threadIdx.x + (first + i) * THREADS < COUNT) v[i] = from[threadIdx.x + (first + i) * THREADS];
+#pragma unroll
+    for (int i = 0; i < B && first + i < N; i++)
+      if (threadIdx.x + (first + i) * THREADS < COUNT) to[threadIdx.x + (first + i) * THREADS] = v[i];
+  }
 }
 
-// K activations of one token into shared memory, as int8 blocks if QUANT and as floats if FLOAT. NORM: times the gain
-// only; what the rest of RMSNorm multiplies by, norm() gives after finish(), so that nothing waits for the sum of
+// The block's shared memory for activations of C columns of K values, one column after the other. Floats are read at
+// `direct` where they need no staging.
+template <int K, bool QUANT, bool STAGE_FLOATS, int C> DEVICE Shared staging(const float *direct) {
+  __shared__ float red[96 * C];
+  if constexpr (C == 1) {
+    __shared__ V4 q[QUANT ? K / 16 : 1];
+    __shared__ Scale s[QUANT ? K / 32 : 1];
+    __shared__ F4 f[STAGE_FLOATS ? K / 4 : 1];
+    return Shared{q, s, STAGE_FLOATS ? (float *)f : (float *)direct, red};
+  } else {
+    DYNAMIC_SHARED(pool);
+    Scale *s = (Scale *)(pool + (QUANT ? C * K / 16 : 0));
+    return Shared{pool, s, STAGE_FLOATS ? (float *)(s + (QUANT ? C * K / 32 : 0)) : (float *)direct, red};
+  }
+}
+
+// K activations of each of C columns into shared memory, as int8 blocks if QUANT and as floats if FLOAT. NORM: times the
+// gain only; what the rest of RMSNorm multiplies by, norm() gives after finish(), so that nothing waits for the sum of
 // squares.
-template <int K, bool NORM, bool QUANT, bool FLOAT> struct Stage {
-  static constexpr int N = K / 4, V = (N + THREADS - 1) / THREADS, B = 8;
-  F4 gain[NORM ? V : 1], x[NORM ? V : 1];
+template <int K, bool NORM, bool QUANT, bool FLOAT, int C> struct Stage {
+  static constexpr int N = K / 4, V = (N + THREADS - 1) / THREADS;  // vectors of a column: all, those of a thread
+  static constexpr int B = NORM && C == 1 ? V : THREADS > 256 && C > 1 ? 4 : 8;  // loaded before the first use
+  static constexpr int ALL = V * C;
+  F4 gain[NORM ? V : 1], x[NORM && ALL > B ? B : NORM ? ALL : 1];
   DEVICE void prefetch(const float *g) {
     if (NORM)
 #pragma unroll
@@ -49,22 +79,30 @@ template <int K, bool NORM, bool QUANT, bool FLOAT> struct Stage {
         }
       }
   }
-  template <class Load> DEVICE void load(const Load &src) {
+  template <class Load> static DEVICE F4 loaded(const Load &src, int n) {  // vector n of the thread's, over all columns
+    const int at = threadIdx.x + n % V * THREADS;
+    return at < N ? src(n / V, 4 * at) : F4{0, 0, 0, 0};
+  }
+  template <class Load> DEVICE void load(const Load &src, int first = 0) {
     if constexpr (NORM)
 #pragma unroll
-      for (int i = 0; i < V; i++) {
-        const int at = threadIdx.x + i * THREADS;
-        x[i] = at < N ? src(4 * at) : F4{0, 0, 0, 0};
-      }
+      for (int n = first; n < first + B && n < ALL; n++) x[n - first] = loaded(src, n);
   }
-  DEVICE float norm(float eps, const Shared &sh) const {
+  DEVICE float norm(float eps, const Shared &sh, int column) const {
     if (!NORM) return 1;
     float ss = 0;
 #pragma unroll
-    for (int i = 0; i < WARPS; i++) ss += sh.red[i];
+    for (int i = 0; i < WARPS; i++) ss += sh.red[column * 32 + i];
     return rsqrt_(ss / K + eps);
   }
+  DEVICE void finish(const InPlace &, const Shared &) {}
   DEVICE void finish(const Quantised &src, const Shared &sh) {
+    if constexpr (C > 1) {
+      copy<C * K / 16>(sh.q, src.q);
+      copy<C * K / 32>(sh.s, src.s);
+      __syncthreads();
+      return;
+    }
     constexpr int Q = K / 16, S = K / 32, VQ = (Q + THREADS - 1) / THREADS, VS = (S + THREADS - 1) / THREADS;
     V4 q[VQ];
     Scale s[VS];
@@ -83,21 +121,22 @@ template <int K, bool NORM, bool QUANT, bool FLOAT> struct Stage {
     __syncthreads();
   }
   template <class Load> DEVICE void finish(const Load &src, const Shared &sh) {
-    F4 loaded[NORM ? 1 : B];
+    F4 ahead[NORM ? 1 : B];
     float ss = 0;
 #pragma unroll
-    for (int i = 0; i < V; i++) {
-      const int at = threadIdx.x + i * THREADS;
-      if (!NORM && (QUANT || FLOAT) && i % B == 0)  // several loads before the first use
+    for (int n = 0; n < ALL; n++) {
+      const int column = n / V, i = n % V, at = threadIdx.x + i * THREADS;
+      if (NORM && n && n % B == 0) load(src, n);
+      if (!NORM && (QUANT || FLOAT) && n % B == 0)  // several loads before the first use
 #pragma unroll
-        for (int j = i; j < i + B && j < V; j++)
-          loaded[j % B] = threadIdx.x + j * THREADS < N ? src(4 * (threadIdx.x + j * THREADS)) : F4{0, 0, 0, 0};
+        for (int j = n; j < n + B && j < ALL; j++) ahead[j % B] = loaded(src, j);
       F4 v;
       if (NORM) {
-        ss += x[i].x * x[i].x + x[i].y * x[i].y + x[i].z * x[i].z + x[i].w * x[i].w;
-        v = F4{x[i].x * gain[i].x, x[i].y * gain[i].y, x[i].z * gain[i].z, x[i].w * gain[i].w};
-      } else v = loaded[i % B];
-      if (FLOAT && at < N) *(F4 *)(sh.f + 4 * at) = v;
+        const F4 x = this->x[n % B];
+        ss += x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w;
+        v = F4{x.x * gain[i].x, x.y * gain[i].y, x.z * gain[i].z, x.w * gain[i].w};
+      } else v = ahead[n % B];
+      if (FLOAT && at < N) *(F4 *)(sh.f + column * K + 4 * at) = v;
       if (QUANT) {
         float amax = at < N ? fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))) : 0;
         amax = fmaxf(amax, shfl_xor(amax, 1));
@@ -111,27 +150,28 @@ template <int K, bool NORM, bool QUANT, bool FLOAT> struct Stage {
         sum += shfl_xor(sum, 2);
         const int other = shfl_xor(sum, 4), w = at & 7, block = at >> 3;
         if (at < N) {
-          ((u32 *)sh.q)[((w >> 2) * (K / 32) + block) * 4 + (w & 3)] =
+          ((u32 *)sh.q)[column * (K / 4) + ((w >> 2) * (K / 32) + block) * 4 + (w & 3)] =
               (a & 255) | (b & 255) << 8 | (c & 255) << 16 | (u32)d << 24;
-          if (w == 0) sh.s[block] = Scale{amax / 127.f, (sum & 0xFFFF) | other << 16};
+          if (w == 0) sh.s[column * (K / 32) + block] = Scale{amax / 127.f, (sum & 0xFFFF) | other << 16};
         }
       }
-    }
-    if (NORM) {
-      ss = warp_sum(ss);
-      if (threadIdx.x % 32 == 0) sh.red[threadIdx.x / 32] = ss;
+      if (NORM && i == V - 1) {
+        ss = warp_sum(ss);
+        if (threadIdx.x % 32 == 0) sh.red[column * 32 + threadIdx.x / 32] = ss;
+        ss = 0;
+      }
     }
     __syncthreads();
   }
 };
 
 // R * 32 / LPR rows of one warp (KS warps share them, each every KS-th stretch of 32 blocks), DEPTH blocks per row in
-// flight.
-template <int T, int K, int LPR, int KS, int R, int DEPTH> struct Dot {
+// flight, times C columns.
+template <int T, int K, int LPR, int KS, int R, int DEPTH, int C> struct Dot {
   static constexpr int KB = K / block_of(T), STEP = LPR * KS, NI = (KB + STEP - 1) / STEP, G = 32 / LPR,
                        D = DEPTH < NI ? DEPTH : NI;
   Block<T> f[D][R];
-  float acc[R];
+  float acc[C][R];
   const u8 *w;
   u64 blocks;
   u64 row[R];
@@ -148,60 +188,79 @@ template <int T, int K, int LPR, int KS, int R, int DEPTH> struct Dot {
   }
   DEVICE void prefetch() {
 #pragma unroll
-    for (int r = 0; r < R; r++) acc[r] = 0;
+    for (int c = 0; c < C; c++)
+#pragma unroll
+      for (int r = 0; r < R; r++) acc[c][r] = 0;
 #pragma unroll
     for (int i = 0; i < D; i++) issue(i);
   }
   DEVICE void use(int i, const Shared &sh, int first) {
     const int j = i * STEP + lane();
-    if (KB % STEP == 0 || j < KB) {
-      if constexpr (is_float(T)) {
+    if (KB % STEP == 0 || j < KB)
 #pragma unroll
-        for (int r = 0; r < R; r++) acc[r] += dot<T>(f[i % D][r], sh.f + first + j * 8);
-      } else {
-        const V4 x0 = sh.q[first / 32 + j], x1 = sh.q[first / 32 + j + plane];
-        const Scale s = sh.s[first / 32 + j];
+      for (int c = 0; c < C; c++) {
+        if constexpr (is_float(T)) {
 #pragma unroll
-        for (int r = 0; r < R; r++) acc[r] += dot<T>(f[i % D][r], x0, x1, s);
+          for (int r = 0; r < R; r++) acc[c][r] += dot<T>(f[i % D][r], sh.f + c * staged + first + j * 8);
+        } else {
+          const int plane = staged / 32, at = first / 32 + j;  // a column's second plane starts `plane` blocks on
+          const V4 x0 = sh.q[c * 2 * plane + at], x1 = sh.q[(c * 2 + 1) * plane + at];
+          const Scale s = sh.s[c * plane + at];
+#pragma unroll
+          for (int r = 0; r < R; r++) acc[c][r] += dot<T>(f[i % D][r], x0, x1, s);
+        }
       }
-    }
   }
-  int plane;  // blocks of the whole staged vector: where its second plane starts
-  DEVICE void run(const Shared &sh, int staged_blocks, int first = 0) {  // from staged value `first` on
-    plane = staged_blocks;
+  int staged;  // values of a whole staged column
+  DEVICE void run(const Shared &sh, int values, int first = 0) {  // from staged value `first` on
+    staged = values;
 #pragma unroll
     for (int i = 0; i < NI; i++) {
       use(i, sh, first);
       if (i + D < NI) issue(i + D);
     }
 #pragma unroll
-    for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++)
 #pragma unroll
-      for (int m = LPR / 2; m; m >>= 1) acc[r] += shfl_xor(acc[r], m);
+      for (int r = 0; r < R; r++)
+#pragma unroll
+        for (int m = LPR / 2; m; m >>= 1) acc[c][r] += shfl_xor(acc[c][r], m);
   }
   DEVICE void across_warps(float *red) {  // sums what the KS warps of a row have
     if (KS > 1) {
 #pragma unroll
-      for (int r = 0; r < R; r++)
-        if (threadIdx.x % 32 == 0) red[threadIdx.x / 32 * R + r] = acc[r];
+      for (int c = 0; c < C; c++)
+#pragma unroll
+        for (int r = 0; r < R; r++)
+          if (threadIdx.x % 32 == 0) red[c * 64 + threadIdx.x / 32 * R + r] = acc[c][r];
       __syncthreads();
 #pragma unroll
-      for (int r = 0; r < R; r++) {
-        acc[r] = 0;
-        for (int i = 0; i < KS; i++) acc[r] += red[(threadIdx.x / 32 / KS * KS + i) * R + r];
-      }
+      for (int c = 0; c < C; c++)
+#pragma unroll
+        for (int r = 0; r < R; r++) {
+          acc[c][r] = 0;
+          for (int i = 0; i < KS; i++) acc[c][r] += red[c * 64 + (threadIdx.x / 32 / KS * KS + i) * R + r];
+        }
     }
+  }
+  // A row's lanes have the sums of all columns; each finishes its own columns, `first` + lane of the row.
+  DEVICE float mine(int first, int r) const {
+    float v = acc[first][r];
+#pragma unroll
+    for (int c = 1; c < LPR && first + c < C; c++) v = threadIdx.x % LPR == c ? acc[first + c][r] : v;
+    return v;
   }
 };
 
-// Where results go; finish() is called by all threads once, with the block's first row.
+// Where results go, by column and row; finish() is called by all threads once, with the block's first row.
 struct Put {
   float *dst;
   const float *bias;
   float scale = 1, softcap = 0;
-  DEVICE void operator()(int row, float v) const {
+  int stride = 0;  // from a column to the next
+  DEVICE void operator()(int column, int row, float v) const {
     const float y = scale * (bias ? v + bias[row] : v);
-    dst[row] = softcap == 0 ? y : softcap * tanhf(y / softcap);
+    dst[column * stride + row] = softcap == 0 ? y : softcap * tanhf(y / softcap);
   }
   DEVICE void finish(int) const {}
 };
@@ -209,13 +268,10 @@ struct Add {
   float *dst;
   const float *bias;
   float scale = 1;
-  DEVICE void operator()(int row, float v) const { dst[row] += scale * (bias ? v + bias[row] : v); }
-  DEVICE void finish(int) const {}
-};
-struct PutHalf {  // queries
-  u16 *dst;
-  float scale;
-  DEVICE void operator()(int row, float v) const { dst[row] = float_to_half(v * scale); }
+  int stride = 0;
+  DEVICE void operator()(int column, int row, float v) const {
+    dst[column * stride + row] += scale * (bias ? v + bias[row] : v);
+  }
   DEVICE void finish(int) const {}
 };
 // By one warp: its lanes' values as int8 block `at` of the `blocks` there.
@@ -234,25 +290,28 @@ DEVICE void put_block(float v, u32 *q, Scale *s, int blocks, int at) {
 }
 // As int8 blocks for the next kernel (`Quantised`): a thread block makes exactly 32 rows, one block of the `blocks`
 // there; `first` is that of row 0.
-struct PutQuantised {
-  float *values;
+template <int C> struct PutQuantised {
+  float *values;  // (C, 32)
   u32 *q;
   Scale *s;
   int blocks, first;
-  DEVICE void operator()(int row, float v) const { values[row % 32] = v; }
+  DEVICE void operator()(int column, int row, float v) const { values[column * 32 + row % 32] = v; }
   DEVICE void finish(int row) const {
     __syncthreads();
-    if (threadIdx.x < 32) put_block(values[threadIdx.x], q, s, blocks, first + row / 32);
+    for (int c = threadIdx.x / 32; c < C; c += WARPS)
+      put_block(
+          values[c * 32 + threadIdx.x % 32], q + c * blocks * 8, s + c * blocks, blocks, first + row / 32);
   }
 };
 
-// By block b of those of one matrix: put(row, value) for each of its rows in W's matrix g. LOAD gives the activations,
-// of W::COLS values.
-template <class W, class S, bool NORM, bool QUANT, bool FLOAT, class Load, class Epilogue>
+// By block b of those of one matrix: put(column, row, value) for each of its rows in W's matrix g. LOAD gives the
+// activations, of W::COLS values.
+template <class W, class S, bool NORM, bool QUANT, bool FLOAT, int C, class Load, class Epilogue>
 DEVICE void linear(const u8 *w, int g, int b, Load src, const float *gain, float eps, Shared sh, const Epilogue &put) {
   constexpr int K = W::COLS, ROWS = W::ROWS, LPR = S::LANES, KS = S::SPLIT, R = S::ROWS_PER_LANE;
-  Dot<W::TYPE, K, LPR, KS, R, S::DEPTH> dot;
-  constexpr int G = 32 / LPR;
+  Dot<W::TYPE, K, LPR, KS, R, S::DEPTH, C> dot;
+  constexpr int G = 32 / LPR, MINE = (C + LPR - 1) / LPR;  // columns that a lane finishes
+  const int lane = threadIdx.x % LPR;
   const int unit = (b * (WARPS / KS) + threadIdx.x / 32 / KS) * R * G + threadIdx.x % 32 / LPR;
 #pragma unroll
   for (int r = 0; r < R; r++) {
@@ -261,29 +320,37 @@ DEVICE void linear(const u8 *w, int g, int b, Load src, const float *gain, float
   }
   dot.point(w, W::BLOCKS);
   dot.prefetch();
-  Stage<K, NORM, QUANT, FLOAT> stage;
+  Stage<K, NORM, QUANT, FLOAT, C> stage;
   stage.prefetch(gain);
   grid_wait();
   src.prepare();
   stage.load(src);
   stage.finish(src, sh);
-  const float norm = stage.norm(eps, sh);
-  dot.run(sh, K / 32);
-  dot.across_warps(sh.red + 32);
-  if (threadIdx.x % LPR == 0 && threadIdx.x / 32 % KS == 0)
+  float norm[MINE];
 #pragma unroll
-    for (int r = 0; r < R; r++)
-      if (unit + r * G < ROWS) put(unit + r * G, dot.acc[r] * norm);
+  for (int m = 0; m < MINE; m++) norm[m] = stage.norm(eps, sh, C == 1 ? 0 : min(m * LPR + lane, C - 1));
+  dot.run(sh, K);
+  dot.across_warps(sh.red + 32 * C);
+#pragma unroll
+  for (int m = 0; m < MINE; m++) {
+    const int column = C == 1 ? 0 : m * LPR + lane;
+    if ((C == 1 ? lane == 0 : column < C) && threadIdx.x / 32 % KS == 0)
+#pragma unroll
+      for (int r = 0; r < R; r++)
+        if (unit + r * G < ROWS) put(column, unit + r * G, dot.mine(m * LPR, r) * norm[m]);
+  }
   put.finish(b * (WARPS / KS) * R * G);
 }
 
-// What producer and consumer of activations have agreed on: int8 blocks, which the consumer only copies, or floats.
-template <bool INT8, class A> DEVICE auto activations(const A &a, u64 first = 0) {
-  if constexpr (INT8) return Quantised{a.src_q, a.src_s};
-  else return Plain{a.src + first};
+// What producer and consumer of activations have agreed on: int8 blocks, which the consumer only copies, or floats,
+// `stride` of them from a column to the next.
+template <bool INT8, bool IN_PLACE, class A> DEVICE auto activations(const A &a, int stride, u64 first = 0) {
+  if constexpr (IN_PLACE) return InPlace{};
+  else if constexpr (INT8) return Quantised{a.src_q, a.src_s};
+  else return Plain{a.src + first, stride};
 }
-// Results of a buffer of SIZE values, from value `at` on. `values`: 32 floats of shared memory.
-template <bool INT8, int SIZE, class A> DEVICE auto results(const A &a, float *values, int at) {
-  if constexpr (INT8) return PutQuantised{values, a.dst_q, a.dst_s, SIZE / 32, at / 32};
-  else return Put{a.dst + at, nullptr};
+// Results of a buffer of SIZE values a column, from value `at` on. `values`: (C, 32) floats of shared memory.
+template <bool INT8, int SIZE, int C, class A> DEVICE auto results(const A &a, float *values, int at) {
+  if constexpr (INT8) return PutQuantised<C>{values, a.dst_q, a.dst_s, SIZE / 32, at / 32};
+  else return Put{a.dst + at, nullptr, 1, 0, SIZE};
 }

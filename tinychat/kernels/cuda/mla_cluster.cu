@@ -1,11 +1,13 @@
 // MLA, decode behind few keys, in one kernel: a cluster of CLUSTER blocks per head makes the head's query (from q_a
 // through q_b, where the model has it), absorbs W_k_b, attends, and multiplies by W_v_b. Each block computes a part of
 // every product's rows and has every CLUSTER-th key; vectors go through distributed shared memory. A block's weights
-// are on their way into shared memory before grid_wait().
+// are on their way into shared memory before grid_wait(). Each column of the step has clusters of its own, which make the
+// cache rows of the columns before it for themselves.
 #include "latent.cuh"
 #include "matvec.cuh"
 
 constexpr int HEAD = NOPE + ROPE_DIMS, ROW = KV_LORA + ROPE_DIMS;
+constexpr int NEW = (COLUMNS + CLUSTER - 1) / CLUSTER;  // keys of this step that a block has, at most
 constexpr bool LOW_RANK = Query::COLS > 0;  // q comes from q_a through q_b
 constexpr int LONGEST = Query::COLS > KV_LORA ? Query::COLS : KV_LORA > NOPE ? KV_LORA : NOPE;
 constexpr int PAIRS = (ROW / 2 + 31) / 32;            // of a cache row's values, per lane
@@ -57,8 +59,8 @@ struct Memory {  // a block's
   alignas(16) float query[ROW];     // absorbed, then rotated; scaled
   alignas(16) float part[KV_LORA];  // attention over this block's keys, not normalised
   float part_max, part_sum;         // log2, sum of the weights
-  float red[WARPS], row_red[WARPS], warp_maxima[WARPS], warp_sums[WARPS], results[Value::ROWS / CLUSTER];
-  alignas(16) u16 row[ROW];  // this token's cache row
+  float red[WARPS], row_red[NEW][WARPS], warp_maxima[WARPS], warp_sums[WARPS], results[Value::ROWS / CLUSTER];
+  alignas(16) u16 row[NEW][ROW];  // cache rows of this step's keys, of every CLUSTER-th
   ValueRows value;
   union {
     struct {
@@ -71,10 +73,10 @@ struct Memory {  // a block's
 static_assert(sizeof(Memory) <= SHARED, "the shared memory asked for is too small");
 
 struct Args {
-  const float *x = nullptr;  // (Query::COLS): q_a, where LOW_RANK
+  const float *x = nullptr;  // (columns, Query::COLS): q_a, where LOW_RANK
   const float *x_gain = nullptr;
-  const float *q = nullptr;  // (heads, nope + rope_dims), else
-  const float *kv = nullptr;
+  const float *q = nullptr;  // (columns, heads, nope + rope_dims), else
+  const float *kv = nullptr;  // (columns, kv_lora + rope_dims)
   const float *kv_gain = nullptr;
   u16 *cache = nullptr;
   const F2 *table = nullptr;  // cos and sin, (positions, rope_dims / 2)
@@ -82,14 +84,14 @@ struct Args {
   const u8 *w_query = nullptr;
   const u8 *w_absorb = nullptr;
   const u8 *w_value = nullptr;
-  float *dst = nullptr;  // (heads, rows of Value), or:
+  float *dst = nullptr;  // (columns, heads, rows of Value), or:
   u32 *dst_q = nullptr;
   Scale *dst_s = nullptr;
 };
 
-// Attention over every CLUSTER-th key from `rank` on: `part`, `part_max` and `part_sum`. A warp takes KEYS keys at a
+// Attention over every CLUSTER-th key from `rank` on, those from `known` on in `row`: `part`, `part_max` and `part_sum`. A warp takes KEYS keys at a
 // time and keeps its lanes' part of the weighted sum of values in registers.
-DEVICE void attend(Memory &m, const u16 *cache, int pos, int rank) {
+DEVICE void attend(Memory &m, const u16 *cache, int known, int pos, int rank) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, mine = pos < rank ? 0 : (pos - rank) / CLUSTER + 1;
   float best = -1e30f, total = 0, sum[2 * VALUE_PAIRS];
 #pragma unroll
@@ -100,7 +102,7 @@ DEVICE void attend(Memory &m, const u16 *cache, int pos, int rank) {
 #pragma unroll
     for (int j = 0; j < KEYS; j++) {
       const int i = first + j * WARPS, key = rank + i * CLUSTER;
-      const u32 *row = (const u32 *)(key == pos ? m.row : cache + (u64)key * ROW);
+      const u32 *row = (const u32 *)(key >= known ? m.row[(key - known) / CLUSTER] : cache + (u64)key * ROW);
 #pragma unroll
       for (int p = 0; p < PAIRS; p++) v[j][p] = i < mine && p * 32 + lane < ROW / 2 ? row[p * 32 + lane] : 0;
       s[j] = 0;
@@ -179,7 +181,7 @@ struct Merged {
 #pragma unroll
     for (int r = 0; r < CLUSTER; r++) weight[r] /= total;
   }
-  DEVICE F4 operator()(int i) const {
+  DEVICE F4 operator()(int, int i) const {
     F4 v = {0, 0, 0, 0};
 #pragma unroll
     for (int r = 0; r < CLUSTER; r++) {
@@ -190,50 +192,68 @@ struct Merged {
   }
 };
 
-DEVICE void run(const Args &a) {
+DEVICE void run(Args a) {
   CLUSTER_SHARED(Memory, m);
   const Shared sh{m.codes, m.scales, nullptr, m.red};
-  const int rank = cluster_rank(), head = blockIdx.x / CLUSTER, warp = threadIdx.x / 32;
+  const int rank = cluster_rank(), warp = threadIdx.x / 32, head = blockIdx.x / CLUSTER % HEADS;
+  const int column = COLUMNS == 1 ? 0 : blockIdx.x / (CLUSTER * HEADS);
+  if (COLUMNS > 1 && column >= a.state[COUNT]) return;
+  a.x += column * Query::COLS;
+  a.q += column * HEADS * HEAD;
+  if constexpr (OUT_QUANTISED) {
+    a.dst_q += column * HEADS * Value::ROWS / 4;
+    a.dst_s += column * HEADS * Value::ROWS / 32;
+  } else a.dst += column * HEADS * Value::ROWS;
   cluster_arrive();  // waited for before the first write into another block's memory
   if constexpr (LOW_RANK) m.rows.query.copy(a.w_query, Query::START + (u64)head * HEAD + rank * (HEAD / CLUSTER));
   copy_commit();
   m.rows.latent.copy(a.w_absorb, Absorb::START + (u64)head * Absorb::STRIDE + rank * (KV_LORA / CLUSTER));
   m.value.copy(a.w_value, Value::START + (u64)head * Value::STRIDE + rank * (Value::ROWS / CLUSTER));
   copy_commit();
-  const int pos = a.state[POS];
+  const int known = a.state[POS], pos = known + column;
   const F2 *angles = a.table + (u64)pos * (ROPE_DIMS / 2);
 
-  const bool owner = rank == pos % CLUSTER;  // of this token's key
-  LatentRow row;
+  const bool owner = rank == pos % CLUSTER;  // of this column's key
+  const int first_new = (rank - known % CLUSTER + CLUSTER) % CLUSTER;  // column of the block's first key in this step
+  LatentRow row[NEW];
+  const auto load_rows = [&] {
+#pragma unroll
+    for (int i = 0; i < NEW; i++) {
+      const int c = first_new + i * CLUSTER;
+      if (c <= column) row[i].load(a.kv + c * ROW, a.kv_gain, a.table + (u64)(known + c) * (ROPE_DIMS / 2));
+    }
+  };
   if constexpr (LOW_RANK) {
-    Stage<LOW_RANK ? Query::COLS : 32, true, true, false> stage;
+    Stage<LOW_RANK ? Query::COLS : 32, true, true, false, 1> stage;
     stage.prefetch(a.x_gain);
     grid_wait();
     const Plain x{a.x};
     stage.load(x);
-    if (owner) row.load(a.kv, a.kv_gain, angles);
+    load_rows();
     copy_wait<1>();
     stage.finish(x, sh);
-    const float norm = stage.norm(EPS, sh);
+    const float norm = stage.norm(EPS, sh, 0);
     cluster_wait();
     m.rows.query.multiply(sh, [&](int i, int sub, float v) {
       for (int r = sub; r < CLUSTER; r += QUERY_LANES) peer(m.q, r)[rank * (HEAD / CLUSTER) + i] = v * norm;
     });
   } else {
     grid_wait();
-    if (owner) row.load(a.kv, a.kv_gain, angles);
+    load_rows();
     for (int i = threadIdx.x; i < HEAD; i += THREADS) m.q[i] = a.q[head * HEAD + i];
     cluster_wait();
   }
   cluster_arrive();
-  if (owner) row.store(m.row, m.row_red);
+#pragma unroll
+  for (int i = 0; i < NEW; i++)
+    if (first_new + i * CLUSTER <= column) row[i].store(m.row[i], m.row_red[i]);
   cluster_wait();
   if (owner && head == 0) {
     __syncthreads();  // the row was stored behind the arrival, so the cluster's barrier says nothing of it
-    for (int i = threadIdx.x; i < ROW; i += THREADS) a.cache[(u64)pos * ROW + i] = m.row[i];
+    for (int i = threadIdx.x; i < ROW; i += THREADS) a.cache[(u64)pos * ROW + i] = m.row[column / CLUSTER][i];
   }
 
-  Stage<NOPE, false, true, false> nope;
+  Stage<NOPE, false, true, false, 1> nope;
   copy_wait<0>();
   nope.finish(Plain{m.q}, sh);
   for (int i = threadIdx.x; i < ROPE_DIMS; i += THREADS)
@@ -245,10 +265,10 @@ DEVICE void run(const Args &a) {
   cluster_arrive();
   cluster_wait();
 
-  attend(m, a.cache, pos, rank);
+  attend(m, a.cache, known, pos, rank);
   cluster_arrive();
   cluster_wait();
-  Stage<KV_LORA, false, true, false> latent;
+  Stage<KV_LORA, false, true, false, 1> latent;
   latent.finish(Merged(m), sh);
   cluster_arrive();  // this block has read the others' parts
   const int first = head * Value::ROWS + rank * (Value::ROWS / CLUSTER);

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from tinygrad.helpers import CACHEDB
@@ -38,6 +39,16 @@ class DecodeStep:
     max_context: int
     decode: Callable[[int, int, Sampling, Sequence[int]], Iterator[tuple[int, float]]]  # Executor.decode
     place: Callable[[Sequence[int], int, Sampling], None]  # tokens from a position on; the last is the next step's
+
+    @cached_property
+    def layers(self) -> Graph:
+        """The step up to its logits."""
+        return self.gpu.graph([launch for launch, _ in self.parts if launch.kind != "sampling"])
+
+    @cached_property
+    def choice(self) -> Graph:
+        """The rest: the next token from the logits."""
+        return self.gpu.graph([launch for launch, _ in self.parts if launch.kind == "sampling"])
 
 
 def profile(step: DecodeStep, token: int, pos: int, steps: int) -> StepProfile:

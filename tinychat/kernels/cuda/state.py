@@ -6,7 +6,8 @@ import struct
 
 import numpy as np
 
-from tinychat.kernels.sampling import SAMPLING_PARAMETERS, Sampling, longest_dry
+from tinychat.kernels.sampler import longest_dry
+from tinychat.kernels.sampling import SAMPLING_PARAMETERS, Sampling
 
 STATE_BYTES = 256
 
@@ -18,6 +19,8 @@ WORDS = (
     "SEED_LO",
     "SEED_HI",
     "DRY_LONGEST",  # repetitions of more tokens cost no more
+    "BIASED",  # 1: the buffer `bias` is added to the logits
+    "MASKED",  # 1: only the tokens of the buffer `allowed` may come
     *(name.upper() for name in SAMPLING_PARAMETERS),  # the bits of a float where the parameter is one
 )
 """The words in order: WORDS[i] is the constant i in the kernels. The host writes them before a run of steps."""
@@ -28,11 +31,12 @@ def header() -> str:
     return f"enum {{ {', '.join(f'{word} = {i}' for i, word in enumerate(WORDS))} }};\n"
 
 
-def state_words(s: Sampling, pos: int, count: int, first_known: int) -> np.ndarray:
+def state_words(s: Sampling, pos: int, count: int, first_known: int, masked: bool = False) -> np.ndarray:
     """int32: all words for a step of `count` tokens at `pos`; tokens are known from `first_known` on."""
     seed = struct.unpack("<2i", struct.pack("<Q", s.seed % 2**64))
     longest = longest_dry(s) if s.has_dry else 0
-    words = np.array([pos, count, max(0, first_known), *seed, longest, *[0] * len(SAMPLING_PARAMETERS)], np.int32)
+    own = [pos, count, max(0, first_known), *seed, longest, bool(s.logit_bias), masked]
+    words = np.array([*own, *[0] * len(SAMPLING_PARAMETERS)], np.int32)
     for at, (name, parameter) in enumerate(SAMPLING_PARAMETERS.items(), len(words) - len(SAMPLING_PARAMETERS)):
         (words.view(np.float32) if parameter.kind is float else words)[at] = getattr(s, name)
     if not s.has_dry:
@@ -45,3 +49,11 @@ def breaker_bits(breakers: tuple[int, ...], vocab: int) -> np.ndarray:
     bits = np.zeros(-(-vocab // 32) * 32, np.uint8)
     bits[[i for i in breakers if 0 <= i < vocab]] = 1
     return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+def bias_values(bias: tuple[tuple[int, float], ...], vocab: int) -> np.ndarray:
+    """float32 (vocab,): what is added to each logit."""
+    values = np.zeros(vocab, np.float32)
+    for i, value in bias:
+        values[i] = value
+    return values

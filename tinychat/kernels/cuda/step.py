@@ -31,9 +31,10 @@ DEEP = 2048  # keys from which on latent attention has DEEP_SPLITS parts, and a 
 
 
 def decode(b: Builder, depth: Depth = "middle") -> LaunchedOps:
-    """All kernels of one token: embedding to sampling. Only latent attention differs by `depth`."""
+    """All kernels of a step of the builder's columns: embedding to sampling. Only latent attention differs by
+    `depth`."""
     plan, out = b.plan, LaunchedOps()
-    out.append((embed(b, plan.embed, 1), 0))
+    out.append((embed(b, plan.embed, b.columns), 0))
     first = 1  # op of the layer
     for i, (layer, layer_ops) in enumerate(zip(plan.layers, plan.ops_of_layers)):
         done = first + len(layer_ops)
@@ -52,16 +53,17 @@ def decode(b: Builder, depth: Depth = "middle") -> LaunchedOps:
     return out + [(launch, len(plan.ops)) for launch in sample(b)]
 
 
-def decode_steps(b: Builder, clusters: bool) -> dict[int, LaunchedOps]:
-    """The decode steps for all depths, by the position from which on each is taken. `clusters`: the GPU has them."""
+def depths(b: Builder, clusters: bool) -> dict[int, Depth]:
+    """The kinds of decode steps of the plan, whatever their number of tokens, by the position from which on each is
+    taken. `clusters`: the GPU has them."""
     latent = [layer.attention for layer in b.plan.layers if isinstance(layer.attention, MLA)]
-    near = clusters and latent and all(takes_cluster(b, a) for a in latent)
-    steps = {0: decode(b, "near" if near else "middle")}
+    near = clusters and latent and all(takes_cluster(b.of(1), a) for a in latent)
+    kinds: dict[int, Depth] = {0: "near" if near else "middle"}
     if near and b.max_context > NEAR:
-        steps[NEAR] = decode(b, "middle")
+        kinds[NEAR] = "middle"
     if latent and b.max_context > DEEP:
-        steps[DEEP] = decode(b, "deep")
-    return steps
+        kinds[DEEP] = "deep"
+    return kinds
 
 
 def enumerated(launches: list[Launch], done: int) -> LaunchedOps:
@@ -74,7 +76,7 @@ def _gqa(b: Builder, layer: int, a: GQA) -> list[Launch]:
     qkv = ((a.q, a.q_bias, "q"), (a.k, a.k_bias, "k"), (a.v, a.v_bias, "v"))
     return [
         linear(b, "norm_linear", Activations("x", a.q.cols), qkv, norm=a.norm, eps=a.eps),
-        store_kv(b, layer, a, 1),
+        store_kv(b, layer, a, b.columns),
         attention(b, layer, a),
         *_added(b, heads, ops.added("heads", a.output, a.output_bias, a.post_norm, a.eps, a.residual_scale)),
     ]
@@ -128,7 +130,7 @@ def _dense(b: Builder, d: Dense) -> list[Launch]:
 def _experts(b: Builder, e: Experts) -> list[Launch]:
     """Router logits; gate and up of the chosen and the shared; their down."""
     r, w, shared = e.router, e.weights, e.shared
-    logits = b.buffer("router", 4 * r.experts)
+    logits = b.buffer("router", 4 * b.columns * r.experts)
     route = ((r.weight, r.bias, logits),)
     router = linear(b, "route", Activations("x", r.weight.cols), route, norm=r.norm or e.norm, eps=e.eps)
     t, shared_t = pair_spread(w.gate), pair_spread(shared.gate) if shared else None

@@ -13,7 +13,8 @@ from tinychat.kernels.executor import ExecutorKind, Logits, Mask, SingleSteps, W
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile, calls_of
-from tinychat.kernels.sampling import Sampling, sample
+from tinychat.kernels.sampler import sample
+from tinychat.kernels.sampling import Sampling
 from tinychat.kernels.tinygrad import profile as profiling
 from tinychat.kernels.tinygrad.dequant import CODECS
 from tinychat.kernels.tinygrad.step import Step

@@ -20,7 +20,8 @@ from tinygrad.uop.ops import Ops, UOp, sym_infer
 from tinychat.errors import TinychatError
 from tinychat.kernels.cpu.executor import default_threads
 from tinychat.kernels.profile import ONE_BY_ONE, Batch, Kernel, Part, StepProfile
-from tinychat.kernels.sampling import GREEDY, sample
+from tinychat.kernels.sampler import sample
+from tinychat.kernels.sampling import GREEDY
 from tinychat.kernels.tinygrad.step import Step
 
 

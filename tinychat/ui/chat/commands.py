@@ -41,10 +41,10 @@ COPY = (
 )
 
 
-def _shared(name: str, key: str = "") -> Command:
-    """A command of chat/commands.py."""
+def _shared(name: str, key: str = "", run: Handler | None = None) -> Command:
+    """A command of chat/commands.py, perhaps with a handler around it."""
     c = texts.COMMANDS[name]
-    return Command(c.name, c.arguments, c.help, handlers.said(c), c.values, key, c.aliases)
+    return Command(c.name, c.arguments, c.help, run or handlers.said(c), c.values, key, c.aliases)
 
 
 COMMANDS: tuple[Command, ...] = (
@@ -58,6 +58,7 @@ COMMANDS: tuple[Command, ...] = (
     _shared("project"),
     _shared("regenerate", "ctrl+r"),
     _shared("replay"),
+    _shared("version"),
     _shared("undo"),
     _shared("compact"),
     _shared("continue", "f5"),
@@ -70,9 +71,9 @@ COMMANDS: tuple[Command, ...] = (
         (("answer", "the last answer"),),
     ),
     Command("editor", "", "write the prompt in $VISUAL or $EDITOR", handlers.editor, key="f6"),
-    Command("delete", texts.COMMANDS["delete"].arguments, texts.COMMANDS["delete"].help, handlers.delete),
+    _shared("delete", run=handlers.delete),
     Command("fork", "[N]", "continue in a copy of this conversation (up to turn N)", handlers.fork),
-    Command("skip", "", "stop thinking, go to the answer", handlers.skip, key="ctrl+g"),
+    _shared("skip", "ctrl+g"),
     _shared("think"),
     _shared("system"),
     Command(
@@ -89,7 +90,7 @@ COMMANDS: tuple[Command, ...] = (
     _shared("raw"),
     Command("copy", "[answer|code [N]|all]", "copy to the clipboard", handlers.copy, COPY, key="ctrl+o"),
     _shared("save"),
-    Command("import", "FILE", "take over conversations of ChatGPT or llama.cpp's web page", handlers.import_chats),
+    _shared("import", run=handlers.import_chats),
     Command("stats", "", "figures of the last answer", handlers.stats),
     Command("bench", "[N]", "measure this model over N tokens", handlers.bench),
     Command("profile", "[N]", "where the time goes, over N tokens", handlers.profile),

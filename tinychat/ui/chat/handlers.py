@@ -6,16 +6,17 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 
+from textual.message import Message
+
 from tinychat.backend.instruments import Instrumented
-from tinychat.chat import importing
 from tinychat.chat.commands import COMMANDS, TextCommand, switched
 from tinychat.chat.controller import KEPT_STATS
 from tinychat.chat.conversation import footer_text, to_markdown
 from tinychat.chat.find import find as find_text
 from tinychat.chat.find import version_with
 from tinychat.chat.parameters import Parameters
+from tinychat.chat.settings import Settings
 from tinychat.errors import TinychatError
-from tinychat.files import expand
 from tinychat.tools.mcp_config import switch
 from tinychat.ui import external
 from tinychat.ui.chat import models
@@ -25,6 +26,14 @@ from tinychat.ui.chat.view import ChatView
 from tinychat.ui.panel.figures import share_of_limit, size
 from tinychat.ui.screens.sheet import in_daemon
 from tinychat.units import speed
+
+
+class SettingsEdited(Message):
+    """The user has changed the settings file."""
+
+    def __init__(self, own: Settings) -> None:
+        super().__init__()
+        self.own = own
 
 
 def said(command: TextCommand) -> Callable[[ChatView, str], Awaitable[None]]:
@@ -81,10 +90,6 @@ async def find(chat: ChatView, text: str) -> None:
     await chat.find(text)
 
 
-async def skip(chat: ChatView, text: str) -> None:
-    chat.controller.skip_thinking()
-
-
 def _number(text: str, last: int, command: str, what: str) -> int:
     if not text.strip().isdecimal() or not 1 <= int(text) <= last:
         raise TinychatError(f"/{command} N: {what} are numbered from 1 to {last}")
@@ -126,13 +131,9 @@ async def copy(chat: ChatView, text: str) -> None:
 
 
 async def import_chats(chat: ChatView, text: str) -> None:
-    if chat.history is None:
-        raise TinychatError("conversations are not being saved")
-    if not text.strip():
-        raise TinychatError("usage: /import FILE takes over conversations of ChatGPT or of llama.cpp's web page")
-    line = await in_daemon(partial(importing.take, chat.history, expand(text.strip())))
+    line = await in_daemon(partial(COMMANDS["import"].run, chat, text))
     chat.list_conversations()
-    await chat.say(f"{line}; f3 lists them")
+    await chat.say(line)
 
 
 async def stats(chat: ChatView, text: str) -> None:
@@ -270,7 +271,11 @@ def _to_measure(chat: ChatView, command: str, text: str, default: int) -> tuple[
 async def settings_file(chat: ChatView, text: str) -> None:
     from tinychat.ui.screens.settings import SettingsScreen
 
-    chat.app.push_screen(SettingsScreen())
+    def done(own: Settings | None) -> None:
+        if own is not None:
+            chat.app.post_message(SettingsEdited(own))
+
+    chat.app.push_screen(SettingsScreen(), done)
 
 
 async def help_screen(chat: ChatView, text: str) -> None:

@@ -77,8 +77,14 @@ async def reopen(chat: ChatView, id: str) -> None:
     """Shows a saved conversation; its model is loaded when another one runs and it is on this computer."""
     assert chat.history is not None
     try:
-        chat.controller.interrupt()  # stored before the same conversation is read, as another program may have left it
-        conversation = await in_daemon(partial(chat.history.load, id))
+        shown = None
+        while chat.controller.conversation is not shown:  # again where the chat went on while the disk was read
+            # What runs is stored before the same conversation is read, as another program may have left it.
+            chat.controller.interrupt()
+            if waiting := chat.controller.take_back_queue():
+                chat.give_back(waiting)
+            shown = chat.controller.conversation
+            conversation = await in_daemon(partial(chat.history.load, id))
         present = chat.controller.conversation.model
         if not conversation.model:  # it was imported
             conversation = replace(conversation, model=present)

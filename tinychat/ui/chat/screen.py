@@ -19,7 +19,7 @@ from textual.content import Content
 from textual.screen import Screen
 from textual.widgets import TextArea
 
-from tinychat.chat import attach
+from tinychat.chat import attach, mcp
 from tinychat.chat.changes import Overflow
 from tinychat.chat.choosing import remember
 from tinychat.chat.controller import Controller
@@ -35,9 +35,10 @@ from tinychat.tools.mcp_config import config_path
 from tinychat.tools.protocol import Question
 from tinychat.tools.toolbox import Toolbox
 from tinychat.ui import clipboard
-from tinychat.ui.chat import commands, mcp, models
+from tinychat.ui.chat import commands, models
 from tinychat.ui.chat.findbar import FindBar
 from tinychat.ui.chat.markdown import MarkdownView
+from tinychat.ui.chat.mcp import prompt_choices, resource_choices
 from tinychat.ui.chat.message import TurnMessage
 from tinychat.ui.chat.overflow import OverflowScreen
 from tinychat.ui.chat.painter import Painter
@@ -400,6 +401,14 @@ class ChatScreen(Screen[None]):
         if followed and index + 1 == len(self.controller.conversation.turns):
             await self.say("what followed the answer is with its other version; ← and → on the answer switch, or /undo")
 
+    def type_ahead(self, text: str) -> None:
+        """What was typed, with an Enter behind it, before this screen was there. One line is sent; several lines may be
+        a paste, and a draft of last time was not seen: these wait for an Enter."""
+        if "\n" in text or self._draft:
+            self.give_back([Turn("user", text)])
+        else:
+            self.prompt.post_message(PromptEditor.Submitted(text))
+
     def begin_edit(self, index: int) -> None:
         if self.controller.busy:
             raise TinychatError("an answer is being written; stop it with esc, then edit")
@@ -591,6 +600,8 @@ class ChatScreen(Screen[None]):
     @on(TurnMessage.Acted)
     async def _acted(self, event: TurnMessage.Acted) -> None:
         index, c = event.index, self.controller
+        if index >= len(c.conversation.turns):
+            return  # it has gone since the key was pressed, and is painted for a moment longer
         try:
             match event.action:
                 case "up":
@@ -687,7 +698,7 @@ class ChatScreen(Screen[None]):
             self._remember(experts=on)
 
     def _commands(self, text: str) -> list[Choice]:
-        return [*commands.complete(text), *mcp.prompt_choices(self.mcp, text)]
+        return [*commands.complete(text), *prompt_choices(self.mcp, text)]
 
     def _files(self, typed: str) -> list[Choice]:
         if self.controller.raw:
@@ -695,7 +706,7 @@ class ChatScreen(Screen[None]):
         if self.finder.due():
             self.run_worker(self._look())
         files = [file_choice(name, typed) for name in self.finder.find(typed)]
-        return [*files, *mcp.resource_choices(self.mcp, typed)]
+        return [*files, *resource_choices(self.mcp, typed)]
 
     async def _look(self) -> None:
         self.finder.take(await in_daemon(self.finder.look))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import TYPE_CHECKING
+
 from textual.content import Content
 
 from tinychat.backend.instruments import ExpertCounts
 from tinychat.ui.panel.figures import heading
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SHADES = (("·", ".dim"), ("░", ".dim"), ("▒", ".warm"), ("▓", ".warm"), ("█", ".hot"))
 LEAST = 4  # rows, where there are that many layers
@@ -47,6 +51,8 @@ def _some(n: int, what: str) -> str:
 
 def _pooled(values: np.ndarray, n: int) -> np.ndarray:
     """The means of every `n` rows; of fewer at the end."""
+    import numpy as np  # which the engine has imported by now; before the first screen it would take 0.1 s
+
     starts = np.arange(0, len(values), n)
     return np.add.reduceat(values, starts) / np.minimum(n, len(values) - starts)[:, None]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.text import Text
 from textual.app import ComposeResult
@@ -11,13 +11,16 @@ from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.widgets import DataTable, ProgressBar, Static
 
-from tinychat.backend.instruments import Instrumented, JobDone, JobEvent, JobProgress, OnProgress
+from tinychat.backend.instruments import Instrumented, JobDone, JobEvent, JobProgress
 from tinychat.backend.protocol import Failed
 from tinychat.backend.stream import EventStream
 from tinychat.errors import TinychatError, printable
 from tinychat.measure import bench, log, tables
 from tinychat.measure.results import ModelResult
 from tinychat.ui.screens.sheet import Sheet
+
+if TYPE_CHECKING:
+    from tinychat.backend.instruments import OnProgress
 
 COLUMNS = (
     "date",

@@ -12,6 +12,7 @@ from textual.content import Content
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
+from tinychat.chat.mcp import details
 from tinychat.errors import TinychatError, printable
 from tinychat.tools.mcp import McpServers, McpStatus
 from tinychat.ui.screens.sheet import Sheet
@@ -66,7 +67,7 @@ class McpScreen(Sheet[None]):
     def _details(self) -> None:
         at = self.query_one(OptionList).highlighted
         if self._shown and at is not None:
-            self._say(details(self._shown[at]))
+            self._say(details(self._shown[at]) or "off; enter starts it" * (self._shown[at].stage == "off"))
 
     @on(OptionList.OptionSelected)
     def _switch(self, event: OptionList.OptionSelected) -> None:
@@ -106,12 +107,3 @@ def line(status: McpStatus) -> Content:
 def amounts(status: McpStatus) -> str:
     parts = (("tool", status.tools), ("prompt", status.prompts), ("resource", status.resources))
     return " · ".join(f"{len(found)} {what}{'s' * (len(found) != 1)}" for what, found in parts if found)
-
-
-def details(status: McpStatus) -> str:
-    """Why it failed, or what it has."""
-    lines = [status.why] if status.why else []
-    lines += [f"{tool.name}: {' '.join(tool.description.split())[:200]}" for tool in status.tools]
-    lines += [f"/{p.server}:{p.name}: {p.description}" for p in status.prompts]
-    lines += [f"@{r.server}:{r.uri}: {r.name}" for r in status.resources]
-    return "\n".join(lines) or {"off": "off; enter starts it"}.get(status.stage, "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -11,11 +11,14 @@ from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
-from tinychat.backend.instruments import Instrumented, JobDone, JobProgress, OnProgress
+from tinychat.backend.instruments import Instrumented, JobDone, JobProgress
 from tinychat.backend.protocol import Failed
 from tinychat.errors import printable
 from tinychat.measure.profile import Profile, profile, view
 from tinychat.ui.screens.sheet import Sheet
+
+if TYPE_CHECKING:
+    from tinychat.backend.instruments import OnProgress
 
 
 class ProfileScreen(Sheet[None]):

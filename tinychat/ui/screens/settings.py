@@ -24,6 +24,8 @@ EXAMPLE = """# tinychat's settings. What is left out has its default.
 # notify = "bell"            # unseen answers; "desktop", "off"
 # experts = true             # the heat strip, as /experts
 # kv_cache_gb = 4            # disk for KV caches; 0 = none
+# stop_repetition = false    # lets an answer repeat itself
+# titles = false             # no titles made by the model
 
 # [parameters]               # of a new conversation
 # temperature = 0.7
