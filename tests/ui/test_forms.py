@@ -152,6 +152,8 @@ async def test_a_sheet_has_the_class_of_its_width_before_its_widgets_are_made(wi
     """And keeps it, or all of them would be styled again."""
 
     class Noting(Sheet[None]):
+        CSS_PATH = None
+
         def body(self):
             self.first = set(self.classes)
             yield Static("text")
