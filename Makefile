@@ -39,8 +39,8 @@ sanitize: .venv/.installed-dev
 	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
 	.venv/bin/pytest -n 2 --capture=sys --sanitize $(CLANG) tests/kernels/cpu tests/kernels/test_exactness.py tests/kernels/test_random_shapes.py \
 	    tests/kernels/test_sampling.py tests/kernels/test_verify.py tests/kernels/test_mtp.py tests/engine tests/measure/test_profile.py -k "$(SANITIZED)"
-# Not: other compilers and instruction sets, memory and time limits that the sanitizers' own memory breaks, the GPU.
-SANITIZED = not portable and not too_little_memory and not hostile and not damaged and not devices and not linear_time
+# Not: other compilers and instruction sets, memory and time limits that the sanitizers' own memory breaks, plain tinygrad, the GPU.
+SANITIZED = not portable and not too_little_memory and not hostile and not damaged and not devices and not linear_time and not reference
 
 bench-peer: .venv/.installed
 	.venv/bin/python scripts/bench_peer.py --llama $(LLAMA) $(FILES)

@@ -42,6 +42,7 @@ from tinychat.engine.config import ModelConfig
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.grammar import Grammar, Matcher
 from tinychat.engine.plan import build_plan
+from tinychat.engine.speculation import Speculate
 from tinychat.engine.tokenizer import Tokenizer
 from tinychat.errors import TinychatError
 from tinychat.kernels.cpu.executor import CPUExecutor
@@ -81,7 +82,8 @@ tiny.VARIANTS[CLUSTER] = replace(
 )
 FEW = ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q6_K", "Q4_K_M")  # types that latent attention in clusters takes
 SAMPLINGS = {"greedy": GREEDY, "seeded": Sampling(temperature=0.9, repeat_penalty=1.1, dry_multiplier=0.8, seed=5)}
-VERBS = "check time prompts peer file compare masked app fallback verify verify-time speculate".split()
+VERBS = ["check", "time", "prompts", "peer", "file", "compare"]
+VERBS += ["masked", "app", "fallback", "verify", "verify-time", "speculate"]
 STEPS = 64  # tokens that are compared
 # a margin between the two largest logits that int8 activations do not turn over: SmolLM2's moves by 0.14 (rms), at most
 # 0.53
@@ -438,9 +440,8 @@ def kernel_table(e: CUDAExecutor, depth: int, columns: int = 1) -> None:
     """Time of each kernel of a decode step of so many tokens as a chain of its own launches of all layers (rotating
     weights), with and without early launch."""
     groups = defaultdict(list)
-    step = e._verified[columns] if columns > 1 else {}
-    launches_of = step[max(at for at in step if at <= depth)] if step else [x for x, _ in e._step(depth).parts]
-    for x in launches_of:
+    step = e._verifying.launches(columns, depth) if columns > 1 else [x for x, _ in e._step(depth).parts]
+    for x in step:
         groups[x.name].append(x)
     total = 0.0
     tokens = [1] * depth + list(range(100, 100 + columns))
@@ -499,8 +500,8 @@ def verify_times(model: str, quant: str, layers: int | None, kernels: bool, dept
     for depth in depths:
         single = min(step_seconds(e, depth)[0] for _ in range(3))
         said = [f"1: {single * 1e6:.0f} us ({1 / single:.1f} tok/s)"]
-        for n in sorted(e._verified):
-            graph, tokens = e._columns(depth, n), rng.integers(0, 50000, n).tolist()
+        for n in e._verifying.counts:
+            graph, tokens = e._verifying.graph(depth, n), rng.integers(0, 50000, n).tolist()
             e._place([1] * depth + tokens, 0, GREEDY, n)
             times = []
             for _ in range(4):
@@ -560,19 +561,25 @@ def prompts(model: str, quant: str, lengths: list[int]) -> None:
 def masked(path: Path, tokens: int) -> bool:
     """Prints decode speed of `tokens` tokens under two schemas, with penalties and a bias, and without any of it; False
     where an answer is not its schema's."""
-    grammars = {
-        "plain": None,
-        "a string": Grammar.from_schema({"type": "string", "minLength": 100_000}),
-        "integers": Grammar.from_schema({"type": "array", "items": {"type": "integer"}, "minItems": 100_000}),
-        "penalties": None,
-    }
+    text = Grammar.from_schema({"type": "string", "minLength": 100_000})
+    integers = Grammar.from_schema({"type": "array", "items": {"type": "integer"}, "minItems": 100_000})
+    rows: tuple[tuple[str, Grammar | None, Speculate], ...] = (
+        ("plain", None, 0),
+        ("a string", text, 0),
+        ("integers", integers, 0),
+        ("penalties", None, 0),
+        ("plain, drafts", None, "auto"),
+        ("a string, drafts", text, "auto"),
+        ("integers, drafts", integers, "auto"),
+    )
     penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.2, "logit_bias": ((11, -100.0),)}
     engine, prompt, good, plain = Engine.load(path, max_context=tokens + 128, speculate=0), IDS[:16], True, 0.0
-    for name, grammar in grammars.items():
+    for name, grammar, mode in rows:
         sampling, rates = Sampling(seed=1, **(penalties if name == "penalties" else {})), []
-        for _ in range(3):
-            ids = [t.id for t in engine.generate(prompt, sampling, tokens, raw=True, grammar=grammar)]
-            rates.append(engine.stats.decode_tok_s)
+        with engine.speculating(mode):
+            for _ in range(3):
+                ids = [t.id for t in engine.generate(prompt, sampling, tokens, raw=True, grammar=grammar)]
+                rates.append(engine.stats.decode_tok_s)
         matcher, host = Matcher(engine.vocabulary, grammar) if grammar else None, []
         try:
             for token in ids if matcher else ():
@@ -588,7 +595,7 @@ def masked(path: Path, tokens: int) -> bool:
         rate = float(np.median(rates))
         plain = plain or rate
         print(
-            f"{path.name} {name:9}: {rate:.1f} tok/s ({rate / plain - 1:+.1%}), {len(ids)} tokens, "
+            f"{path.name} {name:16}: {rate:.1f} tok/s ({rate / plain - 1:+.1%}), {len(ids)} tokens, "
             f"{engine.stats.forced_tokens} forced, ends by {engine.stop_reason}; "
             f"a mask takes the host {np.median(host or [0]) * 1e6:.0f} us",
             flush=True,

@@ -73,7 +73,7 @@ def numbers(text: str) -> set[float]:
 
 
 def number(value: float, *others: float) -> Check:
-    """The answer gives `value`, and beside it at most `others`, which the task or its files name: no other guess."""
+    """The answer gives `value`, and beside it at most `others`, which the task or its result names: no other guess."""
     return lambda o: value in (found := numbers(o.answer)) and found <= {value, *others}
 
 
@@ -141,8 +141,8 @@ TASKS = (
         "Use the tools: multiply 12 by 34, then add 1000 to the result.",
         through("arithmetic_multiply", through("arithmetic_add", number(1408, 12, 34, 408, 1000))),
     ),
-    Task("How many pieces of bolt are in stock?", number(640)),
-    Task("What does a gear cost?", number(18.5)),
+    Task("How many pieces of bolt are in stock?", number(*STOCK["bolt"])),
+    Task("What does a gear cost?", number(18.5, 37)),
     Task("Take 12 pieces of nut out of the stock. How many are left?", through("stock_take", number(500, 12))),
     Task("Which parts are in stock?", names("bolt", "nut", "gear", never="screw washer")),
     Task("Write the price of a gear into the file price.txt.", price),

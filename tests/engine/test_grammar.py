@@ -161,6 +161,12 @@ def test_the_grammar_of_calls_is_the_markup_of_the_template(name: str) -> None:
             jsonschema.validate(arguments, schema)
 
 
+def test_a_mask_has_a_bit_for_each_logit(cpu: Engine) -> None:
+    for size in range(cpu.tokenizer.n_vocab, cpu.tokenizer.n_vocab + 33):
+        mask = Matcher(Vocabulary(cpu.tokenizer, size), Grammar.from_regex("[ab]c")).mask()
+        assert len(mask) == (size + 31) // 32, size
+
+
 def test_a_token_that_the_mask_forbids_is_an_error(cpu: Engine) -> None:
     matcher = Matcher(cpu.vocabulary, Grammar.from_regex("[ab]c"))
     forbidden = cpu.tokenizer.encode("z")[0]

@@ -78,7 +78,7 @@ def test_what_is_here(url: str) -> None:
     assert [m["name"] for m in httpx.get(f"{url}/api/tags").json()["models"]] == ["smollm2:135m"]
     shown = post(url, "/api/show").json()
     assert shown["details"]["family"] == "llama" and shown["capabilities"] == ["completion", "tools"]
-    assert shown["model_info"]["llama.context_length"] == 8192
+    assert shown["model_info"]["llama.context_length"] == 8192 and shown["parameters"] == "temperature 0"
     assert "version" in httpx.get(f"{url}/api/version").json()
 
 

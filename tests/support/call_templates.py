@@ -56,6 +56,13 @@ SECTIONS: dict[str, str] = {
         "{{ '<parameter=' + k + '>\n' + (v if v is string else v | tojson) + '\n</parameter>\n' }}{% endfor %}"
         "{{ '</function>\n</tool_call>' }}",
     ),
+    # MiniCPM 5: some strings are quoted
+    "tagged quotes": _LOOP.replace(
+        "CALL",
+        '<function name="{{ c.function.name }}">{% for k, v in c.function.arguments.items() %}<param name="{{ k }}">'
+        "{% if v is string and ('<' in v or '\n' in v) %}{{ '<![CDATA[' + v + ']]>' }}"
+        "{% else %}{{ v if v is string else v | tojson }}{% endif %}</param>{% endfor %}</function>",
+    ),
     # DeepSeek V3.2: the markup says what is a string
     "tagged types": "<calls>"
     + _LOOP.replace(

@@ -129,6 +129,9 @@ class EmulatedGPU:
     def download(self, name: str, nbytes: int, offset: int = 0) -> np.ndarray:
         return self.buffers[name][offset : offset + nbytes].copy()
 
+    def copy(self, name: str, nbytes: int, source: int, target: int) -> None:
+        self.buffers[name][target : target + nbytes] = self.buffers[name][source : source + nbytes]
+
     free_bytes = 1 << 33
     warpgroups, overlaps, max_shared = True, True, 227 << 10
 

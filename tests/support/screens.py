@@ -35,22 +35,26 @@ async def until(pilot: Pilot[Any], condition: Callable[[], Any], seconds: float 
     end = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < end, "waited in vain"
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.02)
     await painted(pilot)
     return value
 
 
 async def painted(pilot: Pilot[Any]) -> None:
-    """Waits until every widget of the screen has taken its messages and nothing moves any more, or moves for long.
-    Pilot.pause waits for an idle processor, and on a busy machine for nothing."""
-    places = None
-    for _ in range(10):
-        screen, before = pilot.app.screen, places
-        await pilot._wait_for_screen()
+    """Waits until nothing waits to be handled, laid out or painted, or something moves for long. Pilot.pause waits for
+    an idle processor, and on a busy machine for nothing."""
+    for _ in range(50):
+        app, screen = pilot.app, pilot.app.screen
         screen._on_timer_update()
-        places = [(w, w.region, w.scroll_offset) for w in (screen, *screen.walk_children(Widget))]
-        if places == before:
+        waiting = app.message_queue_size or screen._layout_required or screen._dirty_widgets or screen._callbacks
+        if not waiting and not any(map(_changes, (screen, *screen.walk_children(Widget)))):
             return
+        await asyncio.sleep(0.002)
+
+
+def _changes(w: Widget) -> bool:
+    wants = w._layout_required or w._repaint_required or w._scroll_required or w._refresh_styles_required
+    return bool(wants or not w._is_mounted or w.message_queue_size or w._next_callbacks)
 
 
 def text_of(app: App[Any]) -> str:

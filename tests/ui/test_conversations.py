@@ -3,6 +3,8 @@
 import time
 
 import pytest
+from rich.style import Style
+from textual import events
 from textual.widgets import Input
 
 from tests.support.screens import UNSET, Host, text_of, until
@@ -58,6 +60,8 @@ async def test_keys_and_mouse_choose(history):
         assert app.screen._highlighted == a and app.result is UNSET
         await pilot.click(Rows, offset=(3, 3))
         await until(pilot, lambda: app.result == a)
+        gone = events.Click(None, 0, 0, 0, 0, 1, False, False, False, style=Style(meta={"option": 9}))
+        await Rows()._on_click(gone)
     assert c
 
 

@@ -128,7 +128,7 @@ async def test_prompt_with_completions(size, snapshot):
         await pilot.press(*"/co")
         assert await settled(pilot, "/conversations") == snapshot(name="commands")
         await pilot.press("escape", "ctrl+j", *"two", "ctrl+j", *"more")
-        assert await settled(pilot, "more", " tokens ─") == snapshot(name="three lines")
+        assert await settled(pilot, "more", " 3 tokens ─") == snapshot(name="three lines")
 
 
 @sizes

@@ -10,7 +10,7 @@ import asyncio, dataclasses, json, pathlib, sys
 from scripts.soak import soak
 
 async def samples():
-    return [sample async for sample in soak(40, 20, pathlib.Path(sys.argv[1]))]
+    return [sample async for sample in soak(24, 12, pathlib.Path(sys.argv[1]))]
 
 print(json.dumps([dataclasses.asdict(s) for s in asyncio.run(samples())]))
 """

@@ -21,7 +21,7 @@ from tinychat.tools.toolbox import LIMIT, Toolbox
 
 ROUNDS = 20  # answers in a row that may call tools before the user is asked to go on
 REPEATS = 3  # answers in a row that make one and the same call; the next one is asked for without tools
-ALREADY = "Already called; this is its result:\n{}\nAnswer the question with it now."
+ALREADY = "Already called; this is its result:\n{}\nAnswer the user's question with it now."
 LEAST, LETTERS_PER_TOKEN = 1000, 3
 
 

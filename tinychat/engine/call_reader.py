@@ -52,6 +52,8 @@ class CallReader:
         self._value_open = Marker(form.value_open)
         self._other_open = Marker(_general(form.value_open, form.other_open))
         self._value_close = Marker(form.value_close)
+        self._quote_open = Marker(form.quote_open)
+        self._quote_close = Marker(form.quote_close + form.value_close)
         self._close_tokens = sum(form.value_close.count(text) for text in special)
         # Some models leave out the first tag of several.
         last = form.call_open.split()[-1:] if form.form != "json" else []
@@ -334,9 +336,11 @@ class CallReader:
         parts: list[str] = []
         if string:
             self._push(call, '"')
-        lead = self.form.value_close[:1] if self.form.value_close[:1].isspace() else ""
+        quoted = string and (yield from self._scan.take(self._quote_open))
+        close = self._quote_close if quoted else self._value_close
+        lead = self.form.value_close[:1] if self.form.value_close[:1].isspace() and not quoted else ""
         while True:
-            at, end = self._value_end()
+            at, end = self._value_end(close)
             stop = (
                 at
                 if end >= 0 or at < len(self._scan.text) or not lead
@@ -368,12 +372,12 @@ class CallReader:
         ]
         return max((end for end in known if end >= 0), default=PARTIAL if PARTIAL in known else NO)
 
-    def _value_end(self) -> tuple[int, int]:
-        """(end of a value, end of its closing markup). The closing markup counts only where the text after it can
-        follow a value. Otherwise as Marker.find."""
+    def _value_end(self, close: Marker) -> tuple[int, int]:
+        """(end of a value, end of `close`, its closing markup), which counts only where the text after it can follow a
+        value. Otherwise as Marker.find."""
         at = self._scan.at
         while True:
-            at, end = self._value_close.find(self._scan.text, at, self._scan.ended)
+            at, end = close.find(self._scan.text, at, self._scan.ended)
             if end < 0:
                 return at, end
             exact = self._scan.text.count(MARK, at, end) >= self._close_tokens

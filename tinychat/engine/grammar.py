@@ -79,7 +79,7 @@ class Vocabulary:
         stop_ids = sorted(tokenizer.stop_ids)
         if not stop_ids:
             raise TinychatError("this model has no token that ends an answer; it cannot be held to a grammar")
-        self.stop_id = stop_ids[0]
+        self.stop_id, self.size = stop_ids[0], size
         wrapper = llguidance.TokenizerWrapper(_Tokens(tokenizer, self.stop_id))
         self.ll = llguidance.LLTokenizer(wrapper, n_vocab=size, eos_token=stop_ids)
 
@@ -92,7 +92,7 @@ class Matcher:
         self._matcher = llguidance.LLMatcher(vocabulary.ll, grammar.source, log_level=0)
         if self._matcher.is_error():
             raise TinychatError(_explain(self._matcher.get_error(), grammar.name))
-        self._stop_id = vocabulary.stop_id
+        self._stop_id, self._words = vocabulary.stop_id, -(-vocabulary.size // 32)
         self._name = grammar.name
         self._forced: list[int] = []
 
@@ -108,7 +108,11 @@ class Matcher:
 
     def mask(self) -> np.ndarray:
         """uint32 ((vocab + 31) // 32,): bit i % 32 of word i // 32 is set where token i may come."""
-        return np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        # llguidance has bits for the tokens of the tokenizer, and up to one word more
+        found = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        mask = np.zeros(self._words, np.uint32)
+        mask[: len(found)] = found[: self._words]
+        return mask
 
     @property
     def forces(self) -> bool:

@@ -109,7 +109,8 @@ class Session:
                 steps = self._together(token, forced[:room])
             elif speculation.most:
                 drafts = speculation.drafts(room - 1, partial(self.mtp.draft, self.tokens, token) if self.mtp else None)
-                steps = self.executor.verify(token, drafts, pos, sampling, history, mask)
+                ahead = not drafts and speculation.calm and not self.mtp
+                steps = self.executor.verify(token, drafts, pos, sampling, history, mask, ahead=ahead)
             else:
                 steps = self.executor.decode(token, pos, sampling, history, mask)
             for i, (following, logprob) in enumerate(steps):

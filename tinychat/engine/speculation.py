@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from tinychat.engine.drafts import LONGEST, TextIndex
+from tinychat.engine.drafts import LONGEST, SHORTEST, TextIndex
 from tinychat.engine.stats import Stats
 
 Speculate = Literal["auto"] | int
@@ -96,7 +96,9 @@ class Speculation:
         self._guessing, most = 0.0, min(self.most, room)
         if most < 1:
             return []
-        n, gain = self._paying(most) if self.mode == "auto" else (most if self.text.length else 0, MARGIN)
+        n, gain = (
+            self._paying(most, self.text.length) if self.mode == "auto" else (most if self.text.length else 0, MARGIN)
+        )
         if guess is not None and self._guess_pays(gain, n):
             began = time.perf_counter()
             self._guess, self._since_guess = guess(), 0
@@ -106,6 +108,11 @@ class Speculation:
                 return [self._guess]
         self.source = "text"
         return self.text.draft(n)
+
+    @property
+    def calm(self) -> bool:
+        """Whether no draft of the text will pay in the next step either: a match grows by one token a step."""
+        return self.mode == "auto" and not self._paying(self.most, max(self.text.length + 1, SHORTEST))[0]
 
     def _guess_pays(self, gain: float, n: int) -> bool:
         """Whether the model's guess brings more than `n` drafts of the text with their `gain`, or might by now."""
@@ -120,13 +127,14 @@ class Speculation:
     def _gain_of_guess(self, chance: float) -> float:
         return (1 + chance) / (self._costs.get(2, 1 + self._more) + self._guess_cost)
 
-    def _paying(self, most: int) -> tuple[int, float]:
-        """How many drafts of the text bring most, and their gain over single steps; 0 and MARGIN where none do."""
+    def _paying(self, most: int, length: int) -> tuple[int, float]:
+        """How many drafts behind a match of `length` tokens bring most, and their gain over single steps; 0 and MARGIN
+        where none do."""
         best, found, chance, tokens = MARGIN, 0, 1.0, 1.0
-        if not self._single or not self.text.length:
+        if not self._single or not length:
             return found, best
         for n in range(1, most + 1):
-            chance *= self._chances[_KIND[min(self.text.length + n - 1, LONGEST)]]
+            chance *= self._chances[_KIND[min(length + n - 1, LONGEST)]]
             if chance < UNLIKELY:
                 break
             tokens += chance
@@ -167,6 +175,8 @@ class Speculation:
             self._single += COST_RATE * (min(seconds, 2 * self._single) - self._single) if self._single else seconds
         elif self._single:
             cost = seconds / self._single
+            if size not in self._costs:  # a first one may compile
+                cost = min(cost, 2 * size)
             before = self._costs.get(size, cost)
             self._costs[size] = before + COST_RATE * (min(cost, 2 * before) - before)
             self._more += COST_RATE * ((self._costs[size] - 1) / (size - 1) - self._more)

@@ -38,7 +38,7 @@ class CallFormat:
     json: a call is one JSON object (`array`: all calls are one array of them); `name_path`, `arguments_path` and
     `id_path` are the keys that lead to the parts; an empty `name_path` means {name: arguments}.
     named and tagged: call_open is followed by the name and `after_name`. An argument is `key_open`, key, `value_open`
-    (for a string) or `other_open`, value, `value_close`.
+    (for a string) or `other_open`, value, `value_close`; a string may stand between `quote_open` and `quote_close`.
     """
 
     form: Literal["json", "named", "tagged"]
@@ -56,6 +56,8 @@ class CallFormat:
     value_open: str = ""
     other_open: str = ""
     value_close: str = ""
+    quote_open: str = ""  # around a string that could be taken for markup: <![CDATA[
+    quote_close: str = ""
     parallel: bool = True  # the template takes several calls in one message
     id_is_name: bool = False  # it shows only the call's id, which is functions.NAME:INDEX
     plain: bool = False  # not the template's own: see `as_plain`
@@ -232,6 +234,7 @@ class _RenderedCalls:
         other_open = text[key : text.index("7", key)]
         if not text.startswith("7" + value_close.rstrip(), key + len(other_open)):
             return None
+        quote_open, quote_close = _quotes(render, value_open, value_close)
         return replace(
             marks,
             form="tagged",
@@ -240,6 +243,8 @@ class _RenderedCalls:
             value_open=value_open,
             other_open=other_open,
             value_close=value_close,
+            quote_open=quote_open,
+            quote_close=quote_close,
         )
 
     def _object(self, inside: int, start: int) -> tuple[int, int, Any] | None:
@@ -253,6 +258,16 @@ class _RenderedCalls:
                 if end > inside:
                     return begin, end, value
         return None
+
+
+def _quotes(render: Render, value_open: str, value_close: str) -> tuple[str, str]:
+    """What the template writes around a string with a tag in it, in the tagged form; empty where nothing."""
+    value = "<zq>\nval"
+    text = render([_USER, _turn(1, False, {"zqkey1": value})], _TOOLS, False)
+    _, _, text = text.rpartition("zqkey1" + value_open)
+    before, found, after = text.partition(value)
+    behind, closed, _ = after.partition(value_close)
+    return (before, behind) if found and closed and before and behind else ("", "")
 
 
 def _turn(number: int, id_is_name: bool, args: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from tinychat.backend.protocol import (
     END,
+    SAMPLING_PARAMETERS,
     Backend,
     DoesNotFit,
     Event,
@@ -50,6 +51,11 @@ class ServedModel:
     seed: int | None = None
     most: int | None = None
     started: int = 0  # Unix time
+
+    @property
+    def recommended(self) -> dict[str, float]:
+        """By field of `sampling`, what a request gets that sets nothing, where it is another value than tinychat's."""
+        return {k: v for k in SAMPLING_PARAMETERS if (v := getattr(self.sampling, k)) != getattr(Sampling(), k)}
 
 
 @dataclass

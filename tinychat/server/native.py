@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from tinychat import __version__
-from tinychat.backend.protocol import SAMPLING_PARAMETERS, Finished, Request, Sampling
+from tinychat.backend.protocol import SAMPLING_PARAMETERS, Finished, Request
 from tinychat.server import openai_chat
 from tinychat.server.answer import ServedModel
 from tinychat.server.fields import Fields
@@ -129,7 +129,7 @@ def properties(served: ServedModel) -> dict[str, Any]:
             "kv_bytes_per_token": info.kv_bytes_per_token,
             "file_bytes": info.file_bytes,
             "fingerprint": info.fingerprint,
-            "sampling": {k: v for k in SAMPLING_PARAMETERS if (v := getattr(s, k)) != getattr(Sampling(), k)},
+            "sampling": served.recommended,
             "notes": list(info.notes),
             "stats": stats.of_model().as_dict() if stats else {},
         },

@@ -352,7 +352,7 @@ def show(body: dict[str, Any], served: ServedModel) -> dict[str, Any]:
     can = [name for name, has in (("tools", info.can.tools), ("thinking", info.can.thinking)) if has]
     return {
         "modelfile": "",
-        "parameters": "",
+        "parameters": "\n".join(f"{name} {value:g}" for name, value in served.recommended.items()),
         "template": "",
         "details": _details(served),
         "model_info": {

@@ -50,7 +50,7 @@ class LastingApp(App[None]):
         raise NotImplementedError
 
     def pop_screen(self) -> AwaitComplete:
-        """Not of `home`: Textual's palette closes the next screen too, where two keys of one burst choose a command."""
+        """Without `home`: Textual's palette closes the next screen too where two keys of one burst choose a row."""
         return AwaitComplete.nothing() if self.screen is self.home else super().pop_screen()
 
     def _register_child(self, parent: DOMNode, child: Widget, before: int | None, after: int | None) -> None:

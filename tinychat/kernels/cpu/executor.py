@@ -249,6 +249,8 @@ class CPUExecutor:
         sampling: Sampling,
         recent: Sequence[int],
         mask: Mask | None = None,
+        *,
+        ahead: bool = False,
     ) -> Iterator[tuple[int, float]]:
         """See Executor.verify."""
         tokens = np.array([token, *drafts], np.int32)

@@ -40,7 +40,7 @@ static void prepare(const float *x, int n, const float *gain, float inv, int8_t 
                       __builtin_convertvector(qa - ha * HIGH, i8x16), __builtin_convertvector(qb - hb * HIGH, i8x16)};
     memcpy(q + 64 * c, bytes, 64);
     int sa = hsum_int(qa), sb = hsum_int(qb);
-    xs[c] = (XScale){step, step * (float)(sa + sb), step * (float)sa, step * (float)sb};
+    xs[c] = (XScale){step, step * (float)(sa + sb), step * (float)sa, step * (float)sb, {-sa - sb, -sa, -sb}};
     q += 64 * nc, xs += nc;
   }
 }

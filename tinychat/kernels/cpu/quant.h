@@ -244,7 +244,10 @@ INLINE Sub decode_MXFP4(const uint8_t *a, const uint8_t *b, int s) {
 // Quantised activations: NC columns side by side, block of 32 by block of 32. A value is scale * (HIGH * high + low) with two
 // signed bytes, since 8 bits are not enough: they cost 3 % of relative error in the logits of a small model, and with it the
 // answer, where 16 bits cost 0.02 %. Decode of one token is limited by memory, so that the extra arithmetic costs no time.
-typedef struct { float scale, sum, first, last; } XScale;  // sums of the quantised values (all 32, first 16, last 16) times scale
+typedef struct {
+  float scale, sum, first, last;  // sums of the quantised values (all 32, the first 16, the last 16) times scale
+  int32_t minus[3];               // minus the same sums, without the scale
+} XScale;
 typedef struct {
   const int8_t *q;        // [k / 32][NC][high or low][32]
   const XScale *scales;   // [k / 32][NC]
@@ -257,29 +260,27 @@ INLINE X columns_from(const X *x, size_t first) {
 }
 
 // y + the scaled sums over 32 elements of a column: p of all, or p of the first 16 and r of the last 16 where there are two scales.
-INLINE f32v scaled(i32v p, i32v r, f32v d, f32v d2, f32v m, f32v m2, const XScale *x, f32v y, int min, int split) {
-  y = fma_(from_int(p), d * x->scale, y);
-  if (split) y = fma_(from_int(r), d2 * x->scale, y);
+INLINE f32v scaled(const Sub *u, i32v p, i32v r, const XScale *x, f32v y, int min, int split) {
+  y = fma_(from_int(p), u->d * x->scale, y);
+  if (split) y = fma_(from_int(r), u->d2 * x->scale, y);
   if (min) {
-    y = fma_(m, splat(split ? x->first : x->sum), y);
-    if (split) y = fma_(m2, splat(x->last), y);
+    y = fma_(u->m, splat(split ? x->first : x->sum), y);
+    if (split) y = fma_(u->m2, splat(x->last), y);
   }
   return y;
 }
 
 INLINE void dot32(const Sub *u, const int8_t *q, const XScale *xs, f32v *acc, int nc, int offset, int min, int split, int sign) {
-  f32v m, m2;
-  if (min) m = u->m, m2 = u->m2;
-  else m = u->d * (float)-offset, m2 = u->d2 * (float)-offset;
 #define DOT(acc, t) (sign ? dot_s(acc, u->w[(t) % 8], x + 4 * (t)) : dot_u(acc, u->w[(t) % 8], x + 4 * (t)))
   for (int c = 0; c < nc; c++) {
     const int8_t *x = q + 64 * c;
-    i32v p = {0}, r = {0}, h = {0}, l = {0};
+    const int32_t *minus = xs[c].minus;
+    i32v p = splat_int(minus[split]) * offset, r = splat_int(split ? minus[2] : 0) * offset, h = {0}, l = {0};
     // four chains, because the latency of a single chain would limit the speed
     for (int t = 0; t < 4; t++) h = DOT(h, t), l = DOT(l, t + 4), p = DOT(p, t + 8), r = DOT(r, t + 12);
     p += h * HIGH, r += l * HIGH;
     if (!split) p += r;
-    acc[c] = scaled(p, r, u->d, u->d2, m, m2, &xs[c], acc[c], min || offset, split);
+    acc[c] = scaled(u, p, r, &xs[c], acc[c], min, split);
   }
 #undef DOT
 }
@@ -291,15 +292,14 @@ INLINE void dot32(const Sub *u, const int8_t *q, const XScale *xs, f32v *acc, in
 #define LOW_(a, b) __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
 #define HIGH_(a, b) __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
 INLINE f32v alternate(float a, float b) { return (f32v){a, b, a, b, a, b, a, b, a, b, a, b, a, b, a, b}; }
+INLINE i32v alternate_int(int32_t a, int32_t b) { return (i32v){a, b, a, b, a, b, a, b, a, b, a, b, a, b, a, b}; }
 
 INLINE void dot32_pairs(const Sub *u, const int8_t *q, const XScale *xs, f32v *acc, int nc, int offset, int min, int split) {
   for (int half = 0; half < 2; half++) {  // of the rows
 #define ROWS(v) (half ? HIGH_(v, v) : LOW_(v, v))
     u32v w[4];  // 8 elements of 2 rows in each quarter
     for (int t = 0; t < 4; t++) w[t] = half ? HIGH_(u->w[2 * t], u->w[2 * t + 1]) : LOW_(u->w[2 * t], u->w[2 * t + 1]);
-    f32v d = ROWS(u->d), d2 = split ? ROWS(u->d2) : d, m, m2;
-    if (min) m = ROWS(u->m), m2 = split ? ROWS(u->m2) : m;
-    else m = d * (float)-offset, m2 = d2 * (float)-offset;
+    f32v d = ROWS(u->d), d2 = split ? ROWS(u->d2) : d, m = min ? ROWS(u->m) : d, m2 = min && split ? ROWS(u->m2) : m;
 #undef ROWS
     for (int c = 0; c < nc; c += 2) {
       const int8_t *x = q + 64 * c;
@@ -313,9 +313,11 @@ INLINE void dot32_pairs(const Sub *u, const int8_t *q, const XScale *xs, f32v *a
           else p = dot_pairs(p, w[t], both);
         }
       }
+      p += alternate_int(s[0].minus[split], s[1].minus[split]) * offset;
+      if (split) r += alternate_int(s[0].minus[2], s[1].minus[2]) * offset;
       f32v scale = alternate(s[0].scale, s[1].scale), y = fma_(from_int(p), d * scale, acc[c + half]);
       if (split) y = fma_(from_int(r), d2 * scale, y);
-      if (min || offset) {
+      if (min) {
         y = fma_(m, split ? alternate(s[0].first, s[1].first) : alternate(s[0].sum, s[1].sum), y);
         if (split) y = fma_(m2, alternate(s[0].last, s[1].last), y);
       }
@@ -336,6 +338,9 @@ INLINE void unpair(f32v *acc, int nc) {
 #define unpair(...)
 #endif
 
+// Which 32 elements come as number i: those of a block of Q6_K in the order in which their bits lie.
+INLINE int place(int i, int q6) { return q6 ? (i & ~3) | (i & 1) << 1 | (i >> 1 & 1) : i; }
+
 // out[c] = 16 rows at `a` times column c.
 typedef void (*Kernel)(const uint8_t *a, const X *x, f32v *out);
 
@@ -354,7 +359,7 @@ typedef void (*Kernel)(const uint8_t *a, const X *x, f32v *out);
       blocks -= n;                                                                                                                \
       for (a += (n * B_BYTES + 63) / 64 * 64; n > 0; n--, a += a_bytes, b += B_BYTES, q += 2 * BLOCK * NC, xs += BLOCK / 32 * NC) \
         _Pragma(UNROLL) for (int i = 0; i < BLOCK / 32; i++) {                                                                    \
-          int s = T == Q6_K ? (i & 4) | (i & 1) << 1 | (i >> 1 & 1) : i;                                                          \
+          int s = place(i, T == Q6_K);                                                                                            \
           prefetch(a + i * part, part);                                                                                           \
           Sub u = decode_##T(a, b, s);                                                                                            \
           if (PAIRS && NC > 1) dot32_pairs(&u, q + 64 * NC * s, xs + NC * s, acc, NC, OFFSET, MIN, SPLIT);                        \
@@ -395,6 +400,7 @@ QUANTISED(KERNEL, 1, "clang loop unroll_count(2)")  // full unrolling moves load
 QUANTISED(KERNEL, 2, "clang loop unroll(disable)")
 QUANTISED(KERNEL, 4, "clang loop unroll(disable)")
 QUANTISED(KERNEL, 8, "clang loop unroll(disable)")
+QUANTISED(KERNEL, 16, "clang loop unroll(disable)")
 
 #define KERNEL_x1(T, ...) [T] = T##_x1,
 #define KERNEL_x2(T, ...) [T] = T##_x2,
@@ -402,8 +408,7 @@ QUANTISED(KERNEL, 8, "clang loop unroll(disable)")
 #define KERNEL_x8(T, ...) [T] = T##_x8,
 #define KERNEL_x16(T, ...) [T] = T##_x16,
 #define TABLE(ROW) {QUANTISED(ROW) FLOATING(ROW)}
-// By width and type; panels.h has the products of quantised weights with 16 columns.
-static const Kernel kernels[][TYPES] = {TABLE(KERNEL_x1), TABLE(KERNEL_x2), TABLE(KERNEL_x4), TABLE(KERNEL_x8), {FLOATING(KERNEL_x16)}};
+static const Kernel kernels[][TYPES] = {TABLE(KERNEL_x1), TABLE(KERNEL_x2), TABLE(KERNEL_x4), TABLE(KERNEL_x8), TABLE(KERNEL_x16)};
 INLINE Kernel kernel(int type, int columns) { return kernels[__builtin_ctz((unsigned)columns)][type]; }
 // The widest panel of columns for `left` columns.
 INLINE int panel_width(int left) { return left >= 16 ? 16 : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1; }

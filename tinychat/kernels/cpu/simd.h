@@ -27,6 +27,7 @@ INLINE u8x16 ld8(const void *p) { u8x16 v; memcpy(&v, p, 16); return v; }
 INLINE f32v ldf(const float *p) { f32v v; memcpy(&v, p, 64); return v; }
 INLINE void stf(float *p, f32v v) { memcpy(p, &v, 64); }
 INLINE f32v splat(float x) { return (f32v){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+INLINE i32v splat_int(int32_t x) { return (i32v){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 INLINE u32v splatu(uint32_t x) { return (u32v){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 INLINE f32v from_int(i32v v) { return __builtin_convertvector(v, f32v); }
 INLINE f32v from_bytes(u8x16 v) { return __builtin_convertvector(__builtin_convertvector(v, i32v), f32v); }

@@ -4,7 +4,7 @@
 #include "simd.h"
 
 #ifndef TILES  // 0: none, 1: AMX, 2: the same in C, for tests on other machines
-#if defined(__AMX_INT8__) && defined(__linux__)
+#if (defined(__AMX_INT8__) || defined(__AMXINT8__)) && defined(__linux__)  // the second before clang 16
 #define TILES 1
 #else
 #define TILES 0
@@ -36,9 +36,12 @@ static int tiles_granted(void) {
   enum { ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 };
   return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
 }
+// What was written before is in memory: gcc's forms of the operations do not say that they read it.
+INLINE void tiles_written(const void *p) { __asm__ volatile("" : : "r"(p) : "memory"); }
 // A thread has tiles between these two only: the system saves 8 kB more where it interrupts a thread that has.
 INLINE void tiles_begin(int k) {
   TileShapes t = tile_shapes(k);
+  tiles_written(&t);
   _tile_loadconfig(&t);
 }
 INLINE void tiles_end(void) { _tile_release(); }
@@ -54,6 +57,7 @@ static _Thread_local struct {
   uint8_t at[8][16][64];
 } tiles_;
 static int tiles_granted(void) { return 1; }
+INLINE void tiles_written(const void *p) {}
 static void tiles_begin(int k) { memset(&tiles_, 0, sizeof tiles_), tiles_.shapes = tile_shapes(k); }
 static void tiles_end(void) { memset(&tiles_, 0, sizeof tiles_); }
 static void tile_zero(int i) { memset(tiles_.at[i], 0, sizeof tiles_.at[i]); }

@@ -23,7 +23,7 @@ from tinychat.kernels.ops import Plan
 
 RING = 64  # slots of the ring of decoded tokens
 MAX_SHARED = 48 << 10  # bytes of static shared memory of a block
-MAX_COLUMNS = 200 << 10  # bytes of dynamic shared memory of a block for its input
+MAX_DYNAMIC = 227 << 10  # bytes of dynamic shared memory of a block, and of a multiprocessor
 Depth = Literal["near", "middle", "deep"]  # how many keys a step is made for: up to NEAR, to DEEP, more
 LaunchedOps = list[tuple[Launch, int]]  # launches, and the index in Plan.ops of the op that each computes
 
@@ -44,12 +44,13 @@ class Builder:
         self.plan, self.layout, self.max_context = plan, layout, max_context
         self.buffers: dict[str, int] = {"state": STATE_BYTES, "history": 4 * (max_context + 1), "ring": 8 * RING}
         self.ropes: dict[blocks.Rope, str] = {}
-        self.columns = 1
+        self.columns, self.room = 1, 0  # tokens of a decode step; dynamic shared memory for their activations
 
-    def of(self, columns: int) -> Builder:
-        """For a decode step of so many tokens, over the same buffers, which grow to that many rows."""
+    def of(self, columns: int, room: int = MAX_DYNAMIC) -> Builder:
+        """For a decode step of so many tokens, over the same buffers, which grow to that many rows. `room`: bytes of
+        dynamic shared memory that a block may have."""
         other = copy.copy(self)
-        other.columns = columns
+        other.columns, other.room = columns, room
         return other
 
     def buffer(self, name: str, nbytes: int) -> str:
@@ -126,6 +127,6 @@ def shared_columns(b: Builder, k: int, quantised: bool, floats: bool) -> int:
             longest = (MAX_SHARED - 1024) // 4
             raise TinychatError(f"the CUDA kernels take rows of up to {longest:,} floating-point weights, not {k:,}")
         return 0
-    if column * b.columns > MAX_COLUMNS:
+    if column * b.columns > b.room:
         raise TinychatError(f"{b.columns} columns of {k:,} activations are too many for shared memory")
     return column * b.columns

@@ -132,6 +132,12 @@ class GPU:
         self._check(self.cuda.cuMemcpyDtoH_v2(ctypes.c_void_p(out.ctypes.data), pointer, nbytes))
         return out
 
+    def copy(self, name: str, nbytes: int, source: int, target: int) -> None:
+        """Copies bytes within a buffer, from one offset to another, behind everything enqueued before."""
+        self._check(self.cuda.cuCtxSetCurrent(self.dev.context))
+        start, pointer = self.address(name).value, self.cuda.CUdeviceptr_v2
+        self._check(self.cuda.cuMemcpyDtoDAsync_v2(pointer(start + target), pointer(start + source), nbytes, None))
+
     def synchronize(self) -> None:
         """Waits for everything enqueued; raises TinychatError for what failed on the device."""
         try:

@@ -28,12 +28,12 @@ from tinychat.kernels.cuda.profile import DecodeStep, kernels, profile, read_ban
 from tinychat.kernels.cuda.quants import QUANTS
 from tinychat.kernels.cuda.selfcheck import self_check
 from tinychat.kernels.cuda.state import bias_values, breaker_bits, state_words
-from tinychat.kernels.cuda.step import decode_steps
+from tinychat.kernels.cuda.step import decode, depths
+from tinychat.kernels.cuda.verify import Verifying
 from tinychat.kernels.executor import ExecutorKind, Logits, Mask, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile
-from tinychat.kernels.sampler import sample
 from tinychat.kernels.sampling import GREEDY, Sampling
 
 AHEAD = 4  # decode steps enqueued before the oldest is read
@@ -44,7 +44,6 @@ CHUNKS = (4096, 2048, 1024)  # tokens of a prefill step, at most: the first whos
 SHARE = 0.97  # of the free memory that buffers may take; the rest is for programs and page-locked memory
 ROWS_OF_LOGITS = 64  # tokens of a prefill step that wants the logits of all
 EMPTY = 2**64 - 1  # a ring slot nothing was written to
-COLUMNS = (2, 4, 8, 16)  # tokens of the graphs that verify; a step of fewer takes the next larger one
 LIMITS = Limits(
     frozenset(QUANTS),
     float_multiple=8,
@@ -81,16 +80,17 @@ class CUDAExecutor:
         chip = Chip(gpu.warpgroups, gpu.max_shared)
         for chunk in CHUNKS:
             builder = Builder(plan, layout, max_context)
-            steps = decode_steps(builder, clusters=gpu.overlaps)
+            kinds = depths(builder, clusters=gpu.overlaps)
+            steps = {first: decode(builder, kind) for first, kind in kinds.items()}
             self.prefill_chunk = min(chunk, max_context)
             sizes = sorted({min(n, self.prefill_chunk) for n in (*SIZES, chunk)})
             prefill = {n: Prefill(builder, n, chip).layers() for n in sizes}
             head_all = Prefill(builder, min(ROWS_OF_LOGITS, max_context), chip).head()
-            self._verified = _verified(builder, gpu.overlaps)
+            self._verifying = Verifying(builder, gpu, kinds)
             if sum(builder.buffers.values()) < SHARE * gpu.free_bytes:
                 break
         launches = {depth: [launch for launch, _ in step] for depth, step in steps.items()}
-        self.limits = replace(LIMITS, verified=max(self._verified, default=1))
+        self.limits = replace(LIMITS, verified=max(self._verifying.counts, default=1))
         self.device = f"CUDA · {gpu.name}"
         try:
             for name, size in builder.buffers.items():
@@ -102,8 +102,7 @@ class CUDAExecutor:
                     gpu.allocate(name, size)
             if "tickets" in builder.buffers:  # of attention
                 gpu.upload("tickets", np.zeros(builder.buffers["tickets"], np.uint8))
-            verified = [each for step in self._verified.values() for each in step.values()]
-            gpu.compile([*chain.from_iterable([*launches.values(), *prefill.values(), *verified]), *head_all])
+            gpu.compile([*chain.from_iterable([*launches.values(), *prefill.values()]), *head_all])
             load(gpu, layout, weights, progress)
             self_check(gpu, sorted({t.kind for t in layout.tensors.values()}, key=int))
             gpu.free("staging")
@@ -125,8 +124,8 @@ class CUDAExecutor:
             depth: DecodeStep(gpu, tuple(step), graphs[depth], max_context, self.decode, self._place)
             for depth, step in steps.items()
         }
+        self._enqueued: tuple[int, int, Sampling] | None = None  # the step of this token at this position, by verify()
         self._uploaded: Sampling | None = None  # whose penalties the buffers hold
-        self._verify_graphs: dict[tuple[int, int], Graph] = {}  # by columns and depth; made when first needed
         self.launches = launches[0]
         self.kernels_per_token, self.jit_batches = graphs[0].kernels, 1
         self.jit_state = "replaying"  # compiled and captured at load
@@ -188,10 +187,7 @@ class CUDAExecutor:
                 while not mask and enqueued < min(at + AHEAD, self.max_context):
                     self._step(enqueued).graph()
                     enqueued += 1
-                word = self._wait((at + 1) % RING)
-                self._ring[(at + 1) % RING] = EMPTY
-                token = word & 0xFFFFFFFF
-                yield token, float(np.uint32(word >> 32).view(np.float32))
+                yield self._chosen(at)
         finally:
             self.gpu.synchronize()
 
@@ -214,6 +210,20 @@ class CUDAExecutor:
         step.choice()
         self.gpu.synchronize()
 
+    def _masked_choice(
+        self, pos: int, column: int, sampling: Sampling, seen: Sequence[int], mask: Mask
+    ) -> tuple[int, float]:
+        """What comes behind position `pos` under the mask, by the kernels of a single step, from the logits of a column
+        of a verify step. They are moved to the first place, so columns have to come in order."""
+        nbytes = 4 * self.plan.vocab
+        if column:
+            self.gpu.copy("logits", nbytes, column * nbytes, 0)
+        known = seen[-_window(sampling, pos + 1) :]
+        self._place(known, pos + 1 - len(known), sampling, masked=True)
+        self._allowed[:] = mask()
+        self._step(pos).choice()
+        return self._chosen(pos)
+
     def verify(
         self,
         token: int,
@@ -222,6 +232,8 @@ class CUDAExecutor:
         sampling: Sampling,
         recent: Sequence[int],
         mask: Mask | None = None,
+        *,
+        ahead: bool = False,
     ) -> Iterator[tuple[int, float]]:
         """See Executor.verify. Where the kind of graph changes on the way, which single steps would follow, there are
         two steps."""
@@ -229,6 +241,10 @@ class CUDAExecutor:
         self._check(tokens, pos)
         assert len(tokens) <= self.limits.verified
         seen, first = list(recent) if drafts else recent, 0
+        single = not drafts and mask is None
+        if single and self._enqueued == (token, pos, sampling):
+            yield self._following(pos, sampling, ahead)
+            return
         self._upload_penalties(sampling)
         while first < len(tokens):
             at = pos + first
@@ -236,20 +252,21 @@ class CUDAExecutor:
             count = min(len(tokens) - first, alike)
             window = _window(sampling, at + 1)
             known = [*(seen[-window:] or [token]), *tokens[first + 1 : first + count]]
-            self._ring[:] = EMPTY
             alone = count == 1  # only then is the mask known before the step
             self._place(known, at + count - len(known), sampling, count, masked=mask is not None and alone)
+            self._ring[:] = EMPTY
             if mask and alone:
                 self._masked_step(at, mask)
             else:
-                self._columns(at, count)()
-            words = [self._wait((at + i + 1) % RING) for i in range(count)]
-            for i, word in enumerate(words):
+                (self._step(at).graph if alone else self._verifying.graph(at, count))()
+            if single:
+                yield self._following(pos, sampling, ahead)
+                return
+            # all of them: what is written later would be taken for the next step's
+            made = [self._chosen(at + i) for i in range(count)]
+            for i, (following, logprob) in enumerate(made):
                 if mask and not alone:
-                    row = self.gpu.download("logits", 4 * self.plan.vocab, 4 * self.plan.vocab * i).view(np.float32)
-                    following, logprob = sample(row, sampling, at + i, seen, mask())
-                else:
-                    following, logprob = word & 0xFFFFFFFF, float(np.uint32(word >> 32).view(np.float32))
+                    following, logprob = self._masked_choice(at + i, i, sampling, seen, mask)
                 yield following, logprob
                 if first == len(drafts) or following != drafts[first]:
                     return
@@ -273,6 +290,7 @@ class CUDAExecutor:
 
     def write_cache(self, data: bytes, first: int, rows: int) -> None:
         """See Executor.write_cache."""
+        self._settle()
         at, packed = 0, np.frombuffer(data, np.uint8)
         if packed.size != rows * self.plan.kv_bytes_per_token:
             raise TinychatError(f"a saved cache of {packed.size:,} bytes does not hold {rows} rows of this model")
@@ -319,15 +337,13 @@ class CUDAExecutor:
         """The decode step for a token at position `pos`."""
         return self._steps[max(depth for depth in self._steps if depth <= pos)]
 
-    def _columns(self, pos: int, count: int) -> Graph:
-        """The graph for a step of `count` tokens from position `pos` on."""
-        if count == 1:
-            return self._step(pos).graph
-        columns = min(n for n in self._verified if n >= count)
-        depth = max(depth for depth in self._verified[columns] if depth <= pos)
-        if (columns, depth) not in self._verify_graphs:
-            self._verify_graphs[columns, depth] = self.gpu.graph(self._verified[columns][depth])
-        return self._verify_graphs[columns, depth]
+    def _following(self, pos: int, sampling: Sampling, ahead: bool) -> tuple[int, float]:
+        """What the single step at `pos`, which is enqueued, chooses; with `ahead` the next one is enqueued, too."""
+        if ahead := ahead and pos + 1 < self.max_context:
+            self._step(pos + 1).graph()
+        following, logprob = self._chosen(pos)
+        self._enqueued = (following, pos + 1, sampling) if ahead else None
+        return following, logprob
 
     def _prompt(self, most: int, launches: list[Launch]) -> Callable[[int, int], None]:
         """What runs prompts of up to `most` tokens: graphs for the short ones, since a graph's kernels follow each
@@ -353,8 +369,22 @@ class CUDAExecutor:
         """Tells the device the tokens at positions pos, pos + 1, ...; the last `count` of them are the next step's.
         `masked`: its token has to be one of the buffer `allowed`."""
         first = pos + len(ids) - count
+        self._settle()
         self.gpu.upload("history", np.asarray(ids, np.int32), 4 * pos)
         self.gpu.upload("state", state_words(sampling, first, count, pos, masked))
+
+    def _settle(self) -> None:
+        """Waits for a step that verify() enqueued ahead, whose result is not wanted."""
+        if self._enqueued:
+            self.gpu.synchronize()
+            self._enqueued = None
+
+    def _chosen(self, pos: int) -> tuple[int, float]:
+        """What a step chooses behind position `pos`, and its log-probability, as soon as the device has written it."""
+        slot = (pos + 1) % RING
+        word = self._wait(slot)
+        self._ring[slot] = EMPTY
+        return word & 0xFFFFFFFF, float(np.uint32(word >> 32).view(np.float32))
 
     def _wait(self, slot: int) -> int:
         """The word the device writes into a ring slot."""
@@ -368,19 +398,6 @@ class CUDAExecutor:
                     if int(ring[slot]) == EMPTY:
                         raise TinychatError("the GPU finished a step without a token")
         return word
-
-
-def _verified(b: Builder, clusters: bool) -> dict[int, dict[int, list[Launch]]]:
-    """By the number of their tokens and by depth, the steps that verify several: those that shared memory has room
-    for."""
-    made: dict[int, dict[int, list[Launch]]] = {}
-    for columns in COLUMNS:
-        try:
-            steps = decode_steps(b.of(columns), clusters)
-        except TinychatError:
-            break
-        made[columns] = {depth: [launch for launch, _ in step] for depth, step in steps.items()}
-    return made
 
 
 def _window(sampling: Sampling, known: int) -> int:

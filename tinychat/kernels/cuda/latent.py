@@ -7,7 +7,7 @@ from typing import Any
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.blocks import MLA, Weight
-from tinychat.kernels.cuda.builder import Activations, Builder, LaunchedOps, shared_columns
+from tinychat.kernels.cuda.builder import MAX_DYNAMIC, Activations, Builder, LaunchedOps, shared_columns
 from tinychat.kernels.cuda.constants import (
     LOG2E,
     NO_MATRIX,
@@ -17,7 +17,7 @@ from tinychat.kernels.cuda.constants import (
     ValueUpConstants,
 )
 from tinychat.kernels.cuda.launch import Launch, kernel
-from tinychat.kernels.cuda.launches import MAX_DYNAMIC, chunk_keys, linear, linear_add, splits
+from tinychat.kernels.cuda.launches import chunk_keys, linear, linear_add, splits
 from tinychat.kernels.cuda.quants import FLOATS, QUANTS, packed_bytes
 from tinychat.kernels.cuda.spread import QUANTISED_ROWS, spread
 

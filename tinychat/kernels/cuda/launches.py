@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tinychat.errors import TinychatError
 from tinychat.kernels import blocks, ops
 from tinychat.kernels.blocks import GQA, MLA, Experts, Weight
-from tinychat.kernels.cuda.builder import MAX_COLUMNS, RING, Activations, Builder, shared_columns
+from tinychat.kernels.cuda.builder import MAX_DYNAMIC, RING, Activations, Builder, shared_columns
 from tinychat.kernels.cuda.constants import (
     LOG2E,
     ActivationCode,
@@ -37,7 +37,6 @@ MAX_K = 64  # largest top_k that the candidate lists serve
 CANDIDATES = 128  # of a stretch: MAX_K and room for equal logits
 SAMPLING_THREADS = 1024
 ATTENTION_THREADS = 512
-MAX_DYNAMIC = 227 << 10  # bytes of shared memory of a block, and of a multiprocessor
 PAIR_WARPS = PAIR_THREADS // 32
 
 
@@ -100,7 +99,7 @@ def linear(
     """Matrices over one input, each (weight, bias, buffer of its results): dst = or += scale * (w @ x + bias)."""
     weights = [w for w, _, _ in outputs]
     cols, quantised, floating = weights[0].cols, *b.kinds(*weights)
-    in_place = b.columns > 1 and x.quantised and b.columns * cols // 32 * 40 > MAX_COLUMNS
+    in_place = b.columns > 1 and x.quantised and b.columns * cols // 32 * 40 > b.room
     shared = 0 if in_place else shared_columns(b, cols, quantised, floating and norm is not None)
     buffers = b.source(x) | {"gain": b.data(norm)}
     parts, blocks = list[LinearPart](), 0

@@ -53,17 +53,17 @@ def decode(b: Builder, depth: Depth = "middle") -> LaunchedOps:
     return out + [(launch, len(plan.ops)) for launch in sample(b)]
 
 
-def decode_steps(b: Builder, clusters: bool) -> dict[int, LaunchedOps]:
-    """The steps of the builder's columns for all depths, by the position from which on each is taken, whatever the
-    number of columns. `clusters`: the GPU has them."""
+def depths(b: Builder, clusters: bool) -> dict[int, Depth]:
+    """The kinds of decode steps of the plan, whatever their number of tokens, by the position from which on each is
+    taken. `clusters`: the GPU has them."""
     latent = [layer.attention for layer in b.plan.layers if isinstance(layer.attention, MLA)]
     near = clusters and latent and all(takes_cluster(b.of(1), a) for a in latent)
-    steps = {0: decode(b, "near" if near else "middle")}
+    kinds: dict[int, Depth] = {0: "near" if near else "middle"}
     if near and b.max_context > NEAR:
-        steps[NEAR] = decode(b, "middle")
+        kinds[NEAR] = "middle"
     if latent and b.max_context > DEEP:
-        steps[DEEP] = decode(b, "deep")
-    return steps
+        kinds[DEEP] = "deep"
+    return kinds
 
 
 def enumerated(launches: list[Launch], done: int) -> LaunchedOps:

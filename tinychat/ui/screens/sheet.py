@@ -101,7 +101,7 @@ class Rows(OptionList):
     async def _on_click(self, event: events.Click) -> None:
         event.prevent_default()
         index = event.style.meta.get("option")
-        if index is not None and not self.options[index].disabled:
+        if index is not None and index < len(self.options) and not self.options[index].disabled:
             if self.highlighted == index:
                 self.action_select()
             self.highlighted = index
