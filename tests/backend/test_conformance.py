@@ -100,8 +100,10 @@ def test_each_request_has_its_own_cancel(backend: Instrumented, monkeypatch: pyt
     """The first answer waits in its second step until all of them were asked for."""
     asked = threading.Event()
 
-    def held(steps: Callable[..., Iterator[tuple[int, float]]], *args: object) -> Iterator[tuple[int, float]]:
-        for step in steps(*args):
+    def held(
+        steps: Callable[..., Iterator[tuple[int, float]]], *args: object, **options: object
+    ) -> Iterator[tuple[int, float]]:
+        for step in steps(*args, **options):
             yield step
             asked.wait(120)
 
