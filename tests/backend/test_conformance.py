@@ -100,8 +100,10 @@ def test_each_request_has_its_own_cancel(backend: Instrumented, monkeypatch: pyt
     """The first answer waits in its second step until all of them were asked for."""
     asked = threading.Event()
 
-    def held(steps: Callable[..., Iterator[tuple[int, float]]], *args: object) -> Iterator[tuple[int, float]]:
-        for step in steps(*args):
+    def held(
+        steps: Callable[..., Iterator[tuple[int, float]]], *args: object, **options: object
+    ) -> Iterator[tuple[int, float]]:
+        for step in steps(*args, **options):
             yield step
             asked.wait(120)
 
@@ -148,8 +150,10 @@ def test_a_prompt_that_does_not_fit_is_refused_with_its_figures(backend: Instrum
     refused = events[-1]
     assert isinstance(refused, DoesNotFit) and len(events) == 1 and refused.droppable == 60
     assert refused.usage.prompt + refused.reserve > CONTEXT and refused.reserve == CONTEXT // 4
-    raw = run(backend, Request(raw="word " * 500))[-1]
-    assert isinstance(raw, DoesNotFit) and raw.droppable == 0
+    alone = (*talk(3), {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "word " * 500})
+    for hopeless in (Request(alone), Request(raw="word " * 500)):  # nothing that can be left out makes room
+        refused = run(backend, hopeless)[-1]
+        assert isinstance(refused, DoesNotFit) and refused.droppable == 0
 
 
 def test_the_oldest_turns_are_left_out_so_that_the_next_fit_too(backend: Instrumented) -> None:

@@ -3,7 +3,7 @@
 import pytest
 from textual.app import App
 from textual.binding import Binding
-from textual.widgets import Checkbox, Input, Select, TextArea
+from textual.widgets import Checkbox, Input, Select, Static, TextArea
 
 from tests.support.screens import UNSET, Host, text_of, until
 from tinychat.chat import settings
@@ -14,6 +14,7 @@ from tinychat.ui.screens.dialogs import AskScreen, ConfirmScreen
 from tinychat.ui.screens.help import HelpScreen
 from tinychat.ui.screens.parameters import ParametersScreen
 from tinychat.ui.screens.settings import SettingsScreen
+from tinychat.ui.screens.sheet import Sheet
 
 BRIEF = set_parameter(set_parameter(Parameters(system="Be brief.", thinking=False), "top_k", "7"), "seed", "42")
 
@@ -144,6 +145,24 @@ async def test_the_settings_file_is_edited_as_text():
         await pilot.press("escape", "y")
         await until(pilot, lambda: app.result is None)
     assert "# mine" in settings.path().read_text()
+
+
+@pytest.mark.parametrize("width, name", [(80, "-narrow"), (100, "-wide")])
+async def test_a_sheet_has_the_class_of_its_width_before_its_widgets_are_made(width, name):
+    """And keeps it, or all of them would be styled again."""
+
+    class Noting(Sheet[None]):
+        CSS_PATH = None
+
+        def body(self):
+            self.first = set(self.classes)
+            yield Static("text")
+
+    app = Host(Noting())
+    async with app.run_test(size=(width, 24)) as pilot:
+        await until(pilot, lambda: app.screen.query(".sheet Static"))
+        for classes in (app.screen.first, app.screen.classes):
+            assert classes & {"-narrow", "-wide"} == {name}
 
 
 async def test_help_lists_the_keys_of_the_screen_below_and_the_commands():

@@ -41,7 +41,8 @@ class PromptMaker:
             elif request.overflow == "oldest":
                 prompt = self._without_oldest(request, int(limit * ROOMY)) or prompt
         if len(prompt.ids) + reserve > limit:
-            return DoesNotFit(prompt.usage, reserve, max(0, len(_questions(request.messages[prompt.dropped :])) - 1))
+            left = replace(request, messages=request.messages[prompt.dropped :])
+            return DoesNotFit(prompt.usage, reserve, self._droppable(left, limit - reserve))
         return prompt
 
     def measure(self, request: Request) -> Usage:
@@ -70,20 +71,20 @@ class PromptMaker:
         history = max(0, len(ids) - system - thinking - tools - answer)
         return RenderedPrompt(ids, Usage(system, history, thinking, tools, answer, limit))
 
+    def _droppable(self, request: Request, most: int) -> int:
+        """How many of the oldest exchanges can be left out; 0 where the last one alone takes more than `most` tokens,
+        so that it would not help."""
+        older = len(_questions(request.messages)) - 1 if request.raw is None else 0
+        return older if older > 0 and len(self._ids(_without(request, older))) <= most else 0
+
     def _without_oldest(self, request: Request, most: int) -> RenderedPrompt | None:
         """Without as few of the oldest exchanges as bring the prompt to `most` tokens, or without all but the last one.
 
         None where there is only one. Takes log2(exchanges) renderings.
         """
-        messages = request.messages
-        head = 1 if messages and messages[0].get("role") == "system" else 0
-        starts = _questions(messages)
-
-        def without(n: int) -> Request:
-            return replace(request, messages=(*messages[:head], *messages[starts[n] :]))
-
-        few = _first(1, len(starts) - 1, lambda n: len(self._ids(without(n))) <= most)
-        return replace(self._counted(without(few)), dropped=starts[few] - head) if few else None
+        starts = _questions(request.messages)
+        few = _first(1, len(starts) - 1, lambda n: len(self._ids(_without(request, n))) <= most)
+        return replace(self._counted(_without(request, few)), dropped=starts[few] - _head(request)) if few else None
 
     def _ids(self, request: Request) -> list[int]:
         """Raises TinychatError for messages that are no conversation."""
@@ -130,6 +131,17 @@ def _text(message: Message) -> Any:
 def _questions(messages: Sequence[Message]) -> list[int]:
     """Where an exchange begins: the messages of the user."""
     return [i for i, m in enumerate(messages) if m.get("role") == "user"]
+
+
+def _head(request: Request) -> int:
+    """The number of system messages at the beginning: 0 or 1."""
+    return int(bool(request.messages) and request.messages[0].get("role") == "system")
+
+
+def _without(request: Request, oldest: int) -> Request:
+    """Without that many of the oldest exchanges."""
+    messages = request.messages
+    return replace(request, messages=(*messages[: _head(request)], *messages[_questions(messages)[oldest] :]))
 
 
 def _without_thinking(request: Request) -> tuple[Message, ...]:

@@ -197,8 +197,9 @@ class Finished:
 
 @dataclass(frozen=True)
 class DoesNotFit:
-    """Refused: the prompt takes `usage.prompt` tokens and an answer needs at least `reserve`; `droppable` turns and
-    `usage.thinking` tokens of thinking can be left out."""
+    """Refused: the prompt takes `usage.prompt` tokens and an answer needs at least `reserve`; `droppable` of the
+    oldest exchanges (0 where the last one alone does not fit) and `usage.thinking` tokens of thinking can be left
+    out."""
 
     usage: Usage
     reserve: int

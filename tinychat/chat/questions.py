@@ -23,6 +23,10 @@ def permission_label(answer: PermissionAnswer, question: Question) -> str:
 def explain(overflow: Overflow) -> str:
     """What is too much."""
     used, limit = overflow.usage.used, overflow.usage.limit
+    if used >= limit and overflow.typed and not overflow.droppable and len(overflow.conversation.questions) > 1:
+        return (
+            f"The conversation has {used:,} tokens, the context holds {limit:,}: your message alone is too long for it."
+        )
     if used >= limit:
         return f"The conversation has {used:,} tokens, the context holds {limit:,}."
     return f"{used:,} of {limit:,} tokens are used; that leaves {limit - used:,} for an answer."

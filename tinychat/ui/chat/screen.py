@@ -34,7 +34,7 @@ from tinychat.tools.mcp import McpServers
 from tinychat.tools.mcp_config import config_path
 from tinychat.tools.protocol import Question
 from tinychat.tools.toolbox import Toolbox
-from tinychat.ui import clipboard
+from tinychat.ui import breakpoints, clipboard
 from tinychat.ui.chat import commands, models
 from tinychat.ui.chat.findbar import FindBar
 from tinychat.ui.chat.markdown import MarkdownView
@@ -147,6 +147,7 @@ class ChatScreen(Screen[None]):
         self._idle = 0  # ticks of the panel since something ran
 
     def compose(self) -> ComposeResult:
+        breakpoints.place(self)
         with Horizontal(id="body"):
             yield Sidebar(self.history)
             with Vertical(id="main"), Vertical(id="column"):

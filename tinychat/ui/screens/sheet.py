@@ -21,6 +21,7 @@ from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from tinychat.errors import printable
+from tinychat.ui import breakpoints
 from tinychat.ui.keys import KeyLine
 from tinychat.ui.screens.modal import Modal, Outcome
 
@@ -35,6 +36,7 @@ class Sheet(Modal[Outcome]):
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]
 
     def compose(self) -> ComposeResult:
+        breakpoints.place(self)
         with Vertical(classes="sheet"):
             yield Static(Content(self.TITLE or ""), classes="sheet-title")
             yield from self.body()
