@@ -13,7 +13,7 @@ from tinychat.chat.changes import Change, Ended, Grew, ModelChanged, Notice, Ove
 from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import Conversation, Turn, to_markdown
 from tinychat.chat.parameters import Parameters, set_parameter
-from tinychat.chat.state import Answering, Idle, Stopping
+from tinychat.chat.state import Answering, Idle, ModelChoice, Stopping
 from tinychat.chat.titles import ASKED, Titles, clean
 from tinychat.errors import TinychatError
 
@@ -157,6 +157,19 @@ def test_regenerate_edit_fork_and_prefill():
     assert chat.controller.busy
     chat.controller.fork()
     assert chat.turns[-2].text == "c" and chat.turns[-1].stop_reason == "stopped", "the copy has no endless answer"
+
+
+def test_a_replay_that_waits_for_its_model_ends_with_its_question():
+    chat = Chat(Script(["one", "two"]))
+    chat.ask("a")
+    chat.controller.edit(0, "A")
+    chat.settle()
+    chat.controller.replay(ModelChoice("other", Path("other.gguf"), {}, None))
+    chat.controller.undo()
+    assert chat.controller.replaying is None
+    chat.until(lambda: chat.controller.ready)
+    chat.settle()
+    assert [t.text for t in chat.turns] == ["a", "one"] and len(chat.script.prompts) == 2
 
 
 def test_regenerate_draws_another_seed_unless_it_is_set():

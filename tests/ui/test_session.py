@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,3 +105,10 @@ def test_a_missing_editor_is_one_line(monkeypatch: pytest.MonkeyPatch, command: 
     with pytest.raises(TinychatError) as e:
         external.edit(App(), "text")
     assert why in str(e.value) and "\n" not in str(e.value)
+
+
+def test_no_temporary_folder_for_the_editor_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("VISUAL", sys.executable)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(TinychatError, match="cannot be given to the editor: no such file"):
+        external.edit(App(), "text")

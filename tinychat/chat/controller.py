@@ -356,6 +356,7 @@ class Controller:
         if conversation is self.conversation:
             return False
         self._unresolved = None
+        self._end_replay()
         start = _first_other(self.conversation, conversation)
         self._set(conversation)
         self._changes.append(Reset(start, conversation))

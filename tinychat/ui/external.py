@@ -19,7 +19,11 @@ def edit(app: App[Any], text: str) -> str:
     """Returns `text` as $VISUAL or else $EDITOR has left it, without the line end that editors add. The app is
     suspended meanwhile. Raises TinychatError where there is no editor or it fails."""
     command = _editor()
-    with tempfile.TemporaryDirectory(prefix="tinychat-") as folder:
+    try:
+        temporary = tempfile.TemporaryDirectory(prefix="tinychat-")
+    except OSError as e:
+        raise TinychatError(f"the text cannot be given to the editor: {(e.strerror or str(e)).lower()}") from None
+    with temporary as folder:
         file = Path(folder, "prompt.md")
         try:
             file.write_text(encodable(text) + "\n" * bool(text), encoding="utf-8")
