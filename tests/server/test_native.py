@@ -70,7 +70,7 @@ def test_figures(url: str) -> None:
         f"{url}/v1/completions", json={"model": "m", "prompt": "One two three", "max_tokens": 5}, timeout=120
     ).json()["usage"]
     after = [figure(name) for name in names]
-    assert [b - a for a, b in zip(before, after)] == [1, 5, usage["prompt_tokens"]]
+    assert [b - a for a, b in zip(before, after)] == [1, usage["completion_tokens"], usage["prompt_tokens"]]
     refused = 'tinychat_refused_total{kind="invalid"}'
     httpx.post(f"{url}/v1/completions", json={})
     assert refused in httpx.get(f"{url}/metrics").text
