@@ -26,7 +26,7 @@ from tinychat.models.fit import memory_gb_s
 from tinychat.models.registry import Model
 from tinychat.ui.screens import picker_rows, picker_servers
 from tinychat.ui.screens.dialogs import ConfirmScreen
-from tinychat.ui.screens.downloads import Downloads
+from tinychat.ui.screens.downloads import Download, Downloads
 from tinychat.ui.screens.headers import Headers
 from tinychat.ui.screens.picker_rows import Row
 from tinychat.ui.screens.picker_servers import ServerRow, Servers
@@ -179,7 +179,11 @@ class PickerScreen(Sheet[PickedModel]):
         self._explain()
 
     def _line(self, row: Row, width: int) -> Content:
-        return picker_rows.line(row, width, self._downloads.get(row.model))
+        return picker_rows.line(row, width, self._job(row))
+
+    def _job(self, row: Row) -> Download | None:
+        """The download of a row without its file; one whose file is here is over, though it may not say so yet."""
+        return None if row.path else self._downloads.get(row.model)
 
     def _tick(self) -> None:
         """Paints the downloads' progress, 5 times a second at most: painting takes CPU time from decoding."""
@@ -189,7 +193,7 @@ class PickerScreen(Sheet[PickedModel]):
         shown = {option.id for option in rows.options}
         finished = False
         for name, row in self._rows.items():
-            if (job := self._downloads.get(row.model)) and row.path is None:
+            if job := self._job(row):
                 finished = finished or bool(job.state == "done" and job.path and job.path.exists())
                 if name in shown:
                     rows.replace_option_prompt(name, self._line(row, self._width))
@@ -223,7 +227,7 @@ class PickerScreen(Sheet[PickedModel]):
             return "nothing matches; a URL or a path of a .gguf file can be typed as well", False
         if not row.path and not row.partial and not row.model.why_not and not self._size_settled(row):
             return f"asking for the size of {row.model.name} …", False
-        return picker_rows.explain(row, self._downloads.get(row.model), self._headers.errors.get(row.model.name))
+        return picker_rows.explain(row, self._job(row), self._headers.errors.get(row.model.name))
 
     # what the user does
 
