@@ -15,7 +15,7 @@ test: .venv/.installed-dev
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
-	.venv/bin/pytest -n 2 --dist worksteal
+	.venv/bin/pytest -n 3 --dist worksteal
 
 # Up to date unless what tinychat depends on has changed: the code itself is used from where it is.
 .venv/.installed: pyproject.toml | .venv/bin/pip
