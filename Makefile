@@ -11,11 +11,13 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check --quiet
 chat: .venv/.installed
 	@.venv/bin/tinychat $(MODEL)
 
+# The tests start hundreds of processes: from bytecode, whatever the environment says of writing it.
+test: export PYTHONDONTWRITEBYTECODE =
 test: .venv/.installed-dev
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
-	.venv/bin/pytest -n 3 --dist worksteal
+	.venv/bin/pytest -n 2 --dist worksteal
 
 # Up to date unless what tinychat depends on has changed: the code itself is used from where it is.
 .venv/.installed: pyproject.toml | .venv/bin/pip

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 import os
 import random
@@ -83,6 +84,7 @@ def guarded(job: Callable[[], object], memory: int, seconds: int) -> Outcome:
 
 
 def _limited(job: Callable[[], object], memory: int, seconds: int) -> dict[str, Any]:
+    gc.freeze()  # a collection would copy every page of the parent, at this process's cost
     before = _memory("VmSize")
     resource.setrlimit(resource.RLIMIT_AS, (before + memory, resource.RLIM_INFINITY))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))  # a fork begins at zero

@@ -153,6 +153,8 @@ def test_an_export_to_a_full_disk_leaves_no_half_of_it(
     out = tmp_path / "talk.md"
     with terminal(model) as t:
         t.read("for commands")
+        t.write(b"/set max_tokens 40\r")  # a full context would be asked about, and the keys would answer that
+        t.read("max_tokens is 40")
         t.write(b"hello " * 30 + b"\r")
         t.read("regenerate")  # the answer has ended
         history = History()
