@@ -124,9 +124,11 @@ def _end_at_once(number: int, frame: FrameType | None) -> None:
 
 def _end_now(code: int) -> None:
     """Without Python's own end, which would also end the compile processes of tinygrad."""
-    for child in multiprocessing.active_children():
-        child.kill()
-    os._exit(code)
+    try:
+        for child in multiprocessing.active_children():
+            child.kill()
+    finally:
+        os._exit(code)
 
 
 def clean(environ: MutableMapping[str, str]) -> None:

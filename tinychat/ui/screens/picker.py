@@ -331,7 +331,7 @@ class PickerScreen(Sheet[PickedModel]):
         if row := self._row:
             self._downloads.pause(row.model)
             self._refresh_rows()
-            self._tick()
+            self._show(self._highlighted)
 
     def action_delete(self) -> None:
         if server := self._server:
