@@ -97,11 +97,12 @@ def _swap(path: Path, other: Path, stop: threading.Event, times: list[int]) -> N
 
 
 def _race(path: Path, other: Path, step: Callable[[int], bytes | None]) -> set[bytes | None]:
-    """What `step` gave while another thread swapped `path` for a link to `other` some hundred times."""
+    """What `step` gave while another thread swapped `path` for a link to `other` some hundred times, and until it gave
+    something: how often it meets the directory is up to the scheduler."""
     stop, times, seen, tries = threading.Event(), list[int](), set[bytes | None](), 0
     thread = threading.Thread(target=_swap, args=(path, other, stop, times), daemon=True)
     thread.start()
-    while tries < 1000 or (len(times) < 200 and thread.is_alive()):
+    while tries < 1000 or (thread.is_alive() and tries < 1_000_000 and (len(times) < 200 or seen == {None})):
         tries += 1
         try:
             seen.add(step(tries))

@@ -72,6 +72,8 @@ def test_any_c_compiler(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     if not (path := shutil.which(name)):
         pytest.skip(f"needs a C compiler named {name}")
     monkeypatch.setattr(compiler, "compilers", lambda: [[path]])
+    # A library in the cache is used whichever compiler made it: the other tests must not find this one.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = tiny.write(tmp_path / "m.gguf", "deepseek2_glm", "Q4_K_M")
     with executor(model) as ex:
         got = ex.forward(IDS, 0, "all")
