@@ -72,8 +72,6 @@ def test_any_c_compiler(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     if not (path := shutil.which(name)):
         pytest.skip(f"needs a C compiler named {name}")
     monkeypatch.setattr(compiler, "compilers", lambda: [[path]])
-    # A library in the cache is used whichever compiler made it: the other tests must not find this one.
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = tiny.write(tmp_path / "m.gguf", "deepseek2_glm", "Q4_K_M")
     with executor(model) as ex:
         got = ex.forward(IDS, 0, "all")
@@ -111,6 +109,8 @@ def test_when_a_compiler_fails_the_next_one_is_tried(machine: Path, monkeypatch:
     path = compiler.build(notice=notices.append)
     assert ctypes.CDLL(str(path)).tc_sizeof and len(notices) == 1
     assert compiler.build(notice=notices.append) == path and len(notices) == 1
+    (machine / "clang").write_text('#!/bin/sh\nfor out; do :; done; echo made by clang > "$out"\n')
+    assert compiler.build().read_text() == "made by clang\n"  # mended: what the first that works makes is used
 
 
 def test_no_compiler_is_one_clear_line(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,14 +106,14 @@ def build(flags: Sequence[str] = ("-march=native",), notice: Callable[[str], Non
         flags = [f.replace("-march=native", "-mcpu=native") for f in flags]
     commands = [[*command, *FLAGS, *flags] for command in compilers()]
     paths = [_elsewhere.get(path, path) for path in map(_path, commands)]
-    if path := next((path for path in paths if _exists(path)), None):
-        with contextlib.suppress(OSError):
-            os.utime(path)  # used now: see _prune
-        return path
-    if notice and commands:
+    if notice and commands and not any(map(_exists, paths)):
         notice("compiling the CPU kernels for this machine (once)")
     failures = []
-    for args, path in zip(commands, paths):
+    for args, path in zip(commands, paths):  # a library of the second compiler is used only while the first one fails
+        if _exists(path):
+            with contextlib.suppress(OSError):
+                os.utime(path)  # used now: see _prune
+            return path
         made = _compile(args, path)
         if isinstance(made, str):
             failures.append(made)
