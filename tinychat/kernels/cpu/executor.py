@@ -137,6 +137,8 @@ class CPUExecutor:
         self.prefill_chunk = min(LIMITS.prefill_chunk, max_context)
         self._compiled = False
         self._sampled = 0  # which of the last step's tokens the last id stands behind
+        self._sampling: Sampling | None = None  # the last parameters
+        self._spec = SampleSpec()  # what step.c was told of them
 
         def compiling(line: str) -> None:
             self._compiled = True
@@ -217,8 +219,8 @@ class CPUExecutor:
 
     def forward(self, ids: Sequence[int], pos: int, logits: Logits = "none", *, mtp: bool = False) -> np.ndarray | None:
         """See Executor.forward."""
+        self._check(ids, pos)
         tokens = np.asarray(ids, np.int32)
-        self._check(tokens, pos)
         out = np.empty((len(tokens) if logits == "all" else 1, self.plan.vocab), np.float32)
         mode = ("none", "last", "all").index(logits)
         self._lib.tc_forward(self._ctx, tokens.ctypes.data, len(tokens), pos, mode, mtp, out.ctypes.data)
@@ -236,7 +238,8 @@ class CPUExecutor:
         """See Executor.decode."""
         history = list(recent)
         while pos < self.max_context:
-            ((token, logprob),) = self.verify(token, (), pos, sampling, history, mask)
+            self._step((token,), pos)
+            token, logprob = self._sample(0, sampling, history, mask)
             pos += 1
             history.append(token)
             yield token, logprob
@@ -253,20 +256,34 @@ class CPUExecutor:
         ahead: bool = False,
     ) -> Iterator[tuple[int, float]]:
         """See Executor.verify."""
-        tokens = np.array([token, *drafts], np.int32)
+        assert len(drafts) < LIMITS.verified
         history = list(recent) if drafts else []  # a single step appends nothing, so it copies nothing
-        assert len(tokens) <= LIMITS.verified
-        self._check(tokens, pos)
-        self._lib.tc_step(self._ctx, tokens.ctypes.data, len(tokens), pos)
-        logprob = ctypes.c_double()
-        for i in range(len(tokens)):
-            spec, _arrays = _sample_spec(sampling, history if drafts else recent, mask() if mask else None)
-            token = self._lib.tc_sample(self._ctx, i, ctypes.addressof(spec), ctypes.addressof(logprob))
-            self._sampled = i
-            yield token, logprob.value
+        self._step((token, *drafts), pos)
+        for i in range(len(drafts) + 1):
+            token, logprob = self._sample(i, sampling, history if drafts else recent, mask)
+            yield token, logprob
             if i == len(drafts) or token != drafts[i]:
                 return
             history.append(token)
+
+    def _step(self, ids: Sequence[int], pos: int) -> None:
+        self._check(ids, pos)
+        self._lib.tc_step(self._ctx, (ctypes.c_int32 * len(ids))(*ids), len(ids), pos)
+
+    def _sample(self, i: int, sampling: Sampling, recent: Sequence[int], mask: Mask | None) -> tuple[int, float]:
+        """(id, log-probability) of what follows token `i` of the step that was run last."""
+        if sampling is not self._sampling:
+            fields = {name: getattr(sampling, name) for name in SAMPLED}
+            self._sampling, self._spec = sampling, SampleSpec(seed=sampling.seed % 2**64, **fields)
+        spec, logprob = self._spec, ctypes.c_double()
+        bits = mask() if mask else None
+        spec.mask = bits.ctypes.data if bits is not None else None
+        if sampling.has_penalties:
+            p = penalties(sampling, recent)
+            spec.n_penalised, spec.penalised = len(p.ids), p.ids.ctypes.data
+            spec.divisors, spec.amounts = p.divisors.ctypes.data, p.amounts.ctypes.data
+        self._sampled = i
+        return self._lib.tc_sample(self._ctx, i, ctypes.byref(spec), ctypes.byref(logprob)), logprob.value
 
     @property
     def sampling_s(self) -> float:
@@ -401,12 +418,12 @@ class CPUExecutor:
                 self._lib.tc_free(address, nbytes)
             self._ctx, self._blocks = 0, []
 
-    def _check(self, tokens: np.ndarray, pos: int) -> None:
+    def _check(self, ids: Sequence[int], pos: int) -> None:
         if not self._ctx:
             raise TinychatError("the model is closed")
-        if not len(tokens) or pos < 0 or pos + len(tokens) > self.max_context:
-            raise TinychatError(f"{len(tokens)} tokens at position {pos} do not fit the context of {self.max_context}")
-        if tokens.min() < 0 or tokens.max() >= self.plan.vocab:
+        if not len(ids) or pos < 0 or pos + len(ids) > self.max_context:
+            raise TinychatError(f"{len(ids)} tokens at position {pos} do not fit the context of {self.max_context}")
+        if min(ids) < 0 or max(ids) >= self.plan.vocab:
             raise TinychatError(f"token id out of range: the vocabulary has {self.plan.vocab} entries")
 
 
@@ -420,15 +437,3 @@ def _seconds(stepper: Iterator[object]) -> float:
     start = time.perf_counter()
     next(stepper)
     return time.perf_counter() - start
-
-
-def _sample_spec(s: Sampling, history: Sequence[int], mask: np.ndarray | None) -> tuple[SampleSpec, object]:
-    """(what step.c is told of `s` and the mask, the arrays that it points into)."""
-    bits = mask.ctypes.data if mask is not None else None
-    spec = SampleSpec(seed=s.seed % 2**64, mask=bits, **{name: getattr(s, name) for name in SAMPLED})
-    if not s.has_penalties:
-        return spec, mask
-    p = penalties(s, history)
-    spec.n_penalised, spec.penalised = len(p.ids), p.ids.ctypes.data
-    spec.divisors, spec.amounts = p.divisors.ctypes.data, p.amounts.ctypes.data
-    return spec, (p, mask)
