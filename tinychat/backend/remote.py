@@ -288,8 +288,7 @@ class RemoteBackend:
                     if "error" in chunk:
                         message = one_line(as_dict(chunk["error"]).get("message") or chunk["error"])
                         return Failed(message)
-                    for event in read_chunk(reading, chunk):
-                        stream.put(event)
+                    stream.put(*read_chunk(reading, chunk))
                     self._stats = reading.stats
                     if request.cancel.is_set():
                         raise asyncio.CancelledError

@@ -24,9 +24,11 @@ class EventStream(Generic[T], Iterator[T]):
         self._ended = False
         self._wake = wake
 
-    def put(self, event: T) -> None:
-        self._events.append(event)
-        self._tell()
+    def put(self, *events: T) -> None:
+        """Several at once wake the consumer once."""
+        if events:
+            self._events.extend(events)
+            self._tell()
 
     def end(self) -> None:
         """No event will come any more."""

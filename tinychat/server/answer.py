@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, groupby
@@ -32,8 +31,8 @@ from tinychat.server.refusal import RequestRefused, refusal_of
 PING_S = 15.0  # without an event, after which a stream sends a ping
 # The first events go out as they come; further ones are gathered for so many seconds and joined. One write per token
 # wakes this loop and the client once per token; docs/server.md has the measurement.
-PROMPT_BATCHES = 8
-GATHER_S = 0.04
+PROMPT_BATCHES = 3
+GATHER_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -161,7 +160,7 @@ class Arrivals:
         self._stream = stream
         self._loop = asyncio.get_running_loop()
         self._here = asyncio.Event()  # set while no task waits: events then do not wake the loop
-        self._over = asyncio.Event()
+        self._due = asyncio.Event()  # set where gathering is to end
         stream.on_event(self._wake)
 
     def _wake(self) -> None:
@@ -173,7 +172,7 @@ class Arrivals:
     def _tell(self, over: bool) -> None:
         self._here.set()
         if over:
-            self._over.set()
+            self._due.set()
 
     @property
     def ended(self) -> bool:
@@ -204,9 +203,11 @@ class Arrivals:
         """All further events; an empty list after PING_S seconds of silence."""
         for n in count():
             if n >= PROMPT_BATCHES:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(GATHER_S):
-                        await self._over.wait()
+                timer = self._loop.call_later(GATHER_S, self._due.set)
+                await self._due.wait()
+                timer.cancel()
+                if not self._stream.complete:
+                    self._due.clear()
             if self.ended:
                 return
             try:
