@@ -4,35 +4,32 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from textual import events
+from textual import events, on
 from textual.await_complete import AwaitComplete
 from textual.screen import ModalScreen
 
 Outcome = TypeVar("Outcome")
 
 
-def open_once(screen: ModalScreen[Outcome], event: events.ScreenResume | events.Resize) -> None:
-    """Called for both events of `screen` before Textual handles them. Every widget of a screen that opens is styled
-    when it is mounted, and laid out by the resume; Textual would style all of them again on the resume and lay them
-    out again on the first resize, a third of the time that a form takes to open."""
-    if isinstance(event, events.Resize):
-        if event.size == screen.size and screen.stack_updates == 1:
-            event.prevent_default()
-    elif screen.stack_updates == 0:
-        event.refresh_styles = False
-        screen.app.stylesheet.apply(screen)  # its own style sheet was read behind its registration
-
-
 class Modal(ModalScreen[Outcome]):
-    """Two keys in one burst may both mean an answer: the first one counts."""
+    """Two keys in one burst may both mean an answer: the first one counts.
+
+    Every widget of a screen that opens is styled when it is mounted, and laid out by the resume. Textual would style
+    all of them again on the resume and lay them out again on the first resize, a third of the time that a form takes
+    to open."""
 
     _answered = False
 
-    def on_screen_resume(self, event: events.ScreenResume) -> None:
-        open_once(self, event)
+    @on(events.ScreenResume)
+    def _opened(self, event: events.ScreenResume) -> None:
+        if self.stack_updates == 0:
+            event.refresh_styles = False
+            self.app.stylesheet.apply(self)  # its own style sheet was read behind its registration
 
-    def on_resize(self, event: events.Resize) -> None:
-        open_once(self, event)
+    @on(events.Resize)
+    def _sized(self, event: events.Resize) -> None:
+        if event.size == self.size and self.stack_updates == 1:
+            event.prevent_default()
 
     def dismiss(self, result: Outcome | None = None) -> AwaitComplete:
         if self._answered or not self.is_current:

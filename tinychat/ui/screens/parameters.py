@@ -19,7 +19,6 @@ from tinychat.errors import TinychatError, printable
 from tinychat.ui.screens.dialogs import AskScreen, ConfirmScreen
 from tinychat.ui.screens.sheet import Sheet
 
-
 NAMES = (
     ("preset", "preset", 2),
     ("system", "system prompt", 6),
