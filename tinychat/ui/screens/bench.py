@@ -169,7 +169,7 @@ class BenchScreen(Sheet[None]):
 
 
 def compared(r: ModelResult, latest: ModelResult | None) -> str:
-    """How fast `r` decoded against `latest`: '-4 %'; '·' where the two did not measure the same."""
+    """How fast `r` decoded against `latest`: '−4 %'; '·' where the two did not measure the same."""
     if (
         latest is None
         or r is latest
@@ -177,7 +177,7 @@ def compared(r: ModelResult, latest: ModelResult | None) -> str:
         or (r.n_prompt, r.n_gen) != (latest.n_prompt, latest.n_gen)
     ):
         return "·"
-    return f"{r.decode_tok_s / latest.decode_tok_s - 1:+.0%}".replace("%", " %")
+    return f"{r.decode_tok_s / latest.decode_tok_s - 1:+z.0%}".replace("%", " %").replace("-", "−")
 
 
 def summary(r: ModelResult, all_runs: list[ModelResult]) -> Content:
