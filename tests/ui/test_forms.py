@@ -30,6 +30,11 @@ async def test_the_form_shows_and_returns_everything(size):
         await pilot.pause()
         text = text_of(app)
         assert "Be brief." in text and "[ ]" in text and "temperature" in text
+        assert app.screen.focused.id == "system"
+        await pilot.press("down")  # from its last line on to the next field, and back
+        assert app.screen.focused.id == "thinking"
+        await pilot.press("up", "up")
+        assert app.screen.focused.id == "preset"
         for name in PARAMETERS:  # those below the edge of a small terminal are scrolled to
             app.screen.query_one(f"#{name}", Input).focus()
             await until(pilot, lambda name=name: name.replace("_", " ") in text_of(app))

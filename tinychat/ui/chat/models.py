@@ -30,8 +30,16 @@ def choose_model(chat: ChatView, text: str = "") -> None:
 
     stats, p = chat.controller.stats, chat.controller.conversation.parameters
     freed = stats.weight_bytes + stats.kv_bytes if stats else 0
-    choice = chat.controller.choice
-    loaded = Model(choice.name, path=choice.path) if choice is not None and "server" not in choice.options else None
+    choice, info, loaded = chat.controller.choice, chat.controller.info, None
+    if choice is not None and info is not None and "server" not in choice.options:
+        loaded = Model(
+            choice.name,
+            quant=info.quant,
+            parameters=info.parameters,
+            active_parameters=info.active_parameters,
+            context=info.trained_context,
+            path=choice.path,
+        )
     chat.app.push_screen(PickerScreen(p.context or 4096, freed, chat.downloads, text, loaded), picked)
 
 

@@ -46,6 +46,22 @@ class Field(Input):
             self.value = value
 
 
+class SystemPrompt(TextArea):
+    """The arrows go on to the next field from the last line, and back from the first."""
+
+    def action_cursor_down(self, select: bool = False) -> None:
+        if select or not self.cursor_at_last_line:
+            super().action_cursor_down(select)
+        else:
+            self.screen.focus_next()
+
+    def action_cursor_up(self, select: bool = False) -> None:
+        if select or not self.cursor_at_first_line:
+            super().action_cursor_up(select)
+        else:
+            self.screen.focus_previous()
+
+
 class Form(VerticalScroll, can_focus=False, inherit_bindings=False):
     """Scrolls to the focused field; the arrow keys are the screen's."""
 
@@ -80,7 +96,7 @@ class ParametersScreen(Sheet[Parameters]):
             yield Static(self._names(), classes="names")
             with Vertical():
                 yield Select[str](self._choices(), prompt="none", id="preset", compact=True)
-                yield TextArea(self._parameters.system, id="system", highlight_cursor_line=False)
+                yield SystemPrompt(self._parameters.system, id="system", highlight_cursor_line=False)
                 yield Tick("if the model supports it", self._parameters.thinking, id="thinking")
                 leave_out = "leave out the oldest turns without asking"
                 yield Tick(leave_out, self._parameters.drop_oldest, id="drop_oldest")
