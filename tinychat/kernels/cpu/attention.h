@@ -49,15 +49,20 @@ static void attend(const Cache *cache, const float *q, int stride, int count, co
     if (c < m) scores(tile, cache->k_dim, q + c, stride, s + c * CHUNK + 16 * t, 4);
   }
   i32v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  f32v none = splat(-__builtin_inff());
+  for (int c = 0; c < count; c++) {  // two loops over the vectors, so that the horizontal steps of one overlap the next one
+    float *p = s + c * CHUNK;
+    f32v even = none, odd = none;
+    for (int t = first; t < tiles; t++)
+      if (16 * t < from[c] || 16 * t + 16 > limit[c])
+        stf(p + 16 * t, select_((lane + 16 * t < limit[c]) & (lane + 16 * t >= from[c]), ldf(p + 16 * t), none));
+    for (int t = first; t < tiles; t += 2) even = max_(even, ldf(p + 16 * t));
+    for (int t = first + 1; t < tiles; t += 2) odd = max_(odd, ldf(p + 16 * t));
+    max[c] = limit[c] > from[c] ? hmax(max_(even, odd)) : 0;
+  }
   for (int c = 0; c < count; c++) {
     float *p = s + c * CHUNK;
-    f32v high = splat(-__builtin_inff()), total = splat(0);
-    for (int t = first; t < tiles; t++) {
-      f32v x = select_((lane + 16 * t < limit[c]) & (lane + 16 * t >= from[c]), ldf(p + 16 * t), splat(-__builtin_inff()));
-      stf(p + 16 * t, x);
-      high = max_(high, x);
-    }
-    max[c] = limit[c] > from[c] ? hmax(high) : 0;
+    f32v total = splat(0);
     for (int t = first; t < tiles; t++) {
       f32v x = exp_(ldf(p + 16 * t) - max[c]);
       stf(p + 16 * t, x);
