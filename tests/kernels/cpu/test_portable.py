@@ -51,15 +51,6 @@ def test_other_x86(march: str, name: str, tmp_path: Path) -> None:
             assert relative(got, forward(path, IDS)) < NOISE
 
 
-@pytest.mark.parametrize("quant", [*(q.name for q in QUANTS), "Q4_K_M"])
-def test_tiles_give_the_bits_of_vectors(quant: str, tmp_path: Path) -> None:
-    """The products of AMX, of which five operations are written in C for this test."""
-    path, ids = tiny.write(tmp_path / "m.gguf", "llama" if quant != "Q4_K_M" else "deepseek2_glm", quant), IDS * 6
-    with executor(path) as ex, executor(path, flags=("-march=native", "-DTILES=2")) as tiles:
-        assert "tiles" in tiles.device
-        np.testing.assert_array_equal(tiles.forward(ids, 0, "all"), ex.forward(ids, 0, "all"))  # type: ignore[arg-type]
-
-
 @on_x86
 def test_amx_compiles() -> None:
     """For a machine that this one need not be: loading it runs none of its instructions but the system call."""
