@@ -98,7 +98,7 @@ async def test_a_stop_given_before_the_benchmark_begins_is_not_lost(backend):
 
 def test_comparisons():
     slow, other = replace(RESULT, decode_tok_s=95.0), replace(RESULT, n_gen=20)
-    assert compared(slow, RESULT) == "-5 %" and compared(RESULT, RESULT) == "·" and compared(other, RESULT) == "·"
+    assert compared(slow, RESULT) == "−5%" and compared(RESULT, RESULT) == "·" and compared(other, RESULT) == "·"
     assert "within the spread of" in str(summary(RESULT, [replace(RESULT, decode_tok_s=99.0), RESULT]))
     assert "50% slower than" in str(
         summary(RESULT, [replace(RESULT, decode_tok_s=200.0, decode_runs=(200.0,)), other, RESULT])

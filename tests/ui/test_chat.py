@@ -15,6 +15,7 @@ from tests.support.scripted import INFO, LONG, Script, scripted
 from tinychat.chat.conversation import Conversation, Turn
 from tinychat.chat.history import History
 from tinychat.models import cache
+from tinychat.ui import editor
 from tinychat.ui.app import TinychatApp
 from tinychat.ui.chat import models
 from tinychat.ui.chat.message import AnswerMessage, NoticeLine, TurnMessage, UserMessage
@@ -924,3 +925,16 @@ async def test_a_folded_paste_is_one_thing_and_always_the_whole_text(tmp_path):
         await d.pilot.press("enter")
         await d.settle()
         assert d.turns[0].text == whole and one.strip() in d.script.prompts[0]
+
+
+async def test_an_idle_app_rests_and_paints_what_comes_all_the_same(monkeypatch):
+    monkeypatch.setattr(editor, "BLINKS", 0.05)
+    async with desk("Good morning!") as d:
+        d.chat._idle = 1000  # as after minutes
+        await d.until(lambda: not d.chat.prompt.cursor_blink and not d.chat._drain._active.is_set())
+        d.controller.ask(Turn("user", "hello"))  # not by a key: nobody but the slow tick can notice
+        await d.until(lambda: "Good morning!" in d.screen)
+        blinks = []
+        d.chat.watch(d.chat.prompt, "cursor_blink", lambda blink: blinks.append(blink), init=False)
+        await d.pilot.press("x")
+        await d.until(lambda: True in blinks)

@@ -18,7 +18,7 @@ from tinychat.chat.servers import SavedServer
 from tinychat.measure import log
 from tinychat.models import cache
 from tinychat.models.download import Notes
-from tinychat.models.registry import MODELS, resolve
+from tinychat.models.registry import MODELS, Model, resolve
 from tinychat.server.security import Policy
 from tinychat.ui.screens import headers, picker, picker_rows
 from tinychat.ui.screens.dialogs import ConfirmScreen
@@ -270,6 +270,19 @@ async def test_delete_asks_first(gguf):
         await until(pilot, lambda: not part.exists())
         await until(pilot, lambda: "paused" not in row_text(app, "qwen3:8b"))
         assert not app.screen.check_action("delete", ())
+
+
+def test_the_loaded_model_has_a_row_wherever_its_file_is(gguf):
+    def loaded(model):
+        return [r for r in picker_rows.rows((), 4096, 0, {}, {}, loaded=model) if r.loaded]
+
+    for name in ("mine.gguf", MODELS[0].name):  # the other one is taken by a model that has another file
+        (row,) = loaded(Model(name, path=gguf))
+        assert row.path == gguf and row.model.name == (name if name == "mine.gguf" else str(gguf))
+        assert not row.deletable and row.size == gguf.stat().st_size
+        assert picker_rows.line(row, 80).plain.startswith("●")
+        assert picker_rows.explain(row, None, None)[0].startswith("loaded · ")
+    assert not loaded(None)
 
 
 async def test_what_does_not_fit_asks_before_it_downloads(server, monkeypatch):

@@ -3,6 +3,9 @@
 The rule looks at the end of the text: it is one block, exactly the same, again and again. In prose it takes 5 copies
 and 800 characters; in code, and where a block has no letters (rows of a table, numbers), 10 copies and 4,000
 characters. Lists, tables and code that people ask for have something else in every line, or end before that.
+
+Rows that differ only in a number that counts up are not noticed, however many: "count to 1000" and a thousand rows of
+test data look the same as a model that is stuck in a table. The end of the context, max_tokens and Esc stop these.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from tinychat.chat.choosing import here
 from tinychat.errors import TinychatError
 from tinychat.files import expand
 from tinychat.models import cache
-from tinychat.models.registry import resolve
+from tinychat.models.registry import Model, resolve
 from tinychat.ui.chat.view import ChatView
 from tinychat.ui.screens.sheet import in_daemon
 
@@ -30,7 +30,9 @@ def choose_model(chat: ChatView, text: str = "") -> None:
 
     stats, p = chat.controller.stats, chat.controller.conversation.parameters
     freed = stats.weight_bytes + stats.kv_bytes if stats else 0
-    chat.app.push_screen(PickerScreen(p.context or 4096, freed, chat.downloads, text), picked)
+    choice = chat.controller.choice
+    loaded = Model(choice.name, path=choice.path) if choice is not None and "server" not in choice.options else None
+    chat.app.push_screen(PickerScreen(p.context or 4096, freed, chat.downloads, text, loaded), picked)
 
 
 def first_model(chat: ChatView) -> None:

@@ -168,7 +168,7 @@ class ChatScreen(Screen[None]):
         self.show_draft()
         await self.transcript.reset(self.controller.conversation, 0, False)
         self.set_interval(DRAFT_EVERY, self.keep_draft)
-        self.set_interval(1 / DRAIN_HZ, self._tick)
+        self._drain = self.set_interval(1 / DRAIN_HZ, self._tick)
         self.set_interval(1 / PANEL_HZ, self._panel_tick)
         self.painter.panel()
 
@@ -227,18 +227,26 @@ class ChatScreen(Screen[None]):
 
     async def apply(self) -> None:
         """Paints what changed since the last time."""
+        self._idle = 0
+        self._drain.resume()
         await self.painter.apply()
 
     async def _tick(self) -> None:
         if self.query_one("#below").display and self.transcript.at_end:
             self.mark_below()
         if self.painter.due:
-            await self.apply()
+            await self.painter.apply()
 
-    def _panel_tick(self) -> None:
-        """Once a second when nothing has happened for two: an idle app uses next to nothing of a core."""
+    async def _panel_tick(self) -> None:
+        """Once a second, and events are taken here, when nothing has happened for two: an idle app uses next to nothing
+        of a core."""
         busy = self.controller.busy or self.controller.loading is not None
         self._idle = 0 if busy else self._idle + 1
+        if self._idle < 2 * PANEL_HZ:
+            self._drain.resume()
+        else:
+            self._drain.pause()
+            await self._tick()
         if self._idle < 2 * PANEL_HZ or self._idle % PANEL_HZ == 0:
             self.painter.panel()
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 COLUMNS = (
     "date",
     "decode tok/s",
-    "difference",
+    "change",
     "prefill tok/s",
     "TTFT s",
     "GB/s",
@@ -143,7 +143,7 @@ class BenchScreen(Sheet[None]):
         table, latest = self.query_one(DataTable), self._earlier[-1] if self._earlier else None
         table.clear()
         for r in reversed(self._earlier):
-            cells = dict(zip(tables.COLUMNS, tables.row(r))) | {"difference": compared(r, latest)}
+            cells = dict(zip(tables.COLUMNS, tables.row(r))) | {"change": compared(r, latest)}
             style = "bold" if r is self._result else ""
             table.add_row(*(Text(cells[c], style, justify="left" if c in WORDS else "right") for c in COLUMNS))
         self.query_one(".result", Static).update(summary(self._result, self._earlier) if self._result else Content())
@@ -169,7 +169,7 @@ class BenchScreen(Sheet[None]):
 
 
 def compared(r: ModelResult, latest: ModelResult | None) -> str:
-    """How fast `r` decoded against `latest`: '-4 %'; '·' where the two did not measure the same."""
+    """How fast `r` decoded against `latest`: '−4%'; '·' where the two did not measure the same."""
     if (
         latest is None
         or r is latest
@@ -177,7 +177,7 @@ def compared(r: ModelResult, latest: ModelResult | None) -> str:
         or (r.n_prompt, r.n_gen) != (latest.n_prompt, latest.n_gen)
     ):
         return "·"
-    return f"{r.decode_tok_s / latest.decode_tok_s - 1:+.0%}".replace("%", " %")
+    return f"{r.decode_tok_s / latest.decode_tok_s - 1:+z.0%}".replace("-", "−")
 
 
 def summary(r: ModelResult, all_runs: list[ModelResult]) -> Content:

@@ -49,7 +49,7 @@ class PickedModel:
 
 class PickerScreen(Sheet[PickedModel]):
     """`context`: tokens the verdicts are for; `freed`: bytes that unloading the present model will give back; `text`:
-    what the search field says first.
+    what the search field says first; `loaded`: the present model, where it is a file.
 
     What is in the field decides what Enter means: a URL, path or folder shows its own rows and no others. Nothing is
     downloaded before its size is on the screen.
@@ -65,8 +65,16 @@ class PickerScreen(Sheet[PickedModel]):
         Binding("ctrl+s", "server", "add a server", priority=True),
     ]
 
-    def __init__(self, context: int = 4096, freed: int = 0, downloads: Downloads | None = None, text: str = "") -> None:
+    def __init__(
+        self,
+        context: int = 4096,
+        freed: int = 0,
+        downloads: Downloads | None = None,
+        text: str = "",
+        loaded: Model | None = None,
+    ) -> None:
         super().__init__()
+        self._loaded = loaded
         self._for_context, self._freed, self._downloads = context, freed, downloads or Downloads()
         self._rows: dict[str, Row] = {}
         self._servers = Servers()
@@ -115,7 +123,7 @@ class PickerScreen(Sheet[PickedModel]):
         self._rows = {
             row.model.name: row
             for row in picker_rows.rows(
-                extra, self._for_context, self._freed, self._speeds, self._headers.sizes, self._gb_s
+                extra, self._for_context, self._freed, self._speeds, self._headers.sizes, self._gb_s, self._loaded
             )
         }
 

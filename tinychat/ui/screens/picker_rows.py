@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -43,6 +43,7 @@ class Row:
     predicted: float
     deletable: bool  # there are bytes of it in our cache
     size: int = 0  # of its file in bytes, as the registry, the file or its header says; 0 = not known yet
+    loaded: bool = False
 
     @property
     def size_shown(self) -> str:
@@ -64,8 +65,10 @@ def rows(
     speeds: Mapping[str, float],
     sizes: Mapping[str, tuple[int, int]],
     gb_s: float = 0.0,
+    loaded: Model | None = None,
 ) -> list[Row]:
-    """All models there are to choose from: the user's own, the registry's, and what else the cache holds.
+    """All models there are to choose from: the user's own, the registry's, what else the cache holds, and the `loaded`
+    one, which may be a file that none of them knows.
 
     `freed`: bytes of memory that unloading the present model gives back; `sizes`: (weight bytes, KV bytes per token)
     that the headers of files told, by model name; `gb_s`: the memory limit of this machine, 0 = not known.
@@ -77,11 +80,15 @@ def rows(
         model = e.model or _unknown(e, models)
         models.setdefault(model.name, model)
         (partial if e.partial else whole)[model.name] = e
+    paths = {name: m.path or (whole[name].path if name in whole else None) for name, m in models.items()}
+    if loaded is not None and loaded.path not in paths.values():
+        name = loaded.name if loaded.name not in models else str(loaded.path)
+        models[name], paths[name] = replace(loaded, name=name), loaded.path
     free = available_memory()
     free += freed * bool(free)
     out = []
     for name, model in models.items():
-        path = model.path if model.path else whole[name].path if name in whole else None
+        path = paths[name]
         entry = partial.get(name)
         size = model.size or _bytes(path) or sizes.get(name, (0, 0))[0]
         out.append(
@@ -94,6 +101,7 @@ def rows(
                 predicted_tok_s(model, size, gb_s),
                 name in whole or name in partial,
                 size,
+                loaded is not None and path == loaded.path,
             )
         )
     return out
@@ -189,6 +197,8 @@ def line(row: Row, width: int, job: Download | None = None) -> Content:
     elif row.fit.verdict == "does not fit":
         last, bad = f"✗ {decimal(row.fit.needed)}", True
     text = _line([m.name, m.quant, params(m), size, tokens(m.context), last], width)
+    if row.loaded:
+        return Content.assemble(("●", "$accent"), text[1:])
     content = Content(text)
     return content.stylize("$text-error", len(text.rstrip()) - len(last)) if bad else content
 
@@ -207,7 +217,8 @@ def explain(row: Row, job: Download | None, header_error: str | None) -> tuple[s
         return f"{job.error} (enter tries again)", True
     if trouble := m.why_not or header_error:
         return trouble, True
-    facts = [] if row.path or not row.size else [f"a download of {decimal(row.size)}"]
+    facts = ["loaded"] * row.loaded
+    facts += [] if row.path or not row.size else [f"a download of {decimal(row.size)}"]
     facts.append(f"{_FIT_WORDS[row.fit.verdict]}: {row.fit.explanation}")
     facts += [f"context up to {m.context:,} tokens"] * bool(m.context)
     if row.speed:
