@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -296,7 +298,9 @@ class PlainChat:
         keys = (
             'ctrl+c stops an answer; \\ at the end of a line, or """ around lines, for several; @file attaches a file'
         )
-        return "\n".join([*(f"{c.usage:{width}}{c.help}" for c in self.commands), keys])
+        room, indent = max(shutil.get_terminal_size().columns, width + 20), " " * width
+        lines = [textwrap.fill(f"{c.usage:{width}}{c.help}", room, subsequent_indent=indent) for c in self.commands]
+        return "\n".join([*lines, textwrap.fill(keys, room)])
 
     def _quit(self, session: Commanded, text: str) -> str:
         self._leaving = True
