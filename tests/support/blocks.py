@@ -24,8 +24,17 @@ QUANTS = (
     Q.Q4_K,
     Q.Q5_K,
     Q.Q6_K,
+    Q.IQ1_S,
+    Q.IQ1_M,
+    Q.IQ2_XXS,
+    Q.IQ2_XS,
+    Q.IQ2_S,
+    Q.IQ3_XXS,
+    Q.IQ3_S,
     Q.IQ4_NL,
     Q.IQ4_XS,
+    Q.TQ1_0,
+    Q.TQ2_0,
     Q.MXFP4,
 )
 
@@ -42,8 +51,16 @@ _FIELDS: dict[Q, tuple[int, int | None, float]] = {
     Q.Q4_K: (0, 2, 7.5),
     Q.Q5_K: (0, 2, 15.5),
     Q.Q6_K: (208, None, 0),
+    Q.IQ1_S: (0, None, 0),
+    Q.IQ2_XXS: (0, None, 0),
+    Q.IQ2_XS: (0, None, 0),
+    Q.IQ2_S: (0, None, 0),
+    Q.IQ3_XXS: (0, None, 0),
+    Q.IQ3_S: (0, None, 0),
     Q.IQ4_NL: (0, None, 0),
     Q.IQ4_XS: (0, None, 0),
+    Q.TQ1_0: (52, None, 0),
+    Q.TQ2_0: (64, None, 0),
 }
 
 
@@ -51,6 +68,11 @@ def _with_scales(raw: np.ndarray, qtype: Q, unit: np.ndarray, scale: float) -> n
     """`raw` (blocks, type size) with its scale fields set to `unit` (blocks,) times `scale`."""
     if qtype == Q.MXFP4:  # the scale is a power of two: 2^(e - 128)
         raw[:, 0] = np.clip(np.round(np.log2(unit * scale)) + 128, 0, 254).astype(np.uint8)
+        return raw
+    if qtype == Q.IQ1_M:  # the half lies in the upper 4 bits of four 16-bit words
+        half = (unit * scale).astype(np.float16).view(np.uint16)
+        words = raw[:, 48:56].view(np.uint16)
+        words[:] = words & 0x0FFF | (half[:, None] >> np.array([0, 4, 8, 12], np.uint16)) << 12
         return raw
     at, at_min, ratio = _FIELDS[qtype]
     raw[:, at : at + 2] = (unit * scale).astype(np.float16)[:, None].view(np.uint8)

@@ -219,6 +219,22 @@ INLINE u32v lookup(u32v w, const uint8_t *table) {
 #endif
 }
 
+// table[h] for every 16-bit half h < n of w; n is a multiple of 64.
+INLINE u32v lookup16(u32v w, const uint16_t *table, int n) {
+#if defined(__AVX512BW__)
+  __m512i v = (__m512i)w, part = _mm512_srli_epi16(v, 6);
+  for (int i = 0; i < n / 64; i++) {
+    __mmask32 here = _mm512_cmpeq_epi16_mask(part, _mm512_set1_epi16((short)i));
+    v = _mm512_mask2_permutex2var_epi16((__m512i)ld(table + 64 * i), v, here, (__m512i)ld(table + 64 * i + 32));
+  }
+  return (u32v)v;
+#else
+  union { u32v v; uint16_t h[32]; } u = {w};
+  for (int i = 0; i < 32; i++) u.h[i] = table[u.h[i]];
+  return u.v;
+#endif
+}
+
 // Asks for what lies AHEAD of `part` bytes that are about to be read: in small parts, since a burst of requests stalls. Prefetchers
 // of the hardware follow the K-quants' stream badly (a Zen 5 core: 16 of 37 GB/s), where the nibbles of a vector are used twice.
 enum { AHEAD = 8192 };
