@@ -64,6 +64,14 @@ _FIELDS: dict[Q, tuple[int, int | None, float]] = {
 }
 
 
+def _codes(rng: np.random.Generator, qtype: Q, n: int) -> np.ndarray:
+    """Random bytes of `n` blocks: uint8 (n, type size)."""
+    raw = rng.integers(0, 256, (n, GGML_QUANT_SIZES[qtype][1]), np.uint8)
+    if qtype == Q.TQ2_0:  # no file has the code 3, whose value is 2
+        raw ^= (raw & raw >> 1 & 0x55) << 1
+    return raw
+
+
 def _with_scales(raw: np.ndarray, qtype: Q, unit: np.ndarray, scale: float) -> np.ndarray:
     """`raw` (blocks, type size) with its scale fields set to `unit` (blocks,) times `scale`."""
     if qtype == Q.MXFP4:  # the scale is a power of two: 2^(e - 128)
@@ -93,9 +101,9 @@ def random_blocks(rng: np.random.Generator, qtype: Q, n: int, std: float, negati
         if qtype == Q.BF16:
             return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).reshape(n, size)
         return values.astype(np.float32 if qtype == Q.F32 else np.float16).view(np.uint8).reshape(n, size)
-    raw = rng.integers(0, 256, (n, size), np.uint8)
+    raw = _codes(rng, qtype, n)
     unit = rng.uniform(0.6, 1.4, n).astype(np.float32) * np.where(rng.random(n) < negative, -1, 1).astype(np.float32)
     if qtype == Q.MXFP4:
         unit = np.abs(unit)
-    sample = _with_scales(rng.integers(0, 256, (512, size), np.uint8), qtype, np.ones(512, np.float32), 2.0**-6)
+    sample = _with_scales(_codes(rng, qtype, 512), qtype, np.ones(512, np.float32), 2.0**-6)
     return _with_scales(raw, qtype, unit, std / float(dequantize(sample, qtype).std()) * 2.0**-6)
