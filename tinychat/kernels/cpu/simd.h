@@ -222,11 +222,19 @@ INLINE u32v lookup(u32v w, const uint8_t *table) {
 // table[h] for every 16-bit half h < n of w; n is a multiple of 64.
 INLINE u32v lookup16(u32v w, const uint16_t *table, int n) {
 #if defined(__AVX512BW__)
-  __m512i v = (__m512i)w, part = _mm512_srli_epi16(v, 6);
-  for (int i = 0; i < n / 64; i++) {
-    __mmask32 here = _mm512_cmpeq_epi16_mask(part, _mm512_set1_epi16((short)i));
-    v = _mm512_mask2_permutex2var_epi16((__m512i)ld(table + 64 * i), v, here, (__m512i)ld(table + 64 * i + 32));
+  if (n > 1024) {
+    __m512i low = _mm512_i32gather_epi32(_mm512_and_si512((__m512i)w, _mm512_set1_epi32(0xffff)), table, 2);
+    __m512i high = _mm512_i32gather_epi32(_mm512_srli_epi32((__m512i)w, 16), (const uint16_t *)table - 1, 2);
+    return (u32v)_mm512_mask_blend_epi16(0xaaaaaaaa, low, high);
   }
+  __m512i v = (__m512i)w, part[16];
+  for (int i = 0; i < n / 64; i++)
+    part[i] = _mm512_permutex2var_epi16((__m512i)ld(table + 64 * i), v, (__m512i)ld(table + 64 * i + 32));
+  for (int half = n / 128, bit = n / 2; half; half /= 2, bit /= 2) {
+    __mmask32 upper = _mm512_test_epi16_mask(v, _mm512_set1_epi16((short)bit));
+    for (int i = 0; i < half; i++) part[i] = _mm512_mask_blend_epi16(upper, part[i], part[i + half]);
+  }
+  v = part[0];
   return (u32v)v;
 #else
   union { u32v v; uint16_t h[32]; } u = {w};

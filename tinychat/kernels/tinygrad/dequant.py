@@ -188,7 +188,7 @@ def _iq3_s(b: Tensor) -> Tensor:
 
 def _iq1_values(index: Tensor, negative: Tensor) -> Tensor:
     """Values of the grid plus or minus 1/8: (..., n) -> (..., n, 8)."""
-    return _groups(_grid(Q.IQ1_S, index), index.shape[-1]) + (0.125 - negative.float() * 0.25).unsqueeze(-1)
+    return _grid(Q.IQ1_S, index).reshape(*index.shape, 8) + (0.125 - negative.float() * 0.25).unsqueeze(-1)
 
 
 def _iq1_s(b: Tensor) -> Tensor:
