@@ -24,6 +24,9 @@ QUANTS = (
     Q.Q4_K,
     Q.Q5_K,
     Q.Q6_K,
+    Q.IQ4_NL,
+    Q.IQ4_XS,
+    Q.MXFP4,
     Q.IQ1_S,
     Q.IQ1_M,
     Q.IQ2_XXS,
@@ -31,12 +34,11 @@ QUANTS = (
     Q.IQ2_S,
     Q.IQ3_XXS,
     Q.IQ3_S,
-    Q.IQ4_NL,
-    Q.IQ4_XS,
     Q.TQ1_0,
     Q.TQ2_0,
-    Q.MXFP4,
 )
+MIXED = QUANTS[QUANTS.index(Q.IQ1_S) :]  # of a tiny file of the mix "IQ_MIX", in turn
+MODEL_QUANTS = (*(q.name for q in QUANTS if q not in MIXED), "Q4_K_M", "IQ_MIX")  # tests of whole models
 
 # type -> (byte offset of the fp16 scale d, byte offset of the fp16 minimum, |minimum| / d that makes the mean value
 # zero)

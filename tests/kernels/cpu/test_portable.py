@@ -17,10 +17,10 @@ from gguf.quants import dequantize
 
 from tests.kernels.cpu.test_executor import IDS, NOISE, executor, relative
 from tests.support import tiny
-from tests.support.blocks import QUANTS, random_blocks
+from tests.support.blocks import MODEL_QUANTS, QUANTS, random_blocks
 from tests.support.forward64 import forward
 from tinychat.kernels.cpu import compiler
-from tinychat.kernels.cpu.library import Library
+from tinychat.kernels.cpu.library import Library, grids
 
 HARNESS = Path(__file__).parent / "kernels.c"
 FLAGS = ("-O1", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
@@ -43,6 +43,7 @@ def test_other_x86(march: str, name: str, tmp_path: Path) -> None:
         ("deepseek2_glm", "Q8_0"),
         ("deepseek2_lite", "Q4_K_M"),
         ("qwen3moe", "F16"),
+        ("llama", "IQ_MIX"),
     ):
         path = tiny.write(tmp_path / "m.gguf", variant, quant)
         with executor(path, flags=flags) as ex:
@@ -51,7 +52,7 @@ def test_other_x86(march: str, name: str, tmp_path: Path) -> None:
             assert relative(got, forward(path, IDS)) < NOISE
 
 
-@pytest.mark.parametrize("quant", [*(q.name for q in QUANTS), "Q4_K_M"])
+@pytest.mark.parametrize("quant", MODEL_QUANTS)
 def test_tiles_give_the_bits_of_vectors(quant: str, tmp_path: Path) -> None:
     """The products of AMX, of which five operations are written in C for this test."""
     path, ids = tiny.write(tmp_path / "m.gguf", "llama" if quant != "Q4_K_M" else "deepseek2_glm", quant), IDS * 6
@@ -184,10 +185,8 @@ def check_kernels(command: list[str], kind: tiny.Q, name: str) -> None:
     x = rng.standard_normal((16, cols)).astype(np.float32)
     rows = 150
     k, v, q = (rng.standard_normal(s).astype(np.float32) for s in ((rows, 48), (rows, 32), (4, 48)))
-    data = np.array([kind, cols], np.int32).tobytes() + raw.tobytes() + x.tobytes() + np.int32(rows).tobytes()
-    done = subprocess.run(
-        command, input=data + k.tobytes() + v.tobytes() + q.tobytes(), stdout=subprocess.PIPE, check=True
-    )
+    data = grids().tobytes() + np.array([kind, cols], np.int32).tobytes() + raw.tobytes() + x.tobytes()
+    done = subprocess.run(command, input=b"".join((data, np.int32(rows), k, v, q)), stdout=subprocess.PIPE, check=True)
     said, _, data = done.stdout.partition(b"\n")
     assert said.decode() == name
     out = np.frombuffer(data, np.float32)
