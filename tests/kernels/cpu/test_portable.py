@@ -22,6 +22,7 @@ from tests.support.forward64 import forward
 from tinychat.kernels.cpu import compiler
 from tinychat.kernels.cpu.library import Library, grids
 
+QUICK = ("-march=native", "-O0", "-fno-sanitize=all")  # for tests of where the library is kept
 HARNESS = Path(__file__).parent / "kernels.c"
 FLAGS = ("-O1", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 NEON = {
@@ -96,7 +97,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @needs_zig
 def test_a_broken_clang_on_the_path_is_not_even_asked(machine: Path) -> None:
     assert [Path(command[0]).name for command in compiler.compilers()] == ["zig", "clang"]
-    assert compiler.build().exists() and "clang-" in (compiler.tinygrad_cc() or "")
+    assert compiler.build(QUICK).exists() and "clang-" in (compiler.tinygrad_cc() or "")
 
 
 def test_when_a_compiler_fails_the_next_one_is_tried(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,22 +108,22 @@ def test_when_a_compiler_fails_the_next_one_is_tried(machine: Path, monkeypatch:
     (machine / "cc").symlink_to(cc)
     monkeypatch.setenv("PATH", f"{before}:{os.defpath}")  # what cc calls
     notices = list[str]()
-    path = compiler.build(notice=notices.append)
+    path = compiler.build(QUICK, notices.append)
     assert ctypes.CDLL(str(path)).tc_sizeof and len(notices) == 1
-    assert compiler.build(notice=notices.append) == path and len(notices) == 1
+    assert compiler.build(QUICK, notices.append) == path and len(notices) == 1
     (machine / "clang").write_text('#!/bin/sh\nfor out; do :; done; echo made by clang > "$out"\n')
-    assert compiler.build().read_text() == "made by clang\n"  # mended: what the first that works makes is used
+    assert compiler.build(QUICK).read_text() == "made by clang\n"  # mended: what the first that works makes is used
 
 
 def test_no_compiler_is_one_clear_line(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "zig", lambda: None)
     monkeypatch.setenv("CC", str(machine / "nosuch"))
     with pytest.raises(compiler.NoCompiler, match=r"^clang cannot compile the CPU kernels: .*no vectors here$"):
-        compiler.build()
+        compiler.build(QUICK)
     assert compiler.tinygrad_cc() is None and not compiler.cache_dir().exists()
     (machine / "clang").unlink()
     with pytest.raises(compiler.NoCompiler, match=r"^no C compiler was found$"):
-        compiler.build()
+        compiler.build(QUICK)
 
 
 @needs_zig
@@ -136,8 +137,8 @@ def test_a_cache_that_takes_nothing(machine: Path, monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch:
         patch.setattr(Path, "mkdir", fail)
         notices = list[str]()
-        path = compiler.build(notice=notices.append)
-        assert compiler.build(notice=notices.append) == path and not path.is_relative_to(machine.parent)
+        path = compiler.build(QUICK, notices.append)
+        assert compiler.build(QUICK, notices.append) == path and not path.is_relative_to(machine.parent)
         assert len(notices) == 2 and f"{compiler.cache_dir()} cannot be written" in notices[1]
         assert ctypes.CDLL(str(path)).tc_sizeof and (compiler.tinygrad_cc() or "").startswith(tempfile.gettempdir())
 
@@ -146,7 +147,7 @@ def test_a_cache_that_takes_nothing(machine: Path, monkeypatch: pytest.MonkeyPat
 def test_no_place_at_all_to_compile_in(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(machine / "nosuch"))
     with pytest.raises(compiler.NoCompiler, match=r"zig does not run: no such file or directory: .*nosuch") as e:
-        compiler.build()
+        compiler.build(QUICK)
     assert "\n" not in str(e.value)
 
 

@@ -14,7 +14,7 @@
 // A row has GGML's number; elements and bytes of a block in the file; blocks per chunk; bytes of part B; the offset of the
 // codes, whether there is a minimum, a scale per 16 elements, codes of 8 bits with sign; the fields of parts B and A in the
 // file's block.
-#define QUANTISED(X, ...)                                                                                                      \
+#define COMMON(X, ...)                                                                                                         \
   X(Q4_0, 2, 32, 18, 2, 2, 8, 0, 0, 0, AT(0, 2, 2), AT(2, 16, 4), __VA_ARGS__)                                                 \
   X(Q4_1, 3, 32, 20, 1, 4, 0, 1, 0, 0, AT(0, 2, 2) AT(2, 2, 2), AT(4, 16, 4), __VA_ARGS__)                                     \
   X(Q5_0, 6, 32, 22, 2, 2, 16, 0, 0, 0, AT(0, 2, 2), AT(2, 4, 4) AT(6, 16, 4), __VA_ARGS__)                                    \
@@ -26,6 +26,12 @@
   X(Q5_K, 13, 256, 176, 1, 4, 0, 1, 0, 0, AT(0, 2, 2) AT(2, 2, 2), AT(4, 12, 1) AT(16, 32, 4) AT(48, 128, 4), __VA_ARGS__)     \
   X(Q6_K, 14, 256, 210, 2, 2, 32, 0, 1, 0, AT(208, 2, 2),                                                                      \
     AT(192, 16, 1) AT(128, 32, 4) AT(0, 64, 4) AT(160, 32, 4) AT(64, 64, 4), __VA_ARGS__)                                      \
+  X(IQ4_NL, 20, 32, 18, 2, 2, S8_OFFSET, 0, 0, 1, AT(0, 2, 2), AT(2, 16, 4), __VA_ARGS__)                                      \
+  X(IQ4_XS, 23, 256, 136, 1, 4, S8_OFFSET, 0, 0, 1, AT(0, 2, 2) AT(2, 2, 2), AT(4, 4, 1) AT(8, 128, 4), __VA_ARGS__)           \
+  X(MXFP4, 39, 32, 17, 4, 1, S8_OFFSET, 0, 0, 1, AT(0, 1, 1), AT(1, 16, 4), __VA_ARGS__)
+// Blocks of 256 with signs and no minimum. Products with one column are compiled for each of them, others for all together:
+// compiling the library would take nearly twice as long.
+#define RARE(X, ...)                                                                                                           \
   X(IQ2_XXS, 16, 256, 66, 2, 2, S8_OFFSET, 0, 0, 1, AT(0, 2, 2), AT(2, 64, 4), __VA_ARGS__)                                    \
   X(IQ2_XS, 17, 256, 74, 2, 2, S8_OFFSET, 0, 1, 1, AT(0, 2, 2), AT(66, 8, 1) AT(2, 64, 4), __VA_ARGS__)                        \
   X(IQ2_S, 22, 256, 82, 2, 2, S8_OFFSET, 0, 1, 1, AT(0, 2, 2),                                                                 \
@@ -35,11 +41,9 @@
     AT(106, 4, 1) AT(66, 8, 1) AT(74, 32, 4) AT(2, 64, 4), __VA_ARGS__)                                                        \
   X(IQ1_S, 19, 256, 50, 2, 2, S8_OFFSET, 0, 0, 1, AT(0, 2, 2), AT(34, 16, 4) AT(2, 32, 4), __VA_ARGS__)                        \
   X(IQ1_M, 29, 256, 56, 1, 0, S8_OFFSET, 0, 1, 1, , AT(48, 8, 4) AT(32, 16, 1) AT(0, 32, 4), __VA_ARGS__)                      \
-  X(TQ1_0, 34, 256, 54, 2, 2, 1, 0, 0, 0, AT(52, 2, 2), AT(0, 52, 4), __VA_ARGS__)                                             \
-  X(TQ2_0, 35, 256, 66, 2, 2, 1, 0, 0, 0, AT(64, 2, 2), AT(0, 64, 4), __VA_ARGS__)                                             \
-  X(IQ4_NL, 20, 32, 18, 2, 2, S8_OFFSET, 0, 0, 1, AT(0, 2, 2), AT(2, 16, 4), __VA_ARGS__)                                      \
-  X(IQ4_XS, 23, 256, 136, 1, 4, S8_OFFSET, 0, 0, 1, AT(0, 2, 2) AT(2, 2, 2), AT(4, 4, 1) AT(8, 128, 4), __VA_ARGS__)           \
-  X(MXFP4, 39, 32, 17, 4, 1, S8_OFFSET, 0, 0, 1, AT(0, 1, 1), AT(1, 16, 4), __VA_ARGS__)
+  X(TQ1_0, 34, 256, 54, 2, 2, S8_OFFSET, 0, 0, 1, AT(52, 2, 2), AT(0, 52, 4), __VA_ARGS__)                                     \
+  X(TQ2_0, 35, 256, 66, 2, 2, S8_OFFSET, 0, 0, 1, AT(64, 2, 2), AT(0, 64, 4), __VA_ARGS__)
+#define QUANTISED(X, ...) COMMON(X, __VA_ARGS__) RARE(X, __VA_ARGS__)
 // GGML's number, bytes of a value, and what loads 16 of them.
 #define FLOATING(X, ...)                                                                                                       \
   X(F32, 0, 4, load_F32, __VA_ARGS__) X(F16, 1, 2, half, __VA_ARGS__) X(BF16, 30, 2, load_BF16, __VA_ARGS__)
@@ -303,11 +307,13 @@ INLINE Sub decode_IQ1_M(const uint8_t *a, const uint8_t *b, int s) {
   u.d = d * (from_int((i32v)(w & 7)) * 0.25f + 0.125f), u.d2 = d * (from_int((i32v)(w >> 3 & 7)) * 0.25f + 0.125f);
   return u;
 }
+// Codes of 0 to 2 as -1 to 1.
+INLINE u32v minus_one(u32v w) { return (u32v)((u8v)w + (uint8_t)(S8_OFFSET - 1)); }
 // Digit n (0: the first) of bytes with 5 digits of base 3, each byte a fraction in 256ths.
 INLINE u32v digit(u32v v, int n) {
   static const uint8_t power[5] = {1, 3, 9, 27, 81};
   u8v x = (u8v)v * power[n];
-  return (u32v) - ((u8v)(x > 85) + (u8v)(x > 170));
+  return minus_one((u32v) - ((u8v)(x > 85) + (u8v)(x > 170)));
 }
 INLINE Sub decode_TQ1_0(const uint8_t *a, const uint8_t *b, int s) {
   Sub u;
@@ -320,7 +326,7 @@ INLINE Sub decode_TQ1_0(const uint8_t *a, const uint8_t *b, int s) {
 }
 INLINE Sub decode_TQ2_0(const uint8_t *a, const uint8_t *b, int s) {
   Sub u;
-  for (int t = 0; t < 8; t++) u.w[t] = ld(a + 64 * (s / 4 * 8 + t)) >> (s % 4 * 2) & 0x03030303;
+  for (int t = 0; t < 8; t++) u.w[t] = minus_one(ld(a + 64 * (s / 4 * 8 + t)) >> (s % 4 * 2) & 0x03030303);
   u.d = half(b);
   return u;
 }
@@ -534,30 +540,44 @@ INLINE int place(int i, int q6) { return q6 ? (i & ~3) | (i & 1) << 1 | (i >> 1 
 // out[c] = 16 rows at `a` times column c.
 typedef void (*Kernel)(const uint8_t *a, const X *x, f32v *out);
 
-#define KERNEL(T, ID, BLOCK, BYTES, CHUNK_, B_LENGTH, OFFSET, MIN, SPLIT, SIGN, B, A, NC, UNROLL)                                 \
-  static void T##_x##NC(const uint8_t *a, const X *x, f32v *out) {                                                                \
-    enum { B_BYTES = 16 * B_LENGTH };                                                                                             \
-    int blocks = x->k / BLOCK, a_bytes = BYTES * 16 - B_BYTES;                                                                    \
-    int part = BYTES * 16 / (BLOCK / 32);                                                                                         \
-    const int8_t *q = x->q;                                                                                                       \
-    const XScale *xs = x->scales;                                                                                                 \
-    f32v acc[NC];                                                                                                                 \
-    for (int c = 0; c < NC; c++) acc[c] = splat(0);                                                                               \
-    while (blocks > 0) {                                                                                                          \
-      int n = blocks < CHUNK_ ? blocks : CHUNK_;                                                                                  \
-      const uint8_t *b = a;                                                                                                       \
-      blocks -= n;                                                                                                                \
-      for (a += (n * B_BYTES + 63) / 64 * 64; n > 0; n--, a += a_bytes, b += B_BYTES, q += 2 * BLOCK * NC, xs += BLOCK / 32 * NC) \
-        _Pragma(UNROLL) for (int i = 0; i < BLOCK / 32; i++) {                                                                    \
-          int s = place(i, T == Q6_K);                                                                                            \
-          prefetch(a + i * part, part);                                                                                           \
-          Sub u = decode_##T(a, b, s);                                                                                            \
-          if (PAIRS && NC > 1) dot32_pairs(&u, q + 64 * NC * s, xs + NC * s, acc, NC, OFFSET, MIN, SPLIT);                        \
-          else dot32(&u, q + 64 * NC * s, xs + NC * s, acc, NC, OFFSET, MIN, SPLIT, SIGN);                                        \
-        }                                                                                                                         \
-    }                                                                                                                             \
-    if (PAIRS && NC > 1) unpair(acc, NC);                                                                                         \
-    for (int c = 0; c < NC; c++) out[c] = acc[c];                                                                                 \
+// The body of a Kernel.
+#define MULTIPLY(BLOCK, BYTES, CHUNK_, B_LENGTH, OFFSET, MIN, SPLIT, SIGN, Q6, DECODE, NC, UNROLL)                              \
+  int b_bytes = 16 * (B_LENGTH);                                                                                                \
+  int blocks = x->k / BLOCK, a_bytes = (BYTES) * 16 - b_bytes;                                                                  \
+  int part = (BYTES) * 16 / (BLOCK / 32);                                                                                       \
+  const int8_t *q = x->q;                                                                                                       \
+  const XScale *xs = x->scales;                                                                                                 \
+  f32v acc[NC];                                                                                                                 \
+  for (int c = 0; c < NC; c++) acc[c] = splat(0);                                                                               \
+  while (blocks > 0) {                                                                                                          \
+    int n = blocks < CHUNK_ ? blocks : CHUNK_;                                                                                  \
+    const uint8_t *b = a;                                                                                                       \
+    blocks -= n;                                                                                                                \
+    for (a += (n * b_bytes + 63) / 64 * 64; n > 0; n--, a += a_bytes, b += b_bytes, q += 2 * BLOCK * NC, xs += BLOCK / 32 * NC) \
+      _Pragma(UNROLL) for (int i = 0; i < BLOCK / 32; i++) {                                                                    \
+        int s = place(i, Q6);                                                                                                   \
+        prefetch(a + i * part, part);                                                                                           \
+        Sub u = DECODE(a, b, s);                                                                                                \
+        if (PAIRS && NC > 1) dot32_pairs(&u, q + 64 * NC * s, xs + NC * s, acc, NC, OFFSET, MIN, SPLIT);                        \
+        else dot32(&u, q + 64 * NC * s, xs + NC * s, acc, NC, OFFSET, MIN, SPLIT, SIGN);                                        \
+      }                                                                                                                         \
+  }                                                                                                                             \
+  if (PAIRS && NC > 1) unpair(acc, NC);                                                                                         \
+  for (int c = 0; c < NC; c++) out[c] = acc[c];
+#define KERNEL(T, ID, BLOCK, BYTES, CHUNK_, B_LENGTH, OFFSET, MIN, SPLIT, SIGN, B, A, NC, UNROLL)                          \
+  static void T##_x##NC(const uint8_t *a, const X *x, f32v *out) {                                                       \
+    MULTIPLY(BLOCK, BYTES, CHUNK_, B_LENGTH, OFFSET, MIN, SPLIT, SIGN, T == Q6_K, decode_##T, NC, UNROLL)                \
+  }
+// The products of RARE types, with a scale per 32 elements or per 16.
+typedef Sub (*Decode)(const uint8_t *a, const uint8_t *b, int s);
+#define SHARED(NAME, SPLIT, NC)                                                                                          \
+  static __attribute__((noinline)) void NAME##_x##NC(const uint8_t *a, const X *x, f32v *out, int bytes, int chunk, int b_length, \
+                                                     Decode decode) {                                                    \
+    MULTIPLY(256, bytes, chunk, b_length, S8_OFFSET, 0, SPLIT, 1, 0, decode, NC, "clang loop unroll(disable)")           \
+  }
+#define SHARING(T, ID, BLOCK, BYTES, CHUNK_, B_LENGTH, OFFSET, MIN, SPLIT, SIGN, B, A, NC)                               \
+  static void T##_x##NC(const uint8_t *a, const X *x, f32v *out) {                                                       \
+    (SPLIT ? split_x##NC : plain_x##NC)(a, x, out, BYTES, CHUNK_, B_LENGTH, decode_##T);                                 \
   }
 
 #define FLOAT_KERNEL(T, ID, VALUE, LOAD, NC)                                                                              \
@@ -587,10 +607,12 @@ FLOATING(FLOAT_KERNEL, 4)
 FLOATING(FLOAT_KERNEL, 8)
 FLOATING(FLOAT_KERNEL, 16)
 QUANTISED(KERNEL, 1, "clang loop unroll_count(2)")  // full unrolling moves loads out of order: a third of the bandwidth
-QUANTISED(KERNEL, 2, "clang loop unroll(disable)")
-QUANTISED(KERNEL, 4, "clang loop unroll(disable)")
-QUANTISED(KERNEL, 8, "clang loop unroll(disable)")
-QUANTISED(KERNEL, 16, "clang loop unroll(disable)")
+#define PANEL(NC) \
+  COMMON(KERNEL, NC, "clang loop unroll(disable)") SHARED(plain, 0, NC) SHARED(split, 1, NC) RARE(SHARING, NC)
+PANEL(2)
+PANEL(4)
+PANEL(8)
+PANEL(16)
 
 #define KERNEL_x1(T, ...) [T] = T##_x1,
 #define KERNEL_x2(T, ...) [T] = T##_x2,
