@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -407,23 +408,38 @@ SEEDS: dict[str, tuple[tuple[str, str], ...]] = {
 }
 
 
+MTP_BLOCK = "blk.2."  # of deepseek2_nextn, whose side file has its tensors alone
+
+
 def files(count: int, seed: int, folder: Path, arch: str | None = None) -> Iterator[tuple[str, bytes, Outcome]]:
     """(seed file, damaged file, outcome) of `count` cases, evenly over the architectures."""
     assert set(ARCHITECTURES) >= set(SEEDS)
-    sound: list[tuple[str, bytes, Parts]] = []
-    for name in (arch,) if arch else ARCHITECTURES:
-        for variant, quant in SEEDS.get(name, ((name, "F32"),)):
-            raw = tiny.write(folder / "seed.gguf", variant, quant).read_bytes()
-            the_whole_way(folder / "seed.gguf")  # right before, and all that is made once is made now
-            sound.append((f"{variant} {quant}", raw, take_apart(raw)))
-            assert put_together(sound[-1][2])[: len(raw)] == raw
+    sound: list[
+        tuple[str, bytes, Parts, Path, Path]
+    ] = []  # the last: where the damaged file is written, what is loaded
+
+    def add(name: str, seed: Path, damaged: Path, loaded: Path) -> None:
+        raw = seed.read_bytes()
+        sound.append((name, raw, take_apart(raw), damaged, loaded))
+        assert put_together(sound[-1][2])[: len(raw)] == raw
+
     path = folder / "damaged.gguf"
+    for arch_name in (arch,) if arch else ARCHITECTURES:
+        for variant, quant in SEEDS.get(arch_name, ((arch_name, "F32"),)):
+            seed_path = tiny.write(folder / "seed.gguf", variant, quant)
+            the_whole_way(seed_path)  # right before, and all that is made once is made now
+            add(f"{variant} {quant}", seed_path, path, path)
+    if arch in (None, "deepseek2"):
+        trunk = tiny.write(folder / "trunk.gguf", "deepseek2_nextn", only=lambda name: not name.startswith(MTP_BLOCK))
+        side = tiny.write(folder / "mtp-trunk.gguf", "deepseek2_nextn", only=lambda name: name.startswith(MTP_BLOCK))
+        the_whole_way(trunk)
+        add("side file of deepseek2_nextn", side, side, trunk)
     for i in range(count):
         rng = random.Random(f"{seed} {i}")
-        name, raw, parts = sound[i % len(sound)]
+        name, raw, parts, damaged, loaded = sound[i % len(sound)]
         data = mutated(parts, raw, rng)
-        path.write_bytes(data)
-        yield name, data, guarded(lambda: the_whole_way(path), MEMORY, SECONDS)
+        damaged.write_bytes(data)
+        yield name, data, guarded(partial(the_whole_way, loaded), MEMORY, SECONDS)
 
 
 # --- templates ---

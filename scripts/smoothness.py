@@ -28,6 +28,7 @@ from tinychat.chat.parameters import Parameters
 from tinychat.chat.settings import Settings
 from tinychat.engine.devices import OnProgress
 from tinychat.engine.engine import Engine
+from tinychat.kernels.executor import Mask
 from tinychat.kernels.sampling import Sampling
 from tinychat.models import cache
 from tinychat.models.registry import resolve
@@ -54,7 +55,9 @@ class Device:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
-    def decode(self, token: int, pos: int, sampling: Sampling, recent: Sequence[int]) -> Iterator[tuple[int, float]]:
+    def decode(
+        self, token: int, pos: int, sampling: Sampling, recent: Sequence[int], mask: Mask | None = None
+    ) -> Iterator[tuple[int, float]]:
         done: deque[float] = deque()
         last = time.perf_counter()
         for token in self._ids:
@@ -69,7 +72,7 @@ class Device:
 
 def load(path: Path, rate: float, tokens: int, progress: OnProgress) -> Engine:
     """The model; with a rate, saying `tokens` tokens of ANSWER again and again."""
-    engine = Engine.load(path, max_context=8192, progress=progress)
+    engine = Engine.load(path, max_context=8192, progress=progress, speculate=0 if rate else "auto")
     if rate:
         ids = engine.tokenizer.encode(ANSWER)
         ids = [*(ids * (tokens // len(ids) + 1))[:tokens], min(engine.tokenizer.stop_ids)]

@@ -157,9 +157,10 @@ process.LAST = {last}
 process.prepare()
 from tinygrad.engine.worker import get_worker_pool
 pool = get_worker_pool()
-print(pool.apply(len, ("ready",)), flush=True)
+ready = pool.apply(len, ("ready",))
 pool.apply_async(time.sleep, (1000,))
 atexit.register(lambda: (print("ending", flush=True), threading.Event().wait()))
+print(ready, flush=True)
 threading.Event().wait()
 """
     with started([sys.executable, "-c", code], stdout=-1, env={**os.environ, "PARALLEL": "1"}) as p:

@@ -17,7 +17,7 @@ from gguf.quants import dequantize
 
 from tests.kernels.cpu.test_executor import IDS, NOISE, executor, relative
 from tests.support import tiny
-from tests.support.blocks import MODEL_QUANTS, QUANTS, random_blocks
+from tests.support.blocks import QUANTS, random_blocks
 from tests.support.forward64 import forward
 from tinychat.kernels.cpu import compiler
 from tinychat.kernels.cpu.library import Library, grids
@@ -51,15 +51,6 @@ def test_other_x86(march: str, name: str, tmp_path: Path) -> None:
             got = ex.forward(IDS, 0, "all")
             assert got is not None
             assert relative(got, forward(path, IDS)) < NOISE
-
-
-@pytest.mark.parametrize("quant", MODEL_QUANTS)
-def test_tiles_give_the_bits_of_vectors(quant: str, tmp_path: Path) -> None:
-    """The products of AMX, of which five operations are written in C for this test."""
-    path, ids = tiny.write(tmp_path / "m.gguf", "llama" if quant != "Q4_K_M" else "deepseek2_glm", quant), IDS * 6
-    with executor(path) as ex, executor(path, flags=("-march=native", "-DTILES=2")) as tiles:
-        assert "tiles" in tiles.device
-        np.testing.assert_array_equal(tiles.forward(ids, 0, "all"), ex.forward(ids, 0, "all"))  # type: ignore[arg-type]
 
 
 @on_x86

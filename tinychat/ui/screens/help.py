@@ -27,7 +27,7 @@ class HelpScreen(Sheet[None]):
     TITLE = "Help"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("f1", "close", "close", show=False)]
     DEFAULT_CSS = """
-    HelpScreen VerticalScroll { height: 1fr; }
+    HelpScreen VerticalScroll { height: 1fr; scrollbar-gutter: stable; }
     HelpScreen VerticalScroll > Static { height: auto; margin-bottom: 1; }
     HelpScreen VerticalScroll > .heading { margin-bottom: 0; }
     """

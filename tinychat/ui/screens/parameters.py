@@ -9,15 +9,24 @@ from typing import ClassVar
 from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal, VerticalScroll
+from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
-from textual.widgets import Checkbox, Input, Label, Select, Static, TextArea
+from textual.widgets import Checkbox, Input, Select, Static, TextArea
 
 from tinychat.chat import settings
 from tinychat.chat.parameters import DEFAULT, PARAMETERS, SAMPLING_PARAMETERS, Parameters, set_parameter, shown
 from tinychat.errors import TinychatError, printable
 from tinychat.ui.screens.dialogs import AskScreen, ConfirmScreen
 from tinychat.ui.screens.sheet import Sheet
+
+NAMES = (
+    ("preset", "preset", 2),
+    ("system", "system prompt", 6),
+    ("thinking", "thinking", 1),
+    ("drop_oldest", "full context", 1),
+    *((name, name.replace("_", " "), 1) for name in PARAMETERS),
+)
+"""Of each field: its id, its name, and the lines from its first to that of the next field."""
 
 
 class Tick(Checkbox):
@@ -26,6 +35,15 @@ class Tick(Checkbox):
     @property
     def _button(self) -> Content:
         return Content(f"[{'✓' if self.value else ' '}]")
+
+
+class Field(Input):
+    """A field of one line. What it has at first is no change, and none is judged by itself."""
+
+    def __init__(self, value: str, placeholder: str, id: str) -> None:
+        super().__init__(placeholder=placeholder, id=id, validate_on=())
+        with self.prevent(Input.Changed):
+            self.value = value
 
 
 class Form(VerticalScroll, can_focus=False, inherit_bindings=False):
@@ -55,32 +73,37 @@ class ParametersScreen(Sheet[Parameters]):
         self._preset = ""  # the one that was loaded last
 
     def body(self) -> ComposeResult:
-        with Form():
-            with Horizontal(classes="field"):
-                yield Label("preset")
+        # One widget has all names and one all helps, and heights are given: with a row and two labels for every field,
+        # each row as high as what is in it, the form opens in three times the time.
+        with Form(), Horizontal() as lines:
+            lines.styles.height = sum(height for _, _, height in NAMES)
+            yield Static(self._names(), classes="names")
+            with Vertical():
                 yield Select[str](self._choices(), prompt="none", id="preset", compact=True)
-            with Horizontal(classes="field tall"):
-                yield Label("system prompt")
-                yield TextArea(self._parameters.system, id="system", compact=True, highlight_cursor_line=False)
-            with Horizontal(classes="field"):
-                yield Label("thinking")
-                yield Tick("if the model supports it", self._parameters.thinking, id="thinking", compact=True)
-            with Horizontal(classes="field"):
-                yield Label("full context")
+                yield TextArea(self._parameters.system, id="system", highlight_cursor_line=False)
+                yield Tick("if the model supports it", self._parameters.thinking, id="thinking")
                 leave_out = "leave out the oldest turns without asking"
-                yield Tick(leave_out, self._parameters.drop_oldest, id="drop_oldest", compact=True)
-            for name, spec in PARAMETERS.items():
-                with Horizontal(classes="field"):
-                    yield Label(name.replace("_", " "))
-                    yield Input(
-                        _typed(self._parameters, name),
-                        placeholder=self._default(name),
-                        id=name,
-                        compact=True,
-                        select_on_focus=True,
-                    )
-                    yield Label(spec.help, classes="help")
+                yield Tick(leave_out, self._parameters.drop_oldest, id="drop_oldest")
+                with Horizontal() as numbers:
+                    numbers.styles.height = len(PARAMETERS)
+                    with Vertical(classes="numbers"):
+                        for name in PARAMETERS:
+                            yield Field(_typed(self._parameters, name), self._default(name), name)
+                    yield Static(Content("\n".join(spec.help for spec in PARAMETERS.values())), classes="helps")
         yield Static(classes="detail")
+
+    def _names(self) -> Content:
+        """The names of the fields, that of the focused one in bold, each in the first line of its field."""
+        focused = {node.id for node in self.focused.ancestors_with_self} if self.focused else set()
+        lines = []
+        for id, name, height in NAMES:
+            lines += [Content.styled(name, "$foreground bold" if id in focused else ""), *[Content("")] * (height - 1)]
+        return Content("\n").join(lines)
+
+    @on(events.DescendantFocus)
+    @on(events.DescendantBlur)
+    def _focus_moved(self) -> None:
+        self.query_one(".names", Static).update(self._names(), layout=False)
 
     def _choices(self) -> list[tuple[Content, str]]:
         return [(Content(printable(name, newlines=False)), name) for name in self._presets]
@@ -109,8 +132,8 @@ class ParametersScreen(Sheet[Parameters]):
             drop_oldest=self.query_one("#drop_oldest", Checkbox).value,
         )
         trouble = ""
-        for name in PARAMETERS:
-            field = self.query_one(f"#{name}", Input)
+        for field in self.query(Input):
+            name = field.id or ""
             try:
                 p, wrong = set_parameter(p, name, field.value or self._empty(name)), ""
             except TinychatError as e:

@@ -211,7 +211,8 @@ class PickerScreen(Sheet[PickedModel]):
         """The line below the list: the verdict, sizes, errors."""
         text, bad = self._explanation()
         detail = self.query_one(".detail", Static)
-        detail.update(Content(printable(text, newlines=False)))
+        if (text := printable(text, newlines=False)) != detail.content:  # an update lays the screen out again
+            detail.update(Content(text))
         detail.set_class(bad, "-error")
         meaning = [self.check_action(action, ()) for action in (*_ENTER, "delete")]
         if meaning != self._meaning:  # the footer would flicker otherwise

@@ -76,7 +76,7 @@ class SearchField(Input, inherit_bindings=False):
             self.key = key
 
     def __init__(self, text: str, placeholder: str) -> None:
-        super().__init__(text, placeholder=placeholder, classes="search", compact=True, select_on_focus=False)
+        super().__init__(text, placeholder=placeholder, classes="search", select_on_focus=False, validate_on=())
 
     async def _on_key(self, event: events.Key) -> None:
         if event.key in ("enter", "up", "down", "pageup", "pagedown"):
