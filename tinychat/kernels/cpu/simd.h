@@ -219,6 +219,31 @@ INLINE u32v lookup(u32v w, const uint8_t *table) {
 #endif
 }
 
+// table[h] for every 16-bit half h < n of w; n is a power of two and at least 128.
+#if defined(__AVX512BW__)
+INLINE u32v lookup16(u32v w, const uint16_t *table, int n) {
+  if (n > 1024) {  // a gather of 16 costs about as much as permuting 24 vectors of the table; it reads 4 bytes
+    __m512i low = _mm512_i32gather_epi32((__m512i)(w & 0xffff), table, 2);
+    __m512i high = _mm512_i32gather_epi32((__m512i)(w >> 16), table - 1, 2);
+    return (u32v)_mm512_mask_blend_epi16(0xaaaaaaaa, low, high);
+  }
+  __m512i part[16];
+  for (int i = 0; i < n / 64; i++)
+    part[i] = _mm512_permutex2var_epi16((__m512i)ld(table + 64 * i), (__m512i)w, (__m512i)ld(table + 64 * i + 32));
+  for (int i = n / 128; i; i /= 2) {  // of two halves of what is left the one that the next bit says
+    __mmask32 upper = _mm512_test_epi16_mask((__m512i)w, _mm512_set1_epi16((short)(64 * i)));
+    for (int j = 0; j < i; j++) part[j] = _mm512_mask_blend_epi16(upper, part[j], part[j + i]);
+  }
+  return (u32v)part[0];
+}
+#else  // not inlined: half of the time that compiling the library took was spent on its copies
+static __attribute__((noinline)) u32v lookup16(u32v w, const uint16_t *table, int n) {
+  union { u32v v; uint16_t h[32]; } u = {w};
+  for (int i = 0; i < 32; i++) u.h[i] = table[u.h[i]];
+  return u.v;
+}
+#endif
+
 // Asks for what lies AHEAD of `part` bytes that are about to be read: in small parts, since a burst of requests stalls. Prefetchers
 // of the hardware follow the K-quants' stream badly (a Zen 5 core: 16 of 37 GB/s), where the nibbles of a vector are used twice.
 enum { AHEAD = 8192 };
