@@ -91,25 +91,30 @@ INLINE uint32_t sevens_by_byte(uint32_t h) {
   for (int i = 0; i < 4; i++) t |= (h >> 7 * i & 127) << 8 * i;
   return bits_by_byte(t);
 }
-// The words of the block's field at `at`, in an order that suits the kernels.
-static void rearrange(uint32_t *word, int type, int at, int words) {
-  if (((type == Q5_0 || type == Q5_1) && words == 1) || (type == IQ2_S && at == 34) || (type == IQ3_S && at == 74))
+// Puts the words of a field of 16 rows into an order that suits the kernels; word i of row r is number 16 * i + r.
+static void rearrange(uint8_t *start, int type, Field f) {
+  typedef uint32_t __attribute__((may_alias)) Word;
+  Word *word = (Word *)start;
+  int words = 4 * f.length, at = f.offset;
+  if (((type == Q5_0 || type == Q5_1) && words == 16) || (type == IQ2_S && at == 34) || (type == IQ3_S && at == 74))
     for (int i = 0; i < words; i++) word[i] = bits_by_byte(word[i]);
-  if ((type == IQ2_XXS && at == 2) || (type == IQ3_XXS && at == 66))  // the scale's bit i goes to bit 25 + 2 * i
-    for (int i = type == IQ2_XXS; i < words; i += 1 + (type == IQ2_XXS)) {
+  if (type == IQ2_XXS || (type == IQ3_XXS && at == 66))  // the scale's bit i goes to bit 25 + 2 * i
+    for (int i = 0; i < words; i++) {
+      if (type == IQ2_XXS && i / 16 % 2 == 0) continue;  // indices
       uint32_t t = sevens_by_byte(word[i]), scale = word[i] >> 28;
       for (int j = 0; j < 4; j++) t |= (scale >> j & 1) << (25 + 2 * j);
       word[i] = t;
     }
-  if (type == IQ2_XS && at == 2)  // four times 9 bits of index below 7 signs: the ninth bits go to bits 25, 27, 29 and 31
-    for (int i = 0; i < words; i += 2) {
+  if (type == IQ2_XS)  // four times 9 bits of index below 7 signs: the ninth bits go to bits 25, 27, 29 and 31
+    for (int i = 0; i < words; i++) {
+      if (i / 16 % 2) continue;  // the second word of two
       uint32_t index = 0, signs = 0, ninth = 0;
       for (int j = 0; j < 4; j++) {
-        uint32_t q = word[i + j / 2] >> 16 * (j % 2) & 0xffff;
+        uint32_t q = word[i + j / 2 * 16] >> 16 * (j % 2) & 0xffff;
         index |= (q & 255) << 8 * j, ninth |= (q >> 8 & 1) << (25 + 2 * j), signs |= q >> 9 << 7 * j;
       }
       word[i] = index;
-      word[i + 1] = sevens_by_byte(signs) | ninth;
+      word[i + 16] = sevens_by_byte(signs) | ninth;
     }
   if (type == Q8_0 && S8_OFFSET != 0)
     for (int i = 0; i < words; i++) word[i] ^= 0x80808080;
@@ -119,20 +124,18 @@ static void rearrange(uint32_t *word, int type, int at, int words) {
 static uint8_t *pack_field(uint8_t *dst, const uint8_t *const src[16], size_t at, Field f, int type) {
   static const uint8_t zeros[256];
   const uint8_t *from[16];
+  uint8_t *start = dst;
   for (int r = 0; r < 16; r++) from[r] = src[r] ? src[r] + at + f.offset : zeros;
-  if (f.granule == 4)
-    for (int r = 0; r < 16; r++) {
-      uint32_t words[32];
-      memcpy(words, from[r], f.length);
-      rearrange(words, type, f.offset, f.length / 4);
-      for (int i = 0; i < f.length / 4; i++) memcpy(dst + 64 * i + 4 * r, words + i, 4);
-    }
-  else if (f.granule == 2)
-    for (int r = 0; r < 16; r++) memcpy(dst + 2 * r, from[r], 2);
+  if (f.granule == 4) {
+    for (int i = 0; i < f.length; i += 4)
+      for (int r = 0; r < 16; r++, dst += 4) memcpy(dst, from[r] + i, 4);
+    rearrange(start, type, f);
+  } else if (f.granule == 2)
+    for (int r = 0; r < 16; r++, dst += 2) memcpy(dst, from[r], 2);
   else
     for (int i = 0; i < f.length; i++)
-      for (int r = 0; r < 16; r++) dst[16 * i + r] = from[r][i];
-  return dst + 16 * f.length;
+      for (int r = 0; r < 16; r++) *dst++ = from[r][i];
+  return dst;
 }
 
 // Packs 16 rows of `cols` elements from the file's form.
