@@ -34,6 +34,8 @@ async def test_the_form_shows_and_returns_everything(size):
             app.screen.query_one(f"#{name}", Input).focus()
             await until(pilot, lambda name=name: name.replace("_", " ") in text_of(app))
         assert [app.screen.query_one(f"#{name}", Input).value for name in ("seed", "max_tokens")] == ["42", "off"]
+        await pilot.resize_terminal(100, 30)
+        await until(pilot, lambda: app.screen.outer_size == (100, 30))  # laid out for it
         await pilot.press("ctrl+s")
         await until(pilot, lambda: app.result is not UNSET)
     assert app.result == BRIEF  # nothing changed by going through the form

@@ -21,8 +21,16 @@ static void store_k(uint16_t *tile, const float *x, int dim, int pos) {
   }
 }
 
+// Query vectors that share what is loaded, as many as keep their sums in registers: of scores (then REST at a time), of values.
+#if defined(__AVX512F__)
+enum { WIDE = 8, REST = 4, TOGETHER = 1 };
+#else
+enum { WIDE = 2, REST = 1, TOGETHER = 3 };
+#endif
+
+// s[c] = q[c] . k for m vectors and the 16 positions of a tile.
 INLINE void scores(const uint16_t *tile, int k_dim, const float *q, int stride, float *s, int m) {
-  f32v even[8], odd[8];  // two chains, since four or eight do not hide the latency of an addition
+  f32v even[WIDE], odd[WIDE];  // two chains each, to hide the latency of an addition
   for (int c = 0; c < m; c++) even[c] = odd[c] = splat(0);
   int d = 0;
   for (; d + 1 < k_dim; d += 2, tile += 32, q += 2 * stride) {
@@ -35,29 +43,46 @@ INLINE void scores(const uint16_t *tile, int k_dim, const float *q, int stride, 
   for (int c = 0; c < m; c++) stf(s + c * CHUNK, even[c] + odd[c]);
 }
 
+// out[c] += p[c] . v for m vectors of weights and 16 positions.
+INLINE void weigh(const float *p, const f32v v[16], float *out, int width, int m) {
+  f32v even[TOGETHER], odd[TOGETHER];
+  for (int c = 0; c < m; c++) even[c] = ldf(out + (size_t)c * width), odd[c] = splat(0);
+  for (int r = 0; r < 16; r += 2)
+    for (int c = 0; c < m; c++) {
+      even[c] = fma_(v[r], splat(p[c * CHUNK + r]), even[c]);
+      odd[c] = fma_(v[r + 1], splat(p[c * CHUNK + r + 1]), odd[c]);
+    }
+  for (int c = 0; c < m; c++) stf(out + (size_t)c * width, even[c] + odd[c]);
+}
+
 // q: [k_dim][stride], scaled; vectors 0..count-1 see the chunk's positions from[c]..limit[c] - 1. s: scratch, stride * CHUNK,
 // count filled up to a multiple of 4. Gives, per vector, the maximum, the sum of exponentials and the weighted sum of V.
 static void attend(const Cache *cache, const float *q, int stride, int count, const int *from, const int *limit, float *s,
                    float *max, float *sum, float *out) {
-  int rows = 0, begin = CHUNK, m = (count + 3) / 4 * 4;
+  int rows = 0, begin = CHUNK, m = (count + REST - 1) / REST * REST;
   for (int c = 0; c < count; c++) rows = limit[c] > rows ? limit[c] : rows, begin = from[c] < begin ? from[c] : begin;
   int first = begin / 16, tiles = (rows + 15) / 16;
   for (int t = first; t < tiles; t++) {
     const uint16_t *tile = cache->k + (size_t)t * 16 * cache->k_dim;
     int c = 0;
-    for (; c + 8 <= m; c += 8) scores(tile, cache->k_dim, q + c, stride, s + c * CHUNK + 16 * t, 8);
-    if (c < m) scores(tile, cache->k_dim, q + c, stride, s + c * CHUNK + 16 * t, 4);
+    for (; c + WIDE <= m; c += WIDE) scores(tile, cache->k_dim, q + c, stride, s + c * CHUNK + 16 * t, WIDE);
+    for (; c < m; c += REST) scores(tile, cache->k_dim, q + c, stride, s + c * CHUNK + 16 * t, REST);
   }
   i32v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  f32v none = splat(-__builtin_inff());
+  for (int c = 0; c < count; c++) {  // two loops over the vectors, so that the horizontal steps of one overlap the next one
+    float *p = s + c * CHUNK;
+    f32v even = none, odd = none;
+    for (int t = first; t < tiles; t++)
+      if (16 * t < from[c] || 16 * t + 16 > limit[c])
+        stf(p + 16 * t, select_((lane + 16 * t < limit[c]) & (lane + 16 * t >= from[c]), ldf(p + 16 * t), none));
+    for (int t = first; t < tiles; t += 2) even = max_(even, ldf(p + 16 * t));
+    for (int t = first + 1; t < tiles; t += 2) odd = max_(odd, ldf(p + 16 * t));
+    max[c] = limit[c] > from[c] ? hmax(max_(even, odd)) : 0;
+  }
   for (int c = 0; c < count; c++) {
     float *p = s + c * CHUNK;
-    f32v high = splat(-__builtin_inff()), total = splat(0);
-    for (int t = first; t < tiles; t++) {
-      f32v x = select_((lane + 16 * t < limit[c]) & (lane + 16 * t >= from[c]), ldf(p + 16 * t), splat(-__builtin_inff()));
-      stf(p + 16 * t, x);
-      high = max_(high, x);
-    }
-    max[c] = limit[c] > from[c] ? hmax(high) : 0;
+    f32v total = splat(0);
     for (int t = first; t < tiles; t++) {
       f32v x = exp_(ldf(p + 16 * t) - max[c]);
       stf(p + 16 * t, x);
@@ -79,12 +104,10 @@ static void attend(const Cache *cache, const float *q, int stride, int count, co
         transpose16(raw);
       }
       for (int r = 0; r < 16; r++) v[r] = from_f16(raw[r]);
-      for (int c = 0; c < count; c++) {
-        const float *p = s + c * CHUNK + 16 * t;
-        f32v even = ldf(out + (size_t)c * width + d), odd = splat(0);
-        for (int r = 0; r < 16; r += 2) even = fma_(v[r], splat(p[r]), even), odd = fma_(v[r + 1], splat(p[r + 1]), odd);
-        stf(out + (size_t)c * width + d, even + odd);
-      }
+      const float *p = s + 16 * t;
+      int c = 0;
+      for (; c + TOGETHER <= count; c += TOGETHER) weigh(p + c * CHUNK, v, out + (size_t)c * width + d, width, TOGETHER);
+      for (; c < count; c++) weigh(p + c * CHUNK, v, out + (size_t)c * width + d, width, 1);
     }
 }
 

@@ -453,7 +453,7 @@ static void attention_one(Ctx *c, const Op *op, int id, int task) {
   }
 }
 
-enum { QUERIES = 32 };  // query vectors of one task in a batch
+enum { QUERIES = 40 };  // query vectors of one task in a batch: enough to read keys seldom, few enough for many threads
 
 // Several tokens: keys and values into the cache, and the queries turned in place.
 static void attention_inputs(Ctx *c, const Op *op, Part me) {

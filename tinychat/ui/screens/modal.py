@@ -28,7 +28,7 @@ class Modal(ModalScreen[Outcome]):
 
     @on(events.Resize)
     def _sized(self, event: events.Resize) -> None:
-        if event.size == self.size and self.stack_updates == 1:
+        if event.size == self.outer_size:  # that of the last layout; `size` is the app's
             event.prevent_default()
 
     def dismiss(self, result: Outcome | None = None) -> AwaitComplete:
