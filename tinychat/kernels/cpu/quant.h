@@ -49,10 +49,12 @@
   X(F32, 0, 4, load_F32, __VA_ARGS__) X(F16, 1, 2, half, __VA_ARGS__) X(BF16, 30, 2, load_BF16, __VA_ARGS__)
 
 // Grids of the IQ types, and their entries: 8 codes of 2 bits, or 4 of 4 bits, that stand for consecutive elements. Even
-// elements lie in the low byte, odd ones in the high byte. library.py fills them from gguf's tables.
+// elements lie in the low byte, odd ones in the high byte. library.py fills them (tc_grids) from gguf's tables.
 #define GRIDS(X) X(IQ2_XXS, 256) X(IQ2_XS, 512) X(IQ2_S, 1024) X(IQ3_XXS, 256) X(IQ3_S, 512) X(IQ1_S, 2048)
 #define GRID_OF(T, N) uint16_t T##_[N];
 static struct { GRIDS(GRID_OF) } grids __attribute__((aligned(64)));
+#define SET_GRID(T, N) set_table(grids.T##_, from, N), from += N;
+INLINE void set_grids(const uint16_t *from) { GRIDS(SET_GRID) }
 
 #define NUMBER(T, ID, ...) T = ID,
 enum { QUANTISED(NUMBER) FLOATING(NUMBER) TYPES = 40 };
@@ -89,23 +91,30 @@ INLINE uint32_t sevens_by_byte(uint32_t h) {
   for (int i = 0; i < 4; i++) t |= (h >> 7 * i & 127) << 8 * i;
   return bits_by_byte(t);
 }
-// The words of the block's field at `at`, in an order that suits the kernels.
-static void rearrange(uint32_t *word, int type, int at, int words) {
-  if (((type == Q5_0 || type == Q5_1) && words == 1) || (type == IQ2_S && at == 34) || (type == IQ3_S && at == 74))
+// Puts the words of a field of 16 rows into an order that suits the kernels; word i of row r is number 16 * i + r.
+static void rearrange(uint8_t *start, int type, Field f) {
+  typedef uint32_t __attribute__((may_alias)) Word;
+  Word *word = (Word *)start;
+  int words = 4 * f.length, at = f.offset;
+  if (((type == Q5_0 || type == Q5_1) && words == 16) || (type == IQ2_S && at == 34) || (type == IQ3_S && at == 74))
     for (int i = 0; i < words; i++) word[i] = bits_by_byte(word[i]);
-  if ((type == IQ2_XXS && at == 2) || (type == IQ3_XXS && at == 66))  // the scale's bit i goes to bit 25 + 2 * i
-    for (int i = type == IQ2_XXS; i < words; i += 1 + (type == IQ2_XXS)) {
+  if (type == IQ2_XXS || (type == IQ3_XXS && at == 66))  // the scale's bit i goes to bit 25 + 2 * i
+    for (int i = 0; i < words; i++) {
+      if (type == IQ2_XXS && i / 16 % 2 == 0) continue;  // indices
       uint32_t t = sevens_by_byte(word[i]), scale = word[i] >> 28;
       for (int j = 0; j < 4; j++) t |= (scale >> j & 1) << (25 + 2 * j);
       word[i] = t;
     }
-  if (type == IQ2_XS && at == 2)  // 9 bits of index below 7 signs, four times; see signs_xs
-    for (int i = 0; i < words; i += 2) {
-      uint32_t a = word[i], b = word[i + 1];
-      uint32_t t = sevens_by_byte((a >> 9 & 127) | a >> 25 << 7 | (b >> 9 & 127) << 14 | b >> 25 << 21);
-      t = (t & 0x557f7f7f) | (t & 0x80) << 18 | (t & 0x8000) << 12 | (t & 0x800000) << 6;
-      word[i] = (a & 0x01ff01ff) | (t & 0x007f007f) << 9;
-      word[i + 1] = (b & 0x01ff01ff) | (t & 0x7f007f00) << 1;
+  if (type == IQ2_XS)  // four times 9 bits of index below 7 signs: the ninth bits go to bits 25, 27, 29 and 31
+    for (int i = 0; i < words; i++) {
+      if (i / 16 % 2) continue;  // the second word of two
+      uint32_t index = 0, signs = 0, ninth = 0;
+      for (int j = 0; j < 4; j++) {
+        uint32_t q = word[i + j / 2 * 16] >> 16 * (j % 2) & 0xffff;
+        index |= (q & 255) << 8 * j, ninth |= (q >> 8 & 1) << (25 + 2 * j), signs |= q >> 9 << 7 * j;
+      }
+      word[i] = index;
+      word[i + 16] = sevens_by_byte(signs) | ninth;
     }
   if (type == Q8_0 && S8_OFFSET != 0)
     for (int i = 0; i < words; i++) word[i] ^= 0x80808080;
@@ -115,20 +124,18 @@ static void rearrange(uint32_t *word, int type, int at, int words) {
 static uint8_t *pack_field(uint8_t *dst, const uint8_t *const src[16], size_t at, Field f, int type) {
   static const uint8_t zeros[256];
   const uint8_t *from[16];
+  uint8_t *start = dst;
   for (int r = 0; r < 16; r++) from[r] = src[r] ? src[r] + at + f.offset : zeros;
-  if (f.granule == 4)
-    for (int r = 0; r < 16; r++) {
-      uint32_t words[32];
-      memcpy(words, from[r], f.length);
-      rearrange(words, type, f.offset, f.length / 4);
-      for (int i = 0; i < f.length / 4; i++) memcpy(dst + 64 * i + 4 * r, words + i, 4);
-    }
-  else if (f.granule == 2)
-    for (int r = 0; r < 16; r++) memcpy(dst + 2 * r, from[r], 2);
+  if (f.granule == 4) {
+    for (int i = 0; i < f.length; i += 4)
+      for (int r = 0; r < 16; r++, dst += 4) memcpy(dst, from[r] + i, 4);
+    rearrange(start, type, f);
+  } else if (f.granule == 2)
+    for (int r = 0; r < 16; r++, dst += 2) memcpy(dst, from[r], 2);
   else
     for (int i = 0; i < f.length; i++)
-      for (int r = 0; r < 16; r++) dst[16 * i + r] = from[r][i];
-  return dst + 16 * f.length;
+      for (int r = 0; r < 16; r++) *dst++ = from[r][i];
+  return dst;
 }
 
 // Packs 16 rows of `cols` elements from the file's form.
@@ -201,9 +208,10 @@ INLINE u32v entry(u32v g, int half, int bits) {
 // Bit `from` of the bytes as their bit `to`.
 INLINE u32v bit(u32v v, int from, int to) { return (from < to ? v << (to - from) : v >> (from - to)) & (0x01010101u << to); }
 
-// The elements of four indices, two in the halves of `even` (number 0 and 2) and two of `odd` (1 and 3), with 32 signs.
-INLINE void grid8(u32v w[8], u32v even, u32v odd, const uint16_t *grid, int entries, u32v signs, const uint8_t *codes) {
-  even = lookup16(even, grid, entries), odd = lookup16(odd, grid, entries);
+// The elements of four indices (bytes of `low`, and what is above bit 7 in bytes of `high`), with 32 signs.
+INLINE void grid8(u32v w[8], u32v low, u32v high, const uint16_t *grid, int entries, u32v signs, const uint8_t *codes) {
+  u32v even, odd;
+  lookup16(low, high, grid, entries, &even, &odd);
   for (int i = 0; i < 4; i++) {
     u32v e = entry(i % 2 ? odd : even, i / 2, 2);
     w[2 * i] = lookup((e & 0x03030303) | bit(signs, 2 * i, 2), codes);
@@ -211,10 +219,15 @@ INLINE void grid8(u32v w[8], u32v even, u32v odd, const uint16_t *grid, int entr
   }
 }
 // The same of entries of 4 elements: w[0] to w[3], with the signs of bits `sign` to `sign` + 3.
-INLINE void grid4(u32v w[4], u32v even, u32v odd, const uint16_t *grid, int entries, u32v signs, int sign, const uint8_t *codes) {
-  even = lookup16(even, grid, entries), odd = lookup16(odd, grid, entries);
+INLINE void grid4(u32v w[4], u32v low, u32v high, const uint16_t *grid, int entries, u32v signs, int sign, const uint8_t *codes) {
+  u32v even, odd;
+  lookup16(low, high, grid, entries, &even, &odd);
   for (int i = 0; i < 4; i++)
     w[i] = lookup((entry(i % 2 ? odd : even, i / 2, 4) & 0x07070707) | bit(signs, sign + i, 3), codes);
+}
+// The four fields of v that are `step` bits apart, each in a byte of its own; `mask`: of the first one.
+INLINE u32v by_byte(u32v v, int step, uint32_t mask) {
+  return (v & mask) | (v << (8 - step) & mask << 8) | (v << (16 - 2 * step) & mask << 16) | (v << (24 - 3 * step) & mask << 24);
 }
 // Signs whose number is even in each 8; bits of ODD are 0.
 INLINE u32v even_signs(u32v s) {
@@ -228,13 +241,12 @@ INLINE f32v odd_scale(u32v s) {
   s = (s | s >> 1) & 0x33;
   return from_int((i32v)((s | s >> 2) & 15));
 }
-#define EVEN 0x00ff00ff
 INLINE u32v words(const uint8_t *p) { return __builtin_convertvector(ld8(p), u32v); }
 
 INLINE Sub decode_IQ2_XXS(const uint8_t *a, const uint8_t *b, int s) {
   Sub u;
   u32v i = ld(a + 128 * s), signs = ld(a + 128 * s + 64);
-  grid8(u.w, i & EVEN, i >> 8 & EVEN, grids.IQ2_XXS_, 256, even_signs(signs & ~ODD), iq2_codes);
+  grid8(u.w, i, splatu(0), grids.IQ2_XXS_, 256, even_signs(signs & ~ODD), iq2_codes);
   u.d = half(b) * (odd_scale(signs) * 0.25f + 0.125f);
   return u;
 }
@@ -243,24 +255,17 @@ INLINE void iq2_scales(Sub *u, f32v d, u8x16 x) {
   u->d = d * (from_bytes(x & 15) * 0.25f + 0.125f);
   u->d2 = d * (from_bytes(x >> 4) * 0.25f + 0.125f);
 }
-// The signs above the indices of IQ2_XS: 28 bits, of which byte 3 carries the last ones of bytes 0 to 2.
-INLINE u32v signs_xs(u32v v0, u32v v1) {
-  u32v s = (v0 >> 9 & 0x007f007f) | (v1 >> 1 & 0x7f007f00);
-  return (s & 0x557f7f7f) | (s >> 18 & 0x80) | (s >> 12 & 0x8000) | (s >> 6 & 0x800000);
-}
 INLINE Sub decode_IQ2_XS(const uint8_t *a, const uint8_t *b, int s) {
   Sub u;
-  u32v v0 = ld(a + 128 + 128 * s), v1 = ld(a + 192 + 128 * s);
-  u32v i0 = v0 & 0x01ff01ff, i1 = v1 & 0x01ff01ff;  // numbers 0 and 1, 2 and 3
-  grid8(u.w, (i0 & 0xffff) | i1 << 16, i0 >> 16 | (i1 & 0xffff0000), grids.IQ2_XS_, 512, even_signs(signs_xs(v0, v1)), iq2_codes);
+  u32v i = ld(a + 128 + 128 * s), signs = ld(a + 192 + 128 * s);
+  grid8(u.w, i, by_byte(signs >> 25, 2, 1), grids.IQ2_XS_, 512, even_signs(signs & ~ODD), iq2_codes);
   iq2_scales(&u, half(b), ld8(a + 16 * s));
   return u;
 }
 INLINE Sub decode_IQ2_S(const uint8_t *a, const uint8_t *b, int s) {
   Sub u;
   u32v i = ld(a + 256 + 64 * s), h = words(a + 16 * s);
-  u32v even = (i & EVEN) | (h & 3) << 8 | (h & 0x30) << 20, odd = (i >> 8 & EVEN) | (h & 12) << 6 | (h & 0xc0) << 18;
-  grid8(u.w, even, odd, grids.IQ2_S_, 1024, ld(a + 768 + 64 * s), iq2_codes);
+  grid8(u.w, i, by_byte(h, 2, 3), grids.IQ2_S_, 1024, ld(a + 768 + 64 * s), iq2_codes);
   iq2_scales(&u, half(b), ld8(a + 128 + 16 * s));
   return u;
 }
@@ -269,7 +274,7 @@ INLINE Sub decode_IQ3_XXS(const uint8_t *a, const uint8_t *b, int s) {
   u32v word = ld(a + 64 * s), signs = even_signs(word & ~ODD);
   for (int j = 0; j < 2; j++) {
     u32v i = ld(a + 512 + 128 * s + 64 * j);
-    grid4(u.w + 4 * j, i & EVEN, i >> 8 & EVEN, grids.IQ3_XXS_, 256, signs, 4 * j, iq3_xxs_codes);
+    grid4(u.w + 4 * j, i, splatu(0), grids.IQ3_XXS_, 256, signs, 4 * j, iq3_xxs_codes);
   }
   u.d = half(b) * (odd_scale(word) * 0.5f + 0.25f);
   return u;
@@ -279,8 +284,7 @@ INLINE Sub decode_IQ3_S(const uint8_t *a, const uint8_t *b, int s) {
   u32v signs = ld(a + 192 + 64 * s), h = words(a + 64 + 16 * s);
   for (int j = 0; j < 2; j++, h >>= 4) {
     u32v i = ld(a + 704 + 128 * s + 64 * j);
-    u32v even = (i & EVEN) | (h & 1) << 8 | (h & 4) << 22, odd = (i >> 8 & EVEN) | (h & 2) << 7 | (h & 8) << 21;
-    grid4(u.w + 4 * j, even, odd, grids.IQ3_S_, 512, signs, 4 * j, iq3_s_codes);
+    grid4(u.w + 4 * j, i, by_byte(h, 1, 1), grids.IQ3_S_, 512, signs, 4 * j, iq3_s_codes);
   }
   u8x16 scale = ld8(a + 16 * (s / 2));
   u.d = half(b) * (from_bytes(s % 2 ? scale >> 4 : scale & 15) * 2.0f + 1.0f);
@@ -289,18 +293,15 @@ INLINE Sub decode_IQ3_S(const uint8_t *a, const uint8_t *b, int s) {
 INLINE Sub decode_IQ1_S(const uint8_t *a, const uint8_t *b, int s) {
   Sub u;
   u32v i = ld(a + 256 + 64 * s), h = ld(a + 64 * (s / 2)) >> (16 * (s % 2));
-  u32v even = (i & EVEN) | (h & 7) << 8 | (h & 0x1c0) << 18, odd = (i >> 8 & EVEN) | (h & 0x38) << 5 | (h & 0xe00) << 15;
-  grid8(u.w, even, odd, grids.IQ1_S_, 2048, (u32v)((i32v)(h << 16) >> 31), iq1_codes);
+  grid8(u.w, i, by_byte(h, 3, 7), grids.IQ1_S_, 2048, (u32v)((i32v)(h << 16) >> 31), iq1_codes);
   u.d = half(b) * (from_int((i32v)(h >> 12 & 7)) * 0.25f + 0.125f);
   return u;
 }
 INLINE Sub decode_IQ1_M(const uint8_t *a, const uint8_t *b, int s) {
   Sub u;
-  u32v i = ld(a + 384 + 64 * s), h = words(a + 128 + 32 * s) | words(a + 144 + 32 * s) << 16;  // nibbles 0 and 1, 2 and 3
-  u32v even = (i & EVEN) | (h & 0x00070007) << 8, odd = (i >> 8 & EVEN) | (h & 0x00700070) << 4;
-  u32v minus = h >> 3 & 0x00110011;  // of number 0, 1, 2, 3 in bits 0, 4, 16, 20: 2 bits of each byte
-  minus = (minus & 1) * 3 | (minus >> 4 & 1) * 12 | (minus >> 16 & 1) * 48 | (minus >> 20) * 192;
-  grid8(u.w, even, odd, grids.IQ1_S_, 2048, minus * 0x01010101, iq1_codes);
+  u32v i = ld(a + 384 + 64 * s), h = words(a + 128 + 32 * s) | words(a + 144 + 32 * s) << 8;  // four nibbles
+  u32v minus = (h >> 3 & 1) | (h >> 5 & 4) | (h >> 7 & 16) | (h >> 9 & 64);  // number i in bit 2 * i
+  grid8(u.w, i, by_byte(h, 4, 7), grids.IQ1_S_, 2048, (minus * 3) * 0x01010101, iq1_codes);
   u32v w0 = ld(a), w1 = ld(a + 64), w = (s < 4 ? w0 : w1) >> (16 * (s / 2 % 2) + 6 * (s % 2));
   u32v bits = (w0 >> 12 & 15) | (w0 >> 24 & 0xf0) | (w1 >> 4 & 0xf00) | (w1 >> 16 & 0xf000);
   f32v d = from_f16(__builtin_convertvector(bits, u16x16));
