@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.support import shapes, tiny
-from tests.support.blocks import QUANTS
+from tests.support.blocks import MODEL_QUANTS
 from tinychat.engine.config import ModelConfig
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.plan import build_plan
@@ -40,7 +40,7 @@ def check(threads: int) -> bool:
     """Prints a line per model; False where a logit of a prompt differs from that of single steps or of the vectors."""
     good, path = True, FILES / "tiny.gguf"
     ids = np.random.default_rng(3).integers(0, tiny.VOCAB, 300).tolist()
-    for quant in [*(q.name for q in QUANTS), "Q4_K_M"]:
+    for quant in MODEL_QUANTS:
         for variant in ("llama", "deepseek2_glm"):
             tiny.write(path, variant, quant)
             logits = list[np.ndarray | None]()

@@ -21,13 +21,12 @@ from pathlib import Path
 import numpy as np
 
 from tests.support import tiny
-from tests.support.blocks import QUANTS
+from tests.support.blocks import MODEL_QUANTS
 from tests.support.exactness import divergence, relative
 from tests.support.forward64 import forward
 from tinychat.engine import Engine
 
 DOCS = Path(__file__).parent.parent / "docs"
-QUANT_NAMES = [*(q.name for q in QUANTS), "Q4_K_M"]
 DEVICES = ("reference", "cpu", "cuda")
 IDS = np.random.default_rng(0).integers(0, 290, 24).tolist()
 BEGIN, END = "<!-- tables: python -m scripts.exactness_table -->", "<!-- end of tables -->"
@@ -75,7 +74,7 @@ def load(path: Path) -> list[Row]:
 
 
 def save(path: Path, rows: Iterable[Row]) -> None:
-    place = {name: i for names in (DEVICES, tiny.NAMES, QUANT_NAMES) for i, name in enumerate(names)}
+    place = {name: i for names in (DEVICES, tiny.NAMES, MODEL_QUANTS) for i, name in enumerate(names)}
     with open(path, "w", newline="") as f:
         out = csv.writer(f, lineterminator="\n")
         out.writerow(k.name for k in fields(Row))
@@ -90,9 +89,9 @@ def tables(rows: Sequence[Row]) -> Iterator[str]:
         if not mine:
             continue
         yield f"### {device}: {len(mine)} models\n"
-        yield from _worst("quant", QUANT_NAMES, mine)
+        yield from _worst("quant", MODEL_QUANTS, mine)
         yield from _worst("variant", tiny.NAMES, mine)
-        quants = [q for q in QUANT_NAMES if any(r.quant == q for r in mine)]
+        quants = [q for q in MODEL_QUANTS if any(r.quant == q for r in mine)]
         yield "Relative L2 over all tokens:\n"
         yield f"| variant | {' | '.join(quants)} |"
         yield "|---|" + "---|" * len(quants)
@@ -128,7 +127,7 @@ def main() -> None:
     p = argparse.ArgumentParser(prog="python -m scripts.exactness_table", description=__doc__.splitlines()[0])
     p.add_argument("--devices", nargs="+", choices=DEVICES, default=DEVICES[:2])
     p.add_argument("--variants", nargs="+", choices=tiny.NAMES, default=tiny.NAMES)
-    p.add_argument("--quants", nargs="+", choices=QUANT_NAMES, default=QUANT_NAMES)
+    p.add_argument("--quants", nargs="+", choices=MODEL_QUANTS, default=MODEL_QUANTS)
     a = p.parse_args()
     todo = [(d, v, q) for d in a.devices for v in a.variants for q in a.quants]
     rows = {(r.device, r.variant, r.quant): r for r in load(DOCS / "exactness.csv")}

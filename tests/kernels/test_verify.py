@@ -11,7 +11,7 @@ import pytest
 
 from tests.kernels.test_exactness import ROWS
 from tests.support import tiny
-from tests.support.blocks import QUANTS
+from tests.support.blocks import MODEL_QUANTS
 from tinychat.engine.config import ModelConfig
 from tinychat.engine.devices import make_executor
 from tinychat.engine.gguf import GGUF
@@ -82,7 +82,7 @@ def test_every_variant(variant: str, quant: str, tmp_path: Path) -> None:
             same(ex, name)
 
 
-@pytest.mark.parametrize("quant", [*(q.name for q in QUANTS), "Q4_K_M"])
+@pytest.mark.parametrize("quant", MODEL_QUANTS)
 @pytest.mark.parametrize("variant", ["llama", "deepseek2_glm"])
 def test_every_quant(variant: str, quant: str, tmp_path: Path) -> None:
     """Also the logits: those of a position have the same bits beside up to 15 others."""

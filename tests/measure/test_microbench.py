@@ -85,7 +85,7 @@ def test_copies_are_more_than_the_caches_hold(monkeypatch: pytest.MonkeyPatch) -
         "gate_up:Q4_0:64x-1",
         "gate_up:Q4_K:64x64",
         "gate_up:Q4_0:64x64x64",
-        "norm_linear:IQ1_S:256x256",
+        "norm_linear:Q8_1:256x256",
     ],
 )
 def test_specs_that_are_none(spec: str) -> None:

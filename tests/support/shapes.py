@@ -23,13 +23,14 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, GGUFWriter
 from gguf.quants import dequantize
 
-from tests.support.blocks import QUANTS, random_blocks
+from tests.support.blocks import MIXED, QUANTS, random_blocks
 
 Q = GGMLQuantizationType
 Tensor = tuple[
     str, tuple[int, ...], float
 ]  # name, numpy shape (row length last), standard deviation; 0 = a norm around 1
 FALLBACK = {Q.Q4_K: Q.Q5_0, Q.Q5_K: Q.Q5_1, Q.Q6_K: Q.Q8_0, Q.Q2_K: Q.Q4_0, Q.Q3_K: Q.Q4_0, Q.IQ4_XS: Q.IQ4_NL}
+FALLBACK |= dict.fromkeys(MIXED, Q.IQ4_NL)
 
 
 @dataclass(frozen=True)

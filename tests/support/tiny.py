@@ -9,13 +9,14 @@ activations are O(1), the standard deviation of the logits is about 2, and routi
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from zlib import crc32
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 
-from tests.support.blocks import random_blocks
+from tests.support.blocks import MIXED, random_blocks
 from tests.support.shapes import (
     MLA,
     DeltaRule,
@@ -264,7 +265,7 @@ NAMES = (*VARIANTS, *SPLIT)
 def shape(variant: str, quant: str) -> Shape:
     """The Shape of `variant` with row lengths that suit `quant`."""
     s = VARIANTS[SPLIT.get(variant, variant)]
-    if quant != "Q4_K_M" and GGML_QUANT_SIZES[Q[quant]][0] != 256:
+    if quant not in ("Q4_K_M", "IQ_MIX") and GGML_QUANT_SIZES[Q[quant]][0] != 256:
         return s
     s = replace(s, dim=256, ffn=256)
     if s.arch == "qwen2":  # q is as long as x
@@ -286,7 +287,8 @@ def write(
     edit: Callable[[str, np.ndarray], np.ndarray] | None = None,
     only: Callable[[str], bool] = lambda name: True,
 ) -> Path:
-    """Writes `variant` with every matrix of type `quant` (or the mix "Q4_K_M"); returns the path to open.
+    """Writes `variant` with every matrix of type `quant` (or the mixes "Q4_K_M", and "IQ_MIX" of the types MIXED in
+    turn); returns the path to open.
 
     `edit(name, values)` may replace the values of an F32 tensor, e.g. of a router; the file has the tensors that
     `only(name)` wants. A Shape is written as it is.
@@ -300,11 +302,14 @@ def write(
     if s.layers == 27:
         w.add_q_lora_rank(32)
     tokenizer(w, s.vocab, s.pre, s.specials, s.bos, s.eos)
+    turn = cycle(MIXED)
     for name, dims, std in todo:
         if is_float(name, dims):
             kind = Q.F32
         elif quant == "Q4_K_M":
             kind = tensor_type(s, name, dims, quant)
+        elif quant == "IQ_MIX":
+            kind = fitting(next(turn), dims[-1])
         else:
             kind = fitting(Q[quant], dims[-1])
         n = int(np.prod(dims))

@@ -1,6 +1,6 @@
 // Runs the CPU kernels on given data, without a C library, so that it is quickly built for another architecture.
 // test_portable.py writes the input and checks the output.
-// In:  int32 type, cols, raw bytes of 16 rows, float32 x (16, cols); then attention: int32 rows, K (rows, 48) and V (rows, 32)
+// In:  the grids; int32 type, cols, raw bytes of 16 rows, float32 x (16, cols); then attention: int32 rows, K (rows, 48) and V (rows, 32)
 //      float32, q (4, 48).
 // Out: float32 dequantised (cols, 16), products with 1, 4, 8 and 16 columns (16, 16 each), attention with V and latent (4, 32).
 #include "../../../tinychat/kernels/cpu/attention.h"
@@ -29,7 +29,8 @@ static void *room(size_t n) { used += (n + 127) / 64 * 64; return heap + used - 
 
 static void run(void) {
   int32_t type, cols, rows;
-  get(&type, 4), get(&cols, 4);
+  uint16_t *tables = room(sizeof grids);
+  get(tables, sizeof grids), set_grids(tables), get(&type, 4), get(&cols, 4);
   size_t n = (size_t)cols, bytes = n / layouts[type].block * layouts[type].bytes;
   uint8_t *raw = room(16 * bytes), *packed = room(group_bytes(type, cols));
   const uint8_t *src[16];

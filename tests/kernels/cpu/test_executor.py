@@ -16,7 +16,7 @@ from gguf import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 
 from tests.support import tiny
-from tests.support.blocks import QUANTS, random_blocks
+from tests.support.blocks import MODEL_QUANTS, QUANTS, random_blocks
 from tests.support.forward64 import Model, forward
 from tinychat.engine.config import ModelConfig
 from tinychat.engine.gguf import GGUF
@@ -78,7 +78,7 @@ def test_every_architecture(variant: str, tmp_path: Path) -> None:
         assert relative(got, forward(path, IDS)) < NOISE
 
 
-@pytest.mark.parametrize("quant", [*(q.name for q in QUANTS), "Q4_K_M"])
+@pytest.mark.parametrize("quant", MODEL_QUANTS)
 @pytest.mark.parametrize("variant", ["llama", "deepseek2_glm"])
 def test_every_quant(variant: str, quant: str, tmp_path: Path) -> None:
     path = tiny.write(tmp_path / "m.gguf", variant, quant)

@@ -20,8 +20,9 @@ from tests.support import tiny
 from tests.support.blocks import QUANTS, random_blocks
 from tests.support.forward64 import forward
 from tinychat.kernels.cpu import compiler
-from tinychat.kernels.cpu.library import Library
+from tinychat.kernels.cpu.library import Library, grids
 
+QUICK = ("-march=native", "-O0", "-fno-sanitize=all")  # for tests of where the library is kept
 HARNESS = Path(__file__).parent / "kernels.c"
 FLAGS = ("-O1", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 NEON = {
@@ -43,6 +44,7 @@ def test_other_x86(march: str, name: str, tmp_path: Path) -> None:
         ("deepseek2_glm", "Q8_0"),
         ("deepseek2_lite", "Q4_K_M"),
         ("qwen3moe", "F16"),
+        ("llama", "IQ_MIX"),
     ):
         path = tiny.write(tmp_path / "m.gguf", variant, quant)
         with executor(path, flags=flags) as ex:
@@ -86,7 +88,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @needs_zig
 def test_a_broken_clang_on_the_path_is_not_even_asked(machine: Path) -> None:
     assert [Path(command[0]).name for command in compiler.compilers()] == ["zig", "clang"]
-    assert compiler.build().exists() and "clang-" in (compiler.tinygrad_cc() or "")
+    assert compiler.build(QUICK).exists() and "clang-" in (compiler.tinygrad_cc() or "")
 
 
 def test_when_a_compiler_fails_the_next_one_is_tried(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,22 +99,22 @@ def test_when_a_compiler_fails_the_next_one_is_tried(machine: Path, monkeypatch:
     (machine / "cc").symlink_to(cc)
     monkeypatch.setenv("PATH", f"{before}:{os.defpath}")  # what cc calls
     notices = list[str]()
-    path = compiler.build(notice=notices.append)
+    path = compiler.build(QUICK, notices.append)
     assert ctypes.CDLL(str(path)).tc_sizeof and len(notices) == 1
-    assert compiler.build(notice=notices.append) == path and len(notices) == 1
+    assert compiler.build(QUICK, notices.append) == path and len(notices) == 1
     (machine / "clang").write_text('#!/bin/sh\nfor out; do :; done; echo made by clang > "$out"\n')
-    assert compiler.build().read_text() == "made by clang\n"  # mended: what the first that works makes is used
+    assert compiler.build(QUICK).read_text() == "made by clang\n"  # mended: what the first that works makes is used
 
 
 def test_no_compiler_is_one_clear_line(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "zig", lambda: None)
     monkeypatch.setenv("CC", str(machine / "nosuch"))
     with pytest.raises(compiler.NoCompiler, match=r"^clang cannot compile the CPU kernels: .*no vectors here$"):
-        compiler.build()
+        compiler.build(QUICK)
     assert compiler.tinygrad_cc() is None and not compiler.cache_dir().exists()
     (machine / "clang").unlink()
     with pytest.raises(compiler.NoCompiler, match=r"^no C compiler was found$"):
-        compiler.build()
+        compiler.build(QUICK)
 
 
 @needs_zig
@@ -126,8 +128,8 @@ def test_a_cache_that_takes_nothing(machine: Path, monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch:
         patch.setattr(Path, "mkdir", fail)
         notices = list[str]()
-        path = compiler.build(notice=notices.append)
-        assert compiler.build(notice=notices.append) == path and not path.is_relative_to(machine.parent)
+        path = compiler.build(QUICK, notices.append)
+        assert compiler.build(QUICK, notices.append) == path and not path.is_relative_to(machine.parent)
         assert len(notices) == 2 and f"{compiler.cache_dir()} cannot be written" in notices[1]
         assert ctypes.CDLL(str(path)).tc_sizeof and (compiler.tinygrad_cc() or "").startswith(tempfile.gettempdir())
 
@@ -136,7 +138,7 @@ def test_a_cache_that_takes_nothing(machine: Path, monkeypatch: pytest.MonkeyPat
 def test_no_place_at_all_to_compile_in(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(machine / "nosuch"))
     with pytest.raises(compiler.NoCompiler, match=r"zig does not run: no such file or directory: .*nosuch") as e:
-        compiler.build()
+        compiler.build(QUICK)
     assert "\n" not in str(e.value)
 
 
@@ -175,10 +177,8 @@ def check_kernels(command: list[str], kind: tiny.Q, name: str) -> None:
     x = rng.standard_normal((16, cols)).astype(np.float32)
     rows = 150
     k, v, q = (rng.standard_normal(s).astype(np.float32) for s in ((rows, 48), (rows, 32), (4, 48)))
-    data = np.array([kind, cols], np.int32).tobytes() + raw.tobytes() + x.tobytes() + np.int32(rows).tobytes()
-    done = subprocess.run(
-        command, input=data + k.tobytes() + v.tobytes() + q.tobytes(), stdout=subprocess.PIPE, check=True
-    )
+    data = grids().tobytes() + np.array([kind, cols], np.int32).tobytes() + raw.tobytes() + x.tobytes()
+    done = subprocess.run(command, input=b"".join((data, np.int32(rows), k, v, q)), stdout=subprocess.PIPE, check=True)
     said, _, data = done.stdout.partition(b"\n")
     assert said.decode() == name
     out = np.frombuffer(data, np.float32)

@@ -7,10 +7,10 @@ import pytest
 
 from tests.kernels.cpu.test_executor import IDS, executor
 from tests.support import tiny
-from tests.support.blocks import QUANTS
+from tests.support.blocks import MODEL_QUANTS
 
 
-@pytest.mark.parametrize("quant", [*(q.name for q in QUANTS), "Q4_K_M"])
+@pytest.mark.parametrize("quant", MODEL_QUANTS)
 def test_tiles_give_the_bits_of_vectors(quant: str, tmp_path: Path) -> None:
     path, ids = tiny.write(tmp_path / "m.gguf", "llama" if quant != "Q4_K_M" else "deepseek2_glm", quant), IDS * 6
     with executor(path) as ex, executor(path, flags=("-march=native", "-DTILES=2")) as tiles:

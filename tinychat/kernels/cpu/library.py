@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import gguf.quants
 import numpy as np
 from gguf import GGMLQuantizationType
 
@@ -14,7 +16,9 @@ from tinychat.kernels.blocks import CLAMP, CLAMP_SLOPE, MIN_WEIGHT_SUM
 from tinychat.kernels.cpu import compiler
 
 _TABLE = re.compile(r"X\((\w+), \d+, ")  # the rows of QUANTISED and FLOATING in quant.h
-QUANTS = frozenset(GGMLQuantizationType[name] for name in _TABLE.findall((compiler.SOURCES / "quant.h").read_text()))
+_QUANT_H = (compiler.SOURCES / "quant.h").read_text()
+QUANTS = frozenset(GGMLQuantizationType[name] for name in _TABLE.findall(_QUANT_H))
+_GRIDS = re.findall(r"X\((\w+), (\d+)\)", _QUANT_H)
 SAMPLED = dict(re.findall(r"X\((\w+), (double|int32_t)\)", (compiler.SOURCES / "sample.h").read_text()))
 """Fields of Sampling that sample.h uses: name -> C type."""
 MAX_GROUP = 1024  # query heads of one kv head
@@ -22,6 +26,20 @@ STEP = 16  # tokens of one decode step, at most
 TILE = 16  # rows of a weight that lie interleaved, and positions of a tile of the K cache
 
 _i32, _f32, _f64, _u64, _ptr = ctypes.c_int32, ctypes.c_float, ctypes.c_double, ctypes.c_uint64, ctypes.c_void_p
+
+
+def grids() -> np.ndarray:
+    """The tables of the IQ types, one after the other in the order of GRIDS in quant.h, where their form is explained:
+    uint16."""
+    tables = []
+    for name, _ in _GRIDS:
+        quant: Any = getattr(gguf.quants, name)
+        quant.init_grid()
+        codes = np.searchsorted(quant.grid_map, quant.grid[0, 0]).astype(np.uint16)  # (entries, 8 or 4)
+        bits = 16 // codes.shape[1]
+        shifts = [i // 2 * bits + i % 2 * 8 for i in range(codes.shape[1])]
+        tables.append((codes << np.array(shifts, np.uint16)).sum(1, dtype=np.uint16))
+    return np.concatenate(tables)
 
 
 def _all(kind: type, names: str) -> list[tuple[str, type]]:
@@ -91,6 +109,7 @@ class Library:
             ("tc_alloc", _ptr, [size]),
             ("tc_free", None, [_ptr, size]),
             ("tc_simd", ctypes.c_char_p, []),
+            ("tc_grids", None, [_ptr]),
             ("tc_group_bytes", size, [c_int, c_int]),
             ("tc_sizeof", size, [c_int]),
             ("tc_names", ctypes.c_char_p, [c_int]),
@@ -135,6 +154,8 @@ class Library:
         if constants != list(expected.values()):
             raise _differ(f"{', '.join(expected)} are {constants} in C, {list(expected.values())} in Python")
         self.chunk = int(chunk)  # cache rows of one task of attention
+        tables = grids()
+        lib.tc_grids(tables.ctypes.data)
         self.simd: str = lib.tc_simd().decode()
 
 

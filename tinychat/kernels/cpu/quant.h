@@ -14,7 +14,7 @@
 // A row has GGML's number; elements and bytes of a block in the file; blocks per chunk; bytes of part B; the offset of the
 // codes, whether there is a minimum, a scale per 16 elements, codes of 8 bits with sign; the fields of parts B and A in the
 // file's block.
-#define QUANTISED(X, ...)                                                                                                      \
+#define COMMON(X, ...)                                                                                                         \
   X(Q4_0, 2, 32, 18, 2, 2, 8, 0, 0, 0, AT(0, 2, 2), AT(2, 16, 4), __VA_ARGS__)                                                 \
   X(Q4_1, 3, 32, 20, 1, 4, 0, 1, 0, 0, AT(0, 2, 2) AT(2, 2, 2), AT(4, 16, 4), __VA_ARGS__)                                     \
   X(Q5_0, 6, 32, 22, 2, 2, 16, 0, 0, 0, AT(0, 2, 2), AT(2, 4, 4) AT(6, 16, 4), __VA_ARGS__)                                    \
@@ -29,9 +29,32 @@
   X(IQ4_NL, 20, 32, 18, 2, 2, S8_OFFSET, 0, 0, 1, AT(0, 2, 2), AT(2, 16, 4), __VA_ARGS__)                                      \
   X(IQ4_XS, 23, 256, 136, 1, 4, S8_OFFSET, 0, 0, 1, AT(0, 2, 2) AT(2, 2, 2), AT(4, 4, 1) AT(8, 128, 4), __VA_ARGS__)           \
   X(MXFP4, 39, 32, 17, 4, 1, S8_OFFSET, 0, 0, 1, AT(0, 1, 1), AT(1, 16, 4), __VA_ARGS__)
+// Blocks of 256 with signs and no minimum. Products with one column are compiled for each of them, others for all together:
+// compiling the library would take nearly twice as long.
+#define RARE(X, ...)                                                                                                           \
+  X(IQ2_XXS, 16, 256, 66, 2, 2, S8_OFFSET, 0, 0, 1, AT(0, 2, 2), AT(2, 64, 4), __VA_ARGS__)                                    \
+  X(IQ2_XS, 17, 256, 74, 2, 2, S8_OFFSET, 0, 1, 1, AT(0, 2, 2), AT(66, 8, 1) AT(2, 64, 4), __VA_ARGS__)                        \
+  X(IQ2_S, 22, 256, 82, 2, 2, S8_OFFSET, 0, 1, 1, AT(0, 2, 2),                                                                 \
+    AT(66, 8, 1) AT(74, 8, 1) AT(2, 32, 4) AT(34, 32, 4), __VA_ARGS__)                                                         \
+  X(IQ3_XXS, 18, 256, 98, 2, 2, S8_OFFSET, 0, 0, 1, AT(0, 2, 2), AT(66, 32, 4) AT(2, 64, 4), __VA_ARGS__)                      \
+  X(IQ3_S, 21, 256, 110, 2, 2, S8_OFFSET, 0, 0, 1, AT(0, 2, 2),                                                                \
+    AT(106, 4, 1) AT(66, 8, 1) AT(74, 32, 4) AT(2, 64, 4), __VA_ARGS__)                                                        \
+  X(IQ1_S, 19, 256, 50, 2, 2, S8_OFFSET, 0, 0, 1, AT(0, 2, 2), AT(34, 16, 4) AT(2, 32, 4), __VA_ARGS__)                        \
+  X(IQ1_M, 29, 256, 56, 1, 0, S8_OFFSET, 0, 1, 1, , AT(48, 8, 4) AT(32, 16, 1) AT(0, 32, 4), __VA_ARGS__)                      \
+  X(TQ1_0, 34, 256, 54, 2, 2, S8_OFFSET, 0, 0, 1, AT(52, 2, 2), AT(0, 52, 4), __VA_ARGS__)                                     \
+  X(TQ2_0, 35, 256, 66, 2, 2, S8_OFFSET, 0, 0, 1, AT(64, 2, 2), AT(0, 64, 4), __VA_ARGS__)
+#define QUANTISED(X, ...) COMMON(X, __VA_ARGS__) RARE(X, __VA_ARGS__)
 // GGML's number, bytes of a value, and what loads 16 of them.
 #define FLOATING(X, ...)                                                                                                       \
   X(F32, 0, 4, load_F32, __VA_ARGS__) X(F16, 1, 2, half, __VA_ARGS__) X(BF16, 30, 2, load_BF16, __VA_ARGS__)
+
+// Grids of the IQ types, and their entries: 8 codes of 2 bits, or 4 of 4 bits, that stand for consecutive elements. Even
+// elements lie in the low byte, odd ones in the high byte. library.py fills them (tc_grids) from gguf's tables.
+#define GRIDS(X) X(IQ2_XXS, 256) X(IQ2_XS, 512) X(IQ2_S, 1024) X(IQ3_XXS, 256) X(IQ3_S, 512) X(IQ1_S, 2048)
+#define GRID_OF(T, N) uint16_t T##_[N];
+static struct { GRIDS(GRID_OF) } grids __attribute__((aligned(64)));
+#define SET_GRID(T, N) set_table(grids.T##_, from, N), from += N;
+INLINE void set_grids(const uint16_t *from) { GRIDS(SET_GRID) }
 
 #define NUMBER(T, ID, ...) T = ID,
 enum { QUANTISED(NUMBER) FLOATING(NUMBER) TYPES = 40 };
@@ -55,29 +78,63 @@ INLINE size_t group_bytes(int type, int cols) {
   return ((size_t)(cols / l->block) * l->bytes * 16 + 63) / 64 * 64;  // only the last chunk may need filling up
 }
 
+// The signs of 32 elements in the order of Q5_0's fifth bits: byte e % 4, bit e / 4 for element e.
+INLINE uint32_t bits_by_byte(uint32_t h) {
+  uint32_t t = 0;
+  for (int e = 0; e < 32; e++) t |= (h >> e & 1) << (8 * (e % 4) + e / 4);
+  return t;
+}
+// The same of four times 7 signs; the eighth of each 8, whose place is in ODD, makes their number even.
+#define ODD 0xaa000000u
+INLINE uint32_t sevens_by_byte(uint32_t h) {
+  uint32_t t = 0;
+  for (int i = 0; i < 4; i++) t |= (h >> 7 * i & 127) << 8 * i;
+  return bits_by_byte(t);
+}
+// Puts the words of a field of 16 rows into an order that suits the kernels; word i of row r is number 16 * i + r.
+static void rearrange(uint8_t *start, int type, Field f) {
+  typedef uint32_t __attribute__((may_alias)) Word;
+  Word *word = (Word *)start;
+  int words = 4 * f.length, at = f.offset;
+  if (((type == Q5_0 || type == Q5_1) && words == 16) || (type == IQ2_S && at == 34) || (type == IQ3_S && at == 74))
+    for (int i = 0; i < words; i++) word[i] = bits_by_byte(word[i]);
+  if (type == IQ2_XXS || (type == IQ3_XXS && at == 66))  // the scale's bit i goes to bit 25 + 2 * i
+    for (int i = 0; i < words; i++) {
+      if (type == IQ2_XXS && i / 16 % 2 == 0) continue;  // indices
+      uint32_t t = sevens_by_byte(word[i]), scale = word[i] >> 28;
+      for (int j = 0; j < 4; j++) t |= (scale >> j & 1) << (25 + 2 * j);
+      word[i] = t;
+    }
+  if (type == IQ2_XS)  // four times 9 bits of index below 7 signs: the ninth bits go to bits 25, 27, 29 and 31
+    for (int i = 0; i < words; i++) {
+      if (i / 16 % 2) continue;  // the second word of two
+      uint32_t index = 0, signs = 0, ninth = 0;
+      for (int j = 0; j < 4; j++) {
+        uint32_t q = word[i + j / 2 * 16] >> 16 * (j % 2) & 0xffff;
+        index |= (q & 255) << 8 * j, ninth |= (q >> 8 & 1) << (25 + 2 * j), signs |= q >> 9 << 7 * j;
+      }
+      word[i] = index;
+      word[i + 16] = sevens_by_byte(signs) | ninth;
+    }
+  if (type == Q8_0 && S8_OFFSET != 0)
+    for (int i = 0; i < words; i++) word[i] ^= 0x80808080;
+}
+
 // Interleaves one field of 16 blocks; a missing row (src NULL) is zeros.
 static uint8_t *pack_field(uint8_t *dst, const uint8_t *const src[16], size_t at, Field f, int type) {
   static const uint8_t zeros[256];
   const uint8_t *from[16];
   uint8_t *start = dst;
   for (int r = 0; r < 16; r++) from[r] = src[r] ? src[r] + at + f.offset : zeros;
-  if (f.granule == 4)
+  if (f.granule == 4) {
     for (int i = 0; i < f.length; i += 4)
       for (int r = 0; r < 16; r++, dst += 4) memcpy(dst, from[r] + i, 4);
-  else if (f.granule == 2)
+    rearrange(start, type, f);
+  } else if (f.granule == 2)
     for (int r = 0; r < 16; r++, dst += 2) memcpy(dst, from[r], 2);
   else
     for (int i = 0; i < f.length; i++)
       for (int r = 0; r < 16; r++) *dst++ = from[r][i];
-  if ((type == Q5_0 || type == Q5_1) && f.length == 4)  // fifth bits: byte e % 4, bit e / 4 for element e
-    for (int r = 0; r < 16; r++) {
-      uint32_t h, t = 0;
-      memcpy(&h, start + 4 * r, 4);
-      for (int e = 0; e < 32; e++) t |= (h >> e & 1) << (8 * (e % 4) + e / 4);
-      memcpy(start + 4 * r, &t, 4);
-    }
-  if (type == Q8_0 && S8_OFFSET != 0 && f.granule == 4)
-    for (uint8_t *p = start; p < dst; p++) *p ^= 0x80;
   return dst;
 }
 
@@ -133,7 +190,147 @@ static const uint8_t iq4_codes[16] = {
     C(-127), C(-104), C(-83), C(-65), C(-49), C(-35), C(-22), C(-10), C(1), C(13), C(25), C(38), C(53), C(69), C(89), C(113)};
 static const uint8_t fp4_codes[16] = {C(0), C(1), C(2), C(3), C(4), C(6), C(8), C(12),
                                       C(0), C(-1), C(-2), C(-3), C(-4), C(-6), C(-8), C(-12)};
+// Codes of the grids: index 4 + i (8 + i in IQ3) where the sign is set; IQ1's values are eight times a value of the grid plus 1 or -1.
+static const uint8_t iq2_codes[16] = {C(8), C(25), C(43), 0, C(-8), C(-25), C(-43)};
+static const uint8_t iq3_xxs_codes[16] = {C(4), C(12), C(20), C(28), C(36), C(44), C(52), C(62),
+                                          C(-4), C(-12), C(-20), C(-28), C(-36), C(-44), C(-52), C(-62)};
+static const uint8_t iq3_s_codes[16] = {C(1), C(3), C(5), C(7), C(9), C(11), C(13), C(15),
+                                        C(-1), C(-3), C(-5), C(-7), C(-9), C(-11), C(-13), C(-15)};
+static const uint8_t iq1_codes[16] = {C(-7), C(1), C(9), 0, C(-9), C(-1), C(7)};
 #undef C
+
+// The entry in half `half` of the lanes of g with codes of `bits` bits: elements 0 to 3 in the lowest bits of the bytes, 4 to 7
+// above bit 4.
+INLINE u32v entry(u32v g, int half, int bits) {
+  u32v low = half ? g >> 16 : g, high = half ? g >> bits : g << (16 - bits);
+  return (low & 0xffff) | (high & 0xffff0000);
+}
+// Bit `from` of the bytes as their bit `to`.
+INLINE u32v bit(u32v v, int from, int to) { return (from < to ? v << (to - from) : v >> (from - to)) & (0x01010101u << to); }
+
+// The elements of four indices (bytes of `low`, and what is above bit 7 in bytes of `high`), with 32 signs.
+INLINE void grid8(u32v w[8], u32v low, u32v high, const uint16_t *grid, int entries, u32v signs, const uint8_t *codes) {
+  u32v even, odd;
+  lookup16(low, high, grid, entries, &even, &odd);
+  for (int i = 0; i < 4; i++) {
+    u32v e = entry(i % 2 ? odd : even, i / 2, 2);
+    w[2 * i] = lookup((e & 0x03030303) | bit(signs, 2 * i, 2), codes);
+    w[2 * i + 1] = lookup((e >> 4 & 0x03030303) | bit(signs, 2 * i + 1, 2), codes);
+  }
+}
+// The same of entries of 4 elements: w[0] to w[3], with the signs of bits `sign` to `sign` + 3.
+INLINE void grid4(u32v w[4], u32v low, u32v high, const uint16_t *grid, int entries, u32v signs, int sign, const uint8_t *codes) {
+  u32v even, odd;
+  lookup16(low, high, grid, entries, &even, &odd);
+  for (int i = 0; i < 4; i++)
+    w[i] = lookup((entry(i % 2 ? odd : even, i / 2, 4) & 0x07070707) | bit(signs, sign + i, 3), codes);
+}
+// The four fields of v that are `step` bits apart, each in a byte of its own; `mask`: of the first one.
+INLINE u32v by_byte(u32v v, int step, uint32_t mask) {
+  return (v & mask) | (v << (8 - step) & mask << 8) | (v << (16 - 2 * step) & mask << 16) | (v << (24 - 3 * step) & mask << 24);
+}
+// Signs whose number is even in each 8; bits of ODD are 0.
+INLINE u32v even_signs(u32v s) {
+  u32v p = s ^ s >> 1;
+  p ^= p >> 16;
+  return s | ((p ^ p >> 8) << 25 & ODD);
+}
+// The scale in bits 25, 27, 29 and 31.
+INLINE f32v odd_scale(u32v s) {
+  s = s >> 25 & 0x55;
+  s = (s | s >> 1) & 0x33;
+  return from_int((i32v)((s | s >> 2) & 15));
+}
+INLINE u32v words(const uint8_t *p) { return __builtin_convertvector(ld8(p), u32v); }
+
+INLINE Sub decode_IQ2_XXS(const uint8_t *a, const uint8_t *b, int s) {
+  Sub u;
+  u32v i = ld(a + 128 * s), signs = ld(a + 128 * s + 64);
+  grid8(u.w, i, splatu(0), grids.IQ2_XXS_, 256, even_signs(signs & ~ODD), iq2_codes);
+  u.d = half(b) * (odd_scale(signs) * 0.25f + 0.125f);
+  return u;
+}
+// The scales of two times 16 elements in a byte's nibbles, as of IQ2_XS and IQ2_S.
+INLINE void iq2_scales(Sub *u, f32v d, u8x16 x) {
+  u->d = d * (from_bytes(x & 15) * 0.25f + 0.125f);
+  u->d2 = d * (from_bytes(x >> 4) * 0.25f + 0.125f);
+}
+INLINE Sub decode_IQ2_XS(const uint8_t *a, const uint8_t *b, int s) {
+  Sub u;
+  u32v i = ld(a + 128 + 128 * s), signs = ld(a + 192 + 128 * s);
+  grid8(u.w, i, by_byte(signs >> 25, 2, 1), grids.IQ2_XS_, 512, even_signs(signs & ~ODD), iq2_codes);
+  iq2_scales(&u, half(b), ld8(a + 16 * s));
+  return u;
+}
+INLINE Sub decode_IQ2_S(const uint8_t *a, const uint8_t *b, int s) {
+  Sub u;
+  u32v i = ld(a + 256 + 64 * s), h = words(a + 16 * s);
+  grid8(u.w, i, by_byte(h, 2, 3), grids.IQ2_S_, 1024, ld(a + 768 + 64 * s), iq2_codes);
+  iq2_scales(&u, half(b), ld8(a + 128 + 16 * s));
+  return u;
+}
+INLINE Sub decode_IQ3_XXS(const uint8_t *a, const uint8_t *b, int s) {
+  Sub u;
+  u32v word = ld(a + 64 * s), signs = even_signs(word & ~ODD);
+  for (int j = 0; j < 2; j++) {
+    u32v i = ld(a + 512 + 128 * s + 64 * j);
+    grid4(u.w + 4 * j, i, splatu(0), grids.IQ3_XXS_, 256, signs, 4 * j, iq3_xxs_codes);
+  }
+  u.d = half(b) * (odd_scale(word) * 0.5f + 0.25f);
+  return u;
+}
+INLINE Sub decode_IQ3_S(const uint8_t *a, const uint8_t *b, int s) {
+  Sub u;
+  u32v signs = ld(a + 192 + 64 * s), h = words(a + 64 + 16 * s);
+  for (int j = 0; j < 2; j++, h >>= 4) {
+    u32v i = ld(a + 704 + 128 * s + 64 * j);
+    grid4(u.w + 4 * j, i, by_byte(h, 1, 1), grids.IQ3_S_, 512, signs, 4 * j, iq3_s_codes);
+  }
+  u8x16 scale = ld8(a + 16 * (s / 2));
+  u.d = half(b) * (from_bytes(s % 2 ? scale >> 4 : scale & 15) * 2.0f + 1.0f);
+  return u;
+}
+INLINE Sub decode_IQ1_S(const uint8_t *a, const uint8_t *b, int s) {
+  Sub u;
+  u32v i = ld(a + 256 + 64 * s), h = ld(a + 64 * (s / 2)) >> (16 * (s % 2));
+  grid8(u.w, i, by_byte(h, 3, 7), grids.IQ1_S_, 2048, (u32v)((i32v)(h << 16) >> 31), iq1_codes);
+  u.d = half(b) * (from_int((i32v)(h >> 12 & 7)) * 0.25f + 0.125f);
+  return u;
+}
+INLINE Sub decode_IQ1_M(const uint8_t *a, const uint8_t *b, int s) {
+  Sub u;
+  u32v i = ld(a + 384 + 64 * s), h = words(a + 128 + 32 * s) | words(a + 144 + 32 * s) << 8;  // four nibbles
+  u32v minus = (h >> 3 & 1) | (h >> 5 & 4) | (h >> 7 & 16) | (h >> 9 & 64);  // number i in bit 2 * i
+  grid8(u.w, i, by_byte(h, 4, 7), grids.IQ1_S_, 2048, (minus * 3) * 0x01010101, iq1_codes);
+  u32v w0 = ld(a), w1 = ld(a + 64), w = (s < 4 ? w0 : w1) >> (16 * (s / 2 % 2) + 6 * (s % 2));
+  u32v bits = (w0 >> 12 & 15) | (w0 >> 24 & 0xf0) | (w1 >> 4 & 0xf00) | (w1 >> 16 & 0xf000);
+  f32v d = from_f16(__builtin_convertvector(bits, u16x16));
+  u.d = d * (from_int((i32v)(w & 7)) * 0.25f + 0.125f), u.d2 = d * (from_int((i32v)(w >> 3 & 7)) * 0.25f + 0.125f);
+  return u;
+}
+// Codes of 0 to 2 as -1 to 1.
+INLINE u32v minus_one(u32v w) { return (u32v)((u8v)w + (uint8_t)(S8_OFFSET - 1)); }
+// Digit n (0: the first) of bytes with 5 digits of base 3, each byte a fraction in 256ths.
+INLINE u32v digit(u32v v, int n) {
+  static const uint8_t power[5] = {1, 3, 9, 27, 81};
+  u8v x = (u8v)v * power[n];
+  return minus_one((u32v) - ((u8v)(x > 85) + (u8v)(x > 170)));
+}
+INLINE Sub decode_TQ1_0(const uint8_t *a, const uint8_t *b, int s) {
+  Sub u;
+  for (int t = 0; t < 8; t++) {
+    int e = 4 * t + 32 * (s - 5);  // of what follows the 32 bytes of 5 digits: 16 bytes of 5, 4 of 4
+    u.w[t] = s < 5 ? digit(ld(a + 64 * t), s) : e < 80 ? digit(ld(a + 512 + 16 * (e % 16)), e / 16) : digit(ld(a + 768), e / 4 - 20);
+  }
+  u.d = half(b);
+  return u;
+}
+INLINE Sub decode_TQ2_0(const uint8_t *a, const uint8_t *b, int s) {
+  Sub u;
+  for (int t = 0; t < 8; t++) u.w[t] = minus_one(ld(a + 64 * (s / 4 * 8 + t)) >> (s % 4 * 2) & 0x03030303);
+  u.d = half(b);
+  return u;
+}
 
 INLINE Sub decode_Q4_0(const uint8_t *a, const uint8_t *b, int s) {
   Sub u;
@@ -344,30 +541,44 @@ INLINE int place(int i, int q6) { return q6 ? (i & ~3) | (i & 1) << 1 | (i >> 1 
 // out[c] = 16 rows at `a` times column c.
 typedef void (*Kernel)(const uint8_t *a, const X *x, f32v *out);
 
-#define KERNEL(T, ID, BLOCK, BYTES, CHUNK_, B_LENGTH, OFFSET, MIN, SPLIT, SIGN, B, A, NC, UNROLL)                                 \
-  static void T##_x##NC(const uint8_t *a, const X *x, f32v *out) {                                                                \
-    enum { B_BYTES = 16 * B_LENGTH };                                                                                             \
-    int blocks = x->k / BLOCK, a_bytes = BYTES * 16 - B_BYTES;                                                                    \
-    int part = BYTES * 16 / (BLOCK / 32);                                                                                         \
-    const int8_t *q = x->q;                                                                                                       \
-    const XScale *xs = x->scales;                                                                                                 \
-    f32v acc[NC];                                                                                                                 \
-    for (int c = 0; c < NC; c++) acc[c] = splat(0);                                                                               \
-    while (blocks > 0) {                                                                                                          \
-      int n = blocks < CHUNK_ ? blocks : CHUNK_;                                                                                  \
-      const uint8_t *b = a;                                                                                                       \
-      blocks -= n;                                                                                                                \
-      for (a += (n * B_BYTES + 63) / 64 * 64; n > 0; n--, a += a_bytes, b += B_BYTES, q += 2 * BLOCK * NC, xs += BLOCK / 32 * NC) \
-        _Pragma(UNROLL) for (int i = 0; i < BLOCK / 32; i++) {                                                                    \
-          int s = place(i, T == Q6_K);                                                                                            \
-          prefetch(a + i * part, part);                                                                                           \
-          Sub u = decode_##T(a, b, s);                                                                                            \
-          if (PAIRS && NC > 1) dot32_pairs(&u, q + 64 * NC * s, xs + NC * s, acc, NC, OFFSET, MIN, SPLIT);                        \
-          else dot32(&u, q + 64 * NC * s, xs + NC * s, acc, NC, OFFSET, MIN, SPLIT, SIGN);                                        \
-        }                                                                                                                         \
-    }                                                                                                                             \
-    if (PAIRS && NC > 1) unpair(acc, NC);                                                                                         \
-    for (int c = 0; c < NC; c++) out[c] = acc[c];                                                                                 \
+// The body of a Kernel.
+#define MULTIPLY(BLOCK, BYTES, CHUNK_, B_LENGTH, OFFSET, MIN, SPLIT, SIGN, Q6, DECODE, NC, UNROLL)                              \
+  int b_bytes = 16 * (B_LENGTH);                                                                                                \
+  int blocks = x->k / BLOCK, a_bytes = (BYTES) * 16 - b_bytes;                                                                  \
+  int part = (BYTES) * 16 / (BLOCK / 32);                                                                                       \
+  const int8_t *q = x->q;                                                                                                       \
+  const XScale *xs = x->scales;                                                                                                 \
+  f32v acc[NC];                                                                                                                 \
+  for (int c = 0; c < NC; c++) acc[c] = splat(0);                                                                               \
+  while (blocks > 0) {                                                                                                          \
+    int n = blocks < CHUNK_ ? blocks : CHUNK_;                                                                                  \
+    const uint8_t *b = a;                                                                                                       \
+    blocks -= n;                                                                                                                \
+    for (a += (n * b_bytes + 63) / 64 * 64; n > 0; n--, a += a_bytes, b += b_bytes, q += 2 * BLOCK * NC, xs += BLOCK / 32 * NC) \
+      _Pragma(UNROLL) for (int i = 0; i < BLOCK / 32; i++) {                                                                    \
+        int s = place(i, Q6);                                                                                                   \
+        prefetch(a + i * part, part);                                                                                           \
+        Sub u = DECODE(a, b, s);                                                                                                \
+        if (PAIRS && NC > 1) dot32_pairs(&u, q + 64 * NC * s, xs + NC * s, acc, NC, OFFSET, MIN, SPLIT);                        \
+        else dot32(&u, q + 64 * NC * s, xs + NC * s, acc, NC, OFFSET, MIN, SPLIT, SIGN);                                        \
+      }                                                                                                                         \
+  }                                                                                                                             \
+  if (PAIRS && NC > 1) unpair(acc, NC);                                                                                         \
+  for (int c = 0; c < NC; c++) out[c] = acc[c];
+#define KERNEL(T, ID, BLOCK, BYTES, CHUNK_, B_LENGTH, OFFSET, MIN, SPLIT, SIGN, B, A, NC, UNROLL)                          \
+  static void T##_x##NC(const uint8_t *a, const X *x, f32v *out) {                                                       \
+    MULTIPLY(BLOCK, BYTES, CHUNK_, B_LENGTH, OFFSET, MIN, SPLIT, SIGN, T == Q6_K, decode_##T, NC, UNROLL)                \
+  }
+// The products of RARE types, with a scale per 32 elements or per 16.
+typedef Sub (*Decode)(const uint8_t *a, const uint8_t *b, int s);
+#define SHARED(NAME, SPLIT, NC)                                                                                          \
+  static __attribute__((noinline)) void NAME##_x##NC(const uint8_t *a, const X *x, f32v *out, int bytes, int chunk, int b_length, \
+                                                     Decode decode) {                                                    \
+    MULTIPLY(256, bytes, chunk, b_length, S8_OFFSET, 0, SPLIT, 1, 0, decode, NC, "clang loop unroll(disable)")           \
+  }
+#define SHARING(T, ID, BLOCK, BYTES, CHUNK_, B_LENGTH, OFFSET, MIN, SPLIT, SIGN, B, A, NC)                               \
+  static void T##_x##NC(const uint8_t *a, const X *x, f32v *out) {                                                       \
+    (SPLIT ? split_x##NC : plain_x##NC)(a, x, out, BYTES, CHUNK_, B_LENGTH, decode_##T);                                 \
   }
 
 #define FLOAT_KERNEL(T, ID, VALUE, LOAD, NC)                                                                              \
@@ -397,10 +608,12 @@ FLOATING(FLOAT_KERNEL, 4)
 FLOATING(FLOAT_KERNEL, 8)
 FLOATING(FLOAT_KERNEL, 16)
 QUANTISED(KERNEL, 1, "clang loop unroll_count(2)")  // full unrolling moves loads out of order: a third of the bandwidth
-QUANTISED(KERNEL, 2, "clang loop unroll(disable)")
-QUANTISED(KERNEL, 4, "clang loop unroll(disable)")
-QUANTISED(KERNEL, 8, "clang loop unroll(disable)")
-QUANTISED(KERNEL, 16, "clang loop unroll(disable)")
+#define PANEL(NC) \
+  COMMON(KERNEL, NC, "clang loop unroll(disable)") SHARED(plain, 0, NC) SHARED(split, 1, NC) RARE(SHARING, NC)
+PANEL(2)
+PANEL(4)
+PANEL(8)
+PANEL(16)
 
 #define KERNEL_x1(T, ...) [T] = T##_x1,
 #define KERNEL_x2(T, ...) [T] = T##_x2,

@@ -219,6 +219,48 @@ INLINE u32v lookup(u32v w, const uint8_t *table) {
 #endif
 }
 
+// table[h] for the four indices h < n of every lane, whose bits 0 to 7 are the bytes of `low` and whose upper bits are the bytes
+// of `high`: of the bytes 0 and 2 in the halves of `even`, of 1 and 3 in those of `odd`. n is a power of two and at least 256;
+// the table is made by set_table.
+#if defined(__AVX512VBMI__)
+INLINE u8v lookup_bytes(u32v low, u32v high, const uint8_t *table, int n) {
+  __m512i part[16];
+  for (int i = 0; i < n / 128; i++)
+    part[i] = _mm512_permutex2var_epi8((__m512i)ld(table + 128 * i), (__m512i)low, (__m512i)ld(table + 128 * i + 64));
+#define EACH(i, n) _Pragma("clang loop unroll(full)") for (int i = 0; i < n; i++)
+  EACH(i, 3) {  // of two halves of the parts the one that the upper bit says
+    const int half = 8 >> i;
+    if (half > n / 256) continue;
+    __mmask64 upper = _mm512_test_epi8_mask((__m512i)high, _mm512_set1_epi8((char)(half / 2)));
+    EACH(j, half) part[j] = _mm512_mask_blend_epi8(upper, part[j], part[j + half]);
+  }
+#undef EACH
+  part[0] = _mm512_mask_blend_epi8(_mm512_movepi8_mask((__m512i)low), part[0], part[1]);
+  return (u8v)part[0];
+}
+INLINE void lookup16(u32v low, u32v high, const uint16_t *table, int n, u32v *even, u32v *odd) {
+  u32v first = (u32v)lookup_bytes(low, high, (const uint8_t *)table, n);
+  u32v second = (u32v)lookup_bytes(low, high, (const uint8_t *)table + n, n);
+  *even = (first & 0x00ff00ff) | (second << 8 & 0xff00ff00);
+  *odd = (first >> 8 & 0x00ff00ff) | (second & 0xff00ff00);
+}
+// All low bytes, then all high ones.
+INLINE void set_table(uint16_t *table, const uint16_t *from, int n) {
+  for (int i = 0; i < n; i++) ((uint8_t *)table)[i] = (uint8_t)from[i], ((uint8_t *)table)[n + i] = (uint8_t)(from[i] >> 8);
+}
+#else  // not inlined: that takes long to compile
+static __attribute__((noinline)) void lookup16(u32v low, u32v high, const uint16_t *table, int n, u32v *even, u32v *odd) {
+  union { u32v v; uint8_t b[64]; } l = {low}, h = {high};
+  union { u32v v; uint16_t h[32]; } e, o;
+  for (int i = 0; i < 32; i++) {
+    e.h[i] = table[l.b[2 * i] | h.b[2 * i] << 8];
+    o.h[i] = table[l.b[2 * i + 1] | h.b[2 * i + 1] << 8];
+  }
+  *even = e.v, *odd = o.v;
+}
+INLINE void set_table(uint16_t *table, const uint16_t *from, int n) { memcpy(table, from, 2 * (size_t)n); }
+#endif
+
 // Asks for what lies AHEAD of `part` bytes that are about to be read: in small parts, since a burst of requests stalls. Prefetchers
 // of the hardware follow the K-quants' stream badly (a Zen 5 core: 16 of 37 GB/s), where the nibbles of a vector are used twice.
 enum { AHEAD = 8192 };

@@ -983,6 +983,7 @@ EXPORT const char *tc_simd(void) {
 #endif
   return SIMD_NAME;
 }
+EXPORT void tc_grids(const uint16_t *all) { set_grids(all); }
 EXPORT size_t tc_group_bytes(int type, int cols) { return group_bytes(type, cols); }
 
 // What library.py has copies of: the sizes of the structures (of Ctx the part up to `sampling`, then all of it), and names.

@@ -7,9 +7,10 @@ per block). Layouts: ggml-common.h of https://github.com/ggml-org/ggml.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES
+from gguf import GGML_QUANT_SIZES, quants
 from gguf import GGMLQuantizationType as Q
 from tinygrad import Tensor, dtypes
 
@@ -48,6 +49,42 @@ def _bits32(b: Tensor) -> Tensor:
 
 def _lookup(codes: tuple[int, ...], index: Tensor) -> Tensor:
     return Tensor(list(codes), dtype=dtypes.float32, device=index.device)[index.cast(dtypes.int32)]
+
+
+def _grid(kind: Q, index: Tensor) -> Tensor:
+    """gguf's grid values of an IQ type: (..., n) -> float32 (..., n * values of an entry)."""
+    quant: Any = getattr(quants, kind.name)
+    quant.init_grid()
+    grid = Tensor(quant.grid[0, 0], device=index.device)
+    return grid[index.cast(dtypes.int32)].reshape(*index.shape[:-1], -1)
+
+
+def _signs(b: Tensor) -> Tensor:
+    """A bit for each value, lowest first, set where it is negative: (..., w) -> 1 or -1, float32 (..., 8 * w)."""
+    return 1 - _shifts(b.unsqueeze(-2), 1, 8).transpose(-1, -2).bitwise_and(1).float().mul(2).reshape(*b.shape[:-1], -1)
+
+
+def _sevens(b: Tensor) -> Tensor:
+    """Seven sign bits of 8 values, in bits 0 to 6; the eighth makes the number of them even."""
+    parity = b ^ (b >> 4)
+    parity = parity ^ (parity >> 2)
+    return _signs(b | (((parity ^ (parity >> 1)) & 1) << 7))
+
+
+def _words(b: Tensor, size: int) -> Tensor:
+    """(..., n * size) -> (..., n): little-endian unsigned integers of `size` bytes."""
+    parts = b.reshape(*b.shape[:-1], -1, size).cast(dtypes.uint32)
+    return sum((parts[..., i] << (8 * i) for i in range(1, size)), parts[..., 0])
+
+
+def _fields(b: Tensor, step: int, n: int, bits: int) -> Tensor:
+    """`n` fields of every integer, `step` bits apart and `bits` bits wide: (..., w) -> (..., w * n)."""
+    return Tensor.stack(*[(b >> (step * i)) & ((1 << bits) - 1) for i in range(n)], dim=-1).reshape(*b.shape[:-1], -1)
+
+
+def _groups(values: Tensor, n: int) -> Tensor:
+    """(..., w) -> (..., n, w / n)."""
+    return values.reshape(*values.shape[:-1], n, -1)
 
 
 def _k_scales(b: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,6 +152,74 @@ def _q6_k(b: Tensor) -> Tensor:
     return (_f16(b, 208) * _s8(b[..., 192:208])).unsqueeze(-1) * q
 
 
+def _iq2_xxs(b: Tensor) -> Tensor:
+    q = _groups(b[..., 2:], 8)
+    word = _words(q[..., 4:], 4)
+    scale = _f16(b, 0).unsqueeze(-1) * ((word >> 28).float() + 0.5) * 0.25
+    return scale * _grid(Q.IQ2_XXS, q[..., :4]) * _sevens(_fields(word, 7, 4, 7))
+
+
+def _iq2_scales(b: Tensor, packed: Tensor) -> Tensor:
+    """Of every 16 values: float32 (..., 16, 1)."""
+    return (_f16(b, 0) * (_fields(packed, 4, 2, 4).float() + 0.5) * 0.25).unsqueeze(-1)
+
+
+def _iq2_xs(b: Tensor) -> Tensor:
+    q = _groups(_words(b[..., 2:66], 2), 16)
+    return _iq2_scales(b, b[..., 66:]) * _grid(Q.IQ2_XS, q & 511) * _sevens(q >> 9)
+
+
+def _iq2_s(b: Tensor) -> Tensor:
+    index = b[..., 2:34].cast(dtypes.uint32) | (_fields(b[..., 66:74], 2, 4, 2).cast(dtypes.uint32) << 8)
+    return _iq2_scales(b, b[..., 74:]) * _grid(Q.IQ2_S, _groups(index, 16)) * _signs(_groups(b[..., 34:66], 16))
+
+
+def _iq3_xxs(b: Tensor) -> Tensor:
+    word = _groups(_words(b[..., 66:], 4), 8)
+    scale = _f16(b, 0).unsqueeze(-1) * ((word >> 28).float() + 0.5) * 0.5
+    return scale * _grid(Q.IQ3_XXS, _groups(b[..., 2:66], 8)) * _sevens(_fields(word, 7, 4, 7))
+
+
+def _iq3_s(b: Tensor) -> Tensor:
+    index = b[..., 2:66].cast(dtypes.uint32) | (_fields(b[..., 66:74], 1, 8, 1).cast(dtypes.uint32) << 8)
+    scale = _f16(b, 0) * (_fields(b[..., 106:], 4, 2, 4).float() * 2 + 1)
+    return scale.unsqueeze(-1) * _grid(Q.IQ3_S, _groups(index, 8)) * _signs(_groups(b[..., 74:106], 8))
+
+
+def _iq1_values(index: Tensor, negative: Tensor) -> Tensor:
+    """Values of the grid plus or minus 1/8: (..., n) -> (..., n, 8)."""
+    return _grid(Q.IQ1_S, index).reshape(*index.shape, 8) + (0.125 - negative.float() * 0.25).unsqueeze(-1)
+
+
+def _iq1_s(b: Tensor) -> Tensor:
+    high = _groups(_words(b[..., 34:], 2), 8)
+    scale = _f16(b, 0).unsqueeze(-1) * ((high >> 12 & 7).float() * 2 + 1)
+    index = _groups(b[..., 2:34], 8).cast(dtypes.uint32) | (_fields(high, 3, 4, 3) << 8)
+    return scale.unsqueeze(-1) * _iq1_values(index, high >> 15)
+
+
+def _iq1_m(b: Tensor) -> Tensor:
+    words, high = _words(b[..., 48:], 2), _fields(b[..., 32:48], 4, 2, 4)
+    top = words >> 12
+    d = top[..., 0:1] | (top[..., 1:2] << 4) | (top[..., 2:3] << 8) | (top[..., 3:4] << 12)
+    scale = d.cast(dtypes.uint16).bitcast(dtypes.half).float() * (_fields(words, 3, 4, 3).float() * 2 + 1)
+    index = b[..., :32].cast(dtypes.uint32) | ((high & 7).cast(dtypes.uint32) << 8)
+    values = _iq1_values(index, high >> 3)
+    return scale.unsqueeze(-1) * _groups(values.reshape(*b.shape[:-1], -1), 16)
+
+
+def _tq1_0(b: Tensor) -> Tensor:
+    """Digits of base 3, the first one in the highest third of a byte; the next one comes there times 3, modulo 256."""
+    parts = ((b[..., :32], 5), (b[..., 32:48], 5), (b[..., 48:52], 4))
+    q = [part.cast(dtypes.uint16) * 3**i & 255 for part, digits in parts for i in range(digits)]
+    return _f16(b, 52) * (((Tensor.cat(*q, dim=-1) * 3) >> 8).float() - 1)
+
+
+def _tq2_0(b: Tensor) -> Tensor:
+    q = _shifts(_groups(b[..., :64], 2).unsqueeze(-2), 2, 4) & 3
+    return _f16(b, 64) * (q.reshape(*b.shape[:-1], -1).float() - 1)
+
+
 def _iq4_nl(b: Tensor) -> Tensor:
     return _f16(b, 0) * _lookup(_IQ4, _nibbles(b[..., 2:]))
 
@@ -157,6 +262,15 @@ CODECS: dict[Q, Callable[[Tensor], Tensor]] = {
     Q.Q4_K: _q4_k,
     Q.Q5_K: _q5_k,
     Q.Q6_K: _q6_k,
+    Q.IQ1_S: _iq1_s,
+    Q.IQ1_M: _iq1_m,
+    Q.IQ2_XXS: _iq2_xxs,
+    Q.IQ2_XS: _iq2_xs,
+    Q.IQ2_S: _iq2_s,
+    Q.IQ3_XXS: _iq3_xxs,
+    Q.IQ3_S: _iq3_s,
+    Q.TQ1_0: _tq1_0,
+    Q.TQ2_0: _tq2_0,
     Q.IQ4_NL: _iq4_nl,
     Q.IQ4_XS: _iq4_xs,
     Q.MXFP4: _mxfp4,
