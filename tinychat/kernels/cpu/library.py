@@ -5,15 +5,14 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import gguf.quants
 import numpy as np
 from gguf import GGMLQuantizationType
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.blocks import CLAMP, CLAMP_SLOPE, MIN_WEIGHT_SUM
 from tinychat.kernels.cpu import compiler
+from tinychat.kernels.grids import grid
 
 _TABLE = re.compile(r"X\((\w+), \d+, ")  # the rows of QUANTISED and FLOATING in quant.h
 _QUANT_H = (compiler.SOURCES / "quant.h").read_text()
@@ -30,12 +29,13 @@ _i32, _f32, _f64, _u64, _ptr = ctypes.c_int32, ctypes.c_float, ctypes.c_double, 
 
 def grids() -> np.ndarray:
     """The tables of the IQ types, one after the other in the order of GRIDS in quant.h, where their form is explained:
-    uint16."""
+    uint16. Raises TinychatError where they have not the size that C reads."""
     tables = []
-    for name, _ in _GRIDS:
-        quant: Any = getattr(gguf.quants, name)
-        quant.init_grid()
-        codes = np.searchsorted(quant.grid_map, quant.grid[0, 0]).astype(np.uint16)  # (entries, 8 or 4)
+    for name, entries in _GRIDS:
+        values = grid(GGMLQuantizationType[name])
+        if len(values) != int(entries):
+            raise _differ(f"the grid of {name} has {entries} entries in C, {len(values)} in Python")
+        codes = np.searchsorted(np.unique(values), values).astype(np.uint16)  # (entries, 8 or 4)
         bits = 16 // codes.shape[1]
         shifts = [i // 2 * bits + i % 2 * 8 for i in range(codes.shape[1])]
         tables.append((codes << np.array(shifts, np.uint16)).sum(1, dtype=np.uint16))

@@ -7,12 +7,13 @@ per block). Layouts: ggml-common.h of https://github.com/ggml-org/ggml.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, quants
+from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Q
 from tinygrad import Tensor, dtypes
+
+from tinychat.kernels.grids import grid
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -52,11 +53,9 @@ def _lookup(codes: tuple[int, ...], index: Tensor) -> Tensor:
 
 
 def _grid(kind: Q, index: Tensor) -> Tensor:
-    """gguf's grid values of an IQ type: (..., n) -> float32 (..., n * values of an entry)."""
-    quant: Any = getattr(quants, kind.name)
-    quant.init_grid()
-    grid = Tensor(quant.grid[0, 0], device=index.device)
-    return grid[index.cast(dtypes.int32)].reshape(*index.shape[:-1], -1)
+    """The values of an IQ type's grid: (..., n) -> float32 (..., n * values of an entry)."""
+    entries = Tensor(grid(kind), device=index.device)
+    return entries[index.cast(dtypes.int32)].reshape(*index.shape[:-1], -1)
 
 
 def _signs(b: Tensor) -> Tensor:
