@@ -166,9 +166,10 @@ class ChatScreen(Screen[None]):
             with suppress(TinychatError):  # the history itself says what is wrong with it when a conversation is saved
                 self.prompt.past = self.history.prompts()
         self.show_draft()
+        self._drain = self.set_interval(1 / DRAIN_HZ, self._tick, pause=True)  # before a key may come
         await self.transcript.reset(self.controller.conversation, 0, False)
         self.set_interval(DRAFT_EVERY, self.keep_draft)
-        self._drain = self.set_interval(1 / DRAIN_HZ, self._tick)
+        self._drain.resume()
         self.set_interval(1 / PANEL_HZ, self._panel_tick)
         self.painter.panel()
 
