@@ -414,9 +414,7 @@ MTP_BLOCK = "blk.2."  # of deepseek2_nextn, whose side file has its tensors alon
 def files(count: int, seed: int, folder: Path, arch: str | None = None) -> Iterator[tuple[str, bytes, Outcome]]:
     """(seed file, damaged file, outcome) of `count` cases, evenly over the architectures."""
     assert set(ARCHITECTURES) >= set(SEEDS)
-    sound: list[
-        tuple[str, bytes, Parts, Path, Path]
-    ] = []  # the last: where the damaged file is written, what is loaded
+    sound: list[tuple[str, bytes, Parts, Path, Path]] = []  # the paths: where the damage is written, what is loaded
 
     def add(name: str, seed: Path, damaged: Path, loaded: Path) -> None:
         raw = seed.read_bytes()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from textual.geometry import Offset
 from textual.widgets import TextArea
 
-BLINKS = 5.0  # seconds without a key that the cursor blinks: every blink paints a line, a third of what idling costs
+BLINKS = 5.0  # seconds without a key that the cursor blinks: every blink paints a line
 
 
 class Editor(TextArea):

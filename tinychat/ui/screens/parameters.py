@@ -90,7 +90,7 @@ class ParametersScreen(Sheet[Parameters]):
 
     def body(self) -> ComposeResult:
         # One widget has all names and one all helps, and heights are given: with a row and two labels for every field,
-        # each row as high as what is in it, the form opens in three times the time.
+        # each row as high as what is in it, the form takes much longer to open.
         with Form(), Horizontal() as lines:
             lines.styles.height = sum(height for _, _, height in NAMES)
             yield Static(self._names(), classes="names")
