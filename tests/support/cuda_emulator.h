@@ -144,6 +144,10 @@ DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
 DEVICE u32 bits(float f) { u32 u; memcpy(&u, &f, 4); return u; }
 DEVICE float unbits(u32 u) { float f; memcpy(&f, &u, 4); return f; }
 DEVICE int dp4a(u32 a, u32 b, int c) { for (int i = 0; i < 4; i++) c += (signed char)(a >> 8 * i) * (signed char)(b >> 8 * i); return c; }
+DEVICE int dp2a(int a, u32 b, int c) { return c + (short)a * (signed char)b + (a >> 16) * (signed char)(b >> 8); }
+DEVICE float mul_rn(float a, float b) { return a * b; }
+DEVICE float add_rn(float a, float b) { return a + b; }
+DEVICE float fma_rn(float a, float b, float c) { return fmaf(a, b, c); }
 DEVICE float exp2_fast(float x) { return exp2f(x); }
 DEVICE float __expf(float x) { return expf(x); }
 DEVICE int round_int(float x) { return (int)rintf(x); }
@@ -154,6 +158,7 @@ DEVICE int shfl(int v, int l) { return emu::exchange(v, l); }
 DEVICE float shfl(float v, int l) { return emu::exchange(v, l); }
 DEVICE int shfl_up(int v, int by) { const int l = emu::current % 32; return emu::exchange(v, l >= by ? l - by : l); }
 DEVICE void copy_async(void *s, const void *g, bool valid) { if ((u64)s % 16 || (valid && (u64)g % 16)) { fprintf(stderr, "emulator: misaligned copy\n"); abort(); } if (valid) memcpy(s, g, 16); else memset(s, 0, 16); }
+template <int N> DEVICE void copy_async_few(void *s, const void *g) { if ((u64)s % N || (u64)g % N) { fprintf(stderr, "emulator: misaligned copy\n"); abort(); } memcpy(s, g, N); }
 DEVICE int cluster_rank() { return emu::current / emu::threads; }
 DEVICE void cluster_arrive() {
   emu::cluster_seen[emu::current] = emu::cluster_generation;

@@ -127,10 +127,11 @@ class LinearConstants(StepConstants):
     eps: float
     last_token: bool  # the input is that of the last of this step's tokens
     in_quantised: bool  # the input is int8 blocks already
-    in_place: bool  # they are read where they lie
     quantised: bool  # there is a matrix that reads int8 blocks
     floating: bool  # there is a matrix that reads floats
     add: bool  # results are added to dst
+    tile: int  # of several columns: tiles.cuh
+    ring_shared: int
     out_scale: float
     softcap: float  # results are softcap * tanh(result / softcap); 0: as they are
     part: tuple[LinearPart, ...]
@@ -219,6 +220,9 @@ class GateUpConstants(StepConstants):
     up: Matrix
     spread: Spread
     out_quantised: bool
+    norm_threads: int  # of a single step, which share the sum of squares
+    blocks: int
+    ring_shared: int  # tiles.cuh
 
 
 @dataclass(frozen=True)

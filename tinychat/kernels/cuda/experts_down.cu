@@ -74,7 +74,7 @@ DEVICE void run(Args a) {
   experts.prefetch(a.w, ids, r);
   grid_wait();
   Stage<SIZE, false, QUANTISED, false, 1> stage;
-  stage.finish(activations<IN_QUANTISED, false>(a, SIZE), sh);
+  stage.finish(activations<IN_QUANTISED>(a, SIZE), sh);
   float part = experts.run(a.w, ids, weights, r, sh, SIZE / 32);
   if (a.bias)
     for (int k = threadIdx.x % 32; k < TOP; k += 32) part += weights[k] * a.bias[(u64)ids[k] * ROWS + r];

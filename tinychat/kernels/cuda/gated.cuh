@@ -37,7 +37,7 @@ DEVICE void gated(const u8 *wg, const u8 *wu, int group, int b, Stage<COLS, NORM
 #pragma unroll
   for (int m = 0; m < MINE; m++)
 #pragma unroll
-    for (int r = 0; r < R; r++) g[m][r] = gate.mine(m * LPR, r) * norm[m];
+    for (int r = 0; r < R; r++) g[m][r] = mul_rn(gate.mine(m * LPR, r), norm[m]);
   if (C > 1) warp_sync();  // else the compiler keeps the staged columns in registers, which do not suffice
   up.run(sh, K);
 #pragma unroll
@@ -48,7 +48,7 @@ DEVICE void gated(const u8 *wg, const u8 *wu, int group, int b, Stage<COLS, NORM
       for (int r = 0; r < R; r++)
         if (unit + r * N < ROWS) {
           const int row = unit + r * N;
-          float u = up.mine(m * LPR, r) * norm[m];
+          float u = mul_rn(up.mine(m * LPR, r), norm[m]);
           if (gate_bias) g[m][r] += gate_bias[group * ROWS + row];
           if (up_bias) u += up_bias[group * ROWS + row];
           put(column, row, activated<Activation>(g[m][r], u));

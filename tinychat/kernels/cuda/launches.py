@@ -29,6 +29,7 @@ from tinychat.kernels.cuda.constants import (
 from tinychat.kernels.cuda.launch import Launch, kernel
 from tinychat.kernels.cuda.layout import block_size
 from tinychat.kernels.cuda.spread import PAIR_THREADS, QUANTISED_ROWS, pair_spread, spread
+from tinychat.kernels.cuda.tiles import TILE_THREADS, tiling
 
 SPLITS = 32  # parts of the keys in decode attention; latent attention, with one kv head, has twice as many
 DEEP_SPLITS = 132  # a block for each multiprocessor of an H100
@@ -44,8 +45,14 @@ def gate_up(b: Builder, norm: Weight | None, eps: float, w: blocks.Gated) -> tup
     """The first half of a dense feed-forward, and what it leaves."""
     t = pair_spread(w.gate)
     quantised, floating = b.kinds(w.gate, w.up)
-    shared = shared_columns(b, w.gate.cols, quantised, floating)
     ffn = b.agreed("ffn", w.ff, [w.down], [w.ff], t.rows(PAIR_WARPS) == QUANTISED_ROWS)
+    threads, resident, shared, blocks = PAIR_THREADS, 2 if b.columns < 8 else 1, 0, t.blocks(w.ff, PAIR_WARPS)
+    if tiled := b.columns > 1 and not floating:
+        together = QUANTISED_ROWS if ffn.quantised else 1
+        tiles = tiling(b, [(w.gate, t), (w.up, t)], pair=True, together=together)
+        threads, resident, shared, (blocks, _) = TILE_THREADS, tiles.resident, tiles.shared, tiles.blocks
+    else:
+        shared = shared_columns(b, w.gate.cols, quantised, floating)
     shape = GateUpConstants(
         w.gate.cols,
         eps,
@@ -57,6 +64,9 @@ def gate_up(b: Builder, norm: Weight | None, eps: float, w: blocks.Gated) -> tup
         b.matrix(w.up),
         t,
         out_quantised=ffn.quantised,
+        norm_threads=PAIR_THREADS,
+        blocks=blocks,
+        ring_shared=shared if tiled else 0,
         columns=b.columns,
     )
     buffers = {
@@ -73,12 +83,12 @@ def gate_up(b: Builder, norm: Weight | None, eps: float, w: blocks.Gated) -> tup
         "gate_up.cu",
         shape,
         buffers,
-        (t.blocks(w.ff, PAIR_WARPS), 1, 1),
+        (blocks, 1, 1),
         f"mat-vec {kind}",
         nbytes=w.gate.nbytes + w.up.nbytes,
-        threads=PAIR_THREADS,
+        threads=threads,
         shared=shared,
-        resident=2 if b.columns < 8 else 1,  # which leaves registers for the sums
+        resident=resident,
     )
     return gate_up, ffn
 
@@ -99,14 +109,19 @@ def linear(
     """Matrices over one input, each (weight, bias, buffer of its results): dst = or += scale * (w @ x + bias)."""
     weights = [w for w, _, _ in outputs]
     cols, quantised, floating = weights[0].cols, *b.kinds(*weights)
-    in_place = b.columns > 1 and x.quantised and b.columns * cols // 32 * 40 > b.room
-    shared = 0 if in_place else shared_columns(b, cols, quantised, floating and norm is not None)
+    shared = shared_columns(b, cols, quantised and b.columns == 1, floating and norm is not None)
     buffers = b.source(x) | {"gain": b.data(norm)}
+    spreads = {w: spread(w, sum(x.rows for x in weights)) for w in weights}
+    grid, tiles = {w: t.blocks(w.rows) for w, t in spreads.items()}, None
+    if b.columns > 1 and quantised:
+        many = [(w, t) for w, t in spreads.items() if not b.kinds(w)[1]]
+        tiles = tiling(b, many, stream=x.quantised)
+        grid |= {w: n for (w, _), n in zip(many, tiles.blocks)}
+        shared = max(shared, tiles.shared)
     parts, blocks = list[LinearPart](), 0
     for i, (w, bias, dst) in enumerate(outputs):
-        t = spread(w, sum(x.rows for x in weights))
-        parts.append(LinearPart(b.matrix(w), t, blocks, t.blocks(w.rows)))
-        blocks += t.blocks(w.rows)
+        parts.append(LinearPart(b.matrix(w), spreads[w], blocks, grid[w]))
+        blocks += grid[w]
         dst = b.act(dst) if dst in b.plan.buffers else dst
         buffers |= {f"dst[{i}]": dst, f"bias[{i}]": b.data(bias), f"w[{i}]": b.data(w)}
     buffers["state"] = "state"
@@ -116,10 +131,11 @@ def linear(
         eps=eps,
         last_token=last_token,
         in_quantised=x.quantised,
-        in_place=in_place,
         quantised=quantised,
         floating=floating,
         add=add,
+        tile=tiles.tile if tiles else 0,
+        ring_shared=tiles.shared if tiles else 0,
         out_scale=scale,
         softcap=softcap,
         part=tuple(parts),
@@ -135,6 +151,7 @@ def linear(
         f"mat-vec {kinds}",
         nbytes=sum(w.nbytes for w in weights),
         shared=shared,
+        resident=tiles.resident if tiles else 1,
     )
 
 

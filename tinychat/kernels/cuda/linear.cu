@@ -1,6 +1,6 @@
 // Decode: up to three matrices over one input, normed or not: dst = weight @ input (+ bias), or dst += OUT_SCALE *
-// that. Rows of `src` and `dst` are columns of the step. IN_PLACE: int8 blocks that are too many for shared memory.
-#include "matvec.cuh"
+// that. Rows of `src` and `dst` are columns of the step.
+#include "tiles.cuh"
 
 struct Args {
   const float *src = nullptr;
@@ -20,23 +20,51 @@ template <bool ADDED> DEVICE auto put(float *dst, const float *bias, int rows) {
 
 constexpr bool STAGE_FLOATS = FLOATING && NORMED;  // else floating-point matrices read the input where it lies
 
+// Matrix I times the columns of a verify step.
+template <int I, class P> DEVICE void tiled(const Args &a, const Shared &sh, int b) {
+  using W = typename P::Weight;
+  Tiles<W, W, typename P::Spread, COLUMNS, TILE, 1, false, IN_QUANTISED> tiles;
+  tiles.begin(sh.q, a.w[I], nullptr, 0, b, P::GRID_BLOCKS);
+  const auto input = activations<IN_QUANTISED>(a, COLS);
+  float *norms = sh.red + 32 * COLUMNS;
+  if constexpr (IN_QUANTISED) {
+    grid_wait();
+    tiles.begin(input);
+  } else {
+    const Shared staged{sh.q, (Scale *)(sh.q + COLUMNS * COLS / 16), nullptr, sh.red};
+    Stage<COLS, NORMED, true, false, COLUMNS, true> stage;
+    stage.prefetch(a.gain);
+    grid_wait();
+    stage.load(input);
+    stage.finish(input, staged);
+    norms_of(norms, COLUMNS, stage, EPS, staged);
+  }
+  const auto out = put<ADD>(a.dst[I], a.bias[I], W::ROWS);
+  tiles.run(
+      input, [&](int column, int row, float x, float) { out(column, row, IN_QUANTISED ? x : mul_rn(x, norms[column])); },
+      [](int) {}, b);
+}
+
 // The blocks of part I and of those behind it.
 template <int I, class P, class... Rest> DEVICE void parts(const Args &a, const Shared &sh, List<P, Rest...>) {
   const int b = (int)blockIdx.x - P::GRID_FIRST;
   if (b >= 0 && b < P::GRID_BLOCKS) {
-    const auto input =
-        activations<IN_QUANTISED, IN_PLACE>(a, COLS, LAST_TOKEN ? (u64)(a.state[COUNT] - 1) * COLS : 0);
-    linear<typename P::Weight, typename P::Spread, NORMED, QUANTISED, STAGE_FLOATS, COLUMNS>(
-        a.w[I], 0, b, input, a.gain, EPS, sh, put<ADD>(a.dst[I], a.bias[I], P::Weight::ROWS));
+    if constexpr (COLUMNS > 1 && !is_float(P::Weight::TYPE)) tiled<I, P>(a, sh, b);
+    else {
+      const auto input = activations<IN_QUANTISED>(a, COLS, LAST_TOKEN ? (u64)(a.state[COUNT] - 1) * COLS : 0);
+      linear<typename P::Weight, typename P::Spread, NORMED, QUANTISED && COLUMNS == 1, STAGE_FLOATS, COLUMNS>(
+          a.w[I], 0, b, input, a.gain, EPS, sh, put<ADD>(a.dst[I], a.bias[I], P::Weight::ROWS));
+    }
   }
   if constexpr (sizeof...(Rest) > 0) parts<I + 1>(a, sh, List<Rest...>{});
 }
 
 DEVICE void run(const Args &a) {
-  if constexpr (IN_PLACE) {
-    __shared__ float red[96 * COLUMNS];
-    parts<0>(a, Shared{(V4 *)a.src_q, (Scale *)a.src_s, nullptr, red}, Parts{});
+  if constexpr (COLUMNS > 1 && !FLOATING) {
+    DYNAMIC_SHARED(pool);
+    __shared__ float red[33 * COLUMNS];
+    parts<0>(a, Shared{pool, nullptr, nullptr, red}, Parts{});
   } else {
-    parts<0>(a, staging<COLS, QUANTISED, STAGE_FLOATS, COLUMNS>(a.src), Parts{});
+    parts<0>(a, staging<COLS, QUANTISED && COLUMNS == 1, STAGE_FLOATS, COLUMNS>(a.src), Parts{});
   }
 }

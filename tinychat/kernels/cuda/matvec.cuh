@@ -25,23 +25,14 @@ struct Quantised {
   const Scale *s;
   DEVICE void prepare() const {}
 };  // already as `Shared` holds them
-struct InPlace {
-  DEVICE void prepare() const {}
-};  // `Shared` points to them where they lie
 
-// COUNT vectors, several loads before the first store.
-template <int COUNT, class T> DEVICE void copy(T *to, const T *from) {
-  constexpr int N = (COUNT + THREADS - 1) / THREADS, B = 8;
-#pragma unroll
-  for (int first = 0; first < N; first += B) {
-    T v[B];
-#pragma unroll
-    for (int i = 0; i < B && first + i < N; i++)
-      if (threadIdx.x + (first + i) * THREADS < COUNT) v[i] = from[threadIdx.x + (first + i) * THREADS];
-#pragma unroll
-    for (int i = 0; i < B && first + i < N; i++)
-      if (threadIdx.x + (first + i) * THREADS < COUNT) to[threadIdx.x + (first + i) * THREADS] = v[i];
-  }
+// Where the 16 codes of one half of block `block` stand (vectors of 16 bytes), and its scale: column by column, in two
+// planes, or TILED: block by block, a column behind the other, as products in tensor cores read them.
+template <int C, bool TILED> DEVICE int codes_at(int column, int half, int block, int blocks) {
+  return TILED ? (block * 2 + half) * C + column : (column * 2 + half) * blocks + block;
+}
+template <int C, bool TILED> DEVICE int scale_at(int column, int block, int blocks) {
+  return TILED ? block * C + column : column * blocks + block;
 }
 
 // The block's shared memory for activations of C columns of K values, one column after the other. Floats are read at
@@ -63,7 +54,9 @@ template <int K, bool QUANT, bool STAGE_FLOATS, int C> DEVICE Shared staging(con
 // K activations of each of C columns into shared memory, as int8 blocks if QUANT and as floats if FLOAT. NORM: times the
 // gain only; what the rest of RMSNorm multiplies by, norm() gives after finish(), so that nothing waits for the sum of
 // squares.
-template <int K, bool NORM, bool QUANT, bool FLOAT, int C> struct Stage {
+template <int K, bool NORM, bool QUANT, bool FLOAT, int C, bool TILED = false, int NORM_THREADS = THREADS>
+struct Stage {
+  static constexpr int SUMS = NORM_THREADS / THREADS;  // of squares, that a thread has of a column
   static constexpr int N = K / 4, V = (N + THREADS - 1) / THREADS;  // vectors of a column: all, those of a thread
   static constexpr int B = NORM && C == 1 ? V : THREADS > 256 && C > 1 ? 4 : 8;  // loaded before the first use
   static constexpr int ALL = V * C;
@@ -92,17 +85,11 @@ template <int K, bool NORM, bool QUANT, bool FLOAT, int C> struct Stage {
     if (!NORM) return 1;
     float ss = 0;
 #pragma unroll
-    for (int i = 0; i < WARPS; i++) ss += sh.red[column * 32 + i];
+    for (int i = 0; i < NORM_THREADS / 32; i++) ss += sh.red[column * 32 + i];
     return rsqrt_(ss / K + eps);
   }
-  DEVICE void finish(const InPlace &, const Shared &) {}
   DEVICE void finish(const Quantised &src, const Shared &sh) {
-    if constexpr (C > 1) {
-      copy<C * K / 16>(sh.q, src.q);
-      copy<C * K / 32>(sh.s, src.s);
-      __syncthreads();
-      return;
-    }
+    static_assert(C == 1, "several columns come in tiles (tiles.cuh)");
     constexpr int Q = K / 16, S = K / 32, VQ = (Q + THREADS - 1) / THREADS, VS = (S + THREADS - 1) / THREADS;
     V4 q[VQ];
     Scale s[VS];
@@ -122,7 +109,7 @@ template <int K, bool NORM, bool QUANT, bool FLOAT, int C> struct Stage {
   }
   template <class Load> DEVICE void finish(const Load &src, const Shared &sh) {
     F4 ahead[NORM ? 1 : B];
-    float ss = 0;
+    float ss[SUMS] = {};
 #pragma unroll
     for (int n = 0; n < ALL; n++) {
       const int column = n / V, i = n % V, at = threadIdx.x + i * THREADS;
@@ -133,7 +120,7 @@ template <int K, bool NORM, bool QUANT, bool FLOAT, int C> struct Stage {
       F4 v;
       if (NORM) {
         const F4 x = this->x[n % B];
-        ss += x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w;
+        ss[i % SUMS] += x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w;
         v = F4{x.x * gain[i].x, x.y * gain[i].y, x.z * gain[i].z, x.w * gain[i].w};
       } else v = ahead[n % B];
       if (FLOAT && at < N) *(F4 *)(sh.f + column * K + 4 * at) = v;
@@ -150,16 +137,20 @@ template <int K, bool NORM, bool QUANT, bool FLOAT, int C> struct Stage {
         sum += shfl_xor(sum, 2);
         const int other = shfl_xor(sum, 4), w = at & 7, block = at >> 3;
         if (at < N) {
-          ((u32 *)sh.q)[column * (K / 4) + ((w >> 2) * (K / 32) + block) * 4 + (w & 3)] =
+          constexpr int BLOCKS = K / 32;
+          ((u32 *)sh.q)[codes_at<C, TILED>(column, w >> 2, block, BLOCKS) * 4 + (w & 3)] =
               (a & 255) | (b & 255) << 8 | (c & 255) << 16 | (u32)d << 24;
-          if (w == 0) sh.s[column * (K / 32) + block] = Scale{amax / 127.f, (sum & 0xFFFF) | other << 16};
+          if (w == 0)
+            sh.s[scale_at<C, TILED>(column, block, BLOCKS)] = Scale{amax / 127.f, (sum & 0xFFFF) | other << 16};
         }
       }
-      if (NORM && i == V - 1) {
-        ss = warp_sum(ss);
-        if (threadIdx.x % 32 == 0) sh.red[column * 32 + threadIdx.x / 32] = ss;
-        ss = 0;
-      }
+      if (NORM && i == V - 1)
+#pragma unroll
+        for (int m = 0; m < SUMS; m++) {
+          const float all = warp_sum(ss[m]);
+          if (threadIdx.x % 32 == 0) sh.red[column * 32 + m * WARPS + threadIdx.x / 32] = all;
+          ss[m] = 0;
+        }
     }
     __syncthreads();
   }
@@ -207,7 +198,7 @@ template <int T, int K, int LPR, int KS, int R, int DEPTH, int C> struct Dot {
           const V4 x0 = sh.q[c * 2 * plane + at], x1 = sh.q[(c * 2 + 1) * plane + at];
           const Scale s = sh.s[c * plane + at];
 #pragma unroll
-          for (int r = 0; r < R; r++) acc[c][r] += dot<T>(f[i % D][r], x0, x1, s);
+          for (int r = 0; r < R; r++) acc[c][r] = added<T>(acc[c][r], f[i % D][r], x0, x1, s);
         }
       }
   }
@@ -259,7 +250,7 @@ struct Put {
   float scale = 1, softcap = 0;
   int stride = 0;  // from a column to the next
   DEVICE void operator()(int column, int row, float v) const {
-    const float y = scale * (bias ? v + bias[row] : v);
+    const float y = mul_rn(scale, bias ? add_rn(v, bias[row]) : v);
     dst[column * stride + row] = softcap == 0 ? y : softcap * tanhf(y / softcap);
   }
   DEVICE void finish(int) const {}
@@ -270,23 +261,24 @@ struct Add {
   float scale = 1;
   int stride = 0;
   DEVICE void operator()(int column, int row, float v) const {
-    dst[column * stride + row] += scale * (bias ? v + bias[row] : v);
+    float &to = dst[column * stride + row];
+    to = fma_rn(scale, bias ? add_rn(v, bias[row]) : v, to);
   }
   DEVICE void finish(int) const {}
 };
-// By one warp: its lanes' values as int8 block `at` of the `blocks` there.
-DEVICE void put_block(float v, u32 *q, Scale *s, int blocks, int at) {
+// By one warp: its lanes' values as int8 block `at` of the `blocks` of a column; TILED where there are several.
+template <int C> DEVICE void put_block(float v, u32 *q, Scale *s, int column, int blocks, int at) {
   const int lane = threadIdx.x % 32;
   const float amax = warp_max(fabsf(v));
   const int code = round_int(amax > 0 ? v * (127.f / amax) : 0);
   int word = (code & 255) << lane % 4 * 8;
   word |= shfl_xor(word, 1);
   word |= shfl_xor(word, 2);
-  if (lane % 4 == 0) q[((lane >> 4) * blocks + at) * 4 + (lane / 4 & 3)] = (u32)word;
+  if (lane % 4 == 0) q[codes_at<C, (C > 1)>(column, lane >> 4, at, blocks) * 4 + (lane / 4 & 3)] = (u32)word;
   int sum = code;
   for (int m = 1; m < 16; m *= 2) sum += shfl_xor(sum, m);
   const int other = shfl_xor(sum, 16);
-  if (lane == 0) s[at] = Scale{amax / 127.f, (sum & 0xFFFF) | other << 16};
+  if (lane == 0) s[scale_at<C, (C > 1)>(column, at, blocks)] = Scale{amax / 127.f, (sum & 0xFFFF) | other << 16};
 }
 // As int8 blocks for the next kernel (`Quantised`): a thread block makes exactly 32 rows, one block of the `blocks`
 // there; `first` is that of row 0.
@@ -299,8 +291,7 @@ template <int C> struct PutQuantised {
   DEVICE void finish(int row) const {
     __syncthreads();
     for (int c = threadIdx.x / 32; c < C; c += WARPS)
-      put_block(
-          values[c * 32 + threadIdx.x % 32], q + c * blocks * 8, s + c * blocks, blocks, first + row / 32);
+      put_block<C>(values[c * 32 + threadIdx.x % 32], q, s, c, blocks, first + row / 32);
   }
 };
 
@@ -337,16 +328,15 @@ DEVICE void linear(const u8 *w, int g, int b, Load src, const float *gain, float
     if ((C == 1 ? lane == 0 : column < C) && threadIdx.x / 32 % KS == 0)
 #pragma unroll
       for (int r = 0; r < R; r++)
-        if (unit + r * G < ROWS) put(column, unit + r * G, dot.mine(m * LPR, r) * norm[m]);
+        if (unit + r * G < ROWS) put(column, unit + r * G, mul_rn(dot.mine(m * LPR, r), norm[m]));
   }
   put.finish(b * (WARPS / KS) * R * G);
 }
 
 // What producer and consumer of activations have agreed on: int8 blocks, which the consumer only copies, or floats,
 // `stride` of them from a column to the next.
-template <bool INT8, bool IN_PLACE, class A> DEVICE auto activations(const A &a, int stride, u64 first = 0) {
-  if constexpr (IN_PLACE) return InPlace{};
-  else if constexpr (INT8) return Quantised{a.src_q, a.src_s};
+template <bool INT8, class A> DEVICE auto activations(const A &a, int stride, u64 first = 0) {
+  if constexpr (INT8) return Quantised{a.src_q, a.src_s};
   else return Plain{a.src + first, stride};
 }
 // Results of a buffer of SIZE values a column, from value `at` on. `values`: (C, 32) floats of shared memory.

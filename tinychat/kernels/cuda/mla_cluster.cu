@@ -42,7 +42,7 @@ template <class M, int N, int LANES> struct Rows {
       for (int k = sub; k < KB; k += LANES) {
         Block<T> f;
         fetch<T, InShared>(f, planes, BLOCKS, row * KB + k);
-        sum += dot<T>(f, sh.q[k], sh.q[k + KB], sh.s[k]);
+        sum = added<T>(sum, f, sh.q[k], sh.q[k + KB], sh.s[k]);
       }
     for (int m = LANES / 2; m; m >>= 1) sum += shfl_xor(sum, m);
     if (row < N) put(row, sub, sum);
@@ -200,10 +200,7 @@ DEVICE void run(Args a) {
   if (COLUMNS > 1 && column >= a.state[COUNT]) return;
   a.x += column * Query::COLS;
   a.q += column * HEADS * HEAD;
-  if constexpr (OUT_QUANTISED) {
-    a.dst_q += column * HEADS * Value::ROWS / 4;
-    a.dst_s += column * HEADS * Value::ROWS / 32;
-  } else a.dst += column * HEADS * Value::ROWS;
+  if (!OUT_QUANTISED) a.dst += column * HEADS * Value::ROWS;
   cluster_arrive();  // waited for before the first write into another block's memory
   if constexpr (LOW_RANK) m.rows.query.copy(a.w_query, Query::START + (u64)head * HEAD + rank * (HEAD / CLUSTER));
   copy_commit();
@@ -280,7 +277,8 @@ DEVICE void run(Args a) {
   if constexpr (OUT_QUANTISED) {
     __syncthreads();
     if (warp < Value::ROWS / CLUSTER / 32)
-      put_block(m.results[threadIdx.x], a.dst_q, a.dst_s, HEADS * Value::ROWS / 32, first / 32 + warp);
+      put_block<COLUMNS>(
+          m.results[threadIdx.x], a.dst_q, a.dst_s, column, HEADS * Value::ROWS / 32, first / 32 + warp);
   }
   cluster_wait();  // nobody reads this block's memory any more
 }

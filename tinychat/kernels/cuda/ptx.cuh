@@ -106,6 +106,16 @@ DEVICE int dp4a(u32 a, u32 b, int c) {
   asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
   return d;
 }
+// Both halves of a (signed, 16 bits) times the two low bytes of b, plus c.
+DEVICE int dp2a(int a, u32 b, int c) {
+  int d;
+  asm("dp2a.lo.s32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+// Rounded once each, whatever stands around them: what has to have the same bits in two kernels.
+DEVICE float mul_rn(float a, float b) { return __fmul_rn(a, b); }
+DEVICE float add_rn(float a, float b) { return __fadd_rn(a, b); }
+DEVICE float fma_rn(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 DEVICE float exp2_fast(float x) {
   float y;
   asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -125,6 +135,10 @@ DEVICE void warp_sync() { __syncwarp(); }
 DEVICE void copy_async(void *shared, const void *global, bool valid) {
   u32 s = (u32)__cvta_generic_to_shared(shared), n = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(s), "l"(global), "r"(n) : "memory");
+}
+template <int BYTES> DEVICE void copy_async_few(void *shared, const void *global) {  // 4 or 8
+  u32 s = (u32)__cvta_generic_to_shared(shared);
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(s), "l"(global), "n"(BYTES) : "memory");
 }
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING> DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }

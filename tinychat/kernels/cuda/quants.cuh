@@ -157,7 +157,14 @@ struct Scale {
 DEVICE int sum_lo(int s) { return (short)s; }
 DEVICE int sum_hi(int s) { return s >> 16; }
 
-template <int T> DEVICE float dot(const Block<T> &f, const V4 &x0, const V4 &x1, const Scale &s) {
+// What a block adds to a row's sum, as two factors. `d`: the activations' scale; `first` and `second`: the products of
+// Q6_K's halves, else the product and the sum of the activations' codes; offsets are taken off. `other`: the scale of Q6_K's second half, or
+// the block's additive term.
+template <int T> DEVICE F2 term(float d, float scale, float other, float first, float second) {
+  if (T == Q6_K || has_min(T)) return F2{d, fma_rn(scale, first, mul_rn(other, second))};
+  return F2{mul_rn(d, scale), first};
+}
+template <int T> DEVICE F2 factors(const Block<T> &f, const V4 &x0, const V4 &x1, const Scale &s) {
   const u32 lo[8] = {f.a.x, f.a.y, f.a.z, f.a.w, T == Q8_0 ? f.b.x : f.a.x, T == Q8_0 ? f.b.y : f.a.y,
       T == Q8_0 ? f.b.z : f.a.z, T == Q8_0 ? f.b.w : f.a.w};
   const u32 x[8] = {x0.x, x0.y, x0.z, x0.w, x1.x, x1.y, x1.z, x1.w};
@@ -167,13 +174,22 @@ template <int T> DEVICE float dot(const Block<T> &f, const V4 &x0, const V4 &x1,
     i0 = dp4a(codes<T>(lo[w], f.h0, f.h1, w), x[w], i0);
     i1 = dp4a(codes<T>(lo[w + 4], f.h0, f.h1, w + 4), x[w + 4], i1);
   }
+  const float scale = scale_of<T>(f.s1, f.s2);
   if (T == Q6_K)
-    return s.d *
-        (scale_of<T>(f.s1, f.s2, 0) * (float)(i0 - 32 * sum_lo(s.sums)) +
-            scale_of<T>(f.s1, f.s2, 1) * (float)(i1 - 32 * sum_hi(s.sums)));
+    return term<T>(s.d, scale, scale_of<T>(f.s1, f.s2, 1), (float)(i0 - 32 * sum_lo(s.sums)),
+        (float)(i1 - 32 * sum_hi(s.sums)));
   const int sum = sum_lo(s.sums) + sum_hi(s.sums);
-  if (has_min(T)) return s.d * (scale_of<T>(f.s1, f.s2) * (float)(i0 + i1) + shift_of<T>(f.s1, f.s2) * (float)sum);
-  return s.d * scale_of<T>(f.s1, f.s2) * (float)(i0 + i1 - offset_of(T) * sum);
+  if (has_min(T)) return term<T>(s.d, scale, shift_of<T>(f.s1, f.s2), (float)(i0 + i1), (float)sum);
+  return term<T>(s.d, scale, 0, (float)(i0 + i1 - offset_of(T) * sum), 0);
+}
+template <int T> DEVICE float dot(const Block<T> &f, const V4 &x0, const V4 &x1, const Scale &s) {
+  const F2 t = factors<T>(f, x0, x1, s);
+  return mul_rn(t.x, t.y);
+}
+// sum + dot, rounded once.
+template <int T> DEVICE float added(float sum, const Block<T> &f, const V4 &x0, const V4 &x1, const Scale &s) {
+  const F2 t = factors<T>(f, x0, x1, s);
+  return fma_rn(t.x, t.y, sum);
 }
 
 DEVICE float bf16_lo(u32 v) { return unbits(v << 16); }

@@ -1,0 +1,293 @@
+// Quantised weights times the C columns of a verify step, in tensor cores, with the bits of single steps (matvec.cuh): the
+// product of a block of 32 weights is exact in integers, wherever it is made, and its factors and the order of a row's sums
+// are those of Dot. There lane l (of the row's lanes and warps) sums blocks l, l + CLASSES, ... of a row: that is class l
+// here. A warp has every CLASS_WARPS-th class, and sums them in the order of Dot's shuffles.
+//
+// A thread block computes tiles of rows, one after the other: SPAN blocks of all rows of a tile are a stage of a ring in
+// shared memory, where they arrive in the background, the first before grid_wait(). Constants: RING_SHARED, the bytes of
+// dynamic shared memory.
+#include "matvec.cuh"
+
+constexpr int MAGIC = 0x4B400000;  // the bits of 1.5 * 2^23 as an integer: those of that float + i, for |i| < 2^22, are MAGIC + i
+DEVICE float exact(int magic_and_i) { return unbits((u32)magic_and_i) - 12582912.f; }
+
+// From a row to the next in shared memory: an odd number of 16 bytes, so that eight rows lie in different banks.
+DEVICE constexpr int row_pitch(int bytes) { return ((bytes + 15) / 16 | 1) * 16; }
+DEVICE constexpr int copy_width(int a, int b) {
+  return (a | b) % 16 == 0 ? 16 : (a | b) % 8 == 0 ? 8 : (a | b) % 4 == 0 ? 4 : (a | b) % 2 == 0 ? 2 : 1;
+}
+template <int BYTES> DEVICE void copy_some(u8 *to, const u8 *from) {
+  if constexpr (BYTES == 16) copy_async(to, from, true);
+  else if constexpr (BYTES >= 4) copy_async_few<BYTES>(to, from);
+  else if constexpr (BYTES == 2) *(u16 *)to = (u16)ldc2(from);
+  else *to = *from;
+}
+
+// SPAN blocks of R rows of W, plane by plane.
+template <class W, int R, int SPAN> struct Span {
+  static constexpr int T = W::TYPE, KB = W::COLS / 32;
+  static constexpr int LO = row_pitch(SPAN * lo_bytes(T)), HI = hi_bytes(T) ? row_pitch(SPAN * hi_bytes(T)) : 0,
+                       S1 = row_pitch(SPAN * s1_bytes(T)), S2 = s2_bytes(T) ? row_pitch((SPAN + 7) / 8 * s2_bytes(T)) : 0;
+  static constexpr int HI_AT = R * LO, S1_AT = HI_AT + R * HI, S2_AT = S1_AT + R * S1, BYTES = S2_AT + R * S2;
+  static_assert(s2_bytes(T) == 0 || SPAN % 8 == 0 || SPAN == KB, "a span begins with 256 weights");
+
+  // `bytes` bytes of each row; rows behind the `last` are that one.
+  template <int ROW, int PART, int PITCH> static DEVICE void copy_rows(u8 *to, const u8 *from, int last, int bytes) {
+    constexpr int WIDTH = copy_width(ROW, PART), EACH = PART / WIDTH;
+#pragma unroll
+    for (int i = 0; i < (R * EACH + THREADS - 1) / THREADS; i++) {
+      const int at = threadIdx.x + i * THREADS, r = at / EACH, c = at % EACH * WIDTH;
+      if (at < R * EACH && c < bytes) copy_some<WIDTH>(to + r * PITCH + c, from + (r < last ? r : last) * ROW + c);
+    }
+  }
+  // Blocks `first` and on of rows `row` and on, of which `last` + 1 exist.
+  static DEVICE void copy(u8 *to, const u8 *w, u64 row, int last, int first) {
+    const int all = KB - first < SPAN ? KB - first : SPAN;
+    constexpr int L = lo_bytes(T), H = hi_bytes(T), A = s1_bytes(T), B = s2_bytes(T);
+    copy_rows<L * KB, L * SPAN, LO>(to, w + row * (L * KB) + first * L, last, all * L);
+    if constexpr (H > 0)
+      copy_rows<H * KB, H * SPAN, HI>(to + HI_AT, w + hi_at(T, W::BLOCKS) + row * (H * KB) + first * H, last, all * H);
+    copy_rows<A * KB, A * SPAN, S1>(to + S1_AT, w + s1_at(T, W::BLOCKS) + row * (A * KB) + first * A, last, all * A);
+    if constexpr (B > 0)
+      copy_rows<B * KB / 8, B * SPAN / 8, S2>(
+          to + S2_AT, w + s2_at(T, W::BLOCKS) + row * (B * KB / 8) + first / 8 * B, last, all * B / 8);
+  }
+
+  // Of a block of 16 rows, what a lane gives to the product and to the scaling: rows lane / 4 and + 8.
+  struct Fragment {
+    u32 codes[4];
+    float scale[2], other[2];  // as in term() of quants.cuh
+  };
+  static DEVICE Fragment fragment(const u8 *from, int row, int block) {
+    Fragment f;
+    const int word = threadIdx.x % 4;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int r = row + 8 * h;
+      const u8 *lo = from + r * LO + block * lo_bytes(T) + word * 4, *s = from + S1_AT + r * S1 + block * s1_bytes(T);
+      const u32 first = *(const u32 *)lo, second = lo_bytes(T) == 32 ? *(const u32 *)(lo + 16) : first;
+      u32 h0 = 0, h1 = 0, s2 = 0;
+      if (hi_bytes(T) == 4) h0 = *(const u32 *)(from + HI_AT + r * HI + block * 4);
+      if (hi_bytes(T) == 8) {
+        const V2 v = *(const V2 *)(from + HI_AT + r * HI + block * 8);
+        h0 = v.x;
+        h1 = v.y;
+      }
+      const u32 s1 = s1_bytes(T) == 1 ? *s : s1_bytes(T) == 2 ? *(const u16 *)s : *(const u32 *)s;
+      const u8 *both = from + S2_AT + r * S2 + block / 8 * s2_bytes(T);
+      if (s2_bytes(T) == 2) s2 = *(const u16 *)both;
+      if (s2_bytes(T) == 4) s2 = *(const u32 *)both;
+      f.codes[h] = codes<T>(first, h0, h1, word);
+      f.codes[2 + h] = codes<T>(second, h0, h1, word + 4);
+      f.scale[h] = scale_of<T>(s1, s2);
+      f.other[h] = T == Q6_K ? scale_of<T>(s1, s2, 1) : has_min(T) ? shift_of<T>(s1, s2) : 0;
+    }
+    return f;
+  }
+  // sums (rows lane / 4 and + 8, two columns each) += the products with the two columns; b: this lane's codes of column lane / 4.
+  static DEVICE void add(float (&sums)[4], const Fragment &f, u32 b0, u32 b1, const Scale (&s)[2]) {
+    constexpr u32 LESS = (u32)(-offset_of(T)) & 255;
+    int first[4], second[4];
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+      first[c] = first[2 + c] = has_min(T) ? MAGIC : dp2a(s[c].sums, T == Q6_K ? LESS : LESS << 8 | LESS, MAGIC);
+      second[c] = second[2 + c] = T == Q6_K ? dp2a(s[c].sums, LESS << 8, MAGIC) : dp2a(s[c].sums, 0x0101, MAGIC);
+    }
+    if constexpr (T == Q6_K) {
+      mma_s8_k16(first, f.codes[0], f.codes[1], b0);
+      mma_s8_k16(second, f.codes[2], f.codes[3], b1);
+    } else mma_s8_k32(first, f.codes, b0, b1);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const F2 t = term<T>(s[i % 2].d, f.scale[i / 2], f.other[i / 2], exact(first[i]), exact(second[i]));
+      sums[i] = fma_rn(t.x, t.y, sums[i]);
+    }
+  }
+};
+
+// Rows of A, and of B where PAIR, times C columns. S: the spread of a single step. TILE * 16 rows per warp; UNIT tiles
+// belong together. STREAM: the activations come with the ring.
+template <class A, class B, class S, int C, int TILE, int UNIT, bool PAIR, bool STREAM> struct Tiles {
+  static constexpr int ROWS = A::ROWS, KB = A::COLS / 32, CLASSES = S::LANES * S::SPLIT;
+  static constexpr int CLASS_WARPS = CLASSES < WARPS ? CLASSES : WARPS, GROUPS = WARPS / CLASS_WARPS;
+  static constexpr int MINE = CLASSES / CLASS_WARPS, NI = (KB + CLASSES - 1) / CLASSES;  // classes of a warp
+  static constexpr int R = 16 * TILE * GROUPS, M = PAIR ? 2 * TILE : TILE, N = (C + 7) / 8;
+  static constexpr int FEW = CLASSES < 32 ? 32 / CLASSES : 1, SPAN = CLASSES * (NI < FEW ? NI : FEW);
+  static constexpr int SPANS = (KB + SPAN - 1) / SPAN;
+  using SpanA = Span<A, R, SPAN>;
+  using SpanB = Span<B, R, SPAN>;
+  static constexpr int INPUT = SPAN * C * 40, INPUT_AT = SpanA::BYTES + (PAIR ? SpanB::BYTES : 0),
+                       STAGE = INPUT_AT + (STREAM ? (INPUT + 15) / 16 * 16 : 0);
+  static constexpr int COLUMN = 16 * M * GROUPS + 4;  // values of a column among the partial sums
+  static constexpr int SUMS = 4 * WARPS / GROUPS * S::SPLIT * 8 * N * COLUMN;
+  static constexpr int STAGED = STREAM ? 0 : C * KB * 40, SUMS_AT = (STAGED + 15) / 16 * 16, RING_AT = SUMS_AT + SUMS;
+  static constexpr int FIT = (RING_SHARED - RING_AT) / STAGE, STAGES = FIT < 8 ? FIT : 8;
+  static_assert(STAGES >= 2, "too little shared memory");
+
+  struct Cursor {  // over the tiles of a block, and the spans of each
+    int tile, span = 0;
+    int blocks;
+    DEVICE void next() {
+      if (++span < SPANS) return;
+      span = 0;
+      tile += tile % UNIT == UNIT - 1 ? (blocks - 1) * UNIT + 1 : 1;
+    }
+    DEVICE bool behind() const { return tile * R >= ROWS; }
+  };
+
+  u8 *pool;
+  const u8 *a, *b;
+  int group;  // matrix of A and B
+  Cursor ahead;
+  int slot = 0;  // of the stage that comes next
+
+  DEVICE u8 *stage(int i) const { return pool + RING_AT + i * STAGE; }
+  DEVICE void weights(const Cursor &c, int i) const {
+    if (c.behind()) return;
+    const int row = c.tile * R, last = ROWS - 1 - row, first = c.span * SPAN;
+    SpanA::copy(stage(i), a, A::START + (u64)group * A::STRIDE + row, last, first);
+    if constexpr (PAIR) SpanB::copy(stage(i) + SpanA::BYTES, b, B::START + (u64)group * B::STRIDE + row, last, first);
+  }
+  DEVICE void input(const Quantised &src, const Cursor &c, int i) const {
+    if (c.behind()) return;
+    const int first = c.span * SPAN, all = KB - first < SPAN ? KB - first : SPAN;
+    V4 *q = (V4 *)(stage(i) + INPUT_AT);
+    u8 *s = (u8 *)(q + SPAN * C * 2);
+    for (int j = threadIdx.x; j < all * C * 2; j += THREADS) copy_async(q + j, src.q + first * C * 2 + j, true);
+    for (int j = threadIdx.x * 8; j < all * C * 8; j += THREADS * 8)
+      copy_async_few<8>(s + j, (const u8 *)(src.s + first * C) + j);
+  }
+  // The first stages are on their way. `block` of `blocks`.
+  DEVICE void begin(V4 *shared, const u8 *wa, const u8 *wb, int matrix, int block, int blocks) {
+    pool = (u8 *)shared;
+    a = wa;
+    b = wb;
+    group = matrix;
+    ahead = Cursor{block * UNIT, 0, blocks};
+    Cursor c = ahead;
+    for (int i = 0; i < STAGES - 1; i++) {
+      weights(c, i);
+      if (!STREAM) copy_commit();
+      c.next();
+    }
+    if (!STREAM) ahead = c;
+  }
+  DEVICE void begin(const Quantised &src) {  // behind grid_wait()
+    for (int i = 0; i < STAGES - 1; i++) {
+      input(src, ahead, i);
+      copy_commit();
+      ahead.next();
+    }
+  }
+  // put(column, row, sums of the row of A and B); done(first row) behind each unit.
+  template <class Src, class Put, class Done> DEVICE void run(const Src &src, const Put &put, const Done &done, int block) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (Cursor at{block * UNIT, 0, ahead.blocks}; !at.behind();) {
+      float sums[MINE][M][N][4] = {};
+      for (int s = 0; s < SPANS; s++) {
+        copy_wait<STAGES - 2>();
+        __syncthreads();
+        const int free = slot ? slot - 1 : STAGES - 1;
+        weights(ahead, free);
+        if constexpr (STREAM) input(src, ahead, free);
+        copy_commit();
+        ahead.next();
+        multiply(sums, stage(slot), s, warp, lane);
+        slot = slot + 1 < STAGES ? slot + 1 : 0;
+      }
+      store(sums, warp, lane);
+      __syncthreads();
+      constexpr int OUT = 16 * TILE * GROUPS;
+      for (int i = threadIdx.x; i < OUT * C; i += THREADS) {
+        const int r = i % OUT, column = i / OUT, row = at.tile * R + r;
+        const float x = sum(r, column);
+        const float y = PAIR ? sum(OUT + r, column) : 0;
+        if (row < ROWS) put(column, row, x, y);
+      }
+      const bool last = at.tile % UNIT == UNIT - 1;
+      const int first = at.tile / UNIT * UNIT * R;
+      for (int s = 0; s < SPANS; s++) at.next();
+      if (last) done(first);
+    }
+  }
+
+private:
+  DEVICE void multiply(float (&sums)[MINE][M][N][4], const u8 *from, int span, int warp, int lane) const {
+    const int row = warp / CLASS_WARPS * TILE * 16 + lane / 4;
+    const V4 *q = STREAM ? (const V4 *)(from + INPUT_AT) : (const V4 *)pool + span * SPAN * C * 2;
+    const Scale *scales = STREAM ? (const Scale *)(from + INPUT_AT + SPAN * C * 32) : (const Scale *)(pool + KB * C * 32) + span * SPAN * C;
+#pragma unroll
+    for (int i = 0; i < SPAN / CLASSES; i++)
+#pragma unroll
+      for (int c = 0; c < MINE; c++) {
+        const int block = i * CLASSES + c * CLASS_WARPS + warp % CLASS_WARPS;  // in the span
+        if (KB % SPAN == 0 || span * SPAN + block < KB) {
+          u32 b[N][2];
+          Scale s[N][2];
+#pragma unroll
+          for (int n = 0; n < N; n++) {
+            const int column = (n * 8 + lane / 4) % C, pair = (n * 8 + lane % 4 * 2) % C;  // fewer than 8 come twice
+            b[n][0] = ((const u32 *)(q + block * 2 * C + column))[lane % 4];
+            b[n][1] = ((const u32 *)(q + (block * 2 + 1) * C + column))[lane % 4];
+            const V4 v = *(const V4 *)(scales + block * C + pair);
+            s[n][0] = Scale{unbits(v.x), (int)v.y};
+            s[n][1] = Scale{unbits(v.z), (int)v.w};
+          }
+#pragma unroll
+          for (int m = 0; m < TILE; m++) {
+            const auto f = SpanA::fragment(from, row + m * 16, block);
+#pragma unroll
+            for (int n = 0; n < N; n++) SpanA::add(sums[c][m][n], f, b[n][0], b[n][1], s[n]);
+            if constexpr (PAIR) {
+              const auto g = SpanB::fragment(from + SpanA::BYTES, row + m * 16, block);
+#pragma unroll
+              for (int n = 0; n < N; n++) SpanB::add(sums[c][TILE + m][n], g, b[n][0], b[n][1], s[n]);
+            }
+          }
+        }
+      }
+  }
+  DEVICE float *partial(int split, int class_warp, int column) const {
+    return (float *)(pool + SUMS_AT) + ((split * CLASS_WARPS + class_warp) * 8 * N + column) * COLUMN;
+  }
+  // A warp's sums, one of its classes of each split.
+  DEVICE void store(float (&sums)[MINE][M][N][4], int warp, int lane) const {
+    constexpr int EACH = S::LANES / CLASS_WARPS;  // classes of a warp among those of a split
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+      for (int n = 0; n < N; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+#pragma unroll
+          for (int split = 0; split < S::SPLIT; split++) {
+#pragma unroll
+            for (int by = EACH / 2; by; by /= 2)
+#pragma unroll
+              for (int c = 0; c < by; c++)
+                sums[split * EACH + c][m][n][i] += sums[split * EACH + c + by][m][n][i];
+            const int row = (m / TILE * GROUPS + warp / CLASS_WARPS) * TILE * 16 + m % TILE * 16 + lane / 4 + i / 2 * 8;
+            partial(split, warp % CLASS_WARPS, n * 8 + lane % 4 * 2 + i % 2)[row] = sums[split * EACH][m][n][i];
+          }
+  }
+  DEVICE float sum(int row, int column) const {
+    float all = 0;
+#pragma unroll
+    for (int split = 0; split < S::SPLIT; split++) {
+      float v[CLASS_WARPS];
+#pragma unroll
+      for (int w = 0; w < CLASS_WARPS; w++) v[w] = partial(split, w, column)[row];
+#pragma unroll
+      for (int by = CLASS_WARPS / 2; by; by /= 2)
+#pragma unroll
+        for (int w = 0; w < by; w++) v[w] += v[w + by];
+      all = S::SPLIT == 1 ? v[0] : all + v[0];
+    }
+    return all;
+  }
+};
+
+// The factors of RMSNorm, a column each, for all threads of the block behind the next barrier.
+template <class Stage> DEVICE void norms_of(float *norms, int columns, const Stage &stage, float eps, const Shared &sh) {
+  for (int c = threadIdx.x; c < columns; c += THREADS) norms[c] = stage.norm(eps, sh, c);
+}
