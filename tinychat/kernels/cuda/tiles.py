@@ -67,6 +67,8 @@ def _grid(
     rounds = unit
     while sum(-(-n // rounds) for n in (tiles[:1] if pair else tiles)) > MULTIPROCESSORS:
         rounds += unit
+    if pair or len(tiles) == 1:
+        return tuple(min(-(-n // unit), MULTIPROCESSORS) for n in tiles), rounds
     return tuple(-(-n // rounds) for n in tiles), rounds
 
 
