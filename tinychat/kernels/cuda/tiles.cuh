@@ -23,26 +23,50 @@ template <int BYTES> DEVICE void copy_some(u8 *to, const u8 *from) {
   else *to = *from;
 }
 
+// A product has 16 rows and 8 columns; a lane has those of rows lane / 4 and + 8 in two columns. Where there are fewer columns
+// each comes several times, and a lane takes one row only.
+DEVICE constexpr int own_rows(int columns) { return columns < 8 ? 1 : 2; }
+template <int C> DEVICE int own_row(int i) {
+  return C < 8 ? (C == 2 ? threadIdx.x % 2 : threadIdx.x / 2 % 2) * 8 : i * 8;
+}
+
 // SPAN blocks of R rows of W, plane by plane.
-template <class W, int R, int SPAN> struct Span {
-  static constexpr int T = W::TYPE, KB = W::COLS / 32;
+template <class W, int R, int SPAN, int C> struct Span {
+  static constexpr int T = W::TYPE, KB = W::COLS / 32, OWN = own_rows(C);
   static constexpr int LO = row_pitch(SPAN * lo_bytes(T)), HI = hi_bytes(T) ? row_pitch(SPAN * hi_bytes(T)) : 0,
                        S1 = row_pitch(SPAN * s1_bytes(T)), S2 = s2_bytes(T) ? row_pitch((SPAN + 7) / 8 * s2_bytes(T)) : 0;
   static constexpr int HI_AT = R * LO, S1_AT = HI_AT + R * HI, S2_AT = S1_AT + R * S1, BYTES = S2_AT + R * S2;
   static_assert(s2_bytes(T) == 0 || SPAN % 8 == 0 || SPAN == KB, "a span begins with 256 weights");
 
-  // `bytes` bytes of each row; rows behind the `last` are that one.
+  // `bytes` bytes of each row, ROW bytes from one to the next; rows behind the `last` are that one.
   template <int ROW, int PART, int PITCH> static DEVICE void copy_rows(u8 *to, const u8 *from, int last, int bytes) {
     constexpr int WIDTH = copy_width(ROW, PART), EACH = PART / WIDTH;
+    if constexpr (THREADS % EACH == 0) {  // a thread has the same part of every row that it copies
+      constexpr int STEP = THREADS / EACH;
+      const int first = threadIdx.x / EACH, c = threadIdx.x % EACH * WIDTH;
+      to += first * PITCH + c;
+      if (c >= bytes) return;
+      if (W::ROWS % R == 0 || last >= R - 1) {
+        from += first * ROW + c;
 #pragma unroll
-    for (int i = 0; i < (R * EACH + THREADS - 1) / THREADS; i++) {
-      const int at = threadIdx.x + i * THREADS, r = at / EACH, c = at % EACH * WIDTH;
-      if (at < R * EACH && c < bytes) copy_some<WIDTH>(to + r * PITCH + c, from + (r < last ? r : last) * ROW + c);
-    }
+        for (int r = 0; r < R; r += STEP)
+          if (R % STEP == 0 || first + r < R) copy_some<WIDTH>(to + r * PITCH, from + r * ROW);
+      } else
+#pragma unroll 1
+        for (int r = first; r < R; r += STEP, to += STEP * PITCH)
+          copy_some<WIDTH>(to, from + (r < last ? r : last) * ROW + c);
+    } else
+#pragma unroll 1
+      for (int at = threadIdx.x; at < R * EACH; at += THREADS) {
+        const int r = at / EACH, c = at % EACH * WIDTH;
+        if (c < bytes) copy_some<WIDTH>(to + r * PITCH + c, from + (r < last ? r : last) * ROW + c);
+      }
   }
+  // Blocks of the span that begins with block `first`.
+  static DEVICE int blocks_of(int first) { return KB % SPAN == 0 || KB - first >= SPAN ? SPAN : KB - first; }
   // Blocks `first` and on of rows `row` and on, of which `last` + 1 exist.
   static DEVICE void copy(u8 *to, const u8 *w, u64 row, int last, int first) {
-    const int all = KB - first < SPAN ? KB - first : SPAN;
+    const int all = blocks_of(first);
     constexpr int L = lo_bytes(T), H = hi_bytes(T), A = s1_bytes(T), B = s2_bytes(T);
     copy_rows<L * KB, L * SPAN, LO>(to, w + row * (L * KB) + first * L, last, all * L);
     if constexpr (H > 0)
@@ -53,10 +77,10 @@ template <class W, int R, int SPAN> struct Span {
           to + S2_AT, w + s2_at(T, W::BLOCKS) + row * (B * KB / 8) + first / 8 * B, last, all * B / 8);
   }
 
-  // Of a block of 16 rows, what a lane gives to the product and to the scaling: rows lane / 4 and + 8.
+  // Of a block of 16 rows, what a lane gives to the product (rows lane / 4 and + 8) and to the scaling.
   struct Fragment {
     u32 codes[4];
-    float scale[2], other[2];  // as in term() of quants.cuh
+    float scale[OWN], other[OWN];  // as in term() of quants.cuh
   };
   static DEVICE Fragment fragment(const u8 *from, int row, int block) {
     Fragment f;
@@ -64,28 +88,34 @@ template <class W, int R, int SPAN> struct Span {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int r = row + 8 * h;
-      const u8 *lo = from + r * LO + block * lo_bytes(T) + word * 4, *s = from + S1_AT + r * S1 + block * s1_bytes(T);
+      const u8 *lo = from + r * LO + block * lo_bytes(T) + word * 4;
       const u32 first = *(const u32 *)lo, second = lo_bytes(T) == 32 ? *(const u32 *)(lo + 16) : first;
-      u32 h0 = 0, h1 = 0, s2 = 0;
+      u32 h0 = 0, h1 = 0;
       if (hi_bytes(T) == 4) h0 = *(const u32 *)(from + HI_AT + r * HI + block * 4);
       if (hi_bytes(T) == 8) {
         const V2 v = *(const V2 *)(from + HI_AT + r * HI + block * 8);
         h0 = v.x;
         h1 = v.y;
       }
-      const u32 s1 = s1_bytes(T) == 1 ? *s : s1_bytes(T) == 2 ? *(const u16 *)s : *(const u32 *)s;
-      const u8 *both = from + S2_AT + r * S2 + block / 8 * s2_bytes(T);
-      if (s2_bytes(T) == 2) s2 = *(const u16 *)both;
-      if (s2_bytes(T) == 4) s2 = *(const u32 *)both;
       f.codes[h] = codes<T>(first, h0, h1, word);
       f.codes[2 + h] = codes<T>(second, h0, h1, word + 4);
+    }
+#pragma unroll
+    for (int h = 0; h < OWN; h++) {
+      const int r = row + own_row<C>(h);
+      const u8 *s = from + S1_AT + r * S1 + block * s1_bytes(T), *both = from + S2_AT + r * S2 + block / 8 * s2_bytes(T);
+      const u32 s1 = s1_bytes(T) == 1 ? *s : s1_bytes(T) == 2 ? *(const u16 *)s : *(const u32 *)s;
+      u32 s2 = 0;
+      if (s2_bytes(T) == 2) s2 = *(const u16 *)both;
+      if (s2_bytes(T) == 4) s2 = *(const u32 *)both;
       f.scale[h] = scale_of<T>(s1, s2);
       f.other[h] = T == Q6_K ? scale_of<T>(s1, s2, 1) : has_min(T) ? shift_of<T>(s1, s2) : 0;
     }
     return f;
   }
-  // sums (rows lane / 4 and + 8, two columns each) += the products with the two columns; b: this lane's codes of column lane / 4.
-  static DEVICE void add(float (&sums)[4], const Fragment &f, u32 b0, u32 b1, const Scale (&s)[2]) {
+  // sums (of this lane's rows, two columns each) += the products; b: this lane's codes of column lane / 4, s: of its
+  // own columns.
+  static DEVICE void add(float (&sums)[2 * OWN], const Fragment &f, u32 b0, u32 b1, const Scale (&s)[2]) {
     constexpr u32 LESS = (u32)(-offset_of(T)) & 255;
     int first[4], second[4];
 #pragma unroll
@@ -98,8 +128,10 @@ template <class W, int R, int SPAN> struct Span {
       mma_s8_k16(second, f.codes[2], f.codes[3], b1);
     } else mma_s8_k32(first, f.codes, b0, b1);
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const F2 t = term<T>(s[i % 2].d, f.scale[i / 2], f.other[i / 2], exact(first[i]), exact(second[i]));
+    for (int i = 0; i < 2 * OWN; i++) {
+      const bool lower = OWN == 1 && own_row<C>(0);  // then this lane's are the last two
+      const F2 t = term<T>(s[i % 2].d, f.scale[i / 2], f.other[i / 2], exact(lower ? first[2 + i % 2] : first[i]),
+          exact(lower ? second[2 + i % 2] : second[i]));
       sums[i] = fma_rn(t.x, t.y, sums[i]);
     }
   }
@@ -114,12 +146,13 @@ template <class A, class B, class S, int C, int TILE, int UNIT, bool PAIR, bool 
   static constexpr int R = 16 * TILE * GROUPS, M = PAIR ? 2 * TILE : TILE, N = (C + 7) / 8;
   static constexpr int FEW = CLASSES < 32 ? 32 / CLASSES : 1, SPAN = CLASSES * (NI < FEW ? NI : FEW);
   static constexpr int SPANS = (KB + SPAN - 1) / SPAN;
-  using SpanA = Span<A, R, SPAN>;
-  using SpanB = Span<B, R, SPAN>;
+  using SpanA = Span<A, R, SPAN, C>;
+  using SpanB = Span<B, R, SPAN, C>;
+  static constexpr int OWN = own_rows(C), PADDED = C < 8 ? C : 8 * N;  // columns of the partial sums
   static constexpr int INPUT = SPAN * C * 40, INPUT_AT = SpanA::BYTES + (PAIR ? SpanB::BYTES : 0),
                        STAGE = INPUT_AT + (STREAM ? (INPUT + 15) / 16 * 16 : 0);
   static constexpr int COLUMN = 16 * M * GROUPS + 4;  // values of a column among the partial sums
-  static constexpr int SUMS = 4 * WARPS / GROUPS * S::SPLIT * 8 * N * COLUMN;
+  static constexpr int SUMS = 4 * WARPS / GROUPS * S::SPLIT * PADDED * COLUMN;
   static constexpr int STAGED = STREAM ? 0 : C * KB * 40, SUMS_AT = (STAGED + 15) / 16 * 16, RING_AT = SUMS_AT + SUMS;
   static constexpr int FIT = (RING_SHARED - RING_AT) / STAGE, STAGES = FIT < 8 ? FIT : 8;
   static_assert(STAGES >= 2, "too little shared memory");
@@ -150,7 +183,7 @@ template <class A, class B, class S, int C, int TILE, int UNIT, bool PAIR, bool 
   }
   DEVICE void input(const Quantised &src, const Cursor &c, int i) const {
     if (c.behind()) return;
-    const int first = c.span * SPAN, all = KB - first < SPAN ? KB - first : SPAN;
+    const int first = c.span * SPAN, all = SpanA::blocks_of(first);
     V4 *q = (V4 *)(stage(i) + INPUT_AT);
     u8 *s = (u8 *)(q + SPAN * C * 2);
     for (int j = threadIdx.x; j < all * C * 2; j += THREADS) copy_async(q + j, src.q + first * C * 2 + j, true);
@@ -183,7 +216,7 @@ template <class A, class B, class S, int C, int TILE, int UNIT, bool PAIR, bool 
   template <class Src, class Put, class Done> DEVICE void run(const Src &src, const Put &put, const Done &done, int block) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (Cursor at{block * UNIT, 0, ahead.blocks}; !at.behind();) {
-      float sums[MINE][M][N][4] = {};
+      float sums[MINE][M][N][2 * OWN] = {};
       for (int s = 0; s < SPANS; s++) {
         copy_wait<STAGES - 2>();
         __syncthreads();
@@ -212,7 +245,7 @@ template <class A, class B, class S, int C, int TILE, int UNIT, bool PAIR, bool 
   }
 
 private:
-  DEVICE void multiply(float (&sums)[MINE][M][N][4], const u8 *from, int span, int warp, int lane) const {
+  DEVICE void multiply(float (&sums)[MINE][M][N][2 * OWN], const u8 *from, int span, int warp, int lane) const {
     const int row = warp / CLASS_WARPS * TILE * 16 + lane / 4;
     const V4 *q = STREAM ? (const V4 *)(from + INPUT_AT) : (const V4 *)pool + span * SPAN * C * 2;
     const Scale *scales = STREAM ? (const Scale *)(from + INPUT_AT + SPAN * C * 32) : (const Scale *)(pool + KB * C * 32) + span * SPAN * C;
@@ -248,17 +281,17 @@ private:
       }
   }
   DEVICE float *partial(int split, int class_warp, int column) const {
-    return (float *)(pool + SUMS_AT) + ((split * CLASS_WARPS + class_warp) * 8 * N + column) * COLUMN;
+    return (float *)(pool + SUMS_AT) + ((split * CLASS_WARPS + class_warp) * PADDED + column) * COLUMN;
   }
   // A warp's sums, one of its classes of each split.
-  DEVICE void store(float (&sums)[MINE][M][N][4], int warp, int lane) const {
+  DEVICE void store(float (&sums)[MINE][M][N][2 * OWN], int warp, int lane) const {
     constexpr int EACH = S::LANES / CLASS_WARPS;  // classes of a warp among those of a split
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
       for (int n = 0; n < N; n++)
 #pragma unroll
-        for (int i = 0; i < 4; i++)
+        for (int i = 0; i < 2 * OWN; i++)
 #pragma unroll
           for (int split = 0; split < S::SPLIT; split++) {
 #pragma unroll
@@ -266,8 +299,8 @@ private:
 #pragma unroll
               for (int c = 0; c < by; c++)
                 sums[split * EACH + c][m][n][i] += sums[split * EACH + c + by][m][n][i];
-            const int row = (m / TILE * GROUPS + warp / CLASS_WARPS) * TILE * 16 + m % TILE * 16 + lane / 4 + i / 2 * 8;
-            partial(split, warp % CLASS_WARPS, n * 8 + lane % 4 * 2 + i % 2)[row] = sums[split * EACH][m][n][i];
+            const int row = (m / TILE * GROUPS + warp / CLASS_WARPS) * TILE * 16 + m % TILE * 16 + lane / 4 + own_row<C>(i / 2);
+            partial(split, warp % CLASS_WARPS, n * 8 + lane % 4 * 2 % C + i % 2)[row] = sums[split * EACH][m][n][i];
           }
   }
   DEVICE float sum(int row, int column) const {

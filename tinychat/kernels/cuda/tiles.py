@@ -78,7 +78,7 @@ def _least(b: Builder, matrices: Sequence[tuple[Weight, Spread]], tile: int, sta
     classes, groups = _classes(t)
     blocks = first.cols // 32
     span = classes * min(-(-blocks // classes), max(1, 32 // classes))
-    rows, padded = 16 * tile * groups, -(-columns // 8) * 8
+    rows, padded = 16 * tile * groups, columns if columns < 8 else -(-columns // 8) * 8
     stage = sum(rows * _row_bytes(QUANTS[b.weight(w).tensor.kind], span) for w, _ in matrices)
     stage += -(-span * columns * 40 // 16) * 16 if stream else 0
     staged = 0 if stream else -(-columns * blocks * 40 // 16) * 16
