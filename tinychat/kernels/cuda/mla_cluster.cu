@@ -66,9 +66,9 @@ using ValueRows = Rows<Value, Value::ROWS / CLUSTER, VALUE_LANES>;
 struct Memory {  // a block's; of each column:
   V4 codes[COLUMNS * LONGEST / 16];
   Scale scales[COLUMNS * LONGEST / 32];
-  alignas(16) float q[COLUMNS][HEAD];        // of the head, unscaled
-  alignas(16) float query[COLUMNS][ROW];     // absorbed, then rotated; scaled
-  alignas(16) float part[COLUMNS][KV_LORA];  // attention over this block's keys, not normalised
+  alignas(16) float q[COLUMNS][HEAD];          // of the head, unscaled
+  // absorbed, then rotated; scaled. Then, in KV_LORA values, attention over this block's keys, not normalised
+  alignas(16) float query[COLUMNS][ROW];
   float part_max[COLUMNS], part_sum[COLUMNS];  // log2, sum of the weights
   float red[COLUMNS * 32], results[COLUMNS][Value::ROWS / CLUSTER];
   float warp_maxima[AT_ONCE][WARPS], warp_sums[AT_ONCE][WARPS], warp_weights[AT_ONCE][WARPS];
@@ -103,7 +103,7 @@ struct Args {
 };
 
 // Attention of `count` columns from column `column` on, whose position is `pos`, over every CLUSTER-th key from `rank` on, those
-// from `known` on in `row`: `part`, `part_max` and `part_sum`. A warp takes KEYS keys at a time and keeps its lanes' part
+// from `known` on in `row`: `query` becomes that, `part_max` and `part_sum`. A warp takes KEYS keys at a time and keeps its lanes' part
 // of the weighted sums of values in registers.
 DEVICE void attend(Memory &m, const u16 *cache, int known, int column, int pos, int count, int rank) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -191,7 +191,7 @@ DEVICE void attend(Memory &m, const u16 *cache, int known, int column, int pos, 
     float whole = 0;
     for (int w = 0; w < active; w++)
       whole += (COLUMNS == 1 ? exp2_fast(m.warp_maxima[c][w] - top) : m.warp_weights[c][w]) * m.sums[c][w][d];
-    m.part[column + c][d] = whole;
+    m.query[column + c][d] = whole;
   }
   if (threadIdx.x < count) {
     const int c = threadIdx.x, active = min(keys(c), WARPS);
@@ -226,7 +226,7 @@ struct Merged {
     F4 v = {0, 0, 0, 0};
 #pragma unroll
     for (int r = 0; r < CLUSTER; r++) {
-      const F4 p = load4(peer(m.part[column], r) + i);
+      const F4 p = load4(peer(m.query[column], r) + i);
       const float w = weight[column][r];
       v = F4{v.x + w * p.x, v.y + w * p.y, v.z + w * p.z, v.w + w * p.w};
     }
