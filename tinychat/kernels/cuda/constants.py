@@ -131,6 +131,7 @@ class LinearConstants(StepConstants):
     floating: bool  # there is a matrix that reads floats
     add: bool  # results are added to dst
     tile: int  # of several columns: tiles.cuh
+    stream: bool
     ring_shared: int
     out_scale: float
     softcap: float  # results are softcap * tanh(result / softcap); 0: as they are
@@ -207,6 +208,15 @@ class ValueUpConstants(StepConstants):
 
 
 @dataclass(frozen=True)
+class QuantiseConstants(StepConstants):
+    """quantise.cu"""
+
+    cols: int
+    normed: bool
+    eps: float
+
+
+@dataclass(frozen=True)
 class GateUpConstants(StepConstants):
     """gate_up.cu; gated.cuh"""
 
@@ -220,9 +230,10 @@ class GateUpConstants(StepConstants):
     up: Matrix
     spread: Spread
     out_quantised: bool
-    norm_threads: int  # of a single step, which share the sum of squares
     blocks: int
-    ring_shared: int  # tiles.cuh
+    tile: int  # of several columns: tiles.cuh
+    stream: bool
+    ring_shared: int
 
 
 @dataclass(frozen=True)

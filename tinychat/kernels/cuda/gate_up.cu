@@ -4,6 +4,9 @@
 
 struct Args {
   const float *x = nullptr;  // (columns, COLS)
+  const V4 *x_q = nullptr;   // the same of quantised matrices, where there are several columns
+  const Scale *x_s = nullptr;
+  const float *norms = nullptr;  // (columns): what remains of RMSNorm there
   float *dst = nullptr;  // (columns, rows), or:
   u32 *dst_q = nullptr;
   Scale *dst_s = nullptr;
@@ -16,24 +19,19 @@ struct Args {
 // The C columns of a verify step.
 template <int C> DEVICE void tiled(const Args &a) {
   DYNAMIC_SHARED(pool);
-  __shared__ float red[33 * C], values[32 * C];
+  __shared__ float values[32 * C];
   constexpr int CLASSES = Spread::LANES * Spread::SPLIT, GROUPS = CLASSES < WARPS ? WARPS / CLASSES : 1;
-  Tiles<Gate, Up, Spread, C, 1, OUT_QUANTISED ? 2 / GROUPS : 1, true, false> tiles;
-  const Shared sh{pool, (Scale *)(pool + C * COLS / 16), nullptr, red};
+  Tiles<Gate, Up, Spread, C, OUT_QUANTISED && TILE * GROUPS == 1 ? 2 : 1, true> tiles;
   tiles.begin(pool, a.gate, a.up, 0, blockIdx.x, BLOCKS);
-  Stage<COLS, NORMED, true, false, C, true, NORM_THREADS> stage;
-  stage.prefetch(a.gain);
   grid_wait();
-  const Plain input{a.x, COLS};
-  stage.load(input);
-  stage.finish(input, sh);
-  float *norms = red + 32 * C;
-  norms_of(norms, C, stage, EPS, sh);
+  const Quantised input{a.x_q, a.x_s};
+  tiles.begin(input);
   const auto put = results<OUT_QUANTISED, Gate::ROWS, C>(a, values, 0);
   tiles.run(
       input,
       [&](int column, int row, float gate, float up) {
-        put(column, row, activated<Activation>(mul_rn(gate, norms[column]), mul_rn(up, norms[column])));
+        const float norm = NORMED ? a.norms[column] : 1;
+        put(column, row, activated<Activation>(mul_rn(gate, norm), mul_rn(up, norm)));
       },
       [&](int row) { put.finish(row); }, blockIdx.x);
 }

@@ -79,6 +79,7 @@ class Launch:
     constants: str = ""  # C++ text: the kernel's named constants
     sized: Grid | None = None  # of a prompt's kernel
     cluster: int = 1  # blocks that run at the same time and share memory
+    before: tuple[Launch, ...] = ()  # launches that make its input
 
     def source(self, device: str = "ptx.cuh") -> str:
         """The whole translation unit. `device` names the file with the device functions, or is "" for none."""

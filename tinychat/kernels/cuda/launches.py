@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tinychat.errors import TinychatError
 from tinychat.kernels import blocks, ops
@@ -23,13 +24,14 @@ from tinychat.kernels.cuda.constants import (
     LinearPart,
     Norm,
     NormAddConstants,
+    QuantiseConstants,
     SampleConstants,
     StoreKVConstants,
 )
 from tinychat.kernels.cuda.launch import Launch, kernel
 from tinychat.kernels.cuda.layout import block_size
 from tinychat.kernels.cuda.spread import PAIR_THREADS, QUANTISED_ROWS, pair_spread, spread
-from tinychat.kernels.cuda.tiles import TILE_THREADS, tiling
+from tinychat.kernels.cuda.tiles import tiling
 
 SPLITS = 32  # parts of the keys in decode attention; latent attention, with one kv head, has twice as many
 DEEP_SPLITS = 132  # a block for each multiprocessor of an H100
@@ -38,7 +40,19 @@ MAX_K = 64  # largest top_k that the candidate lists serve
 CANDIDATES = 128  # of a stretch: MAX_K and room for equal logits
 SAMPLING_THREADS = 1024
 ATTENTION_THREADS = 512
+LINEAR_THREADS = 256
 PAIR_WARPS = PAIR_THREADS // 32
+
+
+def quantise(b: Builder, x: Activations, norm: Weight | None, eps: float, threads: int) -> tuple[Launch, Activations]:
+    """Columns of a verify step as int8 blocks, and those. `threads`: of the kernel of a single step that reads them,
+    which share a sum of squares."""
+    out = Activations("input", x.size, quantised=True)
+    names = b.target(out)
+    shape = QuantiseConstants(x.size, norm is not None, eps, columns=b.columns)
+    buffers = {"src": b.act(x.name), "gain": b.data(norm), **names, "norms": b.buffer("norms", 4 * b.columns)}
+    name = f"quantise_{x.size}"
+    return kernel(name, "quantise.cu", shape, buffers, (b.columns, 1, 1), "norm", threads=threads), out
 
 
 def gate_up(b: Builder, norm: Weight | None, eps: float, w: blocks.Gated) -> tuple[Launch, Activations]:
@@ -46,11 +60,19 @@ def gate_up(b: Builder, norm: Weight | None, eps: float, w: blocks.Gated) -> tup
     t = pair_spread(w.gate)
     quantised, floating = b.kinds(w.gate, w.up)
     ffn = b.agreed("ffn", w.ff, [w.down], [w.ff], t.rows(PAIR_WARPS) == QUANTISED_ROWS)
-    threads, resident, shared, blocks = PAIR_THREADS, 2 if b.columns < 8 else 1, 0, t.blocks(w.ff, PAIR_WARPS)
-    if tiled := b.columns > 1 and not floating:
+    threads, resident, grid, before = (
+        PAIR_THREADS,
+        2 if b.columns < 8 else 1,
+        t.blocks(w.ff, PAIR_WARPS),
+        tuple[Launch, ...](),
+    )
+    tiles, source = None, dict[str, str | None]()
+    if b.columns > 1 and not floating:
         together = QUANTISED_ROWS if ffn.quantised else 1
         tiles = tiling(b, [(w.gate, t), (w.up, t)], pair=True, together=together)
-        threads, resident, shared, (blocks, _) = TILE_THREADS, tiles.resident, tiles.shared, tiles.blocks
+        threads, resident, shared, (grid,) = tiles.threads, tiles.resident, tiles.shared, tiles.blocks
+        first, x = quantise(b, Activations("x", w.gate.cols), norm, eps, PAIR_THREADS)
+        before, source = (first,), {"x_q": f"{x.name}_q", "x_s": f"{x.name}_s", "norms": "norms"}
     else:
         shared = shared_columns(b, w.gate.cols, quantised, floating)
     shape = GateUpConstants(
@@ -64,13 +86,15 @@ def gate_up(b: Builder, norm: Weight | None, eps: float, w: blocks.Gated) -> tup
         b.matrix(w.up),
         t,
         out_quantised=ffn.quantised,
-        norm_threads=PAIR_THREADS,
-        blocks=blocks,
-        ring_shared=shared if tiled else 0,
+        blocks=grid,
+        tile=tiles.tile if tiles else 0,
+        stream=bool(tiles and tiles.stream),
+        ring_shared=shared if tiles else 0,
         columns=b.columns,
     )
     buffers = {
         "x": b.act("x"),
+        **source,
         **b.target(ffn),
         "gain": b.data(norm),
         "gate": b.data(w.gate),
@@ -83,14 +107,14 @@ def gate_up(b: Builder, norm: Weight | None, eps: float, w: blocks.Gated) -> tup
         "gate_up.cu",
         shape,
         buffers,
-        (blocks, 1, 1),
+        (grid, 1, 1),
         f"mat-vec {kind}",
         nbytes=w.gate.nbytes + w.up.nbytes,
         threads=threads,
         shared=shared,
         resident=resident,
     )
-    return gate_up, ffn
+    return replace(gate_up, before=before), ffn
 
 
 def linear(
@@ -106,16 +130,20 @@ def linear(
     softcap: float = 0.0,
     last_token: bool = False,
 ) -> Launch:
-    """Matrices over one input, each (weight, bias, buffer of its results): dst = or += scale * (w @ x + bias)."""
+    """Matrices over one input, each (weight, bias, buffer of its results): dst = or += scale * (w @ x + bias). Before
+    it, what quantises the input of several columns."""
     weights = [w for w, _, _ in outputs]
     cols, quantised, floating = weights[0].cols, *b.kinds(*weights)
     shared = shared_columns(b, cols, quantised and b.columns == 1, floating and norm is not None)
-    buffers = b.source(x) | {"gain": b.data(norm)}
+    buffers, before = b.source(x) | {"gain": b.data(norm)}, tuple[Launch, ...]()
     spreads = {w: spread(w, sum(x.rows for x in weights)) for w in weights}
     grid, tiles = {w: t.blocks(w.rows) for w, t in spreads.items()}, None
     if b.columns > 1 and quantised:
         many = [(w, t) for w, t in spreads.items() if not b.kinds(w)[1]]
-        tiles = tiling(b, many, stream=x.quantised)
+        tiles = tiling(b, many)
+        if not x.quantised:
+            first, made = quantise(b, x, norm, eps, LINEAR_THREADS)
+            before, buffers = (first,), buffers | b.source(made) | {"norms": "norms"}
         grid |= {w: n for (w, _), n in zip(many, tiles.blocks)}
         shared = max(shared, tiles.shared)
     parts, blocks = list[LinearPart](), 0
@@ -135,6 +163,7 @@ def linear(
         floating=floating,
         add=add,
         tile=tiles.tile if tiles else 0,
+        stream=bool(tiles and tiles.stream),
         ring_shared=tiles.shared if tiles else 0,
         out_scale=scale,
         softcap=softcap,
@@ -142,7 +171,7 @@ def linear(
         columns=b.columns,
     )
     kinds = "_".join(dict.fromkeys(p.weight.type.name.lower() for p in parts))
-    return kernel(
+    matrices = kernel(
         f"{name}_{kinds}_{blocks}x{cols}",
         "linear.cu",
         shape,
@@ -151,8 +180,10 @@ def linear(
         f"mat-vec {kinds}",
         nbytes=sum(w.nbytes for w in weights),
         shared=shared,
+        threads=tiles.threads if tiles else LINEAR_THREADS,
         resident=tiles.resident if tiles else 1,
     )
+    return replace(matrices, before=before)
 
 
 def linear_add(b: Builder, x: Activations, w: Weight, bias: Weight | None, scale: float) -> Launch:

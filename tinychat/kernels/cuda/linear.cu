@@ -4,8 +4,9 @@
 
 struct Args {
   const float *src = nullptr;
-  const V4 *src_q = nullptr;  // the input where IN_QUANTISED
+  const V4 *src_q = nullptr;  // the input where IN_QUANTISED, and for columns of quantised matrices
   const Scale *src_s = nullptr;
+  const float *norms = nullptr;  // (columns): what remains of RMSNorm there
   float *dst[3] = {};
   const float *bias[3] = {};
   const int *state = nullptr;
@@ -23,25 +24,14 @@ constexpr bool STAGE_FLOATS = FLOATING && NORMED;  // else floating-point matric
 // Matrix I times the columns of a verify step.
 template <int I, class P> DEVICE void tiled(const Args &a, const Shared &sh, int b) {
   using W = typename P::Weight;
-  Tiles<W, W, typename P::Spread, COLUMNS, TILE, 1, false, IN_QUANTISED> tiles;
+  Tiles<W, W, typename P::Spread, COLUMNS, 1, false> tiles;
   tiles.begin(sh.q, a.w[I], nullptr, 0, b, P::GRID_BLOCKS);
-  const auto input = activations<IN_QUANTISED>(a, COLS);
-  float *norms = sh.red + 32 * COLUMNS;
-  if constexpr (IN_QUANTISED) {
-    grid_wait();
-    tiles.begin(input);
-  } else {
-    const Shared staged{sh.q, (Scale *)(sh.q + COLUMNS * COLS / 16), nullptr, sh.red};
-    Stage<COLS, NORMED, true, false, COLUMNS, true> stage;
-    stage.prefetch(a.gain);
-    grid_wait();
-    stage.load(input);
-    stage.finish(input, staged);
-    norms_of(norms, COLUMNS, stage, EPS, staged);
-  }
+  grid_wait();
+  const Quantised input{a.src_q, a.src_s};
+  tiles.begin(input);
   const auto out = put<ADD>(a.dst[I], a.bias[I], W::ROWS);
   tiles.run(
-      input, [&](int column, int row, float x, float) { out(column, row, IN_QUANTISED ? x : mul_rn(x, norms[column])); },
+      input, [&](int column, int row, float x, float) { out(column, row, NORMED ? mul_rn(x, a.norms[column]) : x); },
       [](int) {}, b);
 }
 
@@ -62,8 +52,7 @@ template <int I, class P, class... Rest> DEVICE void parts(const Args &a, const 
 DEVICE void run(const Args &a) {
   if constexpr (COLUMNS > 1 && !FLOATING) {
     DYNAMIC_SHARED(pool);
-    __shared__ float red[33 * COLUMNS];
-    parts<0>(a, Shared{pool, nullptr, nullptr, red}, Parts{});
+    parts<0>(a, Shared{pool, nullptr, nullptr, nullptr}, Parts{});
   } else {
     parts<0>(a, staging<COLS, QUANTISED && COLUMNS == 1, STAGE_FLOATS, COLUMNS>(a.src), Parts{});
   }

@@ -27,13 +27,14 @@ struct Quantised {
 };  // already as `Shared` holds them
 
 // Where the 16 codes of one half of block `block` stand (vectors of 16 bytes), and its scale: column by column, in two
-// planes, or TILED: block by block, a column behind the other, as products in tensor cores read them.
-template <int C, bool TILED> DEVICE int codes_at(int column, int half, int block, int blocks) {
-  return TILED ? (block * 2 + half) * C + column : (column * 2 + half) * blocks + block;
+// planes, or block by block, TILED columns behind one another, as products in tensor cores read them.
+template <int TILED> DEVICE int codes_at(int column, int half, int block, int blocks) {
+  return TILED ? (block * 2 + half) * TILED + column : (column * 2 + half) * blocks + block;
 }
-template <int C, bool TILED> DEVICE int scale_at(int column, int block, int blocks) {
-  return TILED ? block * C + column : column * blocks + block;
+template <int TILED> DEVICE int scale_at(int column, int block, int blocks) {
+  return TILED ? block * TILED + column : column * blocks + block;
 }
+DEVICE constexpr int tiled_of(int columns) { return columns > 1 ? columns : 0; }  // of what a kernel leaves for the next
 
 // The block's shared memory for activations of C columns of K values, one column after the other. Floats are read at
 // `direct` where they need no staging.
@@ -54,9 +55,7 @@ template <int K, bool QUANT, bool STAGE_FLOATS, int C> DEVICE Shared staging(con
 // K activations of each of C columns into shared memory, as int8 blocks if QUANT and as floats if FLOAT. NORM: times the
 // gain only; what the rest of RMSNorm multiplies by, norm() gives after finish(), so that nothing waits for the sum of
 // squares.
-template <int K, bool NORM, bool QUANT, bool FLOAT, int C, bool TILED = false, int NORM_THREADS = THREADS>
-struct Stage {
-  static constexpr int SUMS = NORM_THREADS / THREADS;  // of squares, that a thread has of a column
+template <int K, bool NORM, bool QUANT, bool FLOAT, int C, int TILED = 0> struct Stage {
   static constexpr int N = K / 4, V = (N + THREADS - 1) / THREADS;  // vectors of a column: all, those of a thread
   static constexpr int B = NORM && C == 1 ? V : THREADS > 256 && C > 1 ? 4 : 8;  // loaded before the first use
   static constexpr int ALL = V * C;
@@ -85,7 +84,7 @@ struct Stage {
     if (!NORM) return 1;
     float ss = 0;
 #pragma unroll
-    for (int i = 0; i < NORM_THREADS / 32; i++) ss += sh.red[column * 32 + i];
+    for (int i = 0; i < WARPS; i++) ss += sh.red[column * 32 + i];
     return rsqrt_(ss / K + eps);
   }
   DEVICE void finish(const Quantised &src, const Shared &sh) {
@@ -109,7 +108,7 @@ struct Stage {
   }
   template <class Load> DEVICE void finish(const Load &src, const Shared &sh) {
     F4 ahead[NORM ? 1 : B];
-    float ss[SUMS] = {};
+    float ss = 0;
 #pragma unroll
     for (int n = 0; n < ALL; n++) {
       const int column = n / V, i = n % V, at = threadIdx.x + i * THREADS;
@@ -120,7 +119,7 @@ struct Stage {
       F4 v;
       if (NORM) {
         const F4 x = this->x[n % B];
-        ss[i % SUMS] += x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w;
+        ss += x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w;
         v = F4{x.x * gain[i].x, x.y * gain[i].y, x.z * gain[i].z, x.w * gain[i].w};
       } else v = ahead[n % B];
       if (FLOAT && at < N) *(F4 *)(sh.f + column * K + 4 * at) = v;
@@ -138,19 +137,17 @@ struct Stage {
         const int other = shfl_xor(sum, 4), w = at & 7, block = at >> 3;
         if (at < N) {
           constexpr int BLOCKS = K / 32;
-          ((u32 *)sh.q)[codes_at<C, TILED>(column, w >> 2, block, BLOCKS) * 4 + (w & 3)] =
+          ((u32 *)sh.q)[codes_at<TILED>(column, w >> 2, block, BLOCKS) * 4 + (w & 3)] =
               (a & 255) | (b & 255) << 8 | (c & 255) << 16 | (u32)d << 24;
           if (w == 0)
-            sh.s[scale_at<C, TILED>(column, block, BLOCKS)] = Scale{amax / 127.f, (sum & 0xFFFF) | other << 16};
+            sh.s[scale_at<TILED>(column, block, BLOCKS)] = Scale{amax / 127.f, (sum & 0xFFFF) | other << 16};
         }
       }
-      if (NORM && i == V - 1)
-#pragma unroll
-        for (int m = 0; m < SUMS; m++) {
-          const float all = warp_sum(ss[m]);
-          if (threadIdx.x % 32 == 0) sh.red[column * 32 + m * WARPS + threadIdx.x / 32] = all;
-          ss[m] = 0;
-        }
+      if (NORM && i == V - 1) {
+        ss = warp_sum(ss);
+        if (threadIdx.x % 32 == 0) sh.red[column * 32 + threadIdx.x / 32] = ss;
+        ss = 0;
+      }
     }
     __syncthreads();
   }
@@ -274,11 +271,11 @@ template <int C> DEVICE void put_block(float v, u32 *q, Scale *s, int column, in
   int word = (code & 255) << lane % 4 * 8;
   word |= shfl_xor(word, 1);
   word |= shfl_xor(word, 2);
-  if (lane % 4 == 0) q[codes_at<C, (C > 1)>(column, lane >> 4, at, blocks) * 4 + (lane / 4 & 3)] = (u32)word;
+  if (lane % 4 == 0) q[codes_at<tiled_of(C)>(column, lane >> 4, at, blocks) * 4 + (lane / 4 & 3)] = (u32)word;
   int sum = code;
   for (int m = 1; m < 16; m *= 2) sum += shfl_xor(sum, m);
   const int other = shfl_xor(sum, 16);
-  if (lane == 0) s[scale_at<C, (C > 1)>(column, at, blocks)] = Scale{amax / 127.f, (sum & 0xFFFF) | other << 16};
+  if (lane == 0) s[scale_at<tiled_of(C)>(column, at, blocks)] = Scale{amax / 127.f, (sum & 0xFFFF) | other << 16};
 }
 // As int8 blocks for the next kernel (`Quantised`): a thread block makes exactly 32 rows, one block of the `blocks`
 // there; `first` is that of row 0.

@@ -50,7 +50,8 @@ def decode(b: Builder, depth: Depth = "middle") -> LaunchedOps:
                 out += enumerated(_experts(b, e), done)
         first = done
     out.append((head(b, plan.head), first))
-    return out + [(launch, len(plan.ops)) for launch in sample(b)]
+    out += [(launch, len(plan.ops)) for launch in sample(b)]
+    return [(each, op) for launch, op in out for each in (*launch.before, launch)]
 
 
 def depths(b: Builder, clusters: bool) -> dict[int, Depth]:

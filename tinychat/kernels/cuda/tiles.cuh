@@ -4,8 +4,9 @@
 // here. A warp has every CLASS_WARPS-th class, and sums them in the order of Dot's shuffles.
 //
 // A thread block computes tiles of rows, one after the other: SPAN blocks of all rows of a tile are a stage of a ring in
-// shared memory, where they arrive in the background, the first before grid_wait(). Constants: RING_SHARED, the bytes of
-// dynamic shared memory.
+// shared memory, where they arrive in the background, the first before grid_wait(). The activations come as int8 blocks
+// (quantise.cu, or whoever made them). Constants: RING_SHARED, the bytes of dynamic shared memory; TILE: 16 rows of a warp at once; STREAM: a
+// span's activations come with its weights, else all are there before the first product.
 #include "matvec.cuh"
 
 constexpr int MAGIC = 0x4B400000;  // the bits of 1.5 * 2^23 as an integer: those of that float + i, for |i| < 2^22, are MAGIC + i
@@ -137,9 +138,8 @@ template <class W, int R, int SPAN, int C> struct Span {
   }
 };
 
-// Rows of A, and of B where PAIR, times C columns. S: the spread of a single step. TILE * 16 rows per warp; UNIT tiles
-// belong together. STREAM: the activations come with the ring.
-template <class A, class B, class S, int C, int TILE, int UNIT, bool PAIR, bool STREAM> struct Tiles {
+// Rows of A, and of B where PAIR, times C columns. S: the spread of a single step. UNIT tiles belong together.
+template <class A, class B, class S, int C, int UNIT, bool PAIR> struct Tiles {
   static constexpr int ROWS = A::ROWS, KB = A::COLS / 32, CLASSES = S::LANES * S::SPLIT;
   static constexpr int CLASS_WARPS = CLASSES < WARPS ? CLASSES : WARPS, GROUPS = WARPS / CLASS_WARPS;
   static constexpr int MINE = CLASSES / CLASS_WARPS, NI = (KB + CLASSES - 1) / CLASSES;  // classes of a warp
@@ -181,14 +181,15 @@ template <class A, class B, class S, int C, int TILE, int UNIT, bool PAIR, bool 
     SpanA::copy(stage(i), a, A::START + (u64)group * A::STRIDE + row, last, first);
     if constexpr (PAIR) SpanB::copy(stage(i) + SpanA::BYTES, b, B::START + (u64)group * B::STRIDE + row, last, first);
   }
-  DEVICE void input(const Quantised &src, const Cursor &c, int i) const {
-    if (c.behind()) return;
-    const int first = c.span * SPAN, all = SpanA::blocks_of(first);
-    V4 *q = (V4 *)(stage(i) + INPUT_AT);
-    u8 *s = (u8 *)(q + SPAN * C * 2);
+  // `all` blocks of every column from `first` on; the scales behind SIZE blocks.
+  template <int SIZE> DEVICE void input(const Quantised &src, V4 *q, int first, int all) const {
+    u8 *s = (u8 *)(q + SIZE * C * 2);
     for (int j = threadIdx.x; j < all * C * 2; j += THREADS) copy_async(q + j, src.q + first * C * 2 + j, true);
-    for (int j = threadIdx.x * 8; j < all * C * 8; j += THREADS * 8)
-      copy_async_few<8>(s + j, (const u8 *)(src.s + first * C) + j);
+    for (int j = threadIdx.x * 16; j < all * C * 8; j += THREADS * 16)
+      copy_async(s + j, (const u8 *)(src.s + first * C) + j, true);
+  }
+  DEVICE void input(const Quantised &src, const Cursor &c, int i) const {
+    if (!c.behind()) input<SPAN>(src, (V4 *)(stage(i) + INPUT_AT), c.span * SPAN, SpanA::blocks_of(c.span * SPAN));
   }
   // The first stages are on their way. `block` of `blocks`.
   DEVICE void begin(V4 *shared, const u8 *wa, const u8 *wb, int matrix, int block, int blocks) {
@@ -200,20 +201,19 @@ template <class A, class B, class S, int C, int TILE, int UNIT, bool PAIR, bool 
     Cursor c = ahead;
     for (int i = 0; i < STAGES - 1; i++) {
       weights(c, i);
-      if (!STREAM) copy_commit();
       c.next();
     }
-    if (!STREAM) ahead = c;
   }
   DEVICE void begin(const Quantised &src) {  // behind grid_wait()
+    if (!STREAM) input<KB>(src, (V4 *)pool, 0, KB);
     for (int i = 0; i < STAGES - 1; i++) {
-      input(src, ahead, i);
+      if (STREAM) input(src, ahead, i);
       copy_commit();
       ahead.next();
     }
   }
   // put(column, row, sums of the row of A and B); done(first row) behind each unit.
-  template <class Src, class Put, class Done> DEVICE void run(const Src &src, const Put &put, const Done &done, int block) {
+  template <class Put, class Done> DEVICE void run(const Quantised &src, const Put &put, const Done &done, int block) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (Cursor at{block * UNIT, 0, ahead.blocks}; !at.behind();) {
       float sums[MINE][M][N][2 * OWN] = {};
@@ -311,16 +311,11 @@ private:
 #pragma unroll
       for (int w = 0; w < CLASS_WARPS; w++) v[w] = partial(split, w, column)[row];
 #pragma unroll
-      for (int by = CLASS_WARPS / 2; by; by /= 2)
+      for (int level = 1; level < 5; level++)
 #pragma unroll
-        for (int w = 0; w < by; w++) v[w] += v[w + by];
+        for (int w = 0; w < CLASS_WARPS >> level; w++) v[w] += v[w + (CLASS_WARPS >> level)];
       all = S::SPLIT == 1 ? v[0] : all + v[0];
     }
     return all;
   }
 };
-
-// The factors of RMSNorm, a column each, for all threads of the block behind the next barrier.
-template <class Stage> DEVICE void norms_of(float *norms, int columns, const Stage &stage, float eps, const Shared &sh) {
-  for (int c = threadIdx.x; c < columns; c += THREADS) norms[c] = stage.norm(eps, sh, c);
-}
