@@ -303,18 +303,17 @@ private:
             partial(split, warp % CLASS_WARPS, n * 8 + lane % 4 * 2 % C + i % 2)[row] = sums[split * EACH][m][n][i];
           }
   }
+  // What the warps of classes w, w + BY, ... have, in the order of shuffles by CLASS_WARPS / 2, ..., BY lanes.
+  template <int BY> DEVICE float tree(const float *first) const {
+    if constexpr (BY == CLASS_WARPS) return *first;
+    else return tree<BY * 2>(first) + tree<BY * 2>(first + BY * (partial(0, 1, 0) - partial(0, 0, 0)));
+  }
   DEVICE float sum(int row, int column) const {
     float all = 0;
 #pragma unroll
     for (int split = 0; split < S::SPLIT; split++) {
-      float v[CLASS_WARPS];
-#pragma unroll
-      for (int w = 0; w < CLASS_WARPS; w++) v[w] = partial(split, w, column)[row];
-#pragma unroll
-      for (int level = 1; level < 5; level++)
-#pragma unroll
-        for (int w = 0; w < CLASS_WARPS >> level; w++) v[w] += v[w + (CLASS_WARPS >> level)];
-      all = S::SPLIT == 1 ? v[0] : all + v[0];
+      const float part = tree<1>(partial(split, 0, column) + row);
+      all = S::SPLIT == 1 ? part : all + part;
     }
     return all;
   }
