@@ -255,6 +255,11 @@ class ExpertsUpConstants(StepConstants):
     shared_up: Matrix
     shared_spread: Spread
     out_quantised: bool
+    tiled: bool  # several columns in tensor cores (tiles.cuh), by so many blocks for the chosen experts:
+    routed_blocks: int
+    tile: int
+    stream: bool
+    ring_shared: int
 
 
 @dataclass(frozen=True)

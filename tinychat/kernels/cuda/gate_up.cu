@@ -22,18 +22,18 @@ template <int C> DEVICE void tiled(const Args &a) {
   __shared__ float values[32 * C];
   constexpr int CLASSES = Spread::LANES * Spread::SPLIT, GROUPS = CLASSES < WARPS ? WARPS / CLASSES : 1;
   Tiles<Gate, Up, Spread, C, OUT_QUANTISED && TILE * GROUPS == 1 ? 2 : 1, true> tiles;
-  tiles.begin(pool, a.gate, a.up, 0, blockIdx.x, BLOCKS);
+  tiles.begin(pool, a.gate, a.up, blockIdx.x, BLOCKS);
   grid_wait();
   const Quantised input{a.x_q, a.x_s};
   tiles.begin(input);
   const auto put = results<OUT_QUANTISED, Gate::ROWS, C>(a, values, 0);
   tiles.run(
       input,
-      [&](int column, int row, float gate, float up) {
+      [&](int, int column, int row, float gate, float up) {
         const float norm = NORMED ? a.norms[column] : 1;
         put(column, row, activated<Activation>(mul_rn(gate, norm), mul_rn(up, norm)));
       },
-      [&](int row) { put.finish(row); }, blockIdx.x);
+      [&](int, int row) { put.finish(row); }, blockIdx.x);
 }
 
 DEVICE void run(const Args &a) {

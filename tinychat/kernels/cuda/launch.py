@@ -111,6 +111,7 @@ def kernel(
     nbytes: int = 0,
     resident: int = 1,
     cluster: int = 1,
+    before: tuple[Launch, ...] = (),
 ) -> Launch:
     """A launch of the kernel in `file`. `buffers`: field of its Args -> buffer; a field without one stays nullptr.
 
@@ -131,5 +132,5 @@ def kernel(
     sized, fixed = (grid, (1, 1, 1)) if callable(grid) else (None, grid)
     text_of = header(constants)
     return Launch(
-        name, file, body, tuple(args), fixed, threads, shared, nbytes, resident, kind, text_of, sized, cluster
+        name, file, body, tuple(args), fixed, threads, shared, nbytes, resident, kind, text_of, sized, cluster, before
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from tinychat.errors import TinychatError
 from tinychat.kernels import blocks, ops
@@ -31,7 +30,7 @@ from tinychat.kernels.cuda.constants import (
 from tinychat.kernels.cuda.launch import Launch, kernel
 from tinychat.kernels.cuda.layout import block_size
 from tinychat.kernels.cuda.spread import PAIR_THREADS, QUANTISED_ROWS, pair_spread, spread
-from tinychat.kernels.cuda.tiles import tiling
+from tinychat.kernels.cuda.tiles import MULTIPROCESSORS, tiling
 
 SPLITS = 32  # parts of the keys in decode attention; latent attention, with one kv head, has twice as many
 DEEP_SPLITS = 132  # a block for each multiprocessor of an H100
@@ -69,7 +68,7 @@ def gate_up(b: Builder, norm: Weight | None, eps: float, w: blocks.Gated) -> tup
     tiles, source = None, dict[str, str | None]()
     if b.columns > 1 and not floating:
         together = QUANTISED_ROWS if ffn.quantised else 1
-        tiles = tiling(b, [(w.gate, t), (w.up, t)], pair=True, together=together)
+        tiles = tiling(b, [[(w.gate, t), (w.up, t)]], together=together)
         threads, resident, shared, (grid,) = tiles.threads, tiles.resident, tiles.shared, tiles.blocks
         first, x = quantise(b, Activations("x", w.gate.cols), norm, eps, PAIR_THREADS)
         before, source = (first,), {"x_q": f"{x.name}_q", "x_s": f"{x.name}_s", "norms": "norms"}
@@ -113,8 +112,9 @@ def gate_up(b: Builder, norm: Weight | None, eps: float, w: blocks.Gated) -> tup
         threads=threads,
         shared=shared,
         resident=resident,
+        before=before,
     )
-    return replace(gate_up, before=before), ffn
+    return gate_up, ffn
 
 
 def linear(
@@ -140,7 +140,7 @@ def linear(
     grid, tiles = {w: t.blocks(w.rows) for w, t in spreads.items()}, None
     if b.columns > 1 and quantised:
         many = [(w, t) for w, t in spreads.items() if not b.kinds(w)[1]]
-        tiles = tiling(b, many)
+        tiles = tiling(b, [[m] for m in many])
         if not x.quantised:
             first, made = quantise(b, x, norm, eps, LINEAR_THREADS)
             before, buffers = (first,), buffers | b.source(made) | {"norms": "norms"}
@@ -171,7 +171,7 @@ def linear(
         columns=b.columns,
     )
     kinds = "_".join(dict.fromkeys(p.weight.type.name.lower() for p in parts))
-    matrices = kernel(
+    return kernel(
         f"{name}_{kinds}_{blocks}x{cols}",
         "linear.cu",
         shape,
@@ -182,8 +182,8 @@ def linear(
         shared=shared,
         threads=tiles.threads if tiles else LINEAR_THREADS,
         resident=tiles.resident if tiles else 1,
+        before=before,
     )
-    return replace(matrices, before=before)
 
 
 def linear_add(b: Builder, x: Activations, w: Weight, bias: Weight | None, scale: float) -> Launch:
@@ -227,6 +227,23 @@ def head(b: Builder, op: ops.Head) -> Launch:
     )
 
 
+def chosen_bytes(b: Builder, r: blocks.Router) -> int:
+    """Bytes of shared memory of Chosen in routing.cuh, beyond what every kernel may declare."""
+    pairs = b.columns * r.top_k
+    most = min(pairs, r.experts)
+    return max(0, 4 * (most + 2 * pairs + r.experts) + most * b.columns - (4 << 10))
+
+
+def _expert_blocks(b: Builder, e: Experts, most: int) -> tuple[int, int]:
+    """Of `most` thread blocks of a verify step: those of the experts that its columns choose, and of the shared one, by
+    the rows that they are likely to have."""
+    r, shared = e.router, e.shared
+    chosen = r.experts * (1 - (1 - r.top_k / r.experts) ** b.columns) * e.weights.ff
+    own = shared.ff if shared else 0
+    of_shared = min(-(-most * own // int(chosen + own)), -(-own // 32))
+    return min(most - of_shared, b.columns * r.top_k * -(-e.weights.ff // 32)), of_shared
+
+
 def experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
     r, w, shared = e.router, e.weights, e.shared
     t = pair_spread(w.gate)
@@ -238,6 +255,17 @@ def experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
     matrices = [w.gate, w.up, *((shared.gate, shared.up) if shared else ())]
     quantised, floating = b.kinds(*matrices)
     shared_columns(b.of(1), w.gate.cols, quantised, floating)
+    tiles, routed, source, before = None, 0, dict[str, str | None](), tuple[Launch, ...]()
+    if b.columns > 1 and not floating:
+        group = [[(w.gate, t), (w.up, t)]]
+        if shared:
+            own = pair_spread(shared.gate)
+            group.append([(shared.gate, own), (shared.up, own)])
+        tiles = tiling(b, group, together=QUANTISED_ROWS if ffn.quantised else 1, taken=chosen_bytes(b, r))
+        routed, shared_blocks = _expert_blocks(b, e, MULTIPROCESSORS * tiles.resident)
+        grid = routed + shared_blocks
+        first, x = quantise(b, Activations("x", w.gate.cols), e.norm, e.eps, PAIR_THREADS)
+        before, source = (first,), {"x_q": f"{x.name}_q", "x_s": f"{x.name}_s", "norms": "norms"}
     shape = ExpertsUpConstants(
         choice(r),
         w.gate.cols,
@@ -254,10 +282,16 @@ def experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
         shared_up=b.matrix(shared.up if shared else None),
         shared_spread=pair_spread(shared.gate) if shared else t,
         out_quantised=ffn.quantised,
+        tiled=tiles is not None,
+        routed_blocks=routed,
+        tile=tiles.tile if tiles else 0,
+        stream=bool(tiles and tiles.stream),
+        ring_shared=tiles.shared if tiles else 0,
         columns=b.columns,
     )
     buffers = {
         "x": b.act("x"),
+        **source,
         **b.target(ffn),
         "router": "router",
         "selection_bias": b.data(r.selection_bias),
@@ -276,11 +310,13 @@ def experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
         "experts_up.cu",
         shape,
         buffers,
-        (grid, b.columns, 1),
+        (grid, 1 if tiles else b.columns, 1),
         f"experts {kind}",
         nbytes=nbytes,
-        threads=PAIR_THREADS,
-        resident=2,
+        threads=tiles.threads if tiles else PAIR_THREADS,
+        resident=tiles.resident if tiles else 2,
+        shared=tiles.shared if tiles else 0,
+        before=before,
     )
 
 

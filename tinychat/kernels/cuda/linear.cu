@@ -25,14 +25,14 @@ constexpr bool STAGE_FLOATS = FLOATING && NORMED;  // else floating-point matric
 template <int I, class P> DEVICE void tiled(const Args &a, const Shared &sh, int b) {
   using W = typename P::Weight;
   Tiles<W, W, typename P::Spread, COLUMNS, 1, false> tiles;
-  tiles.begin(sh.q, a.w[I], nullptr, 0, b, P::GRID_BLOCKS);
+  tiles.begin(sh.q, a.w[I], nullptr, b, P::GRID_BLOCKS);
   grid_wait();
   const Quantised input{a.src_q, a.src_s};
   tiles.begin(input);
   const auto out = put<ADD>(a.dst[I], a.bias[I], W::ROWS);
   tiles.run(
-      input, [&](int column, int row, float x, float) { out(column, row, NORMED ? mul_rn(x, a.norms[column]) : x); },
-      [](int) {}, b);
+      input, [&](int, int column, int row, float x, float) { out(column, row, NORMED ? mul_rn(x, a.norms[column]) : x); },
+      [](int, int) {}, b);
 }
 
 // The blocks of part I and of those behind it.

@@ -113,3 +113,45 @@ DEVICE void choose(const float *logits, const float *bias, const float *expert_s
     }
   warp_sync();
 }
+
+// The experts that the columns of a verify step choose.
+template <class C, int COLUMNS> struct Chosen {
+  static constexpr int PAIRS = COLUMNS * C::CHOSEN, MOST = PAIRS < C::EXPERTS ? PAIRS : C::EXPERTS;
+  int count, experts[MOST];                // each once
+  signed char slots[MOST][COLUMNS];        // which of its experts that is of a column, or -1
+  int ids[COLUMNS][C::CHOSEN], first[C::EXPERTS];
+  float weights[COLUMNS][C::CHOSEN];
+  // By all threads; `columns` of them exist.
+  DEVICE void decide(const float *logits, const float *bias, const float *expert_scale, int columns) {
+    const int lane = threadIdx.x % 32;
+    for (int e = threadIdx.x; e < C::EXPERTS; e += THREADS) first[e] = PAIRS;
+    for (int i = threadIdx.x; i < MOST * COLUMNS; i += THREADS) slots[i / COLUMNS][i % COLUMNS] = -1;
+    for (int c = threadIdx.x / 32; c < columns; c += THREADS / 32)
+      choose<C>(logits + c * C::EXPERTS, bias, expert_scale, ids[c], weights[c]);
+    __syncthreads();
+    const int pairs = columns * C::CHOSEN;
+    for (int p = threadIdx.x; p < pairs; p += THREADS) atomicMin(&first[ids[0][p]], p);
+    __syncthreads();
+    if (threadIdx.x < 32) {
+      int before = 0;
+      for (int from = 0; from < pairs; from += 32) {
+        const int p = from + lane, e = p < pairs ? ids[0][p] : 0;
+        const int leads = p < pairs && first[e] == p;
+        int upto = leads;
+        for (int by = 1; by < 32; by *= 2) {
+          const int v = shfl_up(upto, by);
+          if (lane >= by) upto += v;
+        }
+        if (leads) experts[before + upto - 1] = e;
+        before += shfl(upto, 31);
+      }
+      if (lane == 0) count = before;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < count * pairs; i += THREADS) {
+      const int which = i / pairs, p = i % pairs;
+      if (ids[0][p] == experts[which]) slots[which][p / C::CHOSEN] = p % C::CHOSEN;
+    }
+    __syncthreads();
+  }
+};

@@ -17,6 +17,7 @@ MULTIPROCESSORS = 132  # of an H100
 TILES = (2, 1)  # times 16 rows of a warp
 STAGES = 4  # of the ring, if they fit
 UNEVEN = 0.8  # smaller tiles where the fullest block then has at most this share of the rows
+Matrices = Sequence[tuple[Weight, Spread]]
 
 
 @dataclass(frozen=True)
@@ -32,23 +33,23 @@ class Tiling:
     stream: bool
 
 
-def tiling(b: Builder, matrices: Sequence[tuple[Weight, Spread]], *, pair: bool = False, together: int = 1) -> Tiling:
-    """For matrices of one kernel, over one input. `pair`: two matrices share their tiles; `together`: rows that one
-    block has to make. Raises TinychatError where they do not fit."""
-    for shared, resident, stages in ((b.room // 2, 2, STAGES), (b.room, 1, STAGES), (b.room, 1, 2)):
-        found = []
-        for tile in TILES[1:] if pair else TILES:
-            warps = WARPS[resident]
-            blocks, rounds = _grid(matrices, tile, warps, pair, together, MULTIPROCESSORS * resident)
+def tiling(b: Builder, groups: Sequence[Matrices], *, together: int = 1, taken: int = 0) -> Tiling:
+    """For the groups of matrices of one kernel, over one input; those of a group share their tiles. `together`: rows
+    that one block has to make; `taken`: bytes of shared memory that the kernel needs besides. Raises TinychatError
+    where they do not fit."""
+    for resident, stages in ((2, STAGES), (1, STAGES), (1, 2)):
+        shared, warps, found = b.room // resident - taken, WARPS[resident], []
+        for tile in TILES if all(len(group) == 1 for group in groups) else TILES[1:]:
+            blocks, rounds = _grid(groups, tile, warps, together, MULTIPROCESSORS * resident)
             for stream in (rounds == 1, rounds > 1):
-                parts = [matrices] if pair else [[m] for m in matrices]
-                if all(_least(b, part, tile, warps, stages, stream) <= shared for part in parts):
+                if all(_least(b, group, tile, warps, stages, stream) <= shared for group in groups):
                     found.append((rounds * tile, Tiling(tile, blocks, shared, resident, 32 * warps, stream)))
                     break
         if found:
             least = min(rows for rows, _ in found)
             return next(t for rows, t in found if least > UNEVEN * rows)
-    raise TinychatError(f"{b.columns} columns of {matrices[0][0].cols:,} activations are too many for shared memory")
+    cols = groups[0][0][0].cols
+    raise TinychatError(f"{b.columns} columns of {cols:,} activations are too many for shared memory")
 
 
 def _classes(t: Spread, warps: int) -> tuple[int, int]:
@@ -57,14 +58,11 @@ def _classes(t: Spread, warps: int) -> tuple[int, int]:
     return classes, warps // min(classes, warps)
 
 
-def _grid(
-    matrices: Sequence[tuple[Weight, Spread]], tile: int, warps: int, pair: bool, together: int, most: int
-) -> tuple[tuple[int, ...], int]:
-    """Blocks of each matrix, `most` in all, and the most tiles that one computes."""
-    rows = [16 * tile * _classes(t, warps)[1] for _, t in matrices]
+def _grid(groups: Sequence[Matrices], tile: int, warps: int, together: int, most: int) -> tuple[tuple[int, ...], int]:
+    """Blocks of each group, `most` in all, and the most tiles that one computes."""
+    rows = [16 * tile * _classes(group[0][1], warps)[1] for group in groups]
     unit = max(1, together // rows[0])  # tiles that belong together
-    units = [-(-w.rows // (n * unit)) for (w, _), n in zip(matrices, rows)]
-    units = units[:1] if pair else units
+    units = [-(-group[0][0].rows // (n * unit)) for group, n in zip(groups, rows)]
     rounds = 1
     while sum(-(-n // rounds) for n in units) > most:
         rounds += 1
@@ -72,19 +70,17 @@ def _grid(
     return tuple(blocks), rounds * unit
 
 
-def _least(
-    b: Builder, matrices: Sequence[tuple[Weight, Spread]], tile: int, warps: int, stages: int, stream: bool
-) -> int:
+def _least(b: Builder, group: Matrices, tile: int, warps: int, stages: int, stream: bool) -> int:
     """Bytes of shared memory with so many stages, as tiles.cuh counts."""
-    (first, t), columns = matrices[0], b.columns
-    classes, groups = _classes(t, warps)
+    (first, t), columns = group[0], b.columns
+    classes, row_groups = _classes(t, warps)
     blocks = first.cols // 32
     span = classes * min(-(-blocks // classes), max(1, 32 // classes))
-    rows, padded = 16 * tile * groups, columns if columns < 8 else -(-columns // 8) * 8
-    stage = sum(rows * _row_bytes(QUANTS[b.weight(w).tensor.kind], span) for w, _ in matrices)
+    rows, padded = 16 * tile * row_groups, columns if columns < 8 else -(-columns // 8) * 8
+    stage = sum(rows * _row_bytes(QUANTS[b.weight(w).tensor.kind], span) for w, _ in group)
     stage += -(-span * columns * 40 // 16) * 16 if stream else 0
     staged = 0 if stream else -(-columns * blocks * 40 // 16) * 16
-    sums = 4 * (warps // groups) * t.split * padded * (len(matrices) * rows + 4)
+    sums = 4 * (warps // row_groups) * t.split * padded * (len(group) * rows + 4)
     return staged + sums + stages * stage
 
 
