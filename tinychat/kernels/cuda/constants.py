@@ -274,6 +274,11 @@ class ExpertsDownConstants(StepConstants):
     quantised: bool
     out_scale: float
     add: bool  # to what is there
+    tiled: bool  # several columns in tensor cores (tiles.cuh), of which a block has:
+    at_once: int
+    ring_shared: int
+    tile: int  # not used, as the next: those of Tiles
+    stream: bool
 
 
 @dataclass(frozen=True)

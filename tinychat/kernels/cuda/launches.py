@@ -30,7 +30,7 @@ from tinychat.kernels.cuda.constants import (
 from tinychat.kernels.cuda.launch import Launch, kernel
 from tinychat.kernels.cuda.layout import block_size
 from tinychat.kernels.cuda.spread import PAIR_THREADS, QUANTISED_ROWS, pair_spread, spread
-from tinychat.kernels.cuda.tiles import MULTIPROCESSORS, tiling
+from tinychat.kernels.cuda.tiles import MULTIPROCESSORS, expert_columns, tiling
 
 SPLITS = 32  # parts of the keys in decode attention; latent attention, with one kv head, has twice as many
 DEEP_SPLITS = 132  # a block for each multiprocessor of an H100
@@ -324,6 +324,7 @@ def experts_down(b: Builder, e: Experts, ffn: Activations) -> Launch:
     r, w, shared = e.router, e.weights.down, e.shared.down if e.shared else None
     quantised, _ = b.kinds(w, shared)
     shared_columns(b.of(1), ffn.size, quantised, False)
+    tiled = expert_columns(b, w, shared, r.top_k, chosen_bytes(b, r)) if b.columns > 1 and ffn.quantised else None
     shape = ExpertsDownConstants(
         choice(r),
         b.matrix(w),
@@ -333,6 +334,11 @@ def experts_down(b: Builder, e: Experts, ffn: Activations) -> Launch:
         quantised=quantised,
         out_scale=e.residual_scale,
         add=e.beside is None,
+        tiled=tiled is not None,
+        at_once=tiled.columns if tiled else 0,
+        ring_shared=tiled.shared if tiled else 0,
+        tile=1,
+        stream=False,
         columns=b.columns,
     )
     buffers = {
@@ -352,9 +358,12 @@ def experts_down(b: Builder, e: Experts, ffn: Activations) -> Launch:
         "experts_down.cu",
         shape,
         buffers,
-        (-(-w.rows // 8), b.columns, 1),
+        (-(-w.rows // 16), b.columns // tiled.columns, 1) if tiled else (-(-w.rows // 8), b.columns, 1),
         f"experts {kind}",
         nbytes=r.top_k * w.group_bytes + (shared.nbytes if shared else 0),
+        threads=tiled.threads if tiled else LINEAR_THREADS,
+        shared=tiled.shared if tiled else 0,
+        resident=tiled.resident if tiled else 1,
     )
 
 

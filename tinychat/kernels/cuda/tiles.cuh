@@ -5,7 +5,7 @@
 //
 // A thread block computes tiles of rows, one after the other: SPAN blocks of all rows of a tile are a stage of a ring in
 // shared memory, where they arrive in the background, the first before grid_wait(). The activations come as int8 blocks
-// (quantise.cu, or whoever made them). Constants: RING_SHARED, the bytes of dynamic shared memory; TILE: 16 rows of a warp at once; STREAM: a
+// (quantise.cu, or whoever made them). Constants of Tiles: RING_SHARED, the bytes of dynamic shared memory; TILE: 16 rows of a warp at once; STREAM: a
 // span's activations come with its weights, else all are there before the first product.
 #include "matvec.cuh"
 
@@ -114,9 +114,9 @@ template <class W, int R, int SPAN, int C> struct Span {
     }
     return f;
   }
-  // sums (of this lane's rows, two columns each) += the products; b: this lane's codes of column lane / 4, s: of its
-  // own columns.
-  static DEVICE void add(float (&sums)[2 * OWN], const Fragment &f, u32 b0, u32 b1, const Scale (&s)[2]) {
+  // What the block adds to the sums of this lane's rows, two columns each. b: its codes of column lane / 4, s: the scales of
+  // its own columns.
+  static DEVICE void products(F2 (&terms)[2 * OWN], const Fragment &f, u32 b0, u32 b1, const Scale (&s)[2]) {
     constexpr u32 LESS = (u32)(-offset_of(T)) & 255;
     int first[4], second[4];
 #pragma unroll
@@ -131,12 +131,29 @@ template <class W, int R, int SPAN, int C> struct Span {
 #pragma unroll
     for (int i = 0; i < 2 * OWN; i++) {
       const bool lower = OWN == 1 && own_row<C>(0);  // then this lane's are the last two
-      const F2 t = term<T>(s[i % 2].d, f.scale[i / 2], f.other[i / 2], exact(lower ? first[2 + i % 2] : first[i]),
+      terms[i] = term<T>(s[i % 2].d, f.scale[i / 2], f.other[i / 2], exact(lower ? first[2 + i % 2] : first[i]),
           exact(lower ? second[2 + i % 2] : second[i]));
-      sums[i] = fma_rn(t.x, t.y, sums[i]);
     }
   }
+  static DEVICE void add(float (&sums)[2 * OWN], const Fragment &f, u32 b0, u32 b1, const Scale (&s)[2]) {
+    F2 terms[2 * OWN];
+    products(terms, f, b0, b1, s);
+#pragma unroll
+    for (int i = 0; i < 2 * OWN; i++) sums[i] = fma_rn(terms[i].x, terms[i].y, sums[i]);
+  }
 };
+
+// A lane's codes of column `first` + lane / 4 in a block, and the scales of its own columns; where there are fewer than 8,
+// each comes several times.
+template <int C>
+DEVICE void columns_of(u32 (&b)[2], Scale (&s)[2], const V4 *q, const Scale *scales, int block, int first) {
+  const int lane = threadIdx.x % 32, column = (first + lane / 4) % C, pair = (first + lane % 4 * 2) % C;
+  b[0] = ((const u32 *)(q + block * 2 * C + column))[lane % 4];
+  b[1] = ((const u32 *)(q + (block * 2 + 1) * C + column))[lane % 4];
+  const V4 v = *(const V4 *)(scales + block * C + pair);
+  s[0] = Scale{unbits(v.x), (int)v.y};
+  s[1] = Scale{unbits(v.z), (int)v.w};
+}
 
 // Rows of A, and of B where PAIR, times C columns. S: the spread of a single step. UNIT tiles belong together. MANY: of
 // several of their matrices.
@@ -263,12 +280,7 @@ private:
           Scale s[N][2];
 #pragma unroll
           for (int n = 0; n < N; n++) {
-            const int column = (n * 8 + lane / 4) % C, pair = (n * 8 + lane % 4 * 2) % C;  // fewer than 8 come twice
-            b[n][0] = ((const u32 *)(q + block * 2 * C + column))[lane % 4];
-            b[n][1] = ((const u32 *)(q + (block * 2 + 1) * C + column))[lane % 4];
-            const V4 v = *(const V4 *)(scales + block * C + pair);
-            s[n][0] = Scale{unbits(v.x), (int)v.y};
-            s[n][1] = Scale{unbits(v.z), (int)v.w};
+            columns_of<C>(b[n], s[n], q, scales, block, n * 8);
           }
 #pragma unroll
           for (int m = 0; m < TILE; m++) {

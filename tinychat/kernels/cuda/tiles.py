@@ -84,6 +84,29 @@ def _least(b: Builder, group: Matrices, tile: int, warps: int, stages: int, stre
     return staged + sums + stages * stage
 
 
+@dataclass(frozen=True)
+class ExpertColumns:
+    """Columns of a block of experts_down.cu, its threads and bytes of shared memory, and blocks of a multiprocessor."""
+
+    columns: int
+    threads: int
+    shared: int
+    resident: int
+
+
+def expert_columns(b: Builder, w: Weight, shared: Weight | None, top_k: int, taken: int) -> ExpertColumns | None:
+    """For experts' down `w` and the shared expert's; None where not even two columns fit. `taken`: as for `tiling`."""
+    blocks, own = w.cols // 32, shared.cols // 32 if shared else 0
+    rows = 16 * max(_row_bytes(QUANTS[b.weight(x).tensor.kind], x.cols // 32) for x in (w, shared) if x)
+    for columns in (n for n in (8, 4, 2) if n <= b.columns):
+        kept = max(4 * columns * (16 * (top_k * blocks | 1) + 4), 8 * columns * 16 * (own | 1)) + 16
+        stage = rows + max(blocks, own) * columns * 40
+        for resident, stages in ((2, STAGES), (1, STAGES), (1, 2)):
+            if kept + stages * stage <= (room := b.room // resident - taken):
+                return ExpertColumns(columns, 512 // resident, room, resident)
+    return None
+
+
 def _row_bytes(p: Planes, span: int) -> int:
     """Of `span` blocks of a row in shared memory."""
     planes = (span * p.lo, span * p.hi, span * p.s1, -(-span // 8) * p.s2)
