@@ -56,40 +56,50 @@ def error(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
-Matvec = tuple[Builder, Launch, Launch]
+Matvec = tuple[Builder, Launch, Launch, Launch]
 
 
 @pytest.fixture(scope="module")
 def matvecs() -> dict[Q, Matvec]:
-    """Of each type: its builder, mat-vec and repacking; compiled together."""
+    """Of each type: its builder, mat-vec, that of two columns, and repacking; compiled together."""
     made: dict[Q, Matvec] = {}
     for kind in KINDS:
         plan = check_plan(kind)
         builder = Builder(plan, Layout(plan, {"check": check_data(kind)[0].nbytes, "gain": 4 * COLS}), 1)
         tensor = builder.layout.tensors["check"]
-        made[kind] = builder, head(builder, plan.head), repack(tensor, tensor.blocks)
-    cuda_emulator.compile_all([*(m[1] for m in made.values()), *(m[2] for k, m in made.items() if k not in FLOATS)])
+        two = head(builder.of(2), plan.head)
+        made[kind] = builder, head(builder, plan.head), two, repack(tensor, tensor.blocks)
+    launches = [launch for _, one, two, _ in made.values() for launch in (one, *two.before, two)]
+    cuda_emulator.compile_all([*launches, *(m[3] for k, m in made.items() if k not in FLOATS)])
     return made
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.name)
 def test_matvec_of_every_quant_type(kind: Q, matvecs: dict[Q, Matvec]) -> None:
+    """Two columns have the bits of each alone."""
     packed, x = check_data(kind)
-    builder, launch, packing = matvecs[kind]
+    builder, launch, two, packing = matvecs[kind]
     tensor = builder.layout.tensors["check"]
     buffers = {name: aligned(size) for name, size in builder.buffers.items()} | {"staging": packed}
     buffers["params"] = np.array([tensor.blocks, 0, tensor.blocks], np.uint64)
     buffers["state"].view(np.int32)[: len(WORDS)] = state_words(Sampling(), 0, 1, 0)
-    buffers["x"].view(np.float32)[:] = x
+    columns = buffers["x"].view(np.float32).reshape(2, -1)
+    columns[:] = x, x[::-1] * 3
     buffers["w:gain"].view(np.float32)[:] = 1
     if kind in FLOATS:
         buffers["w:check"][:] = packed
     else:
         cuda_emulator.run(packing, buffers)
         assert len(buffers["w:check"]) == packed_bytes(kind, tensor.values)
-    cuda_emulator.run(launch, buffers)
-    assert relative_error(buffers["logits"].view(np.float32), kind, packed, x) < (1e-5 if kind in FLOATS else 0.01)
-    assert len(buffers["logits"]) == 4 * ROWS
+    logits = buffers["logits"].view(np.float32).reshape(2, ROWS)
+    for each in (*two.before, two):
+        cuda_emulator.run(each, buffers)
+    both = logits.copy()
+    for column, wanted in zip(columns[::-1].copy(), both[::-1]):
+        columns[0] = column
+        cuda_emulator.run(launch, buffers)
+        np.testing.assert_array_equal(logits[0], wanted)
+    assert relative_error(logits[0], kind, packed, x) < (1e-5 if kind in FLOATS else 0.01)
 
 
 @pytest.mark.parametrize(

@@ -27,14 +27,17 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("variant", "quant", "near", "drafts"),
-    [("llama", "Q4_0", 512, 2), ("deepseek2_glm", "Q8_0", AFTER + 2, 3)],
+    [("llama", "Q4_K", 512, 2), ("deepseek2_glm", "Q8_0", AFTER + 2, 3)],
 )
 def test_bits_of_single_steps(
     variant: str, quant: str, near: int, drafts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a padded column; with experts, in clusters of blocks, from which the step comes to the other kernels."""
+    """With a padded column and several tiles for a block; with experts, in clusters of blocks, from which the step
+    comes to the other kernels."""
     monkeypatch.setattr("tinychat.kernels.cuda.step.NEAR", near)
-    monkeypatch.setitem(tiny.VARIANTS, variant, replace(tiny.VARIANTS[variant], layers=2))
+    monkeypatch.setattr("tinychat.kernels.cuda.tiles.MULTIPROCESSORS", 4)
+    own = {"dim": 1024, "layers": 1, "ffn": 768} if variant == "llama" else {"layers": 2}
+    monkeypatch.setitem(tiny.VARIANTS, variant, replace(tiny.VARIANTS[variant], **own))
     with opened(tiny.write(tmp_path / "m.gguf", variant, quant), "cuda") as ex:
         assert isinstance(ex, CUDAExecutor) and ex.limits.verified == 4
         steps = alone(ex, SAMPLINGS["penalised"], drafts + 2)
