@@ -48,7 +48,9 @@ def built(peer: Path) -> Path:
     return build / "bin" / "llama-bench"
 
 
-def ours(path: Path, threads: int, prompts: list[int], generate: int, depth: int) -> Generator[tuple[float, ...], None, None]:
+def ours(
+    path: Path, threads: int, prompts: list[int], generate: int, depth: int
+) -> Generator[tuple[float, ...], None, None]:
     """Endless runs: tok/s of each prompt, then of decode behind `depth`, each from an empty cache."""
     gguf = GGUF.open(path)
     plan = build_plan(gguf, ModelConfig.from_gguf(gguf))
