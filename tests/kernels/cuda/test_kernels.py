@@ -129,10 +129,20 @@ def test_models_in_float(variant: str, tokens: int, tmp_path: Path) -> None:
         assert error(e.step(IDS[pos], pos)[0], want[pos]) < 1.5e-3
 
 
-@pytest.mark.parametrize(("kind", "warpgroups", "depth"), [(16, False, "middle"), (2048, True, "deep")])
-def test_prompts_of_every_kind(kind: int, warpgroups: bool, depth: Depth, tmp_path: Path) -> None:
+@pytest.fixture
+def few_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mix "IQ_MIX" is of all types with tables or without nibbles."""
+    mixed = [kind for kind, planes in QUANTS.items() if kind not in FLOATS and (planes.table or not planes.lo)]
+    monkeypatch.setattr(tiny, "MIXED", mixed)
+
+
+@pytest.mark.usefixtures("few_bits")
+@pytest.mark.parametrize(
+    ("kind", "warpgroups", "depth", "quant"), [(16, False, "middle", "IQ_MIX"), (2048, True, "deep", "Q4_K")]
+)
+def test_prompts_of_every_kind(kind: int, warpgroups: bool, depth: Depth, quant: str, tmp_path: Path) -> None:
     """A prompt in two pieces through the kernels for few and for many tokens, then steps for few and for many keys."""
-    path = tiny.write(tmp_path / "m.gguf", "deepseek2_glm", "Q4_K")
+    path = tiny.write(tmp_path / "m.gguf", "deepseek2_glm", quant)
     gguf, pieces = GGUF.open(path), (IDS[:16], IDS[16:28]) if kind == 16 else (IDS[:70], IDS[70:100])
     plan = build_plan(gguf, ModelConfig.from_gguf(gguf))
     e = EmulatedCUDA(plan, gguf, 128, kind, warpgroups, depth)
@@ -146,11 +156,12 @@ def test_prompts_of_every_kind(kind: int, warpgroups: bool, depth: Depth, tmp_pa
     assert error(e.step(17, len(tokens))[0], want[-1]) < 0.05
 
 
+@pytest.mark.usefixtures("few_bits")
 @pytest.mark.parametrize(
     ("quant", "mla", "rows"),
     [
         ("Q4_0", MLA(256, 256, 64, 64, 128), 100),
-        ("Q4_K", MLA(256, 256, 64, 64, 64), 9),
+        ("IQ_MIX", MLA(256, 256, 64, 64, 64), 9),
         ("Q8_0", MLA(0, 128, 32, 32, 128), 70),
     ],
 )

@@ -15,6 +15,7 @@ Q = GGMLQuantizationType
 class Planes:
     """A row of QUANTS in quants.cuh, where the columns are explained."""
 
+    table: bool  # whether codes are indices of one
     lo: int
     two: int
     one: int
@@ -36,10 +37,10 @@ class Planes:
         return self.lo, self.two, self.one, self.s1
 
 
-_ROW = re.compile(r"X\((\w+), \d+, ([-\d, ]+), \w+\)")
+_ROW = re.compile(r"X\((\w+), \d+, ([-\d, ]+), (\w+)\)")
 QUANTS = {
-    GGMLQuantizationType[name]: Planes(*map(int, columns.split(", ")))
-    for name, columns in _ROW.findall((Path(__file__).parent / "quants.cuh").read_text())
+    GGMLQuantizationType[name]: Planes(table != "INTEGERS", *map(int, columns.split(", ")))
+    for name, columns, table in _ROW.findall((Path(__file__).parent / "quants.cuh").read_text())
 }
 FLOATS = tuple(kind for kind, planes in QUANTS.items() if planes.block == 8)
 
