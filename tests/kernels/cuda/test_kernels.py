@@ -129,20 +129,10 @@ def test_models_in_float(variant: str, tokens: int, tmp_path: Path) -> None:
         assert error(e.step(IDS[pos], pos)[0], want[pos]) < 1.5e-3
 
 
-@pytest.fixture
-def few_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mix "IQ_MIX" is of all types with tables or without nibbles."""
-    mixed = [kind for kind, planes in QUANTS.items() if kind not in FLOATS and (planes.table or not planes.lo)]
-    monkeypatch.setattr(tiny, "MIXED", mixed)
-
-
-@pytest.mark.usefixtures("few_bits")
-@pytest.mark.parametrize(
-    ("kind", "warpgroups", "depth", "quant"), [(16, False, "middle", "IQ_MIX"), (2048, True, "deep", "Q4_K")]
-)
-def test_prompts_of_every_kind(kind: int, warpgroups: bool, depth: Depth, quant: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "warpgroups", "depth"), [(16, False, "middle"), (2048, True, "deep")])
+def test_prompts_of_every_kind(kind: int, warpgroups: bool, depth: Depth, tmp_path: Path) -> None:
     """A prompt in two pieces through the kernels for few and for many tokens, then steps for few and for many keys."""
-    path = tiny.write(tmp_path / "m.gguf", "deepseek2_glm", quant)
+    path = tiny.write(tmp_path / "m.gguf", "deepseek2_glm", "Q4_K")
     gguf, pieces = GGUF.open(path), (IDS[:16], IDS[16:28]) if kind == 16 else (IDS[:70], IDS[70:100])
     plan = build_plan(gguf, ModelConfig.from_gguf(gguf))
     e = EmulatedCUDA(plan, gguf, 128, kind, warpgroups, depth)
@@ -156,7 +146,18 @@ def test_prompts_of_every_kind(kind: int, warpgroups: bool, depth: Depth, quant:
     assert error(e.step(17, len(tokens))[0], want[-1]) < 0.05
 
 
-@pytest.mark.usefixtures("few_bits")
+def test_types_with_tables_or_without_nibbles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them in one model: a prompt, then steps."""
+    mixed = [kind for kind, planes in QUANTS.items() if kind not in FLOATS and (planes.table or not planes.lo)]
+    monkeypatch.setattr(tiny, "MIXED", mixed)
+    path = tiny.write(tmp_path / "m.gguf", replace(tiny.shape("llama", "IQ_MIX"), head_dim=64), "IQ_MIX")
+    assert {t.type for t in GGUF.open(path).tensors.values()} == {Q.F32, *mixed}
+    want, e = forward(path, IDS[:11]), emulated(path, 64)
+    assert error(e.prefill(IDS[:9], 0), want[:9]) < 3e-3
+    for pos in (9, 10):
+        assert error(e.step(IDS[pos], pos)[0], want[pos]) < 0.05
+
+
 @pytest.mark.parametrize(
     ("quant", "mla", "rows"),
     [
@@ -172,6 +173,7 @@ def test_latent_attention_in_clusters(
     temperature."""
     shape = replace(tiny.VARIANTS["deepseek2_glm"], layers=2, heads=3, mla=mla, temperature=(0.7, 3))
     monkeypatch.setitem(tiny.VARIANTS, "cluster", shape)
+    monkeypatch.setattr(tiny, "MIXED", (Q.IQ2_XS, Q.Q2_K, Q.IQ4_XS))
     path = tiny.write(tmp_path / "m.gguf", "cluster", quant)
     gguf = GGUF.open(path)
     plan = build_plan(gguf, ModelConfig.from_gguf(gguf))
