@@ -6,6 +6,8 @@ import os
 import re
 import select
 import signal
+import termios
+import tty
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -31,9 +33,12 @@ class TerminalDriver(LinuxDriver):
         self.typed_ahead = ""  # lines that were typed before the terminal was the app's
 
     def start_application_mode(self) -> None:
+        before = None
         if not self._taken:  # not again after an editor had the terminal
+            before = keep_enter(self.fileno)
             self._taken, self.typed_ahead = True, typed_ahead(self.fileno)
         super().start_application_mode()
+        self.attrs_before = before or self.attrs_before
         self.write(SAVE_TITLE)
 
     def stop_application_mode(self) -> None:
@@ -51,6 +56,20 @@ class TerminalDriver(LinuxDriver):
         os.dup2(nowhere, 1)  # what is still buffered goes there
         os.dup2(nowhere, 2)
         self._app.call_later(self._app.exit, None, 128 + signal.SIGHUP)
+
+
+def keep_enter(fd: int) -> list[Any] | None:
+    """Makes terminal `fd`, which is not the app's yet, keep the Enter that is pressed from now on as it is; otherwise
+    it would be a line feed, which the app takes for a new line. Returns what was set before; None where it is no
+    terminal."""
+    try:
+        before = termios.tcgetattr(fd)
+        now = termios.tcgetattr(fd)
+        now[tty.IFLAG] &= ~termios.ICRNL
+        termios.tcsetattr(fd, termios.TCSANOW, now)
+    except termios.error:
+        return None
+    return before
 
 
 def typed_ahead(fd: int) -> str:

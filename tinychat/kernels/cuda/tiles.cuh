@@ -34,9 +34,11 @@ template <int C> DEVICE int own_row(int i) {
 // SPAN blocks of R rows of W, plane by plane.
 template <class W, int R, int SPAN, int C> struct Span {
   static constexpr int T = W::TYPE, KB = W::COLS / 32, OWN = own_rows(C);
-  static constexpr int LO = row_pitch(SPAN * lo_bytes(T)), HI = hi_bytes(T) ? row_pitch(SPAN * hi_bytes(T)) : 0,
-                       S1 = row_pitch(SPAN * s1_bytes(T)), S2 = s2_bytes(T) ? row_pitch((SPAN + 7) / 8 * s2_bytes(T)) : 0;
-  static constexpr int HI_AT = R * LO, S1_AT = HI_AT + R * HI, S2_AT = S1_AT + R * S1, BYTES = S2_AT + R * S2;
+  static DEVICE constexpr int plane(int bytes) { return bytes ? row_pitch(bytes) : 0; }  // from a row to the next
+  static constexpr int LO = plane(SPAN * lo_bytes(T)), TWO = plane(SPAN * two_bytes(T)), ONE = plane(SPAN * one_bytes(T)),
+                       S1 = plane(SPAN * s1_bytes(T)), S2 = plane((SPAN + 7) / 8 * s2_bytes(T));
+  static constexpr int TWO_AT = R * LO, ONE_AT = TWO_AT + R * TWO, S1_AT = ONE_AT + R * ONE, S2_AT = S1_AT + R * S1,
+                       BYTES = S2_AT + R * S2;
   static_assert(s2_bytes(T) == 0 || SPAN % 8 == 0 || SPAN == KB, "a span begins with 256 weights");
 
   // `bytes` bytes of each row, ROW bytes from one to the next; rows behind the `last` are that one.
@@ -68,20 +70,23 @@ template <class W, int R, int SPAN, int C> struct Span {
   // Blocks `first` and on of rows `row` and on, of which `last` + 1 exist.
   static DEVICE void copy(u8 *to, const u8 *w, u64 row, int last, int first) {
     const int all = blocks_of(first);
-    constexpr int L = lo_bytes(T), H = hi_bytes(T), A = s1_bytes(T), B = s2_bytes(T);
-    copy_rows<L * KB, L * SPAN, LO>(to, w + row * (L * KB) + first * L, last, all * L);
-    if constexpr (H > 0)
-      copy_rows<H * KB, H * SPAN, HI>(to + HI_AT, w + hi_at(T, W::BLOCKS) + row * (H * KB) + first * H, last, all * H);
-    copy_rows<A * KB, A * SPAN, S1>(to + S1_AT, w + s1_at(T, W::BLOCKS) + row * (A * KB) + first * A, last, all * A);
-    if constexpr (B > 0)
-      copy_rows<B * KB / 8, B * SPAN / 8, S2>(
-          to + S2_AT, w + s2_at(T, W::BLOCKS) + row * (B * KB / 8) + first / 8 * B, last, all * B / 8);
+    copy_plane<lo_bytes(T), LO>(to, w, row, last, first, all);
+    copy_plane<two_bytes(T), TWO>(to + TWO_AT, w + two_at(T, W::BLOCKS), row, last, first, all);
+    copy_plane<one_bytes(T), ONE>(to + ONE_AT, w + one_at(T, W::BLOCKS), row, last, first, all);
+    copy_plane<s1_bytes(T), S1>(to + S1_AT, w + s1_at(T, W::BLOCKS), row, last, first, all);
+    copy_plane<s2_bytes(T), S2, 8>(to + S2_AT, w + s2_at(T, W::BLOCKS), row, last, first, all);
+  }
+  // A plane with UNIT bytes of PER blocks.
+  template <int UNIT, int PITCH, int PER = 1>
+  static DEVICE void copy_plane(u8 *to, const u8 *plane, u64 row, int last, int first, int all) {
+    constexpr int ROW = KB / PER * UNIT;
+    if constexpr (UNIT > 0)
+      copy_rows<ROW, SPAN / PER * UNIT, PITCH>(to, plane + row * ROW + first / PER * UNIT, last, all / PER * UNIT);
   }
 
   // Of a block of 16 rows, what a lane gives to the product (rows lane / 4 and + 8) and to the scaling.
   struct Fragment {
-    u32 codes[4];
-    float scale[OWN], other[OWN];  // as in term() of quants.cuh
+    u32 codes[4], s1[OWN], s2[OWN];
   };
   static DEVICE Fragment fragment(const u8 *from, int row, int block) {
     Fragment f;
@@ -89,50 +94,63 @@ template <class W, int R, int SPAN, int C> struct Span {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int r = row + 8 * h;
-      const u8 *lo = from + r * LO + block * lo_bytes(T) + word * 4;
-      const u32 first = *(const u32 *)lo, second = lo_bytes(T) == 32 ? *(const u32 *)(lo + 16) : first;
-      u32 h0 = 0, h1 = 0;
-      if (hi_bytes(T) == 4) h0 = *(const u32 *)(from + HI_AT + r * HI + block * 4);
-      if (hi_bytes(T) == 8) {
-        const V2 v = *(const V2 *)(from + HI_AT + r * HI + block * 8);
-        h0 = v.x;
-        h1 = v.y;
+      Block<T> of{};  // its words in every place
+      if (lo_bytes(T)) {
+        const u8 *lo = from + r * LO + block * lo_bytes(T) + word * 4;
+        const u32 first = *(const u32 *)lo;
+        of.a = V4{first, first, first, first};
+        if (lo_bytes(T) == 32) {
+          const u32 second = *(const u32 *)(lo + 16);
+          of.b = V4{second, second, second, second};
+        }
       }
-      f.codes[h] = codes<T>(first, h0, h1, word);
-      f.codes[2 + h] = codes<T>(second, h0, h1, word + 4);
+      if (two_bytes(T)) of.two = *(const V2 *)(from + TWO_AT + r * TWO + block * 8);
+      if (one_bytes(T)) of.one = *(const u32 *)(from + ONE_AT + r * ONE + block * 4);
+      f.codes[h] = codes<T>(of, word);
+      f.codes[2 + h] = codes<T>(of, word + 4);
     }
 #pragma unroll
     for (int h = 0; h < OWN; h++) {
       const int r = row + own_row<C>(h);
       const u8 *s = from + S1_AT + r * S1 + block * s1_bytes(T), *both = from + S2_AT + r * S2 + block / 8 * s2_bytes(T);
-      const u32 s1 = s1_bytes(T) == 1 ? *s : s1_bytes(T) == 2 ? *(const u16 *)s : *(const u32 *)s;
-      u32 s2 = 0;
-      if (s2_bytes(T) == 2) s2 = *(const u16 *)both;
-      if (s2_bytes(T) == 4) s2 = *(const u32 *)both;
-      f.scale[h] = scale_of<T>(s1, s2);
-      f.other[h] = T == Q6_K ? scale_of<T>(s1, s2, 1) : has_min(T) ? shift_of<T>(s1, s2) : 0;
+      f.s1[h] = f.s2[h] = 0;
+      if (s1_bytes(T) == 1) f.s1[h] = *s;
+      if (s1_bytes(T) == 2) f.s1[h] = *(const u16 *)s;
+      if (s1_bytes(T) == 4) f.s1[h] = *(const u32 *)s;
+      if (s2_bytes(T) == 2) f.s2[h] = *(const u16 *)both;
+      if (s2_bytes(T) == 4) f.s2[h] = *(const u32 *)both;
     }
     return f;
   }
   // What the block adds to the sums of this lane's rows, two columns each. b: its codes of column lane / 4, s: the scales of
   // its own columns.
   static DEVICE void products(F2 (&terms)[2 * OWN], const Fragment &f, u32 b0, u32 b1, const Scale (&s)[2]) {
+    constexpr bool SPLIT = planes(T).split;
     constexpr u32 LESS = (u32)(-offset_of(T)) & 255;
-    int first[4], second[4];
+    // Integers that begin with MAGIC: of two columns, each in two rows; of 32 weights, or of the first and the second 16.
+    int product[2][4], sum[2][2];
 #pragma unroll
-    for (int c = 0; c < 2; c++) {
-      first[c] = first[2 + c] = has_min(T) ? MAGIC : dp2a(s[c].sums, T == Q6_K ? LESS : LESS << 8 | LESS, MAGIC);
-      second[c] = second[2 + c] = T == Q6_K ? dp2a(s[c].sums, LESS << 8, MAGIC) : dp2a(s[c].sums, 0x0101, MAGIC);
-    }
-    if constexpr (T == Q6_K) {
-      mma_s8_k16(first, f.codes[0], f.codes[1], b0);
-      mma_s8_k16(second, f.codes[2], f.codes[3], b1);
-    } else mma_s8_k32(first, f.codes, b0, b1);
+    for (int c = 0; c < 2; c++)
+#pragma unroll
+      for (int half = 0; half <= SPLIT; half++) {
+        const u32 of = SPLIT ? 1 << 8 * half : 0x0101;  // times the sums of the first and the second 16 codes
+        product[half][c] = product[half][2 + c] = offset_of(T) ? dp2a(s[c].sums, LESS * of, MAGIC) : MAGIC;
+        if (has_min(T)) sum[half][c] = dp2a(s[c].sums, of, MAGIC);
+      }
+    if constexpr (SPLIT) {
+      mma_s8_k16(product[0], f.codes[0], f.codes[1], b0);
+      mma_s8_k16(product[1], f.codes[2], f.codes[3], b1);
+    } else mma_s8_k32(product[0], f.codes, b0, b1);
 #pragma unroll
     for (int i = 0; i < 2 * OWN; i++) {
       const bool lower = OWN == 1 && own_row<C>(0);  // then this lane's are the last two
-      terms[i] = term<T>(s[i % 2].d, f.scale[i / 2], f.other[i / 2], exact(lower ? first[2 + i % 2] : first[i]),
-          exact(lower ? second[2 + i % 2] : second[i]));
+      float products[2] = {}, sums[2] = {};
+#pragma unroll
+      for (int half = 0; half <= SPLIT; half++) {
+        products[half] = exact(lower ? product[half][2 + i % 2] : product[half][i]);
+        if (has_min(T)) sums[half] = exact(sum[half][i % 2]);
+      }
+      terms[i] = term<T>(s[i % 2].d, Scales<T>(f.s1[i / 2], f.s2[i / 2]), products, sums);
     }
   }
   static DEVICE void add(float (&sums)[2 * OWN], const Fragment &f, u32 b0, u32 b1, const Scale (&s)[2]) {

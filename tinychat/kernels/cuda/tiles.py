@@ -109,5 +109,5 @@ def expert_columns(b: Builder, w: Weight, shared: Weight | None, top_k: int, tak
 
 def _row_bytes(p: Planes, span: int) -> int:
     """Of `span` blocks of a row in shared memory."""
-    planes = (span * p.lo, span * p.hi, span * p.s1, -(-span // 8) * p.s2)
+    planes = (*(span * size for size in p.sizes), -(-span // 8) * p.s2)
     return sum(((n + 15) // 16 | 1) * 16 for n in planes if n)
