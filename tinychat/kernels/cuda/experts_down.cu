@@ -106,7 +106,7 @@ template <int C> struct Together {
       u32 b[2];
       Scale s[2];
       F2 terms[2 * R::OWN];
-      columns_of<C>(b, s, q, (const Scale *)(q + BLOCKS * C * 2), block, 0);
+      Columns<C>(q, (const Scale *)(q + BLOCKS * C * 2), block, 0).get(b, s, 0);
       R::products(terms, R::fragment(stage(i), lane / 4, block), b[0], b[1], s);
 #pragma unroll
       for (int e = 0; e < 2 * R::OWN; e++)

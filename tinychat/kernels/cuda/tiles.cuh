@@ -163,15 +163,21 @@ template <class W, int R, int SPAN, int C> struct Span {
 
 // A lane's codes of column `first` + lane / 4 in a block, and the scales of its own columns; where there are fewer than 8,
 // each comes several times.
-template <int C>
-DEVICE void columns_of(u32 (&b)[2], Scale (&s)[2], const V4 *q, const Scale *scales, int block, int first) {
-  const int lane = threadIdx.x % 32, column = (first + lane / 4) % C, pair = (first + lane % 4 * 2) % C;
-  b[0] = ((const u32 *)(q + block * 2 * C + column))[lane % 4];
-  b[1] = ((const u32 *)(q + (block * 2 + 1) * C + column))[lane % 4];
-  const V4 v = *(const V4 *)(scales + block * C + pair);
-  s[0] = Scale{unbits(v.x), (int)v.y};
-  s[1] = Scale{unbits(v.z), (int)v.w};
-}
+template <int C> struct Columns {
+  const u8 *codes, *scales;
+  DEVICE Columns(const V4 *q, const Scale *s, int block, int first) {
+    const u32 lane = threadIdx.x % 32;
+    codes = (const u8 *)(q + block * 2 * C) + (first + lane / 4) % C * 16 + lane % 4 * 4;
+    scales = (const u8 *)(s + block * C) + (first + lane % 4 * 2) % C * 8;
+  }
+  DEVICE void get(u32 (&b)[2], Scale (&s)[2], int block) const {  // behind the first
+    b[0] = *(const u32 *)(codes + block * C * 32);
+    b[1] = *(const u32 *)(codes + block * C * 32 + C * 16);
+    const V4 v = *(const V4 *)(scales + block * C * 8);
+    s[0] = Scale{unbits(v.x), (int)v.y};
+    s[1] = Scale{unbits(v.z), (int)v.w};
+  }
+};
 
 // Rows of A, and of B where PAIR, times C columns. S: the spread of a single step. UNIT tiles belong together. MANY: of
 // several of their matrices.
@@ -298,7 +304,7 @@ private:
           Scale s[N][2];
 #pragma unroll
           for (int n = 0; n < N; n++) {
-            columns_of<C>(b[n], s[n], q, scales, block, n * 8);
+            Columns<C>(q, scales, warp % CLASS_WARPS, n * 8).get(b[n], s[n], i * CLASSES + c * CLASS_WARPS);
           }
 #pragma unroll
           for (int m = 0; m < TILE; m++) {
