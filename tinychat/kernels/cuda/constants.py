@@ -255,11 +255,6 @@ class ExpertsUpConstants(StepConstants):
     shared_up: Matrix
     shared_spread: Spread
     out_quantised: bool
-    tiled: bool  # several columns in tensor cores (tiles.cuh), by so many blocks for the chosen experts:
-    routed_blocks: int
-    tile: int
-    stream: bool
-    ring_shared: int
 
 
 @dataclass(frozen=True)
@@ -274,11 +269,6 @@ class ExpertsDownConstants(StepConstants):
     quantised: bool
     out_scale: float
     add: bool  # to what is there
-    tiled: bool  # several columns in tensor cores (tiles.cuh), of which a block has:
-    at_once: int
-    ring_shared: int
-    tile: int  # not used, as the next: those of Tiles
-    stream: bool
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,11 @@ template <int C> DEVICE void tiled(const Args &a) {
   const auto put = results<OUT_QUANTISED, Gate::ROWS, C>(a, values, 0);
   tiles.run(
       input,
-      [&](int, int column, int row, float gate, float up) {
+      [&](int column, int row, float gate, float up) {
         const float norm = NORMED ? a.norms[column] : 1;
         put(column, row, activated<Activation>(mul_rn(gate, norm), mul_rn(up, norm)));
       },
-      [&](int, int row) { put.finish(row); }, blockIdx.x);
+      [&](int row) { put.finish(row); }, blockIdx.x);
 }
 
 DEVICE void run(const Args &a) {

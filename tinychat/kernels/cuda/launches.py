@@ -30,7 +30,7 @@ from tinychat.kernels.cuda.constants import (
 from tinychat.kernels.cuda.launch import Launch, kernel
 from tinychat.kernels.cuda.layout import block_size
 from tinychat.kernels.cuda.spread import PAIR_THREADS, QUANTISED_ROWS, pair_spread, spread
-from tinychat.kernels.cuda.tiles import MULTIPROCESSORS, expert_columns, tiling
+from tinychat.kernels.cuda.tiles import TILE_THREADS, tiling
 
 SPLITS = 32  # parts of the keys in decode attention; latent attention, with one kv head, has twice as many
 DEEP_SPLITS = 132  # a block for each multiprocessor of an H100
@@ -69,7 +69,7 @@ def gate_up(b: Builder, norm: Weight | None, eps: float, w: blocks.Gated) -> tup
     if b.columns > 1 and not floating:
         together = QUANTISED_ROWS if ffn.quantised else 1
         tiles = tiling(b, [[(w.gate, t), (w.up, t)]], together=together)
-        threads, resident, shared, (grid,) = tiles.threads, tiles.resident, tiles.shared, tiles.blocks
+        threads, resident, shared, (grid,) = TILE_THREADS, tiles.resident, tiles.shared, tiles.blocks
         first, x = quantise(b, Activations("x", w.gate.cols), norm, eps, PAIR_THREADS)
         before, source = (first,), {"x_q": f"{x.name}_q", "x_s": f"{x.name}_s", "norms": "norms"}
     else:
@@ -180,7 +180,7 @@ def linear(
         f"mat-vec {kinds}",
         nbytes=sum(w.nbytes for w in weights),
         shared=shared,
-        threads=tiles.threads if tiles else LINEAR_THREADS,
+        threads=TILE_THREADS if tiles else LINEAR_THREADS,
         resident=tiles.resident if tiles else 1,
         before=before,
     )
@@ -227,23 +227,6 @@ def head(b: Builder, op: ops.Head) -> Launch:
     )
 
 
-def chosen_bytes(b: Builder, r: blocks.Router) -> int:
-    """Bytes of shared memory of Chosen in routing.cuh, beyond what every kernel may declare."""
-    pairs = b.columns * r.top_k
-    most = min(pairs, r.experts)
-    return max(0, 4 * (most + 2 * pairs + r.experts) + most * b.columns - (4 << 10))
-
-
-def _expert_blocks(b: Builder, e: Experts, most: int) -> tuple[int, int]:
-    """Of `most` thread blocks of a verify step: those of the experts that its columns choose, and of the shared one, by
-    the rows that they are likely to have."""
-    r, shared = e.router, e.shared
-    chosen = r.experts * (1 - (1 - r.top_k / r.experts) ** b.columns) * e.weights.ff
-    own = shared.ff if shared else 0
-    of_shared = min(-(-most * own // int(chosen + own)), -(-own // 32))
-    return min(most - of_shared, b.columns * r.top_k * -(-e.weights.ff // 32)), of_shared
-
-
 def experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
     r, w, shared = e.router, e.weights, e.shared
     t = pair_spread(w.gate)
@@ -255,17 +238,6 @@ def experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
     matrices = [w.gate, w.up, *((shared.gate, shared.up) if shared else ())]
     quantised, floating = b.kinds(*matrices)
     shared_columns(b.of(1), w.gate.cols, quantised, floating)
-    tiles, routed, source, before = None, 0, dict[str, str | None](), tuple[Launch, ...]()
-    if b.columns > 1 and not floating:
-        group = [[(w.gate, t), (w.up, t)]]
-        if shared:
-            own = pair_spread(shared.gate)
-            group.append([(shared.gate, own), (shared.up, own)])
-        tiles = tiling(b, group, together=QUANTISED_ROWS if ffn.quantised else 1, taken=chosen_bytes(b, r))
-        routed, shared_blocks = _expert_blocks(b, e, MULTIPROCESSORS * tiles.resident)
-        grid = routed + shared_blocks
-        first, x = quantise(b, Activations("x", w.gate.cols), e.norm, e.eps, PAIR_THREADS)
-        before, source = (first,), {"x_q": f"{x.name}_q", "x_s": f"{x.name}_s", "norms": "norms"}
     shape = ExpertsUpConstants(
         choice(r),
         w.gate.cols,
@@ -282,16 +254,10 @@ def experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
         shared_up=b.matrix(shared.up if shared else None),
         shared_spread=pair_spread(shared.gate) if shared else t,
         out_quantised=ffn.quantised,
-        tiled=tiles is not None,
-        routed_blocks=routed,
-        tile=tiles.tile if tiles else 0,
-        stream=bool(tiles and tiles.stream),
-        ring_shared=tiles.shared if tiles else 0,
         columns=b.columns,
     )
     buffers = {
         "x": b.act("x"),
-        **source,
         **b.target(ffn),
         "router": "router",
         "selection_bias": b.data(r.selection_bias),
@@ -310,13 +276,11 @@ def experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
         "experts_up.cu",
         shape,
         buffers,
-        (grid, 1 if tiles else b.columns, 1),
+        (grid, b.columns, 1),
         f"experts {kind}",
         nbytes=nbytes,
-        threads=tiles.threads if tiles else PAIR_THREADS,
-        resident=tiles.resident if tiles else 2,
-        shared=tiles.shared if tiles else 0,
-        before=before,
+        threads=PAIR_THREADS,
+        resident=2,
     )
 
 
@@ -324,7 +288,6 @@ def experts_down(b: Builder, e: Experts, ffn: Activations) -> Launch:
     r, w, shared = e.router, e.weights.down, e.shared.down if e.shared else None
     quantised, _ = b.kinds(w, shared)
     shared_columns(b.of(1), ffn.size, quantised, False)
-    tiled = expert_columns(b, w, shared, r.top_k, chosen_bytes(b, r)) if b.columns > 1 and ffn.quantised else None
     shape = ExpertsDownConstants(
         choice(r),
         b.matrix(w),
@@ -334,11 +297,6 @@ def experts_down(b: Builder, e: Experts, ffn: Activations) -> Launch:
         quantised=quantised,
         out_scale=e.residual_scale,
         add=e.beside is None,
-        tiled=tiled is not None,
-        at_once=tiled.columns if tiled else 0,
-        ring_shared=tiled.shared if tiled else 0,
-        tile=1,
-        stream=False,
         columns=b.columns,
     )
     buffers = {
@@ -351,6 +309,7 @@ def experts_down(b: Builder, e: Experts, ffn: Activations) -> Launch:
         "expert_scale": b.data(r.expert_scale),
         "shared": b.data(shared),
         "bias": b.data(e.weights.down_bias),
+        "shared_scale": "shared_scale" if e.shared_scale else None,
     }
     kind = w.type.name.lower()
     return kernel(
@@ -358,12 +317,9 @@ def experts_down(b: Builder, e: Experts, ffn: Activations) -> Launch:
         "experts_down.cu",
         shape,
         buffers,
-        (-(-w.rows // 16), b.columns // tiled.columns, 1) if tiled else (-(-w.rows // 8), b.columns, 1),
+        (-(-w.rows // 8), b.columns, 1),
         f"experts {kind}",
         nbytes=r.top_k * w.group_bytes + (shared.nbytes if shared else 0),
-        threads=tiled.threads if tiled else LINEAR_THREADS,
-        shared=tiled.shared if tiled else 0,
-        resident=tiled.resident if tiled else 1,
     )
 
 

@@ -31,8 +31,8 @@ template <int I, class P> DEVICE void tiled(const Args &a, const Shared &sh, int
   tiles.begin(input);
   const auto out = put<ADD>(a.dst[I], a.bias[I], W::ROWS);
   tiles.run(
-      input, [&](int, int column, int row, float x, float) { out(column, row, NORMED ? mul_rn(x, a.norms[column]) : x); },
-      [](int, int) {}, b);
+      input, [&](int column, int row, float x, float) { out(column, row, NORMED ? mul_rn(x, a.norms[column]) : x); },
+      [](int) {}, b);
 }
 
 // The blocks of part I and of those behind it.

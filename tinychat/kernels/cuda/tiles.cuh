@@ -179,9 +179,8 @@ template <int C> struct Columns {
   }
 };
 
-// Rows of A, and of B where PAIR, times C columns. S: the spread of a single step. UNIT tiles belong together. MANY: of
-// several of their matrices.
-template <class A, class B, class S, int C, int UNIT, bool PAIR, bool MANY = false> struct Tiles {
+// Rows of A, and of B where PAIR, times C columns. S: the spread of a single step. UNIT tiles belong together.
+template <class A, class B, class S, int C, int UNIT, bool PAIR> struct Tiles {
   static constexpr int ROWS = A::ROWS, KB = A::COLS / 32, CLASSES = S::LANES * S::SPLIT;
   static constexpr int CLASS_WARPS = CLASSES < WARPS ? CLASSES : WARPS, GROUPS = WARPS / CLASS_WARPS;
   static constexpr int MINE = CLASSES / CLASS_WARPS, NI = (KB + CLASSES - 1) / CLASSES;  // classes of a warp
@@ -209,22 +208,18 @@ template <class A, class B, class S, int C, int UNIT, bool PAIR, bool MANY = fal
     }
   };
 
-  static constexpr int OF_MATRIX = (ROWS + R * UNIT - 1) / (R * UNIT) * UNIT;  // tiles
+  static constexpr int ALL = (ROWS + R * UNIT - 1) / (R * UNIT) * UNIT;  // tiles
   u8 *pool;
   const u8 *a, *b;
-  const int *matrices = nullptr;  // of A and B
-  int all = OF_MATRIX;            // tiles
   Cursor ahead;
   int slot = 0;  // of the stage that comes next
 
   DEVICE u8 *stage(int i) const { return pool + RING_AT + i * STAGE; }
-  DEVICE int row_of(int tile) const { return (MANY ? tile % OF_MATRIX : tile) * R; }
   DEVICE void weights(const Cursor &c, int i) const {
-    if (c.tile >= all) return;
-    const int row = row_of(c.tile), last = ROWS - 1 - row, first = c.span * SPAN;
-    const int group = MANY ? matrices[c.tile / OF_MATRIX] : 0;
-    SpanA::copy(stage(i), a, A::START + (u64)group * A::STRIDE + row, last, first);
-    if constexpr (PAIR) SpanB::copy(stage(i) + SpanA::BYTES, b, B::START + (u64)group * B::STRIDE + row, last, first);
+    if (c.tile >= ALL) return;
+    const int row = c.tile * R, last = ROWS - 1 - row, first = c.span * SPAN;
+    SpanA::copy(stage(i), a, A::START + row, last, first);
+    if constexpr (PAIR) SpanB::copy(stage(i) + SpanA::BYTES, b, B::START + row, last, first);
   }
   // `all` blocks of every column from `first` on; the scales behind SIZE blocks.
   template <int SIZE> DEVICE void input(const Quantised &src, V4 *q, int first, int all) const {
@@ -234,7 +229,7 @@ template <class A, class B, class S, int C, int UNIT, bool PAIR, bool MANY = fal
       copy_async(s + j, (const u8 *)(src.s + first * C) + j, true);
   }
   DEVICE void input(const Quantised &src, const Cursor &c, int i) const {
-    if (c.tile < all) input<SPAN>(src, (V4 *)(stage(i) + INPUT_AT), c.span * SPAN, SpanA::blocks_of(c.span * SPAN));
+    if (c.tile < ALL) input<SPAN>(src, (V4 *)(stage(i) + INPUT_AT), c.span * SPAN, SpanA::blocks_of(c.span * SPAN));
   }
   // The first stages are on their way. `block` of `blocks`.
   DEVICE void begin(V4 *shared, const u8 *wa, const u8 *wb, int block, int blocks) {
@@ -256,10 +251,10 @@ template <class A, class B, class S, int C, int UNIT, bool PAIR, bool MANY = fal
       ahead.next();
     }
   }
-  // put(which of the matrices, column, row, sums of the row of A and B); done(which, first row) behind each unit.
+  // put(column, row, sums of the row of A and B); done(first row) behind each unit.
   template <class Put, class Done> DEVICE void run(const Quantised &src, const Put &put, const Done &done, int block) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (Cursor at{block * UNIT, 0, ahead.blocks}; at.tile < all;) {
+    for (Cursor at{block * UNIT, 0, ahead.blocks}; at.tile < ALL;) {
       float sums[MINE][M][N][2 * OWN] = {};
       for (int s = 0; s < SPANS; s++) {
         copy_wait<STAGES - 2>();
@@ -275,17 +270,16 @@ template <class A, class B, class S, int C, int UNIT, bool PAIR, bool MANY = fal
       store(sums, warp, lane);
       __syncthreads();
       constexpr int OUT = 16 * TILE * GROUPS;
-      const int which = MANY ? at.tile / OF_MATRIX : 0;
       for (int i = threadIdx.x; i < OUT * C; i += THREADS) {
-        const int r = i % OUT, column = i / OUT, row = row_of(at.tile) + r;
+        const int r = i % OUT, column = i / OUT, row = at.tile * R + r;
         const float x = sum(r, column);
         const float y = PAIR ? sum(OUT + r, column) : 0;
-        if (row < ROWS) put(which, column, row, x, y);
+        if (row < ROWS) put(column, row, x, y);
       }
       const bool last = at.tile % UNIT == UNIT - 1;
-      const int first = row_of(at.tile / UNIT * UNIT);
+      const int first = at.tile / UNIT * UNIT * R;
       for (int s = 0; s < SPANS; s++) at.next();
-      if (last) done(which, first);
+      if (last) done(first);
     }
   }
 

@@ -12,10 +12,12 @@ from tinychat.kernels.cuda.builder import Builder
 from tinychat.kernels.cuda.constants import Spread
 from tinychat.kernels.cuda.quants import QUANTS, Planes
 
-WARPS = {2: 8, 1: 16}  # of a block, by the blocks of a multiprocessor
+TILE_THREADS = 256
+WARPS = TILE_THREADS // 32
 MULTIPROCESSORS = 132  # of an H100
 TILES = (2, 1)  # times 16 rows of a warp
-STAGES = 4  # of the ring, if they fit
+STAGES = 3  # of the ring, if they fit
+MOST_SHARED = 8  # columns up to which a multiprocessor has two blocks: more need more shared memory for each
 UNEVEN = 0.8  # smaller tiles where the fullest block then has at most this share of the rows
 Matrices = Sequence[tuple[Weight, Spread]]
 
@@ -29,21 +31,21 @@ class Tiling:
     blocks: tuple[int, ...]
     shared: int
     resident: int
-    threads: int
     stream: bool
 
 
-def tiling(b: Builder, groups: Sequence[Matrices], *, together: int = 1, taken: int = 0) -> Tiling:
+def tiling(b: Builder, groups: Sequence[Matrices], *, together: int = 1) -> Tiling:
     """For the groups of matrices of one kernel, over one input; those of a group share their tiles. `together`: rows
-    that one block has to make; `taken`: bytes of shared memory that the kernel needs besides. Raises TinychatError
-    where they do not fit."""
+    that one block has to make. Raises TinychatError where they do not fit."""
     for resident, stages in ((2, STAGES), (1, STAGES), (1, 2)):
-        shared, warps, found = b.room // resident - taken, WARPS[resident], []
+        if resident == 2 and b.columns > MOST_SHARED:
+            continue
+        shared, found = b.room // resident, []
         for tile in TILES if all(len(group) == 1 for group in groups) else TILES[1:]:
-            blocks, rounds = _grid(groups, tile, warps, together, MULTIPROCESSORS * resident)
+            blocks, rounds = _grid(groups, tile, together, MULTIPROCESSORS * resident)
             for stream in (rounds == 1, rounds > 1):
-                if all(_least(b, group, tile, warps, stages, stream) <= shared for group in groups):
-                    found.append((rounds * tile, Tiling(tile, blocks, shared, resident, 32 * warps, stream)))
+                if all(_least(b, group, tile, stages, stream) <= shared for group in groups):
+                    found.append((rounds * tile, Tiling(tile, blocks, shared, resident, stream)))
                     break
         if found:
             least = min(rows for rows, _ in found)
@@ -52,15 +54,15 @@ def tiling(b: Builder, groups: Sequence[Matrices], *, together: int = 1, taken: 
     raise TinychatError(f"{b.columns} columns of {cols:,} activations are too many for shared memory")
 
 
-def _classes(t: Spread, warps: int) -> tuple[int, int]:
+def _classes(t: Spread) -> tuple[int, int]:
     """Partial sums of a row, and groups of warps with rows of their own."""
     classes = t.lanes * t.split
-    return classes, warps // min(classes, warps)
+    return classes, WARPS // min(classes, WARPS)
 
 
-def _grid(groups: Sequence[Matrices], tile: int, warps: int, together: int, most: int) -> tuple[tuple[int, ...], int]:
+def _grid(groups: Sequence[Matrices], tile: int, together: int, most: int) -> tuple[tuple[int, ...], int]:
     """Blocks of each group, `most` in all, and the most tiles that one computes."""
-    rows = [16 * tile * _classes(group[0][1], warps)[1] for group in groups]
+    rows = [16 * tile * _classes(group[0][1])[1] for group in groups]
     unit = max(1, together // rows[0])  # tiles that belong together
     units = [-(-group[0][0].rows // (n * unit)) for group, n in zip(groups, rows)]
     rounds = 1
@@ -70,41 +72,18 @@ def _grid(groups: Sequence[Matrices], tile: int, warps: int, together: int, most
     return tuple(blocks), rounds * unit
 
 
-def _least(b: Builder, group: Matrices, tile: int, warps: int, stages: int, stream: bool) -> int:
+def _least(b: Builder, group: Matrices, tile: int, stages: int, stream: bool) -> int:
     """Bytes of shared memory with so many stages, as tiles.cuh counts."""
     (first, t), columns = group[0], b.columns
-    classes, row_groups = _classes(t, warps)
+    classes, row_groups = _classes(t)
     blocks = first.cols // 32
     span = classes * min(-(-blocks // classes), max(1, 32 // classes))
     rows, padded = 16 * tile * row_groups, columns if columns < 8 else -(-columns // 8) * 8
     stage = sum(rows * _row_bytes(QUANTS[b.weight(w).tensor.kind], span) for w, _ in group)
     stage += -(-span * columns * 40 // 16) * 16 if stream else 0
     staged = 0 if stream else -(-columns * blocks * 40 // 16) * 16
-    sums = 4 * (warps // row_groups) * t.split * padded * (len(group) * rows + 4)
+    sums = 4 * (WARPS // row_groups) * t.split * padded * (len(group) * rows + 4)
     return staged + sums + stages * stage
-
-
-@dataclass(frozen=True)
-class ExpertColumns:
-    """Columns of a block of experts_down.cu, its threads and bytes of shared memory, and blocks of a multiprocessor."""
-
-    columns: int
-    threads: int
-    shared: int
-    resident: int
-
-
-def expert_columns(b: Builder, w: Weight, shared: Weight | None, top_k: int, taken: int) -> ExpertColumns | None:
-    """For experts' down `w` and the shared expert's; None where not even two columns fit. `taken`: as for `tiling`."""
-    blocks, own = w.cols // 32, shared.cols // 32 if shared else 0
-    rows = 16 * max(_row_bytes(QUANTS[b.weight(x).tensor.kind], x.cols // 32) for x in (w, shared) if x)
-    for columns in (n for n in (8, 4, 2) if n <= b.columns):
-        kept = max(4 * columns * (16 * (top_k * blocks | 1) + 4), 8 * columns * 16 * (own | 1)) + 16
-        stage = rows + max(blocks, own) * columns * 40
-        for resident, stages in ((2, STAGES), (1, STAGES), (1, 2)):
-            if kept + stages * stage <= (room := b.room // resident - taken):
-                return ExpertColumns(columns, 512 // resident, room, resident)
-    return None
 
 
 def _row_bytes(p: Planes, span: int) -> int:
