@@ -108,6 +108,11 @@ def test_matvec_of_every_quant_type(kind: Q, matvecs: dict[Q, Matvec]) -> None:
         ("gemma3", 70),
         ("gemma4", 70),
         ("gemma4_experts", 9),
+        ("qwen35", 70),
+        ("qwen35moe", 9),
+        ("qwen3next", 9),
+        ("lfm2", 9),
+        ("lfm2moe", 9),
     ],
 )
 def test_models_in_float(variant: str, tokens: int, tmp_path: Path) -> None:

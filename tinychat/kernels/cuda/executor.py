@@ -16,7 +16,7 @@ import numpy as np
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.blocks import MLA
-from tinychat.kernels.cuda.builder import RING, Builder
+from tinychat.kernels.cuda.builder import RING, SLOTS, Builder
 from tinychat.kernels.cuda.device import GPU, unusable
 from tinychat.kernels.cuda.graph import Graph
 from tinychat.kernels.cuda.launch import Launch
@@ -56,7 +56,8 @@ LIMITS = Limits(
     experts=1024,
     experts_used=64,
     expert_groups=32,  # a lane each
-    gated_blocks=False,
+    state_dim=128,
+    state_multiple=4,
     prefill_chunk=CHUNKS[0],
 )
 
@@ -124,6 +125,8 @@ class CUDAExecutor:
             depth: DecodeStep(gpu, tuple(step), graphs[depth], max_context, self.decode, self._place)
             for depth, step in steps.items()
         }
+        self._ahead = SLOTS if plan.state_bytes else AHEAD
+        self._seen = 0  # tokens that the state of the plan has seen, those of steps ahead apart
         self._enqueued: tuple[int, int, Sampling] | None = None  # the step of this token at this position, by verify()
         self._uploaded: Sampling | None = None  # whose penalties the buffers hold
         self.launches = launches[0]
@@ -131,7 +134,7 @@ class CUDAExecutor:
         self.jit_state = "replaying"  # compiled and captured at load
         self.weight_bytes = layout.nbytes
         self.cache_bytes = max_context * plan.kv_bytes_per_token
-        self.state_bytes = 0
+        self.state_bytes = plan.state_bytes
         self.device_bytes = gpu.nbytes
 
     def forward(self, ids: Sequence[int], pos: int, logits: Logits = "none", *, mtp: bool = False) -> np.ndarray | None:
@@ -163,6 +166,7 @@ class CUDAExecutor:
                     self._head()
                 out.append(self.gpu.download("logits", 4 * self.plan.vocab).view(np.float32)[None])
         self.gpu.synchronize()
+        self._seen = pos + len(ids)
         return np.concatenate(out) if out else None
 
     def draft(self, ids: Sequence[int], pos: int) -> int:
@@ -172,8 +176,8 @@ class CUDAExecutor:
     def decode(
         self, token: int, pos: int, sampling: Sampling, recent: Sequence[int], mask: Mask | None = None
     ) -> Iterator[tuple[int, float]]:
-        """See Executor.decode. Up to AHEAD steps are enqueued before one is waited for; with a mask, which depends on
-        the token before, none is."""
+        """See Executor.decode. Up to AHEAD steps are enqueued before one is waited for, of a plan with a state as many
+        as leave that of the last id in a slot; with a mask, which depends on the token before, none is."""
         self._check([token], pos)
         known = list(recent)[-(pos + 1) :] or [token]
         self._upload_penalties(sampling)
@@ -184,7 +188,7 @@ class CUDAExecutor:
             for at in range(pos, self.max_context):
                 if mask:
                     self._masked_step(at, mask)
-                while not mask and enqueued < min(at + AHEAD, self.max_context):
+                while not mask and enqueued < min(at + self._ahead, self.max_context):
                     self._step(enqueued).graph()
                     enqueued += 1
                 yield self._chosen(at)
@@ -300,12 +304,21 @@ class CUDAExecutor:
         self.gpu.synchronize()
 
     def read_state(self) -> bytes:
-        """See Executor.read_state."""
-        return b""
+        """See Executor.read_state: float32, layer by layer the convolution's inputs, then (heads, value, key)."""
+        slot = self._seen % SLOTS
+        return b"".join(self.gpu.download(name, size, slot * size).tobytes() for name, size in self._carried())
 
     def write_state(self, data: bytes) -> None:
-        """See Executor.write_state."""
-        assert not data
+        """See Executor.write_state. All slots hold it then, whatever position comes next."""
+        self._settle()
+        if len(data) != self.state_bytes:
+            raise TinychatError(f"a saved state of {len(data):,} bytes is not of this model")
+        at, packed = 0, np.frombuffer(data, np.uint8)
+        for name, size in self._carried():
+            for slot in range(SLOTS):
+                self.gpu.upload(name, packed[at : at + size], slot * size)
+            at += size
+        self.gpu.synchronize()
 
     def profile(self, token: int, pos: int, steps: int) -> StepProfile:
         """See MeasurableExecutor.profile."""
@@ -365,6 +378,10 @@ class CUDAExecutor:
         values = [(f"v:{i}", cache.value_width) for i, cache in enumerate(self.plan.caches) if cache.value_width]
         return keys + values
 
+    def _carried(self) -> list[tuple[str, int]]:
+        """What layers carry from token to token: its buffer, and the bytes of one slot."""
+        return [(f"carried:{i}", state.nbytes) for i, state in enumerate(self.plan.states) if state]
+
     def _place(self, ids: Sequence[int], pos: int, sampling: Sampling, count: int = 1, *, masked: bool = False) -> None:
         """Tells the device the tokens at positions pos, pos + 1, ...; the last `count` of them are the next step's.
         `masked`: its token has to be one of the buffer `allowed`."""
@@ -384,6 +401,7 @@ class CUDAExecutor:
         slot = (pos + 1) % RING
         word = self._wait(slot)
         self._ring[slot] = EMPTY
+        self._seen = pos + 1
         return word & 0xFFFFFFFF, float(np.uint32(word >> 32).view(np.float32))
 
     def _wait(self, slot: int) -> int:

@@ -23,6 +23,8 @@ class Verifying:
         """Asks `builder` for the buffers of the largest. `kinds`: step.depths()."""
         self._builder, self._gpu, self._kinds, self.counts = builder, gpu, kinds, tuple[int, ...]()
         self._graphs: dict[tuple[int, int], Graph] = {}  # by columns and depth
+        if builder.plan.state_bytes:  # which does not go back behind drafts that were wrong
+            return
         for columns in reversed(COLUMNS):
             try:
                 for depth in kinds:
