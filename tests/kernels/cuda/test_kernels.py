@@ -108,11 +108,6 @@ def test_matvec_of_every_quant_type(kind: Q, matvecs: dict[Q, Matvec]) -> None:
         ("gemma3", 70),
         ("gemma4", 70),
         ("gemma4_experts", 9),
-        ("qwen35", 70),
-        ("qwen35moe", 9),
-        ("qwen3next", 9),
-        ("lfm2", 9),
-        ("lfm2moe", 9),
     ],
 )
 def test_models_in_float(variant: str, tokens: int, tmp_path: Path) -> None:
@@ -358,19 +353,21 @@ def compile_with(lib: ctypes.CDLL, launch: Launch, arch: str) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_sources_compile_with_nvrtc(arch: str, tmp_path: Path) -> None:
-    """Every kernel of two models once; of those that differ in their dimensions alone, the first."""
+    """Every kernel of four models once; of those that differ in their dimensions alone, the first."""
     lib = nvrtc()
     if lib is None:
         pytest.skip("needs the wheel nvidia-cuda-nvrtc-cu12, which exists for Linux and Windows only")
     chip = Chip(True, 227 << 10) if arch == "sm_90a" else Chip(False, 163 << 10)
     columns_of = (1, 4) if arch == "sm_90a" else (1,)
     launches: dict[tuple[int, str, str], Launch] = {}
-    for variant, quant in (("deepseek2_glm", "Q4_K_M"), ("llama", "Q8_0")):
+    models = (("deepseek2_glm", "Q4_K_M"), ("llama", "Q8_0"), ("qwen35", "Q8_0"), ("lfm2", "Q8_0"))
+    for variant, quant in models:
         gguf = GGUF.open(tiny.write(tmp_path / f"{variant}.gguf", variant, quant))
         plan = build_plan(gguf, ModelConfig.from_gguf(gguf))
         layout = Layout(plan, {n: t.nbytes for n, t in gguf.tensors.items()})
         b = Builder(plan, layout, 64)
-        found = [(columns, launch) for columns in columns_of for launch, _ in decode(b.of(columns))]
+        columns = (1,) if plan.state_bytes else columns_of
+        found = [(n, launch) for n in columns for launch, _ in decode(b.of(n))]
         found += [(0, repack(t, t.blocks)) for t in layout.tensors.values() if t.kind not in FLOATS]
         found += [(tokens, launch) for tokens in (16, 2048) for launch in Prefill(b, tokens, chip).layers()]
         for tokens, launch in found:
