@@ -1,7 +1,7 @@
-// What a layer carries from token to token (kernels/blocks.py, LayerState): the last inputs of its convolution, (TAPS - 1,
-// CHANNELS), and behind them a matrix per head. What it is behind n tokens lies in slot n % SLOTS, so that a step leaves
-// the one that it begins with, and a step that was enqueued ahead can be for nothing. Constants: TAPS, CHANNELS, SLOTS,
-// SLOT_VALUES.
+// What a layer carries from token to token (kernels/blocks.py, LayerState): the last inputs of its convolution, (TAPS -
+// 1, CHANNELS), and behind them a matrix per head. What it is behind n tokens lies in slot n % SLOTS, so that a step
+// leaves the one that it begins with, and a step that was enqueued ahead can be for nothing. Constants: TAPS, CHANNELS,
+// SLOTS, SLOT_VALUES.
 
 DEVICE float *carried(float *slots, int tokens) { return slots + (u64)(tokens % SLOTS) * SLOT_VALUES; }
 
@@ -15,7 +15,8 @@ struct Taps {
 #pragma unroll
     for (int j = 0; j < TAPS; j++) weight[j] = unbits(ldc4(conv + channel * TAPS + j));
 #pragma unroll
-    for (int j = 0; j < TAPS - 1; j++) before[j] = fresh ? 0 : *(const volatile float *)(tail + j * CHANNELS + channel);  // past the first-level cache
+    for (int j = 0; j < TAPS - 1; j++)
+      before[j] = fresh ? 0 : *(const volatile float *)(tail + j * CHANNELS + channel);  // past the first-level cache
   }
   DEVICE float run(float input) const {
     float sum = 0;
@@ -25,18 +26,20 @@ struct Taps {
   }
   DEVICE void store(float *tail, int channel, float input) const {
 #pragma unroll
-    for (int j = 0; j < TAPS - 1; j++) tail[j * CHANNELS + channel] = j < TAPS - 2 ? before[j + 1 < TAPS - 1 ? j + 1 : 0] : input;
+    for (int j = 0; j < TAPS - 1; j++)
+      tail[j * CHANNELS + channel] = j < TAPS - 2 ? before[j + 1 < TAPS - 1 ? j + 1 : 0] : input;
   }
 };
 
 constexpr int TOGETHER = 8;  // tokens that a thread takes in a row
 static_assert(TAPS - 1 <= TOGETHER, "only the first of them see the tail");
 
-// Prompts: tokens first .. first + TOGETHER - 1 of the step's `count`, four channels from `channel` on. input(t): theirs
-// at token t; use(t, sums): what becomes of them. The thread that has the first tokens moves the tail on if it is the
-// `owner` of the channels.
+// Prompts: tokens first .. first + TOGETHER - 1 of the step's `count`, four channels from `channel` on. input(t):
+// theirs at token t; use(t, sums): what becomes of them. The thread that has the first tokens moves the tail on if it
+// is the `owner` of the channels.
 template <class Input, class Use>
-DEVICE void convolve(const float *conv, float *slots, int pos, int count, int first, int channel, bool owner, const Input &input, const Use &use) {
+DEVICE void convolve(const float *conv, float *slots, int pos, int count, int first, int channel, bool owner,
+    const Input &input, const Use &use) {
   F4 weight[TAPS], x[TAPS];
 #pragma unroll
   for (int j = 0; j < TAPS; j++)

@@ -1,11 +1,11 @@
-// Decode: a block does all of a head of the gated delta rule: the convolution of its q, k and v, their norms, its state, and
-// the norm and gate of its output. The state of the token before is on its way before the wait.
+// Decode: a block does all of a head of the gated delta rule: the convolution of its q, k and v, their norms, its
+// state, and the norm and gate of its output. The state of the token before is on its way before the wait.
 #include "matvec.cuh"
 #include "carried.cuh"
 #include "delta.cuh"
 
 struct Args {
-  const float *src = nullptr;  // (CHANNELS): q, k and v before their convolution
+  const float *src = nullptr;   // (CHANNELS): q, k and v before their convolution
   const float *gate = nullptr;  // (HEADS, VALUE_DIM)
   const float *beta = nullptr;  // (HEADS)
   const float *alpha = nullptr;
@@ -13,7 +13,7 @@ struct Args {
   u32 *dst_q = nullptr;
   Scale *dst_s = nullptr;
   float *slots = nullptr;
-  const float *conv = nullptr;  // (CHANNELS, TAPS)
+  const float *conv = nullptr;   // (CHANNELS, TAPS)
   const float *decay = nullptr;  // (HEADS)
   const float *decay_bias = nullptr;
   const float *gain = nullptr;  // (VALUE_DIM)
@@ -30,7 +30,7 @@ DEVICE void run(const Args &a) {
   const float *before = carried(a.slots, pos);
   float *after = carried(a.slots, pos + 1);
   auto channel = [&](int i) {
-    return i < KEY_DIM ? key_head * KEY_DIM + i
+    return i < KEY_DIM    ? key_head * KEY_DIM + i
         : i < 2 * KEY_DIM ? KEY_HEADS * KEY_DIM + key_head * KEY_DIM + i - KEY_DIM
                           : 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + i - 2 * KEY_DIM;
   };
@@ -54,7 +54,8 @@ DEVICE void run(const Args &a) {
       if (owner || i >= 2 * KEY_DIM) taps[n].store(after, channel(i), input);
     }
   }
-  const float rate = sigmoid(a.beta[head]), lapse = a.alpha[head] + bias, gate = there ? a.gate[head * VALUE_DIM + value] : 0;
+  const float rate = sigmoid(a.beta[head]), lapse = a.alpha[head] + bias,
+              gate = there ? a.gate[head * VALUE_DIM + value] : 0;
   const float decay = expf(rule * (lapse > 20 ? lapse : log1pf(expf(lapse))));
   __syncthreads();
   const float *q = mixed, *k = mixed + KEY_DIM;

@@ -1,5 +1,5 @@
-// A head of the gated delta rule (kernels/blocks.py, DeltaRule). Its state lies as [value][key]; LANES lanes share the keys
-// of one value, a column. Constants: KEY_DIM.
+// A head of the gated delta rule (kernels/blocks.py, DeltaRule). Its state lies as [value][key]; LANES lanes share the
+// keys of one value, a column. Constants: KEY_DIM.
 
 constexpr int LANES = 8, VECTORS = (KEY_DIM + 4 * LANES - 1) / (4 * LANES);  // of four keys, of a lane
 

@@ -1,12 +1,12 @@
-// Prompts: the convolution of q, k and v of the gated delta rule, q and k divided by their lengths, and what the rule needs
-// of each token. A warp takes TOGETHER tokens of a key head's q and k, or of a head's v.
+// Prompts: the convolution of q, k and v of the gated delta rule, q and k divided by their lengths, and what the rule
+// needs of each token. A warp takes TOGETHER tokens of a key head's q and k, or of a head's v.
 #include "carried.cuh"
 
 struct Args {
-  float *mixed = nullptr;  // (tokens, CHANNELS)
-  float *both = nullptr;   // (tokens, KEY_HEADS): q times k
-  float *beta = nullptr;   // (tokens, HEADS): becomes the rate
-  float *alpha = nullptr;  // and this the decay
+  float *mixed = nullptr;      // (tokens, CHANNELS)
+  float *both = nullptr;       // (tokens, KEY_HEADS): q times k
+  float *beta = nullptr;       // (tokens, HEADS): becomes the rate
+  float *alpha = nullptr;      // and this the decay
   const float *src = nullptr;  // (tokens, CHANNELS)
   float *slots = nullptr;
   const float *conv = nullptr;
@@ -21,14 +21,16 @@ DEVICE F4 times(F4 v, float f) { return F4{v.x * f, v.y * f, v.z * f, v.w * f}; 
 // N channels from `channel` on, a vector of four a lane: use(token, the lane's channel, values).
 template <int N, class Use> DEVICE void over(const Args &a, int first, int channel, const Use &use) {
   const int lane = threadIdx.x % 32, mine = channel + min(4 * lane, N - 4);
-  convolve(a.conv, a.slots, a.state[POS], a.state[COUNT], first, mine, 4 * lane < N,
+  convolve(
+      a.conv, a.slots, a.state[POS], a.state[COUNT], first, mine, 4 * lane < N,
       [&](int t) { return *(const F4 *)(a.src + (u64)t * CHANNELS + mine); },
       [&](int t, F4 v) { use(t, mine, F4{silu(v.x), silu(v.y), silu(v.z), silu(v.w)}); });
 }
 
 DEVICE void run(const Args &a) {
   constexpr int KEYS = KEY_HEADS * KEY_DIM;
-  const int unit = blockIdx.x * (THREADS / 32) + threadIdx.x / 32, lane = threadIdx.x % 32, first = blockIdx.y * TOGETHER;
+  const int unit = blockIdx.x * (THREADS / 32) + threadIdx.x / 32, lane = threadIdx.x % 32,
+            first = blockIdx.y * TOGETHER;
   const int count = a.state[COUNT];
   grid_wait();
   if (first >= count || unit >= KEY_HEADS + HEADS) return;

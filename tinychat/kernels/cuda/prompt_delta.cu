@@ -1,5 +1,5 @@
-// Prompts: the recurrence of the gated delta rule over all tokens of the step, TOKENS of them in shared memory at a time. A
-// block has THREADS / LANES values of a head; their part of the state stays in registers.
+// Prompts: the recurrence of the gated delta rule over all tokens of the step, TOKENS of them in shared memory at a
+// time. A block has THREADS / LANES values of a head; their part of the state stays in registers.
 #include "carried.cuh"
 #include "delta.cuh"
 
@@ -18,7 +18,8 @@ DEVICE void run(const Args &a) {
                 KEYS = KEY_HEADS * KEY_DIM;
   __shared__ F4 queries[2][TOKENS][KV], keys[2][TOKENS][KV], values[2][TOKENS][VV];
   __shared__ float gates[2][3][TOKENS], out[TOKENS][VALUES];
-  const int head = blockIdx.y, key_head = GROUPED ? head / PER : head % KEY_HEADS, count = a.state[COUNT], pos = a.state[POS];
+  const int head = blockIdx.y, key_head = GROUPED ? head / PER : head % KEY_HEADS, count = a.state[COUNT],
+            pos = a.state[POS];
   const int mine = threadIdx.x / LANES, first_value = blockIdx.x * VALUES, value = first_value + mine;
   const bool there = value < VALUE_DIM;
   const u64 at = (TAPS - 1) * CHANNELS + ((u64)head * VALUE_DIM + value) * KEY_DIM;
@@ -28,7 +29,8 @@ DEVICE void run(const Args &a) {
       const int t = i / (2 * KV + VV), v = i % (2 * KV + VV);
       const float *row = a.mixed + (u64)min(first + t, count - 1) * CHANNELS;
       if (v < KV) copy_async(&queries[slot][t][v], row + key_head * KEY_DIM + v * 4, first + t < count);
-      else if (v < 2 * KV) copy_async(&keys[slot][t][v - KV], row + KEYS + key_head * KEY_DIM + (v - KV) * 4, first + t < count);
+      else if (v < 2 * KV)
+        copy_async(&keys[slot][t][v - KV], row + KEYS + key_head * KEY_DIM + (v - KV) * 4, first + t < count);
       else {
         const int n = first_value + (v - 2 * KV) * 4;
         copy_async(&values[slot][t][v - 2 * KV], row + 2 * KEYS + head * VALUE_DIM + min(n, VALUE_DIM - 4),
@@ -40,7 +42,9 @@ DEVICE void run(const Args &a) {
   // The three numbers of a tile's tokens: a thread has one.
   auto gate = [&](int tile) {
     const int t = min(tile * TOKENS + (int)threadIdx.x % TOKENS, count - 1), kind = threadIdx.x / TOKENS;
-    return kind == 0 ? a.decay[(u64)t * HEADS + head] : kind == 1 ? a.rate[(u64)t * HEADS + head] : a.both[(u64)t * KEY_HEADS + key_head];
+    return kind == 0 ? a.decay[(u64)t * HEADS + head]
+        : kind == 1  ? a.rate[(u64)t * HEADS + head]
+                     : a.both[(u64)t * KEY_HEADS + key_head];
   };
   auto put = [&](int tile, float v) {
     if (threadIdx.x < 3 * TOKENS) gates[tile & 1][threadIdx.x / TOKENS][threadIdx.x % TOKENS] = v;
@@ -77,7 +81,8 @@ DEVICE void run(const Args &a) {
     __syncthreads();
     for (int i = threadIdx.x; i < here * VALUES; i += THREADS)
       if (first_value + i % VALUES < VALUE_DIM)
-        a.dst[((u64)(first + i / VALUES) * HEADS + head) * VALUE_DIM + first_value + i % VALUES] = out[i / VALUES][i % VALUES];
+        a.dst[((u64)(first + i / VALUES) * HEADS + head) * VALUE_DIM + first_value + i % VALUES] =
+            out[i / VALUES][i % VALUES];
   }
   copy_wait<0>();
   if (there) column.store(carried(a.slots, pos + count) + at);

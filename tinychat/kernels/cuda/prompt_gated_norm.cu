@@ -30,5 +30,6 @@ DEVICE void run(const Args &a) {
     *(u32 *)(dst + to) = pack(v.x * r * gain.x * silu(g.x), v.y * r * gain.y * silu(g.y));
     *(u32 *)(dst + to + 8) = pack(v.z * r * gain.z * silu(g.z), v.w * r * gain.w * silu(g.w));
   }
-  if (head == HEADS - 1 && ROW + i < padded(ROW)) *(u32 *)(dst + place(ROW + i)) = *(u32 *)(dst + place(ROW + i) + 8) = 0;
+  if (head == HEADS - 1 && ROW + i < padded(ROW))
+    *(u32 *)(dst + place(ROW + i)) = *(u32 *)(dst + place(ROW + i) + 8) = 0;
 }

@@ -1,5 +1,5 @@
-// Prompts: the gated short convolution (kernels/blocks.py, ShortConvolution) as halves in the order the products read. A
-// thread takes four channels of TOGETHER tokens.
+// Prompts: the gated short convolution (kernels/blocks.py, ShortConvolution) as halves in the order the products read.
+// A thread takes four channels of TOGETHER tokens.
 #include "halves.cuh"
 #include "carried.cuh"
 
@@ -26,7 +26,8 @@ DEVICE void run(const Args &a) {
     return;
   }
   auto part = [&](int t, int n) { return *(const F4 *)(a.src + ((u64)t * 3 + n) * CHANNELS + channel); };
-  convolve(a.conv, a.slots, pos, count, first, channel, true,
+  convolve(
+      a.conv, a.slots, pos, count, first, channel, true,
       [&](int t) {
         const F4 b = part(t, 0), z = part(t, 2);
         return F4{b.x * z.x, b.y * z.y, b.z * z.z, b.w * z.w};
