@@ -101,6 +101,8 @@ class CUDAExecutor:
                     self._allowed = gpu.pinned(size, name).view(np.uint32)
                 else:
                     gpu.allocate(name, size)
+            if plan.state_bytes:
+                self._state = gpu.pinned(plan.state_bytes)  # what read_state() and write_state() go through
             if "tickets" in builder.buffers:  # of attention
                 gpu.upload("tickets", np.zeros(builder.buffers["tickets"], np.uint8))
             gpu.compile([*chain.from_iterable([*launches.values(), *prefill.values()]), *head_all])
@@ -305,18 +307,23 @@ class CUDAExecutor:
 
     def read_state(self) -> bytes:
         """See Executor.read_state: float32, layer by layer the convolution's inputs, then (heads, value, key)."""
+        if not self.state_bytes:
+            return b""
         slot = self._seen % SLOTS
-        return b"".join(self.gpu.download(name, size, slot * size).tobytes() for name, size in self._carried())
+        self.gpu.gather([(name, size, slot * size) for name, size in self._carried()], self._state)
+        return self._state.tobytes()
 
     def write_state(self, data: bytes) -> None:
         """See Executor.write_state. All slots hold it then, whatever position comes next."""
         self._settle()
         if len(data) != self.state_bytes:
             raise TinychatError(f"a saved state of {len(data):,} bytes is not of this model")
-        at, packed = 0, np.frombuffer(data, np.uint8)
+        if not data:
+            return
+        self._state[:], at = np.frombuffer(data, np.uint8), 0
         for name, size in self._carried():
             for slot in range(SLOTS):
-                self.gpu.upload(name, packed[at : at + size], slot * size)
+                self.gpu.upload(name, self._state[at : at + size], slot * size)
             at += size
         self.gpu.synchronize()
 
