@@ -39,7 +39,7 @@ class Limits:
     state_dim: int = UNLIMITED  # keys, and values, of a head of a delta rule
     state_multiple: int = 1  # of those, and of the channels of a short convolution
     prefill_chunk: int = UNLIMITED  # tokens that run together
-    verified: int = 1  # tokens of one step of Executor.verify; 1: more cost as much as single steps
+    verified: int = 1  # tokens of one step of Executor.verify; 1: more cost as much as single steps, or go not back
     mtp: bool = False  # it runs Plan.mtp
 
 

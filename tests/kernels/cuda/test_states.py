@@ -14,8 +14,8 @@ from tests.support.forward64 import forward
 from tinychat.engine import devices
 from tinychat.errors import TinychatError
 from tinychat.kernels import blocks, ops
-from tinychat.kernels.cuda import executor
-from tinychat.kernels.cuda.builder import Builder
+from tinychat.kernels.cuda import executor, verify
+from tinychat.kernels.cuda.builder import SLOTS, Builder
 from tinychat.kernels.cuda.executor import FEW, CUDAExecutor
 from tinychat.kernels.cuda.layout import Layout
 from tinychat.kernels.cuda.prefill import Chip, Prefill
@@ -32,11 +32,12 @@ def test_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     than the convolution. The rule's results are int8 blocks."""
     monkeypatch.setattr(executor, "GPU", EmulatedGPU)
     monkeypatch.setattr(devices, "has_cuda", lambda: True)
+    monkeypatch.setattr(verify, "COLUMNS", (2, 8))  # for 8 there are too few slots
     monkeypatch.setattr(executor, "FEW", 0)  # every piece goes through the kernels of prompts
     path, pieces = tiny.write(tmp_path / "m.gguf", "qwen3next", "Q8_0"), (10, 2, 1)
     want, at = forward(path, IDS[:14]), 0
     with opened(path, "cuda") as ex:
-        assert isinstance(ex, CUDAExecutor) and ex.limits.verified == 1
+        assert isinstance(ex, CUDAExecutor) and ex.limits.verified == 2
         assert ex.state_bytes == ex.plan.state_bytes == len(ex.read_state())
         for n in pieces:
             logits = ex.forward(IDS[at : at + n], at, "all")
@@ -55,10 +56,14 @@ def test_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ex.write_state(start)
         again = ex.verify(IDS[at], (), at, GREEDY, IDS[: at + 1], ahead=True)
         assert next(again) == steps[0] and ex.read_state() == states[1]
+        for wrong in (0, 1):  # behind a right draft and behind a wrong one
+            ids, draft = [*IDS[: at + 1], steps[0][0]], (steps[1][0] + wrong) % tiny.VOCAB
+            made = list(ex.verify(steps[0][0], [draft], at + 1, GREEDY, ids))
+            assert made == steps[1 : 3 - wrong] and ex.read_state() == states[3 - wrong]
         for i in (1, 2):  # behind the step that was enqueued ahead, and from there on
             ex.forward([steps[i - 1][0]], at + i)
             assert ex.read_state() == states[i + 1]
-        for data in (states[2], states[1]):  # of an odd and of an even position
+        for data in (states[2], states[1]):  # of whatever position
             ex.write_state(data)
             assert ex.read_state() == data
         ex.forward([steps[0][0]], at + 1)
@@ -100,5 +105,5 @@ def test_short_convolutions() -> None:
             got = buffers["heads"].view(np.float32)[None, :dim]
         at += count
         assert error(got, want[at - count : at]) < 1e-3
-        kept = buffers["carried:0"].view(np.float32).reshape(2, taps - 1, dim)
-        np.testing.assert_array_equal(kept[at % 2], inputs[at : at + taps - 1])
+        kept = buffers["carried:0"].view(np.float32).reshape(SLOTS, taps - 1, dim)
+        np.testing.assert_array_equal(kept[at % SLOTS], inputs[at : at + taps - 1])

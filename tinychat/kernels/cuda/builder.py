@@ -21,7 +21,7 @@ from tinychat.kernels.cuda.spread import QUANTISED_ROWS
 from tinychat.kernels.cuda.state import STATE_BYTES
 from tinychat.kernels.ops import Plan
 
-SLOTS = 2  # of what a layer carries from token to token: a step can be enqueued ahead, and be for nothing
+SLOTS = 5  # of what a layer carries from token to token: steps enqueued ahead, and drafts, can be for nothing
 RING = 64  # slots of the ring of decoded tokens
 MAX_SHARED = 48 << 10  # bytes of static shared memory of a block
 MAX_DYNAMIC = 227 << 10  # bytes of dynamic shared memory of a block, and of a multiprocessor

@@ -1,7 +1,7 @@
 // What a layer carries from token to token (kernels/blocks.py, LayerState): the last inputs of its convolution, (TAPS -
 // 1, CHANNELS), and behind them a matrix per head. What it is behind n tokens lies in slot n % SLOTS, so that a step
-// leaves the one that it begins with, and a step that was enqueued ahead can be for nothing. Constants: TAPS, CHANNELS,
-// SLOTS, SLOT_VALUES.
+// leaves those of the last tokens: steps that were enqueued ahead, and drafts, can be for nothing. Constants: TAPS,
+// CHANNELS, SLOTS, SLOT_VALUES.
 
 DEVICE float *carried(float *slots, int tokens) { return slots + (u64)(tokens % SLOTS) * SLOT_VALUES; }
 
@@ -24,10 +24,13 @@ struct Taps {
     for (int j = 0; j < TAPS - 1; j++) sum += before[j] * weight[j];
     return sum + input * weight[TAPS - 1];
   }
-  DEVICE void store(float *tail, int channel, float input) const {
+  DEVICE void take(float input) {
 #pragma unroll
-    for (int j = 0; j < TAPS - 1; j++)
-      tail[j * CHANNELS + channel] = j < TAPS - 2 ? before[j + 1 < TAPS - 1 ? j + 1 : 0] : input;
+    for (int j = 0; j < TAPS - 1; j++) before[j] = j < TAPS - 2 ? before[j + 1 < TAPS - 1 ? j + 1 : 0] : input;
+  }
+  DEVICE void store(float *tail, int channel) const {
+#pragma unroll
+    for (int j = 0; j < TAPS - 1; j++) tail[j * CHANNELS + channel] = before[j];
   }
 };
 

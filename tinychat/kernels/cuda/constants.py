@@ -294,7 +294,7 @@ class AttentionConstants(StepConstants):
 
 
 @dataclass(frozen=True)
-class CarriedConstants(Constants):
+class CarriedConstants(StepConstants):
     """carried.cuh; short_convolution.cu, prompt_short_convolution.cu"""
 
     taps: int  # inputs of the convolution

@@ -36,7 +36,7 @@ from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile
 from tinychat.kernels.sampling import GREEDY, Sampling
 
-AHEAD = 4  # decode steps enqueued before the oldest is read
+AHEAD = 4  # decode steps enqueued before the oldest is read; at most SLOTS
 GRAPH_TOKENS = 128  # tokens from one graph of a prompt's kernels to the next
 FEW = 3  # tokens that the decode step takes one by one rather than prefill, in an empty cache
 ROWS_OF_STEP = 400  # cache rows whose keys and values MLA's prefill makes in the time of a decode step
@@ -127,8 +127,7 @@ class CUDAExecutor:
             depth: DecodeStep(gpu, tuple(step), graphs[depth], max_context, self.decode, self._place)
             for depth, step in steps.items()
         }
-        self._ahead = SLOTS if plan.state_bytes else AHEAD
-        self._seen = 0  # tokens that the state of the plan has seen, those of steps ahead apart
+        self._seen = 0  # tokens whose state read_state() reads: none of drafts and of steps ahead
         self._enqueued: tuple[int, int, Sampling] | None = None  # the step of this token at this position, by verify()
         self._uploaded: Sampling | None = None  # whose penalties the buffers hold
         self.launches = launches[0]
@@ -178,8 +177,8 @@ class CUDAExecutor:
     def decode(
         self, token: int, pos: int, sampling: Sampling, recent: Sequence[int], mask: Mask | None = None
     ) -> Iterator[tuple[int, float]]:
-        """See Executor.decode. Up to AHEAD steps are enqueued before one is waited for, of a plan with a state as many
-        as leave that of the last id in a slot; with a mask, which depends on the token before, none is."""
+        """See Executor.decode. Up to AHEAD steps are enqueued before one is waited for; with a mask, which depends on
+        the token before, none is."""
         self._check([token], pos)
         known = list(recent)[-(pos + 1) :] or [token]
         self._upload_penalties(sampling)
@@ -190,7 +189,7 @@ class CUDAExecutor:
             for at in range(pos, self.max_context):
                 if mask:
                     self._masked_step(at, mask)
-                while not mask and enqueued < min(at + self._ahead, self.max_context):
+                while not mask and enqueued < min(at + AHEAD, self.max_context):
                     self._step(enqueued).graph()
                     enqueued += 1
                 yield self._chosen(at)
@@ -273,6 +272,7 @@ class CUDAExecutor:
             for i, (following, logprob) in enumerate(made):
                 if mask and not alone:
                     following, logprob = self._masked_choice(at + i, i, sampling, seen, mask)
+                self._seen = at + i + 1
                 yield following, logprob
                 if first == len(drafts) or following != drafts[first]:
                     return

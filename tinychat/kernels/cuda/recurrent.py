@@ -1,6 +1,5 @@
 """Layers that carry a state from token to token, as launches: the gated delta rule and short convolutions, in decode
-steps and in prompts. The state behind the token before and that behind this one lie in slots of their own
-(carried.cuh)."""
+steps and in prompts. The states behind the last tokens lie in slots of their own (carried.cuh)."""
 
 from __future__ import annotations
 
@@ -20,7 +19,6 @@ BLOCKS = 128
 
 def delta(b: Builder, layer: int, a: DeltaRule) -> tuple[Launch, Activations]:
     """Decode: convolution, rule, norm and gate, of which a block does a head; and what it leaves."""
-    assert b.columns == 1
     heads = b.agreed("heads", a.output.cols, [a.output], [a.value_dim], fits=True)
     buffers = {
         "src": b.act("qkv"),
@@ -38,7 +36,7 @@ def delta(b: Builder, layer: int, a: DeltaRule) -> tuple[Launch, Activations]:
     made = kernel(
         f"delta_{a.heads}_{a.value_dim}x{a.key_dim}",
         "delta.cu",
-        replace(_shape(a), out_quantised=heads.quantised),
+        replace(_shape(a), out_quantised=heads.quantised, columns=b.columns),
         buffers,
         (a.heads, 1, 1),
         "delta rule",
@@ -95,7 +93,6 @@ def prompt_delta(b: Builder, layer: int, a: DeltaRule, tokens: int, dst: str) ->
 
 def short_convolution(b: Builder, layer: int, a: ShortConvolution) -> tuple[Launch, Activations]:
     """Decode, and what it leaves."""
-    assert b.columns == 1
     dim = a.conv.rows
     heads = b.agreed("heads", dim, [a.output], [dim], fits=dim % QUANTISED_ROWS == 0)
     buffers = {
@@ -105,7 +102,7 @@ def short_convolution(b: Builder, layer: int, a: ShortConvolution) -> tuple[Laun
         "conv": b.data(a.conv),
         "state": "state",
     }
-    shape = replace(_carried(a), out_quantised=heads.quantised)
+    shape = replace(_carried(a), out_quantised=heads.quantised, columns=b.columns)
     grid = (-(-dim // 256), 1, 1)
     return kernel(f"short_convolution_{dim}", "short_convolution.cu", shape, buffers, grid, "convolution"), heads
 
@@ -131,7 +128,7 @@ def prompt_short_convolution(b: Builder, layer: int, a: ShortConvolution, tokens
 
 
 def _carried(a: ShortConvolution) -> CarriedConstants:
-    return CarriedConstants(a.width, a.conv.rows, SLOTS, a.state.nbytes // 4, out_quantised=False)
+    return CarriedConstants(a.width, a.conv.rows, SLOTS, a.state.nbytes // 4, out_quantised=False, columns=1)
 
 
 def _shape(a: DeltaRule) -> DeltaConstants:
@@ -141,6 +138,7 @@ def _shape(a: DeltaRule) -> DeltaConstants:
         SLOTS,
         a.state.nbytes // 4,
         out_quantised=False,
+        columns=1,
         key_heads=a.key_heads,
         heads=a.heads,
         key_dim=a.key_dim,

@@ -3,8 +3,8 @@
 #include "carried.cuh"
 
 struct Args {
-  const float *src = nullptr;  // (3, CHANNELS): b, c and z
-  float *dst = nullptr;        // (CHANNELS), or:
+  const float *src = nullptr;  // (columns, 3, CHANNELS): b, c and z
+  float *dst = nullptr;        // (columns, CHANNELS), or:
   u32 *dst_q = nullptr;
   Scale *dst_s = nullptr;
   float *slots = nullptr;
@@ -17,9 +17,15 @@ DEVICE void run(const Args &a) {
   Taps taps;
   taps.load(a.conv, carried(a.slots, pos), channel, !pos);
   grid_wait();
-  const float input = a.src[channel] * a.src[2 * CHANNELS + channel], y = a.src[CHANNELS + channel] * taps.run(input);
-  if (i < CHANNELS) taps.store(carried(a.slots, pos + 1), i, input);
-  if constexpr (OUT_QUANTISED) {
-    if (i < CHANNELS) put_block(y, a.dst_q, a.dst_s, CHANNELS / 32, i / 32);
-  } else if (i < CHANNELS) a.dst[i] = y;
+  const int count = COLUMNS == 1 ? 1 : a.state[COUNT];
+  for (int c = 0; c < count; c++) {  // columns of the step, in order
+    const float *src = a.src + c * 3 * CHANNELS + channel;
+    const float input = src[0] * src[2 * CHANNELS], y = src[CHANNELS] * taps.run(input);
+    taps.take(input);
+    if (i >= CHANNELS) continue;
+    taps.store(carried(a.slots, pos + c + 1), i);
+    if constexpr (OUT_QUANTISED)
+      put_block(y, a.dst_q + c * CHANNELS / 4, a.dst_s + c * CHANNELS / 32, CHANNELS / 32, i / 32);
+    else a.dst[c * CHANNELS + i] = y;
+  }
 }
