@@ -36,6 +36,7 @@ class Limits:
     experts_used: int = UNLIMITED
     expert_groups: int = UNLIMITED
     sampling_top_k: int = UNLIMITED
+    convolved: int = UNLIMITED  # inputs of a short convolution
     state_dim: int = UNLIMITED  # keys, and values, of a head of a delta rule
     state_multiple: int = 1  # of those, and of the channels of a short convolution
     prefill_chunk: int = UNLIMITED  # tokens that run together
@@ -72,10 +73,12 @@ def _refusals(plan: Plan, limits: Limits, max_context: int) -> Iterator[str]:
                 yield from _of_heads(a, limits)
             case DeltaRule() as a:
                 yield from _over("the number of heads", a.heads, limits.heads)
+                yield from _over("the width of a convolution", a.width, limits.convolved)
                 for dim in (a.key_dim, a.value_dim):
                     yield from _over("a head of a delta rule", dim, limits.state_dim)
                     yield from _divided("a head of a delta rule", dim, limits.state_multiple)
             case ShortConvolution() as c:
+                yield from _over("the width of a convolution", c.width, limits.convolved)
                 yield from _divided("the number of channels of a convolution", c.conv.rows, limits.state_multiple)
             case MLA() as a:
                 yield from _over("a latent cache row", a.row, limits.latent_row)
