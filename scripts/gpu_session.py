@@ -75,6 +75,7 @@ VARIANTS = (
     "olmo2_windows",
     "gpt-oss",
     "gemma3",
+    "gemma4_layer_embeddings",
 )
 CLUSTER = "deepseek2_cluster"  # wide enough for latent attention in clusters of blocks
 tiny.VARIANTS[CLUSTER] = replace(

@@ -14,6 +14,7 @@ from tinychat.engine.config import ModelConfig
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.plan import build_plan
 from tinychat.errors import TinychatError
+from tinychat.kernels.ops import Attention
 
 
 def metadata(key: str, value: object) -> Callable[[GGUF], None]:
@@ -92,7 +93,22 @@ def no_tensor(name: str) -> Callable[[GGUF], None]:
         (
             "gemma4",
             metadata("gemma4.embedding_length_per_layer_input", 64),
-            "per_layer_input: expected 0 .per-layer embeddings and shared caches are not supported.*found 64",
+            "tensor blk.0.inp_gate.weight is missing",
+        ),
+        (
+            "gemma4_layer_embeddings",
+            tensor("per_layer_token_embd.weight", shape=(tiny.VOCAB, 160)),
+            r"per_layer_token_embd.weight: expected shape \(301, 128\), found \(301, 160\)",
+        ),
+        (
+            "gemma4_layer_embeddings",
+            metadata("gemma4.attention.shared_kv_layers", 3),
+            "shared_kv_layers: expected a layer with a cache in front of those that share one, of each kind, found 3",
+        ),
+        (
+            "gemma4_layer_embeddings",
+            metadata("gemma4.feed_forward_length", np.array([96, 96, 192, -1])),
+            "feed_forward_length: expected whole numbers up to .* found -1",
         ),
         (
             "gemma4",
@@ -169,9 +185,11 @@ def test_every_variant_has_a_plan_that_counts_its_bytes(tmp_path: Path) -> None:
         config = ModelConfig.from_gguf(gguf)
         plan = build_plan(gguf, config)
         assert 0 < plan.bytes_per_token() <= gguf.nbytes
-        assert plan.bytes_per_token(3) - plan.bytes_per_token() == 3 * plan.kv_bytes_per_token
+        seen = [(op.window, plan.caches[op.layer].row_bytes) for op in plan.ops if isinstance(op, Attention)]
+        assert plan.bytes_per_token(3) - plan.bytes_per_token() == 3 * sum(n for _, n in seen)
+        assert plan.kv_bytes_per_token == sum(n for _, n in seen[: config.storing])  # layers that share store none
         if config.windowed:  # a layer with a window reads no more rows than that
-            more, full = plan.bytes_per_token(config.window + 9) - plan.bytes_per_token(config.window), config.layers
-            assert more == 9 * plan.kv_bytes_per_token * (full - len(config.windowed)) // full
+            more = plan.bytes_per_token(config.window + 9) - plan.bytes_per_token(config.window)
+            assert more == 9 * sum(n for window, n in seen if not window)
         if config.latent:  # one latent row per token and layer, V a slice of it
             assert plan.kv_bytes_per_token == 2 * config.layers * (config.latent.kv_lora + config.rope.dims)

@@ -74,6 +74,7 @@ class Model:
         self.arch: str = self.metadata["general.architecture"]
         self.tensors = {t.name: t for r in readers for t in r.tensors}
         self._cache: dict[str, Array] = {}
+        self.shared: dict[int, tuple[Array, Array]] = {}  # keys and values of a layer's last run
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.metadata.get(f"{self.arch}.{key}", default)
@@ -184,6 +185,19 @@ class Model:
         y = x @ self[f"{name}.weight"].T
         return y + self[f"{name}.bias"] if f"{name}.bias" in self else y
 
+    def layer_inputs(self, ids: Sequence[int], x: Array) -> Array:
+        """The per-layer embeddings (tokens, layers, width)."""
+        width = self.get("embedding_length_per_layer_input")
+        rows = self["per_layer_token_embd.weight"][list(ids)].reshape(len(ids), -1, width) * np.sqrt(width)
+        projected = self.linear(x, "per_layer_model_proj").reshape(rows.shape) / np.sqrt(x.shape[-1])
+        return (rms_norm(projected, self["per_layer_proj_norm.weight"], self.eps) + rows) / np.sqrt(2)
+
+    def cache_of(self, layer: int) -> int:
+        """The layer whose keys and values this one reads."""
+        own = self.layers - self.get("attention.shared_kv_layers", 0)
+        alike = (i for i in range(own) if bool(self.window(i)) == bool(self.window(layer)))
+        return layer if layer < own else max(alike)
+
     def attend(self, q: Array, k: Array, v: Array, scale: float, window: int = 0, sinks: str = "") -> Array:
         """Causal attention: q (tokens, heads, d), k and v (tokens, kv heads, d); heads of a group are neighbours.
         `sinks`: a tensor with one more score of each head, where there is one."""
@@ -214,6 +228,13 @@ class Model:
             q, k, v = np.split(x @ self[b + "attn_qkv.weight"].T, at, -1)
             if b + "attn_q.bias" in self:
                 q, k, v = q + self[b + "attn_q.bias"], k + self[b + "attn_k.bias"], v + self[b + "attn_v.bias"]
+        elif self.cache_of(layer) != layer:
+            q = rms_norm(
+                self.linear(x, b + "attn_q").reshape(n, heads, width), self[b + "attn_q_norm.weight"], self.eps
+            )
+            keys, values = self.shared[self.cache_of(layer)]
+            out = self.attend(self.rotate(q, np.arange(n), layer), keys, values, 1, self.window(layer))
+            return self.linear(out, b + "attn_output")
         else:
             q, k = self.linear(x, b + "attn_q"), self.linear(x, b + "attn_k")
             v = self.linear(x, b + "attn_v") if b + "attn_v.weight" in self else k
@@ -238,6 +259,7 @@ class Model:
             )
         at = np.arange(n)
         q, k = self.rotate(q, at, layer), self.rotate(k, at, layer)
+        self.shared[layer] = k, v
         scale = self.get("attention.scale", 0) or (1 if self.arch == "gemma4" else width**-0.5)
         out = self.attend(q, k, v, scale, self.window(layer), b + "attn_sinks.weight")
         if gated:
@@ -385,7 +407,7 @@ class Model:
         """RMSNorm with the gain `name`; x where the file has none."""
         return rms_norm(x, self[f"{name}.weight"], self.eps) if f"{name}.weight" in self else x
 
-    def layer(self, x: Array, i: int) -> Array:
+    def layer(self, x: Array, i: int, of_layer: Array | None = None) -> Array:
         part = self.get("residual_scale", 0) or 1
         post = self.arch in ("olmo2", "glm4", "gemma3", "gemma4")
         b = f"blk.{i}."
@@ -403,6 +425,9 @@ class Model:
         h = x if routed and self.arch == "gemma4" else self.normed(x, name)
         h = self.experts(h, b) if routed else self.feed_forward(h, b)
         x = x + part * (self.normed(h, b + "post_ffw_norm") if post else h)
+        if of_layer is not None:
+            h = self.linear(self.gated(self.linear(x, b + "inp_gate"), of_layer), b + "proj")
+            x = x + self.normed(h, b + "post_norm")
         return x * self[b + "layer_output_scale.weight"] if b + "layer_output_scale.weight" in self else x
 
     def hidden(self, ids: Sequence[int]) -> Array:
@@ -410,8 +435,9 @@ class Model:
         x = self["token_embd.weight"][list(ids)] * (self.get("embedding_scale", 0) or 1)  # llama.cpp: 0 scales nothing
         if self.arch in ("gemma3", "gemma4"):
             x = x * np.sqrt(x.shape[-1])
+        inputs = self.layer_inputs(ids, x) if "per_layer_token_embd.weight" in self else None
         for i in range(self.layers):
-            x = self.layer(x, i)
+            x = self.layer(x, i, inputs[:, i] if inputs is not None else None)
         last = "output_norm" if "output_norm.weight" in self else "token_embd_norm"
         return rms_norm(x, self[f"{last}.weight"], self.eps)
 

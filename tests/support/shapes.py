@@ -105,6 +105,8 @@ class Shape:
     window_heads: tuple[int, int] = (0, 0)  # kv heads and values of a head in layers with a window; 0: as the others
     softcap: float = 0  # of the logits
     delta: DeltaRule | None = None
+    layer_embedding: int = 0  # values of a per-layer embedding
+    shared: int = 0  # last layers that share the caches of earlier ones, with a feed-forward twice as wide
     convolution: int = 0  # inputs of a short convolution, which every second layer has instead of attention
 
     def convolves(self, layer: int) -> bool:
@@ -115,6 +117,9 @@ class Shape:
 
     def windowed(self, layer: int) -> bool:
         return isinstance(self.window_pattern, tuple) and bool(self.window_pattern) and self.window_pattern[layer]
+
+    def ffn_of(self, layer: int) -> int:
+        return self.ffn * (2 if layer >= self.layers - self.shared else 1)
 
     @property
     def pre_norms(self) -> bool:
@@ -473,6 +478,10 @@ def tensors(s: Shape) -> Iterator[Tensor]:
     yield norm("token_embd_norm" if s.convolution else "output_norm", s.dim)
     if not s.tied:
         yield linear("output", s.vocab, s.dim, gain=2)
+    if n := s.layer_embedding:
+        yield "per_layer_token_embd.weight", (s.vocab, s.layers * n), 1.0
+        yield linear("per_layer_model_proj", s.layers * n, s.dim)
+        yield norm("per_layer_proj_norm", n)
     if s.rope_freqs:
         yield "rope_freqs.weight", (s.head_dim // 2,), 0.0
     for i in range(s.layers + s.nextn):
@@ -529,7 +538,9 @@ def tensors(s: Shape) -> Iterator[Tensor]:
                 kv_heads, qk_norm = s.window_heads
                 q, k, v = s.heads * qk_norm, kv_heads * qk_norm, kv_heads * qk_norm
             for x, rows in (("q", q), ("k", k), ("v", v)):
-                if x == "v" and s.arch == "gemma4" and not s.windowed(i):
+                if x == "v" and s.arch == "gemma4" and not s.windowed(i) and not s.layer_embedding:
+                    continue
+                if x != "q" and i >= s.layers - s.shared:
                     continue
                 if not s.fused_qkv:
                     yield linear(f"{b}attn_{x}", rows * (2 if s.delta and x == "q" else 1), s.dim)
@@ -537,7 +548,8 @@ def tensors(s: Shape) -> Iterator[Tensor]:
                     yield f"{b}attn_{x}.bias", (rows,), 0.2
             if s.qk_norm:
                 yield norm(b + "attn_q_norm", qk_norm)
-                yield norm(b + "attn_k_norm", qk_norm if s.qk_norm == s.head_dim else k)
+                if i < s.layers - s.shared:
+                    yield norm(b + "attn_k_norm", qk_norm if s.qk_norm == s.head_dim else k)
             yield linear(b + "attn_output", s.dim, q // s.head_dim * value_dim)
             if s.arch == "gemma4":
                 yield norm(b + "layer_output_scale", 1)
@@ -577,10 +589,15 @@ def tensors(s: Shape) -> Iterator[Tensor]:
                 yield linear(b + "ffn_up_shexp", e.shared * e.ffn, s.dim)
                 yield linear(b + "ffn_down_shexp", s.dim, e.shared * e.ffn)
         if not s.moe or i < s.moe.dense or s.arch == "gemma4":
+            ffn = s.ffn_of(i)
             if s.arch != "glm4":
-                yield linear(b + "ffn_gate", s.ffn, s.dim)
-            yield linear(b + "ffn_up", s.ffn * (2 if s.arch == "glm4" else 1), s.dim)
-            yield linear(b + "ffn_down", s.dim, s.ffn)
+                yield linear(b + "ffn_gate", ffn, s.dim)
+            yield linear(b + "ffn_up", ffn * (2 if s.arch == "glm4" else 1), s.dim)
+            yield linear(b + "ffn_down", s.dim, ffn)
+        if n := s.layer_embedding:
+            yield linear(b + "inp_gate", n, s.dim, gain=2)
+            yield linear(b + "proj", s.dim, n)
+            yield norm(b + "post_norm", s.dim)
 
 
 def is_float(name: str, shape: tuple[int, ...]) -> bool:
@@ -622,7 +639,7 @@ def metadata(w: GGUFWriter, s: Shape, name: str) -> None:
     w.add_block_count(s.layers + s.nextn)
     w.add_context_length(s.context)
     w.add_embedding_length(s.dim)
-    w.add_feed_forward_length(s.ffn)
+    w.add_feed_forward_length([s.ffn_of(i) for i in range(s.layers)] if s.shared else s.ffn)
     w.add_head_count(s.heads)
     w.add_layer_norm_rms_eps(s.eps)
     w.add_rope_freq_base(s.theta)
@@ -661,7 +678,8 @@ def metadata(w: GGUFWriter, s: Shape, name: str) -> None:
             w.add_uint32("gemma4.attention.key_length_swa", head_dim)
             w.add_uint32("gemma4.attention.value_length_swa", head_dim)
             w.add_uint32("gemma4.rope.dimension_count_swa", head_dim)
-            w.add_uint32("gemma4.embedding_length_per_layer_input", 0)
+            w.add_embedding_length_per_layer_input(s.layer_embedding)
+            w.add_shared_kv_layers(s.shared)
             w.add_float32("gemma4.final_logit_softcapping", s.softcap)
         w.add_key_length(s.head_dim)
         w.add_value_length(s.value_dim or s.head_dim)

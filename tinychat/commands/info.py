@@ -110,12 +110,14 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     else:
         c = facts["config"]
         yield "title", facts["title"]
-        yield "layers", f"{c['layers']} of width {c['dim']}, feed-forward {c['ff']}"
+        yield "layers", f"{c['layers']} of width {c['dim']}, feed-forward {' or '.join(map(str, sorted(set(c['ff']))))}"
         heads = f"{c['heads']} heads of {c['head_dim']}"
         if latent := c["latent"]:
             yield "attention", f"{heads}, latent rows of {latent['kv_lora']} + {c['head_dim'] - latent['nope']} (MLA)"
         else:
             yield "attention", f"{heads}, {c['kv_heads']} of them for keys and values"
+        if c["storing"] < c["layers"]:
+            yield "shared caches", f"{c['layers'] - c['storing']} layers read the rows of an earlier one"
         if rule := c["delta_rule"]:
             size = rule["head_dim"]
             yield (

@@ -48,6 +48,7 @@ class Architecture:
     window_sizes: bool = False  # it has keys for the heads of layers with a window; V is K where it has no tensor
     value_norm: bool = False
     beside: bool = False  # a dense feed-forward is beside the experts
+    layer_embeddings: bool = False  # it has keys for them, and for layers that share a cache
     unscaled: bool = False  # scores are not divided by the square root of the key length
     sinks: bool = False
     delta_rule: Literal["grouped", "tiled"] | None = None  # most layers have one: how its heads share those of q and k
@@ -131,6 +132,7 @@ ARCHITECTURES = {
         value_norm=True,
         normalize_experts=True,
         beside=True,
+        layer_embeddings=True,
         unscaled=True,
     ),
 }
@@ -139,7 +141,7 @@ ARCHITECTURES = {
 _MISSING = {
     "a delta rule with a decay per channel": "kimi-linear bailingmoe3",
     "pictures (the file is the part of a model that sees)": "clip",
-    "per-layer embeddings": "gemma3n",
+    "several streams that predict each other (AltUp)": "gemma3n",
     "state-space layers": "mamba mamba2 falcon-h1 granitehybrid jamba nemotron_h nemotron_h_moe plamo2",
     "an index that chooses cache rows": "deepseek32 glm-dsa",
     "several residual streams": "deepseek4 kimi-k3",
@@ -221,7 +223,7 @@ class ModelConfig:
     kv_heads: int
     head_dim: int
     v_dim: int
-    ff: int
+    ff: tuple[int, ...]  # of each layer
     vocab: int
     eps: float
     context: int
@@ -230,6 +232,8 @@ class ModelConfig:
     window: int  # cache rows that those layers see
     windowed: frozenset[int]
     unrotated: frozenset[int]  # layers without RoPE
+    storing: int  # layers with a cache; those behind them read the rows of the last of these of their kind
+    layer_embedding: int  # values of a per-layer embedding; 0: there are none
     attention_scale: float
     temperature: Temperature | None
     embedding_scale: float
@@ -282,9 +286,6 @@ class ModelConfig:
         for n in (kv_heads, window_kv_heads):
             if heads % n:
                 raise TinychatError(f"{name}.attention.head_count {heads} is not a multiple of head_count_kv {n}")
-        for unknown in ("embedding_length_per_layer_input", "attention.shared_kv_layers"):  # of Gemma 4's E models
-            if found := kv.integer(unknown, 0, low=0):
-                raise kv.bad(unknown, "0 (per-layer embeddings and shared caches are not supported)", found)
         context = kv.integer("context_length")
         rope_dims = kv.integer("rope.dimension_count", head_dim)
         latent = None
@@ -349,7 +350,7 @@ class ModelConfig:
             kv_heads=kv_heads,
             head_dim=head_dim,
             v_dim=v_dim,
-            ff=kv.integer("feed_forward_length", 0 if experts and not experts.dense_layers else None, low=0),
+            ff=kv.integers("feed_forward_length", layers + nextn, 0 if experts and not experts.dense_layers else None),
             vocab=vocab,
             eps=kv.number("attention.layer_norm_rms_epsilon"),
             context=context,
@@ -358,6 +359,8 @@ class ModelConfig:
             window=window,
             windowed=windowed,
             unrotated=frozenset(range(every - 1, layers, every) if every else ()),
+            storing=_storing(kv, layers, windowed) if arch.layer_embeddings else layers,
+            layer_embedding=kv.integer("embedding_length_per_layer_input", 0, low=0) if arch.layer_embeddings else 0,
             attention_scale=attention_scale,
             temperature=_temperature(kv),
             embedding_scale=embedding_scale,
@@ -410,6 +413,15 @@ class _Metadata:
         if value > limit.most:
             raise self.bad(key, f"at most {limit.most:,} ({limit.why})", value)
         return value
+
+    def integers(self, key: str, count: int, default: int | None = None) -> tuple[int, ...]:
+        """Whole numbers from 0 on, one for each of `count` layers; the file may have one for all."""
+        value, limit = self.values.get(self.prefix + key), file_limits.METADATA.get(key, file_limits.OTHER)
+        if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu" or len(value) < count:
+            return (self.integer(key, default, low=0),) * count
+        if wrong := [int(n) for n in value[:count] if not 0 <= n <= limit.most]:
+            raise self.bad(key, f"whole numbers up to {limit.most:,} ({limit.why})", wrong[0])
+        return tuple(int(n) for n in value[:count])
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.values.get(self.prefix + key, default)
@@ -519,6 +531,16 @@ def _kv_heads(
             return min(kinds[0]), min(kinds[1]), frozenset()
     n = kv.integer(key, heads)
     return n, n, frozenset()
+
+
+def _storing(kv: _Metadata, layers: int, windowed: frozenset[int]) -> int:
+    key = "attention.shared_kv_layers"
+    shared = kv.integer(key, 0, low=0)
+    first = layers - shared
+    for kind in (windowed, frozenset(range(layers)) - windowed):
+        if any(i >= first for i in kind) and not any(i < first for i in kind):
+            raise kv.bad(key, "a layer with a cache in front of those that share one, of each kind", shared)
+    return first
 
 
 def _delta_rule(kv: _Metadata, arch: Architecture, layers: int) -> DeltaConfig | None:

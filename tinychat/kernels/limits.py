@@ -56,7 +56,7 @@ def check_sampling(sampling: Sampling, limits: Limits) -> None:
 
 
 def _refusals(plan: Plan, limits: Limits, max_context: int) -> Iterator[str]:
-    for w in plan.matrices:
+    for w in (*plan.matrices, *([plan.layer_table.table.weight] if plan.layer_table else [])):
         yield from _of_weight(w, limits)
     if plan.mtp and not limits.mtp:
         yield "it has a block of multi-token prediction"

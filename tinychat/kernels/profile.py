@@ -19,10 +19,12 @@ from tinychat.kernels.ops import (
     ExpertsDown,
     ExpertsUp,
     GatedConvolve,
+    GateInput,
     GateUp,
     Head,
     Join,
     LatentStore,
+    LayerInputs,
     LinearAdd,
     NormAdd,
     NormLinear,
@@ -157,6 +159,10 @@ def shape_of(op: Op) -> str:
             return f"{op.weight.rows}×{op.weight.cols}"
         case Embed():
             return f"1 of {op.weight.rows}×{op.weight.cols}"
+        case LayerInputs():
+            return f"1 of {op.table.weight.rows}×{op.table.weight.cols}"
+        case GateInput():
+            return f"{op.width}"
         case NormLinear():
             return f"{'+'.join(str(w.rows) for w in op.weights)}×{op.weights[0].cols}"
         case GateUp():
@@ -193,7 +199,7 @@ def category_of(op: Op) -> str:
             return "routing"
         case ExpertsUp() | ExpertsDown():
             return f"experts {quant_of(op)}"
-        case Embed():
+        case Embed() | LayerInputs() | GateInput():
             return "embedding"
         case NormAdd() | StoreHidden() | Join():
             return "norm"

@@ -106,8 +106,8 @@ def test_matvec_of_every_quant_type(kind: Q, matvecs: dict[Q, Matvec]) -> None:
         ("mistral4", 9),
         ("gpt-oss", 70),
         ("gemma3", 70),
-        ("gemma4", 70),
         ("gemma4_experts", 9),
+        ("gemma4_layer_embeddings", 70),
     ],
 )
 def test_models_in_float(variant: str, tokens: int, tmp_path: Path) -> None:

@@ -16,7 +16,17 @@ import numpy as np
 from tinychat.errors import TinychatError
 from tinychat.kernels.blocks import CACHE_VALUE_BYTES, GQA, MLA
 from tinychat.kernels.cpu import bandwidth, compiler, library
-from tinychat.kernels.cpu.library import MAX_GROUP, QUANTS, SAMPLED, STEP, TILE, Library, SampleSpec, StepContext
+from tinychat.kernels.cpu.library import (
+    MAX_GROUP,
+    QUANTS,
+    SAMPLED,
+    STEP,
+    STRETCH,
+    TILE,
+    Library,
+    SampleSpec,
+    StepContext,
+)
 from tinychat.kernels.cpu.program import build
 from tinychat.kernels.executor import ExecutorKind, Logits, Mask, Weights
 from tinychat.kernels.limits import Limits, check
@@ -28,6 +38,8 @@ from tinychat.kernels.ops import (
     ExpertsDown,
     ExpertsUp,
     GatedConvolve,
+    GateInput,
+    LayerInputs,
     NormAdd,
     Op,
     Plan,
@@ -379,8 +391,10 @@ class CPUExecutor:
         match o:
             case Embed():
                 return 1
-            case NormAdd():
+            case NormAdd() | GateInput():
                 return 1
+            case LayerInputs():
+                return 1 if o.norm.cols % STRETCH else o.table.weight.cols // o.norm.cols
             case Convolve() | Delta():
                 return o.heads
             case GatedConvolve():

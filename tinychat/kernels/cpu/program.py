@@ -10,11 +10,34 @@ import numpy as np
 from gguf import GGMLQuantizationType as Q
 from gguf.quants import dequantize
 
-from tinychat.kernels.blocks import GQA, MLA, DeltaRule, Dense, Experts, Layer, Rope, ShortConvolution, Weight
+from tinychat.kernels.blocks import (
+    GQA,
+    MLA,
+    DeltaRule,
+    Dense,
+    Experts,
+    Layer,
+    LayerEmbedding,
+    Rope,
+    ShortConvolution,
+    Weight,
+)
 from tinychat.kernels.cpu import library
 from tinychat.kernels.cpu.library import STEP, TILE, CMatrix, Library
 from tinychat.kernels.executor import Weights
-from tinychat.kernels.ops import Head, LatentStore, LinearAdd, NormAdd, NormLinear, Op, Plan, RopeStore, added
+from tinychat.kernels.ops import (
+    Head,
+    LatentStore,
+    LayerTable,
+    LinearAdd,
+    NormAdd,
+    NormLinear,
+    Op,
+    Plan,
+    RopeStore,
+    added,
+    projections,
+)
 
 
 @dataclass
@@ -46,7 +69,14 @@ def build(
     total = sum(sizes.values())
     arena, places, arrays = alloc(total), dict[Weight, int](), list[np.ndarray]()
     last_use = {w.tensor: w for w in packed}
-    for w in set(plan.weights) - set(packed):  # norm gains and biases; weights of a convolution, to be read by channels
+    table = plan.layer_table.table.weight if plan.layer_table else None
+    if table:  # its rows are read where they lie in the file
+        arrays.append(weights.raw(table.tensor))
+        places[table] = arrays[-1].ctypes.data
+    for w in set(plan.weights) - {
+        *packed,
+        table,
+    }:  # norm gains and biases; weights of a convolution, to be read by channels
         raw = weights.raw(w.tensor)[w.start * w.row_bytes :][: w.nbytes].view(np.float32)
         arrays.append(raw.reshape(w.groups, w.rows, w.cols).transpose(0, 2, 1).copy())
         places[w] = arrays[-1].ctypes.data
@@ -102,8 +132,12 @@ class _Translator:
         """All ops of a step."""
         p, routes = self.plan, iter(self.routes)
         yield self._op("embed", [p.embed.weight], scale=p.embed.scale)
+        if p.layer_table:
+            yield from self._layer_inputs(p.layer_table)
         for i, layer in enumerate(p.layers):
             yield from self._layer(i, layer, routes)
+            if layer.embedding:
+                yield from self._layer_embedding(i, layer.embedding)
         if p.mtp:
             yield self._op("store_hidden", layer=len(p.layers) + 1, norm=p.head.norm, eps=p.head.eps)
         yield self._head(p.head)
@@ -145,19 +179,32 @@ class _Translator:
             case Experts() as experts:
                 yield from self._experts(experts, next(routes))
 
+    def _layer_inputs(self, t: LayerTable) -> Iterator[library.COp]:
+        yield self._op("linear", [t.project], dst=("inputs",))
+        table = [t.table.weight]
+        yield self._op(
+            "layer_inputs", table, dst=("inputs",), norm=t.norm, eps=t.eps, scale=t.table.scale, key_dim=t.width
+        )
+
+    def _layer_embedding(self, i: int, e: LayerEmbedding) -> Iterator[library.COp]:
+        yield self._op("linear", [e.gate], dst=("gated",))
+        width, activation = e.gate.rows, self.lib.activations[e.activation]
+        yield self._op("gate_input", src="inputs", dst=("gated",), key_dim=width, layer=i, activation=activation)
+        yield from self._added(added("gated", e.project, None, e.post_norm, e.eps, 1.0, e.stream_scale))
+
     def _head(self, h: Head) -> library.COp:
         return self._op("head", [h.weight], norm=h.norm, eps=h.eps, scale=h.scale, softcap=h.softcap)
 
     def _gqa(self, i: int, a: GQA) -> Iterator[library.COp]:
-        biases, gate = (a.q_bias, a.k_bias, a.v_bias), [a.gate] if a.gate else []
-        to = ("q", "k", "v", *("gate" for _ in gate))
-        yield self._op("linear", [a.q, a.k, a.v, *gate], dst=to, norm=a.norm, eps=a.eps, bias=biases)
+        weights, biases, to = zip(*projections(a))
+        yield self._op("linear", weights, dst=to, norm=a.norm, eps=a.eps, bias=biases)
         yield self._op(
             "attention",
             src="q",
             dst=("heads", *to[1:]),
-            gated=len(gate),
-            layer=i,
+            gated=int(a.gate is not None),
+            layer=i if a.shared is None else a.shared,
+            stores=int(a.shared is None),
             heads=a.heads,
             kv_heads=a.kv_heads,
             key_dim=a.key_dim,

@@ -23,7 +23,7 @@
 // Python reads these names from the library (tc_names), so that their order is written here only.
 #define TAGS(X)                                                                                                                 \
   X(EMBED) X(LINEAR) X(ATTENTION) X(ABSORB) X(LATENT_ATTENTION) X(VALUE_UP) X(GATE_UP) X(ROUTE) X(EXPERTS_UP) X(EXPERTS_DOWN)    \
-  X(HEAD) X(NORM_ADD) X(CONVOLVE) X(GATED_CONVOLVE) X(DELTA) X(STORE_HIDDEN) X(JOIN)
+  X(HEAD) X(NORM_ADD) X(LAYER_INPUTS) X(GATE_INPUT) X(CONVOLVE) X(GATED_CONVOLVE) X(DELTA) X(STORE_HIDDEN) X(JOIN)
 #define GATINGS(X) X(SOFTMAX) X(SIGMOID) X(SOFTMAX_WEIGHT) X(SQRT_SOFTPLUS)
 #define ACTIVATIONS(X) X(SILU) X(GELU) X(CLAMPED)
 #define CLAMP 7.0f          // of CLAMPED; as ops.CLAMP and ops.CLAMP_SLOPE, checked when the library is loaded
@@ -47,6 +47,7 @@ typedef struct {
   int32_t router;                     // of experts_up: number of the op that has the router
   int32_t window, activation, temperature_length, value_norm;  // window: rows that attention sees, 0: all
   int32_t gated, grouped, taps;       // gated: dst[3] is attention's gate; grouped, taps: ops.DeltaRule, its width
+  int32_t stores;                     // attention's keys and values go into the cache; else there are none
   float eps, norm_eps, scale;         // norm_eps: of q_norm, k_norm and the latent norm; scale: of the scores, or of the result
   float temperature, softcap, stream_scale, logit_scale;  // ops.Temperature, Head, NormAdd, Router; 0: none of the first two
   const float *norm, *q_norm, *k_norm, *rope, *sinks, *shared_scale, *bias[4];
@@ -251,6 +252,46 @@ static void embed(Ctx *c, const Op *op, Part me) {
   for (int t = me.part; t < c->tokens; t += me.parts) embed_token(c, op, me, t);
 }
 
+// Units of ops.LayerInputs that are computed by themselves: per token the layers, all at once where their rows of the table do
+// not begin with a block.
+enum { STRETCH = 256 };  // values, a multiple of every block; as library.STRETCH
+static int input_units(const Op *op) { return op->key_dim % STRETCH ? 1 : op->w[0].cols / op->key_dim; }
+
+// Values from..from+n-1 of a token's layer inputs; n layers' worth, of which the table has its rows as in the file.
+static void layer_inputs_part(const Op *op, float *x, int32_t id, int from, int n) {
+  const Matrix *w = &op->w[0];
+  const QuantLayout *l = &layouts[w->type];
+  const uint8_t *packed = w->data + (size_t)id * (w->cols / l->block) * l->bytes;
+  for (float *y = x + from; y < x + from + n; y += op->key_dim) {
+    float inv = rms_scale(y, op->key_dim, op->eps);
+    for (int i = 0; i < op->key_dim; i++) y[i] *= inv * op->norm[i];
+  }
+  for (int at = from; at < from + n; at += STRETCH) {
+    int count = MIN_(STRETCH, from + n - at);
+    _Alignas(64) uint8_t group[16 * 4 * STRETCH + 256];
+    f32v column[STRETCH];
+    const uint8_t *rows[16] = {packed + (size_t)(at / l->block) * l->bytes};  // of a group that has one row
+    pack_group(group, rows, w->type, count);
+    dequantise(group, w->type, count, column);
+    for (int i = 0; i < count; i++) x[at + i] = (x[at + i] + column[i][0] * op->scale) * 0.70710678f;
+  }
+}
+
+static void layer_inputs(Ctx *c, const Op *op, Part me) {
+  int units = input_units(op), n = op->w[0].cols / units, all = c->tokens * units;
+  for (int i = all * me.part / me.parts; i < all * (me.part + 1) / me.parts; i++)
+    layer_inputs_part(op, row(c, op->dst[0], i / units), c->ids[i / units], i % units * n, n);
+}
+
+static void gate_input(Ctx *c, const Op *op, Part me) {
+  int n = op->key_dim;
+  for (int t = me.part; t < c->tokens; t += me.parts) {
+    const float *by = row(c, op->src, t) + (size_t)op->layer * n;
+    float *x = row(c, op->dst[0], t);
+    for (int i = 0; i < n; i += 16) store(x + i, activated(op->activation, fetch(x + i, n - i), fetch(by + i, n - i)), n - i);
+  }
+}
+
 static void linear(Ctx *c, const Op *op, Part me) {
   const Scratch *x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], op->w[0].cols, op->norm, needs(op->w, op->matrices));
   if (!x) return;
@@ -431,7 +472,7 @@ static void attention_one(Ctx *c, const Op *op, int id, int task) {
     put_query(s->attn_q, stride, m, q, op, c->pos);
     from[m] = MAX_(0, seen - start), limit[m] = MIN_(CHUNK, c->pos + 1 - start);
   }
-  if (op->tag == ATTENTION && chunk == chunks - 1) store_kv(c, op, kv, 0, s->merged);  // each part writes the same bytes
+  if (op->stores && chunk == chunks - 1) store_kv(c, op, kv, 0, s->merged);  // each part writes the same bytes
   Cache cache = cache_at(c, op, kv, start);
   attend(&cache, s->attn_q, stride, count, from, limit, s->attn_s, high, sum, s->attn_out);
   for (int m = 0; m < count; m++) {
@@ -459,7 +500,7 @@ enum { QUERIES = 40 };  // query vectors of one task in a batch: enough to read 
 static void attention_inputs(Ctx *c, const Op *op, Part me) {
   float *tmp = c->scratch[me.id].merged;
   for (int t = me.part; t < c->tokens; t += me.parts) {
-    for (int kv = 0; kv < op->kv_heads; kv++) store_kv(c, op, kv, t, tmp);
+    for (int kv = 0; kv < op->kv_heads && op->stores; kv++) store_kv(c, op, kv, t, tmp);
     float *q = row(c, op->src, t);
     int all = op->heads * op->key_dim;
     for (int h = 0; h < op->heads; h++)
@@ -868,6 +909,8 @@ static void run_op(Ctx *c, const Op *op, Part me) {
     case EXPERTS_DOWN: experts_down(c, op, me); break;
     case HEAD: head(c, op, me); break;
     case NORM_ADD: norm_add(c, op, me); break;
+    case LAYER_INPUTS: layer_inputs(c, op, me); break;
+    case GATE_INPUT: gate_input(c, op, me); break;
     case CONVOLVE: convolve(c, op, me.part); break;
     case GATED_CONVOLVE: gated_convolve(c, op, me); break;
     case DELTA: delta(c, op, me.id, me.part); break;
@@ -894,7 +937,7 @@ static int stage_tasks(const Ctx *c, const Op *op, int stage) {
   if (op->tag == CONVOLVE) return 2 * op->kv_heads + op->heads;
   if (op->tag == DELTA) return op->heads;
   if (c->tokens == 1) {
-    if (op->tag == EMBED || op->tag == NORM_ADD || op->tag == STORE_HIDDEN || op->tag == JOIN) return 1;
+    if (op->tag == EMBED || op->tag == NORM_ADD || op->tag == GATE_INPUT || op->tag == STORE_HIDDEN || op->tag == JOIN) return 1;
     return op->tag == ATTENTION || op->tag == LATENT_ATTENTION ? attention_tasks(c, op, &per) : some;
   }
   if (op->tag == LATENT_ATTENTION || (op->tag == ATTENTION && stage == 1)) {
@@ -999,7 +1042,7 @@ EXPORT size_t tc_sizeof(int what) {
 #define OP_FIELDS(X)                                                                                                            \
   X(tag) X(layer) X(matrices) X(add) X(src) X(dst) X(heads) X(kv_heads) X(key_dim) X(value_dim) X(nope) X(rope_dims) X(neox)     \
   X(q_norm_len) X(k_norm_len) X(top_k) X(gating) X(normalize) X(route_groups) X(route_groups_used) X(router) X(window)           \
-  X(activation) X(temperature_length) X(value_norm) X(gated) X(grouped) X(taps) X(eps) X(norm_eps) X(scale) X(temperature) X(softcap) X(stream_scale)        \
+  X(activation) X(temperature_length) X(value_norm) X(gated) X(grouped) X(taps) X(stores) X(eps) X(norm_eps) X(scale) X(temperature) X(softcap) X(stream_scale)        \
   X(logit_scale)                                                                                                                \
   X(norm) X(q_norm) X(k_norm) X(rope) X(sinks) X(shared_scale) X(bias) X(routes) X(w)
 #define SAMPLE_FIELDS(X) SAMPLING(X) X(n_penalised) X(seed) X(penalised) X(divisors) X(amounts) X(mask)
@@ -1035,7 +1078,7 @@ EXPORT const char *tc_names(int what) {
   return names[what];
 }
 EXPORT double tc_constant(int what) {
-  double values[] = {CHUNK, MAX_GROUP, STEP, MIN_WEIGHT_SUM, CLAMP, CLAMP_SLOPE};
+  double values[] = {CHUNK, MAX_GROUP, STEP, STRETCH, MIN_WEIGHT_SUM, CLAMP, CLAMP_SLOPE};
   return values[what];
 }
 

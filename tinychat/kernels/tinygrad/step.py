@@ -27,6 +27,7 @@ from tinychat.kernels.blocks import (
     Experts,
     Gated,
     Layer,
+    LayerEmbedding,
     Rope,
     Router,
     ShortConvolution,
@@ -34,7 +35,7 @@ from tinychat.kernels.blocks import (
     Weight,
 )
 from tinychat.kernels.executor import Weights
-from tinychat.kernels.ops import Embed, Head, Plan
+from tinychat.kernels.ops import Embed, Head, LayerTable, Plan, projections
 from tinychat.kernels.tinygrad.compile_caches import Caches
 from tinychat.kernels.tinygrad.dequant import dequantize, to_tensor
 
@@ -160,8 +161,13 @@ class Step:
         """All ops but the head."""
         x = self._embedded(tokens, self.plan.embed).realize()
         yield x
+        inputs = None
+        if table := self.plan.layer_table:
+            inputs = yield from self._layer_inputs(table, tokens, x)
         for i, layer in enumerate(self.plan.layers):
             x = yield from self._layer(i, layer, x, pos)
+            if layer.embedding and inputs is not None:
+                x = yield from self._layer_embedding(layer.embedding, x, inputs[:, i])
         if (hidden := self.values[-1]) is not None and self.plan.mtp:
             _store(hidden, self._norm(x, self.plan.head.norm, self.plan.head.eps), pos)
             yield x
@@ -188,6 +194,23 @@ class Step:
         rows = dequantize(self._rows(embed.weight)[0][tokens].contiguous(), embed.weight.type)
         return (rows * embed.scale).contiguous()
 
+    def _layer_inputs(self, table: LayerTable, tokens: Tensor, x: Tensor) -> Ops:
+        """float32 (T, layers, width)."""
+        y = self._linear(x, table.project).contiguous().realize()
+        yield y
+        rows = self._embedded(tokens, table.table).reshape(tokens.shape[0], -1, table.width)
+        inputs = (_unit(y.reshape(rows.shape), table.eps) * self._vector(table.norm) + rows) * 0.5**0.5
+        inputs = inputs.contiguous().realize()
+        yield inputs
+        return inputs
+
+    def _layer_embedding(self, e: LayerEmbedding, x: Tensor, of_layer: Tensor) -> Ops:
+        gated = self._linear(x, e.gate).contiguous().realize()
+        yield gated
+        gated = _activated(gated, of_layer, e.activation).contiguous().realize()
+        yield gated
+        return (yield from self._added(x, self._linear(gated, e.project), e.post_norm, e.eps, 1.0, e.stream_scale))
+
     def _mtp(self, tokens: Tensor, at: UOp, behind: bool, want_logits: bool) -> Tensor:
         """MTP from position `at` on, or from the one `behind` it; in front of position 0 there is no hidden row."""
         m, hidden = self.plan.mtp, self.values[-1]
@@ -203,25 +226,26 @@ class Step:
     # --- blocks: each runs its ops and returns x with what it adds
 
     def _gqa(self, i: int, a: GQA, x: Tensor, pos: UOp) -> Ops:
-        keys, values = self.keys[i], self.values[i]
+        keys, values = (of[i if a.shared is None else a.shared] for of in (self.keys, self.values))
         assert keys is not None and values is not None
         n = self._norm(x, a.norm, a.eps)
-        projections = [(a.q, a.q_bias), (a.k, a.k_bias), (a.v, a.v_bias)] + ([(a.gate, None)] if a.gate else [])
-        q, k, v, *gates = (self._biased(self._linear(n, w), bias).contiguous() for w, bias in projections)
-        Tensor.realize(q, k, v, *gates)
+        made = {name: self._biased(self._linear(n, w), bias).contiguous() for w, bias, name in projections(a)}
+        Tensor.realize(*made.values())
+        q = made["q"]
         yield q
         q = self._rotate(self._head_norm(q, a.q_norm, a), a.rope, pos, 0).contiguous()
-        k = self._rotate(self._head_norm(k, a.k_norm, a), a.rope, pos, 0)
-        _store(keys, k.flatten(1), pos)
-        _store(values, _unit(v.reshape(v.shape[0], a.kv_heads, -1), a.eps).flatten(1) if a.value_norm else v, pos)
+        if a.shared is None:
+            k, v = self._rotate(self._head_norm(made["k"], a.k_norm, a), a.rope, pos, 0), made["v"]
+            _store(keys, k.flatten(1), pos)
+            _store(values, _unit(v.reshape(v.shape[0], a.kv_heads, -1), a.eps).flatten(1) if a.value_norm else v, pos)
         yield q.realize()
         n_rows = pos + x.shape[0]
         rows_k = keys[:n_rows].cast(dtypes.float32).reshape(n_rows, a.kv_heads, a.key_dim)
         rows_v = values[:n_rows].cast(dtypes.float32).reshape(n_rows, a.kv_heads, a.value_dim)
         sinks = self._vector(a.sinks) if a.sinks else None
         heads = _attend(q, rows_k, rows_v, a.scale, pos, a.window, sinks)
-        for gate in gates:
-            heads = heads * gate.sigmoid()
+        if a.gate:
+            heads = heads * made["gate"].sigmoid()
         yield heads.realize()
         y = self._biased(self._linear(heads, a.output), a.output_bias)
         return (yield from self._added(x, y, a.post_norm, a.eps, a.residual_scale))
