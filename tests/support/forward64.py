@@ -196,7 +196,7 @@ class Model:
         """The layer whose keys and values this one reads."""
         own = self.layers - self.get("attention.shared_kv_layers", 0)
         alike = (i for i in range(own) if bool(self.window(i)) == bool(self.window(layer)))
-        return layer if layer < own else max(alike)
+        return max(alike) if own <= layer < self.layers else layer
 
     def attend(self, q: Array, k: Array, v: Array, scale: float, window: int = 0, sinks: str = "") -> Array:
         """Causal attention: q (tokens, heads, d), k and v (tokens, kv heads, d); heads of a group are neighbours.
