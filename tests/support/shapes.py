@@ -118,8 +118,11 @@ class Shape:
     def windowed(self, layer: int) -> bool:
         return isinstance(self.window_pattern, tuple) and bool(self.window_pattern) and self.window_pattern[layer]
 
+    def shares(self, layer: int) -> bool:
+        return self.layers - self.shared <= layer < self.layers
+
     def ffn_of(self, layer: int) -> int:
-        return self.ffn * (2 if layer >= self.layers - self.shared else 1)
+        return self.ffn * (2 if self.shares(layer) else 1)
 
     @property
     def pre_norms(self) -> bool:
@@ -540,7 +543,7 @@ def tensors(s: Shape) -> Iterator[Tensor]:
             for x, rows in (("q", q), ("k", k), ("v", v)):
                 if x == "v" and s.arch == "gemma4" and not s.windowed(i) and not s.layer_embedding:
                     continue
-                if x != "q" and i >= s.layers - s.shared:
+                if x != "q" and s.shares(i):
                     continue
                 if not s.fused_qkv:
                     yield linear(f"{b}attn_{x}", rows * (2 if s.delta and x == "q" else 1), s.dim)
@@ -548,7 +551,7 @@ def tensors(s: Shape) -> Iterator[Tensor]:
                     yield f"{b}attn_{x}.bias", (rows,), 0.2
             if s.qk_norm:
                 yield norm(b + "attn_q_norm", qk_norm)
-                if i < s.layers - s.shared:
+                if not s.shares(i):
                     yield norm(b + "attn_k_norm", qk_norm if s.qk_norm == s.head_dim else k)
             yield linear(b + "attn_output", s.dim, q // s.head_dim * value_dim)
             if s.arch == "gemma4":
