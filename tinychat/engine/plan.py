@@ -167,7 +167,7 @@ def _gqa(t: _Tensors, c: ModelConfig, i: int) -> GQA:
     gate: Weight | None = None
     k: Weight | None
     v: Weight | None
-    if i >= c.storing:  # a file may have its k and v nevertheless
+    if i in range(c.storing, c.layers):  # a file may have its k and v nevertheless
         shared = max(n for n in range(c.storing) if (n in c.windowed) == windowed)
         q, k, v = t.matrix(b + "attn_q.weight", nq, c.dim), None, None
         t.used.update(f"{b}attn_{n}.weight" for n in ("k", "v", "k_norm"))
