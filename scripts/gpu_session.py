@@ -46,7 +46,7 @@ from tinychat.engine.speculation import Speculate
 from tinychat.engine.tokenizer import Tokenizer
 from tinychat.errors import TinychatError
 from tinychat.kernels.cpu.executor import CPUExecutor
-from tinychat.kernels.cuda import launch
+from tinychat.kernels.cuda import launch, quants
 from tinychat.kernels.cuda.executor import CUDAExecutor
 from tinychat.kernels.executor import Executor
 from tinychat.kernels.sampling import GREEDY, Sampling
@@ -55,7 +55,7 @@ from tinychat.ui.app import TinychatApp
 
 FILES = Path(os.environ.get("FILES", "/dev/shm"))
 IDS = np.random.default_rng(3).integers(0, 300, 150).tolist()
-QUANTS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q4_K_M")
+QUANTS = (*(kind.name for kind in quants.QUANTS), "Q4_K_M", "IQ_MIX")
 VARIANTS = (
     "llama",
     "llama_rope_freqs",
@@ -81,7 +81,6 @@ CLUSTER = "deepseek2_cluster"  # wide enough for latent attention in clusters of
 tiny.VARIANTS[CLUSTER] = replace(
     tiny.VARIANTS["deepseek2_glm"], layers=2, heads=3, mla=shapes.MLA(256, 256, 64, 64, 128)
 )
-FEW = ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q6_K", "Q4_K_M")  # types that latent attention in clusters takes
 SAMPLINGS = {"greedy": GREEDY, "seeded": Sampling(temperature=0.9, repeat_penalty=1.1, dry_multiplier=0.8, seed=5)}
 VERBS = ["check", "time", "prompts", "peer", "file", "compare"]
 VERBS += ["masked", "app", "fallback", "verify", "verify-time", "speculate"]
@@ -227,12 +226,7 @@ def check_verify(specs: list[str]) -> bool:
     many keys and across the positions at which the kind of graph changes."""
     good = True
     for spec in specs or [
-        *(
-            f"{v}:{q}"
-            for v in ("llama", "deepseek2_glm", CLUSTER)
-            for q in (*QUANTS, "MXFP4")
-            if v != CLUSTER or q in FEW
-        ),
+        *(f"{v}:{q}" for v in ("llama", "deepseek2_glm", CLUSTER) for q in QUANTS),
         *(f"{v}:{q}" for v in VARIANTS[1:] for q in ("F16", "Q4_0")),
     ]:
         variant, quant = spec.split(":")
