@@ -70,7 +70,8 @@ MORE = (
     "qwen3moe_tied_top1",
     "smollm3",
 )
-# Others, or the same in F32, have all of their blocks and fields; every quant type is held bit-exact by tinygrad/test_dequant.py.
+# Others, or the same in F32, have all of their blocks and fields; every quant type is held bit-exact by
+# tinygrad/test_dequant.py.
 HELD_BY_OTHERS = {
     "gemma4_layer_embeddings",
     "qwen35moe",

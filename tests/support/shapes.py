@@ -419,6 +419,33 @@ SHAPES = {
         window_theta=10000.0,
         softcap=30.0,
     ),
+    "gemma-4-e2b": Shape(
+        "gemma4",
+        35,
+        1536,
+        8,
+        1,
+        512,
+        6144,
+        262144,
+        True,
+        1e6,
+        1e-6,
+        131072,
+        "default",
+        {2: "<bos>", 1: "<eos>", 106: "<turn|>"},
+        2,
+        1,
+        qk_norm=512,
+        rope_freqs=1e30,
+        window=512,
+        window_pattern=tuple(i % 5 != 4 for i in range(35)),
+        window_heads=(1, 256),
+        window_theta=10000.0,
+        softcap=30.0,
+        layer_embedding=256,
+        shared=20,
+    ),
     "qwen3.5-0.8b": Shape(
         "qwen35",
         24,
@@ -553,7 +580,7 @@ def tensors(s: Shape) -> Iterator[Tensor]:
                 yield norm(b + "attn_q_norm", qk_norm)
                 if not s.shares(i):
                     yield norm(b + "attn_k_norm", qk_norm if s.qk_norm == s.head_dim else k)
-            yield linear(b + "attn_output", s.dim, q // s.head_dim * value_dim)
+            yield linear(b + "attn_output", s.dim, s.heads * value_dim if s.value_dim else q)
             if s.arch == "gemma4":
                 yield norm(b + "layer_output_scale", 1)
             if s.arch == "gpt-oss":
