@@ -396,6 +396,7 @@ SEEDS: dict[str, tuple[tuple[str, str], ...]] = {
     "qwen35": (("qwen35", "Q8_0"),),
     "qwen35moe": (("qwen35moe", "Q4_0"),),
     "qwen3next": (("qwen3next", "Q4_K"),),
+    "kimi-linear": (("kimi-linear", "Q4_0"),),
     "lfm2": (("lfm2", "Q4_0"),),
     "lfm2moe": (("lfm2moe", "Q8_0"),),
     "deepseek2": (

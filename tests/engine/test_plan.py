@@ -43,8 +43,8 @@ def no_tensor(name: str) -> Callable[[GGUF], None]:
         ),
         (
             "llama",
-            metadata("general.architecture", "kimi-linear"),
-            "'kimi-linear', which needs a delta rule with .* is not supported.*gemma4; `tinychat --server URL` chats",
+            metadata("general.architecture", "bailingmoe3"),
+            "'bailingmoe3', which needs a lower bound .* is not supported.*gemma4; `tinychat --server URL` chats",
         ),
         ("llama", metadata("general.architecture", "a\x1b[2J"), "not supported"),
         (
@@ -131,9 +131,11 @@ def no_tensor(name: str) -> Callable[[GGUF], None]:
         ("qwen35", metadata("qwen35.attention.recurrent_layers", np.array([True])), "true or false for every layer"),
         ("qwen35", metadata("qwen35.rope.dimension_sections", np.array([8, 0, 0, 0])), "sections that take turns over"),
         ("qwen35", tensor("blk.0.ssm_conv1d.weight", type=Q.F16), "ssm_conv1d.weight: expected type F32, found F16"),
-        ("lfm2", metadata("lfm2.attention.head_count_kv", 1), "whole numbers, 0 for a layer with a convolution"),
+        ("lfm2", metadata("lfm2.attention.head_count_kv", 1), "whole numbers, 0 for a layer without attention"),
         ("lfm2", metadata("lfm2.attention.head_count_kv", np.array([0, 3])), "expected 0, or one number up to 2"),
         ("lfm2", tensor("blk.0.shortconv.conv.weight", shape=(64, 4)), r"expected shape \(64, 3\), found \(64, 4\)"),
+        ("kimi-linear", no_tensor("blk.0.ssm_f_b.weight"), "ssm_f_b.weight is missing"),
+        ("kimi-linear", metadata("kimi-linear.kda.head_dim", 32), r"expected shape .96, 64., found .72, 64."),
         ("qwen35moe", no_tensor("blk.0.ffn_gate_inp_shexp.weight"), "ffn_gate_inp_shexp.weight is missing"),
         (
             "qwen3next",
@@ -192,4 +194,4 @@ def test_every_variant_has_a_plan_that_counts_its_bytes(tmp_path: Path) -> None:
             more = plan.bytes_per_token(config.window + 9) - plan.bytes_per_token(config.window)
             assert more == 9 * sum(n for window, n in seen if not window)
         if config.latent:  # one latent row per token and layer, V a slice of it
-            assert plan.kv_bytes_per_token == 2 * config.layers * (config.latent.kv_lora + config.rope.dims)
+            assert plan.kv_bytes_per_token == 2 * len(seen) * (config.latent.kv_lora + config.rope.dims)

@@ -62,10 +62,10 @@ PAIRS = {
 }
 # What the pairs lack of the plans' features: `test_the_reference_sees_every_feature_of_a_plan`.
 MORE = (
-    "deepseek2_sqrt_softplus",
     "gemma4_experts",
     "gemma4_layer_embeddings",
     "granite_experts",
+    "kimi-linear",
     "llama_short_values",
     "qwen3moe_tied_top1",
     "smollm3",

@@ -101,7 +101,7 @@ class Model:
 
     @property
     def mla(self) -> bool:
-        return self.arch in ("deepseek2", "mistral4")
+        return self.arch in ("deepseek2", "mistral4", "kimi-linear")
 
     def window(self, layer: int) -> int:
         """Rows that the layer sees; 0: all."""
@@ -117,7 +117,7 @@ class Model:
     def turns(self, layer: int) -> tuple[Array, float]:
         """(angle per position of each pair, factor on cos and sin) of a layer."""
         freq, magnitude, _ = self.yarn
-        if self.arch == "smollm3" and layer % 4 == 3:
+        if (self.arch == "smollm3" and layer % 4 == 3) or self.arch == "kimi-linear":
             return 0 * freq, 1.0
         if self.window(layer) and self.arch != "gpt-oss":  # llama.cpp: not scaled
             base = self.get("rope.freq_base_swa", 10000.0 if self.arch == "gemma3" else self.get("rope.freq_base"))
@@ -297,6 +297,30 @@ class Model:
         out = rms_norm(out, self[b + "ssm_norm.weight"], self.eps).reshape(n, -1)
         return self.linear(out * gate * sigmoid(gate), b + "ssm_out")
 
+    def kda(self, x: Array, b: str) -> Array:
+        """Kimi Delta Attention (arXiv 2510.26692), token by token."""
+        n, heads, width = len(x), self.get("attention.head_count"), self.get("kda.head_dim")
+        mixed = []
+        for name in "qkv":
+            inputs, conv = x @ self[f"{b}attn_{name}.weight"].T, self[f"{b}ssm_conv1d_{name}.weight"][0, :, 0]
+            before = np.concatenate([np.zeros((conv.shape[1] - 1, len(conv))), inputs])
+            y = sum(before[j : j + n] * conv[:, j] for j in range(conv.shape[1]))
+            mixed.append((y * sigmoid(y)).reshape(n, heads, width))
+        q, k, v = mixed
+        q, k = (t / np.sqrt((t * t).sum(-1, keepdims=True) + self.eps) for t in (q, k))
+        f, g = (x @ self[f"{b}ssm_{name}_a.weight"].T @ self[f"{b}ssm_{name}_b.weight"].T for name in "fg")
+        speed = np.log1p(np.exp(f + self[b + "ssm_dt.bias"])).reshape(n, heads, width)
+        decay = np.exp(self[b + "ssm_a"].reshape(-1, 1) * speed)
+        rate = sigmoid(x @ self[b + "ssm_beta.weight"].T)
+        state, out = np.zeros((heads, width, width)), np.empty((n, heads, width))
+        for t in range(n):
+            for h in range(heads):
+                s = decay[t, h][:, None] * state[h]
+                s += np.outer(k[t, h], rate[t, h] * (v[t, h] - k[t, h] @ s))
+                state[h], out[t, h] = s, q[t, h] @ s / np.sqrt(width)
+        out = rms_norm(out, self[b + "ssm_norm.weight"], self.eps).reshape(n, -1)
+        return self.linear(out * sigmoid(g), b + "attn_output")
+
     def short_convolution(self, x: Array, b: str) -> Array:
         gate, out, z = np.split(x @ self[b + "in_proj.weight"].T, 3, -1)
         conv = self[b + "conv.weight"]
@@ -369,7 +393,11 @@ class Model:
             score = masked.reshape(-1)
         chosen = topk(score, self.get("expert_used_count"))
         weights = softmax(p[chosen]) if kind == 3 else p[chosen]
-        if self.get("expert_weights_norm", False) if deepseek else self.arch not in ("olmoe", "gpt-oss"):
+        if (
+            self.get("expert_weights_norm", self.arch == "kimi-linear")
+            if deepseek
+            else self.arch not in ("olmoe", "gpt-oss")
+        ):
             weights = weights / max(weights.sum(), 2.0**-14)
         scale = self.get("expert_weights_scale", 0.0) if deepseek else 0.0
         self.routing.append((chosen, score))
@@ -414,6 +442,8 @@ class Model:
         h = self.normed(x, b + "attn_norm")
         if b + "ssm_out.weight" in self:
             h = self.delta_rule(h, i)
+        elif b + "ssm_f_a.weight" in self:
+            h = self.kda(h, b)
         elif b + "shortconv.conv.weight" in self:
             h = self.short_convolution(h, b + "shortconv.")
         else:

@@ -107,10 +107,16 @@ class Shape:
     delta: DeltaRule | None = None
     layer_embedding: int = 0  # values of a per-layer embedding
     shared: int = 0  # last layers that share the caches of earlier ones, with a feed-forward twice as wide
+    kda: tuple[int, int, int] | None = (
+        None  # values of a head, inputs of the convolutions, one layer in so many has MLA
+    )
     convolution: int = 0  # inputs of a short convolution, which every second layer has instead of attention
 
     def convolves(self, layer: int) -> bool:
         return self.convolution > 0 and layer % 2 == 0
+
+    def has_kda(self, layer: int) -> bool:
+        return self.kda is not None and (layer + 1) % self.kda[2] != 0
 
     def recurrent(self, layer: int) -> bool:
         return self.delta is not None and layer < self.layers and (layer + 1) % self.delta.every != 0
@@ -525,7 +531,20 @@ def tensors(s: Shape) -> Iterator[Tensor]:
                 yield linear(b + "nextn.shared_head_head", s.vocab, s.dim)
         if s.pre_norms:
             yield norm(b + "attn_norm", s.dim)
-        if m := s.mla:
+        if s.kda and s.has_kda(i):
+            width, taps, _ = s.kda
+            for x in "qkv":
+                yield linear(f"{b}attn_{x}", s.heads * width, s.dim)
+                yield f"{b}ssm_conv1d_{x}.weight", (1, s.heads * width, 1, taps), 1.5 * taps**-0.5
+            for x in "fg":
+                yield linear(f"{b}ssm_{x}_a", width, s.dim)
+                yield linear(f"{b}ssm_{x}_b", s.heads * width, width)
+            yield linear(b + "ssm_beta", s.heads, s.dim)
+            yield b + "ssm_a", (1, 1, s.heads, 1), 0.3
+            yield b + "ssm_dt.bias", (s.heads * width,), 0.5
+            yield norm(b + "ssm_norm", width)
+            yield linear(b + "attn_output", s.dim, s.heads * width)
+        elif m := s.mla:
             k_dim = m.nope + m.rope
             if m.q_lora:
                 yield linear(b + "attn_q_a", m.q_lora, s.dim)
@@ -633,7 +652,7 @@ def tensors(s: Shape) -> Iterator[Tensor]:
 def is_float(name: str, shape: tuple[int, ...]) -> bool:
     """Whether files keep this tensor in F32."""
     parts = ("ffn_gate_inp", "ssm_conv1d", "shortconv.conv")
-    return len(shape) < 2 or name.endswith(".bias") or any(part in name for part in parts)
+    return len(shape) < 2 or name.endswith((".bias", "ssm_a")) or any(part in name for part in parts)
 
 
 def tensor_type(s: Shape, name: str, shape: tuple[int, ...], quant: str) -> Q:
@@ -684,7 +703,8 @@ def metadata(w: GGUFWriter, s: Shape, name: str) -> None:
         w.add_attention_scale(s.scales[2])
         w.add_logit_scale(s.scales[3])
     if m := s.mla:
-        w.add_head_count_kv(s.heads if m.legacy else 1)
+        n = s.heads if m.legacy else 1
+        w.add_head_count_kv([0 if s.has_kda(i) else n for i in range(s.layers)] if s.kda else n)
         w.add_key_length(m.nope + m.rope if m.legacy else m.kv_lora + m.rope)
         w.add_value_length(m.v if m.legacy else m.kv_lora)
         if not m.legacy:
@@ -714,6 +734,9 @@ def metadata(w: GGUFWriter, s: Shape, name: str) -> None:
         w.add_key_length(s.head_dim)
         w.add_value_length(s.value_dim or s.head_dim)
         w.add_rope_dimension_count(s.rope_dims or s.head_dim)
+    if s.kda:
+        w.add_kda_head_dim(s.kda[0])
+        w.add_ssm_conv_kernel(s.kda[1])
     if r := s.delta:
         w.add_ssm_conv_kernel(r.width)
         w.add_ssm_state_size(r.head_dim)
@@ -744,7 +767,7 @@ def metadata(w: GGUFWriter, s: Shape, name: str) -> None:
             w.add_leading_dense_block_count(e.dense)
         if s.arch == "glm4moe":
             w.add_expert_shared_count(e.shared)
-        if s.arch in ("deepseek2", "mistral4", "glm4moe", "lfm2moe") and e.gating is not None:
+        if s.arch in ("deepseek2", "mistral4", "kimi-linear", "glm4moe", "lfm2moe") and e.gating is not None:
             w.add_uint32(f"{s.arch}.expert_gating_func", e.gating)
         if e.scale is not None:
             w.add_expert_weights_scale(e.scale)

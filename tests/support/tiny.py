@@ -253,6 +253,16 @@ VARIANTS: dict[str, Shape] = {
         scaling={"type": "yarn", "factor": 8.0, "original_context_length": 256, "yarn_log_multiplier": 0.1},
         temperature=(0.1, 4),
     ),
+    "kimi-linear": replace(
+        _glm,
+        arch="kimi-linear",
+        layers=2,
+        heads=3,
+        mla=MLA(0, 64, 32, 16, 48),
+        kda=(24, 3, 2),
+        moe=MoE(8, 3, 32, 1, 1, 4, 2.446, bias=True),
+        pre="kimi-k2",
+    ),
     "deepseek2_fused_experts": _with_moe(gating=2, norm=True, fused=True, shared=2),
     # llama.cpp does not believe the q_lora_rank of a model of 26 or 27 layers: see `write`
     "deepseek2_27_layers": replace(

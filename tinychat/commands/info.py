@@ -85,8 +85,9 @@ def _describe(path: Path, name: str, context: int = CONTEXT) -> dict[str, Any]:
     verdict = fit(weights, plan.kv_bytes_per_token, context, state_bytes=states)
     values = {k: v for k, v in asdict(config).items() if k not in ("rope", "architecture", "name")}
     del values["window_heads"]["rope"]
-    if rule := values["delta_rule"]:
-        rule["layers"] = sorted(rule["layers"])
+    for rule in (values["delta_rule"], values["kda"]):
+        if rule:
+            rule["layers"] = sorted(rule["layers"])
     sizes = {k: sorted(v) if isinstance(v, frozenset) else v for k, v in values.items()}
     return facts | {
         "title": config.name,
@@ -124,6 +125,9 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
                 "delta rule",
                 f"in {len(rule['layers'])} of the layers instead: {rule['heads']} heads of {size} x {size}",
             )
+        if kda := c["kda"]:
+            size = kda["head_dim"]
+            yield "delta rule", f"in {len(kda['layers'])} of the layers instead: {c['heads']} heads of {size} x {size}"
         if c["convolutions"]:
             width = c["convolution_width"]
             yield "convolutions", f"in {len(c['convolutions'])} of the layers instead, over {width} tokens"

@@ -51,6 +51,7 @@ class Architecture:
     layer_embeddings: bool = False  # it has keys for them, and for layers that share a cache
     unscaled: bool = False  # scores are not divided by the square root of the key length
     sinks: bool = False
+    kda: bool = False  # layers without kv heads have Kimi Delta Attention, the others no RoPE
     delta_rule: Literal["grouped", "tiled"] | None = None  # most layers have one: how its heads share those of q and k
     gated: bool = False  # attention has a gate, and so has the shared expert
     convolutions: bool = False  # layers without kv heads have a short convolution
@@ -99,6 +100,7 @@ ARCHITECTURES = {
     ),
     "deepseek2": _DEEPSEEK,
     "mistral4": _DEEPSEEK,
+    "kimi-linear": replace(_DEEPSEEK, mtp=False, normalize_experts=True, kda=True),
     "lfm2": _LFM2,
     "lfm2moe": _LFM2,
     "granite": Architecture("norm", normalize_experts=True, scales=True),
@@ -139,7 +141,7 @@ ARCHITECTURES = {
 
 # What other architectures need that the plan's grammar does not have.
 _MISSING = {
-    "a delta rule with a decay per channel": "kimi-linear bailingmoe3",
+    "a lower bound of the decay in its delta rules": "bailingmoe3",
     "pictures (the file is the part of a model that sees)": "clip",
     "several streams that predict each other (AltUp)": "gemma3n",
     "state-space layers": "mamba mamba2 falcon-h1 granitehybrid jamba nemotron_h nemotron_h_moe plamo2",
@@ -201,6 +203,15 @@ class DeltaConfig:
 
 
 @dataclass(frozen=True)
+class KDAConfig:
+    """Sizes of blocks.KDA, and the `layers` that have it."""
+
+    head_dim: int
+    width: int
+    layers: frozenset[int]
+
+
+@dataclass(frozen=True)
 class Heads:
     """Sizes of a layer's attention. `key` and `value`: values of a head."""
 
@@ -251,6 +262,7 @@ class ModelConfig:
     gated: bool
     latent: MLAConfig | None
     delta_rule: DeltaConfig | None
+    kda: KDAConfig | None
     convolutions: frozenset[int]  # layers with a short convolution instead of attention
     convolution_width: int
     output_norm: str
@@ -280,7 +292,7 @@ class ModelConfig:
             raise TinychatError(f"{name}.block_count {layers + nextn} leaves no layer beside {nextn} nextn layers")
         dim, heads = kv.integer("embedding_length"), kv.integer("attention.head_count")
         window, windowed = _window(kv, arch, layers)
-        kv_heads, window_kv_heads, convolutions = _kv_heads(kv, arch, heads, layers, windowed)
+        kv_heads, window_kv_heads, without = _kv_heads(kv, arch, heads, layers, windowed)
         head_dim = kv.integer("attention.key_length", dim // heads)
         v_dim = kv.integer("attention.value_length", dim // heads)
         for n in (kv_heads, window_kv_heads):
@@ -358,7 +370,7 @@ class ModelConfig:
             window_heads=window_heads,
             window=window,
             windowed=windowed,
-            unrotated=frozenset(range(every - 1, layers, every) if every else ()),
+            unrotated=frozenset(range(layers) if arch.kda else range(every - 1, layers, every) if every else ()),
             storing=_storing(kv, layers, windowed) if arch.layer_embeddings else layers,
             layer_embedding=kv.integer("embedding_length_per_layer_input", 0, low=0) if arch.layer_embeddings else 0,
             attention_scale=attention_scale,
@@ -378,8 +390,11 @@ class ModelConfig:
             gated=arch.gated,
             latent=latent,
             delta_rule=_delta_rule(kv, arch, layers),
-            convolutions=convolutions,
-            convolution_width=kv.integer("shortconv.l_cache", low=2) if convolutions else 0,
+            kda=KDAConfig(kv.integer("kda.head_dim"), kv.integer("ssm.conv_kernel", low=2), without)
+            if arch.kda
+            else None,
+            convolutions=without if arch.convolutions else frozenset(),
+            convolution_width=kv.integer("shortconv.l_cache", low=2) if arch.convolutions and without else 0,
             output_norm=arch.output_norm,
             experts=experts,
         )
@@ -515,12 +530,12 @@ def _kv_heads(
     kv: _Metadata, arch: Architecture, heads: int, layers: int, windowed: frozenset[int]
 ) -> tuple[int, int, frozenset[int]]:
     """Of layers without and with a sliding window: one number, or an array where all layers of a kind have the same;
-    and the layers that have none, because they have a convolution."""
+    and the layers that have none, because they have a convolution or a delta rule."""
     key = "attention.head_count_kv"
     values = kv.values.get(kv.prefix + key)
-    if arch.convolutions:
+    if arch.convolutions or arch.kda:
         if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu" or len(values) < layers:
-            raise kv.bad(key, "whole numbers, 0 for a layer with a convolution", values)
+            raise kv.bad(key, "whole numbers, 0 for a layer without attention", values)
         found = {int(n) for n in values[:layers] if n}
         if len(found) != 1 or min(found) < 0 or max(found) > heads:
             raise kv.bad(key, f"0, or one number up to {heads}", values)

@@ -12,6 +12,7 @@ from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError, printable
 from tinychat.kernels.blocks import (
     GQA,
+    KDA,
     MLA,
     Attends,
     Beside,
@@ -21,6 +22,7 @@ from tinychat.kernels.blocks import (
     Gated,
     Layer,
     LayerEmbedding,
+    Rope,
     Router,
     ShortConvolution,
     Weight,
@@ -80,8 +82,10 @@ def _mtp(t: _Tensors, c: ModelConfig, embed: Embed, head: Head) -> MTP:
 def _layer(t: _Tensors, c: ModelConfig, i: int) -> Layer:
     b, dense = f"blk.{i}.", c.experts is None or i < c.experts.dense_layers
     attention: Attends
-    if c.latent:
-        attention = _mla(t, c, b)
+    if c.kda and i in c.kda.layers:
+        attention = _kda(t, c, b)
+    elif c.latent:
+        attention = _mla(t, c, i)
     elif c.delta_rule and i in c.delta_rule.layers:
         attention = _delta_rule(t, c, b)
     elif i in c.convolutions:
@@ -149,6 +153,34 @@ def _delta_rule(t: _Tensors, c: ModelConfig, b: str) -> DeltaRule:
     )
 
 
+def _kda(t: _Tensors, c: ModelConfig, b: str) -> KDA:
+    d = c.kda
+    assert d is not None
+    rows = c.heads * d.head_dim
+    q, k, v = (t.matrix(f"{b}attn_{n}.weight", rows, c.dim) for n in "qkv")
+    conv_q, conv_k, conv_v = (t.floats(f"{b}ssm_conv1d_{n}.weight", rows, d.width) for n in "qkv")
+    f_a, g_a = (t.matrix(f"{b}ssm_{n}_a.weight", d.head_dim, c.dim) for n in "fg")
+    f_b, g_b = (t.matrix(f"{b}ssm_{n}_b.weight", rows, d.head_dim) for n in "fg")
+    return KDA(
+        norm=t.vector(b + "attn_norm.weight", c.dim),
+        eps=c.eps,
+        q=q,
+        k=k,
+        v=v,
+        convs=(conv_q, conv_k, conv_v),
+        f_a=f_a,
+        f_b=f_b,
+        g_a=g_a,
+        g_b=g_b,
+        beta=t.matrix(b + "ssm_beta.weight", c.heads, c.dim),
+        decay=t.vector(b + "ssm_a", c.heads),
+        decay_bias=t.vector(b + "ssm_dt.bias", rows),
+        head_norm=t.vector(b + "ssm_norm.weight", d.head_dim),
+        heads=c.heads,
+        output=t.matrix(b + "attn_output.weight", c.dim, rows),
+    )
+
+
 def _short_convolution(t: _Tensors, c: ModelConfig, b: str) -> ShortConvolution:
     return ShortConvolution(
         norm=t.vector(b + "attn_norm.weight", c.dim),
@@ -159,10 +191,14 @@ def _short_convolution(t: _Tensors, c: ModelConfig, b: str) -> ShortConvolution:
     )
 
 
+def _rope(c: ModelConfig, i: int, rope: Rope) -> Rope:
+    """The layer's RoPE, which turns nothing in some."""
+    return replace(rope, inv_freq=(0.0,) * len(rope.inv_freq), magnitude=1.0) if i in c.unrotated else rope
+
+
 def _gqa(t: _Tensors, c: ModelConfig, i: int) -> GQA:
     b, windowed, shared = f"blk.{i}.", i in c.windowed, None
     h = c.window_heads if windowed else Heads(c.kv_heads, c.head_dim, c.v_dim, c.rope)
-    rope = replace(h.rope, inv_freq=(0.0,) * len(h.rope.inv_freq), magnitude=1.0) if i in c.unrotated else h.rope
     nq, nk, nv = c.heads * h.key, h.kv * h.key, h.kv * h.value
     gate: Weight | None = None
     k: Weight | None
@@ -200,7 +236,7 @@ def _gqa(t: _Tensors, c: ModelConfig, i: int) -> GQA:
         qk_norm=c.qk_norm,
         q_norm=q_norm,
         k_norm=k_norm,
-        rope=rope,
+        rope=_rope(c, i, h.rope),
         heads=c.heads,
         kv_heads=h.kv,
         key_dim=h.key,
@@ -218,8 +254,8 @@ def _gqa(t: _Tensors, c: ModelConfig, i: int) -> GQA:
     )
 
 
-def _mla(t: _Tensors, c: ModelConfig, b: str) -> MLA:
-    m, nq = c.latent, c.heads * c.head_dim
+def _mla(t: _Tensors, c: ModelConfig, i: int) -> MLA:
+    m, nq, b = c.latent, c.heads * c.head_dim, f"blk.{i}."
     assert m is not None
     q_a = t.matrix(b + "attn_q_a.weight", m.q_lora, c.dim) if m.q_lora else None
     if b + "attn_kv_b.weight" in t.gguf.tensors:  # files of 2024: per head `nope` rows of K, then v_dim rows of V
@@ -237,7 +273,7 @@ def _mla(t: _Tensors, c: ModelConfig, b: str) -> MLA:
         kv_norm=t.vector(b + "attn_kv_a_norm.weight", m.kv_lora),
         k_b=k_b,
         v_b=v_b,
-        rope=c.rope,
+        rope=_rope(c, i, c.rope),
         heads=c.heads,
         nope=m.nope,
         kv_lora=m.kv_lora,
@@ -329,13 +365,13 @@ class _Tensors:
         return Weight(name, self._type(name, (rows, cols)), rows, cols)
 
     def vector(self, name: str, n: int) -> Weight:
-        kind = self._type(name, (n,), (1, n))
+        kind = self._type(name, (n,), (1, n), (n, 1), (1, 1, n, 1))
         if kind != F32:
             raise TinychatError(f"tensor {name}: expected type F32, found {kind.name}")
         return Weight(name, kind, 1, n)
 
     def floats(self, name: str, rows: int, cols: int) -> Weight:
-        kind = self._type(name, (rows, cols))
+        kind = self._type(name, (rows, cols), (rows, 1, cols), (1, rows, 1, cols))
         if kind != F32:
             raise TinychatError(f"tensor {name}: expected type F32, found {kind.name}")
         return Weight(name, kind, rows, cols)

@@ -294,6 +294,51 @@ class DeltaRule:
 
 
 @dataclass(frozen=True)
+class KDA:
+    """Kimi Delta Attention (arXiv 2510.26692): a delta rule with a decay per key channel; x += output @ heads.
+
+    As DeltaRule, but: q, k and v have a matrix and a convolution each, and as many heads; channel i of a head's state
+    decays by g[i] = exp(decay * softplus(f_b @ f_a @ n + decay_bias)[i]), S = diag(g) S; and heads = RMSNorm(o) with
+    gain head_norm, per head, * sigmoid(g_b @ g_a @ n).
+    """
+
+    norm: Weight
+    eps: float
+    q: Weight  # (heads * dim, dim of x), and so k and v
+    k: Weight
+    v: Weight
+    convs: tuple[Weight, Weight, Weight]  # of q, k and v: (heads * dim, width), F32
+    f_a: Weight
+    f_b: Weight  # (heads * dim, rows of f_a)
+    g_a: Weight
+    g_b: Weight
+    beta: Weight  # (heads, dim of x)
+    decay: Weight  # (1, heads), negative
+    decay_bias: Weight  # (1, heads * dim)
+    head_norm: Weight  # (1, dim)
+    heads: int
+    output: Weight
+
+    @property
+    def dim(self) -> int:
+        """Keys, and values, of a head."""
+        return self.head_norm.cols
+
+    @property
+    def width(self) -> int:
+        """Inputs of the convolutions."""
+        return self.convs[0].cols
+
+    @property
+    def cache(self) -> Cache:
+        return Cache("kv", 0, 0)
+
+    @property
+    def state(self) -> LayerState:
+        return LayerState(self.width - 1, 3 * self.q.rows, self.heads, self.dim, self.dim)
+
+
+@dataclass(frozen=True)
 class ShortConvolution:
     """Gated short convolution (LFM2): x += output @ (c * y). b, c and z are the thirds of in_proj @ RMSNorm(x); channel
     i of y at token t is the sum over j of conv[i, j] * (b * z)[t - width + 1 + j, i], where inputs in front of the
@@ -410,7 +455,7 @@ class LayerEmbedding:
     stream_scale: float
 
 
-Attends = GQA | MLA | DeltaRule | ShortConvolution
+Attends = GQA | MLA | DeltaRule | KDA | ShortConvolution
 FeedForward = Dense | Experts
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from tinychat.errors import TinychatError
-from tinychat.kernels.blocks import GQA, MLA, DeltaRule, Experts, ShortConvolution, Weight
+from tinychat.kernels.blocks import GQA, KDA, MLA, DeltaRule, Experts, ShortConvolution, Weight
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.sampling import Sampling
 
@@ -37,6 +37,7 @@ class Limits:
     expert_groups: int = UNLIMITED
     sampling_top_k: int = UNLIMITED
     gated_blocks: bool = True  # gated delta rules and convolutions, attention with a gate, a scaled shared expert
+    channel_decay: bool = True  # delta rules with a decay per channel
     prefill_chunk: int = UNLIMITED  # tokens that run together
     verified: int = 1  # tokens of one step of Executor.verify; 1: more cost as much as single steps
     mtp: bool = False  # it runs Plan.mtp
@@ -75,6 +76,10 @@ def _refusals(plan: Plan, limits: Limits, max_context: int) -> Iterator[str]:
                 yield from _over("the number of heads", a.heads, limits.heads)
                 if not limits.gated_blocks:
                     yield "it has gated delta rules"
+            case KDA() as a:
+                yield from _over("the number of heads", a.heads, limits.heads)
+                if not limits.channel_decay:
+                    yield "it has delta rules with a decay per channel"
             case ShortConvolution() if not limits.gated_blocks:
                 yield "it has short convolutions"
             case MLA() as a:

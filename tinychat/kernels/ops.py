@@ -14,6 +14,7 @@ from typing import Any
 
 from tinychat.kernels.blocks import (
     GQA,
+    KDA,
     MLA,
     Activation,
     Cache,
@@ -65,7 +66,8 @@ class GateInput:
 
 @dataclass(frozen=True)
 class NormLinear:
-    """dst[i] = weights[i] @ RMSNorm(src) (+ biases[i]); `norm` None means no norm. All weights share the input."""
+    """dst[i] = weights[i] @ RMSNorm(src) (+ biases[i]); `norm` None means no norm. All weights share the input. With
+    `at`, results begin at value at[i] of the buffer."""
 
     src: str
     norm: Weight | None
@@ -73,6 +75,7 @@ class NormLinear:
     weights: tuple[Weight, ...]
     biases: tuple[Weight | None, ...]
     dst: tuple[str, ...]
+    at: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -158,12 +161,12 @@ class Attention:
 
 @dataclass(frozen=True)
 class Convolve:
-    """DeltaRule: dst (T, channels) = silu of the convolution of dst with weight (channels, width) over time; the
+    """DeltaRule, KDA: dst (T, channels) = silu of the convolution of dst with weights (channels, width) over time; the
     layer's state takes the last inputs."""
 
     layer: int
     dst: str
-    weight: Weight
+    weights: tuple[Weight, ...]  # of all channels, or of q, k and v
     heads: int  # of q, k and v together
 
 
@@ -180,8 +183,8 @@ class GatedConvolve:
 
 @dataclass(frozen=True)
 class Delta:
-    """DeltaRule: dst (T, heads * value_dim) out of q, k, v in src (T, channels) and of the layer's state, which takes
-    them in; `gate`, `beta` and `alpha` are buffers."""
+    """DeltaRule, or KDA where the decay is `by_channel`: dst (T, heads * value_dim) out of q, k, v in src (T, channels)
+    and of the layer's state, which takes them in; `gate`, `beta` and `alpha` are buffers."""
 
     layer: int
     src: str
@@ -198,6 +201,7 @@ class Delta:
     key_dim: int
     value_dim: int
     grouped: bool
+    by_channel: bool = False
 
 
 @dataclass(frozen=True)
@@ -606,9 +610,15 @@ def _ops_of_layer(i: int, layer: Layer) -> Iterator[Op]:
         case DeltaRule() as a:
             names = ("qkv", "gate", "beta", "alpha")
             yield NormLinear("x", a.norm, a.eps, (a.qkv, a.gate, a.beta, a.alpha), (None,) * 4, names)
-            yield Convolve(i, "qkv", a.conv, 2 * a.key_heads + a.heads)
+            yield Convolve(i, "qkv", (a.conv,), 2 * a.key_heads + a.heads)
             vectors = (a.decay, a.decay_bias, a.head_norm, a.eps)
             yield Delta(i, *names, "heads", *vectors, a.key_heads, a.heads, a.key_dim, a.value_dim, a.grouped)
+            yield LinearAdd("heads", a.output, None)
+        case KDA() as a:
+            yield from kda_inputs(a)
+            yield Convolve(i, "qkv", a.convs, 3 * a.heads)
+            vectors, sizes = (a.decay, a.decay_bias, a.head_norm, a.eps), (a.heads, a.heads, a.dim, a.dim)
+            yield Delta(i, "qkv", "gate", "beta", "alpha", "heads", *vectors, *sizes, grouped=False, by_channel=True)
             yield LinearAdd("heads", a.output, None)
         case ShortConvolution() as a:
             yield NormLinear("x", a.norm, a.eps, (a.in_proj,), (None,), ("bcz",))
@@ -671,6 +681,15 @@ def projections(a: GQA) -> list[tuple[Weight, Weight | None, str]]:
     return [(w, bias, name) for w, bias, name in parts if w]
 
 
+def kda_inputs(a: KDA) -> Iterator[NormLinear]:
+    """q ‖ k ‖ v in buffer `qkv`, and the decay, the gate and the rate of each token."""
+    n, none = a.q.rows, (None,) * 3
+    yield NormLinear("x", a.norm, a.eps, (a.q, a.k, a.v), none, ("qkv",) * 3, (0, n, 2 * n))
+    yield NormLinear("x", a.norm, a.eps, (a.f_a, a.g_a, a.beta), none, ("f", "g", "beta"))
+    yield NormLinear("f", None, a.eps, (a.f_b,), (None,), ("alpha",))
+    yield NormLinear("g", None, a.eps, (a.g_b,), (None,), ("gate",))
+
+
 def added(
     src: str, w: Weight, bias: Weight | None, post_norm: Weight | None, eps: float, scale: float, stream: float = 1.0
 ) -> Iterator[Op]:
@@ -698,6 +717,9 @@ def _buffers_of_layer(layer: Layer) -> Iterator[tuple[str, int]]:
         case DeltaRule() as a:
             yield from (("qkv", a.channels), ("gate", a.gate.rows), ("heads", a.output.cols))
             yield from (("beta", a.heads), ("alpha", a.heads))
+        case KDA() as a:
+            yield from (("qkv", 3 * a.q.rows), ("f", a.f_a.rows), ("g", a.g_a.rows), ("beta", a.heads))
+            yield from (("alpha", a.f_b.rows), ("gate", a.g_b.rows), ("heads", a.output.cols))
         case ShortConvolution() as a:
             yield from (("bcz", a.in_proj.rows), ("heads", a.output.cols))
     match layer.feed_forward:

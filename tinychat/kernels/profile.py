@@ -155,7 +155,9 @@ def shape_of(op: Op) -> str:
             return f"{op.heads} heads"
         case Delta():
             return f"{op.heads} heads × {op.key_dim}×{op.value_dim}"
-        case Convolve() | GatedConvolve():
+        case Convolve():
+            return f"{sum(w.rows for w in op.weights)}×{op.weights[0].cols}"
+        case GatedConvolve():
             return f"{op.weight.rows}×{op.weight.cols}"
         case Embed():
             return f"1 of {op.weight.rows}×{op.weight.cols}"

@@ -12,6 +12,7 @@ from gguf.quants import dequantize
 
 from tinychat.kernels.blocks import (
     GQA,
+    KDA,
     MLA,
     DeltaRule,
     Dense,
@@ -36,6 +37,7 @@ from tinychat.kernels.ops import (
     Plan,
     RopeStore,
     added,
+    kda_inputs,
     projections,
 )
 
@@ -171,6 +173,8 @@ class _Translator:
                 yield from self._mla(i, mla)
             case DeltaRule() as rule:
                 yield from self._delta_rule(i, rule)
+            case KDA() as kda:
+                yield from self._kda(i, kda)
             case ShortConvolution() as convolution:
                 yield from self._short_convolution(i, convolution)
         match layer.feed_forward:
@@ -237,6 +241,24 @@ class _Translator:
             norm=a.head_norm,
             eps=a.eps,
             grouped=int(a.grouped),
+            **sizes,
+        )
+        yield self._op("linear", [a.output], src="heads", add=1)
+
+    def _kda(self, i: int, a: KDA) -> Iterator[library.COp]:
+        for op in kda_inputs(a):
+            yield self._op("linear", op.weights, src=op.src, dst=op.dst, at=op.at, norm=op.norm, eps=op.eps)
+        sizes: dict[str, Any] = {"kv_heads": a.heads, "heads": a.heads, "key_dim": a.dim, "value_dim": a.dim}
+        yield self._op("convolve", dst=("qkv",), layer=i, bias=a.convs, taps=a.width, eps=a.eps, **sizes)
+        yield self._op(
+            "delta",
+            src="qkv",
+            dst=("heads", "gate", "beta", "alpha"),
+            layer=i,
+            bias=(a.decay, a.decay_bias),
+            norm=a.head_norm,
+            eps=a.eps,
+            by_channel=1,
             **sizes,
         )
         yield self._op("linear", [a.output], src="heads", add=1)
@@ -374,6 +396,7 @@ class _Translator:
         src: str = "x",
         dst: Sequence[str] = ("x",),
         bias: Sequence[Weight | None] = (),
+        at: Sequence[int] = (),
         scale: float = 1.0,
         **values: Any,
     ) -> library.COp:
@@ -381,6 +404,7 @@ class _Translator:
         made = library.COp(tag=self.lib.tags[tag], matrices=sum(m is not None for m in w), src=self.buffers[src])
         made.scale = scale
         made.dst[: len(dst)] = [self.buffers[d] for d in dst]
+        made.at[: len(at)] = at
         made.w[: len(w)] = [self._matrix(m) for m in w]
         made.bias[: len(bias)] = [self.places[b] if b else None for b in bias]
         for name, value in values.items():

@@ -42,11 +42,13 @@ typedef struct {
 typedef struct {
   int32_t tag, layer, matrices, add;  // add: into dst instead of over it
   int32_t src, dst[4];                // activation buffers
+  int32_t at[4];                      // of a linear op: where results begin in a row of dst
   int32_t heads, kv_heads, key_dim, value_dim, nope, rope_dims, neox, q_norm_len, k_norm_len;
   int32_t top_k, gating, normalize, route_groups, route_groups_used;
   int32_t router;                     // of experts_up: number of the op that has the router
   int32_t window, activation, temperature_length, value_norm;  // window: rows that attention sees, 0: all
-  int32_t gated, grouped, taps;       // gated: dst[3] is attention's gate; grouped, taps: ops.DeltaRule, its width
+  int32_t gated, grouped, by_channel, taps;  // gated: dst[3] is attention's gate; grouped: ops.DeltaRule; by_channel: its
+                                      // decay is KDA's; taps: width of a convolution
   int32_t stores;                     // attention's keys and values go into the cache; else there are none
   float eps, norm_eps, scale;         // norm_eps: of q_norm, k_norm and the latent norm; scale: of the scores, or of the result
   float temperature, softcap, stream_scale, logit_scale;  // ops.Temperature, Head, NormAdd, Router; 0: none of the first two
@@ -302,7 +304,7 @@ static void linear(Ctx *c, const Op *op, Part me) {
     double bytes = group_bytes(w->type, w->cols);
     int first, last;
     share(me, total, before, bytes, groups16(w), &first, &last);
-    multiply(w, 0, first, last, x, c->tokens, row(c, op->dst[i], 0), c->widths[op->dst[i]], op->bias[i], op->scale, op->add);
+    multiply(w, 0, first, last, x, c->tokens, row(c, op->dst[i], 0) + op->at[i], c->widths[op->dst[i]], op->bias[i], op->scale, op->add);
     before += groups16(w) * bytes;
   }
 }
@@ -561,8 +563,14 @@ static void convolve(Ctx *c, const Op *op, int unit) {
   size_t from = of_keys ? (size_t)unit * n : (size_t)2 * keys * op->key_dim + (size_t)(unit - 2 * keys) * n;
   size_t stride = c->widths[op->dst[0]];
   float *x = row(c, op->dst[0], 0) + from, *tail = c->caches[op->layer].tail + from;
+  const float *weights = op->bias[0] + from;
+  int columns = channels;
+  if (op->bias[1]) {  // one for each of q, k and v, which have as many channels
+    columns = channels / 3;
+    weights = op->bias[from / columns] + from % columns;
+  }
   for (int i = 0; i < n; i += 16)
-    convolve16(x + i, stride, c->tokens, op->bias[0] + from + i, taps, tail + i, channels, n - i, c->pos == 0);
+    convolve16(x + i, stride, c->tokens, weights + i, columns, taps, tail + i, channels, n - i, c->pos == 0);
   for (int t = 0; t < c->tokens && of_keys; t++) {
     float *at = x + t * stride, inv = rms_scale(at, n, op->eps / (float)n) / (unit < keys ? (float)n : __builtin_sqrtf((float)n));
     for (int i = 0; i < n; i += 16) store(at + i, fetch(at + i, n - i) * inv, n - i);
@@ -583,23 +591,29 @@ static void gated_convolve(Ctx *c, const Op *op, Part me) {
 static void delta(Ctx *c, const Op *op, int id, int h) {
   int keys = op->kv_heads, key = op->grouped ? h / (op->heads / keys) : h % keys, n = op->value_dim;
   size_t width = padded(n), size = (size_t)op->key_dim * width;
-  float *state = c->caches[op->layer].state + h * size, *decay = c->scratch[id].merged, *rate = decay + c->tokens;
+  float *state = c->caches[op->layer].state + h * size, *rate = c->scratch[id].merged, *decay = row(c, op->dst[3], 0);
   const float *qkv = row(c, op->src, 0);
+  int decays = op->by_channel ? op->key_dim : 1, pitch = c->widths[op->dst[3]];
+  decay += (size_t)h * decays;
   if (c->pos == 0) memset(state, 0, sizeof(float) * size);
   for (int t = 0; t < c->tokens; t++) {
-    double alpha = row(c, op->dst[3], t)[h] + op->bias[1][h], beta = row(c, op->dst[2], t)[h];
-    decay[t] = (float)exp(op->bias[0][h] * (alpha > 20 ? alpha : log1p(exp(alpha))));
+    double beta = row(c, op->dst[2], t)[h];
     rate[t] = (float)(1 / (1 + exp(-beta)));
+    for (int i = 0; i < decays; i++) {  // in place: they are this head's
+      double alpha = decay[(size_t)t * pitch + i] + op->bias[1][h * decays + i];
+      decay[(size_t)t * pitch + i] = (float)exp(op->bias[0][h] * (alpha > 20 ? alpha : log1p(exp(alpha))));
+    }
   }
   const float *q = qkv + (size_t)key * op->key_dim;
   Rule r = {q, q + (size_t)keys * op->key_dim, qkv + (size_t)2 * keys * op->key_dim + (size_t)h * n, (size_t)c->widths[op->src], decay,
-            rate, c->tokens, op->key_dim};
+            (size_t)pitch, rate, c->tokens, op->key_dim, op->by_channel};
   delta_rule(&r, state, n, width, row(c, op->dst[0], 0) + (size_t)h * n, (size_t)c->widths[op->dst[0]]);
   for (int t = 0; t < c->tokens; t++) {
     float *o = row(c, op->dst[0], t) + (size_t)h * n, inv = rms_scale(o, n, op->eps);
     for (int i = 0; i < n; i += 16) {
       f32v gate = fetch(row(c, op->dst[1], t) + (size_t)h * n + i, n - i);
-      store(o + i, fetch(o + i, n - i) * inv * fetch(op->norm + i, n - i) * silu(gate), n - i);
+      f32v by = op->by_channel ? 1.0f / (exp_(-gate) + 1.0f) : silu(gate);
+      store(o + i, fetch(o + i, n - i) * inv * fetch(op->norm + i, n - i) * by, n - i);
     }
   }
 }
@@ -1040,9 +1054,9 @@ EXPORT size_t tc_sizeof(int what) {
 // library.py declares the same structures; it compares every field's name and offset when it loads the library.
 #define MATRIX_FIELDS(X) X(type) X(rows) X(cols) X(groups) X(data)
 #define OP_FIELDS(X)                                                                                                            \
-  X(tag) X(layer) X(matrices) X(add) X(src) X(dst) X(heads) X(kv_heads) X(key_dim) X(value_dim) X(nope) X(rope_dims) X(neox)     \
+  X(tag) X(layer) X(matrices) X(add) X(src) X(dst) X(at) X(heads) X(kv_heads) X(key_dim) X(value_dim) X(nope) X(rope_dims) X(neox)     \
   X(q_norm_len) X(k_norm_len) X(top_k) X(gating) X(normalize) X(route_groups) X(route_groups_used) X(router) X(window)           \
-  X(activation) X(temperature_length) X(value_norm) X(gated) X(grouped) X(taps) X(stores) X(eps) X(norm_eps) X(scale) X(temperature) X(softcap) X(stream_scale)        \
+  X(activation) X(temperature_length) X(value_norm) X(gated) X(grouped) X(by_channel) X(taps) X(stores) X(eps) X(norm_eps) X(scale) X(temperature) X(softcap) X(stream_scale)        \
   X(logit_scale)                                                                                                                \
   X(norm) X(q_norm) X(k_norm) X(rope) X(sinks) X(shared_scale) X(bias) X(routes) X(w)
 #define SAMPLE_FIELDS(X) SAMPLING(X) X(n_penalised) X(seed) X(penalised) X(divisors) X(amounts) X(mask)

@@ -57,6 +57,7 @@ LIMITS = Limits(
     experts_used=64,
     expert_groups=32,  # a lane each
     gated_blocks=False,
+    channel_decay=False,
     prefill_chunk=CHUNKS[0],
 )
 
