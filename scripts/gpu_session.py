@@ -76,7 +76,14 @@ VARIANTS = (
     "gpt-oss",
     "gemma3",
     "gemma4_layer_embeddings",
+    "qwen35",
+    "qwen35moe",
+    "qwen3next",
+    "lfm2",
+    "lfm2moe",
 )
+STATES = "qwen35_states"  # heads of 128 keys and values
+tiny.VARIANTS[STATES] = replace(tiny.VARIANTS["qwen35"], layers=3, delta=shapes.DeltaRule(2, 4, 128, every=3))
 CLUSTER = "deepseek2_cluster"  # wide enough for latent attention in clusters of blocks
 tiny.VARIANTS[CLUSTER] = replace(
     tiny.VARIANTS["deepseek2_glm"], layers=2, heads=3, mla=shapes.MLA(256, 256, 64, 64, 128)
@@ -184,6 +191,7 @@ def check(specs: list[str], tokens: int) -> bool:
         *(f"{v}:F16" for v in VARIANTS),
         *(f"{v}:Q4_0" for v in VARIANTS),
         *(f"{CLUSTER}:{q}" for q in ("Q4_0", "Q4_K", "Q8_0")),
+        *(f"{STATES}:{q}" for q in ("F16", "Q8_0", "Q4_K_M")),
         "gpt-oss:MXFP4",
         "llama:Q6_K",
     ]:
@@ -193,6 +201,7 @@ def check(specs: list[str], tokens: int) -> bool:
             want, e = forward(path, ids), load(path, 192)
             single = np.concatenate([e.forward([t], i, "last") for i, t in enumerate(ids)])
             prefill = e.forward(ids, 0, "all")
+            e.forward(ids[:-1], 0)
             steps, greedy = e.decode(ids[-1], len(ids) - 1, GREEDY, ids), []
             for _ in range(5):
                 greedy.append(next(steps)[0])
@@ -208,6 +217,7 @@ def check(specs: list[str], tokens: int) -> bool:
                 max(err) < (0.003 if quant in ("F32", "F16", "BF16") else 0.04)
                 and single[-1][greedy[0]] > single[-1].max() - 0.3
             )
+            ok &= state_holds(e, ids)
             good &= bool(ok)
             print(
                 f"{'ok  ' if ok else 'BAD '} {spec:36} decode {err[0]:.5f} prefill {err[1]:.5f} "
@@ -219,6 +229,24 @@ def check(specs: list[str], tokens: int) -> bool:
             good = False
             print(f"BAD  {spec}\n{traceback.format_exc(limit=-4)}", flush=True)
     return good
+
+
+def state_holds(e: CUDAExecutor, ids: list[int]) -> bool:
+    """Whether the state behind each id of decode() is that of single steps from a state that was put back."""
+    if not e.state_bytes:
+        return True
+    n = len(ids) - 1
+    e.forward(ids[: n // 2], 0)
+    e.forward(ids[n // 2 : n], n // 2)
+    start, token, same = e.read_state(), ids[n], True
+    made = [(following, e.read_state()) for following, _ in islice(e.decode(token, n, GREEDY, ids), 4)]
+    e.write_state(bytes(len(start)))
+    e.write_state(start)
+    for i, (following, state) in enumerate(made):
+        e.forward([token], n + i)
+        same &= e.read_state() == state
+        token = following
+    return same
 
 
 def check_verify(specs: list[str]) -> bool:
@@ -255,6 +283,7 @@ def differing(e: CUDAExecutor, sampling: Sampling, pos: int) -> list[int]:
     e.forward(ids[:-1], 0)
     steps = list(islice(e.decode(ids[-1], pos, sampling, ids), most))
     tokens = [ids[-1], *(token for token, _ in steps)]
+    e.forward(ids[:-1], 0)
     logits = [e.forward([token], pos + i, "last") for i, token in enumerate(tokens[:-1])]
     wanted, bad = np.concatenate([row for row in logits if row is not None]), []
     for drafts in range(1, most):
@@ -415,6 +444,7 @@ def randomise_cache(e: CUDAExecutor) -> None:
     rng = np.random.default_rng(0)
     for name, width in e._caches():
         e.gpu.upload(name, (rng.standard_normal(e.max_context * width, np.float32) * 0.5).astype(np.float16))
+    e.write_state((rng.standard_normal(e.state_bytes // 4, np.float32) * 0.1).tobytes())
 
 
 def step_seconds(e: CUDAExecutor, depth: int, n: int = 128) -> tuple[float, float]:
@@ -609,7 +639,7 @@ def peer(model: str, quant: str) -> None:
         "-ngl",
         "99",
         "-p",
-        "512",
+        "512,2048",
         "-n",
         "128",
         "-r",

@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -128,7 +129,6 @@ class CPUExecutor:
     """
 
     kind: ExecutorKind = "cpu"
-    limits = LIMITS
     kernels_per_token = 1
     jit_batches = 1
     jit_state = "replaying"  # compiled at load
@@ -145,6 +145,8 @@ class CPUExecutor:
         progress: Callable[[float], None] | None = None,
     ) -> None:
         check(plan, LIMITS, "CPU", max_context)
+        # a state does not go back behind drafts that were wrong
+        self.limits = replace(LIMITS, verified=1) if plan.state_bytes else LIMITS
         self.plan, self.max_context = plan, max_context
         self.prefill_chunk = min(LIMITS.prefill_chunk, max_context)
         self._compiled = False

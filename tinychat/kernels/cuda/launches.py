@@ -263,6 +263,7 @@ def experts_down(b: Builder, e: Experts, ffn: Activations) -> Launch:
         "expert_scale": b.data(r.expert_scale),
         "shared": b.data(shared),
         "bias": b.data(e.weights.down_bias),
+        "shared_scale": "shared_scale" if e.shared_scale else None,
     }
     kind = w.type.name.lower()
     return kernel(
@@ -397,6 +398,7 @@ def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launc
         latent=latent,
         window=0 if isinstance(a, MLA) else a.window,
         sinks=not isinstance(a, MLA) and a.sinks is not None,
+        gated=not isinstance(a, MLA) and a.gate is not None,
         columns=b.columns,
     )
     buffers = {
@@ -409,6 +411,7 @@ def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launc
         "v_cache": b.cache("k" if latent else "v", stored),
         "out": None if latent else b.act("heads"),
         "sinks": None if isinstance(a, MLA) else b.data(a.sinks),
+        "gate": b.act("gate") if shape.gated else None,
     }
     window = f"_{shape.window}" if shape.window else ""
     name = f"attention_{a.heads}_{kv_heads}_{key_dim}{window}{'_deep' if deep else ''}"
