@@ -426,6 +426,13 @@ class Plan:
         return tuple(layer.attention.state if layer.attention else None for layer in self.layers)
 
     @cached_property
+    def storing(self) -> int:
+        """Layers up to the last that stores cache rows or a state. Of a prompt's tokens only the last matters in those
+        behind it."""
+        kept = [i for i, state in enumerate(self.states) if state or self.caches[i].row_bytes]
+        return len(self.layers) if self.mtp or not kept else kept[-1] + 1
+
+    @cached_property
     def state_bytes(self) -> int:
         """Bytes of the states of all layers; 0: all that a token needs of those before it are their cache rows."""
         return sum(state.nbytes for state in self.states if state)

@@ -218,7 +218,7 @@ class CPUExecutor:
         assert next(iter(plan.buffers)) == "x", "the residual stream is the first buffer"
         addresses = [self._alloc(4 * (self.prefill_chunk * w + 64)) for w in widths]
         self._context = c = StepContext.from_address(self._ctx)
-        c.n_ops, c.n_step = len(ops), self._program.steps
+        c.n_ops, c.n_step, c.n_whole = len(ops), self._program.steps, self._program.whole
         c.max_context, c.batch, c.vocab = self.max_context, self.prefill_chunk, plan.vocab
         c.layers, c.n_buffers = len(plan.caches), len(widths)
         self._ops = (library.COp * len(ops))(*ops)

@@ -89,7 +89,7 @@ class StepContext(ctypes.Structure):
     """The first part of `Ctx` of step.c, which is filled from Python."""
 
     _fields_ = [
-        *_all(_i32, "n_ops n_step max_context batch vocab layers n_buffers"),
+        *_all(_i32, "n_ops n_step n_whole max_context batch vocab layers n_buffers"),
         *_all(_ptr, "ops buffers widths caches ticks"),
         ("sampling", _u64),
     ]

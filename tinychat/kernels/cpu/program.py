@@ -44,12 +44,14 @@ from tinychat.kernels.ops import (
 
 @dataclass
 class Program:
-    """What step.c runs: the ops of a step, `steps` in number, and behind them those of MTP. `sources`: (index in
-    Plan.ops, op) of each op of a step; a store of keys and values is no op there, but a part of the op behind it.
-    `routes`: int32 (layers with experts, STEP, top_k), where a decode step leaves the experts that its tokens chose."""
+    """What step.c runs: the ops of a step, `steps` in number, and behind them those of MTP. All but the last of a
+    prompt's tokens need the first `whole` ops alone. `sources`: (index in Plan.ops, op) of each op of a step; a store
+    of keys and values is no op there, but a part of the op behind it. `routes`: int32 (layers with experts, STEP,
+    top_k), where a decode step leaves the experts that its tokens chose."""
 
     ops: list[library.COp]
     steps: int
+    whole: int
     sources: list[tuple[int, Op]]
     routes: np.ndarray
     weight_bytes: int
@@ -92,7 +94,8 @@ def build(
         progress((at - arena) / total)
     translator = _Translator(plan, places, max_context, lib, arrays)
     steps, drafts = list(translator.ops()), list(translator.draft_ops())
-    return Program(steps + drafts, len(steps), sources(plan), translator.routes, total, arrays)
+    whole = translator.whole or len(steps)
+    return Program(steps + drafts, len(steps), whole, sources(plan), translator.routes, total, arrays)
 
 
 def sources(plan: Plan) -> list[tuple[int, Op]]:
@@ -129,6 +132,7 @@ class _Translator:
         used = [b.router.top_k for layer in plan.layers if isinstance(b := layer.feed_forward, Experts)]
         self.routes = np.zeros((len(used), STEP, max(used, default=0)), np.int32)
         self.made = 0  # ops so far
+        self.whole = 0  # ops of the layers that store something, and those in front of them
 
     def ops(self) -> Iterator[library.COp]:
         """All ops of a step."""
@@ -137,6 +141,8 @@ class _Translator:
         if p.layer_table:
             yield from self._layer_inputs(p.layer_table)
         for i, layer in enumerate(p.layers):
+            if i == p.storing:
+                self.whole = self.made
             yield from self._layer(i, layer, routes)
             if layer.embedding:
                 yield from self._layer_embedding(i, layer.embedding)

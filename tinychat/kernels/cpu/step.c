@@ -81,7 +81,8 @@ typedef struct {  // per thread
 typedef struct { int op, stage; } Phase;
 
 typedef struct {
-  int32_t n_ops, n_step, max_context, batch, vocab, layers, n_buffers;  // n_step: ops of a step; those of MTP are behind them
+  // n_step: ops of a step; those of MTP are behind them. n_whole: those of them that all tokens of a prompt need
+  int32_t n_ops, n_step, n_whole, max_context, batch, vocab, layers, n_buffers;
   const Op *ops;
   float **buffers;   // [n_buffers], each (batch, width[i])
   int32_t *widths;
@@ -102,6 +103,7 @@ typedef struct {
   Phase *phases;
   int n_phases;
   const int32_t *ids;
+  int first;             // row of the buffers that is the first token's
   int tokens, pos, logits_mode, sampled, mtp;  // logits_mode: 0 none, 1 last, 2 all; sampled: a decode step; mtp: runs MTP instead
   uint64_t serial;  // of the call
   float *logits_out;
@@ -237,7 +239,7 @@ static void multiply_gated(const Matrix *gate, const Matrix *up, int matrix, int
     }
 }
 
-static float *row(Ctx *c, int buffer, int token) { return c->buffers[buffer] + (size_t)token * c->widths[buffer]; }
+static float *row(Ctx *c, int buffer, int token) { return c->buffers[buffer] + (size_t)(c->first + token) * c->widths[buffer]; }
 
 // ---- ops -------------------------------------------------------------------------------------------------------------
 
@@ -1007,17 +1009,32 @@ static void phase_task(void *arg, int phase, int task, int tasks, int id) {
   s->stopped = now, s->last_op = op;
 }
 
-static void run_tokens(Ctx *c) {
+// Runs ops from..to-1.
+static void run_ops(Ctx *c, int from, int to) {
   c->serial++;
   for (int i = 0; i < c->pool.threads; i++) c->scratch[i].last_op = -1;
   c->n_phases = 0;
-  for (int i = c->mtp ? c->n_step : 0; i < (c->mtp ? c->n_ops : c->n_step); i++)
+  for (int i = from; i < to; i++)
     for (int stage = 0; stage < (c->tokens == 1 ? 1 : stages(&c->ops[i])); stage++) c->phases[c->n_phases++] = (Phase){i, stage};
   uint64_t began = c->ticks ? nanoseconds() : 0, first = counter();
   pool_run(&c->pool, (Work){c->n_phases + c->sampled, phase_tasks, phase_task, c});
   if (!c->ticks) return;
   double unit = (double)(nanoseconds() - began) / (double)MAX_(counter() - first, 1);
   for (int i = 0; i < 2 * c->n_ops * c->pool.threads; i++) c->ticks[i] = (uint64_t)((double)c->ticks[i] * unit);
+}
+
+static void run_tokens(Ctx *c) {
+  int from = c->mtp ? c->n_step : 0, to = c->mtp ? c->n_ops : c->n_step;
+  if (c->mtp || c->logits_mode == 2 || c->n_whole == to) {
+    run_ops(c, from, to);
+    return;
+  }
+  run_ops(c, from, c->n_whole);
+  if (!c->logits_mode) return;
+  int tokens = c->tokens, skipped = tokens - 1;
+  c->first = skipped, c->ids += skipped, c->pos += skipped, c->tokens = 1;
+  run_ops(c, c->n_whole, to);
+  c->first = 0, c->ids -= skipped, c->pos -= skipped, c->tokens = tokens;
 }
 
 // ---- the interface ---------------------------------------------------------------------------------------------------
@@ -1062,7 +1079,7 @@ EXPORT size_t tc_sizeof(int what) {
 #define SAMPLE_FIELDS(X) SAMPLING(X) X(n_penalised) X(seed) X(penalised) X(divisors) X(amounts) X(mask)
 #define CACHE_FIELDS(X) X(k) X(v) X(tail) X(state) X(heads) X(k_dim) X(v_dim)
 #define CONTEXT_FIELDS(X)                                                                                                       \
-  X(n_ops) X(n_step) X(max_context) X(batch) X(vocab) X(layers) X(n_buffers) X(ops) X(buffers) X(widths) X(caches) X(ticks) X(sampling)
+  X(n_ops) X(n_step) X(n_whole) X(max_context) X(batch) X(vocab) X(layers) X(n_buffers) X(ops) X(buffers) X(widths) X(caches) X(ticks) X(sampling)
 EXPORT const char *tc_fields(int what) {
   const char *names[] = {MATRIX_FIELDS(NAME), OP_FIELDS(NAME), SAMPLE_FIELDS(NAME), CACHE_FIELDS(NAME), CONTEXT_FIELDS(NAME)};
   return names[what];
