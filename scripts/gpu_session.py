@@ -75,6 +75,7 @@ VARIANTS = (
     "olmo2_windows",
     "gpt-oss",
     "gemma3",
+    "gemma4_layer_embeddings",
     "qwen35",
     "qwen35moe",
     "qwen3next",

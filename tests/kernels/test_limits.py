@@ -104,6 +104,6 @@ def test_quant_types_that_differ_in_c_are_one_line(monkeypatch: pytest.MonkeyPat
 
 def test_names_of_the_library() -> None:
     made = library.Library()
-    assert list(made.tags)[:3] == ["embed", "linear", "attention"] and len(made.tags) == 17
+    assert list(made.tags)[:3] == ["embed", "linear", "attention"] and len(made.tags) == 19
     assert list(made.gatings) == ["softmax", "sigmoid", "softmax_weight", "sqrt_softplus"]
     assert made.chunk == 256

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from tinychat.errors import TinychatError
-from tinychat.kernels.blocks import GQA, MLA, DeltaRule, Experts, ShortConvolution, Weight
+from tinychat.kernels.blocks import GQA, KDA, MLA, DeltaRule, Experts, ShortConvolution, Weight
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.sampling import Sampling
 
@@ -36,6 +36,7 @@ class Limits:
     experts_used: int = UNLIMITED
     expert_groups: int = UNLIMITED
     sampling_top_k: int = UNLIMITED
+    channel_decay: bool = True  # delta rules with a decay per channel
     convolved: int = UNLIMITED  # inputs of a short convolution
     state_dim: int = UNLIMITED  # keys, and values, of a head of a delta rule
     state_multiple: int = 1  # of those, and of the channels of a short convolution
@@ -58,7 +59,7 @@ def check_sampling(sampling: Sampling, limits: Limits) -> None:
 
 
 def _refusals(plan: Plan, limits: Limits, max_context: int) -> Iterator[str]:
-    for w in plan.matrices:
+    for w in (*plan.matrices, *([plan.layer_table.table.weight] if plan.layer_table else [])):
         yield from _of_weight(w, limits)
     if plan.mtp and not limits.mtp:
         yield "it has a block of multi-token prediction"
@@ -77,6 +78,10 @@ def _refusals(plan: Plan, limits: Limits, max_context: int) -> Iterator[str]:
                 for dim in (a.key_dim, a.value_dim):
                     yield from _over("a head of a delta rule", dim, limits.state_dim)
                     yield from _divided("a head of a delta rule", dim, limits.state_multiple)
+            case KDA() as a:
+                yield from _over("the number of heads", a.heads, limits.heads)
+                if not limits.channel_decay:
+                    yield "it has delta rules with a decay per channel"
             case ShortConvolution() as c:
                 yield from _over("the width of a convolution", c.width, limits.convolved)
                 yield from _divided("the number of channels of a convolution", c.conv.rows, limits.state_multiple)

@@ -92,6 +92,29 @@ class EmbedConstants(Constants):
 
 
 @dataclass(frozen=True)
+class LayerInputsConstants(Constants):
+    """layer_inputs.cu"""
+
+    table: Matrix
+    scale: float
+    eps: float
+    width: int
+
+
+@dataclass(frozen=True)
+class GateInputConstants(Constants):
+    """gate_input.cu"""
+
+    activation: GatedActivation
+    width: int
+    pitch: int  # of the inputs of all layers
+    start: int  # of the layer's
+    unit: bool
+    cols: int
+    eps: float
+
+
+@dataclass(frozen=True)
 class Spread(Constants):
     """How a matrix is spread over warps: `lanes` of a warp and `split` warps share a row, a lane has `rows_per_lane`
     rows and `depth` blocks of each in flight."""

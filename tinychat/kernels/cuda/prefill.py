@@ -9,7 +9,17 @@ from typing import Any
 
 from tinychat.errors import TinychatError
 from tinychat.kernels import ops
-from tinychat.kernels.blocks import GQA, MLA, DeltaRule, Dense, Experts, Gated, ShortConvolution, Weight
+from tinychat.kernels.blocks import (
+    GQA,
+    MLA,
+    DeltaRule,
+    Dense,
+    Experts,
+    Gated,
+    LayerEmbedding,
+    ShortConvolution,
+    Weight,
+)
 from tinychat.kernels.cuda.builder import Builder
 from tinychat.kernels.cuda.constants import (
     SPAN,
@@ -27,7 +37,7 @@ from tinychat.kernels.cuda.constants import (
 )
 from tinychat.kernels.cuda.latent import latent_fields
 from tinychat.kernels.cuda.launch import Launch, kernel
-from tinychat.kernels.cuda.launches import activation, choice, embed, norm_add, store_kv
+from tinychat.kernels.cuda.launches import activation, choice, embed, gate_input, layer_inputs, norm_add, store_kv
 from tinychat.kernels.cuda.layout import keys_of
 from tinychat.kernels.cuda.quants import FLOATS
 from tinychat.kernels.cuda.recurrent import prompt_delta, prompt_short_convolution
@@ -70,6 +80,8 @@ class Prefill:
     def layers(self) -> list[Launch]:
         """Embedding and all layers: the residual stream of every token, and their cache rows."""
         out = [self._embed()]
+        if table := self.b.plan.layer_table:
+            out += [*self._projections("x", None, table.eps, [(table.project, None, "inputs")]), self._inputs(table)]
         for i, layer in enumerate(self.b.plan.layers):
             match layer.attention:
                 case GQA() as a:
@@ -90,6 +102,8 @@ class Prefill:
                     ]
                 case Experts() as e:
                     out += self._experts(e)
+            if layer.embedding:
+                out += self._layer_embedding(i, layer.embedding)
         return out
 
     def head(self) -> list[Launch]:
@@ -106,6 +120,20 @@ class Prefill:
     def _embed(self) -> Launch:
         launch = embed(self.b, self.b.plan.embed, self.tokens)
         return replace(launch, sized=lambda count, keys: (launch.grid[0], count, 1))
+
+    def _inputs(self, table: ops.LayerTable) -> Launch:
+        launch = layer_inputs(self.b, table, self.tokens)
+        return replace(launch, sized=lambda count, keys: (launch.grid[0], count, 1))
+
+    def _layer_embedding(self, layer: int, e: LayerEmbedding) -> list[Launch]:
+        gated = gate_input(self.b, layer, e, self.tokens, unit=True)
+        return [
+            self._norm("x", None, e.eps, unit=True),
+            self._linear("linear", [e.gate], "normed", [self.b.act("gated", self.tokens)], [e.gate.rows]),
+            replace(gated, sized=lambda count, keys: (count, 1, 1)),
+            self._norm("gated", None, e.eps),
+            *self._added("normed", ops.added("gated", e.project, None, e.post_norm, e.eps, 1.0, e.stream_scale)),
+        ]
 
     def _halves(self, name: str, rows: int, values: int) -> str:
         """A buffer of rows of halves."""
@@ -140,8 +168,8 @@ class Prefill:
             return Tile(rows, 64, split=1, depth=2, stages=4, warpgroups=True)
         return self.chip.fitting(Tile(rows, 64, split=1, depth=2, stages=3))
 
-    def _norm(self, src: str, norm: Weight | None, eps: float) -> Launch:
-        """Activations as halves in the buffer `normed`, normed where there is a gain."""
+    def _norm(self, src: str, norm: Weight | None, eps: float, *, unit: bool = False) -> Launch:
+        """Activations as halves in the buffer `normed`, normed where there is a gain, or with the gain 1 (`unit`)."""
         cols = norm.cols if norm else self.b.plan.buffers[src]
         buffers = {
             "dst": self._halves("normed", self.tokens, cols),
@@ -149,7 +177,7 @@ class Prefill:
             "gain": self.b.data(norm),
             "state": "state",
         }
-        shape = PromptNormConstants(cols, eps, norm is not None)
+        shape = PromptNormConstants(cols, eps, norm is not None or unit)
         return kernel(
             f"prompt_norm_{cols}", "prompt_norm.cu", shape, buffers, lambda count, keys: (count, 1, 1), "norm"
         )
@@ -262,11 +290,8 @@ class Prefill:
 
     def _gqa(self, layer: int, a: GQA) -> list[Launch]:
         stored = store_kv(self.b, layer, a, self.tokens)
-        qkv = [(a.q, a.q_bias, "q"), (a.k, a.k_bias, "k"), (a.v, a.v_bias, "v")]
-        if a.gate:
-            qkv.append((a.gate, None, "gate"))
         return [
-            *self._projections("x", a.norm, a.eps, qkv),
+            *self._projections("x", a.norm, a.eps, ops.projections(a)),
             replace(stored, sized=lambda count, keys: (stored.grid[0], count, 1)),
             self._attend(
                 PromptAttentionConstants(
@@ -281,8 +306,8 @@ class Prefill:
                     sinks=a.sinks is not None,
                     gated=a.gate is not None,
                 ),
-                self.b.cache("k", layer),
-                self.b.cache("v", layer),
+                self.b.cache("k", layer if a.shared is None else a.shared),
+                self.b.cache("v", layer if a.shared is None else a.shared),
                 None,
                 a.sinks,
             ),

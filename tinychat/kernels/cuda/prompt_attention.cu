@@ -85,7 +85,7 @@ DEVICE void run(const Args &a) {
       wgmma_begin();
 #pragma unroll
       for (int d = 0; d < KEY_DIM / 16; d++)
-        wgmma_tiles(s, tile_at((const u8 *)qs + (d / 4 * QUERIES + warp / 4 * 64) * 128 + d % 4 * 32),
+        wgmma_tiles((float (&)[8][4])s, tile_at((const u8 *)qs + (d / 4 * QUERIES + warp / 4 * 64) * 128 + d % 4 * 32),
             tile_at((const u8 *)k + d / 4 * KEYS * 128 + d % 4 * 32));
       wgmma_commit();
       wgmma_wait<0>();

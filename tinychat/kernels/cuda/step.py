@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tinychat.kernels import ops
-from tinychat.kernels.blocks import GQA, MLA, DeltaRule, Dense, Experts, ShortConvolution
+from tinychat.kernels.blocks import GQA, MLA, DeltaRule, Dense, Experts, LayerEmbedding, ShortConvolution
 from tinychat.kernels.cuda.builder import Activations, Builder, Depth, LaunchedOps
 from tinychat.kernels.cuda.latent import absorb, combine, mla_cluster, takes_cluster, value_up
 from tinychat.kernels.cuda.launch import Launch
@@ -15,8 +15,10 @@ from tinychat.kernels.cuda.launches import (
     embed,
     experts_down,
     experts_up,
+    gate_input,
     gate_up,
     head,
+    layer_inputs,
     linear,
     linear_add,
     norm_add,
@@ -36,9 +38,14 @@ def decode(b: Builder, depth: Depth = "middle") -> LaunchedOps:
     `depth`."""
     plan, out = b.plan, LaunchedOps()
     out.append((embed(b, plan.embed, b.columns), 0))
-    first = 1  # op of the layer
+    if table := plan.layer_table:
+        x = Activations("x", plan.dim)
+        project = linear(b, "linear", x, ((table.project, None, "inputs"),))
+        out += [(project, 1), (layer_inputs(b, table, b.columns), 2)]
+    first = len(plan.first_ops)  # op of the layer
     for i, (layer, layer_ops) in enumerate(zip(plan.layers, plan.ops_of_layers)):
         done = first + len(layer_ops)
+        embedding = enumerated(_layer_embedding(b, i, layer.embedding), done) if layer.embedding else []
         match layer.attention:
             case GQA() as a:
                 out += [(launch, first + n) for n, launch in enumerate(_gqa(b, i, a))]
@@ -50,9 +57,10 @@ def decode(b: Builder, depth: Depth = "middle") -> LaunchedOps:
                 out += [(launch, first + n) for n, launch in enumerate(_short_convolution(b, i, c))]
         match layer.feed_forward:
             case Dense() as d:
-                out += enumerated(_dense(b, d), done)
+                out += enumerated(_dense(b, d), done - len(embedding))
             case Experts() as e:
-                out += enumerated(_experts(b, e), done)
+                out += enumerated(_experts(b, e), done - len(embedding))
+        out += embedding
         first = done
     out.append((head(b, plan.head), first))
     return out + [(launch, len(plan.ops)) for launch in sample(b)]
@@ -76,13 +84,22 @@ def enumerated(launches: list[Launch], done: int) -> LaunchedOps:
     return [(launch, done - len(launches) + n) for n, launch in enumerate(launches)]
 
 
+def _layer_embedding(b: Builder, layer: int, e: LayerEmbedding) -> list[Launch]:
+    return [
+        linear(b, "linear", Activations("x", e.gate.cols), ((e.gate, None, "gated"),)),
+        gate_input(b, layer, e, b.columns),
+        *_added(
+            b,
+            Activations("gated", e.gate.rows),
+            ops.added("gated", e.project, None, e.post_norm, e.eps, 1.0, e.stream_scale),
+        ),
+    ]
+
+
 def _gqa(b: Builder, layer: int, a: GQA) -> list[Launch]:
     heads = Activations("heads", a.output.cols)
-    qkv = [(a.q, a.q_bias, "q"), (a.k, a.k_bias, "k"), (a.v, a.v_bias, "v")]
-    if a.gate:
-        qkv.append((a.gate, None, "gate"))
     return [
-        linear(b, "norm_linear", Activations("x", a.q.cols), qkv, norm=a.norm, eps=a.eps),
+        linear(b, "norm_linear", Activations("x", a.q.cols), ops.projections(a), norm=a.norm, eps=a.eps),
         store_kv(b, layer, a, b.columns),
         attention(b, layer, a),
         *_added(b, heads, ops.added("heads", a.output, a.output_bias, a.post_norm, a.eps, a.residual_scale)),
