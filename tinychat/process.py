@@ -48,6 +48,7 @@ SWITCH_INTERVAL = 0.0005
 # Seconds that a process may take to end after a signal. Storing takes at most 5; the end of Python may block forever on
 # a lock that a compile process of tinygrad held when the same signal ended it.
 LAST = 10.0
+FULL_COLLECTION = 10  # collections of younger objects before one of all: Python's default
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Ctrl-C; `kill` or a shutdown; a closed terminal
 
 
@@ -149,9 +150,17 @@ def share_with_engine() -> None:
 
 def prepare_for_screen() -> None:
     """Called before Textual replaces stderr: tinygrad's compile processes need multiprocessing's resource tracker,
-    which cannot start afterwards."""
+    which cannot start afterwards. Full garbage collections, which stop the screen for 15 to 75 ms, are left to
+    `collect_if_due`; Python begins one itself only after ten times as many new objects."""
     share_with_engine()
     resource_tracker.ensure_running()
+    gc.set_threshold(*gc.get_threshold()[:2], 10 * FULL_COLLECTION)
+
+
+def collect_if_due() -> None:
+    """A full garbage collection, where Python would have begun one by now. Called while no key is pressed."""
+    if gc.get_count()[2] > FULL_COLLECTION:
+        gc.collect()
 
 
 def run_in_front(command: Sequence[str]) -> int:
@@ -165,6 +174,12 @@ def run_in_front(command: Sequence[str]) -> int:
 
 
 def freeze() -> None:
-    """Excludes all present objects from garbage collection. Called when a screen is mounted, because thousands of
-    objects of widgets and parsers live as long as the process."""
+    """Excludes all present objects from garbage collection: modules, widgets, parsers and a tokenizer's tables live as
+    long as the screen or the model. Called when a screen is mounted and when a model is loaded."""
     gc.freeze()
+
+
+def collect_frozen() -> None:
+    """Frees what `freeze` has excluded and nothing refers to any more, as a model that was replaced."""
+    gc.unfreeze()
+    gc.collect()

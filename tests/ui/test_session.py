@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import stat
 import sys
 import tempfile
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,13 +19,14 @@ from tests.support import tiny
 from tests.support.screens import until
 from tests.support.scripted import INFO, Script, scripted
 from tests.support.terminal import terminal
+from tinychat import process
 from tinychat.chat import choosing, settings
 from tinychat.chat.conversation import Conversation, Turn
 from tinychat.chat.history import History
 from tinychat.chat.servers import SavedServer
 from tinychat.chat.state import ModelChoice
 from tinychat.errors import TinychatError
-from tinychat.ui import external
+from tinychat.ui import external, screens
 from tinychat.ui.app import TinychatApp
 from tinychat.ui.screens.settings import SettingsScreen
 
@@ -112,3 +115,31 @@ def test_no_temporary_folder_for_the_editor_is_one_line(monkeypatch: pytest.Monk
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     with pytest.raises(TinychatError, match="cannot be given to the editor: no such file"):
         external.edit(App(), "text")
+
+
+def test_while_nobody_types_dialogs_are_imported_and_all_garbage_collected() -> None:
+    class Ring:
+        def __init__(self) -> None:
+            self.own = self
+
+    def old_ring() -> weakref.ref[Ring]:
+        ring = Ring()
+        gc.collect()  # now it is of the oldest objects
+        return weakref.ref(ring)
+
+    gc.collect()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        ring = old_ring()
+        process.collect_if_due()
+        assert ring() is not None, "too early"
+        for _ in range(process.FULL_COLLECTION + 1):
+            gc.collect(1)
+        process.collect_if_due()
+        assert ring() is None
+    finally:
+        if was_on:
+            gc.enable()
+    screens.import_all()
+    assert {"tinychat.ui.screens.picker", "tinychat.ui.screens.bench"} <= sys.modules.keys()

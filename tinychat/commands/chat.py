@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tinychat import process
 from tinychat.chat import servers, settings
 from tinychat.chat.start import start
 from tinychat.chat.state import ModelChoice
@@ -65,6 +66,7 @@ def chat(
     if plain:
         from tinychat.plain.main import main
     else:
+        process.prepare_for_screen()  # first: the imports are half of what a full collection would look at
         from tinychat.ui.app import main
     return main(begun)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
 import time
@@ -16,6 +17,7 @@ from textual import on
 from textual.binding import Binding
 from textual.command import CommandPalette
 from textual.driver import Driver
+from textual.events import Event, InputEvent
 from textual.screen import Screen
 from textual.theme import Theme
 
@@ -32,6 +34,7 @@ from tinychat.chat.start import Start
 from tinychat.errors import TinychatError, encodable
 from tinychat.tools.mcp import McpServers
 from tinychat.tools.permission import Permissions
+from tinychat.ui import screens
 from tinychat.ui.announcer import Announcer
 from tinychat.ui.boundary import LastingApp
 from tinychat.ui.chat import models
@@ -41,6 +44,7 @@ from tinychat.ui.driver import TerminalDriver
 from tinychat.ui.theme import THEMES
 
 PAINTED = 5.0  # seconds that a load waits for the first screen at most
+RESTED = 1.0  # seconds without a key after which a pause of the screen disturbs nobody
 ANNOUNCED = 0.25  # seconds between two looks at what the terminal has to be told
 
 
@@ -102,7 +106,17 @@ class TinychatApp(LastingApp):
         notify: Any = self.own.notify
         self._announcer = Announcer(self._tell_terminal, notify, os.environ)
         self._remember, self._mounted = remember, mounted
+        self._typed_at = -math.inf
         self._model, self._path, self._options = model, path, load_options
+
+    async def on_event(self, event: Event) -> None:
+        if isinstance(event, InputEvent):
+            self._typed_at = time.monotonic()
+        await super().on_event(event)
+
+    def typed_within(self, seconds: float) -> bool:
+        """Whether a key or the mouse was used in the last `seconds`."""
+        return time.monotonic() - self._typed_at < seconds
 
     def _tell_terminal(self, sequence: str) -> None:
         """A sequence that is no part of the screen; only a terminal of our own gets it."""
@@ -193,10 +207,27 @@ def _behind(painted: threading.Event, open_backend: OpenBackend, path: Path, **o
 def main(begun: Start) -> int:
     """Runs the app; where `begun` has no model, the picker opens."""
     own, model = replace(begun.own, problems=begun.problems), begun.model
-    process.prepare_for_screen()
+    prepared = False
+
+    def opened(path: Path, *, replaces: Backend | None, **options: Any) -> Backend:
+        backend = begun.open_backend(path, replaces=replaces, **options)
+        if replaces is not None:
+            process.collect_frozen()
+        process.freeze()
+        return backend
+
+    def rest() -> None:
+        nonlocal prepared
+        if app.controller.loading is not None or app.typed_within(RESTED):
+            return
+        process.collect_if_due()
+        if not prepared:
+            prepared = True
+            threading.Thread(target=screens.import_all, name="dialogs", daemon=True).start()
 
     def mounted() -> None:
         process.freeze()
+        app.chat.set_interval(RESTED, rest)
         loop = asyncio.get_running_loop()
 
         def end(number: int, frame: object) -> None:
@@ -212,7 +243,7 @@ def main(begun: Start) -> int:
         own=own,
         history=begun.history,
         remember=settings.update,
-        open_backend=begun.open_backend,
+        open_backend=opened,
         mounted=mounted,
         stop_repetition=own.stop_repetition,
         titles=own.titles,
