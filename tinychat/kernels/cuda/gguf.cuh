@@ -1,5 +1,5 @@
-// Blocks of a GGUF file, for repack.cu: codes and scales of the 32-weight part g (0 where blocks have 32 weights) of block
-// `b`. Layouts: ggml-common.h of https://github.com/ggml-org/ggml.
+// Blocks of a GGUF file, for repack.cu: codes and scales of the 32-weight part g (0 where blocks have 32 weights) of
+// block `b`. Layouts: ggml-common.h of https://github.com/ggml-org/ggml.
 
 DEVICE u32 u16_at(const u8 *p) { return p[0] | (u32)p[1] << 8; }
 DEVICE u32 u32_at(const u8 *p) { return u16_at(p) | u16_at(p + 2) << 16; }

@@ -1,11 +1,11 @@
 // Weights as the kernels read them: `planes` of one tensor, one after the other, each 16-byte aligned.
-//   lo: per 32 weights 16 bytes of nibbles, or 32 bytes of int8; two and one: 8 bytes with 2 bits of each weight, 4 bytes
-//   with one, above those of lo (two above one), or alone
-//   s1: per 32 weights the scale (half), scale and minimum (two halves), or bytes: a scale, scale and minimum, two scales
-//   (of 16 weights each); Q2_K: two bytes of scale and minimum; MXFP4: the scale's exponent
+//   lo: per 32 weights 16 bytes of nibbles, or 32 bytes of int8
+//   two, one: 8 bytes with 2 bits of each weight, 4 bytes with one: highest bits of a code, or all of it
+//   s1: per 32 weights the scale (half), scale and minimum (two halves), or bytes: a scale, scale and minimum, two
+//       scales of 16 weights each; Q2_K: two bytes of scale and minimum; MXFP4: the scale's exponent
 //   s2: per 256 weights d, or d and dmin (halves), which multiply the bytes of s1
-// A code is an integer, or the index of one in the type's table. Weights 4w..4w+3 of a block have their bits in bytes of
-// a word, those of indices in nibbles of half a word (`Places`). Floating-point types keep the file's layout; their
+// A code is an integer, or the index of one in the type's table. Four weights in a row have their bits in bytes of a
+// word, or those of indices in nibbles of half a word (`Places`). Floating-point types keep the file's layout; their
 // block is 8 weights.
 
 // Tables: a signed byte for each index. The IQ types' indices are one of a grid, and above it the sign.
@@ -15,12 +15,12 @@
 #define VALUES_IQ3_XXS 4, 12, 20, 28, 36, 44, 52, 62, -4, -12, -20, -28, -36, -44, -52, -62
 #define VALUES_IQ2 8, 25, 43, 0, -8, -25, -43, 0
 
-// The types, one a row; quants.py reads the rows here. A new type is a row, and a case in gguf.cuh where a file has it in
-// a new form. The columns: GGML's number; bytes of lo, two and one per block, and what their units count in a code; bytes
-// of s1 per block and of s2 per 8 blocks; the offset, where weight = scale * (code - offset); whether weight = scale *
-// code + minimum; whether 16 weights have a scale of their own; how often d is halved; weights that a lane reads at
-// once; in a block of the file the first byte of the codes, of their highest bits, of the F16 scale and minimum (-1:
-// none); the table.
+// The types, one a row; quants.py reads the rows here. A new type is a row, and a case in gguf.cuh where a file has it
+// in a new form. The columns: GGML's number; bytes of lo, two and one per block, and what their units count in a code;
+// bytes of s1 per block and of s2 per 8 blocks; the offset, where weight = scale * (code - offset); whether weight =
+// scale * code + minimum; whether 16 weights have a scale of their own; how often d is halved; weights that a lane
+// reads at once; in a block of the file the first byte of the codes, of their highest bits, of the F16 scale and
+// minimum (-1: none); the table.
 #define QUANTS(X)                                                                       \
   X(F32, 0, 32, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 8, 0, -1, -1, -1, INTEGERS)            \
   X(F16, 1, 16, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 8, 0, -1, -1, -1, INTEGERS)            \
@@ -112,8 +112,9 @@ template <int T, class Memory = InGlobal> DEVICE void fetch(Block<T> &f, const u
   if (s2_bytes(T) == 4) f.s2 = Memory::get4(w + s2_at(T, blocks) + i / 8 * 4);
 }
 
-// Where a field, the bits that a plane has of four weights, lies in a word: those of a weight STEP bits above those of the
-// one before, so that there is room for STEP / `bits` fields in their gaps. Field number j begins at bit first(bits, j).
+// Where a field, the bits that a plane has of four weights, lies in a word: those of a weight STEP bits above those of
+// the one before, so that there is room for STEP / `bits` fields in their gaps. Field number j begins at bit
+// first(bits, j).
 template <int T> struct Places {
   static constexpr int STEP = has_table(T) ? 4 : 8;
   static constexpr u32 ONES = has_table(T) ? 0x1111 : 0x01010101;
@@ -170,7 +171,7 @@ struct Scale {
 DEVICE int sum_lo(int s) { return (short)s; }
 DEVICE int sum_hi(int s) { return s >> 16; }
 
-// Of 16 or 32 weights: `product` that of their codes with those of the activations, `sum` that of the activations' codes.
+// Of 16 or 32 weights: `product` of their codes with the activations', `sum` of the activations' codes.
 template <int T> DEVICE float scaled(const Block<T> &f, int half, int product, int sum) {
   const float scale = scale_of<T>(f.s1, f.s2, half);
   if (has_min(T)) return scale * (float)product + shift_of<T>(f.s1, f.s2, half) * (float)sum;
