@@ -1,8 +1,13 @@
 """What the terminal is told beside the screen."""
 
 import re
+from types import SimpleNamespace
+from typing import cast
 
 from tinychat.ui.announcer import LONG, Announcer, notification
+from tinychat.ui.chat.painter import Painter
+from tinychat.ui.chat.view import ChatView
+from tinychat.ui.driver import ASK, LOST, Link
 
 
 def test_the_title_and_the_bell():
@@ -31,3 +36,29 @@ def test_notifications():
     assert notification("off", "done", {}) == ""
     assert notification("desktop", "4;3;\x1bdone", {"TERM": "xterm"}) == "\x1b]9;tinychat: 4;3;\\x1bdone\x07"
     assert notification("desktop", "a;b", {"TERM": "foot"}) == "\x1b]777;notify;tinychat;a,b\x07"
+
+
+def test_a_terminal_behind_a_slow_link_is_not_painted_faster_than_it_shows() -> None:
+    now, written = 0.0, []
+    link = Link(written.append, lambda: now)
+    link.ask()
+    link.settle()
+    assert not written, "a terminal that has never answered is not asked"
+    link.answered()  # Textual's own question
+    link.ask()
+    now = 0.3
+    link.answered()
+    controller = SimpleNamespace(running=object())
+    painter = Painter(cast(ChatView, SimpleNamespace(controller=controller, link=link)))
+    for waited, due in ((0.3, True), (0.5, False), (LOST + 1, True)):
+        link.ask()
+        now += waited
+        assert painter.due is due
+        link.answered()
+    link.ask()
+    now += 0.5
+    controller.running = None  # the end is always painted
+    assert painter.due
+    link.answered()
+    link.settle()
+    assert written == [ASK] * 5 and not link.behind

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import select
 import signal
+import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from textual.drivers.linux_driver import LinuxDriver
+from textual.messages import Message, TerminalSupportsSynchronizedOutput
 
 from tinychat.ui.announcer import RESTORE_TITLE, SAVE_TITLE
 
+ASK = "\x1b[?2026$p"  # whether it knows synchronised output
+SLACK = 0.1  # seconds
+LOST = 10.0  # seconds after which no answer is expected any more
+SETTLE = 1.0  # seconds
 _NO_TEXT = re.compile(r"\x1b[\[O][0-9;?]*.|[^\n\t -~\x80-\U0010ffff]")  # arrows and the like, control characters
 
 
@@ -28,6 +37,7 @@ class TerminalDriver(LinuxDriver):
         super().__init__(*args, **options)
         self._file: Any = _Lasting(self._file, self._gone)
         self._taken = False
+        self.link = Link(self.write)
         self.typed_ahead = ""  # lines that were typed before the terminal was the app's
 
     def start_application_mode(self) -> None:
@@ -40,6 +50,15 @@ class TerminalDriver(LinuxDriver):
         self.write(RESTORE_TITLE)
         super().stop_application_mode()
 
+    def disable_input(self) -> None:
+        self.link.settle()
+        super().disable_input()
+
+    def process_message(self, message: Message) -> None:
+        if isinstance(message, TerminalSupportsSynchronizedOutput):
+            self.link.answered()
+        super().process_message(message)
+
     def run_input_thread(self) -> None:
         try:
             super().run_input_thread()
@@ -51,6 +70,51 @@ class TerminalDriver(LinuxDriver):
         os.dup2(nowhere, 1)  # what is still buffered goes there
         os.dup2(nowhere, 2)
         self._app.call_later(self._app.exit, None, 128 + signal.SIGHUP)
+
+
+class Link:
+    """How far the terminal is behind what is written to it: over a slow link megabytes may be on their way, of which
+    this process sees nothing. A terminal is asked for something that Textual asks for, too, and answers when it has
+    shown what was written before. One that has never answered is not asked.
+
+    The input thread calls `answered`, the app the rest."""
+
+    def __init__(self, write: Callable[[str], object], clock: Callable[[], float] = time.monotonic) -> None:
+        self._write, self._clock = write, clock
+        self._asked = deque[float]()  # when, of what is not answered
+        self._answers = False
+        self._quickest = math.inf  # seconds to an answer
+        self._settled = threading.Event()
+        self._settled.set()
+
+    def ask(self) -> None:
+        """Called behind what a terminal may need long for."""
+        if self._answers:
+            self._settled.clear()
+            self._asked.append(self._clock())
+            self._write(ASK)
+
+    def answered(self) -> None:
+        self._answers = True
+        with suppress(IndexError):  # it answers Textual
+            self._quickest = min(self._quickest, self._clock() - self._asked.popleft())
+        if not self._asked:
+            self._settled.set()
+
+    @property
+    def behind(self) -> bool:
+        """Whether an answer takes SLACK longer than the quickest one took."""
+        try:
+            waited = self._clock() - self._asked[0]
+        except IndexError:
+            return False
+        if waited > LOST:
+            self._asked.clear()
+        return SLACK + self._quickest < waited <= LOST
+
+    def settle(self) -> None:
+        """Waits for what is not answered: whoever has the terminal next would get it as typed text."""
+        self._settled.wait(SETTLE)
 
 
 def typed_ahead(fd: int) -> str:

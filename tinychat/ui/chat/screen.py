@@ -48,6 +48,7 @@ from tinychat.ui.chat.prompt import Choice, PromptBox, PromptEditor
 from tinychat.ui.chat.sidebar import Sidebar
 from tinychat.ui.chat.status import StatusLine
 from tinychat.ui.chat.transcript import Below, Transcript
+from tinychat.ui.driver import Link, TerminalDriver
 from tinychat.ui.keys import KeyLine
 from tinychat.ui.panel import EnginePanel, ExpertsStrip
 from tinychat.ui.panel.reading import PaintMeter
@@ -190,6 +191,12 @@ class ChatScreen(Screen[None]):
         return self.painter.meter
 
     @property
+    def link(self) -> Link | None:
+        """To the terminal; None where there is none, as in a browser."""
+        driver = self.app._driver
+        return driver.link if isinstance(driver, TerminalDriver) else None
+
+    @property
     def panel_shown(self) -> Literal["", "short", "inner"]:
         """Which panel is beside the chat: what the user chose, else the short one where there is room."""
         chosen: Literal["", "short", "inner"] = "short" if self.size.width >= PANELLED else ""
@@ -248,7 +255,8 @@ class ChatScreen(Screen[None]):
         else:
             self._drain.pause()
             await self._tick()
-        if self._idle < 2 * PANEL_HZ or self._idle % PANEL_HZ == 0:
+        late = self.link is not None and self.link.behind
+        if not late and (self._idle < 2 * PANEL_HZ or self._idle % PANEL_HZ == 0):
             self.painter.panel()
 
     def mark_below(self) -> None:
