@@ -20,7 +20,8 @@ from textual.messages import Message, TerminalSupportsSynchronizedOutput
 from tinychat.ui.announcer import RESTORE_TITLE, SAVE_TITLE
 
 ASK = "\x1b[?2026$p"  # whether it knows synchronised output
-SLACK = 0.1  # seconds
+SLACK = 0.1  # seconds that an answer may take longer than the quickest one
+AHEAD = 8  # frames: at 20 a second enough for answers after 0.4 s
 LOST = 10.0  # seconds after which no answer is expected any more
 SETTLE = 1.0  # seconds
 _NO_TEXT = re.compile(r"\x1b[\[O][0-9;?]*.|[^\n\t -~\x80-\U0010ffff]")  # arrows and the like, control characters
@@ -84,6 +85,7 @@ class Link:
         self._asked = deque[float]()  # when, of what is not answered
         self._answers = False
         self._quickest = math.inf  # seconds to an answer
+        self._most = 1
         self._settled = threading.Event()
         self._settled.set()
 
@@ -97,20 +99,19 @@ class Link:
     def answered(self) -> None:
         self._answers = True
         with suppress(IndexError):  # it answers Textual
-            self._quickest = min(self._quickest, self._clock() - self._asked.popleft())
+            took = self._clock() - self._asked.popleft()
+            self._quickest = min(self._quickest, took)
+            self._most = min(self._most + 1, AHEAD) if took <= self._quickest + SLACK else 1
         if not self._asked:
             self._settled.set()
 
     @property
     def behind(self) -> bool:
-        """Whether an answer takes SLACK longer than the quickest one took."""
-        try:
-            waited = self._clock() - self._asked[0]
-        except IndexError:
-            return False
-        if waited > LOST:
-            self._asked.clear()
-        return SLACK + self._quickest < waited <= LOST
+        """Whether as much waits to be shown as may: up to AHEAD questions while answers are quick, else one."""
+        with suppress(IndexError):
+            if self._clock() - self._asked[0] > LOST:
+                self._asked.clear()
+        return len(self._asked) >= self._most
 
     def settle(self) -> None:
         """Waits for what is not answered: whoever has the terminal next would get it as typed text."""
