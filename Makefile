@@ -1,7 +1,7 @@
 # make chat   sets everything up, fetches a small real model and opens the chat on it; from the second time on at once, offline
 # make test   lint, types and tests, as .ci/run does
 # make sanitize   the C kernels under AddressSanitizer and UBSan
-# make bench-peer LLAMA=build FILES='a.gguf b.gguf'   the CPU beside llama.cpp, alternating; build: where llama-bench was built
+# make bench-peer LLAMA=sources IK=sources FILES='a.gguf b.gguf'   builds llama.cpp and ik_llama.cpp, or one, and runs them beside the CPU executor
 # Needs Python 3.11 or newer (PYTHON=... for one that is not called python3) and nothing else.
 
 PYTHON ?= python3
@@ -45,6 +45,6 @@ sanitize: .venv/.installed-dev
 SANITIZED = not portable and not too_little_memory and not hostile and not damaged and not devices and not linear_time and not reference
 
 bench-peer: .venv/.installed
-	.venv/bin/python scripts/bench_peer.py --llama $(LLAMA) $(FILES)
+	.venv/bin/python -m scripts.bench_peer $(if $(LLAMA),--llama $(LLAMA)) $(if $(IK),--ik $(IK)) $(FILES)
 
 .PHONY: chat test sanitize bench-peer

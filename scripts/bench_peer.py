@@ -1,18 +1,23 @@
-"""tinychat's CPU executor beside llama.cpp: the same files, machine and thread count, alternating runs, medians.
+"""tinychat's CPU executor beside llama.cpp and ik_llama.cpp: the same files, machine and thread counts, alternating
+runs, medians.
 
-    python scripts/bench_peer.py --llama BUILD_DIR [-t THREADS] [-n 64] [-p 128] [--depth 0] [--rounds 3] FILE...
+    python -m scripts.bench_peer [--llama PEER] [--ik PEER] [-t THREADS ...] [-n 64] [-p 128 512] [--depth 0]
+        [--rounds 3] FILE...
 
-BUILD_DIR is where llama.cpp was built with `cmake -B build -DGGML_NATIVE=ON && cmake --build build --target
-llama-bench`. Prints a Markdown table of tok/s with ratios; nothing else may run meanwhile.
+PEER is a folder with the peer's sources, which are built with cmake into PEER/build-bench, or a llama-bench that is
+built already. Prints a Markdown table of tok/s with the ratio to the faster peer; nothing else may run meanwhile.
+ik_llama.cpp repacks its weights (`-rtr 1`), as tinychat does.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import time
+from collections.abc import Generator
 from pathlib import Path
 
 import numpy as np
@@ -24,74 +29,105 @@ from tinychat.kernels.cpu.bandwidth import read_bandwidth
 from tinychat.kernels.cpu.executor import CPUExecutor, default_threads
 from tinychat.kernels.sampling import GREEDY
 
-
-class Ours:
-    def __init__(self, path: Path, threads: int, context: int) -> None:
-        gguf = GGUF.open(path)
-        self.plan = build_plan(gguf, ModelConfig.from_gguf(gguf))
-        self.executor = CPUExecutor(self.plan, gguf, context, threads)
-        self.ids = np.random.default_rng(0).integers(0, self.plan.vocab, context).tolist()
-
-    def run(self, prompt: int, generate: int, depth: int) -> tuple[float, float]:
-        """(prefill, decode) in tok/s: `prompt` tokens, and `generate` tokens behind `depth`, each from an empty
-        cache."""
-        self.executor.forward(self.ids[:16], 0, "last")
-        start = time.perf_counter()
-        self.executor.forward(self.ids[:prompt], 0, "last")
-        prefill = prompt / (time.perf_counter() - start)
-        if depth:
-            self.executor.forward(self.ids[:depth], 0)
-        steps = self.executor.decode(self.ids[0], depth, GREEDY, [])
-        next(steps)
-        start = time.perf_counter()
-        for _ in zip(range(generate), steps, strict=False):
-            pass
-        return prefill, generate / (time.perf_counter() - start)
+PEERS = {"llama": (), "ik": ("-rtr", "1")}  # what llama-bench is told more
+OFF = ("LLAMA_BUILD_TESTS", "LLAMA_BUILD_SERVER", "LLAMA_CURL", "LLAMA_OPENSSL", "BUILD_SHARED_LIBS")
+OPTIONS = ("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", *(f"-D{name}=OFF" for name in OFF))
 
 
-def theirs(bench: Path, path: Path, threads: int, prompt: int, generate: int, depth: int) -> tuple[float, float]:
-    command = [bench, "-m", path, "-t", threads, "-r", 1, "-o", "json"]
-    shape = ["-p", prompt, "-n", generate] if not depth else ["-p", 0, "-n", generate, "-d", depth]
-    rows = json.loads(
-        subprocess.run([str(a) for a in [*command, *shape]], capture_output=True, text=True, check=True).stdout
+def built(peer: Path) -> Path:
+    """llama-bench of `peer`. Raises CalledProcessError where it does not build."""
+    if peer.is_file():
+        return peer
+    build = peer / "build-bench"
+    subprocess.run(["cmake", "-S", peer, "-B", build, *OPTIONS], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        ["cmake", "--build", build, "--target", "llama-bench", "-j", str(os.cpu_count())],
+        check=True,
+        stdout=subprocess.DEVNULL,
     )
-    speed = {bool(r["n_gen"]): r["avg_ts"] for r in rows}
-    return speed.get(False, float("nan")), speed[True]
+    return build / "bin" / "llama-bench"
+
+
+def ours(
+    path: Path, threads: int, prompts: list[int], generate: int, depth: int
+) -> Generator[tuple[float, ...], None, None]:
+    """Endless runs: tok/s of each prompt, then of decode behind `depth`, each from an empty cache."""
+    gguf = GGUF.open(path)
+    plan = build_plan(gguf, ModelConfig.from_gguf(gguf))
+    context = max(*prompts, depth + generate + 2)
+    executor = CPUExecutor(plan, gguf, context, threads)
+    ids = np.random.default_rng(0).integers(0, plan.vocab, context).tolist()
+    executor.forward(ids[:16], 0, "last")
+    try:
+        while True:
+            speeds = []
+            for prompt in prompts:
+                start = time.perf_counter()
+                executor.forward(ids[:prompt], 0, "last")
+                speeds.append(prompt / (time.perf_counter() - start))
+            if depth:
+                executor.forward(ids[:depth], 0)
+            steps = executor.decode(ids[0], depth, GREEDY, [])
+            next(steps)
+            start = time.perf_counter()
+            for _ in zip(range(generate), steps, strict=False):
+                pass
+            yield *speeds, generate / (time.perf_counter() - start)
+    finally:
+        executor.close()
+
+
+def theirs(command: list[str], prompts: list[int], generate: int, depth: int) -> tuple[float, ...]:
+    """The same of one run of llama-bench."""
+
+    def rows(*shape: object) -> dict[int, float]:  # tok/s by tokens of the prompt, 0: decode
+        done = subprocess.run([*command, *map(str, shape)], capture_output=True, text=True, check=True)
+        return {r["n_prompt"]: r["avg_ts"] for r in json.loads(done.stdout)}
+
+    lengths = ",".join(map(str, prompts))
+    if not depth:
+        found = rows("-p", lengths, "-n", generate)
+    else:
+        found = rows("-p", lengths, "-n", 0) | rows("-p", 0, "-n", generate, "-d", depth)
+    return tuple(found[n] for n in (*prompts, 0))
 
 
 def main() -> None:
     arg = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arg.add_argument("files", nargs="+", type=Path)
-    arg.add_argument("--llama", type=Path, required=True, help="build directory of llama.cpp")
-    arg.add_argument("-t", "--threads", type=int, default=default_threads())
+    for peer in PEERS:
+        arg.add_argument(f"--{peer}", type=Path)
+    arg.add_argument("-t", "--threads", type=int, nargs="+", default=[default_threads()])
     arg.add_argument("-n", "--generate", type=int, default=64)
-    arg.add_argument("-p", "--prompt", type=int, default=128)
+    arg.add_argument("-p", "--prompts", type=int, nargs="+", default=[128, 512])
     arg.add_argument("--depth", type=int, default=0, help="decode behind this many tokens")
     arg.add_argument("--rounds", type=int, default=3)
     a = arg.parse_args()
-    bench = a.llama / "bin" / "llama-bench"
-    limit = read_bandwidth([a.threads], rounds=3)[a.threads]
-    print(
-        f"{a.threads} threads, {limit:.1f} GB/s; prompt {a.prompt}, {a.generate} tokens at depth {a.depth}, "
-        f"medians of {a.rounds} alternating runs\n"
-    )
-    print(
-        "| file | prefill | llama.cpp | ratio | decode | llama.cpp | ratio | GB/s | of the limit |\n" + "|---" * 9 + "|"
-    )
+    peers = {name: built(path) for name in PEERS if (path := getattr(a, name))}
+    limits = read_bandwidth(a.threads, rounds=3)
+    print(f"medians of {a.rounds} alternating runs, tok/s\n\n| file | threads | what | tinychat |", end="")
+    print("".join(f" {name} |" for name in peers), "to the faster | of the memory limit |")
+    print("|---" * (6 + len(peers)) + "|")
     for path in a.files:
-        ours = Ours(path, a.threads, max(a.prompt, a.depth + a.generate + 2))
-        runs = [
-            (*ours.run(a.prompt, a.generate, a.depth), *theirs(bench, path, a.threads, a.prompt, a.generate, a.depth))
-            for _ in range(a.rounds)
-        ]
-        prefill, decode, their_prefill, their_decode = (statistics.median(r[i] for r in runs) for i in range(4))
-        gb = ours.plan.bytes_per_token(a.depth) * decode / 1e9
-        print(
-            f"| {path.stem} | {prefill:.0f} | {their_prefill:.0f} | {prefill / their_prefill:.2f} | {decode:.1f} "
-            f"| {their_decode:.1f} | {decode / their_decode:.2f} | {gb:.1f} | {gb / limit:.0%} |",
-            flush=True,
-        )
-        ours.executor.close()
+        gguf = GGUF.open(path)
+        bytes_of_token = build_plan(gguf, ModelConfig.from_gguf(gguf)).bytes_per_token(a.depth)
+        for threads in a.threads:
+            mine, runs = ours(path, threads, a.prompts, a.generate, a.depth), []
+            for _ in range(a.rounds):
+                run = [next(mine)]
+                for name, bench in peers.items():
+                    command = [str(bench), "-m", str(path), "-t", str(threads), "-r", "1", "-o", "json", *PEERS[name]]
+                    run.append(theirs(command, a.prompts, a.generate, a.depth))
+                runs.append(run)
+            mine.close()
+            whats = [*(f"prompt {n}" for n in a.prompts), f"decode behind {a.depth}"]
+            for i, what in enumerate(whats):
+                speeds = [statistics.median(run[who][i] for run in runs) for who in range(1 + len(peers))]
+                share = f"{bytes_of_token * speeds[0] / 1e9 / limits[threads]:.0%}" if i == len(a.prompts) else ""
+                cells = [f"{speed:.1f}" for speed in speeds]
+                ratio = f"{speeds[0] / max(speeds[1:]):.2f}" if peers else ""
+                print("|", " | ".join([path.stem, str(threads), what, *cells, ratio, share]), "|", flush=True)
+    print(f"\nmemory, GB/s by threads: {', '.join(f'{n}: {limit:.1f}' for n, limit in limits.items())}")
 
 
 if __name__ == "__main__":

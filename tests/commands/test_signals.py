@@ -151,7 +151,7 @@ def test_an_end_that_hangs_has_a_limit(last: float) -> None:
     """As where a compile process of tinygrad ended by the same signal held a lock that Python waits for: `last` seconds
     or a second signal. A compile process that is still at work, and has the process's output too, ends with it."""
     code = f"""
-import atexit, threading, time
+import atexit, time
 from tinychat import process
 process.LAST = {last}
 process.prepare()
@@ -159,9 +159,12 @@ from tinygrad.engine.worker import get_worker_pool
 pool = get_worker_pool()
 ready = pool.apply(len, ("ready",))
 pool.apply_async(time.sleep, (1000,))
-atexit.register(lambda: (print("ending", flush=True), threading.Event().wait()))
+def wait():  # a signal just before a wait without an end would be seen behind it only
+    while True:
+        time.sleep(0.1)
+atexit.register(lambda: (print("ending", flush=True), wait()))
 print(ready, flush=True)
-threading.Event().wait()
+wait()
 """
     with started([sys.executable, "-c", code], stdout=-1, env={**os.environ, "PARALLEL": "1"}) as p:
         assert p.stdout and p.stdout.readline() == b"5\n"

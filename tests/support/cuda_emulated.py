@@ -12,7 +12,7 @@ from tests.support import cuda_emulator
 from tinychat.engine.gguf import GGUF
 from tinychat.kernels.cuda.builder import RING, Builder, Depth
 from tinychat.kernels.cuda.launch import Launch, text
-from tinychat.kernels.cuda.layout import Layout, repack, transpose
+from tinychat.kernels.cuda.layout import Layout, repack, repack_params, transpose
 from tinychat.kernels.cuda.prefill import Chip, Prefill
 from tinychat.kernels.cuda.quants import FLOATS
 from tinychat.kernels.cuda.state import WORDS, state_words
@@ -53,7 +53,7 @@ class EmulatedCUDA:
                 out[: raw.size] = raw
             else:
                 self.buffers["staging"] = aligned(raw.size)
-                self.buffers["params"] = np.array([t.blocks, 0, t.blocks], np.uint64)
+                self.buffers["params"] = repack_params(t, 0, t.blocks)
                 self.buffers["staging"][: raw.size] = raw
                 block, size = GGML_QUANT_SIZES[t.kind]
                 assert raw.size == t.values // block * size

@@ -385,6 +385,32 @@ SHAPES = {
         qk_norm=256,
         window=512,
     ),
+    "gemma-4-26b-a4b": Shape(
+        "gemma4",
+        30,
+        2816,
+        16,
+        2,
+        512,
+        2112,
+        262144,
+        True,
+        1e6,
+        1e-6,
+        262144,
+        "default",
+        {2: "<bos>", 1: "<eos>", 106: "<turn|>"},
+        2,
+        1,
+        moe=MoE(128, 8, 704, fused=True),
+        qk_norm=512,
+        rope_freqs=1e30,
+        window=1024,
+        window_pattern=tuple(i % 6 != 5 for i in range(30)),
+        window_heads=(8, 256),
+        window_theta=10000.0,
+        softcap=30.0,
+    ),
     "qwen3.5-0.8b": Shape(
         "qwen35",
         24,
@@ -762,6 +788,8 @@ def write(
     """
     s = SHAPES[name]
     s = replace(s, layers=layers or s.layers, tied=s.tied and not follow, nextn=nextn)
+    if isinstance(s.window_pattern, tuple):
+        s = replace(s, window_pattern=s.window_pattern[: s.layers])
     rng = np.random.default_rng(seed)
     w = GGUFWriter(path, s.arch)
     metadata(w, s, name)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf.quants import dequantize
 
 from tests.support import cuda_emulator, tiny
 from tests.support.cuda_emulated import EmulatedCUDA, aligned
@@ -21,11 +22,11 @@ from tinychat.errors import TinychatError
 from tinychat.kernels import blocks, ops
 from tinychat.kernels.cuda.builder import RING, Builder, Depth
 from tinychat.kernels.cuda.launch import Launch
-from tinychat.kernels.cuda.launches import head
+from tinychat.kernels.cuda.launches import embed, head
 from tinychat.kernels.cuda.launches import sample as sampling
-from tinychat.kernels.cuda.layout import Layout, repack
+from tinychat.kernels.cuda.layout import Layout, repack, repack_params
 from tinychat.kernels.cuda.prefill import Chip, Prefill, padded
-from tinychat.kernels.cuda.quants import FLOATS, packed_bytes
+from tinychat.kernels.cuda.quants import FLOATS, QUANTS, packed_bytes
 from tinychat.kernels.cuda.selfcheck import COLS, ROWS, check_data, check_plan, relative_error
 from tinychat.kernels.cuda.state import WORDS, bias_values, breaker_bits, state_words
 from tinychat.kernels.cuda.step import decode, depths
@@ -33,7 +34,6 @@ from tinychat.kernels.sampler import dry, sample
 from tinychat.kernels.sampling import Sampling
 
 Q = tiny.Q
-KINDS = (Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.MXFP4)
 IDS = [290, 17, 204, 99, 3, 256, 258, 64, 131, 64, 17, 280] * 9
 # rows long enough that a kernel's result goes to the next one as int8 blocks
 WIDE = replace(
@@ -56,29 +56,35 @@ def error(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
-Matvec = tuple[Builder, Launch, Launch]
+Matvec = tuple[Builder, Launch, Launch, Launch]
 
 
 @pytest.fixture(scope="module")
 def matvecs() -> dict[Q, Matvec]:
-    """Of each type: its builder, mat-vec and repacking; compiled together."""
+    """Of each type: its builder, mat-vec, repacking and look-up of a row; compiled together."""
     made: dict[Q, Matvec] = {}
-    for kind in KINDS:
+    for kind in QUANTS:
         plan = check_plan(kind)
         builder = Builder(plan, Layout(plan, {"check": check_data(kind)[0].nbytes, "gain": 4 * COLS}), 1)
         tensor = builder.layout.tensors["check"]
-        made[kind] = builder, head(builder, plan.head), repack(tensor, tensor.blocks)
-    cuda_emulator.compile_all([*(m[1] for m in made.values()), *(m[2] for k, m in made.items() if k not in FLOATS)])
+        made[kind] = builder, head(builder, plan.head), repack(tensor, tensor.blocks), embed(builder, plan.embed, 1)
+    cuda_emulator.compile_all(
+        launch
+        for kind, (_, *all_of) in made.items()
+        for launch in all_of
+        if launch.file != "repack.cu" or kind not in FLOATS
+    )
     return made
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.name)
+@pytest.mark.parametrize("kind", QUANTS, ids=lambda k: k.name)
 def test_matvec_of_every_quant_type(kind: Q, matvecs: dict[Q, Matvec]) -> None:
+    """Products to the rounding of activations; a row's values to the last bit."""
     packed, x = check_data(kind)
-    builder, launch, packing = matvecs[kind]
+    builder, launch, packing, row = matvecs[kind]
     tensor = builder.layout.tensors["check"]
     buffers = {name: aligned(size) for name, size in builder.buffers.items()} | {"staging": packed}
-    buffers["params"] = np.array([tensor.blocks, 0, tensor.blocks], np.uint64)
+    buffers["params"] = repack_params(tensor, 0, tensor.blocks)
     buffers["state"].view(np.int32)[: len(WORDS)] = state_words(Sampling(), 0, 1, 0)
     buffers["x"].view(np.float32)[:] = x
     buffers["w:gain"].view(np.float32)[:] = 1
@@ -90,6 +96,10 @@ def test_matvec_of_every_quant_type(kind: Q, matvecs: dict[Q, Matvec]) -> None:
     cuda_emulator.run(launch, buffers)
     assert relative_error(buffers["logits"].view(np.float32), kind, packed, x) < (1e-5 if kind in FLOATS else 0.01)
     assert len(buffers["logits"]) == 4 * ROWS
+    buffers["history"].view(np.int32)[0] = ROWS - 1
+    cuda_emulator.run(row, buffers)
+    want = dequantize(packed.reshape(ROWS, -1)[-1:], kind).reshape(-1)
+    np.testing.assert_array_equal(buffers["x"].view(np.float32), want)
 
 
 @pytest.mark.parametrize(
@@ -136,11 +146,23 @@ def test_prompts_of_every_kind(kind: int, warpgroups: bool, depth: Depth, tmp_pa
     assert error(e.step(17, len(tokens))[0], want[-1]) < 0.05
 
 
+def test_types_with_tables_or_without_nibbles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them in one model: a prompt, then steps."""
+    mixed = [kind for kind, planes in QUANTS.items() if kind not in FLOATS and (planes.table or not planes.lo)]
+    monkeypatch.setattr(tiny, "MIXED", mixed)
+    path = tiny.write(tmp_path / "m.gguf", replace(tiny.shape("llama", "IQ_MIX"), head_dim=64), "IQ_MIX")
+    assert {t.type for t in GGUF.open(path).tensors.values()} == {Q.F32, *mixed}
+    want, e = forward(path, IDS[:11]), emulated(path, 64)
+    assert error(e.prefill(IDS[:9], 0), want[:9]) < 3e-3
+    for pos in (9, 10):
+        assert error(e.step(IDS[pos], pos)[0], want[pos]) < 0.05
+
+
 @pytest.mark.parametrize(
     ("quant", "mla", "rows"),
     [
         ("Q4_0", MLA(256, 256, 64, 64, 128), 100),
-        ("Q4_K", MLA(256, 256, 64, 64, 64), 9),
+        ("IQ_MIX", MLA(256, 256, 64, 64, 64), 9),
         ("Q8_0", MLA(0, 128, 32, 32, 128), 70),
     ],
 )
@@ -151,6 +173,7 @@ def test_latent_attention_in_clusters(
     temperature."""
     shape = replace(tiny.VARIANTS["deepseek2_glm"], layers=2, heads=3, mla=mla, temperature=(0.7, 3))
     monkeypatch.setitem(tiny.VARIANTS, "cluster", shape)
+    monkeypatch.setattr(tiny, "MIXED", (Q.IQ2_XS, Q.Q2_K, Q.IQ4_XS))
     path = tiny.write(tmp_path / "m.gguf", "cluster", quant)
     gguf = GGUF.open(path)
     plan = build_plan(gguf, ModelConfig.from_gguf(gguf))
@@ -318,10 +341,10 @@ def test_sampling_as_numpy_does(sampler: tuple[list[Launch], dict[str, int]], se
 
 
 def test_types_without_kernels_are_refused() -> None:
-    table = blocks.Weight("w", Q.Q2_K, 8, 256)
+    table = blocks.Weight("w", Q.Q8_K, 8, 256)
     plan = ops.Plan(ops.Embed(table), (), ops.Head(blocks.Weight("gain", Q.F32, 1, 256), 0.0, table))
-    with pytest.raises(TinychatError, match="do not read Q2_K"):
-        Layout(plan, {"w": 8 * 84, "gain": 1024})
+    with pytest.raises(TinychatError, match="do not read Q8_K"):
+        Layout(plan, {"w": 8 * 292, "gain": 1024})
 
 
 def nvrtc() -> ctypes.CDLL | None:

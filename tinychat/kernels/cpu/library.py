@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType
 from tinychat.errors import TinychatError
 from tinychat.kernels.blocks import CLAMP, CLAMP_SLOPE, MIN_WEIGHT_SUM
 from tinychat.kernels.cpu import compiler
-from tinychat.kernels.grids import grid
+from tinychat.kernels.grids import packed_grid
 
 _TABLE = re.compile(r"X\((\w+), \d+, ")  # the rows of QUANTISED and FLOATING in quant.h
 _QUANT_H = (compiler.SOURCES / "quant.h").read_text()
@@ -32,13 +32,10 @@ def grids() -> np.ndarray:
     uint16. Raises TinychatError where they have not the size that C reads."""
     tables = []
     for name, entries in _GRIDS:
-        values = grid(GGMLQuantizationType[name])
-        if len(values) != int(entries):
-            raise _differ(f"the grid of {name} has {entries} entries in C, {len(values)} in Python")
-        codes = np.searchsorted(np.unique(values), values).astype(np.uint16)  # (entries, 8 or 4)
-        bits = 16 // codes.shape[1]
-        shifts = [i // 2 * bits + i % 2 * 8 for i in range(codes.shape[1])]
-        tables.append((codes << np.array(shifts, np.uint16)).sum(1, dtype=np.uint16))
+        table = packed_grid(GGMLQuantizationType[name])
+        if len(table) != int(entries):
+            raise _differ(f"the grid of {name} has {entries} entries in C, {len(table)} in Python")
+        tables.append(table)
     return np.concatenate(tables)
 
 

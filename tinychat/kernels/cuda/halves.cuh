@@ -19,26 +19,22 @@ DEVICE u32 pack(float lo, float hi) { return pack_halves(to_half_range(lo), to_h
 template <int T> struct Piece {
   static constexpr int N = 32 / block_of(T);
   Block<T> f[N];
-  u32 scale[2], shift;  // pairs of halves; Q6_K has a scale per 16 weights
+  u32 scale[2], shift[2];  // pairs of halves, of the first and the last 16 weights
   // The weights from block `first` of a tensor on; zeros where the row has fewer than `left` blocks left.
   DEVICE void load(const u8 *w, u64 blocks, u64 first, int left) {
 #pragma unroll
     for (int i = 0; i < N; i++) {
       if (i < left) fetch<T>(f[i], w, blocks, first + i);
-      else {
-        f[i].a = f[i].b = V4{0, 0, 0, 0};
-        f[i].h0 = f[i].h1 = f[i].s1 = f[i].s2 = 0;
-      }
+      else f[i] = Block<T>{};
     }
   }
   DEVICE void begin() {
     if (is_float(T)) return;
-    const float s0 = scale_of<T>(f[0].s1, f[0].s2, 0), s1 = T == Q6_K ? scale_of<T>(f[0].s1, f[0].s2, 1) : s0;
-    scale[0] = pack_halves(s0, s0);
-    scale[1] = T == Q6_K ? pack_halves(s1, s1) : scale[0];
-    if (has_min(T)) {
-      const float m = shift_of<T>(f[0].s1, f[0].s2);
-      shift = pack_halves(m, m);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const float s = scale_of<T>(f[0].s1, f[0].s2, half), m = shift_of<T>(f[0].s1, f[0].s2, half);
+      scale[half] = pack_halves(s, s);
+      if (has_min(T)) shift[half] = pack_halves(m, m);
     }
   }
   // Weights 4k, 4k + 1 and 4k + 2, 4k + 3 as halves.
@@ -50,14 +46,12 @@ template <int T> struct Piece {
       floats<T>(b, v);
       return k % 2 ? V2{pack(v[4], v[5]), pack(v[6], v[7])} : V2{pack(v[0], v[1]), pack(v[2], v[3])};
     } else {
-      const V4 v = T == Q8_0 && k >= 4 ? f[0].b : f[0].a;
-      const u32 word = k % 4 == 0 ? v.x : k % 4 == 1 ? v.y : k % 4 == 2 ? v.z : v.w;
-      const u32 q = codes<T>(word, f[0].h0, f[0].h1, k) ^ (signed_codes(T) ? 0x80808080u : 0);
+      const u32 q = codes<T>(f[0], k) ^ (signed_codes(T) ? 0x80808080u : 0);
       // A byte behind 0x64 is the half 1024 + byte; what is subtracted leaves the weight's integer, exactly.
       constexpr u32 bias = 0x6400 + (signed_codes(T) ? 128 : offset_of(T)), biases = bias | bias << 16;
       const u32 lo = half2_sub(permute_bytes(q, 0x64646464u, 0x4140), biases),
-                hi = half2_sub(permute_bytes(q, 0x64646464u, 0x4342), biases), s = scale[k / 4];
-      return has_min(T) ? V2{half2_fma(lo, s, shift), half2_fma(hi, s, shift)} : V2{half2_mul(lo, s), half2_mul(hi, s)};
+                hi = half2_sub(permute_bytes(q, 0x64646464u, 0x4342), biases), s = scale[k / 4], m = shift[k / 4];
+      return has_min(T) ? V2{half2_fma(lo, s, m), half2_fma(hi, s, m)} : V2{half2_mul(lo, s), half2_mul(hi, s)};
     }
   }
 };

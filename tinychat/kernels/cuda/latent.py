@@ -41,7 +41,7 @@ def takes_cluster(b: Builder, a: MLA) -> bool:
         if placed.tensor.kind in FLOATS:
             return False
         for first in (placed.start, placed.stride, n // CLUSTER):
-            if first * blocks * p.hi % 16 or first * blocks * p.s1 % 16 or first * blocks * p.s2 % 128:
+            if any(first * blocks * size % 16 for size in p.sizes) or first * blocks * p.s2 % 128:
                 return False
     return _cluster_shape(b, a, False).shared <= MAX_DYNAMIC
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from tinychat.errors import TinychatError
@@ -12,9 +13,12 @@ from tinychat.kernels.blocks import Weight
 from tinychat.kernels.cuda.constants import Matrix, RepackConstants, TransposeConstants
 from tinychat.kernels.cuda.launch import Launch, kernel
 from tinychat.kernels.cuda.quants import QUANTS, packed_bytes
+from tinychat.kernels.grids import packed_grid
 from tinychat.kernels.ops import Plan
 
 Q = GGMLQuantizationType
+GRIDS = (Q.IQ1_S, Q.IQ2_XXS, Q.IQ2_XS, Q.IQ2_S, Q.IQ3_XXS, Q.IQ3_S)  # types whose codes are indices of a grid
+REPACK_PARAMS = 24 + 2 * 2048
 
 
 def block_size(kind: Q) -> int:
@@ -97,11 +101,18 @@ class Layout:
 
 
 def repack(tensor: PackedTensor, count: int) -> Launch:
-    """Repacks file blocks in `staging`. Buffer `params` (uint64) says: blocks of the tensor, first block, number of
-    blocks (32 weights)."""
+    """Repacks `count` blocks of 32 weights, which lie in `staging`; repack_params() are in `params`."""
     shape = RepackConstants(tensor.kind, GGML_QUANT_SIZES[tensor.kind][1])
     buffers = {"out": tensor.buffer, "in": "staging", "params": "params"}
     return kernel(f"repack_{tensor.kind.name.lower()}", "repack.cu", shape, buffers, (-(-count // 256), 1, 1), "load")
+
+
+def repack_params(tensor: PackedTensor, first: int, count: int) -> np.ndarray:
+    """uint64, of at most REPACK_PARAMS bytes: the tensor's blocks (of 32 weights), the first of those to repack, their
+    number, and the type's grid."""
+    kind = Q.IQ1_S if tensor.kind == Q.IQ1_M else tensor.kind
+    grid = packed_grid(kind).view(np.uint64) if kind in GRIDS else ()
+    return np.array([tensor.blocks, first, count, *grid], np.uint64)
 
 
 def transpose(w: Weight, source: PackedTensor, made: PackedTensor) -> Launch:

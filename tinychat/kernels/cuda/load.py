@@ -11,7 +11,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES
 
 from tinychat.kernels.cuda.device import GPU
-from tinychat.kernels.cuda.layout import Layout, PackedTensor, repack, transpose
+from tinychat.kernels.cuda.layout import REPACK_PARAMS, Layout, PackedTensor, repack, repack_params, transpose
 from tinychat.kernels.cuda.quants import FLOATS
 from tinychat.kernels.executor import Weights
 
@@ -24,7 +24,7 @@ def load(gpu: GPU, layout: Layout, weights: Weights, progress: Callable[[float],
     pinned = [gpu.pinned(UPLOAD_BYTES) for _ in range(UPLOADS)]
     total, done = sum(weights.raw(t.name).nbytes for t in layout.tensors.values()), 0
     gpu.allocate("staging", UPLOAD_BYTES)
-    gpu.allocate("params", 24)
+    gpu.allocate("params", REPACK_PARAMS)
     busy: list[Any] = [None] * UPLOADS
     work: list[tuple[PackedTensor, np.ndarray, int]] = []
     for t in layout.tensors.values():
@@ -54,7 +54,7 @@ def load(gpu: GPU, layout: Layout, weights: Weights, progress: Callable[[float],
                 block, size = GGML_QUANT_SIZES[t.kind]
                 count = part.nbytes // size * block // 32
                 gpu.upload("staging", data)
-                gpu.upload("params", np.array([t.blocks, offset // size * block // 32, count], np.uint64))
+                gpu.upload("params", repack_params(t, offset // size * block // 32, count))
                 gpu.run(repack(t, count))
             busy[m % UPLOADS] = gpu.event()
             done += part.nbytes

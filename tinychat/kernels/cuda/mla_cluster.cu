@@ -26,11 +26,10 @@ template <class M, int N, int LANES> struct Rows {
   DEVICE void copy(const u8 *w, u64 first) {
     const u64 at = first * KB;
     copy_plane(planes, w + at * lo_bytes(T), BLOCKS * lo_bytes(T));
-    if (hi_bytes(T))
-      copy_plane(planes + hi_at(T, BLOCKS), w + hi_at(T, M::BLOCKS) + at * hi_bytes(T), BLOCKS * hi_bytes(T));
+    copy_plane(planes + two_at(T, BLOCKS), w + two_at(T, M::BLOCKS) + at * two_bytes(T), BLOCKS * two_bytes(T));
+    copy_plane(planes + one_at(T, BLOCKS), w + one_at(T, M::BLOCKS) + at * one_bytes(T), BLOCKS * one_bytes(T));
     copy_plane(planes + s1_at(T, BLOCKS), w + s1_at(T, M::BLOCKS) + at * s1_bytes(T), BLOCKS * s1_bytes(T));
-    if (s2_bytes(T))
-      copy_plane(planes + s2_at(T, BLOCKS), w + s2_at(T, M::BLOCKS) + at / 8 * s2_bytes(T), BLOCKS / 8 * s2_bytes(T));
+    copy_plane(planes + s2_at(T, BLOCKS), w + s2_at(T, M::BLOCKS) + at / 8 * s2_bytes(T), BLOCKS / 8 * s2_bytes(T));
   }
   // put(row, lane of the row, value), by all lanes of each row.
   template <class Put> DEVICE void multiply(const Shared &sh, const Put &put) const {

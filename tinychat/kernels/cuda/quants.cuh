@@ -1,31 +1,56 @@
 // Weights as the kernels read them: `planes` of one tensor, one after the other, each 16-byte aligned.
-//   lo: per 32 weights 16 bytes of nibbles (byte i holds weight i low, i + 16 high), Q8_0: 32 bytes of int8; MXFP4's
-//   nibbles are indices of its table
-//   hi: the 5th bits (one word; bit 8 * b + w is that of weight 4 * w + b) or the 5th and 6th (two words, 2 bits each)
-//   s1: per 32 weights the scale (half), scale and minimum (two halves), K-quants: two bytes (scale and minimum, Q6_K:
-//   2 scales), MXFP4: a byte, the scale's exponent; s2: per 256 weights d and dmin (two halves), Q6_K: d (half)
-// Floating-point types keep the file's layout; their block is 8 weights.
+//   lo: per 32 weights 16 bytes of nibbles, or 32 bytes of int8; two and one: 8 bytes with 2 bits of each weight, 4 bytes
+//   with one, above those of lo (two above one), or alone
+//   s1: per 32 weights the scale (half), scale and minimum (two halves), or bytes: a scale, scale and minimum, two scales
+//   (of 16 weights each); Q2_K: two bytes of scale and minimum; MXFP4: the scale's exponent
+//   s2: per 256 weights d, or d and dmin (halves), which multiply the bytes of s1
+// A code is an integer, or the index of one in the type's table. Weights 4w..4w+3 of a block have their bits in bytes of
+// a word, those of indices in nibbles of half a word (`Places`). Floating-point types keep the file's layout; their block is 8 weights.
 
-// The types, one a row; quants.py reads the rows here. A new type is a row, and a case wherever a function of this file
-// asks for types by name. The columns: GGML's number; bytes of lo, hi and s1 per block and of s2 per 8 blocks; the offset,
-// where weight = scale * (code - offset); whether weight = scale * code + minimum; weights that a lane reads at once; in a
-// block of the file the first byte of the codes, of their fifth bits, of the F16 scale and minimum (-1: none).
-#define QUANTS(X)                                      \
-  X(F32, 0, 32, 0, 0, 0, 0, 0, 8, 0, -1, -1, -1)       \
-  X(F16, 1, 16, 0, 0, 0, 0, 0, 8, 0, -1, -1, -1)       \
-  X(BF16, 30, 16, 0, 0, 0, 0, 0, 8, 0, -1, -1, -1)     \
-  X(Q4_0, 2, 16, 0, 2, 0, 8, 0, 32, 2, -1, 0, -1)      \
-  X(Q4_1, 3, 16, 0, 4, 0, 0, 1, 32, 4, -1, 0, 2)       \
-  X(Q5_0, 6, 16, 4, 2, 0, 16, 0, 32, 6, 2, 0, -1)      \
-  X(Q5_1, 7, 16, 4, 4, 0, 0, 1, 32, 8, 4, 0, 2)        \
-  X(Q8_0, 8, 32, 0, 2, 0, 0, 0, 32, 2, -1, 0, -1)      \
-  X(Q4_K, 12, 16, 0, 2, 4, 0, 1, 32, 16, -1, 0, 2)     \
-  X(Q5_K, 13, 16, 4, 2, 4, 0, 1, 32, 48, 16, 0, 2)     \
-  X(Q6_K, 14, 16, 8, 2, 2, 32, 0, 32, 0, 128, 208, -1) \
-  X(MXFP4, 39, 16, 0, 1, 0, 0, 0, 32, 1, -1, -1, -1)
+// Tables: a signed byte for each index. The IQ types' indices are one of a grid, and above it the sign.
+#define INTEGERS 0
+#define VALUES_FP4 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12
+#define VALUES_IQ4 -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
+#define VALUES_IQ3_S 1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15
+#define VALUES_IQ3_XXS 4, 12, 20, 28, 36, 44, 52, 62, -4, -12, -20, -28, -36, -44, -52, -62
+#define VALUES_IQ2 8, 25, 43, 0, -8, -25, -43, 0
+#define VALUES_IQ1 -7, 1, 9, 0, -9, -1, 7, 0
+
+// The types, one a row; quants.py reads the rows here. A new type is a row, and a case in gguf.cuh where a file has it in
+// a new form. The columns: GGML's number; bytes of lo, two, one and s1 per block and of s2 per 8 blocks; the offset,
+// where weight = scale * (code - offset); whether weight = scale * code + minimum; whether 16 weights have a scale of their
+// own; how often s2's product is halved; weights that a lane reads at once; in a block of the file the first byte of
+// the codes, of their highest bits, of the F16 scale and minimum (-1: none); the table.
+#define QUANTS(X)                                                           \
+  X(F32, 0, 32, 0, 0, 0, 0, 0, 0, 0, 0, 8, 0, -1, -1, -1, INTEGERS)          \
+  X(F16, 1, 16, 0, 0, 0, 0, 0, 0, 0, 0, 8, 0, -1, -1, -1, INTEGERS)          \
+  X(BF16, 30, 16, 0, 0, 0, 0, 0, 0, 0, 0, 8, 0, -1, -1, -1, INTEGERS)        \
+  X(Q4_0, 2, 16, 0, 0, 2, 0, 8, 0, 0, 0, 32, 2, -1, 0, -1, INTEGERS)         \
+  X(Q4_1, 3, 16, 0, 0, 4, 0, 0, 1, 0, 0, 32, 4, -1, 0, 2, INTEGERS)          \
+  X(Q5_0, 6, 16, 0, 4, 2, 0, 16, 0, 0, 0, 32, 6, 2, 0, -1, INTEGERS)         \
+  X(Q5_1, 7, 16, 0, 4, 4, 0, 0, 1, 0, 0, 32, 8, 4, 0, 2, INTEGERS)           \
+  X(Q8_0, 8, 32, 0, 0, 2, 0, 0, 0, 0, 0, 32, 2, -1, 0, -1, INTEGERS)         \
+  X(Q2_K, 10, 0, 8, 0, 2, 4, 0, 1, 1, 0, 32, 16, -1, 80, 82, INTEGERS)       \
+  X(Q3_K, 11, 0, 8, 4, 2, 2, 4, 0, 1, 0, 32, 32, 0, 108, -1, INTEGERS)       \
+  X(Q4_K, 12, 16, 0, 0, 2, 4, 0, 1, 0, 0, 32, 16, -1, 0, 2, INTEGERS)        \
+  X(Q5_K, 13, 16, 0, 4, 2, 4, 0, 1, 0, 0, 32, 48, 16, 0, 2, INTEGERS)        \
+  X(Q6_K, 14, 16, 8, 0, 2, 2, 32, 0, 1, 0, 32, 0, 128, 208, -1, INTEGERS)    \
+  X(IQ4_NL, 20, 16, 0, 0, 2, 0, 0, 0, 0, 0, 32, 2, -1, 0, -1, VALUES_IQ4)    \
+  X(IQ4_XS, 23, 16, 0, 0, 1, 2, 0, 0, 0, 0, 32, 8, -1, 0, -1, VALUES_IQ4)    \
+  X(MXFP4, 39, 16, 0, 0, 1, 0, 0, 0, 0, 0, 32, 1, -1, -1, -1, VALUES_FP4)    \
+  X(IQ3_S, 21, 16, 0, 0, 1, 2, 0, 0, 0, 0, 32, 2, -1, 0, -1, VALUES_IQ3_S)   \
+  X(IQ3_XXS, 18, 16, 0, 0, 1, 2, 0, 0, 0, 2, 32, 2, -1, 0, -1, VALUES_IQ3_XXS) \
+  X(IQ2_S, 22, 0, 8, 4, 2, 2, 0, 0, 1, 3, 32, 2, -1, 0, -1, VALUES_IQ2)      \
+  X(IQ2_XS, 17, 0, 8, 4, 2, 2, 0, 0, 1, 3, 32, 2, -1, 0, -1, VALUES_IQ2)     \
+  X(IQ2_XXS, 16, 0, 8, 4, 1, 2, 0, 0, 0, 3, 32, 2, -1, 0, -1, VALUES_IQ2)    \
+  X(IQ1_M, 29, 0, 8, 4, 2, 2, 0, 0, 1, 3, 32, 0, -1, -1, -1, VALUES_IQ1)     \
+  X(IQ1_S, 19, 0, 8, 4, 1, 2, 0, 0, 0, 3, 32, 2, -1, 0, -1, VALUES_IQ1)      \
+  X(TQ1_0, 34, 0, 8, 0, 0, 2, 1, 0, 0, 0, 32, 0, -1, 52, -1, INTEGERS)       \
+  X(TQ2_0, 35, 0, 8, 0, 0, 2, 1, 0, 0, 0, 32, 0, -1, 64, -1, INTEGERS)
 
 struct Planes {
-  int lo, hi, s1, s2, offset, min, block, codes, bits, scale, minimum;
+  int lo, two, one, s1, s2, offset, min, split, shift, block, codes, bits, scale, minimum;
+  signed char table[16];
 };
 #define NUMBER(name, id, ...) name = id,
 enum { QUANTS(NUMBER) };
@@ -36,21 +61,26 @@ DEVICE constexpr Planes planes(int t) {
   return Planes{};
 }
 DEVICE constexpr int lo_bytes(int t) { return planes(t).lo; }
-DEVICE constexpr int hi_bytes(int t) { return planes(t).hi; }
+DEVICE constexpr int two_bytes(int t) { return planes(t).two; }
+DEVICE constexpr int one_bytes(int t) { return planes(t).one; }
 DEVICE constexpr int s1_bytes(int t) { return planes(t).s1; }
 DEVICE constexpr int s2_bytes(int t) { return planes(t).s2; }
 DEVICE constexpr int offset_of(int t) { return planes(t).offset; }
 DEVICE constexpr bool has_min(int t) { return planes(t).min; }
+DEVICE constexpr bool has_table(int t) { return planes(t).table[2]; }
 DEVICE constexpr int block_of(int t) { return planes(t).block; }
 DEVICE constexpr bool is_float(int t) { return block_of(t) == 8; }
+DEVICE constexpr bool signed_codes(int t) { return t == Q8_0 || has_table(t); }
 DEVICE constexpr u64 align16(u64 n) { return (n + 15) / 16 * 16; }
-DEVICE constexpr u64 hi_at(int t, u64 blocks) { return align16(blocks * lo_bytes(t)); }
-DEVICE constexpr u64 s1_at(int t, u64 blocks) { return hi_at(t, blocks) + align16(blocks * hi_bytes(t)); }
+DEVICE constexpr u64 two_at(int t, u64 blocks) { return align16(blocks * lo_bytes(t)); }
+DEVICE constexpr u64 one_at(int t, u64 blocks) { return two_at(t, blocks) + align16(blocks * two_bytes(t)); }
+DEVICE constexpr u64 s1_at(int t, u64 blocks) { return one_at(t, blocks) + align16(blocks * one_bytes(t)); }
 DEVICE constexpr u64 s2_at(int t, u64 blocks) { return s1_at(t, blocks) + align16(blocks * s1_bytes(t)); }
 
 template <int T> struct Block {
   V4 a, b;
-  u32 h0, h1, s1, s2;
+  V2 two;
+  u32 one, s1, s2;
 };  // one block in registers; unused members cost nothing
 
 // Where weights are read from.
@@ -69,14 +99,10 @@ struct InShared {
 
 // Block number `i` of a tensor of `blocks` blocks.
 template <int T, class Memory = InGlobal> DEVICE void fetch(Block<T> &f, const u8 *w, u64 blocks, u64 i) {
-  f.a = Memory::get16(w + i * lo_bytes(T));
+  if (lo_bytes(T)) f.a = Memory::get16(w + i * lo_bytes(T));
   if (lo_bytes(T) == 32) f.b = Memory::get16(w + i * 32 + 16);
-  if (hi_bytes(T) == 4) f.h0 = Memory::get4(w + hi_at(T, blocks) + i * 4);
-  if (hi_bytes(T) == 8) {
-    V2 h = Memory::get8(w + hi_at(T, blocks) + i * 8);
-    f.h0 = h.x;
-    f.h1 = h.y;
-  }
+  if (two_bytes(T)) f.two = Memory::get8(w + two_at(T, blocks) + i * 8);
+  if (one_bytes(T)) f.one = Memory::get4(w + one_at(T, blocks) + i * 4);
   if (s1_bytes(T) == 1) f.s1 = w[s1_at(T, blocks) + i];
   if (s1_bytes(T) == 2) f.s1 = Memory::get2(w + s1_at(T, blocks) + i * 2);
   if (s1_bytes(T) == 4) f.s1 = Memory::get4(w + s1_at(T, blocks) + i * 4);
@@ -84,68 +110,53 @@ template <int T, class Memory = InGlobal> DEVICE void fetch(Block<T> &f, const u
   if (s2_bytes(T) == 4) f.s2 = Memory::get4(w + s2_at(T, blocks) + i / 8 * 4);
 }
 
-DEVICE constexpr bool signed_codes(int t) { return t == Q8_0 || t == MXFP4; }
-// Four nibbles (a byte each) of MXFP4 as the signed bytes that they stand for: twice the values of E2M1.
-DEVICE u32 table_mxfp4(u32 q) {
-  const u32 low = q & 0x07070707, two = low | low >> 4, selector = (two & 0xFF) | (two >> 8 & 0xFF00),
-            negative = (q >> 3 & 0x01010101) * 0xFF;
-  return (permute_bytes(0x03020100u, 0x0C080604u, selector) & ~negative) |
-      (permute_bytes(0xFDFEFF00u, 0xF4F8FAFCu, selector) & negative);
+// Where a field, the bits that a plane has of four weights, lies in a word: those of a weight STEP bits above those of the
+// one before, so that there is room for STEP / `bits` fields in their gaps. Field number j begins at bit first(bits, j).
+template <int T> struct Places {
+  static constexpr int STEP = has_table(T) ? 4 : 8;
+  static constexpr u32 ONES = has_table(T) ? 0x1111 : 0x01010101;
+  static DEVICE constexpr int first(int bits, int j) { return bits * j / STEP * 16 + bits * j % STEP; }
+};
+DEVICE constexpr u32 table_word(const signed char *t) {
+  return (u32)(u8)t[0] | (u32)(u8)t[1] << 8 | (u32)(u8)t[2] << 16 | (u32)(u8)t[3] << 24;
 }
-
+// The bytes that four indices stand for: nibbles, of 3 bits where no nibbles are stored; above them may be anything.
+template <int T> DEVICE u32 values_of(u32 q) {
+  constexpr Planes P = planes(T);
+  constexpr u32 a = table_word(P.table), b = table_word(P.table + 4), c = table_word(P.table + 8),
+                d = table_word(P.table + 12);
+  if (!P.lo) return permute_bytes(a, b, q);
+  const u32 low = permute_bytes(a, b, q & 0x7777), high = permute_bytes(c, d, q & 0x7777);
+  return permute_bytes(low, high, 0x3210 | (q & 0x8888) >> 1);
+}
 // Codes of weights 4w..4w+3 as bytes (signed as `signed_codes` says), for w in 0..7.
-template <int T> DEVICE u32 codes(u32 lo, u32 h0, u32 h1, int w) {
-  u32 q = T == Q8_0 ? lo : (w < 4 ? lo : lo >> 4) & 0x0F0F0F0F;
-  if (T == MXFP4) q = table_mxfp4(q);
-  if (hi_bytes(T) == 4) q |= ((h0 >> w) & 0x01010101) << 4;
-  if (hi_bytes(T) == 8) q |= (((w < 4 ? h0 : h1) >> 2 * (w & 3)) & 0x03030303) << 4;
-  return q;
+template <int T> DEVICE u32 codes(const Block<T> &f, int w) {
+  constexpr Planes P = planes(T);
+  using At = Places<T>;
+  const V4 &v = P.lo == 32 && w >= 4 ? f.b : f.a;
+  const u32 lo = w % 4 == 0 ? v.x : w % 4 == 1 ? v.y : w % 4 == 2 ? v.z : v.w, two = w < 4 ? f.two.x : f.two.y;
+  if (P.lo == 32) return lo;
+  u32 q = P.lo ? lo >> At::first(4, w / 4) & 15 * At::ONES : 0;
+  if (P.two) q |= (two >> At::first(2, w % 4) & 3 * At::ONES) << (P.lo ? 4 : 0);
+  if (P.one) q |= (f.one >> At::first(1, w) & At::ONES) << (P.lo ? 4 : 2);
+  return has_table(T) ? values_of<T>(q) : q;
 }
-// Scale and additive term of a block: weight = scale * code + shift. `half` chooses between Q6_K's two scales.
+// Scale and additive term of a block: weight = scale * code + shift. `half`: of which 16 weights, in types with split
+// scales.
 template <int T> DEVICE float scale_of(u32 s1, u32 s2, int half = 0) {
-  if (T == Q4_K || T == Q5_K) return half_to_float(s2) * (float)(s1 & 0xFF);
-  if (T == Q6_K) return half_to_float(s2) * (float)(signed char)(s1 >> 8 * half);
+  constexpr Planes P = planes(T);
   if (T == MXFP4) return unbits(s1 < 2 ? 0x00200000u << s1 : (s1 - 1) << 23);  // 2^(s1 - 128): the codes are doubled
-  return half_to_float(s1);
+  if (!P.s2) return half_to_float(s1);
+  const float d = half_to_float(s2) * (1.f / (1 << P.shift));
+  if (!P.s1) return d;
+  const u32 scale = P.split ? s1 >> 8 * half : s1;
+  return d * (float)(P.split && P.min ? (int)(scale & 15) : (int)(signed char)scale);
 }
 template <int T> DEVICE float shift_of(u32 s1, u32 s2, int half = 0) {
-  if (T == Q4_K || T == Q5_K) return -half_to_float(s2 >> 16) * (float)(s1 >> 8 & 0xFF);
-  if (T == Q4_1 || T == Q5_1) return half_to_float(s1 >> 16);
-  return -(float)offset_of(T) * scale_of<T>(s1, s2, half);
-}
-
-// The same in a block `b` of the file, for repack.cu: the code of weight i (0..31) of its 32-weight part g (0 where blocks
-// have 32 weights).
-template <int T> DEVICE u32 file_code(const u8 *b, int g, int i) {
   constexpr Planes P = planes(T);
-  if (T == Q6_K) {
-    const int half = g / 4, part = g % 4;
-    const u8 q = b[P.codes + 64 * half + 32 * (part & 1) + i], h = b[P.bits + 32 * half + i];
-    return (part < 2 ? q & 15 : q >> 4) | (u32)(h >> 2 * part & 3) << 4;
-  }
-  if (T == Q4_K || T == Q5_K) {
-    const u8 q = b[P.codes + g / 2 * 32 + i];
-    const u32 v = g % 2 ? q >> 4 : q & 15;
-    return P.hi ? v | (u32)(b[P.bits + i] >> g & 1) << 4 : v;
-  }
-  if (P.lo == 32) return b[P.codes + i];
-  const u32 v = i < 16 ? b[P.codes + i] & 15 : b[P.codes + i - 16] >> 4;
-  return P.hi ? v | (u32)(b[P.bits + i / 8] >> i % 8 & 1) << 4 : v;
-}
-// Writes the scales of part g to `s1`, and those of the whole block, where it has some, to `s2`.
-template <int T> DEVICE void file_scales(u8 *s1, u8 *s2, const u8 *b, int g) {
-  constexpr Planes P = planes(T);
-  if (T == Q4_K || T == Q5_K) {
-    const u8 *s = b + 4;
-    s1[0] = g < 4 ? s[g] & 63 : (s[g + 4] & 15) | s[g - 4] >> 6 << 4;
-    s1[1] = g < 4 ? s[g + 4] & 63 : s[g + 4] >> 4 | s[g] >> 6 << 4;
-  } else if (T == Q6_K) {
-    s1[0] = b[192 + 2 * g];
-    s1[1] = b[192 + 2 * g + 1];
-  } else
-    for (int c = 0; c < P.s1; c++) s1[c] = b[c];
-  if (g == 0)
-    for (int c = 0; c < P.s2; c++) s2[c] = b[P.scale + c];
+  if (!P.min) return -(float)P.offset * scale_of<T>(s1, s2, half);
+  if (!P.s2) return half_to_float(s1 >> 16);
+  return -half_to_float(s2 >> 16) * (float)(P.split ? s1 >> (8 * half + 4) & 15 : s1 >> 8 & 0xFF);
 }
 
 // An activation block of 32: int8 codes, their scale, and the sums of the first and second 16 codes (low and high half
@@ -157,23 +168,23 @@ struct Scale {
 DEVICE int sum_lo(int s) { return (short)s; }
 DEVICE int sum_hi(int s) { return s >> 16; }
 
+// Of 16 or 32 weights: `product` that of their codes with those of the activations, `sum` that of the activations' codes.
+template <int T> DEVICE float scaled(const Block<T> &f, int half, int product, int sum) {
+  const float scale = scale_of<T>(f.s1, f.s2, half);
+  if (has_min(T)) return scale * (float)product + shift_of<T>(f.s1, f.s2, half) * (float)sum;
+  return scale * (float)(product - offset_of(T) * sum);
+}
 template <int T> DEVICE float dot(const Block<T> &f, const V4 &x0, const V4 &x1, const Scale &s) {
-  const u32 lo[8] = {f.a.x, f.a.y, f.a.z, f.a.w, T == Q8_0 ? f.b.x : f.a.x, T == Q8_0 ? f.b.y : f.a.y,
-      T == Q8_0 ? f.b.z : f.a.z, T == Q8_0 ? f.b.w : f.a.w};
   const u32 x[8] = {x0.x, x0.y, x0.z, x0.w, x1.x, x1.y, x1.z, x1.w};
   int i0 = 0, i1 = 0;
 #pragma unroll
   for (int w = 0; w < 4; w++) {
-    i0 = dp4a(codes<T>(lo[w], f.h0, f.h1, w), x[w], i0);
-    i1 = dp4a(codes<T>(lo[w + 4], f.h0, f.h1, w + 4), x[w + 4], i1);
+    i0 = dp4a(codes<T>(f, w), x[w], i0);
+    i1 = dp4a(codes<T>(f, w + 4), x[w + 4], i1);
   }
-  if (T == Q6_K)
-    return s.d *
-        (scale_of<T>(f.s1, f.s2, 0) * (float)(i0 - 32 * sum_lo(s.sums)) +
-            scale_of<T>(f.s1, f.s2, 1) * (float)(i1 - 32 * sum_hi(s.sums)));
-  const int sum = sum_lo(s.sums) + sum_hi(s.sums);
-  if (has_min(T)) return s.d * (scale_of<T>(f.s1, f.s2) * (float)(i0 + i1) + shift_of<T>(f.s1, f.s2) * (float)sum);
-  return s.d * scale_of<T>(f.s1, f.s2) * (float)(i0 + i1 - offset_of(T) * sum);
+  const int sum0 = sum_lo(s.sums), sum1 = sum_hi(s.sums);
+  if (planes(T).split) return s.d * (scaled<T>(f, 0, i0, sum0) + scaled<T>(f, 1, i1, sum1));
+  return s.d * scaled<T>(f, 0, i0 + i1, sum0 + sum1);
 }
 
 DEVICE float bf16_lo(u32 v) { return unbits(v << 16); }
@@ -197,9 +208,7 @@ template <int T> DEVICE float dot(const Block<T> &f, const float *x) {
 
 // Weight k of a tensor, for table look-ups.
 template <int T> DEVICE float weight_at(const u8 *w, u64 blocks, u64 k) {
-  Block<T> f;
-  f.b = V4{0, 0, 0, 0};
-  f.h0 = f.h1 = f.s1 = f.s2 = 0;
+  Block<T> f{};
   fetch<T>(f, w, blocks, k / block_of(T));
   const int j = k % block_of(T);
   if (is_float(T)) {
@@ -209,11 +218,9 @@ template <int T> DEVICE float weight_at(const u8 *w, u64 blocks, u64 k) {
     for (int i = 0; i < 8; i++) out = i == j ? v[i] : out;
     return out;
   }
-  const u32 lo[8] = {f.a.x, f.a.y, f.a.z, f.a.w, T == Q8_0 ? f.b.x : f.a.x, T == Q8_0 ? f.b.y : f.a.y,
-      T == Q8_0 ? f.b.z : f.a.z, T == Q8_0 ? f.b.w : f.a.w};
   u32 q = 0;
 #pragma unroll
-  for (int i = 0; i < 8; i++) q = i == j / 4 ? codes<T>(lo[i], f.h0, f.h1, i) : q;
+  for (int i = 0; i < 8; i++) q = i == j / 4 ? codes<T>(f, i) : q;
   q = q >> 8 * (j & 3) & 0xFF;
   const float code = signed_codes(T) ? (float)(signed char)q : (float)q;
   return scale_of<T>(f.s1, f.s2, j / 16) * code + shift_of<T>(f.s1, f.s2, j / 16);

@@ -12,7 +12,7 @@ from tinychat.kernels.blocks import Weight
 from tinychat.kernels.cuda.builder import Builder
 from tinychat.kernels.cuda.device import GPU
 from tinychat.kernels.cuda.launches import head
-from tinychat.kernels.cuda.layout import Layout, repack
+from tinychat.kernels.cuda.layout import Layout, repack, repack_params
 from tinychat.kernels.cuda.quants import FLOATS, QUANTS
 from tinychat.kernels.cuda.state import state_words
 from tinychat.kernels.ops import Embed, Head, Plan
@@ -43,8 +43,12 @@ def check_data(kind: Q) -> tuple[np.ndarray, np.ndarray]:
         halves = [at for at in (QUANTS[kind].scale, QUANTS[kind].minimum) if at >= 0]
         for at in halves:
             random[:, at : at + 2] = rng.uniform(0.01, 0.02, len(random)).astype(np.float16)[:, None].view(np.uint8)
-        if not halves:  # the scale is a power of two: MXFP4
+        if kind == Q.MXFP4:  # the scale is a power of two
             random[:, 0] = rng.integers(120, 124, len(random))
+        if kind == Q.IQ1_M:  # the half lies in the upper 4 bits of four words
+            d = rng.uniform(0.01, 0.02, len(random)).astype(np.float16).view(np.uint16)
+            words = random[:, 48:].view(np.uint16)
+            words[:] = words & 0x0FFF | d[:, None] >> np.array([0, 4, 8, 12], np.uint16) << 12
         packed = random.reshape(-1)
     return packed, rng.standard_normal(COLS).astype(np.float32)
 
@@ -74,7 +78,7 @@ def self_check(gpu: GPU, kinds: list[Q]) -> None:
             gpu.upload(names["w:check"], packed)
         else:
             gpu.upload("staging", packed)
-            gpu.upload("params", np.array([tensor.blocks, 0, tensor.blocks], np.uint64))
+            gpu.upload("params", repack_params(tensor, 0, tensor.blocks))
             gpu.run(repack(tensor, tensor.blocks), names)
         gpu.run(launch, names)
         logits = gpu.download(names["logits"], 4 * ROWS).view(np.float32)
