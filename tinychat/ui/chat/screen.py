@@ -294,7 +294,7 @@ class ChatScreen(Screen[None]):
 
     def ask_permission(self, question: Question) -> None:
         """A tool asks before it acts."""
-        self.app.push_screen(PermissionScreen(question), partial(self._permit, question))
+        self.app.push_screen(PermissionScreen(question, self.prompt), partial(self._permit, question))
 
     def _permit(self, question: Question, answer: str | None) -> None:
         self.controller.permit(question, answer or "no")  # type: ignore[arg-type]
