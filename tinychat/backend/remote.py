@@ -359,6 +359,10 @@ def _sampling(sampling: Sampling, kind: ServerKind) -> dict[str, Any]:
 
 def _no_connection(url: str, error: Exception) -> str:
     what = one_line(error) or type(error).__name__
+    if isinstance(error, httpx.ConnectError):
+        what = f"nothing answers there ({what})"
+    elif isinstance(error, httpx.RemoteProtocolError):
+        what = f"it ended before the answer did ({what})"
     return f"the connection to {url} failed: {what}"
 
 
