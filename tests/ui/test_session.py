@@ -28,6 +28,7 @@ from tinychat.chat.state import ModelChoice
 from tinychat.errors import TinychatError
 from tinychat.ui import external, screens
 from tinychat.ui.app import TinychatApp
+from tinychat.ui.screens.picker_rows import at_place
 from tinychat.ui.screens.settings import SettingsScreen
 
 F6 = b"\x1b[17~"
@@ -47,8 +48,13 @@ async def test_the_model_that_is_loaded_is_kept_and_edited_settings_count_at_onc
         assert settings.path().read_text() == chosen, "and nothing is written back"
 
 
-def test_the_model_of_the_next_start(tmp_path: Path) -> None:
+def test_the_model_of_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tiny.write(tmp_path / "m.gguf", "llama", "Q4_0")
+    monkeypatch.chdir(tmp_path)
+    relative = choosing.here("m.gguf", settings.Settings())
+    assert relative is not None and relative.path == file
+    assert choosing.reference(relative, settings.Settings()) == str(file), "the next start may be in another folder"
+    assert [m.path for m in at_place(".", ())] == [file]
     last = settings.Settings(last_model=str(file), servers=(SavedServer("box", "http://box:8080"),))
     gone = Conversation(model="smollm2:135m")  # not in the cache of this test
 

@@ -302,7 +302,7 @@ class RemoteBackend:
         """What the request asks for and this server cannot do."""
         can = self._info.can
         if request.continue_final and not can.continue_final:
-            return "this server cannot go on with an answer"
+            return "this server cannot continue an answer"
         if request.tools and not can.tools:
             return "this server's model cannot call tools"
         if request.logprobs is not None and not can.logprobs:

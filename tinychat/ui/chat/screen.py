@@ -79,7 +79,7 @@ class ChatScreen(Screen[None]):
     attaches = True  # @ in a message reads a file of this machine
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "stop", "stop", tooltip="stop; what is written stays"),
-        Binding("escape", "keep", "leave it as it was"),
+        Binding("escape", "keep", "cancel the edit"),
         Binding("escape", "escape", "back to the prompt; takes a waiting message back, ends an edit", show=False),
         Binding(
             "ctrl+g",
