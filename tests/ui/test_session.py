@@ -30,14 +30,17 @@ from tinychat.ui import external, screens
 from tinychat.ui.app import TinychatApp
 from tinychat.ui.screens.picker_rows import at_place
 from tinychat.ui.screens.settings import SettingsScreen
+from tinychat.ui.theme import LIGHT
 
 F6 = b"\x1b[17~"
 
 
 async def test_the_model_that_is_loaded_is_kept_and_edited_settings_count_at_once() -> None:
-    app = TinychatApp("scripted:1b", INFO.path, open_backend=scripted(Script()), remember=settings.update)
+    own = settings.Settings(theme=LIGHT.name)
+    app = TinychatApp("scripted:1b", INFO.path, own=own, open_backend=scripted(Script()), remember=settings.update)
     async with app.run_test() as pilot:
         await until(pilot, lambda: settings.load().last_model)
+        assert app.chat.styles.background.hex.lower() == LIGHT.background, "the start paints in the chosen theme"
         await app.chat.run_command("settings")
         await until(pilot, lambda: isinstance(app.screen, SettingsScreen) and app.screen.query(TextArea))
         chosen = 'theme = "nord"\nnotify = "off"\nexperts = true\nstop_repetition = true\ntitles = true\n'
