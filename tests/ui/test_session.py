@@ -7,6 +7,8 @@ import os
 import stat
 import sys
 import tempfile
+import termios
+import tty
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +28,7 @@ from tinychat.chat.history import History
 from tinychat.chat.servers import SavedServer
 from tinychat.chat.state import ModelChoice
 from tinychat.errors import TinychatError
-from tinychat.ui import external, screens
+from tinychat.ui import driver, external, screens
 from tinychat.ui.app import TinychatApp
 from tinychat.ui.screens.picker_rows import at_place
 from tinychat.ui.screens.settings import SettingsScreen
@@ -117,6 +119,24 @@ def test_a_missing_editor_is_one_line(monkeypatch: pytest.MonkeyPatch, command: 
     with pytest.raises(TinychatError) as e:
         external.edit(App(), "text")
     assert why in str(e.value) and "\n" not in str(e.value)
+
+
+def test_enter_stays_enter_before_the_terminal_is_the_apps() -> None:
+    ours, theirs = os.openpty()
+    try:
+        before = termios.tcgetattr(theirs)
+        os.write(ours, b"a line\r")
+        assert driver.keep_enter(theirs) == before
+        os.write(ours, b"hello\r")
+        assert driver.typed_ahead(theirs) == "a line"
+        tty.setraw(theirs, termios.TCSANOW)
+        os.set_blocking(theirs, False)
+        assert os.read(theirs, 99) == b"hello\r"
+        os.close(theirs)
+        with open(os.devnull) as nowhere:
+            assert driver.keep_enter(nowhere.fileno()) is None
+    finally:
+        os.close(ours)
 
 
 def test_no_temporary_folder_for_the_editor_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ import os
 import re
 import select
 import signal
+import termios
 import threading
 import time
+import tty
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -42,9 +44,12 @@ class TerminalDriver(LinuxDriver):
         self.typed_ahead = ""  # lines that were typed before the terminal was the app's
 
     def start_application_mode(self) -> None:
+        before = None
         if not self._taken:  # not again after an editor had the terminal
+            before = keep_enter(self.fileno)
             self._taken, self.typed_ahead = True, typed_ahead(self.fileno)
         super().start_application_mode()
+        self.attrs_before = before or self.attrs_before
         self.write(SAVE_TITLE)
 
     def stop_application_mode(self) -> None:
@@ -116,6 +121,20 @@ class Link:
     def settle(self) -> None:
         """Waits for what is not answered: whoever has the terminal next would get it as typed text."""
         self._settled.wait(SETTLE)
+
+
+def keep_enter(fd: int) -> list[Any] | None:
+    """Makes terminal `fd`, which is not the app's yet, keep the Enter that is pressed from now on as it is; otherwise
+    it would be a line feed, which the app takes for a new line. Returns what was set before; None where it is no
+    terminal."""
+    try:
+        before = termios.tcgetattr(fd)
+        now = termios.tcgetattr(fd)
+        now[tty.IFLAG] &= ~termios.ICRNL
+        termios.tcsetattr(fd, termios.TCSANOW, now)
+    except termios.error:
+        return None
+    return before
 
 
 def typed_ahead(fd: int) -> str:
