@@ -125,6 +125,7 @@ DEVICE V4 ldc16(const void *p) { return load<V4>(p); }
 DEVICE V2 ldc8(const void *p) { return load<V2>(p); }
 DEVICE u32 ldc4(const void *p) { return load<u32>(p); }
 DEVICE u32 ldc2(const void *p) { return load<u16>(p); }
+DEVICE u32 ldc1(const void *p) { return load<u8>(p); }
 DEVICE float half_to_float(u32 h) { _Float16 f; u16 b = (u16)h; memcpy(&f, &b, 2); return (float)f; }
 DEVICE u16 float_to_half(float v) { _Float16 f = (_Float16)v; u16 b; memcpy(&b, &f, 2); return b; }
 DEVICE u32 pack_halves(float lo, float hi) { return (u32)float_to_half(lo) | (u32)float_to_half(hi) << 16; }

@@ -63,6 +63,12 @@ DEVICE u32 ldc2(const void *p) {
   return v;
 }
 
+DEVICE u32 ldc1(const void *p) {
+  u32 v;
+  asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+
 DEVICE float half_to_float(u32 h) {
   float f;
   asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"((u16)h));
