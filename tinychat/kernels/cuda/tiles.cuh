@@ -41,47 +41,47 @@ template <class W, int R, int SPAN, int C> struct Span {
                        BYTES = S2_AT + R * S2;
   static_assert(s2_bytes(T) == 0 || SPAN % 8 == 0 || SPAN == KB, "a span begins with 256 weights");
 
-  // `bytes` bytes of each row, ROW bytes from one to the next; rows behind the `last` are that one.
-  template <int ROW, int PART, int PITCH> static DEVICE void copy_rows(u8 *to, const u8 *from, int last, int bytes) {
+  // `bytes` bytes of each row from `row` of the matrix on, ROW bytes from one to the next in the tensor; rows behind the
+  // matrix's last are that one.
+  template <int ROW, int PART, int PITCH> static DEVICE void copy_rows(u8 *to, const u8 *from, int row, int bytes) {
     constexpr int WIDTH = copy_width(ROW, PART), EACH = PART / WIDTH;
+    const auto of = [&](int r) { return from + packed_row<W>(0, min(row + r, W::ROWS - 1)) * ROW; };
     if constexpr (THREADS % EACH == 0) {  // a thread has the same part of every row that it copies
       constexpr int STEP = THREADS / EACH;
       const int first = threadIdx.x / EACH, c = threadIdx.x % EACH * WIDTH;
       to += first * PITCH + c;
       if (c >= bytes) return;
-      if (W::ROWS % R == 0 || last >= R - 1) {
-        from += first * ROW + c;
+      if (!W::RUN && (W::ROWS % R == 0 || row + R <= W::ROWS)) {
+        from += packed_row<W>(0, row) * ROW + first * ROW + c;
 #pragma unroll
         for (int r = 0; r < R; r += STEP)
           if (R % STEP == 0 || first + r < R) copy_some<WIDTH>(to + r * PITCH, from + r * ROW);
       } else
 #pragma unroll 1
-        for (int r = first; r < R; r += STEP, to += STEP * PITCH)
-          copy_some<WIDTH>(to, from + (r < last ? r : last) * ROW + c);
+        for (int r = first; r < R; r += STEP, to += STEP * PITCH) copy_some<WIDTH>(to, of(r) + c);
     } else
 #pragma unroll 1
       for (int at = threadIdx.x; at < R * EACH; at += THREADS) {
         const int r = at / EACH, c = at % EACH * WIDTH;
-        if (c < bytes) copy_some<WIDTH>(to + r * PITCH + c, from + (r < last ? r : last) * ROW + c);
+        if (c < bytes) copy_some<WIDTH>(to + r * PITCH + c, of(r) + c);
       }
   }
   // Blocks of the span that begins with block `first`.
   static DEVICE int blocks_of(int first) { return KB % SPAN == 0 || KB - first >= SPAN ? SPAN : KB - first; }
-  // Blocks `first` and on of rows `row` and on, of which `last` + 1 exist.
-  static DEVICE void copy(u8 *to, const u8 *w, u64 row, int last, int first) {
+  // Blocks `first` and on of rows `row` and on of the matrix.
+  static DEVICE void copy(u8 *to, const u8 *w, int row, int first) {
     const int all = blocks_of(first);
-    copy_plane<lo_bytes(T), LO>(to, w, row, last, first, all);
-    copy_plane<two_bytes(T), TWO>(to + TWO_AT, w + two_at(T, W::BLOCKS), row, last, first, all);
-    copy_plane<one_bytes(T), ONE>(to + ONE_AT, w + one_at(T, W::BLOCKS), row, last, first, all);
-    copy_plane<s1_bytes(T), S1>(to + S1_AT, w + s1_at(T, W::BLOCKS), row, last, first, all);
-    copy_plane<s2_bytes(T), S2, 8>(to + S2_AT, w + s2_at(T, W::BLOCKS), row, last, first, all);
+    copy_plane<lo_bytes(T), LO>(to, w, row, first, all);
+    copy_plane<two_bytes(T), TWO>(to + TWO_AT, w + two_at(T, W::BLOCKS), row, first, all);
+    copy_plane<one_bytes(T), ONE>(to + ONE_AT, w + one_at(T, W::BLOCKS), row, first, all);
+    copy_plane<s1_bytes(T), S1>(to + S1_AT, w + s1_at(T, W::BLOCKS), row, first, all);
+    copy_plane<s2_bytes(T), S2, 8>(to + S2_AT, w + s2_at(T, W::BLOCKS), row, first, all);
   }
   // A plane with UNIT bytes of PER blocks.
   template <int UNIT, int PITCH, int PER = 1>
-  static DEVICE void copy_plane(u8 *to, const u8 *plane, u64 row, int last, int first, int all) {
-    constexpr int ROW = KB / PER * UNIT;
+  static DEVICE void copy_plane(u8 *to, const u8 *plane, int row, int first, int all) {
     if constexpr (UNIT > 0)
-      copy_rows<ROW, SPAN / PER * UNIT, PITCH>(to, plane + row * ROW + first / PER * UNIT, last, all / PER * UNIT);
+      copy_rows<KB / PER * UNIT, SPAN / PER * UNIT, PITCH>(to, plane + first / PER * UNIT, row, all / PER * UNIT);
   }
 
   // Of a block of 16 rows, what a lane gives to the product (rows lane / 4 and + 8) and to the scaling.
@@ -217,9 +217,8 @@ template <class A, class B, class S, int C, int UNIT, bool PAIR> struct Tiles {
   DEVICE u8 *stage(int i) const { return pool + RING_AT + i * STAGE; }
   DEVICE void weights(const Cursor &c, int i) const {
     if (c.tile >= ALL) return;
-    const int row = c.tile * R, last = ROWS - 1 - row, first = c.span * SPAN;
-    SpanA::copy(stage(i), a, A::START + row, last, first);
-    if constexpr (PAIR) SpanB::copy(stage(i) + SpanA::BYTES, b, B::START + row, last, first);
+    SpanA::copy(stage(i), a, c.tile * R, c.span * SPAN);
+    if constexpr (PAIR) SpanB::copy(stage(i) + SpanA::BYTES, b, c.tile * R, c.span * SPAN);
   }
   // `all` blocks of every column from `first` on; the scales behind SIZE blocks.
   template <int SIZE> DEVICE void input(const Quantised &src, V4 *q, int first, int all) const {
