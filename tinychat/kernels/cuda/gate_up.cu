@@ -7,7 +7,7 @@ struct Args {
   const V4 *x_q = nullptr;   // the same of quantised matrices, where there are several columns
   const Scale *x_s = nullptr;
   const float *norms = nullptr;  // (columns): what remains of RMSNorm there
-  float *dst = nullptr;  // (columns, rows), or:
+  float *dst = nullptr;          // (columns, rows), or:
   u32 *dst_q = nullptr;
   Scale *dst_s = nullptr;
   const float *gain = nullptr;

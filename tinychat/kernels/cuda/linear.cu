@@ -54,6 +54,6 @@ DEVICE void run(const Args &a) {
     DYNAMIC_SHARED(pool);
     parts<0>(a, Shared{pool, nullptr, nullptr, nullptr}, Parts{});
   } else {
-    parts<0>(a, staging<COLS, QUANTISED && COLUMNS == 1, STAGE_FLOATS, COLUMNS>(a.src), Parts{});
+    parts<0>(a, staging < COLS, QUANTISED && COLUMNS == 1, STAGE_FLOATS, COLUMNS > (a.src), Parts{});
   }
 }

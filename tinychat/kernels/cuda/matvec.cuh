@@ -1,9 +1,9 @@
-// Weights times the activations of one token, or of C tokens (columns) that a step verifies: what all mat-vec kernels of a
-// decode step share. LANES lanes and SPLIT warps share a row, ROWS_PER_LANE rows per lane are in flight, DEPTH blocks of
-// each (struct Spread, from Python). The first loads of weights go out before grid_wait(), so they overlap the kernel
-// before. Every block stages the activations for itself, in int8 per 32 values: cheaper than another launch. A block of
-// weights is read once for all columns; each column's sums have the order that they have alone, so its results have the
-// same bits.
+// Weights times the activations of one token, or of C tokens (columns) that a step verifies: what all mat-vec kernels
+// of a decode step share. LANES lanes and SPLIT warps share a row, ROWS_PER_LANE rows per lane are in flight, DEPTH
+// blocks of each (struct Spread, from Python). The first loads of weights go out before grid_wait(), so they overlap
+// the kernel before. Every block stages the activations for itself, in int8 per 32 values: cheaper than another launch.
+// A block of weights is read once for all columns; each column's sums have the order that they have alone, so its
+// results have the same bits.
 
 constexpr int WARPS = THREADS / 32;
 
@@ -34,7 +34,8 @@ template <int TILED> DEVICE int codes_at(int column, int half, int block, int bl
 template <int TILED> DEVICE int scale_at(int column, int block, int blocks) {
   return TILED ? block * TILED + column : column * blocks + block;
 }
-DEVICE constexpr int tiled_of(int columns) { return columns > 1 ? columns : 0; }  // of what a kernel leaves for the next
+// Of what a kernel leaves for the next.
+DEVICE constexpr int tiled_of(int columns) { return columns > 1 ? columns : 0; }
 
 // The block's shared memory for activations of C columns of K values, one column after the other. Floats are read at
 // `direct` where they need no staging.
@@ -52,9 +53,9 @@ template <int K, bool QUANT, bool STAGE_FLOATS, int C> DEVICE Shared staging(con
   }
 }
 
-// K activations of each of C columns into shared memory, as int8 blocks if QUANT and as floats if FLOAT. NORM: times the
-// gain only; what the rest of RMSNorm multiplies by, norm() gives after finish(), so that nothing waits for the sum of
-// squares.
+// K activations of each of C columns into shared memory, as int8 blocks if QUANT and as floats if FLOAT. NORM: times
+// the gain only; what the rest of RMSNorm multiplies by, norm() gives after finish(), so that nothing waits for the sum
+// of squares.
 template <int K, bool NORM, bool QUANT, bool FLOAT, int C, int TILED = 0> struct Stage {
   static constexpr int N = K / 4, V = (N + THREADS - 1) / THREADS;  // vectors of a column: all, those of a thread
   static constexpr int B = NORM && C == 1 ? V : THREADS > 256 && C > 1 ? 4 : 8;  // loaded before the first use
@@ -139,8 +140,7 @@ template <int K, bool NORM, bool QUANT, bool FLOAT, int C, int TILED = 0> struct
           constexpr int BLOCKS = K / 32;
           ((u32 *)sh.q)[codes_at<TILED>(column, w >> 2, block, BLOCKS) * 4 + (w & 3)] =
               (a & 255) | (b & 255) << 8 | (c & 255) << 16 | (u32)d << 24;
-          if (w == 0)
-            sh.s[scale_at<TILED>(column, block, BLOCKS)] = Scale{amax / 127.f, (sum & 0xFFFF) | other << 16};
+          if (w == 0) sh.s[scale_at<TILED>(column, block, BLOCKS)] = Scale{amax / 127.f, (sum & 0xFFFF) | other << 16};
         }
       }
       if (NORM && i == V - 1) {

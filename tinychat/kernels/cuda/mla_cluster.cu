@@ -1,15 +1,15 @@
 // MLA, decode behind few keys, in one kernel: a cluster of CLUSTER blocks per head makes the head's query (from q_a
 // through q_b, where the model has it), absorbs W_k_b, attends, and multiplies by W_v_b. Each block computes a part of
 // every product's rows and has every CLUSTER-th key; vectors go through distributed shared memory. A block's weights
-// are on their way into shared memory before grid_wait(). A step of several columns runs through the same phases, each for
-// all of them: weights and keys are read once, and a column's sums have the order that they have alone.
+// are on their way into shared memory before grid_wait(). A step of several columns runs through the same phases, each
+// for all of them: weights and keys are read once, and a column's sums have the order that they have alone.
 #include "latent.cuh"
 #include "matvec.cuh"
 
 constexpr int HEAD = NOPE + ROPE_DIMS, ROW = KV_LORA + ROPE_DIMS;
-constexpr int AT_ONCE = COLUMNS < 4 ? COLUMNS : 4;  // columns whose sums are in registers
+constexpr int AT_ONCE = COLUMNS < 4 ? COLUMNS : 4;      // columns whose sums are in registers
 constexpr int NEW = (COLUMNS + CLUSTER - 1) / CLUSTER;  // keys of this step that a block has, at most
-constexpr bool LOW_RANK = Query::COLS > 0;  // q comes from q_a through q_b
+constexpr bool LOW_RANK = Query::COLS > 0;              // q comes from q_a through q_b
 constexpr int LONGEST = Query::COLS > KV_LORA ? Query::COLS : KV_LORA > NOPE ? KV_LORA : NOPE;
 constexpr int PAIRS = (ROW / 2 + 31) / 32;            // of a cache row's values, per lane
 constexpr int VALUE_PAIRS = (KV_LORA / 2 + 31) / 32;  // of those that are values as well
@@ -65,7 +65,7 @@ using ValueRows = Rows<Value, Value::ROWS / CLUSTER, VALUE_LANES>;
 struct Memory {  // a block's; of each column:
   V4 codes[COLUMNS * LONGEST / 16];
   Scale scales[COLUMNS * LONGEST / 32];
-  alignas(16) float q[COLUMNS][HEAD];          // of the head, unscaled
+  alignas(16) float q[COLUMNS][HEAD];  // of the head, unscaled
   // absorbed, then rotated; scaled. Then, in KV_LORA values, attention over this block's keys, not normalised
   alignas(16) float query[COLUMNS][ROW];
   float part_max[COLUMNS], part_sum[COLUMNS];  // log2, sum of the weights
@@ -87,7 +87,7 @@ static_assert(sizeof(Memory) <= SHARED, "the shared memory asked for is too smal
 struct Args {
   const float *x = nullptr;  // (columns, Query::COLS): q_a, where LOW_RANK
   const float *x_gain = nullptr;
-  const float *q = nullptr;  // (columns, heads, nope + rope_dims), else
+  const float *q = nullptr;   // (columns, heads, nope + rope_dims), else
   const float *kv = nullptr;  // (columns, kv_lora + rope_dims)
   const float *kv_gain = nullptr;
   u16 *cache = nullptr;
@@ -101,9 +101,9 @@ struct Args {
   Scale *dst_s = nullptr;
 };
 
-// Attention of `count` columns from column `column` on, whose position is `pos`, over every CLUSTER-th key from `rank` on, those
-// from `known` on in `row`: `query` becomes that, `part_max` and `part_sum`. A warp takes KEYS keys at a time and keeps its lanes' part
-// of the weighted sums of values in registers.
+// Attention of `count` columns from column `column` on, whose position is `pos`, over every CLUSTER-th key from `rank`
+// on, those from `known` on in `row`: `query` becomes that, `part_max` and `part_sum`. A warp takes KEYS keys at a time
+// and keeps its lanes' part of the weighted sums of values in registers.
 DEVICE void attend(Memory &m, const u16 *cache, int known, int column, int pos, int count, int rank) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const auto keys = [&](int c) { return pos + c < rank ? 0 : (pos + c - rank) / CLUSTER + 1; };  // of column c
@@ -181,7 +181,8 @@ DEVICE void attend(Memory &m, const u16 *cache, int known, int column, int pos, 
     return most;
   };
   if (COLUMNS > 1) {  // once rather than by every thread
-    if (lane < count) m.warp_weights[lane][warp] = exp2_fast(m.warp_maxima[lane][warp] - maximum(lane, min(keys(lane), WARPS)));
+    if (lane < count)
+      m.warp_weights[lane][warp] = exp2_fast(m.warp_maxima[lane][warp] - maximum(lane, min(keys(lane), WARPS)));
     __syncthreads();
   }
   for (int i = threadIdx.x; i < count * KV_LORA; i += THREADS) {
@@ -216,7 +217,8 @@ struct Merged {
         best = fmaxf(best, weight[c][r]);
       }
 #pragma unroll
-      for (int r = 0; r < CLUSTER; r++) total += (weight[c][r] = exp2_fast(weight[c][r] - best)) * *peer(&m.part_sum[c], r);
+      for (int r = 0; r < CLUSTER; r++)
+        total += (weight[c][r] = exp2_fast(weight[c][r] - best)) * *peer(&m.part_sum[c], r);
 #pragma unroll
       for (int r = 0; r < CLUSTER; r++) weight[c][r] /= total;
     }

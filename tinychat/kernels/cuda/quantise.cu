@@ -1,6 +1,6 @@
 // A verify step: each column of the input of products in tensor cores (tiles.cuh) as int8 blocks, a thread block per
-// column, with the bits that the kernels of single steps give it. NORMED: times the gain; the rest of RMSNorm is left in
-// `norms`.
+// column, with the bits that the kernels of single steps give it. NORMED: times the gain; the rest of RMSNorm is left
+// in `norms`.
 #include "matvec.cuh"
 
 struct Args {

@@ -182,15 +182,15 @@ template <int T> struct Scales {
     }
   }
 };
-// What a block adds to a row's sum, as two factors. `d`: the activations' scale; `product`: of the block's codes less the
-// offset, of 16 each where scales are split; `sum`: of the activations' codes there.
-template <int T>
-DEVICE F2 term(float d, const Scales<T> &s, const float (&product)[2], const float (&sum)[2]) {
+// What a block adds to a row's sum, as two factors. `d`: the activations' scale; `product`: of the block's codes less
+// the offset, of 16 each where scales are split; `sum`: of the activations' codes there.
+template <int T> DEVICE F2 term(float d, const Scales<T> &s, const float (&product)[2], const float (&sum)[2]) {
   if (!planes(T).split && !has_min(T)) return F2{mul_rn(d, s.scale[0]), product[0]};
   if (!planes(T).split) return F2{d, fma_rn(s.scale[0], product[0], mul_rn(s.shift[0], sum[0]))};
   if (!has_min(T)) return F2{d, fma_rn(s.scale[0], product[0], mul_rn(s.scale[1], product[1]))};
-  return F2{d, add_rn(fma_rn(s.scale[0], product[0], mul_rn(s.shift[0], sum[0])),
-                   fma_rn(s.scale[1], product[1], mul_rn(s.shift[1], sum[1])))};
+  return F2{d,
+      add_rn(fma_rn(s.scale[0], product[0], mul_rn(s.shift[0], sum[0])),
+          fma_rn(s.scale[1], product[1], mul_rn(s.shift[1], sum[1])))};
 }
 template <int T> DEVICE F2 factors(const Block<T> &f, const V4 &x0, const V4 &x1, const Scale &s) {
   const u32 x[8] = {x0.x, x0.y, x0.z, x0.w, x1.x, x1.y, x1.z, x1.w};

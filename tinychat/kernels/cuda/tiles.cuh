@@ -1,15 +1,17 @@
-// Quantised weights times the C columns of a verify step, in tensor cores, with the bits of single steps (matvec.cuh): the
-// product of a block of 32 weights is exact in integers, wherever it is made, and its factors and the order of a row's sums
-// are those of Dot. There lane l (of the row's lanes and warps) sums blocks l, l + CLASSES, ... of a row: that is class l
-// here. A warp has every CLASS_WARPS-th class, and sums them in the order of Dot's shuffles.
+// Quantised weights times the C columns of a verify step, in tensor cores, with the bits of single steps (matvec.cuh):
+// the product of a block of 32 weights is exact in integers, wherever it is made, and its factors and the order of a
+// row's sums are those of Dot. There lane l (of the row's lanes and warps) sums blocks l, l + CLASSES, ... of a row:
+// that is class l here. A warp has every CLASS_WARPS-th class, and sums them in the order of Dot's shuffles.
 //
-// A thread block computes tiles of rows, one after the other: SPAN blocks of all rows of a tile are a stage of a ring in
-// shared memory, where they arrive in the background, the first before grid_wait(). The activations come as int8 blocks
-// (quantise.cu, or whoever made them). Constants of Tiles: RING_SHARED, the bytes of dynamic shared memory; TILE: 16 rows of a warp at once; STREAM: a
-// span's activations come with its weights, else all are there before the first product.
+// A thread block computes tiles of rows, one after the other: SPAN blocks of all rows of a tile are a stage of a ring
+// in shared memory, where they arrive in the background, the first before grid_wait(). The activations come as int8
+// blocks (quantise.cu, or whoever made them). Constants of Tiles: RING_SHARED, the bytes of dynamic shared memory;
+// TILE: 16 rows of a warp at once; STREAM: a span's activations come with its weights, else all are there before the
+// first product.
 #include "matvec.cuh"
 
-constexpr int MAGIC = 0x4B400000;  // the bits of 1.5 * 2^23 as an integer: those of that float + i, for |i| < 2^22, are MAGIC + i
+// The bits of 1.5 * 2^23: those of that float + i, for |i| < 2^22, are MAGIC + i.
+constexpr int MAGIC = 0x4B400000;
 DEVICE float exact(int magic_and_i) { return unbits((u32)magic_and_i) - 12582912.f; }
 
 // From a row to the next in shared memory: an odd number of 16 bytes, so that eight rows lie in different banks.
@@ -24,8 +26,8 @@ template <int BYTES> DEVICE void copy_some(u8 *to, const u8 *from) {
   else *to = *from;
 }
 
-// A product has 16 rows and 8 columns; a lane has those of rows lane / 4 and + 8 in two columns. Where there are fewer columns
-// each comes several times, and a lane takes one row only.
+// A product has 16 rows and 8 columns; a lane has those of rows lane / 4 and + 8 in two columns. Where there are fewer
+// columns each comes several times, and a lane takes one row only.
 DEVICE constexpr int own_rows(int columns) { return columns < 8 ? 1 : 2; }
 template <int C> DEVICE int own_row(int i) {
   return C < 8 ? (C == 2 ? threadIdx.x % 2 : threadIdx.x / 2 % 2) * 8 : i * 8;
@@ -35,14 +37,15 @@ template <int C> DEVICE int own_row(int i) {
 template <class W, int R, int SPAN, int C> struct Span {
   static constexpr int T = W::TYPE, KB = W::COLS / 32, OWN = own_rows(C);
   static DEVICE constexpr int plane(int bytes) { return bytes ? row_pitch(bytes) : 0; }  // from a row to the next
-  static constexpr int LO = plane(SPAN * lo_bytes(T)), TWO = plane(SPAN * two_bytes(T)), ONE = plane(SPAN * one_bytes(T)),
-                       S1 = plane(SPAN * s1_bytes(T)), S2 = plane((SPAN + 7) / 8 * s2_bytes(T));
+  static constexpr int LO = plane(SPAN * lo_bytes(T)), TWO = plane(SPAN * two_bytes(T)),
+                       ONE = plane(SPAN * one_bytes(T)), S1 = plane(SPAN * s1_bytes(T)),
+                       S2 = plane((SPAN + 7) / 8 * s2_bytes(T));
   static constexpr int TWO_AT = R * LO, ONE_AT = TWO_AT + R * TWO, S1_AT = ONE_AT + R * ONE, S2_AT = S1_AT + R * S1,
                        BYTES = S2_AT + R * S2;
   static_assert(s2_bytes(T) == 0 || SPAN % 8 == 0 || SPAN == KB, "a span begins with 256 weights");
 
-  // `bytes` bytes of each row from `row` of the matrix on, ROW bytes from one to the next in the tensor; rows behind the
-  // matrix's last are that one.
+  // `bytes` bytes of each row from `row` of the matrix on, ROW bytes from one to the next in the tensor; rows behind
+  // the matrix's last are that one.
   template <int ROW, int PART, int PITCH> static DEVICE void copy_rows(u8 *to, const u8 *from, int row, int bytes) {
     constexpr int WIDTH = copy_width(ROW, PART), EACH = PART / WIDTH;
     const auto of = [&](int r) { return from + packed_row<W>(0, min(row + r, W::ROWS - 1)) * ROW; };
@@ -112,7 +115,8 @@ template <class W, int R, int SPAN, int C> struct Span {
 #pragma unroll
     for (int h = 0; h < OWN; h++) {
       const int r = row + own_row<C>(h);
-      const u8 *s = from + S1_AT + r * S1 + block * s1_bytes(T), *both = from + S2_AT + r * S2 + block / 8 * s2_bytes(T);
+      const u8 *s = from + S1_AT + r * S1 + block * s1_bytes(T),
+               *both = from + S2_AT + r * S2 + block / 8 * s2_bytes(T);
       f.s1[h] = f.s2[h] = 0;
       if (s1_bytes(T) == 1) f.s1[h] = *s;
       if (s1_bytes(T) == 2) f.s1[h] = *(const u16 *)s;
@@ -122,12 +126,13 @@ template <class W, int R, int SPAN, int C> struct Span {
     }
     return f;
   }
-  // What the block adds to the sums of this lane's rows, two columns each. b: its codes of column lane / 4, s: the scales of
-  // its own columns.
+  // What the block adds to the sums of this lane's rows, two columns each. b: its codes of column lane / 4, s: the
+  // scales of its own columns.
   static DEVICE void products(F2 (&terms)[2 * OWN], const Fragment &f, u32 b0, u32 b1, const Scale (&s)[2]) {
     constexpr bool SPLIT = planes(T).split;
     constexpr u32 LESS = (u32)(-offset_of(T)) & 255;
-    // Integers that begin with MAGIC: of two columns, each in two rows; of 32 weights, or of the first and the second 16.
+    // Integers that begin with MAGIC: of two columns, each in two rows; of 32 weights, or of the first and the
+    // second 16.
     int product[2][4], sum[2][2];
 #pragma unroll
     for (int c = 0; c < 2; c++)
@@ -161,8 +166,8 @@ template <class W, int R, int SPAN, int C> struct Span {
   }
 };
 
-// A lane's codes of column `first` + lane / 4 in a block, and the scales of its own columns; where there are fewer than 8,
-// each comes several times.
+// A lane's codes of column `first` + lane / 4 in a block, and the scales of its own columns; where there are fewer than
+// 8, each comes several times.
 template <int C> struct Columns {
   const u8 *codes, *scales;
   DEVICE Columns(const V4 *q, const Scale *s, int block, int first) {
@@ -282,11 +287,12 @@ template <class A, class B, class S, int C, int UNIT, bool PAIR> struct Tiles {
     }
   }
 
-private:
+ private:
   DEVICE void multiply(float (&sums)[MINE][M][N][2 * OWN], const u8 *from, int span, int warp, int lane) const {
     const int row = warp / CLASS_WARPS * TILE * 16 + lane / 4;
     const V4 *q = STREAM ? (const V4 *)(from + INPUT_AT) : (const V4 *)pool + span * SPAN * C * 2;
-    const Scale *scales = STREAM ? (const Scale *)(from + INPUT_AT + SPAN * C * 32) : (const Scale *)(pool + KB * C * 32) + span * SPAN * C;
+    const Scale *scales = STREAM ? (const Scale *)(from + INPUT_AT + SPAN * C * 32)
+                                 : (const Scale *)(pool + KB * C * 32) + span * SPAN * C;
 #pragma unroll
     for (int i = 0; i < SPAN / CLASSES; i++)
 #pragma unroll
@@ -330,9 +336,9 @@ private:
 #pragma unroll
             for (int by = EACH / 2; by; by /= 2)
 #pragma unroll
-              for (int c = 0; c < by; c++)
-                sums[split * EACH + c][m][n][i] += sums[split * EACH + c + by][m][n][i];
-            const int row = (m / TILE * GROUPS + warp / CLASS_WARPS) * TILE * 16 + m % TILE * 16 + lane / 4 + own_row<C>(i / 2);
+              for (int c = 0; c < by; c++) sums[split * EACH + c][m][n][i] += sums[split * EACH + c + by][m][n][i];
+            const int row =
+                (m / TILE * GROUPS + warp / CLASS_WARPS) * TILE * 16 + m % TILE * 16 + lane / 4 + own_row<C>(i / 2);
             partial(split, warp % CLASS_WARPS, n * 8 + lane % 4 * 2 % C + i % 2)[row] = sums[split * EACH][m][n][i];
           }
   }
