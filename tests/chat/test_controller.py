@@ -140,6 +140,7 @@ def test_regenerate_edit_fork_and_prefill():
     chat = Chat(Script(["one", "two", "three", "four", "five"]))
     chat.ask("a")
     chat.controller.regenerate()
+    assert chat.controller.running.typed is None  # where it fails, the question goes nowhere: it is still there
     chat.settle()
     assert [t.text for t in chat.turns] == ["a", "two"]
     chat.ask("b")

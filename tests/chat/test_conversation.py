@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tinychat.chat.conversation import Attachment, Conversation, Turn, to_markdown
+from tinychat.chat.conversation import Attachment, Conversation, Turn, footer_text, to_markdown
 from tinychat.chat.parameters import PARAMETERS, Parameters, get_parameter, set_parameter, shown
 from tinychat.chat.request import request_for
 from tinychat.engine.sampling_defaults import sampling_defaults
@@ -290,3 +290,9 @@ def test_the_models_own_sampling_is_used_where_the_user_has_set_nothing():
     request = request_for(talk("a"), defaults=model)
     assert (request.sampling.temperature, request.sampling.min_p) == (0.6, 0.05)
     assert sampling_of("qwen3:8b")["top_k"] == 20 and not sampling_of("smollm2:135m") and not sampling_of("qwen3:1")
+
+
+def test_an_answer_without_words_says_so():
+    empty = Turn("assistant", "", stop_reason="eos")
+    assert footer_text(empty) == "the model wrote nothing"
+    assert not footer_text(replace(empty, text="x")) and not footer_text(replace(empty, stop_reason=""))

@@ -309,7 +309,7 @@ async def test_the_chat_tells_where_the_time_went(tmp_path: Path) -> None:
             "painting",
         ]
         assert float(spent["painting"]) > 0 and float(spent["decode"]) > 0
-        assert re.search(r"TTFT [\d.,]+ ms · [\d.,]+ ms per output token", said)
+        assert re.search(r"first token after [\d.,]+ ms · [\d.,]+ ms per output token", said)
         assert "1 kernel per token in 1 batch, replaying" in said
 
 

@@ -30,6 +30,7 @@ class Terminal:
         termios.tcsetwinsize(self.theirs, size)
         self._attributes = self._settings()
         self.seen = bytearray()
+        self._end = time.monotonic() + 300  # a test that waits in vain fails then
 
         def begin() -> None:
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # who closes it sends SIGHUP
@@ -59,7 +60,6 @@ class Terminal:
     def read(self, until: str | None) -> str:
         """What was seen when `until` has been (None: when the process has ended). Always takes what is there: a
         terminal that nobody reads stops the process."""
-        end = time.monotonic() + 180
         while True:
             ended = self.process.poll() is not None
             if select.select([self.ours], [], [], 0 if ended else 0.05)[0]:
@@ -68,7 +68,7 @@ class Terminal:
                 break
             if until is not None and until.encode() in self.seen:
                 break
-            assert time.monotonic() < end, self.seen[-2000:].decode("utf-8", "replace")
+            assert time.monotonic() < self._end, self.seen[-2000:].decode("utf-8", "replace")
         assert until is None or until.encode() in self.seen, self.seen[-2000:].decode("utf-8", "replace")
         return self.seen.decode("utf-8", "replace")
 

@@ -1,8 +1,13 @@
 """What the terminal is told beside the screen."""
 
 import re
+from types import SimpleNamespace
+from typing import cast
 
 from tinychat.ui.announcer import LONG, Announcer, notification
+from tinychat.ui.chat.painter import Painter
+from tinychat.ui.chat.view import ChatView
+from tinychat.ui.driver import ASK, LOST, Link
 
 
 def test_the_title_and_the_bell():
@@ -31,3 +36,32 @@ def test_notifications():
     assert notification("off", "done", {}) == ""
     assert notification("desktop", "4;3;\x1bdone", {"TERM": "xterm"}) == "\x1b]9;tinychat: 4;3;\\x1bdone\x07"
     assert notification("desktop", "a;b", {"TERM": "foot"}) == "\x1b]777;notify;tinychat;a,b\x07"
+
+
+def test_a_terminal_behind_a_slow_link_is_not_painted_faster_than_it_shows() -> None:
+    now, written = 0.0, []
+    link = Link(written.append, lambda: now)
+    link.ask()
+    link.settle()
+    assert not written, "a terminal that has never answered is not asked"
+    link.answered()  # Textual's own question
+    controller = SimpleNamespace(running=object())
+    painter = Painter(cast(ChatView, SimpleNamespace(controller=controller, link=link)))
+    for waited, frames in ((0.3, 1), (0.3, 2), (0.6, 4), (0.35, 1), (0.3, 2)):  # how many it may be behind
+        asked = 0
+        while painter.due:
+            link.ask()
+            asked += 1
+        assert asked == frames
+        now += waited
+        for _ in range(frames):
+            link.answered()
+    while painter.due:
+        link.ask()
+    controller.running = None
+    assert painter.due, "the end is always painted"
+    now += LOST + 1
+    assert not link.behind
+    link.answered()
+    link.settle()
+    assert set(written) == {ASK}

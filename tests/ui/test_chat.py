@@ -310,8 +310,10 @@ async def test_messages_by_keyboard():
         await d.ask("a")
         await d.ask("b")
         await d.pilot.press("ctrl+up")
-        assert d.chat.focused is d.answers[-1] and "c copy" in d.screen
-        await d.pilot.press("up", "up", "y")
+        assert d.chat.focused is d.answers[-1] and "c copy" in d.screen and "y copy code" not in d.screen
+        await d.pilot.press("up", "up")
+        await d.until(lambda: "y copy code" in d.screen and "t thinking" not in d.screen)
+        await d.pilot.press("y")
         assert d.app.clipboard == "x = 1"
         await d.pilot.press("c")
         assert d.app.clipboard == d.turns[1].text
@@ -642,9 +644,9 @@ async def test_an_edit_can_be_left():
     async with desk() as d:
         await d.ask("first")
         await d.send("/edit")
-        await d.until(lambda: d.chat.prompt.text == "first" and "leave it as it was" in d.screen)
+        await d.until(lambda: d.chat.prompt.text == "first" and "cancel the edit" in d.screen)
         await d.pilot.press("escape")
-        await d.until(lambda: not d.chat.prompt.text and "leave it as it was" not in d.screen)
+        await d.until(lambda: not d.chat.prompt.text and "cancel the edit" not in d.screen)
         assert d.chat.editing is None and d.turns[0].text == "first"
 
 

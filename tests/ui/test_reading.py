@@ -68,7 +68,7 @@ async def test_finding_text_and_new_text_below(tmp_path):
         d.controller.stop()
         await d.settle()
         await d.send("/find nowhere")
-        await d.until(lambda: "nothing found" in d.screen)
+        await d.until(lambda: "nothing found" in d.screen and "esc close" in d.screen)
         await d.pilot.press("escape")
         d.controller.new()
         await d.pilot.press("f3")

@@ -7,6 +7,8 @@ import os
 import stat
 import sys
 import tempfile
+import termios
+import tty
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -26,17 +28,21 @@ from tinychat.chat.history import History
 from tinychat.chat.servers import SavedServer
 from tinychat.chat.state import ModelChoice
 from tinychat.errors import TinychatError
-from tinychat.ui import external, screens
+from tinychat.ui import driver, external, screens
 from tinychat.ui.app import TinychatApp
+from tinychat.ui.screens.picker_rows import at_place
 from tinychat.ui.screens.settings import SettingsScreen
+from tinychat.ui.theme import LIGHT
 
 F6 = b"\x1b[17~"
 
 
 async def test_the_model_that_is_loaded_is_kept_and_edited_settings_count_at_once() -> None:
-    app = TinychatApp("scripted:1b", INFO.path, open_backend=scripted(Script()), remember=settings.update)
+    own = settings.Settings(theme=LIGHT.name)
+    app = TinychatApp("scripted:1b", INFO.path, own=own, open_backend=scripted(Script()), remember=settings.update)
     async with app.run_test() as pilot:
         await until(pilot, lambda: settings.load().last_model)
+        assert app.chat.styles.background.hex.lower() == LIGHT.background, "the start paints in the chosen theme"
         await app.chat.run_command("settings")
         await until(pilot, lambda: isinstance(app.screen, SettingsScreen) and app.screen.query(TextArea))
         chosen = 'theme = "nord"\nnotify = "off"\nexperts = true\nstop_repetition = true\ntitles = true\n'
@@ -47,8 +53,13 @@ async def test_the_model_that_is_loaded_is_kept_and_edited_settings_count_at_onc
         assert settings.path().read_text() == chosen, "and nothing is written back"
 
 
-def test_the_model_of_the_next_start(tmp_path: Path) -> None:
+def test_the_model_of_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tiny.write(tmp_path / "m.gguf", "llama", "Q4_0")
+    monkeypatch.chdir(tmp_path)
+    relative = choosing.here("m.gguf", settings.Settings())
+    assert relative is not None and relative.path == file
+    assert choosing.reference(relative, settings.Settings()) == str(file), "the next start may be in another folder"
+    assert [m.path for m in at_place(".", ())] == [file]
     last = settings.Settings(last_model=str(file), servers=(SavedServer("box", "http://box:8080"),))
     gone = Conversation(model="smollm2:135m")  # not in the cache of this test
 
@@ -108,6 +119,24 @@ def test_a_missing_editor_is_one_line(monkeypatch: pytest.MonkeyPatch, command: 
     with pytest.raises(TinychatError) as e:
         external.edit(App(), "text")
     assert why in str(e.value) and "\n" not in str(e.value)
+
+
+def test_enter_stays_enter_before_the_terminal_is_the_apps() -> None:
+    ours, theirs = os.openpty()
+    try:
+        before = termios.tcgetattr(theirs)
+        os.write(ours, b"a line\r")
+        assert driver.keep_enter(theirs) == before
+        os.write(ours, b"hello\r")
+        assert driver.typed_ahead(theirs) == "a line"
+        tty.setraw(theirs, termios.TCSANOW)
+        os.set_blocking(theirs, False)
+        assert os.read(theirs, 99) == b"hello\r"
+        os.close(theirs)
+        with open(os.devnull) as nowhere:
+            assert driver.keep_enter(nowhere.fileno()) is None
+    finally:
+        os.close(ours)
 
 
 def test_no_temporary_folder_for_the_editor_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

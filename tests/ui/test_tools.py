@@ -60,10 +60,13 @@ async def test_no_is_the_first_answer_and_is_told_to_the_model(folder: Path) -> 
     async with app.run_test(size=(80, 24)) as pilot:
         await started(pilot, app, "write")
         await until(pilot, lambda: isinstance(app.screen, PermissionScreen) and "?" in text_of(app))
-        await pilot.press("enter")
+        await pilot.press(*"more", "backspace", "enter")  # it came while a message was typed
+        await until(pilot, lambda: "waiting mor" in text_of(app) and isinstance(app.screen, PermissionScreen))
+        app.chat.give_back(app.controller.take_back_queue())
+        await pilot.press("end", "enter")
         await until(pilot, lambda: "Then not." in text_of(app))
         assert "refused" in text_of(app) and "the user refused this" in script.prompts[-1]
-        assert not (folder / "new.txt").exists()
+        assert not (folder / "new.txt").exists() and app.chat.prompt.text == "mor"
 
 
 async def test_a_diff_is_shown_before_a_file_changes(folder: Path) -> None:

@@ -302,7 +302,7 @@ class RemoteBackend:
         """What the request asks for and this server cannot do."""
         can = self._info.can
         if request.continue_final and not can.continue_final:
-            return "this server cannot go on with an answer"
+            return "this server cannot continue an answer"
         if request.tools and not can.tools:
             return "this server's model cannot call tools"
         if request.logprobs is not None and not can.logprobs:
@@ -359,6 +359,10 @@ def _sampling(sampling: Sampling, kind: ServerKind) -> dict[str, Any]:
 
 def _no_connection(url: str, error: Exception) -> str:
     what = one_line(error) or type(error).__name__
+    if isinstance(error, httpx.ConnectError):
+        what = f"nothing answers there ({what})"
+    elif isinstance(error, httpx.RemoteProtocolError):
+        what = f"it ended before the answer did ({what})"
     return f"the connection to {url} failed: {what}"
 
 

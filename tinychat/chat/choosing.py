@@ -50,7 +50,8 @@ def reference(choice: ModelChoice, own: Settings) -> str:
         found = here(choice.name, own)
     except TinychatError:
         found = None
-    return choice.name if found is not None and found.path == choice.path else str(choice.path.absolute())
+    known = found is not None and found.path == choice.path and choice.name != choice.path.name
+    return choice.name if known else str(choice.path)
 
 
 def remember(choice: ModelChoice, keep: Callable[..., object]) -> None:

@@ -895,7 +895,7 @@ class Controller:
             start=start,
             before=self.conversation,
             asked=conversation,
-            typed=last if last.role == "user" else None,
+            typed=last if last.role == "user" and last not in self.conversation.turns else None,
             goes_on=go_on,
             seed=seed,
             round=round,

@@ -569,6 +569,8 @@ def footer_text(turn: Turn) -> str:
     s = turn.stats
     tokens, left_out = int(s.get("generated_tokens", 0)), int(s.get("left_out", 0))
     parts = ["edited" * turn.edited, ENDINGS.get(turn.stop_reason, "")]
+    nothing = turn.stop_reason == "eos" and not (turn.text.strip() or turn.thinking or turn.calls)
+    parts.append("the model wrote nothing" if nothing else "")
     parts.append(f"left out the oldest {left_out} turn{'s' * (left_out != 1)}" if left_out else "")
     parts.append(f"a call could not be read: {printable(turn.note, newlines=False)}" if turn.note else "")
     parts.append(f"{tokens:,} token{'s' * (tokens != 1)}" if tokens else "")

@@ -592,7 +592,7 @@ def resolve(text: str, extra: Iterable[Model] = ()) -> Model:
             if url in model.sources:
                 return model
         return Model(unquote(urlsplit(url).path.rsplit("/", 1)[-1]) or shown(url), (url,))
-    path = expand(text)
+    path = expand(text).absolute()
     if os.path.isfile(path):
         return Model(path.name, path=path)
     if text.lower().endswith(".gguf") or "/" in text:

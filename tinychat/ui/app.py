@@ -85,9 +85,11 @@ class TinychatApp(LastingApp):
         self.own = own or settings.Settings()
         for theme in THEMES:
             self.register_theme(theme)
-        # Not with `self.theme =` when the app is mounted: the style sheets would be parsed and applied twice.
+        # Not with `self.theme =` when the app is mounted: the style sheets would be parsed and applied twice. They have
+        # their colours from Textual's own theme so far.
         chosen = self.own.theme if self.own.theme in self.available_themes else THEMES[0].name
         self.set_reactive(TinychatApp.theme, chosen)
+        self.stylesheet.set_variables(self.get_css_variables())
         conversation = conversation or Conversation(parameters=self.own.parameters)
         self._painted = threading.Event()
         open_backend = partial(_behind, self._painted, open_backend or partial(open_any, thread=EngineThread()))

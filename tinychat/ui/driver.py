@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import select
 import signal
+import termios
+import threading
+import time
+import tty
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from textual.drivers.linux_driver import LinuxDriver
+from textual.messages import Message, TerminalSupportsSynchronizedOutput
 
 from tinychat.ui.announcer import RESTORE_TITLE, SAVE_TITLE
 
+ASK = "\x1b[?2026$p"  # whether it knows synchronised output
+SLACK = 0.1  # seconds that an answer may take longer than the quickest one
+AHEAD = 8  # frames: at 20 a second enough for answers after 0.4 s
+LOST = 10.0  # seconds after which no answer is expected any more
+SETTLE = 1.0  # seconds
 _NO_TEXT = re.compile(r"\x1b[\[O][0-9;?]*.|[^\n\t -~\x80-\U0010ffff]")  # arrows and the like, control characters
 
 
@@ -28,17 +40,30 @@ class TerminalDriver(LinuxDriver):
         super().__init__(*args, **options)
         self._file: Any = _Lasting(self._file, self._gone)
         self._taken = False
+        self.link = Link(self.write)
         self.typed_ahead = ""  # lines that were typed before the terminal was the app's
 
     def start_application_mode(self) -> None:
+        before = None
         if not self._taken:  # not again after an editor had the terminal
+            before = keep_enter(self.fileno)
             self._taken, self.typed_ahead = True, typed_ahead(self.fileno)
         super().start_application_mode()
+        self.attrs_before = before or self.attrs_before
         self.write(SAVE_TITLE)
 
     def stop_application_mode(self) -> None:
         self.write(RESTORE_TITLE)
         super().stop_application_mode()
+
+    def disable_input(self) -> None:
+        self.link.settle()
+        super().disable_input()
+
+    def process_message(self, message: Message) -> None:
+        if isinstance(message, TerminalSupportsSynchronizedOutput):
+            self.link.answered()
+        super().process_message(message)
 
     def run_input_thread(self) -> None:
         try:
@@ -51,6 +76,65 @@ class TerminalDriver(LinuxDriver):
         os.dup2(nowhere, 1)  # what is still buffered goes there
         os.dup2(nowhere, 2)
         self._app.call_later(self._app.exit, None, 128 + signal.SIGHUP)
+
+
+class Link:
+    """How far the terminal is behind what is written to it: over a slow link megabytes may be on their way, of which
+    this process sees nothing. A terminal is asked for something that Textual asks for, too, and answers when it has
+    shown what was written before. One that has never answered is not asked.
+
+    The input thread calls `answered`, the app the rest."""
+
+    def __init__(self, write: Callable[[str], object], clock: Callable[[], float] = time.monotonic) -> None:
+        self._write, self._clock = write, clock
+        self._asked = deque[float]()  # when, of what is not answered
+        self._answers = False
+        self._quickest = math.inf  # seconds to an answer
+        self._most = 1
+        self._settled = threading.Event()
+        self._settled.set()
+
+    def ask(self) -> None:
+        """Called behind what a terminal may need long for."""
+        if self._answers:
+            self._settled.clear()
+            self._asked.append(self._clock())
+            self._write(ASK)
+
+    def answered(self) -> None:
+        self._answers = True
+        with suppress(IndexError):  # it answers Textual
+            took = self._clock() - self._asked.popleft()
+            self._quickest = min(self._quickest, took)
+            self._most = min(self._most + 1, AHEAD) if took <= self._quickest + SLACK else 1
+        if not self._asked:
+            self._settled.set()
+
+    @property
+    def behind(self) -> bool:
+        """Whether as much waits to be shown as may: up to AHEAD questions while answers are quick, else one."""
+        with suppress(IndexError):
+            if self._clock() - self._asked[0] > LOST:
+                self._asked.clear()
+        return len(self._asked) >= self._most
+
+    def settle(self) -> None:
+        """Waits for what is not answered: whoever has the terminal next would get it as typed text."""
+        self._settled.wait(SETTLE)
+
+
+def keep_enter(fd: int) -> list[Any] | None:
+    """Makes terminal `fd`, which is not the app's yet, keep the Enter that is pressed from now on as it is; otherwise
+    it would be a line feed, which the app takes for a new line. Returns what was set before; None where it is no
+    terminal."""
+    try:
+        before = termios.tcgetattr(fd)
+        now = termios.tcgetattr(fd)
+        now[tty.IFLAG] &= ~termios.ICRNL
+        termios.tcsetattr(fd, termios.TCSANOW, now)
+    except termios.error:
+        return None
+    return before
 
 
 def typed_ahead(fd: int) -> str:

@@ -254,6 +254,13 @@ template <int T> DEVICE float weight_at(const u8 *w, u64 blocks, u64 k) {
   return scale_of<T>(f.s1, f.s2, j / 16) * code + shift_of<T>(f.s1, f.s2, j / 16);
 }
 
+// Row r of matrix g of a weight (constants.py, Matrix) in its packed tensor.
+template <class M> DEVICE u64 packed_row(int g, int r) {
+  constexpr int RUN = M::RUN ? M::RUN : 1;
+  if (M::RUN) return M::START + (u64)(r / RUN) * M::STRIDE + r % RUN;
+  return M::START + (u64)g * M::STRIDE + r;
+}
+
 // --- reductions, and the state of a step
 
 DEVICE float warp_sum(float v) {

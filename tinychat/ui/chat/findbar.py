@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from textual import events, on
 from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
 from textual.containers import Horizontal
 from textual.message import Message
 from textual.widgets import Input, Static
@@ -16,17 +19,26 @@ from tinychat.ui.chat.transcript import Transcript
 class FindField(Input):
     """Enter and down go to the next hit, shift+enter and up to the one before; esc closes."""
 
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "go('enter')", "next"),
+        Binding("up", "go('up')", "previous"),
+        Binding("escape", "go('escape')", "close"),
+    ]
+
     class KeyPressed(Message):
         def __init__(self, key: str) -> None:
             super().__init__()
             self.key = key
 
+    def action_go(self, key: str) -> None:
+        self.post_message(self.KeyPressed(key))
+
     async def _on_key(self, event: events.Key) -> None:
-        # not bindings: those overtake characters that are still on their way
+        # not left to the bindings: those overtake characters that are still on their way
         if event.key in ("enter", "shift+enter", "down", "up", "escape"):
             event.stop()
             event.prevent_default()
-            self.post_message(self.KeyPressed(event.key))
+            self.action_go(event.key)
         else:
             await super()._on_key(event)
 

@@ -147,9 +147,8 @@ async def stats(chat: ChatView, text: str) -> None:
     if s.prefill_tok_s:
         lines.append(f"prompt {s.prompt_tokens:,} · prefill {speed(s.prefill_tok_s)} tok/s")
     if s.ttft_s:
-        lines.append(
-            f"TTFT {1e3 * s.ttft_s:,.1f} ms" + (f" · {1e3 * s.token_s:,.2f} ms per output token" if s.token_s else "")
-        )
+        then = f" · {1e3 * s.token_s:,.2f} ms per output token" if s.token_s else ""
+        lines.append(f"first token after {1e3 * s.ttft_s:,.1f} ms{then}")
     if s.drafted_tokens or s.forced_tokens:
         made = [f"{s.decode_steps:,} steps", f"{s.accepted_tokens:,} accepted of {s.drafted_tokens:,} drafts"]
         if s.mtp_drafted_tokens:

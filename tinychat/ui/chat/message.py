@@ -214,6 +214,11 @@ class AnswerMessage(TurnMessage):
             self.line.say(" · ".join(filter(None, (printable(self.by, newlines=False), footer_text(turn)))))
         self.set_class(only_calls and not turn.text and not turn.thinking, "-empty")
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        if action == "toggle_thinking":
+            return bool(self.turn.thinking)
+        return "```" in self.turn.text if parameters == ("code",) else True
+
     def action_toggle_thinking(self) -> None:
         if self.thinking.display:
             self.thinking.toggle()

@@ -40,9 +40,14 @@ class Painter:
 
     @property
     def due(self) -> bool:
-        """Whether it is time to paint again: the more the last paint took, the later."""
+        """Whether it is time to paint again: the more the last paint took, the later, and not while the terminal has
+        not shown it."""
+        if self._chat.controller.running is None:
+            return True
+        if (link := self._chat.link) is not None and link.behind:
+            return False
         wait = min((time.thread_time() - self._spent_at) / SHARE, LONGEST)
-        return self._chat.controller.running is None or time.monotonic() - self._painted_at >= wait
+        return time.monotonic() - self._painted_at >= wait
 
     async def apply(self) -> None:
         """Paints what changed since the last time."""
@@ -56,6 +61,8 @@ class Painter:
                 await self._apply(change)
         if c.busy:
             self._running()
+            if (link := self._chat.link) is not None:
+                self._chat.call_after_refresh(link.ask)
         state = (
             c.busy,
             c.running and c.running.kind,

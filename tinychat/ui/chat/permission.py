@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from textual import on
+from textual import events, on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
@@ -15,13 +15,17 @@ from textual.widgets.option_list import Option
 from tinychat.chat.questions import permission_label
 from tinychat.errors import printable
 from tinychat.tools.protocol import Question
+from tinychat.ui.chat.prompt import PromptEditor
 from tinychat.ui.screens.modal import Modal
 
 _COLOURS = {"+": "$text-success", "-": "$text-error", "@": "$primary"}
 
 
 class PermissionScreen(Modal[str]):
-    """The result is one of Question.options; esc means no. The safe answer has the focus."""
+    """The result is one of Question.options; esc means no. The safe answer has the focus.
+
+    It may come in the middle of a word: what is typed goes on into `prompt`, Enter behind it included, until another
+    key is pressed."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "dismiss('no')", "no"),
@@ -29,9 +33,9 @@ class PermissionScreen(Modal[str]):
         Binding("pagedown", "page(1)", "down", show=False),
     ]
 
-    def __init__(self, question: Question) -> None:
+    def __init__(self, question: Question, prompt: PromptEditor) -> None:
         super().__init__()
-        self.question = question
+        self.question, self._prompt, self._types = question, prompt, False
 
     def compose(self) -> ComposeResult:
         options = [Option(permission_label(o, self.question), id=o) for o in self.question.options]
@@ -47,6 +51,19 @@ class PermissionScreen(Modal[str]):
         choices = self.query_one(OptionList)
         choices.highlighted = len(self.question.options) - 1
         choices.focus()
+
+    def on_key(self, event: events.Key) -> None:
+        if event.is_printable and event.character:
+            self._types = True
+            self._prompt.insert(event.character)
+        elif self._types and event.key == "enter":
+            self._prompt.submit()
+        elif self._types and event.key == "backspace":
+            self._prompt.action_delete_left()
+        else:
+            self._types = False
+            return
+        event.stop()
 
     def action_page(self, step: int) -> None:
         detail = self.query_one(".detail", VerticalScroll)

@@ -310,7 +310,7 @@ class PromptBox(Vertical):
         first = printable(" ".join(texts[0].split())) if texts else ""
         more = f" (and {len(texts) - 1} more)" if len(texts) > 1 else ""
         waiting.update(
-            Content.assemble(("waiting ", "$accent"), first[:200], more, ("  esc takes it back", "$foreground 60%"))
+            Content.assemble(("waiting ", "$accent"), first[:200], more, ("  esc unqueues it", "$foreground 60%"))
         )
 
     def show_count(self, text: str, too_long: bool = False) -> None:

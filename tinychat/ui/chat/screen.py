@@ -48,6 +48,7 @@ from tinychat.ui.chat.prompt import Choice, PromptBox, PromptEditor
 from tinychat.ui.chat.sidebar import Sidebar
 from tinychat.ui.chat.status import StatusLine
 from tinychat.ui.chat.transcript import Below, Transcript
+from tinychat.ui.driver import Link, TerminalDriver
 from tinychat.ui.keys import KeyLine
 from tinychat.ui.panel import EnginePanel, ExpertsStrip
 from tinychat.ui.panel.reading import PaintMeter
@@ -78,7 +79,7 @@ class ChatScreen(Screen[None]):
     attaches = True  # @ in a message reads a file of this machine
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "stop", "stop", tooltip="stop; what is written stays"),
-        Binding("escape", "keep", "leave it as it was"),
+        Binding("escape", "keep", "cancel the edit"),
         Binding("escape", "escape", "back to the prompt; takes a waiting message back, ends an edit", show=False),
         Binding(
             "ctrl+g",
@@ -190,6 +191,12 @@ class ChatScreen(Screen[None]):
         return self.painter.meter
 
     @property
+    def link(self) -> Link | None:
+        """To the terminal; None where there is none, as in a browser."""
+        driver = self.app._driver
+        return driver.link if isinstance(driver, TerminalDriver) else None
+
+    @property
     def panel_shown(self) -> Literal["", "short", "inner"]:
         """Which panel is beside the chat: what the user chose, else the short one where there is room."""
         chosen: Literal["", "short", "inner"] = "short" if self.size.width >= PANELLED else ""
@@ -248,7 +255,8 @@ class ChatScreen(Screen[None]):
         else:
             self._drain.pause()
             await self._tick()
-        if self._idle < 2 * PANEL_HZ or self._idle % PANEL_HZ == 0:
+        late = self.link is not None and self.link.behind
+        if not late and (self._idle < 2 * PANEL_HZ or self._idle % PANEL_HZ == 0):
             self.painter.panel()
 
     def mark_below(self) -> None:
@@ -286,7 +294,7 @@ class ChatScreen(Screen[None]):
 
     def ask_permission(self, question: Question) -> None:
         """A tool asks before it acts."""
-        self.app.push_screen(PermissionScreen(question), partial(self._permit, question))
+        self.app.push_screen(PermissionScreen(question, self.prompt), partial(self._permit, question))
 
     def _permit(self, question: Question, answer: str | None) -> None:
         self.controller.permit(question, answer or "no")  # type: ignore[arg-type]

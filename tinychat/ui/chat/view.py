@@ -17,6 +17,7 @@ from tinychat.tools.mcp import McpServers
 from tinychat.tools.protocol import Question
 from tinychat.ui.chat.prompt import PromptBox
 from tinychat.ui.chat.transcript import Transcript
+from tinychat.ui.driver import Link
 from tinychat.ui.panel.reading import PaintMeter
 from tinychat.ui.screens.downloads import Downloads
 from tinychat.ui.screens.help import Entry
@@ -44,6 +45,8 @@ class ChatView(Protocol):
     def box(self) -> PromptBox: ...
     @property
     def meter(self) -> PaintMeter: ...
+    @property
+    def link(self) -> Link | None: ...
     @property
     def panel_shown(self) -> Literal["", "short", "inner"]: ...
 

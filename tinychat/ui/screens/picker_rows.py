@@ -166,7 +166,7 @@ def is_place(text: str) -> bool:
 def at_place(text: str, known: Iterable[Model]) -> list[Model]:
     """The models that a URL or path stands for: one, or the .gguf files of a folder. Raises TinychatError where there
     is none."""
-    folder = expand(text.strip())
+    folder = expand(text.strip()).absolute()
     if not os.path.isdir(folder):
         return [resolve(text, known)]
     try:

@@ -119,12 +119,14 @@ class MarkdownView(Widget):
             self._laid_width = 0
             self.refresh(layout=True)
             return
-        before, settled = len(self._lines), self._settled
+        before, settled = self._lines[:], self._settled
         self._lay(self._laid_width)
-        if len(self._lines) != before:
+        if len(self._lines) != len(before):
             self.refresh(layout=True)
-        else:
-            self.refresh(Region(0, settled, self.size.width, max(1, before - settled)))
+            return
+        changed = [y for y in range(settled, len(before)) if not _same(before[y], self._lines[y])]
+        if changed:
+            self.refresh(Region(0, changed[0], self.size.width, changed[-1] - changed[0] + 1))
 
     def _lay(self, width: int) -> None:
         """Brings the lines up to date for `width`."""
@@ -260,3 +262,7 @@ class MarkdownView(Widget):
         elif event.y < len(self._lines) and (code := self._lines[event.y].code) is not None:
             event.stop()
             self.post_message(self.CopyRequested(code))
+
+
+def _same(one: Line, other: Line) -> bool:
+    return one.content.is_same(other.content) and one[1:] == other[1:]
