@@ -8,8 +8,8 @@
 // word, or those of indices in nibbles of half a word (`Places`). Floating-point types keep the file's layout; their
 // block is 8 weights.
 
-// Tables: a signed byte for each index; of 16, the last 8 are not negative (`add_products`). The IQ types' indices are one
-// of a grid, and above it the sign.
+// Tables: a signed byte for each index; of 16, the last 8 are not negative (`add_products`). The IQ types' indices are
+// one of a grid, and above it the sign.
 #define INTEGERS 0
 #define VALUES_FP4 0, -1, -2, -3, -4, -6, -8, -12, 0, 1, 2, 3, 4, 6, 8, 12
 #define VALUES_IQ4 -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
@@ -121,20 +121,17 @@ template <int T> struct Places {
   static constexpr u32 ONES = has_table(T) ? 0x1111 : 0x01010101;
   static DEVICE constexpr int first(int bits, int j) { return bits * j / STEP * 16 + bits * j % STEP; }
 };
-DEVICE constexpr u32 table_word(const signed char *t) {
-  return (u32)(u8)t[0] | (u32)(u8)t[1] << 8 | (u32)(u8)t[2] << 16 | (u32)(u8)t[3] << 24;
-}
-// The same of 8 values further on, plus 1 where t has a negative one.
-DEVICE constexpr u32 upper_word(const signed char *t) {
-  const signed char u[4] = {(signed char)(t[8] + (t[0] < 0)), (signed char)(t[9] + (t[1] < 0)),
-      (signed char)(t[10] + (t[2] < 0)), (signed char)(t[11] + (t[3] < 0))};
-  return table_word(u);
+// Values 4i..4i+3 of a table. `summed`: of the upper half, what makes them up where the lower half gives its signs.
+DEVICE constexpr u32 table_word(const signed char *t, int i, bool summed = false) {
+  u32 word = 0;
+  for (int c = 0, at = 4 * i; c < 4; c++, at++) word |= (u32)(u8)(t[at] + (summed && t[at - 8] < 0)) << 8 * c;
+  return word;
 }
 // The bytes that four indices stand for: nibbles, of 3 bits where no nibbles are stored; above them may be anything.
 template <int T> DEVICE u32 values_of(u32 q) {
   constexpr Planes P = planes(T);
-  constexpr u32 a = table_word(P.table), b = table_word(P.table + 4), c = table_word(P.table + 8),
-                d = table_word(P.table + 12);
+  constexpr u32 a = table_word(P.table, 0), b = table_word(P.table, 1), c = table_word(P.table, 2),
+                d = table_word(P.table, 3);
   if (!P.lo) return permute_bytes(a, b, q);
   const u32 low = permute_bytes(a, b, q & 0x7777), high = permute_bytes(c, d, q & 0x7777);
   return permute_bytes(low, high, 0x3210 | (q & 0x8888) >> 1);
@@ -161,9 +158,9 @@ template <int T> DEVICE u32 codes(const Block<T> &f, int w) {
 template <int T> DEVICE int add_products(int sum, const Block<T> &f, int w, u32 x) {
   constexpr Planes P = planes(T);
   if constexpr (has_table(T) && P.lo) {
+    constexpr u32 a = table_word(P.table, 0), b = table_word(P.table, 1), c = table_word(P.table, 2, true),
+                  d = table_word(P.table, 3, true);
     const u32 q = fields<T>(f, w);
-    constexpr u32 a = table_word(P.table), b = table_word(P.table + 4), c = upper_word(P.table),
-                  d = upper_word(P.table + 4);
     sum = dp4a(permute_bytes(a, b, q), x, sum);
     return dp4a(permute_bytes(c, d, q ^ 0x8888), x, sum);
   }
