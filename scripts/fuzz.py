@@ -392,10 +392,11 @@ SEEDS: dict[str, tuple[tuple[str, str], ...]] = {
     "glm4moe": (("glm4moe", "Q4_K"), ("glm4moe_qk_norm", "Q8_0")),
     "gpt-oss": (("gpt-oss", "MXFP4"),),
     "gemma3": (("gemma3_keys", "Q4_0"),),
-    "gemma4": (("gemma4", "Q8_0"), ("gemma4_experts", "Q4_0")),
+    "gemma4": (("gemma4", "Q8_0"), ("gemma4_experts", "Q4_0"), ("gemma4_layer_embeddings", "Q5_0")),
     "qwen35": (("qwen35", "Q8_0"),),
     "qwen35moe": (("qwen35moe", "Q4_0"),),
     "qwen3next": (("qwen3next", "Q4_K"),),
+    "kimi-linear": (("kimi-linear", "Q4_0"),),
     "lfm2": (("lfm2", "Q4_0"),),
     "lfm2moe": (("lfm2moe", "Q8_0"),),
     "deepseek2": (

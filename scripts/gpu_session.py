@@ -75,10 +75,31 @@ VARIANTS = (
     "olmo2_windows",
     "gpt-oss",
     "gemma3",
+    "gemma4_layer_embeddings",
+    "qwen35",
+    "qwen35moe",
+    "qwen3next",
+    "lfm2",
+    "lfm2moe",
 )
+STATES = "qwen35_states"  # heads of 128 keys and values
+tiny.VARIANTS[STATES] = replace(tiny.VARIANTS["qwen35"], layers=3, delta=shapes.DeltaRule(2, 4, 128, every=3))
 CLUSTER = "deepseek2_cluster"  # wide enough for latent attention in clusters of blocks
 tiny.VARIANTS[CLUSTER] = replace(
     tiny.VARIANTS["deepseek2_glm"], layers=2, heads=3, mla=shapes.MLA(256, 256, 64, 64, 128)
+)
+CHECKED = (
+    *(f"deepseek2_glm:{q}" for q in QUANTS),
+    *(f"{v}:F16" for v in VARIANTS),
+    *(f"{v}:Q4_0" for v in VARIANTS),
+    *(f"{CLUSTER}:{q}" for q in ("Q4_0", "Q4_K", "Q8_0")),
+    *(f"{STATES}:{q}" for q in ("F16", "Q8_0", "Q4_K_M")),
+    "gpt-oss:MXFP4",
+    "llama:Q6_K",
+)
+VERIFIED = (
+    *(f"{v}:{q}" for v in ("llama", "deepseek2_glm", CLUSTER) for q in QUANTS),
+    *(f"{v}:{q}" for v in VARIANTS[1:] for q in ("F16", "Q4_0")),
 )
 SAMPLINGS = {"greedy": GREEDY, "seeded": Sampling(temperature=0.9, repeat_penalty=1.1, dry_multiplier=0.8, seed=5)}
 VERBS = ["check", "time", "prompts", "peer", "file", "compare"]
@@ -178,20 +199,14 @@ def check(specs: list[str], tokens: int) -> bool:
     """Prints one line per model: median relative error of decode and prefill logits over so many tokens, and whether
     decode() repeats the argmax."""
     good, ids = True, IDS[:tokens]
-    for spec in specs or [
-        *(f"deepseek2_glm:{q}" for q in QUANTS),
-        *(f"{v}:F16" for v in VARIANTS),
-        *(f"{v}:Q4_0" for v in VARIANTS),
-        *(f"{CLUSTER}:{q}" for q in ("Q4_0", "Q4_K", "Q8_0")),
-        "gpt-oss:MXFP4",
-        "llama:Q6_K",
-    ]:
+    for spec in specs or CHECKED:
         variant, quant = spec.split(":")
         try:
             path = tiny.write(FILES / "tiny.gguf", variant, quant)
             want, e = forward(path, ids), load(path, 192)
             single = np.concatenate([e.forward([t], i, "last") for i, t in enumerate(ids)])
             prefill = e.forward(ids, 0, "all")
+            e.forward(ids[:-1], 0)
             steps, greedy = e.decode(ids[-1], len(ids) - 1, GREEDY, ids), []
             for _ in range(5):
                 greedy.append(next(steps)[0])
@@ -207,6 +222,7 @@ def check(specs: list[str], tokens: int) -> bool:
                 max(err) < (0.003 if quant in ("F32", "F16", "BF16") else 0.04)
                 and single[-1][greedy[0]] > single[-1].max() - 0.3
             )
+            ok &= state_holds(e, ids)
             good &= bool(ok)
             print(
                 f"{'ok  ' if ok else 'BAD '} {spec:36} decode {err[0]:.5f} prefill {err[1]:.5f} "
@@ -220,14 +236,29 @@ def check(specs: list[str], tokens: int) -> bool:
     return good
 
 
+def state_holds(e: CUDAExecutor, ids: list[int]) -> bool:
+    """Whether the state behind each id of decode() is that of single steps from a state that was put back."""
+    if not e.state_bytes:
+        return True
+    n = len(ids) - 1
+    e.forward(ids[: n // 2], 0)
+    e.forward(ids[n // 2 : n], n // 2)
+    start, token, same = e.read_state(), ids[n], True
+    made = [(following, e.read_state()) for following, _ in islice(e.decode(token, n, GREEDY, ids), 4)]
+    e.write_state(bytes(len(start)))
+    e.write_state(start)
+    for i, (following, state) in enumerate(made):
+        e.forward([token], n + i)
+        same &= e.read_state() == state
+        token = following
+    return same
+
+
 def check_verify(specs: list[str]) -> bool:
     """Prints one line per model: whether verify steps of 2 to 16 tokens give the bits of single steps, behind few and
     many keys and across the positions at which the kind of graph changes."""
     good = True
-    for spec in specs or [
-        *(f"{v}:{q}" for v in ("llama", "deepseek2_glm", CLUSTER) for q in QUANTS),
-        *(f"{v}:{q}" for v in VARIANTS[1:] for q in ("F16", "Q4_0")),
-    ]:
+    for spec in specs or VERIFIED:
         variant, quant = spec.split(":")
         try:
             path = tiny.write(FILES / "tiny.gguf", variant, quant)
@@ -254,6 +285,7 @@ def differing(e: CUDAExecutor, sampling: Sampling, pos: int) -> list[int]:
     e.forward(ids[:-1], 0)
     steps = list(islice(e.decode(ids[-1], pos, sampling, ids), most))
     tokens = [ids[-1], *(token for token, _ in steps)]
+    e.forward(ids[:-1], 0)
     logits = [e.forward([token], pos + i, "last") for i, token in enumerate(tokens[:-1])]
     wanted, bad = np.concatenate([row for row in logits if row is not None]), []
     for drafts in range(1, most):
@@ -414,6 +446,7 @@ def randomise_cache(e: CUDAExecutor) -> None:
     rng = np.random.default_rng(0)
     for name, width in e._caches():
         e.gpu.upload(name, (rng.standard_normal(e.max_context * width, np.float32) * 0.5).astype(np.float16))
+    e.write_state((rng.standard_normal(e.state_bytes // 4, np.float32) * 0.1).tobytes())
 
 
 def step_seconds(e: CUDAExecutor, depth: int, n: int = 128) -> tuple[float, float]:
@@ -608,7 +641,7 @@ def peer(model: str, quant: str) -> None:
         "-ngl",
         "99",
         "-p",
-        "512",
+        "512,2048",
         "-n",
         "128",
         "-r",

@@ -14,6 +14,7 @@ from tinychat.engine.config import ModelConfig
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.plan import build_plan
 from tinychat.errors import TinychatError
+from tinychat.kernels.ops import Attention
 
 
 def metadata(key: str, value: object) -> Callable[[GGUF], None]:
@@ -42,8 +43,8 @@ def no_tensor(name: str) -> Callable[[GGUF], None]:
         ),
         (
             "llama",
-            metadata("general.architecture", "kimi-linear"),
-            "'kimi-linear', which needs a delta rule with .* is not supported.*gemma4; `tinychat --server URL` chats",
+            metadata("general.architecture", "bailingmoe3"),
+            "'bailingmoe3', which needs a lower bound .* is not supported.*gemma4; `tinychat --server URL` chats",
         ),
         ("llama", metadata("general.architecture", "a\x1b[2J"), "not supported"),
         (
@@ -92,7 +93,22 @@ def no_tensor(name: str) -> Callable[[GGUF], None]:
         (
             "gemma4",
             metadata("gemma4.embedding_length_per_layer_input", 64),
-            "per_layer_input: expected 0 .per-layer embeddings and shared caches are not supported.*found 64",
+            "tensor blk.0.inp_gate.weight is missing",
+        ),
+        (
+            "gemma4_layer_embeddings",
+            tensor("per_layer_token_embd.weight", shape=(tiny.VOCAB, 160)),
+            r"per_layer_token_embd.weight: expected shape \(301, 128\), found \(301, 160\)",
+        ),
+        (
+            "gemma4_layer_embeddings",
+            metadata("gemma4.attention.shared_kv_layers", 3),
+            "shared_kv_layers: expected a layer with a cache in front of those that share one, of each kind, found 3",
+        ),
+        (
+            "gemma4_layer_embeddings",
+            metadata("gemma4.feed_forward_length", np.array([96, 96, 192, -1])),
+            "feed_forward_length: expected whole numbers up to .* found -1",
         ),
         (
             "gemma4",
@@ -115,9 +131,11 @@ def no_tensor(name: str) -> Callable[[GGUF], None]:
         ("qwen35", metadata("qwen35.attention.recurrent_layers", np.array([True])), "true or false for every layer"),
         ("qwen35", metadata("qwen35.rope.dimension_sections", np.array([8, 0, 0, 0])), "sections that take turns over"),
         ("qwen35", tensor("blk.0.ssm_conv1d.weight", type=Q.F16), "ssm_conv1d.weight: expected type F32, found F16"),
-        ("lfm2", metadata("lfm2.attention.head_count_kv", 1), "whole numbers, 0 for a layer with a convolution"),
+        ("lfm2", metadata("lfm2.attention.head_count_kv", 1), "whole numbers, 0 for a layer without attention"),
         ("lfm2", metadata("lfm2.attention.head_count_kv", np.array([0, 3])), "expected 0, or one number up to 2"),
         ("lfm2", tensor("blk.0.shortconv.conv.weight", shape=(64, 4)), r"expected shape \(64, 3\), found \(64, 4\)"),
+        ("kimi-linear", no_tensor("blk.0.ssm_f_b.weight"), "ssm_f_b.weight is missing"),
+        ("kimi-linear", metadata("kimi-linear.kda.head_dim", 32), r"expected shape .96, 64., found .72, 64."),
         ("qwen35moe", no_tensor("blk.0.ffn_gate_inp_shexp.weight"), "ffn_gate_inp_shexp.weight is missing"),
         (
             "qwen3next",
@@ -169,9 +187,11 @@ def test_every_variant_has_a_plan_that_counts_its_bytes(tmp_path: Path) -> None:
         config = ModelConfig.from_gguf(gguf)
         plan = build_plan(gguf, config)
         assert 0 < plan.bytes_per_token() <= gguf.nbytes
-        assert plan.bytes_per_token(3) - plan.bytes_per_token() == 3 * plan.kv_bytes_per_token
+        seen = [(op.window, plan.caches[op.layer].row_bytes) for op in plan.ops if isinstance(op, Attention)]
+        assert plan.bytes_per_token(3) - plan.bytes_per_token() == 3 * sum(n for _, n in seen)
+        assert plan.kv_bytes_per_token == sum(n for _, n in seen[: config.storing])  # layers that share store none
         if config.windowed:  # a layer with a window reads no more rows than that
-            more, full = plan.bytes_per_token(config.window + 9) - plan.bytes_per_token(config.window), config.layers
-            assert more == 9 * plan.kv_bytes_per_token * (full - len(config.windowed)) // full
+            more = plan.bytes_per_token(config.window + 9) - plan.bytes_per_token(config.window)
+            assert more == 9 * sum(n for window, n in seen if not window)
         if config.latent:  # one latent row per token and layer, V a slice of it
-            assert plan.kv_bytes_per_token == 2 * config.layers * (config.latent.kv_lora + config.rope.dims)
+            assert plan.kv_bytes_per_token == 2 * len(seen) * (config.latent.kv_lora + config.rope.dims)

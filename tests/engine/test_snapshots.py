@@ -43,7 +43,7 @@ def test_places_and_what_is_kept() -> None:
     assert Snapshots(3).last(10) == (0, b"") and Snapshots(3).newest() == 0
 
 
-@pytest.mark.parametrize("variant", ["qwen35moe", "lfm2"])
+@pytest.mark.parametrize("variant", ["qwen35moe", "kimi-linear", "lfm2"])
 def test_edit_fork_regenerate_continue_and_reopen(variant: str, tmp_path: Path) -> None:
     path, store = tiny.write(tmp_path / "m.gguf", variant, "Q8_0"), KVStore(1 << 28, tmp_path / "kv")
     engine = Engine.load(path, max_context=320, device="cpu", store=store)

@@ -46,8 +46,10 @@ def plan_of(path: Path, variant: str, quant: str = "F32") -> tuple[Plan, GGUF]:
         ("qwen3moe", {"experts": 7}, "the number of experts is 8, at most 7"),
         ("qwen3moe", {"experts_used": 2}, "the number of experts used is 3, at most 2"),
         ("deepseek2_groups", {"expert_groups": 3}, "the number of expert groups is 4, at most 3"),
-        ("qwen35", {"gated_blocks": False}, "it has gated delta rules"),
-        ("lfm2", {"gated_blocks": False}, "it has short convolutions"),
+        ("qwen35", {"state_dim": 16}, "a head of a delta rule is 24, at most 16"),
+        ("qwen35", {"state_multiple": 16}, "a head of a delta rule is 24, which is not a multiple of 16"),
+        ("lfm2", {"convolved": 2}, "the width of a convolution is 3, at most 2"),
+        ("lfm2", {"state_multiple": 24}, "the number of channels of a convolution is 64, which is not"),
         ("qwen35", {"heads": 3}, "the number of heads is 4, at most 3"),
     ],
 )
@@ -102,6 +104,6 @@ def test_quant_types_that_differ_in_c_are_one_line(monkeypatch: pytest.MonkeyPat
 
 def test_names_of_the_library() -> None:
     made = library.Library()
-    assert list(made.tags)[:3] == ["embed", "linear", "attention"] and len(made.tags) == 17
+    assert list(made.tags)[:3] == ["embed", "linear", "attention"] and len(made.tags) == 19
     assert list(made.gatings) == ["softmax", "sigmoid", "softmax_weight", "sqrt_softplus"]
     assert made.chunk == 256

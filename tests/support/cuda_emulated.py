@@ -129,6 +129,9 @@ class EmulatedGPU:
     def download(self, name: str, nbytes: int, offset: int = 0) -> np.ndarray:
         return self.buffers[name][offset : offset + nbytes].copy()
 
+    def gather(self, parts: Sequence[tuple[str, int, int]], out: np.ndarray) -> None:
+        out[:] = np.concatenate([self.download(*part) for part in parts])
+
     def copy(self, name: str, nbytes: int, source: int, target: int) -> None:
         self.buffers[name][target : target + nbytes] = self.buffers[name][source : source + nbytes]
 

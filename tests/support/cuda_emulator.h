@@ -125,6 +125,7 @@ DEVICE V4 ldc16(const void *p) { return load<V4>(p); }
 DEVICE V2 ldc8(const void *p) { return load<V2>(p); }
 DEVICE u32 ldc4(const void *p) { return load<u32>(p); }
 DEVICE u32 ldc2(const void *p) { return load<u16>(p); }
+DEVICE u32 ldc1(const void *p) { return load<u8>(p); }
 DEVICE float half_to_float(u32 h) { _Float16 f; u16 b = (u16)h; memcpy(&f, &b, 2); return (float)f; }
 DEVICE u16 float_to_half(float v) { _Float16 f = (_Float16)v; u16 b; memcpy(&b, &f, 2); return b; }
 DEVICE u32 pack_halves(float lo, float hi) { return (u32)float_to_half(lo) | (u32)float_to_half(hi) << 16; }
@@ -138,7 +139,10 @@ DEVICE u32 half2_sub(u32 a, u32 b) { return half2_fma(b, 0xBC00BC00u, a); }
 DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
   const u64 both = (u64)b << 32 | a;
   u32 d = 0;
-  for (int i = 0; i < 4; i++) d |= (u32)(u8)(both >> 8 * (selector >> 4 * i & 7)) << 8 * i;
+  for (int i = 0; i < 4; i++) {
+    const u8 byte = both >> 8 * (selector >> 4 * i & 7);
+    d |= (u32)(u8)(selector >> 4 * i & 8 ? (byte & 128 ? 255 : 0) : byte) << 8 * i;
+  }
   return d;
 }
 DEVICE u32 bits(float f) { u32 u; memcpy(&u, &f, 4); return u; }

@@ -74,6 +74,7 @@ class Model:
         self.arch: str = self.metadata["general.architecture"]
         self.tensors = {t.name: t for r in readers for t in r.tensors}
         self._cache: dict[str, Array] = {}
+        self.shared: dict[int, tuple[Array, Array]] = {}  # keys and values of a layer's last run
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.metadata.get(f"{self.arch}.{key}", default)
@@ -100,7 +101,7 @@ class Model:
 
     @property
     def mla(self) -> bool:
-        return self.arch in ("deepseek2", "mistral4")
+        return self.arch in ("deepseek2", "mistral4", "kimi-linear")
 
     def window(self, layer: int) -> int:
         """Rows that the layer sees; 0: all."""
@@ -116,7 +117,7 @@ class Model:
     def turns(self, layer: int) -> tuple[Array, float]:
         """(angle per position of each pair, factor on cos and sin) of a layer."""
         freq, magnitude, _ = self.yarn
-        if self.arch == "smollm3" and layer % 4 == 3:
+        if (self.arch == "smollm3" and layer % 4 == 3) or self.arch == "kimi-linear":
             return 0 * freq, 1.0
         if self.window(layer) and self.arch != "gpt-oss":  # llama.cpp: not scaled
             base = self.get("rope.freq_base_swa", 10000.0 if self.arch == "gemma3" else self.get("rope.freq_base"))
@@ -184,6 +185,19 @@ class Model:
         y = x @ self[f"{name}.weight"].T
         return y + self[f"{name}.bias"] if f"{name}.bias" in self else y
 
+    def layer_inputs(self, ids: Sequence[int], x: Array) -> Array:
+        """The per-layer embeddings (tokens, layers, width)."""
+        width = self.get("embedding_length_per_layer_input")
+        rows = self["per_layer_token_embd.weight"][list(ids)].reshape(len(ids), -1, width) * np.sqrt(width)
+        projected = self.linear(x, "per_layer_model_proj").reshape(rows.shape) / np.sqrt(x.shape[-1])
+        return (rms_norm(projected, self["per_layer_proj_norm.weight"], self.eps) + rows) / np.sqrt(2)
+
+    def cache_of(self, layer: int) -> int:
+        """The layer whose keys and values this one reads."""
+        own = self.layers - self.get("attention.shared_kv_layers", 0)
+        alike = (i for i in range(own) if bool(self.window(i)) == bool(self.window(layer)))
+        return max(alike) if own <= layer < self.layers else layer
+
     def attend(self, q: Array, k: Array, v: Array, scale: float, window: int = 0, sinks: str = "") -> Array:
         """Causal attention: q (tokens, heads, d), k and v (tokens, kv heads, d); heads of a group are neighbours.
         `sinks`: a tensor with one more score of each head, where there is one."""
@@ -214,6 +228,13 @@ class Model:
             q, k, v = np.split(x @ self[b + "attn_qkv.weight"].T, at, -1)
             if b + "attn_q.bias" in self:
                 q, k, v = q + self[b + "attn_q.bias"], k + self[b + "attn_k.bias"], v + self[b + "attn_v.bias"]
+        elif self.cache_of(layer) != layer:
+            q = rms_norm(
+                self.linear(x, b + "attn_q").reshape(n, heads, width), self[b + "attn_q_norm.weight"], self.eps
+            )
+            keys, values = self.shared[self.cache_of(layer)]
+            out = self.attend(self.rotate(q, np.arange(n), layer), keys, values, 1, self.window(layer))
+            return self.linear(out, b + "attn_output")
         else:
             q, k = self.linear(x, b + "attn_q"), self.linear(x, b + "attn_k")
             v = self.linear(x, b + "attn_v") if b + "attn_v.weight" in self else k
@@ -238,6 +259,7 @@ class Model:
             )
         at = np.arange(n)
         q, k = self.rotate(q, at, layer), self.rotate(k, at, layer)
+        self.shared[layer] = k, v
         scale = self.get("attention.scale", 0) or (1 if self.arch == "gemma4" else width**-0.5)
         out = self.attend(q, k, v, scale, self.window(layer), b + "attn_sinks.weight")
         if gated:
@@ -274,6 +296,30 @@ class Model:
         gate = x @ self[b + "attn_gate.weight"].T
         out = rms_norm(out, self[b + "ssm_norm.weight"], self.eps).reshape(n, -1)
         return self.linear(out * gate * sigmoid(gate), b + "ssm_out")
+
+    def kda(self, x: Array, b: str) -> Array:
+        """Kimi Delta Attention (arXiv 2510.26692), token by token."""
+        n, heads, width = len(x), self.get("attention.head_count"), self.get("kda.head_dim")
+        mixed = []
+        for name in "qkv":
+            inputs, conv = x @ self[f"{b}attn_{name}.weight"].T, self[f"{b}ssm_conv1d_{name}.weight"][0, :, 0]
+            before = np.concatenate([np.zeros((conv.shape[1] - 1, len(conv))), inputs])
+            y = sum(before[j : j + n] * conv[:, j] for j in range(conv.shape[1]))
+            mixed.append((y * sigmoid(y)).reshape(n, heads, width))
+        q, k, v = mixed
+        q, k = (t / np.sqrt((t * t).sum(-1, keepdims=True) + self.eps) for t in (q, k))
+        f, g = (x @ self[f"{b}ssm_{name}_a.weight"].T @ self[f"{b}ssm_{name}_b.weight"].T for name in "fg")
+        speed = np.log1p(np.exp(f + self[b + "ssm_dt.bias"])).reshape(n, heads, width)
+        decay = np.exp(self[b + "ssm_a"].reshape(-1, 1) * speed)
+        rate = sigmoid(x @ self[b + "ssm_beta.weight"].T)
+        state, out = np.zeros((heads, width, width)), np.empty((n, heads, width))
+        for t in range(n):
+            for h in range(heads):
+                s = decay[t, h][:, None] * state[h]
+                s += np.outer(k[t, h], rate[t, h] * (v[t, h] - k[t, h] @ s))
+                state[h], out[t, h] = s, q[t, h] @ s / np.sqrt(width)
+        out = rms_norm(out, self[b + "ssm_norm.weight"], self.eps).reshape(n, -1)
+        return self.linear(out * sigmoid(g), b + "attn_output")
 
     def short_convolution(self, x: Array, b: str) -> Array:
         gate, out, z = np.split(x @ self[b + "in_proj.weight"].T, 3, -1)
@@ -347,7 +393,11 @@ class Model:
             score = masked.reshape(-1)
         chosen = topk(score, self.get("expert_used_count"))
         weights = softmax(p[chosen]) if kind == 3 else p[chosen]
-        if self.get("expert_weights_norm", False) if deepseek else self.arch not in ("olmoe", "gpt-oss"):
+        if (
+            self.get("expert_weights_norm", self.arch == "kimi-linear")
+            if deepseek
+            else self.arch not in ("olmoe", "gpt-oss")
+        ):
             weights = weights / max(weights.sum(), 2.0**-14)
         scale = self.get("expert_weights_scale", 0.0) if deepseek else 0.0
         self.routing.append((chosen, score))
@@ -385,13 +435,15 @@ class Model:
         """RMSNorm with the gain `name`; x where the file has none."""
         return rms_norm(x, self[f"{name}.weight"], self.eps) if f"{name}.weight" in self else x
 
-    def layer(self, x: Array, i: int) -> Array:
+    def layer(self, x: Array, i: int, of_layer: Array | None = None) -> Array:
         part = self.get("residual_scale", 0) or 1
         post = self.arch in ("olmo2", "glm4", "gemma3", "gemma4")
         b = f"blk.{i}."
         h = self.normed(x, b + "attn_norm")
         if b + "ssm_out.weight" in self:
             h = self.delta_rule(h, i)
+        elif b + "ssm_f_a.weight" in self:
+            h = self.kda(h, b)
         elif b + "shortconv.conv.weight" in self:
             h = self.short_convolution(h, b + "shortconv.")
         else:
@@ -403,6 +455,9 @@ class Model:
         h = x if routed and self.arch == "gemma4" else self.normed(x, name)
         h = self.experts(h, b) if routed else self.feed_forward(h, b)
         x = x + part * (self.normed(h, b + "post_ffw_norm") if post else h)
+        if of_layer is not None:
+            h = self.linear(self.gated(self.linear(x, b + "inp_gate"), of_layer), b + "proj")
+            x = x + self.normed(h, b + "post_norm")
         return x * self[b + "layer_output_scale.weight"] if b + "layer_output_scale.weight" in self else x
 
     def hidden(self, ids: Sequence[int]) -> Array:
@@ -410,8 +465,9 @@ class Model:
         x = self["token_embd.weight"][list(ids)] * (self.get("embedding_scale", 0) or 1)  # llama.cpp: 0 scales nothing
         if self.arch in ("gemma3", "gemma4"):
             x = x * np.sqrt(x.shape[-1])
+        inputs = self.layer_inputs(ids, x) if "per_layer_token_embd.weight" in self else None
         for i in range(self.layers):
-            x = self.layer(x, i)
+            x = self.layer(x, i, inputs[:, i] if inputs is not None else None)
         last = "output_norm" if "output_norm.weight" in self else "token_embd_norm"
         return rms_norm(x, self[f"{last}.weight"], self.eps)
 

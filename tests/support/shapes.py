@@ -105,16 +105,30 @@ class Shape:
     window_heads: tuple[int, int] = (0, 0)  # kv heads and values of a head in layers with a window; 0: as the others
     softcap: float = 0  # of the logits
     delta: DeltaRule | None = None
+    layer_embedding: int = 0  # values of a per-layer embedding
+    shared: int = 0  # last layers that share the caches of earlier ones, with a feed-forward twice as wide
+    kda: tuple[int, int, int] | None = (
+        None  # values of a head, inputs of the convolutions, one layer in so many has MLA
+    )
     convolution: int = 0  # inputs of a short convolution, which every second layer has instead of attention
 
     def convolves(self, layer: int) -> bool:
         return self.convolution > 0 and layer % 2 == 0
+
+    def has_kda(self, layer: int) -> bool:
+        return self.kda is not None and (layer + 1) % self.kda[2] != 0
 
     def recurrent(self, layer: int) -> bool:
         return self.delta is not None and layer < self.layers and (layer + 1) % self.delta.every != 0
 
     def windowed(self, layer: int) -> bool:
         return isinstance(self.window_pattern, tuple) and bool(self.window_pattern) and self.window_pattern[layer]
+
+    def shares(self, layer: int) -> bool:
+        return self.layers - self.shared <= layer < self.layers
+
+    def ffn_of(self, layer: int) -> int:
+        return self.ffn * (2 if self.shares(layer) else 1)
 
     @property
     def pre_norms(self) -> bool:
@@ -411,6 +425,33 @@ SHAPES = {
         window_theta=10000.0,
         softcap=30.0,
     ),
+    "gemma-4-e2b": Shape(
+        "gemma4",
+        35,
+        1536,
+        8,
+        1,
+        512,
+        6144,
+        262144,
+        True,
+        1e6,
+        1e-6,
+        131072,
+        "default",
+        {2: "<bos>", 1: "<eos>", 106: "<turn|>"},
+        2,
+        1,
+        qk_norm=512,
+        rope_freqs=1e30,
+        window=512,
+        window_pattern=tuple(i % 5 != 4 for i in range(35)),
+        window_heads=(1, 256),
+        window_theta=10000.0,
+        softcap=30.0,
+        layer_embedding=256,
+        shared=20,
+    ),
     "qwen3.5-0.8b": Shape(
         "qwen35",
         24,
@@ -473,6 +514,10 @@ def tensors(s: Shape) -> Iterator[Tensor]:
     yield norm("token_embd_norm" if s.convolution else "output_norm", s.dim)
     if not s.tied:
         yield linear("output", s.vocab, s.dim, gain=2)
+    if n := s.layer_embedding:
+        yield "per_layer_token_embd.weight", (s.vocab, s.layers * n), 1.0
+        yield linear("per_layer_model_proj", s.layers * n, s.dim)
+        yield norm("per_layer_proj_norm", n)
     if s.rope_freqs:
         yield "rope_freqs.weight", (s.head_dim // 2,), 0.0
     for i in range(s.layers + s.nextn):
@@ -486,7 +531,20 @@ def tensors(s: Shape) -> Iterator[Tensor]:
                 yield linear(b + "nextn.shared_head_head", s.vocab, s.dim)
         if s.pre_norms:
             yield norm(b + "attn_norm", s.dim)
-        if m := s.mla:
+        if s.kda and s.has_kda(i):
+            width, taps, _ = s.kda
+            for x in "qkv":
+                yield linear(f"{b}attn_{x}", s.heads * width, s.dim)
+                yield f"{b}ssm_conv1d_{x}.weight", (1, s.heads * width, 1, taps), 1.5 * taps**-0.5
+            for x in "fg":
+                yield linear(f"{b}ssm_{x}_a", width, s.dim)
+                yield linear(f"{b}ssm_{x}_b", s.heads * width, width)
+            yield linear(b + "ssm_beta", s.heads, s.dim)
+            yield b + "ssm_a", (1, 1, s.heads, 1), 0.3
+            yield b + "ssm_dt.bias", (s.heads * width,), 0.5
+            yield norm(b + "ssm_norm", width)
+            yield linear(b + "attn_output", s.dim, s.heads * width)
+        elif m := s.mla:
             k_dim = m.nope + m.rope
             if m.q_lora:
                 yield linear(b + "attn_q_a", m.q_lora, s.dim)
@@ -529,7 +587,9 @@ def tensors(s: Shape) -> Iterator[Tensor]:
                 kv_heads, qk_norm = s.window_heads
                 q, k, v = s.heads * qk_norm, kv_heads * qk_norm, kv_heads * qk_norm
             for x, rows in (("q", q), ("k", k), ("v", v)):
-                if x == "v" and s.arch == "gemma4" and not s.windowed(i):
+                if x == "v" and s.arch == "gemma4" and not s.windowed(i) and not s.layer_embedding:
+                    continue
+                if x != "q" and s.shares(i):
                     continue
                 if not s.fused_qkv:
                     yield linear(f"{b}attn_{x}", rows * (2 if s.delta and x == "q" else 1), s.dim)
@@ -537,8 +597,9 @@ def tensors(s: Shape) -> Iterator[Tensor]:
                     yield f"{b}attn_{x}.bias", (rows,), 0.2
             if s.qk_norm:
                 yield norm(b + "attn_q_norm", qk_norm)
-                yield norm(b + "attn_k_norm", qk_norm if s.qk_norm == s.head_dim else k)
-            yield linear(b + "attn_output", s.dim, q // s.head_dim * value_dim)
+                if not s.shares(i):
+                    yield norm(b + "attn_k_norm", qk_norm if s.qk_norm == s.head_dim else k)
+            yield linear(b + "attn_output", s.dim, s.heads * value_dim if s.value_dim else q)
             if s.arch == "gemma4":
                 yield norm(b + "layer_output_scale", 1)
             if s.arch == "gpt-oss":
@@ -577,16 +638,21 @@ def tensors(s: Shape) -> Iterator[Tensor]:
                 yield linear(b + "ffn_up_shexp", e.shared * e.ffn, s.dim)
                 yield linear(b + "ffn_down_shexp", s.dim, e.shared * e.ffn)
         if not s.moe or i < s.moe.dense or s.arch == "gemma4":
+            ffn = s.ffn_of(i)
             if s.arch != "glm4":
-                yield linear(b + "ffn_gate", s.ffn, s.dim)
-            yield linear(b + "ffn_up", s.ffn * (2 if s.arch == "glm4" else 1), s.dim)
-            yield linear(b + "ffn_down", s.dim, s.ffn)
+                yield linear(b + "ffn_gate", ffn, s.dim)
+            yield linear(b + "ffn_up", ffn * (2 if s.arch == "glm4" else 1), s.dim)
+            yield linear(b + "ffn_down", s.dim, ffn)
+        if n := s.layer_embedding:
+            yield linear(b + "inp_gate", n, s.dim, gain=2)
+            yield linear(b + "proj", s.dim, n)
+            yield norm(b + "post_norm", s.dim)
 
 
 def is_float(name: str, shape: tuple[int, ...]) -> bool:
     """Whether files keep this tensor in F32."""
     parts = ("ffn_gate_inp", "ssm_conv1d", "shortconv.conv")
-    return len(shape) < 2 or name.endswith(".bias") or any(part in name for part in parts)
+    return len(shape) < 2 or name.endswith((".bias", "ssm_a")) or any(part in name for part in parts)
 
 
 def tensor_type(s: Shape, name: str, shape: tuple[int, ...], quant: str) -> Q:
@@ -622,7 +688,7 @@ def metadata(w: GGUFWriter, s: Shape, name: str) -> None:
     w.add_block_count(s.layers + s.nextn)
     w.add_context_length(s.context)
     w.add_embedding_length(s.dim)
-    w.add_feed_forward_length(s.ffn)
+    w.add_feed_forward_length([s.ffn_of(i) for i in range(s.layers)] if s.shared else s.ffn)
     w.add_head_count(s.heads)
     w.add_layer_norm_rms_eps(s.eps)
     w.add_rope_freq_base(s.theta)
@@ -637,7 +703,8 @@ def metadata(w: GGUFWriter, s: Shape, name: str) -> None:
         w.add_attention_scale(s.scales[2])
         w.add_logit_scale(s.scales[3])
     if m := s.mla:
-        w.add_head_count_kv(s.heads if m.legacy else 1)
+        n = s.heads if m.legacy else 1
+        w.add_head_count_kv([0 if s.has_kda(i) else n for i in range(s.layers)] if s.kda else n)
         w.add_key_length(m.nope + m.rope if m.legacy else m.kv_lora + m.rope)
         w.add_value_length(m.v if m.legacy else m.kv_lora)
         if not m.legacy:
@@ -661,11 +728,15 @@ def metadata(w: GGUFWriter, s: Shape, name: str) -> None:
             w.add_uint32("gemma4.attention.key_length_swa", head_dim)
             w.add_uint32("gemma4.attention.value_length_swa", head_dim)
             w.add_uint32("gemma4.rope.dimension_count_swa", head_dim)
-            w.add_uint32("gemma4.embedding_length_per_layer_input", 0)
+            w.add_embedding_length_per_layer_input(s.layer_embedding)
+            w.add_shared_kv_layers(s.shared)
             w.add_float32("gemma4.final_logit_softcapping", s.softcap)
         w.add_key_length(s.head_dim)
         w.add_value_length(s.value_dim or s.head_dim)
         w.add_rope_dimension_count(s.rope_dims or s.head_dim)
+    if s.kda:
+        w.add_kda_head_dim(s.kda[0])
+        w.add_ssm_conv_kernel(s.kda[1])
     if r := s.delta:
         w.add_ssm_conv_kernel(r.width)
         w.add_ssm_state_size(r.head_dim)
@@ -696,7 +767,7 @@ def metadata(w: GGUFWriter, s: Shape, name: str) -> None:
             w.add_leading_dense_block_count(e.dense)
         if s.arch == "glm4moe":
             w.add_expert_shared_count(e.shared)
-        if s.arch in ("deepseek2", "mistral4", "glm4moe", "lfm2moe") and e.gating is not None:
+        if s.arch in ("deepseek2", "mistral4", "kimi-linear", "glm4moe", "lfm2moe") and e.gating is not None:
             w.add_uint32(f"{s.arch}.expert_gating_func", e.gating)
         if e.scale is not None:
             w.add_expert_weights_scale(e.scale)

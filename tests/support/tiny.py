@@ -209,6 +209,7 @@ VARIANTS: dict[str, Shape] = {
     "gemma3": _gemma3,
     "gemma4": _gemma4,
     "gemma4_experts": replace(_gemma4, layers=3, window_pattern=(True, False, True), moe=MoE(8, 3, 32, fused=True)),
+    "gemma4_layer_embeddings": replace(_gemma4, layers=4, layer_embedding=32, shared=1),
     "gemma3_no_windows": replace(_gemma3, layers=2, window=0, scaling={}),
     "gemma3_keys": replace(_gemma3, layers=4, window=3, window_pattern=2, window_theta=500.0, tied=False),
     "qwen35": _qwen35,
@@ -252,6 +253,16 @@ VARIANTS: dict[str, Shape] = {
         scaling={"type": "yarn", "factor": 8.0, "original_context_length": 256, "yarn_log_multiplier": 0.1},
         temperature=(0.1, 4),
     ),
+    "kimi-linear": replace(
+        _glm,
+        arch="kimi-linear",
+        layers=2,
+        heads=3,
+        mla=MLA(0, 64, 32, 16, 48),
+        kda=(24, 3, 2),
+        moe=MoE(8, 3, 32, 1, 1, 4, 2.446, bias=True),
+        pre="kimi-k2",
+    ),
     "deepseek2_fused_experts": _with_moe(gating=2, norm=True, fused=True, shared=2),
     # llama.cpp does not believe the q_lora_rank of a model of 26 or 27 layers: see `write`
     "deepseek2_27_layers": replace(
@@ -272,6 +283,8 @@ def shape(variant: str, quant: str) -> Shape:
         s = replace(s, heads=8, kv_heads=2)
     if s.arch in ("olmoe", "olmo2"):
         s = replace(s, heads=8, kv_heads=8 if s.arch == "olmoe" else 4, qk_norm=256)
+    if s.layer_embedding:
+        s = replace(s, layer_embedding=256)
     if s.mla:
         s = replace(s, mla=replace(s.mla, kv_lora=256, q_lora=256 if s.mla.q_lora else 0))
     if s.moe:

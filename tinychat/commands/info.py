@@ -85,8 +85,9 @@ def _describe(path: Path, name: str, context: int = CONTEXT) -> dict[str, Any]:
     verdict = fit(weights, plan.kv_bytes_per_token, context, state_bytes=states)
     values = {k: v for k, v in asdict(config).items() if k not in ("rope", "architecture", "name")}
     del values["window_heads"]["rope"]
-    if rule := values["delta_rule"]:
-        rule["layers"] = sorted(rule["layers"])
+    for rule in (values["delta_rule"], values["kda"]):
+        if rule:
+            rule["layers"] = sorted(rule["layers"])
     sizes = {k: sorted(v) if isinstance(v, frozenset) else v for k, v in values.items()}
     return facts | {
         "title": config.name,
@@ -110,18 +111,23 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     else:
         c = facts["config"]
         yield "title", facts["title"]
-        yield "layers", f"{c['layers']} of width {c['dim']}, feed-forward {c['ff']}"
+        yield "layers", f"{c['layers']} of width {c['dim']}, feed-forward {' or '.join(map(str, sorted(set(c['ff']))))}"
         heads = f"{c['heads']} heads of {c['head_dim']}"
         if latent := c["latent"]:
             yield "attention", f"{heads}, latent rows of {latent['kv_lora']} + {c['head_dim'] - latent['nope']} (MLA)"
         else:
             yield "attention", f"{heads}, {c['kv_heads']} of them for keys and values"
+        if c["storing"] < c["layers"]:
+            yield "shared caches", f"{c['layers'] - c['storing']} layers read the rows of an earlier one"
         if rule := c["delta_rule"]:
             size = rule["head_dim"]
             yield (
                 "delta rule",
                 f"in {len(rule['layers'])} of the layers instead: {rule['heads']} heads of {size} x {size}",
             )
+        if kda := c["kda"]:
+            size = kda["head_dim"]
+            yield "delta rule", f"in {len(kda['layers'])} of the layers instead: {c['heads']} heads of {size} x {size}"
         if c["convolutions"]:
             width = c["convolution_width"]
             yield "convolutions", f"in {len(c['convolutions'])} of the layers instead, over {width} tokens"

@@ -48,8 +48,10 @@ class Architecture:
     window_sizes: bool = False  # it has keys for the heads of layers with a window; V is K where it has no tensor
     value_norm: bool = False
     beside: bool = False  # a dense feed-forward is beside the experts
+    layer_embeddings: bool = False  # it has keys for them, and for layers that share a cache
     unscaled: bool = False  # scores are not divided by the square root of the key length
     sinks: bool = False
+    kda: bool = False  # layers without kv heads have Kimi Delta Attention, the others no RoPE
     delta_rule: Literal["grouped", "tiled"] | None = None  # most layers have one: how its heads share those of q and k
     gated: bool = False  # attention has a gate, and so has the shared expert
     convolutions: bool = False  # layers without kv heads have a short convolution
@@ -98,6 +100,7 @@ ARCHITECTURES = {
     ),
     "deepseek2": _DEEPSEEK,
     "mistral4": _DEEPSEEK,
+    "kimi-linear": replace(_DEEPSEEK, mtp=False, normalize_experts=True, kda=True),
     "lfm2": _LFM2,
     "lfm2moe": _LFM2,
     "granite": Architecture("norm", normalize_experts=True, scales=True),
@@ -131,15 +134,16 @@ ARCHITECTURES = {
         value_norm=True,
         normalize_experts=True,
         beside=True,
+        layer_embeddings=True,
         unscaled=True,
     ),
 }
 
 # What other architectures need that the plan's grammar does not have.
 _MISSING = {
-    "a delta rule with a decay per channel": "kimi-linear bailingmoe3",
+    "a lower bound of the decay in its delta rules": "bailingmoe3",
     "pictures (the file is the part of a model that sees)": "clip",
-    "per-layer embeddings": "gemma3n",
+    "several streams that predict each other (AltUp)": "gemma3n",
     "state-space layers": "mamba mamba2 falcon-h1 granitehybrid jamba nemotron_h nemotron_h_moe plamo2",
     "an index that chooses cache rows": "deepseek32 glm-dsa",
     "several residual streams": "deepseek4 kimi-k3",
@@ -199,6 +203,15 @@ class DeltaConfig:
 
 
 @dataclass(frozen=True)
+class KDAConfig:
+    """Sizes of blocks.KDA, and the `layers` that have it."""
+
+    head_dim: int
+    width: int
+    layers: frozenset[int]
+
+
+@dataclass(frozen=True)
 class Heads:
     """Sizes of a layer's attention. `key` and `value`: values of a head."""
 
@@ -221,7 +234,7 @@ class ModelConfig:
     kv_heads: int
     head_dim: int
     v_dim: int
-    ff: int
+    ff: tuple[int, ...]  # of each layer
     vocab: int
     eps: float
     context: int
@@ -230,6 +243,8 @@ class ModelConfig:
     window: int  # cache rows that those layers see
     windowed: frozenset[int]
     unrotated: frozenset[int]  # layers without RoPE
+    storing: int  # layers with a cache; those behind them read the rows of the last of these of their kind
+    layer_embedding: int  # values of a per-layer embedding; 0: there are none
     attention_scale: float
     temperature: Temperature | None
     embedding_scale: float
@@ -247,6 +262,7 @@ class ModelConfig:
     gated: bool
     latent: MLAConfig | None
     delta_rule: DeltaConfig | None
+    kda: KDAConfig | None
     convolutions: frozenset[int]  # layers with a short convolution instead of attention
     convolution_width: int
     output_norm: str
@@ -276,15 +292,12 @@ class ModelConfig:
             raise TinychatError(f"{name}.block_count {layers + nextn} leaves no layer beside {nextn} nextn layers")
         dim, heads = kv.integer("embedding_length"), kv.integer("attention.head_count")
         window, windowed = _window(kv, arch, layers)
-        kv_heads, window_kv_heads, convolutions = _kv_heads(kv, arch, heads, layers, windowed)
+        kv_heads, window_kv_heads, without = _kv_heads(kv, arch, heads, layers, windowed)
         head_dim = kv.integer("attention.key_length", dim // heads)
         v_dim = kv.integer("attention.value_length", dim // heads)
         for n in (kv_heads, window_kv_heads):
             if heads % n:
                 raise TinychatError(f"{name}.attention.head_count {heads} is not a multiple of head_count_kv {n}")
-        for unknown in ("embedding_length_per_layer_input", "attention.shared_kv_layers"):  # of Gemma 4's E models
-            if found := kv.integer(unknown, 0, low=0):
-                raise kv.bad(unknown, "0 (per-layer embeddings and shared caches are not supported)", found)
         context = kv.integer("context_length")
         rope_dims = kv.integer("rope.dimension_count", head_dim)
         latent = None
@@ -349,7 +362,7 @@ class ModelConfig:
             kv_heads=kv_heads,
             head_dim=head_dim,
             v_dim=v_dim,
-            ff=kv.integer("feed_forward_length", 0 if experts and not experts.dense_layers else None, low=0),
+            ff=kv.integers("feed_forward_length", layers + nextn, 0 if experts and not experts.dense_layers else None),
             vocab=vocab,
             eps=kv.number("attention.layer_norm_rms_epsilon"),
             context=context,
@@ -357,7 +370,9 @@ class ModelConfig:
             window_heads=window_heads,
             window=window,
             windowed=windowed,
-            unrotated=frozenset(range(every - 1, layers, every) if every else ()),
+            unrotated=frozenset(range(layers) if arch.kda else range(every - 1, layers, every) if every else ()),
+            storing=_storing(kv, layers, windowed) if arch.layer_embeddings else layers,
+            layer_embedding=kv.integer("embedding_length_per_layer_input", 0, low=0) if arch.layer_embeddings else 0,
             attention_scale=attention_scale,
             temperature=_temperature(kv),
             embedding_scale=embedding_scale,
@@ -375,8 +390,11 @@ class ModelConfig:
             gated=arch.gated,
             latent=latent,
             delta_rule=_delta_rule(kv, arch, layers),
-            convolutions=convolutions,
-            convolution_width=kv.integer("shortconv.l_cache", low=2) if convolutions else 0,
+            kda=KDAConfig(kv.integer("kda.head_dim"), kv.integer("ssm.conv_kernel", low=2), without)
+            if arch.kda
+            else None,
+            convolutions=without if arch.convolutions else frozenset(),
+            convolution_width=kv.integer("shortconv.l_cache", low=2) if arch.convolutions and without else 0,
             output_norm=arch.output_norm,
             experts=experts,
         )
@@ -410,6 +428,15 @@ class _Metadata:
         if value > limit.most:
             raise self.bad(key, f"at most {limit.most:,} ({limit.why})", value)
         return value
+
+    def integers(self, key: str, count: int, default: int | None = None) -> tuple[int, ...]:
+        """Whole numbers from 0 on, one for each of `count` layers; the file may have one for all."""
+        value, limit = self.values.get(self.prefix + key), file_limits.METADATA.get(key, file_limits.OTHER)
+        if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu" or len(value) < count:
+            return (self.integer(key, default, low=0),) * count
+        if wrong := [int(n) for n in value[:count] if not 0 <= n <= limit.most]:
+            raise self.bad(key, f"whole numbers up to {limit.most:,} ({limit.why})", wrong[0])
+        return tuple(int(n) for n in value[:count])
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.values.get(self.prefix + key, default)
@@ -503,12 +530,12 @@ def _kv_heads(
     kv: _Metadata, arch: Architecture, heads: int, layers: int, windowed: frozenset[int]
 ) -> tuple[int, int, frozenset[int]]:
     """Of layers without and with a sliding window: one number, or an array where all layers of a kind have the same;
-    and the layers that have none, because they have a convolution."""
+    and the layers that have none, because they have a convolution or a delta rule."""
     key = "attention.head_count_kv"
     values = kv.values.get(kv.prefix + key)
-    if arch.convolutions:
+    if arch.convolutions or arch.kda:
         if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu" or len(values) < layers:
-            raise kv.bad(key, "whole numbers, 0 for a layer with a convolution", values)
+            raise kv.bad(key, "whole numbers, 0 for a layer without attention", values)
         found = {int(n) for n in values[:layers] if n}
         if len(found) != 1 or min(found) < 0 or max(found) > heads:
             raise kv.bad(key, f"0, or one number up to {heads}", values)
@@ -519,6 +546,16 @@ def _kv_heads(
             return min(kinds[0]), min(kinds[1]), frozenset()
     n = kv.integer(key, heads)
     return n, n, frozenset()
+
+
+def _storing(kv: _Metadata, layers: int, windowed: frozenset[int]) -> int:
+    key = "attention.shared_kv_layers"
+    shared = kv.integer(key, 0, low=0)
+    first = layers - shared
+    for kind in (windowed, frozenset(range(layers)) - windowed):
+        if any(i >= first for i in kind) and not any(i < first for i in kind):
+            raise kv.bad(key, "a layer with a cache in front of those that share one, of each kind", shared)
+    return first
 
 
 def _delta_rule(kv: _Metadata, arch: Architecture, layers: int) -> DeltaConfig | None:

@@ -12,6 +12,7 @@ from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError, printable
 from tinychat.kernels.blocks import (
     GQA,
+    KDA,
     MLA,
     Attends,
     Beside,
@@ -20,11 +21,13 @@ from tinychat.kernels.blocks import (
     Experts,
     Gated,
     Layer,
+    LayerEmbedding,
+    Rope,
     Router,
     ShortConvolution,
     Weight,
 )
-from tinychat.kernels.ops import MTP, Embed, Head, Plan
+from tinychat.kernels.ops import MTP, Embed, Head, LayerTable, Plan
 
 _IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.(nextn\..*|attn_rot_embd)")
 F32 = GGMLQuantizationType.F32
@@ -43,6 +46,7 @@ def build_plan(gguf: GGUF, config: ModelConfig, mtp: bool = False) -> Plan:
     output = "output.weight" if "output.weight" in gguf.tensors else "token_embd.weight"
     norm = t.vector(f"{config.output_norm}.weight", config.dim)
     head = Head(norm, config.eps, t.matrix(output, config.vocab, config.dim), config.logit_scale, config.softcap)
+    table = _layer_table(t, config) if config.layer_embedding else None
     predicts = _mtp(t, config, embed, head) if mtp and has_mtp(gguf, config) else None
     for name in gguf.tensors.keys() - t.used:
         block = re.match(r"blk\.(\d+)\.", name)
@@ -50,7 +54,7 @@ def build_plan(gguf: GGUF, config: ModelConfig, mtp: bool = False) -> Plan:
             raise TinychatError(
                 f"tensor {printable(name)} is not part of a {config.architecture} model as tinychat knows it"
             )
-    return Plan(embed, layers, head, predicts)
+    return Plan(embed, layers, head, predicts, table)
 
 
 def has_mtp(gguf: GGUF, config: ModelConfig) -> bool:
@@ -78,15 +82,45 @@ def _mtp(t: _Tensors, c: ModelConfig, embed: Embed, head: Head) -> MTP:
 def _layer(t: _Tensors, c: ModelConfig, i: int) -> Layer:
     b, dense = f"blk.{i}.", c.experts is None or i < c.experts.dense_layers
     attention: Attends
-    if c.latent:
-        attention = _mla(t, c, b)
+    if c.kda and i in c.kda.layers:
+        attention = _kda(t, c, b)
+    elif c.latent:
+        attention = _mla(t, c, i)
     elif c.delta_rule and i in c.delta_rule.layers:
         attention = _delta_rule(t, c, b)
     elif i in c.convolutions:
         attention = _short_convolution(t, c, b)
     else:
         attention = _gqa(t, c, i)
-    return Layer(attention, _dense(t, c, b) if dense else _experts(t, c, b))
+    embedding = _layer_embedding(t, c, b) if c.layer_embedding else None
+    return Layer(attention, _dense(t, c, i) if dense else _experts(t, c, i), embedding)
+
+
+def _layer_table(t: _Tensors, c: ModelConfig) -> LayerTable:
+    """llama.cpp, src/models/gemma4.cpp (project_per_layer_inputs)."""
+    n = c.layers * c.layer_embedding
+    return LayerTable(
+        Embed(t.matrix("per_layer_token_embd.weight", c.vocab, n), c.layer_embedding**0.5),
+        t.matrix("per_layer_model_proj.weight", n, c.dim),
+        t.vector("per_layer_proj_norm.weight", c.layer_embedding),
+        c.eps * c.dim,  # a norm of y / sqrt(dim) with eps is one of y with eps * dim
+    )
+
+
+def _layer_embedding(t: _Tensors, c: ModelConfig, b: str) -> LayerEmbedding:
+    return LayerEmbedding(
+        t.matrix(b + "inp_gate.weight", c.layer_embedding, c.dim),
+        t.matrix(b + "proj.weight", c.dim, c.layer_embedding),
+        t.vector(b + "post_norm.weight", c.dim),
+        c.eps,
+        c.activation,
+        _stream_scale(t, c, b),
+    )
+
+
+def _stream_scale(t: _Tensors, c: ModelConfig, b: str) -> float:
+    """What the residual stream is multiplied by behind a layer."""
+    return t.scalar(b + "layer_output_scale.weight") if c.value_norm else 1.0
 
 
 def _delta_rule(t: _Tensors, c: ModelConfig, b: str) -> DeltaRule:
@@ -119,6 +153,34 @@ def _delta_rule(t: _Tensors, c: ModelConfig, b: str) -> DeltaRule:
     )
 
 
+def _kda(t: _Tensors, c: ModelConfig, b: str) -> KDA:
+    d = c.kda
+    assert d is not None
+    rows = c.heads * d.head_dim
+    q, k, v = (t.matrix(f"{b}attn_{n}.weight", rows, c.dim) for n in "qkv")
+    conv_q, conv_k, conv_v = (t.floats(f"{b}ssm_conv1d_{n}.weight", rows, d.width) for n in "qkv")
+    f_a, g_a = (t.matrix(f"{b}ssm_{n}_a.weight", d.head_dim, c.dim) for n in "fg")
+    f_b, g_b = (t.matrix(f"{b}ssm_{n}_b.weight", rows, d.head_dim) for n in "fg")
+    return KDA(
+        norm=t.vector(b + "attn_norm.weight", c.dim),
+        eps=c.eps,
+        q=q,
+        k=k,
+        v=v,
+        convs=(conv_q, conv_k, conv_v),
+        f_a=f_a,
+        f_b=f_b,
+        g_a=g_a,
+        g_b=g_b,
+        beta=t.matrix(b + "ssm_beta.weight", c.heads, c.dim),
+        decay=t.vector(b + "ssm_a", c.heads),
+        decay_bias=t.vector(b + "ssm_dt.bias", rows),
+        head_norm=t.vector(b + "ssm_norm.weight", d.head_dim),
+        heads=c.heads,
+        output=t.matrix(b + "attn_output.weight", c.dim, rows),
+    )
+
+
 def _short_convolution(t: _Tensors, c: ModelConfig, b: str) -> ShortConvolution:
     return ShortConvolution(
         norm=t.vector(b + "attn_norm.weight", c.dim),
@@ -129,13 +191,23 @@ def _short_convolution(t: _Tensors, c: ModelConfig, b: str) -> ShortConvolution:
     )
 
 
+def _rope(c: ModelConfig, i: int, rope: Rope) -> Rope:
+    """The layer's RoPE, which turns nothing in some."""
+    return replace(rope, inv_freq=(0.0,) * len(rope.inv_freq), magnitude=1.0) if i in c.unrotated else rope
+
+
 def _gqa(t: _Tensors, c: ModelConfig, i: int) -> GQA:
-    b, windowed = f"blk.{i}.", i in c.windowed
+    b, windowed, shared = f"blk.{i}.", i in c.windowed, None
     h = c.window_heads if windowed else Heads(c.kv_heads, c.head_dim, c.v_dim, c.rope)
-    rope = replace(h.rope, inv_freq=(0.0,) * len(h.rope.inv_freq), magnitude=1.0) if i in c.unrotated else h.rope
     nq, nk, nv = c.heads * h.key, h.kv * h.key, h.kv * h.value
-    gate = None
-    if c.gated:  # of each head: the query, then the gate
+    gate: Weight | None = None
+    k: Weight | None
+    v: Weight | None
+    if i in range(c.storing, c.layers):  # a file may have its k and v nevertheless
+        shared = max(n for n in range(c.storing) if (n in c.windowed) == windowed)
+        q, k, v = t.matrix(b + "attn_q.weight", nq, c.dim), None, None
+        t.used.update(f"{b}attn_{n}.weight" for n in ("k", "v", "k_norm"))
+    elif c.gated:  # of each head: the query, then the gate
         q, gate = t.runs(b + "attn_q.weight", c.heads, (h.key, h.value), c.dim)
         k, v = (t.matrix(f"{b}attn_{n}.weight", rows, c.dim) for n, rows in (("k", nk), ("v", nv)))
     elif b + "attn_qkv.weight" in t.gguf.tensors:
@@ -151,7 +223,7 @@ def _gqa(t: _Tensors, c: ModelConfig, i: int) -> GQA:
     if c.qk_norm:
         per_head = c.qk_norm == "head"
         q_norm = t.vector(b + "attn_q_norm.weight", h.key if per_head else nq)
-        k_norm = t.vector(b + "attn_k_norm.weight", h.key if per_head else nk)
+        k_norm = t.vector(b + "attn_k_norm.weight", h.key if per_head else nk) if k else None
     return GQA(
         norm=t.vector(b + "attn_norm.weight", c.dim) if c.ffn_norm else None,
         eps=c.eps,
@@ -164,7 +236,7 @@ def _gqa(t: _Tensors, c: ModelConfig, i: int) -> GQA:
         qk_norm=c.qk_norm,
         q_norm=q_norm,
         k_norm=k_norm,
-        rope=rope,
+        rope=_rope(c, i, h.rope),
         heads=c.heads,
         kv_heads=h.kv,
         key_dim=h.key,
@@ -176,13 +248,14 @@ def _gqa(t: _Tensors, c: ModelConfig, i: int) -> GQA:
         post_norm=t.vector(b + "post_attention_norm.weight", c.dim) if c.post_norms else None,
         window=c.window if windowed else 0,
         sinks=t.vector(b + "attn_sinks.weight", c.heads) if c.sinks else None,
-        value_norm=c.value_norm,
+        value_norm=c.value_norm and v is not None,
         gate=gate,
+        shared=shared,
     )
 
 
-def _mla(t: _Tensors, c: ModelConfig, b: str) -> MLA:
-    m, nq = c.latent, c.heads * c.head_dim
+def _mla(t: _Tensors, c: ModelConfig, i: int) -> MLA:
+    m, nq, b = c.latent, c.heads * c.head_dim, f"blk.{i}."
     assert m is not None
     q_a = t.matrix(b + "attn_q_a.weight", m.q_lora, c.dim) if m.q_lora else None
     if b + "attn_kv_b.weight" in t.gguf.tensors:  # files of 2024: per head `nope` rows of K, then v_dim rows of V
@@ -200,7 +273,7 @@ def _mla(t: _Tensors, c: ModelConfig, b: str) -> MLA:
         kv_norm=t.vector(b + "attn_kv_a_norm.weight", m.kv_lora),
         k_b=k_b,
         v_b=v_b,
-        rope=c.rope,
+        rope=_rope(c, i, c.rope),
         heads=c.heads,
         nope=m.nope,
         kv_lora=m.kv_lora,
@@ -211,23 +284,25 @@ def _mla(t: _Tensors, c: ModelConfig, b: str) -> MLA:
     )
 
 
-def _dense(t: _Tensors, c: ModelConfig, b: str) -> Dense:
+def _dense(t: _Tensors, c: ModelConfig, i: int) -> Dense:
+    b, ff = f"blk.{i}.", c.ff[i]
     if c.fused_ffn:
-        gate, up = t.slices(b + "ffn_up.weight", (c.ff, c.ff), c.dim)
+        gate, up = t.slices(b + "ffn_up.weight", (ff, ff), c.dim)
     else:
-        gate, up = (t.matrix(f"{b}ffn_{n}.weight", c.ff, c.dim) for n in ("gate", "up"))
+        gate, up = (t.matrix(f"{b}ffn_{n}.weight", ff, c.dim) for n in ("gate", "up"))
     return Dense(
         norm=t.vector(f"{b}{c.ffn_norm}.weight", c.dim) if c.ffn_norm else None,
         eps=c.eps,
-        weights=Gated(gate, up, t.matrix(b + "ffn_down.weight", c.dim, c.ff), c.activation),
+        weights=Gated(gate, up, t.matrix(b + "ffn_down.weight", c.dim, ff), c.activation),
         residual_scale=c.residual_scale,
         post_norm=t.vector(b + "post_ffw_norm.weight", c.dim) if c.post_norms else None,
-        stream_scale=t.scalar(b + "layer_output_scale.weight") if c.value_norm else 1.0,
+        stream_scale=1.0 if c.layer_embedding else _stream_scale(t, c, b),
     )
 
 
-def _experts(t: _Tensors, c: ModelConfig, block: str) -> Experts:
-    e, b = c.experts, block + "ffn_"
+def _experts(t: _Tensors, c: ModelConfig, i: int) -> Experts:
+    e, block = c.experts, f"blk.{i}."
+    b = block + "ffn_"
     assert e is not None
     if b + "gate_up_exps.weight" in t.gguf.tensors:
         gate, up = t.grouped_slices(b + "gate_up_exps.weight", e.count, (e.ff, e.ff), c.dim)
@@ -259,13 +334,13 @@ def _experts(t: _Tensors, c: ModelConfig, block: str) -> Experts:
         *(t.biases(f"{b}{n}_exps.bias", e.count, rows) for n, rows in (("gate", e.ff), ("up", e.ff), ("down", c.dim))),
     )
     norm = t.vector(f"{block}{'pre_ffw_norm_2' if c.beside else c.ffn_norm}.weight", c.dim)
-    beside = _beside(t, c, block) if c.beside else None
+    beside = _beside(t, c, i) if c.beside else None
     shared_scale = t.vector(b + "gate_inp_shexp.weight", c.dim) if c.gated and shared else None
     return Experts(norm, c.eps, router, weights, shared, c.residual_scale, beside, shared_scale)
 
 
-def _beside(t: _Tensors, c: ModelConfig, b: str) -> Beside:
-    dense = _dense(t, c, b)
+def _beside(t: _Tensors, c: ModelConfig, i: int) -> Beside:
+    dense, b = _dense(t, c, i), f"blk.{i}."
     dense_norm, experts_norm = (t.vector(f"{b}post_ffw_norm_{n}.weight", c.dim) for n in (1, 2))
     assert dense.norm and dense.post_norm
     return Beside(dense.norm, dense.weights, dense_norm, experts_norm, dense.post_norm, dense.stream_scale)
@@ -290,13 +365,13 @@ class _Tensors:
         return Weight(name, self._type(name, (rows, cols)), rows, cols)
 
     def vector(self, name: str, n: int) -> Weight:
-        kind = self._type(name, (n,), (1, n))
+        kind = self._type(name, (n,), (1, n), (n, 1), (1, 1, n, 1))
         if kind != F32:
             raise TinychatError(f"tensor {name}: expected type F32, found {kind.name}")
         return Weight(name, kind, 1, n)
 
     def floats(self, name: str, rows: int, cols: int) -> Weight:
-        kind = self._type(name, (rows, cols))
+        kind = self._type(name, (rows, cols), (rows, 1, cols), (1, rows, 1, cols))
         if kind != F32:
             raise TinychatError(f"tensor {name}: expected type F32, found {kind.name}")
         return Weight(name, kind, rows, cols)

@@ -46,9 +46,8 @@ class Session:
         self.speculate(speculate)
 
     def speculate(self, mode: Speculate) -> None:
-        """From now on as many drafts as `mode` says, and nothing learned before. A state does not go back behind drafts
-        that were wrong, so that there are none."""
-        most = 0 if self.plan.state_bytes else self.executor.limits.verified - 1
+        """From now on as many drafts as `mode` says, and nothing learned before."""
+        most = self.executor.limits.verified - 1
         self.speculation = Speculation(mode, most, self.max_context, self.stats)
 
     def prefill(self, prompt: Sequence[int], on_prefill: OnPrefill | None, stop: threading.Event | None) -> bool:

@@ -156,13 +156,15 @@ class GQA:
     heads = softmax(q·K * scale)·V over rows 0..pos, with a `window` over the last `window` of them, where head h reads
     kv head h * kv_heads // heads. A head's value of `sinks` is one more score, of a row whose value is 0. With a
     `gate` the heads are multiplied by sigmoid(gate @ RMSNorm(x)).
+
+    A `shared` layer has no k and v and stores nothing: it reads the cache rows of the earlier layer of that number.
     """
 
     norm: Weight | None
     eps: float
     q: Weight
-    k: Weight
-    v: Weight
+    k: Weight | None
+    v: Weight | None
     q_bias: Weight | None
     k_bias: Weight | None
     v_bias: Weight | None
@@ -183,10 +185,12 @@ class GQA:
     sinks: Weight | None = None  # (1, heads)
     value_norm: bool = False  # each head of v is divided by its root mean square
     gate: Weight | None = None  # (heads * value_dim, dim)
+    shared: int | None = None
 
     @property
     def cache(self) -> Cache:
-        return Cache("kv", self.kv_heads * self.key_dim, self.kv_heads * self.value_dim)
+        stored = self.kv_heads if self.shared is None else 0
+        return Cache("kv", stored * self.key_dim, stored * self.value_dim)
 
     @property
     def state(self) -> None:
@@ -287,6 +291,51 @@ class DeltaRule:
     @property
     def state(self) -> LayerState:
         return LayerState(self.width - 1, self.channels, self.heads, self.key_dim, self.value_dim)
+
+
+@dataclass(frozen=True)
+class KDA:
+    """Kimi Delta Attention (arXiv 2510.26692): a delta rule with a decay per key channel; x += output @ heads.
+
+    As DeltaRule, but: q, k and v have a matrix and a convolution each, and as many heads; channel i of a head's state
+    decays by g[i] = exp(decay * softplus(f_b @ f_a @ n + decay_bias)[i]), S = diag(g) S; and heads = RMSNorm(o) with
+    gain head_norm, per head, * sigmoid(g_b @ g_a @ n).
+    """
+
+    norm: Weight
+    eps: float
+    q: Weight  # (heads * dim, dim of x), and so k and v
+    k: Weight
+    v: Weight
+    convs: tuple[Weight, Weight, Weight]  # of q, k and v: (heads * dim, width), F32
+    f_a: Weight
+    f_b: Weight  # (heads * dim, rows of f_a)
+    g_a: Weight
+    g_b: Weight
+    beta: Weight  # (heads, dim of x)
+    decay: Weight  # (1, heads), negative
+    decay_bias: Weight  # (1, heads * dim)
+    head_norm: Weight  # (1, dim)
+    heads: int
+    output: Weight
+
+    @property
+    def dim(self) -> int:
+        """Keys, and values, of a head."""
+        return self.head_norm.cols
+
+    @property
+    def width(self) -> int:
+        """Inputs of the convolutions."""
+        return self.convs[0].cols
+
+    @property
+    def cache(self) -> Cache:
+        return Cache("kv", 0, 0)
+
+    @property
+    def state(self) -> LayerState:
+        return LayerState(self.width - 1, 3 * self.q.rows, self.heads, self.dim, self.dim)
 
 
 @dataclass(frozen=True)
@@ -393,13 +442,28 @@ class Experts:
     shared_scale: Weight | None = None
 
 
-Attends = GQA | MLA | DeltaRule | ShortConvolution
+@dataclass(frozen=True)
+class LayerEmbedding:
+    """What a layer does with its per-layer embedding e (ops.LayerInputs), behind the feed-forward (Gemma 4):
+    x = stream_scale * (x + RMSNorm(project @ (f(gate @ x) * e))) with gain `post_norm`, f as of Gated."""
+
+    gate: Weight  # (width, dim)
+    project: Weight  # (dim, width)
+    post_norm: Weight
+    eps: float
+    activation: Activation
+    stream_scale: float
+
+
+Attends = GQA | MLA | DeltaRule | KDA | ShortConvolution
 FeedForward = Dense | Experts
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Attention, then feed-forward; None where a layer lacks one (parts of models in microbenchmarks)."""
+    """Attention, then feed-forward, then the layer's embedding; None where a layer lacks one (attention and
+    feed-forward: in parts of models in microbenchmarks)."""
 
     attention: Attends | None
     feed_forward: FeedForward | None
+    embedding: LayerEmbedding | None = None

@@ -137,11 +137,11 @@ class Executor(Protocol):
         """Yields what decode() with these arguments would, bit for bit: an id behind `token`, and one more for as long
         as each is the next of `drafts`, which are run in the same step.
 
-        At most limits.verified tokens, drafts included, which have to fit max_context; no drafts for a plan with a
-        state, which would not go back. Cache rows behind the last
-        accepted draft are garbage. `recent` and `mask` are those of decode(). `ahead`: there are no drafts now nor in
-        the next call, which goes on with the id that this one yields, so that its step may be enqueued already; where
-        that turns out otherwise, the step was for nothing.
+        At most limits.verified tokens, drafts included, which have to fit max_context. Cache rows behind the last
+        accepted draft are garbage; a state is that behind the token that was run before the last id. `recent` and
+        `mask` are those of decode(). `ahead`: there are no drafts now nor in the next call, which goes on with the id
+        that this one yields, so that its step may be enqueued already; where that turns out otherwise, the step was for
+        nothing.
         """
         ...
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from tinychat.errors import TinychatError
-from tinychat.kernels.blocks import GQA, MLA, DeltaRule, Experts, ShortConvolution, Weight
+from tinychat.kernels.blocks import GQA, KDA, MLA, DeltaRule, Experts, ShortConvolution, Weight
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.sampling import Sampling
 
@@ -36,9 +36,12 @@ class Limits:
     experts_used: int = UNLIMITED
     expert_groups: int = UNLIMITED
     sampling_top_k: int = UNLIMITED
-    gated_blocks: bool = True  # gated delta rules and convolutions, attention with a gate, a scaled shared expert
+    channel_decay: bool = True  # delta rules with a decay per channel
+    convolved: int = UNLIMITED  # inputs of a short convolution
+    state_dim: int = UNLIMITED  # keys, and values, of a head of a delta rule
+    state_multiple: int = 1  # of those, and of the channels of a short convolution
     prefill_chunk: int = UNLIMITED  # tokens that run together
-    verified: int = 1  # tokens of one step of Executor.verify; 1: more cost as much as single steps
+    verified: int = 1  # tokens of one step of Executor.verify; 1: more cost as much as single steps, or go not back
     mtp: bool = False  # it runs Plan.mtp
 
 
@@ -56,7 +59,7 @@ def check_sampling(sampling: Sampling, limits: Limits) -> None:
 
 
 def _refusals(plan: Plan, limits: Limits, max_context: int) -> Iterator[str]:
-    for w in plan.matrices:
+    for w in (*plan.matrices, *([plan.layer_table.table.weight] if plan.layer_table else [])):
         yield from _of_weight(w, limits)
     if plan.mtp and not limits.mtp:
         yield "it has a block of multi-token prediction"
@@ -69,14 +72,19 @@ def _refusals(plan: Plan, limits: Limits, max_context: int) -> Iterator[str]:
         match layer.attention:
             case GQA() as a:
                 yield from _of_heads(a, limits)
-                if a.gate and not limits.gated_blocks:
-                    yield "its attention has a gate"
             case DeltaRule() as a:
                 yield from _over("the number of heads", a.heads, limits.heads)
-                if not limits.gated_blocks:
-                    yield "it has gated delta rules"
-            case ShortConvolution() if not limits.gated_blocks:
-                yield "it has short convolutions"
+                yield from _over("the width of a convolution", a.width, limits.convolved)
+                for dim in (a.key_dim, a.value_dim):
+                    yield from _over("a head of a delta rule", dim, limits.state_dim)
+                    yield from _divided("a head of a delta rule", dim, limits.state_multiple)
+            case KDA() as a:
+                yield from _over("the number of heads", a.heads, limits.heads)
+                if not limits.channel_decay:
+                    yield "it has delta rules with a decay per channel"
+            case ShortConvolution() as c:
+                yield from _over("the width of a convolution", c.width, limits.convolved)
+                yield from _divided("the number of channels of a convolution", c.conv.rows, limits.state_multiple)
             case MLA() as a:
                 yield from _over("a latent cache row", a.row, limits.latent_row)
                 yield from _divided("a latent cache row", a.row, limits.key_multiple)
@@ -84,8 +92,6 @@ def _refusals(plan: Plan, limits: Limits, max_context: int) -> Iterator[str]:
         if isinstance(layer.feed_forward, Experts):
             router = layer.feed_forward.router
             yield from _over("the number of experts", router.experts, limits.experts)
-            if layer.feed_forward.shared_scale and not limits.gated_blocks:
-                yield "its shared expert has a gate"
             yield from _over("the number of experts used", router.top_k, limits.experts_used)
             yield from _over("the number of expert groups", router.groups, limits.expert_groups)
 

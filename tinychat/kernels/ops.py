@@ -14,6 +14,7 @@ from typing import Any
 
 from tinychat.kernels.blocks import (
     GQA,
+    KDA,
     MLA,
     Activation,
     Cache,
@@ -39,8 +40,34 @@ class Embed:
 
 
 @dataclass(frozen=True)
+class LayerInputs:
+    """The per-layer embeddings of each token: dst (T, layers, width) = (RMSNorm(dst) + table.scale * row) / sqrt(2),
+    with the gain `norm` per layer, where `row` is the token's row of the table (vocab, layers * width).
+
+    dst is project @ x before, x being the scaled embedding; the factor 1 / sqrt(dim) on it is in `eps`.
+    """
+
+    dst: str
+    table: Embed
+    norm: Weight
+    eps: float
+
+
+@dataclass(frozen=True)
+class GateInput:
+    """dst (T, width) = f(dst) * values `start`.. of src: what a layer takes of its per-layer embedding."""
+
+    src: str
+    dst: str
+    start: int
+    width: int
+    activation: Activation
+
+
+@dataclass(frozen=True)
 class NormLinear:
-    """dst[i] = weights[i] @ RMSNorm(src) (+ biases[i]); `norm` None means no norm. All weights share the input."""
+    """dst[i] = weights[i] @ RMSNorm(src) (+ biases[i]); `norm` None means no norm. All weights share the input. With
+    `at`, results begin at value at[i] of the buffer."""
 
     src: str
     norm: Weight | None
@@ -48,6 +75,7 @@ class NormLinear:
     weights: tuple[Weight, ...]
     biases: tuple[Weight | None, ...]
     dst: tuple[str, ...]
+    at: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,7 +84,8 @@ class RopeStore:
     of each head), then row `pos` of layer's K and V.
 
     q (T, heads * head_dim), k and v (T, kv_heads * head_dim) are buffers; q is updated in place. Gains of
-    `q_norm`/`k_norm` have head_dim values (per head) or all heads' (over the whole projection, OLMoE).
+    `q_norm`/`k_norm` have head_dim values (per head) or all heads' (over the whole projection, OLMoE). Without kv heads
+    nothing is stored.
     """
 
     layer: int
@@ -107,8 +136,10 @@ class Absorb:
 
 @dataclass(frozen=True)
 class Attention:
-    """Causal softmax(q·K * scale)·V over cache rows 0..pos, or the last `window` of them. q (T, heads, key_dim); dst
-    (T, heads, value_dim), times the sigmoid of the buffer `gate` of the same shape if one is named. `sinks`: see GQA.
+    """Causal softmax(q·K * scale)·V over rows 0..pos of the cache of `layer`, or the last `window` of them.
+
+    q (T, heads, key_dim); dst (T, heads, value_dim), times the sigmoid of the buffer `gate` of the same shape if one is
+    named. `sinks`: see GQA.
 
     Head h reads kv head h * kv_heads // heads. `latent`: one kv head, no V cache, V = the first value_dim values of K's
     row.
@@ -130,12 +161,12 @@ class Attention:
 
 @dataclass(frozen=True)
 class Convolve:
-    """DeltaRule: dst (T, channels) = silu of the convolution of dst with weight (channels, width) over time; the
+    """DeltaRule, KDA: dst (T, channels) = silu of the convolution of dst with weights (channels, width) over time; the
     layer's state takes the last inputs."""
 
     layer: int
     dst: str
-    weight: Weight
+    weights: tuple[Weight, ...]  # of all channels, or of q, k and v
     heads: int  # of q, k and v together
 
 
@@ -152,8 +183,8 @@ class GatedConvolve:
 
 @dataclass(frozen=True)
 class Delta:
-    """DeltaRule: dst (T, heads * value_dim) out of q, k, v in src (T, channels) and of the layer's state, which takes
-    them in; `gate`, `beta` and `alpha` are buffers."""
+    """DeltaRule, or KDA where the decay is `by_channel`: dst (T, heads * value_dim) out of q, k, v in src (T, channels)
+    and of the layer's state, which takes them in; `gate`, `beta` and `alpha` are buffers."""
 
     layer: int
     src: str
@@ -170,6 +201,7 @@ class Delta:
     key_dim: int
     value_dim: int
     grouped: bool
+    by_channel: bool = False
 
 
 @dataclass(frozen=True)
@@ -282,6 +314,20 @@ class Head:
 
 
 @dataclass(frozen=True)
+class LayerTable:
+    """Where per-layer embeddings come from: see LayerInputs."""
+
+    table: Embed
+    project: Weight  # (layers * width, dim)
+    norm: Weight  # (1, width)
+    eps: float
+
+    @property
+    def width(self) -> int:
+        return self.norm.cols
+
+
+@dataclass(frozen=True)
 class MTP:
     """Multi-token prediction: one more layer, which guesses the token behind the next one (DeepSeek-V3, arXiv
     2412.19437, section 2.2).
@@ -324,6 +370,8 @@ class Join:
 
 Op = (
     Embed
+    | LayerInputs
+    | GateInput
     | NormLinear
     | RopeStore
     | LatentStore
@@ -354,6 +402,7 @@ class Plan:
     layers: tuple[Layer, ...]
     head: Head
     mtp: MTP | None = None
+    layer_table: LayerTable | None = None
 
     @property
     def dim(self) -> int:
@@ -377,6 +426,13 @@ class Plan:
         return tuple(layer.attention.state if layer.attention else None for layer in self.layers)
 
     @cached_property
+    def storing(self) -> int:
+        """Layers up to the last that stores cache rows or a state. Of a prompt's tokens only the last matters in those
+        behind it."""
+        kept = [i for i, state in enumerate(self.states) if state or self.caches[i].row_bytes]
+        return len(self.layers) if self.mtp or not kept else kept[-1] + 1
+
+    @cached_property
     def state_bytes(self) -> int:
         """Bytes of the states of all layers; 0: all that a token needs of those before it are their cache rows."""
         return sum(state.nbytes for state in self.states if state)
@@ -387,10 +443,18 @@ class Plan:
         return tuple(tuple(_ops_of_layer(i, layer)) for i, layer in enumerate(self.layers))
 
     @cached_property
+    def first_ops(self) -> tuple[Op, ...]:
+        """Those in front of the layers."""
+        if not (t := self.layer_table):
+            return (self.embed,)
+        project = NormLinear("x", None, t.eps, (t.project,), (None,), ("inputs",))
+        return (self.embed, project, LayerInputs("inputs", t.table, t.norm, t.eps))
+
+    @cached_property
     def ops(self) -> tuple[Op, ...]:
         """All ops of a step, in order of execution."""
         hidden = [StoreHidden(len(self.layers) + 1, self.head.norm, self.head.eps)] if self.mtp else []
-        return (self.embed, *chain.from_iterable(self.ops_of_layers), *hidden, self.head)
+        return (*self.first_ops, *chain.from_iterable(self.ops_of_layers), *hidden, self.head)
 
     @cached_property
     def draft_ops(self) -> tuple[Op, ...]:
@@ -408,6 +472,8 @@ class Plan:
         sizes = {"x": self.dim}
         if self.mtp:
             sizes["joined"] = 2 * self.dim
+        if self.layer_table:
+            sizes["inputs"] = self.layer_table.project.rows
         for layer in (*self.layers, *([self.mtp.layer] if self.mtp else [])):
             for name, size in _buffers_of_layer(layer):
                 sizes[name] = max(size, sizes.get(name, 0))
@@ -424,6 +490,8 @@ class Plan:
         match op:
             case Embed():
                 return op.weight.row_bytes
+            case LayerInputs():
+                return op.table.weight.row_bytes + op.norm.nbytes
             case Join():
                 return op.embed.weight.row_bytes + op.token_norm.nbytes + op.hidden_norm.nbytes
             case ExpertsUp() | ExpertsDown():
@@ -490,6 +558,7 @@ _VECTORS = {
     "k_norm",
     "token_norm",
     "hidden_norm",
+    "table",
     "bias",
     "biases",
     "router_bias",
@@ -505,7 +574,8 @@ _VECTORS = {
 
 
 def matrices_of(op: Op) -> list[Weight]:
-    """The weights of an op that are multiplied with vectors: not norm gains, biases, sinks and the like."""
+    """The weights of an op that are multiplied with vectors, and those of the token embedding: not norm gains, biases,
+    sinks, the table of per-layer embeddings and the like."""
     if isinstance(op, Convolve | GatedConvolve):
         return []
     return [w for f in fields(op) if f.name not in _VECTORS for w in _weights(getattr(op, f.name))]
@@ -525,14 +595,13 @@ def _weights(value: Any) -> Iterator[Weight]:
 def _ops_of_layer(i: int, layer: Layer) -> Iterator[Op]:
     match layer.attention:
         case GQA() as a:
-            gates = (a.gate,) if a.gate else ()
-            biases = (a.q_bias, a.k_bias, a.v_bias, *(None for _ in gates))
-            names = ("q", "k", "v", *("gate" for _ in gates))
-            yield NormLinear("x", a.norm, a.eps, (a.q, a.k, a.v, *gates), biases, names)
+            yield NormLinear("x", a.norm, a.eps, *zip(*projections(a)))
+            stored = 0 if a.shared is not None else a.kv_heads
             norms = (a.q_norm, a.k_norm, a.eps)
-            yield RopeStore(i, a.rope, "q", "k", "v", *norms, a.heads, a.kv_heads, a.key_dim, a.value_norm)
+            yield RopeStore(i, a.rope, "q", "k", "v", *norms, a.heads, stored, a.key_dim, a.value_norm)
             sizes = (a.heads, a.kv_heads, a.key_dim, a.value_dim)
-            yield Attention(i, "q", "heads", *sizes, a.scale, False, a.window, a.sinks, gate="gate" if a.gate else "")
+            rows, gate = i if a.shared is None else a.shared, "gate" if a.gate else ""
+            yield Attention(rows, "q", "heads", *sizes, a.scale, False, a.window, a.sinks, gate=gate)
             yield from added("heads", a.output, a.output_bias, a.post_norm, a.eps, a.residual_scale)
         case MLA() as a:
             if a.q_a:
@@ -548,9 +617,15 @@ def _ops_of_layer(i: int, layer: Layer) -> Iterator[Op]:
         case DeltaRule() as a:
             names = ("qkv", "gate", "beta", "alpha")
             yield NormLinear("x", a.norm, a.eps, (a.qkv, a.gate, a.beta, a.alpha), (None,) * 4, names)
-            yield Convolve(i, "qkv", a.conv, 2 * a.key_heads + a.heads)
+            yield Convolve(i, "qkv", (a.conv,), 2 * a.key_heads + a.heads)
             vectors = (a.decay, a.decay_bias, a.head_norm, a.eps)
             yield Delta(i, *names, "heads", *vectors, a.key_heads, a.heads, a.key_dim, a.value_dim, a.grouped)
+            yield LinearAdd("heads", a.output, None)
+        case KDA() as a:
+            yield from kda_inputs(a)
+            yield Convolve(i, "qkv", a.convs, 3 * a.heads)
+            vectors, sizes = (a.decay, a.decay_bias, a.head_norm, a.eps), (a.heads, a.heads, a.dim, a.dim)
+            yield Delta(i, "qkv", "gate", "beta", "alpha", "heads", *vectors, *sizes, grouped=False, by_channel=True)
             yield LinearAdd("heads", a.output, None)
         case ShortConvolution() as a:
             yield NormLinear("x", a.norm, a.eps, (a.in_proj,), (None,), ("bcz",))
@@ -601,6 +676,25 @@ def _ops_of_layer(i: int, layer: Layer) -> Iterator[Op]:
             if beside:
                 yield NormAdd("y", beside.experts_norm, eps, dst="z")
                 yield NormAdd("z", beside.post_norm, eps, 1.0, beside.stream_scale)
+    if e := layer.embedding:
+        yield NormLinear("x", None, e.eps, (e.gate,), (None,), ("gated",))
+        yield GateInput("inputs", "gated", i * e.gate.rows, e.gate.rows, e.activation)
+        yield from added("gated", e.project, None, e.post_norm, e.eps, 1.0, e.stream_scale)
+
+
+def projections(a: GQA) -> list[tuple[Weight, Weight | None, str]]:
+    """Each matrix over attention's input, with its bias and the buffer of its results."""
+    parts = ((a.q, a.q_bias, "q"), (a.k, a.k_bias, "k"), (a.v, a.v_bias, "v"), (a.gate, None, "gate"))
+    return [(w, bias, name) for w, bias, name in parts if w]
+
+
+def kda_inputs(a: KDA) -> Iterator[NormLinear]:
+    """q ‖ k ‖ v in buffer `qkv`, and the decay, the gate and the rate of each token."""
+    n, none = a.q.rows, (None,) * 3
+    yield NormLinear("x", a.norm, a.eps, (a.q, a.k, a.v), none, ("qkv",) * 3, (0, n, 2 * n))
+    yield NormLinear("x", a.norm, a.eps, (a.f_a, a.g_a, a.beta), none, ("f", "g", "beta"))
+    yield NormLinear("f", None, a.eps, (a.f_b,), (None,), ("alpha",))
+    yield NormLinear("g", None, a.eps, (a.g_b,), (None,), ("gate",))
 
 
 def added(
@@ -617,11 +711,8 @@ def added(
 def _buffers_of_layer(layer: Layer) -> Iterator[tuple[str, int]]:
     match layer.attention:
         case GQA() as a:
-            yield "q", a.q.rows
             yield "heads", a.output.cols
-            yield from (("k", a.k.rows), ("v", a.v.rows))
-            if a.gate:
-                yield "gate", a.gate.rows
+            yield from ((name, w.rows) for w, _, name in projections(a))
             if a.post_norm:
                 yield "y", a.output.rows
         case MLA() as a:
@@ -633,6 +724,9 @@ def _buffers_of_layer(layer: Layer) -> Iterator[tuple[str, int]]:
         case DeltaRule() as a:
             yield from (("qkv", a.channels), ("gate", a.gate.rows), ("heads", a.output.cols))
             yield from (("beta", a.heads), ("alpha", a.heads))
+        case KDA() as a:
+            yield from (("qkv", 3 * a.q.rows), ("f", a.f_a.rows), ("g", a.g_a.rows), ("beta", a.heads))
+            yield from (("alpha", a.f_b.rows), ("gate", a.g_b.rows), ("heads", a.output.cols))
         case ShortConvolution() as a:
             yield from (("bcz", a.in_proj.rows), ("heads", a.output.cols))
     match layer.feed_forward:
@@ -644,3 +738,5 @@ def _buffers_of_layer(layer: Layer) -> Iterator[tuple[str, int]]:
             yield "ffn", r.top_k * w.ff + (s.ff if s else 0)
             if beside:
                 yield from (("ffn", beside.weights.ff), ("y", w.down.rows), ("z", w.down.rows))
+    if e := layer.embedding:
+        yield from (("gated", e.gate.rows), ("y", e.project.rows))

@@ -19,10 +19,12 @@ from tinychat.kernels.ops import (
     ExpertsDown,
     ExpertsUp,
     GatedConvolve,
+    GateInput,
     GateUp,
     Head,
     Join,
     LatentStore,
+    LayerInputs,
     LinearAdd,
     NormAdd,
     NormLinear,
@@ -153,10 +155,16 @@ def shape_of(op: Op) -> str:
             return f"{op.heads} heads"
         case Delta():
             return f"{op.heads} heads × {op.key_dim}×{op.value_dim}"
-        case Convolve() | GatedConvolve():
+        case Convolve():
+            return f"{sum(w.rows for w in op.weights)}×{op.weights[0].cols}"
+        case GatedConvolve():
             return f"{op.weight.rows}×{op.weight.cols}"
         case Embed():
             return f"1 of {op.weight.rows}×{op.weight.cols}"
+        case LayerInputs():
+            return f"1 of {op.table.weight.rows}×{op.table.weight.cols}"
+        case GateInput():
+            return f"{op.width}"
         case NormLinear():
             return f"{'+'.join(str(w.rows) for w in op.weights)}×{op.weights[0].cols}"
         case GateUp():
@@ -193,7 +201,7 @@ def category_of(op: Op) -> str:
             return "routing"
         case ExpertsUp() | ExpertsDown():
             return f"experts {quant_of(op)}"
-        case Embed():
+        case Embed() | LayerInputs() | GateInput():
             return "embedding"
         case NormAdd() | StoreHidden() | Join():
             return "norm"

@@ -113,6 +113,18 @@ def test_chunks_and_threads_change_no_bit(variant: str, quant: str, tmp_path: Pa
             np.testing.assert_array_equal(np.concatenate(got), want)  # type: ignore[arg-type]
 
 
+def test_layers_that_store_nothing_run_for_the_last_token_alone(tmp_path: Path) -> None:
+    path, ids = tiny.write(tmp_path / "m.gguf", "gemma4_layer_embeddings", "Q4_0"), (IDS * 14)[:300]
+    with executor(path) as ex:
+        assert ex.plan.storing == 3 and 0 < ex._program.whole < ex._program.steps
+        every = ex.forward(ids, 0, "all")
+        ex.forward(IDS, 0)
+        ex.forward(ids[:200], 0)
+        last = ex.forward(ids[200:], 200, "last")
+        assert every is not None and last is not None
+        np.testing.assert_array_equal(last[0], every[-1])
+
+
 def test_decode_is_forward(tmp_path: Path) -> None:
     path = tiny.write(tmp_path / "m.gguf", "deepseek2_glm", "Q4_K_M")
     with executor(path) as ex:

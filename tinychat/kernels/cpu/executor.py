@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,17 @@ import numpy as np
 from tinychat.errors import TinychatError
 from tinychat.kernels.blocks import CACHE_VALUE_BYTES, GQA, MLA
 from tinychat.kernels.cpu import bandwidth, compiler, library
-from tinychat.kernels.cpu.library import MAX_GROUP, QUANTS, SAMPLED, STEP, TILE, Library, SampleSpec, StepContext
+from tinychat.kernels.cpu.library import (
+    MAX_GROUP,
+    QUANTS,
+    SAMPLED,
+    STEP,
+    STRETCH,
+    TILE,
+    Library,
+    SampleSpec,
+    StepContext,
+)
 from tinychat.kernels.cpu.program import build
 from tinychat.kernels.executor import ExecutorKind, Logits, Mask, Weights
 from tinychat.kernels.limits import Limits, check
@@ -28,6 +39,8 @@ from tinychat.kernels.ops import (
     ExpertsDown,
     ExpertsUp,
     GatedConvolve,
+    GateInput,
+    LayerInputs,
     NormAdd,
     Op,
     Plan,
@@ -116,7 +129,6 @@ class CPUExecutor:
     """
 
     kind: ExecutorKind = "cpu"
-    limits = LIMITS
     kernels_per_token = 1
     jit_batches = 1
     jit_state = "replaying"  # compiled at load
@@ -133,6 +145,8 @@ class CPUExecutor:
         progress: Callable[[float], None] | None = None,
     ) -> None:
         check(plan, LIMITS, "CPU", max_context)
+        # a state does not go back behind drafts that were wrong
+        self.limits = replace(LIMITS, verified=1) if plan.state_bytes else LIMITS
         self.plan, self.max_context = plan, max_context
         self.prefill_chunk = min(LIMITS.prefill_chunk, max_context)
         self._compiled = False
@@ -204,7 +218,7 @@ class CPUExecutor:
         assert next(iter(plan.buffers)) == "x", "the residual stream is the first buffer"
         addresses = [self._alloc(4 * (self.prefill_chunk * w + 64)) for w in widths]
         self._context = c = StepContext.from_address(self._ctx)
-        c.n_ops, c.n_step = len(ops), self._program.steps
+        c.n_ops, c.n_step, c.n_whole = len(ops), self._program.steps, self._program.whole
         c.max_context, c.batch, c.vocab = self.max_context, self.prefill_chunk, plan.vocab
         c.layers, c.n_buffers = len(plan.caches), len(widths)
         self._ops = (library.COp * len(ops))(*ops)
@@ -379,8 +393,10 @@ class CPUExecutor:
         match o:
             case Embed():
                 return 1
-            case NormAdd():
+            case NormAdd() | GateInput():
                 return 1
+            case LayerInputs():
+                return 1 if o.norm.cols % STRETCH else o.table.weight.cols // o.norm.cols
             case Convolve() | Delta():
                 return o.heads
             case GatedConvolve():

@@ -22,6 +22,7 @@ SAMPLED = dict(re.findall(r"X\((\w+), (double|int32_t)\)", (compiler.SOURCES / "
 """Fields of Sampling that sample.h uses: name -> C type."""
 MAX_GROUP = 1024  # query heads of one kv head
 STEP = 16  # tokens of one decode step, at most
+STRETCH = 256  # values of a row of the table of per-layer embeddings that are read at a time
 TILE = 16  # rows of a weight that lie interleaved, and positions of a tile of the K cache
 
 _i32, _f32, _f64, _u64, _ptr = ctypes.c_int32, ctypes.c_float, ctypes.c_double, ctypes.c_uint64, ctypes.c_void_p
@@ -55,9 +56,10 @@ class COp(ctypes.Structure):
     _fields_ = [
         *_all(_i32, "tag layer matrices add src"),
         ("dst", _i32 * 4),
+        ("at", _i32 * 4),
         *_all(_i32, "heads kv_heads key_dim value_dim nope rope_dims neox q_norm_len k_norm_len"),
         *_all(_i32, "top_k gating normalize route_groups route_groups_used router"),
-        *_all(_i32, "window activation temperature_length value_norm gated grouped taps"),
+        *_all(_i32, "window activation temperature_length value_norm gated grouped by_channel taps stores"),
         *_all(_f32, "eps norm_eps scale temperature softcap stream_scale logit_scale"),
         *_all(_ptr, "norm q_norm k_norm rope sinks shared_scale"),
         ("bias", _ptr * 4),
@@ -87,7 +89,7 @@ class StepContext(ctypes.Structure):
     """The first part of `Ctx` of step.c, which is filled from Python."""
 
     _fields_ = [
-        *_all(_i32, "n_ops n_step max_context batch vocab layers n_buffers"),
+        *_all(_i32, "n_ops n_step n_whole max_context batch vocab layers n_buffers"),
         *_all(_ptr, "ops buffers widths caches ticks"),
         ("sampling", _u64),
     ]
@@ -140,10 +142,11 @@ class Library:
             {name: i for i, name in enumerate(lib.tc_names(what).decode().lower().split())} for what in (0, 1, 3)
         )
         self.context_bytes: int = lib.tc_sizeof(5)
-        chunk, *constants = (lib.tc_constant(i) for i in range(6))
+        chunk, *constants = (lib.tc_constant(i) for i in range(7))
         expected = {
             "MAX_GROUP": MAX_GROUP,
             "STEP": STEP,
+            "STRETCH": STRETCH,
             "MIN_WEIGHT_SUM": MIN_WEIGHT_SUM,
             "CLAMP": CLAMP,
             "CLAMP_SLOPE": float(np.float32(CLAMP_SLOPE)),

@@ -10,21 +10,48 @@ import numpy as np
 from gguf import GGMLQuantizationType as Q
 from gguf.quants import dequantize
 
-from tinychat.kernels.blocks import GQA, MLA, DeltaRule, Dense, Experts, Layer, Rope, ShortConvolution, Weight
+from tinychat.kernels.blocks import (
+    GQA,
+    KDA,
+    MLA,
+    DeltaRule,
+    Dense,
+    Experts,
+    Layer,
+    LayerEmbedding,
+    Rope,
+    ShortConvolution,
+    Weight,
+)
 from tinychat.kernels.cpu import library
 from tinychat.kernels.cpu.library import STEP, TILE, CMatrix, Library
 from tinychat.kernels.executor import Weights
-from tinychat.kernels.ops import Head, LatentStore, LinearAdd, NormAdd, NormLinear, Op, Plan, RopeStore, added
+from tinychat.kernels.ops import (
+    Head,
+    LatentStore,
+    LayerTable,
+    LinearAdd,
+    NormAdd,
+    NormLinear,
+    Op,
+    Plan,
+    RopeStore,
+    added,
+    kda_inputs,
+    projections,
+)
 
 
 @dataclass
 class Program:
-    """What step.c runs: the ops of a step, `steps` in number, and behind them those of MTP. `sources`: (index in
-    Plan.ops, op) of each op of a step; a store of keys and values is no op there, but a part of the op behind it.
-    `routes`: int32 (layers with experts, STEP, top_k), where a decode step leaves the experts that its tokens chose."""
+    """What step.c runs: the ops of a step, `steps` in number, and behind them those of MTP. All but the last of a
+    prompt's tokens need the first `whole` ops alone. `sources`: (index in Plan.ops, op) of each op of a step; a store
+    of keys and values is no op there, but a part of the op behind it. `routes`: int32 (layers with experts, STEP,
+    top_k), where a decode step leaves the experts that its tokens chose."""
 
     ops: list[library.COp]
     steps: int
+    whole: int
     sources: list[tuple[int, Op]]
     routes: np.ndarray
     weight_bytes: int
@@ -46,7 +73,14 @@ def build(
     total = sum(sizes.values())
     arena, places, arrays = alloc(total), dict[Weight, int](), list[np.ndarray]()
     last_use = {w.tensor: w for w in packed}
-    for w in set(plan.weights) - set(packed):  # norm gains and biases; weights of a convolution, to be read by channels
+    table = plan.layer_table.table.weight if plan.layer_table else None
+    if table:  # its rows are read where they lie in the file
+        arrays.append(weights.raw(table.tensor))
+        places[table] = arrays[-1].ctypes.data
+    for w in set(plan.weights) - {
+        *packed,
+        table,
+    }:  # norm gains and biases; weights of a convolution, to be read by channels
         raw = weights.raw(w.tensor)[w.start * w.row_bytes :][: w.nbytes].view(np.float32)
         arrays.append(raw.reshape(w.groups, w.rows, w.cols).transpose(0, 2, 1).copy())
         places[w] = arrays[-1].ctypes.data
@@ -60,7 +94,8 @@ def build(
         progress((at - arena) / total)
     translator = _Translator(plan, places, max_context, lib, arrays)
     steps, drafts = list(translator.ops()), list(translator.draft_ops())
-    return Program(steps + drafts, len(steps), sources(plan), translator.routes, total, arrays)
+    whole = translator.whole or len(steps)
+    return Program(steps + drafts, len(steps), whole, sources(plan), translator.routes, total, arrays)
 
 
 def sources(plan: Plan) -> list[tuple[int, Op]]:
@@ -97,13 +132,20 @@ class _Translator:
         used = [b.router.top_k for layer in plan.layers if isinstance(b := layer.feed_forward, Experts)]
         self.routes = np.zeros((len(used), STEP, max(used, default=0)), np.int32)
         self.made = 0  # ops so far
+        self.whole = 0  # ops of the layers that store something, and those in front of them
 
     def ops(self) -> Iterator[library.COp]:
         """All ops of a step."""
         p, routes = self.plan, iter(self.routes)
         yield self._op("embed", [p.embed.weight], scale=p.embed.scale)
+        if p.layer_table:
+            yield from self._layer_inputs(p.layer_table)
         for i, layer in enumerate(p.layers):
+            if i == p.storing:
+                self.whole = self.made
             yield from self._layer(i, layer, routes)
+            if layer.embedding:
+                yield from self._layer_embedding(i, layer.embedding)
         if p.mtp:
             yield self._op("store_hidden", layer=len(p.layers) + 1, norm=p.head.norm, eps=p.head.eps)
         yield self._head(p.head)
@@ -137,6 +179,8 @@ class _Translator:
                 yield from self._mla(i, mla)
             case DeltaRule() as rule:
                 yield from self._delta_rule(i, rule)
+            case KDA() as kda:
+                yield from self._kda(i, kda)
             case ShortConvolution() as convolution:
                 yield from self._short_convolution(i, convolution)
         match layer.feed_forward:
@@ -145,19 +189,32 @@ class _Translator:
             case Experts() as experts:
                 yield from self._experts(experts, next(routes))
 
+    def _layer_inputs(self, t: LayerTable) -> Iterator[library.COp]:
+        yield self._op("linear", [t.project], dst=("inputs",))
+        table = [t.table.weight]
+        yield self._op(
+            "layer_inputs", table, dst=("inputs",), norm=t.norm, eps=t.eps, scale=t.table.scale, key_dim=t.width
+        )
+
+    def _layer_embedding(self, i: int, e: LayerEmbedding) -> Iterator[library.COp]:
+        yield self._op("linear", [e.gate], dst=("gated",))
+        width, activation = e.gate.rows, self.lib.activations[e.activation]
+        yield self._op("gate_input", src="inputs", dst=("gated",), key_dim=width, layer=i, activation=activation)
+        yield from self._added(added("gated", e.project, None, e.post_norm, e.eps, 1.0, e.stream_scale))
+
     def _head(self, h: Head) -> library.COp:
         return self._op("head", [h.weight], norm=h.norm, eps=h.eps, scale=h.scale, softcap=h.softcap)
 
     def _gqa(self, i: int, a: GQA) -> Iterator[library.COp]:
-        biases, gate = (a.q_bias, a.k_bias, a.v_bias), [a.gate] if a.gate else []
-        to = ("q", "k", "v", *("gate" for _ in gate))
-        yield self._op("linear", [a.q, a.k, a.v, *gate], dst=to, norm=a.norm, eps=a.eps, bias=biases)
+        weights, biases, to = zip(*projections(a))
+        yield self._op("linear", weights, dst=to, norm=a.norm, eps=a.eps, bias=biases)
         yield self._op(
             "attention",
             src="q",
             dst=("heads", *to[1:]),
-            gated=len(gate),
-            layer=i,
+            gated=int(a.gate is not None),
+            layer=i if a.shared is None else a.shared,
+            stores=int(a.shared is None),
             heads=a.heads,
             kv_heads=a.kv_heads,
             key_dim=a.key_dim,
@@ -190,6 +247,24 @@ class _Translator:
             norm=a.head_norm,
             eps=a.eps,
             grouped=int(a.grouped),
+            **sizes,
+        )
+        yield self._op("linear", [a.output], src="heads", add=1)
+
+    def _kda(self, i: int, a: KDA) -> Iterator[library.COp]:
+        for op in kda_inputs(a):
+            yield self._op("linear", op.weights, src=op.src, dst=op.dst, at=op.at, norm=op.norm, eps=op.eps)
+        sizes: dict[str, Any] = {"kv_heads": a.heads, "heads": a.heads, "key_dim": a.dim, "value_dim": a.dim}
+        yield self._op("convolve", dst=("qkv",), layer=i, bias=a.convs, taps=a.width, eps=a.eps, **sizes)
+        yield self._op(
+            "delta",
+            src="qkv",
+            dst=("heads", "gate", "beta", "alpha"),
+            layer=i,
+            bias=(a.decay, a.decay_bias),
+            norm=a.head_norm,
+            eps=a.eps,
+            by_channel=1,
             **sizes,
         )
         yield self._op("linear", [a.output], src="heads", add=1)
@@ -327,6 +402,7 @@ class _Translator:
         src: str = "x",
         dst: Sequence[str] = ("x",),
         bias: Sequence[Weight | None] = (),
+        at: Sequence[int] = (),
         scale: float = 1.0,
         **values: Any,
     ) -> library.COp:
@@ -334,6 +410,7 @@ class _Translator:
         made = library.COp(tag=self.lib.tags[tag], matrices=sum(m is not None for m in w), src=self.buffers[src])
         made.scale = scale
         made.dst[: len(dst)] = [self.buffers[d] for d in dst]
+        made.at[: len(at)] = at
         made.w[: len(w)] = [self._matrix(m) for m in w]
         made.bias[: len(bias)] = [self.places[b] if b else None for b in bias]
         for name, value in values.items():

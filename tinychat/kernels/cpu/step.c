@@ -23,7 +23,7 @@
 // Python reads these names from the library (tc_names), so that their order is written here only.
 #define TAGS(X)                                                                                                                 \
   X(EMBED) X(LINEAR) X(ATTENTION) X(ABSORB) X(LATENT_ATTENTION) X(VALUE_UP) X(GATE_UP) X(ROUTE) X(EXPERTS_UP) X(EXPERTS_DOWN)    \
-  X(HEAD) X(NORM_ADD) X(CONVOLVE) X(GATED_CONVOLVE) X(DELTA) X(STORE_HIDDEN) X(JOIN)
+  X(HEAD) X(NORM_ADD) X(LAYER_INPUTS) X(GATE_INPUT) X(CONVOLVE) X(GATED_CONVOLVE) X(DELTA) X(STORE_HIDDEN) X(JOIN)
 #define GATINGS(X) X(SOFTMAX) X(SIGMOID) X(SOFTMAX_WEIGHT) X(SQRT_SOFTPLUS)
 #define ACTIVATIONS(X) X(SILU) X(GELU) X(CLAMPED)
 #define CLAMP 7.0f          // of CLAMPED; as ops.CLAMP and ops.CLAMP_SLOPE, checked when the library is loaded
@@ -42,11 +42,14 @@ typedef struct {
 typedef struct {
   int32_t tag, layer, matrices, add;  // add: into dst instead of over it
   int32_t src, dst[4];                // activation buffers
+  int32_t at[4];                      // of a linear op: where results begin in a row of dst
   int32_t heads, kv_heads, key_dim, value_dim, nope, rope_dims, neox, q_norm_len, k_norm_len;
   int32_t top_k, gating, normalize, route_groups, route_groups_used;
   int32_t router;                     // of experts_up: number of the op that has the router
   int32_t window, activation, temperature_length, value_norm;  // window: rows that attention sees, 0: all
-  int32_t gated, grouped, taps;       // gated: dst[3] is attention's gate; grouped, taps: ops.DeltaRule, its width
+  int32_t gated, grouped, by_channel, taps;  // gated: dst[3] is attention's gate; grouped: ops.DeltaRule; by_channel: its
+                                      // decay is KDA's; taps: width of a convolution
+  int32_t stores;                     // attention's keys and values go into the cache; else there are none
   float eps, norm_eps, scale;         // norm_eps: of q_norm, k_norm and the latent norm; scale: of the scores, or of the result
   float temperature, softcap, stream_scale, logit_scale;  // ops.Temperature, Head, NormAdd, Router; 0: none of the first two
   const float *norm, *q_norm, *k_norm, *rope, *sinks, *shared_scale, *bias[4];
@@ -78,7 +81,8 @@ typedef struct {  // per thread
 typedef struct { int op, stage; } Phase;
 
 typedef struct {
-  int32_t n_ops, n_step, max_context, batch, vocab, layers, n_buffers;  // n_step: ops of a step; those of MTP are behind them
+  // n_step: ops of a step; those of MTP are behind them. n_whole: those of them that all tokens of a prompt need
+  int32_t n_ops, n_step, n_whole, max_context, batch, vocab, layers, n_buffers;
   const Op *ops;
   float **buffers;   // [n_buffers], each (batch, width[i])
   int32_t *widths;
@@ -99,6 +103,7 @@ typedef struct {
   Phase *phases;
   int n_phases;
   const int32_t *ids;
+  int first;             // row of the buffers that is the first token's
   int tokens, pos, logits_mode, sampled, mtp;  // logits_mode: 0 none, 1 last, 2 all; sampled: a decode step; mtp: runs MTP instead
   uint64_t serial;  // of the call
   float *logits_out;
@@ -234,7 +239,7 @@ static void multiply_gated(const Matrix *gate, const Matrix *up, int matrix, int
     }
 }
 
-static float *row(Ctx *c, int buffer, int token) { return c->buffers[buffer] + (size_t)token * c->widths[buffer]; }
+static float *row(Ctx *c, int buffer, int token) { return c->buffers[buffer] + (size_t)(c->first + token) * c->widths[buffer]; }
 
 // ---- ops -------------------------------------------------------------------------------------------------------------
 
@@ -251,6 +256,46 @@ static void embed(Ctx *c, const Op *op, Part me) {
   for (int t = me.part; t < c->tokens; t += me.parts) embed_token(c, op, me, t);
 }
 
+// Units of ops.LayerInputs that are computed by themselves: per token the layers, all at once where their rows of the table do
+// not begin with a block.
+enum { STRETCH = 256 };  // values, a multiple of every block; as library.STRETCH
+static int input_units(const Op *op) { return op->key_dim % STRETCH ? 1 : op->w[0].cols / op->key_dim; }
+
+// Values from..from+n-1 of a token's layer inputs; n layers' worth, of which the table has its rows as in the file.
+static void layer_inputs_part(const Op *op, float *x, int32_t id, int from, int n) {
+  const Matrix *w = &op->w[0];
+  const QuantLayout *l = &layouts[w->type];
+  const uint8_t *packed = w->data + (size_t)id * (w->cols / l->block) * l->bytes;
+  for (float *y = x + from; y < x + from + n; y += op->key_dim) {
+    float inv = rms_scale(y, op->key_dim, op->eps);
+    for (int i = 0; i < op->key_dim; i++) y[i] *= inv * op->norm[i];
+  }
+  for (int at = from; at < from + n; at += STRETCH) {
+    int count = MIN_(STRETCH, from + n - at);
+    _Alignas(64) uint8_t group[16 * 4 * STRETCH + 256];
+    f32v column[STRETCH];
+    const uint8_t *rows[16] = {packed + (size_t)(at / l->block) * l->bytes};  // of a group that has one row
+    pack_group(group, rows, w->type, count);
+    dequantise(group, w->type, count, column);
+    for (int i = 0; i < count; i++) x[at + i] = (x[at + i] + column[i][0] * op->scale) * 0.70710678f;
+  }
+}
+
+static void layer_inputs(Ctx *c, const Op *op, Part me) {
+  int units = input_units(op), n = op->w[0].cols / units, all = c->tokens * units;
+  for (int i = all * me.part / me.parts; i < all * (me.part + 1) / me.parts; i++)
+    layer_inputs_part(op, row(c, op->dst[0], i / units), c->ids[i / units], i % units * n, n);
+}
+
+static void gate_input(Ctx *c, const Op *op, Part me) {
+  int n = op->key_dim;
+  for (int t = me.part; t < c->tokens; t += me.parts) {
+    const float *by = row(c, op->src, t) + (size_t)op->layer * n;
+    float *x = row(c, op->dst[0], t);
+    for (int i = 0; i < n; i += 16) store(x + i, activated(op->activation, fetch(x + i, n - i), fetch(by + i, n - i)), n - i);
+  }
+}
+
 static void linear(Ctx *c, const Op *op, Part me) {
   const Scratch *x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], op->w[0].cols, op->norm, needs(op->w, op->matrices));
   if (!x) return;
@@ -261,7 +306,7 @@ static void linear(Ctx *c, const Op *op, Part me) {
     double bytes = group_bytes(w->type, w->cols);
     int first, last;
     share(me, total, before, bytes, groups16(w), &first, &last);
-    multiply(w, 0, first, last, x, c->tokens, row(c, op->dst[i], 0), c->widths[op->dst[i]], op->bias[i], op->scale, op->add);
+    multiply(w, 0, first, last, x, c->tokens, row(c, op->dst[i], 0) + op->at[i], c->widths[op->dst[i]], op->bias[i], op->scale, op->add);
     before += groups16(w) * bytes;
   }
 }
@@ -431,7 +476,7 @@ static void attention_one(Ctx *c, const Op *op, int id, int task) {
     put_query(s->attn_q, stride, m, q, op, c->pos);
     from[m] = MAX_(0, seen - start), limit[m] = MIN_(CHUNK, c->pos + 1 - start);
   }
-  if (op->tag == ATTENTION && chunk == chunks - 1) store_kv(c, op, kv, 0, s->merged);  // each part writes the same bytes
+  if (op->stores && chunk == chunks - 1) store_kv(c, op, kv, 0, s->merged);  // each part writes the same bytes
   Cache cache = cache_at(c, op, kv, start);
   attend(&cache, s->attn_q, stride, count, from, limit, s->attn_s, high, sum, s->attn_out);
   for (int m = 0; m < count; m++) {
@@ -459,7 +504,7 @@ enum { QUERIES = 40 };  // query vectors of one task in a batch: enough to read 
 static void attention_inputs(Ctx *c, const Op *op, Part me) {
   float *tmp = c->scratch[me.id].merged;
   for (int t = me.part; t < c->tokens; t += me.parts) {
-    for (int kv = 0; kv < op->kv_heads; kv++) store_kv(c, op, kv, t, tmp);
+    for (int kv = 0; kv < op->kv_heads && op->stores; kv++) store_kv(c, op, kv, t, tmp);
     float *q = row(c, op->src, t);
     int all = op->heads * op->key_dim;
     for (int h = 0; h < op->heads; h++)
@@ -520,8 +565,14 @@ static void convolve(Ctx *c, const Op *op, int unit) {
   size_t from = of_keys ? (size_t)unit * n : (size_t)2 * keys * op->key_dim + (size_t)(unit - 2 * keys) * n;
   size_t stride = c->widths[op->dst[0]];
   float *x = row(c, op->dst[0], 0) + from, *tail = c->caches[op->layer].tail + from;
+  const float *weights = op->bias[0] + from;
+  int columns = channels;
+  if (op->bias[1]) {  // one for each of q, k and v, which have as many channels
+    columns = channels / 3;
+    weights = op->bias[from / columns] + from % columns;
+  }
   for (int i = 0; i < n; i += 16)
-    convolve16(x + i, stride, c->tokens, op->bias[0] + from + i, taps, tail + i, channels, n - i, c->pos == 0);
+    convolve16(x + i, stride, c->tokens, weights + i, columns, taps, tail + i, channels, n - i, c->pos == 0);
   for (int t = 0; t < c->tokens && of_keys; t++) {
     float *at = x + t * stride, inv = rms_scale(at, n, op->eps / (float)n) / (unit < keys ? (float)n : __builtin_sqrtf((float)n));
     for (int i = 0; i < n; i += 16) store(at + i, fetch(at + i, n - i) * inv, n - i);
@@ -542,23 +593,29 @@ static void gated_convolve(Ctx *c, const Op *op, Part me) {
 static void delta(Ctx *c, const Op *op, int id, int h) {
   int keys = op->kv_heads, key = op->grouped ? h / (op->heads / keys) : h % keys, n = op->value_dim;
   size_t width = padded(n), size = (size_t)op->key_dim * width;
-  float *state = c->caches[op->layer].state + h * size, *decay = c->scratch[id].merged, *rate = decay + c->tokens;
+  float *state = c->caches[op->layer].state + h * size, *rate = c->scratch[id].merged, *decay = row(c, op->dst[3], 0);
   const float *qkv = row(c, op->src, 0);
+  int decays = op->by_channel ? op->key_dim : 1, pitch = c->widths[op->dst[3]];
+  decay += (size_t)h * decays;
   if (c->pos == 0) memset(state, 0, sizeof(float) * size);
   for (int t = 0; t < c->tokens; t++) {
-    double alpha = row(c, op->dst[3], t)[h] + op->bias[1][h], beta = row(c, op->dst[2], t)[h];
-    decay[t] = (float)exp(op->bias[0][h] * (alpha > 20 ? alpha : log1p(exp(alpha))));
+    double beta = row(c, op->dst[2], t)[h];
     rate[t] = (float)(1 / (1 + exp(-beta)));
+    for (int i = 0; i < decays; i++) {  // in place: they are this head's
+      double alpha = decay[(size_t)t * pitch + i] + op->bias[1][h * decays + i];
+      decay[(size_t)t * pitch + i] = (float)exp(op->bias[0][h] * (alpha > 20 ? alpha : log1p(exp(alpha))));
+    }
   }
   const float *q = qkv + (size_t)key * op->key_dim;
   Rule r = {q, q + (size_t)keys * op->key_dim, qkv + (size_t)2 * keys * op->key_dim + (size_t)h * n, (size_t)c->widths[op->src], decay,
-            rate, c->tokens, op->key_dim};
+            (size_t)pitch, rate, c->tokens, op->key_dim, op->by_channel};
   delta_rule(&r, state, n, width, row(c, op->dst[0], 0) + (size_t)h * n, (size_t)c->widths[op->dst[0]]);
   for (int t = 0; t < c->tokens; t++) {
     float *o = row(c, op->dst[0], t) + (size_t)h * n, inv = rms_scale(o, n, op->eps);
     for (int i = 0; i < n; i += 16) {
       f32v gate = fetch(row(c, op->dst[1], t) + (size_t)h * n + i, n - i);
-      store(o + i, fetch(o + i, n - i) * inv * fetch(op->norm + i, n - i) * silu(gate), n - i);
+      f32v by = op->by_channel ? 1.0f / (exp_(-gate) + 1.0f) : silu(gate);
+      store(o + i, fetch(o + i, n - i) * inv * fetch(op->norm + i, n - i) * by, n - i);
     }
   }
 }
@@ -868,6 +925,8 @@ static void run_op(Ctx *c, const Op *op, Part me) {
     case EXPERTS_DOWN: experts_down(c, op, me); break;
     case HEAD: head(c, op, me); break;
     case NORM_ADD: norm_add(c, op, me); break;
+    case LAYER_INPUTS: layer_inputs(c, op, me); break;
+    case GATE_INPUT: gate_input(c, op, me); break;
     case CONVOLVE: convolve(c, op, me.part); break;
     case GATED_CONVOLVE: gated_convolve(c, op, me); break;
     case DELTA: delta(c, op, me.id, me.part); break;
@@ -894,7 +953,7 @@ static int stage_tasks(const Ctx *c, const Op *op, int stage) {
   if (op->tag == CONVOLVE) return 2 * op->kv_heads + op->heads;
   if (op->tag == DELTA) return op->heads;
   if (c->tokens == 1) {
-    if (op->tag == EMBED || op->tag == NORM_ADD || op->tag == STORE_HIDDEN || op->tag == JOIN) return 1;
+    if (op->tag == EMBED || op->tag == NORM_ADD || op->tag == GATE_INPUT || op->tag == STORE_HIDDEN || op->tag == JOIN) return 1;
     return op->tag == ATTENTION || op->tag == LATENT_ATTENTION ? attention_tasks(c, op, &per) : some;
   }
   if (op->tag == LATENT_ATTENTION || (op->tag == ATTENTION && stage == 1)) {
@@ -950,17 +1009,32 @@ static void phase_task(void *arg, int phase, int task, int tasks, int id) {
   s->stopped = now, s->last_op = op;
 }
 
-static void run_tokens(Ctx *c) {
+// Runs ops from..to-1.
+static void run_ops(Ctx *c, int from, int to) {
   c->serial++;
   for (int i = 0; i < c->pool.threads; i++) c->scratch[i].last_op = -1;
   c->n_phases = 0;
-  for (int i = c->mtp ? c->n_step : 0; i < (c->mtp ? c->n_ops : c->n_step); i++)
+  for (int i = from; i < to; i++)
     for (int stage = 0; stage < (c->tokens == 1 ? 1 : stages(&c->ops[i])); stage++) c->phases[c->n_phases++] = (Phase){i, stage};
   uint64_t began = c->ticks ? nanoseconds() : 0, first = counter();
   pool_run(&c->pool, (Work){c->n_phases + c->sampled, phase_tasks, phase_task, c});
   if (!c->ticks) return;
   double unit = (double)(nanoseconds() - began) / (double)MAX_(counter() - first, 1);
   for (int i = 0; i < 2 * c->n_ops * c->pool.threads; i++) c->ticks[i] = (uint64_t)((double)c->ticks[i] * unit);
+}
+
+static void run_tokens(Ctx *c) {
+  int from = c->mtp ? c->n_step : 0, to = c->mtp ? c->n_ops : c->n_step;
+  if (c->mtp || c->logits_mode == 2 || c->n_whole == to) {
+    run_ops(c, from, to);
+    return;
+  }
+  run_ops(c, from, c->n_whole);
+  if (!c->logits_mode) return;
+  int tokens = c->tokens, skipped = tokens - 1;
+  c->first = skipped, c->ids += skipped, c->pos += skipped, c->tokens = 1;
+  run_ops(c, c->n_whole, to);
+  c->first = 0, c->ids -= skipped, c->pos -= skipped, c->tokens = tokens;
 }
 
 // ---- the interface ---------------------------------------------------------------------------------------------------
@@ -997,15 +1071,15 @@ EXPORT size_t tc_sizeof(int what) {
 // library.py declares the same structures; it compares every field's name and offset when it loads the library.
 #define MATRIX_FIELDS(X) X(type) X(rows) X(cols) X(groups) X(data)
 #define OP_FIELDS(X)                                                                                                            \
-  X(tag) X(layer) X(matrices) X(add) X(src) X(dst) X(heads) X(kv_heads) X(key_dim) X(value_dim) X(nope) X(rope_dims) X(neox)     \
+  X(tag) X(layer) X(matrices) X(add) X(src) X(dst) X(at) X(heads) X(kv_heads) X(key_dim) X(value_dim) X(nope) X(rope_dims) X(neox)     \
   X(q_norm_len) X(k_norm_len) X(top_k) X(gating) X(normalize) X(route_groups) X(route_groups_used) X(router) X(window)           \
-  X(activation) X(temperature_length) X(value_norm) X(gated) X(grouped) X(taps) X(eps) X(norm_eps) X(scale) X(temperature) X(softcap) X(stream_scale)        \
+  X(activation) X(temperature_length) X(value_norm) X(gated) X(grouped) X(by_channel) X(taps) X(stores) X(eps) X(norm_eps) X(scale) X(temperature) X(softcap) X(stream_scale)        \
   X(logit_scale)                                                                                                                \
   X(norm) X(q_norm) X(k_norm) X(rope) X(sinks) X(shared_scale) X(bias) X(routes) X(w)
 #define SAMPLE_FIELDS(X) SAMPLING(X) X(n_penalised) X(seed) X(penalised) X(divisors) X(amounts) X(mask)
 #define CACHE_FIELDS(X) X(k) X(v) X(tail) X(state) X(heads) X(k_dim) X(v_dim)
 #define CONTEXT_FIELDS(X)                                                                                                       \
-  X(n_ops) X(n_step) X(max_context) X(batch) X(vocab) X(layers) X(n_buffers) X(ops) X(buffers) X(widths) X(caches) X(ticks) X(sampling)
+  X(n_ops) X(n_step) X(n_whole) X(max_context) X(batch) X(vocab) X(layers) X(n_buffers) X(ops) X(buffers) X(widths) X(caches) X(ticks) X(sampling)
 EXPORT const char *tc_fields(int what) {
   const char *names[] = {MATRIX_FIELDS(NAME), OP_FIELDS(NAME), SAMPLE_FIELDS(NAME), CACHE_FIELDS(NAME), CONTEXT_FIELDS(NAME)};
   return names[what];
@@ -1035,7 +1109,7 @@ EXPORT const char *tc_names(int what) {
   return names[what];
 }
 EXPORT double tc_constant(int what) {
-  double values[] = {CHUNK, MAX_GROUP, STEP, MIN_WEIGHT_SUM, CLAMP, CLAMP_SLOPE};
+  double values[] = {CHUNK, MAX_GROUP, STEP, STRETCH, MIN_WEIGHT_SUM, CLAMP, CLAMP_SLOPE};
   return values[what];
 }
 

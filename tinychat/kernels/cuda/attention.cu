@@ -14,9 +14,12 @@ struct Args {
   const u16 *v_cache = nullptr;  // k_cache where LATENT
   float *out = nullptr;          // (columns, heads, value_dim)
   const float *sinks = nullptr;  // (heads), where SINKS
+  const float *gate = nullptr;   // (columns, heads, value_dim), where GATED
 };
 
 DEVICE float sink_of(const Args &a, int head) { return a.sinks[head] * 1.44269504f; }  // as the scores, in log2
+
+DEVICE float open(const Args &a, int i) { return GATED ? 1.f / (1.f + expf(-a.gate[i])) : 1.f; }
 
 DEVICE void run(Args a) {
   constexpr int GROUP = HEADS / KV_HEADS, ROWS = 16 * ROW_TILES, KP = KEY_DIM + 8, VP = LATENT ? KP : VALUE_DIM + 8,
@@ -37,6 +40,7 @@ DEVICE void run(Args a) {
   a.tickets += column * KV_HEADS;
   a.q += column * HEADS * KEY_DIM;
   a.out += column * HEADS * VALUE_DIM;
+  if (GATED) a.gate += column * HEADS * VALUE_DIM;
   const int last_row = min(first_row + ROWS, GROUP) - 1;
   if (last_row < first_row) return;
   const int all = pos + last_row / GROUP + 1, unseen = WINDOW ? max(all - WINDOW, 0) : 0, keys = all - unseen,
@@ -232,7 +236,8 @@ DEVICE void run(Args a) {
         if (VALUE_DIM / 8 % WARPS == 0 || warp * NT + n < VALUE_DIM / 8) {
           const int col = (warp * NT + n) * 8 + lane % 4 * 2;
           const F2 v = {o[m][n][i] * f, o[m][n][i + 1] * f};
-          if (finished) *(F2 *)(a.out + ((u64)(row / GROUP) * HEADS + head) * VALUE_DIM + col) = v;
+          const int at = head * VALUE_DIM + col;
+          if (finished) *(F2 *)(a.out + (u64)(row / GROUP) * HEADS * VALUE_DIM + at) = F2{v.x * open(a, at), v.y * open(a, at + 1)};
           else
             *(u32 *)(a.partial + ((u64)split * HEADS + head) * VALUE_DIM + col) =
                 (u32)float_to_half(v.x) | (u32)float_to_half(v.y) << 16;
@@ -266,6 +271,8 @@ DEVICE void run(Args a) {
       sum.z += w * half_to_float(v.y);
       sum.w += w * half_to_float(v.y >> 16);
     }
-    *(F4 *)(a.out + (u64)kv_head * GROUP * VALUE_DIM + i * 4) = sum;
+    const int at = kv_head * GROUP * VALUE_DIM + i * 4;
+    *(F4 *)(a.out + at) =
+        F4{sum.x * open(a, at), sum.y * open(a, at + 1), sum.z * open(a, at + 2), sum.w * open(a, at + 3)};
   }
 }

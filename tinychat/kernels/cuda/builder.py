@@ -21,6 +21,7 @@ from tinychat.kernels.cuda.spread import QUANTISED_ROWS
 from tinychat.kernels.cuda.state import STATE_BYTES
 from tinychat.kernels.ops import Plan
 
+SLOTS = 5  # of what a layer carries from token to token: steps enqueued ahead, and drafts, can be for nothing
 RING = 64  # slots of the ring of decoded tokens
 MAX_SHARED = 48 << 10  # bytes of static shared memory of a block
 MAX_DYNAMIC = 227 << 10  # bytes of dynamic shared memory of a block, and of a multiprocessor
@@ -72,7 +73,7 @@ class Builder:
         if w is None:
             return NO_MATRIX
         p = self.weight(w)
-        return Matrix(p.tensor.kind, w.rows, w.cols, p.tensor.blocks, p.start, p.stride)
+        return Matrix(p.tensor.kind, w.rows, w.cols, p.tensor.blocks, p.start, p.stride, w.run)
 
     def data(self, w: Weight | None) -> str | None:
         """The buffer that holds the weight."""
@@ -93,6 +94,12 @@ class Builder:
         cache = self.plan.caches[layer]
         width = cache.key_width if kind == "k" else cache.value_width
         return self.buffer(f"{kind}:{layer}", blocks.CACHE_VALUE_BYTES * self.max_context * width)
+
+    def carried(self, layer: int) -> str:
+        """What a layer carries from token to token, SLOTS times."""
+        state = self.plan.states[layer]
+        assert state
+        return self.buffer(f"carried:{layer}", SLOTS * state.nbytes)
 
     def source(self, x: Activations) -> dict[str, str | None]:
         """Activations as a kernel's input."""

@@ -44,7 +44,8 @@ class StepConstants(Constants):
 
 @dataclass(frozen=True)
 class Matrix(Constants):
-    """Matrices (rows, cols) of one weight: matrix g's row r is row g * stride + start + r of a packed tensor."""
+    """Matrices (rows, cols) of one weight: matrix g's row r is row g * stride + start + r of a packed tensor; with a
+    `run`, of the one matrix, row r // run * stride + start + r % run (quants.cuh, packed_row)."""
 
     type: GGMLQuantizationType
     rows: int
@@ -52,6 +53,7 @@ class Matrix(Constants):
     blocks: U64  # of the whole tensor: where its planes begin
     start: U64
     stride: U64
+    run: int = 0
 
 
 NO_MATRIX = Matrix(GGMLQuantizationType.F16, 0, 0, 0, 0, 0)  # where a block has no shared expert
@@ -87,6 +89,29 @@ class EmbedConstants(Constants):
 
     table: Matrix
     scale: float
+
+
+@dataclass(frozen=True)
+class LayerInputsConstants(Constants):
+    """layer_inputs.cu"""
+
+    table: Matrix
+    scale: float
+    eps: float
+    width: int
+
+
+@dataclass(frozen=True)
+class GateInputConstants(Constants):
+    """gate_input.cu"""
+
+    activation: GatedActivation
+    width: int
+    pitch: int  # of the inputs of all layers
+    start: int  # of the layer's
+    unit: bool
+    cols: int
+    eps: float
 
 
 @dataclass(frozen=True)
@@ -288,6 +313,31 @@ class AttentionConstants(StepConstants):
     latent: bool  # V is the head of K's row
     window: int  # rows that a query sees; 0: all
     sinks: bool  # a head has one more score, of a row whose value is 0
+    gated: bool  # results are multiplied by the sigmoid of a gate
+
+
+@dataclass(frozen=True)
+class CarriedConstants(StepConstants):
+    """carried.cuh; short_convolution.cu, prompt_short_convolution.cu"""
+
+    taps: int  # inputs of the convolution
+    channels: int
+    slots: int
+    slot_values: int  # of all that a slot holds
+    out_quantised: bool
+
+
+@dataclass(frozen=True)
+class DeltaConstants(CarriedConstants):
+    """delta.cuh; delta.cu, prompt_convolve.cu, prompt_delta.cu, prompt_gated_norm.cu"""
+
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    grouped: bool
+    eps: float
+    query_scale: float
 
 
 @dataclass(frozen=True)
@@ -389,6 +439,7 @@ class PromptAttentionConstants(Constants):
     rope_start: int
     window: int = 0  # rows that a query sees; 0: all
     sinks: bool = False  # a head has one more score, of a row whose value is 0
+    gated: bool = False  # results are multiplied by the sigmoid of a gate
     chunk_keys: int = 0  # keys in shared memory at a time, twice
     warpgroups: bool = False  # products by whole warpgroups (wgmma)
 

@@ -132,6 +132,17 @@ class GPU:
         self._check(self.cuda.cuMemcpyDtoH_v2(ctypes.c_void_p(out.ctypes.data), pointer, nbytes))
         return out
 
+    def gather(self, parts: Sequence[tuple[str, int, int]], out: np.ndarray) -> None:
+        """Fills `out` (page-locked) with the bytes of each (buffer, number, offset), after everything enqueued
+        before."""
+        self._check(self.cuda.cuCtxSetCurrent(self.dev.context))
+        to = out.ctypes.data
+        for name, nbytes, offset in parts:
+            pointer = self.cuda.CUdeviceptr_v2(self.address(name).value + offset)
+            self._check(self.cuda.cuMemcpyDtoHAsync_v2(ctypes.c_void_p(to), pointer, nbytes, None))
+            to += nbytes
+        self.synchronize()
+
     def copy(self, name: str, nbytes: int, source: int, target: int) -> None:
         """Copies bytes within a buffer, from one offset to another, behind everything enqueued before."""
         self._check(self.cuda.cuCtxSetCurrent(self.dev.context))

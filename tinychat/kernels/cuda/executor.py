@@ -16,7 +16,7 @@ import numpy as np
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.blocks import MLA
-from tinychat.kernels.cuda.builder import RING, Builder
+from tinychat.kernels.cuda.builder import RING, SLOTS, Builder
 from tinychat.kernels.cuda.device import GPU, unusable
 from tinychat.kernels.cuda.graph import Graph
 from tinychat.kernels.cuda.launch import Launch
@@ -26,6 +26,7 @@ from tinychat.kernels.cuda.load import load
 from tinychat.kernels.cuda.prefill import SIZES, Chip, Prefill
 from tinychat.kernels.cuda.profile import DecodeStep, kernels, profile, read_bandwidth, seconds_of
 from tinychat.kernels.cuda.quants import QUANTS
+from tinychat.kernels.cuda.recurrent import TOGETHER
 from tinychat.kernels.cuda.selfcheck import self_check
 from tinychat.kernels.cuda.state import bias_values, breaker_bits, state_words
 from tinychat.kernels.cuda.step import decode, depths
@@ -36,7 +37,7 @@ from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile
 from tinychat.kernels.sampling import GREEDY, Sampling
 
-AHEAD = 4  # decode steps enqueued before the oldest is read
+AHEAD = 4  # decode steps enqueued before the oldest is read; at most SLOTS
 GRAPH_TOKENS = 128  # tokens from one graph of a prompt's kernels to the next
 FEW = 3  # tokens that the decode step takes one by one rather than prefill, in an empty cache
 ROWS_OF_STEP = 400  # cache rows whose keys and values MLA's prefill makes in the time of a decode step
@@ -56,7 +57,10 @@ LIMITS = Limits(
     experts=1024,
     experts_used=64,
     expert_groups=32,  # a lane each
-    gated_blocks=False,
+    channel_decay=False,
+    convolved=TOGETHER + 1,
+    state_dim=128,
+    state_multiple=4,
     prefill_chunk=CHUNKS[0],
 )
 
@@ -100,6 +104,8 @@ class CUDAExecutor:
                     self._allowed = gpu.pinned(size, name).view(np.uint32)
                 else:
                     gpu.allocate(name, size)
+            if plan.state_bytes:
+                self._state = gpu.pinned(plan.state_bytes)  # what read_state() and write_state() go through
             if "tickets" in builder.buffers:  # of attention
                 gpu.upload("tickets", np.zeros(builder.buffers["tickets"], np.uint8))
             gpu.compile([*chain.from_iterable([*launches.values(), *prefill.values()]), *head_all])
@@ -124,6 +130,7 @@ class CUDAExecutor:
             depth: DecodeStep(gpu, tuple(step), graphs[depth], max_context, self.decode, self._place)
             for depth, step in steps.items()
         }
+        self._seen = 0  # tokens whose state read_state() reads: none of drafts and of steps ahead
         self._enqueued: tuple[int, int, Sampling] | None = None  # the step of this token at this position, by verify()
         self._uploaded: Sampling | None = None  # whose penalties the buffers hold
         self.launches = launches[0]
@@ -131,7 +138,7 @@ class CUDAExecutor:
         self.jit_state = "replaying"  # compiled and captured at load
         self.weight_bytes = layout.nbytes
         self.cache_bytes = max_context * plan.kv_bytes_per_token
-        self.state_bytes = 0
+        self.state_bytes = plan.state_bytes
         self.device_bytes = gpu.nbytes
 
     def forward(self, ids: Sequence[int], pos: int, logits: Logits = "none", *, mtp: bool = False) -> np.ndarray | None:
@@ -163,6 +170,7 @@ class CUDAExecutor:
                     self._head()
                 out.append(self.gpu.download("logits", 4 * self.plan.vocab).view(np.float32)[None])
         self.gpu.synchronize()
+        self._seen = pos + len(ids)
         return np.concatenate(out) if out else None
 
     def draft(self, ids: Sequence[int], pos: int) -> int:
@@ -267,6 +275,7 @@ class CUDAExecutor:
             for i, (following, logprob) in enumerate(made):
                 if mask and not alone:
                     following, logprob = self._masked_choice(at + i, i, sampling, seen, mask)
+                self._seen = at + i + 1
                 yield following, logprob
                 if first == len(drafts) or following != drafts[first]:
                     return
@@ -300,12 +309,26 @@ class CUDAExecutor:
         self.gpu.synchronize()
 
     def read_state(self) -> bytes:
-        """See Executor.read_state."""
-        return b""
+        """See Executor.read_state: float32, layer by layer the convolution's inputs, then (heads, value, key)."""
+        if not self.state_bytes:
+            return b""
+        slot = self._seen % SLOTS
+        self.gpu.gather([(name, size, slot * size) for name, size in self._carried()], self._state)
+        return self._state.tobytes()
 
     def write_state(self, data: bytes) -> None:
-        """See Executor.write_state."""
-        assert not data
+        """See Executor.write_state. All slots hold it then, whatever position comes next."""
+        self._settle()
+        if len(data) != self.state_bytes:
+            raise TinychatError(f"a saved state of {len(data):,} bytes is not of this model")
+        if not data:
+            return
+        self._state[:], at = np.frombuffer(data, np.uint8), 0
+        for name, size in self._carried():
+            for slot in range(SLOTS):
+                self.gpu.upload(name, self._state[at : at + size], slot * size)
+            at += size
+        self.gpu.synchronize()
 
     def profile(self, token: int, pos: int, steps: int) -> StepProfile:
         """See MeasurableExecutor.profile."""
@@ -365,6 +388,10 @@ class CUDAExecutor:
         values = [(f"v:{i}", cache.value_width) for i, cache in enumerate(self.plan.caches) if cache.value_width]
         return keys + values
 
+    def _carried(self) -> list[tuple[str, int]]:
+        """What layers carry from token to token: its buffer, and the bytes of one slot."""
+        return [(f"carried:{i}", state.nbytes) for i, state in enumerate(self.plan.states) if state]
+
     def _place(self, ids: Sequence[int], pos: int, sampling: Sampling, count: int = 1, *, masked: bool = False) -> None:
         """Tells the device the tokens at positions pos, pos + 1, ...; the last `count` of them are the next step's.
         `masked`: its token has to be one of the buffer `allowed`."""
@@ -384,6 +411,7 @@ class CUDAExecutor:
         slot = (pos + 1) % RING
         word = self._wait(slot)
         self._ring[slot] = EMPTY
+        self._seen = pos + 1
         return word & 0xFFFFFFFF, float(np.uint32(word >> 32).view(np.float32))
 
     def _wait(self, slot: int) -> int:

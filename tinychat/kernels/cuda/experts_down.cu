@@ -16,6 +16,7 @@ struct Args {
   const u8 *shared = nullptr;
   const float *bias = nullptr;  // (experts, rows)
   const float *expert_scale = nullptr;
+  const float *shared_scale = nullptr;  // (columns): the shared expert counts its sigmoid times, where there is one
 };
 
 // The part of the row that this warp has of all chosen experts: sum of weight * (down[e] @ part e), a lane's share of
@@ -81,7 +82,8 @@ DEVICE void run(Args a) {
   float acc = warp_sum(part);
   if constexpr (SHARED_FF > 0) {
     shared.run(sh, SIZE, TOP * FF);
-    if (threadIdx.x % 32 == 0) acc += shared.acc[0][0];
+    const float counts = a.shared_scale ? 1.f / (1.f + expf(-a.shared_scale[column])) : 1;
+    if (threadIdx.x % 32 == 0) acc += counts * shared.acc[0][0];
   }
   if (threadIdx.x % 32 == 0 && row < ROWS) a.x[row] = (ADD ? a.x[row] : 0) + OUT_SCALE * acc;
 }

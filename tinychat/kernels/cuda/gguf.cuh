@@ -1,5 +1,5 @@
-// Blocks of a GGUF file, for repack.cu: codes and scales of the 32-weight part g (0 where blocks have 32 weights) of block
-// `b`. Layouts: ggml-common.h of https://github.com/ggml-org/ggml.
+// Blocks of a GGUF file, for repack.cu: codes and scales of the 32-weight part g (0 where blocks have 32 weights) of
+// block `b`. Layouts: ggml-common.h of https://github.com/ggml-org/ggml.
 
 DEVICE u32 u16_at(const u8 *p) { return p[0] | (u32)p[1] << 8; }
 DEVICE u32 u32_at(const u8 *p) { return u16_at(p) | u16_at(p + 2) << 16; }
@@ -22,7 +22,7 @@ DEVICE u32 digit(u32 byte, int n) {
   return byte * 3 >> 8;
 }
 
-// The code of weight i (0..31), or its index in the type's table.
+// What the planes hold of weight i (0..31): its bits of lo, above them those of two, then of one.
 template <int T> DEVICE u32 file_code(const u8 *b, const u16 *grid, int g, int i) {
   constexpr Planes P = planes(T);
   const int j = i / 8, k = 4 * g + j, e = i % 8;
@@ -36,19 +36,22 @@ template <int T> DEVICE u32 file_code(const u8 *b, const u16 *grid, int g, int i
     return value_of<8>(grid[q & 511], e) | even_sign(q >> 9, e) << 2;
   }
   if (T == IQ2_S) return value_of<8>(grid[codes[k] | (b[66 + g] >> 2 * j & 3) << 8], e) | (b[34 + k] >> e & 1) << 2;
-  if (T == IQ3_XXS)
-    return value_of<4>(grid[codes[8 * g + i / 4]], i % 4) | even_sign(u32_at(b + 66 + 4 * g) >> 7 * j & 127, e) << 3;
+  if (T == IQ3_XXS) {
+    const u32 negative = even_sign(u32_at(b + 66 + 4 * g) >> 7 * j & 127, e);
+    return value_of<4>(grid[codes[8 * g + i / 4]], i % 4) | (negative ^ 1) << 3;
+  }
   if (T == IQ3_S) {
     const u32 index = codes[8 * g + i / 4] | (b[66 + g] >> i / 4 & 1) << 8;
-    return value_of<4>(grid[index], i % 4) | (b[74 + k] >> e & 1) << 3;
+    const u32 v = value_of<4>(grid[index], i % 4);
+    return b[74 + k] >> e & 1 ? 7 - v : 8 + v;  // -15, -13 to 15
   }
   if (T == IQ1_S) {
     const u32 high = u16_at(b + 34 + 2 * g);
-    return value_of<8>(grid[codes[k] | (high >> 3 * j & 7) << 8], e) | high >> 15 << 2;
+    return value_of<8>(grid[codes[k] | (high >> 3 * j & 7) << 8], e) | (~high >> 15 & 1) << 2;
   }
   if (T == IQ1_M) {
     const u32 high = nibble(b + 32, k);
-    return value_of<8>(grid[codes[k] | (high & 7) << 8], e) | high >> 3 << 2;
+    return value_of<8>(grid[codes[k] | (high & 7) << 8], e) | (~high >> 3 & 1) << 2;
   }
   if (T == TQ1_0) {  // 5 digits of 32 bytes, then of 16, then 4 of 4
     const int n = 32 * g + i;
@@ -64,7 +67,7 @@ template <int T> DEVICE u32 file_code(const u8 *b, const u16 *grid, int g, int i
   if (P.two) return codes[32 * (g / 4) + i] >> 2 * (g % 4) & 3 | bit << 2;  // Q2_K, Q3_K, TQ2_0
   if (P.lo == 32) return codes[i];
   if (P.s2 && !has_table(T)) return codes[32 * (g / 2) + i] >> 4 * (g % 2) & 15 | bit << 4;  // Q4_K, Q5_K
-  return codes[16 * g + i % 16] >> i / 16 * 4 & 15 | bit << 4;
+  return (codes[16 * g + i % 16] >> i / 16 * 4 & 15 | bit << 4) ^ (T == MXFP4 ? 8 : 0);  // the sign is that of +
 }
 
 // Scale number n, of 16 weights in types with split scales, of 32 in others: the byte that s1 has.

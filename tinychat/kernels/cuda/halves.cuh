@@ -85,7 +85,7 @@ template <class M, int TOTAL, int TILES, int TOKENS, int DEPTH> struct Rows {
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const int r = min(first + m * 16 + i * 8 + (int)(threadIdx.x % 32) / 4, TOTAL - 1);
-        row[m][i] = M::START + (u64)(g + r / M::ROWS) * M::STRIDE + r % M::ROWS;
+        row[m][i] = packed_row<M>(g + r / M::ROWS, r % M::ROWS);
       }
 #pragma unroll
     for (int m = 0; m < TILES; m++)

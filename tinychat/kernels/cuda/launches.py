@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tinychat.errors import TinychatError
 from tinychat.kernels import blocks, ops
-from tinychat.kernels.blocks import GQA, MLA, Experts, Weight
+from tinychat.kernels.blocks import GQA, MLA, Experts, LayerEmbedding, Weight
 from tinychat.kernels.cuda.builder import MAX_DYNAMIC, RING, Activations, Builder, shared_columns
 from tinychat.kernels.cuda.constants import (
     LOG2E,
@@ -17,8 +17,10 @@ from tinychat.kernels.cuda.constants import (
     ExpertsDownConstants,
     ExpertsUpConstants,
     GatedActivation,
+    GateInputConstants,
     GateUpConstants,
     GatingCode,
+    LayerInputsConstants,
     LinearConstants,
     LinearPart,
     Norm,
@@ -261,6 +263,7 @@ def experts_down(b: Builder, e: Experts, ffn: Activations) -> Launch:
         "expert_scale": b.data(r.expert_scale),
         "shared": b.data(shared),
         "bias": b.data(e.weights.down_bias),
+        "shared_scale": "shared_scale" if e.shared_scale else None,
     }
     kind = w.type.name.lower()
     return kernel(
@@ -284,12 +287,39 @@ def embed(b: Builder, op: ops.Embed, tokens: int) -> Launch:
     )
 
 
+def layer_inputs(b: Builder, table: ops.LayerTable, tokens: int) -> Launch:
+    """The per-layer embeddings of all layers, in place of their projection."""
+    weight, width = table.table.weight, table.width
+    buffers = {
+        "x": b.act("inputs", tokens),
+        "w": b.data(weight),
+        "gain": b.data(table.norm),
+        "history": "history",
+        "state": "state",
+    }
+    shape = LayerInputsConstants(b.matrix(weight), table.table.scale, table.eps, width)
+    name = f"layer_inputs_{weight.type.name.lower()}_{weight.cols}"
+    return kernel(name, "layer_inputs.cu", shape, buffers, (weight.cols // width, tokens, 1), "embedding")
+
+
+def gate_input(b: Builder, layer: int, e: LayerEmbedding, tokens: int, unit: bool = False) -> Launch:
+    """f(gate) times the layer's embedding, in place."""
+    width, pitch, cols = e.gate.rows, b.plan.buffers["inputs"], e.gate.cols
+    buffers = {"gated": b.act("gated", tokens), "inputs": b.act("inputs", tokens), "state": "state"}
+    if unit:
+        buffers["x"] = b.act("x", tokens)
+    shape = GateInputConstants(activation(e), width, pitch, layer * width, unit, cols, e.eps)
+    return kernel(f"gate_input_{layer}_{width}", "gate_input.cu", shape, buffers, (tokens, 1, 1), "embedding")
+
+
 def store_kv(b: Builder, layer: int, a: GQA, tokens: int) -> Launch:
-    """Queries, scaled for attention and rotated, into `queries`; rotated keys, and values, into the cache."""
+    """Queries, scaled for attention and rotated, into `queries`; rotated keys, and values, into the cache. Queries
+    alone where the layer shares a cache."""
+    kv_heads = a.kv_heads if a.shared is None else 0
     norm = {None: Norm.NO_NORM, "head": Norm.PER_HEAD, "projection": Norm.ALL_HEADS}
     shape = StoreKVConstants(
         a.heads,
-        a.kv_heads,
+        kv_heads,
         a.key_dim,
         a.value_dim,
         rope_dims=a.rope.dims,
@@ -301,21 +331,24 @@ def store_kv(b: Builder, layer: int, a: GQA, tokens: int) -> Launch:
     )
     buffers = {
         "queries": b.buffer("queries", 2 * tokens * a.heads * a.key_dim),
-        "k_cache": b.cache("k", layer),
-        "v_cache": b.cache("v", layer),
         "q": b.act("q", tokens),
-        "k": b.act("k", tokens),
-        "v": b.act("v", tokens),
         "q_gain": b.data(a.q_norm),
-        "k_gain": b.data(a.k_norm),
         "table": b.rope(a.rope),
         "state": "state",
     }
-    grid = (-(-(a.heads + 2 * a.kv_heads) // 8), tokens, 1)
-    return kernel(f"store_kv_{a.heads}_{a.kv_heads}_{a.key_dim}", "store_kv.cu", shape, buffers, grid, "rope")
+    if kv_heads:
+        buffers |= {
+            "k_cache": b.cache("k", layer),
+            "v_cache": b.cache("v", layer),
+            "k": b.act("k", tokens),
+            "v": b.act("v", tokens),
+            "k_gain": b.data(a.k_norm),
+        }
+    grid = (-(-(a.heads + 2 * kv_heads) // 8), tokens, 1)
+    return kernel(f"store_kv_{a.heads}_{kv_heads}_{a.key_dim}", "store_kv.cu", shape, buffers, grid, "rope")
 
 
-def activation(w: blocks.Gated) -> GatedActivation:
+def activation(w: blocks.Gated | LayerEmbedding) -> GatedActivation:
     """What a kernel makes of gate and up."""
     return GatedActivation(ActivationCode[w.activation.upper()])
 
@@ -339,6 +372,7 @@ def chunk_keys(a: GQA | MLA, deep: bool = False) -> int:
 def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launch:
     """Results go into `heads` (GQA), partial ones of each split into `attention_o`."""
     latent = isinstance(a, MLA)
+    stored = layer if isinstance(a, MLA) or a.shared is None else a.shared
     kv_heads, key_dim, value_dim = (1, a.row, a.kv_lora) if isinstance(a, MLA) else (a.kv_heads, a.key_dim, a.value_dim)
     group, keys = a.heads // kv_heads, chunk_keys(a, deep)
     row_tiles = 2 if group > 16 else 1
@@ -364,6 +398,7 @@ def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launc
         latent=latent,
         window=0 if isinstance(a, MLA) else a.window,
         sinks=not isinstance(a, MLA) and a.sinks is not None,
+        gated=not isinstance(a, MLA) and a.gate is not None,
         columns=b.columns,
     )
     buffers = {
@@ -371,11 +406,12 @@ def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launc
         "ml": b.buffer("attention_ml", 8 * b.columns * splits(a, deep) * a.heads),
         "tickets": b.buffer("tickets", 4 * b.columns * kv_heads),
         "q": "queries",
-        "k_cache": b.cache("k", layer),
+        "k_cache": b.cache("k", stored),
         "state": "state",
-        "v_cache": b.cache("k" if latent else "v", layer),
+        "v_cache": b.cache("k" if latent else "v", stored),
         "out": None if latent else b.act("heads"),
         "sinks": None if isinstance(a, MLA) else b.data(a.sinks),
+        "gate": b.act("gate") if shape.gated else None,
     }
     window = f"_{shape.window}" if shape.window else ""
     name = f"attention_{a.heads}_{kv_heads}_{key_dim}{window}{'_deep' if deep else ''}"

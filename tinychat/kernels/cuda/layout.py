@@ -49,7 +49,7 @@ class PackedTensor:
 
 @dataclass(frozen=True)
 class Placed:
-    """A plan's weight on the device: matrix g's row r is row g * stride + start + r of `tensor`."""
+    """A plan's weight on the device: matrix g's row r is row g * stride + start + r of `tensor`, but see Weight.run."""
 
     tensor: PackedTensor
     start: int
@@ -70,18 +70,19 @@ class Layout:
         self.transposed: dict[str, tuple[Weight, PackedTensor]] = {}  # buffers made from columns of another tensor
         self._placed: dict[Weight, Placed] = {}
         for op in plan.ops:
+            matrices = set(ops.matrices_of(op))
             for w in ops.weights_of(op):
-                self._place(w, sizes)
+                self._place(w, sizes, w in matrices)
             if isinstance(op, ops.Absorb):
-                self._place(keys_of(op.weight), sizes)
+                self._place(keys_of(op.weight), sizes, matrix=True)
 
     def __getitem__(self, w: Weight) -> Placed:
         return self._placed[w]
 
-    def _place(self, w: Weight, sizes: dict[str, int]) -> None:
+    def _place(self, w: Weight, sizes: dict[str, int], matrix: bool) -> None:
         if w.type not in QUANTS:
             raise TinychatError(f"the CUDA kernels do not read {w.type.name} ({w.tensor})")
-        if (w.rows if w.transposed else w.cols) % block_size(w.type) and w.rows > 1:
+        if matrix and (w.rows if w.transposed else w.cols) % block_size(w.type):
             raise TinychatError(f"the CUDA kernels need rows of a multiple of {block_size(w.type)} values ({w.tensor})")
         block, size = GGML_QUANT_SIZES[w.type]
         tensor = self.tensors.setdefault(w.tensor, PackedTensor(w.tensor, w.type, sizes[w.tensor] // size * block))

@@ -1,4 +1,4 @@
-// Decode: up to three matrices over one input, normed or not: dst = weight @ input (+ bias), or dst += OUT_SCALE *
+// Decode: up to four matrices over one input, normed or not: dst = weight @ input (+ bias), or dst += OUT_SCALE *
 // that. Rows of `src` and `dst` are columns of the step. IN_PLACE: int8 blocks that are too many for shared memory.
 #include "matvec.cuh"
 
@@ -6,11 +6,11 @@ struct Args {
   const float *src = nullptr;
   const V4 *src_q = nullptr;  // the input where IN_QUANTISED
   const Scale *src_s = nullptr;
-  float *dst[3] = {};
-  const float *bias[3] = {};
+  float *dst[4] = {};
+  const float *bias[4] = {};
   const int *state = nullptr;
   const float *gain = nullptr;
-  const u8 *w[3] = {};
+  const u8 *w[4] = {};
 };
 
 template <bool ADDED> DEVICE auto put(float *dst, const float *bias, int rows) {

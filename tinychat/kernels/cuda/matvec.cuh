@@ -316,7 +316,7 @@ DEVICE void linear(const u8 *w, int g, int b, Load src, const float *gain, float
 #pragma unroll
   for (int r = 0; r < R; r++) {
     const int row = unit + r * G;
-    dot.row[r] = W::START + (u64)g * W::STRIDE + (row < ROWS ? row : ROWS - 1);
+    dot.row[r] = packed_row<W>(g, row < ROWS ? row : ROWS - 1);
   }
   dot.point(w, W::BLOCKS);
   dot.prefetch();

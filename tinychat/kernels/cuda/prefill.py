@@ -9,7 +9,17 @@ from typing import Any
 
 from tinychat.errors import TinychatError
 from tinychat.kernels import ops
-from tinychat.kernels.blocks import GQA, MLA, Dense, Experts, Gated, Weight
+from tinychat.kernels.blocks import (
+    GQA,
+    MLA,
+    DeltaRule,
+    Dense,
+    Experts,
+    Gated,
+    LayerEmbedding,
+    ShortConvolution,
+    Weight,
+)
 from tinychat.kernels.cuda.builder import Builder
 from tinychat.kernels.cuda.constants import (
     SPAN,
@@ -27,9 +37,10 @@ from tinychat.kernels.cuda.constants import (
 )
 from tinychat.kernels.cuda.latent import latent_fields
 from tinychat.kernels.cuda.launch import Launch, kernel
-from tinychat.kernels.cuda.launches import activation, choice, embed, norm_add, store_kv
+from tinychat.kernels.cuda.launches import activation, choice, embed, gate_input, layer_inputs, norm_add, store_kv
 from tinychat.kernels.cuda.layout import keys_of
 from tinychat.kernels.cuda.quants import FLOATS
+from tinychat.kernels.cuda.recurrent import prompt_delta, prompt_short_convolution
 from tinychat.kernels.ops import LinearAdd, NormAdd, NormLinear
 
 SIZES = (16, 64, 1024)  # tokens up to which the kernels are of one kind each; beyond, there is one kind more
@@ -69,12 +80,18 @@ class Prefill:
     def layers(self) -> list[Launch]:
         """Embedding and all layers: the residual stream of every token, and their cache rows."""
         out = [self._embed()]
+        if table := self.b.plan.layer_table:
+            out += [*self._projections("x", None, table.eps, [(table.project, None, "inputs")]), self._inputs(table)]
         for i, layer in enumerate(self.b.plan.layers):
             match layer.attention:
                 case GQA() as a:
                     out += self._gqa(i, a)
                 case MLA() as m:
                     out += self._mla(i, m)
+                case DeltaRule() as r:
+                    out += self._delta_rule(i, r)
+                case ShortConvolution() as c:
+                    out += self._short_convolution(i, c)
             match layer.feed_forward:
                 case Dense() as d:
                     down = ops.added("ffn", d.weights.down, None, d.post_norm, d.eps, d.residual_scale, d.stream_scale)
@@ -85,6 +102,8 @@ class Prefill:
                     ]
                 case Experts() as e:
                     out += self._experts(e)
+            if layer.embedding:
+                out += self._layer_embedding(i, layer.embedding)
         return out
 
     def head(self) -> list[Launch]:
@@ -101,6 +120,20 @@ class Prefill:
     def _embed(self) -> Launch:
         launch = embed(self.b, self.b.plan.embed, self.tokens)
         return replace(launch, sized=lambda count, keys: (launch.grid[0], count, 1))
+
+    def _inputs(self, table: ops.LayerTable) -> Launch:
+        launch = layer_inputs(self.b, table, self.tokens)
+        return replace(launch, sized=lambda count, keys: (launch.grid[0], count, 1))
+
+    def _layer_embedding(self, layer: int, e: LayerEmbedding) -> list[Launch]:
+        gated = gate_input(self.b, layer, e, self.tokens, unit=True)
+        return [
+            self._norm("x", None, e.eps, unit=True),
+            self._linear("linear", [e.gate], "normed", [self.b.act("gated", self.tokens)], [e.gate.rows]),
+            replace(gated, sized=lambda count, keys: (count, 1, 1)),
+            self._norm("gated", None, e.eps),
+            *self._added("normed", ops.added("gated", e.project, None, e.post_norm, e.eps, 1.0, e.stream_scale)),
+        ]
 
     def _halves(self, name: str, rows: int, values: int) -> str:
         """A buffer of rows of halves."""
@@ -135,8 +168,8 @@ class Prefill:
             return Tile(rows, 64, split=1, depth=2, stages=4, warpgroups=True)
         return self.chip.fitting(Tile(rows, 64, split=1, depth=2, stages=3))
 
-    def _norm(self, src: str, norm: Weight | None, eps: float) -> Launch:
-        """Activations as halves in the buffer `normed`, normed where there is a gain."""
+    def _norm(self, src: str, norm: Weight | None, eps: float, *, unit: bool = False) -> Launch:
+        """Activations as halves in the buffer `normed`, normed where there is a gain, or with the gain 1 (`unit`)."""
         cols = norm.cols if norm else self.b.plan.buffers[src]
         buffers = {
             "dst": self._halves("normed", self.tokens, cols),
@@ -144,7 +177,7 @@ class Prefill:
             "gain": self.b.data(norm),
             "state": "state",
         }
-        shape = PromptNormConstants(cols, eps, norm is not None)
+        shape = PromptNormConstants(cols, eps, norm is not None or unit)
         return kernel(
             f"prompt_norm_{cols}", "prompt_norm.cu", shape, buffers, lambda count, keys: (count, 1, 1), "norm"
         )
@@ -196,7 +229,7 @@ class Prefill:
     # --- ops
 
     def _projections(
-        self, src: str, norm: Weight | None, eps: float, outputs: list[tuple[Weight, Weight | None, str]]
+        self, src: str, norm: Weight | None, eps: float, outputs: Sequence[tuple[Weight, Weight | None, str]]
     ) -> list[Launch]:
         """Each (weight, bias, buffer of its results) over RMSNorm(src)."""
         weights, biases, names = zip(*outputs)
@@ -258,18 +291,43 @@ class Prefill:
     def _gqa(self, layer: int, a: GQA) -> list[Launch]:
         stored = store_kv(self.b, layer, a, self.tokens)
         return [
-            *self._projections("x", a.norm, a.eps, [(a.q, a.q_bias, "q"), (a.k, a.k_bias, "k"), (a.v, a.v_bias, "v")]),
+            *self._projections("x", a.norm, a.eps, ops.projections(a)),
             replace(stored, sized=lambda count, keys: (stored.grid[0], count, 1)),
             self._attend(
                 PromptAttentionConstants(
-                    a.heads, a.kv_heads, a.key_dim, a.value_dim, a.key_dim, 0, 0, a.window, a.sinks is not None
+                    a.heads,
+                    a.kv_heads,
+                    a.key_dim,
+                    a.value_dim,
+                    a.key_dim,
+                    0,
+                    0,
+                    a.window,
+                    sinks=a.sinks is not None,
+                    gated=a.gate is not None,
                 ),
-                self.b.cache("k", layer),
-                self.b.cache("v", layer),
+                self.b.cache("k", layer if a.shared is None else a.shared),
+                self.b.cache("v", layer if a.shared is None else a.shared),
                 None,
                 a.sinks,
             ),
             *self._added("attended", ops.added("heads", a.output, a.output_bias, a.post_norm, a.eps, a.residual_scale)),
+        ]
+
+    def _delta_rule(self, layer: int, a: DeltaRule) -> list[Launch]:
+        outputs = [(a.qkv, None, "qkv"), (a.gate, None, "gate"), (a.beta, None, "beta"), (a.alpha, None, "alpha")]
+        return [
+            *self._projections("x", a.norm, a.eps, outputs),
+            *prompt_delta(self.b, layer, a, self.tokens, self._halves("attended", self.tokens, a.output.cols)),
+            self._linear_add("attended", a.output, None, 1.0),
+        ]
+
+    def _short_convolution(self, layer: int, a: ShortConvolution) -> list[Launch]:
+        mixed = self._halves("attended", self.tokens, a.output.cols)
+        return [
+            *self._projections("x", a.norm, a.eps, [(a.in_proj, None, "bcz")]),
+            prompt_short_convolution(self.b, layer, a, self.tokens, mixed),
+            self._linear_add("attended", a.output, None, 1.0),
         ]
 
     def _attend(
@@ -294,6 +352,7 @@ class Prefill:
             "rope": rope,
             "state": "state",
             "sinks": self.b.data(sinks),
+            "gate": self.b.act("gate", self.tokens) if shape.gated else None,
         }
         return kernel(
             f"prompt_attention_{shape.heads}_{shape.kv_heads}_{shape.key_dim}",
@@ -323,8 +382,8 @@ class Prefill:
                     out.append(self._norm_add(op.norm, op.eps, scale=op.scale, stream=op.stream_scale))
         return out
 
-    def _gated(self, w: Gated, name: str) -> Launch:
-        """f(gate, up) of all tokens, from the halves `normed`."""
+    def _gated(self, w: Gated, name: str, counts: str | None = None) -> Launch:
+        """f(gate, up) of all tokens, from the halves `normed`; times what `counts` has of each."""
         gate, up = w.gate, w.up
         tile = self._tile([gate, up], self.tokens)
         tile = replace(tile, rows=1)
@@ -334,6 +393,7 @@ class Prefill:
             "up": self.b.data(up),
             "x": "normed",
             "state": "state",
+            "counts": counts,
         }
         shape = PromptGatedConstants(
             self.b.matrix(gate), self.b.matrix(up), activation(w), tile, grouped=False, pairs_per_row=1
@@ -412,7 +472,7 @@ class Prefill:
         ]
         if shared:
             out += [
-                self._gated(shared, "inner"),
+                self._gated(shared, "inner", "shared_counts" if block.shared_scale else None),
                 self._linear_add("inner", shared.down, None, scale),
             ]
         quant = w.down.type.name.lower()
@@ -469,6 +529,8 @@ class Prefill:
             "selection_bias": self.b.data(r.selection_bias),
             "router_bias": self.b.data(r.bias),
             "state": "state",
+            "counts": self.b.buffer("shared_counts", 4 * self.tokens) if block.shared_scale else None,
+            "shared_scale": self.b.data(block.shared_scale),
         }
         shape = RouterConstants(self.b.matrix(r.weight), choice(r), tokens, block.eps)
         return kernel(

@@ -11,6 +11,7 @@ struct Args {
   const u16 *values = nullptr;  // (positions, KV_HEADS, VALUE_DIM)
   const u16 *rope = nullptr;    // (positions, ROPE_PITCH), from value ROPE_START on
   const float *sinks = nullptr;  // (HEADS), where SINKS
+  const float *gate = nullptr;   // (tokens, HEADS, VALUE_DIM), where GATED
   const int *state = nullptr;
 };
 
@@ -84,7 +85,7 @@ DEVICE void run(const Args &a) {
       wgmma_begin();
 #pragma unroll
       for (int d = 0; d < KEY_DIM / 16; d++)
-        wgmma_tiles(s, tile_at((const u8 *)qs + (d / 4 * QUERIES + warp / 4 * 64) * 128 + d % 4 * 32),
+        wgmma_tiles((float (&)[8][4])s, tile_at((const u8 *)qs + (d / 4 * QUERIES + warp / 4 * 64) * 128 + d % 4 * 32),
             tile_at((const u8 *)k + d / 4 * KEYS * 128 + d % 4 * 32));
       wgmma_commit();
       wgmma_wait<0>();
@@ -177,8 +178,14 @@ DEVICE void run(const Args &a) {
 #pragma unroll
     for (int n = 0; n < TILES; n++) {
       const int col = n * 8 + lane % 4 * 2;
-      if (VALUE_DIM % 16 == 0 || col < VALUE_DIM)
-        *(u32 *)(out + place(head * VALUE_DIM + col)) = pack(o[n][2 * i] * f, o[n][2 * i + 1] * f);
+      if (VALUE_DIM % 16 == 0 || col < VALUE_DIM) {
+        F2 v = {o[n][2 * i] * f, o[n][2 * i + 1] * f};
+        if (GATED) {
+          const F2 g = *(const F2 *)(a.gate + ((u64)t * HEADS + head) * VALUE_DIM + col);
+          v = F2{v.x / (1.f + expf(-g.x)), v.y / (1.f + expf(-g.y))};
+        }
+        *(u32 *)(out + place(head * VALUE_DIM + col)) = pack(v.x, v.y);
+      }
     }
     if (head == HEADS - 1)
       for (int col = HEADS * VALUE_DIM + lane % 4 * 2; col < PITCH; col += 8) *(u32 *)(out + place(col)) = 0;

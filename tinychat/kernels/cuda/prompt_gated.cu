@@ -13,6 +13,7 @@ struct Args {
   const int *order = nullptr;
   const float *gate_bias = nullptr;  // (experts, rows)
   const float *up_bias = nullptr;
+  const float *counts = nullptr;  // (tokens): results are multiplied by theirs
 };
 
 DEVICE void run(const Args &a) {
@@ -61,6 +62,8 @@ DEVICE void run(const Args &a) {
           if (a.gate_bias && row < Gate::ROWS) g += a.gate_bias[expert * Gate::ROWS + row];
           if (a.up_bias && row < Gate::ROWS) u += a.up_bias[expert * Gate::ROWS + row];
           v[j] = row < Gate::ROWS ? activated<Activation>(g, u) : 0;  // the padding must be zeros
+          const int t = n * 8 + lane % 4 * 2 + j;
+          if (a.counts && t < count) v[j] *= a.counts[out_of[t]];
         }
         const u32 two = pair_of_rows(v[0], v[1]);
         if (mine < count && row < PITCH) *(u32 *)(a.dst + (u64)out_of[mine] * PITCH + place(row & ~1)) = two;

@@ -1,4 +1,4 @@
-// Prompts: up to three weights over the same activations. A block makes TILE_ROWS rows of one of them for Tile::TOKENS
+// Prompts: up to four weights over the same activations. A block makes TILE_ROWS rows of one of them for Tile::TOKENS
 // tokens.
 #include "halves.cuh"
 

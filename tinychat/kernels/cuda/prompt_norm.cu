@@ -4,7 +4,7 @@
 struct Args {
   u16 *dst = nullptr;          // (tokens, padded(COLS))
   const float *src = nullptr;  // (tokens, COLS)
-  const float *gain = nullptr;
+  const float *gain = nullptr;  // all 1 where there is none
   const int *state = nullptr;
 };
 
@@ -32,7 +32,7 @@ DEVICE void run(const Args &a) {
   for (int i = threadIdx.x * 4; i < padded(COLS); i += THREADS * 4) {
     F4 v = {0, 0, 0, 0};
     if (i < COLS) {
-      const F4 x = *(const F4 *)(src + i), g = NORMED ? *(const F4 *)(a.gain + i) : F4{1, 1, 1, 1};
+      const F4 x = *(const F4 *)(src + i), g = a.gain ? *(const F4 *)(a.gain + i) : F4{1, 1, 1, 1};
       v = F4{x.x * r * g.x, x.y * r * g.y, x.z * r * g.z, x.w * r * g.w};
     }
     u16 *dst = a.dst + row * padded(COLS) + place(i);

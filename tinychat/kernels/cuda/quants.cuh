@@ -1,55 +1,56 @@
 // Weights as the kernels read them: `planes` of one tensor, one after the other, each 16-byte aligned.
-//   lo: per 32 weights 16 bytes of nibbles, or 32 bytes of int8; two and one: 8 bytes with 2 bits of each weight, 4 bytes
-//   with one, above those of lo (two above one), or alone
-//   s1: per 32 weights the scale (half), scale and minimum (two halves), or bytes: a scale, scale and minimum, two scales
-//   (of 16 weights each); Q2_K: two bytes of scale and minimum; MXFP4: the scale's exponent
+//   lo: per 32 weights 16 bytes of nibbles, or 32 bytes of int8
+//   two, one: 8 bytes with 2 bits of each weight, 4 bytes with one: highest bits of a code, or all of it
+//   s1: per 32 weights the scale (half), scale and minimum (two halves), or bytes: a scale, scale and minimum, two
+//       scales of 16 weights each; Q2_K: two bytes of scale and minimum; MXFP4: the scale's exponent
 //   s2: per 256 weights d, or d and dmin (halves), which multiply the bytes of s1
-// A code is an integer, or the index of one in the type's table. Weights 4w..4w+3 of a block have their bits in bytes of
-// a word, those of indices in nibbles of half a word (`Places`). Floating-point types keep the file's layout; their block is 8 weights.
+// A code is an integer, or the index of one in the type's table. Four weights in a row have their bits in bytes of a
+// word, or those of indices in nibbles of half a word (`Places`). Floating-point types keep the file's layout; their
+// block is 8 weights.
 
-// Tables: a signed byte for each index. The IQ types' indices are one of a grid, and above it the sign.
+// Tables: a signed byte for each index; of 16, the last 8 are not negative (`add_products`). The IQ types' indices are
+// one of a grid, and above it the sign.
 #define INTEGERS 0
-#define VALUES_FP4 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12
+#define VALUES_FP4 0, -1, -2, -3, -4, -6, -8, -12, 0, 1, 2, 3, 4, 6, 8, 12
 #define VALUES_IQ4 -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
-#define VALUES_IQ3_S 1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15
-#define VALUES_IQ3_XXS 4, 12, 20, 28, 36, 44, 52, 62, -4, -12, -20, -28, -36, -44, -52, -62
+#define VALUES_IQ3_XXS -4, -12, -20, -28, -36, -44, -52, -62, 4, 12, 20, 28, 36, 44, 52, 62
 #define VALUES_IQ2 8, 25, 43, 0, -8, -25, -43, 0
-#define VALUES_IQ1 -7, 1, 9, 0, -9, -1, 7, 0
 
-// The types, one a row; quants.py reads the rows here. A new type is a row, and a case in gguf.cuh where a file has it in
-// a new form. The columns: GGML's number; bytes of lo, two, one and s1 per block and of s2 per 8 blocks; the offset,
-// where weight = scale * (code - offset); whether weight = scale * code + minimum; whether 16 weights have a scale of their
-// own; how often s2's product is halved; weights that a lane reads at once; in a block of the file the first byte of
-// the codes, of their highest bits, of the F16 scale and minimum (-1: none); the table.
-#define QUANTS(X)                                                           \
-  X(F32, 0, 32, 0, 0, 0, 0, 0, 0, 0, 0, 8, 0, -1, -1, -1, INTEGERS)          \
-  X(F16, 1, 16, 0, 0, 0, 0, 0, 0, 0, 0, 8, 0, -1, -1, -1, INTEGERS)          \
-  X(BF16, 30, 16, 0, 0, 0, 0, 0, 0, 0, 0, 8, 0, -1, -1, -1, INTEGERS)        \
-  X(Q4_0, 2, 16, 0, 0, 2, 0, 8, 0, 0, 0, 32, 2, -1, 0, -1, INTEGERS)         \
-  X(Q4_1, 3, 16, 0, 0, 4, 0, 0, 1, 0, 0, 32, 4, -1, 0, 2, INTEGERS)          \
-  X(Q5_0, 6, 16, 0, 4, 2, 0, 16, 0, 0, 0, 32, 6, 2, 0, -1, INTEGERS)         \
-  X(Q5_1, 7, 16, 0, 4, 4, 0, 0, 1, 0, 0, 32, 8, 4, 0, 2, INTEGERS)           \
-  X(Q8_0, 8, 32, 0, 0, 2, 0, 0, 0, 0, 0, 32, 2, -1, 0, -1, INTEGERS)         \
-  X(Q2_K, 10, 0, 8, 0, 2, 4, 0, 1, 1, 0, 32, 16, -1, 80, 82, INTEGERS)       \
-  X(Q3_K, 11, 0, 8, 4, 2, 2, 4, 0, 1, 0, 32, 32, 0, 108, -1, INTEGERS)       \
-  X(Q4_K, 12, 16, 0, 0, 2, 4, 0, 1, 0, 0, 32, 16, -1, 0, 2, INTEGERS)        \
-  X(Q5_K, 13, 16, 0, 4, 2, 4, 0, 1, 0, 0, 32, 48, 16, 0, 2, INTEGERS)        \
-  X(Q6_K, 14, 16, 8, 0, 2, 2, 32, 0, 1, 0, 32, 0, 128, 208, -1, INTEGERS)    \
-  X(IQ4_NL, 20, 16, 0, 0, 2, 0, 0, 0, 0, 0, 32, 2, -1, 0, -1, VALUES_IQ4)    \
-  X(IQ4_XS, 23, 16, 0, 0, 1, 2, 0, 0, 0, 0, 32, 8, -1, 0, -1, VALUES_IQ4)    \
-  X(MXFP4, 39, 16, 0, 0, 1, 0, 0, 0, 0, 0, 32, 1, -1, -1, -1, VALUES_FP4)    \
-  X(IQ3_S, 21, 16, 0, 0, 1, 2, 0, 0, 0, 0, 32, 2, -1, 0, -1, VALUES_IQ3_S)   \
-  X(IQ3_XXS, 18, 16, 0, 0, 1, 2, 0, 0, 0, 2, 32, 2, -1, 0, -1, VALUES_IQ3_XXS) \
-  X(IQ2_S, 22, 0, 8, 4, 2, 2, 0, 0, 1, 3, 32, 2, -1, 0, -1, VALUES_IQ2)      \
-  X(IQ2_XS, 17, 0, 8, 4, 2, 2, 0, 0, 1, 3, 32, 2, -1, 0, -1, VALUES_IQ2)     \
-  X(IQ2_XXS, 16, 0, 8, 4, 1, 2, 0, 0, 0, 3, 32, 2, -1, 0, -1, VALUES_IQ2)    \
-  X(IQ1_M, 29, 0, 8, 4, 2, 2, 0, 0, 1, 3, 32, 0, -1, -1, -1, VALUES_IQ1)     \
-  X(IQ1_S, 19, 0, 8, 4, 1, 2, 0, 0, 0, 3, 32, 2, -1, 0, -1, VALUES_IQ1)      \
-  X(TQ1_0, 34, 0, 8, 0, 0, 2, 1, 0, 0, 0, 32, 0, -1, 52, -1, INTEGERS)       \
-  X(TQ2_0, 35, 0, 8, 0, 0, 2, 1, 0, 0, 0, 32, 0, -1, 64, -1, INTEGERS)
+// The types, one a row; quants.py reads the rows here. A new type is a row, and a case in gguf.cuh where a file has it
+// in a new form. The columns: GGML's number; bytes of lo, two and one per block, and what their units count in a code;
+// bytes of s1 per block and of s2 per 8 blocks; the offset, where weight = scale * (code - offset); whether weight =
+// scale * code + minimum; whether 16 weights have a scale of their own; how often d is halved; weights that a lane
+// reads at once; in a block of the file the first byte of the codes, of their highest bits, of the F16 scale and
+// minimum (-1: none); the table.
+#define QUANTS(X)                                                                       \
+  X(F32, 0, 32, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 8, 0, -1, -1, -1, INTEGERS)            \
+  X(F16, 1, 16, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 8, 0, -1, -1, -1, INTEGERS)            \
+  X(BF16, 30, 16, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 8, 0, -1, -1, -1, INTEGERS)          \
+  X(Q4_0, 2, 16, 0, 0, 1, 0, 0, 2, 0, 8, 0, 0, 0, 32, 2, -1, 0, -1, INTEGERS)           \
+  X(Q4_1, 3, 16, 0, 0, 1, 0, 0, 4, 0, 0, 1, 0, 0, 32, 4, -1, 0, 2, INTEGERS)            \
+  X(Q5_0, 6, 16, 0, 4, 1, 0, 16, 2, 0, 16, 0, 0, 0, 32, 6, 2, 0, -1, INTEGERS)          \
+  X(Q5_1, 7, 16, 0, 4, 1, 0, 16, 4, 0, 0, 1, 0, 0, 32, 8, 4, 0, 2, INTEGERS)            \
+  X(Q8_0, 8, 32, 0, 0, 1, 0, 0, 2, 0, 0, 0, 0, 0, 32, 2, -1, 0, -1, INTEGERS)           \
+  X(Q2_K, 10, 0, 8, 0, 0, 1, 0, 2, 4, 0, 1, 1, 0, 32, 16, -1, 80, 82, INTEGERS)         \
+  X(Q3_K, 11, 0, 8, 4, 0, 1, 4, 2, 2, 4, 0, 1, 0, 32, 32, 0, 108, -1, INTEGERS)         \
+  X(Q4_K, 12, 16, 0, 0, 1, 0, 0, 2, 4, 0, 1, 0, 0, 32, 16, -1, 0, 2, INTEGERS)          \
+  X(Q5_K, 13, 16, 0, 4, 1, 0, 16, 2, 4, 0, 1, 0, 0, 32, 48, 16, 0, 2, INTEGERS)         \
+  X(Q6_K, 14, 16, 8, 0, 1, 16, 0, 2, 2, 32, 0, 1, 0, 32, 0, 128, 208, -1, INTEGERS)     \
+  X(IQ1_S, 19, 0, 8, 4, 0, 8, 2, 1, 2, 9, 0, 0, 3, 32, 2, -1, 0, -1, INTEGERS)          \
+  X(IQ1_M, 29, 0, 8, 4, 0, 8, 2, 2, 2, 9, 0, 1, 3, 32, 0, -1, -1, -1, INTEGERS)         \
+  X(IQ2_XXS, 16, 0, 8, 4, 0, 1, 4, 1, 2, 0, 0, 0, 3, 32, 2, -1, 0, -1, VALUES_IQ2)      \
+  X(IQ2_XS, 17, 0, 8, 4, 0, 1, 4, 2, 2, 0, 0, 1, 3, 32, 2, -1, 0, -1, VALUES_IQ2)       \
+  X(IQ2_S, 22, 0, 8, 4, 0, 1, 4, 2, 2, 0, 0, 1, 3, 32, 2, -1, 0, -1, VALUES_IQ2)        \
+  X(IQ3_XXS, 18, 16, 0, 0, 1, 0, 0, 1, 2, 0, 0, 0, 2, 32, 2, -1, 0, -1, VALUES_IQ3_XXS) \
+  X(IQ3_S, 21, 16, 0, 0, 2, 0, 0, 1, 2, 15, 0, 0, 0, 32, 2, -1, 0, -1, INTEGERS)        \
+  X(IQ4_NL, 20, 16, 0, 0, 1, 0, 0, 2, 0, 0, 0, 0, 0, 32, 2, -1, 0, -1, VALUES_IQ4)      \
+  X(IQ4_XS, 23, 16, 0, 0, 1, 0, 0, 1, 2, 0, 0, 0, 0, 32, 8, -1, 0, -1, VALUES_IQ4)      \
+  X(TQ1_0, 34, 0, 8, 0, 0, 1, 0, 0, 2, 1, 0, 0, 0, 32, 0, -1, 52, -1, INTEGERS)         \
+  X(TQ2_0, 35, 0, 8, 0, 0, 1, 0, 0, 2, 1, 0, 0, 0, 32, 0, -1, 64, -1, INTEGERS)         \
+  X(MXFP4, 39, 16, 0, 0, 1, 0, 0, 1, 0, 0, 0, 0, 0, 32, 1, -1, -1, -1, VALUES_FP4)
 
 struct Planes {
-  int lo, two, one, s1, s2, offset, min, split, shift, block, codes, bits, scale, minimum;
+  int lo, two, one, lo_unit, two_unit, one_unit, s1, s2, offset, min, split, shift, block, codes, bits, scale, minimum;
   signed char table[16];
 };
 #define NUMBER(name, id, ...) name = id,
@@ -89,12 +90,14 @@ struct InGlobal {
   static DEVICE V2 get8(const u8 *p) { return ldc8(p); }
   static DEVICE u32 get4(const u8 *p) { return ldc4(p); }
   static DEVICE u32 get2(const u8 *p) { return ldc2(p); }
+  static DEVICE u32 get1(const u8 *p) { return ldc1(p); }
 };
 struct InShared {
   static DEVICE V4 get16(const u8 *p) { return *(const V4 *)p; }
   static DEVICE V2 get8(const u8 *p) { return *(const V2 *)p; }
   static DEVICE u32 get4(const u8 *p) { return *(const u32 *)p; }
   static DEVICE u32 get2(const u8 *p) { return *(const u16 *)p; }
+  static DEVICE u32 get1(const u8 *p) { return *p; }
 };
 
 // Block number `i` of a tensor of `blocks` blocks.
@@ -103,43 +106,65 @@ template <int T, class Memory = InGlobal> DEVICE void fetch(Block<T> &f, const u
   if (lo_bytes(T) == 32) f.b = Memory::get16(w + i * 32 + 16);
   if (two_bytes(T)) f.two = Memory::get8(w + two_at(T, blocks) + i * 8);
   if (one_bytes(T)) f.one = Memory::get4(w + one_at(T, blocks) + i * 4);
-  if (s1_bytes(T) == 1) f.s1 = w[s1_at(T, blocks) + i];
+  if (s1_bytes(T) == 1) f.s1 = Memory::get1(w + s1_at(T, blocks) + i);
   if (s1_bytes(T) == 2) f.s1 = Memory::get2(w + s1_at(T, blocks) + i * 2);
   if (s1_bytes(T) == 4) f.s1 = Memory::get4(w + s1_at(T, blocks) + i * 4);
   if (s2_bytes(T) == 2) f.s2 = Memory::get2(w + s2_at(T, blocks) + i / 8 * 2);
   if (s2_bytes(T) == 4) f.s2 = Memory::get4(w + s2_at(T, blocks) + i / 8 * 4);
 }
 
-// Where a field, the bits that a plane has of four weights, lies in a word: those of a weight STEP bits above those of the
-// one before, so that there is room for STEP / `bits` fields in their gaps. Field number j begins at bit first(bits, j).
+// Where a field, the bits that a plane has of four weights, lies in a word: those of a weight STEP bits above those of
+// the one before, so that there is room for STEP / `bits` fields in their gaps. Field number j begins at bit
+// first(bits, j).
 template <int T> struct Places {
   static constexpr int STEP = has_table(T) ? 4 : 8;
   static constexpr u32 ONES = has_table(T) ? 0x1111 : 0x01010101;
   static DEVICE constexpr int first(int bits, int j) { return bits * j / STEP * 16 + bits * j % STEP; }
 };
-DEVICE constexpr u32 table_word(const signed char *t) {
-  return (u32)(u8)t[0] | (u32)(u8)t[1] << 8 | (u32)(u8)t[2] << 16 | (u32)(u8)t[3] << 24;
+// Values 4i..4i+3 of a table. `summed`: of the upper half, what makes them up where the lower half gives its signs.
+DEVICE constexpr u32 table_word(const signed char *t, int i, bool summed = false) {
+  u32 word = 0;
+  for (int c = 0, at = 4 * i; c < 4; c++, at++) word |= (u32)(u8)(t[at] + (summed && t[at - 8] < 0)) << 8 * c;
+  return word;
 }
 // The bytes that four indices stand for: nibbles, of 3 bits where no nibbles are stored; above them may be anything.
 template <int T> DEVICE u32 values_of(u32 q) {
   constexpr Planes P = planes(T);
-  constexpr u32 a = table_word(P.table), b = table_word(P.table + 4), c = table_word(P.table + 8),
-                d = table_word(P.table + 12);
+  constexpr u32 a = table_word(P.table, 0), b = table_word(P.table, 1), c = table_word(P.table, 2),
+                d = table_word(P.table, 3);
   if (!P.lo) return permute_bytes(a, b, q);
   const u32 low = permute_bytes(a, b, q & 0x7777), high = permute_bytes(c, d, q & 0x7777);
   return permute_bytes(low, high, 0x3210 | (q & 0x8888) >> 1);
 }
-// Codes of weights 4w..4w+3 as bytes (signed as `signed_codes` says), for w in 0..7.
-template <int T> DEVICE u32 codes(const Block<T> &f, int w) {
+// Codes of weights 4w..4w+3 as bytes, or indices, for w in 0..7.
+template <int T> DEVICE u32 fields(const Block<T> &f, int w) {
   constexpr Planes P = planes(T);
   using At = Places<T>;
   const V4 &v = P.lo == 32 && w >= 4 ? f.b : f.a;
   const u32 lo = w % 4 == 0 ? v.x : w % 4 == 1 ? v.y : w % 4 == 2 ? v.z : v.w, two = w < 4 ? f.two.x : f.two.y;
   if (P.lo == 32) return lo;
-  u32 q = P.lo ? lo >> At::first(4, w / 4) & 15 * At::ONES : 0;
-  if (P.two) q |= (two >> At::first(2, w % 4) & 3 * At::ONES) << (P.lo ? 4 : 0);
-  if (P.one) q |= (f.one >> At::first(1, w) & At::ONES) << (P.lo ? 4 : 2);
-  return has_table(T) ? values_of<T>(q) : q;
+  if (P.lo && has_table(T)) return lo >> At::first(4, w / 4);
+  u32 q = P.lo ? (lo >> At::first(4, w / 4) & 15 * At::ONES) * P.lo_unit : 0;
+  if (P.two) q |= (two >> At::first(2, w % 4) & 3 * At::ONES) * P.two_unit;
+  if (P.one) q |= (f.one >> At::first(1, w) & At::ONES) * P.one_unit;
+  return q;
+}
+// Codes of weights 4w..4w+3 as bytes (signed as `signed_codes` says).
+template <int T> DEVICE u32 codes(const Block<T> &f, int w) {
+  return has_table(T) ? values_of<T>(fields<T>(f, w)) : fields<T>(f, w);
+}
+// sum + their products with x. Of a table of 16 each half is looked up by itself, without a third permutation: where an
+// index is of the other half, the byte is the sign of a value, -1 or 0, for which the upper half makes up.
+template <int T> DEVICE int add_products(int sum, const Block<T> &f, int w, u32 x) {
+  constexpr Planes P = planes(T);
+  if constexpr (has_table(T) && P.lo) {
+    constexpr u32 a = table_word(P.table, 0), b = table_word(P.table, 1), c = table_word(P.table, 2, true),
+                  d = table_word(P.table, 3, true);
+    const u32 q = fields<T>(f, w);
+    sum = dp4a(permute_bytes(a, b, q), x, sum);
+    return dp4a(permute_bytes(c, d, q ^ 0x8888), x, sum);
+  }
+  return dp4a(codes<T>(f, w), x, sum);
 }
 // Scale and additive term of a block: weight = scale * code + shift. `half`: of which 16 weights, in types with split
 // scales.
@@ -168,7 +193,7 @@ struct Scale {
 DEVICE int sum_lo(int s) { return (short)s; }
 DEVICE int sum_hi(int s) { return s >> 16; }
 
-// Of 16 or 32 weights: `product` that of their codes with those of the activations, `sum` that of the activations' codes.
+// Of 16 or 32 weights: `product` of their codes with the activations', `sum` of the activations' codes.
 template <int T> DEVICE float scaled(const Block<T> &f, int half, int product, int sum) {
   const float scale = scale_of<T>(f.s1, f.s2, half);
   if (has_min(T)) return scale * (float)product + shift_of<T>(f.s1, f.s2, half) * (float)sum;
@@ -179,8 +204,8 @@ template <int T> DEVICE float dot(const Block<T> &f, const V4 &x0, const V4 &x1,
   int i0 = 0, i1 = 0;
 #pragma unroll
   for (int w = 0; w < 4; w++) {
-    i0 = dp4a(codes<T>(f, w), x[w], i0);
-    i1 = dp4a(codes<T>(f, w + 4), x[w + 4], i1);
+    i0 = add_products<T>(i0, f, w, x[w]);
+    i1 = add_products<T>(i1, f, w + 4, x[w + 4]);
   }
   const int sum0 = sum_lo(s.sums), sum1 = sum_hi(s.sums);
   if (planes(T).split) return s.d * (scaled<T>(f, 0, i0, sum0) + scaled<T>(f, 1, i1, sum1));
@@ -224,6 +249,13 @@ template <int T> DEVICE float weight_at(const u8 *w, u64 blocks, u64 k) {
   q = q >> 8 * (j & 3) & 0xFF;
   const float code = signed_codes(T) ? (float)(signed char)q : (float)q;
   return scale_of<T>(f.s1, f.s2, j / 16) * code + shift_of<T>(f.s1, f.s2, j / 16);
+}
+
+// Row r of matrix g of a weight (constants.py, Matrix) in its packed tensor.
+template <class M> DEVICE u64 packed_row(int g, int r) {
+  constexpr int RUN = M::RUN ? M::RUN : 1;
+  if (M::RUN) return M::START + (u64)(r / RUN) * M::STRIDE + r % RUN;
+  return M::START + (u64)g * M::STRIDE + r;
 }
 
 // --- reductions, and the state of a step

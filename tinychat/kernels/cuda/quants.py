@@ -19,6 +19,9 @@ class Planes:
     lo: int
     two: int
     one: int
+    lo_unit: int
+    two_unit: int
+    one_unit: int
     s1: int
     s2: int
     offset: int

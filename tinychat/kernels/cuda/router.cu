@@ -14,6 +14,8 @@ struct Args {
   const float *router_bias = nullptr;
   const float *expert_scale = nullptr;
   const int *state = nullptr;
+  float *counts = nullptr;  // (tokens): how often the shared expert counts, where there is a
+  const float *shared_scale = nullptr;  // (columns)
 };
 
 DEVICE void run(const Args &a) {
@@ -48,6 +50,12 @@ DEVICE void run(const Args &a) {
     }
   }
   __syncthreads();
+  if (a.shared_scale && warp < TOKENS && first + warp < count) {
+    float acc = 0;
+    for (int i = lane; i < COLS; i += 32) acc += xn[warp * COLS + i] * a.shared_scale[i];
+    acc = warp_sum(acc);
+    if (lane == 0) a.counts[first + warp] = 1.f / (1.f + expf(-acc));
+  }
   for (int e = warp * TOGETHER; e < Choice::EXPERTS; e += WARPS * TOGETHER) {
     float acc[TOGETHER][TOKENS] = {};
 #pragma unroll 2

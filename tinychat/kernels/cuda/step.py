@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tinychat.kernels import ops
-from tinychat.kernels.blocks import GQA, MLA, Dense, Experts
+from tinychat.kernels.blocks import GQA, MLA, DeltaRule, Dense, Experts, LayerEmbedding, ShortConvolution
 from tinychat.kernels.cuda.builder import Activations, Builder, Depth, LaunchedOps
 from tinychat.kernels.cuda.latent import absorb, combine, mla_cluster, takes_cluster, value_up
 from tinychat.kernels.cuda.launch import Launch
@@ -15,14 +15,17 @@ from tinychat.kernels.cuda.launches import (
     embed,
     experts_down,
     experts_up,
+    gate_input,
     gate_up,
     head,
+    layer_inputs,
     linear,
     linear_add,
     norm_add,
     sample,
     store_kv,
 )
+from tinychat.kernels.cuda.recurrent import delta, short_convolution
 from tinychat.kernels.cuda.spread import QUANTISED_ROWS, pair_spread
 from tinychat.kernels.ops import LinearAdd, NormAdd, NormLinear
 
@@ -35,19 +38,29 @@ def decode(b: Builder, depth: Depth = "middle") -> LaunchedOps:
     `depth`."""
     plan, out = b.plan, LaunchedOps()
     out.append((embed(b, plan.embed, b.columns), 0))
-    first = 1  # op of the layer
+    if table := plan.layer_table:
+        x = Activations("x", plan.dim)
+        project = linear(b, "linear", x, ((table.project, None, "inputs"),))
+        out += [(project, 1), (layer_inputs(b, table, b.columns), 2)]
+    first = len(plan.first_ops)  # op of the layer
     for i, (layer, layer_ops) in enumerate(zip(plan.layers, plan.ops_of_layers)):
         done = first + len(layer_ops)
+        embedding = enumerated(_layer_embedding(b, i, layer.embedding), done) if layer.embedding else []
         match layer.attention:
             case GQA() as a:
                 out += [(launch, first + n) for n, launch in enumerate(_gqa(b, i, a))]
             case MLA() as m:
                 out += [(launch, first + n) for launch, n in _mla(b, i, m, depth)]
+            case DeltaRule() as r:
+                out += [(launch, first + n) for n, launch in zip((0, 2, 3), _delta_rule(b, i, r))]
+            case ShortConvolution() as c:
+                out += [(launch, first + n) for n, launch in enumerate(_short_convolution(b, i, c))]
         match layer.feed_forward:
             case Dense() as d:
-                out += enumerated(_dense(b, d), done)
+                out += enumerated(_dense(b, d), done - len(embedding))
             case Experts() as e:
-                out += enumerated(_experts(b, e), done)
+                out += enumerated(_experts(b, e), done - len(embedding))
+        out += embedding
         first = done
     out.append((head(b, plan.head), first))
     return out + [(launch, len(plan.ops)) for launch in sample(b)]
@@ -71,11 +84,22 @@ def enumerated(launches: list[Launch], done: int) -> LaunchedOps:
     return [(launch, done - len(launches) + n) for n, launch in enumerate(launches)]
 
 
+def _layer_embedding(b: Builder, layer: int, e: LayerEmbedding) -> list[Launch]:
+    return [
+        linear(b, "linear", Activations("x", e.gate.cols), ((e.gate, None, "gated"),)),
+        gate_input(b, layer, e, b.columns),
+        *_added(
+            b,
+            Activations("gated", e.gate.rows),
+            ops.added("gated", e.project, None, e.post_norm, e.eps, 1.0, e.stream_scale),
+        ),
+    ]
+
+
 def _gqa(b: Builder, layer: int, a: GQA) -> list[Launch]:
     heads = Activations("heads", a.output.cols)
-    qkv = ((a.q, a.q_bias, "q"), (a.k, a.k_bias, "k"), (a.v, a.v_bias, "v"))
     return [
-        linear(b, "norm_linear", Activations("x", a.q.cols), qkv, norm=a.norm, eps=a.eps),
+        linear(b, "norm_linear", Activations("x", a.q.cols), ops.projections(a), norm=a.norm, eps=a.eps),
         store_kv(b, layer, a, b.columns),
         attention(b, layer, a),
         *_added(b, heads, ops.added("heads", a.output, a.output_bias, a.post_norm, a.eps, a.residual_scale)),
@@ -121,6 +145,27 @@ def _mla(b: Builder, layer: int, a: MLA, depth: Depth) -> LaunchedOps:
     ]
 
 
+def _delta_rule(b: Builder, layer: int, a: DeltaRule) -> list[Launch]:
+    """The third of its four ops does what the second does, too."""
+    x, outputs = Activations("x", a.qkv.cols), ((a.qkv, "qkv"), (a.gate, "gate"), (a.beta, "beta"), (a.alpha, "alpha"))
+    rule, heads = delta(b, layer, a)
+    return [
+        linear(b, "norm_linear", x, [(w, None, name) for w, name in outputs], norm=a.norm, eps=a.eps),
+        rule,
+        linear_add(b, heads, a.output, None, 1.0),
+    ]
+
+
+def _short_convolution(b: Builder, layer: int, a: ShortConvolution) -> list[Launch]:
+    x = Activations("x", a.in_proj.cols)
+    convolution, heads = short_convolution(b, layer, a)
+    return [
+        linear(b, "norm_linear", x, ((a.in_proj, None, "bcz"),), norm=a.norm, eps=a.eps),
+        convolution,
+        linear_add(b, heads, a.output, None, 1.0),
+    ]
+
+
 def _dense(b: Builder, d: Dense) -> list[Launch]:
     first, ffn = gate_up(b, d.norm, d.eps, d.weights)
     down = ops.added("ffn", d.weights.down, None, d.post_norm, d.eps, d.residual_scale, d.stream_scale)
@@ -131,7 +176,10 @@ def _experts(b: Builder, e: Experts) -> list[Launch]:
     """Router logits; gate and up of the chosen and the shared; their down."""
     r, w, shared = e.router, e.weights, e.shared
     logits = b.buffer("router", 4 * b.columns * r.experts)
-    route = ((r.weight, r.bias, logits),)
+    route = [(r.weight, r.bias, logits)]
+    if e.shared_scale:
+        assert r.norm is None
+        route.append((e.shared_scale, None, b.buffer("shared_scale", 4 * b.columns)))
     router = linear(b, "route", Activations("x", r.weight.cols), route, norm=r.norm or e.norm, eps=e.eps)
     t, shared_t = pair_spread(w.gate), pair_spread(shared.gate) if shared else None
     rows, size = [w.ff], r.top_k * w.ff

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain
 
 from tinychat.errors import TinychatError
-from tinychat.kernels.cuda.builder import Builder, Depth
+from tinychat.kernels.cuda.builder import SLOTS, Builder, Depth
 from tinychat.kernels.cuda.device import GPU
 from tinychat.kernels.cuda.graph import Graph
 from tinychat.kernels.cuda.launch import Launch
@@ -23,7 +23,8 @@ class Verifying:
         """Asks `builder` for the buffers of the largest. `kinds`: step.depths()."""
         self._builder, self._gpu, self._kinds, self.counts = builder, gpu, kinds, tuple[int, ...]()
         self._graphs: dict[tuple[int, int], Graph] = {}  # by columns and depth
-        for columns in reversed(COLUMNS):
+        choices = [n for n in COLUMNS if n < SLOTS or not builder.plan.state_bytes]  # a state goes back by slots
+        for columns in reversed(choices):
             try:
                 for depth in kinds:
                     self.launches(columns, depth)

@@ -19,6 +19,7 @@ from tinychat.kernels.blocks import (
     CLAMP,
     CLAMP_SLOPE,
     GQA,
+    KDA,
     MIN_WEIGHT_SUM,
     MLA,
     Activation,
@@ -27,6 +28,7 @@ from tinychat.kernels.blocks import (
     Experts,
     Gated,
     Layer,
+    LayerEmbedding,
     Rope,
     Router,
     ShortConvolution,
@@ -34,7 +36,7 @@ from tinychat.kernels.blocks import (
     Weight,
 )
 from tinychat.kernels.executor import Weights
-from tinychat.kernels.ops import Embed, Head, Plan
+from tinychat.kernels.ops import Embed, Head, LayerTable, Plan, kda_inputs, projections
 from tinychat.kernels.tinygrad.compile_caches import Caches
 from tinychat.kernels.tinygrad.dequant import dequantize, to_tensor
 
@@ -160,8 +162,13 @@ class Step:
         """All ops but the head."""
         x = self._embedded(tokens, self.plan.embed).realize()
         yield x
+        inputs = None
+        if table := self.plan.layer_table:
+            inputs = yield from self._layer_inputs(table, tokens, x)
         for i, layer in enumerate(self.plan.layers):
             x = yield from self._layer(i, layer, x, pos)
+            if layer.embedding and inputs is not None:
+                x = yield from self._layer_embedding(layer.embedding, x, inputs[:, i])
         if (hidden := self.values[-1]) is not None and self.plan.mtp:
             _store(hidden, self._norm(x, self.plan.head.norm, self.plan.head.eps), pos)
             yield x
@@ -175,6 +182,8 @@ class Step:
                 x = yield from self._mla(i, mla, x, pos)
             case DeltaRule() as rule:
                 x = yield from self._delta_rule(i, rule, x)
+            case KDA() as kda:
+                x = yield from self._kda(i, kda, x)
             case ShortConvolution() as convolution:
                 x = yield from self._short_convolution(i, convolution, x)
         match layer.feed_forward:
@@ -187,6 +196,23 @@ class Step:
     def _embedded(self, tokens: Tensor, embed: Embed) -> Tensor:
         rows = dequantize(self._rows(embed.weight)[0][tokens].contiguous(), embed.weight.type)
         return (rows * embed.scale).contiguous()
+
+    def _layer_inputs(self, table: LayerTable, tokens: Tensor, x: Tensor) -> Ops:
+        """float32 (T, layers, width)."""
+        y = self._linear(x, table.project).contiguous().realize()
+        yield y
+        rows = self._embedded(tokens, table.table).reshape(tokens.shape[0], -1, table.width)
+        inputs = (_unit(y.reshape(rows.shape), table.eps) * self._vector(table.norm) + rows) * 0.5**0.5
+        inputs = inputs.contiguous().realize()
+        yield inputs
+        return inputs
+
+    def _layer_embedding(self, e: LayerEmbedding, x: Tensor, of_layer: Tensor) -> Ops:
+        gated = self._linear(x, e.gate).contiguous().realize()
+        yield gated
+        gated = _activated(gated, of_layer, e.activation).contiguous().realize()
+        yield gated
+        return (yield from self._added(x, self._linear(gated, e.project), e.post_norm, e.eps, 1.0, e.stream_scale))
 
     def _mtp(self, tokens: Tensor, at: UOp, behind: bool, want_logits: bool) -> Tensor:
         """MTP from position `at` on, or from the one `behind` it; in front of position 0 there is no hidden row."""
@@ -203,25 +229,26 @@ class Step:
     # --- blocks: each runs its ops and returns x with what it adds
 
     def _gqa(self, i: int, a: GQA, x: Tensor, pos: UOp) -> Ops:
-        keys, values = self.keys[i], self.values[i]
+        keys, values = (of[i if a.shared is None else a.shared] for of in (self.keys, self.values))
         assert keys is not None and values is not None
         n = self._norm(x, a.norm, a.eps)
-        projections = [(a.q, a.q_bias), (a.k, a.k_bias), (a.v, a.v_bias)] + ([(a.gate, None)] if a.gate else [])
-        q, k, v, *gates = (self._biased(self._linear(n, w), bias).contiguous() for w, bias in projections)
-        Tensor.realize(q, k, v, *gates)
+        made = {name: self._biased(self._linear(n, w), bias).contiguous() for w, bias, name in projections(a)}
+        Tensor.realize(*made.values())
+        q = made["q"]
         yield q
         q = self._rotate(self._head_norm(q, a.q_norm, a), a.rope, pos, 0).contiguous()
-        k = self._rotate(self._head_norm(k, a.k_norm, a), a.rope, pos, 0)
-        _store(keys, k.flatten(1), pos)
-        _store(values, _unit(v.reshape(v.shape[0], a.kv_heads, -1), a.eps).flatten(1) if a.value_norm else v, pos)
+        if a.shared is None:
+            k, v = self._rotate(self._head_norm(made["k"], a.k_norm, a), a.rope, pos, 0), made["v"]
+            _store(keys, k.flatten(1), pos)
+            _store(values, _unit(v.reshape(v.shape[0], a.kv_heads, -1), a.eps).flatten(1) if a.value_norm else v, pos)
         yield q.realize()
         n_rows = pos + x.shape[0]
         rows_k = keys[:n_rows].cast(dtypes.float32).reshape(n_rows, a.kv_heads, a.key_dim)
         rows_v = values[:n_rows].cast(dtypes.float32).reshape(n_rows, a.kv_heads, a.value_dim)
         sinks = self._vector(a.sinks) if a.sinks else None
         heads = _attend(q, rows_k, rows_v, a.scale, pos, a.window, sinks)
-        for gate in gates:
-            heads = heads * gate.sigmoid()
+        if a.gate:
+            heads = heads * made["gate"].sigmoid()
         yield heads.realize()
         y = self._biased(self._linear(heads, a.output), a.output_bias)
         return (yield from self._added(x, y, a.post_norm, a.eps, a.residual_scale))
@@ -265,10 +292,7 @@ class Step:
         qkv, gate, beta, alpha = (self._linear(n, w).contiguous() for w in (a.qkv, a.gate, a.beta, a.alpha))
         Tensor.realize(qkv, gate, beta, alpha)
         yield qkv
-        inputs = tail.cat(qkv, dim=0).contiguous().realize()  # (width, channels)
-        weights = self._vector(a.conv).reshape(a.channels, a.width)
-        mixed = (inputs * weights.transpose(0, 1)).sum(0).silu().contiguous().realize()
-        tail.assign(inputs[1:].contiguous()).realize()
+        mixed = _convolved(tail, qkv, self._vector(a.conv).reshape(a.channels, a.width))
         yield mixed
         keys, per = a.key_heads * a.key_dim, a.heads // a.key_heads
         q, k = (mixed[at : at + keys].reshape(a.key_heads, a.key_dim) for at in (0, keys))
@@ -279,13 +303,32 @@ class Step:
             q, k = (t.unsqueeze(0).expand(per, a.key_heads, a.key_dim).reshape(a.heads, -1, 1) for t in (q, k))
         v = mixed[2 * keys :].reshape(a.heads, 1, a.value_dim)
         decay = (self._vector(a.decay) * _softplus(alpha[0] + self._vector(a.decay_bias))).exp().reshape(-1, 1, 1)
-        held = (state.reshape(a.heads, a.key_dim, a.value_dim) * decay).contiguous()
-        k = k.contiguous()
-        news = (beta[0].sigmoid().reshape(-1, 1, 1) * (v - (held * k).sum(1, keepdim=True))).contiguous()
-        held = (held + k * news).contiguous().realize()
-        state.assign(held.reshape(a.heads, -1)).realize()
-        o = (held * q).sum(1) * a.key_dim**-0.5  # (heads, value_dim)
+        o = _updated(state, q, k, v, decay, beta)
         o = (_unit(o, a.eps) * self._vector(a.head_norm)).reshape(1, -1) * gate.silu()
+        heads = o.contiguous().realize()
+        yield heads
+        x = (x + self._linear(heads, a.output)).realize()
+        yield x
+        return x
+
+    def _kda(self, i: int, a: KDA, x: Tensor) -> Ops:
+        """One token a step."""
+        (tail, state), made = self.states[i], {"x": x}
+        for op in kda_inputs(a):
+            n = self._norm(made[op.src], op.norm, op.eps)
+            parts = [self._linear(n, w).contiguous() for w in op.weights]
+            Tensor.realize(*parts)
+            made |= {"qkv": parts[0].cat(*parts[1:], dim=-1)} if op.at else dict(zip(op.dst, parts))
+            yield parts[0]
+        weights = [self._vector(w).reshape(w.rows, w.cols) for w in a.convs]
+        mixed = _convolved(tail, made["qkv"], weights[0].cat(*weights[1:]).contiguous())
+        yield mixed
+        q, k, v = (mixed[at * a.q.rows : (at + 1) * a.q.rows].reshape(a.heads, -1) for at in range(3))
+        q, k = ((t * ((t * t).sum(-1, keepdim=True) + a.eps).rsqrt()).unsqueeze(-1) for t in (q, k))
+        speed = _softplus(made["alpha"][0] + self._vector(a.decay_bias)).reshape(a.heads, -1, 1)
+        decay = (self._vector(a.decay).reshape(-1, 1, 1) * speed).exp()
+        o = _updated(state, q, k, v.unsqueeze(1), decay, made["beta"])
+        o = (_unit(o, a.eps) * self._vector(a.head_norm)).reshape(1, -1) * made["gate"].sigmoid()
         heads = o.contiguous().realize()
         yield heads
         x = (x + self._linear(heads, a.output)).realize()
@@ -521,6 +564,28 @@ def _attend(
 def _unit(x: Tensor, eps: float) -> Tensor:
     """x over its root mean square."""
     return x * ((x * x).mean(-1, keepdim=True) + eps).rsqrt()
+
+
+def _convolved(tail: Tensor, x: Tensor, weights: Tensor) -> Tensor:
+    """silu of the convolution of one token's channels x (1, channels) behind those of `tail`, which takes them in;
+    weights (channels, width)."""
+    inputs = tail.cat(x, dim=0).contiguous().realize()  # (width, channels)
+    mixed = (inputs * weights.transpose(0, 1)).sum(0).silu().contiguous().realize()
+    tail.assign(inputs[1:].contiguous()).realize()
+    return mixed
+
+
+def _updated(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    """What heads answer, (heads, value_dim); their `state` takes in this token.
+
+    q and k are (heads, key_dim, 1), v (heads, 1, value_dim), decay (heads, 1 or key_dim, 1), beta (1, heads).
+    """
+    held = (state.reshape(q.shape[0], q.shape[1], v.shape[2]) * decay).contiguous()
+    k = k.contiguous()
+    news = (beta[0].sigmoid().reshape(-1, 1, 1) * (v - (held * k).sum(1, keepdim=True))).contiguous()
+    held = (held + k * news).contiguous().realize()
+    state.assign(held.reshape(state.shape)).realize()
+    return (held * q).sum(1) * int(q.shape[1]) ** -0.5
 
 
 def _softplus(x: Tensor) -> Tensor:

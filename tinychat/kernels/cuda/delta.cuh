@@ -1,0 +1,40 @@
+// A head of the gated delta rule (kernels/blocks.py, DeltaRule). Its state lies as [value][key]; LANES lanes share the
+// keys of one value, a column. Constants: KEY_DIM.
+
+constexpr int LANES = 8, VECTORS = (KEY_DIM + 4 * LANES - 1) / (4 * LANES);  // of four keys, of a lane
+
+DEVICE float dot4(F4 a, F4 b) { return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w; }
+DEVICE float sum_of_lanes(float v) {
+#pragma unroll
+  for (int m = LANES / 2; m; m >>= 1) v += shfl_xor(v, m);
+  return v;
+}
+// The first key of a lane's vector i, and whether there is one.
+DEVICE int first_key(int i) { return (i * LANES + (int)threadIdx.x % LANES) * 4; }
+DEVICE bool has_key(int i) { return KEY_DIM % (4 * LANES) == 0 || first_key(i) < KEY_DIM; }
+
+struct Column {
+  F4 s[VECTORS];
+  DEVICE void load(const float *from, bool there) {
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++) {
+      const V4 v = there && has_key(i) ? ldc16(from + first_key(i)) : V4{0, 0, 0, 0};
+      s[i] = F4{unbits(v.x), unbits(v.y), unbits(v.z), unbits(v.w)};
+    }
+  }
+  DEVICE void store(float *to) const {
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++)
+      if (has_key(i)) *(F4 *)(to + first_key(i)) = s[i];
+  }
+  // S = decay * S + k * news
+  DEVICE void take(const float *k, float decay, float news) {
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++)
+      if (has_key(i)) {
+        const F4 key = *(const F4 *)(k + first_key(i));
+        s[i] = F4{decay * s[i].x + key.x * news, decay * s[i].y + key.y * news, decay * s[i].z + key.z * news,
+            decay * s[i].w + key.w * news};
+      }
+  }
+};
