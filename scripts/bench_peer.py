@@ -80,15 +80,16 @@ def ours(
 def theirs(command: list[str], prompts: list[int], generate: int, depth: int) -> tuple[float, ...]:
     """The same of one run of llama-bench."""
 
-    def rows(*shape: object) -> dict[int, float]:  # tok/s by tokens of the prompt, 0: decode
+    def speeds(*shape: object) -> dict[int, float]:  # tok/s by tokens of the prompt, 0: decode
         done = subprocess.run([*command, *map(str, shape)], capture_output=True, text=True, check=True)
-        return {r["n_prompt"]: r["avg_ts"] for r in json.loads(done.stdout)}
+        rows = json.loads(done.stdout[done.stdout.index("[") :])  # words may stand before them
+        return {r["n_prompt"]: r["avg_ts"] for r in rows}
 
     lengths = ",".join(map(str, prompts))
     if not depth:
-        found = rows("-p", lengths, "-n", generate)
+        found = speeds("-p", lengths, "-n", generate)
     else:
-        found = rows("-p", lengths, "-n", 0) | rows("-p", 0, "-n", generate, "-d", depth)
+        found = speeds("-p", lengths, "-n", 0) | speeds("-p", 0, "-n", generate, "-d", depth)
     return tuple(found[n] for n in (*prompts, 0))
 
 

@@ -88,6 +88,19 @@ CLUSTER = "deepseek2_cluster"  # wide enough for latent attention in clusters of
 tiny.VARIANTS[CLUSTER] = replace(
     tiny.VARIANTS["deepseek2_glm"], layers=2, heads=3, mla=shapes.MLA(256, 256, 64, 64, 128)
 )
+CHECKED = (
+    *(f"deepseek2_glm:{q}" for q in QUANTS),
+    *(f"{v}:F16" for v in VARIANTS),
+    *(f"{v}:Q4_0" for v in VARIANTS),
+    *(f"{CLUSTER}:{q}" for q in ("Q4_0", "Q4_K", "Q8_0")),
+    *(f"{STATES}:{q}" for q in ("F16", "Q8_0", "Q4_K_M")),
+    "gpt-oss:MXFP4",
+    "llama:Q6_K",
+)
+VERIFIED = (
+    *(f"{v}:{q}" for v in ("llama", "deepseek2_glm", CLUSTER) for q in QUANTS),
+    *(f"{v}:{q}" for v in VARIANTS[1:] for q in ("F16", "Q4_0")),
+)
 SAMPLINGS = {"greedy": GREEDY, "seeded": Sampling(temperature=0.9, repeat_penalty=1.1, dry_multiplier=0.8, seed=5)}
 VERBS = ["check", "time", "prompts", "peer", "file", "compare"]
 VERBS += ["masked", "app", "fallback", "verify", "verify-time", "speculate"]
@@ -186,15 +199,7 @@ def check(specs: list[str], tokens: int) -> bool:
     """Prints one line per model: median relative error of decode and prefill logits over so many tokens, and whether
     decode() repeats the argmax."""
     good, ids = True, IDS[:tokens]
-    for spec in specs or [
-        *(f"deepseek2_glm:{q}" for q in QUANTS),
-        *(f"{v}:F16" for v in VARIANTS),
-        *(f"{v}:Q4_0" for v in VARIANTS),
-        *(f"{CLUSTER}:{q}" for q in ("Q4_0", "Q4_K", "Q8_0")),
-        *(f"{STATES}:{q}" for q in ("F16", "Q8_0", "Q4_K_M")),
-        "gpt-oss:MXFP4",
-        "llama:Q6_K",
-    ]:
+    for spec in specs or CHECKED:
         variant, quant = spec.split(":")
         try:
             path = tiny.write(FILES / "tiny.gguf", variant, quant)
@@ -253,10 +258,7 @@ def check_verify(specs: list[str]) -> bool:
     """Prints one line per model: whether verify steps of 2 to 16 tokens give the bits of single steps, behind few and
     many keys and across the positions at which the kind of graph changes."""
     good = True
-    for spec in specs or [
-        *(f"{v}:{q}" for v in ("llama", "deepseek2_glm", CLUSTER) for q in QUANTS),
-        *(f"{v}:{q}" for v in VARIANTS[1:] for q in ("F16", "Q4_0")),
-    ]:
+    for spec in specs or VERIFIED:
         variant, quant = spec.split(":")
         try:
             path = tiny.write(FILES / "tiny.gguf", variant, quant)
