@@ -139,7 +139,10 @@ DEVICE u32 half2_sub(u32 a, u32 b) { return half2_fma(b, 0xBC00BC00u, a); }
 DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
   const u64 both = (u64)b << 32 | a;
   u32 d = 0;
-  for (int i = 0; i < 4; i++) d |= (u32)(u8)(both >> 8 * (selector >> 4 * i & 7)) << 8 * i;
+  for (int i = 0; i < 4; i++) {
+    const u8 byte = both >> 8 * (selector >> 4 * i & 7);
+    d |= (u32)(u8)(selector >> 4 * i & 8 ? (byte & 128 ? 255 : 0) : byte) << 8 * i;
+  }
   return d;
 }
 DEVICE u32 bits(float f) { u32 u; memcpy(&u, &f, 4); return u; }

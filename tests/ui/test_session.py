@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import select
 import stat
 import sys
 import tempfile
@@ -126,12 +127,15 @@ def test_enter_stays_enter_before_the_terminal_is_the_apps() -> None:
     try:
         before = termios.tcgetattr(theirs)
         os.write(ours, b"a line\r")
+        assert select.select([theirs], [], [], 60)[0]  # a terminal takes some time to make a line
         assert driver.keep_enter(theirs) == before
         os.write(ours, b"hello\r")
         assert driver.typed_ahead(theirs) == "a line"
         tty.setraw(theirs, termios.TCSANOW)
-        os.set_blocking(theirs, False)
-        assert os.read(theirs, 99) == b"hello\r"
+        seen = b""
+        while len(seen) < 6 and select.select([theirs], [], [], 60)[0]:
+            seen += os.read(theirs, 6)
+        assert seen == b"hello\r"
         os.close(theirs)
         with open(os.devnull) as nowhere:
             assert driver.keep_enter(nowhere.fileno()) is None

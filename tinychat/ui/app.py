@@ -17,7 +17,8 @@ from textual import on
 from textual.binding import Binding
 from textual.command import CommandPalette
 from textual.driver import Driver
-from textual.events import Event, InputEvent
+from textual.events import InputEvent
+from textual.message import Message
 from textual.screen import Screen
 from textual.theme import Theme
 
@@ -111,10 +112,10 @@ class TinychatApp(LastingApp):
         self._typed_at = -math.inf
         self._model, self._path, self._options = model, path, load_options
 
-    async def on_event(self, event: Event) -> None:
-        if isinstance(event, InputEvent):
+    async def _dispatch_message(self, message: Message) -> None:
+        if isinstance(message, InputEvent):
             self._typed_at = time.monotonic()
-        await super().on_event(event)
+        await super()._dispatch_message(message)
 
     def typed_within(self, seconds: float) -> bool:
         """Whether a key or the mouse was used in the last `seconds`."""

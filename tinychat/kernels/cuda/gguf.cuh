@@ -36,8 +36,10 @@ template <int T> DEVICE u32 file_code(const u8 *b, const u16 *grid, int g, int i
     return value_of<8>(grid[q & 511], e) | even_sign(q >> 9, e) << 2;
   }
   if (T == IQ2_S) return value_of<8>(grid[codes[k] | (b[66 + g] >> 2 * j & 3) << 8], e) | (b[34 + k] >> e & 1) << 2;
-  if (T == IQ3_XXS)
-    return value_of<4>(grid[codes[8 * g + i / 4]], i % 4) | even_sign(u32_at(b + 66 + 4 * g) >> 7 * j & 127, e) << 3;
+  if (T == IQ3_XXS) {
+    const u32 negative = even_sign(u32_at(b + 66 + 4 * g) >> 7 * j & 127, e);
+    return value_of<4>(grid[codes[8 * g + i / 4]], i % 4) | (negative ^ 1) << 3;
+  }
   if (T == IQ3_S) {
     const u32 index = codes[8 * g + i / 4] | (b[66 + g] >> i / 4 & 1) << 8;
     const u32 v = value_of<4>(grid[index], i % 4);
@@ -65,7 +67,7 @@ template <int T> DEVICE u32 file_code(const u8 *b, const u16 *grid, int g, int i
   if (P.two) return codes[32 * (g / 4) + i] >> 2 * (g % 4) & 3 | bit << 2;  // Q2_K, Q3_K, TQ2_0
   if (P.lo == 32) return codes[i];
   if (P.s2 && !has_table(T)) return codes[32 * (g / 2) + i] >> 4 * (g % 2) & 15 | bit << 4;  // Q4_K, Q5_K
-  return codes[16 * g + i % 16] >> i / 16 * 4 & 15 | bit << 4;
+  return (codes[16 * g + i % 16] >> i / 16 * 4 & 15 | bit << 4) ^ (T == MXFP4 ? 8 : 0);  // the sign is that of +
 }
 
 // Scale number n, of 16 weights in types with split scales, of 32 in others: the byte that s1 has.

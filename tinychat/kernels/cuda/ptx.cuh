@@ -99,7 +99,8 @@ DEVICE u32 half2_fma(u32 a, u32 b, u32 c) {
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
   return d;
 }
-// Byte i of the result is byte (selector >> 4 * i & 7) of a (0 to 3) and b (4 to 7).
+// Byte i of the result is byte (selector >> 4 * i & 7) of a (0 to 3) and b (4 to 7), or, where that nibble's highest
+// bit is set, 8 times its sign.
 DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
   u32 d;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));

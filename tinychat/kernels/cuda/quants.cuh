@@ -8,11 +8,12 @@
 // word, or those of indices in nibbles of half a word (`Places`). Floating-point types keep the file's layout; their
 // block is 8 weights.
 
-// Tables: a signed byte for each index. The IQ types' indices are one of a grid, and above it the sign.
+// Tables: a signed byte for each index; of 16, the last 8 are not negative (`add_products`). The IQ types' indices are
+// one of a grid, and above it the sign.
 #define INTEGERS 0
-#define VALUES_FP4 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12
+#define VALUES_FP4 0, -1, -2, -3, -4, -6, -8, -12, 0, 1, 2, 3, 4, 6, 8, 12
 #define VALUES_IQ4 -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
-#define VALUES_IQ3_XXS 4, 12, 20, 28, 36, 44, 52, 62, -4, -12, -20, -28, -36, -44, -52, -62
+#define VALUES_IQ3_XXS -4, -12, -20, -28, -36, -44, -52, -62, 4, 12, 20, 28, 36, 44, 52, 62
 #define VALUES_IQ2 8, 25, 43, 0, -8, -25, -43, 0
 
 // The types, one a row; quants.py reads the rows here. A new type is a row, and a case in gguf.cuh where a file has it
@@ -120,29 +121,50 @@ template <int T> struct Places {
   static constexpr u32 ONES = has_table(T) ? 0x1111 : 0x01010101;
   static DEVICE constexpr int first(int bits, int j) { return bits * j / STEP * 16 + bits * j % STEP; }
 };
-DEVICE constexpr u32 table_word(const signed char *t) {
-  return (u32)(u8)t[0] | (u32)(u8)t[1] << 8 | (u32)(u8)t[2] << 16 | (u32)(u8)t[3] << 24;
+// Values 4i..4i+3 of a table. `summed`: of the upper half, what makes them up where the lower half gives its signs.
+DEVICE constexpr u32 table_word(const signed char *t, int i, bool summed = false) {
+  u32 word = 0;
+  for (int c = 0, at = 4 * i; c < 4; c++, at++) word |= (u32)(u8)(t[at] + (summed && t[at - 8] < 0)) << 8 * c;
+  return word;
 }
 // The bytes that four indices stand for: nibbles, of 3 bits where no nibbles are stored; above them may be anything.
 template <int T> DEVICE u32 values_of(u32 q) {
   constexpr Planes P = planes(T);
-  constexpr u32 a = table_word(P.table), b = table_word(P.table + 4), c = table_word(P.table + 8),
-                d = table_word(P.table + 12);
+  constexpr u32 a = table_word(P.table, 0), b = table_word(P.table, 1), c = table_word(P.table, 2),
+                d = table_word(P.table, 3);
   if (!P.lo) return permute_bytes(a, b, q);
   const u32 low = permute_bytes(a, b, q & 0x7777), high = permute_bytes(c, d, q & 0x7777);
   return permute_bytes(low, high, 0x3210 | (q & 0x8888) >> 1);
 }
-// Codes of weights 4w..4w+3 as bytes (signed as `signed_codes` says), for w in 0..7.
-template <int T> DEVICE u32 codes(const Block<T> &f, int w) {
+// Codes of weights 4w..4w+3 as bytes, or indices, for w in 0..7.
+template <int T> DEVICE u32 fields(const Block<T> &f, int w) {
   constexpr Planes P = planes(T);
   using At = Places<T>;
   const V4 &v = P.lo == 32 && w >= 4 ? f.b : f.a;
   const u32 lo = w % 4 == 0 ? v.x : w % 4 == 1 ? v.y : w % 4 == 2 ? v.z : v.w, two = w < 4 ? f.two.x : f.two.y;
   if (P.lo == 32) return lo;
+  if (P.lo && has_table(T)) return lo >> At::first(4, w / 4);
   u32 q = P.lo ? (lo >> At::first(4, w / 4) & 15 * At::ONES) * P.lo_unit : 0;
   if (P.two) q |= (two >> At::first(2, w % 4) & 3 * At::ONES) * P.two_unit;
   if (P.one) q |= (f.one >> At::first(1, w) & At::ONES) * P.one_unit;
-  return has_table(T) ? values_of<T>(q) : q;
+  return q;
+}
+// Codes of weights 4w..4w+3 as bytes (signed as `signed_codes` says).
+template <int T> DEVICE u32 codes(const Block<T> &f, int w) {
+  return has_table(T) ? values_of<T>(fields<T>(f, w)) : fields<T>(f, w);
+}
+// sum + their products with x. Of a table of 16 each half is looked up by itself, without a third permutation: where an
+// index is of the other half, the byte is the sign of a value, -1 or 0, for which the upper half makes up.
+template <int T> DEVICE int add_products(int sum, const Block<T> &f, int w, u32 x) {
+  constexpr Planes P = planes(T);
+  if constexpr (has_table(T) && P.lo) {
+    constexpr u32 a = table_word(P.table, 0), b = table_word(P.table, 1), c = table_word(P.table, 2, true),
+                  d = table_word(P.table, 3, true);
+    const u32 q = fields<T>(f, w);
+    sum = dp4a(permute_bytes(a, b, q), x, sum);
+    return dp4a(permute_bytes(c, d, q ^ 0x8888), x, sum);
+  }
+  return dp4a(codes<T>(f, w), x, sum);
 }
 // Scale and additive term of a block: weight = scale * code + shift. `half`: of which 16 weights, in types with split
 // scales.
@@ -182,8 +204,8 @@ template <int T> DEVICE float dot(const Block<T> &f, const V4 &x0, const V4 &x1,
   int i0 = 0, i1 = 0;
 #pragma unroll
   for (int w = 0; w < 4; w++) {
-    i0 = dp4a(codes<T>(f, w), x[w], i0);
-    i1 = dp4a(codes<T>(f, w + 4), x[w + 4], i1);
+    i0 = add_products<T>(i0, f, w, x[w]);
+    i1 = add_products<T>(i1, f, w + 4, x[w + 4]);
   }
   const int sum0 = sum_lo(s.sums), sum1 = sum_hi(s.sums);
   if (planes(T).split) return s.d * (scaled<T>(f, 0, i0, sum0) + scaled<T>(f, 1, i1, sum1));

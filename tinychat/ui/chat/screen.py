@@ -602,7 +602,7 @@ class ChatScreen(Screen[None]):
             self._focus_message(messages[-1].index)
 
     def action_to_prompt(self) -> None:
-        self.prompt.focus()
+        self.set_focus(self.prompt)
 
     def _focus_message(self, index: int) -> None:
         message = self.transcript.message(index)
@@ -611,9 +611,9 @@ class ChatScreen(Screen[None]):
             self._focus_message(index + (1 if index > at else -1))
         elif message is not None:
             self.transcript.release_anchor()
-            message.focus()
+            self.set_focus(message)  # at once: the next key of a burst counts from it
         elif index >= len(self.controller.conversation.turns):
-            self.prompt.focus()
+            self.set_focus(self.prompt)
 
     @on(TurnMessage.Acted)
     async def _acted(self, event: TurnMessage.Acted) -> None:
@@ -622,12 +622,11 @@ class ChatScreen(Screen[None]):
             return  # it has gone since the key was pressed, and is painted for a moment longer
         try:
             match event.action:
-                case "up":
-                    self._focus_message(index - 1)
-                case "down":
-                    self._focus_message(index + 1)
+                case "up" | "down":
+                    if isinstance(self.focused, TurnMessage):  # a key before it in the burst may have left them
+                        self._focus_message(self.focused.index + (1 if event.action == "down" else -1))
                 case "leave":
-                    self.prompt.focus()
+                    self.set_focus(self.prompt)
                 case "edit":
                     self.begin_edit(index)
                 case "delete":
