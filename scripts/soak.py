@@ -134,6 +134,7 @@ class Session:
             await self.key("enter")
             await self.until(lambda: not self.asked_for_room)
             await self.until(lambda: self.asked_for_room or not (c.busy or c.queue))
+        await self.until(lambda: self.app.screen is self.chat)  # a dialog closes some time after its answer
         await self.until(lambda: not (last := self.chat.transcript.last_answer) or not last.live)
 
     @property
@@ -148,7 +149,7 @@ class Session:
 
     def sample(self, turn: int, wall: list[float], cpu: list[float]) -> Sample:
         gc.collect()
-        objects, widgets = gc.get_objects(), len(self.app.screen.query("*"))
+        objects, widgets = gc.get_objects(), len(self.chat.query("*"))
         alive = sum(isinstance(o, Widget) for o in objects)
         return Sample(
             turn,

@@ -118,7 +118,7 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         else:
             yield "attention", f"{heads}, {c['kv_heads']} of them for keys and values"
         if c["storing"] < c["layers"]:
-            yield "shared caches", f"{c['layers'] - c['storing']} layers read the rows of an earlier one"
+            yield "shared caches", f"{c['layers'] - c['storing']} of the layers read the rows of earlier ones"
         if rule := c["delta_rule"]:
             size = rule["head_dim"]
             yield (

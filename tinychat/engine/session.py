@@ -157,7 +157,7 @@ class Session:
         if self.mtp:
             self.mtp.rows = min(self.mtp.rows, n)
 
-    def state(self, n: int) -> bytes:
+    def state(self, n: int) -> bytes | memoryview:
         """The state behind the first `n` tokens; b"" where it is not known."""
         if n == self.state_at:
             return self.executor.read_state()

@@ -38,9 +38,9 @@ class Snapshots:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._states: dict[int, bytes] = {}
+        self._states: dict[int, bytes | memoryview] = {}
 
-    def add(self, tokens: int, state: bytes) -> None:
+    def add(self, tokens: int, state: bytes | memoryview) -> None:
         """Keeps the state behind `tokens` tokens; of too many, the one goes whose neighbours are nearest."""
         self._states[tokens] = state
         if len(self._states) <= self.most:
@@ -53,7 +53,7 @@ class Snapshots:
         """Forgets those behind the first `tokens` tokens."""
         self._states = {n: state for n, state in self._states.items() if n <= tokens}
 
-    def last(self, tokens: int) -> tuple[int, bytes]:
+    def last(self, tokens: int) -> tuple[int, bytes | memoryview]:
         """(tokens, state) of the last snapshot within the first `tokens` tokens; (0, b"") without one."""
         n = max((n for n in self._states if n <= tokens), default=0)
         return n, self._states.get(n, b"")

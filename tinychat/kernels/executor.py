@@ -172,11 +172,11 @@ class Executor(Protocol):
         """The state of all layers; 0 for a plan without."""
         ...
 
-    def read_state(self) -> bytes:
-        """The state of all layers, in this executor's layout."""
+    def read_state(self) -> bytes | memoryview:
+        """A copy of the state of all layers, in this executor's layout."""
         ...
 
-    def write_state(self, data: bytes) -> None:
+    def write_state(self, data: bytes | memoryview) -> None:
         """Puts a state back, as read_state gave it. Raises TinychatError for bytes that do not fit."""
         ...
 

@@ -333,11 +333,11 @@ class CPUExecutor:
         """See Executor.read_state."""
         return ctypes.string_at(self._states, self.state_bytes)
 
-    def write_state(self, data: bytes) -> None:
+    def write_state(self, data: bytes | memoryview) -> None:
         """See Executor.write_state."""
         if len(data) != self.state_bytes:
             raise TinychatError(f"a saved state of {len(data):,} bytes is not of this model")
-        ctypes.memmove(self._states, data, len(data))
+        ctypes.memmove(self._states, bytes(data), len(data))
 
     def profile(self, token: int, pos: int, steps: int) -> StepProfile:
         """See MeasurableExecutor.profile: every second step runs with a clock around each op on each thread."""

@@ -1,6 +1,7 @@
 // A head of the gated delta rule (kernels/blocks.py, DeltaRule). Its state lies as [value][key]; LANES lanes share the
 // keys of one value, a column. Constants: KEY_DIM.
 
+constexpr int GROUP = 4;  // tokens of a prompt that are taken in at once
 constexpr int LANES = 8, VECTORS = (KEY_DIM + 4 * LANES - 1) / (4 * LANES);  // of four keys, of a lane
 
 DEVICE float dot4(F4 a, F4 b) { return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w; }
@@ -8,6 +9,20 @@ DEVICE float sum_of_lanes(float v) {
 #pragma unroll
   for (int m = LANES / 2; m; m >>= 1) v += shfl_xor(v, m);
   return v;
+}
+// Sums over the lanes of N vectors of N values: lane i of each N gets that of value i.
+template <int N> DEVICE float transposed_sum(float (&v)[N]) {
+  if constexpr (N == 1) return v[0];
+  else {
+    float half[N / 2];
+    const bool upper = threadIdx.x & N / 2;
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) {
+      const float mine = upper ? v[i + N / 2] : v[i], other = upper ? v[i] : v[i + N / 2];
+      half[i] = mine + shfl_xor(other, N / 2);
+    }
+    return transposed_sum(half);
+  }
 }
 // The first key of a lane's vector i, and whether there is one.
 DEVICE int first_key(int i) { return (i * LANES + (int)threadIdx.x % LANES) * 4; }

@@ -1,5 +1,5 @@
-// What a layer takes of its per-layer embedding (kernels/ops.py, GateInput): one token per block. UNIT: `gated` was made from
-// the rows of `x` over their root mean square, since halves do not hold all of x.
+// What a layer takes of its per-layer embedding (kernels/ops.py, GateInput): one token per block. UNIT: `gated` was
+// made from the rows of `x` over their root mean square, since halves do not hold all of x.
 #include "activation.cuh"
 
 struct Args {

@@ -209,7 +209,8 @@ def norm_add(
     tokens = tokens or b.columns
     buffers = {"x": b.act(dst, tokens), "src": b.act(src, tokens), "gain": b.data(norm), "state": "state"}
     shape = NormAddConstants(norm.cols, eps, scale, stream, add)
-    return kernel(f"norm_add_{norm.cols}", "norm_add.cu", shape, buffers, (tokens, 1, 1), "norm")
+    threads = min(-(-norm.cols // 128) * 32, 1024)  # with a vector of four values each, where they suffice
+    return kernel(f"norm_add_{norm.cols}", "norm_add.cu", shape, buffers, (tokens, 1, 1), "norm", threads=threads)
 
 
 def head(b: Builder, op: ops.Head) -> Launch:

@@ -8,19 +8,42 @@ struct Args {
 };
 
 DEVICE void run(const Args &a) {
-  __shared__ float red[THREADS / 32];
+  constexpr int N = COLS / 4, V = (N + THREADS - 1) / THREADS, WARPS = THREADS / 32;  // vectors: all, those of a thread
+  static_assert(COLS % 4 == 0, "rows are whole vectors");
+  __shared__ float red[WARPS];
+  F4 gain[V], y[V], x[V];
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    const V4 v = ldc16(a.gain + 4 * min((int)threadIdx.x + i * THREADS, N - 1));
+    gain[i] = F4{unbits(v.x), unbits(v.y), unbits(v.z), unbits(v.w)};
+  }
   grid_wait();
   const u64 row = blockIdx.x;
   if ((int)row >= a.state[COUNT]) return;
-  const float *src = a.src + row * COLS;
+  F4 *to = (F4 *)(a.x + row * COLS);
+  const F4 *from = (const F4 *)(a.src + row * COLS);
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    const int at = threadIdx.x + i * THREADS;
+    y[i] = at < N ? from[at] : F4{0, 0, 0, 0};
+    x[i] = ADD && at < N ? to[at] : F4{0, 0, 0, 0};
+  }
   float ss = 0;
-  for (int i = threadIdx.x; i < COLS; i += THREADS) ss += src[i] * src[i];
+#pragma unroll
+  for (int i = 0; i < V; i++) ss += y[i].x * y[i].x + y[i].y * y[i].y + y[i].z * y[i].z + y[i].w * y[i].w;
   ss = warp_sum(ss);
   if (threadIdx.x % 32 == 0) red[threadIdx.x / 32] = ss;
   __syncthreads();
   ss = 0;
-  for (int i = 0; i < THREADS / 32; i++) ss += red[i];
+#pragma unroll
+  for (int i = 0; i < WARPS; i++) ss += red[i];
   const float r = SCALE * rsqrt_(ss / COLS + EPS);
-  for (int i = threadIdx.x; i < COLS; i += THREADS)
-    a.x[row * COLS + i] = STREAM_SCALE * ((ADD ? a.x[row * COLS + i] : 0) + src[i] * r * a.gain[i]);
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    const int at = threadIdx.x + i * THREADS;
+    const F4 g = gain[i];
+    if (at < N)
+      to[at] = F4{STREAM_SCALE * (x[i].x + y[i].x * r * g.x), STREAM_SCALE * (x[i].y + y[i].y * r * g.y),
+          STREAM_SCALE * (x[i].z + y[i].z * r * g.z), STREAM_SCALE * (x[i].w + y[i].w * r * g.w)};
+  }
 }

@@ -12,6 +12,8 @@ from tinychat.kernels.cuda.launch import Launch, kernel
 from tinychat.kernels.cuda.spread import QUANTISED_ROWS
 
 LANES = 8  # that share a value of a head's state: delta.cuh
+GROUP = 4  # tokens of a prompt that are taken in at once: delta.cuh
+COLUMNS_OF_LANE = 2  # prompt_delta.cu
 TOGETHER = 8  # tokens of a thread of a prompt's convolution: carried.cuh
 VALUES = 32  # of a block of prompt_delta.cu; fewer where those blocks would not fill the GPU
 BLOCKS = 128
@@ -49,7 +51,7 @@ def delta(b: Builder, layer: int, a: DeltaRule) -> tuple[Launch, Activations]:
 def prompt_delta(b: Builder, layer: int, a: DeltaRule, tokens: int, dst: str) -> list[Launch]:
     """Prompts: the same in three kernels; the results as halves in `dst`."""
     shape, carried = _shape(a), b.carried(layer)
-    mixed, both = b.buffer("mixed", 4 * tokens * a.channels), b.buffer("both", 4 * tokens * a.key_heads)
+    mixed, both = b.buffer("mixed", 4 * tokens * a.channels), b.buffer("both", 8 * GROUP * tokens * a.key_heads)
     heads, rate, decay = b.act("heads", tokens), b.act("beta", tokens), b.act("alpha", tokens)
     values = VALUES if a.heads * a.value_dim >= BLOCKS * VALUES else VALUES // 2
     per_token = {"state": "state", "slots": carried}
@@ -78,7 +80,7 @@ def prompt_delta(b: Builder, layer: int, a: DeltaRule, tokens: int, dst: str) ->
         {**per_token, "dst": heads, "mixed": mixed, "both": both, "rate": rate, "decay": decay},
         lambda count, keys: (-(-a.value_dim // values), a.heads, 1),
         "delta rule",
-        threads=values * LANES,
+        threads=values * LANES // COLUMNS_OF_LANE,
     )
     norm = kernel(
         f"prompt_gated_norm_{a.heads}_{a.value_dim}",

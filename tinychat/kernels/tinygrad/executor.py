@@ -131,7 +131,7 @@ class ReferenceExecutor(SingleSteps):
         """See Executor.read_state."""
         return b"".join(t.numpy().tobytes() for t in self.step.state_tensors)
 
-    def write_state(self, data: bytes) -> None:
+    def write_state(self, data: bytes | memoryview) -> None:
         """See Executor.write_state."""
         if len(data) != self.state_bytes:
             raise TinychatError(f"a saved state of {len(data):,} bytes is not of this model")
