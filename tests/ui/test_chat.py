@@ -372,7 +372,8 @@ async def test_the_user_is_asked_before_the_context_overflows():
         await d.until(lambda: "The context is full" in d.screen and "leave out the oldest turns" in d.screen)
         await d.pilot.press("escape")
         await d.until(lambda: not isinstance(d.app.screen, OverflowScreen))
-        assert d.chat.prompt.text == "fourth" and len(d.turns) == 6, "the message is back in the prompt"
+        await d.until(lambda: d.chat.prompt.text == "fourth")  # the message is back in the prompt
+        assert len(d.turns) == 6
         await d.pilot.press("enter")
         await d.until(lambda: isinstance(d.app.screen, OverflowScreen))
         await d.until(lambda: "load the model with a context of 256 tokens" in d.screen)
