@@ -159,7 +159,7 @@ def zig(*args: str) -> None:
 
 
 @needs_zig
-@pytest.mark.parametrize(("target", "name"), zip(["aarch64-linux-gnu", "aarch64-macos"], NEON, strict=True))
+@pytest.mark.parametrize(("target", "name"), [*zip(["aarch64-linux-gnu", "aarch64-macos"], NEON, strict=True)])
 def test_library_compiles_for_arm(target: str, name: str, tmp_path: Path) -> None:
     cpu = NEON[name]["macos" in target]
     args = compiler._zig_linux(Path(compiler.zig() or ""), "aarch64") if "linux" in target else ["-target", target]
