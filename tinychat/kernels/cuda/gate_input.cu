@@ -18,12 +18,7 @@ DEVICE void run(const Args &a) {
   if (UNIT) {
     float ss = 0;
     for (int i = threadIdx.x; i < COLS; i += THREADS) ss += a.x[t * COLS + i] * a.x[t * COLS + i];
-    ss = warp_sum(ss);
-    if (threadIdx.x % 32 == 0) red[threadIdx.x / 32] = ss;
-    __syncthreads();
-    ss = 0;
-    for (int i = 0; i < THREADS / 32; i++) ss += red[i];
-    by = 1 / rsqrt_(ss / COLS + EPS);
+    by = 1 / rsqrt_(warps_sum(ss, red) / COLS + EPS);
   }
   for (int i = threadIdx.x; i < WIDTH; i += THREADS) {
     float *y = a.gated + t * WIDTH + i;

@@ -24,12 +24,7 @@ struct LatentRow {
     float ss = 0;
 #pragma unroll
     for (int j = 0; j < N; j++) ss += value[j] * value[j];
-    ss = warp_sum(ss);
-    if (threadIdx.x % 32 == 0) red[threadIdx.x / 32] = ss;
-    __syncthreads();
-    ss = 0;
-    for (int i = 0; i < THREADS / 32; i++) ss += red[i];
-    const float r = rsqrt_(ss / KV_LORA + EPS);
+    const float r = rsqrt_(warps_sum(ss, red) / KV_LORA + EPS);
 #pragma unroll
     for (int j = 0; j < N; j++) {
       const int i = threadIdx.x + j * THREADS;

@@ -16,12 +16,7 @@ DEVICE void run(const Args &a) {
   const u64 start = blockIdx.x * WIDTH, row = a.history[a.state[POS] + t];
   float *x = a.x + t * Table::COLS + start, ss = 0;
   for (int i = threadIdx.x; i < WIDTH; i += THREADS) ss += x[i] * x[i];
-  ss = warp_sum(ss);
-  if (threadIdx.x % 32 == 0) red[threadIdx.x / 32] = ss;
-  __syncthreads();
-  ss = 0;
-  for (int i = 0; i < THREADS / 32; i++) ss += red[i];
-  const float r = rsqrt_(ss / WIDTH + EPS);
+  const float r = rsqrt_(warps_sum(ss, red) / WIDTH + EPS);
   for (int i = threadIdx.x; i < WIDTH; i += THREADS) {
     const float e = weight_at<Table::TYPE>(a.w, Table::BLOCKS, row * Table::COLS + start + i);
     x[i] = (x[i] * r * a.gain[i] + SCALE * e) * 0.70710678f;

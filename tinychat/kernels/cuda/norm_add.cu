@@ -8,9 +8,9 @@ struct Args {
 };
 
 DEVICE void run(const Args &a) {
-  constexpr int N = COLS / 4, V = (N + THREADS - 1) / THREADS, WARPS = THREADS / 32;  // vectors: all, those of a thread
+  constexpr int N = COLS / 4, V = (N + THREADS - 1) / THREADS;  // vectors: all, those of a thread
   static_assert(COLS % 4 == 0, "rows are whole vectors");
-  __shared__ float red[WARPS];
+  __shared__ float red[THREADS / 32];
   F4 gain[V], y[V], x[V];
 #pragma unroll
   for (int i = 0; i < V; i++) {
@@ -31,13 +31,7 @@ DEVICE void run(const Args &a) {
   float ss = 0;
 #pragma unroll
   for (int i = 0; i < V; i++) ss += y[i].x * y[i].x + y[i].y * y[i].y + y[i].z * y[i].z + y[i].w * y[i].w;
-  ss = warp_sum(ss);
-  if (threadIdx.x % 32 == 0) red[threadIdx.x / 32] = ss;
-  __syncthreads();
-  ss = 0;
-#pragma unroll
-  for (int i = 0; i < WARPS; i++) ss += red[i];
-  const float r = SCALE * rsqrt_(ss / COLS + EPS);
+  const float r = SCALE * rsqrt_(warps_sum(ss, red) / COLS + EPS);
 #pragma unroll
   for (int i = 0; i < V; i++) {
     const int at = threadIdx.x + i * THREADS;

@@ -30,11 +30,7 @@ DEVICE void run(const Args &a) {
       if (b >= pos) {
         float ss = 0;
         for (int i = threadIdx.x; i < KV_LORA; i += THREADS) ss += kv[i] * kv[i];
-        ss = warp_sum(ss);
-        if (threadIdx.x % 32 == 0) red[threadIdx.x / 32] = ss;
-        __syncthreads();
-        ss = 0;
-        for (int i = 0; i < WARPS; i++) ss += red[i];
+        ss = warps_sum(ss, red);
         __syncthreads();
         r = rsqrt_(ss / KV_LORA + EPS);
         for (int i = threadIdx.x; i < ROPE_DIMS; i += THREADS)

@@ -22,12 +22,7 @@ DEVICE void run(const Args &a) {
       const F4 v = *(const F4 *)(src + i);
       ss += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
     }
-    ss = warp_sum(ss);
-    if (threadIdx.x % 32 == 0) red[threadIdx.x / 32] = ss;
-    __syncthreads();
-    ss = 0;
-    for (int i = 0; i < WARPS; i++) ss += red[i];
-    r = rsqrt_(ss / COLS + EPS);
+    r = rsqrt_(warps_sum(ss, red) / COLS + EPS);
   }
   for (int i = threadIdx.x * 4; i < padded(COLS); i += THREADS * 4) {
     F4 v = {0, 0, 0, 0};
