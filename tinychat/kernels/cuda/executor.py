@@ -91,8 +91,15 @@ class CUDAExecutor:
             prefill = {n: Prefill(builder, n, chip).layers() for n in sizes}
             head_all = Prefill(builder, min(ROWS_OF_LOGITS, max_context), chip).head()
             self._verifying = Verifying(builder, gpu, kinds)
-            if sum(builder.buffers.values()) < SHARE * gpu.free_bytes:
+            if (needed := sum(builder.buffers.values())) < SHARE * gpu.free_bytes:
                 break
+        else:
+            rows, room = max_context * plan.kv_bytes_per_token, SHARE * gpu.free_bytes
+            raise TinychatError(
+                f"the model needs {needed / 1e9:,.1f} GB of the GPU's memory (weights {layout.nbytes / 1e9:,.1f}, "
+                f"context {rows / 1e9:,.1f}), of which {room / 1e9:,.1f} GB are free for it; take a smaller quant or "
+                f"context"
+            )
         launches = {depth: [launch for launch, _ in step] for depth, step in steps.items()}
         self.limits = replace(LIMITS, verified=max(self._verifying.counts, default=1))
         self.device = f"CUDA · {gpu.name}"
