@@ -16,7 +16,7 @@ import numpy as np
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.blocks import MLA
-from tinychat.kernels.cuda.builder import RING, SLOTS, Builder
+from tinychat.kernels.cuda.builder import RING, ROUTE_SLOTS, SLOTS, Builder
 from tinychat.kernels.cuda.device import GPU, unusable
 from tinychat.kernels.cuda.graph import Graph
 from tinychat.kernels.cuda.launch import Launch
@@ -140,6 +140,7 @@ class CUDAExecutor:
         self._seen = 0  # tokens whose state read_state() reads: none of drafts and of steps ahead
         self._enqueued: tuple[int, int, Sampling] | None = None  # the step of this token at this position, by verify()
         self._uploaded: Sampling | None = None  # whose penalties the buffers hold
+        self._routes = builder.routes
         self.launches = launches[0]
         self.kernels_per_token, self.jit_batches = graphs[0].kernels, 1
         self.jit_state = "replaying"  # compiled and captured at load
@@ -290,8 +291,13 @@ class CUDAExecutor:
                 seen.append(following)  # type: ignore[attr-defined]
 
     def routes(self) -> np.ndarray | None:
-        """See Executor.routes: None. Every block chooses for itself, and steps are enqueued ahead."""
-        return None
+        """See Executor.routes. Steps that are enqueued ahead write into other slots."""
+        layers, used = self._routes
+        if not layers:
+            return None
+        slot = 4 * layers * used
+        ids = self.gpu.peek("routes", slot, (self._seen - 1) % ROUTE_SLOTS * slot).view(np.int32)
+        return ids.reshape(layers, used)
 
     @property
     def cache_layout(self) -> str:
