@@ -147,8 +147,11 @@ _MISSING = {
     "several streams that predict each other (AltUp)": "gemma3n",
     "state-space layers": "mamba mamba2 falcon-h1 granitehybrid jamba nemotron_h nemotron_h_moe plamo2",
     "an index that chooses cache rows": "deepseek32 glm-dsa",
-    "several residual streams": "deepseek4 kimi-k3",
-    "soft caps in attention": "gemma2",
+    "several residual streams": "deepseek4 glm5-next kimi-k3",
+    "soft caps in attention": "gemma2 grok",
+    "LayerNorm": "bloom codeshell cohere2 command-r dbrx falcon gpt2 gptneox mpt olmo phi2 stablelm starcoder2",
+    "RWKV's time mixing": "rwkv6 rwkv6qwen2 rwkv7 arwkv7",
+    "attention in both directions (it embeds text or translates)": "bert jina-bert-v2 modern-bert nomic-bert t5",
 }
 
 
