@@ -25,9 +25,12 @@ def answer(engine: Engine, prompt: list[int], n: int = 6) -> list[int]:
 
 
 def test_places_and_what_is_kept() -> None:
-    assert snapshots.places(0, 60) == [] and snapshots.places(0, 150) == [128]
-    assert snapshots.places(0, 135) == [64] and snapshots.places(100, 135) == []  # a margin at the end
-    assert snapshots.places(1000, 2100) == [1024, 2048] and snapshots.places(1024, 1024 + 8) == []
+    every = snapshots.distance(256)
+    assert every == 1024 and [snapshots.distance(n) for n in (2100, 1 << 30)] == [2048, 4096]
+    assert snapshots.places(0, 60, every) == [] and snapshots.places(0, 150, every) == [128]
+    assert snapshots.places(0, 135, every) == [64] and snapshots.places(100, 135, every) == []  # a margin at the end
+    assert snapshots.places(1000, 2100, every) == [1024, 2048] and snapshots.places(1024, 1024 + 8, every) == []
+    assert snapshots.places(0, 2047, 4096) == [1984]
     kept = Snapshots(3)
     for n in (128, 1024, 1088, 2048):
         kept.add(n, bytes([n // 64]))
@@ -40,6 +43,7 @@ def test_places_and_what_is_kept() -> None:
     ]  # 1024 is the least loss
     kept.cut(2047)
     assert kept.last(5000) == (1088, bytes([17])) and kept.newest() == 1088
+    assert [kept.due(n, 1024) for n in (2048, 2111, 2112, 2113, 2176)] == [False, False, True, False, True]
     assert Snapshots(3).last(10) == (0, b"") and Snapshots(3).newest() == 0
 
 
@@ -95,7 +99,7 @@ def test_memory_counts_the_state_and_its_snapshots(tmp_path: Path) -> None:
     weights = sum(t.nbytes for t in header.tensors.values())
     assert sizes(path) == (weights + 17 * plan.state_bytes, plan.kv_bytes_per_token)
     assert fit(10, 1, 1, 10**9, state_bytes=500).needed == fit(10, 1, 1, 10**9).needed + 500
-    assert snapshots.EVERY % BLOCK == 0
+    assert snapshots.NEAREST % BLOCK == snapshots.FARTHEST % BLOCK == 0
     engine = Engine.load(path, max_context=32, device="cpu")
     assert engine.stats.kv_bytes == engine.executor.cache_bytes + 17 * plan.state_bytes
     assert engine.executor.state_bytes == 4 * (rule + 4 * 24 * 8)  # rows of whole vectors

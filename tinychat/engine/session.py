@@ -43,6 +43,7 @@ class Session:
         self.mtp = Predictor(executor) if plan.mtp else None
         self.state_at = 0
         self.snapshots = Snapshots(snapshots.kept(plan))
+        self._apart = snapshots.distance(executor.prefill_chunk)  # tokens
         self.speculate(speculate)
 
     def speculate(self, mode: Speculate) -> None:
@@ -65,7 +66,7 @@ class Session:
         s.prefill_s = s.prefill_tok_s = 0.0
         started, total = time.perf_counter(), last - reused
         size = max(self.executor.prefill_chunk, SMALLEST_CHUNK)
-        places = snapshots.places(reused, last) if self.plan.state_bytes else []
+        places = snapshots.places(reused, last, self._apart) if self.plan.state_bytes else []
         if on_prefill:
             on_prefill(0, total, reused)
         while len(self.tokens) < last:
@@ -117,7 +118,7 @@ class Session:
                 speculation.took(source, len(drafts), time.perf_counter() - began)
                 self.tokens.append(token)
                 self.state_at = max(self.state_at, len(self.tokens))
-                if self.plan.state_bytes and len(self.tokens) % snapshots.EVERY == 0 and not forced:
+                if self.plan.state_bytes and not forced and self.snapshots.due(len(self.tokens), self._apart):
                     self.snapshots.add(len(self.tokens), self.executor.read_state())
                 token = following
                 history.append(token)

@@ -1,8 +1,8 @@
 """Copies of a plan's state at some places of the sequence, from which it can go on.
 
 A state (blocks.LayerState) is that behind the last token, so a prompt that leaves the sequence before its end goes on
-from the nearest snapshot in front of that place. Snapshots are made at every EVERY tokens and shortly before the end of
-a prompt, at places where the KV store's blocks end.
+from the nearest snapshot in front of that place. Snapshots are made at equal distances and shortly before the end of a
+prompt, at places where the KV store's blocks end.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from tinychat.engine.kvstore import BLOCK
 from tinychat.kernels.ops import Plan
 
-EVERY = 1024  # tokens from one snapshot to the next; a multiple of BLOCK
+NEAREST, FARTHEST = 1024, 4096  # tokens from one snapshot to the next; multiples of BLOCK
 MARGIN = 8  # tokens at the end of a prompt that may be others the next time, such as those that open the thinking
 BUDGET = 512 << 20  # bytes of all snapshots, where that is enough for LEAST of them
 LEAST, MOST = 3, 16
@@ -26,10 +26,16 @@ def memory(plan: Plan) -> int:
     return plan.state_bytes * (1 + kept(plan))
 
 
-def places(first: int, last: int) -> list[int]:
-    """Where snapshots are made while tokens first .. last - 1 are run."""
+def distance(chunk: int) -> int:
+    """Tokens from one snapshot to the next where `chunk` tokens run together: what runs many at once has run them again
+    in less time than its states take to be read."""
+    return max(NEAREST, min(FARTHEST, chunk // BLOCK * BLOCK))
+
+
+def places(first: int, last: int, every: int) -> list[int]:
+    """Where snapshots are made while tokens first .. last - 1 are run, at least every `every` tokens."""
     end = (last - MARGIN) // BLOCK * BLOCK
-    found = {*range(first // EVERY * EVERY + EVERY, last + 1, EVERY), *([end] if end > first else [])}
+    found = {*range(first // every * every + every, last + 1, every), *([end] if end > first else [])}
     return sorted(found)
 
 
@@ -48,6 +54,10 @@ class Snapshots:
         at = sorted(self._states)
         gaps = {at[i]: at[i + 1] - (at[i - 1] if i else 0) for i in range(len(at) - 1)}
         del self._states[min(gaps, key=lambda n: gaps[n])]
+
+    def due(self, tokens: int, every: int) -> bool:
+        """Whether decode, which has run `tokens` tokens, is so far behind the last one that it makes another."""
+        return tokens % BLOCK == 0 and tokens - self.newest() >= every
 
     def cut(self, tokens: int) -> None:
         """Forgets those behind the first `tokens` tokens."""
