@@ -296,6 +296,8 @@ class ExpertsDownConstants(StepConstants):
     quantised: bool
     out_scale: float
     add: bool  # to what is there
+    route_slots: int  # tokens whose experts are kept, for the host
+    routes: int  # experts of a token, of all layers
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def decode(b: Builder, depth: Depth = "middle") -> LaunchedOps:
             case Dense() as d:
                 out += enumerated(_dense(b, d), done - len(embedding))
             case Experts() as e:
-                out += enumerated(_experts(b, e), done - len(embedding))
+                out += enumerated(_experts(b, i, e), done - len(embedding))
         out += embedding
         first = done
     out.append((head(b, plan.head), first))
@@ -188,7 +188,7 @@ def _dense(b: Builder, d: Dense) -> list[Launch]:
     return [first, *_added(b, ffn, down)]
 
 
-def _experts(b: Builder, e: Experts) -> list[Launch]:
+def _experts(b: Builder, layer: int, e: Experts) -> list[Launch]:
     """Router logits; gate and up of the chosen and the shared; their down."""
     r, w, shared = e.router, e.weights, e.shared
     logits = b.buffer("router", 4 * b.columns * r.experts)
@@ -203,7 +203,7 @@ def _experts(b: Builder, e: Experts) -> list[Launch]:
         rows, size = [w.ff, shared.ff], size + shared.ff
     fits = t.rows(PAIR_WARPS) == QUANTISED_ROWS and (shared_t is None or shared_t.rows() == t.rows())
     ffn = b.agreed("ffn", size, [w.down, shared.down if shared else None], rows, fits)
-    chosen = [router, experts_up(b, e, ffn), experts_down(b, e, ffn)]
+    chosen = [router, experts_up(b, e, ffn), experts_down(b, layer, e, ffn)]
     if (d := e.beside) is None:
         return chosen
     first, down = gate_up(b, d.norm, e.eps, d.weights)
