@@ -77,6 +77,7 @@ struct Args {
   const float *q = nullptr;  // (columns, heads, nope + rope_dims), else
   const float *kv = nullptr;  // (columns, kv_lora + rope_dims)
   const float *kv_gain = nullptr;
+  const float *gate = nullptr;  // (columns, heads), where GATED
   u16 *cache = nullptr;
   const F2 *table = nullptr;  // cos and sin, (positions, rope_dims / 2)
   const int *state = nullptr;
@@ -269,8 +270,10 @@ DEVICE void run(Args a) {
   latent.finish(Merged(m), sh);
   cluster_arrive();  // this block has read the others' parts
   const int first = head * Value::ROWS + rank * (Value::ROWS / CLUSTER);
+  const float open = GATED ? 1.f / (1.f + expf(-a.gate[column * HEADS + head])) : 1.f;
   m.value.multiply(sh, [&](int row, int sub, float v) {
     if (sub) return;
+    if (GATED) v = mul_rn(v, open);
     if constexpr (OUT_QUANTISED) m.results[row] = v;
     else a.dst[first + row] = v;
   });
