@@ -2,11 +2,11 @@
 
     python -m scripts.gpu_sanitize memcheck racecheck initcheck [--limit SECONDS --jobs N --models VARIANT:QUANT ...]
 
-Each model runs one step of every form: prompts of each width, decode steps of each depth, a masked one, verify steps of
-each number of tokens. The kernels are compiled first, without the tool. The models are divided over processes so that
-few kernels are in two of them, since a tool's time goes into each kernel that a process loads: a process keeps those
-that it has. One line per tool says what ran, what was found, and which models were left at the limit. `none` runs them
-without a tool.
+Each model runs one step of every form (prompts of each width, decode steps of each depth, verify steps of each number
+of tokens), every kernel once. The kernels are compiled first, without the tool. The models are divided over processes
+so that few kernels are in two of them, since a tool's time goes into each kernel that a process loads: a process keeps
+those that it has. One line per tool says what ran, what was found, and which models were left at the limit. `none` runs
+them without a tool.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -38,12 +39,11 @@ from tinychat.kernels.cuda.layout import Layout
 from tinychat.kernels.cuda.prefill import SIZES, Chip, Prefill
 from tinychat.kernels.cuda.step import decode, depths
 from tinychat.kernels.cuda.verify import Verifying
-from tinychat.kernels.sampling import GREEDY
+from tinychat.kernels.ops import Plan
 
 CONTEXT = 2112  # beyond the position from which on latent attention is of its last kind
-POSITIONS = (9, 600, 2060)  # one in each kind
-WIDTHS = (9, 40, 200)  # tokens of prompts, one for each kind of graph
-LONGEST = 130  # tokens through the kernels for the longest prompts: two tiles, the second nearly empty
+PROMPT_AT = 300  # position of prompts
+LONGEST = 130  # tokens of a prompt, at most: two tiles, the second nearly empty
 CHIP = Chip(warpgroups=True, max_shared=227 << 10)  # of the H200: what is compiled ahead
 MODELS = tuple(dict.fromkeys((*CHECKED, *VERIFIED)))
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck", "none")
@@ -61,18 +61,31 @@ class OneGPU(GPU):
         self._programs, self._binaries = self.programs, self.binaries
 
 
-def kernels(path: Path) -> dict[str, Launch]:
-    """The launches of one step of every form by their source."""
-    gguf = GGUF.open(path)
-    plan = build_plan(gguf, ModelConfig.from_gguf(gguf))
-    builder = Builder(plan, Layout(plan, {name: t.nbytes for name, t in gguf.tensors.items()}), CONTEXT)
+@dataclass(frozen=True)
+class Form:
+    """The launches of one kind of step, of `count` tokens at position `pos`."""
+
+    launches: list[Launch]
+    pos: int
+    count: int
+
+
+def forms(plan: Plan, weights: GGUF) -> list[Form]:
+    """Every kind of step that an executor has for the plan."""
+    builder = Builder(plan, Layout(plan, {name: t.nbytes for name, t in weights.tensors.items()}), CONTEXT)
     kinds = depths(builder, clusters=True)
-    prompts = (Prefill(builder, n, CHIP) for n in (*SIZES, CONTEXT))
-    parts = [*(prompt.layers() for prompt in prompts), Prefill(builder, SIZES[1], CHIP).head()]
-    parts += [[launch for launch, _ in decode(builder, kind)] for kind in kinds.values()]
+    out = [Form(Prefill(builder, n, CHIP).layers(), PROMPT_AT, min(n - 3, LONGEST)) for n in (*SIZES, CONTEXT)]
+    out.append(Form(Prefill(builder, SIZES[1], CHIP).head(), PROMPT_AT, SIZES[1] - 3))
+    out += [Form([launch for launch, _ in decode(builder, kind)], pos + 9, 1) for pos, kind in kinds.items()]
     verifying = Verifying(builder, CHIP, kinds)  # type: ignore[arg-type]  # of a GPU it reads the same field
-    parts += [verifying.launches(columns, pos) for columns in verifying.counts for pos in kinds]
-    return {launch.source(): launch for launch in chain.from_iterable(parts)}
+    return out + [Form(verifying.launches(n, pos), pos + 9, n) for n in verifying.counts for pos in kinds]
+
+
+def kernels(path: Path) -> dict[str, Launch]:
+    """The launches of all forms by their source."""
+    gguf = GGUF.open(path)
+    every = forms(build_plan(gguf, ModelConfig.from_gguf(gguf)), gguf)
+    return {launch.source(): launch for launch in chain.from_iterable(form.launches for form in every)}
 
 
 def divided(models: dict[str, dict[str, Launch]], jobs: int) -> list[list[str]]:
@@ -83,7 +96,7 @@ def divided(models: dict[str, dict[str, Launch]], jobs: int) -> list[list[str]]:
         i = min(range(jobs), key=lambda i: len(loaded[i] | models[model].keys()) + 10 * len(lists[i]))
         lists[i].append(model)
         loaded[i] |= models[model].keys()
-    return lists
+    return [models[::-1] for models in lists]  # small ones first: where time runs out, more have run
 
 
 def compile_all(launches: list[Launch], jobs: int) -> None:
@@ -100,23 +113,24 @@ def compile_all(launches: list[Launch], jobs: int) -> None:
         child.join()
 
 
-def step_of_every_form(path: Path) -> None:
-    """One launch at least of every kernel of the model."""
+def every_kernel(path: Path) -> None:
+    """Runs each form, but of its launches those alone whose kernel has not run yet: racecheck needs long for each."""
     gguf = GGUF.open(path)
-    e = CUDAExecutor(build_plan(gguf, ModelConfig.from_gguf(gguf)), gguf, CONTEXT)
+    plan, ran = build_plan(gguf, ModelConfig.from_gguf(gguf)), set[str]()
+    e = CUDAExecutor(plan, gguf, CONTEXT)
     rng = np.random.default_rng(7)
     randomise_cache(e)
-    for n in WIDTHS:
-        e.forward(rng.integers(0, 300, n).tolist(), 300, "all" if n == WIDTHS[1] else "last")
-    ids = rng.integers(0, 300, LONGEST).tolist()
-    e._place(ids, 300, GREEDY, LONGEST)
-    e._prefill[max(e._prefill)](LONGEST, 300 + LONGEST)
-    everything = np.full(-(-e.plan.vocab // 32), 2**32 - 1, np.uint32)
-    for pos in POSITIONS:
-        seen = rng.integers(0, 300, pos + 1).tolist()
-        for columns in (1, *e._verifying.counts):
-            list(e.verify(seen[-1], [0] * (columns - 1), pos, SAMPLINGS["seeded"], seen))
-    list(e.verify(seen[-1], (), pos, GREEDY, seen, lambda: everything))
+    e._upload_penalties(SAMPLINGS["seeded"])
+    for form in forms(plan, gguf):
+        seen = rng.integers(0, 300, form.pos + form.count).tolist()
+        e._place(seen, 0, SAMPLINGS["seeded"], form.count)
+        new = dict[str, Launch]()
+        for launch in form.launches:
+            if (source := launch.source()) not in ran:
+                new.setdefault(source, launch)
+        ran |= new.keys()
+        e.gpu.sequence(list(new.values()))(form.count, form.pos + form.count)
+        e.gpu.synchronize()
     e.close()
 
 
@@ -127,7 +141,7 @@ def run(models: list[str]) -> None:
     with tempfile.TemporaryDirectory(dir=FILES) as folder:
         for model in models:
             began = time.perf_counter()
-            step_of_every_form(tiny.write(Path(folder) / "tiny.gguf", *model.split(":")))
+            every_kernel(tiny.write(Path(folder) / "tiny.gguf", *model.split(":")))
             print(f"ran {model} {time.perf_counter() - began:.1f} s", flush=True)
 
 
