@@ -158,7 +158,7 @@ static const Scratch *input(Ctx *c, const Op *op, Part me, int stage, const floa
   if (me.stage > stage) return &c->shared;
   for (int first = 0, w; first < c->tokens; first += w) {
     w = panel_width(c->tokens - first);
-    for (int i = 0; i < w; i++)
+    for (int i = 0; i < MIN_(w, c->tokens - first); i++)
       if ((first + i) % me.parts == me.part)
         prepare_row(src + (size_t)(first + i) * stride, n, norm, op->eps, need, &c->shared, first, w, i);
   }
@@ -194,7 +194,7 @@ static void multiply(const Matrix *w, int matrix, int first, int last, const Scr
       for (int i = 0; i < groups * columns; i++) {
         int row = 16 * (g + i / columns), n = w->rows - row;
         float *to = dst + (size_t)(t + i % columns) * stride + row;
-        f32v y = out[i];
+        f32v y = out[i / columns * pitch_of(columns) + i % columns];
         if (bias) y += fetch(bias + row, n);
         store(to, add ? fma_(y, splat(scale), fetch(to, n)) : y * scale, n);
       }
@@ -231,10 +231,10 @@ static void multiply_gated(const Matrix *gate, const Matrix *up, int matrix, int
       product(gate->type, rows16(gate, matrix, g), groups, &p, columns, a);
       product(up->type, rows16(up, matrix, g), groups, &p, columns, b);
       for (int i = 0; i < groups * columns; i++) {
-        int row = 16 * (g + i / columns), n = gate->rows - row;
-        if (gate_bias) a[i] += fetch(gate_bias + row, n);
-        if (up_bias) b[i] += fetch(up_bias + row, n);
-        store(dst[t + i % columns] + row, activated(activation, a[i], b[i]), n);
+        int row = 16 * (g + i / columns), n = gate->rows - row, at = i / columns * pitch_of(columns) + i % columns;
+        if (gate_bias) a[at] += fetch(gate_bias + row, n);
+        if (up_bias) b[at] += fetch(up_bias + row, n);
+        store(dst[t + i % columns] + row, activated(activation, a[at], b[at]), n);
       }
     }
 }
@@ -633,9 +633,10 @@ static void per_head(Ctx *c, const Op *op, Part me, int src_stride, int dst_stri
     int from = MAX_(first, h * groups) - h * groups, to = MIN_(last, (h + 1) * groups) - h * groups;
     for (int start = 0, width; start < c->tokens; start += width) {
       width = panel_width(c->tokens - start);
-      for (int i = 0; i < width; i++)
+      int n = MIN_(width, c->tokens - start);
+      for (int i = 0; i < n; i++)
         prepare_row(row(c, op->src, start + i) + (size_t)h * src_stride, w->cols, NULL, 0, need, s, 0, width, i);
-      multiply(w, h, from, to, s, width, row(c, op->dst[0], start) + (size_t)h * dst_stride, c->widths[op->dst[0]], NULL, 1, 0);
+      multiply(w, h, from, to, s, n, row(c, op->dst[0], start) + (size_t)h * dst_stride, c->widths[op->dst[0]], NULL, 1, 0);
     }
   }
 }
@@ -750,7 +751,7 @@ static int chosen(const Ctx *c, const Op *op, int e, int32_t *pairs) {
 static void gather(Scratch *to, const Scratch *from, const int32_t *column, int n, int k, int need) {
   for (int start = 0, width; start < n; start += width) {
     width = panel_width(n - start);
-    for (int i = 0; i < width; i++) {
+    for (int i = 0; i < MIN_(width, n - start); i++) {
       X x = columns_of(from, column[start + i], k);
       int8_t *q = to->q + (size_t)start * k * 2 + 64 * i;
       XScale *s = to->scales + (size_t)start * (k / 32) + i;
@@ -1254,7 +1255,7 @@ EXPORT int tc_prepare(Ctx *c) {
     s->pairs = piece(c, c->batch, 4 * (size_t)(top + 1)), s->targets = piece(c, c->batch, sizeof(float *));
     s->merged = piece(c, MAX_(MAX_(vectors * value, widest + 16), MAX_((size_t)dim * 16, 2 * (size_t)c->batch)), 4);
   }
-  c->shared = new_scratch(c, c->batch, MAX_(widest, (size_t)top * ff));
+  c->shared = new_scratch(c, (size_t)pitch_of(c->batch), MAX_(widest, (size_t)top * ff));  // panels may have empty columns
   c->partial = piece(c, heads * chunks, 4 * (value + 16));
   c->done = piece(c, heads, sizeof(atomic_int));
   if (c->done) memset(c->done, 0, sizeof(atomic_int) * heads);
