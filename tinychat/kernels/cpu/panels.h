@@ -35,45 +35,72 @@ INLINE void fetch_soon(Soon soon, int i) {
 #define EACH_COLUMN _Pragma("clang loop unroll(full)") for (int c = 0; c < nc; c++)
 typedef struct { i32v column[16]; } TileSum;  // each of 16 rows
 
-// Sums over 32 elements: of the high bytes, of the low ones; with `split` over the first 16, then over the last 16. Codes have no
-// offset; with a minimum they have no sign.
-INLINE void tile_sums(const Sub *u, const int8_t *q, TileSum *sums, int min, int split) {
-  for (int half = 0; half < 1 + split; half++) {
-    tile_load(6, u->w + 4 * half, 64);
-    tile_load(4, q + 16 * half, 64);
-    tile_load(5, q + 16 * half + 32, 64);
-    tile_zero(0);
-    tile_zero(1);
-    if (min) {
-      tile_dot_u(0, 4, 6);
-      tile_dot_u(1, 5, 6);
-    } else {
-      tile_dot_s(0, 4, 6);
-      tile_dot_s(1, 5, 6);
-    }
-    tile_store(0, sums + 2 * half, 64);
-    tile_store(1, sums + 2 * half + 1, 64);
+// Step 0 to 6 of the sums over 32 elements: of the high bytes, then of the low ones; with `split` over the first 16, in steps 7 to
+// 13 over the last 16. Codes have no offset; with a minimum they have no sign.
+enum { TILE_STEPS = 7 };
+INLINE void tile_step(int step, const Sub *u, const int8_t *q, TileSum *sums, int min) {
+  int half = step / TILE_STEPS;
+  switch (step % TILE_STEPS) {
+    case 0: tile_load(6, u->w + 4 * half, 64); break;
+    case 1: tile_load(4, q + 16 * half, 64); break;
+    case 2: tile_load(5, q + 16 * half + 32, 64); break;
+    case 3:
+      tile_zero(0);
+      if (min) tile_dot_u(0, 4, 6);
+      else tile_dot_s(0, 4, 6);
+      break;
+    case 4:
+      tile_zero(1);
+      if (min) tile_dot_u(1, 5, 6);
+      else tile_dot_s(1, 5, 6);
+      break;
+    case 5: tile_store(0, sums + 2 * half, 64); break;
+    case 6: tile_store(1, sums + 2 * half + 1, 64); break;
   }
 }
 
-// out[c] += the n unpacked blocks times column c of nc. The tiles of a block are under way while the block before is scaled.
-INLINE void panel(const Sub *u, int n, const int8_t *q, const XScale *xs, f32v *out, Soon soon, int nc, int min,
-                  int split, int q6) {
-  TileSum sums[2][4];
-  f32v acc[nc];
+#ifndef DIST
+#define DIST 2
+#endif
+#ifndef SPREAD
+#define SPREAD 1
+#endif
+enum { BETWEEN = DIST, SUMS = 4 };  // blocks between the tiles and the scaling; buffers of sums
+
+// out[c] += the n unpacked blocks times column c of nc. The tiles of a block are under way while earlier blocks are scaled: their
+// steps stand between the columns, and what they store is read two blocks later, since a load that meets a tile's store waits.
+INLINE void panel(const Sub *u, int n, const int8_t *q, const XScale *xs, f32v *out, Soon soon, int nc, int min, int split,
+                  int q6) {
+  TileSum sums[SUMS][4];
+  f32v acc[16];
+  int steps = split ? 2 * TILE_STEPS : TILE_STEPS;
   EACH_COLUMN acc[c] = out[c];
   tiles_written(u);
-  tile_sums(u, q + 64 * nc * place(0, q6), sums[0], min, split);
-  for (int i = 0; i < n; i++) {
-    if (i + 1 < n) tile_sums(u + i + 1, q + 64 * nc * place(i + 1, q6), sums[(i + 1) % 2], min, split);
-    fetch_soon(soon, i);
-    const TileSum *t = sums[i % 2];
-    const XScale *x = xs + nc * place(i, q6);
-    Sub scales = {.d = u[i].d, .d2 = u[i].d2, .m = u[i].m, .m2 = u[i].m2};
-    EACH_COLUMN {
-      i32v p = t[0].column[c] * HIGH + t[1].column[c], r = split ? t[2].column[c] * HIGH + t[3].column[c] : p;
-      acc[c] = scaled(&scales, p, r, &x[c], acc[c], min, split);
-    }
+#define STEPS(FROM, TO, BLOCK)                                           \
+  _Pragma("clang loop unroll(full)") for (int s = (FROM); s < (TO); s++) \
+    tile_step(s, u + (BLOCK), q + 64 * nc * place(BLOCK, q6), sums[(BLOCK) % SUMS], min);
+  for (int i = 0; i < BETWEEN && i < n; i++) STEPS(0, steps, i)
+#define SCALE_BLOCK(TILES_OF_C)                                                                                       \
+  fetch_soon(soon, i);                                                                                                \
+  const TileSum *t = sums[i % SUMS];                                                                                  \
+  const XScale *x = xs + nc * place(i, q6);                                                                           \
+  Sub scales = {.d = u[i].d, .d2 = u[i].d2, .m = u[i].m, .m2 = u[i].m2};                                              \
+  EACH_COLUMN {                                                                                                       \
+    TILES_OF_C                                                                                                        \
+    i32v p = t[0].column[c] * HIGH + t[1].column[c], r = split ? t[2].column[c] * HIGH + t[3].column[c] : p;          \
+    acc[c] = scaled(&scales, p, r, &x[c], acc[c], min, split);                                                        \
+  }
+  int i = 0;
+  for (; i + BETWEEN < n; i++) {
+#if SPREAD
+    SCALE_BLOCK(STEPS(c * steps / nc, (c + 1) * steps / nc, i + BETWEEN))
+#else
+    STEPS(0, steps, i + BETWEEN)
+    SCALE_BLOCK()
+#endif
+  }
+  for (; i < n; i++) {
+    SCALE_BLOCK()
   }
   EACH_COLUMN out[c] = acc[c];
 }

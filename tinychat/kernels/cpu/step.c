@@ -450,10 +450,15 @@ static void finish(Ctx *c, const Op *op, int token, int h, const float *sum, flo
 enum { MAX_GROUP = 1024 };  // query heads of one kv head; as library.MAX_GROUP, checked when the library is loaded
 
 // One token: tasks are (kv head, part of its query heads, chunk); the thread that finishes a part's last chunk merges all in order.
+// A part has `per` heads, so that the rounds in which the threads take the tasks need least time: a task's is that of its heads
+// and of what they share, which takes as long as one head, or three where V is K transposed.
 static int attention_tasks(const Ctx *c, const Op *op, int *per) {
-  int group = op->heads / op->kv_heads, chunks = c->pos / CHUNK + 1 - first_seen(op, c->pos) / CHUNK, parts = 1;
-  while (op->kv_heads * parts * chunks < 2 * c->pool.threads && parts < group) parts++;
-  *per = (group + parts - 1) / parts;
+  int group = op->heads / op->kv_heads, chunks = c->pos / CHUNK + 1 - first_seen(op, c->pos) / CHUNK, best = 0;
+  for (int heads = group, cost; heads > 0; heads--) {
+    int tasks = op->kv_heads * chunks * ((group + heads - 1) / heads);
+    cost = (tasks + c->pool.threads - 1) / c->pool.threads * (heads + (op->tag == LATENT_ATTENTION ? 3 : 1));
+    if (!best || cost < best) best = cost, *per = heads;
+  }
   return op->kv_heads * chunks * ((group + *per - 1) / *per);
 }
 
@@ -747,6 +752,9 @@ static int chosen(const Ctx *c, const Op *op, int e, int32_t *pairs) {
   return n;
 }
 
+// Into how many parts the rows of an expert are divided in a batch, so that threads which end first find something to take.
+static int expert_parts(const Ctx *c, int experts) { return (8 * c->pool.threads + experts - 1) / experts; }
+
 // Copies prepared columns (each by itself) side by side into panels.
 static void gather(Scratch *to, const Scratch *from, const int32_t *column, int n, int k, int need) {
   for (int start = 0, width; start < n; start += width) {
@@ -813,8 +821,11 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
     for (int t = me.part; t < c->tokens; t += me.parts) prepare_row(row(c, op->src, t), k, op->norm, op->eps, need, &c->shared, t, 1, 0);
     return;
   }
-  // tasks: the experts, then row ranges of the shared expert
-  int e = me.part < gate->groups ? me.part : -1, part = me.part - gate->groups, parts = me.parts - gate->groups;
+  // tasks: row ranges of the experts, then of the shared expert
+  int per = expert_parts(c, gate->groups), routed = per * gate->groups, e = me.part < routed ? me.part / per : -1;
+  int part = e < 0 ? me.part - routed : me.part % per, parts = e < 0 ? me.parts - routed : per;
+  int all = e < 0 ? groups16(shared) : groups, first = all * part / parts, last = all * (part + 1) / parts;
+  if (first == last) return;
   int32_t *pairs = s->pairs, *column = pairs + c->tokens * top;
   float **dst = s->targets;
   for (int start = 0, n = e < 0 ? c->tokens : chosen(c, op, e, pairs); start < n; start += 16) {
@@ -825,12 +836,11 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
     }
     gather(s, &c->shared, column, m, k, need);
     if (e >= 0) {
-      multiply_gated(gate, &op->w[1], e, 0, groups, s, m, dst, op->activation, bias_of(op->bias[0], gate, e),
+      multiply_gated(gate, &op->w[1], e, first, last, s, m, dst, op->activation, bias_of(op->bias[0], gate, e),
                      bias_of(op->bias[1], gate, e));
     } else {
-      int first = groups16(shared) * part / parts, last = groups16(shared) * (part + 1) / parts;
       multiply_gated(shared, &op->w[3], 0, first, last, s, m, dst, op->activation, NULL, NULL);
-      for (int i = 0; i < m && first < last; i++) scale_shared(c, op, column[i], dst[i], first, last);
+      for (int i = 0; i < m; i++) scale_shared(c, op, column[i], dst[i], first, last);
     }
   }
 }
@@ -862,14 +872,16 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
   if (me.stage == 0) {
     for (int i = me.part; i < c->tokens * top; i += me.parts)
       prepare_row(row(c, op->src, i / top) + (size_t)(i % top) * ff, ff, NULL, 0, need, &c->shared, i, 1, 0);
-  } else if (me.stage == 1) {  // tasks: the experts
+  } else if (me.stage == 1) {  // tasks: row ranges of the experts
+    int per = expert_parts(c, w->groups), e = me.part / per, part = me.part % per;
+    int first = groups * part / per, last = groups * (part + 1) / per, from = 16 * first, rows = MIN_(16 * last, dim) - from;
     int32_t *pairs = s->pairs;
-    for (int start = 0, n = chosen(c, op, me.part, pairs); start < n; start += 16) {
+    for (int start = 0, n = first < last ? chosen(c, op, e, pairs) : 0; start < n; start += 16) {
       int m = MIN_(16, n - start);
       gather(s, &c->shared, pairs + start, m, ff, need);
-      multiply(w, me.part, 0, groups, s, m, s->merged, dim, bias_of(op->bias[0], w, me.part), 1, 0);
+      multiply(w, e, first, last, s, m, s->merged, dim, bias_of(op->bias[0], w, e), 1, 0);
       for (int i = 0; i < m; i++)
-        memcpy(c->pair_out + (size_t)pairs[start + i] * dim, s->merged + (size_t)i * dim, sizeof(float) * dim);
+        memcpy(c->pair_out + (size_t)pairs[start + i] * dim + from, s->merged + (size_t)i * dim + from, sizeof(float) * rows);
     }
   } else if (me.stage == 2) {
     for (int t = me.part; t < c->tokens; t += me.parts) {
@@ -949,7 +961,10 @@ static int stages(const Op *op) {
 enum { SPLIT = 4 };  // tasks per thread and stage, where the number of tasks is free
 
 static int stage_tasks(const Ctx *c, const Op *op, int stage) {
-  int some = SPLIT * c->pool.threads, per;
+#ifndef SPLIT1
+#define SPLIT1 4
+#endif
+  int some = (c->tokens == 1 ? SPLIT1 : SPLIT) * c->pool.threads, per;
   if (op->tag == HEAD && !c->logits_mode) return 0;
   if (op->tag == CONVOLVE) return 2 * op->kv_heads + op->heads;
   if (op->tag == DELTA) return op->heads;
@@ -961,8 +976,10 @@ static int stage_tasks(const Ctx *c, const Op *op, int stage) {
     Blocks b = query_blocks(c, op);
     return op->kv_heads * b.parts * b.blocks;
   }
-  if (op->tag == EXPERTS_UP && stage == 1) return op->w[0].groups + (op->w[2].groups ? some : 0);
-  if (op->tag == EXPERTS_DOWN && stage == 1) return op->w[0].groups;
+  if ((op->tag == EXPERTS_UP || op->tag == EXPERTS_DOWN) && stage == 1) {
+    int experts = op->w[0].groups;
+    return experts * expert_parts(c, experts) + (op->tag == EXPERTS_UP && op->w[2].groups ? some : 0);
+  }
   return some;
 }
 
@@ -1010,7 +1027,10 @@ static void phase_task(void *arg, int phase, int task, int tasks, int id) {
   s->stopped = now, s->last_op = op;
 }
 
-enum { EARLY = 128 << 10, AT_ONCE = 1 << 10 };  // bytes of the next phase's weights that a thread without a task fetches; at a time
+#ifndef EARLY_KB
+#define EARLY_KB 512
+#endif
+enum { EARLY = EARLY_KB << 10, AT_ONCE = 1 << 10 };  // bytes of the next phase's weights that a thread without a task fetches; at a time
 
 // Asks for the bytes from..from+AT_ONCE-1 of those that follow each other in calls with the same `at`, the bytes before.
 INLINE int ask(const uint8_t *data, size_t bytes, size_t *at, size_t from) {
