@@ -59,30 +59,22 @@ INLINE void tile_step(int step, const Sub *u, const int8_t *q, TileSum *sums, in
   }
 }
 
-#ifndef DIST
-#define DIST 2
-#endif
-#ifndef SPREAD
-#define SPREAD 1
-#endif
-enum { BETWEEN = DIST, SUMS = 4 };  // blocks between the tiles and the scaling; buffers of sums
-
-// out[c] += the n unpacked blocks times column c of nc. The tiles of a block are under way while earlier blocks are scaled: their
-// steps stand between the columns, and what they store is read two blocks later, since a load that meets a tile's store waits.
+// out[c] += the n unpacked blocks times column c of nc. The tiles of a block are under way while the block before is
+// scaled: their steps stand between its columns.
 INLINE void panel(const Sub *u, int n, const int8_t *q, const XScale *xs, f32v *out, Soon soon, int nc, int min, int split,
                   int q6) {
-  TileSum sums[SUMS][4];
+  TileSum sums[2][4];
   f32v acc[16];
   int steps = split ? 2 * TILE_STEPS : TILE_STEPS;
   EACH_COLUMN acc[c] = out[c];
   tiles_written(u);
 #define STEPS(FROM, TO, BLOCK)                                           \
   _Pragma("clang loop unroll(full)") for (int s = (FROM); s < (TO); s++) \
-    tile_step(s, u + (BLOCK), q + 64 * nc * place(BLOCK, q6), sums[(BLOCK) % SUMS], min);
-  for (int i = 0; i < BETWEEN && i < n; i++) STEPS(0, steps, i)
+    tile_step(s, u + (BLOCK), q + 64 * nc * place(BLOCK, q6), sums[(BLOCK) % 2], min);
+  STEPS(0, steps, 0)
 #define SCALE_BLOCK(TILES_OF_C)                                                                                       \
   fetch_soon(soon, i);                                                                                                \
-  const TileSum *t = sums[i % SUMS];                                                                                  \
+  const TileSum *t = sums[i % 2];                                                                                  \
   const XScale *x = xs + nc * place(i, q6);                                                                           \
   Sub scales = {.d = u[i].d, .d2 = u[i].d2, .m = u[i].m, .m2 = u[i].m2};                                              \
   EACH_COLUMN {                                                                                                       \
@@ -91,17 +83,10 @@ INLINE void panel(const Sub *u, int n, const int8_t *q, const XScale *xs, f32v *
     acc[c] = scaled(&scales, p, r, &x[c], acc[c], min, split);                                                        \
   }
   int i = 0;
-  for (; i + BETWEEN < n; i++) {
-#if SPREAD
-    SCALE_BLOCK(STEPS(c * steps / nc, (c + 1) * steps / nc, i + BETWEEN))
-#else
-    STEPS(0, steps, i + BETWEEN)
-    SCALE_BLOCK()
-#endif
+  for (; i + 1 < n; i++) {
+    SCALE_BLOCK(STEPS(c * steps / nc, (c + 1) * steps / nc, i + 1))
   }
-  for (; i < n; i++) {
-    SCALE_BLOCK()
-  }
+  SCALE_BLOCK()
   EACH_COLUMN out[c] = acc[c];
 }
 

@@ -1,7 +1,7 @@
 // A pool of threads that sleep between calls. A call is a list of phases, run one after the other; a phase is cut into tasks.
 // Each thread has its own range of a phase's tasks and takes tasks of the other ranges when its own is empty. A phase therefore
 // ends when its last task ends: a thread that the system has descheduled delays it only while it holds a task. A thread that finds
-// no task polls its own range alone, since each look at a range makes its owner's next claim slower, and meanwhile does `ahead`.
+// no task polls its own range alone, since each look at a range makes its owner's next claim slower.
 #pragma once
 #include <pthread.h>
 #include <sched.h>
@@ -20,7 +20,6 @@ typedef struct {
   int (*tasks)(void *arg, int phase);  // of a phase, less than 2^20; asked when the phase before has ended
   void (*task)(void *arg, int phase, int task, int tasks, int id);
   void *arg;
-  int (*ahead)(void *arg, int phase, int step, int id);  // NULL, or a part of what helps the phase; returns whether more is left
 } Work;
 typedef struct { _Alignas(128) _Atomic uint64_t word; } Range;  // phase << 40 | end << 20 | next
 typedef struct {
@@ -129,9 +128,8 @@ static void take_tasks_(Pool *p, int id) {
     if (phase == ENDED) return;
     for (int k = 1; k < p->threads; k++) same &= phase_of(empty_range_(p, (id + k) % p->threads, id)) == phase;
     // where all ranges were empty in the same phase, there is nothing to do before the next one
-    for (int idle = 0, more = 1; same && atomic_load_explicit(&p->range[id].word, memory_order_acquire) == v; idle++) {
-      if (more && p->work.ahead) more = p->work.ahead(p->work.arg, phase + 1, idle, id);
-      else if (idle < PATIENCE) pause_();
+    for (int idle = 0; same && atomic_load_explicit(&p->range[id].word, memory_order_acquire) == v; idle++) {
+      if (idle < PATIENCE) pause_();
       else sched_yield();
     }
   }

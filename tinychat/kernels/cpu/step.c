@@ -958,13 +958,14 @@ static int stages(const Op *op) {
   }
 }
 
-enum { SPLIT = 4 };  // tasks per thread and stage, where the number of tasks is free
+#ifndef SPLIT_ONE
+#define SPLIT_ONE 8
+#endif
+// Tasks per thread and stage, where the number of tasks is free; SPLIT_ONE with one token, when a thread's speed changes most.
+enum { SPLIT = 4 };
 
 static int stage_tasks(const Ctx *c, const Op *op, int stage) {
-#ifndef SPLIT1
-#define SPLIT1 4
-#endif
-  int some = (c->tokens == 1 ? SPLIT1 : SPLIT) * c->pool.threads, per;
+  int some = (c->tokens == 1 ? SPLIT_ONE : SPLIT) * c->pool.threads, per;
   if (op->tag == HEAD && !c->logits_mode) return 0;
   if (op->tag == CONVOLVE) return 2 * op->kv_heads + op->heads;
   if (op->tag == DELTA) return op->heads;
@@ -1027,56 +1028,6 @@ static void phase_task(void *arg, int phase, int task, int tasks, int id) {
   s->stopped = now, s->last_op = op;
 }
 
-#ifndef EARLY_KB
-#define EARLY_KB 512
-#endif
-enum { EARLY = EARLY_KB << 10, AT_ONCE = 1 << 10 };  // bytes of the next phase's weights that a thread without a task fetches; at a time
-
-// Asks for the bytes from..from+AT_ONCE-1 of those that follow each other in calls with the same `at`, the bytes before.
-INLINE int ask(const uint8_t *data, size_t bytes, size_t *at, size_t from) {
-  size_t first = from > *at ? from - *at : 0;
-  for (size_t i = first; i < bytes && *at + i < from + AT_ONCE; i += 64) __builtin_prefetch(data + i, 0, 2);
-  *at += bytes;
-  return *at >= from + AT_ONCE;
-}
-
-// Work.ahead: part `step` of the weights that thread `id` reads first in the phase, a decode step's. It may still run when the
-// call has ended: all that it reads is valid then, too.
-static int fetch_ahead(void *arg, int phase, int step, int id) {
-  Ctx *c = arg;
-  size_t at = 0, from = (size_t)step * AT_ONCE;
-  if (c->tokens > 1 || phase >= c->n_phases || from >= EARLY) return 0;
-  const Op *op = &c->ops[c->phases[phase].op];
-  const Matrix *w = op->w;
-  int parts = stage_tasks(c, op, 0), all = w[0].groups * groups16(&w[0]), first, last;
-  for (int part = parts * id / c->pool.threads; part < parts * (id + 1) / c->pool.threads; part++) {
-    Part me = {id, 0, part, parts};
-    double total = 0, before = 0;
-    switch (op->tag) {
-      case LINEAR:
-        for (int i = 0; i < op->matrices; i++) total += (double)groups16(&w[i]) * group_bytes(w[i].type, w[i].cols);
-        for (int i = 0; i < op->matrices; i++) {
-          double bytes = group_bytes(w[i].type, w[i].cols);
-          share(me, total, before, bytes, groups16(&w[i]), &first, &last);
-          if (first < last && ask(rows16(&w[i], 0, first), (size_t)(last - first) * bytes, &at, from)) return 1;
-          before += groups16(&w[i]) * bytes;
-        }
-        break;
-      case GATE_UP: case ABSORB: case VALUE_UP: case ROUTE: case HEAD:
-        share(me, all, 0, 1, all, &first, &last);
-        for (int i = 0; i < 1 + (op->tag == GATE_UP); i++)
-          if (ask(rows16(&w[i], 0, first), (last - first) * group_bytes(w[i].type, w[i].cols), &at, from)) return 1;
-        break;
-      case EXPERTS_DOWN:  // the experts that this thread chose in the phase before
-        share(me, groups16(w), 0, 1, groups16(w), &first, &last);
-        for (int i = 0; i < op->top_k; i++)
-          if (ask(rows16(w, c->scratch[id].experts[i], first), (last - first) * group_bytes(w->type, w->cols), &at, from)) return 1;
-        break;
-    }
-  }
-  return 0;
-}
-
 // Runs ops from..to-1.
 static void run_ops(Ctx *c, int from, int to) {
   c->serial++;
@@ -1085,7 +1036,7 @@ static void run_ops(Ctx *c, int from, int to) {
   for (int i = from; i < to; i++)
     for (int stage = 0; stage < (c->tokens == 1 ? 1 : stages(&c->ops[i])); stage++) c->phases[c->n_phases++] = (Phase){i, stage};
   uint64_t began = c->ticks ? nanoseconds() : 0, first = counter();
-  pool_run(&c->pool, (Work){c->n_phases + c->sampled, phase_tasks, phase_task, c, fetch_ahead});
+  pool_run(&c->pool, (Work){c->n_phases + c->sampled, phase_tasks, phase_task, c});
   if (!c->ticks) return;
   double unit = (double)(nanoseconds() - began) / (double)MAX_(counter() - first, 1);
   for (int i = 0; i < 2 * c->n_ops * c->pool.threads; i++) c->ticks[i] = (uint64_t)((double)c->ticks[i] * unit);
@@ -1270,7 +1221,6 @@ EXPORT int tc_prepare(Ctx *c) {
     s->attn_s = piece(c, vectors + 4, 4 * CHUNK);
     s->attn_out = piece(c, vectors, 4 * value);
     s->experts = piece(c, top, 4), s->expert_weights = piece(c, top, 4);
-    if (s->experts) memset(s->experts, 0, 4 * (size_t)top);
     s->chances = piece(c, 2, 4 * (size_t)routed), s->groups = piece(c, 2, 4 * (size_t)routed);
     s->pairs = piece(c, c->batch, 4 * (size_t)(top + 1)), s->targets = piece(c, c->batch, sizeof(float *));
     s->merged = piece(c, MAX_(MAX_(vectors * value, widest + 16), MAX_((size_t)dim * 16, 2 * (size_t)c->batch)), 4);
