@@ -72,21 +72,22 @@ INLINE void panel(const Sub *u, int n, const int8_t *q, const XScale *xs, f32v *
   _Pragma("clang loop unroll(full)") for (int s = (FROM); s < (TO); s++) \
     tile_step(s, u + (BLOCK), q + 64 * nc * place(BLOCK, q6), sums[(BLOCK) % 2], min);
   STEPS(0, steps, 0)
-#define SCALE_BLOCK(TILES_OF_C)                                                                                       \
-  fetch_soon(soon, i);                                                                                                \
-  const TileSum *t = sums[i % 2];                                                                                  \
-  const XScale *x = xs + nc * place(i, q6);                                                                           \
-  Sub scales = {.d = u[i].d, .d2 = u[i].d2, .m = u[i].m, .m2 = u[i].m2};                                              \
-  EACH_COLUMN {                                                                                                       \
-    TILES_OF_C                                                                                                        \
-    i32v p = t[0].column[c] * HIGH + t[1].column[c], r = split ? t[2].column[c] * HIGH + t[3].column[c] : p;          \
-    acc[c] = scaled(&scales, p, r, &x[c], acc[c], min, split);                                                        \
+  for (int i = 0; i < n; i++) {
+    fetch_soon(soon, i);
+    const TileSum *t = sums[i % 2];
+    const XScale *x = xs + nc * place(i, q6);
+    Sub scales = {.d = u[i].d, .d2 = u[i].d2, .m = u[i].m, .m2 = u[i].m2};
+#define SCALE(c)                                                                                             \
+  i32v p = t[0].column[c] * HIGH + t[1].column[c], r = split ? t[2].column[c] * HIGH + t[3].column[c] : p; \
+  acc[c] = scaled(&scales, p, r, &x[c], acc[c], min, split);
+    if (i + 1 < n) {
+      EACH_COLUMN { STEPS(c * steps / nc, (c + 1) * steps / nc, i + 1) SCALE(c) }
+    } else {
+      EACH_COLUMN { SCALE(c) }
+    }
   }
-  int i = 0;
-  for (; i + 1 < n; i++) {
-    SCALE_BLOCK(STEPS(c * steps / nc, (c + 1) * steps / nc, i + 1))
-  }
-  SCALE_BLOCK()
+#undef SCALE
+#undef STEPS
   EACH_COLUMN out[c] = acc[c];
 }
 
