@@ -141,6 +141,8 @@ class LinearPart(Constants):
     spread: Spread
     grid_first: int
     grid_blocks: int
+    pitch: int  # values from one column's results to the next
+    start: int  # value of a column's results that the first row is
 
 
 @dataclass(frozen=True)
@@ -294,6 +296,8 @@ class ExpertsDownConstants(StepConstants):
     quantised: bool
     out_scale: float
     add: bool  # to what is there
+    route_slots: int  # tokens whose experts are kept, for the host
+    routes: int  # experts of a token, of all layers
 
 
 @dataclass(frozen=True)
@@ -351,6 +355,7 @@ class DeltaConstants(CarriedConstants):
     key_dim: int
     value_dim: int
     grouped: bool
+    by_channel: bool  # kernels/blocks.py, KDA
     eps: float
     query_scale: float
 
@@ -383,6 +388,7 @@ class PromptLinearPart(Constants):
     weight: Matrix
     total: int
     pitch: int  # values from one token's results to the next
+    start: int  # value of a token's results that the first row is
     first_tile: int
     tiles: int
 

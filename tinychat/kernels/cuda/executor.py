@@ -16,7 +16,7 @@ import numpy as np
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.blocks import MLA
-from tinychat.kernels.cuda.builder import RING, SLOTS, Builder
+from tinychat.kernels.cuda.builder import RING, ROUTE_SLOTS, SLOTS, Builder
 from tinychat.kernels.cuda.device import GPU, unusable
 from tinychat.kernels.cuda.graph import Graph
 from tinychat.kernels.cuda.launch import Launch
@@ -57,7 +57,6 @@ LIMITS = Limits(
     experts=1024,
     experts_used=64,
     expert_groups=32,  # a lane each
-    channel_decay=False,
     convolved=TOGETHER + 1,
     state_dim=128,
     state_multiple=4,
@@ -91,8 +90,15 @@ class CUDAExecutor:
             prefill = {n: Prefill(builder, n, chip).layers() for n in sizes}
             head_all = Prefill(builder, min(ROWS_OF_LOGITS, max_context), chip).head()
             self._verifying = Verifying(builder, gpu, kinds)
-            if sum(builder.buffers.values()) < SHARE * gpu.free_bytes:
+            if (needed := sum(builder.buffers.values())) < SHARE * gpu.free_bytes:
                 break
+        else:
+            rows, room = max_context * plan.kv_bytes_per_token, SHARE * gpu.free_bytes
+            raise TinychatError(
+                f"the model needs {needed / 1e9:,.1f} GB of the GPU's memory (weights {layout.nbytes / 1e9:,.1f}, "
+                f"context {rows / 1e9:,.1f}), of which {room / 1e9:,.1f} GB are free for it; take a smaller quant or "
+                f"context"
+            )
         launches = {depth: [launch for launch, _ in step] for depth, step in steps.items()}
         self.limits = replace(LIMITS, verified=max(self._verifying.counts, default=1))
         self.device = f"CUDA · {gpu.name}"
@@ -133,6 +139,7 @@ class CUDAExecutor:
         self._seen = 0  # tokens whose state read_state() reads: none of drafts and of steps ahead
         self._enqueued: tuple[int, int, Sampling] | None = None  # the step of this token at this position, by verify()
         self._uploaded: Sampling | None = None  # whose penalties the buffers hold
+        self._routes = builder.routes
         self.launches = launches[0]
         self.kernels_per_token, self.jit_batches = graphs[0].kernels, 1
         self.jit_state = "replaying"  # compiled and captured at load
@@ -283,8 +290,13 @@ class CUDAExecutor:
                 seen.append(following)  # type: ignore[attr-defined]
 
     def routes(self) -> np.ndarray | None:
-        """See Executor.routes: None. Every block chooses for itself, and steps are enqueued ahead."""
-        return None
+        """See Executor.routes. Steps that are enqueued ahead write into other slots."""
+        layers, used = self._routes
+        if not layers:
+            return None
+        slot = 4 * layers * used
+        ids = self.gpu.peek("routes", slot, (self._seen - 1) % ROUTE_SLOTS * slot).view(np.int32)
+        return ids.reshape(layers, used)
 
     @property
     def cache_layout(self) -> str:

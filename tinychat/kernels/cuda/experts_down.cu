@@ -16,6 +16,7 @@ struct Args {
   const u8 *shared = nullptr;
   const float *bias = nullptr;  // (experts, rows)
   const float *expert_scale = nullptr;
+  int *routes = nullptr;  // (ROUTE_SLOTS, ROUTES): the layer's place in the first, for the chosen experts of a token
   const float *shared_scale = nullptr;  // (columns): the shared expert counts its sigmoid times, where there is one
 };
 
@@ -71,6 +72,9 @@ DEVICE void run(Args a) {
   }
   if (threadIdx.x < 32) choose<Choice>(a.router, a.selection_bias, a.expert_scale, ids, weights);
   __syncthreads();
+  if (blockIdx.x == 0)
+    for (int k = threadIdx.x; k < TOP; k += THREADS)
+      a.routes[(a.state[POS] + column) % ROUTE_SLOTS * ROUTES + k] = ids[k];
   Experts<Weight, TOP> experts;
   experts.prefetch(a.w, ids, r);
   grid_wait();

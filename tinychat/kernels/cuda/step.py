@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tinychat.kernels import ops
-from tinychat.kernels.blocks import GQA, MLA, DeltaRule, Dense, Experts, LayerEmbedding, ShortConvolution
+from tinychat.kernels.blocks import GQA, KDA, MLA, DeltaRule, Dense, Experts, LayerEmbedding, ShortConvolution
 from tinychat.kernels.cuda.builder import Activations, Builder, Depth, LaunchedOps
 from tinychat.kernels.cuda.latent import absorb, combine, mla_cluster, takes_cluster, value_up
 from tinychat.kernels.cuda.launch import Launch
@@ -25,7 +25,7 @@ from tinychat.kernels.cuda.launches import (
     sample,
     store_kv,
 )
-from tinychat.kernels.cuda.recurrent import delta, short_convolution
+from tinychat.kernels.cuda.recurrent import delta, kda_inputs, short_convolution
 from tinychat.kernels.cuda.spread import QUANTISED_ROWS, pair_spread
 from tinychat.kernels.ops import LinearAdd, NormAdd, NormLinear
 
@@ -53,13 +53,15 @@ def decode(b: Builder, depth: Depth = "middle") -> LaunchedOps:
                 out += [(launch, first + n) for launch, n in _mla(b, i, m, depth)]
             case DeltaRule() as r:
                 out += [(launch, first + n) for n, launch in zip((0, 2, 3), _delta_rule(b, i, r))]
+            case KDA() as k:
+                out += [(launch, first + n) for n, launch in zip((1, 2, 3, 5, 6), _kda(b, i, k))]
             case ShortConvolution() as c:
                 out += [(launch, first + n) for n, launch in enumerate(_short_convolution(b, i, c))]
         match layer.feed_forward:
             case Dense() as d:
                 out += enumerated(_dense(b, d), done - len(embedding))
             case Experts() as e:
-                out += enumerated(_experts(b, e), done - len(embedding))
+                out += enumerated(_experts(b, i, e), done - len(embedding))
         out += embedding
         first = done
     out.append((head(b, plan.head), first))
@@ -157,6 +159,19 @@ def _delta_rule(b: Builder, layer: int, a: DeltaRule) -> list[Launch]:
     ]
 
 
+def _kda(b: Builder, layer: int, a: KDA) -> list[Launch]:
+    """The first does what the first two of its seven ops do, the fourth what the fifth and sixth do."""
+    parts, (f, g) = kda_inputs(a)
+    rule, heads = delta(b, layer, a)
+    return [
+        linear(b, "norm_linear", Activations("x", a.q.cols), parts, norm=a.norm, eps=a.eps),
+        linear(b, "linear", Activations("f", a.f_b.cols), [f]),
+        linear(b, "linear", Activations("g", a.g_b.cols), [g]),
+        rule,
+        linear_add(b, heads, a.output, None, 1.0),
+    ]
+
+
 def _short_convolution(b: Builder, layer: int, a: ShortConvolution) -> list[Launch]:
     x = Activations("x", a.in_proj.cols)
     convolution, heads = short_convolution(b, layer, a)
@@ -173,7 +188,7 @@ def _dense(b: Builder, d: Dense) -> list[Launch]:
     return [first, *_added(b, ffn, down)]
 
 
-def _experts(b: Builder, e: Experts) -> list[Launch]:
+def _experts(b: Builder, layer: int, e: Experts) -> list[Launch]:
     """Router logits; gate and up of the chosen and the shared; their down."""
     r, w, shared = e.router, e.weights, e.shared
     logits = b.buffer("router", 4 * b.columns * r.experts)
@@ -188,7 +203,7 @@ def _experts(b: Builder, e: Experts) -> list[Launch]:
         rows, size = [w.ff, shared.ff], size + shared.ff
     fits = t.rows(PAIR_WARPS) == QUANTISED_ROWS and (shared_t is None or shared_t.rows() == t.rows())
     ffn = b.agreed("ffn", size, [w.down, shared.down if shared else None], rows, fits)
-    chosen = [router, experts_up(b, e, ffn), experts_down(b, e, ffn)]
+    chosen = [router, experts_up(b, e, ffn), experts_down(b, layer, e, ffn)]
     if (d := e.beside) is None:
         return chosen
     first, down = gate_up(b, d.norm, e.eps, d.weights)
