@@ -15,4 +15,5 @@ def test_tiles_give_the_bits_of_vectors(quant: str, tmp_path: Path) -> None:
     path, ids = tiny.write(tmp_path / "m.gguf", "llama" if quant != "Q4_K_M" else "deepseek2_glm", quant), IDS * 6
     with executor(path) as ex, executor(path, flags=("-march=native", "-DTILES=2")) as tiles:
         assert "tiles" in tiles.device
-        np.testing.assert_array_equal(tiles.forward(ids, 0, "all"), ex.forward(ids, 0, "all"))  # type: ignore[arg-type]
+        for n in (len(ids), 3, 12):  # whole panels and those with empty columns
+            np.testing.assert_array_equal(tiles.forward(ids[:n], 0, "all"), ex.forward(ids[:n], 0, "all"))  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 // A pool of threads that sleep between calls. A call is a list of phases, run one after the other; a phase is cut into tasks.
 // Each thread has its own range of a phase's tasks and takes tasks of the other ranges when its own is empty. A phase therefore
-// ends when its last task ends: a thread that the system has descheduled delays it only while it holds a task.
+// ends when its last task ends: a thread that the system has descheduled delays it only while it holds a task. A thread that finds
+// no task polls its own range alone, since each look at a range makes its owner's next claim slower.
 #pragma once
 #include <pthread.h>
 #include <sched.h>
@@ -38,6 +39,9 @@ typedef struct {
   atomic_int quit;
 } Pool;
 enum { ENDED = 0xffffff };
+
+INLINE int phase_of(uint64_t v) { return (int)(v >> 40); }
+INLINE int is_empty(uint64_t v) { return (v & 0xfffff) >= (v >> 20 & 0xfffff); }  // as a word of ENDED is
 
 static inline void pause_(void) {
 #if defined(__x86_64__)
@@ -92,34 +96,42 @@ static void publish_(Pool *p, int phase) {
   }
 }
 
-// Counts one task as done. The thread that ends the last one publishes the next phase; publishing counts as a task too.
-static void finish_task_(Pool *p, int phase) {
-  while (atomic_fetch_sub_explicit(&p->remaining, 1, memory_order_acq_rel) == 1) {
+// Counts `n` tasks as done. The thread that ends the last one publishes the next phase; publishing counts as a task too.
+static void finish_tasks_(Pool *p, int phase, int n) {
+  while (atomic_fetch_sub_explicit(&p->remaining, n, memory_order_acq_rel) == n) {
     publish_(p, ++phase);
     if (phase == p->work.phases) return;
+    n = 1;
+  }
+}
+
+// Runs the tasks of range `from` until none is left. Returns the word that said so.
+static uint64_t empty_range_(Pool *p, int from, int id) {
+  _Atomic uint64_t *word = &p->range[from].word;
+  for (int phase = 0, done = 0;; done++) {  // the phase does not end before what is done is counted
+    uint64_t v = atomic_load_explicit(word, memory_order_acquire);
+    if (!is_empty(v)) v = atomic_fetch_add_explicit(word, 1, memory_order_acq_rel);  // it may be of a later phase or call by now
+    if (is_empty(v)) {
+      if (done) finish_tasks_(p, phase, done);
+      return v;
+    }
+    phase = phase_of(v);
+    p->work.task(p->work.arg, phase, (int)(v & 0xfffff), p->tasks, id);
   }
 }
 
 // Runs tasks, first those of the thread's own range, until the last phase has ended.
 static void take_tasks_(Pool *p, int id) {
-  for (int idle = 0;; idle++) {
-    int worked = 0;
-    for (int k = 0; k < p->threads; k++) {
-      _Atomic uint64_t *word = &p->range[(id + k) % p->threads].word;
-      uint64_t v = atomic_load_explicit(word, memory_order_acquire);
-      if (v >> 40 == ENDED) return;
-      if ((v & 0xfffff) >= (v >> 20 & 0xfffff)) continue;
-      v = atomic_fetch_add_explicit(word, 1, memory_order_acq_rel);  // the word may belong to a later phase or call by now
-      if (v >> 40 == ENDED || (v & 0xfffff) >= (v >> 20 & 0xfffff)) continue;
-      int phase = (int)(v >> 40);
-      p->work.task(p->work.arg, phase, (int)(v & 0xfffff), p->tasks, id);
-      finish_task_(p, phase);
-      worked = 1;
-      break;
+  for (;;) {
+    uint64_t v = empty_range_(p, id, id);
+    int phase = phase_of(v), same = 1;
+    if (phase == ENDED) return;
+    for (int k = 1; k < p->threads; k++) same &= phase_of(empty_range_(p, (id + k) % p->threads, id)) == phase;
+    // where all ranges were empty in the same phase, there is nothing to do before the next one
+    for (int idle = 0; same && atomic_load_explicit(&p->range[id].word, memory_order_acquire) == v; idle++) {
+      if (idle < PATIENCE) pause_();
+      else sched_yield();
     }
-    if (worked) idle = 0;
-    else if (idle < PATIENCE) pause_();
-    else sched_yield();
   }
 }
 
@@ -166,7 +178,7 @@ static void pool_run(Pool *p, Work work) {
   atomic_store_explicit(&p->ended, 0, memory_order_relaxed);
   publish_(p, 0);
   if (p->threads > 1) wake_(p);
-  finish_task_(p, 0);
+  finish_tasks_(p, 0, 1);
   take_tasks_(p, 0);
   while (!atomic_load_explicit(&p->ended, memory_order_acquire)) pause_();
 }

@@ -623,8 +623,6 @@ PANEL(16)
 #define TABLE(ROW) {QUANTISED(ROW) FLOATING(ROW)}
 static const Kernel kernels[][TYPES] = {TABLE(KERNEL_x1), TABLE(KERNEL_x2), TABLE(KERNEL_x4), TABLE(KERNEL_x8), TABLE(KERNEL_x16)};
 INLINE Kernel kernel(int type, int columns) { return kernels[__builtin_ctz((unsigned)columns)][type]; }
-// The widest panel of columns for `left` columns.
-INLINE int panel_width(int left) { return left >= 16 ? 16 : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1; }
 
 // out[k] = element k of the 16 packed rows at `a`: float32, the bits that gguf's dequantize gives.
 #define DEQUANTISE(T, ID, BLOCK, BYTES, CHUNK_, B_LENGTH, OFFSET, MIN, SPLIT, SIGN, ...) \

@@ -159,7 +159,7 @@ static const Scratch *input(Ctx *c, const Op *op, Part me, int stage, const floa
   if (me.stage > stage) return &c->shared;
   for (int first = 0, w; first < c->tokens; first += w) {
     w = panel_width(c->tokens - first);
-    for (int i = 0; i < w; i++)
+    for (int i = 0; i < MIN_(w, c->tokens - first); i++)
       if ((first + i) % me.parts == me.part)
         prepare_row(src + (size_t)(first + i) * stride, n, norm, op->eps, need, &c->shared, first, w, i);
   }
@@ -195,7 +195,7 @@ static void multiply(const Matrix *w, int matrix, int first, int last, const Scr
       for (int i = 0; i < groups * columns; i++) {
         int row = 16 * (g + i / columns), n = w->rows - row;
         float *to = dst + (size_t)(t + i % columns) * stride + row;
-        f32v y = out[i];
+        f32v y = out[i / columns * pitch_of(columns) + i % columns];
         if (bias) y += fetch(bias + row, n);
         store(to, add ? fma_(y, splat(scale), fetch(to, n)) : y * scale, n);
       }
@@ -232,10 +232,10 @@ static void multiply_gated(const Matrix *gate, const Matrix *up, int matrix, int
       product(gate->type, rows16(gate, matrix, g), groups, &p, columns, a);
       product(up->type, rows16(up, matrix, g), groups, &p, columns, b);
       for (int i = 0; i < groups * columns; i++) {
-        int row = 16 * (g + i / columns), n = gate->rows - row;
-        if (gate_bias) a[i] += fetch(gate_bias + row, n);
-        if (up_bias) b[i] += fetch(up_bias + row, n);
-        store(dst[t + i % columns] + row, activated(activation, a[i], b[i]), n);
+        int row = 16 * (g + i / columns), n = gate->rows - row, at = i / columns * pitch_of(columns) + i % columns;
+        if (gate_bias) a[at] += fetch(gate_bias + row, n);
+        if (up_bias) b[at] += fetch(up_bias + row, n);
+        store(dst[t + i % columns] + row, activated(activation, a[at], b[at]), n);
       }
     }
 }
@@ -454,10 +454,15 @@ static void finish(Ctx *c, const Op *op, int token, int h, const float *sum, flo
 enum { MAX_GROUP = 1024 };  // query heads of one kv head; as library.MAX_GROUP, checked when the library is loaded
 
 // One token: tasks are (kv head, part of its query heads, chunk); the thread that finishes a part's last chunk merges all in order.
+// A part has `per` heads, so that the rounds in which the threads take the tasks need least time: a task's is that of its heads
+// and of what they share, which takes as long as one head, or three where V is K transposed.
 static int attention_tasks(const Ctx *c, const Op *op, int *per) {
-  int group = op->heads / op->kv_heads, chunks = c->pos / CHUNK + 1 - first_seen(op, c->pos) / CHUNK, parts = 1;
-  while (op->kv_heads * parts * chunks < 2 * c->pool.threads && parts < group) parts++;
-  *per = (group + parts - 1) / parts;
+  int group = op->heads / op->kv_heads, chunks = c->pos / CHUNK + 1 - first_seen(op, c->pos) / CHUNK, best = 0;
+  for (int heads = group, cost; heads > 0; heads--) {
+    int tasks = op->kv_heads * chunks * ((group + heads - 1) / heads);
+    cost = (tasks + c->pool.threads - 1) / c->pool.threads * (heads + (op->tag == LATENT_ATTENTION ? 3 : 1));
+    if (!best || cost < best) best = cost, *per = heads;
+  }
   return op->kv_heads * chunks * ((group + *per - 1) / *per);
 }
 
@@ -639,9 +644,10 @@ static void per_head(Ctx *c, const Op *op, Part me, int src_stride, int dst_stri
     int from = MAX_(first, h * groups) - h * groups, to = MIN_(last, (h + 1) * groups) - h * groups;
     for (int start = 0, width; start < c->tokens; start += width) {
       width = panel_width(c->tokens - start);
-      for (int i = 0; i < width; i++)
+      int n = MIN_(width, c->tokens - start);
+      for (int i = 0; i < n; i++)
         prepare_row(row(c, op->src, start + i) + (size_t)h * src_stride, w->cols, NULL, 0, need, s, 0, width, i);
-      multiply(w, h, from, to, s, width, row(c, op->dst[0], start) + (size_t)h * dst_stride, c->widths[op->dst[0]], NULL, 1, 0);
+      multiply(w, h, from, to, s, n, row(c, op->dst[0], start) + (size_t)h * dst_stride, c->widths[op->dst[0]], NULL, 1, 0);
     }
   }
 }
@@ -752,11 +758,14 @@ static int chosen(const Ctx *c, const Op *op, int e, int32_t *pairs) {
   return n;
 }
 
+// Into how many parts the rows of an expert are divided in a batch, so that threads which end first find something to take.
+static int expert_parts(const Ctx *c, int experts) { return (8 * c->pool.threads + experts - 1) / experts; }
+
 // Copies prepared columns (each by itself) side by side into panels.
 static void gather(Scratch *to, const Scratch *from, const int32_t *column, int n, int k, int need) {
   for (int start = 0, width; start < n; start += width) {
     width = panel_width(n - start);
-    for (int i = 0; i < width; i++) {
+    for (int i = 0; i < MIN_(width, n - start); i++) {
       X x = columns_of(from, column[start + i], k);
       int8_t *q = to->q + (size_t)start * k * 2 + 64 * i;
       XScale *s = to->scales + (size_t)start * (k / 32) + i;
@@ -818,8 +827,11 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
     for (int t = me.part; t < c->tokens; t += me.parts) prepare_row(row(c, op->src, t), k, op->norm, op->eps, need, &c->shared, t, 1, 0);
     return;
   }
-  // tasks: the experts, then row ranges of the shared expert
-  int e = me.part < gate->groups ? me.part : -1, part = me.part - gate->groups, parts = me.parts - gate->groups;
+  // tasks: row ranges of the experts, then of the shared expert
+  int per = expert_parts(c, gate->groups), routed = per * gate->groups, e = me.part < routed ? me.part / per : -1;
+  int part = e < 0 ? me.part - routed : me.part % per, parts = e < 0 ? me.parts - routed : per;
+  int all = e < 0 ? groups16(shared) : groups, first = all * part / parts, last = all * (part + 1) / parts;
+  if (first == last) return;
   int32_t *pairs = s->pairs, *column = pairs + c->tokens * top;
   float **dst = s->targets;
   for (int start = 0, n = e < 0 ? c->tokens : chosen(c, op, e, pairs); start < n; start += 16) {
@@ -830,12 +842,11 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
     }
     gather(s, &c->shared, column, m, k, need);
     if (e >= 0) {
-      multiply_gated(gate, &op->w[1], e, 0, groups, s, m, dst, op->activation, bias_of(op->bias[0], gate, e),
+      multiply_gated(gate, &op->w[1], e, first, last, s, m, dst, op->activation, bias_of(op->bias[0], gate, e),
                      bias_of(op->bias[1], gate, e));
     } else {
-      int first = groups16(shared) * part / parts, last = groups16(shared) * (part + 1) / parts;
       multiply_gated(shared, &op->w[3], 0, first, last, s, m, dst, op->activation, NULL, NULL);
-      for (int i = 0; i < m && first < last; i++) scale_shared(c, op, column[i], dst[i], first, last);
+      for (int i = 0; i < m; i++) scale_shared(c, op, column[i], dst[i], first, last);
     }
   }
 }
@@ -867,14 +878,16 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
   if (me.stage == 0) {
     for (int i = me.part; i < c->tokens * top; i += me.parts)
       prepare_row(row(c, op->src, i / top) + (size_t)(i % top) * ff, ff, NULL, 0, need, &c->shared, i, 1, 0);
-  } else if (me.stage == 1) {  // tasks: the experts
+  } else if (me.stage == 1) {  // tasks: row ranges of the experts
+    int per = expert_parts(c, w->groups), e = me.part / per, part = me.part % per;
+    int first = groups * part / per, last = groups * (part + 1) / per, from = 16 * first, rows = MIN_(16 * last, dim) - from;
     int32_t *pairs = s->pairs;
-    for (int start = 0, n = chosen(c, op, me.part, pairs); start < n; start += 16) {
+    for (int start = 0, n = first < last ? chosen(c, op, e, pairs) : 0; start < n; start += 16) {
       int m = MIN_(16, n - start);
       gather(s, &c->shared, pairs + start, m, ff, need);
-      multiply(w, me.part, 0, groups, s, m, s->merged, dim, bias_of(op->bias[0], w, me.part), 1, 0);
+      multiply(w, e, first, last, s, m, s->merged, dim, bias_of(op->bias[0], w, e), 1, 0);
       for (int i = 0; i < m; i++)
-        memcpy(c->pair_out + (size_t)pairs[start + i] * dim, s->merged + (size_t)i * dim, sizeof(float) * dim);
+        memcpy(c->pair_out + (size_t)pairs[start + i] * dim + from, s->merged + (size_t)i * dim + from, sizeof(float) * rows);
     }
   } else if (me.stage == 2) {
     for (int t = me.part; t < c->tokens; t += me.parts) {
@@ -951,10 +964,12 @@ static int stages(const Op *op) {
   }
 }
 
-enum { SPLIT = 4 };  // tasks per thread and stage, where the number of tasks is free
+// Tasks per thread and stage, where the number of tasks is free, of several tokens and of one. One token's tasks are limited by
+// memory, which serves 16 threads so unevenly that with 4 tasks each they wait for 12 to 15 % of a step, with 16 for 3 to 8 %.
+enum { SPLIT = 4, SPLIT_ONE = 16 };
 
 static int stage_tasks(const Ctx *c, const Op *op, int stage) {
-  int some = SPLIT * c->pool.threads, per;
+  int some = (c->tokens == 1 ? SPLIT_ONE : SPLIT) * c->pool.threads, per;
   if (op->tag == HEAD && !c->logits_mode) return 0;
   if (op->tag == CONVOLVE) return 2 * op->kv_heads + op->heads;
   if (op->tag == DELTA) return op->heads;
@@ -966,8 +981,10 @@ static int stage_tasks(const Ctx *c, const Op *op, int stage) {
     Blocks b = query_blocks(c, op);
     return op->kv_heads * b.parts * b.blocks;
   }
-  if (op->tag == EXPERTS_UP && stage == 1) return op->w[0].groups + (op->w[2].groups ? some : 0);
-  if (op->tag == EXPERTS_DOWN && stage == 1) return op->w[0].groups;
+  if ((op->tag == EXPERTS_UP || op->tag == EXPERTS_DOWN) && stage == 1) {
+    int experts = op->w[0].groups;
+    return experts * expert_parts(c, experts) + (op->tag == EXPERTS_UP && op->w[2].groups ? some : 0);
+  }
   return some;
 }
 
@@ -1212,7 +1229,7 @@ EXPORT int tc_prepare(Ctx *c) {
     s->pairs = piece(c, c->batch, 4 * (size_t)(top + 1)), s->targets = piece(c, c->batch, sizeof(float *));
     s->merged = piece(c, MAX_(MAX_(vectors * value, widest + 16), MAX_((size_t)dim * 16, 2 * (size_t)c->batch)), 4);
   }
-  c->shared = new_scratch(c, c->batch, MAX_(widest, (size_t)top * ff));
+  c->shared = new_scratch(c, (size_t)pitch_of(c->batch), MAX_(widest, (size_t)top * ff));  // panels may have empty columns
   c->partial = piece(c, heads * chunks, 4 * (value + 16));
   c->done = piece(c, heads, sizeof(atomic_int));
   if (c->done) memset(c->done, 0, sizeof(atomic_int) * heads);

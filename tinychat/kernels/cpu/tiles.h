@@ -1,5 +1,5 @@
 // Matrix tiles (Intel AMX): eight registers of 16 rows of 64 bytes, and the product of a tile of signed bytes with one of bytes.
-// Here tiles 0 to 3 are sums (16 x 16 int32), 4 and 5 hold 16 rows of the left factor, 6 the right one in granules of 4.
+// Here tiles 0 to 3 are sums (up to 16 x 16 int32), 4 and 5 hold the rows of the left factor, 6 the right one in granules of 4.
 #pragma once
 #include "simd.h"
 
@@ -18,10 +18,10 @@ typedef struct {
   uint8_t rows[16];
 } TileShapes;
 
-// The shapes for products over `k` bytes, a multiple of 4 and at most 64.
-INLINE TileShapes tile_shapes(int k) {
+// The shapes for products of `rows` rows over `k` bytes, a multiple of 4 and at most 64.
+INLINE TileShapes tile_shapes(int rows, int k) {
   TileShapes t = {.palette = 1};
-  for (int i = 0; i < 7; i++) t.rows[i] = i == 6 ? k / 4 : 16, t.row_bytes[i] = i == 4 || i == 5 ? k : 64;
+  for (int i = 0; i < 7; i++) t.rows[i] = i == 6 ? k / 4 : rows, t.row_bytes[i] = i == 4 || i == 5 ? k : 64;
   return t;
 }
 #endif
@@ -39,8 +39,8 @@ static int tiles_granted(void) {
 // What was written before is in memory: gcc's forms of the operations do not say that they read it.
 INLINE void tiles_written(const void *p) { __asm__ volatile("" : : "r"(p) : "memory"); }
 // A thread has tiles between these two only: the system saves 8 kB more where it interrupts a thread that has.
-INLINE void tiles_begin(int k) {
-  TileShapes t = tile_shapes(k);
+INLINE void tiles_begin(int rows, int k) {
+  TileShapes t = tile_shapes(rows, k);
   tiles_written(&t);
   _tile_loadconfig(&t);
 }
@@ -58,7 +58,7 @@ static _Thread_local struct {
 } tiles_;
 static int tiles_granted(void) { return 1; }
 INLINE void tiles_written(const void *p) {}
-static void tiles_begin(int k) { memset(&tiles_, 0, sizeof tiles_), tiles_.shapes = tile_shapes(k); }
+static void tiles_begin(int rows, int k) { memset(&tiles_, 0, sizeof tiles_), tiles_.shapes = tile_shapes(rows, k); }
 static void tiles_end(void) { memset(&tiles_, 0, sizeof tiles_); }
 static void tile_zero(int i) { memset(tiles_.at[i], 0, sizeof tiles_.at[i]); }
 static void tile_load(int i, const void *p, size_t stride) {
