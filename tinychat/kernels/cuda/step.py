@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tinychat.kernels import ops
-from tinychat.kernels.blocks import GQA, MLA, DeltaRule, Dense, Experts, LayerEmbedding, ShortConvolution
+from tinychat.kernels.blocks import GQA, KDA, MLA, DeltaRule, Dense, Experts, LayerEmbedding, ShortConvolution
 from tinychat.kernels.cuda.builder import Activations, Builder, Depth, LaunchedOps
 from tinychat.kernels.cuda.latent import absorb, combine, mla_cluster, takes_cluster, value_up
 from tinychat.kernels.cuda.launch import Launch
@@ -25,7 +25,7 @@ from tinychat.kernels.cuda.launches import (
     sample,
     store_kv,
 )
-from tinychat.kernels.cuda.recurrent import delta, short_convolution
+from tinychat.kernels.cuda.recurrent import delta, kda_inputs, short_convolution
 from tinychat.kernels.cuda.spread import QUANTISED_ROWS, pair_spread
 from tinychat.kernels.ops import LinearAdd, NormAdd, NormLinear
 
@@ -53,6 +53,8 @@ def decode(b: Builder, depth: Depth = "middle") -> LaunchedOps:
                 out += [(launch, first + n) for launch, n in _mla(b, i, m, depth)]
             case DeltaRule() as r:
                 out += [(launch, first + n) for n, launch in zip((0, 2, 3), _delta_rule(b, i, r))]
+            case KDA() as k:
+                out += [(launch, first + n) for n, launch in zip((1, 2, 3, 5, 6), _kda(b, i, k))]
             case ShortConvolution() as c:
                 out += [(launch, first + n) for n, launch in enumerate(_short_convolution(b, i, c))]
         match layer.feed_forward:
@@ -152,6 +154,19 @@ def _delta_rule(b: Builder, layer: int, a: DeltaRule) -> list[Launch]:
     rule, heads = delta(b, layer, a)
     return [
         linear(b, "norm_linear", x, [(w, None, name) for w, name in outputs], norm=a.norm, eps=a.eps),
+        rule,
+        linear_add(b, heads, a.output, None, 1.0),
+    ]
+
+
+def _kda(b: Builder, layer: int, a: KDA) -> list[Launch]:
+    """The first does what the first two of its seven ops do, the fourth what the fifth and sixth do."""
+    parts, (f, g) = kda_inputs(a)
+    rule, heads = delta(b, layer, a)
+    return [
+        linear(b, "norm_linear", Activations("x", a.q.cols), parts, norm=a.norm, eps=a.eps),
+        linear(b, "linear", Activations("f", a.f_b.cols), [f]),
+        linear(b, "linear", Activations("g", a.g_b.cols), [g]),
         rule,
         linear_add(b, heads, a.output, None, 1.0),
     ]
