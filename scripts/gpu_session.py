@@ -3,7 +3,8 @@ compared. `python scripts/gpu_session.py` and:
 
 check [VARIANT:QUANT ...] [--tokens N]: tiny models against the float64 forward, over 150 tokens (few for a sanitizer)
 time MODEL QUANT [--layers N --kernels --depth D ...]: decode; exact shapes, random weights
-prompts MODEL QUANT [--lengths N ...]: what `tinychat bench` measures, a row of docs/cuda.md for each length
+prompts MODEL QUANT [--lengths N ...]: what `tinychat bench` measures, a row of docs/cuda.md for each length; with
+    LLAMA_BENCH set, llama-bench in turn
 peer MODEL QUANT: llama-bench (LLAMA_BENCH) on the same file
 compare FILE | MODEL QUANT [--layers N --follow F]: 64 greedy tokens and their logits, CUDA against the CPU executor
 masked MODEL QUANT [--tokens N]: decode under schemas and with penalties against plain decode, through the engine
@@ -26,6 +27,7 @@ from collections import defaultdict
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -575,13 +577,21 @@ def speculate(path: Path, tokens: int) -> None:
 
 
 def prompts(model: str, quant: str, lengths: list[int]) -> None:
-    """Prints what `tinychat bench` measures for prompts of `lengths` tokens: a row of docs/cuda.md each."""
-    engine = Engine.load(model_file(model, quant), max_context=max(lengths) + 128)
+    """Prints what `tinychat bench` measures for prompts of `lengths` tokens: a row of docs/cuda.md each. With
+    LLAMA_BENCH set, llama-bench's turn comes behind each: its prompt, the ratio, its decode behind so many tokens."""
+    path = model_file(model, quant)
+    engine = Engine.load(path, max_context=max(lengths) + 128)
     for n in lengths:
-        r = bench.run(engine, n, 64, 5 if n <= 2048 else 2)
+        r, theirs = bench.run(engine, n, 64, 5 if n <= 2048 else 2), ""
+        if "LLAMA_BENCH" in os.environ:
+            for row in llama_bench(path, "-p", n, "-n", 0, "-r", 2) + llama_bench(
+                path, "-p", 0, "-n", 64, "-r", 1, "-d", n
+            ):
+                speed, own = row["avg_ts"], n / r.ttft_s if row["n_prompt"] else r.decode_tok_s
+                theirs += f" {speed:,.1f} | {own / speed:.2f} |"
         print(
             f"| {model} {quant} | {n} | {r.ttft_s * 1e3:.1f} ms | {n / r.ttft_s:,.0f} | {r.prefill_tok_s:,.0f} "
-            f"| {r.decode_tok_s:.1f} |",
+            f"| {r.decode_tok_s:.1f} |{theirs}",
             flush=True,
         )
     engine.close()
@@ -633,35 +643,27 @@ def masked(path: Path, tokens: int) -> bool:
     return good
 
 
+def llama_bench(path: Path, *options: object) -> list[dict[str, Any]]:
+    """Rows of llama-bench (LLAMA_BENCH) over a file; none, and why, where it gives none."""
+    cmd = [os.environ["LLAMA_BENCH"], "-m", path, "-fa", 1, "-ngl", 99, "-o", "json", *options]
+    done = subprocess.run(list(map(str, cmd)), capture_output=True, text=True)
+    try:
+        rows: list[dict[str, Any]] = json.loads(done.stdout)
+    except ValueError:
+        print(done.stdout[-300:], done.stderr[-600:], flush=True)
+        return []
+    return rows
+
+
 def peer(model: str, quant: str) -> None:
-    cmd = [
-        os.environ["LLAMA_BENCH"],
-        "-m",
-        str(model_file(model, quant)),
-        "-fa",
-        "1",
-        "-ngl",
-        "99",
-        "-p",
-        "512,2048",
-        "-n",
-        "128",
-        "-r",
-        "3",
-        "-o",
-        "json",
-    ]
-    for depth in ("0", "4096"):
-        done = subprocess.run([*cmd, "-d", depth], capture_output=True, text=True)
-        try:
-            for row in json.loads(done.stdout):
-                print(
-                    f"llama.cpp {model} {quant} pp{row['n_prompt']} tg{row['n_gen']} depth {depth}: "
-                    f"{row['avg_ts']:.1f} tok/s",
-                    flush=True,
-                )
-        except ValueError:
-            print(done.stdout[-300:], done.stderr[-600:], flush=True)
+    path = model_file(model, quant)
+    for depth in (0, 4096):
+        for row in llama_bench(path, "-p", "512,2048", "-n", 128, "-r", 3, "-d", depth):
+            print(
+                f"llama.cpp {model} {quant} pp{row['n_prompt']} tg{row['n_gen']} depth {depth}: "
+                f"{row['avg_ts']:.1f} tok/s",
+                flush=True,
+            )
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -48,6 +49,7 @@ QUANTS = {
 FLOATS = tuple(kind for kind, planes in QUANTS.items() if planes.block == 8)
 
 
+@cache
 def packed_bytes(kind: Q, values: int) -> int:
     """Size of a repacked tensor of `values` weights; its last plane begins at s2_at (quants.cuh)."""
     if kind in FLOATS:
