@@ -92,6 +92,23 @@ class EmbedConstants(Constants):
 
 
 @dataclass(frozen=True)
+class StoreHiddenConstants(Constants):
+    """store_hidden.cu"""
+
+    cols: int
+    eps: float
+
+
+@dataclass(frozen=True)
+class JoinConstants(Constants):
+    """join.cu"""
+
+    table: Matrix
+    scale: float
+    eps: float
+
+
+@dataclass(frozen=True)
 class LayerInputsConstants(Constants):
     """layer_inputs.cu"""
 

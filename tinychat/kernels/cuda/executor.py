@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -30,7 +30,7 @@ from tinychat.kernels.cuda.recurrent import TOGETHER
 from tinychat.kernels.cuda.selfcheck import self_check
 from tinychat.kernels.cuda.state import bias_values, breaker_bits, state_words
 from tinychat.kernels.cuda.step import decode, depths
-from tinychat.kernels.cuda.verify import Verifying
+from tinychat.kernels.cuda.verify import drafting, verifying
 from tinychat.kernels.executor import ExecutorKind, Logits, Mask, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import Plan
@@ -62,7 +62,18 @@ LIMITS = Limits(
     state_dim=128,
     state_multiple=4,
     prefill_chunk=CHUNKS[0],
+    mtp=True,
 )
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What runs prompts, through the layers or through multi-token prediction, for a number of tokens and of cache
+    rows."""
+
+    steps: dict[int, Callable[[int, int], None]]  # by the largest number of tokens
+    head: Callable[..., None]  # the logits of the last token
+    head_all: Callable[..., None]  # those of all
 
 
 class CUDAExecutor:
@@ -84,13 +95,18 @@ class CUDAExecutor:
         chip = Chip(gpu.warpgroups, gpu.max_shared)
         for chunk in CHUNKS:
             builder = Builder(plan, layout, max_context)
-            kinds = depths(builder, clusters=gpu.overlaps)
+            kinds = depths(builder, gpu.overlaps, plan.layers)
             steps = {first: decode(builder, kind) for first, kind in kinds.items()}
             self.prefill_chunk = min(chunk, max_context)
             sizes = sorted({min(n, self.prefill_chunk) for n in (*SIZES, chunk)})
-            prefill = {n: Prefill(builder, n, chip).layers() for n in sizes}
-            head_all = Prefill(builder, min(ROWS_OF_LOGITS, max_context), chip).head()
-            self._verifying = Verifying(builder, gpu, kinds)
+            prefill = {n: Prefill(builder, n, chip) for n in sizes}
+            prompts = [({n: p.layers() for n, p in prefill.items()}, plan.head)]
+            self._verifying = verifying(builder, gpu, kinds)
+            if plan.mtp:
+                prompts.append(({n: p.mtp() for n, p in prefill.items()}, plan.mtp.head))
+                self._drafting = drafting(builder, gpu, depths(builder, gpu.overlaps, [plan.mtp.layer]))
+            rows = Prefill(builder, min(ROWS_OF_LOGITS, max_context), chip)
+            heads = [(head(builder, op), rows.head(op)) for _, op in prompts]
             if sum(builder.buffers.values()) < SHARE * gpu.free_bytes:
                 break
         launches = {depth: [launch for launch, _ in step] for depth, step in steps.items()}
@@ -108,7 +124,8 @@ class CUDAExecutor:
                 self._state = gpu.pinned(plan.state_bytes)  # what read_state() and write_state() go through
             if "tickets" in builder.buffers:  # of attention
                 gpu.upload("tickets", np.zeros(builder.buffers["tickets"], np.uint8))
-            gpu.compile([*chain.from_iterable([*launches.values(), *prefill.values()]), *head_all])
+            needed = [*launches.values(), *(rows for _, rows in heads)]
+            gpu.compile(chain.from_iterable([*needed, *(step for steps, _ in prompts for step in steps.values())]))
             load(gpu, layout, weights, progress)
             self_check(gpu, sorted({t.kind for t in layout.tensors.values()}, key=int))
             gpu.free("staging")
@@ -116,9 +133,10 @@ class CUDAExecutor:
             for rope, name in builder.ropes.items():
                 gpu.upload(name, rope.table(max_context))
             graphs = {depth: gpu.graph(launches[depth]) for depth in steps}
-            self._prefill = {n: self._prompt(n, launches) for n, launches in prefill.items()}
-            self._head_all = gpu.sequence(head_all)
-            self._head = gpu.sequence([head(builder, plan.head)])
+            self._prompts = [
+                Prompts({n: self._prompt(n, s) for n, s in made.items()}, gpu.sequence([last]), gpu.sequence(rows))
+                for (made, _), (last, rows) in zip(prompts, heads)
+            ]
             gpu.synchronize()
         except BaseException as e:
             with contextlib.suppress(Exception):  # a GPU that stopped frees nothing
@@ -146,10 +164,9 @@ class CUDAExecutor:
 
         Returns when the device has finished.
         """
-        assert not mtp, "its limits say so"
         self._check(ids, pos)
-        out: list[np.ndarray] = []
-        few = FEW + (pos // ROWS_OF_STEP if self._latent else 0)
+        out, prompts = list[np.ndarray](), self._prompts[mtp]
+        few = 0 if mtp else FEW + (pos // ROWS_OF_STEP if self._latent else 0)
         size = 1 if len(ids) <= few else self.prefill_chunk
         if size > 1 and logits == "all":
             size = min(ROWS_OF_LOGITS, size)
@@ -160,22 +177,32 @@ class CUDAExecutor:
             if size == 1:
                 self._step(pos + start).graph()
             else:
-                self._prefill[min(n for n in self._prefill if n >= count)](count, keys)
+                prompts.steps[min(n for n in prompts.steps if n >= count)](count, keys)
             if logits == "all" and size > 1:
-                self._head_all(count, keys)
+                prompts.head_all(count, keys)
                 rows = self.gpu.download("logits_all", 4 * self.plan.vocab * count).view(np.float32)
                 out.append(rows.reshape(count, -1))
             elif logits == "all" or (logits == "last" and last):
                 if size > 1:
-                    self._head()
+                    prompts.head()
                 out.append(self.gpu.download("logits", 4 * self.plan.vocab).view(np.float32)[None])
         self.gpu.synchronize()
-        self._seen = pos + len(ids)
+        if not mtp:
+            self._seen = pos + len(ids)
         return np.concatenate(out) if out else None
 
     def draft(self, ids: Sequence[int], pos: int) -> int:
-        """See Executor.draft: not supported, as its limits say."""
-        raise NotImplementedError
+        """See Executor.draft. The last tokens go through a graph as a verify step's."""
+        self._check(ids, pos)
+        count = min(len(ids), max(self._drafting.counts))
+        first = pos + len(ids) - count
+        if first > pos:
+            self.forward(ids[:-count], pos, mtp=True)
+        self._place(ids[-count:], first, GREEDY, count)
+        self._ring[:] = EMPTY
+        self._drafting.graph(first, count)()
+        made = [self._wait((first + i + 1) % RING) for i in range(count)]  # all of them, as in verify()
+        return made[-1] & 0xFFFFFFFF
 
     def decode(
         self, token: int, pos: int, sampling: Sampling, recent: Sequence[int], mask: Mask | None = None
@@ -289,7 +316,7 @@ class CUDAExecutor:
     @property
     def cache_layout(self) -> str:
         """See Executor.cache_layout."""
-        return "cuda f16 1"
+        return f"cuda f16 1{' mtp' * bool(self.plan.mtp)}"
 
     def read_cache(self, first: int, rows: int) -> bytes:
         """See Executor.read_cache: K's rows (F16) layer by layer, then V's."""

@@ -20,6 +20,7 @@ from tinychat.kernels.cuda.constants import (
     GateInputConstants,
     GateUpConstants,
     GatingCode,
+    JoinConstants,
     LayerInputsConstants,
     LinearConstants,
     LinearPart,
@@ -27,6 +28,7 @@ from tinychat.kernels.cuda.constants import (
     NormAddConstants,
     QuantiseConstants,
     SampleConstants,
+    StoreHiddenConstants,
     StoreKVConstants,
 )
 from tinychat.kernels.cuda.launch import Launch, kernel
@@ -334,6 +336,30 @@ def embed(b: Builder, op: ops.Embed, tokens: int) -> Launch:
     return kernel(
         f"embed_{kind}_{dim}", "embed.cu", EmbedConstants(b.matrix(op.weight), op.scale), buffers, grid, "embedding"
     )
+
+
+def store_hidden(b: Builder, op: ops.StoreHidden, tokens: int) -> Launch:
+    """The hidden row of each token."""
+    cols = op.norm.cols
+    buffers = {"hidden": b.cache("v", op.layer), "x": b.act("x", tokens), "gain": b.data(op.norm), "state": "state"}
+    shape = StoreHiddenConstants(cols, op.eps)
+    return kernel(f"store_hidden_{cols}", "store_hidden.cu", shape, buffers, (tokens, 1, 1), "norm", threads=512)
+
+
+def join(b: Builder, op: ops.Join, tokens: int) -> Launch:
+    """joined (tokens, 2 * dim): the input of multi-token prediction."""
+    table = op.embed.weight
+    buffers = {
+        "dst": b.act(op.dst, tokens),
+        "w": b.data(table),
+        "hidden": b.cache("v", op.layer),
+        "token_gain": b.data(op.token_norm),
+        "hidden_gain": b.data(op.hidden_norm),
+        "history": "history",
+        "state": "state",
+    }
+    shape, name = JoinConstants(b.matrix(table), op.embed.scale, op.eps), f"join_{table.type.name.lower()}_{table.cols}"
+    return kernel(name, "join.cu", shape, buffers, (tokens, 2, 1), "embedding", threads=512)
 
 
 def layer_inputs(b: Builder, table: ops.LayerTable, tokens: int) -> Launch:
