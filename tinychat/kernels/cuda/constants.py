@@ -311,6 +311,7 @@ class ExpertsDownConstants(StepConstants):
     quantised: bool
     out_scale: float
     add: bool  # to what is there
+    together: int  # columns of a thread block
 
 
 @dataclass(frozen=True)

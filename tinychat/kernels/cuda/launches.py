@@ -44,6 +44,7 @@ CANDIDATES = 128  # of a stretch: MAX_K and room for equal logits
 SAMPLING_THREADS = 1024
 ATTENTION_THREADS = 512
 LINEAR_THREADS = 256
+EXPERTS_SHARED = 48 << 10  # bytes of activations in experts_down.cu: several columns as far as they fit
 PAIR_WARPS = PAIR_THREADS // 32
 
 
@@ -293,6 +294,9 @@ def experts_down(b: Builder, e: Experts, ffn: Activations) -> Launch:
     r, w, shared = e.router, e.weights.down, e.shared.down if e.shared else None
     quantised, _ = b.kinds(w, shared)
     shared_columns(b.of(1), ffn.size, quantised, False)
+    together, room = b.columns, 0
+    while together > 1 and (room := shared_columns(b.of(together), ffn.size, quantised, False)) > EXPERTS_SHARED:
+        together //= 2
     shape = ExpertsDownConstants(
         choice(r),
         b.matrix(w),
@@ -302,6 +306,7 @@ def experts_down(b: Builder, e: Experts, ffn: Activations) -> Launch:
         quantised=quantised,
         out_scale=e.residual_scale,
         add=e.beside is None,
+        together=together,
         columns=b.columns,
     )
     buffers = {
@@ -322,9 +327,11 @@ def experts_down(b: Builder, e: Experts, ffn: Activations) -> Launch:
         "experts_down.cu",
         shape,
         buffers,
-        (-(-w.rows // 8), b.columns, 1),
+        (-(-w.rows // 8), b.columns // together, 1),
         f"experts {kind}",
         nbytes=r.top_k * w.group_bytes + (shared.nbytes if shared else 0),
+        shared=room if together > 1 else 0,
+        resident=1 if b.columns == 1 else 2,
     )
 
 
