@@ -297,6 +297,7 @@ class ExpertsUpConstants(StepConstants):
     shared_up: Matrix
     shared_spread: Spread
     out_quantised: bool
+    together: int  # columns of a thread block
 
 
 @dataclass(frozen=True)

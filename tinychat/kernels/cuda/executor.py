@@ -44,6 +44,7 @@ ROWS_OF_STEP = 400  # cache rows whose keys and values MLA's prefill makes in th
 CHUNKS = (4096, 2048, 1024)  # tokens of a prefill step, at most: the first whose buffers fit the GPU
 SHARE = 0.97  # of the free memory that buffers may take; the rest is for programs and page-locked memory
 ROWS_OF_LOGITS = 64  # tokens of a prefill step that wants the logits of all
+PAUSE = 5e-5  # seconds
 EMPTY = 2**64 - 1  # a ring slot nothing was written to
 LIMITS = Limits(
     frozenset(QUANTS),
@@ -222,7 +223,7 @@ class CUDAExecutor:
                 while not mask and enqueued < min(at + AHEAD, self.max_context):
                     self._step(enqueued).graph()
                     enqueued += 1
-                yield self._chosen(at)
+                yield self._chosen(at, PAUSE)
         finally:
             self.gpu.synchronize()
 
@@ -391,7 +392,7 @@ class CUDAExecutor:
         """What the single step at `pos`, which is enqueued, chooses; with `ahead` the next one is enqueued, too."""
         if ahead := ahead and pos + 1 < self.max_context:
             self._step(pos + 1).graph()
-        following, logprob = self._chosen(pos)
+        following, logprob = self._chosen(pos, PAUSE if ahead else 0)
         self._enqueued = (following, pos + 1, sampling) if ahead else None
         return following, logprob
 
@@ -433,21 +434,22 @@ class CUDAExecutor:
             self.gpu.synchronize()
             self._enqueued = None
 
-    def _chosen(self, pos: int) -> tuple[int, float]:
+    def _chosen(self, pos: int, pause: float = 0) -> tuple[int, float]:
         """What a step chooses behind position `pos`, and its log-probability, as soon as the device has written it."""
         slot = (pos + 1) % RING
-        word = self._wait(slot)
+        word = self._wait(slot, pause)
         self._ring[slot] = EMPTY
         self._seen = pos + 1
         return word & 0xFFFFFFFF, float(np.uint32(word >> 32).view(np.float32))
 
-    def _wait(self, slot: int) -> int:
-        """The word the device writes into a ring slot."""
+    def _wait(self, slot: int, pause: float = 0) -> int:
+        """The word the device writes into a ring slot, looked at every `pause` seconds. The device waits for the host
+        meanwhile unless it has another step, so only then is there a pause."""
         ring, spins, deadline = self._ring, 0, time.monotonic() + 5
         while (word := int(ring[slot])) == EMPTY:
             spins += 1
             if spins > 20:
-                time.sleep(5e-5)
+                time.sleep(pause)
                 if time.monotonic() > deadline:
                     self.gpu.synchronize()  # raises for what stopped the GPU
                     if int(ring[slot]) == EMPTY:

@@ -44,7 +44,7 @@ CANDIDATES = 128  # of a stretch: MAX_K and room for equal logits
 SAMPLING_THREADS = 1024
 ATTENTION_THREADS = 512
 LINEAR_THREADS = 256
-EXPERTS_SHARED = 48 << 10  # bytes of activations in experts_down.cu: several columns as far as they fit
+EXPERTS_COLUMNS, EXPERTS_SHARED = 4, 48 << 10  # a block of the experts' kernels: at most; bytes of their activations
 PAIR_WARPS = PAIR_THREADS // 32
 
 
@@ -233,6 +233,14 @@ def head(b: Builder, op: ops.Head) -> Launch:
     )
 
 
+def experts_together(b: Builder, k: int, quantised: bool, floats: bool) -> tuple[int, int]:
+    """The columns that a block of the experts' kernels takes, and the bytes of shared memory for their activations."""
+    together = min(b.columns, EXPERTS_COLUMNS)
+    while (room := shared_columns(b.of(together), k, quantised, floats)) > EXPERTS_SHARED:
+        together //= 2
+    return together, room
+
+
 def experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
     r, w, shared = e.router, e.weights, e.shared
     t = pair_spread(w.gate)
@@ -243,7 +251,7 @@ def experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
         nbytes += shared.gate.nbytes + shared.up.nbytes
     matrices = [w.gate, w.up, *((shared.gate, shared.up) if shared else ())]
     quantised, floating = b.kinds(*matrices)
-    shared_columns(b.of(1), w.gate.cols, quantised, floating)
+    together, room = experts_together(b, w.gate.cols, quantised, floating)
     shape = ExpertsUpConstants(
         choice(r),
         w.gate.cols,
@@ -260,6 +268,7 @@ def experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
         shared_up=b.matrix(shared.up if shared else None),
         shared_spread=pair_spread(shared.gate) if shared else t,
         out_quantised=ffn.quantised,
+        together=together,
         columns=b.columns,
     )
     buffers = {
@@ -282,9 +291,10 @@ def experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
         "experts_up.cu",
         shape,
         buffers,
-        (grid, b.columns, 1),
+        (grid, b.columns // together, 1),
         f"experts {kind}",
         nbytes=nbytes,
+        shared=room,
         threads=PAIR_THREADS,
         resident=2,
     )
@@ -293,10 +303,7 @@ def experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
 def experts_down(b: Builder, e: Experts, ffn: Activations) -> Launch:
     r, w, shared = e.router, e.weights.down, e.shared.down if e.shared else None
     quantised, _ = b.kinds(w, shared)
-    shared_columns(b.of(1), ffn.size, quantised, False)
-    together, room = b.columns, 0
-    while together > 1 and (room := shared_columns(b.of(together), ffn.size, quantised, False)) > EXPERTS_SHARED:
-        together //= 2
+    together, room = experts_together(b, ffn.size, quantised, False)
     shape = ExpertsDownConstants(
         choice(r),
         b.matrix(w),
@@ -330,7 +337,7 @@ def experts_down(b: Builder, e: Experts, ffn: Activations) -> Launch:
         (-(-w.rows // 8), b.columns // together, 1),
         f"experts {kind}",
         nbytes=r.top_k * w.group_bytes + (shared.nbytes if shared else 0),
-        shared=room if together > 1 else 0,
+        shared=room,
         resident=1 if b.columns == 1 else 2,
     )
 
