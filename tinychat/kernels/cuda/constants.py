@@ -108,6 +108,13 @@ class JoinConstants(Constants):
     eps: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class FollowConstants(StepConstants):
+    """follow.cu"""
+
+    words: int  # of `state`
+
+
 @dataclass(frozen=True)
 class LayerInputsConstants(Constants):
     """layer_inputs.cu"""
@@ -529,6 +536,7 @@ class SampleConstants(StepConstants):
 
     vocab: int
     ring: int  # slots of the ring of decoded tokens
+    ring_first: int  # that of position 0
     stretch: int  # logits of a block of candidates.cu
     candidates: int  # kept of a stretch, at most
     max_k: int  # largest top_k that the lists serve

@@ -16,7 +16,7 @@ import numpy as np
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.blocks import MLA
-from tinychat.kernels.cuda.builder import RING, SLOTS, Builder
+from tinychat.kernels.cuda.builder import RING, RING_DRAFTS, SLOTS, Builder
 from tinychat.kernels.cuda.device import GPU, unusable
 from tinychat.kernels.cuda.graph import Graph
 from tinychat.kernels.cuda.launch import Launch
@@ -105,7 +105,9 @@ class CUDAExecutor:
             self._verifying = verifying(builder, gpu, kinds)
             if plan.mtp:
                 prompts.append(({n: p.mtp() for n, p in prefill.items()}, plan.mtp.head))
-                self._drafting = drafting(builder, gpu, depths(builder, gpu.overlaps, [plan.mtp.layer]))
+                self._drafting, self._drafting_behind = drafting(
+                    builder, gpu, depths(builder, gpu.overlaps, [plan.mtp.layer])
+                )
             rows = Prefill(builder, min(ROWS_OF_LOGITS, max_context), chip)
             heads = [(head(builder, op), rows.head(op)) for _, op in prompts]
             if sum(builder.buffers.values()) < SHARE * gpu.free_bytes:
@@ -121,6 +123,8 @@ class CUDAExecutor:
                     self._allowed = gpu.pinned(size, name).view(np.uint32)
                 else:
                     gpu.allocate(name, size)
+            if plan.mtp:
+                gpu.upload("greedy", state_words(GREEDY, 0, max(self._drafting_behind.counts, default=1), 0))
             if plan.state_bytes:
                 self._state = gpu.pinned(plan.state_bytes)  # what read_state() and write_state() go through
             if "tickets" in builder.buffers:  # of attention
@@ -151,6 +155,8 @@ class CUDAExecutor:
         }
         self._seen = 0  # tokens whose state read_state() reads: none of drafts and of steps ahead
         self._enqueued: tuple[int, int, Sampling] | None = None  # the step of this token at this position, by verify()
+        self._asked = False  # a draft, in front of the last step
+        self._behind: tuple[int, list[int]] | None = None  # drafts that are enqueued: behind these tokens from here on
         self._uploaded: Sampling | None = None  # whose penalties the buffers hold
         self.launches = launches[0]
         self.kernels_per_token, self.jit_batches = graphs[0].kernels, 1
@@ -195,6 +201,13 @@ class CUDAExecutor:
     def draft(self, ids: Sequence[int], pos: int) -> int:
         """See Executor.draft. The last tokens go through a graph as a verify step's."""
         self._check(ids, pos)
+        self._asked = True
+        if behind := self._behind:
+            first, made = behind
+            n = pos + len(ids) - first
+            if first <= pos and list(ids) == made[pos - first : n]:
+                self._behind = None
+                return self._drafted(first, len(made))[n - 1]
         count = min(len(ids), max(self._drafting.counts))
         first = pos + len(ids) - count
         if first > pos:
@@ -202,8 +215,11 @@ class CUDAExecutor:
         self._place(ids[-count:], first, GREEDY, count)
         self._ring[:] = EMPTY
         self._drafting.graph(first, count)()
-        made = [self._wait((first + i + 1) % RING) for i in range(count)]  # all of them, as in verify()
-        return made[-1] & 0xFFFFFFFF
+        return self._drafted(first, count)[-1]
+
+    def _drafted(self, first: int, count: int) -> list[int]:
+        """The drafts behind `count` positions, all of them as in verify()."""
+        return [self._wait((RING_DRAFTS + first + i + 1) % RING) & 0xFFFFFFFF for i in range(count)]
 
     def decode(
         self, token: int, pos: int, sampling: Sampling, recent: Sequence[int], mask: Mask | None = None
@@ -274,6 +290,7 @@ class CUDAExecutor:
         """See Executor.verify. Where the kind of graph changes on the way, which single steps would follow, there are
         two steps."""
         tokens = [token, *drafts]
+        asked, self._asked = self._asked, False
         self._check(tokens, pos)
         assert len(tokens) <= self.limits.verified
         seen, first = list(recent) if drafts else recent, 0
@@ -299,7 +316,12 @@ class CUDAExecutor:
                 yield self._following(pos, sampling, ahead)
                 return
             # all of them: what is written later would be taken for the next step's
+            guesses = asked and not mask and count == len(tokens) == 2 and at + 2 < self.max_context
+            if guesses:  # the next draft is wanted as well, most likely
+                self._drafting_behind.graph(at + 1, count)()
             made = [self._chosen(at + i) for i in range(count)]
+            if guesses:
+                self._behind = at + 1, [following for following, _ in made]
             for i, (following, logprob) in enumerate(made):
                 if mask and not alone:
                     following, logprob = self._masked_choice(at + i, i, sampling, seen, mask)
@@ -429,10 +451,10 @@ class CUDAExecutor:
         self.gpu.upload("state", state_words(sampling, first, count, pos, masked))
 
     def _settle(self) -> None:
-        """Waits for a step that verify() enqueued ahead, whose result is not wanted."""
-        if self._enqueued:
+        """Waits for a step or drafts that verify() enqueued ahead, whose result is not wanted."""
+        if self._enqueued or self._behind:
             self.gpu.synchronize()
-            self._enqueued = None
+            self._enqueued = self._behind = None
 
     def _chosen(self, pos: int, pause: float = 0) -> tuple[int, float]:
         """What a step chooses behind position `pos`, and its log-probability, as soon as the device has written it."""

@@ -16,6 +16,7 @@ from tinychat.kernels.cuda.constants import (
     ExpertChoice,
     ExpertsDownConstants,
     ExpertsUpConstants,
+    FollowConstants,
     GatedActivation,
     GateInputConstants,
     GateUpConstants,
@@ -34,6 +35,7 @@ from tinychat.kernels.cuda.constants import (
 from tinychat.kernels.cuda.launch import Launch, kernel
 from tinychat.kernels.cuda.layout import block_size
 from tinychat.kernels.cuda.spread import PAIR_THREADS, QUANTISED_ROWS, pair_spread, spread
+from tinychat.kernels.cuda.state import STATE_BYTES, WORDS
 from tinychat.kernels.cuda.tiles import TILE_THREADS, tiling
 
 SPLITS = 32  # parts of the keys in decode attention; latent attention, with one kv head, has twice as many
@@ -518,11 +520,23 @@ def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launc
     )
 
 
-def sample(b: Builder) -> list[Launch]:
+def follow(b: Builder) -> Launch:
+    """What stands between a verify step and a draft behind it."""
+    buffers = {
+        "history": "history",
+        "state": "state",
+        "chosen": b.buffer("chosen", 4 * b.columns),
+        "greedy": b.buffer("greedy", STATE_BYTES),
+    }
+    shape = FollowConstants(words=len(WORDS), columns=b.columns)
+    return kernel("follow", "follow.cu", shape, buffers, (1, 1, 1), "sampling", threads=32)
+
+
+def sample(b: Builder, ring_first: int = 0) -> list[Launch]:
     """The next token, from the logits."""
     vocab = b.plan.vocab
     n = b.columns
-    shape = SampleConstants(vocab, RING, STRETCH, CANDIDATES, MAX_K, columns=n)
+    shape = SampleConstants(vocab, RING, ring_first, STRETCH, CANDIDATES, MAX_K, columns=n)
     stretches = -(-vocab // STRETCH)
     lists = {
         "list": b.buffer("candidates", 8 * n * stretches * CANDIDATES),
@@ -551,7 +565,14 @@ def sample(b: Builder) -> list[Launch]:
         f"choose_token_{vocab}",
         "choose_token.cu",
         shape,
-        {"ring": "ring", "history": "history", "state": "state", **lists, "logits": "logits"},
+        {
+            "ring": "ring",
+            "history": "history",
+            "state": "state",
+            "chosen": b.buffer("chosen", 4 * n),
+            **lists,
+            "logits": "logits",
+        },
         (n, 1, 1),
         "sampling",
         threads=SAMPLING_THREADS,

@@ -15,7 +15,7 @@ from tinychat.kernels.blocks import (
     LayerEmbedding,
     ShortConvolution,
 )
-from tinychat.kernels.cuda.builder import Activations, Builder, Depth, LaunchedOps
+from tinychat.kernels.cuda.builder import RING_DRAFTS, Activations, Builder, Depth, LaunchedOps
 from tinychat.kernels.cuda.latent import absorb, combine, mla_cluster, takes_cluster, value_up
 from tinychat.kernels.cuda.launch import Launch
 from tinychat.kernels.cuda.launches import (
@@ -24,6 +24,7 @@ from tinychat.kernels.cuda.launches import (
     embed,
     experts_down,
     experts_up,
+    follow,
     gate_input,
     gate_up,
     head,
@@ -76,8 +77,13 @@ def draft(b: Builder, depth: Depth) -> LaunchedOps:
         (linear(b, "linear", Activations(joined.dst, 2 * b.plan.dim), ((b.plan.mtp.project, None, "x"),)), 1),
     ]
     out += [(launch, 2 + n) for launch, n in _layer(b, len(b.plan.layers), b.plan.mtp.layer, len(layer_ops), depth)]
-    out += [(head(b, last), done), *((launch, done + 1) for launch in sample(b))]
+    out += [(head(b, last), done), *((launch, done + 1) for launch in sample(b, RING_DRAFTS))]
     return [(each, op) for launch, op in out for each in (*launch.before, launch)]
+
+
+def draft_behind(b: Builder, depth: Depth) -> LaunchedOps:
+    """The same, behind a verify step of as many tokens, for each of those that it chose."""
+    return [(follow(b), 0), *draft(b, depth)]
 
 
 def _layer(b: Builder, i: int, layer: Layer, count: int, depth: Depth) -> LaunchedOps:

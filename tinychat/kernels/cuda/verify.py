@@ -11,7 +11,7 @@ from tinychat.kernels.cuda.builder import SLOTS, Builder, Depth, LaunchedOps
 from tinychat.kernels.cuda.device import GPU
 from tinychat.kernels.cuda.graph import Graph
 from tinychat.kernels.cuda.launch import Launch
-from tinychat.kernels.cuda.step import decode, draft
+from tinychat.kernels.cuda.step import decode, draft, draft_behind
 
 COLUMNS = (2, 4, 8, 16)  # tokens of a graph; a step of fewer takes the next larger one
 DRAFTED = (1, 2)  # behind an accepted draft two rows lack
@@ -26,9 +26,10 @@ def verifying(builder: Builder, gpu: GPU, kinds: dict[int, Depth]) -> ColumnGrap
     return ColumnGraphs(builder, gpu, kinds, decode, counts)
 
 
-def drafting(builder: Builder, gpu: GPU, kinds: dict[int, Depth]) -> ColumnGraphs:
-    """Drafts of the plan's multi-token prediction behind one token or two."""
-    return ColumnGraphs(builder, gpu, kinds, draft, DRAFTED)
+def drafting(builder: Builder, gpu: GPU, kinds: dict[int, Depth]) -> tuple[ColumnGraphs, ColumnGraphs]:
+    """Drafts of the plan's multi-token prediction behind one token or two; those that follow a verify step of two."""
+    alone = ColumnGraphs(builder, gpu, kinds, draft, DRAFTED)
+    return alone, ColumnGraphs(builder, gpu, kinds, draft_behind, DRAFTED[1:])
 
 
 class ColumnGraphs:
