@@ -29,6 +29,10 @@ def test_logits_drafts_and_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for first in (6, 5, 3):
         drafted = engine.executor.draft(IDS[first:7], first)
         assert want[6].max() - want[6][drafted] < 0.05 * want[6].std()
+    steps = list(engine.executor.verify(IDS[7], [drafted], 7, GREEDY, IDS[:8]))
+    accepted = [token for token, _ in steps]
+    behind = engine.executor.draft(accepted, 8)  # enqueued by the step; the second time it is not
+    assert behind == engine.executor.draft(accepted, 8)
     with engine.speculating(0):
         alone = [(t.id, t.logprob) for t in engine.generate(IDS, GREEDY, 8, raw=True)]
     assert [(t.id, t.logprob) for t in engine.generate(IDS, GREEDY, 8, raw=True)] == alone
