@@ -51,7 +51,7 @@ def plan_of(path: Path, variant: str, quant: str = "F32") -> tuple[Plan, GGUF]:
         ("lfm2", {"convolved": 2}, "the width of a convolution is 3, at most 2"),
         ("lfm2", {"state_multiple": 24}, "the number of channels of a convolution is 64, which is not"),
         ("qwen35", {"heads": 3}, "the number of heads is 4, at most 3"),
-        ("kimi-linear", {"channel_decay": False}, "it has delta rules with a decay per channel"),
+        ("kimi-linear", {"state_dim": 16}, "a head of a delta rule is 24, at most 16"),
     ],
 )
 def test_a_plan_beyond_a_limit_is_one_line(variant: str, limits: dict, says: str, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import cast
 from tinychat.ui.announcer import LONG, Announcer, notification
 from tinychat.ui.chat.painter import Painter
 from tinychat.ui.chat.view import ChatView
-from tinychat.ui.driver import ASK, LOST, Link
+from tinychat.ui.driver import ASK, LOST, SETTLE, Link
 
 
 def test_the_title_and_the_bell():
@@ -56,6 +56,11 @@ def test_a_terminal_behind_a_slow_link_is_not_painted_faster_than_it_shows() -> 
         now += waited
         for _ in range(frames):
             link.answered()
+    assert 0.6 < link.patience <= SETTLE
+    for _ in range(5):  # nothing is on its way any more
+        link.ask()
+        link.answered()
+    assert link.patience < 0.2, "a terminal that has stopped answering is not waited for"
     while painter.due:
         link.ask()
     controller.running = None

@@ -36,7 +36,6 @@ class Limits:
     experts_used: int = UNLIMITED
     expert_groups: int = UNLIMITED
     sampling_top_k: int = UNLIMITED
-    channel_decay: bool = True  # delta rules with a decay per channel
     convolved: int = UNLIMITED  # inputs of a short convolution
     state_dim: int = UNLIMITED  # keys, and values, of a head of a delta rule
     state_multiple: int = 1  # of those, and of the channels of a short convolution
@@ -72,16 +71,12 @@ def _refusals(plan: Plan, limits: Limits, max_context: int) -> Iterator[str]:
         match layer.attention:
             case GQA() as a:
                 yield from _of_heads(a, limits)
-            case DeltaRule() as a:
+            case DeltaRule() | KDA() as a:
                 yield from _over("the number of heads", a.heads, limits.heads)
                 yield from _over("the width of a convolution", a.width, limits.convolved)
-                for dim in (a.key_dim, a.value_dim):
+                for dim in (a.state.key_dim, a.state.value_dim):
                     yield from _over("a head of a delta rule", dim, limits.state_dim)
                     yield from _divided("a head of a delta rule", dim, limits.state_multiple)
-            case KDA() as a:
-                yield from _over("the number of heads", a.heads, limits.heads)
-                if not limits.channel_decay:
-                    yield "it has delta rules with a decay per channel"
             case ShortConvolution() as c:
                 yield from _over("the width of a convolution", c.width, limits.convolved)
                 yield from _divided("the number of channels of a convolution", c.conv.rows, limits.state_multiple)

@@ -90,6 +90,7 @@ class Link:
         self._asked = deque[float]()  # when, of what is not answered
         self._answers = False
         self._quickest = math.inf  # seconds to an answer
+        self._lately = SETTLE  # seconds to the slowest of the last answers
         self._most = 1
         self._settled = threading.Event()
         self._settled.set()
@@ -106,6 +107,7 @@ class Link:
         with suppress(IndexError):  # it answers Textual
             took = self._clock() - self._asked.popleft()
             self._quickest = min(self._quickest, took)
+            self._lately = max(took, self._lately / 2)
             self._most = min(self._most + 1, AHEAD) if took <= self._quickest + SLACK else 1
         if not self._asked:
             self._settled.set()
@@ -118,9 +120,15 @@ class Link:
                 self._asked.clear()
         return len(self._asked) >= self._most
 
+    @property
+    def patience(self) -> float:
+        """Seconds that an answer is worth waiting for at the end."""
+        return min(SETTLE, 2 * self._lately + SLACK)
+
     def settle(self) -> None:
-        """Waits for what is not answered: whoever has the terminal next would get it as typed text."""
-        self._settled.wait(SETTLE)
+        """Waits for what is not answered: whoever has the terminal next would get it as typed text. A terminal that
+        answered quickly, and now does not, is not waited for as long as a slow one."""
+        self._settled.wait(self.patience)
 
 
 def keep_enter(fd: int) -> list[Any] | None:

@@ -77,7 +77,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder that is PATH, first with a clang in it that fails; the cache is empty."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    (folder / "clang").write_text("#!/bin/sh\necho 'step.c:1: error: no vectors here' >&2; exit 1\n")
+    (folder / "clang").write_text("#!/bin/sh\necho >> $0.asked\necho 'step.c:1: error: no vectors here' >&2\nexit 1\n")
     (folder / "clang").chmod(0o755)
     monkeypatch.setenv("PATH", str(folder))
     monkeypatch.delenv("CC", raising=False)
@@ -102,6 +102,7 @@ def test_when_a_compiler_fails_the_next_one_is_tried(machine: Path, monkeypatch:
     path = compiler.build(QUICK, notices.append)
     assert ctypes.CDLL(str(path)).tc_sizeof and len(notices) == 1
     assert compiler.build(QUICK, notices.append) == path and len(notices) == 1
+    assert (machine / "clang.asked").read_text() == "\n"  # once, not at every start
     (machine / "clang").write_text('#!/bin/sh\nfor out; do :; done; echo made by clang > "$out"\n')
     assert compiler.build(QUICK).read_text() == "made by clang\n"  # mended: what the first that works makes is used
 

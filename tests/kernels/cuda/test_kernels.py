@@ -119,7 +119,7 @@ def test_matvec_of_every_quant_type(kind: Q, matvecs: dict[Q, Matvec]) -> None:
         ("deepseek2_glm", 70),
         ("olmoe", 9),
         ("deepseek2_lite_legacy", 9),
-        ("olmo2_windows", 70),
+        ("olmo2_windows", 9),
         ("smollm3", 9),
         ("glm4", 9),
         ("glm4moe", 9),
@@ -127,6 +127,7 @@ def test_matvec_of_every_quant_type(kind: Q, matvecs: dict[Q, Matvec]) -> None:
         ("gpt-oss", 70),
         ("gemma3", 70),
         ("gemma4_experts", 9),
+        ("kimi-linear", 22),
         ("gemma4_layer_embeddings", 70),
     ],
 )

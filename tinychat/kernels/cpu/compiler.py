@@ -28,6 +28,7 @@ from tinychat.files import replace_file
 
 SOURCES = Path(__file__).parent
 UNUSED = 30 * 86400.0  # seconds since its last load, after which a compiled library is deleted
+RETRY = 86400.0  # seconds after which a compiler that failed is tried again though another one's library is there
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall")
 
 
@@ -108,21 +109,27 @@ def build(flags: Sequence[str] = ("-march=native",), notice: Callable[[str], Non
     paths = [_elsewhere.get(path, path) for path in map(_path, commands)]
     if notice and commands and not any(map(_exists, paths)):
         notice("compiling the CPU kernels for this machine (once)")
-    failures = []
-    for args, path in zip(commands, paths):  # a library of the second compiler is used only while the first one fails
+    failures = dict[Path, str]()
+    for i, (args, path) in enumerate(zip(commands, paths)):  # the second one's library is for where the first one fails
         if _exists(path):
             with contextlib.suppress(OSError):
                 os.utime(path)  # used now: see _prune
-            return path
-        made = _compile(args, path)
-        if isinstance(made, str):
-            failures.append(made)
+        elif _failed_before(args, path) and any(map(_exists, paths[i + 1 :])):
             continue
-        if notice and made in _elsewhere.values():
-            notice(f"{path.parent} cannot be written: the CPU kernels are compiled anew at every start")
-        _prune(path.parent, time.time() - UNUSED)
-        return made
-    raise NoCompiler("; ".join(failures) or "no C compiler was found")
+        else:
+            made = _compile(args, path)
+            if isinstance(made, str):
+                failures[path] = made
+                continue
+            if notice and made in _elsewhere.values():
+                notice(f"{path.parent} cannot be written: the CPU kernels are compiled anew at every start")
+            _prune(path.parent, time.time() - UNUSED)
+            path = made
+        for failed in failures:
+            with contextlib.suppress(OSError):
+                _failure(failed).touch()
+        return path
+    raise NoCompiler("; ".join(failures.values()) or "no C compiler was found")
 
 
 def _path(args: Sequence[str]) -> Path:
@@ -136,6 +143,19 @@ def _path(args: Sequence[str]) -> Path:
 def _exists(path: Path) -> bool:
     with contextlib.suppress(OSError):  # of a folder that may not be entered
         return path.exists()
+    return False
+
+
+def _failure(path: Path) -> Path:
+    """The file whose time is when the library `path` could not be made, though another compiler made one."""
+    return path.with_name(f"{path.name}.failed")
+
+
+def _failed_before(args: Sequence[str], path: Path) -> bool:
+    """Whether the compiler of `args`, as it is now, has failed within RETRY."""
+    with contextlib.suppress(OSError):
+        failed = _failure(path).stat().st_mtime
+        return failed > max(Path(args[0]).stat().st_mtime, time.time() - RETRY)
     return False
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,13 +71,12 @@ def build(
     """Packs the weights (on the threads of `context`) and translates the blocks."""
     packed = plan.matrices
     sizes = {w: w.groups * -(-w.rows // TILE) * lib.lib.tc_group_bytes(_stored_type(w), w.cols) for w in packed}
+    table = plan.layer_table.table.weight if plan.layer_table else None
+    if table:  # its rows stay as they are in the file, from which nothing is read once the model is loaded
+        sizes[table] = table.nbytes
     total = sum(sizes.values())
     arena, places, arrays = alloc(total), dict[Weight, int](), list[np.ndarray]()
     last_use = {w.tensor: w for w in packed}
-    table = plan.layer_table.table.weight if plan.layer_table else None
-    if table:  # its rows are read where they lie in the file
-        arrays.append(weights.raw(table.tensor))
-        places[table] = arrays[-1].ctypes.data
     for w in set(plan.weights) - {
         *packed,
         table,
@@ -92,6 +92,11 @@ def build(
         if last_use[w.tensor] is w:
             weights.release(w.tensor)
         progress((at - arena) / total)
+    if table:
+        places[table] = at
+        ctypes.memmove(at, weights.raw(table.tensor).ctypes.data, table.nbytes)
+        weights.release(table.tensor)
+        progress(1.0)
     translator = _Translator(plan, places, max_context, lib, arrays)
     steps, drafts = list(translator.ops()), list(translator.draft_ops())
     whole = translator.whole or len(steps)

@@ -11,9 +11,10 @@ DEVICE float silu(float x) { return x * sigmoid(x); }
 // Decode: the convolution of one channel. load() comes before grid_wait(), since all of it is older than this step.
 struct Taps {
   float before[TAPS - 1], weight[TAPS];
-  DEVICE void load(const float *conv, const float *tail, int channel, bool fresh) {
+  // `own`: the weights of this channel.
+  DEVICE void load(const float *own, const float *tail, int channel, bool fresh) {
 #pragma unroll
-    for (int j = 0; j < TAPS; j++) weight[j] = unbits(ldc4(conv + channel * TAPS + j));
+    for (int j = 0; j < TAPS; j++) weight[j] = unbits(ldc4(own + j));
 #pragma unroll
     for (int j = 0; j < TAPS - 1; j++)
       before[j] = fresh ? 0 : *(const volatile float *)(tail + j * CHANNELS + channel);  // past the first-level cache
@@ -37,17 +38,16 @@ struct Taps {
 constexpr int TOGETHER = 8;  // tokens that a thread takes in a row
 static_assert(TAPS - 1 <= TOGETHER, "only the first of them see the tail");
 
-// Prompts: tokens first .. first + TOGETHER - 1 of the step's `count`, four channels from `channel` on. input(t):
-// theirs at token t; use(t, sums): what becomes of them. The thread that has the first tokens moves the tail on if it
-// is the `owner` of the channels.
+// Prompts: tokens first .. first + TOGETHER - 1 of the step's `count`, four channels from `channel` on, whose weights
+// are at `own`. input(t): theirs at token t; use(t, sums): what becomes of them. The thread that has the first tokens
+// moves the tail on if it is the `owner` of the channels.
 template <class Input, class Use>
-DEVICE void convolve(const float *conv, float *slots, int pos, int count, int first, int channel, bool owner,
+DEVICE void convolve(const float *own, float *slots, int pos, int count, int first, int channel, bool owner,
     const Input &input, const Use &use) {
   F4 weight[TAPS], x[TAPS];
 #pragma unroll
   for (int j = 0; j < TAPS; j++)
-    weight[j] = F4{conv[channel * TAPS + j], conv[(channel + 1) * TAPS + j], conv[(channel + 2) * TAPS + j],
-        conv[(channel + 3) * TAPS + j]};
+    weight[j] = F4{own[j], own[TAPS + j], own[2 * TAPS + j], own[3 * TAPS + j]};
   const float *tail = carried(slots, pos);
   auto at = [&](int t) {
     if (t >= 0) return input(t);

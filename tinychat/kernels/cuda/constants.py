@@ -165,6 +165,8 @@ class LinearPart(Constants):
     spread: Spread
     grid_first: int
     grid_blocks: int
+    pitch: int  # values from one column's results to the next
+    start: int  # value of a column's results that the first row is
 
 
 @dataclass(frozen=True)
@@ -377,6 +379,7 @@ class DeltaConstants(CarriedConstants):
     key_dim: int
     value_dim: int
     grouped: bool
+    by_channel: bool  # kernels/blocks.py, KDA
     eps: float
     query_scale: float
 
@@ -409,6 +412,7 @@ class PromptLinearPart(Constants):
     weight: Matrix
     total: int
     pitch: int  # values from one token's results to the next
+    start: int  # value of a token's results that the first row is
     first_tile: int
     tiles: int
 

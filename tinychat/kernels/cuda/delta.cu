@@ -1,5 +1,6 @@
 // Decode: a block does all of a head of the gated delta rule: the convolution of its q, k and v, their norms, its
-// state, and the norm and gate of its output. The state of the token before is on its way before the wait.
+// state, and the norm and gate of its output. The state of the token before is on its way before the wait. A state
+// that decays BY_CHANNEL does so first, and then by 1.
 #include "matvec.cuh"
 #include "carried.cuh"
 #include "delta.cuh"
@@ -8,14 +9,14 @@ struct Args {
   const float *src = nullptr;   // (columns, CHANNELS): q, k and v before their convolution
   const float *gate = nullptr;  // (columns, HEADS, VALUE_DIM)
   const float *beta = nullptr;  // (columns, HEADS)
-  const float *alpha = nullptr;
+  const float *alpha = nullptr;  // (columns, HEADS), or (columns, HEADS, KEY_DIM) where BY_CHANNEL
   float *dst = nullptr;  // (columns, HEADS, VALUE_DIM), or:
   u32 *dst_q = nullptr;
   Scale *dst_s = nullptr;
   float *slots = nullptr;
-  const float *conv = nullptr;   // (CHANNELS, TAPS)
+  const float *conv[3] = {};     // (CHANNELS, TAPS), or a third of the channels each
   const float *decay = nullptr;  // (HEADS)
-  const float *decay_bias = nullptr;
+  const float *decay_bias = nullptr;  // as alpha
   const float *gain = nullptr;  // (VALUE_DIM)
   const int *state = nullptr;
 };
@@ -24,7 +25,9 @@ DEVICE void run(const Args &a) {
   constexpr int PER = HEADS / KEY_HEADS, MIXED = 2 * KEY_DIM + VALUE_DIM, N = (MIXED + THREADS - 1) / THREADS;
   __shared__ F4 mixed4[MIXED / 4];  // q, k and v of this head
   __shared__ float squares[WARPS], values[VALUE_DIM];
-  float *mixed = (float *)mixed4;
+  __shared__ F4 decays4[BY_CHANNEL ? KEY_DIM / 4 : 1];
+  static_assert(KEY_DIM <= THREADS, "a thread for each decay");
+  float *mixed = (float *)mixed4, *decays = (float *)decays4;
   const int head = blockIdx.x, key_head = GROUPED ? head / PER : head % KEY_HEADS, pos = a.state[POS];
   const bool owner = GROUPED ? head % PER == 0 : head < KEY_HEADS;  // of its key head's tail
   const float *before = carried(a.slots, pos);
@@ -41,8 +44,11 @@ DEVICE void run(const Args &a) {
   Taps taps[N];
 #pragma unroll
   for (int n = 0; n < N; n++)
-    if (threadIdx.x + n * THREADS < MIXED) taps[n].load(a.conv, before, channel(threadIdx.x + n * THREADS), !pos);
-  const float rule = a.decay[head], bias = a.decay_bias[head], gain = there ? a.gain[value] : 0;
+    if (const int i = threadIdx.x + n * THREADS; i < MIXED)
+      taps[n].load(taps_of(a.conv, i < KEY_DIM ? 0 : i < 2 * KEY_DIM ? 1 : 2, channel(i)), before, channel(i), !pos);
+  const int lapses = BY_CHANNEL ? HEADS * KEY_DIM : HEADS,  // of a token, and this thread's
+      lapse = BY_CHANNEL ? head * KEY_DIM + min((int)threadIdx.x, KEY_DIM - 1) : head;
+  const float rule = a.decay[head], bias = a.decay_bias[lapse], gain = there ? a.gain[value] : 0;
   grid_wait();
   const int count = COLUMNS == 1 ? 1 : a.state[COUNT];
   for (int c = 0; c < count; c++) {  // columns of the step, in order
@@ -57,10 +63,15 @@ DEVICE void run(const Args &a) {
         if (owner || i >= 2 * KEY_DIM) taps[n].store(after, channel(i));
       }
     }
-    const float rate = sigmoid(a.beta[c * HEADS + head]), lapse = a.alpha[c * HEADS + head] + bias;
+    const float rate = sigmoid(a.beta[c * HEADS + head]);
     const float gate = there ? a.gate[(c * HEADS + head) * VALUE_DIM + value] : 0;
-    const float decay = expf(rule * (lapse > 20 ? lapse : log1pf(expf(lapse))));
+    float decay = decay_of(rule, a.alpha[c * lapses + lapse] + bias);
+    if (BY_CHANNEL && threadIdx.x < KEY_DIM) decays[threadIdx.x] = decay;
     __syncthreads();
+    if constexpr (BY_CHANNEL) {
+      column.fade(decays);
+      decay = 1;
+    }
     const float *q = mixed, *k = mixed + KEY_DIM;
     float held = 0, answer = 0, qq = 0, kk = 0, qk = 0;
 #pragma unroll
@@ -85,7 +96,7 @@ DEVICE void run(const Args &a) {
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < WARPS; i++) sum += squares[i];
-    const float y = out * rsqrt_(sum / VALUE_DIM + EPS) * gain * silu(gate);
+    const float y = out * rsqrt_(sum / VALUE_DIM + EPS) * gain * gate_of(gate);
     if constexpr (OUT_QUANTISED) {
       if (there && threadIdx.x % LANES == 0) values[value] = y;
       __syncthreads();

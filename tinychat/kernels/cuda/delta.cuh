@@ -1,5 +1,5 @@
-// A head of the gated delta rule (kernels/blocks.py, DeltaRule). Its state lies as [value][key]; LANES lanes share the
-// keys of one value, a column. Constants: KEY_DIM.
+// A head of the gated delta rule (kernels/blocks.py, DeltaRule; KDA where it decays BY_CHANNEL). Its state lies as
+// [value][key]; LANES lanes share the keys of one value, a column. Constants: of recurrent.py, _shape.
 
 constexpr int GROUP = 4;  // tokens of a prompt that are taken in at once
 constexpr int LANES = 8, VECTORS = (KEY_DIM + 4 * LANES - 1) / (4 * LANES);  // of four keys, of a lane
@@ -9,6 +9,15 @@ DEVICE float sum_of_lanes(float v) {
 #pragma unroll
   for (int m = LANES / 2; m; m >>= 1) v += shfl_xor(v, m);
   return v;
+}
+DEVICE F4 by(F4 a, F4 b) { return F4{a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w}; }
+// exp(rate * softplus(v))
+DEVICE float decay_of(float rate, float v) { return expf(rate * (v > 20 ? v : log1pf(expf(v)))); }
+DEVICE float gate_of(float v) { return BY_CHANNEL ? sigmoid(v) : silu(v); }
+// The convolution's weights of a channel, which is of q, k or v (`part` 0, 1, 2): where BY_CHANNEL, each has its own.
+DEVICE const float *taps_of(const float *const *conv, int part, int channel) {
+  if (!BY_CHANNEL) return conv[0] + channel * TAPS;
+  return (part == 0 ? conv[0] : part == 1 ? conv[1] : conv[2]) + (channel - part * KEY_HEADS * KEY_DIM) * TAPS;
 }
 // Sums over the lanes of N vectors of N values: lane i of each N gets that of value i.
 template <int N> DEVICE float transposed_sum(float (&v)[N]) {
@@ -41,6 +50,12 @@ struct Column {
 #pragma unroll
     for (int i = 0; i < VECTORS; i++)
       if (has_key(i)) *(F4 *)(to + first_key(i)) = s[i];
+  }
+  // S = diag(decays) * S
+  DEVICE void fade(const float *decays) {
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++)
+      if (has_key(i)) s[i] = by(s[i], *(const F4 *)(decays + first_key(i)));
   }
   // S = decay * S + k * news
   DEVICE void take(const float *k, float decay, float news) {

@@ -58,7 +58,6 @@ LIMITS = Limits(
     experts=1024,
     experts_used=64,
     expert_groups=32,  # a lane each
-    channel_decay=False,
     convolved=TOGETHER + 1,
     state_dim=128,
     state_multiple=4,

@@ -137,8 +137,8 @@ def linear(
     softcap: float = 0.0,
     last_token: bool = False,
 ) -> Launch:
-    """Matrices over one input, each (weight, bias, buffer of its results): dst = or += scale * (w @ x + bias). Before
-    it, what quantises the input of several columns."""
+    """Matrices over one input, each (weight, bias, buffer of its results): dst = or += scale * (w @ x + bias). Results
+    in one buffer stand beside each other. Before it, what quantises the input of several columns."""
     weights = [w for w, _, _ in outputs]
     cols, quantised, floating = weights[0].cols, *b.kinds(*weights)
     shared = shared_columns(b, cols, quantised and b.columns == 1, floating and norm is not None)
@@ -154,8 +154,9 @@ def linear(
         grid |= {w: n for (w, _), n in zip(many, tiles.blocks)}
         shared = max(shared, tiles.shared)
     parts, blocks = list[LinearPart](), 0
-    for i, (w, bias, dst) in enumerate(outputs):
-        parts.append(LinearPart(b.matrix(w), spreads[w], blocks, grid[w]))
+    places = beside_each_other([(dst, w.rows) for w, _, dst in outputs])
+    for i, ((w, bias, dst), place) in enumerate(zip(outputs, places)):
+        parts.append(LinearPart(b.matrix(w), spreads[w], blocks, grid[w], *place))
         blocks += grid[w]
         dst = b.act(dst) if dst in b.plan.buffers else dst
         buffers |= {f"dst[{i}]": dst, f"bias[{i}]": b.data(bias), f"w[{i}]": b.data(w)}
@@ -191,6 +192,15 @@ def linear(
         resident=tiles.resident if tiles else 1,
         before=before,
     )
+
+
+def beside_each_other(results: Sequence[tuple[str, int]]) -> list[tuple[int, int]]:
+    """(values from one token's results to the next, the first of these) for each (buffer, values)."""
+    ends, out = dict[str, int](), []
+    for name, values in results:
+        out.append((name, ends.get(name, 0)))
+        ends[name] = ends.get(name, 0) + values
+    return [(ends[name], start) for name, start in out]
 
 
 def linear_add(b: Builder, x: Activations, w: Weight, bias: Weight | None, scale: float) -> Launch:

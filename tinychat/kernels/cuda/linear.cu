@@ -1,4 +1,4 @@
-// Decode: up to four matrices over one input, normed or not: dst = weight @ input (+ bias), or dst += OUT_SCALE *
+// Decode: up to six matrices over one input, normed or not: dst = weight @ input (+ bias), or dst += OUT_SCALE *
 // that. Rows of `src` and `dst` are columns of the step.
 #include "tiles.cuh"
 
@@ -7,16 +7,16 @@ struct Args {
   const V4 *src_q = nullptr;  // the input where IN_QUANTISED, and for columns of quantised matrices
   const Scale *src_s = nullptr;
   const float *norms = nullptr;  // (columns): what remains of RMSNorm there
-  float *dst[4] = {};
-  const float *bias[4] = {};
+  float *dst[6] = {};
+  const float *bias[6] = {};
   const int *state = nullptr;
   const float *gain = nullptr;
-  const u8 *w[4] = {};
+  const u8 *w[6] = {};
 };
 
-template <bool ADDED> DEVICE auto put(float *dst, const float *bias, int rows) {
-  if constexpr (ADDED) return Add{dst, bias, OUT_SCALE, rows};
-  else return Put{dst, bias, OUT_SCALE, SOFTCAP, rows};
+template <class P> DEVICE auto put(float *dst, const float *bias) {
+  if constexpr (ADD) return Add{dst + P::START, bias, OUT_SCALE, P::PITCH};
+  else return Put{dst + P::START, bias, OUT_SCALE, SOFTCAP, P::PITCH};
 }
 
 constexpr bool STAGE_FLOATS = FLOATING && NORMED;  // else floating-point matrices read the input where it lies
@@ -29,7 +29,7 @@ template <int I, class P> DEVICE void tiled(const Args &a, const Shared &sh, int
   grid_wait();
   const Quantised input{a.src_q, a.src_s};
   tiles.begin(input);
-  const auto out = put<ADD>(a.dst[I], a.bias[I], W::ROWS);
+  const auto out = put<P>(a.dst[I], a.bias[I]);
   tiles.run(
       input, [&](int column, int row, float x, float) { out(column, row, NORMED ? mul_rn(x, a.norms[column]) : x); },
       [](int) {}, b);
@@ -43,7 +43,7 @@ template <int I, class P, class... Rest> DEVICE void parts(const Args &a, const 
     else {
       const auto input = activations<IN_QUANTISED>(a, COLS, LAST_TOKEN ? (u64)(a.state[COUNT] - 1) * COLS : 0);
       linear<typename P::Weight, typename P::Spread, NORMED, QUANTISED && COLUMNS == 1, STAGE_FLOATS, COLUMNS>(
-          a.w[I], 0, b, input, a.gain, EPS, sh, put<ADD>(a.dst[I], a.bias[I], P::Weight::ROWS));
+          a.w[I], 0, b, input, a.gain, EPS, sh, put<P>(a.dst[I], a.bias[I]));
     }
   }
   if constexpr (sizeof...(Rest) > 0) parts<I + 1>(a, sh, List<Rest...>{});

@@ -11,6 +11,7 @@ from tinychat.errors import TinychatError
 from tinychat.kernels import ops
 from tinychat.kernels.blocks import (
     GQA,
+    KDA,
     MLA,
     DeltaRule,
     Dense,
@@ -40,6 +41,7 @@ from tinychat.kernels.cuda.latent import latent_fields
 from tinychat.kernels.cuda.launch import Launch, kernel
 from tinychat.kernels.cuda.launches import (
     activation,
+    beside_each_other,
     choice,
     embed,
     gate_input,
@@ -51,7 +53,7 @@ from tinychat.kernels.cuda.launches import (
 )
 from tinychat.kernels.cuda.layout import keys_of
 from tinychat.kernels.cuda.quants import FLOATS
-from tinychat.kernels.cuda.recurrent import prompt_delta, prompt_short_convolution
+from tinychat.kernels.cuda.recurrent import kda_inputs, prompt_delta, prompt_short_convolution
 from tinychat.kernels.ops import LinearAdd, NormAdd, NormLinear
 
 SIZES = (16, 64, 1024)  # tokens up to which the kernels are of one kind each; beyond, there is one kind more
@@ -118,6 +120,8 @@ class Prefill:
                 out += self._mla(i, m)
             case DeltaRule() as r:
                 out += self._delta_rule(i, r)
+            case KDA() as k:
+                out += self._kda(i, k)
             case ShortConvolution() as c:
                 out += self._short_convolution(i, c)
         match layer.feed_forward:
@@ -135,7 +139,7 @@ class Prefill:
         dst = self.b.buffer("logits_all", 4 * self.tokens * op.weight.rows)
         return [
             self._norm("x", op.norm, op.eps),
-            self._linear("head", [op.weight], "normed", [dst], [op.weight.rows], scale=op.scale, softcap=op.softcap),
+            self._linear("head", [op.weight], "normed", [dst], scale=op.scale, softcap=op.softcap),
         ]
 
     # --- pieces
@@ -157,7 +161,7 @@ class Prefill:
         gated = gate_input(self.b, layer, e, self.tokens, unit=True)
         return [
             self._norm("x", None, e.eps, unit=True),
-            self._linear("linear", [e.gate], "normed", [self.b.act("gated", self.tokens)], [e.gate.rows]),
+            self._linear("linear", [e.gate], "normed", [self.b.act("gated", self.tokens)]),
             self._each_token(gated),
             self._norm("gated", None, e.eps),
             *self._added("normed", ops.added("gated", e.project, None, e.post_norm, e.eps, 1.0, e.stream_scale)),
@@ -216,7 +220,6 @@ class Prefill:
         weights: list[Weight],
         x: str,
         dst: list[str],
-        pitches: list[int],
         biases: tuple[Weight | None, ...] = (),
         *,
         half: bool = False,
@@ -225,15 +228,16 @@ class Prefill:
         scale: float = 1.0,
         softcap: float = 0.0,
     ) -> Launch:
-        """dst[i] (tokens, pitches[i]) = or += scale * (weights[i] @ x (+ biases[i])), rows of all of a weight's
-        matrices."""
+        """dst[i] = or += scale * (weights[i] @ x (+ biases[i])), rows of all of a weight's matrices; results in one
+        buffer stand beside each other."""
         # as many cache rows as a longer prompt has tokens
         tile = self._tile(weights, max(self.tokens, SIZES[1] + 1) if all_keys else self.tokens)
         parts, first = list[PromptLinearPart](), 0
         buffers: dict[str, str | None] = {"x": x, "state": "state"}
-        for i, w in enumerate(weights):
+        places = beside_each_other([(name, w.rows * w.groups) for name, w in zip(dst, weights)])
+        for i, (w, place) in enumerate(zip(weights, places)):
             tiles = -(-w.rows * w.groups // tile.block_rows)
-            parts.append(PromptLinearPart(self.b.matrix(w), w.rows * w.groups, pitches[i], first, tiles))
+            parts.append(PromptLinearPart(self.b.matrix(w), w.rows * w.groups, *place, first, tiles))
             buffers |= {f"dst[{i}]": dst[i], f"w[{i}]": self.b.data(w)}
             buffers[f"bias[{i}]"] = self.b.data(biases[i]) if biases else None
             first += tiles
@@ -264,7 +268,7 @@ class Prefill:
         dst = [self.b.act(d, self.tokens) for d in names]
         return [
             self._norm(src, norm, eps),
-            self._linear("linear", list(weights), "normed", dst, [w.rows for w in weights], biases),
+            self._linear("linear", list(weights), "normed", dst, biases),
         ]
 
     def _mla(self, layer: int, a: MLA) -> list[Launch]:
@@ -303,7 +307,6 @@ class Prefill:
                 [keys_of(a.k_b), a.v_b],
                 "latents",
                 [keys, values],
-                [heads * a.nope, heads * v_dim],
                 half=True,
                 all_keys=True,
             ),
@@ -346,6 +349,16 @@ class Prefill:
         outputs = [(a.qkv, None, "qkv"), (a.gate, None, "gate"), (a.beta, None, "beta"), (a.alpha, None, "alpha")]
         return [
             *self._projections("x", a.norm, a.eps, outputs),
+            *prompt_delta(self.b, layer, a, self.tokens, self._halves("attended", self.tokens, a.output.cols)),
+            self._linear_add("attended", a.output, None, 1.0),
+        ]
+
+    def _kda(self, layer: int, a: KDA) -> list[Launch]:
+        parts, (f, g) = kda_inputs(a)
+        return [
+            *self._projections("x", a.norm, a.eps, parts),
+            *self._projections("f", None, a.eps, [f]),
+            *self._projections("g", None, a.eps, [g]),
             *prompt_delta(self.b, layer, a, self.tokens, self._halves("attended", self.tokens, a.output.cols)),
             self._linear_add("attended", a.output, None, 1.0),
         ]
@@ -395,7 +408,7 @@ class Prefill:
 
     def _linear_add(self, src: str, w: Weight, bias: Weight | None, scale: float) -> Launch:
         """x += scale * (w @ src (+ bias))."""
-        return self._linear("linear_add", [w], src, ["x"], [w.rows], (bias,), add=True, scale=scale)
+        return self._linear("linear_add", [w], src, ["x"], (bias,), add=True, scale=scale)
 
     def _added(self, src: str, steps: Iterator[ops.Op]) -> list[Launch]:
         """The launches of `ops.added`, whose input is `src`."""
@@ -405,7 +418,7 @@ class Prefill:
                 case LinearAdd():
                     out.append(self._linear_add(src, op.weight, op.bias, op.scale))
                 case NormLinear(weights=(w,), biases=biases, dst=(dst,)):
-                    out.append(self._linear("linear", [w], src, [self.b.act(dst, self.tokens)], [w.rows], biases))
+                    out.append(self._linear("linear", [w], src, [self.b.act(dst, self.tokens)], biases))
                 case NormAdd():
                     out.append(self._norm_add(op.norm, op.eps, scale=op.scale, stream=op.stream_scale))
         return out
@@ -472,7 +485,7 @@ class Prefill:
             out = [
                 self._norm("x", beside.norm, block.eps),
                 self._gated(beside.weights, "inner"),
-                self._linear("linear", [beside.weights.down], "inner", [b.act("y", self.tokens)], [dim]),
+                self._linear("linear", [beside.weights.down], "inner", [b.act("y", self.tokens)]),
                 self._norm_add(beside.dense_norm, block.eps, dst="z", add=False),
             ]
         out += [

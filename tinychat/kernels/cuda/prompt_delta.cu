@@ -2,7 +2,8 @@
 // at once: with G the product of the decays up to a token and D those behind an earlier one, the news of token i are
 // rate (v - G k S - sum over the earlier j of D (k k_j) news_j), and what it answers is G q S + sum of D (q k_j)
 // news_j. So the products with the state, and their sums over lanes, wait for no token but the group's last. A block
-// has THREADS / LANES * COLUMNS_OF_LANE values of a head; their part of the state stays in registers.
+// has THREADS / LANES * COLUMNS_OF_LANE values of a head; their part of the state stays in registers. Where the state
+// decays BY_CHANNEL, keys, queries and their products have decayed already (prompt_convolve.cu).
 #include "carried.cuh"
 #include "delta.cuh"
 
@@ -10,6 +11,8 @@ struct Args {
   float *dst = nullptr;          // (tokens, HEADS, VALUE_DIM)
   const float *mixed = nullptr;  // of prompt_convolve.cu, as the next three
   const float *both = nullptr;
+  const float *late = nullptr;
+  const float *shrink = nullptr;
   const float *rate = nullptr;
   const float *decay = nullptr;
   float *slots = nullptr;
@@ -19,10 +22,12 @@ struct Args {
 constexpr int COLUMNS_OF_LANE = 2;
 
 DEVICE void run(const Args &a) {
-  constexpr int TOKENS = 16, VALUES = THREADS / LANES * COLUMNS_OF_LANE, PER = HEADS / KEY_HEADS, KV = KEY_DIM / 4,
-                VV = VALUES / 4, BV = 2 * GROUP / 4, ROW = 2 * KV + VV + BV, KEYS = KEY_HEADS * KEY_DIM;
+  constexpr int TOKENS = BY_CHANNEL ? 8 : 16, VALUES = THREADS / LANES * COLUMNS_OF_LANE, PER = HEADS / KEY_HEADS, KV = KEY_DIM / 4,
+                VV = VALUES / 4, BV = 2 * GROUP / 4, KEYS = KEY_HEADS * KEY_DIM, GROUPS = TOKENS / GROUP,
+                ROW = 2 * KV + VV + BV + (BY_CHANNEL ? KV : 0);
   static_assert(LANES == 2 * GROUP, "a lane for each product of a group's tokens with the state");
   __shared__ F4 queries[2][TOKENS][KV], keys[2][TOKENS][KV], values[2][TOKENS][VV], products[2][TOKENS][BV];
+  __shared__ F4 lates[2][BY_CHANNEL ? TOKENS : 1][KV], shrinks[2][BY_CHANNEL ? GROUPS : 1][KV];
   __shared__ float gates[2][2][TOKENS], out[TOKENS][VALUES];
   const int head = blockIdx.y, key_head = GROUPED ? head / PER : head % KEY_HEADS, count = a.state[COUNT],
             pos = a.state[POS];
@@ -41,17 +46,26 @@ DEVICE void run(const Args &a) {
         const int n = first_value + (v - 2 * KV) * 4;
         copy_async(&values[slot][t][v - 2 * KV], row + 2 * KEYS + head * VALUE_DIM + min(n, VALUE_DIM - 4),
             valid && n < VALUE_DIM);
-      } else {
+      } else if (v < 2 * KV + VV + BV) {
         const int n = v - 2 * KV - VV;
         copy_async(&products[slot][t][n], a.both + ((u64)token * KEY_HEADS + key_head) * 2 * GROUP + n * 4, valid);
+      } else {
+        const int n = v - 2 * KV - VV - BV;
+        copy_async(&lates[slot][t][n], a.late + (u64)token * KEYS + key_head * KEY_DIM + n * 4, valid);
       }
     }
+    if constexpr (BY_CHANNEL)
+      for (int i = threadIdx.x; i < GROUPS * KV; i += THREADS) {
+        const int token = min(first + i / KV * GROUP, count - 1);
+        const float *from = a.shrink + (u64)(token / GROUP) * KEYS + key_head * KEY_DIM + i % KV * 4;
+        copy_async(&shrinks[slot][i / KV][i % KV], from, first + i / KV * GROUP < count);
+      }
     copy_commit();
   };
   // Decay and rate of a tile's tokens: a thread has one number. Those behind the last token change nothing.
   auto gate = [&](int tile) {
     const int t = tile * TOKENS + (int)threadIdx.x % TOKENS;
-    const float *from = threadIdx.x / TOKENS == 0 ? a.decay : a.rate;
+    const float *from = BY_CHANNEL || threadIdx.x / TOKENS ? a.rate : a.decay;
     return t < count ? from[(u64)t * HEADS + head] : threadIdx.x / TOKENS == 0 ? 1.f : 0.f;
   };
   auto put = [&](int tile, float v) {
@@ -89,7 +103,7 @@ DEVICE void run(const Args &a) {
       float since[GROUP][GROUP + 1], rate[GROUP];
 #pragma unroll
       for (int i = 0; i < GROUP; i++) {
-        const float decay = gates[slot][0][t + i];
+        const float decay = BY_CHANNEL ? 1 : gates[slot][0][t + i];
         rate[i] = gates[slot][1][t + i];
 #pragma unroll
         for (int j = 0; j < i; j++) since[i][j] = decay * (j == i - 1 ? 1 : since[i ? i - 1 : 0][j]);
@@ -117,11 +131,13 @@ DEVICE void run(const Args &a) {
 #pragma unroll
         for (int i = 0; i < VECTORS; i++) {
           F4 s = columns[c].s[i];
-          s = F4{shrink * s.x, shrink * s.y, shrink * s.z, shrink * s.w};
+          if constexpr (BY_CHANNEL) s = has_key(i) ? by(s, shrinks[slot][t / GROUP][first_key(i) / 4]) : s;
+          else s = F4{shrink * s.x, shrink * s.y, shrink * s.z, shrink * s.w};
 #pragma unroll
           for (int j = 0; j < GROUP; j++) {
             const float f = since[GROUP - 1][j] * news[j];
-            const F4 k = key[j][i];
+            F4 k = key[j][i];
+            if constexpr (BY_CHANNEL) k = has_key(i) ? lates[slot][t + j][first_key(i) / 4] : k;
             s = F4{s.x + k.x * f, s.y + k.y * f, s.z + k.z * f, s.w + k.w * f};
           }
           columns[c].s[i] = s;

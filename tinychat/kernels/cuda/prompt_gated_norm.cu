@@ -1,7 +1,8 @@
-// Prompts: RMSNorm of each head of the gated delta rule's outputs, times silu of their gate, as halves in the order the
+// Prompts: RMSNorm of each head of the gated delta rule's outputs, times silu of their gate (its sigmoid where BY_CHANNEL), as halves in the order the
 // products read. A warp takes a head of a token.
 #include "halves.cuh"
 #include "carried.cuh"
+#include "delta.cuh"
 
 struct Args {
   u16 *dst = nullptr;          // (tokens, padded(HEADS * VALUE_DIM))
@@ -27,8 +28,8 @@ DEVICE void run(const Args &a) {
   const float r = rsqrt_(warp_sum(v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w) / VALUE_DIM + EPS);
   const int to = place(head * VALUE_DIM + i);
   if (i < VALUE_DIM) {
-    *(u32 *)(dst + to) = pack(v.x * r * gain.x * silu(g.x), v.y * r * gain.y * silu(g.y));
-    *(u32 *)(dst + to + 8) = pack(v.z * r * gain.z * silu(g.z), v.w * r * gain.w * silu(g.w));
+    *(u32 *)(dst + to) = pack(v.x * r * gain.x * gate_of(g.x), v.y * r * gain.y * gate_of(g.y));
+    *(u32 *)(dst + to + 8) = pack(v.z * r * gain.z * gate_of(g.z), v.w * r * gain.w * gate_of(g.w));
   }
   if (head == HEADS - 1 && ROW + i < padded(ROW))
     *(u32 *)(dst + place(ROW + i)) = *(u32 *)(dst + place(ROW + i) + 8) = 0;

@@ -1,9 +1,9 @@
-// Prompts: up to four weights over the same activations. A block makes TILE_ROWS rows of one of them for Tile::TOKENS
+// Prompts: weights over the same activations. A block makes TILE_ROWS rows of one of them for Tile::TOKENS
 // tokens.
 #include "halves.cuh"
 
 struct Args {
-  void *dst[PARTS] = {};  // per weight (tokens, pitch), floats or halves
+  void *dst[PARTS] = {};  // per weight (tokens, pitch) from `start` on, floats or halves
   const u8 *w[PARTS] = {};
   const float *bias[PARTS] = {};
   const u16 *x = nullptr;  // (tokens, padded(columns))
@@ -41,9 +41,9 @@ template <class P> DEVICE void part(const Args &a, int number, int tile, int num
           const u32 two = pair_of_rows(v[0], v[1]);
           const int mine = t + row % 2;
           if (mine < count && row < P::TOTAL)
-            *(u32 *)((u16 *)a.dst[number] + (u64)(first + mine) * P::PITCH + (row & ~1)) = two;
+            *(u32 *)((u16 *)a.dst[number] + (u64)(first + mine) * P::PITCH + P::START + (row & ~1)) = two;
         } else if (row < P::TOTAL) {
-          float *dst = (float *)a.dst[number] + (u64)(first + t) * P::PITCH + row;
+          float *dst = (float *)a.dst[number] + (u64)(first + t) * P::PITCH + P::START + row;
           const float bias = a.bias[number] ? a.bias[number][row] : 0;
 #pragma unroll
           for (int j = 0; j < 2; j++)

@@ -1,11 +1,12 @@
-"""Layers that carry a state from token to token, as launches: the gated delta rule and short convolutions, in decode
-steps and in prompts. The states behind the last tokens lie in slots of their own (carried.cuh)."""
+"""Layers that carry a state from token to token, as launches: delta rules and short convolutions, in decode steps and
+in prompts. The states behind the last tokens lie in slots of their own (carried.cuh)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from tinychat.kernels.blocks import DeltaRule, ShortConvolution
+from tinychat.kernels import ops
+from tinychat.kernels.blocks import KDA, DeltaRule, ShortConvolution, Weight
 from tinychat.kernels.cuda.builder import SLOTS, Activations, Builder
 from tinychat.kernels.cuda.constants import CarriedConstants, DeltaConstants
 from tinychat.kernels.cuda.launch import Launch, kernel
@@ -19,9 +20,19 @@ VALUES = 32  # of a block of prompt_delta.cu; fewer where those blocks would not
 BLOCKS = 128
 
 
-def delta(b: Builder, layer: int, a: DeltaRule) -> tuple[Launch, Activations]:
+Output = tuple[Weight, None, str]  # a matrix, without a bias, and the buffer of its results
+
+
+def kda_inputs(a: KDA) -> tuple[list[Output], list[Output]]:
+    """The matrices over a layer's input, and those over their results `f` and `g`."""
+    inputs = [[(w, None, dst) for w, dst in zip(op.weights, op.dst)] for op in ops.kda_inputs(a)]
+    return inputs[0] + inputs[1], inputs[2] + inputs[3]
+
+
+def delta(b: Builder, layer: int, a: DeltaRule | KDA) -> tuple[Launch, Activations]:
     """Decode: convolution, rule, norm and gate, of which a block does a head; and what it leaves."""
-    heads = b.agreed("heads", a.output.cols, [a.output], [a.value_dim], fits=True)
+    shape = _shape(a)
+    heads = b.agreed("heads", a.output.cols, [a.output], [shape.value_dim], fits=True)
     buffers = {
         "src": b.act("qkv"),
         "gate": b.act("gate"),
@@ -29,61 +40,55 @@ def delta(b: Builder, layer: int, a: DeltaRule) -> tuple[Launch, Activations]:
         "alpha": b.act("alpha"),
         **b.target(heads),
         "slots": b.carried(layer),
-        "conv": b.data(a.conv),
-        "decay": b.data(a.decay),
-        "decay_bias": b.data(a.decay_bias),
+        **_weights(b, a),
         "gain": b.data(a.head_norm),
         "state": "state",
     }
     made = kernel(
-        f"delta_{a.heads}_{a.value_dim}x{a.key_dim}",
+        f"delta_{_size(shape)}",
         "delta.cu",
-        replace(_shape(a), out_quantised=heads.quantised, columns=b.columns),
+        replace(shape, out_quantised=heads.quantised, columns=b.columns),
         buffers,
         (a.heads, 1, 1),
         "delta rule",
-        threads=a.value_dim * LANES,
+        threads=shape.value_dim * LANES,
         nbytes=2 * a.state.nbytes,
     )
     return made, heads
 
 
-def prompt_delta(b: Builder, layer: int, a: DeltaRule, tokens: int, dst: str) -> list[Launch]:
+def prompt_delta(b: Builder, layer: int, a: DeltaRule | KDA, tokens: int, dst: str) -> list[Launch]:
     """Prompts: the same in three kernels; the results as halves in `dst`."""
     shape, carried = _shape(a), b.carried(layer)
-    mixed, both = b.buffer("mixed", 4 * tokens * a.channels), b.buffer("both", 8 * GROUP * tokens * a.key_heads)
+    made: dict[str, str | None] = {
+        "mixed": b.buffer("mixed", 4 * tokens * shape.channels),
+        "both": b.buffer("both", 8 * GROUP * tokens * shape.key_heads),
+    }
+    if shape.by_channel:
+        keys = 4 * shape.key_heads * shape.key_dim
+        made |= {"late": b.buffer("late", keys * tokens), "shrink": b.buffer("shrink", keys * -(-tokens // GROUP))}
     heads, rate, decay = b.act("heads", tokens), b.act("beta", tokens), b.act("alpha", tokens)
-    values = VALUES if a.heads * a.value_dim >= BLOCKS * VALUES else VALUES // 2
+    values = VALUES if shape.heads * shape.value_dim >= BLOCKS * VALUES else VALUES // 2
     per_token = {"state": "state", "slots": carried}
     convolution = kernel(
-        f"prompt_convolve_{a.channels}",
+        f"prompt_convolve_{shape.channels}",
         "prompt_convolve.cu",
         shape,
-        {
-            **per_token,
-            "mixed": mixed,
-            "both": both,
-            "beta": rate,
-            "alpha": decay,
-            "src": b.act("qkv", tokens),
-            "conv": b.data(a.conv),
-            "decay": b.data(a.decay),
-            "decay_bias": b.data(a.decay_bias),
-        },
-        lambda count, keys: (-(-(a.key_heads + a.heads) // 8), -(-count // TOGETHER), 1),
+        {**per_token, **made, "beta": rate, "alpha": decay, "src": b.act("qkv", tokens), **_weights(b, a)},
+        lambda count, keys: (-(-(shape.key_heads + shape.heads) // 8), -(-count // TOGETHER), 1),
         "delta rule",
     )
     rule = kernel(
-        f"prompt_delta_{a.heads}_{a.value_dim}x{a.key_dim}",
+        f"prompt_delta_{_size(shape)}",
         "prompt_delta.cu",
         shape,
-        {**per_token, "dst": heads, "mixed": mixed, "both": both, "rate": rate, "decay": decay},
-        lambda count, keys: (-(-a.value_dim // values), a.heads, 1),
+        {**per_token, **made, "dst": heads, "rate": rate, "decay": decay},
+        lambda count, keys: (-(-shape.value_dim // values), shape.heads, 1),
         "delta rule",
         threads=values * LANES // COLUMNS_OF_LANE,
     )
     norm = kernel(
-        f"prompt_gated_norm_{a.heads}_{a.value_dim}",
+        f"prompt_gated_norm_{shape.heads}_{shape.value_dim}",
         "prompt_gated_norm.cu",
         shape,
         {"dst": dst, "src": heads, "gate": b.act("gate", tokens), "gain": b.data(a.head_norm), "state": "state"},
@@ -133,19 +138,32 @@ def _carried(a: ShortConvolution) -> CarriedConstants:
     return CarriedConstants(a.width, a.conv.rows, SLOTS, a.state.nbytes // 4, out_quantised=False, columns=1)
 
 
-def _shape(a: DeltaRule) -> DeltaConstants:
+def _shape(a: DeltaRule | KDA) -> DeltaConstants:
+    state = a.state
     return DeltaConstants(
         a.width,
-        a.channels,
+        state.channels,
         SLOTS,
-        a.state.nbytes // 4,
+        state.nbytes // 4,
         out_quantised=False,
         columns=1,
-        key_heads=a.key_heads,
+        key_heads=a.heads if isinstance(a, KDA) else a.key_heads,
         heads=a.heads,
-        key_dim=a.key_dim,
-        value_dim=a.value_dim,
-        grouped=a.grouped,
+        key_dim=state.key_dim,
+        value_dim=state.value_dim,
+        grouped=not isinstance(a, KDA) and a.grouped,
+        by_channel=isinstance(a, KDA),
         eps=a.eps,
-        query_scale=a.key_dim**-0.5,
+        query_scale=state.key_dim**-0.5,
     )
+
+
+def _size(shape: DeltaConstants) -> str:
+    return f"{shape.heads}_{shape.value_dim}x{shape.key_dim}"
+
+
+def _weights(b: Builder, a: DeltaRule | KDA) -> dict[str, str | None]:
+    """Of the convolution and the decay."""
+    convs = a.convs if isinstance(a, KDA) else (a.conv,)
+    names = {f"conv[{i}]": b.data(w) for i, w in enumerate(convs)}
+    return {**names, "decay": b.data(a.decay), "decay_bias": b.data(a.decay_bias)}

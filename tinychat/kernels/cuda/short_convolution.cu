@@ -15,7 +15,7 @@ struct Args {
 DEVICE void run(const Args &a) {
   const int i = blockIdx.x * THREADS + threadIdx.x, channel = min(i, CHANNELS - 1), pos = a.state[POS];
   Taps taps;
-  taps.load(a.conv, carried(a.slots, pos), channel, !pos);
+  taps.load(a.conv + channel * TAPS, carried(a.slots, pos), channel, !pos);
   grid_wait();
   const int count = COLUMNS == 1 ? 1 : a.state[COUNT];
   for (int c = 0; c < count; c++) {  // columns of the step, in order

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from tinychat.kernels import ops
 from tinychat.kernels.blocks import (
     GQA,
+    KDA,
     MLA,
     DeltaRule,
     Dense,
@@ -37,7 +38,7 @@ from tinychat.kernels.cuda.launches import (
     store_hidden,
     store_kv,
 )
-from tinychat.kernels.cuda.recurrent import delta, short_convolution
+from tinychat.kernels.cuda.recurrent import delta, kda_inputs, short_convolution
 from tinychat.kernels.cuda.spread import QUANTISED_ROWS, pair_spread
 from tinychat.kernels.ops import Head, Join, LinearAdd, NormAdd, NormLinear, StoreHidden
 
@@ -97,6 +98,8 @@ def _layer(b: Builder, i: int, layer: Layer, count: int, depth: Depth) -> Launch
             out += _mla(b, i, m, depth)
         case DeltaRule() as r:
             out += [(launch, n) for n, launch in zip((0, 2, 3), _delta_rule(b, i, r))]
+        case KDA() as k:
+            out += [(launch, n) for n, launch in zip((1, 2, 3, 5, 6), _kda(b, i, k))]
         case ShortConvolution() as c:
             out += [(launch, n) for n, launch in enumerate(_short_convolution(b, i, c))]
     match layer.feed_forward:
@@ -192,6 +195,19 @@ def _delta_rule(b: Builder, layer: int, a: DeltaRule) -> list[Launch]:
     rule, heads = delta(b, layer, a)
     return [
         linear(b, "norm_linear", x, [(w, None, name) for w, name in outputs], norm=a.norm, eps=a.eps),
+        rule,
+        linear_add(b, heads, a.output, None, 1.0),
+    ]
+
+
+def _kda(b: Builder, layer: int, a: KDA) -> list[Launch]:
+    """The first does what the first two of its seven ops do, the fourth what the fifth and sixth do."""
+    parts, (f, g) = kda_inputs(a)
+    rule, heads = delta(b, layer, a)
+    return [
+        linear(b, "norm_linear", Activations("x", a.q.cols), parts, norm=a.norm, eps=a.eps),
+        linear(b, "linear", Activations("f", a.f_b.cols), [f]),
+        linear(b, "linear", Activations("g", a.g_b.cols), [g]),
         rule,
         linear_add(b, heads, a.output, None, 1.0),
     ]
