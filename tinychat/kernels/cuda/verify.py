@@ -17,7 +17,7 @@ COLUMNS = (2, 4, 8, 16)  # tokens of a graph; a step of fewer takes the next lar
 DRAFTED = (1, 2)  # behind an accepted draft two rows lack
 OWN_SHARED = 12 << 10  # bytes of shared memory that the kernels declare themselves, at most
 
-Step = Callable[[Builder, Depth], LaunchedOps]
+MakeStep = Callable[[Builder, Depth], LaunchedOps]
 
 
 def verifying(builder: Builder, gpu: GPU, kinds: dict[int, Depth]) -> ColumnGraphs:
@@ -36,7 +36,7 @@ class ColumnGraphs:
     """Graphs of a step for each of `counts` tokens, as many of those asked for as fit. They are compiled and made when
     one of their depth is first needed, for that takes as long as those of single steps."""
 
-    def __init__(self, builder: Builder, gpu: GPU, kinds: dict[int, Depth], step: Step, counts: Sequence[int]) -> None:
+    def __init__(self, builder: Builder, gpu: GPU, kinds: dict[int, Depth], step: MakeStep, counts: Sequence[int]) -> None:
         """Asks `builder` for the buffers of the largest. `kinds`: step.depths()."""
         self._builder, self._gpu, self._kinds, self._step, self.counts = builder, gpu, kinds, step, tuple[int, ...]()
         self._graphs: dict[tuple[int, int], Graph] = {}  # by columns and depth
