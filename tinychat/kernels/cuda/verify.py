@@ -36,7 +36,9 @@ class ColumnGraphs:
     """Graphs of a step for each of `counts` tokens, as many of those asked for as fit. They are compiled and made when
     one of their depth is first needed, for that takes as long as those of single steps."""
 
-    def __init__(self, builder: Builder, gpu: GPU, kinds: dict[int, Depth], step: MakeStep, counts: Sequence[int]) -> None:
+    def __init__(
+        self, builder: Builder, gpu: GPU, kinds: dict[int, Depth], step: MakeStep, counts: Sequence[int]
+    ) -> None:
         """Asks `builder` for the buffers of the largest. `kinds`: step.depths()."""
         self._builder, self._gpu, self._kinds, self._step, self.counts = builder, gpu, kinds, step, tuple[int, ...]()
         self._graphs: dict[tuple[int, int], Graph] = {}  # by columns and depth
