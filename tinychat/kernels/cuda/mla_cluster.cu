@@ -118,7 +118,7 @@ struct Memory {  // a block's; of each column:
       QueryRows query;
       LatentRows latent;
     } rows;
-    float sums[AT_ONCE][WARPS][KV_LORA];  // of each warp's keys; when the rows have been used
+    float sums[WARPS][KV_LORA];  // of each warp's keys, of a column at a time; when the rows have been used
   };
 };
 static_assert(sizeof(Memory) <= SHARED, "the shared memory asked for is too small");
@@ -206,30 +206,36 @@ DEVICE void attend(Memory &m, const u16 *cache, int known, int pos, int count, i
       }
     }
   }
+  if (lane == 0)
 #pragma unroll
-  for (int c = 0; c < AT_ONCE; c++) {
-#pragma unroll
-    for (int p = 0; p < VALUE_PAIRS; p++)
-      if (warp < mine[c] && p * 32 + lane < KV_LORA / 2)
-        *(F2 *)(m.sums[c][warp] + 2 * (p * 32 + lane)) = F2{sum[c][2 * p], sum[c][2 * p + 1]};
-    if (lane == 0) {
+    for (int c = 0; c < AT_ONCE; c++) {
       m.warp_maxima[c][warp] = best[c];
       m.warp_sums[c][warp] = total[c];
     }
-  }
-  __syncthreads();
   const auto maximum = [&](int c) {
     float top = -1e30f;
     for (int w = 0; w < min(keys(c), WARPS); w++) top = fmaxf(top, m.warp_maxima[c][w]);
     return top;
   };
-  if (lane < count) m.warp_weights[lane][warp] = exp2_fast(m.warp_maxima[lane][warp] - maximum(lane));
-  __syncthreads();
-  for (int i = threadIdx.x; i < count * KV_LORA; i += THREADS) {
-    const int c = AT_ONCE == 1 ? 0 : i / KV_LORA, d = i - c * KV_LORA, active = min(keys(c), WARPS);
-    float whole = 0;
-    for (int w = 0; w < active; w++) whole = fma_rn(m.warp_weights[c][w], m.sums[c][w][d], whole);
-    m.part[c][d] = whole;
+#pragma unroll
+  for (int c = 0; c < AT_ONCE; c++) {
+    if (c >= count) break;
+    if (c) __syncthreads();  // the column before has been summed
+#pragma unroll
+    for (int p = 0; p < VALUE_PAIRS; p++)
+      if (warp < mine[c] && p * 32 + lane < KV_LORA / 2)
+        *(F2 *)(m.sums[warp] + 2 * (p * 32 + lane)) = F2{sum[c][2 * p], sum[c][2 * p + 1]};
+    __syncthreads();
+    if (c == 0) {
+      if (lane < count) m.warp_weights[lane][warp] = exp2_fast(m.warp_maxima[lane][warp] - maximum(lane));
+      __syncthreads();
+    }
+    const int active = min(mine[c], WARPS);
+    for (int d = threadIdx.x; d < KV_LORA; d += THREADS) {
+      float whole = 0;
+      for (int w = 0; w < active; w++) whole = fma_rn(m.warp_weights[c][w], m.sums[w][d], whole);
+      m.part[c][d] = whole;
+    }
   }
   if (threadIdx.x < count) {
     const int c = threadIdx.x, active = min(keys(c), WARPS);
