@@ -382,7 +382,7 @@ def the_whole_way(path: Path) -> None:
 
 # Per architecture the forms and quant types that differ most in what they read.
 SEEDS: dict[str, tuple[tuple[str, str], ...]] = {
-    "llama": (("llama", "Q4_K"), ("llama_rope_freqs", "Q8_0"), ("llama_fused_qkv", "F16")),
+    "llama": (("llama", "Q4_K"), ("llama_rope_freqs", "Q8_0"), ("llama_fused_qkv", "F16"), ("llama", "IQ_MIX")),
     "qwen2": (("qwen2", "Q4_0"), ("qwen2_yarn_keys", "Q5_1")),
     "qwen3": (("qwen3", "Q6_K"),),
     "qwen3moe": (("qwen3moe", "Q4_0"),),

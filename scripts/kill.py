@@ -88,7 +88,7 @@ class Life:
         self.chat = c = Controller(opened, conversation, save=history.save)
         self.switch()
         threading.Thread(target=self.download, daemon=True).start()
-        actions: dict[Callable[[], object], int] = {self.ask: 8, c.regenerate: 2, c.new: 2, c.fork: 1}
+        actions: dict[Callable[[], object], int] = {self.ask: 8, self.regenerate: 2, c.new: 2, c.fork: 1}
         actions |= {self.switch: 1, self.set: 2, c.go_on: 1, self.rename: 1}
         self.note(started=len(found))
         while True:
@@ -113,6 +113,13 @@ class Life:
 
     def ask(self) -> None:
         self.chat.ask(Turn("user", f"question {self.rng.random()}"))
+
+    def regenerate(self) -> None:
+        """What takes the place of an answer is noted before: it is stored before it is shown."""
+        c = self.chat.conversation
+        self.note(id=c.id, turns=shown(c.regenerate()), live=True)
+        self.written = "", []
+        self.chat.regenerate()
 
     def switch(self) -> None:
         name = self.rng.choice(MODELS)

@@ -27,6 +27,7 @@ from textual.widget import Widget
 
 from tests.support.screens import text_of, until
 from tests.support.scripted import INFO, LONG, Script, scripted
+from tinychat import process
 from tinychat.chat.history import History
 from tinychat.engine.stats import rss_bytes
 from tinychat.ui.app import TinychatApp
@@ -197,6 +198,7 @@ async def main() -> int:
     parser.add_argument("--every", type=int, default=500, help="turns from one line of the table to the next")
     parser.add_argument("--alone", action="store_true", help="one conversation that never ends")
     options = parser.parse_args()
+    process.prepare_for_screen()  # collects garbage as rarely as the app does while its user never rests
     print(HEADING, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         async for sample in soak(options.turns, options.every, Path(folder), options.alone):

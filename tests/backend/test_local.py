@@ -1,8 +1,10 @@
 """The local backend: loading without losing what is loaded, cancelling, errors, saved caches, prompts that go on."""
 
+import errno
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -110,11 +112,20 @@ def test_a_waiting_request_that_is_cancelled_ends_while_another_runs(backend: Lo
     assert isinstance(list(running)[-1], JobDone)
 
 
+def raised(e: Exception, *job: object) -> None:
+    raise e
+
+
 def test_the_thread_survives_what_a_job_does(backend: LocalBackend) -> None:
     failed = list(backend.run_job(lambda *job: 1 / 0, threading.Event()))
     assert [e.message for e in failed if isinstance(e, Failed)] == [
         "internal error: ZeroDivisionError: division by zero"
     ]
+    for e in (MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")):
+        failed = list(backend.run_job(partial(raised, e), threading.Event()))
+        assert [event.message for event in failed if isinstance(event, Failed)] == [
+            "out of memory; try a smaller model or context"
+        ]
     bad = list(backend.answer(Request(({"role": "user"},))))[-1]
     assert isinstance(bad, Failed) and "\n" not in bad.message
     with pytest.raises(TinychatError):

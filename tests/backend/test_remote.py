@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from tests.support import tiny
 from tests.support.serving import Replay, finished, pieces, replaying, serving, serving_app
+from tinychat.backend import wire
 from tinychat.backend.local import LocalBackend
 from tinychat.backend.protocol import (
     Capabilities,
@@ -349,10 +350,17 @@ def test_a_server_that_stalls_is_left() -> None:
         (lambda: JSONResponse({"message": "slow down"}, 429, {"retry-after": "7"}), "busy", "slow down"),
         (lambda: sse({"error": {"message": "boom"}}), "internal", "boom"),
         (lambda: iter(["data: {not json\n\n"]), "lost", "not JSON"),
+        (lambda: iter(["data: " + "[" * 100_000 + "\n\n"]), "lost", "not JSON"),
+        (lambda: iter(["x" * 2_000] * 2), "lost", "too long"),  # without an end of the line
+        (lambda: Response("[" * 100_000, 502), "lost", "too long"),
         (lambda: iter(["nothing of use"]), "lost", "broke"),
     ],
 )
-def test_what_goes_wrong_is_one_line(response: Callable[[], Any], cause: str, message: str) -> None:
+def test_what_goes_wrong_is_one_line(
+    response: Callable[[], Any], cause: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if message == "too long":
+        monkeypatch.setattr(wire, "MAX_LINE", 3_000)
     end = answer_of(Foreign(response))[-1]
     assert isinstance(end, Failed)
     assert end.cause == cause and message in end.message and "\n" not in end.message

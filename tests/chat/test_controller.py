@@ -13,6 +13,7 @@ from tinychat.chat.changes import Change, Ended, Grew, ModelChanged, Notice, Ove
 from tinychat.chat.controller import Controller
 from tinychat.chat.conversation import Conversation, Turn, to_markdown
 from tinychat.chat.parameters import Parameters, set_parameter
+from tinychat.chat.saving import Saver
 from tinychat.chat.state import Answering, Idle, ModelChoice, Stopping
 from tinychat.chat.titles import ASKED, Titles, clean
 from tinychat.errors import TinychatError
@@ -158,6 +159,24 @@ def test_regenerate_edit_fork_and_prefill():
     assert chat.controller.busy
     chat.controller.fork()
     assert chat.turns[-2].text == "c" and chat.turns[-1].stop_reason == "stopped", "the copy has no endless answer"
+
+
+def test_forks_are_written_in_order_and_before_newer_versions():
+    asked = Turn("user", "a")
+    first, second, go, written = Conversation().add(asked), Conversation().add(asked), threading.Event(), []
+
+    def write(c: Conversation) -> None:
+        assert c is not first or go.wait(120)
+        written.append(c)
+
+    saver = Saver(write, time.monotonic)
+    saver.copy(first)
+    saver.copy(second)
+    newer = saver.save(first.add(Turn("assistant", "b")))
+    assert not written
+    go.set()
+    saver.finish()
+    assert written == [first, second, newer]
 
 
 def test_a_replay_that_waits_for_its_model_ends_with_its_question():

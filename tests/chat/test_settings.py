@@ -71,7 +71,12 @@ def test_the_default_place_follows_the_environment(tmp_path, monkeypatch):
     assert settings.path().name == "settings.toml"
 
 
-@pytest.mark.parametrize("bad", ["model = ", "a = 1\na = 2", "\x00", "[parameters\n", "model = 'x'\n\x1b[31m = 3"])
+DEEP = f"a = {'[' * 2000}{']' * 2000}"
+
+
+@pytest.mark.parametrize(
+    "bad", ["model = ", "a = 1\na = 2", "\x00", "[parameters\n", "model = 'x'\n\x1b[31m = 3", DEEP]
+)
 def test_a_broken_file_is_one_line_and_never_overwritten(file, bad):
     write(file, bad)
     s = settings.load(file)
@@ -93,6 +98,9 @@ def test_bytes_that_are_no_text(file):
     file.parent.mkdir()
     file.write_bytes(b"model = '\xff\xfe'")
     assert len(settings.load(file).problems) == 1
+    file.unlink()
+    os.mkfifo(file)  # which nobody writes
+    assert "not a file" in settings.load(file).problems[0]
     with pytest.raises(TinychatError):
         settings.update(file, theme="x")
 

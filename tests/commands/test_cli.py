@@ -19,7 +19,7 @@ from tinychat import process
 from tinychat.chat.history import History
 from tinychat.cli import DEVICES, main, parse
 from tinychat.commands import cache as cache_command
-from tinychat.commands import run
+from tinychat.commands import loading, run
 from tinychat.engine import devices
 from tinychat.errors import TinychatError
 from tinychat.models import cache
@@ -256,6 +256,10 @@ def test_run_takes_files_stdin_and_parameters(
     assert main([str(a) for a in (*argv, "--context", 64, "--top-p", 0.5, "--file", notes)]) == 1
     failed = capsys.readouterr().err.splitlines()[-1]
     assert "the context holds 64" in failed and "--context" in failed
+    monkeypatch.setattr(loading, "MAX_STDIN", 999)  # of a log of gigabytes no more is read
+    for prompt in ("summarise", "-"):
+        pipe("word " * 200)
+        assert "stdin has more than 999 bytes" in failure(capsys, "run", model, prompt)
 
 
 def test_run_continues_a_conversation_of_the_history(capsys: Captured, tmp_path: Path) -> None:

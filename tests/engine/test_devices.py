@@ -82,6 +82,11 @@ def test_a_gpu_that_computes_wrongly_is_not_used(model: Path, monkeypatch: pytes
     engine.close()
     with pytest.raises(TinychatError, match="computes Q4_0 wrongly"):
         load(model, "cuda")
+    monkeypatch.setattr(EmulatedGPU, "free_bytes", 1000)
+    with pytest.raises(
+        TinychatError, match=r"^the model needs \d\.\d GB of the GPU's memory .* 0\.0 GB are free for it"
+    ):
+        load(model, "cuda")
 
 
 def test_neither_gpu_nor_compiler_leaves_the_reference(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,8 @@ def test_verdicts() -> None:
     assert fit(0, 0, 1000, 8 * gb).verdict == fit(gb, 1, 1, 0).verdict == "unknown"
     told = fit(4 * gb, 1000, 1000, 8 * gb)
     assert told.needed == 4 * gb + 1_000_000 + OVERHEAD
-    assert told.explanation == "weights 4.0 GB + 1.0 MB for 1,000 tokens + 314.6 MB = 4.3 GB of 8.0 GB free"
+    parts = "weights 4.0 GB + 1.0 MB for 1,000 tokens + 314.6 MB for the program"
+    assert told.explanation == f"{parts} = 4.3 GB of 8.0 GB free"
 
 
 def test_this_machine() -> None:

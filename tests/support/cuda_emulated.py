@@ -129,6 +129,8 @@ class EmulatedGPU:
     def download(self, name: str, nbytes: int, offset: int = 0) -> np.ndarray:
         return self.buffers[name][offset : offset + nbytes].copy()
 
+    peek = download
+
     def gather(self, parts: Sequence[tuple[str, int, int]], out: np.ndarray) -> None:
         out[:] = np.concatenate([self.download(*part) for part in parts])
 
@@ -158,8 +160,8 @@ class EmulatedGPU:
 
         def enqueue(count: int = 1, keys: int = 1) -> None:
             for launch in launches:
-                buffers = {b: self.buffers[(names or {}).get(b, b)] for b in launch.buffers}
-                cuda_emulator.run(launch, buffers, count, keys)
+                buffers = {b: self.buffers[n] for b, n in (names or {}).items()}
+                cuda_emulator.run(launch, self.buffers | buffers, count, keys)
 
         return enqueue
 

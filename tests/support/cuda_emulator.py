@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tinychat.kernels.cuda.launch import Launch
+from tinychat.kernels.cuda.launch import Launch, place
 
 _HEADER = Path(__file__).with_name("cuda_emulator.h")
 _BUILT = Path(tempfile.gettempdir()) / "tinychat-cuda-emulator"
@@ -82,5 +82,6 @@ def compile_all(launches: Iterable[Launch]) -> None:
 def run(launch: Launch, buffers: dict[str, np.ndarray], count: int = 1, keys: int = 1) -> None:
     """Runs one launch over NumPy arrays, in place; for `count` tokens, behind which the cache holds `keys` rows."""
     compile_all([launch])
-    pointers = (ctypes.c_void_p * len(launch.args))(*[buffers[b].ctypes.data for b in launch.buffers])
+    places = map(place, launch.buffers)
+    pointers = (ctypes.c_void_p * len(launch.args))(*[buffers[name].ctypes.data + at for name, at in places])
     _functions[launch.source()](pointers, *launch.grid_of(count, keys))

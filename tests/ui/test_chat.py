@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from textual import events
+from textual.css.stylesheet import Stylesheet
 from textual.widgets import Input, OptionList
 
 from tests.support.screens import text_of, until
@@ -441,12 +442,18 @@ async def test_stats_are_those_of_the_answer_and_not_of_a_benchmark():
         assert f"prompt {d.turns[-1].stats['prompt_tokens']} " in d.notes[-1]
 
 
-async def test_the_help_names_the_keys_of_the_prompt():
+async def test_the_help_names_the_keys_of_the_prompt_and_no_sheet_brings_a_style_sheet(monkeypatch):
+    """Textual would parse all of them again and style all widgets again."""
+    again = []
+    monkeypatch.setattr(Stylesheet, "reparse", lambda styles: again.append(styles))
     async with desk(size=(100, 50)) as d:
         await d.pilot.press("f1")
         await d.until(lambda: "Prompt" in d.screen)
         for key in ("enter ", "shift+enter, ctrl+j", "tab completes", "up, down", "@  ", "ctrl+q"):
             assert key in d.screen, key
+        await d.pilot.press("escape", "f4")
+        await d.until(lambda: "temperature" in d.screen and "save as preset" in d.screen)
+    assert not again
 
 
 async def test_messages_of_the_app_hide_neither_prompt_nor_completions():

@@ -283,6 +283,9 @@ def test_the_loaded_model_has_a_row_wherever_its_file_is(gguf):
         assert picker_rows.line(row, 80).plain.startswith("●")
         assert picker_rows.explain(row, None, None)[0].startswith("loaded · ")
     assert not loaded(None)
+    other_way = gguf.parent / ".." / gguf.parent.name / gguf.name
+    found = picker_rows.rows((Model("mine", path=gguf),), 4096, 0, {}, {}, loaded=Model("its file", path=other_way))
+    assert [(r.model.name, r.path) for r in found if r.loaded or r.path == other_way] == [("mine", gguf)]
 
 
 async def test_what_does_not_fit_asks_before_it_downloads(server, monkeypatch):

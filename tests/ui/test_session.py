@@ -19,7 +19,7 @@ from textual.app import App
 from textual.widgets import TextArea
 
 from tests.support import tiny
-from tests.support.screens import until
+from tests.support.screens import text_of, until
 from tests.support.scripted import INFO, Script, scripted
 from tests.support.terminal import terminal
 from tinychat import process
@@ -52,6 +52,10 @@ async def test_the_model_that_is_loaded_is_kept_and_edited_settings_count_at_onc
         c = app.controller
         await until(pilot, lambda: app.theme == "nord" and app.chat.experts and c.stop_repetition and c.titles.on)
         assert settings.path().read_text() == chosen, "and nothing is written back"
+        await app.chat.run_command("theme dark")
+        assert app.theme == "tinychat-dark"
+        await app.chat.run_command("theme no such")
+        await until(pilot, lambda: "there is no theme 'no such'" in text_of(app))
 
 
 def test_the_model_of_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import threading
 import time
@@ -373,9 +374,9 @@ def _in_one_line(job: Callable[[], T]) -> T:
         return job()
     except TinychatError:
         raise
-    except MemoryError:
-        raise TinychatError("out of memory; try a smaller model or context") from None
     except Exception as e:  # an exception in a job must not end the engine's thread
+        if isinstance(e, MemoryError) or getattr(e, "errno", None) == errno.ENOMEM:
+            raise TinychatError("out of memory; try a smaller model or context") from None
         raise TinychatError(f"internal error: {type(e).__name__}: {e}") from e
 
 

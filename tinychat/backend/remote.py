@@ -39,6 +39,7 @@ from tinychat.backend.wire import (
     refused,
     stats_of,
     usage_of,
+    whole,
 )
 from tinychat.engine.stats import Stats
 from tinychat.errors import TinychatError, printable
@@ -149,19 +150,18 @@ class RemoteBackend:
     async def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """The JSON at `path`; None where the server has no such thing. Raises TinychatError where it is not there."""
         try:
-            if body is None:
-                response = await self._http().get(self.url + path, timeout=ASK_S)
-            else:
-                response = await self._http().post(self.url + path, json=body, timeout=self._stall_s)
+            method, timeout = ("GET", ASK_S) if body is None else ("POST", self._stall_s)
+            async with self._http().stream(method, self.url + path, json=body, timeout=timeout) as response:
+                content = await whole(response)
         except (httpx.HTTPError, httpx.InvalidURL) as e:
             raise TinychatError(_no_connection(self.url, e)) from None
         if response.status_code in (401, 403):
-            raise TinychatError(f"{self.url} refuses: {message_of(response.status_code, response.content)}")
+            raise TinychatError(f"{self.url} refuses: {message_of(response.status_code, content)}")
         if response.is_redirect:
             raise TinychatError(_redirected(self.url, response))
         try:
-            return response.json() if response.is_success else None
-        except ValueError:
+            return json.loads(content) if response.is_success else None
+        except (ValueError, RecursionError):
             return None
 
     async def _models(self) -> list[Mapping[str, Any]]:
@@ -283,7 +283,7 @@ class RemoteBackend:
                 if response.is_redirect:
                     return Failed(_redirected(self.url, response), "invalid")
                 if not response.is_success:
-                    return refused(response.status_code, await response.aread(), response.headers, self._info)
+                    return refused(response.status_code, await whole(response), response.headers, self._info)
                 async for chunk in chunks(response):
                     if "error" in chunk:
                         message = one_line(as_dict(chunk["error"]).get("message") or chunk["error"])

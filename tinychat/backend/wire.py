@@ -29,7 +29,7 @@ from tinychat.backend.protocol import (
 from tinychat.engine.stats import Stats
 from tinychat.errors import printable
 
-MAX_LINE = 16 << 20
+MAX_LINE = 16 << 20  # characters of a line of a stream, and bytes of what is no stream
 # vLLM and SGLang tell a full context by words alone.
 _FULL = re.compile(r"context length (?:is |of |\()(\d+)")
 _COUNT = re.compile(  # of the prompt, not of the answer that was asked for
@@ -154,11 +154,32 @@ def read_chunk(reading: ChunkReader, chunk: Mapping[str, Any]) -> list[Event]:
         raise httpx.RemoteProtocolError("what came is no answer") from None
 
 
+async def whole(response: httpx.Response) -> bytes:
+    """The whole of a response that is no stream. Raises httpx.RemoteProtocolError where that is too much."""
+    parts, size = [], 0
+    async for part in response.aiter_bytes():
+        size += len(part)
+        if size > MAX_LINE:
+            raise httpx.RemoteProtocolError("its answer is too long")
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[str]:
+    """httpx's own would keep a line that never ends."""
+    rest = ""
+    async for text in response.aiter_text():
+        *lines, rest = (rest + text).split("\n")
+        for line in lines:
+            yield line
+        if len(rest) > MAX_LINE:
+            raise httpx.RemoteProtocolError("a line is too long")
+    yield rest
+
+
 async def chunks(response: httpx.Response) -> AsyncIterator[Mapping[str, Any]]:
     """The objects of a stream of server-sent events, up to [DONE]; some servers send an error as a bare object."""
-    async for line in response.aiter_lines():
-        if len(line) > MAX_LINE:
-            raise httpx.RemoteProtocolError("a line is too long")
+    async for line in _lines(response):
         text = line.removeprefix("data:").strip() if line.startswith(("data:", "{")) else ""
         if text == "[DONE]":
             return
@@ -166,7 +187,7 @@ async def chunks(response: httpx.Response) -> AsyncIterator[Mapping[str, Any]]:
             continue
         try:
             yield as_dict(json.loads(text))
-        except ValueError:
+        except (ValueError, RecursionError):
             raise httpx.RemoteProtocolError("what came is not JSON") from None
 
 
@@ -201,7 +222,7 @@ def refused(status: int, content: bytes, headers: Mapping[str, str], info: Model
 def _error(content: bytes) -> Mapping[str, Any]:
     try:
         value = as_dict(json.loads(content))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     inner = value.get("error", value)
     return inner if isinstance(inner, dict) else {"message": inner}

@@ -145,7 +145,7 @@ class History:
         try:
             turns, others = [json.loads(t) for n, t in rows if n >= 0], [json.loads(t) for n, t in rows[::-1] if n < 0]
             data = {**json.loads(row[0]), "id": id, "name": row[1], "turns": turns, "others": others}
-        except ValueError:
+        except (ValueError, RecursionError):
             raise TinychatError("this conversation cannot be read: its record in the history is damaged") from None
         conversation = Conversation.from_dict(data)
         with self._lock:

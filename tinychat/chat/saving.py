@@ -82,11 +82,17 @@ class Saver:
             time.sleep(0.02 if self._waiting else 0)
 
     def copy(self, conversation: Conversation) -> None:
-        """Saves a fork on a thread of its own: all its turns are new to the history."""
-        if self._write is not None:
-            self._copying = Future()
-            job = partial(settle, self._copying, partial(patiently, partial(self._write, conversation)))
-            threading.Thread(target=job, name="copying").start()
+        """Saves a fork on a thread of its own: all its turns are new to the history. Behind the copy before it, over
+        whose conversation a newer version would else be written first."""
+        if (write := self._write) is not None:
+            before, self._copying = self._copying, Future()
+
+            def job() -> None:
+                if before is not None:
+                    before.exception()  # waits for it
+                patiently(partial(write, conversation))
+
+            threading.Thread(target=settle, args=(self._copying, job), name="copying").start()
 
     def poll(self) -> list[Notice]:
         """What the user has to know since the last call."""

@@ -81,13 +81,20 @@ def load(file: Path | None = None) -> Settings:
     place."""
     file = file or path()
     try:
-        return parse(file.read_text(encoding="utf-8"))
+        return parse(_read(file))
     except FileNotFoundError:
         return Settings()
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         why = e.strerror if isinstance(e, OSError) else str(e)
         line = f"{_shown(file)}: {printable(str(why), newlines=False)}; the defaults are used until it is fixed"
         return Settings(problems=(line,))
+
+
+def _read(file: Path) -> str:
+    """Raises OSError or ValueError. A pipe, whose other end may never write, is not read."""
+    if file.exists() and not file.is_file():
+        raise ValueError("it is not a file")
+    return file.read_text(encoding="utf-8")
 
 
 def parse(text: str) -> Settings:
@@ -251,11 +258,10 @@ def _edit(file: Path | None, edit: Callable[[tomlkit.TOMLDocument], Any]) -> Set
 
     file = file or path()
     try:
-        text = file.read_text(encoding="utf-8")
-        doc = tomlkit.parse(text)
+        doc = tomlkit.parse(_read(file))
     except FileNotFoundError:
         doc = tomlkit.document()
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         why = printable(str(e), newlines=False)
         raise TinychatError(f"{_shown(file)} cannot be read ({why}); nothing was saved, fix it first") from None
     edit(doc)

@@ -146,7 +146,7 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "memory", f"{facts['fit']['verdict']}: {facts['fit']['explanation']}"
     yield "parameters", f"{facts['parameters']:,}"
     for i, (name, t) in enumerate(facts["types"].items()):
-        yield "" if i else "tensors", f"{name}: {t['tensors']} tensors, {decimal(t['bytes'])}"
+        yield "" if i else "tensors", f"{name}: {t['tensors']} tensor{'s' * (t['tensors'] > 1)}, {decimal(t['bytes'])}"
     yield "template", "in the file (`--template` shows it)" if facts["template"] else "none in the file"
 
 

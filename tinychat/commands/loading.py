@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tinychat.engine.speculation import Speculate
 
 CONTEXT = 4096  # tokens; the context for which the memory check before a download computes the KV cache
+MAX_STDIN = 4 << 20  # bytes; a tokenizer takes up to 350 bytes of memory for each
 
 
 def settings_of_user() -> Settings:
@@ -104,9 +105,16 @@ def header(text: str) -> Iterator[tuple[Model, Path]]:
 
 
 def prompt_text(prompt: str) -> str:
-    """The prompt; for "-" all of stdin, read as UTF-8 in any locale. Raises TinychatError when the text is empty."""
-    data = sys.stdin.buffer.read() if prompt == "-" else prompt.encode(errors="surrogateescape")
-    text = data.decode("utf-8", "replace")
+    """The prompt; for "-" all of stdin. Raises TinychatError when the text is empty."""
+    text = stdin_text() if prompt == "-" else prompt.encode(errors="surrogateescape").decode("utf-8", "replace")
     if not text.strip():
         raise TinychatError("the prompt is empty")
     return text
+
+
+def stdin_text() -> str:
+    """All of stdin, read as UTF-8 in any locale. Raises TinychatError for more than MAX_STDIN bytes."""
+    data = sys.stdin.buffer.read(MAX_STDIN + 1)
+    if len(data) > MAX_STDIN:
+        raise TinychatError(f"stdin has more than {decimal(MAX_STDIN)} of text; no model reads so much at once")
+    return data.decode("utf-8", "replace")

@@ -22,7 +22,7 @@ from tinychat.chat.conversation import Attachment, Call, Conversation, Turn
 from tinychat.chat.parameters import Parameters
 from tinychat.chat.request import request_for
 from tinychat.chat.schema import read_schema
-from tinychat.commands.loading import obtain, prompt_text, settings_of_user
+from tinychat.commands.loading import obtain, prompt_text, settings_of_user, stdin_text
 from tinychat.console import Bar, say, say_notes, show_json
 from tinychat.errors import TinychatError, printable
 from tinychat.files import expand
@@ -284,7 +284,7 @@ def _question(prompt: str, files: Sequence[str]) -> Turn:
     from tinychat.chat.attach import read
 
     attached = [read(expand(name), name) for name in files]
-    if prompt != "-" and _stdin_has_text() and (text := sys.stdin.buffer.read().decode("utf-8", "replace")).strip():
+    if prompt != "-" and _stdin_has_text() and (text := stdin_text()).strip():
         attached.append(Attachment("stdin", text))
     return Turn("user", prompt_text(prompt), files=tuple(attached))
 

@@ -36,7 +36,9 @@ def fit(
         available = available_memory()
     kv = kv_bytes_per_token * context + state_bytes
     needed = weight_bytes + kv + OVERHEAD
-    parts = f"weights {decimal(weight_bytes)} + {decimal(kv)} for {context:,} tokens + {decimal(OVERHEAD)}"
+    parts = (
+        f"weights {decimal(weight_bytes)} + {decimal(kv)} for {context:,} tokens + {decimal(OVERHEAD)} for the program"
+    )
     if not weight_bytes or not available:
         return Fit(
             "unknown", needed, available, f"the {'size of the model' if available else 'free memory'} is not known"

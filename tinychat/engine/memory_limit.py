@@ -39,6 +39,9 @@ class Bandwidth:
         return self.gb_s[max(fitting)] if fitting else 0.0
 
 
+UNREADABLE = (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError)  # of a file that is damaged
+
+
 def store_path() -> Path:
     """One JSON object: machine and device -> Bandwidth."""
     return Path(user_cache_dir("tinychat", appauthor=False)) / "limits.json"
@@ -46,7 +49,7 @@ def store_path() -> Path:
 
 def stored(device: str) -> Bandwidth | None:
     """The stored limit of `device` on this machine; None if it was not measured or the file cannot be read."""
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+    with contextlib.suppress(*UNREADABLE):
         found = json.loads(store_path().read_text())[_key(device)]
         return Bandwidth(
             str(found["device"]),
@@ -60,7 +63,7 @@ def stored(device: str) -> Bandwidth | None:
 def keep(limit: Bandwidth) -> None:
     """Stores `limit`. Ignores errors: without the file the limit is measured again."""
     path, everything = store_path(), dict[str, Any]()
-    with contextlib.suppress(OSError, ValueError, TypeError):
+    with contextlib.suppress(*UNREADABLE):
         everything = dict(json.loads(path.read_text()))
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -145,7 +148,7 @@ def usual(threads: int | None = None) -> float:
     from tinychat.kernels.cpu.executor import default_threads
 
     if has_cuda():
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+        with contextlib.suppress(*UNREADABLE):
             everything = json.loads(store_path().read_text())
             return max(
                 (max(v["gb_s"].values()) for k, v in everything.items() if k.startswith(_key("CUDA"))), default=0.0

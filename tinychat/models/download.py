@@ -73,7 +73,7 @@ class Notes:
         try:
             data = json.loads(path.read_text())
             return cls(**{f.name: data[f.name] for f in fields(cls) if f.name in data})
-        except (OSError, ValueError, AttributeError, TypeError):
+        except (OSError, ValueError, RecursionError, AttributeError, TypeError):
             return None
 
     def save(self, path: Path) -> None:

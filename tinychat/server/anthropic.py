@@ -258,7 +258,7 @@ def _input(arguments: str) -> dict[str, Any]:
     """A call's arguments as an object; {} for JSON that is incomplete."""
     try:
         value = json.loads(arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -296,7 +296,7 @@ def _object_of(text: str) -> Any:
     """A call's arguments; text where the model did not write JSON."""
     try:
         return json.loads(text or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 
 from textual import on
 from textual.binding import Binding
-from textual.command import CommandPalette
 from textual.driver import Driver
 from textual.events import InputEvent
 from textual.message import Message
@@ -40,6 +39,7 @@ from tinychat.ui.announcer import Announcer
 from tinychat.ui.boundary import LastingApp
 from tinychat.ui.chat import models
 from tinychat.ui.chat.handlers import SettingsEdited
+from tinychat.ui.chat.palette import PaletteScreen
 from tinychat.ui.chat.screen import ChatScreen
 from tinychat.ui.driver import TerminalDriver
 from tinychat.ui.theme import THEMES
@@ -59,7 +59,7 @@ class TinychatApp(LastingApp):
     TITLE = "tinychat"
     CHAT = ChatScreen
     DRIVER: type[Driver] | None = TerminalDriver  # None: Textual's choice
-    CSS_PATH = "tinychat.tcss"
+    CSS_PATH = ["tinychat.tcss", *screens.STYLES]
     COMMANDS: ClassVar[set[Any]] = set()  # the chat screen's are all
     BINDINGS = [Binding("ctrl+q", "quit", "leave", show=False, priority=True)]
 
@@ -187,7 +187,7 @@ class TinychatApp(LastingApp):
         """Its commands are the chat's. Without the fixed id that Textual gives it: one that is still closing must not
         forbid another."""
         if self.screen is self.chat:
-            self.push_screen(CommandPalette())
+            self.push_screen(PaletteScreen())
 
     def copy_to_clipboard(self, text: str) -> None:
         super().copy_to_clipboard(encodable(text))

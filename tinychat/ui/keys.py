@@ -5,6 +5,7 @@ Textual's Footer mounts a new widget per key whenever anything changes and keeps
 
 from __future__ import annotations
 
+from functools import cache
 from typing import ClassVar
 
 from textual import events
@@ -27,18 +28,20 @@ def key_name(key: str) -> str:
 def in_order(screen: Screen[object]) -> list[ActiveBinding]:
     """What keys do on `screen` now: those of the focused widget, the screen's, the app's, each as its class lists
     them."""
-    places: dict[type, dict[str, int]] = {}
 
     def place(active: ActiveBinding) -> tuple[int, int]:
-        kind = type(active.node)
-        if kind not in places:  # what it inherits comes last
-            maps = (BindingsMap(cls.__dict__.get("BINDINGS", ())) for cls in kind.__mro__)
-            keys = dict.fromkeys(key for bindings in maps for key in bindings.key_to_bindings)
-            places[kind] = {key: i for i, key in enumerate(keys)}
         order = 2 if active.node is screen.app else int(active.node is screen)
-        return order, places[kind].get(active.binding.key, 0) if order < 2 else 0
+        return order, _places(type(active.node)).get(active.binding.key, 0) if order < 2 else 0
 
     return sorted(screen.active_bindings.values(), key=place)
+
+
+@cache
+def _places(kind: type) -> dict[str, int]:
+    """The place of each key in the bindings of class `kind`; what it inherits comes last."""
+    maps = (BindingsMap(cls.__dict__.get("BINDINGS", ())) for cls in kind.__mro__)
+    keys = dict.fromkeys(key for bindings in maps for key in bindings.key_to_bindings)
+    return {key: i for i, key in enumerate(keys)}
 
 
 class KeyLine(Static):

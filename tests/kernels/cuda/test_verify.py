@@ -44,8 +44,14 @@ def test_bits_of_single_steps(
         ids = [IDS[-1], *(token for token, _ in steps)]
         logits = [ex.forward([token], AFTER + i, "last") for i, token in enumerate(ids[: drafts + 1])]
         assert verified(ex, SAMPLINGS["penalised"], steps, drafts, wrong=drafts - 1) == steps
-        made = list(ex.verify(ids[0], ids[1 : drafts + 1], AFTER, SAMPLINGS["penalised"], IDS))
-        assert made == steps[: drafts + 1]
+        told = [ex.forward([token], AFTER + i) or ex.routes() for i, token in enumerate(ids[: drafts + 1])]
+        made = [
+            (step, ex.routes()) for step in ex.verify(ids[0], ids[1 : drafts + 1], AFTER, SAMPLINGS["penalised"], IDS)
+        ]
+        assert [step for step, _ in made] == steps[: drafts + 1]
+        for (_, routes), single in zip(made, told):
+            np.testing.assert_array_equal(routes, single)  # type: ignore[arg-type]
+        assert told[0] is None if variant == "llama" else len({str(routes) for routes in told}) > 1
         together = min(drafts + 1, AFTER + drafts + 1 - near) if near < AFTER + drafts else drafts + 1
         got = ex.gpu.download("logits", 4 * ex.plan.vocab * together).view(np.float32)
         np.testing.assert_array_equal(got, np.concatenate(logits[-together:]).ravel())  # type: ignore[arg-type]

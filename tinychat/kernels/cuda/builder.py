@@ -22,6 +22,7 @@ from tinychat.kernels.cuda.state import STATE_BYTES
 from tinychat.kernels.ops import Plan
 
 SLOTS = 5  # of what a layer carries from token to token: steps enqueued ahead, and drafts, can be for nothing
+ROUTE_SLOTS = 32  # tokens whose experts are kept; more than steps are enqueued ahead and drafts verified
 RING = 64  # slots of the ring of decoded tokens
 RING_DRAFTS = RING // 2  # slot of a draft behind position -1: what a step chose may not have been read yet
 MAX_SHARED = 48 << 10  # bytes of static shared memory of a block
@@ -95,6 +96,18 @@ class Builder:
         cache = self.plan.caches[layer]
         width = cache.key_width if kind == "k" else cache.value_width
         return self.buffer(f"{kind}:{layer}", blocks.CACHE_VALUE_BYTES * self.max_context * width)
+
+    @property
+    def routes(self) -> tuple[int, int]:
+        """The layers with experts, and how many experts a token uses in each, at most."""
+        used = [b.router.top_k for layer in self.plan.layers if isinstance(b := layer.feed_forward, blocks.Experts)]
+        return len(used), max(used, default=0)
+
+    def routes_of(self, layer: int) -> str:
+        """Where a layer leaves the experts of a token, for the host."""
+        layers, used = self.routes
+        before = sum(isinstance(each.feed_forward, blocks.Experts) for each in self.plan.layers[:layer])
+        return f"{self.buffer('routes', 4 * ROUTE_SLOTS * layers * used)}+{4 * before * used}"
 
     def carried(self, layer: int) -> str:
         """What a layer carries from token to token, SLOTS times."""

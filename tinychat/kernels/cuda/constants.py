@@ -322,6 +322,8 @@ class ExpertsDownConstants(StepConstants):
     out_scale: float
     add: bool  # to what is there
     together: int  # columns of a thread block
+    route_slots: int  # tokens whose experts are kept, for the host
+    routes: int  # experts of a token, of all layers
 
 
 @dataclass(frozen=True)

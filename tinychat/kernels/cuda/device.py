@@ -15,7 +15,7 @@ from tinygrad.helpers import diskcache_get, diskcache_put
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.cuda.graph import Graph, KernelCall, enqueuer
-from tinychat.kernels.cuda.launch import Launch
+from tinychat.kernels.cuda.launch import Launch, place
 
 
 def unusable(e: Exception) -> TinychatError:
@@ -46,6 +46,7 @@ class GPU:
         self._binaries: dict[str, bytes] = {}
         self.found, self.compiled, self.compile_s = 0, 0, 0.0  # kernels from the disk cache, compiled; seconds of both
         self._programs: dict[str, Any] = {}
+        self._aside: Any = None  # a stream that waits for no other
         self._pinned: dict[int, Any] = {}  # page-locked memory by address
 
     @property
@@ -115,7 +116,9 @@ class GPU:
         self._check(self.cuda.cuMemFreeHost(self._pinned.pop(data.ctypes.data)))
 
     def address(self, name: str) -> Any:
-        return self.buffers[name]._buf
+        """Of a buffer, or of "name+offset" in one."""
+        name, offset = place(name)
+        return self.cuda.CUdeviceptr_v2(self.buffers[name]._buf.value + offset)
 
     def upload(self, name: str, data: np.ndarray, offset: int = 0) -> None:
         """Puts `data` (contiguous) at byte `offset` of a buffer, behind everything enqueued before. Page-locked data
@@ -130,6 +133,18 @@ class GPU:
         out = np.empty(nbytes, np.uint8)
         pointer = self.cuda.CUdeviceptr_v2(self.address(name).value + offset)
         self._check(self.cuda.cuMemcpyDtoH_v2(ctypes.c_void_p(out.ctypes.data), pointer, nbytes))
+        return out
+
+    def peek(self, name: str, nbytes: int, offset: int) -> np.ndarray:
+        """uint8 (nbytes,) from a buffer as it is now, without waiting for what is enqueued."""
+        self._check(self.cuda.cuCtxSetCurrent(self.dev.context))
+        if self._aside is None:
+            self._aside = self.cuda.CUstream()
+            self._check(self.cuda.cuStreamCreate(ctypes.byref(self._aside), self.cuda.CU_STREAM_NON_BLOCKING))
+        out = np.empty(nbytes, np.uint8)
+        pointer = self.cuda.CUdeviceptr_v2(self.address(name).value + offset)
+        self._check(self.cuda.cuMemcpyDtoHAsync_v2(ctypes.c_void_p(out.ctypes.data), pointer, nbytes, self._aside))
+        self._check(self.cuda.cuStreamSynchronize(self._aside))
         return out
 
     def gather(self, parts: Sequence[tuple[str, int, int]], out: np.ndarray) -> None:

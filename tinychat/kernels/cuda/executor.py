@@ -16,7 +16,7 @@ import numpy as np
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.blocks import MLA
-from tinychat.kernels.cuda.builder import RING, RING_DRAFTS, SLOTS, Builder
+from tinychat.kernels.cuda.builder import RING, RING_DRAFTS, ROUTE_SLOTS, SLOTS, Builder
 from tinychat.kernels.cuda.device import GPU, unusable
 from tinychat.kernels.cuda.graph import Graph
 from tinychat.kernels.cuda.launch import Launch
@@ -107,10 +107,17 @@ class CUDAExecutor:
                 self._drafting, self._drafting_behind = drafting(
                     builder, gpu, depths(builder, gpu.overlaps, [plan.mtp.layer])
                 )
-            rows = Prefill(builder, min(ROWS_OF_LOGITS, max_context), chip)
-            heads = [(head(builder, op), rows.head(op)) for _, op in prompts]
-            if sum(builder.buffers.values()) < SHARE * gpu.free_bytes:
+            many = Prefill(builder, min(ROWS_OF_LOGITS, max_context), chip)
+            heads = [(head(builder, op), many.head(op)) for _, op in prompts]
+            if (needed := sum(builder.buffers.values())) < SHARE * gpu.free_bytes:
                 break
+        else:
+            rows, room = max_context * plan.kv_bytes_per_token, SHARE * gpu.free_bytes
+            raise TinychatError(
+                f"the model needs {needed / 1e9:,.1f} GB of the GPU's memory (weights {layout.nbytes / 1e9:,.1f}, "
+                f"context {rows / 1e9:,.1f}), of which {room / 1e9:,.1f} GB are free for it; take a smaller quant or "
+                f"context"
+            )
         launches = {depth: [launch for launch, _ in step] for depth, step in steps.items()}
         self.limits = replace(LIMITS, verified=max(self._verifying.counts, default=1))
         self.device = f"CUDA · {gpu.name}"
@@ -128,8 +135,8 @@ class CUDAExecutor:
                 self._state = gpu.pinned(plan.state_bytes)  # what read_state() and write_state() go through
             if "tickets" in builder.buffers:  # of attention
                 gpu.upload("tickets", np.zeros(builder.buffers["tickets"], np.uint8))
-            needed = [*launches.values(), *(rows for _, rows in heads)]
-            gpu.compile(chain.from_iterable([*needed, *(step for steps, _ in prompts for step in steps.values())]))
+            kernels_of = [*launches.values(), *(rows for _, rows in heads)]
+            gpu.compile(chain.from_iterable([*kernels_of, *(step for steps, _ in prompts for step in steps.values())]))
             load(gpu, layout, weights, progress)
             self_check(gpu, sorted({t.kind for t in layout.tensors.values()}, key=int))
             gpu.free("staging")
@@ -157,6 +164,7 @@ class CUDAExecutor:
         self._asked = False  # a draft, in front of the last step
         self._behind: tuple[int, list[int]] | None = None  # drafts that are enqueued: behind these tokens from here on
         self._uploaded: Sampling | None = None  # whose penalties the buffers hold
+        self._routes = builder.routes
         self.launches = launches[0]
         self.kernels_per_token, self.jit_batches = graphs[0].kernels, 1
         self.jit_state = "replaying"  # compiled and captured at load
@@ -332,8 +340,13 @@ class CUDAExecutor:
                 seen.append(following)  # type: ignore[attr-defined]
 
     def routes(self) -> np.ndarray | None:
-        """See Executor.routes: None. Every block chooses for itself, and steps are enqueued ahead."""
-        return None
+        """See Executor.routes. Steps that are enqueued ahead write into other slots."""
+        layers, used = self._routes
+        if not layers:
+            return None
+        slot = 4 * layers * used
+        ids = self.gpu.peek("routes", slot, (self._seen - 1) % ROUTE_SLOTS * slot).view(np.int32)
+        return ids.reshape(layers, used)
 
     @property
     def cache_layout(self) -> str:

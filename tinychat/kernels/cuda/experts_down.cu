@@ -17,6 +17,7 @@ struct Args {
   const u8 *shared = nullptr;
   const float *bias = nullptr;  // (experts, rows)
   const float *expert_scale = nullptr;
+  int *routes = nullptr;  // (ROUTE_SLOTS, ROUTES): the layer's place in the first, for the chosen experts of a token; not of drafts
   const float *shared_scale = nullptr;  // (columns): the shared expert counts its sigmoid times, where there is one
 };
 
@@ -80,6 +81,9 @@ DEVICE void run(Args a) {
   if (warp < count)
     choose<Choice>(a.router + warp * Choice::EXPERTS, a.selection_bias, a.expert_scale, ids[warp], weights[warp]);
   __syncthreads();
+  if (a.routes && blockIdx.x == 0)
+    for (int i = threadIdx.x; i < count * TOP; i += THREADS)
+      a.routes[(a.state[POS] + column + i / TOP) % ROUTE_SLOTS * ROUTES + i % TOP] = ids[i / TOP][i % TOP];
   Experts<Weight, TOP> experts[TOGETHER > 1 ? 2 : 1];
   experts[0].prefetch(a.w, ids[0], r);
   grid_wait();

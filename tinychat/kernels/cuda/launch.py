@@ -98,6 +98,12 @@ class Launch:
         return tuple(buffer for _, _, buffer in self.args)
 
 
+def place(buffer: str) -> tuple[str, int]:
+    """A launch's buffer, "name" or "name+offset", as the buffer's name and the offset in bytes."""
+    name, _, offset = buffer.partition("+")
+    return name, int(offset or 0)
+
+
 def kernel(
     name: str,
     file: str,

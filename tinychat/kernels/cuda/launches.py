@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tinychat.errors import TinychatError
 from tinychat.kernels import blocks, ops
 from tinychat.kernels.blocks import GQA, MLA, Experts, LayerEmbedding, Weight
-from tinychat.kernels.cuda.builder import MAX_DYNAMIC, RING, Activations, Builder, shared_columns
+from tinychat.kernels.cuda.builder import MAX_DYNAMIC, RING, ROUTE_SLOTS, Activations, Builder, shared_columns
 from tinychat.kernels.cuda.constants import (
     LOG2E,
     ActivationCode,
@@ -312,7 +312,8 @@ def experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
     )
 
 
-def experts_down(b: Builder, e: Experts, ffn: Activations) -> Launch:
+def experts_down(b: Builder, layer: int, e: Experts, ffn: Activations) -> Launch:
+    layers, used = b.routes
     r, w, shared = e.router, e.weights.down, e.shared.down if e.shared else None
     quantised, _ = b.kinds(w, shared)
     together, room = experts_together(b, ffn.size, quantised, False)
@@ -326,6 +327,8 @@ def experts_down(b: Builder, e: Experts, ffn: Activations) -> Launch:
         out_scale=e.residual_scale,
         add=e.beside is None,
         together=together,
+        route_slots=ROUTE_SLOTS,
+        routes=used * layers,
         columns=b.columns,
     )
     buffers = {
@@ -339,6 +342,7 @@ def experts_down(b: Builder, e: Experts, ffn: Activations) -> Launch:
         "shared": b.data(shared),
         "bias": b.data(e.weights.down_bias),
         "shared_scale": "shared_scale" if e.shared_scale else None,
+        "routes": b.routes_of(layer) if layer < len(b.plan.layers) else None,
     }
     kind = w.type.name.lower()
     return kernel(

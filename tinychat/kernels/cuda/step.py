@@ -106,7 +106,7 @@ def _layer(b: Builder, i: int, layer: Layer, count: int, depth: Depth) -> Launch
         case Dense() as d:
             out += enumerated(_dense(b, d), count - len(embedding))
         case Experts() as e:
-            out += enumerated(_experts(b, e), count - len(embedding))
+            out += enumerated(_experts(b, i, e), count - len(embedding))
     return [*out, *embedding]
 
 
@@ -229,7 +229,7 @@ def _dense(b: Builder, d: Dense) -> list[Launch]:
     return [first, *_added(b, ffn, down)]
 
 
-def _experts(b: Builder, e: Experts) -> list[Launch]:
+def _experts(b: Builder, layer: int, e: Experts) -> list[Launch]:
     """Router logits; gate and up of the chosen and the shared; their down."""
     r, w, shared = e.router, e.weights, e.shared
     logits = b.buffer("router", 4 * b.columns * r.experts)
@@ -244,7 +244,7 @@ def _experts(b: Builder, e: Experts) -> list[Launch]:
         rows, size = [w.ff, shared.ff], size + shared.ff
     fits = t.rows(PAIR_WARPS) == QUANTISED_ROWS and (shared_t is None or shared_t.rows() == t.rows())
     ffn = b.agreed("ffn", size, [w.down, shared.down if shared else None], rows, fits)
-    chosen = [router, experts_up(b, e, ffn), experts_down(b, e, ffn)]
+    chosen = [router, experts_up(b, e, ffn), experts_down(b, layer, e, ffn)]
     if (d := e.beside) is None:
         return chosen
     first, down = gate_up(b, d.norm, e.eps, d.weights)

@@ -105,7 +105,7 @@ COMMANDS: tuple[Command, ...] = (
         key="f7",
     ),
     Command("settings", "", "edit the settings file", handlers.settings_file),
-    Command("theme", "", "choose the colours", handlers.theme),
+    Command("theme", "[NAME]", "choose the colours", handlers.theme),
     Command("help", "", "keys and commands", handlers.help_screen, key="f1"),
     Command("quit", "", "quit", handlers.leave, key="ctrl+q", aliases=("exit", "bye")),
 )

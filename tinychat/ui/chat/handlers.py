@@ -16,7 +16,7 @@ from tinychat.chat.find import find as find_text
 from tinychat.chat.find import version_with
 from tinychat.chat.parameters import Parameters
 from tinychat.chat.settings import Settings
-from tinychat.errors import TinychatError
+from tinychat.errors import TinychatError, printable
 from tinychat.tools.mcp_config import switch
 from tinychat.ui import external
 from tinychat.ui.chat import models
@@ -297,7 +297,13 @@ async def experts(chat: ChatView, text: str) -> None:
 
 
 async def theme(chat: ChatView, text: str) -> None:
-    chat.app.action_change_theme()
+    names = chat.app.available_themes
+    if not text:
+        chat.app.action_change_theme()
+    elif found := [name for name in (text.lower(), f"tinychat-{text.lower()}") if name in names]:
+        chat.app.theme = found[0]
+    else:
+        raise TinychatError(f"there is no theme {printable(text)!r}; /theme alone lists them")
 
 
 async def leave(chat: ChatView, text: str) -> None:

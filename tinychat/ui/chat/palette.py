@@ -6,15 +6,20 @@ from collections.abc import Callable
 from functools import partial
 from typing import cast
 
-from textual.command import DiscoveryHit, Hit, Hits, Provider
+from textual.command import CommandPalette, DiscoveryHit, Hit, Hits, Provider
 from textual.content import Content
 from textual.fuzzy import Matcher
 
 from tinychat.ui.chat.commands import COMMANDS, Command
 from tinychat.ui.chat.view import ChatView
+from tinychat.ui.screens.modal import Modal
 
 USAGE = max(len(c.usage) for c in COMMANDS) + 2  # cells of the first column
 KEY = max(len(c.key) for c in COMMANDS) + 2
+
+
+class PaletteScreen(CommandPalette, Modal[None]):
+    """Textual's palette, which opens as quickly as the sheets."""
 
 
 class Palette(Provider):

@@ -3,6 +3,11 @@ opened, so that the start does not wait for it."""
 
 import importlib
 import pkgutil
+from pathlib import Path
+
+# The app reads them at its start: when a screen that opens brings a file of its own, Textual parses every rule again
+# and styles every widget again, 60 ms of CPU time.
+STYLES = sorted(Path(__path__[0]).glob("*.tcss"))
 
 
 def import_all() -> None:

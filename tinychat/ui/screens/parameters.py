@@ -158,7 +158,7 @@ class ParametersScreen(Sheet[Parameters]):
             trouble = trouble or wrong
         detail = self.query_one(".detail", Static)
         spec = PARAMETERS.get(self.focused.id or "") if self.focused else None
-        detail.update(Content(trouble or (spec.help if spec else "")))
+        detail.update(Content(trouble or (spec.help if spec else "")), layout=False)
         detail.set_class(bool(trouble), "-error")
         return None if trouble else p
 

@@ -81,9 +81,11 @@ def rows(
         models.setdefault(model.name, model)
         (partial if e.partial else whole)[model.name] = e
     paths = {name: m.path or (whole[name].path if name in whole else None) for name, m in models.items()}
-    if loaded is not None and loaded.path not in paths.values():
+    places = {name: os.path.realpath(path) for name, path in paths.items() if path}
+    present = os.path.realpath(loaded.path) if loaded is not None and loaded.path else None
+    if loaded is not None and present not in places.values():
         name = loaded.name if loaded.name not in models else str(loaded.path)
-        models[name], paths[name] = replace(loaded, name=name), loaded.path
+        models[name], paths[name], places[name] = replace(loaded, name=name), loaded.path, present or ""
     free = available_memory()
     free += freed * bool(free)
     out = []
@@ -101,7 +103,7 @@ def rows(
                 predicted_tok_s(model, size, gb_s),
                 name in whole or name in partial,
                 size,
-                loaded is not None and path == loaded.path,
+                present is not None and places.get(name) == present,
             )
         )
     return out
@@ -252,14 +254,14 @@ def duration(seconds: float) -> str:
 
 def _line(texts: list[str], width: int) -> str:
     name, quant, size_, bytes_, context, last = texts
-    columns = [cell(quant, 7), cell(size_, 11), cell(bytes_, 11, True)]
+    columns = [cell(quant, 10), cell(size_, 11), cell(bytes_, 11, True)]
     columns += [cell(context, 7, True)] if width >= _WIDE else []
     return f" {cell(name, _name_width(width))}  {' '.join([*columns, cell(last, 14, True)])}"
 
 
 def _name_width(width: int) -> int:
     """The cells that the other columns leave to the name; the widest names need no more than 40."""
-    return max(8, min(40, width - (58 if width >= _WIDE else 50)))
+    return max(8, min(40, width - (61 if width >= _WIDE else 53)))
 
 
 def _progress(row: Row, width: int, job: Download | None) -> Content:
