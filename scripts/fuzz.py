@@ -397,6 +397,7 @@ SEEDS: dict[str, tuple[tuple[str, str], ...]] = {
     "qwen35moe": (("qwen35moe", "Q4_0"),),
     "qwen3next": (("qwen3next", "Q4_K"),),
     "kimi-linear": (("kimi-linear", "Q4_0"),),
+    "bailingmoe3": (("bailingmoe3", "Q8_0"),),
     "lfm2": (("lfm2", "Q4_0"),),
     "lfm2moe": (("lfm2moe", "Q8_0"),),
     "deepseek2": (

@@ -83,19 +83,19 @@ VARIANTS = (
     "lfm2",
     "lfm2moe",
     "kimi-linear",
+    "bailingmoe3",
 )
 STATES, CHANNEL_STATES = "qwen35_states", "kimi_states"  # heads of 128 keys and values
 tiny.VARIANTS[STATES] = replace(tiny.VARIANTS["qwen35"], layers=3, delta=shapes.DeltaRule(2, 4, 128, every=3))
 tiny.VARIANTS[CHANNEL_STATES] = replace(tiny.VARIANTS["kimi-linear"], layers=3, kda=(128, 4, 3), heads=2)
-CLUSTER = "deepseek2_cluster"  # wide enough for latent attention in clusters of blocks
-tiny.VARIANTS[CLUSTER] = replace(
-    tiny.VARIANTS["deepseek2_glm"], layers=2, heads=3, mla=shapes.MLA(256, 256, 64, 64, 128)
-)
+CLUSTER, GATED_CLUSTER = "deepseek2_cluster", "ling_cluster"  # wide enough for latent attention in clusters of blocks
+for name, of in ((CLUSTER, "deepseek2_glm"), (GATED_CLUSTER, "bailingmoe3")):
+    tiny.VARIANTS[name] = replace(tiny.VARIANTS[of], layers=2, heads=3, mla=shapes.MLA(256, 256, 64, 64, 128))
 CHECKED = (
     *(f"deepseek2_glm:{q}" for q in QUANTS),
     *(f"{v}:F16" for v in VARIANTS),
     *(f"{v}:Q4_0" for v in VARIANTS),
-    *(f"{CLUSTER}:{q}" for q in ("Q4_0", "Q4_K", "Q8_0")),
+    *(f"{v}:{q}" for v in (CLUSTER, GATED_CLUSTER) for q in ("Q4_0", "Q4_K", "Q8_0")),
     *(f"{v}:{q}" for v in (STATES, CHANNEL_STATES) for q in ("F16", "Q8_0", "Q4_K_M")),
     "gpt-oss:MXFP4",
     "llama:Q6_K",

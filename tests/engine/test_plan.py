@@ -43,8 +43,8 @@ def no_tensor(name: str) -> Callable[[GGUF], None]:
         ),
         (
             "llama",
-            metadata("general.architecture", "bailingmoe3"),
-            "'bailingmoe3', which needs a lower bound .* is not supported.*gemma4; `tinychat --server URL` chats",
+            metadata("general.architecture", "nemotron_h"),
+            "'nemotron_h', which needs state-space layers, is not supported.*gemma4; `tinychat --server URL` chats",
         ),
         ("llama", metadata("general.architecture", "a\x1b[2J"), "not supported"),
         (

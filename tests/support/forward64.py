@@ -101,7 +101,7 @@ class Model:
 
     @property
     def mla(self) -> bool:
-        return self.arch in ("deepseek2", "mistral4", "kimi-linear")
+        return self.arch in ("deepseek2", "mistral4", "kimi-linear", "bailingmoe3")
 
     def window(self, layer: int) -> int:
         """Rows that the layer sees; 0: all."""
@@ -308,9 +308,12 @@ class Model:
             mixed.append((y * sigmoid(y)).reshape(n, heads, width))
         q, k, v = mixed
         q, k = (t / np.sqrt((t * t).sum(-1, keepdims=True) + self.eps) for t in (q, k))
-        f, g = (x @ self[f"{b}ssm_{name}_a.weight"].T @ self[f"{b}ssm_{name}_b.weight"].T for name in "fg")
-        speed = np.log1p(np.exp(f + self[b + "ssm_dt.bias"])).reshape(n, heads, width)
-        decay = np.exp(self[b + "ssm_a"].reshape(-1, 1) * speed)
+        f, g = (x @ self[f"{b}ssm_{name}_a.weight"].T for name in "fg")
+        if b + "ssm_f_b.weight" in self:
+            f, g = (y @ self[f"{b}ssm_{name}_b.weight"].T for name, y in (("f", f), ("g", g)))
+        f, rate = (f + self[b + "ssm_dt.bias"]).reshape(n, heads, width), self[b + "ssm_a"].reshape(-1, 1)
+        bound = self.get("kda.gate_lower_bound")
+        decay = np.exp(rate * np.log1p(np.exp(f)) if bound is None else bound * sigmoid(rate * f))
         rate = sigmoid(x @ self[b + "ssm_beta.weight"].T)
         state, out = np.zeros((heads, width, width)), np.empty((n, heads, width))
         for t in range(n):
@@ -358,6 +361,8 @@ class Model:
         if scale := self.get("attention.temperature_scale", 0):
             q *= 1 + scale * np.log(1 + at // self.get("attention.temperature_length"))[:, None, None]
         out = self.attend(q, np.concatenate([k_nope, k_rope], -1), v, width**-0.5 * self.yarn[2])
+        if b + "attn_gate.weight" in self:
+            out = (out.reshape(n, heads, -1) * sigmoid(self.linear(x, b + "attn_gate"))[..., None]).reshape(n, -1)
         return self.linear(out, b + "attn_output")
 
     def gated(self, gate: Array, up: Array) -> Array:

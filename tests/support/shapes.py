@@ -110,6 +110,7 @@ class Shape:
     kda: tuple[int, int, int] | None = (
         None  # values of a head, inputs of the convolutions, one layer in so many has MLA
     )
+    lower_bound: float = 0  # of KDA's decay; 0: none
     convolution: int = 0  # inputs of a short convolution, which every second layer has instead of attention
 
     def convolves(self, layer: int) -> bool:
@@ -558,10 +559,11 @@ def tensors(s: Shape) -> Iterator[Tensor]:
                 yield linear(f"{b}attn_{x}", s.heads * width, s.dim)
                 yield f"{b}ssm_conv1d_{x}.weight", (1, s.heads * width, 1, taps), 1.5 * taps**-0.5
             for x in "fg":
-                yield linear(f"{b}ssm_{x}_a", width, s.dim)
-                yield linear(f"{b}ssm_{x}_b", s.heads * width, width)
+                yield linear(f"{b}ssm_{x}_a", s.heads * width if s.lower_bound else width, s.dim)
+                if not s.lower_bound:
+                    yield linear(f"{b}ssm_{x}_b", s.heads * width, width)
             yield linear(b + "ssm_beta", s.heads, s.dim)
-            yield b + "ssm_a", (1, 1, s.heads, 1), 0.3
+            yield b + "ssm_a", (s.heads, 1) if s.lower_bound else (1, 1, s.heads, 1), 0.3
             yield b + "ssm_dt.bias", (s.heads * width,), 0.5
             yield norm(b + "ssm_norm", width)
             yield linear(b + "attn_output", s.dim, s.heads * width)
@@ -580,6 +582,8 @@ def tensors(s: Shape) -> Iterator[Tensor]:
             else:
                 yield f"{b}attn_k_b.weight", (s.heads, m.kv_lora, m.nope), m.kv_lora**-0.5
                 yield linear(b + "attn_v_b", s.heads, m.v, m.kv_lora)
+            if s.lower_bound:
+                yield linear(b + "attn_gate", s.heads, s.dim)
             yield linear(b + "attn_output", s.dim, s.heads * m.v)
         elif s.convolves(i):
             yield linear(b + "shortconv.in_proj", 3 * s.dim, s.dim)
@@ -758,6 +762,8 @@ def metadata(w: GGUFWriter, s: Shape, name: str) -> None:
     if s.kda:
         w.add_kda_head_dim(s.kda[0])
         w.add_ssm_conv_kernel(s.kda[1])
+    if s.lower_bound:
+        w.add_float32(f"{s.arch}.kda.gate_lower_bound", s.lower_bound)
     if r := s.delta:
         w.add_ssm_conv_kernel(r.width)
         w.add_ssm_state_size(r.head_dim)
@@ -788,7 +794,7 @@ def metadata(w: GGUFWriter, s: Shape, name: str) -> None:
             w.add_leading_dense_block_count(e.dense)
         if s.arch == "glm4moe":
             w.add_expert_shared_count(e.shared)
-        if s.arch in ("deepseek2", "mistral4", "kimi-linear", "glm4moe", "lfm2moe") and e.gating is not None:
+        if (s.mla or s.arch in ("glm4moe", "lfm2moe")) and e.gating is not None:
             w.add_uint32(f"{s.arch}.expert_gating_func", e.gating)
         if e.scale is not None:
             w.add_expert_weights_scale(e.scale)
@@ -828,7 +834,7 @@ def f32_values(rng: np.random.Generator, s: Shape, name: str, n: int, std: float
         return np.clip(2.0 ** np.linspace(-3, 6, n), 1, s.rope_freqs).astype(np.float32)
     values = rng.standard_normal(n, np.float32)
     if name.endswith("ssm_a"):
-        return -np.exp(values) * np.float32(std)
+        return np.exp(values) * np.float32(std if s.lower_bound else -std)
     return values * np.float32(std) if std else 1 + np.float32(0.1) * values
 
 

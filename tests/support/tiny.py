@@ -263,6 +263,17 @@ VARIANTS: dict[str, Shape] = {
         moe=MoE(8, 3, 32, 1, 1, 4, 2.446, bias=True),
         pre="kimi-k2",
     ),
+    "bailingmoe3": replace(
+        _glm,
+        arch="bailingmoe3",
+        layers=2,
+        heads=3,
+        mla=MLA(64, 64, 32, 16, 48),
+        kda=(24, 3, 2),
+        lower_bound=-5.0,
+        moe=MoE(8, 3, 32, 1, 1, 2, 2.5, True, bias=True),
+        pre="bailingmoe2",
+    ),
     "deepseek2_fused_experts": _with_moe(gating=2, norm=True, fused=True, shared=2),
     # llama.cpp does not believe the q_lora_rank of a model of 26 or 27 layers: see `write`
     "deepseek2_27_layers": replace(

@@ -52,6 +52,7 @@ class Architecture:
     unscaled: bool = False  # scores are not divided by the square root of the key length
     sinks: bool = False
     kda: bool = False  # layers without kv heads have Kimi Delta Attention, the others no RoPE
+    bounded: bool = False  # its decay has a lower bound; the others have RoPE, and a gate per head
     delta_rule: Literal["grouped", "tiled"] | None = None  # most layers have one: how its heads share those of q and k
     gated: bool = False  # attention has a gate, and so has the shared expert
     convolutions: bool = False  # layers without kv heads have a short convolution
@@ -101,6 +102,7 @@ ARCHITECTURES = {
     "deepseek2": _DEEPSEEK,
     "mistral4": _DEEPSEEK,
     "kimi-linear": replace(_DEEPSEEK, mtp=False, normalize_experts=True, kda=True),
+    "bailingmoe3": replace(_DEEPSEEK, mtp=False, kda=True, bounded=True),
     "lfm2": _LFM2,
     "lfm2moe": _LFM2,
     "granite": Architecture("norm", normalize_experts=True, scales=True),
@@ -141,13 +143,15 @@ ARCHITECTURES = {
 
 # What other architectures need that the plan's grammar does not have.
 _MISSING = {
-    "a lower bound of the decay in its delta rules": "bailingmoe3",
     "pictures (the file is the part of a model that sees)": "clip",
     "several streams that predict each other (AltUp)": "gemma3n",
     "state-space layers": "mamba mamba2 falcon-h1 granitehybrid jamba nemotron_h nemotron_h_moe plamo2",
     "an index that chooses cache rows": "deepseek32 glm-dsa",
-    "several residual streams": "deepseek4 kimi-k3",
-    "soft caps in attention": "gemma2",
+    "several residual streams": "deepseek4 glm5-next kimi-k3",
+    "soft caps in attention": "gemma2 grok",
+    "LayerNorm": "bloom codeshell cohere2 command-r dbrx falcon gpt2 gptneox mpt olmo phi2 stablelm starcoder2",
+    "RWKV's time mixing": "rwkv6 rwkv6qwen2 rwkv7 arwkv7",
+    "attention in both directions (it embeds text or translates)": "bert jina-bert-v2 modern-bert nomic-bert t5",
 }
 
 
@@ -204,11 +208,13 @@ class DeltaConfig:
 
 @dataclass(frozen=True)
 class KDAConfig:
-    """Sizes of blocks.KDA, and the `layers` that have it."""
+    """Sizes of blocks.KDA, and the `layers` that have it. With a `lower_bound` of its decay f and g are a matrix each,
+    and latent attention has a gate."""
 
     head_dim: int
     width: int
     layers: frozenset[int]
+    lower_bound: float  # 0: none
 
 
 @dataclass(frozen=True)
@@ -352,6 +358,8 @@ class ModelConfig:
             qk_norm = None
         if arch.delta_rule:
             _check_sections(kv, rope_dims)
+        if arch.bounded:
+            _check_bounded(kv)
         every, experts = arch.no_rope_every, _experts(kv, arch, layers, vocab)
         return cls(
             architecture=name,
@@ -370,7 +378,9 @@ class ModelConfig:
             window_heads=window_heads,
             window=window,
             windowed=windowed,
-            unrotated=frozenset(range(layers) if arch.kda else range(every - 1, layers, every) if every else ()),
+            unrotated=frozenset(
+                range(layers) if arch.kda and not arch.bounded else range(every - 1, layers, every) if every else ()
+            ),
             storing=_storing(kv, layers, windowed) if arch.layer_embeddings else layers,
             layer_embedding=kv.integer("embedding_length_per_layer_input", 0, low=0) if arch.layer_embeddings else 0,
             attention_scale=attention_scale,
@@ -390,9 +400,7 @@ class ModelConfig:
             gated=arch.gated,
             latent=latent,
             delta_rule=_delta_rule(kv, arch, layers),
-            kda=KDAConfig(kv.integer("kda.head_dim"), kv.integer("ssm.conv_kernel", low=2), without)
-            if arch.kda
-            else None,
+            kda=_kda(kv, arch, without),
             convolutions=without if arch.convolutions else frozenset(),
             convolution_width=kv.integer("shortconv.l_cache", low=2) if arch.convolutions and without else 0,
             output_norm=arch.output_norm,
@@ -579,6 +587,25 @@ def _delta_rule(kv: _Metadata, arch: Architecture, layers: int) -> DeltaConfig |
     return DeltaConfig(key_heads, heads, head_dim, width, arch.delta_rule == "grouped", found)
 
 
+def _kda(kv: _Metadata, arch: Architecture, layers: frozenset[int]) -> KDAConfig | None:
+    if not arch.kda:
+        return None
+    bound = kv.number("kda.gate_lower_bound") if arch.bounded else 0.0
+    if arch.bounded and bound >= 0:
+        raise kv.bad("kda.gate_lower_bound", "a number under 0", bound)
+    return KDAConfig(kv.integer("kda.head_dim"), kv.integer("ssm.conv_kernel", low=2), layers, bound)
+
+
+def _check_bounded(kv: _Metadata) -> None:
+    """What Ling-3's graph (llama.cpp, src/models/bailingmoe3.cpp) has besides, which is not there."""
+    if not kv.values.get(kv.prefix + "kda.safe_gate", True):
+        raise kv.bad("kda.safe_gate", "true", False)
+    for key in ("swiglu_clamp_exp", "rope.dimension_sections"):
+        value = kv.values.get(kv.prefix + key, 0)
+        if np.any(np.asarray(value)):
+            raise kv.bad(key, "no value over 0: that is not supported", value)
+
+
 def _check_sections(kv: _Metadata, dims: int) -> None:
     """Positions of texts are the same in time, height and width; then pairs that belong to none of them would not
     turn (ggml-cpu/ops.cpp, ggml_mrope_cache_init)."""
@@ -609,6 +636,8 @@ def _experts(kv: _Metadata, arch: Architecture, layers: int, vocab: int) -> MoEC
     if not ff:
         ff = kv.integer("feed_forward_length") // (used if arch.gated or kv.prefix == "qwen3moe." else 1)
     shared_ff = kv.integer("expert_shared_count", 0, low=0) * ff if arch.expert_keys else 0
+    if arch.bounded:
+        shared_ff = kv.integer("expert_shared_feed_forward_length", shared_ff, low=0)
     if arch.gated:
         shared_ff = kv.integer("expert_shared_feed_forward_length", kv.integer("feed_forward_length", 0, low=0), low=0)
     gating, function = arch.gating, kv.integer("expert_gating_func", 0, low=0) if arch.expert_keys else 0

@@ -96,6 +96,7 @@ METADATA: dict[str, Bounds] = {
     "expert_gating_func": Bounds(255, "an enumeration"),
     "expert_weights_scale": Bounds(1e3, "published models have up to 2.5"),
     "full_attention_interval": Bounds(1 << 10, "published models have 4", least=1),
+    "kda.gate_lower_bound": Bounds(0, "decays are at most 1", least=-100),
     "kda.head_dim": Bounds(1 << 10, "published models have 128", least=1),
     "shortconv.l_cache": Bounds(64, "published models have 3", least=1),
     "ssm.conv_kernel": Bounds(64, "published models have 4", least=1),

@@ -159,8 +159,9 @@ def _kda(t: _Tensors, c: ModelConfig, b: str) -> KDA:
     rows = c.heads * d.head_dim
     q, k, v = (t.matrix(f"{b}attn_{n}.weight", rows, c.dim) for n in "qkv")
     conv_q, conv_k, conv_v = (t.floats(f"{b}ssm_conv1d_{n}.weight", rows, d.width) for n in "qkv")
-    f_a, g_a = (t.matrix(f"{b}ssm_{n}_a.weight", d.head_dim, c.dim) for n in "fg")
-    f_b, g_b = (t.matrix(f"{b}ssm_{n}_b.weight", rows, d.head_dim) for n in "fg")
+    low = not d.lower_bound
+    f_a, g_a = (t.matrix(f"{b}ssm_{n}_a.weight", d.head_dim if low else rows, c.dim) for n in "fg")
+    f_b, g_b = (t.matrix(f"{b}ssm_{n}_b.weight", rows, d.head_dim) if low else None for n in "fg")
     return KDA(
         norm=t.vector(b + "attn_norm.weight", c.dim),
         eps=c.eps,
@@ -178,6 +179,7 @@ def _kda(t: _Tensors, c: ModelConfig, b: str) -> KDA:
         head_norm=t.vector(b + "ssm_norm.weight", d.head_dim),
         heads=c.heads,
         output=t.matrix(b + "attn_output.weight", c.dim, rows),
+        lower_bound=d.lower_bound,
     )
 
 
@@ -281,6 +283,7 @@ def _mla(t: _Tensors, c: ModelConfig, i: int) -> MLA:
         output=t.matrix(b + "attn_output.weight", c.dim, c.heads * m.v_dim),
         residual_scale=c.residual_scale,
         temperature=c.temperature,
+        gate=t.matrix(b + "attn_gate.weight", c.heads, c.dim) if c.kda and c.kda.lower_bound else None,
     )
 
 

@@ -21,9 +21,9 @@ def _cased(digits: str, suffix: str = "") -> str:
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_SPACES}"
 
 
-def _words(digits: str, letters: str = r"\p{L}") -> str:
+def _words(digits: str, letters: str = r"\p{L}", spaces: str = _SPACES) -> str:
     word = rf"[^\r\n\p{{L}}\p{{N}}]?[{letters}]+"
-    return rf"{_CONTRACTION}|{word}|{digits}| ?[^\s{letters}\p{{N}}]+[\r\n]*{_SPACES}"
+    return rf"{_CONTRACTION}|{word}|{digits}| ?[^\s{letters}\p{{N}}]+[\r\n]*{spaces}"
 
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -60,6 +60,10 @@ _FAMILIES: list[tuple[str, PreTokenizer]] = [
     ("chatglm-bpe", PreTokenizer(_LLAMA3, default_bos=None)),
     ("dbrx smaug-bpe", PreTokenizer(_LLAMA3)),
     ("qwen2 deepseek-r1-qwen megrez stablelm2 hunyuan kormo solar-open grok-2", PreTokenizer((_words(r"\p{N}"),))),
+    (
+        "bailingmoe bailingmoe2 llada-moe",
+        PreTokenizer((_words(r"\p{N}", spaces=r"|\s*[\r\n]|\s+(?!\S)|\s+"),)),
+    ),
     ("qwen35", PreTokenizer((_words(r"\p{N}", r"\p{L}\p{M}"),))),
     ("gpt-2 olmo mpt phi-2 jais exaone4 trillion gigachat a.x-4.0 mellum granite-docling", PreTokenizer((_GPT2,))),
     ("smollm starcoder refact command-r codeshell exaone minerva-7b mellum2", PreTokenizer((r"\p{N}", _GPT2))),

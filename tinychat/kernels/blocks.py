@@ -204,7 +204,7 @@ class MLA:
     n = RMSNorm(x); q = q @ n, or q @ RMSNorm(q_a @ n) with gain q_a_norm; per head its first `nope` values are not
     rotated, the last rope.dims are. kv = kv_a @ n; the cache row is RMSNorm(kv[:kv_lora]) * kv_norm ‖ RoPE of the rest.
     Per head: query = (k_b[h] @ q_nope ‖ q_rope) * temperature, o = softmax(query·row * scale)·row[:kv_lora],
-    heads[h] = v_b[h] @ o.
+    heads[h] = v_b[h] @ o, with a `gate` (heads, dim) times sigmoid(gate @ n)[h].
     """
 
     norm: Weight
@@ -224,6 +224,7 @@ class MLA:
     output: Weight
     residual_scale: float = 1.0
     temperature: Temperature | None = None
+    gate: Weight | None = None
 
     @property
     def kv_heads(self) -> int:
@@ -299,7 +300,8 @@ class KDA:
 
     As DeltaRule, but: q, k and v have a matrix and a convolution each, and as many heads; channel i of a head's state
     decays by g[i] = exp(decay * softplus(f_b @ f_a @ n + decay_bias)[i]), S = diag(g) S; and heads = RMSNorm(o) with
-    gain head_norm, per head, * sigmoid(g_b @ g_a @ n).
+    gain head_norm, per head, * sigmoid(g_b @ g_a @ n). Without f_b and g_b, f_a and g_a have the rows of all channels.
+    With a `lower_bound`, g[i] = exp(lower_bound * sigmoid(decay * (f + decay_bias)[i])), f of the same matrices.
     """
 
     norm: Weight
@@ -309,15 +311,16 @@ class KDA:
     v: Weight
     convs: tuple[Weight, Weight, Weight]  # of q, k and v: (heads * dim, width), F32
     f_a: Weight
-    f_b: Weight  # (heads * dim, rows of f_a)
+    f_b: Weight | None  # (heads * dim, rows of f_a)
     g_a: Weight
-    g_b: Weight
+    g_b: Weight | None
     beta: Weight  # (heads, dim of x)
-    decay: Weight  # (1, heads), negative
+    decay: Weight  # (1, heads), negative; positive with a lower bound
     decay_bias: Weight  # (1, heads * dim)
     head_norm: Weight  # (1, dim)
     heads: int
     output: Weight
+    lower_bound: float = 0.0  # of the logarithm of a decay, negative; 0: none
 
     @property
     def dim(self) -> int:

@@ -202,6 +202,7 @@ class Delta:
     value_dim: int
     grouped: bool
     by_channel: bool = False
+    lower_bound: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -604,14 +605,14 @@ def _ops_of_layer(i: int, layer: Layer) -> Iterator[Op]:
             yield Attention(rows, "q", "heads", *sizes, a.scale, False, a.window, a.sinks, gate=gate)
             yield from added("heads", a.output, a.output_bias, a.post_norm, a.eps, a.residual_scale)
         case MLA() as a:
+            outputs = latent_inputs(a)
+            yield NormLinear("x", a.norm, a.eps, tuple(outputs.values()), (None,) * len(outputs), tuple(outputs))
             if a.q_a:
-                yield NormLinear("x", a.norm, a.eps, (a.q_a, a.kv_a), (None, None), ("q_a", "kv"))
                 yield NormLinear("q_a", a.q_a_norm, a.eps, (a.q,), (None,), ("q",))
-            else:
-                yield NormLinear("x", a.norm, a.eps, (a.q, a.kv_a), (None, None), ("q", "kv"))
             yield LatentStore(i, a.rope, "q", "kv", a.kv_norm, a.eps, a.heads, a.nope, a.kv_lora, a.temperature)
             yield Absorb("q", a.k_b, "q_latent", a.heads, a.nope, a.rope.dims, a.kv_lora)
-            yield Attention(i, "q_latent", "o_latent", a.heads, 1, a.row, a.kv_lora, a.scale, latent=True)
+            sizes, gate = (a.heads, 1, a.row, a.kv_lora), "gate" if a.gate else ""
+            yield Attention(i, "q_latent", "o_latent", *sizes, a.scale, latent=True, gate=gate)
             yield ValueUp("o_latent", a.v_b, "heads")
             yield LinearAdd("heads", a.output, None, a.residual_scale)
         case DeltaRule() as a:
@@ -625,7 +626,8 @@ def _ops_of_layer(i: int, layer: Layer) -> Iterator[Op]:
             yield from kda_inputs(a)
             yield Convolve(i, "qkv", a.convs, 3 * a.heads)
             vectors, sizes = (a.decay, a.decay_bias, a.head_norm, a.eps), (a.heads, a.heads, a.dim, a.dim)
-            yield Delta(i, "qkv", "gate", "beta", "alpha", "heads", *vectors, *sizes, grouped=False, by_channel=True)
+            names, kind = ("qkv", "gate", "beta", "alpha"), (False, True, a.lower_bound)
+            yield Delta(i, *names, "heads", *vectors, *sizes, *kind)
             yield LinearAdd("heads", a.output, None)
         case ShortConvolution() as a:
             yield NormLinear("x", a.norm, a.eps, (a.in_proj,), (None,), ("bcz",))
@@ -688,13 +690,22 @@ def projections(a: GQA) -> list[tuple[Weight, Weight | None, str]]:
     return [(w, bias, name) for w, bias, name in parts if w]
 
 
+def latent_inputs(a: MLA) -> dict[str, Weight]:
+    """The buffer of its results for each matrix over latent attention's input."""
+    inputs = {"q_a": a.q_a} if a.q_a else {"q": a.q}
+    return inputs | {"kv": a.kv_a} | ({"gate": a.gate} if a.gate else {})
+
+
 def kda_inputs(a: KDA) -> Iterator[NormLinear]:
     """q ‖ k ‖ v in buffer `qkv`, and the decay, the gate and the rate of each token."""
     n, none = a.q.rows, (None,) * 3
     yield NormLinear("x", a.norm, a.eps, (a.q, a.k, a.v), none, ("qkv",) * 3, (0, n, 2 * n))
-    yield NormLinear("x", a.norm, a.eps, (a.f_a, a.g_a, a.beta), none, ("f", "g", "beta"))
-    yield NormLinear("f", None, a.eps, (a.f_b,), (None,), ("alpha",))
-    yield NormLinear("g", None, a.eps, (a.g_b,), (None,), ("gate",))
+    f, g = ("f" if a.f_b else "alpha"), ("g" if a.g_b else "gate")
+    yield NormLinear("x", a.norm, a.eps, (a.f_a, a.g_a, a.beta), none, (f, g, "beta"))
+    if a.f_b:
+        yield NormLinear("f", None, a.eps, (a.f_b,), (None,), ("alpha",))
+    if a.g_b:
+        yield NormLinear("g", None, a.eps, (a.g_b,), (None,), ("gate",))
 
 
 def added(
@@ -721,12 +732,14 @@ def _buffers_of_layer(layer: Layer) -> Iterator[tuple[str, int]]:
             yield from (("kv", a.row), ("q_latent", a.heads * a.row), ("o_latent", a.heads * a.kv_lora))
             if a.q_a:
                 yield "q_a", a.q_a.rows
+            if a.gate:
+                yield "gate", a.gate.rows
         case DeltaRule() as a:
             yield from (("qkv", a.channels), ("gate", a.gate.rows), ("heads", a.output.cols))
             yield from (("beta", a.heads), ("alpha", a.heads))
         case KDA() as a:
             yield from (("qkv", 3 * a.q.rows), ("f", a.f_a.rows), ("g", a.g_a.rows), ("beta", a.heads))
-            yield from (("alpha", a.f_b.rows), ("gate", a.g_b.rows), ("heads", a.output.cols))
+            yield from (("alpha", a.q.rows), ("gate", a.q.rows), ("heads", a.output.cols))
         case ShortConvolution() as a:
             yield from (("bcz", a.in_proj.rows), ("heads", a.output.cols))
     match layer.feed_forward:

@@ -60,7 +60,7 @@ class COp(ctypes.Structure):
         *_all(_i32, "heads kv_heads key_dim value_dim nope rope_dims neox q_norm_len k_norm_len"),
         *_all(_i32, "top_k gating normalize route_groups route_groups_used router"),
         *_all(_i32, "window activation temperature_length value_norm gated grouped by_channel taps stores"),
-        *_all(_f32, "eps norm_eps scale temperature softcap stream_scale logit_scale"),
+        *_all(_f32, "eps norm_eps scale temperature softcap stream_scale logit_scale lower_bound"),
         *_all(_ptr, "norm q_norm k_norm rope sinks shared_scale"),
         ("bias", _ptr * 4),
         ("routes", _ptr),

@@ -39,6 +39,7 @@ from tinychat.kernels.ops import (
     RopeStore,
     added,
     kda_inputs,
+    latent_inputs,
     projections,
 )
 
@@ -217,7 +218,7 @@ class _Translator:
             "attention",
             src="q",
             dst=("heads", *to[1:]),
-            gated=int(a.gate is not None),
+            gated=a.value_dim if a.gate else 0,
             layer=i if a.shared is None else a.shared,
             stores=int(a.shared is None),
             heads=a.heads,
@@ -270,6 +271,7 @@ class _Translator:
             norm=a.head_norm,
             eps=a.eps,
             by_channel=1,
+            lower_bound=a.lower_bound,
             **sizes,
         )
         yield self._op("linear", [a.output], src="heads", add=1)
@@ -282,8 +284,8 @@ class _Translator:
         yield self._op("linear", [a.output], src="heads", add=1)
 
     def _mla(self, i: int, a: MLA) -> Iterator[library.COp]:
-        first, to = (a.q_a, "q_a") if a.q_a else (a.q, "q")
-        yield self._op("linear", [first, a.kv_a], dst=(to, "kv"), norm=a.norm, eps=a.eps)
+        inputs = latent_inputs(a)
+        yield self._op("linear", list(inputs.values()), dst=tuple(inputs), norm=a.norm, eps=a.eps)
         if a.q_a:
             yield self._op("linear", [a.q], src="q_a", dst=("q",), norm=a.q_a_norm, eps=a.eps)
         yield self._op(
@@ -301,7 +303,8 @@ class _Translator:
         yield self._op(
             "latent_attention",
             src="q_latent",
-            dst=("o_latent",),
+            dst=(*("o_latent",) * 3, "gate") if a.gate else ("o_latent",),
+            gated=1 if a.gate else 0,
             layer=i,
             heads=a.heads,
             kv_heads=1,

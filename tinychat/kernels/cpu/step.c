@@ -47,11 +47,12 @@ typedef struct {
   int32_t top_k, gating, normalize, route_groups, route_groups_used;
   int32_t router;                     // of experts_up: number of the op that has the router
   int32_t window, activation, temperature_length, value_norm;  // window: rows that attention sees, 0: all
-  int32_t gated, grouped, by_channel, taps;  // gated: dst[3] is attention's gate; grouped: ops.DeltaRule; by_channel: its
-                                      // decay is KDA's; taps: width of a convolution
+  int32_t gated, grouped, by_channel, taps;  // gated: dst[3] is attention's gate, 1 or value_dim values a head (0: none);
+                                      // grouped: ops.DeltaRule; by_channel: its decay is KDA's; taps: width of a convolution
   int32_t stores;                     // attention's keys and values go into the cache; else there are none
   float eps, norm_eps, scale;         // norm_eps: of q_norm, k_norm and the latent norm; scale: of the scores, or of the result
   float temperature, softcap, stream_scale, logit_scale;  // ops.Temperature, Head, NormAdd, Router; 0: none of the first two
+  float lower_bound;                  // of the logarithm of KDA's decay; 0: none
   const float *norm, *q_norm, *k_norm, *rope, *sinks, *shared_scale, *bias[4];
   int32_t *routes;                    // [STEP][top_k]: where a decode step leaves the experts of its tokens, to be looked at
   Matrix w[4];
@@ -442,7 +443,10 @@ static void finish(Ctx *c, const Op *op, int token, int h, const float *sum, flo
   float *dst = row(c, op->dst[0], token) + (size_t)h * n;
   for (int d = 0; d < n; d += 16) {
     f32v y = ldf(sum + d) / weights;
-    if (op->gated) y = y / (exp_(-fetch(row(c, op->dst[3], token) + (size_t)h * n + d, n - d)) + 1.0f);
+    if (op->gated) {
+      const float *gate = row(c, op->dst[3], token) + (size_t)h * op->gated;
+      y = y / (exp_(-(op->gated == 1 ? splat(*gate) : fetch(gate + d, n - d))) + 1.0f);
+    }
     store(dst + d, y, n - d);
   }
 }
@@ -603,7 +607,9 @@ static void delta(Ctx *c, const Op *op, int id, int h) {
     rate[t] = (float)(1 / (1 + exp(-beta)));
     for (int i = 0; i < decays; i++) {  // in place: they are this head's
       double alpha = decay[(size_t)t * pitch + i] + op->bias[1][h * decays + i];
-      decay[(size_t)t * pitch + i] = (float)exp(op->bias[0][h] * (alpha > 20 ? alpha : log1p(exp(alpha))));
+      double speed = op->bias[0][h], bound = op->lower_bound;
+      decay[(size_t)t * pitch + i] =
+          (float)exp(bound != 0 ? bound / (1 + exp(-speed * alpha)) : speed * (alpha > 20 ? alpha : log1p(exp(alpha))));
     }
   }
   const float *q = qkv + (size_t)key * op->key_dim;
@@ -1074,7 +1080,7 @@ EXPORT size_t tc_sizeof(int what) {
   X(tag) X(layer) X(matrices) X(add) X(src) X(dst) X(at) X(heads) X(kv_heads) X(key_dim) X(value_dim) X(nope) X(rope_dims) X(neox)     \
   X(q_norm_len) X(k_norm_len) X(top_k) X(gating) X(normalize) X(route_groups) X(route_groups_used) X(router) X(window)           \
   X(activation) X(temperature_length) X(value_norm) X(gated) X(grouped) X(by_channel) X(taps) X(stores) X(eps) X(norm_eps) X(scale) X(temperature) X(softcap) X(stream_scale)        \
-  X(logit_scale)                                                                                                                \
+  X(logit_scale) X(lower_bound)                                                                                                 \
   X(norm) X(q_norm) X(k_norm) X(rope) X(sinks) X(shared_scale) X(bias) X(routes) X(w)
 #define SAMPLE_FIELDS(X) SAMPLING(X) X(n_penalised) X(seed) X(penalised) X(divisors) X(amounts) X(mask)
 #define CACHE_FIELDS(X) X(k) X(v) X(tail) X(state) X(heads) X(k_dim) X(v_dim)

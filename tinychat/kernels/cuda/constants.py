@@ -227,6 +227,7 @@ class MLAClusterConstants(LatentConstants, StepConstants):
     query_lanes: int  # that share a row
     latent_lanes: int
     value_lanes: int
+    gated: bool  # a head's results are multiplied by the sigmoid of its gate
     out_quantised: bool
     shared: int  # bytes of dynamic shared memory
 
@@ -250,6 +251,7 @@ class ValueUpConstants(StepConstants):
     splits: int  # as in attention.cu
     chunk_keys: int
     combined: bool  # by combine.cu
+    gated: bool  # a head's results are multiplied by the sigmoid of its gate
     weight: Matrix
     spread: Spread
     head_blocks: int  # thread blocks of one head's matrix
@@ -382,6 +384,7 @@ class DeltaConstants(CarriedConstants):
     value_dim: int
     grouped: bool
     by_channel: bool  # kernels/blocks.py, KDA
+    lower_bound: float  # of the logarithm of a decay; 0: none
     eps: float
     query_scale: float
 
@@ -486,7 +489,7 @@ class PromptAttentionConstants(Constants):
     rope_start: int
     window: int = 0  # rows that a query sees; 0: all
     sinks: bool = False  # a head has one more score, of a row whose value is 0
-    gated: bool = False  # results are multiplied by the sigmoid of a gate
+    gate: int = 0  # values of a head's gate, by whose sigmoid results are multiplied: 1 or value_dim; 0: none
     chunk_keys: int = 0  # keys in shared memory at a time, twice
     warpgroups: bool = False  # products by whole warpgroups (wgmma)
 

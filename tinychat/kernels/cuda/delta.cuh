@@ -11,8 +11,9 @@ DEVICE float sum_of_lanes(float v) {
   return v;
 }
 DEVICE F4 by(F4 a, F4 b) { return F4{a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w}; }
-// exp(rate * softplus(v))
-DEVICE float decay_of(float rate, float v) { return expf(rate * (v > 20 ? v : log1pf(expf(v)))); }
+DEVICE float decay_of(float rate, float v) {
+  return expf(LOWER_BOUND != 0 ? LOWER_BOUND * sigmoid(rate * v) : rate * (v > 20 ? v : log1pf(expf(v))));
+}
 DEVICE float gate_of(float v) { return BY_CHANNEL ? sigmoid(v) : silu(v); }
 // The convolution's weights of a channel, which is of q, k or v (`part` 0, 1, 2): where BY_CHANNEL, each has its own.
 DEVICE const float *taps_of(const float *const *conv, int part, int channel) {

@@ -20,6 +20,7 @@ from tinychat.kernels.cuda.launch import Launch, kernel
 from tinychat.kernels.cuda.launches import chunk_keys, linear, linear_add, splits
 from tinychat.kernels.cuda.quants import FLOATS, QUANTS, packed_bytes
 from tinychat.kernels.cuda.spread import QUANTISED_ROWS, spread
+from tinychat.kernels.ops import latent_inputs
 
 CLUSTER = 4  # blocks of a head
 CLUSTER_THREADS = 512
@@ -72,6 +73,7 @@ def _cluster_shape(b: Builder, a: MLA, out_quantised: bool) -> MLAClusterConstan
         query_lanes=lanes[a.q],
         latent_lanes=lanes[a.k_b],
         value_lanes=lanes[a.v_b],
+        gated=a.gate is not None,
         out_quantised=out_quantised,
         shared=shared,
     )
@@ -87,10 +89,13 @@ def _row_lanes(blocks: int, rows: int) -> int:
     return next(n for n in (16, 8, 4, 2, 1) if rows * n <= CLUSTER_THREADS and (blocks % n == 0 or n == 1))
 
 
+def latent_linear(b: Builder, a: MLA) -> Launch:
+    """The matrices over its input."""
+    outputs = [(w, None, name) for name, w in latent_inputs(a).items()]
+    return linear(b, "norm_linear", Activations("x", a.kv_a.cols), outputs, norm=a.norm, eps=a.eps)
+
+
 def mla_cluster(b: Builder, layer: int, a: MLA) -> LaunchedOps:
-    x, kv = Activations("x", a.kv_a.cols), (a.kv_a, None, "kv")
-    first = a.q_a or a.q
-    out = [(linear(b, "norm_linear", x, ((first, None, "q_a" if a.q_a else "q"), kv), norm=a.norm, eps=a.eps), 0)]
     fits = a.v_b.rows // CLUSTER % QUANTISED_ROWS == 0
     heads = b.agreed("heads", a.heads * a.v_b.rows, [a.output], [a.v_b.rows], fits)
     shape = _cluster_shape(b, a, heads.quantised)
@@ -102,6 +107,7 @@ def mla_cluster(b: Builder, layer: int, a: MLA) -> LaunchedOps:
         "q": None if a.q_a else b.act("q"),
         "kv": b.act("kv"),
         "kv_gain": b.data(a.kv_norm),
+        "gate": b.act("gate") if a.gate else None,
         "cache": b.cache("k", layer),
         "table": b.rope(a.rope),
         "state": "state",
@@ -124,7 +130,11 @@ def mla_cluster(b: Builder, layer: int, a: MLA) -> LaunchedOps:
         cluster=CLUSTER,
     )
     done = 4 if a.q_a else 3  # op of the attention
-    return [*out, (attend, done), (linear_add(b, heads, a.output, None, a.residual_scale), done + 2)]
+    return [
+        (latent_linear(b, a), 0),
+        (attend, done),
+        (linear_add(b, heads, a.output, None, a.residual_scale), done + 2),
+    ]
 
 
 def absorb(b: Builder, layer: int, a: MLA) -> Launch:
@@ -186,6 +196,7 @@ def value_up(b: Builder, a: MLA, deep: bool) -> tuple[Launch, Activations]:
         splits=splits(a),
         chunk_keys=chunk_keys(a, deep),
         combined=deep,
+        gated=a.gate is not None,
         weight=b.matrix(w),
         spread=t,
         head_blocks=blocks,
@@ -196,7 +207,8 @@ def value_up(b: Builder, a: MLA, deep: bool) -> tuple[Launch, Activations]:
     source: dict[str, str | None] = {"src": "attention_o", "ml": "attention_ml"}
     if deep:
         source = {"whole": b.act("o_latent")}
-    buffers = {**source, "state": "state", **b.target(heads), "w": b.data(w)}
+    gate = b.act("gate") if a.gate else None
+    buffers = {**source, "state": "state", **b.target(heads), "gate": gate, "w": b.data(w)}
     kind = shape.weight.type.name.lower()
     launch = kernel(
         f"value_up_{kind}_{blocks * a.heads}x{w.cols}{'_deep' if deep else ''}",

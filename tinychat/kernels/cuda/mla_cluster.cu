@@ -129,6 +129,7 @@ struct Args {
   const float *q = nullptr;  // (columns, heads, nope + rope_dims), else
   const float *kv = nullptr;  // (columns, kv_lora + rope_dims)
   const float *kv_gain = nullptr;
+  const float *gate = nullptr;  // (columns, heads), where GATED
   u16 *cache = nullptr;
   const F2 *table = nullptr;  // cos and sin, (positions, rope_dims / 2)
   const int *state = nullptr;
@@ -352,8 +353,12 @@ DEVICE void run(const Args &a) {
   cluster_arrive();  // this block has read the others' parts
   constexpr int OWN = Value::ROWS / CLUSTER, PARTS = OWN / 32;
   const int first = head * Value::ROWS + rank * OWN;
+  float open[AT_ONCE];
+#pragma unroll
+  for (int c = 0; c < AT_ONCE; c++) open[c] = GATED ? 1.f / (1.f + expf(-a.gate[(column + c) * HEADS + head])) : 1.f;
   m.value.multiply(sh, [&](int c, int row, int sub, float v) {
     if (sub) return;
+    if (GATED) v = mul_rn(v, open[c]);
     if constexpr (OUT_QUANTISED) m.results[c][row] = v;
     else a.dst[(column + c) * HEADS * Value::ROWS + first + row] = v;
   });

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from tinychat.errors import TinychatError
@@ -275,9 +276,8 @@ class Prefill:
         """Keys and values of all cache rows from their latent parts, then attention over them."""
         b, context, heads = self.b, self.b.max_context, a.heads
         dims, key_dim, v_dim = a.rope.dims, a.nope + a.rope.dims, a.v_b.rows
-        projections = self._projections(
-            "x", a.norm, a.eps, [(a.q_a, None, "q_a") if a.q_a else (a.q, None, "q"), (a.kv_a, None, "kv")]
-        )
+        inputs = [(w, None, name) for name, w in ops.latent_inputs(a).items()]
+        projections = self._projections("x", a.norm, a.eps, inputs)
         if a.q_a:
             projections += self._projections("q_a", a.q_a_norm, a.eps, [(a.q, None, "q")])
         shape = LatentConstants(**latent_fields(a))
@@ -311,7 +311,9 @@ class Prefill:
                 all_keys=True,
             ),
             self._attend(
-                PromptAttentionConstants(heads, heads, key_dim, v_dim, a.nope, a.kv_lora + dims, a.kv_lora),
+                PromptAttentionConstants(
+                    heads, heads, key_dim, v_dim, a.nope, a.kv_lora + dims, a.kv_lora, gate=1 if a.gate else 0
+                ),
                 keys,
                 values,
                 b.cache("k", layer),
@@ -335,7 +337,7 @@ class Prefill:
                     0,
                     a.window,
                     sinks=a.sinks is not None,
-                    gated=a.gate is not None,
+                    gate=a.value_dim if a.gate else 0,
                 ),
                 self.b.cache("k", layer if a.shared is None else a.shared),
                 self.b.cache("v", layer if a.shared is None else a.shared),
@@ -354,11 +356,10 @@ class Prefill:
         ]
 
     def _kda(self, layer: int, a: KDA) -> list[Launch]:
-        parts, (f, g) = kda_inputs(a)
+        inputs, later = kda_inputs(a)
         return [
-            *self._projections("x", a.norm, a.eps, parts),
-            *self._projections("f", None, a.eps, [f]),
-            *self._projections("g", None, a.eps, [g]),
+            *self._projections("x", a.norm, a.eps, inputs),
+            *chain.from_iterable(self._projections(src, None, a.eps, [output]) for src, output in later.items()),
             *prompt_delta(self.b, layer, a, self.tokens, self._halves("attended", self.tokens, a.output.cols)),
             self._linear_add("attended", a.output, None, 1.0),
         ]
@@ -393,7 +394,7 @@ class Prefill:
             "rope": rope,
             "state": "state",
             "sinks": self.b.data(sinks),
-            "gate": self.b.act("gate", self.tokens) if shape.gated else None,
+            "gate": self.b.act("gate", self.tokens) if shape.gate else None,
         }
         return kernel(
             f"prompt_attention_{shape.heads}_{shape.kv_heads}_{shape.key_dim}",

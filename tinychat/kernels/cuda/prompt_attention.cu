@@ -11,7 +11,7 @@ struct Args {
   const u16 *values = nullptr;  // (positions, KV_HEADS, VALUE_DIM)
   const u16 *rope = nullptr;    // (positions, ROPE_PITCH), from value ROPE_START on
   const float *sinks = nullptr;  // (HEADS), where SINKS
-  const float *gate = nullptr;   // (tokens, HEADS, VALUE_DIM), where GATED
+  const float *gate = nullptr;   // (tokens, HEADS, GATE)
   const int *state = nullptr;
 };
 
@@ -180,8 +180,9 @@ DEVICE void run(const Args &a) {
       const int col = n * 8 + lane % 4 * 2;
       if (VALUE_DIM % 16 == 0 || col < VALUE_DIM) {
         F2 v = {o[n][2 * i] * f, o[n][2 * i + 1] * f};
-        if (GATED) {
-          const F2 g = *(const F2 *)(a.gate + ((u64)t * HEADS + head) * VALUE_DIM + col);
+        if constexpr (GATE != 0) {
+          const float *from = a.gate + ((u64)t * HEADS + head) * GATE;
+          const F2 g = GATE == 1 ? F2{*from, *from} : *(const F2 *)(from + col);
           v = F2{v.x / (1.f + expf(-g.x)), v.y / (1.f + expf(-g.y))};
         }
         *(u32 *)(out + place(head * VALUE_DIM + col)) = pack(v.x, v.y);

@@ -23,10 +23,10 @@ BLOCKS = 128
 Output = tuple[Weight, None, str]  # a matrix, without a bias, and the buffer of its results
 
 
-def kda_inputs(a: KDA) -> tuple[list[Output], list[Output]]:
-    """The matrices over a layer's input, and those over their results `f` and `g`."""
-    inputs = [[(w, None, dst) for w, dst in zip(op.weights, op.dst)] for op in ops.kda_inputs(a)]
-    return inputs[0] + inputs[1], inputs[2] + inputs[3]
+def kda_inputs(a: KDA) -> tuple[list[Output], dict[str, Output]]:
+    """The matrices over a layer's input, and those over buffers of their results."""
+    inputs = [(op.src, [(w, None, dst) for w, dst in zip(op.weights, op.dst)]) for op in ops.kda_inputs(a)]
+    return inputs[0][1] + inputs[1][1], {src: outputs[0] for src, outputs in inputs[2:]}
 
 
 def delta(b: Builder, layer: int, a: DeltaRule | KDA) -> tuple[Launch, Activations]:
@@ -153,6 +153,7 @@ def _shape(a: DeltaRule | KDA) -> DeltaConstants:
         value_dim=state.value_dim,
         grouped=not isinstance(a, KDA) and a.grouped,
         by_channel=isinstance(a, KDA),
+        lower_bound=a.lower_bound if isinstance(a, KDA) else 0.0,
         eps=a.eps,
         query_scale=state.key_dim**-0.5,
     )

@@ -17,7 +17,7 @@ from tinychat.kernels.blocks import (
     ShortConvolution,
 )
 from tinychat.kernels.cuda.builder import RING_DRAFTS, Activations, Builder, Depth, LaunchedOps
-from tinychat.kernels.cuda.latent import absorb, combine, mla_cluster, takes_cluster, value_up
+from tinychat.kernels.cuda.latent import absorb, combine, latent_linear, mla_cluster, takes_cluster, value_up
 from tinychat.kernels.cuda.launch import Launch
 from tinychat.kernels.cuda.launches import (
     PAIR_WARPS,
@@ -99,7 +99,7 @@ def _layer(b: Builder, i: int, layer: Layer, count: int, depth: Depth) -> Launch
         case DeltaRule() as r:
             out += [(launch, n) for n, launch in zip((0, 2, 3), _delta_rule(b, i, r))]
         case KDA() as k:
-            out += [(launch, n) for n, launch in zip((1, 2, 3, 5, 6), _kda(b, i, k))]
+            out += _kda(b, i, k)
         case ShortConvolution() as c:
             out += [(launch, n) for n, launch in enumerate(_short_convolution(b, i, c))]
     match layer.feed_forward:
@@ -168,15 +168,10 @@ def _mla(b: Builder, layer: int, a: MLA, depth: Depth) -> LaunchedOps:
     if depth == "near":
         return mla_cluster(b, layer, a)
     deep = depth == "deep"
-    x, kv = Activations("x", a.kv_a.cols), (a.kv_a, None, "kv")
+    out = [latent_linear(b, a)]
     if a.q_a:
         q_a = Activations("q_a", a.q_a.rows)
-        out = [
-            linear(b, "norm_linear", x, ((a.q_a, None, "q_a"), kv), norm=a.norm, eps=a.eps),
-            linear(b, "norm_linear", q_a, ((a.q, None, "q"),), norm=a.q_a_norm, eps=a.eps),
-        ]
-    else:
-        out = [linear(b, "norm_linear", x, ((a.q, None, "q"), kv), norm=a.norm, eps=a.eps)]
+        out.append(linear(b, "norm_linear", q_a, ((a.q, None, "q"),), norm=a.q_a_norm, eps=a.eps))
     value, heads = value_up(b, a, deep)
     n = len(out) + 1  # op absorb; its kernel writes the cache row, too, which is the op before
     attend = [attention(b, layer, a, deep), *([combine(b, a)] if deep else [])]
@@ -200,17 +195,15 @@ def _delta_rule(b: Builder, layer: int, a: DeltaRule) -> list[Launch]:
     ]
 
 
-def _kda(b: Builder, layer: int, a: KDA) -> list[Launch]:
-    """The first does what the first two of its seven ops do, the fourth what the fifth and sixth do."""
-    parts, (f, g) = kda_inputs(a)
+def _kda(b: Builder, layer: int, a: KDA) -> LaunchedOps:
+    """The first does what its first two ops do, the last but one what the last but one and the one before do."""
+    inputs, later = kda_inputs(a)
     rule, heads = delta(b, layer, a)
-    return [
-        linear(b, "norm_linear", Activations("x", a.q.cols), parts, norm=a.norm, eps=a.eps),
-        linear(b, "linear", Activations("f", a.f_b.cols), [f]),
-        linear(b, "linear", Activations("g", a.g_b.cols), [g]),
-        rule,
-        linear_add(b, heads, a.output, None, 1.0),
-    ]
+    out = [(linear(b, "norm_linear", Activations("x", a.q.cols), inputs, norm=a.norm, eps=a.eps), 1)]
+    for n, (src, output) in enumerate(later.items(), 2):
+        out.append((linear(b, "linear", Activations(src, output[0].cols), [output]), n))
+    n = len(later) + 3
+    return [*out, (rule, n), (linear_add(b, heads, a.output, None, 1.0), n + 1)]
 
 
 def _short_convolution(b: Builder, layer: int, a: ShortConvolution) -> list[Launch]:

@@ -40,17 +40,30 @@ struct Args {
   const F2 *ml = nullptr;
   const float *whole = nullptr;  // (columns, heads, kv_lora), COMBINED
   const int *state = nullptr;
+  const float *gate = nullptr;  // (columns, heads), where GATED
   float *dst = nullptr;  // (columns, heads, rows), or:
   u32 *dst_q = nullptr;
   Scale *dst_s = nullptr;
   const u8 *w = nullptr;
 };
 
+// Results times the sigmoid of the head's gate.
+template <class Out> struct Opened {
+  Out out;
+  const float *gate;
+  DEVICE void operator()(int column, int row, float v) const {
+    out(column, row, GATED ? mul_rn(v, 1.f / (1.f + expf(-gate[column * HEADS]))) : v);
+  }
+  DEVICE void finish(int row) const { out.finish(row); }
+};
+template <class Out> DEVICE Opened<Out> opened(const Out &out, const float *gate) { return {out, gate}; }
+
 DEVICE void run(const Args &a) {
   __shared__ float split_weight[COLUMNS * SPLITS], values[32 * COLUMNS];
   const Shared sh = staging<KV_LORA, QUANTISED, FLOATING, COLUMNS>(nullptr);
   const int g = blockIdx.x / HEAD_BLOCKS, b = blockIdx.x % HEAD_BLOCKS;
-  const auto put = results<OUT_QUANTISED, HEADS * Weight::ROWS, COLUMNS>(a, values, g * Weight::ROWS);
+  const auto put =
+      opened(results<OUT_QUANTISED, HEADS * Weight::ROWS, COLUMNS>(a, values, g * Weight::ROWS), a.gate + g);
   if constexpr (COMBINED)
     linear<Weight, Spread, false, QUANTISED, FLOATING, COLUMNS>(
         a.w, g, b, Plain{a.whole + g * KV_LORA, HEADS * KV_LORA}, nullptr, 0.f, sh, put);

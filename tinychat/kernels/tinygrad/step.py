@@ -36,7 +36,7 @@ from tinychat.kernels.blocks import (
     Weight,
 )
 from tinychat.kernels.executor import Weights
-from tinychat.kernels.ops import Embed, Head, LayerTable, Plan, kda_inputs, projections
+from tinychat.kernels.ops import Embed, Head, LayerTable, Plan, kda_inputs, latent_inputs, projections
 from tinychat.kernels.tinygrad.compile_caches import Caches
 from tinychat.kernels.tinygrad.dequant import dequantize, to_tensor
 
@@ -257,8 +257,9 @@ class Step:
         keys = self.keys[i]
         assert keys is not None
         n = self._norm(x, a.norm, a.eps)
-        q, kv = self._linear(n, a.q_a or a.q).contiguous(), self._linear(n, a.kv_a).contiguous()
-        Tensor.realize(q, kv)
+        made = {name: self._linear(n, w).contiguous() for name, w in latent_inputs(a).items()}
+        q, kv = made["q_a" if a.q_a else "q"], made["kv"]
+        Tensor.realize(*made.values())
         yield q
         if a.q_a:
             q = self._linear(self._norm(q, a.q_a_norm, a.eps), a.q).realize()
@@ -276,7 +277,10 @@ class Step:
         yield query
         n_rows = pos + x.shape[0]
         rows = keys[:n_rows].cast(dtypes.float32).reshape(n_rows, 1, a.row)
-        o = _attend(query, rows, rows[..., : a.kv_lora], a.scale, pos).realize()
+        o = _attend(query, rows, rows[..., : a.kv_lora], a.scale, pos).reshape(-1, a.heads, a.kv_lora)
+        if a.gate:
+            o = o * made["gate"].sigmoid().unsqueeze(-1)
+        o = o.realize()
         yield o
         o = o.reshape(-1, a.heads, a.kv_lora).transpose(0, 1)
         heads = (o @ self._matrices(a.v_b).transpose(-1, -2)).transpose(0, 1).flatten(1).realize()
@@ -325,8 +329,9 @@ class Step:
         yield mixed
         q, k, v = (mixed[at * a.q.rows : (at + 1) * a.q.rows].reshape(a.heads, -1) for at in range(3))
         q, k = ((t * ((t * t).sum(-1, keepdim=True) + a.eps).rsqrt()).unsqueeze(-1) for t in (q, k))
-        speed = _softplus(made["alpha"][0] + self._vector(a.decay_bias)).reshape(a.heads, -1, 1)
-        decay = (self._vector(a.decay).reshape(-1, 1, 1) * speed).exp()
+        speed = (made["alpha"][0] + self._vector(a.decay_bias)).reshape(a.heads, -1, 1)
+        rates = self._vector(a.decay).reshape(-1, 1, 1)
+        decay = ((rates * speed).sigmoid() * a.lower_bound if a.lower_bound else rates * _softplus(speed)).exp()
         o = _updated(state, q, k, v.unsqueeze(1), decay, made["beta"])
         o = (_unit(o, a.eps) * self._vector(a.head_norm)).reshape(1, -1) * made["gate"].sigmoid()
         heads = o.contiguous().realize()
