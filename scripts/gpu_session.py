@@ -12,7 +12,8 @@ app MODEL QUANT: a long answer in the headless app: decoded and painted tok/s
 fallback: a kernel with a wrong sign: what the engine says and takes
 verify [VARIANT:QUANT ...]: tiny models, logits and tokens of verify steps against those of single steps, bit for bit
 verify-time MODEL QUANT [--layers N --kernels --depth D ...]: verify steps of 1 to 16 tokens in single steps
-speculate MODEL QUANT [--layers N --follow F --tokens N]: decode through Engine, with speculation and without
+speculate MODEL QUANT [--layers N --follow F --cycle N --tokens N]: decode through Engine, with speculation and without
+accept MODEL QUANT [--layers N]: multi-token prediction of which 67 % is right by construction, against single steps
 """
 
 import argparse
@@ -52,7 +53,7 @@ from tinychat.kernels.cuda import launch, quants
 from tinychat.kernels.cuda.executor import CUDAExecutor
 from tinychat.kernels.executor import Executor
 from tinychat.kernels.sampling import GREEDY, Sampling
-from tinychat.measure import bench
+from tinychat.measure import bench, tables
 from tinychat.ui.app import TinychatApp
 
 FILES = Path(os.environ.get("FILES", "/dev/shm"))
@@ -107,7 +108,7 @@ VERIFIED = (
 )
 SAMPLINGS = {"greedy": GREEDY, "seeded": Sampling(temperature=0.9, repeat_penalty=1.1, dry_multiplier=0.8, seed=5)}
 VERBS = ["check", "time", "prompts", "peer", "file", "compare"]
-VERBS += ["masked", "app", "fallback", "verify", "verify-time", "speculate"]
+VERBS += ["masked", "app", "fallback", "verify", "verify-time", "speculate", "accept"]
 STEPS = 64  # tokens that are compared
 # a margin between the two largest logits that int8 activations do not turn over: SmolLM2's moves by 0.14 (rms), at most
 # 0.53
@@ -312,11 +313,15 @@ def differing(e: CUDAExecutor, sampling: Sampling, pos: int) -> list[int]:
     return bad
 
 
-def model_file(model: str, quant: str, layers: int | None = None, follow: float = 0.0) -> Path:
-    path = FILES / f"{model}-{quant}-{layers or 'all'}{'-follow' if follow else ''}.gguf"
+def model_file(
+    model: str, quant: str, layers: int | None = None, follow: float = 0.0, cycle: int = 0, nextn: int = 0
+) -> Path:
+    """A file of exact shapes; the options are those of shapes.write()."""
+    options = f"{'-follow' if follow else ''}{f'-cycle{cycle}' if cycle else ''}{'-nextn' if nextn else ''}"
+    path = FILES / f"{model}-{quant}-{layers or 'all'}{options}.gguf"
     if not path.exists():
         began, part = time.perf_counter(), path.with_suffix(f".{os.getpid()}")
-        size = shapes.write(part, model, quant, layers, follow=follow)
+        size = shapes.write(part, model, quant, layers, follow=follow, cycle=cycle, nextn=nextn)
         part.rename(path)
         print(f"# wrote {path} {size / 1e9:.2f} GB in {time.perf_counter() - began:.1f} s", flush=True)
     return path
@@ -551,7 +556,7 @@ def verify_times(model: str, quant: str, layers: int | None, kernels: bool, dept
         said[0] += f" (with the host {(time.perf_counter() - wall) / 100 * 1e6:.0f} us)"
         print(f"verify {model} {quant} depth {depth}: {'; '.join(said)}", flush=True)
         if kernels:
-            for n in (1, 4, 16):
+            for n in (1, 2, 4):
                 print(f"# {n} tokens", flush=True)
                 kernel_table(e, depth, n)
     e.close()
@@ -559,7 +564,7 @@ def verify_times(model: str, quant: str, layers: int | None, kernels: bool, dept
 
 def speculate(path: Path, tokens: int) -> None:
     """Prints decode tok/s of greedy and seeded answers through Engine without speculation and with it, and whether both
-    are the same. A model of `--follow` repeats itself."""
+    are the same. A model of `--cycle` repeats itself."""
     engine = Engine.load(path, max_context=4096, speculate="auto")
     for name, sampling in (("greedy", GREEDY), ("seeded", Sampling(temperature=0.7, seed=3))):
         answers = {}
@@ -573,6 +578,31 @@ def speculate(path: Path, tokens: int) -> None:
                 flush=True,
             )
         print(f"{'same' if answers[0] == answers['auto'] else 'BAD: another'} answer", flush=True)
+    engine.close()
+
+
+def accept(path: Path) -> None:
+    """Prints what `tinychat bench --accept 0.67` does, and what the parts of a step with a guess take."""
+    engine = Engine.load(path, max_context=1024, speculate="auto")
+    result = bench.run(engine, 64, 256, 3, accept=0.67)
+    print(tables.synthetic_line(result, engine.plan.mtp is not None), flush=True)
+    e, ids = engine.executor, list(range(100, 164))
+    e.forward(ids, 0)
+    if engine.plan.mtp:
+        e.forward(ids, 0, mtp=True)
+    for name, run in {
+        "single": lambda: list(e.verify(5, (), 64, GREEDY, ids)),
+        "step of 2": lambda: list(e.verify(5, (6,), 64, GREEDY, ids)),
+        "guess": lambda: e.draft([5], 64),
+        "guess behind an accepted one": lambda: e.draft([5, 6], 64),
+    }.items():
+        if engine.plan.mtp or "guess" not in name:
+            seconds = []
+            for _ in range(60):
+                began = time.perf_counter()
+                run()
+                seconds.append(time.perf_counter() - began)
+            print(f"accept: {name} {np.median(seconds) * 1e6:.0f} us", flush=True)
     engine.close()
 
 
@@ -672,6 +702,7 @@ def main() -> None:
     args.add_argument("names", nargs="*")
     args.add_argument("--layers", type=int)
     args.add_argument("--follow", type=float, default=0.0)
+    args.add_argument("--cycle", type=int, default=0)
     args.add_argument("--tokens", type=int)
     args.add_argument("--device")
     args.add_argument("--kernels", action="store_true")
@@ -685,14 +716,18 @@ def main() -> None:
     if a.what == "fallback":
         sys.exit(not fallback())
     try:
-        if a.what in ("file", "compare", "masked", "app", "speculate"):
-            path = Path(a.names[0]) if len(a.names) == 1 else model_file(a.names[0], a.names[1], a.layers, a.follow)
+        if a.what in ("file", "compare", "masked", "app", "speculate", "accept"):
+            path = Path(a.names[0])
+            if len(a.names) == 2:
+                path = model_file(*a.names, a.layers, a.follow, a.cycle, int(a.what == "accept"))
             if a.what == "compare":
                 sys.exit(not compare(path, prompts_of(path, len(a.names) == 1)))
             if a.what == "masked":
                 sys.exit(not masked(path, a.tokens or 3000))
             if a.what == "speculate":
                 speculate(path, a.tokens or 3000)
+            if a.what == "accept":
+                accept(path)
             if a.what == "app":
                 asyncio.run(app(path, a.tokens or 3000, a.device))
             return

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import tiny
+from tinychat.engine import drafts
 from tinychat.engine.drafts import LONGEST, TextIndex
 from tinychat.engine.engine import Engine
 from tinychat.engine.speculation import Speculate, Speculation
@@ -26,8 +27,9 @@ def longest(text: Sequence[int]) -> int:
 
 
 @pytest.mark.parametrize("letters", [2, 20, 40])
-def test_the_longest_match(letters: int) -> None:
+def test_the_longest_match(letters: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against a search through all of the text, where the places to look at are not too many."""
+    monkeypatch.setattr(drafts, "INTERRUPTED", LONGEST + 1)
     rng, index, text = random.Random(letters), TextIndex(10_000), list[int]()
     index.start([])
     for _ in range(400):
@@ -48,6 +50,19 @@ def test_a_draft_goes_on_as_the_text_does() -> None:
     index = TextIndex(100)
     index.start([9, 1, 2, 3, 1, 2])
     assert index.length == 2 and index.draft(7) == [3, 1, 2, 3, 1, 2, 3]
+
+
+def test_a_match_goes_on_behind_one_other_token() -> None:
+    index = TextIndex(1000)
+    index.start([*range(100, 120), 7, *range(100, 106)])
+    assert index.length == 6 and index.reach == 7
+    index.add(8)  # for 106
+    assert index.length == 1 and index.reach == 6 and index.draft(2) == [107, 108]
+    index.add(107)
+    assert index.length == 6 and index.draft(1) == [108]
+    for token in (8, 9):  # and behind a second one it does not
+        index.add(token)
+    assert index.length == 0 and index.reach == 2 and index.draft(1) == []
 
 
 def test_an_edited_conversation_is_extended_and_another_one_forgets_it() -> None:

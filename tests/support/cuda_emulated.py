@@ -40,7 +40,7 @@ class EmulatedCUDA:
         self.builder = Builder(plan, layout, max_context)
         self.launches = [launch for launch, _ in decode(self.builder, depth)]
         prefill = Prefill(self.builder, prefill_tokens, Chip(warpgroups, 227 << 10))
-        self.prefill_launches = [*prefill.layers(), *prefill.head()]
+        self.prefill_launches = [*prefill.layers(), *prefill.head(plan.head)]
         self.buffers = {name: aligned(size) for name, size in self.builder.buffers.items()}
         if "tickets" in self.buffers:
             self.buffers["tickets"][:] = 0

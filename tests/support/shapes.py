@@ -852,10 +852,14 @@ def q6_k(values: np.ndarray, std: float) -> np.ndarray:
     return out.reshape(len(values), -1)
 
 
-def successors(rng: np.random.Generator, table: np.ndarray, kind: Q, std: float) -> np.ndarray:
+def successors(rng: np.random.Generator, table: np.ndarray, kind: Q, std: float, cycle: int) -> np.ndarray:
     """An output matrix (Q6_K, uint8) whose rows are those of the embedding `table` in another order, with deviation
-    `std`."""
+    `std`. With `cycle`, the order goes in circles of so many tokens."""
     order, unit = rng.permutation(len(table)), dequantize(table[:1000], kind).std()
+    if cycle:
+        circles, order = np.split(order, range(cycle, len(order), cycle)), np.empty_like(order)
+        for circle in circles:
+            order[np.roll(circle, -1)] = circle
     head = np.empty(
         (len(table), table.shape[1] // GGML_QUANT_SIZES[kind][1] * GGML_QUANT_SIZES[kind][0] // 256 * 210), np.uint8
     )
@@ -876,13 +880,14 @@ def write(
     seed: int = 0,
     follow: float = 0.0,
     nextn: int = 0,
+    cycle: int = 0,
 ) -> int:
     """Writes the model `name` of SHAPES to `path`; `layers` cuts (or extends) it, `nextn` blocks of multi-token
     prediction are behind them. Returns the file's size in bytes.
 
     With `follow`, the embedding has that standard deviation and no equal rows, each row of the output matrix is another
     token's embedding, which makes it that token's likely successor (a tied matrix becomes two), and all matrices have
-    mean zero.
+    mean zero; with `cycle` the successors come round to the first after so many tokens.
     """
     s = SHAPES[name]
     s = replace(s, layers=layers or s.layers, tied=s.tied and not follow, nextn=nextn)
@@ -916,7 +921,7 @@ def write(
                 out.write(table.data)
             else:
                 assert kind == Q.Q6_K
-                out.write(successors(rng, table, table_kind, std).data)
+                out.write(successors(rng, table, table_kind, std, cycle).data)
         else:
             size = GGML_QUANT_SIZES[kind][1]
             if (kind, std) not in pools:  # an odd number of blocks: rows differ

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 
 from tinychat.engine import snapshots
 from tinychat.engine.fit import fit
@@ -16,8 +15,6 @@ from tinychat.kernels.ops import Plan
 
 _WAY_OUT = "this runs on plain tinygrad, some 40 times slower than the CPU kernels; {}"
 _REINSTALL = "the compiler that tinychat brings does not work, install it again: pip install --force-reinstall ziglang"
-
-NO_MTP = "the model's multi-token prediction is not used: the CUDA executor does not run it yet"
 
 DEVICES: tuple[ExecutorKind, ...] = ("cuda", "cpu", "reference")
 OnProgress = Callable[[str, float], None]
@@ -45,10 +42,8 @@ def make_executor(
                 needs = fit(plan.nbytes, plan.kv_bytes_per_token, max_context, state_bytes=states)
                 if needs.verdict == "does not fit":  # raised before anything large is allocated
                     raise TinychatError(f"not enough memory: {needs.explanation}; take a smaller quant or context")
-            unused = [NO_MTP] * (name == "cuda" and plan.mtp is not None)
-            chosen = replace(plan, mtp=None) if unused else plan
-            executor = _MAKERS[name](chosen, weights, max_context, threads, progress)
-            return executor, notes + unused + [SLOW + way_out] * (name == "reference" and not device)
+            executor = _MAKERS[name](plan, weights, max_context, threads, progress)
+            return executor, notes + [SLOW + way_out] * (name == "reference" and not device)
         except TinychatError as e:
             if device or name == "reference":
                 raise

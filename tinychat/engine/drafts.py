@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 LONGEST = 32  # tokens of a match that are told apart
 SHORTEST = 2
+INTERRUPTED = 4  # tokens of a match that is followed beyond one token that differs
 CANDIDATES = 16  # earlier places that a search looks at, the latest first
 
 
@@ -20,8 +21,9 @@ class TextIndex:
         """`limit`: tokens from which on `start` forgets what is not in its prompt."""
         self.limit = limit
         self.tokens: list[int] = []
-        self.length = 0  # of the match: the last tokens that also stand in front of place `_next`
+        self.length = 0  # of the match: the last tokens that also stand in front of place `_next`; 1 behind another one
         self._next = 0
+        self._interrupted = 0  # length of the match that the last token has interrupted
         self._line: list[int] = []  # the conversation as it is; `tokens` also has what was said before an edit
         self._latest: dict[tuple[int, int], int] = {}  # pair -> where its second token stands
         self._earlier: list[int] = []  # per place: where the same pair ends before, or -1
@@ -39,14 +41,20 @@ class TextIndex:
 
     def add(self, token: int) -> None:
         """The text goes on with `token`."""
-        continued = self.length and self.tokens[self._next] == token
+        continued, length, following = self.expected == token, self.length, self._next + 1
         self._append(token)
         self._line.append(token)
         if continued:
-            self.length += self.length < LONGEST
-            self._next += 1
-        else:
-            self._search()
+            self.length, self._next, self._interrupted = self.reach, following, 0
+            return
+        self._search()
+        if not self.length and length >= INTERRUPTED and following < len(self.tokens) - 1:
+            self.length, self._next, self._interrupted = 1, following, length
+
+    @property
+    def reach(self) -> int:
+        """The length of the match if the next token continues it or begins one."""
+        return min(max(self.length + 1, self._interrupted, SHORTEST), LONGEST)
 
     @property
     def expected(self) -> int | None:
@@ -70,7 +78,7 @@ class TextIndex:
 
     def _search(self) -> None:
         tokens, last = self.tokens, len(self.tokens) - 1
-        self.length, place = 0, self._earlier[last] if self.tokens else -1
+        self.length, self._interrupted, place = 0, 0, self._earlier[last] if self.tokens else -1
         for _ in range(CANDIDATES):
             if place < 1:
                 break

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from tinychat.engine.drafts import LONGEST, SHORTEST, TextIndex
+from tinychat.engine.drafts import LONGEST, TextIndex
 from tinychat.engine.stats import Stats
 
 Speculate = Literal["auto"] | int
@@ -39,8 +39,8 @@ GUESSING = 0.1  # single steps that a guess costs, until it is measured
 PROBE = 32  # tokens from one guess to the next where they do not pay
 WARM = 3  # single steps in front of the first guess
 SINGLES = 64  # steps with a guess from one single step to the next, which all costs are measured against
-_KIND = [n if n < 4 else n.bit_length() + 1 for n in range(LONGEST + 1)]  # 2, 3, 4 to 7, 8 to 15, ...
-_CHANCES = (0.0, 0.0, 0.1, 0.2, 0.5, 0.7, 0.85, 0.95)  # of a draft's token by the kind of its match, to begin with
+_KIND = [n if n < 4 else n.bit_length() + 1 for n in range(LONGEST + 1)]  # 1, 2, 3, 4 to 7, 8 to 15, ...
+_CHANCES = (0.0, 0.2, 0.1, 0.2, 0.5, 0.7, 0.85, 0.95)  # of a draft's token by the kind of its match, to begin with
 
 
 class Speculation:
@@ -109,20 +109,24 @@ class Speculation:
         self.source = "text"
         return self.text.draft(n)
 
-    @property
-    def calm(self) -> bool:
-        """Whether no draft of the text will pay in the next step either: a match grows by one token a step."""
-        return self.mode == "auto" and not self._paying(self.most, max(self.text.length + 1, SHORTEST))[0]
+    def calm(self, guesses: bool) -> bool:
+        """Whether no draft will pay in the next step either: a match grows by one token a step. `guesses`: of a model
+        with multi-token prediction."""
+        if self.mode != "auto":
+            return False
+        n, gain = self._paying(self.most, self.text.reach)
+        return not n and not (guesses and self._guess_pays(gain, 0, later=1))
 
-    def _guess_pays(self, gain: float, n: int) -> bool:
-        """Whether the model's guess brings more than `n` drafts of the text with their `gain`, or might by now."""
+    def _guess_pays(self, gain: float, n: int, later: int = 0) -> bool:
+        """Whether the model's guess brings more than `n` drafts of the text with their `gain`, or might by now or in so
+        many tokens."""
         if self.mode != "auto":
             return not n
-        if self._singles < WARM or self._since_single >= SINGLES:
+        if self._singles + later < WARM or self._since_single >= SINGLES:
             return False
         if self._gain_of_guess(self._guessed) > gain:
             return True
-        return not n and self._since_guess >= PROBE and self._gain_of_guess(1.0) > MARGIN
+        return not n and self._since_guess + later >= PROBE and self._gain_of_guess(1.0) > MARGIN
 
     def _gain_of_guess(self, chance: float) -> float:
         return (1 + chance) / (self._costs.get(2, 1 + self._more) + self._guess_cost)

@@ -206,7 +206,7 @@ def test_clusters_only_where_they_fit(tmp_path: Path) -> None:
         gguf = GGUF.open(tiny.write(tmp_path / f"{quant}.gguf", "deepseek2_glm", quant))
         plan = build_plan(gguf, ModelConfig.from_gguf(gguf))
         layout = Layout(plan, {name: t.nbytes for name, t in gguf.tensors.items()})
-        assert depths(Builder(plan, layout, 512), clusters) == {0: "middle"}
+        assert depths(Builder(plan, layout, 512), clusters, plan.layers) == {0: "middle"}
 
 
 def test_more_experts_than_lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

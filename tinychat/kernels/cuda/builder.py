@@ -24,6 +24,7 @@ from tinychat.kernels.ops import Plan
 SLOTS = 5  # of what a layer carries from token to token: steps enqueued ahead, and drafts, can be for nothing
 ROUTE_SLOTS = 32  # tokens whose experts are kept; more than steps are enqueued ahead and drafts verified
 RING = 64  # slots of the ring of decoded tokens
+RING_DRAFTS = RING // 2  # slot of a draft behind position -1: what a step chose may not have been read yet
 MAX_SHARED = 48 << 10  # bytes of static shared memory of a block
 MAX_DYNAMIC = 227 << 10  # bytes of dynamic shared memory of a block, and of a multiprocessor
 Depth = Literal["near", "middle", "deep"]  # how many keys a step is made for: up to NEAR, to DEEP, more

@@ -7,6 +7,7 @@ struct Args {
   int *history = nullptr;
   int *state = nullptr;
   const Candidate *list = nullptr;
+  int *chosen = nullptr;  // (columns)
   const int *counts = nullptr;
   const F2 *parts = nullptr;
   const float *adjusted = nullptr;
@@ -148,8 +149,9 @@ DEVICE void run(Args a) {
       a.history[pos + 1] = id;
       a.state[POS] = pos + 1;
     }
+    a.chosen[column] = id;
     fence_system();
     const u32 logprob = bits(a.logits[id] - top - logf(sum));
-    *(volatile u64 *)&a.ring[(pos + 1) % RING] = (u64)logprob << 32 | (u32)id;
+    *(volatile u64 *)&a.ring[(pos + 1 + RING_FIRST) % RING] = (u64)logprob << 32 | (u32)id;
   }
 }

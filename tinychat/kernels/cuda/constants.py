@@ -92,6 +92,30 @@ class EmbedConstants(Constants):
 
 
 @dataclass(frozen=True)
+class StoreHiddenConstants(Constants):
+    """store_hidden.cu"""
+
+    cols: int
+    eps: float
+
+
+@dataclass(frozen=True)
+class JoinConstants(Constants):
+    """join.cu"""
+
+    table: Matrix
+    scale: float
+    eps: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class FollowConstants(StepConstants):
+    """follow.cu"""
+
+    words: int  # of `state`
+
+
+@dataclass(frozen=True)
 class LayerInputsConstants(Constants):
     """layer_inputs.cu"""
 
@@ -284,6 +308,7 @@ class ExpertsUpConstants(StepConstants):
     shared_up: Matrix
     shared_spread: Spread
     out_quantised: bool
+    together: int  # columns of a thread block
 
 
 @dataclass(frozen=True)
@@ -298,6 +323,7 @@ class ExpertsDownConstants(StepConstants):
     quantised: bool
     out_scale: float
     add: bool  # to what is there
+    together: int  # columns of a thread block
     route_slots: int  # tokens whose experts are kept, for the host
     routes: int  # experts of a token, of all layers
 
@@ -519,6 +545,7 @@ class SampleConstants(StepConstants):
 
     vocab: int
     ring: int  # slots of the ring of decoded tokens
+    ring_first: int  # that of position 0
     stretch: int  # logits of a block of candidates.cu
     candidates: int  # kept of a stretch, at most
     max_k: int  # largest top_k that the lists serve

@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.blocks import MLA
-from tinychat.kernels.cuda.builder import RING, ROUTE_SLOTS, SLOTS, Builder
+from tinychat.kernels.cuda.builder import RING, RING_DRAFTS, ROUTE_SLOTS, SLOTS, Builder
 from tinychat.kernels.cuda.device import GPU, unusable
 from tinychat.kernels.cuda.graph import Graph
 from tinychat.kernels.cuda.launch import Launch
@@ -30,7 +30,7 @@ from tinychat.kernels.cuda.recurrent import TOGETHER
 from tinychat.kernels.cuda.selfcheck import self_check
 from tinychat.kernels.cuda.state import bias_values, breaker_bits, state_words
 from tinychat.kernels.cuda.step import decode, depths
-from tinychat.kernels.cuda.verify import Verifying
+from tinychat.kernels.cuda.verify import drafting, verifying
 from tinychat.kernels.executor import ExecutorKind, Logits, Mask, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import Plan
@@ -44,6 +44,7 @@ ROWS_OF_STEP = 400  # cache rows whose keys and values MLA's prefill makes in th
 CHUNKS = (4096, 2048, 1024)  # tokens of a prefill step, at most: the first whose buffers fit the GPU
 SHARE = 0.97  # of the free memory that buffers may take; the rest is for programs and page-locked memory
 ROWS_OF_LOGITS = 64  # tokens of a prefill step that wants the logits of all
+PAUSE = 5e-5  # seconds
 EMPTY = 2**64 - 1  # a ring slot nothing was written to
 LIMITS = Limits(
     frozenset(QUANTS),
@@ -61,7 +62,18 @@ LIMITS = Limits(
     state_dim=128,
     state_multiple=4,
     prefill_chunk=CHUNKS[0],
+    mtp=True,
 )
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What runs prompts, through the layers or through multi-token prediction, for a number of tokens and of cache
+    rows."""
+
+    steps: dict[int, Callable[[int, int], None]]  # by the largest number of tokens
+    head: Callable[..., None]  # the logits of the last token
+    head_all: Callable[..., None]  # those of all
 
 
 class CUDAExecutor:
@@ -83,13 +95,20 @@ class CUDAExecutor:
         chip = Chip(gpu.warpgroups, gpu.max_shared)
         for chunk in CHUNKS:
             builder = Builder(plan, layout, max_context)
-            kinds = depths(builder, clusters=gpu.overlaps)
+            kinds = depths(builder, gpu.overlaps, plan.layers)
             steps = {first: decode(builder, kind) for first, kind in kinds.items()}
             self.prefill_chunk = min(chunk, max_context)
             sizes = sorted({min(n, self.prefill_chunk) for n in (*SIZES, chunk)})
-            prefill = {n: Prefill(builder, n, chip).layers() for n in sizes}
-            head_all = Prefill(builder, min(ROWS_OF_LOGITS, max_context), chip).head()
-            self._verifying = Verifying(builder, gpu, kinds)
+            prefill = {n: Prefill(builder, n, chip) for n in sizes}
+            prompts = [({n: p.layers() for n, p in prefill.items()}, plan.head)]
+            self._verifying = verifying(builder, gpu, kinds)
+            if plan.mtp:
+                prompts.append(({n: p.mtp() for n, p in prefill.items()}, plan.mtp.head))
+                self._drafting, self._drafting_behind = drafting(
+                    builder, gpu, depths(builder, gpu.overlaps, [plan.mtp.layer])
+                )
+            many = Prefill(builder, min(ROWS_OF_LOGITS, max_context), chip)
+            heads = [(head(builder, op), many.head(op)) for _, op in prompts]
             if (needed := sum(builder.buffers.values())) < SHARE * gpu.free_bytes:
                 break
         else:
@@ -110,11 +129,14 @@ class CUDAExecutor:
                     self._allowed = gpu.pinned(size, name).view(np.uint32)
                 else:
                     gpu.allocate(name, size)
+            if plan.mtp:
+                gpu.upload("greedy", state_words(GREEDY, 0, max(self._drafting_behind.counts, default=1), 0))
             if plan.state_bytes:
                 self._state = gpu.pinned(plan.state_bytes)  # what read_state() and write_state() go through
             if "tickets" in builder.buffers:  # of attention
                 gpu.upload("tickets", np.zeros(builder.buffers["tickets"], np.uint8))
-            gpu.compile([*chain.from_iterable([*launches.values(), *prefill.values()]), *head_all])
+            kernels_of = [*launches.values(), *(rows for _, rows in heads)]
+            gpu.compile(chain.from_iterable([*kernels_of, *(step for steps, _ in prompts for step in steps.values())]))
             load(gpu, layout, weights, progress)
             self_check(gpu, sorted({t.kind for t in layout.tensors.values()}, key=int))
             gpu.free("staging")
@@ -122,9 +144,10 @@ class CUDAExecutor:
             for rope, name in builder.ropes.items():
                 gpu.upload(name, rope.table(max_context))
             graphs = {depth: gpu.graph(launches[depth]) for depth in steps}
-            self._prefill = {n: self._prompt(n, launches) for n, launches in prefill.items()}
-            self._head_all = gpu.sequence(head_all)
-            self._head = gpu.sequence([head(builder, plan.head)])
+            self._prompts = [
+                Prompts({n: self._prompt(n, s) for n, s in made.items()}, gpu.sequence([last]), gpu.sequence(rows))
+                for (made, _), (last, rows) in zip(prompts, heads)
+            ]
             gpu.synchronize()
         except BaseException as e:
             with contextlib.suppress(Exception):  # a GPU that stopped frees nothing
@@ -138,6 +161,8 @@ class CUDAExecutor:
         }
         self._seen = 0  # tokens whose state read_state() reads: none of drafts and of steps ahead
         self._enqueued: tuple[int, int, Sampling] | None = None  # the step of this token at this position, by verify()
+        self._asked = False  # a draft, in front of the last step
+        self._behind: tuple[int, list[int]] | None = None  # drafts that are enqueued: behind these tokens from here on
         self._uploaded: Sampling | None = None  # whose penalties the buffers hold
         self._routes = builder.routes
         self.launches = launches[0]
@@ -153,10 +178,9 @@ class CUDAExecutor:
 
         Returns when the device has finished.
         """
-        assert not mtp, "its limits say so"
         self._check(ids, pos)
-        out: list[np.ndarray] = []
-        few = FEW + (pos // ROWS_OF_STEP if self._latent else 0)
+        out, prompts = list[np.ndarray](), self._prompts[mtp]
+        few = 0 if mtp else FEW + (pos // ROWS_OF_STEP if self._latent else 0)
         size = 1 if len(ids) <= few else self.prefill_chunk
         if size > 1 and logits == "all":
             size = min(ROWS_OF_LOGITS, size)
@@ -167,22 +191,42 @@ class CUDAExecutor:
             if size == 1:
                 self._step(pos + start).graph()
             else:
-                self._prefill[min(n for n in self._prefill if n >= count)](count, keys)
+                prompts.steps[min(n for n in prompts.steps if n >= count)](count, keys)
             if logits == "all" and size > 1:
-                self._head_all(count, keys)
+                prompts.head_all(count, keys)
                 rows = self.gpu.download("logits_all", 4 * self.plan.vocab * count).view(np.float32)
                 out.append(rows.reshape(count, -1))
             elif logits == "all" or (logits == "last" and last):
                 if size > 1:
-                    self._head()
+                    prompts.head()
                 out.append(self.gpu.download("logits", 4 * self.plan.vocab).view(np.float32)[None])
         self.gpu.synchronize()
-        self._seen = pos + len(ids)
+        if not mtp:
+            self._seen = pos + len(ids)
         return np.concatenate(out) if out else None
 
     def draft(self, ids: Sequence[int], pos: int) -> int:
-        """See Executor.draft: not supported, as its limits say."""
-        raise NotImplementedError
+        """See Executor.draft. The last tokens go through a graph as a verify step's."""
+        self._check(ids, pos)
+        self._asked = True
+        if behind := self._behind:
+            first, made = behind
+            n = pos + len(ids) - first
+            if first <= pos and list(ids) == made[pos - first : n]:
+                self._behind = None
+                return self._drafted(first, len(made))[n - 1]
+        count = min(len(ids), max(self._drafting.counts))
+        first = pos + len(ids) - count
+        if first > pos:
+            self.forward(ids[:-count], pos, mtp=True)
+        self._place(ids[-count:], first, GREEDY, count)
+        self._ring[:] = EMPTY
+        self._drafting.graph(first, count)()
+        return self._drafted(first, count)[-1]
+
+    def _drafted(self, first: int, count: int) -> list[int]:
+        """The drafts behind `count` positions, all of them as in verify()."""
+        return [self._wait((RING_DRAFTS + first + i + 1) % RING) & 0xFFFFFFFF for i in range(count)]
 
     def decode(
         self, token: int, pos: int, sampling: Sampling, recent: Sequence[int], mask: Mask | None = None
@@ -202,7 +246,7 @@ class CUDAExecutor:
                 while not mask and enqueued < min(at + AHEAD, self.max_context):
                     self._step(enqueued).graph()
                     enqueued += 1
-                yield self._chosen(at)
+                yield self._chosen(at, PAUSE)
         finally:
             self.gpu.synchronize()
 
@@ -253,6 +297,7 @@ class CUDAExecutor:
         """See Executor.verify. Where the kind of graph changes on the way, which single steps would follow, there are
         two steps."""
         tokens = [token, *drafts]
+        asked, self._asked = self._asked, False
         self._check(tokens, pos)
         assert len(tokens) <= self.limits.verified
         seen, first = list(recent) if drafts else recent, 0
@@ -278,7 +323,12 @@ class CUDAExecutor:
                 yield self._following(pos, sampling, ahead)
                 return
             # all of them: what is written later would be taken for the next step's
+            guesses = asked and not mask and count == len(tokens) == 2 and at + 2 < self.max_context
+            if guesses:  # the next draft is wanted as well, most likely
+                self._drafting_behind.graph(at + 1, count)()
             made = [self._chosen(at + i) for i in range(count)]
+            if guesses:
+                self._behind = at + 1, [following for following, _ in made]
             for i, (following, logprob) in enumerate(made):
                 if mask and not alone:
                     following, logprob = self._masked_choice(at + i, i, sampling, seen, mask)
@@ -301,7 +351,7 @@ class CUDAExecutor:
     @property
     def cache_layout(self) -> str:
         """See Executor.cache_layout."""
-        return "cuda f16 1"
+        return f"cuda f16 1{' mtp' * bool(self.plan.mtp)}"
 
     def read_cache(self, first: int, rows: int) -> bytes:
         """See Executor.read_cache: K's rows (F16) layer by layer, then V's."""
@@ -376,7 +426,7 @@ class CUDAExecutor:
         """What the single step at `pos`, which is enqueued, chooses; with `ahead` the next one is enqueued, too."""
         if ahead := ahead and pos + 1 < self.max_context:
             self._step(pos + 1).graph()
-        following, logprob = self._chosen(pos)
+        following, logprob = self._chosen(pos, PAUSE if ahead else 0)
         self._enqueued = (following, pos + 1, sampling) if ahead else None
         return following, logprob
 
@@ -413,26 +463,27 @@ class CUDAExecutor:
         self.gpu.upload("state", state_words(sampling, first, count, pos, masked))
 
     def _settle(self) -> None:
-        """Waits for a step that verify() enqueued ahead, whose result is not wanted."""
-        if self._enqueued:
+        """Waits for a step or drafts that verify() enqueued ahead, whose result is not wanted."""
+        if self._enqueued or self._behind:
             self.gpu.synchronize()
-            self._enqueued = None
+            self._enqueued = self._behind = None
 
-    def _chosen(self, pos: int) -> tuple[int, float]:
+    def _chosen(self, pos: int, pause: float = 0) -> tuple[int, float]:
         """What a step chooses behind position `pos`, and its log-probability, as soon as the device has written it."""
         slot = (pos + 1) % RING
-        word = self._wait(slot)
+        word = self._wait(slot, pause)
         self._ring[slot] = EMPTY
         self._seen = pos + 1
         return word & 0xFFFFFFFF, float(np.uint32(word >> 32).view(np.float32))
 
-    def _wait(self, slot: int) -> int:
-        """The word the device writes into a ring slot."""
+    def _wait(self, slot: int, pause: float = 0) -> int:
+        """The word the device writes into a ring slot, looked at every `pause` seconds. The device waits for the host
+        meanwhile unless it has another step, so only then is there a pause."""
         ring, spins, deadline = self._ring, 0, time.monotonic() + 5
         while (word := int(ring[slot])) == EMPTY:
             spins += 1
             if spins > 20:
-                time.sleep(5e-5)
+                time.sleep(pause)
                 if time.monotonic() > deadline:
                     self.gpu.synchronize()  # raises for what stopped the GPU
                     if int(ring[slot]) == EMPTY:

@@ -1,6 +1,7 @@
 // Decode: x += OUT_SCALE * (sum over the chosen experts of weight * (down @ its part of src + bias) + the shared
-// expert's down @ its part). A warp per row of a column. Chooses the experts again, so that their weights are on the way while experts_up still
-// runs.
+// expert's down @ its part). A warp per row, for TOGETHER columns of a step, one after the other: the weights of the next
+// column are on their way meanwhile. Chooses the experts again, so that their weights are on the way while experts_up
+// still runs.
 #include "matvec.cuh"
 #include "routing.cuh"
 
@@ -16,7 +17,7 @@ struct Args {
   const u8 *shared = nullptr;
   const float *bias = nullptr;  // (experts, rows)
   const float *expert_scale = nullptr;
-  int *routes = nullptr;  // (ROUTE_SLOTS, ROUTES): the layer's place in the first, for the chosen experts of a token
+  int *routes = nullptr;  // (ROUTE_SLOTS, ROUTES): the layer's place in the first, for the chosen experts of a token; not of drafts
   const float *shared_scale = nullptr;  // (columns): the shared expert counts its sigmoid times, where there is one
 };
 
@@ -34,14 +35,19 @@ template <class W, int TOP> struct Experts {
 #pragma unroll
     for (int i = 0; i < D; i++) issue(w, ids, row, i);
   }
-  DEVICE float run(const u8 *w, const int *ids, const float *weights, int row, const Shared &sh, int staged_blocks) {
+  // Of staged column `column`, whose columns have `staged` values.
+  DEVICE float run(
+      const u8 *w, const int *ids, const float *weights, int row, const Shared &sh, int column, int staged) {
+    const int plane = staged / 32, first = 2 * column * plane;
     float acc = 0;
 #pragma unroll
     for (int i = 0; i < NI; i++) {
       const int j = i * 32 + threadIdx.x % 32;
       if (j < ALL) {
-        if constexpr (is_float(T)) acc += weights[j / KB] * dot<T>(f[i % D], sh.f + j * 8);
-        else acc += weights[j / KB] * dot<T>(f[i % D], sh.q[j], sh.q[j + staged_blocks], sh.s[j]);
+        float part;
+        if constexpr (is_float(T)) part = dot<T>(f[i % D], sh.f + column * staged + j * 8);
+        else part = dot<T>(f[i % D], sh.q[first + j], sh.q[first + plane + j], sh.s[column * plane + j]);
+        acc = fma_rn(weights[j / KB], part, acc);
       }
       if (i + D < NI) issue(w, ids, row, i + D);
     }
@@ -52,42 +58,58 @@ template <class W, int TOP> struct Experts {
 DEVICE void run(Args a) {
   constexpr int TOP = Choice::CHOSEN, FF = Weight::COLS, ROWS = Weight::ROWS, SHARED_FF = SharedDown::COLS,
                 SIZE = TOP * FF + SHARED_FF;
-  const int column = COLUMNS == 1 ? 0 : blockIdx.y;
-  if (COLUMNS > 1 && column >= a.state[COUNT]) return;
+  const int column = COLUMNS == 1 ? 0 : blockIdx.y * TOGETHER;  // the block's first
+  const int count = COLUMNS == 1 ? 1 : min(a.state[COUNT] - column, TOGETHER);
+  if (count <= 0) return;
   a.x += column * ROWS;
   a.router += column * Choice::EXPERTS;
   if constexpr (IN_QUANTISED) {
     a.src_q += column * SIZE / 16;
     a.src_s += column * SIZE / 32;
   } else a.src += column * SIZE;
-  const Shared sh = staging<SIZE, QUANTISED, false, 1>(a.src);
-  __shared__ int ids[TOP];
-  __shared__ float weights[TOP];
-  const int row = blockIdx.x * WARPS + threadIdx.x / 32, r = row < ROWS ? row : ROWS - 1;
-  Dot<SharedDown::TYPE, SHARED_FF ? SHARED_FF : 32, 32, 1, 1, SHARED_DEPTH, 1> shared;
+  const Shared sh = staging<SIZE, QUANTISED, false, TOGETHER>(a.src);
+  __shared__ int ids[TOGETHER][TOP];
+  __shared__ float weights[TOGETHER][TOP];
+  const int warp = threadIdx.x / 32, row = blockIdx.x * WARPS + warp, r = row < ROWS ? row : ROWS - 1;
+  Dot<SharedDown::TYPE, SHARED_FF ? SHARED_FF : 32, 32, 1, 1, SHARED_DEPTH, TOGETHER> shared;
   if constexpr (SHARED_FF > 0) {
     shared.row[0] = SharedDown::START + r;
     shared.point(a.shared, SharedDown::BLOCKS);
     shared.prefetch();
   }
-  if (threadIdx.x < 32) choose<Choice>(a.router, a.selection_bias, a.expert_scale, ids, weights);
+  static_assert(TOGETHER <= WARPS, "a warp chooses the experts of a column");
+  if (warp < count)
+    choose<Choice>(a.router + warp * Choice::EXPERTS, a.selection_bias, a.expert_scale, ids[warp], weights[warp]);
   __syncthreads();
-  if (blockIdx.x == 0)
-    for (int k = threadIdx.x; k < TOP; k += THREADS)
-      a.routes[(a.state[POS] + column) % ROUTE_SLOTS * ROUTES + k] = ids[k];
-  Experts<Weight, TOP> experts;
-  experts.prefetch(a.w, ids, r);
+  if (a.routes && blockIdx.x == 0)
+    for (int i = threadIdx.x; i < count * TOP; i += THREADS)
+      a.routes[(a.state[POS] + column + i / TOP) % ROUTE_SLOTS * ROUTES + i % TOP] = ids[i / TOP][i % TOP];
+  Experts<Weight, TOP> experts[TOGETHER > 1 ? 2 : 1];
+  experts[0].prefetch(a.w, ids[0], r);
   grid_wait();
-  Stage<SIZE, false, QUANTISED, false, 1> stage;
-  stage.finish(activations<IN_QUANTISED>(a, SIZE), sh);
-  float part = experts.run(a.w, ids, weights, r, sh, SIZE / 32);
-  if (a.bias)
-    for (int k = threadIdx.x % 32; k < TOP; k += 32) part += weights[k] * a.bias[(u64)ids[k] * ROWS + r];
-  float acc = warp_sum(part);
-  if constexpr (SHARED_FF > 0) {
-    shared.run(sh, SIZE, TOP * FF);
-    const float counts = a.shared_scale ? 1.f / (1.f + expf(-a.shared_scale[column])) : 1;
-    if (threadIdx.x % 32 == 0) acc += counts * shared.acc[0][0];
+  if constexpr (IN_QUANTISED && TOGETHER > 1) {
+    for (int i = threadIdx.x; i < count * SIZE / 16; i += THREADS) copy_async(sh.q + i, a.src_q + i, true);
+    for (int i = threadIdx.x; i < count * SIZE / 32; i += THREADS) copy_async_few<8>(sh.s + i, a.src_s + i);
+    copy_commit();
+    copy_wait<0>();
+    __syncthreads();
+  } else {
+    Stage<SIZE, false, QUANTISED, false, TOGETHER> stage;
+    stage.finish(activations<IN_QUANTISED>(a, SIZE), sh);
   }
-  if (threadIdx.x % 32 == 0 && row < ROWS) a.x[row] = (ADD ? a.x[row] : 0) + OUT_SCALE * acc;
+#pragma unroll
+  for (int c = 0; c < TOGETHER; c++) {
+    if (c >= count) break;
+    if (c + 1 < count) experts[(c + 1) % 2].prefetch(a.w, ids[c + 1], r);
+    float part = experts[c % 2].run(a.w, ids[c], weights[c], r, sh, c, SIZE);
+    if (a.bias)
+      for (int k = threadIdx.x % 32; k < TOP; k += 32)
+        part = fma_rn(weights[c][k], a.bias[(u64)ids[c][k] * ROWS + r], part);
+    float acc = warp_sum(part);
+    if (SHARED_FF > 0 && c == 0) shared.run(sh, SIZE, TOP * FF);
+    if (SHARED_FF > 0)
+      acc = fma_rn(a.shared_scale ? 1.f / (1.f + expf(-a.shared_scale[column + c])) : 1.f, shared.acc[c][0], acc);
+    float &to = a.x[c * ROWS + r];
+    if (threadIdx.x % 32 == 0 && row < ROWS) to = fma_rn(OUT_SCALE, acc, ADD ? to : 0.f);
+  }
 }

@@ -1,6 +1,7 @@
-// Decode: f(gate, up) of every chosen expert, behind one another in dst, then of the shared expert. Every block
-// chooses the experts for itself, for one column of the step: experts that several columns choose come from the cache. The kernel behind may start when this one's blocks have seen the router's logits: it
-// reads them before its grid_wait().
+// Decode: f(gate, up) of every chosen expert, behind one another in dst, then of the shared expert. Every block chooses
+// the experts for itself, and does so for TOGETHER columns of a step, one after the other; the shared expert's weights are
+// read once for them. The kernel behind may start when this one's blocks have seen the router's logits: it reads them
+// before its grid_wait().
 #include "gated.cuh"
 #include "routing.cuh"
 
@@ -21,32 +22,72 @@ struct Args {
   const float *up_bias = nullptr;
 };
 
+// Results of TOGETHER columns as int8 blocks, from value `at` on, in each column's own place.
+template <int SIZE> struct PutColumns {
+  float *values;  // (TOGETHER, 32)
+  u32 *q;
+  Scale *s;
+  int at;
+  DEVICE void operator()(int column, int row, float v) const { values[column * 32 + row % 32] = v; }
+  DEVICE void finish(int row) const {
+    __syncthreads();
+    for (int c = threadIdx.x / 32; c < TOGETHER; c += WARPS)
+      put_block<1>(
+          values[c * 32 + threadIdx.x % 32], q + c * SIZE / 4, s + c * SIZE / 32, 0, SIZE / 32, (at + row) / 32);
+  }
+};
+template <int SIZE> DEVICE auto columns(const Args &a, float *values, int at) {
+  if constexpr (OUT_QUANTISED) return PutColumns<SIZE>{values, a.dst_q, a.dst_s, at};
+  else return Put{a.dst + at, nullptr, 1, 0, SIZE};
+}
+
 DEVICE void run(Args a) {
   constexpr int TOP = Choice::CHOSEN, FF = Gate::ROWS, ROUTED = EXPERT_BLOCKS * TOP, SIZE = TOP * FF + SharedGate::ROWS;
-  const Shared sh = staging<COLS, QUANTISED, FLOATING, 1>(nullptr);
-  __shared__ int ids[TOP];
-  __shared__ float weights[TOP], values[32];
-  const int b = blockIdx.x, column = COLUMNS == 1 ? 0 : blockIdx.y;
-  if (COLUMNS > 1 && column >= a.state[COUNT]) return;
-  a.x += column * COLS;
+  const Shared sh = staging<COLS, QUANTISED, FLOATING, TOGETHER>(nullptr);
+  __shared__ int ids[TOGETHER][TOP];
+  __shared__ float weights[TOGETHER][TOP], values[32 * TOGETHER];
+  const int b = blockIdx.x, warp = threadIdx.x / 32;
+  const int column = COLUMNS == 1 ? 0 : blockIdx.y * TOGETHER;  // the block's first
+  const int count = COLUMNS == 1 ? 1 : min(a.state[COUNT] - column, TOGETHER);
+  if (count <= 0) return;
   a.router += column * Choice::EXPERTS;
   if constexpr (OUT_QUANTISED) {
     a.dst_q += column * SIZE / 4;
     a.dst_s += column * SIZE / 32;
   } else a.dst += column * SIZE;
-  Stage<COLS, NORMED, QUANTISED, FLOATING, 1> stage;
+  const Plain x{a.x + column * COLS, COLS};
+  Stage<COLS, NORMED, QUANTISED, FLOATING, TOGETHER> stage;
+  const auto norm = [&](int c) { return stage.norm(EPS, sh, c); };
   stage.prefetch(a.gain);
   if (b < ROUTED) {
-    const int slot = b / EXPERT_BLOCKS;
+    using Rows = Pairs<Gate, Up, Spread, 1>;
+    const int slot = b / EXPERT_BLOCKS, part = b % EXPERT_BLOCKS;
+    Rows rows;
+    static_assert(TOGETHER <= WARPS, "a warp chooses the experts of a column");
     grid_wait();
-    stage.load(Plain{a.x});
-    if (threadIdx.x < 32) choose<Choice>(a.router, a.selection_bias, nullptr, ids, weights);
+    stage.load(x);
+    if (warp < count)
+      choose<Choice>(a.router + warp * Choice::EXPERTS, a.selection_bias, nullptr, ids[warp], weights[warp]);
     __syncthreads();
-    gated<Gate, Up, Spread, true>(
-        a.gate, a.up, ids[slot], b % EXPERT_BLOCKS, stage, Plain{a.x}, sh, results<OUT_QUANTISED, SIZE, 1>(a, values, slot * FF),
-        a.gate_bias, a.up_bias);
+    rows.prefetch(a.gate, a.up, ids[0][slot], part);
+    stage.finish(x, sh);
+    const auto put = columns<SIZE>(a, values, slot * FF);
+#pragma unroll 1
+    for (int c = 0; c < count; c++) {
+      if (c) rows.prefetch(a.gate, a.up, ids[c][slot], part);
+      const Shared own{sh.q + c * COLS / 16, sh.s + c * COLS / 32, sh.f + c * COLS, sh.red};
+      rows.run(own, ids[c][slot], part, norm, put, a.gate_bias, a.up_bias, c);
+    }
+    put.finish(Rows::first(part));
   } else if constexpr (SharedGate::ROWS > 0) {
-    gated<SharedGate, SharedUp, SharedSpread, false>(
-        a.shared_gate, a.shared_up, 0, b - ROUTED, stage, Plain{a.x}, sh, results<OUT_QUANTISED, SIZE, 1>(a, values, TOP * FF));
+    using Rows = Pairs<SharedGate, SharedUp, SharedSpread, TOGETHER>;
+    Rows rows;
+    rows.prefetch(a.shared_gate, a.shared_up, 0, b - ROUTED);
+    grid_wait();
+    stage.load(x);
+    stage.finish(x, sh);
+    const auto put = columns<SIZE>(a, values, TOP * FF);
+    rows.run(sh, 0, b - ROUTED, norm, put, nullptr, nullptr);
+    put.finish(Rows::first(b - ROUTED));
   }
 }

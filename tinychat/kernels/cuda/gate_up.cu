@@ -40,8 +40,16 @@ DEVICE void run(const Args &a) {
   if constexpr (COLUMNS > 1 && !FLOATING) return tiled<COLUMNS>(a);
   const Shared sh = staging<COLS, QUANTISED, FLOATING, COLUMNS>(nullptr);
   __shared__ float values[32 * COLUMNS];
+  using Rows = Pairs<Gate, Up, Spread, COLUMNS>;
+  Rows rows;
   Stage<COLS, NORMED, QUANTISED, FLOATING, COLUMNS> stage;
+  const Plain x{a.x, COLS};
   stage.prefetch(a.gain);
-  gated<Gate, Up, Spread, false>(a.gate, a.up, 0, blockIdx.x, stage, Plain{a.x, COLS}, sh,
-      results<OUT_QUANTISED, Gate::ROWS, COLUMNS>(a, values, 0));
+  rows.prefetch(a.gate, a.up, 0, blockIdx.x);
+  grid_wait();
+  stage.load(x);
+  stage.finish(x, sh);
+  const auto put = results<OUT_QUANTISED, Gate::ROWS, COLUMNS>(a, values, 0);
+  rows.run(sh, 0, blockIdx.x, [&](int column) { return stage.norm(EPS, sh, column); }, put, nullptr, nullptr);
+  put.finish(Rows::first(blockIdx.x));
 }

@@ -57,8 +57,9 @@ def _cluster_shape(b: Builder, a: MLA, out_quantised: bool) -> MLAClusterConstan
 
     longest, warps = max(query.cols, a.kv_lora, a.nope), CLUSTER_THREADS // 32
     new = -(-b.columns // CLUSTER)  # keys of the step that a block has
-    shared = longest + longest // 4 + 4 * (head * CLUSTER + a.row + a.kv_lora + 2 + (3 + new) * warps + values)
-    shared += new * 2 * a.row
+    n = _cluster_columns(b)
+    shared = n * (longest + longest // 4 + 4 * (head * CLUSTER + a.row + a.kv_lora + 34 + 3 * warps + values))
+    shared += new * (4 * warps + 2 * a.row)
     rows = (planes(a.q, head) if a.q_a else 16) + planes(a.k_b, absorbed)
     shared += planes(a.v_b, values) + max(rows, 4 * warps * a.kv_lora) + 256  # for what alignment takes
     return MLAClusterConstants(
@@ -76,6 +77,11 @@ def _cluster_shape(b: Builder, a: MLA, out_quantised: bool) -> MLAClusterConstan
         out_quantised=out_quantised,
         shared=shared,
     )
+
+
+def _cluster_columns(b: Builder) -> int:
+    """Columns that share a cluster."""
+    return min(b.columns, CLUSTER)
 
 
 def _row_lanes(blocks: int, rows: int) -> int:
@@ -116,11 +122,10 @@ def mla_cluster(b: Builder, layer: int, a: MLA) -> LaunchedOps:
         "mla_cluster.cu",
         shape,
         buffers,
-        (b.columns * a.heads * CLUSTER, 1, 1),
+        (b.columns // _cluster_columns(b) * a.heads * CLUSTER, 1, 1),
         "attention",
         nbytes=(a.q.nbytes if a.q_a else 0) + a.k_b.nbytes + a.v_b.nbytes,
         threads=CLUSTER_THREADS,
-        resident=1 if b.columns == 1 else 2,
         shared=shape.shared,
         cluster=CLUSTER,
     )

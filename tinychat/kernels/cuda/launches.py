@@ -16,10 +16,12 @@ from tinychat.kernels.cuda.constants import (
     ExpertChoice,
     ExpertsDownConstants,
     ExpertsUpConstants,
+    FollowConstants,
     GatedActivation,
     GateInputConstants,
     GateUpConstants,
     GatingCode,
+    JoinConstants,
     LayerInputsConstants,
     LinearConstants,
     LinearPart,
@@ -27,11 +29,13 @@ from tinychat.kernels.cuda.constants import (
     NormAddConstants,
     QuantiseConstants,
     SampleConstants,
+    StoreHiddenConstants,
     StoreKVConstants,
 )
 from tinychat.kernels.cuda.launch import Launch, kernel
 from tinychat.kernels.cuda.layout import block_size
 from tinychat.kernels.cuda.spread import PAIR_THREADS, QUANTISED_ROWS, pair_spread, spread
+from tinychat.kernels.cuda.state import STATE_BYTES, WORDS
 from tinychat.kernels.cuda.tiles import TILE_THREADS, tiling
 
 SPLITS = 32  # parts of the keys in decode attention; latent attention, with one kv head, has twice as many
@@ -42,6 +46,7 @@ CANDIDATES = 128  # of a stretch: MAX_K and room for equal logits
 SAMPLING_THREADS = 1024
 ATTENTION_THREADS = 512
 LINEAR_THREADS = 256
+EXPERTS_COLUMNS, EXPERTS_SHARED = 4, 48 << 10  # a block of the experts' kernels: at most; bytes of their activations
 PAIR_WARPS = PAIR_THREADS // 32
 
 
@@ -240,6 +245,14 @@ def head(b: Builder, op: ops.Head) -> Launch:
     )
 
 
+def experts_together(b: Builder, k: int, quantised: bool, floats: bool) -> tuple[int, int]:
+    """The columns that a block of the experts' kernels takes, and the bytes of shared memory for their activations."""
+    together = min(b.columns, EXPERTS_COLUMNS)
+    while (room := shared_columns(b.of(together), k, quantised, floats)) > EXPERTS_SHARED:
+        together //= 2
+    return together, room
+
+
 def experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
     r, w, shared = e.router, e.weights, e.shared
     t = pair_spread(w.gate)
@@ -250,7 +263,7 @@ def experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
         nbytes += shared.gate.nbytes + shared.up.nbytes
     matrices = [w.gate, w.up, *((shared.gate, shared.up) if shared else ())]
     quantised, floating = b.kinds(*matrices)
-    shared_columns(b.of(1), w.gate.cols, quantised, floating)
+    together, room = experts_together(b, w.gate.cols, quantised, floating)
     shape = ExpertsUpConstants(
         choice(r),
         w.gate.cols,
@@ -267,6 +280,7 @@ def experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
         shared_up=b.matrix(shared.up if shared else None),
         shared_spread=pair_spread(shared.gate) if shared else t,
         out_quantised=ffn.quantised,
+        together=together,
         columns=b.columns,
     )
     buffers = {
@@ -289,9 +303,10 @@ def experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
         "experts_up.cu",
         shape,
         buffers,
-        (grid, b.columns, 1),
+        (grid, b.columns // together, 1),
         f"experts {kind}",
         nbytes=nbytes,
+        shared=room,
         threads=PAIR_THREADS,
         resident=2,
     )
@@ -301,7 +316,7 @@ def experts_down(b: Builder, layer: int, e: Experts, ffn: Activations) -> Launch
     layers, used = b.routes
     r, w, shared = e.router, e.weights.down, e.shared.down if e.shared else None
     quantised, _ = b.kinds(w, shared)
-    shared_columns(b.of(1), ffn.size, quantised, False)
+    together, room = experts_together(b, ffn.size, quantised, False)
     shape = ExpertsDownConstants(
         choice(r),
         b.matrix(w),
@@ -311,6 +326,7 @@ def experts_down(b: Builder, layer: int, e: Experts, ffn: Activations) -> Launch
         quantised=quantised,
         out_scale=e.residual_scale,
         add=e.beside is None,
+        together=together,
         route_slots=ROUTE_SLOTS,
         routes=used * layers,
         columns=b.columns,
@@ -326,7 +342,7 @@ def experts_down(b: Builder, layer: int, e: Experts, ffn: Activations) -> Launch
         "shared": b.data(shared),
         "bias": b.data(e.weights.down_bias),
         "shared_scale": "shared_scale" if e.shared_scale else None,
-        "routes": b.routes_of(layer),
+        "routes": b.routes_of(layer) if layer < len(b.plan.layers) else None,
     }
     kind = w.type.name.lower()
     return kernel(
@@ -334,9 +350,11 @@ def experts_down(b: Builder, layer: int, e: Experts, ffn: Activations) -> Launch
         "experts_down.cu",
         shape,
         buffers,
-        (-(-w.rows // 8), b.columns, 1),
+        (-(-w.rows // 8), b.columns // together, 1),
         f"experts {kind}",
         nbytes=r.top_k * w.group_bytes + (shared.nbytes if shared else 0),
+        shared=room,
+        resident=1 if b.columns == 1 else 2,
     )
 
 
@@ -348,6 +366,30 @@ def embed(b: Builder, op: ops.Embed, tokens: int) -> Launch:
     return kernel(
         f"embed_{kind}_{dim}", "embed.cu", EmbedConstants(b.matrix(op.weight), op.scale), buffers, grid, "embedding"
     )
+
+
+def store_hidden(b: Builder, op: ops.StoreHidden, tokens: int) -> Launch:
+    """The hidden row of each token."""
+    cols = op.norm.cols
+    buffers = {"hidden": b.cache("v", op.layer), "x": b.act("x", tokens), "gain": b.data(op.norm), "state": "state"}
+    shape = StoreHiddenConstants(cols, op.eps)
+    return kernel(f"store_hidden_{cols}", "store_hidden.cu", shape, buffers, (tokens, 1, 1), "norm", threads=512)
+
+
+def join(b: Builder, op: ops.Join, tokens: int) -> Launch:
+    """joined (tokens, 2 * dim): the input of multi-token prediction."""
+    table = op.embed.weight
+    buffers = {
+        "dst": b.act(op.dst, tokens),
+        "w": b.data(table),
+        "hidden": b.cache("v", op.layer),
+        "token_gain": b.data(op.token_norm),
+        "hidden_gain": b.data(op.hidden_norm),
+        "history": "history",
+        "state": "state",
+    }
+    shape, name = JoinConstants(b.matrix(table), op.embed.scale, op.eps), f"join_{table.type.name.lower()}_{table.cols}"
+    return kernel(name, "join.cu", shape, buffers, (tokens, 2, 1), "embedding", threads=512)
 
 
 def layer_inputs(b: Builder, table: ops.LayerTable, tokens: int) -> Launch:
@@ -492,11 +534,23 @@ def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launc
     )
 
 
-def sample(b: Builder) -> list[Launch]:
+def follow(b: Builder) -> Launch:
+    """What stands between a verify step and a draft behind it."""
+    buffers = {
+        "history": "history",
+        "state": "state",
+        "chosen": b.buffer("chosen", 4 * b.columns),
+        "greedy": b.buffer("greedy", STATE_BYTES),
+    }
+    shape = FollowConstants(words=len(WORDS), columns=b.columns)
+    return kernel("follow", "follow.cu", shape, buffers, (1, 1, 1), "sampling", threads=32)
+
+
+def sample(b: Builder, ring_first: int = 0) -> list[Launch]:
     """The next token, from the logits."""
     vocab = b.plan.vocab
     n = b.columns
-    shape = SampleConstants(vocab, RING, STRETCH, CANDIDATES, MAX_K, columns=n)
+    shape = SampleConstants(vocab, RING, ring_first, STRETCH, CANDIDATES, MAX_K, columns=n)
     stretches = -(-vocab // STRETCH)
     lists = {
         "list": b.buffer("candidates", 8 * n * stretches * CANDIDATES),
@@ -525,7 +579,14 @@ def sample(b: Builder) -> list[Launch]:
         f"choose_token_{vocab}",
         "choose_token.cu",
         shape,
-        {"ring": "ring", "history": "history", "state": "state", **lists, "logits": "logits"},
+        {
+            "ring": "ring",
+            "history": "history",
+            "state": "state",
+            "chosen": b.buffer("chosen", 4 * n),
+            **lists,
+            "logits": "logits",
+        },
         (n, 1, 1),
         "sampling",
         threads=SAMPLING_THREADS,

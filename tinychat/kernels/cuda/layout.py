@@ -69,7 +69,7 @@ class Layout:
         self.tensors: dict[str, PackedTensor] = {}
         self.transposed: dict[str, tuple[Weight, PackedTensor]] = {}  # buffers made from columns of another tensor
         self._placed: dict[Weight, Placed] = {}
-        for op in plan.ops:
+        for op in (*plan.ops, *plan.draft_ops):
             matrices = set(ops.matrices_of(op))
             for w in ops.weights_of(op):
                 self._place(w, sizes, w in matrices)

@@ -53,6 +53,31 @@ template <int K, bool QUANT, bool STAGE_FLOATS, int C> DEVICE Shared staging(con
   }
 }
 
+// By the eight lanes of 32 values: vector `at` of a column's K activations as codes of an int8 block, and the block's
+// scale.
+template <int K, int TILED> DEVICE void stage_codes(const Shared &sh, int column, int at, F4 v) {
+  constexpr int N = K / 4, BLOCKS = K / 32;
+  float amax = at < N ? fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))) : 0;
+  amax = fmaxf(amax, shfl_xor(amax, 1));
+  amax = fmaxf(amax, shfl_xor(amax, 2));
+  amax = fmaxf(amax, shfl_xor(amax, 4));
+  const float inv = amax > 0 ? 127.f / amax : 0;
+  const int a = round_int(v.x * inv), b = round_int(v.y * inv), c = round_int(v.z * inv), d = round_int(v.w * inv);
+  int sum = at < N ? a + b + c + d : 0;
+  sum += shfl_xor(sum, 1);
+  sum += shfl_xor(sum, 2);
+  const int other = shfl_xor(sum, 4), w = at & 7, block = at >> 3;
+  if (at < N) {
+    ((u32 *)sh.q)[codes_at<TILED>(column, w >> 2, block, BLOCKS) * 4 + (w & 3)] =
+        (a & 255) | (b & 255) << 8 | (c & 255) << 16 | (u32)d << 24;
+    if (w == 0) sh.s[scale_at<TILED>(column, block, BLOCKS)] = Scale{amax / 127.f, (sum & 0xFFFF) | other << 16};
+  }
+}
+DEVICE F4 times(F4 a, F4 b) { return F4{a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w}; }
+DEVICE float squares(F4 v) {  // in one order, whatever the compiler could fuse
+  return fma_rn(v.w, v.w, fma_rn(v.z, v.z, fma_rn(v.y, v.y, mul_rn(v.x, v.x))));
+}
+
 // K activations of each of C columns into shared memory, as int8 blocks if QUANT and as floats if FLOAT. NORM: times
 // the gain only; what the rest of RMSNorm multiplies by, norm() gives after finish(), so that nothing waits for the sum
 // of squares.
@@ -120,29 +145,11 @@ template <int K, bool NORM, bool QUANT, bool FLOAT, int C, int TILED = 0> struct
       F4 v;
       if (NORM) {
         const F4 x = this->x[n % B];
-        ss += x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w;
-        v = F4{x.x * gain[i].x, x.y * gain[i].y, x.z * gain[i].z, x.w * gain[i].w};
+        ss = add_rn(ss, squares(x));
+        v = times(x, gain[i]);
       } else v = ahead[n % B];
       if (FLOAT && at < N) *(F4 *)(sh.f + column * K + 4 * at) = v;
-      if (QUANT) {
-        float amax = at < N ? fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))) : 0;
-        amax = fmaxf(amax, shfl_xor(amax, 1));
-        amax = fmaxf(amax, shfl_xor(amax, 2));
-        amax = fmaxf(amax, shfl_xor(amax, 4));
-        const float inv = amax > 0 ? 127.f / amax : 0;
-        const int a = round_int(v.x * inv), b = round_int(v.y * inv), c = round_int(v.z * inv),
-                  d = round_int(v.w * inv);
-        int sum = at < N ? a + b + c + d : 0;
-        sum += shfl_xor(sum, 1);
-        sum += shfl_xor(sum, 2);
-        const int other = shfl_xor(sum, 4), w = at & 7, block = at >> 3;
-        if (at < N) {
-          constexpr int BLOCKS = K / 32;
-          ((u32 *)sh.q)[codes_at<TILED>(column, w >> 2, block, BLOCKS) * 4 + (w & 3)] =
-              (a & 255) | (b & 255) << 8 | (c & 255) << 16 | (u32)d << 24;
-          if (w == 0) sh.s[scale_at<TILED>(column, block, BLOCKS)] = Scale{amax / 127.f, (sum & 0xFFFF) | other << 16};
-        }
-      }
+      if (QUANT) stage_codes<K, TILED>(sh, column, at, v);
       if (NORM && i == V - 1) {
         ss = warp_sum(ss);
         if (threadIdx.x % 32 == 0) sh.red[column * 32 + threadIdx.x / 32] = ss;

@@ -1,12 +1,14 @@
 // MLA, decode behind few keys, in one kernel: a cluster of CLUSTER blocks per head makes the head's query (from q_a
 // through q_b, where the model has it), absorbs W_k_b, attends, and multiplies by W_v_b. Each block computes a part of
 // every product's rows and has every CLUSTER-th key; vectors go through distributed shared memory. A block's weights
-// are on their way into shared memory before grid_wait(). Each column of the step has clusters of its own, which make the
-// cache rows of the columns before it for themselves.
+// are on their way into shared memory before grid_wait(). Up to CLUSTER columns of a step share a cluster, its weights and
+// keys; what is done for a column is what a single step does, so its bits are the same. The clusters of the columns behind
+// make the cache rows of those before for themselves.
 #include "latent.cuh"
 #include "matvec.cuh"
 
 constexpr int HEAD = NOPE + ROPE_DIMS, ROW = KV_LORA + ROPE_DIMS;
+constexpr int AT_ONCE = COLUMNS < CLUSTER ? COLUMNS : CLUSTER;  // columns of a cluster
 constexpr int NEW = (COLUMNS + CLUSTER - 1) / CLUSTER;  // keys of this step that a block has, at most
 constexpr bool LOW_RANK = Query::COLS > 0;  // q comes from q_a through q_b
 constexpr int LONGEST = Query::COLS > KV_LORA ? Query::COLS : KV_LORA > NOPE ? KV_LORA : NOPE;
@@ -31,34 +33,84 @@ template <class M, int N, int LANES> struct Rows {
     copy_plane(planes + s1_at(T, BLOCKS), w + s1_at(T, M::BLOCKS) + at * s1_bytes(T), BLOCKS * s1_bytes(T));
     copy_plane(planes + s2_at(T, BLOCKS), w + s2_at(T, M::BLOCKS) + at / 8 * s2_bytes(T), BLOCKS / 8 * s2_bytes(T));
   }
-  // put(row, lane of the row, value), by all lanes of each row.
+  // put(column, row, lane of the row, value), by all lanes of each row.
   template <class Put> DEVICE void multiply(const Shared &sh, const Put &put) const {
     static_assert(N * LANES <= THREADS, "a thread has one row");
     const int row = threadIdx.x / LANES, sub = threadIdx.x % LANES;
-    float sum = 0;
+    float sum[AT_ONCE] = {};
     if (row < N)
 #pragma unroll
       for (int k = sub; k < KB; k += LANES) {
         Block<T> f;
         fetch<T, InShared>(f, planes, BLOCKS, row * KB + k);
-        sum = added<T>(sum, f, sh.q[k], sh.q[k + KB], sh.s[k]);
+#pragma unroll
+        for (int c = 0; c < AT_ONCE; c++)
+          sum[c] = added<T>(sum[c], f, sh.q[2 * c * KB + k], sh.q[(2 * c + 1) * KB + k], sh.s[c * KB + k]);
       }
-    for (int m = LANES / 2; m; m >>= 1) sum += shfl_xor(sum, m);
-    if (row < N) put(row, sub, sum);
+    for (int m = LANES / 2; m; m >>= 1)
+#pragma unroll
+      for (int c = 0; c < AT_ONCE; c++) sum[c] += shfl_xor(sum[c], m);
+    if (row < N)
+#pragma unroll
+      for (int c = 0; c < AT_ONCE; c++) put(c, row, sub, sum[c]);
+  }
+};
+// K activations of each column into shared memory as int8 blocks, NORM: times the gain only, as Stage (matvec.cuh). A
+// warp takes 128 values of a column, so that columns come side by side.
+template <int K, bool NORM> struct Staged {
+  static constexpr int N = K / 4, UNITS = (N + 31) / 32, ALL = UNITS * AT_ONCE, MINE = (ALL + WARPS - 1) / WARPS;
+  static_assert(UNITS <= 32, "a sum for each in `red`");
+  F4 gain[NORM ? MINE : 1], x[NORM ? MINE : 1];
+  static DEVICE int unit(int n) { return threadIdx.x / 32 + n * WARPS; }
+  static DEVICE int at(int n) { return unit(n) % UNITS * 32 + threadIdx.x % 32; }
+  template <class Load> static DEVICE F4 loaded(const Load &src, int n) {
+    return unit(n) < ALL && at(n) < N ? src(unit(n) / UNITS, 4 * at(n)) : F4{0, 0, 0, 0};
+  }
+  DEVICE void prefetch(const float *g) {
+#pragma unroll
+    for (int n = 0; n < MINE; n++) {
+      const V4 v = ldc16(g + 4 * min(at(n), N - 1));
+      gain[n] = F4{unbits(v.x), unbits(v.y), unbits(v.z), unbits(v.w)};
+    }
+  }
+  template <class Load> DEVICE void load(const Load &src) {
+#pragma unroll
+    for (int n = 0; n < MINE; n++) x[n] = loaded(src, n);
+  }
+  template <class Load> DEVICE void finish(const Load &src, const Shared &sh) {
+#pragma unroll
+    for (int n = 0; n < MINE; n++) {
+      if (unit(n) >= ALL) break;
+      const int column = unit(n) / UNITS;
+      stage_codes<K, 0>(sh, column, at(n), NORM ? times(x[NORM ? n : 0], gain[NORM ? n : 0]) : loaded(src, n));
+      if (NORM) {
+        const float ss = warp_sum(squares(x[NORM ? n : 0]));
+        if (threadIdx.x % 32 == 0) sh.red[column * 32 + unit(n) % UNITS] = ss;
+      }
+    }
+    __syncthreads();
+  }
+  DEVICE float norm(const Shared &sh, int column) const {
+    float ss = 0;
+#pragma unroll
+    for (int i = 0; i < UNITS; i++) ss += sh.red[column * 32 + i];
+    return rsqrt_(ss / K + EPS);
   }
 };
 using QueryRows = Rows<Query, LOW_RANK ? HEAD / CLUSTER : 0, QUERY_LANES>;
 using LatentRows = Rows<Absorb, KV_LORA / CLUSTER, LATENT_LANES>;
 using ValueRows = Rows<Value, Value::ROWS / CLUSTER, VALUE_LANES>;
 
-struct Memory {  // a block's
-  V4 codes[LONGEST / 16];
-  Scale scales[LONGEST / 32];
-  alignas(16) float q[HEAD];        // of the head, unscaled
-  alignas(16) float query[ROW];     // absorbed, then rotated; scaled
-  alignas(16) float part[KV_LORA];  // attention over this block's keys, not normalised
-  float part_max, part_sum;         // log2, sum of the weights
-  float red[WARPS], row_red[NEW][WARPS], warp_maxima[WARPS], warp_sums[WARPS], results[Value::ROWS / CLUSTER];
+struct Memory {  // a block's; of each column:
+  V4 codes[AT_ONCE * LONGEST / 16];
+  Scale scales[AT_ONCE * LONGEST / 32];
+  alignas(16) float q[AT_ONCE][HEAD];        // of the head, unscaled
+  alignas(16) float query[AT_ONCE][ROW];     // absorbed, then rotated; scaled
+  alignas(16) float part[AT_ONCE][KV_LORA];  // attention over this block's keys, not normalised
+  float part_max[AT_ONCE], part_sum[AT_ONCE];  // log2, sum of the weights
+  float red[AT_ONCE * 32], results[AT_ONCE][Value::ROWS / CLUSTER];
+  float warp_maxima[AT_ONCE][WARPS], warp_sums[AT_ONCE][WARPS], warp_weights[AT_ONCE][WARPS];
+  float row_red[NEW][WARPS];
   alignas(16) u16 row[NEW][ROW];  // cache rows of this step's keys, of every CLUSTER-th
   ValueRows value;
   union {
@@ -66,7 +118,7 @@ struct Memory {  // a block's
       QueryRows query;
       LatentRows latent;
     } rows;
-    float sums[WARPS][KV_LORA];  // of each warp's keys; when the rows have been used
+    float sums[WARPS][KV_LORA];  // of each warp's keys, of a column at a time; when the rows have been used
   };
 };
 static_assert(sizeof(Memory) <= SHARED, "the shared memory asked for is too small");
@@ -89,119 +141,143 @@ struct Args {
   Scale *dst_s = nullptr;
 };
 
-// Attention over every CLUSTER-th key from `rank` on, those from `known` on in `row`: `part`, `part_max` and `part_sum`. A warp takes KEYS keys at a
-// time and keeps its lanes' part of the weighted sum of values in registers.
-DEVICE void attend(Memory &m, const u16 *cache, int known, int pos, int rank) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, mine = pos < rank ? 0 : (pos - rank) / CLUSTER + 1;
-  float best = -1e30f, total = 0, sum[2 * VALUE_PAIRS];
+// Attention of `count` columns, the first at `pos`, over every CLUSTER-th key from `rank` on, those from `known` on in
+// `row`: `part`, `part_max` and `part_sum`. A warp takes KEYS keys at a time and keeps its lanes' part of the weighted
+// sums of values in registers.
+DEVICE void attend(Memory &m, const u16 *cache, int known, int pos, int count, int rank) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const auto keys = [&](int c) { return c >= count || pos + c < rank ? 0 : (pos + c - rank) / CLUSTER + 1; };
+  const int most = keys(count - 1);
+  int mine[AT_ONCE];
+  float best[AT_ONCE], total[AT_ONCE], sum[AT_ONCE][2 * VALUE_PAIRS];
 #pragma unroll
-  for (int i = 0; i < 2 * VALUE_PAIRS; i++) sum[i] = 0;
-  for (int first = warp; first < mine; first += WARPS * KEYS) {
+  for (int c = 0; c < AT_ONCE; c++) {
+    mine[c] = keys(c);
+    best[c] = -1e30f;
+    total[c] = 0;
+#pragma unroll
+    for (int i = 0; i < 2 * VALUE_PAIRS; i++) sum[c][i] = 0;
+  }
+  for (int first = warp; first < most; first += WARPS * KEYS) {
     u32 v[KEYS][PAIRS];
-    float s[KEYS];
+    float s[AT_ONCE][KEYS];
 #pragma unroll
     for (int j = 0; j < KEYS; j++) {
       const int i = first + j * WARPS, key = rank + i * CLUSTER;
       const u32 *row = (const u32 *)(key >= known ? m.row[(key - known) / CLUSTER] : cache + (u64)key * ROW);
 #pragma unroll
-      for (int p = 0; p < PAIRS; p++) v[j][p] = i < mine && p * 32 + lane < ROW / 2 ? row[p * 32 + lane] : 0;
-      s[j] = 0;
+      for (int p = 0; p < PAIRS; p++) v[j][p] = i < most && p * 32 + lane < ROW / 2 ? row[p * 32 + lane] : 0;
+#pragma unroll
+      for (int c = 0; c < AT_ONCE; c++) s[c][j] = 0;
     }
 #pragma unroll
     for (int p = 0; p < PAIRS; p++)
-      if (ROW / 2 % 32 == 0 || p * 32 + lane < ROW / 2) {
-        const F2 q = *(const F2 *)(m.query + 2 * (p * 32 + lane));
+      if (ROW / 2 % 32 == 0 || p * 32 + lane < ROW / 2)
 #pragma unroll
-        for (int j = 0; j < KEYS; j++)
-          s[j] = fma_rn(q.y, half_to_float(v[j][p] >> 16), fma_rn(q.x, half_to_float(v[j][p]), s[j]));
+        for (int c = 0; c < AT_ONCE; c++) {
+          const F2 q = *(const F2 *)(m.query[c] + 2 * (p * 32 + lane));
+#pragma unroll
+          for (int j = 0; j < KEYS; j++)
+            s[c][j] = fma_rn(q.y, half_to_float(v[j][p] >> 16), fma_rn(q.x, half_to_float(v[j][p]), s[c][j]));
+        }
+    // A column that has none of these keys keeps what it has: times 1, plus 0.
+#pragma unroll
+    for (int c = 0; c < AT_ONCE; c++) {
+      float top = best[c];
+#pragma unroll
+      for (int j = 0; j < KEYS; j++) {
+        const float whole = warp_sum(s[c][j]);
+        s[c][j] = first + j * WARPS < mine[c] ? whole : -1e30f;
+        top = fmaxf(top, s[c][j]);
       }
-    float top = best;
+      const float kept = exp2_fast(best[c] - top);
+      best[c] = top;
+      total[c] = mul_rn(total[c], kept);  // a compiler could fuse this or the products below with the sums
 #pragma unroll
-    for (int j = 0; j < KEYS; j++) {
-      s[j] = first + j * WARPS < mine ? warp_sum(s[j]) : -1e30f;
-      top = fmaxf(top, s[j]);
-    }
-    const float kept = exp2_fast(best - top);
-    best = top;
-    total = mul_rn(total, kept);  // a compiler could fuse this or the products below with the sums
+      for (int i = 0; i < 2 * VALUE_PAIRS; i++) sum[c][i] = mul_rn(sum[c][i], kept);
 #pragma unroll
-    for (int i = 0; i < 2 * VALUE_PAIRS; i++) sum[i] = mul_rn(sum[i], kept);
+      for (int j = 0; j < KEYS; j++) {
+        const float e = first + j * WARPS < mine[c] ? exp2_fast(s[c][j] - best[c]) : 0;
+        total[c] = add_rn(total[c], e);
 #pragma unroll
-    for (int j = 0; j < KEYS; j++) {
-      const float e = first + j * WARPS < mine ? exp2_fast(s[j] - best) : 0;
-      total = add_rn(total, e);
-#pragma unroll
-      for (int p = 0; p < VALUE_PAIRS; p++) {
-        sum[2 * p] = fma_rn(e, half_to_float(v[j][p]), sum[2 * p]);
-        sum[2 * p + 1] = fma_rn(e, half_to_float(v[j][p] >> 16), sum[2 * p + 1]);
+        for (int p = 0; p < VALUE_PAIRS; p++) {
+          sum[c][2 * p] = fma_rn(e, half_to_float(v[j][p]), sum[c][2 * p]);
+          sum[c][2 * p + 1] = fma_rn(e, half_to_float(v[j][p] >> 16), sum[c][2 * p + 1]);
+        }
       }
     }
   }
+  if (lane == 0)
 #pragma unroll
-  for (int p = 0; p < VALUE_PAIRS; p++)
-    if (warp < mine && p * 32 + lane < KV_LORA / 2)
-      *(F2 *)(m.sums[warp] + 2 * (p * 32 + lane)) = F2{sum[2 * p], sum[2 * p + 1]};
-  if (lane == 0) {
-    m.warp_maxima[warp] = best;
-    m.warp_sums[warp] = total;
+    for (int c = 0; c < AT_ONCE; c++) {
+      m.warp_maxima[c][warp] = best[c];
+      m.warp_sums[c][warp] = total[c];
+    }
+  const auto maximum = [&](int c) {
+    float top = -1e30f;
+    for (int w = 0; w < min(keys(c), WARPS); w++) top = fmaxf(top, m.warp_maxima[c][w]);
+    return top;
+  };
+#pragma unroll
+  for (int c = 0; c < AT_ONCE; c++) {
+    if (c >= count) break;
+    if (c) __syncthreads();  // the column before has been summed
+#pragma unroll
+    for (int p = 0; p < VALUE_PAIRS; p++)
+      if (warp < mine[c] && p * 32 + lane < KV_LORA / 2)
+        *(F2 *)(m.sums[warp] + 2 * (p * 32 + lane)) = F2{sum[c][2 * p], sum[c][2 * p + 1]};
+    __syncthreads();
+    if (c == 0) {
+      if (lane < count) m.warp_weights[lane][warp] = exp2_fast(m.warp_maxima[lane][warp] - maximum(lane));
+      __syncthreads();
+    }
+    const int active = min(mine[c], WARPS);
+    for (int d = threadIdx.x; d < KV_LORA; d += THREADS) {
+      float whole = 0;
+      for (int w = 0; w < active; w++) whole = fma_rn(m.warp_weights[c][w], m.sums[w][d], whole);
+      m.part[c][d] = whole;
+    }
   }
-  __syncthreads();
-  const int active = min(mine, WARPS);
-  best = -1e30f;
-  for (int w = 0; w < active; w++) best = fmaxf(best, m.warp_maxima[w]);
-  for (int d = threadIdx.x; d < KV_LORA; d += THREADS) {
-    float whole = 0;
-    for (int w = 0; w < active; w++) whole += exp2_fast(m.warp_maxima[w] - best) * m.sums[w][d];
-    m.part[d] = whole;
-  }
-  if (threadIdx.x == 0) {
-    total = 0;
-    for (int w = 0; w < active; w++) total += exp2_fast(m.warp_maxima[w] - best) * m.warp_sums[w];
-    m.part_max = best;
-    m.part_sum = total;
+  if (threadIdx.x < count) {
+    const int c = threadIdx.x, active = min(keys(c), WARPS);
+    float all = 0;
+    for (int w = 0; w < active; w++) all = fma_rn(m.warp_weights[c][w], m.warp_sums[c][w], all);
+    m.part_max[c] = maximum(c);
+    m.part_sum[c] = all;
   }
 }
 
 // The head's attention from its cluster's parts.
 struct Merged {
-  const float *part[CLUSTER];
-  float weight[CLUSTER];
-  DEVICE Merged(Memory &m) {
-    float best = -1e30f, total = 0;
-    const float *maximum[CLUSTER], *sum[CLUSTER];
+  Memory &m;
+  DEVICE F4 operator()(int column, int i) const {
+    float weight[CLUSTER], sum[CLUSTER], best = -1e30f, total = 0;
+    F4 part[CLUSTER], v = {0, 0, 0, 0};
 #pragma unroll
     for (int r = 0; r < CLUSTER; r++) {
-      part[r] = peer(m.part, r);
-      maximum[r] = peer(&m.part_max, r);
-      sum[r] = peer(&m.part_sum, r);
-      weight[r] = *maximum[r];
+      weight[r] = *peer(&m.part_max[column], r);
+      sum[r] = *peer(&m.part_sum[column], r);
+      part[r] = load4(peer(m.part[column], r) + i);
       best = fmaxf(best, weight[r]);
     }
 #pragma unroll
-    for (int r = 0; r < CLUSTER; r++) total += (weight[r] = exp2_fast(weight[r] - best)) * *sum[r];
-#pragma unroll
-    for (int r = 0; r < CLUSTER; r++) weight[r] /= total;
-  }
-  DEVICE F4 operator()(int, int i) const {
-    F4 v = {0, 0, 0, 0};
+    for (int r = 0; r < CLUSTER; r++) total = fma_rn(weight[r] = exp2_fast(weight[r] - best), sum[r], total);
 #pragma unroll
     for (int r = 0; r < CLUSTER; r++) {
-      const F4 p = load4(part[r] + i);
-      v = F4{v.x + weight[r] * p.x, v.y + weight[r] * p.y, v.z + weight[r] * p.z, v.w + weight[r] * p.w};
+      const float w = weight[r] / total;
+      v = F4{fma_rn(w, part[r].x, v.x), fma_rn(w, part[r].y, v.y), fma_rn(w, part[r].z, v.z), fma_rn(w, part[r].w, v.w)};
     }
     return v;
   }
 };
 
-DEVICE void run(Args a) {
+DEVICE void run(const Args &a) {
   CLUSTER_SHARED(Memory, m);
   const Shared sh{m.codes, m.scales, nullptr, m.red};
   const int rank = cluster_rank(), warp = threadIdx.x / 32, head = blockIdx.x / CLUSTER % HEADS;
-  const int column = COLUMNS == 1 ? 0 : blockIdx.x / (CLUSTER * HEADS);
-  if (COLUMNS > 1 && column >= a.state[COUNT]) return;
-  a.x += column * Query::COLS;
-  a.q += column * HEADS * HEAD;
-  if (!OUT_QUANTISED) a.dst += column * HEADS * Value::ROWS;
+  const int column = COLUMNS == 1 ? 0 : blockIdx.x / (CLUSTER * HEADS) * AT_ONCE;  // the cluster's first
+  const int count = COLUMNS == 1 ? 1 : min(a.state[COUNT] - column, AT_ONCE);
+  if (count <= 0) return;
   cluster_arrive();  // waited for before the first write into another block's memory
   if constexpr (LOW_RANK) m.rows.query.copy(a.w_query, Query::START + (u64)head * HEAD + rank * (HEAD / CLUSTER));
   copy_commit();
@@ -209,79 +285,88 @@ DEVICE void run(Args a) {
   m.value.copy(a.w_value, Value::START + (u64)head * Value::STRIDE + rank * (Value::ROWS / CLUSTER));
   copy_commit();
   const int known = a.state[POS], pos = known + column;
-  const F2 *angles = a.table + (u64)pos * (ROPE_DIMS / 2);
 
-  const bool owner = rank == pos % CLUSTER;  // of this column's key
   const int first_new = (rank - known % CLUSTER + CLUSTER) % CLUSTER;  // column of the block's first key in this step
   LatentRow row[NEW];
   const auto load_rows = [&] {
 #pragma unroll
     for (int i = 0; i < NEW; i++) {
       const int c = first_new + i * CLUSTER;
-      if (c <= column) row[i].load(a.kv + c * ROW, a.kv_gain, a.table + (u64)(known + c) * (ROPE_DIMS / 2));
+      if (c < column + count) row[i].load(a.kv + c * ROW, a.kv_gain, a.table + (u64)(known + c) * (ROPE_DIMS / 2));
     }
   };
   if constexpr (LOW_RANK) {
-    Stage<LOW_RANK ? Query::COLS : 32, true, true, false, 1> stage;
+    Staged<LOW_RANK ? Query::COLS : 32, true> stage;
     stage.prefetch(a.x_gain);
     grid_wait();
-    const Plain x{a.x};
+    const Plain x{a.x + column * Query::COLS, Query::COLS};
     stage.load(x);
     load_rows();
     copy_wait<1>();
     stage.finish(x, sh);
-    const float norm = stage.norm(EPS, sh, 0);
+    float norm[AT_ONCE];
+#pragma unroll
+    for (int c = 0; c < AT_ONCE; c++) norm[c] = stage.norm(sh, c);
     cluster_wait();
-    m.rows.query.multiply(sh, [&](int i, int sub, float v) {
-      for (int r = sub; r < CLUSTER; r += QUERY_LANES) peer(m.q, r)[rank * (HEAD / CLUSTER) + i] = v * norm;
+    m.rows.query.multiply(sh, [&](int c, int i, int sub, float v) {
+      for (int r = sub; r < CLUSTER; r += QUERY_LANES)
+        peer(m.q[c], r)[rank * (HEAD / CLUSTER) + i] = mul_rn(v, norm[c]);
     });
   } else {
     grid_wait();
     load_rows();
-    for (int i = threadIdx.x; i < HEAD; i += THREADS) m.q[i] = a.q[head * HEAD + i];
+    for (int i = threadIdx.x; i < AT_ONCE * HEAD; i += THREADS)
+      m.q[0][i] = a.q[((column + i / HEAD) * HEADS + head) * HEAD + i % HEAD];
     cluster_wait();
   }
   cluster_arrive();
 #pragma unroll
   for (int i = 0; i < NEW; i++)
-    if (first_new + i * CLUSTER <= column) row[i].store(m.row[i], m.row_red[i]);
+    if (first_new + i * CLUSTER < column + count) row[i].store(m.row[i], m.row_red[i]);
   cluster_wait();
-  if (owner && head == 0) {
+  if (head == 0 && first_new < count) {
     __syncthreads();  // the row was stored behind the arrival, so the cluster's barrier says nothing of it
-    for (int i = threadIdx.x; i < ROW; i += THREADS) a.cache[(u64)pos * ROW + i] = m.row[column / CLUSTER][i];
+    for (int i = threadIdx.x; i < ROW; i += THREADS)
+      a.cache[(u64)(pos + first_new) * ROW + i] = m.row[column / CLUSTER][i];
   }
 
-  Stage<NOPE, false, true, false, 1> nope;
+  Staged<NOPE, false> nope;
   copy_wait<0>();
-  nope.finish(Plain{m.q}, sh);
-  for (int i = threadIdx.x; i < ROPE_DIMS; i += THREADS)
-    m.query[KV_LORA + i] = query_scale(pos) * rotated(m.q + NOPE, angles, i);
-  m.rows.latent.multiply(sh, [&](int row, int sub, float v) {
+  nope.finish(Plain{m.q[0], HEAD}, sh);
+  for (int i = threadIdx.x; i < count * ROPE_DIMS; i += THREADS) {
+    const int c = i / ROPE_DIMS, d = i % ROPE_DIMS;
+    const F2 *angles = a.table + (u64)(pos + c) * (ROPE_DIMS / 2);
+    m.query[c][KV_LORA + d] = query_scale(pos + c) * rotated(m.q[c] + NOPE, angles, d);
+  }
+  m.rows.latent.multiply(sh, [&](int c, int row, int sub, float v) {
     for (int r = sub; r < CLUSTER; r += LATENT_LANES)
-      peer(m.query, r)[rank * (KV_LORA / CLUSTER) + row] = v * query_scale(pos);
+      peer(m.query[c], r)[rank * (KV_LORA / CLUSTER) + row] = mul_rn(v, query_scale(pos + c));
   });
   cluster_arrive();
   cluster_wait();
 
-  attend(m, a.cache, known, pos, rank);
+  attend(m, a.cache, known, pos, count, rank);
   cluster_arrive();
   cluster_wait();
-  Stage<KV_LORA, false, true, false, 1> latent;
-  latent.finish(Merged(m), sh);
+  Staged<KV_LORA, false> latent;
+  latent.finish(Merged{m}, sh);
   cluster_arrive();  // this block has read the others' parts
-  const int first = head * Value::ROWS + rank * (Value::ROWS / CLUSTER);
-  const float open = GATED ? 1.f / (1.f + expf(-a.gate[column * HEADS + head])) : 1.f;
-  m.value.multiply(sh, [&](int row, int sub, float v) {
+  constexpr int OWN = Value::ROWS / CLUSTER, PARTS = OWN / 32;
+  const int first = head * Value::ROWS + rank * OWN;
+  float open[AT_ONCE];
+#pragma unroll
+  for (int c = 0; c < AT_ONCE; c++) open[c] = GATED ? 1.f / (1.f + expf(-a.gate[(column + c) * HEADS + head])) : 1.f;
+  m.value.multiply(sh, [&](int c, int row, int sub, float v) {
     if (sub) return;
-    if (GATED) v = mul_rn(v, open);
-    if constexpr (OUT_QUANTISED) m.results[row] = v;
-    else a.dst[first + row] = v;
+    if (GATED) v = mul_rn(v, open[c]);
+    if constexpr (OUT_QUANTISED) m.results[c][row] = v;
+    else a.dst[(column + c) * HEADS * Value::ROWS + first + row] = v;
   });
   if constexpr (OUT_QUANTISED) {
     __syncthreads();
-    if (warp < Value::ROWS / CLUSTER / 32)
-      put_block<COLUMNS>(
-          m.results[threadIdx.x], a.dst_q, a.dst_s, column, HEADS * Value::ROWS / 32, first / 32 + warp);
+    for (int i = warp; i < AT_ONCE * PARTS; i += WARPS)
+      put_block<COLUMNS>(m.results[i / PARTS][i % PARTS * 32 + threadIdx.x % 32], a.dst_q, a.dst_s, column + i / PARTS,
+          HEADS * Value::ROWS / 32, first / 32 + i % PARTS);
   }
   cluster_wait();  // nobody reads this block's memory any more
 }

@@ -18,6 +18,7 @@ from tinychat.kernels.blocks import (
     Dense,
     Experts,
     Gated,
+    Layer,
     LayerEmbedding,
     ShortConvolution,
     Weight,
@@ -45,8 +46,10 @@ from tinychat.kernels.cuda.launches import (
     choice,
     embed,
     gate_input,
+    join,
     layer_inputs,
     norm_add,
+    store_hidden,
     store_kv,
 )
 from tinychat.kernels.cuda.layout import keys_of
@@ -94,34 +97,46 @@ class Prefill:
         if table := self.b.plan.layer_table:
             out += [*self._projections("x", None, table.eps, [(table.project, None, "inputs")]), self._inputs(table)]
         for i, layer in enumerate(self.b.plan.layers):
-            match layer.attention:
-                case GQA() as a:
-                    out += self._gqa(i, a)
-                case MLA() as m:
-                    out += self._mla(i, m)
-                case DeltaRule() as r:
-                    out += self._delta_rule(i, r)
-                case KDA() as k:
-                    out += self._kda(i, k)
-                case ShortConvolution() as c:
-                    out += self._short_convolution(i, c)
-            match layer.feed_forward:
-                case Dense() as d:
-                    down = ops.added("ffn", d.weights.down, None, d.post_norm, d.eps, d.residual_scale, d.stream_scale)
-                    out += [
-                        self._norm("x", d.norm, d.eps),
-                        self._gated(d.weights, "inner"),
-                        *self._added("inner", down),
-                    ]
-                case Experts() as e:
-                    out += self._experts(e)
-            if layer.embedding:
-                out += self._layer_embedding(i, layer.embedding)
+            out += self._layer(i, layer)
+        hidden = [op for op in self.b.plan.ops if isinstance(op, ops.StoreHidden)]
+        return [*out, *(self._each_token(store_hidden(self.b, op, self.tokens)) for op in hidden)]
+
+    def mtp(self) -> list[Launch]:
+        """The plan's multi-token prediction: its residual stream of every token, and their cache rows."""
+        b, mtp = self.b, self.b.plan.mtp
+        joined = b.plan.draft_ops[0]
+        assert mtp and isinstance(joined, ops.Join)
+        return [
+            self._each_token(join(b, joined, self.tokens)),
+            *self._projections(joined.dst, None, mtp.eps, [(mtp.project, None, "x")]),
+            *self._layer(len(b.plan.layers), mtp.layer),
+        ]
+
+    def _layer(self, i: int, layer: Layer) -> list[Launch]:
+        out = list[Launch]()
+        match layer.attention:
+            case GQA() as a:
+                out += self._gqa(i, a)
+            case MLA() as m:
+                out += self._mla(i, m)
+            case DeltaRule() as r:
+                out += self._delta_rule(i, r)
+            case KDA() as k:
+                out += self._kda(i, k)
+            case ShortConvolution() as c:
+                out += self._short_convolution(i, c)
+        match layer.feed_forward:
+            case Dense() as d:
+                down = ops.added("ffn", d.weights.down, None, d.post_norm, d.eps, d.residual_scale, d.stream_scale)
+                out += [self._norm("x", d.norm, d.eps), self._gated(d.weights, "inner"), *self._added("inner", down)]
+            case Experts() as e:
+                out += self._experts(e)
+        if layer.embedding:
+            out += self._layer_embedding(i, layer.embedding)
         return out
 
-    def head(self) -> list[Launch]:
+    def head(self, op: ops.Head) -> list[Launch]:
         """Logits of every token into logits_all (tokens, vocab)."""
-        op = self.b.plan.head
         dst = self.b.buffer("logits_all", 4 * self.tokens * op.weight.rows)
         return [
             self._norm("x", op.norm, op.eps),
@@ -129,6 +144,11 @@ class Prefill:
         ]
 
     # --- pieces
+
+    @staticmethod
+    def _each_token(launch: Launch) -> Launch:
+        """A launch with as many blocks in the first dimension as there are tokens."""
+        return replace(launch, sized=lambda count, keys: (count, *launch.grid[1:]))
 
     def _embed(self) -> Launch:
         launch = embed(self.b, self.b.plan.embed, self.tokens)
@@ -143,7 +163,7 @@ class Prefill:
         return [
             self._norm("x", None, e.eps, unit=True),
             self._linear("linear", [e.gate], "normed", [self.b.act("gated", self.tokens)]),
-            replace(gated, sized=lambda count, keys: (count, 1, 1)),
+            self._each_token(gated),
             self._norm("gated", None, e.eps),
             *self._added("normed", ops.added("gated", e.project, None, e.post_norm, e.eps, 1.0, e.stream_scale)),
         ]
@@ -532,8 +552,7 @@ class Prefill:
         return out
 
     def _norm_add(self, norm: Weight, eps: float, **options: Any) -> Launch:
-        launch = norm_add(self.b, norm, eps, tokens=self.tokens, **options)
-        return replace(launch, sized=lambda count, keys: (count, 1, 1))
+        return self._each_token(norm_add(self.b, norm, eps, tokens=self.tokens, **options))
 
     def _router(self, block: Experts, pairs: int) -> Launch:
         r = block.router

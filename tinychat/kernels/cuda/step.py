@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from tinychat.kernels import ops
-from tinychat.kernels.blocks import GQA, KDA, MLA, DeltaRule, Dense, Experts, LayerEmbedding, ShortConvolution
-from tinychat.kernels.cuda.builder import Activations, Builder, Depth, LaunchedOps
+from tinychat.kernels.blocks import (
+    GQA,
+    KDA,
+    MLA,
+    DeltaRule,
+    Dense,
+    Experts,
+    Layer,
+    LayerEmbedding,
+    ShortConvolution,
+)
+from tinychat.kernels.cuda.builder import RING_DRAFTS, Activations, Builder, Depth, LaunchedOps
 from tinychat.kernels.cuda.latent import absorb, combine, latent_linear, mla_cluster, takes_cluster, value_up
 from tinychat.kernels.cuda.launch import Launch
 from tinychat.kernels.cuda.launches import (
@@ -15,19 +25,22 @@ from tinychat.kernels.cuda.launches import (
     embed,
     experts_down,
     experts_up,
+    follow,
     gate_input,
     gate_up,
     head,
+    join,
     layer_inputs,
     linear,
     linear_add,
     norm_add,
     sample,
+    store_hidden,
     store_kv,
 )
 from tinychat.kernels.cuda.recurrent import delta, kda_inputs, short_convolution
 from tinychat.kernels.cuda.spread import QUANTISED_ROWS, pair_spread
-from tinychat.kernels.ops import LinearAdd, NormAdd, NormLinear
+from tinychat.kernels.ops import Head, Join, LinearAdd, NormAdd, NormLinear, StoreHidden
 
 NEAR = 512  # keys up to which a cluster of blocks per head does latent attention with all that belongs to it
 DEEP = 2048  # keys from which on latent attention has DEEP_SPLITS parts, and a kernel more to combine them
@@ -44,35 +57,63 @@ def decode(b: Builder, depth: Depth = "middle") -> LaunchedOps:
         out += [(project, 1), (layer_inputs(b, table, b.columns), 2)]
     first = len(plan.first_ops)  # op of the layer
     for i, (layer, layer_ops) in enumerate(zip(plan.layers, plan.ops_of_layers)):
-        done = first + len(layer_ops)
-        embedding = enumerated(_layer_embedding(b, i, layer.embedding), done) if layer.embedding else []
-        match layer.attention:
-            case GQA() as a:
-                out += [(launch, first + n) for n, launch in enumerate(_gqa(b, i, a))]
-            case MLA() as m:
-                out += [(launch, first + n) for launch, n in _mla(b, i, m, depth)]
-            case DeltaRule() as r:
-                out += [(launch, first + n) for n, launch in zip((0, 2, 3), _delta_rule(b, i, r))]
-            case KDA() as k:
-                out += [(launch, first + n) for launch, n in _kda(b, i, k)]
-            case ShortConvolution() as c:
-                out += [(launch, first + n) for n, launch in enumerate(_short_convolution(b, i, c))]
-        match layer.feed_forward:
-            case Dense() as d:
-                out += enumerated(_dense(b, d), done - len(embedding))
-            case Experts() as e:
-                out += enumerated(_experts(b, i, e), done - len(embedding))
-        out += embedding
-        first = done
+        out += [(launch, first + n) for launch, n in _layer(b, i, layer, len(layer_ops), depth)]
+        first += len(layer_ops)
+    if isinstance(hidden := plan.ops[first], StoreHidden):
+        out.append((store_hidden(b, hidden, b.columns), first))
+        first += 1
     out.append((head(b, plan.head), first))
     out += [(launch, len(plan.ops)) for launch in sample(b)]
     return [(each, op) for launch, op in out for each in (*launch.before, launch)]
 
 
-def depths(b: Builder, clusters: bool) -> dict[int, Depth]:
-    """The kinds of decode steps of the plan, whatever their number of tokens, by the position from which on each is
+def draft(b: Builder, depth: Depth) -> LaunchedOps:
+    """All kernels of the plan's multi-token prediction for the builder's columns, with the index in Plan.draft_ops of
+    the op that each computes."""
+    joined, _, *layer_ops, last = b.plan.draft_ops
+    assert b.plan.mtp and isinstance(joined, Join) and isinstance(last, Head)
+    done = 2 + len(layer_ops)
+    out: LaunchedOps = [
+        (join(b, joined, b.columns), 0),
+        (linear(b, "linear", Activations(joined.dst, 2 * b.plan.dim), ((b.plan.mtp.project, None, "x"),)), 1),
+    ]
+    out += [(launch, 2 + n) for launch, n in _layer(b, len(b.plan.layers), b.plan.mtp.layer, len(layer_ops), depth)]
+    out += [(head(b, last), done), *((launch, done + 1) for launch in sample(b, RING_DRAFTS))]
+    return [(each, op) for launch, op in out for each in (*launch.before, launch)]
+
+
+def draft_behind(b: Builder, depth: Depth) -> LaunchedOps:
+    """The same, behind a verify step of as many tokens, for each of those that it chose."""
+    return [(follow(b), 0), *draft(b, depth)]
+
+
+def _layer(b: Builder, i: int, layer: Layer, count: int, depth: Depth) -> LaunchedOps:
+    """The launches of layer `i`, with the index among its `count` ops of the op that each computes."""
+    out = LaunchedOps()
+    embedding = enumerated(_layer_embedding(b, i, layer.embedding), count) if layer.embedding else []
+    match layer.attention:
+        case GQA() as a:
+            out += [(launch, n) for n, launch in enumerate(_gqa(b, i, a))]
+        case MLA() as m:
+            out += _mla(b, i, m, depth)
+        case DeltaRule() as r:
+            out += [(launch, n) for n, launch in zip((0, 2, 3), _delta_rule(b, i, r))]
+        case KDA() as k:
+            out += _kda(b, i, k)
+        case ShortConvolution() as c:
+            out += [(launch, n) for n, launch in enumerate(_short_convolution(b, i, c))]
+    match layer.feed_forward:
+        case Dense() as d:
+            out += enumerated(_dense(b, d), count - len(embedding))
+        case Experts() as e:
+            out += enumerated(_experts(b, i, e), count - len(embedding))
+    return [*out, *embedding]
+
+
+def depths(b: Builder, clusters: bool, layers: Sequence[Layer]) -> dict[int, Depth]:
+    """The kinds of decode steps of `layers`, whatever their number of tokens, by the position from which on each is
     taken. `clusters`: the GPU has them."""
-    latent = [layer.attention for layer in b.plan.layers if isinstance(layer.attention, MLA)]
+    latent = [layer.attention for layer in layers if isinstance(layer.attention, MLA)]
     near = clusters and latent and all(takes_cluster(b.of(1), a) for a in latent)
     kinds: dict[int, Depth] = {0: "near" if near else "middle"}
     if near and b.max_context > NEAR:
