@@ -38,7 +38,7 @@ from tinychat.kernels.cuda.launch import Launch
 from tinychat.kernels.cuda.layout import Layout
 from tinychat.kernels.cuda.prefill import SIZES, Chip, Prefill
 from tinychat.kernels.cuda.step import decode, depths
-from tinychat.kernels.cuda.verify import Verifying
+from tinychat.kernels.cuda.verify import drafting, verifying
 from tinychat.kernels.ops import Plan
 
 CONTEXT = 2112  # beyond the position from which on latent attention is of its last kind
@@ -73,12 +73,17 @@ class Form:
 def forms(plan: Plan, weights: GGUF) -> list[Form]:
     """Every kind of step that an executor has for the plan."""
     builder = Builder(plan, Layout(plan, {name: t.nbytes for name, t in weights.tensors.items()}), CONTEXT)
-    kinds = depths(builder, clusters=True)
-    out = [Form(Prefill(builder, n, CHIP).layers(), PROMPT_AT, min(n - 3, LONGEST)) for n in (*SIZES, CONTEXT)]
-    out.append(Form(Prefill(builder, SIZES[1], CHIP).head(), PROMPT_AT, SIZES[1] - 3))
+    kinds, mtp = depths(builder, True, plan.layers), plan.mtp
+    prompts = {n: Prefill(builder, n, CHIP) for n in (*SIZES, CONTEXT)}
+    out = [Form(p.layers(), PROMPT_AT, min(n - 3, LONGEST)) for n, p in prompts.items()]
+    out.append(Form(prompts[SIZES[1]].head(plan.head), PROMPT_AT, SIZES[1] - 3))
     out += [Form([launch for launch, _ in decode(builder, kind)], pos + 9, 1) for pos, kind in kinds.items()]
-    verifying = Verifying(builder, CHIP, kinds)  # type: ignore[arg-type]  # of a GPU it reads the same field
-    return out + [Form(verifying.launches(n, pos), pos + 9, n) for n in verifying.counts for pos in kinds]
+    steps = [(verifying(builder, CHIP, kinds), kinds)]
+    if mtp:
+        out += [Form(p.mtp(), PROMPT_AT, min(n - 3, LONGEST)) for n, p in prompts.items()]
+        drafts = depths(builder, True, [mtp.layer])
+        steps += [(graphs, drafts) for graphs in drafting(builder, CHIP, drafts)]
+    return out + [Form(s.launches(n, pos), pos + 9, n) for s, ks in steps for n in s.counts for pos in ks]
 
 
 def kernels(path: Path) -> dict[str, Launch]:

@@ -71,7 +71,7 @@ def test_the_default_place_follows_the_environment(tmp_path, monkeypatch):
     assert settings.path().name == "settings.toml"
 
 
-DEEP = f"a = {'[' * 2000}{']' * 2000}"
+DEEP = f"a = {'[' * 20_000}{']' * 20_000}"
 
 
 @pytest.mark.parametrize(
