@@ -45,7 +45,7 @@ CONTEXT = 2112  # beyond the position from which on latent attention is of its l
 PROMPT_AT = 300  # position of prompts
 LONGEST = 130  # tokens of a prompt, at most: two tiles, the second nearly empty
 CHIP = Chip(warpgroups=True, max_shared=227 << 10)  # of the H200: what is compiled ahead
-MODELS = tuple(dict.fromkeys((*CHECKED, *VERIFIED)))
+MODELS = tuple(dict.fromkeys((*CHECKED, *VERIFIED, "deepseek2_nextn:Q4_K_M")))
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck", "none")
 EXPECTED = re.compile(r"ran |========= (COMPUTE-SANITIZER|(ERROR|RACECHECK) SUMMARY: 0 )")  # lines of a clean run
 
@@ -89,7 +89,7 @@ def forms(plan: Plan, weights: GGUF) -> list[Form]:
 def kernels(path: Path) -> dict[str, Launch]:
     """The launches of all forms by their source."""
     gguf = GGUF.open(path)
-    every = forms(build_plan(gguf, ModelConfig.from_gguf(gguf)), gguf)
+    every = forms(build_plan(gguf, ModelConfig.from_gguf(gguf), mtp=True), gguf)
     return {launch.source(): launch for launch in chain.from_iterable(form.launches for form in every)}
 
 
@@ -121,7 +121,7 @@ def compile_all(launches: list[Launch], jobs: int) -> None:
 def every_kernel(path: Path) -> None:
     """Runs each form, but of its launches those alone whose kernel has not run yet: racecheck needs long for each."""
     gguf = GGUF.open(path)
-    plan, ran = build_plan(gguf, ModelConfig.from_gguf(gguf)), set[str]()
+    plan, ran = build_plan(gguf, ModelConfig.from_gguf(gguf), mtp=True), set[str]()
     e = CUDAExecutor(plan, gguf, CONTEXT)
     rng = np.random.default_rng(7)
     randomise_cache(e)
