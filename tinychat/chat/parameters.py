@@ -123,11 +123,13 @@ def set_parameter(parameters: Parameters, name: str, text: str) -> Parameters:
 
 def _number(spec: Parameter, text: str) -> float | int:
     kind = "a whole number" if spec.kind is int else "a number"
-    wanted = f"{spec.name} is {kind} from {spec.low:g} to {spec.high:g}" + (f", or {spec.empty}" if spec.empty else "")
+    shape = ",d" if spec.kind is int else "g"
+    wanted = f"{spec.name} is {kind} from {spec.low:{shape}} to {spec.high:{shape}}"
+    wanted += f", or {spec.empty}" if spec.empty else ""
     try:
         value: float | int = spec.kind(text.strip().replace(",", "." if spec.kind is float else ""))
     except ValueError:
         raise TinychatError(f"{wanted}, not {printable(text.strip())!r}") from None
     if not math.isfinite(value) or not spec.low <= value <= spec.high:
-        raise TinychatError(f"{wanted}, not {value:g}")
+        raise TinychatError(f"{wanted}, not {value:{shape}}")
     return value

@@ -42,9 +42,11 @@ def list_files(everything: bool) -> None:
         say(f"nothing in {cache.downloads_dir()} yet; `tinychat cache list --all` shows what there is to download")
     files, nbytes = saved.usage()
     if files:
-        say(f"{decimal(nbytes)} of saved KV caches in {files:,} blocks; `tinychat cache clear kv` deletes them")
+        blocks = f"{files:,} block{'s' * (files != 1)}"
+        say(f"{decimal(nbytes)} of saved KV caches in {blocks}; `tinychat cache clear kv` deletes them")
     if profiles := [p.stat().st_size for p in profiles_dir().glob("*.json")]:
-        say(f"{decimal(sum(profiles))} in {len(profiles)} profiles; `tinychat cache clear profiles` deletes them")
+        count = f"{len(profiles)} profile{'s' * (len(profiles) != 1)}"
+        say(f"{decimal(sum(profiles))} in {count}; `tinychat cache clear profiles` deletes them")
 
 
 def clear(what: str) -> None:
