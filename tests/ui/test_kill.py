@@ -64,12 +64,12 @@ def test_kill_9_loses_at_most_the_last_second(tmp_path):
         history.close()
 
 
-def test_ten_kills_at_random_moments(tmp_path, monkeypatch):
+def test_six_kills_at_random_moments(tmp_path, monkeypatch):
     """Of a process that chats, switches models, downloads and saves; `python -m scripts.kill` does more of them."""
     compiled = [p for p in (Path(os.environ["XDG_CACHE_HOME"]) / "tinychat").iterdir() if p.is_file()]
     (tmp_path / "tinychat").mkdir()
     for path in compiled:
         (tmp_path / "tinychat" / path.name).symlink_to(path.resolve())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    counts = kill.kill(10, 3, tmp_path)
-    assert counts["lives"] == 10 and counts["conversations"] > 0 and counts["blocks"] > 0, counts
+    counts = kill.kill(6, 3, tmp_path)
+    assert counts["lives"] == 6 and counts["conversations"] > 0 and counts["blocks"] > 0, counts
