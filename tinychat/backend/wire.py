@@ -167,14 +167,17 @@ async def whole(response: httpx.Response) -> bytes:
 
 async def _lines(response: httpx.Response) -> AsyncIterator[str]:
     """httpx's own would keep a line that never ends."""
-    rest = ""
+    rest, size = list[str](), 0
     async for text in response.aiter_text():
-        *lines, rest = (rest + text).split("\n")
+        *lines, last = text.split("\n")
         for line in lines:
-            yield line
-        if len(rest) > MAX_LINE:
+            yield "".join((*rest, line))
+            rest, size = [], 0
+        rest.append(last)
+        size += len(last)
+        if size > MAX_LINE:
             raise httpx.RemoteProtocolError("a line is too long")
-    yield rest
+    yield "".join(rest)
 
 
 async def chunks(response: httpx.Response) -> AsyncIterator[Mapping[str, Any]]:
