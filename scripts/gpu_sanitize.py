@@ -2,11 +2,11 @@
 
     python -m scripts.gpu_sanitize memcheck racecheck initcheck [--limit SECONDS --jobs N --models VARIANT:QUANT ...]
 
-Each model runs one step of every form (prompts of each width, decode steps of each depth, verify steps of each number
-of tokens), every kernel once. The kernels are compiled first, without the tool. The models are divided over processes
-so that few kernels are in two of them, since a tool's time goes into each kernel that a process loads: a process keeps
-those that it has. One line per tool says what ran, what was found, and which models were left at the limit. `none` runs
-them without a tool.
+Each model runs one step of every form (prompts of each width, decode steps of each depth, verify steps and drafts of
+each number of tokens), every kernel once. The kernels are compiled first, without the tool. The models are divided over
+processes so that few kernels are in two of them, since a tool's time goes into each kernel that a process loads: a
+process keeps those that it has. One line per tool says what ran, what was found, and which models were left at the
+limit. `none` runs them without a tool.
 """
 
 import argparse
