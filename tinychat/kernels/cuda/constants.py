@@ -376,7 +376,7 @@ class CarriedConstants(StepConstants):
 
 @dataclass(frozen=True)
 class DeltaConstants(CarriedConstants):
-    """delta.cuh; delta.cu, prompt_convolve.cu, prompt_delta.cu, prompt_gated_norm.cu"""
+    """delta.cuh; delta.cu, prompt_convolve.cu, prompt_chunks.cu, prompt_kda.cu, prompt_gated_norm.cu"""
 
     key_heads: int
     heads: int
@@ -387,6 +387,13 @@ class DeltaConstants(CarriedConstants):
     lower_bound: float  # of the logarithm of a decay; 0: none
     eps: float
     query_scale: float
+
+
+@dataclass(frozen=True)
+class PromptDeltaConstants(DeltaConstants):
+    """prompt_delta.cu"""
+
+    stages: int  # chunks in shared memory
 
 
 @dataclass(frozen=True)

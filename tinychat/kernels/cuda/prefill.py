@@ -348,19 +348,21 @@ class Prefill:
         ]
 
     def _delta_rule(self, layer: int, a: DeltaRule) -> list[Launch]:
+        attended = self._halves("attended", self.tokens, a.output.cols)
         outputs = [(a.qkv, None, "qkv"), (a.gate, None, "gate"), (a.beta, None, "beta"), (a.alpha, None, "alpha")]
         return [
             *self._projections("x", a.norm, a.eps, outputs),
-            *prompt_delta(self.b, layer, a, self.tokens, self._halves("attended", self.tokens, a.output.cols)),
+            *prompt_delta(self.b, layer, a, self.tokens, attended, self.chip.max_shared),
             self._linear_add("attended", a.output, None, 1.0),
         ]
 
     def _kda(self, layer: int, a: KDA) -> list[Launch]:
+        attended = self._halves("attended", self.tokens, a.output.cols)
         inputs, later = kda_inputs(a)
         return [
             *self._projections("x", a.norm, a.eps, inputs),
             *chain.from_iterable(self._projections(src, None, a.eps, [output]) for src, output in later.items()),
-            *prompt_delta(self.b, layer, a, self.tokens, self._halves("attended", self.tokens, a.output.cols)),
+            *prompt_delta(self.b, layer, a, self.tokens, attended, self.chip.max_shared),
             self._linear_add("attended", a.output, None, 1.0),
         ]
 
