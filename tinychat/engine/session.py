@@ -72,13 +72,16 @@ class Session:
         while len(self.tokens) < last:
             if stop and stop.is_set():
                 return False
-            end = min(len(self.tokens) + size, last, *(n for n in places if n > len(self.tokens)))
-            chunk = list(prompt[len(self.tokens) : end])
-            self.executor.forward(chunk, len(self.tokens))
+            first = len(self.tokens)
+            due = [n for n in places if n > first]
+            end = min(first + size, last, *due[1:2])
+            chunk = list(prompt[first:end])
+            if due and due[0] <= end:
+                self.snapshots.add(due[0], self.executor.forward_keeping(chunk, first, due[0]))
+            else:
+                self.executor.forward(chunk, first)
             self.tokens += chunk
             self.state_at = end
-            if end in places:
-                self.snapshots.add(end, self.executor.read_state())
             if self.speculation.most:
                 self.complete()
             s.prefill_s, s.context_used = time.perf_counter() - started, len(self.tokens)

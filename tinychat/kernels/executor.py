@@ -113,6 +113,11 @@ class Executor(Protocol):
         """
         ...
 
+    def forward_keeping(self, ids: Sequence[int], pos: int, place: int) -> StateCopy:
+        """forward(ids, pos) without logits; the state behind the first `place` tokens of the sequence, which is behind
+        one of `ids`."""
+        ...
+
     def draft(self, ids: Sequence[int], pos: int) -> int:
         """Runs the plan's MTP on `ids` as forward() does; the id that it holds most likely behind the last one."""
         ...
@@ -190,6 +195,19 @@ class Executor(Protocol):
     def close(self) -> None:
         """Frees device memory and threads; the executor is not used again."""
         ...
+
+
+class KeepsInPieces:
+    """Base of an executor that stops where a state is to be kept."""
+
+    def forward_keeping(self: Executor, ids: Sequence[int], pos: int, place: int) -> StateCopy:
+        """See Executor.forward_keeping: in two calls of forward()."""
+        split = place - pos
+        self.forward(ids[:split], pos)
+        kept = self.read_state()
+        if split < len(ids):
+            self.forward(ids[split:], place)
+        return kept
 
 
 class SingleSteps:

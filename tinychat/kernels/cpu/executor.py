@@ -29,7 +29,7 @@ from tinychat.kernels.cpu.library import (
     StepContext,
 )
 from tinychat.kernels.cpu.program import build
-from tinychat.kernels.executor import ExecutorKind, Logits, Mask, StateCopy, Weights
+from tinychat.kernels.executor import ExecutorKind, KeepsInPieces, Logits, Mask, StateCopy, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import (
     Attention,
@@ -120,7 +120,7 @@ def _cpu_quota(root: Path) -> float:
     return least
 
 
-class CPUExecutor:
+class CPUExecutor(KeepsInPieces):
     """A `MeasurableExecutor` on this machine's CPU.
 
     Activations are quantised to 16 bits per 32 values, the cache is F16; everything else is float32. `flags` choose the

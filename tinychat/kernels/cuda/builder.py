@@ -110,10 +110,10 @@ class Builder:
         return f"{self.buffer('routes', 4 * ROUTE_SLOTS * layers * used)}+{4 * before * used}"
 
     def carried(self, layer: int) -> str:
-        """What a layer carries from token to token, SLOTS times."""
+        """What a layer carries from token to token, SLOTS times, and behind the token that a prompt keeps it of."""
         state = self.plan.states[layer]
         assert state
-        return self.buffer(f"carried:{layer}", SLOTS * state.nbytes)
+        return self.buffer(f"carried:{layer}", (SLOTS + 1) * state.nbytes)
 
     def source(self, x: Activations) -> dict[str, str | None]:
         """Activations as a kernel's input."""

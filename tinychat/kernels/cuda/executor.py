@@ -27,12 +27,12 @@ from tinychat.kernels.cuda.load import load
 from tinychat.kernels.cuda.prefill import SIZES, Chip, Prefill
 from tinychat.kernels.cuda.profile import DecodeStep, kernels, profile, read_bandwidth, seconds_of
 from tinychat.kernels.cuda.quants import QUANTS
-from tinychat.kernels.cuda.recurrent import TOGETHER
+from tinychat.kernels.cuda.recurrent import CHUNK, TOGETHER
 from tinychat.kernels.cuda.selfcheck import self_check
 from tinychat.kernels.cuda.state import bias_values, breaker_bits, state_words
 from tinychat.kernels.cuda.step import decode, depths
 from tinychat.kernels.cuda.verify import drafting, verifying
-from tinychat.kernels.executor import ExecutorKind, Logits, Mask, StateCopy, Weights
+from tinychat.kernels.executor import ExecutorKind, KeepsInPieces, Logits, Mask, StateCopy, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile
@@ -77,7 +77,7 @@ class Prompts:
     head_all: Callable[..., None]  # those of all
 
 
-class CUDAExecutor:
+class CUDAExecutor(KeepsInPieces):
     """`Executor` on CUDA. Raises TinychatError for a plan beyond LIMITS, and where there is no such GPU, no memory
     left, or a kernel fails its check at load."""
 
@@ -204,6 +204,19 @@ class CUDAExecutor:
         if not mtp:
             self._seen = pos + len(ids)
         return np.concatenate(out) if out else None
+
+    def forward_keeping(self, ids: Sequence[int], pos: int, place: int) -> StateCopy:
+        """See Executor.forward_keeping. Prompts leave the state at the end of any of their chunks."""
+        split, count = place - pos, len(ids)
+        if split == count or split % CHUNK or count > self.prefill_chunk:
+            return super().forward_keeping(ids, pos, place)
+        self._check(ids, pos)
+        self._place(ids, pos, GREEDY, count, kept=split)
+        steps = self._prompts[0].steps
+        steps[min(n for n in steps if n >= count)](count, pos + count)
+        self.gpu.synchronize()
+        self._seen = pos + count
+        return self._kept.copy(SLOTS)
 
     def draft(self, ids: Sequence[int], pos: int) -> int:
         """See Executor.draft. The last tokens go through a graph as a verify step's."""
@@ -438,13 +451,23 @@ class CUDAExecutor:
         values = [(f"v:{i}", cache.value_width) for i, cache in enumerate(self.plan.caches) if cache.value_width]
         return keys + values
 
-    def _place(self, ids: Sequence[int], pos: int, sampling: Sampling, count: int = 1, *, masked: bool = False) -> None:
+    def _place(
+        self,
+        ids: Sequence[int],
+        pos: int,
+        sampling: Sampling,
+        count: int = 1,
+        *,
+        masked: bool = False,
+        kept: int = 0,
+    ) -> None:
         """Tells the device the tokens at positions pos, pos + 1, ...; the last `count` of them are the next step's.
-        `masked`: its token has to be one of the buffer `allowed`."""
+        `masked`: its token has to be one of the buffer `allowed`. `kept`: the state behind so many of its tokens stays
+        in the slot SLOTS."""
         first = pos + len(ids) - count
         self._settle()
         self.gpu.upload("history", np.asarray(ids, np.int32), 4 * pos)
-        self.gpu.upload("state", state_words(sampling, first, count, pos, masked))
+        self.gpu.upload("state", state_words(sampling, first, count, pos, masked, kept))
 
     def _settle(self) -> None:
         """Waits for a step or drafts that verify() enqueued ahead, whose result is not wanted."""

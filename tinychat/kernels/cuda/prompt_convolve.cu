@@ -28,7 +28,7 @@ DEVICE F4 times(F4 v, float f) { return F4{v.x * f, v.y * f, v.z * f, v.w * f}; 
 template <int N, class Use> DEVICE void over(const Args &a, int first, int part, int channel, const Use &use) {
   const int lane = threadIdx.x % 32, mine = channel + min(4 * lane, N - 4);
   convolve(
-      taps_of(a.conv, part, mine), a.slots, a.state[POS], a.state[COUNT], first, mine, 4 * lane < N,
+      taps_of(a.conv, part, mine), a.slots, a.state[POS], a.state[COUNT], a.state[KEPT], first, mine, 4 * lane < N,
       [&](int t) { return *(const F4 *)(a.src + (u64)t * CHANNELS + mine); },
       [&](int t, F4 v) { use(t, mine, F4{silu(v.x), silu(v.y), silu(v.z), silu(v.w)}); });
 }

@@ -162,6 +162,14 @@ DEVICE void run(const Args &a) {
     values.s[n][2] = two.x;
     values.s[n][3] = two.y;
   }
+  auto store = [&](float *to) {
+#pragma unroll
+    for (int n = 0; n < HALF_KEYS / 8; n++)
+      if (n * 8 + lane % 4 * 2 < KEY_DIM) {
+        if (low) *(F2 *)(to + n * 8) = F2{values.s[n][0], values.s[n][1]};
+        if (high) *(F2 *)(to + 8 * KEY_DIM + n * 8) = F2{values.s[n][2], values.s[n][3]};
+      }
+  };
   if (copier >= 0) fill(0);
   for (int chunk = 0; chunk * CHUNK < count; chunk++) {
     if (copier >= 0) copy_wait<0>();
@@ -169,14 +177,9 @@ DEVICE void run(const Args &a) {
     if (copier < 0)
       values.take(chunks[chunk % STAGES], mine, a.dst + ((u64)chunk * CHUNK * HEADS + head) * VALUE_DIM + value,
           count - chunk * CHUNK, low, high);
+    if ((chunk + 1) * CHUNK == a.state[KEPT]) store(kept_slot(a.slots) + at);
     if (STAGES == 1) __syncthreads();
     if (copier >= 0 && (chunk + 1) * CHUNK < count) fill(chunk + 1);
   }
-  float *to = carried(a.slots, pos + count) + at;
-#pragma unroll
-  for (int n = 0; n < HALF_KEYS / 8; n++)
-    if (n * 8 + lane % 4 * 2 < KEY_DIM) {
-      if (low) *(F2 *)(to + n * 8) = F2{values.s[n][0], values.s[n][1]};
-      if (high) *(F2 *)(to + 8 * KEY_DIM + n * 8) = F2{values.s[n][2], values.s[n][3]};
-    }
+  store(carried(a.slots, pos + count) + at);
 }

@@ -123,6 +123,10 @@ DEVICE void run(const Args &a) {
         }
       }
     }
+    if (first + TOKENS == a.state[KEPT])
+#pragma unroll
+      for (int c = 0; c < COLUMNS_OF_LANE; c++)
+        if (there) columns[c].store(kept_slot(a.slots) + at + c * KEY_DIM);
     put(tile + 1, next);
     __syncthreads();
     for (int i = threadIdx.x; i < here * VALUES; i += THREADS)

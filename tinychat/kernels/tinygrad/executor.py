@@ -9,7 +9,7 @@ from tinygrad import Tensor, dtypes
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.blocks import Experts
-from tinychat.kernels.executor import ExecutorKind, Logits, Mask, SingleSteps, StateCopy, Weights
+from tinychat.kernels.executor import ExecutorKind, KeepsInPieces, Logits, Mask, SingleSteps, StateCopy, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile, calls_of
@@ -22,7 +22,7 @@ from tinychat.kernels.tinygrad.step import Step
 LIMITS = Limits(frozenset(CODECS), prefill_chunk=32, verified=16, mtp=True)
 
 
-class ReferenceExecutor(SingleSteps):
+class ReferenceExecutor(SingleSteps, KeepsInPieces):
     """`MeasurableExecutor` on tinygrad tensors. `cache_f16`: the KV cache is F16 to save memory, not F32."""
 
     kind: ExecutorKind = "reference"
