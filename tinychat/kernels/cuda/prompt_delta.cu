@@ -18,11 +18,23 @@ struct Args {
   const int *state = nullptr;
 };
 
-constexpr int VALUES = THREADS / 64 * 16;  // of a block
+constexpr int VALUES = THREADS / 64 * 16, COPIERS = THREADS / 2;  // of a block
 struct Chunk {
   u16 queries[CHUNK][HALF_KEYS + 8], keys[CHUNK][HALF_KEYS + 8], solve[CHUNK][CHUNK + 8], mixing[CHUNK][CHUNK + 8];
   float values[CHUNK][VALUES + 4], fading[2][CHUNK];
 };
+
+// A chunk's rows, STRIDE apart in `from`, without the eight or four values that part them in shared memory; zeros past
+// the first `rows` of them and the first `columns` of their values.
+template <int STRIDE, class T, int PITCH>
+DEVICE void copy_rows(T (&to)[CHUNK][PITCH], const T *from, int copier, int rows, int columns = PITCH) {
+  constexpr int EACH = 16 / sizeof(T), ROW = PITCH / EACH - 1;
+#pragma unroll
+  for (int j = 0; j < (CHUNK * ROW + COPIERS - 1) / COPIERS; j++) {
+    const int i = copier + j * COPIERS, t = i / ROW, v = i % ROW * EACH;
+    if (CHUNK * ROW % COPIERS == 0 || t < CHUNK) copy_async(&to[t][v], from + (u64)t * STRIDE + v, t < rows && v < columns);
+  }
+}
 
 // Rows 16 * n and on of a matrix of halves as right operands: of columns k .. k + 15, which are summed over.
 template <int PITCH> DEVICE V4 rows_of(const u16 (&m)[CHUNK][PITCH], int n, int k) {
@@ -117,7 +129,6 @@ struct Values {  // what a warp does: 16 values of a head
 };
 
 DEVICE void run(const Args &a) {
-  constexpr int COPIERS = THREADS / 2, KV = HALF_KEYS / 8, CV = CHUNK / 8, VV = VALUES / 4, ROW = 2 * KV + 2 * CV + VV;
   DYNAMIC_SHARED(pool);
   Chunk *chunks = (Chunk *)pool;
   const int head = blockIdx.y, key_head = GROUPED ? head / (HEADS / KEY_HEADS) : head % KEY_HEADS;
@@ -127,24 +138,15 @@ DEVICE void run(const Args &a) {
   const u64 at = (TAPS - 1) * CHANNELS + ((u64)head * VALUE_DIM + value) * KEY_DIM + lane % 4 * 2;
   auto fill = [&](int chunk) {  // zeros behind the last token
     Chunk &to = chunks[chunk % STAGES];
-    const int first = chunk * CHUNK;
+    const int first = chunk * CHUNK, tokens = count - first;
     const u64 own = (u64)chunk * HEADS + head;
-    for (int i = copier; i < CHUNK * ROW; i += COPIERS) {
-      const int t = i / ROW, v = i % ROW, token = min(first + t, count - 1);
-      const bool valid = first + t < count;
-      const u16 *keys = a.halves + ((u64)token * 2 * KEY_HEADS + key_head) * HALF_KEYS;
-      const u64 row = (own * CHUNK + t) * CHUNK;
-      if (v < KV) copy_async(&to.queries[t][v * 8], keys + v * 8, valid);
-      else if (v < 2 * KV) copy_async(&to.keys[t][(v - KV) * 8], keys + KEY_HEADS * HALF_KEYS + (v - KV) * 8, valid);
-      else if (v < 2 * KV + CV) copy_async(&to.solve[t][(v - 2 * KV) * 8], a.solve + row + (v - 2 * KV) * 8, true);
-      else if (v < 2 * KV + 2 * CV)
-        copy_async(&to.mixing[t][(v - 2 * KV - CV) * 8], a.mixing + row + (v - 2 * KV - CV) * 8, true);
-      else {
-        const int n = (v - 2 * KV - 2 * CV) * 4, from = first_value + n;
-        copy_async(&to.values[t][n], a.mixed + ((u64)token * HEADS + head) * VALUE_DIM + min(from, VALUE_DIM - 4),
-            valid && from < VALUE_DIM);
-      }
-    }
+    const u16 *keys = a.halves + ((u64)first * 2 * KEY_HEADS + key_head) * HALF_KEYS;
+    copy_rows<2 * KEY_HEADS * HALF_KEYS>(to.queries, keys, copier, tokens);
+    copy_rows<2 * KEY_HEADS * HALF_KEYS>(to.keys, keys + KEY_HEADS * HALF_KEYS, copier, tokens);
+    copy_rows<CHUNK>(to.solve, a.solve + own * CHUNK * CHUNK, copier, CHUNK);
+    copy_rows<CHUNK>(to.mixing, a.mixing + own * CHUNK * CHUNK, copier, CHUNK);
+    const float *values = a.mixed + ((u64)first * HEADS + head) * VALUE_DIM + first_value;
+    copy_rows<HEADS * VALUE_DIM>(to.values, values, copier, tokens, VALUE_DIM - first_value);
     for (int i = copier; i < 2 * CHUNK / 4; i += COPIERS)
       copy_async(&to.fading[0][0] + i * 4, a.fading + own * 2 * CHUNK + i * 4, true);
     copy_commit();
