@@ -44,6 +44,11 @@ def test_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(path, "cuda", context=96) as ex:
         assert isinstance(ex, CUDAExecutor) and ex.limits.verified == 2
         assert ex.state_bytes == ex.plan.state_bytes == len(ex.read_state().tobytes())
+        kept, end = ex.forward_keeping(IDS[:70], 0, 64).tobytes(), ex.read_state().tobytes()
+        assert ex.forward_keeping(IDS[:70], 0, 63).tobytes() != kept  # in two calls
+        assert error(*(np.frombuffer(state, np.float32) for state in (ex.read_state().tobytes(), end))) < 1e-3
+        ex.forward(IDS[:64], 0)
+        assert ex.read_state().tobytes() == kept
         for n in pieces:
             logits = ex.forward(IDS[at : at + n], at, "last")
             at += n
@@ -101,7 +106,7 @@ def test_short_convolutions() -> None:
     n, at = np.arange(dim), 0
     place = (n & ~127) | (n & 30) << 2 | (n & 96) >> 4 | (n & 1)  # halves.cuh
     for count in (9, 1, 2, 1):
-        buffers["state"].view(np.int32)[: len(WORDS)] = state_words(GREEDY, at, count, 0)
+        buffers["state"].view(np.int32)[: len(WORDS)] = state_words(GREEDY, at, count, 0, kept=8 if count == 9 else 0)
         buffers["bcz"].view(np.float32)[: count * 3 * dim] = bcz[at : at + count].ravel()
         cuda_emulator.run(prompt if at < 12 else step, buffers, count, at + count)
         if at < 12:
@@ -110,5 +115,6 @@ def test_short_convolutions() -> None:
             got = buffers["heads"].view(np.float32)[None, :dim]
         at += count
         assert error(got, want[at - count : at]) < 1e-3
-        kept = buffers["carried:0"].view(np.float32).reshape(SLOTS, taps - 1, dim)
+        kept = buffers["carried:0"].view(np.float32).reshape(SLOTS + 1, taps - 1, dim)
         np.testing.assert_array_equal(kept[at % SLOTS], inputs[at : at + taps - 1])
+    np.testing.assert_array_equal(kept[SLOTS], inputs[8 : 8 + taps - 1])
