@@ -203,7 +203,7 @@ VARIANTS: dict[str, Shape] = {
     "smollm3": _smollm3,
     "glm4": _glm4,
     "glm4moe": _glm4moe,
-    "glm4moe_qk_norm": replace(_glm4moe, qk_norm=32, nextn=1, moe=MoE(8, 3, 32, 0, 1, 2, 1.5, True, bias=True)),
+    "glm4moe_qk_norm": replace(_glm4moe, qk_norm=32, nextn=1, moe=MoE(8, 3, 32, 1, 0, None, 1.5, True, bias=True)),
     "gpt-oss": _gpt_oss,
     "gpt-oss_wide_window": replace(_gpt_oss, window=128, tied=False, scaling={}),
     "gemma3": _gemma3,
