@@ -250,12 +250,12 @@ def state_holds(e: CUDAExecutor, ids: list[int]) -> bool:
     e.forward(ids[: n // 2], 0)
     e.forward(ids[n // 2 : n], n // 2)
     start, token, same = e.read_state(), ids[n], True
-    made = [(following, e.read_state()) for following, _ in islice(e.decode(token, n, GREEDY, ids), 4)]
-    e.write_state(bytes(len(start)))
+    made = [(following, e.read_state().tobytes()) for following, _ in islice(e.decode(token, n, GREEDY, ids), 4)]
+    e.write_state(memoryview(bytes(e.state_bytes)))
     e.write_state(start)
     for i, (following, state) in enumerate(made):
         e.forward([token], n + i)
-        same &= e.read_state() == state
+        same &= e.read_state().tobytes() == state
         token = following
     return same
 
@@ -460,7 +460,7 @@ def randomise_cache(e: CUDAExecutor) -> None:
     rng = np.random.default_rng(0)
     for name, width in e._caches():
         e.gpu.upload(name, (rng.standard_normal(e.max_context * width, np.float32) * 0.5).astype(np.float16))
-    e.write_state((rng.standard_normal(e.state_bytes // 4, np.float32) * 0.1).tobytes())
+    e.write_state((rng.standard_normal(e.state_bytes // 4, np.float32) * 0.1).data)
 
 
 def step_seconds(e: CUDAExecutor, depth: int, n: int = 128) -> tuple[float, float]:
