@@ -20,12 +20,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGUFValueType, GGUFWriter
+from gguf import GGMLQuantizationType as Q
 from gguf.quants import dequantize
 
 from tests.support.blocks import MIXED, QUANTS, random_blocks
 
-Q = GGMLQuantizationType
 Tensor = tuple[
     str, tuple[int, ...], float
 ]  # name, numpy shape (row length last), standard deviation; 0 = a norm around 1
@@ -951,7 +951,8 @@ def write(
     w.write_ti_data_to_file()
     assert w.fout is not None
     out, pools = w.fout[0], dict[tuple[Q, float], memoryview]()
-    table, table_kind, negative = np.empty(0, np.uint8), Q.F32, 0.5 if follow else 0.25
+    table: np.ndarray = np.empty(0, np.uint8)
+    table_kind, negative = Q.F32, 0.5 if follow else 0.25
     w.write_padding(out, out.tell())
     for tensor, kind, nbytes, std in todo:
         if kind == Q.F32 and nbytes < 1 << 22:  # norms, biases, routers: small, so each has its own values
@@ -967,9 +968,7 @@ def write(
         else:
             size = GGML_QUANT_SIZES[kind][1]
             if (kind, std) not in pools:  # an odd number of blocks: rows differ
-                pools[kind, std] = memoryview(
-                    random_blocks(rng, kind, (1 << 23) // size | 1, std, negative).reshape(-1)
-                )
+                pools[kind, std] = random_blocks(rng, kind, (1 << 23) // size | 1, std, negative).reshape(-1).data
             pool = pools[kind, std]
             start, left = int(rng.integers(len(pool) // size)) * size, nbytes
             while left:
