@@ -1,7 +1,7 @@
 // Prompts, the gated delta rule in chunks of CHUNK tokens: what its recurrence from chunk to chunk (prompt_delta.cu)
 // needs of a chunk, with G the product of the decays from the chunk's first token on. A is strictly lower, A[i][j] =
 // rate[i] G[i] / G[j] (k_i k_j); a block makes solve = (I + A)^-1 diag(rate) and mixing[i][j] = G[i] / G[j] (q_i k_j) of
-// a chunk and a head. Blocks of 16 tokens above the diagonal are not written.
+// a chunk and a head. What blocks of 16 tokens above the diagonal hold there is not defined.
 #include "halves.cuh"
 #include "carried.cuh"
 #include "delta.cuh"
@@ -64,19 +64,19 @@ DEVICE void run(const Args &a) {
       }
   }
   __syncthreads();
-  const u64 own = (u64)blockIdx.x * HEADS + head;
+  const u64 own = (u64)blockIdx.x * HEADS + head;  // the whole of the matrix is written: what is merged has zeros above
 #pragma unroll
   for (int n = 0; n < CHUNK / 8; n++)
-    if (n / 2 <= warp)
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const int i = warp * 16 + h * 8 + lane / 4, j = n * 8 + lane % 4 * 2;
-        const float one = i >= j ? expf(since[i] - since[j]) : 0, two = i > j ? expf(since[i] - since[j + 1]) : 0;
+    for (int h = 0; h < 2; h++) {
+      const int i = warp * 16 + h * 8 + lane / 4, j = n * 8 + lane % 4 * 2;
+      const float one = i >= j ? expf(since[i] - since[j]) : 0, two = i > j ? expf(since[i] - since[j + 1]) : 0;
+      if (n / 2 <= warp)
         *(u32 *)(a.mixing + (own * CHUNK + i) * CHUNK + j) =
             pack(one * with_query[n][2 * h], two * with_query[n][2 * h + 1]);
-        matrix[i * ROW + j] = i > j ? rates[i] * one * with_key[n][2 * h] : 0;
-        matrix[i * ROW + j + 1] = i > j + 1 ? rates[i] * two * with_key[n][2 * h + 1] : 0;
-      }
+      matrix[i * ROW + j] = i > j ? rates[i] * one * with_key[n][2 * h] : 0;
+      matrix[i * ROW + j + 1] = i > j + 1 ? rates[i] * two * with_key[n][2 * h + 1] : 0;
+    }
   if (mine < CHUNK) {
     a.fading[own * 2 * CHUNK + mine] = expf(since[mine]);
     a.fading[(own * 2 + 1) * CHUNK + mine] = expf(since[CHUNK - 1] - since[mine]);
