@@ -13,5 +13,6 @@ DEVICE void run(const Args &a) {
   const int pos = a.state[POS] + 1;
   if (threadIdx.x < COLUMNS) a.history[pos + threadIdx.x] = a.chosen[threadIdx.x];
   __syncthreads();
-  for (int i = threadIdx.x; i < WORDS; i += THREADS) a.state[i] = i == POS ? pos : a.greedy[i];
+  for (int i = threadIdx.x; i < WORDS; i += THREADS)
+    if (i != BASE) a.state[i] = i == POS ? pos : a.greedy[i];
 }
