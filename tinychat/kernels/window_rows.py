@@ -55,7 +55,7 @@ class WindowRows:
         more = nbytes - rows * self._others
         held = more // self._bytes if self._bytes else rows
         if more != held * self._bytes or not 0 <= held <= rows:
-            raise TinychatError(f"a saved cache of {nbytes:,} bytes does not hold {rows} rows of this model")
+            raise TinychatError(f"a saved cache of {nbytes:,} bytes does not fit {rows} rows of this model")
         return held
 
     def place(self, cache: Cache, first: int, rows: int) -> tuple[int, int]:

@@ -341,7 +341,7 @@ class CPUExecutor:
     def write_cache(self, data: bytes, first: int, rows: int) -> None:
         """See Executor.write_cache."""
         if first % TILE or not 0 <= first <= first + rows <= self.max_context:
-            raise TinychatError(f"{rows} rows from {first} on do not fit the context of {self.max_context}")
+            raise TinychatError(f"a saved cache of {rows} rows from {first} on does not fit the context")
         tiles = -(-rows // TILE) * TILE
         self._slide(self._windows.base_with(first, tiles, self._windows.held(len(data), tiles)))
         self._lib.tc_cache(self._ctx, np.frombuffer(data, np.uint8).ctypes.data, first, rows, 1)
