@@ -494,9 +494,14 @@ class Plan:
         """Rows that a token sees in a layer with a sliding window, at most; 0 without such layers."""
         return max((cache.window for cache in self.caches), default=0)
 
+    @property
+    def kept(self) -> int:
+        """Rows that layers with a sliding window keep of a longer context: window_rows.py."""
+        return max(self.window_rows, 4 * self.window)
+
     def rows(self, cache: Cache, context: int) -> int:
-        """Rows of a layer's cache that are kept of a context of so many tokens: window_rows.py."""
-        return min(context, max(self.window_rows, 4 * self.window)) if cache.window else context
+        """Rows of a layer's cache for a context of so many tokens."""
+        return min(context, self.kept) if cache.window else context
 
     def kv_bytes(self, context: int) -> int:
         """Bytes of the KV cache of a context of so many tokens."""

@@ -43,9 +43,12 @@ class WindowRows:
         return min(most, self._roomy(pos + count)) if pos + count > self.base + self.rows else self.base
 
     def base_with(self, first: int, rows: int, held: int) -> int:
-        """The base with which rows first .. first + rows - 1 are written, of which the last `held` are given."""
+        """The base with which rows first .. first + rows - 1 are written, of which the last `held` are given. Raises
+        TinychatError where they cannot be the first ones."""
         start = first + rows - held
         if held < rows or start < self.base:
+            if start % UNIT:
+                raise TinychatError(f"a saved cache whose first row is that of token {start:,} does not fit")
             return start
         return self._roomy(start + held) if start + held > self.base + self.rows else self.base
 

@@ -203,7 +203,7 @@ class CPUExecutor:
         attentions = [layer.attention for layer in (*plan.layers, *([plan.mtp.layer] if plan.mtp else []))]
         heads = [a.kv_heads if isinstance(a, GQA | MLA) else 1 for a in attentions]
         for made, cache, n, kept in zip(self._caches, plan.caches, [*heads, 1], rows):
-            made.heads, made.rows = n, kept
+            made.heads, made.rows, made.window = n, kept, cache.window
             made.k_dim, made.v_dim = cache.key_width // made.heads, cache.value_width // made.heads
             made.k, made.v = at, at + kept * cache.key_width * CACHE_VALUE_BYTES
             at += kept * cache.row_bytes

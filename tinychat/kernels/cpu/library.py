@@ -82,7 +82,7 @@ class SampleSpec(ctypes.Structure):
 class LayerCache(ctypes.Structure):
     """`LayerCache` of step.c."""
 
-    _fields_ = [*_all(_ptr, "k v tail state"), *_all(_i32, "heads k_dim v_dim rows base")]
+    _fields_ = [*_all(_ptr, "k v tail state"), *_all(_i32, "heads k_dim v_dim rows window base")]
 
 
 class StepContext(ctypes.Structure):

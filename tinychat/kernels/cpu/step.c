@@ -62,7 +62,7 @@ typedef struct {  // a layer's part of the KV cache: [heads][rows] rows of K, in
   uint16_t *k, *v;
   float *tail, *state;  // of a delta rule: the last inputs of its convolution, and [heads][key][value filled up to 16]
   int32_t heads, k_dim, v_dim;
-  int32_t rows, base;  // base: position of the first row (window_rows.py)
+  int32_t rows, window, base;  // window: rows that a token sees, 0: all; base: position of the first row (window_rows.py)
 } LayerCache;
 
 typedef struct {  // per thread
@@ -1101,7 +1101,7 @@ EXPORT size_t tc_sizeof(int what) {
   X(logit_scale) X(lower_bound)                                                                                                 \
   X(norm) X(q_norm) X(k_norm) X(rope) X(sinks) X(shared_scale) X(bias) X(routes) X(w)
 #define SAMPLE_FIELDS(X) SAMPLING(X) X(n_penalised) X(seed) X(penalised) X(divisors) X(amounts) X(mask)
-#define CACHE_FIELDS(X) X(k) X(v) X(tail) X(state) X(heads) X(k_dim) X(v_dim) X(rows) X(base)
+#define CACHE_FIELDS(X) X(k) X(v) X(tail) X(state) X(heads) X(k_dim) X(v_dim) X(rows) X(window) X(base)
 #define CONTEXT_FIELDS(X)                                                                                                       \
   X(n_ops) X(n_step) X(n_whole) X(max_context) X(batch) X(vocab) X(layers) X(n_buffers) X(ops) X(buffers) X(widths) X(caches) X(ticks) X(sampling)
 EXPORT const char *tc_fields(int what) {
@@ -1273,7 +1273,7 @@ EXPORT int tc_sample(Ctx *c, int i, const SampleSpec *spec, double *logprob) {
 // Makes the rows of layers with a window begin at position `base`; those behind it stay.
 EXPORT void tc_slide(Ctx *c, int base) {
   for (LayerCache *l = c->caches; l < c->caches + c->layers; l++) {
-    if (l->rows == c->context) continue;
+    if (!l->window) continue;
     int by = base - l->base, kept = l->rows - by;
     for (int h = 0; h < l->heads && by > 0 && kept > 0; h++) {
       uint16_t *k = l->k + (size_t)h * l->rows * l->k_dim, *v = l->v + (size_t)h * l->rows * l->v_dim;
