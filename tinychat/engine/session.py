@@ -22,7 +22,7 @@ from tinychat.engine.snapshots import Snapshots
 from tinychat.engine.speculation import Source, Speculate, Speculation
 from tinychat.engine.stats import Stats
 from tinychat.errors import TinychatError
-from tinychat.kernels.executor import Executor
+from tinychat.kernels.executor import Executor, State
 from tinychat.kernels.limits import check_sampling
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.sampling import Sampling
@@ -159,22 +159,22 @@ class Session:
         if self.mtp:
             self.mtp.rows = min(self.mtp.rows, n)
 
-    def state(self, n: int) -> bytes | memoryview:
+    def state(self, n: int) -> bytes:
         """The state behind the first `n` tokens; b"" where it is not known."""
         if n == self.state_at:
-            return self.executor.read_state()
+            return self.executor.read_state().tobytes()
         at, state = self.snapshots.last(n)
-        return state if at == n else b""
+        return state.tobytes() if at == n else b""
 
     def _rewind(self, n: int) -> int:
         """Keeps the first `n` tokens, or as many of them as the executor can go on from: those that a snapshot of its
         state has seen, none in front of rows that layers with a window have lost. Returns their number."""
-        state: bytes | memoryview = b""
+        state: State | None = None
         if self.plan.state_bytes and n != self.state_at:
             n, state = self.snapshots.last(n)
         if not self.executor.reaches(n):
-            n, state = 0, b""
-        if state:
+            n = 0
+        if state and n:
             self.executor.write_state(state)
         self.cut(n)
         self.state_at = n
