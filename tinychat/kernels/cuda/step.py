@@ -33,6 +33,7 @@ from tinychat.kernels.cuda.launches import (
     layer_inputs,
     linear,
     linear_add,
+    next_step,
     norm_add,
     sample,
     store_hidden,
@@ -82,9 +83,9 @@ def draft(b: Builder, depth: Depth) -> LaunchedOps:
     return [(each, op) for launch, op in out for each in (*launch.before, launch)]
 
 
-def draft_behind(b: Builder, depth: Depth) -> LaunchedOps:
-    """The same, behind a verify step of as many tokens, for each of those that it chose."""
-    return [(follow(b), 0), *draft(b, depth)]
+def cycle(b: Builder, depth: Depth, draft_depth: Depth) -> LaunchedOps:
+    """A verify step of two, the drafts behind each token that it chose, and what the next cycle needs to begin."""
+    return [*decode(b, depth), (follow(b), 0), *draft(b, draft_depth), (next_step(b), 0)]
 
 
 def _layer(b: Builder, i: int, layer: Layer, count: int, depth: Depth) -> LaunchedOps:
