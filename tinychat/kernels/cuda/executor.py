@@ -173,7 +173,7 @@ class CUDAExecutor:
         self._seen = 0  # tokens whose state read_state() reads: none of drafts and of steps ahead
         self._enqueued: tuple[int, int, Sampling] | None = None  # the step of this token at this position, by verify()
         self._asked = False  # a draft, in front of the last step
-        self._behind: tuple[int, list[int], int] | None = None  # drafts: behind these tokens from here on; their turn
+        self._behind: tuple[int, list[int], int] | None = None  # a draft: of these tokens from here on; its turn
         self._running: Cycle | None = None  # the one that is enqueued
         self._uploaded: Sampling | None = None  # whose penalties the buffers hold
         self._routes = builder.routes
@@ -223,13 +223,13 @@ class CUDAExecutor:
         self._asked = True
         if behind := self._behind:
             first, made, turn = behind
-            n = pos + len(ids) - first
-            if first <= pos and list(ids) == made[pos - first : n]:
+            last = pos + len(ids) - 1
+            if first <= pos and list(ids) == made[pos - first :]:
                 self._behind = None
-                found = self._drafted(first, len(made), turn, PAUSE if self._running else 0)[n - 1]
-                if (running := self._running) and running.pos == first + n - 1:
-                    stand_in = int(self._stand_ins[first + n])
-                    running.tokens.append(found if stand_in < 0 else stand_in)
+                found = self._drafted(first, turn, PAUSE if self._running else 0)
+                if self._running:
+                    stand_in = int(self._stand_ins[last + 1])
+                    self._running.tokens.append(found if stand_in < 0 else stand_in)
                 return found
         count = min(len(ids), max(self._drafting.counts))
         first = pos + len(ids) - count
@@ -238,7 +238,7 @@ class CUDAExecutor:
         self._place(ids[-count:], first, GREEDY, count)
         self._ring[:] = EMPTY
         self._drafting.graph(first, count)()
-        return self._drafted(first, count)[-1]
+        return self._drafted(first)
 
     def stand_in(self, drafts: Sequence[int], pos: int) -> None:
         """See MeasurableExecutor.stand_in."""
@@ -251,9 +251,9 @@ class CUDAExecutor:
         self.gpu.upload("stand_ins", self._stand_ins)
         self.gpu.synchronize()
 
-    def _drafted(self, first: int, count: int, turn: int = 0, pause: float = 0) -> list[int]:
-        """The drafts behind `count` positions, all of them as in verify()."""
-        return [self._word(RING_DRAFTS + first + i + 1 + turn, pause) & 0xFFFFFFFF for i in range(count)]
+    def _drafted(self, first: int, turn: int = 0, pause: float = 0) -> int:
+        """The draft behind tokens from position `first` on."""
+        return self._word(RING_DRAFTS + first + 1 + turn, pause) & 0xFFFFFFFF
 
     def decode(
         self, token: int, pos: int, sampling: Sampling, recent: Sequence[int], mask: Mask | None = None
@@ -364,8 +364,8 @@ class CUDAExecutor:
     def _cycle(
         self, tokens: list[int], pos: int, sampling: Sampling, recent: Sequence[int], ahead: bool
     ) -> Iterator[tuple[int, float]]:
-        """verify() of a token and its draft, and the drafts behind the tokens that they choose, one of which is wanted
-        next most likely. With `ahead` the next such step is enqueued as well: the device knows its tokens first."""
+        """verify() of a token and its draft, and the draft behind what they choose, which is wanted next most likely.
+        With `ahead` the next such step is enqueued as well: the device knows its tokens first."""
         running = self._running
         if running and (running.tokens, running.pos, running.sampling) == (tokens, pos, sampling):
             turn = running.turn
@@ -377,10 +377,11 @@ class CUDAExecutor:
         if ahead := ahead and pos + 4 < self.max_context and self._alike(pos) >= 4:
             self._cycles.graph(pos + 1, 2)()
         made = [self._chosen(pos + i, PAUSE if ahead else 0, turn) for i in range(2)]
-        self._behind = pos + 1, [following for following, _ in made], turn
         right = made[0][0] == tokens[1]
-        self._running = Cycle([made[right][0]], pos + 1 + right, sampling, turn + 1) if ahead else None
-        for i, each in enumerate(made[: 1 + right], 1):
+        made = made[: 1 + right]
+        self._behind = pos + 1, [following for following, _ in made], turn
+        self._running = Cycle([made[-1][0]], pos + 1 + right, sampling, turn + 1) if ahead else None
+        for i, each in enumerate(made, 1):
             self._seen = pos + i
             yield each
 

@@ -535,12 +535,12 @@ def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launc
 
 
 def follow(b: Builder) -> Launch:
-    """What stands between a verify step of two and the drafts behind it."""
+    """What stands between a verify step of two and the draft behind it."""
     return _from_step_to_step(b, "follow", {"greedy": b.buffer("greedy", STATE_BYTES)})
 
 
 def next_step(b: Builder) -> Launch:
-    """What stands between those drafts and the next verify step."""
+    """What stands between that draft and the next verify step."""
     return _from_step_to_step(b, "next_step", {"stand_ins": b.buffer("stand_ins", 4 * (b.max_context + 1))})
 
 

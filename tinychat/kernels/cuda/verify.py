@@ -27,12 +27,12 @@ def verifying(builder: Builder, gpu: GPU, kinds: dict[int, Depth]) -> ColumnGrap
 
 
 def drafting(builder: Builder, gpu: GPU, kinds: dict[int, Depth]) -> ColumnGraphs:
-    """Drafts of the plan's multi-token prediction behind one token or two."""
+    """The draft of the plan's multi-token prediction behind one token or two."""
     return ColumnGraphs(builder, gpu, kinds, lambda b, at: draft(b, kinds[at]), DRAFTED)
 
 
 def cycles(builder: Builder, gpu: GPU, kinds: dict[int, Depth], drafts: dict[int, Depth]) -> ColumnGraphs:
-    """Verify steps of two with the drafts behind them, of kinds `kinds` and `drafts`."""
+    """Verify steps of two with the draft behind them, of kinds `kinds` and `drafts`."""
 
     def at(of: dict[int, Depth], pos: int) -> Depth:
         return of[max(first for first in of if first <= pos)]
