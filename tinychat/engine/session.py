@@ -110,7 +110,7 @@ class Session:
                 steps = self._together(token, forced[:room])
             elif speculation.most:
                 drafts = speculation.drafts(room - 1, partial(self.mtp.draft, self.tokens, token) if self.mtp else None)
-                ahead = not drafts and speculation.calm(self.mtp is not None)
+                ahead = speculation.alike(len(drafts), self.mtp is not None)
                 steps = self.executor.verify(token, drafts, pos, sampling, history, mask, ahead=ahead)
             else:
                 steps = self.executor.decode(token, pos, sampling, history, mask)

@@ -150,9 +150,9 @@ class Executor(Protocol):
 
         At most limits.verified tokens, drafts included, which have to fit max_context. Cache rows behind the last
         accepted draft are garbage; a state is that behind the token that was run before the last id. `recent` and
-        `mask` are those of decode(). `ahead`: there are no drafts now nor in the next call, which goes on with the id
-        that this one yields, so that its step may be enqueued already; where that turns out otherwise, the step was for
-        nothing.
+        `mask` are those of decode(). `ahead`: the next call is like this one, without drafts, or with one that draft()
+        said just before, and goes on behind what this one yields, so that its step may be enqueued already; where that
+        turns out otherwise, the step was for nothing.
         """
         ...
 
@@ -239,4 +239,9 @@ class MeasurableExecutor(Executor, Protocol):
 
     def read_bandwidth(self) -> float:
         """Measured GB/s at which the device reads its memory; 0.0 where it cannot be measured."""
+        ...
+
+    def stand_in(self, drafts: Sequence[int], pos: int) -> None:
+        """From now on the caller verifies `drafts` for the tokens at pos, pos + 1, ... in place of what draft() says,
+        so that steps enqueued ahead take them, too. What draft() says for all others."""
         ...

@@ -440,6 +440,9 @@ class CPUExecutor:
         """See MeasurableExecutor.seconds_of."""
         return calls_of(self.profile(0, pos, steps), groups)
 
+    def stand_in(self, drafts: Sequence[int], pos: int) -> None:
+        """See MeasurableExecutor.stand_in: no step is enqueued ahead."""
+
     def read_bandwidth(self) -> float:
         """See MeasurableExecutor.read_bandwidth."""
         return bandwidth.read_bandwidth([self.threads]).get(self.threads, 0.0)

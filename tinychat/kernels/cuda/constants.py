@@ -110,7 +110,7 @@ class JoinConstants(Constants):
 
 @dataclass(frozen=True, kw_only=True)
 class FollowConstants(StepConstants):
-    """follow.cu"""
+    """follow.cu, next_step.cu"""
 
     words: int  # of `state`
 

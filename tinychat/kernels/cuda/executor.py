@@ -31,7 +31,7 @@ from tinychat.kernels.cuda.recurrent import TOGETHER
 from tinychat.kernels.cuda.selfcheck import self_check
 from tinychat.kernels.cuda.state import WORDS, bias_values, breaker_bits, state_words
 from tinychat.kernels.cuda.step import decode, depths
-from tinychat.kernels.cuda.verify import drafting, verifying
+from tinychat.kernels.cuda.verify import cycles, drafting, verifying
 from tinychat.kernels.executor import ExecutorKind, Logits, Mask, State, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import Plan
@@ -78,6 +78,16 @@ class Prompts:
     head_all: Callable[..., None]  # those of all
 
 
+@dataclass
+class Cycle:
+    """A verify step of two that was enqueued before the host knew its tokens. `tokens`: as far as they are known."""
+
+    tokens: list[int]
+    pos: int
+    sampling: Sampling
+    turn: int  # state[TURN]
+
+
 class CUDAExecutor:
     """`Executor` on CUDA. Raises TinychatError for a plan beyond LIMITS, and where there is no such GPU, no memory
     left, or a kernel fails its check at load."""
@@ -107,9 +117,8 @@ class CUDAExecutor:
             self._verifying = verifying(builder, gpu, kinds)
             if plan.mtp:
                 prompts.append(({n: p.mtp() for n, p in prefill.items()}, plan.mtp.head))
-                self._drafting, self._drafting_behind = drafting(
-                    builder, gpu, depths(builder, gpu.overlaps, [plan.mtp.layer])
-                )
+                drafts = depths(builder, gpu.overlaps, [plan.mtp.layer])
+                self._drafting, self._cycles = drafting(builder, gpu, drafts), cycles(builder, gpu, kinds, drafts)
             many = Prefill(builder, min(ROWS_OF_LOGITS, max_context), chip)
             heads = [(head(builder, op), many.head(op)) for _, op in prompts]
             if (needed := sum(builder.buffers.values())) < SHARE * gpu.free_bytes:
@@ -133,7 +142,9 @@ class CUDAExecutor:
                 else:
                     gpu.allocate(name, size)
             if plan.mtp:
-                gpu.upload("greedy", state_words(GREEDY, 0, max(self._drafting_behind.counts, default=1), 0))
+                gpu.upload("greedy", state_words(GREEDY, 0, 0, 0))
+                self._stand_ins = np.full(max_context + 1, -1, np.int32)
+                gpu.upload("stand_ins", self._stand_ins)
             if "tickets" in builder.buffers:  # of attention
                 gpu.upload("tickets", np.zeros(builder.buffers["tickets"], np.uint8))
             kernels_of = [*launches.values(), *(rows for _, rows in heads)]
@@ -164,7 +175,8 @@ class CUDAExecutor:
         self._seen = 0  # tokens whose state read_state() reads: none of drafts and of steps ahead
         self._enqueued: tuple[int, int, Sampling] | None = None  # the step of this token at this position, by verify()
         self._asked = False  # a draft, in front of the last step
-        self._behind: tuple[int, list[int]] | None = None  # drafts that are enqueued: behind these tokens from here on
+        self._behind: tuple[int, list[int], int] | None = None  # a draft: of these tokens from here on; its turn
+        self._running: Cycle | None = None  # the one that is enqueued
         self._uploaded: Sampling | None = None  # whose penalties the buffers hold
         self._routes = builder.routes
         self.launches = launches[0]
@@ -212,11 +224,15 @@ class CUDAExecutor:
         self._check(ids, pos)
         self._asked = True
         if behind := self._behind:
-            first, made = behind
-            n = pos + len(ids) - first
-            if first <= pos and list(ids) == made[pos - first : n]:
+            first, made, turn = behind
+            last = pos + len(ids) - 1
+            if first <= pos and list(ids) == made[pos - first :]:
                 self._behind = None
-                return self._drafted(first, len(made))[n - 1]
+                found = self._drafted(first, turn, PAUSE if self._running else 0)
+                if self._running:
+                    stand_in = int(self._stand_ins[last + 1])
+                    self._running.tokens.append(found if stand_in < 0 else stand_in)
+                return found
         count = min(len(ids), max(self._drafting.counts))
         first = pos + len(ids) - count
         if first > pos:
@@ -224,11 +240,22 @@ class CUDAExecutor:
         self._place(ids[-count:], first, GREEDY, count)
         self._ring[:] = EMPTY
         self._drafting.graph(first, count)()
-        return self._drafted(first, count)[-1]
+        return self._drafted(first)
 
-    def _drafted(self, first: int, count: int) -> list[int]:
-        """The drafts behind `count` positions, all of them as in verify()."""
-        return [self._wait((RING_DRAFTS + first + i + 1) % RING) & 0xFFFFFFFF for i in range(count)]
+    def stand_in(self, drafts: Sequence[int], pos: int) -> None:
+        """See MeasurableExecutor.stand_in."""
+        if not self.plan.mtp:
+            return
+        self._settle()
+        self._stand_ins[:] = -1
+        n = min(len(drafts), len(self._stand_ins) - pos)
+        self._stand_ins[pos : pos + n] = drafts[:n]
+        self.gpu.upload("stand_ins", self._stand_ins)
+        self.gpu.synchronize()
+
+    def _drafted(self, first: int, turn: int = 0, pause: float = 0) -> int:
+        """The draft behind tokens from position `first` on."""
+        return self._word(RING_DRAFTS + first + 1 + turn, pause) & 0xFFFFFFFF
 
     def decode(
         self, token: int, pos: int, sampling: Sampling, recent: Sequence[int], mask: Mask | None = None
@@ -304,6 +331,10 @@ class CUDAExecutor:
         asked, self._asked = self._asked, False
         self._check(tokens, pos)
         assert len(tokens) <= self.limits.verified
+        fits = self._alike(pos) >= 2 and pos + 2 < self.max_context
+        if asked and not mask and len(tokens) == 2 and fits and self._cycles.counts:
+            yield from self._cycle(tokens, pos, sampling, recent, ahead)
+            return
         seen, first = list(recent) if drafts else recent, 0
         single = not drafts and mask is None
         if single and self._enqueued == (token, pos, sampling):
@@ -312,13 +343,9 @@ class CUDAExecutor:
         self._upload_penalties(sampling)
         while first < len(tokens):
             at = pos + first
-            alike = min((depth for depth in self._steps if depth > at), default=self.max_context) - at
-            count = min(len(tokens) - first, alike)
-            window = _window(sampling, at + 1)
-            known = [*(seen[-window:] or [token]), *tokens[first + 1 : first + count]]
+            count = min(len(tokens) - first, self._alike(at))
             alone = count == 1  # only then is the mask known before the step
-            self._place(known, at + count - len(known), sampling, count, masked=mask is not None and alone)
-            self._ring[:] = EMPTY
+            self._place_step(tokens[first : first + count], at, sampling, seen, masked=mask is not None and alone)
             if mask and alone:
                 self._masked_step(at, mask)
             else:
@@ -327,12 +354,7 @@ class CUDAExecutor:
                 yield self._following(pos, sampling, ahead)
                 return
             # all of them: what is written later would be taken for the next step's
-            guesses = asked and not mask and count == len(tokens) == 2 and at + 2 < self.max_context
-            if guesses:  # the next draft is wanted as well, most likely
-                self._drafting_behind.graph(at + 1, count)()
             made = [self._chosen(at + i) for i in range(count)]
-            if guesses:
-                self._behind = at + 1, [following for following, _ in made]
             for i, (following, logprob) in enumerate(made):
                 if mask and not alone:
                     following, logprob = self._masked_choice(at + i, i, sampling, seen, mask)
@@ -342,6 +364,30 @@ class CUDAExecutor:
                     return
                 first += 1
                 seen.append(following)  # type: ignore[attr-defined]
+
+    def _cycle(
+        self, tokens: list[int], pos: int, sampling: Sampling, recent: Sequence[int], ahead: bool
+    ) -> Iterator[tuple[int, float]]:
+        """verify() of a token and its draft, and the draft behind what they choose, which is wanted next most likely.
+        With `ahead` the next such step is enqueued as well: the device knows its tokens first."""
+        running = self._running
+        if running and (running.tokens, running.pos, running.sampling) == (tokens, pos, sampling):
+            turn = running.turn
+        else:
+            turn = 0
+            self._upload_penalties(sampling)
+            self._place_step(tokens, pos, sampling, recent)
+            self._cycles.graph(pos, 2)()
+        if ahead := ahead and pos + 4 < self.max_context and self._alike(pos) >= 4:
+            self._cycles.graph(pos + 1, 2)()
+        made = [self._chosen(pos + i, PAUSE if ahead else 0, turn) for i in range(2)]
+        right = made[0][0] == tokens[1]
+        made = made[: 1 + right]
+        self._behind = pos + 1, [following for following, _ in made], turn
+        self._running = Cycle([made[-1][0]], pos + 1 + right, sampling, turn + 1) if ahead else None
+        for i, each in enumerate(made, 1):
+            self._seen = pos + i
+            yield each
 
     def routes(self) -> np.ndarray | None:
         """See Executor.routes. Steps that are enqueued ahead write into other slots."""
@@ -415,6 +461,10 @@ class CUDAExecutor:
         """The decode step for a token at position `pos`."""
         return self._steps[max(depth for depth in self._steps if depth <= pos)]
 
+    def _alike(self, pos: int) -> int:
+        """How many tokens from `pos` on take steps of one kind."""
+        return min((depth for depth in self._steps if depth > pos), default=self.max_context) - pos
+
     def _following(self, pos: int, sampling: Sampling, ahead: bool) -> tuple[int, float]:
         """What the single step at `pos`, which is enqueued, chooses; with `ahead` the next one is enqueued, too."""
         if ahead := ahead and pos + 1 < self.max_context:
@@ -474,24 +524,30 @@ class CUDAExecutor:
         self.gpu.upload("history", np.asarray(ids, np.int32), 4 * pos)
         self.gpu.upload("state", state_words(sampling, first, count, pos, masked, self._windows.base))
 
+    def _place_step(
+        self, tokens: Sequence[int], pos: int, sampling: Sampling, seen: Sequence[int], *, masked: bool = False
+    ) -> None:
+        """_place() for a step of `tokens` at `pos`, the first of which is the last of `seen`; empties the ring."""
+        known = [*(seen[-_window(sampling, pos + 1) :] or tokens[:1]), *tokens[1:]]
+        self._place(known, pos + len(tokens) - len(known), sampling, len(tokens), masked=masked)
+        self._ring[:] = EMPTY
+
     def _settle(self) -> None:
         """Waits for a step or drafts that verify() enqueued ahead, whose result is not wanted."""
-        if self._enqueued or self._behind:
+        if self._enqueued or self._behind or self._running:
             self.gpu.synchronize()
-            self._enqueued = self._behind = None
+            self._enqueued = self._behind = self._running = None
 
-    def _chosen(self, pos: int, pause: float = 0) -> tuple[int, float]:
+    def _chosen(self, pos: int, pause: float = 0, turn: int = 0) -> tuple[int, float]:
         """What a step chooses behind position `pos`, and its log-probability, as soon as the device has written it."""
-        slot = (pos + 1) % RING
-        word = self._wait(slot, pause)
-        self._ring[slot] = EMPTY
+        word = self._word(pos + 1 + turn, pause)
         self._seen = pos + 1
         return word & 0xFFFFFFFF, float(np.uint32(word >> 32).view(np.float32))
 
-    def _wait(self, slot: int, pause: float = 0) -> int:
-        """The word the device writes into a ring slot, looked at every `pause` seconds. The device waits for the host
-        meanwhile unless it has another step, so only then is there a pause."""
-        ring, spins, deadline = self._ring, 0, time.monotonic() + 5
+    def _word(self, slot: int, pause: float = 0) -> int:
+        """The word the device writes into a slot of the ring, looked at every `pause` seconds. The device waits for the
+        host meanwhile unless it has another step, so only then is there a pause."""
+        ring, spins, deadline, slot = self._ring, 0, time.monotonic() + 5, slot % RING
         while (word := int(ring[slot])) == EMPTY:
             spins += 1
             if spins > 20:
@@ -500,6 +556,7 @@ class CUDAExecutor:
                     self.gpu.synchronize()  # raises for what stopped the GPU
                     if int(ring[slot]) == EMPTY:
                         raise TinychatError("the GPU finished a step without a token")
+        ring[slot] = EMPTY
         return word
 
 

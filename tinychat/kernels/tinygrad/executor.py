@@ -163,6 +163,9 @@ class ReferenceExecutor(SingleSteps):
         """See MeasurableExecutor.seconds_of."""
         return calls_of(self.profile(0, pos, steps), groups)
 
+    def stand_in(self, drafts: Sequence[int], pos: int) -> None:
+        """See MeasurableExecutor.stand_in: no step is enqueued ahead."""
+
     def read_bandwidth(self) -> float:
         """See MeasurableExecutor.read_bandwidth: not measured."""
         return 0.0
