@@ -22,7 +22,7 @@ from tinychat.engine.snapshots import Snapshots
 from tinychat.engine.speculation import Source, Speculate, Speculation
 from tinychat.engine.stats import Stats
 from tinychat.errors import TinychatError
-from tinychat.kernels.executor import Executor, State
+from tinychat.kernels.executor import Executor, StateCopy
 from tinychat.kernels.limits import check_sampling
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.sampling import Sampling
@@ -169,7 +169,7 @@ class Session:
     def _rewind(self, n: int) -> int:
         """Keeps the first `n` tokens, or as many of them as the executor can go on from: those that a snapshot of its
         state has seen, none in front of rows that layers with a window have lost. Returns their number."""
-        state: State | None = None
+        state: StateCopy | None = None
         if self.plan.state_bytes and n != self.state_at:
             n, state = self.snapshots.last(n)
         if not self.executor.reaches(n):

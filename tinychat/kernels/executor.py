@@ -21,7 +21,7 @@ Mask = Callable[[], np.ndarray]
 """uint32 ((vocab + 31) // 32,): token i may come where bit i % 32 of word i // 32 is set."""
 
 
-class State(Protocol):
+class StateCopy(Protocol):
     """A copy of what layers carry from token to token, wherever the executor keeps it; a memoryview is one, too."""
 
     def tobytes(self) -> bytes: ...
@@ -184,11 +184,11 @@ class Executor(Protocol):
         """The state of all layers; 0 for a plan without."""
         ...
 
-    def read_state(self) -> State:
+    def read_state(self) -> StateCopy:
         """A copy of the state of all layers, in this executor's layout."""
         ...
 
-    def write_state(self, state: State) -> None:
+    def write_state(self, state: StateCopy) -> None:
         """Puts a state back: one that this executor's read_state gave, or the bytes of one. Raises TinychatError for
         bytes that do not fit."""
         ...

@@ -29,7 +29,7 @@ from tinychat.kernels.cpu.library import (
     StepContext,
 )
 from tinychat.kernels.cpu.program import build
-from tinychat.kernels.executor import ExecutorKind, Logits, Mask, State, Weights
+from tinychat.kernels.executor import ExecutorKind, Logits, Mask, StateCopy, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import (
     Attention,
@@ -346,11 +346,11 @@ class CPUExecutor:
         self._slide(self._windows.base_with(first, tiles, self._windows.held(len(data), tiles)))
         self._lib.tc_cache(self._ctx, np.frombuffer(data, np.uint8).ctypes.data, first, rows, 1)
 
-    def read_state(self) -> State:
+    def read_state(self) -> StateCopy:
         """See Executor.read_state."""
         return memoryview(ctypes.string_at(self._states, self.state_bytes))
 
-    def write_state(self, state: State) -> None:
+    def write_state(self, state: StateCopy) -> None:
         """See Executor.write_state."""
         data = state.tobytes()
         if len(data) != self.state_bytes:

@@ -32,7 +32,7 @@ from tinychat.kernels.cuda.selfcheck import self_check
 from tinychat.kernels.cuda.state import WORDS, bias_values, breaker_bits, state_words
 from tinychat.kernels.cuda.step import decode, depths
 from tinychat.kernels.cuda.verify import cycles, drafting, verifying
-from tinychat.kernels.executor import ExecutorKind, Logits, Mask, State, Weights
+from tinychat.kernels.executor import ExecutorKind, Logits, Mask, StateCopy, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile
@@ -417,11 +417,11 @@ class CUDAExecutor:
             at += size
         self.gpu.synchronize()
 
-    def read_state(self) -> State:
+    def read_state(self) -> StateCopy:
         """See Executor.read_state: float32, layer by layer the convolution's inputs, then (heads, value, key)."""
         return self._kept.copy(self._seen % SLOTS) if self.state_bytes else memoryview(b"")
 
-    def write_state(self, state: State) -> None:
+    def write_state(self, state: StateCopy) -> None:
         """See Executor.write_state."""
         self._settle()
         if self.state_bytes:

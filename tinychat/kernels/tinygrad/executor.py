@@ -9,7 +9,7 @@ from tinygrad import Tensor, dtypes
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.blocks import CACHE_VALUE_BYTES, Experts
-from tinychat.kernels.executor import ExecutorKind, Logits, Mask, SingleSteps, State, Weights
+from tinychat.kernels.executor import ExecutorKind, Logits, Mask, SingleSteps, StateCopy, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile, calls_of
@@ -136,11 +136,11 @@ class ReferenceExecutor(SingleSteps):
         """See Executor.state_bytes."""
         return self.plan.state_bytes
 
-    def read_state(self) -> State:
+    def read_state(self) -> StateCopy:
         """See Executor.read_state."""
         return memoryview(b"".join(t.numpy().tobytes() for t in self.step.state_tensors))
 
-    def write_state(self, state: State) -> None:
+    def write_state(self, state: StateCopy) -> None:
         """See Executor.write_state."""
         data = state.tobytes()
         if len(data) != self.state_bytes:
