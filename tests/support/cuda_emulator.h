@@ -21,7 +21,11 @@ struct alignas(8) F2 { float x, y; };
 #define KERNEL(threads, resident) static void
 #define __device__
 #define __forceinline__ inline
+#ifdef __linux__  // a kernel's shared memory is a section of its own (SHARED), which every block begins with poisoned
+#define __shared__ static __attribute__((section(SHARED)))
+#else
 #define __shared__ static
+#endif
 #define DYNAMIC_SHARED(name) static V4 name[232448 / 16]
 #define __launch_bounds__(n)
 #define CLUSTER_KERNEL(threads, resident, blocks) static void
