@@ -13,6 +13,7 @@ from rich.filesize import decimal
 from tinychat.chat import settings
 from tinychat.console import Bar, say, say_notes
 from tinychat.errors import TinychatError
+from tinychat.kernels.cuda import driver
 from tinychat.models import cache
 from tinychat.models.hosts import shown
 from tinychat.models.registry import Model, resolve
@@ -73,7 +74,8 @@ def loaded(
     path = obtain(model)
     with Bar() as bar:
         bar.stage("loading the engine", 0.0)
-        from tinychat.engine import Engine
+        driver.start(device)
+        from tinychat.engine.engine import Engine
 
         engine = Engine.load(
             path,

@@ -274,9 +274,9 @@ def _local(model: Model, talk: Conversation, options: dict[str, Any]) -> Backend
     path = obtain(model)
     with Bar() as bar:
         bar.stage("loading the engine", 0.0)
-        from tinychat.backend.local import LocalBackend
+        from tinychat.backend.factory import open_backend
 
-        return LocalBackend.open(path, max_context=context, preset=model.preset, progress=bar.stage, **options)
+        return open_backend(path, max_context=context, preset=model.preset, progress=bar.stage, **options)
 
 
 def _question(prompt: str, files: Sequence[str]) -> Turn:

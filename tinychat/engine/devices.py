@@ -10,6 +10,7 @@ from tinychat.engine import snapshots
 from tinychat.engine.fit import fit
 from tinychat.errors import SLOW, TinychatError
 from tinychat.kernels.cpu.compiler import NoCompiler, tinygrad_cc
+from tinychat.kernels.cuda import driver
 from tinychat.kernels.executor import ExecutorKind, MeasurableExecutor, Weights
 from tinychat.kernels.ops import Plan
 
@@ -55,9 +56,7 @@ def make_executor(
 
 def has_cuda() -> bool:
     """Whether there is an NVIDIA driver."""
-    import ctypes.util
-
-    return ctypes.util.find_library("cuda") is not None
+    return driver.exists()
 
 
 def _cuda(
