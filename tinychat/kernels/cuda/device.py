@@ -97,7 +97,7 @@ class GPU:
 
     def enter(self) -> None:
         """Makes the device that of the calling thread."""
-        check(self.cuda.cuCtxSetCurrent(self._context))
+        check(driver.brief().cuCtxSetCurrent(self._context))
 
     # --- buffers
 
@@ -194,8 +194,8 @@ class GPU:
     def event(self) -> Any:
         """Marks this point of the enqueued work (for `wait`)."""
         e = ctypes.c_void_p()
-        check(self.cuda.cuEventCreate(ctypes.byref(e), 0))
-        check(self.cuda.cuEventRecord(e, None))
+        check(driver.brief().cuEventCreate(ctypes.byref(e), 0))
+        check(driver.brief().cuEventRecord(e, None))
         return e
 
     def wait(self, event: Any) -> None:
@@ -242,11 +242,16 @@ class GPU:
         addresses = tuple(self.address(names.get(b, b)) for b in launch.buffers)
         return KernelCall(self.program(launch).function, launch.grid_of, launch.threads, launch.shared, addresses)
 
-    def sequence(self, launches: Sequence[Launch], names: dict[str, str] | None = None) -> Callable[..., None]:
+    def sequence(
+        self, launches: Sequence[Launch], names: dict[str, str] | None = None, *, few: bool = False
+    ) -> Callable[..., None]:
         """A function that enqueues the launches one by one, outside any graph, for a number of tokens and of cache
-        rows; `names` replaces buffers."""
+        rows; `names` replaces buffers. `few`: there is always room in the device's queue, so that it returns at
+        once."""
         self.compile(launches)
-        enqueue = enqueuer([self._call(x, names or {}) for x in launches], self.overlaps)
+        enqueue = enqueuer(
+            driver.brief() if few else self.cuda, [self._call(x, names or {}) for x in launches], self.overlaps
+        )
 
         def within(count: int = 1, keys: int = 1) -> None:
             self.enter()

@@ -65,7 +65,7 @@ def library() -> ctypes.CDLL:
 
 
 @cache
-def brief() -> ctypes.PyDLL:
+def brief() -> ctypes.CDLL:
     """The same functions, for calls that return at once: they keep the interpreter, which others call get back only
     when the thread that took it lets it go (after SWITCH_INTERVAL in process.py)."""
     return _with_arguments(ctypes.PyDLL(LIBRARY))

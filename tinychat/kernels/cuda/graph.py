@@ -79,15 +79,16 @@ class KernelCall:
         return (ctypes.c_void_p * len(self.addresses))(*range(start, start + 8 * len(self.addresses), 8)), values
 
 
-def enqueuer(calls: Sequence[KernelCall], chained: bool = True) -> Callable[[int, int], None]:
-    """A function that enqueues the calls one by one, for a number of tokens and of cache rows."""
+def enqueuer(cuda: ctypes.CDLL, calls: Sequence[KernelCall], chained: bool = True) -> Callable[[int, int], None]:
+    """A function that enqueues the calls one by one, for a number of tokens and of cache rows, through the driver's
+    functions `cuda`."""
     attribute = _Attribute(id=_PROGRAMMATIC_SERIALIZATION, value=1)
     made = []
     for call in calls:
         config = _Config((0, 0, 0), (call.threads, 1, 1), call.shared, None, ctypes.pointer(attribute), int(chained))
         parameters, values = call.parameters()
         made.append((config, ctypes.byref(config), call.function, parameters, call.grid, values))
-    launch = driver.library().cuLaunchKernelEx
+    launch = cuda.cuLaunchKernelEx
 
     def enqueue(count: int, keys: int) -> None:
         for config, pointer, function, parameters, grid, _ in made:

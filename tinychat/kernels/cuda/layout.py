@@ -94,18 +94,23 @@ class Layout:
             self._placed[w] = Placed(tensor, w.start, w.stride or w.rows)
 
     @property
+    def buffers(self) -> list[PackedTensor]:
+        """What lies on the device: the file's tensors, and those made of them."""
+        return [*self.tensors.values(), *(self[w].tensor for w, _ in self.transposed.values())]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all weights on the device."""
-        return sum(t.nbytes for t in self.tensors.values()) + sum(
-            self[w].tensor.nbytes for w, _ in self.transposed.values()
-        )
+        return sum(t.nbytes for t in self.buffers)
 
 
-def repack(tensor: PackedTensor, count: int) -> Launch:
-    """Repacks `count` blocks of 32 weights, which lie in `staging`; repack_params() are in `params`."""
+def repack(tensor: PackedTensor) -> Launch:
+    """Repacks as many blocks of 32 weights as it is launched for, which lie in `staging`; repack_params() are in
+    `params`."""
     shape = RepackConstants(tensor.kind, GGML_QUANT_SIZES[tensor.kind][1])
     buffers = {"out": tensor.buffer, "in": "staging", "params": "params"}
-    return kernel(f"repack_{tensor.kind.name.lower()}", "repack.cu", shape, buffers, (-(-count // 256), 1, 1), "load")
+    name = f"repack_{tensor.kind.name.lower()}"
+    return kernel(name, "repack.cu", shape, buffers, lambda count, keys: (-(-count // 256), 1, 1), "load")
 
 
 def repack_params(tensor: PackedTensor, first: int, count: int) -> np.ndarray:
