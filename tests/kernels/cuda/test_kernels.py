@@ -95,7 +95,7 @@ def test_matvec_of_every_quant_type(kind: Q, matvecs: dict[Q, Matvec]) -> None:
     if kind in FLOATS:
         buffers["w:check"][:] = packed
     else:
-        cuda_emulator.run(packing, buffers)
+        cuda_emulator.run(packing, buffers, tensor.blocks)
         assert len(buffers["w:check"]) == packed_bytes(kind, tensor.values)
     logits = buffers["logits"].view(np.float32).reshape(2, ROWS)
     for each in (*two.before, two):
