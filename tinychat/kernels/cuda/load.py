@@ -34,7 +34,7 @@ class Upload:
         gpu.allocate("staging", UPLOAD_BYTES)
         gpu.allocate("params", REPACK_PARAMS)
         count = max(1, min(THREADS, (os.cpu_count() or 1) - 1, -(-self._total // UPLOAD_BYTES)))
-        self._threads = [threading.Thread(target=self._run, name=f"upload {n}") for n in range(count)]
+        self._threads = [threading.Thread(target=self._run, name=f"upload {n}", daemon=True) for n in range(count)]
         for thread in self._threads:
             thread.start()
 
