@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from tinychat.engine import file_limits
 from tinychat.engine.file_limits import Bounds
 from tinychat.errors import TinychatError, printable
+from tinychat.kernels.quant_types import GGML_QUANT_SIZES, GGMLQuantizationType
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9

@@ -12,8 +12,6 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES
-from gguf import GGMLQuantizationType as Q
 
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError, printable
@@ -21,6 +19,8 @@ from tinychat.kernels.blocks import GQA, MLA, Dense, Experts, Gated, Layer, Rope
 from tinychat.kernels.cpu.bandwidth import block_bytes
 from tinychat.kernels.ops import Embed, Head, Plan, weights_of
 from tinychat.kernels.profile import name_of, quant_of, shape_of
+from tinychat.kernels.quant_types import GGML_QUANT_SIZES
+from tinychat.kernels.quant_types import GGMLQuantizationType as Q
 from tinychat.kernels.tinygrad.dequant import CODECS
 
 VOCAB = 16  # of the small embedding and head

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from tinychat.errors import TinychatError
 from tinychat.kernels import ops
@@ -15,6 +14,7 @@ from tinychat.kernels.cuda.launch import Launch, kernel
 from tinychat.kernels.cuda.quants import QUANTS, packed_bytes
 from tinychat.kernels.grids import packed_grid
 from tinychat.kernels.ops import Plan
+from tinychat.kernels.quant_types import GGML_QUANT_SIZES, GGMLQuantizationType
 
 Q = GGMLQuantizationType
 GRIDS = (Q.IQ1_S, Q.IQ2_XXS, Q.IQ2_XS, Q.IQ2_S, Q.IQ3_XXS, Q.IQ3_S)  # types whose codes are indices of a grid

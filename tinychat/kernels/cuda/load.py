@@ -9,12 +9,12 @@ import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES
 
 from tinychat.kernels.cuda.device import GPU
 from tinychat.kernels.cuda.layout import REPACK_PARAMS, Layout, PackedTensor, repack, repack_params, transpose
 from tinychat.kernels.cuda.quants import FLOATS
 from tinychat.kernels.executor import Weights
+from tinychat.kernels.quant_types import GGML_QUANT_SIZES
 
 UPLOAD_BYTES = 16 << 20  # of one upload
 THREADS = 12  # that copy, at most; page faults overlap

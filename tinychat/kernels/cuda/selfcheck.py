@@ -4,8 +4,6 @@ unnoticed."""
 from __future__ import annotations
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.blocks import Weight
@@ -15,7 +13,9 @@ from tinychat.kernels.cuda.launches import head
 from tinychat.kernels.cuda.layout import REPACK_PARAMS, Layout, repack, repack_params
 from tinychat.kernels.cuda.quants import FLOATS, QUANTS
 from tinychat.kernels.cuda.state import state_words
+from tinychat.kernels.grids import dequantize
 from tinychat.kernels.ops import Embed, Head, Plan
+from tinychat.kernels.quant_types import GGML_QUANT_SIZES, GGMLQuantizationType
 from tinychat.kernels.sampling import Sampling
 
 Q = GGMLQuantizationType
