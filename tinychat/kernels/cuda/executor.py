@@ -19,6 +19,7 @@ from tinychat.kernels.blocks import MLA
 from tinychat.kernels.cuda.builder import RING, RING_DRAFTS, ROUTE_SLOTS, SLOTS, Builder
 from tinychat.kernels.cuda.device import GPU, unusable
 from tinychat.kernels.cuda.graph import Graph
+from tinychat.kernels.cuda.kept import KeptStates
 from tinychat.kernels.cuda.launch import Launch
 from tinychat.kernels.cuda.launches import head
 from tinychat.kernels.cuda.layout import Layout
@@ -31,7 +32,7 @@ from tinychat.kernels.cuda.selfcheck import self_check
 from tinychat.kernels.cuda.state import bias_values, breaker_bits, state_words
 from tinychat.kernels.cuda.step import decode, depths
 from tinychat.kernels.cuda.verify import drafting, verifying
-from tinychat.kernels.executor import ExecutorKind, Logits, Mask, Weights
+from tinychat.kernels.executor import ExecutorKind, Logits, Mask, State, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile
@@ -135,8 +136,6 @@ class CUDAExecutor:
                     gpu.allocate(name, size)
             if plan.mtp:
                 gpu.upload("greedy", state_words(GREEDY, 0, max(self._drafting_behind.counts, default=1), 0))
-            if plan.state_bytes:
-                self._state = gpu.pinned(plan.state_bytes)  # what read_state() and write_state() go through
             if "tickets" in builder.buffers:  # of attention
                 gpu.upload("tickets", np.zeros(builder.buffers["tickets"], np.uint8))
             kernels_of = [*launches.values(), *(rows for _, rows in heads)]
@@ -164,6 +163,7 @@ class CUDAExecutor:
             depth: DecodeStep(gpu, tuple(step), graphs[depth], max_context, self.decode, self._place)
             for depth, step in steps.items()
         }
+        self._kept = KeptStates(gpu, [(f"carried:{i}", state.nbytes) for i, state in enumerate(plan.states) if state])
         self._seen = 0  # tokens whose state read_state() reads: none of drafts and of steps ahead
         self._enqueued: tuple[int, int, Sampling] | None = None  # the step of this token at this position, by verify()
         self._asked = False  # a draft, in front of the last step
@@ -281,7 +281,7 @@ class CUDAExecutor:
         of a verify step. They are moved to the first place, so columns have to come in order."""
         nbytes = 4 * self.plan.vocab
         if column:
-            self.gpu.copy("logits", nbytes, column * nbytes, 0)
+            self.gpu.copy("logits", f"logits+{column * nbytes}", nbytes)
         known = seen[-_window(sampling, pos + 1) :]
         self._place(known, pos + 1 - len(known), sampling, masked=True)
         self._allowed[:] = mask()
@@ -375,27 +375,15 @@ class CUDAExecutor:
             at += rows * width * 2
         self.gpu.synchronize()
 
-    def read_state(self) -> bytes | memoryview:
+    def read_state(self) -> State:
         """See Executor.read_state: float32, layer by layer the convolution's inputs, then (heads, value, key)."""
-        if not self.state_bytes:
-            return b""
-        slot = self._seen % SLOTS
-        self.gpu.gather([(name, size, slot * size) for name, size in self._carried()], self._state)
-        return self._state.copy().data  # an array's pages are larger than those of bytes: a third of the time
+        return self._kept.copy(self._seen % SLOTS) if self.state_bytes else memoryview(b"")
 
-    def write_state(self, data: bytes | memoryview) -> None:
-        """See Executor.write_state. All slots hold it then, whatever position comes next."""
+    def write_state(self, state: State) -> None:
+        """See Executor.write_state."""
         self._settle()
-        if len(data) != self.state_bytes:
-            raise TinychatError(f"a saved state of {len(data):,} bytes is not of this model")
-        if not data:
-            return
-        self._state[:], at = np.frombuffer(data, np.uint8), 0
-        for name, size in self._carried():
-            for slot in range(SLOTS):
-                self.gpu.upload(name, self._state[at : at + size], slot * size)
-            at += size
-        self.gpu.synchronize()
+        if self.state_bytes:
+            self._kept.put(state)
 
     def profile(self, token: int, pos: int, steps: int) -> StepProfile:
         """See MeasurableExecutor.profile."""
@@ -454,10 +442,6 @@ class CUDAExecutor:
         keys = [(f"k:{i}", cache.key_width) for i, cache in enumerate(self.plan.caches) if cache.key_width]
         values = [(f"v:{i}", cache.value_width) for i, cache in enumerate(self.plan.caches) if cache.value_width]
         return keys + values
-
-    def _carried(self) -> list[tuple[str, int]]:
-        """What layers carry from token to token: its buffer, and the bytes of one slot."""
-        return [(f"carried:{i}", state.nbytes) for i, state in enumerate(self.plan.states) if state]
 
     def _place(self, ids: Sequence[int], pos: int, sampling: Sampling, count: int = 1, *, masked: bool = False) -> None:
         """Tells the device the tokens at positions pos, pos + 1, ...; the last `count` of them are the next step's.

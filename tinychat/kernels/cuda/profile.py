@@ -168,7 +168,7 @@ def read_bandwidth(gpu: GPU) -> float:
     seconds = []
     for _ in range(5):
         began = gpu.event()
-        gpu.copy("bandwidth", COPY, 0, COPY)
+        gpu.copy(f"bandwidth+{COPY}", "bandwidth", COPY)
         seconds.append(gpu.elapsed(began, gpu.event()))
     gpu.free("bandwidth")
     return 2 * COPY / min(seconds) / 1e9
