@@ -80,6 +80,13 @@ class RandomWeights:
             return np.ones(self.sizes[name] // 4, np.float32).view(np.uint8)
         return np.resize(self.pool, self.sizes[name])
 
+    def read(self, name: str, at: int, out: np.ndarray) -> None:
+        if name.startswith("#gain"):
+            out[:] = self.raw(name)[at : at + len(out)]
+        else:
+            first = at % len(self.pool)
+            out[:] = np.resize(self.pool, first + len(out))[first:]
+
     def release(self, name: str) -> None:
         pass
 
@@ -223,6 +230,12 @@ class PartOfFile(RandomWeights):
 
     def raw(self, name: str) -> np.ndarray:
         return super().raw(name) if name.startswith("#") else self.gguf.raw(name.split("#")[0])
+
+    def read(self, name: str, at: int, out: np.ndarray) -> None:
+        if name.startswith("#"):
+            super().read(name, at, out)
+        else:
+            self.gguf.read(name.split("#")[0], at, out)
 
 
 def renamed(part: Any, copy: int) -> Any:

@@ -39,6 +39,12 @@ class PackedTensor:
         return f"w:{self.name}"
 
     @property
+    def file_bytes(self) -> int:
+        """Bytes of the tensor in the file."""
+        block, size = GGML_QUANT_SIZES[self.kind]
+        return self.values // block * size
+
+    @property
     def blocks(self) -> int:
         return self.values // block_size(self.kind)
 

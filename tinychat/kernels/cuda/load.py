@@ -1,14 +1,11 @@
-"""Weights from the file to the GPU: bytes through page-locked memory, repacked into planes there, by threads of its
-own while the executor is made. The file's pages stay mapped: giving them back took a third of the loading time
-(madvise holds the interpreter), and the kernel takes them when it needs memory."""
+"""Weights from the file to the GPU: bytes read into page-locked memory, repacked into planes on the device, by threads
+of its own while the executor is made."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Callable, Iterator
-
-import numpy as np
 
 from tinychat.kernels.cuda.device import GPU
 from tinychat.kernels.cuda.layout import REPACK_PARAMS, Layout, PackedTensor, repack, repack_params, transpose
@@ -17,7 +14,7 @@ from tinychat.kernels.executor import Weights
 from tinychat.kernels.quant_types import GGML_QUANT_SIZES
 
 UPLOAD_BYTES = 16 << 20  # of one upload
-THREADS = 12  # that copy, at most; page faults overlap
+THREADS = 12  # that read, at most
 LOOK_S = 0.02  # seconds between two reports of the progress
 
 
@@ -26,7 +23,7 @@ class Upload:
 
     def __init__(self, gpu: GPU, layout: Layout, weights: Weights) -> None:
         self._gpu, self._layout, self._weights = gpu, layout, weights
-        self._total, self._done = sum(weights.raw(t.name).nbytes for t in layout.tensors.values()), 0
+        self._total, self._done = sum(t.file_bytes for t in layout.tensors.values()), 0
         self._work = self._pieces()
         self._lock = threading.Lock()  # one thread takes a piece, or enqueues one through `staging` and `params`
         self._failure: BaseException | None = None
@@ -61,14 +58,14 @@ class Upload:
         for thread in self._threads:
             thread.join()
 
-    def _pieces(self) -> Iterator[tuple[PackedTensor, np.ndarray, int, Callable[..., None] | None]]:
-        """A tensor, bytes of it, where they are in it, and what repacks them."""
+    def _pieces(self) -> Iterator[tuple[PackedTensor, int, int, Callable[..., None] | None]]:
+        """A tensor, the first of some of its bytes in the file and their number, and what repacks them."""
         for t in self._layout.tensors.values():
-            raw, unit = self._weights.raw(t.name), GGML_QUANT_SIZES[t.kind][1] * 8  # 8 blocks share a plane's scale
+            unit = GGML_QUANT_SIZES[t.kind][1] * 8  # 8 blocks share a plane's scale
             step = UPLOAD_BYTES // unit * unit
             repacked = None if t.kind in FLOATS else self._gpu.sequence([repack(t)], few=True)
-            for at in range(0, raw.nbytes, step):
-                yield t, raw[at : at + step], at, repacked
+            for at in range(0, t.file_bytes, step):
+                yield t, at, min(step, t.file_bytes - at), repacked
 
     def _run(self) -> None:
         try:
@@ -77,22 +74,22 @@ class Upload:
                 with self._lock:
                     if self._failure or (piece := next(self._work, None)) is None:
                         break
-                t, part, at, repacked = piece
-                data = pinned[: part.nbytes]
+                t, at, nbytes, repacked = piece
+                data = pinned[:nbytes]
                 if copied:
                     self._gpu.wait(copied)
-                np.copyto(data, part)
+                self._weights.read(t.name, at, data)
                 with self._lock:
                     if repacked is None:
                         self._gpu.upload(t.buffer, data, at)
                     else:
                         block, size = GGML_QUANT_SIZES[t.kind]
-                        count = part.nbytes // size * block // 32
+                        count = nbytes // size * block // 32
                         self._gpu.upload("staging", data)
                         self._gpu.upload("params", repack_params(t, at // size * block // 32, count))
                         repacked(count)
                     copied = self._gpu.event()
-                    self._done += part.nbytes
+                    self._done += nbytes
             if copied:
                 self._gpu.wait(copied)
             self._gpu.unpin(pinned)
