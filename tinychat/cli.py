@@ -335,7 +335,7 @@ def _lazy(command: str) -> Callable[..., object]:
     module, _, function = command.partition(".")
 
     def call(**arguments: Any) -> object:
-        with process.importing():
+        with process.starting():
             found = importlib.import_module(f"tinychat.commands.{module}")
         return getattr(found, function or module)(**arguments)
 

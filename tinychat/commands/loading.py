@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.filesize import decimal
 
+from tinychat import process
 from tinychat.chat import settings
 from tinychat.console import Bar, say, say_notes
 from tinychat.errors import TinychatError
@@ -72,7 +73,7 @@ def loaded(
     """The engine with `model`, which is downloaded if missing; closes it on exit. `context`: tokens (None: the engine's
     default); `speculate`: as Engine.load, by default single steps, which is what is measured."""
     path = obtain(model)
-    with Bar() as bar:
+    with Bar() as bar, process.starting():
         bar.stage("loading the engine", 0.0)
         driver.start(device)
         from tinychat.engine.engine import Engine

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tinychat import process
 from tinychat.chat import servers
 from tinychat.chat.calling import ROUNDS, Written, result_of, stuck
 from tinychat.chat.conversation import KEPT_STATS, Attachment, Call, Conversation, Turn
@@ -279,7 +280,7 @@ def _local(model: Model, talk: Conversation, options: dict[str, Any]) -> Backend
     p, text = talk.parameters, "\n".join(turn.content for turn in talk.sent)
     context = p.context or _needed_context(model, text, p.max_tokens)
     path = obtain(model)
-    with Bar() as bar:
+    with Bar() as bar, process.starting():
         bar.stage("loading the engine", 0.0)
         from tinychat.backend.factory import open_backend
 
