@@ -54,7 +54,7 @@ def _compiler(arch: str) -> Callable[[str], bytes]:
 
 
 def _path(source: str, arch: str) -> Path:
-    return folder() / f"{hashlib.sha256(f'{arch} {source}'.encode()).hexdigest()[:32]}.cubin"
+    return folder() / f"{hashlib.blake2b(f'{arch} {source}'.encode(), digest_size=16).hexdigest()}.cubin"
 
 
 def _prune(before: float) -> None:

@@ -31,7 +31,8 @@ class LoadedKernel:
     """A kernel on the device, until it is forgotten. `shared`: bytes of dynamic shared memory."""
 
     def __init__(self, binary: bytes, name: str, shared: int) -> None:
-        cuda, self._module, self.function = driver.library(), ctypes.c_void_p(), ctypes.c_void_p()
+        self._cuda = cuda = driver.library()
+        self._module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
         check(cuda.cuModuleLoadData(ctypes.byref(self._module), binary))
         check(cuda.cuModuleGetFunction(ctypes.byref(self.function), self._module, name.encode()))
         if shared:  # with its static shared memory a kernel may need more than 48 KB
@@ -39,7 +40,7 @@ class LoadedKernel:
 
     def __del__(self) -> None:
         if self._module:
-            driver.library().cuModuleUnload(self._module)
+            self._cuda.cuModuleUnload(self._module)
 
 
 class GPU:

@@ -105,7 +105,7 @@ class Graph:
 
     def __init__(self, calls: Sequence[KernelCall], chained: bool = True, count: int = 1, keys: int = 1) -> None:
         self.kernels = len(calls)
-        cuda = driver.library()
+        self._cuda = cuda = driver.library()
         self._graph, self._instance = ctypes.c_void_p(), ctypes.c_void_p()
         check(cuda.cuGraphCreate(ctypes.byref(self._graph), 0))
         nodes, kept = [], []
@@ -125,10 +125,10 @@ class Graph:
 
     def __call__(self) -> None:
         """Enqueues all kernels and returns."""
-        check(driver.library().cuGraphLaunch(self._instance, None))
+        check(self._cuda.cuGraphLaunch(self._instance, None))
 
     def __del__(self) -> None:
         if self._instance:
-            driver.library().cuGraphExecDestroy(self._instance)
+            self._cuda.cuGraphExecDestroy(self._instance)
         if self._graph:
-            driver.library().cuGraphDestroy(self._graph)
+            self._cuda.cuGraphDestroy(self._graph)
