@@ -109,7 +109,7 @@ class JoinConstants(Constants):
 
 @dataclass(frozen=True, kw_only=True)
 class FollowConstants(StepConstants):
-    """follow.cu"""
+    """follow.cu, next_step.cu"""
 
     words: int  # of `state`
 
@@ -341,6 +341,7 @@ class StoreKVConstants(Constants):
     eps: float
     query_scale: float  # attention's scale times log2(e)
     value_norm: bool  # each head of v is divided by its root mean square
+    window: int  # rows that a query sees; 0: all
 
 
 @dataclass(frozen=True)
