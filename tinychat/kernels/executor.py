@@ -40,9 +40,9 @@ class Weights(Protocol):
 
 
 class Executor(Protocol):
-    """Runs the steps of one plan. Cache rows are addressed by position, so rolling back is only counting differently.
-    A state (blocks.LayerState) is not: it is that behind the last token that was run. A step at position 0 begins with
-    none.
+    """Runs the steps of one plan. Cache rows are addressed by position, so rolling back is only counting differently,
+    as far as `reaches` says. A state (blocks.LayerState) is not: it is that behind the last token that was run. A step
+    at position 0 begins with none.
 
     Built as `Executor(plan, weights, max_context, ...)`, which raises TinychatError for a plan beyond `limits`. Not
     thread-safe: one thread calls it.
@@ -102,6 +102,11 @@ class Executor(Protocol):
     @property
     def sampling_s(self) -> float:
         """Seconds that choosing the last id of decode() took, as part of its step; 0.0 where it is not told apart."""
+        ...
+
+    def reaches(self, pos: int) -> bool:
+        """Whether the next step may be at `pos`, behind rows that were run: layers with a sliding window keep the last
+        rows of a long context only (window_rows.py). At position 0 it always may."""
         ...
 
     def forward(self, ids: Sequence[int], pos: int, logits: Logits = "none", *, mtp: bool = False) -> np.ndarray | None:
@@ -165,12 +170,13 @@ class Executor(Protocol):
         ...
 
     def read_cache(self, first: int, rows: int) -> bytes:
-        """Cache rows first .. first + rows - 1 of all layers, in this executor's layout; `first` is a multiple of
-        16."""
+        """Cache rows first .. first + rows - 1 of all layers, in this executor's layout, without those that layers with
+        a sliding window keep no more; `first` is a multiple of 16."""
         ...
 
     def write_cache(self, data: bytes, first: int, rows: int) -> None:
-        """Puts these rows back, as read_cache gave them. Raises TinychatError for bytes that do not fit them."""
+        """Puts these rows back, as read_cache gave them, behind those that are there. Raises TinychatError for bytes
+        that do not fit them."""
         ...
 
     @property

@@ -342,6 +342,7 @@ class StoreKVConstants(Constants):
     eps: float
     query_scale: float  # attention's scale times log2(e)
     value_norm: bool  # each head of v is divided by its root mean square
+    window: int  # rows that a query sees; 0: all
 
 
 @dataclass(frozen=True)

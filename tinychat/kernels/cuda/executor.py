@@ -15,7 +15,7 @@ from itertools import chain
 import numpy as np
 
 from tinychat.errors import TinychatError
-from tinychat.kernels.blocks import MLA
+from tinychat.kernels.blocks import CACHE_VALUE_BYTES, MLA, Cache
 from tinychat.kernels.cuda.builder import RING, RING_DRAFTS, ROUTE_SLOTS, SLOTS, Builder
 from tinychat.kernels.cuda.device import GPU, unusable
 from tinychat.kernels.cuda.graph import Graph
@@ -29,7 +29,7 @@ from tinychat.kernels.cuda.profile import DecodeStep, kernels, profile, read_ban
 from tinychat.kernels.cuda.quants import QUANTS
 from tinychat.kernels.cuda.recurrent import TOGETHER
 from tinychat.kernels.cuda.selfcheck import self_check
-from tinychat.kernels.cuda.state import bias_values, breaker_bits, state_words
+from tinychat.kernels.cuda.state import WORDS, bias_values, breaker_bits, state_words
 from tinychat.kernels.cuda.step import decode, depths
 from tinychat.kernels.cuda.verify import cycles, drafting, verifying
 from tinychat.kernels.executor import ExecutorKind, Logits, Mask, State, Weights
@@ -37,6 +37,7 @@ from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile
 from tinychat.kernels.sampling import GREEDY, Sampling
+from tinychat.kernels.window_rows import WindowRows
 
 AHEAD = 4  # decode steps enqueued before the oldest is read; at most SLOTS
 GRAPH_TOKENS = 128  # tokens from one graph of a prompt's kernels to the next
@@ -103,12 +104,13 @@ class CUDAExecutor:
         self._latent = any(isinstance(layer.attention, MLA) for layer in plan.layers)
         layout = Layout(plan, {name: weights.raw(name).nbytes for name in {w.tensor for w in plan.weights}})
         self.gpu = gpu = GPU()
+        self._windows = WindowRows(plan, max_context)
         chip = Chip(gpu.warpgroups, gpu.max_shared)
         for chunk in CHUNKS:
             builder = Builder(plan, layout, max_context)
             kinds = depths(builder, gpu.overlaps, plan.layers)
             steps = {first: decode(builder, kind) for first, kind in kinds.items()}
-            self.prefill_chunk = min(chunk, max_context)
+            self.prefill_chunk = min(chunk, self._windows.together)
             sizes = sorted({min(n, self.prefill_chunk) for n in (*SIZES, chunk)})
             prefill = {n: Prefill(builder, n, chip) for n in sizes}
             prompts = [({n: p.layers() for n, p in prefill.items()}, plan.head)]
@@ -122,7 +124,7 @@ class CUDAExecutor:
             if (needed := sum(builder.buffers.values())) < SHARE * gpu.free_bytes:
                 break
         else:
-            rows, room = max_context * plan.kv_bytes_per_token, SHARE * gpu.free_bytes
+            rows, room = plan.kv_bytes(max_context), SHARE * gpu.free_bytes
             raise TinychatError(
                 f"the model needs {needed / 1e9:,.1f} GB of the GPU's memory (weights {layout.nbytes / 1e9:,.1f}, "
                 f"context {rows / 1e9:,.1f}), of which {room / 1e9:,.1f} GB are free for it; take a smaller quant or "
@@ -181,7 +183,7 @@ class CUDAExecutor:
         self.kernels_per_token, self.jit_batches = graphs[0].kernels, 1
         self.jit_state = "replaying"  # compiled and captured at load
         self.weight_bytes = layout.nbytes
-        self.cache_bytes = max_context * plan.kv_bytes_per_token
+        self.cache_bytes = plan.kv_bytes(max_context)
         self.state_bytes = plan.state_bytes
         self.device_bytes = gpu.nbytes
 
@@ -269,8 +271,10 @@ class CUDAExecutor:
         try:
             for at in range(pos, self.max_context):
                 if mask:
+                    self._make_room(at, 1)
                     self._masked_step(at, mask)
                 while not mask and enqueued < min(at + AHEAD, self.max_context):
+                    self._make_room(enqueued, 1)
                     self._step(enqueued).graph()
                     enqueued += 1
                 yield self._chosen(at, PAUSE)
@@ -401,19 +405,16 @@ class CUDAExecutor:
 
     def read_cache(self, first: int, rows: int) -> bytes:
         """See Executor.read_cache: K's rows (F16) layer by layer, then V's."""
-        return b"".join(
-            self.gpu.download(name, rows * width * 2, first * width * 2).tobytes() for name, width in self._caches()
-        )
+        return b"".join(self.gpu.download(*part).tobytes() for part in self._places(first, rows))
 
     def write_cache(self, data: bytes, first: int, rows: int) -> None:
         """See Executor.write_cache."""
         self._settle()
         at, packed = 0, np.frombuffer(data, np.uint8)
-        if packed.size != rows * self.plan.kv_bytes_per_token:
-            raise TinychatError(f"a saved cache of {packed.size:,} bytes does not hold {rows} rows of this model")
-        for name, width in self._caches():
-            self.gpu.upload(name, packed[at : at + rows * width * 2], first * width * 2)
-            at += rows * width * 2
+        self._slide(self._windows.base_with(first, rows, self._windows.held(packed.size, rows)))
+        for name, size, offset in self._places(first, rows):
+            self.gpu.upload(name, packed[at : at + size], offset)
+            at += size
         self.gpu.synchronize()
 
     def read_state(self) -> State:
@@ -446,6 +447,10 @@ class CUDAExecutor:
         """See Executor.close."""
         self.gpu.close()
 
+    def reaches(self, pos: int) -> bool:
+        """See Executor.reaches."""
+        return self._windows.reaches(pos)
+
     def _check(self, ids: Sequence[int], pos: int) -> None:
         if not ids or pos < 0 or pos + len(ids) > self.max_context:
             raise TinychatError(f"{len(ids)} tokens at position {pos} do not fit the context of {self.max_context}")
@@ -463,6 +468,7 @@ class CUDAExecutor:
     def _following(self, pos: int, sampling: Sampling, ahead: bool) -> tuple[int, float]:
         """What the single step at `pos`, which is enqueued, chooses; with `ahead` the next one is enqueued, too."""
         if ahead := ahead and pos + 1 < self.max_context:
+            self._make_room(pos + 1, 1)
             self._step(pos + 1).graph()
         following, logprob = self._chosen(pos, PAUSE if ahead else 0)
         self._enqueued = (following, pos + 1, sampling) if ahead else None
@@ -483,18 +489,40 @@ class CUDAExecutor:
 
         return run
 
-    def _caches(self) -> list[tuple[str, int]]:
-        keys = [(f"k:{i}", cache.key_width) for i, cache in enumerate(self.plan.caches) if cache.key_width]
-        values = [(f"v:{i}", cache.value_width) for i, cache in enumerate(self.plan.caches) if cache.value_width]
-        return keys + values
+    def _caches(self) -> list[tuple[str, int, Cache]]:
+        """The buffers of the KV cache, with the bytes of a row."""
+        caches = list(enumerate(self.plan.caches))
+        keys = [(f"k:{i}", CACHE_VALUE_BYTES * cache.key_width, cache) for i, cache in caches if cache.key_width]
+        return keys + [(f"v:{i}", CACHE_VALUE_BYTES * c.value_width, c) for i, c in caches if c.value_width]
+
+    def _places(self, first: int, rows: int) -> Iterator[tuple[str, int, int]]:
+        """(buffer, bytes, offset) of these rows, as far as they are kept."""
+        for name, size, cache in self._caches():
+            start, end = self._windows.place(cache, first, rows)
+            yield name, (end - start) * size, start * size
+
+    def _make_room(self, pos: int, count: int) -> None:
+        """For `count` tokens at `pos`, behind everything enqueued before."""
+        if (base := self._windows.base_for(pos, count)) != self._windows.base:
+            self._slide(base)
+            self.gpu.upload("state", np.array([base], np.int32), 4 * WORDS.index("BASE"))
+
+    def _slide(self, base: int) -> None:
+        """From the next step on the first row of layers with a window is that of position `base`."""
+        by, rows = base - self._windows.base, self._windows.rows
+        self._windows.base = base
+        for name, size, cache in self._caches() if by > 0 else []:
+            for at in range(by, rows, by) if cache.window else ():  # in parts that do not overlap
+                self.gpu.copy(f"{name}+{(at - by) * size}", f"{name}+{at * size}", min(by, rows - at) * size)
 
     def _place(self, ids: Sequence[int], pos: int, sampling: Sampling, count: int = 1, *, masked: bool = False) -> None:
         """Tells the device the tokens at positions pos, pos + 1, ...; the last `count` of them are the next step's.
         `masked`: its token has to be one of the buffer `allowed`."""
         first = pos + len(ids) - count
         self._settle()
+        self._slide(self._windows.base_for(first, count))
         self.gpu.upload("history", np.asarray(ids, np.int32), 4 * pos)
-        self.gpu.upload("state", state_words(sampling, first, count, pos, masked))
+        self.gpu.upload("state", state_words(sampling, first, count, pos, masked, self._windows.base))
 
     def _place_step(
         self, tokens: Sequence[int], pos: int, sampling: Sampling, seen: Sequence[int], *, masked: bool = False

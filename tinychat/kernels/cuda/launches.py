@@ -437,6 +437,7 @@ def store_kv(b: Builder, layer: int, a: GQA, tokens: int) -> Launch:
         eps=a.eps,
         query_scale=a.scale * LOG2E,
         value_norm=a.value_norm,
+        window=a.window if kv_heads else 0,
     )
     buffers = {
         "queries": b.buffer("queries", 2 * tokens * a.heads * a.key_dim),
