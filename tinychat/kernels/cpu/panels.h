@@ -1,6 +1,7 @@
-// Products of some groups of 16 rows with many columns. Where the machine has tiles, panels of 16 or 8 columns are multiplied in
-// them: weights are unpacked once for all panels. The sums are the integers of quant.h, scaled and added in the same order, so
-// that the results have the same bits.
+// Products of some groups of 16 rows with many columns. Where the machine has tiles, weights are unpacked once for all panels of
+// columns, and multiplied in one of two ways. For quantised columns, in panels of 16 or 8, the sums are the integers of quant.h,
+// scaled and added in the same order, so that the results have the same bits. For columns in planes, weights and columns are sums
+// of two bfloat16, three products of which are summed over a whole row in the tiles: no sum is scaled.
 #pragma once
 #include "quant.h"
 #include "tiles.h"
@@ -15,7 +16,8 @@ enum { tiles_allowed };
 #endif
 
 // The width of the panel for `left` columns. In tiles a panel with empty columns takes less time than several narrow ones in vectors.
-INLINE int panel_width(int left) {
+INLINE int panel_width(int left, int planes) {
+  if (planes) return left < 16 ? left : 16;
   if (tiles_allowed && left > 2) return left > 8 ? 16 : 8;
   return left >= 16 ? 16 : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
 }
@@ -25,6 +27,16 @@ INLINE int panel_width(int left) {
 // Blocks of 32 elements that are unpacked at a time: they (24 kB) and the part of a panel that they are multiplied with (12 kB)
 // fit in the first-level cache.
 enum { UNPACKED = 8 };
+
+// 32 elements of 16 rows, unpacked: their high bfloat16 and their low ones. A row of a tile has two elements of each row.
+typedef struct { u32v high[16], low[16]; } Planes;
+
+// Two values of 16 rows. Their high parts are cut off, so that the low ones have the same sign.
+INLINE void to_planes(f32v a, f32v b, u32v *high, u32v *low) {
+  u32v ha = (u32v)a & 0xffff0000, hb = (u32v)b & 0xffff0000;
+  u32v la = (u32v)(a - (f32v)ha) + 0x8000, lb = (u32v)(b - (f32v)hb) + 0x8000;
+  *high = ha >> 16 | hb, *low = la >> 16 | (lb & 0xffff0000);
+}
 
 // Packed weights that are unpacked next: `part` bytes are asked for beside each block, since a burst of requests stalls.
 typedef struct { const uint8_t *at; int part; } Soon;
@@ -104,40 +116,126 @@ FORM(split_panel, 0, 1, 0)
 FORM(min_split_panel, 1, 1, 0)
 FORM(q6_panel, 0, 1, 1)
 
+// The values of unpacked codes.
+INLINE void unpack(const Sub *u, Planes *to, int min, int split) {
+  for (int t = 0; t < 8; t++) {
+    i32v w = (i32v)u->w[t];
+    f32v d = split && t >= 4 ? u->d2 : u->d, m = !min ? splat(0) : split && t >= 4 ? u->m2 : u->m;
+#define VALUE(E) fma_(from_int(w << (24 - 8 * (E)) >> 24), d, m)
+    to_planes(VALUE(0), VALUE(1), &to->high[2 * t], &to->low[2 * t]);
+    to_planes(VALUE(2), VALUE(3), &to->high[2 * t + 1], &to->low[2 * t + 1]);
+#undef VALUE
+  }
+}
+typedef void (*Unpack)(const Sub *u, int n, Planes *to, Soon soon);
+#define UNPACK(NAME, MIN, SPLIT)                                                \
+  static void NAME##_unpack(const Sub *u, int n, Planes *to, Soon soon) {       \
+    for (int i = 0; i < n; i++) fetch_soon(soon, i), unpack(u + i, to + i, MIN, SPLIT); \
+  }
+UNPACK(plain, 0, 0)
+UNPACK(min, 1, 0)
+UNPACK(split, 0, 1)
+UNPACK(min_split, 1, 1)
+
+// Adds n blocks times two panels (or one) of columns in planes to the sums of two groups (or one) of rows. A sum is used again
+// after three other products, which is about the time that one takes.
+typedef struct { const Planes *w[2]; const uint8_t *x[2]; f32v *out[2]; int n, columns[2]; } PlanesProduct;
+INLINE void add_planes_of(const PlanesProduct *p, int fresh, int groups, int panels) {
+  size_t plane[2] = {64 * (size_t)p->columns[0], 64 * (size_t)p->columns[1]};
+#define EACH_SUM(DO) \
+  DO(0, 0, 0) if (panels > 1) { DO(1, 0, 1) } if (groups > 1) { DO(2, 1, 0) if (panels > 1) { DO(3, 1, 1) } }
+#define FRESH(S, G, P) tile_zero(S);
+#define FETCH(S, G, P) tile_load(S, p->out[G] + 16 * P, 64);
+#define KEEP(S, G, P) tile_store(S, p->out[G] + 16 * P, 64);
+#define DOT(S, G, P) tile_dot_f(S, 4 + P, 6 + G);
+#define COLUMNS_OF(I, LOW)                            \
+  tile_load(4, p->x[0] + (2 * (I) + LOW) * plane[0], 64); \
+  if (panels > 1) tile_load(5, p->x[1] + (2 * (I) + LOW) * plane[1], 64);
+#define WEIGHTS_OF(I, PART)                \
+  tile_load(6, p->w[0][I].PART, 64); \
+  if (groups > 1) tile_load(7, p->w[1][I].PART, 64);
+  if (fresh) { EACH_SUM(FRESH) } else { EACH_SUM(FETCH) }
+  for (int i = 0; i < p->n; i++) {
+    COLUMNS_OF(i, 1) WEIGHTS_OF(i, high) EACH_SUM(DOT)
+    COLUMNS_OF(i, 0) EACH_SUM(DOT)
+    WEIGHTS_OF(i, low) EACH_SUM(DOT)
+  }
+  EACH_SUM(KEEP)
+#undef EACH_SUM
+#undef FRESH
+#undef FETCH
+#undef KEEP
+#undef DOT
+#undef COLUMNS_OF
+#undef WEIGHTS_OF
+}
+
 typedef struct {
-  X x;  // of the first panel, from the elements on that belong to u
-  int groups, panels, width, n;  // width: of a panel; n: blocks in u
+  X x;
+  int groups, columns, width, done, n;  // width: of a panel; done: blocks added; n: blocks in u
   size_t pitch, stride;  // from a group to the next in out, and of weights
   f32v *out;
+  Panel one;
+  Unpack unpack;
+  int shape;  // columns of the tiles 4 and 5, in planes
   Sub u[GROUPS][UNPACKED];
 } Product;
 
-// Adds what is unpacked; `soon`: of the first group.
-INLINE void add_unpacked(Product *p, Panel one, Soon soon) {
-  for (int i = 0; i < p->panels; i++) {
-    X x = columns_from(&p->x, (size_t)p->width * i);
-    for (int g = 0; g < p->groups; g++)
-      one(p->u[g], p->n, x.q, x.scales, p->out + g * p->pitch + p->width * i, (Soon){soon.at + g * p->stride, i ? 0 : soon.part});
+static void add_planes(Product *p, Planes w[2][UNPACKED], int first, int groups) {
+  tiles_written(w);
+  for (int c = 0; c < p->columns; c += 32) {
+    int left = p->columns - c, panels = left > 16 ? 2 : 1, a = left < 16 ? left : 16, b = left < 32 ? left - 16 : 16;
+    if (panels == 1) b = a;
+    if (p->shape != 32 * a + b) tiles_begin(a, b, 64), p->shape = 32 * a + b;
+    f32v *out = p->out + first * p->pitch + c;
+    const uint8_t *x = (const uint8_t *)(p->x.f + (size_t)c * p->x.k);
+    const uint8_t *y = x + 64 * (size_t)p->x.k + 128 * (size_t)b * p->done;
+    PlanesProduct q = {{w[0], w[1]}, {x + 128 * (size_t)a * p->done, y}, {out, out + p->pitch}, p->n, {a, b}};
+    switch (2 * groups + panels) {
+      case 3: add_planes_of(&q, !p->done, 1, 1); break;
+      case 4: add_planes_of(&q, !p->done, 1, 2); break;
+      case 5: add_planes_of(&q, !p->done, 2, 1); break;
+      case 6: add_planes_of(&q, !p->done, 2, 2); break;
+    }
   }
-  p->x.q += 64 * p->width * p->n, p->x.scales += p->width * p->n, p->n = 0;
 }
 
-// Fills out[group * pitch + column] for `groups` groups of 16 rows, `stride` bytes apart, and panels of `width` columns.
-typedef void (*Panels)(const uint8_t *a, size_t stride, int groups, const X *x, int panels, int width, f32v *out, size_t pitch);
+// Adds what is unpacked; `soon`: of the first group.
+static void add_unpacked(Product *p, Soon soon) {
+  for (int g = 0; g < p->groups && p->x.planes; g += 2) {
+    Planes w[2][UNPACKED];
+    int groups = p->groups - g < 2 ? 1 : 2;
+    for (int i = 0; i < groups; i++) p->unpack(p->u[g + i], p->n, w[i], (Soon){soon.at + (g + i) * p->stride, soon.part});
+    add_planes(p, w, g, groups);
+  }
+  for (int i = 0; i < p->columns && !p->x.planes; i += p->width) {
+    X x = columns_from(&p->x, (size_t)i);
+    for (int g = 0; g < p->groups; g++)
+      p->one(p->u[g], p->n, x.q + 64 * p->width * p->done, x.scales + p->width * p->done, p->out + g * p->pitch + i,
+             (Soon){soon.at + g * p->stride, i ? 0 : soon.part});
+  }
+  p->done += p->n, p->n = 0;
+}
+
+// Fills out[group * pitch + column] for `groups` groups of 16 rows, `stride` bytes apart, and `columns` columns, in whole panels of
+// `width` or in planes.
+typedef void (*Panels)(const uint8_t *a, size_t stride, int groups, const X *x, int columns, int width, f32v *out, size_t pitch);
 #define FORMS(NAME) {NAME##_panel8, NAME##_panel16}
 
 #define PANELS(T, ID, BLOCK, BYTES, CHUNK_, B_LENGTH, OFFSET, MIN, SPLIT, SIGN, B, A, ...)                                   \
-  static void T##_panels(const uint8_t *a, size_t stride, int groups, const X *x, int panels, int width, f32v *out,          \
+  static void T##_panels(const uint8_t *a, size_t stride, int groups, const X *x, int columns, int width, f32v *out,         \
                          size_t pitch) {                                                                                     \
     enum { B_BYTES = 16 * B_LENGTH, PART = BYTES * 16 / (BLOCK / 32) };                                                      \
     static const Panel forms[][2] = {FORMS(plain), FORMS(min), FORMS(split), FORMS(min_split), FORMS(q6)};                   \
-    Panel one = forms[T == Q6_K ? 4 : 2 * SPLIT + MIN][width == 16];                                                         \
+    static const Unpack unpacks[] = {plain_unpack, min_unpack, split_unpack, min_split_unpack};                              \
     int blocks = x->k / BLOCK, a_bytes = BYTES * 16 - B_BYTES;                                                               \
     Product p;                                                                                                               \
-    p.x = *x, p.groups = groups, p.panels = panels, p.width = width, p.n = 0, p.pitch = pitch, p.stride = stride, p.out = out; \
-    for (int g = 0; g < groups; g++)                                                                                         \
-      for (int c = 0; c < width * panels; c++) out[g * pitch + c] = splat(0);                                                   \
-    tiles_begin(width, SPLIT ? 16 : 32);                                                                                      \
+    p.x = *x, p.groups = groups, p.columns = columns, p.width = width, p.done = p.n = p.shape = 0, p.pitch = pitch;          \
+    p.stride = stride, p.out = out, p.one = forms[T == Q6_K ? 4 : 2 * SPLIT + MIN][width == 16];                             \
+    p.unpack = unpacks[2 * SPLIT + MIN];                                                                                     \
+    for (int g = 0; g < groups && !x->planes; g++)                                                                           \
+      for (int c = 0; c < columns; c++) out[g * pitch + c] = splat(0);                                                       \
+    if (!x->planes) tiles_begin(width, width, SPLIT ? 16 : 32);                                                              \
     while (blocks > 0) {                                                                                                     \
       int n = blocks < CHUNK_ ? blocks : CHUNK_;                                                                             \
       const uint8_t *b = a;                                                                                                  \
@@ -145,30 +243,55 @@ typedef void (*Panels)(const uint8_t *a, size_t stride, int groups, const X *x, 
       for (a += (n * B_BYTES + 63) / 64 * 64; n > 0; n--, a += a_bytes, b += B_BYTES)                                        \
         _Pragma("clang loop unroll(disable)") for (int i = 0; i < BLOCK / 32; i++) {                                         \
           for (int g = 0; g < groups; g++) {                                                                                 \
-            Sub u = decode_##T(a + g * stride, b + g * stride, place(i, T == Q6_K));                                         \
+            Sub u = decode_##T(a + g * stride, b + g * stride, place(i, T == Q6_K && !x->planes));                           \
             for (int t = 0; t < 8 && OFFSET; t++) u.w[t] = (u32v)((u8v)u.w[t] - (uint8_t)OFFSET);                            \
             p.u[g][p.n] = u;                                                                                                 \
           }                                                                                                                  \
-          if (++p.n == UNPACKED) add_unpacked(&p, one, (Soon){a + (i + 1) * PART, PART});                                    \
+          if (++p.n == UNPACKED) add_unpacked(&p, (Soon){a + (i + 1) * PART, PART});                                         \
         }                                                                                                                    \
     }                                                                                                                        \
-    if (p.n) add_unpacked(&p, one, (Soon){a, 0});                                                                            \
+    if (p.n) add_unpacked(&p, (Soon){a, 0});                                                                                 \
     tiles_end();                                                                                                             \
   }
 QUANTISED(PANELS)
 
+// The same of float weights: in planes only.
+#define FLOAT_PANELS(T, ID, VALUE, LOAD, ...)                                                                                 \
+  static void T##_panels(const uint8_t *a, size_t stride, int groups, const X *x, int columns, int width, f32v *out,         \
+                         size_t pitch) {                                                                                     \
+    Product p;                                                                                                               \
+    p.x = *x, p.columns = columns, p.done = p.shape = 0, p.pitch = pitch, p.out = out;                                       \
+    for (int k = 0; k < x->k; k += 32 * p.n, p.done += p.n) {                                                                \
+      p.n = x->k - k < 32 * UNPACKED ? (x->k - k) / 32 : UNPACKED;                                                           \
+      for (int g = 0; g < groups; g += 2) {                                                                                  \
+        Planes w[2][UNPACKED];                                                                                               \
+        int two = groups - g < 2 ? 1 : 2;                                                                                    \
+        for (int h = 0; h < two; h++)                                                                                        \
+          for (int e = 0; e < 32 * p.n; e += 2) {                                                                            \
+            const uint8_t *at = a + (g + h) * stride + (size_t)(k + e) * 16 * VALUE;                                         \
+            __builtin_prefetch(at + 512 * UNPACKED * VALUE);                                                                 \
+            to_planes(LOAD(at), LOAD(at + 16 * VALUE), &w[h][e / 32].high[e % 32 / 2], &w[h][e / 32].low[e % 32 / 2]);       \
+          }                                                                                                                  \
+        add_planes(&p, w, g, two);                                                                                           \
+      }                                                                                                                      \
+    }                                                                                                                        \
+    tiles_end();                                                                                                             \
+  }
+FLOATING(FLOAT_PANELS)
+
 #define PANELS_OF(T, ...) [T] = T##_panels,
-static const Panels panels_of[TYPES] = {QUANTISED(PANELS_OF)};
+static const Panels panels_of[TYPES] = {QUANTISED(PANELS_OF) FLOATING(PANELS_OF)};
 
 // The columns that can be multiplied in tiles. Returns how many, with those that are empty.
 static int product_in_tiles(int type, const uint8_t *a, size_t stride, int groups, const X *x, int n, f32v *out, size_t pitch) {
-  if (!tiles_allowed || !panels_of[type]) return 0;
-  int wide = (n + 7) / 16;
+  if (x->planes) return panels_of[type](a, stride, groups, x, n, 0, out, pitch), n;
+  if (!tiles_allowed || layouts[type].block == 1) return 0;
+  int wide = (n + 7) / 16 * 16;
   if (wide) panels_of[type](a, stride, groups, x, wide, 16, out, pitch);
-  if (panel_width(n - 16 * wide) != 8) return 16 * wide;
-  X rest = columns_from(x, 16 * (size_t)wide);
-  panels_of[type](a, stride, groups, &rest, 1, 8, out + 16 * wide, pitch);
-  return 16 * wide + 8;
+  if (panel_width(n - wide, 0) != 8) return wide;
+  X rest = columns_from(x, (size_t)wide);
+  panels_of[type](a, stride, groups, &rest, 8, 8, out + wide, pitch);
+  return wide + 8;
 }
 #else
 #define product_in_tiles(...) 0
@@ -183,7 +306,7 @@ static void product(int type, const uint8_t *a, int groups, const X *x, int n, f
   int done = product_in_tiles(type, a, stride, groups, x, n, out, pitch);
   for (int g = 0; g < groups; g++)
     for (int c = done, width; c < n; c += width) {
-      width = panel_width(n - c);
+      width = panel_width(n - c, 0);
       X columns = columns_from(x, (size_t)c);
       kernel(type, width)(a + g * stride, &columns, out + g * pitch + c);
     }

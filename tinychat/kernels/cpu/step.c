@@ -77,6 +77,7 @@ typedef struct {  // per thread
   float **targets; // of a batch: [batch]
   uint64_t stopped;  // while profiled: when the last task ended
   int last_op;
+  int planes;        // columns of whole blocks of 32 are prepared in planes
 } Scratch;
 
 typedef struct { int op, stage; } Phase;
@@ -107,6 +108,7 @@ typedef struct {
   int first;             // row of the buffers that is the first token's
   int tokens, pos, logits_mode, sampled, mtp;  // logits_mode: 0 none, 1 last, 2 all; sampled: a decode step; mtp: runs MTP instead
   uint64_t serial;  // of the call
+  int widest;       // 16 columns of so many values have room in a thread's scratch
   float *logits_out;
   struct Piece *pieces;  // of working memory
   int short_;            // one of them could not be had
@@ -129,13 +131,17 @@ static int needs(const Matrix *w, int n) {
   return need;
 }
 
+INLINE int in_planes(const Scratch *s, int n) { return s->planes && n % 32 == 0; }
+
 static void prepare_row(const float *x, int n, const float *norm, float eps, int need, Scratch *to, size_t column, int nc, int c) {
-  prepare(x, n, norm, norm ? rms_scale(x, n, eps) : 1.0f, need & 1 ? to->q + 2 * column * n : NULL,
-          need & 1 ? to->scales + column * (n / 32) : NULL, need & 2 ? to->f + column * n : NULL, nc, c);
+  float by = norm ? rms_scale(x, n, eps) : 1.0f;
+  if (in_planes(to, n)) return prepare_planes(x, n, norm, by, to->f + column * n, nc, c);
+  prepare(x, n, norm, by, need & 1 ? to->q + 2 * column * n : NULL, need & 1 ? to->scales + column * (n / 32) : NULL,
+          need & 2 ? to->f + column * n : NULL, nc, c);
 }
 
 INLINE X columns_of(const Scratch *s, size_t column, int k) {
-  return columns_from(&(X){s->q, s->scales, s->f, k}, column);
+  return columns_from(&(X){s->q, s->scales, s->f, k, in_planes(s, k)}, column);
 }
 
 // Whether this thread has already prepared the input of the op (one token); marks it as prepared.
@@ -158,7 +164,7 @@ static const Scratch *input(Ctx *c, const Op *op, Part me, int stage, const floa
   }
   if (me.stage > stage) return &c->shared;
   for (int first = 0, w; first < c->tokens; first += w) {
-    w = panel_width(c->tokens - first);
+    w = panel_width(c->tokens - first, in_planes(&c->shared, n));
     for (int i = 0; i < MIN_(w, c->tokens - first); i++)
       if ((first + i) % me.parts == me.part)
         prepare_row(src + (size_t)(first + i) * stride, n, norm, op->eps, need, &c->shared, first, w, i);
@@ -635,18 +641,20 @@ static void delta(Ctx *c, const Op *op, int id, int h) {
 static void per_head(Ctx *c, const Op *op, Part me, int src_stride, int dst_stride) {
   const Matrix *w = &op->w[0];
   Scratch *s = &c->scratch[me.id];
-  int groups = groups16(w), need = needs(w, 1), first = 0, last = 0;
+  int groups = groups16(w), need = needs(w, 1), first = 0, last = 0, most = MAX_(1, MIN_(COLUMNS / 16, c->widest / w->cols)) * 16;
   // with one token a share may end inside a head; a batch's heads are quantised once each, so shares are whole heads there
   int unit = c->tokens == 1 || c->pool.threads > w->groups ? 1 : groups;
   share(me, w->groups * groups / unit, 0, 1, w->groups * groups / unit, &first, &last);
   first *= unit, last *= unit;
   for (int h = first / groups; h * groups < last; h++) {
     int from = MAX_(first, h * groups) - h * groups, to = MIN_(last, (h + 1) * groups) - h * groups;
-    for (int start = 0, width; start < c->tokens; start += width) {
-      width = panel_width(c->tokens - start);
-      int n = MIN_(width, c->tokens - start);
-      for (int i = 0; i < n; i++)
-        prepare_row(row(c, op->src, start + i) + (size_t)h * src_stride, w->cols, NULL, 0, need, s, 0, width, i);
+    for (int start = 0, n; start < c->tokens; start += n) {
+      n = MIN_(most, c->tokens - start);
+      for (int at = 0, width; at < n; at += width) {
+        width = panel_width(n - at, in_planes(s, w->cols));
+        for (int i = 0; i < MIN_(width, n - at); i++)
+          prepare_row(row(c, op->src, start + at + i) + (size_t)h * src_stride, w->cols, NULL, 0, need, s, (size_t)at, width, i);
+      }
       multiply(w, h, from, to, s, n, row(c, op->dst[0], start) + (size_t)h * dst_stride, c->widths[op->dst[0]], NULL, 1, 0);
     }
   }
@@ -764,7 +772,7 @@ static int expert_parts(const Ctx *c, int experts) { return (8 * c->pool.threads
 // Copies prepared columns (each by itself) side by side into panels.
 static void gather(Scratch *to, const Scratch *from, const int32_t *column, int n, int k, int need) {
   for (int start = 0, width; start < n; start += width) {
-    width = panel_width(n - start);
+    width = panel_width(n - start, 0);
     for (int i = 0; i < MIN_(width, n - start); i++) {
       X x = columns_of(from, column[start + i], k);
       int8_t *q = to->q + (size_t)start * k * 2 + 64 * i;
@@ -988,8 +996,18 @@ static int stage_tasks(const Ctx *c, const Op *op, int stage) {
   return some;
 }
 
+// Whether an op's columns are prepared in planes, for tiles: those of prompts. Decode steps get the same bits for one token and for
+// several, so that drafts can be verified; experts have few tokens, for which unpacking would take the most time.
+static void choose_form(Ctx *c, const Op *op) {
+  int planes = tiles_allowed && !c->sampled && !c->mtp && op->tag != EXPERTS_UP && op->tag != EXPERTS_DOWN;
+  if (planes == c->shared.planes) return;
+  c->shared.planes = planes;
+  for (int i = 0; i < c->pool.threads; i++) c->scratch[i].planes = planes;
+}
+
 static int phase_tasks(void *arg, int phase) {
   Ctx *c = arg;
+  if (phase < c->n_phases) choose_form(c, &c->ops[c->phases[phase].op]);
   if (phase < c->n_phases) return stage_tasks(c, &c->ops[c->phases[phase].op], c->phases[phase].stage);
   c->sampling = nanoseconds();
   return c->pool.threads;
@@ -1208,6 +1226,7 @@ EXPORT int tc_prepare(Ctx *c) {
   size_t widest = dim, heads = 1, value = 16, key = 16;
   c->context = (c->max_context + 15) / 16 * 16;
   for (int i = 0; i < c->n_buffers; i++) widest = MAX_(widest, (size_t)c->widths[i]);
+  c->widest = (int)widest;
   for (int i = 0; i < c->n_ops; i++) {
     const Op *op = &c->ops[i];
     if (op->tag == ATTENTION || op->tag == LATENT_ATTENTION)
