@@ -6,8 +6,8 @@
 #include "quant.h"
 #include "tiles.h"
 
-// Of one product, at most.
-enum { GROUPS = 4, COLUMNS = 128 };
+// Of one product, at most. A part of the columns is read once for so many groups.
+enum { GROUPS = 16, COLUMNS = 128 };
 
 #if TILES
 static int tiles_allowed;  // set by tc_simd, which is called before any product
@@ -16,17 +16,16 @@ enum { tiles_allowed };
 #endif
 
 // The width of the panel for `left` columns. In tiles a panel with empty columns takes less time than several narrow ones in vectors.
-INLINE int panel_width(int left, int planes) {
-  if (planes) return left < 16 ? left : 16;
+INLINE int panel_width(int left) {
   if (tiles_allowed && left > 2) return left > 8 ? 16 : 8;
   return left >= 16 ? 16 : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
 }
 
 #if TILES
 
-// Blocks of 32 elements that are unpacked at a time: they (24 kB) and the part of a panel that they are multiplied with (12 kB)
-// fit in the first-level cache.
-enum { UNPACKED = 8 };
+// Groups, and blocks of 32 elements of each, that are unpacked at a time: they (24 kB) and the part of a panel that they are
+// multiplied with (12 kB) fit in the first-level cache; that part of all panels fits in the second, where it stays for all groups.
+enum { SIDE = 4, UNPACKED = 8 };
 
 // 32 elements of 16 rows, unpacked: their high bfloat16 and their low ones. A row of a tile has two elements of each row.
 typedef struct { u32v high[16], low[16]; } Planes;
@@ -116,27 +115,6 @@ FORM(split_panel, 0, 1, 0)
 FORM(min_split_panel, 1, 1, 0)
 FORM(q6_panel, 0, 1, 1)
 
-// The values of unpacked codes.
-INLINE void unpack(const Sub *u, Planes *to, int min, int split) {
-  for (int t = 0; t < 8; t++) {
-    i32v w = (i32v)u->w[t];
-    f32v d = split && t >= 4 ? u->d2 : u->d, m = !min ? splat(0) : split && t >= 4 ? u->m2 : u->m;
-#define VALUE(E) fma_(from_int(w << (24 - 8 * (E)) >> 24), d, m)
-    to_planes(VALUE(0), VALUE(1), &to->high[2 * t], &to->low[2 * t]);
-    to_planes(VALUE(2), VALUE(3), &to->high[2 * t + 1], &to->low[2 * t + 1]);
-#undef VALUE
-  }
-}
-typedef void (*Unpack)(const Sub *u, int n, Planes *to, Soon soon);
-#define UNPACK(NAME, MIN, SPLIT)                                                \
-  static void NAME##_unpack(const Sub *u, int n, Planes *to, Soon soon) {       \
-    for (int i = 0; i < n; i++) fetch_soon(soon, i), unpack(u + i, to + i, MIN, SPLIT); \
-  }
-UNPACK(plain, 0, 0)
-UNPACK(min, 1, 0)
-UNPACK(split, 0, 1)
-UNPACK(min_split, 1, 1)
-
 // Adds n blocks times two panels (or one) of columns in planes to the sums of two groups (or one) of rows. A sum is used again
 // after three other products, which is about the time that one takes.
 typedef struct { const Planes *w[2]; const uint8_t *x[2]; f32v *out[2]; int n, columns[2]; } PlanesProduct;
@@ -172,20 +150,18 @@ INLINE void add_planes_of(const PlanesProduct *p, int fresh, int groups, int pan
 
 typedef struct {
   X x;
-  int groups, columns, width, done, n;  // width: of a panel; done: blocks added; n: blocks in u
-  size_t pitch, stride;  // from a group to the next in out, and of weights
+  int first, groups, columns, width, done, n;  // of u: first group, groups, blocks; width: of a panel; done: blocks before those
+  size_t pitch, stride;                        // from a group to the next in out, and of weights
   f32v *out;
   Panel one;
-  Unpack unpack;
   int shape;  // columns of the tiles 4 and 5, in planes
-  Sub u[GROUPS][UNPACKED];
+  Sub u[SIDE][UNPACKED];
 } Product;
 
 static void add_planes(Product *p, Planes w[2][UNPACKED], int first, int groups) {
   tiles_written(w);
   for (int c = 0; c < p->columns; c += 32) {
-    int left = p->columns - c, panels = left > 16 ? 2 : 1, a = left < 16 ? left : 16, b = left < 32 ? left - 16 : 16;
-    if (panels == 1) b = a;
+    int left = p->columns - c, panels = left > 16 ? 2 : 1, a = panel_width(left), b = panels > 1 ? panel_width(left - 16) : a;
     if (p->shape != 32 * a + b) tiles_begin(a, b, 64), p->shape = 32 * a + b;
     f32v *out = p->out + first * p->pitch + c;
     const uint8_t *x = (const uint8_t *)(p->x.f + (size_t)c * p->x.k);
@@ -200,21 +176,14 @@ static void add_planes(Product *p, Planes w[2][UNPACKED], int first, int groups)
   }
 }
 
-// Adds what is unpacked; `soon`: of the first group.
+// Adds what is unpacked; `soon`: of the group that is unpacked first then.
 static void add_unpacked(Product *p, Soon soon) {
-  for (int g = 0; g < p->groups && p->x.planes; g += 2) {
-    Planes w[2][UNPACKED];
-    int groups = p->groups - g < 2 ? 1 : 2;
-    for (int i = 0; i < groups; i++) p->unpack(p->u[g + i], p->n, w[i], (Soon){soon.at + (g + i) * p->stride, soon.part});
-    add_planes(p, w, g, groups);
-  }
-  for (int i = 0; i < p->columns && !p->x.planes; i += p->width) {
+  for (int i = 0; i < p->columns; i += p->width) {
     X x = columns_from(&p->x, (size_t)i);
     for (int g = 0; g < p->groups; g++)
-      p->one(p->u[g], p->n, x.q + 64 * p->width * p->done, x.scales + p->width * p->done, p->out + g * p->pitch + i,
+      p->one(p->u[g], p->n, x.q + 64 * p->width * p->done, x.scales + p->width * p->done, p->out + (p->first + g) * p->pitch + i,
              (Soon){soon.at + g * p->stride, i ? 0 : soon.part});
   }
-  p->done += p->n, p->n = 0;
 }
 
 // Fills out[group * pitch + column] for `groups` groups of 16 rows, `stride` bytes apart, and `columns` columns, in whole panels of
@@ -225,32 +194,33 @@ typedef void (*Panels)(const uint8_t *a, size_t stride, int groups, const X *x, 
 #define PANELS(T, ID, BLOCK, BYTES, CHUNK_, B_LENGTH, OFFSET, MIN, SPLIT, SIGN, B, A, ...)                                   \
   static void T##_panels(const uint8_t *a, size_t stride, int groups, const X *x, int columns, int width, f32v *out,         \
                          size_t pitch) {                                                                                     \
-    enum { B_BYTES = 16 * B_LENGTH, PART = BYTES * 16 / (BLOCK / 32) };                                                      \
+    enum { B_BYTES = 16 * B_LENGTH, A_BYTES = 16 * BYTES - B_BYTES, PART = BYTES * 16 / (BLOCK / 32), SPAN = 32 * UNPACKED / BLOCK }; \
     static const Panel forms[][2] = {FORMS(plain), FORMS(min), FORMS(split), FORMS(min_split), FORMS(q6)};                   \
-    static const Unpack unpacks[] = {plain_unpack, min_unpack, split_unpack, min_split_unpack};                              \
-    int blocks = x->k / BLOCK, a_bytes = BYTES * 16 - B_BYTES;                                                               \
     Product p;                                                                                                               \
-    p.x = *x, p.groups = groups, p.columns = columns, p.width = width, p.done = p.n = p.shape = 0, p.pitch = pitch;          \
-    p.stride = stride, p.out = out, p.one = forms[T == Q6_K ? 4 : 2 * SPLIT + MIN][width == 16];                             \
-    p.unpack = unpacks[2 * SPLIT + MIN];                                                                                     \
-    for (int g = 0; g < groups && !x->planes; g++)                                                                           \
+    p.x = *x, p.columns = columns, p.width = width, p.done = 0, p.pitch = pitch, p.stride = stride, p.out = out;             \
+    p.one = forms[T == Q6_K ? 4 : 2 * SPLIT + MIN][width == 16];                                                             \
+    for (int g = 0; g < groups; g++)                                                                                         \
       for (int c = 0; c < columns; c++) out[g * pitch + c] = splat(0);                                                       \
-    if (!x->planes) tiles_begin(width, width, SPLIT ? 16 : 32);                                                              \
-    while (blocks > 0) {                                                                                                     \
-      int n = blocks < CHUNK_ ? blocks : CHUNK_;                                                                             \
-      const uint8_t *b = a;                                                                                                  \
-      blocks -= n;                                                                                                           \
-      for (a += (n * B_BYTES + 63) / 64 * 64; n > 0; n--, a += a_bytes, b += B_BYTES)                                        \
-        _Pragma("clang loop unroll(disable)") for (int i = 0; i < BLOCK / 32; i++) {                                         \
-          for (int g = 0; g < groups; g++) {                                                                                 \
-            Sub u = decode_##T(a + g * stride, b + g * stride, place(i, T == Q6_K && !x->planes));                           \
-            for (int t = 0; t < 8 && OFFSET; t++) u.w[t] = (u32v)((u8v)u.w[t] - (uint8_t)OFFSET);                            \
-            p.u[g][p.n] = u;                                                                                                 \
-          }                                                                                                                  \
-          if (++p.n == UNPACKED) add_unpacked(&p, (Soon){a + (i + 1) * PART, PART});                                         \
+    tiles_begin(width, width, SPLIT ? 16 : 32);                                                                              \
+    for (int left = x->k / BLOCK; left > 0; left -= SPAN, a += 16 * BYTES * SPAN, p.done += p.n)                             \
+      for (p.first = 0; p.first < groups; p.first += SIDE) {                                                                 \
+        const uint8_t *at = a + p.first * stride, *soon = p.first + SIDE < groups ? at + SIDE * stride : a + 16 * BYTES * SPAN; \
+        int blocks = left < SPAN ? left : SPAN;                                                                              \
+        p.groups = groups - p.first < SIDE ? groups - p.first : SIDE, p.n = 0;                                               \
+        while (blocks > 0) {                                                                                                 \
+          int n = blocks < CHUNK_ ? blocks : CHUNK_;                                                                         \
+          const uint8_t *b = at;                                                                                             \
+          blocks -= n;                                                                                                       \
+          for (at += (n * B_BYTES + 63) / 64 * 64; n > 0; n--, at += A_BYTES, b += B_BYTES)                                  \
+            _Pragma("clang loop unroll(disable)") for (int i = 0; i < BLOCK / 32; i++, p.n++)                                \
+              for (int g = 0; g < p.groups; g++) {                                                                           \
+                Sub u = decode_##T(at + g * stride, b + g * stride, place(i, T == Q6_K));                                    \
+                for (int t = 0; t < 8 && OFFSET; t++) u.w[t] = (u32v)((u8v)u.w[t] - (uint8_t)OFFSET);                        \
+                p.u[g][p.n] = u;                                                                                             \
+              }                                                                                                              \
         }                                                                                                                    \
-    }                                                                                                                        \
-    if (p.n) add_unpacked(&p, (Soon){a, 0});                                                                                 \
+        add_unpacked(&p, (Soon){soon, PART});                                                                                \
+      }                                                                                                                      \
     tiles_end();                                                                                                             \
   }
 QUANTISED(PANELS)
@@ -284,11 +254,12 @@ static const Panels panels_of[TYPES] = {QUANTISED(PANELS_OF) FLOATING(PANELS_OF)
 
 // The columns that can be multiplied in tiles. Returns how many, with those that are empty.
 static int product_in_tiles(int type, const uint8_t *a, size_t stride, int groups, const X *x, int n, f32v *out, size_t pitch) {
-  if (x->planes) return panels_of[type](a, stride, groups, x, n, 0, out, pitch), n;
-  if (!tiles_allowed || layouts[type].block == 1) return 0;
+  int floats = layouts[type].block == 1;
+  if (x->planes && floats) return panels_of[type](a, stride, groups, x, n, 0, out, pitch), n;
+  if (!tiles_allowed || floats) return 0;
   int wide = (n + 7) / 16 * 16;
   if (wide) panels_of[type](a, stride, groups, x, wide, 16, out, pitch);
-  if (panel_width(n - wide, 0) != 8) return wide;
+  if (panel_width(n - wide) != 8) return wide;
   X rest = columns_from(x, (size_t)wide);
   panels_of[type](a, stride, groups, &rest, 8, 8, out + wide, pitch);
   return wide + 8;
@@ -306,7 +277,7 @@ static void product(int type, const uint8_t *a, int groups, const X *x, int n, f
   int done = product_in_tiles(type, a, stride, groups, x, n, out, pitch);
   for (int g = 0; g < groups; g++)
     for (int c = done, width; c < n; c += width) {
-      width = panel_width(n - c, 0);
+      width = panel_width(n - c);
       X columns = columns_from(x, (size_t)c);
       kernel(type, width)(a + g * stride, &columns, out + g * pitch + c);
     }

@@ -77,7 +77,7 @@ typedef struct {  // per thread
   float **targets; // of a batch: [batch]
   uint64_t stopped;  // while profiled: when the last task ended
   int last_op;
-  int planes;        // columns of whole blocks of 32 are prepared in planes
+  int planes;        // the unquantised values of whole blocks of 32 are in planes
 } Scratch;
 
 typedef struct { int op, stage; } Phase;
@@ -134,10 +134,13 @@ static int needs(const Matrix *w, int n) {
 INLINE int in_planes(const Scratch *s, int n) { return s->planes && n % 32 == 0; }
 
 static void prepare_row(const float *x, int n, const float *norm, float eps, int need, Scratch *to, size_t column, int nc, int c) {
-  float by = norm ? rms_scale(x, n, eps) : 1.0f;
-  if (in_planes(to, n)) return prepare_planes(x, n, norm, by, to->f + column * n, nc, c);
-  prepare(x, n, norm, by, need & 1 ? to->q + 2 * column * n : NULL, need & 1 ? to->scales + column * (n / 32) : NULL,
-          need & 2 ? to->f + column * n : NULL, nc, c);
+  float by = norm ? rms_scale(x, n, eps) : 1.0f, *f = need & 2 ? to->f + column * n : NULL;
+  if (f && in_planes(to, n)) {
+    prepare_planes(x, n, norm, by, f, nc, c);
+    if (!(need & 1)) return;
+    f = NULL;
+  }
+  prepare(x, n, norm, by, need & 1 ? to->q + 2 * column * n : NULL, need & 1 ? to->scales + column * (n / 32) : NULL, f, nc, c);
 }
 
 INLINE X columns_of(const Scratch *s, size_t column, int k) {
@@ -164,7 +167,7 @@ static const Scratch *input(Ctx *c, const Op *op, Part me, int stage, const floa
   }
   if (me.stage > stage) return &c->shared;
   for (int first = 0, w; first < c->tokens; first += w) {
-    w = panel_width(c->tokens - first, in_planes(&c->shared, n));
+    w = panel_width(c->tokens - first);
     for (int i = 0; i < MIN_(w, c->tokens - first); i++)
       if ((first + i) % me.parts == me.part)
         prepare_row(src + (size_t)(first + i) * stride, n, norm, op->eps, need, &c->shared, first, w, i);
@@ -651,7 +654,7 @@ static void per_head(Ctx *c, const Op *op, Part me, int src_stride, int dst_stri
     for (int start = 0, n; start < c->tokens; start += n) {
       n = MIN_(most, c->tokens - start);
       for (int at = 0, width; at < n; at += width) {
-        width = panel_width(n - at, in_planes(s, w->cols));
+        width = panel_width(n - at);
         for (int i = 0; i < MIN_(width, n - at); i++)
           prepare_row(row(c, op->src, start + at + i) + (size_t)h * src_stride, w->cols, NULL, 0, need, s, (size_t)at, width, i);
       }
@@ -772,7 +775,7 @@ static int expert_parts(const Ctx *c, int experts) { return (8 * c->pool.threads
 // Copies prepared columns (each by itself) side by side into panels.
 static void gather(Scratch *to, const Scratch *from, const int32_t *column, int n, int k, int need) {
   for (int start = 0, width; start < n; start += width) {
-    width = panel_width(n - start, 0);
+    width = panel_width(n - start);
     for (int i = 0; i < MIN_(width, n - start); i++) {
       X x = columns_of(from, column[start + i], k);
       int8_t *q = to->q + (size_t)start * k * 2 + 64 * i;
@@ -993,11 +996,17 @@ static int stage_tasks(const Ctx *c, const Op *op, int stage) {
     int experts = op->w[0].groups;
     return experts * expert_parts(c, experts) + (op->tag == EXPERTS_UP && op->w[2].groups ? some : 0);
   }
+#ifndef LEAST
+#define LEAST 4
+#endif
+  int groups = 0;
+  for (int i = 0; i < op->matrices; i++) groups += groups16(&op->w[i]);
+  if (op->tag == LINEAR || op->tag == GATE_UP || op->tag == HEAD) return MAX_(c->pool.threads, MIN_(some, groups / LEAST));
   return some;
 }
 
-// Whether an op's columns are prepared in planes, for tiles: those of prompts. Decode steps get the same bits for one token and for
-// several, so that drafts can be verified; experts have few tokens, for which unpacking would take the most time.
+// Whether float weights are multiplied in tiles, with columns in planes: in prompts. Decode steps get the same bits for one token
+// and for several, so that drafts can be verified; experts have few tokens, for which unpacking would take the most time.
 static void choose_form(Ctx *c, const Op *op) {
   int planes = tiles_allowed && !c->sampled && !c->mtp && op->tag != EXPERTS_UP && op->tag != EXPERTS_DOWN;
   if (planes == c->shared.planes) return;
