@@ -120,12 +120,17 @@ FORM(q6_panel, 0, 1, 1)
 typedef struct { const Planes *w[2]; const uint8_t *x[2]; f32v *out[2]; int n, columns[2]; } PlanesProduct;
 INLINE void add_planes_of(const PlanesProduct *p, int fresh, int groups, int panels) {
   size_t plane[2] = {64 * (size_t)p->columns[0], 64 * (size_t)p->columns[1]};
-#define EACH_SUM(DO) \
-  DO(0, 0, 0) if (panels > 1) { DO(1, 0, 1) } if (groups > 1) { DO(2, 1, 0) if (panels > 1) { DO(3, 1, 1) } }
-#define FRESH(S, G, P) tile_zero(S);
-#define FETCH(S, G, P) tile_load(S, p->out[G] + 16 * P, 64);
-#define KEEP(S, G, P) tile_store(S, p->out[G] + 16 * P, 64);
-#define DOT(S, G, P) tile_dot_f(S, 4 + P, 6 + G);
+#define EACH_SUM(DO)                                   \
+  DO(0, 4, 6, p->out[0])                               \
+  if (panels > 1) { DO(1, 5, 6, p->out[0] + 16) }      \
+  if (groups > 1) {                                    \
+    DO(2, 4, 7, p->out[1])                             \
+    if (panels > 1) { DO(3, 5, 7, p->out[1] + 16) }    \
+  }
+#define FRESH(S, A, B, OUT) tile_zero(S);
+#define FETCH(S, A, B, OUT) tile_load(S, OUT, 64);
+#define KEEP(S, A, B, OUT) tile_store(S, OUT, 64);
+#define DOT(S, A, B, OUT) tile_dot_f(S, A, B);
 #define COLUMNS_OF(I, LOW)                            \
   tile_load(4, p->x[0] + (2 * (I) + LOW) * plane[0], 64); \
   if (panels > 1) tile_load(5, p->x[1] + (2 * (I) + LOW) * plane[1], 64);

@@ -5,7 +5,8 @@
 #include "simd.h"
 
 #ifndef TILES  // 0: none, 1: AMX, 2: the same in C, for tests on other machines
-#if defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__linux__)
+#if defined(__linux__) && \
+    ((defined(__AMX_INT8__) && defined(__AMX_BF16__)) || (defined(__AMXINT8__) && defined(__AMXBF16__)))  // the latter before clang 16
 #define TILES 1
 #else
 #define TILES 0
