@@ -819,6 +819,10 @@ static int chosen(const Ctx *c, const Op *op, int e, int32_t *pairs) {
 // Into how many parts the rows of an expert are divided in a batch, so that threads which end first find something to take.
 static int expert_parts(const Ctx *c, int experts) { return (8 * c->pool.threads + experts - 1) / experts; }
 
+// Tokens that are multiplied with an expert at a time, where columns have k values: its weights are unpacked once for all of them.
+enum { EXPERT_COLUMNS = 64 };
+static int expert_columns(const Ctx *c, int k) { return MIN_(EXPERT_COLUMNS, c->widest / k * 16); }
+
 // Copies prepared columns (each by itself) side by side into panels.
 static void gather(Scratch *to, const Scratch *from, const int32_t *column, int n, int k, int need) {
   for (int start = 0, width; start < n; start += width) {
@@ -892,8 +896,8 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
   if (first == last) return;
   int32_t *pairs = s->pairs, *column = pairs + c->tokens * top;
   float **dst = s->targets;
-  for (int start = 0, n = e < 0 ? c->tokens : chosen(c, op, e, pairs); start < n; start += 16) {
-    int m = MIN_(16, n - start);
+  for (int start = 0, n = e < 0 ? c->tokens : chosen(c, op, e, pairs), m; start < n; start += m) {
+    m = MIN_(expert_columns(c, k), n - start);
     for (int i = 0; i < m; i++) {
       int token = e < 0 ? start + i : pairs[start + i] / top, slot = e < 0 ? top : pairs[start + i] % top;
       column[i] = token, dst[i] = row(c, op->dst[0], token) + (size_t)slot * ff;
@@ -940,8 +944,8 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
     int per = expert_parts(c, w->groups), e = me.part / per, part = me.part % per;
     int first = groups * part / per, last = groups * (part + 1) / per, from = 16 * first, rows = MIN_(16 * last, dim) - from;
     int32_t *pairs = s->pairs;
-    for (int start = 0, n = first < last ? chosen(c, op, e, pairs) : 0; start < n; start += 16) {
-      int m = MIN_(16, n - start);
+    for (int start = 0, n = first < last ? chosen(c, op, e, pairs) : 0, m; start < n; start += m) {
+      m = MIN_(expert_columns(c, ff), n - start);
       gather(s, &c->shared, pairs + start, m, ff, need);
       multiply(w, e, first, last, s, m, s->merged, dim, bias_of(op->bias[0], w, e), 1, 0);
       for (int i = 0; i < m; i++)
@@ -1306,7 +1310,7 @@ EXPORT int tc_prepare(Ctx *c) {
     s->experts = piece(c, top, 4), s->expert_weights = piece(c, top, 4);
     s->chances = piece(c, 2, 4 * (size_t)routed), s->groups = piece(c, 2, 4 * (size_t)routed);
     s->pairs = piece(c, c->batch, 4 * (size_t)(top + 1)), s->targets = piece(c, c->batch, sizeof(float *));
-    s->merged = piece(c, MAX_(MAX_(vectors * value, widest + 16), MAX_((size_t)dim * 16, 2 * (size_t)c->batch)), 4);
+    s->merged = piece(c, MAX_(MAX_(vectors * value, widest + 16), MAX_((size_t)dim * (routed ? EXPERT_COLUMNS : 16), 2 * (size_t)c->batch)), 4);
   }
   c->shared = new_scratch(c, (size_t)pitch_of(c->batch), MAX_(widest, (size_t)top * ff));  // panels may have empty columns
   c->partial = piece(c, heads * chunks, 4 * (value + 16));
