@@ -57,7 +57,7 @@ def check(threads: int) -> bool:
             away = float(np.median(np.linalg.norm(prompt - vectors, axis=1) / np.linalg.norm(vectors, axis=1)))
             floats = quant in ("F32", "F16", "BF16") or variant != "llama"
             fine = np.array_equal(prompt, single) and away <= (NEAR if floats else 0)
-            print("ok  " if fine else "BAD ", f"{variant:14} {quant:6} {devices[0]} {away:.1e} from vectors", flush=True)
+            print("ok " if fine else "BAD", f"{variant:14} {quant:6} {devices[0]} {away:.1e} from vectors", flush=True)
             good &= fine
     return good
 
