@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -112,18 +111,6 @@ def test_chunks_and_threads_change_no_bit(variant: str, quant: str, tmp_path: Pa
         with executor(path, threads) as ex:
             got = [ex.forward(ids[i : i + chunk], i, "all") for i in range(0, len(ids), chunk)]
             np.testing.assert_array_equal(np.concatenate(got), want)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("variant", ["deepseek2_glm", "mistral4"])
-def test_latent_attention_of_one_token_on_many_threads(variant: str, tmp_path: Path) -> None:
-    path, ids = tiny.write(tmp_path / "m.gguf", variant, "Q8_0"), (IDS * 14)[:300]
-    got = []
-    for threads in (1, 8):  # eight take up to two chunks of 256 positions apart
-        with executor(path, threads) as ex:
-            ends = [*range(10), *range(250, 260)]
-            got.append([ex.forward(ids[a:b], a, "all") for a, b in pairwise([*ends, len(ids)])])
-    for one, many in zip(*got, strict=True):
-        np.testing.assert_array_equal(one, many)  # type: ignore[arg-type]
 
 
 def test_layers_that_store_nothing_run_for_the_last_token_alone(tmp_path: Path) -> None:

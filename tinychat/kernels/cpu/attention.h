@@ -55,46 +55,45 @@ INLINE void weigh(const float *p, const f32v v[16], float *out, int width, int m
   for (int c = 0; c < m; c++) stf(out + (size_t)c * width, even[c] + odd[c]);
 }
 
-// The tiles of a chunk that some vector sees: vector c sees positions from[c]..limit[c] - 1.
-typedef struct { int first, end; } Tiles;
-INLINE Tiles tiles_seen(int count, const int *from, const int *limit) {
-  int rows = 0, begin = CHUNK;
+// q: [k_dim][stride], scaled; vectors 0..count-1 see the chunk's positions from[c]..limit[c] - 1. s: scratch, stride * CHUNK,
+// count filled up to a multiple of 4. Gives, per vector, the maximum, the sum of exponentials and the weighted sum of V.
+static void attend(const Cache *cache, const float *q, int stride, int count, const int *from, const int *limit, float *s,
+                   float *max, float *sum, float *out) {
+  int rows = 0, begin = CHUNK, m = (count + REST - 1) / REST * REST;
   for (int c = 0; c < count; c++) rows = limit[c] > rows ? limit[c] : rows, begin = from[c] < begin ? from[c] : begin;
-  return (Tiles){begin / 16, (rows + 15) / 16};
-}
-
-// Turns the scores s of vectors 0..count-1 into exponentials. Gives, per vector, the maximum and the sum of exponentials.
-INLINE void exponentials(Tiles seen, int count, const int *from, const int *limit, float *s, float *max, float *sum) {
+  int first = begin / 16, tiles = (rows + 15) / 16;
+  for (int t = first; t < tiles; t++) {
+    const uint16_t *tile = cache->k + (size_t)t * 16 * cache->k_dim;
+    int c = 0;
+    for (; c + WIDE <= m; c += WIDE) scores(tile, cache->k_dim, q + c, stride, s + c * CHUNK + 16 * t, WIDE);
+    for (; c < m; c += REST) scores(tile, cache->k_dim, q + c, stride, s + c * CHUNK + 16 * t, REST);
+  }
   i32v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   f32v none = splat(-__builtin_inff());
   for (int c = 0; c < count; c++) {  // two loops over the vectors, so that the horizontal steps of one overlap the next one
     float *p = s + c * CHUNK;
     f32v even = none, odd = none;
-    for (int t = seen.first; t < seen.end; t++)
+    for (int t = first; t < tiles; t++)
       if (16 * t < from[c] || 16 * t + 16 > limit[c])
         stf(p + 16 * t, select_((lane + 16 * t < limit[c]) & (lane + 16 * t >= from[c]), ldf(p + 16 * t), none));
-    for (int t = seen.first; t < seen.end; t += 2) even = max_(even, ldf(p + 16 * t));
-    for (int t = seen.first + 1; t < seen.end; t += 2) odd = max_(odd, ldf(p + 16 * t));
+    for (int t = first; t < tiles; t += 2) even = max_(even, ldf(p + 16 * t));
+    for (int t = first + 1; t < tiles; t += 2) odd = max_(odd, ldf(p + 16 * t));
     max[c] = limit[c] > from[c] ? hmax(max_(even, odd)) : 0;
   }
   for (int c = 0; c < count; c++) {
     float *p = s + c * CHUNK;
     f32v total = splat(0);
-    for (int t = seen.first; t < seen.end; t++) {
+    for (int t = first; t < tiles; t++) {
       f32v x = exp_(ldf(p + 16 * t) - max[c]);
       stf(p + 16 * t, x);
       total += x;
     }
     sum[c] = hsum(total);
   }
-}
-
-// Dims d0..d1-1 (d0 a multiple of 16) of the sums of V weighted by s; what lies past v_dim in a row of out is never used.
-INLINE void weighted_values(const Cache *cache, Tiles seen, int count, const float *s, float *out, int d0, int d1) {
-  int width = (cache->v_dim + 15) / 16 * 16;
-  for (int c = 0; c < count; c++) memset(out + (size_t)c * width + d0, 0, sizeof(float) * (size_t)((d1 - d0 + 15) / 16 * 16));
-  for (int t = seen.first; t < seen.end; t++)
-    for (int d = d0; d < d1; d += 16) {
+  int width = (cache->v_dim + 15) / 16 * 16;  // of a row of out; what lies past v_dim is never used
+  memset(out, 0, sizeof(float) * (size_t)count * width);
+  for (int t = first; t < tiles; t++)
+    for (int d = 0; d < cache->v_dim; d += 16) {
       u16x16 raw[16];
       f32v v[16];
       if (cache->v) {
@@ -110,22 +109,6 @@ INLINE void weighted_values(const Cache *cache, Tiles seen, int count, const flo
       for (; c + TOGETHER <= count; c += TOGETHER) weigh(p + c * CHUNK, v, out + (size_t)c * width + d, width, TOGETHER);
       for (; c < count; c++) weigh(p + c * CHUNK, v, out + (size_t)c * width + d, width, 1);
     }
-}
-
-// q: [k_dim][stride], scaled. s: scratch, stride * CHUNK, count filled up to a multiple of 4. Gives, per vector, the maximum, the
-// sum of exponentials and the weighted sum of V.
-static void attend(const Cache *cache, const float *q, int stride, int count, const int *from, const int *limit, float *s,
-                   float *max, float *sum, float *out) {
-  int m = (count + REST - 1) / REST * REST;
-  Tiles seen = tiles_seen(count, from, limit);
-  for (int t = seen.first; t < seen.end; t++) {
-    const uint16_t *tile = cache->k + (size_t)t * 16 * cache->k_dim;
-    int c = 0;
-    for (; c + WIDE <= m; c += WIDE) scores(tile, cache->k_dim, q + c, stride, s + c * CHUNK + 16 * t, WIDE);
-    for (; c < m; c += REST) scores(tile, cache->k_dim, q + c, stride, s + c * CHUNK + 16 * t, REST);
-  }
-  exponentials(seen, count, from, limit, s, max, sum);
-  weighted_values(cache, seen, count, s, out, 0, cache->v_dim);
 }
 
 // Folds a chunk's (max, sum, out) into the running (m, l, o); chunks come in order of position. An empty one changes nothing.

@@ -100,7 +100,6 @@ typedef struct {
   float *route_weights, *router_logits;
   float *pair_out;   // (batch * top_k, dim): outputs of experts before they are summed
   float *partial;    // decode attention: [task] m, l, out
-  float *scores;     // of latent attention in two stages: [chunk][heads filled up to REST][CHUNK]
   atomic_int *done;  // decode attention: finished chunks per group of heads
   float *logits, *span_max, *span_sum, *work;  // of a decode step: [STEP][vocab], twice [STEP][spans of it], of one choice
   // the call in progress
@@ -448,11 +447,11 @@ INLINE float sink(const Op *op, int h, float high) { return op->sinks ? exp_(spl
 // Values of a head, filled up to whole vectors.
 INLINE int padded(int n) { return (n + 15) / 16 * 16; }
 
-// Values from..to-1 of a head's result: the weighted sum of its values over the sum of weights, and its gate.
-static void finish(Ctx *c, const Op *op, int token, int h, const float *sum, float weights, int from, int to) {
+// A head's result: the weighted sum of its values over the sum of weights, and its gate.
+static void finish(Ctx *c, const Op *op, int token, int h, const float *sum, float weights) {
   int n = op->value_dim;
   float *dst = row(c, op->dst[0], token) + (size_t)h * n;
-  for (int d = from; d < to; d += 16) {
+  for (int d = 0; d < n; d += 16) {
     f32v y = ldf(sum + d) / weights;
     if (op->gated) {
       const float *gate = row(c, op->dst[3], token) + (size_t)h * op->gated;
@@ -514,52 +513,8 @@ static void attention_one(Ctx *c, const Op *op, int id, int task) {
       merge(&top, &total, s->merged, p[0], p[1], p + 16, value);
     }
     total += sink(op, h0 + m, top);
-    finish(c, op, 0, h0 + m, s->merged, total, 0, op->value_dim);
+    finish(c, op, 0, h0 + m, s->merged, total);
   }
-}
-
-// One token of latent attention with many threads and few chunks: its heads share one K, which each task would read, and transpose
-// to V, for its heads alone. So there are two stages: tasks of 16 positions and a few heads give the scores, then tasks of some dims
-// the values, for all heads. The sums are those of attention_one.
-static int in_two_stages(const Ctx *c, const Op *op) {
-  int chunks = c->pos / CHUNK + 1 - first_seen(op, c->pos) / CHUNK;
-  return op->tag == LATENT_ATTENTION && c->tokens == 1 && chunks <= c->pool.threads / 4;
-}
-INLINE int score_parts(const Op *op) { return (op->heads + REST - 1) / REST; }
-INLINE float *score_chunk(Ctx *c, const Op *op, int chunk) { return c->scores + (size_t)chunk * score_parts(op) * REST * CHUNK; }
-
-static void latent_scores(Ctx *c, const Op *op, Part me) {
-  Scratch *s = &c->scratch[me.id];
-  int seen = first_seen(op, c->pos), tiles = me.parts / score_parts(op), h0 = me.part / tiles * REST, count = MIN_(REST, op->heads - h0);
-  int pos = (seen / 16 + me.part % tiles) * 16;
-  memset(s->attn_q, 0, sizeof(float) * (size_t)op->key_dim * REST);
-  for (int m = 0; m < count; m++) put_query(s->attn_q, REST, m, row(c, op->src, 0) + (size_t)(h0 + m) * op->key_dim, op, c->pos);
-  scores(k_tile(c, op, 0, pos), op->key_dim, s->attn_q, REST, score_chunk(c, op, pos / CHUNK - seen / CHUNK) + h0 * CHUNK + pos % CHUNK, REST);
-}
-
-static void latent_values(Ctx *c, const Op *op, Part me) {
-  Scratch *s = &c->scratch[me.id];
-  int seen = first_seen(op, c->pos), value = padded(op->value_dim), heads = op->heads, from[MAX_GROUP], limit[MAX_GROUP];
-  int d0 = value / 16 * me.part / me.parts * 16, d1 = MIN_(value / 16 * (me.part + 1) / me.parts * 16, op->value_dim);
-  float high[MAX_GROUP], sum[MAX_GROUP], top[MAX_GROUP], total[MAX_GROUP];
-  for (int h = 0; h < heads; h++) {
-    top[h] = total[h] = 0;
-    memset(s->merged + (size_t)h * value + d0, 0, sizeof(float) * (size_t)padded(d1 - d0));
-  }
-  for (int i = 0, start = seen / CHUNK * CHUNK; start <= c->pos; i++, start += CHUNK) {
-    for (int h = 0; h < heads; h++) from[h] = MAX_(0, seen - start), limit[h] = MIN_(CHUNK, c->pos + 1 - start);
-    memcpy(s->attn_s, score_chunk(c, op, i), sizeof(float) * (size_t)heads * CHUNK);
-    Tiles tiles = tiles_seen(heads, from, limit);
-    Cache cache = cache_at(c, op, 0, start);
-    exponentials(tiles, heads, from, limit, s->attn_s, high, sum);
-    weighted_values(&cache, tiles, heads, s->attn_s, s->attn_out, d0, d1);
-    for (int h = 0; h < heads; h++) {
-      size_t at = (size_t)h * value + d0;
-      merge(&top[h], &total[h], s->merged + at, high[h], sum[h], s->attn_out + at, d1 - d0);
-    }
-  }
-  for (int h = 0; h < heads; h++)
-    finish(c, op, 0, h, s->merged + (size_t)h * value, total[h] + sink(op, h, top[h]), d0, d1);
 }
 
 enum { QUERIES = 40 };  // query vectors of one task in a batch: enough to read keys seldom, few enough for many threads
@@ -613,13 +568,11 @@ static void attention_block(Ctx *c, const Op *op, int id, int task) {
     }
   }
   for (int m = 0; m < count; m++)
-    finish(c, op, first + m / heads, h0 + m % heads, s->merged + (size_t)m * value, total[m] + sink(op, h0 + m % heads, top[m]), 0,
-           op->value_dim);
+    finish(c, op, first + m / heads, h0 + m % heads, s->merged + (size_t)m * value, total[m] + sink(op, h0 + m % heads, top[m]));
 }
 
 static void attention(Ctx *c, const Op *op, Part me) {
-  if (in_two_stages(c, op)) (me.stage ? latent_values : latent_scores)(c, op, me);
-  else if (c->tokens == 1) attention_one(c, op, me.id, me.part);
+  if (c->tokens == 1) attention_one(c, op, me.id, me.part);
   else if (op->tag == ATTENTION && me.stage == 0) attention_inputs(c, op, me);
   else attention_block(c, op, me.id, me.part);
 }
@@ -1017,8 +970,8 @@ static void run_op(Ctx *c, const Op *op, Part me) {
   }
 }
 
-static int stages(const Ctx *c, const Op *op) {
-  if (c->tokens == 1) return in_two_stages(c, op) ? 2 : 1;
+// Stages of an op with several tokens.
+static int stages(const Op *op) {
   switch (op->tag) {
     case LINEAR: case ATTENTION: case GATE_UP: case EXPERTS_UP: case HEAD: return 2;
     case ROUTE: return 3;
@@ -1038,10 +991,6 @@ static int stage_tasks(const Ctx *c, const Op *op, int stage) {
   if (op->tag == DELTA) return op->heads;
   if (c->tokens == 1) {
     if (op->tag == EMBED || op->tag == NORM_ADD || op->tag == GATE_INPUT || op->tag == STORE_HIDDEN || op->tag == JOIN) return 1;
-    if (in_two_stages(c, op)) {
-      return stage ? MIN_(c->pool.threads, padded(op->value_dim) / 16)
-                   : score_parts(op) * (c->pos / 16 + 1 - first_seen(op, c->pos) / 16);
-    }
     return op->tag == ATTENTION || op->tag == LATENT_ATTENTION ? attention_tasks(c, op, &per) : some;
   }
   if (op->tag == LATENT_ATTENTION || (op->tag == ATTENTION && stage == 1)) {
@@ -1121,7 +1070,7 @@ static void run_ops(Ctx *c, int from, int to) {
   for (int i = 0; i < c->pool.threads; i++) c->scratch[i].last_op = -1;
   c->n_phases = 0;
   for (int i = from; i < to; i++)
-    for (int stage = 0; stage < stages(c, &c->ops[i]); stage++) c->phases[c->n_phases++] = (Phase){i, stage};
+    for (int stage = 0; stage < (c->tokens == 1 ? 1 : stages(&c->ops[i])); stage++) c->phases[c->n_phases++] = (Phase){i, stage};
   uint64_t began = c->ticks ? nanoseconds() : 0, first = counter();
   pool_run(&c->pool, (Work){c->n_phases + c->sampled, phase_tasks, phase_task, c});
   if (!c->ticks) return;
@@ -1316,7 +1265,6 @@ EXPORT int tc_prepare(Ctx *c) {
   }
   c->shared = new_scratch(c, (size_t)pitch_of(c->batch), MAX_(widest, (size_t)top * ff));  // panels may have empty columns
   c->partial = piece(c, heads * chunks, 4 * (value + 16));
-  c->scores = piece(c, (size_t)n / 4, 4 * (heads + REST) * CHUNK);
   c->done = piece(c, heads, sizeof(atomic_int));
   if (c->done) memset(c->done, 0, sizeof(atomic_int) * heads);
   c->router_logits = piece(c, c->batch, 4 * (size_t)(routed + 16));
