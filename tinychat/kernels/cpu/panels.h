@@ -130,25 +130,40 @@ INLINE void add_planes_of(const PlanesProduct *p, int fresh, int groups, int pan
 #define FRESH(S, A, B, OUT) tile_zero(S);
 #define FETCH(S, A, B, OUT) tile_load(S, OUT, 64);
 #define KEEP(S, A, B, OUT) tile_store(S, OUT, 64);
-#define DOT(S, A, B, OUT) tile_dot_f(S, A, B);
-#define COLUMNS_OF(I, LOW)                            \
-  tile_load(4, p->x[0] + (2 * (I) + LOW) * plane[0], 64); \
-  if (panels > 1) tile_load(5, p->x[1] + (2 * (I) + LOW) * plane[1], 64);
-#define WEIGHTS_OF(I, PART)                \
-  tile_load(6, p->w[0][I].PART, 64); \
-  if (groups > 1) tile_load(7, p->w[1][I].PART, 64);
+#define COLUMNS_OF(TILE, I, LOW) tile_load(TILE, p->x[TILE - 4] + (2 * (I) + LOW) * plane[TILE - 4], 64);
+#define WEIGHTS_OF(TILE, I, PART) tile_load(TILE, p->w[TILE - 6][I].PART, 64);
   if (fresh) { EACH_SUM(FRESH) } else { EACH_SUM(FETCH) }
   for (int i = 0; i < p->n; i++) {
-    COLUMNS_OF(i, 1) WEIGHTS_OF(i, high) EACH_SUM(DOT)
-    COLUMNS_OF(i, 0) EACH_SUM(DOT)
-    WEIGHTS_OF(i, low) EACH_SUM(DOT)
+    // low columns, then high ones times high weights, then high ones times low weights; a tile is loaded as soon as it is free
+    COLUMNS_OF(4, i, 1) WEIGHTS_OF(6, i, high)
+    if (groups > 1) { WEIGHTS_OF(7, i, high) }
+    if (panels > 1) { COLUMNS_OF(5, i, 1) }
+    tile_dot_f(0, 4, 6);
+    if (groups > 1) tile_dot_f(2, 4, 7);
+    COLUMNS_OF(4, i, 0)
+    if (panels > 1) {
+      tile_dot_f(1, 5, 6);
+      if (groups > 1) tile_dot_f(3, 5, 7);
+      COLUMNS_OF(5, i, 0)
+    }
+    tile_dot_f(0, 4, 6);
+    if (panels > 1) tile_dot_f(1, 5, 6);
+    WEIGHTS_OF(6, i, low)
+    if (groups > 1) {
+      tile_dot_f(2, 4, 7);
+      if (panels > 1) tile_dot_f(3, 5, 7);
+      WEIGHTS_OF(7, i, low)
+    }
+    tile_dot_f(0, 4, 6);
+    if (panels > 1) tile_dot_f(1, 5, 6);
+    if (groups > 1) tile_dot_f(2, 4, 7);
+    if (panels > 1 && groups > 1) tile_dot_f(3, 5, 7);
   }
   EACH_SUM(KEEP)
 #undef EACH_SUM
 #undef FRESH
 #undef FETCH
 #undef KEEP
-#undef DOT
 #undef COLUMNS_OF
 #undef WEIGHTS_OF
 }
@@ -201,30 +216,29 @@ typedef void (*Panels)(const uint8_t *a, size_t stride, int groups, const X *x, 
                          size_t pitch) {                                                                                     \
     enum { B_BYTES = 16 * B_LENGTH, A_BYTES = 16 * BYTES - B_BYTES, PART = BYTES * 16 / (BLOCK / 32), SPAN = 32 * UNPACKED / BLOCK }; \
     static const Panel forms[][2] = {FORMS(plain), FORMS(min), FORMS(split), FORMS(min_split), FORMS(q6)};                   \
+    int blocks = x->k / BLOCK;                                                                                               \
     Product p;                                                                                                               \
     p.x = *x, p.columns = columns, p.width = width, p.done = 0, p.pitch = pitch, p.stride = stride, p.out = out;             \
     p.one = forms[T == Q6_K ? 4 : 2 * SPLIT + MIN][width == 16];                                                             \
     for (int g = 0; g < groups; g++)                                                                                         \
       for (int c = 0; c < columns; c++) out[g * pitch + c] = splat(0);                                                       \
     tiles_begin(width, width, SPLIT ? 16 : 32);                                                                              \
-    for (int left = x->k / BLOCK; left > 0; left -= SPAN, a += 16 * BYTES * SPAN, p.done += p.n)                             \
+    for (int from = 0; from < blocks; from += SPAN, p.done += p.n)                                                           \
       for (p.first = 0; p.first < groups; p.first += SIDE) {                                                                 \
-        const uint8_t *at = a + p.first * stride, *soon = p.first + SIDE < groups ? at + SIDE * stride : a + 16 * BYTES * SPAN; \
-        int blocks = left < SPAN ? left : SPAN;                                                                              \
+        const uint8_t *side = a + p.first * stride, *soon = p.first + SIDE < groups ? side + SIDE * stride : a + 16 * BYTES * SPAN; \
         p.groups = groups - p.first < SIDE ? groups - p.first : SIDE, p.n = 0;                                               \
-        while (blocks > 0) {                                                                                                 \
-          int n = blocks < CHUNK_ ? blocks : CHUNK_;                                                                         \
-          const uint8_t *b = at;                                                                                             \
-          blocks -= n;                                                                                                       \
-          for (at += (n * B_BYTES + 63) / 64 * 64; n > 0; n--, at += A_BYTES, b += B_BYTES)                                  \
-            _Pragma("clang loop unroll(disable)") for (int i = 0; i < BLOCK / 32; i++, p.n++)                                \
-              for (int g = 0; g < p.groups; g++) {                                                                           \
-                Sub u = decode_##T(at + g * stride, b + g * stride, place(i, T == Q6_K));                                    \
-                for (int t = 0; t < 8 && OFFSET; t++) u.w[t] = (u32v)((u8v)u.w[t] - (uint8_t)OFFSET);                        \
-                p.u[g][p.n] = u;                                                                                             \
-              }                                                                                                              \
+        for (int k = from; k < blocks && k < from + SPAN; k++) {                                                             \
+          int c = k / CHUNK_ * CHUNK_, n = blocks - c < CHUNK_ ? blocks - c : CHUNK_;  /* block k is in the chunk of n from c on */ \
+          const uint8_t *b = side + (size_t)c * 16 * BYTES + (k - c) * B_BYTES;                                              \
+          const uint8_t *at = side + (size_t)c * 16 * BYTES + (n * B_BYTES + 63) / 64 * 64 + (k - c) * A_BYTES;              \
+          _Pragma("clang loop unroll(disable)") for (int i = 0; i < BLOCK / 32; i++, p.n++)                                  \
+            for (int g = 0; g < p.groups; g++) {                                                                             \
+              Sub u = decode_##T(at + g * stride, b + g * stride, place(i, T == Q6_K));                                      \
+              for (int t = 0; t < 8 && OFFSET; t++) u.w[t] = (u32v)((u8v)u.w[t] - (uint8_t)OFFSET);                          \
+              p.u[g][p.n] = u;                                                                                               \
+            }                                                                                                                \
         }                                                                                                                    \
-        add_unpacked(&p, (Soon){soon, PART});                                                                                \
+        add_unpacked(&p, (Soon){soon + (size_t)from * 16 * BYTES, PART});                                                    \
       }                                                                                                                      \
     tiles_end();                                                                                                             \
   }

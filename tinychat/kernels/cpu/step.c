@@ -201,13 +201,14 @@ static void multiply(f32v *out, const Matrix *w, int matrix, int first, int last
       int columns = MIN_(COLUMNS, tokens - t), groups = MIN_(GROUPS, last - g);
       X p = columns_of(x, t, w->cols);
       product(w->type, rows16(w, matrix, g), groups, &p, columns, out);
-      for (int i = 0; i < groups * columns; i++) {
-        int row = 16 * (g + i / columns), n = w->rows - row;
-        float *to = dst + (size_t)(t + i % columns) * stride + row;
-        f32v y = out[i / columns * pitch_of(columns) + i % columns];
-        if (bias) y += fetch(bias + row, n);
-        store(to, add ? fma_(y, splat(scale), fetch(to, n)) : y * scale, n);
-      }
+      for (int i = 0; i < groups; i++)
+        for (int c = 0; c < columns; c++) {
+          int row = 16 * (g + i), n = w->rows - row;
+          float *to = dst + (size_t)(t + c) * stride + row;
+          f32v y = out[i * pitch_of(columns) + c];
+          if (bias) y += fetch(bias + row, n);
+          store(to, add ? fma_(y, splat(scale), fetch(to, n)) : y * scale, n);
+        }
     }
 }
 
@@ -240,12 +241,13 @@ static void multiply_gated(f32v *a, const Matrix *gate, const Matrix *up, int ma
       X p = columns_of(x, t, gate->cols);
       product(gate->type, rows16(gate, matrix, g), groups, &p, columns, a);
       product(up->type, rows16(up, matrix, g), groups, &p, columns, b);
-      for (int i = 0; i < groups * columns; i++) {
-        int row = 16 * (g + i / columns), n = gate->rows - row, at = i / columns * pitch_of(columns) + i % columns;
-        if (gate_bias) a[at] += fetch(gate_bias + row, n);
-        if (up_bias) b[at] += fetch(up_bias + row, n);
-        store(dst[t + i % columns] + row, activated(activation, a[at], b[at]), n);
-      }
+      for (int i = 0; i < groups; i++)
+        for (int c = 0; c < columns; c++) {
+          int row = 16 * (g + i), n = gate->rows - row, at = i * pitch_of(columns) + c;
+          if (gate_bias) a[at] += fetch(gate_bias + row, n);
+          if (up_bias) b[at] += fetch(up_bias + row, n);
+          store(dst[t + c] + row, activated(activation, a[at], b[at]), n);
+        }
     }
 }
 
@@ -982,7 +984,7 @@ static int stages(const Op *op) {
 
 // Tasks per thread and stage, where the number of tasks is free, of several tokens and of one. One token's tasks are limited by
 // memory, which serves 16 threads so unevenly that with 4 tasks each they wait for 12 to 15 % of a step, with 16 for 3 to 8 %.
-enum { SPLIT = 4, SPLIT_ONE = 16 };
+enum { SPLIT = 8, SPLIT_ONE = 16, LEAST = 4 };
 
 static int stage_tasks(const Ctx *c, const Op *op, int stage) {
   int some = (c->tokens == 1 ? SPLIT_ONE : SPLIT) * c->pool.threads, per;
@@ -1001,10 +1003,7 @@ static int stage_tasks(const Ctx *c, const Op *op, int stage) {
     int experts = op->w[0].groups;
     return experts * expert_parts(c, experts) + (op->tag == EXPERTS_UP && op->w[2].groups ? some : 0);
   }
-#ifndef LEAST
-#define LEAST 4
-#endif
-  int groups = 0;
+  int groups = 0;  // a task of several tokens has LEAST of them, since it reads all columns
   for (int i = 0; i < op->matrices; i++) groups += groups16(&op->w[i]);
   if (op->tag == LINEAR || op->tag == GATE_UP || op->tag == HEAD) return MAX_(c->pool.threads, MIN_(some, groups / LEAST));
   return some;
