@@ -21,8 +21,8 @@ struct alignas(8) F2 { float x, y; };
 #define KERNEL(threads, resident) static void
 #define __device__
 #define __forceinline__ inline
-#ifdef __linux__  // a kernel's shared memory is a section of its own (SHARED), which every block begins with poisoned
-#define __shared__ static __attribute__((section(SHARED)))
+#ifdef __linux__  // a kernel's shared memory is a section of its own, which every block begins with poisoned
+#define __shared__ static __attribute__((section(EMULATED_SECTION)))
 #else
 #define __shared__ static
 #endif

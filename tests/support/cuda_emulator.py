@@ -24,8 +24,8 @@ def _unit(n: int, launch: Launch) -> str:
     casts = ", ".join(f"({kind})args[{i}]" for i, (kind, _, _) in enumerate(launch.args))
     return f"""namespace k{n} {{
 #undef THREADS
-#undef SHARED
-#define SHARED "shared{n}"
+#undef EMULATED_SECTION
+#define EMULATED_SECTION "shared{n}"
 namespace {{
 {launch.source("")}
 }}
