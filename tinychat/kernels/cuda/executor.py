@@ -384,6 +384,7 @@ class CUDAExecutor:
             self._place_step(tokens, pos, sampling, recent)
             self._cycles.graph(pos, 2)()
         if ahead := ahead and pos + 4 < self.max_context and self._alike(pos) >= 4:
+            self._make_room(pos + 1, 3)
             self._cycles.graph(pos + 1, 2)()
         made = [self._chosen(pos + i, PAUSE if ahead else 0, turn) for i in range(2)]
         right = made[0][0] == tokens[1]
