@@ -50,7 +50,7 @@ from tinychat.kernels.cuda.launch import Launch
 from tinychat.kernels.cuda.layout import Layout
 from tinychat.kernels.cuda.prefill import SIZES, Chip, Prefill
 from tinychat.kernels.cuda.step import decode, depths
-from tinychat.kernels.cuda.verify import drafting, verifying
+from tinychat.kernels.cuda.verify import cycles, drafting, verifying
 from tinychat.kernels.ops import Plan
 
 CONTEXT = 2112  # beyond the position from which on latent attention is of its last kind
@@ -124,7 +124,7 @@ def forms(plan: Plan, weights: GGUF) -> list[Form]:
     if mtp:
         out += [Form(p.mtp(), PROMPT_AT, min(n - 3, LONGEST)) for n, p in prompts.items()]
         drafts = depths(builder, True, [mtp.layer])
-        steps += [(graphs, drafts) for graphs in drafting(builder, gpu, drafts)]
+        steps += [(drafting(builder, gpu, drafts), drafts), (cycles(builder, gpu, kinds, drafts), kinds)]
     return out + [Form(s.launches(n, pos), pos + 9, n) for s, ks in steps for n in s.counts for pos in ks]
 
 

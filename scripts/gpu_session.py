@@ -250,12 +250,12 @@ def state_holds(e: CUDAExecutor, ids: list[int]) -> bool:
     e.forward(ids[: n // 2], 0)
     e.forward(ids[n // 2 : n], n // 2)
     start, token, same = e.read_state(), ids[n], True
-    made = [(following, e.read_state()) for following, _ in islice(e.decode(token, n, GREEDY, ids), 4)]
-    e.write_state(bytes(len(start)))
+    made = [(following, e.read_state().tobytes()) for following, _ in islice(e.decode(token, n, GREEDY, ids), 4)]
+    e.write_state(memoryview(bytes(e.state_bytes)))
     e.write_state(start)
     for i, (following, state) in enumerate(made):
         e.forward([token], n + i)
-        same &= e.read_state() == state
+        same &= e.read_state().tobytes() == state
         token = following
     return same
 
@@ -458,14 +458,16 @@ async def app(path: Path, tokens: int, device: str | None) -> None:
 
 def randomise_cache(e: CUDAExecutor) -> None:
     rng = np.random.default_rng(0)
-    for name, width in e._caches():
-        e.gpu.upload(name, (rng.standard_normal(e.max_context * width, np.float32) * 0.5).astype(np.float16))
-    e.write_state((rng.standard_normal(e.state_bytes // 4, np.float32) * 0.1).tobytes())
+    for name, size, layer in e._caches():
+        values = size // 2 * e.plan.rows(layer, e.max_context)
+        e.gpu.upload(name, (rng.standard_normal(values, np.float32) * 0.5).astype(np.float16))
+    e.write_state((rng.standard_normal(e.state_bytes // 4, np.float32) * 0.1).data)
 
 
 def step_seconds(e: CUDAExecutor, depth: int, n: int = 128) -> tuple[float, float]:
     """(seconds per decode step on the GPU, seconds of host work to enqueue one)."""
     e._place([1] * (depth + 1), 0, GREEDY)
+    e._make_room(depth, 1024)
     graph = e._step(depth).graph
     for _ in range(8):
         graph()
@@ -544,6 +546,7 @@ def verify_times(model: str, quant: str, layers: int | None, kernels: bool, dept
         for n in e._verifying.counts:
             graph, tokens = e._verifying.graph(depth, n), rng.integers(0, 50000, n).tolist()
             e._place([1] * depth + tokens, 0, GREEDY, n)
+            e._make_room(depth, 1024)
             times = []
             for _ in range(4):
                 start = e.gpu.event()

@@ -44,7 +44,8 @@ def obtain(model: Model, *, anyway: bool = False) -> Path:
         raise TinychatError(model.why_not)
     from tinychat.engine.fit import fit
 
-    verdict = fit(model.size, model.kv_bytes_per_token, min(model.context, CONTEXT))
+    context = min(model.context, CONTEXT)
+    verdict = fit(model.size, model.kv_bytes(context), context)
     if verdict.verdict == "does not fit":
         line = f"{model.name} does not fit into this machine's memory: {verdict.explanation}"
         if not anyway:

@@ -82,7 +82,7 @@ class SampleSpec(ctypes.Structure):
 class LayerCache(ctypes.Structure):
     """`LayerCache` of step.c."""
 
-    _fields_ = [*_all(_ptr, "k v tail state"), *_all(_i32, "heads k_dim v_dim")]
+    _fields_ = [*_all(_ptr, "k v tail state"), *_all(_i32, "heads k_dim v_dim rows window base")]
 
 
 class StepContext(ctypes.Structure):
@@ -123,6 +123,7 @@ class Library:
             ("tc_forward", None, [_ptr, _ptr, c_int, c_int, c_int, c_int, _ptr]),
             ("tc_step", None, [_ptr, _ptr, c_int, c_int]),
             ("tc_sample", c_int, [_ptr, c_int, _ptr, _ptr]),
+            ("tc_slide", None, [_ptr, c_int]),
             ("tc_cache", size, [_ptr, _ptr, c_int, c_int, c_int]),
             ("tc_bandwidth", _f64, [_ptr, _ptr, size]),
         ):

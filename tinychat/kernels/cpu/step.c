@@ -58,10 +58,11 @@ typedef struct {
   Matrix w[4];
 } Op;
 
-typedef struct {  // a layer's part of the KV cache: [heads][context] rows of K, in tiles (attention.h), and of V
+typedef struct {  // a layer's part of the KV cache: [heads][rows] rows of K, in tiles (attention.h), and of V
   uint16_t *k, *v;
   float *tail, *state;  // of a delta rule: the last inputs of its convolution, and [heads][key][value filled up to 16]
   int32_t heads, k_dim, v_dim;
+  int32_t rows, window, base;  // window: rows that a token sees, 0: all; base: position of the first row (window_rows.py)
 } LayerCache;
 
 typedef struct {  // per thread
@@ -364,11 +365,11 @@ static void turn_head(float *dst, const float *src, const Op *op, int h, const f
 
 INLINE uint16_t *k_tile(Ctx *c, const Op *op, int head, int pos) {
   const LayerCache *l = &c->caches[op->layer];
-  return l->k + ((size_t)head * c->context + (size_t)(pos & ~15)) * l->k_dim;
+  return l->k + ((ptrdiff_t)head * l->rows + (pos & ~15) - l->base) * l->k_dim;
 }
 INLINE uint16_t *v_row(Ctx *c, const Op *op, int head, int pos) {
   const LayerCache *l = &c->caches[op->layer];
-  return l->v + ((size_t)head * c->context + (size_t)pos) * l->v_dim;
+  return l->v + ((ptrdiff_t)head * l->rows + pos - l->base) * l->v_dim;
 }
 
 // h of ops.MTP: RMSNorm(x) as the hidden row of each token.
@@ -1100,7 +1101,7 @@ EXPORT size_t tc_sizeof(int what) {
   X(logit_scale) X(lower_bound)                                                                                                 \
   X(norm) X(q_norm) X(k_norm) X(rope) X(sinks) X(shared_scale) X(bias) X(routes) X(w)
 #define SAMPLE_FIELDS(X) SAMPLING(X) X(n_penalised) X(seed) X(penalised) X(divisors) X(amounts) X(mask)
-#define CACHE_FIELDS(X) X(k) X(v) X(tail) X(state) X(heads) X(k_dim) X(v_dim)
+#define CACHE_FIELDS(X) X(k) X(v) X(tail) X(state) X(heads) X(k_dim) X(v_dim) X(rows) X(window) X(base)
 #define CONTEXT_FIELDS(X)                                                                                                       \
   X(n_ops) X(n_step) X(n_whole) X(max_context) X(batch) X(vocab) X(layers) X(n_buffers) X(ops) X(buffers) X(widths) X(caches) X(ticks) X(sampling)
 EXPORT const char *tc_fields(int what) {
@@ -1244,16 +1245,12 @@ EXPORT int tc_prepare(Ctx *c) {
   return c->short_ ? -1 : 0;
 }
 
-// Runs n tokens at positions pos.., through MTP if `mtp`, in batches; logits_mode 1 fills out with the last token's logits, 2 with
-// everyone's.
+// Runs n (at most `batch`) tokens at positions pos.., through MTP if `mtp`; logits_mode 1 fills out with the last token's logits, 2
+// with everyone's.
 EXPORT void tc_forward(Ctx *c, const int32_t *ids, int n, int pos, int logits_mode, int mtp, float *out) {
-  for (int i = 0; i < n; i += c->tokens) {
-    c->ids = ids + i, c->pos = pos + i, c->tokens = MIN_(c->batch, n - i);
-    c->logits_mode = logits_mode == 2 || i + c->tokens == n ? logits_mode : 0;
-    c->logits_out = logits_mode == 2 ? out + (size_t)i * c->vocab : out;
-    c->sampled = 0, c->mtp = mtp;
-    run_tokens(c);
-  }
+  c->ids = ids, c->tokens = n, c->pos = pos, c->logits_mode = logits_mode, c->logits_out = out;
+  c->sampled = 0, c->mtp = mtp;
+  run_tokens(c);
 }
 
 // One decode step: runs n (at most STEP) tokens at positions pos.., for tc_sample to choose what follows them.
@@ -1273,15 +1270,31 @@ EXPORT int tc_sample(Ctx *c, int i, const SampleSpec *spec, double *logprob) {
   return id;
 }
 
-// Copies `rows` cache rows from `first` (a multiple of 16), in whole tiles of 16, out (in 0) or back in (1). Returns the
-// bytes.
+// Makes the rows of layers with a window begin at position `base`; those behind it stay.
+EXPORT void tc_slide(Ctx *c, int base) {
+  for (LayerCache *l = c->caches; l < c->caches + c->layers; l++) {
+    if (!l->window) continue;
+    int by = base - l->base, kept = l->rows - by;
+    for (int h = 0; h < l->heads && by > 0 && kept > 0; h++) {
+      uint16_t *k = l->k + (size_t)h * l->rows * l->k_dim, *v = l->v + (size_t)h * l->rows * l->v_dim;
+      memmove(k, k + (size_t)by * l->k_dim, (size_t)kept * l->k_dim * sizeof *k);
+      memmove(v, v + (size_t)by * l->v_dim, (size_t)kept * l->v_dim * sizeof *v);
+    }
+    l->base = base;
+  }
+}
+
+// Copies `rows` cache rows from `first` (a multiple of 16), in whole tiles of 16, out (in 0) or back in (1), of layers with a
+// window those from their base on. Returns the bytes.
 EXPORT size_t tc_cache(Ctx *c, uint8_t *data, int first, int rows, int in) {
-  size_t tiles = ((size_t)rows + 15) / 16 * 16, at = 0;
+  int end = first + (rows + 15) / 16 * 16;
+  size_t at = 0;
   for (int v = 0; v < 2; v++)
     for (const LayerCache *l = c->caches; l < c->caches + c->layers; l++) {
-      size_t width = (size_t)(v ? l->v_dim : l->k_dim), bytes = tiles * width * sizeof(uint16_t);
-      for (int h = 0; h < l->heads && width; h++) {
-        uint16_t *rows_at = (v ? l->v : l->k) + ((size_t)h * c->context + (size_t)first) * width;
+      int from = MAX_(first, l->base);
+      size_t width = (size_t)(v ? l->v_dim : l->k_dim), bytes = (size_t)MAX_(end - from, 0) * width * sizeof(uint16_t);
+      for (int h = 0; h < l->heads && bytes; h++) {
+        uint16_t *rows_at = (v ? l->v : l->k) + ((ptrdiff_t)h * l->rows + from - l->base) * (ptrdiff_t)width;
         if (data && in) memcpy(rows_at, data + at, bytes);
         else if (data) memcpy(data + at, rows_at, bytes);
         at += bytes;

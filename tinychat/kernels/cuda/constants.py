@@ -110,7 +110,7 @@ class JoinConstants(Constants):
 
 @dataclass(frozen=True, kw_only=True)
 class FollowConstants(StepConstants):
-    """follow.cu"""
+    """follow.cu, next_step.cu"""
 
     words: int  # of `state`
 
@@ -342,6 +342,7 @@ class StoreKVConstants(Constants):
     eps: float
     query_scale: float  # attention's scale times log2(e)
     value_norm: bool  # each head of v is divided by its root mean square
+    window: int  # rows that a query sees; 0: all
 
 
 @dataclass(frozen=True)

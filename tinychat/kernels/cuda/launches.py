@@ -433,6 +433,7 @@ def store_kv(b: Builder, layer: int, a: GQA, tokens: int) -> Launch:
         eps=a.eps,
         query_scale=a.scale * LOG2E,
         value_norm=a.value_norm,
+        window=a.window if kv_heads else 0,
     )
     buffers = {
         "queries": b.buffer("queries", 2 * tokens * a.heads * a.key_dim),
@@ -535,15 +536,26 @@ def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launc
 
 
 def follow(b: Builder) -> Launch:
-    """What stands between a verify step and a draft behind it."""
+    """What stands between a verify step of two and the draft behind it."""
+    return _from_step_to_step(b, "follow", {"greedy": b.buffer("greedy", STATE_BYTES)})
+
+
+def next_step(b: Builder) -> Launch:
+    """What stands between that draft and the next verify step."""
+    return _from_step_to_step(b, "next_step", {"stand_ins": b.buffer("stand_ins", 4 * (b.max_context + 1))})
+
+
+def _from_step_to_step(b: Builder, name: str, own: dict[str, str]) -> Launch:
+    assert b.columns == 2
     buffers = {
         "history": "history",
         "state": "state",
+        "kept": b.buffer("kept", STATE_BYTES),
         "chosen": b.buffer("chosen", 4 * b.columns),
-        "greedy": b.buffer("greedy", STATE_BYTES),
+        **own,
     }
     shape = FollowConstants(words=len(WORDS), columns=b.columns)
-    return kernel("follow", "follow.cu", shape, buffers, (1, 1, 1), "sampling", threads=32)
+    return kernel(name, f"{name}.cu", shape, buffers, (1, 1, 1), "sampling", threads=32)
 
 
 def sample(b: Builder, ring_first: int = 0) -> list[Launch]:
