@@ -18,3 +18,14 @@ def test_what_was_compiled_is_found_by_the_same_architecture(tmp_path: Path, mon
     assert binaries.find("one", "sm_90a") == b"one"  # used again, so it is kept
     binaries.compile_all(["three"], "sm_90a")
     assert binaries.find("one", "sm_90a") and binaries.find("two", "sm_90a") is None
+
+
+def test_a_damaged_binary_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(binaries, "folder", lambda: tmp_path)
+    monkeypatch.setattr(binaries, "_compiler", lambda arch: str.encode)
+    binaries.compile_all(["one"], "sm_90a")
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    for damaged in (b"", whole[:-1], whole[:-1] + b"?"):
+        path.write_bytes(damaged)
+        assert binaries.find("one", "sm_90a") is None

@@ -1,4 +1,5 @@
-"""Compiled kernels, kept in the user's cache directory: a file each, named by its source and the GPU's architecture."""
+"""Compiled kernels, kept in the user's cache directory: a file each, named by its source and the GPU's architecture. A
+binary stands behind its own digest, so that a damaged one is compiled again and never given to the driver."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from tinychat.files import replace_file
 
 UNUSED = 30 * 86400.0  # seconds since its last load, after which a binary is deleted
 THREADS = 8  # that compile
+DIGEST = 16  # bytes
 
 
 def folder() -> Path:
@@ -28,7 +30,8 @@ def find(source: str, arch: str) -> bytes | None:
         path = _path(source, arch)
         found = path.read_bytes()
         os.utime(path)  # used now: see _prune
-        return found
+        if found[:DIGEST] == _digest(found[DIGEST:]):
+            return found[DIGEST:]
     return None
 
 
@@ -40,7 +43,7 @@ def compile_all(sources: Iterable[str], arch: str) -> list[bytes]:
         for source, binary in zip(sources, pool.map(compiled, sources)):
             with contextlib.suppress(OSError):
                 folder().mkdir(parents=True, exist_ok=True)
-                replace_file(_path(source, arch), binary)
+                replace_file(_path(source, arch), _digest(binary) + binary)
             made.append(binary)
     _prune(time.time() - UNUSED)
     return made
@@ -54,7 +57,11 @@ def _compiler(arch: str) -> Callable[[str], bytes]:
 
 
 def _path(source: str, arch: str) -> Path:
-    return folder() / f"{hashlib.blake2b(f'{arch} {source}'.encode(), digest_size=16).hexdigest()}.cubin"
+    return folder() / f"{_digest(f'{arch} {source}'.encode()).hex()}.cubin"
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=DIGEST).digest()
 
 
 def _prune(before: float) -> None:
