@@ -115,11 +115,8 @@ class Form:
 def forms(plan: Plan, weights: GGUF) -> list[Form]:
     """Every kind of step that an executor has for the plan."""
     builder = Builder(plan, Layout(plan, {name: t.nbytes for name, t in weights.tensors.items()}), CONTEXT)
-    kinds, mtp, gpu = (
-        depths(builder, True, plan.layers),
-        plan.mtp,
-        cast(GPU, CHIP),
-    )  # whose shared memory alone is asked
+    gpu = cast(GPU, CHIP)  # of which the shared memory alone is asked
+    kinds, mtp = depths(builder, True, plan.layers), plan.mtp
     prompts = {n: Prefill(builder, n, CHIP) for n in (*SIZES, CONTEXT)}
     out = [Form(p.layers(), PROMPT_AT, min(n - 3, LONGEST)) for n, p in prompts.items()]
     out.append(Form(prompts[SIZES[1]].head(plan.head), PROMPT_AT, SIZES[1] - 3))

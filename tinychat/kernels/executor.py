@@ -91,7 +91,7 @@ class Executor(Protocol):
 
     @property
     def jit_state(self) -> str:
-        """What the next decode step does: "compiling", "capturing" (both take far longer) or "replaying"."""
+        """What the next decode step does: "compiling" (which takes far longer) or "replaying"."""
         ...
 
     @property
