@@ -4,7 +4,8 @@
 // the tokens. With one token an op is one phase of tasks, and every thread norms and quantises the op's input for itself (cheaper
 // than a phase of its own); with several, an op has stages, each a phase: tokens are prepared first, then each group of 16 rows
 // is multiplied with panels of 16, 8, 4, 2 or 1 columns. Both do the same arithmetic in the same order per (row, token), so results
-// depend neither on the chunking of a prompt nor on the number of threads.
+// depend neither on the chunking of a prompt nor on the number of threads. Where the machine has tiles, prompts take another way
+// through float weights than decode steps (choose_form), for one token as for several.
 #include <stddef.h>
 #include <stdlib.h>
 #include <sys/mman.h>
