@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from ctypes import c_size_t, c_ubyte, c_uint64
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha1
@@ -43,7 +44,8 @@ from tinychat.engine.gguf import GGUF
 from tinychat.engine.plan import build_plan
 from tinychat.kernels.cuda import executor, load
 from tinychat.kernels.cuda.builder import Builder
-from tinychat.kernels.cuda.device import GPU
+from tinychat.kernels.cuda.device import GPU, LoadedKernel
+from tinychat.kernels.cuda.driver import check
 from tinychat.kernels.cuda.executor import CUDAExecutor
 from tinychat.kernels.cuda.graph import Graph
 from tinychat.kernels.cuda.launch import Launch
@@ -71,7 +73,7 @@ Kind = tuple[str | int, ...]
 class OneGPU(GPU):
     """Models of a process share the kernels that they have loaded. A step's kernels are loaded when it runs."""
 
-    programs: dict[str, object] = {}
+    programs: dict[str, LoadedKernel] = {}
     binaries: dict[str, bytes] = {}
     zeros = False  # memory is zeros, not what was left there
 
@@ -82,18 +84,20 @@ class OneGPU(GPU):
     def compile(self, launches: Iterable[Launch]) -> None:
         return None
 
-    def _program(self, launch: Launch) -> object:
+    def program(self, launch: Launch) -> LoadedKernel:
         super().compile([launch])
-        return super()._program(launch)
+        return super().program(launch)
 
     def allocate(self, name: str, nbytes: int) -> None:
         super().allocate(name, nbytes)
         if self.zeros:
-            self._check(self.cuda.cuCtxSetCurrent(self.dev.context))
-            self._check(self.cuda.cuMemsetD8_v2(self.address(name), 0, nbytes))
+            self.enter()
+            check(self.cuda.cuMemsetD8_v2(c_uint64(self.address(name)), c_ubyte(0), c_size_t(nbytes)))
 
-    def sequence(self, launches: Sequence[Launch], names: dict[str, str] | None = None) -> Callable[..., None]:
-        return lambda *args: super(OneGPU, self).sequence(launches, names)(*args)
+    def sequence(
+        self, launches: Sequence[Launch], names: dict[str, str] | None = None, *, few: bool = False
+    ) -> Callable[..., None]:
+        return lambda *args: super(OneGPU, self).sequence(launches, names, few=few)(*args)
 
     def graph(self, launches: Sequence[Launch], chained: bool = True, count: int = 1, keys: int = 1) -> Graph:
         return cast(Graph, SimpleNamespace(kernels=len(launches)))  # never launched
@@ -111,11 +115,8 @@ class Form:
 def forms(plan: Plan, weights: GGUF) -> list[Form]:
     """Every kind of step that an executor has for the plan."""
     builder = Builder(plan, Layout(plan, {name: t.nbytes for name, t in weights.tensors.items()}), CONTEXT)
-    kinds, mtp, gpu = (
-        depths(builder, True, plan.layers),
-        plan.mtp,
-        cast(GPU, CHIP),
-    )  # whose shared memory alone is asked
+    gpu = cast(GPU, CHIP)  # of which the shared memory alone is asked
+    kinds, mtp = depths(builder, True, plan.layers), plan.mtp
     prompts = {n: Prefill(builder, n, CHIP) for n in (*SIZES, CONTEXT)}
     out = [Form(p.layers(), PROMPT_AT, min(n - 3, LONGEST)) for n, p in prompts.items()]
     out.append(Form(prompts[SIZES[1]].head(plan.head), PROMPT_AT, SIZES[1] - 3))
@@ -248,7 +249,7 @@ def run(work: Path) -> None:
     """Runs a process's models, as sanitize() wrote them; a line for each."""
     end, once, models = json.loads(work.read_text())
     executor.GPU, OneGPU.zeros = OneGPU, once  # type: ignore[misc]
-    load.UPLOAD_BYTES, load.UPLOADS = 1 << 20, 2
+    load.UPLOAD_BYTES, load.THREADS = 1 << 20, 2
     spent = defaultdict[str, float](float)
     with tempfile.TemporaryDirectory(dir=FILES) as folder:
         for model, share in models:

@@ -1,5 +1,6 @@
 """Exports of other programs, as they are and as somebody hostile would write them."""
 
+import io
 import json
 import zipfile
 
@@ -81,6 +82,17 @@ def test_the_tree_of_llama_cpp(tmp_path):
     assert [t.text for t in read(file).conversations[0][0].turns] == ["a", "b"]
 
 
+def damaged_zip() -> str:
+    """Latin-1 of a zip whose compressed bytes are none."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("conversations.json", "[]" * 500)
+    raw = bytearray(file.getvalue())
+    start = 30 + len("conversations.json")  # behind the local header
+    raw[start : start + 4] = b"\xff" * 4
+    return raw.decode("latin-1")
+
+
 LOOP = node("a", "b", "user", "x") | node("b", "a", "assistant", "y") | node("c", "c", "user", "z")
 ODD = node("q", None, "user", "\ud800 \x1b[2J", create_time=1e400) | node("r", "q", "assistant", 5, {"text": []}, None)
 
@@ -91,6 +103,7 @@ ODD = node("q", None, "user", "\ud800 \x1b[2J", create_time=1e400) | node("r", "
         ("", "damaged"),
         ("[" * 100_000, "damaged"),
         ("\x00\xff", "damaged"),
+        (damaged_zip(), "damaged"),
         ('{"mapping": [], "title": 3}', "no conversation"),
         ("[1, null, {}]", "no conversation"),
         (json.dumps({"mapping": LOOP}), "no conversation"),

@@ -117,7 +117,7 @@ def test_plain_tinygrad(tmp_path: Path) -> None:
     with load(tiny.write(tmp_path / "m.gguf", "llama", "Q4_0"), "reference") as engine:
         assert engine.stats.jit_state == "compiling"
         states = [engine.stats.jit_state for _ in engine.generate([1, 2, 3], Sampling(temperature=0.0), 3, raw=True)]
-        assert states == ["capturing", "replaying", "replaying"]
+        assert states == ["replaying"] * 3
         r = profile(engine, 3)
         found = kernels(engine)
         assert r.how == "alone" and r.kernels == engine.executor.kernels_per_token == sum(k.calls for k in found) > 20
@@ -125,16 +125,14 @@ def test_plain_tinygrad(tmp_path: Path) -> None:
         head = next(row for row in r.rows if row.op == "head" and row.nbytes > 10_000)
         assert head.category == "mat-vec Q6_K" or head.category.startswith("mat-vec Q")
         assert r.explained > 0
-        schedules, programs, binaries = (
-            r.caches
-        )  # of the prompt's step and of a token's: each runs once, then is captured
+        schedules, programs, binaries = r.caches  # of the prompt's step and of a token's
         assert (
             schedules["misses"] + schedules["hits"] > 0
         )  # which of both is up to the tests before, in the same process
         assert 0 < schedules["seconds"] < programs["seconds"] + sum(r.first_s)
-        assert programs["hits"] + programs["misses"] >= 2 * r.kernels
+        assert programs["hits"] + programs["misses"] >= r.kernels
         assert binaries["hits"] + binaries["misses"] == programs["misses"] and binaries["seconds"] is None
-        assert len(r.first_s) == 2 and min(r.first_s) > r.token_s
+        assert len(r.first_s) == 1 and r.first_s[0] > r.token_s
         assert "binaries, on disk: " in text_of(r) and "time not measured" in text_of(r)
         assert all(head.name != k.name or "void" in k.source for k in found)
         assert {"one thread", "launch-bound"} <= kinds(r) and "byte" in flag(r, "byte-wise loads")

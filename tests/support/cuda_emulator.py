@@ -40,11 +40,14 @@ extern "C" void launch_{n}(void **a, int gx, int gy, int gz) {{
 
 
 def compile_all(launches: Iterable[Launch]) -> None:
-    """Compiles what is new among `launches` as one library (kept in the temporary directory)."""
+    """Compiles what is new among `launches` as one library (kept in the temporary directory). The header's functions,
+    tensor cores among them, are optimised; the kernels are not, for they run once or twice."""
     new = {launch.source(): launch for launch in launches if launch.source() not in _functions}
     if not new:
         return
-    text = f'#include "{_HEADER}"\n' + "".join(_unit(n, launch) for n, launch in enumerate(new.values()))
+    text = f'#include "{_HEADER}"\n#pragma clang optimize off\n' + "".join(
+        _unit(n, launch) for n, launch in enumerate(new.values())
+    )
     _BUILT.mkdir(exist_ok=True)
     lib = _BUILT / f"{hashlib.sha256((text + _HEADER.read_text()).encode()).hexdigest()[:24]}.so"
     if not lib.exists():
@@ -66,7 +69,7 @@ def compile_all(launches: Iterable[Launch]) -> None:
             "-fno-rtti",
             "-fno-sanitize=all",
             "-U_FORTIFY_SOURCE",
-            "-nostdlib++",
+            "-nostdlib",
             "-",
             "-o",
             made.name,

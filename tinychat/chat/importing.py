@@ -8,11 +8,13 @@ out and counted. The files are not trusted: whatever has the wrong type is as if
 from __future__ import annotations
 
 import json
+import lzma
 import math
 import re
 import time
 import uuid
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +26,7 @@ from tinychat.chat.history import History
 from tinychat.chat.saving import patiently
 from tinychat.errors import TinychatError, printable
 
+_BAD_ZIP = (zipfile.BadZipFile, zlib.error, lzma.LZMAError)
 LARGEST = 1 << 30  # bytes of JSON that are read
 _LISTS = re.compile(r"(.*/)?conversations[-_.\w]*\.json")  # in ChatGPT's zip
 _SPACE = uuid.UUID("f1d2b5a4-3f0e-4a51-9f7b-6f2f5f1f7a10")  # of the ids that imported conversations get
@@ -79,7 +82,7 @@ def read(path: Path) -> Imported:
                 _take(_dict(item), found)
     except OSError as e:
         raise TinychatError(f"{shown}: {(e.strerror or str(e)).lower()}") from None
-    except (ValueError, RecursionError, MemoryError, zipfile.BadZipFile, NotImplementedError, RuntimeError):
+    except (ValueError, RecursionError, MemoryError, EOFError, NotImplementedError, RuntimeError, *_BAD_ZIP):
         raise TinychatError(f"{shown} cannot be read: it is damaged, or no JSON") from None
     if not found.conversations:
         raise TinychatError(f"{shown} has no conversation of ChatGPT (conversations.json) or of llama.cpp's web page")
@@ -205,7 +208,7 @@ def _conversation(nodes: Sequence[_Node], last: str, left_out: Counter[str]) -> 
     for node in sorted({n.id: n for n in nodes}.values(), key=lambda n: order[n.id]):
         children.setdefault(node.parent if node.parent in order else "", []).append(node)
     turns: dict[int, Turn] = {}
-    begun: set[int] = set()  # answers that are the beginning of a longer one
+    begins: dict[int, int] = {}  # a longer answer -> the one that is its beginning
     place = {"": 0}  # the turn of each node
     below: list[tuple[_Node, int]] = [(node, 0) for node in reversed(children.get("", []))]
 
@@ -226,22 +229,30 @@ def _conversation(nodes: Sequence[_Node], last: str, left_out: Counter[str]) -> 
             if above is None:
                 left_out["answer without a question"] += 1
             else:
-                texts = [(node.text, node.thinking)]
                 if above.role == "assistant":
-                    texts.insert(0, (above.text, above.thinking))
-                    begun.add(at)
-                    at = above.parent
-                text, thinking = ("\n\n".join(filter(None, parts)) for parts in zip(*texts))
-                reason = "eos" if text else "stopped"
-                turn = Turn("assistant", text, thinking, stop_reason=reason, model=node.model, created=created)
-                at = add(turn, at)
+                    begins[len(turns) + 1], at = at, above.parent
+                at = add(Turn("assistant", node.text, node.thinking, model=node.model, created=created), at)
         place[node.id] = at
         below += [(child, at) for child in reversed(children.get(node.id, []))]
-    used = {turn.parent for turn in turns.values()}
-    kept = [turn for id, turn in turns.items() if id in used or id not in begun]
+    used, begun = {turn.parent for turn in turns.values()}, set(begins.values())
+    kept = [_whole(turns, begins, id) for id in turns if id in used or id not in begun]
     ids = {turn.id for turn in kept}
     end = place[last] if place.get(last) in ids else max(ids, default=0)
     return Conversation(others=tuple(kept), made=len(turns)).show(end)
+
+
+def _whole(turns: dict[int, Turn], begins: dict[int, int], id: int) -> Turn:
+    """The turn with what it goes on from in front."""
+    turn, parts = turns[id], [id]
+    if turn.role != "assistant" or turn.stop_reason:
+        return turn
+    while (id := begins.get(id, 0)) != 0:
+        parts.append(id)
+    text, thinking = (
+        "\n\n".join(filter(None, values))
+        for values in zip(*((turns[part].text, turns[part].thinking) for part in reversed(parts)))
+    )
+    return replace(turn, text=text, thinking=thinking, stop_reason="eos" if text else "stopped")
 
 
 def _dict(value: Any) -> dict[str, Any]:

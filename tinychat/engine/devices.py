@@ -9,6 +9,7 @@ from collections.abc import Callable
 from tinychat.engine.fit import context_bytes, fit
 from tinychat.errors import SLOW, TinychatError
 from tinychat.kernels.cpu.compiler import NoCompiler, tinygrad_cc
+from tinychat.kernels.cuda import driver
 from tinychat.kernels.executor import ExecutorKind, MeasurableExecutor, Weights
 from tinychat.kernels.ops import Plan
 
@@ -53,9 +54,7 @@ def make_executor(
 
 def has_cuda() -> bool:
     """Whether there is an NVIDIA driver."""
-    import ctypes.util
-
-    return ctypes.util.find_library("cuda") is not None
+    return driver.exists()
 
 
 def _cuda(

@@ -49,7 +49,7 @@ class Stats:
     load_s: float = 0.0
     kernels_per_token: int = 0
     jit_batches: int = 0
-    jit_state: str = ""  # of the decode step that runs, or would run next: compiling, capturing, replaying
+    jit_state: str = ""  # of the decode step that runs, or would run next: compiling, replaying
     bytes_per_token: int = 0
     gb_s: float = 0.0
     limit_gb_s: float = 0.0

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from tinychat.kernels.quant_types import GGML_QUANT_SIZES, GGMLQuantizationType
 
 CACHE_VALUE_BYTES = 2  # of one value in the KV cache of the CPU and CUDA executors: F16
 

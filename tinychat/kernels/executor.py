@@ -34,6 +34,11 @@ class Weights(Protocol):
         """uint8 view of the packed bytes of tensor `name`."""
         ...
 
+    def read(self, name: str, at: int, out: np.ndarray) -> None:
+        """Fills `out` (uint8) with the packed bytes of tensor `name` from byte `at` on, beside other threads. Raises
+        TinychatError."""
+        ...
+
     def release(self, name: str) -> None:
         """The executor has its own copy of `name` now; its source pages may go."""
         ...
@@ -86,7 +91,7 @@ class Executor(Protocol):
 
     @property
     def jit_state(self) -> str:
-        """What the next decode step does: "compiling", "capturing" (both take far longer) or "replaying"."""
+        """What the next decode step does: "compiling" (which takes far longer) or "replaying"."""
         ...
 
     @property

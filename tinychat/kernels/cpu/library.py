@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
-from gguf import GGMLQuantizationType
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.blocks import CLAMP, CLAMP_SLOPE, MIN_WEIGHT_SUM
 from tinychat.kernels.cpu import compiler
 from tinychat.kernels.grids import packed_grid
+from tinychat.kernels.quant_types import GGMLQuantizationType
 
 _TABLE = re.compile(r"X\((\w+), \d+, ")  # the rows of QUANTISED and FLOATING in quant.h
 _QUANT_H = (compiler.SOURCES / "quant.h").read_text()
@@ -155,9 +155,14 @@ class Library:
         if constants != list(expected.values()):
             raise _differ(f"{', '.join(expected)} are {constants} in C, {list(expected.values())} in Python")
         self.chunk = int(chunk)  # cache rows of one task of attention
-        tables = grids()
-        lib.tc_grids(tables.ctypes.data)
         self.simd: str = lib.tc_simd().decode()
+
+    def prepare(self, kinds: Iterable[GGMLQuantizationType]) -> None:
+        """To be called before weights of these types are packed: gives C the grids, where they are needed. They come
+        from the gguf package, which takes 0.05 s."""
+        if any(kind.name.startswith(("IQ1", "IQ2", "IQ3")) for kind in kinds):
+            tables = grids()
+            self.lib.tc_grids(tables.ctypes.data)
 
 
 def _differ(what: str) -> TinychatError:

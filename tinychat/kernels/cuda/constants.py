@@ -12,9 +12,8 @@ from enum import IntEnum
 from functools import cache
 from typing import Any, get_args
 
-from gguf import GGMLQuantizationType
-
 from tinychat.kernels import blocks
+from tinychat.kernels.quant_types import GGMLQuantizationType
 
 SPAN = 128  # values that four lanes of a prompt's product take at a time; rows of halves are padded to it
 U64 = int  # a field of this type is u64 in C++: it goes into address computations

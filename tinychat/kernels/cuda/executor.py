@@ -23,7 +23,7 @@ from tinychat.kernels.cuda.kept import KeptStates
 from tinychat.kernels.cuda.launch import Launch
 from tinychat.kernels.cuda.launches import head
 from tinychat.kernels.cuda.layout import Layout
-from tinychat.kernels.cuda.load import load
+from tinychat.kernels.cuda.load import Upload
 from tinychat.kernels.cuda.prefill import SIZES, Chip, Prefill
 from tinychat.kernels.cuda.profile import DecodeStep, kernels, profile, read_bandwidth, seconds_of
 from tinychat.kernels.cuda.quants import QUANTS
@@ -105,41 +105,45 @@ class CUDAExecutor:
         layout = Layout(plan, {name: weights.raw(name).nbytes for name in {w.tensor for w in plan.weights}})
         self.gpu = gpu = GPU()
         self._windows = WindowRows(plan, max_context)
-        chip = Chip(gpu.warpgroups, gpu.max_shared)
-        for chunk in CHUNKS:
-            builder = Builder(plan, layout, max_context)
-            kinds = depths(builder, gpu.overlaps, plan.layers)
-            steps = {first: decode(builder, kind) for first, kind in kinds.items()}
-            self.prefill_chunk = min(chunk, self._windows.together)
-            sizes = sorted({min(n, self.prefill_chunk) for n in (*SIZES, chunk)})
-            prefill = {n: Prefill(builder, n, chip) for n in sizes}
-            prompts = [({n: p.layers() for n, p in prefill.items()}, plan.head)]
-            self._verifying = verifying(builder, gpu, kinds)
-            if plan.mtp:
-                prompts.append(({n: p.mtp() for n, p in prefill.items()}, plan.mtp.head))
-                drafts = depths(builder, gpu.overlaps, [plan.mtp.layer])
-                self._drafting, self._cycles = drafting(builder, gpu, drafts), cycles(builder, gpu, kinds, drafts)
-            many = Prefill(builder, min(ROWS_OF_LOGITS, max_context), chip)
-            heads = [(head(builder, op), many.head(op)) for _, op in prompts]
-            if (needed := sum(builder.buffers.values())) < SHARE * gpu.free_bytes:
-                break
-        else:
-            rows, room = plan.kv_bytes(max_context), SHARE * gpu.free_bytes
-            raise TinychatError(
-                f"the model needs {needed / 1e9:,.1f} GB of the GPU's memory (weights {layout.nbytes / 1e9:,.1f}, "
-                f"context {rows / 1e9:,.1f}), of which {room / 1e9:,.1f} GB are free for it; take a smaller quant or "
-                f"context"
-            )
-        launches = {depth: [launch for launch, _ in step] for depth, step in steps.items()}
-        self.limits = replace(LIMITS, verified=max(self._verifying.counts, default=1))
-        self.device = f"CUDA · {gpu.name}"
+        chip, upload, free = Chip(gpu.warpgroups, gpu.max_shared), None, SHARE * gpu.free_bytes
         try:
+            if layout.nbytes < free:  # otherwise this is refused below
+                for t in layout.buffers:
+                    gpu.allocate(t.buffer, t.nbytes)
+                upload = Upload(gpu, layout, weights)
+            for chunk in CHUNKS:
+                builder = Builder(plan, layout, max_context)
+                kinds = depths(builder, gpu.overlaps, plan.layers)
+                steps = {first: decode(builder, kind) for first, kind in kinds.items()}
+                self.prefill_chunk = min(chunk, self._windows.together)
+                sizes = sorted({min(n, self.prefill_chunk) for n in (*SIZES, chunk)})
+                prefill = {n: Prefill(builder, n, chip) for n in sizes}
+                prompts = [({n: p.layers() for n, p in prefill.items()}, plan.head)]
+                self._verifying = verifying(builder, gpu, kinds)
+                if plan.mtp:
+                    prompts.append(({n: p.mtp() for n, p in prefill.items()}, plan.mtp.head))
+                    drafts = depths(builder, gpu.overlaps, [plan.mtp.layer])
+                    self._drafting, self._cycles = drafting(builder, gpu, drafts), cycles(builder, gpu, kinds, drafts)
+                many = Prefill(builder, min(ROWS_OF_LOGITS, max_context), chip)
+                heads = [(head(builder, op), many.head(op)) for _, op in prompts]
+                if (needed := sum(builder.buffers.values())) < free:
+                    break
+            else:
+                rows = plan.kv_bytes(max_context)
+                raise TinychatError(
+                    f"the model needs {needed / 1e9:,.1f} GB of the GPU's memory (weights {layout.nbytes / 1e9:,.1f}, "
+                    f"context {rows / 1e9:,.1f}), of which {free / 1e9:,.1f} GB are free for it; take a smaller quant "
+                    f"or context"
+                )
+            launches = {depth: [launch for launch, _ in step] for depth, step in steps.items()}
+            self.limits = replace(LIMITS, verified=max(self._verifying.counts, default=1))
+            self.device = f"CUDA · {gpu.name}"
             for name, size in builder.buffers.items():
                 if name == "ring":
                     self._ring = gpu.pinned(size, name).view(np.uint64)
                 elif name == "allowed":
                     self._allowed = gpu.pinned(size, name).view(np.uint32)
-                else:
+                elif name not in gpu.buffers:
                     gpu.allocate(name, size)
             if plan.mtp:
                 gpu.upload("greedy", state_words(GREEDY, 0, 0, 0))
@@ -149,10 +153,7 @@ class CUDAExecutor:
                 gpu.upload("tickets", np.zeros(builder.buffers["tickets"], np.uint8))
             kernels_of = [*launches.values(), *(rows for _, rows in heads)]
             gpu.compile(chain.from_iterable([*kernels_of, *(step for steps, _ in prompts for step in steps.values())]))
-            load(gpu, layout, weights, progress)
             self_check(gpu, sorted({t.kind for t in layout.tensors.values()}, key=int))
-            gpu.free("staging")
-            gpu.free("params")
             for rope, name in builder.ropes.items():
                 gpu.upload(name, rope.table(max_context))
             graphs = {depth: gpu.graph(launches[depth]) for depth in steps}
@@ -160,8 +161,12 @@ class CUDAExecutor:
                 Prompts({n: self._prompt(n, s) for n, s in made.items()}, gpu.sequence([last]), gpu.sequence(rows))
                 for (made, _), (last, rows) in zip(prompts, heads)
             ]
+            assert upload, "since all of it fits"
+            upload.wait(progress)
             gpu.synchronize()
         except BaseException as e:
+            if upload:
+                upload.stop()
             with contextlib.suppress(Exception):  # a GPU that stopped frees nothing
                 gpu.close()
             if isinstance(e, TinychatError) or not isinstance(e, Exception):
@@ -379,6 +384,7 @@ class CUDAExecutor:
             self._place_step(tokens, pos, sampling, recent)
             self._cycles.graph(pos, 2)()
         if ahead := ahead and pos + 4 < self.max_context and self._alike(pos) >= 4:
+            self._make_room(pos + 1, 3)
             self._cycles.graph(pos + 1, 2)()
         made = [self._chosen(pos + i, PAUSE if ahead else 0, turn) for i in range(2)]
         right = made[0][0] == tokens[1]

@@ -59,10 +59,9 @@ class ReferenceExecutor(SingleSteps):
 
     @property
     def jit_state(self) -> str:
-        """See Executor.jit_state: TinyJit runs the first step as it comes, captures the second and replays it from then
-        on."""
+        """See Executor.jit_state: the first step is captured, and replayed from then on."""
         jit = self.step.decode_jit
-        return ("compiling", "capturing", "replaying")[min(jit.cnt, 2) if jit else 0]
+        return "replaying" if jit and jit.captured else "compiling"
 
     def forward(self, ids: Sequence[int], pos: int, logits: Logits = "none", *, mtp: bool = False) -> np.ndarray | None:
         """See Executor.forward. Tokens after the last whole chunk run one at a time, because each length is captured

@@ -30,7 +30,7 @@ def profile(step: Step, token: int, pos: int, steps: int) -> StepProfile:
     if pos >= step.max_context:
         raise TinychatError(f"position {pos} does not fit the context of {step.max_context}")
     step.forget_decode()
-    first, capture = (_seconds(lambda: step.run([token], pos, True)) for _ in range(2))
+    first = _seconds(lambda: step.run([token], pos, True))
     plain, chosen = np.zeros(steps), np.zeros(steps)
     for i in range(steps):
         start = time.perf_counter()
@@ -70,7 +70,7 @@ def profile(step: Step, token: int, pos: int, steps: int) -> StepProfile:
         plain,
         chosen,
         tuple(batches) or (Batch(ONE_BY_ONE, len(flat), plain - chosen),),
-        (first, capture),
+        (first,),
         step.compile_caches.used(),
         pos + 1,
         default_threads() if serial else 1,

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
+from tinygrad.helpers import Context
 
 from tinychat.kernels.blocks import (
     CLAMP,
@@ -136,6 +137,7 @@ class Step:
         key = (len(ids), want_logits, what)
         if key not in self._jits:
             self._jits[key] = TinyJit(step)
+            self._jits[key].cnt = 1  # captured by the first call; TinyJit by itself runs that op by op, as slowly
         jit = self._jits[key]
         with contextlib.nullcontext() if jit.captured else self.compile_caches.counted():
             out = jit(*self.inputs(ids, pos))
@@ -500,7 +502,8 @@ class Step:
     def _table(self, kind: Rope | Temperature) -> Tensor:
         """A value, or cos and sin, of every position."""
         if kind not in self._tables:
-            self._tables[kind] = Tensor(kind.table(self.max_context), device=self.device).realize()
+            with Context(CAPTURING=0):  # once, not in every step
+                self._tables[kind] = Tensor(kind.table(self.max_context), device=self.device).realize()
         return self._tables[kind]
 
     def _norm(self, x: Tensor, gain: Weight | None, eps: float) -> Tensor:
