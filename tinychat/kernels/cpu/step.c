@@ -986,7 +986,7 @@ static int stages(const Op *op) {
 
 // Tasks per thread and stage, where the number of tasks is free, of several tokens and of one. One token's tasks are limited by
 // memory, which serves 16 threads so unevenly that with 4 tasks each they wait for 12 to 15 % of a step, with 16 for 3 to 8 %.
-enum { SPLIT = 8, SPLIT_ONE = 16, LEAST = 4 };
+enum { SPLIT = 8, SPLIT_ONE = 16, LEAST = 2 };
 
 static int stage_tasks(const Ctx *c, const Op *op, int stage) {
   int some = (c->tokens == 1 ? SPLIT_ONE : SPLIT) * c->pool.threads, per;
