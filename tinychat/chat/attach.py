@@ -91,7 +91,10 @@ def read(path: Path, name: str) -> Attachment:
             raise TinychatError(f"{shown} is {folder}")
         if (size := path.stat().st_size) > MAX_BYTES:
             raise TinychatError(f"{shown} has {decimal(size)}; at most {decimal(MAX_BYTES)} can be attached")
-        data = path.read_bytes()[: MAX_BYTES + 1]
+        with open(path, "rb", opener=_at_once) as f:
+            data = f.read(MAX_BYTES + 1)
+        if len(data := data or b"") > MAX_BYTES:  # None: nothing is there yet
+            raise TinychatError(f"{shown} has more than {decimal(MAX_BYTES)}")
         if b"\0" in data:
             raise TinychatError(f"{shown} is a binary file; only text can be attached")
         return Attachment(name, data.decode("utf-8-sig"))
@@ -100,6 +103,11 @@ def read(path: Path, name: str) -> Attachment:
     except (OSError, ValueError) as e:
         why = getattr(e, "strerror", None) or str(e)
         raise TinychatError(f"{shown}: {why.lower()}") from None
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Opens a file that is not waited for: some of /proc have nothing to read yet, for ever."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def quoted(name: str) -> str:
