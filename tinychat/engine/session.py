@@ -52,7 +52,8 @@ class Session:
         self.speculation = Speculation(mode, most, self.max_context, self.stats)
 
     def prefill(self, prompt: Sequence[int], on_prefill: OnPrefill | None, stop: threading.Event | None) -> bool:
-        """Makes the cache hold all of `prompt` but its last token, which decode runs; False if `stop` ended it early.
+        """Makes the cache hold all of `prompt` but its last token, which decode runs unless the executor has run it
+        with the others; False if `stop` ended it early.
 
         The longest common prefix with what the cache holds stays, of a plan with a state up to a snapshot;
         `on_prefill(done, total, reused)` counts the rest.
@@ -74,7 +75,7 @@ class Session:
                 return False
             end = min(len(self.tokens) + size, last, *(n for n in places if n > len(self.tokens)))
             chunk = list(prompt[len(self.tokens) : end])
-            self.executor.forward(chunk, len(self.tokens))
+            self.executor.forward(chunk, len(self.tokens), following=prompt[last] if end == last else None)
             self.tokens += chunk
             self.state_at = end
             if end in places:

@@ -500,8 +500,12 @@ class RouterConstants(Constants):
 
     weight: Matrix
     choice: ExpertChoice
-    tokens: int  # of a block
+    tokens: int  # of a cluster of blocks
+    cluster: int  # blocks that share the experts
+    parts: int  # warps that share some experts, each with a part of the columns
     eps: float
+    route_slots: int  # as in experts_down.cu
+    routes: int
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,9 @@ class CUDAExecutor:
                     builder, gpu, depths(builder, gpu.overlaps, [plan.mtp.layer])
                 )
             many = Prefill(builder, min(ROWS_OF_LOGITS, max_context), chip)
+            self._row = 4 * plan.vocab  # bytes of a token's logits
+            self._kept_at = builder.buffers["logits"]  # behind those of a step
+            builder.buffer("logits", self._kept_at + self._row)
             heads = [(head(builder, op), many.head(op)) for _, op in prompts]
             if (needed := sum(builder.buffers.values())) < SHARE * gpu.free_bytes:
                 break
@@ -159,6 +162,7 @@ class CUDAExecutor:
             depth: DecodeStep(gpu, tuple(step), graphs[depth], max_context, self.decode, self._place)
             for depth, step in steps.items()
         }
+        self._kept: tuple[int, int] | None = None  # the token at this position, whose logits a prompt has left
         self._seen = 0  # tokens whose state read_state() reads: none of drafts and of steps ahead
         self._enqueued: tuple[int, int, Sampling] | None = None  # the step of this token at this position, by verify()
         self._asked = False  # a draft, in front of the last step
@@ -173,8 +177,18 @@ class CUDAExecutor:
         self.state_bytes = plan.state_bytes
         self.device_bytes = gpu.nbytes
 
-    def forward(self, ids: Sequence[int], pos: int, logits: Logits = "none", *, mtp: bool = False) -> np.ndarray | None:
-        """See Executor.forward. A few tokens go through the decode step one by one, more through prefill steps.
+    def forward(
+        self,
+        ids: Sequence[int],
+        pos: int,
+        logits: Logits = "none",
+        *,
+        mtp: bool = False,
+        following: int | None = None,
+    ) -> np.ndarray | None:
+        """See Executor.forward. A few tokens go through the decode step one by one, more through prefill steps. What
+        follows is run with them where the same kernels take one token more, but for a plan with a state, of which
+        nobody could have that in front of it any more.
 
         Returns when the device has finished.
         """
@@ -184,25 +198,33 @@ class CUDAExecutor:
         size = 1 if len(ids) <= few else self.prefill_chunk
         if size > 1 and logits == "all":
             size = min(ROWS_OF_LOGITS, size)
+        end = pos + len(ids)
+        takes_more = size > 1 and (len(ids) - 1) % size + 1 not in prompts.steps
+        if following is not None and takes_more and end < self.max_context and not self.state_bytes:
+            ids = [*ids, following]
         for start in range(0, len(ids), size):
             part, last = ids[start : start + size], start + size >= len(ids)
             count, keys = len(part), pos + start + len(part)
-            self._place(part, pos + start, GREEDY, count)
+            self._place(part, pos + start, GREEDY, count, runs=not mtp)
             if size == 1:
                 self._step(pos + start).graph()
             else:
                 prompts.steps[min(n for n in prompts.steps if n >= count)](count, keys)
             if logits == "all" and size > 1:
                 prompts.head_all(count, keys)
-                rows = self.gpu.download("logits_all", 4 * self.plan.vocab * count).view(np.float32)
+                rows = self.gpu.download("logits_all", self._row * count).view(np.float32)
                 out.append(rows.reshape(count, -1))
             elif logits == "all" or (logits == "last" and last):
                 if size > 1:
                     prompts.head()
-                out.append(self.gpu.download("logits", 4 * self.plan.vocab).view(np.float32)[None])
+                out.append(self.gpu.download("logits", self._row).view(np.float32)[None])
+        if following is not None and pos + len(ids) > end:
+            prompts.head()
+            self.gpu.copy("logits", self._row, 0, self._kept_at)
+            self._kept = following, end
         self.gpu.synchronize()
         if not mtp:
-            self._seen = pos + len(ids)
+            self._seen = end
         return np.concatenate(out) if out else None
 
     def draft(self, ids: Sequence[int], pos: int) -> int:
@@ -219,7 +241,7 @@ class CUDAExecutor:
         first = pos + len(ids) - count
         if first > pos:
             self.forward(ids[:-count], pos, mtp=True)
-        self._place(ids[-count:], first, GREEDY, count)
+        self._place(ids[-count:], first, GREEDY, count, runs=False)
         self._ring[:] = EMPTY
         self._drafting.graph(first, count)()
         return self._drafted(first, count)[-1]
@@ -234,17 +256,17 @@ class CUDAExecutor:
         """See Executor.decode. Up to AHEAD steps are enqueued before one is waited for; with a mask, which depends on
         the token before, none is."""
         self._check([token], pos)
-        known = list(recent)[-(pos + 1) :] or [token]
+        known, kept = list(recent)[-(pos + 1) :] or [token], self._kept == (token, pos)
         self._upload_penalties(sampling)
-        self._place(known, pos + 1 - len(known), sampling, masked=mask is not None)
+        self._place(known, pos + 1 - len(known), sampling, masked=mask is not None, runs=not kept)
         self._ring[:] = EMPTY
         enqueued = pos
         try:
             for at in range(pos, self.max_context):
                 if mask:
-                    self._masked_step(at, mask)
+                    self._masked_step(at, mask, kept and at == pos)
                 while not mask and enqueued < min(at + AHEAD, self.max_context):
-                    self._step(enqueued).graph()
+                    self._single_step(enqueued, kept and enqueued == pos)
                     enqueued += 1
                 yield self._chosen(at, PAUSE)
         finally:
@@ -260,11 +282,22 @@ class CUDAExecutor:
         if sampling.logit_bias:
             self.gpu.upload("bias", bias_values(sampling.logit_bias, self.plan.vocab))
 
-    def _masked_step(self, pos: int, mask: Mask) -> None:
+    def _single_step(self, pos: int, kept: bool) -> None:
+        """Enqueues a decode step; `kept`: a prompt has left its logits."""
+        if kept:
+            self.gpu.copy("logits", self._row, self._kept_at, 0)
+            self._step(pos).choice()
+        else:
+            self._step(pos).graph()
+
+    def _masked_step(self, pos: int, mask: Mask, kept: bool) -> None:
         """Runs a decode step in two graphs: the layers, during which the host computes the mask, and the choice, which
-        reads it from page-locked memory. Returns when the device has finished."""
+        reads it from page-locked memory. `kept`: a prompt has left its logits. Returns when the device has finished."""
         step = self._step(pos)
-        step.layers()
+        if kept:
+            self.gpu.copy("logits", self._row, self._kept_at, 0)
+        else:
+            step.layers()
         self._allowed[:] = mask()
         step.choice()
         self.gpu.synchronize()
@@ -274,9 +307,8 @@ class CUDAExecutor:
     ) -> tuple[int, float]:
         """What comes behind position `pos` under the mask, by the kernels of a single step, from the logits of a column
         of a verify step. They are moved to the first place, so columns have to come in order."""
-        nbytes = 4 * self.plan.vocab
         if column:
-            self.gpu.copy("logits", nbytes, column * nbytes, 0)
+            self.gpu.copy("logits", self._row, column * self._row, 0)
         known = seen[-_window(sampling, pos + 1) :]
         self._place(known, pos + 1 - len(known), sampling, masked=True)
         self._allowed[:] = mask()
@@ -295,7 +327,7 @@ class CUDAExecutor:
         ahead: bool = False,
     ) -> Iterator[tuple[int, float]]:
         """See Executor.verify. Where the kind of graph changes on the way, which single steps would follow, there are
-        two steps."""
+        two steps, and where a prompt has left the logits of `token`."""
         tokens = [token, *drafts]
         asked, self._asked = self._asked, False
         self._check(tokens, pos)
@@ -306,19 +338,23 @@ class CUDAExecutor:
             yield self._following(pos, sampling, ahead)
             return
         self._upload_penalties(sampling)
+        left = self._kept == (token, pos)
         while first < len(tokens):
-            at = pos + first
+            at, kept = pos + first, left and not first
             alike = min((depth for depth in self._steps if depth > at), default=self.max_context) - at
-            count = min(len(tokens) - first, alike)
+            count = 1 if kept else min(len(tokens) - first, alike)
             window = _window(sampling, at + 1)
             known = [*(seen[-window:] or [token]), *tokens[first + 1 : first + count]]
             alone = count == 1  # only then is the mask known before the step
-            self._place(known, at + count - len(known), sampling, count, masked=mask is not None and alone)
+            masked = mask is not None and alone
+            self._place(known, at + count - len(known), sampling, count, masked=masked, runs=not kept)
             self._ring[:] = EMPTY
             if mask and alone:
-                self._masked_step(at, mask)
+                self._masked_step(at, mask, kept)
+            elif alone:
+                self._single_step(at, kept)
             else:
-                (self._step(at).graph if alone else self._verifying.graph(at, count))()
+                self._verifying.graph(at, count)()
             if single:
                 yield self._following(pos, sampling, ahead)
                 return
@@ -362,6 +398,7 @@ class CUDAExecutor:
     def write_cache(self, data: bytes, first: int, rows: int) -> None:
         """See Executor.write_cache."""
         self._settle()
+        self._kept = None
         at, packed = 0, np.frombuffer(data, np.uint8)
         if packed.size != rows * self.plan.kv_bytes_per_token:
             raise TinychatError(f"a saved cache of {packed.size:,} bytes does not hold {rows} rows of this model")
@@ -454,11 +491,23 @@ class CUDAExecutor:
         """What layers carry from token to token: its buffer, and the bytes of one slot."""
         return [(f"carried:{i}", state.nbytes) for i, state in enumerate(self.plan.states) if state]
 
-    def _place(self, ids: Sequence[int], pos: int, sampling: Sampling, count: int = 1, *, masked: bool = False) -> None:
+    def _place(
+        self,
+        ids: Sequence[int],
+        pos: int,
+        sampling: Sampling,
+        count: int = 1,
+        *,
+        masked: bool = False,
+        runs: bool = True,
+    ) -> None:
         """Tells the device the tokens at positions pos, pos + 1, ...; the last `count` of them are the next step's.
-        `masked`: its token has to be one of the buffer `allowed`."""
+        `masked`: its token has to be one of the buffer `allowed`. `runs`: it runs the layers, so that logits that
+        depend on its cache rows are not kept."""
         first = pos + len(ids) - count
         self._settle()
+        if runs and self._kept and first <= self._kept[1]:
+            self._kept = None
         self.gpu.upload("history", np.asarray(ids, np.int32), 4 * pos)
         self.gpu.upload("state", state_words(sampling, first, count, pos, masked))
 
