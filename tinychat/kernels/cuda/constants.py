@@ -399,15 +399,23 @@ class Tile(Constants):
     depth: int  # spans of weights on the way
     stages: int  # spans of activations in shared memory
     warpgroups: bool = False  # products by whole warpgroups (wgmma)
+    warps: int = 8
 
     @property
     def block_rows(self) -> int:
-        return self.rows * 16 * (8 // self.split)
+        return self.rows * 16 * (self.warps // self.split)
 
     @property
-    def shared(self) -> int:
-        """Bytes of dynamic shared memory."""
-        return self.stages * self.split * self.tokens * SPAN * 2 + 1024
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.split * self.tokens * SPAN * 2
+
+    def shared(self, cols: int) -> int:
+        """Bytes of dynamic shared memory for rows of `cols` values."""
+        return min(self.stages, -(-cols // (SPAN * self.split))) * self.stage_bytes + 1024
 
 
 @dataclass(frozen=True)

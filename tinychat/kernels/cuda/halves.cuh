@@ -163,15 +163,20 @@ DEVICE void multiply_some(V4 *pool, const u16 *x, const int *row_of, int tokens,
   auto fill =
       [&](int step) {  // a span is two tiles of 64 values: ptx.cuh, tile_at; so ldmatrix meets no bank twice, either
         V4 *to = pool + step % STAGES * STAGE;
-#pragma unroll
-        for (int p = 0; p < SPLIT; p++) {
-          const int span = step * SPLIT + p;
-          if (span >= SPANS) break;
-          for (int i = threadIdx.x; i < used; i += THREADS) {
-            const int t = i / SPAN_VECTORS, c = i % SPAN_VECTORS, row = row_of[t];
+        const auto copy = [&](int p, int i) {
+          const int span = step * SPLIT + p, t = i / SPAN_VECTORS, c = i % SPAN_VECTORS, row = row_of[t];
+          if (span < SPANS)
             copy_async(to + p * PLANE + (c / 8 * TOKENS + t) * 8 + (c % 8 ^ t % 8),
                 x + (u64)max(row, 0) * padded(COLS) + span * SPAN + c * 8, row >= 0);
-          }
+        };
+        if constexpr (PLANE <= THREADS) {  // all of a plane, by some of the threads
+          static_assert(THREADS % PLANE == 0, "planes side by side");
+#pragma unroll
+          for (int p = 0; p < SPLIT; p += THREADS / PLANE) copy(p + threadIdx.x / PLANE, threadIdx.x % PLANE);
+        } else {
+#pragma unroll
+          for (int p = 0; p < SPLIT; p++)
+            for (int i = threadIdx.x; i < used; i += THREADS) copy(p, i);
         }
       };
   if constexpr (Tile::WARPGROUPS) {

@@ -73,7 +73,7 @@ class Chip:
 
     def fitting(self, tile: Tile) -> Tile:
         """The tile with as many stages as fit."""
-        most = (self.max_shared - 4096) // (tile.shared // tile.stages)  # less what the kernels declare themselves
+        most = (self.max_shared - 4096) // tile.stage_bytes  # less what the kernels declare themselves
         return replace(tile, stages=max(2, min(tile.stages, most)))
 
 
@@ -179,10 +179,8 @@ class Prefill:
         floating = any(w.transposed or w.type in FLOATS for w in weights)  # whose registers hold four times as much
         depth = 1 if floating else 2
         small, short, medium = SIZES
-        if count <= small:
-            tile = Tile(1, 16, split=8, depth=depth, stages=4)
-        elif count <= short:
-            tile = Tile(1, 32, split=4, depth=depth, stages=4)
+        if count <= short:
+            tile = self._split_tile(-(-weights[0].cols // SPAN), count <= small, floating)
         elif self.chip.warpgroups:
             large = count > medium
             rows, tokens = 2 if large and not floating else 1, 128 if large else 64
@@ -192,6 +190,13 @@ class Prefill:
         else:
             tile = Tile(1 if floating else 2, 64, split=1, depth=depth, stages=3)
         return self.chip.fitting(tile)
+
+    def _split_tile(self, spans: int, small: bool, floating: bool) -> Tile:
+        """For products with a few tokens: warps share rows of so many spans, as many as there is work for."""
+        split = (16 if spans > 8 else 8) if small else (8 if spans > 4 else 4)
+        steps = -(-spans // split)
+        depth = 1 if floating else min(steps, 3 if small else 2)
+        return Tile(1, 16 if small else 32, split, depth, stages=max(2, min(steps + 1, 4)), warps=16)
 
     def _grouped_tile(self, rows: int) -> Tile:
         """For products with each expert's tokens."""
@@ -258,7 +263,8 @@ class Prefill:
             buffers,
             grid,
             f"prompt {quant}",
-            shared=tile.shared,
+            threads=tile.threads,
+            shared=tile.shared(weights[0].cols),
         )
 
     # --- ops
@@ -450,7 +456,8 @@ class Prefill:
             buffers,
             lambda count, keys: (tiles, -(-count // tile.tokens), 1),
             f"prompt {quant}",
-            shared=tile.shared,
+            threads=tile.threads,
+            shared=tile.shared(gate.cols),
         )
 
     def _experts(self, layer: int, block: Experts) -> list[Launch]:
@@ -510,7 +517,7 @@ class Prefill:
                 gate_buffers,
                 lambda count, keys: (rows, tiles(count), 1),
                 f"prompt experts {quant}",
-                shared=tile.shared,
+                shared=tile.shared(w.gate.cols),
                 resident=2 if tile.warpgroups else 1,
             ),
         ]
@@ -528,7 +535,7 @@ class Prefill:
                 {"dst": b.buffer("down_pairs", 4 * pairs * dim), "w": b.data(w.down), "x": "pairs", **groups},
                 lambda count, keys: (-(-dim // down_tile.block_rows), tiles(count), 1),
                 f"prompt experts {quant}",
-                shared=down_tile.shared,
+                shared=down_tile.shared(ff),
             ),
             kernel(
                 f"add_experts_{dim}",
