@@ -233,6 +233,18 @@ class MLAClusterConstants(LatentConstants, StepConstants):
 
 
 @dataclass(frozen=True)
+class LatentAttentionConstants(StepConstants):
+    """latent_attention.cu"""
+
+    heads: int
+    heads_at_once: int  # of a block
+    key_dim: int
+    value_dim: int
+    chunk_keys: int
+    splits: int
+
+
+@dataclass(frozen=True)
 class CombineConstants(StepConstants):
     """combine.cu"""
 

@@ -94,7 +94,7 @@ class CUDAExecutor:
         self.gpu = gpu = GPU()
         chip = Chip(gpu.warpgroups, gpu.max_shared)
         for chunk in CHUNKS:
-            builder = Builder(plan, layout, max_context)
+            builder = Builder(plan, layout, max_context, gpu.warpgroups)
             kinds = depths(builder, gpu.overlaps, plan.layers)
             steps = {first: decode(builder, kind) for first, kind in kinds.items()}
             self.prefill_chunk = min(chunk, max_context)

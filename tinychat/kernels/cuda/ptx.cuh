@@ -269,6 +269,22 @@ DEVICE void wgmma_trans(float (&d)[8][4], const u32 (&a)[4], u64 b) {
       WGMMA_SUMS(7)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
+DEVICE void wgmma_tiles(float (&d)[4][4], u64 a, u64 b) {
+  asm volatile(
+      "{ .reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+      "}, %16, %17, p, 1, 1, 0, 0; }"
+      : WGMMA_SUMS(0), WGMMA_SUMS(1), WGMMA_SUMS(2), WGMMA_SUMS(3)
+      : "l"(a), "l"(b));
+}
+DEVICE void wgmma_tiles_trans(float (&d)[4][4], u64 a, u64 b) {  // a: 16 rows of the tile are its columns
+  asm volatile(
+      "{ .reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+      "}, %16, %17, p, 1, 1, 1, 0; }"
+      : WGMMA_SUMS(0), WGMMA_SUMS(1), WGMMA_SUMS(2), WGMMA_SUMS(3)
+      : "l"(a), "l"(b));
+}
 DEVICE void wgmma_tiles(float (&d)[8][4], u64 a, u64 b) {
   asm volatile(
       "{ .reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
