@@ -425,6 +425,11 @@ class Tile(Constants):
     def stage_bytes(self) -> int:
         return self.split * self.tokens * SPAN * 2
 
+    @property
+    def resident(self) -> int:
+        """Blocks that have to fit on a multiprocessor at once."""
+        return 2 if self.warpgroups and self.tokens == 64 else 1
+
     def shared(self, cols: int) -> int:
         """Bytes of dynamic shared memory for rows of `cols` values."""
         return min(self.stages, -(-cols // (SPAN * self.split))) * self.stage_bytes + 1024

@@ -180,7 +180,7 @@ class Prefill:
         depth = 1 if floating else 2
         small, short, medium = SIZES
         if count <= short:
-            tile = self._split_tile(-(-weights[0].cols // SPAN), count <= small, floating)
+            tile = self._split_tile(-(-weights[0].cols // SPAN), count <= small)
         elif self.chip.warpgroups:
             large = count > medium
             rows, tokens = 2 if large and not floating else 1, 128 if large else 64
@@ -191,12 +191,12 @@ class Prefill:
             tile = Tile(1 if floating else 2, 64, split=1, depth=depth, stages=3)
         return self.chip.fitting(tile)
 
-    def _split_tile(self, spans: int, small: bool, floating: bool) -> Tile:
+    def _split_tile(self, spans: int, small: bool) -> Tile:
         """For products with a few tokens: warps share rows of so many spans, as many as there is work for."""
         split = (16 if spans > 8 else 8) if small else (8 if spans > 4 else 4)
         steps = -(-spans // split)
-        depth = 1 if floating else min(steps, 3 if small else 2)
-        return Tile(1, 16 if small else 32, split, depth, stages=max(2, min(steps + 1, 4)), warps=16)
+        stages, warps = max(2, min(steps + 1, 4)), 8 if split == 8 and small else 16
+        return self.chip.fitting(Tile(1, 16 if small else 32, split, depth=1, stages=stages, warps=warps))
 
     def _grouped_tile(self, rows: int) -> Tile:
         """For products with each expert's tokens."""
@@ -265,6 +265,7 @@ class Prefill:
             f"prompt {quant}",
             threads=tile.threads,
             shared=tile.shared(weights[0].cols),
+            resident=tile.resident,
         )
 
     # --- ops
@@ -518,7 +519,7 @@ class Prefill:
                 lambda count, keys: (rows, tiles(count), 1),
                 f"prompt experts {quant}",
                 shared=tile.shared(w.gate.cols),
-                resident=2 if tile.warpgroups else 1,
+                resident=tile.resident,
             ),
         ]
         if shared:
@@ -598,6 +599,6 @@ class Prefill:
             lambda count, keys: (-(-count // tokens) * cluster, 1, 1),
             "routing",
             threads=32 * ROUTER_WARPS,
-            shared=4 * tokens * (cols + parts * experts + 2 * r.top_k),
+            shared=4 * tokens * (ROUTER_WARPS // tokens + cols + parts * experts + 2 * r.top_k),
             cluster=cluster,
         )

@@ -19,13 +19,15 @@ struct Args {
   int *routes = nullptr;  // as in experts_down.cu, of the last token
 };
 
+constexpr int NORMING = WARPS / TOKENS;  // warps of a token
 constexpr int TOGETHER = 4;  // experts of a warp at a time
 constexpr int EXPERTS = Choice::EXPERTS, MINE = (EXPERTS + CLUSTER - 1) / CLUSTER;  // experts; those of a block
 constexpr int GROUPS = (MINE + TOGETHER - 1) / TOGETHER;  // PARTS warps share experts, each with a part of the columns
 constexpr int BLOCKS = Weight::COLS / 8, STEPS = (BLOCKS + 32 * PARTS - 1) / (32 * PARTS), DEPTH = STEPS < 2 ? 1 : 2;
 
 struct Memory {
-  float xn[TOKENS][Weight::COLS], logits[TOKENS][PARTS][EXPERTS], weights[TOKENS][Choice::CHOSEN];
+  alignas(16) float xn[TOKENS][Weight::COLS];
+  float red[TOKENS][NORMING], logits[TOKENS][PARTS][EXPERTS], weights[TOKENS][Choice::CHOSEN];
   int ids[TOKENS][Choice::CHOSEN];
 };
 
@@ -74,25 +76,33 @@ DEVICE void run(const Args &a) {
   Sums sums;
   sums.begin(a.w, rank * MINE + warp % GROUPS * TOGETHER, warp / GROUPS);
   grid_wait();
-  if (warp < TOKENS) {  // a warp norms a token
-    const float *src = a.x + (u64)min(first + warp, count - 1) * COLS;
-    u16 *normed = a.normed + (u64)min(first + warp, count - 1) * padded(COLS);
-    float ss = 0;
-#pragma unroll 8
-    for (int i = lane * 4; i < COLS; i += 128) {
-      const F4 v = *(const F4 *)(src + i);
-      ss += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
-    }
-    const float r = rsqrt_(warp_sum(ss) / COLS + EPS);
+  const int normed_token = warp / NORMING, mine = warp % NORMING * 128 + lane * 4;
+  const u64 row = min(first + normed_token, count - 1);
+  const float *src = a.x + row * COLS;
+  float ss = 0;
 #pragma unroll 4
-    for (int i = lane * 4; i < padded(COLS); i += 128) {
+  for (int i = mine; i < COLS; i += 128 * NORMING) {
+    const F4 v = *(const F4 *)(src + i);
+    ss += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+  }
+  ss = warp_sum(ss);
+  if (lane == 0 && normed_token < TOKENS) m.red[normed_token][warp % NORMING] = ss;
+  __syncthreads();
+  if (normed_token < TOKENS) {
+    ss = 0;
+#pragma unroll
+    for (int i = 0; i < NORMING; i++) ss += m.red[normed_token][i];
+    const float r = rsqrt_(ss / COLS + EPS);
+    u16 *normed = a.normed + row * padded(COLS);
+#pragma unroll 4
+    for (int i = mine; i < padded(COLS); i += 128 * NORMING) {
       F4 v = {0, 0, 0, 0};
       if (i < COLS) {
         const F4 x = *(const F4 *)(src + i), g = *(const F4 *)(a.gain + i);
         v = F4{x.x * r * g.x, x.y * r * g.y, x.z * r * g.z, x.w * r * g.w};
-        *(F4 *)(m.xn[warp] + i) = v;
+        *(F4 *)(m.xn[normed_token] + i) = v;
       }
-      if (CLUSTER > 1 && warp != rank) continue;
+      if (CLUSTER > 1 && normed_token != rank) continue;
       *(u32 *)(normed + place(i)) = pack(v.x, v.y);
       *(u32 *)(normed + place(i) + 8) = pack(v.z, v.w);
     }
