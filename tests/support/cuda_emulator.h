@@ -168,6 +168,7 @@ DEVICE void cluster_arrive() {
   emu::cluster_seen[emu::current] = emu::cluster_generation;
   if (++emu::cluster_waiting == emu::running) { emu::cluster_waiting = 0; emu::cluster_generation++; }
 }
+DEVICE void cluster_arrive_relaxed() { cluster_arrive(); }
 DEVICE void cluster_wait() { while (emu::cluster_generation == emu::cluster_seen[emu::current]) emu::yield(); }
 template <class T> T *peer(T *p, int rank) { return (T *)((char *)p + (rank - cluster_rank()) * (long)sizeof *emu::block_memory); }
 DEVICE void copy_commit() {}

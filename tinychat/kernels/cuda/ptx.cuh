@@ -158,6 +158,9 @@ DEVICE int cluster_rank() {
   return r;
 }
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void cluster_arrive_relaxed() {  // says nothing of what was written before
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 template <class T> DEVICE T *peer(T *p, int rank) {
   T *there;

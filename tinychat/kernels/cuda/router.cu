@@ -72,7 +72,7 @@ DEVICE void run(const Args &a) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = CLUSTER > 1 ? cluster_rank() : 0,
             first = blockIdx.x / CLUSTER * TOKENS, count = a.state[COUNT];
   if (first >= count) return;
-  if (CLUSTER > 1) cluster_arrive();  // waited for before the first write into another block's memory
+  if (CLUSTER > 1) cluster_arrive_relaxed();  // waited for before the first write into another block's memory
   Sums sums;
   sums.begin(a.w, rank * MINE + warp % GROUPS * TOGETHER, warp / GROUPS);
   grid_wait();
