@@ -1,15 +1,20 @@
-"""Every CUDA kernel of gpu_session's check and verify sets once under compute-sanitizer, on a GPU machine:
+"""The CUDA kernels of gpu_session's check and verify sets under compute-sanitizer, on a GPU machine:
 
-    python -m scripts.gpu_sanitize memcheck racecheck initcheck [--limit SECONDS --jobs N --models VARIANT:QUANT ...]
+    python -m scripts.gpu_sanitize memcheck initcheck racecheck [--limit SECONDS --jobs N --models VARIANT:QUANT ...]
 
 Each model runs one step of every form (prompts of each width, decode steps of each depth, verify steps and drafts of
-each number of tokens), every kernel once. The kernels are compiled first, without the tool. The models are divided over
-processes so that few kernels are in two of them, since a tool's time goes into each kernel that a process loads: a
-process keeps those that it has. One line per tool says what ran, what was found, and which models were left at the
-limit. `none` runs them without a tool.
+each number of tokens). Under memcheck and initcheck every model runs each of its kernels once, on its weights; the
+models are divided over processes so that few kernels are in two of them, since a tool's time goes into each kernel that
+a process loads. racecheck, which logs every access of shared memory, runs each kernel once in all, on memory of zeros:
+which accesses are made depends on the kernel, not on the values. `--of-each-kind N` leaves it with N kernels of each
+file, type, size of block and cluster, number of columns, and set of options.
+
+The kernels are compiled first, without a tool. A few lines per tool say what ran, where the time went, what was found,
+and what was left at the limit. `none` runs all models without a tool.
 """
 
 import argparse
+import json
 import multiprocessing
 import os
 import re
@@ -19,9 +24,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from hashlib import sha1
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 
@@ -34,6 +45,7 @@ from tinychat.kernels.cuda import executor, load
 from tinychat.kernels.cuda.builder import Builder
 from tinychat.kernels.cuda.device import GPU
 from tinychat.kernels.cuda.executor import CUDAExecutor
+from tinychat.kernels.cuda.graph import Graph
 from tinychat.kernels.cuda.launch import Launch
 from tinychat.kernels.cuda.layout import Layout
 from tinychat.kernels.cuda.prefill import SIZES, Chip, Prefill
@@ -47,18 +59,44 @@ LONGEST = 130  # tokens of a prompt, at most: two tiles, the second nearly empty
 CHIP = Chip(warpgroups=True, max_shared=227 << 10)  # of the H200: what is compiled ahead
 MODELS = tuple(dict.fromkeys((*CHECKED, *VERIFIED, "deepseek2_nextn:Q4_K_M")))
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck", "none")
-EXPECTED = re.compile(r"ran |========= (COMPUTE-SANITIZER|(ERROR|RACECHECK) SUMMARY: 0 )")  # lines of a clean run
+EXPECTED = re.compile(r"(ran|did|spent) |========= (COMPUTE-SANITIZER|(ERROR|RACECHECK) SUMMARY: 0 )")  # of a clean run
+ROUTING = ("router.cu", "group_pairs.cu")  # experts' kernels have nothing to do without them
+BRANCHES = re.compile(r"COLUMNS = \d+|\w+ = true")  # of the constants, those that change what a kernel does most
+PIECE = 32  # kernels that a process compiles at a time
+STARTED = 20_000  # threads of a kernel that cost as much as its launch, roughly
+
+Kind = tuple[str | int, ...]
 
 
 class OneGPU(GPU):
-    """Models of a process share the kernels that they have loaded."""
+    """Models of a process share the kernels that they have loaded. A step's kernels are loaded when it runs."""
 
     programs: dict[str, object] = {}
     binaries: dict[str, bytes] = {}
+    zeros = False  # memory is zeros, not what was left there
 
     def __init__(self) -> None:
         super().__init__()
         self._programs, self._binaries = self.programs, self.binaries
+
+    def compile(self, launches: Iterable[Launch]) -> None:
+        return None
+
+    def _program(self, launch: Launch) -> object:
+        super().compile([launch])
+        return super()._program(launch)
+
+    def allocate(self, name: str, nbytes: int) -> None:
+        super().allocate(name, nbytes)
+        if self.zeros:
+            self._check(self.cuda.cuCtxSetCurrent(self.dev.context))
+            self._check(self.cuda.cuMemsetD8_v2(self.address(name), 0, nbytes))
+
+    def sequence(self, launches: Sequence[Launch], names: dict[str, str] | None = None) -> Callable[..., None]:
+        return lambda *args: super(OneGPU, self).sequence(launches, names)(*args)
+
+    def graph(self, launches: Sequence[Launch], chained: bool = True, count: int = 1, keys: int = 1) -> Graph:
+        return cast(Graph, SimpleNamespace(kernels=len(launches)))  # never launched
 
 
 @dataclass(frozen=True)
@@ -73,27 +111,59 @@ class Form:
 def forms(plan: Plan, weights: GGUF) -> list[Form]:
     """Every kind of step that an executor has for the plan."""
     builder = Builder(plan, Layout(plan, {name: t.nbytes for name, t in weights.tensors.items()}), CONTEXT)
-    kinds, mtp = depths(builder, True, plan.layers), plan.mtp
+    kinds, mtp, gpu = (
+        depths(builder, True, plan.layers),
+        plan.mtp,
+        cast(GPU, CHIP),
+    )  # whose shared memory alone is asked
     prompts = {n: Prefill(builder, n, CHIP) for n in (*SIZES, CONTEXT)}
     out = [Form(p.layers(), PROMPT_AT, min(n - 3, LONGEST)) for n, p in prompts.items()]
     out.append(Form(prompts[SIZES[1]].head(plan.head), PROMPT_AT, SIZES[1] - 3))
     out += [Form([launch for launch, _ in decode(builder, kind)], pos + 9, 1) for pos, kind in kinds.items()]
-    steps = [(verifying(builder, CHIP, kinds), kinds)]
+    steps = [(verifying(builder, gpu, kinds), kinds)]
     if mtp:
         out += [Form(p.mtp(), PROMPT_AT, min(n - 3, LONGEST)) for n, p in prompts.items()]
         drafts = depths(builder, True, [mtp.layer])
-        steps += [(graphs, drafts) for graphs in drafting(builder, CHIP, drafts)]
+        steps += [(graphs, drafts) for graphs in drafting(builder, gpu, drafts)]
     return out + [Form(s.launches(n, pos), pos + 9, n) for s, ks in steps for n in s.counts for pos in ks]
 
 
-def kernels(path: Path) -> dict[str, Launch]:
-    """The launches of all forms by their source."""
-    gguf = GGUF.open(path)
-    every = forms(build_plan(gguf, ModelConfig.from_gguf(gguf), mtp=True), gguf)
-    return {launch.source(): launch for launch in chain.from_iterable(form.launches for form in every)}
+def written(model: str, folder: str) -> GGUF:
+    variant, quant = model.split(":")
+    return GGUF.open(tiny.write(Path(folder) / f"{model}.gguf", variant, quant))
 
 
-def divided(models: dict[str, dict[str, Launch]], jobs: int) -> list[list[str]]:
+def planned(gguf: GGUF) -> tuple[Plan, list[Form]]:
+    plan = build_plan(gguf, ModelConfig.from_gguf(gguf), mtp=True)
+    return plan, forms(plan, gguf)
+
+
+def digest(launch: Launch) -> str:
+    return sha1(launch.source().encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What decides where a kernel runs."""
+
+    kind: Kind
+    threads: int  # of all blocks of its largest launch
+
+
+def kernels(model: str) -> dict[str, Kernel]:
+    """The kernels of all forms by their source's digest."""
+    out: dict[str, Kernel] = {}
+    with tempfile.TemporaryDirectory(dir=FILES) as folder:
+        for form in planned(written(model, folder))[1]:
+            for x in form.launches:
+                threads = int(np.prod(x.grid_of(form.count, form.pos + form.count))) * x.threads
+                key, kind = digest(x), (x.file, x.kind, x.threads, x.cluster, *BRANCHES.findall(x.constants))
+                if key not in out or out[key].threads < threads:
+                    out[key] = Kernel(kind, threads)
+    return out
+
+
+def divided(models: dict[str, dict[str, Kernel]], jobs: int) -> list[list[str]]:
     """The models in `jobs` lists: each goes, the largest first, to where the fewest kernels are after it."""
     lists: list[list[str]] = [[] for _ in range(jobs)]
     loaded: list[set[str]] = [set() for _ in range(jobs)]
@@ -101,89 +171,140 @@ def divided(models: dict[str, dict[str, Launch]], jobs: int) -> list[list[str]]:
         i = min(range(jobs), key=lambda i: len(loaded[i] | models[model].keys()) + 10 * len(lists[i]))
         lists[i].append(model)
         loaded[i] |= models[model].keys()
-    return [models[::-1] for models in lists]  # small ones first: where time runs out, more have run
+    return [models[::-1] for models in lists if models]  # small ones first: where time runs out, more have run
 
 
-def compile_all(launches: list[Launch], jobs: int) -> None:
-    """Puts the kernels into the cache of compiled ones, in as many processes."""
+def covering(models: dict[str, dict[str, Kernel]], of_each_kind: int) -> dict[str, dict[str, Kernel]]:
+    """For each model those of its kernels that no earlier one has: the model with the most goes first. At most
+    `of_each_kind` of a kind."""
+    out: dict[str, dict[str, Kernel]] = {}
+    taken, count = set[str](), Counter[Kind]()
 
-    def part(i: int) -> None:
-        GPU().compile(launches[i::jobs])
+    def new(model: str) -> dict[str, Kernel]:
+        within, found = count.copy(), {}
+        for key, kernel in models[model].items():
+            if key not in taken and within[kernel.kind] < of_each_kind:
+                within[kernel.kind] += 1
+                found[key] = kernel
+        return found
 
-    fork = multiprocessing.get_context("fork")
-    children = [fork.Process(target=part, args=(i,)) for i in range(jobs)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join()
+    for _ in models:
+        model = max((m for m in models if m not in out), key=lambda m: len(new(m)))
+        out[model] = new(model)
+        taken |= out[model].keys()
+        count.update(kernel.kind for kernel in out[model].values())
+    return {model: found for model, found in out.items() if found}
 
 
-def every_kernel(path: Path) -> None:
-    """Runs each form, but of its launches those alone whose kernel has not run yet: racecheck needs long for each."""
-    gguf = GGUF.open(path)
-    plan, ran = build_plan(gguf, ModelConfig.from_gguf(gguf), mtp=True), set[str]()
+def shared_out(models: dict[str, dict[str, Kernel]], jobs: int) -> list[list[str]]:
+    """The models in `jobs` lists of about as many threads."""
+    cost = {m: sum(k.threads + STARTED for k in found.values()) for m, found in models.items()}
+    lists: list[list[str]] = [[] for _ in range(jobs)]
+    for model in sorted(models, key=lambda m: -cost[m]):
+        min(lists, key=lambda models: sum(cost[m] for m in models)).append(model)
+    return [models[::-1] for models in lists if models]
+
+
+@cache
+def gpu() -> GPU:
+    return GPU()
+
+
+def compile_some(task: tuple[str, list[str]]) -> None:
+    """Puts kernels of a model into the cache of compiled ones."""
+    model, some = task
+    with tempfile.TemporaryDirectory(dir=FILES) as folder:
+        every = chain.from_iterable(form.launches for form in planned(written(model, folder))[1])
+        gpu().compile([launch for launch in every if digest(launch) in some])
+
+
+def every_kernel(gguf: GGUF, share: set[str] | None, end: float, spent: dict[str, float]) -> tuple[int, bool]:
+    """Runs each form until the time `end`, but of its launches those alone whose kernel has not run yet and is in the
+    `share`; adds the seconds to the files' in `spent`. Returns how many kernels ran, and whether all did."""
+    (plan, every), ran = planned(gguf), set[str]()
     e = CUDAExecutor(plan, gguf, CONTEXT)
     rng = np.random.default_rng(7)
     randomise_cache(e)
     e._upload_penalties(SAMPLINGS["seeded"])
-    for form in forms(plan, gguf):
+    for form in every:
         seen = rng.integers(0, 300, form.pos + form.count).tolist()
         e._place(seen, 0, SAMPLINGS["seeded"], form.count)
-        new = dict[str, Launch]()
         for launch in form.launches:
-            if (source := launch.source()) not in ran:
-                new.setdefault(source, launch)
-        ran |= new.keys()
-        e.gpu.sequence(list(new.values()))(form.count, form.pos + form.count)
-        e.gpu.synchronize()
+            key = digest(launch)
+            due = key not in ran and (share is None or key in share)
+            if not due and (share is None or launch.file not in ROUTING):
+                continue
+            if (began := time.time()) > end:
+                return len(ran), False
+            e.gpu.sequence([launch])(form.count, form.pos + form.count)
+            e.gpu.synchronize()
+            spent[launch.file] += time.time() - began
+            ran |= {key} if due else set()
     e.close()
+    return len(ran), True
 
 
-def run(models: list[str]) -> None:
-    """Writes and runs the models; a line for each."""
-    executor.GPU = OneGPU  # type: ignore[misc]
+def run(work: Path) -> None:
+    """Runs a process's models, as sanitize() wrote them; a line for each."""
+    end, once, models = json.loads(work.read_text())
+    executor.GPU, OneGPU.zeros = OneGPU, once  # type: ignore[misc]
     load.UPLOAD_BYTES, load.UPLOADS = 1 << 20, 2
+    spent = defaultdict[str, float](float)
     with tempfile.TemporaryDirectory(dir=FILES) as folder:
-        for model in models:
-            began = time.perf_counter()
-            every_kernel(tiny.write(Path(folder) / "tiny.gguf", *model.split(":")))
-            print(f"ran {model} {time.perf_counter() - began:.1f} s", flush=True)
+        for model, share in models:
+            if (began := time.time()) > end:
+                break
+            count, whole = every_kernel(written(model, folder), set(share) if once else None, end, spent)
+            print(f"{'ran' if whole else 'did'} {model} {count} {time.time() - began:.1f}", flush=True)
+    print("\n".join(f"spent {file} {seconds:.2f}" for file, seconds in spent.items()), flush=True)
 
 
-def sanitize(tool: str, lists: list[list[str]], end: float) -> bool:
-    """Runs a process under the tool for each list until the time `end`, and prints what it found."""
+def sanitize(tool: str, lists: list[list[str]], shares: dict[str, dict[str, Kernel]], end: float, once: bool) -> bool:
+    """Runs a process under the tool for each list until the time `end`, and prints what it found. `once`: the shares
+    alone."""
     began, found = time.time(), shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     options = [] if tool == "none" else [found, "--tool", tool, "--print-limit", "5"]
     with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder) / str(i) for i in range(len(lists))]
+        works = [Path(folder) / f"{i}.json" for i in range(len(lists))]
+        for work, models in zip(works, lists):
+            work.write_text(json.dumps([end, once, [(m, list(shares[m]) if once else []) for m in models]]))
+        outputs = [work.with_suffix(".txt") for work in works]
         children = [
             subprocess.Popen(
-                [*options, sys.executable, "-u", "-m", "scripts.gpu_sanitize", "--run", *models],
+                [*options, sys.executable, "-u", "-m", "scripts.gpu_sanitize", "--run", str(work)],
                 stdout=output.open("wb"),
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            for models, output in zip(lists, outputs)
+            for work, output in zip(works, outputs)
         ]
+        killed = 0
         for child in children:
             try:
-                child.wait(max(0.1, end - time.time()))
+                child.wait(max(0.1, end + 5 - time.time()))  # a kernel that has begun may end
             except subprocess.TimeoutExpired:
+                killed += 1
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
-        texts = [output.read_text(errors="replace") for output in outputs]
-    ran = dict(re.findall(r"^ran (\S+) (\S+) s$", "\n".join(texts), re.MULTILINE))
-    left = [name for name in chain.from_iterable(lists) if name not in ran]
-    reports = [line for text in texts for line in text.splitlines() if line and not EXPECTED.match(line)]
+        text = "\n".join(output.read_text(errors="replace") for output in outputs)
+    lines = re.findall(r"^(ran|did) (\S+) (\d+) (\S+)$", text, re.MULTILINE)
+    left = set(chain.from_iterable(lists)) - {model for word, model, _, _ in lines if word == "ran"}
+    spent = defaultdict[str, float](float)
+    for file, seconds in re.findall(r"^spent (\S+) (\S+)$", text, re.MULTILINE):
+        spent[file] += float(seconds)
+    ran = sum(int(count) for _, _, count, _ in lines)
+    reports = [line for line in text.splitlines() if line and not EXPECTED.match(line)]
     print(
-        f"{tool}: {len(ran)} models ran within {time.time() - began:.0f} s, "
-        f"{f'{len(reports)} lines of reports' if reports else 'nothing reported'}; left: {' '.join(left) or 'none'}",
-        "seconds: " + ", ".join(f"{name} {seconds}" for name, seconds in ran.items()),
+        f"{tool}: {ran} kernels{f' of {sum(map(len, shares.values()))}' if once else ''} in {len(lines)} models "
+        f"within {time.time() - began:.0f} s, {f'{len(reports)} lines of reports' if reports else 'nothing reported'}; "
+        f"{killed} processes killed; left: {' '.join(sorted(left)) or 'none'}",
+        "seconds: "
+        + ", ".join(f"{file} {seconds:.1f}" for file, seconds in sorted(spent.items(), key=lambda x: -x[1])),
         *reports[:60],
         sep="\n",
         flush=True,
     )
-    return not left and not reports
+    return not left and not reports and not killed
 
 
 def main() -> None:
@@ -192,22 +313,28 @@ def main() -> None:
     args.add_argument("--models", nargs="*", default=MODELS)
     args.add_argument("--jobs", type=int, default=14)
     args.add_argument("--limit", type=float, default=600)
-    args.add_argument("--run", nargs="*")
+    args.add_argument("--of-each-kind", type=int, default=1 << 30)
+    args.add_argument("--run", type=Path)
     a = args.parse_args()
     if a.run:
         return run(a.run)
-    began = time.time()
-    with tempfile.TemporaryDirectory() as folder:
-        models = {m: kernels(tiny.write(Path(folder) / "tiny.gguf", *m.split(":"))) for m in a.models}
-    lists = [models for models in divided(models, a.jobs) if models]
-    launches = {source: launch for each in models.values() for source, launch in each.items()}
-    compile_all(list(launches.values()), a.jobs)
+    began, fork = time.time(), multiprocessing.get_context("fork")
+    with fork.Pool(a.jobs) as pool:
+        models = dict(zip(a.models, pool.map(kernels, a.models, 1)))
+        shares = covering(models, a.of_each_kind)
+        todo = shares if a.tools == ["racecheck"] else covering(models, 1 << 30)
+        pieces = [(m, list(found)[i : i + PIECE]) for m, found in todo.items() for i in range(0, len(found), PIECE)]
+        for _ in pool.imap_unordered(compile_some, pieces):
+            pass
     print(
-        f"{len(launches)} kernels of {len(models)} models, compiled within {time.time() - began:.0f} s; "
-        f"{sum(len(set().union(*(models[m] for m in part))) for part in lists)} loaded by {len(lists)} processes",
+        f"{sum(map(len, todo.values()))} kernels of {len(models)} models, compiled within {time.time() - began:.0f} s",
         flush=True,
     )
-    good = [sanitize(tool, lists, began + a.limit) for tool in a.tools]
+    lists, shared = divided(models, a.jobs), shared_out(shares, a.jobs)
+    good = [
+        sanitize(tool, shared if tool == "racecheck" else lists, shares, began + a.limit, tool == "racecheck")
+        for tool in a.tools
+    ]
     sys.exit(not all(good))
 
 

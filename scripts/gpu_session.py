@@ -26,6 +26,7 @@ import time
 import traceback
 from collections import defaultdict
 from dataclasses import replace
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ from tinychat.engine.gguf import GGUF
 from tinychat.engine.grammar import Grammar, Matcher
 from tinychat.engine.plan import build_plan
 from tinychat.engine.speculation import Speculate
+from tinychat.engine.stats import Stats
 from tinychat.engine.tokenizer import Tokenizer
 from tinychat.errors import TinychatError
 from tinychat.kernels.cpu.executor import CPUExecutor
@@ -213,11 +215,10 @@ def check(specs: list[str], tokens: int) -> bool:
             single = np.concatenate([e.forward([t], i, "last") for i, t in enumerate(ids)])
             prefill = e.forward(ids, 0, "all")
             e.forward(ids[:-1], 0)
-            steps, greedy = e.decode(ids[-1], len(ids) - 1, GREEDY, ids), []
-            for _ in range(5):
-                greedy.append(next(steps)[0])
-            steps.close()
-            follow = e.forward([*ids, *greedy[:-1]], 0, "all")[len(ids) - 1 :].argmax(-1).tolist()
+            greedy = [token for token, _ in islice(e.decode(ids[-1], len(ids) - 1, GREEDY, ids), 5)]
+            logits = e.forward([*ids, *greedy[:-1]], 0, "all")
+            assert logits is not None
+            follow = logits[len(ids) - 1 :].argmax(-1).tolist()
             # the median over the tokens: a close routing decision may fall the other way, and changes much for one
             # token
             err = [
@@ -250,12 +251,12 @@ def state_holds(e: CUDAExecutor, ids: list[int]) -> bool:
     e.forward(ids[: n // 2], 0)
     e.forward(ids[n // 2 : n], n // 2)
     start, token, same = e.read_state(), ids[n], True
-    made = [(following, e.read_state()) for following, _ in islice(e.decode(token, n, GREEDY, ids), 4)]
-    e.write_state(bytes(len(start)))
+    made = [(following, e.read_state().tobytes()) for following, _ in islice(e.decode(token, n, GREEDY, ids), 4)]
+    e.write_state(memoryview(bytes(e.state_bytes)))
     e.write_state(start)
     for i, (following, state) in enumerate(made):
         e.forward([token], n + i)
-        same &= e.read_state() == state
+        same &= e.read_state().tobytes() == state
         token = following
     return same
 
@@ -403,7 +404,7 @@ def compare(path: Path, prompts: list[list[int]]) -> bool:
 def fallback() -> bool:
     """Prints what the engine says where one kernel computes something wrong."""
     path = tiny.write(FILES / "fallback.gguf", "llama", "Q4_0")
-    launch.text = miscomputed
+    launch.text = cache(miscomputed)
     engine = Engine.load(path, max_context=64)
     print(f"device None: {engine.info.device}; {engine.notes}", flush=True)
     good = not engine.info.device.startswith("CUDA") and any("self-check failed" in note for note in engine.notes)
@@ -422,28 +423,32 @@ async def app(path: Path, tokens: int, device: str | None) -> None:
     own = Settings(parameters=Parameters(max_tokens=tokens), kv_cache_gb=0)
     chat = TinychatApp(path.stem, path, own=own, max_context=min(2 * tokens + 512, 4096), device=device)
     decoded, painted = [], []
+
+    def stats() -> Stats:
+        found = chat.controller.stats
+        assert found is not None  # a model is loaded
+        return found
+
     async with chat.run_test(size=(100, 30)) as pilot:
-        while not chat.controller.ready:
+        while (info := chat.controller.info) is None:
             await pilot.pause(0.1)
         chat.chat.prompt.insert("Tell me a long story about the sea, the fog and the harbour master.")
         await pilot.press("enter")
-        while not (chat.controller.busy or chat.controller.stats.generated_tokens):  # a short answer may be over
+        while not (chat.controller.busy or stats().generated_tokens):  # a short answer may be over
             await pilot.pause(0.02)
         began = time.perf_counter()
         meter = chat.chat.painter.meter
         while chat.controller.busy:
             await asyncio.sleep(0.1)
-            stats = chat.controller.stats
-            if stats.phase == "decode" and time.perf_counter() - began > 0.5:
-                decoded.append(stats.last_tok_s)
+            if stats().phase == "decode" and time.perf_counter() - began > 0.5:
+                decoded.append(stats().last_tok_s)
                 painted.append(meter.rate)
         await pilot.pause(0.5)
-        stats = chat.controller.stats
         panel = [line.rstrip() for line in text_of(chat).splitlines() if "tok/s" in line or "painted" in line]
     a, b = float(np.median(decoded or [0])), float(np.median(painted or [0]))
-    c, d = stats.decode_tok_s, meter.average
+    c, d = stats().decode_tok_s, meter.average
     print(
-        f"app {path.name}: {stats.generated_tokens} tokens, {chat.controller.info.device}\n"
+        f"app {path.name}: {stats().generated_tokens} tokens, {info.device}\n"
         f"  while it runs (median of {len(decoded)}): decoded {a:.0f} painted {b:.0f} tok/s, "
         f"{100 * (b / a - 1) if a else 0:+.1f} %\n"
         f"  the whole answer: decoded {c:.0f} painted {d:.0f} tok/s, {100 * (d / c - 1) if c else 0:+.1f} %, "
@@ -456,7 +461,7 @@ def randomise_cache(e: CUDAExecutor) -> None:
     rng = np.random.default_rng(0)
     for name, width in e._caches():
         e.gpu.upload(name, (rng.standard_normal(e.max_context * width, np.float32) * 0.5).astype(np.float16))
-    e.write_state((rng.standard_normal(e.state_bytes // 4, np.float32) * 0.1).tobytes())
+    e.write_state((rng.standard_normal(e.state_bytes // 4, np.float32) * 0.1).data)
 
 
 def step_seconds(e: CUDAExecutor, depth: int, n: int = 128) -> tuple[float, float]:
@@ -654,7 +659,7 @@ def masked(path: Path, tokens: int) -> bool:
         ("a string, drafts", text, "auto"),
         ("integers, drafts", integers, "auto"),
     )
-    penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.2, "logit_bias": ((11, -100.0),)}
+    penalties: dict[str, Any] = {"presence_penalty": 0.5, "frequency_penalty": 0.2, "logit_bias": ((11, -100.0),)}
     engine, prompt, good, plain = Engine.load(path, max_context=tokens + 128, speculate=0), IDS[:16], True, 0.0
     for name, grammar, mode in rows:
         sampling, rates = Sampling(seed=1, **(penalties if name == "penalties" else {})), []
@@ -732,7 +737,7 @@ def main() -> None:
         if a.what in ("file", "compare", "masked", "app", "speculate", "accept"):
             path = Path(a.names[0])
             if len(a.names) == 2:
-                path = model_file(*a.names, a.layers, a.follow, a.cycle, int(a.what == "accept"))
+                path = model_file(a.names[0], a.names[1], a.layers, a.follow, a.cycle, int(a.what == "accept"))
             if a.what == "compare":
                 sys.exit(not compare(path, prompts_of(path, len(a.names) == 1)))
             if a.what == "masked":

@@ -173,7 +173,7 @@ async def soak(turns: int, every: int, folder: Path, alone: bool = False) -> Asy
         info=replace(INFO, max_context=4096),
         prompts=deque(maxlen=1),
         samplings=deque(maxlen=1),
-    )  # type: ignore[arg-type]
+    )
     history = History(folder / "history.db")
     app = TinychatApp("scripted:1b", INFO.path, open_backend=scripted(script), history=history)
     async with app.run_test(size=SIZES[0]) as pilot:

@@ -33,7 +33,7 @@ def test_places_and_what_is_kept() -> None:
     assert snapshots.places(0, 2047, 4096) == [1984]
     kept = Snapshots(3)
     for n in (128, 1024, 1088, 2048):
-        kept.add(n, bytes([n // 64]))
+        kept.add(n, memoryview(bytes([n // 64])))
     assert [kept.last(n)[0] for n in (127, 128, 1087, 1088, 5000)] == [
         0,
         128,
@@ -84,7 +84,7 @@ def test_edit_fork_regenerate_continue_and_reopen(variant: str, tmp_path: Path) 
     reopened.session.cut(0)
     same(reopened, edited, 128)  # the saved snapshot
     with pytest.raises(TinychatError, match="a saved state of 3 bytes"):
-        reopened.executor.write_state(b"123")
+        reopened.executor.write_state(memoryview(b"123"))
     reopened.close()
     fresh.close()
 

@@ -11,7 +11,7 @@ from gguf import GGML_QUANT_SIZES
 from tests.support import cuda_emulator
 from tinychat.engine.gguf import GGUF
 from tinychat.kernels.cuda.builder import RING, Builder, Depth
-from tinychat.kernels.cuda.launch import Launch, text
+from tinychat.kernels.cuda.launch import Launch, place, text
 from tinychat.kernels.cuda.layout import Layout, repack, repack_params, transpose
 from tinychat.kernels.cuda.prefill import Chip, Prefill
 from tinychat.kernels.cuda.quants import FLOATS
@@ -127,15 +127,14 @@ class EmulatedGPU:
         self.buffers[name][offset : offset + raw.size] = raw
 
     def download(self, name: str, nbytes: int, offset: int = 0) -> np.ndarray:
-        return self.buffers[name][offset : offset + nbytes].copy()
+        name, start = place(name)
+        return self.buffers[name][start + offset : start + offset + nbytes].copy()
 
     peek = download
 
-    def gather(self, parts: Sequence[tuple[str, int, int]], out: np.ndarray) -> None:
-        out[:] = np.concatenate([self.download(*part) for part in parts])
-
-    def copy(self, name: str, nbytes: int, source: int, target: int) -> None:
-        self.buffers[name][target : target + nbytes] = self.buffers[name][source : source + nbytes]
+    def copy(self, target: str, source: str, nbytes: int) -> None:
+        name, at = place(target)
+        self.buffers[name][at : at + nbytes] = self.download(source, nbytes)
 
     free_bytes = 1 << 33
     warpgroups, overlaps, max_shared = True, True, 227 << 10

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from tinychat.kernels.cuda.launch import Launch, place
 
 _HEADER = Path(__file__).with_name("cuda_emulator.h")
 _BUILT = Path(tempfile.gettempdir()) / "tinychat-cuda-emulator"
-_functions: dict[str, ctypes._CFuncPtr] = {}  # by source
+_functions: dict[str, Any] = {}  # by source
 
 
 def _unit(n: int, launch: Launch) -> str:

@@ -36,8 +36,8 @@ def schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
             items = schema(rng, depth + 1)
             return {"type": "array", "items": items, "minItems": low, "maxItems": low + rng.randrange(3)}
         case "tuple":
-            items = [schema(rng, depth + 1) for _ in range(2)]
-            return {"type": "array", "prefixItems": items, "items": False, "minItems": 2}
+            prefix = [schema(rng, depth + 1) for _ in range(2)]
+            return {"type": "array", "prefixItems": prefix, "items": False, "minItems": 2}
         case "anyOf":
             return {"anyOf": [schema(rng, depth + 1) for _ in range(2)]}
         case "ref":

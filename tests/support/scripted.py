@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -92,8 +92,8 @@ class Script:
     busy_s: float = 0
     hold: Callable[[str], object] = lambda step: None
     info: ModelInfo = INFO
-    prompts: list[str] = field(default_factory=list)  # what was asked, in order, for assertions
-    samplings: list[Sampling] = field(default_factory=list)
+    prompts: MutableSequence[str] = field(default_factory=list)  # what was asked, in order, for assertions
+    samplings: MutableSequence[Sampling] = field(default_factory=list)
     loads: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -196,7 +196,8 @@ class ScriptedBackend:
         self.info = replace(script.info, max_context=max_context or script.info.max_context)
         self.tokenizer, self.thread = Words(), EngineThread()
         self.chat = ScriptedChat(self.tokenizer)
-        self._prompts, self._prompt = PromptMaker(self), ()  # type: ignore[arg-type, var-annotated]
+        self._prompts = PromptMaker(self)  # type: ignore[arg-type]
+        self._prompt = tuple[int, ...]()
         self._asked: list[threading.Event] = []
         self._closed = False
         self._cached: list[int] = []

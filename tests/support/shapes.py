@@ -20,12 +20,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGUFValueType, GGUFWriter
+from gguf import GGMLQuantizationType as Q
 from gguf.quants import dequantize
 
 from tests.support.blocks import MIXED, QUANTS, random_blocks
 
-Q = GGMLQuantizationType
 Tensor = tuple[
     str, tuple[int, ...], float
 ]  # name, numpy shape (row length last), standard deviation; 0 = a norm around 1
@@ -517,6 +517,48 @@ SHAPES = {
         rope_dims=64,
         delta=DeltaRule(16, 32, 128),
     ),
+    "lfm2-1.2b": Shape(
+        "lfm2",
+        16,
+        2048,
+        32,
+        8,
+        64,
+        8192,
+        65536,
+        True,
+        1e6,
+        1e-5,
+        128000,
+        "lfm2",
+        {1: "<|startoftext|>", 7: "<|im_end|>"},
+        1,
+        7,
+        qk_norm=64,
+        convolution=3,
+    ),
+    "ling-3-small": Shape(  # its form, with numbers like those of Ling-mini: Ling-3's own are not at hand
+        "bailingmoe3",
+        20,
+        2048,
+        16,
+        16,
+        72,
+        5120,
+        157184,
+        False,
+        6e5,
+        1e-6,
+        131072,
+        "bailingmoe2",
+        {156891: "<|startoftext|>", 156892: "<|endoftext|>"},
+        156891,
+        156892,
+        MLA(512, 512, 128, 64, 128),
+        MoE(128, 8, 512, 1, 1, 2, 2.5, True, bias=True),
+        kda=(128, 4, 4),
+        lower_bound=-5.0,
+    ),
     "smollm2-135m": Shape("llama", 30, 576, 9, 3, 64, 1536, 49152, True, 1e5, 1e-5, 8192, "smollm", _SMOLLM, 1, 2),
     "smollm2-1.7b": Shape("llama", 24, 2048, 32, 32, 64, 8192, 49152, True, 1.3e5, 1e-5, 8192, "smollm", _SMOLLM, 1, 2),
 }
@@ -909,7 +951,8 @@ def write(
     w.write_ti_data_to_file()
     assert w.fout is not None
     out, pools = w.fout[0], dict[tuple[Q, float], memoryview]()
-    table, table_kind, negative = np.empty(0, np.uint8), Q.F32, 0.5 if follow else 0.25
+    table: np.ndarray = np.empty(0, np.uint8)
+    table_kind, negative = Q.F32, 0.5 if follow else 0.25
     w.write_padding(out, out.tell())
     for tensor, kind, nbytes, std in todo:
         if kind == Q.F32 and nbytes < 1 << 22:  # norms, biases, routers: small, so each has its own values
@@ -925,9 +968,7 @@ def write(
         else:
             size = GGML_QUANT_SIZES[kind][1]
             if (kind, std) not in pools:  # an odd number of blocks: rows differ
-                pools[kind, std] = memoryview(
-                    random_blocks(rng, kind, (1 << 23) // size | 1, std, negative).reshape(-1)
-                )
+                pools[kind, std] = random_blocks(rng, kind, (1 << 23) // size | 1, std, negative).reshape(-1).data
             pool = pools[kind, std]
             start, left = int(rng.integers(len(pool) // size)) * size, nbytes
             while left:

@@ -14,7 +14,8 @@ from pathlib import Path
 from zlib import crc32
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGUFWriter
+from gguf import GGMLQuantizationType as Q
 
 from tests.support.blocks import MIXED, random_blocks
 from tests.support.shapes import (
@@ -31,7 +32,6 @@ from tests.support.shapes import (
     tokenizer,
 )
 
-Q = GGMLQuantizationType
 VOCAB = 301  # odd: rows of the output matrix are no multiple of any tile
 
 _LLAMA = dict(
@@ -203,7 +203,7 @@ VARIANTS: dict[str, Shape] = {
     "smollm3": _smollm3,
     "glm4": _glm4,
     "glm4moe": _glm4moe,
-    "glm4moe_qk_norm": replace(_glm4moe, qk_norm=32, nextn=1, moe=replace(_glm4moe.moe, dense=0, gating=None)),
+    "glm4moe_qk_norm": replace(_glm4moe, qk_norm=32, nextn=1, moe=MoE(8, 3, 32, 1, 0, None, 1.5, True, bias=True)),
     "gpt-oss": _gpt_oss,
     "gpt-oss_wide_window": replace(_gpt_oss, window=128, tied=False, scaling={}),
     "gemma3": _gemma3,
@@ -223,7 +223,7 @@ VARIANTS: dict[str, Shape] = {
     "lfm2moe": replace(_lfm2, arch="lfm2moe", moe=MoE(8, 3, 32, 0, 1, 2, bias=True), window=0),
     "deepseek2_glm": _glm,
     "deepseek2_lite": _lite,
-    "deepseek2_lite_legacy": replace(_lite, mla=replace(_lite.mla, legacy=True)),
+    "deepseek2_lite_legacy": replace(_lite, mla=MLA(0, 64, 64, 32, 64, legacy=True)),
     "deepseek2_legacy_q_lora": replace(_glm, mla=MLA(96, 64, 48, 16, 80, legacy=True)),
     "deepseek2_yarn_no_log_mul": replace(_lite, layers=2, scaling=_YARN),
     "deepseek2_yarn_attn_factor": replace(_lite, layers=2, scaling=_LITE_YARN | {"attn_factor": 1.2}),

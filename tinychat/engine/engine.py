@@ -467,7 +467,7 @@ class Engine:
         if self.plan.state_bytes:
             size = _ROWS.size + _ROWS.unpack_from(data)[0]
             if len(data) > size and end <= usable:
-                self.session.snapshots.add(end, data[size:])
+                self.session.snapshots.add(end, memoryview(data)[size:])
             data = data[_ROWS.size : size]
         self.executor.write_cache(data, block.first, n)
         self.session.restored(block.first, block.tokens)

@@ -159,12 +159,12 @@ class Session:
         if self.mtp:
             self.mtp.rows = min(self.mtp.rows, n)
 
-    def state(self, n: int) -> bytes | memoryview:
+    def state(self, n: int) -> bytes:
         """The state behind the first `n` tokens; b"" where it is not known."""
         if n == self.state_at:
-            return self.executor.read_state()
+            return self.executor.read_state().tobytes()
         at, state = self.snapshots.last(n)
-        return state if at == n else b""
+        return state.tobytes() if at == n else b""
 
     def _rewind(self, n: int) -> int:
         """Keeps the first `n` tokens, of a plan with a state as many of them as it can go on from; their number."""

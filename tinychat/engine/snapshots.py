@@ -8,12 +8,14 @@ prompt, at places where the KV store's blocks end.
 from __future__ import annotations
 
 from tinychat.engine.kvstore import BLOCK
+from tinychat.kernels.executor import State
 from tinychat.kernels.ops import Plan
 
 NEAREST, FARTHEST = 1024, 4096  # tokens from one snapshot to the next; multiples of BLOCK
 MARGIN = 8  # tokens at the end of a prompt that may be others the next time, such as those that open the thinking
 BUDGET = 512 << 20  # bytes of all snapshots, where that is enough for LEAST of them
 LEAST, MOST = 3, 16
+_NONE = memoryview(b"")
 
 
 def kept(plan: Plan) -> int:
@@ -44,9 +46,9 @@ class Snapshots:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._states: dict[int, bytes | memoryview] = {}
+        self._states: dict[int, State] = {}
 
-    def add(self, tokens: int, state: bytes | memoryview) -> None:
+    def add(self, tokens: int, state: State) -> None:
         """Keeps the state behind `tokens` tokens; of too many, the one goes whose neighbours are nearest."""
         self._states[tokens] = state
         if len(self._states) <= self.most:
@@ -63,10 +65,10 @@ class Snapshots:
         """Forgets those behind the first `tokens` tokens."""
         self._states = {n: state for n, state in self._states.items() if n <= tokens}
 
-    def last(self, tokens: int) -> tuple[int, bytes | memoryview]:
-        """(tokens, state) of the last snapshot within the first `tokens` tokens; (0, b"") without one."""
+    def last(self, tokens: int) -> tuple[int, State]:
+        """(tokens, state) of the last snapshot within the first `tokens` tokens; (0, an empty one) without one."""
         n = max((n for n in self._states if n <= tokens), default=0)
-        return n, self._states.get(n, b"")
+        return n, self._states.get(n, _NONE)
 
     def newest(self) -> int:
         """The tokens of the last one; 0 without one."""

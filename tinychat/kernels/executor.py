@@ -21,6 +21,12 @@ Mask = Callable[[], np.ndarray]
 """uint32 ((vocab + 31) // 32,): token i may come where bit i % 32 of word i // 32 is set."""
 
 
+class State(Protocol):
+    """A copy of what layers carry from token to token, wherever the executor keeps it; a memoryview is one, too."""
+
+    def tobytes(self) -> bytes: ...
+
+
 class Weights(Protocol):
     """Where an executor gets packed tensors from, once, at load."""
 
@@ -181,12 +187,13 @@ class Executor(Protocol):
         """The state of all layers; 0 for a plan without."""
         ...
 
-    def read_state(self) -> bytes | memoryview:
+    def read_state(self) -> State:
         """A copy of the state of all layers, in this executor's layout."""
         ...
 
-    def write_state(self, data: bytes | memoryview) -> None:
-        """Puts a state back, as read_state gave it. Raises TinychatError for bytes that do not fit."""
+    def write_state(self, state: State) -> None:
+        """Puts a state back: one that this executor's read_state gave, or the bytes of one. Raises TinychatError for
+        bytes that do not fit."""
         ...
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ from tinychat.kernels.cpu.library import (
     StepContext,
 )
 from tinychat.kernels.cpu.program import build
-from tinychat.kernels.executor import ExecutorKind, Logits, Mask, Weights
+from tinychat.kernels.executor import ExecutorKind, Logits, Mask, State, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import (
     Attention,
@@ -337,15 +337,16 @@ class CPUExecutor:
             raise TinychatError(f"saved cache of {len(data)} bytes does not fit {rows} rows of this model")
         self._lib.tc_cache(self._ctx, array.ctypes.data, first, rows, 1)
 
-    def read_state(self) -> bytes:
+    def read_state(self) -> State:
         """See Executor.read_state."""
-        return ctypes.string_at(self._states, self.state_bytes)
+        return memoryview(ctypes.string_at(self._states, self.state_bytes))
 
-    def write_state(self, data: bytes | memoryview) -> None:
+    def write_state(self, state: State) -> None:
         """See Executor.write_state."""
+        data = state.tobytes()
         if len(data) != self.state_bytes:
             raise TinychatError(f"a saved state of {len(data):,} bytes is not of this model")
-        ctypes.memmove(self._states, bytes(data), len(data))
+        ctypes.memmove(self._states, data, len(data))
 
     def profile(self, token: int, pos: int, steps: int) -> StepProfile:
         """See MeasurableExecutor.profile: every second step runs with a clock around each op on each thread."""

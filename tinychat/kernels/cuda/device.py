@@ -147,22 +147,10 @@ class GPU:
         self._check(self.cuda.cuStreamSynchronize(self._aside))
         return out
 
-    def gather(self, parts: Sequence[tuple[str, int, int]], out: np.ndarray) -> None:
-        """Fills `out` (page-locked) with the bytes of each (buffer, number, offset), after everything enqueued
-        before."""
+    def copy(self, target: str, source: str, nbytes: int) -> None:
+        """Copies bytes between two places in buffers, "name" or "name+offset", behind everything enqueued before."""
         self._check(self.cuda.cuCtxSetCurrent(self.dev.context))
-        to = out.ctypes.data
-        for name, nbytes, offset in parts:
-            pointer = self.cuda.CUdeviceptr_v2(self.address(name).value + offset)
-            self._check(self.cuda.cuMemcpyDtoHAsync_v2(ctypes.c_void_p(to), pointer, nbytes, None))
-            to += nbytes
-        self.synchronize()
-
-    def copy(self, name: str, nbytes: int, source: int, target: int) -> None:
-        """Copies bytes within a buffer, from one offset to another, behind everything enqueued before."""
-        self._check(self.cuda.cuCtxSetCurrent(self.dev.context))
-        start, pointer = self.address(name).value, self.cuda.CUdeviceptr_v2
-        self._check(self.cuda.cuMemcpyDtoDAsync_v2(pointer(start + target), pointer(start + source), nbytes, None))
+        self._check(self.cuda.cuMemcpyDtoDAsync_v2(self.address(target), self.address(source), nbytes, None))
 
     def synchronize(self) -> None:
         """Waits for everything enqueued; raises TinychatError for what failed on the device."""

@@ -19,6 +19,7 @@ from tinychat.kernels.blocks import MLA
 from tinychat.kernels.cuda.builder import RING, RING_DRAFTS, ROUTE_SLOTS, SLOTS, Builder
 from tinychat.kernels.cuda.device import GPU, unusable
 from tinychat.kernels.cuda.graph import Graph
+from tinychat.kernels.cuda.kept import KeptStates
 from tinychat.kernels.cuda.launch import Launch
 from tinychat.kernels.cuda.launches import head
 from tinychat.kernels.cuda.layout import Layout
@@ -31,7 +32,7 @@ from tinychat.kernels.cuda.selfcheck import self_check
 from tinychat.kernels.cuda.state import bias_values, breaker_bits, state_words
 from tinychat.kernels.cuda.step import decode, depths
 from tinychat.kernels.cuda.verify import drafting, verifying
-from tinychat.kernels.executor import ExecutorKind, Logits, Mask, Weights
+from tinychat.kernels.executor import ExecutorKind, Logits, Mask, State, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile
@@ -109,8 +110,8 @@ class CUDAExecutor:
                 )
             many = Prefill(builder, min(ROWS_OF_LOGITS, max_context), chip)
             self._row = 4 * plan.vocab  # bytes of a token's logits
-            self._kept_at = builder.buffers["logits"]  # behind those of a step
-            builder.buffer("logits", self._kept_at + self._row)
+            self._left_at = f"logits+{(size := builder.buffers['logits'])}"  # behind those of a step
+            builder.buffer("logits", size + self._row)
             heads = [(head(builder, op), many.head(op)) for _, op in prompts]
             if (needed := sum(builder.buffers.values())) < SHARE * gpu.free_bytes:
                 break
@@ -134,8 +135,6 @@ class CUDAExecutor:
                     gpu.allocate(name, size)
             if plan.mtp:
                 gpu.upload("greedy", state_words(GREEDY, 0, max(self._drafting_behind.counts, default=1), 0))
-            if plan.state_bytes:
-                self._state = gpu.pinned(plan.state_bytes)  # what read_state() and write_state() go through
             if "tickets" in builder.buffers:  # of attention
                 gpu.upload("tickets", np.zeros(builder.buffers["tickets"], np.uint8))
             kernels_of = [*launches.values(), *(rows for _, rows in heads)]
@@ -162,7 +161,8 @@ class CUDAExecutor:
             depth: DecodeStep(gpu, tuple(step), graphs[depth], max_context, self.decode, self._place)
             for depth, step in steps.items()
         }
-        self._kept: tuple[int, int] | None = None  # the token at this position, whose logits a prompt has left
+        self._left: tuple[int, int] | None = None  # the token at this position, whose logits a prompt has left
+        self._kept = KeptStates(gpu, [(f"carried:{i}", state.nbytes) for i, state in enumerate(plan.states) if state])
         self._seen = 0  # tokens whose state read_state() reads: none of drafts and of steps ahead
         self._enqueued: tuple[int, int, Sampling] | None = None  # the step of this token at this position, by verify()
         self._asked = False  # a draft, in front of the last step
@@ -220,8 +220,8 @@ class CUDAExecutor:
                 out.append(self.gpu.download("logits", self._row).view(np.float32)[None])
         if following is not None and pos + len(ids) > end:
             prompts.head()
-            self.gpu.copy("logits", self._row, 0, self._kept_at)
-            self._kept = following, end
+            self.gpu.copy(self._left_at, "logits", self._row)
+            self._left = following, end
         self.gpu.synchronize()
         if not mtp:
             self._seen = end
@@ -256,17 +256,17 @@ class CUDAExecutor:
         """See Executor.decode. Up to AHEAD steps are enqueued before one is waited for; with a mask, which depends on
         the token before, none is."""
         self._check([token], pos)
-        known, kept = list(recent)[-(pos + 1) :] or [token], self._kept == (token, pos)
+        known, left = list(recent)[-(pos + 1) :] or [token], self._left == (token, pos)
         self._upload_penalties(sampling)
-        self._place(known, pos + 1 - len(known), sampling, masked=mask is not None, runs=not kept)
+        self._place(known, pos + 1 - len(known), sampling, masked=mask is not None, runs=not left)
         self._ring[:] = EMPTY
         enqueued = pos
         try:
             for at in range(pos, self.max_context):
                 if mask:
-                    self._masked_step(at, mask, kept and at == pos)
+                    self._masked_step(at, mask, left and at == pos)
                 while not mask and enqueued < min(at + AHEAD, self.max_context):
-                    self._single_step(enqueued, kept and enqueued == pos)
+                    self._single_step(enqueued, left and enqueued == pos)
                     enqueued += 1
                 yield self._chosen(at, PAUSE)
         finally:
@@ -282,20 +282,20 @@ class CUDAExecutor:
         if sampling.logit_bias:
             self.gpu.upload("bias", bias_values(sampling.logit_bias, self.plan.vocab))
 
-    def _single_step(self, pos: int, kept: bool) -> None:
-        """Enqueues a decode step; `kept`: a prompt has left its logits."""
-        if kept:
-            self.gpu.copy("logits", self._row, self._kept_at, 0)
+    def _single_step(self, pos: int, left: bool) -> None:
+        """Enqueues a decode step; `left`: a prompt has left its logits."""
+        if left:
+            self.gpu.copy("logits", self._left_at, self._row)
             self._step(pos).choice()
         else:
             self._step(pos).graph()
 
-    def _masked_step(self, pos: int, mask: Mask, kept: bool) -> None:
+    def _masked_step(self, pos: int, mask: Mask, left: bool) -> None:
         """Runs a decode step in two graphs: the layers, during which the host computes the mask, and the choice, which
-        reads it from page-locked memory. `kept`: a prompt has left its logits. Returns when the device has finished."""
+        reads it from page-locked memory. `left`: a prompt has left its logits. Returns when the device has finished."""
         step = self._step(pos)
-        if kept:
-            self.gpu.copy("logits", self._row, self._kept_at, 0)
+        if left:
+            self.gpu.copy("logits", self._left_at, self._row)
         else:
             step.layers()
         self._allowed[:] = mask()
@@ -308,7 +308,7 @@ class CUDAExecutor:
         """What comes behind position `pos` under the mask, by the kernels of a single step, from the logits of a column
         of a verify step. They are moved to the first place, so columns have to come in order."""
         if column:
-            self.gpu.copy("logits", self._row, column * self._row, 0)
+            self.gpu.copy("logits", f"logits+{column * self._row}", self._row)
         known = seen[-_window(sampling, pos + 1) :]
         self._place(known, pos + 1 - len(known), sampling, masked=True)
         self._allowed[:] = mask()
@@ -338,21 +338,21 @@ class CUDAExecutor:
             yield self._following(pos, sampling, ahead)
             return
         self._upload_penalties(sampling)
-        left = self._kept == (token, pos)
+        begun = self._left == (token, pos)
         while first < len(tokens):
-            at, kept = pos + first, left and not first
+            at, left = pos + first, begun and not first
             alike = min((depth for depth in self._steps if depth > at), default=self.max_context) - at
-            count = 1 if kept else min(len(tokens) - first, alike)
+            count = 1 if left else min(len(tokens) - first, alike)
             window = _window(sampling, at + 1)
             known = [*(seen[-window:] or [token]), *tokens[first + 1 : first + count]]
             alone = count == 1  # only then is the mask known before the step
             masked = mask is not None and alone
-            self._place(known, at + count - len(known), sampling, count, masked=masked, runs=not kept)
+            self._place(known, at + count - len(known), sampling, count, masked=masked, runs=not left)
             self._ring[:] = EMPTY
             if mask and alone:
-                self._masked_step(at, mask, kept)
+                self._masked_step(at, mask, left)
             elif alone:
-                self._single_step(at, kept)
+                self._single_step(at, left)
             else:
                 self._verifying.graph(at, count)()
             if single:
@@ -398,7 +398,7 @@ class CUDAExecutor:
     def write_cache(self, data: bytes, first: int, rows: int) -> None:
         """See Executor.write_cache."""
         self._settle()
-        self._kept = None
+        self._left = None
         at, packed = 0, np.frombuffer(data, np.uint8)
         if packed.size != rows * self.plan.kv_bytes_per_token:
             raise TinychatError(f"a saved cache of {packed.size:,} bytes does not hold {rows} rows of this model")
@@ -407,27 +407,15 @@ class CUDAExecutor:
             at += rows * width * 2
         self.gpu.synchronize()
 
-    def read_state(self) -> bytes | memoryview:
+    def read_state(self) -> State:
         """See Executor.read_state: float32, layer by layer the convolution's inputs, then (heads, value, key)."""
-        if not self.state_bytes:
-            return b""
-        slot = self._seen % SLOTS
-        self.gpu.gather([(name, size, slot * size) for name, size in self._carried()], self._state)
-        return self._state.copy().data  # an array's pages are larger than those of bytes: a third of the time
+        return self._kept.copy(self._seen % SLOTS) if self.state_bytes else memoryview(b"")
 
-    def write_state(self, data: bytes | memoryview) -> None:
-        """See Executor.write_state. All slots hold it then, whatever position comes next."""
+    def write_state(self, state: State) -> None:
+        """See Executor.write_state."""
         self._settle()
-        if len(data) != self.state_bytes:
-            raise TinychatError(f"a saved state of {len(data):,} bytes is not of this model")
-        if not data:
-            return
-        self._state[:], at = np.frombuffer(data, np.uint8), 0
-        for name, size in self._carried():
-            for slot in range(SLOTS):
-                self.gpu.upload(name, self._state[at : at + size], slot * size)
-            at += size
-        self.gpu.synchronize()
+        if self.state_bytes:
+            self._kept.put(state)
 
     def profile(self, token: int, pos: int, steps: int) -> StepProfile:
         """See MeasurableExecutor.profile."""
@@ -487,10 +475,6 @@ class CUDAExecutor:
         values = [(f"v:{i}", cache.value_width) for i, cache in enumerate(self.plan.caches) if cache.value_width]
         return keys + values
 
-    def _carried(self) -> list[tuple[str, int]]:
-        """What layers carry from token to token: its buffer, and the bytes of one slot."""
-        return [(f"carried:{i}", state.nbytes) for i, state in enumerate(self.plan.states) if state]
-
     def _place(
         self,
         ids: Sequence[int],
@@ -506,8 +490,8 @@ class CUDAExecutor:
         depend on its cache rows are not kept."""
         first = pos + len(ids) - count
         self._settle()
-        if runs and self._kept and first <= self._kept[1]:
-            self._kept = None
+        if runs and self._left and first <= self._left[1]:
+            self._left = None
         self.gpu.upload("history", np.asarray(ids, np.int32), 4 * pos)
         self.gpu.upload("state", state_words(sampling, first, count, pos, masked))
 

@@ -9,7 +9,7 @@ from tinygrad import Tensor, dtypes
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.blocks import Experts
-from tinychat.kernels.executor import ExecutorKind, Logits, Mask, SingleSteps, Weights
+from tinychat.kernels.executor import ExecutorKind, Logits, Mask, SingleSteps, State, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile, calls_of
@@ -135,12 +135,13 @@ class ReferenceExecutor(SingleSteps):
         """See Executor.state_bytes."""
         return self.plan.state_bytes
 
-    def read_state(self) -> bytes:
+    def read_state(self) -> State:
         """See Executor.read_state."""
-        return b"".join(t.numpy().tobytes() for t in self.step.state_tensors)
+        return memoryview(b"".join(t.numpy().tobytes() for t in self.step.state_tensors))
 
-    def write_state(self, data: bytes | memoryview) -> None:
+    def write_state(self, state: State) -> None:
         """See Executor.write_state."""
+        data = state.tobytes()
         if len(data) != self.state_bytes:
             raise TinychatError(f"a saved state of {len(data):,} bytes is not of this model")
         at = 0
