@@ -67,13 +67,13 @@ template <class Tile> DEVICE int group_of() {
 }
 
 // The matrix rows of a warp: TILES times 16 of them, SPAN columns at a time, DEPTH such spans ahead; and their products
-// with TOKENS tokens. Row lane / 4 + 8 * i of tile m is row[m][i] of the tensor. TOTAL rows: those of one matrix of M,
+// with TOKENS tokens. A lane has rows lane / 4 + 8 * i of tile m. TOTAL rows: those of one matrix of M,
 // or of several in a row.
 template <class M, int TOTAL, int TILES, int TOKENS, int DEPTH> struct Rows {
   static constexpr int T = M::TYPE, BLOCKS = M::COLS / block_of(T), N = 32 / block_of(T),
                        SPANS = padded(M::COLS) / SPAN;
   const u8 *w;
-  u64 row[TILES][2];
+  u32 block[TILES][2];  // the lane's first of each row, in the tensor
   Piece<T> piece[DEPTH][TILES][2];
   float acc[TILES][TOKENS / 8][4];
   u32 a[2][TILES][4];
@@ -85,7 +85,7 @@ template <class M, int TOTAL, int TILES, int TOKENS, int DEPTH> struct Rows {
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const int r = min(first + m * 16 + i * 8 + (int)(threadIdx.x % 32) / 4, TOTAL - 1);
-        row[m][i] = packed_row<M>(g + r / M::ROWS, r % M::ROWS);
+        block[m][i] = (u32)packed_row<M>(g + r / M::ROWS, r % M::ROWS) * BLOCKS + threadIdx.x % 4 * N;
       }
 #pragma unroll
     for (int m = 0; m < TILES; m++)
@@ -96,11 +96,11 @@ template <class M, int TOTAL, int TILES, int TOKENS, int DEPTH> struct Rows {
   }
   DEVICE void load(int slot, int span) {
     if (span >= SPANS) return;
-    const int at = (span * 4 + threadIdx.x % 4) * N, left = M::COLS % SPAN ? BLOCKS - at : N;
+    const int at = span * 4 * N, left = M::COLS % SPAN ? BLOCKS - at - (int)threadIdx.x % 4 * N : N;
 #pragma unroll
     for (int m = 0; m < TILES; m++)
 #pragma unroll
-      for (int i = 0; i < 2; i++) piece[slot][m][i].load(w, M::BLOCKS, row[m][i] * BLOCKS + at, left);
+      for (int i = 0; i < 2; i++) piece[slot][m][i].load(w, M::BLOCKS, block[m][i] + at, left);
   }
   DEVICE void begin(int slot) {
 #pragma unroll
