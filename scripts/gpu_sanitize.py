@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from ctypes import c_size_t, c_ubyte, c_uint64
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha1
@@ -43,14 +44,15 @@ from tinychat.engine.gguf import GGUF
 from tinychat.engine.plan import build_plan
 from tinychat.kernels.cuda import executor, load
 from tinychat.kernels.cuda.builder import Builder
-from tinychat.kernels.cuda.device import GPU
+from tinychat.kernels.cuda.device import GPU, LoadedKernel
+from tinychat.kernels.cuda.driver import check
 from tinychat.kernels.cuda.executor import CUDAExecutor
 from tinychat.kernels.cuda.graph import Graph
 from tinychat.kernels.cuda.launch import Launch
 from tinychat.kernels.cuda.layout import Layout
 from tinychat.kernels.cuda.prefill import SIZES, Chip, Prefill
 from tinychat.kernels.cuda.step import decode, depths
-from tinychat.kernels.cuda.verify import drafting, verifying
+from tinychat.kernels.cuda.verify import cycles, drafting, verifying
 from tinychat.kernels.ops import Plan
 
 CONTEXT = 2112  # beyond the position from which on latent attention is of its last kind
@@ -71,7 +73,7 @@ Kind = tuple[str | int, ...]
 class OneGPU(GPU):
     """Models of a process share the kernels that they have loaded. A step's kernels are loaded when it runs."""
 
-    programs: dict[str, object] = {}
+    programs: dict[str, LoadedKernel] = {}
     binaries: dict[str, bytes] = {}
     zeros = False  # memory is zeros, not what was left there
 
@@ -82,18 +84,20 @@ class OneGPU(GPU):
     def compile(self, launches: Iterable[Launch]) -> None:
         return None
 
-    def _program(self, launch: Launch) -> object:
+    def program(self, launch: Launch) -> LoadedKernel:
         super().compile([launch])
-        return super()._program(launch)
+        return super().program(launch)
 
     def allocate(self, name: str, nbytes: int) -> None:
         super().allocate(name, nbytes)
         if self.zeros:
-            self._check(self.cuda.cuCtxSetCurrent(self.dev.context))
-            self._check(self.cuda.cuMemsetD8_v2(self.address(name), 0, nbytes))
+            self.enter()
+            check(self.cuda.cuMemsetD8_v2(c_uint64(self.address(name)), c_ubyte(0), c_size_t(nbytes)))
 
-    def sequence(self, launches: Sequence[Launch], names: dict[str, str] | None = None) -> Callable[..., None]:
-        return lambda *args: super(OneGPU, self).sequence(launches, names)(*args)
+    def sequence(
+        self, launches: Sequence[Launch], names: dict[str, str] | None = None, *, few: bool = False
+    ) -> Callable[..., None]:
+        return lambda *args: super(OneGPU, self).sequence(launches, names, few=few)(*args)
 
     def graph(self, launches: Sequence[Launch], chained: bool = True, count: int = 1, keys: int = 1) -> Graph:
         return cast(Graph, SimpleNamespace(kernels=len(launches)))  # never launched
@@ -124,7 +128,7 @@ def forms(plan: Plan, weights: GGUF) -> list[Form]:
     if mtp:
         out += [Form(p.mtp(), PROMPT_AT, min(n - 3, LONGEST)) for n, p in prompts.items()]
         drafts = depths(builder, True, [mtp.layer])
-        steps += [(graphs, drafts) for graphs in drafting(builder, gpu, drafts)]
+        steps += [(drafting(builder, gpu, drafts), drafts), (cycles(builder, gpu, kinds, drafts), kinds)]
     return out + [Form(s.launches(n, pos), pos + 9, n) for s, ks in steps for n in s.counts for pos in ks]
 
 
@@ -248,7 +252,7 @@ def run(work: Path) -> None:
     """Runs a process's models, as sanitize() wrote them; a line for each."""
     end, once, models = json.loads(work.read_text())
     executor.GPU, OneGPU.zeros = OneGPU, once  # type: ignore[misc]
-    load.UPLOAD_BYTES, load.UPLOADS = 1 << 20, 2
+    load.UPLOAD_BYTES, load.THREADS = 1 << 20, 2
     spent = defaultdict[str, float](float)
     with tempfile.TemporaryDirectory(dir=FILES) as folder:
         for model, share in models:

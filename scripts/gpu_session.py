@@ -459,14 +459,16 @@ async def app(path: Path, tokens: int, device: str | None) -> None:
 
 def randomise_cache(e: CUDAExecutor) -> None:
     rng = np.random.default_rng(0)
-    for name, width in e._caches():
-        e.gpu.upload(name, (rng.standard_normal(e.max_context * width, np.float32) * 0.5).astype(np.float16))
+    for name, size, layer in e._caches():
+        values = size // 2 * e.plan.rows(layer, e.max_context)
+        e.gpu.upload(name, (rng.standard_normal(values, np.float32) * 0.5).astype(np.float16))
     e.write_state((rng.standard_normal(e.state_bytes // 4, np.float32) * 0.1).data)
 
 
 def step_seconds(e: CUDAExecutor, depth: int, n: int = 128) -> tuple[float, float]:
     """(seconds per decode step on the GPU, seconds of host work to enqueue one)."""
     e._place([1] * (depth + 1), 0, GREEDY)
+    e._make_room(depth, 1024)
     graph = e._step(depth).graph
     for _ in range(8):
         graph()
@@ -545,6 +547,7 @@ def verify_times(model: str, quant: str, layers: int | None, kernels: bool, dept
         for n in e._verifying.counts:
             graph, tokens = e._verifying.graph(depth, n), rng.integers(0, 50000, n).tolist()
             e._place([1] * depth + tokens, 0, GREEDY, n)
+            e._make_room(depth, 1024)
             times = []
             for _ in range(4):
                 start = e.gpu.event()

@@ -29,7 +29,19 @@ ROOMS: dict[str, set[str]] = {
     "server": {"backend"},
     "plain": {"chat", "tools", "backend", "models", "process", "crash"},
     "ui": {"chat", "tools", "backend", "models", "measure", "process", "crash"},
-    "commands": {"ui", "plain", "chat", "tools", "server", "measure", "backend", "models", "engine", "process"},
+    "commands": {
+        "ui",
+        "plain",
+        "chat",
+        "tools",
+        "server",
+        "measure",
+        "backend",
+        "models",
+        "engine",
+        "kernels",
+        "process",
+    },
     "cli": {"commands", "chat", "process"},
 }
 

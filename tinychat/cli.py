@@ -335,7 +335,9 @@ def _lazy(command: str) -> Callable[..., object]:
     module, _, function = command.partition(".")
 
     def call(**arguments: Any) -> object:
-        return getattr(importlib.import_module(f"tinychat.commands.{module}"), function or module)(**arguments)
+        with process.starting():
+            found = importlib.import_module(f"tinychat.commands.{module}")
+        return getattr(found, function or module)(**arguments)
 
     return call
 

@@ -1,5 +1,6 @@
 """The command line as its users meet it: what goes to stdout, what to stderr, exit codes."""
 
+import gc
 import io
 import json
 import os
@@ -158,6 +159,24 @@ def test_variables_that_tinygrad_would_not_understand(tmp_path: Path) -> None:
     environ = {**odd, "DEBUG": "2", "BEAM": ""}
     process.clean(environ)
     assert environ == {"DEBUG": "2", "NO_COLOR": "1"}
+
+
+def test_what_a_start_does_not_wait_for(tmp_path: Path) -> None:
+    """Modules of which none is needed for an answer; together they took half of the time of all imports."""
+    path = tiny.write(tmp_path / "m.gguf", "llama", "Q4_0")
+    argv = ["run", str(path), "hi", "--max-tokens", "1", "--device", "cpu"]
+    done = subprocess.run([sys.executable, "-X", "importtime", *TINYCHAT[1:], *argv], capture_output=True, text=True)
+    imported = {line.split()[-1] for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert {"numpy", "tinychat.backend.local", "tinychat.kernels.cpu.executor"} <= imported, done.stderr[-500:]
+    slow = {"asyncio", "gguf", "httpx", "llguidance", "multiprocessing", "sqlite3", "textual", "tinygrad", "yaml"}
+    assert not imported & slow
+
+
+def test_collections_of_garbage_go_on_behind_a_start() -> None:
+    with pytest.raises(KeyError), process.starting():
+        assert not gc.isenabled()
+        raise KeyError
+    assert gc.isenabled()
 
 
 def test_debug_shows_where(capsys: Captured) -> None:

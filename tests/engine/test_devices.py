@@ -48,7 +48,7 @@ def test_the_executor_as_the_engine_uses_it(model: Path, monkeypatch: pytest.Mon
     engine = load(model, None, stages)
     assert isinstance(engine.executor, CUDAExecutor) and engine.info.device == "CUDA · emulator" and not engine.notes
     loaded = [fraction for name, fraction in stages if name == "loading weights"]
-    assert loaded == sorted(loaded) and loaded[-1] == 1 and len(loaded) > 10
+    assert loaded == sorted(loaded) and loaded[-1] == 1 and len(loaded) > 1
     want = forward(model, IDS)
     for decode in (False, True):
         assert np.median(relative(engine.logits(IDS, decode=decode), want)) < 0.05

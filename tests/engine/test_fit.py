@@ -13,12 +13,12 @@ from tinychat.models.registry import resolve
 
 def test_verdicts() -> None:
     gb = 10**9
-    assert fit(4 * gb, 1000, 1000, 8 * gb).verdict == "fits"
-    assert fit(7 * gb, 1000, 1000, 8 * gb).verdict == "tight"
-    assert fit(8 * gb, 1000, 1000, 8 * gb).verdict == "does not fit"
-    assert fit(1 * gb, 1_000_000, 8000, 8 * gb).verdict == "does not fit"  # the context counts
+    assert fit(4 * gb, 1_000_000, 1000, 8 * gb).verdict == "fits"
+    assert fit(7 * gb, 1_000_000, 1000, 8 * gb).verdict == "tight"
+    assert fit(8 * gb, 1_000_000, 1000, 8 * gb).verdict == "does not fit"
+    assert fit(1 * gb, 8 * gb, 8000, 8 * gb).verdict == "does not fit"  # the context counts
     assert fit(0, 0, 1000, 8 * gb).verdict == fit(gb, 1, 1, 0).verdict == "unknown"
-    told = fit(4 * gb, 1000, 1000, 8 * gb)
+    told = fit(4 * gb, 1_000_000, 1000, 8 * gb)
     assert told.needed == 4 * gb + 1_000_000 + OVERHEAD
     parts = "weights 4.0 GB + 1.0 MB for 1,000 tokens + 314.6 MB for the program"
     assert told.explanation == f"{parts} = 4.3 GB of 8.0 GB free"
@@ -31,8 +31,8 @@ def test_this_machine() -> None:
 
 def test_the_registry_agrees_with_the_real_header(smollm2_path: Path) -> None:
     model = resolve("smollm2:135m")
-    weights, kv = sizes(smollm2_path)
-    assert kv == model.kv_bytes_per_token
+    weights, of_context = sizes(smollm2_path)
+    assert of_context(4096) == model.kv_bytes(4096) > 0
     assert weights < model.size < weights * 1.03
 
 
@@ -102,5 +102,6 @@ list(engine.generate(list(range(100, 700)), Sampling(), 4))
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
 """
     peak = int(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout) * 1024
-    needed = fit(*sizes(smollm2_path), 4096).needed
+    weights, of_context = sizes(smollm2_path)
+    needed = fit(weights, of_context(4096), 4096).needed
     assert 0.4 * needed < peak < needed

@@ -8,7 +8,7 @@ import pytest
 from tests.support import tiny
 from tinychat.engine import Engine, snapshots
 from tinychat.engine.config import ModelConfig
-from tinychat.engine.fit import fit, sizes
+from tinychat.engine.fit import sizes
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.grammar import Grammar
 from tinychat.engine.kvstore import BLOCK, KVStore
@@ -97,8 +97,8 @@ def test_memory_counts_the_state_and_its_snapshots(tmp_path: Path) -> None:
     assert plan.state_bytes == 4 * rule and plan.kv_bytes_per_token == 2 * 2 * 32 * 2
     assert snapshots.kept(plan) == snapshots.MOST and snapshots.memory(plan) == 17 * plan.state_bytes
     weights = sum(t.nbytes for t in header.tensors.values())
-    assert sizes(path) == (weights + 17 * plan.state_bytes, plan.kv_bytes_per_token)
-    assert fit(10, 1, 1, 10**9, state_bytes=500).needed == fit(10, 1, 1, 10**9).needed + 500
+    told, of_context = sizes(path)
+    assert (told, of_context(7)) == (weights, 7 * plan.kv_bytes_per_token + 17 * plan.state_bytes)
     assert snapshots.NEAREST % BLOCK == snapshots.FARTHEST % BLOCK == 0
     engine = Engine.load(path, max_context=32, device="cpu")
     assert engine.stats.kv_bytes == engine.executor.cache_bytes + 17 * plan.state_bytes

@@ -8,7 +8,8 @@ import pytest
 from tests.support.server import make_gguf
 from tinychat.engine.config import ARCHITECTURES
 from tinychat.errors import TinychatError
-from tinychat.models.registry import MODELS, Model, resolve, user_models
+from tinychat.kernels import ops
+from tinychat.models.registry import MODELS, WINDOW_ROWS, Model, resolve, user_models
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,10 @@ def test_the_entries_agree_with_themselves(model: Model) -> None:
     assert model.architecture in ARCHITECTURES and model.family and model.context >= 2048
     assert 0 < model.active_parameters <= model.parameters
     assert 4 < model.size * 8 / model.parameters < 9.5, "bits per weight"
-    assert 1_000 < model.kv_bytes_per_token < 1_000_000
+    assert 1_000 < model.kv_bytes(1) < 1_000_000
+    more = model.kv_bytes(2 * WINDOW_ROWS) - model.kv_bytes(WINDOW_ROWS)
+    windows = model.architecture in ("gpt-oss", "gemma3", "gemma4")
+    assert 0 < more < 0.6 * model.kv_bytes(WINDOW_ROWS) if windows else more == model.kv_bytes(WINDOW_ROWS)
     quant = re.search(r"q\d_[0k01](_m)?|mxfp4", model.quant.lower())
     named = quant and (quant[0] in model.sources[0].lower() or model.sources[0].endswith(".bin"))
     assert named or model.architecture == "gpt-oss"  # one file is named by the type of what is not an expert
@@ -64,6 +68,10 @@ def test_the_entries_agree_with_themselves(model: Model) -> None:
         re.match(r"https://huggingface\.co/[^/]+/[^/]+/resolve/main/[^/]+\.gguf$|pypi:", s) for s in model.sources
     )
     assert model.sha256 is None or re.fullmatch(r"[0-9a-f]{64}", model.sha256)
+
+
+def test_windows_keep_what_executors_keep() -> None:
+    assert WINDOW_ROWS == ops.WINDOW_ROWS
 
 
 def test_labels() -> None:

@@ -1,12 +1,12 @@
 """The CUDA kernels on the emulator, with NumPy arrays for device buffers: single steps, and a GPU for the whole
 executor."""
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES
 
 from tests.support import cuda_emulator
 from tinychat.engine.gguf import GGUF
@@ -18,8 +18,10 @@ from tinychat.kernels.cuda.quants import FLOATS
 from tinychat.kernels.cuda.state import WORDS, state_words
 from tinychat.kernels.cuda.step import decode
 from tinychat.kernels.ops import Plan
+from tinychat.kernels.quant_types import GGML_QUANT_SIZES
 from tinychat.kernels.sampling import Sampling
 
+RUNNING = threading.Lock()  # the emulator runs one kernel at a time
 PREFILL = 96  # tokens of a prefill step: more than one tile, fewer than two
 
 
@@ -44,7 +46,7 @@ class EmulatedCUDA:
         self.buffers = {name: aligned(size) for name, size in self.builder.buffers.items()}
         if "tickets" in self.buffers:
             self.buffers["tickets"][:] = 0
-        packed = [repack(t, t.blocks) for t in layout.tensors.values() if t.kind not in FLOATS]
+        packed = [repack(t) for t in layout.tensors.values() if t.kind not in FLOATS]
         cuda_emulator.compile_all([*packed, *self.launches, *self.prefill_launches])
         for t in layout.tensors.values():
             raw = gguf.raw(t.name)
@@ -57,7 +59,7 @@ class EmulatedCUDA:
                 self.buffers["staging"][: raw.size] = raw
                 block, size = GGML_QUANT_SIZES[t.kind]
                 assert raw.size == t.values // block * size
-                cuda_emulator.run(repack(t, t.blocks), self.buffers)
+                cuda_emulator.run(repack(t), self.buffers, t.blocks)
         for w, source in layout.transposed.values():
             self.buffers.setdefault(layout[w].tensor.buffer, aligned(layout[w].tensor.nbytes))
             cuda_emulator.run(transpose(w, source, layout[w].tensor), self.buffers)
@@ -154,13 +156,17 @@ class EmulatedGPU:
     def compile(self, launches: Iterable[Launch]) -> None:
         """Nothing: a graph or a sequence is compiled when it is made, so that those that no test runs are not."""
 
-    def sequence(self, launches: Sequence[Launch], names: dict[str, str] | None = None) -> Callable[..., None]:
-        cuda_emulator.compile_all(launches)
+    def sequence(
+        self, launches: Sequence[Launch], names: dict[str, str] | None = None, *, few: bool = False
+    ) -> Callable[..., None]:
+        with RUNNING:
+            cuda_emulator.compile_all(launches)
 
         def enqueue(count: int = 1, keys: int = 1) -> None:
             for launch in launches:
                 buffers = {b: self.buffers[n] for b, n in (names or {}).items()}
-                cuda_emulator.run(launch, self.buffers | buffers, count, keys)
+                with RUNNING:
+                    cuda_emulator.run(launch, self.buffers | buffers, count, keys)
 
         return enqueue
 

@@ -119,7 +119,7 @@ def test_rows_and_verdicts_of_every_model():
     for row in picker_rows.rows((), 4096, 0, {}, {}):
         for width in (40, 74, 110):
             assert row.model.name[:4] in str(picker_rows.line(row, width))
-    kv = resolve("llama3.1:8b").kv_bytes_per_token
+    kv = resolve("llama3.1:8b").kv_bytes(1)
     model = resolve("llama3.1:8b")
     need = model.size + 8192 * kv + (300 << 20)
     sizes = [picker_rows.verdict(model, 8192, available, {}).verdict for available in (need - 1, need + 1, 2 * need, 0)]
@@ -127,7 +127,9 @@ def test_rows_and_verdicts_of_every_model():
     assert (
         picker_rows.verdict(model, 10**9, 2 * need, {}).needed < 2 * 131072 * kv
     )  # never more than it was trained for
-    assert picker_rows.verdict(model, 8192, need, {model.name: (1, 0)}).verdict == "fits"  # the file knows best
+    assert (
+        picker_rows.verdict(model, 8192, need, {model.name: (1, lambda context: 0)}).verdict == "fits"
+    )  # the file knows best
 
 
 async def test_search(gguf):
@@ -409,7 +411,7 @@ async def test_a_url_and_enter_in_one_burst_download_nothing_unseen(server, gguf
 
 async def test_a_header_that_comes_after_the_sheet_has_gone_changes_nothing(gguf, monkeypatch):
     release = threading.Event()
-    monkeypatch.setattr("tinychat.ui.screens.headers.sizes_of", lambda model, path: release.wait(120) and (1, 1))
+    monkeypatch.setattr("tinychat.ui.screens.headers.sizes_of", lambda model, path: release.wait(120) and (1, int))
     app = app_with()
     async with app.run_test(size=(100, 30)) as pilot:
         await search(pilot, str(gguf))

@@ -8,6 +8,7 @@ from typing import Any
 
 from tinychat.backend.address import Server
 from tinychat.backend.protocol import Backend
+from tinychat.kernels.cuda import driver
 
 
 def open_backend(
@@ -21,6 +22,7 @@ def open_backend(
     """The model at `path`, as LocalBackend.open loads it with `options`; or, where `server` is given, that server: then
     `path` is not read, and `replaces` is closed once the server has answered. Raises TinychatError."""
     if server is None:
+        driver.start(options.get("device"))
         from tinychat.backend.local import LocalBackend  # the engine and NumPy: behind the first screen
 
         return LocalBackend.open(path, replaces=replaces, progress=progress, **options)

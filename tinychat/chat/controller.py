@@ -35,7 +35,7 @@ from tinychat.backend.protocol import (
 from tinychat.chat.calling import ROUNDS, Asked, Done, Run, is_object, room_for, stuck
 from tinychat.chat.changes import Asks, Change, Ended, Grew, ModelChanged, Notice, Overflow, Reset, SentBack
 from tinychat.chat.compacting import Summarising
-from tinychat.chat.conversation import Attachment, Conversation, Removed, Turn, summary_line
+from tinychat.chat.conversation import KEPT_STATS, Attachment, Conversation, Removed, Turn, summary_line
 from tinychat.chat.loading import OpenBackend, start_loading
 from tinychat.chat.parameters import Parameters
 from tinychat.chat.repetition import Repetition
@@ -62,16 +62,6 @@ from tinychat.tools.permission import Permissions
 from tinychat.tools.protocol import PermissionAnswer, Question, Result
 from tinychat.tools.toolbox import LIMIT, Toolbox
 
-KEPT_STATS = (
-    "prompt_tokens",
-    "reused_tokens",
-    "prefilled_tokens",
-    "prefill_s",
-    "prefill_tok_s",
-    "ttft_s",
-    "decode_s",
-    "decode_tok_s",
-)  # of Stats, with an answer
 NOTHING = Grew("", "", 0)
 REPEATED = (
     "the answer repeated itself and was stopped: ctrl+r asks again, f5 continues it all the same; "

@@ -33,6 +33,17 @@ ENDINGS = {  # Turn.stop_reason, in words; "eos" needs none
 NOT_RUN = "this call was not run"
 SUMMARY_HEAD = "Summary of the conversation so far:"
 
+KEPT_STATS = (
+    "prompt_tokens",
+    "reused_tokens",
+    "prefilled_tokens",
+    "prefill_s",
+    "prefill_tok_s",
+    "ttft_s",
+    "decode_s",
+    "decode_tok_s",
+)  # of Stats, with an answer
+
 
 @dataclass(frozen=True)
 class Attachment:

@@ -67,7 +67,8 @@ def chat(
         from tinychat.plain.main import main
     else:
         process.prepare_for_screen()  # first: the imports are half of what a full collection would look at
-        from tinychat.ui.app import main
+        with process.starting():
+            from tinychat.ui.app import main
     return main(begun)
 
 

@@ -16,7 +16,7 @@ from tinychat.commands.loading import CONTEXT, header
 from tinychat.console import grid, show, show_json
 from tinychat.engine import snapshots
 from tinychat.engine.config import ModelConfig
-from tinychat.engine.fit import fit
+from tinychat.engine.fit import context_bytes, fit
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.plan import build_plan
 from tinychat.errors import TinychatError, printable
@@ -81,8 +81,7 @@ def _describe(path: Path, name: str, context: int = CONTEXT) -> dict[str, Any]:
     except TinychatError as e:
         return facts | {"problem": str(e)}
     context = min(context, config.context)
-    states = snapshots.memory(plan)
-    verdict = fit(weights, plan.kv_bytes_per_token, context, state_bytes=states)
+    verdict = fit(weights, context_bytes(plan, context), context)
     values = {k: v for k, v in asdict(config).items() if k not in ("rope", "architecture", "name")}
     del values["window_heads"]["rope"]
     for rule in (values["delta_rule"], values["kda"]):
@@ -94,6 +93,7 @@ def _describe(path: Path, name: str, context: int = CONTEXT) -> dict[str, Any]:
         "context": config.context,
         "config": sizes,
         "kv_bytes_per_token": plan.kv_bytes_per_token,
+        "window": {"layers": len(config.windowed), "sees": plan.window, "keeps": plan.kept} if plan.window else None,
         "state_bytes": plan.state_bytes,
         "snapshots": snapshots.kept(plan),
         "bytes_per_token": plan.bytes_per_token(),
@@ -139,6 +139,9 @@ def _lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
             )
         yield "context", f"{facts['context']:,} tokens trained"
         yield "KV cache", f"{decimal(facts['kv_bytes_per_token'])} per token"
+        if window := facts["window"]:
+            what = f"{window['layers']} of the layers see the last {window['sees']:,} tokens"
+            yield "windows", f"{what}, and keep the last {window['keeps']:,} of a longer context"
         if state := facts["state_bytes"]:
             yield "state", f"{decimal(state)} whatever the context, and up to {facts['snapshots']} snapshots of it"
         states = " and states" if facts["state_bytes"] else ""

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 from rich.filesize import decimal
 
+from tinychat import process
 from tinychat.chat import settings
 from tinychat.console import Bar, say, say_notes
 from tinychat.errors import TinychatError
+from tinychat.kernels.cuda import driver
 from tinychat.models import cache
 from tinychat.models.hosts import shown
 from tinychat.models.registry import Model, resolve
@@ -44,7 +46,8 @@ def obtain(model: Model, *, anyway: bool = False) -> Path:
         raise TinychatError(model.why_not)
     from tinychat.engine.fit import fit
 
-    verdict = fit(model.size, model.kv_bytes_per_token, min(model.context, CONTEXT))
+    context = min(model.context, CONTEXT)
+    verdict = fit(model.size, model.kv_bytes(context), context)
     if verdict.verdict == "does not fit":
         line = f"{model.name} does not fit into this machine's memory: {verdict.explanation}"
         if not anyway:
@@ -71,9 +74,10 @@ def loaded(
     """The engine with `model`, which is downloaded if missing; closes it on exit. `context`: tokens (None: the engine's
     default); `speculate`: as Engine.load, by default single steps, which is what is measured."""
     path = obtain(model)
-    with Bar() as bar:
+    with Bar() as bar, process.starting():
         bar.stage("loading the engine", 0.0)
-        from tinychat.engine import Engine
+        driver.start(device)
+        from tinychat.engine.engine import Engine
 
         engine = Engine.load(
             path,

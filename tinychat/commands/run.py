@@ -9,16 +9,16 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from tinychat import process
 from tinychat.chat import servers
 from tinychat.chat.calling import ROUNDS, Written, result_of, stuck
-from tinychat.chat.controller import KEPT_STATS
-from tinychat.chat.conversation import Attachment, Call, Conversation, Turn
+from tinychat.chat.conversation import KEPT_STATS, Attachment, Call, Conversation, Turn
 from tinychat.chat.parameters import Parameters
 from tinychat.chat.request import request_for
 from tinychat.chat.schema import read_schema
@@ -27,10 +27,6 @@ from tinychat.console import Bar, say, say_notes, show_json
 from tinychat.errors import TinychatError, printable
 from tinychat.files import expand
 from tinychat.models.registry import Model, resolve, sampling_of
-from tinychat.tools.builtin import tools_of
-from tinychat.tools.folder import Folder
-from tinychat.tools.mcp import McpServers, McpStatus
-from tinychat.tools.mcp_config import ServerConfig, read_servers
 from tinychat.tools.permission import Permissions
 from tinychat.tools.protocol import CallContext, CallRefused, PermissionAnswer, Question
 from tinychat.tools.toolbox import Toolbox
@@ -39,6 +35,8 @@ from tinychat.units import speed
 if TYPE_CHECKING:
     from tinychat.backend.protocol import Backend, DoesNotFit, Finished, Request
     from tinychat.engine.speculation import Speculate
+    from tinychat.tools.mcp import McpServers, McpStatus
+    from tinychat.tools.protocol import Tool
 
 
 def run(
@@ -74,7 +72,7 @@ def run(
         other = "--raw" if raw else "--tools and --mcp: such an answer calls none"
         raise TinychatError(f"--schema cannot be used with {other}")
     form: Mapping[str, Any] | None = None if schema is None else read_schema(expand(schema))
-    mcp = McpServers(() if mcp_file is None else _configs(expand(mcp_file)))
+    mcp = None if mcp_file is None else _mcp_servers(expand(mcp_file))
     toolbox, permissions = _toolbox(tools, mcp), Permissions.of_user()
     question = replace(_question(prompt, files), raw=raw)
     own = settings_of_user()
@@ -106,8 +104,8 @@ def run(
     if toolbox is not None and not backend.info.can.tools:
         raise TinychatError("what answers here cannot call tools; leave out --tools and --mcp")
     shown, called = _Printer(quiet=as_json), list[dict[str, object]]()
-    with closing(backend), closing(mcp):
-        for status in _started(mcp):
+    with closing(backend), closing(mcp) if mcp else nullcontext():
+        for status in _started(mcp) if mcp else ():
             say(f"the MCP server {status.config.name} cannot be used: {status.why}")
         say_notes(backend.info.notes)
         tools_offered = toolbox.definitions if toolbox is not None else ()
@@ -208,17 +206,27 @@ def _answer(backend: Backend, request: Request, shown: _Printer, said: _Said) ->
         say(f"a call could not be read: {written.note}")
 
 
-def _toolbox(folder: str | None, mcp: McpServers) -> Toolbox | None:
+def _toolbox(folder: str | None, mcp: McpServers | None) -> Toolbox | None:
     """The tools of `folder` and of MCP servers; naming a folder on the command line allows reading it."""
-    if folder is None and not mcp.status:
+    own: Sequence[Tool] = ()
+    if folder is not None:
+        from tinychat.tools.builtin import tools_of
+        from tinychat.tools.folder import Folder
+
+        own = tools_of(Folder(expand(folder)))
+    elif mcp is None or not mcp.status:
         return None
-    return Toolbox(() if folder is None else tools_of(Folder(expand(folder))), more=lambda: mcp.tools)
+    return Toolbox(own, more=lambda: mcp.tools if mcp else ())
 
 
-def _configs(file: Path) -> tuple[ServerConfig, ...]:
+def _mcp_servers(file: Path) -> McpServers:
+    """The servers that `file` lists, not started."""
+    from tinychat.tools.mcp import McpServers
+    from tinychat.tools.mcp_config import read_servers
+
     if not file.is_file():
         raise TinychatError(f"{printable(str(file), newlines=False)}: there is no such file")
-    return read_servers(file)
+    return McpServers(read_servers(file))
 
 
 def _started(mcp: McpServers) -> list[McpStatus]:
@@ -272,11 +280,11 @@ def _local(model: Model, talk: Conversation, options: dict[str, Any]) -> Backend
     p, text = talk.parameters, "\n".join(turn.content for turn in talk.sent)
     context = p.context or _needed_context(model, text, p.max_tokens)
     path = obtain(model)
-    with Bar() as bar:
+    with Bar() as bar, process.starting():
         bar.stage("loading the engine", 0.0)
-        from tinychat.backend.local import LocalBackend
+        from tinychat.backend.factory import open_backend
 
-        return LocalBackend.open(path, max_context=context, preset=model.preset, progress=bar.stage, **options)
+        return open_backend(path, max_context=context, preset=model.preset, progress=bar.stage, **options)
 
 
 def _question(prompt: str, files: Sequence[str]) -> Turn:

@@ -6,10 +6,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from tinychat.engine import snapshots
-from tinychat.engine.fit import fit
+from tinychat.engine.fit import context_bytes, fit
 from tinychat.errors import SLOW, TinychatError
 from tinychat.kernels.cpu.compiler import NoCompiler, tinygrad_cc
+from tinychat.kernels.cuda import driver
 from tinychat.kernels.executor import ExecutorKind, MeasurableExecutor, Weights
 from tinychat.kernels.ops import Plan
 
@@ -38,8 +38,7 @@ def make_executor(
             continue
         try:
             if name != "cuda":  # the CUDA executor checks the memory of its GPU
-                states = snapshots.memory(plan)
-                needs = fit(plan.nbytes, plan.kv_bytes_per_token, max_context, state_bytes=states)
+                needs = fit(plan.nbytes, context_bytes(plan, max_context), max_context)
                 if needs.verdict == "does not fit":  # raised before anything large is allocated
                     raise TinychatError(f"not enough memory: {needs.explanation}; take a smaller quant or context")
             executor = _MAKERS[name](plan, weights, max_context, threads, progress)
@@ -55,9 +54,7 @@ def make_executor(
 
 def has_cuda() -> bool:
     """Whether there is an NVIDIA driver."""
-    import ctypes.util
-
-    return ctypes.util.find_library("cuda") is not None
+    return driver.exists()
 
 
 def _cuda(

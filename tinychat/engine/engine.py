@@ -22,7 +22,7 @@ from tinychat.engine.config import ModelConfig
 from tinychat.engine.devices import OnProgress, has_cuda, make_executor
 from tinychat.engine.drafts import common_prefix
 from tinychat.engine.expert_use import RecentExperts
-from tinychat.engine.fit import fit
+from tinychat.engine.fit import context_bytes, fit
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.grammar import Grammar, Matcher, Vocabulary, behind_thinking, calls_grammar
 from tinychat.engine.kvstore import LEAST, CacheBlock, KVStore, Reason
@@ -124,8 +124,8 @@ class Prepared:
         """Raises TinychatError when weights and KV cache need more than the available memory and `freed` bytes, those
         of a model that is unloaded first. A GPU's memory is checked by its executor, after the unloading."""
         if device != "cuda" and not has_cuda() and (available := available_memory()):
-            weights, rows = self.plan.nbytes, self.plan.kv_bytes_per_token
-            needs = fit(weights, rows, self.max_context, available + freed, snapshots.memory(self.plan))
+            rows = context_bytes(self.plan, self.max_context)
+            needs = fit(self.plan.nbytes, rows, self.max_context, available + freed)
             if needs.verdict == "does not fit":
                 raise TinychatError(f"not enough memory: {needs.explanation}; take a smaller quant or context")
 
@@ -439,13 +439,16 @@ class Engine:
         if not self.store:
             return
         started, held = time.perf_counter(), common_prefix(self.session.tokens, prompt)
+        if not self.executor.reaches(held):  # rows that layers with a window have lost may be on the disk
+            held = 0
         saved = self.store.best(self.info.fingerprint, self._layout, prompt, self.info.max_context)
         if saved and saved.usable > held:
             self.session.cut(held)
             for block, rows in self.store.read(saved, beyond=held):
                 self._write_block(block, rows, saved.usable)
             self.session.cut(saved.usable)
-            self.stats.restored_rows = len(self.session.tokens) - held
+            if self.executor.reaches(len(self.session.tokens)):
+                self.stats.restored_rows = len(self.session.tokens) - held
         self.stats.restore_s = time.perf_counter() - started
 
     # A saved block of a plan with a state is the size of its rows (_ROWS), the rows, and the state behind them where

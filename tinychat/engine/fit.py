@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +15,10 @@ from tinychat.engine.config import ModelConfig
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.plan import build_plan
 from tinychat.engine.stats import OVERHEAD, available_memory
+from tinychat.kernels.ops import Plan
+
+Sizes = tuple[int, Callable[[int], int]]
+"""Bytes of a model's weights, and the bytes that a context of so many tokens takes."""
 
 COMFORT = 0.85  # of the available memory: above it, other programs start to swap
 
@@ -27,17 +33,15 @@ class Fit:
     explanation: str
 
 
-def fit(
-    weight_bytes: int, kv_bytes_per_token: int, context: int, available: int | None = None, state_bytes: int = 0
-) -> Fit:
-    """Whether a model runs with `context` tokens in `available` bytes of memory (default: this machine's free
-    memory). `state_bytes`: snapshots.memory of its plan."""
+def fit(weight_bytes: int, context_bytes: int, context: int, available: int | None = None) -> Fit:
+    """Whether a model runs with `context` tokens, which take `context_bytes`, in `available` bytes of memory (default:
+    this machine's free memory)."""
     if available is None:
         available = available_memory()
-    kv = kv_bytes_per_token * context + state_bytes
-    needed = weight_bytes + kv + OVERHEAD
+    needed = weight_bytes + context_bytes + OVERHEAD
     parts = (
-        f"weights {decimal(weight_bytes)} + {decimal(kv)} for {context:,} tokens + {decimal(OVERHEAD)} for the program"
+        f"weights {decimal(weight_bytes)} + {decimal(context_bytes)} for {context:,} tokens "
+        f"+ {decimal(OVERHEAD)} for the program"
     )
     if not weight_bytes or not available:
         return Fit(
@@ -48,9 +52,13 @@ def fit(
     return Fit(verdict, needed, available, f"{parts} = {decimal(needed)} of {decimal(available)} free")
 
 
-def sizes(path: Path) -> tuple[int, int]:
-    """(bytes of the weights and of the states, bytes of KV cache per token) of a GGUF, by its header alone. Raises
-    TinychatError."""
+def context_bytes(plan: Plan, context: int) -> int:
+    """Bytes of the KV cache of a context of so many tokens, of the states and of their snapshots."""
+    return plan.kv_bytes(context) + snapshots.memory(plan)
+
+
+def sizes(path: Path) -> Sizes:
+    """Those of a GGUF, by its header alone. Raises TinychatError."""
     header = GGUF.open(path)
     plan = build_plan(header, ModelConfig.from_gguf(header))
-    return plan.nbytes + snapshots.memory(plan), plan.kv_bytes_per_token
+    return plan.nbytes, partial(context_bytes, plan)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import mmap
+import os
 import re
 import struct
 from dataclasses import dataclass, replace
@@ -16,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from tinychat.engine import file_limits
 from tinychat.engine.file_limits import Bounds
 from tinychat.errors import TinychatError, printable
+from tinychat.kernels.quant_types import GGML_QUANT_SIZES, GGMLQuantizationType
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -129,6 +130,20 @@ class _Cursor:
         return np.dtype(_SCALARS[kind]).newbyteorder("<")
 
 
+class _MappedFile(mmap.mmap):
+    """A mapped file that can be read as well."""
+
+    fd = -1
+
+    def read_at(self, start: int, out: memoryview) -> int:
+        """Reads bytes from `start` on into `out`. Returns their number, 0 at the end of the file. Raises OSError."""
+        return os.preadv(self.fd, [out], start)
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
 class GGUF:
     """An opened GGUF model: `metadata` (key -> value, arrays as NumPy arrays or lists of str) and `tensors` (name ->
     TensorInfo).
@@ -140,7 +155,7 @@ class GGUF:
         self,
         path: Path,
         paths: list[Path],
-        maps: list[mmap.mmap],
+        maps: list[_MappedFile],
         metadata: dict[str, Any],
         tensors: dict[str, TensorInfo],
     ) -> None:
@@ -183,6 +198,19 @@ class GGUF:
         t = self.tensors[name]
         return np.frombuffer(self._maps[t.part], np.uint8, t.nbytes, t.offset)
 
+    def read(self, name: str, at: int, out: np.ndarray) -> None:
+        """Fills `out` (uint8) with the packed bytes of tensor `name` from byte `at` on, without mapping their pages,
+        which for 17 GB takes 0.3 s to undo. Any thread may call. Raises TinychatError."""
+        t, view, done = self.tensors[name], out.data, 0
+        path = printable(str(self.paths[t.part]))
+        try:
+            while done < len(view) and (n := self._maps[t.part].read_at(t.offset + at + done, view[done:])):
+                done += n
+        except OSError as e:
+            raise _unreadable(path, e) from None
+        if done < len(view):
+            raise TinychatError(f"{path}: the file has become shorter; download it again")
+
     def release(self, name: str) -> None:
         """Tells the kernel that the pages of tensor `name` are not needed any more (they come back on the next
         read)."""
@@ -221,16 +249,21 @@ def _split_paths(path: Path, count: int) -> list[Path]:
     return [path.with_name(f"{found[1]}-{n:05d}-of-{count:05d}.gguf") for n in range(1, count + 1)]
 
 
-def _read(path: Path, part: int) -> tuple[mmap.mmap, dict[str, Any], dict[str, TensorInfo]]:
+def _unreadable(path: str, e: OSError) -> TinychatError:
+    return TinychatError(f"{path}: cannot be read: {(e.strerror or str(e)).lower()}")
+
+
+def _read(path: Path, part: int) -> tuple[_MappedFile, dict[str, Any], dict[str, TensorInfo]]:
     try:
         with open(path, "rb") as f:
-            buf = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+            buf = _MappedFile(f.fileno(), 0, access=mmap.ACCESS_READ)
+            buf.fd = os.dup(f.fileno())
     except ValueError:
         raise TinychatError(f"{printable(str(path))}: the file is empty; download it again") from None
     except IsADirectoryError:
         raise TinychatError(f"{printable(str(path))}: a folder, not a .gguf file") from None
     except OSError as e:
-        raise TinychatError(f"{printable(str(path))}: cannot be read: {(e.strerror or str(e)).lower()}") from None
+        raise _unreadable(printable(str(path)), e) from None
     c = _Cursor(buf, path)
     if buf[:4] != b"GGUF":
         raise c.fail("not a GGUF file (its first bytes are not 'GGUF')")

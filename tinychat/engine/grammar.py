@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import llguidance
 import numpy as np
 
 from tinychat.engine.tokenizer import Tokenizer
@@ -38,12 +37,16 @@ class Grammar:
     @classmethod
     def from_regex(cls, pattern: str) -> Grammar:
         """The texts that a regular expression matches as a whole."""
+        import llguidance
+
         return cls(llguidance.LLMatcher.grammar_from_regex(pattern), "the regular expression")
 
     @classmethod
     def from_lark(cls, text: str) -> Grammar:
         """The texts of a grammar in llguidance's dialect of Lark or in llama.cpp's GBNF. Raises TinychatError for a
         GBNF grammar that cannot be parsed."""
+        import llguidance
+
         try:
             return cls(llguidance.grammar_from("gbnf", text), "the grammar")
         except ValueError as e:
@@ -76,6 +79,8 @@ class Vocabulary:
     """
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
+        import llguidance
+
         stop_ids = sorted(tokenizer.stop_ids)
         if not stop_ids:
             raise TinychatError("this model has no token that ends an answer; it cannot be held to a grammar")
@@ -89,6 +94,8 @@ class Matcher:
 
     def __init__(self, vocabulary: Vocabulary, grammar: Grammar) -> None:
         """Raises TinychatError for a grammar that is wrong or uses what is not supported."""
+        import llguidance
+
         self._matcher = llguidance.LLMatcher(vocabulary.ll, grammar.source, log_level=0)
         if self._matcher.is_error():
             raise TinychatError(_explain(self._matcher.get_error(), grammar.name))

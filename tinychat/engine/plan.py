@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
 from tinychat.engine.config import ARCHITECTURES, Heads, ModelConfig
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError, printable
@@ -28,6 +26,7 @@ from tinychat.kernels.blocks import (
     Weight,
 )
 from tinychat.kernels.ops import MTP, Embed, Head, LayerTable, Plan
+from tinychat.kernels.quant_types import GGML_QUANT_SIZES, GGMLQuantizationType
 
 _IGNORED = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.(nextn\..*|attn_rot_embd)")
 F32 = GGMLQuantizationType.F32

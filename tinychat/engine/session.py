@@ -1,7 +1,8 @@
 """What the KV cache holds, and the two ways it grows: prefill and decode.
 
 Cache rows are addressed by position, so reusing a prefix and rolling back are only bookkeeping. The state of a delta
-rule is not: it goes back to a snapshot.
+rule is not: it goes back to a snapshot. Behind a place where layers with a sliding window have lost rows, all begins
+again.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tinychat.engine.snapshots import Snapshots
 from tinychat.engine.speculation import Source, Speculate, Speculation
 from tinychat.engine.stats import Stats
 from tinychat.errors import TinychatError
-from tinychat.kernels.executor import Executor
+from tinychat.kernels.executor import Executor, State
 from tinychat.kernels.limits import check_sampling
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.sampling import Sampling
@@ -110,7 +111,7 @@ class Session:
                 steps = self._together(token, forced[:room])
             elif speculation.most:
                 drafts = speculation.drafts(room - 1, partial(self.mtp.draft, self.tokens, token) if self.mtp else None)
-                ahead = not drafts and speculation.calm(self.mtp is not None)
+                ahead = speculation.alike(len(drafts), self.mtp is not None)
                 steps = self.executor.verify(token, drafts, pos, sampling, history, mask, ahead=ahead)
             else:
                 steps = self.executor.decode(token, pos, sampling, history, mask)
@@ -167,11 +168,15 @@ class Session:
         return state.tobytes() if at == n else b""
 
     def _rewind(self, n: int) -> int:
-        """Keeps the first `n` tokens, of a plan with a state as many of them as it can go on from; their number."""
+        """Keeps the first `n` tokens, or as many of them as the executor can go on from: those that a snapshot of its
+        state has seen, none in front of rows that layers with a window have lost. Returns their number."""
+        state: State | None = None
         if self.plan.state_bytes and n != self.state_at:
             n, state = self.snapshots.last(n)
-            if n:
-                self.executor.write_state(state)
+        if not self.executor.reaches(n):
+            n = 0
+        if state and n:
+            self.executor.write_state(state)
         self.cut(n)
         self.state_at = n
         return n

@@ -109,13 +109,21 @@ class Speculation:
         self.source = "text"
         return self.text.draft(n)
 
-    def calm(self, guesses: bool) -> bool:
-        """Whether no draft will pay in the next step either: a match grows by one token a step. `guesses`: of a model
-        with multi-token prediction."""
+    def alike(self, drafts: int, guesses: bool) -> bool:
+        """Whether the next step will have no draft either, or a guess of the model's multi-token prediction again, as
+        this one with `drafts`. `guesses`: the model has such."""
+        if drafts:
+            return self.source == "mtp" and self._guesses_again()
         if self.mode != "auto":
             return False
-        n, gain = self._paying(self.most, self.text.reach)
+        n, gain = self._paying(self.most, self.text.reach)  # a match grows by one token a step
         return not n and not (guesses and self._guess_pays(gain, 0, later=1))
+
+    def _guesses_again(self) -> bool:
+        if self.mode != "auto":
+            return not self.text.length
+        _, gain = self._paying(self.most, min(max(self.text.reach, self.text.length + 2), LONGEST))
+        return self._since_single + 1 < SINGLES and self._gain_of_guess(self._guessed) > gain
 
     def _guess_pays(self, gain: float, n: int, later: int = 0) -> bool:
         """Whether the model's guess brings more than `n` drafts of the text with their `gain`, or might by now or in so

@@ -92,8 +92,9 @@ class Tokenizer:
                 f"tokenizer.ggml.tokens has {n:,} entries, accepted is 1 to {file_limits.VOCABULARY.most:,} "
                 f"({file_limits.VOCABULARY.why}); the file is damaged"
             )
-        self._texts = [text or f"[EMPTY_{i}]" for i, text in enumerate(self._texts)]
-        self._ids = {text: i for i, text in enumerate(self._texts)}
+        if "" in self._texts:
+            self._texts = [text or f"[EMPTY_{i}]" for i, text in enumerate(self._texts)]
+        self._ids = dict(zip(self._texts, range(n)))
         if len(self._ids) != n:
             seen: set[str] = set()
             for text in self._texts:
@@ -356,7 +357,7 @@ def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
     value = metadata.get(key)
     if value is None:
         raise TinychatError(f"{key} is missing; this file has no tokenizer, use a complete GGUF")
-    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+    if not isinstance(value, list) or not set(map(type, value)) <= {str}:
         raise TinychatError(f"{key} is no list of strings; the file is damaged")
     return value
 
@@ -370,7 +371,7 @@ def _numbers(metadata: Mapping[str, Any], key: str, n: int) -> list[Any]:
         numbers = list(value.tolist() if hasattr(value, "tolist") else value)
     except TypeError:
         numbers = [None]
-    if not all(isinstance(x, int | float) for x in numbers):
+    if not all(issubclass(kind, int | float) for kind in set(map(type, numbers))):
         raise TinychatError(f"{key} is no list of numbers; the file is damaged")
     if len(numbers) < n:
         raise TinychatError(f"{key} has {len(numbers)} entries for a vocabulary of {n}; the file is damaged")

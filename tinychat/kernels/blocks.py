@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from tinychat.kernels.quant_types import GGML_QUANT_SIZES, GGMLQuantizationType
 
 CACHE_VALUE_BYTES = 2  # of one value in the KV cache of the CPU and CUDA executors: F16
 
@@ -95,6 +96,7 @@ class Cache:
     kind: Literal["kv", "latent", "hidden"]
     key_width: int  # 0 for hidden
     value_width: int  # 0 for latent
+    window: int = 0  # rows that a token sees; 0: all
 
     @property
     def row_bytes(self) -> int:
@@ -190,7 +192,7 @@ class GQA:
     @property
     def cache(self) -> Cache:
         stored = self.kv_heads if self.shared is None else 0
-        return Cache("kv", stored * self.key_dim, stored * self.value_dim)
+        return Cache("kv", stored * self.key_dim, stored * self.value_dim, self.window if stored else 0)
 
     @property
     def state(self) -> None:

@@ -34,15 +34,20 @@ class Weights(Protocol):
         """uint8 view of the packed bytes of tensor `name`."""
         ...
 
+    def read(self, name: str, at: int, out: np.ndarray) -> None:
+        """Fills `out` (uint8) with the packed bytes of tensor `name` from byte `at` on, beside other threads. Raises
+        TinychatError."""
+        ...
+
     def release(self, name: str) -> None:
         """The executor has its own copy of `name` now; its source pages may go."""
         ...
 
 
 class Executor(Protocol):
-    """Runs the steps of one plan. Cache rows are addressed by position, so rolling back is only counting differently.
-    A state (blocks.LayerState) is not: it is that behind the last token that was run. A step at position 0 begins with
-    none.
+    """Runs the steps of one plan. Cache rows are addressed by position, so rolling back is only counting differently,
+    as far as `reaches` says. A state (blocks.LayerState) is not: it is that behind the last token that was run. A step
+    at position 0 begins with none.
 
     Built as `Executor(plan, weights, max_context, ...)`, which raises TinychatError for a plan beyond `limits`. Not
     thread-safe: one thread calls it.
@@ -104,6 +109,11 @@ class Executor(Protocol):
         """Seconds that choosing the last id of decode() took, as part of its step; 0.0 where it is not told apart."""
         ...
 
+    def reaches(self, pos: int) -> bool:
+        """Whether the next step may be at `pos`, behind rows that were run: layers with a sliding window keep the last
+        rows of a long context only (window_rows.py). At position 0 it always may."""
+        ...
+
     def forward(
         self,
         ids: Sequence[int],
@@ -154,9 +164,9 @@ class Executor(Protocol):
 
         At most limits.verified tokens, drafts included, which have to fit max_context. Cache rows behind the last
         accepted draft are garbage; a state is that behind the token that was run before the last id. `recent` and
-        `mask` are those of decode(). `ahead`: there are no drafts now nor in the next call, which goes on with the id
-        that this one yields, so that its step may be enqueued already; where that turns out otherwise, the step was for
-        nothing.
+        `mask` are those of decode(). `ahead`: the next call is like this one, without drafts, or with one that draft()
+        said just before, and goes on behind what this one yields, so that its step may be enqueued already; where that
+        turns out otherwise, the step was for nothing.
         """
         ...
 
@@ -174,12 +184,13 @@ class Executor(Protocol):
         ...
 
     def read_cache(self, first: int, rows: int) -> bytes:
-        """Cache rows first .. first + rows - 1 of all layers, in this executor's layout; `first` is a multiple of
-        16."""
+        """Cache rows first .. first + rows - 1 of all layers, in this executor's layout, without those that layers with
+        a sliding window keep no more; `first` is a multiple of 16."""
         ...
 
     def write_cache(self, data: bytes, first: int, rows: int) -> None:
-        """Puts these rows back, as read_cache gave them. Raises TinychatError for bytes that do not fit them."""
+        """Puts these rows back, as read_cache gave them, behind those that are there. Raises TinychatError for bytes
+        that do not fit them."""
         ...
 
     @property
@@ -242,4 +253,9 @@ class MeasurableExecutor(Executor, Protocol):
 
     def read_bandwidth(self) -> float:
         """Measured GB/s at which the device reads its memory; 0.0 where it cannot be measured."""
+        ...
+
+    def stand_in(self, drafts: Sequence[int], pos: int) -> None:
+        """From now on the caller verifies `drafts` for the tokens at pos, pos + 1, ... in place of what draft() says,
+        so that steps enqueued ahead take them, too. What draft() says for all others."""
         ...

@@ -1,4 +1,5 @@
-"""The grids of the IQ quant types, as the gguf package has them: an index stands for an entry of several values."""
+"""What only the gguf package has, imported when it is needed: the values of packed weights; and the grids of the IQ
+quant types, in which an index stands for an entry of several values."""
 
 from __future__ import annotations
 
@@ -6,12 +7,22 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType, quants
+
+from tinychat.kernels.quant_types import GGMLQuantizationType
+
+
+def dequantize(packed: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+    """float32 values of packed rows."""
+    import gguf
+
+    return gguf.quants.dequantize(packed, gguf.GGMLQuantizationType(kind))
 
 
 def grid(kind: GGMLQuantizationType) -> np.ndarray:
     """float32 (entries, values of an entry)."""
-    codec: Any = getattr(quants, kind.name)
+    import gguf
+
+    codec: Any = getattr(gguf.quants, kind.name)
     codec.init_grid()
     return codec.grid[0, 0]
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
 from tinychat.errors import TinychatError
 from tinychat.kernels.blocks import GQA, KDA, MLA, DeltaRule, Experts, ShortConvolution, Weight
 from tinychat.kernels.ops import Plan
+from tinychat.kernels.quant_types import GGML_QUANT_SIZES, GGMLQuantizationType
 from tinychat.kernels.sampling import Sampling
 
 UNLIMITED = 1 << 30

@@ -394,6 +394,9 @@ Op = (
 )
 
 
+WINDOW_ROWS = 16384  # cache rows that a layer with a sliding window keeps, or four windows where that is more
+
+
 @dataclass(frozen=True)
 class Plan:
     """One forward step. Layer i stores its cache rows in cache i; with `mtp`, its layer's cache and that of the hidden
@@ -404,6 +407,7 @@ class Plan:
     head: Head
     mtp: MTP | None = None
     layer_table: LayerTable | None = None
+    window_rows: int = WINDOW_ROWS
 
     @property
     def dim(self) -> int:
@@ -484,6 +488,24 @@ class Plan:
     def kv_bytes_per_token(self) -> int:
         """Bytes of one cache row over all layers."""
         return sum(cache.row_bytes for cache in self.caches)
+
+    @cached_property
+    def window(self) -> int:
+        """Rows that a token sees in a layer with a sliding window, at most; 0 without such layers."""
+        return max((cache.window for cache in self.caches), default=0)
+
+    @property
+    def kept(self) -> int:
+        """Rows that layers with a sliding window keep of a longer context: window_rows.py."""
+        return max(self.window_rows, 4 * self.window)
+
+    def rows(self, cache: Cache, context: int) -> int:
+        """Rows of a layer's cache for a context of so many tokens."""
+        return min(context, self.kept) if cache.window else context
+
+    def kv_bytes(self, context: int) -> int:
+        """Bytes of the KV cache of a context of so many tokens."""
+        return sum(self.rows(cache, context) * cache.row_bytes for cache in self.caches)
 
     def weight_bytes(self, op: Op) -> int:
         """Packed bytes that one decode step reads of `op`'s weights: all of a matrix, top_k of its experts, one

@@ -13,7 +13,7 @@ from tinychat.errors import TinychatError
 from tinychat.kernels.sampling import Sampling
 from tinychat.measure.lock import machine_lock
 from tinychat.measure.results import Conditions, ModelResult
-from tinychat.measure.synthetic import Synthetic, break_even
+from tinychat.measure.synthetic import break_even, synthetic
 
 TEXT = (  # prose: with random tokens a mixture of experts would choose other experts than with language
     "When the harbour master climbed the tower that morning, the fog lay so thick over the water "
@@ -62,18 +62,22 @@ def run(
     drafts = speculate if accept is not None and isinstance(speculate, int) and speculate else 1
     if accept is not None and engine.executor.limits.verified <= drafts:
         raise TinychatError(f"this device verifies no {drafts} drafts in a step, so acceptance changes nothing here")
-    with machine_lock(report, stop, wait=wait), engine.cache_kept(), engine.speculating(speculate):
-        synthetic = Synthetic(engine.session, accept, drafts, answers) if accept is not None else None
+    with (
+        machine_lock(report, stop, wait=wait),
+        engine.cache_kept(),
+        engine.speculating(speculate),
+        synthetic(engine, accept, drafts, answers) as known,
+    ):
         engine.stats.limit_gb_s = limit_of(engine.executor, thorough=True)
         runs, singles = [], list[float]()
         for n in range(repeats + 1):
             text = f"run {n} of {repeats}" if n else "warming up"
             report(text, n / (repeats + 1))
             ids = prompt(engine, n_prompt, n)
-            if synthetic:
+            if known:
                 engine.session.speculate(0)
                 singles.append(_once(engine, ids, n_gen, stop, answers)[0])
-                engine.session.speculation = synthetic
+                engine.session.speculation = known
                 engine.session.cut(0)
             runs.append(_once(engine, ids, n_gen, stop, answers))
             if n:

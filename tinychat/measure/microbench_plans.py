@@ -12,8 +12,6 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES
-from gguf import GGMLQuantizationType as Q
 
 from tinychat.engine.gguf import GGUF
 from tinychat.errors import TinychatError, printable
@@ -21,6 +19,8 @@ from tinychat.kernels.blocks import GQA, MLA, Dense, Experts, Gated, Layer, Rope
 from tinychat.kernels.cpu.bandwidth import block_bytes
 from tinychat.kernels.ops import Embed, Head, Plan, weights_of
 from tinychat.kernels.profile import name_of, quant_of, shape_of
+from tinychat.kernels.quant_types import GGML_QUANT_SIZES
+from tinychat.kernels.quant_types import GGMLQuantizationType as Q
 from tinychat.kernels.tinygrad.dequant import CODECS
 
 VOCAB = 16  # of the small embedding and head
@@ -79,6 +79,13 @@ class RandomWeights:
         if name.startswith("#gain"):
             return np.ones(self.sizes[name] // 4, np.float32).view(np.uint8)
         return np.resize(self.pool, self.sizes[name])
+
+    def read(self, name: str, at: int, out: np.ndarray) -> None:
+        if name.startswith("#gain"):
+            out[:] = self.raw(name)[at : at + len(out)]
+        else:
+            first = at % len(self.pool)
+            out[:] = np.resize(self.pool, first + len(out))[first:]
 
     def release(self, name: str) -> None:
         pass
@@ -223,6 +230,12 @@ class PartOfFile(RandomWeights):
 
     def raw(self, name: str) -> np.ndarray:
         return super().raw(name) if name.startswith("#") else self.gguf.raw(name.split("#")[0])
+
+    def read(self, name: str, at: int, out: np.ndarray) -> None:
+        if name.startswith("#"):
+            super().read(name, at, out)
+        else:
+            self.gguf.read(name.split("#")[0], at, out)
 
 
 def renamed(part: Any, copy: int) -> Any:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
-from tinychat.engine.session import Session
+from tinychat.engine.engine import Engine
 from tinychat.engine.speculation import Guess, Speculation
 
 
@@ -14,37 +15,53 @@ class Synthetic(Speculation):
     """`drafts` in every step, each right with chance `rate`.
 
     `answers`: what the model says to each prompt, as single steps gave it. A right draft is taken from there, so the
-    real verify step accepts it. The model's own guess is run for its cost, and only used where a draft shall be wrong.
+    real verify step accepts it. The model's own guess is run for its cost.
     """
 
     def __init__(
-        self, session: Session, rate: float, drafts: int, answers: Mapping[tuple[int, ...], Sequence[int]]
+        self, engine: Engine, rate: float, drafts: int, answers: Mapping[tuple[int, ...], Sequence[int]]
     ) -> None:
-        super().__init__(drafts, session.executor.limits.verified - 1, session.max_context, session.stats)
-        self.rate, self.answers, self.vocab = rate, answers, session.plan.vocab
+        executor = engine.executor
+        super().__init__(drafts, executor.limits.verified - 1, engine.info.max_context, engine.stats)
+        self.rate, self.answers, self.executor, self.vocab = rate, answers, executor, engine.plan.vocab
         self._random = random.Random(1)
-        self._answer: Sequence[int] = ()
+        self._drafts = list[int]()  # for each token of the answer
+        self._right = list[bool]()
         self._place = 0
 
     def start(self, prompt: Sequence[int]) -> None:
         super().start(prompt)
-        self._answer, self._place = self.answers[tuple(prompt)], 0
+        answer, self._place = self.answers[tuple(prompt)], 0
+        self._right = [self._random.random() < self.rate for _ in answer]
+        self._drafts = [token if right else (token + 1) % self.vocab for token, right in zip(answer, self._right)]
+        self.executor.stand_in(self._drafts, len(prompt))
 
     def add(self, token: int) -> None:
         super().add(token)
         self._place += 1
 
     def drafts(self, room: int, guess: Guess | None = None) -> list[int]:
-        self.source = "mtp"
-        found = list(self._answer[self._place : self._place + min(self.most, room)])
-        began = time.perf_counter()
-        own = guess() if guess and found else -1
-        self._guessing = time.perf_counter() - began
-        for i, right in enumerate(found):
-            if self._random.random() >= self.rate:
-                found[i] = own if i == 0 and own not in (-1, right) else (right + 1) % self.vocab
-                break
+        self.source, self._guessing = "mtp", 0.0
+        found = self._drafts[self._place : self._place + min(self.most, room)]
+        if guess and found:
+            began = time.perf_counter()
+            guess()
+            self._guessing = time.perf_counter() - began
         return found
+
+    def alike(self, drafts: int, guesses: bool) -> bool:
+        return drafts == 1 and guesses
+
+
+@contextmanager
+def synthetic(
+    engine: Engine, rate: float | None, drafts: int, answers: Mapping[tuple[int, ...], Sequence[int]]
+) -> Iterator[Synthetic | None]:
+    """`Synthetic` drafts for a block, none without a rate."""
+    try:
+        yield None if rate is None else Synthetic(engine, rate, drafts, answers)
+    finally:
+        engine.executor.stand_in((), 0)
 
 
 def break_even(cost: float, drafts: int) -> float:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tinychat.engine.fit import Fit, fit, sizes
+from tinychat.engine.fit import Fit, Sizes, fit, sizes
 from tinychat.engine.stats import available_memory
 from tinychat.errors import TinychatError
 from tinychat.models.registry import Model
 from tinychat.models.sources import scheme_of
 
-__all__ = ["Fit", "available_memory", "fit", "memory_gb_s", "predicted_tok_s", "sizes_of"]
+__all__ = ["Fit", "Sizes", "available_memory", "fit", "memory_gb_s", "predicted_tok_s", "sizes_of"]
 
 
 def memory_gb_s(threads: int | None) -> float:
@@ -27,9 +27,9 @@ def predicted_tok_s(model: Model, weight_bytes: int, gb_s: float) -> float:
     return gb_s * 1e9 / (weight_bytes * min(share, 1.0)) if weight_bytes else 0.0
 
 
-def sizes_of(model: Model, path: Path | None) -> tuple[int, int]:
-    """(bytes of the weights, bytes of KV cache per token), from the header in the file at `path`, or by range requests
-    from the model's first source. Raises TinychatError, ValueError, OSError."""
+def sizes_of(model: Model, path: Path | None) -> Sizes:
+    """By the header in the file at `path`, or by range requests from the model's first source. Raises TinychatError,
+    ValueError, OSError."""
     if path is not None:
         return sizes(path)
     read = scheme_of(source := model.sources[0]).header

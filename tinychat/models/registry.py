@@ -19,6 +19,7 @@ from tinychat.models.hosts import HUB, canonical_url, shown
 from tinychat.units import parameter_counts
 
 F16_BYTES = 2  # per value of the KV cache; tests/engine/test_fit.py compares the result with the models' plans
+WINDOW_ROWS = 16384  # that layers with a sliding window keep: kernels/ops.py
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,13 @@ class Model:
     sha256: str | None = None
     aliases: tuple[str, ...] = ()
     mtp_of: tuple[str, ...] = ()  # sources of models, whose multi-token prediction this file is
+    window_kv: tuple[int, int] = (0, 0)  # of `kv`, the layers with a sliding window
     path: Path | None = field(default=None, compare=False)  # a local file: nothing to download
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes that one token takes in the KV cache, stored as float16."""
-        return self.kv[0] * self.kv[1] * F16_BYTES
+    def kv_bytes(self, context: int) -> int:
+        """Bytes that a context of so many tokens takes in the KV cache, stored as float16; 0 where it is not known."""
+        windows = self.window_kv[0] * self.window_kv[1]
+        return F16_BYTES * (self.kv[0] * self.kv[1] * context - windows * max(0, context - WINDOW_ROWS))
 
     @property
     def why_not(self) -> str | None:
@@ -379,6 +381,7 @@ MODELS: tuple[Model, ...] = (
         32768,
         (18, 512),
         "Gemma",
+        window_kv=(15, 512),
         aliases=("gemma3:270m-Q8_0", "gemma3"),
     ),
     Model(
@@ -392,6 +395,7 @@ MODELS: tuple[Model, ...] = (
         32768,
         (26, 512),
         "Gemma",
+        window_kv=(22, 512),
         aliases=("gemma3:1b-Q4_K_M",),
     ),
     Model(
@@ -405,6 +409,7 @@ MODELS: tuple[Model, ...] = (
         131072,
         (34, 2048),
         "Gemma",
+        window_kv=(29, 2048),
         aliases=("gemma3:4b-Q4_K_M",),
     ),
     Model(
@@ -418,6 +423,7 @@ MODELS: tuple[Model, ...] = (
         131072,
         (18, 512),
         "Gemma",
+        window_kv=(12, 512),
         aliases=("gemma4:e2b-Q4_K_M",),
     ),
     Model(
@@ -431,6 +437,7 @@ MODELS: tuple[Model, ...] = (
         131072,
         (28, 1024),
         "Gemma",
+        window_kv=(20, 1024),
         aliases=("gemma4:e4b-Q4_K_M",),
     ),
     Model(
@@ -444,6 +451,7 @@ MODELS: tuple[Model, ...] = (
         262144,
         (55, 2048),
         "Gemma",
+        window_kv=(25, 4096),
         aliases=("gemma4:26b-a4b-UD-Q4_K_XL", "gemma4"),
     ),
     Model(
@@ -457,6 +465,7 @@ MODELS: tuple[Model, ...] = (
         262144,
         (55, 8192),
         "Gemma",
+        window_kv=(50, 8192),
         aliases=("gemma4:31b-Q4_K_M",),
     ),
     Model(
@@ -470,6 +479,7 @@ MODELS: tuple[Model, ...] = (
         131072,
         (24, 1024),
         "gpt-oss",
+        window_kv=(12, 1024),
         aliases=("gpt-oss:20b-MXFP4", "gpt-oss"),
     ),
     Model(
@@ -483,6 +493,7 @@ MODELS: tuple[Model, ...] = (
         131072,
         (36, 1024),
         "gpt-oss",
+        window_kv=(18, 1024),
         aliases=("gpt-oss:120b-MXFP4",),
     ),
     Model(
@@ -746,7 +757,7 @@ def user_models(settings: Mapping[str, Any]) -> tuple[Model, ...]:
             raise TinychatError(f'{where} needs either url = "https://..." or path = "/.../file.gguf"')
         rest = {k: v for k, v in entry.items() if k not in ("url", "path")}
         for key, value in rest.items():
-            if key not in known or key in ("name", "sources", "kv", "aliases"):
+            if key not in known or key in ("name", "sources", "kv", "window_kv", "aliases"):
                 raise TinychatError(f"{where} no field is called {printable(key)}")
             number = key in ("size", "parameters", "active_parameters", "context")
             if not isinstance(value, int | float if number else str) or isinstance(value, bool):

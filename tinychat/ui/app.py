@@ -213,10 +213,11 @@ def main(begun: Start) -> int:
     prepared = False
 
     def opened(path: Path, *, replaces: Backend | None, **options: Any) -> Backend:
-        backend = begun.open_backend(path, replaces=replaces, **options)
+        with process.starting():
+            backend = begun.open_backend(path, replaces=replaces, **options)
         if replaces is not None:
             process.collect_frozen()
-        process.freeze()
+            process.freeze()
         return backend
 
     def rest() -> None:

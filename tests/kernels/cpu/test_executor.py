@@ -52,6 +52,7 @@ def relative(a: np.ndarray, b: np.ndarray) -> float:
 @pytest.mark.parametrize("kind", QUANTS, ids=lambda q: q.name)
 def test_packed_rows_decode_to_the_same_bits(kind: tiny.Q) -> None:
     library = Library()
+    library.prepare([kind])
     lib = library.lib
     block, _ = GGML_QUANT_SIZES[kind]
     rng, rows, cols = np.random.default_rng(3), 32, 3 * block if block > 1 else 37

@@ -68,7 +68,7 @@ def matvecs() -> dict[Q, Matvec]:
         builder = Builder(plan, Layout(plan, {"check": check_data(kind)[0].nbytes, "gain": 4 * COLS}), 1)
         tensor = builder.layout.tensors["check"]
         two, row = head(builder.of(2), plan.head), embed(builder, plan.embed, 1)
-        made[kind] = builder, head(builder, plan.head), two, repack(tensor, tensor.blocks), row
+        made[kind] = builder, head(builder, plan.head), two, repack(tensor), row
     cuda_emulator.compile_all(
         launch
         for kind, (_, *all_of) in made.items()
@@ -95,7 +95,7 @@ def test_matvec_of_every_quant_type(kind: Q, matvecs: dict[Q, Matvec]) -> None:
     if kind in FLOATS:
         buffers["w:check"][:] = packed
     else:
-        cuda_emulator.run(packing, buffers)
+        cuda_emulator.run(packing, buffers, tensor.blocks)
         assert len(buffers["w:check"]) == packed_bytes(kind, tensor.values)
     logits = buffers["logits"].view(np.float32).reshape(2, ROWS)
     for each in (*two.before, two):
@@ -416,7 +416,7 @@ def test_sources_compile_with_nvrtc(arch: str, tmp_path: Path) -> None:
         b = Builder(plan, layout, 64)
         columns = (1,) if plan.state_bytes else columns_of
         found = [(n, launch) for n in columns for launch, _ in decode(b.of(n))]
-        found += [(0, repack(t, t.blocks)) for t in layout.tensors.values() if t.kind not in FLOATS]
+        found += [(0, repack(t)) for t in layout.tensors.values() if t.kind not in FLOATS]
         found += [(tokens, launch) for tokens in (16, 2048) for launch in Prefill(b, tokens, chip).layers()]
         for tokens, launch in found:
             kind = re.sub(r"_[\dx_]+$", "", launch.name)

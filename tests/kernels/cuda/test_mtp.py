@@ -15,7 +15,7 @@ from tinychat.kernels.cuda import executor, verify
 from tinychat.kernels.sampling import GREEDY
 
 
-def test_logits_drafts_and_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_drafts_answers_and_steps_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits of the float64 forward, for rows in pieces as for a prompt; drafts behind a row and behind two; the answer
     of single steps."""
     monkeypatch.setattr(executor, "GPU", EmulatedGPU)
@@ -33,9 +33,28 @@ def test_logits_drafts_and_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     accepted = [token for token, _ in steps]
     behind = engine.executor.draft(accepted, 8)  # enqueued by the step; the second time it is not
     assert behind == engine.executor.draft(accepted, 8)
+    ex, answers = engine.executor, []
     with engine.speculating(0):
-        alone = [(t.id, t.logprob) for t in engine.generate(IDS, GREEDY, 8, raw=True)]
+        for _ in ("from the logits that the prompt leaves", "from those of a step"):
+            answers.append([(t.id, t.logprob) for t in engine.generate(IDS, GREEDY, 8, raw=True)])
+            ex.forward(IDS[-1:], len(IDS) - 1)
+    left, alone = answers
+    answer = [token or 0 for token, _ in alone]
+    for rights in ((True, True, True, False, True), (False, False, True, True), ()):  # of drafts that stand in
+        ids = list(IDS)
+        ex.forward(ids[:-1], 0)
+        ex.forward(ids[:-1], 0, mtp=True)
+        ex.stand_in([t if right else t + 1 for t, right in zip(answer, rights)], len(ids))
+        rows = len(ids) - 1
+        while len(ids) < len(IDS) + len(rights) - 1:  # rows of the last draft's guess fit too
+            own, place = ex.draft(ids[rows:], rows), len(ids) - len(IDS)
+            draft, rows = answer[place] + (not rights[place]), len(ids)
+            made = list(ex.verify(ids[-1], [draft], len(ids) - 1, GREEDY, ids, ahead=True))
+            assert [token for token, _ in made] == answer[place : place + 1 + rights[place]] and own >= 0
+            ids += [token for token, _ in made]
     assert [(t.id, t.logprob) for t in engine.generate(IDS, GREEDY, 8, raw=True)] == alone
     s = engine.stats
     assert s.mtp_drafted_tokens >= 3 and s.generated_tokens == s.decode_steps + s.accepted_tokens
+    engine.session.cut(0)
+    assert [(t.id, t.logprob) for t in engine.generate(IDS, GREEDY, 8, raw=True)] == left
     engine.close()

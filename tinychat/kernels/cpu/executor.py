@@ -60,6 +60,7 @@ from tinychat.kernels.profile import (
 )
 from tinychat.kernels.sampler import penalties
 from tinychat.kernels.sampling import Sampling
+from tinychat.kernels.window_rows import WindowRows
 
 LIMITS = Limits(  # a phase has at most 2^20 tasks (pool.h)
     QUANTS,
@@ -148,7 +149,8 @@ class CPUExecutor:
         # a state does not go back behind drafts that were wrong
         self.limits = replace(LIMITS, verified=1) if plan.state_bytes else LIMITS
         self.plan, self.max_context = plan, max_context
-        self.prefill_chunk = min(LIMITS.prefill_chunk, max_context)
+        self._windows = WindowRows(plan, max_context)
+        self.prefill_chunk = min(LIMITS.prefill_chunk, self._windows.together)
         self._compiled = False
         self._sampled = 0  # which of the last step's tokens the last id stands behind
         self._sampling: Sampling | None = None  # the last parameters
@@ -192,19 +194,19 @@ class CPUExecutor:
         return array.ctypes.data
 
     def _fill_context(self) -> None:
-        plan, ops, rows = self.plan, self._program.ops, -(-self.max_context // TILE) * TILE
-        row_bytes = rows * CACHE_VALUE_BYTES  # of all rows, a value of each
-        self.cache_bytes = sum(row_bytes * (cache.key_width + cache.value_width) for cache in plan.caches)
+        plan, ops = self.plan, self._program.ops
+        rows = [-(-plan.rows(cache, self.max_context) // TILE) * TILE for cache in plan.caches]
+        self.cache_bytes = sum(n * cache.row_bytes for n, cache in zip(rows, plan.caches))
         slack = 4096  # vectors may be read past the last row
         at = self._alloc(self.cache_bytes + slack)
         self._caches = (library.LayerCache * max(len(plan.caches), 1))()
         attentions = [layer.attention for layer in (*plan.layers, *([plan.mtp.layer] if plan.mtp else []))]
         heads = [a.kv_heads if isinstance(a, GQA | MLA) else 1 for a in attentions]
-        for made, cache, n in zip(self._caches, plan.caches, [*heads, 1]):
-            made.heads = n
+        for made, cache, n, kept in zip(self._caches, plan.caches, [*heads, 1], rows):
+            made.heads, made.rows, made.window = n, kept, cache.window
             made.k_dim, made.v_dim = cache.key_width // made.heads, cache.value_width // made.heads
-            made.k, made.v = at, at + row_bytes * cache.key_width
-            at += row_bytes * (cache.key_width + cache.value_width)
+            made.k, made.v = at, at + kept * cache.key_width * CACHE_VALUE_BYTES
+            at += kept * cache.row_bytes
         sizes = [
             (4 * s.rows * s.channels, 4 * s.heads * s.key_dim * _filled(s.value_dim)) if s else (0, 0)
             for s in plan.states
@@ -244,9 +246,13 @@ class CPUExecutor:
         self._check(ids, pos)
         tokens = np.asarray(ids, np.int32)
         out = np.empty((len(tokens) if logits == "all" else 1, self.plan.vocab), np.float32)
-        mode = ("none", "last", "all").index(logits)
-        self._lib.tc_forward(self._ctx, tokens.ctypes.data, len(tokens), pos, mode, mtp, out.ctypes.data)
-        return out if mode else None
+        for at in range(0, len(tokens), self.prefill_chunk):
+            part = tokens[at : at + self.prefill_chunk]
+            mode = 2 if logits == "all" else int(logits == "last" and at + len(part) == len(tokens))
+            rows = out[at:] if mode == 2 else out
+            self._slide(self._windows.base_for(pos + at, len(part)))
+            self._lib.tc_forward(self._ctx, part.ctypes.data, len(part), pos + at, mode, mtp, rows.ctypes.data)
+        return None if logits == "none" else out
 
     def draft(self, ids: Sequence[int], pos: int) -> int:
         """See Executor.draft."""
@@ -290,7 +296,18 @@ class CPUExecutor:
 
     def _step(self, ids: Sequence[int], pos: int) -> None:
         self._check(ids, pos)
+        self._slide(self._windows.base_for(pos, len(ids)))
         self._lib.tc_step(self._ctx, (ctypes.c_int32 * len(ids))(*ids), len(ids), pos)
+
+    def reaches(self, pos: int) -> bool:
+        """See Executor.reaches."""
+        return self._windows.reaches(pos)
+
+    def _slide(self, base: int) -> None:
+        """From now on the first row of layers with a window is that of position `base`."""
+        if base != self._windows.base:
+            self._windows.base = base
+            self._lib.tc_slide(self._ctx, base)
 
     def _sample(self, i: int, sampling: Sampling, recent: Sequence[int], mask: Mask | None) -> tuple[int, float]:
         """(id, log-probability) of what follows token `i` of the step that was run last."""
@@ -331,11 +348,11 @@ class CPUExecutor:
 
     def write_cache(self, data: bytes, first: int, rows: int) -> None:
         """See Executor.write_cache."""
-        array = np.frombuffer(data, np.uint8)
-        fits = first % 16 == 0 and 0 <= first <= first + rows <= self.max_context
-        if not fits or array.size != self._lib.tc_cache(self._ctx, None, first, rows, 1):
-            raise TinychatError(f"saved cache of {len(data)} bytes does not fit {rows} rows of this model")
-        self._lib.tc_cache(self._ctx, array.ctypes.data, first, rows, 1)
+        if first % TILE or not 0 <= first <= first + rows <= self.max_context:
+            raise TinychatError(f"a saved cache of {rows} rows from {first} on does not fit the context")
+        tiles = -(-rows // TILE) * TILE
+        self._slide(self._windows.base_with(first, tiles, self._windows.held(len(data), tiles)))
+        self._lib.tc_cache(self._ctx, np.frombuffer(data, np.uint8).ctypes.data, first, rows, 1)
 
     def read_state(self) -> State:
         """See Executor.read_state."""
@@ -430,6 +447,9 @@ class CPUExecutor:
     def seconds_of(self, groups: Sequence[Sequence[int]], pos: int, steps: int) -> Calls:
         """See MeasurableExecutor.seconds_of."""
         return calls_of(self.profile(0, pos, steps), groups)
+
+    def stand_in(self, drafts: Sequence[int], pos: int) -> None:
+        """See MeasurableExecutor.stand_in: no step is enqueued ahead."""
 
     def read_bandwidth(self) -> float:
         """See MeasurableExecutor.read_bandwidth."""

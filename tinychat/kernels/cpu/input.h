@@ -14,6 +14,18 @@ static float rms_scale(const float *x, int n, float eps) {
 // h with x - HIGH * h in a signed byte.
 INLINE i32v high_byte(i32v x) { return HIGH == 256 ? (x + 128) >> 8 : round_(from_int(x) / HIGH); }
 
+// Column c of a panel of nc: x * inv * gain, as two bfloat16 whose sum has 16 to 17 of a float's 24 bits. n is a multiple of 32.
+static void prepare_planes(const float *x, int n, const float *gain, float inv, float *planes, int nc, int c) {
+  uint16_t *to = (uint16_t *)planes + 32 * c;
+  for (int i = 0; i < n; i += 16, to += i % 32 ? 16 : 64 * nc - 16) {
+    f32v a = ldf(x + i);
+    if (gain) a *= ldf(gain + i) * inv;
+    u32v high = ((u32v)a + 0x8000) & 0xffff0000, low = (u32v)(a - (f32v)high) + 0x8000;
+    u16x16 h = __builtin_convertvector(high >> 16, u16x16), l = __builtin_convertvector(low >> 16, u16x16);
+    memcpy(to, &h, 32), memcpy(to + 32 * nc, &l, 32);
+  }
+}
+
 // Column c of a panel of nc: x * inv * gain (gain NULL: x as it is), as blocks of 32 high and low bytes and, if f is given, as floats.
 static void prepare(const float *x, int n, const float *gain, float inv, int8_t *q, XScale *xs, float *f, int nc, int c) {
   int quants = q && n % 32 == 0;

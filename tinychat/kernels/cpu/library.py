@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
-from gguf import GGMLQuantizationType
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.blocks import CLAMP, CLAMP_SLOPE, MIN_WEIGHT_SUM
 from tinychat.kernels.cpu import compiler
 from tinychat.kernels.grids import packed_grid
+from tinychat.kernels.quant_types import GGMLQuantizationType
 
 _TABLE = re.compile(r"X\((\w+), \d+, ")  # the rows of QUANTISED and FLOATING in quant.h
 _QUANT_H = (compiler.SOURCES / "quant.h").read_text()
@@ -82,7 +82,7 @@ class SampleSpec(ctypes.Structure):
 class LayerCache(ctypes.Structure):
     """`LayerCache` of step.c."""
 
-    _fields_ = [*_all(_ptr, "k v tail state"), *_all(_i32, "heads k_dim v_dim")]
+    _fields_ = [*_all(_ptr, "k v tail state"), *_all(_i32, "heads k_dim v_dim rows window base")]
 
 
 class StepContext(ctypes.Structure):
@@ -123,6 +123,7 @@ class Library:
             ("tc_forward", None, [_ptr, _ptr, c_int, c_int, c_int, c_int, _ptr]),
             ("tc_step", None, [_ptr, _ptr, c_int, c_int]),
             ("tc_sample", c_int, [_ptr, c_int, _ptr, _ptr]),
+            ("tc_slide", None, [_ptr, c_int]),
             ("tc_cache", size, [_ptr, _ptr, c_int, c_int, c_int]),
             ("tc_bandwidth", _f64, [_ptr, _ptr, size]),
         ):
@@ -154,9 +155,14 @@ class Library:
         if constants != list(expected.values()):
             raise _differ(f"{', '.join(expected)} are {constants} in C, {list(expected.values())} in Python")
         self.chunk = int(chunk)  # cache rows of one task of attention
-        tables = grids()
-        lib.tc_grids(tables.ctypes.data)
         self.simd: str = lib.tc_simd().decode()
+
+    def prepare(self, kinds: Iterable[GGMLQuantizationType]) -> None:
+        """To be called before weights of these types are packed: gives C the grids, where they are needed. They come
+        from the gguf package, which takes 0.05 s."""
+        if any(kind.name.startswith(("IQ1", "IQ2", "IQ3")) for kind in kinds):
+            tables = grids()
+            self.lib.tc_grids(tables.ctypes.data)
 
 
 def _differ(what: str) -> TinychatError:

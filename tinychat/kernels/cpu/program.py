@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType as Q
-from gguf.quants import dequantize
 
 from tinychat.kernels.blocks import (
     GQA,
@@ -27,6 +25,7 @@ from tinychat.kernels.blocks import (
 from tinychat.kernels.cpu import library
 from tinychat.kernels.cpu.library import STEP, TILE, CMatrix, Library
 from tinychat.kernels.executor import Weights
+from tinychat.kernels.grids import dequantize
 from tinychat.kernels.ops import (
     Head,
     LatentStore,
@@ -42,6 +41,7 @@ from tinychat.kernels.ops import (
     latent_inputs,
     projections,
 )
+from tinychat.kernels.quant_types import GGMLQuantizationType as Q
 
 
 @dataclass
@@ -70,6 +70,7 @@ def build(
     progress: Callable[[float], None],
 ) -> Program:
     """Packs the weights (on the threads of `context`) and translates the blocks."""
+    lib.prepare({w.type for w in plan.weights})
     packed = plan.matrices
     sizes = {w: w.groups * -(-w.rows // TILE) * lib.lib.tc_group_bytes(_stored_type(w), w.cols) for w in packed}
     table = plan.layer_table.table.weight if plan.layer_table else None

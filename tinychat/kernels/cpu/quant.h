@@ -449,11 +449,11 @@ typedef struct {
   const int8_t *q;        // [k / 32][NC][high or low][32]
   const XScale *scales;   // [k / 32][NC]
   const float *f;         // [k][NC], the unquantised values, for float weights
-  int k;
+  int k, planes;          // planes: f holds [k / 32][high or low][NC][32] bfloat16 instead, for tiles
 } X;
 // The columns from number `first` on, which begins a panel.
 INLINE X columns_from(const X *x, size_t first) {
-  return (X){x->q + 2 * first * x->k, x->scales + first * (x->k / 32), x->f + first * x->k, x->k};
+  return (X){x->q + 2 * first * x->k, x->scales + first * (x->k / 32), x->f + first * x->k, x->k, x->planes};
 }
 
 // y + the scaled sums over 32 elements of a column: p of all, or p of the first 16 and r of the last 16 where there are two scales.

@@ -58,16 +58,18 @@ typedef struct {
   Matrix w[4];
 } Op;
 
-typedef struct {  // a layer's part of the KV cache: [heads][context] rows of K, in tiles (attention.h), and of V
+typedef struct {  // a layer's part of the KV cache: [heads][rows] rows of K, in tiles (attention.h), and of V
   uint16_t *k, *v;
   float *tail, *state;  // of a delta rule: the last inputs of its convolution, and [heads][key][value filled up to 16]
   int32_t heads, k_dim, v_dim;
+  int32_t rows, window, base;  // window: rows that a token sees, 0: all; base: position of the first row (window_rows.py)
 } LayerCache;
 
 typedef struct {  // per thread
   int8_t *q;
   XScale *scales;
   float *f, *attn_q, *attn_s, *attn_out, *merged;
+  f32v *sums;        // of two products
   uint64_t ready;  // the phase whose input this is
   int32_t *experts;
   float *expert_weights;
@@ -77,6 +79,7 @@ typedef struct {  // per thread
   float **targets; // of a batch: [batch]
   uint64_t stopped;  // while profiled: when the last task ended
   int last_op;
+  int planes;        // the unquantised values of whole blocks of 32 are in planes
 } Scratch;
 
 typedef struct { int op, stage; } Phase;
@@ -107,6 +110,7 @@ typedef struct {
   int first;             // row of the buffers that is the first token's
   int tokens, pos, logits_mode, sampled, mtp;  // logits_mode: 0 none, 1 last, 2 all; sampled: a decode step; mtp: runs MTP instead
   uint64_t serial;  // of the call
+  int widest;       // 16 columns of so many values have room in a thread's scratch
   float *logits_out;
   struct Piece *pieces;  // of working memory
   int short_;            // one of them could not be had
@@ -129,13 +133,20 @@ static int needs(const Matrix *w, int n) {
   return need;
 }
 
+INLINE int in_planes(const Scratch *s, int n) { return s->planes && n % 32 == 0; }
+
 static void prepare_row(const float *x, int n, const float *norm, float eps, int need, Scratch *to, size_t column, int nc, int c) {
-  prepare(x, n, norm, norm ? rms_scale(x, n, eps) : 1.0f, need & 1 ? to->q + 2 * column * n : NULL,
-          need & 1 ? to->scales + column * (n / 32) : NULL, need & 2 ? to->f + column * n : NULL, nc, c);
+  float by = norm ? rms_scale(x, n, eps) : 1.0f, *f = need & 2 ? to->f + column * n : NULL;
+  if (f && in_planes(to, n)) {
+    prepare_planes(x, n, norm, by, f, nc, c);
+    if (!(need & 1)) return;
+    f = NULL;
+  }
+  prepare(x, n, norm, by, need & 1 ? to->q + 2 * column * n : NULL, need & 1 ? to->scales + column * (n / 32) : NULL, f, nc, c);
 }
 
 INLINE X columns_of(const Scratch *s, size_t column, int k) {
-  return columns_from(&(X){s->q, s->scales, s->f, k}, column);
+  return columns_from(&(X){s->q, s->scales, s->f, k, in_planes(s, k)}, column);
 }
 
 // Whether this thread has already prepared the input of the op (one token); marks it as prepared.
@@ -183,22 +194,22 @@ INLINE void share(Part me, double total, double before, double bytes, int units,
 
 INLINE f32v silu(f32v x) { return x / (exp_(-x) + 1.0f); }
 
-// dst (+)= scale * (matrix @ x (+ bias)) for groups first..last-1 of 16 rows and all columns of x.
-static void multiply(const Matrix *w, int matrix, int first, int last, const Scratch *x, int tokens, float *dst, int stride,
+// dst (+)= scale * (matrix @ x (+ bias)) for groups first..last-1 of 16 rows and all columns of x; out: the thread's sums.
+static void multiply(f32v *out, const Matrix *w, int matrix, int first, int last, const Scratch *x, int tokens, float *dst, int stride,
                      const float *bias, float scale, int add) {
-  f32v out[GROUPS * COLUMNS];
   for (int t = 0; t < tokens; t += COLUMNS)
     for (int g = first; g < last; g += GROUPS) {
       int columns = MIN_(COLUMNS, tokens - t), groups = MIN_(GROUPS, last - g);
       X p = columns_of(x, t, w->cols);
       product(w->type, rows16(w, matrix, g), groups, &p, columns, out);
-      for (int i = 0; i < groups * columns; i++) {
-        int row = 16 * (g + i / columns), n = w->rows - row;
-        float *to = dst + (size_t)(t + i % columns) * stride + row;
-        f32v y = out[i / columns * pitch_of(columns) + i % columns];
-        if (bias) y += fetch(bias + row, n);
-        store(to, add ? fma_(y, splat(scale), fetch(to, n)) : y * scale, n);
-      }
+      for (int i = 0; i < groups; i++)
+        for (int c = 0; c < columns; c++) {
+          int row = 16 * (g + i), n = w->rows - row;
+          float *to = dst + (size_t)(t + c) * stride + row;
+          f32v y = out[i * pitch_of(columns) + c];
+          if (bias) y += fetch(bias + row, n);
+          store(to, add ? fma_(y, splat(scale), fetch(to, n)) : y * scale, n);
+        }
     }
 }
 
@@ -222,21 +233,22 @@ INLINE f32v activated(int activation, f32v g, f32v u) {
 INLINE const float *bias_of(const float *biases, const Matrix *w, int matrix) { return biases ? biases + (size_t)matrix * w->rows : NULL; }
 
 // dst = f(gate @ x + gate_bias, up @ x + up_bias) for groups first..last-1 of 16 rows.
-static void multiply_gated(const Matrix *gate, const Matrix *up, int matrix, int first, int last, const Scratch *x, int tokens,
+static void multiply_gated(f32v *a, const Matrix *gate, const Matrix *up, int matrix, int first, int last, const Scratch *x, int tokens,
                            float *const *dst, int activation, const float *gate_bias, const float *up_bias) {
-  f32v a[GROUPS * COLUMNS], b[GROUPS * COLUMNS];
+  f32v *b = a + GROUPS * COLUMNS;
   for (int t = 0; t < tokens; t += COLUMNS)
     for (int g = first; g < last; g += GROUPS) {
       int columns = MIN_(COLUMNS, tokens - t), groups = MIN_(GROUPS, last - g);
       X p = columns_of(x, t, gate->cols);
       product(gate->type, rows16(gate, matrix, g), groups, &p, columns, a);
       product(up->type, rows16(up, matrix, g), groups, &p, columns, b);
-      for (int i = 0; i < groups * columns; i++) {
-        int row = 16 * (g + i / columns), n = gate->rows - row, at = i / columns * pitch_of(columns) + i % columns;
-        if (gate_bias) a[at] += fetch(gate_bias + row, n);
-        if (up_bias) b[at] += fetch(up_bias + row, n);
-        store(dst[t + i % columns] + row, activated(activation, a[at], b[at]), n);
-      }
+      for (int i = 0; i < groups; i++)
+        for (int c = 0; c < columns; c++) {
+          int row = 16 * (g + i), n = gate->rows - row, at = i * pitch_of(columns) + c;
+          if (gate_bias) a[at] += fetch(gate_bias + row, n);
+          if (up_bias) b[at] += fetch(up_bias + row, n);
+          store(dst[t + c] + row, activated(activation, a[at], b[at]), n);
+        }
     }
 }
 
@@ -307,7 +319,8 @@ static void linear(Ctx *c, const Op *op, Part me) {
     double bytes = group_bytes(w->type, w->cols);
     int first, last;
     share(me, total, before, bytes, groups16(w), &first, &last);
-    multiply(w, 0, first, last, x, c->tokens, row(c, op->dst[i], 0) + op->at[i], c->widths[op->dst[i]], op->bias[i], op->scale, op->add);
+    multiply(c->scratch[me.id].sums, w, 0, first, last, x, c->tokens, row(c, op->dst[i], 0) + op->at[i], c->widths[op->dst[i]],
+             op->bias[i], op->scale, op->add);
     before += groups16(w) * bytes;
   }
 }
@@ -319,7 +332,7 @@ static void gate_up(Ctx *c, const Op *op, Part me) {
   for (int t = 0; t < c->tokens; t++) dst[t] = row(c, op->dst[0], t);
   int first, last, n = groups16(&op->w[0]);
   share(me, n, 0, 1, n, &first, &last);
-  multiply_gated(&op->w[0], &op->w[1], 0, first, last, x, c->tokens, dst, op->activation, NULL, NULL);
+  multiply_gated(c->scratch[me.id].sums, &op->w[0], &op->w[1], 0, first, last, x, c->tokens, dst, op->activation, NULL, NULL);
 }
 
 // dst = stream_scale * (dst + scale * RMSNorm(src)), or without `add` as if dst were 0.
@@ -364,11 +377,11 @@ static void turn_head(float *dst, const float *src, const Op *op, int h, const f
 
 INLINE uint16_t *k_tile(Ctx *c, const Op *op, int head, int pos) {
   const LayerCache *l = &c->caches[op->layer];
-  return l->k + ((size_t)head * c->context + (size_t)(pos & ~15)) * l->k_dim;
+  return l->k + ((ptrdiff_t)head * l->rows + (pos & ~15) - l->base) * l->k_dim;
 }
 INLINE uint16_t *v_row(Ctx *c, const Op *op, int head, int pos) {
   const LayerCache *l = &c->caches[op->layer];
-  return l->v + ((size_t)head * c->context + (size_t)pos) * l->v_dim;
+  return l->v + ((ptrdiff_t)head * l->rows + pos - l->base) * l->v_dim;
 }
 
 // h of ops.MTP: RMSNorm(x) as the hidden row of each token.
@@ -635,19 +648,21 @@ static void delta(Ctx *c, const Op *op, int id, int h) {
 static void per_head(Ctx *c, const Op *op, Part me, int src_stride, int dst_stride) {
   const Matrix *w = &op->w[0];
   Scratch *s = &c->scratch[me.id];
-  int groups = groups16(w), need = needs(w, 1), first = 0, last = 0;
+  int groups = groups16(w), need = needs(w, 1), first = 0, last = 0, most = MAX_(1, MIN_(COLUMNS / 16, c->widest / w->cols)) * 16;
   // with one token a share may end inside a head; a batch's heads are quantised once each, so shares are whole heads there
   int unit = c->tokens == 1 || c->pool.threads > w->groups ? 1 : groups;
   share(me, w->groups * groups / unit, 0, 1, w->groups * groups / unit, &first, &last);
   first *= unit, last *= unit;
   for (int h = first / groups; h * groups < last; h++) {
     int from = MAX_(first, h * groups) - h * groups, to = MIN_(last, (h + 1) * groups) - h * groups;
-    for (int start = 0, width; start < c->tokens; start += width) {
-      width = panel_width(c->tokens - start);
-      int n = MIN_(width, c->tokens - start);
-      for (int i = 0; i < n; i++)
-        prepare_row(row(c, op->src, start + i) + (size_t)h * src_stride, w->cols, NULL, 0, need, s, 0, width, i);
-      multiply(w, h, from, to, s, n, row(c, op->dst[0], start) + (size_t)h * dst_stride, c->widths[op->dst[0]], NULL, 1, 0);
+    for (int start = 0, n; start < c->tokens; start += n) {
+      n = MIN_(most, c->tokens - start);
+      for (int at = 0, width; at < n; at += width) {
+        width = panel_width(n - at);
+        for (int i = 0; i < MIN_(width, n - at); i++)
+          prepare_row(row(c, op->src, start + at + i) + (size_t)h * src_stride, w->cols, NULL, 0, need, s, (size_t)at, width, i);
+      }
+      multiply(c->scratch[me.id].sums, w, h, from, to, s, n, row(c, op->dst[0], start) + (size_t)h * dst_stride, c->widths[op->dst[0]], NULL, 1, 0);
     }
   }
 }
@@ -747,7 +762,7 @@ static void route(Ctx *c, const Op *op, Part me) {
   if (!x) return;
   int first, last, n = groups16(w);
   share(me, n, 0, 1, n, &first, &last);
-  multiply(w, 0, first, last, x, c->tokens, c->router_logits, w->rows, op->bias[0], 1, 0);
+  multiply(c->scratch[me.id].sums, w, 0, first, last, x, c->tokens, c->router_logits, w->rows, op->bias[0], 1, 0);
 }
 
 // Tokens of a batch that chose expert e: token * top_k + slot of each. Returns how many.
@@ -760,6 +775,10 @@ static int chosen(const Ctx *c, const Op *op, int e, int32_t *pairs) {
 
 // Into how many parts the rows of an expert are divided in a batch, so that threads which end first find something to take.
 static int expert_parts(const Ctx *c, int experts) { return (8 * c->pool.threads + experts - 1) / experts; }
+
+// Tokens that are multiplied with an expert at a time, where columns have k values: its weights are unpacked once for all of them.
+enum { EXPERT_COLUMNS = 64 };
+static int expert_columns(const Ctx *c, int k) { return MIN_(EXPERT_COLUMNS, c->widest / k * 16); }
 
 // Copies prepared columns (each by itself) side by side into panels.
 static void gather(Scratch *to, const Scratch *from, const int32_t *column, int n, int k, int need) {
@@ -811,13 +830,13 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
     for (int i = 0; i < top; i++) {
       float *dst = row(c, op->dst[0], 0) + (size_t)i * ff;
       share(me, total, bytes * groups * i, bytes, groups, &first, &last);
-      multiply_gated(gate, &op->w[1], s->experts[i], first, last, s, 1, &dst, op->activation,
+      multiply_gated(c->scratch[me.id].sums, gate, &op->w[1], s->experts[i], first, last, s, 1, &dst, op->activation,
                      bias_of(op->bias[0], gate, s->experts[i]), bias_of(op->bias[1], gate, s->experts[i]));
     }
     if (has_shared) {
       float *dst = row(c, op->dst[0], 0) + (size_t)top * ff;
       share(me, total, bytes * groups * top, shared_bytes, groups16(shared), &first, &last);
-      multiply_gated(shared, &op->w[3], 0, first, last, s, 1, &dst, op->activation, NULL, NULL);
+      multiply_gated(c->scratch[me.id].sums, shared, &op->w[3], 0, first, last, s, 1, &dst, op->activation, NULL, NULL);
       if (first < last) scale_shared(c, op, 0, dst, first, last);
     }
     return;
@@ -834,18 +853,18 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
   if (first == last) return;
   int32_t *pairs = s->pairs, *column = pairs + c->tokens * top;
   float **dst = s->targets;
-  for (int start = 0, n = e < 0 ? c->tokens : chosen(c, op, e, pairs); start < n; start += 16) {
-    int m = MIN_(16, n - start);
+  for (int start = 0, n = e < 0 ? c->tokens : chosen(c, op, e, pairs), m; start < n; start += m) {
+    m = MIN_(expert_columns(c, k), n - start);
     for (int i = 0; i < m; i++) {
       int token = e < 0 ? start + i : pairs[start + i] / top, slot = e < 0 ? top : pairs[start + i] % top;
       column[i] = token, dst[i] = row(c, op->dst[0], token) + (size_t)slot * ff;
     }
     gather(s, &c->shared, column, m, k, need);
     if (e >= 0) {
-      multiply_gated(gate, &op->w[1], e, first, last, s, m, dst, op->activation, bias_of(op->bias[0], gate, e),
+      multiply_gated(c->scratch[me.id].sums, gate, &op->w[1], e, first, last, s, m, dst, op->activation, bias_of(op->bias[0], gate, e),
                      bias_of(op->bias[1], gate, e));
     } else {
-      multiply_gated(shared, &op->w[3], 0, first, last, s, m, dst, op->activation, NULL, NULL);
+      multiply_gated(c->scratch[me.id].sums, shared, &op->w[3], 0, first, last, s, m, dst, op->activation, NULL, NULL);
       for (int i = 0; i < m; i++) scale_shared(c, op, column[i], dst[i], first, last);
     }
   }
@@ -866,7 +885,7 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
       Scratch in = {.q = s->q + 2 * at, .scales = s->scales + at / 32, .f = s->f + at};
       if (!prepared) prepare_row(src + at, m->cols, NULL, 0, need, &in, 0, 1, 0);
       int matrix = i < top ? c->route_ids[i] : 0;
-      multiply(m, matrix, first, last, &in, 1, y, dim, i < top ? bias_of(op->bias[0], m, matrix) : NULL, 1, 0);
+      multiply(c->scratch[me.id].sums, m, matrix, first, last, &in, 1, y, dim, i < top ? bias_of(op->bias[0], m, matrix) : NULL, 1, 0);
       float weight = (i < top ? c->route_weights[i] : 1.0f) * op->scale;
       for (int r = 16 * first; r < MIN_(16 * last, dim); r += 16) {
         f32v base = i > 0 || op->add ? fetch(x + r, dim - r) : splat(0);
@@ -882,10 +901,10 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
     int per = expert_parts(c, w->groups), e = me.part / per, part = me.part % per;
     int first = groups * part / per, last = groups * (part + 1) / per, from = 16 * first, rows = MIN_(16 * last, dim) - from;
     int32_t *pairs = s->pairs;
-    for (int start = 0, n = first < last ? chosen(c, op, e, pairs) : 0; start < n; start += 16) {
-      int m = MIN_(16, n - start);
+    for (int start = 0, n = first < last ? chosen(c, op, e, pairs) : 0, m; start < n; start += m) {
+      m = MIN_(expert_columns(c, ff), n - start);
       gather(s, &c->shared, pairs + start, m, ff, need);
-      multiply(w, e, first, last, s, m, s->merged, dim, bias_of(op->bias[0], w, e), 1, 0);
+      multiply(c->scratch[me.id].sums, w, e, first, last, s, m, s->merged, dim, bias_of(op->bias[0], w, e), 1, 0);
       for (int i = 0; i < m; i++)
         memcpy(c->pair_out + (size_t)pairs[start + i] * dim + from, s->merged + (size_t)i * dim + from, sizeof(float) * rows);
     }
@@ -906,7 +925,7 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
     if (!in) return;
     int first, last;
     share(me, groups, 0, 1, groups, &first, &last);
-    multiply(shared, 0, first, last, in, c->tokens, row(c, op->dst[0], 0), c->widths[op->dst[0]], NULL, op->scale, 1);
+    multiply(c->scratch[me.id].sums, shared, 0, first, last, in, c->tokens, row(c, op->dst[0], 0), c->widths[op->dst[0]], NULL, op->scale, 1);
   }
 }
 
@@ -919,7 +938,7 @@ static void head(Ctx *c, const Op *op, Part me) {
   else if (!ready(c, op, me.id)) prepare_row(row(c, op->src, c->tokens - 1), w->cols, op->norm, op->eps, needs(w, 1), &c->scratch[me.id], 0, 1, 0);
   if (!x) return;
   share(me, n, 0, 1, n, &first, &last);
-  multiply(w, 0, first, last, x, tokens, c->logits_out, w->rows, NULL, op->scale, 0);
+  multiply(c->scratch[me.id].sums, w, 0, first, last, x, tokens, c->logits_out, w->rows, NULL, op->scale, 0);
   for (int t = 0; t < tokens && op->softcap != 0; t++)
     for (int r = 16 * first; r < MIN_(16 * last, w->rows); r += 16) {
       float *l = c->logits_out + (size_t)t * w->rows + r;
@@ -966,7 +985,7 @@ static int stages(const Op *op) {
 
 // Tasks per thread and stage, where the number of tasks is free, of several tokens and of one. One token's tasks are limited by
 // memory, which serves 16 threads so unevenly that with 4 tasks each they wait for 12 to 15 % of a step, with 16 for 3 to 8 %.
-enum { SPLIT = 4, SPLIT_ONE = 16 };
+enum { SPLIT = 8, SPLIT_ONE = 16, LEAST = 4 };
 
 static int stage_tasks(const Ctx *c, const Op *op, int stage) {
   int some = (c->tokens == 1 ? SPLIT_ONE : SPLIT) * c->pool.threads, per;
@@ -985,11 +1004,24 @@ static int stage_tasks(const Ctx *c, const Op *op, int stage) {
     int experts = op->w[0].groups;
     return experts * expert_parts(c, experts) + (op->tag == EXPERTS_UP && op->w[2].groups ? some : 0);
   }
+  int groups = 0;  // a task of several tokens has LEAST of them, since it reads all columns
+  for (int i = 0; i < op->matrices; i++) groups += groups16(&op->w[i]);
+  if (op->tag == LINEAR || op->tag == GATE_UP || op->tag == HEAD) return MAX_(c->pool.threads, MIN_(some, groups / LEAST));
   return some;
+}
+
+// Whether float weights are multiplied in tiles, with columns in planes: in prompts. Decode steps get the same bits for one token
+// and for several, so that drafts can be verified; experts have few tokens, for which unpacking would take the most time.
+static void choose_form(Ctx *c, const Op *op) {
+  int planes = tiles_allowed && !c->sampled && !c->mtp && op->tag != EXPERTS_UP && op->tag != EXPERTS_DOWN;
+  if (planes == c->shared.planes) return;
+  c->shared.planes = planes;
+  for (int i = 0; i < c->pool.threads; i++) c->scratch[i].planes = planes;
 }
 
 static int phase_tasks(void *arg, int phase) {
   Ctx *c = arg;
+  if (phase < c->n_phases) choose_form(c, &c->ops[c->phases[phase].op]);
   if (phase < c->n_phases) return stage_tasks(c, &c->ops[c->phases[phase].op], c->phases[phase].stage);
   c->sampling = nanoseconds();
   return c->pool.threads;
@@ -1100,7 +1132,7 @@ EXPORT size_t tc_sizeof(int what) {
   X(logit_scale) X(lower_bound)                                                                                                 \
   X(norm) X(q_norm) X(k_norm) X(rope) X(sinks) X(shared_scale) X(bias) X(routes) X(w)
 #define SAMPLE_FIELDS(X) SAMPLING(X) X(n_penalised) X(seed) X(penalised) X(divisors) X(amounts) X(mask)
-#define CACHE_FIELDS(X) X(k) X(v) X(tail) X(state) X(heads) X(k_dim) X(v_dim)
+#define CACHE_FIELDS(X) X(k) X(v) X(tail) X(state) X(heads) X(k_dim) X(v_dim) X(rows) X(window) X(base)
 #define CONTEXT_FIELDS(X)                                                                                                       \
   X(n_ops) X(n_step) X(n_whole) X(max_context) X(batch) X(vocab) X(layers) X(n_buffers) X(ops) X(buffers) X(widths) X(caches) X(ticks) X(sampling)
 EXPORT const char *tc_fields(int what) {
@@ -1208,6 +1240,7 @@ EXPORT int tc_prepare(Ctx *c) {
   size_t widest = dim, heads = 1, value = 16, key = 16;
   c->context = (c->max_context + 15) / 16 * 16;
   for (int i = 0; i < c->n_buffers; i++) widest = MAX_(widest, (size_t)c->widths[i]);
+  c->widest = (int)widest;
   for (int i = 0; i < c->n_ops; i++) {
     const Op *op = &c->ops[i];
     if (op->tag == ATTENTION || op->tag == LATENT_ATTENTION)
@@ -1221,13 +1254,14 @@ EXPORT int tc_prepare(Ctx *c) {
   for (int i = 0; i < n && c->scratch; i++) {
     Scratch *s = &c->scratch[i];
     *s = new_scratch(c, 16, widest);
+    s->sums = piece(c, 2 * GROUPS * COLUMNS, sizeof(f32v));
     s->attn_q = piece(c, vectors + 4, 4 * key);
     s->attn_s = piece(c, vectors + 4, 4 * CHUNK);
     s->attn_out = piece(c, vectors, 4 * value);
     s->experts = piece(c, top, 4), s->expert_weights = piece(c, top, 4);
     s->chances = piece(c, 2, 4 * (size_t)routed), s->groups = piece(c, 2, 4 * (size_t)routed);
     s->pairs = piece(c, c->batch, 4 * (size_t)(top + 1)), s->targets = piece(c, c->batch, sizeof(float *));
-    s->merged = piece(c, MAX_(MAX_(vectors * value, widest + 16), MAX_((size_t)dim * 16, 2 * (size_t)c->batch)), 4);
+    s->merged = piece(c, MAX_(MAX_(vectors * value, widest + 16), MAX_((size_t)dim * (routed ? EXPERT_COLUMNS : 16), 2 * (size_t)c->batch)), 4);
   }
   c->shared = new_scratch(c, (size_t)pitch_of(c->batch), MAX_(widest, (size_t)top * ff));  // panels may have empty columns
   c->partial = piece(c, heads * chunks, 4 * (value + 16));
@@ -1244,16 +1278,12 @@ EXPORT int tc_prepare(Ctx *c) {
   return c->short_ ? -1 : 0;
 }
 
-// Runs n tokens at positions pos.., through MTP if `mtp`, in batches; logits_mode 1 fills out with the last token's logits, 2 with
-// everyone's.
+// Runs n (at most `batch`) tokens at positions pos.., through MTP if `mtp`; logits_mode 1 fills out with the last token's logits, 2
+// with everyone's.
 EXPORT void tc_forward(Ctx *c, const int32_t *ids, int n, int pos, int logits_mode, int mtp, float *out) {
-  for (int i = 0; i < n; i += c->tokens) {
-    c->ids = ids + i, c->pos = pos + i, c->tokens = MIN_(c->batch, n - i);
-    c->logits_mode = logits_mode == 2 || i + c->tokens == n ? logits_mode : 0;
-    c->logits_out = logits_mode == 2 ? out + (size_t)i * c->vocab : out;
-    c->sampled = 0, c->mtp = mtp;
-    run_tokens(c);
-  }
+  c->ids = ids, c->tokens = n, c->pos = pos, c->logits_mode = logits_mode, c->logits_out = out;
+  c->sampled = 0, c->mtp = mtp;
+  run_tokens(c);
 }
 
 // One decode step: runs n (at most STEP) tokens at positions pos.., for tc_sample to choose what follows them.
@@ -1273,15 +1303,31 @@ EXPORT int tc_sample(Ctx *c, int i, const SampleSpec *spec, double *logprob) {
   return id;
 }
 
-// Copies `rows` cache rows from `first` (a multiple of 16), in whole tiles of 16, out (in 0) or back in (1). Returns the
-// bytes.
+// Makes the rows of layers with a window begin at position `base`; those behind it stay.
+EXPORT void tc_slide(Ctx *c, int base) {
+  for (LayerCache *l = c->caches; l < c->caches + c->layers; l++) {
+    if (!l->window) continue;
+    int by = base - l->base, kept = l->rows - by;
+    for (int h = 0; h < l->heads && by > 0 && kept > 0; h++) {
+      uint16_t *k = l->k + (size_t)h * l->rows * l->k_dim, *v = l->v + (size_t)h * l->rows * l->v_dim;
+      memmove(k, k + (size_t)by * l->k_dim, (size_t)kept * l->k_dim * sizeof *k);
+      memmove(v, v + (size_t)by * l->v_dim, (size_t)kept * l->v_dim * sizeof *v);
+    }
+    l->base = base;
+  }
+}
+
+// Copies `rows` cache rows from `first` (a multiple of 16), in whole tiles of 16, out (in 0) or back in (1), of layers with a
+// window those from their base on. Returns the bytes.
 EXPORT size_t tc_cache(Ctx *c, uint8_t *data, int first, int rows, int in) {
-  size_t tiles = ((size_t)rows + 15) / 16 * 16, at = 0;
+  int end = first + (rows + 15) / 16 * 16;
+  size_t at = 0;
   for (int v = 0; v < 2; v++)
     for (const LayerCache *l = c->caches; l < c->caches + c->layers; l++) {
-      size_t width = (size_t)(v ? l->v_dim : l->k_dim), bytes = tiles * width * sizeof(uint16_t);
-      for (int h = 0; h < l->heads && width; h++) {
-        uint16_t *rows_at = (v ? l->v : l->k) + ((size_t)h * c->context + (size_t)first) * width;
+      int from = MAX_(first, l->base);
+      size_t width = (size_t)(v ? l->v_dim : l->k_dim), bytes = (size_t)MAX_(end - from, 0) * width * sizeof(uint16_t);
+      for (int h = 0; h < l->heads && bytes; h++) {
+        uint16_t *rows_at = (v ? l->v : l->k) + ((ptrdiff_t)h * l->rows + from - l->base) * (ptrdiff_t)width;
         if (data && in) memcpy(rows_at, data + at, bytes);
         else if (data) memcpy(data + at, rows_at, bytes);
         at += bytes;

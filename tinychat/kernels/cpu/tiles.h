@@ -1,10 +1,12 @@
-// Matrix tiles (Intel AMX): eight registers of 16 rows of 64 bytes, and the product of a tile of signed bytes with one of bytes.
-// Here tiles 0 to 3 are sums (up to 16 x 16 int32), 4 and 5 hold the rows of the left factor, 6 the right one in granules of 4.
+// Matrix tiles (Intel AMX): eight registers of 16 rows of 64 bytes, and the product of a tile of signed bytes with one of bytes,
+// or of two tiles of bfloat16. Here tiles 0 to 3 are sums (up to 16 x 16 int32 or float), 4 and 5 hold rows of the left factor, 6
+// and 7 the right one in granules of 4 bytes.
 #pragma once
 #include "simd.h"
 
 #ifndef TILES  // 0: none, 1: AMX, 2: the same in C, for tests on other machines
-#if (defined(__AMX_INT8__) || defined(__AMXINT8__)) && defined(__linux__)  // the second before clang 16
+#if defined(__linux__) && \
+    ((defined(__AMX_INT8__) && defined(__AMX_BF16__)) || (defined(__AMXINT8__) && defined(__AMXBF16__)))  // the latter before clang 16
 #define TILES 1
 #else
 #define TILES 0
@@ -18,10 +20,11 @@ typedef struct {
   uint8_t rows[16];
 } TileShapes;
 
-// The shapes for products of `rows` rows over `k` bytes, a multiple of 4 and at most 64.
-INLINE TileShapes tile_shapes(int rows, int k) {
+// The shapes for products over `k` bytes, a multiple of 4 and at most 64: tile 4 has `rows` rows, tile 5 `more`; so have the even
+// sums and the odd ones.
+INLINE TileShapes tile_shapes(int rows, int more, int k) {
   TileShapes t = {.palette = 1};
-  for (int i = 0; i < 7; i++) t.rows[i] = i == 6 ? k / 4 : rows, t.row_bytes[i] = i == 4 || i == 5 ? k : 64;
+  for (int i = 0; i < 8; i++) t.rows[i] = i >= 6 ? k / 4 : i % 2 ? more : rows, t.row_bytes[i] = i == 4 || i == 5 ? k : 64;
   return t;
 }
 #endif
@@ -39,8 +42,8 @@ static int tiles_granted(void) {
 // What was written before is in memory: gcc's forms of the operations do not say that they read it.
 INLINE void tiles_written(const void *p) { __asm__ volatile("" : : "r"(p) : "memory"); }
 // A thread has tiles between these two only: the system saves 8 kB more where it interrupts a thread that has.
-INLINE void tiles_begin(int rows, int k) {
-  TileShapes t = tile_shapes(rows, k);
+INLINE void tiles_begin(int rows, int more, int k) {
+  TileShapes t = tile_shapes(rows, more, k);
   tiles_written(&t);
   _tile_loadconfig(&t);
 }
@@ -50,15 +53,16 @@ INLINE void tiles_end(void) { _tile_release(); }
 #define tile_store(i, p, stride) _tile_stored(i, p, stride)
 #define tile_dot_u(c, a, b) _tile_dpbsud(c, a, b)
 #define tile_dot_s(c, a, b) _tile_dpbssd(c, a, b)
+#define tile_dot_f(c, a, b) _tile_dpbf16ps(c, a, b)
 #elif TILES == 2
 #define TILES_NAME SIMD_NAME " and tiles in C"
 static _Thread_local struct {
   TileShapes shapes;
-  uint8_t at[8][16][64];
+  _Alignas(64) uint8_t at[8][16][64];
 } tiles_;
 static int tiles_granted(void) { return 1; }
 INLINE void tiles_written(const void *p) {}
-static void tiles_begin(int rows, int k) { memset(&tiles_, 0, sizeof tiles_), tiles_.shapes = tile_shapes(rows, k); }
+static void tiles_begin(int rows, int more, int k) { memset(&tiles_, 0, sizeof tiles_), tiles_.shapes = tile_shapes(rows, more, k); }
 static void tiles_end(void) { memset(&tiles_, 0, sizeof tiles_); }
 static void tile_zero(int i) { memset(tiles_.at[i], 0, sizeof tiles_.at[i]); }
 static void tile_load(int i, const void *p, size_t stride) {
@@ -80,4 +84,18 @@ static void tile_dot_(int c, int a, int b, int sign) {
 }
 #define tile_dot_u(c, a, b) tile_dot_(c, a, b, 0)
 #define tile_dot_s(c, a, b) tile_dot_(c, a, b, 1)
+// Products of the even elements and of the odd ones are summed by themselves, then added to c.
+static void tile_dot_f(int c, int a, int b) {
+  for (int m = 0; m < tiles_.shapes.rows[c]; m++) {
+    f32v sums[2] = {{0}};
+    for (int k = 0; k < 32; k++) {
+      uint16_t x;
+      memcpy(&x, &tiles_.at[a][m][2 * k], 2);
+      u32v w = ld(tiles_.at[b][k / 2]);
+      sums[k % 2] = fma_((f32v)splatu((uint32_t)x << 16), (f32v)(k % 2 ? w & 0xffff0000 : w << 16), sums[k % 2]);
+    }
+    f32v *to = (f32v *)tiles_.at[c][m];
+    *to += sums[0] + sums[1];
+  }
+}
 #endif

@@ -33,7 +33,8 @@ DEVICE void run(Args a) {
         *row_scale = row_sum + ROWS;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, split = blockIdx.x,
             kv_head = COLUMNS == 1 ? blockIdx.z : blockIdx.z % KV_HEADS, first_row = blockIdx.y * ROWS;
-  const int column = COLUMNS == 1 ? 0 : blockIdx.z / KV_HEADS, known = a.state[POS], pos = known + column;
+  const int column = COLUMNS == 1 ? 0 : blockIdx.z / KV_HEADS, known = a.state[POS], pos = known + column,
+            base = WINDOW ? a.state[BASE] : 0;
   if (COLUMNS > 1 && column >= a.state[COUNT]) return;
   a.partial += (u64)column * SPLITS * HEADS * VALUE_DIM;
   a.ml += column * SPLITS * HEADS;
@@ -57,14 +58,14 @@ DEVICE void run(Args a) {
     for (int i = threadIdx.x; i < CHUNK_KEYS * KV; i += THREADS) {
       const int row = i / KV, col = i % KV * 8, key = first + row;
       if (key < earlier)
-        copy_async(ks + (slot + row) * KP + col, a.k_cache + ((u64)key * KV_HEADS + kv_head) * KEY_DIM + col, true);
+        copy_async(ks + (slot + row) * KP + col, a.k_cache + ((u64)(key - base) * KV_HEADS + kv_head) * KEY_DIM + col, true);
     }
 #pragma unroll 4
     for (int i = threadIdx.x; i < CHUNK_KEYS * VV; i += THREADS) {
       constexpr int V1 = VV ? VV : 1;
       const int row = i / V1, col = i % V1 * 8, key = first + row;
       if (key < earlier)
-        copy_async(vs + (slot + row) * VP + col, a.v_cache + ((u64)key * KV_HEADS + kv_head) * VALUE_DIM + col, true);
+        copy_async(vs + (slot + row) * VP + col, a.v_cache + ((u64)(key - base) * KV_HEADS + kv_head) * VALUE_DIM + col, true);
     }
     copy_commit();
   };
@@ -74,13 +75,13 @@ DEVICE void run(Args a) {
     if (c >= chunks || first + CHUNK_KEYS <= earlier) return;
     for (int i = threadIdx.x; i < CHUNK_KEYS * KV; i += THREADS) {
       const int row = i / KV, col = i % KV * 8, key = first + row;
-      const u16 *from = a.k_cache + ((u64)key * KV_HEADS + kv_head) * KEY_DIM + col;
+      const u16 *from = a.k_cache + ((u64)(key - base) * KV_HEADS + kv_head) * KEY_DIM + col;
       if (key >= earlier) *(V4 *)(ks + (slot + row) * KP + col) = key < end ? *(const V4 *)from : V4{0, 0, 0, 0};
     }
     for (int i = threadIdx.x; i < CHUNK_KEYS * VV; i += THREADS) {
       constexpr int V1 = VV ? VV : 1;
       const int row = i / V1, col = i % V1 * 8, key = first + row;
-      const u16 *from = a.v_cache + ((u64)key * KV_HEADS + kv_head) * VALUE_DIM + col;
+      const u16 *from = a.v_cache + ((u64)(key - base) * KV_HEADS + kv_head) * VALUE_DIM + col;
       if (key >= earlier) *(V4 *)(vs + (slot + row) * VP + col) = key < end ? *(const V4 *)from : V4{0, 0, 0, 0};
     }
   };

@@ -96,7 +96,8 @@ class Builder:
         """A layer's cache: "k" or "v"."""
         cache = self.plan.caches[layer]
         width = cache.key_width if kind == "k" else cache.value_width
-        return self.buffer(f"{kind}:{layer}", blocks.CACHE_VALUE_BYTES * self.max_context * width)
+        rows = self.plan.rows(cache, self.max_context)
+        return self.buffer(f"{kind}:{layer}", blocks.CACHE_VALUE_BYTES * rows * width)
 
     @property
     def routes(self) -> tuple[int, int]:

@@ -152,6 +152,6 @@ DEVICE void run(Args a) {
     a.chosen[column] = id;
     fence_system();
     const u32 logprob = bits(a.logits[id] - top - logf(sum));
-    *(volatile u64 *)&a.ring[(pos + 1 + RING_FIRST) % RING] = (u64)logprob << 32 | (u32)id;
+    *(volatile u64 *)&a.ring[(pos + 1 + RING_FIRST + a.state[TURN]) % RING] = (u64)logprob << 32 | (u32)id;
   }
 }

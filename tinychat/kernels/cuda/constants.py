@@ -12,9 +12,8 @@ from enum import IntEnum
 from functools import cache
 from typing import Any, get_args
 
-from gguf import GGMLQuantizationType
-
 from tinychat.kernels import blocks
+from tinychat.kernels.quant_types import GGMLQuantizationType
 
 SPAN = 128  # values that four lanes of a prompt's product take at a time; rows of halves are padded to it
 U64 = int  # a field of this type is u64 in C++: it goes into address computations
@@ -110,7 +109,7 @@ class JoinConstants(Constants):
 
 @dataclass(frozen=True, kw_only=True)
 class FollowConstants(StepConstants):
-    """follow.cu"""
+    """follow.cu, next_step.cu"""
 
     words: int  # of `state`
 
@@ -354,6 +353,7 @@ class StoreKVConstants(Constants):
     eps: float
     query_scale: float  # attention's scale times log2(e)
     value_norm: bool  # each head of v is divided by its root mean square
+    window: int  # rows that a query sees; 0: all
 
 
 @dataclass(frozen=True)

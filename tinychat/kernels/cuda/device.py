@@ -1,21 +1,25 @@
-"""What we use of tinygrad's CUDA device: buffers, the compiler and its cache, programs; and a few driver calls."""
+"""A CUDA device: named buffers, programs and graphs, and copies between it and the host."""
 
 from __future__ import annotations
 
 import ctypes
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from tinygrad import Device, dtypes
-from tinygrad.device import Buffer, BufferSpec, TinyELF
-from tinygrad.helpers import diskcache_get, diskcache_put
 
 from tinychat.errors import TinychatError
+from tinychat.kernels.cuda import binaries, driver
+from tinychat.kernels.cuda.driver import check
 from tinychat.kernels.cuda.graph import Graph, KernelCall, enqueuer
 from tinychat.kernels.cuda.launch import Launch, place
+
+BRIEF = 16 << 20  # bytes of an upload that returns at once; the driver copies pageable memory first
+_MAJOR, _MINOR, _MAX_SHARED = 75, 76, 97  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_..., ..._PER_BLOCK_OPTIN
+_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_PORTABLE = 1  # CU_MEMHOSTALLOC_PORTABLE
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 
 
 def unusable(e: Exception) -> TinychatError:
@@ -23,159 +27,177 @@ def unusable(e: Exception) -> TinychatError:
     return TinychatError(f"CUDA does not work here: {next(iter(str(e).splitlines()), '') or type(e).__name__}")
 
 
+class LoadedKernel:
+    """A kernel on the device, until it is forgotten. `shared`: bytes of dynamic shared memory."""
+
+    def __init__(self, binary: bytes, name: str, shared: int) -> None:
+        self._cuda = cuda = driver.library()
+        self._module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
+        check(cuda.cuModuleLoadData(ctypes.byref(self._module), binary))
+        check(cuda.cuModuleGetFunction(ctypes.byref(self.function), self._module, name.encode()))
+        if shared:  # with its static shared memory a kernel may need more than 48 KB
+            check(cuda.cuFuncSetAttribute(self.function, _DYNAMIC_SHARED, shared))
+
+    def __del__(self) -> None:
+        if self._module:
+            self._cuda.cuModuleUnload(self._module)
+
+
 class GPU:
-    """One CUDA device, its named buffers and compiled kernels. Raises TinychatError where there is none that works."""
+    """The first CUDA device, its named buffers and compiled kernels. Raises TinychatError where there is none that
+    works."""
 
     def __init__(self) -> None:
         try:
-            self.dev: Any = Device["CUDA"]
-            from tinygrad.runtime.autogen import cuda
-            from tinygrad.runtime.support.compiler_cuda import NVRTCCompiler
-
-            self.cuda: Any = cuda
-            self.warpgroups = self.dev.arch == "sm_90"  # has wgmma, which binaries for sm_90a alone may use
-            arch = "sm_90a" if self.warpgroups else self.dev.arch
-            self.compiler = NVRTCCompiler(arch, ptx=False, cache_key="tinychat_cubin")
-        except Exception as e:  # no driver, no compiler, no device: tinygrad raises what it meets
+            self.cuda = driver.library()
+            self._device, self._context = driver.context()
+        except Exception as e:  # no driver, one without a function that is needed, no device
             raise unusable(e) from e
-        if int(self.dev.arch[3:]) < 80:
-            raise TinychatError(f"the CUDA kernels need compute capability 8.0 or newer, this GPU has {self.dev.arch}")
-        self.overlaps = int(self.dev.arch[3:]) >= 90  # kernels may start while the one before still runs
-        self.target = self.dev.renderer.target
-        self.buffers: dict[str, Buffer] = {}
+        major, minor = self._attribute(_MAJOR), self._attribute(_MINOR)
+        if major < 8:
+            raise TinychatError(f"the CUDA kernels need compute capability 8.0 or newer, this GPU has {major}.{minor}")
+        self.overlaps = major >= 9  # kernels may start while the one before still runs
+        self.warpgroups = (major, minor) == (9, 0)  # has wgmma, which binaries for sm_90a alone may use
+        self.arch = f"sm_{major}{minor}{'a' * self.warpgroups}"
+        self.buffers: dict[str, tuple[int, int]] = {}  # address and bytes
         self._binaries: dict[str, bytes] = {}
         self.found, self.compiled, self.compile_s = 0, 0, 0.0  # kernels from the disk cache, compiled; seconds of both
-        self._programs: dict[str, Any] = {}
+        self._programs: dict[str, LoadedKernel] = {}
         self._aside: Any = None  # a stream that waits for no other
-        self._pinned: dict[int, Any] = {}  # page-locked memory by address
+        self._pinned = set[int]()  # addresses of page-locked memory
 
     @property
     def name(self) -> str:
         """The GPU's name, for people."""
         text = ctypes.create_string_buffer(100)
-        self._check(self.cuda.cuDeviceGetName(text, 100, self.dev.cu_device))
+        check(self.cuda.cuDeviceGetName(text, 100, self._device))
         return text.value.decode(errors="replace")
 
     @property
     def nbytes(self) -> int:
         """Bytes of all its buffers."""
-        return sum(b.nbytes for b in self.buffers.values())
+        return sum(nbytes for _, nbytes in self.buffers.values())
 
     @property
     def max_shared(self) -> int:
         """Bytes of shared memory that a block may have."""
-        value = ctypes.c_int()
-        which = self.cuda.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-        self._check(self.cuda.cuDeviceGetAttribute(ctypes.byref(value), which, self.dev.cu_device))
-        return value.value
+        return self._attribute(_MAX_SHARED)
 
     @property
     def free_bytes(self) -> int:
         """Bytes of its memory that are free."""
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        self._check(self.cuda.cuCtxSetCurrent(self.dev.context))
-        self._check(self.cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)))
+        self.enter()
+        check(self.cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)))
         return free.value
 
-    def _check(self, status: int) -> None:
-        if status:
-            raise TinychatError(f"CUDA error {self.cuda.enum_cudaError_enum.get(status, status)}")
+    def _attribute(self, which: int) -> int:
+        value = ctypes.c_int()
+        check(self.cuda.cuDeviceGetAttribute(ctypes.byref(value), which, self._device))
+        return value.value
+
+    def enter(self) -> None:
+        """Makes the device that of the calling thread."""
+        check(driver.brief().cuCtxSetCurrent(self._context))
 
     # --- buffers
 
     def allocate(self, name: str, nbytes: int) -> None:
         """A device buffer of `nbytes` (uninitialised) under `name`."""
+        self.enter()
+        made = ctypes.c_uint64()
         try:
-            self.buffers[name] = Buffer("CUDA", nbytes, dtypes.uint8, options=BufferSpec(nolru=True)).allocate()
-        except (MemoryError, RuntimeError) as e:
+            check(self.cuda.cuMemAlloc_v2(ctypes.byref(made), nbytes))
+        except TinychatError as e:
             raise TinychatError(
                 f"the GPU's memory is too small: no room for {nbytes / 1e6:,.0f} MB more; use a "
                 f"smaller context or model"
             ) from e
+        self.buffers[name] = made.value, nbytes
 
     def free(self, name: str) -> None:
         """Gives a buffer's memory back, after everything enqueued before."""
         self.synchronize()
-        buffer: Any = self.buffers.pop(name)
-        buffer.deallocate()
+        check(self.cuda.cuMemFree_v2(self.buffers.pop(name)[0]))
 
     def pinned(self, nbytes: int, name: str | None = None) -> np.ndarray:
         """Page-locked host memory: uint8 (nbytes,); with a `name` also a buffer that kernels write into."""
-        self._check(self.cuda.cuCtxSetCurrent(self.dev.context))
-        ptr = ctypes.c_void_p()
-        self._check(self.cuda.cuMemHostAlloc(ctypes.byref(ptr), nbytes, 1))
-        self._pinned[ptr.value or 0] = ptr
+        self.enter()
+        made = ctypes.c_void_p()
+        check(self.cuda.cuMemHostAlloc(ctypes.byref(made), nbytes, _PORTABLE))
+        address = made.value or 0
+        self._pinned.add(address)
         if name:
-            external = BufferSpec(external_ptr=ptr.value)
-            self.buffers[name] = Buffer("CUDA", nbytes, dtypes.uint8, options=external).allocate()
-        return np.ctypeslib.as_array((ctypes.c_ubyte * nbytes).from_address(ptr.value or 0))
+            self.buffers[name] = address, nbytes  # kernels see the host's memory at its own addresses
+        return np.ctypeslib.as_array((ctypes.c_ubyte * nbytes).from_address(address))
 
     def unpin(self, data: np.ndarray) -> None:
         """Frees page-locked memory, after everything enqueued before."""
         self.synchronize()
-        self._check(self.cuda.cuMemFreeHost(self._pinned.pop(data.ctypes.data)))
+        self._pinned.remove(data.ctypes.data)
+        check(self.cuda.cuMemFreeHost(data.ctypes.data))
 
-    def address(self, name: str) -> Any:
+    def address(self, name: str) -> int:
         """Of a buffer, or of "name+offset" in one."""
         name, offset = place(name)
-        return self.cuda.CUdeviceptr_v2(self.buffers[name]._buf.value + offset)
+        return self.buffers[name][0] + offset
 
     def upload(self, name: str, data: np.ndarray, offset: int = 0) -> None:
         """Puts `data` (contiguous) at byte `offset` of a buffer, behind everything enqueued before. Page-locked data
         must stay."""
-        self._check(self.cuda.cuCtxSetCurrent(self.dev.context))
-        pointer = self.cuda.CUdeviceptr_v2(self.address(name).value + offset)
-        self._check(self.cuda.cuMemcpyHtoDAsync_v2(pointer, ctypes.c_void_p(data.ctypes.data), data.nbytes, None))
+        self.enter()
+        cuda = driver.brief() if data.nbytes <= BRIEF else self.cuda
+        check(cuda.cuMemcpyHtoDAsync_v2(self.address(name) + offset, data.ctypes.data, data.nbytes, None))
 
     def download(self, name: str, nbytes: int, offset: int = 0) -> np.ndarray:
         """uint8 (nbytes,) from a buffer, after everything enqueued before."""
-        self._check(self.cuda.cuCtxSetCurrent(self.dev.context))
+        self.enter()
         out = np.empty(nbytes, np.uint8)
-        pointer = self.cuda.CUdeviceptr_v2(self.address(name).value + offset)
-        self._check(self.cuda.cuMemcpyDtoH_v2(ctypes.c_void_p(out.ctypes.data), pointer, nbytes))
+        check(self.cuda.cuMemcpyDtoH_v2(out.ctypes.data, self.address(name) + offset, nbytes))
         return out
 
     def peek(self, name: str, nbytes: int, offset: int) -> np.ndarray:
         """uint8 (nbytes,) from a buffer as it is now, without waiting for what is enqueued."""
-        self._check(self.cuda.cuCtxSetCurrent(self.dev.context))
+        self.enter()
         if self._aside is None:
-            self._aside = self.cuda.CUstream()
-            self._check(self.cuda.cuStreamCreate(ctypes.byref(self._aside), self.cuda.CU_STREAM_NON_BLOCKING))
+            self._aside = ctypes.c_void_p()
+            check(self.cuda.cuStreamCreate(ctypes.byref(self._aside), _NON_BLOCKING))
         out = np.empty(nbytes, np.uint8)
-        pointer = self.cuda.CUdeviceptr_v2(self.address(name).value + offset)
-        self._check(self.cuda.cuMemcpyDtoHAsync_v2(ctypes.c_void_p(out.ctypes.data), pointer, nbytes, self._aside))
-        self._check(self.cuda.cuStreamSynchronize(self._aside))
+        source = self.address(name) + offset
+        check(self.cuda.cuMemcpyDtoHAsync_v2(out.ctypes.data, source, nbytes, self._aside))
+        check(self.cuda.cuStreamSynchronize(self._aside))
         return out
 
     def copy(self, target: str, source: str, nbytes: int) -> None:
         """Copies bytes between two places in buffers, "name" or "name+offset", behind everything enqueued before."""
-        self._check(self.cuda.cuCtxSetCurrent(self.dev.context))
-        self._check(self.cuda.cuMemcpyDtoDAsync_v2(self.address(target), self.address(source), nbytes, None))
+        self.enter()
+        check(self.cuda.cuMemcpyDtoDAsync_v2(self.address(target), self.address(source), nbytes, None))
 
     def synchronize(self) -> None:
         """Waits for everything enqueued; raises TinychatError for what failed on the device."""
         try:
-            self.dev.synchronize()
-        except RuntimeError as e:
+            self.enter()
+            check(self.cuda.cuCtxSynchronize())
+        except TinychatError as e:
             raise TinychatError(f"the GPU stopped: {e}") from e
 
     def event(self) -> Any:
         """Marks this point of the enqueued work (for `wait`)."""
-        e = self.cuda.CUevent()
-        self._check(self.cuda.cuEventCreate(ctypes.byref(e), 0))
-        self._check(self.cuda.cuEventRecord(e, None))
+        e = ctypes.c_void_p()
+        check(driver.brief().cuEventCreate(ctypes.byref(e), 0))
+        check(driver.brief().cuEventRecord(e, None))
         return e
 
     def wait(self, event: Any) -> None:
         """Waits for an event once, then drops it."""
-        self._check(self.cuda.cuEventSynchronize(event))
-        self._check(self.cuda.cuEventDestroy_v2(event))
+        check(self.cuda.cuEventSynchronize(event))
+        check(self.cuda.cuEventDestroy_v2(event))
 
     def elapsed(self, start: Any, end: Any) -> float:
         """Seconds between two events."""
-        self._check(self.cuda.cuEventSynchronize(end))
+        check(self.cuda.cuEventSynchronize(end))
         ms = ctypes.c_float()
-        self._check(self.cuda.cuEventElapsedTime(ctypes.byref(ms), start, end))
+        check(self.cuda.cuEventElapsedTime(ctypes.byref(ms), start, end))
         return ms.value * 1e-3
 
     # --- kernels
@@ -185,39 +207,44 @@ class GPU:
         sources = {source: None for source in (launch.source() for launch in launches) if source not in self._binaries}
         if not sources:
             return
-        key, started = self.compiler.cachekey, time.perf_counter()
+        started = time.perf_counter()
         for source in sources:
-            if key and (found := diskcache_get(key, source)) is not None:
+            if (found := binaries.find(source, self.arch)) is not None:
                 self._binaries[source] = found
-        missing = [s for s in sources if s not in self._binaries]
-        with ThreadPoolExecutor(8) as pool:
-            for source, binary in zip(missing, pool.map(self.compiler.compile, missing)):
-                self._binaries[source] = diskcache_put(key, source, binary) if key else binary
+        if missing := [s for s in sources if s not in self._binaries]:
+            try:
+                self._binaries |= zip(missing, binaries.compile_all(missing, self.arch))
+            except Exception as e:  # no compiler, or one without this architecture
+                raise unusable(e) from e
         self.found, self.compiled = self.found + len(sources) - len(missing), self.compiled + len(missing)
         self.compile_s += time.perf_counter() - started
 
-    def _program(self, launch: Launch) -> Any:
+    def program(self, launch: Launch) -> LoadedKernel:
+        """The launch's kernel, loaded."""
         source = launch.source()
         if source not in self._programs:
             self.compile([launch])
-            made = self._programs[source] = self.dev.runtime(
-                TinyELF(self._binaries[source], launch.name, self.target, ())
-            )
-            self._allow_shared(made, launch.shared)
+            self.enter()
+            self._programs[source] = LoadedKernel(self._binaries[source], launch.name, launch.shared)
         return self._programs[source]
 
     def _call(self, launch: Launch, names: dict[str, str]) -> KernelCall:
-        addresses = tuple(self.address(names.get(b, b)).value for b in launch.buffers)
-        return KernelCall(self._program(launch).prg, launch.grid_of, launch.threads, launch.shared, addresses)
+        addresses = tuple(self.address(names.get(b, b)) for b in launch.buffers)
+        return KernelCall(self.program(launch).function, launch.grid_of, launch.threads, launch.shared, addresses)
 
-    def sequence(self, launches: Sequence[Launch], names: dict[str, str] | None = None) -> Callable[..., None]:
+    def sequence(
+        self, launches: Sequence[Launch], names: dict[str, str] | None = None, *, few: bool = False
+    ) -> Callable[..., None]:
         """A function that enqueues the launches one by one, outside any graph, for a number of tokens and of cache
-        rows; `names` replaces buffers."""
+        rows; `names` replaces buffers. `few`: there is always room in the device's queue, so that it returns at
+        once."""
         self.compile(launches)
-        enqueue = enqueuer([self._call(x, names or {}) for x in launches], self.overlaps)
+        enqueue = enqueuer(
+            driver.brief() if few else self.cuda, [self._call(x, names or {}) for x in launches], self.overlaps
+        )
 
         def within(count: int = 1, keys: int = 1) -> None:
-            self._check(self.cuda.cuCtxSetCurrent(self.dev.context))
+            self.enter()
             enqueue(count, keys)
 
         return within
@@ -226,25 +253,20 @@ class GPU:
         """Enqueues one launch."""
         self.sequence([launch], names)()
 
-    def _allow_shared(self, runtime: Any, nbytes: int) -> None:
-        runtime.smem = nbytes
-        if nbytes:  # with its static shared memory a kernel may need more than 48 KB
-            attribute = self.cuda.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            self._check(self.cuda.cuFuncSetAttribute(runtime.prg, attribute, nbytes))
-
     def graph(self, launches: Sequence[Launch], chained: bool = True, count: int = 1, keys: int = 1) -> Graph:
         """All launches as one graph, in this order, with the grids for a number of tokens and of cache rows. `chained`:
         with programmatic edges (graph.py)."""
         self.compile(launches)
-        self._check(self.cuda.cuCtxSetCurrent(self.dev.context))
+        self.enter()
         return Graph([self._call(x, {}) for x in launches], chained and self.overlaps, count, keys)
 
     def close(self) -> None:
         """Frees buffers and page-locked memory."""
         self.synchronize()
-        for buffer in self.buffers.values():
-            buffer.deallocate()
+        for address, _ in self.buffers.values():
+            if address not in self._pinned:
+                self.cuda.cuMemFree_v2(address)
         self.buffers.clear()
-        for ptr in self._pinned.values():
-            self.cuda.cuMemFreeHost(ptr)
+        for address in self._pinned:
+            self.cuda.cuMemFreeHost(address)
         self._pinned.clear()

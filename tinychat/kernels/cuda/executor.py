@@ -15,7 +15,7 @@ from itertools import chain
 import numpy as np
 
 from tinychat.errors import TinychatError
-from tinychat.kernels.blocks import MLA
+from tinychat.kernels.blocks import CACHE_VALUE_BYTES, MLA, Cache
 from tinychat.kernels.cuda.builder import RING, RING_DRAFTS, ROUTE_SLOTS, SLOTS, Builder
 from tinychat.kernels.cuda.device import GPU, unusable
 from tinychat.kernels.cuda.graph import Graph
@@ -23,20 +23,21 @@ from tinychat.kernels.cuda.kept import KeptStates
 from tinychat.kernels.cuda.launch import Launch
 from tinychat.kernels.cuda.launches import head
 from tinychat.kernels.cuda.layout import Layout
-from tinychat.kernels.cuda.load import load
+from tinychat.kernels.cuda.load import Upload
 from tinychat.kernels.cuda.prefill import SIZES, Chip, Prefill
 from tinychat.kernels.cuda.profile import DecodeStep, kernels, profile, read_bandwidth, seconds_of
 from tinychat.kernels.cuda.quants import QUANTS
 from tinychat.kernels.cuda.recurrent import TOGETHER
 from tinychat.kernels.cuda.selfcheck import self_check
-from tinychat.kernels.cuda.state import bias_values, breaker_bits, state_words
+from tinychat.kernels.cuda.state import WORDS, bias_values, breaker_bits, state_words
 from tinychat.kernels.cuda.step import decode, depths
-from tinychat.kernels.cuda.verify import drafting, verifying
+from tinychat.kernels.cuda.verify import cycles, drafting, verifying
 from tinychat.kernels.executor import ExecutorKind, Logits, Mask, State, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile
 from tinychat.kernels.sampling import GREEDY, Sampling
+from tinychat.kernels.window_rows import WindowRows
 
 AHEAD = 4  # decode steps enqueued before the oldest is read; at most SLOTS
 GRAPH_TOKENS = 128  # tokens from one graph of a prompt's kernels to the next
@@ -77,6 +78,16 @@ class Prompts:
     head_all: Callable[..., None]  # those of all
 
 
+@dataclass
+class Cycle:
+    """A verify step of two that was enqueued before the host knew its tokens. `tokens`: as far as they are known."""
+
+    tokens: list[int]
+    pos: int
+    sampling: Sampling
+    turn: int  # state[TURN]
+
+
 class CUDAExecutor:
     """`Executor` on CUDA. Raises TinychatError for a plan beyond LIMITS, and where there is no such GPU, no memory
     left, or a kernel fails its check at load."""
@@ -93,56 +104,59 @@ class CUDAExecutor:
         self._latent = any(isinstance(layer.attention, MLA) for layer in plan.layers)
         layout = Layout(plan, {name: weights.raw(name).nbytes for name in {w.tensor for w in plan.weights}})
         self.gpu = gpu = GPU()
-        chip = Chip(gpu.warpgroups, gpu.max_shared)
-        for chunk in CHUNKS:
-            builder = Builder(plan, layout, max_context, gpu.warpgroups)
-            kinds = depths(builder, gpu.overlaps, plan.layers)
-            steps = {first: decode(builder, kind) for first, kind in kinds.items()}
-            self.prefill_chunk = min(chunk, max_context)
-            sizes = sorted({min(n, self.prefill_chunk) for n in (*SIZES, chunk)})
-            prefill = {n: Prefill(builder, n, chip) for n in sizes}
-            prompts = [({n: p.layers() for n, p in prefill.items()}, plan.head)]
-            self._verifying = verifying(builder, gpu, kinds)
-            if plan.mtp:
-                prompts.append(({n: p.mtp() for n, p in prefill.items()}, plan.mtp.head))
-                self._drafting, self._drafting_behind = drafting(
-                    builder, gpu, depths(builder, gpu.overlaps, [plan.mtp.layer])
-                )
-            many = Prefill(builder, min(ROWS_OF_LOGITS, max_context), chip)
-            self._row = 4 * plan.vocab  # bytes of a token's logits
-            self._left_at = f"logits+{(size := builder.buffers['logits'])}"  # behind those of a step
-            builder.buffer("logits", size + self._row)
-            heads = [(head(builder, op), many.head(op)) for _, op in prompts]
-            if (needed := sum(builder.buffers.values())) < SHARE * gpu.free_bytes:
-                break
-        else:
-            rows, room = max_context * plan.kv_bytes_per_token, SHARE * gpu.free_bytes
-            raise TinychatError(
-                f"the model needs {needed / 1e9:,.1f} GB of the GPU's memory (weights {layout.nbytes / 1e9:,.1f}, "
-                f"context {rows / 1e9:,.1f}), of which {room / 1e9:,.1f} GB are free for it; take a smaller quant or "
-                f"context"
-            )
-        launches = {depth: [launch for launch, _ in step] for depth, step in steps.items()}
-        self.limits = replace(LIMITS, verified=max(self._verifying.counts, default=1))
-        self.device = f"CUDA · {gpu.name}"
+        self._windows = WindowRows(plan, max_context)
+        chip, upload, free = Chip(gpu.warpgroups, gpu.max_shared), None, SHARE * gpu.free_bytes
         try:
+            if layout.nbytes < free:  # otherwise this is refused below
+                for t in layout.buffers:
+                    gpu.allocate(t.buffer, t.nbytes)
+                upload = Upload(gpu, layout, weights)
+            for chunk in CHUNKS:
+                builder = Builder(plan, layout, max_context, gpu.warpgroups)
+                kinds = depths(builder, gpu.overlaps, plan.layers)
+                steps = {first: decode(builder, kind) for first, kind in kinds.items()}
+                self.prefill_chunk = min(chunk, self._windows.together)
+                sizes = sorted({min(n, self.prefill_chunk) for n in (*SIZES, chunk)})
+                prefill = {n: Prefill(builder, n, chip) for n in sizes}
+                prompts = [({n: p.layers() for n, p in prefill.items()}, plan.head)]
+                self._verifying = verifying(builder, gpu, kinds)
+                if plan.mtp:
+                    prompts.append(({n: p.mtp() for n, p in prefill.items()}, plan.mtp.head))
+                    drafts = depths(builder, gpu.overlaps, [plan.mtp.layer])
+                    self._drafting, self._cycles = drafting(builder, gpu, drafts), cycles(builder, gpu, kinds, drafts)
+                many = Prefill(builder, min(ROWS_OF_LOGITS, max_context), chip)
+                self._row = 4 * plan.vocab  # bytes of a token's logits
+                self._left_at = f"logits+{(size := builder.buffers['logits'])}"  # behind those of a step
+                builder.buffer("logits", size + self._row)
+                heads = [(head(builder, op), many.head(op)) for _, op in prompts]
+                if (needed := sum(builder.buffers.values())) < free:
+                    break
+            else:
+                rows = plan.kv_bytes(max_context)
+                raise TinychatError(
+                    f"the model needs {needed / 1e9:,.1f} GB of the GPU's memory (weights {layout.nbytes / 1e9:,.1f}, "
+                    f"context {rows / 1e9:,.1f}), of which {free / 1e9:,.1f} GB are free for it; take a smaller quant "
+                    f"or context"
+                )
+            launches = {depth: [launch for launch, _ in step] for depth, step in steps.items()}
+            self.limits = replace(LIMITS, verified=max(self._verifying.counts, default=1))
+            self.device = f"CUDA · {gpu.name}"
             for name, size in builder.buffers.items():
                 if name == "ring":
                     self._ring = gpu.pinned(size, name).view(np.uint64)
                 elif name == "allowed":
                     self._allowed = gpu.pinned(size, name).view(np.uint32)
-                else:
+                elif name not in gpu.buffers:
                     gpu.allocate(name, size)
             if plan.mtp:
-                gpu.upload("greedy", state_words(GREEDY, 0, max(self._drafting_behind.counts, default=1), 0))
+                gpu.upload("greedy", state_words(GREEDY, 0, 0, 0))
+                self._stand_ins = np.full(max_context + 1, -1, np.int32)
+                gpu.upload("stand_ins", self._stand_ins)
             if "tickets" in builder.buffers:  # of attention
                 gpu.upload("tickets", np.zeros(builder.buffers["tickets"], np.uint8))
             kernels_of = [*launches.values(), *(rows for _, rows in heads)]
             gpu.compile(chain.from_iterable([*kernels_of, *(step for steps, _ in prompts for step in steps.values())]))
-            load(gpu, layout, weights, progress)
             self_check(gpu, sorted({t.kind for t in layout.tensors.values()}, key=int))
-            gpu.free("staging")
-            gpu.free("params")
             for rope, name in builder.ropes.items():
                 gpu.upload(name, rope.table(max_context))
             graphs = {depth: gpu.graph(launches[depth]) for depth in steps}
@@ -150,8 +164,12 @@ class CUDAExecutor:
                 Prompts({n: self._prompt(n, s) for n, s in made.items()}, gpu.sequence([last]), gpu.sequence(rows))
                 for (made, _), (last, rows) in zip(prompts, heads)
             ]
+            assert upload, "since all of it fits"
+            upload.wait(progress)
             gpu.synchronize()
         except BaseException as e:
+            if upload:
+                upload.stop()
             with contextlib.suppress(Exception):  # a GPU that stopped frees nothing
                 gpu.close()
             if isinstance(e, TinychatError) or not isinstance(e, Exception):
@@ -166,14 +184,15 @@ class CUDAExecutor:
         self._seen = 0  # tokens whose state read_state() reads: none of drafts and of steps ahead
         self._enqueued: tuple[int, int, Sampling] | None = None  # the step of this token at this position, by verify()
         self._asked = False  # a draft, in front of the last step
-        self._behind: tuple[int, list[int]] | None = None  # drafts that are enqueued: behind these tokens from here on
+        self._behind: tuple[int, list[int], int] | None = None  # a draft: of these tokens from here on; its turn
+        self._running: Cycle | None = None  # the one that is enqueued
         self._uploaded: Sampling | None = None  # whose penalties the buffers hold
         self._routes = builder.routes
         self.launches = launches[0]
         self.kernels_per_token, self.jit_batches = graphs[0].kernels, 1
         self.jit_state = "replaying"  # compiled and captured at load
         self.weight_bytes = layout.nbytes
-        self.cache_bytes = max_context * plan.kv_bytes_per_token
+        self.cache_bytes = plan.kv_bytes(max_context)
         self.state_bytes = plan.state_bytes
         self.device_bytes = gpu.nbytes
 
@@ -232,11 +251,15 @@ class CUDAExecutor:
         self._check(ids, pos)
         self._asked = True
         if behind := self._behind:
-            first, made = behind
-            n = pos + len(ids) - first
-            if first <= pos and list(ids) == made[pos - first : n]:
+            first, made, turn = behind
+            last = pos + len(ids) - 1
+            if first <= pos and list(ids) == made[pos - first :]:
                 self._behind = None
-                return self._drafted(first, len(made))[n - 1]
+                found = self._drafted(first, turn, PAUSE if self._running else 0)
+                if self._running:
+                    stand_in = int(self._stand_ins[last + 1])
+                    self._running.tokens.append(found if stand_in < 0 else stand_in)
+                return found
         count = min(len(ids), max(self._drafting.counts))
         first = pos + len(ids) - count
         if first > pos:
@@ -244,11 +267,22 @@ class CUDAExecutor:
         self._place(ids[-count:], first, GREEDY, count, runs=False)
         self._ring[:] = EMPTY
         self._drafting.graph(first, count)()
-        return self._drafted(first, count)[-1]
+        return self._drafted(first)
 
-    def _drafted(self, first: int, count: int) -> list[int]:
-        """The drafts behind `count` positions, all of them as in verify()."""
-        return [self._wait((RING_DRAFTS + first + i + 1) % RING) & 0xFFFFFFFF for i in range(count)]
+    def stand_in(self, drafts: Sequence[int], pos: int) -> None:
+        """See MeasurableExecutor.stand_in."""
+        if not self.plan.mtp:
+            return
+        self._settle()
+        self._stand_ins[:] = -1
+        n = min(len(drafts), len(self._stand_ins) - pos)
+        self._stand_ins[pos : pos + n] = drafts[:n]
+        self.gpu.upload("stand_ins", self._stand_ins)
+        self.gpu.synchronize()
+
+    def _drafted(self, first: int, turn: int = 0, pause: float = 0) -> int:
+        """The draft behind tokens from position `first` on."""
+        return self._word(RING_DRAFTS + first + 1 + turn, pause) & 0xFFFFFFFF
 
     def decode(
         self, token: int, pos: int, sampling: Sampling, recent: Sequence[int], mask: Mask | None = None
@@ -264,8 +298,10 @@ class CUDAExecutor:
         try:
             for at in range(pos, self.max_context):
                 if mask:
+                    self._make_room(at, 1)
                     self._masked_step(at, mask, left and at == pos)
                 while not mask and enqueued < min(at + AHEAD, self.max_context):
+                    self._make_room(enqueued, 1)
                     self._single_step(enqueued, left and enqueued == pos)
                     enqueued += 1
                 yield self._chosen(at, PAUSE)
@@ -332,23 +368,23 @@ class CUDAExecutor:
         asked, self._asked = self._asked, False
         self._check(tokens, pos)
         assert len(tokens) <= self.limits.verified
+        fits = self._alike(pos) >= 2 and pos + 2 < self.max_context
+        begun = self._left == (token, pos)
+        if asked and not mask and not begun and len(tokens) == 2 and fits and self._cycles.counts:
+            yield from self._cycle(tokens, pos, sampling, recent, ahead)
+            return
         seen, first = list(recent) if drafts else recent, 0
         single = not drafts and mask is None
         if single and self._enqueued == (token, pos, sampling):
             yield self._following(pos, sampling, ahead)
             return
         self._upload_penalties(sampling)
-        begun = self._left == (token, pos)
         while first < len(tokens):
             at, left = pos + first, begun and not first
-            alike = min((depth for depth in self._steps if depth > at), default=self.max_context) - at
-            count = 1 if left else min(len(tokens) - first, alike)
-            window = _window(sampling, at + 1)
-            known = [*(seen[-window:] or [token]), *tokens[first + 1 : first + count]]
+            count = 1 if left else min(len(tokens) - first, self._alike(at))
             alone = count == 1  # only then is the mask known before the step
-            masked = mask is not None and alone
-            self._place(known, at + count - len(known), sampling, count, masked=masked, runs=not left)
-            self._ring[:] = EMPTY
+            step, masked = tokens[first : first + count], mask is not None and alone
+            self._place_step(step, at, sampling, seen, masked=masked, runs=not left)
             if mask and alone:
                 self._masked_step(at, mask, left)
             elif alone:
@@ -359,12 +395,7 @@ class CUDAExecutor:
                 yield self._following(pos, sampling, ahead)
                 return
             # all of them: what is written later would be taken for the next step's
-            guesses = asked and not mask and count == len(tokens) == 2 and at + 2 < self.max_context
-            if guesses:  # the next draft is wanted as well, most likely
-                self._drafting_behind.graph(at + 1, count)()
             made = [self._chosen(at + i) for i in range(count)]
-            if guesses:
-                self._behind = at + 1, [following for following, _ in made]
             for i, (following, logprob) in enumerate(made):
                 if mask and not alone:
                     following, logprob = self._masked_choice(at + i, i, sampling, seen, mask)
@@ -374,6 +405,31 @@ class CUDAExecutor:
                     return
                 first += 1
                 seen.append(following)  # type: ignore[attr-defined]
+
+    def _cycle(
+        self, tokens: list[int], pos: int, sampling: Sampling, recent: Sequence[int], ahead: bool
+    ) -> Iterator[tuple[int, float]]:
+        """verify() of a token and its draft, and the draft behind what they choose, which is wanted next most likely.
+        With `ahead` the next such step is enqueued as well: the device knows its tokens first."""
+        running = self._running
+        if running and (running.tokens, running.pos, running.sampling) == (tokens, pos, sampling):
+            turn = running.turn
+        else:
+            turn = 0
+            self._upload_penalties(sampling)
+            self._place_step(tokens, pos, sampling, recent)
+            self._cycles.graph(pos, 2)()
+        if ahead := ahead and pos + 4 < self.max_context and self._alike(pos) >= 4:
+            self._make_room(pos + 1, 3)
+            self._cycles.graph(pos + 1, 2)()
+        made = [self._chosen(pos + i, PAUSE if ahead else 0, turn) for i in range(2)]
+        right = made[0][0] == tokens[1]
+        made = made[: 1 + right]
+        self._behind = pos + 1, [following for following, _ in made], turn
+        self._running = Cycle([made[-1][0]], pos + 1 + right, sampling, turn + 1) if ahead else None
+        for i, each in enumerate(made, 1):
+            self._seen = pos + i
+            yield each
 
     def routes(self) -> np.ndarray | None:
         """See Executor.routes. Steps that are enqueued ahead write into other slots."""
@@ -391,20 +447,17 @@ class CUDAExecutor:
 
     def read_cache(self, first: int, rows: int) -> bytes:
         """See Executor.read_cache: K's rows (F16) layer by layer, then V's."""
-        return b"".join(
-            self.gpu.download(name, rows * width * 2, first * width * 2).tobytes() for name, width in self._caches()
-        )
+        return b"".join(self.gpu.download(*part).tobytes() for part in self._places(first, rows))
 
     def write_cache(self, data: bytes, first: int, rows: int) -> None:
         """See Executor.write_cache."""
         self._settle()
         self._left = None
         at, packed = 0, np.frombuffer(data, np.uint8)
-        if packed.size != rows * self.plan.kv_bytes_per_token:
-            raise TinychatError(f"a saved cache of {packed.size:,} bytes does not hold {rows} rows of this model")
-        for name, width in self._caches():
-            self.gpu.upload(name, packed[at : at + rows * width * 2], first * width * 2)
-            at += rows * width * 2
+        self._slide(self._windows.base_with(first, rows, self._windows.held(packed.size, rows)))
+        for name, size, offset in self._places(first, rows):
+            self.gpu.upload(name, packed[at : at + size], offset)
+            at += size
         self.gpu.synchronize()
 
     def read_state(self) -> State:
@@ -437,6 +490,10 @@ class CUDAExecutor:
         """See Executor.close."""
         self.gpu.close()
 
+    def reaches(self, pos: int) -> bool:
+        """See Executor.reaches."""
+        return self._windows.reaches(pos)
+
     def _check(self, ids: Sequence[int], pos: int) -> None:
         if not ids or pos < 0 or pos + len(ids) > self.max_context:
             raise TinychatError(f"{len(ids)} tokens at position {pos} do not fit the context of {self.max_context}")
@@ -447,9 +504,14 @@ class CUDAExecutor:
         """The decode step for a token at position `pos`."""
         return self._steps[max(depth for depth in self._steps if depth <= pos)]
 
+    def _alike(self, pos: int) -> int:
+        """How many tokens from `pos` on take steps of one kind."""
+        return min((depth for depth in self._steps if depth > pos), default=self.max_context) - pos
+
     def _following(self, pos: int, sampling: Sampling, ahead: bool) -> tuple[int, float]:
         """What the single step at `pos`, which is enqueued, chooses; with `ahead` the next one is enqueued, too."""
         if ahead := ahead and pos + 1 < self.max_context:
+            self._make_room(pos + 1, 1)
             self._step(pos + 1).graph()
         following, logprob = self._chosen(pos, PAUSE if ahead else 0)
         self._enqueued = (following, pos + 1, sampling) if ahead else None
@@ -470,10 +532,31 @@ class CUDAExecutor:
 
         return run
 
-    def _caches(self) -> list[tuple[str, int]]:
-        keys = [(f"k:{i}", cache.key_width) for i, cache in enumerate(self.plan.caches) if cache.key_width]
-        values = [(f"v:{i}", cache.value_width) for i, cache in enumerate(self.plan.caches) if cache.value_width]
-        return keys + values
+    def _caches(self) -> list[tuple[str, int, Cache]]:
+        """The buffers of the KV cache, with the bytes of a row."""
+        caches = list(enumerate(self.plan.caches))
+        keys = [(f"k:{i}", CACHE_VALUE_BYTES * cache.key_width, cache) for i, cache in caches if cache.key_width]
+        return keys + [(f"v:{i}", CACHE_VALUE_BYTES * c.value_width, c) for i, c in caches if c.value_width]
+
+    def _places(self, first: int, rows: int) -> Iterator[tuple[str, int, int]]:
+        """(buffer, bytes, offset) of these rows, as far as they are kept."""
+        for name, size, cache in self._caches():
+            start, end = self._windows.place(cache, first, rows)
+            yield name, (end - start) * size, start * size
+
+    def _make_room(self, pos: int, count: int) -> None:
+        """For `count` tokens at `pos`, behind everything enqueued before."""
+        if (base := self._windows.base_for(pos, count)) != self._windows.base:
+            self._slide(base)
+            self.gpu.upload("state", np.array([base], np.int32), 4 * WORDS.index("BASE"))
+
+    def _slide(self, base: int) -> None:
+        """From the next step on the first row of layers with a window is that of position `base`."""
+        by, rows = base - self._windows.base, self._windows.rows
+        self._windows.base = base
+        for name, size, cache in self._caches() if by > 0 else []:
+            for at in range(by, rows, by) if cache.window else ():  # in parts that do not overlap
+                self.gpu.copy(f"{name}+{(at - by) * size}", f"{name}+{at * size}", min(by, rows - at) * size)
 
     def _place(
         self,
@@ -492,27 +575,41 @@ class CUDAExecutor:
         self._settle()
         if runs and self._left and first <= self._left[1]:
             self._left = None
+        self._slide(self._windows.base_for(first, count))
         self.gpu.upload("history", np.asarray(ids, np.int32), 4 * pos)
-        self.gpu.upload("state", state_words(sampling, first, count, pos, masked))
+        self.gpu.upload("state", state_words(sampling, first, count, pos, masked, self._windows.base))
+
+    def _place_step(
+        self,
+        tokens: Sequence[int],
+        pos: int,
+        sampling: Sampling,
+        seen: Sequence[int],
+        *,
+        masked: bool = False,
+        runs: bool = True,
+    ) -> None:
+        """_place() for a step of `tokens` at `pos`, the first of which is the last of `seen`; empties the ring."""
+        known = [*(seen[-_window(sampling, pos + 1) :] or tokens[:1]), *tokens[1:]]
+        self._place(known, pos + len(tokens) - len(known), sampling, len(tokens), masked=masked, runs=runs)
+        self._ring[:] = EMPTY
 
     def _settle(self) -> None:
         """Waits for a step or drafts that verify() enqueued ahead, whose result is not wanted."""
-        if self._enqueued or self._behind:
+        if self._enqueued or self._behind or self._running:
             self.gpu.synchronize()
-            self._enqueued = self._behind = None
+            self._enqueued = self._behind = self._running = None
 
-    def _chosen(self, pos: int, pause: float = 0) -> tuple[int, float]:
+    def _chosen(self, pos: int, pause: float = 0, turn: int = 0) -> tuple[int, float]:
         """What a step chooses behind position `pos`, and its log-probability, as soon as the device has written it."""
-        slot = (pos + 1) % RING
-        word = self._wait(slot, pause)
-        self._ring[slot] = EMPTY
+        word = self._word(pos + 1 + turn, pause)
         self._seen = pos + 1
         return word & 0xFFFFFFFF, float(np.uint32(word >> 32).view(np.float32))
 
-    def _wait(self, slot: int, pause: float = 0) -> int:
-        """The word the device writes into a ring slot, looked at every `pause` seconds. The device waits for the host
-        meanwhile unless it has another step, so only then is there a pause."""
-        ring, spins, deadline = self._ring, 0, time.monotonic() + 5
+    def _word(self, slot: int, pause: float = 0) -> int:
+        """The word the device writes into a slot of the ring, looked at every `pause` seconds. The device waits for the
+        host meanwhile unless it has another step, so only then is there a pause."""
+        ring, spins, deadline, slot = self._ring, 0, time.monotonic() + 5, slot % RING
         while (word := int(ring[slot])) == EMPTY:
             spins += 1
             if spins > 20:
@@ -521,6 +618,7 @@ class CUDAExecutor:
                     self.gpu.synchronize()  # raises for what stopped the GPU
                     if int(ring[slot]) == EMPTY:
                         raise TinychatError("the GPU finished a step without a token")
+        ring[slot] = EMPTY
         return word
 
 

@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import tinygrad.runtime.autogen.cuda as cuda
-from tinygrad.runtime.ops_cuda import check
-from tinygrad.runtime.support.c import init_c_var
+from tinychat.kernels.cuda import driver
+from tinychat.kernels.cuda.driver import check
 
 _PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
@@ -52,11 +51,22 @@ class _Config(ctypes.Structure):  # CUlaunchConfig
     ]
 
 
+class _KernelNode(ctypes.Structure):  # CUDA_KERNEL_NODE_PARAMS_v1
+    _fields_ = [
+        ("function", ctypes.c_void_p),
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("shared", ctypes.c_uint32),
+        ("parameters", ctypes.c_void_p),
+        ("extra", ctypes.c_void_p),
+    ]
+
+
 @dataclass(frozen=True)
 class KernelCall:
     """A kernel with its arguments. `grid`: as Launch.grid_of."""
 
-    function: Any
+    function: ctypes.c_void_p
     grid: Callable[[int, int], tuple[int, int, int]]
     threads: int
     shared: int
@@ -69,16 +79,16 @@ class KernelCall:
         return (ctypes.c_void_p * len(self.addresses))(*range(start, start + 8 * len(self.addresses), 8)), values
 
 
-def enqueuer(calls: Sequence[KernelCall], chained: bool = True) -> Callable[[int, int], None]:
-    """A function that enqueues the calls one by one, for a number of tokens and of cache rows."""
-    driver = ctypes.CDLL("libcuda.so.1")
+def enqueuer(cuda: ctypes.CDLL, calls: Sequence[KernelCall], chained: bool = True) -> Callable[[int, int], None]:
+    """A function that enqueues the calls one by one, for a number of tokens and of cache rows, through the driver's
+    functions `cuda`."""
     attribute = _Attribute(id=_PROGRAMMATIC_SERIALIZATION, value=1)
     made = []
     for call in calls:
         config = _Config((0, 0, 0), (call.threads, 1, 1), call.shared, None, ctypes.pointer(attribute), int(chained))
         parameters, values = call.parameters()
         made.append((config, ctypes.byref(config), call.function, parameters, call.grid, values))
-    launch = driver.cuLaunchKernelEx
+    launch = cuda.cuLaunchKernelEx
 
     def enqueue(count: int, keys: int) -> None:
         for config, pointer, function, parameters, grid, _ in made:
@@ -95,34 +105,30 @@ class Graph:
 
     def __init__(self, calls: Sequence[KernelCall], chained: bool = True, count: int = 1, keys: int = 1) -> None:
         self.kernels = len(calls)
-        self._graph = init_c_var(cuda.CUgraph, lambda x: check(cuda.cuGraphCreate(ctypes.byref(x), 0)))
-        nodes, kept, none = [], [], ctypes.cast(0, ctypes.POINTER(ctypes.c_void_p))
+        self._cuda = cuda = driver.library()
+        self._graph, self._instance = ctypes.c_void_p(), ctypes.c_void_p()
+        check(cuda.cuGraphCreate(ctypes.byref(self._graph), 0))
+        nodes, kept = [], []
         for call in calls:
             parameters, values = call.parameters()
             kept.append(values)
-            node = cuda.CUgraphNode()
-            shape = (*call.grid(count, keys), call.threads, 1, 1, call.shared)
-            made = cuda.CUDA_KERNEL_NODE_PARAMS_v1(
-                call.function, *shape, ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p)), none
-            )
+            node, grid, start = ctypes.c_void_p(), call.grid(count, keys), ctypes.addressof(parameters)
+            made = _KernelNode(call.function, grid, (call.threads, 1, 1), call.shared, start, None)
             check(cuda.cuGraphAddKernelNode(ctypes.byref(node), self._graph, None, 0, ctypes.byref(made)))
             nodes.append(node)
         n = len(nodes) - 1
         if n:
-            before, after = ((cuda.CUgraphNode * n)(*part) for part in (nodes[:-1], nodes[1:]))
+            before, after = ((ctypes.c_void_p * n)(*part) for part in (nodes[:-1], nodes[1:]))
             edges = (_Edge * n)(*[_PROGRAMMATIC if chained else _Edge()] * n)
-            driver = ctypes.CDLL("libcuda.so.1")
-            check(driver.cuGraphAddDependencies_v2(self._graph, before, after, edges, ctypes.c_size_t(n)))
-        self._instance = init_c_var(
-            cuda.CUgraphExec, lambda x: check(cuda.cuGraphInstantiate_v2(ctypes.byref(x), self._graph, None, None, 0))
-        )
+            check(cuda.cuGraphAddDependencies_v2(self._graph, before, after, edges, n))
+        check(cuda.cuGraphInstantiate_v2(ctypes.byref(self._instance), self._graph, None, None, 0))
 
     def __call__(self) -> None:
         """Enqueues all kernels and returns."""
-        check(cuda.cuGraphLaunch(self._instance, None))
+        check(self._cuda.cuGraphLaunch(self._instance, None))
 
     def __del__(self) -> None:
-        if hasattr(self, "_instance"):
-            cuda.cuGraphExecDestroy(self._instance)
-        if hasattr(self, "_graph"):
-            cuda.cuGraphDestroy(self._graph)
+        if self._instance:
+            self._cuda.cuGraphExecDestroy(self._instance)
+        if self._graph:
+            self._cuda.cuGraphDestroy(self._graph)

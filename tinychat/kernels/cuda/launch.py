@@ -56,6 +56,19 @@ def _fields(read: Callable[[str], str], file: str) -> dict[str, str]:
     return {field: c_type for c_type, field in _FIELD.findall(read(file))}
 
 
+@cache
+def _body(read: Callable[[str], str], file: str, bound: tuple[tuple[str, ...], ...]) -> tuple[str, tuple[str, ...]]:
+    """The text of a kernel's function, whose parameter n is the value of the fields bound[n] of its Args, and the C
+    types of the parameters."""
+    types, chosen, lines = _fields(read, file), [], ["  Args a;"]
+    for n, fields in enumerate(bound):
+        kinds = [types[f.partition("[")[0]] for f in fields]
+        written = [k for k in kinds if not k.startswith("const ")]
+        chosen.append((written or kinds)[0])
+        lines += [f"  a.{field} = p{n};" for field in fields]
+    return "\n".join([*lines, "  run(a);"]), tuple(chosen)
+
+
 # The grid for a prompt of so many tokens, behind which the cache holds so many rows.
 Grid = Callable[[int, int], tuple[int, int, int]]
 
@@ -123,18 +136,12 @@ def kernel(
 
     A buffer that two fields name is one parameter.
     """
-    types = _fields(text, file)
     bound: dict[str, list[str]] = {}
     for field, buffer in buffers.items():
         if buffer is not None:
             bound.setdefault(buffer, []).append(field)
-    args, lines = [], ["  Args a;"]
-    for n, (buffer, fields) in enumerate(bound.items()):
-        kinds = [types[f.partition("[")[0]] for f in fields]
-        written = [k for k in kinds if not k.startswith("const ")]
-        args.append(((written or kinds)[0], f"p{n}", buffer))
-        lines += [f"  a.{field} = p{n};" for field in fields]
-    body = "\n".join([*lines, "  run(a);"])
+    body, types = _body(text, file, tuple(map(tuple, bound.values())))
+    args = [(c_type, f"p{n}", buffer) for n, (c_type, buffer) in enumerate(zip(types, bound))]
     sized, fixed = (grid, (1, 1, 1)) if callable(grid) else (None, grid)
     text_of = header(constants)
     return Launch(

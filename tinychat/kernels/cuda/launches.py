@@ -46,6 +46,7 @@ CANDIDATES = 128  # of a stretch: MAX_K and room for equal logits
 SAMPLING_THREADS = 1024
 ATTENTION_THREADS = 512
 LINEAR_THREADS = 256
+STAGED_COLUMNS, STAGED_ROWS = 2, 2048  # up to so many each block stages its input: cheaper than a kernel that does
 EXPERTS_COLUMNS, EXPERTS_SHARED = 4, 48 << 10  # a block of the experts' kernels: at most; bytes of their activations
 PAIR_WARPS = PAIR_THREADS // 32
 
@@ -141,11 +142,14 @@ def linear(
     in one buffer stand beside each other. Before it, what quantises the input of several columns."""
     weights = [w for w, _, _ in outputs]
     cols, quantised, floating = weights[0].cols, *b.kinds(*weights)
-    shared = shared_columns(b, cols, quantised and b.columns == 1, floating and norm is not None)
+    tiled = quantised and b.columns > 1
+    if b.columns <= STAGED_COLUMNS and sum(w.rows for w in weights) <= STAGED_ROWS and not x.quantised:
+        tiled = False
+    shared = shared_columns(b, cols, quantised and not tiled, floating and norm is not None)
     buffers, before = b.source(x) | {"gain": b.data(norm)}, tuple[Launch, ...]()
     spreads = {w: spread(w, sum(x.rows for x in weights)) for w in weights}
     grid, tiles = {w: t.blocks(w.rows) for w, t in spreads.items()}, None
-    if b.columns > 1 and quantised:
+    if tiled:
         many = [(w, t) for w, t in spreads.items() if not b.kinds(w)[1]]
         tiles = tiling(b, [[m] for m in many])
         if not x.quantised:
@@ -433,6 +437,7 @@ def store_kv(b: Builder, layer: int, a: GQA, tokens: int) -> Launch:
         eps=a.eps,
         query_scale=a.scale * LOG2E,
         value_norm=a.value_norm,
+        window=a.window if kv_heads else 0,
     )
     buffers = {
         "queries": b.buffer("queries", 2 * tokens * a.heads * a.key_dim),
@@ -535,15 +540,26 @@ def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launc
 
 
 def follow(b: Builder) -> Launch:
-    """What stands between a verify step and a draft behind it."""
+    """What stands between a verify step of two and the draft behind it."""
+    return _from_step_to_step(b, "follow", {"greedy": b.buffer("greedy", STATE_BYTES)})
+
+
+def next_step(b: Builder) -> Launch:
+    """What stands between that draft and the next verify step."""
+    return _from_step_to_step(b, "next_step", {"stand_ins": b.buffer("stand_ins", 4 * (b.max_context + 1))})
+
+
+def _from_step_to_step(b: Builder, name: str, own: dict[str, str]) -> Launch:
+    assert b.columns == 2
     buffers = {
         "history": "history",
         "state": "state",
+        "kept": b.buffer("kept", STATE_BYTES),
         "chosen": b.buffer("chosen", 4 * b.columns),
-        "greedy": b.buffer("greedy", STATE_BYTES),
+        **own,
     }
     shape = FollowConstants(words=len(WORDS), columns=b.columns)
-    return kernel("follow", "follow.cu", shape, buffers, (1, 1, 1), "sampling", threads=32)
+    return kernel(name, f"{name}.cu", shape, buffers, (1, 1, 1), "sampling", threads=32)
 
 
 def sample(b: Builder, ring_first: int = 0) -> list[Launch]:

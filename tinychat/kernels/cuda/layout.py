@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from tinychat.errors import TinychatError
 from tinychat.kernels import ops
@@ -15,6 +14,7 @@ from tinychat.kernels.cuda.launch import Launch, kernel
 from tinychat.kernels.cuda.quants import QUANTS, packed_bytes
 from tinychat.kernels.grids import packed_grid
 from tinychat.kernels.ops import Plan
+from tinychat.kernels.quant_types import GGML_QUANT_SIZES, GGMLQuantizationType
 
 Q = GGMLQuantizationType
 GRIDS = (Q.IQ1_S, Q.IQ2_XXS, Q.IQ2_XS, Q.IQ2_S, Q.IQ3_XXS, Q.IQ3_S)  # types whose codes are indices of a grid
@@ -37,6 +37,12 @@ class PackedTensor:
     @property
     def buffer(self) -> str:
         return f"w:{self.name}"
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the tensor in the file."""
+        block, size = GGML_QUANT_SIZES[self.kind]
+        return self.values // block * size
 
     @property
     def blocks(self) -> int:
@@ -94,18 +100,23 @@ class Layout:
             self._placed[w] = Placed(tensor, w.start, w.stride or w.rows)
 
     @property
+    def buffers(self) -> list[PackedTensor]:
+        """What lies on the device: the file's tensors, and those made of them."""
+        return [*self.tensors.values(), *(self[w].tensor for w, _ in self.transposed.values())]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all weights on the device."""
-        return sum(t.nbytes for t in self.tensors.values()) + sum(
-            self[w].tensor.nbytes for w, _ in self.transposed.values()
-        )
+        return sum(t.nbytes for t in self.buffers)
 
 
-def repack(tensor: PackedTensor, count: int) -> Launch:
-    """Repacks `count` blocks of 32 weights, which lie in `staging`; repack_params() are in `params`."""
+def repack(tensor: PackedTensor) -> Launch:
+    """Repacks as many blocks of 32 weights as it is launched for, which lie in `staging`; repack_params() are in
+    `params`."""
     shape = RepackConstants(tensor.kind, GGML_QUANT_SIZES[tensor.kind][1])
     buffers = {"out": tensor.buffer, "in": "staging", "params": "params"}
-    return kernel(f"repack_{tensor.kind.name.lower()}", "repack.cu", shape, buffers, (-(-count // 256), 1, 1), "load")
+    name = f"repack_{tensor.kind.name.lower()}"
+    return kernel(name, "repack.cu", shape, buffers, lambda count, keys: (-(-count // 256), 1, 1), "load")
 
 
 def repack_params(tensor: PackedTensor, first: int, count: int) -> np.ndarray:

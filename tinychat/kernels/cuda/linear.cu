@@ -39,10 +39,10 @@ template <int I, class P> DEVICE void tiled(const Args &a, const Shared &sh, int
 template <int I, class P, class... Rest> DEVICE void parts(const Args &a, const Shared &sh, List<P, Rest...>) {
   const int b = (int)blockIdx.x - P::GRID_FIRST;
   if (b >= 0 && b < P::GRID_BLOCKS) {
-    if constexpr (COLUMNS > 1 && !is_float(P::Weight::TYPE)) tiled<I, P>(a, sh, b);
+    if constexpr (TILE && !is_float(P::Weight::TYPE)) tiled<I, P>(a, sh, b);
     else {
       const auto input = activations<IN_QUANTISED>(a, COLS, LAST_TOKEN ? (u64)(a.state[COUNT] - 1) * COLS : 0);
-      linear<typename P::Weight, typename P::Spread, NORMED, QUANTISED && COLUMNS == 1, STAGE_FLOATS, COLUMNS>(
+      linear<typename P::Weight, typename P::Spread, NORMED, QUANTISED && !TILE, STAGE_FLOATS, COLUMNS>(
           a.w[I], 0, b, input, a.gain, EPS, sh, put<P>(a.dst[I], a.bias[I]));
     }
   }
@@ -50,10 +50,10 @@ template <int I, class P, class... Rest> DEVICE void parts(const Args &a, const 
 }
 
 DEVICE void run(const Args &a) {
-  if constexpr (COLUMNS > 1 && !FLOATING) {
+  if constexpr (TILE && !FLOATING) {
     DYNAMIC_SHARED(pool);
     parts<0>(a, Shared{pool, nullptr, nullptr, nullptr}, Parts{});
   } else {
-    parts<0>(a, staging < COLS, QUANTISED && COLUMNS == 1, STAGE_FLOATS, COLUMNS > (a.src), Parts{});
+    parts<0>(a, staging < COLS, QUANTISED && !TILE, STAGE_FLOATS, COLUMNS > (a.src), Parts{});
   }
 }

@@ -1,68 +1,97 @@
-"""Weights from the file to the GPU: bytes through page-locked memory, repacked into planes there. Threads copy, so that
-page faults overlap. The file's pages stay mapped: giving them back took a third of the loading time (madvise holds the
-interpreter), and the kernel takes them when it needs memory."""
+"""Weights from the file to the GPU: bytes read into page-locked memory, repacked into planes on the device, by threads
+of its own while the executor is made."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
-
-import numpy as np
-from gguf import GGML_QUANT_SIZES
+import os
+import threading
+from collections.abc import Callable, Iterator
 
 from tinychat.kernels.cuda.device import GPU
 from tinychat.kernels.cuda.layout import REPACK_PARAMS, Layout, PackedTensor, repack, repack_params, transpose
 from tinychat.kernels.cuda.quants import FLOATS
 from tinychat.kernels.executor import Weights
+from tinychat.kernels.quant_types import GGML_QUANT_SIZES
 
 UPLOAD_BYTES = 16 << 20  # of one upload
-UPLOADS = 12  # in flight
+THREADS = 12  # that read, at most
+LOOK_S = 0.02  # seconds between two reports of the progress
 
 
-def load(gpu: GPU, layout: Layout, weights: Weights, progress: Callable[[float], None] | None) -> None:
-    """All tensors of `layout`. The buffers `staging` and `params` stay (for repack) until the caller frees them."""
-    pinned = [gpu.pinned(UPLOAD_BYTES) for _ in range(UPLOADS)]
-    total, done = sum(weights.raw(t.name).nbytes for t in layout.tensors.values()), 0
-    gpu.allocate("staging", UPLOAD_BYTES)
-    gpu.allocate("params", REPACK_PARAMS)
-    busy: list[Any] = [None] * UPLOADS
-    work: list[tuple[PackedTensor, np.ndarray, int]] = []
-    for t in layout.tensors.values():
-        raw, unit = weights.raw(t.name), GGML_QUANT_SIZES[t.kind][1] * 8  # so that 8 blocks share a plane's scale
-        step = UPLOAD_BYTES // unit * unit
-        work += [(t, raw[i : i + step], i) for i in range(0, raw.nbytes, step)]
+class Upload:
+    """The upload of all tensors of `layout`, which begins at once. Who makes one calls `wait` or `stop`."""
 
-    def fill(n: int) -> None:
-        part = work[n][1]
-        np.copyto(pinned[n % UPLOADS][: part.nbytes], part)
+    def __init__(self, gpu: GPU, layout: Layout, weights: Weights) -> None:
+        self._gpu, self._layout, self._weights = gpu, layout, weights
+        self._total, self._done = sum(t.file_bytes for t in layout.tensors.values()), 0
+        self._work = self._pieces()
+        self._lock = threading.Lock()  # one thread takes a piece, or enqueues one through `staging` and `params`
+        self._failure: BaseException | None = None
+        gpu.compile({t.kind: repack(t) for t in layout.tensors.values() if t.kind not in FLOATS}.values())
+        gpu.allocate("staging", UPLOAD_BYTES)
+        gpu.allocate("params", REPACK_PARAMS)
+        count = max(1, min(THREADS, (os.cpu_count() or 1) - 1, -(-self._total // UPLOAD_BYTES)))
+        self._threads = [threading.Thread(target=self._run, name=f"upload {n}", daemon=True) for n in range(count)]
+        for thread in self._threads:
+            thread.start()
 
-    with ThreadPoolExecutor(UPLOADS - 1) as pool:
-        filling: list[Future[None]] = []
-        for n in range(len(work) + UPLOADS - 1):
-            if n < len(work):
-                if busy[n % UPLOADS] is not None:
-                    gpu.wait(busy[n % UPLOADS])
-                filling.append(pool.submit(fill, n))
-            if (m := n - (UPLOADS - 1)) < 0:
-                continue
-            filling[m].result()
-            t, part, offset = work[m]
-            data = pinned[m % UPLOADS][: part.nbytes]
-            if t.kind in FLOATS:
-                gpu.upload(t.buffer, data, offset)
-            else:
-                block, size = GGML_QUANT_SIZES[t.kind]
-                count = part.nbytes // size * block // 32
-                gpu.upload("staging", data)
-                gpu.upload("params", repack_params(t, offset // size * block // 32, count))
-                gpu.run(repack(t, count))
-            busy[m % UPLOADS] = gpu.event()
-            done += part.nbytes
-            if progress:
-                progress(done / total)
-    for w, source in layout.transposed.values():
-        gpu.run(transpose(w, source, layout[w].tensor))
-    gpu.synchronize()
-    for data in pinned:
-        gpu.unpin(data)
+    def wait(self, progress: Callable[[float], None] | None) -> None:
+        """Returns when all weights are on the device; raises what a thread raised."""
+        for thread in self._threads:
+            alive = True
+            while alive:
+                thread.join(LOOK_S)
+                alive = thread.is_alive()
+                if progress:
+                    progress(self._done / self._total)
+        if self._failure is not None:
+            raise self._failure
+        for w, source in self._layout.transposed.values():
+            self._gpu.run(transpose(w, source, self._layout[w].tensor))
+        self._gpu.free("staging")
+        self._gpu.free("params")
+
+    def stop(self) -> None:
+        """Ends the threads; what is uploaded then is of no use."""
+        with self._lock:
+            self._work = iter(())
+        for thread in self._threads:
+            thread.join()
+
+    def _pieces(self) -> Iterator[tuple[PackedTensor, int, int, Callable[..., None] | None]]:
+        """A tensor, the first of some of its bytes in the file and their number, and what repacks them."""
+        for t in self._layout.tensors.values():
+            unit = GGML_QUANT_SIZES[t.kind][1] * 8  # 8 blocks share a plane's scale
+            step = UPLOAD_BYTES // unit * unit
+            repacked = None if t.kind in FLOATS else self._gpu.sequence([repack(t)], few=True)
+            for at in range(0, t.file_bytes, step):
+                yield t, at, min(step, t.file_bytes - at), repacked
+
+    def _run(self) -> None:
+        try:
+            pinned, copied = self._gpu.pinned(UPLOAD_BYTES), None
+            while True:
+                with self._lock:
+                    if self._failure or (piece := next(self._work, None)) is None:
+                        break
+                t, at, nbytes, repacked = piece
+                data = pinned[:nbytes]
+                if copied:
+                    self._gpu.wait(copied)
+                self._weights.read(t.name, at, data)
+                with self._lock:
+                    if repacked is None:
+                        self._gpu.upload(t.buffer, data, at)
+                    else:
+                        block, size = GGML_QUANT_SIZES[t.kind]
+                        count = nbytes // size * block // 32
+                        self._gpu.upload("staging", data)
+                        self._gpu.upload("params", repack_params(t, at // size * block // 32, count))
+                        repacked(count)
+                    copied = self._gpu.event()
+                    self._done += nbytes
+            if copied:
+                self._gpu.wait(copied)
+            self._gpu.unpin(pinned)
+        except BaseException as e:
+            self._failure = e

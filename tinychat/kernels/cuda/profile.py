@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from tinygrad.helpers import CACHEDB
 
 from tinychat.errors import TinychatError
+from tinychat.kernels.cuda import binaries
 from tinychat.kernels.cuda.device import GPU
+from tinychat.kernels.cuda.driver import check
 from tinychat.kernels.cuda.graph import Graph
 from tinychat.kernels.cuda.launch import Launch
 from tinychat.kernels.profile import Batch, CacheUse, Calls, Kernel, Part, StepProfile
@@ -78,7 +79,7 @@ def profile(step: DecodeStep, token: int, pos: int, steps: int) -> StepProfile:
             )
         )
     gpu = step.gpu
-    caches = (CacheUse("compiled kernels, on disk", gpu.found, gpu.compiled, gpu.compile_s, CACHEDB),)
+    caches = (CacheUse("compiled kernels, on disk", gpu.found, gpu.compiled, gpu.compile_s, str(binaries.folder())),)
     graph = Batch("graph", step.graph.kernels, whole)
     return StepProfile(
         "alone",
@@ -153,7 +154,7 @@ def _resources(step: DecodeStep, launch: Launch) -> str:
     values = []
     for attribute in (_REGISTERS, _LOCAL):
         value = ctypes.c_int()
-        step.gpu._check(step.gpu.cuda.cuFuncGetAttribute(ctypes.byref(value), attribute, step.gpu._program(launch).prg))
+        check(step.gpu.cuda.cuFuncGetAttribute(ctypes.byref(value), attribute, step.gpu.program(launch).function))
         values.append(value.value)
     return f"{values[0]} registers, {values[1]} B local, {launch.shared} B shared"
 
@@ -164,12 +165,10 @@ def read_bandwidth(gpu: GPU) -> float:
         gpu.allocate("bandwidth", 2 * COPY)
     except TinychatError:
         return 0.0
-    start = gpu.address("bandwidth").value
-    source, target = gpu.cuda.CUdeviceptr_v2(start), gpu.cuda.CUdeviceptr_v2(start + COPY)
     seconds = []
     for _ in range(5):
         began = gpu.event()
-        gpu._check(gpu.cuda.cuMemcpyDtoDAsync_v2(target, source, COPY, None))
+        gpu.copy(f"bandwidth+{COPY}", "bandwidth", COPY)
         seconds.append(gpu.elapsed(began, gpu.event()))
     gpu.free("bandwidth")
     return 2 * COPY / min(seconds) / 1e9

@@ -25,11 +25,12 @@ DEVICE void run(const Args &a) {
   DYNAMIC_SHARED(raw);
   V4 *qs = raw + (0u - shared_address(raw)) % 1024 / 16, *ks = qs + QUERIES * KV, *vs = ks + 2 * KEYS * KV;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y, kv_head = head / (HEADS / KV_HEADS),
-            pos = a.state[POS], count = a.state[COUNT];
+            pos = a.state[POS], count = a.state[COUNT], base = WINDOW ? a.state[BASE] : 0;
   const int first = ((count + QUERIES - 1) / QUERIES - 1 - (int)blockIdx.x) * QUERIES;
   if (first < 0) return;
   const int end = pos + min(first + QUERIES, count), chunks = (end + KEYS - 1) / KEYS;
-  const int begin = WINDOW ? max(pos + first + 1 - WINDOW, 0) / KEYS : 0;  // the first chunk that a query sees
+  // The first chunk that a query sees; `base` is a multiple of KEYS, so all of it is there.
+  const int begin = WINDOW ? max(pos + first + 1 - WINDOW, 0) / KEYS : 0;
   auto load = [&](int c) {
     V4 *k = ks + (c & 1) * KEYS * KV, *v = vs + (c & 1) * KEYS * VV;
 #pragma unroll 4
@@ -38,7 +39,7 @@ DEVICE void run(const Args &a) {
       const bool there = key < end && col < KEY_DIM;
       const u16 *from = a.keys;
       if (there)
-        from = KEY_PART == KEY_DIM || col < KEY_PART ? a.keys + ((u64)key * KV_HEADS + kv_head) * KEY_PART + col
+        from = KEY_PART == KEY_DIM || col < KEY_PART ? a.keys + ((u64)(key - base) * KV_HEADS + kv_head) * KEY_PART + col
                                                      : a.rope + (u64)key * ROPE_PITCH + ROPE_START + col - KEY_PART;
       copy_async(k + spot(KEYS, row, i % KV), from, there);
     }
@@ -47,7 +48,7 @@ DEVICE void run(const Args &a) {
       const int row = i / VV, col = i % VV * 8, key = c * KEYS + row;
       const bool there = key < end && col < VALUE_DIM;
       copy_async(v + spot(KEYS, row, i % VV),
-          there ? a.values + ((u64)key * KV_HEADS + kv_head) * VALUE_DIM + col : a.values, there);
+          there ? a.values + ((u64)(key - base) * KV_HEADS + kv_head) * VALUE_DIM + col : a.values, there);
     }
   };
   grid_wait();

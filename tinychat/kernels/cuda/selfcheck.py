@@ -4,18 +4,18 @@ unnoticed."""
 from __future__ import annotations
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.blocks import Weight
 from tinychat.kernels.cuda.builder import Builder
 from tinychat.kernels.cuda.device import GPU
 from tinychat.kernels.cuda.launches import head
-from tinychat.kernels.cuda.layout import Layout, repack, repack_params
+from tinychat.kernels.cuda.layout import REPACK_PARAMS, Layout, repack, repack_params
 from tinychat.kernels.cuda.quants import FLOATS, QUANTS
 from tinychat.kernels.cuda.state import state_words
+from tinychat.kernels.grids import dequantize
 from tinychat.kernels.ops import Embed, Head, Plan
+from tinychat.kernels.quant_types import GGML_QUANT_SIZES, GGMLQuantizationType
 from tinychat.kernels.sampling import Sampling
 
 Q = GGMLQuantizationType
@@ -68,18 +68,19 @@ def self_check(gpu: GPU, kinds: list[Q]) -> None:
         layout = Layout(plan, {"check": packed.nbytes, "gain": 4 * COLS})
         builder = Builder(plan, layout, 1)
         launch = head(builder, plan.head)
-        tensor, names = layout.tensors["check"], {b: f"check:{b}" for b in launch.buffers}
+        tensor, names = layout.tensors["check"], {b: f"check:{b}" for b in (*launch.buffers, "staging", "params")}
+        sizes = {**builder.buffers, "staging": packed.nbytes, "params": REPACK_PARAMS}
         for buffer, name in names.items():
-            gpu.allocate(name, builder.buffers[buffer])
+            gpu.allocate(name, sizes[buffer])
         gpu.upload(names["state"], state_words(Sampling(), 0, 1, 0))
         gpu.upload(names["x"], x)
         gpu.upload(names["w:gain"], np.ones(COLS, np.float32))
         if kind in FLOATS:
             gpu.upload(names["w:check"], packed)
         else:
-            gpu.upload("staging", packed)
-            gpu.upload("params", repack_params(tensor, 0, tensor.blocks))
-            gpu.run(repack(tensor, tensor.blocks), names)
+            gpu.upload(names["staging"], packed)
+            gpu.upload(names["params"], repack_params(tensor, 0, tensor.blocks))
+            gpu.sequence([repack(tensor)], names)(tensor.blocks)
         gpu.run(launch, names)
         logits = gpu.download(names["logits"], 4 * ROWS).view(np.float32)
         for name in names.values():

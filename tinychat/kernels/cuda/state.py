@@ -15,7 +15,9 @@ STATE_BYTES = 256
 WORDS = (
     "POS",  # position of the step's first token; the last kernel of a step moves it on
     "COUNT",  # tokens of the step
+    "BASE",  # position of the first row of layers with a sliding window (window_rows.py)
     "FIRST_KNOWN",  # position of the first token that the penalties know
+    "TURN",  # slots that the step's results stand further on in the ring: a step ahead leaves those before it
     "SEED_LO",
     "SEED_HI",
     "DRY_LONGEST",  # repetitions of more tokens cost no more
@@ -31,11 +33,11 @@ def header() -> str:
     return f"enum {{ {', '.join(f'{word} = {i}' for i, word in enumerate(WORDS))} }};\n"
 
 
-def state_words(s: Sampling, pos: int, count: int, first_known: int, masked: bool = False) -> np.ndarray:
+def state_words(s: Sampling, pos: int, count: int, first_known: int, masked: bool = False, base: int = 0) -> np.ndarray:
     """int32: all words for a step of `count` tokens at `pos`; tokens are known from `first_known` on."""
     seed = struct.unpack("<2i", struct.pack("<Q", s.seed % 2**64))
     longest = longest_dry(s) if s.has_dry else 0
-    own = [pos, count, max(0, first_known), *seed, longest, bool(s.logit_bias), masked]
+    own = [pos, count, base, max(0, first_known), 0, *seed, longest, bool(s.logit_bias), masked]
     words = np.array([*own, *[0] * len(SAMPLING_PARAMETERS)], np.int32)
     for at, (name, parameter) in enumerate(SAMPLING_PARAMETERS.items(), len(words) - len(SAMPLING_PARAMETERS)):
         (words.view(np.float32) if parameter.kind is float else words)[at] = getattr(s, name)

@@ -41,6 +41,7 @@ from tinychat.kernels.cuda.launches import (
     layer_inputs,
     linear,
     linear_add,
+    next_step,
     norm_add,
     sample,
     store_hidden,
@@ -77,7 +78,7 @@ def decode(b: Builder, depth: Depth = "middle") -> LaunchedOps:
 
 def draft(b: Builder, depth: Depth) -> LaunchedOps:
     """All kernels of the plan's multi-token prediction for the builder's columns, with the index in Plan.draft_ops of
-    the op that each computes."""
+    the op that each computes. There is a draft behind the last of the step's tokens."""
     joined, _, *layer_ops, last = b.plan.draft_ops
     assert b.plan.mtp and isinstance(joined, Join) and isinstance(last, Head)
     done = 2 + len(layer_ops)
@@ -86,13 +87,14 @@ def draft(b: Builder, depth: Depth) -> LaunchedOps:
         (linear(b, "linear", Activations(joined.dst, 2 * b.plan.dim), ((b.plan.mtp.project, None, "x"),)), 1),
     ]
     out += [(launch, 2 + n) for launch, n in _layer(b, len(b.plan.layers), b.plan.mtp.layer, len(layer_ops), depth)]
+    b = b.of(1)
     out += [(head(b, last), done), *((launch, done + 1) for launch in sample(b, RING_DRAFTS))]
     return [(each, op) for launch, op in out for each in (*launch.before, launch)]
 
 
-def draft_behind(b: Builder, depth: Depth) -> LaunchedOps:
-    """The same, behind a verify step of as many tokens, for each of those that it chose."""
-    return [(follow(b), 0), *draft(b, depth)]
+def cycle(b: Builder, depth: Depth, draft_depth: Depth) -> LaunchedOps:
+    """A verify step of two, the draft behind what it chose, and what the next cycle needs to begin."""
+    return [*decode(b, depth), (follow(b), 0), *draft(b, draft_depth), (next_step(b), 0)]
 
 
 def _layer(b: Builder, i: int, layer: Layer, count: int, depth: Depth) -> LaunchedOps:

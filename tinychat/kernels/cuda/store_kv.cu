@@ -28,7 +28,7 @@ DEVICE void run(const Args &a) {
   for (int n = 0; n < N; n++)
     gain[n] = NORM != NO_NORM && item < HEADS + KV_HEADS && lane + 32 * n < KEY_DIM ? gains[lane + 32 * n] : 1;
   grid_wait();
-  const int pos = a.state[POS] + t;
+  const int pos = a.state[POS] + t, row = WINDOW ? pos - a.state[BASE] : pos;
   if (t >= a.state[COUNT] || item >= HEADS + 2 * KV_HEADS) return;
   if (is_v) {
     const float *src = a.v + ((u64)t * KV_HEADS + head) * VALUE_DIM;
@@ -43,7 +43,7 @@ DEVICE void run(const Args &a) {
 #pragma unroll
     for (int n = 0; n < VN; n++)
       if (lane + 32 * n < VALUE_DIM)
-        a.v_cache[((u64)pos * KV_HEADS + head) * VALUE_DIM + lane + 32 * n] = float_to_half(v[n] * r);
+        a.v_cache[((u64)row * KV_HEADS + head) * VALUE_DIM + lane + 32 * n] = float_to_half(v[n] * r);
     return;
   }
   const float *all = (is_q ? a.q : a.k) + (u64)t * heads * KEY_DIM, *src = all + head * KEY_DIM;
@@ -74,6 +74,6 @@ DEVICE void run(const Args &a) {
     if (i >= KEY_DIM) break;
     const float y = i < ROPE_DIMS ? rotated(mine, angle[n], i) : mine[i];
     if (is_q) a.queries[((u64)t * HEADS + head) * KEY_DIM + i] = float_to_half(y * QUERY_SCALE);
-    else a.k_cache[((u64)pos * KV_HEADS + head) * KEY_DIM + i] = float_to_half(y);
+    else a.k_cache[((u64)row * KV_HEADS + head) * KEY_DIM + i] = float_to_half(y);
   }
 }

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES
-from gguf import GGMLQuantizationType as Q
 from tinygrad import Tensor, dtypes
 
 from tinychat.kernels.grids import grid
+from tinychat.kernels.quant_types import GGML_QUANT_SIZES
+from tinychat.kernels.quant_types import GGMLQuantizationType as Q
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)

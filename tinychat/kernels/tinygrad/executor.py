@@ -8,7 +8,7 @@ import numpy as np
 from tinygrad import Tensor, dtypes
 
 from tinychat.errors import TinychatError
-from tinychat.kernels.blocks import Experts
+from tinychat.kernels.blocks import CACHE_VALUE_BYTES, Experts
 from tinychat.kernels.executor import ExecutorKind, Logits, Mask, SingleSteps, State, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import Plan
@@ -46,10 +46,10 @@ class ReferenceExecutor(SingleSteps):
         self.step = Step(plan, weights, max_context, device, self._type, progress)
         self.device = f"{self.step.device} · plain tinygrad"
         self.weight_bytes = sum(t.nbytes() for t in self.step.packed.values())
-        self.cache_bytes = sum(t.nbytes() for t in self.step.caches)
+        self.cache_bytes = sum(t.nbytes() for t, _ in self.step.caches)
         routed = any(isinstance(layer.feed_forward, Experts) for layer in plan.layers)
         # the experts of one token are gathered at a time, and a state goes from token to token
-        self.prefill_chunk = 1 if routed or plan.state_bytes else LIMITS.prefill_chunk
+        self.prefill_chunk = 1 if routed or plan.state_bytes else min(LIMITS.prefill_chunk, self.step.windows.together)
 
     @property
     def kernels_per_token(self) -> int:
@@ -75,7 +75,7 @@ class ReferenceExecutor(SingleSteps):
     ) -> np.ndarray | None:
         """See Executor.forward. What follows is not run with them. Tokens after the last whole chunk run one at a time,
         because each length is captured separately."""
-        out, done, run = [], 0, self.step.run_mtp if mtp else self.step.run
+        out, done, run = [], 0, self.step.run_mtp if mtp else self._run
         while done < len(ids):
             n = self.prefill_chunk if len(ids) - done >= self.prefill_chunk and not (mtp and pos + done == 0) else 1
             last = done + n == len(ids)
@@ -85,6 +85,14 @@ class ReferenceExecutor(SingleSteps):
                 out.append(rows if logits == "all" else rows[-1:])
             done += n
         return np.concatenate(out) if out else None
+
+    def _run(self, ids: Sequence[int], pos: int, want_logits: bool) -> np.ndarray | None:
+        self.step.slide(self.step.windows.base_for(pos, len(ids)))
+        return self.step.run(ids, pos, want_logits)
+
+    def reaches(self, pos: int) -> bool:
+        """See Executor.reaches."""
+        return self.step.windows.reaches(pos)
 
     def draft(self, ids: Sequence[int], pos: int) -> int:
         """See Executor.draft."""
@@ -98,7 +106,7 @@ class ReferenceExecutor(SingleSteps):
         """See Executor.decode; sampling runs on the host."""
         seen = list(recent)
         while pos < self.max_context:
-            rows = self.step.run([token], pos, True)
+            rows = self._run([token], pos, True)
             assert rows is not None
             token, logprob = sample(rows[0], sampling, pos, seen, mask() if mask else None)
             seen.append(token)
@@ -116,19 +124,20 @@ class ReferenceExecutor(SingleSteps):
 
     def read_cache(self, first: int, rows: int) -> bytes:
         """See Executor.read_cache: K's rows of every layer, then V's."""
-        return b"".join(t[first : first + rows].numpy().tobytes() for t in self.step.caches)
+        places = [(t, *self.step.windows.place(cache, first, rows)) for t, cache in self.step.caches]
+        return b"".join(t[start:end].numpy().tobytes() for t, start, end in places if start < end)
 
     def write_cache(self, data: bytes, first: int, rows: int) -> None:
         """See Executor.write_cache."""
-        if len(data) * self.max_context != rows * self.cache_bytes:
-            raise TinychatError(f"a saved cache of {len(data):,} bytes does not hold {rows} rows of this model")
-        at = 0
-        for t in self.step.caches:
-            size = rows * t.nbytes() // self.max_context
-            kind = np.float16 if self._type == dtypes.float16 else np.float32
-            part = np.frombuffer(data, kind, size // kind().itemsize, at)
-            t[first : first + rows].assign(Tensor(part.reshape(rows, -1), device=self.step.device)).realize()
-            at += size
+        kind, at = np.dtype(np.float16 if self._type == dtypes.float16 else np.float32), 0
+        windows, halves = self.step.windows, -(-len(data) * CACHE_VALUE_BYTES // kind.itemsize)
+        self.step.slide(windows.base_with(first, rows, windows.held(halves, rows)))
+        for t, cache in self.step.caches:
+            start, end = windows.place(cache, first, rows)
+            if start < end:
+                part = np.frombuffer(data, kind, (end - start) * t.shape[1], at)
+                t[start:end].assign(Tensor(part.reshape(end - start, -1), device=self.step.device)).realize()
+                at += part.nbytes
 
     @property
     def state_bytes(self) -> int:
@@ -161,6 +170,9 @@ class ReferenceExecutor(SingleSteps):
     def seconds_of(self, groups: Sequence[Sequence[int]], pos: int, steps: int) -> Calls:
         """See MeasurableExecutor.seconds_of."""
         return calls_of(self.profile(0, pos, steps), groups)
+
+    def stand_in(self, drafts: Sequence[int], pos: int) -> None:
+        """See MeasurableExecutor.stand_in: no step is enqueued ahead."""
 
     def read_bandwidth(self) -> float:
         """See MeasurableExecutor.read_bandwidth: not measured."""

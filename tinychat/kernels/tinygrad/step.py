@@ -23,6 +23,7 @@ from tinychat.kernels.blocks import (
     MIN_WEIGHT_SUM,
     MLA,
     Activation,
+    Cache,
     DeltaRule,
     Dense,
     Experts,
@@ -39,6 +40,7 @@ from tinychat.kernels.executor import Weights
 from tinychat.kernels.ops import Embed, Head, LayerTable, Plan, kda_inputs, latent_inputs, projections
 from tinychat.kernels.tinygrad.compile_caches import Caches
 from tinychat.kernels.tinygrad.dequant import dequantize, to_tensor
+from tinychat.kernels.window_rows import WindowRows
 
 Ops = Generator[Tensor, None, Tensor]  # yields the realised result of every op, returns x
 DEQUANTISED = 1 << 24  # values of a weight that one matrix product of several tokens dequantises at a time
@@ -47,7 +49,8 @@ DEQUANTISED = 1 << 24  # values of a weight that one matrix product of several t
 class Step:
     """A plan's weights, KV cache and captured steps on one tinygrad device.
 
-    Caches are (max_context, width) tensors of `cache_type`, by layer: `keys`, and `values` where the rows have some.
+    Caches are (rows, width) tensors of `cache_type`, by layer: `keys`, and `values` where the rows have some; `windows`
+    says which rows layers with a window keep.
     `states`, float32: of each layer with one, the last inputs of its convolution (rows, channels) and the matrices of
     its heads (heads, key_dim, value_dim).
     """
@@ -71,8 +74,10 @@ class Step:
             weights.release(name)
             if progress:
                 progress((i + 1) / len(names))
-        self.keys = [self._zeros(cache.key_width, cache_type) for cache in plan.caches]
-        self.values = [self._zeros(cache.value_width, cache_type) for cache in plan.caches]
+        rows = [plan.rows(cache, max_context) for cache in plan.caches]
+        self.keys = [self._zeros(n, cache.key_width, cache_type) for n, cache in zip(rows, plan.caches)]
+        self.values = [self._zeros(n, cache.value_width, cache_type) for n, cache in zip(rows, plan.caches)]
+        self.windows = WindowRows(plan, max_context)
         self.states = {
             i: [self._floats(rows, width) for rows, width in shapes if rows * width]
             for i, s in enumerate(plan.states)
@@ -82,18 +87,30 @@ class Step:
         self._pos = UOp.variable("pos", 0, max_context - 1)
         self._jits: dict[tuple[int, bool, str], Any] = {}  # TinyJit is a function to mypy
 
-    def _zeros(self, width: int, kind: Any) -> Tensor | None:
+    def _zeros(self, rows: int, width: int, kind: Any) -> Tensor | None:
         if not width:
             return None
-        return Tensor.zeros(self.max_context, width, dtype=kind, device=self.device).contiguous().realize()
+        return Tensor.zeros(rows, width, dtype=kind, device=self.device).contiguous().realize()
 
     def _floats(self, rows: int, width: int) -> Tensor:
         return Tensor.zeros(rows, width, dtype=dtypes.float32, device=self.device).contiguous().realize()
 
     @property
-    def caches(self) -> list[Tensor]:
+    def caches(self) -> list[tuple[Tensor, Cache]]:
         """Every cache tensor: K of all layers, then V."""
-        return [t for t in (*self.keys, *self.values) if t is not None]
+        return [(t, c) for t, c in zip((*self.keys, *self.values), 2 * self.plan.caches) if t is not None]
+
+    def slide(self, base: int) -> None:
+        """From now on the first row of layers with a window is that of position `base`: a constant of what is
+        captured."""
+        if not (by := base - self.windows.base):
+            return
+        self.windows.base, rows = base, self.windows.rows
+        for t, cache in self.caches:
+            if cache.window and 0 < by < rows:
+                t[: rows - by].assign(t[by:].contiguous().realize()).realize()
+        self._pos = UOp.variable("pos", base, min(base + rows, self.max_context) - 1)
+        self._jits.clear()
 
     @property
     def state_tensors(self) -> list[Tensor]:
@@ -237,16 +254,17 @@ class Step:
         q = made["q"]
         yield q
         q = self._rotate(self._head_norm(q, a.q_norm, a), a.rope, pos, 0).contiguous()
+        at = pos - self.windows.base if a.window else pos  # the row of position `pos`
         if a.shared is None:
             k, v = self._rotate(self._head_norm(made["k"], a.k_norm, a), a.rope, pos, 0), made["v"]
-            _store(keys, k.flatten(1), pos)
-            _store(values, _unit(v.reshape(v.shape[0], a.kv_heads, -1), a.eps).flatten(1) if a.value_norm else v, pos)
+            _store(keys, k.flatten(1), at)
+            _store(values, _unit(v.reshape(v.shape[0], a.kv_heads, -1), a.eps).flatten(1) if a.value_norm else v, at)
         yield q.realize()
-        n_rows = pos + x.shape[0]
+        n_rows = at + x.shape[0]
         rows_k = keys[:n_rows].cast(dtypes.float32).reshape(n_rows, a.kv_heads, a.key_dim)
         rows_v = values[:n_rows].cast(dtypes.float32).reshape(n_rows, a.kv_heads, a.value_dim)
         sinks = self._vector(a.sinks) if a.sinks else None
-        heads = _attend(q, rows_k, rows_v, a.scale, pos, a.window, sinks)
+        heads = _attend(q, rows_k, rows_v, a.scale, at, a.window, sinks)
         if a.gate:
             heads = heads * made["gate"].sigmoid()
         yield heads.realize()

@@ -10,8 +10,7 @@ from textual.message import Message
 
 from tinychat.backend.instruments import Instrumented
 from tinychat.chat.commands import COMMANDS, TextCommand, switched
-from tinychat.chat.controller import KEPT_STATS
-from tinychat.chat.conversation import footer_text, to_markdown
+from tinychat.chat.conversation import KEPT_STATS, footer_text, to_markdown
 from tinychat.chat.find import find as find_text
 from tinychat.chat.find import version_with
 from tinychat.chat.parameters import Parameters

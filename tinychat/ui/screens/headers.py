@@ -5,22 +5,22 @@ from __future__ import annotations
 from functools import partial
 
 from tinychat.errors import TinychatError
-from tinychat.models.fit import sizes_of
+from tinychat.models.fit import Sizes, sizes_of
 from tinychat.ui.screens.picker_rows import Row
 from tinychat.ui.screens.sheet import in_daemon
 
 
 class Headers:
-    """By model name: `sizes`, (weight bytes, KV bytes per token), and `errors`, one line each."""
+    """By model name: `sizes`, and `errors`, one line each."""
 
     def __init__(self) -> None:
-        self.sizes: dict[str, tuple[int, int]] = {}
+        self.sizes: dict[str, Sizes] = {}
         self.errors: dict[str, str] = {}
         self._asked: set[str] = set()
 
     def missing(self, row: Row) -> bool:
         """Whether this model's size is neither known nor being read."""
-        return not (row.model.kv_bytes_per_token or row.model.why_not or row.model.name in self._asked)
+        return not (row.model.kv_bytes(1) or row.model.why_not or row.model.name in self._asked)
 
     async def read(self, row: Row) -> None:
         """Reads the header from the file, or by range requests from its first source."""

@@ -16,7 +16,7 @@ from textual.fuzzy import Matcher
 from tinychat.errors import TinychatError, printable
 from tinychat.files import expand
 from tinychat.models import cache
-from tinychat.models.fit import Fit, available_memory, fit, predicted_tok_s
+from tinychat.models.fit import Fit, Sizes, available_memory, fit, predicted_tok_s
 from tinychat.models.registry import MODELS, Model, resolve
 from tinychat.ui.screens.downloads import Download
 from tinychat.ui.screens.sheet import cell
@@ -63,15 +63,15 @@ def rows(
     context: int,
     freed: int,
     speeds: Mapping[str, float],
-    sizes: Mapping[str, tuple[int, int]],
+    sizes: Mapping[str, Sizes],
     gb_s: float = 0.0,
     loaded: Model | None = None,
 ) -> list[Row]:
     """All models there are to choose from: the user's own, the registry's, what else the cache holds, and the `loaded`
     one, which may be a file that none of them knows.
 
-    `freed`: bytes of memory that unloading the present model gives back; `sizes`: (weight bytes, KV bytes per token)
-    that the headers of files told, by model name; `gb_s`: the memory limit of this machine, 0 = not known.
+    `freed`: bytes of memory that unloading the present model gives back; `sizes`: what the headers of files told, by
+    model name; `gb_s`: the memory limit of this machine, 0 = not known.
     """
     models = {m.name: m for m in (*extra, *MODELS)}
     whole: dict[str, cache.CachedFile] = {}
@@ -92,7 +92,7 @@ def rows(
     for name, model in models.items():
         path = paths[name]
         entry = partial.get(name)
-        size = model.size or _bytes(path) or sizes.get(name, (0, 0))[0]
+        size = model.size or _bytes(path) or (sizes[name][0] if name in sizes else 0)
         out.append(
             Row(
                 model,
@@ -123,10 +123,11 @@ def _unknown(e: cache.CachedFile, taken: Mapping[str, Model]) -> Model:
     return Model(name, (e.url,) if e.url else (), e.total or 0, path=None if e.url else e.path, family="in the cache")
 
 
-def verdict(model: Model, context: int, available: int, sizes: Mapping[str, tuple[int, int]]) -> Fit:
+def verdict(model: Model, context: int, available: int, sizes: Mapping[str, Sizes]) -> Fit:
     """Whether `model` fits, by the header of its file where we have seen it, else by the registry."""
-    weights, kv = sizes.get(model.name, (model.size, model.kv_bytes_per_token))
-    return fit(weights, kv, min(context, model.context or context), available)
+    weights, context_bytes = sizes.get(model.name, (model.size, model.kv_bytes))
+    context = min(context, model.context or context)
+    return fit(weights, context_bytes(context), context, available)
 
 
 def matching(rows: Iterable[Row], search: str) -> list[Row]:

@@ -1,0 +1,122 @@
+"""The CUDA driver through ctypes: its library, the context of the first GPU, and its errors.
+
+tinygrad's device does the same, behind 0.1 s of imports and the libraries of two compilers; kernels are compiled
+through it (binaries.py) when one is not in the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from ctypes import c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from functools import cache
+from typing import Any
+
+from tinychat.errors import TinychatError
+
+LIBRARY = "libcuda.so.1"
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "cuInit": (c_uint,),
+    "cuGetErrorString": (c_int, c_void_p),
+    "cuDeviceGet": (c_void_p, c_int),
+    "cuDeviceGetName": (c_char_p, c_int, c_int),
+    "cuDeviceGetAttribute": (c_void_p, c_int, c_int),
+    "cuDevicePrimaryCtxRetain": (c_void_p, c_int),
+    "cuCtxSetCurrent": (c_void_p,),
+    "cuCtxSynchronize": (),
+    "cuMemGetInfo_v2": (c_void_p, c_void_p),
+    "cuMemAlloc_v2": (c_void_p, c_size_t),
+    "cuMemFree_v2": (c_uint64,),
+    "cuMemHostAlloc": (c_void_p, c_size_t, c_uint),
+    "cuMemFreeHost": (c_void_p,),
+    "cuMemcpyHtoDAsync_v2": (c_uint64, c_void_p, c_size_t, c_void_p),
+    "cuMemcpyDtoHAsync_v2": (c_void_p, c_uint64, c_size_t, c_void_p),
+    "cuMemcpyDtoH_v2": (c_void_p, c_uint64, c_size_t),
+    "cuMemcpyDtoDAsync_v2": (c_uint64, c_uint64, c_size_t, c_void_p),
+    "cuStreamCreate": (c_void_p, c_uint),
+    "cuStreamSynchronize": (c_void_p,),
+    "cuEventCreate": (c_void_p, c_uint),
+    "cuEventRecord": (c_void_p, c_void_p),
+    "cuEventSynchronize": (c_void_p,),
+    "cuEventElapsedTime": (c_void_p, c_void_p, c_void_p),
+    "cuEventDestroy_v2": (c_void_p,),
+    "cuModuleLoadData": (c_void_p, c_char_p),
+    "cuModuleUnload": (c_void_p,),
+    "cuModuleGetFunction": (c_void_p, c_void_p, c_char_p),
+    "cuFuncSetAttribute": (c_void_p, c_int, c_int),
+    "cuFuncGetAttribute": (c_void_p, c_int, c_void_p),
+    "cuLaunchKernelEx": (c_void_p, c_void_p, c_void_p, c_void_p),
+    "cuGraphCreate": (c_void_p, c_uint),
+    "cuGraphAddKernelNode": (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p),
+    "cuGraphAddDependencies_v2": (c_void_p, c_void_p, c_void_p, c_void_p, c_size_t),
+    "cuGraphInstantiate_v2": (c_void_p, c_void_p, c_void_p, c_void_p, c_size_t),
+    "cuGraphLaunch": (c_void_p, c_void_p),
+    "cuGraphExecDestroy": (c_void_p,),
+    "cuGraphDestroy": (c_void_p,),
+}
+_starting = threading.Lock()
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The driver's functions. Raises OSError where there is no NVIDIA driver."""
+    return _with_arguments(ctypes.CDLL(LIBRARY))
+
+
+@cache
+def brief() -> ctypes.CDLL:
+    """The same functions, for calls that return at once: they keep the interpreter, which others call get back only
+    when the thread that took it lets it go (after SWITCH_INTERVAL in process.py)."""
+    return _with_arguments(ctypes.PyDLL(LIBRARY))
+
+
+def _with_arguments(found: Any) -> Any:
+    for name, types in _ARGUMENTS.items():
+        getattr(found, name).argtypes = types
+    return found
+
+
+def check(status: int) -> None:
+    """Raises TinychatError for what a function of the driver returned, unless it is success."""
+    if status:
+        text = c_char_p()
+        library().cuGetErrorString(status, ctypes.byref(text))
+        raise TinychatError(f"CUDA error {status}, {(text.value or b'unknown').decode(errors='replace')}")
+
+
+@cache
+def _context() -> tuple[int, c_void_p]:
+    cuda, device, made = library(), c_int(), c_void_p()
+    check(cuda.cuInit(0))
+    check(cuda.cuDeviceGet(ctypes.byref(device), 0))
+    check(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(made), device))
+    return device.value, made
+
+
+def context() -> tuple[int, c_void_p]:
+    """The first GPU and its primary context, made once. Raises OSError, TinychatError."""
+    with _starting:
+        return _context()
+
+
+def start(device: str | None) -> None:
+    """Makes the context on a thread, unless another `device` is wanted or there is no driver: 0.2 s in the driver,
+    while this thread imports the engine and reads the header."""
+
+    def make() -> None:
+        with contextlib.suppress(OSError, AttributeError, TinychatError):  # raised again for who needs the GPU
+            context()
+
+    if device in (None, "cuda") and exists():
+        threading.Thread(target=make, name="CUDA driver").start()
+
+
+@cache
+def exists() -> bool:
+    """Whether there is an NVIDIA driver."""
+    try:
+        library()
+    except (OSError, AttributeError):
+        return False
+    return True
