@@ -34,8 +34,7 @@ struct alignas(8) F2 {
 // slower). Nothing before compute capability 9.0.
 DEVICE void grid_wait() {
 #if __CUDA_ARCH__ >= 900
-  // Behind a branch that is always taken: ptxas moves a plain wait to the top of a kernel, in front of the loads.
-  if (__activemask()) asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
