@@ -53,7 +53,8 @@ class Session:
         self.speculation = Speculation(mode, most, self.max_context, self.stats)
 
     def prefill(self, prompt: Sequence[int], on_prefill: OnPrefill | None, stop: threading.Event | None) -> bool:
-        """Makes the cache hold all of `prompt` but its last token, which decode runs; False if `stop` ended it early.
+        """Makes the cache hold all of `prompt` but its last token, which decode runs unless the executor has run it
+        with the others; False if `stop` ended it early.
 
         The longest common prefix with what the cache holds stays, of a plan with a state up to a snapshot;
         `on_prefill(done, total, reused)` counts the rest.
@@ -80,7 +81,7 @@ class Session:
             if due and due[0] <= end:
                 self.snapshots.add(due[0], self.executor.forward_keeping(chunk, first, due[0]))
             else:
-                self.executor.forward(chunk, first)
+                self.executor.forward(chunk, first, following=prompt[last] if end == last else None)
             self.tokens += chunk
             self.state_at = end
             if self.speculation.most:

@@ -114,10 +114,19 @@ class Executor(Protocol):
         rows of a long context only (window_rows.py). At position 0 it always may."""
         ...
 
-    def forward(self, ids: Sequence[int], pos: int, logits: Logits = "none", *, mtp: bool = False) -> np.ndarray | None:
+    def forward(
+        self,
+        ids: Sequence[int],
+        pos: int,
+        logits: Logits = "none",
+        *,
+        mtp: bool = False,
+        following: int | None = None,
+    ) -> np.ndarray | None:
         """Runs tokens `ids` at positions pos, pos+1, ... and stores their cache rows; any length >= 1 up to max_context
         - pos. With `mtp` it runs the plan's MTP instead of its layers: all positions before the last one have to be run
-        without it first.
+        without it first. `following`: the token that decode() or verify() will go on with, which an executor may run
+        with them.
 
         Returns None, or float32 logits (1, vocab) or (len(ids), vocab).
         """

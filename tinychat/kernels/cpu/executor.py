@@ -233,8 +233,16 @@ class CPUExecutor(KeepsInPieces):
 
     # ---- running ----
 
-    def forward(self, ids: Sequence[int], pos: int, logits: Logits = "none", *, mtp: bool = False) -> np.ndarray | None:
-        """See Executor.forward."""
+    def forward(
+        self,
+        ids: Sequence[int],
+        pos: int,
+        logits: Logits = "none",
+        *,
+        mtp: bool = False,
+        following: int | None = None,
+    ) -> np.ndarray | None:
+        """See Executor.forward. What follows is not run with them."""
         self._check(ids, pos)
         tokens = np.asarray(ids, np.int32)
         out = np.empty((len(tokens) if logits == "all" else 1, self.plan.vocab), np.float32)

@@ -43,8 +43,9 @@ class Activations:
 class Builder:
     """Names the buffers of a plan's launches. `buffers`: every buffer that a launch names, with its size in bytes."""
 
-    def __init__(self, plan: Plan, layout: Layout, max_context: int) -> None:
-        self.plan, self.layout, self.max_context = plan, layout, max_context
+    def __init__(self, plan: Plan, layout: Layout, max_context: int, warpgroups: bool = False) -> None:
+        """`warpgroups`: the GPU has wgmma."""
+        self.plan, self.layout, self.max_context, self.warpgroups = plan, layout, max_context, warpgroups
         self.buffers: dict[str, int] = {"state": STATE_BYTES, "history": 4 * (max_context + 1), "ring": 8 * RING}
         self.ropes: dict[blocks.Rope, str] = {}
         self.columns, self.room = 1, 0  # tokens of a decode step; dynamic shared memory for their activations

@@ -63,9 +63,17 @@ class ReferenceExecutor(SingleSteps, KeepsInPieces):
         jit = self.step.decode_jit
         return "replaying" if jit and jit.captured else "compiling"
 
-    def forward(self, ids: Sequence[int], pos: int, logits: Logits = "none", *, mtp: bool = False) -> np.ndarray | None:
-        """See Executor.forward. Tokens after the last whole chunk run one at a time, because each length is captured
-        separately."""
+    def forward(
+        self,
+        ids: Sequence[int],
+        pos: int,
+        logits: Logits = "none",
+        *,
+        mtp: bool = False,
+        following: int | None = None,
+    ) -> np.ndarray | None:
+        """See Executor.forward. What follows is not run with them. Tokens after the last whole chunk run one at a time,
+        because each length is captured separately."""
         out, done, run = [], 0, self.step.run_mtp if mtp else self._run
         while done < len(ids):
             n = self.prefill_chunk if len(ids) - done >= self.prefill_chunk and not (mtp and pos + done == 0) else 1
