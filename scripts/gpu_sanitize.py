@@ -114,7 +114,8 @@ class Form:
 
 def forms(plan: Plan, weights: GGUF) -> list[Form]:
     """Every kind of step that an executor has for the plan."""
-    builder = Builder(plan, Layout(plan, {name: t.nbytes for name, t in weights.tensors.items()}), CONTEXT)
+    layout = Layout(plan, {name: t.nbytes for name, t in weights.tensors.items()})
+    builder = Builder(plan, layout, CONTEXT, CHIP.warpgroups)
     gpu = cast(GPU, CHIP)  # of which the shared memory alone is asked
     kinds, mtp = depths(builder, True, plan.layers), plan.mtp
     prompts = {n: Prefill(builder, n, CHIP) for n in (*SIZES, CONTEXT)}

@@ -56,6 +56,7 @@ from tinychat.kernels.cuda.executor import CUDAExecutor
 from tinychat.kernels.executor import Executor
 from tinychat.kernels.sampling import GREEDY, Sampling
 from tinychat.measure import bench, tables
+from tinychat.measure.results import ModelResult
 from tinychat.ui.app import TinychatApp
 
 FILES = Path(os.environ.get("FILES", "/dev/shm"))
@@ -616,23 +617,35 @@ def accept(path: Path) -> None:
 
 def prompts(model: str, quant: str, lengths: list[int]) -> None:
     """Prints what `tinychat bench` measures for prompts of `lengths` tokens: a row of docs/cuda.md each. With
-    LLAMA_BENCH set, llama-bench's turn comes behind each: its prompt, the ratio, its decode behind so many tokens."""
+    LLAMA_BENCH set, llama-bench has its turn on the same file, between two of tinychat's: its prompts, its decode
+    behind so many tokens, and the ratios of the better of tinychat's turns to it."""
     path = model_file(model, quant)
-    engine = Engine.load(path, max_context=max(lengths) + 128)
+    theirs: dict[tuple[str, int], float] = {}
+
+    def turn() -> dict[int, ModelResult]:
+        engine = Engine.load(path, max_context=max(lengths) + 128)
+        results = {n: bench.run(engine, n, 64, 5 if n <= 2048 else 2) for n in lengths}
+        engine.close()
+        return results
+
+    turns = [turn()]
+    if "LLAMA_BENCH" in os.environ:
+        listed = ",".join(map(str, lengths))
+        for row in llama_bench(path, "-p", listed, "-n", 0, "-r", 2) + llama_bench(
+            path, "-p", 0, "-n", 64, "-r", 1, "-d", listed
+        ):
+            theirs["prompt" if row["n_prompt"] else "decode", row["n_prompt"] or row["n_depth"]] = row["avg_ts"]
+        turns.append(turn())
     for n in lengths:
-        r, theirs = bench.run(engine, n, 64, 5 if n <= 2048 else 2), ""
-        if "LLAMA_BENCH" in os.environ:
-            for row in llama_bench(path, "-p", n, "-n", 0, "-r", 2) + llama_bench(
-                path, "-p", 0, "-n", 64, "-r", 1, "-d", n
-            ):
-                speed, own = row["avg_ts"], n / r.ttft_s if row["n_prompt"] else r.decode_tok_s
-                theirs += f" {speed:,.1f} | {own / speed:.2f} |"
-        print(
-            f"| {model} {quant} | {n} | {r.ttft_s * 1e3:.1f} ms | {n / r.ttft_s:,.0f} | {r.prefill_tok_s:,.0f} "
-            f"| {r.decode_tok_s:.1f} |{theirs}",
-            flush=True,
-        )
-    engine.close()
+        ttft = [r[n].ttft_s for r in turns]
+        decode = [r[n].decode_tok_s for r in turns]
+        said = f"| {model} {quant} | {n} | {' '.join(f'{t * 1e3:.1f}' for t in ttft)} ms | {n / min(ttft):,.0f} "
+        for kind, own in (("prompt", n / min(ttft)), ("decode", max(decode))):
+            if kind == "decode":
+                said += f"| {' '.join(f'{v:.1f}' for v in decode)} "
+            if speed := theirs.get((kind, n)):
+                said += f"| {speed:,.1f} | {own / speed:.2f} "
+        print(f"{said}|", flush=True)
 
 
 def masked(path: Path, tokens: int) -> bool:

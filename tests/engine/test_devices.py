@@ -55,6 +55,16 @@ def test_the_executor_as_the_engine_uses_it(model: Path, monkeypatch: pytest.Mon
     first = [t.id for t in engine.generate(IDS, GREEDY, 6, raw=True)]
     follow = engine.logits([*IDS, *first])[len(IDS) - 1 : -1]  # type: ignore[list-item]
     assert (follow.max(1) - follow[range(6), first] < 0.1).all()
+    run, sampling = engine.executor, Sampling(temperature=1.5, seed=9)
+    run.forward(IDS[:-1], 0, following=IDS[-1])  # leaves the last token's logits, until rows in front of it change
+    left = list(islice(run.decode(IDS[-1], len(IDS) - 1, sampling, IDS), 3))
+    again = list(run.verify(IDS[-1], [token for token, _ in left[:2]], len(IDS) - 1, sampling, IDS))
+    assert again == list(islice(run.decode(IDS[-1], len(IDS) - 1, sampling, IDS), 3)) == left
+    logprobs = []
+    for _ in ("left", "by a step"):
+        logprobs += [logprob for _, logprob in islice(run.decode(IDS[-1], len(IDS) - 1, GREEDY, IDS), 1)]
+        run.forward(IDS[-1:], len(IDS) - 1)
+    assert logprobs[0] != logprobs[1] == pytest.approx(logprobs[0], abs=0.1)
     biased = replace(GREEDY, logit_bias=((first[1], -1e4), (7, 1e4)))
     assert [t.id for t in engine.generate(IDS, biased, 2, raw=True)] == [7, 7]
     masks = np.random.default_rng(0).integers(0, 2**32, (3, (engine.plan.vocab + 31) // 32), np.uint32)

@@ -34,10 +34,10 @@ Steps = list[tuple[int, float]]
 
 
 @contextmanager
-def executor(path: Path, device: str = "cpu", threads: int = 2) -> Iterator[MeasurableExecutor]:
+def executor(path: Path, device: str = "cpu", threads: int = 2, context: int = CONTEXT) -> Iterator[MeasurableExecutor]:
     gguf = GGUF.open(path)
     ex, _ = make_executor(
-        build_plan(gguf, ModelConfig.from_gguf(gguf)), gguf, CONTEXT, device, threads, lambda text, fraction: None
+        build_plan(gguf, ModelConfig.from_gguf(gguf)), gguf, context, device, threads, lambda text, fraction: None
     )
     try:
         yield ex

@@ -39,7 +39,7 @@ class EmulatedCUDA:
     ) -> None:
         self.prefill_tokens = prefill_tokens
         self.plan, layout = plan, Layout(plan, {name: t.nbytes for name, t in gguf.tensors.items()})
-        self.builder = Builder(plan, layout, max_context)
+        self.builder = Builder(plan, layout, max_context, warpgroups)
         self.launches = [launch for launch, _ in decode(self.builder, depth)]
         prefill = Prefill(self.builder, prefill_tokens, Chip(warpgroups, 227 << 10))
         self.prefill_launches = [*prefill.layers(), *prefill.head(plan.head)]

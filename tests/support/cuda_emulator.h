@@ -21,7 +21,11 @@ struct alignas(8) F2 { float x, y; };
 #define KERNEL(threads, resident) static void
 #define __device__
 #define __forceinline__ inline
+#ifdef __linux__  // a kernel's shared memory is a section of its own, which every block begins with poisoned
+#define __shared__ static __attribute__((section(EMULATED_SECTION)))
+#else
 #define __shared__ static
+#endif
 #define DYNAMIC_SHARED(name) static V4 name[232448 / 16]
 #define __launch_bounds__(n)
 #define CLUSTER_KERNEL(threads, resident, blocks) static void
@@ -168,8 +172,10 @@ DEVICE void cluster_arrive() {
   emu::cluster_seen[emu::current] = emu::cluster_generation;
   if (++emu::cluster_waiting == emu::running) { emu::cluster_waiting = 0; emu::cluster_generation++; }
 }
+DEVICE void cluster_arrive_relaxed() { cluster_arrive(); }
 DEVICE void cluster_wait() { while (emu::cluster_generation == emu::cluster_seen[emu::current]) emu::yield(); }
 template <class T> T *peer(T *p, int rank) { return (T *)((char *)p + (rank - cluster_rank()) * (long)sizeof *emu::block_memory); }
+DEVICE void prefetch(const void *) {}
 DEVICE void copy_commit() {}
 template <int N> DEVICE void copy_wait() {}
 DEVICE u32 matrix_row(const void *const *rows, int m, int l, bool trans) {
@@ -242,6 +248,17 @@ template <int N> void wgmma_tiles(float (&d)[N][4], u64 a, u64 b) {
   for (int n = 0; n < N; n++)
     for (int i = 0; i < 4; i++)
       for (int k = 0; k < 16; k++) d[n][i] += tile_value(a, first + l / 4 + i / 2 * 8, k) * tile_value(b, n * 8 + l % 4 * 2 + i % 2, k);
+}
+template <int N> DEVICE void wgmma_tiles_trans(float (&d)[N][4], u64 a, u64 b) {
+  const int l = emu::current % 32, first = emu::current / 32 % 4 * 16;
+  for (int n = 0; n < N; n++)
+    for (int i = 0; i < 4; i++)
+      for (int k = 0; k < 16; k++) {
+        const int row = first + l / 4 + i / 2 * 8;
+        u16 h;
+        memcpy(&h, (const u8 *)a + k * 128 + ((row / 8 ^ k % 8) * 16) + row % 8 * 2, 2);
+        d[n][i] += half_to_float(h) * tile_value(b, n * 8 + l % 4 * 2 + i % 2, k);
+      }
 }
 DEVICE int warp_add(int v) { int all[32], s = 0; emu::all(v, all); for (int i = 0; i < 32; i++) s += all[i]; return s; }
 DEVICE u32 warp_most(u32 v) { u32 all[32], s = 0; emu::all(v, all); for (int i = 0; i < 32; i++) s = max(s, all[i]); return s; }

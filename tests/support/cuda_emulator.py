@@ -24,14 +24,20 @@ def _unit(n: int, launch: Launch) -> str:
     casts = ", ".join(f"({kind})args[{i}]" for i, (kind, _, _) in enumerate(launch.args))
     return f"""namespace k{n} {{
 #undef THREADS
+#undef EMULATED_SECTION
+#define EMULATED_SECTION "shared{n}"
+namespace {{
 {launch.source("")}
+}}
 static void **args;
+extern "C" char __start_shared{n}[] __attribute__((weak)), __stop_shared{n}[] __attribute__((weak));
 extern "C" void launch_{n}(void **a, int gx, int gy, int gz) {{
   args = a;
   emu::body = [] {{ {launch.name}({casts}); }};
   gridDim.x = gx; gridDim.y = gy; gridDim.z = gz; blockDim.x = {launch.threads};
   for (int z = 0; z < gz; z++) for (int y = 0; y < gy; y++) for (int x = 0; x < gx; x += {launch.cluster}) {{
     blockIdx.x = x; blockIdx.y = y; blockIdx.z = z;
+    if (__start_shared{n}) memset(__start_shared{n}, 0xFF, __stop_shared{n} - __start_shared{n});
     emu::run_blocks({launch.threads}, {launch.cluster});
   }}
 }}

@@ -22,7 +22,7 @@ from tinychat.engine.snapshots import Snapshots
 from tinychat.engine.speculation import Source, Speculate, Speculation
 from tinychat.engine.stats import Stats
 from tinychat.errors import TinychatError
-from tinychat.kernels.executor import Executor, State
+from tinychat.kernels.executor import Executor, StateCopy
 from tinychat.kernels.limits import check_sampling
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.sampling import Sampling
@@ -53,7 +53,8 @@ class Session:
         self.speculation = Speculation(mode, most, self.max_context, self.stats)
 
     def prefill(self, prompt: Sequence[int], on_prefill: OnPrefill | None, stop: threading.Event | None) -> bool:
-        """Makes the cache hold all of `prompt` but its last token, which decode runs; False if `stop` ended it early.
+        """Makes the cache hold all of `prompt` but its last token, which decode runs unless the executor has run it
+        with the others; False if `stop` ended it early.
 
         The longest common prefix with what the cache holds stays, of a plan with a state up to a snapshot;
         `on_prefill(done, total, reused)` counts the rest.
@@ -73,13 +74,16 @@ class Session:
         while len(self.tokens) < last:
             if stop and stop.is_set():
                 return False
-            end = min(len(self.tokens) + size, last, *(n for n in places if n > len(self.tokens)))
-            chunk = list(prompt[len(self.tokens) : end])
-            self.executor.forward(chunk, len(self.tokens))
+            first = len(self.tokens)
+            due = [n for n in places if n > first]
+            end = min(first + size, last, *due[1:2])
+            chunk = list(prompt[first:end])
+            if due and due[0] <= end:
+                self.snapshots.add(due[0], self.executor.forward_keeping(chunk, first, due[0]))
+            else:
+                self.executor.forward(chunk, first, following=prompt[last] if end == last else None)
             self.tokens += chunk
             self.state_at = end
-            if end in places:
-                self.snapshots.add(end, self.executor.read_state())
             if self.speculation.most:
                 self.complete()
             s.prefill_s, s.context_used = time.perf_counter() - started, len(self.tokens)
@@ -169,7 +173,7 @@ class Session:
     def _rewind(self, n: int) -> int:
         """Keeps the first `n` tokens, or as many of them as the executor can go on from: those that a snapshot of its
         state has seen, none in front of rows that layers with a window have lost. Returns their number."""
-        state: State | None = None
+        state: StateCopy | None = None
         if self.plan.state_bytes and n != self.state_at:
             n, state = self.snapshots.last(n)
         if not self.executor.reaches(n):

@@ -8,7 +8,7 @@ prompt, at places where the KV store's blocks end.
 from __future__ import annotations
 
 from tinychat.engine.kvstore import BLOCK
-from tinychat.kernels.executor import State
+from tinychat.kernels.executor import StateCopy
 from tinychat.kernels.ops import Plan
 
 NEAREST, FARTHEST = 1024, 4096  # tokens from one snapshot to the next; multiples of BLOCK
@@ -46,9 +46,9 @@ class Snapshots:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._states: dict[int, State] = {}
+        self._states: dict[int, StateCopy] = {}
 
-    def add(self, tokens: int, state: State) -> None:
+    def add(self, tokens: int, state: StateCopy) -> None:
         """Keeps the state behind `tokens` tokens; of too many, the one goes whose neighbours are nearest."""
         self._states[tokens] = state
         if len(self._states) <= self.most:
@@ -65,7 +65,7 @@ class Snapshots:
         """Forgets those behind the first `tokens` tokens."""
         self._states = {n: state for n, state in self._states.items() if n <= tokens}
 
-    def last(self, tokens: int) -> tuple[int, State]:
+    def last(self, tokens: int) -> tuple[int, StateCopy]:
         """(tokens, state) of the last snapshot within the first `tokens` tokens; (0, an empty one) without one."""
         n = max((n for n in self._states if n <= tokens), default=0)
         return n, self._states.get(n, _NONE)

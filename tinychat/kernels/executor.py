@@ -21,7 +21,7 @@ Mask = Callable[[], np.ndarray]
 """uint32 ((vocab + 31) // 32,): token i may come where bit i % 32 of word i // 32 is set."""
 
 
-class State(Protocol):
+class StateCopy(Protocol):
     """A copy of what layers carry from token to token, wherever the executor keeps it; a memoryview is one, too."""
 
     def tobytes(self) -> bytes: ...
@@ -114,13 +114,27 @@ class Executor(Protocol):
         rows of a long context only (window_rows.py). At position 0 it always may."""
         ...
 
-    def forward(self, ids: Sequence[int], pos: int, logits: Logits = "none", *, mtp: bool = False) -> np.ndarray | None:
+    def forward(
+        self,
+        ids: Sequence[int],
+        pos: int,
+        logits: Logits = "none",
+        *,
+        mtp: bool = False,
+        following: int | None = None,
+    ) -> np.ndarray | None:
         """Runs tokens `ids` at positions pos, pos+1, ... and stores their cache rows; any length >= 1 up to max_context
         - pos. With `mtp` it runs the plan's MTP instead of its layers: all positions before the last one have to be run
-        without it first.
+        without it first. `following`: the token that decode() or verify() will go on with, which an executor may run
+        with them.
 
         Returns None, or float32 logits (1, vocab) or (len(ids), vocab).
         """
+        ...
+
+    def forward_keeping(self, ids: Sequence[int], pos: int, place: int) -> StateCopy:
+        """forward(ids, pos) without logits; the state behind the first `place` tokens of the sequence, which is behind
+        one of `ids`."""
         ...
 
     def draft(self, ids: Sequence[int], pos: int) -> int:
@@ -189,11 +203,11 @@ class Executor(Protocol):
         """The state of all layers; 0 for a plan without."""
         ...
 
-    def read_state(self) -> State:
+    def read_state(self) -> StateCopy:
         """A copy of the state of all layers, in this executor's layout."""
         ...
 
-    def write_state(self, state: State) -> None:
+    def write_state(self, state: StateCopy) -> None:
         """Puts a state back: one that this executor's read_state gave, or the bytes of one. Raises TinychatError for
         bytes that do not fit."""
         ...
@@ -201,6 +215,19 @@ class Executor(Protocol):
     def close(self) -> None:
         """Frees device memory and threads; the executor is not used again."""
         ...
+
+
+class KeepsInPieces:
+    """Base of an executor that stops where a state is to be kept."""
+
+    def forward_keeping(self: Executor, ids: Sequence[int], pos: int, place: int) -> StateCopy:
+        """See Executor.forward_keeping: in two calls of forward()."""
+        split = place - pos
+        self.forward(ids[:split], pos)
+        kept = self.read_state()
+        if split < len(ids):
+            self.forward(ids[split:], place)
+        return kept
 
 
 class SingleSteps:

@@ -33,9 +33,13 @@ def test_logits_drafts_answers_and_steps_ahead(tmp_path: Path, monkeypatch: pyte
     accepted = [token for token, _ in steps]
     behind = engine.executor.draft(accepted, 8)  # enqueued by the step; the second time it is not
     assert behind == engine.executor.draft(accepted, 8)
+    ex, answers = engine.executor, []
     with engine.speculating(0):
-        alone = [(t.id, t.logprob) for t in engine.generate(IDS, GREEDY, 8, raw=True)]
-    ex, answer = engine.executor, [token or 0 for token, _ in alone]
+        for _ in ("from the logits that the prompt leaves", "from those of a step"):
+            answers.append([(t.id, t.logprob) for t in engine.generate(IDS, GREEDY, 8, raw=True)])
+            ex.forward(IDS[-1:], len(IDS) - 1)
+    left, alone = answers
+    answer = [token or 0 for token, _ in alone]
     for rights in ((True, True, True, False, True), (False, False, True, True), ()):  # of drafts that stand in
         ids = list(IDS)
         ex.forward(ids[:-1], 0)
@@ -51,4 +55,6 @@ def test_logits_drafts_answers_and_steps_ahead(tmp_path: Path, monkeypatch: pyte
     assert [(t.id, t.logprob) for t in engine.generate(IDS, GREEDY, 8, raw=True)] == alone
     s = engine.stats
     assert s.mtp_drafted_tokens >= 3 and s.generated_tokens == s.decode_steps + s.accepted_tokens
+    engine.session.cut(0)
+    assert [(t.id, t.logprob) for t in engine.generate(IDS, GREEDY, 8, raw=True)] == left
     engine.close()

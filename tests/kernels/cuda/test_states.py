@@ -1,5 +1,6 @@
 """States that are not addressed by position, on CUDA: prompts in pieces, steps enqueued ahead, states put back."""
 
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tests.kernels.test_verify import executor as opened
 from tests.support import cuda_emulator, tiny
 from tests.support.cuda_emulated import EmulatedGPU, aligned
 from tests.support.forward64 import forward
+from tests.support.shapes import DeltaRule
 from tinychat.engine import devices
 from tinychat.errors import TinychatError
 from tinychat.kernels import blocks, ops
@@ -28,21 +30,29 @@ Q = tiny.Q
 
 def test_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A state is that behind the last id: not of the steps that decode() and verify() enqueue ahead. It can be put back
-    at any position. Prompts come in pieces of odd and even lengths, within tiles of tokens and over them, and shorter
+    at any position. Prompts come in pieces of odd and even lengths, within chunks of tokens and over them, and shorter
     than the convolution. The rule's results are int8 blocks."""
     monkeypatch.setattr(executor, "GPU", EmulatedGPU)
     monkeypatch.setattr(devices, "has_cuda", lambda: True)
     monkeypatch.setattr(verify, "COLUMNS", (2, 8))  # for 8 there are too few slots
     monkeypatch.setattr(executor, "FEW", 0)  # every piece goes through the kernels of prompts
-    path, pieces = tiny.write(tmp_path / "m.gguf", "qwen3next", "Q8_0"), (10, 2, 1)
-    want, at = forward(path, IDS[:14]), 0
-    with opened(path, "cuda") as ex:
+    monkeypatch.setattr(executor, "SIZES", (96,))  # of one kind
+    shape = replace(tiny.VARIANTS["qwen35"], delta=DeltaRule(2, 6, 32, every=2))
+    monkeypatch.setitem(tiny.VARIANTS, "states", shape)
+    path, pieces = tiny.write(tmp_path / "m.gguf", "states", "Q8_0"), (70, 2, 1)
+    want, at = forward(path, IDS[:74]), 0
+    with opened(path, "cuda", context=96) as ex:
         assert isinstance(ex, CUDAExecutor) and ex.limits.verified == 2
         assert ex.state_bytes == ex.plan.state_bytes == len(ex.read_state().tobytes())
+        kept, end = ex.forward_keeping(IDS[:70], 0, 64).tobytes(), ex.read_state().tobytes()
+        assert ex.forward_keeping(IDS[:70], 0, 63).tobytes() != kept  # in two calls
+        assert error(*(np.frombuffer(state, np.float32) for state in (ex.read_state().tobytes(), end))) < 1e-3
+        ex.forward(IDS[:64], 0)
+        assert ex.read_state().tobytes() == kept
         for n in pieces:
-            logits = ex.forward(IDS[at : at + n], at, "all")
-            assert logits is not None and error(logits, want[at : at + n]) < 5e-3
+            logits = ex.forward(IDS[at : at + n], at, "last")
             at += n
+            assert logits is not None and error(logits[0], want[at - 1]) < 0.01  # the head: int8
         start = ex.read_state()
         monkeypatch.setattr(executor, "FEW", FEW)
         logits = ex.forward(IDS[at : at + 1], at, "last")
@@ -96,7 +106,7 @@ def test_short_convolutions() -> None:
     n, at = np.arange(dim), 0
     place = (n & ~127) | (n & 30) << 2 | (n & 96) >> 4 | (n & 1)  # halves.cuh
     for count in (9, 1, 2, 1):
-        buffers["state"].view(np.int32)[: len(WORDS)] = state_words(GREEDY, at, count, 0)
+        buffers["state"].view(np.int32)[: len(WORDS)] = state_words(GREEDY, at, count, 0, kept=8 if count == 9 else 0)
         buffers["bcz"].view(np.float32)[: count * 3 * dim] = bcz[at : at + count].ravel()
         cuda_emulator.run(prompt if at < 12 else step, buffers, count, at + count)
         if at < 12:
@@ -105,5 +115,6 @@ def test_short_convolutions() -> None:
             got = buffers["heads"].view(np.float32)[None, :dim]
         at += count
         assert error(got, want[at - count : at]) < 1e-3
-        kept = buffers["carried:0"].view(np.float32).reshape(SLOTS, taps - 1, dim)
+        kept = buffers["carried:0"].view(np.float32).reshape(SLOTS + 1, taps - 1, dim)
         np.testing.assert_array_equal(kept[at % SLOTS], inputs[at : at + taps - 1])
+    np.testing.assert_array_equal(kept[SLOTS], inputs[8 : 8 + taps - 1])

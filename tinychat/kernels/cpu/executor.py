@@ -29,7 +29,7 @@ from tinychat.kernels.cpu.library import (
     StepContext,
 )
 from tinychat.kernels.cpu.program import build
-from tinychat.kernels.executor import ExecutorKind, Logits, Mask, State, Weights
+from tinychat.kernels.executor import ExecutorKind, KeepsInPieces, Logits, Mask, StateCopy, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import (
     Attention,
@@ -121,7 +121,7 @@ def _cpu_quota(root: Path) -> float:
     return least
 
 
-class CPUExecutor:
+class CPUExecutor(KeepsInPieces):
     """A `MeasurableExecutor` on this machine's CPU.
 
     Activations are quantised to 16 bits per 32 values, the cache is F16; everything else is float32. `flags` choose the
@@ -233,8 +233,16 @@ class CPUExecutor:
 
     # ---- running ----
 
-    def forward(self, ids: Sequence[int], pos: int, logits: Logits = "none", *, mtp: bool = False) -> np.ndarray | None:
-        """See Executor.forward."""
+    def forward(
+        self,
+        ids: Sequence[int],
+        pos: int,
+        logits: Logits = "none",
+        *,
+        mtp: bool = False,
+        following: int | None = None,
+    ) -> np.ndarray | None:
+        """See Executor.forward. What follows is not run with them."""
         self._check(ids, pos)
         tokens = np.asarray(ids, np.int32)
         out = np.empty((len(tokens) if logits == "all" else 1, self.plan.vocab), np.float32)
@@ -346,11 +354,11 @@ class CPUExecutor:
         self._slide(self._windows.base_with(first, tiles, self._windows.held(len(data), tiles)))
         self._lib.tc_cache(self._ctx, np.frombuffer(data, np.uint8).ctypes.data, first, rows, 1)
 
-    def read_state(self) -> State:
+    def read_state(self) -> StateCopy:
         """See Executor.read_state."""
         return memoryview(ctypes.string_at(self._states, self.state_bytes))
 
-    def write_state(self, state: State) -> None:
+    def write_state(self, state: StateCopy) -> None:
         """See Executor.write_state."""
         data = state.tobytes()
         if len(data) != self.state_bytes:

@@ -4,7 +4,8 @@
 // the tokens. With one token an op is one phase of tasks, and every thread norms and quantises the op's input for itself (cheaper
 // than a phase of its own); with several, an op has stages, each a phase: tokens are prepared first, then each group of 16 rows
 // is multiplied with panels of 16, 8, 4, 2 or 1 columns. Both do the same arithmetic in the same order per (row, token), so results
-// depend neither on the chunking of a prompt nor on the number of threads.
+// depend neither on the chunking of a prompt nor on the number of threads. Where the machine has tiles, prompts take another way
+// through float weights than decode steps (choose_form), for one token as for several.
 #include <stddef.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -985,7 +986,7 @@ static int stages(const Op *op) {
 
 // Tasks per thread and stage, where the number of tasks is free, of several tokens and of one. One token's tasks are limited by
 // memory, which serves 16 threads so unevenly that with 4 tasks each they wait for 12 to 15 % of a step, with 16 for 3 to 8 %.
-enum { SPLIT = 8, SPLIT_ONE = 16, LEAST = 4 };
+enum { SPLIT = 8, SPLIT_ONE = 16, LEAST = 2 };
 
 static int stage_tasks(const Ctx *c, const Op *op, int stage) {
   int some = (c->tokens == 1 ? SPLIT_ONE : SPLIT) * c->pool.threads, per;

@@ -43,8 +43,9 @@ class Activations:
 class Builder:
     """Names the buffers of a plan's launches. `buffers`: every buffer that a launch names, with its size in bytes."""
 
-    def __init__(self, plan: Plan, layout: Layout, max_context: int) -> None:
-        self.plan, self.layout, self.max_context = plan, layout, max_context
+    def __init__(self, plan: Plan, layout: Layout, max_context: int, warpgroups: bool = False) -> None:
+        """`warpgroups`: the GPU has wgmma."""
+        self.plan, self.layout, self.max_context, self.warpgroups = plan, layout, max_context, warpgroups
         self.buffers: dict[str, int] = {"state": STATE_BYTES, "history": 4 * (max_context + 1), "ring": 8 * RING}
         self.ropes: dict[blocks.Rope, str] = {}
         self.columns, self.room = 1, 0  # tokens of a decode step; dynamic shared memory for their activations
@@ -111,10 +112,10 @@ class Builder:
         return f"{self.buffer('routes', 4 * ROUTE_SLOTS * layers * used)}+{4 * before * used}"
 
     def carried(self, layer: int) -> str:
-        """What a layer carries from token to token, SLOTS times."""
+        """What a layer carries from token to token, SLOTS times, and behind the token that a prompt keeps it of."""
         state = self.plan.states[layer]
         assert state
-        return self.buffer(f"carried:{layer}", SLOTS * state.nbytes)
+        return self.buffer(f"carried:{layer}", (SLOTS + 1) * state.nbytes)
 
     def source(self, x: Activations) -> dict[str, str | None]:
         """Activations as a kernel's input."""

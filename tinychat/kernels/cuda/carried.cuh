@@ -1,9 +1,10 @@
 // What a layer carries from token to token (kernels/blocks.py, LayerState): the last inputs of its convolution, (TAPS -
 // 1, CHANNELS), and behind them a matrix per head. What it is behind n tokens lies in slot n % SLOTS, so that a step
-// leaves those of the last tokens: steps that were enqueued ahead, and drafts, can be for nothing. Constants: TAPS,
-// CHANNELS, SLOTS, SLOT_VALUES.
+// leaves those of the last tokens: steps that were enqueued ahead, and drafts, can be for nothing. The slot behind them
+// is for the state that a prompt leaves on the way (KEPT). Constants: TAPS, CHANNELS, SLOTS, SLOT_VALUES.
 
 DEVICE float *carried(float *slots, int tokens) { return slots + (u64)(tokens % SLOTS) * SLOT_VALUES; }
+DEVICE float *kept_slot(float *slots) { return slots + (u64)SLOTS * SLOT_VALUES; }
 
 DEVICE float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 DEVICE float silu(float x) { return x * sigmoid(x); }
@@ -40,9 +41,9 @@ static_assert(TAPS - 1 <= TOGETHER, "only the first of them see the tail");
 
 // Prompts: tokens first .. first + TOGETHER - 1 of the step's `count`, four channels from `channel` on, whose weights
 // are at `own`. input(t): theirs at token t; use(t, sums): what becomes of them. The thread that has the first tokens
-// moves the tail on if it is the `owner` of the channels.
+// moves the tail on if it is the `owner` of the channels, and leaves that behind `kept` tokens.
 template <class Input, class Use>
-DEVICE void convolve(const float *own, float *slots, int pos, int count, int first, int channel, bool owner,
+DEVICE void convolve(const float *own, float *slots, int pos, int count, int kept, int first, int channel, bool owner,
     const Input &input, const Use &use) {
   F4 weight[TAPS], x[TAPS];
 #pragma unroll
@@ -73,6 +74,8 @@ DEVICE void convolve(const float *own, float *slots, int pos, int count, int fir
   }
   if (first == 0 && owner) {  // in order: where both slots are one, a row is read before it is written
     float *next = carried(slots, pos + count);
+    for (int j = 0; kept && j < TAPS - 1; j++)
+      *(F4 *)(kept_slot(slots) + j * CHANNELS + channel) = at(kept - (TAPS - 1) + j);
     for (int j = 0; j < TAPS - 1; j++) *(F4 *)(next + j * CHANNELS + channel) = at(count - (TAPS - 1) + j);
   }
 }

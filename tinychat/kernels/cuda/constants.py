@@ -232,6 +232,18 @@ class MLAClusterConstants(LatentConstants, StepConstants):
 
 
 @dataclass(frozen=True)
+class LatentAttentionConstants(StepConstants):
+    """latent_attention.cu"""
+
+    heads: int
+    heads_at_once: int  # of a block
+    key_dim: int
+    value_dim: int
+    chunk_keys: int
+    splits: int
+
+
+@dataclass(frozen=True)
 class CombineConstants(StepConstants):
     """combine.cu"""
 
@@ -376,7 +388,7 @@ class CarriedConstants(StepConstants):
 
 @dataclass(frozen=True)
 class DeltaConstants(CarriedConstants):
-    """delta.cuh; delta.cu, prompt_convolve.cu, prompt_delta.cu, prompt_gated_norm.cu"""
+    """delta.cuh; delta.cu, prompt_convolve.cu, prompt_chunks.cu, prompt_kda.cu, prompt_gated_norm.cu"""
 
     key_heads: int
     heads: int
@@ -390,6 +402,13 @@ class DeltaConstants(CarriedConstants):
 
 
 @dataclass(frozen=True)
+class PromptDeltaConstants(DeltaConstants):
+    """prompt_delta.cu"""
+
+    stages: int  # chunks in shared memory
+
+
+@dataclass(frozen=True)
 class Tile(Constants):
     """What a block of a prompt's product computes: halves.cuh"""
 
@@ -399,15 +418,28 @@ class Tile(Constants):
     depth: int  # spans of weights on the way
     stages: int  # spans of activations in shared memory
     warpgroups: bool = False  # products by whole warpgroups (wgmma)
+    warps: int = 8
 
     @property
     def block_rows(self) -> int:
-        return self.rows * 16 * (8 // self.split)
+        return self.rows * 16 * (self.warps // self.split)
 
     @property
-    def shared(self) -> int:
-        """Bytes of dynamic shared memory."""
-        return self.stages * self.split * self.tokens * SPAN * 2 + 1024
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.split * self.tokens * SPAN * 2
+
+    @property
+    def resident(self) -> int:
+        """Blocks that have to fit on a multiprocessor at once."""
+        return 2 if self.warpgroups and self.tokens == 64 else 1
+
+    def shared(self, cols: int) -> int:
+        """Bytes of dynamic shared memory for rows of `cols` values."""
+        return min(self.stages, -(-cols // (SPAN * self.split))) * self.stage_bytes + 1024
 
 
 @dataclass(frozen=True)
@@ -500,8 +532,12 @@ class RouterConstants(Constants):
 
     weight: Matrix
     choice: ExpertChoice
-    tokens: int  # of a block
+    tokens: int  # of a cluster of blocks
+    cluster: int  # blocks that share the experts
+    parts: int  # warps that share some experts, each with a part of the columns
     eps: float
+    route_slots: int  # as in experts_down.cu
+    routes: int
 
 
 @dataclass(frozen=True)

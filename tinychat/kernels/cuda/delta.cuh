@@ -1,7 +1,9 @@
 // A head of the gated delta rule (kernels/blocks.py, DeltaRule; KDA where it decays BY_CHANNEL). Its state lies as
 // [value][key]; LANES lanes share the keys of one value, a column. Constants: of recurrent.py, _shape.
 
-constexpr int GROUP = 4;  // tokens of a prompt that are taken in at once
+constexpr int GROUP = 4;   // tokens of a prompt that are taken in at once where the state decays BY_CHANNEL
+constexpr int CHUNK = 64;  // and where it does not
+constexpr int HALF_KEYS = (KEY_DIM + 15) / 16 * 16;  // of a row of halves
 constexpr int LANES = 8, VECTORS = (KEY_DIM + 4 * LANES - 1) / (4 * LANES);  // of four keys, of a lane
 
 DEVICE float dot4(F4 a, F4 b) { return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w; }
@@ -11,9 +13,10 @@ DEVICE float sum_of_lanes(float v) {
   return v;
 }
 DEVICE F4 by(F4 a, F4 b) { return F4{a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w}; }
-DEVICE float decay_of(float rate, float v) {
-  return expf(LOWER_BOUND != 0 ? LOWER_BOUND * sigmoid(rate * v) : rate * (v > 20 ? v : log1pf(expf(v))));
+DEVICE float log_decay(float rate, float v) {
+  return LOWER_BOUND != 0 ? LOWER_BOUND * sigmoid(rate * v) : rate * (v > 20 ? v : log1pf(expf(v)));
 }
+DEVICE float decay_of(float rate, float v) { return expf(log_decay(rate, v)); }
 DEVICE float gate_of(float v) { return BY_CHANNEL ? sigmoid(v) : silu(v); }
 // The convolution's weights of a channel, which is of q, k or v (`part` 0, 1, 2): where BY_CHANNEL, each has its own.
 DEVICE const float *taps_of(const float *const *conv, int part, int channel) {

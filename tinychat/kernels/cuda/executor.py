@@ -27,12 +27,12 @@ from tinychat.kernels.cuda.load import Upload
 from tinychat.kernels.cuda.prefill import SIZES, Chip, Prefill
 from tinychat.kernels.cuda.profile import DecodeStep, kernels, profile, read_bandwidth, seconds_of
 from tinychat.kernels.cuda.quants import QUANTS
-from tinychat.kernels.cuda.recurrent import TOGETHER
+from tinychat.kernels.cuda.recurrent import CHUNK, TOGETHER
 from tinychat.kernels.cuda.selfcheck import self_check
 from tinychat.kernels.cuda.state import WORDS, bias_values, breaker_bits, state_words
 from tinychat.kernels.cuda.step import decode, depths
 from tinychat.kernels.cuda.verify import cycles, drafting, verifying
-from tinychat.kernels.executor import ExecutorKind, Logits, Mask, State, Weights
+from tinychat.kernels.executor import ExecutorKind, KeepsInPieces, Logits, Mask, StateCopy, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile
@@ -88,7 +88,7 @@ class Cycle:
     turn: int  # state[TURN]
 
 
-class CUDAExecutor:
+class CUDAExecutor(KeepsInPieces):
     """`Executor` on CUDA. Raises TinychatError for a plan beyond LIMITS, and where there is no such GPU, no memory
     left, or a kernel fails its check at load."""
 
@@ -112,7 +112,7 @@ class CUDAExecutor:
                     gpu.allocate(t.buffer, t.nbytes)
                 upload = Upload(gpu, layout, weights)
             for chunk in CHUNKS:
-                builder = Builder(plan, layout, max_context)
+                builder = Builder(plan, layout, max_context, gpu.warpgroups)
                 kinds = depths(builder, gpu.overlaps, plan.layers)
                 steps = {first: decode(builder, kind) for first, kind in kinds.items()}
                 self.prefill_chunk = min(chunk, self._windows.together)
@@ -125,6 +125,9 @@ class CUDAExecutor:
                     drafts = depths(builder, gpu.overlaps, [plan.mtp.layer])
                     self._drafting, self._cycles = drafting(builder, gpu, drafts), cycles(builder, gpu, kinds, drafts)
                 many = Prefill(builder, min(ROWS_OF_LOGITS, max_context), chip)
+                self._row = 4 * plan.vocab  # bytes of a token's logits
+                self._left_at = f"logits+{(size := builder.buffers['logits'])}"  # behind those of a step
+                builder.buffer("logits", size + self._row)
                 heads = [(head(builder, op), many.head(op)) for _, op in prompts]
                 if (needed := sum(builder.buffers.values())) < free:
                     break
@@ -176,6 +179,7 @@ class CUDAExecutor:
             depth: DecodeStep(gpu, tuple(step), graphs[depth], max_context, self.decode, self._place)
             for depth, step in steps.items()
         }
+        self._left: tuple[int, int] | None = None  # the token at this position, whose logits a prompt has left
         self._kept = KeptStates(gpu, [(f"carried:{i}", state.nbytes) for i, state in enumerate(plan.states) if state])
         self._seen = 0  # tokens whose state read_state() reads: none of drafts and of steps ahead
         self._enqueued: tuple[int, int, Sampling] | None = None  # the step of this token at this position, by verify()
@@ -192,8 +196,18 @@ class CUDAExecutor:
         self.state_bytes = plan.state_bytes
         self.device_bytes = gpu.nbytes
 
-    def forward(self, ids: Sequence[int], pos: int, logits: Logits = "none", *, mtp: bool = False) -> np.ndarray | None:
-        """See Executor.forward. A few tokens go through the decode step one by one, more through prefill steps.
+    def forward(
+        self,
+        ids: Sequence[int],
+        pos: int,
+        logits: Logits = "none",
+        *,
+        mtp: bool = False,
+        following: int | None = None,
+    ) -> np.ndarray | None:
+        """See Executor.forward. A few tokens go through the decode step one by one, more through prefill steps. What
+        follows is run with them where the same kernels take one token more, but for a plan with a state, of which
+        nobody could have that in front of it any more.
 
         Returns when the device has finished.
         """
@@ -203,26 +217,47 @@ class CUDAExecutor:
         size = 1 if len(ids) <= few else self.prefill_chunk
         if size > 1 and logits == "all":
             size = min(ROWS_OF_LOGITS, size)
+        end = pos + len(ids)
+        takes_more = size > 1 and (len(ids) - 1) % size + 1 not in prompts.steps
+        if following is not None and takes_more and end < self.max_context and not self.state_bytes:
+            ids = [*ids, following]
         for start in range(0, len(ids), size):
             part, last = ids[start : start + size], start + size >= len(ids)
             count, keys = len(part), pos + start + len(part)
-            self._place(part, pos + start, GREEDY, count)
+            self._place(part, pos + start, GREEDY, count, runs=not mtp)
             if size == 1:
                 self._step(pos + start).graph()
             else:
                 prompts.steps[min(n for n in prompts.steps if n >= count)](count, keys)
             if logits == "all" and size > 1:
                 prompts.head_all(count, keys)
-                rows = self.gpu.download("logits_all", 4 * self.plan.vocab * count).view(np.float32)
+                rows = self.gpu.download("logits_all", self._row * count).view(np.float32)
                 out.append(rows.reshape(count, -1))
             elif logits == "all" or (logits == "last" and last):
                 if size > 1:
                     prompts.head()
-                out.append(self.gpu.download("logits", 4 * self.plan.vocab).view(np.float32)[None])
+                out.append(self.gpu.download("logits", self._row).view(np.float32)[None])
+        if following is not None and pos + len(ids) > end:
+            prompts.head()
+            self.gpu.copy(self._left_at, "logits", self._row)
+            self._left = following, end
         self.gpu.synchronize()
         if not mtp:
-            self._seen = pos + len(ids)
+            self._seen = end
         return np.concatenate(out) if out else None
+
+    def forward_keeping(self, ids: Sequence[int], pos: int, place: int) -> StateCopy:
+        """See Executor.forward_keeping. Prompts leave the state at the end of any of their chunks."""
+        split, count = place - pos, len(ids)
+        if split == count or split % CHUNK or count > self.prefill_chunk:
+            return super().forward_keeping(ids, pos, place)
+        self._check(ids, pos)
+        self._place(ids, pos, GREEDY, count, kept=split)
+        steps = self._prompts[0].steps
+        steps[min(n for n in steps if n >= count)](count, pos + count)
+        self.gpu.synchronize()
+        self._seen = pos + count
+        return self._kept.copy(SLOTS)
 
     def draft(self, ids: Sequence[int], pos: int) -> int:
         """See Executor.draft. The last tokens go through a graph as a verify step's."""
@@ -242,7 +277,7 @@ class CUDAExecutor:
         first = pos + len(ids) - count
         if first > pos:
             self.forward(ids[:-count], pos, mtp=True)
-        self._place(ids[-count:], first, GREEDY, count)
+        self._place(ids[-count:], first, GREEDY, count, runs=False)
         self._ring[:] = EMPTY
         self._drafting.graph(first, count)()
         return self._drafted(first)
@@ -268,19 +303,19 @@ class CUDAExecutor:
         """See Executor.decode. Up to AHEAD steps are enqueued before one is waited for; with a mask, which depends on
         the token before, none is."""
         self._check([token], pos)
-        known = list(recent)[-(pos + 1) :] or [token]
+        known, left = list(recent)[-(pos + 1) :] or [token], self._left == (token, pos)
         self._upload_penalties(sampling)
-        self._place(known, pos + 1 - len(known), sampling, masked=mask is not None)
+        self._place(known, pos + 1 - len(known), sampling, masked=mask is not None, runs=not left)
         self._ring[:] = EMPTY
         enqueued = pos
         try:
             for at in range(pos, self.max_context):
                 if mask:
                     self._make_room(at, 1)
-                    self._masked_step(at, mask)
+                    self._masked_step(at, mask, left and at == pos)
                 while not mask and enqueued < min(at + AHEAD, self.max_context):
                     self._make_room(enqueued, 1)
-                    self._step(enqueued).graph()
+                    self._single_step(enqueued, left and enqueued == pos)
                     enqueued += 1
                 yield self._chosen(at, PAUSE)
         finally:
@@ -296,11 +331,22 @@ class CUDAExecutor:
         if sampling.logit_bias:
             self.gpu.upload("bias", bias_values(sampling.logit_bias, self.plan.vocab))
 
-    def _masked_step(self, pos: int, mask: Mask) -> None:
+    def _single_step(self, pos: int, left: bool) -> None:
+        """Enqueues a decode step; `left`: a prompt has left its logits."""
+        if left:
+            self.gpu.copy("logits", self._left_at, self._row)
+            self._step(pos).choice()
+        else:
+            self._step(pos).graph()
+
+    def _masked_step(self, pos: int, mask: Mask, left: bool) -> None:
         """Runs a decode step in two graphs: the layers, during which the host computes the mask, and the choice, which
-        reads it from page-locked memory. Returns when the device has finished."""
+        reads it from page-locked memory. `left`: a prompt has left its logits. Returns when the device has finished."""
         step = self._step(pos)
-        step.layers()
+        if left:
+            self.gpu.copy("logits", self._left_at, self._row)
+        else:
+            step.layers()
         self._allowed[:] = mask()
         step.choice()
         self.gpu.synchronize()
@@ -310,9 +356,8 @@ class CUDAExecutor:
     ) -> tuple[int, float]:
         """What comes behind position `pos` under the mask, by the kernels of a single step, from the logits of a column
         of a verify step. They are moved to the first place, so columns have to come in order."""
-        nbytes = 4 * self.plan.vocab
         if column:
-            self.gpu.copy("logits", f"logits+{column * nbytes}", nbytes)
+            self.gpu.copy("logits", f"logits+{column * self._row}", self._row)
         known = seen[-_window(sampling, pos + 1) :]
         self._place(known, pos + 1 - len(known), sampling, masked=True)
         self._allowed[:] = mask()
@@ -331,13 +376,14 @@ class CUDAExecutor:
         ahead: bool = False,
     ) -> Iterator[tuple[int, float]]:
         """See Executor.verify. Where the kind of graph changes on the way, which single steps would follow, there are
-        two steps."""
+        two steps, and where a prompt has left the logits of `token`."""
         tokens = [token, *drafts]
         asked, self._asked = self._asked, False
         self._check(tokens, pos)
         assert len(tokens) <= self.limits.verified
         fits = self._alike(pos) >= 2 and pos + 2 < self.max_context
-        if asked and not mask and len(tokens) == 2 and fits and self._cycles.counts:
+        begun = self._left == (token, pos)
+        if asked and not mask and not begun and len(tokens) == 2 and fits and self._cycles.counts:
             yield from self._cycle(tokens, pos, sampling, recent, ahead)
             return
         seen, first = list(recent) if drafts else recent, 0
@@ -347,14 +393,17 @@ class CUDAExecutor:
             return
         self._upload_penalties(sampling)
         while first < len(tokens):
-            at = pos + first
-            count = min(len(tokens) - first, self._alike(at))
+            at, left = pos + first, begun and not first
+            count = 1 if left else min(len(tokens) - first, self._alike(at))
             alone = count == 1  # only then is the mask known before the step
-            self._place_step(tokens[first : first + count], at, sampling, seen, masked=mask is not None and alone)
+            step, masked = tokens[first : first + count], mask is not None and alone
+            self._place_step(step, at, sampling, seen, masked=masked, runs=not left)
             if mask and alone:
-                self._masked_step(at, mask)
+                self._masked_step(at, mask, left)
+            elif alone:
+                self._single_step(at, left)
             else:
-                (self._step(at).graph if alone else self._verifying.graph(at, count))()
+                self._verifying.graph(at, count)()
             if single:
                 yield self._following(pos, sampling, ahead)
                 return
@@ -416,6 +465,7 @@ class CUDAExecutor:
     def write_cache(self, data: bytes, first: int, rows: int) -> None:
         """See Executor.write_cache."""
         self._settle()
+        self._left = None
         at, packed = 0, np.frombuffer(data, np.uint8)
         self._slide(self._windows.base_with(first, rows, self._windows.held(packed.size, rows)))
         for name, size, offset in self._places(first, rows):
@@ -423,11 +473,11 @@ class CUDAExecutor:
             at += size
         self.gpu.synchronize()
 
-    def read_state(self) -> State:
+    def read_state(self) -> StateCopy:
         """See Executor.read_state: float32, layer by layer the convolution's inputs, then (heads, value, key)."""
         return self._kept.copy(self._seen % SLOTS) if self.state_bytes else memoryview(b"")
 
-    def write_state(self, state: State) -> None:
+    def write_state(self, state: StateCopy) -> None:
         """See Executor.write_state."""
         self._settle()
         if self.state_bytes:
@@ -521,21 +571,41 @@ class CUDAExecutor:
             for at in range(by, rows, by) if cache.window else ():  # in parts that do not overlap
                 self.gpu.copy(f"{name}+{(at - by) * size}", f"{name}+{at * size}", min(by, rows - at) * size)
 
-    def _place(self, ids: Sequence[int], pos: int, sampling: Sampling, count: int = 1, *, masked: bool = False) -> None:
+    def _place(
+        self,
+        ids: Sequence[int],
+        pos: int,
+        sampling: Sampling,
+        count: int = 1,
+        *,
+        masked: bool = False,
+        kept: int = 0,
+        runs: bool = True,
+    ) -> None:
         """Tells the device the tokens at positions pos, pos + 1, ...; the last `count` of them are the next step's.
-        `masked`: its token has to be one of the buffer `allowed`."""
+        `masked`: its token has to be one of the buffer `allowed`. `kept`: the state behind so many of its tokens stays
+        in the slot SLOTS. `runs`: it runs the layers, so that logits that depend on its cache rows are not kept."""
         first = pos + len(ids) - count
         self._settle()
+        if runs and self._left and first <= self._left[1]:
+            self._left = None
         self._slide(self._windows.base_for(first, count))
         self.gpu.upload("history", np.asarray(ids, np.int32), 4 * pos)
-        self.gpu.upload("state", state_words(sampling, first, count, pos, masked, self._windows.base))
+        self.gpu.upload("state", state_words(sampling, first, count, pos, masked, self._windows.base, kept))
 
     def _place_step(
-        self, tokens: Sequence[int], pos: int, sampling: Sampling, seen: Sequence[int], *, masked: bool = False
+        self,
+        tokens: Sequence[int],
+        pos: int,
+        sampling: Sampling,
+        seen: Sequence[int],
+        *,
+        masked: bool = False,
+        runs: bool = True,
     ) -> None:
         """_place() for a step of `tokens` at `pos`, the first of which is the last of `seen`; empties the ring."""
         known = [*(seen[-_window(sampling, pos + 1) :] or tokens[:1]), *tokens[1:]]
-        self._place(known, pos + len(tokens) - len(known), sampling, len(tokens), masked=masked)
+        self._place(known, pos + len(tokens) - len(known), sampling, len(tokens), masked=masked, runs=runs)
         self._ring[:] = EMPTY
 
     def _settle(self) -> None:

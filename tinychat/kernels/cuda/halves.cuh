@@ -67,13 +67,13 @@ template <class Tile> DEVICE int group_of() {
 }
 
 // The matrix rows of a warp: TILES times 16 of them, SPAN columns at a time, DEPTH such spans ahead; and their products
-// with TOKENS tokens. Row lane / 4 + 8 * i of tile m is row[m][i] of the tensor. TOTAL rows: those of one matrix of M,
+// with TOKENS tokens. A lane has rows lane / 4 + 8 * i of tile m. TOTAL rows: those of one matrix of M,
 // or of several in a row.
 template <class M, int TOTAL, int TILES, int TOKENS, int DEPTH> struct Rows {
   static constexpr int T = M::TYPE, BLOCKS = M::COLS / block_of(T), N = 32 / block_of(T),
                        SPANS = padded(M::COLS) / SPAN;
   const u8 *w;
-  u64 row[TILES][2];
+  u32 block[TILES][2];  // the lane's first of each row, in the tensor
   Piece<T> piece[DEPTH][TILES][2];
   float acc[TILES][TOKENS / 8][4];
   u32 a[2][TILES][4];
@@ -85,7 +85,7 @@ template <class M, int TOTAL, int TILES, int TOKENS, int DEPTH> struct Rows {
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const int r = min(first + m * 16 + i * 8 + (int)(threadIdx.x % 32) / 4, TOTAL - 1);
-        row[m][i] = packed_row<M>(g + r / M::ROWS, r % M::ROWS);
+        block[m][i] = (u32)packed_row<M>(g + r / M::ROWS, r % M::ROWS) * BLOCKS + threadIdx.x % 4 * N;
       }
 #pragma unroll
     for (int m = 0; m < TILES; m++)
@@ -96,11 +96,11 @@ template <class M, int TOTAL, int TILES, int TOKENS, int DEPTH> struct Rows {
   }
   DEVICE void load(int slot, int span) {
     if (span >= SPANS) return;
-    const int at = (span * 4 + threadIdx.x % 4) * N;
+    const int at = span * 4 * N, left = M::COLS % SPAN ? BLOCKS - at - (int)threadIdx.x % 4 * N : N;
 #pragma unroll
     for (int m = 0; m < TILES; m++)
 #pragma unroll
-      for (int i = 0; i < 2; i++) piece[slot][m][i].load(w, M::BLOCKS, row[m][i] * BLOCKS + at, BLOCKS - at);
+      for (int i = 0; i < 2; i++) piece[slot][m][i].load(w, M::BLOCKS, block[m][i] + at, left);
   }
   DEVICE void begin(int slot) {
 #pragma unroll
@@ -160,20 +160,31 @@ DEVICE void multiply_some(V4 *pool, const u16 *x, const int *row_of, int tokens,
                 STAGE = PLANE * SPLIT;
   const int lane = threadIdx.x % 32, part = part_of<Tile>(),
             used = (TOKENS == 8 ? 8 : (tokens + 15) / 16 * 16) * SPAN_VECTORS;
-  auto fill =
-      [&](int step) {  // a span is two tiles of 64 values: ptx.cuh, tile_at; so ldmatrix meets no bank twice, either
-        V4 *to = pool + step % STAGES * STAGE;
+  // A thread copies the same vector of MINE rows in every span, BESIDE spans at a time. Where they come from is known once,
+  // since code without loops and divisions is what short products wait for.
+  constexpr int MINE = PLANE > THREADS ? PLANE / THREADS : 1, BESIDE = PLANE < THREADS ? THREADS / PLANE : 1;
+  static_assert(PLANE * BESIDE == THREADS * MINE, "threads and vectors of a span");
+  const int c = threadIdx.x % SPAN_VECTORS, t = threadIdx.x % PLANE / SPAN_VECTORS;
+  u32 from[MINE];  // in x; NOWHERE: zeros
+  constexpr u32 NOWHERE = ~0u;
 #pragma unroll
-        for (int p = 0; p < SPLIT; p++) {
-          const int span = step * SPLIT + p;
-          if (span >= SPANS) break;
-          for (int i = threadIdx.x; i < used; i += THREADS) {
-            const int t = i / SPAN_VECTORS, c = i % SPAN_VECTORS, row = row_of[t];
-            copy_async(to + p * PLANE + (c / 8 * TOKENS + t) * 8 + (c % 8 ^ t % 8),
-                x + (u64)max(row, 0) * padded(COLS) + span * SPAN + c * 8, row >= 0);
-          }
-        }
-      };
+  for (int n = 0; n < MINE; n++) {
+    const int row = row_of[t + n * THREADS / SPAN_VECTORS];
+    from[n] = row < 0 ? NOWHERE : (u32)row * padded(COLS) + c * 8;
+  }
+  auto fill = [&](int step) {  // a span is two tiles of 64 values: ptx.cuh, tile_at; so ldmatrix meets no bank twice, either
+    V4 *to = pool + step % STAGES * STAGE + (c / 8 * TOKENS + t) * 8 + (c % 8 ^ t % 8);
+#pragma unroll
+    for (int first = 0; first < SPLIT; first += BESIDE) {
+      const int p = first + (BESIDE > 1 ? threadIdx.x / PLANE : 0), span = step * SPLIT + p;
+      if (span < SPANS)
+#pragma unroll
+        for (int n = 0; n < MINE; n++)
+          if (MINE == 1 || (int)threadIdx.x + n * THREADS < used)
+            copy_async(to + p * PLANE + n * THREADS / SPAN_VECTORS * 8, x + (from[n] == NOWHERE ? 0 : from[n]) + span * SPAN,
+                from[n] != NOWHERE);
+    }
+  };
   if constexpr (Tile::WARPGROUPS) {
     // A step's buffer is filled again two steps later, when nobody's products read it any more.
 #pragma unroll

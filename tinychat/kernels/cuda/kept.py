@@ -10,7 +10,7 @@ import numpy as np
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.cuda.builder import SLOTS
-from tinychat.kernels.executor import State
+from tinychat.kernels.executor import StateCopy
 
 Parts = Sequence[tuple[str, int]]  # each layer's buffer, and the bytes of one slot
 
@@ -36,7 +36,7 @@ class KeptStates:
         self.nbytes = sum(nbytes for _, nbytes in parts)
         self.unused, self._names = list[str](), (f"kept:{n}" for n in count())
 
-    def copy(self, slot: int) -> State:
+    def copy(self, slot: int) -> StateCopy:
         """The state in `slot`, behind everything enqueued before; in the host's memory where the GPU's is full."""
         sources = [(f"{name}+{slot * nbytes}", nbytes) for name, nbytes in self.parts]
         if not self.unused:
@@ -52,7 +52,7 @@ class KeptStates:
             at += nbytes
         return kept
 
-    def put(self, state: State) -> None:
+    def put(self, state: StateCopy) -> None:
         """Makes every slot hold `state`, whatever position comes next. Raises TinychatError for bytes that do not
         fit."""
         data, at = np.empty(0, np.uint8), 0

@@ -13,16 +13,18 @@ from tinychat.kernels.cuda.constants import (
     NO_MATRIX,
     AbsorbConstants,
     CombineConstants,
+    LatentAttentionConstants,
     MLAClusterConstants,
     ValueUpConstants,
 )
 from tinychat.kernels.cuda.launch import Launch, kernel
-from tinychat.kernels.cuda.launches import chunk_keys, linear, linear_add, splits
+from tinychat.kernels.cuda.launches import ATTENTION_THREADS, attention, chunk_keys, linear, linear_add, splits
 from tinychat.kernels.cuda.quants import FLOATS, QUANTS, packed_bytes
 from tinychat.kernels.cuda.spread import QUANTISED_ROWS, spread
 from tinychat.kernels.ops import latent_inputs
 
 CLUSTER = 4  # blocks of a head
+HEADS_AT_ONCE = 32  # of a block of latent_attention.cu
 CLUSTER_THREADS = 512
 CLUSTER_KEYS = 2  # keys that a warp takes at a time
 CLUSTER_BLOCKS = 132  # at most: all heads at once, a block for each multiprocessor of an H100
@@ -171,6 +173,30 @@ def absorb(b: Builder, layer: int, a: MLA) -> Launch:
         f"mat-vec {kind}",
         nbytes=w.nbytes,
         shared=shared,
+    )
+
+
+def deep_attention(b: Builder, layer: int, a: MLA) -> Launch:
+    """Attention's parts behind many keys: by warpgroups where the GPU has them and whole tiles suffice."""
+    keys, groups = chunk_keys(a, deep=True), ATTENTION_THREADS // 128
+    shared = 2 * (2 * keys + HEADS_AT_ONCE) * a.row + 128 * HEADS_AT_ONCE
+    shared += 4 * HEADS_AT_ONCE * (groups * (keys + 4) + 3) + 1024
+    if not b.warpgroups or a.row % 64 or a.kv_lora % (64 * groups) or shared > MAX_DYNAMIC:
+        return attention(b, layer, a, deep=True)
+    shape = LatentAttentionConstants(
+        a.heads, HEADS_AT_ONCE, a.row, a.kv_lora, keys, splits(a, deep=True), columns=b.columns
+    )
+    buffers = {
+        "partial": b.buffer("attention_o", 2 * b.columns * shape.splits * a.heads * a.kv_lora),
+        "ml": b.buffer("attention_ml", 8 * b.columns * shape.splits * a.heads),
+        "q": "queries",
+        "cache": b.cache("k", layer),
+        "state": "state",
+    }
+    grid = (shape.splits, -(-a.heads // HEADS_AT_ONCE), b.columns)
+    name = f"latent_attention_{a.heads}_{a.row}"
+    return kernel(
+        name, "latent_attention.cu", shape, buffers, grid, "attention", threads=ATTENTION_THREADS, shared=shared
     )
 
 

@@ -21,17 +21,21 @@ template <class M, int N, int LANES> struct Rows {
   static constexpr u64 BYTES = s2_at(T, BLOCKS) + align16(BLOCKS / 8 * s2_bytes(T));
   alignas(16) u8 planes[BYTES ? BYTES : 16];
 
-  static DEVICE void copy_plane(u8 *to, const u8 *from, int bytes) {
-    for (int i = threadIdx.x * 16; i < bytes; i += THREADS * 16) copy_async(to + i, from + i, true);
+  // Without a loop: what is done before the wait has to be short.
+  template <int BYTES> static DEVICE void copy_plane(u8 *to, const u8 *from) {
+    const int mine = threadIdx.x * 16;
+#pragma unroll
+    for (int i = 0; i < BYTES; i += THREADS * 16)
+      if (i + THREADS * 16 <= BYTES || i + mine < BYTES) copy_async(to + i + mine, from + i + mine, true);
   }
   // Row `first` of the tensor and those behind it, in the background.
   DEVICE void copy(const u8 *w, u64 first) {
     const u64 at = first * KB;
-    copy_plane(planes, w + at * lo_bytes(T), BLOCKS * lo_bytes(T));
-    copy_plane(planes + two_at(T, BLOCKS), w + two_at(T, M::BLOCKS) + at * two_bytes(T), BLOCKS * two_bytes(T));
-    copy_plane(planes + one_at(T, BLOCKS), w + one_at(T, M::BLOCKS) + at * one_bytes(T), BLOCKS * one_bytes(T));
-    copy_plane(planes + s1_at(T, BLOCKS), w + s1_at(T, M::BLOCKS) + at * s1_bytes(T), BLOCKS * s1_bytes(T));
-    copy_plane(planes + s2_at(T, BLOCKS), w + s2_at(T, M::BLOCKS) + at / 8 * s2_bytes(T), BLOCKS / 8 * s2_bytes(T));
+    copy_plane<BLOCKS * lo_bytes(T)>(planes, w + at * lo_bytes(T));
+    copy_plane<BLOCKS * two_bytes(T)>(planes + two_at(T, BLOCKS), w + two_at(T, M::BLOCKS) + at * two_bytes(T));
+    copy_plane<BLOCKS * one_bytes(T)>(planes + one_at(T, BLOCKS), w + one_at(T, M::BLOCKS) + at * one_bytes(T));
+    copy_plane<BLOCKS * s1_bytes(T)>(planes + s1_at(T, BLOCKS), w + s1_at(T, M::BLOCKS) + at * s1_bytes(T));
+    copy_plane<BLOCKS / 8 * s2_bytes(T)>(planes + s2_at(T, BLOCKS), w + s2_at(T, M::BLOCKS) + at / 8 * s2_bytes(T));
   }
   // put(column, row, lane of the row, value), by all lanes of each row.
   template <class Put> DEVICE void multiply(const Shared &sh, const Put &put) const {
@@ -278,7 +282,7 @@ DEVICE void run(const Args &a) {
   const int column = COLUMNS == 1 ? 0 : blockIdx.x / (CLUSTER * HEADS) * AT_ONCE;  // the cluster's first
   const int count = COLUMNS == 1 ? 1 : min(a.state[COUNT] - column, AT_ONCE);
   if (count <= 0) return;
-  cluster_arrive();  // waited for before the first write into another block's memory
+  cluster_arrive_relaxed();  // waited for before the first write into another block's memory
   if constexpr (LOW_RANK) m.rows.query.copy(a.w_query, Query::START + (u64)head * HEAD + rank * (HEAD / CLUSTER));
   copy_commit();
   m.rows.latent.copy(a.w_absorb, Absorb::START + (u64)head * Absorb::STRIDE + rank * (KV_LORA / CLUSTER));
@@ -324,15 +328,11 @@ DEVICE void run(const Args &a) {
   for (int i = 0; i < NEW; i++)
     if (first_new + i * CLUSTER < column + count) row[i].store(m.row[i], m.row_red[i]);
   cluster_wait();
-  if (head == 0 && first_new < count) {
-    __syncthreads();  // the row was stored behind the arrival, so the cluster's barrier says nothing of it
-    for (int i = threadIdx.x; i < ROW; i += THREADS)
-      a.cache[(u64)(pos + first_new) * ROW + i] = m.row[column / CLUSTER][i];
-  }
 
   Staged<NOPE, false> nope;
   copy_wait<0>();
   nope.finish(Plain{m.q[0], HEAD}, sh);
+#pragma unroll 1
   for (int i = threadIdx.x; i < count * ROPE_DIMS; i += THREADS) {
     const int c = i / ROPE_DIMS, d = i % ROPE_DIMS;
     const F2 *angles = a.table + (u64)(pos + c) * (ROPE_DIMS / 2);
@@ -350,7 +350,11 @@ DEVICE void run(const Args &a) {
   cluster_wait();
   Staged<KV_LORA, false> latent;
   latent.finish(Merged{m}, sh);
-  cluster_arrive();  // this block has read the others' parts
+  cluster_arrive_relaxed();  // this block has read the others' parts
+  if (head == 0 && first_new < count)  // so late since an arrival at the cluster's barrier waits for stores
+#pragma unroll 1
+    for (int i = threadIdx.x; i < ROW; i += THREADS)
+      a.cache[(u64)(pos + first_new) * ROW + i] = m.row[column / CLUSTER][i];
   constexpr int OWN = Value::ROWS / CLUSTER, PARTS = OWN / 32;
   const int first = head * Value::ROWS + rank * OWN;
   float open[AT_ONCE];

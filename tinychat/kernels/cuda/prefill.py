@@ -23,7 +23,7 @@ from tinychat.kernels.blocks import (
     ShortConvolution,
     Weight,
 )
-from tinychat.kernels.cuda.builder import Builder
+from tinychat.kernels.cuda.builder import ROUTE_SLOTS, Builder
 from tinychat.kernels.cuda.constants import (
     SPAN,
     AddExpertsConstants,
@@ -59,6 +59,8 @@ from tinychat.kernels.ops import LinearAdd, NormAdd, NormLinear
 
 SIZES = (16, 64, 1024)  # tokens up to which the kernels are of one kind each; beyond, there is one kind more
 LATENT_BLOCKS = 1056  # of prompt_latent.cu, at most
+ROUTER_BLOCKS = 4  # that share the experts of as many tokens
+ROUTER_WARPS, ROUTER_EXPERTS = 16, 4  # of a block; those of a warp at a time (router.cu)
 KEY_TILES = 16  # blocks that share the cache rows in a graph, whose grids do not know how many there are
 
 
@@ -71,7 +73,7 @@ class Chip:
 
     def fitting(self, tile: Tile) -> Tile:
         """The tile with as many stages as fit."""
-        most = (self.max_shared - 4096) // (tile.shared // tile.stages)  # less what the kernels declare themselves
+        most = (self.max_shared - 4096) // tile.stage_bytes  # less what the kernels declare themselves
         return replace(tile, stages=max(2, min(tile.stages, most)))
 
 
@@ -130,7 +132,7 @@ class Prefill:
                 down = ops.added("ffn", d.weights.down, None, d.post_norm, d.eps, d.residual_scale, d.stream_scale)
                 out += [self._norm("x", d.norm, d.eps), self._gated(d.weights, "inner"), *self._added("inner", down)]
             case Experts() as e:
-                out += self._experts(e)
+                out += self._experts(i, e)
         if layer.embedding:
             out += self._layer_embedding(i, layer.embedding)
         return out
@@ -177,10 +179,8 @@ class Prefill:
         floating = any(w.transposed or w.type in FLOATS for w in weights)  # whose registers hold four times as much
         depth = 1 if floating else 2
         small, short, medium = SIZES
-        if count <= small:
-            tile = Tile(1, 16, split=8, depth=depth, stages=4)
-        elif count <= short:
-            tile = Tile(1, 32, split=4, depth=depth, stages=4)
+        if count <= short:
+            tile = self._split_tile(-(-weights[0].cols // SPAN), count <= small)
         elif self.chip.warpgroups:
             large = count > medium
             rows, tokens = 2 if large and not floating else 1, 128 if large else 64
@@ -190,6 +190,13 @@ class Prefill:
         else:
             tile = Tile(1 if floating else 2, 64, split=1, depth=depth, stages=3)
         return self.chip.fitting(tile)
+
+    def _split_tile(self, spans: int, small: bool) -> Tile:
+        """For products with a few tokens: warps share rows of so many spans, as many as there is work for."""
+        split = (16 if spans > 8 else 8) if small else (8 if spans > 4 else 4)
+        steps = -(-spans // split)
+        stages, warps = max(2, min(steps + 1, 4)), 8 if split == 8 and small else 16
+        return self.chip.fitting(Tile(1, 16 if small else 32, split, depth=1, stages=stages, warps=warps))
 
     def _grouped_tile(self, rows: int) -> Tile:
         """For products with each expert's tokens."""
@@ -256,7 +263,9 @@ class Prefill:
             buffers,
             grid,
             f"prompt {quant}",
-            shared=tile.shared,
+            threads=tile.threads,
+            shared=tile.shared(weights[0].cols),
+            resident=tile.resident,
         )
 
     # --- ops
@@ -348,19 +357,21 @@ class Prefill:
         ]
 
     def _delta_rule(self, layer: int, a: DeltaRule) -> list[Launch]:
+        attended = self._halves("attended", self.tokens, a.output.cols)
         outputs = [(a.qkv, None, "qkv"), (a.gate, None, "gate"), (a.beta, None, "beta"), (a.alpha, None, "alpha")]
         return [
             *self._projections("x", a.norm, a.eps, outputs),
-            *prompt_delta(self.b, layer, a, self.tokens, self._halves("attended", self.tokens, a.output.cols)),
+            *prompt_delta(self.b, layer, a, self.tokens, attended, self.chip.max_shared),
             self._linear_add("attended", a.output, None, 1.0),
         ]
 
     def _kda(self, layer: int, a: KDA) -> list[Launch]:
+        attended = self._halves("attended", self.tokens, a.output.cols)
         inputs, later = kda_inputs(a)
         return [
             *self._projections("x", a.norm, a.eps, inputs),
             *chain.from_iterable(self._projections(src, None, a.eps, [output]) for src, output in later.items()),
-            *prompt_delta(self.b, layer, a, self.tokens, self._halves("attended", self.tokens, a.output.cols)),
+            *prompt_delta(self.b, layer, a, self.tokens, attended, self.chip.max_shared),
             self._linear_add("attended", a.output, None, 1.0),
         ]
 
@@ -448,10 +459,11 @@ class Prefill:
             buffers,
             lambda count, keys: (tiles, -(-count // tile.tokens), 1),
             f"prompt {quant}",
-            shared=tile.shared,
+            threads=tile.threads,
+            shared=tile.shared(gate.cols),
         )
 
-    def _experts(self, block: Experts) -> list[Launch]:
+    def _experts(self, layer: int, block: Experts) -> list[Launch]:
         """Routing, tokens grouped by expert, gate and up and down of each group, the shared expert, all added to x."""
         beside = block.beside
         b, e, top, w, shared = self.b, block.router.experts, block.router.top_k, block.weights, block.shared
@@ -490,7 +502,7 @@ class Prefill:
                 self._norm_add(beside.dense_norm, block.eps, dst="z", add=False),
             ]
         out += [
-            self._router(block, pairs),
+            self._router(layer, block, pairs),
             *([self._norm("x", block.norm, block.eps)] if block.router.norm else []),
             kernel(
                 f"group_{e}_{top}",
@@ -508,8 +520,8 @@ class Prefill:
                 gate_buffers,
                 lambda count, keys: (rows, tiles(count), 1),
                 f"prompt experts {quant}",
-                shared=tile.shared,
-                resident=2 if tile.warpgroups else 1,
+                shared=tile.shared(w.gate.cols),
+                resident=tile.resident,
             ),
         ]
         if shared:
@@ -526,7 +538,7 @@ class Prefill:
                 {"dst": b.buffer("down_pairs", 4 * pairs * dim), "w": b.data(w.down), "x": "pairs", **groups},
                 lambda count, keys: (-(-dim // down_tile.block_rows), tiles(count), 1),
                 f"prompt experts {quant}",
-                shared=down_tile.shared,
+                shared=down_tile.shared(ff),
             ),
             kernel(
                 f"add_experts_{dim}",
@@ -554,11 +566,14 @@ class Prefill:
     def _norm_add(self, norm: Weight, eps: float, **options: Any) -> Launch:
         return self._each_token(norm_add(self.b, norm, eps, tokens=self.tokens, **options))
 
-    def _router(self, block: Experts, pairs: int) -> Launch:
-        r = block.router
+    def _router(self, layer: int, block: Experts, pairs: int) -> Launch:
+        r, (layers, used) = block.router, self.b.routes
         experts, cols = r.experts, r.weight.cols
-        tokens = 2 if self.tokens <= SIZES[1] else 4 if self.tokens <= SIZES[2] else 8
+        cluster = ROUTER_BLOCKS if self.chip.warpgroups and self.tokens <= SIZES[1] else 1
+        tokens = 4 if cluster > 1 or SIZES[1] < self.tokens <= SIZES[2] else 2 if self.tokens <= SIZES[1] else 8
         tokens = max(1, min(tokens, (160 << 10) // (4 * cols)))  # their float32 values lie in shared memory
+        if tokens < cluster:
+            cluster = 1
         buffers = {
             "ids": self.b.buffer("expert_ids", 4 * pairs),
             "weights": self.b.buffer("expert_weights", 4 * pairs),
@@ -572,15 +587,20 @@ class Prefill:
             "state": "state",
             "counts": self.b.buffer("shared_counts", 4 * self.tokens) if block.shared_scale else None,
             "shared_scale": self.b.data(block.shared_scale),
+            "routes": self.b.routes_of(layer) if layer < len(self.b.plan.layers) else None,
         }
-        shape = RouterConstants(self.b.matrix(r.weight), choice(r), tokens, block.eps)
+        parts = max(1, ROUTER_WARPS // -(-experts // cluster // ROUTER_EXPERTS))
+        shape = RouterConstants(
+            self.b.matrix(r.weight), choice(r), tokens, cluster, parts, block.eps, ROUTE_SLOTS, layers * used
+        )
         return kernel(
             f"router_{experts}x{cols}",
             "router.cu",
             shape,
             buffers,
-            lambda count, keys: (-(-count // tokens), 1, 1),
+            lambda count, keys: (-(-count // tokens) * cluster, 1, 1),
             "routing",
-            threads=512,
-            shared=4 * tokens * cols,
+            threads=32 * ROUTER_WARPS,
+            shared=4 * tokens * (ROUTER_WARPS // tokens + cols + parts * experts + 2 * r.top_k),
+            cluster=cluster,
         )

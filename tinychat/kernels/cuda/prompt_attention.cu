@@ -3,6 +3,7 @@
 // warp. A key's first KEY_PART values are in `keys`, the rest in the rows of `rope` (MLA: common to all heads). In
 // shared memory everything lies in tiles of 64 values (ptx.cuh, tile_at).
 #include "halves.cuh"
+#include "swizzle.cuh"
 
 struct Args {
   u16 *out = nullptr;           // (tokens, padded(HEADS * VALUE_DIM)), in the order the products read
@@ -16,8 +17,6 @@ struct Args {
 };
 
 DEVICE constexpr int ceil64(int n) { return (n + 63) / 64 * 64; }
-// Where 16-byte vector `v` of row `row` stands in tiles of `rows` rows.
-DEVICE int spot(int rows, int row, int v) { return (v / 8 * rows + row) * 8 + (v % 8 ^ row % 8); }
 
 DEVICE void run(const Args &a) {
   constexpr int QUERIES = WARPS * 16, KEYS = CHUNK_KEYS, KV = ceil64(KEY_DIM) / 8, VV = ceil64(VALUE_DIM) / 8,

@@ -1,158 +1,187 @@
-// Prompts: the gated delta rule over all tokens of the step, TOKENS of them in shared memory at a time, GROUP of them
-// at once: with G the product of the decays up to a token and D those behind an earlier one, the news of token i are
-// rate (v - G k S - sum over the earlier j of D (k k_j) news_j), and what it answers is G q S + sum of D (q k_j)
-// news_j. So the products with the state, and their sums over lanes, wait for no token but the group's last. A block
-// has THREADS / LANES * COLUMNS_OF_LANE values of a head; their part of the state stays in registers. Where the state
-// decays BY_CHANNEL, keys, queries and their products have decayed already (prompt_convolve.cu).
+// Prompts: the gated delta rule from chunk to chunk, on tensor cores. With what prompt_chunks.cu made of a chunk and the
+// state S in front of it, the news are U = solve (V - G K S), the answers G Q S + mixing U, and the state becomes
+// G[last] S + K^T U, each token's news decayed to the chunk's last. Half of a block's warps have 16 values of a head each:
+// all of it transposed, so that a result's registers are the next product's left operand and S never leaves them. The
+// other half copies the next chunk into shared memory.
+#include "halves.cuh"
 #include "carried.cuh"
 #include "delta.cuh"
 
 struct Args {
-  float *dst = nullptr;          // (tokens, HEADS, VALUE_DIM)
-  const float *mixed = nullptr;  // of prompt_convolve.cu, as the next three
-  const float *both = nullptr;
-  const float *late = nullptr;
-  const float *shrink = nullptr;
-  const float *rate = nullptr;
-  const float *decay = nullptr;
+  float *dst = nullptr;           // (tokens, HEADS, VALUE_DIM)
+  const float *mixed = nullptr;   // of prompt_convolve.cu: values alone
+  const u16 *halves = nullptr;
+  const u16 *solve = nullptr;     // of prompt_chunks.cu, as the next two
+  const u16 *mixing = nullptr;
+  const float *fading = nullptr;
   float *slots = nullptr;
   const int *state = nullptr;
 };
 
-constexpr int COLUMNS_OF_LANE = 2;
+constexpr int VALUES = THREADS / 64 * 16, COPIERS = THREADS / 2;  // of a block
+struct Chunk {
+  u16 queries[CHUNK][HALF_KEYS + 8], keys[CHUNK][HALF_KEYS + 8], solve[CHUNK][CHUNK + 8], mixing[CHUNK][CHUNK + 8];
+  float values[CHUNK][VALUES + 4], fading[2][CHUNK];
+};
+
+// A chunk's rows, STRIDE apart in `from`, without the eight or four values that part them in shared memory; zeros past
+// the first `rows` of them and the first `columns` of their values.
+template <int STRIDE, class T, int PITCH>
+DEVICE void copy_rows(T (&to)[CHUNK][PITCH], const T *from, int copier, int rows, int columns = PITCH) {
+  constexpr int EACH = 16 / sizeof(T), ROW = PITCH / EACH - 1;
+#pragma unroll
+  for (int j = 0; j < (CHUNK * ROW + COPIERS - 1) / COPIERS; j++) {
+    const int i = copier + j * COPIERS, t = i / ROW, v = i % ROW * EACH;
+    if (CHUNK * ROW % COPIERS == 0 || t < CHUNK) copy_async(&to[t][v], from + (u64)t * STRIDE + v, t < rows && v < columns);
+  }
+}
+
+// Rows 16 * n and on of a matrix of halves as right operands: of columns k .. k + 15, which are summed over.
+template <int PITCH> DEVICE V4 rows_of(const u16 (&m)[CHUNK][PITCH], int n, int k) {
+  const int lane = threadIdx.x % 32;
+  return ldmatrix4(&m[n * 16 + lane / 16 * 8 + lane % 8][k + lane / 8 % 2 * 8]);
+}
+// Results of 16 columns as the left operand of a product that sums over them.
+DEVICE void left_of(u32 (&to)[4], const float (&low)[4], const float (&high)[4]) {
+  to[0] = pack(low[0], low[1]);
+  to[1] = pack(low[2], low[3]);
+  to[2] = pack(high[0], high[1]);
+  to[3] = pack(high[2], high[3]);
+}
+
+struct Values {  // what a warp does: 16 values of a head
+  float s[HALF_KEYS / 8][4];  // (values, keys)
+  // `out`: this lane's first value of the chunk's first token; `mine`: the warp's first value in the block.
+  DEVICE void take(const Chunk &c, int mine, float *out, int tokens, bool low, bool high) {
+    constexpr int TILES = CHUNK / 8, ROW = HEADS * VALUE_DIM;
+    const int lane = threadIdx.x % 32, value = mine + lane / 4, token = lane % 4 * 2;
+    float held[TILES][4] = {}, answer[TILES][4] = {};
+#pragma unroll
+    for (int k = 0; k < HALF_KEYS / 16; k++) {
+      u32 left[4];
+      left_of(left, s[2 * k], s[2 * k + 1]);
+#pragma unroll
+      for (int n = 0; n < CHUNK / 16; n++) {
+        const V4 key = rows_of(c.keys, n, k * 16), query = rows_of(c.queries, n, k * 16);
+        mma_f16(held[2 * n], left, key.x, key.y);
+        mma_f16(held[2 * n + 1], left, key.z, key.w);
+        mma_f16(answer[2 * n], left, query.x, query.y);
+        mma_f16(answer[2 * n + 1], left, query.z, query.w);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < TILES; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int t = n * 8 + token + i % 2;
+        const float decay = c.fading[0][t];
+        held[n][i] = c.values[t][value + i / 2 * 8] - decay * held[n][i];
+        answer[n][i] *= decay;
+      }
+    float news[TILES][4] = {};
+#pragma unroll
+    for (int k = 0; k < CHUNK / 16; k++) {
+      u32 left[4];
+      left_of(left, held[2 * k], held[2 * k + 1]);
+#pragma unroll
+      for (int n = k; n < CHUNK / 16; n++) {
+        const V4 b = rows_of(c.solve, n, k * 16);
+        mma_f16(news[2 * n], left, b.x, b.y);
+        mma_f16(news[2 * n + 1], left, b.z, b.w);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < CHUNK / 16; k++) {
+      u32 left[4];
+      left_of(left, news[2 * k], news[2 * k + 1]);
+#pragma unroll
+      for (int n = k; n < CHUNK / 16; n++) {
+        const V4 b = rows_of(c.mixing, n, k * 16);
+        mma_f16(answer[2 * n], left, b.x, b.y);
+        mma_f16(answer[2 * n + 1], left, b.z, b.w);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < TILES; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int t = n * 8 + token + i % 2;
+        if (t < tokens && (i < 2 ? low : high)) out[(u64)t * ROW + i / 2 * 8] = answer[n][i];
+        news[n][i] *= c.fading[1][t];
+      }
+    const float decay = c.fading[0][CHUNK - 1];
+#pragma unroll
+    for (int n = 0; n < HALF_KEYS / 8; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) s[n][i] *= decay;
+#pragma unroll
+    for (int k = 0; k < CHUNK / 16; k++) {
+      u32 left[4];
+      left_of(left, news[2 * k], news[2 * k + 1]);
+#pragma unroll
+      for (int n = 0; n < HALF_KEYS / 16; n++) {
+        const V4 b = ldmatrix4_trans(&c.keys[k * 16 + lane % 16][n * 16 + lane / 16 * 8]);
+        mma_f16(s[2 * n], left, b.x, b.y);
+        mma_f16(s[2 * n + 1], left, b.z, b.w);
+      }
+    }
+  }
+};
 
 DEVICE void run(const Args &a) {
-  constexpr int TOKENS = BY_CHANNEL ? 8 : 16, VALUES = THREADS / LANES * COLUMNS_OF_LANE, PER = HEADS / KEY_HEADS, KV = KEY_DIM / 4,
-                VV = VALUES / 4, BV = 2 * GROUP / 4, KEYS = KEY_HEADS * KEY_DIM, GROUPS = TOKENS / GROUP,
-                ROW = 2 * KV + VV + BV + (BY_CHANNEL ? KV : 0);
-  static_assert(LANES == 2 * GROUP, "a lane for each product of a group's tokens with the state");
-  __shared__ F4 queries[2][TOKENS][KV], keys[2][TOKENS][KV], values[2][TOKENS][VV], products[2][TOKENS][BV];
-  __shared__ F4 lates[2][BY_CHANNEL ? TOKENS : 1][KV], shrinks[2][BY_CHANNEL ? GROUPS : 1][KV];
-  __shared__ float gates[2][2][TOKENS], out[TOKENS][VALUES];
-  const int head = blockIdx.y, key_head = GROUPED ? head / PER : head % KEY_HEADS, count = a.state[COUNT],
-            pos = a.state[POS];
-  const int part = threadIdx.x % LANES, mine = threadIdx.x / LANES * COLUMNS_OF_LANE, first_value = blockIdx.x * VALUES;
-  const bool there = first_value + mine < VALUE_DIM;
-  const u64 at = (TAPS - 1) * CHANNELS + ((u64)head * VALUE_DIM + first_value + mine) * KEY_DIM;
-  auto fill = [&](int tile) {  // zeros behind the last token
-    const int slot = tile & 1, first = tile * TOKENS;
-    for (int i = threadIdx.x; i < TOKENS * ROW; i += THREADS) {
-      const int t = i / ROW, v = i % ROW, token = min(first + t, count - 1);
-      const float *row = a.mixed + (u64)token * CHANNELS;
-      const bool valid = first + t < count;
-      if (v < KV) copy_async(&queries[slot][t][v], row + key_head * KEY_DIM + v * 4, valid);
-      else if (v < 2 * KV) copy_async(&keys[slot][t][v - KV], row + KEYS + key_head * KEY_DIM + (v - KV) * 4, valid);
-      else if (v < 2 * KV + VV) {
-        const int n = first_value + (v - 2 * KV) * 4;
-        copy_async(&values[slot][t][v - 2 * KV], row + 2 * KEYS + head * VALUE_DIM + min(n, VALUE_DIM - 4),
-            valid && n < VALUE_DIM);
-      } else if (v < 2 * KV + VV + BV) {
-        const int n = v - 2 * KV - VV;
-        copy_async(&products[slot][t][n], a.both + ((u64)token * KEY_HEADS + key_head) * 2 * GROUP + n * 4, valid);
-      } else {
-        const int n = v - 2 * KV - VV - BV;
-        copy_async(&lates[slot][t][n], a.late + (u64)token * KEYS + key_head * KEY_DIM + n * 4, valid);
-      }
-    }
-    if constexpr (BY_CHANNEL)
-      for (int i = threadIdx.x; i < GROUPS * KV; i += THREADS) {
-        const int token = min(first + i / KV * GROUP, count - 1);
-        const float *from = a.shrink + (u64)(token / GROUP) * KEYS + key_head * KEY_DIM + i % KV * 4;
-        copy_async(&shrinks[slot][i / KV][i % KV], from, first + i / KV * GROUP < count);
-      }
+  DYNAMIC_SHARED(pool);
+  Chunk *chunks = (Chunk *)pool;
+  const int head = blockIdx.y, key_head = GROUPED ? head / (HEADS / KEY_HEADS) : head % KEY_HEADS;
+  const int count = a.state[COUNT], pos = a.state[POS], first_value = blockIdx.x * VALUES, lane = threadIdx.x % 32;
+  const int copier = (int)threadIdx.x - COPIERS, mine = threadIdx.x / 32 * 16, value = first_value + mine + lane / 4;
+  const bool low = copier < 0 && value < VALUE_DIM, high = copier < 0 && value + 8 < VALUE_DIM;
+  const u64 at = (TAPS - 1) * CHANNELS + ((u64)head * VALUE_DIM + value) * KEY_DIM + lane % 4 * 2;
+  auto fill = [&](int chunk) {  // zeros behind the last token
+    Chunk &to = chunks[chunk % STAGES];
+    const int first = chunk * CHUNK, tokens = count - first;
+    const u64 own = (u64)chunk * HEADS + head;
+    const u16 *keys = a.halves + ((u64)first * 2 * KEY_HEADS + key_head) * HALF_KEYS;
+    copy_rows<2 * KEY_HEADS * HALF_KEYS>(to.queries, keys, copier, tokens);
+    copy_rows<2 * KEY_HEADS * HALF_KEYS>(to.keys, keys + KEY_HEADS * HALF_KEYS, copier, tokens);
+    copy_rows<CHUNK>(to.solve, a.solve + own * CHUNK * CHUNK, copier, CHUNK);
+    copy_rows<CHUNK>(to.mixing, a.mixing + own * CHUNK * CHUNK, copier, CHUNK);
+    const float *values = a.mixed + ((u64)first * HEADS + head) * VALUE_DIM + first_value;
+    copy_rows<HEADS * VALUE_DIM>(to.values, values, copier, tokens, VALUE_DIM - first_value);
+    for (int i = copier; i < 2 * CHUNK / 4; i += COPIERS)
+      copy_async(&to.fading[0][0] + i * 4, a.fading + own * 2 * CHUNK + i * 4, true);
     copy_commit();
   };
-  // Decay and rate of a tile's tokens: a thread has one number. Those behind the last token change nothing.
-  auto gate = [&](int tile) {
-    const int t = tile * TOKENS + (int)threadIdx.x % TOKENS;
-    const float *from = BY_CHANNEL || threadIdx.x / TOKENS ? a.rate : a.decay;
-    return t < count ? from[(u64)t * HEADS + head] : threadIdx.x / TOKENS == 0 ? 1.f : 0.f;
-  };
-  auto put = [&](int tile, float v) {
-    if (threadIdx.x < 2 * TOKENS) gates[tile & 1][threadIdx.x / TOKENS][threadIdx.x % TOKENS] = v;
-  };
   grid_wait();
-  Column columns[COLUMNS_OF_LANE];
+  Values values;
+  const float *from = carried(a.slots, pos) + at;
 #pragma unroll
-  for (int c = 0; c < COLUMNS_OF_LANE; c++) columns[c].load(carried(a.slots, pos) + at + c * KEY_DIM, there && pos);
-  fill(0);
-  put(0, gate(0));
-  for (int tile = 0; tile * TOKENS < count; tile++) {
-    const int slot = tile & 1, first = tile * TOKENS, here = min(TOKENS, count - first);
-    fill(tile + 1);
-    const float next = gate(tile + 1);
-    copy_wait<1>();
-    __syncthreads();
-    for (int t = 0; t < here; t += GROUP) {
-      F4 key[GROUP][VECTORS];
-      float sums[COLUMNS_OF_LANE][2 * GROUP] = {};  // with keys, then with queries
-#pragma unroll
-      for (int j = 0; j < GROUP; j++)
-#pragma unroll
-        for (int i = 0; i < VECTORS; i++) {
-          const F4 zero = {0, 0, 0, 0};
-          key[j][i] = has_key(i) ? keys[slot][t + j][first_key(i) / 4] : zero;
-          const F4 query = has_key(i) ? queries[slot][t + j][first_key(i) / 4] : zero;
-#pragma unroll
-          for (int c = 0; c < COLUMNS_OF_LANE; c++) {
-            sums[c][j] += dot4(columns[c].s[i], key[j][i]);
-            sums[c][GROUP + j] += dot4(columns[c].s[i], query);
-          }
-        }
-      // since[i][j]: the product of the decays of tokens j + 1 .. i; since[i][GROUP]: of all up to i
-      float since[GROUP][GROUP + 1], rate[GROUP];
-#pragma unroll
-      for (int i = 0; i < GROUP; i++) {
-        const float decay = BY_CHANNEL ? 1 : gates[slot][0][t + i];
-        rate[i] = gates[slot][1][t + i];
-#pragma unroll
-        for (int j = 0; j < i; j++) since[i][j] = decay * (j == i - 1 ? 1 : since[i ? i - 1 : 0][j]);
-        since[i][i] = 1;
-        since[i][GROUP] = decay * (i ? since[i ? i - 1 : 0][GROUP] : 1);
-      }
-#pragma unroll
-      for (int c = 0; c < COLUMNS_OF_LANE; c++) {
-        const float product = transposed_sum(sums[c]);  // of this lane's token: with its key, or its query
-        float news[GROUP], answer = 0;
-#pragma unroll
-        for (int i = 0; i < GROUP; i++) {
-          const float *with = (const float *)products[slot][t + i];  // queries with keys, then keys with keys
-          const float held = shfl(product, (int)threadIdx.x % 32 / LANES * LANES + i);
-          float known = since[i][GROUP] * held, sum = 0;
-#pragma unroll
-          for (int j = 0; j < i; j++) known += since[i][j] * with[GROUP + j] * news[j];
-          news[i] = rate[i] * (((const float *)values[slot][t + i])[mine + c] - known);
-#pragma unroll
-          for (int j = 0; j <= i; j++) sum += since[i][j] * with[j] * news[j];
-          if (part == GROUP + i) answer = since[i][GROUP] * product + sum;
-        }
-        if (part >= GROUP) out[t + part - GROUP][mine + c] = answer;
-        const float shrink = since[GROUP - 1][GROUP];
-#pragma unroll
-        for (int i = 0; i < VECTORS; i++) {
-          F4 s = columns[c].s[i];
-          if constexpr (BY_CHANNEL) s = has_key(i) ? by(s, shrinks[slot][t / GROUP][first_key(i) / 4]) : s;
-          else s = F4{shrink * s.x, shrink * s.y, shrink * s.z, shrink * s.w};
-#pragma unroll
-          for (int j = 0; j < GROUP; j++) {
-            const float f = since[GROUP - 1][j] * news[j];
-            F4 k = key[j][i];
-            if constexpr (BY_CHANNEL) k = has_key(i) ? lates[slot][t + j][first_key(i) / 4] : k;
-            s = F4{s.x + k.x * f, s.y + k.y * f, s.z + k.z * f, s.w + k.w * f};
-          }
-          columns[c].s[i] = s;
-        }
-      }
-    }
-    put(tile + 1, next);
-    __syncthreads();
-    for (int i = threadIdx.x; i < here * VALUES; i += THREADS)
-      if (first_value + i % VALUES < VALUE_DIM)
-        a.dst[((u64)(first + i / VALUES) * HEADS + head) * VALUE_DIM + first_value + i % VALUES] =
-            out[i / VALUES][i % VALUES];
+  for (int n = 0; n < HALF_KEYS / 8; n++) {
+    const bool there = pos && n * 8 + lane % 4 * 2 < KEY_DIM;
+    const F2 zero = {0, 0}, one = low && there ? *(const F2 *)(from + n * 8) : zero,
+             two = high && there ? *(const F2 *)(from + 8 * KEY_DIM + n * 8) : zero;
+    values.s[n][0] = one.x;
+    values.s[n][1] = one.y;
+    values.s[n][2] = two.x;
+    values.s[n][3] = two.y;
   }
-  copy_wait<0>();
+  auto store = [&](float *to) {
 #pragma unroll
-  for (int c = 0; c < COLUMNS_OF_LANE; c++)
-    if (there) columns[c].store(carried(a.slots, pos + count) + at + c * KEY_DIM);
+    for (int n = 0; n < HALF_KEYS / 8; n++)
+      if (n * 8 + lane % 4 * 2 < KEY_DIM) {
+        if (low) *(F2 *)(to + n * 8) = F2{values.s[n][0], values.s[n][1]};
+        if (high) *(F2 *)(to + 8 * KEY_DIM + n * 8) = F2{values.s[n][2], values.s[n][3]};
+      }
+  };
+  if (copier >= 0) fill(0);
+  for (int chunk = 0; chunk * CHUNK < count; chunk++) {
+    if (copier >= 0) copy_wait<0>();
+    __syncthreads();
+    if (copier < 0)
+      values.take(chunks[chunk % STAGES], mine, a.dst + ((u64)chunk * CHUNK * HEADS + head) * VALUE_DIM + value,
+          count - chunk * CHUNK, low, high);
+    if ((chunk + 1) * CHUNK == a.state[KEPT]) store(kept_slot(a.slots) + at);
+    if (STAGES == 1) __syncthreads();
+    if (copier >= 0 && (chunk + 1) * CHUNK < count) fill(chunk + 1);
+  }
+  store(carried(a.slots, pos + count) + at);
 }

@@ -27,7 +27,7 @@ DEVICE void run(const Args &a) {
   }
   auto part = [&](int t, int n) { return *(const F4 *)(a.src + ((u64)t * 3 + n) * CHANNELS + channel); };
   convolve(
-      a.conv + channel * TAPS, a.slots, pos, count, first, channel, true,
+      a.conv + channel * TAPS, a.slots, pos, count, a.state[KEPT], first, channel, true,
       [&](int t) {
         const F4 b = part(t, 0), z = part(t, 2);
         return F4{b.x * z.x, b.y * z.y, b.z * z.z, b.w * z.w};

@@ -147,6 +147,9 @@ template <int BYTES> DEVICE void copy_async_few(void *shared, const void *global
   u32 s = (u32)__cvta_generic_to_shared(shared);
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(s), "l"(global), "n"(BYTES) : "memory");
 }
+DEVICE void prefetch(const void *p) {  // the 128 bytes around `p`, into the second-level cache
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+}
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING> DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
@@ -158,6 +161,9 @@ DEVICE int cluster_rank() {
   return r;
 }
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void cluster_arrive_relaxed() {  // says nothing of what was written before
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 template <class T> DEVICE T *peer(T *p, int rank) {
   T *there;
@@ -268,6 +274,22 @@ DEVICE void wgmma_trans(float (&d)[8][4], const u32 (&a)[4], u64 b) {
       : WGMMA_SUMS(0), WGMMA_SUMS(1), WGMMA_SUMS(2), WGMMA_SUMS(3), WGMMA_SUMS(4), WGMMA_SUMS(5), WGMMA_SUMS(6),
       WGMMA_SUMS(7)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+DEVICE void wgmma_tiles(float (&d)[4][4], u64 a, u64 b) {
+  asm volatile(
+      "{ .reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+      "}, %16, %17, p, 1, 1, 0, 0; }"
+      : WGMMA_SUMS(0), WGMMA_SUMS(1), WGMMA_SUMS(2), WGMMA_SUMS(3)
+      : "l"(a), "l"(b));
+}
+DEVICE void wgmma_tiles_trans(float (&d)[4][4], u64 a, u64 b) {  // a: 16 rows of the tile are its columns
+  asm volatile(
+      "{ .reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+      "}, %16, %17, p, 1, 1, 1, 0; }"
+      : WGMMA_SUMS(0), WGMMA_SUMS(1), WGMMA_SUMS(2), WGMMA_SUMS(3)
+      : "l"(a), "l"(b));
 }
 DEVICE void wgmma_tiles(float (&d)[8][4], u64 a, u64 b) {
   asm volatile(

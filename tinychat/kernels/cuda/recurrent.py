@@ -8,15 +8,15 @@ from dataclasses import replace
 from tinychat.kernels import ops
 from tinychat.kernels.blocks import KDA, DeltaRule, ShortConvolution, Weight
 from tinychat.kernels.cuda.builder import SLOTS, Activations, Builder
-from tinychat.kernels.cuda.constants import CarriedConstants, DeltaConstants
+from tinychat.kernels.cuda.constants import CarriedConstants, DeltaConstants, PromptDeltaConstants
 from tinychat.kernels.cuda.launch import Launch, kernel
 from tinychat.kernels.cuda.spread import QUANTISED_ROWS
 
 LANES = 8  # that share a value of a head's state: delta.cuh
-GROUP = 4  # tokens of a prompt that are taken in at once: delta.cuh
-COLUMNS_OF_LANE = 2  # prompt_delta.cu
+GROUP, CHUNK = 4, 64  # tokens of a prompt that are taken in at once, by KDA and by delta rules: delta.cuh
+COLUMNS_OF_LANE = 2  # prompt_kda.cu
 TOGETHER = 8  # tokens of a thread of a prompt's convolution: carried.cuh
-VALUES = 32  # of a block of prompt_delta.cu; fewer where those blocks would not fill the GPU
+VALUES = 32  # of a block of prompt_delta.cu and prompt_kda.cu; fewer where those blocks would not fill the GPU
 BLOCKS = 128
 
 
@@ -57,19 +57,25 @@ def delta(b: Builder, layer: int, a: DeltaRule | KDA) -> tuple[Launch, Activatio
     return made, heads
 
 
-def prompt_delta(b: Builder, layer: int, a: DeltaRule | KDA, tokens: int, dst: str) -> list[Launch]:
-    """Prompts: the same in three kernels; the results as halves in `dst`."""
-    shape, carried = _shape(a), b.carried(layer)
-    made: dict[str, str | None] = {
-        "mixed": b.buffer("mixed", 4 * tokens * shape.channels),
-        "both": b.buffer("both", 8 * GROUP * tokens * shape.key_heads),
-    }
-    if shape.by_channel:
-        keys = 4 * shape.key_heads * shape.key_dim
-        made |= {"late": b.buffer("late", keys * tokens), "shrink": b.buffer("shrink", keys * -(-tokens // GROUP))}
+def prompt_delta(b: Builder, layer: int, a: DeltaRule | KDA, tokens: int, dst: str, max_shared: int) -> list[Launch]:
+    """Prompts: the same in kernels for convolution, rule, and norm with gate; the results as halves in `dst`.
+    `max_shared`: bytes of shared memory that a block may have."""
+    shape = _shape(a)
+    per_token = {"state": "state", "slots": b.carried(layer)}
     heads, rate, decay = b.act("heads", tokens), b.act("beta", tokens), b.act("alpha", tokens)
-    values = VALUES if shape.heads * shape.value_dim >= BLOCKS * VALUES else VALUES // 2
-    per_token = {"state": "state", "slots": carried}
+    if isinstance(a, KDA):
+        keys = 4 * shape.key_heads * shape.key_dim
+        made = {
+            "mixed": b.buffer("mixed", 4 * tokens * shape.channels),
+            "both": b.buffer("both", 8 * GROUP * tokens * shape.key_heads),
+            "late": b.buffer("late", keys * tokens),
+            "shrink": b.buffer("shrink", keys * -(-tokens // GROUP)),
+        }
+    else:
+        made = {
+            "mixed": b.buffer("mixed", 4 * tokens * shape.heads * shape.value_dim),
+            "halves": b.buffer("halves", 2 * tokens * 2 * shape.key_heads * _half_keys(shape)),
+        }
     convolution = kernel(
         f"prompt_convolve_{shape.channels}",
         "prompt_convolve.cu",
@@ -77,15 +83,6 @@ def prompt_delta(b: Builder, layer: int, a: DeltaRule | KDA, tokens: int, dst: s
         {**per_token, **made, "beta": rate, "alpha": decay, "src": b.act("qkv", tokens), **_weights(b, a)},
         lambda count, keys: (-(-(shape.key_heads + shape.heads) // 8), -(-count // TOGETHER), 1),
         "delta rule",
-    )
-    rule = kernel(
-        f"prompt_delta_{_size(shape)}",
-        "prompt_delta.cu",
-        shape,
-        {**per_token, **made, "dst": heads, "rate": rate, "decay": decay},
-        lambda count, keys: (-(-shape.value_dim // values), shape.heads, 1),
-        "delta rule",
-        threads=values * LANES // COLUMNS_OF_LANE,
     )
     norm = kernel(
         f"prompt_gated_norm_{shape.heads}_{shape.value_dim}",
@@ -95,7 +92,52 @@ def prompt_delta(b: Builder, layer: int, a: DeltaRule | KDA, tokens: int, dst: s
         lambda count, keys: (-(-a.heads // 8), count, 1),
         "norm",
     )
-    return [convolution, rule, norm]
+    values = VALUES if shape.heads * shape.value_dim >= BLOCKS * VALUES else VALUES // 2
+
+    def grid(count: int, keys: int) -> tuple[int, int, int]:
+        return -(-shape.value_dim // values), shape.heads, 1
+
+    if isinstance(a, KDA):
+        rule = kernel(
+            f"prompt_kda_{_size(shape)}",
+            "prompt_kda.cu",
+            shape,
+            {**per_token, **made, "dst": heads, "rate": rate},
+            grid,
+            "delta rule",
+            threads=values * LANES // COLUMNS_OF_LANE,
+        )
+        return [convolution, rule, norm]
+    halves, chunks = {"halves": made["halves"], "state": "state"}, -(-tokens // CHUNK) * shape.heads
+    solved = {
+        "solve": b.buffer("solve", 2 * chunks * CHUNK**2),
+        "mixing": b.buffer("mixing", 2 * chunks * CHUNK**2),
+        "fading": b.buffer("fading", 8 * chunks * CHUNK),
+    }
+    each = kernel(
+        f"prompt_chunks_{_size(shape)}",
+        "prompt_chunks.cu",
+        shape,
+        {**halves, **solved, "rate": rate, "decay": decay},
+        lambda count, keys: (-(-count // CHUNK), shape.heads, 1),
+        "delta rule",
+        threads=2 * CHUNK,
+        resident=4,
+    )
+    # prompt_delta.cu, Chunk
+    stage = CHUNK * (4 * (_half_keys(shape) + 8) + 4 * (CHUNK + 8) + 4 * (values + 4) + 8)
+    stages = min(2, (max_shared - 1024) // stage)
+    rule = kernel(
+        f"prompt_delta_{_size(shape)}",
+        "prompt_delta.cu",
+        PromptDeltaConstants(**vars(shape), stages=stages),
+        {**per_token, **solved, "halves": made["halves"], "mixed": made["mixed"], "dst": heads},
+        grid,
+        "delta rule",
+        threads=4 * values,
+        shared=stages * stage,
+    )
+    return [convolution, each, rule, norm]
 
 
 def short_convolution(b: Builder, layer: int, a: ShortConvolution) -> tuple[Launch, Activations]:
@@ -157,6 +199,11 @@ def _shape(a: DeltaRule | KDA) -> DeltaConstants:
         eps=a.eps,
         query_scale=state.key_dim**-0.5,
     )
+
+
+def _half_keys(shape: DeltaConstants) -> int:
+    """Of a row of halves: delta.cuh."""
+    return -(-shape.key_dim // 16) * 16
 
 
 def _size(shape: DeltaConstants) -> str:

@@ -23,6 +23,7 @@ WORDS = (
     "DRY_LONGEST",  # repetitions of more tokens cost no more
     "BIASED",  # 1: the buffer `bias` is added to the logits
     "MASKED",  # 1: only the tokens of the buffer `allowed` may come
+    "KEPT",  # tokens of a prompt's step whose state stays in a slot of its own; 0: none
     *(name.upper() for name in SAMPLING_PARAMETERS),  # the bits of a float where the parameter is one
 )
 """The words in order: WORDS[i] is the constant i in the kernels. The host writes them before a run of steps."""
@@ -33,11 +34,13 @@ def header() -> str:
     return f"enum {{ {', '.join(f'{word} = {i}' for i, word in enumerate(WORDS))} }};\n"
 
 
-def state_words(s: Sampling, pos: int, count: int, first_known: int, masked: bool = False, base: int = 0) -> np.ndarray:
+def state_words(
+    s: Sampling, pos: int, count: int, first_known: int, masked: bool = False, base: int = 0, kept: int = 0
+) -> np.ndarray:
     """int32: all words for a step of `count` tokens at `pos`; tokens are known from `first_known` on."""
     seed = struct.unpack("<2i", struct.pack("<Q", s.seed % 2**64))
     longest = longest_dry(s) if s.has_dry else 0
-    own = [pos, count, base, max(0, first_known), 0, *seed, longest, bool(s.logit_bias), masked]
+    own = [pos, count, base, max(0, first_known), 0, *seed, longest, bool(s.logit_bias), masked, kept]
     words = np.array([*own, *[0] * len(SAMPLING_PARAMETERS)], np.int32)
     for at, (name, parameter) in enumerate(SAMPLING_PARAMETERS.items(), len(words) - len(SAMPLING_PARAMETERS)):
         (words.view(np.float32) if parameter.kind is float else words)[at] = getattr(s, name)

@@ -17,7 +17,15 @@ from tinychat.kernels.blocks import (
     ShortConvolution,
 )
 from tinychat.kernels.cuda.builder import RING_DRAFTS, Activations, Builder, Depth, LaunchedOps
-from tinychat.kernels.cuda.latent import absorb, combine, latent_linear, mla_cluster, takes_cluster, value_up
+from tinychat.kernels.cuda.latent import (
+    absorb,
+    combine,
+    deep_attention,
+    latent_linear,
+    mla_cluster,
+    takes_cluster,
+    value_up,
+)
 from tinychat.kernels.cuda.launch import Launch
 from tinychat.kernels.cuda.launches import (
     PAIR_WARPS,
@@ -176,7 +184,7 @@ def _mla(b: Builder, layer: int, a: MLA, depth: Depth) -> LaunchedOps:
         out.append(linear(b, "norm_linear", q_a, ((a.q, None, "q"),), norm=a.q_a_norm, eps=a.eps))
     value, heads = value_up(b, a, deep)
     n = len(out) + 1  # op absorb; its kernel writes the cache row, too, which is the op before
-    attend = [attention(b, layer, a, deep), *([combine(b, a)] if deep else [])]
+    attend = [deep_attention(b, layer, a), combine(b, a)] if deep else [attention(b, layer, a)]
     return [
         *((launch, i) for i, launch in enumerate(out)),
         (absorb(b, layer, a), n),

@@ -9,7 +9,7 @@ from tinygrad import Tensor, dtypes
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.blocks import CACHE_VALUE_BYTES, Experts
-from tinychat.kernels.executor import ExecutorKind, Logits, Mask, SingleSteps, State, Weights
+from tinychat.kernels.executor import ExecutorKind, KeepsInPieces, Logits, Mask, SingleSteps, StateCopy, Weights
 from tinychat.kernels.limits import Limits, check
 from tinychat.kernels.ops import Plan
 from tinychat.kernels.profile import Calls, Kernel, StepProfile, calls_of
@@ -22,7 +22,7 @@ from tinychat.kernels.tinygrad.step import Step
 LIMITS = Limits(frozenset(CODECS), prefill_chunk=32, verified=16, mtp=True)
 
 
-class ReferenceExecutor(SingleSteps):
+class ReferenceExecutor(SingleSteps, KeepsInPieces):
     """`MeasurableExecutor` on tinygrad tensors. `cache_f16`: the KV cache is F16 to save memory, not F32."""
 
     kind: ExecutorKind = "reference"
@@ -63,9 +63,17 @@ class ReferenceExecutor(SingleSteps):
         jit = self.step.decode_jit
         return "replaying" if jit and jit.captured else "compiling"
 
-    def forward(self, ids: Sequence[int], pos: int, logits: Logits = "none", *, mtp: bool = False) -> np.ndarray | None:
-        """See Executor.forward. Tokens after the last whole chunk run one at a time, because each length is captured
-        separately."""
+    def forward(
+        self,
+        ids: Sequence[int],
+        pos: int,
+        logits: Logits = "none",
+        *,
+        mtp: bool = False,
+        following: int | None = None,
+    ) -> np.ndarray | None:
+        """See Executor.forward. What follows is not run with them. Tokens after the last whole chunk run one at a time,
+        because each length is captured separately."""
         out, done, run = [], 0, self.step.run_mtp if mtp else self._run
         while done < len(ids):
             n = self.prefill_chunk if len(ids) - done >= self.prefill_chunk and not (mtp and pos + done == 0) else 1
@@ -135,11 +143,11 @@ class ReferenceExecutor(SingleSteps):
         """See Executor.state_bytes."""
         return self.plan.state_bytes
 
-    def read_state(self) -> State:
+    def read_state(self) -> StateCopy:
         """See Executor.read_state."""
         return memoryview(b"".join(t.numpy().tobytes() for t in self.step.state_tensors))
 
-    def write_state(self, state: State) -> None:
+    def write_state(self, state: StateCopy) -> None:
         """See Executor.write_state."""
         data = state.tobytes()
         if len(data) != self.state_bytes:
