@@ -175,7 +175,6 @@ DEVICE void cluster_arrive() {
 DEVICE void cluster_arrive_relaxed() { cluster_arrive(); }
 DEVICE void cluster_wait() { while (emu::cluster_generation == emu::cluster_seen[emu::current]) emu::yield(); }
 template <class T> T *peer(T *p, int rank) { return (T *)((char *)p + (rank - cluster_rank()) * (long)sizeof *emu::block_memory); }
-DEVICE void prefetch(const void *) {}
 DEVICE void copy_commit() {}
 template <int N> DEVICE void copy_wait() {}
 DEVICE u32 matrix_row(const void *const *rows, int m, int l, bool trans) {

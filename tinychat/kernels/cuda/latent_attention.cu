@@ -46,16 +46,8 @@ DEVICE void run(Args a) {
     }
     copy_commit();
   };
-  // Rows that are loaded later come from the second-level cache then.
-  const auto ask = [&](int c) {
-    const char *from = (const char *)(a.cache + (u64)(begin + c * KEYS) * KEY_DIM);
-    const int bytes = (min(earlier - begin - c * KEYS, KEYS)) * KEY_DIM * 2;
-    for (int i = threadIdx.x * 128; i < bytes; i += THREADS * 128) prefetch(from + i);
-  };
   load(0);
   load(1);
-  ask(2);
-  ask(3);
   if (threadIdx.x < HEADS_AT_ONCE) {
     row_max[threadIdx.x] = -1e30f;
     row_sum[threadIdx.x] = 0;
@@ -89,7 +81,6 @@ DEVICE void run(Args a) {
     fence_tiles();
     __syncthreads();  // this chunk is there, and nobody reads the one before any more
     if (c > 0 && c + 1 < chunks) load(c + 1);
-    ask(c + 4);
     {  // S = K Q^T
       float s[4][4] = {};
       wgmma_begin();

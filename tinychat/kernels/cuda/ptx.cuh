@@ -147,9 +147,6 @@ template <int BYTES> DEVICE void copy_async_few(void *shared, const void *global
   u32 s = (u32)__cvta_generic_to_shared(shared);
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(s), "l"(global), "n"(BYTES) : "memory");
 }
-DEVICE void prefetch(const void *p) {  // the 128 bytes around `p`, into the second-level cache
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
-}
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int PENDING> DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
