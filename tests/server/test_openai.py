@@ -366,10 +366,10 @@ def test_a_client_that_hangs_up_while_its_prompt_is_read(
     reading, gone, executor = threading.Event(), threading.Event(), smollm2._loaded().executor
     forward, hung_up = executor.forward, figure(url, "hung_up_total")
 
-    def held(*args: Any) -> Any:
+    def held(*args: Any, **options: Any) -> Any:
         reading.set()
         gone.wait(120)
-        return forward(*args)
+        return forward(*args, **options)
 
     monkeypatch.setattr(executor, "forward", held)
     body = {"model": "m", "prompt": " ".join(map(str, range(450))), "max_tokens": 300}

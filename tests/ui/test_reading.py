@@ -44,8 +44,8 @@ def talk(turns):
 
 
 async def test_finding_text_and_new_text_below(tmp_path):
-    roomy = replace(INFO, max_context=60000)
-    async with desk("Line.\n\n" * 9000, size=(80, 24), rate=100, info=roomy, history=History(tmp_path / "h.db")) as d:
+    roomy, history = replace(INFO, max_context=60000), History(tmp_path / "h.db")
+    async with desk("Line.\n\n" * 9000, size=(80, 24), rate=100, info=roomy, history=history) as d:
         d.controller.open(talk(100))
         await d.pilot.pause()
         await d.pilot.press("ctrl+f", *"needle")
@@ -71,6 +71,7 @@ async def test_finding_text_and_new_text_below(tmp_path):
         await d.until(lambda: "nothing found" in d.screen and "esc close" in d.screen)
         await d.pilot.press("escape")
         d.controller.new()
+        await d.until(lambda: history.find("needle"))  # saved, on a thread of its own
         await d.pilot.press("f3")
         await d.until(lambda: isinstance(d.app.screen, ConversationsScreen))
         await d.pilot.press(*"needle", "enter")
