@@ -38,7 +38,9 @@ class Terminal:
                 prepare()
 
         streams: Any = dict.fromkeys(("stdin", "stdout", "stderr"), self.theirs)
-        env = {**os.environ, "TERM": "xterm-256color"} if environ is None else environ
+        env = {**os.environ, "TERM": "xterm-256color"} if environ is None else dict(environ)
+        for name in ("LINES", "COLUMNS"):  # set by pytest's readline for its workers; they count more than `size`
+            env.pop(name, None)
         self.process = subprocess.Popen([*command, *argv], env=env, start_new_session=True, preexec_fn=begin, **streams)
 
     def _settings(self) -> Any:
