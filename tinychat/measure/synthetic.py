@@ -26,14 +26,12 @@ class Synthetic(Speculation):
         self.rate, self.answers, self.executor, self.vocab = rate, answers, executor, engine.plan.vocab
         self._random = random.Random(1)
         self._drafts = list[int]()  # for each token of the answer
-        self._right = list[bool]()
         self._place = 0
 
     def start(self, prompt: Sequence[int]) -> None:
         super().start(prompt)
         answer, self._place = self.answers[tuple(prompt)], 0
-        self._right = [self._random.random() < self.rate for _ in answer]
-        self._drafts = [token if right else (token + 1) % self.vocab for token, right in zip(answer, self._right)]
+        self._drafts = [t if self._random.random() < self.rate else (t + 1) % self.vocab for t in answer]
         self.executor.stand_in(self._drafts, len(prompt))
 
     def add(self, token: int) -> None:

@@ -95,7 +95,6 @@ typedef struct {
   uint64_t *ticks;   // NULL, or [threads][n_ops][2] nanoseconds of this step: at work, then waiting for the others
   uint64_t sampling; // nanoseconds from the logits to the last id that tc_sample chose
   Pool pool;
-  int context;       // max_context filled up to 16
   Scratch *scratch;  // [threads]
   Scratch shared;    // of a batch
   int32_t *route_ids;
@@ -663,7 +662,7 @@ static void per_head(Ctx *c, const Op *op, Part me, int src_stride, int dst_stri
         for (int i = 0; i < MIN_(width, n - at); i++)
           prepare_row(row(c, op->src, start + at + i) + (size_t)h * src_stride, w->cols, NULL, 0, need, s, (size_t)at, width, i);
       }
-      multiply(c->scratch[me.id].sums, w, h, from, to, s, n, row(c, op->dst[0], start) + (size_t)h * dst_stride, c->widths[op->dst[0]], NULL, 1, 0);
+      multiply(s->sums, w, h, from, to, s, n, row(c, op->dst[0], start) + (size_t)h * dst_stride, c->widths[op->dst[0]], NULL, 1, 0);
     }
   }
 }
@@ -831,13 +830,13 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
     for (int i = 0; i < top; i++) {
       float *dst = row(c, op->dst[0], 0) + (size_t)i * ff;
       share(me, total, bytes * groups * i, bytes, groups, &first, &last);
-      multiply_gated(c->scratch[me.id].sums, gate, &op->w[1], s->experts[i], first, last, s, 1, &dst, op->activation,
+      multiply_gated(s->sums, gate, &op->w[1], s->experts[i], first, last, s, 1, &dst, op->activation,
                      bias_of(op->bias[0], gate, s->experts[i]), bias_of(op->bias[1], gate, s->experts[i]));
     }
     if (has_shared) {
       float *dst = row(c, op->dst[0], 0) + (size_t)top * ff;
       share(me, total, bytes * groups * top, shared_bytes, groups16(shared), &first, &last);
-      multiply_gated(c->scratch[me.id].sums, shared, &op->w[3], 0, first, last, s, 1, &dst, op->activation, NULL, NULL);
+      multiply_gated(s->sums, shared, &op->w[3], 0, first, last, s, 1, &dst, op->activation, NULL, NULL);
       if (first < last) scale_shared(c, op, 0, dst, first, last);
     }
     return;
@@ -862,10 +861,10 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
     }
     gather(s, &c->shared, column, m, k, need);
     if (e >= 0) {
-      multiply_gated(c->scratch[me.id].sums, gate, &op->w[1], e, first, last, s, m, dst, op->activation, bias_of(op->bias[0], gate, e),
+      multiply_gated(s->sums, gate, &op->w[1], e, first, last, s, m, dst, op->activation, bias_of(op->bias[0], gate, e),
                      bias_of(op->bias[1], gate, e));
     } else {
-      multiply_gated(c->scratch[me.id].sums, shared, &op->w[3], 0, first, last, s, m, dst, op->activation, NULL, NULL);
+      multiply_gated(s->sums, shared, &op->w[3], 0, first, last, s, m, dst, op->activation, NULL, NULL);
       for (int i = 0; i < m; i++) scale_shared(c, op, column[i], dst[i], first, last);
     }
   }
@@ -886,7 +885,7 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
       Scratch in = {.q = s->q + 2 * at, .scales = s->scales + at / 32, .f = s->f + at};
       if (!prepared) prepare_row(src + at, m->cols, NULL, 0, need, &in, 0, 1, 0);
       int matrix = i < top ? c->route_ids[i] : 0;
-      multiply(c->scratch[me.id].sums, m, matrix, first, last, &in, 1, y, dim, i < top ? bias_of(op->bias[0], m, matrix) : NULL, 1, 0);
+      multiply(s->sums, m, matrix, first, last, &in, 1, y, dim, i < top ? bias_of(op->bias[0], m, matrix) : NULL, 1, 0);
       float weight = (i < top ? c->route_weights[i] : 1.0f) * op->scale;
       for (int r = 16 * first; r < MIN_(16 * last, dim); r += 16) {
         f32v base = i > 0 || op->add ? fetch(x + r, dim - r) : splat(0);
@@ -905,7 +904,7 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
     for (int start = 0, n = first < last ? chosen(c, op, e, pairs) : 0, m; start < n; start += m) {
       m = MIN_(expert_columns(c, ff), n - start);
       gather(s, &c->shared, pairs + start, m, ff, need);
-      multiply(c->scratch[me.id].sums, w, e, first, last, s, m, s->merged, dim, bias_of(op->bias[0], w, e), 1, 0);
+      multiply(s->sums, w, e, first, last, s, m, s->merged, dim, bias_of(op->bias[0], w, e), 1, 0);
       for (int i = 0; i < m; i++)
         memcpy(c->pair_out + (size_t)pairs[start + i] * dim + from, s->merged + (size_t)i * dim + from, sizeof(float) * rows);
     }
@@ -926,7 +925,7 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
     if (!in) return;
     int first, last;
     share(me, groups, 0, 1, groups, &first, &last);
-    multiply(c->scratch[me.id].sums, shared, 0, first, last, in, c->tokens, row(c, op->dst[0], 0), c->widths[op->dst[0]], NULL, op->scale, 1);
+    multiply(s->sums, shared, 0, first, last, in, c->tokens, row(c, op->dst[0], 0), c->widths[op->dst[0]], NULL, op->scale, 1);
   }
 }
 
@@ -1239,7 +1238,6 @@ EXPORT int tc_open(Ctx *c, int threads) { return pool_start(&c->pool, threads); 
 EXPORT int tc_prepare(Ctx *c) {
   int n = c->pool.threads, top = 1, ff = 1, routed = 0, dim = c->widths[0];
   size_t widest = dim, heads = 1, value = 16, key = 16;
-  c->context = (c->max_context + 15) / 16 * 16;
   for (int i = 0; i < c->n_buffers; i++) widest = MAX_(widest, (size_t)c->widths[i]);
   c->widest = (int)widest;
   for (int i = 0; i < c->n_ops; i++) {
@@ -1249,7 +1247,7 @@ EXPORT int tc_prepare(Ctx *c) {
     if (op->tag == EXPERTS_DOWN) top = MAX_(top, op->top_k), ff = MAX_(ff, op->w[0].cols);
     if (op->tag == ROUTE) routed = MAX_(routed, op->w[0].rows);
   }
-  size_t chunks = (size_t)c->context / CHUNK + 1, vectors = MAX_(QUERIES, heads);
+  size_t chunks = ((size_t)c->max_context + 15) / 16 * 16 / CHUNK + 1, vectors = MAX_(QUERIES, heads);
   c->phases = piece(c, 5 * (size_t)c->n_ops, sizeof(Phase));
   c->scratch = piece(c, n, sizeof(Scratch));
   for (int i = 0; i < n && c->scratch; i++) {

@@ -60,7 +60,7 @@ _starting = threading.Lock()
 
 @cache
 def library() -> ctypes.CDLL:
-    """The driver's functions. Raises OSError where there is no NVIDIA driver."""
+    """The driver's functions. Raises OSError where there is no NVIDIA driver, AttributeError where one lacks some."""
     return _with_arguments(ctypes.CDLL(LIBRARY))
 
 
@@ -114,9 +114,10 @@ def start(device: str | None) -> None:
 
 @cache
 def exists() -> bool:
-    """Whether there is an NVIDIA driver."""
+    """Whether there is an NVIDIA driver, perhaps one that is too old: whose functions are missing is said to who needs
+    the GPU."""
     try:
-        library()
-    except (OSError, AttributeError):
+        ctypes.CDLL(LIBRARY)
+    except OSError:
         return False
     return True
