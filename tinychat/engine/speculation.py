@@ -2,7 +2,8 @@
 
 The measure is tokens per time, in single steps. A draft of n tokens brings one token and those that are accepted; the
 chance of each depends on the length of its match in the text (drafts.py) and is learned from every token, whether its
-draft was run or not, so that drafts begin again where they would pay. What a step of n + 1 tokens costs is measured.
+draft was run or not, so that drafts begin again where they would pay. What a step of n + 1 tokens costs is measured;
+there are few sizes of steps, so that each is soon known.
 
 A model with multi-token prediction also guesses one token itself (mtp.py). That costs time of its own, which is
 measured too, so where its guess does not pay it is asked for now and then only, to see whether it would.
@@ -27,6 +28,7 @@ or a grammar that allows nothing else."""
 Guess = Callable[[], int]
 """Runs the model's multi-token prediction; the token that it expects behind the one that the next step runs."""
 
+SIZES = (2, 4, 8, 16)  # tokens of a step with drafts of the text; the kernels have as many columns
 MARGIN = 1.06  # what a draft must promise to be run
 RATE = 0.05  # of what was learned before, that a token replaces
 COST_RATE = 0.2  # the same for a measured time
@@ -40,7 +42,7 @@ PROBE = 32  # tokens from one guess to the next where they do not pay
 WARM = 3  # single steps in front of the first guess
 SINGLES = 64  # steps with a guess from one single step to the next, which all costs are measured against
 _KIND = [n if n < 4 else n.bit_length() + 1 for n in range(LONGEST + 1)]  # 1, 2, 3, 4 to 7, 8 to 15, ...
-_CHANCES = (0.0, 0.2, 0.1, 0.2, 0.5, 0.7, 0.85, 0.95)  # of a draft's token by the kind of its match, to begin with
+_CHANCES = (0.0, 0.2, 0.1, 0.2, 0.5, 0.85, 0.9, 0.95)  # of a draft's token by the kind of its match, to begin with
 
 
 class Speculation:
@@ -150,6 +152,8 @@ class Speculation:
             if chance < UNLIKELY:
                 break
             tokens += chance
+            if n + 1 not in SIZES:
+                continue
             gain = tokens / self._costs.get(n + 1, 1 + n * self._more)
             if gain > best:
                 best, found = gain, n
