@@ -25,6 +25,9 @@ Source = Literal["", "text", "mtp", "grammar"]
 """Where a token came from: a step of its own, an accepted draft of the text or of the model's multi-token prediction,
 or a grammar that allows nothing else."""
 
+Clock = Callable[[], float]
+"""Seconds since some moment, in which the thread that decodes measures its steps."""
+
 Guess = Callable[[], int]
 """Runs the model's multi-token prediction; the token that it expects behind the one that the next step runs."""
 
@@ -46,10 +49,13 @@ _CHANCES = (0.0, 0.2, 0.1, 0.2, 0.5, 0.85, 0.9, 0.95)  # of a draft's token by t
 
 
 class Speculation:
-    """Proposes drafts for one session, and keeps its part of Stats. `most`: drafts that the executor verifies."""
+    """Proposes drafts for one session, and keeps its part of Stats. `most`: drafts that the executor verifies; `clock`:
+    seconds, in which steps are measured."""
 
-    def __init__(self, mode: Speculate, most: int, context: int, stats: Stats) -> None:
-        self.mode, self.stats = mode, stats
+    def __init__(
+        self, mode: Speculate, most: int, context: int, stats: Stats, clock: Clock = time.perf_counter
+    ) -> None:
+        self.mode, self.stats, self.clock = mode, stats, clock
         self.most = most if mode == "auto" else min(most, mode)
         self.text = TextIndex(4 * context)
         self.source: Source = "text"  # of the last drafts
@@ -102,9 +108,9 @@ class Speculation:
             self._paying(most, self.text.length) if self.mode == "auto" else (most if self.text.length else 0, MARGIN)
         )
         if guess is not None and self._guess_pays(gain, n):
-            began = time.perf_counter()
+            began = self.clock()
             self._guess, self._since_guess = guess(), 0
-            self._guessing = time.perf_counter() - began
+            self._guessing = self.clock() - began
             if self._gain_of_guess(self._guessed) > gain or self.mode != "auto":
                 self.source = "mtp"
                 return [self._guess]
@@ -160,8 +166,8 @@ class Speculation:
         return found, best
 
     def took(self, source: Source, drafts: int, seconds: float) -> None:
-        """A token came after `seconds`, those of a guess included; `drafts` were verified in the step that it belongs
-        to."""
+        """A token came after `seconds` of `clock`, those of a guess included; `drafts` were verified in the step that
+        it belongs to."""
         s = self.stats
         self._seconds += seconds
         if source == "grammar":
