@@ -466,14 +466,18 @@ static void finish(Ctx *c, const Op *op, int token, int h, const float *sum, flo
 
 enum { MAX_GROUP = 1024 };  // query heads of one kv head; as library.MAX_GROUP, checked when the library is loaded
 
+// How long the threads take for tasks of so many query vectors: in rounds, a task's time that of its vectors and of what they
+// share, which takes as long as one vector, or three where V is K transposed.
+INLINE int attention_cost(const Ctx *c, const Op *op, int tasks, int vectors) {
+  return (tasks + c->pool.threads - 1) / c->pool.threads * (vectors + (op->tag == LATENT_ATTENTION ? 3 : 1));
+}
+
 // One token: tasks are (kv head, part of its query heads, chunk); the thread that finishes a part's last chunk merges all in order.
-// A part has `per` heads, so that the rounds in which the threads take the tasks need least time: a task's is that of its heads
-// and of what they share, which takes as long as one head, or three where V is K transposed.
+// A part has `per` heads, so that the threads need least time.
 static int attention_tasks(const Ctx *c, const Op *op, int *per) {
   int group = op->heads / op->kv_heads, chunks = c->pos / CHUNK + 1 - first_seen(op, c->pos) / CHUNK, best = 0;
-  for (int heads = group, cost; heads > 0; heads--) {
-    int tasks = op->kv_heads * chunks * ((group + heads - 1) / heads);
-    cost = (tasks + c->pool.threads - 1) / c->pool.threads * (heads + (op->tag == LATENT_ATTENTION ? 3 : 1));
+  for (int heads = group; heads > 0; heads--) {
+    int cost = attention_cost(c, op, op->kv_heads * chunks * ((group + heads - 1) / heads), heads);
     if (!best || cost < best) best = cost, *per = heads;
   }
   return op->kv_heads * chunks * ((group + *per - 1) / *per);
@@ -535,11 +539,19 @@ static void attention_inputs(Ctx *c, const Op *op, Part me) {
   }
 }
 
-// Then tasks are (kv head, part of its query heads, block of tokens), each over all its chunks, the longest first.
+// Then tasks are (kv head, part of its query heads, block of tokens), each over all its chunks, the longest first. Where there are
+// few of them, as when drafts are verified, they are halved if the threads need less time then.
 typedef struct { int per_token, parts, block, blocks; } Blocks;
 static Blocks query_blocks(const Ctx *c, const Op *op) {
-  int group = op->heads / op->kv_heads, per_token = MIN_(group, QUERIES), block = MAX_(1, QUERIES / per_token);
-  return (Blocks){per_token, (group + per_token - 1) / per_token, block, (c->tokens + block - 1) / block};
+  int group = op->heads / op->kv_heads, heads = MIN_(group, QUERIES), block = MIN_(c->tokens, QUERIES / heads), least = 0;
+  for (Blocks best = {0};;) {
+    Blocks b = {heads, (group + heads - 1) / heads, block, (c->tokens + block - 1) / block};
+    int tasks = op->kv_heads * b.parts * b.blocks, cost = attention_cost(c, op, tasks, heads * block);
+    if (!least || cost < least) least = cost, best = b;
+    if (tasks >= 4 * c->pool.threads || heads * block == 1) return best;
+    if (block > 1) block = (block + 1) / 2;
+    else heads = (heads + 1) / 2;
+  }
 }
 
 static void attention_block(Ctx *c, const Op *op, int id, int task) {
