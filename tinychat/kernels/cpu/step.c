@@ -72,6 +72,8 @@ typedef struct {  // per thread
   float *f, *attn_q, *attn_s, *attn_out, *merged;
   f32v *sums;        // of two products
   uint64_t ready;  // the phase whose input this is
+  int head;        // of per_head: whose input this is
+  Streams soon;    // of the next input of one token
   int32_t *experts;
   float *expert_weights;
   float *chances;  // choose: [2][experts]
@@ -142,8 +144,18 @@ static void prepare_row(const float *x, int n, const float *norm, float eps, int
     if (!(need & 1)) return;
     f = NULL;
   }
-  prepare(x, n, norm, by, need & 1 ? to->q + 2 * column * n : NULL, need & 1 ? to->scales + column * (n / 32) : NULL, f, nc, c);
+  prepare(x, n, norm, by, need & 1 ? to->q + 2 * column * n : NULL, need & 1 ? to->scales + column * (n / 32) : NULL, f, nc, c,
+          to->soon);
 }
+
+// The input of one token, while its first weights are on their way.
+static void prepare_one(const float *x, int n, const float *norm, float eps, int need, Scratch *to, Streams soon) {
+  to->soon = soon;
+  prepare_row(x, n, norm, eps, need, to, 0, 1, 0);
+  to->soon = (Streams){0};
+}
+// A stream for an input of n values.
+INLINE Streams stream(const uint8_t *p, int n) { return (Streams){p, p + 4 * (size_t)n}; }
 
 INLINE X columns_of(const Scratch *s, size_t column, int k) {
   return columns_from(&(X){s->q, s->scales, s->f, k, in_planes(s, k)}, column);
@@ -162,9 +174,10 @@ typedef struct { int id, stage, part, parts; } Part;
 
 // The input of a linear op, in panels. With one token each thread prepares it for itself; with several, stage 0 prepares it for
 // all threads and returns NULL.
-static const Scratch *input(Ctx *c, const Op *op, Part me, int stage, const float *src, int stride, int n, const float *norm, int need) {
+static const Scratch *input(Ctx *c, const Op *op, Part me, int stage, const float *src, int stride, int n, const float *norm, int need,
+                            Streams soon) {
   if (c->tokens == 1) {
-    if (!ready(c, op, me.id)) prepare_row(src, n, norm, op->eps, need, &c->scratch[me.id], 0, 1, 0);
+    if (!ready(c, op, me.id)) prepare_one(src, n, norm, op->eps, need, &c->scratch[me.id], soon);
     return &c->scratch[me.id];
   }
   if (me.stage > stage) return &c->shared;
@@ -310,28 +323,31 @@ static void gate_input(Ctx *c, const Op *op, Part me) {
 }
 
 static void linear(Ctx *c, const Op *op, Part me) {
-  const Scratch *x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], op->w[0].cols, op->norm, needs(op->w, op->matrices));
-  if (!x) return;
   double total = 0, before = 0;
-  for (int i = 0; i < op->matrices; i++) total += (double)groups16(&op->w[i]) * group_bytes(op->w[i].type, op->w[i].cols);
+  int first[4], last[4], k = op->w[0].cols;
+  Streams soon = {0};
+  for (int i = 0; i < op->matrices; i++) total += (double)groups16(&op->w[i]) * group_bytes(op->w[i].type, k);
   for (int i = 0; i < op->matrices; i++) {
     const Matrix *w = &op->w[i];
-    double bytes = group_bytes(w->type, w->cols);
-    int first, last;
-    share(me, total, before, bytes, groups16(w), &first, &last);
-    multiply(c->scratch[me.id].sums, w, 0, first, last, x, c->tokens, row(c, op->dst[i], 0) + op->at[i], c->widths[op->dst[i]],
-             op->bias[i], op->scale, op->add);
+    double bytes = group_bytes(w->type, k);
+    share(me, total, before, bytes, groups16(w), &first[i], &last[i]);
+    if (!soon.a && first[i] < last[i]) soon = stream(rows16(w, 0, first[i]), k);
     before += groups16(w) * bytes;
   }
+  const Scratch *x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], k, op->norm, needs(op->w, op->matrices), soon);
+  for (int i = 0; i < op->matrices && x; i++)
+    multiply(c->scratch[me.id].sums, &op->w[i], 0, first[i], last[i], x, c->tokens, row(c, op->dst[i], 0) + op->at[i],
+             c->widths[op->dst[i]], op->bias[i], op->scale, op->add);
 }
 
 static void gate_up(Ctx *c, const Op *op, Part me) {
-  const Scratch *x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], op->w[0].cols, op->norm, needs(op->w, 2));
+  int first, last, n = groups16(&op->w[0]);
+  share(me, n, 0, 1, n, &first, &last);
+  Streams soon = {rows16(&op->w[0], 0, first), rows16(&op->w[1], 0, first)};
+  const Scratch *x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], op->w[0].cols, op->norm, needs(op->w, 2), soon);
   if (!x) return;
   float **dst = c->scratch[me.id].targets;
   for (int t = 0; t < c->tokens; t++) dst[t] = row(c, op->dst[0], t);
-  int first, last, n = groups16(&op->w[0]);
-  share(me, n, 0, 1, n, &first, &last);
   multiply_gated(c->scratch[me.id].sums, &op->w[0], &op->w[1], 0, first, last, x, c->tokens, dst, op->activation, NULL, NULL);
 }
 
@@ -657,7 +673,9 @@ static void per_head(Ctx *c, const Op *op, Part me, int src_stride, int dst_stri
     int from = MAX_(first, h * groups) - h * groups, to = MIN_(last, (h + 1) * groups) - h * groups;
     for (int start = 0, n; start < c->tokens; start += n) {
       n = MIN_(most, c->tokens - start);
-      for (int at = 0, width; at < n; at += width) {
+      int prepared = c->tokens == 1 && ready(c, op, me.id) && s->head == h;
+      s->head = h;
+      for (int at = 0, width; at < n && !prepared; at += width) {
         width = panel_width(n - at);
         for (int i = 0; i < MIN_(width, n - at); i++)
           prepare_row(row(c, op->src, start + at + i) + (size_t)h * src_stride, w->cols, NULL, 0, need, s, (size_t)at, width, i);
@@ -692,18 +710,27 @@ static void absorb(Ctx *c, const Op *op, Part me) {
 
 static void value_up(Ctx *c, const Op *op, Part me) { per_head(c, op, me, op->w[0].cols, op->w[0].rows); }
 
+static float highest(const float *x, int n) {
+  f32v m = splat(-__builtin_inff());
+  int i = 0;
+  for (; i + 16 <= n; i += 16) m = max_(m, ldf(x + i));
+  float high = hmax(m);
+  for (; i < n; i++) high = MAX_(high, x[i]);
+  return high;
+}
+
 // Chooses the experts of one token from its router logits l; ids and weights: [top_k].
 static void choose(const Op *op, const Scratch *s, const float *l, int32_t *ids, float *weights) {
   int n = op->w[0].rows;
   float *p = s->chances, *pick = p + n;
   for (int i = 0; i < n; i++) p[i] = l[i] * op->logit_scale;
   if (op->gating == SOFTMAX) {
-    float high = p[0], sum = 0;
-    for (int i = 1; i < n; i++) high = MAX_(high, p[i]);
-    for (int i = 0; i < n; i++) sum += p[i] = exp_(splat(p[i] - high))[0];
+    float high = highest(p, n), sum = 0;
+    for (int i = 0; i < n; i += 16) store(p + i, exp_(fetch(p + i, n - i) - high), n - i);
+    for (int i = 0; i < n; i++) sum += p[i];
     for (int i = 0; i < n; i++) p[i] /= sum;
   } else if (op->gating == SIGMOID) {
-    for (int i = 0; i < n; i++) p[i] = 1.0f / (1.0f + exp_(splat(-p[i]))[0]);
+    for (int i = 0; i < n; i += 16) store(p + i, 1.0f / (exp_(-fetch(p + i, n - i)) + 1.0f), n - i);
   } else if (op->gating == SQRT_SOFTPLUS) {
     for (int i = 0; i < n; i++) p[i] = (float)__builtin_sqrt(p[i] > 20 ? p[i] : log(1.0 + exp(p[i])));
   }
@@ -730,12 +757,10 @@ static void choose(const Op *op, const Scratch *s, const float *l, int32_t *ids,
   }
   float sum = 0;
   for (int k = 0; k < op->top_k; k++) {
-    int best = -1;
-    for (int i = 0; i < n; i++) {
-      int taken = 0;
-      for (int j = 0; j < k; j++) taken |= ids[j] == i;
-      if (!taken && (best < 0 || pick[i] > pick[best])) best = i;
-    }
+    float high = highest(pick, n);
+    int best = 0;
+    while (best < n - 1 && pick[best] != high) best++;
+    pick[best] = -__builtin_inff();
     ids[k] = best;
     sum += weights[k] = p[best];
   }
@@ -758,11 +783,11 @@ static void route(Ctx *c, const Op *op, Part me) {
       choose(op, &c->scratch[me.id], c->router_logits + (size_t)t * w->rows, c->route_ids + t * op->top_k, c->route_weights + t * op->top_k);
     return;
   }
-  const Scratch *x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], w->cols, op->norm, needs(w, 1));
-  if (!x) return;
   int first, last, n = groups16(w);
   share(me, n, 0, 1, n, &first, &last);
-  multiply(c->scratch[me.id].sums, w, 0, first, last, x, c->tokens, c->router_logits, w->rows, op->bias[0], 1, 0);
+  Streams soon = first < last ? stream(rows16(w, 0, first), w->cols) : (Streams){0};
+  const Scratch *x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], w->cols, op->norm, needs(w, 1), soon);
+  if (x) multiply(c->scratch[me.id].sums, w, 0, first, last, x, c->tokens, c->router_logits, w->rows, op->bias[0], 1, 0);
 }
 
 // Tokens of a batch that chose expert e: token * top_k + slot of each. Returns how many.
@@ -814,19 +839,24 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
   int has_shared = shared->groups > 0;
   Scratch *s = &c->scratch[me.id];
   if (c->tokens == 1) {
+    double bytes = group_bytes(gate->type, k) + group_bytes(op->w[1].type, k);
+    double shared_bytes = has_shared ? group_bytes(shared->type, k) + group_bytes(op->w[3].type, k) : 0;
+    double total = bytes * groups * top + (has_shared ? shared_bytes * groups16(shared) : 0);
+    int first, last;
     if (!ready(c, op, me.id)) {
-      prepare_row(row(c, op->src, 0), k, op->norm, op->eps, need, s, 0, 1, 0);
       choose(router, s, c->router_logits, s->experts, s->expert_weights);
+      Streams soon = {0};
+      for (int i = 0; i < top && !soon.a; i++) {
+        share(me, total, bytes * groups * i, bytes, groups, &first, &last);
+        if (first < last) soon = (Streams){rows16(gate, s->experts[i], first), rows16(&op->w[1], s->experts[i], first)};
+      }
+      prepare_one(row(c, op->src, 0), k, op->norm, op->eps, need, s, soon);
     }
     if (me.part == 0) {
       memcpy(c->route_ids, s->experts, sizeof(int32_t) * (size_t)top);
       memcpy(op->routes, s->experts, sizeof(int32_t) * (size_t)top);
       memcpy(c->route_weights, s->expert_weights, sizeof(float) * (size_t)top);
     }
-    double bytes = group_bytes(gate->type, k) + group_bytes(op->w[1].type, k);
-    double shared_bytes = has_shared ? group_bytes(shared->type, k) + group_bytes(op->w[3].type, k) : 0;
-    double total = bytes * groups * top + (has_shared ? shared_bytes * groups16(shared) : 0);
-    int first, last;
     for (int i = 0; i < top; i++) {
       float *dst = row(c, op->dst[0], 0) + (size_t)i * ff;
       share(me, total, bytes * groups * i, bytes, groups, &first, &last);
@@ -883,8 +913,8 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
       const Matrix *m = i < top ? w : shared;
       size_t at = (size_t)i * ff;
       Scratch in = {.q = s->q + 2 * at, .scales = s->scales + at / 32, .f = s->f + at};
-      if (!prepared) prepare_row(src + at, m->cols, NULL, 0, need, &in, 0, 1, 0);
       int matrix = i < top ? c->route_ids[i] : 0;
+      if (!prepared) prepare_one(src + at, m->cols, NULL, 0, need, &in, stream(rows16(m, matrix, first), m->cols));
       multiply(s->sums, m, matrix, first, last, &in, 1, y, dim, i < top ? bias_of(op->bias[0], m, matrix) : NULL, 1, 0);
       float weight = (i < top ? c->route_weights[i] : 1.0f) * op->scale;
       for (int r = 16 * first; r < MIN_(16 * last, dim); r += 16) {
@@ -921,7 +951,8 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
       }
     }
   } else {
-    const Scratch *in = input(c, op, me, 3, row(c, op->src, 0) + (size_t)top * ff, c->widths[op->src], shared->cols, NULL, need);
+    const Scratch *in = input(c, op, me, 3, row(c, op->src, 0) + (size_t)top * ff, c->widths[op->src], shared->cols, NULL, need,
+                              (Streams){0});
     if (!in) return;
     int first, last;
     share(me, groups, 0, 1, groups, &first, &last);
@@ -933,11 +964,12 @@ static void head(Ctx *c, const Op *op, Part me) {
   const Matrix *w = &op->w[0];
   int first, last, n = groups16(w), tokens = c->logits_mode == 2 ? c->tokens : 1;
   const Scratch *x = &c->scratch[me.id];
-  if (tokens == c->tokens) x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], w->cols, op->norm, needs(w, 1));
+  share(me, n, 0, 1, n, &first, &last);
+  Streams soon = stream(rows16(w, 0, first), w->cols);
+  if (tokens == c->tokens) x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], w->cols, op->norm, needs(w, 1), soon);
   else if (me.stage == 0) return;
   else if (!ready(c, op, me.id)) prepare_row(row(c, op->src, c->tokens - 1), w->cols, op->norm, op->eps, needs(w, 1), &c->scratch[me.id], 0, 1, 0);
   if (!x) return;
-  share(me, n, 0, 1, n, &first, &last);
   multiply(c->scratch[me.id].sums, w, 0, first, last, x, tokens, c->logits_out, w->rows, NULL, op->scale, 0);
   for (int t = 0; t < tokens && op->softcap != 0; t++)
     for (int r = 16 * first; r < MIN_(16 * last, w->rows); r += 16) {
