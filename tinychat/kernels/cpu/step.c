@@ -172,12 +172,52 @@ static int ready(Ctx *c, const Op *op, int id) {
 // A task: part `part` of `parts` of a stage of an op, run by thread `id`.
 typedef struct { int id, stage, part, parts; } Part;
 
+INLINE int groups16(const Matrix *w) { return (w->rows + 15) / 16; }
+INLINE const uint8_t *rows16(const Matrix *w, int matrix, int group) {
+  return w->data + ((size_t)matrix * groups16(w) + group) * group_bytes(w->type, w->cols);
+}
+
+// The share [*first, *last) of units, of which `before` bytes of work come first and each costs `bytes`.
+INLINE void share(Part me, double total, double before, double bytes, int units, int *first, int *last) {
+  double per = total / me.parts;
+  double lo = (per * me.part - before) / bytes + 0.5, hi = (per * (me.part + 1) - before) / bytes + 0.5;
+  *first = lo < 0 ? 0 : lo > units ? units : (int)lo;
+  *last = me.part + 1 == me.parts ? units : hi < 0 ? 0 : hi > units ? units : (int)hi;
+}
+
+// Of each matrix of a linear op.
+static void shares(const Op *op, Part me, int *first, int *last) {
+  double total = 0, before = 0, bytes[4];
+  for (int i = 0; i < op->matrices; i++) total += groups16(&op->w[i]) * (bytes[i] = group_bytes(op->w[i].type, op->w[i].cols));
+  for (int i = 0; i < op->matrices; i++, before += groups16(&op->w[i - 1]) * bytes[i - 1])
+    share(me, total, before, bytes[i], groups16(&op->w[i]), &first[i], &last[i]);
+}
+
+// Where the weights of a task begin (one token), as far as they are known: those of experts when they are chosen.
+static Streams weights_of(const Ctx *c, const Op *op, Part me) {
+  const Matrix *w = &op->w[0];
+  int first[4], last[4], e = 0;
+  if (op->tag == LINEAR) {
+    shares(op, me, first, last);
+    while (e + 1 < op->matrices && first[e] == last[e]) e++;
+    return stream(rows16(&op->w[e], 0, first[e]), w->cols);
+  }
+  int groups = groups16(w), per_head = op->tag == ABSORB || op->tag == VALUE_UP, up = op->tag == EXPERTS_UP;
+  int all = groups * (up ? op->top_k : per_head ? w->groups : 1) + (up && w[2].groups ? groups16(w + 2) : 0);
+  share(me, all, 0, 1, all, first, last);
+  int g = *first % groups;
+  if (up || op->tag == GATE_UP || per_head) e = *first / groups;
+  if (up && e >= op->top_k) e = 0, g = *first - op->top_k * groups, w += 2;
+  else if (up) e = c->scratch[me.id].experts[e];
+  if (op->tag == EXPERTS_DOWN) e = c->route_ids[0];
+  return up || op->tag == GATE_UP ? (Streams){rows16(w, e, g), rows16(w + 1, e, g)} : stream(rows16(w, e, g), w->cols);
+}
+
 // The input of a linear op, in panels. With one token each thread prepares it for itself; with several, stage 0 prepares it for
 // all threads and returns NULL.
-static const Scratch *input(Ctx *c, const Op *op, Part me, int stage, const float *src, int stride, int n, const float *norm, int need,
-                            Streams soon) {
+static const Scratch *input(Ctx *c, const Op *op, Part me, int stage, const float *src, int stride, int n, const float *norm, int need) {
   if (c->tokens == 1) {
-    if (!ready(c, op, me.id)) prepare_one(src, n, norm, op->eps, need, &c->scratch[me.id], soon);
+    if (!ready(c, op, me.id)) prepare_one(src, n, norm, op->eps, need, &c->scratch[me.id], weights_of(c, op, me));
     return &c->scratch[me.id];
   }
   if (me.stage > stage) return &c->shared;
@@ -191,19 +231,6 @@ static const Scratch *input(Ctx *c, const Op *op, Part me, int stage, const floa
 }
 
 // ---- matrices --------------------------------------------------------------------------------------------------------
-
-INLINE int groups16(const Matrix *w) { return (w->rows + 15) / 16; }
-INLINE const uint8_t *rows16(const Matrix *w, int matrix, int group) {
-  return w->data + ((size_t)matrix * groups16(w) + group) * group_bytes(w->type, w->cols);
-}
-
-// The share [*first, *last) of units, of which `before` bytes of work come first and each costs `bytes`.
-INLINE void share(Part me, double total, double before, double bytes, int units, int *first, int *last) {
-  double per = total / me.parts;
-  double lo = (per * me.part - before) / bytes + 0.5, hi = (per * (me.part + 1) - before) / bytes + 0.5;
-  *first = lo < 0 ? 0 : lo > units ? units : (int)lo;
-  *last = me.part + 1 == me.parts ? units : hi < 0 ? 0 : hi > units ? units : (int)hi;
-}
 
 INLINE f32v silu(f32v x) { return x / (exp_(-x) + 1.0f); }
 
@@ -323,29 +350,19 @@ static void gate_input(Ctx *c, const Op *op, Part me) {
 }
 
 static void linear(Ctx *c, const Op *op, Part me) {
-  double total = 0, before = 0;
-  int first[4], last[4], k = op->w[0].cols;
-  Streams soon = {0};
-  for (int i = 0; i < op->matrices; i++) total += (double)groups16(&op->w[i]) * group_bytes(op->w[i].type, k);
-  for (int i = 0; i < op->matrices; i++) {
-    const Matrix *w = &op->w[i];
-    double bytes = group_bytes(w->type, k);
-    share(me, total, before, bytes, groups16(w), &first[i], &last[i]);
-    if (!soon.a && first[i] < last[i]) soon = stream(rows16(w, 0, first[i]), k);
-    before += groups16(w) * bytes;
-  }
-  const Scratch *x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], k, op->norm, needs(op->w, op->matrices), soon);
+  const Scratch *x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], op->w[0].cols, op->norm, needs(op->w, op->matrices));
+  int first[4], last[4];
+  shares(op, me, first, last);
   for (int i = 0; i < op->matrices && x; i++)
     multiply(c->scratch[me.id].sums, &op->w[i], 0, first[i], last[i], x, c->tokens, row(c, op->dst[i], 0) + op->at[i],
              c->widths[op->dst[i]], op->bias[i], op->scale, op->add);
 }
 
 static void gate_up(Ctx *c, const Op *op, Part me) {
+  const Scratch *x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], op->w[0].cols, op->norm, needs(op->w, 2));
+  if (!x) return;
   int first, last, n = groups16(&op->w[0]);
   share(me, n, 0, 1, n, &first, &last);
-  Streams soon = {rows16(&op->w[0], 0, first), rows16(&op->w[1], 0, first)};
-  const Scratch *x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], op->w[0].cols, op->norm, needs(op->w, 2), soon);
-  if (!x) return;
   float **dst = c->scratch[me.id].targets;
   for (int t = 0; t < c->tokens; t++) dst[t] = row(c, op->dst[0], t);
   multiply_gated(c->scratch[me.id].sums, &op->w[0], &op->w[1], 0, first, last, x, c->tokens, dst, op->activation, NULL, NULL);
@@ -783,11 +800,11 @@ static void route(Ctx *c, const Op *op, Part me) {
       choose(op, &c->scratch[me.id], c->router_logits + (size_t)t * w->rows, c->route_ids + t * op->top_k, c->route_weights + t * op->top_k);
     return;
   }
+  const Scratch *x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], w->cols, op->norm, needs(w, 1));
+  if (!x) return;
   int first, last, n = groups16(w);
   share(me, n, 0, 1, n, &first, &last);
-  Streams soon = first < last ? stream(rows16(w, 0, first), w->cols) : (Streams){0};
-  const Scratch *x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], w->cols, op->norm, needs(w, 1), soon);
-  if (x) multiply(c->scratch[me.id].sums, w, 0, first, last, x, c->tokens, c->router_logits, w->rows, op->bias[0], 1, 0);
+  multiply(c->scratch[me.id].sums, w, 0, first, last, x, c->tokens, c->router_logits, w->rows, op->bias[0], 1, 0);
 }
 
 // Tokens of a batch that chose expert e: token * top_k + slot of each. Returns how many.
@@ -839,24 +856,19 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
   int has_shared = shared->groups > 0;
   Scratch *s = &c->scratch[me.id];
   if (c->tokens == 1) {
-    double bytes = group_bytes(gate->type, k) + group_bytes(op->w[1].type, k);
-    double shared_bytes = has_shared ? group_bytes(shared->type, k) + group_bytes(op->w[3].type, k) : 0;
-    double total = bytes * groups * top + (has_shared ? shared_bytes * groups16(shared) : 0);
-    int first, last;
     if (!ready(c, op, me.id)) {
       choose(router, s, c->router_logits, s->experts, s->expert_weights);
-      Streams soon = {0};
-      for (int i = 0; i < top && !soon.a; i++) {
-        share(me, total, bytes * groups * i, bytes, groups, &first, &last);
-        if (first < last) soon = (Streams){rows16(gate, s->experts[i], first), rows16(&op->w[1], s->experts[i], first)};
-      }
-      prepare_one(row(c, op->src, 0), k, op->norm, op->eps, need, s, soon);
+      prepare_one(row(c, op->src, 0), k, op->norm, op->eps, need, s, weights_of(c, op, me));
     }
     if (me.part == 0) {
       memcpy(c->route_ids, s->experts, sizeof(int32_t) * (size_t)top);
       memcpy(op->routes, s->experts, sizeof(int32_t) * (size_t)top);
       memcpy(c->route_weights, s->expert_weights, sizeof(float) * (size_t)top);
     }
+    double bytes = group_bytes(gate->type, k) + group_bytes(op->w[1].type, k);
+    double shared_bytes = has_shared ? group_bytes(shared->type, k) + group_bytes(op->w[3].type, k) : 0;
+    double total = bytes * groups * top + (has_shared ? shared_bytes * groups16(shared) : 0);
+    int first, last;
     for (int i = 0; i < top; i++) {
       float *dst = row(c, op->dst[0], 0) + (size_t)i * ff;
       share(me, total, bytes * groups * i, bytes, groups, &first, &last);
@@ -951,8 +963,7 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
       }
     }
   } else {
-    const Scratch *in = input(c, op, me, 3, row(c, op->src, 0) + (size_t)top * ff, c->widths[op->src], shared->cols, NULL, need,
-                              (Streams){0});
+    const Scratch *in = input(c, op, me, 3, row(c, op->src, 0) + (size_t)top * ff, c->widths[op->src], shared->cols, NULL, need);
     if (!in) return;
     int first, last;
     share(me, groups, 0, 1, groups, &first, &last);
@@ -964,12 +975,11 @@ static void head(Ctx *c, const Op *op, Part me) {
   const Matrix *w = &op->w[0];
   int first, last, n = groups16(w), tokens = c->logits_mode == 2 ? c->tokens : 1;
   const Scratch *x = &c->scratch[me.id];
-  share(me, n, 0, 1, n, &first, &last);
-  Streams soon = stream(rows16(w, 0, first), w->cols);
-  if (tokens == c->tokens) x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], w->cols, op->norm, needs(w, 1), soon);
+  if (tokens == c->tokens) x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], w->cols, op->norm, needs(w, 1));
   else if (me.stage == 0) return;
   else if (!ready(c, op, me.id)) prepare_row(row(c, op->src, c->tokens - 1), w->cols, op->norm, op->eps, needs(w, 1), &c->scratch[me.id], 0, 1, 0);
   if (!x) return;
+  share(me, n, 0, 1, n, &first, &last);
   multiply(c->scratch[me.id].sums, w, 0, first, last, x, tokens, c->logits_out, w->rows, NULL, op->scale, 0);
   for (int t = 0; t < tokens && op->softcap != 0; t++)
     for (int r = 16 * first; r < MIN_(16 * last, w->rows); r += 16) {
@@ -1072,6 +1082,22 @@ static inline uint64_t counter(void) {
 #endif
 }
 
+enum { WAITED = 256 };  // times that a thread asks for weights while it waits
+
+// A thread that waits asks for the weights of its first task of the next phase. Which experts' is not known before they are chosen.
+static void wait_for(void *arg, int phase, int id, int times) {
+  Ctx *c = arg;
+  if (times >= WAITED || c->tokens > 1 || phase >= c->n_phases) return;
+  const Op *op = &c->ops[c->phases[phase].op];
+  switch (op->tag) {
+    case LINEAR: case GATE_UP: case ROUTE: case ABSORB: case VALUE_UP: case EXPERTS_DOWN: case HEAD: break;
+    default: return;
+  }
+  int tasks = stage_tasks(c, op, 0);
+  Streams s = weights_of(c, op, (Part){id, 0, (int)((int64_t)tasks * id / c->pool.threads), tasks});
+  for (int j = 256 * times; j < 256 * times + 256; j += 64) __builtin_prefetch(s.a + j), __builtin_prefetch(s.b + j);
+}
+
 static int spans_of(const Ctx *c) { return (c->vocab + SPAN - 1) / SPAN; }
 
 // A task of a stage of an op, or behind the last one of the statistics for sampling.
@@ -1104,7 +1130,7 @@ static void run_ops(Ctx *c, int from, int to) {
   for (int i = from; i < to; i++)
     for (int stage = 0; stage < (c->tokens == 1 ? 1 : stages(&c->ops[i])); stage++) c->phases[c->n_phases++] = (Phase){i, stage};
   uint64_t began = c->ticks ? nanoseconds() : 0, first = counter();
-  pool_run(&c->pool, (Work){c->n_phases + c->sampled, phase_tasks, phase_task, c});
+  pool_run(&c->pool, (Work){c->n_phases + c->sampled, phase_tasks, phase_task, wait_for, c});
   if (!c->ticks) return;
   double unit = (double)(nanoseconds() - began) / (double)MAX_(counter() - first, 1);
   for (int i = 0; i < 2 * c->n_ops * c->pool.threads; i++) c->ticks[i] = (uint64_t)((double)c->ticks[i] * unit);
@@ -1231,7 +1257,7 @@ static void pack_task(void *arg, int phase, int task, int tasks, int id) {
 EXPORT void tc_pack(Ctx *c, uint8_t *dst, const uint8_t *src, int type, int rows, int cols, int groups, int stride, int run) {
   const QuantLayout *l = &layouts[type];
   PackJob job = {dst, src, (size_t)(cols / l->block) * l->bytes, type, rows, cols, groups, stride, run};
-  pool_run(&c->pool, (Work){1, pack_tasks, pack_task, &job});
+  pool_run(&c->pool, (Work){1, pack_tasks, pack_task, NULL, &job});
 }
 
 // The inverse, for tests and the embedding: 16 packed rows to float32 (cols, 16).
@@ -1390,7 +1416,7 @@ EXPORT double tc_bandwidth(Ctx *c, const uint8_t *data, size_t bytes) {
   double best = 0;
   for (int i = 0; i < 3; i++) {
     uint64_t start = nanoseconds();
-    pool_run(&c->pool, (Work){1, read_tasks, read_task, &job});
+    pool_run(&c->pool, (Work){1, read_tasks, read_task, NULL, &job});
     double gb = (double)(bytes / PIECE * PIECE) / (double)(nanoseconds() - start);
     best = gb > best ? gb : best;
   }
