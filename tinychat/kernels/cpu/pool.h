@@ -19,7 +19,6 @@ typedef struct {
   int phases;
   int (*tasks)(void *arg, int phase);  // of a phase, less than 2^20; asked when the phase before has ended
   void (*task)(void *arg, int phase, int task, int tasks, int id);
-  void (*idle)(void *arg, int phase, int id, int times);  // or NULL; while a thread waits for that phase
   void *arg;
 } Work;
 typedef struct { _Alignas(128) _Atomic uint64_t word; } Range;  // phase << 40 | end << 20 | next
@@ -130,7 +129,6 @@ static void take_tasks_(Pool *p, int id) {
     for (int k = 1; k < p->threads; k++) same &= phase_of(empty_range_(p, (id + k) % p->threads, id)) == phase;
     // where all ranges were empty in the same phase, there is nothing to do before the next one
     for (int idle = 0; same && atomic_load_explicit(&p->range[id].word, memory_order_acquire) == v; idle++) {
-      if (idle < PATIENCE && p->work.idle) p->work.idle(p->work.arg, phase + 1, id, idle);
       if (idle < PATIENCE) pause_();
       else sched_yield();
     }

@@ -158,7 +158,7 @@ static void prepare_one(const float *x, int n, const float *norm, float eps, int
 INLINE Streams stream(const uint8_t *p, int n) { return (Streams){p, p + 4 * (size_t)n}; }
 
 INLINE X columns_of(const Scratch *s, size_t column, int k) {
-  return columns_from(&(X){s->q, s->scales, s->f, k, in_planes(s, k)}, column);
+  return columns_from(&(X){s->q, s->scales, s->f, k, in_planes(s, k), NULL, 0}, column);
 }
 
 // Whether this thread has already prepared the input of the op (one token); marks it as prepared.
@@ -232,15 +232,38 @@ static const Scratch *input(Ctx *c, const Op *op, Part me, int stage, const floa
 
 // ---- matrices --------------------------------------------------------------------------------------------------------
 
+static int stage_tasks(const Ctx *c, const Op *op, int stage);
+
+// The weights that a thread reads behind those of a task of its own (one token): the next task's, or of its first task of the next
+// op. NULL where they are not known.
+static const uint8_t *next_of(const Ctx *c, const Op *op, Part me) {
+  int threads = c->pool.threads, end = (int)((int64_t)me.parts * (me.id + 1) / threads);
+  if (c->tokens > 1 || me.part >= end || me.part < (int)((int64_t)me.parts * me.id / threads)) return NULL;
+  if (++me.part < end) return weights_of(c, op, me).a;
+  if (++op == c->ops + c->n_step || op == c->ops + c->n_ops) return NULL;
+  switch (op->tag) {
+    case LINEAR: case GATE_UP: case ROUTE: case ABSORB: case VALUE_UP: case EXPERTS_DOWN: case HEAD: break;
+    default: return NULL;
+  }
+  int tasks = stage_tasks(c, op, 0);
+  return weights_of(c, op, (Part){me.id, 0, (int)((int64_t)tasks * me.id / threads), tasks}).a;
+}
+
+// X.jump to the weights that are read behind `end`. Without any, those that are being read are asked for once more, which takes
+// nothing; several tokens read the same ones again.
+INLINE ptrdiff_t jump_to(const uint8_t *then, const uint8_t *end, int tokens) { return tokens > 1 ? 0 : then ? then - end : -AHEAD; }
+
 INLINE f32v silu(f32v x) { return x / (exp_(-x) + 1.0f); }
 
-// dst (+)= scale * (matrix @ x (+ bias)) for groups first..last-1 of 16 rows and all columns of x; out: the thread's sums.
+// dst (+)= scale * (matrix @ x (+ bias)) for groups first..last-1 of 16 rows and all columns of x; out: the thread's sums; then:
+// the weights that are read next, NULL if that is not known.
 static void multiply(f32v *out, const Matrix *w, int matrix, int first, int last, const Scratch *x, int tokens, float *dst, int stride,
-                     const float *bias, float scale, int add) {
+                     const float *bias, float scale, int add, const uint8_t *then) {
   for (int t = 0; t < tokens; t += COLUMNS)
     for (int g = first; g < last; g += GROUPS) {
       int columns = MIN_(COLUMNS, tokens - t), groups = MIN_(GROUPS, last - g);
       X p = columns_of(x, t, w->cols);
+      p.end = rows16(w, matrix, last), p.jump = jump_to(then, p.end, tokens);
       product(w->type, rows16(w, matrix, g), groups, &p, columns, out);
       for (int i = 0; i < groups; i++)
         for (int c = 0; c < columns; c++) {
@@ -274,13 +297,15 @@ INLINE const float *bias_of(const float *biases, const Matrix *w, int matrix) { 
 
 // dst = f(gate @ x + gate_bias, up @ x + up_bias) for groups first..last-1 of 16 rows.
 static void multiply_gated(f32v *a, const Matrix *gate, const Matrix *up, int matrix, int first, int last, const Scratch *x, int tokens,
-                           float *const *dst, int activation, const float *gate_bias, const float *up_bias) {
+                           float *const *dst, int activation, const float *gate_bias, const float *up_bias, const uint8_t *then) {
   f32v *b = a + GROUPS * COLUMNS;
   for (int t = 0; t < tokens; t += COLUMNS)
     for (int g = first; g < last; g += GROUPS) {
       int columns = MIN_(COLUMNS, tokens - t), groups = MIN_(GROUPS, last - g);
       X p = columns_of(x, t, gate->cols);
+      p.end = rows16(gate, matrix, g + groups), p.jump = jump_to(rows16(up, matrix, g), p.end, tokens);
       product(gate->type, rows16(gate, matrix, g), groups, &p, columns, a);
+      p.end = rows16(up, matrix, last), p.jump = jump_to(then, p.end, tokens);
       product(up->type, rows16(up, matrix, g), groups, &p, columns, b);
       for (int i = 0; i < groups; i++)
         for (int c = 0; c < columns; c++) {
@@ -351,11 +376,14 @@ static void gate_input(Ctx *c, const Op *op, Part me) {
 
 static void linear(Ctx *c, const Op *op, Part me) {
   const Scratch *x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], op->w[0].cols, op->norm, needs(op->w, op->matrices));
+  if (!x) return;
   int first[4], last[4];
   shares(op, me, first, last);
-  for (int i = 0; i < op->matrices && x; i++)
+  for (int i = 0; i < op->matrices; i++) {
+    int more = i + 1 < op->matrices && first[i + 1] < last[i + 1];
     multiply(c->scratch[me.id].sums, &op->w[i], 0, first[i], last[i], x, c->tokens, row(c, op->dst[i], 0) + op->at[i],
-             c->widths[op->dst[i]], op->bias[i], op->scale, op->add);
+             c->widths[op->dst[i]], op->bias[i], op->scale, op->add, more ? rows16(&op->w[i + 1], 0, first[i + 1]) : next_of(c, op, me));
+  }
 }
 
 static void gate_up(Ctx *c, const Op *op, Part me) {
@@ -365,7 +393,8 @@ static void gate_up(Ctx *c, const Op *op, Part me) {
   share(me, n, 0, 1, n, &first, &last);
   float **dst = c->scratch[me.id].targets;
   for (int t = 0; t < c->tokens; t++) dst[t] = row(c, op->dst[0], t);
-  multiply_gated(c->scratch[me.id].sums, &op->w[0], &op->w[1], 0, first, last, x, c->tokens, dst, op->activation, NULL, NULL);
+  multiply_gated(c->scratch[me.id].sums, &op->w[0], &op->w[1], 0, first, last, x, c->tokens, dst, op->activation, NULL, NULL,
+                 next_of(c, op, me));
 }
 
 // dst = stream_scale * (dst + scale * RMSNorm(src)), or without `add` as if dst were 0.
@@ -697,7 +726,8 @@ static void per_head(Ctx *c, const Op *op, Part me, int src_stride, int dst_stri
         for (int i = 0; i < MIN_(width, n - at); i++)
           prepare_row(row(c, op->src, start + at + i) + (size_t)h * src_stride, w->cols, NULL, 0, need, s, (size_t)at, width, i);
       }
-      multiply(s->sums, w, h, from, to, s, n, row(c, op->dst[0], start) + (size_t)h * dst_stride, c->widths[op->dst[0]], NULL, 1, 0);
+      multiply(s->sums, w, h, from, to, s, n, row(c, op->dst[0], start) + (size_t)h * dst_stride, c->widths[op->dst[0]], NULL, 1, 0,
+               (h + 1) * groups < last ? rows16(w, h + 1, 0) : next_of(c, op, me));
     }
   }
 }
@@ -804,7 +834,8 @@ static void route(Ctx *c, const Op *op, Part me) {
   if (!x) return;
   int first, last, n = groups16(w);
   share(me, n, 0, 1, n, &first, &last);
-  multiply(c->scratch[me.id].sums, w, 0, first, last, x, c->tokens, c->router_logits, w->rows, op->bias[0], 1, 0);
+  multiply(c->scratch[me.id].sums, w, 0, first, last, x, c->tokens, c->router_logits, w->rows, op->bias[0], 1, 0,
+           next_of(c, op, me));
 }
 
 // Tokens of a batch that chose expert e: token * top_k + slot of each. Returns how many.
@@ -873,12 +904,13 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
       float *dst = row(c, op->dst[0], 0) + (size_t)i * ff;
       share(me, total, bytes * groups * i, bytes, groups, &first, &last);
       multiply_gated(s->sums, gate, &op->w[1], s->experts[i], first, last, s, 1, &dst, op->activation,
-                     bias_of(op->bias[0], gate, s->experts[i]), bias_of(op->bias[1], gate, s->experts[i]));
+                     bias_of(op->bias[0], gate, s->experts[i]), bias_of(op->bias[1], gate, s->experts[i]),
+                     last == groups && i + 1 < top ? rows16(gate, s->experts[i + 1], 0) : next_of(c, op, me));
     }
     if (has_shared) {
       float *dst = row(c, op->dst[0], 0) + (size_t)top * ff;
       share(me, total, bytes * groups * top, shared_bytes, groups16(shared), &first, &last);
-      multiply_gated(s->sums, shared, &op->w[3], 0, first, last, s, 1, &dst, op->activation, NULL, NULL);
+      multiply_gated(s->sums, shared, &op->w[3], 0, first, last, s, 1, &dst, op->activation, NULL, NULL, next_of(c, op, me));
       if (first < last) scale_shared(c, op, 0, dst, first, last);
     }
     return;
@@ -904,9 +936,9 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
     gather(s, &c->shared, column, m, k, need);
     if (e >= 0) {
       multiply_gated(s->sums, gate, &op->w[1], e, first, last, s, m, dst, op->activation, bias_of(op->bias[0], gate, e),
-                     bias_of(op->bias[1], gate, e));
+                     bias_of(op->bias[1], gate, e), NULL);
     } else {
-      multiply_gated(s->sums, shared, &op->w[3], 0, first, last, s, m, dst, op->activation, NULL, NULL);
+      multiply_gated(s->sums, shared, &op->w[3], 0, first, last, s, m, dst, op->activation, NULL, NULL, NULL);
       for (int i = 0; i < m; i++) scale_shared(c, op, column[i], dst[i], first, last);
     }
   }
@@ -927,7 +959,8 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
       Scratch in = {.q = s->q + 2 * at, .scales = s->scales + at / 32, .f = s->f + at};
       int matrix = i < top ? c->route_ids[i] : 0;
       if (!prepared) prepare_one(src + at, m->cols, NULL, 0, need, &in, stream(rows16(m, matrix, first), m->cols));
-      multiply(s->sums, m, matrix, first, last, &in, 1, y, dim, i < top ? bias_of(op->bias[0], m, matrix) : NULL, 1, 0);
+      const uint8_t *then = i + 1 < top ? rows16(w, c->route_ids[i + 1], first) : i + 1 < parts ? rows16(shared, 0, first) : next_of(c, op, me);
+      multiply(s->sums, m, matrix, first, last, &in, 1, y, dim, i < top ? bias_of(op->bias[0], m, matrix) : NULL, 1, 0, then);
       float weight = (i < top ? c->route_weights[i] : 1.0f) * op->scale;
       for (int r = 16 * first; r < MIN_(16 * last, dim); r += 16) {
         f32v base = i > 0 || op->add ? fetch(x + r, dim - r) : splat(0);
@@ -946,7 +979,7 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
     for (int start = 0, n = first < last ? chosen(c, op, e, pairs) : 0, m; start < n; start += m) {
       m = MIN_(expert_columns(c, ff), n - start);
       gather(s, &c->shared, pairs + start, m, ff, need);
-      multiply(s->sums, w, e, first, last, s, m, s->merged, dim, bias_of(op->bias[0], w, e), 1, 0);
+      multiply(s->sums, w, e, first, last, s, m, s->merged, dim, bias_of(op->bias[0], w, e), 1, 0, NULL);
       for (int i = 0; i < m; i++)
         memcpy(c->pair_out + (size_t)pairs[start + i] * dim + from, s->merged + (size_t)i * dim + from, sizeof(float) * rows);
     }
@@ -967,7 +1000,7 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
     if (!in) return;
     int first, last;
     share(me, groups, 0, 1, groups, &first, &last);
-    multiply(s->sums, shared, 0, first, last, in, c->tokens, row(c, op->dst[0], 0), c->widths[op->dst[0]], NULL, op->scale, 1);
+    multiply(s->sums, shared, 0, first, last, in, c->tokens, row(c, op->dst[0], 0), c->widths[op->dst[0]], NULL, op->scale, 1, NULL);
   }
 }
 
@@ -980,7 +1013,7 @@ static void head(Ctx *c, const Op *op, Part me) {
   else if (!ready(c, op, me.id)) prepare_row(row(c, op->src, c->tokens - 1), w->cols, op->norm, op->eps, needs(w, 1), &c->scratch[me.id], 0, 1, 0);
   if (!x) return;
   share(me, n, 0, 1, n, &first, &last);
-  multiply(c->scratch[me.id].sums, w, 0, first, last, x, tokens, c->logits_out, w->rows, NULL, op->scale, 0);
+  multiply(c->scratch[me.id].sums, w, 0, first, last, x, tokens, c->logits_out, w->rows, NULL, op->scale, 0, next_of(c, op, me));
   for (int t = 0; t < tokens && op->softcap != 0; t++)
     for (int r = 16 * first; r < MIN_(16 * last, w->rows); r += 16) {
       float *l = c->logits_out + (size_t)t * w->rows + r;
@@ -1082,22 +1115,6 @@ static inline uint64_t counter(void) {
 #endif
 }
 
-enum { WAITED = 256 };  // times that a thread asks for weights while it waits
-
-// A thread that waits asks for the weights of its first task of the next phase. Which experts' is not known before they are chosen.
-static void wait_for(void *arg, int phase, int id, int times) {
-  Ctx *c = arg;
-  if (times >= WAITED || c->tokens > 1 || phase >= c->n_phases) return;
-  const Op *op = &c->ops[c->phases[phase].op];
-  switch (op->tag) {
-    case LINEAR: case GATE_UP: case ROUTE: case ABSORB: case VALUE_UP: case EXPERTS_DOWN: case HEAD: break;
-    default: return;
-  }
-  int tasks = stage_tasks(c, op, 0);
-  Streams s = weights_of(c, op, (Part){id, 0, (int)((int64_t)tasks * id / c->pool.threads), tasks});
-  for (int j = 256 * times; j < 256 * times + 256; j += 64) __builtin_prefetch(s.a + j), __builtin_prefetch(s.b + j);
-}
-
 static int spans_of(const Ctx *c) { return (c->vocab + SPAN - 1) / SPAN; }
 
 // A task of a stage of an op, or behind the last one of the statistics for sampling.
@@ -1130,7 +1147,7 @@ static void run_ops(Ctx *c, int from, int to) {
   for (int i = from; i < to; i++)
     for (int stage = 0; stage < (c->tokens == 1 ? 1 : stages(&c->ops[i])); stage++) c->phases[c->n_phases++] = (Phase){i, stage};
   uint64_t began = c->ticks ? nanoseconds() : 0, first = counter();
-  pool_run(&c->pool, (Work){c->n_phases + c->sampled, phase_tasks, phase_task, wait_for, c});
+  pool_run(&c->pool, (Work){c->n_phases + c->sampled, phase_tasks, phase_task, c});
   if (!c->ticks) return;
   double unit = (double)(nanoseconds() - began) / (double)MAX_(counter() - first, 1);
   for (int i = 0; i < 2 * c->n_ops * c->pool.threads; i++) c->ticks[i] = (uint64_t)((double)c->ticks[i] * unit);
@@ -1257,7 +1274,7 @@ static void pack_task(void *arg, int phase, int task, int tasks, int id) {
 EXPORT void tc_pack(Ctx *c, uint8_t *dst, const uint8_t *src, int type, int rows, int cols, int groups, int stride, int run) {
   const QuantLayout *l = &layouts[type];
   PackJob job = {dst, src, (size_t)(cols / l->block) * l->bytes, type, rows, cols, groups, stride, run};
-  pool_run(&c->pool, (Work){1, pack_tasks, pack_task, NULL, &job});
+  pool_run(&c->pool, (Work){1, pack_tasks, pack_task, &job});
 }
 
 // The inverse, for tests and the embedding: 16 packed rows to float32 (cols, 16).
@@ -1416,7 +1433,7 @@ EXPORT double tc_bandwidth(Ctx *c, const uint8_t *data, size_t bytes) {
   double best = 0;
   for (int i = 0; i < 3; i++) {
     uint64_t start = nanoseconds();
-    pool_run(&c->pool, (Work){1, read_tasks, read_task, NULL, &job});
+    pool_run(&c->pool, (Work){1, read_tasks, read_task, &job});
     double gb = (double)(bytes / PIECE * PIECE) / (double)(nanoseconds() - start);
     best = gb > best ? gb : best;
   }
