@@ -55,19 +55,15 @@ INLINE void weigh(const float *p, const f32v v[16], float *out, int width, int m
   for (int c = 0; c < m; c++) stf(out + (size_t)c * width, even[c] + odd[c]);
 }
 
-// q: [k_dim][stride], scaled; vectors 0..count-1 see the chunk's positions from[c]..limit[c] - 1. s: scratch, stride * CHUNK,
-// count filled up to a multiple of 4. Gives, per vector, the maximum, the sum of exponentials and the weighted sum of V.
-static void attend(const Cache *cache, const float *q, int stride, int count, const int *from, const int *limit, float *s,
-                   float *max, float *sum, float *out) {
-  int rows = 0, begin = CHUNK, m = (count + REST - 1) / REST * REST;
+// The tiles of 16 positions, first..tiles - 1, that `count` query vectors see: the positions from[c]..limit[c] - 1.
+static void seen_tiles(int count, const int *from, const int *limit, int *first, int *tiles) {
+  int rows = 0, begin = CHUNK;
   for (int c = 0; c < count; c++) rows = limit[c] > rows ? limit[c] : rows, begin = from[c] < begin ? from[c] : begin;
-  int first = begin / 16, tiles = (rows + 15) / 16;
-  for (int t = first; t < tiles; t++) {
-    const uint16_t *tile = cache->k + (size_t)t * 16 * cache->k_dim;
-    int c = 0;
-    for (; c + WIDE <= m; c += WIDE) scores(tile, cache->k_dim, q + c, stride, s + c * CHUNK + 16 * t, WIDE);
-    for (; c < m; c += REST) scores(tile, cache->k_dim, q + c, stride, s + c * CHUNK + 16 * t, REST);
-  }
+  *first = begin / 16, *tiles = (rows + 15) / 16;
+}
+
+// Makes the scores s[c] exp(s[c] - max[c]), 0 where c does not see, and their sums.
+static void softmax(float *s, int count, const int *from, const int *limit, int first, int tiles, float *max, float *sum) {
   i32v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   f32v none = splat(-__builtin_inff());
   for (int c = 0; c < count; c++) {  // two loops over the vectors, so that the horizontal steps of one overlap the next one
@@ -90,6 +86,21 @@ static void attend(const Cache *cache, const float *q, int stride, int count, co
     }
     sum[c] = hsum(total);
   }
+}
+
+// q: [k_dim][stride], scaled; vectors 0..count-1 see the chunk's positions from[c]..limit[c] - 1. s: scratch, stride * CHUNK,
+// count filled up to a multiple of 4. Gives, per vector, the maximum, the sum of exponentials and the weighted sum of V.
+static void attend(const Cache *cache, const float *q, int stride, int count, const int *from, const int *limit, float *s,
+                   float *max, float *sum, float *out) {
+  int first, tiles, m = (count + REST - 1) / REST * REST;
+  seen_tiles(count, from, limit, &first, &tiles);
+  for (int t = first; t < tiles; t++) {
+    const uint16_t *tile = cache->k + (size_t)t * 16 * cache->k_dim;
+    int c = 0;
+    for (; c + WIDE <= m; c += WIDE) scores(tile, cache->k_dim, q + c, stride, s + c * CHUNK + 16 * t, WIDE);
+    for (; c < m; c += REST) scores(tile, cache->k_dim, q + c, stride, s + c * CHUNK + 16 * t, REST);
+  }
+  softmax(s, count, from, limit, first, tiles, max, sum);
   int width = (cache->v_dim + 15) / 16 * 16;  // of a row of out; what lies past v_dim is never used
   memset(out, 0, sizeof(float) * (size_t)count * width);
   for (int t = first; t < tiles; t++)

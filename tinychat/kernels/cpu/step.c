@@ -12,7 +12,7 @@
 
 #include "simd.h"
 
-#include "attention.h"
+#include "attention_tiles.h"
 #include "delta.h"
 #include "input.h"
 #include "panels.h"
@@ -70,6 +70,7 @@ typedef struct {  // per thread
   int8_t *q;
   XScale *scales;
   float *f, *attn_q, *attn_s, *attn_out, *merged;
+  void *attn_p, *attn_w;  // TilePairs of attend_in_tiles, where there are tiles
   f32v *sums;        // of two products
   uint64_t ready;  // the phase whose input this is
   int head;        // of per_head: whose input this is
@@ -496,11 +497,40 @@ INLINE Cache cache_at(Ctx *c, const Op *op, int kv, int pos) {
   return (Cache){k_tile(c, op, kv, pos), v_row(c, op, kv, pos), op->key_dim, op->value_dim};
 }
 
-// Puts the query vector x of position pos, scaled, into column m of q [key_dim][stride].
-static void put_query(float *q, int stride, int m, const float *x, const Op *op, int pos) {
+// The query vectors of a task, to be put into the thread's scratch: columns of [key_dim][stride], or rows of tiles.
+INLINE int stride_of(int count) { return (count + 3) / 4 * 4; }
+static void begin_queries(Scratch *s, const Op *op, int count) {
+#if TILES
+  if (s->planes) {
+    memset(s->attn_q, 0, sizeof(TilePair) * (size_t)(tiles_of(op->key_dim) * ((count + 15) / 16)));
+    return;
+  }
+#endif
+  memset(s->attn_q, 0, sizeof(float) * (size_t)op->key_dim * stride_of(count));
+}
+
+// Query vector m of `count`: x of position pos, scaled.
+static void put_query(Scratch *s, int count, int m, const float *x, const Op *op, int pos) {
   float scale = op->scale;
   if (op->temperature != 0) scale *= 1.0f + op->temperature * (float)log(1.0 + pos / op->temperature_length);
-  for (int d = 0; d < op->key_dim; d++) q[(size_t)d * stride + m] = x[d] * scale;
+#if TILES
+  if (s->planes) {
+    put_row((TilePair *)s->attn_q + m / 16 * tiles_of(op->key_dim), m % 16, x, op->key_dim, scale);
+    return;
+  }
+#endif
+  for (int d = 0; d < op->key_dim; d++) s->attn_q[(size_t)d * stride_of(count) + m] = x[d] * scale;
+}
+
+// Attention of them over a chunk; results are in the scratch.
+static void attend_chunk(Scratch *s, const Cache *cache, int count, const int *from, const int *limit, float *high, float *sum) {
+#if TILES
+  if (s->planes) {
+    attend_in_tiles(cache, (TilePair *)s->attn_q, count, from, limit, s->attn_s, s->attn_p, s->attn_w, high, sum, s->attn_out);
+    return;
+  }
+#endif
+  attend(cache, s->attn_q, stride_of(count), count, from, limit, s->attn_s, high, sum, s->attn_out);
 }
 
 // The first cache position that a query at position pos attends to.
@@ -547,22 +577,22 @@ static void attention_one(Ctx *c, const Op *op, int id, int task) {
   int first = seen / CHUNK, chunks = c->pos / CHUNK + 1 - first;
   int parts = tasks / op->kv_heads / chunks, value = padded(op->value_dim), record = value + 16;
   int kv = task / (parts * chunks), part = task / chunks % parts, chunk = task % chunks;
-  int h0 = kv * group + part * per, count = MIN_(per, group - part * per), stride = (count + 3) / 4 * 4;
+  int h0 = kv * group + part * per, count = MIN_(per, group - part * per);
   int start = (first + chunk) * CHUNK, from[MAX_GROUP], limit[MAX_GROUP];
   float high[MAX_GROUP], sum[MAX_GROUP];
-  memset(s->attn_q, 0, sizeof(float) * (size_t)op->key_dim * stride);
+  begin_queries(s, op, count);
   for (int m = 0; m < count; m++) {
     const float *q = row(c, op->src, 0) + (size_t)(h0 + m) * op->key_dim;
     if (op->tag == ATTENTION) {
       turn_head(s->merged, row(c, op->src, 0), op, h0 + m, op->q_norm, op->q_norm_len, op->heads * op->key_dim, c->pos);
       q = s->merged;
     }
-    put_query(s->attn_q, stride, m, q, op, c->pos);
+    put_query(s, count, m, q, op, c->pos);
     from[m] = MAX_(0, seen - start), limit[m] = MIN_(CHUNK, c->pos + 1 - start);
   }
   if (op->stores && chunk == chunks - 1) store_kv(c, op, kv, 0, s->merged);  // each part writes the same bytes
   Cache cache = cache_at(c, op, kv, start);
-  attend(&cache, s->attn_q, stride, count, from, limit, s->attn_s, high, sum, s->attn_out);
+  attend_chunk(s, &cache, count, from, limit, high, sum);
   for (int m = 0; m < count; m++) {
     float *to = c->partial + ((size_t)(h0 + m) * chunks + chunk) * record;
     to[0] = high[m], to[1] = sum[m];
@@ -582,7 +612,12 @@ static void attention_one(Ctx *c, const Op *op, int id, int task) {
   }
 }
 
-enum { QUERIES = 40 };  // query vectors of one task in a batch: enough to read keys seldom, few enough for many threads
+// Query vectors of one task in a batch: enough to read keys seldom, few enough for many threads.
+#if TILES
+enum { QUERIES = 40, MOST = TILED };
+#else
+enum { QUERIES = 40, MOST = QUERIES };
+#endif
 
 // Several tokens: keys and values into the cache, and the queries turned in place.
 static void attention_inputs(Ctx *c, const Op *op, Part me) {
@@ -600,7 +635,8 @@ static void attention_inputs(Ctx *c, const Op *op, Part me) {
 // Then tasks are (kv head, part of its query heads, block of tokens), each over all its chunks, the longest first.
 typedef struct { int per_token, parts, block, blocks; } Blocks;
 static Blocks query_blocks(const Ctx *c, const Op *op) {
-  int group = op->heads / op->kv_heads, per_token = MIN_(group, QUERIES), block = MAX_(1, QUERIES / per_token);
+  int most = c->shared.planes ? MOST : QUERIES;
+  int group = op->heads / op->kv_heads, per_token = MIN_(group, most), block = MAX_(1, most / per_token);
   return (Blocks){per_token, (group + per_token - 1) / per_token, block, (c->tokens + block - 1) / block};
 }
 
@@ -610,13 +646,13 @@ static void attention_block(Ctx *c, const Op *op, int id, int task) {
   int group = op->heads / op->kv_heads, value = padded(op->value_dim);
   int kv = task % op->kv_heads, part = task / op->kv_heads % b.parts, first = (b.blocks - 1 - task / op->kv_heads / b.parts) * b.block;
   int h0 = kv * group + part * b.per_token, heads = MIN_(b.per_token, group - part * b.per_token);
-  int n = MIN_(b.block, c->tokens - first), count = n * heads, stride = (count + 3) / 4 * 4;
-  int from[QUERIES], limit[QUERIES];
-  float high[QUERIES], sum[QUERIES], top[QUERIES], total[QUERIES];
-  memset(s->attn_q, 0, sizeof(float) * (size_t)op->key_dim * stride);
+  int n = MIN_(b.block, c->tokens - first), count = n * heads;
+  int from[MOST], limit[MOST];
+  float high[MOST], sum[MOST], top[MOST], total[MOST];
+  begin_queries(s, op, count);
   memset(s->merged, 0, sizeof(float) * (size_t)count * value);
   for (int m = 0; m < count; m++) {
-    put_query(s->attn_q, stride, m, row(c, op->src, first + m / heads) + (size_t)(h0 + m % heads) * op->key_dim, op,
+    put_query(s, count, m, row(c, op->src, first + m / heads) + (size_t)(h0 + m % heads) * op->key_dim, op,
               c->pos + first + m / heads);
     top[m] = total[m] = 0;
   }
@@ -626,7 +662,7 @@ static void attention_block(Ctx *c, const Op *op, int id, int task) {
       from[m] = MIN_(CHUNK, MAX_(0, first_seen(op, pos) - start)), limit[m] = MAX_(0, MIN_(CHUNK, pos + 1 - start));
     }
     Cache cache = cache_at(c, op, kv, start);
-    attend(&cache, s->attn_q, stride, count, from, limit, s->attn_s, high, sum, s->attn_out);
+    attend_chunk(s, &cache, count, from, limit, high, sum);
     for (int m = 0; m < count; m++) {
       size_t at = (size_t)m * value;
       merge(&top[m], &total[m], s->merged + at, high[m], sum[m], s->attn_out + at, value);
@@ -1322,15 +1358,19 @@ EXPORT int tc_prepare(Ctx *c) {
     if (op->tag == EXPERTS_DOWN) top = MAX_(top, op->top_k), ff = MAX_(ff, op->w[0].cols);
     if (op->tag == ROUTE) routed = MAX_(routed, op->w[0].rows);
   }
-  size_t chunks = ((size_t)c->max_context + 15) / 16 * 16 / CHUNK + 1, vectors = MAX_(QUERIES, heads);
+  size_t chunks = ((size_t)c->max_context + 15) / 16 * 16 / CHUNK + 1, vectors = MAX_(tiles_allowed ? MOST : QUERIES, heads) + 16;
   c->phases = piece(c, 5 * (size_t)c->n_ops, sizeof(Phase));
   c->scratch = piece(c, n, sizeof(Scratch));
   for (int i = 0; i < n && c->scratch; i++) {
     Scratch *s = &c->scratch[i];
     *s = new_scratch(c, 16, widest);
     s->sums = piece(c, 2 * GROUPS * COLUMNS, sizeof(f32v));
-    s->attn_q = piece(c, vectors + 4, 4 * key);
-    s->attn_s = piece(c, vectors + 4, 4 * CHUNK);
+    s->attn_q = piece(c, vectors, 4 * ((key + 31) / 32 * 32));
+    s->attn_s = piece(c, vectors, 4 * CHUNK);
+    if (tiles_allowed) {
+      s->attn_p = piece(c, vectors, 4 * CHUNK);
+      s->attn_w = piece(c, 2 * MAX_((key + 31) / 32, CHUNK / 32), 2048);
+    }
     s->attn_out = piece(c, vectors, 4 * value);
     s->experts = piece(c, top, 4), s->expert_weights = piece(c, top, 4);
     s->chances = piece(c, 2, 4 * (size_t)routed), s->groups = piece(c, 2, 4 * (size_t)routed);
