@@ -194,6 +194,19 @@ static void shares(const Op *op, Part me, int *first, int *last) {
     share(me, total, before, bytes[i], groups16(&op->w[i]), &first[i], &last[i]);
 }
 
+// Into how many pieces the matrices of an op can be divided for one token.
+static int units_of(const Op *op) {
+  int n = groups16(&op->w[0]);
+  switch (op->tag) {
+    case LINEAR:
+      for (int i = 1; i < op->matrices; i++) n += groups16(&op->w[i]);
+      return n;
+    case EXPERTS_UP: return n * op->top_k + (op->w[2].groups ? groups16(&op->w[2]) : 0);
+    case ABSORB: case VALUE_UP: return n * op->w[0].groups;
+    default: return n;
+  }
+}
+
 // Where the weights of a task begin (one token), as far as they are known: those of experts when they are chosen.
 static Streams weights_of(const Ctx *c, const Op *op, Part me) {
   const Matrix *w = &op->w[0];
@@ -203,8 +216,7 @@ static Streams weights_of(const Ctx *c, const Op *op, Part me) {
     while (e + 1 < op->matrices && first[e] == last[e]) e++;
     return stream(rows16(&op->w[e], 0, first[e]), w->cols);
   }
-  int groups = groups16(w), per_head = op->tag == ABSORB || op->tag == VALUE_UP, up = op->tag == EXPERTS_UP;
-  int all = groups * (up ? op->top_k : per_head ? w->groups : 1) + (up && w[2].groups ? groups16(w + 2) : 0);
+  int groups = groups16(w), per_head = op->tag == ABSORB || op->tag == VALUE_UP, up = op->tag == EXPERTS_UP, all = units_of(op);
   share(me, all, 0, 1, all, first, last);
   int g = *first % groups;
   if (up || op->tag == GATE_UP || per_head) e = *first / groups;
@@ -1105,7 +1117,8 @@ static int stage_tasks(const Ctx *c, const Op *op, int stage) {
   if (op->tag == DELTA) return op->heads;
   if (c->tokens == 1) {
     if (op->tag == EMBED || op->tag == NORM_ADD || op->tag == GATE_INPUT || op->tag == STORE_HIDDEN || op->tag == JOIN) return 1;
-    return op->tag == ATTENTION || op->tag == LATENT_ATTENTION ? attention_tasks(c, op, &per) : some;
+    if (op->tag == ATTENTION || op->tag == LATENT_ATTENTION) return attention_tasks(c, op, &per);
+    return op->tag == GATED_CONVOLVE || op->tag == LAYER_INPUTS ? some : MIN_(some, units_of(op));
   }
   if (op->tag == LATENT_ATTENTION || (op->tag == ATTENTION && stage == 1)) {
     Blocks b = query_blocks(c, op);
