@@ -155,14 +155,16 @@ static void *worker_(void *arg) {
   }
 }
 
+// Before the first call: starts threads until there are as many with the caller; the pool begins as zeros. Returns how many there are.
 static int pool_start(Pool *p, int threads) {
-  memset(p, 0, sizeof *p);
+  if (!p->threads) {
+    p->threads = 1;
 #if !defined(__linux__)
-  pthread_mutex_init(&p->mutex, NULL);
-  pthread_cond_init(&p->wake, NULL);
+    pthread_mutex_init(&p->mutex, NULL);
+    pthread_cond_init(&p->wake, NULL);
 #endif
-  p->threads = 1;
-  for (int id = 1; id < threads && id < MAX_THREADS; id++) {
+  }
+  for (int id = p->threads; id < threads && id < MAX_THREADS; id++) {
     Seat *seat = malloc(sizeof *seat);
     if (!seat) break;
     *seat = (Seat){p, id};
@@ -187,4 +189,5 @@ static void pool_stop(Pool *p) {
   atomic_store(&p->quit, 1);
   if (p->threads > 1) wake_(p);
   for (int id = 1; id < p->threads; id++) pthread_join(p->handle[id], NULL);
+  memset(p, 0, sizeof *p);
 }

@@ -1355,7 +1355,7 @@ static Scratch new_scratch(Ctx *c, size_t columns, size_t k) {
   return (Scratch){.q = piece(c, n, 2), .scales = piece(c, n / 32 + 1, sizeof(XScale)), .f = piece(c, n, 4)};
 }
 
-// Starts `threads` threads (fewer if the system refuses; the number is returned).
+// Starts threads until there are `threads` (fewer if the system refuses; the number is returned).
 EXPORT int tc_open(Ctx *c, int threads) { return pool_start(&c->pool, threads); }
 
 // Allocates what the ops need; the fields before `pool` are set by the caller. Returns 0, or -1 if memory is short.
