@@ -62,11 +62,11 @@ static void seen_tiles(int count, const int *from, const int *limit, int *first,
   *first = begin / 16, *tiles = (rows + 15) / 16;
 }
 
-// Makes the scores s[c] exp(s[c] - max[c]), 0 where c does not see, and their sums.
-static void softmax(float *s, int count, const int *from, const int *limit, int first, int tiles, float *max, float *sum) {
+// The largest of each vector's scores; makes those of positions that it does not see -inf.
+static void highest_scores(float *s, int count, const int *from, const int *limit, int first, int tiles, float *max) {
   i32v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   f32v none = splat(-__builtin_inff());
-  for (int c = 0; c < count; c++) {  // two loops over the vectors, so that the horizontal steps of one overlap the next one
+  for (int c = 0; c < count; c++) {  // before any exponentials, so that the horizontal steps of one vector overlap the next one
     float *p = s + c * CHUNK;
     f32v even = none, odd = none;
     for (int t = first; t < tiles; t++)
@@ -75,16 +75,6 @@ static void softmax(float *s, int count, const int *from, const int *limit, int 
     for (int t = first; t < tiles; t += 2) even = max_(even, ldf(p + 16 * t));
     for (int t = first + 1; t < tiles; t += 2) odd = max_(odd, ldf(p + 16 * t));
     max[c] = limit[c] > from[c] ? hmax(max_(even, odd)) : 0;
-  }
-  for (int c = 0; c < count; c++) {
-    float *p = s + c * CHUNK;
-    f32v total = splat(0);
-    for (int t = first; t < tiles; t++) {
-      f32v x = exp_(ldf(p + 16 * t) - max[c]);
-      stf(p + 16 * t, x);
-      total += x;
-    }
-    sum[c] = hsum(total);
   }
 }
 
@@ -100,7 +90,17 @@ static void attend(const Cache *cache, const float *q, int stride, int count, co
     for (; c + WIDE <= m; c += WIDE) scores(tile, cache->k_dim, q + c, stride, s + c * CHUNK + 16 * t, WIDE);
     for (; c < m; c += REST) scores(tile, cache->k_dim, q + c, stride, s + c * CHUNK + 16 * t, REST);
   }
-  softmax(s, count, from, limit, first, tiles, max, sum);
+  highest_scores(s, count, from, limit, first, tiles, max);
+  for (int c = 0; c < count; c++) {
+    float *p = s + c * CHUNK;
+    f32v total = splat(0);
+    for (int t = first; t < tiles; t++) {
+      f32v x = exp_(ldf(p + 16 * t) - max[c]);
+      stf(p + 16 * t, x);
+      total += x;
+    }
+    sum[c] = hsum(total);
+  }
   int width = (cache->v_dim + 15) / 16 * 16;  // of a row of out; what lies past v_dim is never used
   memset(out, 0, sizeof(float) * (size_t)count * width);
   for (int t = first; t < tiles; t++)

@@ -11,14 +11,11 @@ enum { TILED = 160 };  // query vectors of one task: keys and values are unpacke
 typedef struct { u32v high[16], low[16]; } TilePair;
 INLINE int tiles_of(int n) { return (n + 31) / 32; }
 
-// n values of x, times `by`, as row m of tiles that lie side by side. What is not written there has to be 0.
-static void put_row(TilePair *to, int m, const float *x, int n, float by) {
-  for (int i = 0; i < n; i += 16) {
-    f32v a = fetch(x + i, n - i) * by;
-    u32v high = ((u32v)a + 0x8000) & 0xffff0000, low = (u32v)(a - (f32v)high) + 0x8000;
-    u16x16 h = __builtin_convertvector(high >> 16, u16x16), l = __builtin_convertvector(low >> 16, u16x16);
-    memcpy((uint16_t *)&to[i / 32].high[m] + i % 32, &h, 32), memcpy((uint16_t *)&to[i / 32].low[m] + i % 32, &l, 32);
-  }
+// 16 values, from number i on, of row m of tiles that lie side by side.
+INLINE void put_values(TilePair *to, int m, int i, f32v x) {
+  u32v high = ((u32v)x + 0x8000) & 0xffff0000, low = (u32v)(x - (f32v)high) + 0x8000;
+  u16x16 h = __builtin_convertvector(high >> 16, u16x16), l = __builtin_convertvector(low >> 16, u16x16);
+  memcpy((uint16_t *)&to[i / 32].high[m] + i % 32, &h, 32), memcpy((uint16_t *)&to[i / 32].low[m] + i % 32, &l, 32);
 }
 
 // Two rows of the right factor, half-precision, which two bfloat16 hold exactly.
@@ -32,32 +29,51 @@ INLINE void put_rows(TilePair *to, int pair, u16x16 x, u16x16 y) {
 // Rows of out are `pitch` floats apart.
 INLINE void add_tiles(const TilePair *x, size_t x_step, const TilePair *y, size_t y_step, int n, float *out, size_t pitch, int rows,
                       int columns) {
-#define EACH_SUM(DO) \
-  DO(0, 4, 6, 0, 0)  \
-  if (rows > 1) { DO(1, 5, 6, 1, 0) } \
-  if (columns > 1) { DO(2, 4, 7, 0, 1) } \
-  if (rows > 1 && columns > 1) { DO(3, 5, 7, 1, 1) }
-#define ZERO(S, A, B, I, J) tile_zero(S);
-#define DOT(S, A, B, I, J) tile_dot_f(S, A, B);
-#define KEEP(S, A, B, I, J) tile_store(S, out + 16 * (I) * pitch + 16 * (J), 4 * pitch);
-#define LEFT(PART) tile_load(4, x[k].PART, 64); if (rows > 1) tile_load(5, x[x_step + k].PART, 64);
-#define RIGHT(PART) tile_load(6, y[k].PART, 64); if (columns > 1) tile_load(7, y[y_step + k].PART, 64);
-  EACH_SUM(ZERO)
-  for (int k = 0; k < n; k++) {
-    LEFT(low) RIGHT(high)
-    EACH_SUM(DOT)
-    LEFT(high)
-    EACH_SUM(DOT)
-    RIGHT(low)
-    EACH_SUM(DOT)
+  int two_rows = rows > 1, two_columns = columns > 1;
+#define LEFT(I, K, PART) tile_load(4 + I, x[I * x_step + (K)].PART, 64);
+#define RIGHT(J, K, PART) tile_load(6 + J, y[J * y_step + (K)].PART, 64);
+#define KEEP(I, J) tile_store(2 * J + I, out + 16 * I * pitch + 16 * J, 4 * pitch);
+  tile_zero(0);
+  if (two_rows) tile_zero(1);
+  if (two_columns) tile_zero(2);
+  if (two_rows && two_columns) tile_zero(3);
+  LEFT(0, 0, low) RIGHT(0, 0, high)
+  if (two_rows) { LEFT(1, 0, low) }
+  if (two_columns) { RIGHT(1, 0, high) }
+  for (int k = 0; k < n; k++) {  // a tile is loaded as soon as it is free, since it is then waited for
+    tile_dot_f(0, 4, 6);
+    if (two_columns) tile_dot_f(2, 4, 7);
+    LEFT(0, k, high)
+    if (two_rows) {
+      tile_dot_f(1, 5, 6);
+      if (two_columns) tile_dot_f(3, 5, 7);
+      LEFT(1, k, high)
+    }
+    tile_dot_f(0, 4, 6);
+    if (two_rows) tile_dot_f(1, 5, 6);
+    RIGHT(0, k, low)
+    if (two_columns) {
+      tile_dot_f(2, 4, 7);
+      if (two_rows) tile_dot_f(3, 5, 7);
+      RIGHT(1, k, low)
+    }
+    int next = k + 1 < n ? k + 1 : k;
+    tile_dot_f(0, 4, 6);
+    if (two_columns) tile_dot_f(2, 4, 7);
+    LEFT(0, next, low)
+    if (two_rows) tile_dot_f(1, 5, 6);
+    RIGHT(0, next, high)
+    if (two_rows && two_columns) tile_dot_f(3, 5, 7);
+    if (two_rows) { LEFT(1, next, low) }
+    if (two_columns) { RIGHT(1, next, high) }
   }
-  EACH_SUM(KEEP)
-#undef EACH_SUM
-#undef ZERO
-#undef DOT
-#undef KEEP
+  KEEP(0, 0)
+  if (two_rows) { KEEP(1, 0) }
+  if (two_columns) { KEEP(0, 1) }
+  if (two_rows && two_columns) { KEEP(1, 1) }
 #undef LEFT
 #undef RIGHT
+#undef KEEP
 }
 
 // All of 16 x rows times 16 x columns.
@@ -91,13 +107,18 @@ static void attend_in_tiles(const Cache *cache, const TilePair *q, int count, co
     tiles_written(w);
     tile_products(q, many, w, two, (size_t)deep, deep, s + 16 * t, CHUNK);
   }
-  softmax(s, count, from, limit, first, tiles, max, sum);
+  highest_scores(s, count, from, limit, first, tiles, max);
   int begin = first / 2, end = tiles_of(16 * tiles), n = end - begin;  // tiles of 32 positions
   memset(p, 0, sizeof *p * (size_t)(many * n));
-  for (int c = 0; c < count; c++)
-    put_row(p + c / 16 * n, c % 16, s + c * CHUNK + 32 * begin, 16 * tiles - 32 * begin, 1);
-  for (int c = 0; c < count && first % 2; c++)  // positions that no query sees
-    memset((uint16_t *)&p[c / 16 * n].high[c % 16], 0, 32), memset((uint16_t *)&p[c / 16 * n].low[c % 16], 0, 32);
+  for (int c = 0; c < count; c++) {
+    f32v total = splat(0);
+    for (int t = first; t < tiles; t++) {
+      f32v x = exp_(ldf(s + c * CHUNK + 16 * t) - max[c]);
+      put_values(p + c / 16 * n, c % 16, 16 * t - 32 * begin, x);
+      total += x;
+    }
+    sum[c] = hsum(total);
+  }
   for (int d = 0; d < width; d += 32) {
     int two = d + 16 < width ? 2 : 1;
     for (int t = 2 * begin; t < 2 * end; t++)

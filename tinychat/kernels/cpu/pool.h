@@ -81,6 +81,9 @@ static void wake_(Pool *p) {
 #endif
 }
 
+// The first of n tasks in the range of a thread, whose end is the next one's first; the first thread always has some.
+INLINE int range_begin(int n, int id, int threads) { return (int)(((int64_t)n * id + threads - 1) / threads); }
+
 static void publish_(Pool *p, int phase) {
   if (phase == p->work.phases) {
     for (int i = 0; i < p->threads; i++) atomic_store_explicit(&p->range[i].word, (uint64_t)ENDED << 40, memory_order_release);
@@ -91,7 +94,7 @@ static void publish_(Pool *p, int phase) {
   p->tasks = n;
   atomic_store_explicit(&p->remaining, n + 1, memory_order_relaxed);
   for (int i = 0; i < p->threads; i++) {
-    uint64_t first = (uint64_t)n * (unsigned)i / (unsigned)p->threads, end = (uint64_t)n * (unsigned)(i + 1) / (unsigned)p->threads;
+    uint64_t first = (uint64_t)range_begin(n, i, p->threads), end = (uint64_t)range_begin(n, i + 1, p->threads);
     atomic_store_explicit(&p->range[i].word, (uint64_t)phase << 40 | end << 20 | first, memory_order_release);
   }
 }

@@ -250,8 +250,8 @@ static int stage_tasks(const Ctx *c, const Op *op, int stage);
 // The weights that a thread reads behind those of a task of its own (one token): the next task's, or of its first task of the next
 // op. NULL where they are not known.
 static const uint8_t *next_of(const Ctx *c, const Op *op, Part me) {
-  int threads = c->pool.threads, end = (int)((int64_t)me.parts * (me.id + 1) / threads);
-  if (c->tokens > 1 || me.part >= end || me.part < (int)((int64_t)me.parts * me.id / threads)) return NULL;
+  int threads = c->pool.threads, end = range_begin(me.parts, me.id + 1, threads);
+  if (c->tokens > 1 || me.part >= end || me.part < range_begin(me.parts, me.id, threads)) return NULL;
   if (++me.part < end) return weights_of(c, op, me).a;
   if (++op == c->ops + c->n_step || op == c->ops + c->n_ops) return NULL;
   switch (op->tag) {
@@ -259,7 +259,7 @@ static const uint8_t *next_of(const Ctx *c, const Op *op, Part me) {
     default: return NULL;
   }
   int tasks = stage_tasks(c, op, 0);
-  return weights_of(c, op, (Part){me.id, 0, (int)((int64_t)tasks * me.id / threads), tasks}).a;
+  return weights_of(c, op, (Part){me.id, 0, range_begin(tasks, me.id, threads), tasks}).a;
 }
 
 // X.jump to the weights that are read behind `end`. Without any, those that are being read are asked for once more, which takes
@@ -527,7 +527,8 @@ static void put_query(Scratch *s, int count, int m, const float *x, const Op *op
   if (op->temperature != 0) scale *= 1.0f + op->temperature * (float)log(1.0 + pos / op->temperature_length);
 #if TILES
   if (s->planes) {
-    put_row((TilePair *)s->attn_q + m / 16 * tiles_of(op->key_dim), m % 16, x, op->key_dim, scale);
+    for (int d = 0; d < op->key_dim; d += 16)
+      put_values((TilePair *)s->attn_q + m / 16 * tiles_of(op->key_dim), m % 16, d, fetch(x + d, op->key_dim - d) * scale);
     return;
   }
 #endif
