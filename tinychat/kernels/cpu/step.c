@@ -136,6 +136,10 @@ static int needs(const Matrix *w, int n) {
   return need;
 }
 
+// Whether float weights are multiplied in tiles, with columns in planes: in prompts. Decode steps get the same bits for one token
+// and for several, so that drafts can be verified.
+INLINE int in_tiles(const Ctx *c) { return tiles_allowed && !c->sampled && !c->mtp; }
+
 INLINE int in_planes(const Scratch *s, int n) { return s->planes && n % 32 == 0; }
 
 static void prepare_row(const float *x, int n, const float *norm, float eps, int need, Scratch *to, size_t column, int nc, int c) {
@@ -196,7 +200,9 @@ static void shares(const Op *op, Part me, int *first, int *last) {
 
 // A router in floats has few rows, so that its columns are divided too: the logits are sums of so many parts.
 enum { ROUTER_PARTS = 4 };
-INLINE int router_parts(const Scratch *x, const Matrix *w) { return is_float(w->type) && !in_planes(x, w->cols) ? ROUTER_PARTS : 1; }
+INLINE int router_parts(const Ctx *c, const Matrix *w) {
+  return is_float(w->type) && !(in_tiles(c) && w->cols % 32 == 0) ? ROUTER_PARTS : 1;
+}
 INLINE int router_part(const Matrix *w, int part) { return part == ROUTER_PARTS ? w->cols : w->cols / ROUTER_PARTS * part / 2 * 2; }
 INLINE float *router_logits(const Ctx *c, const Op *op, int part, int t) {
   return c->router_logits + ((size_t)part * c->batch + t) * op->w[0].rows;
@@ -828,7 +834,7 @@ static float highest(const float *x, int n) {
 
 // Chooses the experts of token t from its router logits; ids and weights: [top_k].
 static void choose(const Ctx *c, const Op *op, const Scratch *s, int t, int32_t *ids, float *weights) {
-  int n = op->w[0].rows, parts = router_parts(s, &op->w[0]);
+  int n = op->w[0].rows, parts = router_parts(c, &op->w[0]);
   float *p = s->chances, *pick = p + n;
   for (int part = 0; part < parts; part++) {
     const float *l = router_logits(c, op, part, t);
@@ -915,7 +921,7 @@ static void route(Ctx *c, const Op *op, Part me) {
   }
   const Scratch *x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], w->cols, op->norm, needs(w, 1));
   if (!x) return;
-  int first, last, parts = router_parts(x, w), n = groups16(w) * parts;
+  int first, last, parts = router_parts(c, w), n = groups16(w) * parts;
   share(me, n, 0, 1, n, &first, &last);
   if (parts == 1) multiply(c->scratch[me.id].sums, w, 0, first, last, x, c->tokens, c->router_logits, w->rows, op->bias[0], 1, 0, NULL);
   for (int i = first; i < last && parts > 1; i++) route_part(c, op, x, i / parts, i % parts);
@@ -1169,10 +1175,9 @@ static int stage_tasks(const Ctx *c, const Op *op, int stage) {
   return some;
 }
 
-// Whether float weights are multiplied in tiles, with columns in planes: in prompts. Decode steps get the same bits for one token
-// and for several, so that drafts can be verified; experts have few tokens, for which unpacking would take the most time.
+// Sets the form of an op's products; experts have few tokens, for which unpacking would take the most time.
 static void choose_form(Ctx *c, const Op *op) {
-  int planes = tiles_allowed && !c->sampled && !c->mtp && op->tag != EXPERTS_UP && op->tag != EXPERTS_DOWN;
+  int planes = in_tiles(c) && op->tag != EXPERTS_UP && op->tag != EXPERTS_DOWN;
   if (planes == c->shared.planes) return;
   c->shared.planes = planes;
   for (int i = 0; i < c->pool.threads; i++) c->scratch[i].planes = planes;
