@@ -263,11 +263,11 @@ static const Scratch *input(Ctx *c, const Op *op, Part me, int stage, const floa
 
 // ---- matrices --------------------------------------------------------------------------------------------------------
 
-static int stage_tasks(Ctx *c, const Op *op, int stage);
+static int stage_tasks(const Ctx *c, const Op *op, int stage);
 
 // The weights that a thread reads behind those of a task of its own (one token): the next task's, or of its first task of the next
 // op. NULL where they are not known.
-static const uint8_t *next_of(Ctx *c, const Op *op, Part me) {
+static const uint8_t *next_of(const Ctx *c, const Op *op, Part me) {
   int threads = c->pool.threads, end = range_begin(me.parts, me.id + 1, threads);
   if (c->tokens > 1 || me.part >= end || me.part < range_begin(me.parts, me.id, threads)) return NULL;
   if (++me.part < end) return weights_of(c, op, me).a;
