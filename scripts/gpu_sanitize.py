@@ -82,8 +82,8 @@ class OneGPU(GPU):
     binaries: dict[str, bytes] = {}
     zeros = False  # memory is zeros, not what was left there
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, number: int | None = None) -> None:
+        super().__init__(number)
         self._programs, self._binaries = self.programs, self.binaries
 
     def compile(self, launches: Iterable[Launch]) -> None:

@@ -100,6 +100,7 @@ def test_help(capsys: Captured, argv: list[str]) -> None:
         ["bench", "--no-wait", "-n", "3"],
         ["bench", "m", "--kernel", "head"],
         ["run", "m", "p", "--device", "tpu"],
+        ["run", "m", "p", "--device", "cuda:x"],
         ["bench", "m", "--threads", "0"],
         ["info", "m", "--device", "cpu"],
     ],
@@ -145,6 +146,7 @@ def test_an_unknown_command_gets_the_nearest_known_one(capsys: Captured) -> None
 
 
 def test_the_chat_takes_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse(["m", "--device", "cuda:1"])["device"] == "cuda:1"
     for argv in (["--device", "cpu", "m"], ["m", "--device", "cpu"], ["--threads", "3", "m", "--device", "cpu"]):
         args = parse(argv)
         assert (args["text"], args["device"]) == ("m", "cpu") and args["threads"] in (None, 3)
