@@ -49,7 +49,7 @@ class TerminalDriver(LinuxDriver):
         super().__init__(*args, **options)
         self._file: Any = _Lasting(self._file, self._gone)
         self._taken = False  # whether it ever was the app's
-        self._shown = False  # whether it is
+        self._suspended = False  # by SIGTSTP: the terminal was left before
         self.link = Link(self.write)
         self.typed_ahead = ""  # lines that were typed before the terminal was the app's
 
@@ -61,18 +61,22 @@ class TerminalDriver(LinuxDriver):
         super().start_application_mode()
         self.attrs_before = before or self.attrs_before
         self.write(SAVE_TITLE)
-        self._shown = True
+
+    def _sigtstp_application(self, *_: object) -> None:
+        self._suspended = True
+        super()._sigtstp_application()
 
     def _sigcont_application(self, *_: object) -> None:
-        if self._shown:  # after a SIGSTOP, which nobody hears
-            self._loop.call_soon_threadsafe(self._begin_again)
-        else:
+        if self._suspended:
+            self._suspended = False
             super()._sigcont_application()
+        else:  # after a SIGSTOP, which nobody hears
+            self._loop.call_soon_threadsafe(self._begin_again)
 
     def _begin_again(self) -> None:
         """Leaves the terminal and takes it again, with its modes and a whole screen. Begun twice, the app would have
         two threads that read, and leave a terminal without lines and echo."""
-        if self._auto_restart and self._shown:
+        if self._auto_restart:
             self.suspend_application_mode()
             self.resume_application_mode()
 
@@ -81,7 +85,6 @@ class TerminalDriver(LinuxDriver):
         return min(width, LARGEST.width), min(height, LARGEST.height)
 
     def stop_application_mode(self) -> None:
-        self._shown = False
         self.write(RESTORE_TITLE)
         super().stop_application_mode()
 
@@ -103,14 +106,15 @@ class TerminalDriver(LinuxDriver):
                 ready = select.select([self.fileno], [], [], POLL)[0]
                 if ready and not (data := os.read(self.fileno, 4096)):
                     raise OSError("end of file")
-                text = decode(data) if ready else ""
-                try:
-                    messages = [*(parser.feed(text) if text else ()), *parser.tick()]
-                except (ValueError, OverflowError):  # a number that is no character's
-                    messages, old, parser = [], parser, XTermParser()
-                    parser.mouse_pixels, parser.terminal_size = old.mouse_pixels, old.terminal_size
-                    parser.terminal_pixel_size = old.terminal_pixel_size
-                for message in messages:
+                messages = list[Message]()
+                for character in decode(data) if ready else "":
+                    try:
+                        messages += parser.feed(character)
+                    except (ValueError, OverflowError):  # a key with a number that is no character's
+                        parser, old = XTermParser(), parser
+                        parser.mouse_pixels, parser.terminal_size = old.mouse_pixels, old.terminal_size
+                        parser.terminal_pixel_size = old.terminal_pixel_size
+                for message in (*messages, *parser.tick()):
                     self.process_message(message)
         except OSError:  # EIO
             self._gone()
