@@ -277,10 +277,11 @@ def test_run_takes_files_stdin_and_parameters(
     assert main([str(a) for a in (*argv, "--context", 64, "--top-p", 0.5, "--file", notes)]) == 1
     failed = capsys.readouterr().err.splitlines()[-1]
     assert "the context holds 64" in failed and "--context" in failed
-    monkeypatch.setattr(loading, "MAX_STDIN", 999)  # of a log of gigabytes no more is read
+    monkeypatch.setattr(loading, "MAX_TEXT", 999)  # of a log of gigabytes no more is read
     for prompt in ("summarise", "-"):
         pipe("word " * 200)
         assert "stdin has more than 999 bytes" in failure(capsys, "run", model, prompt)
+    assert "/dev/zero has more than 999 bytes" in failure(capsys, "perplexity", model, "/dev/zero")
 
 
 def test_run_continues_a_conversation_of_the_history(capsys: Captured, tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ class CUDAExecutor(KeepsInPieces):
         check(plan, LIMITS, "CUDA", max_context)
         self.plan, self.max_context = plan, max_context
         self._latent = any(isinstance(layer.attention, MLA) for layer in plan.layers)
-        layout = Layout(plan, {name: weights.raw(name).nbytes for name in {w.tensor for w in plan.weights}})
+        layout = Layout(plan, {name: weights.size(name) for name in {w.tensor for w in plan.weights}})
         self.gpu = gpu = GPU(number)
         self._windows = WindowRows(plan, max_context)
         chip, upload, free = Chip(gpu.warpgroups, gpu.max_shared), None, SHARE * gpu.free_bytes
