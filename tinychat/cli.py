@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tinychat import __version__, process
-from tinychat.errors import TinychatError, printable
+from tinychat.errors import TinychatError, printable, shortage
 
 DEVICES = ("cuda", "cpu", "reference")  # as in engine.devices, which is slow to import
 MODEL_HELP = "a name (`tinychat cache list --all` shows them), a path to a .gguf file, or a URL"
@@ -57,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         what = printable(f"{type(e).__name__}: {e}", newlines=False)
-        print(f"tinychat: {what} (not expected; `--debug` shows where, please report it)", file=sys.stderr)
+        unexpected = f"{what} (not expected; `--debug` shows where, please report it)"
+        print(f"tinychat: {shortage(e) or unexpected}", file=sys.stderr)
         return 1
     return code
 
