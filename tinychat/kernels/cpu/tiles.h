@@ -51,9 +51,7 @@ INLINE void tiles_end(void) { _tile_release(); }
 #define tile_zero(i) _tile_zero(i)
 #define tile_load(i, p, stride) _tile_loadd(i, p, stride)
 #define tile_store(i, p, stride) _tile_stored(i, p, stride)
-#define tile_dot_u(c, a, b) _tile_dpbsud(c, a, b)
 #define tile_dot_s(c, a, b) _tile_dpbssd(c, a, b)
-#define tile_dot_f(c, a, b) _tile_dpbf16ps(c, a, b)
 #elif TILES == 2
 #define TILES_NAME SIMD_NAME " and tiles in C"
 static _Thread_local struct {
@@ -84,18 +82,4 @@ static void tile_dot_(int c, int a, int b, int sign) {
 }
 #define tile_dot_u(c, a, b) tile_dot_(c, a, b, 0)
 #define tile_dot_s(c, a, b) tile_dot_(c, a, b, 1)
-// Products of the even elements and of the odd ones are summed by themselves, then added to c.
-static void tile_dot_f(int c, int a, int b) {
-  for (int m = 0; m < tiles_.shapes.rows[c]; m++) {
-    f32v sums[2] = {{0}};
-    for (int k = 0; k < 32; k++) {
-      uint16_t x;
-      memcpy(&x, &tiles_.at[a][m][2 * k], 2);
-      u32v w = ld(tiles_.at[b][k / 2]);
-      sums[k % 2] = fma_((f32v)splatu((uint32_t)x << 16), (f32v)(k % 2 ? w & 0xffff0000 : w << 16), sums[k % 2]);
-    }
-    f32v *to = (f32v *)tiles_.at[c][m];
-    *to += sums[0] + sums[1];
-  }
-}
 #endif
