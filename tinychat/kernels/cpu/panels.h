@@ -47,14 +47,20 @@ INLINE i16v in_halves(f32v x) {
   return (i16v)((v & 0xffff) | v << 16);
 }
 
-// Four elements of 16 rows, of codes in signed bytes whose upper `spare` bits are not needed: code * 2^(8 + spare) * s / 2^15 + m.
-INLINE void to_planes(u32v codes, int spare, i16v s, i16v m, int min, u32v *high, u32v *low) {
-  u16v v = (u16v)codes;
-  i16v even = scale_16((i16v)(v << (8 + spare)), s), odd = scale_16((i16v)((v & 0xff00) << spare), s);
-  if (min) even += m, odd += m;
+// Four elements of 16 rows, two of them in each lane of `even` and of `odd`, as bytes.
+INLINE void split_bytes(i16v even, i16v odd, u32v *high, u32v *low) {
   *low = (u32v)(((u16v)even & 0xff) | (u16v)odd << 8);
   *high = (u32v)((u16v)(even + 128) >> 8 | ((u16v)(odd + 128) & 0xff00));
 }
+// The same from codes in signed bytes whose upper `spare` bits are not needed: code * 2^(8 + spare) * s / 2^15 + m.
+INLINE void scale_codes(u32v codes, int spare, i16v s, i16v m, int min, u32v *high, u32v *low) {
+  u16v v = (u16v)codes;
+  i16v even = scale_16((i16v)(v << (8 + spare)), s), odd = scale_16((i16v)((v & 0xff00) << spare), s);
+  if (min) even += m, odd += m;
+  split_bytes(even, odd, high, low);
+}
+// The nearest integers to x * up, modulo 2^16.
+INLINE u32v low_half(f32v x, f32v up) { return (u32v)fma_(x, up, splat(12582912.0f)); }
 
 // Zeros behind n elements, up to a whole tile.
 INLINE void fill_up(Planes *p, int n) {
@@ -106,7 +112,7 @@ typedef struct { f32v d, d2, m, m2; } Scales;
       i16v d = in_halves(s->d * up), d2 = SPLIT ? in_halves(s->d2 * up) : d;                                              \
       i16v m = MIN ? in_halves(s->m * up) : d, m2 = MIN && SPLIT ? in_halves(s->m2 * up) : m;                             \
       _Pragma("clang loop unroll(full)") for (int t = 0; t < 8; t++)                                                      \
-        to_planes((u32v)((u8v)u.w[t] - (uint8_t)LESS), SPARE(T), t < 4 ? d : d2, t < 4 ? m : m2, MIN,                     \
+        scale_codes((u32v)((u8v)u.w[t] - (uint8_t)LESS), SPARE(T), t < 4 ? d : d2, t < 4 ? m : m2, MIN,                     \
                   &to->high[8 * sub + t], &to->low[8 * sub + t]);                                                         \
     })                                                                                                                    \
     fill_up(to, n);                                                                                                       \
@@ -116,16 +122,17 @@ QUANTISED(UNPACK)
 #define FLOAT_UNPACK(T, ID, VALUE, LOAD, ...)                                                                             \
   static void T##_unpack(const uint8_t *group, int k, int from, int n, Planes *to, ptrdiff_t soon) {                      \
     const uint8_t *a = group + (size_t)from * 16 * VALUE;                                                                 \
-    f32v top = splat(0);                                                                                                  \
-    for (int i = 0; i < n; i++) top = max_(top, abs_(LOAD(a + 16 * VALUE * i)));                                          \
+    f32v tops[4] = {splat(0), splat(0), splat(0), splat(0)};  /* a single chain would wait for each maximum */            \
+    for (int i = 0; i < n; i += 4)                                                                                        \
+      for (int e = 0; e < 4; e++) tops[e] = max_(tops[e], abs_(LOAD(a + 16 * VALUE * (i + e))));                          \
+    f32v top = max_(max_(tops[0], tops[1]), max_(tops[2], tops[3]));                                                      \
     f32v up = steps_of(top);                                                                                              \
     to->d = top * (256.0f / LIMIT);                                                                                       \
     for (int i = 0; i < n; i += 4, a += 64 * VALUE) {                                                                     \
-      u32v q[4], h[4];                                                                                                    \
       for (int at = 0; at < 64 * VALUE; at += 64) __builtin_prefetch(a + soon + at);                                      \
-      for (int e = 0; e < 4; e++) q[e] = (u32v)round_(LOAD(a + 16 * VALUE * e) * up), h[e] = q[e] + 128;                  \
-      to->low[i / 4] = (q[0] & 0xff) | (q[1] & 0xff) << 8 | (q[2] & 0xff) << 16 | q[3] << 24;                             \
-      to->high[i / 4] = (h[0] >> 8 & 0xff) | (h[1] & 0xff00) | (h[2] & 0xff00) << 8 | (h[3] & 0xff00) << 16;              \
+      u32v q[4];                                                                                                          \
+      for (int e = 0; e < 4; e++) q[e] = low_half(LOAD(a + 16 * VALUE * e), up);                                          \
+      split_bytes((i16v)((q[0] & 0xffff) | q[2] << 16), (i16v)((q[1] & 0xffff) | q[3] << 16), &to->high[i / 4], &to->low[i / 4]);\
     }                                                                                                                     \
     fill_up(to, n);                                                                                                       \
   }
