@@ -238,25 +238,22 @@ template <int N, class B> void wgmma_of(float (&d)[N][4], const u32 (&a)[4], con
       for (int k = 0; k < 16; k++) d[n][i] += half_to_float(all[row % 8 * 4 + k % 8 / 2].a[row / 8 + k / 8 * 2] >> 16 * (k & 1)) * b(k, col);
     }
 }
-template <int N> void wgmma(float (&d)[N][4], const u32 (&a)[4], u64 b) { wgmma_of(d, a, [&](int k, int col) { return tile_value(b, col, k); }); }
-template <int N> void wgmma_trans(float (&d)[N][4], const u32 (&a)[4], u64 b) {
-  wgmma_of(d, a, [&](int k, int col) { u16 h; memcpy(&h, (const u8 *)b + k * 128 + ((col / 8 ^ k % 8) * 16) + col % 8 * 2, 2); return half_to_float(h); });
+// Half k (0..15) of column `col` of a tile whose 16 rows are k.
+DEVICE float tile_column(u64 tile, int col, int k) {
+  u16 h;
+  memcpy(&h, (const u8 *)tile + k * 128 + ((col / 8 ^ k % 8) * 16) + col % 8 * 2, 2);
+  return half_to_float(h);
 }
-template <int N> void wgmma_tiles(float (&d)[N][4], u64 a, u64 b) {
-  const int l = emu::current % 32, first = emu::current / 32 % 4 * 16;
-  for (int n = 0; n < N; n++)
-    for (int i = 0; i < 4; i++)
-      for (int k = 0; k < 16; k++) d[n][i] += tile_value(a, first + l / 4 + i / 2 * 8, k) * tile_value(b, n * 8 + l % 4 * 2 + i % 2, k);
+template <bool TRANS = false, int N> void wgmma(float (&d)[N][4], const u32 (&a)[4], u64 b) {
+  wgmma_of(d, a, [&](int k, int col) { return TRANS ? tile_column(b, col, k) : tile_value(b, col, k); });
 }
-template <int N> DEVICE void wgmma_tiles_trans(float (&d)[N][4], u64 a, u64 b) {
+template <bool TRANS = false, int N> void wgmma_tiles(float (&d)[N][4], u64 a, u64 b) {
   const int l = emu::current % 32, first = emu::current / 32 % 4 * 16;
   for (int n = 0; n < N; n++)
     for (int i = 0; i < 4; i++)
       for (int k = 0; k < 16; k++) {
         const int row = first + l / 4 + i / 2 * 8;
-        u16 h;
-        memcpy(&h, (const u8 *)a + k * 128 + ((row / 8 ^ k % 8) * 16) + row % 8 * 2, 2);
-        d[n][i] += half_to_float(h) * tile_value(b, n * 8 + l % 4 * 2 + i % 2, k);
+        d[n][i] += (TRANS ? tile_column(a, row, k) : tile_value(a, row, k)) * tile_value(b, n * 8 + l % 4 * 2 + i % 2, k);
       }
 }
 DEVICE int warp_add(int v) { int all[32], s = 0; emu::all(v, all); for (int i = 0; i < 32; i++) s += all[i]; return s; }

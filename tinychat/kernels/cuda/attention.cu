@@ -19,7 +19,7 @@ struct Args {
 
 DEVICE float sink_of(const Args &a, int head) { return a.sinks[head] * 1.44269504f; }  // as the scores, in log2
 
-DEVICE float open(const Args &a, int i) { return GATED ? 1.f / (1.f + expf(-a.gate[i])) : 1.f; }
+DEVICE float open(const Args &a, int i) { return GATED ? sigmoid(a.gate[i]) : 1.f; }
 
 DEVICE void run(Args a) {
   constexpr int GROUP = HEADS / KV_HEADS, ROWS = 16 * ROW_TILES, KP = KEY_DIM + 8, VP = LATENT ? KP : VALUE_DIM + 8,

@@ -6,7 +6,6 @@
 DEVICE float *carried(float *slots, int tokens) { return slots + (u64)(tokens % SLOTS) * SLOT_VALUES; }
 DEVICE float *kept_slot(float *slots) { return slots + (u64)SLOTS * SLOT_VALUES; }
 
-DEVICE float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 DEVICE float silu(float x) { return x * sigmoid(x); }
 
 // Decode: the convolution of one channel. load() comes before grid_wait(), since all of it is older than this step.

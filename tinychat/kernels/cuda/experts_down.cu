@@ -108,7 +108,7 @@ DEVICE void run(Args a) {
     float acc = warp_sum(part);
     if (SHARED_FF > 0 && c == 0) shared.run(sh, SIZE, TOP * FF);
     if (SHARED_FF > 0)
-      acc = fma_rn(a.shared_scale ? 1.f / (1.f + expf(-a.shared_scale[column + c])) : 1.f, shared.acc[c][0], acc);
+      acc = fma_rn(a.shared_scale ? sigmoid(a.shared_scale[column + c]) : 1.f, shared.acc[c][0], acc);
     float &to = a.x[c * ROWS + r];
     if (threadIdx.x % 32 == 0 && row < ROWS) to = fma_rn(OUT_SCALE, acc, ADD ? to : 0.f);
   }

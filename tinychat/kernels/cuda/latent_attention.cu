@@ -159,7 +159,7 @@ DEVICE void run(Args a) {
     for (int j = 0; j < KEYS / 16; j++)
 #pragma unroll
       for (int m = 0; m < TILES; m++)
-        wgmma_tiles_trans(o[m], tile_at((const u8 *)k + ((group * TILES + m) * KEYS + j * 16) * 128),
+        wgmma_tiles<true>(o[m], tile_at((const u8 *)k + ((group * TILES + m) * KEYS + j * 16) * 128),
             tile_at((const u8 *)ps + j * 32));
     wgmma_commit();
     wgmma_wait<0>();

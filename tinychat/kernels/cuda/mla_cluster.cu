@@ -359,7 +359,7 @@ DEVICE void run(const Args &a) {
   const int first = head * Value::ROWS + rank * OWN;
   float open[AT_ONCE];
 #pragma unroll
-  for (int c = 0; c < AT_ONCE; c++) open[c] = GATED ? 1.f / (1.f + expf(-a.gate[(column + c) * HEADS + head])) : 1.f;
+  for (int c = 0; c < AT_ONCE; c++) open[c] = GATED ? sigmoid(a.gate[(column + c) * HEADS + head]) : 1.f;
   m.value.multiply(sh, [&](int c, int row, int sub, float v) {
     if (sub) return;
     if (GATED) v = mul_rn(v, open[c]);

@@ -151,7 +151,7 @@ DEVICE void run(const Args &a) {
       for (int j = 0; j < KEYS / 16; j++)
 #pragma unroll
         for (int n = 0; n < VALUE_DIM / 64; n++)
-          wgmma_trans((float (&)[8][4])o[8 * n], p[j], tile_at((const u8 *)v + (n * KEYS + j * 16) * 128));
+          wgmma<true>((float (&)[8][4])o[8 * n], p[j], tile_at((const u8 *)v + (n * KEYS + j * 16) * 128));
       wgmma_commit();
       wgmma_wait<0>();
     } else {

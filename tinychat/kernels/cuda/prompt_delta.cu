@@ -49,11 +49,29 @@ DEVICE void left_of(u32 (&to)[4], const float (&low)[4], const float (&high)[4])
   to[3] = pack(high[2], high[3]);
 }
 
+constexpr int TILES = CHUNK / 8;
+// to (values, tokens) += from * m^T, where m (tokens, tokens) is lower triangular: what each token and those before it
+// give.
+template <int PITCH>
+DEVICE void add_earlier(float (&to)[TILES][4], const float (&from)[TILES][4], const u16 (&m)[CHUNK][PITCH]) {
+#pragma unroll
+  for (int k = 0; k < CHUNK / 16; k++) {
+    u32 left[4];
+    left_of(left, from[2 * k], from[2 * k + 1]);
+#pragma unroll
+    for (int n = k; n < CHUNK / 16; n++) {
+      const V4 b = rows_of(m, n, k * 16);
+      mma_f16(to[2 * n], left, b.x, b.y);
+      mma_f16(to[2 * n + 1], left, b.z, b.w);
+    }
+  }
+}
+
 struct Values {  // what a warp does: 16 values of a head
   float s[HALF_KEYS / 8][4];  // (values, keys)
   // `out`: this lane's first value of the chunk's first token; `mine`: the warp's first value in the block.
   DEVICE void take(const Chunk &c, int mine, float *out, int tokens, bool low, bool high) {
-    constexpr int TILES = CHUNK / 8, ROW = HEADS * VALUE_DIM;
+    constexpr int ROW = HEADS * VALUE_DIM;
     const int lane = threadIdx.x % 32, value = mine + lane / 4, token = lane % 4 * 2;
     float held[TILES][4] = {}, answer[TILES][4] = {};
 #pragma unroll
@@ -79,28 +97,8 @@ struct Values {  // what a warp does: 16 values of a head
         answer[n][i] *= decay;
       }
     float news[TILES][4] = {};
-#pragma unroll
-    for (int k = 0; k < CHUNK / 16; k++) {
-      u32 left[4];
-      left_of(left, held[2 * k], held[2 * k + 1]);
-#pragma unroll
-      for (int n = k; n < CHUNK / 16; n++) {
-        const V4 b = rows_of(c.solve, n, k * 16);
-        mma_f16(news[2 * n], left, b.x, b.y);
-        mma_f16(news[2 * n + 1], left, b.z, b.w);
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < CHUNK / 16; k++) {
-      u32 left[4];
-      left_of(left, news[2 * k], news[2 * k + 1]);
-#pragma unroll
-      for (int n = k; n < CHUNK / 16; n++) {
-        const V4 b = rows_of(c.mixing, n, k * 16);
-        mma_f16(answer[2 * n], left, b.x, b.y);
-        mma_f16(answer[2 * n + 1], left, b.z, b.w);
-      }
-    }
+    add_earlier(news, held, c.solve);
+    add_earlier(answer, news, c.mixing);
 #pragma unroll
     for (int n = 0; n < TILES; n++)
 #pragma unroll

@@ -34,7 +34,10 @@ struct alignas(8) F2 {
 // slower). Nothing before compute capability 9.0.
 DEVICE void grid_wait() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  // Behind a branch that is always taken, which ptxas cannot know: it would move the wait in front of those loads.
+  u32 blocks;
+  asm("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
+  if (blocks) asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
@@ -218,7 +221,7 @@ DEVICE void mma_s8_k16(int (&d)[4], u32 a0, u32 a1, u32 b0) {
 // Hopper: a warpgroup (4 warps) multiplies its 64 rows at once, d (64xN) += a (64x16) * b (16xN), in the background. d
 // and a lie in the warps as those of mma_f16 do, warp i having rows 16 * i and on. b, and a where it is not in
 // registers, are `tile`s in shared memory: rows of 128 bytes from a multiple of 1024 bytes on, whose 16-byte vector c
-// stands at c ^ (row % 8). Rows are b's columns (a's rows), or, for `trans`, its 16 rows. The other threads' writes to
+// stands at c ^ (row % 8). Rows are b's columns (a's rows), or, for TRANS, its 16 rows. The other threads' writes to
 // a tile must be behind fence_tiles() and a barrier.
 DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 DEVICE u64 tile_at(const void *p) {  // 1 << 62: this order; 64 << 32, 64 << 16: 1024 bytes from 8 rows to the next
@@ -239,15 +242,15 @@ DEVICE void wgmma(float (&d)[4][4], const u32 (&a)[4], u64 b) {
       : WGMMA_SUMS(0), WGMMA_SUMS(1), WGMMA_SUMS(2), WGMMA_SUMS(3)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-DEVICE void wgmma(float (&d)[8][4], const u32 (&a)[4], u64 b) {
+template <bool TRANS = false> DEVICE void wgmma(float (&d)[8][4], const u32 (&a)[4], u64 b) {
   asm volatile(
       "{ .reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
+      "}, {%32, %33, %34, %35}, %36, p, 1, 1, %37; }"
       : WGMMA_SUMS(0), WGMMA_SUMS(1), WGMMA_SUMS(2), WGMMA_SUMS(3), WGMMA_SUMS(4), WGMMA_SUMS(5), WGMMA_SUMS(6),
       WGMMA_SUMS(7)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TRANS));
 }
 DEVICE void wgmma(float (&d)[16][4], const u32 (&a)[4], u64 b) {
   asm volatile(
@@ -262,31 +265,14 @@ DEVICE void wgmma(float (&d)[16][4], const u32 (&a)[4], u64 b) {
       WGMMA_SUMS(14), WGMMA_SUMS(15)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-DEVICE void wgmma_trans(float (&d)[8][4], const u32 (&a)[4], u64 b) {
-  asm volatile(
-      "{ .reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, {%32, %33, %34, %35}, %36, p, 1, 1, 1; }"
-      : WGMMA_SUMS(0), WGMMA_SUMS(1), WGMMA_SUMS(2), WGMMA_SUMS(3), WGMMA_SUMS(4), WGMMA_SUMS(5), WGMMA_SUMS(6),
-      WGMMA_SUMS(7)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-DEVICE void wgmma_tiles(float (&d)[4][4], u64 a, u64 b) {
+// TRANS: 16 rows of the tile a are its columns.
+template <bool TRANS = false> DEVICE void wgmma_tiles(float (&d)[4][4], u64 a, u64 b) {
   asm volatile(
       "{ .reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-      "}, %16, %17, p, 1, 1, 0, 0; }"
+      "}, %16, %17, p, 1, 1, %18, 0; }"
       : WGMMA_SUMS(0), WGMMA_SUMS(1), WGMMA_SUMS(2), WGMMA_SUMS(3)
-      : "l"(a), "l"(b));
-}
-DEVICE void wgmma_tiles_trans(float (&d)[4][4], u64 a, u64 b) {  // a: 16 rows of the tile are its columns
-  asm volatile(
-      "{ .reg .pred p; setp.eq.u32 p, 0, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-      "}, %16, %17, p, 1, 1, 1, 0; }"
-      : WGMMA_SUMS(0), WGMMA_SUMS(1), WGMMA_SUMS(2), WGMMA_SUMS(3)
-      : "l"(a), "l"(b));
+      : "l"(a), "l"(b), "n"(TRANS));
 }
 DEVICE void wgmma_tiles(float (&d)[8][4], u64 a, u64 b) {
   asm volatile(

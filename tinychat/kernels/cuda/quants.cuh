@@ -308,6 +308,8 @@ DEVICE float warp_max(float v) {
   return v;
 }
 
+DEVICE float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
+
 // A float's bits, made to sort as unsigned.
 DEVICE u32 key_of(float v) {
   const u32 u = bits(v);

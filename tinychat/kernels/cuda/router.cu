@@ -113,7 +113,7 @@ DEVICE void run(const Args &a) {
     float acc = 0;
     for (int i = lane; i < COLS; i += 32) acc += m.xn[warp][i] * a.shared_scale[i];
     acc = warp_sum(acc);
-    if (lane == 0) a.counts[first + warp] = 1.f / (1.f + expf(-acc));
+    if (lane == 0) a.counts[first + warp] = sigmoid(acc);
   }
   if (CLUSTER > 1) cluster_wait();
   const int part = warp / GROUPS;

@@ -29,7 +29,7 @@ DEVICE void choose(const float *logits, const float *bias, const float *expert_s
 #pragma unroll
   for (int i = 0; i < N; i++) {
     const int e = lane + 32 * i;
-    if (C::GATING == SIGMOID) p[i] = 1.f / (1.f + expf(-p[i]));
+    if (C::GATING == SIGMOID) p[i] = sigmoid(p[i]);
     if (C::GATING == SQRT_SOFTPLUS) p[i] = sqrtf(p[i] > 20 ? p[i] : log1pf(expf(p[i])));
     score[i] = e < C::EXPERTS ? p[i] + (bias ? bias[e] : 0) : -INFINITY;
   }

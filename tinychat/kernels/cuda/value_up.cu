@@ -52,7 +52,7 @@ template <class Out> struct Opened {
   Out out;
   const float *gate;
   DEVICE void operator()(int column, int row, float v) const {
-    out(column, row, GATED ? mul_rn(v, 1.f / (1.f + expf(-gate[column * HEADS]))) : v);
+    out(column, row, GATED ? mul_rn(v, sigmoid(gate[column * HEADS])) : v);
   }
   DEVICE void finish(int row) const { out.finish(row); }
 };
