@@ -141,27 +141,32 @@ FLOATING(FLOAT_UNPACK)
 #define UNPACK_OF(T, ...) [T] = T##_unpack,
 static const Unpack unpack_of[TYPES] = {QUANTISED(UNPACK_OF) FLOATING(UNPACK_OF)};
 
-// Sums over DEPTH elements of up to four times 16 rows and 16 columns, whose columns from number `next` to `end` (16 a sum) are not
-// yet added to the results: of the high planes, and of the two products of a high one and a low one.
+// Sums over DEPTH elements of up to four times 16 rows and 16 columns: of the high planes, and of the two products of a high one and
+// a low one. Columns from number `next` to `end` (16 a sum) are not yet added to the results.
 typedef struct {
   i32v high[4][16], mixed[4][16];
   f32v *out[4], d[4];
   const float *scales[4];  // of the columns
-  int next, end;
+  unsigned next, end;
 } Pending;
 
-INLINE void add_columns(Pending *p, int n) {
-  for (int i = 0; i < n && p->next < p->end; i++) {
-    int sum = p->next / 16, c = p->next % 16;
-    i32v v = (p->high[sum][c] << 8) + p->mixed[sum][c];
-    p->out[sum][c] = fma_(from_int(v), p->d[sum] * p->scales[sum][c], p->out[sum][c]);
-    p->next++;
+INLINE void add_two_columns(Pending *p) {
+  if (p->next == p->end) return;
+  unsigned sum = p->next / 16, c = p->next % 16;
+  f32v *out = p->out[sum] + c, d = p->d[sum];
+  for (int i = 0; i < 2; i++) {
+    i32v v = (p->high[sum][c + i] << 8) + p->mixed[sum][c + i];
+    out[i] = fma_(from_int(v), d * p->scales[sum][c + i], out[i]);
   }
+  p->next += 2;
+}
+INLINE void add_columns(Pending *p) {
+  while (p->next < p->end) add_two_columns(p);
 }
 
 // The sums of two groups and two panels (sum 0 and 1 of the first group), or one panel. Columns of what is pending are added while the
 // tiles are under way. A sum is used again after two or three other products, which is about the time that one takes.
-#define DOT(SUM, X, W) tile_dot_s(SUM, X, W), add_columns(before, 2);
+#define DOT(SUM, X, W) tile_dot_s(SUM, X, W), add_two_columns(before);
 #define COLUMNS_OF(TILE, PART) tile_load(TILE, x[(TILE) - 4] + 2048 * t + 1024 * (PART), 64);  // PART: 0 high, 1 low
 #define WEIGHTS_OF(TILE, PLANE) tile_load(TILE, w[(TILE) - 6].PLANE + 16 * t, 64);
 #define ALL_FOUR DOT(0, 4, 6) DOT(1, 5, 6) DOT(2, 4, 7) DOT(3, 5, 7)
@@ -221,7 +226,7 @@ static void product_in_planes(int type, const uint8_t *a, size_t stride, int gro
           }
           if (panels == 2) multiply_two(w + g, tile, tiles, now, before);
           else multiply_one(w + g, tile[0], tiles, now, before);
-          add_columns(before, 64);
+          add_columns(before);
           now->next = 0, now->end = 32 * panels;
           Pending *t = now;
           now = before, before = t;
@@ -229,7 +234,7 @@ static void product_in_planes(int type, const uint8_t *a, size_t stride, int gro
       }
     }
   }
-  add_columns(before, 64);
+  add_columns(before);
   tiles_end();
 }
 #else
