@@ -7,7 +7,7 @@
 #include "tiles.h"
 
 // Of one product, at most. A part of the columns is read once for so many groups.
-enum { GROUPS = 16, COLUMNS = 128 };
+enum { GROUPS = 16, COLUMNS = 256 };
 
 #if TILES
 static int tiles_allowed;  // set by tc_simd, which is called before any product
