@@ -97,7 +97,8 @@ typedef struct {
   Pool pool;
   Scratch *scratch;  // [threads]
   Scratch shared;    // of a batch
-  int32_t *route_ids;
+  int32_t *route_ids, *chosen;  // chosen: experts of a batch, n_chosen of them
+  int n_chosen;
   float *route_weights, *router_logits;
   float *pair_out;   // (batch * top_k, dim): outputs of experts before they are summed
   float *partial;    // decode attention: [task] m, l, out
@@ -258,6 +259,10 @@ static void multiply_gated(f32v *a, const Matrix *gate, const Matrix *up, int ma
 static float *row(Ctx *c, int buffer, int token) { return c->buffers[buffer] + (size_t)(c->first + token) * c->widths[buffer]; }
 
 // ---- ops -------------------------------------------------------------------------------------------------------------
+
+// Tasks per thread and stage, where the number of tasks is free, of several tokens and of one. One token's tasks are limited by
+// memory, which serves 16 threads so unevenly that with 4 tasks each they wait for 12 to 15 % of a step, with 16 for 3 to 8 %.
+enum { SPLIT = 8, SPLIT_ONE = 16, LEAST = 2 };
 
 static void embed_token(Ctx *c, const Op *op, Part me, int t) {
   const Matrix *w = &op->w[0];
@@ -486,14 +491,18 @@ static void finish(Ctx *c, const Op *op, int token, int h, const float *sum, flo
 
 enum { MAX_GROUP = 1024 };  // query heads of one kv head; as library.MAX_GROUP, checked when the library is loaded
 
+// How long the threads take for tasks of so many query vectors: in rounds, a task's time that of its vectors and of what they
+// share, which takes as long as one vector, or three where V is K transposed.
+INLINE int attention_cost(const Ctx *c, const Op *op, int tasks, int vectors) {
+  return (tasks + c->pool.threads - 1) / c->pool.threads * (vectors + (op->tag == LATENT_ATTENTION ? 3 : 1));
+}
+
 // One token: tasks are (kv head, part of its query heads, chunk); the thread that finishes a part's last chunk merges all in order.
-// A part has `per` heads, so that the rounds in which the threads take the tasks need least time: a task's is that of its heads
-// and of what they share, which takes as long as one head, or three where V is K transposed.
+// A part has `per` heads, so that the threads need least time.
 static int attention_tasks(const Ctx *c, const Op *op, int *per) {
   int group = op->heads / op->kv_heads, chunks = c->pos / CHUNK + 1 - first_seen(op, c->pos) / CHUNK, best = 0;
-  for (int heads = group, cost; heads > 0; heads--) {
-    int tasks = op->kv_heads * chunks * ((group + heads - 1) / heads);
-    cost = (tasks + c->pool.threads - 1) / c->pool.threads * (heads + (op->tag == LATENT_ATTENTION ? 3 : 1));
+  for (int heads = group; heads > 0; heads--) {
+    int cost = attention_cost(c, op, op->kv_heads * chunks * ((group + heads - 1) / heads), heads);
     if (!best || cost < best) best = cost, *per = heads;
   }
   return op->kv_heads * chunks * ((group + *per - 1) / *per);
@@ -555,11 +564,19 @@ static void attention_inputs(Ctx *c, const Op *op, Part me) {
   }
 }
 
-// Then tasks are (kv head, part of its query heads, block of tokens), each over all its chunks, the longest first.
+// Then tasks are (kv head, part of its query heads, block of tokens), each over all its chunks, the longest first. Where there are
+// few of them, as when drafts are verified, they are halved if the threads need less time then.
 typedef struct { int per_token, parts, block, blocks; } Blocks;
 static Blocks query_blocks(const Ctx *c, const Op *op) {
-  int group = op->heads / op->kv_heads, per_token = MIN_(group, QUERIES), block = MAX_(1, QUERIES / per_token);
-  return (Blocks){per_token, (group + per_token - 1) / per_token, block, (c->tokens + block - 1) / block};
+  int group = op->heads / op->kv_heads, heads = MIN_(group, QUERIES), block = MIN_(c->tokens, QUERIES / heads), least = 0;
+  for (Blocks best = {0};;) {
+    Blocks b = {heads, (group + heads - 1) / heads, block, (c->tokens + block - 1) / block};
+    int tasks = op->kv_heads * b.parts * b.blocks, cost = attention_cost(c, op, tasks, heads * block);
+    if (!least || cost < least) least = cost, best = b;
+    if (tasks >= 4 * c->pool.threads || heads * block == 1) return best;
+    if (block > 1) block = (block + 1) / 2;
+    else heads = (heads + 1) / 2;
+  }
 }
 
 static void attention_block(Ctx *c, const Op *op, int id, int task) {
@@ -786,15 +803,27 @@ static void route(Ctx *c, const Op *op, Part me) {
 }
 
 // Tokens of a batch that chose expert e: token * top_k + slot of each. Returns how many.
-static int chosen(const Ctx *c, const Op *op, int e, int32_t *pairs) {
+static int pairs_of(const Ctx *c, const Op *op, int e, int32_t *pairs) {
   int n = 0;
   for (int i = 0; i < c->tokens * op->top_k; i++)
     if (c->route_ids[i] == e) pairs[n++] = i;
   return n;
 }
 
-// Into how many parts the rows of an expert are divided in a batch, so that threads which end first find something to take.
-static int expert_parts(const Ctx *c, int experts) { return (8 * c->pool.threads + experts - 1) / experts; }
+// Lists the experts that the tokens of a batch chose.
+static void list_experts(Ctx *c, const Op *op) {
+  memset(c->chosen, 0, sizeof(int32_t) * (size_t)op->w[0].groups);
+  for (int i = 0; i < c->tokens * op->top_k; i++) c->chosen[c->route_ids[i]] = 1;
+  c->n_chosen = 0;
+  for (int e = 0; e < op->w[0].groups; e++)
+    if (c->chosen[e]) c->chosen[c->n_chosen++] = e;
+}
+
+// Into how many parts the rows of each of them are divided, so that threads which end first find something to take: few tokens are
+// limited by memory as one is.
+static int expert_parts(const Ctx *c) {
+  return ((c->tokens <= STEP ? SPLIT_ONE : SPLIT) * c->pool.threads + c->n_chosen - 1) / c->n_chosen;
+}
 
 // Tokens that are multiplied with an expert at a time, where columns have k values: its weights are unpacked once for all of them.
 enum { EXPERT_COLUMNS = 64 };
@@ -875,13 +904,13 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
     return;
   }
   // tasks: row ranges of the experts, then of the shared expert
-  int per = expert_parts(c, gate->groups), routed = per * gate->groups, e = me.part < routed ? me.part / per : -1;
+  int per = expert_parts(c), routed = per * c->n_chosen, e = me.part < routed ? c->chosen[me.part / per] : -1;
   int part = e < 0 ? me.part - routed : me.part % per, parts = e < 0 ? me.parts - routed : per;
   int all = e < 0 ? groups16(shared) : groups, first = all * part / parts, last = all * (part + 1) / parts;
   if (first == last) return;
   int32_t *pairs = s->pairs, *column = pairs + c->tokens * top;
   float **dst = s->targets;
-  for (int start = 0, n = e < 0 ? c->tokens : chosen(c, op, e, pairs), m; start < n; start += m) {
+  for (int start = 0, n = e < 0 ? c->tokens : pairs_of(c, op, e, pairs), m; start < n; start += m) {
     m = MIN_(expert_columns(c, k), n - start);
     for (int i = 0; i < m; i++) {
       int token = e < 0 ? start + i : pairs[start + i] / top, slot = e < 0 ? top : pairs[start + i] % top;
@@ -926,10 +955,10 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
     for (int i = me.part; i < c->tokens * top; i += me.parts)
       prepare_row(row(c, op->src, i / top) + (size_t)(i % top) * ff, ff, NULL, 0, need, &c->shared, i, 1, 0);
   } else if (me.stage == 1) {  // tasks: row ranges of the experts
-    int per = expert_parts(c, w->groups), e = me.part / per, part = me.part % per;
+    int per = expert_parts(c), e = c->chosen[me.part / per], part = me.part % per;
     int first = groups * part / per, last = groups * (part + 1) / per, from = 16 * first, rows = MIN_(16 * last, dim) - from;
     int32_t *pairs = s->pairs;
-    for (int start = 0, n = first < last ? chosen(c, op, e, pairs) : 0, m; start < n; start += m) {
+    for (int start = 0, n = first < last ? pairs_of(c, op, e, pairs) : 0, m; start < n; start += m) {
       m = MIN_(expert_columns(c, ff), n - start);
       gather(s, &c->shared, pairs + start, m, ff, need);
       multiply(s->sums, w, e, first, last, s, 0, m, s->merged, dim, bias_of(op->bias[0], w, e), 1, 0);
@@ -1011,11 +1040,7 @@ static int stages(const Op *op) {
   }
 }
 
-// Tasks per thread and stage, where the number of tasks is free, of several tokens and of one. One token's tasks are limited by
-// memory, which serves 16 threads so unevenly that with 4 tasks each they wait for 12 to 15 % of a step, with 16 for 3 to 8 %.
-enum { SPLIT = 8, SPLIT_ONE = 16, LEAST = 2 };
-
-static int stage_tasks(const Ctx *c, const Op *op, int stage) {
+static int stage_tasks(Ctx *c, const Op *op, int stage) {
   int some = (c->tokens == 1 ? SPLIT_ONE : SPLIT) * c->pool.threads, per;
   if (op->tag == HEAD && !c->logits_mode) return 0;
   if (op->tag == CONVOLVE) return 2 * op->kv_heads + op->heads;
@@ -1029,8 +1054,8 @@ static int stage_tasks(const Ctx *c, const Op *op, int stage) {
     return op->kv_heads * b.parts * b.blocks;
   }
   if ((op->tag == EXPERTS_UP || op->tag == EXPERTS_DOWN) && stage == 1) {
-    int experts = op->w[0].groups;
-    return experts * expert_parts(c, experts) + (op->tag == EXPERTS_UP && op->w[2].groups ? some : 0);
+    if (op->tag == EXPERTS_UP) list_experts(c, op);
+    return c->n_chosen * expert_parts(c) + (op->tag == EXPERTS_UP && op->w[2].groups ? some : 0);
   }
   int groups = 0;  // a task of several tokens has LEAST of them, since it reads all columns
   for (int i = 0; i < op->matrices; i++) groups += groups16(&op->w[i]);
@@ -1301,6 +1326,7 @@ EXPORT int tc_prepare(Ctx *c) {
   c->router_logits = piece(c, c->batch, 4 * (size_t)(routed + 16));
   c->route_ids = piece(c, c->batch, 4 * (size_t)top);
   c->route_weights = piece(c, c->batch, 4 * (size_t)top);
+  c->chosen = piece(c, (size_t)routed, 4);
   c->pair_out = routed ? piece(c, (size_t)c->batch * top, 4 * (size_t)dim) : NULL;
   c->logits = piece(c, STEP * (size_t)c->vocab + 16, 4);
   c->work = piece(c, (size_t)c->vocab * 2 + (size_t)spans_of(c) + 32, 4);
