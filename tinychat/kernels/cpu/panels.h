@@ -210,7 +210,8 @@ static void product_in_planes(int type, const uint8_t *a, size_t stride, int gro
     int depth = x->k - k < DEPTH ? x->k - k : DEPTH, tiles = (depth + 63) / 64;
     for (int first = 0; first < groups; first += SIDE) {
       int side = groups - first < SIDE ? groups - first : SIDE;
-      ptrdiff_t soon = SIDE * (ptrdiff_t)stride;
+      // what is unpacked next: the groups behind these, or the first ones' next elements
+      ptrdiff_t soon = (ptrdiff_t)(first + SIDE < groups ? SIDE * stride : stride * DEPTH / x->k - first * stride);
       for (int g = 0; g < side; g++) unpack_of[type](a + (first + g) * stride, x->k, k, depth, &w[g], soon);
       tiles_written(w);
       for (int c = 0, panels; c < n; c += 16 * panels) {

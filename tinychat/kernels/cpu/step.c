@@ -198,10 +198,10 @@ INLINE void share(Part me, double total, double before, double bytes, int units,
 
 INLINE f32v silu(f32v x) { return x / (exp_(-x) + 1.0f); }
 
-// dst (+)= scale * (matrix @ x (+ bias)) for groups first..last-1 of 16 rows and columns from..tokens-1 of x; out: the thread's sums.
-static void multiply(f32v *out, const Matrix *w, int matrix, int first, int last, const Scratch *x, int from, int tokens, float *dst,
-                     int stride, const float *bias, float scale, int add) {
-  for (int t = from; t < tokens; t += COLUMNS)
+// dst (+)= scale * (matrix @ x (+ bias)) for groups first..last-1 of 16 rows and all columns of x; out: the thread's sums.
+static void multiply(f32v *out, const Matrix *w, int matrix, int first, int last, const Scratch *x, int tokens, float *dst, int stride,
+                     const float *bias, float scale, int add) {
+  for (int t = 0; t < tokens; t += COLUMNS)
     for (int g = first; g < last; g += GROUPS) {
       int columns = MIN_(COLUMNS, tokens - t), groups = MIN_(GROUPS, last - g);
       X p = columns_of(x, t, w->cols);
@@ -237,10 +237,10 @@ INLINE f32v activated(int activation, f32v g, f32v u) {
 INLINE const float *bias_of(const float *biases, const Matrix *w, int matrix) { return biases ? biases + (size_t)matrix * w->rows : NULL; }
 
 // dst = f(gate @ x + gate_bias, up @ x + up_bias) for groups first..last-1 of 16 rows.
-static void multiply_gated(f32v *a, const Matrix *gate, const Matrix *up, int matrix, int first, int last, const Scratch *x, int from,
-                           int tokens, float *const *dst, int activation, const float *gate_bias, const float *up_bias) {
+static void multiply_gated(f32v *a, const Matrix *gate, const Matrix *up, int matrix, int first, int last, const Scratch *x, int tokens,
+                           float *const *dst, int activation, const float *gate_bias, const float *up_bias) {
   f32v *b = a + GROUPS * COLUMNS;
-  for (int t = from; t < tokens; t += COLUMNS)
+  for (int t = 0; t < tokens; t += COLUMNS)
     for (int g = first; g < last; g += GROUPS) {
       int columns = MIN_(COLUMNS, tokens - t), groups = MIN_(GROUPS, last - g);
       X p = columns_of(x, t, gate->cols);
@@ -317,33 +317,17 @@ static void gate_input(Ctx *c, const Op *op, Part me) {
   }
 }
 
-// Into how many parts the columns of a prompt are divided, so that one of them stays in a core's second-level cache while a thread
-// goes through its rows: columns in planes, of k elements. Where there are more parts than one, tasks of the first part come first.
-enum { NEAR = 3 << 19 };  // bytes
-static int column_parts(const Ctx *c, int k) {
-  int near = MIN_(COLUMNS, MAX_(32, NEAR / (2 * k) / 32 * 32));
-  return in_planes(&c->shared, k) ? (c->tokens + near - 1) / near : 1;
-}
-// Of a task the columns *from..*to-1, and which share of their rows it is.
-static Part columns_part(const Ctx *c, Part me, int k, int *from, int *to) {
-  int parts = column_parts(c, k), rows = me.parts / parts, each = ((c->tokens + parts - 1) / parts + 31) / 32 * 32;
-  *from = parts > 1 ? me.part / rows * each : 0, *to = parts > 1 ? MIN_(c->tokens, *from + each) : c->tokens;
-  return (Part){me.id, me.stage, me.part % rows, rows};
-}
-
 static void linear(Ctx *c, const Op *op, Part me) {
   const Scratch *x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], op->w[0].cols, op->norm, needs(op->w, op->matrices));
   if (!x) return;
   double total = 0, before = 0;
-  int from, to;
-  me = columns_part(c, me, op->w[0].cols, &from, &to);
   for (int i = 0; i < op->matrices; i++) total += (double)groups16(&op->w[i]) * group_bytes(op->w[i].type, op->w[i].cols);
   for (int i = 0; i < op->matrices; i++) {
     const Matrix *w = &op->w[i];
     double bytes = group_bytes(w->type, w->cols);
     int first, last;
     share(me, total, before, bytes, groups16(w), &first, &last);
-    multiply(c->scratch[me.id].sums, w, 0, first, last, x, from, to, row(c, op->dst[i], 0) + op->at[i], c->widths[op->dst[i]], op->bias[i],
+    multiply(c->scratch[me.id].sums, w, 0, first, last, x, c->tokens, row(c, op->dst[i], 0) + op->at[i], c->widths[op->dst[i]], op->bias[i],
              op->scale, op->add);
     before += groups16(w) * bytes;
   }
@@ -354,10 +338,9 @@ static void gate_up(Ctx *c, const Op *op, Part me) {
   if (!x) return;
   float **dst = c->scratch[me.id].targets;
   for (int t = 0; t < c->tokens; t++) dst[t] = row(c, op->dst[0], t);
-  int first, last, from, to, n = groups16(&op->w[0]);
-  me = columns_part(c, me, op->w[0].cols, &from, &to);
+  int first, last, n = groups16(&op->w[0]);
   share(me, n, 0, 1, n, &first, &last);
-  multiply_gated(c->scratch[me.id].sums, &op->w[0], &op->w[1], 0, first, last, x, from, to, dst, op->activation, NULL, NULL);
+  multiply_gated(c->scratch[me.id].sums, &op->w[0], &op->w[1], 0, first, last, x, c->tokens, dst, op->activation, NULL, NULL);
 }
 
 // dst = stream_scale * (dst + scale * RMSNorm(src)), or without `add` as if dst were 0.
@@ -699,7 +682,7 @@ static void per_head(Ctx *c, const Op *op, Part me, int src_stride, int dst_stri
         for (int i = 0; i < MIN_(width, n - at); i++)
           prepare_row(row(c, op->src, start + at + i) + (size_t)h * src_stride, w->cols, NULL, 0, need, s, (size_t)at, width, i);
       }
-      multiply(s->sums, w, h, from, to, s, 0, n, row(c, op->dst[0], start) + (size_t)h * dst_stride, c->widths[op->dst[0]], NULL, 1, 0);
+      multiply(s->sums, w, h, from, to, s, n, row(c, op->dst[0], start) + (size_t)h * dst_stride, c->widths[op->dst[0]], NULL, 1, 0);
     }
   }
 }
@@ -799,7 +782,7 @@ static void route(Ctx *c, const Op *op, Part me) {
   if (!x) return;
   int first, last, n = groups16(w);
   share(me, n, 0, 1, n, &first, &last);
-  multiply(c->scratch[me.id].sums, w, 0, first, last, x, 0, c->tokens, c->router_logits, w->rows, op->bias[0], 1, 0);
+  multiply(c->scratch[me.id].sums, w, 0, first, last, x, c->tokens, c->router_logits, w->rows, op->bias[0], 1, 0);
 }
 
 // Tokens of a batch that chose expert e: token * top_k + slot of each. Returns how many.
@@ -887,13 +870,13 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
     for (int i = 0; i < top; i++) {
       float *dst = row(c, op->dst[0], 0) + (size_t)i * ff;
       share(me, total, bytes * groups * i, bytes, groups, &first, &last);
-      multiply_gated(s->sums, gate, &op->w[1], s->experts[i], first, last, s, 0, 1, &dst, op->activation,
+      multiply_gated(s->sums, gate, &op->w[1], s->experts[i], first, last, s, 1, &dst, op->activation,
                      bias_of(op->bias[0], gate, s->experts[i]), bias_of(op->bias[1], gate, s->experts[i]));
     }
     if (has_shared) {
       float *dst = row(c, op->dst[0], 0) + (size_t)top * ff;
       share(me, total, bytes * groups * top, shared_bytes, groups16(shared), &first, &last);
-      multiply_gated(s->sums, shared, &op->w[3], 0, first, last, s, 0, 1, &dst, op->activation, NULL, NULL);
+      multiply_gated(s->sums, shared, &op->w[3], 0, first, last, s, 1, &dst, op->activation, NULL, NULL);
       if (first < last) scale_shared(c, op, 0, dst, first, last);
     }
     return;
@@ -918,10 +901,10 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
     }
     gather(s, &c->shared, column, m, k, need);
     if (e >= 0) {
-      multiply_gated(s->sums, gate, &op->w[1], e, first, last, s, 0, m, dst, op->activation, bias_of(op->bias[0], gate, e),
+      multiply_gated(s->sums, gate, &op->w[1], e, first, last, s, m, dst, op->activation, bias_of(op->bias[0], gate, e),
                      bias_of(op->bias[1], gate, e));
     } else {
-      multiply_gated(s->sums, shared, &op->w[3], 0, first, last, s, 0, m, dst, op->activation, NULL, NULL);
+      multiply_gated(s->sums, shared, &op->w[3], 0, first, last, s, m, dst, op->activation, NULL, NULL);
       for (int i = 0; i < m; i++) scale_shared(c, op, column[i], dst[i], first, last);
     }
   }
@@ -942,7 +925,7 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
       Scratch in = {.q = s->q + 2 * at, .scales = s->scales + at / 32, .f = s->f + at, .planes = s->planes};
       if (!prepared) prepare_one(src + (size_t)i * ff, m->cols, NULL, 0, need, &in);
       int matrix = i < top ? c->route_ids[i] : 0;
-      multiply(s->sums, m, matrix, first, last, &in, 0, 1, y, dim, i < top ? bias_of(op->bias[0], m, matrix) : NULL, 1, 0);
+      multiply(s->sums, m, matrix, first, last, &in, 1, y, dim, i < top ? bias_of(op->bias[0], m, matrix) : NULL, 1, 0);
       float weight = (i < top ? c->route_weights[i] : 1.0f) * op->scale;
       for (int r = 16 * first; r < MIN_(16 * last, dim); r += 16) {
         f32v base = i > 0 || op->add ? fetch(x + r, dim - r) : splat(0);
@@ -961,7 +944,7 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
     for (int start = 0, n = first < last ? pairs_of(c, op, e, pairs) : 0, m; start < n; start += m) {
       m = MIN_(expert_columns(c, ff), n - start);
       gather(s, &c->shared, pairs + start, m, ff, need);
-      multiply(s->sums, w, e, first, last, s, 0, m, s->merged, dim, bias_of(op->bias[0], w, e), 1, 0);
+      multiply(s->sums, w, e, first, last, s, m, s->merged, dim, bias_of(op->bias[0], w, e), 1, 0);
       for (int i = 0; i < m; i++)
         memcpy(c->pair_out + (size_t)pairs[start + i] * dim + from, s->merged + (size_t)i * dim + from, sizeof(float) * rows);
     }
@@ -982,7 +965,7 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
     if (!in) return;
     int first, last;
     share(me, groups, 0, 1, groups, &first, &last);
-    multiply(s->sums, shared, 0, first, last, in, 0, c->tokens, row(c, op->dst[0], 0), c->widths[op->dst[0]], NULL, op->scale, 1);
+    multiply(s->sums, shared, 0, first, last, in, c->tokens, row(c, op->dst[0], 0), c->widths[op->dst[0]], NULL, op->scale, 1);
   }
 }
 
@@ -995,7 +978,7 @@ static void head(Ctx *c, const Op *op, Part me) {
   else if (!ready(c, op, me.id)) prepare_one(row(c, op->src, c->tokens - 1), w->cols, op->norm, op->eps, needs(w, 1), &c->scratch[me.id]);
   if (!x) return;
   share(me, n, 0, 1, n, &first, &last);
-  multiply(c->scratch[me.id].sums, w, 0, first, last, x, 0, tokens, c->logits_out, w->rows, NULL, op->scale, 0);
+  multiply(c->scratch[me.id].sums, w, 0, first, last, x, tokens, c->logits_out, w->rows, NULL, op->scale, 0);
   for (int t = 0; t < tokens && op->softcap != 0; t++)
     for (int r = 16 * first; r < MIN_(16 * last, w->rows); r += 16) {
       float *l = c->logits_out + (size_t)t * w->rows + r;
@@ -1059,26 +1042,20 @@ static int stage_tasks(Ctx *c, const Op *op, int stage) {
   }
   int groups = 0;  // a task of several tokens has LEAST of them, since it reads all columns
   for (int i = 0; i < op->matrices; i++) groups += groups16(&op->w[i]);
-  int parts = op->tag == LINEAR || op->tag == GATE_UP ? column_parts(c, op->w[0].cols) : 1;
-  if (op->tag == LINEAR || op->tag == GATE_UP || op->tag == HEAD)
-    return parts * MAX_((c->pool.threads + parts - 1) / parts, MIN_(some / parts, groups / LEAST));
+  if (op->tag == LINEAR || op->tag == GATE_UP || op->tag == HEAD) return MAX_(c->pool.threads, MIN_(some, groups / LEAST));
   return some;
 }
 
-// Whether products are in tiles, with columns in planes: in prompts, but of experts that few tokens choose, for which unpacking takes
-// the most time. Decode steps get the same bits for one token and for several, so that drafts can be verified.
-enum { FEW = 12 };
-static void choose_form(Ctx *c, const Op *op) {
+// Whether products are in tiles, with columns in planes: in prompts. Decode steps get the same bits for one token and for several, so
+// that drafts can be verified.
+static void choose_form(Ctx *c) {
   int planes = tiles_allowed && !c->sampled && !c->mtp;
-  if (op->tag == EXPERTS_UP || op->tag == EXPERTS_DOWN) planes &= c->tokens * op->top_k >= FEW * op->w[0].groups;
-  if (planes == c->shared.planes) return;
   c->shared.planes = planes;
   for (int i = 0; i < c->pool.threads; i++) c->scratch[i].planes = planes;
 }
 
 static int phase_tasks(void *arg, int phase) {
   Ctx *c = arg;
-  if (phase < c->n_phases) choose_form(c, &c->ops[c->phases[phase].op]);
   if (phase < c->n_phases) return stage_tasks(c, &c->ops[c->phases[phase].op], c->phases[phase].stage);
   c->sampling = nanoseconds();
   return c->pool.threads;
@@ -1136,6 +1113,7 @@ static void run_ops(Ctx *c, int from, int to) {
 }
 
 static void run_tokens(Ctx *c) {
+  choose_form(c);
   int from = c->mtp ? c->n_step : 0, to = c->mtp ? c->n_ops : c->n_step;
   if (c->mtp || c->logits_mode == 2 || c->n_whole == to) {
     run_ops(c, from, to);
