@@ -651,16 +651,16 @@ static void attention_inputs(Ctx *c, const Op *op, Part me) {
 }
 
 // Then tasks are (kv head, part of its query heads, block of tokens), each over all its chunks, the longest first. Where there are
-// few of them, as when drafts are verified, they are halved if the threads need less time then.
+// few of them, as when drafts are verified, they are halved if the threads need less time then; not those in tiles.
 typedef struct { int per_token, parts, block, blocks; } Blocks;
 static Blocks query_blocks(const Ctx *c, const Op *op) {
-  int group = op->heads / op->kv_heads, most = c->shared.planes ? MOST : QUERIES;
-  int heads = MIN_(group, most), block = MIN_(c->tokens, most / heads), least = 0;
+  int most = c->shared.planes ? MOST : QUERIES, least = 0;
+  int group = op->heads / op->kv_heads, heads = MIN_(group, most), block = MIN_(c->tokens, most / heads);
   for (Blocks best = {0};;) {
     Blocks b = {heads, (group + heads - 1) / heads, block, (c->tokens + block - 1) / block};
     int tasks = op->kv_heads * b.parts * b.blocks, cost = attention_cost(c, op, tasks, heads * block);
     if (!least || cost < least) least = cost, best = b;
-    if (tasks >= 4 * c->pool.threads || heads * block == 1) return best;
+    if (tasks >= 4 * c->pool.threads || heads * block == 1 || c->shared.planes) return best;
     if (block > 1) block = (block + 1) / 2;
     else heads = (heads + 1) / 2;
   }
@@ -1140,7 +1140,7 @@ static int stages(const Op *op) {
   }
 }
 
-static int stage_tasks(Ctx *c, const Op *op, int stage) {
+static int stage_tasks(const Ctx *c, const Op *op, int stage) {
   int some = (c->tokens == 1 ? SPLIT_ONE : SPLIT) * c->pool.threads, per;
   if (op->tag == HEAD && !c->logits_mode) return 0;
   if (op->tag == CONVOLVE) return 2 * op->kv_heads + op->heads;
@@ -1155,7 +1155,6 @@ static int stage_tasks(Ctx *c, const Op *op, int stage) {
     return op->kv_heads * b.parts * b.blocks;
   }
   if ((op->tag == EXPERTS_UP || op->tag == EXPERTS_DOWN) && stage == 1) {
-    if (op->tag == EXPERTS_UP) list_experts(c, op);
     return c->n_chosen * expert_parts(c) + (op->tag == EXPERTS_UP && op->w[2].groups ? some : 0);
   }
   int groups = 0;  // a task of several tokens has LEAST of them, since it reads all columns
@@ -1174,7 +1173,12 @@ static void choose_form(Ctx *c) {
 
 static int phase_tasks(void *arg, int phase) {
   Ctx *c = arg;
-  if (phase < c->n_phases) return stage_tasks(c, &c->ops[c->phases[phase].op], c->phases[phase].stage);
+  if (phase < c->n_phases) {
+    Phase p = c->phases[phase];
+    const Op *op = &c->ops[p.op];
+    if (op->tag == EXPERTS_UP && p.stage == 1) list_experts(c, op);
+    return stage_tasks(c, op, p.stage);
+  }
   c->sampling = nanoseconds();
   return c->pool.threads;
 }
