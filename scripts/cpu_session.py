@@ -1,8 +1,8 @@
 """Checks and times the CPU executor on a machine with many cores or with AMX. Needs numpy, gguf and a C compiler (the
 ziglang package). `python3 -m scripts.cpu_session` and:
 
-check: prompts in AMX tiles against prompts of one token each, bit for bit, and against vectors, near them (but where
-    another expert is chosen somewhere); every quant type
+check: prompts in AMX tiles against prompts of one token each, bit for bit, and against vectors, near them in the
+    first tokens (behind a choice of another expert all differ); every quant type
 speed MODEL QUANT [--layers N --threads T ... --lengths N ... --tokens N]: prompt and decode tok/s (exact shapes, random
     weights), in tiles where the machine has them and in vectors
 """
@@ -39,8 +39,8 @@ def executor(path: Path, threads: int, context: int, flags: tuple[str, ...]) -> 
 
 
 def check(threads: int) -> bool:
-    """Prints a line per model; False where a logit of a prompt depends on how it is divided, or is too far from that of
-    the vectors."""
+    """Prints a line per model; False where a logit of a prompt depends on how it is divided, or one of the first is too
+    far from that of the vectors."""
     good, path = True, FILES / "tiny.gguf"
     ids = np.random.default_rng(3).integers(0, tiny.VOCAB, 300).tolist()
     for quant in MODEL_QUANTS:
@@ -54,7 +54,7 @@ def check(threads: int) -> bool:
                 devices.append(ex.device)
                 ex.close()
             prompt, single, vectors = logits
-            away = float(np.median(np.linalg.norm(prompt - vectors, axis=1) / np.linalg.norm(vectors, axis=1)))
+            away = float(np.median((np.linalg.norm(prompt - vectors, axis=1) / np.linalg.norm(vectors, axis=1))[:64]))
             fine = away <= NEAR and np.array_equal(prompt, single)
             print("ok " if fine else "BAD", f"{variant:14} {quant:6} {devices[0]} {away:.1e} from vectors", flush=True)
             good &= fine

@@ -1,5 +1,5 @@
-"""Matrix tiles (AMX): prompts in them are as exact as in vectors and do not depend on how they are divided; decode steps
-are those of vectors. The tiles' operations are written in C for machines without them."""
+"""Matrix tiles (AMX): prompts in them are as exact as in vectors and do not depend on how they are divided; decode
+steps are those of vectors. The tiles' operations are written in C for machines without them."""
 
 from dataclasses import replace
 from itertools import islice, pairwise
