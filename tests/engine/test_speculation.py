@@ -1,8 +1,10 @@
 """Drafts: what the index finds, how many are run, and that an answer is the same with any number of them."""
 
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -211,3 +213,20 @@ def test_an_answer_is_the_same_and_its_figures_add_up(temperature: float, tmp_pa
         assert (s.drafted_tokens > 0) == (s.speculation_gain > 0) and (mode != 0 or not s.drafted_tokens)
         engine.close()
     assert all(answer == answers[0] for answer in answers)
+
+
+def test_time_that_other_programs_take_is_no_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Single steps are made to wait; those with drafts look no cheaper by that."""
+    engine = Engine.load(tiny.write(tmp_path / "m.gguf", "llama", "Q4_0"), max_context=256, device="cpu", threads=1)
+    verify = engine.executor.verify
+
+    def waiting(token: int, drafts: Sequence[int], *rest: Any, **named: Any) -> Iterator[tuple[int, float]]:
+        if not drafts:
+            time.sleep(0.02)
+        return verify(token, drafts, *rest, **named)
+
+    monkeypatch.setattr(engine.executor, "verify", waiting)
+    list(engine.generate([*range(30), *range(20)], Sampling(temperature=0.0), 60, raw=True))
+    speculation = engine.session.speculation
+    assert engine.stats.decode_steps > 5 and 0 < speculation._single < 0.01
+    engine.close()

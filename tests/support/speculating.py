@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 
-from tinychat.engine.speculation import Guess, Speculate, Speculation
+from tinychat.engine.speculation import Clock, Guess, Speculate, Speculation
 from tinychat.engine.stats import Stats
 
 
@@ -11,8 +11,8 @@ class Wild(Speculation):
     """Drafts one to fifteen tokens at every step: those of the text where some match, with a wrong one now and then,
     else any tokens."""
 
-    def __init__(self, mode: Speculate, most: int, context: int, stats: Stats) -> None:
-        super().__init__(most, most, context, stats)
+    def __init__(self, mode: Speculate, most: int, context: int, stats: Stats, clock: Clock) -> None:
+        super().__init__(most, most, context, stats, clock)
         self._random = random.Random(7)
         self._seen: Sequence[int] = ()
 

@@ -19,7 +19,7 @@ from tinychat.engine.drafts import common_prefix
 from tinychat.engine.grammar import Matcher
 from tinychat.engine.mtp import Predictor
 from tinychat.engine.snapshots import Snapshots
-from tinychat.engine.speculation import Source, Speculate, Speculation
+from tinychat.engine.speculation import Clock, Source, Speculate, Speculation
 from tinychat.engine.stats import Stats
 from tinychat.errors import TinychatError
 from tinychat.kernels.executor import Executor, StateCopy
@@ -45,12 +45,14 @@ class Session:
         self.state_at = 0
         self.snapshots = Snapshots(snapshots.kept(plan))
         self._apart = snapshots.distance(executor.prefill_chunk)  # tokens
+        # where this thread computes, what other programs take of its core is no cost of a step
+        self.clock: Clock = time.thread_time if executor.threads else time.perf_counter
         self.speculate(speculate)
 
     def speculate(self, mode: Speculate) -> None:
         """From now on as many drafts as `mode` says, and nothing learned before."""
         most = self.executor.limits.verified - 1
-        self.speculation = Speculation(mode, most, self.max_context, self.stats)
+        self.speculation = Speculation(mode, most, self.max_context, self.stats, self.clock)
 
     def prefill(self, prompt: Sequence[int], on_prefill: OnPrefill | None, stop: threading.Event | None) -> bool:
         """Makes the cache hold all of `prompt` but its last token, which decode runs unless the executor has run it
@@ -109,7 +111,7 @@ class Session:
         while (room := self.max_context - len(self.tokens)) > 0:
             pos, forced = len(self.tokens), matcher.forced() if matcher else []
             drafts: list[int] = []
-            began = time.perf_counter()
+            began = self.clock()
             if forced:
                 steps = self._together(token, forced[:room])
             elif speculation.most:
@@ -120,7 +122,7 @@ class Session:
                 steps = self.executor.decode(token, pos, sampling, history, mask)
             for i, (following, logprob) in enumerate(steps):
                 source: Source = "grammar" if forced else speculation.source if i and drafts else ""
-                speculation.took(source, len(drafts), time.perf_counter() - began)
+                speculation.took(source, len(drafts), self.clock() - began)
                 self.tokens.append(token)
                 self.state_at = max(self.state_at, len(self.tokens))
                 if self.plan.state_bytes and not forced and self.snapshots.due(len(self.tokens), self._apart):
@@ -133,7 +135,7 @@ class Session:
                 yield token, logprob, source
                 if matcher and not forced and matcher.forces:
                     break
-                began = time.perf_counter()
+                began = self.clock()
             steps.close()  # type: ignore[attr-defined]
 
     def complete(self) -> None:

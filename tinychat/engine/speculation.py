@@ -2,7 +2,8 @@
 
 The measure is tokens per time, in single steps. A draft of n tokens brings one token and those that are accepted; the
 chance of each depends on the length of its match in the text (drafts.py) and is learned from every token, whether its
-draft was run or not, so that drafts begin again where they would pay. What a step of n + 1 tokens costs is measured.
+draft was run or not, so that drafts begin again where they would pay. What a step of n + 1 tokens costs is measured;
+there are few sizes of steps, so that each is soon known.
 
 A model with multi-token prediction also guesses one token itself (mtp.py). That costs time of its own, which is
 measured too, so where its guess does not pay it is asked for now and then only, to see whether it would.
@@ -24,9 +25,13 @@ Source = Literal["", "text", "mtp", "grammar"]
 """Where a token came from: a step of its own, an accepted draft of the text or of the model's multi-token prediction,
 or a grammar that allows nothing else."""
 
+Clock = Callable[[], float]
+"""Seconds since some moment, in which the thread that decodes measures its steps."""
+
 Guess = Callable[[], int]
 """Runs the model's multi-token prediction; the token that it expects behind the one that the next step runs."""
 
+SIZES = (2, 4, 8, 16)  # tokens of a step with drafts of the text; the kernels have as many columns
 MARGIN = 1.06  # what a draft must promise to be run
 RATE = 0.05  # of what was learned before, that a token replaces
 COST_RATE = 0.2  # the same for a measured time
@@ -40,14 +45,17 @@ PROBE = 32  # tokens from one guess to the next where they do not pay
 WARM = 3  # single steps in front of the first guess
 SINGLES = 64  # steps with a guess from one single step to the next, which all costs are measured against
 _KIND = [n if n < 4 else n.bit_length() + 1 for n in range(LONGEST + 1)]  # 1, 2, 3, 4 to 7, 8 to 15, ...
-_CHANCES = (0.0, 0.2, 0.1, 0.2, 0.5, 0.7, 0.85, 0.95)  # of a draft's token by the kind of its match, to begin with
+_CHANCES = (0.0, 0.2, 0.1, 0.2, 0.5, 0.85, 0.9, 0.95)  # of a draft's token by the kind of its match, to begin with
 
 
 class Speculation:
-    """Proposes drafts for one session, and keeps its part of Stats. `most`: drafts that the executor verifies."""
+    """Proposes drafts for one session, and keeps its part of Stats. `most`: drafts that the executor verifies; `clock`:
+    seconds, in which steps are measured."""
 
-    def __init__(self, mode: Speculate, most: int, context: int, stats: Stats) -> None:
-        self.mode, self.stats = mode, stats
+    def __init__(
+        self, mode: Speculate, most: int, context: int, stats: Stats, clock: Clock = time.perf_counter
+    ) -> None:
+        self.mode, self.stats, self.clock = mode, stats, clock
         self.most = most if mode == "auto" else min(most, mode)
         self.text = TextIndex(4 * context)
         self.source: Source = "text"  # of the last drafts
@@ -100,9 +108,9 @@ class Speculation:
             self._paying(most, self.text.length) if self.mode == "auto" else (most if self.text.length else 0, MARGIN)
         )
         if guess is not None and self._guess_pays(gain, n):
-            began = time.perf_counter()
+            began = self.clock()
             self._guess, self._since_guess = guess(), 0
-            self._guessing = time.perf_counter() - began
+            self._guessing = self.clock() - began
             if self._gain_of_guess(self._guessed) > gain or self.mode != "auto":
                 self.source = "mtp"
                 return [self._guess]
@@ -150,14 +158,16 @@ class Speculation:
             if chance < UNLIKELY:
                 break
             tokens += chance
+            if n + 1 not in SIZES:
+                continue
             gain = tokens / self._costs.get(n + 1, 1 + n * self._more)
             if gain > best:
                 best, found = gain, n
         return found, best
 
     def took(self, source: Source, drafts: int, seconds: float) -> None:
-        """A token came after `seconds`, those of a guess included; `drafts` were verified in the step that it belongs
-        to."""
+        """A token came after `seconds` of `clock`, those of a guess included; `drafts` were verified in the step that
+        it belongs to."""
         s = self.stats
         self._seconds += seconds
         if source == "grammar":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -22,7 +21,9 @@ class Synthetic(Speculation):
         self, engine: Engine, rate: float, drafts: int, answers: Mapping[tuple[int, ...], Sequence[int]]
     ) -> None:
         executor = engine.executor
-        super().__init__(drafts, executor.limits.verified - 1, engine.info.max_context, engine.stats)
+        super().__init__(
+            drafts, executor.limits.verified - 1, engine.info.max_context, engine.stats, engine.session.clock
+        )
         self.rate, self.answers, self.executor, self.vocab = rate, answers, executor, engine.plan.vocab
         self._random = random.Random(1)
         self._drafts = list[int]()  # for each token of the answer
@@ -42,9 +43,9 @@ class Synthetic(Speculation):
         self.source, self._guessing = "mtp", 0.0
         found = self._drafts[self._place : self._place + min(self.most, room)]
         if guess and found:
-            began = time.perf_counter()
+            began = self.clock()
             guess()
-            self._guessing = time.perf_counter() - began
+            self._guessing = self.clock() - began
         return found
 
     def alike(self, drafts: int, guesses: bool) -> bool:
