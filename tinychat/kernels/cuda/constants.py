@@ -240,6 +240,7 @@ class LatentAttentionConstants(StepConstants):
     key_dim: int
     value_dim: int
     chunk_keys: int
+    stages: int  # chunks in shared memory
     splits: int
 
 
@@ -251,6 +252,7 @@ class CombineConstants(StepConstants):
     kv_lora: int
     splits: int
     chunk_keys: int
+    values: int  # of a block
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ from tinychat.kernels.ops import latent_inputs
 
 CLUSTER = 4  # blocks of a head
 HEADS_AT_ONCE = 32  # of a block of latent_attention.cu
+KEY_STAGES = 4  # chunks of keys there, at most: one in use, the others on their way
+COMBINED = 64  # values of a block of combine.cu
 CLUSTER_THREADS = 512
 CLUSTER_KEYS = 2  # keys that a warp takes at a time
 CLUSTER_BLOCKS = 132  # at most: all heads at once, a block for each multiprocessor of an H100
@@ -178,13 +180,14 @@ def absorb(b: Builder, layer: int, a: MLA) -> Launch:
 
 def deep_attention(b: Builder, layer: int, a: MLA) -> Launch:
     """Attention's parts behind many keys: by warpgroups where the GPU has them and whole tiles suffice."""
-    keys, groups = chunk_keys(a, deep=True), ATTENTION_THREADS // 128
-    shared = 2 * (2 * keys + HEADS_AT_ONCE) * a.row + 128 * HEADS_AT_ONCE
-    shared += 4 * HEADS_AT_ONCE * (groups * (keys + 4) + 3) + 1024
-    if not b.warpgroups or a.row % 64 or a.kv_lora % (64 * groups) or shared > MAX_DYNAMIC:
+    keys, groups = chunk_keys(a), ATTENTION_THREADS // 128
+    shared = HEADS_AT_ONCE * (2 * a.row + 128 + 4 * (groups * (keys + 8) + 3)) + 1024
+    stages = min(KEY_STAGES, (MAX_DYNAMIC - shared) // (2 * keys * a.row))
+    if not b.warpgroups or a.row % 64 or a.kv_lora % (64 * groups) or stages < 2:
         return attention(b, layer, a, deep=True)
+    shared += stages * 2 * keys * a.row
     shape = LatentAttentionConstants(
-        a.heads, HEADS_AT_ONCE, a.row, a.kv_lora, keys, splits(a, deep=True), columns=b.columns
+        a.heads, HEADS_AT_ONCE, a.row, a.kv_lora, keys, stages, splits(a, deep=True), columns=b.columns
     )
     buffers = {
         "partial": b.buffer("attention_o", 2 * b.columns * shape.splits * a.heads * a.kv_lora),
@@ -201,10 +204,10 @@ def deep_attention(b: Builder, layer: int, a: MLA) -> Launch:
 
 
 def combine(b: Builder, a: MLA) -> Launch:
-    shape = CombineConstants(a.heads, a.kv_lora, splits(a, deep=True), chunk_keys(a, deep=True), columns=b.columns)
+    shape = CombineConstants(a.heads, a.kv_lora, splits(a, deep=True), chunk_keys(a), COMBINED, columns=b.columns)
     dst = b.act("o_latent")
     buffers = {"partial": "attention_o", "ml": "attention_ml", "dst": dst, "state": "state"}
-    grid = (-(-a.kv_lora // 128), a.heads, b.columns)
+    grid = (-(-a.kv_lora // COMBINED), a.heads, b.columns)
     return kernel(f"combine_{a.heads}", "combine.cu", shape, buffers, grid, "attention")
 
 
@@ -220,7 +223,7 @@ def value_up(b: Builder, a: MLA, deep: bool) -> tuple[Launch, Activations]:
         a.kv_lora,
         columns=b.columns,
         splits=splits(a),
-        chunk_keys=chunk_keys(a, deep),
+        chunk_keys=chunk_keys(a),
         combined=deep,
         gated=a.gate is not None,
         weight=b.matrix(w),
