@@ -145,12 +145,11 @@ def test_prompts_of_every_kind(
     kind: int, warpgroups: bool, depth: Depth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt in two pieces through the kernels for few and for many tokens, then steps for few and for many keys;
-    with rows of whole tiles, four chunks of keys that take turns in two places of shared memory, and without."""
+    with rows of whole tiles, two of them in one part of the keys, and without."""
     if depth == "deep":
         wide = replace(tiny.VARIANTS["deepseek2_glm"], mla=MLA(96, 256, 48, 64, 80))
         monkeypatch.setitem(tiny.VARIANTS, "deepseek2_glm", wide)
         monkeypatch.setattr("tinychat.kernels.cuda.launches.DEEP_SPLITS", 1)
-        monkeypatch.setattr("tinychat.kernels.cuda.latent.KEY_STAGES", 2)
     path = tiny.write(tmp_path / "m.gguf", "deepseek2_glm", "Q4_K")
     gguf, pieces = GGUF.open(path), (IDS[:16], IDS[16:28]) if kind == 16 else (IDS[:70], IDS[70:100])
     plan = build_plan(gguf, ModelConfig.from_gguf(gguf))

@@ -239,8 +239,8 @@ class LatentAttentionConstants(StepConstants):
     heads_at_once: int  # of a block
     key_dim: int
     value_dim: int
+    keys: int  # that are computed at a time
     chunk_keys: int
-    stages: int  # chunks in shared memory
     splits: int
 
 
@@ -252,7 +252,6 @@ class CombineConstants(StepConstants):
     kv_lora: int
     splits: int
     chunk_keys: int
-    values: int  # of a block
 
 
 @dataclass(frozen=True)
