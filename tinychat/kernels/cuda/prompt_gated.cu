@@ -66,9 +66,9 @@ DEVICE void run(const Args &a) {
   __shared__ int row_of[Tile::TOKENS], out_of[Tile::TOKENS];
   if constexpr (GROUPED) {
     grid_wait();
-    if ((int)blockIdx.y >= a.tiles[0]) return;
-    const int expert = a.tiles[1 + 3 * blockIdx.y], first = a.tiles[2 + 3 * blockIdx.y],
-              count = a.tiles[3 + 3 * blockIdx.y];
+    const volatile int *tile = a.tiles + 3 * blockIdx.y;  // all are read at once
+    const int tiles = *(const volatile int *)a.tiles, expert = tile[1], first = tile[2], count = tile[3];
+    if ((int)blockIdx.y >= tiles) return;
     if (few<Tile>(count)) part<Half<Tile>>(a, pool, row_of, out_of, expert, first, count);
     else part<Tile>(a, pool, row_of, out_of, expert, first, count);
   } else {
