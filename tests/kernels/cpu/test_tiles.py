@@ -27,10 +27,8 @@ def test_tiles_beside_vectors(quant: str, tmp_path: Path) -> None:
         assert "tiles" in tiles.device
         vectors, prompt = ex.forward(ids, 0, "all"), tiles.forward(ids, 0, "all")
         assert vectors is not None and prompt is not None
-        if quant in FLOATS:  # 16 bits of weights and of columns; most of the difference is the cache's rounding
-            assert 0 < relative(prompt, vectors) < 5e-4
-        else:
-            np.testing.assert_array_equal(prompt, vectors)
+        # 16 bits of queries and weights of attention; most of the difference is the cache's rounding
+        assert 0 < relative(prompt, vectors) < 5e-4
         ends = [0, 1, 6, 40, n]  # whole panels, narrow ones, one column
         parts = [tiles.forward(ids[a:b], a, "all") for a, b in pairwise(ends)]
         np.testing.assert_array_equal(np.concatenate(parts), prompt)  # type: ignore[arg-type]
