@@ -159,9 +159,12 @@ template <class M, int TOTAL, int TILES, int TOKENS, int DEPTH> struct Rows {
 #pragma unroll
     for (int m = 0; m < TILES; m++) mma_f16(acc[m][n], a[k & 1][m], b0, b1);
   }
-  DEVICE void use(int k, u64 tile) {  // times all tokens
+  template <bool FEW> DEVICE void use(int k, u64 tile) {  // times all tokens, or the first 32
 #pragma unroll
-    for (int m = 0; m < TILES; m++) wgmma(acc[m], a[k & 1][m], tile);
+    for (int m = 0; m < TILES; m++) {
+      if constexpr (FEW) wgmma((float (&)[4][4])acc[m], a[k & 1][m], tile);
+      else wgmma(acc[m], a[k & 1][m], tile);
+    }
   }
 };
 
@@ -169,9 +172,8 @@ template <class M, int TOTAL, int TILES, int TOKENS, int DEPTH> struct Rows {
 // TOKENS; -1: none. SPLIT warps share the rows, each with every SPLIT-th span; the first of them has the sums in the
 // end. `pool` holds STAGES * SPLIT spans of all tokens. rows.load(slot, warp % SPLIT + slot * SPLIT) of all slots comes
 // before.
-template <class Tile, int COLS, class... R>
-DEVICE void multiply(V4 *pool, const u16 *x, const int *row_of, int tokens, R &...rows) {
-  pool += (0u - shared_address(pool)) % 1024 / 16;
+template <class Tile, int COLS, bool FEW, class... R>
+DEVICE void multiply_some(V4 *pool, const u16 *x, const int *row_of, int tokens, R &...rows) {
   constexpr int TOKENS = Tile::TOKENS, SPLIT = Tile::SPLIT, STAGES = Tile::STAGES, DEPTH = Tile::DEPTH;
   constexpr int SPANS = padded(COLS) / SPAN, STEPS = (SPANS + SPLIT - 1) / SPLIT, PLANE = TOKENS * SPAN_VECTORS,
                 STAGE = PLANE * SPLIT;
@@ -228,7 +230,7 @@ DEVICE void multiply(V4 *pool, const u16 *x, const int *row_of, int tokens, R &.
           (rows.take(d, k), ...);
           if (k == 7) (rows.load(d, span + DEPTH * SPLIT), ...);  // its registers are free
           wgmma_begin();
-          (rows.use(k, tile_at(xs + k / 4 * TOKENS * 128 + k % 4 * 32)), ...);
+          (rows.template use<FEW>(k, tile_at(xs + k / 4 * TOKENS * 128 + k % 4 * 32)), ...);
           wgmma_commit();
           wgmma_wait<1>();  // the one before has read its weights
         }
@@ -263,7 +265,7 @@ DEVICE void multiply(V4 *pool, const u16 *x, const int *row_of, int tokens, R &.
           } else {
 #pragma unroll
             for (int n = 0; n < TOKENS / 16; n++)
-              if (n * 16 < tokens) {
+              if (n == 0 || n * 16 < tokens) {
                 const V4 b = ldmatrix4(xs + (k / 4 * TOKENS + n * 16 + lane / 16 * 8 + lane % 8) * 8 +
                     ((k % 4 * 2 + lane / 8 % 2) ^ lane % 8));
                 (rows.use(k, 2 * n, b.x, b.y), ...);
@@ -280,11 +282,17 @@ DEVICE void multiply(V4 *pool, const u16 *x, const int *row_of, int tokens, R &.
   }
 }
 
-// For `tokens` of them half of the tile is enough.
-template <class Tile> DEVICE bool few(int tokens) { return Tile::WARPGROUPS && Tile::TOKENS == 64 && tokens <= 32; }
-template <class Tile> struct Half : Tile {
-  static constexpr int TOKENS = Tile::TOKENS == 64 ? 32 : Tile::TOKENS;
-};
+template <class Tile, int COLS, class... R>
+DEVICE void multiply(V4 *pool, const u16 *x, const int *row_of, int tokens, R &...rows) {
+  pool += (0u - shared_address(pool)) % 1024 / 16;
+  if constexpr (Tile::WARPGROUPS && Tile::TOKENS == 64) {
+    if (tokens <= 32) {
+      multiply_some<Tile, COLS, true>(pool, x, row_of, tokens, rows...);
+      return;
+    }
+  }
+  multiply_some<Tile, COLS, false>(pool, x, row_of, tokens, rows...);
+}
 
 // A pair of halves of rows `row` and `row` ^ 1 of one token, from both rows' values of two tokens: lanes of even rows
 // get the first token's pair, those of odd rows the second's. `row` is that of lane / 4.

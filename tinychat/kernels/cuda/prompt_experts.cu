@@ -10,10 +10,15 @@ struct Args {
   const int *order = nullptr;
 };
 
-// Of an expert's pairs `count` from `first` on.
-template <class Tile> DEVICE void part(const Args &a, V4 *pool, int *row_of, int expert, int first, int count) {
+DEVICE void run(const Args &a) {
   constexpr int TILE_ROWS = Tile::ROWS * 16 * (WARPS / Tile::SPLIT);
+  DYNAMIC_SHARED(pool);
+  __shared__ int row_of[Tile::TOKENS];
   const int lane = threadIdx.x % 32, first_row = blockIdx.x * TILE_ROWS + group_of<Tile>() * Tile::ROWS * 16;
+  grid_wait();
+  const volatile int *tile = a.tiles + 3 * blockIdx.y;  // all are read at once
+  const int tiles = *(const volatile int *)a.tiles, expert = tile[1], first = tile[2], count = tile[3];
+  if ((int)blockIdx.y >= tiles) return;
   Rows<Weight, Weight::ROWS, Tile::ROWS, Tile::TOKENS, Tile::DEPTH> rows;
   rows.point(a.w, expert, first_row);
 #pragma unroll
@@ -31,15 +36,4 @@ template <class Tile> DEVICE void part(const Args &a, V4 *pool, int *row_of, int
         const int row = first_row + m * 16 + i / 2 * 8 + lane / 4, t = n * 8 + lane % 4 * 2 + i % 2;
         if (row < Weight::ROWS && t < count) a.dst[(u64)row_of[t] * Weight::ROWS + row] = rows.acc[m][n][i];
       }
-}
-
-DEVICE void run(const Args &a) {
-  DYNAMIC_SHARED(pool);
-  __shared__ int row_of[Tile::TOKENS];
-  grid_wait();
-  const volatile int *tile = a.tiles + 3 * blockIdx.y;  // all are read at once
-  const int tiles = *(const volatile int *)a.tiles, expert = tile[1], first = tile[2], count = tile[3];
-  if ((int)blockIdx.y >= tiles) return;
-  if (few<Tile>(count)) part<Half<Tile>>(a, pool, row_of, expert, first, count);
-  else part<Tile>(a, pool, row_of, expert, first, count);
 }

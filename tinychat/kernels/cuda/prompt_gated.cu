@@ -16,11 +16,22 @@ struct Args {
   const float *counts = nullptr;  // (tokens): results are multiplied by theirs
 };
 
-// Of `count` tokens, or an expert's pairs, from `first` on.
-template <class Tile>
-DEVICE void part(const Args &a, V4 *pool, int *row_of, int *out_of, int expert, int first, int count) {
+DEVICE void run(const Args &a) {
   constexpr int TILE_ROWS = Tile::ROWS * 16 * (WARPS / Tile::SPLIT), PITCH = padded(Gate::ROWS);
+  DYNAMIC_SHARED(pool);
+  __shared__ int row_of[Tile::TOKENS], out_of[Tile::TOKENS];
   const int lane = threadIdx.x % 32, first_row = blockIdx.x * TILE_ROWS + group_of<Tile>() * Tile::ROWS * 16;
+  int expert = 0, first = blockIdx.y * Tile::TOKENS, count = 0;
+  if (GROUPED) {
+    grid_wait();
+    const volatile int *tile = a.tiles + 3 * blockIdx.y;  // all are read at once
+    const int tiles = *(const volatile int *)a.tiles;
+    expert = tile[1];
+    first = tile[2];
+    count = tile[3];
+    if ((int)blockIdx.y >= tiles) return;
+  } else count = min(Tile::TOKENS, a.state[COUNT] - first);
+  if (count <= 0) return;
   Rows<Gate, Gate::ROWS, Tile::ROWS, Tile::TOKENS, Tile::DEPTH> gate;
   Rows<Up, Up::ROWS, Tile::ROWS, Tile::TOKENS, Tile::DEPTH> up;
   gate.point(a.gate, expert, first_row);
@@ -59,20 +70,4 @@ DEVICE void part(const Args &a, V4 *pool, int *row_of, int *out_of, int expert, 
         const u32 two = pair_of_rows(v[0], v[1]);
         if (mine < count && row < PITCH) *(u32 *)(a.dst + (u64)out_of[mine] * PITCH + place(row & ~1)) = two;
       }
-}
-
-DEVICE void run(const Args &a) {
-  DYNAMIC_SHARED(pool);
-  __shared__ int row_of[Tile::TOKENS], out_of[Tile::TOKENS];
-  if constexpr (GROUPED) {
-    grid_wait();
-    const volatile int *tile = a.tiles + 3 * blockIdx.y;  // all are read at once
-    const int tiles = *(const volatile int *)a.tiles, expert = tile[1], first = tile[2], count = tile[3];
-    if ((int)blockIdx.y >= tiles) return;
-    if (few<Tile>(count)) part<Half<Tile>>(a, pool, row_of, out_of, expert, first, count);
-    else part<Tile>(a, pool, row_of, out_of, expert, first, count);
-  } else {
-    const int first = blockIdx.y * Tile::TOKENS, count = min(Tile::TOKENS, a.state[COUNT] - first);
-    if (count > 0) part<Tile>(a, pool, row_of, out_of, 0, first, count);
-  }
 }
