@@ -1,7 +1,7 @@
 // Decode behind many keys: latent attention by warpgroups (wgmma), with keys as rows of the products and heads as
 // columns. A block takes HEADS_AT_ONCE heads of a column of the step and one split of the keys, KEYS at a time,
-// double-buffered; the first are on their way before the wait. Four warpgroups: scores over a part of the key's values each,
-// softmax by heads, then the results of a part of the values each (the head of the key's row). Partial results are
+// double-buffered; the first are on their way before the wait. Four warpgroups: scores over a part of the key's values
+// each, softmax by heads, then the results of a part of the values each (the head of the key's row). Partial results are
 // those of attention.cu. In shared memory everything lies in tiles of 64 values (ptx.cuh, tile_at).
 #include "halves.cuh"
 #include "swizzle.cuh"
