@@ -239,6 +239,7 @@ class LatentAttentionConstants(StepConstants):
     heads_at_once: int  # of a block
     key_dim: int
     value_dim: int
+    keys: int  # that are computed at a time
     chunk_keys: int
     splits: int
 

@@ -25,6 +25,7 @@ from tinychat.kernels.ops import latent_inputs
 
 CLUSTER = 4  # blocks of a head
 HEADS_AT_ONCE = 32  # of a block of latent_attention.cu
+KEYS_AT_ONCE = 64  # there, twice in shared memory
 CLUSTER_THREADS = 512
 CLUSTER_KEYS = 2  # keys that a warp takes at a time
 CLUSTER_BLOCKS = 132  # at most: all heads at once, a block for each multiprocessor of an H100
@@ -178,13 +179,20 @@ def absorb(b: Builder, layer: int, a: MLA) -> Launch:
 
 def deep_attention(b: Builder, layer: int, a: MLA) -> Launch:
     """Attention's parts behind many keys: by warpgroups where the GPU has them and whole tiles suffice."""
-    keys, groups = chunk_keys(a, deep=True), ATTENTION_THREADS // 128
-    shared = 2 * (2 * keys + HEADS_AT_ONCE) * a.row + 128 * HEADS_AT_ONCE
-    shared += 4 * HEADS_AT_ONCE * (groups * (keys + 4) + 3) + 1024
+    groups = ATTENTION_THREADS // 128
+    shared = 2 * (2 * KEYS_AT_ONCE + HEADS_AT_ONCE) * a.row + 2 * HEADS_AT_ONCE * KEYS_AT_ONCE
+    shared += 4 * HEADS_AT_ONCE * (groups * (KEYS_AT_ONCE + 4) + 3) + 1024
     if not b.warpgroups or a.row % 64 or a.kv_lora % (64 * groups) or shared > MAX_DYNAMIC:
         return attention(b, layer, a, deep=True)
     shape = LatentAttentionConstants(
-        a.heads, HEADS_AT_ONCE, a.row, a.kv_lora, keys, splits(a, deep=True), columns=b.columns
+        a.heads,
+        HEADS_AT_ONCE,
+        a.row,
+        a.kv_lora,
+        KEYS_AT_ONCE,
+        chunk_keys(a),
+        splits(a, deep=True),
+        columns=b.columns,
     )
     buffers = {
         "partial": b.buffer("attention_o", 2 * b.columns * shape.splits * a.heads * a.kv_lora),
@@ -201,7 +209,7 @@ def deep_attention(b: Builder, layer: int, a: MLA) -> Launch:
 
 
 def combine(b: Builder, a: MLA) -> Launch:
-    shape = CombineConstants(a.heads, a.kv_lora, splits(a, deep=True), chunk_keys(a, deep=True), columns=b.columns)
+    shape = CombineConstants(a.heads, a.kv_lora, splits(a, deep=True), chunk_keys(a), columns=b.columns)
     dst = b.act("o_latent")
     buffers = {"partial": "attention_o", "ml": "attention_ml", "dst": dst, "state": "state"}
     grid = (-(-a.kv_lora // 128), a.heads, b.columns)
@@ -220,7 +228,7 @@ def value_up(b: Builder, a: MLA, deep: bool) -> tuple[Launch, Activations]:
         a.kv_lora,
         columns=b.columns,
         splits=splits(a),
-        chunk_keys=chunk_keys(a, deep),
+        chunk_keys=chunk_keys(a),
         combined=deep,
         gated=a.gate is not None,
         weight=b.matrix(w),

@@ -474,9 +474,9 @@ def splits(a: GQA | MLA, deep: bool = False) -> int:
     return SPLITS if isinstance(a, GQA) else DEEP_SPLITS if deep else 2 * SPLITS
 
 
-def chunk_keys(a: GQA | MLA, deep: bool = False) -> int:
+def chunk_keys(a: GQA | MLA) -> int:
     """Keys that attention takes at a time: what fits twice into shared memory."""
-    return 64 if deep else 32 if isinstance(a, MLA) or a.key_dim > 128 else 64
+    return 32 if isinstance(a, MLA) or a.key_dim > 128 else 64
 
 
 def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launch:
@@ -484,7 +484,7 @@ def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launc
     latent = isinstance(a, MLA)
     stored = layer if isinstance(a, MLA) or a.shared is None else a.shared
     kv_heads, key_dim, value_dim = (1, a.row, a.kv_lora) if isinstance(a, MLA) else (a.kv_heads, a.key_dim, a.value_dim)
-    group, keys = a.heads // kv_heads, chunk_keys(a, deep)
+    group, keys = a.heads // kv_heads, chunk_keys(a)
     row_tiles = 2 if group > 16 else 1
     rows, steps, score_tiles = 16 * row_tiles, key_dim // 16, row_tiles * keys // 16
     warps = ATTENTION_THREADS // 32 * (2 if deep else 1)  # at depth a warp takes two tiles
