@@ -1111,7 +1111,7 @@ static int units_of(const Op *op) {
   }
 }
 
-static int stage_tasks(Ctx *c, const Op *op, int stage) {
+static int stage_tasks(const Ctx *c, const Op *op, int stage) {
   int some = (c->tokens == 1 ? SPLIT_ONE : SPLIT) * c->pool.threads, per;
   if (op->tag == HEAD && !c->logits_mode) return 0;
   if (op->tag == CONVOLVE) return 2 * op->kv_heads + op->heads;
