@@ -449,7 +449,7 @@ typedef struct {
   const int8_t *q;        // [k / 32][NC][high or low][32]
   const XScale *scales;   // [k / 32][NC]
   const float *f;         // [k][NC], the unquantised values, for float weights
-  int k, planes;          // planes: f holds [k / 32][high or low][NC][32] bfloat16 instead, for tiles
+  int k, planes;          // planes: f and scales hold what prepare_planes makes instead, for any weights
 } X;
 // The columns from number `first` on, which begins a panel.
 INLINE X columns_from(const X *x, size_t first) {

@@ -5,7 +5,7 @@
 // than a phase of its own); with several, an op has stages, each a phase: tokens are prepared first, then each group of 16 rows
 // is multiplied with panels of 16, 8, 4, 2 or 1 columns. Both do the same arithmetic in the same order per (row, token), so results
 // depend neither on the chunking of a prompt nor on the number of threads. Where the machine has tiles, prompts take another way
-// through float weights than decode steps (choose_form), for one token as for several.
+// than decode steps (choose_form), for one token as for several.
 #include <stddef.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -82,7 +82,7 @@ typedef struct {  // per thread
   float **targets; // of a batch: [batch]
   uint64_t stopped;  // while profiled: when the last task ended
   int last_op;
-  int planes;        // the unquantised values of whole blocks of 32 are in planes
+  int planes;        // rows of whole blocks of 32 are in planes, for tiles
 } Scratch;
 
 typedef struct { int op, stage; } Phase;
@@ -136,20 +136,22 @@ static int needs(const Matrix *w, int n) {
   return need;
 }
 
-// Whether float weights are multiplied in tiles, with columns in planes: in prompts. Decode steps get the same bits for one token
+// Whether products are in tiles, with columns in planes: in prompts. Decode steps get the same bits for one token
 // and for several, so that drafts can be verified.
 INLINE int in_tiles(const Ctx *c) { return tiles_allowed && !c->sampled && !c->mtp; }
 
 INLINE int in_planes(const Scratch *s, int n) { return s->planes && n % 32 == 0; }
 
 static void prepare_row(const float *x, int n, const float *norm, float eps, int need, Scratch *to, size_t column, int nc, int c) {
-  float by = norm ? rms_scale(x, n, eps) : 1.0f, *f = need & 2 ? to->f + column * n : NULL;
-  if (f && in_planes(to, n)) {
-    prepare_planes(x, n, norm, by, f, nc, c);
-    if (!(need & 1)) return;
-    f = NULL;
-  }
-  prepare(x, n, norm, by, need & 1 ? to->q + 2 * column * n : NULL, need & 1 ? to->scales + column * (n / 32) : NULL, f, nc, c);
+  float by = norm ? rms_scale(x, n, eps) : 1.0f, *f = to->f + column * n;
+  XScale *scales = to->scales + column * (n / 32);
+  if (in_planes(to, n)) prepare_planes(x, n, norm, by, f, (float *)scales, nc, c);
+  else prepare(x, n, norm, by, need & 1 ? to->q + 2 * column * n : NULL, scales, need & 2 ? f : NULL, nc, c);
+}
+
+// The only column of a product.
+static void prepare_one(const float *x, int n, const float *norm, float eps, int need, Scratch *to) {
+  prepare_row(x, n, norm, eps, need, to, 0, panel_width(1, in_planes(to, n)), 0);
 }
 
 INLINE X columns_of(const Scratch *s, size_t column, int k) {
@@ -171,12 +173,12 @@ typedef struct { int id, stage, part, parts; } Part;
 // all threads and returns NULL.
 static const Scratch *input(Ctx *c, const Op *op, Part me, int stage, const float *src, int stride, int n, const float *norm, int need) {
   if (c->tokens == 1) {
-    if (!ready(c, op, me.id)) prepare_row(src, n, norm, op->eps, need, &c->scratch[me.id], 0, 1, 0);
+    if (!ready(c, op, me.id)) prepare_one(src, n, norm, op->eps, need, &c->scratch[me.id]);
     return &c->scratch[me.id];
   }
   if (me.stage > stage) return &c->shared;
   for (int first = 0, w; first < c->tokens; first += w) {
-    w = panel_width(c->tokens - first);
+    w = panel_width(c->tokens - first, in_planes(&c->shared, n));
     for (int i = 0; i < MIN_(w, c->tokens - first); i++)
       if ((first + i) % me.parts == me.part)
         prepare_row(src + (size_t)(first + i) * stride, n, norm, op->eps, need, &c->shared, first, w, i);
@@ -719,7 +721,7 @@ static void per_head(Ctx *c, const Op *op, Part me, int src_stride, int dst_stri
       int prepared = c->tokens == 1 && ready(c, op, me.id) && s->head == h;
       s->head = h;
       for (int at = 0, width; at < n && !prepared; at += width) {
-        width = panel_width(n - at);
+        width = panel_width(n - at, in_planes(s, w->cols));
         for (int i = 0; i < MIN_(width, n - at); i++)
           prepare_row(row(c, op->src, start + at + i) + (size_t)h * src_stride, w->cols, NULL, 0, need, s, (size_t)at, width, i);
       }
@@ -839,7 +841,7 @@ static void route_part(Ctx *c, const Op *op, const Scratch *x, int group, int pa
   int from = router_part(w, part), n = w->rows - 16 * group;
   const uint8_t *a = rows16(w, 0, group) + group_bytes(w->type, from);
   for (int t = 0, width; t < c->tokens; t += width) {
-    width = panel_width(c->tokens - t);
+    width = panel_width(c->tokens - t, 0);
     X p = columns_of(x, t, w->cols);
     f32v out[16];
     p.f += from * width, p.k = router_part(w, part + 1) - from;
@@ -897,11 +899,19 @@ static int expert_columns(const Ctx *c, int k) { return MIN_(EXPERT_COLUMNS, c->
 // Copies prepared columns (each by itself) side by side into panels.
 static void gather(Scratch *to, const Scratch *from, const int32_t *column, int n, int k, int need) {
   for (int start = 0, width; start < n; start += width) {
-    width = panel_width(n - start);
+    int planes = in_planes(from, k);
+    width = panel_width(n - start, planes);
     for (int i = 0; i < MIN_(width, n - start); i++) {
       X x = columns_of(from, column[start + i], k);
       int8_t *q = to->q + (size_t)start * k * 2 + 64 * i;
       XScale *s = to->scales + (size_t)start * (k / 32) + i;
+      if (planes) {
+        uint8_t *p = (uint8_t *)(to->f + (size_t)start * k) + 64 * i;
+        float *scales = (float *)(s - i) + i;
+        for (int b = 0; b < (k + 63) / 64 * 2; b++) memcpy(p + (size_t)b * 64 * width, (const uint8_t *)x.f + 64 * b, 64);
+        for (int b = 0; b * DEPTH < k; b++) scales[b * width] = ((const float *)x.scales)[b];
+        continue;
+      }
       if (need & 1)
         for (int b = 0; b < k / 32; b++) memcpy(q + (size_t)b * 64 * width, x.q + b * 64, 64), s[b * width] = x.scales[b];
       if (need & 2)
@@ -930,7 +940,7 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
   if (c->tokens == 1) {
     if (!ready(c, op, me.id)) {
       choose(c, router, s, 0, s->experts, s->expert_weights);
-      prepare_row(row(c, op->src, 0), k, op->norm, op->eps, need, s, 0, 1, 0);
+      prepare_one(row(c, op->src, 0), k, op->norm, op->eps, need, s);
     }
     if (me.part == 0) {
       memcpy(c->route_ids, s->experts, sizeof(int32_t) * (size_t)top);
@@ -995,10 +1005,10 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
     share(me, groups, 0, 1, groups, &first, &last);
     for (int i = 0; i < parts; i++) {
       const Matrix *m = i < top ? w : shared;
-      size_t at = (size_t)i * ff;
-      Scratch in = {.q = s->q + 2 * at, .scales = s->scales + at / 32, .f = s->f + at};
+      size_t at = 16 * (size_t)i * ff;  // a panel for each
+      Scratch in = {.q = s->q + 2 * at, .scales = s->scales + at / 32, .f = s->f + at, .planes = s->planes};
       int matrix = i < top ? c->route_ids[i] : 0;
-      if (!prepared) prepare_row(src + at, m->cols, NULL, 0, need, &in, 0, 1, 0);
+      if (!prepared) prepare_one(src + (size_t)i * ff, m->cols, NULL, 0, need, &in);
       multiply(s->sums, m, matrix, first, last, &in, 1, y, dim, i < top ? bias_of(op->bias[0], m, matrix) : NULL, 1, 0);
       float weight = (i < top ? c->route_weights[i] : 1.0f) * op->scale;
       for (int r = 16 * first; r < MIN_(16 * last, dim); r += 16) {
@@ -1049,7 +1059,7 @@ static void head(Ctx *c, const Op *op, Part me) {
   const Scratch *x = &c->scratch[me.id];
   if (tokens == c->tokens) x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], w->cols, op->norm, needs(w, 1));
   else if (me.stage == 0) return;
-  else if (!ready(c, op, me.id)) prepare_row(row(c, op->src, c->tokens - 1), w->cols, op->norm, op->eps, needs(w, 1), &c->scratch[me.id], 0, 1, 0);
+  else if (!ready(c, op, me.id)) prepare_one(row(c, op->src, c->tokens - 1), w->cols, op->norm, op->eps, needs(w, 1), &c->scratch[me.id]);
   if (!x) return;
   share(me, n, 0, 1, n, &first, &last);
   multiply(c->scratch[me.id].sums, w, 0, first, last, x, tokens, c->logits_out, w->rows, NULL, op->scale, 0);
@@ -1134,10 +1144,8 @@ static int stage_tasks(const Ctx *c, const Op *op, int stage) {
   return some;
 }
 
-// Sets the form of an op's products; experts have few tokens, for which unpacking would take the most time.
-static void choose_form(Ctx *c, const Op *op) {
-  int planes = in_tiles(c) && op->tag != EXPERTS_UP && op->tag != EXPERTS_DOWN;
-  if (planes == c->shared.planes) return;
+static void choose_form(Ctx *c) {
+  int planes = in_tiles(c);
   c->shared.planes = planes;
   for (int i = 0; i < c->pool.threads; i++) c->scratch[i].planes = planes;
 }
@@ -1147,7 +1155,6 @@ static int phase_tasks(void *arg, int phase) {
   if (phase < c->n_phases) {
     Phase p = c->phases[phase];
     const Op *op = &c->ops[p.op];
-    choose_form(c, op);
     if (op->tag == EXPERTS_UP && p.stage == 1) list_experts(c, op);
     return stage_tasks(c, op, p.stage);
   }
@@ -1207,6 +1214,7 @@ static void run_ops(Ctx *c, int from, int to) {
 }
 
 static void run_tokens(Ctx *c) {
+  choose_form(c);
   int from = c->mtp ? c->n_step : 0, to = c->mtp ? c->n_ops : c->n_step;
   if (c->mtp || c->logits_mode == 2 || c->n_whole == to) {
     run_ops(c, from, to);
