@@ -1135,15 +1135,15 @@ static int stage_tasks(const Ctx *c, const Op *op, int stage) {
     Blocks b = query_blocks(c, op);
     return op->kv_heads * b.parts * b.blocks;
   }
-  if ((op->tag == EXPERTS_UP || op->tag == EXPERTS_DOWN) && stage == 1) {
+  if ((op->tag == EXPERTS_UP || op->tag == EXPERTS_DOWN) && stage == 1)
     return c->n_chosen * expert_parts(c) + (op->tag == EXPERTS_UP && op->w[2].groups ? some : 0);
-  }
   int groups = 0;  // a task of several tokens has LEAST of them, since it reads all columns
   for (int i = 0; i < op->matrices; i++) groups += groups16(&op->w[i]);
   if (op->tag == LINEAR || op->tag == GATE_UP || op->tag == HEAD) return MAX_(c->pool.threads, MIN_(some, groups / LEAST));
   return some;
 }
 
+// Sets the form of a call's products.
 static void choose_form(Ctx *c) {
   int planes = in_tiles(c);
   c->shared.planes = planes;
