@@ -14,8 +14,9 @@ static float rms_scale(const float *x, int n, float eps) {
 // h with x - HIGH * h in a signed byte.
 INLINE i32v high_byte(i32v x) { return HIGH == 256 ? (x + 128) >> 8 : round_(from_int(x) / HIGH); }
 
-// Elements that share a scale in planes, and the largest integer there: its high byte, rounded, must be less than 128.
-enum { DEPTH = 256, LIMIT = 32600 };
+// Elements that share a scale in planes, and the largest integer there. Its high byte, rounded, is 127, so that sums of products fit 32
+// bits: 512 * 127 * (256 * 127 + 2 * 128) < 2^31.
+enum { DEPTH = 512, LIMIT = 32600 };
 
 // Column c of a panel of nc: x * inv * gain (gain NULL: x as it is) as 16-bit integers in two planes of signed bytes, 256 * high +
 // low: [n / 64][high or low][nc][64] with zeros behind the last one, and [n / DEPTH][nc] scales. n is a multiple of 32.
@@ -44,16 +45,10 @@ static void prepare_planes(const float *x, int n, const float *gain, float inv, 
   }
 }
 
-// Weights that the input will be multiplied with, two streams of them: 128 bytes of each are asked for beside each 32 values, so that
-// the memory is at work while the input is prepared. NULL: none.
-typedef struct { const uint8_t *a, *b; } Streams;
-
 // Column c of a panel of nc: x * inv * gain (gain NULL: x as it is), as blocks of 32 high and low bytes and, if f is given, as floats.
-static void prepare(const float *x, int n, const float *gain, float inv, int8_t *q, XScale *xs, float *f, int nc, int c, Streams soon) {
+static void prepare(const float *x, int n, const float *gain, float inv, int8_t *q, XScale *xs, float *f, int nc, int c) {
   int quants = q && n % 32 == 0;
   for (int i = 0; i < n; i += 32) {
-    if (soon.a)
-      for (int j = 4 * i; j < 4 * i + 128; j += 64) __builtin_prefetch(soon.a + j), __builtin_prefetch(soon.b + j);
     float tail[32];
     const float *p = x + i, *g = gain ? gain + i : NULL;
     if (n - i < 32) {

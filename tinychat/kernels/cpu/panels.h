@@ -22,10 +22,6 @@ INLINE int panel_width(int left, int planes) {
 
 #if TILES
 
-// Groups that are unpacked at a time: they (32 kB) and the part of a panel that they are multiplied with fit in the first-level
-// cache; that part of all panels fits in the second, where it stays for all groups.
-enum { SIDE = 4 };
-
 // DEPTH elements of 16 rows, d * (256 * high + low), in tiles of 64 elements.
 typedef struct { u32v high[DEPTH / 4], low[DEPTH / 4]; f32v d; } Planes;
 
@@ -141,22 +137,22 @@ FLOATING(FLOAT_UNPACK)
 #define UNPACK_OF(T, ...) [T] = T##_unpack,
 static const Unpack unpack_of[TYPES] = {QUANTISED(UNPACK_OF) FLOATING(UNPACK_OF)};
 
-// Sums over DEPTH elements of up to four times 16 rows and 16 columns: of the high planes, and of the two products of a high one and
-// a low one. Columns from number `next` to `end` (16 a sum) are not yet added to the results.
+// Sums over DEPTH elements of two groups and 16 columns: of the high planes, and of the two products of a high one and a low one.
+// Columns from number `next` to `end` (16 a group) are not yet added to the results.
 typedef struct {
-  i32v high[4][16], mixed[4][16];
-  f32v *out[4], d[4];
-  const float *scales[4];  // of the columns
+  i32v high[2][16], mixed[2][16];
+  f32v *out[2], d[2];
+  const float *scales;  // of the columns
   unsigned next, end;
 } Pending;
 
 INLINE void add_two_columns(Pending *p) {
   if (p->next == p->end) return;
-  unsigned sum = p->next / 16, c = p->next % 16;
-  f32v *out = p->out[sum] + c, d = p->d[sum];
+  unsigned g = p->next / 16, c = p->next % 16;
+  f32v *out = p->out[g] + c, d = p->d[g];
   for (int i = 0; i < 2; i++) {
-    i32v v = (p->high[sum][c + i] << 8) + p->mixed[sum][c + i];
-    out[i] = fma_(from_int(v), d * p->scales[sum][c + i], out[i]);
+    i32v v = (p->high[g][c + i] << 8) + p->mixed[g][c + i];
+    out[i] = fma_(from_int(v), d * p->scales[c + i], out[i]);
   }
   p->next += 2;
 }
@@ -164,74 +160,49 @@ INLINE void add_columns(Pending *p) {
   while (p->next < p->end) add_two_columns(p);
 }
 
-// The sums of two groups and two panels (sum 0 and 1 of the first group), or one panel. Columns of what is pending are added while the
-// tiles are under way. A sum is used again after two or three other products, which is about the time that one takes.
+// The sums of two groups and a panel. Columns of what is pending are added while the tiles are under way. A sum is used again after
+// two or three other products, which is about the time that one takes.
+static void multiply_planes(const Planes w[2], const int8_t *x, int tiles, Pending *now, Pending *before) {
+  tile_zero(0), tile_zero(1), tile_zero(2), tile_zero(3);
+  for (int t = 0; t < tiles; t++, x += 2048) {
 #define DOT(SUM, X, W) tile_dot_s(SUM, X, W), add_two_columns(before);
-#define COLUMNS_OF(TILE, PART) tile_load(TILE, x[(TILE) - 4] + 2048 * t + 1024 * (PART), 64);  // PART: 0 high, 1 low
-#define WEIGHTS_OF(TILE, PLANE) tile_load(TILE, w[(TILE) - 6].PLANE + 16 * t, 64);
-#define ALL_FOUR DOT(0, 4, 6) DOT(1, 5, 6) DOT(2, 4, 7) DOT(3, 5, 7)
-INLINE void clear_tiles(void) { tile_zero(0), tile_zero(1), tile_zero(2), tile_zero(3); }
-static void multiply_two(const Planes *w, const int8_t *const *x, int tiles, Pending *now, Pending *before) {
-  clear_tiles();
-  for (int t = 0; t < tiles; t++) {
-    COLUMNS_OF(4, 0) WEIGHTS_OF(6, high) COLUMNS_OF(5, 0) WEIGHTS_OF(7, high) ALL_FOUR
-  }
-  tile_store(0, now->high[0], 64), tile_store(1, now->high[1], 64), tile_store(2, now->high[2], 64), tile_store(3, now->high[3], 64);
-  clear_tiles();
-  for (int t = 0; t < tiles; t++) {
-    COLUMNS_OF(4, 1) WEIGHTS_OF(6, high) COLUMNS_OF(5, 1) WEIGHTS_OF(7, high) ALL_FOUR
-    COLUMNS_OF(4, 0) WEIGHTS_OF(6, low) COLUMNS_OF(5, 0) WEIGHTS_OF(7, low) ALL_FOUR
-  }
-  tile_store(0, now->mixed[0], 64), tile_store(1, now->mixed[1], 64), tile_store(2, now->mixed[2], 64), tile_store(3, now->mixed[3], 64);
-}
-static void multiply_one(const Planes *w, const int8_t *x0, int tiles, Pending *now, Pending *before) {
-  const int8_t *const x[] = {x0, x0};
-  clear_tiles();
-  for (int t = 0; t < tiles; t++) {
-    COLUMNS_OF(5, 1) WEIGHTS_OF(6, high) WEIGHTS_OF(7, high) COLUMNS_OF(4, 0)
+    tile_load(5, x + 1024, 64), tile_load(6, w[0].high + 16 * t, 64), tile_load(7, w[1].high + 16 * t, 64), tile_load(4, x, 64);
     DOT(1, 5, 6) DOT(3, 5, 7) DOT(0, 4, 6)
-    WEIGHTS_OF(6, low)
+    tile_load(6, w[0].low + 16 * t, 64);
     DOT(1, 4, 6) DOT(2, 4, 7)
-    WEIGHTS_OF(7, low)
+    tile_load(7, w[1].low + 16 * t, 64);
     DOT(3, 4, 7)
+#undef DOT
   }
   tile_store(0, now->high[0], 64), tile_store(1, now->mixed[0], 64), tile_store(2, now->high[1], 64), tile_store(3, now->mixed[1], 64);
 }
 
-// Fills out[group * pitch + column] for `groups` groups of 16 rows, `stride` bytes apart, and n columns in planes.
+// Fills out[group * pitch + column] for `groups` groups of 16 rows, `stride` bytes apart, and n columns in planes. Two groups are
+// unpacked at a time: they (32 kB) and the part of a panel that they are multiplied with fit in the first-level cache; that part of
+// all panels fits in the second, where it stays for all groups.
 static void product_in_planes(int type, const uint8_t *a, size_t stride, int groups, const X *x, int n, f32v *out, size_t pitch) {
-  Planes w[SIDE];
+  Planes w[2];
   Pending sums[2] = {{.end = 0}, {.end = 0}}, *now = &sums[0], *before = &sums[1];
-  f32v unused[32];
   int rows = n < 16 ? n : 16;
   for (size_t i = 0; i < groups * pitch; i++) out[i] = splat(0);
   tiles_begin(rows, rows, 64);
   for (int k = 0; k < x->k; k += DEPTH) {
     int depth = x->k - k < DEPTH ? x->k - k : DEPTH, tiles = (depth + 63) / 64;
-    for (int first = 0; first < groups; first += SIDE) {
-      int side = groups - first < SIDE ? groups - first : SIDE;
+    for (int g = 0; g < groups; g += 2) {
+      int two = g + 1 < groups;
       // what is unpacked next: the groups behind these, or the first ones' next elements
-      ptrdiff_t soon = (ptrdiff_t)(first + SIDE < groups ? SIDE * stride : stride * DEPTH / x->k - first * stride);
-      for (int g = 0; g < side; g++) unpack_of[type](a + (first + g) * stride, x->k, k, depth, &w[g], soon);
+      ptrdiff_t soon = (ptrdiff_t)(g + 2 < groups ? 2 * stride : stride * DEPTH / x->k - g * stride);
+      for (int i = 0; i <= two; i++) unpack_of[type](a + (g + i) * stride, x->k, k, depth, &w[i], soon);
       tiles_written(w);
-      for (int c = 0, panels; c < n; c += 16 * panels) {
-        panels = n - c > 16 ? 2 : 1;
-        X at[] = {columns_from(x, c), columns_from(x, c + 16)};
-        const int8_t *tile[] = {(const int8_t *)at[0].f + 32 * (size_t)k, (const int8_t *)at[1].f + 32 * (size_t)k};
-        for (int g = 0; g < side; g += 2) {
-          for (int i = 0; i < 2 * panels; i++) {
-            int h = i / panels, p = i % panels;
-            now->out[i] = g + h < side ? out + (first + g + h) * pitch + c + 16 * p : unused;
-            now->d[i] = w[(g + h) % SIDE].d;
-            now->scales[i] = (const float *)at[p].scales + k / DEPTH * 16;
-          }
-          if (panels == 2) multiply_two(w + g, tile, tiles, now, before);
-          else multiply_one(w + g, tile[0], tiles, now, before);
-          add_columns(before);
-          now->next = 0, now->end = 32 * panels;
-          Pending *t = now;
-          now = before, before = t;
-        }
+      for (int c = 0; c < n; c += 16) {
+        X panel = columns_from(x, c);
+        multiply_planes(w, (const int8_t *)panel.f + 32 * (size_t)k, tiles, now, before);
+        add_columns(before);
+        now->scales = (const float *)panel.scales + k / DEPTH * 16;
+        for (int i = 0; i < 2; i++) now->out[i] = out + (g + i) * pitch + c, now->d[i] = w[i].d;
+        now->next = 0, now->end = two ? 32 : 16;
+        Pending *t = now;
+        now = before, before = t;
       }
     }
   }
