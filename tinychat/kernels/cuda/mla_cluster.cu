@@ -13,6 +13,7 @@ constexpr int NEW = (COLUMNS + CLUSTER - 1) / CLUSTER;  // keys of this step tha
 constexpr bool LOW_RANK = Query::COLS > 0;  // q comes from q_a through q_b
 constexpr int LONGEST = Query::COLS > KV_LORA ? Query::COLS : KV_LORA > NOPE ? KV_LORA : NOPE;
 constexpr int PAIRS = (ROW / 2 + 31) / 32;            // of a cache row's values, per lane
+constexpr int ANGLES = (AT_ONCE * ROPE_DIMS + THREADS - 1) / THREADS;  // of a thread
 constexpr int VALUE_PAIRS = (KV_LORA / 2 + 31) / 32;  // of those that are values as well
 
 // N rows of matrices M in shared memory, in planes like the tensor's (quants.cuh). LANES lanes share a row.
@@ -106,12 +107,13 @@ using LatentRows = Rows<Absorb, KV_LORA / CLUSTER, LATENT_LANES>;
 using ValueRows = Rows<Value, Value::ROWS / CLUSTER, VALUE_LANES>;
 
 struct Memory {  // a block's; of each column:
+  u64 inboxes[3];  // of q, query and parts
   V4 codes[AT_ONCE * LONGEST / 16];
   Scale scales[AT_ONCE * LONGEST / 32];
   alignas(16) float q[AT_ONCE][HEAD];        // of the head, unscaled
   alignas(16) float query[AT_ONCE][ROW];     // absorbed, then rotated; scaled
-  alignas(16) float part[AT_ONCE][KV_LORA];  // attention over this block's keys, not normalised
-  float part_max[AT_ONCE], part_sum[AT_ONCE];  // log2, sum of the weights
+  alignas(16) float parts[CLUSTER][AT_ONCE][KV_LORA];  // attention over each block's keys, not normalised
+  float part_max[CLUSTER][AT_ONCE], part_sum[CLUSTER][AT_ONCE];  // log2, sum of the weights
   float red[AT_ONCE * 32], results[AT_ONCE][Value::ROWS / CLUSTER];
   float warp_maxima[AT_ONCE][WARPS], warp_sums[AT_ONCE][WARPS], warp_weights[AT_ONCE][WARPS];
   float row_red[NEW][WARPS];
@@ -146,7 +148,7 @@ struct Args {
 };
 
 // Attention of `count` columns, the first at `pos`, over every CLUSTER-th key from `rank` on, those from `known` on in
-// `row`: `part`, `part_max` and `part_sum`. A warp takes KEYS keys at a time and keeps its lanes' part of the weighted
+// `row`: what it sends to all blocks as `parts`, `part_max` and `part_sum`. A warp takes KEYS keys at a time and keeps its lanes' part of the weighted
 // sums of values in registers.
 DEVICE void attend(Memory &m, const u16 *cache, int known, int pos, int count, int rank) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -239,15 +241,20 @@ DEVICE void attend(Memory &m, const u16 *cache, int known, int pos, int count, i
     for (int d = threadIdx.x; d < KV_LORA; d += THREADS) {
       float whole = 0;
       for (int w = 0; w < active; w++) whole = fma_rn(m.warp_weights[c][w], m.sums[w][d], whole);
-      m.part[c][d] = whole;
+#pragma unroll
+      for (int r = 0; r < CLUSTER; r++) send(&m.parts[rank][c][d], whole, &m.inboxes[2], r);
     }
   }
   if (threadIdx.x < count) {
     const int c = threadIdx.x, active = min(keys(c), WARPS);
     float all = 0;
     for (int w = 0; w < active; w++) all = fma_rn(m.warp_weights[c][w], m.warp_sums[c][w], all);
-    m.part_max[c] = maximum(c);
-    m.part_sum[c] = all;
+    const float top = maximum(c);
+#pragma unroll
+    for (int r = 0; r < CLUSTER; r++) {
+      send(&m.part_max[rank][c], top, &m.inboxes[2], r);
+      send(&m.part_sum[rank][c], all, &m.inboxes[2], r);
+    }
   }
 }
 
@@ -259,9 +266,9 @@ struct Merged {
     F4 part[CLUSTER], v = {0, 0, 0, 0};
 #pragma unroll
     for (int r = 0; r < CLUSTER; r++) {
-      weight[r] = *peer(&m.part_max[column], r);
-      sum[r] = *peer(&m.part_sum[column], r);
-      part[r] = load4(peer(m.part[column], r) + i);
+      weight[r] = m.part_max[r][column];
+      sum[r] = m.part_sum[r][column];
+      part[r] = load4(m.parts[r][column] + i);
       best = fmaxf(best, weight[r]);
     }
 #pragma unroll
@@ -282,22 +289,38 @@ DEVICE void run(const Args &a) {
   const int column = COLUMNS == 1 ? 0 : blockIdx.x / (CLUSTER * HEADS) * AT_ONCE;  // the cluster's first
   const int count = COLUMNS == 1 ? 1 : min(a.state[COUNT] - column, AT_ONCE);
   if (count <= 0) return;
-  cluster_arrive_relaxed();  // waited for before the first write into another block's memory
+  const int known = a.state[POS], pos = known + column;
   if constexpr (LOW_RANK) m.rows.query.copy(a.w_query, Query::START + (u64)head * HEAD + rank * (HEAD / CLUSTER));
   copy_commit();
   m.rows.latent.copy(a.w_absorb, Absorb::START + (u64)head * Absorb::STRIDE + rank * (KV_LORA / CLUSTER));
   m.value.copy(a.w_value, Value::START + (u64)head * Value::STRIDE + rank * (Value::ROWS / CLUSTER));
   copy_commit();
-  const int known = a.state[POS], pos = known + column;
+  if (threadIdx.x == 0) {
+    inbox_open(&m.inboxes[0], AT_ONCE * HEAD * 4);
+    inbox_open(&m.inboxes[1], AT_ONCE * KV_LORA * 4);
+    inbox_open(&m.inboxes[2], CLUSTER * count * (KV_LORA + 2) * 4);
+  }
+  cluster_arrive_relaxed();  // waited for before the first send()
 
   const int first_new = (rank - known % CLUSTER + CLUSTER) % CLUSTER;  // column of the block's first key in this step
   LatentRow row[NEW];
+  const auto has = [&](int i) { return first_new + i * CLUSTER < column + count; };
+#pragma unroll
+  for (int i = 0; i < NEW; i++)
+    if (has(i)) row[i].prefetch(a.kv_gain, a.table + (u64)(known + first_new + i * CLUSTER) * (ROPE_DIMS / 2));
+  F2 angles[ANGLES];  // of the queries' values that the thread rotates
+#pragma unroll
+  for (int n = 0; n < ANGLES; n++) {
+    const int i = min((int)threadIdx.x + n * THREADS, count * ROPE_DIMS - 1);
+    angles[n] = a.table[(u64)(pos + i / ROPE_DIMS) * (ROPE_DIMS / 2) + pair_of(i % ROPE_DIMS)];
+  }
   const auto load_rows = [&] {
 #pragma unroll
-    for (int i = 0; i < NEW; i++) {
-      const int c = first_new + i * CLUSTER;
-      if (c < column + count) row[i].load(a.kv + c * ROW, a.kv_gain, a.table + (u64)(known + c) * (ROPE_DIMS / 2));
-    }
+    for (int i = 0; i < NEW; i++)
+      if (has(i)) row[i].load(a.kv + (first_new + i * CLUSTER) * ROW);
+#pragma unroll
+    for (int i = 0; i < NEW; i++)
+      if (has(i)) row[i].sum(m.row_red[i]);
   };
   if constexpr (LOW_RANK) {
     Staged<LOW_RANK ? Query::COLS : 32, true> stage;
@@ -314,7 +337,7 @@ DEVICE void run(const Args &a) {
     cluster_wait();
     m.rows.query.multiply(sh, [&](int c, int i, int sub, float v) {
       for (int r = sub; r < CLUSTER; r += QUERY_LANES)
-        peer(m.q[c], r)[rank * (HEAD / CLUSTER) + i] = mul_rn(v, norm[c]);
+        send(&m.q[c][rank * (HEAD / CLUSTER) + i], mul_rn(v, norm[c]), &m.inboxes[0], r);
     });
   } else {
     grid_wait();
@@ -322,39 +345,37 @@ DEVICE void run(const Args &a) {
     for (int i = threadIdx.x; i < AT_ONCE * HEAD; i += THREADS)
       m.q[0][i] = a.q[((column + i / HEAD) * HEADS + head) * HEAD + i % HEAD];
     cluster_wait();
+    __syncthreads();
   }
-  cluster_arrive();
 #pragma unroll
   for (int i = 0; i < NEW; i++)
-    if (first_new + i * CLUSTER < column + count) row[i].store(m.row[i], m.row_red[i]);
-  cluster_wait();
+    if (has(i)) row[i].store(m.row[i], m.row_red[i]);
 
+  // A product that was sent by all rows of this block has read what it was made of.
+  if (LOW_RANK) inbox_wait(&m.inboxes[0]);
+#pragma unroll
+  for (int n = 0; n < ANGLES; n++)
+    if (const int i = threadIdx.x + n * THREADS; i < count * ROPE_DIMS) {
+      const int c = i / ROPE_DIMS, d = i % ROPE_DIMS;
+      m.query[c][KV_LORA + d] = query_scale(pos + c) * rotated(m.q[c] + NOPE, angles[n], d);
+    }
   Staged<NOPE, false> nope;
   copy_wait<0>();
   nope.finish(Plain{m.q[0], HEAD}, sh);
-#pragma unroll 1
-  for (int i = threadIdx.x; i < count * ROPE_DIMS; i += THREADS) {
-    const int c = i / ROPE_DIMS, d = i % ROPE_DIMS;
-    const F2 *angles = a.table + (u64)(pos + c) * (ROPE_DIMS / 2);
-    m.query[c][KV_LORA + d] = query_scale(pos + c) * rotated(m.q[c] + NOPE, angles, d);
-  }
   m.rows.latent.multiply(sh, [&](int c, int row, int sub, float v) {
     for (int r = sub; r < CLUSTER; r += LATENT_LANES)
-      peer(m.query[c], r)[rank * (KV_LORA / CLUSTER) + row] = mul_rn(v, query_scale(pos + c));
+      send(&m.query[c][rank * (KV_LORA / CLUSTER) + row], mul_rn(v, query_scale(pos + c)), &m.inboxes[1], r);
   });
-  cluster_arrive();
-  cluster_wait();
+  inbox_wait(&m.inboxes[1]);
 
   attend(m, a.cache, known, pos, count, rank);
-  cluster_arrive();
-  cluster_wait();
-  Staged<KV_LORA, false> latent;
-  latent.finish(Merged{m}, sh);
-  cluster_arrive_relaxed();  // this block has read the others' parts
-  if (head == 0 && first_new < count)  // so late since an arrival at the cluster's barrier waits for stores
+  if (head == 0 && first_new < count)
 #pragma unroll 1
     for (int i = threadIdx.x; i < ROW; i += THREADS)
       a.cache[(u64)(pos + first_new) * ROW + i] = m.row[column / CLUSTER][i];
+  inbox_wait(&m.inboxes[2]);
+  Staged<KV_LORA, false> latent;
+  latent.finish(Merged{m}, sh);
   constexpr int OWN = Value::ROWS / CLUSTER, PARTS = OWN / 32;
   const int first = head * Value::ROWS + rank * OWN;
   float open[AT_ONCE];
@@ -372,5 +393,4 @@ DEVICE void run(const Args &a) {
       put_block<COLUMNS>(m.results[i / PARTS][i % PARTS * 32 + threadIdx.x % 32], a.dst_q, a.dst_s, column + i / PARTS,
           HEADS * Value::ROWS / 32, first / 32 + i % PARTS);
   }
-  cluster_wait();  // nobody reads this block's memory any more
 }
