@@ -123,6 +123,7 @@ template <class T> void all(const T &v, T (&out)[32]) {
 
 static void __syncthreads() { emu::block_barrier(); }
 DEVICE void warp_sync() { emu::warp_barrier(); }
+DEVICE void grid_launch() {}
 DEVICE void grid_wait() {}
 template <class T> T load(const void *p) { T v; if ((u64)p % sizeof(T)) { fprintf(stderr, "emulator: misaligned load\n"); abort(); } memcpy(&v, p, sizeof v); return v; }
 DEVICE V4 ldc16(const void *p) { return load<V4>(p); }

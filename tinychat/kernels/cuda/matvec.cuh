@@ -248,7 +248,8 @@ template <int T, int K, int LPR, int KS, int R, int DEPTH, int C> struct Dot {
 };
 
 // Where results go, by column and row; finish() is called by all threads once, with the block's first row. Where ADDS,
-// the last argument is before(), what stands there, loaded in front of grid_wait(): the kernel before does not write it.
+// the last argument is before(), what stands there, loaded in front of grid_wait(): the kernel before does not write
+// it.
 struct Put {
   float *dst;
   const float *bias;

@@ -10,6 +10,7 @@
 constexpr int HEAD = NOPE + ROPE_DIMS, ROW = KV_LORA + ROPE_DIMS;
 constexpr int AT_ONCE = COLUMNS < CLUSTER ? COLUMNS : CLUSTER;  // columns of a cluster
 constexpr int NEW = (COLUMNS + CLUSTER - 1) / CLUSTER;  // keys of this step that a block has, at most
+constexpr bool FIRST_EARLY = AT_ONCE <= 2;  // a warp's first keys are loaded before the wait; more have no registers
 constexpr bool LOW_RANK = Query::COLS > 0;  // q comes from q_a through q_b
 constexpr int LONGEST = Query::COLS > KV_LORA ? Query::COLS : KV_LORA > NOPE ? KV_LORA : NOPE;
 constexpr int PAIRS = (ROW / 2 + 31) / 32;            // of a cache row's values, per lane
@@ -115,7 +116,7 @@ struct Memory {  // a block's; of each column:
   alignas(16) float parts[CLUSTER][AT_ONCE][KV_LORA];  // attention over each block's keys, not normalised
   float part_max[CLUSTER][AT_ONCE], part_sum[CLUSTER][AT_ONCE];  // log2, sum of the weights
   float red[AT_ONCE * 32], results[AT_ONCE][Value::ROWS / CLUSTER];
-  float warp_maxima[AT_ONCE][WARPS], warp_sums[AT_ONCE][WARPS], warp_weights[AT_ONCE][WARPS];
+  float warp_maxima[AT_ONCE][WARPS], warp_sums[AT_ONCE][WARPS];
   float row_red[NEW][WARPS];
   alignas(16) u16 row[NEW][ROW];  // cache rows of this step's keys, of every CLUSTER-th
   ValueRows value;
@@ -147,10 +148,25 @@ struct Args {
   Scale *dst_s = nullptr;
 };
 
+using Keys = u32[KEYS][PAIRS];  // KEYS keys of a warp: values of a cache row, two in a word, by lanes
+// Those of a warp's first keys that are in the cache, which has `known` rows.
+DEVICE void load_known(Keys &v, const u16 *cache, int known, int rank) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int j = 0; j < KEYS; j++) {
+    const int key = rank + (threadIdx.x / 32 + j * WARPS) * CLUSTER;
+    if (key < known)
+#pragma unroll
+      for (int p = 0; p < PAIRS; p++)
+        v[j][p] = p * 32 + lane < ROW / 2 ? ((const u32 *)(cache + (u64)key * ROW))[p * 32 + lane] : 0;
+  }
+}
+
 // Attention of `count` columns, the first at `pos`, over every CLUSTER-th key from `rank` on, those from `known` on in
-// `row`: what it sends to all blocks as `parts`, `part_max` and `part_sum`. A warp takes KEYS keys at a time and keeps its lanes' part of the weighted
-// sums of values in registers.
-DEVICE void attend(Memory &m, const u16 *cache, int known, int pos, int count, int rank) {
+// `row`: what it sends to all blocks as `parts`, `part_max` and `part_sum`. A warp takes KEYS keys at a time, and keeps
+// its lanes' part of the weighted sums of values in registers. FIRST_EARLY: the first ones, as far as they are known, are
+// in `v`.
+DEVICE void attend(Memory &m, const u16 *cache, Keys &v, int known, int pos, int count, int rank) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const auto keys = [&](int c) { return c >= count || pos + c < rank ? 0 : (pos + c - rank) / CLUSTER + 1; };
   const int most = keys(count - 1);
@@ -165,14 +181,14 @@ DEVICE void attend(Memory &m, const u16 *cache, int known, int pos, int count, i
     for (int i = 0; i < 2 * VALUE_PAIRS; i++) sum[c][i] = 0;
   }
   for (int first = warp; first < most; first += WARPS * KEYS) {
-    u32 v[KEYS][PAIRS];
     float s[AT_ONCE][KEYS];
 #pragma unroll
     for (int j = 0; j < KEYS; j++) {
       const int i = first + j * WARPS, key = rank + i * CLUSTER;
       const u32 *row = (const u32 *)(key >= known ? m.row[(key - known) / CLUSTER] : cache + (u64)key * ROW);
+      if (!FIRST_EARLY || first != warp || key >= known)
 #pragma unroll
-      for (int p = 0; p < PAIRS; p++) v[j][p] = i < most && p * 32 + lane < ROW / 2 ? row[p * 32 + lane] : 0;
+        for (int p = 0; p < PAIRS; p++) v[j][p] = i < most && p * 32 + lane < ROW / 2 ? row[p * 32 + lane] : 0;
 #pragma unroll
       for (int c = 0; c < AT_ONCE; c++) s[c][j] = 0;
     }
@@ -219,11 +235,7 @@ DEVICE void attend(Memory &m, const u16 *cache, int known, int pos, int count, i
       m.warp_maxima[c][warp] = best[c];
       m.warp_sums[c][warp] = total[c];
     }
-  const auto maximum = [&](int c) {
-    float top = -1e30f;
-    for (int w = 0; w < min(keys(c), WARPS); w++) top = fmaxf(top, m.warp_maxima[c][w]);
-    return top;
-  };
+  static_assert(WARPS <= 32, "a lane for each");
 #pragma unroll
   for (int c = 0; c < AT_ONCE; c++) {
     if (c >= count) break;
@@ -233,27 +245,23 @@ DEVICE void attend(Memory &m, const u16 *cache, int known, int pos, int count, i
       if (warp < mine[c] && p * 32 + lane < KV_LORA / 2)
         *(F2 *)(m.sums[warp] + 2 * (p * 32 + lane)) = F2{sum[c][2 * p], sum[c][2 * p + 1]};
     __syncthreads();
-    if (c == 0) {
-      if (lane < count) m.warp_weights[lane][warp] = exp2_fast(m.warp_maxima[lane][warp] - maximum(lane));
-      __syncthreads();
-    }
+    const float of_warp = lane < WARPS ? m.warp_maxima[c][lane] : -1e30f, top = warp_max(of_warp),
+                weight = lane < WARPS ? exp2_fast(of_warp - top) : 0;
     const int active = min(mine[c], WARPS);
     for (int d = threadIdx.x; d < KV_LORA; d += THREADS) {
       float whole = 0;
-      for (int w = 0; w < active; w++) whole = fma_rn(m.warp_weights[c][w], m.sums[w][d], whole);
+#pragma unroll(AT_ONCE > 2 ? 4 : WARPS)
+      for (int w = 0; w < WARPS; w++)
+        if (w < active) whole = fma_rn(shfl(weight, w), m.sums[w][d], whole);
 #pragma unroll
       for (int r = 0; r < CLUSTER; r++) send(&m.parts[rank][c][d], whole, &m.inboxes[2], r);
     }
-  }
-  if (threadIdx.x < count) {
-    const int c = threadIdx.x, active = min(keys(c), WARPS);
-    float all = 0;
-    for (int w = 0; w < active; w++) all = fma_rn(m.warp_weights[c][w], m.warp_sums[c][w], all);
-    const float top = maximum(c);
-#pragma unroll
-    for (int r = 0; r < CLUSTER; r++) {
-      send(&m.part_max[rank][c], top, &m.inboxes[2], r);
-      send(&m.part_sum[rank][c], all, &m.inboxes[2], r);
+    if (warp == c) {
+      const float all = warp_sum(mul_rn(weight, lane < WARPS ? m.warp_sums[c][lane] : 0));
+      if (lane < CLUSTER) {
+        send(&m.part_max[rank][c], top, &m.inboxes[2], lane);
+        send(&m.part_sum[rank][c], all, &m.inboxes[2], lane);
+      }
     }
   }
 }
@@ -314,6 +322,8 @@ DEVICE void run(const Args &a) {
     const int i = min((int)threadIdx.x + n * THREADS, count * ROPE_DIMS - 1);
     angles[n] = a.table[(u64)(pos + i / ROPE_DIMS) * (ROPE_DIMS / 2) + pair_of(i % ROPE_DIMS)];
   }
+  Keys keys;
+  if (FIRST_EARLY) load_known(keys, a.cache, known, rank);
   const auto load_rows = [&] {
 #pragma unroll
     for (int i = 0; i < NEW; i++)
@@ -368,7 +378,7 @@ DEVICE void run(const Args &a) {
   });
   inbox_wait(&m.inboxes[1]);
 
-  attend(m, a.cache, known, pos, count, rank);
+  attend(m, a.cache, keys, known, pos, count, rank);
   if (head == 0 && first_new < count)
 #pragma unroll 1
     for (int i = threadIdx.x; i < ROW; i += THREADS)

@@ -30,8 +30,13 @@ struct alignas(8) F2 {
 
 // Programmatic dependent launch: a kernel's blocks may run before the kernel in front has finished, and load their
 // weights until grid_wait(), which returns when that one has finished and its writes are visible. From then on the
-// kernel behind may start (launching earlier lets several kernels queue up on the multiprocessors, and measured
-// slower). Nothing before compute capability 9.0.
+// kernel behind may start, or from grid_launch() on (which lets several kernels queue up on the multiprocessors, and
+// mostly measured slower). Nothing before compute capability 9.0.
+DEVICE void grid_launch() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
 DEVICE void grid_wait() {
 #if __CUDA_ARCH__ >= 900
   // Behind a branch that is always taken, which ptxas cannot know: it would move the wait in front of those loads.
@@ -230,7 +235,8 @@ DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(
 DEVICE void inbox_open(u64 *inbox, int bytes) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(inbox)) : "memory");
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(inbox)), "r"(bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(inbox)), "r"(bytes)
+      : "memory");
 }
 DEVICE void send(float *to, float v, u64 *inbox, int rank) {
   asm volatile(
