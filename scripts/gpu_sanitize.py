@@ -1,19 +1,23 @@
 """The CUDA kernels of gpu_session's check and verify sets under compute-sanitizer, on a GPU machine:
 
     python -m scripts.gpu_sanitize memcheck initcheck racecheck [--limit SECONDS --jobs N --models VARIANT:QUANT ...]
+        [--of-each-kind N] [--done FILE]
 
 Each model runs one step of every form (prompts of each width, decode steps of each depth, verify steps and drafts of
 each number of tokens). Under memcheck and initcheck every model runs each of its kernels once, on its weights; the
 models are divided over processes so that few kernels are in two of them, since a tool's time goes into each kernel that
 a process loads. racecheck, which logs every access of shared memory, runs each kernel once in all, on memory of zeros:
 which accesses are made depends on the kernel, not on the values. `--of-each-kind N` leaves it with N kernels of each
-file, type, size of block and cluster, number of columns, and set of options.
+kind (file, type, size of block and cluster, number of columns, and set of options), and the others with the models
+that have them.
 
-The kernels are compiled first, without a tool. A few lines per tool say what ran, where the time went, what was found,
-and what was left at the limit. `none` runs all models without a tool.
+Models are taken in rounds, those with the most kinds first. In each round the kernels are compiled without a tool;
+then a few lines per tool say what ran, where the time went and what was found. Everything ends at the limit. `--done
+FILE` leaves out what its lines, the output of earlier runs, say has run. `none` runs all models without a tool.
 """
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -31,6 +35,7 @@ from dataclasses import dataclass
 from functools import cache
 from hashlib import sha1
 from itertools import chain
+from multiprocessing.pool import Pool
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -64,7 +69,7 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck", "none")
 EXPECTED = re.compile(r"(ran|did|spent) |========= (COMPUTE-SANITIZER|(ERROR|RACECHECK) SUMMARY: 0 )")  # of a clean run
 ROUTING = ("router.cu", "group_pairs.cu")  # experts' kernels have nothing to do without them
 BRANCHES = re.compile(r"COLUMNS = \d+|\w+ = true")  # of the constants, those that change what a kernel does most
-PIECE = 32  # kernels that a process compiles at a time
+PIECE = 16  # kernels that a process compiles at a time
 STARTED = 20_000  # threads of a kernel that cost as much as its launch, roughly
 
 Kind = tuple[str | int, ...]
@@ -77,8 +82,8 @@ class OneGPU(GPU):
     binaries: dict[str, bytes] = {}
     zeros = False  # memory is zeros, not what was left there
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, number: int | None = None) -> None:
+        super().__init__(number)
         self._programs, self._binaries = self.programs, self.binaries
 
     def compile(self, launches: Iterable[Launch]) -> None:
@@ -261,52 +266,70 @@ def run(work: Path) -> None:
     print("\n".join(f"spent {file} {seconds:.2f}" for file, seconds in spent.items()), flush=True)
 
 
-def sanitize(tool: str, lists: list[list[str]], shares: dict[str, dict[str, Kernel]], end: float, once: bool) -> bool:
-    """Runs a process under the tool for each list until the time `end`, and prints what it found. `once`: the shares
-    alone."""
+def sanitize(
+    tool: str, lists: list[list[str]], shares: dict[str, dict[str, Kernel]], end: float
+) -> tuple[list[str], bool]:
+    """Runs a process under the tool for each list until the time `end`, and prints what it found. Returns the models
+    that have run whole, and whether nothing was reported."""
     began, found = time.time(), shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    options = [] if tool == "none" else [found, "--tool", tool, "--print-limit", "5"]
+    options, once = [] if tool == "none" else [found, "--tool", tool, "--print-limit", "5"], tool == "racecheck"
+    children = list[subprocess.Popen[bytes]]()
     with tempfile.TemporaryDirectory() as folder:
         works = [Path(folder) / f"{i}.json" for i in range(len(lists))]
-        for work, models in zip(works, lists):
-            work.write_text(json.dumps([end, once, [(m, list(shares[m]) if once else []) for m in models]]))
         outputs = [work.with_suffix(".txt") for work in works]
-        children = [
-            subprocess.Popen(
-                [*options, sys.executable, "-u", "-m", "scripts.gpu_sanitize", "--run", str(work)],
-                stdout=output.open("wb"),
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            for work, output in zip(works, outputs)
-        ]
         killed = 0
-        for child in children:
-            try:
-                child.wait(max(0.1, end + 5 - time.time()))  # a kernel that has begun may end
-            except subprocess.TimeoutExpired:
-                killed += 1
-                os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
+        try:
+            for work, output, models in zip(works, outputs, lists):
+                work.write_text(json.dumps([end, once, [(m, list(shares[m]) if once else []) for m in models]]))
+                command = [*options, sys.executable, "-u", "-m", "scripts.gpu_sanitize", "--run", str(work)]
+                children.append(
+                    subprocess.Popen(
+                        command, stdout=output.open("wb"), stderr=subprocess.STDOUT, start_new_session=True
+                    )
+                )
+            for child in children:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(max(0.1, end + 5 - time.time()))  # a kernel that has begun may end
+        finally:
+            for child in children:
+                if child.poll() is None:
+                    killed += 1
+                    os.killpg(child.pid, signal.SIGKILL)
+                    child.wait()
         text = "\n".join(output.read_text(errors="replace") for output in outputs)
     lines = re.findall(r"^(ran|did) (\S+) (\d+) (\S+)$", text, re.MULTILINE)
-    left = set(chain.from_iterable(lists)) - {model for word, model, _, _ in lines if word == "ran"}
+    whole = [model for word, model, _, _ in lines if word == "ran"]
     spent = defaultdict[str, float](float)
     for file, seconds in re.findall(r"^spent (\S+) (\S+)$", text, re.MULTILINE):
         spent[file] += float(seconds)
-    ran = sum(int(count) for _, _, count, _ in lines)
     reports = [line for line in text.splitlines() if line and not EXPECTED.match(line)]
     print(
-        f"{tool}: {ran} kernels{f' of {sum(map(len, shares.values()))}' if once else ''} in {len(lines)} models "
-        f"within {time.time() - began:.0f} s, {f'{len(reports)} lines of reports' if reports else 'nothing reported'}; "
-        f"{killed} processes killed; left: {' '.join(sorted(left)) or 'none'}",
+        f"{tool}: {sum(int(count) for _, _, count, _ in lines)} kernels in {len(lists)} processes within "
+        f"{time.time() - began:.0f} s, {f'{len(reports)} lines of reports' if reports else 'nothing reported'}; "
+        f"{killed} processes killed",
         "seconds: "
-        + ", ".join(f"{file} {seconds:.1f}" for file, seconds in sorted(spent.items(), key=lambda x: -x[1])),
+        + ", ".join(f"{file} {seconds:.1f}" for file, seconds in sorted(spent.items(), key=lambda x: -x[1])[:12]),
         *reports[:60],
+        f"ran {tool}: {' '.join(whole)}",
         sep="\n",
         flush=True,
     )
-    return not left and not reports and not killed
+    return whole, not reports and not killed
+
+
+def compile_all(pool: Pool, models: dict[str, dict[str, Kernel]], end: float) -> bool:
+    """Compiles the kernels of the models, each once; returns whether all are by the time `end`."""
+    began, pieces = time.time(), list[tuple[str, list[str]]]()
+    for model, found in covering(models, 1 << 30).items():
+        pieces += [(model, list(found)[i : i + PIECE]) for i in range(0, len(found), PIECE)]
+    made = pool.imap_unordered(compile_some, pieces)
+    try:
+        for _ in pieces:
+            made.next(max(0.1, end - time.time()))
+    except multiprocessing.TimeoutError:
+        return False
+    print(f"{sum(len(some) for _, some in pieces)} kernels compiled within {time.time() - began:.0f} s", flush=True)
+    return True
 
 
 def main() -> None:
@@ -316,28 +339,39 @@ def main() -> None:
     args.add_argument("--jobs", type=int, default=14)
     args.add_argument("--limit", type=float, default=600)
     args.add_argument("--of-each-kind", type=int, default=1 << 30)
+    args.add_argument("--done", type=Path)
     args.add_argument("--run", type=Path)
     a = args.parse_args()
     if a.run:
         return run(a.run)
-    began, fork = time.time(), multiprocessing.get_context("fork")
-    with fork.Pool(a.jobs) as pool:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no process stays behind
+    end, good = time.time() + a.limit, True
+    done = {tool: set[str]() for tool in TOOLS}
+    for tool, names in re.findall(r"^ran (\S+): (.*)$", a.done.read_text() if a.done else "", re.MULTILINE):
+        done[tool] |= set(names.split())
+    with multiprocessing.get_context("fork").Pool(a.jobs) as pool:
         models = dict(zip(a.models, pool.map(kernels, a.models, 1)))
         shares = covering(models, a.of_each_kind)
-        todo = shares if a.tools == ["racecheck"] else covering(models, 1 << 30)
-        pieces = [(m, list(found)[i : i + PIECE]) for m, found in todo.items() for i in range(0, len(found), PIECE)]
-        for _ in pool.imap_unordered(compile_some, pieces):
-            pass
-    print(
-        f"{sum(map(len, todo.values()))} kernels of {len(models)} models, compiled within {time.time() - began:.0f} s",
-        flush=True,
-    )
-    lists, shared = divided(models, a.jobs), shared_out(shares, a.jobs)
-    good = [
-        sanitize(tool, shared if tool == "racecheck" else lists, shares, began + a.limit, tool == "racecheck")
-        for tool in a.tools
-    ]
-    sys.exit(not all(good))
+        due = [m for m in shares if any(m not in done[tool] for tool in a.tools)]
+        print(f"{len(due)} of {len(shares)} models are due", flush=True)
+        while due and time.time() < end:
+            some, due = due[: a.jobs], due[a.jobs :]
+            if not compile_all(pool, {m: (shares if a.tools == ["racecheck"] else models)[m] for m in some}, end):
+                break
+            for tool in a.tools:
+                undone = {m: shares[m] if tool == "racecheck" else models[m] for m in some if m not in done[tool]}
+                lists = (shared_out if tool == "racecheck" else divided)(undone, a.jobs)
+                whole, clean = sanitize(tool, lists, shares, end)
+                done[tool] |= set(whole)
+                good &= clean
+    for tool in a.tools:
+        of = shares if tool == "racecheck" else {m: models[m] for m in shares}
+        kinds = {m: {kernel.kind for kernel in found.values()} for m, found in of.items()}
+        ran, every = (len(set[Kind]().union(*(kinds[m] for m in ms))) for ms in (done[tool] & of.keys(), of))
+        left = [m for m in of if m not in done[tool]]
+        print(f"{tool}: {ran} of {every} kinds of kernels; left: {' '.join(left) or 'none'}")
+        good &= not left
+    sys.exit(not good)
 
 
 if __name__ == "__main__":

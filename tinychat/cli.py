@@ -7,13 +7,14 @@ import contextlib
 import difflib
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tinychat import __version__, process
-from tinychat.errors import TinychatError, printable
+from tinychat.errors import TinychatError, printable, shortage
 
 DEVICES = ("cuda", "cpu", "reference")  # as in engine.devices, which is slow to import
 MODEL_HELP = "a name (`tinychat cache list --all` shows them), a path to a .gguf file, or a URL"
@@ -56,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         what = printable(f"{type(e).__name__}: {e}", newlines=False)
-        print(f"tinychat: {what} (not expected; `--debug` shows where, please report it)", file=sys.stderr)
+        unexpected = f"{what} (not expected; `--debug` shows where, please report it)"
+        print(f"tinychat: {shortage(e) or unexpected}", file=sys.stderr)
         return 1
     return code
 
@@ -74,7 +76,12 @@ def parse(argv: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("--debug", action="store_true", help="show where an error comes from")
     group = parser.add_subparsers(prog="tinychat", title="commands", metavar="COMMAND", required=True)
     where = argparse.ArgumentParser(add_help=False)  # options of every command that runs a model
-    where.add_argument("--device", choices=DEVICES, help="where to run it (default: the fastest that works here)")
+    where.add_argument(
+        "--device",
+        type=_device,
+        metavar="DEVICE",
+        help="where to run it: cuda (cuda:1 is GPU 1), cpu or reference (default: the fastest that works here)",
+    )
     where.add_argument(
         "--threads", type=_count, metavar="N", help="CPU threads (default: the settings', or one for each core)"
     )
@@ -356,6 +363,12 @@ def _count(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 10**7:
         raise argparse.ArgumentTypeError(f"expected a whole number above 0, not {text!r}")
     return int(text)
+
+
+def _device(text: str) -> str:
+    if text not in DEVICES and not re.fullmatch("cuda:[0-9]{1,3}", text):
+        raise argparse.ArgumentTypeError(f"expected {', '.join(DEVICES)} or cuda:N, not {text!r}")
+    return text
 
 
 def _share(text: str) -> float:

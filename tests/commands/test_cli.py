@@ -100,6 +100,7 @@ def test_help(capsys: Captured, argv: list[str]) -> None:
         ["bench", "--no-wait", "-n", "3"],
         ["bench", "m", "--kernel", "head"],
         ["run", "m", "p", "--device", "tpu"],
+        ["run", "m", "p", "--device", "cuda:x"],
         ["bench", "m", "--threads", "0"],
         ["info", "m", "--device", "cpu"],
     ],
@@ -145,6 +146,7 @@ def test_an_unknown_command_gets_the_nearest_known_one(capsys: Captured) -> None
 
 
 def test_the_chat_takes_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse(["m", "--device", "cuda:1"])["device"] == "cuda:1"
     for argv in (["--device", "cpu", "m"], ["m", "--device", "cpu"], ["--threads", "3", "m", "--device", "cpu"]):
         args = parse(argv)
         assert (args["text"], args["device"]) == ("m", "cpu") and args["threads"] in (None, 3)
@@ -275,10 +277,11 @@ def test_run_takes_files_stdin_and_parameters(
     assert main([str(a) for a in (*argv, "--context", 64, "--top-p", 0.5, "--file", notes)]) == 1
     failed = capsys.readouterr().err.splitlines()[-1]
     assert "the context holds 64" in failed and "--context" in failed
-    monkeypatch.setattr(loading, "MAX_STDIN", 999)  # of a log of gigabytes no more is read
+    monkeypatch.setattr(loading, "MAX_TEXT", 999)  # of a log of gigabytes no more is read
     for prompt in ("summarise", "-"):
         pipe("word " * 200)
         assert "stdin has more than 999 bytes" in failure(capsys, "run", model, prompt)
+    assert "/dev/zero has more than 999 bytes" in failure(capsys, "perplexity", model, "/dev/zero")
 
 
 def test_run_continues_a_conversation_of_the_history(capsys: Captured, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from tests.support import tiny
 from tests.support.terminal import TINYCHAT, terminal
+from tinychat import cli
 from tinychat.chat.history import History
 from tinychat.measure import log
 from tinychat.measure.profile.measure import profiles_dir
@@ -53,6 +54,22 @@ def read_only(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "home").mkdir(mode=0o555)
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("XDG_", "ZIG_"))}
     return {**kept, "HOME": str(tmp_path / "home"), "TERM": "xterm-256color"}
+
+
+# limits
+
+
+def test_no_thread_can_be_started(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("threading.Thread.start", none)
+    assert cli.main(["run", model, "hi", "--device", "cpu"]) == 1
+    assert capsys.readouterr().err.endswith(
+        "no thread can be started: this user has too many processes (ulimit -u), or there is no memory\n"
+    )
 
 
 # streams

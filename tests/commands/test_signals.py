@@ -177,3 +177,33 @@ wait()
         ended.start()
         ended.join(120)
         assert not ended.is_alive(), "another process has the output open"
+
+
+def test_what_a_terminal_sends_by_mistake(tmp_path: Path) -> None:
+    """Bytes of another encoding, a key that is no character, sizes of nobody's screen, in pasted text too."""
+    with terminal(str(tiny.write(tmp_path / "m.gguf", "llama", "Q4_0"))) as t:
+        t.read("for commands")
+        for mistake in (b"caf\xe9\xc3", b"\x1b[999999999999u", b"\x1b[48;30000;30000;0;0t"):
+            t.write(mistake + b"\x1b[200~\xff" + mistake + b"\x1b[201~")
+        t.write(b" here")
+        t.read(" here")
+        t.process.send_signal(signal.SIGTERM)
+        seen = t.read(None)
+        assert t.process.returncode == 143 and "Traceback" not in seen and "caf\ufffd" in seen and t.restored
+
+
+def test_a_process_that_is_held_and_goes_on(tmp_path: Path) -> None:
+    """SIGSTOP is heard by nobody. Behind SIGCONT the terminal is the app's, once."""
+    with terminal(str(tiny.write(tmp_path / "m.gguf", "llama", "Q4_0"))) as t:
+        t.read("for commands")
+        for times in (1, 2):
+            t.process.send_signal(signal.SIGSTOP)
+            os.waitpid(t.process.pid, os.WUNTRACED)
+            t.process.send_signal(signal.SIGCONT)
+            while t.seen.count(b"\x1b[?1049h") <= times:  # the alternate screen
+                t.read("")
+        t.write(b"typed once")
+        t.read("typed once")
+        t.process.send_signal(signal.SIGTERM)
+        t.read(None)
+        assert t.process.returncode == 143 and t.restored

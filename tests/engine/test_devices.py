@@ -16,7 +16,7 @@ from tests.support.forward64 import forward
 from tinychat.engine import Engine, devices
 from tinychat.errors import SLOW, TinychatError
 from tinychat.kernels.cpu.compiler import NoCompiler
-from tinychat.kernels.cuda import executor, launch
+from tinychat.kernels.cuda import driver, executor, launch
 from tinychat.kernels.cuda.executor import CUDAExecutor
 from tinychat.kernels.cuda.graph import Graph
 from tinychat.kernels.sampler import sample
@@ -97,6 +97,40 @@ def test_a_gpu_that_computes_wrongly_is_not_used(model: Path, monkeypatch: pytes
         TinychatError, match=r"^the model needs \d\.\d GB of the GPU's memory .* 0\.0 GB are free for it"
     ):
         load(model, "cuda")
+
+
+def test_of_several_gpus_the_fastest_with_room_is_taken_and_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Numbered(EmulatedGPU):
+        def __init__(self, number: int | None = None) -> None:
+            super().__init__()
+            self.name, self.free_bytes = f"GPU {number}", free[number]  # type: ignore[misc, index]
+
+    free = {0: 1 << 30, 1: 1 << 30}
+    found = [driver.Found(n, n, f"GPU {n}", (9, 0), 1000.0 * n) for n in (1, 0)]
+    monkeypatch.setattr(driver, "gpus", lambda: found)
+    monkeypatch.setattr(executor, "GPU", Numbered)
+    monkeypatch.setattr(CUDAExecutor, "read_bandwidth", lambda self: 1.0)
+
+    def taken(device: str | None) -> tuple[str, list[str]]:
+        engine = load(model, device)
+        engine.close()
+        return engine.info.device, engine.notes
+
+    for device in (None, "cuda"):
+        assert taken(device) == ("CUDA · GPU 1", ["CUDA · GPU 1 is used, cuda:1 of 2 GPUs"])
+    assert taken("cuda:0") == ("CUDA · GPU 0", [])
+    free[1] = 1000
+    name, (why, which) = taken(None)
+    assert why.startswith("CUDA:1 is not used: the model needs 0.0 GB of the GPU's memory")
+    assert (name, which) == ("CUDA · GPU 0", "CUDA · GPU 0 is used, cuda:0 of 2 GPUs")
+    with pytest.raises(TinychatError, match=r"^the model needs"):
+        load(model, "cuda:1")
+    free[0] = 1000
+    assert taken(None)[0].startswith("CPU")
+    with pytest.raises(TinychatError, match=r"^CUDA:1 is not used: the model needs .*; CUDA:0: the model needs [^;]*;"):
+        load(model, "cuda")
+    with pytest.raises(TinychatError, match=r"'cuda:' is unknown; there are cuda, cpu, reference, and cuda:1"):
+        load(model, "cuda:")
 
 
 def test_neither_gpu_nor_compiler_leaves_the_reference(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

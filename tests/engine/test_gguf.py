@@ -1,5 +1,6 @@
 """The header reader: right on good files, one clear line on every bad one."""
 
+import os
 import random
 import struct
 from pathlib import Path
@@ -41,8 +42,27 @@ def test_agrees_with_the_gguf_package(small: Path) -> None:
         assert (info.type, info.offset, info.nbytes) == (t.tensor_type, t.data_offset, t.n_bytes)
         assert info.shape == tuple(reversed([int(n) for n in t.shape]))
         assert ours.raw(t.name).tobytes() == t.data.tobytes()
-    ours.release("one.weight")
-    assert ours.raw("one.weight").view(np.float32)[63] == 63
+    assert ours.raw("one.weight").view(np.float32)[63] == 63 and ours.size("one.weight") == ours.raw("one.weight").size
+
+
+def test_a_file_that_another_program_cuts_short(small: Path) -> None:
+    """Mapped into memory it would end the process."""
+    opened = GGUF.open(small)
+    (name, info), *_ = opened.tensors.items()
+    os.truncate(small, info.offset + 1)
+    for read in (lambda: opened.raw(name), opened.fingerprint):
+        with pytest.raises(TinychatError, match=r"has become shorter; download it again$"):
+            read()
+    os.truncate(small, 0)
+    with pytest.raises(TinychatError, match="is empty"):
+        GGUF.open(small)
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "m.gguf")
+    for path, kind in ((tmp_path / "m.gguf", "device"), (Path("/dev/zero"), "device"), (tmp_path, "folder")):
+        with pytest.raises(TinychatError, match=f"a {kind}, not a .gguf file$"):
+            GGUF.open(path)
 
 
 def test_every_truncation_is_one_clear_line(small: Path, tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ class EmulatedGPU:
 
     name = "emulator"
 
-    def __init__(self) -> None:
+    def __init__(self, number: int | None = None) -> None:
         self.buffers: dict[str, np.ndarray] = {}
 
     @property

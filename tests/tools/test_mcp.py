@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import socket
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from tinychat.errors import TinychatError
-from tinychat.tools import mcp
+from tinychat.tools import mcp, mcp_lines
 from tinychat.tools.mcp import McpServers
 from tinychat.tools.mcp_config import ServerConfig, read_servers, switch
 from tinychat.tools.protocol import CallContext, Question, Result
@@ -202,6 +203,23 @@ def test_a_server_that_never_says_anything(use: Callable[..., Used], monkeypatch
     monkeypatch.setattr(mcp, "START_S", 3.0)
     used = use(ServerConfig("x", sys.executable, ("-c", "import time; time.sleep(60)")))
     assert used.servers.status[0].stage == "failed" and "not ready within" in used.servers.status[0].why
+
+
+def test_a_line_without_an_end_takes_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mcp_lines, "LONGEST", 5)
+    read = codecs.getincrementaldecoder(mcp_lines.encoding())().decode
+    pieces = (b"12", b"345\n12345", b"\nab\n1234", b"56789", b"0" * 99, b"1\n\xc3", b"\xa9\n123456\n", b"end\n")
+    assert [read(piece) for piece in pieces] == [
+        "12",
+        "345\n12345",
+        "\nab\n1234",
+        "5\n",  # which is no JSON
+        "",
+        "",
+        "é\n123456\n",  # lines that came whole were in memory anyway
+        "end\n",
+    ]
+    assert "é".encode(mcp_lines.encoding()) == b"\xc3\xa9"
 
 
 def test_a_server_over_http(use: Callable[..., Used]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import threading
 import time
@@ -43,7 +42,7 @@ from tinychat.engine.grammar import Grammar, Matcher
 from tinychat.engine.kvstore import LEAST, KVStore
 from tinychat.engine.speculation import Speculate
 from tinychat.engine.stats import Stats
-from tinychat.errors import TinychatError
+from tinychat.errors import TinychatError, shortage
 
 T = TypeVar("T")
 SWITCH_SAVE_S = 0.5  # seconds that another conversation waits while the rows of the one before are saved
@@ -375,8 +374,8 @@ def _in_one_line(job: Callable[[], T]) -> T:
     except TinychatError:
         raise
     except Exception as e:  # an exception in a job must not end the engine's thread
-        if isinstance(e, MemoryError) or getattr(e, "errno", None) == errno.ENOMEM:
-            raise TinychatError("out of memory; try a smaller model or context") from None
+        if short := shortage(e):
+            raise TinychatError(short) from None
         raise TinychatError(f"internal error: {type(e).__name__}: {e}") from e
 
 

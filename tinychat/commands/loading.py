@@ -6,14 +6,15 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from rich.filesize import decimal
 
 from tinychat import process
 from tinychat.chat import settings
 from tinychat.console import Bar, say, say_notes
-from tinychat.errors import TinychatError
+from tinychat.errors import TinychatError, printable
+from tinychat.files import expand
 from tinychat.kernels.cuda import driver
 from tinychat.models import cache
 from tinychat.models.hosts import shown
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from tinychat.engine.speculation import Speculate
 
 CONTEXT = 4096  # tokens; the context for which the memory check before a download computes the KV cache
-MAX_STDIN = 4 << 20  # bytes; a tokenizer takes up to 350 bytes of memory for each
+MAX_TEXT = 4 << 20  # bytes; a tokenizer takes up to 350 bytes of memory for each
 
 
 def settings_of_user() -> Settings:
@@ -117,8 +118,21 @@ def prompt_text(prompt: str) -> str:
 
 
 def stdin_text() -> str:
-    """All of stdin, read as UTF-8 in any locale. Raises TinychatError for more than MAX_STDIN bytes."""
-    data = sys.stdin.buffer.read(MAX_STDIN + 1)
-    if len(data) > MAX_STDIN:
-        raise TinychatError(f"stdin has more than {decimal(MAX_STDIN)} of text; no model reads so much at once")
+    """All of stdin, read as UTF-8 in any locale. Raises TinychatError for more than MAX_TEXT bytes."""
+    return _text(sys.stdin.buffer, "stdin")
+
+
+def text_of(file: str) -> str:
+    """All of a text file, likewise; a pipe, too."""
+    try:
+        with open(expand(file), "rb") as f:
+            return _text(f, printable(file))
+    except OSError as e:
+        raise TinychatError(f"{printable(file)}: cannot be read: {(e.strerror or str(e)).lower()}") from None
+
+
+def _text(source: BinaryIO, name: str) -> str:
+    data = source.read(MAX_TEXT + 1)
+    if len(data) > MAX_TEXT:
+        raise TinychatError(f"{name} has more than {decimal(MAX_TEXT)} of text; no model reads so much at once")
     return data.decode("utf-8", "replace")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from pathlib import Path
 
-from tinychat.commands.loading import CONTEXT, loaded, settings_of_user
+from tinychat.commands.loading import CONTEXT, loaded, settings_of_user, text_of
 from tinychat.console import Bar, show_json
-from tinychat.errors import TinychatError, printable
 from tinychat.models.registry import resolve
 
 
@@ -17,10 +15,7 @@ def perplexity(
     """Prints the perplexity of a text file, computed as llama.cpp's llama-perplexity does."""
     from tinychat.measure import perplexity
 
-    try:
-        prose = Path(file).read_text("utf-8", "replace")
-    except OSError as e:
-        raise TinychatError(f"{printable(file)}: cannot be read: {(e.strerror or str(e)).lower()}") from None
+    prose = text_of(file)
     own = settings_of_user()
     model = resolve(text, own.models)
     more = context if context > CONTEXT else None

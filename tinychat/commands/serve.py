@@ -12,8 +12,9 @@ from tinychat.commands.loading import obtain, settings_of_user
 from tinychat.console import Bar, say, say_notes
 from tinychat.engine.speculation import Speculate
 from tinychat.errors import TinychatError, printable
+from tinychat.kernels.cuda import driver
 from tinychat.models.registry import resolve, sampling_of
-from tinychat.process import signals_to
+from tinychat.process import signals_to, starting
 from tinychat.server.answer import ServedModel
 from tinychat.server.app import create_app
 from tinychat.server.connection import bind, make_server
@@ -47,7 +48,8 @@ def serve(
     found = resolve(text, own.models)
     path = obtain(found)
     with bind(host, port) as listening:  # before the load, so that a port in use is reported at once
-        with Bar() as bar:
+        with Bar() as bar, starting():
+            driver.start(device)
             backend = LocalBackend.open(
                 path,
                 max_context=context or own.parameters.context,

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 from collections.abc import Callable
 
 from tinychat.engine.fit import context_bytes, fit
@@ -25,31 +27,44 @@ def make_executor(
     plan: Plan, weights: Weights, max_context: int, device: str | None, threads: int | None, progress: OnProgress
 ) -> tuple[MeasurableExecutor, list[str]]:
     """(executor, notes for the user). `device` None tries CUDA if there is an NVIDIA driver, then the CPU, then plain
-    tinygrad; a note says why a device was not used.
+    tinygrad; "cuda" of several GPUs the fastest first, "cuda:1" this one alone. A note says why a device was not used,
+    and which of several GPUs is.
 
     Raises TinychatError when `device` does not work or cannot run this plan.
     """
-    if device not in (None, *DEVICES):
-        raise TinychatError(f"device '{device}' is unknown; there are {', '.join(DEVICES)}")
-    notes: list[str] = []
-    way_out = ""
-    for name in (device,) if device else DEVICES:
-        if device is None and name == "cuda" and not has_cuda():
-            continue
+    if device is not None and not re.fullmatch("|".join((*DEVICES, r"cuda:[0-9]{1,3}")), device):
+        raise TinychatError(f"device '{device}' is unknown; there are {', '.join(DEVICES)}, and cuda:1 for GPU 1")
+    places, notes, way_out = _places(device), list[str](), ""
+    for place in places:
+        kind, _, number = place.partition(":")
         try:
-            if name != "cuda":  # the CUDA executor checks the memory of its GPU
+            if kind != "cuda":  # the CUDA executor checks the memory of its GPU
                 needs = fit(plan.nbytes, context_bytes(plan, max_context), max_context)
                 if needs.verdict == "does not fit":  # raised before anything large is allocated
                     raise TinychatError(f"not enough memory: {needs.explanation}; take a smaller quant or context")
-            executor = _MAKERS[name](plan, weights, max_context, threads, progress)
-            return executor, notes + [SLOW + way_out] * (name == "reference" and not device)
+            executor = _MAKERS[kind](plan, weights, max_context, number, threads, progress)
         except TinychatError as e:
-            if device or name == "reference":
-                raise
-            notes.append(f"{name.upper()} is not used: {e}")
-            if name == "cpu":
+            if place == places[-1]:
+                raise TinychatError("; ".join([*notes, f"{place.upper()}: {e}"])) if device and notes else e from e
+            notes.append(f"{place.upper()} is not used: {e}")
+            if place == "cpu":
                 way_out = _WAY_OUT.format(_REINSTALL if isinstance(e, NoCompiler) else "what to change is said above")
-    raise AssertionError("unreachable: reference returns or raises")
+        else:
+            if number and place != device:
+                notes.append(f"{executor.device} is used, {place} of {sum('cuda' in p for p in places)} GPUs")
+            return executor, notes + [SLOW + way_out] * (place == "reference" and not device)
+    raise AssertionError("unreachable: the last place returns or raises")
+
+
+def _places(device: str | None) -> list[str]:
+    """What `device` means, in the order in which it is tried: of several GPUs each by its number."""
+    if device not in (None, "cuda"):
+        return [device]
+    gpus = ["cuda"]
+    with contextlib.suppress(OSError, AttributeError, TinychatError):  # said by the executor
+        if len(found := driver.gpus()) > 1:
+            gpus = [f"cuda:{gpu.number}" for gpu in found]
+    return gpus if device else [*(gpus if has_cuda() else ()), "cpu", "reference"]
 
 
 def has_cuda() -> bool:
@@ -58,15 +73,21 @@ def has_cuda() -> bool:
 
 
 def _cuda(
-    plan: Plan, weights: Weights, max_context: int, threads: int | None, progress: OnProgress
+    plan: Plan, weights: Weights, max_context: int, number: str, threads: int | None, progress: OnProgress
 ) -> MeasurableExecutor:
     from tinychat.kernels.cuda.executor import CUDAExecutor
 
-    return CUDAExecutor(plan, weights, max_context, progress=lambda fraction: progress("loading weights", fraction))
+    return CUDAExecutor(
+        plan,
+        weights,
+        max_context,
+        number=int(number) if number else None,
+        progress=lambda fraction: progress("loading weights", fraction),
+    )
 
 
 def _cpu(
-    plan: Plan, weights: Weights, max_context: int, threads: int | None, progress: OnProgress
+    plan: Plan, weights: Weights, max_context: int, number: str, threads: int | None, progress: OnProgress
 ) -> MeasurableExecutor:
     from tinychat.kernels.cpu.executor import CPUExecutor
 
@@ -81,7 +102,7 @@ def _cpu(
 
 
 def _reference(
-    plan: Plan, weights: Weights, max_context: int, threads: int | None, progress: OnProgress
+    plan: Plan, weights: Weights, max_context: int, number: str, threads: int | None, progress: OnProgress
 ) -> MeasurableExecutor:
     device = "CPU" if tinygrad_cc() else "PYTHON"  # PYTHON: an interpreter, without a compiler, at minutes per token
     os.environ.setdefault("DEV", device)  # read when tinygrad is imported
@@ -95,7 +116,7 @@ def _reference(
         raise TinychatError(f"tinygrad cannot run here: {e}") from e
 
 
-_MAKERS: dict[str, Callable[[Plan, Weights, int, int | None, OnProgress], MeasurableExecutor]] = {
+_MAKERS: dict[str, Callable[[Plan, Weights, int, str, int | None, OnProgress], MeasurableExecutor]] = {
     "cuda": _cuda,
     "cpu": _cpu,
     "reference": _reference,

@@ -123,7 +123,7 @@ class Prepared:
     def check_memory(self, device: str | None, freed: int) -> None:
         """Raises TinychatError when weights and KV cache need more than the available memory and `freed` bytes, those
         of a model that is unloaded first. A GPU's memory is checked by its executor, after the unloading."""
-        if device != "cuda" and not has_cuda() and (available := available_memory()):
+        if not (device or "").startswith("cuda") and not has_cuda() and (available := available_memory()):
             rows = context_bytes(self.plan, self.max_context)
             needs = fit(self.plan.nbytes, rows, self.max_context, available + freed)
             if needs.verdict == "does not fit":
@@ -228,9 +228,10 @@ class Engine:
         """Loads a GGUF.
 
         `max_context` in tokens (default: 4096), at most what the model was trained for; `device`: None (the best
-        that works), "cuda", "cpu" or "reference"; `preset` forces a chat format; `store` is where saved KV caches are
-        looked for; `speculate`: how many drafts a decode step verifies. Unless that is 0, the model's multi-token
-        prediction is loaded too, from its own file or from mtp-NAME.gguf beside it. Raises TinychatError.
+        that works), "cuda" (the fastest GPU with room for it; "cuda:1" is GPU 1), "cpu" or "reference"; `preset` forces
+        a chat format; `store` is where saved KV caches are looked for; `speculate`: how many drafts a decode step
+        verifies. Unless that is 0, the model's multi-token prediction is loaded too, from its own file or from
+        mtp-NAME.gguf beside it. Raises TinychatError.
         """
         prepared = prepare(path, max_context=max_context, preset=preset, speculate=speculate, progress=progress)
         return prepared.load(device=device, threads=threads, store=store, progress=progress)

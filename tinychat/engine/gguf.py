@@ -1,4 +1,5 @@
-"""GGUF files: header, metadata and tensor index, memory-mapped; nothing else of the file is read.
+"""GGUF files: header, metadata and tensor index, and the bytes of tensors where they are asked for. Nothing is
+memory-mapped: a file that another program cuts short, or a disk that fails, is an error and not the end of the process.
 
 Layout: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. `gguf.GGUFReader` needs seconds for the strings of a
 large vocabulary; this reader needs a fraction of one, and treats every number in the file as hostile.
@@ -8,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-import mmap
 import os
 import re
+import stat
 import struct
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _U64 = struct.Struct("<Q").unpack_from
 _U32 = struct.Struct("<I").unpack_from
+_FIRST = 1 << 20  # bytes of a header that are read at once
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,56 @@ class TensorInfo:
     nbytes: int
 
 
-class _Cursor:
-    """Reads little-endian values from a mapped file. Raises TinychatError at the end of the file."""
+class _File:
+    """An open file of `size` bytes. Any thread may read. Raises TinychatError."""
 
-    def __init__(self, buf: mmap.mmap, path: Path) -> None:
-        self.buf, self.path, self.pos, self.end = buf, path, 0, len(buf)
+    fd = -1
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe waits for nobody
+        except OSError as e:
+            raise self._unreadable(e) from None
+        found = os.fstat(self.fd)
+        if not stat.S_ISREG(found.st_mode):
+            kind = "folder" if stat.S_ISDIR(found.st_mode) else "device"
+            raise TinychatError(f"{printable(str(path))}: a {kind}, not a .gguf file")
+        self.size = found.st_size
+
+    def fill(self, out: np.ndarray, at: int) -> None:
+        """Fills `out` (uint8) with the bytes from `at` on."""
+        view, done = out.data, 0
+        try:
+            while done < len(view) and (n := os.preadv(self.fd, [view[done:]], at + done)):
+                done += n
+        except OSError as e:
+            raise self._unreadable(e) from None
+        if done < len(view):
+            raise TinychatError(f"{printable(str(self.path))}: the file has become shorter; download it again")
+
+    def read(self, at: int, nbytes: int) -> bytes:
+        """So many bytes from `at` on."""
+        out = np.empty(nbytes, np.uint8)
+        self.fill(out, at)
+        return out.tobytes()
+
+    def _unreadable(self, e: OSError) -> TinychatError:
+        return TinychatError(f"{printable(str(self.path))}: cannot be read: {(e.strerror or str(e)).lower()}")
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
+class _Cursor:
+    """Reads little-endian values from the beginning of a file. Raises TinychatError at the end of the file.
+
+    `buf` is what was read so far.
+    """
+
+    def __init__(self, file: _File) -> None:
+        self.file, self.buf, self.path, self.pos, self.end = file, b"", file.path, 0, file.size
         self.strings_left = int(file_limits.STRINGS.most)
 
     def fail(self, why: str) -> TinychatError:
@@ -53,6 +100,14 @@ class _Cursor:
 
     def truncated(self) -> TinychatError:
         return self.fail(f"the file is truncated: its header runs past the end ({self.end:,} bytes); download it again")
+
+    def reach(self, to: int) -> bytes:
+        """`buf` with the first `to` bytes of the file at least."""
+        if to > self.end:
+            raise self.truncated()
+        if to > (have := len(self.buf)):
+            self.buf += self.file.read(have, min(self.end, max(to, 2 * have, _FIRST)) - have)
+        return self.buf
 
     def limit(self, what: str, value: int, limit: Bounds) -> int:
         """`value`. Raises TinychatError outside `limit`."""
@@ -62,44 +117,37 @@ class _Cursor:
         return value
 
     def u32(self) -> int:
-        if self.pos + 4 > self.end:
-            raise self.truncated()
         self.pos += 4
-        return int(_U32(self.buf, self.pos - 4)[0])
+        return int(_U32(self.reach(self.pos), self.pos - 4)[0])
 
     def u64(self) -> int:
-        if self.pos + 8 > self.end:
-            raise self.truncated()
         self.pos += 8
-        return int(_U64(self.buf, self.pos - 8)[0])
+        return int(_U64(self.reach(self.pos), self.pos - 8)[0])
 
     def string(self, what: str, limit: Bounds) -> str:
         n = self.limit(f"the length of {what}", self.u64(), limit)
-        if n > self.end - self.pos:
-            raise self.truncated()
         self.pos += n
-        return self.buf[self.pos - n : self.pos].decode("utf-8", "replace")
+        return self.reach(self.pos)[self.pos - n : self.pos].decode("utf-8", "replace")
 
     def strings(self, n: int) -> list[str]:
         """Reads `n` strings. Opening a file spends most of its time here, so there is no function call per string."""
-        buf, pos, end, out = self.buf, self.pos, self.end, []
-        if n * 8 > end - pos:
+        buf, pos, have, out = self.buf, self.pos, len(self.buf), []
+        if n * 8 > self.end - pos:
             raise self.truncated()
         self.strings_left -= n
         if self.strings_left < 0:
             raise self.fail(f"it has more than {file_limits.STRINGS.most:,} strings in arrays; the file is damaged")
         most = file_limits.ITEM_BYTES.most
-        try:
-            for _ in range(n):
-                size = _U64(buf, pos)[0]
-                pos += 8 + size
-                if pos > end:
-                    raise self.truncated()
-                if size > most:
-                    self.limit("the length of a string in an array", size, file_limits.ITEM_BYTES)
-                out.append(buf[pos - size : pos].decode("utf-8", "replace"))
-        except struct.error:
-            raise self.truncated() from None
+        for _ in range(n):
+            if pos + 8 > have:
+                have = len(buf := self.reach(pos + 8))
+            size = _U64(buf, pos)[0]
+            pos += 8 + size
+            if size > most and pos <= self.end:
+                self.limit("the length of a string in an array", size, file_limits.ITEM_BYTES)
+            if pos > have:
+                have = len(buf := self.reach(pos))
+            out.append(buf[pos - size : pos].decode("utf-8", "replace"))
         self.pos = pos
         return out
 
@@ -114,34 +162,16 @@ class _Cursor:
                 raise self.fail(f"metadata {key} is an array of arrays, which GGUF files do not have")
             dtype = self._dtype(inner)
             size = n * dtype.itemsize
-            if size > self.end - self.pos:
-                raise self.truncated()
             self.pos += size
-            return np.frombuffer(self.buf[self.pos - size : self.pos], dtype)
-        dtype = self._dtype(kind)
-        if self.pos + dtype.itemsize > self.end:
-            raise self.truncated()
-        self.pos += dtype.itemsize
-        return struct.unpack_from("<" + _SCALARS[kind], self.buf, self.pos - dtype.itemsize)[0]
+            return np.frombuffer(self.reach(self.pos)[self.pos - size : self.pos], dtype)
+        size = self._dtype(kind).itemsize
+        self.pos += size
+        return struct.unpack_from("<" + _SCALARS[kind], self.reach(self.pos), self.pos - size)[0]
 
     def _dtype(self, kind: int) -> np.dtype[Any]:
         if kind not in _SCALARS:
             raise self.fail(f"metadata value of unknown type {kind}; the file is damaged or of a newer GGUF version")
         return np.dtype(_SCALARS[kind]).newbyteorder("<")
-
-
-class _MappedFile(mmap.mmap):
-    """A mapped file that can be read as well."""
-
-    fd = -1
-
-    def read_at(self, start: int, out: memoryview) -> int:
-        """Reads bytes from `start` on into `out`. Returns their number, 0 at the end of the file. Raises OSError."""
-        return os.preadv(self.fd, [out], start)
-
-    def __del__(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
 
 
 class GGUF:
@@ -154,26 +184,24 @@ class GGUF:
     def __init__(
         self,
         path: Path,
-        paths: list[Path],
-        maps: list[_MappedFile],
+        files: list[_File],
         metadata: dict[str, Any],
         tensors: dict[str, TensorInfo],
     ) -> None:
-        self.path, self.paths, self.metadata, self.tensors, self._maps = path, paths, metadata, tensors, maps
-        self._own = len(maps)  # parts of the model itself; those behind them are of joined files
+        self.path, self.metadata, self.tensors, self._files = path, metadata, tensors, files
+        self._own = len(files)  # parts of the model itself; those behind them are of joined files
 
     @classmethod
     def open(cls, path: str | Path) -> GGUF:
         """Opens `path`. Raises TinychatError for a file that is missing, truncated, damaged or no GGUF."""
         path = Path(path)
-        buf, metadata, tensors = _read(path, 0)
-        paths, maps = [path], [buf]
+        file, metadata, tensors = _read(path, 0)
+        files = [file]
         count = metadata.get("split.count", 1)
         if isinstance(count, int) and count > 1:
             for n, part in enumerate(_split_paths(path, count)[1:], 1):
-                buf, _, more = _read(part, n)
-                paths.append(part)
-                maps.append(buf)
+                file, _, more = _read(part, n)
+                files.append(file)
                 if twice := tensors.keys() & more.keys():
                     raise TinychatError(f"{printable(str(part))}: tensor {printable(min(twice))} is in two parts")
                 tensors |= more
@@ -183,58 +211,52 @@ class GGUF:
                     f"{printable(str(path))}: the parts hold {len(tensors)} tensors, "
                     f"split.tensors.count says {expected}; download them again"
                 )
-        return cls(path, paths, maps, metadata, tensors)
+        return cls(path, files, metadata, tensors)
 
     def joined(self, other: GGUF, prefix: str) -> GGUF:
         """This model with the tensors of `other` whose names begin with `prefix`."""
-        parts = len(self._maps)
+        parts = len(self._files)
         more = {name: replace(t, part=parts + t.part) for name, t in other.tensors.items() if name.startswith(prefix)}
-        both = GGUF(self.path, self.paths + other.paths, self._maps + other._maps, self.metadata, self.tensors | more)
+        both = GGUF(self.path, self._files + other._files, self.metadata, self.tensors | more)
         both._own = self._own
         return both
 
+    def size(self, name: str) -> int:
+        """Bytes of tensor `name`."""
+        return self.tensors[name].nbytes
+
     def raw(self, name: str) -> np.ndarray:
-        """The packed bytes of tensor `name`: uint8 (nbytes,), a view of the mapped file."""
-        t = self.tensors[name]
-        return np.frombuffer(self._maps[t.part], np.uint8, t.nbytes, t.offset)
+        """The packed bytes of tensor `name`: uint8 (nbytes,). Raises TinychatError."""
+        out = np.empty(self.tensors[name].nbytes, np.uint8)
+        self.read(name, 0, out)
+        return out
 
     def read(self, name: str, at: int, out: np.ndarray) -> None:
-        """Fills `out` (uint8) with the packed bytes of tensor `name` from byte `at` on, without mapping their pages,
-        which for 17 GB takes 0.3 s to undo. Any thread may call. Raises TinychatError."""
-        t, view, done = self.tensors[name], out.data, 0
-        path = printable(str(self.paths[t.part]))
-        try:
-            while done < len(view) and (n := self._maps[t.part].read_at(t.offset + at + done, view[done:])):
-                done += n
-        except OSError as e:
-            raise _unreadable(path, e) from None
-        if done < len(view):
-            raise TinychatError(f"{path}: the file has become shorter; download it again")
-
-    def release(self, name: str) -> None:
-        """Tells the kernel that the pages of tensor `name` are not needed any more (they come back on the next
-        read)."""
+        """Fills `out` (uint8) with the packed bytes of tensor `name` from byte `at` on. Any thread may call. Raises
+        TinychatError."""
         t = self.tensors[name]
-        start = -(-t.offset // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = (t.offset + t.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        if end > start and hasattr(mmap, "MADV_DONTNEED"):
-            self._maps[t.part].madvise(mmap.MADV_DONTNEED, start, end - start)
+        self._files[t.part].fill(out, t.offset + at)
 
     def fingerprint(self) -> str:
         """Identifies the model without reading the whole file: SHA-256 of the header, the size and a few bytes of every
         tensor. A file that was joined changes nothing."""
-        end = min((t.offset for t in self.tensors.values() if t.part == 0), default=len(self._maps[0]))
-        digest = hashlib.sha256(self._maps[0][:end])  # of a part without tensors: all of it
+        end = min((t.offset for t in self.tensors.values() if t.part == 0), default=self._files[0].size)
+        digest = hashlib.sha256(self._files[0].read(0, end))  # of a part without tensors: all of it
         digest.update(str(self.nbytes).encode())
         for t in (t for t in self.tensors.values() if t.part < self._own):
             middle = t.offset + t.nbytes // 2
-            digest.update(self._maps[t.part][middle : middle + 64])
+            digest.update(self._files[t.part].read(middle, min(64, self._files[t.part].size - middle)))
         return digest.hexdigest()
+
+    @property
+    def parts(self) -> int:
+        """The number of the model's own files."""
+        return self._own
 
     @property
     def nbytes(self) -> int:
         """Size of the model's own files, bytes."""
-        return sum(len(m) for m in self._maps[: self._own])
+        return sum(file.size for file in self._files[: self._own])
 
 
 def _split_paths(path: Path, count: int) -> list[Path]:
@@ -249,23 +271,11 @@ def _split_paths(path: Path, count: int) -> list[Path]:
     return [path.with_name(f"{found[1]}-{n:05d}-of-{count:05d}.gguf") for n in range(1, count + 1)]
 
 
-def _unreadable(path: str, e: OSError) -> TinychatError:
-    return TinychatError(f"{path}: cannot be read: {(e.strerror or str(e)).lower()}")
-
-
-def _read(path: Path, part: int) -> tuple[_MappedFile, dict[str, Any], dict[str, TensorInfo]]:
-    try:
-        with open(path, "rb") as f:
-            buf = _MappedFile(f.fileno(), 0, access=mmap.ACCESS_READ)
-            buf.fd = os.dup(f.fileno())
-    except ValueError:
-        raise TinychatError(f"{printable(str(path))}: the file is empty; download it again") from None
-    except IsADirectoryError:
-        raise TinychatError(f"{printable(str(path))}: a folder, not a .gguf file") from None
-    except OSError as e:
-        raise _unreadable(printable(str(path)), e) from None
-    c = _Cursor(buf, path)
-    if buf[:4] != b"GGUF":
+def _read(path: Path, part: int) -> tuple[_File, dict[str, Any], dict[str, TensorInfo]]:
+    c = _Cursor(file := _File(path))
+    if not c.end:
+        raise c.fail("the file is empty; download it again")
+    if file.read(0, min(4, c.end)) != b"GGUF":
         raise c.fail("not a GGUF file (its first bytes are not 'GGUF')")
     c.pos = 4
     if (version := c.u32()) not in (2, 3):
@@ -313,4 +323,4 @@ def _read(path: Path, part: int) -> tuple[_MappedFile, dict[str, Any], dict[str,
                 f"the file at {c.end:,}; download it again"
             )
         tensors[name] = info
-    return buf, metadata, tensors
+    return file, metadata, tensors

@@ -78,7 +78,7 @@ def measure(threads: list[int] | None = None, rounds: int = 10) -> Bandwidth:
     or memory.
     """
     from tinychat.kernels.cpu.bandwidth import block_bytes, read_bandwidth
-    from tinychat.kernels.cpu.executor import default_threads
+    from tinychat.kernels.cpu.cores import default_threads
 
     if (free := available_memory()) and free < 2 * block_bytes():
         raise TinychatError(
@@ -145,7 +145,7 @@ def usual(threads: int | None = None) -> float:
     the CPU with `threads` (default: its physical cores), measured now where nothing is stored. 0.0 where it is not
     known."""
     from tinychat.engine.devices import has_cuda
-    from tinychat.kernels.cpu.executor import default_threads
+    from tinychat.kernels.cpu.cores import default_threads
 
     if has_cuda():
         with contextlib.suppress(*UNREADABLE):

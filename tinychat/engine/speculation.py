@@ -71,10 +71,11 @@ class Speculation:
         self._costs: dict[int, float] = {}  # tokens of a step -> its time in single steps
         self._more = COST  # single steps that one more token costs, over all sizes
         self._seconds = 0.0  # of the steps of this answer
+        self._alone = 0.0  # seconds that its tokens would have taken in single steps
 
     def start(self, prompt: Sequence[int]) -> None:
         """An answer to `prompt` begins."""
-        self._seconds = 0.0
+        self._seconds = self._alone = 0.0
         if self.most:
             self.text.start(prompt)
         for size, cost in self._costs.items():  # a measurement that was wrong must not last for ever
@@ -184,9 +185,9 @@ class Speculation:
             if self._guessing and self._single:
                 cost = min(self._guessing / self._single, 2 * self._guess_cost)
                 self._guess_cost += COST_RATE * (cost - self._guess_cost)
-        if s.drafted_tokens or s.forced_tokens:  # what single steps would have taken, by what it took
-            tokens = s.decode_steps + s.accepted_tokens + s.forced_tokens
-            s.speculation_gain = tokens * self._single / self._seconds
+        self._alone += self._single  # as long as it takes behind so many tokens
+        if s.drafted_tokens or s.forced_tokens:
+            s.speculation_gain = self._alone / self._seconds
 
     def _measure(self, size: int, seconds: float) -> None:
         """A step of `size` tokens took so long; a disturbance counts at most double."""

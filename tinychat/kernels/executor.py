@@ -30,17 +30,17 @@ class StateCopy(Protocol):
 class Weights(Protocol):
     """Where an executor gets packed tensors from, once, at load."""
 
+    def size(self, name: str) -> int:
+        """Bytes of tensor `name`."""
+        ...
+
     def raw(self, name: str) -> np.ndarray:
-        """uint8 view of the packed bytes of tensor `name`."""
+        """The packed bytes of tensor `name`, uint8 (size,). Raises TinychatError."""
         ...
 
     def read(self, name: str, at: int, out: np.ndarray) -> None:
         """Fills `out` (uint8) with the packed bytes of tensor `name` from byte `at` on, beside other threads. Raises
         TinychatError."""
-        ...
-
-    def release(self, name: str) -> None:
-        """The executor has its own copy of `name` now; its source pages may go."""
         ...
 
 

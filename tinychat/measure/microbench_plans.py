@@ -75,6 +75,9 @@ class RandomWeights:
         self.sizes[made.tensor] = made.nbytes
         return made
 
+    def size(self, name: str) -> int:
+        return self.sizes[name]
+
     def raw(self, name: str) -> np.ndarray:
         if name.startswith("#gain"):
             return np.ones(self.sizes[name] // 4, np.float32).view(np.uint8)
@@ -86,9 +89,6 @@ class RandomWeights:
         else:
             first = at % len(self.pool)
             out[:] = np.resize(self.pool, first + len(out))[first:]
-
-    def release(self, name: str) -> None:
-        pass
 
 
 def copies(nbytes: int) -> int:
@@ -227,6 +227,9 @@ class PartOfFile(RandomWeights):
     def __init__(self, gguf: GGUF) -> None:
         super().__init__()
         self.gguf = gguf
+
+    def size(self, name: str) -> int:
+        return super().size(name) if name.startswith("#") else self.gguf.size(name.split("#")[0])
 
     def raw(self, name: str) -> np.ndarray:
         return super().raw(name) if name.startswith("#") else self.gguf.raw(name.split("#")[0])

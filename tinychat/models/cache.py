@@ -176,9 +176,9 @@ def add(
         )
     file, folder = expand(str(file)).resolve(), downloads_dir()
     header = read_header(file)
-    if len(header.paths) > 1:
+    if header.parts > 1:
         raise TinychatError(
-            f"{printable(str(file))}: a model in {len(header.paths)} parts; open it by the path of the first one"
+            f"{printable(str(file))}: a model in {header.parts} parts; open it by the path of the first one"
         )
     architecture = str(header.metadata.get("general.architecture", ""))
     if model.architecture and architecture != model.architecture:

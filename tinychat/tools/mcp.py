@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from tinychat.errors import TinychatError, printable
+from tinychat.tools import mcp_lines
 from tinychat.tools.mcp_config import ServerConfig
 from tinychat.tools.protocol import CallContext, CallStopped, Question, Tool
 
@@ -320,7 +321,13 @@ async def _client(config: ServerConfig, said: Any, changed: asyncio.Event) -> As
             yield client
         return
     cwd = os.path.expanduser(config.cwd) or None
-    parameters = StdioServerParameters(command=config.command, args=list(config.args), env=dict(config.env), cwd=cwd)
+    parameters = StdioServerParameters(
+        command=config.command,
+        args=list(config.args),
+        env=dict(config.env),
+        cwd=cwd,
+        encoding=mcp_lines.encoding(),
+    )
     async with Client(stdio_client(parameters, errlog=said), message_handler=heard) as client:
         yield client
 

@@ -73,7 +73,8 @@ def _read(file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as e:
-        raise _wrong(file, f"cannot be read: {printable(str(e), newlines=False)}") from None
+        why = (e.strerror or str(e)).lower() if isinstance(e, OSError) else str(e)
+        raise _wrong(file, f"cannot be read: {printable(why, newlines=False)}") from None
     if not isinstance(data, dict):
         raise _wrong(file, "is to be a JSON object")
     return data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 import os
 import re
@@ -16,7 +17,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from textual._xterm_parser import XTermParser
 from textual.drivers.linux_driver import LinuxDriver
+from textual.events import Resize
+from textual.geometry import Size
 from textual.messages import Message, TerminalSupportsSynchronizedOutput
 
 from tinychat.ui.announcer import RESTORE_TITLE, SAVE_TITLE
@@ -26,20 +30,26 @@ SLACK = 0.1  # seconds that an answer may take longer than the quickest one
 AHEAD = 8  # frames: at 20 a second enough for answers after 0.4 s
 LOST = 10.0  # seconds after which no answer is expected any more
 SETTLE = 1.0  # seconds
+LARGEST = Size(
+    2000, 1000
+)  # columns and rows: of a wall of screens; a larger size, which nobody sees, is laid out for minutes
+POLL = 0.1  # seconds
 _NO_TEXT = re.compile(r"\x1b[\[O][0-9;?]*.|[^\n\t -~\x80-\U0010ffff]")  # arrows and the like, control characters
 
 
 class TerminalDriver(LinuxDriver):
-    """When the terminal has gone, the app is left in order.
+    """When the terminal has gone, the app is left in order; no byte and no sequence that a terminal sends ends it.
 
     Textual's thread that writes ends with the first write that fails. The app would then wait for ever for room in that
-    thread's queue: a process that nobody sees any more and that holds a model.
+    thread's queue: a process that nobody sees any more and that holds a model. Its thread that reads ends the app at a
+    byte that is no UTF-8 and at a key that is no character.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._file: Any = _Lasting(self._file, self._gone)
-        self._taken = False
+        self._taken = False  # whether it ever was the app's
+        self._suspended = False  # by SIGTSTP: the terminal was left before
         self.link = Link(self.write)
         self.typed_ahead = ""  # lines that were typed before the terminal was the app's
 
@@ -52,6 +62,28 @@ class TerminalDriver(LinuxDriver):
         self.attrs_before = before or self.attrs_before
         self.write(SAVE_TITLE)
 
+    def _sigtstp_application(self, *_: object) -> None:
+        self._suspended = True
+        super()._sigtstp_application()
+
+    def _sigcont_application(self, *_: object) -> None:
+        if self._suspended:
+            self._suspended = False
+            super()._sigcont_application()
+        else:  # after a SIGSTOP, which nobody hears
+            self._loop.call_soon_threadsafe(self._begin_again)
+
+    def _begin_again(self) -> None:
+        """Leaves the terminal and takes it again, with its modes and a whole screen. Begun twice, the app would have
+        two threads that read, and leave a terminal without lines and echo."""
+        if self._auto_restart:
+            self.suspend_application_mode()
+            self.resume_application_mode()
+
+    def _get_terminal_size(self) -> tuple[int, int]:
+        width, height = super()._get_terminal_size()
+        return min(width, LARGEST.width), min(height, LARGEST.height)
+
     def stop_application_mode(self) -> None:
         self.write(RESTORE_TITLE)
         super().stop_application_mode()
@@ -63,11 +95,27 @@ class TerminalDriver(LinuxDriver):
     def process_message(self, message: Message) -> None:
         if isinstance(message, TerminalSupportsSynchronizedOutput):
             self.link.answered()
+        if isinstance(message, Resize) and not (self._in_band_window_resize and within(message.size)):
+            return  # of pasted text
         super().process_message(message)
 
     def run_input_thread(self) -> None:
+        decode, parser = codecs.getincrementaldecoder("utf-8")("replace").decode, XTermParser()
         try:
-            super().run_input_thread()
+            while not self.exit_event.is_set():
+                ready = select.select([self.fileno], [], [], POLL)[0]
+                if ready and not (data := os.read(self.fileno, 4096)):
+                    raise OSError("end of file")
+                messages = list[Message]()
+                for character in decode(data) if ready else "":
+                    try:
+                        messages += parser.feed(character)
+                    except (ValueError, OverflowError):  # a key with a number that is no character's
+                        parser, old = XTermParser(), parser
+                        parser.mouse_pixels, parser.terminal_size = old.mouse_pixels, old.terminal_size
+                        parser.terminal_pixel_size = old.terminal_pixel_size
+                for message in (*messages, *parser.tick()):
+                    self.process_message(message)
         except OSError:  # EIO
             self._gone()
 
@@ -129,6 +177,11 @@ class Link:
         """Waits for what is not answered: whoever has the terminal next would get it as typed text. A terminal that
         answered quickly, and now does not, is not waited for as long as a slow one."""
         self._settled.wait(self.patience)
+
+
+def within(size: Size) -> bool:
+    """Whether a terminal may have this size."""
+    return size.width <= LARGEST.width and size.height <= LARGEST.height
 
 
 def keep_enter(fd: int) -> list[Any] | None:

@@ -1,7 +1,5 @@
 """The CPU executor against the float64 forward, and against itself: chunks, threads, saved caches."""
 
-import os
-import shutil
 import subprocess
 import sys
 import time
@@ -23,7 +21,7 @@ from tinychat.engine.gguf import GGUF
 from tinychat.engine.plan import build_plan
 from tinychat.errors import TinychatError
 from tinychat.kernels import sampler
-from tinychat.kernels.cpu.executor import CPUExecutor, default_threads
+from tinychat.kernels.cpu.executor import CPUExecutor
 from tinychat.kernels.cpu.library import Library
 from tinychat.kernels.sampling import GREEDY, Sampling
 
@@ -286,33 +284,6 @@ def test_a_dense_model_has_no_routes(tmp_path: Path) -> None:
     with executor(tiny.write(tmp_path / "m.gguf", "llama")) as ex:
         ex.forward(IDS, 0)
         assert ex.routes() is None
-
-
-def test_threads_follow_affinity_and_cgroup_quotas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
-    for cpu in range(8):  # two hardware threads per core
-        topology = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology"
-        topology.mkdir(parents=True)
-        (topology / "thread_siblings_list").write_text(f"{cpu // 2 * 2},{cpu // 2 * 2 + 1}\n")
-
-    def limited(cgroup: str, files: dict[str, str]) -> int:
-        (tmp_path / "proc/self").mkdir(parents=True, exist_ok=True)
-        (tmp_path / "proc/self/cgroup").write_text(cgroup)
-        shutil.rmtree(tmp_path / "sys/fs", ignore_errors=True)
-        for name, text in files.items():
-            path = tmp_path / "sys/fs/cgroup" / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-        return default_threads(tmp_path)
-
-    assert limited("", {}) == 4
-    assert limited("0::/a/b\n", {"a/b/cpu.max": "max 100000\n"}) == 4
-    assert limited("0::/a/b\n", {"a/b/cpu.max": "250000 100000\n"}) == 2
-    assert limited("0::/a/b\n", {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "100000 100000"}) == 1  # the group above
-    assert limited("0::/a/b\n", {"cpu.max": "50000 100000\n"}) == 1  # the path is the host's; less than a core is one
-    v1 = "5:memory:/m\n4:cpu,cpuacct:/a\n0::/\n"
-    assert limited(v1, {"cpu/a/cpu.cfs_quota_us": "300000\n", "cpu/a/cpu.cfs_period_us": "100000\n"}) == 3
-    assert limited(v1, {"cpu/a/cpu.cfs_quota_us": "-1\n", "cpu/a/cpu.cfs_period_us": "100000\n"}) == 4
 
 
 SHORT = """

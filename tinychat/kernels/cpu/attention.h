@@ -55,22 +55,18 @@ INLINE void weigh(const float *p, const f32v v[16], float *out, int width, int m
   for (int c = 0; c < m; c++) stf(out + (size_t)c * width, even[c] + odd[c]);
 }
 
-// q: [k_dim][stride], scaled; vectors 0..count-1 see the chunk's positions from[c]..limit[c] - 1. s: scratch, stride * CHUNK,
-// count filled up to a multiple of 4. Gives, per vector, the maximum, the sum of exponentials and the weighted sum of V.
-static void attend(const Cache *cache, const float *q, int stride, int count, const int *from, const int *limit, float *s,
-                   float *max, float *sum, float *out) {
-  int rows = 0, begin = CHUNK, m = (count + REST - 1) / REST * REST;
+// The tiles of 16 positions, first..tiles - 1, that `count` query vectors see: the positions from[c]..limit[c] - 1.
+static void seen_tiles(int count, const int *from, const int *limit, int *first, int *tiles) {
+  int rows = 0, begin = CHUNK;
   for (int c = 0; c < count; c++) rows = limit[c] > rows ? limit[c] : rows, begin = from[c] < begin ? from[c] : begin;
-  int first = begin / 16, tiles = (rows + 15) / 16;
-  for (int t = first; t < tiles; t++) {
-    const uint16_t *tile = cache->k + (size_t)t * 16 * cache->k_dim;
-    int c = 0;
-    for (; c + WIDE <= m; c += WIDE) scores(tile, cache->k_dim, q + c, stride, s + c * CHUNK + 16 * t, WIDE);
-    for (; c < m; c += REST) scores(tile, cache->k_dim, q + c, stride, s + c * CHUNK + 16 * t, REST);
-  }
+  *first = begin / 16, *tiles = (rows + 15) / 16;
+}
+
+// The largest of each vector's scores; makes those of positions that it does not see -inf.
+static void highest_scores(float *s, int count, const int *from, const int *limit, int first, int tiles, float *max) {
   i32v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   f32v none = splat(-__builtin_inff());
-  for (int c = 0; c < count; c++) {  // two loops over the vectors, so that the horizontal steps of one overlap the next one
+  for (int c = 0; c < count; c++) {  // before any exponentials, so that the horizontal steps of one vector overlap the next one
     float *p = s + c * CHUNK;
     f32v even = none, odd = none;
     for (int t = first; t < tiles; t++)
@@ -80,6 +76,21 @@ static void attend(const Cache *cache, const float *q, int stride, int count, co
     for (int t = first + 1; t < tiles; t += 2) odd = max_(odd, ldf(p + 16 * t));
     max[c] = limit[c] > from[c] ? hmax(max_(even, odd)) : 0;
   }
+}
+
+// q: [k_dim][stride], scaled; vectors 0..count-1 see the chunk's positions from[c]..limit[c] - 1. s: scratch, stride * CHUNK,
+// count filled up to a multiple of 4. Gives, per vector, the maximum, the sum of exponentials and the weighted sum of V.
+static void attend(const Cache *cache, const float *q, int stride, int count, const int *from, const int *limit, float *s,
+                   float *max, float *sum, float *out) {
+  int first, tiles, m = (count + REST - 1) / REST * REST;
+  seen_tiles(count, from, limit, &first, &tiles);
+  for (int t = first; t < tiles; t++) {
+    const uint16_t *tile = cache->k + (size_t)t * 16 * cache->k_dim;
+    int c = 0;
+    for (; c + WIDE <= m; c += WIDE) scores(tile, cache->k_dim, q + c, stride, s + c * CHUNK + 16 * t, WIDE);
+    for (; c < m; c += REST) scores(tile, cache->k_dim, q + c, stride, s + c * CHUNK + 16 * t, REST);
+  }
+  highest_scores(s, count, from, limit, first, tiles, max);
   for (int c = 0; c < count; c++) {
     float *p = s + c * CHUNK;
     f32v total = splat(0);

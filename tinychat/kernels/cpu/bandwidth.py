@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tinychat.errors import TinychatError
+from tinychat.kernels.cpu.cores import start_threads
 from tinychat.kernels.cpu.library import Library
 
 SMALLEST = 256 << 20
@@ -27,7 +28,7 @@ def read_bandwidth(threads: Sequence[int], rounds: int = 1) -> dict[int, float]:
         ctypes.memset(block, 1, size)
         found = dict[int, float]()
         for n in threads:
-            if lib.tc_open(context, n) == n:  # the system may refuse some
+            if start_threads(lambda n: lib.tc_open(context, n), n) == n:  # the system may refuse some
                 found[n] = max(lib.tc_bandwidth(context, block, size) for _ in range(rounds))
             lib.tc_close(context)
         return found

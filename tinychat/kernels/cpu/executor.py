@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
 from tinychat.errors import TinychatError
 from tinychat.kernels.blocks import CACHE_VALUE_BYTES, GQA, MLA
 from tinychat.kernels.cpu import bandwidth, compiler, library
+from tinychat.kernels.cpu.cores import default_threads, start_threads
 from tinychat.kernels.cpu.library import (
     MAX_GROUP,
     QUANTS,
@@ -75,52 +72,6 @@ LIMITS = Limits(  # a phase has at most 2^20 tasks (pool.h)
 )
 
 
-def default_threads(root: Path = Path("/")) -> int:
-    """Physical cores this process may use, at most as many as its cgroups' CPU quotas pay for; on Apple silicon the
-    performance cores only. `root`: where /proc and /sys are."""
-    if sys.platform == "darwin":
-        done = subprocess.run(["sysctl", "-n", "hw.perflevel0.physicalcpu"], capture_output=True, text=True)
-        return int(done.stdout) if done.returncode == 0 else os.cpu_count() or 1
-    if sys.platform != "linux":
-        return os.cpu_count() or 1
-    cores = set()
-    for cpu in os.sched_getaffinity(0):
-        siblings = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
-        cores.add(siblings.read_text() if siblings.exists() else str(cpu))
-    return max(1, int(min(len(cores), _cpu_quota(root))))
-
-
-def _cpu_quota(root: Path) -> float:
-    """CPU seconds per second that this process's cgroups allow, of version 1 or 2; infinity without a quota.
-
-    https://docs.kernel.org/admin-guide/cgroup-v2.html (cpu.max), https://docs.kernel.org/scheduler/sched-bwc.html
-    """
-    least = float("inf")
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return least
-    for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, group = rest.partition(":")
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        # quotas of parent groups count too; the path may be the host's, of which a container sees only the top
-        for folder in (top / group.lstrip("/"), *(top / p for p in Path(group.lstrip("/")).parents)):
-            try:
-                if controllers:
-                    quota = (folder / "cpu.cfs_quota_us").read_text()
-                    period = (folder / "cpu.cfs_period_us").read_text()
-                else:
-                    quota, period = (folder / "cpu.max").read_text().split()
-                if float(quota) > 0:
-                    least = min(least, float(quota) / float(period))
-            except (OSError, ValueError, ZeroDivisionError):  # "max": no quota
-                continue
-    return least
-
-
 class CPUExecutor(KeepsInPieces):
     """A `MeasurableExecutor` on this machine's CPU.
 
@@ -167,7 +118,8 @@ class CPUExecutor(KeepsInPieces):
         self._library_s = time.perf_counter() - started
         self._blocks: list[tuple[int, int]] = []  # (address, bytes) of tc_alloc
         self._ctx = self._alloc(self._library.context_bytes)
-        self.threads: int = self._lib.tc_open(self._ctx, threads or default_threads())
+        wanted = threads or default_threads()
+        self.threads: int = start_threads(lambda n: self._lib.tc_open(self._ctx, n), wanted)
         self._threads = f"{self.threads} thread{'s' * (self.threads > 1)}"
         self.device = f"CPU · {self._threads} · {self._library.simd}"
         try:

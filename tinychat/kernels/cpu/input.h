@@ -26,10 +26,16 @@ static void prepare_planes(const float *x, int n, const float *gain, float inv, 
   }
 }
 
+// Weights that the input will be multiplied with, two streams of them: 128 bytes of each are asked for beside each 32 values, so that
+// the memory is at work while the input is prepared. NULL: none.
+typedef struct { const uint8_t *a, *b; } Streams;
+
 // Column c of a panel of nc: x * inv * gain (gain NULL: x as it is), as blocks of 32 high and low bytes and, if f is given, as floats.
-static void prepare(const float *x, int n, const float *gain, float inv, int8_t *q, XScale *xs, float *f, int nc, int c) {
+static void prepare(const float *x, int n, const float *gain, float inv, int8_t *q, XScale *xs, float *f, int nc, int c, Streams soon) {
   int quants = q && n % 32 == 0;
   for (int i = 0; i < n; i += 32) {
+    if (soon.a)
+      for (int j = 4 * i; j < 4 * i + 128; j += 64) __builtin_prefetch(soon.a + j), __builtin_prefetch(soon.b + j);
     float tail[32];
     const float *p = x + i, *g = gain ? gain + i : NULL;
     if (n - i < 32) {

@@ -81,6 +81,9 @@ static void wake_(Pool *p) {
 #endif
 }
 
+// The first of n tasks in the range of a thread, whose end is the next one's first; the first thread always has some.
+INLINE int range_begin(int n, int id, int threads) { return (int)(((int64_t)n * id + threads - 1) / threads); }
+
 static void publish_(Pool *p, int phase) {
   if (phase == p->work.phases) {
     for (int i = 0; i < p->threads; i++) atomic_store_explicit(&p->range[i].word, (uint64_t)ENDED << 40, memory_order_release);
@@ -91,7 +94,7 @@ static void publish_(Pool *p, int phase) {
   p->tasks = n;
   atomic_store_explicit(&p->remaining, n + 1, memory_order_relaxed);
   for (int i = 0; i < p->threads; i++) {
-    uint64_t first = (uint64_t)n * (unsigned)i / (unsigned)p->threads, end = (uint64_t)n * (unsigned)(i + 1) / (unsigned)p->threads;
+    uint64_t first = (uint64_t)range_begin(n, i, p->threads), end = (uint64_t)range_begin(n, i + 1, p->threads);
     atomic_store_explicit(&p->range[i].word, (uint64_t)phase << 40 | end << 20 | first, memory_order_release);
   }
 }
@@ -155,14 +158,16 @@ static void *worker_(void *arg) {
   }
 }
 
+// Before the first call: starts threads until there are as many with the caller; the pool begins as zeros. Returns how many there are.
 static int pool_start(Pool *p, int threads) {
-  memset(p, 0, sizeof *p);
+  if (!p->threads) {
+    p->threads = 1;
 #if !defined(__linux__)
-  pthread_mutex_init(&p->mutex, NULL);
-  pthread_cond_init(&p->wake, NULL);
+    pthread_mutex_init(&p->mutex, NULL);
+    pthread_cond_init(&p->wake, NULL);
 #endif
-  p->threads = 1;
-  for (int id = 1; id < threads && id < MAX_THREADS; id++) {
+  }
+  for (int id = p->threads; id < threads && id < MAX_THREADS; id++) {
     Seat *seat = malloc(sizeof *seat);
     if (!seat) break;
     *seat = (Seat){p, id};
@@ -187,4 +192,5 @@ static void pool_stop(Pool *p) {
   atomic_store(&p->quit, 1);
   if (p->threads > 1) wake_(p);
   for (int id = 1; id < p->threads; id++) pthread_join(p->handle[id], NULL);
+  memset(p, 0, sizeof *p);
 }

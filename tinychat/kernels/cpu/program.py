@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +45,9 @@ from tinychat.kernels.ops import (
 )
 from tinychat.kernels.quant_types import GGMLQuantizationType as Q
 
+READERS = 4  # threads that read the file
+PIECE = 4 << 20  # bytes that one of them reads at once, at least
+
 
 @dataclass
 class Program:
@@ -78,7 +83,6 @@ def build(
         sizes[table] = table.nbytes
     total = sum(sizes.values())
     arena, places, arrays = alloc(total), dict[Weight, int](), list[np.ndarray]()
-    last_use = {w.tensor: w for w in packed}
     for w in set(plan.weights) - {
         *packed,
         table,
@@ -86,23 +90,49 @@ def build(
         raw = weights.raw(w.tensor)[w.start * w.row_bytes :][: w.nbytes].view(np.float32)
         arrays.append(raw.reshape(w.groups, w.rows, w.cols).transpose(0, 2, 1).copy())
         places[w] = arrays[-1].ctypes.data
-    at = arena
+    at, done, of_tensor = arena, 0, defaultdict[str, list[Weight]](list)
     for w in packed:
         places[w] = at
-        _pack(lib, context, w, weights.raw(w.tensor), at)
         at += sizes[w]
-        if last_use[w.tensor] is w:
-            weights.release(w.tensor)
-        progress((at - arena) / total)
+        of_tensor[w.tensor].append(w)
+    for name, raw in _read(weights, list(of_tensor)):
+        for w in of_tensor[name]:
+            _pack(lib, context, w, raw, places[w])
+            done += sizes[w]
+            progress(done / total)
     if table:
         places[table] = at
-        ctypes.memmove(at, weights.raw(table.tensor).ctypes.data, table.nbytes)
-        weights.release(table.tensor)
+        weights.read(table.tensor, 0, np.ctypeslib.as_array((ctypes.c_ubyte * table.nbytes).from_address(at)))
         progress(1.0)
     translator = _Translator(plan, places, max_context, lib, arrays)
     steps, drafts = list(translator.ops()), list(translator.draft_ops())
     whole = translator.whole or len(steps)
     return Program(steps + drafts, len(steps), whole, sources(plan), translator.routes, total, arrays)
+
+
+def _read(weights: Weights, names: list[str]) -> Iterator[tuple[str, np.ndarray]]:
+    """Each tensor and its bytes, which last until the next but one: one is read while the one before is packed."""
+    largest = max(map(weights.size, names), default=0)
+    buffers = [np.empty(largest, np.uint8) for _ in range(2)]
+    with ThreadPoolExecutor(READERS) as pool:
+
+        def begin(i: int) -> list[Future[None]]:
+            if i == len(names):
+                return []
+            size, out = weights.size(names[i]), buffers[i % 2]
+            step = max(PIECE, -(-size // READERS))
+            parts = [(at, out[at : min(at + step, size)]) for at in range(0, size, step)]
+            try:
+                return [pool.submit(weights.read, names[i], at, part) for at, part in parts]
+            except RuntimeError as e:  # no room for a thread's stack, or too many processes
+                raise MemoryError(str(e)) from None
+
+        reading = begin(0)
+        for i, name in enumerate(names):
+            for piece in reading:
+                piece.result()
+            reading = begin(i + 1)
+            yield name, buffers[i % 2][: weights.size(name)]
 
 
 def sources(plan: Plan) -> list[tuple[int, Op]]:

@@ -12,7 +12,7 @@
 
 #include "simd.h"
 
-#include "attention.h"
+#include "attention_tiles.h"
 #include "delta.h"
 #include "input.h"
 #include "panels.h"
@@ -70,8 +70,11 @@ typedef struct {  // per thread
   int8_t *q;
   XScale *scales;
   float *f, *attn_q, *attn_s, *attn_out, *merged;
+  void *attn_p, *attn_w;  // TilePairs of attend_in_tiles, where there are tiles
   f32v *sums;        // of two products
   uint64_t ready;  // the phase whose input this is
+  int head;        // of per_head: whose input this is
+  Streams soon;    // of the next input of one token
   int32_t *experts;
   float *expert_weights;
   float *chances;  // choose: [2][experts]
@@ -97,7 +100,8 @@ typedef struct {
   Pool pool;
   Scratch *scratch;  // [threads]
   Scratch shared;    // of a batch
-  int32_t *route_ids;
+  int32_t *route_ids, *chosen;  // chosen: experts of a batch, n_chosen of them
+  int n_chosen;
   float *route_weights, *router_logits;
   float *pair_out;   // (batch * top_k, dim): outputs of experts before they are summed
   float *partial;    // decode attention: [task] m, l, out
@@ -133,6 +137,10 @@ static int needs(const Matrix *w, int n) {
   return need;
 }
 
+// Whether float weights are multiplied in tiles, with columns in planes: in prompts. Decode steps get the same bits for one token
+// and for several, so that drafts can be verified.
+INLINE int in_tiles(const Ctx *c) { return tiles_allowed && !c->sampled && !c->mtp; }
+
 INLINE int in_planes(const Scratch *s, int n) { return s->planes && n % 32 == 0; }
 
 static void prepare_row(const float *x, int n, const float *norm, float eps, int need, Scratch *to, size_t column, int nc, int c) {
@@ -142,11 +150,21 @@ static void prepare_row(const float *x, int n, const float *norm, float eps, int
     if (!(need & 1)) return;
     f = NULL;
   }
-  prepare(x, n, norm, by, need & 1 ? to->q + 2 * column * n : NULL, need & 1 ? to->scales + column * (n / 32) : NULL, f, nc, c);
+  prepare(x, n, norm, by, need & 1 ? to->q + 2 * column * n : NULL, need & 1 ? to->scales + column * (n / 32) : NULL, f, nc, c,
+          to->soon);
 }
 
+// The input of one token, while its first weights are on their way.
+static void prepare_one(const float *x, int n, const float *norm, float eps, int need, Scratch *to, Streams soon) {
+  to->soon = soon;
+  prepare_row(x, n, norm, eps, need, to, 0, 1, 0);
+  to->soon = (Streams){0};
+}
+// A stream for an input of n values.
+INLINE Streams stream(const uint8_t *p, int n) { return (Streams){p, p + 4 * (size_t)n}; }
+
 INLINE X columns_of(const Scratch *s, size_t column, int k) {
-  return columns_from(&(X){s->q, s->scales, s->f, k, in_planes(s, k)}, column);
+  return columns_from(&(X){s->q, s->scales, s->f, k, in_planes(s, k), NULL, 0}, column);
 }
 
 // Whether this thread has already prepared the input of the op (one token); marks it as prepared.
@@ -159,25 +177,6 @@ static int ready(Ctx *c, const Op *op, int id) {
 
 // A task: part `part` of `parts` of a stage of an op, run by thread `id`.
 typedef struct { int id, stage, part, parts; } Part;
-
-// The input of a linear op, in panels. With one token each thread prepares it for itself; with several, stage 0 prepares it for
-// all threads and returns NULL.
-static const Scratch *input(Ctx *c, const Op *op, Part me, int stage, const float *src, int stride, int n, const float *norm, int need) {
-  if (c->tokens == 1) {
-    if (!ready(c, op, me.id)) prepare_row(src, n, norm, op->eps, need, &c->scratch[me.id], 0, 1, 0);
-    return &c->scratch[me.id];
-  }
-  if (me.stage > stage) return &c->shared;
-  for (int first = 0, w; first < c->tokens; first += w) {
-    w = panel_width(c->tokens - first);
-    for (int i = 0; i < MIN_(w, c->tokens - first); i++)
-      if ((first + i) % me.parts == me.part)
-        prepare_row(src + (size_t)(first + i) * stride, n, norm, op->eps, need, &c->shared, first, w, i);
-  }
-  return NULL;
-}
-
-// ---- matrices --------------------------------------------------------------------------------------------------------
 
 INLINE int groups16(const Matrix *w) { return (w->rows + 15) / 16; }
 INLINE const uint8_t *rows16(const Matrix *w, int matrix, int group) {
@@ -192,15 +191,110 @@ INLINE void share(Part me, double total, double before, double bytes, int units,
   *last = me.part + 1 == me.parts ? units : hi < 0 ? 0 : hi > units ? units : (int)hi;
 }
 
+// Of each matrix of a linear op.
+static void shares(const Op *op, Part me, int *first, int *last) {
+  double total = 0, before = 0, bytes[4];
+  for (int i = 0; i < op->matrices; i++) total += groups16(&op->w[i]) * (bytes[i] = group_bytes(op->w[i].type, op->w[i].cols));
+  for (int i = 0; i < op->matrices; i++, before += groups16(&op->w[i - 1]) * bytes[i - 1])
+    share(me, total, before, bytes[i], groups16(&op->w[i]), &first[i], &last[i]);
+}
+
+// A router in floats has few rows, so that its columns are divided too: the logits are sums of so many parts.
+enum { ROUTER_PARTS = 4 };
+INLINE int router_parts(const Ctx *c, const Matrix *w) {
+  return is_float(w->type) && !(in_tiles(c) && w->cols % 32 == 0) ? ROUTER_PARTS : 1;
+}
+INLINE int router_part(const Matrix *w, int part) { return part == ROUTER_PARTS ? w->cols : w->cols / ROUTER_PARTS * part / 2 * 2; }
+INLINE float *router_logits(const Ctx *c, const Op *op, int part, int t) {
+  return c->router_logits + ((size_t)part * c->batch + t) * op->w[0].rows;
+}
+
+// Into how many pieces the matrices of an op can be divided for one token.
+static int units_of(const Op *op) {
+  int n = groups16(&op->w[0]);
+  switch (op->tag) {
+    case LINEAR:
+      for (int i = 1; i < op->matrices; i++) n += groups16(&op->w[i]);
+      return n;
+    case EXPERTS_UP: return n * op->top_k + (op->w[2].groups ? groups16(&op->w[2]) : 0);
+    case ABSORB: case VALUE_UP: return n * op->w[0].groups;
+    case ROUTE: return is_float(op->w[0].type) ? n * ROUTER_PARTS : n;
+    default: return n;
+  }
+}
+
+// Where the weights of a task begin (one token), as far as they are known: those of experts when they are chosen.
+static Streams weights_of(const Ctx *c, const Op *op, Part me) {
+  const Matrix *w = &op->w[0];
+  int first[4], last[4], e = 0;
+  if (op->tag == LINEAR) {
+    shares(op, me, first, last);
+    while (e + 1 < op->matrices && first[e] == last[e]) e++;
+    return stream(rows16(&op->w[e], 0, first[e]), w->cols);
+  }
+  int groups = groups16(w), per_head = op->tag == ABSORB || op->tag == VALUE_UP, up = op->tag == EXPERTS_UP, all = units_of(op);
+  share(me, all, 0, 1, all, first, last);
+  if (op->tag == ROUTE && all > groups)
+    return stream(rows16(w, 0, *first / ROUTER_PARTS) + group_bytes(w->type, router_part(w, *first % ROUTER_PARTS)), w->cols);
+  int g = *first % groups;
+  if (up || per_head) e = *first / groups;
+  if (up && e >= op->top_k) e = 0, g = *first - op->top_k * groups, w += 2;
+  else if (up) e = c->scratch[me.id].experts[e];
+  if (op->tag == EXPERTS_DOWN) e = c->route_ids[0];
+  return up || op->tag == GATE_UP ? (Streams){rows16(w, e, g), rows16(w + 1, e, g)} : stream(rows16(w, e, g), w->cols);
+}
+
+// The input of a linear op, in panels. With one token each thread prepares it for itself; with several, stage 0 prepares it for
+// all threads and returns NULL.
+static const Scratch *input(Ctx *c, const Op *op, Part me, int stage, const float *src, int stride, int n, const float *norm, int need) {
+  if (c->tokens == 1) {
+    if (!ready(c, op, me.id)) prepare_one(src, n, norm, op->eps, need, &c->scratch[me.id], weights_of(c, op, me));
+    return &c->scratch[me.id];
+  }
+  if (me.stage > stage) return &c->shared;
+  for (int first = 0, w; first < c->tokens; first += w) {
+    w = panel_width(c->tokens - first);
+    for (int i = 0; i < MIN_(w, c->tokens - first); i++)
+      if ((first + i) % me.parts == me.part)
+        prepare_row(src + (size_t)(first + i) * stride, n, norm, op->eps, need, &c->shared, first, w, i);
+  }
+  return NULL;
+}
+
+// ---- matrices --------------------------------------------------------------------------------------------------------
+
+static int stage_tasks(const Ctx *c, const Op *op, int stage);
+
+// The weights that a thread reads behind those of a task of its own (one token): the next task's, or of its first task of the next
+// op. NULL where they are not known.
+static const uint8_t *next_of(const Ctx *c, const Op *op, Part me) {
+  int threads = c->pool.threads, end = range_begin(me.parts, me.id + 1, threads);
+  if (c->tokens > 1 || me.part >= end || me.part < range_begin(me.parts, me.id, threads)) return NULL;
+  if (++me.part < end) return weights_of(c, op, me).a;
+  if (++op == c->ops + c->n_step || op == c->ops + c->n_ops) return NULL;
+  switch (op->tag) {
+    case LINEAR: case GATE_UP: case ROUTE: case ABSORB: case VALUE_UP: case EXPERTS_DOWN: case HEAD: break;
+    default: return NULL;
+  }
+  int tasks = stage_tasks(c, op, 0);
+  return weights_of(c, op, (Part){me.id, 0, range_begin(tasks, me.id, threads), tasks}).a;
+}
+
+// X.jump to the weights that are read behind `end`. Without any, those that are being read are asked for once more, which takes
+// nothing; several tokens read the same ones again.
+INLINE ptrdiff_t jump_to(const uint8_t *then, const uint8_t *end, int tokens) { return tokens > 1 ? 0 : then ? then - end : -AHEAD; }
+
 INLINE f32v silu(f32v x) { return x / (exp_(-x) + 1.0f); }
 
-// dst (+)= scale * (matrix @ x (+ bias)) for groups first..last-1 of 16 rows and all columns of x; out: the thread's sums.
+// dst (+)= scale * (matrix @ x (+ bias)) for groups first..last-1 of 16 rows and all columns of x; out: the thread's sums; then:
+// the weights that are read next, NULL if that is not known.
 static void multiply(f32v *out, const Matrix *w, int matrix, int first, int last, const Scratch *x, int tokens, float *dst, int stride,
-                     const float *bias, float scale, int add) {
+                     const float *bias, float scale, int add, const uint8_t *then) {
   for (int t = 0; t < tokens; t += COLUMNS)
     for (int g = first; g < last; g += GROUPS) {
       int columns = MIN_(COLUMNS, tokens - t), groups = MIN_(GROUPS, last - g);
       X p = columns_of(x, t, w->cols);
+      p.end = rows16(w, matrix, last), p.jump = jump_to(then, p.end, tokens);
       product(w->type, rows16(w, matrix, g), groups, &p, columns, out);
       for (int i = 0; i < groups; i++)
         for (int c = 0; c < columns; c++) {
@@ -234,13 +328,15 @@ INLINE const float *bias_of(const float *biases, const Matrix *w, int matrix) { 
 
 // dst = f(gate @ x + gate_bias, up @ x + up_bias) for groups first..last-1 of 16 rows.
 static void multiply_gated(f32v *a, const Matrix *gate, const Matrix *up, int matrix, int first, int last, const Scratch *x, int tokens,
-                           float *const *dst, int activation, const float *gate_bias, const float *up_bias) {
+                           float *const *dst, int activation, const float *gate_bias, const float *up_bias, const uint8_t *then) {
   f32v *b = a + GROUPS * COLUMNS;
   for (int t = 0; t < tokens; t += COLUMNS)
     for (int g = first; g < last; g += GROUPS) {
       int columns = MIN_(COLUMNS, tokens - t), groups = MIN_(GROUPS, last - g);
       X p = columns_of(x, t, gate->cols);
+      p.end = rows16(gate, matrix, g + groups), p.jump = jump_to(rows16(up, matrix, g), p.end, tokens);
       product(gate->type, rows16(gate, matrix, g), groups, &p, columns, a);
+      p.end = rows16(up, matrix, last), p.jump = jump_to(then, p.end, tokens);
       product(up->type, rows16(up, matrix, g), groups, &p, columns, b);
       for (int i = 0; i < groups; i++)
         for (int c = 0; c < columns; c++) {
@@ -255,6 +351,10 @@ static void multiply_gated(f32v *a, const Matrix *gate, const Matrix *up, int ma
 static float *row(Ctx *c, int buffer, int token) { return c->buffers[buffer] + (size_t)(c->first + token) * c->widths[buffer]; }
 
 // ---- ops -------------------------------------------------------------------------------------------------------------
+
+// Tasks per thread and stage, where the number of tasks is free, of several tokens and of one. One token's tasks are limited by
+// memory, which serves 16 threads so unevenly that with 4 tasks each they wait for 12 to 15 % of a step, with 16 for 3 to 8 %.
+enum { SPLIT = 8, SPLIT_ONE = 16, LEAST = 2 };
 
 static void embed_token(Ctx *c, const Op *op, Part me, int t) {
   const Matrix *w = &op->w[0];
@@ -312,27 +412,24 @@ static void gate_input(Ctx *c, const Op *op, Part me) {
 static void linear(Ctx *c, const Op *op, Part me) {
   const Scratch *x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], op->w[0].cols, op->norm, needs(op->w, op->matrices));
   if (!x) return;
-  double total = 0, before = 0;
-  for (int i = 0; i < op->matrices; i++) total += (double)groups16(&op->w[i]) * group_bytes(op->w[i].type, op->w[i].cols);
+  int first[4], last[4];
+  shares(op, me, first, last);
   for (int i = 0; i < op->matrices; i++) {
-    const Matrix *w = &op->w[i];
-    double bytes = group_bytes(w->type, w->cols);
-    int first, last;
-    share(me, total, before, bytes, groups16(w), &first, &last);
-    multiply(c->scratch[me.id].sums, w, 0, first, last, x, c->tokens, row(c, op->dst[i], 0) + op->at[i], c->widths[op->dst[i]],
-             op->bias[i], op->scale, op->add);
-    before += groups16(w) * bytes;
+    int more = i + 1 < op->matrices && first[i + 1] < last[i + 1];
+    multiply(c->scratch[me.id].sums, &op->w[i], 0, first[i], last[i], x, c->tokens, row(c, op->dst[i], 0) + op->at[i],
+             c->widths[op->dst[i]], op->bias[i], op->scale, op->add, more ? rows16(&op->w[i + 1], 0, first[i + 1]) : next_of(c, op, me));
   }
 }
 
 static void gate_up(Ctx *c, const Op *op, Part me) {
   const Scratch *x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], op->w[0].cols, op->norm, needs(op->w, 2));
   if (!x) return;
-  float **dst = c->scratch[me.id].targets;
-  for (int t = 0; t < c->tokens; t++) dst[t] = row(c, op->dst[0], t);
   int first, last, n = groups16(&op->w[0]);
   share(me, n, 0, 1, n, &first, &last);
-  multiply_gated(c->scratch[me.id].sums, &op->w[0], &op->w[1], 0, first, last, x, c->tokens, dst, op->activation, NULL, NULL);
+  float **dst = c->scratch[me.id].targets;
+  for (int t = 0; t < c->tokens; t++) dst[t] = row(c, op->dst[0], t);
+  multiply_gated(c->scratch[me.id].sums, &op->w[0], &op->w[1], 0, first, last, x, c->tokens, dst, op->activation, NULL, NULL,
+                 next_of(c, op, me));
 }
 
 // dst = stream_scale * (dst + scale * RMSNorm(src)), or without `add` as if dst were 0.
@@ -434,11 +531,41 @@ INLINE Cache cache_at(Ctx *c, const Op *op, int kv, int pos) {
   return (Cache){k_tile(c, op, kv, pos), v_row(c, op, kv, pos), op->key_dim, op->value_dim};
 }
 
-// Puts the query vector x of position pos, scaled, into column m of q [key_dim][stride].
-static void put_query(float *q, int stride, int m, const float *x, const Op *op, int pos) {
+// The query vectors of a task, to be put into the thread's scratch: columns of [key_dim][stride], or rows of tiles.
+INLINE int stride_of(int count) { return (count + 3) / 4 * 4; }
+static void begin_queries(Scratch *s, const Op *op, int count) {
+#if TILES
+  if (s->planes) {
+    memset(s->attn_q, 0, sizeof(TilePair) * (size_t)(tiles_of(op->key_dim) * ((count + 15) / 16)));
+    return;
+  }
+#endif
+  memset(s->attn_q, 0, sizeof(float) * (size_t)op->key_dim * stride_of(count));
+}
+
+// Query vector m of `count`: x of position pos, scaled.
+static void put_query(Scratch *s, int count, int m, const float *x, const Op *op, int pos) {
   float scale = op->scale;
   if (op->temperature != 0) scale *= 1.0f + op->temperature * (float)log(1.0 + pos / op->temperature_length);
-  for (int d = 0; d < op->key_dim; d++) q[(size_t)d * stride + m] = x[d] * scale;
+#if TILES
+  if (s->planes) {
+    for (int d = 0; d < op->key_dim; d += 16)
+      put_values((TilePair *)s->attn_q + m / 16 * tiles_of(op->key_dim), m % 16, d, fetch(x + d, op->key_dim - d) * scale);
+    return;
+  }
+#endif
+  for (int d = 0; d < op->key_dim; d++) s->attn_q[(size_t)d * stride_of(count) + m] = x[d] * scale;
+}
+
+// Attention of them over a chunk; results are in the scratch.
+static void attend_chunk(Scratch *s, const Cache *cache, int count, const int *from, const int *limit, float *high, float *sum) {
+#if TILES
+  if (s->planes) {
+    attend_in_tiles(cache, (TilePair *)s->attn_q, count, from, limit, s->attn_s, s->attn_p, s->attn_w, high, sum, s->attn_out);
+    return;
+  }
+#endif
+  attend(cache, s->attn_q, stride_of(count), count, from, limit, s->attn_s, high, sum, s->attn_out);
 }
 
 // The first cache position that a query at position pos attends to.
@@ -466,14 +593,18 @@ static void finish(Ctx *c, const Op *op, int token, int h, const float *sum, flo
 
 enum { MAX_GROUP = 1024 };  // query heads of one kv head; as library.MAX_GROUP, checked when the library is loaded
 
+// How long the threads take for tasks of so many query vectors: in rounds, a task's time that of its vectors and of what they
+// share, which takes as long as one vector, or three where V is K transposed.
+INLINE int attention_cost(const Ctx *c, const Op *op, int tasks, int vectors) {
+  return (tasks + c->pool.threads - 1) / c->pool.threads * (vectors + (op->tag == LATENT_ATTENTION ? 3 : 1));
+}
+
 // One token: tasks are (kv head, part of its query heads, chunk); the thread that finishes a part's last chunk merges all in order.
-// A part has `per` heads, so that the rounds in which the threads take the tasks need least time: a task's is that of its heads
-// and of what they share, which takes as long as one head, or three where V is K transposed.
+// A part has `per` heads, so that the threads need least time.
 static int attention_tasks(const Ctx *c, const Op *op, int *per) {
   int group = op->heads / op->kv_heads, chunks = c->pos / CHUNK + 1 - first_seen(op, c->pos) / CHUNK, best = 0;
-  for (int heads = group, cost; heads > 0; heads--) {
-    int tasks = op->kv_heads * chunks * ((group + heads - 1) / heads);
-    cost = (tasks + c->pool.threads - 1) / c->pool.threads * (heads + (op->tag == LATENT_ATTENTION ? 3 : 1));
+  for (int heads = group; heads > 0; heads--) {
+    int cost = attention_cost(c, op, op->kv_heads * chunks * ((group + heads - 1) / heads), heads);
     if (!best || cost < best) best = cost, *per = heads;
   }
   return op->kv_heads * chunks * ((group + *per - 1) / *per);
@@ -485,22 +616,22 @@ static void attention_one(Ctx *c, const Op *op, int id, int task) {
   int first = seen / CHUNK, chunks = c->pos / CHUNK + 1 - first;
   int parts = tasks / op->kv_heads / chunks, value = padded(op->value_dim), record = value + 16;
   int kv = task / (parts * chunks), part = task / chunks % parts, chunk = task % chunks;
-  int h0 = kv * group + part * per, count = MIN_(per, group - part * per), stride = (count + 3) / 4 * 4;
+  int h0 = kv * group + part * per, count = MIN_(per, group - part * per);
   int start = (first + chunk) * CHUNK, from[MAX_GROUP], limit[MAX_GROUP];
   float high[MAX_GROUP], sum[MAX_GROUP];
-  memset(s->attn_q, 0, sizeof(float) * (size_t)op->key_dim * stride);
+  begin_queries(s, op, count);
   for (int m = 0; m < count; m++) {
     const float *q = row(c, op->src, 0) + (size_t)(h0 + m) * op->key_dim;
     if (op->tag == ATTENTION) {
       turn_head(s->merged, row(c, op->src, 0), op, h0 + m, op->q_norm, op->q_norm_len, op->heads * op->key_dim, c->pos);
       q = s->merged;
     }
-    put_query(s->attn_q, stride, m, q, op, c->pos);
+    put_query(s, count, m, q, op, c->pos);
     from[m] = MAX_(0, seen - start), limit[m] = MIN_(CHUNK, c->pos + 1 - start);
   }
   if (op->stores && chunk == chunks - 1) store_kv(c, op, kv, 0, s->merged);  // each part writes the same bytes
   Cache cache = cache_at(c, op, kv, start);
-  attend(&cache, s->attn_q, stride, count, from, limit, s->attn_s, high, sum, s->attn_out);
+  attend_chunk(s, &cache, count, from, limit, high, sum);
   for (int m = 0; m < count; m++) {
     float *to = c->partial + ((size_t)(h0 + m) * chunks + chunk) * record;
     to[0] = high[m], to[1] = sum[m];
@@ -520,7 +651,12 @@ static void attention_one(Ctx *c, const Op *op, int id, int task) {
   }
 }
 
-enum { QUERIES = 40 };  // query vectors of one task in a batch: enough to read keys seldom, few enough for many threads
+// Query vectors of one task in a batch: enough to read keys seldom, few enough for many threads.
+#if TILES
+enum { QUERIES = 40, MOST = TILED };
+#else
+enum { QUERIES = 40, MOST = QUERIES };
+#endif
 
 // Several tokens: keys and values into the cache, and the queries turned in place.
 static void attention_inputs(Ctx *c, const Op *op, Part me) {
@@ -535,11 +671,20 @@ static void attention_inputs(Ctx *c, const Op *op, Part me) {
   }
 }
 
-// Then tasks are (kv head, part of its query heads, block of tokens), each over all its chunks, the longest first.
+// Then tasks are (kv head, part of its query heads, block of tokens), each over all its chunks, the longest first. Where there are
+// few of them, as when drafts are verified, they are halved if the threads need less time then; not those in tiles.
 typedef struct { int per_token, parts, block, blocks; } Blocks;
 static Blocks query_blocks(const Ctx *c, const Op *op) {
-  int group = op->heads / op->kv_heads, per_token = MIN_(group, QUERIES), block = MAX_(1, QUERIES / per_token);
-  return (Blocks){per_token, (group + per_token - 1) / per_token, block, (c->tokens + block - 1) / block};
+  int most = c->shared.planes ? MOST : QUERIES, least = 0;
+  int group = op->heads / op->kv_heads, heads = MIN_(group, most), block = MIN_(c->tokens, most / heads);
+  for (Blocks best = {0};;) {
+    Blocks b = {heads, (group + heads - 1) / heads, block, (c->tokens + block - 1) / block};
+    int tasks = op->kv_heads * b.parts * b.blocks, cost = attention_cost(c, op, tasks, heads * block);
+    if (!least || cost < least) least = cost, best = b;
+    if (tasks >= 4 * c->pool.threads || heads * block == 1 || c->shared.planes) return best;
+    if (block > 1) block = (block + 1) / 2;
+    else heads = (heads + 1) / 2;
+  }
 }
 
 static void attention_block(Ctx *c, const Op *op, int id, int task) {
@@ -548,13 +693,13 @@ static void attention_block(Ctx *c, const Op *op, int id, int task) {
   int group = op->heads / op->kv_heads, value = padded(op->value_dim);
   int kv = task % op->kv_heads, part = task / op->kv_heads % b.parts, first = (b.blocks - 1 - task / op->kv_heads / b.parts) * b.block;
   int h0 = kv * group + part * b.per_token, heads = MIN_(b.per_token, group - part * b.per_token);
-  int n = MIN_(b.block, c->tokens - first), count = n * heads, stride = (count + 3) / 4 * 4;
-  int from[QUERIES], limit[QUERIES];
-  float high[QUERIES], sum[QUERIES], top[QUERIES], total[QUERIES];
-  memset(s->attn_q, 0, sizeof(float) * (size_t)op->key_dim * stride);
+  int n = MIN_(b.block, c->tokens - first), count = n * heads;
+  int from[MOST], limit[MOST];
+  float high[MOST], sum[MOST], top[MOST], total[MOST];
+  begin_queries(s, op, count);
   memset(s->merged, 0, sizeof(float) * (size_t)count * value);
   for (int m = 0; m < count; m++) {
-    put_query(s->attn_q, stride, m, row(c, op->src, first + m / heads) + (size_t)(h0 + m % heads) * op->key_dim, op,
+    put_query(s, count, m, row(c, op->src, first + m / heads) + (size_t)(h0 + m % heads) * op->key_dim, op,
               c->pos + first + m / heads);
     top[m] = total[m] = 0;
   }
@@ -564,7 +709,7 @@ static void attention_block(Ctx *c, const Op *op, int id, int task) {
       from[m] = MIN_(CHUNK, MAX_(0, first_seen(op, pos) - start)), limit[m] = MAX_(0, MIN_(CHUNK, pos + 1 - start));
     }
     Cache cache = cache_at(c, op, kv, start);
-    attend(&cache, s->attn_q, stride, count, from, limit, s->attn_s, high, sum, s->attn_out);
+    attend_chunk(s, &cache, count, from, limit, high, sum);
     for (int m = 0; m < count; m++) {
       size_t at = (size_t)m * value;
       merge(&top[m], &total[m], s->merged + at, high[m], sum[m], s->attn_out + at, value);
@@ -657,12 +802,15 @@ static void per_head(Ctx *c, const Op *op, Part me, int src_stride, int dst_stri
     int from = MAX_(first, h * groups) - h * groups, to = MIN_(last, (h + 1) * groups) - h * groups;
     for (int start = 0, n; start < c->tokens; start += n) {
       n = MIN_(most, c->tokens - start);
-      for (int at = 0, width; at < n; at += width) {
+      int prepared = c->tokens == 1 && ready(c, op, me.id) && s->head == h;
+      s->head = h;
+      for (int at = 0, width; at < n && !prepared; at += width) {
         width = panel_width(n - at);
         for (int i = 0; i < MIN_(width, n - at); i++)
           prepare_row(row(c, op->src, start + at + i) + (size_t)h * src_stride, w->cols, NULL, 0, need, s, (size_t)at, width, i);
       }
-      multiply(s->sums, w, h, from, to, s, n, row(c, op->dst[0], start) + (size_t)h * dst_stride, c->widths[op->dst[0]], NULL, 1, 0);
+      multiply(s->sums, w, h, from, to, s, n, row(c, op->dst[0], start) + (size_t)h * dst_stride, c->widths[op->dst[0]], NULL, 1, 0,
+               (h + 1) * groups < last ? rows16(w, h + 1, 0) : next_of(c, op, me));
     }
   }
 }
@@ -692,18 +840,31 @@ static void absorb(Ctx *c, const Op *op, Part me) {
 
 static void value_up(Ctx *c, const Op *op, Part me) { per_head(c, op, me, op->w[0].cols, op->w[0].rows); }
 
-// Chooses the experts of one token from its router logits l; ids and weights: [top_k].
-static void choose(const Op *op, const Scratch *s, const float *l, int32_t *ids, float *weights) {
-  int n = op->w[0].rows;
+static float highest(const float *x, int n) {
+  f32v m = splat(-__builtin_inff());
+  int i = 0;
+  for (; i + 16 <= n; i += 16) m = max_(m, ldf(x + i));
+  float high = hmax(m);
+  for (; i < n; i++) high = MAX_(high, x[i]);
+  return high;
+}
+
+// Chooses the experts of token t from its router logits; ids and weights: [top_k].
+static void choose(const Ctx *c, const Op *op, const Scratch *s, int t, int32_t *ids, float *weights) {
+  int n = op->w[0].rows, parts = router_parts(c, &op->w[0]);
   float *p = s->chances, *pick = p + n;
-  for (int i = 0; i < n; i++) p[i] = l[i] * op->logit_scale;
+  for (int part = 0; part < parts; part++) {
+    const float *l = router_logits(c, op, part, t);
+    for (int i = 0; i < n; i++) p[i] = part ? p[i] + l[i] : l[i];
+  }
+  for (int i = 0; i < n; i++) p[i] *= op->logit_scale;
   if (op->gating == SOFTMAX) {
-    float high = p[0], sum = 0;
-    for (int i = 1; i < n; i++) high = MAX_(high, p[i]);
-    for (int i = 0; i < n; i++) sum += p[i] = exp_(splat(p[i] - high))[0];
+    float high = highest(p, n), sum = 0;
+    for (int i = 0; i < n; i += 16) store(p + i, exp_(fetch(p + i, n - i) - high), n - i);
+    for (int i = 0; i < n; i++) sum += p[i];
     for (int i = 0; i < n; i++) p[i] /= sum;
   } else if (op->gating == SIGMOID) {
-    for (int i = 0; i < n; i++) p[i] = 1.0f / (1.0f + exp_(splat(-p[i]))[0]);
+    for (int i = 0; i < n; i += 16) store(p + i, 1.0f / (exp_(-fetch(p + i, n - i)) + 1.0f), n - i);
   } else if (op->gating == SQRT_SOFTPLUS) {
     for (int i = 0; i < n; i++) p[i] = (float)__builtin_sqrt(p[i] > 20 ? p[i] : log(1.0 + exp(p[i])));
   }
@@ -730,12 +891,10 @@ static void choose(const Op *op, const Scratch *s, const float *l, int32_t *ids,
   }
   float sum = 0;
   for (int k = 0; k < op->top_k; k++) {
-    int best = -1;
-    for (int i = 0; i < n; i++) {
-      int taken = 0;
-      for (int j = 0; j < k; j++) taken |= ids[j] == i;
-      if (!taken && (best < 0 || pick[i] > pick[best])) best = i;
-    }
+    float high = highest(pick, n);
+    int best = 0;
+    while (best < n - 1 && pick[best] != high) best++;
+    pick[best] = -__builtin_inff();
     ids[k] = best;
     sum += weights[k] = p[best];
   }
@@ -751,30 +910,62 @@ static void choose(const Op *op, const Scratch *s, const float *l, int32_t *ids,
   for (int k = 0; k < op->top_k; k++) weights[k] *= factor * (op->bias[2] ? op->bias[2][ids[k]] : 1.0f);
 }
 
+// A part of the columns of a group of 16 experts, for all tokens.
+static void route_part(Ctx *c, const Op *op, const Scratch *x, int group, int part) {
+  const Matrix *w = &op->w[0];
+  int from = router_part(w, part), n = w->rows - 16 * group;
+  const uint8_t *a = rows16(w, 0, group) + group_bytes(w->type, from);
+  for (int t = 0, width; t < c->tokens; t += width) {
+    width = panel_width(c->tokens - t);
+    X p = columns_of(x, t, w->cols);
+    f32v out[16];
+    p.f += from * width, p.k = router_part(w, part + 1) - from, p.end = a + group_bytes(w->type, p.k), p.jump = -AHEAD;
+    kernel(w->type, width)(a, &p, out);
+    for (int i = 0; i < MIN_(width, c->tokens - t); i++) {
+      f32v y = out[i];
+      if (op->bias[0] && part == 0) y += fetch(op->bias[0] + 16 * group, n);
+      store(router_logits(c, op, part, t + i) + 16 * group, y, n);
+    }
+  }
+}
+
 static void route(Ctx *c, const Op *op, Part me) {
   const Matrix *w = &op->w[0];
   if (me.stage == 2) {  // with one token, every thread chooses for itself at the start of the next phase
     for (int t = me.part; t < c->tokens; t += me.parts)
-      choose(op, &c->scratch[me.id], c->router_logits + (size_t)t * w->rows, c->route_ids + t * op->top_k, c->route_weights + t * op->top_k);
+      choose(c, op, &c->scratch[me.id], t, c->route_ids + t * op->top_k, c->route_weights + t * op->top_k);
     return;
   }
   const Scratch *x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], w->cols, op->norm, needs(w, 1));
   if (!x) return;
-  int first, last, n = groups16(w);
+  int first, last, parts = router_parts(c, w), n = groups16(w) * parts;
   share(me, n, 0, 1, n, &first, &last);
-  multiply(c->scratch[me.id].sums, w, 0, first, last, x, c->tokens, c->router_logits, w->rows, op->bias[0], 1, 0);
+  if (parts == 1) multiply(c->scratch[me.id].sums, w, 0, first, last, x, c->tokens, c->router_logits, w->rows, op->bias[0], 1, 0, NULL);
+  for (int i = first; i < last && parts > 1; i++) route_part(c, op, x, i / parts, i % parts);
 }
 
 // Tokens of a batch that chose expert e: token * top_k + slot of each. Returns how many.
-static int chosen(const Ctx *c, const Op *op, int e, int32_t *pairs) {
+static int pairs_of(const Ctx *c, const Op *op, int e, int32_t *pairs) {
   int n = 0;
   for (int i = 0; i < c->tokens * op->top_k; i++)
     if (c->route_ids[i] == e) pairs[n++] = i;
   return n;
 }
 
-// Into how many parts the rows of an expert are divided in a batch, so that threads which end first find something to take.
-static int expert_parts(const Ctx *c, int experts) { return (8 * c->pool.threads + experts - 1) / experts; }
+// Lists the experts that the tokens of a batch chose.
+static void list_experts(Ctx *c, const Op *op) {
+  memset(c->chosen, 0, sizeof(int32_t) * (size_t)op->w[0].groups);
+  for (int i = 0; i < c->tokens * op->top_k; i++) c->chosen[c->route_ids[i]] = 1;
+  c->n_chosen = 0;
+  for (int e = 0; e < op->w[0].groups; e++)
+    if (c->chosen[e]) c->chosen[c->n_chosen++] = e;
+}
+
+// Into how many parts the rows of each of them are divided, so that threads which end first find something to take: few tokens are
+// limited by memory as one is.
+static int expert_parts(const Ctx *c) {
+  return ((c->tokens <= STEP ? SPLIT_ONE : SPLIT) * c->pool.threads + c->n_chosen - 1) / c->n_chosen;
+}
 
 // Tokens that are multiplied with an expert at a time, where columns have k values: its weights are unpacked once for all of them.
 enum { EXPERT_COLUMNS = 64 };
@@ -815,8 +1006,8 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
   Scratch *s = &c->scratch[me.id];
   if (c->tokens == 1) {
     if (!ready(c, op, me.id)) {
-      prepare_row(row(c, op->src, 0), k, op->norm, op->eps, need, s, 0, 1, 0);
-      choose(router, s, c->router_logits, s->experts, s->expert_weights);
+      choose(c, router, s, 0, s->experts, s->expert_weights);
+      prepare_one(row(c, op->src, 0), k, op->norm, op->eps, need, s, weights_of(c, op, me));
     }
     if (me.part == 0) {
       memcpy(c->route_ids, s->experts, sizeof(int32_t) * (size_t)top);
@@ -831,12 +1022,13 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
       float *dst = row(c, op->dst[0], 0) + (size_t)i * ff;
       share(me, total, bytes * groups * i, bytes, groups, &first, &last);
       multiply_gated(s->sums, gate, &op->w[1], s->experts[i], first, last, s, 1, &dst, op->activation,
-                     bias_of(op->bias[0], gate, s->experts[i]), bias_of(op->bias[1], gate, s->experts[i]));
+                     bias_of(op->bias[0], gate, s->experts[i]), bias_of(op->bias[1], gate, s->experts[i]),
+                     last == groups && i + 1 < top ? rows16(gate, s->experts[i + 1], 0) : next_of(c, op, me));
     }
     if (has_shared) {
       float *dst = row(c, op->dst[0], 0) + (size_t)top * ff;
       share(me, total, bytes * groups * top, shared_bytes, groups16(shared), &first, &last);
-      multiply_gated(s->sums, shared, &op->w[3], 0, first, last, s, 1, &dst, op->activation, NULL, NULL);
+      multiply_gated(s->sums, shared, &op->w[3], 0, first, last, s, 1, &dst, op->activation, NULL, NULL, next_of(c, op, me));
       if (first < last) scale_shared(c, op, 0, dst, first, last);
     }
     return;
@@ -847,13 +1039,13 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
     return;
   }
   // tasks: row ranges of the experts, then of the shared expert
-  int per = expert_parts(c, gate->groups), routed = per * gate->groups, e = me.part < routed ? me.part / per : -1;
+  int per = expert_parts(c), routed = per * c->n_chosen, e = me.part < routed ? c->chosen[me.part / per] : -1;
   int part = e < 0 ? me.part - routed : me.part % per, parts = e < 0 ? me.parts - routed : per;
   int all = e < 0 ? groups16(shared) : groups, first = all * part / parts, last = all * (part + 1) / parts;
   if (first == last) return;
   int32_t *pairs = s->pairs, *column = pairs + c->tokens * top;
   float **dst = s->targets;
-  for (int start = 0, n = e < 0 ? c->tokens : chosen(c, op, e, pairs), m; start < n; start += m) {
+  for (int start = 0, n = e < 0 ? c->tokens : pairs_of(c, op, e, pairs), m; start < n; start += m) {
     m = MIN_(expert_columns(c, k), n - start);
     for (int i = 0; i < m; i++) {
       int token = e < 0 ? start + i : pairs[start + i] / top, slot = e < 0 ? top : pairs[start + i] % top;
@@ -862,9 +1054,9 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
     gather(s, &c->shared, column, m, k, need);
     if (e >= 0) {
       multiply_gated(s->sums, gate, &op->w[1], e, first, last, s, m, dst, op->activation, bias_of(op->bias[0], gate, e),
-                     bias_of(op->bias[1], gate, e));
+                     bias_of(op->bias[1], gate, e), NULL);
     } else {
-      multiply_gated(s->sums, shared, &op->w[3], 0, first, last, s, m, dst, op->activation, NULL, NULL);
+      multiply_gated(s->sums, shared, &op->w[3], 0, first, last, s, m, dst, op->activation, NULL, NULL, NULL);
       for (int i = 0; i < m; i++) scale_shared(c, op, column[i], dst[i], first, last);
     }
   }
@@ -883,9 +1075,10 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
       const Matrix *m = i < top ? w : shared;
       size_t at = (size_t)i * ff;
       Scratch in = {.q = s->q + 2 * at, .scales = s->scales + at / 32, .f = s->f + at};
-      if (!prepared) prepare_row(src + at, m->cols, NULL, 0, need, &in, 0, 1, 0);
       int matrix = i < top ? c->route_ids[i] : 0;
-      multiply(s->sums, m, matrix, first, last, &in, 1, y, dim, i < top ? bias_of(op->bias[0], m, matrix) : NULL, 1, 0);
+      if (!prepared) prepare_one(src + at, m->cols, NULL, 0, need, &in, stream(rows16(m, matrix, first), m->cols));
+      const uint8_t *then = i + 1 < top ? rows16(w, c->route_ids[i + 1], first) : i + 1 < parts ? rows16(shared, 0, first) : next_of(c, op, me);
+      multiply(s->sums, m, matrix, first, last, &in, 1, y, dim, i < top ? bias_of(op->bias[0], m, matrix) : NULL, 1, 0, then);
       float weight = (i < top ? c->route_weights[i] : 1.0f) * op->scale;
       for (int r = 16 * first; r < MIN_(16 * last, dim); r += 16) {
         f32v base = i > 0 || op->add ? fetch(x + r, dim - r) : splat(0);
@@ -898,13 +1091,13 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
     for (int i = me.part; i < c->tokens * top; i += me.parts)
       prepare_row(row(c, op->src, i / top) + (size_t)(i % top) * ff, ff, NULL, 0, need, &c->shared, i, 1, 0);
   } else if (me.stage == 1) {  // tasks: row ranges of the experts
-    int per = expert_parts(c, w->groups), e = me.part / per, part = me.part % per;
+    int per = expert_parts(c), e = c->chosen[me.part / per], part = me.part % per;
     int first = groups * part / per, last = groups * (part + 1) / per, from = 16 * first, rows = MIN_(16 * last, dim) - from;
     int32_t *pairs = s->pairs;
-    for (int start = 0, n = first < last ? chosen(c, op, e, pairs) : 0, m; start < n; start += m) {
+    for (int start = 0, n = first < last ? pairs_of(c, op, e, pairs) : 0, m; start < n; start += m) {
       m = MIN_(expert_columns(c, ff), n - start);
       gather(s, &c->shared, pairs + start, m, ff, need);
-      multiply(s->sums, w, e, first, last, s, m, s->merged, dim, bias_of(op->bias[0], w, e), 1, 0);
+      multiply(s->sums, w, e, first, last, s, m, s->merged, dim, bias_of(op->bias[0], w, e), 1, 0, NULL);
       for (int i = 0; i < m; i++)
         memcpy(c->pair_out + (size_t)pairs[start + i] * dim + from, s->merged + (size_t)i * dim + from, sizeof(float) * rows);
     }
@@ -925,7 +1118,7 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
     if (!in) return;
     int first, last;
     share(me, groups, 0, 1, groups, &first, &last);
-    multiply(s->sums, shared, 0, first, last, in, c->tokens, row(c, op->dst[0], 0), c->widths[op->dst[0]], NULL, op->scale, 1);
+    multiply(s->sums, shared, 0, first, last, in, c->tokens, row(c, op->dst[0], 0), c->widths[op->dst[0]], NULL, op->scale, 1, NULL);
   }
 }
 
@@ -938,7 +1131,7 @@ static void head(Ctx *c, const Op *op, Part me) {
   else if (!ready(c, op, me.id)) prepare_row(row(c, op->src, c->tokens - 1), w->cols, op->norm, op->eps, needs(w, 1), &c->scratch[me.id], 0, 1, 0);
   if (!x) return;
   share(me, n, 0, 1, n, &first, &last);
-  multiply(c->scratch[me.id].sums, w, 0, first, last, x, tokens, c->logits_out, w->rows, NULL, op->scale, 0);
+  multiply(c->scratch[me.id].sums, w, 0, first, last, x, tokens, c->logits_out, w->rows, NULL, op->scale, 0, next_of(c, op, me));
   for (int t = 0; t < tokens && op->softcap != 0; t++)
     for (int r = 16 * first; r < MIN_(16 * last, w->rows); r += 16) {
       float *l = c->logits_out + (size_t)t * w->rows + r;
@@ -983,26 +1176,22 @@ static int stages(const Op *op) {
   }
 }
 
-// Tasks per thread and stage, where the number of tasks is free, of several tokens and of one. One token's tasks are limited by
-// memory, which serves 16 threads so unevenly that with 4 tasks each they wait for 12 to 15 % of a step, with 16 for 3 to 8 %.
-enum { SPLIT = 8, SPLIT_ONE = 16, LEAST = 2 };
-
-static int stage_tasks(const Ctx *c, const Op *op, int stage) {
+static int stage_tasks(Ctx *c, const Op *op, int stage) {
   int some = (c->tokens == 1 ? SPLIT_ONE : SPLIT) * c->pool.threads, per;
   if (op->tag == HEAD && !c->logits_mode) return 0;
   if (op->tag == CONVOLVE) return 2 * op->kv_heads + op->heads;
   if (op->tag == DELTA) return op->heads;
   if (c->tokens == 1) {
     if (op->tag == EMBED || op->tag == NORM_ADD || op->tag == GATE_INPUT || op->tag == STORE_HIDDEN || op->tag == JOIN) return 1;
-    return op->tag == ATTENTION || op->tag == LATENT_ATTENTION ? attention_tasks(c, op, &per) : some;
+    if (op->tag == ATTENTION || op->tag == LATENT_ATTENTION) return attention_tasks(c, op, &per);
+    return op->tag == GATED_CONVOLVE || op->tag == LAYER_INPUTS ? some : MIN_(some, units_of(op));
   }
   if (op->tag == LATENT_ATTENTION || (op->tag == ATTENTION && stage == 1)) {
     Blocks b = query_blocks(c, op);
     return op->kv_heads * b.parts * b.blocks;
   }
   if ((op->tag == EXPERTS_UP || op->tag == EXPERTS_DOWN) && stage == 1) {
-    int experts = op->w[0].groups;
-    return experts * expert_parts(c, experts) + (op->tag == EXPERTS_UP && op->w[2].groups ? some : 0);
+    return c->n_chosen * expert_parts(c) + (op->tag == EXPERTS_UP && op->w[2].groups ? some : 0);
   }
   int groups = 0;  // a task of several tokens has LEAST of them, since it reads all columns
   for (int i = 0; i < op->matrices; i++) groups += groups16(&op->w[i]);
@@ -1010,10 +1199,9 @@ static int stage_tasks(const Ctx *c, const Op *op, int stage) {
   return some;
 }
 
-// Whether float weights are multiplied in tiles, with columns in planes: in prompts. Decode steps get the same bits for one token
-// and for several, so that drafts can be verified; experts have few tokens, for which unpacking would take the most time.
+// Sets the form of an op's products; experts have few tokens, for which unpacking would take the most time.
 static void choose_form(Ctx *c, const Op *op) {
-  int planes = tiles_allowed && !c->sampled && !c->mtp && op->tag != EXPERTS_UP && op->tag != EXPERTS_DOWN;
+  int planes = in_tiles(c) && op->tag != EXPERTS_UP && op->tag != EXPERTS_DOWN;
   if (planes == c->shared.planes) return;
   c->shared.planes = planes;
   for (int i = 0; i < c->pool.threads; i++) c->scratch[i].planes = planes;
@@ -1021,8 +1209,13 @@ static void choose_form(Ctx *c, const Op *op) {
 
 static int phase_tasks(void *arg, int phase) {
   Ctx *c = arg;
-  if (phase < c->n_phases) choose_form(c, &c->ops[c->phases[phase].op]);
-  if (phase < c->n_phases) return stage_tasks(c, &c->ops[c->phases[phase].op], c->phases[phase].stage);
+  if (phase < c->n_phases) {
+    Phase p = c->phases[phase];
+    const Op *op = &c->ops[p.op];
+    choose_form(c, op);
+    if (op->tag == EXPERTS_UP && p.stage == 1) list_experts(c, op);
+    return stage_tasks(c, op, p.stage);
+  }
   c->sampling = nanoseconds();
   return c->pool.threads;
 }
@@ -1231,7 +1424,7 @@ static Scratch new_scratch(Ctx *c, size_t columns, size_t k) {
   return (Scratch){.q = piece(c, n, 2), .scales = piece(c, n / 32 + 1, sizeof(XScale)), .f = piece(c, n, 4)};
 }
 
-// Starts `threads` threads (fewer if the system refuses; the number is returned).
+// Starts threads until there are `threads` (fewer if the system refuses; the number is returned).
 EXPORT int tc_open(Ctx *c, int threads) { return pool_start(&c->pool, threads); }
 
 // Allocates what the ops need; the fields before `pool` are set by the caller. Returns 0, or -1 if memory is short.
@@ -1247,15 +1440,19 @@ EXPORT int tc_prepare(Ctx *c) {
     if (op->tag == EXPERTS_DOWN) top = MAX_(top, op->top_k), ff = MAX_(ff, op->w[0].cols);
     if (op->tag == ROUTE) routed = MAX_(routed, op->w[0].rows);
   }
-  size_t chunks = ((size_t)c->max_context + 15) / 16 * 16 / CHUNK + 1, vectors = MAX_(QUERIES, heads);
+  size_t chunks = ((size_t)c->max_context + 15) / 16 * 16 / CHUNK + 1, vectors = MAX_(tiles_allowed ? MOST : QUERIES, heads) + 16;
   c->phases = piece(c, 5 * (size_t)c->n_ops, sizeof(Phase));
   c->scratch = piece(c, n, sizeof(Scratch));
   for (int i = 0; i < n && c->scratch; i++) {
     Scratch *s = &c->scratch[i];
     *s = new_scratch(c, 16, widest);
     s->sums = piece(c, 2 * GROUPS * COLUMNS, sizeof(f32v));
-    s->attn_q = piece(c, vectors + 4, 4 * key);
-    s->attn_s = piece(c, vectors + 4, 4 * CHUNK);
+    s->attn_q = piece(c, vectors, 4 * ((key + 31) / 32 * 32));
+    s->attn_s = piece(c, vectors, 4 * CHUNK);
+    if (tiles_allowed) {
+      s->attn_p = piece(c, vectors, 4 * CHUNK);
+      s->attn_w = piece(c, 2 * MAX_((key + 31) / 32, CHUNK / 32), 2048);
+    }
     s->attn_out = piece(c, vectors, 4 * value);
     s->experts = piece(c, top, 4), s->expert_weights = piece(c, top, 4);
     s->chances = piece(c, 2, 4 * (size_t)routed), s->groups = piece(c, 2, 4 * (size_t)routed);
@@ -1266,9 +1463,10 @@ EXPORT int tc_prepare(Ctx *c) {
   c->partial = piece(c, heads * chunks, 4 * (value + 16));
   c->done = piece(c, heads, sizeof(atomic_int));
   if (c->done) memset(c->done, 0, sizeof(atomic_int) * heads);
-  c->router_logits = piece(c, c->batch, 4 * (size_t)(routed + 16));
+  c->router_logits = piece(c, ROUTER_PARTS * (size_t)c->batch, 4 * (size_t)(routed + 16));
   c->route_ids = piece(c, c->batch, 4 * (size_t)top);
   c->route_weights = piece(c, c->batch, 4 * (size_t)top);
+  c->chosen = piece(c, (size_t)routed, 4);
   c->pair_out = routed ? piece(c, (size_t)c->batch * top, 4 * (size_t)dim) : NULL;
   c->logits = piece(c, STEP * (size_t)c->vocab + 16, 4);
   c->work = piece(c, (size_t)c->vocab * 2 + (size_t)spans_of(c) + 32, 4);

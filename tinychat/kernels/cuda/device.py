@@ -16,7 +16,7 @@ from tinychat.kernels.cuda.graph import Graph, KernelCall, enqueuer
 from tinychat.kernels.cuda.launch import Launch, place
 
 BRIEF = 16 << 20  # bytes of an upload that returns at once; the driver copies pageable memory first
-_MAJOR, _MINOR, _MAX_SHARED = 75, 76, 97  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_..., ..._PER_BLOCK_OPTIN
+_MAX_SHARED = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 _DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _PORTABLE = 1  # CU_MEMHOSTALLOC_PORTABLE
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
@@ -44,17 +44,17 @@ class LoadedKernel:
 
 
 class GPU:
-    """The first CUDA device, its named buffers and compiled kernels. Raises TinychatError where there is none that
-    works."""
+    """A CUDA device (by default the first of `driver.gpus`), its named buffers and compiled kernels. Raises
+    TinychatError where it does not work."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int | None = None) -> None:
         try:
             self.cuda = driver.library()
-            self._device, self._context = driver.context()
+            self._gpu, self._context = driver.context(number)
         except Exception as e:  # no driver, one without a function that is needed, no device
             raise unusable(e) from e
-        major, minor = self._attribute(_MAJOR), self._attribute(_MINOR)
-        if major < 8:
+        major, minor = self._gpu.capability
+        if (major, minor) < driver.CAPABILITY:
             raise TinychatError(f"the CUDA kernels need compute capability 8.0 or newer, this GPU has {major}.{minor}")
         self.overlaps = major >= 9  # kernels may start while the one before still runs
         self.warpgroups = (major, minor) == (9, 0)  # has wgmma, which binaries for sm_90a alone may use
@@ -69,9 +69,7 @@ class GPU:
     @property
     def name(self) -> str:
         """The GPU's name, for people."""
-        text = ctypes.create_string_buffer(100)
-        check(self.cuda.cuDeviceGetName(text, 100, self._device))
-        return text.value.decode(errors="replace")
+        return self._gpu.name
 
     @property
     def nbytes(self) -> int:
@@ -81,7 +79,9 @@ class GPU:
     @property
     def max_shared(self) -> int:
         """Bytes of shared memory that a block may have."""
-        return self._attribute(_MAX_SHARED)
+        value = ctypes.c_int()
+        check(self.cuda.cuDeviceGetAttribute(ctypes.byref(value), _MAX_SHARED, self._gpu.device))
+        return value.value
 
     @property
     def free_bytes(self) -> int:
@@ -90,11 +90,6 @@ class GPU:
         self.enter()
         check(self.cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)))
         return free.value
-
-    def _attribute(self, which: int) -> int:
-        value = ctypes.c_int()
-        check(self.cuda.cuDeviceGetAttribute(ctypes.byref(value), which, self._device))
-        return value.value
 
     def enter(self) -> None:
         """Makes the device that of the calling thread."""

@@ -1,4 +1,4 @@
-"""The CUDA driver through ctypes: its library, the context of the first GPU, and its errors.
+"""The CUDA driver through ctypes: its library, the GPUs and their contexts, and its errors.
 
 tinygrad's device does the same, behind 0.1 s of imports and the libraries of two compilers; kernels are compiled
 through it (binaries.py) when one is not in the cache.
@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+from collections.abc import Sequence
 from ctypes import c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -19,6 +21,7 @@ LIBRARY = "libcuda.so.1"
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),
     "cuGetErrorString": (c_int, c_void_p),
+    "cuDeviceGetCount": (c_void_p,),
     "cuDeviceGet": (c_void_p, c_int),
     "cuDeviceGetName": (c_char_p, c_int, c_int),
     "cuDeviceGetAttribute": (c_void_p, c_int, c_int),
@@ -55,7 +58,21 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuGraphExecDestroy": (c_void_p,),
     "cuGraphDestroy": (c_void_p,),
 }
+_CLOCK, _BUS, _MAJOR, _MINOR = 36, 37, 75, 76  # CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE, ..., COMPUTE_CAPABILITY_...
+CAPABILITY = 8, 0  # that the kernels need
 _starting = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Found:
+    """A GPU. `number`: of those that CUDA_VISIBLE_DEVICES lets the driver see; `device`: its handle; `bandwidth`: of
+    its memory, GB/s by its data sheet, 0 where the driver does not say."""
+
+    number: int
+    device: int
+    name: str
+    capability: tuple[int, int]
+    bandwidth: float
 
 
 @cache
@@ -86,29 +103,60 @@ def check(status: int) -> None:
 
 
 @cache
-def _context() -> tuple[int, c_void_p]:
-    cuda, device, made = library(), c_int(), c_void_p()
+def _gpus() -> Sequence[Found]:
+    cuda, value, text, found = library(), c_int(), ctypes.create_string_buffer(100), list[Found]()
+
+    def attribute(which: int) -> int:
+        check(cuda.cuDeviceGetAttribute(ctypes.byref(value), which, device))
+        return value.value
+
     check(cuda.cuInit(0))
-    check(cuda.cuDeviceGet(ctypes.byref(device), 0))
-    check(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(made), device))
-    return device.value, made
+    check(cuda.cuDeviceGetCount(ctypes.byref(value)))
+    for number in range(value.value):
+        check(cuda.cuDeviceGet(ctypes.byref(value), number))
+        device = value.value
+        check(cuda.cuDeviceGetName(text, 100, device))
+        bandwidth = attribute(_CLOCK) * 1e3 * 2 * attribute(_BUS) / 8 / 1e9  # a bit of each line per edge of the clock
+        capability = attribute(_MAJOR), attribute(_MINOR)
+        found.append(Found(number, device, text.value.decode(errors="replace"), capability, bandwidth))
+    return sorted(found, key=lambda g: (g.capability >= CAPABILITY, g.bandwidth, g.capability), reverse=True)
 
 
-def context() -> tuple[int, c_void_p]:
-    """The first GPU and its primary context, made once. Raises OSError, TinychatError."""
+def gpus() -> Sequence[Found]:
+    """The GPUs that the driver sees, the fastest of those that can run the kernels first: by the bandwidth of its
+    memory, which decides the speed of an answer. Raises OSError, AttributeError, TinychatError."""
     with _starting:
-        return _context()
+        return _gpus()
+
+
+@cache
+def _context(gpu: Found) -> c_void_p:
+    made = c_void_p()
+    check(library().cuDevicePrimaryCtxRetain(ctypes.byref(made), gpu.device))
+    return made
+
+
+def context(number: int | None = None) -> tuple[Found, c_void_p]:
+    """A GPU, by default the first of `gpus`, and its primary context, made once. Raises as `gpus`."""
+    with _starting:
+        found = _gpus()
+        for gpu in found:
+            if number in (None, gpu.number):
+                return gpu, _context(gpu)
+    there = ", ".join(f"cuda:{gpu.number} ({gpu.name})" for gpu in sorted(found, key=lambda gpu: gpu.number))
+    raise TinychatError(f"there is no GPU {number or 0}; there are {there or 'none'}")
 
 
 def start(device: str | None) -> None:
     """Makes the context on a thread, unless another `device` is wanted or there is no driver: 0.2 s in the driver,
     while this thread imports the engine and reads the header."""
+    kind, _, number = (device or "cuda").partition(":")
 
     def make() -> None:
         with contextlib.suppress(OSError, AttributeError, TinychatError):  # raised again for who needs the GPU
-            context()
+            context(int(number) if number else None)
 
-    if device in (None, "cuda") and exists():
+    if kind == "cuda" and exists():
         threading.Thread(target=make, name="CUDA driver").start()
 
 

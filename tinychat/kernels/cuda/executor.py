@@ -90,20 +90,26 @@ class Cycle:
 
 class CUDAExecutor(KeepsInPieces):
     """`Executor` on CUDA. Raises TinychatError for a plan beyond LIMITS, and where there is no such GPU, no memory
-    left, or a kernel fails its check at load."""
+    left, or a kernel fails its check at load. `number`: of the GPU, by default the first of `driver.gpus`."""
 
     kind: ExecutorKind = "cuda"
     threads = 0
     sampling_s = 0.0  # part of the graph, not told apart
 
     def __init__(
-        self, plan: Plan, weights: Weights, max_context: int, progress: Callable[[float], None] | None = None
+        self,
+        plan: Plan,
+        weights: Weights,
+        max_context: int,
+        progress: Callable[[float], None] | None = None,
+        *,
+        number: int | None = None,
     ) -> None:
         check(plan, LIMITS, "CUDA", max_context)
         self.plan, self.max_context = plan, max_context
         self._latent = any(isinstance(layer.attention, MLA) for layer in plan.layers)
-        layout = Layout(plan, {name: weights.raw(name).nbytes for name in {w.tensor for w in plan.weights}})
-        self.gpu = gpu = GPU()
+        layout = Layout(plan, {name: weights.size(name) for name in {w.tensor for w in plan.weights}})
+        self.gpu = gpu = GPU(number)
         self._windows = WindowRows(plan, max_context)
         chip, upload, free = Chip(gpu.warpgroups, gpu.max_shared), None, SHARE * gpu.free_bytes
         try:

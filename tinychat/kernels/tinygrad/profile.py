@@ -18,7 +18,7 @@ from tinygrad.helpers import GlobalCounters
 from tinygrad.uop.ops import Ops, UOp, sym_infer
 
 from tinychat.errors import TinychatError
-from tinychat.kernels.cpu.executor import default_threads
+from tinychat.kernels.cpu.cores import default_threads
 from tinychat.kernels.profile import ONE_BY_ONE, Batch, Kernel, Part, StepProfile
 from tinychat.kernels.sampler import sample
 from tinychat.kernels.sampling import GREEDY

@@ -72,7 +72,6 @@ class Step:
         names = list(dict.fromkeys(w.tensor for w in plan.weights))
         for i, name in enumerate(names):
             self.packed[name] = to_tensor(weights.raw(name), self.device)
-            weights.release(name)
             if progress:
                 progress((i + 1) / len(names))
         rows = [plan.rows(cache, max_context) for cache in plan.caches]

@@ -157,7 +157,8 @@ async def stats(chat: ChatView, text: str) -> None:
     spent = [*s.parts(), ("painting", chat.meter.seconds)]
     if any(took for _, took in spent):
         each = [f"{what} {1e3 * took:,.1f} ms" for what, took in spent]
-        lines += ["time: " + " · ".join(each[:4]), "      " + " · ".join(each[4:])]  # one line would not fit
+        for i in range(0, len(each), 3):  # one line would not fit
+            lines.append(("      " if i else "time: ") + " · ".join(each[i : i + 3]))
     if s.kernels_per_token:
         parts = [f"{s.kernels_per_token:,} kernel{'s' * (s.kernels_per_token != 1)} per token"]
         parts += [f"in {s.jit_batches:,} batch{'es' * (s.jit_batches != 1)}"] * bool(s.jit_batches)
