@@ -61,7 +61,9 @@ def _cluster_shape(b: Builder, a: MLA, out_quantised: bool) -> MLAClusterConstan
     longest, warps = max(query.cols, a.kv_lora, a.nope), CLUSTER_THREADS // 32
     new = -(-b.columns // CLUSTER)  # keys of the step that a block has
     n = _cluster_columns(b)
-    shared = n * (longest + longest // 4 + 4 * (head * CLUSTER + a.row + a.kv_lora + 34 + 3 * warps + values))
+    shared = n * (
+        longest + longest // 4 + 4 * (head * CLUSTER + a.row + CLUSTER * (a.kv_lora + 2) + 32 + 2 * warps + values)
+    )
     shared += new * (4 * warps + 2 * a.row)
     rows = (planes(a.q, head) if a.q_a else 16) + planes(a.k_b, absorbed)
     shared += planes(a.v_b, values) + max(rows, 4 * warps * a.kv_lora) + 256  # for what alignment takes
@@ -92,10 +94,10 @@ def _row_lanes(blocks: int, rows: int) -> int:
     return next(n for n in (16, 8, 4, 2, 1) if rows * n <= CLUSTER_THREADS and (blocks % n == 0 or n == 1))
 
 
-def latent_linear(b: Builder, a: MLA) -> Launch:
-    """The matrices over its input."""
+def latent_linear(b: Builder, a: MLA, early: bool = False) -> Launch:
+    """The matrices over its input. `early`: see LinearConstants."""
     outputs = [(w, None, name) for name, w in latent_inputs(a).items()]
-    return linear(b, "norm_linear", Activations("x", a.kv_a.cols), outputs, norm=a.norm, eps=a.eps)
+    return linear(b, "norm_linear", Activations("x", a.kv_a.cols), outputs, norm=a.norm, eps=a.eps, early=early)
 
 
 def mla_cluster(b: Builder, layer: int, a: MLA) -> LaunchedOps:
@@ -134,7 +136,7 @@ def mla_cluster(b: Builder, layer: int, a: MLA) -> LaunchedOps:
     )
     done = 4 if a.q_a else 3  # op of the attention
     return [
-        (latent_linear(b, a), 0),
+        (latent_linear(b, a, early=True), 0),
         (attend, done),
         (linear_add(b, heads, a.output, None, a.residual_scale), done + 2),
     ]
