@@ -1,8 +1,8 @@
 """Checks and times the CPU executor on a machine with many cores or with AMX. Needs numpy, gguf and a C compiler (the
 ziglang package). `python3 -m scripts.cpu_session` and:
 
-check: prompts in AMX tiles against their tokens one by one, bit for bit, and against vectors: bit for bit too, but
-    near them where there are float weights (routers are); every quant type
+check: prompts in AMX tiles against prompts of one token each, bit for bit, and against vectors, near them in the
+    first tokens (behind a choice of another expert all differ); every quant type
 speed MODEL QUANT [--layers N --threads T ... --lengths N ... --tokens N]: prompt and decode tok/s (exact shapes, random
     weights), in tiles where the machine has them and in vectors
 """
@@ -39,7 +39,7 @@ def executor(path: Path, threads: int, context: int, flags: tuple[str, ...]) -> 
 
 
 def check(threads: int) -> bool:
-    """Prints a line per model; False where a logit of a prompt differs from that of its tokens one by one, or is too
+    """Prints a line per model; False where a logit of a prompt depends on how it is divided, or one of the first is too
     far from that of the vectors."""
     good, path = True, FILES / "tiny.gguf"
     ids = np.random.default_rng(3).integers(0, tiny.VOCAB, 300).tolist()
@@ -54,9 +54,8 @@ def check(threads: int) -> bool:
                 devices.append(ex.device)
                 ex.close()
             prompt, single, vectors = logits
-            away = float(np.median(np.linalg.norm(prompt - vectors, axis=1) / np.linalg.norm(vectors, axis=1)))
-            floats = quant in ("F32", "F16", "BF16") or variant != "llama"
-            fine = np.array_equal(prompt, single) and away <= (NEAR if floats else 0)
+            away = float(np.median((np.linalg.norm(prompt - vectors, axis=1) / np.linalg.norm(vectors, axis=1))[:64]))
+            fine = away <= NEAR and np.array_equal(prompt, single)
             print("ok " if fine else "BAD", f"{variant:14} {quant:6} {devices[0]} {away:.1e} from vectors", flush=True)
             good &= fine
     return good

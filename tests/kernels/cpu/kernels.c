@@ -45,7 +45,7 @@ static void run(void) {
   put(out, 64 * n);
   for (int nc = 1; nc <= 16; nc = nc == 1 ? 4 : 2 * nc)
     for (int first = 0; first < 16; first += nc) {
-      for (int i = 0; i < nc; i++) prepare(x + (size_t)(first + i) * n, cols, NULL, 1, q8, scales, f, nc, i, (Streams){0});
+      for (int i = 0; i < nc; i++) prepare(x + (size_t)(first + i) * n, cols, NULL, 1, q8, scales, f, nc, i);
       product(type, packed, 1, &(X){q8, scales, f, cols}, nc, sums);
       put(sums, 64 * (size_t)nc);
     }

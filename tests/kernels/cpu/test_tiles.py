@@ -1,5 +1,5 @@
-"""Matrix tiles (AMX): they give what vectors give, but for prompts with float weights, which are as exact. The tiles'
-operations are written in C for machines without them."""
+"""Matrix tiles (AMX): prompts in them are as exact as in vectors and do not depend on how they are divided; decode
+steps are those of vectors. The tiles' operations are written in C for machines without them."""
 
 from dataclasses import replace
 from itertools import islice, pairwise
@@ -14,21 +14,20 @@ from tests.support.blocks import MODEL_QUANTS
 from tinychat.kernels.sampling import GREEDY
 
 TILES = ("-march=native", "-DTILES=2")
-FLOATS = ("F32", "F16", "BF16", "Q4_K_M")  # the last one is a model with a router
+ROUTED = "Q4_K_M"  # a model with a router
 
 
-@pytest.mark.parametrize("quant", sorted({*MODEL_QUANTS, *FLOATS}))
+@pytest.mark.parametrize("quant", sorted({*MODEL_QUANTS, ROUTED}))
 def test_tiles_beside_vectors(quant: str, tmp_path: Path) -> None:
     llama = replace(tiny.shape("llama", quant), ffn=768)  # three parts of a row
-    model = llama if quant != "Q4_K_M" else "deepseek2_glm"
+    model = llama if quant != ROUTED else "deepseek2_glm"
     path, ids = tiny.write(tmp_path / "m.gguf", model, quant), IDS * 3
     n = len(ids)
     with executor(path) as ex, executor(path, flags=TILES) as tiles:
         assert "tiles" in tiles.device
         vectors, prompt = ex.forward(ids, 0, "all"), tiles.forward(ids, 0, "all")
         assert vectors is not None and prompt is not None
-        # 16 bits of queries and weights of attention; most of the difference is the cache's rounding
-        assert 0 < relative(prompt, vectors) < 5e-4
+        assert 0 < relative(prompt, vectors) < 5e-4  # most of it is the cache's rounding
         ends = [0, 1, 6, 40, n]  # whole panels, narrow ones, one column
         parts = [tiles.forward(ids[a:b], a, "all") for a, b in pairwise(ends)]
         np.testing.assert_array_equal(np.concatenate(parts), prompt)  # type: ignore[arg-type]

@@ -66,10 +66,11 @@ LIMITS = Limits(  # a phase has at most 2^20 tasks (pool.h)
     head_group=MAX_GROUP,
     kv_rows=1 << 27,  # 256 rows of a kv head are a task of attention
     experts=1 << 19,  # an expert is a task
-    prefill_chunk=256,
+    prefill_chunk=512,
     verified=STEP,
     mtp=True,
 )
+SHORT_CHUNK = 256  # where no experts' weights are unpacked into tiles, which costs less for each of more tokens
 
 
 class CPUExecutor(KeepsInPieces):
@@ -101,7 +102,6 @@ class CPUExecutor(KeepsInPieces):
         self.limits = replace(LIMITS, verified=1) if plan.state_bytes else LIMITS
         self.plan, self.max_context = plan, max_context
         self._windows = WindowRows(plan, max_context)
-        self.prefill_chunk = min(LIMITS.prefill_chunk, self._windows.together)
         self._compiled = False
         self._sampled = 0  # which of the last step's tokens the last id stands behind
         self._sampling: Sampling | None = None  # the last parameters
@@ -116,6 +116,9 @@ class CPUExecutor(KeepsInPieces):
         self._library = Library(flags, compiling)
         self._lib = self._library.lib
         self._library_s = time.perf_counter() - started
+        routed = any(isinstance(op, ExpertsUp) for op in plan.ops)
+        chunk = LIMITS.prefill_chunk if routed and self._library.tiles else SHORT_CHUNK
+        self.prefill_chunk = min(chunk, self._windows.together)
         self._blocks: list[tuple[int, int]] = []  # (address, bytes) of tc_alloc
         self._ctx = self._alloc(self._library.context_bytes)
         wanted = threads or default_threads()

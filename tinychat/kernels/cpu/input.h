@@ -14,28 +14,41 @@ static float rms_scale(const float *x, int n, float eps) {
 // h with x - HIGH * h in a signed byte.
 INLINE i32v high_byte(i32v x) { return HIGH == 256 ? (x + 128) >> 8 : round_(from_int(x) / HIGH); }
 
-// Column c of a panel of nc: x * inv * gain, as two bfloat16 whose sum has 16 to 17 of a float's 24 bits. n is a multiple of 32.
-static void prepare_planes(const float *x, int n, const float *gain, float inv, float *planes, int nc, int c) {
-  uint16_t *to = (uint16_t *)planes + 32 * c;
-  for (int i = 0; i < n; i += 16, to += i % 32 ? 16 : 64 * nc - 16) {
-    f32v a = ldf(x + i);
-    if (gain) a *= ldf(gain + i) * inv;
-    u32v high = ((u32v)a + 0x8000) & 0xffff0000, low = (u32v)(a - (f32v)high) + 0x8000;
-    u16x16 h = __builtin_convertvector(high >> 16, u16x16), l = __builtin_convertvector(low >> 16, u16x16);
-    memcpy(to, &h, 32), memcpy(to + 32 * nc, &l, 32);
+// Elements that share a scale in planes, and the largest integer there. Its high byte, rounded, is 127, so that sums of products fit 32
+// bits: 512 * 127 * (256 * 127 + 2 * 128) < 2^31.
+enum { DEPTH = 512, LIMIT = 32600 };
+
+// Column c of a panel of nc: x * inv * gain (gain NULL: x as it is) as 16-bit integers in two planes of signed bytes, 256 * high +
+// low: [n / 64][high or low][nc][64] with zeros behind the last one, and [n / DEPTH][nc] scales. n is a multiple of 32.
+static void prepare_planes(const float *x, int n, const float *gain, float inv, float *planes, float *scales, int nc, int c) {
+  int8_t *to = (int8_t *)planes + 64 * c;
+  for (int k = 0; k < n; k += DEPTH, scales += nc) {
+    int depth = n - k < DEPTH ? n - k : DEPTH;
+    f32v values[DEPTH / 16], top = splat(0);
+    for (int i = 0; i < depth; i += 16) {
+      f32v a = ldf(x + k + i);
+      if (gain) a *= ldf(gain + k + i) * inv;
+      values[i / 16] = a, top = max_(top, abs_(a));
+    }
+    float most = hmax(top), up = most > 0 ? LIMIT / most : 0;
+    scales[c] = most / LIMIT;
+    for (int i = 0; i < depth; i += 16) {
+      i32v q = round_(values[i / 16] * up), high = (q + 128) >> 8;
+      i8x16 h = __builtin_convertvector(high, i8x16), l = __builtin_convertvector(q - high * 256, i8x16);
+      int8_t *at = to + (size_t)((k + i) / 64) * 128 * nc + i % 64;
+      memcpy(at, &h, 16), memcpy(at + 64 * nc, &l, 16);
+    }
+    if (depth % 64) {
+      int8_t *at = to + (size_t)((k + depth) / 64) * 128 * nc + 32;
+      memset(at, 0, 32), memset(at + 64 * nc, 0, 32);
+    }
   }
 }
 
-// Weights that the input will be multiplied with, two streams of them: 128 bytes of each are asked for beside each 32 values, so that
-// the memory is at work while the input is prepared. NULL: none.
-typedef struct { const uint8_t *a, *b; } Streams;
-
 // Column c of a panel of nc: x * inv * gain (gain NULL: x as it is), as blocks of 32 high and low bytes and, if f is given, as floats.
-static void prepare(const float *x, int n, const float *gain, float inv, int8_t *q, XScale *xs, float *f, int nc, int c, Streams soon) {
+static void prepare(const float *x, int n, const float *gain, float inv, int8_t *q, XScale *xs, float *f, int nc, int c) {
   int quants = q && n % 32 == 0;
   for (int i = 0; i < n; i += 32) {
-    if (soon.a)
-      for (int j = 4 * i; j < 4 * i + 128; j += 64) __builtin_prefetch(soon.a + j), __builtin_prefetch(soon.b + j);
     float tail[32];
     const float *p = x + i, *g = gain ? gain + i : NULL;
     if (n - i < 32) {

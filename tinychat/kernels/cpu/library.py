@@ -156,6 +156,7 @@ class Library:
             raise _differ(f"{', '.join(expected)} are {constants} in C, {list(expected.values())} in Python")
         self.chunk = int(chunk)  # cache rows of one task of attention
         self.simd: str = lib.tc_simd().decode()
+        self.tiles = self.simd.endswith(("AMX", "tiles in C"))
 
     def prepare(self, kinds: Iterable[GGMLQuantizationType]) -> None:
         """To be called before weights of these types are packed: gives C the grids, where they are needed. They come

@@ -449,16 +449,12 @@ typedef struct {
   const int8_t *q;        // [k / 32][NC][high or low][32]
   const XScale *scales;   // [k / 32][NC]
   const float *f;         // [k][NC], the unquantised values, for float weights
-  int k, planes;          // planes: f holds [k / 32][high or low][NC][32] bfloat16 instead, for tiles
-  const uint8_t *end;     // the weights that are asked for ahead go on `jump` bytes behind this place
-  ptrdiff_t jump;
+  int k, planes;          // planes: f and scales hold what prepare_planes makes instead, for any weights
 } X;
 // The columns from number `first` on, which begins a panel.
 INLINE X columns_from(const X *x, size_t first) {
-  return (X){x->q + 2 * first * x->k, x->scales + first * (x->k / 32), x->f + first * x->k, x->k, x->planes, x->end, x->jump};
+  return (X){x->q + 2 * first * x->k, x->scales + first * (x->k / 32), x->f + first * x->k, x->k, x->planes};
 }
-// Asks for the weights that are read AHEAD of `part` bytes at p.
-INLINE void ahead(const uint8_t *end, ptrdiff_t jump, const uint8_t *p, int part) { prefetch(p + (p + AHEAD < end ? 0 : jump), part); }
 
 // y + the scaled sums over 32 elements of a column: p of all, or p of the first 16 and r of the last 16 where there are two scales.
 INLINE f32v scaled(const Sub *u, i32v p, i32v r, const XScale *x, f32v y, int min, int split) {
@@ -554,8 +550,6 @@ typedef void (*Kernel)(const uint8_t *a, const X *x, f32v *out);
   const XScale *xs = x->scales;                                                                                                 \
   f32v acc[NC];                                                                                                                 \
   for (int c = 0; c < NC; c++) acc[c] = splat(0);                                                                               \
-  const uint8_t *end = x->end;                                                                                                  \
-  ptrdiff_t jump = x->jump;                                                                                                     \
   while (blocks > 0) {                                                                                                          \
     int n = blocks < CHUNK_ ? blocks : CHUNK_;                                                                                  \
     const uint8_t *b = a;                                                                                                       \
@@ -563,7 +557,7 @@ typedef void (*Kernel)(const uint8_t *a, const X *x, f32v *out);
     for (a += (n * b_bytes + 63) / 64 * 64; n > 0; n--, a += a_bytes, b += b_bytes, q += 2 * BLOCK * NC, xs += BLOCK / 32 * NC) \
       _Pragma(UNROLL) for (int i = 0; i < BLOCK / 32; i++) {                                                                    \
         int s = place(i, Q6);                                                                                                   \
-        ahead(end, jump, a + i * part, part);                                                                                         \
+        prefetch(a + i * part, part);                                                                                           \
         Sub u = DECODE(a, b, s);                                                                                                \
         if (PAIRS && NC > 1) dot32_pairs(&u, q + 64 * NC * s, xs + NC * s, acc, NC, OFFSET, MIN, SPLIT);                        \
         else dot32(&u, q + 64 * NC * s, xs + NC * s, acc, NC, OFFSET, MIN, SPLIT, SIGN);                                        \
@@ -594,7 +588,7 @@ typedef Sub (*Decode)(const uint8_t *a, const uint8_t *b, int s);
     for (int c = 0; c < NC; c++) even[c] = odd[c] = splat(0);                                                             \
     int k = 0;                                                                                                            \
     for (; k + 1 < x->k; k += 2) {                                                                                        \
-      if (NC == 1) ahead(x->end, x->jump, a + (size_t)k * BYTES, 2 * BYTES);                                                       \
+      if (NC == 1) prefetch(a + (size_t)k * BYTES, 2 * BYTES);                                                            \
       f32v w0 = LOAD(a + (size_t)k * BYTES), w1 = LOAD(a + (size_t)k * BYTES + BYTES);                                    \
       const float *f = x->f + (size_t)k * NC;                                                                             \
       for (int c = 0; c < NC; c++) even[c] = fma_(w0, splat(f[c]), even[c]);                                              \

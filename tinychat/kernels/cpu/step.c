@@ -5,7 +5,7 @@
 // than a phase of its own); with several, an op has stages, each a phase: tokens are prepared first, then each group of 16 rows
 // is multiplied with panels of 16, 8, 4, 2 or 1 columns. Both do the same arithmetic in the same order per (row, token), so results
 // depend neither on the chunking of a prompt nor on the number of threads. Where the machine has tiles, prompts take another way
-// through float weights than decode steps (choose_form), for one token as for several.
+// than decode steps (choose_form), for one token as for several.
 #include <stddef.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -74,7 +74,6 @@ typedef struct {  // per thread
   f32v *sums;        // of two products
   uint64_t ready;  // the phase whose input this is
   int head;        // of per_head: whose input this is
-  Streams soon;    // of the next input of one token
   int32_t *experts;
   float *expert_weights;
   float *chances;  // choose: [2][experts]
@@ -83,7 +82,7 @@ typedef struct {  // per thread
   float **targets; // of a batch: [batch]
   uint64_t stopped;  // while profiled: when the last task ended
   int last_op;
-  int planes;        // the unquantised values of whole blocks of 32 are in planes
+  int planes;        // rows of whole blocks of 32 are in planes, for tiles
 } Scratch;
 
 typedef struct { int op, stage; } Phase;
@@ -137,34 +136,26 @@ static int needs(const Matrix *w, int n) {
   return need;
 }
 
-// Whether float weights are multiplied in tiles, with columns in planes: in prompts. Decode steps get the same bits for one token
+// Whether products are in tiles, with columns in planes: in prompts. Decode steps get the same bits for one token
 // and for several, so that drafts can be verified.
 INLINE int in_tiles(const Ctx *c) { return tiles_allowed && !c->sampled && !c->mtp; }
 
 INLINE int in_planes(const Scratch *s, int n) { return s->planes && n % 32 == 0; }
 
 static void prepare_row(const float *x, int n, const float *norm, float eps, int need, Scratch *to, size_t column, int nc, int c) {
-  float by = norm ? rms_scale(x, n, eps) : 1.0f, *f = need & 2 ? to->f + column * n : NULL;
-  if (f && in_planes(to, n)) {
-    prepare_planes(x, n, norm, by, f, nc, c);
-    if (!(need & 1)) return;
-    f = NULL;
-  }
-  prepare(x, n, norm, by, need & 1 ? to->q + 2 * column * n : NULL, need & 1 ? to->scales + column * (n / 32) : NULL, f, nc, c,
-          to->soon);
+  float by = norm ? rms_scale(x, n, eps) : 1.0f, *f = to->f + column * n;
+  XScale *scales = to->scales + column * (n / 32);
+  if (in_planes(to, n)) prepare_planes(x, n, norm, by, f, (float *)scales, nc, c);
+  else prepare(x, n, norm, by, need & 1 ? to->q + 2 * column * n : NULL, scales, need & 2 ? f : NULL, nc, c);
 }
 
-// The input of one token, while its first weights are on their way.
-static void prepare_one(const float *x, int n, const float *norm, float eps, int need, Scratch *to, Streams soon) {
-  to->soon = soon;
-  prepare_row(x, n, norm, eps, need, to, 0, 1, 0);
-  to->soon = (Streams){0};
+// The only column of a product.
+static void prepare_one(const float *x, int n, const float *norm, float eps, int need, Scratch *to) {
+  prepare_row(x, n, norm, eps, need, to, 0, panel_width(1, in_planes(to, n)), 0);
 }
-// A stream for an input of n values.
-INLINE Streams stream(const uint8_t *p, int n) { return (Streams){p, p + 4 * (size_t)n}; }
 
 INLINE X columns_of(const Scratch *s, size_t column, int k) {
-  return columns_from(&(X){s->q, s->scales, s->f, k, in_planes(s, k), NULL, 0}, column);
+  return columns_from(&(X){s->q, s->scales, s->f, k, in_planes(s, k)}, column);
 }
 
 // Whether this thread has already prepared the input of the op (one token); marks it as prepared.
@@ -177,6 +168,25 @@ static int ready(Ctx *c, const Op *op, int id) {
 
 // A task: part `part` of `parts` of a stage of an op, run by thread `id`.
 typedef struct { int id, stage, part, parts; } Part;
+
+// The input of a linear op, in panels. With one token each thread prepares it for itself; with several, stage 0 prepares it for
+// all threads and returns NULL.
+static const Scratch *input(Ctx *c, const Op *op, Part me, int stage, const float *src, int stride, int n, const float *norm, int need) {
+  if (c->tokens == 1) {
+    if (!ready(c, op, me.id)) prepare_one(src, n, norm, op->eps, need, &c->scratch[me.id]);
+    return &c->scratch[me.id];
+  }
+  if (me.stage > stage) return &c->shared;
+  for (int first = 0, w; first < c->tokens; first += w) {
+    w = panel_width(c->tokens - first, in_planes(&c->shared, n));
+    for (int i = 0; i < MIN_(w, c->tokens - first); i++)
+      if ((first + i) % me.parts == me.part)
+        prepare_row(src + (size_t)(first + i) * stride, n, norm, op->eps, need, &c->shared, first, w, i);
+  }
+  return NULL;
+}
+
+// ---- matrices --------------------------------------------------------------------------------------------------------
 
 INLINE int groups16(const Matrix *w) { return (w->rows + 15) / 16; }
 INLINE const uint8_t *rows16(const Matrix *w, int matrix, int group) {
@@ -191,110 +201,15 @@ INLINE void share(Part me, double total, double before, double bytes, int units,
   *last = me.part + 1 == me.parts ? units : hi < 0 ? 0 : hi > units ? units : (int)hi;
 }
 
-// Of each matrix of a linear op.
-static void shares(const Op *op, Part me, int *first, int *last) {
-  double total = 0, before = 0, bytes[4];
-  for (int i = 0; i < op->matrices; i++) total += groups16(&op->w[i]) * (bytes[i] = group_bytes(op->w[i].type, op->w[i].cols));
-  for (int i = 0; i < op->matrices; i++, before += groups16(&op->w[i - 1]) * bytes[i - 1])
-    share(me, total, before, bytes[i], groups16(&op->w[i]), &first[i], &last[i]);
-}
-
-// A router in floats has few rows, so that its columns are divided too: the logits are sums of so many parts.
-enum { ROUTER_PARTS = 4 };
-INLINE int router_parts(const Ctx *c, const Matrix *w) {
-  return is_float(w->type) && !(in_tiles(c) && w->cols % 32 == 0) ? ROUTER_PARTS : 1;
-}
-INLINE int router_part(const Matrix *w, int part) { return part == ROUTER_PARTS ? w->cols : w->cols / ROUTER_PARTS * part / 2 * 2; }
-INLINE float *router_logits(const Ctx *c, const Op *op, int part, int t) {
-  return c->router_logits + ((size_t)part * c->batch + t) * op->w[0].rows;
-}
-
-// Into how many pieces the matrices of an op can be divided for one token.
-static int units_of(const Op *op) {
-  int n = groups16(&op->w[0]);
-  switch (op->tag) {
-    case LINEAR:
-      for (int i = 1; i < op->matrices; i++) n += groups16(&op->w[i]);
-      return n;
-    case EXPERTS_UP: return n * op->top_k + (op->w[2].groups ? groups16(&op->w[2]) : 0);
-    case ABSORB: case VALUE_UP: return n * op->w[0].groups;
-    case ROUTE: return is_float(op->w[0].type) ? n * ROUTER_PARTS : n;
-    default: return n;
-  }
-}
-
-// Where the weights of a task begin (one token), as far as they are known: those of experts when they are chosen.
-static Streams weights_of(const Ctx *c, const Op *op, Part me) {
-  const Matrix *w = &op->w[0];
-  int first[4], last[4], e = 0;
-  if (op->tag == LINEAR) {
-    shares(op, me, first, last);
-    while (e + 1 < op->matrices && first[e] == last[e]) e++;
-    return stream(rows16(&op->w[e], 0, first[e]), w->cols);
-  }
-  int groups = groups16(w), per_head = op->tag == ABSORB || op->tag == VALUE_UP, up = op->tag == EXPERTS_UP, all = units_of(op);
-  share(me, all, 0, 1, all, first, last);
-  if (op->tag == ROUTE && all > groups)
-    return stream(rows16(w, 0, *first / ROUTER_PARTS) + group_bytes(w->type, router_part(w, *first % ROUTER_PARTS)), w->cols);
-  int g = *first % groups;
-  if (up || per_head) e = *first / groups;
-  if (up && e >= op->top_k) e = 0, g = *first - op->top_k * groups, w += 2;
-  else if (up) e = c->scratch[me.id].experts[e];
-  if (op->tag == EXPERTS_DOWN) e = c->route_ids[0];
-  return up || op->tag == GATE_UP ? (Streams){rows16(w, e, g), rows16(w + 1, e, g)} : stream(rows16(w, e, g), w->cols);
-}
-
-// The input of a linear op, in panels. With one token each thread prepares it for itself; with several, stage 0 prepares it for
-// all threads and returns NULL.
-static const Scratch *input(Ctx *c, const Op *op, Part me, int stage, const float *src, int stride, int n, const float *norm, int need) {
-  if (c->tokens == 1) {
-    if (!ready(c, op, me.id)) prepare_one(src, n, norm, op->eps, need, &c->scratch[me.id], weights_of(c, op, me));
-    return &c->scratch[me.id];
-  }
-  if (me.stage > stage) return &c->shared;
-  for (int first = 0, w; first < c->tokens; first += w) {
-    w = panel_width(c->tokens - first);
-    for (int i = 0; i < MIN_(w, c->tokens - first); i++)
-      if ((first + i) % me.parts == me.part)
-        prepare_row(src + (size_t)(first + i) * stride, n, norm, op->eps, need, &c->shared, first, w, i);
-  }
-  return NULL;
-}
-
-// ---- matrices --------------------------------------------------------------------------------------------------------
-
-static int stage_tasks(Ctx *c, const Op *op, int stage);
-
-// The weights that a thread reads behind those of a task of its own (one token): the next task's, or of its first task of the next
-// op. NULL where they are not known.
-static const uint8_t *next_of(Ctx *c, const Op *op, Part me) {
-  int threads = c->pool.threads, end = range_begin(me.parts, me.id + 1, threads);
-  if (c->tokens > 1 || me.part >= end || me.part < range_begin(me.parts, me.id, threads)) return NULL;
-  if (++me.part < end) return weights_of(c, op, me).a;
-  if (++op == c->ops + c->n_step || op == c->ops + c->n_ops) return NULL;
-  switch (op->tag) {
-    case LINEAR: case GATE_UP: case ROUTE: case ABSORB: case VALUE_UP: case EXPERTS_DOWN: case HEAD: break;
-    default: return NULL;
-  }
-  int tasks = stage_tasks(c, op, 0);
-  return weights_of(c, op, (Part){me.id, 0, range_begin(tasks, me.id, threads), tasks}).a;
-}
-
-// X.jump to the weights that are read behind `end`. Without any, those that are being read are asked for once more, which takes
-// nothing; several tokens read the same ones again.
-INLINE ptrdiff_t jump_to(const uint8_t *then, const uint8_t *end, int tokens) { return tokens > 1 ? 0 : then ? then - end : -AHEAD; }
-
 INLINE f32v silu(f32v x) { return x / (exp_(-x) + 1.0f); }
 
-// dst (+)= scale * (matrix @ x (+ bias)) for groups first..last-1 of 16 rows and all columns of x; out: the thread's sums; then:
-// the weights that are read next, NULL if that is not known.
+// dst (+)= scale * (matrix @ x (+ bias)) for groups first..last-1 of 16 rows and all columns of x; out: the thread's sums.
 static void multiply(f32v *out, const Matrix *w, int matrix, int first, int last, const Scratch *x, int tokens, float *dst, int stride,
-                     const float *bias, float scale, int add, const uint8_t *then) {
+                     const float *bias, float scale, int add) {
   for (int t = 0; t < tokens; t += COLUMNS)
     for (int g = first; g < last; g += GROUPS) {
       int columns = MIN_(COLUMNS, tokens - t), groups = MIN_(GROUPS, last - g);
       X p = columns_of(x, t, w->cols);
-      p.end = rows16(w, matrix, last), p.jump = jump_to(then, p.end, tokens);
       product(w->type, rows16(w, matrix, g), groups, &p, columns, out);
       for (int i = 0; i < groups; i++)
         for (int c = 0; c < columns; c++) {
@@ -328,15 +243,13 @@ INLINE const float *bias_of(const float *biases, const Matrix *w, int matrix) { 
 
 // dst = f(gate @ x + gate_bias, up @ x + up_bias) for groups first..last-1 of 16 rows.
 static void multiply_gated(f32v *a, const Matrix *gate, const Matrix *up, int matrix, int first, int last, const Scratch *x, int tokens,
-                           float *const *dst, int activation, const float *gate_bias, const float *up_bias, const uint8_t *then) {
+                           float *const *dst, int activation, const float *gate_bias, const float *up_bias) {
   f32v *b = a + GROUPS * COLUMNS;
   for (int t = 0; t < tokens; t += COLUMNS)
     for (int g = first; g < last; g += GROUPS) {
       int columns = MIN_(COLUMNS, tokens - t), groups = MIN_(GROUPS, last - g);
       X p = columns_of(x, t, gate->cols);
-      p.end = rows16(gate, matrix, g + groups), p.jump = jump_to(rows16(up, matrix, g), p.end, tokens);
       product(gate->type, rows16(gate, matrix, g), groups, &p, columns, a);
-      p.end = rows16(up, matrix, last), p.jump = jump_to(then, p.end, tokens);
       product(up->type, rows16(up, matrix, g), groups, &p, columns, b);
       for (int i = 0; i < groups; i++)
         for (int c = 0; c < columns; c++) {
@@ -412,24 +325,27 @@ static void gate_input(Ctx *c, const Op *op, Part me) {
 static void linear(Ctx *c, const Op *op, Part me) {
   const Scratch *x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], op->w[0].cols, op->norm, needs(op->w, op->matrices));
   if (!x) return;
-  int first[4], last[4];
-  shares(op, me, first, last);
+  double total = 0, before = 0;
+  for (int i = 0; i < op->matrices; i++) total += (double)groups16(&op->w[i]) * group_bytes(op->w[i].type, op->w[i].cols);
   for (int i = 0; i < op->matrices; i++) {
-    int more = i + 1 < op->matrices && first[i + 1] < last[i + 1];
-    multiply(c->scratch[me.id].sums, &op->w[i], 0, first[i], last[i], x, c->tokens, row(c, op->dst[i], 0) + op->at[i],
-             c->widths[op->dst[i]], op->bias[i], op->scale, op->add, more ? rows16(&op->w[i + 1], 0, first[i + 1]) : next_of(c, op, me));
+    const Matrix *w = &op->w[i];
+    double bytes = group_bytes(w->type, w->cols);
+    int first, last;
+    share(me, total, before, bytes, groups16(w), &first, &last);
+    multiply(c->scratch[me.id].sums, w, 0, first, last, x, c->tokens, row(c, op->dst[i], 0) + op->at[i], c->widths[op->dst[i]],
+             op->bias[i], op->scale, op->add);
+    before += groups16(w) * bytes;
   }
 }
 
 static void gate_up(Ctx *c, const Op *op, Part me) {
   const Scratch *x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], op->w[0].cols, op->norm, needs(op->w, 2));
   if (!x) return;
-  int first, last, n = groups16(&op->w[0]);
-  share(me, n, 0, 1, n, &first, &last);
   float **dst = c->scratch[me.id].targets;
   for (int t = 0; t < c->tokens; t++) dst[t] = row(c, op->dst[0], t);
-  multiply_gated(c->scratch[me.id].sums, &op->w[0], &op->w[1], 0, first, last, x, c->tokens, dst, op->activation, NULL, NULL,
-                 next_of(c, op, me));
+  int first, last, n = groups16(&op->w[0]);
+  share(me, n, 0, 1, n, &first, &last);
+  multiply_gated(c->scratch[me.id].sums, &op->w[0], &op->w[1], 0, first, last, x, c->tokens, dst, op->activation, NULL, NULL);
 }
 
 // dst = stream_scale * (dst + scale * RMSNorm(src)), or without `add` as if dst were 0.
@@ -805,12 +721,11 @@ static void per_head(Ctx *c, const Op *op, Part me, int src_stride, int dst_stri
       int prepared = c->tokens == 1 && ready(c, op, me.id) && s->head == h;
       s->head = h;
       for (int at = 0, width; at < n && !prepared; at += width) {
-        width = panel_width(n - at);
+        width = panel_width(n - at, in_planes(s, w->cols));
         for (int i = 0; i < MIN_(width, n - at); i++)
           prepare_row(row(c, op->src, start + at + i) + (size_t)h * src_stride, w->cols, NULL, 0, need, s, (size_t)at, width, i);
       }
-      multiply(s->sums, w, h, from, to, s, n, row(c, op->dst[0], start) + (size_t)h * dst_stride, c->widths[op->dst[0]], NULL, 1, 0,
-               (h + 1) * groups < last ? rows16(w, h + 1, 0) : next_of(c, op, me));
+      multiply(s->sums, w, h, from, to, s, n, row(c, op->dst[0], start) + (size_t)h * dst_stride, c->widths[op->dst[0]], NULL, 1, 0);
     }
   }
 }
@@ -839,6 +754,16 @@ static void absorb(Ctx *c, const Op *op, Part me) {
 }
 
 static void value_up(Ctx *c, const Op *op, Part me) { per_head(c, op, me, op->w[0].cols, op->w[0].rows); }
+
+// A router in floats has few rows, so that its columns are divided too: the logits are sums of so many parts.
+enum { ROUTER_PARTS = 4 };
+INLINE int router_parts(const Ctx *c, const Matrix *w) {
+  return is_float(w->type) && !(in_tiles(c) && w->cols % 32 == 0) ? ROUTER_PARTS : 1;
+}
+INLINE int router_part(const Matrix *w, int part) { return part == ROUTER_PARTS ? w->cols : w->cols / ROUTER_PARTS * part / 2 * 2; }
+INLINE float *router_logits(const Ctx *c, const Op *op, int part, int t) {
+  return c->router_logits + ((size_t)part * c->batch + t) * op->w[0].rows;
+}
 
 static float highest(const float *x, int n) {
   f32v m = splat(-__builtin_inff());
@@ -916,10 +841,10 @@ static void route_part(Ctx *c, const Op *op, const Scratch *x, int group, int pa
   int from = router_part(w, part), n = w->rows - 16 * group;
   const uint8_t *a = rows16(w, 0, group) + group_bytes(w->type, from);
   for (int t = 0, width; t < c->tokens; t += width) {
-    width = panel_width(c->tokens - t);
+    width = panel_width(c->tokens - t, 0);
     X p = columns_of(x, t, w->cols);
     f32v out[16];
-    p.f += from * width, p.k = router_part(w, part + 1) - from, p.end = a + group_bytes(w->type, p.k), p.jump = -AHEAD;
+    p.f += from * width, p.k = router_part(w, part + 1) - from;
     kernel(w->type, width)(a, &p, out);
     for (int i = 0; i < MIN_(width, c->tokens - t); i++) {
       f32v y = out[i];
@@ -940,7 +865,7 @@ static void route(Ctx *c, const Op *op, Part me) {
   if (!x) return;
   int first, last, parts = router_parts(c, w), n = groups16(w) * parts;
   share(me, n, 0, 1, n, &first, &last);
-  if (parts == 1) multiply(c->scratch[me.id].sums, w, 0, first, last, x, c->tokens, c->router_logits, w->rows, op->bias[0], 1, 0, NULL);
+  if (parts == 1) multiply(c->scratch[me.id].sums, w, 0, first, last, x, c->tokens, c->router_logits, w->rows, op->bias[0], 1, 0);
   for (int i = first; i < last && parts > 1; i++) route_part(c, op, x, i / parts, i % parts);
 }
 
@@ -974,11 +899,19 @@ static int expert_columns(const Ctx *c, int k) { return MIN_(EXPERT_COLUMNS, c->
 // Copies prepared columns (each by itself) side by side into panels.
 static void gather(Scratch *to, const Scratch *from, const int32_t *column, int n, int k, int need) {
   for (int start = 0, width; start < n; start += width) {
-    width = panel_width(n - start);
+    int planes = in_planes(from, k);
+    width = panel_width(n - start, planes);
     for (int i = 0; i < MIN_(width, n - start); i++) {
       X x = columns_of(from, column[start + i], k);
       int8_t *q = to->q + (size_t)start * k * 2 + 64 * i;
       XScale *s = to->scales + (size_t)start * (k / 32) + i;
+      if (planes) {
+        uint8_t *p = (uint8_t *)(to->f + (size_t)start * k) + 64 * i;
+        float *scales = (float *)(s - i) + i;
+        for (int b = 0; b < (k + 63) / 64 * 2; b++) memcpy(p + (size_t)b * 64 * width, (const uint8_t *)x.f + 64 * b, 64);
+        for (int b = 0; b * DEPTH < k; b++) scales[b * width] = ((const float *)x.scales)[b];
+        continue;
+      }
       if (need & 1)
         for (int b = 0; b < k / 32; b++) memcpy(q + (size_t)b * 64 * width, x.q + b * 64, 64), s[b * width] = x.scales[b];
       if (need & 2)
@@ -1007,7 +940,7 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
   if (c->tokens == 1) {
     if (!ready(c, op, me.id)) {
       choose(c, router, s, 0, s->experts, s->expert_weights);
-      prepare_one(row(c, op->src, 0), k, op->norm, op->eps, need, s, weights_of(c, op, me));
+      prepare_one(row(c, op->src, 0), k, op->norm, op->eps, need, s);
     }
     if (me.part == 0) {
       memcpy(c->route_ids, s->experts, sizeof(int32_t) * (size_t)top);
@@ -1022,13 +955,12 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
       float *dst = row(c, op->dst[0], 0) + (size_t)i * ff;
       share(me, total, bytes * groups * i, bytes, groups, &first, &last);
       multiply_gated(s->sums, gate, &op->w[1], s->experts[i], first, last, s, 1, &dst, op->activation,
-                     bias_of(op->bias[0], gate, s->experts[i]), bias_of(op->bias[1], gate, s->experts[i]),
-                     last == groups && i + 1 < top ? rows16(gate, s->experts[i + 1], 0) : next_of(c, op, me));
+                     bias_of(op->bias[0], gate, s->experts[i]), bias_of(op->bias[1], gate, s->experts[i]));
     }
     if (has_shared) {
       float *dst = row(c, op->dst[0], 0) + (size_t)top * ff;
       share(me, total, bytes * groups * top, shared_bytes, groups16(shared), &first, &last);
-      multiply_gated(s->sums, shared, &op->w[3], 0, first, last, s, 1, &dst, op->activation, NULL, NULL, next_of(c, op, me));
+      multiply_gated(s->sums, shared, &op->w[3], 0, first, last, s, 1, &dst, op->activation, NULL, NULL);
       if (first < last) scale_shared(c, op, 0, dst, first, last);
     }
     return;
@@ -1054,9 +986,9 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
     gather(s, &c->shared, column, m, k, need);
     if (e >= 0) {
       multiply_gated(s->sums, gate, &op->w[1], e, first, last, s, m, dst, op->activation, bias_of(op->bias[0], gate, e),
-                     bias_of(op->bias[1], gate, e), NULL);
+                     bias_of(op->bias[1], gate, e));
     } else {
-      multiply_gated(s->sums, shared, &op->w[3], 0, first, last, s, m, dst, op->activation, NULL, NULL, NULL);
+      multiply_gated(s->sums, shared, &op->w[3], 0, first, last, s, m, dst, op->activation, NULL, NULL);
       for (int i = 0; i < m; i++) scale_shared(c, op, column[i], dst[i], first, last);
     }
   }
@@ -1073,12 +1005,11 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
     share(me, groups, 0, 1, groups, &first, &last);
     for (int i = 0; i < parts; i++) {
       const Matrix *m = i < top ? w : shared;
-      size_t at = (size_t)i * ff;
-      Scratch in = {.q = s->q + 2 * at, .scales = s->scales + at / 32, .f = s->f + at};
+      size_t at = 16 * (size_t)i * ff;  // a panel for each
+      Scratch in = {.q = s->q + 2 * at, .scales = s->scales + at / 32, .f = s->f + at, .planes = s->planes};
       int matrix = i < top ? c->route_ids[i] : 0;
-      if (!prepared) prepare_one(src + at, m->cols, NULL, 0, need, &in, stream(rows16(m, matrix, first), m->cols));
-      const uint8_t *then = i + 1 < top ? rows16(w, c->route_ids[i + 1], first) : i + 1 < parts ? rows16(shared, 0, first) : next_of(c, op, me);
-      multiply(s->sums, m, matrix, first, last, &in, 1, y, dim, i < top ? bias_of(op->bias[0], m, matrix) : NULL, 1, 0, then);
+      if (!prepared) prepare_one(src + (size_t)i * ff, m->cols, NULL, 0, need, &in);
+      multiply(s->sums, m, matrix, first, last, &in, 1, y, dim, i < top ? bias_of(op->bias[0], m, matrix) : NULL, 1, 0);
       float weight = (i < top ? c->route_weights[i] : 1.0f) * op->scale;
       for (int r = 16 * first; r < MIN_(16 * last, dim); r += 16) {
         f32v base = i > 0 || op->add ? fetch(x + r, dim - r) : splat(0);
@@ -1097,7 +1028,7 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
     for (int start = 0, n = first < last ? pairs_of(c, op, e, pairs) : 0, m; start < n; start += m) {
       m = MIN_(expert_columns(c, ff), n - start);
       gather(s, &c->shared, pairs + start, m, ff, need);
-      multiply(s->sums, w, e, first, last, s, m, s->merged, dim, bias_of(op->bias[0], w, e), 1, 0, NULL);
+      multiply(s->sums, w, e, first, last, s, m, s->merged, dim, bias_of(op->bias[0], w, e), 1, 0);
       for (int i = 0; i < m; i++)
         memcpy(c->pair_out + (size_t)pairs[start + i] * dim + from, s->merged + (size_t)i * dim + from, sizeof(float) * rows);
     }
@@ -1118,7 +1049,7 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
     if (!in) return;
     int first, last;
     share(me, groups, 0, 1, groups, &first, &last);
-    multiply(s->sums, shared, 0, first, last, in, c->tokens, row(c, op->dst[0], 0), c->widths[op->dst[0]], NULL, op->scale, 1, NULL);
+    multiply(s->sums, shared, 0, first, last, in, c->tokens, row(c, op->dst[0], 0), c->widths[op->dst[0]], NULL, op->scale, 1);
   }
 }
 
@@ -1128,10 +1059,10 @@ static void head(Ctx *c, const Op *op, Part me) {
   const Scratch *x = &c->scratch[me.id];
   if (tokens == c->tokens) x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], w->cols, op->norm, needs(w, 1));
   else if (me.stage == 0) return;
-  else if (!ready(c, op, me.id)) prepare_row(row(c, op->src, c->tokens - 1), w->cols, op->norm, op->eps, needs(w, 1), &c->scratch[me.id], 0, 1, 0);
+  else if (!ready(c, op, me.id)) prepare_one(row(c, op->src, c->tokens - 1), w->cols, op->norm, op->eps, needs(w, 1), &c->scratch[me.id]);
   if (!x) return;
   share(me, n, 0, 1, n, &first, &last);
-  multiply(c->scratch[me.id].sums, w, 0, first, last, x, tokens, c->logits_out, w->rows, NULL, op->scale, 0, next_of(c, op, me));
+  multiply(c->scratch[me.id].sums, w, 0, first, last, x, tokens, c->logits_out, w->rows, NULL, op->scale, 0);
   for (int t = 0; t < tokens && op->softcap != 0; t++)
     for (int r = 16 * first; r < MIN_(16 * last, w->rows); r += 16) {
       float *l = c->logits_out + (size_t)t * w->rows + r;
@@ -1176,7 +1107,21 @@ static int stages(const Op *op) {
   }
 }
 
-static int stage_tasks(Ctx *c, const Op *op, int stage) {
+// Into how many pieces the matrices of an op can be divided for one token.
+static int units_of(const Op *op) {
+  int n = groups16(&op->w[0]);
+  switch (op->tag) {
+    case LINEAR:
+      for (int i = 1; i < op->matrices; i++) n += groups16(&op->w[i]);
+      return n;
+    case EXPERTS_UP: return n * op->top_k + (op->w[2].groups ? groups16(&op->w[2]) : 0);
+    case ABSORB: case VALUE_UP: return n * op->w[0].groups;
+    case ROUTE: return is_float(op->w[0].type) ? n * ROUTER_PARTS : n;
+    default: return n;
+  }
+}
+
+static int stage_tasks(const Ctx *c, const Op *op, int stage) {
   int some = (c->tokens == 1 ? SPLIT_ONE : SPLIT) * c->pool.threads, per;
   if (op->tag == HEAD && !c->logits_mode) return 0;
   if (op->tag == CONVOLVE) return 2 * op->kv_heads + op->heads;
@@ -1190,19 +1135,17 @@ static int stage_tasks(Ctx *c, const Op *op, int stage) {
     Blocks b = query_blocks(c, op);
     return op->kv_heads * b.parts * b.blocks;
   }
-  if ((op->tag == EXPERTS_UP || op->tag == EXPERTS_DOWN) && stage == 1) {
+  if ((op->tag == EXPERTS_UP || op->tag == EXPERTS_DOWN) && stage == 1)
     return c->n_chosen * expert_parts(c) + (op->tag == EXPERTS_UP && op->w[2].groups ? some : 0);
-  }
   int groups = 0;  // a task of several tokens has LEAST of them, since it reads all columns
   for (int i = 0; i < op->matrices; i++) groups += groups16(&op->w[i]);
   if (op->tag == LINEAR || op->tag == GATE_UP || op->tag == HEAD) return MAX_(c->pool.threads, MIN_(some, groups / LEAST));
   return some;
 }
 
-// Sets the form of an op's products; experts have few tokens, for which unpacking would take the most time.
-static void choose_form(Ctx *c, const Op *op) {
-  int planes = in_tiles(c) && op->tag != EXPERTS_UP && op->tag != EXPERTS_DOWN;
-  if (planes == c->shared.planes) return;
+// Sets the form of a call's products.
+static void choose_form(Ctx *c) {
+  int planes = in_tiles(c);
   c->shared.planes = planes;
   for (int i = 0; i < c->pool.threads; i++) c->scratch[i].planes = planes;
 }
@@ -1212,7 +1155,6 @@ static int phase_tasks(void *arg, int phase) {
   if (phase < c->n_phases) {
     Phase p = c->phases[phase];
     const Op *op = &c->ops[p.op];
-    choose_form(c, op);
     if (op->tag == EXPERTS_UP && p.stage == 1) list_experts(c, op);
     return stage_tasks(c, op, p.stage);
   }
@@ -1272,6 +1214,7 @@ static void run_ops(Ctx *c, int from, int to) {
 }
 
 static void run_tokens(Ctx *c) {
+  choose_form(c);
   int from = c->mtp ? c->n_step : 0, to = c->mtp ? c->n_ops : c->n_step;
   if (c->mtp || c->logits_mode == 2 || c->n_whole == to) {
     run_ops(c, from, to);

@@ -1,4 +1,4 @@
-// Matrix tiles (Intel AMX): eight registers of 16 rows of 64 bytes, and the product of a tile of signed bytes with one of bytes,
+// Matrix tiles (Intel AMX): eight registers of 16 rows of 64 bytes, and the product of two tiles of signed bytes,
 // or of two tiles of bfloat16. Here tiles 0 to 3 are sums (up to 16 x 16 int32 or float), 4 and 5 hold rows of the left factor, 6
 // and 7 the right one in granules of 4 bytes.
 #pragma once
@@ -51,7 +51,6 @@ INLINE void tiles_end(void) { _tile_release(); }
 #define tile_zero(i) _tile_zero(i)
 #define tile_load(i, p, stride) _tile_loadd(i, p, stride)
 #define tile_store(i, p, stride) _tile_stored(i, p, stride)
-#define tile_dot_u(c, a, b) _tile_dpbsud(c, a, b)
 #define tile_dot_s(c, a, b) _tile_dpbssd(c, a, b)
 #define tile_dot_f(c, a, b) _tile_dpbf16ps(c, a, b)
 #elif TILES == 2
@@ -72,18 +71,16 @@ static void tile_load(int i, const void *p, size_t stride) {
 static void tile_store(int i, void *p, size_t stride) {
   for (int r = 0; r < tiles_.shapes.rows[i]; r++) memcpy((uint8_t *)p + r * stride, tiles_.at[i][r], tiles_.shapes.row_bytes[i]);
 }
-static void tile_dot_(int c, int a, int b, int sign) {
+static void tile_dot_s(int c, int a, int b) {
   for (int m = 0; m < tiles_.shapes.rows[c]; m++)
     for (int k = 0; k < tiles_.shapes.rows[b]; k++) {
       int32_t sums[16];
       memcpy(sums, tiles_.at[c][m], 64);
       for (int n = 0; n < 64; n++)
-        sums[n / 4] += (int8_t)tiles_.at[a][m][4 * k + n % 4] * (sign ? (int8_t)tiles_.at[b][k][n] : tiles_.at[b][k][n]);
+        sums[n / 4] += (int8_t)tiles_.at[a][m][4 * k + n % 4] * (int8_t)tiles_.at[b][k][n];
       memcpy(tiles_.at[c][m], sums, 64);
     }
 }
-#define tile_dot_u(c, a, b) tile_dot_(c, a, b, 0)
-#define tile_dot_s(c, a, b) tile_dot_(c, a, b, 1)
 // Products of the even elements and of the odd ones are summed by themselves, then added to c.
 static void tile_dot_f(int c, int a, int b) {
   for (int m = 0; m < tiles_.shapes.rows[c]; m++) {
