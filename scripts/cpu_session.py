@@ -1,8 +1,8 @@
 """Checks and times the CPU executor on a machine with many cores or with AMX. Needs numpy, gguf and a C compiler (the
 ziglang package). `python3 -m scripts.cpu_session` and:
 
-check: prompts in AMX tiles against prompts of one token each, bit for bit, and against vectors, near them in the
-    first tokens (behind a choice of another expert all differ); every quant type
+check: prompts in AMX tiles against prompts of one token each, bit for bit but where there are experts, and against
+    vectors, near them in the first tokens (behind a choice of another expert all differ); every quant type
 speed MODEL QUANT [--layers N --threads T ... --lengths N ... --tokens N]: prompt and decode tok/s (exact shapes, random
     weights), in tiles where the machine has them and in vectors
 """
@@ -55,7 +55,7 @@ def check(threads: int) -> bool:
                 ex.close()
             prompt, single, vectors = logits
             away = float(np.median((np.linalg.norm(prompt - vectors, axis=1) / np.linalg.norm(vectors, axis=1))[:64]))
-            fine = away <= NEAR and np.array_equal(prompt, single)
+            fine = away <= NEAR and (np.array_equal(prompt, single) or variant != "llama")
             print("ok " if fine else "BAD", f"{variant:14} {quant:6} {devices[0]} {away:.1e} from vectors", flush=True)
             good &= fine
     return good

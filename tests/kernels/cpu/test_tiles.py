@@ -1,5 +1,5 @@
-"""Matrix tiles (AMX): prompts in them are as exact as in vectors and do not depend on how they are divided; decode
-steps are those of vectors. The tiles' operations are written in C for machines without them."""
+"""Matrix tiles (AMX): prompts in them are as exact as in vectors and, without experts, do not depend on how they
+are divided; decode steps are those of vectors. The tiles' operations are written in C for machines without them."""
 
 from dataclasses import replace
 from itertools import islice, pairwise
@@ -17,6 +17,15 @@ TILES = ("-march=native", "-DTILES=2")
 ROUTED = "Q4_K_M"  # a model with a router
 
 
+def assert_divided(parts: list[np.ndarray | None], prompt: np.ndarray, experts: bool) -> None:
+    """A prompt in parts has the bits of the whole one; experts that few tokens of a part choose stay with vectors."""
+    divided = np.concatenate([part for part in parts if part is not None])
+    if experts:
+        assert relative(divided, prompt) < 5e-4
+    else:
+        np.testing.assert_array_equal(divided, prompt)
+
+
 @pytest.mark.parametrize("quant", sorted({*MODEL_QUANTS, ROUTED}))
 def test_tiles_beside_vectors(quant: str, tmp_path: Path) -> None:
     llama = replace(tiny.shape("llama", quant), ffn=768)  # three parts of a row
@@ -30,7 +39,7 @@ def test_tiles_beside_vectors(quant: str, tmp_path: Path) -> None:
         assert 0 < relative(prompt, vectors) < 5e-4  # most of it is the cache's rounding
         ends = [0, 1, 6, 40, n]  # whole panels, narrow ones, one column
         parts = [tiles.forward(ids[a:b], a, "all") for a, b in pairwise(ends)]
-        np.testing.assert_array_equal(np.concatenate(parts), prompt)  # type: ignore[arg-type]
+        assert_divided(parts, prompt, experts=quant == ROUTED)
         tiles.write_cache(ex.read_cache(0, n), 0, n)
         steps = list(islice(ex.decode(5, n, GREEDY, ids), 12))
         assert list(tiles.verify(5, [token for token, _ in steps[:-1]], n, GREEDY, ids)) == steps
@@ -46,4 +55,4 @@ def test_attention_in_tiles_over_several_chunks(model: str, tmp_path: Path) -> N
         assert relative(prompt, vectors) < 5e-4
         ends = [0, 37, 38, 300, 330]  # more queries than a task has, one, and a border within a tile of keys
         parts = [tiles.forward(ids[a:b], a, "all") for a, b in pairwise(ends)]
-        np.testing.assert_array_equal(np.concatenate(parts), prompt)  # type: ignore[arg-type]
+        assert_divided(parts, prompt, experts=model.startswith("deepseek2"))

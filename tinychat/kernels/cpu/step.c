@@ -1143,9 +1143,13 @@ static int stage_tasks(const Ctx *c, const Op *op, int stage) {
   return some;
 }
 
-// Sets the form of a call's products.
-static void choose_form(Ctx *c) {
-  int planes = in_tiles(c);
+// Sets the form of an op's products. Experts that fewer than FEW tokens choose on the average stay with vectors: unpacking them would
+// take the most time.
+enum { FEW = 12 };
+static void choose_form(Ctx *c, const Op *op) {
+  int few = (op->tag == EXPERTS_UP || op->tag == EXPERTS_DOWN) && c->tokens * op->top_k < FEW * op->w[0].groups;
+  int planes = in_tiles(c) && !few;
+  if (planes == c->shared.planes) return;
   c->shared.planes = planes;
   for (int i = 0; i < c->pool.threads; i++) c->scratch[i].planes = planes;
 }
@@ -1155,6 +1159,7 @@ static int phase_tasks(void *arg, int phase) {
   if (phase < c->n_phases) {
     Phase p = c->phases[phase];
     const Op *op = &c->ops[p.op];
+    choose_form(c, op);
     if (op->tag == EXPERTS_UP && p.stage == 1) list_experts(c, op);
     return stage_tasks(c, op, p.stage);
   }
@@ -1214,7 +1219,6 @@ static void run_ops(Ctx *c, int from, int to) {
 }
 
 static void run_tokens(Ctx *c) {
-  choose_form(c);
   int from = c->mtp ? c->n_step : 0, to = c->mtp ? c->n_ops : c->n_step;
   if (c->mtp || c->logits_mode == 2 || c->n_whole == to) {
     run_ops(c, from, to);
