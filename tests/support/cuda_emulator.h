@@ -264,7 +264,6 @@ DEVICE int warp_add(int v) { int all[32], s = 0; emu::all(v, all); for (int i = 
 DEVICE u32 warp_most(u32 v) { u32 all[32], s = 0; emu::all(v, all); for (int i = 0; i < 32; i++) s = max(s, all[i]); return s; }
 DEVICE u32 warp_least(u32 v) { return ~warp_most(~v); }
 DEVICE void fence() {}
-DEVICE void fence_system() {}
 DEVICE u32 atomicOr(u32 *p, u32 v) { u32 o = *p; *p |= v; return o; }
 DEVICE int atomicMin(int *p, int v) { int o = *p; *p = min(o, v); return o; }
 DEVICE int atomicMax(int *p, int v) { int o = *p; *p = max(o, v); return o; }

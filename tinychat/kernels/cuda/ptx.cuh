@@ -316,4 +316,3 @@ DEVICE int warp_add(int v) { return __reduce_add_sync(~0u, v); }
 DEVICE u32 warp_most(u32 v) { return __reduce_max_sync(~0u, v); }
 DEVICE u32 warp_least(u32 v) { return __reduce_min_sync(~0u, v); }
 DEVICE void fence() { __threadfence(); }
-DEVICE void fence_system() { __threadfence_system(); }
