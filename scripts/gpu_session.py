@@ -93,6 +93,8 @@ VARIANTS = (
 STATES, CHANNEL_STATES = "qwen35_states", "kimi_states"  # heads of 128 keys and values
 tiny.VARIANTS[STATES] = replace(tiny.VARIANTS["qwen35"], layers=3, delta=shapes.DeltaRule(2, 4, 128, every=3))
 tiny.VARIANTS[CHANNEL_STATES] = replace(tiny.VARIANTS["kimi-linear"], layers=3, kda=(128, 4, 3), heads=2)
+WIDE_HEADS = "llama_wide_heads"  # a group's results are whole warps' int8 blocks
+tiny.VARIANTS[WIDE_HEADS] = replace(tiny.VARIANTS["llama"], head_dim=64)
 CLUSTER, GATED_CLUSTER = "deepseek2_cluster", "ling_cluster"  # wide enough for latent attention in clusters of blocks
 for name, of in ((CLUSTER, "deepseek2_glm"), (GATED_CLUSTER, "bailingmoe3")):
     tiny.VARIANTS[name] = replace(tiny.VARIANTS[of], layers=2, heads=3, mla=shapes.MLA(256, 256, 64, 64, 128))
@@ -104,10 +106,12 @@ CHECKED = (
     *(f"{v}:{q}" for v in (STATES, CHANNEL_STATES) for q in ("F16", "Q8_0", "Q4_K_M")),
     "gpt-oss:MXFP4",
     "llama:Q6_K",
+    f"{WIDE_HEADS}:Q4_K",
 )
 VERIFIED = (
     *(f"{v}:{q}" for v in ("llama", "deepseek2_glm", CLUSTER) for q in QUANTS),
     *(f"{v}:{q}" for v in VARIANTS[1:] for q in ("F16", "Q4_0")),
+    f"{WIDE_HEADS}:Q4_K",
 )
 SAMPLINGS = {"greedy": GREEDY, "seeded": Sampling(temperature=0.9, repeat_penalty=1.1, dry_multiplier=0.8, seed=5)}
 VERBS = ["check", "time", "prompts", "peer", "file", "compare"]

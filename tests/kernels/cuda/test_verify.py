@@ -32,11 +32,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bits_of_single_steps(
     variant: str, quant: str, near: int, drafts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a padded column and several tiles for a block; with experts, in clusters of blocks, from which the step
-    comes to the other kernels."""
+    """With a padded column, several tiles for a block and heads as int8 blocks; with experts, in clusters of blocks,
+    from which the step comes to the other kernels."""
     monkeypatch.setattr("tinychat.kernels.cuda.step.NEAR", near)
     monkeypatch.setattr("tinychat.kernels.cuda.tiles.MULTIPROCESSORS", 4)
-    own = {"dim": 1024, "layers": 1, "ffn": 768} if variant == "llama" else {"layers": 2}
+    own = {"dim": 1024, "layers": 1, "ffn": 768, "head_dim": 64} if variant == "llama" else {"layers": 2}
     monkeypatch.setitem(tiny.VARIANTS, variant, replace(tiny.VARIANTS[variant], **own))
     with opened(tiny.write(tmp_path / "m.gguf", variant, quant), "cuda") as ex:
         assert isinstance(ex, CUDAExecutor) and ex.limits.verified == 4

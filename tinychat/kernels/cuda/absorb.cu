@@ -45,6 +45,9 @@ DEVICE void run(const Args &a) {
   const int t = COLUMNS == 1 ? 0 : b - PRODUCTS - ROTATIONS, pos = a.state[POS] + t;
   if (COLUMNS > 1 && t >= a.state[COUNT]) return;
   LatentRow row;
-  row.load(a.kv + t * (KV_LORA + ROPE_DIMS), a.kv_gain, a.table + (u64)pos * (ROPE_DIMS / 2));
+  row.prefetch(a.kv_gain, a.table + (u64)pos * (ROPE_DIMS / 2));
+  row.load(a.kv + t * (KV_LORA + ROPE_DIMS));
+  row.sum(sh.red);
+  __syncthreads();
   row.store(a.cache + (u64)pos * (KV_LORA + ROPE_DIMS), sh.red);
 }

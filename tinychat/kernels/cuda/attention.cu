@@ -3,6 +3,7 @@
 // once for all heads. 16 warps: S tiles over (rows, keys, parts of the key's values), softmax by rows, then O tiles
 // over columns. Results: finished where a single split has work (GQA); else partial, which the last block of a kv head
 // combines (GQA) or the next kernel (latent; value_up.cu).
+#include "matvec.cuh"
 
 struct Args {
   u16 *partial = nullptr;  // (columns, splits, heads, value_dim): each split's result, where it is not finished
@@ -12,7 +13,9 @@ struct Args {
   const u16 *k_cache = nullptr;
   const int *state = nullptr;
   const u16 *v_cache = nullptr;  // k_cache where LATENT
-  float *out = nullptr;          // (columns, heads, value_dim)
+  float *out = nullptr;          // (columns, heads, value_dim), or:
+  V4 *dst_q = nullptr;
+  Scale *dst_s = nullptr;
   const float *sinks = nullptr;  // (heads), where SINKS
   const float *gate = nullptr;   // (columns, heads, value_dim), where GATED
 };
@@ -221,6 +224,11 @@ DEVICE void run(Args a) {
     __syncthreads();
   }
   const bool finished = !LATENT && active == 1;
+  float *values = (float *)ks;  // of the group's heads, before they are quantised
+  // Results from value 4 * `at` of the column on, by all lanes of a warp.
+  const auto put_codes = [&](int at, F4 v) {
+    stage_codes<HEADS * VALUE_DIM, tiled_of(COLUMNS)>(Shared{a.dst_q, a.dst_s, nullptr, nullptr}, column, at, v);
+  };
 #pragma unroll
   for (int m = 0; m < ROW_TILES; m++)
 #pragma unroll
@@ -238,12 +246,20 @@ DEVICE void run(Args a) {
           const int col = (warp * NT + n) * 8 + lane % 4 * 2;
           const F2 v = {o[m][n][i] * f, o[m][n][i + 1] * f};
           const int at = head * VALUE_DIM + col;
-          if (finished) *(F2 *)(a.out + (u64)(row / GROUP) * HEADS * VALUE_DIM + at) = F2{v.x * open(a, at), v.y * open(a, at + 1)};
+          if (finished)
+            *(F2 *)(OUT_QUANTISED ? values + row * VALUE_DIM + col : a.out + at) =
+                F2{v.x * open(a, at), v.y * open(a, at + 1)};
           else
             *(u32 *)(a.partial + ((u64)split * HEADS + head) * VALUE_DIM + col) =
                 (u32)float_to_half(v.x) | (u32)float_to_half(v.y) << 16;
         }
       if (!finished && warp == 0 && lane % 4 == 0) a.ml[split * HEADS + head] = F2{row_max[r], row_sum[r]};
+    }
+  if constexpr (OUT_QUANTISED)
+    if (finished) {
+      __syncthreads();
+      for (int i = threadIdx.x; i < GROUP * VALUE_DIM / 4; i += THREADS)
+        put_codes(kv_head * GROUP * VALUE_DIM / 4 + i, load4(values + 4 * i));
     }
   if (LATENT || finished) return;
   // The last block of this kv head combines the splits of its GROUP heads.
@@ -273,7 +289,8 @@ DEVICE void run(Args a) {
       sum.w += w * half_to_float(v.y >> 16);
     }
     const int at = kv_head * GROUP * VALUE_DIM + i * 4;
-    *(F4 *)(a.out + at) =
-        F4{sum.x * open(a, at), sum.y * open(a, at + 1), sum.z * open(a, at + 2), sum.w * open(a, at + 3)};
+    const F4 v = {sum.x * open(a, at), sum.y * open(a, at + 1), sum.z * open(a, at + 2), sum.w * open(a, at + 3)};
+    if constexpr (OUT_QUANTISED) put_codes(at / 4, v);
+    else *(F4 *)(a.out + at) = v;
   }
 }

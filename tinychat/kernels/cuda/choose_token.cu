@@ -29,16 +29,19 @@ struct Pick {
   int id;
 };
 DEVICE Pick better(Pick a, Pick b) { return b.score > a.score || (b.score == a.score && b.id < a.id) ? b : a; }
-DEVICE Pick block_best(Pick p, Pick *red) {
+DEVICE Pick warp_best(Pick p) {
   for (int m = 16; m; m >>= 1) {
     const int lo = shfl_xor((int)(u32)__double_as_longlong(p.score), m),
               hi = shfl_xor((int)(u32)((u64)__double_as_longlong(p.score) >> 32), m);
     p = better(p, Pick{__longlong_as_double((long long)((u64)(u32)hi << 32 | (u32)lo)), shfl_xor(p.id, m)});
   }
+  return p;
+}
+DEVICE Pick block_best(Pick p, Pick *red) {
+  p = warp_best(p);
   if (threadIdx.x % 32 == 0) red[threadIdx.x / 32] = p;
   __syncthreads();
-  for (int i = 0; i < 32; i++) p = better(p, red[i]);
-  return p;
+  return warp_best(red[threadIdx.x % 32]);
 }
 
 DEVICE void run(Args a) {
@@ -61,6 +64,15 @@ DEVICE void run(Args a) {
   const u64 seed = (u32)a.state[SEED_LO] | (u64)(u32)a.state[SEED_HI] << 32;
   if (tid == 0) n_kept = 0;
   grid_wait();
+  u32 key[N];
+  int id[N];
+#pragma unroll
+  for (int i = 0; i < N; i++) {  // whether or not they are wanted, so that nothing is waited for twice
+    const int slot = tid + i * THREADS, b = min(slot / CANDIDATES, BLOCKS - 1);
+    const Candidate c = a.list[min(slot, BLOCKS * CANDIDATES - 1)];
+    key[i] = slot < BLOCKS * CANDIDATES && slot % CANDIDATES < a.counts[b] ? c.key : 0;
+    id[i] = c.id;
+  }
   float top = -INFINITY;  // of the raw a.logits, for the log-probability
   for (int b = tid; b < BLOCKS; b += THREADS) top = fmaxf(top, a.parts[b].x);
   top = block_max(top, red);
@@ -69,16 +81,6 @@ DEVICE void run(Args a) {
   sum = block_sum(sum, red);
   Pick pick = {-INFINITY, VOCAB};
   if (k) {
-    u32 key[N];
-    int id[N];
-#pragma unroll
-    for (int i = 0; i < N; i++) {
-      const int slot = tid + i * THREADS, b = slot / CANDIDATES;
-      const bool there = b < BLOCKS && slot % CANDIDATES < a.counts[b];
-      const Candidate c = there ? a.list[slot] : Candidate{0, 0};
-      key[i] = c.key;
-      id[i] = c.id;
-    }
     const u32 threshold = kth_key(key, min(k, VOCAB), ired);
 #pragma unroll
     for (int i = 0; i < N; i++)
@@ -150,7 +152,6 @@ DEVICE void run(Args a) {
       a.state[POS] = pos + 1;
     }
     a.chosen[column] = id;
-    fence_system();
     const u32 logprob = bits(a.logits[id] - top - logf(sum));
     *(volatile u64 *)&a.ring[(pos + 1 + RING_FIRST + a.state[TURN]) % RING] = (u64)logprob << 32 | (u32)id;
   }

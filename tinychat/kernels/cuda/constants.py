@@ -175,6 +175,7 @@ class LinearConstants(StepConstants):
     cols: int
     normed: bool
     eps: float
+    early: bool  # the kernel behind may start at once: nothing that it reads in front of its wait is new
     last_token: bool  # the input is that of the last of this step's tokens
     in_quantised: bool  # the input is int8 blocks already
     quantised: bool  # there is a matrix that reads int8 blocks
@@ -239,6 +240,7 @@ class LatentAttentionConstants(StepConstants):
     heads_at_once: int  # of a block
     key_dim: int
     value_dim: int
+    keys: int  # that are computed at a time
     chunk_keys: int
     splits: int
 
@@ -373,6 +375,7 @@ class AttentionConstants(StepConstants):
     window: int  # rows that a query sees; 0: all
     sinks: bool  # a head has one more score, of a row whose value is 0
     gated: bool  # results are multiplied by the sigmoid of a gate
+    out_quantised: bool
 
 
 @dataclass(frozen=True)

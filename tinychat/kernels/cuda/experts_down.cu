@@ -78,14 +78,22 @@ DEVICE void run(Args a) {
     shared.prefetch();
   }
   static_assert(TOGETHER <= WARPS, "a warp chooses the experts of a column");
-  if (warp < count)
-    choose<Choice>(a.router + warp * Choice::EXPERTS, a.selection_bias, a.expert_scale, ids[warp], weights[warp]);
+  if (warp < count) {
+    SelectionBias<Choice> bias;
+    bias.load(a.selection_bias);
+    choose(a.router + warp * Choice::EXPERTS, bias, ids[warp], weights[warp]);
+    weigh<Choice>(a.expert_scale, ids[warp], weights[warp]);
+  }
   __syncthreads();
-  if (a.routes && blockIdx.x == 0)
-    for (int i = threadIdx.x; i < count * TOP; i += THREADS)
-      a.routes[(a.state[POS] + column + i / TOP) % ROUTE_SLOTS * ROUTES + i % TOP] = ids[i / TOP][i % TOP];
+  static_assert(TOGETHER * TOP <= THREADS, "a thread writes one");
+  if (const int i = threadIdx.x; a.routes && blockIdx.x == 0 && i < count * TOP)
+    a.routes[(a.state[POS] + column + i / TOP) % ROUTE_SLOTS * ROUTES + i % TOP] = ids[i / TOP][i % TOP];
   Experts<Weight, TOP> experts[TOGETHER > 1 ? 2 : 1];
   experts[0].prefetch(a.w, ids[0], r);
+  float before[TOGETHER];  // volatile: past the first-level cache
+#pragma unroll
+  for (int c = 0; c < TOGETHER; c++)
+    before[c] = ADD && c < count && threadIdx.x % 32 == 0 ? *(const volatile float *)(a.x + c * ROWS + r) : 0;
   grid_wait();
   if constexpr (IN_QUANTISED && TOGETHER > 1) {
     for (int i = threadIdx.x; i < count * SIZE / 16; i += THREADS) copy_async(sh.q + i, a.src_q + i, true);
@@ -109,7 +117,6 @@ DEVICE void run(Args a) {
     if (SHARED_FF > 0 && c == 0) shared.run(sh, SIZE, TOP * FF);
     if (SHARED_FF > 0)
       acc = fma_rn(a.shared_scale ? sigmoid(a.shared_scale[column + c]) : 1.f, shared.acc[c][0], acc);
-    float &to = a.x[c * ROWS + r];
-    if (threadIdx.x % 32 == 0 && row < ROWS) to = fma_rn(OUT_SCALE, acc, ADD ? to : 0.f);
+    if (threadIdx.x % 32 == 0 && row < ROWS) a.x[c * ROWS + r] = fma_rn(OUT_SCALE, acc, before[c]);
   }
 }

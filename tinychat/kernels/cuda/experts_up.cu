@@ -64,10 +64,11 @@ DEVICE void run(Args a) {
     const int slot = b / EXPERT_BLOCKS, part = b % EXPERT_BLOCKS;
     Rows rows;
     static_assert(TOGETHER <= WARPS, "a warp chooses the experts of a column");
+    SelectionBias<Choice> bias;
+    if (warp < count) bias.load(a.selection_bias);
     grid_wait();
     stage.load(x);
-    if (warp < count)
-      choose<Choice>(a.router + warp * Choice::EXPERTS, a.selection_bias, nullptr, ids[warp], weights[warp]);
+    if (warp < count) choose(a.router + warp * Choice::EXPERTS, bias, ids[warp], weights[warp]);
     __syncthreads();
     rows.prefetch(a.gate, a.up, ids[0][slot], part);
     stage.finish(x, sh);

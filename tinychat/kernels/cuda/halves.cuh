@@ -15,6 +15,11 @@ DEVICE constexpr int place(int k) { return (k & ~(SPAN - 1)) | (k & 30) << 2 | (
 DEVICE float to_half_range(float v) { return fminf(fmaxf(v, -65504.f), 65504.f); }
 DEVICE u32 pack(float lo, float hi) { return pack_halves(to_half_range(lo), to_half_range(hi)); }
 
+// Two halves, each the lowest byte of v less OFFSET: a byte behind 0x64 is the half 1024 + byte.
+template <int OFFSET> DEVICE u32 twice(u32 v) {
+  return half2_sub(permute_bytes(v, 0x64646464u, 0x4040), (0x6400 + OFFSET) * 0x10001u);
+}
+
 // A lane's 32 weights of one row.
 template <int T> struct Piece {
   static constexpr int N = 32 / block_of(T);
@@ -29,12 +34,26 @@ template <int T> struct Piece {
     }
   }
   DEVICE void begin() {
+    constexpr Planes P = planes(T);
     if (is_float(T)) return;
+    const u32 s1 = f[0].s1, s2 = f[0].s2;
+    // d times an integer is a product of halves, rounded once either way. Converting integers is an instruction of its
+    // own pipe, which ptxas moves into the products of the span before: they would wait for this span's scales.
+    constexpr bool EXACT = P.s1 && P.s2 && !P.shift;
+    const u32 d = permute_bytes(s2, 0, 0x1010), low = permute_bytes(s2, 0, 0x3232) ^ 0x80008000u;  // -dmin
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      const float s = scale_of<T>(f[0].s1, f[0].s2, half), m = shift_of<T>(f[0].s1, f[0].s2, half);
-      scale[half] = pack_halves(s, s);
-      if (has_min(T)) shift[half] = pack_halves(m, m);
+      if constexpr (EXACT && P.split && P.min) {
+        scale[half] = half2_mul(d, twice<0>(s1 >> 8 * half & 15));
+        shift[half] = half2_mul(low, twice<0>(s1 >> (8 * half + 4) & 15));
+      } else if constexpr (EXACT) {
+        scale[half] = half2_mul(d, twice<128>((P.split ? s1 >> 8 * half : s1) ^ 0x80));
+        if (P.min) shift[half] = half2_mul(low, twice<0>(s1 >> 8));
+      } else {
+        const float s = scale_of<T>(s1, s2, half), m = shift_of<T>(s1, s2, half);
+        scale[half] = pack_halves(s, s);
+        if (has_min(T)) shift[half] = pack_halves(m, m);
+      }
     }
   }
   // Weights 4k, 4k + 1 and 4k + 2, 4k + 3 as halves.
@@ -209,12 +228,12 @@ DEVICE void multiply_some(V4 *pool, const u16 *x, const int *row_of, int tokens,
 #pragma unroll
         for (int k = 0; k < 8; k++) {
           (rows.take(d, k), ...);
+          if (k == 7) (rows.load(d, span + DEPTH * SPLIT), ...);  // its registers are free
           wgmma_begin();
           (rows.template use<FEW>(k, tile_at(xs + k / 4 * TOKENS * 128 + k % 4 * 32)), ...);
           wgmma_commit();
           wgmma_wait<1>();  // the one before has read its weights
         }
-        (rows.load(d, span + DEPTH * SPLIT), ...);
       }
     wgmma_wait<0>();
   } else {
@@ -239,13 +258,14 @@ DEVICE void multiply_some(V4 *pool, const u16 *x, const int *row_of, int tokens,
 #pragma unroll
         for (int k = 0; k < 8; k++) {
           (rows.take(d, k), ...);
+          if (k == 7) (rows.load(d, span + DEPTH * SPLIT), ...);  // its registers are free
           if constexpr (TOKENS == 8) {
             const V2 b = ldmatrix2(xs + (k / 4 * 8 + lane % 8) * 8 + ((k % 4 * 2 + lane / 8 % 2) ^ lane % 8));
             (rows.use(k, 0, b.x, b.y), ...);
           } else {
 #pragma unroll
             for (int n = 0; n < TOKENS / 16; n++)
-              if (n * 16 < tokens) {
+              if (n == 0 || n * 16 < tokens) {
                 const V4 b = ldmatrix4(xs + (k / 4 * TOKENS + n * 16 + lane / 16 * 8 + lane % 8) * 8 +
                     ((k % 4 * 2 + lane / 8 % 2) ^ lane % 8));
                 (rows.use(k, 2 * n, b.x, b.y), ...);
@@ -253,7 +273,6 @@ DEVICE void multiply_some(V4 *pool, const u16 *x, const int *row_of, int tokens,
               }
           }
         }
-        (rows.load(d, span + DEPTH * SPLIT), ...);
       }
   }
   if (SPLIT > 1) {

@@ -7,24 +7,38 @@
 struct LatentRow {
   static constexpr int N = (KV_LORA + THREADS - 1) / THREADS, R = (ROPE_DIMS + THREADS - 1) / THREADS;
   float value[N], gains[N], rope[R];
-  DEVICE void load(const float *kv, const float *gain, const F2 *angles) {
+  F2 turned[R];
+  DEVICE void prefetch(const float *gain, const F2 *angles) {  // what no kernel of this step writes
+#pragma unroll
+    for (int j = 0; j < N; j++) gains[j] = unbits(ldc4(gain + min((int)threadIdx.x + j * THREADS, KV_LORA - 1)));
+#pragma unroll
+    for (int j = 0; j < R; j++) turned[j] = angles[pair_of(min((int)threadIdx.x + j * THREADS, ROPE_DIMS - 1))];
+  }
+  DEVICE void load(const float *kv) {
 #pragma unroll
     for (int j = 0; j < N; j++) {
       const int i = threadIdx.x + j * THREADS;
       value[j] = i < KV_LORA ? kv[i] : 0;
-      gains[j] = i < KV_LORA ? gain[i] : 0;
     }
 #pragma unroll
     for (int j = 0; j < R; j++) {
       const int i = threadIdx.x + j * THREADS;
-      if (i < ROPE_DIMS) rope[j] = rotated(kv + KV_LORA, angles, i);
+      if (i < ROPE_DIMS) rope[j] = rotated(kv + KV_LORA, turned[j], i);
     }
   }
-  DEVICE void store(u16 *row, float *red) const {
+  // Each warp's part of the sum of squares; a barrier has to follow.
+  DEVICE void sum(float *red) const {
     float ss = 0;
 #pragma unroll
     for (int j = 0; j < N; j++) ss += value[j] * value[j];
-    const float r = rsqrt_(warps_sum(ss, red) / KV_LORA + EPS);
+    ss = warp_sum(ss);
+    if (threadIdx.x % 32 == 0) red[threadIdx.x / 32] = ss;
+  }
+  DEVICE void store(u16 *row, const float *red) const {
+    float ss = 0;
+#pragma unroll
+    for (int i = 0; i < THREADS / 32; i++) ss += red[i];
+    const float r = rsqrt_(ss / KV_LORA + EPS);
 #pragma unroll
     for (int j = 0; j < N; j++) {
       const int i = threadIdx.x + j * THREADS;

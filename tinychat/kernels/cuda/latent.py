@@ -25,6 +25,7 @@ from tinychat.kernels.ops import latent_inputs
 
 CLUSTER = 4  # blocks of a head
 HEADS_AT_ONCE = 32  # of a block of latent_attention.cu
+KEYS_AT_ONCE = 64  # there, twice in shared memory
 CLUSTER_THREADS = 512
 CLUSTER_KEYS = 2  # keys that a warp takes at a time
 CLUSTER_BLOCKS = 132  # at most: all heads at once, a block for each multiprocessor of an H100
@@ -60,7 +61,9 @@ def _cluster_shape(b: Builder, a: MLA, out_quantised: bool) -> MLAClusterConstan
     longest, warps = max(query.cols, a.kv_lora, a.nope), CLUSTER_THREADS // 32
     new = -(-b.columns // CLUSTER)  # keys of the step that a block has
     n = _cluster_columns(b)
-    shared = n * (longest + longest // 4 + 4 * (head * CLUSTER + a.row + a.kv_lora + 34 + 3 * warps + values))
+    shared = n * (
+        longest + longest // 4 + 4 * (head * CLUSTER + a.row + CLUSTER * (a.kv_lora + 2) + 32 + 2 * warps + values)
+    )
     shared += new * (4 * warps + 2 * a.row)
     rows = (planes(a.q, head) if a.q_a else 16) + planes(a.k_b, absorbed)
     shared += planes(a.v_b, values) + max(rows, 4 * warps * a.kv_lora) + 256  # for what alignment takes
@@ -91,10 +94,10 @@ def _row_lanes(blocks: int, rows: int) -> int:
     return next(n for n in (16, 8, 4, 2, 1) if rows * n <= CLUSTER_THREADS and (blocks % n == 0 or n == 1))
 
 
-def latent_linear(b: Builder, a: MLA) -> Launch:
-    """The matrices over its input."""
+def latent_linear(b: Builder, a: MLA, early: bool = False) -> Launch:
+    """The matrices over its input. `early`: see LinearConstants."""
     outputs = [(w, None, name) for name, w in latent_inputs(a).items()]
-    return linear(b, "norm_linear", Activations("x", a.kv_a.cols), outputs, norm=a.norm, eps=a.eps)
+    return linear(b, "norm_linear", Activations("x", a.kv_a.cols), outputs, norm=a.norm, eps=a.eps, early=early)
 
 
 def mla_cluster(b: Builder, layer: int, a: MLA) -> LaunchedOps:
@@ -133,7 +136,7 @@ def mla_cluster(b: Builder, layer: int, a: MLA) -> LaunchedOps:
     )
     done = 4 if a.q_a else 3  # op of the attention
     return [
-        (latent_linear(b, a), 0),
+        (latent_linear(b, a, early=True), 0),
         (attend, done),
         (linear_add(b, heads, a.output, None, a.residual_scale), done + 2),
     ]
@@ -178,13 +181,20 @@ def absorb(b: Builder, layer: int, a: MLA) -> Launch:
 
 def deep_attention(b: Builder, layer: int, a: MLA) -> Launch:
     """Attention's parts behind many keys: by warpgroups where the GPU has them and whole tiles suffice."""
-    keys, groups = chunk_keys(a, deep=True), ATTENTION_THREADS // 128
-    shared = 2 * (2 * keys + HEADS_AT_ONCE) * a.row + 128 * HEADS_AT_ONCE
-    shared += 4 * HEADS_AT_ONCE * (groups * (keys + 4) + 3) + 1024
+    groups = ATTENTION_THREADS // 128
+    shared = 2 * (2 * KEYS_AT_ONCE + HEADS_AT_ONCE) * a.row + 2 * HEADS_AT_ONCE * KEYS_AT_ONCE
+    shared += 4 * HEADS_AT_ONCE * (groups * (KEYS_AT_ONCE + 4) + 3) + 1024
     if not b.warpgroups or a.row % 64 or a.kv_lora % (64 * groups) or shared > MAX_DYNAMIC:
         return attention(b, layer, a, deep=True)
     shape = LatentAttentionConstants(
-        a.heads, HEADS_AT_ONCE, a.row, a.kv_lora, keys, splits(a, deep=True), columns=b.columns
+        a.heads,
+        HEADS_AT_ONCE,
+        a.row,
+        a.kv_lora,
+        KEYS_AT_ONCE,
+        chunk_keys(a),
+        splits(a, deep=True),
+        columns=b.columns,
     )
     buffers = {
         "partial": b.buffer("attention_o", 2 * b.columns * shape.splits * a.heads * a.kv_lora),
@@ -201,7 +211,7 @@ def deep_attention(b: Builder, layer: int, a: MLA) -> Launch:
 
 
 def combine(b: Builder, a: MLA) -> Launch:
-    shape = CombineConstants(a.heads, a.kv_lora, splits(a, deep=True), chunk_keys(a, deep=True), columns=b.columns)
+    shape = CombineConstants(a.heads, a.kv_lora, splits(a, deep=True), chunk_keys(a), columns=b.columns)
     dst = b.act("o_latent")
     buffers = {"partial": "attention_o", "ml": "attention_ml", "dst": dst, "state": "state"}
     grid = (-(-a.kv_lora // 128), a.heads, b.columns)
@@ -220,7 +230,7 @@ def value_up(b: Builder, a: MLA, deep: bool) -> tuple[Launch, Activations]:
         a.kv_lora,
         columns=b.columns,
         splits=splits(a),
-        chunk_keys=chunk_keys(a, deep),
+        chunk_keys=chunk_keys(a),
         combined=deep,
         gated=a.gate is not None,
         weight=b.matrix(w),

@@ -1,7 +1,7 @@
 // Decode behind many keys: latent attention by warpgroups (wgmma), with keys as rows of the products and heads as
 // columns. A block takes HEADS_AT_ONCE heads of a column of the step and one split of the keys, KEYS at a time,
-// double-buffered; what fits is on its way before the wait. Four warpgroups: scores over a part of the key's values each,
-// softmax by heads, then the results of a part of the values each (the head of the key's row). Partial results are
+// double-buffered; the first are on their way before the wait. Four warpgroups: scores over a part of the key's values
+// each, softmax by heads, then the results of a part of the values each (the head of the key's row). Partial results are
 // those of attention.cu. In shared memory everything lies in tiles of 64 values (ptx.cuh, tile_at).
 #include "halves.cuh"
 #include "swizzle.cuh"
@@ -14,12 +14,12 @@ struct Args {
   const int *state = nullptr;
 };
 
-constexpr int KEYS = CHUNK_KEYS, GROUPS = THREADS / 128, KV = KEY_DIM / 8;
+constexpr int GROUPS = THREADS / 128, KV = KEY_DIM / 8;
 constexpr int STEPS = KEY_DIM / 16 / GROUPS, TILES = VALUE_DIM / 64 / GROUPS;  // of a warpgroup
 constexpr int PITCH = KEYS + 4;  // of a head's scores
 
 DEVICE void run(Args a) {
-  static_assert(KEYS == 64 && HEADS_AT_ONCE == 32, "a tile of keys, four of heads");
+  static_assert(KEYS == 64 && THREADS == 8 * KEYS && HEADS_AT_ONCE == 32, "a tile of keys, four of heads");
   DYNAMIC_SHARED(raw);
   V4 *ks = raw + (0u - shared_address(raw)) % 1024 / 16, *qs = ks + 2 * KEYS * KV, *ps = qs + HEADS_AT_ONCE * KV;
   float *ss = (float *)(ps + HEADS_AT_ONCE * 8), *row_max = ss + GROUPS * HEADS_AT_ONCE * PITCH,
@@ -30,35 +30,38 @@ DEVICE void run(Args a) {
   a.partial += (u64)column * SPLITS * HEADS * VALUE_DIM;
   a.ml += column * SPLITS * HEADS;
   a.q += column * HEADS * KEY_DIM;
-  const int known = a.state[POS], all = known + column + 1, per = keys_per_split(all, SPLITS, KEYS),
+  const int known = a.state[POS], all = known + column + 1, per = keys_per_split(all, SPLITS, CHUNK_KEYS),
             begin = split * per, end = min(begin + per, all), earlier = min(end, known);
   if (begin >= end) return;
   const int chunks = (end - begin + KEYS - 1) / KEYS;
 
+  // A thread has a row of each chunk, and in it a vector of each tile.
+  const int row = threadIdx.x / 8, part = threadIdx.x % 8 ^ row % 8;
+  const u16 *from = a.cache + (u64)(begin + row) * KEY_DIM + threadIdx.x % 8 * 8;
   // Rows of earlier steps in chunk c, in the background: they need no waiting.
   const auto load = [&](int c) {
-    const int first = begin + c * KEYS;
-    V4 *to = ks + c % 2 * KEYS * KV;
+    V4 *to = ks + c % 2 * KEYS * KV + row * 8 + part;
+    if (begin + c * KEYS + row < earlier)
 #pragma unroll
-    for (int i = threadIdx.x; i < KEYS * KV; i += THREADS) {
-      const int row = i / KV, v = i % KV;
-      if (first + row < earlier) copy_async(to + spot(KEYS, row, v), a.cache + (u64)(first + row) * KEY_DIM + v * 8, true);
-    }
+      for (int t = 0; t < KV / 8; t++) copy_async(to + t * KEYS * 8, from + c * KEYS * KEY_DIM + t * 64, true);
     copy_commit();
   };
   load(0);
-  load(1);
   if (threadIdx.x < HEADS_AT_ONCE) {
     row_max[threadIdx.x] = -1e30f;
     row_sum[threadIdx.x] = 0;
   }
   grid_wait();
+  {
+    const int head = row % HEADS_AT_ONCE;
+    const bool there = first_head + head < HEADS;
+    const u16 *q = a.q + (there ? first_head + head : 0) * KEY_DIM + threadIdx.x % 8 * 8;
 #pragma unroll
-  for (int i = threadIdx.x; i < HEADS_AT_ONCE * KV; i += THREADS) {
-    const int row = i / KV, v = i % KV;
-    qs[spot(HEADS_AT_ONCE, row, v)] =
-        first_head + row < HEADS ? *(const V4 *)(a.q + (first_head + row) * KEY_DIM + v * 8) : V4{0, 0, 0, 0};
+    for (int t = row / HEADS_AT_ONCE; t < KV / 8; t += KEYS / HEADS_AT_ONCE)
+      copy_async(qs + (t * HEADS_AT_ONCE + head) * 8 + part, q + t * 64, there);
   }
+  copy_commit();
+  load(1);  // not earlier: the queries would wait behind it
   float o[TILES][4][4];
 #pragma unroll
   for (int m = 0; m < TILES; m++)
@@ -70,17 +73,15 @@ DEVICE void run(Args a) {
   for (int c = 0; c < chunks; c++) {
     const int first = begin + c * KEYS;
     V4 *k = ks + c % 2 * KEYS * KV;
-    if (first + KEYS > earlier)  // this step's rows, zeros behind them
-      for (int i = threadIdx.x; i < KEYS * KV; i += THREADS) {
-        const int row = i / KV, v = i % KV, key = first + row;
-        const V4 *from = (const V4 *)(a.cache + (u64)key * KEY_DIM + v * 8);
-        if (key >= earlier) k[spot(KEYS, row, v)] = key < end ? *from : V4{0, 0, 0, 0};
-      }
+    if (first + row >= earlier)  // this step's rows, zeros behind them
+#pragma unroll
+      for (int t = 0; t < KV / 8; t++)
+        k[(t * KEYS + row) * 8 + part] =
+            first + row < end ? *(const V4 *)(from + c * KEYS * KEY_DIM + t * 64) : V4{0, 0, 0, 0};
     if (c == 0) copy_wait<1>();
     else copy_wait<0>();
     fence_tiles();
     __syncthreads();  // this chunk is there, and nobody reads the one before any more
-    if (c > 0 && c + 1 < chunks) load(c + 1);
     {  // S = K Q^T
       float s[4][4] = {};
       wgmma_begin();
@@ -91,6 +92,7 @@ DEVICE void run(Args a) {
             tile_at((const u8 *)qs + step / 4 * HEADS_AT_ONCE * 128 + step % 4 * 32));
       }
       wgmma_commit();
+      if (c > 0 && c + 1 < chunks) load(c + 1);  // meanwhile, for it takes as long as the product
       wgmma_wait<0>();
       float *to = ss + (group * HEADS_AT_ONCE + lane % 4 * 2) * PITCH + warp % 4 * 16 + lane / 4;
 #pragma unroll

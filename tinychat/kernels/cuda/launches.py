@@ -48,6 +48,7 @@ ATTENTION_THREADS = 512
 LINEAR_THREADS = 256
 STAGED_COLUMNS, STAGED_ROWS = 2, 2048  # up to so many each block stages its input: cheaper than a kernel that does
 EXPERTS_COLUMNS, EXPERTS_SHARED = 4, 48 << 10  # a block of the experts' kernels: at most; bytes of their activations
+WIDE_THREADS, WIDE_ROWS = 512, 2112  # of linear.cu with a norm: 16 rows a block, at most one for each multiprocessor
 PAIR_WARPS = PAIR_THREADS // 32
 
 
@@ -137,9 +138,11 @@ def linear(
     scale: float = 1.0,
     softcap: float = 0.0,
     last_token: bool = False,
+    early: bool = False,
 ) -> Launch:
     """Matrices over one input, each (weight, bias, buffer of its results): dst = or += scale * (w @ x + bias). Results
-    in one buffer stand beside each other. Before it, what quantises the input of several columns."""
+    in one buffer stand beside each other. Before it, what quantises the input of several columns. `early`: see
+    LinearConstants."""
     weights = [w for w, _, _ in outputs]
     cols, quantised, floating = weights[0].cols, *b.kinds(*weights)
     tiled = quantised and b.columns > 1
@@ -148,12 +151,14 @@ def linear(
     shared = shared_columns(b, cols, quantised and not tiled, floating and norm is not None)
     buffers, before = b.source(x) | {"gain": b.data(norm)}, tuple[Launch, ...]()
     spreads = {w: spread(w, sum(x.rows for x in weights)) for w in weights}
-    grid, tiles = {w: t.blocks(w.rows) for w, t in spreads.items()}, None
+    wide = norm and sum(w.rows for w in weights) <= WIDE_ROWS and all(t.split == 1 for t in spreads.values())
+    threads = WIDE_THREADS if wide else LINEAR_THREADS
+    grid, tiles = {w: t.blocks(w.rows, threads // 32) for w, t in spreads.items()}, None
     if tiled:
         many = [(w, t) for w, t in spreads.items() if not b.kinds(w)[1]]
         tiles = tiling(b, [[m] for m in many])
         if not x.quantised:
-            first, made = quantise(b, x, norm, eps, LINEAR_THREADS)
+            first, made = quantise(b, x, norm, eps, threads)
             before, buffers = (first,), buffers | b.source(made) | {"norms": "norms"}
         grid |= {w: n for (w, _), n in zip(many, tiles.blocks)}
         shared = max(shared, tiles.shared)
@@ -170,6 +175,7 @@ def linear(
         normed=norm is not None,
         eps=eps,
         last_token=last_token,
+        early=early,
         in_quantised=x.quantised,
         quantised=quantised,
         floating=floating,
@@ -192,7 +198,7 @@ def linear(
         f"mat-vec {kinds}",
         nbytes=sum(w.nbytes for w in weights),
         shared=shared,
-        threads=TILE_THREADS if tiles else LINEAR_THREADS,
+        threads=TILE_THREADS if tiles else threads,
         resident=tiles.resident if tiles else 1,
         before=before,
     )
@@ -474,9 +480,22 @@ def splits(a: GQA | MLA, deep: bool = False) -> int:
     return SPLITS if isinstance(a, GQA) else DEEP_SPLITS if deep else 2 * SPLITS
 
 
-def chunk_keys(a: GQA | MLA, deep: bool = False) -> int:
+def chunk_keys(a: GQA | MLA) -> int:
     """Keys that attention takes at a time: what fits twice into shared memory."""
-    return 64 if deep else 32 if isinstance(a, MLA) or a.key_dim > 128 else 64
+    return 32 if isinstance(a, MLA) or a.key_dim > 128 else 64
+
+
+def attended(b: Builder, a: GQA) -> Activations:
+    """What attention leaves for the output matrix: int8 blocks where a thread block has a whole group of heads, and
+    whole warps quantise them."""
+    group = a.heads // a.kv_heads
+    fits = group <= 16 * _row_tiles(group) and group * a.value_dim % 128 == 0 and a.value_dim % 32 == 0
+    return b.agreed("heads", a.output.cols, [a.output], [], fits)
+
+
+def _row_tiles(group: int) -> int:
+    """Tiles of 16 heads of a kv head that a block of attention has."""
+    return 2 if group > 16 else 1
 
 
 def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launch:
@@ -484,8 +503,8 @@ def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launc
     latent = isinstance(a, MLA)
     stored = layer if isinstance(a, MLA) or a.shared is None else a.shared
     kv_heads, key_dim, value_dim = (1, a.row, a.kv_lora) if isinstance(a, MLA) else (a.kv_heads, a.key_dim, a.value_dim)
-    group, keys = a.heads // kv_heads, chunk_keys(a, deep)
-    row_tiles = 2 if group > 16 else 1
+    group, keys = a.heads // kv_heads, chunk_keys(a)
+    row_tiles, heads = _row_tiles(group), None if isinstance(a, MLA) else attended(b, a)
     rows, steps, score_tiles = 16 * row_tiles, key_dim // 16, row_tiles * keys // 16
     warps = ATTENTION_THREADS // 32 * (2 if deep else 1)  # at depth a warp takes two tiles
     parts = next((n for n in (4, 2) if score_tiles * n <= warps and steps % n == 0), 1)
@@ -509,6 +528,7 @@ def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launc
         window=0 if isinstance(a, MLA) else a.window,
         sinks=not isinstance(a, MLA) and a.sinks is not None,
         gated=not isinstance(a, MLA) and a.gate is not None,
+        out_quantised=heads is not None and heads.quantised,
         columns=b.columns,
     )
     buffers = {
@@ -519,7 +539,7 @@ def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launc
         "k_cache": b.cache("k", stored),
         "state": "state",
         "v_cache": b.cache("k" if latent else "v", stored),
-        "out": None if latent else b.act("heads"),
+        **({} if heads is None else b.target(heads) if heads.quantised else {"out": b.act("heads")}),
         "sinks": None if isinstance(a, MLA) else b.data(a.sinks),
         "gate": b.act("gate") if shape.gated else None,
     }

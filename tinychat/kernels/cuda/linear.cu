@@ -50,6 +50,7 @@ template <int I, class P, class... Rest> DEVICE void parts(const Args &a, const 
 }
 
 DEVICE void run(const Args &a) {
+  if (EARLY) grid_launch();
   if constexpr (TILE && !FLOATING) {
     DYNAMIC_SHARED(pool);
     parts<0>(a, Shared{pool, nullptr, nullptr, nullptr}, Parts{});

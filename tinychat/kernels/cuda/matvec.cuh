@@ -247,7 +247,9 @@ template <int T, int K, int LPR, int KS, int R, int DEPTH, int C> struct Dot {
   }
 };
 
-// Where results go, by column and row; finish() is called by all threads once, with the block's first row.
+// Where results go, by column and row; finish() is called by all threads once, with the block's first row. Where ADDS,
+// the last argument is before(), what stands there, loaded in front of grid_wait(): the kernel before does not write
+// it.
 struct Put {
   float *dst;
   const float *bias;
@@ -264,12 +266,16 @@ struct Add {
   const float *bias;
   float scale = 1;
   int stride = 0;
-  DEVICE void operator()(int column, int row, float v) const {
-    float &to = dst[column * stride + row];
-    to = fma_rn(scale, bias ? add_rn(v, bias[row]) : v, to);
+  // volatile: past the first-level cache
+  DEVICE float before(int column, int row) const { return *(const volatile float *)(dst + column * stride + row); }
+  DEVICE void operator()(int column, int row, float v, float before) const {
+    dst[column * stride + row] = fma_rn(scale, bias ? add_rn(v, bias[row]) : v, before);
   }
+  DEVICE void operator()(int column, int row, float v) const { (*this)(column, row, v, before(column, row)); }
   DEVICE void finish(int) const {}
 };
+template <class Epilogue> constexpr bool ADDS = false;
+template <> constexpr bool ADDS<Add> = true;
 // By one warp: its lanes' values as int8 block `at` of the `blocks` of a column; TILED where there are several.
 template <int C> DEVICE void put_block(float v, u32 *q, Scale *s, int column, int blocks, int at) {
   const int lane = threadIdx.x % 32;
@@ -315,6 +321,15 @@ DEVICE void linear(const u8 *w, int g, int b, Load src, const float *gain, float
   }
   dot.point(w, W::BLOCKS);
   dot.prefetch();
+  const bool last = threadIdx.x / 32 % KS == 0;  // finishes its rows
+  float before[MINE][R];
+  if constexpr (ADDS<Epilogue>)
+#pragma unroll
+    for (int m = 0; m < MINE; m++)
+      if ((C == 1 ? lane == 0 : m * LPR + lane < C) && last)
+#pragma unroll
+        for (int r = 0; r < R; r++)
+          if (unit + r * G < ROWS) before[m][r] = put.before(C == 1 ? 0 : m * LPR + lane, unit + r * G);
   Stage<K, NORM, QUANT, FLOAT, C> stage;
   stage.prefetch(gain);
   grid_wait();
@@ -329,10 +344,14 @@ DEVICE void linear(const u8 *w, int g, int b, Load src, const float *gain, float
 #pragma unroll
   for (int m = 0; m < MINE; m++) {
     const int column = C == 1 ? 0 : m * LPR + lane;
-    if ((C == 1 ? lane == 0 : column < C) && threadIdx.x / 32 % KS == 0)
+    if ((C == 1 ? lane == 0 : column < C) && last)
 #pragma unroll
       for (int r = 0; r < R; r++)
-        if (unit + r * G < ROWS) put(column, unit + r * G, mul_rn(dot.mine(m * LPR, r), norm[m]));
+        if (unit + r * G < ROWS) {
+          const float v = mul_rn(dot.mine(m * LPR, r), norm[m]);
+          if constexpr (ADDS<Epilogue>) put(column, unit + r * G, v, before[m][r]);
+          else put(column, unit + r * G, v);
+        }
   }
   put.finish(b * (WARPS / KS) * R * G);
 }

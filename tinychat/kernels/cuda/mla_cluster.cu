@@ -10,9 +10,11 @@
 constexpr int HEAD = NOPE + ROPE_DIMS, ROW = KV_LORA + ROPE_DIMS;
 constexpr int AT_ONCE = COLUMNS < CLUSTER ? COLUMNS : CLUSTER;  // columns of a cluster
 constexpr int NEW = (COLUMNS + CLUSTER - 1) / CLUSTER;  // keys of this step that a block has, at most
+constexpr bool FIRST_EARLY = AT_ONCE <= 2;  // a warp's first keys are loaded before the wait; more have no registers
 constexpr bool LOW_RANK = Query::COLS > 0;  // q comes from q_a through q_b
 constexpr int LONGEST = Query::COLS > KV_LORA ? Query::COLS : KV_LORA > NOPE ? KV_LORA : NOPE;
 constexpr int PAIRS = (ROW / 2 + 31) / 32;            // of a cache row's values, per lane
+constexpr int ANGLES = (AT_ONCE * ROPE_DIMS + THREADS - 1) / THREADS;  // of a thread
 constexpr int VALUE_PAIRS = (KV_LORA / 2 + 31) / 32;  // of those that are values as well
 
 // N rows of matrices M in shared memory, in planes like the tensor's (quants.cuh). LANES lanes share a row.
@@ -106,14 +108,15 @@ using LatentRows = Rows<Absorb, KV_LORA / CLUSTER, LATENT_LANES>;
 using ValueRows = Rows<Value, Value::ROWS / CLUSTER, VALUE_LANES>;
 
 struct Memory {  // a block's; of each column:
+  u64 inboxes[3];  // of q, query and parts
   V4 codes[AT_ONCE * LONGEST / 16];
   Scale scales[AT_ONCE * LONGEST / 32];
   alignas(16) float q[AT_ONCE][HEAD];        // of the head, unscaled
   alignas(16) float query[AT_ONCE][ROW];     // absorbed, then rotated; scaled
-  alignas(16) float part[AT_ONCE][KV_LORA];  // attention over this block's keys, not normalised
-  float part_max[AT_ONCE], part_sum[AT_ONCE];  // log2, sum of the weights
+  alignas(16) float parts[CLUSTER][AT_ONCE][KV_LORA];  // attention over each block's keys, not normalised
+  float part_max[CLUSTER][AT_ONCE], part_sum[CLUSTER][AT_ONCE];  // log2, sum of the weights
   float red[AT_ONCE * 32], results[AT_ONCE][Value::ROWS / CLUSTER];
-  float warp_maxima[AT_ONCE][WARPS], warp_sums[AT_ONCE][WARPS], warp_weights[AT_ONCE][WARPS];
+  float warp_maxima[AT_ONCE][WARPS], warp_sums[AT_ONCE][WARPS];
   float row_red[NEW][WARPS];
   alignas(16) u16 row[NEW][ROW];  // cache rows of this step's keys, of every CLUSTER-th
   ValueRows value;
@@ -145,10 +148,25 @@ struct Args {
   Scale *dst_s = nullptr;
 };
 
+using Keys = u32[KEYS][PAIRS];  // KEYS keys of a warp: values of a cache row, two in a word, by lanes
+// Those of a warp's first keys that are in the cache, which has `known` rows.
+DEVICE void load_known(Keys &v, const u16 *cache, int known, int rank) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int j = 0; j < KEYS; j++) {
+    const int key = rank + (threadIdx.x / 32 + j * WARPS) * CLUSTER;
+    if (key < known)
+#pragma unroll
+      for (int p = 0; p < PAIRS; p++)
+        v[j][p] = p * 32 + lane < ROW / 2 ? ((const u32 *)(cache + (u64)key * ROW))[p * 32 + lane] : 0;
+  }
+}
+
 // Attention of `count` columns, the first at `pos`, over every CLUSTER-th key from `rank` on, those from `known` on in
-// `row`: `part`, `part_max` and `part_sum`. A warp takes KEYS keys at a time and keeps its lanes' part of the weighted
-// sums of values in registers.
-DEVICE void attend(Memory &m, const u16 *cache, int known, int pos, int count, int rank) {
+// `row`: what it sends to all blocks as `parts`, `part_max` and `part_sum`. A warp takes KEYS keys at a time, and keeps
+// its lanes' part of the weighted sums of values in registers. FIRST_EARLY: the first ones, as far as they are known, are
+// in `v`.
+DEVICE void attend(Memory &m, const u16 *cache, Keys &v, int known, int pos, int count, int rank) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const auto keys = [&](int c) { return c >= count || pos + c < rank ? 0 : (pos + c - rank) / CLUSTER + 1; };
   const int most = keys(count - 1);
@@ -163,14 +181,14 @@ DEVICE void attend(Memory &m, const u16 *cache, int known, int pos, int count, i
     for (int i = 0; i < 2 * VALUE_PAIRS; i++) sum[c][i] = 0;
   }
   for (int first = warp; first < most; first += WARPS * KEYS) {
-    u32 v[KEYS][PAIRS];
     float s[AT_ONCE][KEYS];
 #pragma unroll
     for (int j = 0; j < KEYS; j++) {
       const int i = first + j * WARPS, key = rank + i * CLUSTER;
       const u32 *row = (const u32 *)(key >= known ? m.row[(key - known) / CLUSTER] : cache + (u64)key * ROW);
+      if (!FIRST_EARLY || first != warp || key >= known)
 #pragma unroll
-      for (int p = 0; p < PAIRS; p++) v[j][p] = i < most && p * 32 + lane < ROW / 2 ? row[p * 32 + lane] : 0;
+        for (int p = 0; p < PAIRS; p++) v[j][p] = i < most && p * 32 + lane < ROW / 2 ? row[p * 32 + lane] : 0;
 #pragma unroll
       for (int c = 0; c < AT_ONCE; c++) s[c][j] = 0;
     }
@@ -217,11 +235,7 @@ DEVICE void attend(Memory &m, const u16 *cache, int known, int pos, int count, i
       m.warp_maxima[c][warp] = best[c];
       m.warp_sums[c][warp] = total[c];
     }
-  const auto maximum = [&](int c) {
-    float top = -1e30f;
-    for (int w = 0; w < min(keys(c), WARPS); w++) top = fmaxf(top, m.warp_maxima[c][w]);
-    return top;
-  };
+  static_assert(WARPS <= 32, "a lane for each");
 #pragma unroll
   for (int c = 0; c < AT_ONCE; c++) {
     if (c >= count) break;
@@ -231,23 +245,24 @@ DEVICE void attend(Memory &m, const u16 *cache, int known, int pos, int count, i
       if (warp < mine[c] && p * 32 + lane < KV_LORA / 2)
         *(F2 *)(m.sums[warp] + 2 * (p * 32 + lane)) = F2{sum[c][2 * p], sum[c][2 * p + 1]};
     __syncthreads();
-    if (c == 0) {
-      if (lane < count) m.warp_weights[lane][warp] = exp2_fast(m.warp_maxima[lane][warp] - maximum(lane));
-      __syncthreads();
-    }
+    const float of_warp = lane < WARPS ? m.warp_maxima[c][lane] : -1e30f, top = warp_max(of_warp),
+                weight = lane < WARPS ? exp2_fast(of_warp - top) : 0;
     const int active = min(mine[c], WARPS);
     for (int d = threadIdx.x; d < KV_LORA; d += THREADS) {
       float whole = 0;
-      for (int w = 0; w < active; w++) whole = fma_rn(m.warp_weights[c][w], m.sums[w][d], whole);
-      m.part[c][d] = whole;
+#pragma unroll(AT_ONCE > 2 ? 4 : WARPS)
+      for (int w = 0; w < WARPS; w++)
+        if (w < active) whole = fma_rn(shfl(weight, w), m.sums[w][d], whole);
+#pragma unroll
+      for (int r = 0; r < CLUSTER; r++) send(&m.parts[rank][c][d], whole, &m.inboxes[2], r);
     }
-  }
-  if (threadIdx.x < count) {
-    const int c = threadIdx.x, active = min(keys(c), WARPS);
-    float all = 0;
-    for (int w = 0; w < active; w++) all = fma_rn(m.warp_weights[c][w], m.warp_sums[c][w], all);
-    m.part_max[c] = maximum(c);
-    m.part_sum[c] = all;
+    if (warp == c) {
+      const float all = warp_sum(mul_rn(weight, lane < WARPS ? m.warp_sums[c][lane] : 0));
+      if (lane < CLUSTER) {
+        send(&m.part_max[rank][c], top, &m.inboxes[2], lane);
+        send(&m.part_sum[rank][c], all, &m.inboxes[2], lane);
+      }
+    }
   }
 }
 
@@ -259,9 +274,9 @@ struct Merged {
     F4 part[CLUSTER], v = {0, 0, 0, 0};
 #pragma unroll
     for (int r = 0; r < CLUSTER; r++) {
-      weight[r] = *peer(&m.part_max[column], r);
-      sum[r] = *peer(&m.part_sum[column], r);
-      part[r] = load4(peer(m.part[column], r) + i);
+      weight[r] = m.part_max[r][column];
+      sum[r] = m.part_sum[r][column];
+      part[r] = load4(m.parts[r][column] + i);
       best = fmaxf(best, weight[r]);
     }
 #pragma unroll
@@ -282,22 +297,40 @@ DEVICE void run(const Args &a) {
   const int column = COLUMNS == 1 ? 0 : blockIdx.x / (CLUSTER * HEADS) * AT_ONCE;  // the cluster's first
   const int count = COLUMNS == 1 ? 1 : min(a.state[COUNT] - column, AT_ONCE);
   if (count <= 0) return;
-  cluster_arrive_relaxed();  // waited for before the first write into another block's memory
+  const int known = a.state[POS], pos = known + column;
   if constexpr (LOW_RANK) m.rows.query.copy(a.w_query, Query::START + (u64)head * HEAD + rank * (HEAD / CLUSTER));
   copy_commit();
   m.rows.latent.copy(a.w_absorb, Absorb::START + (u64)head * Absorb::STRIDE + rank * (KV_LORA / CLUSTER));
   m.value.copy(a.w_value, Value::START + (u64)head * Value::STRIDE + rank * (Value::ROWS / CLUSTER));
   copy_commit();
-  const int known = a.state[POS], pos = known + column;
+  if (threadIdx.x == 0) {
+    inbox_open(&m.inboxes[0], AT_ONCE * HEAD * 4);
+    inbox_open(&m.inboxes[1], AT_ONCE * KV_LORA * 4);
+    inbox_open(&m.inboxes[2], CLUSTER * count * (KV_LORA + 2) * 4);
+  }
+  cluster_arrive_relaxed();  // waited for before the first send()
 
   const int first_new = (rank - known % CLUSTER + CLUSTER) % CLUSTER;  // column of the block's first key in this step
   LatentRow row[NEW];
+  const auto has = [&](int i) { return first_new + i * CLUSTER < column + count; };
+#pragma unroll
+  for (int i = 0; i < NEW; i++)
+    if (has(i)) row[i].prefetch(a.kv_gain, a.table + (u64)(known + first_new + i * CLUSTER) * (ROPE_DIMS / 2));
+  F2 angles[ANGLES];  // of the queries' values that the thread rotates
+#pragma unroll
+  for (int n = 0; n < ANGLES; n++) {
+    const int i = min((int)threadIdx.x + n * THREADS, count * ROPE_DIMS - 1);
+    angles[n] = a.table[(u64)(pos + i / ROPE_DIMS) * (ROPE_DIMS / 2) + pair_of(i % ROPE_DIMS)];
+  }
+  Keys keys;
+  if (FIRST_EARLY) load_known(keys, a.cache, known, rank);
   const auto load_rows = [&] {
 #pragma unroll
-    for (int i = 0; i < NEW; i++) {
-      const int c = first_new + i * CLUSTER;
-      if (c < column + count) row[i].load(a.kv + c * ROW, a.kv_gain, a.table + (u64)(known + c) * (ROPE_DIMS / 2));
-    }
+    for (int i = 0; i < NEW; i++)
+      if (has(i)) row[i].load(a.kv + (first_new + i * CLUSTER) * ROW);
+#pragma unroll
+    for (int i = 0; i < NEW; i++)
+      if (has(i)) row[i].sum(m.row_red[i]);
   };
   if constexpr (LOW_RANK) {
     Staged<LOW_RANK ? Query::COLS : 32, true> stage;
@@ -314,7 +347,7 @@ DEVICE void run(const Args &a) {
     cluster_wait();
     m.rows.query.multiply(sh, [&](int c, int i, int sub, float v) {
       for (int r = sub; r < CLUSTER; r += QUERY_LANES)
-        peer(m.q[c], r)[rank * (HEAD / CLUSTER) + i] = mul_rn(v, norm[c]);
+        send(&m.q[c][rank * (HEAD / CLUSTER) + i], mul_rn(v, norm[c]), &m.inboxes[0], r);
     });
   } else {
     grid_wait();
@@ -322,39 +355,37 @@ DEVICE void run(const Args &a) {
     for (int i = threadIdx.x; i < AT_ONCE * HEAD; i += THREADS)
       m.q[0][i] = a.q[((column + i / HEAD) * HEADS + head) * HEAD + i % HEAD];
     cluster_wait();
+    __syncthreads();
   }
-  cluster_arrive();
 #pragma unroll
   for (int i = 0; i < NEW; i++)
-    if (first_new + i * CLUSTER < column + count) row[i].store(m.row[i], m.row_red[i]);
-  cluster_wait();
+    if (has(i)) row[i].store(m.row[i], m.row_red[i]);
 
+  // A product that was sent by all rows of this block has read what it was made of.
+  if (LOW_RANK) inbox_wait(&m.inboxes[0]);
+#pragma unroll
+  for (int n = 0; n < ANGLES; n++)
+    if (const int i = threadIdx.x + n * THREADS; i < count * ROPE_DIMS) {
+      const int c = i / ROPE_DIMS, d = i % ROPE_DIMS;
+      m.query[c][KV_LORA + d] = query_scale(pos + c) * rotated(m.q[c] + NOPE, angles[n], d);
+    }
   Staged<NOPE, false> nope;
   copy_wait<0>();
   nope.finish(Plain{m.q[0], HEAD}, sh);
-#pragma unroll 1
-  for (int i = threadIdx.x; i < count * ROPE_DIMS; i += THREADS) {
-    const int c = i / ROPE_DIMS, d = i % ROPE_DIMS;
-    const F2 *angles = a.table + (u64)(pos + c) * (ROPE_DIMS / 2);
-    m.query[c][KV_LORA + d] = query_scale(pos + c) * rotated(m.q[c] + NOPE, angles, d);
-  }
   m.rows.latent.multiply(sh, [&](int c, int row, int sub, float v) {
     for (int r = sub; r < CLUSTER; r += LATENT_LANES)
-      peer(m.query[c], r)[rank * (KV_LORA / CLUSTER) + row] = mul_rn(v, query_scale(pos + c));
+      send(&m.query[c][rank * (KV_LORA / CLUSTER) + row], mul_rn(v, query_scale(pos + c)), &m.inboxes[1], r);
   });
-  cluster_arrive();
-  cluster_wait();
+  inbox_wait(&m.inboxes[1]);
 
-  attend(m, a.cache, known, pos, count, rank);
-  cluster_arrive();
-  cluster_wait();
-  Staged<KV_LORA, false> latent;
-  latent.finish(Merged{m}, sh);
-  cluster_arrive_relaxed();  // this block has read the others' parts
-  if (head == 0 && first_new < count)  // so late since an arrival at the cluster's barrier waits for stores
+  attend(m, a.cache, keys, known, pos, count, rank);
+  if (head == 0 && first_new < count)
 #pragma unroll 1
     for (int i = threadIdx.x; i < ROW; i += THREADS)
       a.cache[(u64)(pos + first_new) * ROW + i] = m.row[column / CLUSTER][i];
+  inbox_wait(&m.inboxes[2]);
+  Staged<KV_LORA, false> latent;
+  latent.finish(Merged{m}, sh);
   constexpr int OWN = Value::ROWS / CLUSTER, PARTS = OWN / 32;
   const int first = head * Value::ROWS + rank * OWN;
   float open[AT_ONCE];
@@ -372,5 +403,4 @@ DEVICE void run(const Args &a) {
       put_block<COLUMNS>(m.results[i / PARTS][i % PARTS * 32 + threadIdx.x % 32], a.dst_q, a.dst_s, column + i / PARTS,
           HEADS * Value::ROWS / 32, first / 32 + i % PARTS);
   }
-  cluster_wait();  // nobody reads this block's memory any more
 }

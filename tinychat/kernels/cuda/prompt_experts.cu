@@ -16,9 +16,9 @@ DEVICE void run(const Args &a) {
   __shared__ int row_of[Tile::TOKENS];
   const int lane = threadIdx.x % 32, first_row = blockIdx.x * TILE_ROWS + group_of<Tile>() * Tile::ROWS * 16;
   grid_wait();
-  if ((int)blockIdx.y >= a.tiles[0]) return;
-  const int expert = a.tiles[1 + 3 * blockIdx.y], first = a.tiles[2 + 3 * blockIdx.y],
-            count = a.tiles[3 + 3 * blockIdx.y];
+  const volatile int *tile = a.tiles + 3 * blockIdx.y;  // all are read at once
+  const int tiles = *(const volatile int *)a.tiles, expert = tile[1], first = tile[2], count = tile[3];
+  if ((int)blockIdx.y >= tiles) return;
   Rows<Weight, Weight::ROWS, Tile::ROWS, Tile::TOKENS, Tile::DEPTH> rows;
   rows.point(a.w, expert, first_row);
 #pragma unroll

@@ -24,10 +24,12 @@ DEVICE void run(const Args &a) {
   int expert = 0, first = blockIdx.y * Tile::TOKENS, count = 0;
   if (GROUPED) {
     grid_wait();
-    if ((int)blockIdx.y >= a.tiles[0]) return;
-    expert = a.tiles[1 + 3 * blockIdx.y];
-    first = a.tiles[2 + 3 * blockIdx.y];
-    count = a.tiles[3 + 3 * blockIdx.y];
+    const volatile int *tile = a.tiles + 3 * blockIdx.y;  // all are read at once
+    const int tiles = *(const volatile int *)a.tiles;
+    expert = tile[1];
+    first = tile[2];
+    count = tile[3];
+    if ((int)blockIdx.y >= tiles) return;
   } else count = min(Tile::TOKENS, a.state[COUNT] - first);
   if (count <= 0) return;
   Rows<Gate, Gate::ROWS, Tile::ROWS, Tile::TOKENS, Tile::DEPTH> gate;

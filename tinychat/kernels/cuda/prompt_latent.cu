@@ -17,7 +17,8 @@ struct Args {
 };
 
 DEVICE void run(const Args &a) {
-  constexpr int ROW = KV_LORA + ROPE_DIMS, HEAD = NOPE + ROPE_DIMS;
+  constexpr int ROW = KV_LORA + ROPE_DIMS, HEAD = NOPE + ROPE_DIMS, PAIRS = (HEAD + 63) / 64;
+  static_assert(NOPE % 2 == 0, "pairs of values");
   __shared__ float red[WARPS];
   const int pos = a.state[POS], count = a.state[COUNT], keys = pos + count,
             items = keys + (count * HEADS + WARPS - 1) / WARPS;
@@ -49,9 +50,21 @@ DEVICE void run(const Args &a) {
     }
     const int item = (b - keys) * WARPS + threadIdx.x / 32, t = item / HEADS;
     if (t >= count) continue;
-    const float *q = a.q + (u64)item * HEAD;
-    for (int i = threadIdx.x % 32; i < HEAD; i += 32)
-      a.queries[(u64)item * HEAD + i] = float_to_half(
-          query_scale(pos + t) * (i < NOPE ? q[i] : rotated(q + NOPE, a.table + (u64)(pos + t) * (ROPE_DIMS / 2), i - NOPE)));
+    const float *q = a.q + (u64)item * HEAD, scale = query_scale(pos + t);
+    const F2 *angles = a.table + (u64)(pos + t) * (ROPE_DIMS / 2);
+    u32 two[PAIRS];  // all are read before one is written, or each would wait for the one before
+#pragma unroll
+    for (int j = 0; j < PAIRS; j++) {
+      const int i = (threadIdx.x % 32 + 32 * j) * 2;
+      F2 v = {0, 0};
+      if (i < NOPE) v = *(const F2 *)(q + i);
+      else if (i < HEAD) v = F2{rotated(q + NOPE, angles, i - NOPE), rotated(q + NOPE, angles, i + 1 - NOPE)};
+      two[j] = pack_halves(scale * v.x, scale * v.y);
+    }
+#pragma unroll
+    for (int j = 0; j < PAIRS; j++) {
+      const int i = (threadIdx.x % 32 + 32 * j) * 2;
+      if (i < HEAD) *(u32 *)(a.queries + (u64)item * HEAD + i) = two[j];
+    }
   }
 }

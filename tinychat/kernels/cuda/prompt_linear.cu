@@ -32,24 +32,34 @@ template <class P> DEVICE void part(const Args &a, int number, int tile, int num
 #pragma unroll
   for (int m = 0; m < Tile::ROWS; m++)
 #pragma unroll
-    for (int n = 0; n < Tile::TOKENS / 8; n++)
+    for (int i = 0; i < 2; i++) {
+      constexpr int N = Tile::TOKENS / 8;
+      const int row = first_row + m * 16 + i * 8 + lane / 4, t = lane % 4 * 2;
+      if (HALF) {
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const int row = first_row + m * 16 + i * 8 + lane / 4, t = n * 8 + lane % 4 * 2;
-        const float *v = &rows.acc[m][n][2 * i];
-        if (HALF) {
-          const u32 two = pair_of_rows(v[0], v[1]);
-          const int mine = t + row % 2;
+        for (int n = 0; n < N; n++) {
+          const u32 two = pair_of_rows(rows.acc[m][n][2 * i], rows.acc[m][n][2 * i + 1]);
+          const int mine = n * 8 + t + row % 2;
           if (mine < count && row < P::TOTAL)
             *(u32 *)((u16 *)a.dst[number] + (u64)(first + mine) * P::PITCH + P::START + (row & ~1)) = two;
-        } else if (row < P::TOTAL) {
-          float *dst = (float *)a.dst[number] + (u64)(first + t) * P::PITCH + P::START + row;
-          const float bias = a.bias[number] ? a.bias[number][row] : 0;
+        }
+      } else {
+        float *dst = (float *)a.dst[number] + (u64)(first + t) * P::PITCH + P::START + row, before[N][2];
+        const int there = row < P::TOTAL ? count - t : 0;
+        const float bias = a.bias[number] && there > 0 ? a.bias[number][row] : 0;
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+          for (int j = 0; j < 2; j++) before[n][j] = ADD && n * 8 + j < there ? dst[(n * 8 + j) * (u64)P::PITCH] : 0;
+        if (ADD) warp_sync();  // all are read before one is written: else each store waits for a load of its own
+#pragma unroll
+        for (int n = 0; n < N; n++)
 #pragma unroll
           for (int j = 0; j < 2; j++)
-            if (t + j < count) dst[j * (u64)P::PITCH] = (ADD ? dst[j * (u64)P::PITCH] : 0) + capped(SCALE * (v[j] + bias));
-        }
+            if (n * 8 + j < there)
+              dst[(n * 8 + j) * (u64)P::PITCH] = before[n][j] + capped(SCALE * (rows.acc[m][n][2 * i + j] + bias));
       }
+    }
 }
 
 template <class... P> DEVICE void parts(const Args &a, int number_of_tile, List<P...>) {

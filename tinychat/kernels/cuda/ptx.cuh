@@ -30,8 +30,13 @@ struct alignas(8) F2 {
 
 // Programmatic dependent launch: a kernel's blocks may run before the kernel in front has finished, and load their
 // weights until grid_wait(), which returns when that one has finished and its writes are visible. From then on the
-// kernel behind may start (launching earlier lets several kernels queue up on the multiprocessors, and measured
-// slower). Nothing before compute capability 9.0.
+// kernel behind may start, or from grid_launch() on (which lets several kernels queue up on the multiprocessors, and
+// mostly measured slower). Nothing before compute capability 9.0.
+DEVICE void grid_launch() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
 DEVICE void grid_wait() {
 #if __CUDA_ARCH__ >= 900
   // Behind a branch that is always taken, which ptxas cannot know: it would move the wait in front of those loads.
@@ -224,6 +229,28 @@ DEVICE void mma_s8_k16(int (&d)[4], u32 a0, u32 a1, u32 b0) {
 // stands at c ^ (row % 8). Rows are b's columns (a's rows), or, for TRANS, its 16 rows. The other threads' writes to
 // a tile must be behind fence_tiles() and a barrier.
 DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
+// Values that blocks of a cluster send into each other's shared memory. An inbox is told once how many bytes will come,
+// before a barrier of the cluster; inbox_wait() returns when they are there. The addresses for send() are this block's.
+// A barrier instead would wait for a fence of the whole GPU.
+DEVICE void inbox_open(u64 *inbox, int bytes) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(inbox)) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(inbox)), "r"(bytes)
+      : "memory");
+}
+DEVICE void send(float *to, float v, u64 *inbox, int rank) {
+  asm volatile(
+      "{ .reg .u32 there, box; mapa.shared::cluster.u32 there, %0, %3; mapa.shared::cluster.u32 box, %2, %3; "
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %1, [box]; }" ::"r"(shared_address(to)),
+      "r"(bits(v)), "r"(shared_address(inbox)), "r"(rank)
+      : "memory");
+}
+DEVICE void inbox_wait(u64 *inbox) {
+  asm volatile(
+      "{ .reg .pred there; again: mbarrier.try_wait.parity.shared::cta.b64 there, [%0], 0; @!there bra again; }" ::"r"(
+          shared_address(inbox))
+      : "memory");
+}
 DEVICE u64 tile_at(const void *p) {  // 1 << 62: this order; 64 << 32, 64 << 16: 1024 bytes from 8 rows to the next
   return (u64)1 << 62 | (u64)64 << 32 | (u64)64 << 16 | (shared_address(p) & 0x3FFFF) >> 4;
 }

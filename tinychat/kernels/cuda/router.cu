@@ -75,6 +75,8 @@ DEVICE void run(const Args &a) {
   if (CLUSTER > 1) cluster_arrive_relaxed();  // waited for before the first write into another block's memory
   Sums sums;
   sums.begin(a.w, rank * MINE + warp % GROUPS * TOGETHER, warp / GROUPS);
+  SelectionBias<Choice> bias;
+  bias.load(a.selection_bias);
   grid_wait();
   const int normed_token = warp / NORMING, mine = warp % NORMING * 128 + lane * 4;
   const u64 row = min(first + normed_token, count - 1);
@@ -145,7 +147,8 @@ DEVICE void run(const Args &a) {
         m.logits[warp][0][e] = sum;
       }
     warp_sync();
-    choose<Choice>(m.logits[warp][0], a.selection_bias, a.expert_scale, m.ids[warp], m.weights[warp]);
+    choose(m.logits[warp][0], bias, m.ids[warp], m.weights[warp]);
+    weigh<Choice>(a.expert_scale, m.ids[warp], m.weights[warp]);
     for (int k = lane; k < Choice::CHOSEN; k += 32) {
       a.ids[(first + warp) * Choice::CHOSEN + k] = m.ids[warp][k];
       a.weights[(first + warp) * Choice::CHOSEN + k] = m.weights[warp][k];

@@ -1,8 +1,22 @@
 // The choice of experts from router logits, by one warp: ids and weights (CHOSEN each, in shared memory). See
 // kernels/ops.py, Route.
 
-template <class C>
-DEVICE void choose(const float *logits, const float *bias, const float *expert_scale, int *ids, float *weights) {
+// A lane's part of what is added to the scores that experts are chosen by. It is loaded early: each step reads it from
+// memory, which takes longer than the rest of the choice.
+template <class C> struct SelectionBias {
+  static constexpr int N = (C::EXPERTS + 31) / 32;
+  float of[N];
+  DEVICE void load(const float *bias) {
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+      const int e = threadIdx.x % 32 + 32 * i;
+      of[i] = bias && e < C::EXPERTS ? unbits(ldc4(bias + e)) : 0;
+    }
+  }
+};
+
+// The ids; `weights` are what weigh() makes of it.
+template <class C> DEVICE void choose(const float *logits, const SelectionBias<C> &bias, int *ids, float *weights) {
   constexpr int N = (C::EXPERTS + 31) / 32;
   const int lane = threadIdx.x % 32;
   float p[N], score[N];
@@ -14,6 +28,7 @@ DEVICE void choose(const float *logits, const float *bias, const float *expert_s
     p[i] = e < C::EXPERTS ? *(const volatile float *)(logits + e) * C::LOGIT_SCALE : -INFINITY;
     top = fmaxf(top, p[i]);
   }
+  warp_sync();  // else a load would wait for what is computed of the one before
   if (C::GATING == SOFTMAX) {
     top = warp_max(top);
     float sum = 0;
@@ -31,7 +46,7 @@ DEVICE void choose(const float *logits, const float *bias, const float *expert_s
     const int e = lane + 32 * i;
     if (C::GATING == SIGMOID) p[i] = sigmoid(p[i]);
     if (C::GATING == SQRT_SOFTPLUS) p[i] = sqrtf(p[i] > 20 ? p[i] : log1pf(expf(p[i])));
-    score[i] = e < C::EXPERTS ? p[i] + (bias ? bias[e] : 0) : -INFINITY;
+    score[i] = e < C::EXPERTS ? p[i] + bias.of[i] : -INFINITY;
   }
   if (C::GROUPS > 1) {  // only the best groups stay
     constexpr int PER = C::EXPERTS / C::GROUPS;
@@ -88,6 +103,10 @@ DEVICE void choose(const float *logits, const float *bias, const float *expert_s
       }
   }
   warp_sync();
+}
+
+template <class C> DEVICE void weigh(const float *expert_scale, const int *ids, float *weights) {
+  const int lane = threadIdx.x % 32;
   constexpr int M = (C::CHOSEN + 31) / 32;  // weights of a lane
   float w[M], top_w = -INFINITY, sum = 0;
 #pragma unroll

@@ -29,6 +29,7 @@ from tinychat.kernels.cuda.latent import (
 from tinychat.kernels.cuda.launch import Launch
 from tinychat.kernels.cuda.launches import (
     PAIR_WARPS,
+    attended,
     attention,
     embed,
     experts_down,
@@ -151,7 +152,7 @@ def _layer_embedding(b: Builder, layer: int, e: LayerEmbedding) -> list[Launch]:
 
 
 def _gqa(b: Builder, layer: int, a: GQA) -> list[Launch]:
-    heads = Activations("heads", a.output.cols)
+    heads = attended(b, a)
     return [
         linear(b, "norm_linear", Activations("x", a.q.cols), ops.projections(a), norm=a.norm, eps=a.eps),
         store_kv(b, layer, a, b.columns),
