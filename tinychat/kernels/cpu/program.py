@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,28 +111,19 @@ def build(
 
 
 def _read(weights: Weights, names: list[str]) -> Iterator[tuple[str, np.ndarray]]:
-    """Each tensor and its bytes, which last until the next but one: one is read while the one before is packed."""
-    largest = max(map(weights.size, names), default=0)
-    buffers = [np.empty(largest, np.uint8) for _ in range(2)]
+    """Each tensor and its bytes, which last until the next one."""
+    buffer = np.empty(max(map(weights.size, names), default=0), np.uint8)
     with ThreadPoolExecutor(READERS) as pool:
-
-        def begin(i: int) -> list[Future[None]]:
-            if i == len(names):
-                return []
-            size, out = weights.size(names[i]), buffers[i % 2]
+        for name in names:
+            size = weights.size(name)
             step = max(PIECE, -(-size // READERS))
-            parts = [(at, out[at : min(at + step, size)]) for at in range(0, size, step)]
+            parts = [(at, buffer[at : min(at + step, size)]) for at in range(0, size, step)]
             try:
-                return [pool.submit(weights.read, names[i], at, part) for at, part in parts]
+                for piece in [pool.submit(weights.read, name, at, part) for at, part in parts]:
+                    piece.result()
             except RuntimeError as e:  # no room for a thread's stack, or too many processes
                 raise MemoryError(str(e)) from None
-
-        reading = begin(0)
-        for i, name in enumerate(names):
-            for piece in reading:
-                piece.result()
-            reading = begin(i + 1)
-            yield name, buffers[i % 2][: weights.size(name)]
+            yield name, buffer[:size]
 
 
 def sources(plan: Plan) -> list[tuple[int, Op]]:
