@@ -136,10 +136,6 @@ static int needs(const Matrix *w, int n) {
   return need;
 }
 
-// Whether products are in tiles, with columns in planes: in prompts. Decode steps get the same bits for one token
-// and for several, so that drafts can be verified.
-INLINE int in_tiles(const Ctx *c) { return tiles_allowed && !c->sampled && !c->mtp; }
-
 INLINE int in_planes(const Scratch *s, int n) { return s->planes && n % 32 == 0; }
 
 static void prepare_row(const float *x, int n, const float *norm, float eps, int need, Scratch *to, size_t column, int nc, int c) {
@@ -755,16 +751,6 @@ static void absorb(Ctx *c, const Op *op, Part me) {
 
 static void value_up(Ctx *c, const Op *op, Part me) { per_head(c, op, me, op->w[0].cols, op->w[0].rows); }
 
-// A router in floats has few rows, so that its columns are divided too: the logits are sums of so many parts.
-enum { ROUTER_PARTS = 4 };
-INLINE int router_parts(const Ctx *c, const Matrix *w) {
-  return is_float(w->type) && !(in_tiles(c) && w->cols % 32 == 0) ? ROUTER_PARTS : 1;
-}
-INLINE int router_part(const Matrix *w, int part) { return part == ROUTER_PARTS ? w->cols : w->cols / ROUTER_PARTS * part / 2 * 2; }
-INLINE float *router_logits(const Ctx *c, const Op *op, int part, int t) {
-  return c->router_logits + ((size_t)part * c->batch + t) * op->w[0].rows;
-}
-
 static float highest(const float *x, int n) {
   f32v m = splat(-__builtin_inff());
   int i = 0;
@@ -774,15 +760,11 @@ static float highest(const float *x, int n) {
   return high;
 }
 
-// Chooses the experts of token t from its router logits; ids and weights: [top_k].
-static void choose(const Ctx *c, const Op *op, const Scratch *s, int t, int32_t *ids, float *weights) {
-  int n = op->w[0].rows, parts = router_parts(c, &op->w[0]);
+// Chooses the experts of one token from its router logits l; ids and weights: [top_k].
+static void choose(const Op *op, const Scratch *s, const float *l, int32_t *ids, float *weights) {
+  int n = op->w[0].rows;
   float *p = s->chances, *pick = p + n;
-  for (int part = 0; part < parts; part++) {
-    const float *l = router_logits(c, op, part, t);
-    for (int i = 0; i < n; i++) p[i] = part ? p[i] + l[i] : l[i];
-  }
-  for (int i = 0; i < n; i++) p[i] *= op->logit_scale;
+  for (int i = 0; i < n; i++) p[i] = l[i] * op->logit_scale;
   if (op->gating == SOFTMAX) {
     float high = highest(p, n), sum = 0;
     for (int i = 0; i < n; i += 16) store(p + i, exp_(fetch(p + i, n - i) - high), n - i);
@@ -835,38 +817,18 @@ static void choose(const Ctx *c, const Op *op, const Scratch *s, int t, int32_t 
   for (int k = 0; k < op->top_k; k++) weights[k] *= factor * (op->bias[2] ? op->bias[2][ids[k]] : 1.0f);
 }
 
-// A part of the columns of a group of 16 experts, for all tokens.
-static void route_part(Ctx *c, const Op *op, const Scratch *x, int group, int part) {
-  const Matrix *w = &op->w[0];
-  int from = router_part(w, part), n = w->rows - 16 * group;
-  const uint8_t *a = rows16(w, 0, group) + group_bytes(w->type, from);
-  for (int t = 0, width; t < c->tokens; t += width) {
-    width = panel_width(c->tokens - t, 0);
-    X p = columns_of(x, t, w->cols);
-    f32v out[16];
-    p.f += from * width, p.k = router_part(w, part + 1) - from;
-    kernel(w->type, width)(a, &p, out);
-    for (int i = 0; i < MIN_(width, c->tokens - t); i++) {
-      f32v y = out[i];
-      if (op->bias[0] && part == 0) y += fetch(op->bias[0] + 16 * group, n);
-      store(router_logits(c, op, part, t + i) + 16 * group, y, n);
-    }
-  }
-}
-
 static void route(Ctx *c, const Op *op, Part me) {
   const Matrix *w = &op->w[0];
   if (me.stage == 2) {  // with one token, every thread chooses for itself at the start of the next phase
     for (int t = me.part; t < c->tokens; t += me.parts)
-      choose(c, op, &c->scratch[me.id], t, c->route_ids + t * op->top_k, c->route_weights + t * op->top_k);
+      choose(op, &c->scratch[me.id], c->router_logits + (size_t)t * w->rows, c->route_ids + t * op->top_k, c->route_weights + t * op->top_k);
     return;
   }
   const Scratch *x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], w->cols, op->norm, needs(w, 1));
   if (!x) return;
-  int first, last, parts = router_parts(c, w), n = groups16(w) * parts;
+  int first, last, n = groups16(w);
   share(me, n, 0, 1, n, &first, &last);
-  if (parts == 1) multiply(c->scratch[me.id].sums, w, 0, first, last, x, c->tokens, c->router_logits, w->rows, op->bias[0], 1, 0);
-  for (int i = first; i < last && parts > 1; i++) route_part(c, op, x, i / parts, i % parts);
+  multiply(c->scratch[me.id].sums, w, 0, first, last, x, c->tokens, c->router_logits, w->rows, op->bias[0], 1, 0);
 }
 
 // Tokens of a batch that chose expert e: token * top_k + slot of each. Returns how many.
@@ -939,7 +901,7 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
   Scratch *s = &c->scratch[me.id];
   if (c->tokens == 1) {
     if (!ready(c, op, me.id)) {
-      choose(c, router, s, 0, s->experts, s->expert_weights);
+      choose(router, s, c->router_logits, s->experts, s->expert_weights);
       prepare_one(row(c, op->src, 0), k, op->norm, op->eps, need, s);
     }
     if (me.part == 0) {
@@ -1116,7 +1078,6 @@ static int units_of(const Op *op) {
       return n;
     case EXPERTS_UP: return n * op->top_k + (op->w[2].groups ? groups16(&op->w[2]) : 0);
     case ABSORB: case VALUE_UP: return n * op->w[0].groups;
-    case ROUTE: return is_float(op->w[0].type) ? n * ROUTER_PARTS : n;
     default: return n;
   }
 }
@@ -1143,12 +1104,13 @@ static int stage_tasks(const Ctx *c, const Op *op, int stage) {
   return some;
 }
 
-// Sets the form of an op's products. Experts that fewer than FEW tokens choose on the average stay with vectors: unpacking them would
-// take the most time.
+// Whether products are in tiles, with columns in planes: in prompts. Decode steps get the same bits for one token and for several, so
+// that drafts can be verified. Experts that fewer than FEW tokens choose on the average stay with vectors: unpacking them would take the
+// most time.
 enum { FEW = 12 };
 static void choose_form(Ctx *c, const Op *op) {
   int few = (op->tag == EXPERTS_UP || op->tag == EXPERTS_DOWN) && c->tokens * op->top_k < FEW * op->w[0].groups;
-  int planes = in_tiles(c) && !few;
+  int planes = tiles_allowed && !c->sampled && !c->mtp && !few;
   if (planes == c->shared.planes) return;
   c->shared.planes = planes;
   for (int i = 0; i < c->pool.threads; i++) c->scratch[i].planes = planes;
@@ -1410,7 +1372,7 @@ EXPORT int tc_prepare(Ctx *c) {
   c->partial = piece(c, heads * chunks, 4 * (value + 16));
   c->done = piece(c, heads, sizeof(atomic_int));
   if (c->done) memset(c->done, 0, sizeof(atomic_int) * heads);
-  c->router_logits = piece(c, ROUTER_PARTS * (size_t)c->batch, 4 * (size_t)(routed + 16));
+  c->router_logits = piece(c, c->batch, 4 * (size_t)(routed + 16));
   c->route_ids = piece(c, c->batch, 4 * (size_t)top);
   c->route_weights = piece(c, c->batch, 4 * (size_t)top);
   c->chosen = piece(c, (size_t)routed, 4);
