@@ -42,7 +42,7 @@ sanitize: .venv/.installed-dev
 	.venv/bin/pytest -n 2 --capture=sys --sanitize $(CLANG) tests/kernels/cpu tests/kernels/test_exactness.py tests/kernels/test_random_shapes.py \
 	    tests/kernels/test_sampling.py tests/kernels/test_verify.py tests/kernels/test_mtp.py tests/engine tests/measure/test_profile.py -k "$(SANITIZED)"
 # Not: other compilers and instruction sets, memory and time limits that the sanitizers' own memory breaks, plain tinygrad, the GPU.
-SANITIZED = not portable and not too_little_memory and not hostile and not damaged and not devices and not linear_time and not reference
+SANITIZED = not portable and not too_little_memory and not foretold and not hostile and not damaged and not devices and not linear_time and not reference
 
 bench-peer: .venv/.installed
 	.venv/bin/python -m scripts.bench_peer $(if $(LLAMA),--llama $(LLAMA)) $(if $(IK),--ik $(IK)) $(FILES)
