@@ -205,6 +205,8 @@ DEVICE void multiply_some(V4 *pool, const u16 *x, const int *row_of, int tokens,
     }
   };
   if constexpr (Tile::WARPGROUPS) {
+    // Halves of a file are the products' operands as they are loaded, so no load may come while a product reads them.
+    constexpr bool OPERANDS = ((R::T == F16) || ...);
     // A step's buffer is filled again two steps later, when nobody's products read it any more.
 #pragma unroll
     for (int s = 0; s < STAGES - 2; s++) {
@@ -228,11 +230,15 @@ DEVICE void multiply_some(V4 *pool, const u16 *x, const int *row_of, int tokens,
 #pragma unroll
         for (int k = 0; k < 8; k++) {
           (rows.take(d, k), ...);
-          if (k == 7) (rows.load(d, span + DEPTH * SPLIT), ...);  // its registers are free
+          if (k == 7 && !OPERANDS) (rows.load(d, span + DEPTH * SPLIT), ...);  // its registers are free
           wgmma_begin();
           (rows.template use<FEW>(k, tile_at(xs + k / 4 * TOKENS * 128 + k % 4 * 32)), ...);
           wgmma_commit();
           wgmma_wait<1>();  // the one before has read its weights
+        }
+        if (OPERANDS) {
+          wgmma_wait<0>();
+          (rows.load(d, span + DEPTH * SPLIT), ...);
         }
       }
     wgmma_wait<0>();
