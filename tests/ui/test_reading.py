@@ -73,6 +73,8 @@ async def test_finding_text_and_new_text_below(tmp_path):
         d.controller.new()
         await d.until(lambda: history.find("needle"))  # saved, on a thread of its own
         await d.pilot.press("f3")
-        await d.until(lambda: isinstance(d.app.screen, ConversationsScreen))
-        await d.pilot.press(*"needle", "enter")
+        await d.until(lambda: isinstance(d.app.screen, ConversationsScreen) and d.app.screen.focused)
+        await d.pilot.press(*"needle")
+        await d.until(lambda: d.app.screen.search == "needle" and d.app.screen._chosen)
+        await d.pilot.press("enter")
         await d.until(lambda: "1 of 2" in d.screen and "a needle, hm" in d.screen)
