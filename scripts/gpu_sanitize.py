@@ -71,6 +71,7 @@ ROUTING = ("router.cu", "group_pairs.cu")  # experts' kernels have nothing to do
 BRANCHES = re.compile(r"COLUMNS = \d+|\w+ = true")  # of the constants, those that change what a kernel does most
 PIECE = 16  # kernels that a process compiles at a time
 STARTED = 20_000  # threads of a kernel that cost as much as its launch, roughly
+LEAST = 10.0  # seconds left with which a tool is begun: its processes take that long to their first kernel
 
 Kind = tuple[str | int, ...]
 
@@ -359,6 +360,8 @@ def main() -> None:
             if not compile_all(pool, {m: (shares if a.tools == ["racecheck"] else models)[m] for m in some}, end):
                 break
             for tool in a.tools:
+                if end - time.time() < LEAST:
+                    break
                 undone = {m: shares[m] if tool == "racecheck" else models[m] for m in some if m not in done[tool]}
                 lists = (shared_out if tool == "racecheck" else divided)(undone, a.jobs)
                 whole, clean = sanitize(tool, lists, shares, end)
