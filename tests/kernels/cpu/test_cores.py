@@ -98,5 +98,12 @@ def test_threads_start_on_their_nodes(tmp_path: Path, monkeypatch: pytest.Monkey
     calls.clear()
     assert start_threads(start, 1, root) == 1 and start_threads(start, 8, root) == 7
     calls.clear()
+
+    def forbidden(pid: int, cpus: set[int]) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setaffinity", forbidden)
+    assert start_threads(start, 6, root) == 6 and calls == [6]  # a sandbox: its threads run anywhere
+    calls.clear()
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 2})
     assert start_threads(start, 2, root) == 2 and calls == [2]  # one node: no thread is bound

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -51,9 +52,12 @@ def start_threads(start: Callable[[int], int], threads: int, root: Path = ROOT) 
             seen += len(cpus)
             os.sched_setaffinity(0, cpus)  # of this thread; those that it starts inherit it
             started = start(max(1, threads * seen // cores))
+        return started
+    except OSError:  # some sandboxes forbid it
+        return start(threads)
     finally:
-        os.sched_setaffinity(0, allowed)
-    return started
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, allowed)
 
 
 def _fast(cpus: set[int], root: Path) -> set[int]:
