@@ -61,9 +61,8 @@ def test_answers_are_the_same(sampling: Sampling, model: Path) -> None:
         assert answer(fixed, PROMPT, sampling=sampling) == answer(auto, PROMPT, sampling=sampling) == want
         s = fixed.stats
         assert s.mtp_drafted_tokens > 20 and s.generated_tokens == s.decode_steps + s.accepted_tokens
-        fixed.session.speculation = Wild(
-            "auto", 15, 96, s, fixed.session.clock
-        )  # its guesses and those of the text, at every step
+        # its guesses and those of the text, at every step
+        fixed.session.speculation = Wild("auto", 15, 96, s, fixed.session.clock)
         assert answer(fixed, PROMPT, sampling=sampling) == want
         assert 5 < s.mtp_drafted_tokens < s.drafted_tokens
 

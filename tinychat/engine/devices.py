@@ -45,7 +45,9 @@ def make_executor(
             executor = _MAKERS[kind](plan, weights, max_context, number, threads, progress)
         except TinychatError as e:
             if place == places[-1]:
-                raise TinychatError("; ".join([*notes, f"{place.upper()}: {e}"])) if device and notes else e from e
+                if device and notes:
+                    raise TinychatError("; ".join([*notes, f"{place.upper()}: {e}"])) from e
+                raise
             notes.append(f"{place.upper()} is not used: {e}")
             if place == "cpu":
                 way_out = _WAY_OUT.format(_REINSTALL if isinstance(e, NoCompiler) else "what to change is said above")

@@ -30,9 +30,7 @@ SLACK = 0.1  # seconds that an answer may take longer than the quickest one
 AHEAD = 8  # frames: at 20 a second enough for answers after 0.4 s
 LOST = 10.0  # seconds after which no answer is expected any more
 SETTLE = 1.0  # seconds
-LARGEST = Size(
-    2000, 1000
-)  # columns and rows: of a wall of screens; a larger size, which nobody sees, is laid out for minutes
+LARGEST = Size(2000, 1000)  # of a wall of screens; a larger size, which nobody sees, is laid out for minutes
 POLL = 0.1  # seconds
 _NO_TEXT = re.compile(r"\x1b[\[O][0-9;?]*.|[^\n\t -~\x80-\U0010ffff]")  # arrows and the like, control characters
 
