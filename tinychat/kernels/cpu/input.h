@@ -14,10 +14,6 @@ static float rms_scale(const float *x, int n, float eps) {
 // h with x - HIGH * h in a signed byte.
 INLINE i32v high_byte(i32v x) { return HIGH == 256 ? (x + 128) >> 8 : round_(from_int(x) / HIGH); }
 
-// Elements that share a scale in planes, and the largest integer there. Its high byte, rounded, is 127, so that sums of products fit 32
-// bits: 512 * 127 * (256 * 127 + 2 * 128) < 2^31.
-enum { DEPTH = 512, LIMIT = 32600 };
-
 // Column c of a panel of nc: x * inv * gain (gain NULL: x as it is) as 16-bit integers in two planes of signed bytes, 256 * high +
 // low: [n / 64][high or low][nc][64] with zeros behind the last one, and [n / DEPTH][nc] scales. n is a multiple of 32.
 static void prepare_planes(const float *x, int n, const float *gain, float inv, float *planes, float *scales, int nc, int c) {

@@ -139,7 +139,7 @@ static int needs(const Matrix *w, int n) {
 INLINE int in_planes(const Scratch *s, int n) { return s->planes && n % 32 == 0; }
 
 static void prepare_row(const float *x, int n, const float *norm, float eps, int need, Scratch *to, size_t column, int nc, int c) {
-  float by = norm ? rms_scale(x, n, eps) : 1.0f, *f = to->f + column * n;
+  float by = norm ? rms_scale(x, n, eps) : 1.0f, *f = to->f + column * column_step(n, in_planes(to, n));
   XScale *scales = to->scales + column * (n / 32);
   if (in_planes(to, n)) prepare_planes(x, n, norm, by, f, (float *)scales, nc, c);
   else prepare(x, n, norm, by, need & 1 ? to->q + 2 * column * n : NULL, scales, need & 2 ? f : NULL, nc, c);
@@ -868,7 +868,7 @@ static void gather(Scratch *to, const Scratch *from, const int32_t *column, int 
       int8_t *q = to->q + (size_t)start * k * 2 + 64 * i;
       XScale *s = to->scales + (size_t)start * (k / 32) + i;
       if (planes) {
-        uint8_t *p = (uint8_t *)(to->f + (size_t)start * k) + 64 * i;
+        uint8_t *p = (uint8_t *)(to->f + start * column_step(k, 1)) + 64 * i;
         float *scales = (float *)(s - i) + i;
         for (int b = 0; b < (k + 63) / 64 * 2; b++) memcpy(p + (size_t)b * 64 * width, (const uint8_t *)x.f + 64 * b, 64);
         for (int b = 0; b * DEPTH < k; b++) scales[b * width] = ((const float *)x.scales)[b];
