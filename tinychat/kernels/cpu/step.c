@@ -141,7 +141,7 @@ INLINE int in_planes(const Scratch *s, int n) { return s->planes && n % 32 == 0;
 static void prepare_row(const float *x, int n, const float *norm, float eps, int need, Scratch *to, size_t column, int nc, int c) {
   float by = norm ? rms_scale(x, n, eps) : 1.0f, *f = to->f + column * column_step(n, in_planes(to, n));
   XScale *scales = to->scales + column * (n / 32);
-  if (in_planes(to, n)) prepare_planes(x, n, norm, by, f, (float *)scales, nc, c);
+  if (in_planes(to, n)) prepare_planes(x, n, norm, by, f, (PanelScale *)scales, nc, c);
   else prepare(x, n, norm, by, need & 1 ? to->q + 2 * column * n : NULL, scales, need & 2 ? f : NULL, nc, c);
 }
 
@@ -587,13 +587,13 @@ static void attention_inputs(Ctx *c, const Op *op, Part me) {
 // few of them, as when drafts are verified, they are halved if the threads need less time then; not those in tiles.
 typedef struct { int per_token, parts, block, blocks; } Blocks;
 static Blocks query_blocks(const Ctx *c, const Op *op) {
-  int most = c->shared.planes ? MOST : QUERIES, least = 0;
+  int tiles = tiles_allowed && c->shared.planes, most = tiles ? MOST : QUERIES, least = 0;
   int group = op->heads / op->kv_heads, heads = MIN_(group, most), block = MIN_(c->tokens, most / heads);
   for (Blocks best = {0};;) {
     Blocks b = {heads, (group + heads - 1) / heads, block, (c->tokens + block - 1) / block};
     int tasks = op->kv_heads * b.parts * b.blocks, cost = attention_cost(c, op, tasks, heads * block);
     if (!least || cost < least) least = cost, best = b;
-    if (tasks >= 4 * c->pool.threads || heads * block == 1 || c->shared.planes) return best;
+    if (tasks >= 4 * c->pool.threads || heads * block == 1 || tiles) return best;
     if (block > 1) block = (block + 1) / 2;
     else heads = (heads + 1) / 2;
   }
@@ -869,9 +869,9 @@ static void gather(Scratch *to, const Scratch *from, const int32_t *column, int 
       XScale *s = to->scales + (size_t)start * (k / 32) + i;
       if (planes) {
         uint8_t *p = (uint8_t *)(to->f + start * column_step(k, 1)) + 64 * i;
-        float *scales = (float *)(s - i) + i;
+        PanelScale *scales = (PanelScale *)(s - i) + i;
         for (int b = 0; b < (k + 63) / 64 * 2; b++) memcpy(p + (size_t)b * 64 * width, (const uint8_t *)x.f + 64 * b, 64);
-        for (int b = 0; b * DEPTH < k; b++) scales[b * width] = ((const float *)x.scales)[b];
+        for (int b = 0; b * SCALED < k; b++) scales[b * width] = ((const PanelScale *)x.scales)[b];
         continue;
       }
       if (need & 1)
@@ -1104,13 +1104,14 @@ static int stage_tasks(const Ctx *c, const Op *op, int stage) {
   return some;
 }
 
-// Whether products are in tiles, with columns in planes: in prompts. Decode steps get the same bits for one token and for several, so
-// that drafts can be verified. Experts that fewer than FEW tokens choose on the average stay with vectors: unpacking them would take the
-// most time.
+// Whether columns are in planes, for tiles or as words: in prompts. Decode steps get the same bits for one token and for several, so
+// that drafts can be verified. Experts that fewer than FEW tokens choose on the average do without, as unpacking them would take the
+// most time; without tiles so does the output matrix, which mostly has one token.
 enum { FEW = 12 };
 static void choose_form(Ctx *c, const Op *op) {
   int few = (op->tag == EXPERTS_UP || op->tag == EXPERTS_DOWN) && c->tokens * op->top_k < FEW * op->w[0].groups;
-  int planes = tiles_allowed && !c->sampled && !c->mtp && !few;
+  few |= op->tag == HEAD && !tiles_allowed;
+  int planes = (tiles_allowed || WORDS) && !c->sampled && !c->mtp && !few;
   if (planes == c->shared.planes) return;
   c->shared.planes = planes;
   for (int i = 0; i < c->pool.threads; i++) c->scratch[i].planes = planes;
