@@ -1215,6 +1215,8 @@ EXPORT const char *tc_simd(void) {
 #endif
   return SIMD_NAME;
 }
+// Whether weights are unpacked for prompts (choose_form); to be asked after tc_simd.
+EXPORT int tc_unpacks(void) { return tiles_allowed || WORDS; }
 EXPORT void tc_grids(const uint16_t *all) { set_grids(all); }
 EXPORT size_t tc_group_bytes(int type, int cols) { return group_bytes(type, cols); }
 
