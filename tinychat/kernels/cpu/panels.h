@@ -1,10 +1,9 @@
-// Products of some groups of 16 rows with many columns. Where the machine has tiles, prompts take a way of their own (X.planes):
-// weights and columns become 16-bit integers with a scale per row, or column, and DEPTH elements, each as two planes of signed bytes.
-// Of the four products of planes three (not low times low) are summed over the DEPTH elements in the tiles, exactly, and scaled once.
-// Weights are unpacked once for up to COLUMNS columns.
+// Products of some groups of 16 rows with many columns. On x86 prompts take a way of their own (X.planes): weights and columns become
+// 16-bit integers with a scale per row, or column, and DEPTH elements. Where the machine has tiles, each is two planes of signed bytes:
+// of the four products of planes three (not low times low) are summed over the DEPTH elements in the tiles, exactly, and scaled once.
+// Elsewhere they stay words (words.h). Weights are unpacked once for up to COLUMNS columns.
 #pragma once
 #include "input.h"
-#include "tiles.h"
 
 // Of one product, at most. A part of the columns is read once for so many groups.
 enum { GROUPS = 16, COLUMNS = 256 };
@@ -27,11 +26,7 @@ INLINE int panel_width(int left, int planes) {
 #if TILES
 // DEPTH elements of 16 rows, d * (256 * high + low), in tiles of 64 elements.
 typedef struct { u32v high[DEPTH / 4], low[DEPTH / 4]; f32v d; } Planes;
-#else
-// DEPTH elements of 16 rows, two in a lane as in columns, and of each 32 the products of pairs.
-typedef struct { u32v words[DEPTH / 2]; i32v minus[DEPTH / 32]; f32v d; } Planes;
 #endif
-
 
 // a * b / 2^15, rounded.
 INLINE i16v scale_16(i16v a, i16v b) {
@@ -240,54 +235,7 @@ static void product_in_planes(int type, const uint8_t *a, size_t stride, int gro
   tiles_end();
 }
 #elif WORDS
-
-#define EACH(i, n) _Pragma("clang loop unroll(full)") for (int i = 0; i < n; i++)
-// The products of four words of `groups` groups with those of the columns, in pairs or by themselves. The compiler may not move loads
-// over what is between them: it would move more of them than there are registers.
-#define MULTIPLY_WORDS(I, IN_PAIRS)                                                                                      \
-  {                                                                                                                      \
-    u32v a[TILE_GROUPS], b[TILE_GROUPS];                                                                                 \
-    EACH(g, groups) a[g] = w[g].words[at + I], b[g] = w[g].words[at + I + 1];                                            \
-    EACH(c, TILE_COLUMNS) {                                                                                              \
-      u32v p = two_words(x + 32 * c + 2 * (I)), q = two_words(x + 32 * c + 2 * (I) + 2);                                 \
-      EACH(g, groups)                                                                                                    \
-      sums[g][c] = IN_PAIRS ? dot_words(sums[g][c], add_words(p, b[g]), add_words(q, a[g]))                              \
-                            : dot_words(dot_words(sums[g][c], p, a[g]), q, b[g]);                                        \
-    }                                                                                                                    \
-    __asm__ volatile("" : : : "memory");                                                                                 \
-  }
-
-// out[g * pitch + c] += the products of `groups` groups and TILE_COLUMNS columns over 32 * n elements.
-INLINE void multiply_tile(const Planes *w, const int groups, const int16_t *x, const PanelScale *scales, int n, f32v *out, size_t pitch) {
-  f32v total[TILE_GROUPS][TILE_COLUMNS];
-  EACH(g, groups) EACH(c, TILE_COLUMNS) total[g][c] = splat(0);
-  for (int k = 0, at = 0; k < n; k++, at += 16, x += 32 * TILE_COLUMNS) {
-    i32v sums[TILE_GROUPS][TILE_COLUMNS];
-    EACH(c, TILE_COLUMNS) EACH(g, groups) sums[g][c] = splat_int(PAIRED ? scales[k * TILE_COLUMNS + c].minus : 0);
-    _Pragma("clang loop unroll(disable)") for (int i = 0; i < 16; i += 4) { MULTIPLY_WORDS(i, 0) MULTIPLY_WORDS(i + 2, PAIRED) }
-    EACH(c, TILE_COLUMNS) EACH(g, groups) total[g][c] += from_int(PAIRED ? sums[g][c] - w[g].minus[k] : sums[g][c]);
-    __asm__ volatile("" : : : "memory");
-  }
-  EACH(g, groups) EACH(c, TILE_COLUMNS) {
-    f32v *y = out + g * pitch + c;
-    *y = fma_(total[g][c], w[g].d * scales[c].scale, *y);
-  }
-}
-#undef EACH
-#define TILE(N) \
-  static __attribute__((noinline)) void tile_##N(const Planes *w, const int16_t *x, const PanelScale *s, int n, f32v *out, size_t pitch) { \
-    multiply_tile(w, N, x, s, n, out, pitch);                                                                            \
-  }
-TILE(1)
-#if __AVX512BW__
-TILE(2)
-TILE(4)
-#else
-#define tile_2 tile_1
-#define tile_4 tile_1
-#endif
-
-// The same as above: TILE_GROUPS groups are unpacked at a time (33 kB), or two or one of the last.
+// Fills out[group * pitch + column] as above. TILE_GROUPS groups are unpacked at a time (35 kB), two or one of the last.
 static void product_in_planes(int type, const uint8_t *a, size_t stride, int groups, const X *x, int n, f32v *out, size_t pitch) {
   Planes w[TILE_GROUPS];
   for (size_t i = 0; i < groups * pitch; i++) out[i] = splat(0);
@@ -295,13 +243,14 @@ static void product_in_planes(int type, const uint8_t *a, size_t stride, int gro
     int depth = x->k - k < DEPTH ? x->k - k : DEPTH;
     for (int g = 0, many; g < groups; g += many) {
       many = groups - g < TILE_GROUPS ? groups - g : TILE_GROUPS, many -= many == 3;
+      Tile tile = tiles_of_groups[many - 1];
       // what is unpacked next: the groups behind these, or the first ones' next elements
       ptrdiff_t soon = (ptrdiff_t)(g + many < groups ? many * stride : stride * DEPTH / x->k - g * stride);
       for (int i = 0; i < many; i++) unpack_of[type](a + (g + i) * stride, x->k, k, depth, &w[i], soon);
       for (int c = 0; c < n; c += TILE_COLUMNS) {
         X panel = columns_from(x, c);
-        (many == 4 ? tile_4 : many == 2 ? tile_2 : tile_1)(w, (const int16_t *)panel.f + TILE_COLUMNS * (size_t)k,
-          (const PanelScale *)panel.scales + k / 32 * TILE_COLUMNS, depth / 32, out + g * pitch + c, pitch);
+        const PanelScale *scales = (const PanelScale *)panel.scales + k / SCALED * TILE_COLUMNS;
+        tile(w, (const int16_t *)panel.f + TILE_COLUMNS * (size_t)k, scales, depth / 32, out + g * pitch + c, pitch);
       }
     }
   }

@@ -451,16 +451,11 @@ typedef struct {
   const float *f;         // [k][NC], the unquantised values, for float weights
   int k, planes;          // planes: f and scales hold what prepare_planes makes instead, for any weights
 } X;
-// Elements that share a scale in planes, the largest integer of weights there, and what a sum of products is multiplied with.
-#if WORDS
-// Words of columns are at most COLUMN_LIMIT, so that those of pairs fit 16 bits, and 32 of them have a norm of at most COLUMN_NORM: with
-// LIMIT, by the inequality of Cauchy and Schwarz, no sum over 32 elements reaches 2^31.
-enum { DEPTH = 256, LIMIT = 12000, UNIT = 1, COLUMN_LIMIT = 20700, COLUMN_NORM = 31600 };
-typedef struct { float scale; int32_t minus; } PanelScale;  // of 32 elements; minus: the products of pairs, to be taken off
-enum { SCALED = 32 };
-#else
-// The high byte of LIMIT, rounded, is 127, so that sums of products fit 32 bits: 512 * 127 * (256 * 127 + 2 * 128) < 2^31.
+#if !WORDS
+// Elements that share a scale in planes, the largest integer there, and what a sum of products stands for. The high byte of LIMIT,
+// rounded, is 127, so that sums of products fit 32 bits: 512 * 127 * (256 * 127 + 2 * 128) < 2^31.
 enum { DEPTH = 512, LIMIT = 32600, UNIT = 256 };
+// A column's, of SCALED elements.
 typedef float PanelScale;
 enum { SCALED = DEPTH };
 #endif
