@@ -51,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         where = f"{e.filename}: " if e.filename else ""
-        print(f"tinychat: {printable(where + (e.strerror or str(e)).lower(), newlines=False)}", file=sys.stderr)
+        what = shortage(e) or where + (e.strerror or str(e)).lower()
+        print(f"tinychat: {printable(what, newlines=False)}", file=sys.stderr)
         return 1
     except Exception as e:
         if debug:
