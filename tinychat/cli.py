@@ -362,7 +362,7 @@ def _check_home() -> None:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 10**7:
-        raise argparse.ArgumentTypeError(f"expected a whole number above 0, not {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to 9,999,999, not {text!r}")
     return int(text)
 
 
