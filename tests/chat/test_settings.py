@@ -2,6 +2,7 @@
 
 import os
 import stat
+import threading
 from dataclasses import fields, replace
 
 import pytest
@@ -196,6 +197,22 @@ def test_two_instances_do_not_undo_each_other(file):
     settings.save_preset("p", Parameters(system="s"), file)
     s = settings.load(file)
     assert (s.theme, s.model, s.presets["p"].system) == ("nord", "a", "s")
+
+
+def test_changes_at_the_same_time_are_all_kept(file):
+    """Of threads here, which wait as processes do."""
+    settings.update(file, threads=1)  # the folder is there
+
+    def change(who):
+        for n in range(6):
+            settings.save_preset(f"{who}{n}", Parameters(system="x"), file)
+
+    threads = [threading.Thread(target=change, args=(who,)) for who in "abc"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(settings.load(file).presets) == 18
 
 
 def test_every_parameter_comes_back(file):

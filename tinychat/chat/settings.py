@@ -29,7 +29,7 @@ from platformdirs import user_config_dir
 from tinychat.chat.parameters import PARAMETERS, Parameters, get_parameter, set_parameter
 from tinychat.chat.servers import SavedServer, user_server
 from tinychat.errors import TinychatError, encodable, printable
-from tinychat.files import replace_file
+from tinychat.files import alone, replace_file
 from tinychat.models.registry import Model, user_models
 
 if TYPE_CHECKING:
@@ -273,16 +273,17 @@ def _edit(file: Path | None, edit: Callable[[tomlkit.TOMLDocument], Any]) -> Set
     import tomlkit
 
     file = file or path()
-    try:
-        doc = tomlkit.parse(_read(file))
-    except FileNotFoundError:
-        doc = tomlkit.document()
-    except (OSError, ValueError, RecursionError) as e:
-        why = printable(str(e), newlines=False)
-        raise TinychatError(f"{_shown(file)} cannot be read ({why}); nothing was saved, fix it first") from None
-    edit(doc)
-    text = encodable(tomlkit.dumps(doc))
-    _write(file, text)
+    with alone(file.parent):
+        try:
+            doc = tomlkit.parse(_read(file))
+        except FileNotFoundError:
+            doc = tomlkit.document()
+        except (OSError, ValueError, RecursionError) as e:
+            why = printable(str(e), newlines=False)
+            raise TinychatError(f"{_shown(file)} cannot be read ({why}); nothing was saved, fix it first") from None
+        edit(doc)
+        text = encodable(tomlkit.dumps(doc))
+        _write(file, text)
     return parse(text)
 
 
