@@ -299,7 +299,9 @@ plan = build_plan(gguf, ModelConfig.from_gguf(gguf))
 CPUExecutor(plan, gguf, 64, threads=1).close()
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 done = 0
-for more in range(0, 24 << 20, 128 << 10):  # ever more room: it ends in another allocation each time
+for more in range(0, 24 << 20, 64 << 10):  # ever more room: it ends in another allocation each time
+    if done == 24:
+        break  # enough
     resource.setrlimit(resource.RLIMIT_AS, (used + more, resource.RLIM_INFINITY))
     try:
         ex = CPUExecutor(plan, gguf, 512, threads=1)
@@ -307,8 +309,10 @@ for more in range(0, 24 << 20, 128 << 10):  # ever more room: it ends in another
         ex.close()
         done += 1
     except TinychatError as e:
+        done = 0
         assert "not enough memory" in str(e), e
     except Exception as e:  # Python's or NumPy's own
+        done = 0
         assert shortage(e), e
 print("done", done)
 """
