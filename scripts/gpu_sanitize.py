@@ -74,6 +74,7 @@ BRANCHES = re.compile(r"COLUMNS = \d+|\w+ = true")  # of the constants, those th
 COMMENT = re.compile(r"\s*//.*")
 CLEAN = " SUMMARY: 0 "  # a tool's last line, where it found nothing
 PIECE = 16  # kernels that a process compiles at a time
+ROUND = 2  # models of a process between two looks at what has run; each costs a start of it under each tool
 STARTED = 20_000  # threads of a kernel that cost as much as its launch, roughly
 LEAST = 10.0  # seconds left with which a tool is begun: its processes take that long to their first kernel
 
@@ -371,7 +372,7 @@ def main() -> None:
         due = list(dict.fromkeys(chain.from_iterable(shares.values())))
         print(f"{len(due)} of {len(models)} models are due", flush=True)
         while due and time.time() < end:
-            some, due = due[: a.jobs], due[a.jobs :]
+            some, due = due[: ROUND * a.jobs], due[ROUND * a.jobs :]
             parts = {
                 tool: {m: share[m] if tool == "racecheck" else models[m] for m in some if m in share}
                 for tool, share in shares.items()
