@@ -587,13 +587,13 @@ static void attention_inputs(Ctx *c, const Op *op, Part me) {
 // few of them, as when drafts are verified, they are halved if the threads need less time then; not those in tiles.
 typedef struct { int per_token, parts, block, blocks; } Blocks;
 static Blocks query_blocks(const Ctx *c, const Op *op) {
-  int tiles = tiles_allowed && c->shared.planes, most = tiles ? MOST : QUERIES, least = 0;
+  int most = c->shared.planes ? MOST : QUERIES, least = 0;
   int group = op->heads / op->kv_heads, heads = MIN_(group, most), block = MIN_(c->tokens, most / heads);
   for (Blocks best = {0};;) {
     Blocks b = {heads, (group + heads - 1) / heads, block, (c->tokens + block - 1) / block};
     int tasks = op->kv_heads * b.parts * b.blocks, cost = attention_cost(c, op, tasks, heads * block);
     if (!least || cost < least) least = cost, best = b;
-    if (tasks >= 4 * c->pool.threads || heads * block == 1 || tiles) return best;
+    if (tasks >= 4 * c->pool.threads || heads * block == 1 || c->shared.planes) return best;
     if (block > 1) block = (block + 1) / 2;
     else heads = (heads + 1) / 2;
   }
@@ -1106,11 +1106,11 @@ static int stage_tasks(const Ctx *c, const Op *op, int stage) {
 
 // Whether columns are in planes, for tiles or as words: in prompts. Decode steps get the same bits for one token and for several, so
 // that drafts can be verified. Experts that fewer than FEW tokens choose on the average do without, as unpacking them would take the
-// most time; without tiles so does the output matrix, which mostly has one token.
+// most time; without tiles so do the output matrix, which mostly has one token, and attention.
 enum { FEW = 12 };
 static void choose_form(Ctx *c, const Op *op) {
   int few = (op->tag == EXPERTS_UP || op->tag == EXPERTS_DOWN) && c->tokens * op->top_k < FEW * op->w[0].groups;
-  few |= op->tag == HEAD && !tiles_allowed;
+  few |= !tiles_allowed && (op->tag == HEAD || op->tag == ATTENTION || op->tag == LATENT_ATTENTION);
   int planes = (tiles_allowed || WORDS) && !c->sampled && !c->mtp && !few;
   if (planes == c->shared.planes) return;
   c->shared.planes = planes;
