@@ -43,10 +43,18 @@ INLINE i16v in_halves(f32v x) {
   return (i16v)((v & 0xffff) | v << 16);
 }
 
+// In each lane the lower byte of a and the upper one of b.
+INLINE u32v bytes_of(u16v a, u16v b) {
+#if defined(__AVX512BW__)  // a compiler makes three operations of it, a permutation of bytes
+  return (u32v)_mm512_ternarylogic_epi32((__m512i)a, (__m512i)b, _mm512_set1_epi16(0xff), 0xe4);
+#else
+  return (u32v)((a & 0xff) | (b & 0xff00));
+#endif
+}
 // Four elements of 16 rows, two of them in each lane of `even` and of `odd`, as bytes.
 INLINE void split_bytes(i16v even, i16v odd, u32v *high, u32v *low) {
-  *low = (u32v)(((u16v)even & 0xff) | (u16v)odd << 8);
-  *high = (u32v)((u16v)(even + 128) >> 8 | ((u16v)(odd + 128) & 0xff00));
+  *low = bytes_of((u16v)even, (u16v)odd << 8);
+  *high = bytes_of((u16v)(even + 128) >> 8, (u16v)(odd + 128));
 }
 // The same from codes in signed bytes whose upper `spare` bits are not needed: code * 2^(8 + spare) * s / 2^15 + m.
 INLINE void scale_codes(u32v codes, int spare, i16v s, i16v m, int min, u32v *high, u32v *low) {
