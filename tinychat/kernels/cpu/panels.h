@@ -212,8 +212,10 @@ static void product_in_planes(int type, const uint8_t *a, size_t stride, int gro
   for (int k = 0; k < x->k; k += DEPTH) {
     int depth = x->k - k < DEPTH ? x->k - k : DEPTH, tiles = (depth + 63) / 64;
     for (int g = 0; g < groups; g += 2) {
-      // what is unpacked next: the groups behind these, or the first ones' next elements
-      ptrdiff_t soon = (ptrdiff_t)(g + 2 < groups ? 2 * stride : stride * DEPTH / x->k - g * stride);
+      // what is unpacked next: the groups behind these, or the first ones' next elements, or what lies behind all, for the next product
+      ptrdiff_t soon = (ptrdiff_t)(g + 2 < groups          ? 2 * stride
+                                   : k + DEPTH < x->k ? stride * DEPTH / x->k - g * stride
+                                                      : (groups - g) * stride - stride * k / x->k);
       for (int i = g; i < g + 2 && i < groups; i++) unpack_of[type](a + i * stride, x->k, k, depth, &w[i % 2], soon);
       tiles_written(w);
       for (int c = 0; c < n; c += 32) {
