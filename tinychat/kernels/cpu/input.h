@@ -14,6 +14,15 @@ static float rms_scale(const float *x, int n, float eps) {
 // h with x - HIGH * h in a signed byte.
 INLINE i32v high_byte(i32v x) { return HIGH == 256 ? (x + 128) >> 8 : round_(from_int(x) / HIGH); }
 
+#if !WORDS
+// Elements that share a scale in planes, the largest integer there, and what a sum of products stands for. The high byte of LIMIT,
+// rounded, is 127, so that sums of products fit 32 bits: 512 * 127 * (256 * 127 + 2 * 128) < 2^31.
+enum { DEPTH = 512, LIMIT = 32600, UNIT = 256 };
+// A column's, of SCALED elements.
+typedef float PanelScale;
+enum { SCALED = DEPTH };
+#endif
+
 #if WORDS
 // Column c of a panel of nc: x * inv * gain (gain NULL: x as it is) as words, [n / 32][nc][32], in each four elements the second and the
 // third exchanged; n is a multiple of 32.

@@ -451,22 +451,9 @@ typedef struct {
   const float *f;         // [k][NC], the unquantised values, for float weights
   int k, planes;          // planes: f and scales hold what prepare_planes makes instead, for any weights
 } X;
-#if !WORDS
-// Elements that share a scale in planes, the largest integer there, and what a sum of products stands for. The high byte of LIMIT,
-// rounded, is 127, so that sums of products fit 32 bits: 512 * 127 * (256 * 127 + 2 * 128) < 2^31.
-enum { DEPTH = 512, LIMIT = 32600, UNIT = 256 };
-// A column's, of SCALED elements.
-typedef float PanelScale;
-enum { SCALED = DEPTH };
-#endif
-
-// Floats from a column's values to the next one's. In planes, which take half of them, the same DEPTH elements of all panels lie apart
-// by other than powers of two, since they would share their places in the second-level cache.
-INLINE size_t column_step(int k, int planes) { return (size_t)(planes ? (k + 63) / 64 * 32 + (k > DEPTH ? DEPTH / 2 : 0) : k); }
-
 // The columns from number `first` on, which begins a panel.
 INLINE X columns_from(const X *x, size_t first) {
-  return (X){x->q + 2 * first * x->k, x->scales + first * (x->k / 32), x->f + first * column_step(x->k, x->planes), x->k, x->planes};
+  return (X){x->q + 2 * first * x->k, x->scales + first * (x->k / 32), x->f + first * x->k, x->k, x->planes};
 }
 
 // y + the scaled sums over 32 elements of a column: p of all, or p of the first 16 and r of the last 16 where there are two scales.
