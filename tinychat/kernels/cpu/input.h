@@ -14,15 +14,6 @@ static float rms_scale(const float *x, int n, float eps) {
 // h with x - HIGH * h in a signed byte.
 INLINE i32v high_byte(i32v x) { return HIGH == 256 ? (x + 128) >> 8 : round_(from_int(x) / HIGH); }
 
-#if !WORDS
-// Elements that share a scale in planes, the largest integer there, and what a sum of products stands for. The high byte of LIMIT,
-// rounded, is 127, so that sums of products fit 32 bits: 512 * 127 * (256 * 127 + 2 * 128) < 2^31.
-enum { DEPTH = 512, LIMIT = 32600, UNIT = 256 };
-// A column's, of SCALED elements.
-typedef float PanelScale;
-enum { SCALED = DEPTH };
-#endif
-
 #if WORDS
 // Column c of a panel of nc: x * inv * gain (gain NULL: x as it is) as words, [n / 32][nc][32], in each four elements the second and the
 // third exchanged; n is a multiple of 32.
@@ -60,6 +51,13 @@ static void prepare_planes(const float *x, int n, const float *gain, float inv, 
   }
 }
 #else
+// Elements that share a scale in planes, the largest integer there, and what a sum of products stands for. The high byte of LIMIT,
+// rounded, is 127, so that sums of products fit 32 bits: 512 * 127 * (256 * 127 + 2 * 128) < 2^31.
+enum { DEPTH = 512, LIMIT = 32600, UNIT = 256 };
+// A column's, of SCALED elements.
+typedef float PanelScale;
+enum { SCALED = DEPTH };
+
 // Column c of a panel of nc: x * inv * gain (gain NULL: x as it is) as 16-bit integers in two planes of signed bytes, 256 * high +
 // low: [n / 64][high or low][nc][64] with zeros behind the last one, and [n / DEPTH][nc] scales. n is a multiple of 32.
 static void prepare_planes(const float *x, int n, const float *gain, float inv, float *planes, PanelScale *scales, int nc, int c) {
