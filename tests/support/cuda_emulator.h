@@ -177,7 +177,10 @@ DEVICE void cluster_arrive_relaxed() { cluster_arrive(); }
 DEVICE void cluster_wait() { while (emu::cluster_generation == emu::cluster_seen[emu::current]) emu::yield(); }
 template <class T> T *peer(T *p, int rank) { return (T *)((char *)p + (rank - cluster_rank()) * (long)sizeof *emu::block_memory); }
 DEVICE void inbox_open(u64 *inbox, int bytes) { *inbox = bytes; }
-DEVICE void send(float *to, float v, u64 *inbox, int rank) { *peer(to, rank) = v; *peer(inbox, rank) -= sizeof v; }
+template <class T> DEVICE void send(float *to, T v, u64 *inbox, int rank) {
+  *(T *)peer(to, rank) = v;
+  *peer(inbox, rank) -= sizeof v;
+}
 DEVICE void inbox_wait(u64 *inbox) { while (*(volatile u64 *)inbox) emu::yield(); }
 DEVICE void copy_commit() {}
 template <int N> DEVICE void copy_wait() {}

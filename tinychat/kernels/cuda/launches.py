@@ -47,6 +47,7 @@ SAMPLING_THREADS = 1024
 ATTENTION_THREADS = 512
 LINEAR_THREADS = 256
 STAGED_COLUMNS, STAGED_ROWS = 2, 2048  # up to so many each block stages its input: cheaper than a kernel that does
+INT8_COLUMNS = 2  # up to so many columns of int8 blocks are multiplied outside of tensor cores (tiled_of in matvec.cuh)
 EXPERTS_COLUMNS, EXPERTS_SHARED = 4, 48 << 10  # a block of the experts' kernels: at most; bytes of their activations
 WIDE_THREADS, WIDE_ROWS = 512, 2112  # of linear.cu with a norm: 16 rows a block, at most one for each multiprocessor
 PAIR_WARPS = PAIR_THREADS // 32
@@ -146,7 +147,8 @@ def linear(
     weights = [w for w, _, _ in outputs]
     cols, quantised, floating = weights[0].cols, *b.kinds(*weights)
     tiled = quantised and b.columns > 1
-    if b.columns <= STAGED_COLUMNS and sum(w.rows for w in weights) <= STAGED_ROWS and not x.quantised:
+    few = b.columns <= STAGED_COLUMNS and sum(w.rows for w in weights) <= STAGED_ROWS
+    if b.columns <= INT8_COLUMNS if x.quantised else few:
         tiled = False
     shared = shared_columns(b, cols, quantised and not tiled, floating and norm is not None)
     buffers, before = b.source(x) | {"gain": b.data(norm)}, tuple[Launch, ...]()

@@ -34,8 +34,8 @@ template <int TILED> DEVICE int codes_at(int column, int half, int block, int bl
 template <int TILED> DEVICE int scale_at(int column, int block, int blocks) {
   return TILED ? block * TILED + column : column * blocks + block;
 }
-// Of what a kernel leaves for the next.
-DEVICE constexpr int tiled_of(int columns) { return columns > 1 ? columns : 0; }
+// Of what a kernel leaves for the next: two columns are still multiplied outside of tensor cores.
+DEVICE constexpr int tiled_of(int columns) { return columns > 2 ? columns : 0; }
 
 // The block's shared memory for activations of C columns of K values, one column after the other. Floats are read at
 // `direct` where they need no staging.
@@ -114,8 +114,8 @@ template <int K, bool NORM, bool QUANT, bool FLOAT, int C, int TILED = 0> struct
     return rsqrt_(ss / K + eps);
   }
   DEVICE void finish(const Quantised &src, const Shared &sh) {
-    static_assert(C == 1, "several columns come in tiles (tiles.cuh)");
-    constexpr int Q = K / 16, S = K / 32, VQ = (Q + THREADS - 1) / THREADS, VS = (S + THREADS - 1) / THREADS;
+    static_assert(tiled_of(C) == 0, "more columns come in tiles (tiles.cuh)");
+    constexpr int Q = C * K / 16, S = C * K / 32, VQ = (Q + THREADS - 1) / THREADS, VS = (S + THREADS - 1) / THREADS;
     V4 q[VQ];
     Scale s[VS];
 #pragma unroll
@@ -183,10 +183,6 @@ template <int T, int K, int LPR, int KS, int R, int DEPTH, int C> struct Dot {
   }
   DEVICE void prefetch() {
 #pragma unroll
-    for (int c = 0; c < C; c++)
-#pragma unroll
-      for (int r = 0; r < R; r++) acc[c][r] = 0;
-#pragma unroll
     for (int i = 0; i < D; i++) issue(i);
   }
   DEVICE void use(int i, const Shared &sh, int first) {
@@ -207,12 +203,23 @@ template <int T, int K, int LPR, int KS, int R, int DEPTH, int C> struct Dot {
       }
   }
   int staged;  // values of a whole staged column
-  DEVICE void run(const Shared &sh, int values, int first = 0) {  // from staged value `first` on
+  // From staged value `first` on. With `again` the first blocks of the rows `by` further on are then on their way.
+  DEVICE void run(const Shared &sh, int values, int first = 0, bool again = false, u64 by = 0) {
     staged = values;
+#pragma unroll
+    for (int c = 0; c < C; c++)
+#pragma unroll
+      for (int r = 0; r < R; r++) acc[c][r] = 0;
 #pragma unroll
     for (int i = 0; i < NI; i++) {
       use(i, sh, first);
       if (i + D < NI) issue(i + D);
+      else if (again) {
+        if (i + D == NI)
+#pragma unroll
+          for (int r = 0; r < R; r++) row[r] += by;
+        issue(i + D - NI);
+      }
     }
 #pragma unroll
     for (int c = 0; c < C; c++)

@@ -245,6 +245,14 @@ DEVICE void send(float *to, float v, u64 *inbox, int rank) {
       "r"(bits(v)), "r"(shared_address(inbox)), "r"(rank)
       : "memory");
 }
+DEVICE void send(float *to, F4 v, u64 *inbox, int rank) {  // to a multiple of 16 bytes
+  asm volatile(
+      "{ .reg .u32 there, box; mapa.shared::cluster.u32 there, %0, %6; mapa.shared::cluster.u32 box, %5, %6; "
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [there], {%1, %2, %3, %4}, [box]; }" ::"r"(
+          shared_address(to)),
+      "r"(bits(v.x)), "r"(bits(v.y)), "r"(bits(v.z)), "r"(bits(v.w)), "r"(shared_address(inbox)), "r"(rank)
+      : "memory");
+}
 DEVICE void inbox_wait(u64 *inbox) {
   asm volatile(
       "{ .reg .pred there; again: mbarrier.try_wait.parity.shared::cta.b64 there, [%0], 0; @!there bra again; }" ::"r"(
