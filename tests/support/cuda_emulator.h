@@ -153,6 +153,7 @@ DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
 DEVICE u32 bits(float f) { u32 u; memcpy(&u, &f, 4); return u; }
 DEVICE float unbits(u32 u) { float f; memcpy(&f, &u, 4); return f; }
 DEVICE int dp4a(u32 a, u32 b, int c) { for (int i = 0; i < 4; i++) c += (signed char)(a >> 8 * i) * (signed char)(b >> 8 * i); return c; }
+DEVICE int dp4a_unsigned(u32 a, u32 b, int c) { for (int i = 0; i < 4; i++) c += (u8)(a >> 8 * i) * (signed char)(b >> 8 * i); return c; }
 DEVICE int dp2a(int a, u32 b, int c) { return c + (short)a * (signed char)b + (a >> 16) * (signed char)(b >> 8); }
 DEVICE float mul_rn(float a, float b) { return a * b; }
 DEVICE float add_rn(float a, float b) { return a + b; }
@@ -177,10 +178,7 @@ DEVICE void cluster_arrive_relaxed() { cluster_arrive(); }
 DEVICE void cluster_wait() { while (emu::cluster_generation == emu::cluster_seen[emu::current]) emu::yield(); }
 template <class T> T *peer(T *p, int rank) { return (T *)((char *)p + (rank - cluster_rank()) * (long)sizeof *emu::block_memory); }
 DEVICE void inbox_open(u64 *inbox, int bytes) { *inbox = bytes; }
-template <class T> DEVICE void send(float *to, T v, u64 *inbox, int rank) {
-  *(T *)peer(to, rank) = v;
-  *peer(inbox, rank) -= sizeof v;
-}
+DEVICE void send(float *to, float v, u64 *inbox, int rank) { *peer(to, rank) = v; *peer(inbox, rank) -= sizeof v; }
 DEVICE void inbox_wait(u64 *inbox) { while (*(volatile u64 *)inbox) emu::yield(); }
 DEVICE void copy_commit() {}
 template <int N> DEVICE void copy_wait() {}

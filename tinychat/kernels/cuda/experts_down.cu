@@ -90,7 +90,6 @@ DEVICE void run(Args a) {
     a.routes[(a.state[POS] + column + i / TOP) % ROUTE_SLOTS * ROUTES + i % TOP] = ids[i / TOP][i % TOP];
   Experts<Weight, TOP> experts[TOGETHER > 1 ? 2 : 1];
   experts[0].prefetch(a.w, ids[0], r);
-  if (TOGETHER > 1 && count > 1) experts[1].prefetch(a.w, ids[1], r);
   float before[TOGETHER];  // volatile: past the first-level cache
 #pragma unroll
   for (int c = 0; c < TOGETHER; c++)
@@ -109,8 +108,8 @@ DEVICE void run(Args a) {
 #pragma unroll
   for (int c = 0; c < TOGETHER; c++) {
     if (c >= count) break;
+    if (c + 1 < count) experts[(c + 1) % 2].prefetch(a.w, ids[c + 1], r);
     float part = experts[c % 2].run(a.w, ids[c], weights[c], r, sh, c, SIZE);
-    if (c + 2 < count) experts[c % 2].prefetch(a.w, ids[c + 2], r);
     if (a.bias)
       for (int k = threadIdx.x % 32; k < TOP; k += 32)
         part = fma_rn(weights[c][k], a.bias[(u64)ids[c][k] * ROWS + r], part);

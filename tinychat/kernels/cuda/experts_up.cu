@@ -75,9 +75,9 @@ DEVICE void run(Args a) {
     const auto put = columns<SIZE>(a, values, slot * FF);
 #pragma unroll 1
     for (int c = 0; c < count; c++) {
+      if (c) rows.prefetch(a.gate, a.up, ids[c][slot], part);
       const Shared own{sh.q + c * COLS / 16, sh.s + c * COLS / 32, sh.f + c * COLS, sh.red};
-      const int next = c + 1 < count ? ids[c + 1][slot] : -1;
-      rows.run(own, ids[c][slot], part, norm, put, a.gate_bias, a.up_bias, c, next);
+      rows.run(own, ids[c][slot], part, norm, put, a.gate_bias, a.up_bias, c);
     }
     put.finish(Rows::first(part));
   } else if constexpr (SharedGate::ROWS > 0) {

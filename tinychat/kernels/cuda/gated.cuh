@@ -22,23 +22,22 @@ template <class G, class U, class S, int C> struct Pairs {
     gate.prefetch();
     up.prefetch();
   }
-  // put(column, row, value), columns counted from `first_column`; norm(column) is what remains of RMSNorm. `next`: the
-  // group whose first blocks are on their way behind it; none where it is negative.
+  // put(column, row, value), columns counted from `first_column`; norm(column) is what remains of RMSNorm.
   template <class Norm, class Epilogue>
   DEVICE void run(const Shared &sh, int group, int b, const Norm &norm_of, const Epilogue &put, const float *gate_bias,
-      const float *up_bias, int first_column = 0, int next = -1) {
+      const float *up_bias, int first_column = 0) {
     const int lane = threadIdx.x % LPR;
     float norm[MINE];
 #pragma unroll
     for (int m = 0; m < MINE; m++) norm[m] = norm_of(C == 1 ? first_column : min(m * LPR + lane, C - 1));
-    gate.run(sh, K, 0, next >= 0, (u64)(next - group) * G::STRIDE);
+    gate.run(sh, K);
     float g[MINE][R];  // before `up` runs, so that the sums of all columns need no registers then
 #pragma unroll
     for (int m = 0; m < MINE; m++)
 #pragma unroll
       for (int r = 0; r < R; r++) g[m][r] = mul_rn(gate.mine(m * LPR, r), norm[m]);
     if (C > 1) warp_sync();  // else the compiler keeps the staged columns in registers, which do not suffice
-    up.run(sh, K, 0, next >= 0, (u64)(next - group) * U::STRIDE);
+    up.run(sh, K);
 #pragma unroll
     for (int m = 0; m < MINE; m++) {
       const int column = C == 1 ? 0 : m * LPR + lane;

@@ -3,7 +3,6 @@ with a cluster of blocks per head (mla_cluster.cu)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from tinychat.errors import TinychatError
@@ -38,7 +37,7 @@ def takes_cluster(b: Builder, a: MLA) -> bool:
     rows = a.nope + a.rope.dims, a.kv_lora, a.v_b.rows
     matrices = [(a.q, rows[0])] if a.q_a else []
     matrices += [(a.k_b, rows[1]), (a.v_b, rows[2])]
-    if any(n % (4 * CLUSTER) for n in rows) or a.heads * CLUSTER > CLUSTER_BLOCKS or a.row % 2:
+    if any(n % CLUSTER for n in rows) or a.heads * CLUSTER > CLUSTER_BLOCKS or a.row % 2:
         return False
     for w, n in matrices:
         placed = b.weight(w)
@@ -54,8 +53,7 @@ def takes_cluster(b: Builder, a: MLA) -> bool:
 def _cluster_shape(b: Builder, a: MLA, out_quantised: bool) -> MLAClusterConstants:
     head, absorbed, values = (n // CLUSTER for n in (a.nope + a.rope.dims, a.kv_lora, a.v_b.rows))
     query = b.matrix(a.q) if a.q_a else NO_MATRIX
-    of_sent = (8, 4, 2, 1)  # a warp has whole fours of rows
-    lanes = {w: _row_lanes(w.cols // 32, n, of_sent) for w, n in ((a.q, head), (a.k_b, absorbed))}
+    lanes = {w: _row_lanes(w.cols // 32, n) for w, n in ((a.q, head), (a.k_b, absorbed), (a.v_b, values))}
 
     def planes(w: Weight, rows: int) -> int:
         return packed_bytes(b.weight(w).tensor.kind, rows * w.cols)
@@ -79,7 +77,7 @@ def _cluster_shape(b: Builder, a: MLA, out_quantised: bool) -> MLAClusterConstan
         value=b.matrix(a.v_b),
         query_lanes=lanes[a.q],
         latent_lanes=lanes[a.k_b],
-        value_lanes=_row_lanes(a.v_b.cols // 32, values, (16, *of_sent)),
+        value_lanes=lanes[a.v_b],
         gated=a.gate is not None,
         out_quantised=out_quantised,
         shared=shared,
@@ -91,9 +89,9 @@ def _cluster_columns(b: Builder) -> int:
     return min(b.columns, CLUSTER)
 
 
-def _row_lanes(blocks: int, rows: int, lanes: Sequence[int]) -> int:
-    """Which of `lanes` share one of a thread block's `rows` rows of `blocks` blocks: as many as divide the blocks."""
-    return next(n for n in lanes if rows * n <= CLUSTER_THREADS and (blocks % n == 0 or n == 1))
+def _row_lanes(blocks: int, rows: int) -> int:
+    """Lanes that share one of a thread block's `rows` rows of `blocks` blocks: as many as divide the blocks."""
+    return next(n for n in (16, 8, 4, 2, 1) if rows * n <= CLUSTER_THREADS and (blocks % n == 0 or n == 1))
 
 
 def latent_linear(b: Builder, a: MLA, early: bool = False) -> Launch:

@@ -183,6 +183,10 @@ template <int T, int K, int LPR, int KS, int R, int DEPTH, int C> struct Dot {
   }
   DEVICE void prefetch() {
 #pragma unroll
+    for (int c = 0; c < C; c++)
+#pragma unroll
+      for (int r = 0; r < R; r++) acc[c][r] = 0;
+#pragma unroll
     for (int i = 0; i < D; i++) issue(i);
   }
   DEVICE void use(int i, const Shared &sh, int first) {
@@ -203,23 +207,12 @@ template <int T, int K, int LPR, int KS, int R, int DEPTH, int C> struct Dot {
       }
   }
   int staged;  // values of a whole staged column
-  // From staged value `first` on. With `again` the first blocks of the rows `by` further on are then on their way.
-  DEVICE void run(const Shared &sh, int values, int first = 0, bool again = false, u64 by = 0) {
+  DEVICE void run(const Shared &sh, int values, int first = 0) {  // from staged value `first` on
     staged = values;
-#pragma unroll
-    for (int c = 0; c < C; c++)
-#pragma unroll
-      for (int r = 0; r < R; r++) acc[c][r] = 0;
 #pragma unroll
     for (int i = 0; i < NI; i++) {
       use(i, sh, first);
       if (i + D < NI) issue(i + D);
-      else if (again) {
-        if (i + D == NI)
-#pragma unroll
-          for (int r = 0; r < R; r++) row[r] += by;
-        issue(i + D - NI);
-      }
     }
 #pragma unroll
     for (int c = 0; c < C; c++)

@@ -39,12 +39,11 @@ template <class M, int N, int LANES> struct Rows {
     copy_plane<BLOCKS * s1_bytes(T)>(planes + s1_at(T, BLOCKS), w + s1_at(T, M::BLOCKS) + at * s1_bytes(T));
     copy_plane<BLOCKS / 8 * s2_bytes(T)>(planes + s2_at(T, BLOCKS), w + s2_at(T, M::BLOCKS) + at / 8 * s2_bytes(T));
   }
-  // By all lanes of each row, N of them: its products with the columns.
-  DEVICE void multiply(const Shared &sh, float (&sum)[AT_ONCE]) const {
+  // put(column, row, lane of the row, value), by all lanes of each row.
+  template <class Put> DEVICE void multiply(const Shared &sh, const Put &put) const {
     static_assert(N * LANES <= THREADS, "a thread has one row");
     const int row = threadIdx.x / LANES, sub = threadIdx.x % LANES;
-#pragma unroll
-    for (int c = 0; c < AT_ONCE; c++) sum[c] = 0;
+    float sum[AT_ONCE] = {};
     if (row < N)
 #pragma unroll
       for (int k = sub; k < KB; k += LANES) {
@@ -57,26 +56,9 @@ template <class M, int N, int LANES> struct Rows {
     for (int m = LANES / 2; m; m >>= 1)
 #pragma unroll
       for (int c = 0; c < AT_ONCE; c++) sum[c] += shfl_xor(sum[c], m);
-  }
-  // To all blocks, four rows at a time: `value` of each column, which all lanes of a row have, to to(column)[row].
-  template <class To> static DEVICE void send_rows(const float (&value)[AT_ONCE], const To &to, u64 *inbox) {
-    constexpr int FOUR = 4 * LANES;
-    static_assert(N % 4 == 0 && FOUR <= 32, "the lanes of four rows are in one warp");
-    const int row = threadIdx.x / LANES, lane = threadIdx.x % FOUR, first = threadIdx.x % 32 - lane;
-    F4 rows[AT_ONCE];
-#pragma unroll
-    for (int c = 0; c < AT_ONCE; c++)
-      rows[c] = F4{shfl(value[c], first), shfl(value[c], first + LANES), shfl(value[c], first + 2 * LANES),
-          shfl(value[c], first + 3 * LANES)};
     if (row < N)
 #pragma unroll
-      for (int i = 0; i < AT_ONCE * CLUSTER; i += FOUR)
-        if (const int c = (i + lane) / CLUSTER; c < AT_ONCE) {
-          F4 v = rows[0];
-#pragma unroll
-          for (int other = 1; other < AT_ONCE; other++) v = c == other ? rows[other] : v;
-          send(to(c) + row / 4 * 4, v, inbox, (i + lane) % CLUSTER);
-        }
+      for (int c = 0; c < AT_ONCE; c++) put(c, row, sub, sum[c]);
   }
 };
 // K activations of each column into shared memory as int8 blocks, NORM: times the gain only, as Stage (matvec.cuh). A
@@ -271,10 +253,8 @@ DEVICE void attend(Memory &m, const u16 *cache, Keys &v, int known, int pos, int
 #pragma unroll(AT_ONCE > 2 ? 4 : WARPS)
       for (int w = 0; w < WARPS; w++)
         if (w < active) whole = fma_rn(shfl(weight, w), m.sums[w][d], whole);
-      const int first = lane & ~3;  // of four lanes, each of which sends their values to a block
-      const F4 four = {shfl(whole, first), shfl(whole, first + 1), shfl(whole, first + 2), shfl(whole, first + 3)};
-      static_assert(CLUSTER == 4 && KV_LORA % 32 == 0, "whole warps, a lane for each block");
-      send(&m.parts[rank][c][d & ~3], four, &m.inboxes[2], lane % 4);
+#pragma unroll
+      for (int r = 0; r < CLUSTER; r++) send(&m.parts[rank][c][d], whole, &m.inboxes[2], r);
     }
     if (warp == c) {
       const float all = warp_sum(mul_rn(weight, lane < WARPS ? m.warp_sums[c][lane] : 0));
@@ -365,11 +345,10 @@ DEVICE void run(const Args &a) {
 #pragma unroll
     for (int c = 0; c < AT_ONCE; c++) norm[c] = stage.norm(sh, c);
     cluster_wait();
-    float q[AT_ONCE];
-    m.rows.query.multiply(sh, q);
-#pragma unroll
-    for (int c = 0; c < AT_ONCE; c++) q[c] = mul_rn(q[c], norm[c]);
-    QueryRows::send_rows(q, [&](int c) { return m.q[c] + rank * (HEAD / CLUSTER); }, &m.inboxes[0]);
+    m.rows.query.multiply(sh, [&](int c, int i, int sub, float v) {
+      for (int r = sub; r < CLUSTER; r += QUERY_LANES)
+        send(&m.q[c][rank * (HEAD / CLUSTER) + i], mul_rn(v, norm[c]), &m.inboxes[0], r);
+    });
   } else {
     grid_wait();
     load_rows();
@@ -393,11 +372,10 @@ DEVICE void run(const Args &a) {
   Staged<NOPE, false> nope;
   copy_wait<0>();
   nope.finish(Plain{m.q[0], HEAD}, sh);
-  float absorbed[AT_ONCE];
-  m.rows.latent.multiply(sh, absorbed);
-#pragma unroll
-  for (int c = 0; c < AT_ONCE; c++) absorbed[c] = mul_rn(absorbed[c], query_scale(pos + c));
-  LatentRows::send_rows(absorbed, [&](int c) { return m.query[c] + rank * (KV_LORA / CLUSTER); }, &m.inboxes[1]);
+  m.rows.latent.multiply(sh, [&](int c, int row, int sub, float v) {
+    for (int r = sub; r < CLUSTER; r += LATENT_LANES)
+      send(&m.query[c][rank * (KV_LORA / CLUSTER) + row], mul_rn(v, query_scale(pos + c)), &m.inboxes[1], r);
+  });
   inbox_wait(&m.inboxes[1]);
 
   attend(m, a.cache, keys, known, pos, count, rank);
@@ -413,15 +391,12 @@ DEVICE void run(const Args &a) {
   float open[AT_ONCE];
 #pragma unroll
   for (int c = 0; c < AT_ONCE; c++) open[c] = GATED ? sigmoid(a.gate[(column + c) * HEADS + head]) : 1.f;
-  float value[AT_ONCE];
-  m.value.multiply(sh, value);
-  if (const int row = threadIdx.x / VALUE_LANES; row < OWN && threadIdx.x % VALUE_LANES == 0)
-#pragma unroll
-    for (int c = 0; c < AT_ONCE; c++) {
-      if (GATED) value[c] = mul_rn(value[c], open[c]);
-      if constexpr (OUT_QUANTISED) m.results[c][row] = value[c];
-      else a.dst[(column + c) * HEADS * Value::ROWS + first + row] = value[c];
-    }
+  m.value.multiply(sh, [&](int c, int row, int sub, float v) {
+    if (sub) return;
+    if (GATED) v = mul_rn(v, open[c]);
+    if constexpr (OUT_QUANTISED) m.results[c][row] = v;
+    else a.dst[(column + c) * HEADS * Value::ROWS + first + row] = v;
+  });
   if constexpr (OUT_QUANTISED) {
     __syncthreads();
     for (int i = warp; i < AT_ONCE * PARTS; i += WARPS)

@@ -121,6 +121,11 @@ DEVICE int dp4a(u32 a, u32 b, int c) {
   asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
   return d;
 }
+DEVICE int dp4a_unsigned(u32 a, u32 b, int c) {  // a's bytes unsigned
+  int d;
+  asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
 // Both halves of a (signed, 16 bits) times the two low bytes of b, plus c.
 DEVICE int dp2a(int a, u32 b, int c) {
   int d;
@@ -243,14 +248,6 @@ DEVICE void send(float *to, float v, u64 *inbox, int rank) {
       "{ .reg .u32 there, box; mapa.shared::cluster.u32 there, %0, %3; mapa.shared::cluster.u32 box, %2, %3; "
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %1, [box]; }" ::"r"(shared_address(to)),
       "r"(bits(v)), "r"(shared_address(inbox)), "r"(rank)
-      : "memory");
-}
-DEVICE void send(float *to, F4 v, u64 *inbox, int rank) {  // to a multiple of 16 bytes
-  asm volatile(
-      "{ .reg .u32 there, box; mapa.shared::cluster.u32 there, %0, %6; mapa.shared::cluster.u32 box, %5, %6; "
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [there], {%1, %2, %3, %4}, [box]; }" ::"r"(
-          shared_address(to)),
-      "r"(bits(v.x)), "r"(bits(v.y)), "r"(bits(v.z)), "r"(bits(v.w)), "r"(shared_address(inbox)), "r"(rank)
       : "memory");
 }
 DEVICE void inbox_wait(u64 *inbox) {
