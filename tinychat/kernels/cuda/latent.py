@@ -66,7 +66,8 @@ def _cluster_shape(b: Builder, a: MLA, out_quantised: bool) -> MLAClusterConstan
     )
     shared += new * (4 * warps + 2 * a.row)
     rows = (planes(a.q, head) if a.q_a else 16) + planes(a.k_b, absorbed)
-    shared += planes(a.v_b, values) + max(rows, 4 * warps * a.kv_lora) + 256  # for what alignment takes
+    summed = n if n <= 2 else 1  # columns whose warps' sums are there at once
+    shared += planes(a.v_b, values) + max(rows, 4 * summed * warps * a.kv_lora) + 256  # for what alignment takes
     return MLAClusterConstants(
         **latent_fields(a),
         columns=b.columns,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tinychat.errors import TinychatError
 from tinychat.kernels import blocks, ops
@@ -49,6 +50,7 @@ LINEAR_THREADS = 256
 STAGED_COLUMNS, STAGED_ROWS = 2, 2048  # up to so many each block stages its input: cheaper than a kernel that does
 INT8_COLUMNS = 2  # up to so many columns of int8 blocks are multiplied outside of tensor cores (tiled_of in matvec.cuh)
 EXPERTS_COLUMNS, EXPERTS_SHARED = 4, 48 << 10  # a block of the experts' kernels: at most; bytes of their activations
+EARLY_ROWS, EARLY_DEPTH = 2, 2
 WIDE_THREADS, WIDE_ROWS = 512, 2112  # of linear.cu with a norm: 16 rows a block, at most one for each multiprocessor
 PAIR_WARPS = PAIR_THREADS // 32
 
@@ -153,6 +155,8 @@ def linear(
     shared = shared_columns(b, cols, quantised and not tiled, floating and norm is not None)
     buffers, before = b.source(x) | {"gain": b.data(norm)}, tuple[Launch, ...]()
     spreads = {w: spread(w, sum(x.rows for x in weights)) for w in weights}
+    if early and EARLY_ROWS > 1:
+        spreads = {w: replace(t, rows_per_lane=EARLY_ROWS, depth=min(t.depth, EARLY_DEPTH)) for w, t in spreads.items()}
     wide = norm and sum(w.rows for w in weights) <= WIDE_ROWS and all(t.split == 1 for t in spreads.values())
     threads = WIDE_THREADS if wide else LINEAR_THREADS
     grid, tiles = {w: t.blocks(w.rows, threads // 32) for w, t in spreads.items()}, None

@@ -9,6 +9,7 @@
 
 constexpr int HEAD = NOPE + ROPE_DIMS, ROW = KV_LORA + ROPE_DIMS;
 constexpr int AT_ONCE = COLUMNS < CLUSTER ? COLUMNS : CLUSTER;  // columns of a cluster
+constexpr int SUMMED = AT_ONCE <= 2 ? AT_ONCE : 1;  // columns whose warps' sums are in shared memory at once
 constexpr int NEW = (COLUMNS + CLUSTER - 1) / CLUSTER;  // keys of this step that a block has, at most
 constexpr bool FIRST_EARLY = AT_ONCE <= 2;  // a warp's first keys are loaded before the wait; more have no registers
 constexpr bool LOW_RANK = Query::COLS > 0;  // q comes from q_a through q_b
@@ -125,7 +126,7 @@ struct Memory {  // a block's; of each column:
       QueryRows query;
       LatentRows latent;
     } rows;
-    float sums[WARPS][KV_LORA];  // of each warp's keys, of a column at a time; when the rows have been used
+    float sums[SUMMED][WARPS][KV_LORA];  // of each warp's keys; when the rows have been used
   };
 };
 static_assert(sizeof(Memory) <= SHARED, "the shared memory asked for is too small");
@@ -237,32 +238,49 @@ DEVICE void attend(Memory &m, const u16 *cache, Keys &v, int known, int pos, int
     }
   static_assert(WARPS <= 32, "a lane for each");
 #pragma unroll
-  for (int c = 0; c < AT_ONCE; c++) {
-    if (c >= count) break;
-    if (c) __syncthreads();  // the column before has been summed
+  for (int first = 0; first < AT_ONCE; first += SUMMED) {
+    if (first >= count) break;
+    if (first) __syncthreads();  // the column before has been summed
 #pragma unroll
-    for (int p = 0; p < VALUE_PAIRS; p++)
-      if (warp < mine[c] && p * 32 + lane < KV_LORA / 2)
-        *(F2 *)(m.sums[warp] + 2 * (p * 32 + lane)) = F2{sum[c][2 * p], sum[c][2 * p + 1]};
+    for (int i = 0; i < SUMMED; i++)
+#pragma unroll
+      for (int p = 0; p < VALUE_PAIRS; p++)
+        if (warp < mine[first + i] && p * 32 + lane < KV_LORA / 2)
+          *(F2 *)(m.sums[i][warp] + 2 * (p * 32 + lane)) = F2{sum[first + i][2 * p], sum[first + i][2 * p + 1]};
     __syncthreads();
-    const float of_warp = lane < WARPS ? m.warp_maxima[c][lane] : -1e30f, top = warp_max(of_warp),
-                weight = lane < WARPS ? exp2_fast(of_warp - top) : 0;
-    const int active = min(mine[c], WARPS);
-    for (int d = threadIdx.x; d < KV_LORA; d += THREADS) {
-      float whole = 0;
-#pragma unroll(AT_ONCE > 2 ? 4 : WARPS)
-      for (int w = 0; w < WARPS; w++)
-        if (w < active) whole = fma_rn(shfl(weight, w), m.sums[w][d], whole);
+    float top[SUMMED], weight[SUMMED];
 #pragma unroll
-      for (int r = 0; r < CLUSTER; r++) send(&m.parts[rank][c][d], whole, &m.inboxes[2], r);
+    for (int i = 0; i < SUMMED; i++) {
+      const float of_warp = lane < WARPS ? m.warp_maxima[first + i][lane] : -1e30f;
+      top[i] = warp_max(of_warp);
+      weight[i] = lane < WARPS ? exp2_fast(of_warp - top[i]) : 0;
     }
-    if (warp == c) {
-      const float all = warp_sum(mul_rn(weight, lane < WARPS ? m.warp_sums[c][lane] : 0));
-      if (lane < CLUSTER) {
-        send(&m.part_max[rank][c], top, &m.inboxes[2], lane);
-        send(&m.part_sum[rank][c], all, &m.inboxes[2], lane);
+    int active = 0;
+#pragma unroll
+    for (int i = 0; i < SUMMED; i++) active = max(active, min(mine[first + i], WARPS));
+    for (int d = threadIdx.x; d < KV_LORA; d += THREADS) {
+      float whole[SUMMED] = {};
+#pragma unroll(AT_ONCE > 1 ? 4 : WARPS)
+      for (int w = 0; w < WARPS; w++)
+        if (w < active)
+#pragma unroll
+          for (int i = 0; i < SUMMED; i++)
+            if (SUMMED == 1 || w < mine[first + i]) whole[i] = fma_rn(shfl(weight[i], w), m.sums[i][w][d], whole[i]);
+#pragma unroll
+      for (int i = 0; i < SUMMED; i++)
+        if (SUMMED == 1 || first + i < count)
+#pragma unroll
+          for (int r = 0; r < CLUSTER; r++) send(&m.parts[rank][first + i][d], whole[i], &m.inboxes[2], r);
+    }
+#pragma unroll
+    for (int i = 0; i < SUMMED; i++)
+      if (warp == first + i && first + i < count) {
+        const float all = warp_sum(mul_rn(weight[i], lane < WARPS ? m.warp_sums[first + i][lane] : 0));
+        if (lane < CLUSTER) {
+          send(&m.part_max[rank][first + i], top[i], &m.inboxes[2], lane);
+          send(&m.part_sum[rank][first + i], all, &m.inboxes[2], lane);
+        }
       }
-    }
   }
 }
 
