@@ -153,7 +153,6 @@ DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
 DEVICE u32 bits(float f) { u32 u; memcpy(&u, &f, 4); return u; }
 DEVICE float unbits(u32 u) { float f; memcpy(&f, &u, 4); return f; }
 DEVICE int dp4a(u32 a, u32 b, int c) { for (int i = 0; i < 4; i++) c += (signed char)(a >> 8 * i) * (signed char)(b >> 8 * i); return c; }
-DEVICE int dp4a_unsigned(u32 a, u32 b, int c) { for (int i = 0; i < 4; i++) c += (u8)(a >> 8 * i) * (signed char)(b >> 8 * i); return c; }
 DEVICE int dp2a(int a, u32 b, int c) { return c + (short)a * (signed char)b + (a >> 16) * (signed char)(b >> 8); }
 DEVICE float mul_rn(float a, float b) { return a * b; }
 DEVICE float add_rn(float a, float b) { return a + b; }

@@ -29,7 +29,7 @@ template <class W, int TOP> struct Experts {
   Block<T> f[D];
   DEVICE void issue(const u8 *w, const int *ids, int row, int i) {
     const int j = i * 32 + threadIdx.x % 32;
-    if (j < ALL) fetch<T>(f[i % D], w, W::BLOCKS, ((u32)ids[j / KB] * ROWS + row) * KB + j % KB);
+    if (j < ALL) fetch<T>(f[i % D], w, W::BLOCKS, ((u64)ids[j / KB] * ROWS + row) * KB + j % KB);
   }
   DEVICE void prefetch(const u8 *w, const int *ids, int row) {
 #pragma unroll

@@ -49,7 +49,7 @@ DEVICE void run(Args a) {
   const int b = blockIdx.x, warp = threadIdx.x / 32;
   const int column = COLUMNS == 1 ? 0 : blockIdx.y * TOGETHER;  // the block's first
   const int count = COLUMNS == 1 ? 1 : min(a.state[COUNT] - column, TOGETHER);
-  if (COLUMNS > TOGETHER && count <= 0) return;
+  if (count <= 0) return;
   a.router += column * Choice::EXPERTS;
   if constexpr (OUT_QUANTISED) {
     a.dst_q += column * SIZE / 4;

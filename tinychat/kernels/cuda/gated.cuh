@@ -14,8 +14,8 @@ template <class G, class U, class S, int C> struct Pairs {
 #pragma unroll
     for (int r = 0; r < R; r++) {
       const int row = unit(b) + r * N < ROWS ? unit(b) + r * N : ROWS - 1;
-      gate.row[r] = G::START + (u32)group * (u32)G::STRIDE + row;
-      up.row[r] = U::START + (u32)group * (u32)U::STRIDE + row;
+      gate.row[r] = G::START + (u64)group * G::STRIDE + row;
+      up.row[r] = U::START + (u64)group * U::STRIDE + row;
     }
     gate.point(wg, G::BLOCKS);
     up.point(wu, U::BLOCKS);

@@ -28,7 +28,6 @@ HEADS_AT_ONCE = 32  # of a block of latent_attention.cu
 KEYS_AT_ONCE = 64  # there, twice in shared memory
 CLUSTER_THREADS = 512
 CLUSTER_KEYS = 2  # keys that a warp takes at a time
-PAIRED = 2  # columns of a cluster that attend at once
 CLUSTER_BLOCKS = 132  # at most: all heads at once, a block for each multiprocessor of an H100
 
 
@@ -67,7 +66,7 @@ def _cluster_shape(b: Builder, a: MLA, out_quantised: bool) -> MLAClusterConstan
     )
     shared += new * (4 * warps + 2 * a.row)
     rows = (planes(a.q, head) if a.q_a else 16) + planes(a.k_b, absorbed)
-    shared += planes(a.v_b, values) + max(rows, 4 * min(n, PAIRED) * warps * a.kv_lora) + 256  # for what alignment takes
+    shared += planes(a.v_b, values) + max(rows, 4 * warps * a.kv_lora) + 256  # for what alignment takes
     return MLAClusterConstants(
         **latent_fields(a),
         columns=b.columns,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from tinychat.errors import TinychatError
 from tinychat.kernels import blocks, ops
@@ -48,11 +47,10 @@ CANDIDATES = 128  # of a stretch: MAX_K and room for equal logits
 SAMPLING_THREADS = 1024
 ATTENTION_THREADS = 512
 LINEAR_THREADS = 256
-STAGED_COLUMNS, STAGED_ROWS = 2, 2048  # up to so many each block stages its input: cheaper than a kernel that does
-INT8_COLUMNS = 2  # up to so many columns of int8 blocks are multiplied outside of tensor cores (tiled_of in matvec.cuh)
+FEW_COLUMNS = 2  # up to so many are multiplied outside of tensor cores (tiled_of in matvec.cuh), where they are int8 blocks,
+STAGED_ROWS = 2048  # or are staged by each block for so few rows, which is cheaper than a kernel that does,
+STREAMED_ROWS, STREAMS = 65536, 3  # or for so many that this number of blocks of each multiprocessor takes in turns
 EXPERTS_COLUMNS, EXPERTS_SHARED = 4, 48 << 10  # a block of the experts' kernels: at most; bytes of their activations
-EARLY_ROWS, EARLY_DEPTH = 2, 2
-STREAMED_ROWS, STREAMS = 65536, 3  # from so many on, so many blocks of a multiprocessor stream a matrix
 WIDE_THREADS, WIDE_ROWS = 512, 2112  # of linear.cu with a norm: 16 rows a block, at most one for each multiprocessor
 PAIR_WARPS = PAIR_THREADS // 32
 
@@ -150,21 +148,17 @@ def linear(
     LinearConstants."""
     weights = [w for w, _, _ in outputs]
     cols, quantised, floating = weights[0].cols, *b.kinds(*weights)
-    tiled = quantised and b.columns > 1
     rows = sum(w.rows for w in weights)
-    few = b.columns <= STAGED_COLUMNS and (rows <= STAGED_ROWS or rows >= STREAMED_ROWS)
-    if b.columns <= INT8_COLUMNS if x.quantised else few:
-        tiled = False
+    spreads = {w: spread(w, rows) for w in weights}
+    streamed = rows >= STREAMED_ROWS and all(_in_turns(w, t) for w, t in spreads.items())
+    untiled = b.columns <= FEW_COLUMNS and (x.quantised or rows <= STAGED_ROWS or streamed)
+    tiled = quantised and b.columns > 1 and not untiled
     shared = shared_columns(b, cols, quantised and not tiled, floating and norm is not None)
     buffers, before = b.source(x) | {"gain": b.data(norm)}, tuple[Launch, ...]()
-    spreads = {w: spread(w, sum(x.rows for x in weights)) for w in weights}
-    if early and EARLY_ROWS > 1:
-        spreads = {w: replace(t, rows_per_lane=EARLY_ROWS, depth=min(t.depth, EARLY_DEPTH)) for w, t in spreads.items()}
-    wide = norm and sum(w.rows for w in weights) <= WIDE_ROWS and all(t.split == 1 for t in spreads.values())
+    wide = norm and rows <= WIDE_ROWS and all(t.split == 1 for t in spreads.values())
     threads = WIDE_THREADS if wide else LINEAR_THREADS
     grid, tiles = {w: t.blocks(w.rows, threads // 32) for w, t in spreads.items()}, None
-    streamed = rows >= STREAMED_ROWS and not tiled and all(_in_turns(w, t) for w, t in spreads.items())
-    if streamed:  # blocks of one wave, which stage their input once
+    if streamed and not tiled:  # blocks of one wave, which stage their input once
         grid = {w: min(n, STREAMS * MULTIPROCESSORS) for w, n in grid.items()}
     if tiled:
         many = [(w, t) for w, t in spreads.items() if not b.kinds(w)[1]]

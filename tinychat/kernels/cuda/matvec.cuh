@@ -169,7 +169,7 @@ template <int T, int K, int LPR, int KS, int R, int DEPTH, int C> struct Dot {
   float acc[C][R];
   const u8 *w;
   u64 blocks;
-  u32 row[R];
+  u64 row[R];
   static DEVICE int lane() { return threadIdx.x % LPR + (threadIdx.x / 32) % KS * LPR; }
   DEVICE void point(const u8 *weights, u64 total_blocks) {
     w = weights;

@@ -9,8 +9,8 @@
 
 constexpr int HEAD = NOPE + ROPE_DIMS, ROW = KV_LORA + ROPE_DIMS;
 constexpr int AT_ONCE = COLUMNS < CLUSTER ? COLUMNS : CLUSTER;  // columns of a cluster
-constexpr int PAIRED = AT_ONCE < 2 ? AT_ONCE : 2;  // columns that attend at once: more have no registers
 constexpr int NEW = (COLUMNS + CLUSTER - 1) / CLUSTER;  // keys of this step that a block has, at most
+constexpr bool FIRST_EARLY = AT_ONCE <= 2;  // a warp's first keys are loaded before the wait; more have no registers
 constexpr bool LOW_RANK = Query::COLS > 0;  // q comes from q_a through q_b
 constexpr int LONGEST = Query::COLS > KV_LORA ? Query::COLS : KV_LORA > NOPE ? KV_LORA : NOPE;
 constexpr int PAIRS = (ROW / 2 + 31) / 32;            // of a cache row's values, per lane
@@ -116,7 +116,7 @@ struct Memory {  // a block's; of each column:
   alignas(16) float parts[CLUSTER][AT_ONCE][KV_LORA];  // attention over each block's keys, not normalised
   float part_max[CLUSTER][AT_ONCE], part_sum[CLUSTER][AT_ONCE];  // log2, sum of the weights
   float red[AT_ONCE * 32], results[AT_ONCE][Value::ROWS / CLUSTER];
-  float warp_maxima[PAIRED][WARPS], warp_sums[PAIRED][WARPS];
+  float warp_maxima[AT_ONCE][WARPS], warp_sums[AT_ONCE][WARPS];
   float row_red[NEW][WARPS];
   alignas(16) u16 row[NEW][ROW];  // cache rows of this step's keys, of every CLUSTER-th
   ValueRows value;
@@ -125,7 +125,7 @@ struct Memory {  // a block's; of each column:
       QueryRows query;
       LatentRows latent;
     } rows;
-    float sums[PAIRED][WARPS][KV_LORA];  // of each warp's keys; when the rows have been used
+    float sums[WARPS][KV_LORA];  // of each warp's keys, of a column at a time; when the rows have been used
   };
 };
 static_assert(sizeof(Memory) <= SHARED, "the shared memory asked for is too small");
@@ -162,54 +162,54 @@ DEVICE void load_known(Keys &v, const u16 *cache, int known, int rank) {
   }
 }
 
-// Attention of PAIRED columns, `first` and those behind it, of `count`, the first of which is at `pos`, over every
-// CLUSTER-th key from `rank` on, those from `known` on in `row`: what it sends to all blocks as `parts`, `part_max` and
-// `part_sum`. A warp takes KEYS keys at a time, and keeps its lanes' part of the weighted sums of values in registers.
-// For the first columns its first keys, as far as they are known, are in `v`.
-DEVICE void attend(Memory &m, const u16 *cache, Keys &v, int known, int pos, int count, int rank, int first) {
+// Attention of `count` columns, the first at `pos`, over every CLUSTER-th key from `rank` on, those from `known` on in
+// `row`: what it sends to all blocks as `parts`, `part_max` and `part_sum`. A warp takes KEYS keys at a time, and keeps
+// its lanes' part of the weighted sums of values in registers. FIRST_EARLY: the first ones, as far as they are known, are
+// in `v`.
+DEVICE void attend(Memory &m, const u16 *cache, Keys &v, int known, int pos, int count, int rank) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  int mine[PAIRED], most = 0;  // keys
-  float best[PAIRED], total[PAIRED], sum[PAIRED][2 * VALUE_PAIRS];
+  const auto keys = [&](int c) { return c >= count || pos + c < rank ? 0 : (pos + c - rank) / CLUSTER + 1; };
+  const int most = keys(count - 1);
+  int mine[AT_ONCE];
+  float best[AT_ONCE], total[AT_ONCE], sum[AT_ONCE][2 * VALUE_PAIRS];
 #pragma unroll
-  for (int c = 0; c < PAIRED; c++) {
-    const int at = pos + first + c;
-    mine[c] = first + c >= count || at < rank ? 0 : (at - rank) / CLUSTER + 1;
-    most = max(most, mine[c]);
+  for (int c = 0; c < AT_ONCE; c++) {
+    mine[c] = keys(c);
     best[c] = -1e30f;
     total[c] = 0;
 #pragma unroll
     for (int i = 0; i < 2 * VALUE_PAIRS; i++) sum[c][i] = 0;
   }
-  for (int at = warp; at < most; at += WARPS * KEYS) {
-    float s[PAIRED][KEYS];
+  for (int first = warp; first < most; first += WARPS * KEYS) {
+    float s[AT_ONCE][KEYS];
 #pragma unroll
     for (int j = 0; j < KEYS; j++) {
-      const int i = at + j * WARPS, key = rank + i * CLUSTER;
+      const int i = first + j * WARPS, key = rank + i * CLUSTER;
       const u32 *row = (const u32 *)(key >= known ? m.row[(key - known) / CLUSTER] : cache + (u64)key * ROW);
-      if (first || at != warp || key >= known)
+      if (!FIRST_EARLY || first != warp || key >= known)
 #pragma unroll
         for (int p = 0; p < PAIRS; p++) v[j][p] = i < most && p * 32 + lane < ROW / 2 ? row[p * 32 + lane] : 0;
 #pragma unroll
-      for (int c = 0; c < PAIRED; c++) s[c][j] = 0;
+      for (int c = 0; c < AT_ONCE; c++) s[c][j] = 0;
     }
 #pragma unroll
     for (int p = 0; p < PAIRS; p++)
       if (ROW / 2 % 32 == 0 || p * 32 + lane < ROW / 2)
 #pragma unroll
-        for (int c = 0; c < PAIRED; c++) {
-          const F2 q = *(const F2 *)(m.query[first + c] + 2 * (p * 32 + lane));
+        for (int c = 0; c < AT_ONCE; c++) {
+          const F2 q = *(const F2 *)(m.query[c] + 2 * (p * 32 + lane));
 #pragma unroll
           for (int j = 0; j < KEYS; j++)
             s[c][j] = fma_rn(q.y, half_to_float(v[j][p] >> 16), fma_rn(q.x, half_to_float(v[j][p]), s[c][j]));
         }
     // A column that has none of these keys keeps what it has: times 1, plus 0.
 #pragma unroll
-    for (int c = 0; c < PAIRED; c++) {
+    for (int c = 0; c < AT_ONCE; c++) {
       float top = best[c];
 #pragma unroll
       for (int j = 0; j < KEYS; j++) {
         const float whole = warp_sum(s[c][j]);
-        s[c][j] = at + j * WARPS < mine[c] ? whole : -1e30f;
+        s[c][j] = first + j * WARPS < mine[c] ? whole : -1e30f;
         top = fmaxf(top, s[c][j]);
       }
       const float kept = exp2_fast(best[c] - top);
@@ -219,7 +219,7 @@ DEVICE void attend(Memory &m, const u16 *cache, Keys &v, int known, int pos, int
       for (int i = 0; i < 2 * VALUE_PAIRS; i++) sum[c][i] = mul_rn(sum[c][i], kept);
 #pragma unroll
       for (int j = 0; j < KEYS; j++) {
-        const float e = at + j * WARPS < mine[c] ? exp2_fast(s[c][j] - best[c]) : 0;
+        const float e = first + j * WARPS < mine[c] ? exp2_fast(s[c][j] - best[c]) : 0;
         total[c] = add_rn(total[c], e);
 #pragma unroll
         for (int p = 0; p < VALUE_PAIRS; p++) {
@@ -229,50 +229,41 @@ DEVICE void attend(Memory &m, const u16 *cache, Keys &v, int known, int pos, int
       }
     }
   }
-  if (first) __syncthreads();  // the columns before have been summed
+  if (lane == 0)
 #pragma unroll
-  for (int c = 0; c < PAIRED; c++) {
-    if (lane == 0) {
+    for (int c = 0; c < AT_ONCE; c++) {
       m.warp_maxima[c][warp] = best[c];
       m.warp_sums[c][warp] = total[c];
     }
+  static_assert(WARPS <= 32, "a lane for each");
+#pragma unroll
+  for (int c = 0; c < AT_ONCE; c++) {
+    if (c >= count) break;
+    if (c) __syncthreads();  // the column before has been summed
 #pragma unroll
     for (int p = 0; p < VALUE_PAIRS; p++)
       if (warp < mine[c] && p * 32 + lane < KV_LORA / 2)
-        *(F2 *)(m.sums[c][warp] + 2 * (p * 32 + lane)) = F2{sum[c][2 * p], sum[c][2 * p + 1]};
-  }
-  __syncthreads();
-  static_assert(WARPS <= 32, "a lane for each");
-  float top[PAIRED], weight[PAIRED];  // of the warps
+        *(F2 *)(m.sums[warp] + 2 * (p * 32 + lane)) = F2{sum[c][2 * p], sum[c][2 * p + 1]};
+    __syncthreads();
+    const float of_warp = lane < WARPS ? m.warp_maxima[c][lane] : -1e30f, top = warp_max(of_warp),
+                weight = lane < WARPS ? exp2_fast(of_warp - top) : 0;
+    const int active = min(mine[c], WARPS);
+    for (int d = threadIdx.x; d < KV_LORA; d += THREADS) {
+      float whole = 0;
+#pragma unroll(AT_ONCE > 2 ? 4 : WARPS)
+      for (int w = 0; w < WARPS; w++)
+        if (w < active) whole = fma_rn(shfl(weight, w), m.sums[w][d], whole);
 #pragma unroll
-  for (int c = 0; c < PAIRED; c++) {
-    const float of_warp = lane < WARPS ? m.warp_maxima[c][lane] : -1e30f;
-    top[c] = warp_max(of_warp);
-    weight[c] = lane < WARPS ? exp2_fast(of_warp - top[c]) : 0;
-  }
-  for (int d = threadIdx.x; d < KV_LORA; d += THREADS) {
-    float whole[PAIRED] = {};
-#pragma unroll(PAIRED > 1 ? 4 : WARPS)
-    for (int w = 0; w < WARPS; w++)
-      if (w < most)
-#pragma unroll
-        for (int c = 0; c < PAIRED; c++)
-          if (PAIRED == 1 || w < mine[c]) whole[c] = fma_rn(shfl(weight[c], w), m.sums[c][w][d], whole[c]);
-#pragma unroll
-    for (int c = 0; c < PAIRED; c++)
-      if (first + c < count)
-#pragma unroll
-        for (int r = 0; r < CLUSTER; r++) send(&m.parts[rank][first + c][d], whole[c], &m.inboxes[2], r);
-  }
-#pragma unroll
-  for (int c = 0; c < PAIRED; c++)
-    if (warp == c && first + c < count) {
-      const float all = warp_sum(mul_rn(weight[c], lane < WARPS ? m.warp_sums[c][lane] : 0));
+      for (int r = 0; r < CLUSTER; r++) send(&m.parts[rank][c][d], whole, &m.inboxes[2], r);
+    }
+    if (warp == c) {
+      const float all = warp_sum(mul_rn(weight, lane < WARPS ? m.warp_sums[c][lane] : 0));
       if (lane < CLUSTER) {
-        send(&m.part_max[rank][first + c], top[c], &m.inboxes[2], lane);
-        send(&m.part_sum[rank][first + c], all, &m.inboxes[2], lane);
+        send(&m.part_max[rank][c], top, &m.inboxes[2], lane);
+        send(&m.part_sum[rank][c], all, &m.inboxes[2], lane);
       }
     }
+  }
 }
 
 // The head's attention from its cluster's parts.
@@ -332,7 +323,7 @@ DEVICE void run(const Args &a) {
     angles[n] = a.table[(u64)(pos + i / ROPE_DIMS) * (ROPE_DIMS / 2) + pair_of(i % ROPE_DIMS)];
   }
   Keys keys;
-  load_known(keys, a.cache, known, rank);
+  if (FIRST_EARLY) load_known(keys, a.cache, known, rank);
   const auto load_rows = [&] {
 #pragma unroll
     for (int i = 0; i < NEW; i++)
@@ -387,8 +378,7 @@ DEVICE void run(const Args &a) {
   });
   inbox_wait(&m.inboxes[1]);
 
-#pragma unroll 1
-  for (int first = 0; first < count; first += PAIRED) attend(m, a.cache, keys, known, pos, count, rank, first);
+  attend(m, a.cache, keys, known, pos, count, rank);
   if (head == 0 && first_new < count)
 #pragma unroll 1
     for (int i = threadIdx.x; i < ROW; i += THREADS)

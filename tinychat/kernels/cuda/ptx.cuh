@@ -121,11 +121,6 @@ DEVICE int dp4a(u32 a, u32 b, int c) {
   asm("dp4a.s32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
   return d;
 }
-DEVICE int dp4a_unsigned(u32 a, u32 b, int c) {  // a's bytes unsigned
-  int d;
-  asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  return d;
-}
 // Both halves of a (signed, 16 bits) times the two low bytes of b, plus c.
 DEVICE int dp2a(int a, u32 b, int c) {
   int d;

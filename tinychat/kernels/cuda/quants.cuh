@@ -190,9 +190,8 @@ struct Scale {
   float d;
   int sums;
 };
-// The bits of 1.5 * 2^23: those of that float + i, for |i| < 2^22, are MAGIC + i.
-constexpr int MAGIC = 0x4B400000;
-DEVICE float exact(int magic_and_i) { return unbits((u32)magic_and_i) - 12582912.f; }
+DEVICE int sum_lo(int s) { return (short)s; }
+DEVICE int sum_hi(int s) { return s >> 16; }
 
 // The scales and additive terms of a block: one, or two where scales are split.
 template <int T> struct Scales {
@@ -216,19 +215,20 @@ template <int T> DEVICE F2 term(float d, const Scales<T> &s, const float (&produ
           fma_rn(s.scale[1], product[1], mul_rn(s.shift[1], sum[1])))};
 }
 template <int T> DEVICE F2 factors(const Block<T> &f, const V4 &x0, const V4 &x1, const Scale &s) {
-  constexpr Planes P = planes(T);
-  constexpr bool NIBBLES = P.lo == 16 && !P.two && !P.one && !has_table(T);  // the upper ones 16 times, shifted at last
-  constexpr u32 LESS = (u32)(-P.offset) & 255;
-  const u32 x[8] = {x0.x, x0.y, x0.z, x0.w, x1.x, x1.y, x1.z, x1.w}, lo[4] = {f.a.x, f.a.y, f.a.z, f.a.w};
-  int i0 = P.offset ? dp2a(s.sums, P.split ? LESS : LESS * 0x0101, MAGIC) : MAGIC;
-  int i1 = !P.split ? 0 : P.offset ? dp2a(s.sums, LESS << 8, MAGIC) : MAGIC;
+  const u32 x[8] = {x0.x, x0.y, x0.z, x0.w, x1.x, x1.y, x1.z, x1.w};
+  int i0 = 0, i1 = 0;
 #pragma unroll
   for (int w = 0; w < 4; w++) {
     i0 = add_products<T>(i0, f, w, x[w]);
-    i1 = NIBBLES ? dp4a_unsigned(lo[w] & 0xF0F0F0F0, x[w + 4], i1) : add_products<T>(i1, f, w + 4, x[w + 4]);
+    i1 = add_products<T>(i1, f, w + 4, x[w + 4]);
   }
-  const float products[2] = {exact(P.split ? i0 : i0 + (NIBBLES ? i1 >> 4 : i1)), exact(i1)};
-  const float sums[2] = {exact(dp2a(s.sums, P.split ? 1 : 0x0101, MAGIC)), exact(dp2a(s.sums, 1 << 8, MAGIC))};
+  int product[2] = {i0, i1}, sum[2] = {sum_lo(s.sums), sum_hi(s.sums)};
+  if (!planes(T).split) {
+    product[0] += product[1];
+    sum[0] += sum[1];
+  }
+  const float products[2] = {(float)(product[0] - offset_of(T) * sum[0]), (float)(product[1] - offset_of(T) * sum[1])};
+  const float sums[2] = {(float)sum[0], (float)sum[1]};
   return term<T>(s.d, Scales<T>(f.s1, f.s2), products, sums);
 }
 template <int T> DEVICE float dot(const Block<T> &f, const V4 &x0, const V4 &x1, const Scale &s) {

@@ -10,6 +10,10 @@
 // first product.
 #include "matvec.cuh"
 
+// The bits of 1.5 * 2^23: those of that float + i, for |i| < 2^22, are MAGIC + i.
+constexpr int MAGIC = 0x4B400000;
+DEVICE float exact(int magic_and_i) { return unbits((u32)magic_and_i) - 12582912.f; }
+
 // From a row to the next in shared memory: an odd number of 16 bytes, so that eight rows lie in different banks.
 DEVICE constexpr int row_pitch(int bytes) { return ((bytes + 15) / 16 | 1) * 16; }
 DEVICE constexpr int copy_width(int a, int b) {
