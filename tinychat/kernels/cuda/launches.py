@@ -47,9 +47,12 @@ CANDIDATES = 128  # of a stretch: MAX_K and room for equal logits
 SAMPLING_THREADS = 1024
 ATTENTION_THREADS = 512
 LINEAR_THREADS = 256
-FEW_COLUMNS = 2  # up to so many are multiplied outside of tensor cores (tiled_of in matvec.cuh), where they are int8 blocks,
-STAGED_ROWS = 2048  # or are staged by each block for so few rows, which is cheaper than a kernel that does,
-STREAMED_ROWS, STREAMS = 65536, 3  # or for so many that this number of blocks of each multiprocessor takes in turns
+# Up to FEW_COLUMNS are multiplied outside of tensor cores: int8 blocks (tiled_of in matvec.cuh), and what each block
+# stages for so few rows, which is cheaper than a kernel that does, or for so many that STREAMS blocks of each
+# multiprocessor take them in turns.
+FEW_COLUMNS = 2
+STAGED_ROWS = 2048
+STREAMED_ROWS, STREAMS = 65536, 3
 EXPERTS_COLUMNS, EXPERTS_SHARED = 4, 48 << 10  # a block of the experts' kernels: at most; bytes of their activations
 WIDE_THREADS, WIDE_ROWS = 512, 2112  # of linear.cu with a norm: 16 rows a block, at most one for each multiprocessor
 PAIR_WARPS = PAIR_THREADS // 32

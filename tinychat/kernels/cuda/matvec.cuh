@@ -316,9 +316,9 @@ template <int C> struct PutQuantised {
   }
 };
 
-// By block b of BLOCKS that make the rows of W's matrix g: put(column, row, value) for each. LOAD gives the activations,
-// of W::COLS values. Where there are fewer blocks than stretches of rows, a block has the weights of its next one on
-// their way while it finishes one.
+// By block b of BLOCKS that make the rows of W's matrix g: put(column, row, value) for each. LOAD gives the
+// activations, of W::COLS values. Where there are fewer blocks than stretches of rows, a block has the weights of its
+// next one on their way while it finishes one.
 template <class W, class S, int BLOCKS, bool NORM, bool QUANT, bool FLOAT, int C, class Load, class Epilogue>
 DEVICE void linear(const u8 *w, int g, int b, Load src, const float *gain, float eps, Shared sh, const Epilogue &put) {
   constexpr int K = W::COLS, ROWS = W::ROWS, LPR = S::LANES, KS = S::SPLIT, R = S::ROWS_PER_LANE;
