@@ -200,9 +200,9 @@ static void multiply_panel(const Planes w[2], const int8_t *const x[1], int tile
 #undef LOAD_X
 #undef LOAD_W
 
-// Fills out[group * pitch + column], whose groups are filled up to an even number, for `groups` groups of 16 rows, `stride` bytes apart, and n columns in planes. Two groups are
-// unpacked at a time: they (32 kB) and the part of a panel that they are multiplied with fit in the first-level cache; that part of
-// all panels fits in the second, where it stays for all groups.
+// Fills out[group * pitch + column] for `groups` groups of 16 rows, `stride` bytes apart, and n columns in planes; out has room for an
+// even number of groups. Two of them are unpacked at a time: they (32 kB) and the parts of two panels that they are multiplied with lie
+// in the first two levels of caches, and that part of all panels in the second, where it stays for all groups.
 static void product_in_planes(int type, const uint8_t *a, size_t stride, int groups, const X *x, int n, f32v *out, size_t pitch) {
   Planes w[2];
   Pending sums[2] = {{.end = 0}, {.end = 0}}, *now = &sums[0], *before = &sums[1];
@@ -212,11 +212,11 @@ static void product_in_planes(int type, const uint8_t *a, size_t stride, int gro
   for (int k = 0; k < x->k; k += DEPTH) {
     int depth = x->k - k < DEPTH ? x->k - k : DEPTH, tiles = (depth + 63) / 64;
     for (int g = 0; g < groups; g += 2) {
-      // what is unpacked next: the groups behind these, or the first ones' next elements, or what lies behind all, for the next product
-      ptrdiff_t soon = (ptrdiff_t)(g + 2 < groups          ? 2 * stride
-                                   : k + DEPTH < x->k ? stride * DEPTH / x->k - g * stride
-                                                      : (groups - g) * stride - stride * k / x->k);
-      for (int i = g; i < g + 2 && i < groups; i++) unpack_of[type](a + i * stride, x->k, k, depth, &w[i % 2], soon);
+      // what is unpacked next: the groups behind these, or the first ones' next elements, or the next product's first
+      size_t then = k + DEPTH < x->k ? stride * DEPTH / x->k : groups * stride - stride * k / x->k;
+      ptrdiff_t soon = (ptrdiff_t)(g + 2 < groups ? 2 * stride : then - g * stride);
+      for (int i = 0; i < 2; i++)  // an odd last group twice
+        unpack_of[type](a + (g + i < groups ? g + i : g) * stride, x->k, k, depth, &w[i], soon);
       tiles_written(w);
       for (int c = 0; c < n; c += 32) {
         const int8_t *planes[2];
