@@ -1,10 +1,9 @@
-// Products of some groups of 16 rows with many columns. Where the machine has tiles, prompts take a way of their own (X.planes):
-// weights and columns become 16-bit integers with a scale per row, or column, and DEPTH elements, each as two planes of signed bytes.
-// Of the four products of planes three (not low times low) are summed over the DEPTH elements in the tiles, exactly, and scaled once.
-// Weights are unpacked once for up to COLUMNS columns.
+// Products of some groups of 16 rows with many columns. On x86 prompts take a way of their own (X.planes): weights and columns become
+// 16-bit integers with a scale per row, or column, and DEPTH elements. Where the machine has tiles, each is two planes of signed bytes:
+// of the four products of planes three (not low times low) are summed over the DEPTH elements in the tiles, exactly, and scaled once.
+// Elsewhere they stay words (words.h). Weights are unpacked once for up to COLUMNS columns.
 #pragma once
 #include "input.h"
-#include "tiles.h"
 
 // Of one product, at most. A part of the columns is read once for so many groups.
 enum { GROUPS = 16, COLUMNS = 256 };
@@ -15,23 +14,28 @@ static int tiles_allowed;  // set by tc_simd, which is called before any product
 enum { tiles_allowed };
 #endif
 
-// The width of the panel for `left` columns; in planes it is 16, whether or not there are so many columns.
+// The width of the panel for `left` columns; in planes it is the same, whether or not there are so many columns.
 INLINE int panel_width(int left, int planes) {
+#if WORDS
+  if (planes) return TILE_COLUMNS;
+#endif
   return planes || left >= 16 ? 16 : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
 }
 
+#if TILES || WORDS
 #if TILES
-
 // DEPTH elements of 16 rows, d * (256 * high + low), in tiles of 64 elements.
 typedef struct { u32v high[DEPTH / 4], low[DEPTH / 4]; f32v d; } Planes;
-
-typedef int16_t i16v __attribute__((vector_size(64)));
-typedef uint16_t u16v __attribute__((vector_size(64)));
+#endif
 
 // a * b / 2^15, rounded.
 INLINE i16v scale_16(i16v a, i16v b) {
 #if defined(__AVX512BW__)
   return (i16v)_mm512_mulhrs_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  union { i16v v; __m256i h[2]; } x = {a}, y = {b};
+  for (int i = 0; i < 2; i++) x.h[i] = _mm256_mulhrs_epi16(x.h[i], y.h[i]);
+  return x.v;
 #else
   for (int i = 0; i < 32; i++) a[i] = (int16_t)((a[i] * b[i] + 0x4000) >> 15);
   return a;
@@ -43,6 +47,7 @@ INLINE i16v in_halves(f32v x) {
   return (i16v)((v & 0xffff) | v << 16);
 }
 
+#if TILES
 // In each lane the lower byte of a and the upper one of b.
 INLINE u32v bytes_of(u16v a, u16v b) {
 #if defined(__AVX512BW__)  // a compiler makes three operations of it, a permutation of bytes
@@ -56,19 +61,29 @@ INLINE void split_bytes(i16v even, i16v odd, u32v *high, u32v *low) {
   *low = bytes_of((u16v)even, (u16v)odd << 8);
   *high = bytes_of((u16v)(even + 128) >> 8, (u16v)(odd + 128));
 }
-// The same from codes in signed bytes whose upper `spare` bits are not needed: code * 2^(8 + spare) * s / 2^15 + m.
-INLINE void scale_codes(u32v codes, int spare, i16v s, i16v m, int min, u32v *high, u32v *low) {
+INLINE void put(Planes *to, int i, i16v even, i16v odd) { split_bytes(even, odd, &to->high[i], &to->low[i]); }
+#else
+// Four elements of 16 rows, two of them in each lane of `even` and of `odd`: number i. Of two such the second is for pairs.
+INLINE void put(Planes *to, int i, i16v even, i16v odd) {
+  to->words[2 * i] = (u32v)even, to->words[2 * i + 1] = (u32v)odd;
+  if (PAIRED && i % 2) to->minus[i / 8] = dot_words(i % 8 == 1 ? splat_int(0) : to->minus[i / 8], (u32v)even, (u32v)odd);
+}
+#endif
+// The same of codes in signed bytes whose upper `spare` bits are not needed: code * 2^(8 + spare) * s / 2^15 + m.
+INLINE void put_codes(Planes *to, int i, u32v codes, int spare, i16v s, i16v m, int min) {
   u16v v = (u16v)codes;
   i16v even = scale_16((i16v)(v << (8 + spare)), s), odd = scale_16((i16v)((v & 0xff00) << spare), s);
   if (min) even += m, odd += m;
-  split_bytes(even, odd, high, low);
+  put(to, i, even, odd);
 }
 // The nearest integers to x * up, modulo 2^16.
 INLINE u32v low_half(f32v x, f32v up) { return (u32v)fma_(x, up, splat(12582912.0f)); }
 
 // Zeros behind n elements, up to a whole tile.
 INLINE void fill_up(Planes *p, int n) {
+#if TILES
   for (int i = n / 4; i % 16; i++) p->high[i] = p->low[i] = splatu(0);
+#endif
 }
 INLINE f32v steps_of(f32v top) { return select_(top > splat(0), (float)LIMIT / top, splat(0)); }
 
@@ -110,14 +125,13 @@ typedef struct { f32v d, d2, m, m2; } Scales;
       scales[sub] = s;                                                                                                    \
     })                                                                                                                    \
     f32v up = steps_of(top);                                                                                              \
-    to->d = top * (256.0f / LIMIT);                                                                                       \
+    to->d = top * ((float)UNIT / LIMIT);                                                                                       \
     EACH_SUB(T, BLOCK, BYTES, CHUNK_, {                                                                                   \
       const Scales *s = &scales[sub];                                                                                     \
       i16v d = in_halves(s->d * up), d2 = SPLIT ? in_halves(s->d2 * up) : d;                                              \
       i16v m = MIN ? in_halves(s->m * up) : d, m2 = MIN && SPLIT ? in_halves(s->m2 * up) : m;                             \
       _Pragma("clang loop unroll(full)") for (int t = 0; t < 8; t++)                                                      \
-        scale_codes((u32v)((u8v)u.w[t] - (uint8_t)LESS), SPARE(T), t < 4 ? d : d2, t < 4 ? m : m2, MIN,                     \
-                  &to->high[8 * sub + t], &to->low[8 * sub + t]);                                                         \
+        put_codes(to, 8 * sub + t, (u32v)((u8v)u.w[t] - (uint8_t)LESS), SPARE(T), t < 4 ? d : d2, t < 4 ? m : m2, MIN);     \
     })                                                                                                                    \
     fill_up(to, n);                                                                                                       \
   }
@@ -131,12 +145,12 @@ QUANTISED(UNPACK)
       for (int e = 0; e < 4; e++) tops[e] = max_(tops[e], abs_(LOAD(a + 16 * VALUE * (i + e))));                          \
     f32v top = max_(max_(tops[0], tops[1]), max_(tops[2], tops[3]));                                                      \
     f32v up = steps_of(top);                                                                                              \
-    to->d = top * (256.0f / LIMIT);                                                                                       \
+    to->d = top * ((float)UNIT / LIMIT);                                                                                       \
     for (int i = 0; i < n; i += 4, a += 64 * VALUE) {                                                                     \
       for (int at = 0; at < 64 * VALUE; at += 64) __builtin_prefetch(a + soon + at);                                      \
       u32v q[4];                                                                                                          \
       for (int e = 0; e < 4; e++) q[e] = low_half(LOAD(a + 16 * VALUE * e), up);                                          \
-      split_bytes((i16v)((q[0] & 0xffff) | q[2] << 16), (i16v)((q[1] & 0xffff) | q[3] << 16), &to->high[i / 4], &to->low[i / 4]);\
+      put(to, i / 4, (i16v)((q[0] & 0xffff) | q[2] << 16), (i16v)((q[1] & 0xffff) | q[3] << 16));                         \
     }                                                                                                                     \
     fill_up(to, n);                                                                                                       \
   }
@@ -144,6 +158,9 @@ FLOATING(FLOAT_UNPACK)
 
 #define UNPACK_OF(T, ...) [T] = T##_unpack,
 static const Unpack unpack_of[TYPES] = {QUANTISED(UNPACK_OF) FLOATING(UNPACK_OF)};
+#endif
+
+#if TILES
 
 // Sums over DEPTH elements of two groups and 16 columns: of the high planes, and of the two products of a high one and a low one.
 // Columns from number `next` to `end` (16 a group) are not yet added to the results.
@@ -216,6 +233,27 @@ static void product_in_planes(int type, const uint8_t *a, size_t stride, int gro
   }
   add_columns(before);
   tiles_end();
+}
+#elif WORDS
+// Fills out[group * pitch + column] as above. TILE_GROUPS groups are unpacked at a time (35 kB), two or one of the last.
+static void product_in_planes(int type, const uint8_t *a, size_t stride, int groups, const X *x, int n, f32v *out, size_t pitch) {
+  Planes w[TILE_GROUPS];
+  for (size_t i = 0; i < groups * pitch; i++) out[i] = splat(0);
+  for (int k = 0; k < x->k; k += DEPTH) {
+    int depth = x->k - k < DEPTH ? x->k - k : DEPTH;
+    for (int g = 0, many; g < groups; g += many) {
+      many = groups - g < TILE_GROUPS ? groups - g : TILE_GROUPS, many -= many == 3;
+      Tile tile = tiles_of_groups[many - 1];
+      // what is unpacked next: the groups behind these, or the first ones' next elements
+      ptrdiff_t soon = (ptrdiff_t)(g + many < groups ? many * stride : stride * DEPTH / x->k - g * stride);
+      for (int i = 0; i < many; i++) unpack_of[type](a + (g + i) * stride, x->k, k, depth, &w[i], soon);
+      for (int c = 0; c < n; c += TILE_COLUMNS) {
+        X panel = columns_from(x, c);
+        const PanelScale *scales = (const PanelScale *)panel.scales + k / SCALED * TILE_COLUMNS;
+        tile(w, (const int16_t *)panel.f + TILE_COLUMNS * (size_t)k, scales, depth / 32, out + g * pitch + c, pitch);
+      }
+    }
+  }
 }
 #else
 #define product_in_planes(...)

@@ -141,7 +141,7 @@ INLINE int in_planes(const Scratch *s, int n) { return s->planes && n % 32 == 0;
 static void prepare_row(const float *x, int n, const float *norm, float eps, int need, Scratch *to, size_t column, int nc, int c) {
   float by = norm ? rms_scale(x, n, eps) : 1.0f, *f = to->f + column * n;
   XScale *scales = to->scales + column * (n / 32);
-  if (in_planes(to, n)) prepare_planes(x, n, norm, by, f, (float *)scales, nc, c);
+  if (in_planes(to, n)) prepare_planes(x, n, norm, by, f, (PanelScale *)scales, nc, c);
   else prepare(x, n, norm, by, need & 1 ? to->q + 2 * column * n : NULL, scales, need & 2 ? f : NULL, nc, c);
 }
 
@@ -269,7 +269,7 @@ static float *row(Ctx *c, int buffer, int token) { return c->buffers[buffer] + (
 
 // Tasks per thread and stage, where the number of tasks is free, of several tokens and of one. One token's tasks are limited by
 // memory, which serves 16 threads so unevenly that with 4 tasks each they wait for 12 to 15 % of a step, with 16 for 3 to 8 %.
-enum { SPLIT = 8, SPLIT_ONE = 16, LEAST = 2 };
+enum { SPLIT = 8, SPLIT_ONE = 16, LEAST = WORDS ? 4 : 2 };
 
 static void embed_token(Ctx *c, const Op *op, Part me, int t) {
   const Matrix *w = &op->w[0];
@@ -875,9 +875,9 @@ static void gather(Scratch *to, const Scratch *from, const int32_t *column, int 
       XScale *s = to->scales + (size_t)start * (k / 32) + i;
       if (planes) {
         uint8_t *p = (uint8_t *)(to->f + (size_t)start * k) + 64 * i;
-        float *scales = (float *)(s - i) + i;
+        PanelScale *scales = (PanelScale *)(s - i) + i;
         for (int b = 0; b < (k + 63) / 64 * 2; b++) memcpy(p + (size_t)b * 64 * width, (const uint8_t *)x.f + 64 * b, 64);
-        for (int b = 0; b * DEPTH < k; b++) scales[b * width] = ((const float *)x.scales)[b];
+        for (int b = 0; b * SCALED < k; b++) scales[b * width] = ((const PanelScale *)x.scales)[b];
         continue;
       }
       if (need & 1)
@@ -1110,13 +1110,14 @@ static int stage_tasks(const Ctx *c, const Op *op, int stage) {
   return some;
 }
 
-// Whether products are in tiles, with columns in planes: in prompts. Decode steps get the same bits for one token and for several, so
-// that drafts can be verified. Experts that fewer than FEW tokens choose on the average stay with vectors: unpacking them would take the
-// most time.
+// Whether columns are in planes, for tiles or as words: in prompts. Decode steps get the same bits for one token and for several, so
+// that drafts can be verified. Experts that fewer than FEW tokens choose on the average do without, as unpacking them would take the
+// most time; without tiles so do the output matrix, which mostly has one token, and attention.
 enum { FEW = 12 };
 static void choose_form(Ctx *c, const Op *op) {
   int few = (op->tag == EXPERTS_UP || op->tag == EXPERTS_DOWN) && c->tokens * op->top_k < FEW * op->w[0].groups;
-  int planes = tiles_allowed && !c->sampled && !c->mtp && !few;
+  few |= !tiles_allowed && (op->tag == HEAD || op->tag == ATTENTION || op->tag == LATENT_ATTENTION);
+  int planes = (tiles_allowed || WORDS) && !c->sampled && !c->mtp && !few;
   if (planes == c->shared.planes) return;
   c->shared.planes = planes;
   for (int i = 0; i < c->pool.threads; i++) c->scratch[i].planes = planes;
@@ -1220,6 +1221,8 @@ EXPORT const char *tc_simd(void) {
 #endif
   return SIMD_NAME;
 }
+// Whether weights are unpacked for prompts (choose_form); to be asked after tc_simd.
+EXPORT int tc_unpacks(void) { return tiles_allowed || WORDS; }
 EXPORT void tc_grids(const uint16_t *all) { set_grids(all); }
 EXPORT size_t tc_group_bytes(int type, int cols) { return group_bytes(type, cols); }
 
