@@ -200,8 +200,9 @@ INLINE void share(Part me, double total, double before, double bytes, int units,
   *first = border((per * me.part - before) / bytes, units, step);
   *last = me.part + 1 == me.parts ? units : border((per * (me.part + 1) - before) / bytes, units, step);
 }
-// Groups of 16 rows that are multiplied together: several tokens' in pairs.
-INLINE int together(const Ctx *c) { return c->tokens > 1 ? 2 : 1; }
+// Groups of 16 rows that are multiplied together with several tokens, of which a task has at least so many.
+enum { LEAST = WORDS ? 4 : 2 };
+INLINE int together(const Ctx *c) { return c->tokens > 1 ? LEAST : 1; }
 
 INLINE f32v silu(f32v x) { return x / (exp_(-x) + 1.0f); }
 
@@ -269,7 +270,7 @@ static float *row(Ctx *c, int buffer, int token) { return c->buffers[buffer] + (
 
 // Tasks per thread and stage, where the number of tasks is free, of several tokens and of one. One token's tasks are limited by
 // memory, which serves 16 threads so unevenly that with 4 tasks each they wait for 12 to 15 % of a step, with 16 for 3 to 8 %.
-enum { SPLIT = 8, SPLIT_ONE = 16, LEAST = WORDS ? 4 : 2 };
+enum { SPLIT = 8, SPLIT_ONE = 16 };
 
 static void embed_token(Ctx *c, const Op *op, Part me, int t) {
   const Matrix *w = &op->w[0];
