@@ -176,8 +176,7 @@ DEVICE void cluster_arrive() {
 DEVICE void cluster_arrive_relaxed() { cluster_arrive(); }
 DEVICE void cluster_wait() { while (emu::cluster_generation == emu::cluster_seen[emu::current]) emu::yield(); }
 template <class T> T *peer(T *p, int rank) { return (T *)((char *)p + (rank - cluster_rank()) * (long)sizeof *emu::block_memory); }
-DEVICE void inbox_open(u64 *inbox, int bytes, int warps) { *inbox = bytes + ((u64)warps << 32); }
-DEVICE void inbox_arrive(u64 *inbox) { warp_sync(); if (emu::current % 32 == 0) *inbox -= (u64)1 << 32; }
+DEVICE void inbox_open(u64 *inbox, int bytes) { *inbox = bytes; }
 DEVICE void send(float *to, float v, u64 *inbox, int rank) { *peer(to, rank) = v; *peer(inbox, rank) -= sizeof v; }
 DEVICE void inbox_wait(u64 *inbox) { while (*(volatile u64 *)inbox) emu::yield(); }
 DEVICE void copy_commit() {}

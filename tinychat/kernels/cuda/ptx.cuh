@@ -229,12 +229,11 @@ DEVICE void mma_s8_k16(int (&d)[4], u32 a0, u32 a1, u32 b0) {
 // stands at c ^ (row % 8). Rows are b's columns (a's rows), or, for TRANS, its 16 rows. The other threads' writes to
 // a tile must be behind fence_tiles() and a barrier.
 DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
-// Values that blocks of a cluster send into each other's shared memory. An inbox is told once how many bytes will come and
-// how many warps of its block arrive, before a barrier of the cluster; inbox_wait() returns when all are there. What a
-// warp has read before it arrives can be written then: what it sends depends on that, but orders nothing by the rules of
-// memory. The addresses for send() are this block's. A barrier instead would wait for a fence of the whole GPU.
-DEVICE void inbox_open(u64 *inbox, int bytes, int warps) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(inbox)), "r"(1 + warps) : "memory");
+// Values that blocks of a cluster send into each other's shared memory. An inbox is told once how many bytes will come,
+// before a barrier of the cluster; inbox_wait() returns when they are there. The addresses for send() are this block's.
+// A barrier instead would wait for a fence of the whole GPU.
+DEVICE void inbox_open(u64 *inbox, int bytes) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(inbox)) : "memory");
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(inbox)), "r"(bytes)
       : "memory");
@@ -245,11 +244,6 @@ DEVICE void send(float *to, float v, u64 *inbox, int rank) {
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %1, [box]; }" ::"r"(shared_address(to)),
       "r"(bits(v)), "r"(shared_address(inbox)), "r"(rank)
       : "memory");
-}
-DEVICE void inbox_arrive(u64 *inbox) {
-  warp_sync();
-  if (threadIdx.x % 32 == 0)
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(inbox)) : "memory");
 }
 DEVICE void inbox_wait(u64 *inbox) {
   asm volatile(
