@@ -158,10 +158,7 @@ class CUDAExecutor(KeepsInPieces):
                 gpu.upload("greedy", state_words(GREEDY, 0, 0, 0))
                 self._stand_ins = np.full(max_context + 1, -1, np.int32)
                 gpu.upload("stand_ins", self._stand_ins)
-            for name in (
-                "tickets",
-                "tiles",
-            ):  # of attention; of prompts' experts, who read theirs before they know of it
+            for name in ("tickets", "tiles"):  # of attention; of experts, whose blocks read one before they count them
                 if name in builder.buffers:
                     gpu.upload(name, np.zeros(builder.buffers[name], np.uint8))
             kernels_of = [*launches.values(), *(rows for _, rows in heads)]
