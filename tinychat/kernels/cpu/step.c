@@ -70,7 +70,10 @@ typedef struct {  // per thread
   int8_t *q;
   XScale *scales;
   float *f, *attn_q, *attn_s, *attn_out, *merged;
-  void *attn_p, *attn_w;  // TilePairs of attend_in_tiles, where there are tiles
+#if TILES
+  TiledQueries tiled;  // of attend_in_tiles
+  TileRoom room;
+#endif
   f32v *sums;        // of two products
   uint64_t ready;  // the phase whose input this is
   int head;        // of per_head: whose input this is
@@ -443,12 +446,26 @@ INLINE Cache cache_at(Ctx *c, const Op *op, int kv, int pos) {
   return (Cache){k_tile(c, op, kv, pos), v_row(c, op, kv, pos), op->key_dim, op->value_dim};
 }
 
+// Values of a head, filled up to whole vectors.
+INLINE int padded(int n) { return (n + 15) / 16 * 16; }
+
+// Query vectors of one task in a batch: enough to read keys seldom, few enough for many threads. Without tiles QUERIES.
+#if TILES
+enum { QUERIES = 40, MOST = TILED };
+#else
+enum { QUERIES = 40, MOST = QUERIES };
+#endif
+
+// Of a task in tiles: as many as leave room for keys and values in the second-level cache.
+INLINE int tiled_queries(const Op *op) { return MAX_(16, MIN_(MOST, (1 << 20) / (2 * op->key_dim + 4 * op->value_dim))); }
+
 // The query vectors of a task, to be put into the thread's scratch: columns of [key_dim][stride], or rows of tiles.
 INLINE int stride_of(int count) { return (count + 3) / 4 * 4; }
 static void begin_queries(Scratch *s, const Op *op, int count) {
 #if TILES
   if (s->planes) {
-    memset(s->attn_q, 0, sizeof(TilePair) * (size_t)(tiles_of(op->key_dim) * ((count + 15) / 16)));
+    size_t panels = (size_t)(count + 15) / 16;
+    memset(s->tiled.rows, 0, sizeof(TilePair) * tiles_of(op->key_dim) * panels), memset(s->tiled.scale, 0, sizeof(float) * 16 * panels);
     return;
   }
 #endif
@@ -461,23 +478,25 @@ static void put_query(Scratch *s, int count, int m, const float *x, const Op *op
   if (op->temperature != 0) scale *= 1.0f + op->temperature * (float)log(1.0 + pos / op->temperature_length);
 #if TILES
   if (s->planes) {
-    for (int d = 0; d < op->key_dim; d += 16)
-      put_values((TilePair *)s->attn_q + m / 16 * tiles_of(op->key_dim), m % 16, d, fetch(x + d, op->key_dim - d) * scale);
+    put_tiled_query(&s->tiled, m, x, op->key_dim, scale);
     return;
   }
 #endif
   for (int d = 0; d < op->key_dim; d++) s->attn_q[(size_t)d * stride_of(count) + m] = x[d] * scale;
 }
 
-// Attention of them over a chunk; results are in the scratch.
-static void attend_chunk(Scratch *s, const Cache *cache, int count, const int *from, const int *limit, float *high, float *sum) {
+// Attention of them over a chunk, folded into their running (m, l, o).
+static void attend_chunk(Scratch *s, const Cache *cache, int count, const int *from, const int *limit, float *m, float *l, float *o) {
 #if TILES
   if (s->planes) {
-    attend_in_tiles(cache, (TilePair *)s->attn_q, count, from, limit, s->attn_s, s->attn_p, s->attn_w, high, sum, s->attn_out);
+    attend_in_tiles(cache, &s->tiled, count, from, limit, &s->room, m, l, o);
     return;
   }
 #endif
-  attend(cache, s->attn_q, stride_of(count), count, from, limit, s->attn_s, high, sum, s->attn_out);
+  float max[QUERIES], sum[QUERIES];
+  int value = padded(cache->v_dim);
+  attend(cache, s->attn_q, stride_of(count), count, from, limit, s->attn_s, max, sum, s->attn_out);
+  for (int c = 0; c < count; c++) merge(&m[c], &l[c], o + (size_t)c * value, max[c], sum[c], s->attn_out + (size_t)c * value, value);
 }
 
 // The first cache position that a query at position pos attends to.
@@ -485,9 +504,6 @@ INLINE int first_seen(const Op *op, int pos) { return op->window ? MAX_(0, pos +
 
 // The term of query head h's sink in the sum of exponentials, relative to the maximum score `high`.
 INLINE float sink(const Op *op, int h, float high) { return op->sinks ? exp_(splat(op->sinks[h] - high))[0] : 0; }
-
-// Values of a head, filled up to whole vectors.
-INLINE int padded(int n) { return (n + 15) / 16 * 16; }
 
 // A head's result: the weighted sum of its values over the sum of weights, and its gate.
 static void finish(Ctx *c, const Op *op, int token, int h, const float *sum, float weights) {
@@ -506,9 +522,10 @@ static void finish(Ctx *c, const Op *op, int token, int h, const float *sum, flo
 enum { MAX_GROUP = 1024 };  // query heads of one kv head; as library.MAX_GROUP, checked when the library is loaded
 
 // How long the threads take for tasks of so many query vectors: in rounds, a task's time that of its vectors and of what they
-// share, which takes as long as one vector, or three where V is K transposed.
+// share, which takes as long as one vector, or three where V is K transposed; in tiles as long as 64.
 INLINE int attention_cost(const Ctx *c, const Op *op, int tasks, int vectors) {
-  return (tasks + c->pool.threads - 1) / c->pool.threads * (vectors + (op->tag == LATENT_ATTENTION ? 3 : 1));
+  int shared = c->shared.planes ? 64 : op->tag == LATENT_ATTENTION ? 3 : 1;
+  return (tasks + c->pool.threads - 1) / c->pool.threads * (vectors + shared);
 }
 
 // One token: tasks are (kv head, part of its query heads, chunk); the thread that finishes a part's last chunk merges all in order.
@@ -543,7 +560,12 @@ static void attention_one(Ctx *c, const Op *op, int id, int task) {
   }
   if (op->stores && chunk == chunks - 1) store_kv(c, op, kv, 0, s->merged);  // each part writes the same bytes
   Cache cache = cache_at(c, op, kv, start);
-  attend_chunk(s, &cache, count, from, limit, high, sum);
+  if (s->planes) {
+    memset(high, 0, sizeof(float) * count), memset(sum, 0, sizeof(float) * count), memset(s->attn_out, 0, sizeof(float) * count * value);
+    attend_chunk(s, &cache, count, from, limit, high, sum, s->attn_out);
+  } else {
+    attend(&cache, s->attn_q, stride_of(count), count, from, limit, s->attn_s, high, sum, s->attn_out);
+  }
   for (int m = 0; m < count; m++) {
     float *to = c->partial + ((size_t)(h0 + m) * chunks + chunk) * record;
     to[0] = high[m], to[1] = sum[m];
@@ -563,13 +585,6 @@ static void attention_one(Ctx *c, const Op *op, int id, int task) {
   }
 }
 
-// Query vectors of one task in a batch: enough to read keys seldom, few enough for many threads.
-#if TILES
-enum { QUERIES = 40, MOST = TILED };
-#else
-enum { QUERIES = 40, MOST = QUERIES };
-#endif
-
 // Several tokens: keys and values into the cache, and the queries turned in place.
 static void attention_inputs(Ctx *c, const Op *op, Part me) {
   float *tmp = c->scratch[me.id].merged;
@@ -584,16 +599,16 @@ static void attention_inputs(Ctx *c, const Op *op, Part me) {
 }
 
 // Then tasks are (kv head, part of its query heads, block of tokens), each over all its chunks, the longest first. Where there are
-// few of them, as when drafts are verified, they are halved if the threads need less time then; not those in tiles.
+// few of them, as when drafts are verified, they are halved if the threads need less time then.
 typedef struct { int per_token, parts, block, blocks; } Blocks;
 static Blocks query_blocks(const Ctx *c, const Op *op) {
-  int most = c->shared.planes ? MOST : QUERIES, least = 0;
+  int most = c->shared.planes ? tiled_queries(op) : QUERIES, least = 0;
   int group = op->heads / op->kv_heads, heads = MIN_(group, most), block = MIN_(c->tokens, most / heads);
   for (Blocks best = {0};;) {
     Blocks b = {heads, (group + heads - 1) / heads, block, (c->tokens + block - 1) / block};
     int tasks = op->kv_heads * b.parts * b.blocks, cost = attention_cost(c, op, tasks, heads * block);
     if (!least || cost < least) least = cost, best = b;
-    if (tasks >= 4 * c->pool.threads || heads * block == 1 || c->shared.planes) return best;
+    if (tasks >= 4 * c->pool.threads || heads * block == 1) return best;
     if (block > 1) block = (block + 1) / 2;
     else heads = (heads + 1) / 2;
   }
@@ -607,7 +622,7 @@ static void attention_block(Ctx *c, const Op *op, int id, int task) {
   int h0 = kv * group + part * b.per_token, heads = MIN_(b.per_token, group - part * b.per_token);
   int n = MIN_(b.block, c->tokens - first), count = n * heads;
   int from[MOST], limit[MOST];
-  float high[MOST], sum[MOST], top[MOST], total[MOST];
+  float top[MOST], total[MOST];
   begin_queries(s, op, count);
   memset(s->merged, 0, sizeof(float) * (size_t)count * value);
   for (int m = 0; m < count; m++) {
@@ -621,11 +636,7 @@ static void attention_block(Ctx *c, const Op *op, int id, int task) {
       from[m] = MIN_(CHUNK, MAX_(0, first_seen(op, pos) - start)), limit[m] = MAX_(0, MIN_(CHUNK, pos + 1 - start));
     }
     Cache cache = cache_at(c, op, kv, start);
-    attend_chunk(s, &cache, count, from, limit, high, sum);
-    for (int m = 0; m < count; m++) {
-      size_t at = (size_t)m * value;
-      merge(&top[m], &total[m], s->merged + at, high[m], sum[m], s->attn_out + at, value);
-    }
+    attend_chunk(s, &cache, count, from, limit, top, total, s->merged);
   }
   for (int m = 0; m < count; m++)
     finish(c, op, first + m / heads, h0 + m % heads, s->merged + (size_t)m * value, total[m] + sink(op, h0 + m % heads, top[m]));
@@ -1358,10 +1369,14 @@ EXPORT int tc_prepare(Ctx *c) {
     s->sums = piece(c, 2 * GROUPS * COLUMNS, sizeof(f32v));
     s->attn_q = piece(c, vectors, 4 * ((key + 31) / 32 * 32));
     s->attn_s = piece(c, vectors, 4 * CHUNK);
+#if TILES
     if (tiles_allowed) {
-      s->attn_p = piece(c, vectors, 4 * CHUNK);
-      s->attn_w = piece(c, 2 * MAX_((key + 31) / 32, CHUNK / 32), 2048);
+      size_t pair = sizeof(TilePair), deep = (key + 63) / 64;
+      s->tiled = (TiledQueries){piece(c, vectors / 16, deep * pair), piece(c, vectors, 4)};
+      s->room.keys = piece(c, KEY_TILES, deep * pair), s->room.values = piece(c, value / 16, KEY_STEPS * pair);
+      s->room.weights = piece(c, TOGETHER, KEY_STEPS * pair), s->room.scores = piece(c, 2 * TOGETHER, 64 * CHUNK);
     }
+#endif
     s->attn_out = piece(c, vectors, 4 * value);
     s->experts = piece(c, top, 4), s->expert_weights = piece(c, top, 4);
     s->chances = piece(c, 2, 4 * (size_t)routed), s->groups = piece(c, 2, 4 * (size_t)routed);
