@@ -48,17 +48,26 @@ static void put_tiled_query(const TiledQueries *q, int m, const float *x, int n,
   }
 }
 
+// The largest of `dims` values of each of the 16 rows of a tile, at least 2^-40.
+static f32v largest_in_tile(const uint16_t *tile, int dims) {
+  f32v top[4] = {splat(0x1p-40f), splat(0), splat(0), splat(0)};  // a single chain would wait for each maximum
+  int d = 0;
+  for (; d + 4 <= dims; d += 4)
+    for (int j = 0; j < 4; j++) top[j] = max_(top[j], abs_(from_f16(ld16(tile + 16 * (d + j)))));
+  for (; d < dims; d++) top[0] = max_(top[0], abs_(from_f16(ld16(tile + 16 * d))));
+  return max_(max_(top[0], top[1]), max_(top[2], top[3]));
+}
+
 // A tile of 16 keys as the right factor; returns their scales.
 static f32v put_keys(TilePair *to, const uint16_t *tile, int k_dim) {
-  f32v even = splat(0), odd = splat(0), none = splat(0);
-  int d = 0;
-  for (; d + 1 < k_dim; d += 2) even = max_(even, abs_(from_f16(ld16(tile + 16 * d)))), odd = max_(odd, abs_(from_f16(ld16(tile + 16 * d + 16))));
-  if (d < k_dim) even = max_(even, abs_(from_f16(ld16(tile + 16 * d))));
-  f32v top = max_(max_(even, odd), splat(0x1p-40f)), up = (float)LIMIT_16 / top;
+  f32v top = largest_in_tile(tile, k_dim), up = (float)LIMIT_16 / top;
   for (int i = 0; i < tiles_of(k_dim); i++)
     for (int r = 0; r < 16; r++) {
       f32v x[4];
-      for (int j = 0; j < 4; j++) d = 64 * i + 16 * j + r, x[j] = d < k_dim ? from_f16(ld16(tile + 16 * d)) : none;
+      for (int j = 0; j < 4; j++) {
+        int d = 64 * i + 16 * j + r;
+        x[j] = d < k_dim ? from_f16(ld16(tile + 16 * d)) : splat(0);
+      }
       put_row(&to[i], r, x, (f32v[]){up, up, up, up});
     }
   return top * (256.0f / LIMIT_16);  // sums are of high bytes' products
@@ -91,8 +100,7 @@ static f32v value_powers(const Cache *cache, int t) {
       top[r] = one > top[r] ? one : top[r];
     }
   } else {
-    const uint16_t *tile = cache->k + (size_t)t * 16 * cache->k_dim;
-    for (int d = 0; d < cache->v_dim; d++) top = max_(top, abs_(from_f16(ld16(tile + 16 * d))));
+    top = largest_in_tile(cache->k + (size_t)t * 16 * cache->k_dim, cache->v_dim);
   }
   return (f32v)((i32v)top & 0x7f800000);
 }
@@ -326,7 +334,7 @@ static void attend_in_tiles(const Cache *cache, const TiledQueries *q, int count
   tiles_written(room->keys);
   tiles_begin(16, 16, 64);
   Together groups[2] = {{.n = 0}, {.n = 0}}, *now = &groups[0], *before = &groups[1];
-  int together = a.deep < TOGETHER ? a.deep : TOGETHER;
+  int together = a.deep < 2 ? 2 : a.deep < TOGETHER ? a.deep : TOGETHER;
   for (int c = 0; c < count || before->n; c += 16 * together) {
     now->first = c / 16, now->rows = count - c < 16 * together ? count - c : 16 * together, now->weighed = 0;
     now->rows = now->rows > 0 ? now->rows : 0, now->n = (now->rows + 15) / 16, now->scores = room->scores + (now - groups) * TOGETHER * 16 * CHUNK;
