@@ -102,6 +102,8 @@ typedef struct {
   Pool pool;
   Scratch *scratch;  // [threads]
   Scratch shared;    // of a batch
+  Scratch made;      // of one token: results of an op, as the next one's input
+  uint8_t *makes;    // [n_ops]: whether an op makes that
   int32_t *route_ids, *chosen;  // chosen: experts of a batch, n_chosen of them
   int n_chosen;
   float *route_weights, *router_logits;
@@ -165,12 +167,21 @@ static int ready(Ctx *c, const Op *op, int id) {
   return 0;
 }
 
+// In a decode step an op whose results the next one needs quantised does that too, 32 values after 32, where each of the next one's threads
+// would have to do it for all of them.
+INLINE int makes(const Ctx *c, const Op *op) { return c->tokens == 1 && c->sampled && c->makes[op - c->ops]; }
+INLINE int made(const Ctx *c, const Op *op) { return op > c->ops && makes(c, op - 1); }
+static void make(Ctx *c, const float *x, int at, int n) {
+  prepare(x, n, NULL, 1, c->made.q + 2 * (size_t)at, c->made.scales + at / 32, NULL, 1, 0);
+}
+
 // A task: part `part` of `parts` of a stage of an op, run by thread `id`.
 typedef struct { int id, stage, part, parts; } Part;
 
 // The input of a linear op, in panels. With one token each thread prepares it for itself; with several, stage 0 prepares it for
 // all threads and returns NULL.
 static const Scratch *input(Ctx *c, const Op *op, Part me, int stage, const float *src, int stride, int n, const float *norm, int need) {
+  if (made(c, op)) return &c->made;
   if (c->tokens == 1) {
     if (!ready(c, op, me.id)) prepare_one(src, n, norm, op->eps, need, &c->scratch[me.id]);
     return &c->scratch[me.id];
@@ -342,9 +353,10 @@ static void gate_up(Ctx *c, const Op *op, Part me) {
   if (!x) return;
   float **dst = c->scratch[me.id].targets;
   for (int t = 0; t < c->tokens; t++) dst[t] = row(c, op->dst[0], t);
-  int first, last, n = groups16(&op->w[0]);
+  int first, last, unit = makes(c, op) ? 2 : 1, n = groups16(&op->w[0]) / unit;
   share(me, n, 0, 1, n, &first, &last);
-  multiply_gated(c->scratch[me.id].sums, &op->w[0], &op->w[1], 0, first, last, x, c->tokens, dst, op->activation, NULL, NULL);
+  multiply_gated(c->scratch[me.id].sums, &op->w[0], &op->w[1], 0, unit * first, unit * last, x, c->tokens, dst, op->activation, NULL, NULL);
+  if (unit == 2) make(c, dst[0] + 32 * first, 32 * first, 32 * (last - first));
 }
 
 // dst = stream_scale * (dst + scale * RMSNorm(src)), or without `add` as if dst were 0.
@@ -517,6 +529,7 @@ static void finish(Ctx *c, const Op *op, int token, int h, const float *sum, flo
     }
     store(dst + d, y, n - d);
   }
+  if (makes(c, op)) make(c, dst, h * n, n);
 }
 
 enum { MAX_GROUP = 1024 };  // query heads of one kv head; as library.MAX_GROUP, checked when the library is loaded
@@ -718,7 +731,7 @@ static void per_head(Ctx *c, const Op *op, Part me, int src_stride, int dst_stri
   Scratch *s = &c->scratch[me.id];
   int groups = groups16(w), need = needs(w, 1), first = 0, last = 0, most = MAX_(1, MIN_(COLUMNS / 16, c->widest / w->cols)) * 16;
   // with one token a share may end inside a head; a batch's heads are quantised once each, so shares are whole heads there
-  int unit = c->tokens == 1 || c->pool.threads > w->groups ? 1 : groups;
+  int unit = makes(c, op) ? 2 : c->tokens == 1 || c->pool.threads > w->groups ? 1 : groups;
   share(me, w->groups * groups / unit, 0, 1, w->groups * groups / unit, &first, &last);
   first *= unit, last *= unit;
   for (int h = first / groups; h * groups < last; h++) {
@@ -732,7 +745,9 @@ static void per_head(Ctx *c, const Op *op, Part me, int src_stride, int dst_stri
         for (int i = 0; i < MIN_(width, n - at); i++)
           prepare_row(row(c, op->src, start + at + i) + (size_t)h * src_stride, w->cols, NULL, 0, need, s, (size_t)at, width, i);
       }
-      multiply(s->sums, w, h, from, to, s, n, row(c, op->dst[0], start) + (size_t)h * dst_stride, c->widths[op->dst[0]], NULL, 1, 0);
+      float *dst = row(c, op->dst[0], start) + (size_t)h * dst_stride;
+      multiply(s->sums, w, h, from, to, s, n, dst, c->widths[op->dst[0]], NULL, 1, 0);
+      if (makes(c, op)) make(c, dst + 16 * from, h * dst_stride + 16 * from, 16 * (to - from));
     }
   }
 }
@@ -923,18 +938,22 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
     double bytes = group_bytes(gate->type, k) + group_bytes(op->w[1].type, k);
     double shared_bytes = has_shared ? group_bytes(shared->type, k) + group_bytes(op->w[3].type, k) : 0;
     double total = bytes * groups * top + (has_shared ? shared_bytes * groups16(shared) : 0);
-    int first, last;
+    int first, last, unit = makes(c, op) ? 2 : 1;
     for (int i = 0; i < top; i++) {
       float *dst = row(c, op->dst[0], 0) + (size_t)i * ff;
-      share(me, total, bytes * groups * i, bytes, groups, &first, &last);
+      share(me, total, bytes * groups * i, bytes * unit, groups / unit, &first, &last);
+      first *= unit, last *= unit;
       multiply_gated(s->sums, gate, &op->w[1], s->experts[i], first, last, s, 1, &dst, op->activation,
                      bias_of(op->bias[0], gate, s->experts[i]), bias_of(op->bias[1], gate, s->experts[i]));
+      if (unit == 2) make(c, dst + 16 * first, i * ff + 16 * first, 16 * (last - first));
     }
     if (has_shared) {
       float *dst = row(c, op->dst[0], 0) + (size_t)top * ff;
-      share(me, total, bytes * groups * top, shared_bytes, groups16(shared), &first, &last);
+      share(me, total, bytes * groups * top, shared_bytes * unit, groups16(shared) / unit, &first, &last);
+      first *= unit, last *= unit;
       multiply_gated(s->sums, shared, &op->w[3], 0, first, last, s, 1, &dst, op->activation, NULL, NULL);
       if (first < last) scale_shared(c, op, 0, dst, first, last);
+      if (unit == 2) make(c, dst + 16 * first, top * ff + 16 * first, 16 * (last - first));
     }
     return;
   }
@@ -974,12 +993,13 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
   if (c->tokens == 1) {
     const float *src = row(c, op->src, 0);
     float *x = row(c, op->dst[0], 0), *y = s->merged;
-    int first, last, parts = top + (shared->groups > 0), prepared = ready(c, op, me.id);
+    int first, last, parts = top + (shared->groups > 0), prepared = made(c, op) || ready(c, op, me.id);
     share(me, groups, 0, 1, groups, &first, &last);
     for (int i = 0; i < parts; i++) {
       const Matrix *m = i < top ? w : shared;
       size_t at = 16 * (size_t)i * ff;  // a panel for each
       Scratch in = {.q = s->q + 2 * at, .scales = s->scales + at / 32, .f = s->f + at, .planes = s->planes};
+      if (made(c, op)) in = (Scratch){.q = c->made.q + 2 * (size_t)i * ff, .scales = c->made.scales + (size_t)i * ff / 32};
       int matrix = i < top ? c->route_ids[i] : 0;
       if (!prepared) prepare_one(src + (size_t)i * ff, m->cols, NULL, 0, need, &in);
       multiply(s->sums, m, matrix, first, last, &in, 1, y, dim, i < top ? bias_of(op->bias[0], m, matrix) : NULL, 1, 0);
@@ -1101,7 +1121,7 @@ static int stage_tasks(const Ctx *c, const Op *op, int stage) {
   if (c->tokens == 1) {
     if (op->tag == EMBED || op->tag == NORM_ADD || op->tag == GATE_INPUT || op->tag == STORE_HIDDEN || op->tag == JOIN) return 1;
     if (op->tag == ATTENTION || op->tag == LATENT_ATTENTION) return attention_tasks(c, op, &per);
-    return op->tag == GATED_CONVOLVE || op->tag == LAYER_INPUTS ? some : MIN_(some, units_of(op));
+    return op->tag == GATED_CONVOLVE || op->tag == LAYER_INPUTS ? some : MIN_(some, units_of(op) / (makes(c, op) ? 2 : 1));
   }
   if (op->tag == LATENT_ATTENTION || (op->tag == ATTENTION && stage == 1)) {
     Blocks b = query_blocks(c, op);
@@ -1347,6 +1367,18 @@ static Scratch new_scratch(Ctx *c, size_t columns, size_t k) {
 // Starts threads until there are `threads` (fewer if the system refuses; the number is returned).
 EXPORT int tc_open(Ctx *c, int threads) { return pool_start(&c->pool, threads); }
 
+// Whether an op can leave its results as `next` needs its input: quantised by whole blocks, which are a task's.
+static int can_make(const Op *op, const Op *next) {
+  int experts = op->tag == EXPERTS_UP && next->tag == EXPERTS_DOWN, values;
+  if (next->src != op->dst[0] || next->norm || needs(next->w, 4) != 1 || !(experts || next->tag == LINEAR)) return 0;
+  switch (op->tag) {
+    case ATTENTION: values = op->value_dim; break;
+    case VALUE_UP: case GATE_UP: case EXPERTS_UP: values = op->w[0].rows | op->w[2].rows * (op->w[2].groups > 0); break;
+    default: return 0;
+  }
+  return values % 32 == 0;
+}
+
 // Allocates what the ops need; the fields before `pool` are set by the caller. Returns 0, or -1 if memory is short.
 EXPORT int tc_prepare(Ctx *c) {
   int n = c->pool.threads, top = 1, ff = 1, routed = 0, dim = c->widths[0];
@@ -1384,6 +1416,9 @@ EXPORT int tc_prepare(Ctx *c) {
     s->merged = piece(c, MAX_(MAX_(vectors * value, widest + 16), MAX_((size_t)dim * (routed ? EXPERT_COLUMNS : 16), 2 * (size_t)c->batch)), 4);
   }
   c->shared = new_scratch(c, (size_t)pitch_of(c->batch), MAX_(widest, (size_t)top * ff));  // panels may have empty columns
+  c->made = new_scratch(c, 1, widest);
+  c->makes = piece(c, (size_t)c->n_ops, 1);
+  for (int i = 0; i < c->n_ops && c->makes; i++) c->makes[i] = i + 1 < c->n_ops && can_make(&c->ops[i], &c->ops[i + 1]);
   c->partial = piece(c, heads * chunks, 4 * (value + 16));
   c->done = piece(c, heads, sizeof(atomic_int));
   if (c->done) memset(c->done, 0, sizeof(atomic_int) * heads);
