@@ -8,7 +8,7 @@
 
 #if TILES
 enum { TILED = 512, LIMIT_16 = 32600, LIMIT_P = 65400 };  // TILED: query vectors of one task, at most; the others: the largest integers
-enum { KEY_TILES = CHUNK / 16, KEY_STEPS = CHUNK / 64, TOGETHER = 9 };
+enum { KEY_TILES = CHUNK / 16, KEY_STEPS = CHUNK / 64, TOGETHER = 2 };
 
 // 16 rows of 64 values: their high bytes and their low ones. Four values in a lane are 16 apart: i, i + 32, i + 16, i + 48.
 typedef struct { u32v high[16], low[16]; } TilePair;
@@ -120,22 +120,25 @@ static void put_values(TilePair *to, const Cache *cache, int k, int d, int first
 // Sums over `steps` tiles of 64 values of 16 rows x and of the columns of two right factors: of the products of high bytes in
 // tiles 0 and 2, of those of a high and a low one in 1 and 3.
 typedef struct { i32v at[4][16]; } TileSums;
-#define TILE_PRODUCTS(DOT_HIGH, DOT_LOW)                                                                                        \
+// After each product comes a part of other work, in vectors: with a busy sibling a core does little beside loads of tiles.
+#define TILE_PRODUCTS(DOT_HIGH, DOT_LOW, WORK)                                                                                  \
   tile_zero(0), tile_zero(1), tile_zero(2), tile_zero(3);                                                                       \
   for (int k = 0; k < steps; k++) {  /* a sum is used again after two or three other products */                               \
-    tile_load(5, x[k].low, 64), tile_load(6, y[k].high, 64), tile_load(7, z[k].high, 64), tile_load(4, x[k].high, 64);          \
-    DOT_LOW(1, 5, 6), DOT_LOW(3, 5, 7), DOT_HIGH(0, 4, 6);                                                                      \
+    tile_load(5, x[k].low, 64), tile_load(6, y[k].high, 64);                                                                    \
+    DOT_LOW(1, 5, 6); WORK;                                                                                                     \
+    tile_load(7, z[k].high, 64);                                                                                                \
+    DOT_LOW(3, 5, 7); WORK;                                                                                                     \
+    tile_load(4, x[k].high, 64);                                                                                                \
+    DOT_HIGH(0, 4, 6); WORK;                                                                                                    \
     tile_load(6, y[k].low, 64);                                                                                                 \
-    DOT_HIGH(1, 4, 6), DOT_HIGH(2, 4, 7);                                                                                       \
+    DOT_HIGH(2, 4, 7); WORK;                                                                                                    \
     tile_load(7, z[k].low, 64);                                                                                                 \
-    DOT_HIGH(3, 4, 7);                                                                                                          \
+    DOT_HIGH(1, 4, 6); WORK;                                                                                                    \
+    DOT_HIGH(3, 4, 7); WORK;                                                                                                    \
   }
-INLINE void signed_products(const TilePair *x, const TilePair *y, const TilePair *z, int steps) { TILE_PRODUCTS(tile_dot_s, tile_dot_s) }
-INLINE void weighted_products(const TilePair *x, const TilePair *y, const TilePair *z, int steps) { TILE_PRODUCTS(tile_dot_us, tile_dot_s) }
 INLINE void keep_sums(TileSums *to) {
   tile_store(0, to->at[0], 64), tile_store(1, to->at[1], 64), tile_store(2, to->at[2], 64), tile_store(3, to->at[3], 64);
 }
-#undef TILE_PRODUCTS
 INLINE f32v sum_of(const TileSums *s, int which, int row) {
   return fma_(from_int(s->at[2 * which][row]), splat(256), from_int(s->at[2 * which + 1][row]));
 }
@@ -151,23 +154,6 @@ INLINE f32v exp_short(f32v x) {
   return (f32v)((i32v)p + ((i32v)n << 23));
 }
 
-// Scores of a panel's queries and one or two tiles of keys, plus the logarithms of their values' powers.
-INLINE void put_scores(const TileSums *sums, const float *scale, const f32v *key_scale, const f32v *log_power, int n, float *s) {
-  f32v by[2] = {key_scale[0], key_scale[n - 1]}, more[2] = {log_power[0], log_power[n - 1]};
-  for (int c = 0; c < 16; c++)
-    for (int i = 0; i < n; i++) stf(s + c * CHUNK + 16 * i, fma_(sum_of(sums, i, c), by[i] * scale[c], more[i]));
-}
-// Those that a query does not see become -inf; at: of the first key.
-static void hide_scores(float *s, int n, const int *from, const int *limit, int at, int rows) {
-  i32v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  for (int c = 0; c < rows; c++)
-    for (int i = 0; i < n; i++) {
-      i32v key = lane + (at + 16 * i);
-      float *p = s + c * CHUNK + 16 * i;
-      stf(p, select_((key < limit[c]) & (key >= from[c]), ldf(p), splat(-__builtin_inff())));
-    }
-}
-
 // Weights of 64 positions as row r of `to`: exponentials of scores relative to the largest. Adds them, without the values' powers.
 INLINE f32v put_weights(TilePair *to, int r, const f32v s[4], float max, const f32v *inverse_power, f32v total) {
   f32v x[4], by = splat(LIMIT_P);
@@ -175,20 +161,6 @@ INLINE f32v put_weights(TilePair *to, int r, const f32v s[4], float max, const f
   for (int j = 0; j < 4; j++) total = fma_(x[j], inverse_power[j], total);
   put_row(to, r, x, (f32v[]){by, by, by, by});
   return total;
-}
-
-// Those of a query's scores in tiles first..tiles - 1; returns their sum.
-static float put_all_weights(TilePair *to, int r, const float *s, float max, const f32v *inverse_power, int first, int tiles) {
-  f32v total = splat(0);
-  for (int k = first / 4; 4 * k < tiles; k++) {
-    f32v x[4];
-    if (4 * k >= first && 4 * k + 4 <= tiles)
-      for (int j = 0; j < 4; j++) x[j] = ldf(s + 64 * k + 16 * j);
-    else
-      for (int j = 0; j < 4; j++) x[j] = 4 * k + j >= first && 4 * k + j < tiles ? ldf(s + 64 * k + 16 * j) : splat(-__builtin_inff());
-    total = put_weights(to + k, r, x, max, inverse_power + 4 * k, total);
-  }
-  return hsum(total);
 }
 
 // The positions of a chunk that the queries of a panel see: tiles first..tiles - 1; inside..outside - 1 all of them.
@@ -202,16 +174,17 @@ static Seen seen_by(const int *from, const int *limit, int rows, int first) {
   return (Seen){first + (begin / 16 - first) / 2 * 2, (end + 15) / 16, inside, outside};
 }
 
-// Some panels whose scores are computed together; in the first-level cache stay keys, of which each tile is read by all of them.
+// Panels whose scores are computed together, and their queries' weights.
 typedef struct {
-  int first, n, rows, weighed;  // panel, panels, queries, and those that have weights
+  int first, n, rows, begun, weighed;  // panel, panels, queries; panels whose weights are begun, queries that have theirs
   float *scores;
   float top[16 * TOGETHER], keep[16 * TOGETHER], add[16 * TOGETHER];
   Seen seen[TOGETHER];
 } Together;
 
-// The products of one panel and two tiles of keys, or of values, which lie in `sums`; rows: queries; n: tiles.
-typedef struct { TileSums sums; int panel, at, rows, n; } Unit;
+// The products of one panel and two tiles of keys, or of values, which lie in `sums`: n tiles, of which number `at` is the first key, or
+// value; `rows` of its queries, `done` of which have been added.
+typedef struct { TileSums sums; int panel, at, n, rows, done; } Unit;
 
 // The chunk and the results that are folded into.
 typedef struct {
@@ -220,27 +193,27 @@ typedef struct {
   const int *from, *limit;
   float *m, *l, *o;
   int first, tiles, deep, width;
-  f32v key_scale[KEY_TILES], log_power[KEY_TILES], inverse_power[KEY_TILES];
+  f32v key_scale[KEY_TILES + 1], log_power[KEY_TILES + 1], inverse_power[KEY_TILES];
 } Attended;
 
-static void add_scores(const Attended *a, Together *g, const Unit *u) {
-  if (!u->n) return;
-  int c = 16 * (g->first + u->panel), t = u->at;
+// Scores of the next eight queries of a unit, plus the logarithms of their values' powers; those of keys that a query does not see are -inf.
+static void add_scores(const Attended *a, const Together *g, Unit *u) {
   const Seen *see = &g->seen[u->panel];
-  const float *scale = a->q->scale + c;
-  float *s = g->scores + 16 * u->panel * CHUNK + 16 * t;
-  if (u->n == 2) put_scores(&u->sums, scale, a->key_scale + t, a->log_power + t, 2, s);
-  else put_scores(&u->sums, scale, a->key_scale + t, a->log_power + t, 1, s);
-  if (16 * t < see->inside || 16 * (t + u->n) > see->outside) hide_scores(s, u->n, a->from + c, a->limit + c, 16 * t, u->rows);
-}
-
-// o = o * keep + add * sums.
-static void add_values(const Attended *a, const Together *g, const Unit *u) {
-  const float *keep = g->keep + 16 * u->panel, *add = g->add + 16 * u->panel;
-  float *o = a->o + (size_t)16 * (g->first + u->panel) * a->width + u->at;
-  for (int c = 0; c < u->rows; c++, o += a->width)
-    for (int i = 0; i < u->n; i++)
-      stf(o + 16 * i, fma_(sum_of(&u->sums, i, c) * (512.0f / LIMIT_16 / LIMIT_P), splat(add[c]), ldf(o + 16 * i) * keep[c]));
+  int first = u->done, t = u->at;
+  const float *scale = a->q->scale + 16 * (g->first + u->panel) + first;
+  float *s = g->scores + (16 * u->panel + first) * CHUNK + 16 * t;
+  const f32v by[2] = {a->key_scale[t], a->key_scale[t + 1]}, more[2] = {a->log_power[t], a->log_power[t + 1]};
+  for (int r = 0; r < 8; r++)  // the second tile may be one that nobody sees
+    for (int i = 0; i < 2; i++) stf(s + r * CHUNK + 16 * i, fma_(sum_of(&u->sums, i, first + r), by[i] * scale[r], more[i]));
+  u->done += 8;
+  if (16 * t >= see->inside && 16 * (t + u->n) <= see->outside) return;
+  i32v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const int *from = a->from + 16 * (g->first + u->panel), *limit = a->limit + 16 * (g->first + u->panel);
+  for (int r = first; r < first + 8 && r < u->rows; r++, s += CHUNK)
+    for (int i = 0; i < 2; i++) {
+      i32v key = lane + 16 * (t + i);
+      stf(s + 16 * i, select_((key < limit[r]) & (key >= from[r]), ldf(s + 16 * i), splat(-__builtin_inff())));
+    }
 }
 
 // The new maxima of a panel's queries, and what earlier results and those of this chunk are multiplied with (attention.h's fold).
@@ -262,38 +235,60 @@ static void begin_weights(const Attended *a, Together *g, int panel) {
   store(a->m + i, select_(some, high, old), rows);
 }
 
-// Weights of the next queries up to number `end`.
-static void weigh_until(const Attended *a, Together *g, int end) {
-  for (; g->weighed < end; g->weighed++) {
-    int c = g->weighed, i = 16 * g->first + c;
-    const Seen *see = &g->seen[c / 16];
-    if (c % 16 == 0) begin_weights(a, g, c / 16);
-    float sum = put_all_weights(a->room->weights + c / 16 * KEY_STEPS, c % 16, g->scores + c * CHUNK, g->top[c], a->inverse_power, see->first,
-                                see->tiles);
-    if (g->add[c] != 0) a->l[i] = a->l[i] * g->keep[c] + sum * g->add[c];
+// The next query's weights; in front of a panel's first one, what they begin with.
+static void weigh_next(const Attended *a, Together *g) {
+  int c = g->weighed, i = 16 * g->first + c, first = g->seen[c / 16].first, tiles = g->seen[c / 16].tiles;
+  if (g->begun == c / 16) {
+    begin_weights(a, g, g->begun++);
+    return;
   }
+  f32v total = splat(0);
+  for (int k = first / 4; 4 * k < tiles; k++) {
+    const float *s = g->scores + c * CHUNK + 64 * k;
+    f32v x[4];
+    for (int j = 0; j < 4; j++) x[j] = ldf(s + 16 * j);
+    if (4 * k < first || 4 * k + 4 > tiles)
+      for (int j = 0; j < 4; j++)
+        if (4 * k + j < first || 4 * k + j >= tiles) x[j] = splat(-__builtin_inff());
+    total = put_weights(a->room->weights + c / 16 * KEY_STEPS + k, c % 16, x, g->top[c], a->inverse_power + 4 * k, total);
+  }
+  if (g->add[c] != 0) a->l[i] = a->l[i] * g->keep[c] + hsum(total) * g->add[c];
+  g->weighed++;
+}
+
+// A part of the work beside products: scores of the unit before, then weights of the panels before, up to query `end`.
+INLINE void work_beside(const Attended *a, const Together *g, Unit *last, Together *before, int end) {
+  if (last->done < last->rows) add_scores(a, g, last);
+  else if (before->weighed < end) weigh_next(a, before);
 }
 
 // Products of all keys of the chunk and g's panels, while the weights of those before are computed.
 static void score(const Attended *a, Together *g, Together *before) {
   Unit units[2] = {{.n = 0}, {.n = 0}}, *now = &units[0], *last = &units[1];
-  int all = (a->tiles - a->first + 1) / 2 * g->n, done = 0;
+  int all = (a->tiles - a->first + 1) / 2 * g->n, done = 0, steps = a->deep;
   for (int t = a->first; t < a->tiles; t += 2)
     for (int p = 0; p < g->n; p++) {
       const Seen *see = &g->seen[p];
-      done++;
+      int end = before->rows * ++done / all;
       if (t + 1 < see->first || t >= see->tiles) continue;
-      now->n = t + 1 < a->tiles ? 2 : 1, now->panel = p, now->at = t, now->rows = g->rows - 16 * p < 16 ? g->rows - 16 * p : 16;
-      const TilePair *y = a->room->keys + t * a->deep;
-      signed_products(a->q->rows + (g->first + p) * a->deep, y, y + (now->n - 1) * a->deep, a->deep);
-      add_scores(a, g, last);
-      weigh_until(a, before, before->rows * done / all);
+      now->n = t + 1 < a->tiles ? 2 : 1, now->panel = p, now->at = t, now->rows = g->rows - 16 * p < 16 ? g->rows - 16 * p : 16, now->done = 0;
+      const TilePair *x = a->q->rows + (g->first + p) * a->deep, *y = a->room->keys + t * a->deep, *z = y + (now->n - 1) * a->deep;
+      TILE_PRODUCTS(tile_dot_s, tile_dot_s, work_beside(a, g, last, before, end))
+      while (last->done < last->rows || before->weighed < end) work_beside(a, g, last, before, end);
       keep_sums(&now->sums);
       Unit *swap = now;
       now = last, last = swap;
     }
-  add_scores(a, g, last);
-  weigh_until(a, before, before->rows);
+  while (last->done < last->rows || before->weighed < before->rows) work_beside(a, g, last, before, before->rows);
+}
+
+// o = o * keep + add * sums, of the next eight queries.
+static void add_values(const Attended *a, const Together *g, Unit *u) {
+  const float *keep = g->keep + 16 * u->panel, *add = g->add + 16 * u->panel;
+  float *o = a->o + (size_t)(16 * (g->first + u->panel) + u->done) * a->width + u->at;
+  for (int end = u->done + 8; u->done < end && u->done < u->rows; u->done++, o += a->width)
+    for (int i = 0; i < u->n; i++)
+      stf(o + 16 * i, fma_(sum_of(&u->sums, i, u->done) * (512.0f / LIMIT_16 / LIMIT_P), splat(add[u->done]), ldf(o + 16 * i) * keep[u->done]));
 }
 
 // Products of g's weights and all values.
@@ -302,18 +297,19 @@ static void add_weighted(const Attended *a, const Together *g) {
   tiles_written(a->room->weights);
   for (int d = 0; d < a->width; d += 32)
     for (int p = 0; p < g->n; p++) {
-      int k = g->seen[p].first / 4, end = (g->seen[p].tiles + 3) / 4;
-      if (end <= k) continue;
-      now->n = d + 16 < a->width ? 2 : 1, now->panel = p, now->at = d, now->rows = g->rows - 16 * p < 16 ? g->rows - 16 * p : 16;
-      const TilePair *y = a->room->values + d / 16 * KEY_STEPS + k;
-      weighted_products(a->room->weights + p * KEY_STEPS + k, y, y + (now->n - 1) * KEY_STEPS, end - k);
-      add_values(a, g, last);
+      int begin = g->seen[p].first / 4, steps = (g->seen[p].tiles + 3) / 4 - begin;
+      if (steps <= 0) continue;
+      now->n = d + 16 < a->width ? 2 : 1, now->panel = p, now->at = d, now->rows = g->rows - 16 * p < 16 ? g->rows - 16 * p : 16, now->done = 0;
+      const TilePair *x = a->room->weights + p * KEY_STEPS + begin, *y = a->room->values + d / 16 * KEY_STEPS + begin;
+      const TilePair *z = y + (now->n - 1) * KEY_STEPS;
+      TILE_PRODUCTS(tile_dot_us, tile_dot_s, if (last->done < last->rows) add_values(a, g, last))
       keep_sums(&now->sums);
       Unit *swap = now;
       now = last, last = swap;
     }
-  add_values(a, g, last);
+  while (last->done < last->rows) add_values(a, g, last);
 }
+#undef TILE_PRODUCTS
 
 // Attention of `count` queries over a chunk, folded into their running (m, l, o), as by attend and merge.
 static void attend_in_tiles(const Cache *cache, const TiledQueries *q, int count, const int *from, const int *limit, const TileRoom *room,
@@ -334,9 +330,8 @@ static void attend_in_tiles(const Cache *cache, const TiledQueries *q, int count
   tiles_written(room->keys);
   tiles_begin(16, 16, 64);
   Together groups[2] = {{.n = 0}, {.n = 0}}, *now = &groups[0], *before = &groups[1];
-  int together = a.deep < 2 ? 2 : a.deep < TOGETHER ? a.deep : TOGETHER;
-  for (int c = 0; c < count || before->n; c += 16 * together) {
-    now->first = c / 16, now->rows = count - c < 16 * together ? count - c : 16 * together, now->weighed = 0;
+  for (int c = 0; c < count || before->n; c += 16 * TOGETHER) {
+    now->first = c / 16, now->rows = count - c < 16 * TOGETHER ? count - c : 16 * TOGETHER, now->begun = now->weighed = 0;
     now->rows = now->rows > 0 ? now->rows : 0, now->n = (now->rows + 15) / 16, now->scores = room->scores + (now - groups) * TOGETHER * 16 * CHUNK;
     for (int p = 0; p < now->n; p++) {
       int at = c + 16 * p;
