@@ -13,6 +13,7 @@ enum { KEY_TILES = CHUNK / 16, KEY_STEPS = CHUNK / 64, TOGETHER = 2 };
 // 16 rows of 64 values: their high bytes and their low ones. Four values in a lane are 16 apart: i, i + 32, i + 16, i + 48.
 typedef struct { u32v high[16], low[16]; } TilePair;
 INLINE int tiles_of(int n) { return (n + 63) / 64; }
+INLINE int in_panel(int rows, int panel) { return rows - 16 * panel < 16 ? rows - 16 * panel : 16; }  // of so many
 
 // Queries of a task: [count / 16][k_dim / 64], and their scales.
 typedef struct { TilePair *rows; float *scale; } TiledQueries;
@@ -185,6 +186,9 @@ typedef struct {
 // The products of one panel and two tiles of keys, or of values, which lie in `sums`: n tiles, of which number `at` is the first key, or
 // value; `rows` of its queries, `done` of which have been added.
 typedef struct { TileSums sums; int panel, at, n, rows, done; } Unit;
+INLINE void begin_unit(Unit *u, int panel, int at, int n, int rows) {
+  u->panel = panel, u->at = at, u->n = n, u->rows = in_panel(rows, panel), u->done = 0;
+}
 
 // The chunk and the results that are folded into.
 typedef struct {
@@ -196,7 +200,7 @@ typedef struct {
   f32v key_scale[KEY_TILES + 1], log_power[KEY_TILES + 1], inverse_power[KEY_TILES];
 } Attended;
 
-// Scores of the next eight queries of a unit, plus the logarithms of their values' powers; those of keys that a query does not see are -inf.
+// Scores of the next eight queries of a unit, plus the logarithms of their values' powers; of keys that a query does not see, -inf.
 static void add_scores(const Attended *a, const Together *g, Unit *u) {
   const Seen *see = &g->seen[u->panel];
   int first = u->done, t = u->at;
@@ -218,7 +222,7 @@ static void add_scores(const Attended *a, const Together *g, Unit *u) {
 
 // The new maxima of a panel's queries, and what earlier results and those of this chunk are multiplied with (attention.h's fold).
 static void begin_weights(const Attended *a, Together *g, int panel) {
-  int c = 16 * panel, i = 16 * g->first + c, rows = g->rows - c < 16 ? g->rows - c : 16;
+  int c = 16 * panel, i = 16 * g->first + c, rows = in_panel(g->rows, panel);
   f32v none = splat(0), top = none, old = fetch(a->m + i, rows);
   i32v some = (i32v)none, fresh = fetch(a->l + i, rows) == none;
   for (int r = 0; r < rows; r++) {
@@ -271,7 +275,7 @@ static void score(const Attended *a, Together *g, Together *before) {
       const Seen *see = &g->seen[p];
       int end = before->rows * ++done / all;
       if (t + 1 < see->first || t >= see->tiles) continue;
-      now->n = t + 1 < a->tiles ? 2 : 1, now->panel = p, now->at = t, now->rows = g->rows - 16 * p < 16 ? g->rows - 16 * p : 16, now->done = 0;
+      begin_unit(now, p, t, t + 1 < a->tiles ? 2 : 1, g->rows);
       const TilePair *x = a->q->rows + (g->first + p) * a->deep, *y = a->room->keys + t * a->deep, *z = y + (now->n - 1) * a->deep;
       TILE_PRODUCTS(tile_dot_s, tile_dot_s, work_beside(a, g, last, before, end))
       while (last->done < last->rows || before->weighed < end) work_beside(a, g, last, before, end);
@@ -282,13 +286,14 @@ static void score(const Attended *a, Together *g, Together *before) {
   while (last->done < last->rows || before->weighed < before->rows) work_beside(a, g, last, before, before->rows);
 }
 
+#define STEP_OF_SUM (512.0f / LIMIT_16 / LIMIT_P)  // of weights and values; 256 for the sums, 2 since a value is below twice its power
 // o = o * keep + add * sums, of the next eight queries.
 static void add_values(const Attended *a, const Together *g, Unit *u) {
   const float *keep = g->keep + 16 * u->panel, *add = g->add + 16 * u->panel;
   float *o = a->o + (size_t)(16 * (g->first + u->panel) + u->done) * a->width + u->at;
   for (int end = u->done + 8; u->done < end && u->done < u->rows; u->done++, o += a->width)
     for (int i = 0; i < u->n; i++)
-      stf(o + 16 * i, fma_(sum_of(&u->sums, i, u->done) * (512.0f / LIMIT_16 / LIMIT_P), splat(add[u->done]), ldf(o + 16 * i) * keep[u->done]));
+      stf(o + 16 * i, fma_(sum_of(&u->sums, i, u->done) * STEP_OF_SUM, splat(add[u->done]), ldf(o + 16 * i) * keep[u->done]));
 }
 
 // Products of g's weights and all values.
@@ -299,7 +304,7 @@ static void add_weighted(const Attended *a, const Together *g) {
     for (int p = 0; p < g->n; p++) {
       int begin = g->seen[p].first / 4, steps = (g->seen[p].tiles + 3) / 4 - begin;
       if (steps <= 0) continue;
-      now->n = d + 16 < a->width ? 2 : 1, now->panel = p, now->at = d, now->rows = g->rows - 16 * p < 16 ? g->rows - 16 * p : 16, now->done = 0;
+      begin_unit(now, p, d, d + 16 < a->width ? 2 : 1, g->rows);
       const TilePair *x = a->room->weights + p * KEY_STEPS + begin, *y = a->room->values + d / 16 * KEY_STEPS + begin;
       const TilePair *z = y + (now->n - 1) * KEY_STEPS;
       TILE_PRODUCTS(tile_dot_us, tile_dot_s, if (last->done < last->rows) add_values(a, g, last))
@@ -330,13 +335,11 @@ static void attend_in_tiles(const Cache *cache, const TiledQueries *q, int count
   tiles_written(room->keys);
   tiles_begin(16, 16, 64);
   Together groups[2] = {{.n = 0}, {.n = 0}}, *now = &groups[0], *before = &groups[1];
-  for (int c = 0; c < count || before->n; c += 16 * TOGETHER) {
-    now->first = c / 16, now->rows = count - c < 16 * TOGETHER ? count - c : 16 * TOGETHER, now->begun = now->weighed = 0;
-    now->rows = now->rows > 0 ? now->rows : 0, now->n = (now->rows + 15) / 16, now->scores = room->scores + (now - groups) * TOGETHER * 16 * CHUNK;
-    for (int p = 0; p < now->n; p++) {
-      int at = c + 16 * p;
-      now->seen[p] = seen_by(from + at, limit + at, count - at < 16 ? count - at : 16, a.first);
-    }
+  for (int p = 0, panels = (count + 15) / 16; p < panels || before->n; p += TOGETHER) {  // the last ones have only others before them
+    int n = panels - p < TOGETHER ? panels - p : TOGETHER, rows = count - 16 * p;
+    now->first = p, now->n = n > 0 ? n : 0, now->rows = rows < 0 ? 0 : rows < 16 * TOGETHER ? rows : 16 * TOGETHER;
+    now->begun = now->weighed = 0, now->scores = room->scores + (now - groups) * TOGETHER * 16 * CHUNK;
+    for (int i = 0; i < n; i++) now->seen[i] = seen_by(from + 16 * (p + i), limit + 16 * (p + i), in_panel(rows, i), a.first);
     score(&a, now, before);
     add_weighted(&a, before);
     Together *swap = now;
