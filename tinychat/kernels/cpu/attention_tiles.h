@@ -41,7 +41,7 @@ INLINE float largest(const float *x, int n) {
 static void put_tiled_query(const TiledQueries *q, int m, const float *x, int n, float scale) {
   float top = largest(x, n);
   q->scale[m] = top * scale / LIMIT_16;
-  f32v up = splat(top > 0 ? LIMIT_16 / top : 0);
+  f32v up = splat(top > 0x1p-100f ? LIMIT_16 / top : 0);
   for (int i = 0; i < tiles_of(n); i++) {
     f32v part[4];
     for (int j = 0; j < 4; j++) part[j] = 64 * i + 16 * j < n ? fetch(x + 64 * i + 16 * j, n - 64 * i - 16 * j) : splat(0);
