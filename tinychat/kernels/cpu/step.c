@@ -535,11 +535,12 @@ static void finish(Ctx *c, const Op *op, int token, int h, const float *sum, flo
 enum { MAX_GROUP = 1024 };  // query heads of one kv head; as library.MAX_GROUP, checked when the library is loaded
 
 // How long the threads take for tasks of so many query vectors: in rounds, a task's time that of its vectors and of what they
-// share, which takes as long as one vector, or three where V is K transposed. In tiles as long as 40; there tasks take long, and cores
-// are unequal, so that in the end a task is waited for.
+// share, which takes as long as one vector, or three where V is K transposed. In tiles as long as 40, or 80; there tasks take long, and
+// cores are unequal, so that in the end a task is waited for.
 INLINE int attention_cost(const Ctx *c, const Op *op, int tasks, int vectors) {
-  if (c->shared.planes) return (tasks + c->pool.threads) * (vectors + 40);
-  return (tasks + c->pool.threads - 1) / c->pool.threads * (vectors + (op->tag == LATENT_ATTENTION ? 3 : 1));
+  int latent = op->tag == LATENT_ATTENTION;
+  if (c->shared.planes) return (tasks + c->pool.threads) * (vectors + (latent ? 80 : 40));
+  return (tasks + c->pool.threads - 1) / c->pool.threads * (vectors + (latent ? 3 : 1));
 }
 
 // One token: tasks are (kv head, part of its query heads, chunk); the thread that finishes a part's last chunk merges all in order.
