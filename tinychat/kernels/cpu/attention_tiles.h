@@ -59,9 +59,9 @@ static f32v largest_in_tile(const uint16_t *tile, int dims) {
   return max_(max_(top[0], top[1]), max_(top[2], top[3]));
 }
 
-// A tile of 16 keys as the right factor; returns their scales.
-static f32v put_keys(TilePair *to, const uint16_t *tile, int k_dim) {
-  f32v top = largest_in_tile(tile, k_dim), up = (float)LIMIT_16 / top;
+// A tile of 16 keys, `top` the largest value of each, as the right factor; returns their scales.
+static f32v put_keys(TilePair *to, const uint16_t *tile, int k_dim, f32v top) {
+  f32v up = (float)LIMIT_16 / top;
   for (int i = 0; i < tiles_of(k_dim); i++)
     for (int r = 0; r < 16; r++) {
       f32v x[4];
@@ -84,27 +84,23 @@ INLINE void value_block(const Cache *cache, int t, int d, u16x16 raw[16]) {
   }
 }
 
-// The power of two at or below the largest value of each of 16 positions.
-static f32v value_powers(const Cache *cache, int t) {
+// The largest value of each of 16 positions.
+static f32v largest_values(const Cache *cache, int t) {
   f32v top = splat(0x1p-40f);
-  if (cache->v) {
-    for (int r = 0; r < 16; r++) {
-      const uint16_t *v = cache->v + ((size_t)t * 16 + r) * cache->v_dim;
-      f32v most = splat(0);
-      int d = 0;
-      prefetch((const uint8_t *)v, 2 * cache->v_dim);
-      for (; d + 16 <= cache->v_dim; d += 16) most = max_(most, abs_(from_f16(ld16(v + d))));
-      if (d < cache->v_dim) {
-        i32v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        most = max_(most, select_(lane < cache->v_dim - d, abs_(from_f16(ld16(v + d))), splat(0)));
-      }
-      float one = hmax(most);
-      top[r] = one > top[r] ? one : top[r];
+  for (int r = 0; r < 16; r++) {
+    const uint16_t *v = cache->v + ((size_t)t * 16 + r) * cache->v_dim;
+    f32v most = splat(0);
+    int d = 0;
+    prefetch((const uint8_t *)v, 2 * cache->v_dim);
+    for (; d + 16 <= cache->v_dim; d += 16) most = max_(most, abs_(from_f16(ld16(v + d))));
+    if (d < cache->v_dim) {
+      i32v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+      most = max_(most, select_(lane < cache->v_dim - d, abs_(from_f16(ld16(v + d))), splat(0)));
     }
-  } else {
-    top = largest_in_tile(cache->k + (size_t)t * 16 * cache->k_dim, cache->v_dim);
+    float one = hmax(most);
+    top[r] = one > top[r] ? one : top[r];
   }
-  return (f32v)((i32v)top & 0x7f800000);
+  return top;
 }
 
 // Tile k of 64 positions and the values d..d + 15 as the right factor; `up`: of each position.
@@ -326,8 +322,12 @@ static void attend_in_tiles(const Cache *cache, const TiledQueries *q, int count
   for (int t = 0; t < KEY_TILES; t++) {
     a.inverse_power[t] = up[t] = splat(0);
     if (t < a.first || t >= a.tiles) continue;
-    a.key_scale[t] = put_keys(room->keys + t * a.deep, cache->k + (size_t)t * 16 * cache->k_dim, cache->k_dim);
-    f32v power = value_powers(cache, t);
+    const uint16_t *tile = cache->k + (size_t)t * 16 * cache->k_dim;
+    int of_keys = cache->v ? 0 : cache->v_dim;  // where the values are the first ones of a key, these are looked at once
+    f32v value = cache->v ? largest_values(cache, t) : largest_in_tile(tile, of_keys);
+    f32v key = largest_in_tile(tile + 16 * of_keys, cache->k_dim - of_keys);
+    f32v power = (f32v)((i32v)value & 0x7f800000);  // of two, at or below the value
+    a.key_scale[t] = put_keys(room->keys + t * a.deep, tile, cache->k_dim, of_keys ? max_(key, value) : key);
     a.log_power[t] = from_int(((i32v)power >> 23) - 127) * 0.693147181f;
     a.inverse_power[t] = 1.0f / power, up[t] = (LIMIT_16 / 2) / power;
   }
