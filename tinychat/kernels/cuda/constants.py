@@ -296,7 +296,8 @@ class GateUpConstants(StepConstants):
     up: Matrix
     spread: Spread
     out_quantised: bool
-    blocks: int
+    blocks: int  # of rows
+    grid: int  # thread blocks
     tile: int  # of several columns: tiles.cuh
     stream: bool
     ring_shared: int

@@ -25,7 +25,7 @@ struct Args {
 // it.
 template <class W, int TOP> struct Experts {
   static constexpr int T = W::TYPE, FF = W::COLS, ROWS = W::ROWS, KB = FF / block_of(T), ALL = KB * TOP,
-                       NI = (ALL + 31) / 32, D = NI < 8 ? NI : 8;
+                       NI = (ALL + 31) / 32, D = NI < 10 ? NI : 8;
   Block<T> f[D];
   DEVICE void issue(const u8 *w, const int *ids, int row, int i) {
     const int j = i * 32 + threadIdx.x % 32;

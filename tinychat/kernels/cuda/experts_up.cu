@@ -1,7 +1,7 @@
 // Decode: f(gate, up) of every chosen expert, behind one another in dst, then of the shared expert. Every block chooses
 // the experts for itself, and does so for TOGETHER columns of a step, one after the other; the shared expert's weights are
-// read once for them. The kernel behind may start when this one's blocks have seen the router's logits: it reads them
-// before its grid_wait().
+// read once for them, and its blocks come first, since they need not wait to know their weights. The kernel behind may
+// start when this one's blocks have seen the router's logits: it reads them before its grid_wait().
 #include "gated.cuh"
 #include "routing.cuh"
 
@@ -42,11 +42,12 @@ template <int SIZE> DEVICE auto columns(const Args &a, float *values, int at) {
 }
 
 DEVICE void run(Args a) {
-  constexpr int TOP = Choice::CHOSEN, FF = Gate::ROWS, ROUTED = EXPERT_BLOCKS * TOP, SIZE = TOP * FF + SharedGate::ROWS;
+  constexpr int TOP = Choice::CHOSEN, FF = Gate::ROWS, SIZE = TOP * FF + SharedGate::ROWS;
+  constexpr int SHARED_BLOCKS = Pairs<SharedGate, SharedUp, SharedSpread, 1>::blocks();
   const Shared sh = staging<COLS, QUANTISED, FLOATING, TOGETHER>(nullptr);
   __shared__ int ids[TOGETHER][TOP];
   __shared__ float weights[TOGETHER][TOP], values[32 * TOGETHER];
-  const int b = blockIdx.x, warp = threadIdx.x / 32;
+  const int b = (int)blockIdx.x - SHARED_BLOCKS, warp = threadIdx.x / 32;
   const int column = COLUMNS == 1 ? 0 : blockIdx.y * TOGETHER;  // the block's first
   const int count = COLUMNS == 1 ? 1 : min(a.state[COUNT] - column, TOGETHER);
   if (count <= 0) return;
@@ -59,7 +60,7 @@ DEVICE void run(Args a) {
   Stage<COLS, NORMED, QUANTISED, FLOATING, TOGETHER> stage;
   const auto norm = [&](int c) { return stage.norm(EPS, sh, c); };
   stage.prefetch(a.gain);
-  if (b < ROUTED) {
+  if (b >= 0) {
     using Rows = Pairs<Gate, Up, Spread, 1>;
     const int slot = b / EXPERT_BLOCKS, part = b % EXPERT_BLOCKS;
     Rows rows;
@@ -82,13 +83,14 @@ DEVICE void run(Args a) {
     put.finish(Rows::first(part));
   } else if constexpr (SharedGate::ROWS > 0) {
     using Rows = Pairs<SharedGate, SharedUp, SharedSpread, TOGETHER>;
+    const int part = blockIdx.x;
     Rows rows;
-    rows.prefetch(a.shared_gate, a.shared_up, 0, b - ROUTED);
+    rows.prefetch(a.shared_gate, a.shared_up, 0, part);
     grid_wait();
     stage.load(x);
     stage.finish(x, sh);
     const auto put = columns<SIZE>(a, values, TOP * FF);
-    rows.run(sh, 0, b - ROUTED, norm, put, nullptr, nullptr);
-    put.finish(Rows::first(b - ROUTED));
+    rows.run(sh, 0, part, norm, put, nullptr, nullptr);
+    put.finish(Rows::first(part));
   }
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tinychat.errors import TinychatError
 from tinychat.kernels import blocks, ops
@@ -48,8 +49,11 @@ ATTENTION_THREADS = 512
 LINEAR_THREADS = 256
 STAGED_COLUMNS, STAGED_ROWS = 2, 2048  # up to so many each block stages its input: cheaper than a kernel that does
 EXPERTS_COLUMNS, EXPERTS_SHARED = 4, 48 << 10  # a block of the experts' kernels: at most; bytes of their activations
-WIDE_THREADS, WIDE_ROWS = 512, 2112  # of linear.cu with a norm: 16 rows a block, at most one for each multiprocessor
+WIDE_THREADS, WIDE_ROWS = 512, 2112  # of linear.cu with a norm: 16 rows a block, at most one for each multiprocessor,
+WIDE_MOST = 2  # or this many times as many
+RESIDENT = 2  # blocks on a multiprocessor, which bounds their registers: alone a kernel's block may take half of them
 PAIR_WARPS = PAIR_THREADS // 32
+PLACES = 264  # for blocks of PAIR_THREADS on an H100 at once
 
 
 def quantise(b: Builder, x: Activations, norm: Weight | None, eps: float, threads: int) -> tuple[Launch, Activations]:
@@ -68,17 +72,15 @@ def gate_up(b: Builder, norm: Weight | None, eps: float, w: blocks.Gated) -> tup
     t = pair_spread(w.gate)
     quantised, floating = b.kinds(w.gate, w.up)
     ffn = b.agreed("ffn", w.ff, [w.down], [w.ff], t.rows(PAIR_WARPS) == QUANTISED_ROWS)
-    threads, resident, grid, before = (
-        PAIR_THREADS,
-        2 if b.columns < 8 else 1,
-        t.blocks(w.ff, PAIR_WARPS),
-        tuple[Launch, ...](),
-    )
+    threads, resident, before = PAIR_THREADS, 2 if b.columns < 8 else 1, tuple[Launch, ...]()
+    blocks = t.blocks(w.ff, PAIR_WARPS)
+    grid = min(blocks, PLACES)
     tiles, source = None, dict[str, str | None]()
     if b.columns > 1 and not floating:
         together = QUANTISED_ROWS if ffn.quantised else 1
         tiles = tiling(b, [[(w.gate, t), (w.up, t)]], together=together)
         threads, resident, shared, (grid,) = TILE_THREADS, tiles.resident, tiles.shared, tiles.blocks
+        blocks = grid
         first, x = quantise(b, Activations("x", w.gate.cols), norm, eps, PAIR_THREADS)
         before, source = (first,), {"x_q": f"{x.name}_q", "x_s": f"{x.name}_s", "norms": "norms"}
     else:
@@ -94,7 +96,8 @@ def gate_up(b: Builder, norm: Weight | None, eps: float, w: blocks.Gated) -> tup
         b.matrix(w.up),
         t,
         out_quantised=ffn.quantised,
-        blocks=grid,
+        blocks=blocks,
+        grid=grid,
         tile=tiles.tile if tiles else 0,
         stream=bool(tiles and tiles.stream),
         ring_shared=shared if tiles else 0,
@@ -151,7 +154,10 @@ def linear(
     shared = shared_columns(b, cols, quantised and not tiled, floating and norm is not None)
     buffers, before = b.source(x) | {"gain": b.data(norm)}, tuple[Launch, ...]()
     spreads = {w: spread(w, sum(x.rows for x in weights)) for w in weights}
-    wide = norm and sum(w.rows for w in weights) <= WIDE_ROWS and all(t.split == 1 for t in spreads.values())
+    rows = sum(w.rows for w in weights)
+    wide = norm and rows <= WIDE_MOST * WIDE_ROWS and all(t.split == 1 for t in spreads.values())
+    if wide and rows > WIDE_ROWS:
+        spreads = {w: replace(t, rows_per_lane=WIDE_MOST, depth=min(t.depth, 2)) for w, t in spreads.items()}
     threads = WIDE_THREADS if wide else LINEAR_THREADS
     grid, tiles = {w: t.blocks(w.rows, threads // 32) for w, t in spreads.items()}, None
     if tiled:
@@ -199,7 +205,7 @@ def linear(
         nbytes=sum(w.nbytes for w in weights),
         shared=shared,
         threads=TILE_THREADS if tiles else threads,
-        resident=tiles.resident if tiles else 1,
+        resident=tiles.resident if tiles else RESIDENT if b.columns == 1 else 1,
         before=before,
     )
 
@@ -364,7 +370,7 @@ def experts_down(b: Builder, layer: int, e: Experts, ffn: Activations) -> Launch
         f"experts {kind}",
         nbytes=r.top_k * w.group_bytes + (shared.nbytes if shared else 0),
         shared=room,
-        resident=1 if b.columns == 1 else 2,
+        resident=RESIDENT,
     )
 
 

@@ -181,13 +181,19 @@ template <int T, int K, int LPR, int KS, int R, int DEPTH, int C> struct Dot {
 #pragma unroll
       for (int r = 0; r < R; r++) fetch<T>(f[i % D][r], w, blocks, row[r] * KB + j);
   }
-  DEVICE void prefetch() {
+  DEVICE void begin() {
 #pragma unroll
     for (int c = 0; c < C; c++)
 #pragma unroll
       for (int r = 0; r < R; r++) acc[c][r] = 0;
+  }
+  DEVICE void ask() {
 #pragma unroll
     for (int i = 0; i < D; i++) issue(i);
+  }
+  DEVICE void prefetch() {
+    begin();
+    ask();
   }
   DEVICE void use(int i, const Shared &sh, int first) {
     const int j = i * STEP + lane();
@@ -207,19 +213,23 @@ template <int T, int K, int LPR, int KS, int R, int DEPTH, int C> struct Dot {
       }
   }
   int staged;  // values of a whole staged column
-  DEVICE void run(const Shared &sh, int values, int first = 0) {  // from staged value `first` on
-    staged = values;
-#pragma unroll
-    for (int i = 0; i < NI; i++) {
-      use(i, sh, first);
-      if (i + D < NI) issue(i + D);
-    }
+  DEVICE void step(int i, const Shared &sh, int first) {
+    use(i, sh, first);
+    if (i + D < NI) issue(i + D);
+  }
+  DEVICE void across_lanes() {
 #pragma unroll
     for (int c = 0; c < C; c++)
 #pragma unroll
       for (int r = 0; r < R; r++)
 #pragma unroll
         for (int m = LPR / 2; m; m >>= 1) acc[c][r] += shfl_xor(acc[c][r], m);
+  }
+  DEVICE void run(const Shared &sh, int values, int first = 0) {  // from staged value `first` on
+    staged = values;
+#pragma unroll
+    for (int i = 0; i < NI; i++) step(i, sh, first);
+    across_lanes();
   }
   DEVICE void across_warps(float *red) {  // sums what the KS warps of a row have
     if (KS > 1) {
@@ -313,12 +323,11 @@ DEVICE void linear(const u8 *w, int g, int b, Load src, const float *gain, float
   Dot<W::TYPE, K, LPR, KS, R, S::DEPTH, C> dot;
   constexpr int G = 32 / LPR, MINE = (C + LPR - 1) / LPR;  // columns that a lane finishes
   const int lane = threadIdx.x % LPR;
+  constexpr int OWN = WARPS / KS * R * G;  // rows of a block
   const int unit = (b * (WARPS / KS) + threadIdx.x / 32 / KS) * R * G + threadIdx.x % 32 / LPR;
+  const auto has = [&](int r) { return ROWS % OWN == 0 || unit + r * G < ROWS; };
 #pragma unroll
-  for (int r = 0; r < R; r++) {
-    const int row = unit + r * G;
-    dot.row[r] = packed_row<W>(g, row < ROWS ? row : ROWS - 1);
-  }
+  for (int r = 0; r < R; r++) dot.row[r] = packed_row<W>(g, has(r) ? unit + r * G : ROWS - 1);
   dot.point(w, W::BLOCKS);
   dot.prefetch();
   const bool last = threadIdx.x / 32 % KS == 0;  // finishes its rows
@@ -329,7 +338,7 @@ DEVICE void linear(const u8 *w, int g, int b, Load src, const float *gain, float
       if ((C == 1 ? lane == 0 : m * LPR + lane < C) && last)
 #pragma unroll
         for (int r = 0; r < R; r++)
-          if (unit + r * G < ROWS) before[m][r] = put.before(C == 1 ? 0 : m * LPR + lane, unit + r * G);
+          if (has(r)) before[m][r] = put.before(C == 1 ? 0 : m * LPR + lane, unit + r * G);
   Stage<K, NORM, QUANT, FLOAT, C> stage;
   stage.prefetch(gain);
   grid_wait();
@@ -347,13 +356,13 @@ DEVICE void linear(const u8 *w, int g, int b, Load src, const float *gain, float
     if ((C == 1 ? lane == 0 : column < C) && last)
 #pragma unroll
       for (int r = 0; r < R; r++)
-        if (unit + r * G < ROWS) {
+        if (has(r)) {
           const float v = mul_rn(dot.mine(m * LPR, r), norm[m]);
           if constexpr (ADDS<Epilogue>) put(column, unit + r * G, v, before[m][r]);
           else put(column, unit + r * G, v);
         }
   }
-  put.finish(b * (WARPS / KS) * R * G);
+  put.finish(b * OWN);
 }
 
 // What producer and consumer of activations have agreed on: int8 blocks, which the consumer only copies, or floats,
