@@ -50,7 +50,7 @@ LINEAR_THREADS = 256
 STAGED_COLUMNS, STAGED_ROWS = 2, 2048  # up to so many each block stages its input: cheaper than a kernel that does
 EXPERTS_COLUMNS, EXPERTS_SHARED = 4, 48 << 10  # a block of the experts' kernels: at most; bytes of their activations
 WIDE_THREADS, WIDE_ROWS = 512, 2112  # of linear.cu with a norm: 16 rows a block, at most one for each multiprocessor,
-WIDE_MOST = 2  # or this many times as many
+WIDE_MOST = 2  # or so many times as many
 RESIDENT = 2  # blocks on a multiprocessor, which bounds their registers: alone a kernel's block may take half of them
 PAIR_WARPS = PAIR_THREADS // 32
 PLACES = 264  # for blocks of PAIR_THREADS on an H100 at once
@@ -205,7 +205,7 @@ def linear(
         nbytes=sum(w.nbytes for w in weights),
         shared=shared,
         threads=TILE_THREADS if tiles else threads,
-        resident=tiles.resident if tiles else RESIDENT if b.columns == 1 else 1,
+        resident=tiles.resident if tiles else 1 if wide or b.columns > 1 else RESIDENT,
         before=before,
     )
 
