@@ -50,8 +50,8 @@ LINEAR_THREADS = 256
 STAGED_COLUMNS, STAGED_ROWS = 2, 2048  # up to so many each block stages its input: cheaper than a kernel that does
 EXPERTS_COLUMNS, EXPERTS_SHARED = 4, 48 << 10  # a block of the experts' kernels: at most; bytes of their activations
 WIDE_THREADS, WIDE_ROWS = 512, 2112  # of linear.cu with a norm: 16 rows a block, at most one for each multiprocessor,
-WIDE_MOST = 2  # or so many times as many
-RESIDENT = 2  # blocks on a multiprocessor, which bounds their registers: alone a kernel's block may take half of them
+WIDE_MOST, WIDE_DEPTH = 2, 4  # or, of quantised matrices, so many times as many, with so many blocks of each in flight
+RESIDENT = 2  # blocks on a multiprocessor, which bounds their registers: ptxas takes up to 255 for what it loads ahead
 PAIR_WARPS = PAIR_THREADS // 32
 PLACES = 264  # for blocks of PAIR_THREADS on an H100 at once
 
@@ -155,9 +155,10 @@ def linear(
     buffers, before = b.source(x) | {"gain": b.data(norm)}, tuple[Launch, ...]()
     spreads = {w: spread(w, sum(x.rows for x in weights)) for w in weights}
     rows = sum(w.rows for w in weights)
-    wide = norm and rows <= WIDE_MOST * WIDE_ROWS and all(t.split == 1 for t in spreads.values())
+    most = WIDE_ROWS if floating else WIDE_MOST * WIDE_ROWS
+    wide = norm and rows <= most and all(t.split == 1 for t in spreads.values())
     if wide and rows > WIDE_ROWS:
-        spreads = {w: replace(t, rows_per_lane=WIDE_MOST, depth=min(t.depth, 2)) for w, t in spreads.items()}
+        spreads = {w: replace(t, rows_per_lane=WIDE_MOST, depth=min(t.depth, WIDE_DEPTH)) for w, t in spreads.items()}
     threads = WIDE_THREADS if wide else LINEAR_THREADS
     grid, tiles = {w: t.blocks(w.rows, threads // 32) for w, t in spreads.items()}, None
     if tiled:
@@ -205,7 +206,7 @@ def linear(
         nbytes=sum(w.nbytes for w in weights),
         shared=shared,
         threads=TILE_THREADS if tiles else threads,
-        resident=tiles.resident if tiles else 1 if wide or b.columns > 1 else RESIDENT,
+        resident=tiles.resident if tiles else 1 if wide or floating or b.columns > 1 else RESIDENT,
         before=before,
     )
 
