@@ -11,7 +11,7 @@ template <class G, class U, class S, int C> struct Pairs {
   static DEVICE int unit(int b) { return (b * WARPS + threadIdx.x / 32) * R * N + threadIdx.x % 32 / LPR; }
   static DEVICE constexpr int first(int b) { return b * WARPS * R * N; }  // row
   static DEVICE constexpr int blocks() { return (ROWS + first(1) - 1) / first(1); }
-  DEVICE void point(int group, int b) {
+  DEVICE void aim(int group, int b) {
 #pragma unroll
     for (int r = 0; r < R; r++) {
       const int row = ROWS % first(1) ? min(unit(b) + r * N, ROWS - 1) : unit(b) + r * N;
@@ -20,7 +20,7 @@ template <class G, class U, class S, int C> struct Pairs {
     }
   }
   DEVICE void prefetch(const u8 *wg, const u8 *wu, int group, int b) {
-    point(group, b);
+    aim(group, b);
     gate.point(wg, G::BLOCKS);
     up.point(wu, U::BLOCKS);
     gate.prefetch();
@@ -39,13 +39,8 @@ template <class G, class U, class S, int C> struct Pairs {
       gate.staged = up.staged = K;
 #pragma unroll
       for (int i = 0; i < gate.NI; i++) {
-        gate.step(i, sh, 0);
-        up.step(i, sh, 0);
-      }
-      if (next >= 0) {
-        point(group, next);
-        gate.ask();
-        up.ask();
+        gate.step(i, sh, 0, next >= 0, [&] { aim(group, next); });
+        up.step(i, sh, 0, next >= 0, [] {});
       }
       gate.across_lanes();
       up.across_lanes();
@@ -62,8 +57,8 @@ template <class G, class U, class S, int C> struct Pairs {
     for (int m = 0; m < MINE; m++)
 #pragma unroll
       for (int r = 0; r < R; r++) u[m][r] = mul_rn(up.mine(m * LPR, r), norm[m]);
-    gate.begin();
-    up.begin();
+    gate.clear();
+    up.clear();
 #pragma unroll
     for (int m = 0; m < MINE; m++) {
       const int column = C == 1 ? 0 : m * LPR + lane;
