@@ -1,18 +1,26 @@
 // Decode: flash attention on tensor cores, of every column of the step by blocks of its own. A block takes 16 * ROW_TILES heads of one kv head's group and one split of
 // the keys, CHUNK_KEYS keys at a time, double-buffered. Latent: V is the head of K's row, so each cache row is read
-// once for all heads. 16 warps: S tiles over (rows, keys, parts of the key's values), softmax by rows, then O tiles
-// over columns. Results: finished where a single split has work (GQA); else partial, which the last block of a kv head
-// combines (GQA) or the next kernel (latent; value_up.cu).
+// once for all heads; queries and this step's row are ready. GQA: a block makes its queries and this step's rows for
+// itself (heads.cuh), and leaves its column's in the cache. 16 warps: S tiles over (rows, keys, parts of the key's
+// values), softmax by rows, then O tiles over columns. Results: finished where a single split has work (GQA); else
+// partial, which the last block of a kv head combines (GQA) or the next kernel (latent; value_up.cu).
+#include "heads.cuh"
 #include "matvec.cuh"
 
 struct Args {
   u16 *partial = nullptr;  // (columns, splits, heads, value_dim): each split's result, where it is not finished
   F2 *ml = nullptr;        // (columns, splits, heads): maximum (log2) and sum
   int *tickets = nullptr;  // (columns, kv_heads): splits that are done
-  const u16 *q = nullptr;  // (columns, heads, key_dim), scaled
-  const u16 *k_cache = nullptr;
+  const u16 *queries = nullptr;  // (columns, heads, key_dim), scaled; where LATENT, else:
+  const float *q = nullptr;      // (columns, heads, key_dim)
+  const float *k = nullptr;      // (columns, kv_heads, key_dim); nullptr where the layer shares its cache
+  const float *v = nullptr;      // (columns, kv_heads, value_dim)
+  const float *q_gain = nullptr;
+  const float *k_gain = nullptr;
+  const F2 *table = nullptr;  // cos and sin, (positions, rope_dims / 2)
+  u16 *k_cache = nullptr;
+  u16 *v_cache = nullptr;  // k_cache where LATENT
   const int *state = nullptr;
-  const u16 *v_cache = nullptr;  // k_cache where LATENT
   float *out = nullptr;          // (columns, heads, value_dim), or:
   V4 *dst_q = nullptr;
   Scale *dst_s = nullptr;
@@ -32,7 +40,8 @@ DEVICE void run(Args a) {
   DYNAMIC_SHARED(pool);
   u16 *qs = (u16 *)pool, *ks = qs + ROWS * KP, *vs = LATENT ? ks : ks + STAGES * CHUNK_KEYS * KP,
       *ps = vs + STAGES * CHUNK_KEYS * VP;
-  float *ss = (float *)(ps + ROWS * PP), *row_max = ss + PARTS * ROWS * SP, *row_sum = row_max + ROWS,
+  constexpr int SCORES = PARTS * ROWS * SP, MADE = LATENT ? 0 : WARPS * KEY_DIM;  // floats: of a chunk; of heads in the making
+  float *ss = (float *)(ps + ROWS * PP), *row_max = ss + (SCORES > MADE ? SCORES : MADE), *row_sum = row_max + ROWS,
         *row_scale = row_sum + ROWS;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, split = blockIdx.x,
             kv_head = COLUMNS == 1 ? blockIdx.z : blockIdx.z % KV_HEADS, first_row = blockIdx.y * ROWS;
@@ -42,7 +51,8 @@ DEVICE void run(Args a) {
   a.partial += (u64)column * SPLITS * HEADS * VALUE_DIM;
   a.ml += column * SPLITS * HEADS;
   a.tickets += column * KV_HEADS;
-  a.q += column * HEADS * KEY_DIM;
+  if constexpr (LATENT) a.queries += column * HEADS * KEY_DIM;
+  else a.q += column * HEADS * KEY_DIM;
   a.out += column * HEADS * VALUE_DIM;
   if (GATED) a.gate += column * HEADS * VALUE_DIM;
   const int last_row = min(first_row + ROWS, GROUP) - 1;
@@ -52,40 +62,83 @@ DEVICE void run(Args a) {
   if (begin >= end) return;
   const int chunks = (end - begin + CHUNK_KEYS - 1) / CHUNK_KEYS, active = (keys + per - 1) / per;
 
-  // Rows of earlier steps (`known` of them) in chunk c, in the background: they need no waiting.
+  // Chunk c: rows that are in the cache, and zeros behind the last, in the background: they need no waiting.
   constexpr int KV = KEY_DIM / 8, VV = LATENT ? 0 : VALUE_DIM / 8;
-  const int earlier = min(end, known);
+  const int earlier = OWN ? min(end, known) : end;
   auto load = [&](int c) {
     const int first = begin + c * CHUNK_KEYS, slot = c % STAGES * CHUNK_KEYS;
+    if (c < chunks) {
 #pragma unroll 4
-    for (int i = threadIdx.x; i < CHUNK_KEYS * KV; i += THREADS) {
-      const int row = i / KV, col = i % KV * 8, key = first + row;
-      if (key < earlier)
-        copy_async(ks + (slot + row) * KP + col, a.k_cache + ((u64)(key - base) * KV_HEADS + kv_head) * KEY_DIM + col, true);
-    }
+      for (int i = threadIdx.x; i < CHUNK_KEYS * KV; i += THREADS) {
+        const int row = i / KV, col = i % KV * 8, key = first + row;
+        if (key < earlier || key >= end)
+          copy_async(ks + (slot + row) * KP + col, a.k_cache + ((u64)(key - base) * KV_HEADS + kv_head) * KEY_DIM + col, key < end);
+      }
 #pragma unroll 4
-    for (int i = threadIdx.x; i < CHUNK_KEYS * VV; i += THREADS) {
-      constexpr int V1 = VV ? VV : 1;
-      const int row = i / V1, col = i % V1 * 8, key = first + row;
-      if (key < earlier)
-        copy_async(vs + (slot + row) * VP + col, a.v_cache + ((u64)(key - base) * KV_HEADS + kv_head) * VALUE_DIM + col, true);
+      for (int i = threadIdx.x; i < CHUNK_KEYS * VV; i += THREADS) {
+        constexpr int V1 = VV ? VV : 1;
+        const int row = i / V1, col = i % V1 * 8, key = first + row;
+        if (key < earlier || key >= end)
+          copy_async(vs + (slot + row) * VP + col, a.v_cache + ((u64)(key - base) * KV_HEADS + kv_head) * VALUE_DIM + col, key < end);
+      }
     }
     copy_commit();
   };
-  // The rest of it: this step's rows, zeros behind it.
+  // Items of chunk c, one for each warp: the queries (chunk 0), then K and V of the rows that this step adds to it.
+  const int queries = last_row - first_row + 1;
+  Rotated rotated;
+  struct Item {
+    bool query, value;
+    int head, key;
+  };
+  auto item = [&](int i, int c) {
+    const int n = c ? 0 : queries, first = max(begin + c * CHUNK_KEYS, earlier);
+    return Item{i < n, (bool)((i - n) % 2), i < n ? kv_head * GROUP + first_row + i : kv_head, i < n ? pos : first + (i - n) / 2};
+  };
+  auto items = [&](int c) {
+    const int first = begin + c * CHUNK_KEYS, added = min(first + CHUNK_KEYS, end) - max(first, earlier);
+    return (c ? 0 : queries) + (c < chunks ? 2 * max(added, 0) : 0);
+  };
+  auto prepare = [&](const Item &m) {
+    if (!m.query && m.value) return;
+    rotated.gains(m.query ? a.q_gain : a.k_gain, m.head);
+    rotated.angles(a.table, m.key);
+  };
+  auto make = [&](const Item &m, int c) {
+    float *mine = ss + warp * KEY_DIM;
+    const int t = m.key - known, slot = c % STAGES * CHUNK_KEYS + m.key - begin - c * CHUNK_KEYS;
+    const bool stored = t == column && blockIdx.y == 0;
+    const u64 at = (u64)(m.key - base) * KV_HEADS + kv_head;
+    if (m.query)
+      rotated.run(a.q, HEADS, m.head, mine, [&](int i, float y) {
+        qs[(m.head - kv_head * GROUP - first_row) * KP + i] = float_to_half(y * QUERY_SCALE);
+      });
+    else if (m.value)
+      value_head(a.v + (t * KV_HEADS + kv_head) * VALUE_DIM, [&](int i, float y) {
+        const u16 h = vs[slot * VP + i] = float_to_half(y);
+        if (stored) a.v_cache[at * VALUE_DIM + i] = h;
+      });
+    else
+      rotated.run(a.k + t * KV_HEADS * KEY_DIM, KV_HEADS, kv_head, mine, [&](int i, float y) {
+        const u16 h = ks[slot * KP + i] = float_to_half(y);
+        if (stored) a.k_cache[at * KEY_DIM + i] = h;
+      });
+  };
   auto finish = [&](int c) {
-    const int first = begin + c * CHUNK_KEYS, slot = c % STAGES * CHUNK_KEYS;
-    if (c >= chunks || first + CHUNK_KEYS <= earlier) return;
-    for (int i = threadIdx.x; i < CHUNK_KEYS * KV; i += THREADS) {
-      const int row = i / KV, col = i % KV * 8, key = first + row;
-      const u16 *from = a.k_cache + ((u64)(key - base) * KV_HEADS + kv_head) * KEY_DIM + col;
-      if (key >= earlier) *(V4 *)(ks + (slot + row) * KP + col) = key < end ? *(const V4 *)from : V4{0, 0, 0, 0};
-    }
-    for (int i = threadIdx.x; i < CHUNK_KEYS * VV; i += THREADS) {
-      constexpr int V1 = VV ? VV : 1;
-      const int row = i / V1, col = i % V1 * 8, key = first + row;
-      const u16 *from = a.v_cache + ((u64)(key - base) * KV_HEADS + kv_head) * VALUE_DIM + col;
-      if (key >= earlier) *(V4 *)(vs + (slot + row) * VP + col) = key < end ? *(const V4 *)from : V4{0, 0, 0, 0};
+    if constexpr (LATENT) {
+      const int first = begin + c * CHUNK_KEYS, slot = c % STAGES * CHUNK_KEYS;
+      if (c < chunks && first + CHUNK_KEYS > earlier)
+        for (int i = threadIdx.x; i < CHUNK_KEYS * KV; i += THREADS) {
+          const int row = i / KV, col = i % KV * 8, key = first + row;
+          if (key >= earlier && key < end)
+            *(V4 *)(ks + (slot + row) * KP + col) = *(const V4 *)(a.k_cache + ((u64)(key - base) * KV_HEADS + kv_head) * KEY_DIM + col);
+        }
+    } else {
+      for (int i = warp; i < items(c); i += WARPS) {
+        const Item m = item(i, c);
+        if (c || i >= WARPS) prepare(m);
+        make(m, c);
+      }
     }
   };
 #pragma unroll
@@ -94,12 +147,16 @@ DEVICE void run(Args a) {
     row_max[i] = -1e30f;
     row_sum[i] = 0;
   }
+  for (int i = threadIdx.x; i < ROWS * KV; i += THREADS)
+    if (const int row = i / KV; row >= queries) *(V4 *)(qs + row * KP + i % KV * 8) = V4{0, 0, 0, 0};
+  if constexpr (!LATENT)
+    if (warp < items(0)) prepare(item(warp, 0));
   grid_wait();
-  for (int i = threadIdx.x; i < ROWS * (KEY_DIM / 8); i += THREADS) {
-    const int r = i / (KEY_DIM / 8), c = i % (KEY_DIM / 8) * 8, row = first_row + r;
-    const u16 *from = a.q + (kv_head * GROUP + row) * KEY_DIM + c;
-    *(V4 *)(qs + r * KP + c) = row <= last_row ? *(const V4 *)from : V4{0, 0, 0, 0};
-  }
+  if constexpr (LATENT)
+    for (int i = threadIdx.x; i < queries * KV; i += THREADS) {
+      const int row = i / KV, col = i % KV * 8;
+      *(V4 *)(qs + row * KP + col) = *(const V4 *)(a.queries + (kv_head * GROUP + first_row + row) * KEY_DIM + col);
+    }
 #pragma unroll
   for (int c = 0; c < STAGES - 1; c++) finish(c);
   float o[ROW_TILES][NT][4];

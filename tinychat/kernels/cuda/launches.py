@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from tinychat.errors import TinychatError
 from tinychat.kernels import blocks, ops
@@ -21,6 +22,7 @@ from tinychat.kernels.cuda.constants import (
     GateInputConstants,
     GateUpConstants,
     GatingCode,
+    HeadsConstants,
     JoinConstants,
     LayerInputsConstants,
     LinearConstants,
@@ -30,7 +32,6 @@ from tinychat.kernels.cuda.constants import (
     QuantiseConstants,
     SampleConstants,
     StoreHiddenConstants,
-    StoreKVConstants,
 )
 from tinychat.kernels.cuda.launch import Launch, kernel
 from tinychat.kernels.cuda.layout import block_size
@@ -427,41 +428,40 @@ def gate_input(b: Builder, layer: int, e: LayerEmbedding, tokens: int, unit: boo
     return kernel(f"gate_input_{layer}_{width}", "gate_input.cu", shape, buffers, (tokens, 1, 1), "embedding")
 
 
-def store_kv(b: Builder, layer: int, a: GQA, tokens: int) -> Launch:
-    """Queries, scaled for attention and rotated, into `queries`; rotated keys, and values, into the cache. Queries
-    alone where the layer shares a cache."""
-    kv_heads = a.kv_heads if a.shared is None else 0
+def _heads(a: GQA) -> dict[str, Any]:
+    """The fields of HeadsConstants for attention."""
     norm = {None: Norm.NO_NORM, "head": Norm.PER_HEAD, "projection": Norm.ALL_HEADS}
-    shape = StoreKVConstants(
-        a.heads,
-        kv_heads,
-        a.key_dim,
-        a.value_dim,
-        rope_dims=a.rope.dims,
-        neox=a.rope.style == "neox",
-        norm=norm[a.qk_norm],
-        eps=a.eps,
-        query_scale=a.scale * LOG2E,
-        value_norm=a.value_norm,
-        window=a.window if kv_heads else 0,
-    )
-    buffers = {
-        "queries": b.buffer("queries", 2 * tokens * a.heads * a.key_dim),
-        "q": b.act("q", tokens),
-        "q_gain": b.data(a.q_norm),
-        "table": b.rope(a.rope),
-        "state": "state",
+    return {
+        "heads": a.heads,
+        "kv_heads": a.kv_heads,
+        "key_dim": a.key_dim,
+        "value_dim": a.value_dim,
+        "rope_dims": a.rope.dims,
+        "neox": a.rope.style == "neox",
+        "norm": norm[a.qk_norm],
+        "eps": a.eps,
+        "query_scale": a.scale * LOG2E,
+        "value_norm": a.value_norm,
+        "window": a.window,
     }
-    if kv_heads:
-        buffers |= {
-            "k_cache": b.cache("k", layer),
-            "v_cache": b.cache("v", layer),
-            "k": b.act("k", tokens),
-            "v": b.act("v", tokens),
-            "k_gain": b.data(a.k_norm),
-        }
-    grid = (-(-(a.heads + 2 * kv_heads) // 8), tokens, 1)
-    return kernel(f"store_kv_{a.heads}_{kv_heads}_{a.key_dim}", "store_kv.cu", shape, buffers, grid, "rope")
+
+
+def _head_buffers(b: Builder, a: GQA, tokens: int) -> dict[str, str | None]:
+    """What q, k and v are made of; k and v where the layer does not share a cache."""
+    own = {"k": b.act("k", tokens), "v": b.act("v", tokens), "k_gain": b.data(a.k_norm)} if a.shared is None else {}
+    return {"q": b.act("q", tokens), "q_gain": b.data(a.q_norm), "table": b.rope(a.rope), "state": "state", **own}
+
+
+def store_kv(b: Builder, layer: int, a: GQA, tokens: int) -> Launch:
+    """Of a prompt: queries, scaled for attention and rotated, into `queries`; rotated keys, and values, into the cache.
+    Queries alone where the layer shares a cache."""
+    own = a.shared is None
+    shape = HeadsConstants(**_heads(a) | ({} if own else {"kv_heads": 0, "window": 0}))
+    buffers = {"queries": b.buffer("queries", 2 * tokens * a.heads * a.key_dim), **_head_buffers(b, a, tokens)}
+    if own:
+        buffers |= {"k_cache": b.cache("k", layer), "v_cache": b.cache("v", layer)}
+    grid = (-(-(a.heads + 2 * shape.kv_heads) // 8), tokens, 1)
+    return kernel(f"store_kv_{a.heads}_{shape.kv_heads}_{a.key_dim}", "store_kv.cu", shape, buffers, grid, "rope")
 
 
 def activation(w: blocks.Gated | LayerEmbedding) -> GatedActivation:
@@ -499,49 +499,47 @@ def _row_tiles(group: int) -> int:
 
 
 def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launch:
-    """Results go into `heads` (GQA), partial ones of each split into `attention_o`."""
-    latent = isinstance(a, MLA)
-    stored = layer if isinstance(a, MLA) or a.shared is None else a.shared
-    kv_heads, key_dim, value_dim = (1, a.row, a.kv_lora) if isinstance(a, MLA) else (a.kv_heads, a.key_dim, a.value_dim)
+    """With what store_kv does for a prompt (GQA). Results go into `heads` (GQA), partial ones of each split into `attention_o`."""
+    stored, heads, buffers = layer, None, dict[str, str | None]()
+    own: dict[str, Any] = {"heads": a.heads}
+    if isinstance(a, MLA):
+        own |= {"kv_heads": 1, "key_dim": a.row, "value_dim": a.kv_lora}
+        buffers |= {"queries": "queries", "state": "state"}
+    else:
+        stored, heads = layer if a.shared is None else a.shared, attended(b, a)
+        own |= _heads(a) | {"sinks": a.sinks is not None, "gated": a.gate is not None, "out_quantised": heads.quantised}
+        buffers |= _head_buffers(b, a, b.columns) | (b.target(heads) if heads.quantised else {"out": b.act("heads")})
+        buffers |= {"sinks": b.data(a.sinks), "gate": b.act("gate") if a.gate else None}
+    latent, kv_heads, key_dim, value_dim = heads is None, own["kv_heads"], own["key_dim"], own["value_dim"]
     group, keys = a.heads // kv_heads, chunk_keys(a)
-    row_tiles, heads = _row_tiles(group), None if isinstance(a, MLA) else attended(b, a)
+    row_tiles = _row_tiles(group)
     rows, steps, score_tiles = 16 * row_tiles, key_dim // 16, row_tiles * keys // 16
     warps = ATTENTION_THREADS // 32 * (2 if deep else 1)  # at depth a warp takes two tiles
     parts = next((n for n in (4, 2) if score_tiles * n <= warps and steps % n == 0), 1)
     k_pitch, v_pitch = key_dim + 8, value_dim + 8
     stages = 2
     halves = rows * k_pitch + stages * keys * (k_pitch + (0 if latent else v_pitch)) + rows * (keys + 8)
-    shared = 2 * halves + 4 * max(rows * (parts * (keys + 4) + 3), group * SPLITS)
+    scores = max(rows * parts * (keys + 4), 0 if latent else ATTENTION_THREADS // 32 * key_dim)
+    shared = 2 * halves + 4 * max(scores + 3 * rows, group * SPLITS)
     if key_dim % 16 or value_dim % 8 or shared > MAX_DYNAMIC:
         raise TinychatError(f"the CUDA attention kernel does not take heads of {key_dim} and {value_dim} values")
     shape = AttentionConstants(
-        a.heads,
-        kv_heads,
-        key_dim,
-        value_dim,
+        **own,
+        own=stored == layer,
         row_tiles=row_tiles,
         chunk_keys=keys,
         stages=stages,
         parts=parts,
         splits=splits(a, deep),
         latent=latent,
-        window=0 if isinstance(a, MLA) else a.window,
-        sinks=not isinstance(a, MLA) and a.sinks is not None,
-        gated=not isinstance(a, MLA) and a.gate is not None,
-        out_quantised=heads is not None and heads.quantised,
         columns=b.columns,
     )
-    buffers = {
+    buffers |= {
         "partial": b.buffer("attention_o", 2 * b.columns * splits(a, deep) * a.heads * value_dim),
         "ml": b.buffer("attention_ml", 8 * b.columns * splits(a, deep) * a.heads),
         "tickets": b.buffer("tickets", 4 * b.columns * kv_heads),
-        "q": "queries",
         "k_cache": b.cache("k", stored),
-        "state": "state",
         "v_cache": b.cache("k" if latent else "v", stored),
-        **({} if heads is None else b.target(heads) if heads.quantised else {"out": b.act("heads")}),
-        "sinks": None if isinstance(a, MLA) else b.data(a.sinks),
-        "gate": b.act("gate") if shape.gated else None,
     }
     window = f"_{shape.window}" if shape.window else ""
     name = f"attention_{a.heads}_{kv_heads}_{key_dim}{window}{'_deep' if deep else ''}"

@@ -46,7 +46,6 @@ from tinychat.kernels.cuda.launches import (
     norm_add,
     sample,
     store_hidden,
-    store_kv,
 )
 from tinychat.kernels.cuda.recurrent import delta, kda_inputs, short_convolution
 from tinychat.kernels.cuda.spread import QUANTISED_ROWS, pair_spread
@@ -104,7 +103,7 @@ def _layer(b: Builder, i: int, layer: Layer, count: int, depth: Depth) -> Launch
     embedding = enumerated(_layer_embedding(b, i, layer.embedding), count) if layer.embedding else []
     match layer.attention:
         case GQA() as a:
-            out += [(launch, n) for n, launch in enumerate(_gqa(b, i, a))]
+            out += _gqa(b, i, a)
         case MLA() as m:
             out += _mla(b, i, m, depth)
         case DeltaRule() as r:
@@ -151,13 +150,14 @@ def _layer_embedding(b: Builder, layer: int, e: LayerEmbedding) -> list[Launch]:
     ]
 
 
-def _gqa(b: Builder, layer: int, a: GQA) -> list[Launch]:
+def _gqa(b: Builder, layer: int, a: GQA) -> LaunchedOps:
+    """Attention does what the op before it does, too."""
     heads = attended(b, a)
+    added = _added(b, heads, ops.added("heads", a.output, a.output_bias, a.post_norm, a.eps, a.residual_scale))
     return [
-        linear(b, "norm_linear", Activations("x", a.q.cols), ops.projections(a), norm=a.norm, eps=a.eps),
-        store_kv(b, layer, a, b.columns),
-        attention(b, layer, a),
-        *_added(b, heads, ops.added("heads", a.output, a.output_bias, a.post_norm, a.eps, a.residual_scale)),
+        (linear(b, "norm_linear", Activations("x", a.q.cols), ops.projections(a), norm=a.norm, eps=a.eps), 0),
+        (attention(b, layer, a), 2),
+        *((launch, n) for n, launch in enumerate(added, 3)),
     ]
 
 
