@@ -28,6 +28,18 @@ struct Args {
   const float *gate = nullptr;   // (columns, heads, value_dim), where GATED
 };
 
+// A chunk of a cache's rows, of DIM values each, from key `first` on: those before key `earlier`, and zeros from `end` on, in
+// the background. Without loops: a short context's step runs it once.
+template <int DIM> DEVICE void load_rows(u16 *to, const u16 *rows, int first, int earlier, int end) {
+  constexpr int VECTORS = DIM / 8, N = CHUNK_KEYS * VECTORS;
+#pragma unroll
+  for (int n = 0; n < N; n += THREADS) {
+    const int i = n + threadIdx.x, row = i / VECTORS, col = i % VECTORS * 8, key = first + row;
+    if ((N % THREADS == 0 || i < N) && (key < earlier || key >= end))
+      copy_async(to + row * (DIM + 8) + col, rows + (u64)row * KV_HEADS * DIM + col, key < end);
+  }
+}
+
 DEVICE float sink_of(const Args &a, int head) { return a.sinks[head] * 1.44269504f; }  // as the scores, in log2
 
 DEVICE float open(const Args &a, int i) { return GATED ? sigmoid(a.gate[i]) : 1.f; }
@@ -63,24 +75,14 @@ DEVICE void run(Args a) {
   const int chunks = (end - begin + CHUNK_KEYS - 1) / CHUNK_KEYS, active = (keys + per - 1) / per;
 
   // Chunk c: rows that are in the cache, and zeros behind the last, in the background: they need no waiting.
-  constexpr int KV = KEY_DIM / 8, VV = LATENT ? 0 : VALUE_DIM / 8;
+  constexpr int KV = KEY_DIM / 8;
   const int earlier = OWN ? min(end, known) : end;
   auto load = [&](int c) {
     const int first = begin + c * CHUNK_KEYS, slot = c % STAGES * CHUNK_KEYS;
+    const u64 at = (u64)(first - base) * KV_HEADS + kv_head;
     if (c < chunks) {
-#pragma unroll 4
-      for (int i = threadIdx.x; i < CHUNK_KEYS * KV; i += THREADS) {
-        const int row = i / KV, col = i % KV * 8, key = first + row;
-        if (key < earlier || key >= end)
-          copy_async(ks + (slot + row) * KP + col, a.k_cache + ((u64)(key - base) * KV_HEADS + kv_head) * KEY_DIM + col, key < end);
-      }
-#pragma unroll 4
-      for (int i = threadIdx.x; i < CHUNK_KEYS * VV; i += THREADS) {
-        constexpr int V1 = VV ? VV : 1;
-        const int row = i / V1, col = i % V1 * 8, key = first + row;
-        if (key < earlier || key >= end)
-          copy_async(vs + (slot + row) * VP + col, a.v_cache + ((u64)(key - base) * KV_HEADS + kv_head) * VALUE_DIM + col, key < end);
-      }
+      load_rows<KEY_DIM>(ks + slot * KP, a.k_cache + at * KEY_DIM, first, earlier, end);
+      if constexpr (!LATENT) load_rows<VALUE_DIM>(vs + slot * VP, a.v_cache + at * VALUE_DIM, first, earlier, end);
     }
     copy_commit();
   };
@@ -93,47 +95,43 @@ DEVICE void run(Args a) {
   };
   auto item = [&](int i, int c) {
     const int n = c ? 0 : queries, first = max(begin + c * CHUNK_KEYS, earlier);
-    return Item{i < n, (bool)((i - n) % 2), i < n ? kv_head * GROUP + first_row + i : kv_head, i < n ? pos : first + (i - n) / 2};
+    return Item{i < n, i >= n && (i - n) % 2, i < n ? kv_head * GROUP + first_row + i : kv_head, i < n ? pos : first + (i - n) / 2};
   };
   auto items = [&](int c) {
     const int first = begin + c * CHUNK_KEYS, added = min(first + CHUNK_KEYS, end) - max(first, earlier);
-    return (c ? 0 : queries) + (c < chunks ? 2 * max(added, 0) : 0);
+    return (c ? 0 : queries) + 2 * max(added, 0);
   };
   auto prepare = [&](const Item &m) {
-    if (!m.query && m.value) return;
+    if (m.value) return;
     rotated.gains(m.query ? a.q_gain : a.k_gain, m.head);
     rotated.angles(a.table, m.key);
   };
   auto make = [&](const Item &m, int c) {
-    float *mine = ss + warp * KEY_DIM;
-    const int t = m.key - known, slot = c % STAGES * CHUNK_KEYS + m.key - begin - c * CHUNK_KEYS;
-    const bool stored = t == column && blockIdx.y == 0;
+    const int t = m.key - known, row = c % STAGES * CHUNK_KEYS + m.key - begin - c * CHUNK_KEYS;
+    const bool stored = !m.query && t == column && blockIdx.y == 0;
     const u64 at = (u64)(m.key - base) * KV_HEADS + kv_head;
-    if (m.query)
-      rotated.run(a.q, HEADS, m.head, mine, [&](int i, float y) {
-        qs[(m.head - kv_head * GROUP - first_row) * KP + i] = float_to_half(y * QUERY_SCALE);
-      });
-    else if (m.value)
-      value_head(a.v + (t * KV_HEADS + kv_head) * VALUE_DIM, [&](int i, float y) {
-        const u16 h = vs[slot * VP + i] = float_to_half(y);
-        if (stored) a.v_cache[at * VALUE_DIM + i] = h;
-      });
+    u16 *to = m.query ? qs + (m.head - kv_head * GROUP - first_row) * KP : m.value ? vs + row * VP : ks + row * KP;
+    u16 *kept = m.value ? a.v_cache + at * VALUE_DIM : a.k_cache + at * KEY_DIM;
+    const auto put = [&](int i, float y) {
+      const u16 h = float_to_half(m.query ? y * QUERY_SCALE : y);
+      to[i] = h;
+      if (stored) kept[i] = h;
+    };
+    if (m.value) value_head(a.v + (t * KV_HEADS + kv_head) * VALUE_DIM, put);
     else
-      rotated.run(a.k + t * KV_HEADS * KEY_DIM, KV_HEADS, kv_head, mine, [&](int i, float y) {
-        const u16 h = ks[slot * KP + i] = float_to_half(y);
-        if (stored) a.k_cache[at * KEY_DIM + i] = h;
-      });
+      rotated.run(m.query ? a.q : a.k + t * KV_HEADS * KEY_DIM, m.query ? HEADS : KV_HEADS, m.head, ss + warp * KEY_DIM, put);
   };
   auto finish = [&](int c) {
     if constexpr (LATENT) {
       const int first = begin + c * CHUNK_KEYS, slot = c % STAGES * CHUNK_KEYS;
-      if (c < chunks && first + CHUNK_KEYS > earlier)
+      if (first + CHUNK_KEYS > earlier)
         for (int i = threadIdx.x; i < CHUNK_KEYS * KV; i += THREADS) {
           const int row = i / KV, col = i % KV * 8, key = first + row;
           if (key >= earlier && key < end)
             *(V4 *)(ks + (slot + row) * KP + col) = *(const V4 *)(a.k_cache + ((u64)(key - base) * KV_HEADS + kv_head) * KEY_DIM + col);
         }
     } else {
+#pragma unroll 1
       for (int i = warp; i < items(c); i += WARPS) {
         const Item m = item(i, c);
         if (c || i >= WARPS) prepare(m);
@@ -141,14 +139,15 @@ DEVICE void run(Args a) {
       }
     }
   };
-#pragma unroll
-  for (int c = 0; c < STAGES - 1; c++) load(c);
-  for (int i = threadIdx.x; i < ROWS; i += THREADS) {
+  load(0);
+  if (const int i = threadIdx.x; i < ROWS) {
     row_max[i] = -1e30f;
     row_sum[i] = 0;
   }
-  for (int i = threadIdx.x; i < ROWS * KV; i += THREADS)
-    if (const int row = i / KV; row >= queries) *(V4 *)(qs + row * KP + i % KV * 8) = V4{0, 0, 0, 0};
+#pragma unroll
+  for (int n = 0; n < ROWS * KV; n += THREADS)
+    if (const int i = n + threadIdx.x, row = i / KV; row >= queries && row < ROWS)
+      *(V4 *)(qs + row * KP + i % KV * 8) = V4{0, 0, 0, 0};
   if constexpr (!LATENT)
     if (warp < items(0)) prepare(item(warp, 0));
   grid_wait();
@@ -157,8 +156,7 @@ DEVICE void run(Args a) {
       const int row = i / KV, col = i % KV * 8;
       *(V4 *)(qs + row * KP + col) = *(const V4 *)(a.queries + (kv_head * GROUP + first_row + row) * KEY_DIM + col);
     }
-#pragma unroll
-  for (int c = 0; c < STAGES - 1; c++) finish(c);
+  finish(0);
   float o[ROW_TILES][NT][4];
 #pragma unroll
   for (int m = 0; m < ROW_TILES; m++)
@@ -170,9 +168,9 @@ DEVICE void run(Args a) {
   const int m = warp % ROW_TILES, part = warp / ROW_TILES % PARTS, n = warp / (ROW_TILES * PARTS) * GROUPS;
   V4 held[STEPS / PARTS];  // the warp's part of its queries
   for (int c = 0; c < chunks; c++) {
-    load(c + STAGES - 1);
-    finish(c + STAGES - 1);
-    copy_wait<STAGES - 1>();
+    load(c + 1);
+    if (c + 1 < chunks) finish(c + 1);
+    copy_wait<1>();
     __syncthreads();
     const u16 *kc = ks + c % STAGES * CHUNK_KEYS * KP, *vc = vs + c % STAGES * CHUNK_KEYS * VP;
     if (warp < TILES * PARTS / GROUPS) {  // S = Q K^T
@@ -315,8 +313,10 @@ DEVICE void run(Args a) {
   if constexpr (OUT_QUANTISED)
     if (finished) {
       __syncthreads();
-      for (int i = threadIdx.x; i < GROUP * VALUE_DIM / 4; i += THREADS)
-        put_codes(kv_head * GROUP * VALUE_DIM / 4 + i, load4(values + 4 * i));
+#pragma unroll
+      for (int n = 0; n < GROUP * VALUE_DIM / 4; n += THREADS)
+        if (const int i = n + threadIdx.x; i < GROUP * VALUE_DIM / 4)
+          put_codes(kv_head * GROUP * VALUE_DIM / 4 + i, load4(values + 4 * i));
     }
   if (LATENT || finished) return;
   // The last block of this kv head combines the splits of its GROUP heads.
