@@ -181,6 +181,7 @@ class LinearConstants(StepConstants):
     quantised: bool  # there is a matrix that reads int8 blocks
     floating: bool  # there is a matrix that reads floats
     add: bool  # results are added to dst
+    cleared: int  # words of `cleared`
     tile: int  # of several columns: tiles.cuh
     stream: bool
     ring_shared: int
@@ -322,6 +323,8 @@ class ExpertsUpConstants(StepConstants):
     shared_spread: Spread
     out_quantised: bool
     together: int  # columns of a thread block
+    route_slots: int  # tokens whose experts are kept, for the host
+    routes: int  # experts of a token, of all layers
 
 
 @dataclass(frozen=True)
@@ -337,8 +340,6 @@ class ExpertsDownConstants(StepConstants):
     out_scale: float
     add: bool  # to what is there
     together: int  # columns of a thread block
-    route_slots: int  # tokens whose experts are kept, for the host
-    routes: int  # experts of a token, of all layers
 
 
 @dataclass(frozen=True, kw_only=True)

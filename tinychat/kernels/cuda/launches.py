@@ -140,10 +140,11 @@ def linear(
     softcap: float = 0.0,
     last_token: bool = False,
     early: bool = False,
+    cleared: tuple[str, int] | None = None,
 ) -> Launch:
     """Matrices over one input, each (weight, bias, buffer of its results): dst = or += scale * (w @ x + bias). Results
     in one buffer stand beside each other. Before it, what quantises the input of several columns. `early`: see
-    LinearConstants."""
+    LinearConstants. `cleared`: a buffer, of which it makes so many words 0."""
     weights = [w for w, _, _ in outputs]
     cols, quantised, floating = weights[0].cols, *b.kinds(*weights)
     tiled = quantised and b.columns > 1
@@ -170,7 +171,7 @@ def linear(
         blocks += grid[w]
         dst = b.act(dst) if dst in b.plan.buffers else dst
         buffers |= {f"dst[{i}]": dst, f"bias[{i}]": b.data(bias), f"w[{i}]": b.data(w)}
-    buffers["state"] = "state"
+    buffers |= {"state": "state", "cleared": cleared[0] if cleared else None}
     shape = LinearConstants(
         cols,
         normed=norm is not None,
@@ -181,6 +182,7 @@ def linear(
         quantised=quantised,
         floating=floating,
         add=add,
+        cleared=cleared[1] if cleared else 0,
         tile=tiles.tile if tiles else 0,
         stream=bool(tiles and tiles.stream),
         ring_shared=tiles.shared if tiles else 0,
@@ -264,11 +266,12 @@ def experts_together(b: Builder, k: int, quantised: bool, floats: bool) -> tuple
     return together, room
 
 
-def experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
+def experts_up(b: Builder, layer: int, e: Experts, ffn: Activations) -> Launch:
+    layers, used = b.routes
     r, w, shared = e.router, e.weights, e.shared
     t = pair_spread(w.gate)
     blocks = t.blocks(w.ff, PAIR_WARPS)
-    grid, nbytes = blocks * r.top_k, r.top_k * (w.gate.group_bytes + w.up.group_bytes)
+    grid, nbytes = 1 + blocks * r.top_k, r.top_k * (w.gate.group_bytes + w.up.group_bytes)
     if shared:
         grid += pair_spread(shared.gate).blocks(shared.ff, PAIR_WARPS)
         nbytes += shared.gate.nbytes + shared.up.nbytes
@@ -292,6 +295,8 @@ def experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
         shared_spread=pair_spread(shared.gate) if shared else t,
         out_quantised=ffn.quantised,
         together=together,
+        route_slots=ROUTE_SLOTS,
+        routes=used * layers,
         columns=b.columns,
     )
     buffers = {
@@ -307,6 +312,9 @@ def experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
         "shared_up": b.data(shared.up if shared else None),
         "gate_bias": b.data(w.gate_bias),
         "up_bias": b.data(w.up_bias),
+        "expert_scale": b.data(r.expert_scale),
+        "choice": choice_buffer(b, r)[0],
+        "routes": b.routes_of(layer) if layer < len(b.plan.layers) else None,
     }
     kind = w.gate.type.name.lower()
     return kernel(
@@ -323,8 +331,7 @@ def experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
     )
 
 
-def experts_down(b: Builder, layer: int, e: Experts, ffn: Activations) -> Launch:
-    layers, used = b.routes
+def experts_down(b: Builder, e: Experts, ffn: Activations) -> Launch:
     r, w, shared = e.router, e.weights.down, e.shared.down if e.shared else None
     quantised, _ = b.kinds(w, shared)
     together, room = experts_together(b, ffn.size, quantised, False)
@@ -338,12 +345,11 @@ def experts_down(b: Builder, layer: int, e: Experts, ffn: Activations) -> Launch
         out_scale=e.residual_scale,
         add=e.beside is None,
         together=together,
-        route_slots=ROUTE_SLOTS,
-        routes=used * layers,
         columns=b.columns,
     )
     buffers = {
         **b.source(ffn),
+        "choice": choice_buffer(b, r)[0],
         "router": "router",
         "selection_bias": b.data(r.selection_bias),
         "x": b.act("y" if e.beside else "x"),
@@ -353,7 +359,6 @@ def experts_down(b: Builder, layer: int, e: Experts, ffn: Activations) -> Launch
         "shared": b.data(shared),
         "bias": b.data(e.weights.down_bias),
         "shared_scale": "shared_scale" if e.shared_scale else None,
-        "routes": b.routes_of(layer) if layer < len(b.plan.layers) else None,
     }
     kind = w.type.name.lower()
     return kernel(
@@ -473,6 +478,12 @@ def choice(r: blocks.Router) -> ExpertChoice:
     """How a kernel chooses experts."""
     gating = GatingCode[r.gating.upper()]
     return ExpertChoice(r.experts, r.top_k, gating, r.normalize, r.groups, r.groups_used, r.scale, r.logit_scale)
+
+
+def choice_buffer(b: Builder, r: blocks.Router) -> tuple[str, int]:
+    """Where experts_up leaves the chosen experts for experts_down, and its words, which the router's kernel clears."""
+    words = b.columns * r.top_k
+    return b.buffer("choice", 8 * words), words
 
 
 def splits(a: GQA | MLA, deep: bool = False) -> int:

@@ -31,6 +31,7 @@ from tinychat.kernels.cuda.launches import (
     PAIR_WARPS,
     attended,
     attention,
+    choice_buffer,
     embed,
     experts_down,
     experts_up,
@@ -241,14 +242,15 @@ def _experts(b: Builder, layer: int, e: Experts) -> list[Launch]:
     if e.shared_scale:
         assert r.norm is None
         route.append((e.shared_scale, None, b.buffer("shared_scale", 4 * b.columns)))
-    router = linear(b, "route", Activations("x", r.weight.cols), route, norm=r.norm or e.norm, eps=e.eps)
+    x = Activations("x", r.weight.cols)
+    router = linear(b, "route", x, route, norm=r.norm or e.norm, eps=e.eps, cleared=choice_buffer(b, r))
     t, shared_t = pair_spread(w.gate), pair_spread(shared.gate) if shared else None
     rows, size = [w.ff], r.top_k * w.ff
     if shared:
         rows, size = [w.ff, shared.ff], size + shared.ff
     fits = t.rows(PAIR_WARPS) == QUANTISED_ROWS and (shared_t is None or shared_t.rows() == t.rows())
     ffn = b.agreed("ffn", size, [w.down, shared.down if shared else None], rows, fits)
-    chosen = [router, experts_up(b, e, ffn), experts_down(b, layer, e, ffn)]
+    chosen = [router, experts_up(b, layer, e, ffn), experts_down(b, e, ffn)]
     if (d := e.beside) is None:
         return chosen
     first, down = gate_up(b, d.norm, e.eps, d.weights)
