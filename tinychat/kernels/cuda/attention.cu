@@ -321,12 +321,14 @@ DEVICE void run(Args a) {
   if (LATENT || finished) return;
   // The last block of this kv head combines the splits of its GROUP heads.
   __shared__ int last;
-  fence();
   __syncthreads();
-  if (threadIdx.x == 0) last = atomicAdd(&a.tickets[kv_head], 1) == active - 1;
+  if (threadIdx.x == 0) {  // for all threads: a fence of each takes as many times as long
+    fence();
+    last = atomicAdd(&a.tickets[kv_head], 1) == active - 1;
+    fence();
+  }
   __syncthreads();
   if (!last) return;
-  fence();
   if (threadIdx.x == 0) a.tickets[kv_head] = 0;
   for (int h = warp; h < GROUP; h += WARPS)
     combine_weights<SPLITS>(ss + h * SPLITS, a.ml + kv_head * GROUP + h, HEADS, active, lane,

@@ -75,7 +75,6 @@ DEVICE void run(Args a) {
   if constexpr (SHARED_FF > 0) {
     shared.row[0] = SharedDown::START + r;
     shared.point(a.shared, SharedDown::BLOCKS);
-    shared.prefetch();
   }
   static_assert(TOGETHER <= WARPS, "a warp chooses the experts of a column");
   if (warp < count && !take<Choice>(a.choice + (column + warp) * TOP, ids[warp], weights[warp])) {
@@ -85,6 +84,7 @@ DEVICE void run(Args a) {
     weigh<Choice>(a.expert_scale, ids[warp], weights[warp]);
   }
   __syncthreads();
+  if constexpr (SHARED_FF > 0) shared.prefetch();  // behind the choice, which would wait for it
   Experts<Weight, TOP> experts[TOGETHER > 1 ? 2 : 1];
   experts[0].prefetch(a.w, ids[0], r);
   float before[TOGETHER];  // volatile: past the first-level cache
