@@ -510,7 +510,7 @@ def _row_tiles(group: int) -> int:
 
 
 def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launch:
-    """With what store_kv does for a prompt (GQA). Results go into `heads` (GQA), partial ones of each split into `attention_o`."""
+    """With what store_kv does for a prompt (GQA). Results go into `heads` (GQA), partial ones into `attention_o`."""
     stored, heads, buffers = layer, None, dict[str, str | None]()
     own: dict[str, Any] = {"heads": a.heads}
     if isinstance(a, MLA):
