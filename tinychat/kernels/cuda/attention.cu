@@ -1,16 +1,17 @@
-// Decode: flash attention on tensor cores, of every column of the step by blocks of its own. A block takes 16 * ROW_TILES heads of one kv head's group and one split of
-// the keys, CHUNK_KEYS keys at a time, double-buffered. Latent: V is the head of K's row, so each cache row is read
-// once for all heads; queries and this step's row are ready. GQA: a block makes its queries and this step's rows for
-// itself (heads.cuh), and leaves its column's in the cache. 16 warps: S tiles over (rows, keys, parts of the key's
-// values), softmax by rows, then O tiles over columns. Results: finished where a single split has work (GQA); else
-// partial, which the last block of a kv head combines (GQA) or the next kernel (latent; value_up.cu).
+// Decode: flash attention on tensor cores, of every column of the step by blocks of its own. A block takes 16 *
+// ROW_TILES heads of one kv head's group and one split of the keys, CHUNK_KEYS keys at a time, double-buffered. Latent:
+// V is the head of K's row, so each cache row is read once for all heads; queries and this step's row are ready. GQA: a
+// block makes its queries and this step's rows for itself (heads.cuh), and leaves its column's in the cache. 16 warps:
+// S tiles over (rows, keys, parts of the key's values), softmax by rows, then O tiles over columns. Results: finished
+// where a single split has work (GQA); else partial, which the last block of a kv head combines (GQA) or the next
+// kernel (latent; value_up.cu).
 #include "heads.cuh"
 #include "matvec.cuh"
 
 struct Args {
-  u16 *partial = nullptr;  // (columns, splits, heads, value_dim): each split's result, where it is not finished
-  F2 *ml = nullptr;        // (columns, splits, heads): maximum (log2) and sum
-  int *tickets = nullptr;  // (columns, kv_heads): splits that are done
+  u16 *partial = nullptr;        // (columns, splits, heads, value_dim): each split's result, where it is not finished
+  F2 *ml = nullptr;              // (columns, splits, heads): maximum (log2) and sum
+  int *tickets = nullptr;        // (columns, kv_heads): splits that are done
   const u16 *queries = nullptr;  // (columns, heads, key_dim), scaled; where LATENT, else:
   const float *q = nullptr;      // (columns, heads, key_dim)
   const float *k = nullptr;      // (columns, kv_heads, key_dim); nullptr where the layer shares its cache
@@ -21,15 +22,15 @@ struct Args {
   u16 *k_cache = nullptr;
   u16 *v_cache = nullptr;  // k_cache where LATENT
   const int *state = nullptr;
-  float *out = nullptr;          // (columns, heads, value_dim), or:
+  float *out = nullptr;  // (columns, heads, value_dim), or:
   V4 *dst_q = nullptr;
   Scale *dst_s = nullptr;
   const float *sinks = nullptr;  // (heads), where SINKS
   const float *gate = nullptr;   // (columns, heads, value_dim), where GATED
 };
 
-// A chunk of a cache's rows, of DIM values each, from key `first` on: those before key `earlier`, and zeros from `end` on, in
-// the background. Without loops: a short context's step runs it once.
+// A chunk of a cache's rows, of DIM values each, from key `first` on: those before key `earlier`, and zeros from `end`
+// on, in the background. Without loops: a short context's step runs it once.
 template <int DIM> DEVICE void load_rows(u16 *to, const u16 *rows, int first, int earlier, int end) {
   constexpr int VECTORS = DIM / 8, N = CHUNK_KEYS * VECTORS;
 #pragma unroll
@@ -52,7 +53,8 @@ DEVICE void run(Args a) {
   DYNAMIC_SHARED(pool);
   u16 *qs = (u16 *)pool, *ks = qs + ROWS * KP, *vs = LATENT ? ks : ks + STAGES * CHUNK_KEYS * KP,
       *ps = vs + STAGES * CHUNK_KEYS * VP;
-  constexpr int SCORES = PARTS * ROWS * SP, MADE = LATENT ? 0 : WARPS * KEY_DIM;  // floats: of a chunk; of heads in the making
+  constexpr int SCORES = PARTS * ROWS * SP,
+                MADE = LATENT ? 0 : WARPS * KEY_DIM;  // floats: of a chunk; of heads in the making
   float *ss = (float *)(ps + ROWS * PP), *row_max = ss + (SCORES > MADE ? SCORES : MADE), *row_sum = row_max + ROWS,
         *row_scale = row_sum + ROWS;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, split = blockIdx.x,
@@ -95,7 +97,8 @@ DEVICE void run(Args a) {
   };
   auto item = [&](int i, int c) {
     const int n = c ? 0 : queries, first = max(begin + c * CHUNK_KEYS, earlier);
-    return Item{i < n, i >= n && (i - n) % 2, i < n ? kv_head * GROUP + first_row + i : kv_head, i < n ? pos : first + (i - n) / 2};
+    return Item{i < n, i >= n && (i - n) % 2, i < n ? kv_head * GROUP + first_row + i : kv_head,
+        i < n ? pos : first + (i - n) / 2};
   };
   auto items = [&](int c) {
     const int first = begin + c * CHUNK_KEYS, added = min(first + CHUNK_KEYS, end) - max(first, earlier);
@@ -119,7 +122,8 @@ DEVICE void run(Args a) {
     };
     if (m.value) value_head(a.v + (t * KV_HEADS + kv_head) * VALUE_DIM, put);
     else
-      rotated.run(m.query ? a.q : a.k + t * KV_HEADS * KEY_DIM, m.query ? HEADS : KV_HEADS, m.head, ss + warp * KEY_DIM, put);
+      rotated.run(
+          m.query ? a.q : a.k + t * KV_HEADS * KEY_DIM, m.query ? HEADS : KV_HEADS, m.head, ss + warp * KEY_DIM, put);
   };
   auto finish = [&](int c) {
     if constexpr (LATENT) {
@@ -128,7 +132,8 @@ DEVICE void run(Args a) {
         for (int i = threadIdx.x; i < CHUNK_KEYS * KV; i += THREADS) {
           const int row = i / KV, col = i % KV * 8, key = first + row;
           if (key >= earlier && key < end)
-            *(V4 *)(ks + (slot + row) * KP + col) = *(const V4 *)(a.k_cache + ((u64)(key - base) * KV_HEADS + kv_head) * KEY_DIM + col);
+            *(V4 *)(ks + (slot + row) * KP + col) =
+                *(const V4 *)(a.k_cache + ((u64)(key - base) * KV_HEADS + kv_head) * KEY_DIM + col);
         }
     } else {
 #pragma unroll 1
