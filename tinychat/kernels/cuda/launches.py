@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from tinychat.errors import TinychatError
 from tinychat.kernels import blocks, ops
@@ -22,6 +23,7 @@ from tinychat.kernels.cuda.constants import (
     GateInputConstants,
     GateUpConstants,
     GatingCode,
+    HeadsConstants,
     JoinConstants,
     LayerInputsConstants,
     LinearConstants,
@@ -32,7 +34,6 @@ from tinychat.kernels.cuda.constants import (
     SampleConstants,
     Spread,
     StoreHiddenConstants,
-    StoreKVConstants,
 )
 from tinychat.kernels.cuda.launch import Launch, kernel
 from tinychat.kernels.cuda.layout import block_size
@@ -148,10 +149,11 @@ def linear(
     softcap: float = 0.0,
     last_token: bool = False,
     early: bool = False,
+    cleared: tuple[str, int] | None = None,
 ) -> Launch:
     """Matrices over one input, each (weight, bias, buffer of its results): dst = or += scale * (w @ x + bias). Results
     in one buffer stand beside each other. Before it, what quantises the input of several columns. `early`: see
-    LinearConstants."""
+    LinearConstants. `cleared`: a buffer, of which it makes so many words 0."""
     weights = [w for w, _, _ in outputs]
     cols, quantised, floating = weights[0].cols, *b.kinds(*weights)
     rows = sum(w.rows for w in weights)
@@ -185,7 +187,7 @@ def linear(
         blocks += grid[w]
         dst = b.act(dst) if dst in b.plan.buffers else dst
         buffers |= {f"dst[{i}]": dst, f"bias[{i}]": b.data(bias), f"w[{i}]": b.data(w)}
-    buffers["state"] = "state"
+    buffers |= {"state": "state", "cleared": cleared[0] if cleared else None}
     shape = LinearConstants(
         cols,
         normed=norm is not None,
@@ -196,6 +198,7 @@ def linear(
         quantised=quantised,
         floating=floating,
         add=add,
+        cleared=cleared[1] if cleared else 0,
         tile=tiles.tile if tiles else 0,
         stream=bool(tiles and tiles.stream),
         ring_shared=tiles.shared if tiles else 0,
@@ -284,11 +287,12 @@ def experts_together(b: Builder, k: int, quantised: bool, floats: bool) -> tuple
     return together, room
 
 
-def experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
+def experts_up(b: Builder, layer: int, e: Experts, ffn: Activations) -> Launch:
+    layers, used = b.routes
     r, w, shared = e.router, e.weights, e.shared
     t = pair_spread(w.gate)
     blocks = t.blocks(w.ff, PAIR_WARPS)
-    grid, nbytes = blocks * r.top_k, r.top_k * (w.gate.group_bytes + w.up.group_bytes)
+    grid, nbytes = 1 + blocks * r.top_k, r.top_k * (w.gate.group_bytes + w.up.group_bytes)
     if shared:
         grid += pair_spread(shared.gate).blocks(shared.ff, PAIR_WARPS)
         nbytes += shared.gate.nbytes + shared.up.nbytes
@@ -312,6 +316,8 @@ def experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
         shared_spread=pair_spread(shared.gate) if shared else t,
         out_quantised=ffn.quantised,
         together=together,
+        route_slots=ROUTE_SLOTS,
+        routes=used * layers,
         columns=b.columns,
     )
     buffers = {
@@ -327,6 +333,9 @@ def experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
         "shared_up": b.data(shared.up if shared else None),
         "gate_bias": b.data(w.gate_bias),
         "up_bias": b.data(w.up_bias),
+        "expert_scale": b.data(r.expert_scale),
+        "choice": choice_buffer(b, r)[0],
+        "routes": b.routes_of(layer) if layer < len(b.plan.layers) else None,
     }
     kind = w.gate.type.name.lower()
     return kernel(
@@ -343,8 +352,7 @@ def experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
     )
 
 
-def experts_down(b: Builder, layer: int, e: Experts, ffn: Activations) -> Launch:
-    layers, used = b.routes
+def experts_down(b: Builder, e: Experts, ffn: Activations) -> Launch:
     r, w, shared = e.router, e.weights.down, e.shared.down if e.shared else None
     quantised, _ = b.kinds(w, shared)
     together, room = experts_together(b, ffn.size, quantised, False)
@@ -358,12 +366,11 @@ def experts_down(b: Builder, layer: int, e: Experts, ffn: Activations) -> Launch
         out_scale=e.residual_scale,
         add=e.beside is None,
         together=together,
-        route_slots=ROUTE_SLOTS,
-        routes=used * layers,
         columns=b.columns,
     )
     buffers = {
         **b.source(ffn),
+        "choice": choice_buffer(b, r)[0],
         "router": "router",
         "selection_bias": b.data(r.selection_bias),
         "x": b.act("y" if e.beside else "x"),
@@ -373,7 +380,6 @@ def experts_down(b: Builder, layer: int, e: Experts, ffn: Activations) -> Launch
         "shared": b.data(shared),
         "bias": b.data(e.weights.down_bias),
         "shared_scale": "shared_scale" if e.shared_scale else None,
-        "routes": b.routes_of(layer) if layer < len(b.plan.layers) else None,
     }
     kind = w.type.name.lower()
     return kernel(
@@ -448,41 +454,40 @@ def gate_input(b: Builder, layer: int, e: LayerEmbedding, tokens: int, unit: boo
     return kernel(f"gate_input_{layer}_{width}", "gate_input.cu", shape, buffers, (tokens, 1, 1), "embedding")
 
 
-def store_kv(b: Builder, layer: int, a: GQA, tokens: int) -> Launch:
-    """Queries, scaled for attention and rotated, into `queries`; rotated keys, and values, into the cache. Queries
-    alone where the layer shares a cache."""
-    kv_heads = a.kv_heads if a.shared is None else 0
+def _heads(a: GQA) -> dict[str, Any]:
+    """The fields of HeadsConstants for attention."""
     norm = {None: Norm.NO_NORM, "head": Norm.PER_HEAD, "projection": Norm.ALL_HEADS}
-    shape = StoreKVConstants(
-        a.heads,
-        kv_heads,
-        a.key_dim,
-        a.value_dim,
-        rope_dims=a.rope.dims,
-        neox=a.rope.style == "neox",
-        norm=norm[a.qk_norm],
-        eps=a.eps,
-        query_scale=a.scale * LOG2E,
-        value_norm=a.value_norm,
-        window=a.window if kv_heads else 0,
-    )
-    buffers = {
-        "queries": b.buffer("queries", 2 * tokens * a.heads * a.key_dim),
-        "q": b.act("q", tokens),
-        "q_gain": b.data(a.q_norm),
-        "table": b.rope(a.rope),
-        "state": "state",
+    return {
+        "heads": a.heads,
+        "kv_heads": a.kv_heads,
+        "key_dim": a.key_dim,
+        "value_dim": a.value_dim,
+        "rope_dims": a.rope.dims,
+        "neox": a.rope.style == "neox",
+        "norm": norm[a.qk_norm],
+        "eps": a.eps,
+        "query_scale": a.scale * LOG2E,
+        "value_norm": a.value_norm,
+        "window": a.window,
     }
-    if kv_heads:
-        buffers |= {
-            "k_cache": b.cache("k", layer),
-            "v_cache": b.cache("v", layer),
-            "k": b.act("k", tokens),
-            "v": b.act("v", tokens),
-            "k_gain": b.data(a.k_norm),
-        }
-    grid = (-(-(a.heads + 2 * kv_heads) // 8), tokens, 1)
-    return kernel(f"store_kv_{a.heads}_{kv_heads}_{a.key_dim}", "store_kv.cu", shape, buffers, grid, "rope")
+
+
+def _head_buffers(b: Builder, a: GQA, tokens: int) -> dict[str, str | None]:
+    """What q, k and v are made of; k and v where the layer does not share a cache."""
+    own = {"k": b.act("k", tokens), "v": b.act("v", tokens), "k_gain": b.data(a.k_norm)} if a.shared is None else {}
+    return {"q": b.act("q", tokens), "q_gain": b.data(a.q_norm), "table": b.rope(a.rope), "state": "state", **own}
+
+
+def store_kv(b: Builder, layer: int, a: GQA, tokens: int) -> Launch:
+    """Of a prompt: queries, scaled for attention and rotated, into `queries`; rotated keys, and values, into the cache.
+    Queries alone where the layer shares a cache."""
+    own = a.shared is None
+    shape = HeadsConstants(**_heads(a) | ({} if own else {"kv_heads": 0, "window": 0}))
+    buffers = {"queries": b.buffer("queries", 2 * tokens * a.heads * a.key_dim), **_head_buffers(b, a, tokens)}
+    if own:
+        buffers |= {"k_cache": b.cache("k", layer), "v_cache": b.cache("v", layer)}
+    grid = (-(-(a.heads + 2 * shape.kv_heads) // 8), tokens, 1)
+    return kernel(f"store_kv_{a.heads}_{shape.kv_heads}_{a.key_dim}", "store_kv.cu", shape, buffers, grid, "rope")
 
 
 def activation(w: blocks.Gated | LayerEmbedding) -> GatedActivation:
@@ -494,6 +499,12 @@ def choice(r: blocks.Router) -> ExpertChoice:
     """How a kernel chooses experts."""
     gating = GatingCode[r.gating.upper()]
     return ExpertChoice(r.experts, r.top_k, gating, r.normalize, r.groups, r.groups_used, r.scale, r.logit_scale)
+
+
+def choice_buffer(b: Builder, r: blocks.Router) -> tuple[str, int]:
+    """Where experts_up leaves the chosen experts for experts_down, and its words, which the router's kernel clears."""
+    words = b.columns * r.top_k
+    return b.buffer("choice", 8 * words), words
 
 
 def splits(a: GQA | MLA, deep: bool = False) -> int:
@@ -520,49 +531,47 @@ def _row_tiles(group: int) -> int:
 
 
 def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launch:
-    """Results go into `heads` (GQA), partial ones of each split into `attention_o`."""
-    latent = isinstance(a, MLA)
-    stored = layer if isinstance(a, MLA) or a.shared is None else a.shared
-    kv_heads, key_dim, value_dim = (1, a.row, a.kv_lora) if isinstance(a, MLA) else (a.kv_heads, a.key_dim, a.value_dim)
+    """With what store_kv does for a prompt (GQA). Results go into `heads` (GQA), partial ones into `attention_o`."""
+    stored, heads, buffers = layer, None, dict[str, str | None]()
+    own: dict[str, Any] = {"heads": a.heads}
+    if isinstance(a, MLA):
+        own |= {"kv_heads": 1, "key_dim": a.row, "value_dim": a.kv_lora}
+        buffers |= {"queries": "queries", "state": "state"}
+    else:
+        stored, heads = layer if a.shared is None else a.shared, attended(b, a)
+        own |= _heads(a) | {"sinks": a.sinks is not None, "gated": a.gate is not None, "out_quantised": heads.quantised}
+        buffers |= _head_buffers(b, a, b.columns) | (b.target(heads) if heads.quantised else {"out": b.act("heads")})
+        buffers |= {"sinks": b.data(a.sinks), "gate": b.act("gate") if a.gate else None}
+    latent, kv_heads, key_dim, value_dim = heads is None, own["kv_heads"], own["key_dim"], own["value_dim"]
     group, keys = a.heads // kv_heads, chunk_keys(a)
-    row_tiles, heads = _row_tiles(group), None if isinstance(a, MLA) else attended(b, a)
+    row_tiles = _row_tiles(group)
     rows, steps, score_tiles = 16 * row_tiles, key_dim // 16, row_tiles * keys // 16
     warps = ATTENTION_THREADS // 32 * (2 if deep else 1)  # at depth a warp takes two tiles
     parts = next((n for n in (4, 2) if score_tiles * n <= warps and steps % n == 0), 1)
     k_pitch, v_pitch = key_dim + 8, value_dim + 8
     stages = 2
     halves = rows * k_pitch + stages * keys * (k_pitch + (0 if latent else v_pitch)) + rows * (keys + 8)
-    shared = 2 * halves + 4 * max(rows * (parts * (keys + 4) + 3), group * SPLITS)
+    scores = max(rows * parts * (keys + 4), 0 if latent else ATTENTION_THREADS // 32 * key_dim)
+    shared = 2 * halves + 4 * max(scores + 3 * rows, group * SPLITS)
     if key_dim % 16 or value_dim % 8 or shared > MAX_DYNAMIC:
         raise TinychatError(f"the CUDA attention kernel does not take heads of {key_dim} and {value_dim} values")
     shape = AttentionConstants(
-        a.heads,
-        kv_heads,
-        key_dim,
-        value_dim,
+        **own,
+        own=stored == layer,
         row_tiles=row_tiles,
         chunk_keys=keys,
         stages=stages,
         parts=parts,
         splits=splits(a, deep),
         latent=latent,
-        window=0 if isinstance(a, MLA) else a.window,
-        sinks=not isinstance(a, MLA) and a.sinks is not None,
-        gated=not isinstance(a, MLA) and a.gate is not None,
-        out_quantised=heads is not None and heads.quantised,
         columns=b.columns,
     )
-    buffers = {
+    buffers |= {
         "partial": b.buffer("attention_o", 2 * b.columns * splits(a, deep) * a.heads * value_dim),
         "ml": b.buffer("attention_ml", 8 * b.columns * splits(a, deep) * a.heads),
         "tickets": b.buffer("tickets", 4 * b.columns * kv_heads),
-        "q": "queries",
         "k_cache": b.cache("k", stored),
-        "state": "state",
         "v_cache": b.cache("k" if latent else "v", stored),
-        **({} if heads is None else b.target(heads) if heads.quantised else {"out": b.act("heads")}),
-        "sinks": None if isinstance(a, MLA) else b.data(a.sinks),
-        "gate": b.act("gate") if shape.gated else None,
     }
     window = f"_{shape.window}" if shape.window else ""
     name = f"attention_{a.heads}_{kv_heads}_{key_dim}{window}{'_deep' if deep else ''}"
