@@ -52,9 +52,11 @@ DEVICE void run(const Args &a) {
   stage.finish(x, sh);
   const auto norm = [&](int column) { return stage.norm(EPS, sh, column); };
 #pragma unroll 1
-  for (int b = blockIdx.x, turn = 0; b < BLOCKS; b += GRID, turn ^= 1) {  // of the two, the other is still read
+  for (int b = blockIdx.x, turn = 0;; b += GRID, turn ^= 1) {  // of the two, the other is still read
+    const bool again = GRID < BLOCKS && b + GRID < BLOCKS;
     const auto put = results<OUT_QUANTISED, Gate::ROWS, COLUMNS>(a, values[turn], 0);
-    rows.run(sh, 0, b, norm, put, nullptr, nullptr, 0, b + GRID < BLOCKS ? b + GRID : -1);
+    rows.run(sh, 0, b, norm, put, nullptr, nullptr, 0, again ? b + GRID : -1);
     put.finish(Rows::first(b));
+    if (!again) break;
   }
 }

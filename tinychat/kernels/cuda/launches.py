@@ -37,7 +37,7 @@ from tinychat.kernels.cuda.constants import (
 )
 from tinychat.kernels.cuda.launch import Launch, kernel
 from tinychat.kernels.cuda.layout import block_size
-from tinychat.kernels.cuda.spread import PAIR_THREADS, QUANTISED_ROWS, pair_spread, spread
+from tinychat.kernels.cuda.spread import PAIR_THREADS, QUANTISED_ROWS, light, pair_spread, spread
 from tinychat.kernels.cuda.state import STATE_BYTES, WORDS
 from tinychat.kernels.cuda.tiles import MULTIPROCESSORS, TILE_THREADS, tiling
 
@@ -57,8 +57,8 @@ STAGED_ROWS = 2048
 STREAMED_ROWS, STREAMS = 65536, 3
 EXPERTS_COLUMNS, EXPERTS_SHARED = 4, 48 << 10  # a block of the experts' kernels: at most; bytes of their activations
 WIDE_THREADS, WIDE_ROWS = 512, 2112  # of linear.cu with a norm: 16 rows a block, at most one for each multiprocessor,
-WIDE_MOST, WIDE_DEPTH = 2, 4  # or, of quantised matrices, so many times as many, with so many blocks of each in flight
-RESIDENT = 2  # blocks on a multiprocessor, which bounds their registers: ptxas takes up to 255 for what it loads ahead
+WIDE_MOST, WIDE_DEPTH = 2, 4  # or, of types that spread.light() says, so many times, with so many of each in flight
+RESIDENT = 2  # blocks on a multiprocessor of such types, which bounds registers: ptxas takes up to 255 to load ahead
 PAIR_WARPS = PAIR_THREADS // 32
 PLACES = 264  # for blocks of PAIR_THREADS on an H100 at once
 
@@ -81,7 +81,7 @@ def gate_up(b: Builder, norm: Weight | None, eps: float, w: blocks.Gated) -> tup
     ffn = b.agreed("ffn", w.ff, [w.down], [w.ff], t.rows(PAIR_WARPS) == QUANTISED_ROWS)
     threads, resident, before = PAIR_THREADS, 2 if b.columns < 8 else 1, tuple[Launch, ...]()
     blocks = t.blocks(w.ff, PAIR_WARPS)
-    grid = min(blocks, PLACES)
+    grid = min(blocks, PLACES) if light(w.gate) and light(w.up) else blocks
     tiles, source = None, dict[str, str | None]()
     if b.columns > 1 and not floating:
         together = QUANTISED_ROWS if ffn.quantised else 1
@@ -163,11 +163,12 @@ def linear(
     tiled = quantised and b.columns > 1 and not untiled
     shared = shared_columns(b, cols, quantised and not tiled, floating and norm is not None)
     buffers, before = b.source(x) | {"gain": b.data(norm)}, tuple[Launch, ...]()
-    most = WIDE_ROWS if floating else WIDE_MOST * WIDE_ROWS
+    few_registers = all(light(w) for w in weights)
+    most = WIDE_MOST * WIDE_ROWS if few_registers else WIDE_ROWS
     wide = norm and rows <= most and all(t.split == 1 for t in spreads.values())
     if wide and rows > WIDE_ROWS:
         spreads = {w: replace(t, rows_per_lane=WIDE_MOST, depth=min(t.depth, WIDE_DEPTH)) for w, t in spreads.items()}
-    one = wide or floating or b.columns > 1  # block a multiprocessor
+    one = wide or not few_registers or b.columns > 1  # block a multiprocessor
     threads = WIDE_THREADS if wide else LINEAR_THREADS
     grid, tiles = {w: t.blocks(w.rows, threads // 32) for w, t in spreads.items()}, None
     if streamed and not tiled:  # blocks of one wave, which stage their input once
@@ -391,7 +392,7 @@ def experts_down(b: Builder, e: Experts, ffn: Activations) -> Launch:
         f"experts {kind}",
         nbytes=r.top_k * w.group_bytes + (shared.nbytes if shared else 0),
         shared=room,
-        resident=RESIDENT,
+        resident=RESIDENT if light(w) or b.columns > 1 else 1,
     )
 
 
