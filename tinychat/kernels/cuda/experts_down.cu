@@ -77,6 +77,7 @@ DEVICE void run(Args a) {
     shared.point(a.shared, SharedDown::BLOCKS);
   }
   static_assert(TOGETHER <= WARPS, "a warp chooses the experts of a column");
+  // Whether or not there are so many columns: the number is not waited for.
   if (warp < TOGETHER && !take<Choice>(a.choice + (column + warp) * TOP, ids[warp], weights[warp])) {
     SelectionBias<Choice> bias;
     bias.load(a.selection_bias);
