@@ -162,22 +162,22 @@ static const Unpack unpack_of[TYPES] = {QUANTISED(UNPACK_OF) FLOATING(UNPACK_OF)
 
 #if TILES
 
-// Sums over DEPTH elements of one or two panels and two groups: of the high planes, and of the two products of a high one and a low
-// one. Columns from number `next` to `end` (16 a panel and group) are not yet added to the results.
+// Sums over DEPTH elements of two groups and 16 columns: of the high planes, and of the two products of a high one and a low one.
+// Columns from number `next` to `end` (16 a group) are not yet added to the results.
 typedef struct {
-  i32v high[4][16], mixed[4][16];
-  f32v *out[4], d[4];
-  const float *scales[4];  // of the columns
+  i32v high[2][16], mixed[2][16];
+  f32v *out[2], d[2];
+  const float *scales;  // of the columns
   unsigned next, end;
 } Pending;
 
 INLINE void add_two_columns(Pending *p) {
   if (p->next == p->end) return;
-  unsigned s = p->next / 16, c = p->next % 16;
-  f32v *out = p->out[s] + c, d = p->d[s];
+  unsigned g = p->next / 16, c = p->next % 16;
+  f32v *out = p->out[g] + c, d = p->d[g];
   for (int i = 0; i < 2; i++) {
-    i32v v = (p->high[s][c + i] << 8) + p->mixed[s][c + i];
-    out[i] = fma_(from_int(v), d * p->scales[s][c + i], out[i]);
+    i32v v = (p->high[g][c + i] << 8) + p->mixed[g][c + i];
+    out[i] = fma_(from_int(v), d * p->scales[c + i], out[i]);
   }
   p->next += 2;
 }
@@ -185,72 +185,47 @@ INLINE void add_columns(Pending *p) {
   while (p->next < p->end) add_two_columns(p);
 }
 
+// The sums of two groups and a panel. Columns of what is pending are added while the tiles are under way. A sum is used again after
+// two or three other products, which is about the time that one takes.
+static void multiply_planes(const Planes w[2], const int8_t *x, int tiles, Pending *now, Pending *before) {
+  tile_zero(0), tile_zero(1), tile_zero(2), tile_zero(3);
+  for (int t = 0; t < tiles; t++, x += 2048) {
 #define DOT(SUM, X, W) tile_dot_s(SUM, X, W), add_two_columns(before);
-#define LOAD_X(I, PART) tile_load(4 + I, x[I] + 2048 * t + 1024 * PART, 64);
-#define LOAD_W(PART) tile_load(6, w[0].PART + 16 * t, 64), tile_load(7, w[1].PART + 16 * t, 64);
-
-// The sums of two groups and two panels. Columns of what is pending are added while the tiles are under way. A core that shares its
-// tiles with another one takes about as long for four loads and four products as for two.
-static void multiply_square(const Planes w[2], const int8_t *const x[2], int tiles, Pending *now, Pending *before) {
-#define SQUARE(X, W) \
-  LOAD_X(0, X) LOAD_W(W) LOAD_X(1, X) DOT(0, 4, 6) DOT(1, 4, 7) DOT(2, 5, 6) DOT(3, 5, 7)
-  tile_zero(0), tile_zero(1), tile_zero(2), tile_zero(3);
-  for (int t = 0; t < tiles; t++) { SQUARE(0, high) }
-  tile_store(0, now->high[0], 64), tile_store(1, now->high[1], 64), tile_store(2, now->high[2], 64), tile_store(3, now->high[3], 64);
-  tile_zero(0), tile_zero(1), tile_zero(2), tile_zero(3);
-  for (int t = 0; t < tiles; t++) { SQUARE(0, low) SQUARE(1, high) }
-  tile_store(0, now->mixed[0], 64), tile_store(1, now->mixed[1], 64), tile_store(2, now->mixed[2], 64), tile_store(3, now->mixed[3], 64);
-#undef SQUARE
-}
-
-// The same of two groups and one panel.
-static void multiply_panel(const Planes w[2], const int8_t *const x[1], int tiles, Pending *now, Pending *before) {
-  tile_zero(0), tile_zero(1), tile_zero(2), tile_zero(3);
-  for (int t = 0; t < tiles; t++) {
-    tile_load(5, x[0] + 2048 * t + 1024, 64);
-    LOAD_W(high) LOAD_X(0, 0) DOT(2, 5, 6) DOT(3, 5, 7) DOT(0, 4, 6) DOT(1, 4, 7)
-    LOAD_W(low) DOT(2, 4, 6) DOT(3, 4, 7)
-  }
-  tile_store(0, now->high[0], 64), tile_store(1, now->high[1], 64), tile_store(2, now->mixed[0], 64), tile_store(3, now->mixed[1], 64);
-}
+    tile_stream(5, x + 1024, 64), tile_load(6, w[0].high + 16 * t, 64), tile_load(7, w[1].high + 16 * t, 64), tile_stream(4, x, 64);
+    DOT(1, 5, 6) DOT(3, 5, 7) DOT(0, 4, 6)
+    tile_load(6, w[0].low + 16 * t, 64);
+    DOT(1, 4, 6) DOT(2, 4, 7)
+    tile_load(7, w[1].low + 16 * t, 64);
+    DOT(3, 4, 7)
 #undef DOT
-#undef LOAD_X
-#undef LOAD_W
+  }
+  tile_store(0, now->high[0], 64), tile_store(1, now->mixed[0], 64), tile_store(2, now->high[1], 64), tile_store(3, now->mixed[1], 64);
+}
 
-// Fills out[group * pitch + column], whose groups are filled up to an even number, for `groups` groups of 16 rows, `stride` bytes apart, and n columns in planes. Two groups are
-// unpacked at a time: they (32 kB) and the part of a panel that they are multiplied with fit in the first-level cache; that part of
-// all panels fits in the second, where it stays for all groups.
+// Fills out[group * pitch + column] for `groups` groups of 16 rows, `stride` bytes apart, and n columns in planes. Two groups are
+// unpacked at a time (32 kB): they stay in the first-level cache, past which panels are loaded; the part of all panels that they are
+// multiplied with fits in the second, where it stays for all groups.
 static void product_in_planes(int type, const uint8_t *a, size_t stride, int groups, const X *x, int n, f32v *out, size_t pitch) {
   Planes w[2];
   Pending sums[2] = {{.end = 0}, {.end = 0}}, *now = &sums[0], *before = &sums[1];
   int rows = n < 16 ? n : 16;
-  for (size_t i = 0; i < (size_t)(groups + 1) / 2 * 2 * pitch; i++) out[i] = splat(0);
+  for (size_t i = 0; i < groups * pitch; i++) out[i] = splat(0);
   tiles_begin(rows, rows, 64);
   for (int k = 0; k < x->k; k += DEPTH) {
     int depth = x->k - k < DEPTH ? x->k - k : DEPTH, tiles = (depth + 63) / 64;
     for (int g = 0; g < groups; g += 2) {
-      // what is unpacked next: the groups behind these, or the first ones' next elements, or what lies behind all, for the next product
-      ptrdiff_t soon = (ptrdiff_t)(g + 2 < groups          ? 2 * stride
-                                   : k + DEPTH < x->k ? stride * DEPTH / x->k - g * stride
-                                                      : (groups - g) * stride - stride * k / x->k);
-      for (int i = g; i < g + 2 && i < groups; i++) unpack_of[type](a + i * stride, x->k, k, depth, &w[i % 2], soon);
+      int two = g + 1 < groups;
+      // what is unpacked next: the groups behind these, or the first ones' next elements
+      ptrdiff_t soon = (ptrdiff_t)(g + 2 < groups ? 2 * stride : stride * DEPTH / x->k - g * stride);
+      for (int i = 0; i <= two; i++) unpack_of[type](a + (g + i) * stride, x->k, k, depth, &w[i], soon);
       tiles_written(w);
-      for (int c = 0; c < n; c += 32) {
-        const int8_t *planes[2];
-        int panels = c + 16 < n ? 2 : 1;
-        for (int p = 0; p < panels; p++) {
-          X panel = columns_from(x, c + 16 * p);
-          planes[p] = (const int8_t *)panel.f + 32 * (size_t)k;
-          for (int i = 0; i < 2; i++) {
-            int s = 2 * p + i;
-            now->out[s] = out + (g + i) * pitch + c + 16 * p, now->d[s] = w[i].d;
-            now->scales[s] = (const float *)panel.scales + k / DEPTH * 16;
-          }
-        }
-        if (panels == 2) multiply_square(w, planes, tiles, now, before);
-        else multiply_panel(w, planes, tiles, now, before);
+      for (int c = 0; c < n; c += 16) {
+        X panel = columns_from(x, c);
+        multiply_planes(w, (const int8_t *)panel.f + 32 * (size_t)k, tiles, now, before);
         add_columns(before);
-        now->next = 0, now->end = 32 * panels;
+        now->scales = (const float *)panel.scales + k / DEPTH * 16;
+        for (int i = 0; i < 2; i++) now->out[i] = out + (g + i) * pitch + c, now->d[i] = w[i].d;
+        now->next = 0, now->end = two ? 32 : 16;
         Pending *t = now;
         now = before, before = t;
       }

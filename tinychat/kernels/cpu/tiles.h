@@ -48,6 +48,7 @@ INLINE void tiles_begin(int rows, int more, int k) {
 INLINE void tiles_end(void) { _tile_release(); }
 #define tile_zero(i) _tile_zero(i)
 #define tile_load(i, p, stride) _tile_loadd(i, p, stride)
+#define tile_stream(i, p, stride) _tile_stream_loadd(i, p, stride)  // what the first-level cache need not keep
 #define tile_store(i, p, stride) _tile_stored(i, p, stride)
 #define tile_dot_s(c, a, b) _tile_dpbssd(c, a, b)
 #define tile_dot_us(c, a, b) _tile_dpbusd(c, a, b)
@@ -66,6 +67,7 @@ static void tile_load(int i, const void *p, size_t stride) {
   tile_zero(i);
   for (int r = 0; r < tiles_.shapes.rows[i]; r++) memcpy(tiles_.at[i][r], (const uint8_t *)p + r * stride, tiles_.shapes.row_bytes[i]);
 }
+#define tile_stream(i, p, stride) tile_load(i, p, stride)
 static void tile_store(int i, void *p, size_t stride) {
   for (int r = 0; r < tiles_.shapes.rows[i]; r++) memcpy((uint8_t *)p + r * stride, tiles_.at[i][r], tiles_.shapes.row_bytes[i]);
 }
