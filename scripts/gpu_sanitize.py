@@ -12,8 +12,10 @@ kind (file, type, size of block and cluster, number of columns, and set of optio
 that have them.
 
 Models are taken in rounds, those with the most kinds first. In each round the kernels are compiled without a tool;
-then a few lines per tool say what ran, where the time went and what was found. Everything ends at the limit. `--done
-FILE` leaves out what its lines, the output of earlier runs, say has run. `none` runs all models without a tool.
+then a few lines per tool say what ran, where the time went and what was found. Everything ends at the limit. FILE has
+a line for each kernel that ran clean under a tool, a digest of its source without comments: what is in it is left
+out, also when it comes from another session or tree, and what runs clean is added. `none` runs all models without a
+tool.
 """
 
 import argparse
@@ -29,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from ctypes import c_size_t, c_ubyte, c_uint64
 from dataclasses import dataclass
 from functools import cache
@@ -69,7 +71,10 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck", "none")
 EXPECTED = re.compile(r"(ran|did|spent) |========= (COMPUTE-SANITIZER|(ERROR|RACECHECK) SUMMARY: 0 )")  # of a clean run
 ROUTING = ("router.cu", "group_pairs.cu")  # experts' kernels have nothing to do without them
 BRANCHES = re.compile(r"COLUMNS = \d+|\w+ = true")  # of the constants, those that change what a kernel does most
+COMMENT = re.compile(r"\s*//.*")
+CLEAN = " SUMMARY: 0 "  # a tool's last line, where it found nothing
 PIECE = 16  # kernels that a process compiles at a time
+ROUND = 2  # models of a process between two looks at what has run; each costs a start of it under each tool
 STARTED = 20_000  # threads of a kernel that cost as much as its launch, roughly
 LEAST = 10.0  # seconds left with which a tool is begun: its processes take that long to their first kernel
 
@@ -147,7 +152,8 @@ def planned(gguf: GGUF) -> tuple[Plan, list[Form]]:
 
 
 def digest(launch: Launch) -> str:
-    return sha1(launch.source().encode()).hexdigest()
+    """Of what is compiled: comments are none of it."""
+    return sha1(COMMENT.sub("", launch.source()).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -182,11 +188,14 @@ def divided(models: dict[str, dict[str, Kernel]], jobs: int) -> list[list[str]]:
     return [models[::-1] for models in lists if models]  # small ones first: where time runs out, more have run
 
 
-def covering(models: dict[str, dict[str, Kernel]], of_each_kind: int) -> dict[str, dict[str, Kernel]]:
-    """For each model those of its kernels that no earlier one has: the model with the most goes first. At most
-    `of_each_kind` of a kind."""
+def covering(
+    models: dict[str, dict[str, Kernel]], of_each_kind: int = 1 << 30, done: Set[str] = frozenset()
+) -> dict[str, dict[str, Kernel]]:
+    """For each model those of its kernels that no earlier one has and that are not `done`: the model with the most goes
+    first. At most `of_each_kind` of a kind, with those that are done."""
     out: dict[str, dict[str, Kernel]] = {}
-    taken, count = set[str](), Counter[Kind]()
+    every = join(models.values())
+    taken, count = set(done), Counter(kernel.kind for key, kernel in every.items() if key in done)
 
     def new(model: str) -> dict[str, Kernel]:
         within, found = count.copy(), {}
@@ -202,6 +211,10 @@ def covering(models: dict[str, dict[str, Kernel]], of_each_kind: int) -> dict[st
         taken |= out[model].keys()
         count.update(kernel.kind for kernel in out[model].values())
     return {model: found for model, found in out.items() if found}
+
+
+def join(parts: Iterable[dict[str, Kernel]]) -> dict[str, Kernel]:
+    return {key: kernel for part in parts for key, kernel in part.items()}
 
 
 def shared_out(models: dict[str, dict[str, Kernel]], jobs: int) -> list[list[str]]:
@@ -271,9 +284,9 @@ def sanitize(
     tool: str, lists: list[list[str]], shares: dict[str, dict[str, Kernel]], end: float
 ) -> tuple[list[str], bool]:
     """Runs a process under the tool for each list until the time `end`, and prints what it found. Returns the models
-    that have run whole, and whether nothing was reported."""
-    began, found = time.time(), shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    options, once = [] if tool == "none" else [found, "--tool", tool, "--print-limit", "5"], tool == "racecheck"
+    that have run whole in a process that ended by itself with nothing reported, and whether there was no other."""
+    began, path = time.time(), shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    options, once = [] if tool == "none" else [path, "--tool", tool, "--print-limit", "100"], tool == "racecheck"
     children = list[subprocess.Popen[bytes]]()
     with tempfile.TemporaryDirectory() as folder:
         works = [Path(folder) / f"{i}.json" for i in range(len(lists))]
@@ -297,21 +310,23 @@ def sanitize(
                     killed += 1
                     os.killpg(child.pid, signal.SIGKILL)
                     child.wait()
-        text = "\n".join(output.read_text(errors="replace") for output in outputs)
-    lines = re.findall(r"^(ran|did) (\S+) (\d+) (\S+)$", text, re.MULTILINE)
-    whole = [model for word, model, _, _ in lines if word == "ran"]
+        texts = [output.read_text(errors="replace") for output in outputs]
+    found = [[line for line in text.splitlines() if line and not EXPECTED.match(line)] for text in texts]
+    text, reports = "\n".join(texts), list(chain.from_iterable(found))
+    counts = re.findall(r"^(?:ran|did) \S+ (\d+) \S+$", text, re.MULTILINE)
+    clean = "\n".join(text for text, lines in zip(texts, found) if not lines and (CLEAN in text or tool == "none"))
+    whole = re.findall(r"^ran (\S+) \d+ \S+$", clean, re.MULTILINE)
     spent = defaultdict[str, float](float)
     for file, seconds in re.findall(r"^spent (\S+) (\S+)$", text, re.MULTILINE):
         spent[file] += float(seconds)
-    reports = [line for line in text.splitlines() if line and not EXPECTED.match(line)]
     print(
-        f"{tool}: {sum(int(count) for _, _, count, _ in lines)} kernels in {len(lists)} processes within "
+        f"{tool}: {sum(map(int, counts))} kernels in {len(lists)} processes within "
         f"{time.time() - began:.0f} s, {f'{len(reports)} lines of reports' if reports else 'nothing reported'}; "
         f"{killed} processes killed",
         "seconds: "
         + ", ".join(f"{file} {seconds:.1f}" for file, seconds in sorted(spent.items(), key=lambda x: -x[1])[:12]),
-        *reports[:60],
-        f"ran {tool}: {' '.join(whole)}",
+        *reports[:200],
+        f"clean: {' '.join(whole)}",
         sep="\n",
         flush=True,
     )
@@ -321,7 +336,7 @@ def sanitize(
 def compile_all(pool: Pool, models: dict[str, dict[str, Kernel]], end: float) -> bool:
     """Compiles the kernels of the models, each once; returns whether all are by the time `end`."""
     began, pieces = time.time(), list[tuple[str, list[str]]]()
-    for model, found in covering(models, 1 << 30).items():
+    for model, found in covering(models).items():
         pieces += [(model, list(found)[i : i + PIECE]) for i in range(0, len(found), PIECE)]
     made = pool.imap_unordered(compile_some, pieces)
     try:
@@ -348,31 +363,41 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no process stays behind
     end, good = time.time() + a.limit, True
     done = {tool: set[str]() for tool in TOOLS}
-    for tool, names in re.findall(r"^ran (\S+): (.*)$", a.done.read_text() if a.done else "", re.MULTILINE):
-        done[tool] |= set(names.split())
+    for line in a.done.read_text().splitlines() if a.done and a.done.exists() else []:
+        tool, key = line.split()
+        done[tool].add(key)
     with multiprocessing.get_context("fork").Pool(a.jobs) as pool:
         models = dict(zip(a.models, pool.map(kernels, a.models, 1)))
-        shares = covering(models, a.of_each_kind)
-        due = [m for m in shares if any(m not in done[tool] for tool in a.tools)]
-        print(f"{len(due)} of {len(shares)} models are due", flush=True)
+        shares = {tool: covering(models, a.of_each_kind, done[tool]) for tool in a.tools}
+        due = list(dict.fromkeys(chain.from_iterable(shares.values())))
+        print(f"{len(due)} of {len(models)} models are due", flush=True)
         while due and time.time() < end:
-            some, due = due[: a.jobs], due[a.jobs :]
-            if not compile_all(pool, {m: (shares if a.tools == ["racecheck"] else models)[m] for m in some}, end):
+            some, due = due[: ROUND * a.jobs], due[ROUND * a.jobs :]
+            parts = {
+                tool: {m: share[m] if tool == "racecheck" else models[m] for m in some if m in share}
+                for tool, share in shares.items()
+            }
+            if not compile_all(pool, {m: join(part.get(m, {}) for part in parts.values()) for m in some}, end):
                 break
-            for tool in a.tools:
-                if end - time.time() < LEAST:
-                    break
-                undone = {m: shares[m] if tool == "racecheck" else models[m] for m in some if m not in done[tool]}
-                lists = (shared_out if tool == "racecheck" else divided)(undone, a.jobs)
-                whole, clean = sanitize(tool, lists, shares, end)
-                done[tool] |= set(whole)
+            for tool, part in parts.items():
+                if not part or end - time.time() < LEAST:
+                    continue
+                lists = (shared_out if tool == "racecheck" else divided)(part, a.jobs)
+                whole, clean = sanitize(tool, lists, part, end)
                 good &= clean
+                ran = join(part[m] for m in whole).keys() - done[tool]
+                done[tool] |= ran
+                if a.done:
+                    with a.done.open("a") as file:
+                        file.writelines(f"{tool} {key}\n" for key in ran)
+    every = join(models.values())
     for tool in a.tools:
-        of = shares if tool == "racecheck" else {m: models[m] for m in shares}
-        kinds = {m: {kernel.kind for kernel in found.values()} for m, found in of.items()}
-        ran, every = (len(set[Kind]().union(*(kinds[m] for m in ms))) for ms in (done[tool] & of.keys(), of))
-        left = [m for m in of if m not in done[tool]]
-        print(f"{tool}: {ran} of {every} kinds of kernels; left: {' '.join(left) or 'none'}")
+        kinds = {every[key].kind for key in done[tool] & every.keys()}
+        left = covering(models, a.of_each_kind, done[tool])
+        print(
+            f"{tool}: {len(done[tool] & every.keys())} of {len(every)} kernels, {len(kinds)} of "
+            f"{len({kernel.kind for kernel in every.values()})} kinds; left: {' '.join(left) or 'none'}"
+        )
         good &= not left
     sys.exit(not good)
 

@@ -1,6 +1,6 @@
 """kill -9 at random moments of a process that chats, switches models, downloads and saves, and what is left then.
 
-    python -m scripts.kill --kills 500
+    python -m scripts.kill --kills 500 [--variant qwen35]
 
 The process runs the controller, a small random model on the CPU with saved KV caches, the history, the settings and
 downloads from a server of this script. It writes what it shows, and when, into a journal that a kill does not touch.
@@ -224,11 +224,12 @@ def same(a: Shown, b: Shown) -> bool:
     return not a or not b or grew(a, b) or grew(b, a)
 
 
-def kill(kills: int, seed: int, folder: Path, longest: float = 2.0) -> Counter[str]:
-    """Kills as many processes; returns what was found. The folders of the environment are the processes' too."""
+def kill(kills: int, seed: int, folder: Path, longest: float = 2.0, variant: str = "llama") -> Counter[str]:
+    """Kills as many processes; returns what was found. The folders of the environment are the processes' too; the
+    models are of the `variant` (tests/support/tiny.py)."""
     rng, counts = random.Random(seed), Counter[str]()
     for name in MODELS:
-        tiny.write(folder / name, "llama", "Q8_0", seed=ord(name[0]))
+        tiny.write(folder / name, variant, "Q8_0", seed=ord(name[0]))
     LocalBackend.open(folder / MODELS[0], device="cpu").close()  # compiles the kernels, once
     files = [make_gguf(folder / f"{n}.served", size=400_000, seed=n) for n in range(FILES)]
     with Server() as server:
@@ -260,6 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m scripts.kill", description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=500, metavar="N")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--variant", choices=tiny.VARIANTS, default="llama", metavar="VARIANT")
     parser.add_argument("--forker", nargs=2, metavar=("FOLDER", "URL"), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.forker:
@@ -270,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for kind in ("STATE", "CONFIG", "DATA", "CACHE"):
             os.environ[f"XDG_{kind}_HOME"] = name
         try:
-            print(dict(kill(options.kills, options.seed, folder)))
+            print(dict(kill(options.kills, options.seed, folder, variant=options.variant)))
         except Broken as e:
             print(e)
             return 1

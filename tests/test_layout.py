@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import ast
 import re
+from dataclasses import dataclass
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -46,19 +48,51 @@ ROOMS: dict[str, set[str]] = {
 }
 
 
+@dataclass
+class Source:
+    """What the tests ask of a source; its tree is parsed once and not kept."""
+
+    imports: list[ast.Import | ast.ImportFrom]
+    defined: list[tuple[str, int]]  # classes and types, and their lines
+    changed: set[str]  # x of x.attribute = ...
+
+
+@cache
+def sources() -> dict[Path, Source]:
+    """Those of tinychat, by their paths in it."""
+    return {p.relative_to(ROOT / "tinychat"): _source(p) for p in (ROOT / "tinychat").rglob("*.py")}
+
+
+def _source(path: Path) -> Source:
+    out = Source([], [], set())
+    for node in ast.walk(tree := ast.parse(path.read_text())):
+        match node:
+            case ast.Import() | ast.ImportFrom():
+                out.imports.append(node)
+            case ast.ClassDef():
+                out.defined.append((node.name, node.lineno))
+            case ast.Assign():
+                attributes = [t.value for t in node.targets if isinstance(t, ast.Attribute)]
+                out.changed |= {value.id for value in attributes if isinstance(value, ast.Name)}
+    for statement in tree.body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)]) if re.fullmatch("[A-Z]+[a-z][A-Za-z]*", name):
+                out.defined.append((name, statement.lineno))
+    return out
+
+
 def modules() -> dict[str, set[str]]:
     """Every module of tinychat, and the modules it imports (the innermost that exist)."""
     files = {
-        ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p
-        for p in (ROOT / "tinychat").rglob("*.py")
+        ".".join(("tinychat", *p.with_suffix("").parts)).removesuffix(".__init__"): s for p, s in sources().items()
     }
     graph: dict[str, set[str]] = {}
-    for name, path in files.items():
+    for name, source in files.items():
         found: set[str] = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in source.imports:
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
+            else:
                 assert node.level == 0, f"{name}: imports are written out in full"
                 inner = {f"{node.module}.{alias.name}" for alias in node.names}
                 found |= (inner & files.keys()) or {node.module or ""}
@@ -98,14 +132,9 @@ def test_every_room_is_known() -> None:
 def test_a_name_has_one_meaning() -> None:
     """No two modules define a class or a type of the same name."""
     where: dict[str, list[str]] = {}
-    for path in (ROOT / "tinychat").rglob("*.py"):
-        for node in ast.walk(tree := ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                where.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
-        for statement in tree.body:
-            match statement:
-                case ast.Assign(targets=[ast.Name(id=name)]) if re.fullmatch("[A-Z]+[a-z][A-Za-z]*", name):
-                    where.setdefault(name, []).append(f"{path.relative_to(ROOT)}:{statement.lineno}")
+    for path, source in sources().items():
+        for name, line in source.defined:
+            where.setdefault(name, []).append(f"{path}:{line}")
     twice = {name: places for name, places in where.items() if len(places) > 1}
     assert not twice, twice
 
@@ -130,11 +159,8 @@ def test_the_process_is_changed_in_one_place() -> None:
 def test_only_a_profile_replaces_what_another_module_defines() -> None:
     """An assignment to an attribute of an imported module or class; process.py says which."""
     found = set()
-    for path in (ROOT / "tinychat").rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        aliases = [a for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) for a in node.names]
+    for path, source in sources().items():
+        aliases = [alias for node in source.imports for alias in node.names]
         imported = {(alias.asname or alias.name).split(".")[0] for alias in aliases}
-        targets = [t for node in ast.walk(tree) if isinstance(node, ast.Assign) for t in node.targets]
-        names = {t.value.id for t in targets if isinstance(t, ast.Attribute) and isinstance(t.value, ast.Name)}
-        found |= {f"{path.relative_to(ROOT / 'tinychat')}: {name}" for name in names & imported}
+        found |= {f"{path}: {name}" for name in source.changed & imported}
     assert found == {"kernels/tinygrad/compile_caches.py: realize"}

@@ -51,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         where = f"{e.filename}: " if e.filename else ""
-        print(f"tinychat: {printable(where + (e.strerror or str(e)).lower(), newlines=False)}", file=sys.stderr)
+        what = shortage(e) or where + (e.strerror or str(e)).lower()
+        print(f"tinychat: {printable(what, newlines=False)}", file=sys.stderr)
         return 1
     except Exception as e:
         if debug:
@@ -361,7 +362,7 @@ def _check_home() -> None:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 10**7:
-        raise argparse.ArgumentTypeError(f"expected a whole number above 0, not {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to 9,999,999, not {text!r}")
     return int(text)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from platformdirs import user_state_dir
 
 from tinychat import __version__
-from tinychat.errors import encodable, printable
+from tinychat.errors import encodable, printable, shortage
 
 KEPT = 20  # reports; older ones are deleted
 
@@ -28,11 +28,14 @@ def reports() -> list[Path]:
     return sorted(folder().glob("crash-*.txt"))
 
 
-def report(error: BaseException) -> str:
+def report(error: Exception) -> str:
     """Writes the traceback of `error` without the values of variables, so that no conversation gets into a report.
 
-    Returns the line for the user; it names the report, or says that none could be written.
+    Returns the line for the user; it names the report, or says that none could be written. What is the machine's fault
+    is said without one.
     """
+    if short := shortage(error):
+        return short
     what = printable(f"{type(error).__name__}: {error}", newlines=False)[:200]
     try:
         path = _write("".join(traceback.format_exception(error)))

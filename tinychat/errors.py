@@ -1,6 +1,7 @@
 """The one exception users see, and the one filter between untrusted text and the terminal."""
 
 import errno
+import os
 import re
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
@@ -43,9 +44,10 @@ def encodable(text: str) -> str:
 
 
 def shortage(e: Exception) -> str | None:
-    """What to say of an exception that is the machine's: no memory, or no more threads; None for any other."""
+    """What to say of an exception that is the machine's: no memory, no more threads or processes. None for others."""
     if isinstance(e, MemoryError) or getattr(e, "errno", None) == errno.ENOMEM:
         return "out of memory; try a smaller model or context"
-    if isinstance(e, RuntimeError) and str(e) == "can't start new thread":
+    forked = isinstance(e, BlockingIOError) and e.strerror == os.strerror(errno.EAGAIN)  # a full pipe has other words
+    if forked or (isinstance(e, RuntimeError) and str(e) == "can't start new thread"):
         return "no thread can be started: this user has too many processes (ulimit -u), or there is no memory"
     return None

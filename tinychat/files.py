@@ -1,13 +1,35 @@
-"""Replaces files atomically, and expands the paths that users type."""
+"""Replaces files atomically and one process at a time, and expands the paths that users type."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from tinychat.errors import TinychatError, printable
+
+PATIENCE = 2.0  # seconds
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """For who reads a file of `folder` and replaces it: waits for another process or thread that does so, which may
+    have been stopped, at most PATIENCE seconds. Nobody waits where folders cannot be locked."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            fd, end = os.open(folder, os.O_RDONLY), time.monotonic() + PATIENCE
+            stack.callback(os.close, fd)
+            while time.monotonic() < end:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(0.005)
+        yield
 
 
 def replace_file(path: Path, *parts: bytes, mode: int = 0o600, durable: bool = False) -> None:

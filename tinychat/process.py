@@ -61,6 +61,9 @@ def prepare() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     clean(os.environ)
+    # numpy's BLAS, which only self-checks use, would start a thread a core when it is imported; where none can be
+    # started it writes lines of its own and ends the process.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     share_with_engine()
     on_signals(_unwind)
 

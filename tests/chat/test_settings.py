@@ -2,7 +2,8 @@
 
 import os
 import stat
-from dataclasses import replace
+import threading
+from dataclasses import fields, replace
 
 import pytest
 
@@ -136,6 +137,52 @@ def test_a_wrong_value_is_named_and_its_default_used(file, text, name):
     assert settings.load(file).problems == s.problems and settings.load(file).theme == "nord"
 
 
+ODD = (
+    "-1",
+    "1e400",
+    "nan",
+    "9" * 400,
+    "0x" + "f" * 9000,
+    "true",
+    '""',
+    '"\\u0000"',
+    "[]",
+    "[{a = 1}]",
+    "{}",
+    "{a = {b = 1}}",
+)
+ODD += ("1979-05-27", "'~nosuch/x'", '"http://[::1/"')
+
+
+def test_any_value_anywhere_is_a_line_and_ends_nothing():
+    keys = [f.name for f in fields(settings.Settings) if f.name not in ("parameters", "presets", "models", "servers")]
+    places = [*keys, "parameters", "presets", "models", "servers", "parameters.thinking"]
+    places += [f"{table}.{name}" for table in ("parameters", "presets.a") for name in PARAMETERS]
+    places += [f"models.m.{key}" for key in ("path", "url", "size", "mtp_of")] + ["servers.s.url", "servers.s.key_file"]
+    for place in places:
+        for value in ODD:
+            read = settings.parse(f"threads = 3\n{place} = {value}\n" if place != "threads" else f"threads = {value}\n")
+            assert read.threads == (None if place == "threads" else 3), (place, value)
+            assert all("\n" not in line and len(line) < 300 for line in read.problems)
+
+
+def test_tables_of_another_form_are_added_to_or_refused(file):
+    changes = (
+        lambda: settings.save_preset("p", Parameters(system="a\nb"), file).presets["p"].system == "a\nb",
+        lambda: settings.save_server(SavedServer("s", "http://box:1"), file).servers[-1].name == "s",
+        lambda: "p" not in settings.delete_preset("p", file).presets,
+        lambda: not settings.delete_server("s", file).servers,
+    )
+    for value in ODD:
+        for table, some in (("presets", changes[::2]), ("servers", changes[1::2])):
+            write(file, f"{table} = {value}\n")
+            for change in some:
+                try:
+                    assert change()
+                except TinychatError:
+                    assert file.read_text() == f"{table} = {value}\n"
+
+
 def test_a_change_keeps_comments_unknown_keys_and_the_rest(file):
     write(file, FULL)
     settings.update(file, model="smollm2:135m", threads=None)
@@ -150,6 +197,22 @@ def test_two_instances_do_not_undo_each_other(file):
     settings.save_preset("p", Parameters(system="s"), file)
     s = settings.load(file)
     assert (s.theme, s.model, s.presets["p"].system) == ("nord", "a", "s")
+
+
+def test_changes_at_the_same_time_are_all_kept(file):
+    """Of threads here, which wait as processes do."""
+    settings.update(file, threads=1)  # the folder is there
+
+    def change(who):
+        for n in range(6):
+            settings.save_preset(f"{who}{n}", Parameters(system="x"), file)
+
+    threads = [threading.Thread(target=change, args=(who,)) for who in "abc"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(settings.load(file).presets) == 18
 
 
 def test_every_parameter_comes_back(file):

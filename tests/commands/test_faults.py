@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,6 @@ import pytest
 
 from tests.support import tiny
 from tests.support.terminal import TINYCHAT, terminal
-from tinychat import cli
 from tinychat.chat.history import History
 from tinychat.measure import log
 from tinychat.measure.profile.measure import profiles_dir
@@ -48,6 +49,16 @@ def may_not_override() -> None:
             ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
 
 
+def only_processes(number: int) -> None:
+    """Makes the process, root's, that of a user who may have so many, threads counted, and who opens all files."""
+    prctl, libc = (lambda *args: ctypes.CDLL(None).prctl(*args, 0)), ctypes.CDLL(None)
+    header, data = (ctypes.c_uint * 2)(0x20080522, 0), (ctypes.c_uint * 6)(2, 2, 2)  # CAP_DAC_OVERRIDE
+    prctl(8, 1, 0, 0)  # PR_SET_KEEPCAPS
+    os.setuid(64_998)
+    assert libc.capset(header, data) == 0 and prctl(47, 2, 1, 0) == 0  # PR_CAP_AMBIENT_RAISE
+    resource.setrlimit(resource.RLIMIT_NPROC, (number, number))
+
+
 @pytest.fixture
 def read_only(tmp_path: Path) -> dict[str, str]:
     """The environment of a user whose home cannot be written."""
@@ -59,17 +70,17 @@ def read_only(tmp_path: Path) -> dict[str, str]:
 # limits
 
 
-def test_no_thread_can_be_started(
-    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def none(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr("threading.Thread.start", none)
-    assert cli.main(["run", model, "hi", "--device", "cpu"]) == 1
-    assert capsys.readouterr().err.endswith(
-        "no thread can be started: this user has too many processes (ulimit -u), or there is no memory\n"
-    )
+@pytest.mark.skipif(os.getuid() != 0, reason="needs a user without any other process")
+def test_no_thread_or_process_can_be_started(model: str) -> None:
+    """At the import of NumPy's BLAS, and where Textual starts its two threads."""
+    line = "no thread can be started: this user has too many processes (ulimit -u), or there is no memory"
+    done = ran("run", model, "hi", "--device", "cpu", preexec_fn=partial(only_processes, 1))
+    assert (done.returncode, done.stderr) == (1, f"tinychat: {line}\n")
+    for processes in (2, 3, 5):
+        with terminal(model, prepare=partial(only_processes, processes)) as t:
+            t.read(None)
+            assert t.process.returncode == 1 and t.restored
+            assert line in str(t.seen) and not re.search("error|crash|expected|BLAS", str(t.seen))
 
 
 # streams

@@ -47,6 +47,8 @@ def test_the_executor_as_the_engine_uses_it(model: Path, monkeypatch: pytest.Mon
     stages: list[tuple[str, float]] = []
     engine = load(model, None, stages)
     assert isinstance(engine.executor, CUDAExecutor) and engine.info.device == "CUDA · emulator" and not engine.notes
+    gpu = engine.executor.gpu
+    assert not gpu.page_locked and not {"staging", "params"} & gpu.buffers.keys()  # what the load took is free again
     loaded = [fraction for name, fraction in stages if name == "loading weights"]
     assert loaded == sorted(loaded) and loaded[-1] == 1 and len(loaded) > 1
     want = forward(model, IDS)

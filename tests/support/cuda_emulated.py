@@ -104,6 +104,7 @@ class EmulatedGPU:
 
     def __init__(self, number: int | None = None) -> None:
         self.buffers: dict[str, np.ndarray] = {}
+        self.page_locked = 0  # bytes that no kernel writes into
 
     @property
     def nbytes(self) -> int:
@@ -119,10 +120,12 @@ class EmulatedGPU:
         data = aligned(nbytes)
         if name:
             self.buffers[name] = data
+        else:
+            self.page_locked += nbytes
         return data
 
     def unpin(self, data: np.ndarray) -> None:
-        return None
+        self.page_locked -= data.nbytes
 
     def upload(self, name: str, data: np.ndarray, offset: int = 0) -> None:
         raw = data.reshape(-1).view(np.uint8)

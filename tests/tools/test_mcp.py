@@ -200,7 +200,7 @@ def test_servers_that_cannot_be_started(use: Callable[..., Used], config: Server
 
 
 def test_a_server_that_never_says_anything(use: Callable[..., Used], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mcp, "START_S", 3.0)
+    monkeypatch.setattr(mcp, "START_S", 0.5)
     used = use(ServerConfig("x", sys.executable, ("-c", "import time; time.sleep(60)")))
     assert used.servers.status[0].stage == "failed" and "not ready within" in used.servers.status[0].why
 

@@ -19,7 +19,7 @@ OTHER = Question("run", "Run?", "rm", "run /x\nrm", "run /x")
 
 
 def test_what_each_answer_covers(tmp_path: Path) -> None:
-    p = Permissions(tmp_path / "p.json")
+    p, beside = (Permissions(tmp_path / "p.json") for _ in range(2))
     assert not p.allows(READ, "c") and not p.allows(RUN, "c")
     p.remember(READ, "folder", "c")
     assert p.allows(READ, "d") and not p.allows(RUN, "c")
@@ -30,8 +30,15 @@ def test_what_each_answer_covers(tmp_path: Path) -> None:
     assert p.allows(RUN, "d") and not p.allows(OTHER, "c")
     p.remember(OTHER, "conversation", "c")
     assert p.allows(OTHER, "c") and not p.allows(OTHER, "d")
+    more = Question("run", "Run?", "df", "run /x\ndf", "run /x")
+    beside.remember(more, "always", "c")  # another process, which has not read what was stored since
     later = Permissions(tmp_path / "p.json")
-    assert later.allows(RUN, "e") and not later.allows(OTHER, "c") and not later.allows(READ, "c")
+    assert (
+        later.allows(more, "e")
+        and later.allows(RUN, "e")
+        and not later.allows(OTHER, "c")
+        and not later.allows(READ, "c")
+    )
     assert (tmp_path / "p.json").stat().st_mode & 0o777 == 0o600
 
 

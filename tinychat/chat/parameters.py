@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
@@ -11,6 +10,7 @@ from tinychat.backend.protocol import SAMPLING_PARAMETERS as SAMPLING_PARAMETERS
 from tinychat.backend.protocol import Parameter, Sampling
 from tinychat.errors import TinychatError, printable
 
+_SHOWN = 40  # characters of a value that is refused
 _NOT_SET = {"dry_breakers", "logit_bias"}  # fields of Sampling that no user sets
 
 
@@ -129,7 +129,7 @@ def _number(spec: Parameter, text: str) -> float | int:
     try:
         value: float | int = spec.kind(text.strip().replace(",", "." if spec.kind is float else ""))
     except ValueError:
-        raise TinychatError(f"{wanted}, not {printable(text.strip())!r}") from None
-    if not math.isfinite(value) or not spec.low <= value <= spec.high:
-        raise TinychatError(f"{wanted}, not {value:{shape}}")
+        raise TinychatError(f"{wanted}, not {printable(text.strip())[:_SHOWN]!r}") from None
+    if not spec.low <= value <= spec.high:  # nor is NaN
+        raise TinychatError(f"{wanted}, not {f'{value:{shape}}'[:_SHOWN]}")
     return value

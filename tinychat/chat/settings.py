@@ -29,7 +29,7 @@ from platformdirs import user_config_dir
 from tinychat.chat.parameters import PARAMETERS, Parameters, get_parameter, set_parameter
 from tinychat.chat.servers import SavedServer, user_server
 from tinychat.errors import TinychatError, encodable, printable
-from tinychat.files import replace_file
+from tinychat.files import alone, replace_file
 from tinychat.models.registry import Model, user_models
 
 if TYPE_CHECKING:
@@ -158,10 +158,9 @@ def save_preset(name: str, parameters: Parameters, file: Path | None = None) -> 
     """Stores `parameters` as preset `name`, replacing one of that name. Raises TinychatError."""
     if not (name := name.strip()):
         raise TinychatError("a preset needs a name")
-    import tomlkit
 
     def edit(doc: tomlkit.TOMLDocument) -> None:
-        presets = doc.setdefault("presets", tomlkit.table(is_super_table=True))
+        presets = _tables(doc, "presets")
         _put(presets, name, _table(presets.get(name), parameters))
 
     return _edit(file, edit)
@@ -169,7 +168,7 @@ def save_preset(name: str, parameters: Parameters, file: Path | None = None) -> 
 
 def delete_preset(name: str, file: Path | None = None) -> Settings:
     """Removes preset `name`, if there is one. Raises TinychatError."""
-    return _edit(file, lambda doc: doc.get("presets", {}).pop(name, None))
+    return _edit(file, lambda doc: _tables(doc, "presets").pop(name, None))
 
 
 def save_server(server: SavedServer, file: Path | None = None) -> Settings:
@@ -179,8 +178,9 @@ def save_server(server: SavedServer, file: Path | None = None) -> Settings:
     import tomlkit
 
     def edit(doc: tomlkit.TOMLDocument) -> None:
-        servers = doc.setdefault("servers", tomlkit.table(is_super_table=True))
-        table = servers.get(server.name, tomlkit.table())
+        servers = _tables(doc, "servers")
+        old = servers.get(server.name)
+        table = old if isinstance(old, dict) else tomlkit.table()
         for key, value in said.items():
             if value:
                 table[key] = value
@@ -193,7 +193,7 @@ def save_server(server: SavedServer, file: Path | None = None) -> Settings:
 
 def delete_server(name: str, file: Path | None = None) -> Settings:
     """Removes server `name`, if there is one. Raises TinychatError."""
-    return _edit(file, lambda doc: doc.get("servers", {}).pop(name, None))
+    return _edit(file, lambda doc: _tables(doc, "servers").pop(name, None))
 
 
 def write_text(text: str, file: Path | None = None) -> Settings:
@@ -216,7 +216,7 @@ def _parameters(entry: Any, where: str, problems: list[str]) -> Parameters:
         if key in PARAMETERS and isinstance(value, int | float) and not isinstance(value, bool):
             try:
                 out = set_parameter(out, key, repr(value))
-            except TinychatError as e:
+            except (TinychatError, ValueError) as e:  # thousands of hexadecimal digits
                 problems.append(f"settings: [{where}] {e}; its default is used")
         elif _PLAIN.get(key) is type(value):
             changed: dict[str, Any] = {key: value}
@@ -228,6 +228,18 @@ def _parameters(entry: Any, where: str, problems: list[str]) -> Parameters:
                 f"settings: unknown key {printable(key, newlines=False)!r} in [{where}] is ignored (and kept)"
             )
     return out
+
+
+def _tables(doc: tomlkit.TOMLDocument, key: str) -> Any:
+    """The table of tables `key`. Raises TinychatError where it is something else."""
+    import tomlkit
+
+    found = doc.get(key)
+    if found is None:
+        doc[key] = found = tomlkit.table(is_super_table=True)
+    if not isinstance(found, dict):
+        raise TinychatError(f"settings: {key} must be a table, [{key}]; nothing was saved, fix it first")
+    return found
 
 
 def _table(old: Any, parameters: Parameters) -> Any:
@@ -249,7 +261,11 @@ def _table(old: Any, parameters: Parameters) -> Any:
 
 
 def _put(parent: Any, key: str, table: Any) -> None:
+    import tomlkit
+
     if parent.get(key) is not table:
+        if isinstance(parent, tomlkit.items.InlineTable):  # has no other tables in it
+            table = tomlkit.inline_table() | table
         parent[key] = table
 
 
@@ -257,16 +273,17 @@ def _edit(file: Path | None, edit: Callable[[tomlkit.TOMLDocument], Any]) -> Set
     import tomlkit
 
     file = file or path()
-    try:
-        doc = tomlkit.parse(_read(file))
-    except FileNotFoundError:
-        doc = tomlkit.document()
-    except (OSError, ValueError, RecursionError) as e:
-        why = printable(str(e), newlines=False)
-        raise TinychatError(f"{_shown(file)} cannot be read ({why}); nothing was saved, fix it first") from None
-    edit(doc)
-    text = encodable(tomlkit.dumps(doc))
-    _write(file, text)
+    with alone(file.parent):
+        try:
+            doc = tomlkit.parse(_read(file))
+        except FileNotFoundError:
+            doc = tomlkit.document()
+        except (OSError, ValueError, RecursionError) as e:
+            why = printable(str(e), newlines=False)
+            raise TinychatError(f"{_shown(file)} cannot be read ({why}); nothing was saved, fix it first") from None
+        edit(doc)
+        text = encodable(tomlkit.dumps(doc))
+        _write(file, text)
     return parse(text)
 
 

@@ -106,7 +106,7 @@ def run(
     shown, called = _Printer(quiet=as_json), list[dict[str, object]]()
     with closing(backend), closing(mcp) if mcp else nullcontext():
         for status in _started(mcp) if mcp else ():
-            say(f"the MCP server {status.config.name} cannot be used: {status.why}")
+            say(f"the MCP server {status.config.name} cannot be used: {status.why or 'it is not ready'}")
         say_notes(backend.info.notes)
         tools_offered = toolbox.definitions if toolbox is not None else ()
         choice: Literal["auto", "none"] = "auto"
@@ -230,10 +230,10 @@ def _mcp_servers(file: Path) -> McpServers:
 
 
 def _started(mcp: McpServers) -> list[McpStatus]:
-    """Starts them and waits; those that failed."""
+    """Starts them and waits; those that are not ready."""
     mcp.start()
     mcp.wait()
-    return [status for status in mcp.status if status.stage == "failed"]
+    return [status for status in mcp.status if status.config.on and status.stage != "ready"]
 
 
 def _call(

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
+import math
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from tinychat.console import say
 from tinychat.errors import TinychatError
 
 HEADER_SECONDS = 10.0
@@ -20,6 +24,9 @@ HEADER_BYTES = 64 << 10  # of headers that are still incomplete; complete ones a
 IDLE_SECONDS = 30.0  # between two requests of one connection
 CONNECTIONS = 256
 WS_BYTES = 1 << 20
+WAITING = 64  # connections that nobody has accepted yet; asyncio tries to accept as many at a time
+FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # with which accept() fails for a time
+AGAIN = 60.0  # seconds after which that is said again
 
 
 class HttpProtocol(H11Protocol):
@@ -74,7 +81,22 @@ def bind(host: str, port: int) -> socket.socket:
 
 class HttpServer(uvicorn.Server):
     """Leaves the signals to the process: uvicorn knows two of the three that end it, and raises them again inside of a
-    task, whose exceptions are reported as lost."""
+    task, whose exceptions are reported as lost. Where no more files can be open, connections wait, and one line says
+    so; asyncio would write a traceback for each, thousands a second."""
+
+    _said = -math.inf  # when
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(self._lost)
+        await super().serve(sockets)
+
+    def _lost(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        e = context.get("exception")
+        if not isinstance(e, OSError) or e.errno not in FULL:
+            loop.default_exception_handler(context)
+        elif loop.time() - self._said > AGAIN:
+            self._said = loop.time()
+            say(f"new connections wait: {(e.strerror or '').lower()}")
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -93,6 +115,7 @@ def make_server(app: ASGIApp, websockets: bool = False) -> HttpServer:
         access_log=False,
         server_header=False,
         limit_concurrency=CONNECTIONS,
+        backlog=WAITING,
         timeout_keep_alive=int(IDLE_SECONDS),
         timeout_graceful_shutdown=2,
         h11_max_incomplete_event_size=HEADER_BYTES,

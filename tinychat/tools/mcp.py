@@ -109,9 +109,9 @@ class McpServers:
             self._end(name)
             self._set(name, stage="off", why="", tools=(), prompts=(), resources=())
 
-    def wait(self, seconds: float = START_S) -> None:
-        """Until every server that was started is ready or has failed."""
-        until = time.monotonic() + seconds
+    def wait(self) -> None:
+        """Until every server that was started is ready, or has failed and ended."""
+        until = time.monotonic() + START_S + CLOSE_S
         for settled in list(self._settled.values()):
             settled.wait(max(0.0, until - time.monotonic()))
 
@@ -209,7 +209,7 @@ class McpServers:
             return
         recent.append(now)
         self._begin(name)
-        self._settled[name].wait(START_S)
+        self._settled[name].wait(START_S + CLOSE_S)
 
     @staticmethod
     def _broken(e: Exception) -> bool:

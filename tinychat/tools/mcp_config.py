@@ -15,7 +15,7 @@ from typing import Any
 from platformdirs import user_config_dir
 
 from tinychat.errors import TinychatError, encodable, printable
-from tinychat.files import replace_file
+from tinychat.files import alone, replace_file
 
 
 @dataclass(frozen=True)
@@ -53,18 +53,19 @@ def read_servers(file: Path) -> tuple[ServerConfig, ...]:
 
 def switch(file: Path, name: str, on: bool) -> None:
     """Writes that server `name` is on or off. Raises TinychatError."""
-    data = _read(file)
-    entry = data.get("mcpServers", {}).get(name)
-    if not isinstance(entry, dict):
-        raise _wrong(file, f"there is no server {printable(name)!r} any more")
-    if on:
-        entry.pop("disabled", None)
-    else:
-        entry["disabled"] = True
-    try:
-        replace_file(file, encodable(json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode(), durable=True)
-    except OSError as e:
-        raise _wrong(file, f"cannot be written: {(e.strerror or str(e)).lower()}") from None
+    with alone(file.parent):
+        data = _read(file)
+        entry = data.get("mcpServers", {}).get(name)
+        if not isinstance(entry, dict):
+            raise _wrong(file, f"there is no server {printable(name)!r} any more")
+        if on:
+            entry.pop("disabled", None)
+        else:
+            entry["disabled"] = True
+        try:
+            replace_file(file, encodable(json.dumps(data, indent=2, ensure_ascii=False) + "\n").encode(), durable=True)
+        except OSError as e:
+            raise _wrong(file, f"cannot be written: {(e.strerror or str(e)).lower()}") from None
 
 
 def _read(file: Path) -> dict[str, Any]:

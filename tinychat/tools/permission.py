@@ -9,7 +9,7 @@ from pathlib import Path
 from platformdirs import user_data_dir
 
 from tinychat.errors import TinychatError, printable
-from tinychat.files import replace_file
+from tinychat.files import alone, replace_file
 from tinychat.tools.protocol import PermissionAnswer, Question
 
 
@@ -59,7 +59,9 @@ class Permissions:
             return
         try:
             self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            replace_file(self._file, json.dumps(sorted(self._always), indent=1).encode(), durable=True)
+            with alone(self._file.parent):
+                self._always |= self._read()  # with those of other processes
+                replace_file(self._file, json.dumps(sorted(self._always), indent=1).encode(), durable=True)
         except OSError as e:
             shown = printable(str(self._file), newlines=False)
             raise TinychatError(f"{shown} cannot be written: {(e.strerror or str(e)).lower()}") from None

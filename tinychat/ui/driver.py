@@ -56,7 +56,16 @@ class TerminalDriver(LinuxDriver):
         if not self._taken:  # not again after an editor had the terminal
             before = keep_enter(self.fileno)
             self._taken, self.typed_ahead = True, typed_ahead(self.fileno)
-        super().start_application_mode()
+        try:
+            super().start_application_mode()
+        except RuntimeError:  # one of its two threads cannot be started: it must not be waited for
+            self._key_thread, self.attrs_before = None, before
+            if self._writer_thread and self._writer_thread.is_alive():
+                super().stop_application_mode()
+            else:
+                self._writer_thread = None
+                restore(self.fileno, before)
+            raise
         self.attrs_before = before or self.attrs_before
         self.write(SAVE_TITLE)
 
@@ -194,6 +203,12 @@ def keep_enter(fd: int) -> list[Any] | None:
     except termios.error:
         return None
     return before
+
+
+def restore(fd: int, before: list[Any] | None) -> None:
+    """Undoes `keep_enter`."""
+    if before is not None:
+        termios.tcsetattr(fd, termios.TCSANOW, before)
 
 
 def typed_ahead(fd: int) -> str:

@@ -291,7 +291,7 @@ import resource, sys
 from tinychat.engine.config import ModelConfig
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.plan import build_plan
-from tinychat.errors import TinychatError
+from tinychat.errors import TinychatError, shortage
 from tinychat.kernels.cpu.executor import CPUExecutor
 
 gguf = GGUF.open(sys.argv[1])
@@ -299,7 +299,9 @@ plan = build_plan(gguf, ModelConfig.from_gguf(gguf))
 CPUExecutor(plan, gguf, 64, threads=1).close()
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 done = 0
-for more in range(0, 24 << 20, 128 << 10):  # ever more room: it ends in another allocation each time
+for more in range(0, 24 << 20, 64 << 10):  # ever more room: it ends in another allocation each time
+    if done == 24:
+        break  # enough
     resource.setrlimit(resource.RLIMIT_AS, (used + more, resource.RLIM_INFINITY))
     try:
         ex = CPUExecutor(plan, gguf, 512, threads=1)
@@ -307,9 +309,11 @@ for more in range(0, 24 << 20, 128 << 10):  # ever more room: it ends in another
         ex.close()
         done += 1
     except TinychatError as e:
+        done = 0
         assert "not enough memory" in str(e), e
-    except MemoryError:  # of Python's or NumPy's own
-        pass
+    except Exception as e:  # Python's or NumPy's own
+        done = 0
+        assert shortage(e), e
 print("done", done)
 """
 

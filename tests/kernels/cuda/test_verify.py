@@ -36,6 +36,8 @@ def test_bits_of_single_steps(
     from which the step comes to the other kernels."""
     monkeypatch.setattr("tinychat.kernels.cuda.step.NEAR", near)
     monkeypatch.setattr("tinychat.kernels.cuda.tiles.MULTIPROCESSORS", 4)
+    monkeypatch.setattr("tinychat.kernels.cuda.launches.MULTIPROCESSORS", 4)
+    monkeypatch.setattr("tinychat.kernels.cuda.launches.STREAMED_ROWS", tiny.VOCAB)
     own = {"dim": 1024, "layers": 1, "ffn": 768, "head_dim": 64} if variant == "llama" else {"layers": 2}
     monkeypatch.setitem(tiny.VARIANTS, variant, replace(tiny.VARIANTS[variant], **own))
     with opened(tiny.write(tmp_path / "m.gguf", variant, quant), "cuda") as ex:

@@ -118,11 +118,8 @@ def _read(weights: Weights, names: list[str]) -> Iterator[tuple[str, np.ndarray]
             size = weights.size(name)
             step = max(PIECE, -(-size // READERS))
             parts = [(at, buffer[at : min(at + step, size)]) for at in range(0, size, step)]
-            try:
-                for piece in [pool.submit(weights.read, name, at, part) for at, part in parts]:
-                    piece.result()
-            except RuntimeError as e:  # no room for a thread's stack, or too many processes
-                raise MemoryError(str(e)) from None
+            for piece in [pool.submit(weights.read, name, at, part) for at, part in parts]:
+                piece.result()
             yield name, buffer[:size]
 
 

@@ -30,7 +30,7 @@ DEVICE void run(const Args &a) {
   constexpr int ROTATIONS = (COLUMNS * HEADS + 7) / 8;
   if (b < PRODUCTS) {
     const int g = b / HEAD_BLOCKS;
-    linear<Weight, Spread, false, QUANTISED, FLOATING, COLUMNS>(a.w, g, b % HEAD_BLOCKS,
+    linear<Weight, Spread, HEAD_BLOCKS, false, QUANTISED, FLOATING, COLUMNS>(a.w, g, b % HEAD_BLOCKS,
         Plain{a.q + g * (NOPE + ROPE_DIMS), HEADS * (NOPE + ROPE_DIMS)}, nullptr, 0.f, sh,
         PutQuery{a.queries + g * (KV_LORA + ROPE_DIMS), a.state[POS]});
     return;

@@ -60,7 +60,7 @@ DEVICE void run(Args a) {
                 SIZE = TOP * FF + SHARED_FF;
   const int column = COLUMNS == 1 ? 0 : blockIdx.y * TOGETHER;  // the block's first
   const int count = COLUMNS == 1 ? 1 : min(a.state[COUNT] - column, TOGETHER);
-  if (count <= 0) return;
+  if (COLUMNS > TOGETHER && count <= 0) return;
   a.x += column * ROWS;
   a.router += column * Choice::EXPERTS;
   if constexpr (IN_QUANTISED) {
@@ -78,7 +78,7 @@ DEVICE void run(Args a) {
     shared.prefetch();
   }
   static_assert(TOGETHER <= WARPS, "a warp chooses the experts of a column");
-  if (warp < count) {
+  if (warp < TOGETHER) {  // whether or not there are so many: the number is not waited for
     SelectionBias<Choice> bias;
     bias.load(a.selection_bias);
     choose(a.router + warp * Choice::EXPERTS, bias, ids[warp], weights[warp]);

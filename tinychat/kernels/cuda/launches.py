@@ -29,6 +29,7 @@ from tinychat.kernels.cuda.constants import (
     NormAddConstants,
     QuantiseConstants,
     SampleConstants,
+    Spread,
     StoreHiddenConstants,
     StoreKVConstants,
 )
@@ -36,7 +37,7 @@ from tinychat.kernels.cuda.launch import Launch, kernel
 from tinychat.kernels.cuda.layout import block_size
 from tinychat.kernels.cuda.spread import PAIR_THREADS, QUANTISED_ROWS, pair_spread, spread
 from tinychat.kernels.cuda.state import STATE_BYTES, WORDS
-from tinychat.kernels.cuda.tiles import TILE_THREADS, tiling
+from tinychat.kernels.cuda.tiles import MULTIPROCESSORS, TILE_THREADS, tiling
 
 SPLITS = 32  # parts of the keys in decode attention; latent attention, with one kv head, has twice as many
 DEEP_SPLITS = 132  # a block for each multiprocessor of an H100
@@ -46,7 +47,12 @@ CANDIDATES = 128  # of a stretch: MAX_K and room for equal logits
 SAMPLING_THREADS = 1024
 ATTENTION_THREADS = 512
 LINEAR_THREADS = 256
-STAGED_COLUMNS, STAGED_ROWS = 2, 2048  # up to so many each block stages its input: cheaper than a kernel that does
+# Up to FEW_COLUMNS are multiplied outside of tensor cores: int8 blocks (tiled_of in matvec.cuh), and what each block
+# stages for so few rows, which is cheaper than a kernel that does, or for so many that STREAMS blocks of each
+# multiprocessor take them in turns.
+FEW_COLUMNS = 2
+STAGED_ROWS = 2048
+STREAMED_ROWS, STREAMS = 65536, 3
 EXPERTS_COLUMNS, EXPERTS_SHARED = 4, 48 << 10  # a block of the experts' kernels: at most; bytes of their activations
 WIDE_THREADS, WIDE_ROWS = 512, 2112  # of linear.cu with a norm: 16 rows a block, at most one for each multiprocessor
 PAIR_WARPS = PAIR_THREADS // 32
@@ -145,15 +151,18 @@ def linear(
     LinearConstants."""
     weights = [w for w, _, _ in outputs]
     cols, quantised, floating = weights[0].cols, *b.kinds(*weights)
-    tiled = quantised and b.columns > 1
-    if b.columns <= STAGED_COLUMNS and sum(w.rows for w in weights) <= STAGED_ROWS and not x.quantised:
-        tiled = False
+    rows = sum(w.rows for w in weights)
+    spreads = {w: spread(w, rows) for w in weights}
+    streamed = rows >= STREAMED_ROWS and all(_in_turns(w, t) for w, t in spreads.items())
+    untiled = b.columns <= FEW_COLUMNS and (x.quantised or rows <= STAGED_ROWS or streamed)
+    tiled = quantised and b.columns > 1 and not untiled
     shared = shared_columns(b, cols, quantised and not tiled, floating and norm is not None)
     buffers, before = b.source(x) | {"gain": b.data(norm)}, tuple[Launch, ...]()
-    spreads = {w: spread(w, sum(x.rows for x in weights)) for w in weights}
-    wide = norm and sum(w.rows for w in weights) <= WIDE_ROWS and all(t.split == 1 for t in spreads.values())
+    wide = norm and rows <= WIDE_ROWS and all(t.split == 1 for t in spreads.values())
     threads = WIDE_THREADS if wide else LINEAR_THREADS
     grid, tiles = {w: t.blocks(w.rows, threads // 32) for w, t in spreads.items()}, None
+    if streamed and not tiled:  # blocks of one wave, which stage their input once
+        grid = {w: min(n, STREAMS * MULTIPROCESSORS) for w, n in grid.items()}
     if tiled:
         many = [(w, t) for w, t in spreads.items() if not b.kinds(w)[1]]
         tiles = tiling(b, [[m] for m in many])
@@ -199,9 +208,14 @@ def linear(
         nbytes=sum(w.nbytes for w in weights),
         shared=shared,
         threads=TILE_THREADS if tiles else threads,
-        resident=tiles.resident if tiles else 1,
+        resident=tiles.resident if tiles else STREAMS if streamed else 1,
         before=before,
     )
+
+
+def _in_turns(w: Weight, t: Spread) -> bool:
+    """Whether a block may have the first weights of other rows on their way while it finishes some (matvec.cuh)."""
+    return t.split == 1 and -(-w.cols // block_size(w.type) // t.lanes) % t.depth == 0
 
 
 def beside_each_other(results: Sequence[tuple[str, int]]) -> list[tuple[int, int]]:

@@ -42,7 +42,7 @@ template <int I, class P, class... Rest> DEVICE void parts(const Args &a, const 
     if constexpr (TILE && !is_float(P::Weight::TYPE)) tiled<I, P>(a, sh, b);
     else {
       const auto input = activations<IN_QUANTISED>(a, COLS, LAST_TOKEN ? (u64)(a.state[COUNT] - 1) * COLS : 0);
-      linear<typename P::Weight, typename P::Spread, NORMED, QUANTISED && !TILE, STAGE_FLOATS, COLUMNS>(
+      linear<typename P::Weight, typename P::Spread, P::GRID_BLOCKS, NORMED, QUANTISED && !TILE, STAGE_FLOATS, COLUMNS>(
           a.w[I], 0, b, input, a.gain, EPS, sh, put<P>(a.dst[I], a.bias[I]));
     }
   }

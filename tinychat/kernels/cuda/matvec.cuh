@@ -34,8 +34,8 @@ template <int TILED> DEVICE int codes_at(int column, int half, int block, int bl
 template <int TILED> DEVICE int scale_at(int column, int block, int blocks) {
   return TILED ? block * TILED + column : column * blocks + block;
 }
-// Of what a kernel leaves for the next.
-DEVICE constexpr int tiled_of(int columns) { return columns > 1 ? columns : 0; }
+// Of what a kernel leaves for the next: two columns are still multiplied outside of tensor cores.
+DEVICE constexpr int tiled_of(int columns) { return columns > 2 ? columns : 0; }
 
 // The block's shared memory for activations of C columns of K values, one column after the other. Floats are read at
 // `direct` where they need no staging.
@@ -114,8 +114,8 @@ template <int K, bool NORM, bool QUANT, bool FLOAT, int C, int TILED = 0> struct
     return rsqrt_(ss / K + eps);
   }
   DEVICE void finish(const Quantised &src, const Shared &sh) {
-    static_assert(C == 1, "several columns come in tiles (tiles.cuh)");
-    constexpr int Q = K / 16, S = K / 32, VQ = (Q + THREADS - 1) / THREADS, VS = (S + THREADS - 1) / THREADS;
+    static_assert(tiled_of(C) == 0, "more columns come in tiles (tiles.cuh)");
+    constexpr int Q = C * K / 16, S = C * K / 32, VQ = (Q + THREADS - 1) / THREADS, VS = (S + THREADS - 1) / THREADS;
     V4 q[VQ];
     Scale s[VS];
 #pragma unroll
@@ -181,11 +181,14 @@ template <int T, int K, int LPR, int KS, int R, int DEPTH, int C> struct Dot {
 #pragma unroll
       for (int r = 0; r < R; r++) fetch<T>(f[i % D][r], w, blocks, row[r] * KB + j);
   }
-  DEVICE void prefetch() {
+  DEVICE void clear() {
 #pragma unroll
     for (int c = 0; c < C; c++)
 #pragma unroll
       for (int r = 0; r < R; r++) acc[c][r] = 0;
+  }
+  DEVICE void prefetch() {
+    clear();
 #pragma unroll
     for (int i = 0; i < D; i++) issue(i);
   }
@@ -208,11 +211,19 @@ template <int T, int K, int LPR, int KS, int R, int DEPTH, int C> struct Dot {
   }
   int staged;  // values of a whole staged column
   DEVICE void run(const Shared &sh, int values, int first = 0) {  // from staged value `first` on
+    run(sh, values, first, false, [] {});
+  }
+  // With `again` the first blocks of other rows, which next() sets, are on their way behind it.
+  template <class Next> DEVICE void run(const Shared &sh, int values, int first, bool again, const Next &next) {
     staged = values;
 #pragma unroll
     for (int i = 0; i < NI; i++) {
       use(i, sh, first);
       if (i + D < NI) issue(i + D);
+      else if (again) {
+        if (i + D == NI) next();
+        issue(i + D - NI);
+      }
     }
 #pragma unroll
     for (int c = 0; c < C; c++)
@@ -305,20 +316,25 @@ template <int C> struct PutQuantised {
   }
 };
 
-// By block b of those of one matrix: put(column, row, value) for each of its rows in W's matrix g. LOAD gives the
-// activations, of W::COLS values.
-template <class W, class S, bool NORM, bool QUANT, bool FLOAT, int C, class Load, class Epilogue>
+// By block b of BLOCKS that make the rows of W's matrix g: put(column, row, value) for each. LOAD gives the
+// activations, of W::COLS values. Where there are fewer blocks than stretches of rows, a block has the weights of its
+// next one on their way while it finishes one.
+template <class W, class S, int BLOCKS, bool NORM, bool QUANT, bool FLOAT, int C, class Load, class Epilogue>
 DEVICE void linear(const u8 *w, int g, int b, Load src, const float *gain, float eps, Shared sh, const Epilogue &put) {
   constexpr int K = W::COLS, ROWS = W::ROWS, LPR = S::LANES, KS = S::SPLIT, R = S::ROWS_PER_LANE;
-  Dot<W::TYPE, K, LPR, KS, R, S::DEPTH, C> dot;
+  using Product = Dot<W::TYPE, K, LPR, KS, R, S::DEPTH, C>;
+  Product dot;
   constexpr int G = 32 / LPR, MINE = (C + LPR - 1) / LPR;  // columns that a lane finishes
+  constexpr int STRETCH_ROWS = WARPS / KS * R * G, STRETCHES = (ROWS + STRETCH_ROWS - 1) / STRETCH_ROWS;
+  constexpr bool AGAIN = BLOCKS < STRETCHES;
+  static_assert(!AGAIN || (KS == 1 && !ADDS<Epilogue> && Product::NI % Product::D == 0), "what a stretch may be");
   const int lane = threadIdx.x % LPR;
-  const int unit = (b * (WARPS / KS) + threadIdx.x / 32 / KS) * R * G + threadIdx.x % 32 / LPR;
+  int unit = (b * (WARPS / KS) + threadIdx.x / 32 / KS) * R * G + threadIdx.x % 32 / LPR;
+  const auto aim = [&] {
 #pragma unroll
-  for (int r = 0; r < R; r++) {
-    const int row = unit + r * G;
-    dot.row[r] = packed_row<W>(g, row < ROWS ? row : ROWS - 1);
-  }
+    for (int r = 0; r < R; r++) dot.row[r] = packed_row<W>(g, min(unit + r * G, ROWS - 1));
+  };
+  aim();
   dot.point(w, W::BLOCKS);
   dot.prefetch();
   const bool last = threadIdx.x / 32 % KS == 0;  // finishes its rows
@@ -339,21 +355,31 @@ DEVICE void linear(const u8 *w, int g, int b, Load src, const float *gain, float
   float norm[MINE];
 #pragma unroll
   for (int m = 0; m < MINE; m++) norm[m] = stage.norm(eps, sh, C == 1 ? 0 : min(m * LPR + lane, C - 1));
-  dot.run(sh, K);
-  dot.across_warps(sh.red + 32 * C);
+#pragma unroll 1
+  for (int stretch = b;; stretch += BLOCKS) {
+    const bool again = AGAIN && stretch + BLOCKS < STRETCHES;
+    const int row = unit;
+    dot.run(sh, K, 0, again, [&] {
+      unit += BLOCKS * STRETCH_ROWS;
+      aim();
+    });
+    dot.across_warps(sh.red + 32 * C);
 #pragma unroll
-  for (int m = 0; m < MINE; m++) {
-    const int column = C == 1 ? 0 : m * LPR + lane;
-    if ((C == 1 ? lane == 0 : column < C) && last)
+    for (int m = 0; m < MINE; m++) {
+      const int column = C == 1 ? 0 : m * LPR + lane;
+      if ((C == 1 ? lane == 0 : column < C) && last)
 #pragma unroll
-      for (int r = 0; r < R; r++)
-        if (unit + r * G < ROWS) {
-          const float v = mul_rn(dot.mine(m * LPR, r), norm[m]);
-          if constexpr (ADDS<Epilogue>) put(column, unit + r * G, v, before[m][r]);
-          else put(column, unit + r * G, v);
-        }
+        for (int r = 0; r < R; r++)
+          if (row + r * G < ROWS) {
+            const float v = mul_rn(dot.mine(m * LPR, r), norm[m]);
+            if constexpr (ADDS<Epilogue>) put(column, row + r * G, v, before[m][r]);
+            else put(column, row + r * G, v);
+          }
+    }
+    put.finish(stretch * STRETCH_ROWS);
+    if (!again) break;
+    dot.clear();
   }
-  put.finish(b * (WARPS / KS) * R * G);
 }
 
 // What producer and consumer of activations have agreed on: int8 blocks, which the consumer only copies, or floats,

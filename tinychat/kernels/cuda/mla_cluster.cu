@@ -239,7 +239,7 @@ DEVICE void attend(Memory &m, const u16 *cache, Keys &v, int known, int pos, int
 #pragma unroll
   for (int c = 0; c < AT_ONCE; c++) {
     if (c >= count) break;
-    if (c) __syncthreads();  // the column before has been summed
+    __syncthreads();  // the rows have been multiplied, the column before has been summed
 #pragma unroll
     for (int p = 0; p < VALUE_PAIRS; p++)
       if (warp < mine[c] && p * 32 + lane < KV_LORA / 2)
@@ -361,8 +361,12 @@ DEVICE void run(const Args &a) {
   for (int i = 0; i < NEW; i++)
     if (has(i)) row[i].store(m.row[i], m.row_red[i]);
 
-  // A product that was sent by all rows of this block has read what it was made of.
-  if (LOW_RANK) inbox_wait(&m.inboxes[0]);
+  // Who sends its part of a product has read what it was made of, so that an inbox alone would order what is written
+  // over that. A barrier of the block does it by the rules of memory, and racecheck knows it.
+  if (LOW_RANK) {
+    inbox_wait(&m.inboxes[0]);
+    __syncthreads();
+  }
 #pragma unroll
   for (int n = 0; n < ANGLES; n++)
     if (const int i = threadIdx.x + n * THREADS; i < count * ROPE_DIMS) {

@@ -65,9 +65,9 @@ DEVICE void run(const Args &a) {
   const auto put =
       opened(results<OUT_QUANTISED, HEADS * Weight::ROWS, COLUMNS>(a, values, g * Weight::ROWS), a.gate + g);
   if constexpr (COMBINED)
-    linear<Weight, Spread, false, QUANTISED, FLOATING, COLUMNS>(
+    linear<Weight, Spread, HEAD_BLOCKS, false, QUANTISED, FLOATING, COLUMNS>(
         a.w, g, b, Plain{a.whole + g * KV_LORA, HEADS * KV_LORA}, nullptr, 0.f, sh, put);
   else
-    linear<Weight, Spread, false, QUANTISED, FLOATING, COLUMNS>(
+    linear<Weight, Spread, HEAD_BLOCKS, false, QUANTISED, FLOATING, COLUMNS>(
         a.w, g, b, Combined{a.src, a.ml, split_weight, a.state, g}, nullptr, 0.f, sh, put);
 }
