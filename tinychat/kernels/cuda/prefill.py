@@ -216,8 +216,9 @@ class Prefill:
         """For products with each expert's tokens, on the average `each`."""
         small, short, medium = SIZES
         if self.tokens <= short:
-            few = self.tokens <= small or each <= FEW_EACH
-            return self.chip.fitting(Tile(1, 8 if few else 16, split=2, depth=2, stages=3))
+            few = self.tokens > small and each <= FEW_EACH  # with two stages three blocks fit a multiprocessor
+            tokens = 8 if few or self.tokens <= small else 16
+            return self.chip.fitting(Tile(1, tokens, split=2, depth=2, stages=2 if few else 3))
         rows = 1 if self.tokens <= medium else rows
         if self.chip.warpgroups:
             return Tile(rows, 64, split=1, depth=2, stages=4, warpgroups=True)
