@@ -60,6 +60,7 @@ from tinychat.kernels.cuda.recurrent import kda_inputs, prompt_delta, prompt_sho
 from tinychat.kernels.ops import LinearAdd, NormAdd, NormLinear
 
 SIZES = (16, 64, 1024)  # tokens up to which the kernels are of one kind each; beyond, there is one kind more
+ABSORBED = SIZES[1]  # tokens up to which queries of latent attention are absorbed
 LATENT_BLOCKS = 1056  # of prompt_latent.cu, at most
 ROUTER_BLOCKS = 4  # that share the experts of as many tokens
 ROUTER_WARPS, ROUTER_EXPERTS = 16, 4  # of a block; those of a warp at a time (router.cu)
@@ -323,7 +324,7 @@ class Prefill:
 
     def _absorbs(self, a: MLA) -> bool:
         """Whether queries go through W_k_b, instead of all rows of the cache: fewer products where tokens are few."""
-        few = self.tokens <= SIZES[1] and self.tokens * a.heads <= 2 * PARTS * 64
+        few = self.tokens <= ABSORBED and self.tokens * a.heads <= 2 * PARTS * 64
         whole = a.row % 64 == 0 and a.kv_lora % 128 == 0 and _absorbed_shared(a) <= self.chip.max_shared
         return self.chip.warpgroups and few and whole
 
