@@ -31,7 +31,8 @@ from tinychat.kernels.sampling import GREEDY
 
 PEERS = {"llama": (), "ik": ("-rtr", "1")}  # what llama-bench is told more
 OFF = ("LLAMA_BUILD_TESTS", "LLAMA_BUILD_SERVER", "LLAMA_CURL", "LLAMA_OPENSSL", "BUILD_SHARED_LIBS")
-OPTIONS = ("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", *(f"-D{name}=OFF" for name in OFF))
+QUIET = ("-DCMAKE_C_FLAGS=-w", "-DCMAKE_CXX_FLAGS=-w")  # ik_llama.cpp has 100 MB of warnings
+OPTIONS = ("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", *QUIET, *(f"-D{name}=OFF" for name in OFF))
 
 
 def built(peer: Path) -> Path:

@@ -59,7 +59,8 @@ def test_edit_fork_regenerate_continue_and_reopen(variant: str, tmp_path: Path) 
         assert engine.stats.reused_tokens == reused
         fresh.session.cut(0)
         assert answer(fresh, prompt) == got and fresh.stats.reused_tokens == 0
-        assert fresh.executor.read_state() == state
+        want, kept = (np.frombuffer(s, np.float32) for s in (fresh.executor.read_state(), state))
+        assert np.linalg.norm(kept - want) <= 2e-3 * np.linalg.norm(want)  # of prompts and of decode steps
         return got
 
     first = same(engine, PROMPT, 0)

@@ -113,7 +113,7 @@ def test_bits_of_a_whole_cache(device: str, variant: str, tmp_path: Path, monkey
 
 
 def test_verify_steps_and_prompts_across_a_move(tmp_path: Path) -> None:
-    path = tiny.write(tmp_path / "m.gguf", "gpt-oss", "Q4_0")
+    path = tiny.write(tmp_path / "m.gguf", "olmo2_windows", "Q4_0")
     ids = np.random.default_rng(1).integers(0, 250, 400).tolist()
     with executor(path, "cpu", CONTEXT) as whole, executor(path, "cpu") as ex:
         np.testing.assert_array_equal(ex.forward(ids, 0, "all"), whole.forward(ids, 0, "all"))  # type: ignore[arg-type]

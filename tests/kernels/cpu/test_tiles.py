@@ -1,5 +1,6 @@
-"""Matrix tiles (AMX): prompts in them are as exact as in vectors and, without experts, do not depend on how they
-are divided; decode steps are those of vectors. The tiles' operations are written in C for machines without them."""
+"""Prompts in matrix tiles (AMX) or as words are as exact as in the vectors of decode steps and, without experts, do not
+depend on how they are divided; decode steps stay what they are. The tiles' operations are written in C for machines
+without them."""
 
 from dataclasses import replace
 from itertools import islice, pairwise
@@ -8,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.kernels.cpu.test_executor import IDS, executor, relative
+from tests.kernels.cpu.test_executor import IDS, NATIVE, VECTORS, executor, relative
 from tests.support import tiny
 from tests.support.blocks import MODEL_QUANTS
 from tinychat.kernels.sampling import GREEDY
 
-TILES = ("-march=native", "-DTILES=2")
+TILES = (*NATIVE, "-DTILES=2")
+WORDS = (*NATIVE, "-DTILES=0")
 ROUTED = "Q4_K_M"  # a model with a router
 
 
@@ -27,29 +29,32 @@ def assert_divided(parts: list[np.ndarray | None], prompt: np.ndarray, experts: 
 
 
 @pytest.mark.parametrize("quant", sorted({*MODEL_QUANTS, ROUTED}))
-def test_tiles_beside_vectors(quant: str, tmp_path: Path) -> None:
-    llama = replace(tiny.shape("llama", quant), ffn=768)  # three parts of a row
+def test_prompts_beside_vectors(quant: str, tmp_path: Path) -> None:
+    llama = replace(tiny.shape("llama", quant), ffn=768)  # three parts of a row, or two
     model = llama if quant != ROUTED else "deepseek2_glm"
     path, ids = tiny.write(tmp_path / "m.gguf", model, quant), IDS * 3
     n = len(ids)
-    with executor(path) as ex, executor(path, flags=TILES) as tiles:
-        assert "tiles" in tiles.device
-        vectors, prompt = ex.forward(ids, 0, "all"), tiles.forward(ids, 0, "all")
-        assert vectors is not None and prompt is not None
-        assert 0 < relative(prompt, vectors) < 5e-4  # most of it is the cache's rounding
-        ends = [0, 1, 6, 40, n]  # whole panels, narrow ones, one column
-        parts = [tiles.forward(ids[a:b], a, "all") for a, b in pairwise(ends)]
-        assert_divided(parts, prompt, experts=quant == ROUTED)
-        tiles.write_cache(ex.read_cache(0, n), 0, n)
+    with executor(path, flags=VECTORS) as ex:
+        vectors = ex.forward(ids, 0, "all")
+        assert vectors is not None
         steps = list(islice(ex.decode(5, n, GREEDY, ids), 12))
-        assert list(tiles.verify(5, [token for token, _ in steps[:-1]], n, GREEDY, ids)) == steps
+        for flags in (TILES, WORDS):
+            with executor(path, flags=flags) as planes:
+                prompt = planes.forward(ids, 0, "all")
+                assert prompt is not None and ("tiles" in planes.device) == (flags == TILES)
+                assert 0 < relative(prompt, vectors) < 5e-4  # most of it is the cache's rounding
+                ends = [0, 1, 6, 40, n]  # whole panels, narrow ones, one column
+                parts = [planes.forward(ids[a:b], a, "all") for a, b in pairwise(ends)]
+                assert_divided(parts, prompt, experts=quant == ROUTED)
+                planes.write_cache(ex.read_cache(0, n), 0, n)
+                assert list(planes.verify(5, [token for token, _ in steps[:-1]], n, GREEDY, ids)) == steps
 
 
 @pytest.mark.parametrize("model", ["olmo2_windows", "deepseek2_temperature", "llama_mha"])
 def test_attention_in_tiles_over_several_chunks(model: str, tmp_path: Path) -> None:
     path = tiny.write(tmp_path / "m.gguf", model, "F32")
     ids = np.random.default_rng(1).integers(0, tiny.VOCAB, 330).tolist()
-    with executor(path) as ex, executor(path, flags=TILES, threads=3) as tiles:
+    with executor(path, flags=VECTORS) as ex, executor(path, flags=TILES, threads=3) as tiles:
         vectors, prompt = ex.forward(ids, 0, "all"), tiles.forward(ids, 0, "all")
         assert vectors is not None and prompt is not None
         assert relative(prompt, vectors) < 5e-4

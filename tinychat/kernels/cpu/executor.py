@@ -70,7 +70,7 @@ LIMITS = Limits(  # a phase has at most 2^20 tasks (pool.h)
     verified=STEP,
     mtp=True,
 )
-SHORT_CHUNK = 256  # where no experts' weights are unpacked into tiles, which costs less for each of more tokens
+SHORT_CHUNK = 256  # where no experts' weights are unpacked, which costs less for each of more tokens
 
 
 class CPUExecutor(KeepsInPieces):
@@ -117,7 +117,7 @@ class CPUExecutor(KeepsInPieces):
         self._lib = self._library.lib
         self._library_s = time.perf_counter() - started
         routed = any(isinstance(op, ExpertsUp) for op in plan.ops)
-        chunk = LIMITS.prefill_chunk if routed and self._library.tiles else SHORT_CHUNK
+        chunk = LIMITS.prefill_chunk if routed and self._library.unpacks else SHORT_CHUNK
         self.prefill_chunk = min(chunk, self._windows.together)
         self._blocks: list[tuple[int, int]] = []  # (address, bytes) of tc_alloc
         self._ctx = self._alloc(self._library.context_bytes)

@@ -14,13 +14,53 @@ static float rms_scale(const float *x, int n, float eps) {
 // h with x - HIGH * h in a signed byte.
 INLINE i32v high_byte(i32v x) { return HIGH == 256 ? (x + 128) >> 8 : round_(from_int(x) / HIGH); }
 
-// Elements that share a scale in planes, and the largest integer there. Its high byte, rounded, is 127, so that sums of products fit 32
-// bits: 512 * 127 * (256 * 127 + 2 * 128) < 2^31.
-enum { DEPTH = 512, LIMIT = 32600 };
+#if WORDS
+// Column c of a panel of nc: x * inv * gain (gain NULL: x as it is) as words, [n / 32][nc][32], in each four elements the second and the
+// third exchanged; n is a multiple of 32.
+static void prepare_planes(const float *x, int n, const float *gain, float inv, float *planes, PanelScale *scales, int nc, int c) {
+  int16_t *to = (int16_t *)planes + 32 * c;
+  scales += c;
+  for (int k = 0; k < n; k += DEPTH) {
+    int depth = n - k < DEPTH ? n - k : DEPTH;
+    f32v values[DEPTH / 16], top = splat(0);
+    float square = 0;
+    for (int i = 0; i < depth; i += 32) {
+      f32v *v = &values[i / 16], sum = splat(0);
+      for (int j = 0; j < 2; j++) {
+        v[j] = ldf(x + k + i + 16 * j);
+        if (gain) v[j] *= ldf(gain + k + i + 16 * j) * inv;
+        top = max_(top, abs_(v[j])), sum = fma_(v[j], v[j], sum);
+      }
+      float s = hsum(sum);
+      square = s > square ? s : square;
+    }
+    float most = hmax(top), norm = __builtin_sqrtf(square), step = most / COLUMN_LIMIT;
+    if (step < norm / COLUMN_NORM) step = norm / COLUMN_NORM;
+    float up = step > 0 ? 1.0f / step : 0;
+    for (int i = 0; i < depth; i += 32, to += 32 * nc, scales += nc) {
+      uint32_t minus = 0;
+      for (int j = 0; j < 2; j++) {
+        i32v q = round_(values[i / 16 + j] * up), s = __builtin_shufflevector(q, q, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+        i16x16 words = __builtin_convertvector(s, i16x16);
+        memcpy(to + 16 * j, &words, 32);
+        if (PAIRED)
+          for (int e = 4; e < 16; e += 8) minus -= (uint32_t)(q[e] * q[e + 1]) + (uint32_t)(q[e + 2] * q[e + 3]);
+      }
+      *scales = (PanelScale){step, (int32_t)minus};
+    }
+  }
+}
+#else
+// Elements that share a scale in planes, the largest integer there, and what a sum of products stands for. The high byte of LIMIT,
+// rounded, is 127, so that sums of products fit 32 bits: 512 * 127 * (256 * 127 + 2 * 128) < 2^31.
+enum { DEPTH = 512, LIMIT = 32600, UNIT = 256 };
+// A column's, of SCALED elements.
+typedef float PanelScale;
+enum { SCALED = DEPTH };
 
 // Column c of a panel of nc: x * inv * gain (gain NULL: x as it is) as 16-bit integers in two planes of signed bytes, 256 * high +
 // low: [n / 64][high or low][nc][64] with zeros behind the last one, and [n / DEPTH][nc] scales. n is a multiple of 32.
-static void prepare_planes(const float *x, int n, const float *gain, float inv, float *planes, float *scales, int nc, int c) {
+static void prepare_planes(const float *x, int n, const float *gain, float inv, float *planes, PanelScale *scales, int nc, int c) {
   int8_t *to = (int8_t *)planes + 64 * c;
   for (int k = 0; k < n; k += DEPTH, scales += nc) {
     int depth = n - k < DEPTH ? n - k : DEPTH;
@@ -44,6 +84,7 @@ static void prepare_planes(const float *x, int n, const float *gain, float inv, 
     }
   }
 }
+#endif
 
 // Column c of a panel of nc: x * inv * gain (gain NULL: x as it is), as blocks of 32 high and low bytes and, if f is given, as floats.
 static void prepare(const float *x, int n, const float *gain, float inv, int8_t *q, XScale *xs, float *f, int nc, int c) {

@@ -108,6 +108,7 @@ class Library:
             ("tc_alloc", _ptr, [size]),
             ("tc_free", None, [_ptr, size]),
             ("tc_simd", ctypes.c_char_p, []),
+            ("tc_unpacks", c_int, []),
             ("tc_grids", None, [_ptr]),
             ("tc_group_bytes", size, [c_int, c_int]),
             ("tc_sizeof", size, [c_int]),
@@ -156,7 +157,7 @@ class Library:
             raise _differ(f"{', '.join(expected)} are {constants} in C, {list(expected.values())} in Python")
         self.chunk = int(chunk)  # cache rows of one task of attention
         self.simd: str = lib.tc_simd().decode()
-        self.tiles = self.simd.endswith(("AMX", "tiles in C"))
+        self.unpacks = bool(lib.tc_unpacks())  # weights, for prompts
 
     def prepare(self, kinds: Iterable[GGMLQuantizationType]) -> None:
         """To be called before weights of these types are packed: gives C the grids, where they are needed. They come

@@ -1,10 +1,9 @@
-// Products of some groups of 16 rows with many columns. Where the machine has tiles, prompts take a way of their own (X.planes):
-// weights and columns become 16-bit integers with a scale per row, or column, and DEPTH elements, each as two planes of signed bytes.
-// Of the four products of planes three (not low times low) are summed over the DEPTH elements in the tiles, exactly, and scaled once.
-// Weights are unpacked once for up to COLUMNS columns.
+// Products of some groups of 16 rows with many columns. On x86 prompts take a way of their own (X.planes): weights and columns become
+// 16-bit integers with a scale per row, or column, and DEPTH elements. Where the machine has tiles, each is two planes of signed bytes:
+// of the four products of planes three (not low times low) are summed over the DEPTH elements in the tiles, exactly, and scaled once.
+// Elsewhere they stay words (words.h). Weights are unpacked once for up to COLUMNS columns.
 #pragma once
 #include "input.h"
-#include "tiles.h"
 
 // Of one product, at most. A part of the columns is read once for so many groups.
 enum { GROUPS = 16, COLUMNS = 256 };
@@ -15,23 +14,28 @@ static int tiles_allowed;  // set by tc_simd, which is called before any product
 enum { tiles_allowed };
 #endif
 
-// The width of the panel for `left` columns; in planes it is 16, whether or not there are so many columns.
+// The width of the panel for `left` columns; in planes it is the same, whether or not there are so many columns.
 INLINE int panel_width(int left, int planes) {
+#if WORDS
+  if (planes) return TILE_COLUMNS;
+#endif
   return planes || left >= 16 ? 16 : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
 }
 
+#if TILES || WORDS
 #if TILES
-
 // DEPTH elements of 16 rows, d * (256 * high + low), in tiles of 64 elements.
 typedef struct { u32v high[DEPTH / 4], low[DEPTH / 4]; f32v d; } Planes;
-
-typedef int16_t i16v __attribute__((vector_size(64)));
-typedef uint16_t u16v __attribute__((vector_size(64)));
+#endif
 
 // a * b / 2^15, rounded.
 INLINE i16v scale_16(i16v a, i16v b) {
 #if defined(__AVX512BW__)
   return (i16v)_mm512_mulhrs_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  union { i16v v; __m256i h[2]; } x = {a}, y = {b};
+  for (int i = 0; i < 2; i++) x.h[i] = _mm256_mulhrs_epi16(x.h[i], y.h[i]);
+  return x.v;
 #else
   for (int i = 0; i < 32; i++) a[i] = (int16_t)((a[i] * b[i] + 0x4000) >> 15);
   return a;
@@ -43,24 +47,43 @@ INLINE i16v in_halves(f32v x) {
   return (i16v)((v & 0xffff) | v << 16);
 }
 
+#if TILES
+// In each lane the lower byte of a and the upper one of b.
+INLINE u32v bytes_of(u16v a, u16v b) {
+#if defined(__AVX512BW__)  // a compiler makes three operations of it, a permutation of bytes
+  return (u32v)_mm512_ternarylogic_epi32((__m512i)a, (__m512i)b, _mm512_set1_epi16(0xff), 0xe4);
+#else
+  return (u32v)((a & 0xff) | (b & 0xff00));
+#endif
+}
 // Four elements of 16 rows, two of them in each lane of `even` and of `odd`, as bytes.
 INLINE void split_bytes(i16v even, i16v odd, u32v *high, u32v *low) {
-  *low = (u32v)(((u16v)even & 0xff) | (u16v)odd << 8);
-  *high = (u32v)((u16v)(even + 128) >> 8 | ((u16v)(odd + 128) & 0xff00));
+  *low = bytes_of((u16v)even, (u16v)odd << 8);
+  *high = bytes_of((u16v)(even + 128) >> 8, (u16v)(odd + 128));
 }
-// The same from codes in signed bytes whose upper `spare` bits are not needed: code * 2^(8 + spare) * s / 2^15 + m.
-INLINE void scale_codes(u32v codes, int spare, i16v s, i16v m, int min, u32v *high, u32v *low) {
+INLINE void put(Planes *to, int i, i16v even, i16v odd) { split_bytes(even, odd, &to->high[i], &to->low[i]); }
+#else
+// Four elements of 16 rows, two of them in each lane of `even` and of `odd`: number i. Of two such the second is for pairs.
+INLINE void put(Planes *to, int i, i16v even, i16v odd) {
+  to->words[2 * i] = (u32v)even, to->words[2 * i + 1] = (u32v)odd;
+  if (PAIRED && i % 2) to->minus[i / 8] = dot_words(i % 8 == 1 ? splat_int(0) : to->minus[i / 8], (u32v)even, (u32v)odd);
+}
+#endif
+// The same of codes in signed bytes whose upper `spare` bits are not needed: code * 2^(8 + spare) * s / 2^15 + m.
+INLINE void put_codes(Planes *to, int i, u32v codes, int spare, i16v s, i16v m, int min) {
   u16v v = (u16v)codes;
   i16v even = scale_16((i16v)(v << (8 + spare)), s), odd = scale_16((i16v)((v & 0xff00) << spare), s);
   if (min) even += m, odd += m;
-  split_bytes(even, odd, high, low);
+  put(to, i, even, odd);
 }
 // The nearest integers to x * up, modulo 2^16.
 INLINE u32v low_half(f32v x, f32v up) { return (u32v)fma_(x, up, splat(12582912.0f)); }
 
 // Zeros behind n elements, up to a whole tile.
 INLINE void fill_up(Planes *p, int n) {
+#if TILES
   for (int i = n / 4; i % 16; i++) p->high[i] = p->low[i] = splatu(0);
+#endif
 }
 INLINE f32v steps_of(f32v top) { return select_(top > splat(0), (float)LIMIT / top, splat(0)); }
 
@@ -102,14 +125,13 @@ typedef struct { f32v d, d2, m, m2; } Scales;
       scales[sub] = s;                                                                                                    \
     })                                                                                                                    \
     f32v up = steps_of(top);                                                                                              \
-    to->d = top * (256.0f / LIMIT);                                                                                       \
+    to->d = top * ((float)UNIT / LIMIT);                                                                                       \
     EACH_SUB(T, BLOCK, BYTES, CHUNK_, {                                                                                   \
       const Scales *s = &scales[sub];                                                                                     \
       i16v d = in_halves(s->d * up), d2 = SPLIT ? in_halves(s->d2 * up) : d;                                              \
       i16v m = MIN ? in_halves(s->m * up) : d, m2 = MIN && SPLIT ? in_halves(s->m2 * up) : m;                             \
       _Pragma("clang loop unroll(full)") for (int t = 0; t < 8; t++)                                                      \
-        scale_codes((u32v)((u8v)u.w[t] - (uint8_t)LESS), SPARE(T), t < 4 ? d : d2, t < 4 ? m : m2, MIN,                     \
-                  &to->high[8 * sub + t], &to->low[8 * sub + t]);                                                         \
+        put_codes(to, 8 * sub + t, (u32v)((u8v)u.w[t] - (uint8_t)LESS), SPARE(T), t < 4 ? d : d2, t < 4 ? m : m2, MIN);     \
     })                                                                                                                    \
     fill_up(to, n);                                                                                                       \
   }
@@ -123,12 +145,12 @@ QUANTISED(UNPACK)
       for (int e = 0; e < 4; e++) tops[e] = max_(tops[e], abs_(LOAD(a + 16 * VALUE * (i + e))));                          \
     f32v top = max_(max_(tops[0], tops[1]), max_(tops[2], tops[3]));                                                      \
     f32v up = steps_of(top);                                                                                              \
-    to->d = top * (256.0f / LIMIT);                                                                                       \
+    to->d = top * ((float)UNIT / LIMIT);                                                                                       \
     for (int i = 0; i < n; i += 4, a += 64 * VALUE) {                                                                     \
       for (int at = 0; at < 64 * VALUE; at += 64) __builtin_prefetch(a + soon + at);                                      \
       u32v q[4];                                                                                                          \
       for (int e = 0; e < 4; e++) q[e] = low_half(LOAD(a + 16 * VALUE * e), up);                                          \
-      split_bytes((i16v)((q[0] & 0xffff) | q[2] << 16), (i16v)((q[1] & 0xffff) | q[3] << 16), &to->high[i / 4], &to->low[i / 4]);\
+      put(to, i / 4, (i16v)((q[0] & 0xffff) | q[2] << 16), (i16v)((q[1] & 0xffff) | q[3] << 16));                         \
     }                                                                                                                     \
     fill_up(to, n);                                                                                                       \
   }
@@ -136,23 +158,26 @@ FLOATING(FLOAT_UNPACK)
 
 #define UNPACK_OF(T, ...) [T] = T##_unpack,
 static const Unpack unpack_of[TYPES] = {QUANTISED(UNPACK_OF) FLOATING(UNPACK_OF)};
+#endif
 
-// Sums over DEPTH elements of two groups and 16 columns: of the high planes, and of the two products of a high one and a low one.
-// Columns from number `next` to `end` (16 a group) are not yet added to the results.
+#if TILES
+
+// Sums over DEPTH elements of one or two panels and two groups: of the high planes, and of the two products of a high one and a low
+// one. Columns from number `next` to `end` (16 a panel and group) are not yet added to the results.
 typedef struct {
-  i32v high[2][16], mixed[2][16];
-  f32v *out[2], d[2];
-  const float *scales;  // of the columns
+  i32v high[4][16], mixed[4][16];
+  f32v *out[4], d[4];
+  const float *scales[4];  // of the columns
   unsigned next, end;
 } Pending;
 
 INLINE void add_two_columns(Pending *p) {
   if (p->next == p->end) return;
-  unsigned g = p->next / 16, c = p->next % 16;
-  f32v *out = p->out[g] + c, d = p->d[g];
+  unsigned s = p->next / 16, c = p->next % 16;
+  f32v *out = p->out[s] + c, d = p->d[s];
   for (int i = 0; i < 2; i++) {
-    i32v v = (p->high[g][c + i] << 8) + p->mixed[g][c + i];
-    out[i] = fma_(from_int(v), d * p->scales[c + i], out[i]);
+    i32v v = (p->high[s][c + i] << 8) + p->mixed[s][c + i];
+    out[i] = fma_(from_int(v), d * p->scales[s][c + i], out[i]);
   }
   p->next += 2;
 }
@@ -160,47 +185,72 @@ INLINE void add_columns(Pending *p) {
   while (p->next < p->end) add_two_columns(p);
 }
 
-// The sums of two groups and a panel. Columns of what is pending are added while the tiles are under way. A sum is used again after
-// two or three other products, which is about the time that one takes.
-static void multiply_planes(const Planes w[2], const int8_t *x, int tiles, Pending *now, Pending *before) {
-  tile_zero(0), tile_zero(1), tile_zero(2), tile_zero(3);
-  for (int t = 0; t < tiles; t++, x += 2048) {
 #define DOT(SUM, X, W) tile_dot_s(SUM, X, W), add_two_columns(before);
-    tile_load(5, x + 1024, 64), tile_load(6, w[0].high + 16 * t, 64), tile_load(7, w[1].high + 16 * t, 64), tile_load(4, x, 64);
-    DOT(1, 5, 6) DOT(3, 5, 7) DOT(0, 4, 6)
-    tile_load(6, w[0].low + 16 * t, 64);
-    DOT(1, 4, 6) DOT(2, 4, 7)
-    tile_load(7, w[1].low + 16 * t, 64);
-    DOT(3, 4, 7)
-#undef DOT
-  }
-  tile_store(0, now->high[0], 64), tile_store(1, now->mixed[0], 64), tile_store(2, now->high[1], 64), tile_store(3, now->mixed[1], 64);
+#define LOAD_X(I, PART) tile_load(4 + I, x[I] + 2048 * t + 1024 * PART, 64);
+#define LOAD_W(PART) tile_load(6, w[0].PART + 16 * t, 64), tile_load(7, w[1].PART + 16 * t, 64);
+
+// The sums of two groups and two panels. Columns of what is pending are added while the tiles are under way. A core that shares its
+// tiles with another one takes about as long for four loads and four products as for two.
+static void multiply_square(const Planes w[2], const int8_t *const x[2], int tiles, Pending *now, Pending *before) {
+#define SQUARE(X, W) \
+  LOAD_X(0, X) LOAD_W(W) LOAD_X(1, X) DOT(0, 4, 6) DOT(1, 4, 7) DOT(2, 5, 6) DOT(3, 5, 7)
+  tile_zero(0), tile_zero(1), tile_zero(2), tile_zero(3);
+  for (int t = 0; t < tiles; t++) { SQUARE(0, high) }
+  tile_store(0, now->high[0], 64), tile_store(1, now->high[1], 64), tile_store(2, now->high[2], 64), tile_store(3, now->high[3], 64);
+  tile_zero(0), tile_zero(1), tile_zero(2), tile_zero(3);
+  for (int t = 0; t < tiles; t++) { SQUARE(0, low) SQUARE(1, high) }
+  tile_store(0, now->mixed[0], 64), tile_store(1, now->mixed[1], 64), tile_store(2, now->mixed[2], 64), tile_store(3, now->mixed[3], 64);
+#undef SQUARE
 }
 
-// Fills out[group * pitch + column] for `groups` groups of 16 rows, `stride` bytes apart, and n columns in planes. Two groups are
+// The same of two groups and one panel.
+static void multiply_panel(const Planes w[2], const int8_t *const x[1], int tiles, Pending *now, Pending *before) {
+  tile_zero(0), tile_zero(1), tile_zero(2), tile_zero(3);
+  for (int t = 0; t < tiles; t++) {
+    tile_load(5, x[0] + 2048 * t + 1024, 64);
+    LOAD_W(high) LOAD_X(0, 0) DOT(2, 5, 6) DOT(3, 5, 7) DOT(0, 4, 6) DOT(1, 4, 7)
+    LOAD_W(low) DOT(2, 4, 6) DOT(3, 4, 7)
+  }
+  tile_store(0, now->high[0], 64), tile_store(1, now->high[1], 64), tile_store(2, now->mixed[0], 64), tile_store(3, now->mixed[1], 64);
+}
+#undef DOT
+#undef LOAD_X
+#undef LOAD_W
+
+// Fills out[group * pitch + column], whose groups are filled up to an even number, for `groups` groups of 16 rows, `stride` bytes apart, and n columns in planes. Two groups are
 // unpacked at a time: they (32 kB) and the part of a panel that they are multiplied with fit in the first-level cache; that part of
 // all panels fits in the second, where it stays for all groups.
 static void product_in_planes(int type, const uint8_t *a, size_t stride, int groups, const X *x, int n, f32v *out, size_t pitch) {
   Planes w[2];
   Pending sums[2] = {{.end = 0}, {.end = 0}}, *now = &sums[0], *before = &sums[1];
   int rows = n < 16 ? n : 16;
-  for (size_t i = 0; i < groups * pitch; i++) out[i] = splat(0);
+  for (size_t i = 0; i < (size_t)(groups + 1) / 2 * 2 * pitch; i++) out[i] = splat(0);
   tiles_begin(rows, rows, 64);
   for (int k = 0; k < x->k; k += DEPTH) {
     int depth = x->k - k < DEPTH ? x->k - k : DEPTH, tiles = (depth + 63) / 64;
     for (int g = 0; g < groups; g += 2) {
-      int two = g + 1 < groups;
-      // what is unpacked next: the groups behind these, or the first ones' next elements
-      ptrdiff_t soon = (ptrdiff_t)(g + 2 < groups ? 2 * stride : stride * DEPTH / x->k - g * stride);
-      for (int i = 0; i <= two; i++) unpack_of[type](a + (g + i) * stride, x->k, k, depth, &w[i], soon);
+      // what is unpacked next: the groups behind these, or the first ones' next elements, or what lies behind all, for the next product
+      ptrdiff_t soon = (ptrdiff_t)(g + 2 < groups          ? 2 * stride
+                                   : k + DEPTH < x->k ? stride * DEPTH / x->k - g * stride
+                                                      : (groups - g) * stride - stride * k / x->k);
+      for (int i = g; i < g + 2 && i < groups; i++) unpack_of[type](a + i * stride, x->k, k, depth, &w[i % 2], soon);
       tiles_written(w);
-      for (int c = 0; c < n; c += 16) {
-        X panel = columns_from(x, c);
-        multiply_planes(w, (const int8_t *)panel.f + 32 * (size_t)k, tiles, now, before);
+      for (int c = 0; c < n; c += 32) {
+        const int8_t *planes[2];
+        int panels = c + 16 < n ? 2 : 1;
+        for (int p = 0; p < panels; p++) {
+          X panel = columns_from(x, c + 16 * p);
+          planes[p] = (const int8_t *)panel.f + 32 * (size_t)k;
+          for (int i = 0; i < 2; i++) {
+            int s = 2 * p + i;
+            now->out[s] = out + (g + i) * pitch + c + 16 * p, now->d[s] = w[i].d;
+            now->scales[s] = (const float *)panel.scales + k / DEPTH * 16;
+          }
+        }
+        if (panels == 2) multiply_square(w, planes, tiles, now, before);
+        else multiply_panel(w, planes, tiles, now, before);
         add_columns(before);
-        now->scales = (const float *)panel.scales + k / DEPTH * 16;
-        for (int i = 0; i < 2; i++) now->out[i] = out + (g + i) * pitch + c, now->d[i] = w[i].d;
-        now->next = 0, now->end = two ? 32 : 16;
+        now->next = 0, now->end = 32 * panels;
         Pending *t = now;
         now = before, before = t;
       }
@@ -208,6 +258,27 @@ static void product_in_planes(int type, const uint8_t *a, size_t stride, int gro
   }
   add_columns(before);
   tiles_end();
+}
+#elif WORDS
+// Fills out[group * pitch + column] as above. TILE_GROUPS groups are unpacked at a time (35 kB), two or one of the last.
+static void product_in_planes(int type, const uint8_t *a, size_t stride, int groups, const X *x, int n, f32v *out, size_t pitch) {
+  Planes w[TILE_GROUPS];
+  for (size_t i = 0; i < groups * pitch; i++) out[i] = splat(0);
+  for (int k = 0; k < x->k; k += DEPTH) {
+    int depth = x->k - k < DEPTH ? x->k - k : DEPTH;
+    for (int g = 0, many; g < groups; g += many) {
+      many = groups - g < TILE_GROUPS ? groups - g : TILE_GROUPS, many -= many == 3;
+      Tile tile = tiles_of_groups[many - 1];
+      // what is unpacked next: the groups behind these, or the first ones' next elements
+      ptrdiff_t soon = (ptrdiff_t)(g + many < groups ? many * stride : stride * DEPTH / x->k - g * stride);
+      for (int i = 0; i < many; i++) unpack_of[type](a + (g + i) * stride, x->k, k, depth, &w[i], soon);
+      for (int c = 0; c < n; c += TILE_COLUMNS) {
+        X panel = columns_from(x, c);
+        const PanelScale *scales = (const PanelScale *)panel.scales + k / SCALED * TILE_COLUMNS;
+        tile(w, (const int16_t *)panel.f + TILE_COLUMNS * (size_t)k, scales, depth / 32, out + g * pitch + c, pitch);
+      }
+    }
+  }
 }
 #else
 #define product_in_planes(...)

@@ -8,7 +8,7 @@
 // bandwidth on anything but one forward stream. The packed size is that of the file, except that rows are padded to a multiple
 // of 16 and chunks to 64 bytes.
 #pragma once
-#include "simd.h"
+#include "words.h"
 
 // The types of the kernels. A new one is a row of the first table and its decode_... below; library.py reads the names here.
 // A row has GGML's number; elements and bytes of a block in the file; blocks per chunk; bytes of part B; the offset of the

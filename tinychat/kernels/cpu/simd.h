@@ -17,9 +17,12 @@ typedef float f32v __attribute__((vector_size(64)));
 typedef int32_t i32v __attribute__((vector_size(64)));
 typedef uint32_t u32v __attribute__((vector_size(64)));
 typedef uint8_t u8v __attribute__((vector_size(64)));
+typedef int16_t i16v __attribute__((vector_size(64)));
+typedef uint16_t u16v __attribute__((vector_size(64)));
 typedef uint8_t u8x16 __attribute__((vector_size(16)));
 typedef int8_t i8x16 __attribute__((vector_size(16)));
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
+typedef int16_t i16x16 __attribute__((vector_size(32)));
 
 INLINE u32v ld(const void *p) { u32v v; memcpy(&v, p, 64); return v; }
 INLINE u16x16 ld16(const void *p) { u16x16 v; memcpy(&v, p, 32); return v; }

@@ -141,7 +141,7 @@ INLINE int in_planes(const Scratch *s, int n) { return s->planes && n % 32 == 0;
 static void prepare_row(const float *x, int n, const float *norm, float eps, int need, Scratch *to, size_t column, int nc, int c) {
   float by = norm ? rms_scale(x, n, eps) : 1.0f, *f = to->f + column * n;
   XScale *scales = to->scales + column * (n / 32);
-  if (in_planes(to, n)) prepare_planes(x, n, norm, by, f, (float *)scales, nc, c);
+  if (in_planes(to, n)) prepare_planes(x, n, norm, by, f, (PanelScale *)scales, nc, c);
   else prepare(x, n, norm, by, need & 1 ? to->q + 2 * column * n : NULL, scales, need & 2 ? f : NULL, nc, c);
 }
 
@@ -189,13 +189,19 @@ INLINE const uint8_t *rows16(const Matrix *w, int matrix, int group) {
   return w->data + ((size_t)matrix * groups16(w) + group) * group_bytes(w->type, w->cols);
 }
 
-// The share [*first, *last) of units, of which `before` bytes of work come first and each costs `bytes`.
-INLINE void share(Part me, double total, double before, double bytes, int units, int *first, int *last) {
-  double per = total / me.parts;
-  double lo = (per * me.part - before) / bytes + 0.5, hi = (per * (me.part + 1) - before) / bytes + 0.5;
-  *first = lo < 0 ? 0 : lo > units ? units : (int)lo;
-  *last = me.part + 1 == me.parts ? units : hi < 0 ? 0 : hi > units ? units : (int)hi;
+// The share [*first, *last) of units, of which `before` bytes of work come first and each costs `bytes`. It begins with a multiple of
+// `step`.
+INLINE int border(double at, int units, int step) {
+  at = at / step + 0.5;
+  return at < 0 ? 0 : at > units / step ? units : (int)at * step;
 }
+INLINE void share(Part me, double total, double before, double bytes, int units, int step, int *first, int *last) {
+  double per = total / me.parts;
+  *first = border((per * me.part - before) / bytes, units, step);
+  *last = me.part + 1 == me.parts ? units : border((per * (me.part + 1) - before) / bytes, units, step);
+}
+// Groups of 16 rows that are multiplied together: several tokens' in pairs.
+INLINE int together(const Ctx *c) { return c->tokens > 1 ? 2 : 1; }
 
 INLINE f32v silu(f32v x) { return x / (exp_(-x) + 1.0f); }
 
@@ -263,7 +269,7 @@ static float *row(Ctx *c, int buffer, int token) { return c->buffers[buffer] + (
 
 // Tasks per thread and stage, where the number of tasks is free, of several tokens and of one. One token's tasks are limited by
 // memory, which serves 16 threads so unevenly that with 4 tasks each they wait for 12 to 15 % of a step, with 16 for 3 to 8 %.
-enum { SPLIT = 8, SPLIT_ONE = 16, LEAST = 2 };
+enum { SPLIT = 8, SPLIT_ONE = 16, LEAST = WORDS ? 4 : 2 };
 
 static void embed_token(Ctx *c, const Op *op, Part me, int t) {
   const Matrix *w = &op->w[0];
@@ -327,7 +333,7 @@ static void linear(Ctx *c, const Op *op, Part me) {
     const Matrix *w = &op->w[i];
     double bytes = group_bytes(w->type, w->cols);
     int first, last;
-    share(me, total, before, bytes, groups16(w), &first, &last);
+    share(me, total, before, bytes, groups16(w), together(c), &first, &last);
     multiply(c->scratch[me.id].sums, w, 0, first, last, x, c->tokens, row(c, op->dst[i], 0) + op->at[i], c->widths[op->dst[i]],
              op->bias[i], op->scale, op->add);
     before += groups16(w) * bytes;
@@ -340,7 +346,7 @@ static void gate_up(Ctx *c, const Op *op, Part me) {
   float **dst = c->scratch[me.id].targets;
   for (int t = 0; t < c->tokens; t++) dst[t] = row(c, op->dst[0], t);
   int first, last, n = groups16(&op->w[0]);
-  share(me, n, 0, 1, n, &first, &last);
+  share(me, n, 0, 1, n, together(c), &first, &last);
   multiply_gated(c->scratch[me.id].sums, &op->w[0], &op->w[1], 0, first, last, x, c->tokens, dst, op->activation, NULL, NULL);
 }
 
@@ -708,7 +714,7 @@ static void per_head(Ctx *c, const Op *op, Part me, int src_stride, int dst_stri
   int groups = groups16(w), need = needs(w, 1), first = 0, last = 0, most = MAX_(1, MIN_(COLUMNS / 16, c->widest / w->cols)) * 16;
   // with one token a share may end inside a head; a batch's heads are quantised once each, so shares are whole heads there
   int unit = c->tokens == 1 || c->pool.threads > w->groups ? 1 : groups;
-  share(me, w->groups * groups / unit, 0, 1, w->groups * groups / unit, &first, &last);
+  share(me, w->groups * groups / unit, 0, 1, w->groups * groups / unit, 1, &first, &last);
   first *= unit, last *= unit;
   for (int h = first / groups; h * groups < last; h++) {
     int from = MAX_(first, h * groups) - h * groups, to = MIN_(last, (h + 1) * groups) - h * groups;
@@ -827,7 +833,7 @@ static void route(Ctx *c, const Op *op, Part me) {
   const Scratch *x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], w->cols, op->norm, needs(w, 1));
   if (!x) return;
   int first, last, n = groups16(w);
-  share(me, n, 0, 1, n, &first, &last);
+  share(me, n, 0, 1, n, 1, &first, &last);
   multiply(c->scratch[me.id].sums, w, 0, first, last, x, c->tokens, c->router_logits, w->rows, op->bias[0], 1, 0);
 }
 
@@ -869,9 +875,9 @@ static void gather(Scratch *to, const Scratch *from, const int32_t *column, int 
       XScale *s = to->scales + (size_t)start * (k / 32) + i;
       if (planes) {
         uint8_t *p = (uint8_t *)(to->f + (size_t)start * k) + 64 * i;
-        float *scales = (float *)(s - i) + i;
+        PanelScale *scales = (PanelScale *)(s - i) + i;
         for (int b = 0; b < (k + 63) / 64 * 2; b++) memcpy(p + (size_t)b * 64 * width, (const uint8_t *)x.f + 64 * b, 64);
-        for (int b = 0; b * DEPTH < k; b++) scales[b * width] = ((const float *)x.scales)[b];
+        for (int b = 0; b * SCALED < k; b++) scales[b * width] = ((const PanelScale *)x.scales)[b];
         continue;
       }
       if (need & 1)
@@ -915,13 +921,13 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
     int first, last;
     for (int i = 0; i < top; i++) {
       float *dst = row(c, op->dst[0], 0) + (size_t)i * ff;
-      share(me, total, bytes * groups * i, bytes, groups, &first, &last);
+      share(me, total, bytes * groups * i, bytes, groups, 1, &first, &last);
       multiply_gated(s->sums, gate, &op->w[1], s->experts[i], first, last, s, 1, &dst, op->activation,
                      bias_of(op->bias[0], gate, s->experts[i]), bias_of(op->bias[1], gate, s->experts[i]));
     }
     if (has_shared) {
       float *dst = row(c, op->dst[0], 0) + (size_t)top * ff;
-      share(me, total, bytes * groups * top, shared_bytes, groups16(shared), &first, &last);
+      share(me, total, bytes * groups * top, shared_bytes, groups16(shared), 1, &first, &last);
       multiply_gated(s->sums, shared, &op->w[3], 0, first, last, s, 1, &dst, op->activation, NULL, NULL);
       if (first < last) scale_shared(c, op, 0, dst, first, last);
     }
@@ -964,7 +970,7 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
     const float *src = row(c, op->src, 0);
     float *x = row(c, op->dst[0], 0), *y = s->merged;
     int first, last, parts = top + (shared->groups > 0), prepared = ready(c, op, me.id);
-    share(me, groups, 0, 1, groups, &first, &last);
+    share(me, groups, 0, 1, groups, together(c), &first, &last);
     for (int i = 0; i < parts; i++) {
       const Matrix *m = i < top ? w : shared;
       size_t at = 16 * (size_t)i * ff;  // a panel for each
@@ -1010,7 +1016,7 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
     const Scratch *in = input(c, op, me, 3, row(c, op->src, 0) + (size_t)top * ff, c->widths[op->src], shared->cols, NULL, need);
     if (!in) return;
     int first, last;
-    share(me, groups, 0, 1, groups, &first, &last);
+    share(me, groups, 0, 1, groups, together(c), &first, &last);
     multiply(s->sums, shared, 0, first, last, in, c->tokens, row(c, op->dst[0], 0), c->widths[op->dst[0]], NULL, op->scale, 1);
   }
 }
@@ -1023,7 +1029,7 @@ static void head(Ctx *c, const Op *op, Part me) {
   else if (me.stage == 0) return;
   else if (!ready(c, op, me.id)) prepare_one(row(c, op->src, c->tokens - 1), w->cols, op->norm, op->eps, needs(w, 1), &c->scratch[me.id]);
   if (!x) return;
-  share(me, n, 0, 1, n, &first, &last);
+  share(me, n, 0, 1, n, together(c), &first, &last);
   multiply(c->scratch[me.id].sums, w, 0, first, last, x, tokens, c->logits_out, w->rows, NULL, op->scale, 0);
   for (int t = 0; t < tokens && op->softcap != 0; t++)
     for (int r = 16 * first; r < MIN_(16 * last, w->rows); r += 16) {
@@ -1104,13 +1110,14 @@ static int stage_tasks(const Ctx *c, const Op *op, int stage) {
   return some;
 }
 
-// Whether products are in tiles, with columns in planes: in prompts. Decode steps get the same bits for one token and for several, so
-// that drafts can be verified. Experts that fewer than FEW tokens choose on the average stay with vectors: unpacking them would take the
-// most time.
+// Whether columns are in planes, for tiles or as words: in prompts. Decode steps get the same bits for one token and for several, so
+// that drafts can be verified. Experts that fewer than FEW tokens choose on the average do without, as unpacking them would take the
+// most time; without tiles so do the output matrix, which mostly has one token, and attention.
 enum { FEW = 12 };
 static void choose_form(Ctx *c, const Op *op) {
   int few = (op->tag == EXPERTS_UP || op->tag == EXPERTS_DOWN) && c->tokens * op->top_k < FEW * op->w[0].groups;
-  int planes = tiles_allowed && !c->sampled && !c->mtp && !few;
+  few |= !tiles_allowed && (op->tag == HEAD || op->tag == ATTENTION || op->tag == LATENT_ATTENTION);
+  int planes = (tiles_allowed || WORDS) && !c->sampled && !c->mtp && !few;
   if (planes == c->shared.planes) return;
   c->shared.planes = planes;
   for (int i = 0; i < c->pool.threads; i++) c->scratch[i].planes = planes;
@@ -1214,6 +1221,8 @@ EXPORT const char *tc_simd(void) {
 #endif
   return SIMD_NAME;
 }
+// Whether weights are unpacked for prompts (choose_form); to be asked after tc_simd.
+EXPORT int tc_unpacks(void) { return tiles_allowed || WORDS; }
 EXPORT void tc_grids(const uint16_t *all) { set_grids(all); }
 EXPORT size_t tc_group_bytes(int type, int cols) { return group_bytes(type, cols); }
 

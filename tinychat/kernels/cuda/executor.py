@@ -160,8 +160,9 @@ class CUDAExecutor(KeepsInPieces):
                 gpu.upload("greedy", state_words(GREEDY, 0, 0, 0))
                 self._stand_ins = np.full(max_context + 1, -1, np.int32)
                 gpu.upload("stand_ins", self._stand_ins)
-            if "tickets" in builder.buffers:  # of attention
-                gpu.upload("tickets", np.zeros(builder.buffers["tickets"], np.uint8))
+            for name in ("tickets", "tiles"):  # of attention; of experts, whose blocks read one before they count them
+                if name in builder.buffers:
+                    gpu.upload(name, np.zeros(builder.buffers[name], np.uint8))
             kernels_of = [*launches.values(), *(rows for _, rows in heads)]
             gpu.compile(chain.from_iterable([*kernels_of, *(step for steps, _ in prompts for step in steps.values())]))
             self_check(gpu, sorted({t.kind for t in layout.tensors.values()}, key=int))
