@@ -145,24 +145,31 @@ def test_models_in_float(variant: str, tokens: int, tmp_path: Path) -> None:
         assert error(e.step(IDS[pos], pos)[0], want[pos]) < 1.5e-3
 
 
-@pytest.mark.parametrize(("kind", "warpgroups", "depth"), [(16, False, "middle"), (2048, True, "deep")])
+@pytest.mark.parametrize(
+    ("kind", "warpgroups", "depth"), [(16, False, "middle"), (64, True, "deep"), (2048, True, "deep")]
+)
 def test_prompts_of_every_kind(
     kind: int, warpgroups: bool, depth: Depth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt in two pieces through the kernels for few and for many tokens, then steps for few and for many keys;
-    with rows of whole tiles, two of them in one part of the keys, and without."""
+    """A prompt in two pieces through the kernels for few and for many tokens, of latent attention with absorbed queries
+    and without, then steps for few and for many keys; with rows of whole tiles, two of them in one part of the keys,
+    and without."""
     if depth == "deep":
         wide = replace(tiny.VARIANTS["deepseek2_glm"], mla=MLA(96, 256, 48, 64, 80))
         monkeypatch.setitem(tiny.VARIANTS, "deepseek2_glm", wide)
         monkeypatch.setattr("tinychat.kernels.cuda.launches.DEEP_SPLITS", 1)
     path = tiny.write(tmp_path / "m.gguf", "deepseek2_glm", "Q4_K")
-    gguf, pieces = GGUF.open(path), (IDS[:16], IDS[16:28]) if kind == 16 else (IDS[:70], IDS[70:100])
+    gguf, pieces = GGUF.open(path), (IDS[:16], IDS[16:28]) if kind == 16 else (IDS[: min(kind, 70)], IDS[70:100])
     plan = build_plan(gguf, ModelConfig.from_gguf(gguf))
     e = EmulatedCUDA(plan, gguf, 128, kind, warpgroups, depth)
     tiled = [launch for launch in e.launches if launch.file == "latent_attention.cu"]
     assert bool(tiled) == (depth == "deep")
-    if tiled and (lib := nvrtc()):
-        compile_with(lib, tiled[0], "sm_90a")
+    absorbed = {launch.file: launch for launch in e.prefill_launches}.get("prompt_latent_attention.cu")
+    assert bool(absorbed) == (kind == 64)
+    tiled += [absorbed] if absorbed else []
+    if lib := nvrtc():
+        for launch in tiled:
+            compile_with(lib, launch, "sm_90a")
     tokens = [*pieces[0], *pieces[1]]
     want, got = (
         forward(path, [*tokens, 17]),

@@ -206,6 +206,35 @@ class LatentConstants(Constants):
 
 
 @dataclass(frozen=True)
+class PromptLatentConstants(LatentConstants):
+    """prompt_latent.cu"""
+
+    absorbed: bool  # the queries go through W_k_b, instead of all rows of the cache
+
+
+@dataclass(frozen=True)
+class PromptLatentAttentionConstants(Constants):
+    """prompt_latent_attention.cu"""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    blocks: int  # that run at the same time
+
+
+@dataclass(frozen=True)
+class PromptCombineConstants(Constants):
+    """prompt_combine.cu"""
+
+    heads: int
+    value_dim: int
+    blocks: int  # as in PromptLatentAttentionConstants
+    gated: bool
+    rest: int  # values of all heads' results, and of a row of them
+    pitch: int
+
+
+@dataclass(frozen=True)
 class AbsorbConstants(LatentConstants, StepConstants):
     """absorb.cu"""
 
@@ -420,6 +449,8 @@ class Tile(Constants):
     stages: int  # spans of activations in shared memory
     warpgroups: bool = False  # products by whole warpgroups (wgmma)
     warps: int = 8
+    scales: bool = False  # those of the block's rows lie in shared memory
+    ring: bool = False  # so do the codes on the way, in as many stages as activations; else in registers
 
     @property
     def block_rows(self) -> int:
@@ -439,8 +470,9 @@ class Tile(Constants):
         return 2 if self.warpgroups and self.tokens == 64 else 1
 
     def shared(self, cols: int) -> int:
-        """Bytes of dynamic shared memory for rows of `cols` values."""
-        return min(self.stages, -(-cols // (SPAN * self.split))) * self.stage_bytes + 1024
+        """Bytes of dynamic shared memory for rows of `cols` values, but for what weights take."""
+        stages = self.stages if self.scales else min(self.stages, -(-cols // (SPAN * self.split)))
+        return stages * self.stage_bytes + 1024
 
 
 @dataclass(frozen=True)
@@ -467,6 +499,9 @@ class PromptLinearConstants(Constants):
     all_keys: bool  # the tokens are all rows of the cache, not only this step's
     scale: float  # of the results, with their bias
     softcap: float  # as in LinearConstants
+    groups: int = 1  # matrices of a weight, each over activations of its own
+    group_pitch: int = 0  # values from one matrix's results to the next one's
+    placed: bool = False  # halves in the order the next product reads
 
 
 @dataclass(frozen=True)
