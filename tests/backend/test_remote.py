@@ -409,6 +409,11 @@ def test_no_server_makes_it_fall() -> None:
     odd += [{"choices": [{"delta": {"content": 5}, "logprobs": {"content": ["a", {"logprob": "b"}]}}]}]
     odd += [{"details": {"tokens": [[1]]}, "choices": [{"delta": {"content": "a"}}]}]
     odd += [{"choices": [{"delta": {}, "finish_reason": "nonsense"}], "timings": {"prompt_ms": "x"}}]
+    for number in (1e999, -1e999, float("nan"), 10**400, -(10**400)):
+        figures = {"prompt_tokens": number, "completion_tokens": number, "prompt_ms": number, "predicted_ms": number}
+        figures |= {"decode_tok_s": number, "context_max": number, "prompt_n": number, "total": number, "cache": number}
+        details = {"usage": figures, "stats": figures, "dropped": number, "note": number}
+        odd += [{"choices": [], "usage": figures, "timings": figures, "prompt_progress": figures, "details": details}]
     for value in odd:
         end = answer_of(Foreign(lambda value=value: sse(value)))[-1]  # type: ignore[misc]
         assert isinstance(end, Finished) or (isinstance(end, Failed) and "internal" not in end.message), (value, end)

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGUFWriter
 
 from tests.support import tiny
+from tests.support.shapes import Shape
 from tests.support.terminal import TINYCHAT, terminal
 from tinychat.chat.history import History
 from tinychat.measure import log
@@ -232,6 +234,19 @@ def test_odd_terminals(model: str, environ: dict[str, str], size: tuple[int, int
 
 
 # compilers
+
+
+def test_a_template_that_fails_in_a_chat_is_said_there_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def metadata(w: GGUFWriter, shape: Shape, name: str) -> None:
+        written(w, shape, name)
+        w.add_chat_template("{% if messages | length > 2 %}{{ raise_exception('one turn only') }}{% endif %}hi")
+
+    written = tiny.metadata
+    monkeypatch.setattr(tiny, "metadata", metadata)
+    model = str(tiny.write(tmp_path / "m.gguf", "llama", "Q4_0"))
+    done = ran("--plain", model, "--device", "cpu", input="/set max_tokens 4\nhi\nagain\nmore\n")
+    assert done.returncode == 0 and done.stderr.count("one turn only") == 1
+    assert done.stderr.index("tok/s") < done.stderr.index("one turn only; using the llama3 format")
 
 
 def test_the_slow_path_is_said_in_red(model: str, tmp_path: Path) -> None:

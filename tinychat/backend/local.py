@@ -79,6 +79,7 @@ class LocalBackend:
         self._saved = True  # whether all of those rows are on the disk
         self._wanted = threading.Event()  # set while a request waits: saving then ends between two blocks
         self._info, self._stats = _describe(engine), _copy(engine.stats)
+        self._noted = {engine.chat.fallback}  # what was said of the template
 
     @classmethod
     def open(
@@ -284,7 +285,9 @@ class LocalBackend:
         if not self._saved and self._switches(request.conversation, prompt.ids):
             self._save("switch", SWITCH_SAVE_S)
         self._prompt, self._conversation, self._saved = tuple(prompt.ids), request.conversation, False
-        stream.put(Prompted(prompt.usage, prompt.dropped))
+        note = "" if (fallback := self._loaded().chat.fallback) in self._noted else fallback
+        self._noted.add(fallback)
+        stream.put(Prompted(prompt.usage, prompt.dropped, note))
         if request.cancel.is_set():
             stream.put(Finished("stopped", prompt.usage, self.snapshot().of_model()))
             return

@@ -147,10 +147,12 @@ class Queued:
 
 @dataclass(frozen=True)
 class Prompted:
-    """The prompt is made: what it takes of the context, and how many messages were left out of it."""
+    """The prompt is made: what it takes of the context, and how many messages were left out of it. `note` is a line for
+    the user, once: the model's template cannot write this conversation, and another format took its place."""
 
     usage: Usage
     dropped: int = 0
+    note: str = ""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -30,6 +30,8 @@ from tinychat.engine.stats import Stats
 from tinychat.errors import printable
 
 MAX_LINE = 16 << 20  # characters of a line of a stream, and bytes of what is no stream
+LONGEST = 400  # characters of a note
+MOST = 2.0**53  # of any number
 # vLLM and SGLang tell a full context by words alone.
 _FULL = re.compile(r"context length (?:is |of |\()(\d+)")
 _COUNT = re.compile(  # of the prompt, not of the answer that was asked for
@@ -63,7 +65,8 @@ class ChunkReader:
             self._prompted = True
             known = "usage" in details
             usage = usage_of(details["usage"], self._limit) if known else Usage(limit=self._limit, exact=False)
-            events.append(Prompted(usage, as_int(details.get("dropped")) + self._dropped))
+            note = printable(str(details.get("note", "")), newlines=False)[:LONGEST]
+            events.append(Prompted(usage, as_int(details.get("dropped")) + self._dropped, note))
         if progress := as_dict(chunk.get("prompt_progress")):
             total, cache, done = (as_int(progress.get(k)) for k in ("total", "cache", "processed"))
             events.append(Prefilling(done - cache, total - cache, cache))
@@ -282,8 +285,13 @@ def _final(stats: Stats, details: Mapping[str, Any], timings: Mapping[str, Any],
 def stats_of(value: Any) -> Stats:
     """Stats as tinychat's server writes them."""
     own = as_dict(value)
-    kinds = {"str": (str,), "int": (int,), "float": (int, float)}
-    return Stats(**{f.name: own[f.name] for f in fields(Stats) if type(own.get(f.name)) in kinds[str(f.type)]})
+    kinds: dict[str, tuple[tuple[type, ...], Callable[[Any], Any]]] = {
+        "str": ((str,), str),
+        "int": ((int,), as_int),
+        "float": ((int, float), _float),
+    }
+    read = {f.name: kinds[str(f.type)] for f in fields(Stats)}
+    return Stats(**{name: made(own[name]) for name, (types, made) in read.items() if type(own.get(name)) in types})
 
 
 def as_dict(value: Any) -> Mapping[str, Any]:
@@ -295,8 +303,9 @@ def as_list(value: Any) -> list[Any]:
 
 
 def as_int(value: Any) -> int:
-    return int(value) if isinstance(value, int | float) else 0
+    return int(_float(value))
 
 
 def _float(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
+    """A number of a server, with which one can go on reckoning: 1e999 is infinity for Python, and NaN is itself."""
+    return float(min(max(value, -MOST), MOST)) if isinstance(value, int | float) and value == value else 0.0

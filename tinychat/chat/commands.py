@@ -278,7 +278,7 @@ def _save(session: Commanded, text: str) -> str:
     except (OSError, ValueError) as e:  # ValueError: a name that no file can have
         why = (e.strerror if isinstance(e, OSError) else None) or str(e)
         raise TinychatError(f"{printable(str(path))}: {why.lower()}; nothing was saved") from None
-    return f"saved as {path.absolute()}"
+    return f"saved as {printable(str(path.absolute()), newlines=False)}"
 
 
 def _import(session: Commanded, text: str) -> str:

@@ -618,6 +618,8 @@ class Controller:
         self.usage = event.usage
         if (instruments := self.instruments) is not None:
             self.trace = Trace(instruments.last_prompt())
+        if event.note:
+            self._changes.append(_noted(event.note))
         if event.dropped:
             self._update(left_out=event.dropped)
             self.conversation = replace(self.conversation, first=self.conversation.sent_from + event.dropped)

@@ -179,12 +179,14 @@ class _Said:
 
 def _answer(backend: Backend, request: Request, shown: _Printer, said: _Said) -> None:
     """Shows one answer while it is generated, and puts it into `said`. Raises TinychatError."""
-    from tinychat.backend.protocol import DoesNotFit, Failed, Finished, Piece, ToolCall
+    from tinychat.backend.protocol import DoesNotFit, Failed, Finished, Piece, Prompted, ToolCall
 
     written = Written()
     try:
         for event in backend.answer(request):
             match event:
+                case Prompted():
+                    say_notes(filter(None, (event.note,)))
                 case Piece():
                     said.text[event.kind] += event.text
                     said.ids += [t.id for t in event.tokens]

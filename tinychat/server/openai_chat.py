@@ -183,7 +183,8 @@ class Extras:
 
 def prompted_details(prompted: Prompted) -> dict[str, Any]:
     """The prompt's size and parts, for tinychat's own client."""
-    return {"usage": usage_details(prompted.usage), "dropped": prompted.dropped}
+    note = {"note": prompted.note} if prompted.note else {}
+    return {"usage": usage_details(prompted.usage), "dropped": prompted.dropped, **note}
 
 
 def progress(event: Prefilling, began: float) -> dict[str, Any]:

@@ -145,24 +145,31 @@ def test_models_in_float(variant: str, tokens: int, tmp_path: Path) -> None:
         assert error(e.step(IDS[pos], pos)[0], want[pos]) < 1.5e-3
 
 
-@pytest.mark.parametrize(("kind", "warpgroups", "depth"), [(16, False, "middle"), (2048, True, "deep")])
+@pytest.mark.parametrize(
+    ("kind", "warpgroups", "depth"), [(16, False, "middle"), (64, True, "deep"), (2048, True, "deep")]
+)
 def test_prompts_of_every_kind(
     kind: int, warpgroups: bool, depth: Depth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt in two pieces through the kernels for few and for many tokens, then steps for few and for many keys;
-    with rows of whole tiles, two of them in one part of the keys, and without."""
+    """A prompt in two pieces through the kernels for few and for many tokens, of latent attention with absorbed queries
+    and without, then steps for few and for many keys; with rows of whole tiles, two of them in one part of the keys,
+    and without."""
     if depth == "deep":
         wide = replace(tiny.VARIANTS["deepseek2_glm"], mla=MLA(96, 256, 48, 64, 80))
         monkeypatch.setitem(tiny.VARIANTS, "deepseek2_glm", wide)
         monkeypatch.setattr("tinychat.kernels.cuda.launches.DEEP_SPLITS", 1)
     path = tiny.write(tmp_path / "m.gguf", "deepseek2_glm", "Q4_K")
-    gguf, pieces = GGUF.open(path), (IDS[:16], IDS[16:28]) if kind == 16 else (IDS[:70], IDS[70:100])
+    gguf, pieces = GGUF.open(path), (IDS[:16], IDS[16:28]) if kind == 16 else (IDS[: min(kind, 70)], IDS[70:100])
     plan = build_plan(gguf, ModelConfig.from_gguf(gguf))
     e = EmulatedCUDA(plan, gguf, 128, kind, warpgroups, depth)
     tiled = [launch for launch in e.launches if launch.file == "latent_attention.cu"]
     assert bool(tiled) == (depth == "deep")
-    if tiled and (lib := nvrtc()):
-        compile_with(lib, tiled[0], "sm_90a")
+    absorbed = {launch.file: launch for launch in e.prefill_launches}.get("prompt_latent_attention.cu")
+    assert bool(absorbed) == (kind == 64)
+    tiled += [absorbed] if absorbed else []
+    if lib := nvrtc():
+        for launch in tiled:
+            compile_with(lib, launch, "sm_90a")
     tokens = [*pieces[0], *pieces[1]]
     want, got = (
         forward(path, [*tokens, 17]),
@@ -225,9 +232,10 @@ def test_clusters_only_where_they_fit(tmp_path: Path) -> None:
         assert depths(Builder(plan, layout, 512), clusters, plan.layers) == {0: "middle"}
 
 
-def test_more_experts_than_lanes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """40 of 48 experts, chosen by 32 lanes."""
-    many = replace(tiny.VARIANTS["olmoe"], layers=1, moe=MoE(48, 40, 64))
+@pytest.mark.parametrize(("experts", "chosen"), [(48, 40), (160, 3)])
+def test_many_experts(experts: int, chosen: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More are chosen than a warp has lanes; there are more than a block compares with one another."""
+    many = replace(tiny.VARIANTS["olmoe"], layers=1, moe=MoE(experts, chosen, 64))
     monkeypatch.setitem(tiny.VARIANTS, "many", many)
     path = tiny.write(tmp_path / "m.gguf", "many", "F16")
     want, e = forward(path, IDS[:4]), emulated(path, 64)
@@ -251,7 +259,7 @@ def test_values_of_another_length_than_keys() -> None:
     )
     plan = ops.Plan(ops.Embed(table), (blocks.Layer(block, None),), ops.Head(gain, 0.0, table))
     b = Builder(plan, Layout(plan, {w.tensor: w.nbytes for w in plan.weights}), 64)
-    steps = [launch for launch, _ in decode(b) if launch.name.startswith(("store_kv", "attention"))]
+    steps = [launch for launch, _ in decode(b) if launch.name.startswith("attention")]
     prompt = [
         x
         for x in Prefill(b, 16, Chip(False, 163 << 10)).layers()

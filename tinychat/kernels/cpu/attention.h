@@ -23,9 +23,9 @@ static void store_k(uint16_t *tile, const float *x, int dim, int pos) {
 
 // Query vectors that share what is loaded, as many as keep their sums in registers: of scores (then REST at a time), of values.
 #if defined(__AVX512F__)
-enum { WIDE = 8, REST = 4, TOGETHER = 1 };
+enum { WIDE = 8, REST = 4, AT_ONCE = 1 };
 #else
-enum { WIDE = 2, REST = 1, TOGETHER = 3 };
+enum { WIDE = 2, REST = 1, AT_ONCE = 3 };
 #endif
 
 // s[c] = q[c] . k for m vectors and the 16 positions of a tile.
@@ -45,7 +45,7 @@ INLINE void scores(const uint16_t *tile, int k_dim, const float *q, int stride, 
 
 // out[c] += p[c] . v for m vectors of weights and 16 positions.
 INLINE void weigh(const float *p, const f32v v[16], float *out, int width, int m) {
-  f32v even[TOGETHER], odd[TOGETHER];
+  f32v even[AT_ONCE], odd[AT_ONCE];
   for (int c = 0; c < m; c++) even[c] = ldf(out + (size_t)c * width), odd[c] = splat(0);
   for (int r = 0; r < 16; r += 2)
     for (int c = 0; c < m; c++) {
@@ -117,17 +117,26 @@ static void attend(const Cache *cache, const float *q, int stride, int count, co
       for (int r = 0; r < 16; r++) v[r] = from_f16(raw[r]);
       const float *p = s + 16 * t;
       int c = 0;
-      for (; c + TOGETHER <= count; c += TOGETHER) weigh(p + c * CHUNK, v, out + (size_t)c * width + d, width, TOGETHER);
+      for (; c + AT_ONCE <= count; c += AT_ONCE) weigh(p + c * CHUNK, v, out + (size_t)c * width + d, width, AT_ONCE);
       for (; c < count; c++) weigh(p + c * CHUNK, v, out + (size_t)c * width + d, width, 1);
     }
 }
 
-// Folds a chunk's (max, sum, out) into the running (m, l, o); chunks come in order of position. An empty one changes nothing.
-static void merge(float *m, float *l, float *o, float max, float sum, const float *out, int n) {
+// Folds a chunk's (max, sum) into the running (m, l), chunks in order of position; `keep` and `add`: what the running results and the
+// chunk's are multiplied with. An empty one changes nothing.
+static void fold(float *m, float *l, float max, float sum, float *keep, float *add) {
+  *keep = 1, *add = 0;
   if (sum == 0) return;
   float high = *l == 0 || max > *m ? max : *m;
-  float keep = *l == 0 ? 0 : exp_(splat(*m - high))[0], add = exp_(splat(max - high))[0];
-  *l = *l * keep + sum * add;
+  *keep = *l == 0 ? 0 : exp_(splat(*m - high))[0], *add = exp_(splat(max - high))[0];
+  *l = *l * *keep + sum * *add;
   *m = high;
+}
+
+// The same, with the chunk's results.
+static void merge(float *m, float *l, float *o, float max, float sum, const float *out, int n) {
+  if (sum == 0) return;
+  float keep, add;
+  fold(m, l, max, sum, &keep, &add);
   for (int d = 0; d < n; d += 16) stf(o + d, fma_(ldf(out + d), splat(add), ldf(o + d) * keep));
 }

@@ -70,7 +70,10 @@ typedef struct {  // per thread
   int8_t *q;
   XScale *scales;
   float *f, *attn_q, *attn_s, *attn_out, *merged;
-  void *attn_p, *attn_w;  // TilePairs of attend_in_tiles, where there are tiles
+#if TILES
+  TiledQueries tiled;  // of attend_in_tiles
+  TileRoom room;
+#endif
   f32v *sums;        // of two products
   uint64_t ready;  // the phase whose input this is
   int head;        // of per_head: whose input this is
@@ -99,6 +102,8 @@ typedef struct {
   Pool pool;
   Scratch *scratch;  // [threads]
   Scratch shared;    // of a batch
+  Scratch made;      // of one token: results of an op, as the next one's input
+  uint8_t *makes;    // [n_ops]: whether an op makes that
   int32_t *route_ids, *chosen;  // chosen: experts of a batch, n_chosen of them
   int n_chosen;
   float *route_weights, *router_logits;
@@ -162,12 +167,21 @@ static int ready(Ctx *c, const Op *op, int id) {
   return 0;
 }
 
+// In a decode step an op whose results the next one needs quantised does that too, 32 values after 32, where each of the next one's threads
+// would have to do it for all of them.
+INLINE int makes(const Ctx *c, const Op *op) { return c->tokens == 1 && c->sampled && c->makes[op - c->ops]; }
+INLINE int made(const Ctx *c, const Op *op) { return op > c->ops && makes(c, op - 1); }
+static void make(Ctx *c, const float *x, int at, int n) {
+  prepare(x, n, NULL, 1, c->made.q + 2 * (size_t)at, c->made.scales + at / 32, NULL, 1, 0);
+}
+
 // A task: part `part` of `parts` of a stage of an op, run by thread `id`.
 typedef struct { int id, stage, part, parts; } Part;
 
 // The input of a linear op, in panels. With one token each thread prepares it for itself; with several, stage 0 prepares it for
 // all threads and returns NULL.
 static const Scratch *input(Ctx *c, const Op *op, Part me, int stage, const float *src, int stride, int n, const float *norm, int need) {
+  if (made(c, op)) return &c->made;
   if (c->tokens == 1) {
     if (!ready(c, op, me.id)) prepare_one(src, n, norm, op->eps, need, &c->scratch[me.id]);
     return &c->scratch[me.id];
@@ -346,9 +360,10 @@ static void gate_up(Ctx *c, const Op *op, Part me) {
   if (!x) return;
   float **dst = c->scratch[me.id].targets;
   for (int t = 0; t < c->tokens; t++) dst[t] = row(c, op->dst[0], t);
-  int first, last, n = groups16(&op->w[0]);
+  int first, last, unit = makes(c, op) ? 2 : 1, n = groups16(&op->w[0]) / unit;
   share(me, n, 0, 1, n, together(c), &first, &last);
-  multiply_gated(c->scratch[me.id].sums, &op->w[0], &op->w[1], 0, first, last, x, c->tokens, dst, op->activation, NULL, NULL);
+  multiply_gated(c->scratch[me.id].sums, &op->w[0], &op->w[1], 0, unit * first, unit * last, x, c->tokens, dst, op->activation, NULL, NULL);
+  if (unit == 2) make(c, dst[0] + 32 * first, 32 * first, 32 * (last - first));
 }
 
 // dst = stream_scale * (dst + scale * RMSNorm(src)), or without `add` as if dst were 0.
@@ -450,12 +465,26 @@ INLINE Cache cache_at(Ctx *c, const Op *op, int kv, int pos) {
   return (Cache){k_tile(c, op, kv, pos), v_row(c, op, kv, pos), op->key_dim, op->value_dim};
 }
 
+// Values of a head, filled up to whole vectors.
+INLINE int padded(int n) { return (n + 15) / 16 * 16; }
+
+// Query vectors of one task in a batch: enough to read keys seldom, few enough for many threads. Without tiles QUERIES.
+#if TILES
+enum { QUERIES = 40, MOST = TILED };
+#else
+enum { QUERIES = 40, MOST = QUERIES };
+#endif
+
+// Of a task in tiles: as many as leave room for keys and values in the second-level cache.
+INLINE int tiled_queries(const Op *op) { return MAX_(16, MIN_(MOST, (1 << 20) / (2 * op->key_dim + 4 * op->value_dim))); }
+
 // The query vectors of a task, to be put into the thread's scratch: columns of [key_dim][stride], or rows of tiles.
 INLINE int stride_of(int count) { return (count + 3) / 4 * 4; }
 static void begin_queries(Scratch *s, const Op *op, int count) {
 #if TILES
   if (s->planes) {
-    memset(s->attn_q, 0, sizeof(TilePair) * (size_t)(tiles_of(op->key_dim) * ((count + 15) / 16)));
+    size_t panels = (size_t)(count + 15) / 16;
+    memset(s->tiled.rows, 0, sizeof(TilePair) * tiles_of(op->key_dim) * panels), memset(s->tiled.scale, 0, sizeof(float) * 16 * panels);
     return;
   }
 #endif
@@ -468,23 +497,25 @@ static void put_query(Scratch *s, int count, int m, const float *x, const Op *op
   if (op->temperature != 0) scale *= 1.0f + op->temperature * (float)log(1.0 + pos / op->temperature_length);
 #if TILES
   if (s->planes) {
-    for (int d = 0; d < op->key_dim; d += 16)
-      put_values((TilePair *)s->attn_q + m / 16 * tiles_of(op->key_dim), m % 16, d, fetch(x + d, op->key_dim - d) * scale);
+    put_tiled_query(&s->tiled, m, x, op->key_dim, scale);
     return;
   }
 #endif
   for (int d = 0; d < op->key_dim; d++) s->attn_q[(size_t)d * stride_of(count) + m] = x[d] * scale;
 }
 
-// Attention of them over a chunk; results are in the scratch.
-static void attend_chunk(Scratch *s, const Cache *cache, int count, const int *from, const int *limit, float *high, float *sum) {
+// Attention of them over a chunk, folded into their running (m, l, o).
+static void attend_chunk(Scratch *s, const Cache *cache, int count, const int *from, const int *limit, float *m, float *l, float *o) {
 #if TILES
   if (s->planes) {
-    attend_in_tiles(cache, (TilePair *)s->attn_q, count, from, limit, s->attn_s, s->attn_p, s->attn_w, high, sum, s->attn_out);
+    attend_in_tiles(cache, &s->tiled, count, from, limit, &s->room, m, l, o);
     return;
   }
 #endif
-  attend(cache, s->attn_q, stride_of(count), count, from, limit, s->attn_s, high, sum, s->attn_out);
+  float max[QUERIES], sum[QUERIES];
+  int value = padded(cache->v_dim);
+  attend(cache, s->attn_q, stride_of(count), count, from, limit, s->attn_s, max, sum, s->attn_out);
+  for (int c = 0; c < count; c++) merge(&m[c], &l[c], o + (size_t)c * value, max[c], sum[c], s->attn_out + (size_t)c * value, value);
 }
 
 // The first cache position that a query at position pos attends to.
@@ -492,9 +523,6 @@ INLINE int first_seen(const Op *op, int pos) { return op->window ? MAX_(0, pos +
 
 // The term of query head h's sink in the sum of exponentials, relative to the maximum score `high`.
 INLINE float sink(const Op *op, int h, float high) { return op->sinks ? exp_(splat(op->sinks[h] - high))[0] : 0; }
-
-// Values of a head, filled up to whole vectors.
-INLINE int padded(int n) { return (n + 15) / 16 * 16; }
 
 // A head's result: the weighted sum of its values over the sum of weights, and its gate.
 static void finish(Ctx *c, const Op *op, int token, int h, const float *sum, float weights) {
@@ -508,14 +536,18 @@ static void finish(Ctx *c, const Op *op, int token, int h, const float *sum, flo
     }
     store(dst + d, y, n - d);
   }
+  if (makes(c, op)) make(c, dst, h * n, n);
 }
 
 enum { MAX_GROUP = 1024 };  // query heads of one kv head; as library.MAX_GROUP, checked when the library is loaded
 
 // How long the threads take for tasks of so many query vectors: in rounds, a task's time that of its vectors and of what they
-// share, which takes as long as one vector, or three where V is K transposed.
+// share, which takes as long as one vector, or three where V is K transposed. In tiles as long as 40, or 80; there tasks take long, and
+// cores are unequal, so that in the end a task is waited for.
 INLINE int attention_cost(const Ctx *c, const Op *op, int tasks, int vectors) {
-  return (tasks + c->pool.threads - 1) / c->pool.threads * (vectors + (op->tag == LATENT_ATTENTION ? 3 : 1));
+  int latent = op->tag == LATENT_ATTENTION;
+  if (c->shared.planes) return (tasks + c->pool.threads) * (vectors + (latent ? 80 : 40));
+  return (tasks + c->pool.threads - 1) / c->pool.threads * (vectors + (latent ? 3 : 1));
 }
 
 // One token: tasks are (kv head, part of its query heads, chunk); the thread that finishes a part's last chunk merges all in order.
@@ -550,7 +582,12 @@ static void attention_one(Ctx *c, const Op *op, int id, int task) {
   }
   if (op->stores && chunk == chunks - 1) store_kv(c, op, kv, 0, s->merged);  // each part writes the same bytes
   Cache cache = cache_at(c, op, kv, start);
-  attend_chunk(s, &cache, count, from, limit, high, sum);
+  if (s->planes) {
+    memset(high, 0, sizeof(float) * count), memset(sum, 0, sizeof(float) * count), memset(s->attn_out, 0, sizeof(float) * count * value);
+    attend_chunk(s, &cache, count, from, limit, high, sum, s->attn_out);
+  } else {
+    attend(&cache, s->attn_q, stride_of(count), count, from, limit, s->attn_s, high, sum, s->attn_out);
+  }
   for (int m = 0; m < count; m++) {
     float *to = c->partial + ((size_t)(h0 + m) * chunks + chunk) * record;
     to[0] = high[m], to[1] = sum[m];
@@ -570,13 +607,6 @@ static void attention_one(Ctx *c, const Op *op, int id, int task) {
   }
 }
 
-// Query vectors of one task in a batch: enough to read keys seldom, few enough for many threads.
-#if TILES
-enum { QUERIES = 40, MOST = TILED };
-#else
-enum { QUERIES = 40, MOST = QUERIES };
-#endif
-
 // Several tokens: keys and values into the cache, and the queries turned in place.
 static void attention_inputs(Ctx *c, const Op *op, Part me) {
   float *tmp = c->scratch[me.id].merged;
@@ -591,16 +621,16 @@ static void attention_inputs(Ctx *c, const Op *op, Part me) {
 }
 
 // Then tasks are (kv head, part of its query heads, block of tokens), each over all its chunks, the longest first. Where there are
-// few of them, as when drafts are verified, they are halved if the threads need less time then; not those in tiles.
+// few of them, as when drafts are verified, they are halved if the threads need less time then.
 typedef struct { int per_token, parts, block, blocks; } Blocks;
 static Blocks query_blocks(const Ctx *c, const Op *op) {
-  int most = c->shared.planes ? MOST : QUERIES, least = 0;
+  int most = c->shared.planes ? tiled_queries(op) : QUERIES, least = 0;
   int group = op->heads / op->kv_heads, heads = MIN_(group, most), block = MIN_(c->tokens, most / heads);
   for (Blocks best = {0};;) {
     Blocks b = {heads, (group + heads - 1) / heads, block, (c->tokens + block - 1) / block};
     int tasks = op->kv_heads * b.parts * b.blocks, cost = attention_cost(c, op, tasks, heads * block);
     if (!least || cost < least) least = cost, best = b;
-    if (tasks >= 4 * c->pool.threads || heads * block == 1 || c->shared.planes) return best;
+    if (tasks >= 4 * c->pool.threads || heads * block == 1) return best;
     if (block > 1) block = (block + 1) / 2;
     else heads = (heads + 1) / 2;
   }
@@ -614,7 +644,7 @@ static void attention_block(Ctx *c, const Op *op, int id, int task) {
   int h0 = kv * group + part * b.per_token, heads = MIN_(b.per_token, group - part * b.per_token);
   int n = MIN_(b.block, c->tokens - first), count = n * heads;
   int from[MOST], limit[MOST];
-  float high[MOST], sum[MOST], top[MOST], total[MOST];
+  float top[MOST], total[MOST];
   begin_queries(s, op, count);
   memset(s->merged, 0, sizeof(float) * (size_t)count * value);
   for (int m = 0; m < count; m++) {
@@ -628,11 +658,7 @@ static void attention_block(Ctx *c, const Op *op, int id, int task) {
       from[m] = MIN_(CHUNK, MAX_(0, first_seen(op, pos) - start)), limit[m] = MAX_(0, MIN_(CHUNK, pos + 1 - start));
     }
     Cache cache = cache_at(c, op, kv, start);
-    attend_chunk(s, &cache, count, from, limit, high, sum);
-    for (int m = 0; m < count; m++) {
-      size_t at = (size_t)m * value;
-      merge(&top[m], &total[m], s->merged + at, high[m], sum[m], s->attn_out + at, value);
-    }
+    attend_chunk(s, &cache, count, from, limit, top, total, s->merged);
   }
   for (int m = 0; m < count; m++)
     finish(c, op, first + m / heads, h0 + m % heads, s->merged + (size_t)m * value, total[m] + sink(op, h0 + m % heads, top[m]));
@@ -714,7 +740,7 @@ static void per_head(Ctx *c, const Op *op, Part me, int src_stride, int dst_stri
   Scratch *s = &c->scratch[me.id];
   int groups = groups16(w), need = needs(w, 1), first = 0, last = 0, most = MAX_(1, MIN_(COLUMNS / 16, c->widest / w->cols)) * 16;
   // with one token a share may end inside a head; a batch's heads are quantised once each, so shares are whole heads there
-  int unit = c->tokens == 1 || c->pool.threads > w->groups ? 1 : groups;
+  int unit = makes(c, op) ? 2 : c->tokens == 1 || c->pool.threads > w->groups ? 1 : groups;
   share(me, w->groups * groups / unit, 0, 1, w->groups * groups / unit, 1, &first, &last);
   first *= unit, last *= unit;
   for (int h = first / groups; h * groups < last; h++) {
@@ -728,7 +754,9 @@ static void per_head(Ctx *c, const Op *op, Part me, int src_stride, int dst_stri
         for (int i = 0; i < MIN_(width, n - at); i++)
           prepare_row(row(c, op->src, start + at + i) + (size_t)h * src_stride, w->cols, NULL, 0, need, s, (size_t)at, width, i);
       }
-      multiply(s->sums, w, h, from, to, s, n, row(c, op->dst[0], start) + (size_t)h * dst_stride, c->widths[op->dst[0]], NULL, 1, 0);
+      float *dst = row(c, op->dst[0], start) + (size_t)h * dst_stride;
+      multiply(s->sums, w, h, from, to, s, n, dst, c->widths[op->dst[0]], NULL, 1, 0);
+      if (makes(c, op)) make(c, dst + 16 * from, h * dst_stride + 16 * from, 16 * (to - from));
     }
   }
 }
@@ -919,18 +947,22 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
     double bytes = group_bytes(gate->type, k) + group_bytes(op->w[1].type, k);
     double shared_bytes = has_shared ? group_bytes(shared->type, k) + group_bytes(op->w[3].type, k) : 0;
     double total = bytes * groups * top + (has_shared ? shared_bytes * groups16(shared) : 0);
-    int first, last;
+    int first, last, unit = makes(c, op) ? 2 : 1;
     for (int i = 0; i < top; i++) {
       float *dst = row(c, op->dst[0], 0) + (size_t)i * ff;
-      share(me, total, bytes * groups * i, bytes, groups, 1, &first, &last);
+      share(me, total, bytes * groups * i, bytes * unit, groups / unit, 1, &first, &last);
+      first *= unit, last *= unit;
       multiply_gated(s->sums, gate, &op->w[1], s->experts[i], first, last, s, 1, &dst, op->activation,
                      bias_of(op->bias[0], gate, s->experts[i]), bias_of(op->bias[1], gate, s->experts[i]));
+      if (unit == 2) make(c, dst + 16 * first, i * ff + 16 * first, 16 * (last - first));
     }
     if (has_shared) {
       float *dst = row(c, op->dst[0], 0) + (size_t)top * ff;
-      share(me, total, bytes * groups * top, shared_bytes, groups16(shared), 1, &first, &last);
+      share(me, total, bytes * groups * top, shared_bytes * unit, groups16(shared) / unit, 1, &first, &last);
+      first *= unit, last *= unit;
       multiply_gated(s->sums, shared, &op->w[3], 0, first, last, s, 1, &dst, op->activation, NULL, NULL);
       if (first < last) scale_shared(c, op, 0, dst, first, last);
+      if (unit == 2) make(c, dst + 16 * first, top * ff + 16 * first, 16 * (last - first));
     }
     return;
   }
@@ -970,12 +1002,13 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
   if (c->tokens == 1) {
     const float *src = row(c, op->src, 0);
     float *x = row(c, op->dst[0], 0), *y = s->merged;
-    int first, last, parts = top + (shared->groups > 0), prepared = ready(c, op, me.id);
+    int first, last, parts = top + (shared->groups > 0), prepared = made(c, op) || ready(c, op, me.id);
     share(me, groups, 0, 1, groups, together(c), &first, &last);
     for (int i = 0; i < parts; i++) {
       const Matrix *m = i < top ? w : shared;
       size_t at = 16 * (size_t)i * ff;  // a panel for each
       Scratch in = {.q = s->q + 2 * at, .scales = s->scales + at / 32, .f = s->f + at, .planes = s->planes};
+      if (made(c, op)) in = (Scratch){.q = c->made.q + 2 * (size_t)i * ff, .scales = c->made.scales + (size_t)i * ff / 32};
       int matrix = i < top ? c->route_ids[i] : 0;
       if (!prepared) prepare_one(src + (size_t)i * ff, m->cols, NULL, 0, need, &in);
       multiply(s->sums, m, matrix, first, last, &in, 1, y, dim, i < top ? bias_of(op->bias[0], m, matrix) : NULL, 1, 0);
@@ -1097,7 +1130,7 @@ static int stage_tasks(const Ctx *c, const Op *op, int stage) {
   if (c->tokens == 1) {
     if (op->tag == EMBED || op->tag == NORM_ADD || op->tag == GATE_INPUT || op->tag == STORE_HIDDEN || op->tag == JOIN) return 1;
     if (op->tag == ATTENTION || op->tag == LATENT_ATTENTION) return attention_tasks(c, op, &per);
-    return op->tag == GATED_CONVOLVE || op->tag == LAYER_INPUTS ? some : MIN_(some, units_of(op));
+    return op->tag == GATED_CONVOLVE || op->tag == LAYER_INPUTS ? some : MIN_(some, units_of(op) / (makes(c, op) ? 2 : 1));
   }
   if (op->tag == LATENT_ATTENTION || (op->tag == ATTENTION && stage == 1)) {
     Blocks b = query_blocks(c, op);
@@ -1346,6 +1379,18 @@ static Scratch new_scratch(Ctx *c, size_t columns, size_t k) {
 // Starts threads until there are `threads` (fewer if the system refuses; the number is returned).
 EXPORT int tc_open(Ctx *c, int threads) { return pool_start(&c->pool, threads); }
 
+// Whether an op can leave its results as `next` needs its input: quantised by whole blocks, which are a task's.
+static int can_make(const Op *op, const Op *next) {
+  int experts = op->tag == EXPERTS_UP && next->tag == EXPERTS_DOWN, values;
+  if (next->src != op->dst[0] || next->norm || needs(next->w, 4) != 1 || !(experts || next->tag == LINEAR)) return 0;
+  switch (op->tag) {
+    case ATTENTION: values = op->value_dim; break;
+    case VALUE_UP: case GATE_UP: case EXPERTS_UP: values = op->w[0].rows | op->w[2].rows * (op->w[2].groups > 0); break;
+    default: return 0;
+  }
+  return values % 32 == 0;
+}
+
 // Allocates what the ops need; the fields before `pool` are set by the caller. Returns 0, or -1 if memory is short.
 EXPORT int tc_prepare(Ctx *c) {
   int n = c->pool.threads, top = 1, ff = 1, routed = 0, dim = c->widths[0];
@@ -1368,10 +1413,14 @@ EXPORT int tc_prepare(Ctx *c) {
     s->sums = piece(c, 2 * GROUPS * COLUMNS, sizeof(f32v));
     s->attn_q = piece(c, vectors, 4 * ((key + 31) / 32 * 32));
     s->attn_s = piece(c, vectors, 4 * CHUNK);
+#if TILES
     if (tiles_allowed) {
-      s->attn_p = piece(c, vectors, 4 * CHUNK);
-      s->attn_w = piece(c, 2 * MAX_((key + 31) / 32, CHUNK / 32), 2048);
+      size_t pair = sizeof(TilePair), deep = (key + 63) / 64;
+      s->tiled = (TiledQueries){piece(c, vectors / 16, deep * pair), piece(c, vectors, 4)};
+      s->room.keys = piece(c, KEY_TILES, deep * pair), s->room.values = piece(c, value / 16, KEY_STEPS * pair);
+      s->room.weights = piece(c, TOGETHER, KEY_STEPS * pair), s->room.scores = piece(c, 2 * TOGETHER, 64 * CHUNK);
     }
+#endif
     s->attn_out = piece(c, vectors, 4 * value);
     s->experts = piece(c, top, 4), s->expert_weights = piece(c, top, 4);
     s->chances = piece(c, 2, 4 * (size_t)routed), s->groups = piece(c, 2, 4 * (size_t)routed);
@@ -1379,6 +1428,9 @@ EXPORT int tc_prepare(Ctx *c) {
     s->merged = piece(c, MAX_(MAX_(vectors * value, widest + 16), MAX_((size_t)dim * (routed ? EXPERT_COLUMNS : 16), 2 * (size_t)c->batch)), 4);
   }
   c->shared = new_scratch(c, (size_t)pitch_of(c->batch), MAX_(widest, (size_t)top * ff));  // panels may have empty columns
+  c->made = new_scratch(c, 1, widest);
+  c->makes = piece(c, (size_t)c->n_ops, 1);
+  for (int i = 0; i < c->n_ops && c->makes; i++) c->makes[i] = i + 1 < c->n_ops && can_make(&c->ops[i], &c->ops[i + 1]);
   c->partial = piece(c, heads * chunks, 4 * (value + 16));
   c->done = piece(c, heads, sizeof(atomic_int));
   if (c->done) memset(c->done, 0, sizeof(atomic_int) * heads);

@@ -1,12 +1,10 @@
-// Matrix tiles (Intel AMX): eight registers of 16 rows of 64 bytes, and the product of two tiles of signed bytes,
-// or of two tiles of bfloat16. Here tiles 0 to 3 are sums (up to 16 x 16 int32 or float), 4 and 5 hold rows of the left factor, 6
-// and 7 the right one in granules of 4 bytes.
+// Matrix tiles (Intel AMX): eight registers of 16 rows of 64 bytes, and the product of two tiles of bytes. Here tiles 0 to 3 are sums (up
+// to 16 x 16 int32), 4 and 5 hold rows of the left factor, 6 and 7 the right one in granules of 4 bytes.
 #pragma once
 #include "simd.h"
 
 #ifndef TILES  // 0: none, 1: AMX, 2: the same in C, for tests on other machines
-#if defined(__linux__) && \
-    ((defined(__AMX_INT8__) && defined(__AMX_BF16__)) || (defined(__AMXINT8__) && defined(__AMXBF16__)))  // the latter before clang 16
+#if defined(__linux__) && (defined(__AMX_INT8__) || defined(__AMXINT8__))  // the latter before clang 16
 #define TILES 1
 #else
 #define TILES 0
@@ -53,7 +51,7 @@ INLINE void tiles_end(void) { _tile_release(); }
 #define tile_stream(i, p, stride) _tile_stream_loadd(i, p, stride)  // what the first-level cache need not keep
 #define tile_store(i, p, stride) _tile_stored(i, p, stride)
 #define tile_dot_s(c, a, b) _tile_dpbssd(c, a, b)
-#define tile_dot_f(c, a, b) _tile_dpbf16ps(c, a, b)
+#define tile_dot_us(c, a, b) _tile_dpbusd(c, a, b)
 #elif TILES == 2
 #define TILES_NAME SIMD_NAME " and tiles in C"
 static _Thread_local struct {
@@ -83,18 +81,14 @@ static void tile_dot_s(int c, int a, int b) {
       memcpy(tiles_.at[c][m], sums, 64);
     }
 }
-// Products of the even elements and of the odd ones are summed by themselves, then added to c.
-static void tile_dot_f(int c, int a, int b) {
-  for (int m = 0; m < tiles_.shapes.rows[c]; m++) {
-    f32v sums[2] = {{0}};
-    for (int k = 0; k < 32; k++) {
-      uint16_t x;
-      memcpy(&x, &tiles_.at[a][m][2 * k], 2);
-      u32v w = ld(tiles_.at[b][k / 2]);
-      sums[k % 2] = fma_((f32v)splatu((uint32_t)x << 16), (f32v)(k % 2 ? w & 0xffff0000 : w << 16), sums[k % 2]);
+// The same, bytes of a without sign.
+static void tile_dot_us(int c, int a, int b) {
+  for (int m = 0; m < tiles_.shapes.rows[c]; m++)
+    for (int k = 0; k < tiles_.shapes.rows[b]; k++) {
+      int32_t sums[16];
+      memcpy(sums, tiles_.at[c][m], 64);
+      for (int n = 0; n < 64; n++) sums[n / 4] += tiles_.at[a][m][4 * k + n % 4] * (int8_t)tiles_.at[b][k][n];
+      memcpy(tiles_.at[c][m], sums, 64);
     }
-    f32v *to = (f32v *)tiles_.at[c][m];
-    *to += sums[0] + sums[1];
-  }
 }
 #endif

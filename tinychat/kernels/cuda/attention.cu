@@ -1,24 +1,45 @@
-// Decode: flash attention on tensor cores, of every column of the step by blocks of its own. A block takes 16 * ROW_TILES heads of one kv head's group and one split of
-// the keys, CHUNK_KEYS keys at a time, double-buffered. Latent: V is the head of K's row, so each cache row is read
-// once for all heads. 16 warps: S tiles over (rows, keys, parts of the key's values), softmax by rows, then O tiles
-// over columns. Results: finished where a single split has work (GQA); else partial, which the last block of a kv head
-// combines (GQA) or the next kernel (latent; value_up.cu).
+// Decode: flash attention on tensor cores, of every column of the step by blocks of its own. A block takes 16 *
+// ROW_TILES heads of one kv head's group and one split of the keys, CHUNK_KEYS keys at a time, double-buffered. Latent:
+// V is the head of K's row, so each cache row is read once for all heads; queries and this step's row are ready. GQA: a
+// block makes its queries and this step's rows for itself (heads.cuh), and leaves its column's in the cache. 16 warps:
+// S tiles over (rows, keys, parts of the key's values), softmax by rows, then O tiles over columns. Results: finished
+// where a single split has work (GQA); else partial, which the last block of a kv head combines (GQA) or the next
+// kernel (latent; value_up.cu).
+#include "heads.cuh"
 #include "matvec.cuh"
 
 struct Args {
-  u16 *partial = nullptr;  // (columns, splits, heads, value_dim): each split's result, where it is not finished
-  F2 *ml = nullptr;        // (columns, splits, heads): maximum (log2) and sum
-  int *tickets = nullptr;  // (columns, kv_heads): splits that are done
-  const u16 *q = nullptr;  // (columns, heads, key_dim), scaled
-  const u16 *k_cache = nullptr;
+  u16 *partial = nullptr;        // (columns, splits, heads, value_dim): each split's result, where it is not finished
+  F2 *ml = nullptr;              // (columns, splits, heads): maximum (log2) and sum
+  int *tickets = nullptr;        // (columns, kv_heads): splits that are done
+  const u16 *queries = nullptr;  // (columns, heads, key_dim), scaled; where LATENT, else:
+  const float *q = nullptr;      // (columns, heads, key_dim)
+  const float *k = nullptr;      // (columns, kv_heads, key_dim); nullptr where the layer shares its cache
+  const float *v = nullptr;      // (columns, kv_heads, value_dim)
+  const float *q_gain = nullptr;
+  const float *k_gain = nullptr;
+  const F2 *table = nullptr;  // cos and sin, (positions, rope_dims / 2)
+  u16 *k_cache = nullptr;
+  u16 *v_cache = nullptr;  // k_cache where LATENT
   const int *state = nullptr;
-  const u16 *v_cache = nullptr;  // k_cache where LATENT
-  float *out = nullptr;          // (columns, heads, value_dim), or:
+  float *out = nullptr;  // (columns, heads, value_dim), or:
   V4 *dst_q = nullptr;
   Scale *dst_s = nullptr;
   const float *sinks = nullptr;  // (heads), where SINKS
   const float *gate = nullptr;   // (columns, heads, value_dim), where GATED
 };
+
+// A chunk of a cache's rows, of DIM values each, from key `first` on: those before key `earlier`, and zeros from `end`
+// on, in the background. Without loops: a short context's step runs it once.
+template <int DIM> DEVICE void load_rows(u16 *to, const u16 *rows, int first, int earlier, int end) {
+  constexpr int VECTORS = DIM / 8, N = CHUNK_KEYS * VECTORS;
+#pragma unroll
+  for (int n = 0; n < N; n += THREADS) {
+    const int i = n + threadIdx.x, row = i / VECTORS, col = i % VECTORS * 8, key = first + row;
+    if ((N % THREADS == 0 || i < N) && (key < earlier || key >= end))
+      copy_async(to + row * (DIM + 8) + col, rows + (u64)row * KV_HEADS * DIM + col, key < end);
+  }
+}
 
 DEVICE float sink_of(const Args &a, int head) { return a.sinks[head] * 1.44269504f; }  // as the scores, in log2
 
@@ -32,7 +53,9 @@ DEVICE void run(Args a) {
   DYNAMIC_SHARED(pool);
   u16 *qs = (u16 *)pool, *ks = qs + ROWS * KP, *vs = LATENT ? ks : ks + STAGES * CHUNK_KEYS * KP,
       *ps = vs + STAGES * CHUNK_KEYS * VP;
-  float *ss = (float *)(ps + ROWS * PP), *row_max = ss + PARTS * ROWS * SP, *row_sum = row_max + ROWS,
+  constexpr int SCORES = PARTS * ROWS * SP,
+                MADE = LATENT ? 0 : WARPS * KEY_DIM;  // floats: of a chunk; of heads in the making
+  float *ss = (float *)(ps + ROWS * PP), *row_max = ss + (SCORES > MADE ? SCORES : MADE), *row_sum = row_max + ROWS,
         *row_scale = row_sum + ROWS;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, split = blockIdx.x,
             kv_head = COLUMNS == 1 ? blockIdx.z : blockIdx.z % KV_HEADS, first_row = blockIdx.y * ROWS;
@@ -42,7 +65,8 @@ DEVICE void run(Args a) {
   a.partial += (u64)column * SPLITS * HEADS * VALUE_DIM;
   a.ml += column * SPLITS * HEADS;
   a.tickets += column * KV_HEADS;
-  a.q += column * HEADS * KEY_DIM;
+  if constexpr (LATENT) a.queries += column * HEADS * KEY_DIM;
+  else a.q += column * HEADS * KEY_DIM;
   a.out += column * HEADS * VALUE_DIM;
   if (GATED) a.gate += column * HEADS * VALUE_DIM;
   const int last_row = min(first_row + ROWS, GROUP) - 1;
@@ -52,56 +76,92 @@ DEVICE void run(Args a) {
   if (begin >= end) return;
   const int chunks = (end - begin + CHUNK_KEYS - 1) / CHUNK_KEYS, active = (keys + per - 1) / per;
 
-  // Rows of earlier steps (`known` of them) in chunk c, in the background: they need no waiting.
-  constexpr int KV = KEY_DIM / 8, VV = LATENT ? 0 : VALUE_DIM / 8;
-  const int earlier = min(end, known);
+  // Chunk c: rows that are in the cache, and zeros behind the last, in the background: they need no waiting.
+  constexpr int KV = KEY_DIM / 8;
+  const int earlier = OWN ? min(end, known) : end;
   auto load = [&](int c) {
     const int first = begin + c * CHUNK_KEYS, slot = c % STAGES * CHUNK_KEYS;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < CHUNK_KEYS * KV; i += THREADS) {
-      const int row = i / KV, col = i % KV * 8, key = first + row;
-      if (key < earlier)
-        copy_async(ks + (slot + row) * KP + col, a.k_cache + ((u64)(key - base) * KV_HEADS + kv_head) * KEY_DIM + col, true);
-    }
-#pragma unroll 4
-    for (int i = threadIdx.x; i < CHUNK_KEYS * VV; i += THREADS) {
-      constexpr int V1 = VV ? VV : 1;
-      const int row = i / V1, col = i % V1 * 8, key = first + row;
-      if (key < earlier)
-        copy_async(vs + (slot + row) * VP + col, a.v_cache + ((u64)(key - base) * KV_HEADS + kv_head) * VALUE_DIM + col, true);
+    const u64 at = (u64)(first - base) * KV_HEADS + kv_head;
+    if (c < chunks) {
+      load_rows<KEY_DIM>(ks + slot * KP, a.k_cache + at * KEY_DIM, first, earlier, end);
+      if constexpr (!LATENT) load_rows<VALUE_DIM>(vs + slot * VP, a.v_cache + at * VALUE_DIM, first, earlier, end);
     }
     copy_commit();
   };
-  // The rest of it: this step's rows, zeros behind it.
+  // Items of chunk c, one for each warp: the queries (chunk 0), then K and V of the rows that this step adds to it.
+  const int queries = last_row - first_row + 1;
+  Rotated rotated;
+  struct Item {
+    bool query, value;
+    int head, key;
+  };
+  auto item = [&](int i, int c) {
+    const int n = c ? 0 : queries, first = max(begin + c * CHUNK_KEYS, earlier);
+    return Item{i < n, i >= n && (i - n) % 2, i < n ? kv_head * GROUP + first_row + i : kv_head,
+        i < n ? pos : first + (i - n) / 2};
+  };
+  auto items = [&](int c) {
+    const int first = begin + c * CHUNK_KEYS, added = min(first + CHUNK_KEYS, end) - max(first, earlier);
+    return (c ? 0 : queries) + 2 * max(added, 0);
+  };
+  auto prepare = [&](const Item &m) {
+    if (m.value) return;
+    rotated.gains(m.query ? a.q_gain : a.k_gain, m.head);
+    rotated.angles(a.table, m.key);
+  };
+  auto make = [&](const Item &m, int c) {
+    const int t = m.key - known, row = c % STAGES * CHUNK_KEYS + m.key - begin - c * CHUNK_KEYS;
+    const bool stored = !m.query && t == column && blockIdx.y == 0;
+    const u64 at = (u64)(m.key - base) * KV_HEADS + kv_head;
+    u16 *to = m.query ? qs + (m.head - kv_head * GROUP - first_row) * KP : m.value ? vs + row * VP : ks + row * KP;
+    u16 *kept = m.value ? a.v_cache + at * VALUE_DIM : a.k_cache + at * KEY_DIM;
+    const auto put = [&](int i, float y) {
+      const u16 h = float_to_half(m.query ? y * QUERY_SCALE : y);
+      to[i] = h;
+      if (stored) kept[i] = h;
+    };
+    if (m.value) value_head(a.v + (t * KV_HEADS + kv_head) * VALUE_DIM, put);
+    else
+      rotated.run(
+          m.query ? a.q : a.k + t * KV_HEADS * KEY_DIM, m.query ? HEADS : KV_HEADS, m.head, ss + warp * KEY_DIM, put);
+  };
   auto finish = [&](int c) {
-    const int first = begin + c * CHUNK_KEYS, slot = c % STAGES * CHUNK_KEYS;
-    if (c >= chunks || first + CHUNK_KEYS <= earlier) return;
-    for (int i = threadIdx.x; i < CHUNK_KEYS * KV; i += THREADS) {
-      const int row = i / KV, col = i % KV * 8, key = first + row;
-      const u16 *from = a.k_cache + ((u64)(key - base) * KV_HEADS + kv_head) * KEY_DIM + col;
-      if (key >= earlier) *(V4 *)(ks + (slot + row) * KP + col) = key < end ? *(const V4 *)from : V4{0, 0, 0, 0};
-    }
-    for (int i = threadIdx.x; i < CHUNK_KEYS * VV; i += THREADS) {
-      constexpr int V1 = VV ? VV : 1;
-      const int row = i / V1, col = i % V1 * 8, key = first + row;
-      const u16 *from = a.v_cache + ((u64)(key - base) * KV_HEADS + kv_head) * VALUE_DIM + col;
-      if (key >= earlier) *(V4 *)(vs + (slot + row) * VP + col) = key < end ? *(const V4 *)from : V4{0, 0, 0, 0};
+    if constexpr (LATENT) {
+      const int first = begin + c * CHUNK_KEYS, slot = c % STAGES * CHUNK_KEYS;
+      if (first + CHUNK_KEYS > earlier)
+        for (int i = threadIdx.x; i < CHUNK_KEYS * KV; i += THREADS) {
+          const int row = i / KV, col = i % KV * 8, key = first + row;
+          if (key >= earlier && key < end)
+            *(V4 *)(ks + (slot + row) * KP + col) =
+                *(const V4 *)(a.k_cache + ((u64)(key - base) * KV_HEADS + kv_head) * KEY_DIM + col);
+        }
+    } else {
+#pragma unroll 1
+      for (int i = warp; i < items(c); i += WARPS) {
+        const Item m = item(i, c);
+        if (c || i >= WARPS) prepare(m);
+        make(m, c);
+      }
     }
   };
-#pragma unroll
-  for (int c = 0; c < STAGES - 1; c++) load(c);
-  for (int i = threadIdx.x; i < ROWS; i += THREADS) {
+  load(0);
+  if (const int i = threadIdx.x; i < ROWS) {
     row_max[i] = -1e30f;
     row_sum[i] = 0;
   }
-  grid_wait();
-  for (int i = threadIdx.x; i < ROWS * (KEY_DIM / 8); i += THREADS) {
-    const int r = i / (KEY_DIM / 8), c = i % (KEY_DIM / 8) * 8, row = first_row + r;
-    const u16 *from = a.q + (kv_head * GROUP + row) * KEY_DIM + c;
-    *(V4 *)(qs + r * KP + c) = row <= last_row ? *(const V4 *)from : V4{0, 0, 0, 0};
-  }
 #pragma unroll
-  for (int c = 0; c < STAGES - 1; c++) finish(c);
+  for (int n = 0; n < ROWS * KV; n += THREADS)
+    if (const int i = n + threadIdx.x, row = i / KV; row >= queries && row < ROWS)
+      *(V4 *)(qs + row * KP + i % KV * 8) = V4{0, 0, 0, 0};
+  if constexpr (!LATENT)
+    if (warp < items(0)) prepare(item(warp, 0));
+  grid_wait();
+  if constexpr (LATENT)
+    for (int i = threadIdx.x; i < queries * KV; i += THREADS) {
+      const int row = i / KV, col = i % KV * 8;
+      *(V4 *)(qs + row * KP + col) = *(const V4 *)(a.queries + (kv_head * GROUP + first_row + row) * KEY_DIM + col);
+    }
+  finish(0);
   float o[ROW_TILES][NT][4];
 #pragma unroll
   for (int m = 0; m < ROW_TILES; m++)
@@ -113,9 +173,9 @@ DEVICE void run(Args a) {
   const int m = warp % ROW_TILES, part = warp / ROW_TILES % PARTS, n = warp / (ROW_TILES * PARTS) * GROUPS;
   V4 held[STEPS / PARTS];  // the warp's part of its queries
   for (int c = 0; c < chunks; c++) {
-    load(c + STAGES - 1);
-    finish(c + STAGES - 1);
-    copy_wait<STAGES - 1>();
+    load(c + 1);
+    if (c + 1 < chunks) finish(c + 1);
+    copy_wait<1>();
     __syncthreads();
     const u16 *kc = ks + c % STAGES * CHUNK_KEYS * KP, *vc = vs + c % STAGES * CHUNK_KEYS * VP;
     if (warp < TILES * PARTS / GROUPS) {  // S = Q K^T
@@ -258,18 +318,22 @@ DEVICE void run(Args a) {
   if constexpr (OUT_QUANTISED)
     if (finished) {
       __syncthreads();
-      for (int i = threadIdx.x; i < GROUP * VALUE_DIM / 4; i += THREADS)
-        put_codes(kv_head * GROUP * VALUE_DIM / 4 + i, load4(values + 4 * i));
+#pragma unroll
+      for (int n = 0; n < GROUP * VALUE_DIM / 4; n += THREADS)
+        if (const int i = n + threadIdx.x; i < GROUP * VALUE_DIM / 4)
+          put_codes(kv_head * GROUP * VALUE_DIM / 4 + i, load4(values + 4 * i));
     }
   if (LATENT || finished) return;
   // The last block of this kv head combines the splits of its GROUP heads.
   __shared__ int last;
-  fence();
   __syncthreads();
-  if (threadIdx.x == 0) last = atomicAdd(&a.tickets[kv_head], 1) == active - 1;
+  if (threadIdx.x == 0) {  // for all threads: a fence of each takes as many times as long
+    fence();
+    last = atomicAdd(&a.tickets[kv_head], 1) == active - 1;
+    fence();
+  }
   __syncthreads();
   if (!last) return;
-  fence();
   if (threadIdx.x == 0) a.tickets[kv_head] = 0;
   for (int h = warp; h < GROUP; h += WARPS)
     combine_weights<SPLITS>(ss + h * SPLITS, a.ml + kv_head * GROUP + h, HEADS, active, lane,

@@ -181,6 +181,7 @@ class LinearConstants(StepConstants):
     quantised: bool  # there is a matrix that reads int8 blocks
     floating: bool  # there is a matrix that reads floats
     add: bool  # results are added to dst
+    cleared: int  # words of `cleared`
     tile: int  # of several columns: tiles.cuh
     stream: bool
     ring_shared: int
@@ -202,6 +203,35 @@ class LatentConstants(Constants):
     query_scale: float
     growth: float  # of queries: the scale of kernels/blocks.py, Temperature; 0: none
     growth_length: int
+
+
+@dataclass(frozen=True)
+class PromptLatentConstants(LatentConstants):
+    """prompt_latent.cu"""
+
+    absorbed: bool  # the queries go through W_k_b, instead of all rows of the cache
+
+
+@dataclass(frozen=True)
+class PromptLatentAttentionConstants(Constants):
+    """prompt_latent_attention.cu"""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    blocks: int  # that run at the same time
+
+
+@dataclass(frozen=True)
+class PromptCombineConstants(Constants):
+    """prompt_combine.cu"""
+
+    heads: int
+    value_dim: int
+    blocks: int  # as in PromptLatentAttentionConstants
+    gated: bool
+    rest: int  # values of all heads' results, and of a row of them
+    pitch: int
 
 
 @dataclass(frozen=True)
@@ -296,7 +326,8 @@ class GateUpConstants(StepConstants):
     up: Matrix
     spread: Spread
     out_quantised: bool
-    blocks: int
+    blocks: int  # of rows
+    grid: int  # thread blocks
     tile: int  # of several columns: tiles.cuh
     stream: bool
     ring_shared: int
@@ -322,6 +353,8 @@ class ExpertsUpConstants(StepConstants):
     shared_spread: Spread
     out_quantised: bool
     together: int  # columns of a thread block
+    route_slots: int  # tokens whose experts are kept, for the host
+    routes: int  # experts of a token, of all layers
 
 
 @dataclass(frozen=True)
@@ -337,45 +370,39 @@ class ExpertsDownConstants(StepConstants):
     out_scale: float
     add: bool  # to what is there
     together: int  # columns of a thread block
-    route_slots: int  # tokens whose experts are kept, for the host
-    routes: int  # experts of a token, of all layers
 
 
-@dataclass(frozen=True)
-class StoreKVConstants(Constants):
-    """store_kv.cu"""
+@dataclass(frozen=True, kw_only=True)
+class HeadsConstants(Constants):
+    """heads.cuh; store_kv.cu. The defaults: of latent attention, which makes nothing of them."""
 
     heads: int
     kv_heads: int
     key_dim: int
     value_dim: int
-    rope_dims: int
-    neox: bool  # rotated pairs are (i, i + rope_dims / 2) instead of (2i, 2i + 1)
-    norm: Norm
-    eps: float
-    query_scale: float  # attention's scale times log2(e)
-    value_norm: bool  # each head of v is divided by its root mean square
-    window: int  # rows that a query sees; 0: all
+    rope_dims: int = 2
+    neox: bool = False  # rotated pairs are (i, i + rope_dims / 2) instead of (2i, 2i + 1)
+    norm: Norm = Norm.NO_NORM
+    eps: float = 0.0
+    query_scale: float = 1.0  # attention's scale times log2(e)
+    value_norm: bool = False  # each head of v is divided by its root mean square
+    window: int = 0  # rows that a query sees; 0: all
 
 
-@dataclass(frozen=True)
-class AttentionConstants(StepConstants):
+@dataclass(frozen=True, kw_only=True)
+class AttentionConstants(HeadsConstants, StepConstants):
     """attention.cu"""
 
-    heads: int
-    kv_heads: int
-    key_dim: int
-    value_dim: int
+    own: bool  # rows of this step's tokens are not in the cache yet
     row_tiles: int  # of 16 query rows in a block
     chunk_keys: int  # keys that are computed at a time
     stages: int  # chunks in shared memory
     parts: int  # warps that share a tile of scores, each over a part of the key's values
     splits: int  # parts of the cache's rows, one block each
     latent: bool  # V is the head of K's row
-    window: int  # rows that a query sees; 0: all
-    sinks: bool  # a head has one more score, of a row whose value is 0
-    gated: bool  # results are multiplied by the sigmoid of a gate
-    out_quantised: bool
+    sinks: bool = False  # a head has one more score, of a row whose value is 0
+    gated: bool = False  # results are multiplied by the sigmoid of a gate
+    out_quantised: bool = False
 
 
 @dataclass(frozen=True)
@@ -422,6 +449,8 @@ class Tile(Constants):
     stages: int  # spans of activations in shared memory
     warpgroups: bool = False  # products by whole warpgroups (wgmma)
     warps: int = 8
+    scales: bool = False  # those of the block's rows lie in shared memory
+    ring: bool = False  # so do the codes on the way, in as many stages as activations; else in registers
 
     @property
     def block_rows(self) -> int:
@@ -441,8 +470,9 @@ class Tile(Constants):
         return 2 if self.warpgroups and self.tokens == 64 else 1
 
     def shared(self, cols: int) -> int:
-        """Bytes of dynamic shared memory for rows of `cols` values."""
-        return min(self.stages, -(-cols // (SPAN * self.split))) * self.stage_bytes + 1024
+        """Bytes of dynamic shared memory for rows of `cols` values, but for what weights take."""
+        stages = self.stages if self.scales else min(self.stages, -(-cols // (SPAN * self.split)))
+        return stages * self.stage_bytes + 1024
 
 
 @dataclass(frozen=True)
@@ -469,6 +499,9 @@ class PromptLinearConstants(Constants):
     all_keys: bool  # the tokens are all rows of the cache, not only this step's
     scale: float  # of the results, with their bias
     softcap: float  # as in LinearConstants
+    groups: int = 1  # matrices of a weight, each over activations of its own
+    group_pitch: int = 0  # values from one matrix's results to the next one's
+    placed: bool = False  # halves in the order the next product reads
 
 
 @dataclass(frozen=True)

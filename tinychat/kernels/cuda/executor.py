@@ -24,7 +24,7 @@ from tinychat.kernels.cuda.launch import Launch
 from tinychat.kernels.cuda.launches import head
 from tinychat.kernels.cuda.layout import Layout
 from tinychat.kernels.cuda.load import Upload
-from tinychat.kernels.cuda.prefill import SIZES, Chip, Prefill
+from tinychat.kernels.cuda.prefill import ABSORBED, SIZES, Chip, Prefill
 from tinychat.kernels.cuda.profile import DecodeStep, kernels, profile, read_bandwidth, seconds_of
 from tinychat.kernels.cuda.quants import QUANTS
 from tinychat.kernels.cuda.recurrent import CHUNK, TOGETHER
@@ -43,6 +43,7 @@ AHEAD = 4  # decode steps enqueued before the oldest is read; at most SLOTS
 GRAPH_TOKENS = 128  # tokens from one graph of a prompt's kernels to the next
 FEW = 3  # tokens that the decode step takes one by one rather than prefill, in an empty cache
 ROWS_OF_STEP = 400  # cache rows whose keys and values MLA's prefill makes in the time of a decode step
+ROWS_OF_PIECES = 900  # behind n * n times as many n pieces of ABSORBED tokens, absorbed, take less than them together
 CHUNKS = (4096, 2048, 1024)  # tokens of a prefill step, at most: the first whose buffers fit the GPU
 SHARE = 0.97  # of the free memory that buffers may take; the rest is for programs and page-locked memory
 ROWS_OF_LOGITS = 64  # tokens of a prefill step that wants the logits of all
@@ -124,6 +125,7 @@ class CUDAExecutor(KeepsInPieces):
                 self.prefill_chunk = min(chunk, self._windows.together)
                 sizes = sorted({min(n, self.prefill_chunk) for n in (*SIZES, chunk)})
                 prefill = {n: Prefill(builder, n, chip) for n in sizes}
+                self._absorbed = prefill[sizes[0]].absorbs
                 prompts = [({n: p.layers() for n, p in prefill.items()}, plan.head)]
                 self._verifying = verifying(builder, gpu, kinds)
                 if plan.mtp:
@@ -158,8 +160,9 @@ class CUDAExecutor(KeepsInPieces):
                 gpu.upload("greedy", state_words(GREEDY, 0, 0, 0))
                 self._stand_ins = np.full(max_context + 1, -1, np.int32)
                 gpu.upload("stand_ins", self._stand_ins)
-            if "tickets" in builder.buffers:  # of attention
-                gpu.upload("tickets", np.zeros(builder.buffers["tickets"], np.uint8))
+            for name in ("tickets", "tiles"):  # of attention; of experts, whose blocks read one before they count them
+                if name in builder.buffers:
+                    gpu.upload(name, np.zeros(builder.buffers[name], np.uint8))
             kernels_of = [*launches.values(), *(rows for _, rows in heads)]
             gpu.compile(chain.from_iterable([*kernels_of, *(step for steps, _ in prompts for step in steps.values())]))
             self_check(gpu, sorted({t.kind for t in layout.tensors.values()}, key=int))
@@ -219,8 +222,8 @@ class CUDAExecutor(KeepsInPieces):
         """
         self._check(ids, pos)
         out, prompts = list[np.ndarray](), self._prompts[mtp]
-        few = 0 if mtp else FEW + (pos // ROWS_OF_STEP if self._latent else 0)
-        size = 1 if len(ids) <= few else self.prefill_chunk
+        few = 0 if mtp else FEW + (pos // ROWS_OF_STEP if self._latent and not self._absorbed else 0)
+        size = 1 if len(ids) <= few else self._together(len(ids), pos)
         if size > 1 and logits == "all":
             size = min(ROWS_OF_LOGITS, size)
         end = pos + len(ids)
@@ -251,6 +254,13 @@ class CUDAExecutor(KeepsInPieces):
         if not mtp:
             self._seen = end
         return np.concatenate(out) if out else None
+
+    def _together(self, count: int, pos: int) -> int:
+        """How many of `count` prompt tokens run at once: of MLA few where absorbing their queries takes less than the
+        keys and values of all rows."""
+        pieces = -(-count // ABSORBED)
+        few = self._absorbed and pieces**2 * ROWS_OF_PIECES <= pos
+        return min(ABSORBED, self.prefill_chunk) if few else self.prefill_chunk
 
     def forward_keeping(self, ids: Sequence[int], pos: int, place: int) -> StateCopy:
         """See Executor.forward_keeping. Prompts leave the state at the end of any of their chunks."""

@@ -1,7 +1,7 @@
 // Decode: x += OUT_SCALE * (sum over the chosen experts of weight * (down @ its part of src + bias) + the shared
 // expert's down @ its part). A warp per row, for TOGETHER columns of a step, one after the other: the weights of the next
-// column are on their way meanwhile. Chooses the experts again, so that their weights are on the way while experts_up
-// still runs.
+// column are on their way meanwhile. Takes the choice that experts_up has left, or chooses again where it has not yet, so
+// that the experts' weights are on the way while experts_up still runs.
 #include "matvec.cuh"
 #include "routing.cuh"
 
@@ -9,6 +9,7 @@ struct Args {
   const float *src = nullptr;
   const V4 *src_q = nullptr;  // src where IN_QUANTISED
   const Scale *src_s = nullptr;
+  const u64 *choice = nullptr;    // (columns, chosen)
   const float *router = nullptr;  // its logits, (columns, experts)
   const float *selection_bias = nullptr;
   float *x = nullptr;
@@ -17,7 +18,6 @@ struct Args {
   const u8 *shared = nullptr;
   const float *bias = nullptr;  // (experts, rows)
   const float *expert_scale = nullptr;
-  int *routes = nullptr;  // (ROUTE_SLOTS, ROUTES): the layer's place in the first, for the chosen experts of a token; not of drafts
   const float *shared_scale = nullptr;  // (columns): the shared expert counts its sigmoid times, where there is one
 };
 
@@ -25,7 +25,7 @@ struct Args {
 // it.
 template <class W, int TOP> struct Experts {
   static constexpr int T = W::TYPE, FF = W::COLS, ROWS = W::ROWS, KB = FF / block_of(T), ALL = KB * TOP,
-                       NI = (ALL + 31) / 32, D = NI < 8 ? NI : 8;
+                       NI = (ALL + 31) / 32, D = NI < 10 ? NI : 8;
   Block<T> f[D];
   DEVICE void issue(const u8 *w, const int *ids, int row, int i) {
     const int j = i * 32 + threadIdx.x % 32;
@@ -75,19 +75,17 @@ DEVICE void run(Args a) {
   if constexpr (SHARED_FF > 0) {
     shared.row[0] = SharedDown::START + r;
     shared.point(a.shared, SharedDown::BLOCKS);
-    shared.prefetch();
   }
   static_assert(TOGETHER <= WARPS, "a warp chooses the experts of a column");
-  if (warp < TOGETHER) {  // whether or not there are so many: the number is not waited for
+  // Whether or not there are so many columns: the number is not waited for.
+  if (warp < TOGETHER && !take<Choice>(a.choice + (column + warp) * TOP, ids[warp], weights[warp])) {
     SelectionBias<Choice> bias;
     bias.load(a.selection_bias);
-    choose(a.router + warp * Choice::EXPERTS, bias, ids[warp], weights[warp]);
+    choose<true>(a.router + warp * Choice::EXPERTS, bias, ids[warp], weights[warp]);
     weigh<Choice>(a.expert_scale, ids[warp], weights[warp]);
   }
   __syncthreads();
-  static_assert(TOGETHER * TOP <= THREADS, "a thread writes one");
-  if (const int i = threadIdx.x; a.routes && blockIdx.x == 0 && i < count * TOP)
-    a.routes[(a.state[POS] + column + i / TOP) % ROUTE_SLOTS * ROUTES + i % TOP] = ids[i / TOP][i % TOP];
+  if constexpr (SHARED_FF > 0) shared.prefetch();  // behind the choice, which would wait for it
   Experts<Weight, TOP> experts[TOGETHER > 1 ? 2 : 1];
   experts[0].prefetch(a.w, ids[0], r);
   float before[TOGETHER];  // volatile: past the first-level cache

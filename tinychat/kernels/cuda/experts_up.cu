@@ -1,7 +1,8 @@
 // Decode: f(gate, up) of every chosen expert, behind one another in dst, then of the shared expert. Every block chooses
 // the experts for itself, and does so for TOGETHER columns of a step, one after the other; the shared expert's weights are
-// read once for them. The kernel behind may start when this one's blocks have seen the router's logits: it reads them
-// before its grid_wait().
+// read once for them, and its blocks come first, since they need not wait to know their weights. The kernel behind may
+// start when this one's blocks have seen the router's logits: it reads them before its grid_wait(), or the choice, which
+// the first block leaves as soon as it has made it.
 #include "gated.cuh"
 #include "routing.cuh"
 
@@ -20,7 +21,25 @@ struct Args {
   const u8 *shared_up = nullptr;
   const float *gate_bias = nullptr;  // (experts, rows)
   const float *up_bias = nullptr;
+  const float *expert_scale = nullptr;
+  u64 *choice = nullptr;  // (columns, chosen), for experts_down
+  int *routes = nullptr;  // (ROUTE_SLOTS, ROUTES): the layer's place in the first, for the chosen experts of a token; not of drafts
 };
+
+// For experts_down and the host: the experts of `count` columns, and their weights.
+DEVICE void leave_choice(const Args &a, int column, int count, const SelectionBias<Choice> &bias) {
+  constexpr int TOP = Choice::CHOSEN;
+  __shared__ int ids[TOGETHER][TOP];
+  __shared__ float weights[TOGETHER][TOP];
+  const int warp = threadIdx.x / 32;
+  if (warp >= count) return;
+  choose<true>(a.router + warp * Choice::EXPERTS, bias, ids[warp], weights[warp]);
+  weigh<Choice>(a.expert_scale, ids[warp], weights[warp]);
+  leave<Choice>(a.choice + (column + warp) * TOP, ids[warp], weights[warp]);
+  if (a.routes)
+    for (int k = threadIdx.x % 32; k < TOP; k += 32)
+      a.routes[(a.state[POS] + column + warp) % ROUTE_SLOTS * ROUTES + k] = ids[warp][k];
+}
 
 // Results of TOGETHER columns as int8 blocks, from value `at` on, in each column's own place.
 template <int SIZE> struct PutColumns {
@@ -42,11 +61,12 @@ template <int SIZE> DEVICE auto columns(const Args &a, float *values, int at) {
 }
 
 DEVICE void run(Args a) {
-  constexpr int TOP = Choice::CHOSEN, FF = Gate::ROWS, ROUTED = EXPERT_BLOCKS * TOP, SIZE = TOP * FF + SharedGate::ROWS;
+  constexpr int TOP = Choice::CHOSEN, FF = Gate::ROWS, SIZE = TOP * FF + SharedGate::ROWS;
+  constexpr int SHARED_BLOCKS = Pairs<SharedGate, SharedUp, SharedSpread, 1>::blocks();
   const Shared sh = staging<COLS, QUANTISED, FLOATING, TOGETHER>(nullptr);
   __shared__ int ids[TOGETHER][TOP];
-  __shared__ float weights[TOGETHER][TOP], values[32 * TOGETHER];
-  const int b = blockIdx.x, warp = threadIdx.x / 32;
+  __shared__ float values[32 * TOGETHER];
+  const int b = (int)blockIdx.x - 1 - SHARED_BLOCKS, warp = threadIdx.x / 32;
   const int column = COLUMNS == 1 ? 0 : blockIdx.y * TOGETHER;  // the block's first
   const int count = COLUMNS == 1 ? 1 : min(a.state[COUNT] - column, TOGETHER);
   if (count <= 0) return;
@@ -58,17 +78,23 @@ DEVICE void run(Args a) {
   const Plain x{a.x + column * COLS, COLS};
   Stage<COLS, NORMED, QUANTISED, FLOATING, TOGETHER> stage;
   const auto norm = [&](int c) { return stage.norm(EPS, sh, c); };
+  SelectionBias<Choice> bias;
+  const bool chooses = blockIdx.x == 0;  // for others
+  if ((chooses || b >= 0) && warp < count) bias.load(a.selection_bias);
+  if (chooses) {
+    grid_wait();
+    leave_choice(a, column, count, bias);
+    return;
+  }
   stage.prefetch(a.gain);
-  if (b < ROUTED) {
+  if (b >= 0) {
     using Rows = Pairs<Gate, Up, Spread, 1>;
     const int slot = b / EXPERT_BLOCKS, part = b % EXPERT_BLOCKS;
     Rows rows;
     static_assert(TOGETHER <= WARPS, "a warp chooses the experts of a column");
-    SelectionBias<Choice> bias;
-    if (warp < count) bias.load(a.selection_bias);
     grid_wait();
     stage.load(x);
-    if (warp < count) choose(a.router + warp * Choice::EXPERTS, bias, ids[warp], weights[warp]);
+    if (warp < count) choose<false>(a.router + warp * Choice::EXPERTS, bias, ids[warp], nullptr);
     __syncthreads();
     rows.prefetch(a.gate, a.up, ids[0][slot], part);
     stage.finish(x, sh);
@@ -82,13 +108,14 @@ DEVICE void run(Args a) {
     put.finish(Rows::first(part));
   } else if constexpr (SharedGate::ROWS > 0) {
     using Rows = Pairs<SharedGate, SharedUp, SharedSpread, TOGETHER>;
+    const int part = blockIdx.x - 1;
     Rows rows;
-    rows.prefetch(a.shared_gate, a.shared_up, 0, b - ROUTED);
+    rows.prefetch(a.shared_gate, a.shared_up, 0, part);
     grid_wait();
     stage.load(x);
     stage.finish(x, sh);
     const auto put = columns<SIZE>(a, values, TOP * FF);
-    rows.run(sh, 0, b - ROUTED, norm, put, nullptr, nullptr);
-    put.finish(Rows::first(b - ROUTED));
+    rows.run(sh, 0, part, norm, put, nullptr, nullptr);
+    put.finish(Rows::first(part));
   }
 }

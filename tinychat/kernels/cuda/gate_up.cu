@@ -1,4 +1,5 @@
-// Decode: dst = f(gate @ n, up @ n), n = RMSNorm(x), or x.
+// Decode: dst = f(gate @ n, up @ n), n = RMSNorm(x), or x. A block that takes rows twice has the next ones on their way
+// while it finishes the first.
 #include "gated.cuh"
 #include "tiles.cuh"
 
@@ -39,7 +40,7 @@ template <int C> DEVICE void tiled(const Args &a) {
 DEVICE void run(const Args &a) {
   if constexpr (COLUMNS > 1 && !FLOATING) return tiled<COLUMNS>(a);
   const Shared sh = staging<COLS, QUANTISED, FLOATING, COLUMNS>(nullptr);
-  __shared__ float values[32 * COLUMNS];
+  __shared__ float values[2][32 * COLUMNS];
   using Rows = Pairs<Gate, Up, Spread, COLUMNS>;
   Rows rows;
   Stage<COLS, NORMED, QUANTISED, FLOATING, COLUMNS> stage;
@@ -49,7 +50,13 @@ DEVICE void run(const Args &a) {
   grid_wait();
   stage.load(x);
   stage.finish(x, sh);
-  const auto put = results<OUT_QUANTISED, Gate::ROWS, COLUMNS>(a, values, 0);
-  rows.run(sh, 0, blockIdx.x, [&](int column) { return stage.norm(EPS, sh, column); }, put, nullptr, nullptr);
-  put.finish(Rows::first(blockIdx.x));
+  const auto norm = [&](int column) { return stage.norm(EPS, sh, column); };
+#pragma unroll 1
+  for (int b = blockIdx.x, turn = 0;; b += GRID, turn ^= 1) {  // of the two, the other is still read
+    const bool again = GRID < BLOCKS && b + GRID < BLOCKS;
+    const auto put = results<OUT_QUANTISED, Gate::ROWS, COLUMNS>(a, values[turn], 0);
+    rows.run(sh, 0, b, norm, put, nullptr, nullptr, 0, again ? b + GRID : -1);
+    put.finish(Rows::first(b));
+    if (!again) break;
+  }
 }

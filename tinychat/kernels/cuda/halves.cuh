@@ -25,11 +25,13 @@ template <int T> struct Piece {
   static constexpr int N = 32 / block_of(T);
   Block<T> f[N];
   u32 scale[2], shift[2];  // pairs of halves, of the first and the last 16 weights
-  // The weights from block `first` of a tensor on; zeros where the row has fewer than `left` blocks left.
-  DEVICE void load(const u8 *w, u64 blocks, u64 first, int left) {
+  // The weights from block `first` of a tensor on; zeros where the row has fewer than `left` blocks left. CODES:
+  // without their scales.
+  template <bool CODES> DEVICE void load(const u8 *w, u64 blocks, u64 first, int left) {
 #pragma unroll
     for (int i = 0; i < N; i++) {
-      if (i < left) fetch<T>(f[i], w, blocks, first + i);
+      if (CODES) fetch_codes<T>(f[i], w, blocks, first + i);
+      else if (i < left) fetch<T>(f[i], w, blocks, first + i);
       else f[i] = Block<T>{};
     }
   }
@@ -85,13 +87,22 @@ template <class Tile> DEVICE int group_of() {
                           : threadIdx.x / 32 / Tile::SPLIT;
 }
 
-// The matrix rows of a warp: TILES times 16 of them, SPAN columns at a time, DEPTH such spans ahead; and their products
-// with TOKENS tokens. A lane has rows lane / 4 + 8 * i of tile m. TOTAL rows: those of one matrix of M,
-// or of several in a row.
-template <class M, int TOTAL, int TILES, int TOKENS, int DEPTH> struct Rows {
-  static constexpr int T = M::TYPE, BLOCKS = M::COLS / block_of(T), N = 32 / block_of(T),
-                       SPANS = padded(M::COLS) / SPAN;
-  const u8 *w;
+// The matrix rows of a warp: Tile::ROWS times 16 of them, SPAN columns at a time, Tile::DEPTH such spans ahead; and
+// their products with Tile::TOKENS tokens. A lane has rows lane / 4 + 8 * i of tile m. TOTAL rows: those of one matrix
+// of M, or of several in a row.
+//
+// Where Tile::SCALES, the scales of the block's rows lie in shared memory, copied whole (share); where Tile::RING, so
+// do the codes on the way, of a matrix's step in each stage, each of which is read by the lane that copied it.
+template <class M, int TOTAL, class Tile> struct Rows {
+  static constexpr int TILES = Tile::ROWS, TOKENS = Tile::TOKENS, DEPTH = Tile::DEPTH, T = M::TYPE,
+                       BLOCKS = M::COLS / block_of(T), N = 32 / block_of(T), SPANS = padded(M::COLS) / SPAN;
+  // Bytes of a row's scales and from one row to the next, so that eight rows meet no bank twice; of a lane's codes.
+  static constexpr int BLOCK_ROWS = TILES * 16 * (WARPS / Tile::SPLIT), S1 = BLOCKS * s1_bytes(T),
+                       S2 = BLOCKS / 8 * s2_bytes(T), PITCH = S1 | 16, LO = lo_bytes(T), TWO = two_bytes(T),
+                       ONE = one_bytes(T), STAGE = TILES * 2 * THREADS * (LO + TWO + ONE);
+  static_assert(!Tile::SCALES || (S1 % 16 == 0 && BLOCKS % 8 == 0 && !M::RUN && TOTAL == M::ROWS), "whole copies");
+  const u8 *w, *scales1, *scales2;  // the scales of the lane's first row
+  u8 *ring;
   u32 block[TILES][2];  // the lane's first of each row, in the tensor
   Piece<T> piece[DEPTH][TILES][2];
   float acc[TILES][TOKENS / 8][4];
@@ -113,19 +124,85 @@ template <class M, int TOTAL, int TILES, int TOKENS, int DEPTH> struct Rows {
 #pragma unroll
         for (int i = 0; i < 4; i++) acc[m][n][i] = 0;
   }
+  // Shared memory from `at` on: the ring, and the scales of the block's rows, of which this warp's first is `first` of
+  // matrix g. Returns its end.
+  DEVICE u8 *share(u8 *at, int g, int first) {
+    constexpr int V1 = BLOCK_ROWS * S1 / 16, V2 = BLOCK_ROWS * S2 / 16, WHOLE = TOTAL % BLOCK_ROWS == 0;
+    const int own = group_of<Tile>() * TILES * 16, rows = TOTAL - first + own;
+    const u64 blocks = packed_row<M>(g, first - own) * BLOCKS;
+    const u8 *from1 = w + s1_at(T, M::BLOCKS) + blocks * s1_bytes(T) + threadIdx.x * 16,
+             *from2 = w + s2_at(T, M::BLOCKS) + blocks / 8 * s2_bytes(T) + threadIdx.x * 16;
+    ring = at;
+    at += Tile::RING ? Tile::STAGES * STAGE : 0;
+    u8 *to1 = at, *to2 = at + BLOCK_ROWS * PITCH;
+#pragma unroll
+    for (int n = 0; n < (V1 + THREADS - 1) / THREADS; n++) {
+      const int v = threadIdx.x + n * THREADS, row = v / (S1 / 16);
+      if (V1 % THREADS == 0 || v < V1)
+        copy_async(to1 + v * 16 + row * (PITCH - S1), from1 + n * THREADS * 16, WHOLE || row < rows);
+    }
+#pragma unroll
+    for (int n = 0; n < (V2 + THREADS - 1) / THREADS; n++) {
+      const int v = threadIdx.x + n * THREADS;
+      if (V2 % THREADS == 0 || v < V2)
+        copy_async(to2 + v * 16, from2 + n * THREADS * 16, WHOLE || (v + 1) * 16 <= rows * S2);
+    }
+    const int row = own + threadIdx.x % 32 / 4;
+    scales1 = to1 + row * PITCH + threadIdx.x % 4 * s1_bytes(T);
+    scales2 = to2 + row * S2;
+    return to2 + BLOCK_ROWS * S2;
+  }
+  // Where this lane's codes of row 8 * n lie in a stage of the ring: UNIT bytes, behind BEFORE of each.
+  template <int UNIT, int BEFORE> DEVICE u8 *codes(int stage, int n) {
+    return ring + stage * STAGE + BEFORE * TILES * 2 * THREADS + (n * THREADS + threadIdx.x) * UNIT;
+  }
+  DEVICE void copy_codes(int stage, int span) {
+    if (span >= SPANS) return;
+#pragma unroll
+    for (int n = 0; n < TILES * 2; n++) {
+      const u64 at = block[n / 2][n % 2] + span * 4;
+      if constexpr (LO > 0) copy_async(codes<16, 0>(stage, n), w + at * LO, true);
+      if constexpr (LO == 32) copy_async(codes<16, 16>(stage, n), w + at * LO + 16, true);
+      if constexpr (TWO > 0) copy_async_few<8>(codes<8, LO>(stage, n), w + two_at(T, M::BLOCKS) + at * 8);
+      if constexpr (ONE > 0) copy_async_few<4>(codes<4, LO + TWO>(stage, n), w + one_at(T, M::BLOCKS) + at * 4);
+    }
+  }
+  DEVICE void take_codes(int stage) {
+#pragma unroll
+    for (int n = 0; n < TILES * 2; n++) {
+      Block<T> &f = piece[0][n / 2][n % 2].f[0];
+      if constexpr (LO > 0) f.a = *(const V4 *)codes<16, 0>(stage, n);
+      if constexpr (LO == 32) f.b = *(const V4 *)codes<16, 16>(stage, n);
+      if constexpr (TWO > 0) f.two = *(const V2 *)codes<8, LO>(stage, n);
+      if constexpr (ONE > 0) f.one = *(const u32 *)codes<4, LO + TWO>(stage, n);
+    }
+  }
   DEVICE void load(int slot, int span) {
     if (span >= SPANS) return;
     const int at = span * 4 * N, left = M::COLS % SPAN ? BLOCKS - at - (int)threadIdx.x % 4 * N : N;
 #pragma unroll
     for (int m = 0; m < TILES; m++)
 #pragma unroll
-      for (int i = 0; i < 2; i++) piece[slot][m][i].load(w, M::BLOCKS, block[m][i] + at, left);
+      for (int i = 0; i < 2; i++) piece[slot][m][i].template load<Tile::SCALES>(w, M::BLOCKS, block[m][i] + at, left);
   }
-  DEVICE void begin(int slot) {
+  DEVICE void start() {  // the first spans
+#pragma unroll
+    for (int n = 0; n < (Tile::RING ? Tile::STAGES - 1 : DEPTH); n++) {
+      const int span = part_of<Tile>() + n * Tile::SPLIT;
+      if constexpr (Tile::RING) copy_codes(n, span);
+      else load(n, span);
+    }
+  }
+  DEVICE void begin(int slot, int span) {
 #pragma unroll
     for (int m = 0; m < TILES; m++)
 #pragma unroll
-      for (int i = 0; i < 2; i++) piece[slot][m][i].begin();
+      for (int i = 0; i < 2; i++) {
+        if constexpr (Tile::SCALES)
+          fetch_scales<T, InShared>(piece[slot][m][i].f[0], scales1 + span * 4 * s1_bytes(T) + (m * 2 + i) * 8 * PITCH,
+              scales2 + span / 2 * s2_bytes(T) + (m * 2 + i) * 8 * S2);
+        piece[slot][m][i].begin();
+      }
   }
   DEVICE void take(int slot, int k) {  // weights 4k..4k+3 of every lane, for use()
 #pragma unroll
@@ -139,7 +216,7 @@ template <class M, int TOTAL, int TILES, int TOKENS, int DEPTH> struct Rows {
     }
   }
   // The first of each SPLIT warps gets the sums of all of them.
-  template <class Tile> DEVICE void gather(float *pool) {
+  DEVICE void gather(float *pool) {
     constexpr int SPLIT = Tile::SPLIT;
     constexpr int N = TILES * TOKENS / 2;
     const int part = part_of<Tile>(), slot = group_of<Tile>() * (SPLIT - 1);
@@ -168,10 +245,12 @@ template <class M, int TOTAL, int TILES, int TOKENS, int DEPTH> struct Rows {
   }
 };
 
+// Bytes of shared memory that activations take: what weights have there lies behind them.
+template <class Tile> constexpr int ACTIVATIONS = Tile::STAGES * Tile::SPLIT * Tile::TOKENS * SPAN * 2 + 1024;
+
 // Fills rows.acc with the products of a tile: token t is row row_of[t] of x (pitch padded(COLS)), for t < tokens <=
 // TOKENS; -1: none. SPLIT warps share the rows, each with every SPLIT-th span; the first of them has the sums in the
-// end. `pool` holds STAGES * SPLIT spans of all tokens. rows.load(slot, warp % SPLIT + slot * SPLIT) of all slots comes
-// before.
+// end. `pool` holds STAGES * SPLIT spans of all tokens. rows.start() comes before.
 template <class Tile, int COLS, bool FEW, class... R>
 DEVICE void multiply_some(V4 *pool, const u16 *x, const int *row_of, int tokens, R &...rows) {
   constexpr int TOKENS = Tile::TOKENS, SPLIT = Tile::SPLIT, STAGES = Tile::STAGES, DEPTH = Tile::DEPTH;
@@ -179,8 +258,8 @@ DEVICE void multiply_some(V4 *pool, const u16 *x, const int *row_of, int tokens,
                 STAGE = PLANE * SPLIT;
   const int lane = threadIdx.x % 32, part = part_of<Tile>(),
             used = (TOKENS == 8 ? 8 : (tokens + 15) / 16 * 16) * SPAN_VECTORS;
-  // A thread copies the same vector of MINE rows in every span, BESIDE spans at a time. Where they come from is known once,
-  // since code without loops and divisions is what short products wait for.
+  // A thread copies the same vector of MINE rows in every span, BESIDE spans at a time. Where they come from is known
+  // once, since code without loops and divisions is what short products wait for.
   constexpr int MINE = PLANE > THREADS ? PLANE / THREADS : 1, BESIDE = PLANE < THREADS ? THREADS / PLANE : 1;
   static_assert(PLANE * BESIDE == THREADS * MINE, "threads and vectors of a span");
   const int c = threadIdx.x % SPAN_VECTORS, t = threadIdx.x % PLANE / SPAN_VECTORS;
@@ -191,7 +270,8 @@ DEVICE void multiply_some(V4 *pool, const u16 *x, const int *row_of, int tokens,
     const int row = row_of[t + n * THREADS / SPAN_VECTORS];
     from[n] = row < 0 ? NOWHERE : (u32)row * padded(COLS) + c * 8;
   }
-  auto fill = [&](int step) {  // a span is two tiles of 64 values: ptx.cuh, tile_at; so ldmatrix meets no bank twice, either
+  // A span is two tiles of 64 values: ptx.cuh, tile_at; so ldmatrix meets no bank twice, either.
+  auto fill = [&](int step) {
     V4 *to = pool + step % STAGES * STAGE + (c / 8 * TOKENS + t) * 8 + (c % 8 ^ t % 8);
 #pragma unroll
     for (int first = 0; first < SPLIT; first += BESIDE) {
@@ -200,11 +280,12 @@ DEVICE void multiply_some(V4 *pool, const u16 *x, const int *row_of, int tokens,
 #pragma unroll
         for (int n = 0; n < MINE; n++)
           if (MINE == 1 || (int)threadIdx.x + n * THREADS < used)
-            copy_async(to + p * PLANE + n * THREADS / SPAN_VECTORS * 8, x + (from[n] == NOWHERE ? 0 : from[n]) + span * SPAN,
-                from[n] != NOWHERE);
+            copy_async(to + p * PLANE + n * THREADS / SPAN_VECTORS * 8,
+                x + (from[n] == NOWHERE ? 0 : from[n]) + span * SPAN, from[n] != NOWHERE);
     }
   };
   if constexpr (Tile::WARPGROUPS) {
+    static_assert(!Tile::RING, "codes in registers");
     // Halves of a file are the products' operands as they are loaded, so no load may come while a product reads them.
     constexpr bool OPERANDS = ((R::T == F16) || ...);
     // A step's buffer is filled again two steps later, when nobody's products read it any more.
@@ -226,7 +307,7 @@ DEVICE void multiply_some(V4 *pool, const u16 *x, const int *row_of, int tokens,
         const int span = step * SPLIT + part;
         if (SPANS % SPLIT && span >= SPANS) continue;
         const u8 *xs = (const u8 *)(pool + step % STAGES * STAGE + part * PLANE);
-        (rows.begin(d), ...);
+        (rows.begin(d, span), ...);
 #pragma unroll
         for (int k = 0; k < 8; k++) {
           (rows.take(d, k), ...);
@@ -255,16 +336,21 @@ DEVICE void multiply_some(V4 *pool, const u16 *x, const int *row_of, int tokens,
         if (step >= STEPS) break;
         copy_wait<STAGES - 2>();
         __syncthreads();
-        if (step + STAGES - 1 < STEPS) fill(step + STAGES - 1);
+        if (step + STAGES - 1 < STEPS) {
+          fill(step + STAGES - 1);
+          if constexpr (Tile::RING)
+            (rows.copy_codes((step + STAGES - 1) % STAGES, (step + STAGES - 1) * SPLIT + part), ...);
+        }
         copy_commit();
         const int span = step * SPLIT + part;
         if (SPANS % SPLIT && span >= SPANS) continue;
         const V4 *xs = pool + step % STAGES * STAGE + part * PLANE;
-        (rows.begin(d), ...);
+        if constexpr (Tile::RING) (rows.take_codes(step % STAGES), ...);
+        (rows.begin(d, span), ...);
 #pragma unroll
         for (int k = 0; k < 8; k++) {
           (rows.take(d, k), ...);
-          if (k == 7) (rows.load(d, span + DEPTH * SPLIT), ...);  // its registers are free
+          if (k == 7 && !Tile::RING) (rows.load(d, span + DEPTH * SPLIT), ...);  // its registers are free
           if constexpr (TOKENS == 8) {
             const V2 b = ldmatrix2(xs + (k / 4 * 8 + lane % 8) * 8 + ((k % 4 * 2 + lane / 8 % 2) ^ lane % 8));
             (rows.use(k, 0, b.x, b.y), ...);
@@ -284,7 +370,7 @@ DEVICE void multiply_some(V4 *pool, const u16 *x, const int *row_of, int tokens,
   if (SPLIT > 1) {
     copy_wait<0>();
     __syncthreads();
-    (rows.template gather<Tile>((float *)pool), ...);
+    (rows.gather((float *)pool), ...);
   }
 }
 

@@ -61,12 +61,12 @@ def _cluster_shape(b: Builder, a: MLA, out_quantised: bool) -> MLAClusterConstan
     longest, warps = max(query.cols, a.kv_lora, a.nope), CLUSTER_THREADS // 32
     new = -(-b.columns // CLUSTER)  # keys of the step that a block has
     n = _cluster_columns(b)
-    shared = n * (
-        longest + longest // 4 + 4 * (head * CLUSTER + a.row + CLUSTER * (a.kv_lora + 2) + 32 + 2 * warps + values)
-    )
+    codes = longest + longest // 4 + a.nope + a.nope // 4
+    shared = n * (codes + 4 * (head * CLUSTER + a.row + CLUSTER * (a.kv_lora + 2) + 32 + 2 * warps + values))
     shared += new * (4 * warps + 2 * a.row)
-    rows = (planes(a.q, head) if a.q_a else 16) + planes(a.k_b, absorbed)
-    shared += planes(a.v_b, values) + max(rows, 4 * warps * a.kv_lora) + 256  # for what alignment takes
+    first, sums = planes(a.q, head) if a.q_a else 16, 4 * warps * a.kv_lora
+    rows = (max(first, sums) if n == 1 else first) + planes(a.k_b, absorbed)
+    shared += planes(a.v_b, values) + max(rows, sums) + 320  # for what alignment takes
     return MLAClusterConstants(
         **latent_fields(a),
         columns=b.columns,

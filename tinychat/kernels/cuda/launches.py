@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from tinychat.errors import TinychatError
 from tinychat.kernels import blocks, ops
@@ -21,6 +23,7 @@ from tinychat.kernels.cuda.constants import (
     GateInputConstants,
     GateUpConstants,
     GatingCode,
+    HeadsConstants,
     JoinConstants,
     LayerInputsConstants,
     LinearConstants,
@@ -31,11 +34,10 @@ from tinychat.kernels.cuda.constants import (
     SampleConstants,
     Spread,
     StoreHiddenConstants,
-    StoreKVConstants,
 )
 from tinychat.kernels.cuda.launch import Launch, kernel
 from tinychat.kernels.cuda.layout import block_size
-from tinychat.kernels.cuda.spread import PAIR_THREADS, QUANTISED_ROWS, pair_spread, spread
+from tinychat.kernels.cuda.spread import PAIR_THREADS, QUANTISED_ROWS, light, pair_spread, spread
 from tinychat.kernels.cuda.state import STATE_BYTES, WORDS
 from tinychat.kernels.cuda.tiles import MULTIPROCESSORS, TILE_THREADS, tiling
 
@@ -54,8 +56,11 @@ FEW_COLUMNS = 2
 STAGED_ROWS = 2048
 STREAMED_ROWS, STREAMS = 65536, 3
 EXPERTS_COLUMNS, EXPERTS_SHARED = 4, 48 << 10  # a block of the experts' kernels: at most; bytes of their activations
-WIDE_THREADS, WIDE_ROWS = 512, 2112  # of linear.cu with a norm: 16 rows a block, at most one for each multiprocessor
+WIDE_THREADS, WIDE_ROWS = 512, 2112  # of linear.cu with a norm: 16 rows a block, at most one for each multiprocessor,
+WIDE_MOST, WIDE_DEPTH = 2, 4  # or, of types that spread.light() says, so many times, with so many of each in flight
+RESIDENT = 2  # blocks on a multiprocessor of such types, which bounds registers: ptxas takes up to 255 to load ahead
 PAIR_WARPS = PAIR_THREADS // 32
+PLACES = 264  # for blocks of PAIR_THREADS on an H100 at once
 
 
 def quantise(b: Builder, x: Activations, norm: Weight | None, eps: float, threads: int) -> tuple[Launch, Activations]:
@@ -74,17 +79,15 @@ def gate_up(b: Builder, norm: Weight | None, eps: float, w: blocks.Gated) -> tup
     t = pair_spread(w.gate)
     quantised, floating = b.kinds(w.gate, w.up)
     ffn = b.agreed("ffn", w.ff, [w.down], [w.ff], t.rows(PAIR_WARPS) == QUANTISED_ROWS)
-    threads, resident, grid, before = (
-        PAIR_THREADS,
-        2 if b.columns < 8 else 1,
-        t.blocks(w.ff, PAIR_WARPS),
-        tuple[Launch, ...](),
-    )
+    threads, resident, before = PAIR_THREADS, 2 if b.columns < 8 else 1, tuple[Launch, ...]()
+    blocks = t.blocks(w.ff, PAIR_WARPS)
+    grid = min(blocks, PLACES) if light(w.gate) and light(w.up) else blocks
     tiles, source = None, dict[str, str | None]()
     if b.columns > 1 and not floating:
         together = QUANTISED_ROWS if ffn.quantised else 1
         tiles = tiling(b, [[(w.gate, t), (w.up, t)]], together=together)
         threads, resident, shared, (grid,) = TILE_THREADS, tiles.resident, tiles.shared, tiles.blocks
+        blocks = grid
         first, x = quantise(b, Activations("x", w.gate.cols), norm, eps, PAIR_THREADS)
         before, source = (first,), {"x_q": f"{x.name}_q", "x_s": f"{x.name}_s", "norms": "norms"}
     else:
@@ -100,7 +103,8 @@ def gate_up(b: Builder, norm: Weight | None, eps: float, w: blocks.Gated) -> tup
         b.matrix(w.up),
         t,
         out_quantised=ffn.quantised,
-        blocks=grid,
+        blocks=blocks,
+        grid=grid,
         tile=tiles.tile if tiles else 0,
         stream=bool(tiles and tiles.stream),
         ring_shared=shared if tiles else 0,
@@ -145,10 +149,11 @@ def linear(
     softcap: float = 0.0,
     last_token: bool = False,
     early: bool = False,
+    cleared: tuple[str, int] | None = None,
 ) -> Launch:
     """Matrices over one input, each (weight, bias, buffer of its results): dst = or += scale * (w @ x + bias). Results
     in one buffer stand beside each other. Before it, what quantises the input of several columns. `early`: see
-    LinearConstants."""
+    LinearConstants. `cleared`: a buffer, of which it makes so many words 0."""
     weights = [w for w, _, _ in outputs]
     cols, quantised, floating = weights[0].cols, *b.kinds(*weights)
     rows = sum(w.rows for w in weights)
@@ -158,7 +163,12 @@ def linear(
     tiled = quantised and b.columns > 1 and not untiled
     shared = shared_columns(b, cols, quantised and not tiled, floating and norm is not None)
     buffers, before = b.source(x) | {"gain": b.data(norm)}, tuple[Launch, ...]()
-    wide = norm and rows <= WIDE_ROWS and all(t.split == 1 for t in spreads.values())
+    few_registers = all(light(w) for w in weights)
+    most = WIDE_MOST * WIDE_ROWS if few_registers else WIDE_ROWS
+    wide = norm and rows <= most and all(t.split == 1 for t in spreads.values())
+    if wide and rows > WIDE_ROWS:
+        spreads = {w: replace(t, rows_per_lane=WIDE_MOST, depth=min(t.depth, WIDE_DEPTH)) for w, t in spreads.items()}
+    one = wide or not few_registers or b.columns > 1  # block a multiprocessor
     threads = WIDE_THREADS if wide else LINEAR_THREADS
     grid, tiles = {w: t.blocks(w.rows, threads // 32) for w, t in spreads.items()}, None
     if streamed and not tiled:  # blocks of one wave, which stage their input once
@@ -178,7 +188,7 @@ def linear(
         blocks += grid[w]
         dst = b.act(dst) if dst in b.plan.buffers else dst
         buffers |= {f"dst[{i}]": dst, f"bias[{i}]": b.data(bias), f"w[{i}]": b.data(w)}
-    buffers["state"] = "state"
+    buffers |= {"state": "state", "cleared": cleared[0] if cleared else None}
     shape = LinearConstants(
         cols,
         normed=norm is not None,
@@ -189,6 +199,7 @@ def linear(
         quantised=quantised,
         floating=floating,
         add=add,
+        cleared=cleared[1] if cleared else 0,
         tile=tiles.tile if tiles else 0,
         stream=bool(tiles and tiles.stream),
         ring_shared=tiles.shared if tiles else 0,
@@ -208,7 +219,7 @@ def linear(
         nbytes=sum(w.nbytes for w in weights),
         shared=shared,
         threads=TILE_THREADS if tiles else threads,
-        resident=tiles.resident if tiles else STREAMS if streamed else 1,
+        resident=tiles.resident if tiles else STREAMS if streamed else 1 if one else RESIDENT,
         before=before,
     )
 
@@ -277,11 +288,12 @@ def experts_together(b: Builder, k: int, quantised: bool, floats: bool) -> tuple
     return together, room
 
 
-def experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
+def experts_up(b: Builder, layer: int, e: Experts, ffn: Activations) -> Launch:
+    layers, used = b.routes
     r, w, shared = e.router, e.weights, e.shared
     t = pair_spread(w.gate)
     blocks = t.blocks(w.ff, PAIR_WARPS)
-    grid, nbytes = blocks * r.top_k, r.top_k * (w.gate.group_bytes + w.up.group_bytes)
+    grid, nbytes = 1 + blocks * r.top_k, r.top_k * (w.gate.group_bytes + w.up.group_bytes)
     if shared:
         grid += pair_spread(shared.gate).blocks(shared.ff, PAIR_WARPS)
         nbytes += shared.gate.nbytes + shared.up.nbytes
@@ -305,6 +317,8 @@ def experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
         shared_spread=pair_spread(shared.gate) if shared else t,
         out_quantised=ffn.quantised,
         together=together,
+        route_slots=ROUTE_SLOTS,
+        routes=used * layers,
         columns=b.columns,
     )
     buffers = {
@@ -320,6 +334,9 @@ def experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
         "shared_up": b.data(shared.up if shared else None),
         "gate_bias": b.data(w.gate_bias),
         "up_bias": b.data(w.up_bias),
+        "expert_scale": b.data(r.expert_scale),
+        "choice": choice_buffer(b, r)[0],
+        "routes": b.routes_of(layer) if layer < len(b.plan.layers) else None,
     }
     kind = w.gate.type.name.lower()
     return kernel(
@@ -336,8 +353,7 @@ def experts_up(b: Builder, e: Experts, ffn: Activations) -> Launch:
     )
 
 
-def experts_down(b: Builder, layer: int, e: Experts, ffn: Activations) -> Launch:
-    layers, used = b.routes
+def experts_down(b: Builder, e: Experts, ffn: Activations) -> Launch:
     r, w, shared = e.router, e.weights.down, e.shared.down if e.shared else None
     quantised, _ = b.kinds(w, shared)
     together, room = experts_together(b, ffn.size, quantised, False)
@@ -351,12 +367,11 @@ def experts_down(b: Builder, layer: int, e: Experts, ffn: Activations) -> Launch
         out_scale=e.residual_scale,
         add=e.beside is None,
         together=together,
-        route_slots=ROUTE_SLOTS,
-        routes=used * layers,
         columns=b.columns,
     )
     buffers = {
         **b.source(ffn),
+        "choice": choice_buffer(b, r)[0],
         "router": "router",
         "selection_bias": b.data(r.selection_bias),
         "x": b.act("y" if e.beside else "x"),
@@ -366,7 +381,6 @@ def experts_down(b: Builder, layer: int, e: Experts, ffn: Activations) -> Launch
         "shared": b.data(shared),
         "bias": b.data(e.weights.down_bias),
         "shared_scale": "shared_scale" if e.shared_scale else None,
-        "routes": b.routes_of(layer) if layer < len(b.plan.layers) else None,
     }
     kind = w.type.name.lower()
     return kernel(
@@ -378,7 +392,7 @@ def experts_down(b: Builder, layer: int, e: Experts, ffn: Activations) -> Launch
         f"experts {kind}",
         nbytes=r.top_k * w.group_bytes + (shared.nbytes if shared else 0),
         shared=room,
-        resident=1 if b.columns == 1 else 2,
+        resident=RESIDENT if light(w) or b.columns > 1 else 1,
     )
 
 
@@ -441,41 +455,40 @@ def gate_input(b: Builder, layer: int, e: LayerEmbedding, tokens: int, unit: boo
     return kernel(f"gate_input_{layer}_{width}", "gate_input.cu", shape, buffers, (tokens, 1, 1), "embedding")
 
 
-def store_kv(b: Builder, layer: int, a: GQA, tokens: int) -> Launch:
-    """Queries, scaled for attention and rotated, into `queries`; rotated keys, and values, into the cache. Queries
-    alone where the layer shares a cache."""
-    kv_heads = a.kv_heads if a.shared is None else 0
+def _heads(a: GQA) -> dict[str, Any]:
+    """The fields of HeadsConstants for attention."""
     norm = {None: Norm.NO_NORM, "head": Norm.PER_HEAD, "projection": Norm.ALL_HEADS}
-    shape = StoreKVConstants(
-        a.heads,
-        kv_heads,
-        a.key_dim,
-        a.value_dim,
-        rope_dims=a.rope.dims,
-        neox=a.rope.style == "neox",
-        norm=norm[a.qk_norm],
-        eps=a.eps,
-        query_scale=a.scale * LOG2E,
-        value_norm=a.value_norm,
-        window=a.window if kv_heads else 0,
-    )
-    buffers = {
-        "queries": b.buffer("queries", 2 * tokens * a.heads * a.key_dim),
-        "q": b.act("q", tokens),
-        "q_gain": b.data(a.q_norm),
-        "table": b.rope(a.rope),
-        "state": "state",
+    return {
+        "heads": a.heads,
+        "kv_heads": a.kv_heads,
+        "key_dim": a.key_dim,
+        "value_dim": a.value_dim,
+        "rope_dims": a.rope.dims,
+        "neox": a.rope.style == "neox",
+        "norm": norm[a.qk_norm],
+        "eps": a.eps,
+        "query_scale": a.scale * LOG2E,
+        "value_norm": a.value_norm,
+        "window": a.window,
     }
-    if kv_heads:
-        buffers |= {
-            "k_cache": b.cache("k", layer),
-            "v_cache": b.cache("v", layer),
-            "k": b.act("k", tokens),
-            "v": b.act("v", tokens),
-            "k_gain": b.data(a.k_norm),
-        }
-    grid = (-(-(a.heads + 2 * kv_heads) // 8), tokens, 1)
-    return kernel(f"store_kv_{a.heads}_{kv_heads}_{a.key_dim}", "store_kv.cu", shape, buffers, grid, "rope")
+
+
+def _head_buffers(b: Builder, a: GQA, tokens: int) -> dict[str, str | None]:
+    """What q, k and v are made of; k and v where the layer does not share a cache."""
+    own = {"k": b.act("k", tokens), "v": b.act("v", tokens), "k_gain": b.data(a.k_norm)} if a.shared is None else {}
+    return {"q": b.act("q", tokens), "q_gain": b.data(a.q_norm), "table": b.rope(a.rope), "state": "state", **own}
+
+
+def store_kv(b: Builder, layer: int, a: GQA, tokens: int) -> Launch:
+    """Of a prompt: queries, scaled for attention and rotated, into `queries`; rotated keys, and values, into the cache.
+    Queries alone where the layer shares a cache."""
+    own = a.shared is None
+    shape = HeadsConstants(**_heads(a) | ({} if own else {"kv_heads": 0, "window": 0}))
+    buffers = {"queries": b.buffer("queries", 2 * tokens * a.heads * a.key_dim), **_head_buffers(b, a, tokens)}
+    if own:
+        buffers |= {"k_cache": b.cache("k", layer), "v_cache": b.cache("v", layer)}
+    grid = (-(-(a.heads + 2 * shape.kv_heads) // 8), tokens, 1)
+    return kernel(f"store_kv_{a.heads}_{shape.kv_heads}_{a.key_dim}", "store_kv.cu", shape, buffers, grid, "rope")
 
 
 def activation(w: blocks.Gated | LayerEmbedding) -> GatedActivation:
@@ -487,6 +500,12 @@ def choice(r: blocks.Router) -> ExpertChoice:
     """How a kernel chooses experts."""
     gating = GatingCode[r.gating.upper()]
     return ExpertChoice(r.experts, r.top_k, gating, r.normalize, r.groups, r.groups_used, r.scale, r.logit_scale)
+
+
+def choice_buffer(b: Builder, r: blocks.Router) -> tuple[str, int]:
+    """Where experts_up leaves the chosen experts for experts_down, and its words, which the router's kernel clears."""
+    words = b.columns * r.top_k
+    return b.buffer("choice", 8 * words), words
 
 
 def splits(a: GQA | MLA, deep: bool = False) -> int:
@@ -513,49 +532,47 @@ def _row_tiles(group: int) -> int:
 
 
 def attention(b: Builder, layer: int, a: GQA | MLA, deep: bool = False) -> Launch:
-    """Results go into `heads` (GQA), partial ones of each split into `attention_o`."""
-    latent = isinstance(a, MLA)
-    stored = layer if isinstance(a, MLA) or a.shared is None else a.shared
-    kv_heads, key_dim, value_dim = (1, a.row, a.kv_lora) if isinstance(a, MLA) else (a.kv_heads, a.key_dim, a.value_dim)
+    """With what store_kv does for a prompt (GQA). Results go into `heads` (GQA), partial ones into `attention_o`."""
+    stored, heads, buffers = layer, None, dict[str, str | None]()
+    own: dict[str, Any] = {"heads": a.heads}
+    if isinstance(a, MLA):
+        own |= {"kv_heads": 1, "key_dim": a.row, "value_dim": a.kv_lora}
+        buffers |= {"queries": "queries", "state": "state"}
+    else:
+        stored, heads = layer if a.shared is None else a.shared, attended(b, a)
+        own |= _heads(a) | {"sinks": a.sinks is not None, "gated": a.gate is not None, "out_quantised": heads.quantised}
+        buffers |= _head_buffers(b, a, b.columns) | (b.target(heads) if heads.quantised else {"out": b.act("heads")})
+        buffers |= {"sinks": b.data(a.sinks), "gate": b.act("gate") if a.gate else None}
+    latent, kv_heads, key_dim, value_dim = heads is None, own["kv_heads"], own["key_dim"], own["value_dim"]
     group, keys = a.heads // kv_heads, chunk_keys(a)
-    row_tiles, heads = _row_tiles(group), None if isinstance(a, MLA) else attended(b, a)
+    row_tiles = _row_tiles(group)
     rows, steps, score_tiles = 16 * row_tiles, key_dim // 16, row_tiles * keys // 16
     warps = ATTENTION_THREADS // 32 * (2 if deep else 1)  # at depth a warp takes two tiles
     parts = next((n for n in (4, 2) if score_tiles * n <= warps and steps % n == 0), 1)
     k_pitch, v_pitch = key_dim + 8, value_dim + 8
     stages = 2
     halves = rows * k_pitch + stages * keys * (k_pitch + (0 if latent else v_pitch)) + rows * (keys + 8)
-    shared = 2 * halves + 4 * max(rows * (parts * (keys + 4) + 3), group * SPLITS)
+    scores = max(rows * parts * (keys + 4), 0 if latent else ATTENTION_THREADS // 32 * key_dim)
+    shared = 2 * halves + 4 * max(scores + 3 * rows, group * SPLITS)
     if key_dim % 16 or value_dim % 8 or shared > MAX_DYNAMIC:
         raise TinychatError(f"the CUDA attention kernel does not take heads of {key_dim} and {value_dim} values")
     shape = AttentionConstants(
-        a.heads,
-        kv_heads,
-        key_dim,
-        value_dim,
+        **own,
+        own=stored == layer,
         row_tiles=row_tiles,
         chunk_keys=keys,
         stages=stages,
         parts=parts,
         splits=splits(a, deep),
         latent=latent,
-        window=0 if isinstance(a, MLA) else a.window,
-        sinks=not isinstance(a, MLA) and a.sinks is not None,
-        gated=not isinstance(a, MLA) and a.gate is not None,
-        out_quantised=heads is not None and heads.quantised,
         columns=b.columns,
     )
-    buffers = {
+    buffers |= {
         "partial": b.buffer("attention_o", 2 * b.columns * splits(a, deep) * a.heads * value_dim),
         "ml": b.buffer("attention_ml", 8 * b.columns * splits(a, deep) * a.heads),
         "tickets": b.buffer("tickets", 4 * b.columns * kv_heads),
-        "q": "queries",
         "k_cache": b.cache("k", stored),
-        "state": "state",
         "v_cache": b.cache("k" if latent else "v", stored),
-        **({} if heads is None else b.target(heads) if heads.quantised else {"out": b.act("heads")}),
-        "sinks": None if isinstance(a, MLA) else b.data(a.sinks),
-        "gate": b.act("gate") if shape.gated else None,
     }
     window = f"_{shape.window}" if shape.window else ""
     name = f"attention_{a.heads}_{kv_heads}_{key_dim}{window}{'_deep' if deep else ''}"

@@ -12,6 +12,7 @@ struct Args {
   const int *state = nullptr;
   const float *gain = nullptr;
   const u8 *w[6] = {};
+  u64 *cleared = nullptr;  // CLEARED words, which the kernel behind writes
 };
 
 template <class P> DEVICE auto put(float *dst, const float *bias) {
@@ -57,4 +58,6 @@ DEVICE void run(const Args &a) {
   } else {
     parts<0>(a, staging < COLS, QUANTISED && !TILE, STAGE_FLOATS, COLUMNS > (a.src), Parts{});
   }
+  if (blockIdx.x == 0)
+    for (int i = threadIdx.x; i < CLEARED; i += THREADS) a.cleared[i] = 0;
 }

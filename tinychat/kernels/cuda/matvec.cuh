@@ -217,14 +217,18 @@ template <int T, int K, int LPR, int KS, int R, int DEPTH, int C> struct Dot {
   template <class Next> DEVICE void run(const Shared &sh, int values, int first, bool again, const Next &next) {
     staged = values;
 #pragma unroll
-    for (int i = 0; i < NI; i++) {
-      use(i, sh, first);
-      if (i + D < NI) issue(i + D);
-      else if (again) {
-        if (i + D == NI) next();
-        issue(i + D - NI);
-      }
+    for (int i = 0; i < NI; i++) step(i, sh, first, again, next);
+    across_lanes();
+  }
+  template <class Next> DEVICE void step(int i, const Shared &sh, int first, bool again, const Next &next) {
+    use(i, sh, first);
+    if (i + D < NI) issue(i + D);
+    else if (again) {
+      if (i + D == NI) next();
+      issue(i + D - NI);
     }
+  }
+  DEVICE void across_lanes() {
 #pragma unroll
     for (int c = 0; c < C; c++)
 #pragma unroll

@@ -107,10 +107,14 @@ using QueryRows = Rows<Query, LOW_RANK ? HEAD / CLUSTER : 0, QUERY_LANES>;
 using LatentRows = Rows<Absorb, KV_LORA / CLUSTER, LATENT_LANES>;
 using ValueRows = Rows<Value, Value::ROWS / CLUSTER, VALUE_LANES>;
 
+constexpr int SUMS = WARPS * KV_LORA * 4, FIRST = sizeof(QueryRows);
+constexpr int GAP = AT_ONCE == 1 && SUMS > FIRST ? SUMS - FIRST : 0;  // for one column there is room
+constexpr bool OVER_LATENT = SUMS > FIRST + GAP;
+
 struct Memory {  // a block's; of each column:
   u64 inboxes[3];  // of q, query and parts
-  V4 codes[AT_ONCE * LONGEST / 16];
-  Scale scales[AT_ONCE * LONGEST / 32];
+  V4 codes[AT_ONCE * LONGEST / 16], nope_codes[AT_ONCE * NOPE / 16];  // apart: no barrier is between their uses
+  Scale scales[AT_ONCE * LONGEST / 32], nope_scales[AT_ONCE * NOPE / 32];
   alignas(16) float q[AT_ONCE][HEAD];        // of the head, unscaled
   alignas(16) float query[AT_ONCE][ROW];     // absorbed, then rotated; scaled
   alignas(16) float parts[CLUSTER][AT_ONCE][KV_LORA];  // attention over each block's keys, not normalised
@@ -123,6 +127,7 @@ struct Memory {  // a block's; of each column:
   union {
     struct {
       QueryRows query;
+      alignas(16) u8 gap[16 + GAP];
       LatentRows latent;
     } rows;
     float sums[WARPS][KV_LORA];  // of each warp's keys, of a column at a time; when the rows have been used
@@ -239,7 +244,7 @@ DEVICE void attend(Memory &m, const u16 *cache, Keys &v, int known, int pos, int
 #pragma unroll
   for (int c = 0; c < AT_ONCE; c++) {
     if (c >= count) break;
-    __syncthreads();  // the rows have been multiplied, the column before has been summed
+    if (c || OVER_LATENT) __syncthreads();  // the column before has been summed; all have multiplied the rows
 #pragma unroll
     for (int p = 0; p < VALUE_PAIRS; p++)
       if (warp < mine[c] && p * 32 + lane < KV_LORA / 2)
@@ -361,12 +366,7 @@ DEVICE void run(const Args &a) {
   for (int i = 0; i < NEW; i++)
     if (has(i)) row[i].store(m.row[i], m.row_red[i]);
 
-  // Who sends its part of a product has read what it was made of, so that an inbox alone would order what is written
-  // over that. A barrier of the block does it by the rules of memory, and racecheck knows it.
-  if (LOW_RANK) {
-    inbox_wait(&m.inboxes[0]);
-    __syncthreads();
-  }
+  if (LOW_RANK) inbox_wait(&m.inboxes[0]);
 #pragma unroll
   for (int n = 0; n < ANGLES; n++)
     if (const int i = threadIdx.x + n * THREADS; i < count * ROPE_DIMS) {
@@ -375,8 +375,9 @@ DEVICE void run(const Args &a) {
     }
   Staged<NOPE, false> nope;
   copy_wait<0>();
-  nope.finish(Plain{m.q[0], HEAD}, sh);
-  m.rows.latent.multiply(sh, [&](int c, int row, int sub, float v) {
+  const Shared nope_sh{m.nope_codes, m.nope_scales, nullptr, m.red};
+  nope.finish(Plain{m.q[0], HEAD}, nope_sh);
+  m.rows.latent.multiply(nope_sh, [&](int c, int row, int sub, float v) {
     for (int r = sub; r < CLUSTER; r += LATENT_LANES)
       send(&m.query[c][rank * (KV_LORA / CLUSTER) + row], mul_rn(v, query_scale(pos + c)), &m.inboxes[1], r);
   });

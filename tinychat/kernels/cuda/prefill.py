@@ -28,10 +28,12 @@ from tinychat.kernels.cuda.constants import (
     SPAN,
     AddExpertsConstants,
     GroupPairsConstants,
-    LatentConstants,
     PromptAttentionConstants,
+    PromptCombineConstants,
     PromptExpertsConstants,
     PromptGatedConstants,
+    PromptLatentAttentionConstants,
+    PromptLatentConstants,
     PromptLinearConstants,
     PromptLinearPart,
     PromptNormConstants,
@@ -53,14 +55,17 @@ from tinychat.kernels.cuda.launches import (
     store_kv,
 )
 from tinychat.kernels.cuda.layout import keys_of
-from tinychat.kernels.cuda.quants import FLOATS
+from tinychat.kernels.cuda.quants import FLOATS, QUANTS
 from tinychat.kernels.cuda.recurrent import kda_inputs, prompt_delta, prompt_short_convolution
 from tinychat.kernels.ops import LinearAdd, NormAdd, NormLinear
 
 SIZES = (16, 64, 1024)  # tokens up to which the kernels are of one kind each; beyond, there is one kind more
+ABSORBED = SIZES[1]  # tokens up to which queries of latent attention are absorbed
 LATENT_BLOCKS = 1056  # of prompt_latent.cu, at most
 ROUTER_BLOCKS = 4  # that share the experts of as many tokens
 ROUTER_WARPS, ROUTER_EXPERTS = 16, 4  # of a block; those of a warp at a time (router.cu)
+PARTS = 132  # blocks that share the cache rows in absorbed attention: one for each multiprocessor of an H100
+FEW_EACH = 4  # tokens of an expert, on the average, for which tiles of 8 suffice
 KEY_TILES = 16  # blocks that share the cache rows in a graph, whose grids do not know how many there are
 
 
@@ -82,6 +87,11 @@ def padded(values: int) -> int:
     return -(-values // SPAN) * SPAN
 
 
+def _absorbed_shared(a: MLA) -> int:
+    """Bytes of shared memory of prompt_latent_attention.cu: 64 queries, and 64 keys twice."""
+    return 2 * 3 * 64 * a.row + 1024
+
+
 class Prefill:
     """Launches for up to `tokens` tokens over the buffers of a decode Builder, which grow to that many rows."""
 
@@ -92,6 +102,11 @@ class Prefill:
     def in_graph(self) -> bool:
         """Whether these launches are so short that they go into graphs, whose grids are for more than the tokens."""
         return self.tokens <= SIZES[-1]
+
+    @property
+    def absorbs(self) -> bool:
+        """Whether there is latent attention with absorbed queries."""
+        return any(isinstance(a := layer.attention, MLA) and self._absorbs(a) for layer in self.b.plan.layers)
 
     def layers(self) -> list[Launch]:
         """Embedding and all layers: the residual stream of every token, and their cache rows."""
@@ -198,15 +213,33 @@ class Prefill:
         stages, warps = max(2, min(steps + 1, 4)), 8 if split == 8 and small else 16
         return self.chip.fitting(Tile(1, 16 if small else 32, split, depth=1, stages=stages, warps=warps))
 
-    def _grouped_tile(self, rows: int) -> Tile:
-        """For products with each expert's tokens."""
+    def _grouped_tile(self, rows: int, each: int) -> Tile:
+        """For products with each expert's tokens, on the average `each`."""
         small, short, medium = SIZES
         if self.tokens <= short:
-            return self.chip.fitting(Tile(1, 8 if self.tokens <= small else 16, split=2, depth=2, stages=3))
+            few = self.tokens > small and each <= FEW_EACH  # with two stages three blocks fit a multiprocessor
+            tokens = 8 if few or self.tokens <= small else 16
+            return self.chip.fitting(Tile(1, tokens, split=2, depth=2, stages=2 if few else 3))
         rows = 1 if self.tokens <= medium else rows
         if self.chip.warpgroups:
             return Tile(rows, 64, split=1, depth=2, stages=4, warpgroups=True)
         return self.chip.fitting(Tile(rows, 64, split=1, depth=2, stages=3))
+
+    def _sharing(self, tile: Tile, *weights: Weight) -> tuple[Tile, int]:
+        """A tile of experts, and its bytes of shared memory: of a few tokens and of very many the weights' scales lie
+        there, of a few their codes on the way too, where two blocks fit a multiprocessor and whole copies suffice."""
+        cols, few, sizes = weights[0].cols, self.tokens <= SIZES[1], 0
+        sharing = replace(tile, scales=True, ring=few, depth=1 if few else tile.depth)
+        for w in weights:
+            placed, p = self.b.weight(w), QUANTS[self.b.weight(w).tensor.kind]
+            s1, s2 = cols // 32 * p.s1, cols // 256 * p.s2
+            unaligned = cols % 256 or s1 % 16 or placed.start * s2 % 16 or placed.stride * s2 % 16
+            if not p.s1 or w.run or unaligned or SIZES[1] < self.tokens <= SIZES[2]:
+                return tile, tile.shared(cols)
+            sizes += tile.block_rows * ((s1 | 16) + s2)
+            sizes += few * tile.stages * tile.rows * 2 * tile.threads * (p.lo + p.two + p.one)
+        sizes += sharing.shared(cols)
+        return (sharing, sizes) if sizes <= self.chip.max_shared // 2 - 2048 else (tile, tile.shared(cols))
 
     def _norm(self, src: str, norm: Weight | None, eps: float, *, unit: bool = False) -> Launch:
         """Activations as halves in the buffer `normed`, normed where there is a gain, or with the gain 1 (`unit`)."""
@@ -282,35 +315,49 @@ class Prefill:
         ]
 
     def _mla(self, layer: int, a: MLA) -> list[Launch]:
-        """Keys and values of all cache rows from their latent parts, then attention over them."""
-        b, context, heads = self.b, self.b.max_context, a.heads
-        dims, key_dim, v_dim = a.rope.dims, a.nope + a.rope.dims, a.v_b.rows
         inputs = [(w, None, name) for name, w in ops.latent_inputs(a).items()]
         projections = self._projections("x", a.norm, a.eps, inputs)
         if a.q_a:
             projections += self._projections("q_a", a.q_a_norm, a.eps, [(a.q, None, "q")])
-        shape = LatentConstants(**latent_fields(a))
+        attend = self._attend_absorbed if self._absorbs(a) else self._attend_materialised
+        return [*projections, *attend(layer, a), self._linear_add("attended", a.output, None, a.residual_scale)]
+
+    def _absorbs(self, a: MLA) -> bool:
+        """Whether queries go through W_k_b, instead of all rows of the cache: fewer products where tokens are few."""
+        few = self.tokens <= ABSORBED and self.tokens * a.heads <= 2 * PARTS * 64
+        whole = a.row % 64 == 0 and a.kv_lora % 128 == 0 and _absorbed_shared(a) <= self.chip.max_shared
+        return self.chip.warpgroups and few and whole
+
+    def _latent_rows(self, layer: int, a: MLA, absorbed: bool) -> Launch:
+        """The cache rows, the queries, and what the products of either form read."""
+        b, heads = self.b, a.heads
+        per_head = a.row if absorbed else a.nope + a.rope.dims
         buffers = {
             "cache": b.cache("k", layer),
-            "latents": self._halves("latents", context, a.kv_lora),
-            "queries": b.buffer("queries", 2 * self.tokens * heads * key_dim),
+            "latents": None if absorbed else self._halves("latents", b.max_context, a.kv_lora),
+            "queries": b.buffer("queries", 2 * self.tokens * heads * per_head),
+            "nope": self._halves("nope", self.tokens * heads, a.nope) if absorbed else None,
             "q": b.act("q", self.tokens),
             "kv": b.act("kv", self.tokens),
             "kv_gain": b.data(a.kv_norm),
             "table": b.rope(a.rope),
             "state": "state",
         }
+
+        def grid(count: int, keys: int) -> tuple[int, int, int]:
+            rows = count if absorbed else keys
+            return min(rows + -(-count * heads // 8), LATENT_BLOCKS), 1, 1
+
+        shape = PromptLatentConstants(**latent_fields(a), absorbed=absorbed)
+        return kernel(f"prompt_latent_{heads}", "prompt_latent.cu", shape, buffers, grid, "rope")
+
+    def _attend_materialised(self, layer: int, a: MLA) -> list[Launch]:
+        """Keys and values of all cache rows, then attention over them."""
+        b, context, heads = self.b, self.b.max_context, a.heads
+        dims, key_dim, v_dim = a.rope.dims, a.nope + a.rope.dims, a.v_b.rows
         keys, values = b.buffer("keys", 2 * context * heads * a.nope), b.buffer("values", 2 * context * heads * v_dim)
         return [
-            *projections,
-            kernel(
-                f"prompt_latent_{heads}",
-                "prompt_latent.cu",
-                shape,
-                buffers,
-                lambda count, keys: (min(keys + -(-count * heads // 8), LATENT_BLOCKS), 1, 1),
-                "rope",
-            ),
+            self._latent_rows(layer, a, False),
             self._linear(
                 "keys_values",
                 [keys_of(a.k_b), a.v_b],
@@ -327,8 +374,67 @@ class Prefill:
                 values,
                 b.cache("k", layer),
             ),
-            self._linear_add("attended", a.output, None, a.residual_scale),
         ]
+
+    def _attend_absorbed(self, layer: int, a: MLA) -> list[Launch]:
+        """Queries through W_k_b, attention over the cache rows in parts of them, what it leaves through W_v_b."""
+        b, heads, pairs, out = self.b, a.heads, self.tokens * a.heads, a.heads * a.v_b.rows
+        rows = 2 * PARTS * 64  # of the parts' results, at most
+        shared = {"partial": b.buffer("attention_o", 2 * rows * a.kv_lora), "ml": b.buffer("attention_ml", 8 * rows)}
+        attended = self._halves("attended", self.tokens, out)
+        shape = PromptCombineConstants(heads, a.kv_lora, PARTS, a.gate is not None, out, padded(out))
+        combined = {
+            "out": self._halves("combined", pairs, a.kv_lora),
+            "rest": attended,
+            **shared,
+            "gate": b.act("gate", self.tokens) if a.gate else None,
+            "state": "state",
+        }
+        return [
+            self._latent_rows(layer, a, True),
+            self._heads("absorb", a.k_b, "nope", "queries", a.row),
+            kernel(
+                f"prompt_latent_attention_{heads}_{a.row}",
+                "prompt_latent_attention.cu",
+                PromptLatentAttentionConstants(heads, a.row, a.kv_lora, PARTS),
+                {**shared, "q": "queries", "cache": b.cache("k", layer), "state": "state"},
+                (2 * PARTS, 1, 1),
+                "attention",
+                shared=_absorbed_shared(a),
+            ),
+            kernel(
+                f"prompt_combine_{heads}",
+                "prompt_combine.cu",
+                shape,
+                combined,
+                lambda count, keys: (count * heads, 1, 1),
+                "attention",
+            ),
+            self._heads("value_up", a.v_b, "combined", attended, a.v_b.rows, padded(out)),
+        ]
+
+    def _heads(self, name: str, w: Weight, x: str, dst: str, pitch: int, token_pitch: int = 0) -> Launch:
+        """A head's matrix over its own activations; results as halves, a head's `pitch` values behind the one's before,
+        with a `token_pitch` in the order the next product reads."""
+        small, spans = self.tokens <= SIZES[0], -(-w.cols // SPAN)
+        split = min(4, 1 << (spans - 1).bit_length())
+        tile = Tile(1, 16 if small else 32, split, depth=1, stages=2)
+        tiles = -(-w.rows // tile.block_rows)
+        part = PromptLinearPart(self.b.matrix(w), w.rows, token_pitch or pitch * w.groups, 0, 0, tiles)
+        shape = PromptLinearConstants(
+            1, (part,), tile, True, False, False, 1.0, 0.0, w.groups, pitch, placed=token_pitch > 0
+        )
+        quant = part.weight.type.name.lower()
+        return kernel(
+            f"prompt_{name}_{quant}_{w.rows}x{w.cols}",
+            "prompt_linear.cu",
+            shape,
+            {"x": x, "state": "state", "dst[0]": dst, "w[0]": self.b.data(w)},
+            lambda count, keys: (tiles, -(-count // tile.tokens), w.groups),
+            f"prompt {quant}",
+            threads=tile.threads,
+            shared=tile.shared(w.cols),
+        )
 
     def _gqa(self, layer: int, a: GQA) -> list[Launch]:
         stored = store_kv(self.b, layer, a, self.tokens)
@@ -469,7 +575,9 @@ class Prefill:
         b, e, top, w, shared = self.b, block.router.experts, block.router.top_k, block.weights, block.shared
         ff, dim, scale = w.ff, w.down.rows, block.residual_scale
         pairs = self.tokens * top
-        tile, down_tile = self._grouped_tile(1), self._grouped_tile(2)
+        tile, down_tile = (self._grouped_tile(rows, self.tokens * top // e) for rows in (1, 2))
+        tile, shared_up = self._sharing(tile, w.gate, w.up)
+        down_tile, shared_down = self._sharing(down_tile, w.down)
         assert tile.tokens == down_tile.tokens
 
         def tiles(count: int) -> int:  # at most: every expert's last tile may be short
@@ -520,7 +628,7 @@ class Prefill:
                 gate_buffers,
                 lambda count, keys: (rows, tiles(count), 1),
                 f"prompt experts {quant}",
-                shared=tile.shared(w.gate.cols),
+                shared=shared_up,
                 resident=tile.resident,
             ),
         ]
@@ -538,7 +646,7 @@ class Prefill:
                 {"dst": b.buffer("down_pairs", 4 * pairs * dim), "w": b.data(w.down), "x": "pairs", **groups},
                 lambda count, keys: (-(-dim // down_tile.block_rows), tiles(count), 1),
                 f"prompt experts {quant}",
-                shared=down_tile.shared(ff),
+                shared=shared_down,
             ),
             kernel(
                 f"add_experts_{dim}",

@@ -6,11 +6,11 @@
 #include "swizzle.cuh"
 
 struct Args {
-  u16 *out = nullptr;           // (tokens, padded(HEADS * VALUE_DIM)), in the order the products read
-  const u16 *q = nullptr;       // (tokens, HEADS, KEY_DIM), scaled
-  const u16 *keys = nullptr;    // (positions, KV_HEADS, KEY_PART)
-  const u16 *values = nullptr;  // (positions, KV_HEADS, VALUE_DIM)
-  const u16 *rope = nullptr;    // (positions, ROPE_PITCH), from value ROPE_START on
+  u16 *out = nullptr;            // (tokens, padded(HEADS * VALUE_DIM)), in the order the products read
+  const u16 *q = nullptr;        // (tokens, HEADS, KEY_DIM), scaled
+  const u16 *keys = nullptr;     // (positions, KV_HEADS, KEY_PART)
+  const u16 *values = nullptr;   // (positions, KV_HEADS, VALUE_DIM)
+  const u16 *rope = nullptr;     // (positions, ROPE_PITCH), from value ROPE_START on
   const float *sinks = nullptr;  // (HEADS), where SINKS
   const float *gate = nullptr;   // (tokens, HEADS, GATE)
   const int *state = nullptr;
@@ -31,32 +31,38 @@ DEVICE void run(const Args &a) {
   const int end = pos + min(first + QUERIES, count), chunks = (end + KEYS - 1) / KEYS;
   // The first chunk that a query sees; `base` is a multiple of KEYS, so all of it is there.
   const int begin = WINDOW ? max(pos + first + 1 - WINDOW, 0) / KEYS : 0;
+  // A thread has a vector of each tile, of every ROWS-th row: no divisions and branches in front of the products.
+  constexpr int ROWS = THREADS / 8;
+  const int row = threadIdx.x / 8, col = threadIdx.x % 8 * 8, at = row * 8 + (threadIdx.x % 8 ^ row % 8);
   auto load = [&](int c) {
-    V4 *k = ks + (c & 1) * KEYS * KV, *v = vs + (c & 1) * KEYS * VV;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < KEYS * KV; i += THREADS) {
-      const int row = i / KV, col = i % KV * 8, key = c * KEYS + row;
-      const bool there = key < end && col < KEY_DIM;
-      const u16 *from = a.keys;
-      if (there)
-        from = KEY_PART == KEY_DIM || col < KEY_PART ? a.keys + ((u64)(key - base) * KV_HEADS + kv_head) * KEY_PART + col
-                                                     : a.rope + (u64)key * ROPE_PITCH + ROPE_START + col - KEY_PART;
-      copy_async(k + spot(KEYS, row, i % KV), from, there);
-    }
-#pragma unroll 4
-    for (int i = threadIdx.x; i < KEYS * VV; i += THREADS) {
-      const int row = i / VV, col = i % VV * 8, key = c * KEYS + row;
-      const bool there = key < end && col < VALUE_DIM;
-      copy_async(v + spot(KEYS, row, i % VV),
-          there ? a.values + ((u64)(key - base) * KV_HEADS + kv_head) * VALUE_DIM + col : a.values, there);
+    V4 *k = ks + (c & 1) * KEYS * KV + at, *v = vs + (c & 1) * KEYS * VV + at;
+#pragma unroll
+    for (int r = 0; r < KEYS; r += ROWS) {
+      const int key = c * KEYS + r + row, there = min(key, end - 1);
+      const u64 place = (u64)(there - base) * KV_HEADS + kv_head;
+      const u16 *from = a.keys + place * KEY_PART + col,
+                *rope = a.rope + (u64)there * ROPE_PITCH + ROPE_START - KEY_PART + col,
+                *value = a.values + place * VALUE_DIM + col;
+      if (KEYS < ROWS && row >= KEYS) break;
+#pragma unroll
+      for (int t = 0; t < KV / 8; t++)
+        copy_async(k + (t * KEYS + r) * 8, (KEY_PART == KEY_DIM || t * 64 + col < KEY_PART ? from : rope) + t * 64,
+            key < end && (KEY_DIM % 64 == 0 || t * 64 + col < KEY_DIM));
+#pragma unroll
+      for (int t = 0; t < VV / 8; t++)
+        copy_async(
+            v + (t * KEYS + r) * 8, value + t * 64, key < end && (VALUE_DIM % 64 == 0 || t * 64 + col < VALUE_DIM));
     }
   };
   grid_wait();
-  for (int i = threadIdx.x; i < QUERIES * KV; i += THREADS) {
-    const int row = i / KV, col = i % KV * 8;
-    const bool there = first + row < count && col < KEY_DIM;
-    copy_async(qs + spot(QUERIES, row, i % KV), there ? a.q + ((u64)(first + row) * HEADS + head) * KEY_DIM + col : a.q,
-        there);
+#pragma unroll
+  for (int r = 0; r < QUERIES; r += ROWS) {
+    const int t = first + r + row;
+    const u16 *from = a.q + ((u64)min(t, count - 1) * HEADS + head) * KEY_DIM + col;
+#pragma unroll
+    for (int n = 0; n < KV / 8; n++)
+      copy_async(
+          qs + (n * QUERIES + r) * 8 + at, from + n * 64, t < count && (KEY_DIM % 64 == 0 || n * 64 + col < KEY_DIM));
   }
   load(begin);
   copy_commit();

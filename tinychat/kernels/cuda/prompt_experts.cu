@@ -19,10 +19,10 @@ DEVICE void run(const Args &a) {
   const volatile int *tile = a.tiles + 3 * blockIdx.y;  // all are read at once
   const int tiles = *(const volatile int *)a.tiles, expert = tile[1], first = tile[2], count = tile[3];
   if ((int)blockIdx.y >= tiles) return;
-  Rows<Weight, Weight::ROWS, Tile::ROWS, Tile::TOKENS, Tile::DEPTH> rows;
+  Rows<Weight, Weight::ROWS, Tile> rows;
   rows.point(a.w, expert, first_row);
-#pragma unroll
-  for (int d = 0; d < Tile::DEPTH; d++) rows.load(d, part_of<Tile>() + d * Tile::SPLIT);
+  if constexpr (Tile::SCALES) rows.share((u8 *)pool + ACTIVATIONS<Tile>, expert, first_row);
+  rows.start();
   if (threadIdx.x < Tile::TOKENS) row_of[threadIdx.x] = (int)threadIdx.x < count ? a.order[first + threadIdx.x] : -1;
   __syncthreads();
   multiply<Tile, Weight::COLS>(pool, a.x, row_of, count, rows);

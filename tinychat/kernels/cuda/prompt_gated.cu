@@ -32,15 +32,14 @@ DEVICE void run(const Args &a) {
     if ((int)blockIdx.y >= tiles) return;
   } else count = min(Tile::TOKENS, a.state[COUNT] - first);
   if (count <= 0) return;
-  Rows<Gate, Gate::ROWS, Tile::ROWS, Tile::TOKENS, Tile::DEPTH> gate;
-  Rows<Up, Up::ROWS, Tile::ROWS, Tile::TOKENS, Tile::DEPTH> up;
+  Rows<Gate, Gate::ROWS, Tile> gate;
+  Rows<Up, Up::ROWS, Tile> up;
   gate.point(a.gate, expert, first_row);
   up.point(a.up, expert, first_row);
-#pragma unroll
-  for (int d = 0; d < Tile::DEPTH; d++) {
-    gate.load(d, part_of<Tile>() + d * Tile::SPLIT);
-    up.load(d, part_of<Tile>() + d * Tile::SPLIT);
-  }
+  if constexpr (Tile::SCALES)
+    up.share(gate.share((u8 *)pool + ACTIVATIONS<Tile>, expert, first_row), expert, first_row);
+  gate.start();
+  up.start();
   if (!GROUPED) grid_wait();
   if (threadIdx.x < Tile::TOKENS) {
     const int t = threadIdx.x, pair = t >= count ? -1 : GROUPED ? a.order[first + t] : first + t;

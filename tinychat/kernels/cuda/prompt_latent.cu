@@ -1,6 +1,6 @@
 // Prompts, MLA: this step's cache rows; all rows' latent parts as halves in the order the products read; the rotated,
 // scaled queries. Items that the blocks share: the cache rows (of earlier steps, too), then eight heads of a token or
-// of two, one per warp.
+// of two, one per warp. ABSORBED: no latent parts, and of the queries what is not rotated in the products' order.
 #include "halves.cuh"
 #include "rope.cuh"
 #include "query_scale.cuh"
@@ -8,7 +8,8 @@
 struct Args {
   u16 *cache = nullptr;    // (context, KV_LORA + ROPE_DIMS)
   u16 *latents = nullptr;  // (context, padded(KV_LORA))
-  u16 *queries = nullptr;  // (tokens, HEADS, NOPE + ROPE_DIMS)
+  u16 *queries = nullptr;  // (tokens, HEADS, NOPE + ROPE_DIMS); ABSORBED: the end of (.., KV_LORA + ROPE_DIMS)
+  u16 *nope = nullptr;     // (tokens, HEADS, padded(NOPE)), ABSORBED
   const float *q = nullptr;
   const float *kv = nullptr;
   const float *kv_gain = nullptr;
@@ -23,7 +24,7 @@ DEVICE void run(const Args &a) {
   const int pos = a.state[POS], count = a.state[COUNT], keys = pos + count,
             items = keys + (count * HEADS + WARPS - 1) / WARPS;
   grid_wait();
-  for (int b = blockIdx.x; b < items; b += gridDim.x) {
+  for (int b = blockIdx.x + (ABSORBED ? pos : 0); b < items; b += gridDim.x) {
     if (b < keys) {
       u16 *row = a.cache + (u64)b * ROW, *latent = a.latents + (u64)b * padded(KV_LORA);
       const float *kv = a.kv + (u64)(b - pos) * ROW;
@@ -44,7 +45,7 @@ DEVICE void run(const Args &a) {
             *(u32 *)(row + i) = two = pack_halves(kv[i] * r * a.kv_gain[i], kv[i + 1] * r * a.kv_gain[i + 1]);
           else two = *(const u32 *)(row + i);
         }
-        *(u32 *)(latent + place(i)) = two;
+        if (!ABSORBED) *(u32 *)(latent + place(i)) = two;
       }
       continue;
     }
@@ -64,7 +65,13 @@ DEVICE void run(const Args &a) {
 #pragma unroll
     for (int j = 0; j < PAIRS; j++) {
       const int i = (threadIdx.x % 32 + 32 * j) * 2;
-      if (i < HEAD) *(u32 *)(a.queries + (u64)item * HEAD + i) = two[j];
+      if (ABSORBED) {
+        if (i < NOPE) *(u32 *)(a.nope + (u64)item * padded(NOPE) + place(i)) = two[j];
+        else if (i < HEAD) *(u32 *)(a.queries + (u64)item * ROW + KV_LORA + i - NOPE) = two[j];
+      } else if (i < HEAD) *(u32 *)(a.queries + (u64)item * HEAD + i) = two[j];
     }
+    if (ABSORBED)
+      for (int i = NOPE + threadIdx.x % 32 * 2; i < padded(NOPE); i += 64)
+        *(u32 *)(a.nope + (u64)item * padded(NOPE) + place(i)) = 0;
   }
 }

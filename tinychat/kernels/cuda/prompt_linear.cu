@@ -1,12 +1,12 @@
 // Prompts: weights over the same activations. A block makes TILE_ROWS rows of one of them for Tile::TOKENS
-// tokens.
+// tokens. GROUPS: matrices of a weight over activations of their own, whose results stand GROUP_PITCH values apart.
 #include "halves.cuh"
 
 struct Args {
   void *dst[PARTS] = {};  // per weight (tokens, pitch) from `start` on, floats or halves
   const u8 *w[PARTS] = {};
   const float *bias[PARTS] = {};
-  const u16 *x = nullptr;  // (tokens, padded(columns))
+  const u16 *x = nullptr;  // (tokens, GROUPS, padded(columns))
   const int *state = nullptr;
 };
 
@@ -20,11 +20,12 @@ template <class P> DEVICE void part(const Args &a, int number, int tile, int num
   const int lane = threadIdx.x % 32, first_row = tile * TILE_ROWS + group_of<Tile>() * Tile::ROWS * 16;
   const int tokens = (ALL_KEYS ? a.state[POS] : 0) + a.state[COUNT], first = number_of_tile * Tile::TOKENS,
             count = min(Tile::TOKENS, tokens - first);
-  Rows<typename P::Weight, P::TOTAL, Tile::ROWS, Tile::TOKENS, Tile::DEPTH> rows;
-  rows.point(a.w[number], 0, first_row);
-#pragma unroll
-  for (int d = 0; d < Tile::DEPTH; d++) rows.load(d, part_of<Tile>() + d * Tile::SPLIT);
-  if (threadIdx.x < Tile::TOKENS) row_of[threadIdx.x] = (int)threadIdx.x < count ? first + (int)threadIdx.x : -1;
+  Rows<typename P::Weight, P::TOTAL, Tile> rows;
+  const int group = GROUPS > 1 ? blockIdx.z : 0;
+  rows.point(a.w[number], group, first_row);
+  rows.start();
+  if (threadIdx.x < Tile::TOKENS)
+    row_of[threadIdx.x] = (int)threadIdx.x < count ? (first + (int)threadIdx.x) * GROUPS + group : -1;
   grid_wait();
   __syncthreads();
   multiply<Tile, P::Weight::COLS>(pool, a.x, row_of, count, rows);
@@ -40,8 +41,9 @@ template <class P> DEVICE void part(const Args &a, int number, int tile, int num
         for (int n = 0; n < N; n++) {
           const u32 two = pair_of_rows(rows.acc[m][n][2 * i], rows.acc[m][n][2 * i + 1]);
           const int mine = n * 8 + t + row % 2;
+          const int at = P::START + group * GROUP_PITCH + (row & ~1);
           if (mine < count && row < P::TOTAL)
-            *(u32 *)((u16 *)a.dst[number] + (u64)(first + mine) * P::PITCH + P::START + (row & ~1)) = two;
+            *(u32 *)((u16 *)a.dst[number] + (u64)(first + mine) * P::PITCH + (PLACED ? place(at) : at)) = two;
         }
       } else {
         float *dst = (float *)a.dst[number] + (u64)(first + t) * P::PITCH + P::START + row, before[N][2];

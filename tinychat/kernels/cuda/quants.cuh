@@ -56,7 +56,8 @@ struct Planes {
 #define NUMBER(name, id, ...) name = id,
 enum { QUANTS(NUMBER) };
 #define PLANES_OF(name, id, ...) \
-  case id: return Planes{__VA_ARGS__};
+  case id:                       \
+    return Planes{__VA_ARGS__};
 DEVICE constexpr Planes planes(int t) {
   switch (t) { QUANTS(PLANES_OF) }
   return Planes{};
@@ -100,17 +101,23 @@ struct InShared {
   static DEVICE u32 get1(const u8 *p) { return *p; }
 };
 
-// Block number `i` of a tensor of `blocks` blocks.
-template <int T, class Memory = InGlobal> DEVICE void fetch(Block<T> &f, const u8 *w, u64 blocks, u64 i) {
+// Block number `i` of a tensor of `blocks` blocks: its codes, or all of it.
+template <int T, class Memory = InGlobal> DEVICE void fetch_codes(Block<T> &f, const u8 *w, u64 blocks, u64 i) {
   if (lo_bytes(T)) f.a = Memory::get16(w + i * lo_bytes(T));
   if (lo_bytes(T) == 32) f.b = Memory::get16(w + i * 32 + 16);
   if (two_bytes(T)) f.two = Memory::get8(w + two_at(T, blocks) + i * 8);
   if (one_bytes(T)) f.one = Memory::get4(w + one_at(T, blocks) + i * 4);
-  if (s1_bytes(T) == 1) f.s1 = Memory::get1(w + s1_at(T, blocks) + i);
-  if (s1_bytes(T) == 2) f.s1 = Memory::get2(w + s1_at(T, blocks) + i * 2);
-  if (s1_bytes(T) == 4) f.s1 = Memory::get4(w + s1_at(T, blocks) + i * 4);
-  if (s2_bytes(T) == 2) f.s2 = Memory::get2(w + s2_at(T, blocks) + i / 8 * 2);
-  if (s2_bytes(T) == 4) f.s2 = Memory::get4(w + s2_at(T, blocks) + i / 8 * 4);
+}
+template <int T, class Memory> DEVICE void fetch_scales(Block<T> &f, const u8 *s1, const u8 *s2) {
+  if (s1_bytes(T) == 1) f.s1 = Memory::get1(s1);
+  if (s1_bytes(T) == 2) f.s1 = Memory::get2(s1);
+  if (s1_bytes(T) == 4) f.s1 = Memory::get4(s1);
+  if (s2_bytes(T) == 2) f.s2 = Memory::get2(s2);
+  if (s2_bytes(T) == 4) f.s2 = Memory::get4(s2);
+}
+template <int T, class Memory = InGlobal> DEVICE void fetch(Block<T> &f, const u8 *w, u64 blocks, u64 i) {
+  fetch_codes<T, Memory>(f, w, blocks, i);
+  fetch_scales<T, Memory>(f, w + s1_at(T, blocks) + i * s1_bytes(T), w + s2_at(T, blocks) + i / 8 * s2_bytes(T));
 }
 
 // Where a field, the bits that a plane has of four weights, lies in a word: those of a weight STEP bits above those of

@@ -1,6 +1,8 @@
 // Rotary embedding. Constants: ROPE_DIMS, NEOX.
 
-DEVICE F2 turn(float a, float b, F2 angle) { return F2{a * angle.x - b * angle.y, a * angle.y + b * angle.x}; }
+DEVICE F2 turn(float a, float b, F2 angle) {
+  return F2{fma_rn(a, angle.x, -mul_rn(b, angle.y)), fma_rn(a, angle.y, mul_rn(b, angle.x))};
+}
 
 // The pair of value d of a head's ROPE_DIMS values.
 DEVICE int pair_of(int d) { return NEOX ? d % (ROPE_DIMS / 2) : d / 2; }

@@ -147,7 +147,7 @@ DEVICE void run(const Args &a) {
         m.logits[warp][0][e] = sum;
       }
     warp_sync();
-    choose(m.logits[warp][0], bias, m.ids[warp], m.weights[warp]);
+    choose<true>(m.logits[warp][0], bias, m.ids[warp], m.weights[warp]);
     weigh<Choice>(a.expert_scale, m.ids[warp], m.weights[warp]);
     for (int k = lane; k < Choice::CHOSEN; k += 32) {
       a.ids[(first + warp) * Choice::CHOSEN + k] = m.ids[warp][k];

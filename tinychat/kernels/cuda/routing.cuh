@@ -6,7 +6,9 @@
 template <class C> struct SelectionBias {
   static constexpr int N = (C::EXPERTS + 31) / 32;
   float of[N];
+  bool none;
   DEVICE void load(const float *bias) {
+    none = !bias;
 #pragma unroll
     for (int i = 0; i < N; i++) {
       const int e = threadIdx.x % 32 + 32 * i;
@@ -15,8 +17,9 @@ template <class C> struct SelectionBias {
   }
 };
 
-// The ids; `weights` are what weigh() makes of it.
-template <class C> DEVICE void choose(const float *logits, const SelectionBias<C> &bias, int *ids, float *weights) {
+// The ids; `weights`, where they are asked for, are what weigh() makes of it.
+template <bool WEIGHTS, class C>
+DEVICE void choose(const float *logits, const SelectionBias<C> &bias, int *ids, float *weights) {
   constexpr int N = (C::EXPERTS + 31) / 32;
   const int lane = threadIdx.x % 32;
   float p[N], score[N];
@@ -29,7 +32,12 @@ template <class C> DEVICE void choose(const float *logits, const SelectionBias<C
     top = fmaxf(top, p[i]);
   }
   warp_sync();  // else a load would wait for what is computed of the one before
-  if (C::GATING == SOFTMAX) {
+  // Chances are in the order of logits: without a bias they are not needed to choose by.
+  const bool by_logits = bias.none && C::GROUPS <= 1;
+#pragma unroll
+  for (int i = 0; i < N; i++) score[i] = p[i];
+  if (by_logits && !WEIGHTS) {
+  } else if (C::GATING == SOFTMAX) {
     top = warp_max(top);
     float sum = 0;
 #pragma unroll
@@ -44,9 +52,10 @@ template <class C> DEVICE void choose(const float *logits, const SelectionBias<C
 #pragma unroll
   for (int i = 0; i < N; i++) {
     const int e = lane + 32 * i;
+    if (by_logits && !WEIGHTS) continue;
     if (C::GATING == SIGMOID) p[i] = sigmoid(p[i]);
     if (C::GATING == SQRT_SOFTPLUS) p[i] = sqrtf(p[i] > 20 ? p[i] : log1pf(expf(p[i])));
-    score[i] = e < C::EXPERTS ? p[i] + bias.of[i] : -INFINITY;
+    if (!by_logits) score[i] = e < C::EXPERTS ? p[i] + bias.of[i] : -INFINITY;
   }
   if (C::GROUPS > 1) {  // only the best groups stay
     constexpr int PER = C::EXPERTS / C::GROUPS;
@@ -77,7 +86,7 @@ template <class C> DEVICE void choose(const float *logits, const SelectionBias<C
   }
   for (int k = lane; k < C::CHOSEN; k += 32) {  // what stays where logits are not numbers
     ids[k] = k;
-    weights[k] = 0;
+    if (WEIGHTS) weights[k] = 0;
   }
   warp_sync();
   u32 key[N];  // sorts as the score does; 0: not to be chosen
@@ -98,7 +107,7 @@ template <class C> DEVICE void choose(const float *logits, const SelectionBias<C
     for (int i = 0; i < N; i++)
       if (id == lane + 32 * i) {
         ids[k] = id;
-        weights[k] = p[i];
+        if (WEIGHTS) weights[k] = p[i];
         key[i] = 0;
       }
   }
@@ -131,4 +140,21 @@ template <class C> DEVICE void weigh(const float *expert_scale, const int *ids, 
       weights[lane + 32 * i] = w[i] / norm * C::SCALE * own;
     }
   warp_sync();
+}
+
+// The choice as a word per expert, which is 0 where nobody has chosen: what one block leaves for others that may read it
+// before it is there. A word is written and read at once.
+template <class C> DEVICE void leave(u64 *choice, const int *ids, const float *weights) {
+  for (int k = threadIdx.x % 32; k < C::CHOSEN; k += 32) choice[k] = (u64)bits(weights[k]) << 32 | (u32)(ids[k] + 1);
+}
+template <class C> DEVICE bool take(const u64 *choice, int *ids, float *weights) {
+  u32 least = ~0u;
+  for (int k = threadIdx.x % 32; k < C::CHOSEN; k += 32) {
+    const u64 v = *(const volatile u64 *)(choice + k);
+    least = (u32)v < least ? (u32)v : least;
+    ids[k] = (u32)v - 1;
+    weights[k] = unbits(v >> 32);
+  }
+  warp_sync();
+  return warp_least(least) > 0;
 }

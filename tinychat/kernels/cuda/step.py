@@ -31,6 +31,7 @@ from tinychat.kernels.cuda.launches import (
     PAIR_WARPS,
     attended,
     attention,
+    choice_buffer,
     embed,
     experts_down,
     experts_up,
@@ -46,7 +47,6 @@ from tinychat.kernels.cuda.launches import (
     norm_add,
     sample,
     store_hidden,
-    store_kv,
 )
 from tinychat.kernels.cuda.recurrent import delta, kda_inputs, short_convolution
 from tinychat.kernels.cuda.spread import QUANTISED_ROWS, pair_spread
@@ -104,7 +104,7 @@ def _layer(b: Builder, i: int, layer: Layer, count: int, depth: Depth) -> Launch
     embedding = enumerated(_layer_embedding(b, i, layer.embedding), count) if layer.embedding else []
     match layer.attention:
         case GQA() as a:
-            out += [(launch, n) for n, launch in enumerate(_gqa(b, i, a))]
+            out += _gqa(b, i, a)
         case MLA() as m:
             out += _mla(b, i, m, depth)
         case DeltaRule() as r:
@@ -151,13 +151,14 @@ def _layer_embedding(b: Builder, layer: int, e: LayerEmbedding) -> list[Launch]:
     ]
 
 
-def _gqa(b: Builder, layer: int, a: GQA) -> list[Launch]:
+def _gqa(b: Builder, layer: int, a: GQA) -> LaunchedOps:
+    """Attention does what the op before it does, too."""
     heads = attended(b, a)
+    added = _added(b, heads, ops.added("heads", a.output, a.output_bias, a.post_norm, a.eps, a.residual_scale))
     return [
-        linear(b, "norm_linear", Activations("x", a.q.cols), ops.projections(a), norm=a.norm, eps=a.eps),
-        store_kv(b, layer, a, b.columns),
-        attention(b, layer, a),
-        *_added(b, heads, ops.added("heads", a.output, a.output_bias, a.post_norm, a.eps, a.residual_scale)),
+        (linear(b, "norm_linear", Activations("x", a.q.cols), ops.projections(a), norm=a.norm, eps=a.eps), 0),
+        (attention(b, layer, a), 2),
+        *((launch, n) for n, launch in enumerate(added, 3)),
     ]
 
 
@@ -241,14 +242,15 @@ def _experts(b: Builder, layer: int, e: Experts) -> list[Launch]:
     if e.shared_scale:
         assert r.norm is None
         route.append((e.shared_scale, None, b.buffer("shared_scale", 4 * b.columns)))
-    router = linear(b, "route", Activations("x", r.weight.cols), route, norm=r.norm or e.norm, eps=e.eps)
+    x = Activations("x", r.weight.cols)
+    router = linear(b, "route", x, route, norm=r.norm or e.norm, eps=e.eps, cleared=choice_buffer(b, r))
     t, shared_t = pair_spread(w.gate), pair_spread(shared.gate) if shared else None
     rows, size = [w.ff], r.top_k * w.ff
     if shared:
         rows, size = [w.ff, shared.ff], size + shared.ff
     fits = t.rows(PAIR_WARPS) == QUANTISED_ROWS and (shared_t is None or shared_t.rows() == t.rows())
     ffn = b.agreed("ffn", size, [w.down, shared.down if shared else None], rows, fits)
-    chosen = [router, experts_up(b, e, ffn), experts_down(b, layer, e, ffn)]
+    chosen = [router, experts_up(b, layer, e, ffn), experts_down(b, e, ffn)]
     if (d := e.beside) is None:
         return chosen
     first, down = gate_up(b, d.norm, e.eps, d.weights)
