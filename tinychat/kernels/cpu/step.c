@@ -206,8 +206,8 @@ INLINE const uint8_t *rows16(const Matrix *w, int matrix, int group) {
 // The share [*first, *last) of units, of which `before` bytes of work come first and each costs `bytes`. It begins with a multiple of
 // `step`.
 INLINE int border(double at, int units, int step) {
-  at = at / step + 0.5;
-  return at < 0 ? 0 : at > units / step ? units : (int)at * step;
+  int whole = (int)(MAX_(0, MIN_(at, units)) / step + 0.5) * step;
+  return MIN_(whole, units);
 }
 INLINE void share(Part me, double total, double before, double bytes, int units, int step, int *first, int *last) {
   double per = total / me.parts;
