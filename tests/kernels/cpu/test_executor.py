@@ -3,9 +3,8 @@
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
