@@ -3,6 +3,7 @@
 // warp. A key's first KEY_PART values are in `keys`, the rest in the rows of `rope` (MLA: common to all heads). In
 // shared memory everything lies in tiles of 64 values (ptx.cuh, tile_at).
 #include "halves.cuh"
+#include "softmax.cuh"
 #include "swizzle.cuh"
 
 struct Args {
@@ -121,29 +122,8 @@ DEVICE void run(const Args &a) {
         for (int i = 0; i < 4; i++)
           if (c * KEYS + n * 8 + lane % 4 * 2 + i % 2 <= lowest + lane / 4 + i / 2 * 8 - WINDOW) s[n][i] = -INFINITY;
     float shrink[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      float top = most[i], part = 0;
-#pragma unroll
-      for (int n = 0; n < KEYS / 8; n++) top = fmaxf(top, fmaxf(s[n][2 * i], s[n][2 * i + 1]));
-      top = fmaxf(top, shfl_xor(top, 1));
-      top = fmaxf(top, shfl_xor(top, 2));
-      shrink[i] = exp2_fast(most[i] - top);
-      most[i] = top;
-#pragma unroll
-      for (int n = 0; n < KEYS / 8; n++)
-#pragma unroll
-        for (int j = 2 * i; j < 2 * i + 2; j++) {
-          s[n][j] = exp2_fast(s[n][j] - top);
-          part += s[n][j];
-        }
-      sum[i] = sum[i] * shrink[i] + part;  // of this lane's columns
-    }
     u32 p[KEYS / 16][4];
-#pragma unroll
-    for (int j = 0; j < KEYS / 16; j++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) p[j][i] = pack_halves(s[2 * j + i / 2][i % 2 * 2], s[2 * j + i / 2][i % 2 * 2 + 1]);
+    weigh(s, most, sum, shrink, p);
 #pragma unroll
     for (int n = 0; n < TILES; n++) {
       o[n][0] *= shrink[0];

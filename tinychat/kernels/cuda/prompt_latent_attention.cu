@@ -4,6 +4,7 @@
 // registers of two. In shared memory everything lies in tiles of 64 values (ptx.cuh, tile_at).
 #include "halves.cuh"
 #include "key_parts.cuh"
+#include "softmax.cuh"
 #include "swizzle.cuh"
 
 struct Args {
@@ -84,29 +85,8 @@ DEVICE void run(const Args &a) {
           if (mine > last[i / 2] || mine >= end) s[n][i] = -INFINITY;
         }
     float shrink[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      float top = most[i], part_sum = 0;
-#pragma unroll
-      for (int n = 0; n < KEYS / 8; n++) top = fmaxf(top, fmaxf(s[n][2 * i], s[n][2 * i + 1]));
-      top = fmaxf(top, shfl_xor(top, 1));
-      top = fmaxf(top, shfl_xor(top, 2));
-      shrink[i] = exp2_fast(most[i] - top);
-      most[i] = top;
-#pragma unroll
-      for (int n = 0; n < KEYS / 8; n++)
-#pragma unroll
-        for (int j = 2 * i; j < 2 * i + 2; j++) {
-          s[n][j] = exp2_fast(s[n][j] - top);
-          part_sum += s[n][j];
-        }
-      sum[i] = sum[i] * shrink[i] + part_sum;  // of this lane's columns
-    }
     u32 p[KEYS / 16][4];
-#pragma unroll
-    for (int j = 0; j < KEYS / 16; j++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) p[j][i] = pack_halves(s[2 * j + i / 2][i % 2 * 2], s[2 * j + i / 2][i % 2 * 2 + 1]);
+    weigh(s, most, sum, shrink, p);
 #pragma unroll
     for (int n = 0; n < TILES; n++)
 #pragma unroll
