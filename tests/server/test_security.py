@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import resource
 import socket
+import time
 from typing import Any
 
 import httpx
@@ -161,6 +165,34 @@ def test_slow_clients_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
             assert b" 408 " in trickle(s, b" ").split(b"\r\n")[0]
         monkeypatch.undo()
         assert ask(url).status_code == 200
+
+
+def test_connections_wait_where_no_file_can_be_opened(capfd: pytest.CaptureFixture[str]) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with serving(replaying([finished()])) as url, contextlib.ExitStack() as stack:
+        assert ask(url).status_code == 200  # the server's thread has what files it needs
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 9, limits[1]))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        taken: list[Any] = []
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(stack.enter_context(open(os.devnull)))
+        for file in taken[:5]:
+            file.close()
+        clients = [stack.enter_context(socket.socket()) for _ in range(4)]  # the server can accept one
+        for client in clients:
+            client.settimeout(60)
+            client.connect(address)
+        said, end = "", time.monotonic() + 60
+        while "new connections wait" not in said and time.monotonic() < end:
+            time.sleep(0.01)
+            said += capfd.readouterr().err
+        for client in clients[:-1]:
+            client.close()
+        clients[-1].sendall(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b" 200 " in clients[-1].recv(100)
+    assert said + capfd.readouterr().err == "new connections wait: too many open files\n"
 
 
 def trickle(s: socket.socket, byte: bytes) -> bytes:
