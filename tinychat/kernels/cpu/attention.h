@@ -122,21 +122,12 @@ static void attend(const Cache *cache, const float *q, int stride, int count, co
     }
 }
 
-// Folds a chunk's (max, sum) into the running (m, l), chunks in order of position; `keep` and `add`: what the running results and the
-// chunk's are multiplied with. An empty one changes nothing.
-static void fold(float *m, float *l, float max, float sum, float *keep, float *add) {
-  *keep = 1, *add = 0;
-  if (sum == 0) return;
-  float high = *l == 0 || max > *m ? max : *m;
-  *keep = *l == 0 ? 0 : exp_(splat(*m - high))[0], *add = exp_(splat(max - high))[0];
-  *l = *l * *keep + sum * *add;
-  *m = high;
-}
-
-// The same, with the chunk's results.
+// Folds a chunk's (max, sum, out) into the running (m, l, o); chunks come in order of position. An empty one changes nothing.
 static void merge(float *m, float *l, float *o, float max, float sum, const float *out, int n) {
   if (sum == 0) return;
-  float keep, add;
-  fold(m, l, max, sum, &keep, &add);
+  float high = *l == 0 || max > *m ? max : *m;
+  float keep = *l == 0 ? 0 : exp_(splat(*m - high))[0], add = exp_(splat(max - high))[0];
+  *l = *l * keep + sum * add;
+  *m = high;
   for (int d = 0; d < n; d += 16) stf(o + d, fma_(ldf(out + d), splat(add), ldf(o + d) * keep));
 }

@@ -217,7 +217,7 @@ static void add_scores(const Attended *a, const Together *g, Unit *u) {
     }
 }
 
-// The new maxima of a panel's queries, and what earlier results and those of this chunk are multiplied with (attention.h's fold).
+// The new maxima of a panel's queries, and what earlier results and those of this chunk are multiplied with (as in attention.h's merge).
 static void begin_weights(const Attended *a, Together *g, int panel) {
   int c = 16 * panel, i = 16 * g->first + c, rows = in_panel(g->rows, panel);
   f32v none = splat(0), top = none, old = fetch(a->m + i, rows);

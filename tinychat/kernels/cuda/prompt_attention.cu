@@ -153,9 +153,7 @@ DEVICE void run(const Args &a) {
   }
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    float all = sum[i];
-    all += shfl_xor(all, 1);
-    all += shfl_xor(all, 2);
+    float all = sum_of_row(sum[i]);
     const int t = first + warp * 16 + lane / 4 + i * 8;
     if (t >= count) continue;
     if (SINKS) all += exp2_fast(a.sinks[head] * 1.44269504f - most[i]);  // scores are in log2

@@ -103,9 +103,7 @@ DEVICE void run(const Args &a) {
   }
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    float every = sum[i];
-    every += shfl_xor(every, 1);
-    every += shfl_xor(every, 2);
+    const float every = sum_of_row(sum[i]);
     const int r = first + warp * 16 + lane / 4 + i * 8;
     if (r >= rows) continue;
     const u64 at = (u64)part * rows + r;

@@ -25,3 +25,9 @@ DEVICE void weigh(float (&s)[TILES][4], float (&most)[2], float (&sum)[2], float
 #pragma unroll
     for (int i = 0; i < 4; i++) p[j][i] = pack_halves(s[2 * j + i / 2][i % 2 * 2], s[2 * j + i / 2][i % 2 * 2 + 1]);
 }
+
+// The row's sum from the parts of its four lanes.
+DEVICE float sum_of_row(float part) {
+  part += shfl_xor(part, 1);
+  return part + shfl_xor(part, 2);
+}
