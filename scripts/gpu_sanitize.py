@@ -15,8 +15,9 @@ Models are taken in rounds, those with the most kinds first. In each round the k
 then a few lines per tool say what ran, where the time went and what was found. Everything ends at the limit. FILE has
 a line for each kernel that ran clean under a tool, a digest of its source without comments: what is in it is left
 out, also when it comes from another session or tree, and what runs clean is added. `none` runs all models without a
-tool. `--ahead` compiles only, which needs no GPU: the cache of compiled kernels can be carried to one. The compute-sanitizer on the PATH should be of 2026.3 or later (package nvidia-cuda-sanitizer-api): older ones
-report mbarriers whose accesses are in order.
+tool. `--ahead` compiles what is due and runs nothing: that needs no GPU, and the cache of compiled kernels can be
+carried to one. The compute-sanitizer on the PATH should be of 2026.3 or later (package nvidia-cuda-sanitizer-api):
+older ones report mbarriers whose accesses are in order.
 """
 
 import argparse
