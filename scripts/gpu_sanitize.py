@@ -70,6 +70,7 @@ CHIP, ARCH = Chip(warpgroups=True, max_shared=227 << 10), "sm_90a"  # of the H20
 MODELS = tuple(dict.fromkeys((*CHECKED, *VERIFIED, "deepseek2_nextn:Q4_K_M")))
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck", "none")
 EXPECTED = re.compile(r"(ran|did|spent) |========= (COMPUTE-SANITIZER|(ERROR|RACECHECK) SUMMARY: 0 )")  # of a clean run
+CUT = re.compile(r"========= (Error: process didn't terminate|    The application may|Target application)")  # killed
 ROUTING = ("router.cu", "group_pairs.cu")  # experts' kernels have nothing to do without them
 BRANCHES = re.compile(r"COLUMNS = \d+|\w+ = true")  # of the constants, those that change what a kernel does most
 COMMENT = re.compile(r"\s*//.*")
@@ -77,6 +78,7 @@ CLEAN = " SUMMARY: 0 "  # a tool's last line, where it found nothing
 PIECE = 16  # kernels that a process compiles at a time
 ROUND = 2  # models of a process between two looks at what has run; each costs a start of it under each tool
 STARTED = 20_000  # threads of a kernel that cost as much as its launch, roughly
+CLOSING = 5.0  # seconds before the end in which no kernel begins: a tool's own end takes that long
 LEAST = 10.0  # seconds left with which a tool is begun: its processes take that long to their first kernel
 
 Kind = tuple[str | int, ...]
@@ -288,10 +290,10 @@ def sanitize(
     with tempfile.TemporaryDirectory() as folder:
         works = [Path(folder) / f"{i}.json" for i in range(len(lists))]
         outputs = [work.with_suffix(".txt") for work in works]
-        killed = 0
+        killed = set[Path]()  # outputs of processes
         try:
             for work, output, models in zip(works, outputs, lists):
-                work.write_text(json.dumps([end, once, [(m, list(shares[m]) if once else []) for m in models]]))
+                work.write_text(json.dumps([end - CLOSING, once, [(m, list(shares[m]) if once else []) for m in models]]))
                 command = [*options, sys.executable, "-u", "-m", "scripts.gpu_sanitize", "--run", str(work)]
                 children.append(
                     subprocess.Popen(
@@ -302,13 +304,16 @@ def sanitize(
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.wait(max(0.1, end + 5 - time.time()))  # a kernel that has begun may end
         finally:
-            for child in children:
+            for child, output in zip(children, outputs):
                 if child.poll() is None:
-                    killed += 1
+                    killed.add(output)
                     os.killpg(child.pid, signal.SIGKILL)
                     child.wait()
         texts = [output.read_text(errors="replace") for output in outputs]
-    found = [[line for line in text.splitlines() if line and not EXPECTED.match(line)] for text in texts]
+    found = [
+        [x for x in text.splitlines() if x and not EXPECTED.match(x) and not (output in killed and CUT.match(x))]
+        for text, output in zip(texts, outputs)
+    ]
     text, reports = "\n".join(texts), list(chain.from_iterable(found))
     counts = re.findall(r"^(?:ran|did) \S+ (\d+) \S+$", text, re.MULTILINE)
     clean = "\n".join(text for text, lines in zip(texts, found) if not lines and (CLEAN in text or tool == "none"))
@@ -319,7 +324,7 @@ def sanitize(
     print(
         f"{tool}: {sum(map(int, counts))} kernels in {len(lists)} processes within "
         f"{time.time() - began:.0f} s, {f'{len(reports)} lines of reports' if reports else 'nothing reported'}; "
-        f"{killed} processes killed",
+        f"{len(killed)} processes killed",
         "seconds: "
         + ", ".join(f"{file} {seconds:.1f}" for file, seconds in sorted(spent.items(), key=lambda x: -x[1])[:12]),
         *reports[:200],
