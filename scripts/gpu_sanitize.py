@@ -293,7 +293,8 @@ def sanitize(
         killed = set[Path]()  # outputs of processes
         try:
             for work, output, models in zip(works, outputs, lists):
-                work.write_text(json.dumps([end - CLOSING, once, [(m, list(shares[m]) if once else []) for m in models]]))
+                due = [(m, list(shares[m]) if once else []) for m in models]
+                work.write_text(json.dumps([end - CLOSING, once, due]))
                 command = [*options, sys.executable, "-u", "-m", "scripts.gpu_sanitize", "--run", str(work)]
                 children.append(
                     subprocess.Popen(
