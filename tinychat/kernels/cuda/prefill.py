@@ -612,6 +612,13 @@ class Prefill:
         out += [
             self._router(layer, block, pairs),
             *([self._norm("x", block.norm, block.eps)] if block.router.norm else []),
+        ]
+        if shared:
+            counts = "shared_counts" if block.shared_scale else None
+            alone = [self._gated(shared, "inner", counts), self._linear_add("inner", shared.down, None, scale)]
+            out += [replace(launch, aside=True) for launch in alone]
+        down_quant = w.down.type.name.lower()
+        out += [
             kernel(
                 f"group_{e}_{top}",
                 "group_pairs.cu",
@@ -631,37 +638,32 @@ class Prefill:
                 shared=shared_up,
                 resident=tile.resident,
             ),
-        ]
-        if shared:
-            out += [
-                self._gated(shared, "inner", "shared_counts" if block.shared_scale else None),
-                self._linear_add("inner", shared.down, None, scale),
-            ]
-        quant = w.down.type.name.lower()
-        out += [
             kernel(
-                f"prompt_experts_down_{quant}_{dim}x{ff}",
+                f"prompt_experts_down_{down_quant}_{dim}x{ff}",
                 "prompt_experts.cu",
                 PromptExpertsConstants(b.matrix(w.down), down_tile),
                 {"dst": b.buffer("down_pairs", 4 * pairs * dim), "w": b.data(w.down), "x": "pairs", **groups},
                 lambda count, keys: (-(-dim // down_tile.block_rows), tiles(count), 1),
-                f"prompt experts {quant}",
+                f"prompt experts {down_quant}",
                 shared=shared_down,
             ),
-            kernel(
-                f"add_experts_{dim}",
-                "add_experts.cu",
-                AddExpertsConstants(dim, top, scale, beside is None),
-                {
-                    "x": "y" if beside else "x",
-                    "y": "down_pairs",
-                    "weights": "expert_weights",
-                    "state": "state",
-                    "ids": "expert_ids",
-                    "bias": b.data(w.down_bias),
-                },
-                lambda count, keys: (-(-dim // 1024), count, 1),
-                "experts",
+            replace(
+                kernel(
+                    f"add_experts_{dim}",
+                    "add_experts.cu",
+                    AddExpertsConstants(dim, top, scale, beside is None),
+                    {
+                        "x": "y" if beside else "x",
+                        "y": "down_pairs",
+                        "weights": "expert_weights",
+                        "state": "state",
+                        "ids": "expert_ids",
+                        "bias": b.data(w.down_bias),
+                    },
+                    lambda count, keys: (-(-dim // 1024), count, 1),
+                    "experts",
+                ),
+                joins=True,
             ),
         ]
         if beside:
