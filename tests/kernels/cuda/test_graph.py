@@ -1,4 +1,4 @@
-"""Which launches of a graph run beside each other."""
+"""Which launches of a graph run beside each other, and which of a prompt's steps are taken."""
 
 from itertools import combinations
 from pathlib import Path
@@ -10,6 +10,7 @@ from tinychat.engine.config import ModelConfig
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.plan import build_plan
 from tinychat.kernels.cuda.builder import Builder
+from tinychat.kernels.cuda.executor import Prompts
 from tinychat.kernels.cuda.launch import Launch, edges, place
 from tinychat.kernels.cuda.layout import Layout
 from tinychat.kernels.cuda.prefill import Chip, Prefill
@@ -36,3 +37,12 @@ def test_nothing_touches_what_a_launch_beside_it_writes(variant: str, tmp_path: 
     for i, j in beside:
         (wrote, used), (writes, uses) = touched(launches[i]), touched(launches[j])
         assert not wrote & uses and not writes & used, (launches[i].name, launches[j].name)
+
+
+def test_the_narrowest_kind_of_prompt_step_that_fits_is_taken() -> None:
+    taken = list[tuple[int, int]]()
+    kinds = [(16, 4096), (64, 4096), (1024, 4096), (16, 128), (64, 128)]
+    prompts = Prompts({kind: lambda count, keys, kind=kind: taken.append(kind) for kind in kinds}, print, print)  # type: ignore[misc]
+    for count, keys in ((16, 16), (17, 128), (16, 129), (64, 4096), (65, 65)):
+        prompts.step(count, keys)
+    assert taken == [(16, 128), (64, 128), (16, 4096), (64, 4096), (1024, 4096)]

@@ -151,9 +151,9 @@ def test_models_in_float(variant: str, tokens: int, tmp_path: Path) -> None:
 def test_prompts_of_every_kind(
     kind: int, warpgroups: bool, depth: Depth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt in two pieces through the kernels for few and for many tokens, of latent attention with absorbed queries
-    and without, then steps for few and for many keys; with rows of whole tiles, two of them in one part of the keys,
-    and without."""
+    """A prompt in two pieces through the kernels for few and for many tokens, of latent attention without absorbed
+    queries and then with them, then steps for few and for many keys; with rows of whole tiles, two of them in one part
+    of the keys, and without."""
     if depth == "deep":
         wide = replace(tiny.VARIANTS["deepseek2_glm"], mla=MLA(96, 256, 48, 64, 80))
         monkeypatch.setitem(tiny.VARIANTS, "deepseek2_glm", wide)

@@ -93,10 +93,11 @@ def _absorbed_shared(a: MLA) -> int:
 
 
 class Prefill:
-    """Launches for up to `tokens` tokens over the buffers of a decode Builder, which grow to that many rows."""
+    """Launches for up to `tokens` tokens over the buffers of a decode Builder, which grow to that many rows. `fresh`:
+    with few cache rows in front of them."""
 
-    def __init__(self, builder: Builder, tokens: int, chip: Chip) -> None:
-        self.b, self.tokens, self.chip = builder, tokens, chip
+    def __init__(self, builder: Builder, tokens: int, chip: Chip, *, fresh: bool = False) -> None:
+        self.b, self.tokens, self.chip, self.fresh = builder, tokens, chip, fresh
 
     @property
     def in_graph(self) -> bool:
@@ -323,8 +324,9 @@ class Prefill:
         return [*projections, *attend(layer, a), self._linear_add("attended", a.output, None, a.residual_scale)]
 
     def _absorbs(self, a: MLA) -> bool:
-        """Whether queries go through W_k_b, instead of all rows of the cache: fewer products where tokens are few."""
-        few = self.tokens <= ABSORBED and self.tokens * a.heads <= 2 * PARTS * 64
+        """Whether queries go through W_k_b, instead of all rows of the cache: fewer products where tokens are few, and
+        two kernels more."""
+        few = not self.fresh and self.tokens <= ABSORBED and self.tokens * a.heads <= 2 * PARTS * 64
         whole = a.row % 64 == 0 and a.kv_lora % 128 == 0 and _absorbed_shared(a) <= self.chip.max_shared
         return self.chip.warpgroups and few and whole
 
