@@ -65,7 +65,6 @@ LATENT_BLOCKS = 1056  # of prompt_latent.cu, at most
 ROUTER_BLOCKS = 4  # that share the experts of as many tokens
 ROUTER_WARPS, ROUTER_EXPERTS = 16, 4  # of a block; those of a warp at a time (router.cu)
 PARTS = 132  # blocks that share the cache rows in absorbed attention: one for each multiprocessor of an H100
-FEW_EACH = 4  # tokens of an expert, on the average, for which tiles of 8 suffice
 KEY_TILES = 16  # blocks that share the cache rows in a graph, whose grids do not know how many there are
 
 
@@ -214,13 +213,11 @@ class Prefill:
         stages, warps = max(2, min(steps + 1, 4)), 8 if split == 8 and small else 16
         return self.chip.fitting(Tile(1, 16 if small else 32, split, depth=1, stages=stages, warps=warps))
 
-    def _grouped_tile(self, rows: int, each: int) -> Tile:
-        """For products with each expert's tokens, on the average `each`."""
+    def _grouped_tile(self, rows: int) -> Tile:
+        """For products with each expert's tokens."""
         small, short, medium = SIZES
         if self.tokens <= short:
-            few = self.tokens > small and each <= FEW_EACH  # with two stages three blocks fit a multiprocessor
-            tokens = 8 if few or self.tokens <= small else 16
-            return self.chip.fitting(Tile(1, tokens, split=2, depth=2, stages=2 if few else 3))
+            return self.chip.fitting(Tile(1, 8 if self.tokens <= small else 16, split=2, depth=2, stages=3))
         rows = 1 if self.tokens <= medium else rows
         if self.chip.warpgroups:
             return Tile(rows, 64, split=1, depth=2, stages=4, warpgroups=True)
@@ -577,7 +574,7 @@ class Prefill:
         b, e, top, w, shared = self.b, block.router.experts, block.router.top_k, block.weights, block.shared
         ff, dim, scale = w.ff, w.down.rows, block.residual_scale
         pairs = self.tokens * top
-        tile, down_tile = (self._grouped_tile(rows, self.tokens * top // e) for rows in (1, 2))
+        tile, down_tile = self._grouped_tile(1), self._grouped_tile(2)
         tile, shared_up = self._sharing(tile, w.gate, w.up)
         down_tile, shared_down = self._sharing(down_tile, w.down)
         assert tile.tokens == down_tile.tokens
