@@ -14,7 +14,7 @@
 #include <unistd.h>
 #endif
 
-enum { MAX_THREADS = 128, PATIENCE = 4000 };  // PATIENCE: polls before a waiting thread yields its core
+enum { MAX_THREADS = 128, SOON = 50, PATIENCE = 4000 };  // polls before a waiting thread runs others' tasks, and yields its core
 
 typedef struct {
   int phases;
@@ -121,12 +121,15 @@ static int claim_(Pool *p, int from, uint64_t now, int before) {
 static void run_(Pool *p, uint64_t now, int task, int id) {
   Work *w = &p->work;
   for (int idle = 0; w->ready && !w->ready(w->arg, p->phase, task); idle++) {
-    pause_();
-    if (idle < PATIENCE) continue;
-    int other = claim_(p, (id + idle) % p->threads, now, task);
-    if (other < 0) { sched_yield(); continue; }
-    run_(p, now, other, id);
-    finish_(p, 1);
+    int other = idle < SOON ? -1 : claim_(p, (id + idle) % p->threads, now, task);
+    if (other >= 0) {
+      run_(p, now, other, id);
+      finish_(p, 1);
+    } else if (idle < PATIENCE) {
+      pause_();
+    } else {
+      sched_yield();
+    }
   }
   w->task(w->arg, p->phase, task, (int)(now & NONE), id);
 }

@@ -188,13 +188,6 @@ static void make(Ctx *c, const float *x, int at, int n) {
   prepare(x, n, NULL, 1, c->made.q + 2 * (size_t)at, c->made.scales + at / 32, NULL, 1, 0);
 }
 
-// Asks for values from..from+n-1 of such results, which are in the caches of other cores, all at once.
-static void ask_made(const Ctx *c, int from, int n) {
-  const char *q = (const char *)c->made.q + 2 * (size_t)from, *scales = (const char *)(c->made.scales + from / 32);
-  for (int i = 0; i < 2 * n; i += 64) __builtin_prefetch(q + i);
-  for (size_t i = 0; i < n / 32 * sizeof(XScale); i += 64) __builtin_prefetch(scales + i);
-}
-
 // A task: part `part` of `parts` of a segment, run by thread `id`.
 typedef struct { int id, stage, part, parts; const Segment *of; } Part;
 
@@ -209,10 +202,7 @@ static int ended(Ctx *c, int unit, int tasks) {
 // The input of a linear op, in panels. With one token each thread prepares it for itself; with several, stage 0 prepares it for
 // all threads and returns NULL.
 static const Scratch *input(Ctx *c, const Op *op, Part me, int stage, const float *src, int stride, int n, const float *norm, int need) {
-  if (made(c, op)) {
-    if (!ready(c, op, me.id)) ask_made(c, 0, n);
-    return &c->made;
-  }
+  if (made(c, op)) return &c->made;
   if (c->tokens == 1) {
     if (!ready(c, op, me.id)) prepare_one(src, n, norm, op->eps, need, &c->scratch[me.id]);
     return &c->scratch[me.id];
@@ -1024,11 +1014,11 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
     const Matrix *m = me.of->slot < top ? w : shared;
     int matrix = me.of->slot < top ? c->route_ids[me.of->slot] : 0, slots = top + (shared->groups > 0), first, last;
     const Scratch in = {.q = c->made.q + 2 * (size_t)me.of->slot * ff, .scales = c->made.scales + (size_t)me.of->slot * ff / 32};
-    if (!ready(c, op, me.id) || s->head != me.of->slot) {
-      if (made(c, op)) ask_made(c, me.of->slot * ff, m->cols);
-      else prepare_one(row(c, op->src, 0) + (size_t)me.of->slot * ff, m->cols, NULL, 0, need, s);
+    if (!made(c, op)) {
+      int prepared = ready(c, op, me.id) && s->head == me.of->slot;
+      s->head = me.of->slot;
+      if (!prepared) prepare_one(row(c, op->src, 0) + (size_t)me.of->slot * ff, m->cols, NULL, 0, need, s);
     }
-    s->head = me.of->slot;
     share(me, groups, 0, 1, groups, 1, &first, &last);
     multiply(s->sums, m, matrix, first, last, made(c, op) ? &in : s, 1, c->pair_out + (size_t)me.of->slot * dim, dim,
              me.of->slot < top ? bias_of(op->bias[0], m, matrix) : NULL, 1, 0);
