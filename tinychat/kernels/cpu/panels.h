@@ -238,11 +238,10 @@ static void product_in_planes(int type, const uint8_t *a, size_t stride, int gro
 // Fills out[group * pitch + column] as above. TILE_GROUPS groups are unpacked at a time (35 kB), two or one of the last.
 static void product_in_planes(int type, const uint8_t *a, size_t stride, int groups, const X *x, int n, f32v *out, size_t pitch) {
   Planes w[TILE_GROUPS];
-  for (size_t i = 0; i < groups * pitch; i++) out[i] = splat(0);
   for (int k = 0; k < x->k; k += DEPTH) {
     int depth = x->k - k < DEPTH ? x->k - k : DEPTH;
     for (int g = 0, many; g < groups; g += many) {
-      many = groups - g < TILE_GROUPS ? groups - g : TILE_GROUPS, many -= many == 3;
+      many = tile_groups(groups - g);
       Tile tile = tiles_of_groups[many - 1];
       // what is unpacked next: the groups behind these, or the first ones' next elements
       ptrdiff_t soon = (ptrdiff_t)(g + many < groups ? many * stride : stride * DEPTH / x->k - g * stride);
@@ -250,7 +249,7 @@ static void product_in_planes(int type, const uint8_t *a, size_t stride, int gro
       for (int c = 0; c < n; c += TILE_COLUMNS) {
         X panel = columns_from(x, c);
         const PanelScale *scales = (const PanelScale *)panel.scales + k / SCALED * TILE_COLUMNS;
-        tile(w, (const int16_t *)panel.f + TILE_COLUMNS * (size_t)k, scales, depth / 32, out + g * pitch + c, pitch);
+        tile(w, (const int16_t *)panel.f + TILE_COLUMNS * (size_t)k, scales, depth / 32, (Sums){out + g * pitch + c, pitch, 1, k > 0});
       }
     }
   }
