@@ -63,19 +63,6 @@ static void score(const Attended *a, int first, int n, int tiles) {
     }
 }
 
-// Minus the products of words in pairs of each of up to four blocks of 32.
-INLINE i32v minus_of(const u32v *words, int n) {
-  i32v all = splat_int(0), lane = {0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3};
-  for (int i = 0; i < n; i++) {
-    u32v other = __builtin_shufflevector(words[i], words[i], 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
-    i32v dot = dot_words(splat_int(0), words[i], other);
-    dot = __builtin_shufflevector(dot, dot, 2, 2, 2, 2, 6, 6, 6, 6, 10, 10, 10, 10, 14, 14, 14, 14);
-    all -= dot & (lane == i);
-  }
-  all += __builtin_shufflevector(all, all, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-  return all + __builtin_shufflevector(all, all, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3);
-}
-
 // Score of query i of all, and tile t of keys, plus the logarithms of the values' powers; of keys that it does not see, -inf.
 INLINE f32v seen_score(const Attended *a, int i, int t, f32v score) {
   f32v x = score + a->log_power[t];
@@ -95,16 +82,16 @@ static float largest_score(const Attended *a, int i, int c, int tiles) {
   return a->limit[i] > a->from[i] ? hmax(max_(even, odd)) : 0;
 }
 
-// Puts their exponentials in their place, relative to the largest. Gives the sum, without the values' powers, and the square of a norm
-// that no 32 of them exceed.
+// Puts their exponentials in their place, relative to the largest. Gives the sum, without the values' powers, and the largest sum of
+// squares of 32.
 static void exponentials(const Attended *a, int c, int tiles, float top, float *sum, float *square) {
-  f32v even = splat(0), odd = even, most = even;
+  f32v even = splat(0), odd = even, squares[KEY_TILES / 2] = {{0}};
   for (int t = a->first; t < tiles; t += 2) {
     f32v *s = a->room->scores + t * BLOCK + c, x = exp_short(s[0] - top), y = exp_short(s[BLOCK] - top);
     s[0] = x, s[BLOCK] = y;
-    even = fma_(x, a->inverse_power[t], even), odd = fma_(y, a->inverse_power[t + 1], odd), most = max_(most, fma_(x, x, y * y));
+    even = fma_(x, a->inverse_power[t], even), odd = fma_(y, a->inverse_power[t + 1], odd), squares[(t - a->first) / 2] = fma_(x, x, y * y);
   }
-  *sum = hsum(even + odd), *square = hsum(most);
+  *sum = hsum(even + odd), *square = hmax(sums_of_eight(squares));
 }
 
 // They become words, times `up`.

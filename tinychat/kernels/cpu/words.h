@@ -66,6 +66,19 @@ INLINE u32v two_words(const int16_t *x) {
   return splatu(both);
 }
 
+// Minus the products of words in pairs of each of up to four blocks of 32.
+INLINE i32v minus_of(const u32v *words, int n) {
+  i32v all = splat_int(0), lane = {0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3};
+  for (int i = 0; i < n; i++) {
+    u32v other = __builtin_shufflevector(words[i], words[i], 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+    i32v dot = dot_words(splat_int(0), words[i], other);
+    dot = __builtin_shufflevector(dot, dot, 2, 2, 2, 2, 6, 6, 6, 6, 10, 10, 10, 10, 14, 14, 14, 14);
+    all -= dot & (lane == i);
+  }
+  all += __builtin_shufflevector(all, all, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+  return all + __builtin_shufflevector(all, all, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3);
+}
+
 #define EACH(i, n) _Pragma("clang loop unroll(full)") for (int i = 0; i < n; i++)
 // The compiler may not move loads over this: it would move more of them than there are registers.
 #define FENCE __asm__ volatile("" : : : "memory")
