@@ -16,6 +16,7 @@ from tests.support.forward64 import forward
 from tinychat.engine import Engine, devices
 from tinychat.errors import SLOW, TinychatError
 from tinychat.kernels.cpu.compiler import NoCompiler
+from tinychat.kernels.cpu.executor import CPUExecutor
 from tinychat.kernels.cuda import driver, executor, launch
 from tinychat.kernels.cuda.executor import CUDAExecutor
 from tinychat.kernels.cuda.graph import Graph
@@ -145,6 +146,15 @@ def test_neither_gpu_nor_compiler_leaves_the_reference(model: Path, monkeypatch:
     assert [note.split(":")[0] for note in engine.notes] == ["CUDA is not used", "CPU is not used", "slow"]
     assert engine.notes[-1].startswith(SLOW) and "--force-reinstall ziglang" in engine.notes[-1]
     assert isinstance(engine.executor, ReferenceExecutor)
+    engine.close()
+
+
+def test_an_old_cpu_is_said(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        CPUExecutor, "device", property(lambda self: "CPU · 1 thread · plain C", lambda *args: None), raising=False
+    )
+    engine = load(model, "cpu")
+    assert [note for note in engine.notes if "no AVX2" in note and "plain C computes" in note]
     engine.close()
 
 

@@ -16,6 +16,7 @@ from tinychat.kernels.executor import ExecutorKind, MeasurableExecutor, Weights
 from tinychat.kernels.ops import Plan
 
 _WAY_OUT = "this runs on plain tinygrad, some 40 times slower than the CPU kernels; {}"
+_OLD = "this CPU has no AVX2 (or is an ARM CPU without dot products): plain C computes, ten times slower than with it"
 _REINSTALL = "the compiler that tinychat brings does not work, install it again: pip install --force-reinstall ziglang"
 
 DEVICES: tuple[ExecutorKind, ...] = ("cuda", "cpu", "reference")
@@ -54,7 +55,8 @@ def make_executor(
         else:
             if number and place != device:
                 notes.append(f"{executor.device} is used, {place} of {sum('cuda' in p for p in places)} GPUs")
-            return executor, notes + [SLOW + way_out] * (place == "reference" and not device)
+            old = executor.device.endswith("plain C")
+            return executor, notes + [_OLD] * old + [SLOW + way_out] * (place == "reference" and not device)
     raise AssertionError("unreachable: the last place returns or raises")
 
 

@@ -1,5 +1,5 @@
-"""The CPU kernels of every instruction set: AVX2 and plain C run here, NEON is cross-compiled and run under
-qemu-user."""
+"""The CPU kernels of every instruction set: AVX-512 without VNNI, AVX2 and plain C run here, NEON is cross-compiled and
+run under qemu-user."""
 
 import ctypes
 import errno
@@ -35,8 +35,13 @@ on_x86 = pytest.mark.skipif(compiler.platform.machine() != "x86_64", reason="x86
 
 
 @on_x86
-@pytest.mark.parametrize(("march", "name"), [("haswell", "AVX2"), ("nehalem", "plain C")])
+@pytest.mark.parametrize(
+    ("march", "name"), [("skylake-avx512", "AVX-512"), ("haswell", "AVX2"), ("nehalem", "plain C")]
+)
 def test_other_x86(march: str, name: str, tmp_path: Path) -> None:
+    cpuinfo = Path("/proc/cpuinfo")
+    if name == "AVX-512" and not (cpuinfo.exists() and "avx512bw" in cpuinfo.read_text()):
+        pytest.skip("needs a machine with AVX-512")
     flags = (f"-march={march}",)
     assert Library(flags).simd == name
     for variant, quant in (

@@ -1,8 +1,9 @@
 // A pool of threads that sleep between calls. A call is a list of phases, run one after the other; a phase is cut into tasks.
-// Each thread has its own range of a phase's tasks and takes tasks of the other ranges when its own is empty. A phase therefore
-// ends when its last task ends: a thread that the system has descheduled delays it only while it holds a task. A thread that finds
-// no task polls its own range alone, since each look at a range makes its owner's next claim slower.
+// Each of the T threads has every T-th task of a phase and takes tasks of the other threads when its own are done. A phase therefore
+// ends when its last task ends: a thread that the system has descheduled delays it only while it holds a task. All that begins a
+// phase is one word, which the threads without a task poll. Within a phase tasks may wait for others with lower numbers.
 #pragma once
+#include <limits.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -13,15 +14,19 @@
 #include <unistd.h>
 #endif
 
-enum { MAX_THREADS = 128, PATIENCE = 4000 };  // PATIENCE: polls before a waiting thread yields its core
+enum { MAX_THREADS = 128, SOON = 50, PATIENCE = 4000 };  // polls before a waiting thread runs others' tasks, and yields its core
 
 typedef struct {
   int phases;
-  int (*tasks)(void *arg, int phase);  // of a phase, less than 2^20; asked when the phase before has ended
+  int (*tasks)(void *arg, int phase);  // of a phase, less than NONE; asked when the phase before has ended
   void (*task)(void *arg, int phase, int task, int tasks, int id);
+  int (*ready)(void *arg, int phase, int task);  // whether what a task waits for is done; NULL: they wait for nothing
   void *arg;
 } Work;
-typedef struct { _Alignas(128) _Atomic uint64_t word; } Range;  // phase << 40 | end << 20 | next
+// Phases of all calls are numbered from 1 on. Of thread i, whose tasks are i, i + T, ...: number << 20 | how many were taken; of an
+// earlier phase: none yet.
+typedef struct { _Alignas(128) _Atomic uint64_t taken; } Range;
+enum { NONE = 0xfffff };
 typedef struct {
   int threads;
   pthread_t handle[MAX_THREADS];
@@ -31,17 +36,13 @@ typedef struct {
 #endif
   _Alignas(128) atomic_uint call;      // counts calls; changing it starts the workers
   _Alignas(128) atomic_int sleepers;
-  Range range[MAX_THREADS];
-  _Alignas(128) atomic_int remaining;  // tasks of the phase not done, and one until the phase is wholly published
-  _Alignas(128) atomic_int ended;
+  _Alignas(128) _Atomic uint64_t now;  // number of the phase << 20 | its tasks; NONE behind the last phase of a call
   Work work;
-  int tasks;                           // of the phase
+  int phase;                           // of the call
+  _Alignas(128) atomic_int remaining;  // tasks of the phase not done
+  Range range[MAX_THREADS];
   atomic_int quit;
 } Pool;
-enum { ENDED = 0xffffff };
-
-INLINE int phase_of(uint64_t v) { return (int)(v >> 40); }
-INLINE int is_empty(uint64_t v) { return (v & 0xfffff) >= (v >> 20 & 0xfffff); }  // as a word of ENDED is
 
 static inline void pause_(void) {
 #if defined(__x86_64__)
@@ -81,57 +82,69 @@ static void wake_(Pool *p) {
 #endif
 }
 
-// The first of n tasks in the range of a thread, whose end is the next one's first; the first thread always has some.
-INLINE int range_begin(int n, int id, int threads) { return (int)(((int64_t)n * id + threads - 1) / threads); }
+// Which of n equal pieces of memory task number i works on: threads read theirs one behind the other.
+INLINE int place_of(int i, int n, int threads) {
+  int thread = i % threads, each = n / threads, more = n % threads;
+  return thread * each + (thread < more ? thread : more) + i / threads;
+}
 
-static void publish_(Pool *p, int phase) {
-  if (phase == p->work.phases) {
-    for (int i = 0; i < p->threads; i++) atomic_store_explicit(&p->range[i].word, (uint64_t)ENDED << 40, memory_order_release);
-    atomic_store_explicit(&p->ended, 1, memory_order_release);
-    return;
-  }
-  int n = p->work.tasks(p->work.arg, phase);
-  p->tasks = n;
-  atomic_store_explicit(&p->remaining, n + 1, memory_order_relaxed);
-  for (int i = 0; i < p->threads; i++) {
-    uint64_t first = (uint64_t)range_begin(n, i, p->threads), end = (uint64_t)range_begin(n, i + 1, p->threads);
-    atomic_store_explicit(&p->range[i].word, (uint64_t)phase << 40 | end << 20 | first, memory_order_release);
+// Begins the phase of the call, or the first one behind it that has tasks.
+static void begin_(Pool *p, int phase) {
+  uint64_t number = (atomic_load_explicit(&p->now, memory_order_relaxed) >> 20) + 1;
+  int n = 0;
+  while (phase < p->work.phases && !(n = p->work.tasks(p->work.arg, phase))) phase++;
+  p->phase = phase;
+  atomic_store_explicit(&p->remaining, n, memory_order_relaxed);
+  atomic_store_explicit(&p->now, number << 20 | (uint64_t)(n ? n : NONE), memory_order_release);
+}
+
+// Counts `n` tasks as done. The thread that ends the last one begins the next phase.
+static void finish_(Pool *p, int n) {
+  int next = p->phase + 1;
+  if (atomic_fetch_sub_explicit(&p->remaining, n, memory_order_acq_rel) == n) begin_(p, next);
+}
+
+// Takes the next task of range `from` in phase `now`, if there is one in front of task `before`. Returns its number, or -1.
+static int claim_(Pool *p, int from, uint64_t now, int before) {
+  _Atomic uint64_t *taken = &p->range[from].taken;
+  uint64_t v = atomic_load_explicit(taken, memory_order_acquire), number = now >> 20;
+  for (;;) {
+    int count = v >> 20 == number ? (int)(v & NONE) : 0, task = count * p->threads + from;
+    if (v >> 20 > number || task >= (int)(now & NONE) || task >= before) return -1;
+    if (atomic_compare_exchange_weak_explicit(taken, &v, number << 20 | (uint64_t)(count + 1), memory_order_acq_rel, memory_order_acquire))
+      return task;
   }
 }
 
-// Counts `n` tasks as done. The thread that ends the last one publishes the next phase; publishing counts as a task too.
-static void finish_tasks_(Pool *p, int phase, int n) {
-  while (atomic_fetch_sub_explicit(&p->remaining, n, memory_order_acq_rel) == n) {
-    publish_(p, ++phase);
-    if (phase == p->work.phases) return;
-    n = 1;
-  }
-}
-
-// Runs the tasks of range `from` until none is left. Returns the word that said so.
-static uint64_t empty_range_(Pool *p, int from, int id) {
-  _Atomic uint64_t *word = &p->range[from].word;
-  for (int phase = 0, done = 0;; done++) {  // the phase does not end before what is done is counted
-    uint64_t v = atomic_load_explicit(word, memory_order_acquire);
-    if (!is_empty(v)) v = atomic_fetch_add_explicit(word, 1, memory_order_acq_rel);  // it may be of a later phase or call by now
-    if (is_empty(v)) {
-      if (done) finish_tasks_(p, phase, done);
-      return v;
+// Runs a task of phase `now` that was claimed, as soon as it is ready. What it waits for is with other threads; where that takes long,
+// one of them may have been descheduled, and tasks that it has not begun are run here.
+static void run_(Pool *p, uint64_t now, int task, int id) {
+  Work *w = &p->work;
+  for (int idle = 0; w->ready && !w->ready(w->arg, p->phase, task); idle++) {
+    int other = idle < SOON ? -1 : claim_(p, (id + idle) % p->threads, now, task);
+    if (other >= 0) {
+      run_(p, now, other, id);
+      finish_(p, 1);
+    } else if (idle < PATIENCE) {
+      pause_();
+    } else {
+      sched_yield();
     }
-    phase = phase_of(v);
-    p->work.task(p->work.arg, phase, (int)(v & 0xfffff), p->tasks, id);
   }
+  w->task(w->arg, p->phase, task, (int)(now & NONE), id);
 }
 
 // Runs tasks, first those of the thread's own range, until the last phase has ended.
 static void take_tasks_(Pool *p, int id) {
   for (;;) {
-    uint64_t v = empty_range_(p, id, id);
-    int phase = phase_of(v), same = 1;
-    if (phase == ENDED) return;
-    for (int k = 1; k < p->threads; k++) same &= phase_of(empty_range_(p, (id + k) % p->threads, id)) == phase;
-    // where all ranges were empty in the same phase, there is nothing to do before the next one
-    for (int idle = 0; same && atomic_load_explicit(&p->range[id].word, memory_order_acquire) == v; idle++) {
+    uint64_t now = atomic_load_explicit(&p->now, memory_order_acquire);
+    if ((now & NONE) == NONE) return;
+    for (int k = 0; k < p->threads && atomic_load_explicit(&p->now, memory_order_relaxed) == now; k++) {
+      int done = 0;  // the phase does not end before they are counted
+      for (int task; (task = claim_(p, (id + k) % p->threads, now, INT_MAX)) >= 0; done++) run_(p, now, task, id);
+      if (done) finish_(p, done);
+    }
+    for (int idle = 0; atomic_load_explicit(&p->now, memory_order_acquire) == now; idle++) {
       if (idle < PATIENCE) pause_();
       else sched_yield();
     }
@@ -180,12 +193,9 @@ static int pool_start(Pool *p, int threads) {
 // Runs the tasks of all phases and returns when the last one is done.
 static void pool_run(Pool *p, Work work) {
   p->work = work;
-  atomic_store_explicit(&p->ended, 0, memory_order_relaxed);
-  publish_(p, 0);
+  begin_(p, 0);
   if (p->threads > 1) wake_(p);
-  finish_tasks_(p, 0, 1);
   take_tasks_(p, 0);
-  while (!atomic_load_explicit(&p->ended, memory_order_acquire)) pause_();
 }
 
 static void pool_stop(Pool *p) {

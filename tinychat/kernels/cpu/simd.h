@@ -150,6 +150,25 @@ INLINE i32v dot_u(i32v acc, u32v w, const int8_t *x) {
   return (i32v)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(b));
 }
 #define dot_s dot_u
+#elif defined(__AVX512BW__)
+#define SIMD_NAME "AVX-512"
+#define S8_OFFSET 0
+#define HIGH 255
+INLINE __m512i dot_bytes_(i32v acc, __m512i w, __m512i x) {
+  return _mm512_add_epi32((__m512i)acc, _mm512_madd_epi16(_mm512_maddubs_epi16(w, x), _mm512_set1_epi16(1)));
+}
+INLINE i32v dot_u(i32v acc, u32v w, const int8_t *x) {
+  int32_t b;
+  memcpy(&b, x, 4);
+  return (i32v)dot_bytes_(acc, (__m512i)w, _mm512_set1_epi32(b));
+}
+INLINE i32v dot_s(i32v acc, u32v w, const int8_t *x) {
+  int32_t b;
+  memcpy(&b, x, 4);
+  __m512i v = _mm512_set1_epi32(b), u = (__m512i)w;
+  v = _mm512_mask_sub_epi8(v, _mm512_movepi8_mask(u), _mm512_setzero_si512(), v);
+  return (i32v)dot_bytes_(acc, _mm512_abs_epi8(u), v);
+}
 #elif defined(__AVX2__)
 #if defined(__AVXVNNI__)
 #define SIMD_NAME "AVX2 VNNI"

@@ -77,7 +77,8 @@ typedef struct {  // per thread
 #endif
   f32v *sums;        // of two products
   uint64_t ready;  // the phase whose input this is
-  int head;        // of per_head: whose input this is
+  uint64_t chosen; // the phase for which `experts` were chosen
+  int head;        // of per_head, experts_down: whose input this is
   int32_t *experts;
   float *expert_weights;
   float *chances;  // choose: [2][experts]
@@ -89,7 +90,15 @@ typedef struct {  // per thread
   int planes;        // rows of whole blocks of 32 are in planes, for tiles
 } Scratch;
 
-typedef struct { int op, stage; } Phase;
+typedef struct { int op, stage, ops; } Phase;  // ops: of one token, run together (together_with)
+
+// The tasks of a phase are those of its segments, one behind the other. `place`s of a segment are its tasks in the order of memory; each
+// `per` of them are a unit, that tasks of later segments wait for.
+typedef struct {
+  int first, op, per, unit;  // the first task; the number of the first unit
+  int slot;                  // of experts_up and experts_down with one token: which of its experts, top_k: the shared one
+} Segment;
+typedef struct { _Alignas(64) atomic_int count; _Atomic uint64_t done; } Count;  // of a unit: tasks that have ended; the last phase in which all have
 
 typedef struct {
   // n_step: ops of a step; those of MTP are behind them. n_whole: those of them that all tokens of a prompt need
@@ -115,6 +124,10 @@ typedef struct {
   // the call in progress
   Phase *phases;
   int n_phases;
+  Segment *segments;  // of the phase in progress
+  int n_segments;
+  uint64_t phase;     // its number, of all phases of all calls
+  Count *units;
   const int32_t *ids;
   int first;             // row of the buffers that is the first token's
   int tokens, pos, logits_mode, sampled, mtp;  // logits_mode: 0 none, 1 last, 2 all; sampled: a decode step; mtp: runs MTP instead
@@ -176,8 +189,16 @@ static void make(Ctx *c, const float *x, int at, int n) {
   prepare(x, n, NULL, 1, c->made.q + 2 * (size_t)at, c->made.scales + at / 32, NULL, 1, 0);
 }
 
-// A task: part `part` of `parts` of a stage of an op, run by thread `id`.
-typedef struct { int id, stage, part, parts; } Part;
+// A task: part `part` of `parts` of a segment, run by thread `id`.
+typedef struct { int id, stage, part, parts; const Segment *of; } Part;
+
+// Counts a task of a unit as ended; whether it was the last of `tasks`.
+static int ended(Ctx *c, int unit, int tasks) {
+  atomic_int *count = &c->units[unit].count;
+  if (atomic_fetch_add_explicit(count, 1, memory_order_acq_rel) + 1 < tasks) return 0;
+  atomic_store_explicit(count, 0, memory_order_relaxed);
+  return 1;
+}
 
 // The input of a linear op, in panels. With one token each thread prepares it for itself; with several, stage 0 prepares it for
 // all threads and returns NULL.
@@ -285,7 +306,7 @@ static float *row(Ctx *c, int buffer, int token) { return c->buffers[buffer] + (
 
 // Tasks per thread and stage, where the number of tasks is free, of several tokens and of one. One token's tasks are limited by
 // memory, which serves 16 threads so unevenly that with 4 tasks each they wait for 12 to 15 % of a step, with 16 for 3 to 8 %.
-enum { SPLIT = 8, SPLIT_ONE = 16 };
+enum { SPLIT = 8, SPLIT_ONE = 16, SPLIT_EXPERT = 4 };  // SPLIT_EXPERT: of one token and one of its experts
 
 static void embed_token(Ctx *c, const Op *op, Part me, int t) {
   const Matrix *w = &op->w[0];
@@ -770,11 +791,13 @@ static void absorb(Ctx *c, const Op *op, Part me) {
       rotate(tmp + latent, op, pos);
       store_k(k_tile(c, op, 0, pos), tmp, width, pos);
     }
-    for (int h = (me.part + me.parts - t % me.parts) % me.parts; h < op->heads; h += me.parts) {
-      float *to = row(c, op->dst[0], t) + (size_t)h * width + latent;
-      memcpy(to, row(c, op->src, t) + (size_t)h * dim + op->nope, sizeof(float) * op->rope_dims);
-      rotate(to, op, pos);
-    }
+  }
+  int all = c->tokens * op->heads;
+  for (int i = all * me.part / me.parts; i < all * (me.part + 1) / me.parts; i++) {
+    int t = i / op->heads, h = i % op->heads;
+    float *to = row(c, op->dst[0], t) + (size_t)h * width + latent;
+    memcpy(to, row(c, op->src, t) + (size_t)h * dim + op->nope, sizeof(float) * op->rope_dims);
+    rotate(to, op, c->pos + t);
   }
   per_head(c, op, me, dim, width);
 }
@@ -927,38 +950,26 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
   const Op *router = c->ops + op->router;
   const Matrix *gate = &op->w[0], *shared = &op->w[2];
   int k = gate->cols, ff = gate->rows, top = op->top_k, need = needs(op->w, 4), groups = groups16(gate);
-  int has_shared = shared->groups > 0;
   Scratch *s = &c->scratch[me.id];
   if (c->tokens == 1) {
-    if (!ready(c, op, me.id)) {
-      choose(router, s, c->router_logits, s->experts, s->expert_weights);
-      prepare_one(row(c, op->src, 0), k, op->norm, op->eps, need, s);
+    int routed = me.of->slot < top, unit = makes(c, op) ? 2 : 1, expert = 0, first, last;
+    const Matrix *w = op->w + (routed ? 0 : 2);
+    if (!ready(c, op, me.id)) prepare_one(row(c, op->src, 0), k, op->norm, op->eps, need, s);
+    if (routed) {
+      if (s->chosen != c->phase) choose(router, s, c->router_logits, s->experts, s->expert_weights);
+      s->chosen = c->phase, expert = s->experts[me.of->slot];
+      if (me.part == 0) {
+        op->routes[me.of->slot] = c->route_ids[me.of->slot] = expert;
+        c->route_weights[me.of->slot] = s->expert_weights[me.of->slot];
+      }
     }
-    if (me.part == 0) {
-      memcpy(c->route_ids, s->experts, sizeof(int32_t) * (size_t)top);
-      memcpy(op->routes, s->experts, sizeof(int32_t) * (size_t)top);
-      memcpy(c->route_weights, s->expert_weights, sizeof(float) * (size_t)top);
-    }
-    double bytes = group_bytes(gate->type, k) + group_bytes(op->w[1].type, k);
-    double shared_bytes = has_shared ? group_bytes(shared->type, k) + group_bytes(op->w[3].type, k) : 0;
-    double total = bytes * groups * top + (has_shared ? shared_bytes * groups16(shared) : 0);
-    int first, last, unit = makes(c, op) ? 2 : 1;
-    for (int i = 0; i < top; i++) {
-      float *dst = row(c, op->dst[0], 0) + (size_t)i * ff;
-      share(me, total, bytes * groups * i, bytes * unit, groups / unit, 1, &first, &last);
-      first *= unit, last *= unit;
-      multiply_gated(s->sums, gate, &op->w[1], s->experts[i], first, last, s, 1, &dst, op->activation,
-                     bias_of(op->bias[0], gate, s->experts[i]), bias_of(op->bias[1], gate, s->experts[i]));
-      if (unit == 2) make(c, dst + 16 * first, i * ff + 16 * first, 16 * (last - first));
-    }
-    if (has_shared) {
-      float *dst = row(c, op->dst[0], 0) + (size_t)top * ff;
-      share(me, total, bytes * groups * top, shared_bytes * unit, groups16(shared) / unit, 1, &first, &last);
-      first *= unit, last *= unit;
-      multiply_gated(s->sums, shared, &op->w[3], 0, first, last, s, 1, &dst, op->activation, NULL, NULL);
-      if (first < last) scale_shared(c, op, 0, dst, first, last);
-      if (unit == 2) make(c, dst + 16 * first, top * ff + 16 * first, 16 * (last - first));
-    }
+    float *dst = row(c, op->dst[0], 0) + (size_t)me.of->slot * ff;
+    share(me, groups16(w) / unit, 0, 1, groups16(w) / unit, 1, &first, &last);
+    first *= unit, last *= unit;
+    multiply_gated(s->sums, w, w + 1, expert, first, last, s, 1, &dst, op->activation, routed ? bias_of(op->bias[0], w, expert) : NULL,
+                   routed ? bias_of(op->bias[1], w, expert) : NULL);
+    if (!routed) scale_shared(c, op, 0, dst, first, last);
+    if (unit == 2) make(c, dst + 16 * first, me.of->slot * ff + 16 * first, 16 * (last - first));
     return;
   }
   if (me.stage == 0) {
@@ -995,22 +1006,24 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
   int ff = w->cols, top = op->top_k, need = needs(op->w, 2), groups = groups16(w), dim = w->rows;
   Scratch *s = &c->scratch[me.id];
   if (c->tokens == 1) {
-    const float *src = row(c, op->src, 0);
-    float *x = row(c, op->dst[0], 0), *y = s->merged;
-    int first, last, parts = top + (shared->groups > 0), prepared = made(c, op) || ready(c, op, me.id);
-    share(me, groups, 0, 1, groups, together(c), &first, &last);
-    for (int i = 0; i < parts; i++) {
-      const Matrix *m = i < top ? w : shared;
-      size_t at = 16 * (size_t)i * ff;  // a panel for each
-      Scratch in = {.q = s->q + 2 * at, .scales = s->scales + at / 32, .f = s->f + at, .planes = s->planes};
-      if (made(c, op)) in = (Scratch){.q = c->made.q + 2 * (size_t)i * ff, .scales = c->made.scales + (size_t)i * ff / 32};
-      int matrix = i < top ? c->route_ids[i] : 0;
-      if (!prepared) prepare_one(src + (size_t)i * ff, m->cols, NULL, 0, need, &in);
-      multiply(s->sums, m, matrix, first, last, &in, 1, y, dim, i < top ? bias_of(op->bias[0], m, matrix) : NULL, 1, 0);
-      float weight = (i < top ? c->route_weights[i] : 1.0f) * op->scale;
+    const Matrix *m = me.of->slot < top ? w : shared;
+    int matrix = me.of->slot < top ? c->route_ids[me.of->slot] : 0, slots = top + (shared->groups > 0), first, last;
+    const Scratch in = {.q = c->made.q + 2 * (size_t)me.of->slot * ff, .scales = c->made.scales + (size_t)me.of->slot * ff / 32};
+    if (!made(c, op)) {
+      int prepared = ready(c, op, me.id) && s->head == me.of->slot;
+      s->head = me.of->slot;
+      if (!prepared) prepare_one(row(c, op->src, 0) + (size_t)me.of->slot * ff, m->cols, NULL, 0, need, s);
+    }
+    share(me, groups, 0, 1, groups, 1, &first, &last);
+    multiply(s->sums, m, matrix, first, last, made(c, op) ? &in : s, 1, c->pair_out + (size_t)me.of->slot * dim, dim,
+             me.of->slot < top ? bias_of(op->bias[0], m, matrix) : NULL, 1, 0);
+    if (!ended(c, me.of->unit + me.part, slots)) return;
+    float *x = row(c, op->dst[0], 0);  // the last task of these rows adds up all of them, always in the same order
+    for (int i = 0; i < slots; i++) {
+      f32v weight = splat((i < top ? c->route_weights[i] : 1.0f) * op->scale);
       for (int r = 16 * first; r < MIN_(16 * last, dim); r += 16) {
         f32v base = i > 0 || op->add ? fetch(x + r, dim - r) : splat(0);
-        store(x + r, fma_(fetch(y + r, dim - r), splat(weight), base), dim - r);
+        store(x + r, fma_(fetch(c->pair_out + (size_t)i * dim + r, dim - r), weight, base), dim - r);
       }
     }
     return;
@@ -1107,14 +1120,9 @@ static int stages(const Op *op) {
 // Into how many pieces the matrices of an op can be divided for one token.
 static int units_of(const Op *op) {
   int n = groups16(&op->w[0]);
-  switch (op->tag) {
-    case LINEAR:
-      for (int i = 1; i < op->matrices; i++) n += groups16(&op->w[i]);
-      return n;
-    case EXPERTS_UP: return n * op->top_k + (op->w[2].groups ? groups16(&op->w[2]) : 0);
-    case ABSORB: case VALUE_UP: return n * op->w[0].groups;
-    default: return n;
-  }
+  if (op->tag == ABSORB || op->tag == VALUE_UP) return n * op->w[0].groups;
+  for (int i = 1; i < op->matrices && op->tag == LINEAR; i++) n += groups16(&op->w[i]);
+  return n;
 }
 
 static int stage_tasks(const Ctx *c, const Op *op, int stage) {
@@ -1152,17 +1160,87 @@ static void choose_form(Ctx *c, const Op *op) {
   for (int i = 0; i < c->pool.threads; i++) c->scratch[i].planes = planes;
 }
 
-static int phase_tasks(void *arg, int phase) {
-  Ctx *c = arg;
-  if (phase < c->n_phases) {
-    Phase p = c->phases[phase];
-    const Op *op = &c->ops[p.op];
-    choose_form(c, op);
-    if (op->tag == EXPERTS_UP && p.stage == 1) list_experts(c, op);
-    return stage_tasks(c, op, p.stage);
+// How many ops from `op` on run together in a decode step of one token: tasks wait for what they need alone, not for all of an op.
+// Those of a head need this head's of the op before; an expert's second matrix the first ones, which need the router; the
+// shared expert does not.
+static int together_with(const Ctx *c, const Op *op) {
+  if (c->tokens > 1 || !c->sampled) return 1;
+  if (op->tag == ROUTE) return 3;
+  int q = op->tag == LINEAR && op[1].tag == ABSORB && op->matrices == 1 && op->w[0].rows % (16 * op[1].heads) == 0;
+  return op[q].tag == ABSORB ? q + 3 : 1;
+}
+
+// Equal shares of n pieces: as many as there can be up to `most`.
+static int shares(int n, int most) {
+  int k = MIN_(n, MAX_(most, 1));
+  while (n % k) k--;
+  return k;
+}
+
+static int new_segment(Ctx *c, const Op *op, int slot, int per, int tasks) {
+  Segment *s = &c->segments[c->n_segments++];
+  s->op = (int)(op - c->ops), s->slot = slot, s->per = per;
+  s[1].first = s->first + tasks, s[1].unit = s->unit + (per ? tasks / per : 0);
+  return tasks;
+}
+
+static void lay_out(Ctx *c, Phase p) {
+  c->n_segments = 0, c->phase++, c->segments[0].first = c->segments[0].unit = 0;
+  for (const Op *op = c->ops + p.op; op < c->ops + p.op + p.ops; op++) {
+    const Matrix *w = &op->w[0];
+    int threads = c->pool.threads, per;
+    if (c->tokens == 1 && (op->tag == EXPERTS_UP || op->tag == EXPERTS_DOWN)) {
+      int up = op->tag == EXPERTS_UP, shared = op->w[up ? 2 : 1].groups > 0;
+      for (int i = -shared; i < op->top_k; i++) {  // the shared one first, which does not wait for the router
+        const Matrix *m = i >= 0 ? w : w + (up ? 2 : 1);
+        int pieces = groups16(m) / (up && makes(c, op) ? 2 : 1), most = MIN_(pieces, SPLIT_EXPERT * threads), n = shares(pieces, most);
+        if (2 * n < most) n = most;
+        new_segment(c, op, i < 0 ? op->top_k : i, up ? n : 0, n);
+      }
+    } else if (p.ops > 1 && op->tag == ROUTE) {
+      new_segment(c, op, 0, groups16(w), groups16(w));
+    } else if (p.ops > 1 && op->tag == LATENT_ATTENTION) {
+      new_segment(c, op, 0, c->pos / CHUNK + 1, attention_tasks(c, op, &per));
+    } else if (p.ops > 1) {  // matrices of heads
+      int heads = op->tag == LINEAR ? op[1].heads : w->groups;
+      per = shares(units_of(op) / heads / (makes(c, op) ? 2 : 1), SPLIT_ONE * threads / heads);
+      new_segment(c, op, 0, per, per * heads);
+    } else {
+      new_segment(c, op, 0, 0, stage_tasks(c, op, p.stage));
+    }
   }
-  c->sampling = nanoseconds();
-  return c->pool.threads;
+}
+
+INLINE const Segment *segment_of(const Ctx *c, int task, int *place) {
+  const Segment *s = c->segments;
+  while (task >= s[1].first) s++;
+  *place = place_of(task - s->first, s[1].first - s->first, c->pool.threads);
+  return s;
+}
+
+INLINE int is_done(const Ctx *c, int unit) { return atomic_load_explicit(&c->units[unit].done, memory_order_acquire) == c->phase; }
+
+// See together_with.
+static int task_ready(void *arg, int phase, int task) {
+  const Ctx *c = arg;
+  if (phase == c->n_phases || c->phases[phase].ops == 1) return 1;
+  int place, per;
+  const Segment *s = segment_of(c, task, &place), *before = s - 1;
+  const Op *op = &c->ops[s->op];
+  switch (op->tag) {
+    case ABSORB: return s == c->segments || is_done(c, before->unit + place / s->per);
+    case LATENT_ATTENTION:  // the first head's first task stores the row of the cache
+      attention_tasks(c, op, &per);
+      for (int h = place / s->per * per, end = MIN_(h + per, op->heads); h < end; h++)
+        if (!is_done(c, before->unit + h)) return 0;
+      return is_done(c, before->unit);
+    case VALUE_UP:
+      attention_tasks(c, op - 1, &per);
+      return is_done(c, before->unit + place / s->per / per);
+    case EXPERTS_UP: return s->slot == op->top_k || is_done(c, 0);
+    case EXPERTS_DOWN: return is_done(c, s[-op->top_k - (op->w[1].groups > 0)].unit);
+    default: return 1;
+  }
 }
 
 // A counter of constant frequency that is read in a few cycles; run_tokens converts it to nanoseconds.
@@ -1180,14 +1258,33 @@ static inline uint64_t counter(void) {
 
 static int spans_of(const Ctx *c) { return (c->vocab + SPAN - 1) / SPAN; }
 
-// A task of a stage of an op, or behind the last one of the statistics for sampling.
+static int phase_tasks(void *arg, int phase) {
+  Ctx *c = arg;
+  if (phase < c->n_phases) {
+    Phase p = c->phases[phase];
+    const Op *op = &c->ops[p.op];
+    choose_form(c, op);
+    if (op->tag == EXPERTS_UP && p.stage == 1) list_experts(c, op);
+    lay_out(c, p);
+    return c->segments[c->n_segments].first;
+  }
+  c->sampling = nanoseconds();
+  return c->pool.threads;
+}
+
+// A task of a phase, or behind the last one of the statistics for sampling.
 static void phase_task(void *arg, int phase, int task, int tasks, int id) {
   Ctx *c = arg;
   Scratch *s = &c->scratch[id];
-  int op = phase < c->n_phases ? c->phases[phase].op : -1;
-  uint64_t start = !c->ticks ? 0 : op >= 0 && s->last_op == op ? s->stopped : counter();  // a thread does not wait within an op
-  if (op >= 0) {
-    run_op(c, &c->ops[op], (Part){id, c->phases[phase].stage, task, tasks});
+  uint64_t start = c->ticks ? counter() : 0;
+  int op = -1;
+  if (phase < c->n_phases) {
+    int place, first;
+    const Segment *of = segment_of(c, task, &place);
+    op = of->op, first = of->first;
+    run_op(c, &c->ops[op], (Part){id, c->phases[phase].stage, place, of[1].first - first, of});
+    if (of->per && ended(c, of->unit + place / of->per, of->per))
+      atomic_store_explicit(&c->units[of->unit + place / of->per].done, c->phase, memory_order_release);
   } else {
     int spans = spans_of(c), n = spans * c->tokens;
     for (int i = n * task / tasks; i < n * (task + 1) / tasks; i++) {
@@ -1207,10 +1304,12 @@ static void run_ops(Ctx *c, int from, int to) {
   c->serial++;
   for (int i = 0; i < c->pool.threads; i++) c->scratch[i].last_op = -1;
   c->n_phases = 0;
-  for (int i = from; i < to; i++)
-    for (int stage = 0; stage < (c->tokens == 1 ? 1 : stages(&c->ops[i])); stage++) c->phases[c->n_phases++] = (Phase){i, stage};
+  for (int i = from, ops; i < to; i += ops) {
+    ops = together_with(c, &c->ops[i]);
+    for (int stage = 0; stage < (c->tokens == 1 ? 1 : stages(&c->ops[i])); stage++) c->phases[c->n_phases++] = (Phase){i, stage, ops};
+  }
   uint64_t began = c->ticks ? nanoseconds() : 0, first = counter();
-  pool_run(&c->pool, (Work){c->n_phases + c->sampled, phase_tasks, phase_task, c});
+  pool_run(&c->pool, (Work){c->n_phases + c->sampled, phase_tasks, phase_task, task_ready, c});
   if (!c->ticks) return;
   double unit = (double)(nanoseconds() - began) / (double)MAX_(counter() - first, 1);
   for (int i = 0; i < 2 * c->n_ops * c->pool.threads; i++) c->ticks[i] = (uint64_t)((double)c->ticks[i] * unit);
@@ -1312,7 +1411,7 @@ typedef struct {
   uint8_t *dst;
   const uint8_t *src;
   size_t row_bytes;
-  int type, rows, cols, groups, stride, run;
+  int type, rows, cols, groups, stride, run, threads;
 } PackJob;
 
 static int pack_tasks(void *arg, int phase) {
@@ -1323,6 +1422,7 @@ static int pack_tasks(void *arg, int phase) {
 static void pack_task(void *arg, int phase, int task, int tasks, int id) {
   PackJob *j = arg;
   int per = (j->rows + 15) / 16, total = per * j->groups;
+  task = place_of(task, tasks, j->threads);
   for (int i = 16 * task; i < 16 * task + 16 && i < total; i++) {
     const uint8_t *rows[16];
     for (int r = 0; r < 16; r++) {
@@ -1338,8 +1438,8 @@ static void pack_task(void *arg, int phase, int task, int tasks, int id) {
 // in runs of `run`, each `stride` rows behind the one before.
 EXPORT void tc_pack(Ctx *c, uint8_t *dst, const uint8_t *src, int type, int rows, int cols, int groups, int stride, int run) {
   const QuantLayout *l = &layouts[type];
-  PackJob job = {dst, src, (size_t)(cols / l->block) * l->bytes, type, rows, cols, groups, stride, run};
-  pool_run(&c->pool, (Work){1, pack_tasks, pack_task, &job});
+  PackJob job = {dst, src, (size_t)(cols / l->block) * l->bytes, type, rows, cols, groups, stride, run, c->pool.threads};
+  pool_run(&c->pool, (Work){1, pack_tasks, pack_task, NULL, &job});
 }
 
 // The inverse, for tests and the embedding: 16 packed rows to float32 (cols, 16).
@@ -1401,6 +1501,10 @@ EXPORT int tc_prepare(Ctx *c) {
   }
   size_t chunks = ((size_t)c->max_context + 15) / 16 * 16 / CHUNK + 1, vectors = MAX_(tiles_allowed || WORDS ? MOST : QUERIES, heads) + 16;
   c->phases = piece(c, 5 * (size_t)c->n_ops, sizeof(Phase));
+  c->segments = piece(c, 2 * (size_t)top + 5, sizeof(Segment));
+  size_t units = 3 * heads + (size_t)top + 2 + SPLIT_EXPERT * (size_t)n;
+  c->units = piece(c, units, sizeof(Count));
+  if (c->units) memset(c->units, 0, units * sizeof(Count));
   c->scratch = piece(c, n, sizeof(Scratch));
   for (int i = 0; i < n && c->scratch; i++) {
     Scratch *s = &c->scratch[i];
@@ -1439,7 +1543,7 @@ EXPORT int tc_prepare(Ctx *c) {
   c->route_ids = piece(c, c->batch, 4 * (size_t)top);
   c->route_weights = piece(c, c->batch, 4 * (size_t)top);
   c->chosen = piece(c, (size_t)routed, 4);
-  c->pair_out = routed ? piece(c, (size_t)c->batch * top, 4 * (size_t)dim) : NULL;
+  c->pair_out = routed ? piece(c, (size_t)c->batch * top + 1, 4 * (size_t)dim) : NULL;
   c->logits = piece(c, STEP * (size_t)c->vocab + 16, 4);
   c->work = piece(c, (size_t)c->vocab * 2 + (size_t)spans_of(c) + 32, 4);
   c->span_max = piece(c, STEP * (size_t)spans_of(c), 4);
@@ -1508,6 +1612,7 @@ EXPORT size_t tc_cache(Ctx *c, uint8_t *data, int first, int rows, int in) {
 typedef struct {
   const uint8_t *data;
   size_t bytes;
+  int threads;
   uint32_t sink[MAX_THREADS * 16];
 } ReadJob;
 
@@ -1517,6 +1622,7 @@ static int read_tasks(void *arg, int phase) { return (int)(((ReadJob *)arg)->byt
 static void read_task(void *arg, int phase, int task, int tasks, int id) {
   ReadJob *j = arg;
   u32v s[4] = {{0}};
+  task = place_of(task, tasks, j->threads);
   for (const uint8_t *p = j->data + (size_t)PIECE * task, *end = p + PIECE; p < end; p += 256)
     for (int i = 0; i < 4; i++) s[i] += ld(p + 64 * i);
   memcpy(&j->sink[id * 16], &(u32v[]){s[0] + s[1] + s[2] + s[3]}, 64);
@@ -1524,11 +1630,11 @@ static void read_task(void *arg, int phase, int task, int tasks, int id) {
 
 // Read bandwidth in GB/s over `bytes` at `data` (whole MiB, much larger than the caches), best of 3.
 EXPORT double tc_bandwidth(Ctx *c, const uint8_t *data, size_t bytes) {
-  ReadJob job = {data, bytes};
+  ReadJob job = {data, bytes, c->pool.threads};
   double best = 0;
   for (int i = 0; i < 3; i++) {
     uint64_t start = nanoseconds();
-    pool_run(&c->pool, (Work){1, read_tasks, read_task, &job});
+    pool_run(&c->pool, (Work){1, read_tasks, read_task, NULL, &job});
     double gb = (double)(bytes / PIECE * PIECE) / (double)(nanoseconds() - start);
     best = gb > best ? gb : best;
   }
