@@ -373,7 +373,8 @@ async def test_dear_paints_come_less_often(monkeypatch):
         painter, now, work = app.chat.painter, 100.0, 7.0
         monkeypatch.setattr(painter, "_painted_at", now)
         monkeypatch.setattr(painter, "_spent_at", work)
-        cases = [(0.001, 0.006, True), (0.01, 0.04, False), (0.01, 0.06, True), (1.0, 0.08, False), (1.0, 0.11, True)]
+        cases = [(0.001, 0.006, True), (0.01, 0.04, False), (0.01, 0.06, True), (0.04, 0.08, False), (0.04, 0.11, True)]
+        cases += [(1.0, 1.9, False), (1.0, 2.1, True)]
         for spent, passed, due in cases:
             with monkeypatch.context() as m:
                 m.setattr(time, "monotonic", lambda p=passed: now + p)
