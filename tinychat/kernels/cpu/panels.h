@@ -117,7 +117,6 @@ typedef struct { f32v d, d2, m, m2; } Scales;
     Scales scales[DEPTH / 32];                                                                                            \
     f32v top = splat(0);                                                                                                  \
     EACH_SUB(T, BLOCK, BYTES, CHUNK_, {                                                                                   \
-      for (int at = 0; at < PART; at += 64) __builtin_prefetch(a + soon + j * PART + at);                                 \
       Scales s = {.d = u.d * (float)CENTRE};                                                                              \
       s.d2 = SPLIT ? u.d2 * (float)CENTRE : s.d, s.m = MIN ? u.m + s.d : splat(0), s.m2 = MIN && SPLIT ? u.m2 + s.d2 : s.m; \
       top = max_(top, abs_(s.d) + abs_(s.m));                                                                             \
@@ -127,6 +126,7 @@ typedef struct { f32v d, d2, m, m2; } Scales;
     f32v up = steps_of(top);                                                                                              \
     to->d = top * ((float)UNIT / LIMIT);                                                                                       \
     EACH_SUB(T, BLOCK, BYTES, CHUNK_, {                                                                                   \
+      for (int at = 0; at < PART; at += 64) __builtin_prefetch(a + soon + j * PART + at);                                 \
       const Scales *s = &scales[sub];                                                                                     \
       i16v d = in_halves(s->d * up), d2 = SPLIT ? in_halves(s->d2 * up) : d;                                              \
       i16v m = MIN ? in_halves(s->m * up) : d, m2 = MIN && SPLIT ? in_halves(s->m2 * up) : m;                             \
