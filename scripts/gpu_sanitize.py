@@ -35,7 +35,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence, Set
 from ctypes import c_size_t, c_ubyte, c_uint64
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha1
 from itertools import chain
 from multiprocessing.pool import Pool
@@ -166,6 +166,7 @@ class Kernel:
 
     kind: Kind
     threads: int  # of all blocks of its largest launch
+    ready: bool  # it is compiled already
 
 
 def kernels(model: str) -> dict[str, Kernel]:
@@ -176,8 +177,10 @@ def kernels(model: str) -> dict[str, Kernel]:
             for x in form.launches:
                 threads = int(np.prod(x.grid_of(form.count, form.pos + form.count))) * x.threads
                 key, kind = digest(x), (x.file, x.kind, x.threads, x.cluster, *BRANCHES.findall(x.constants))
-                if key not in out or out[key].threads < threads:
-                    out[key] = Kernel(kind, threads)
+                if key not in out:
+                    out[key] = Kernel(kind, threads, binaries.find(x.source(), ARCH) is not None)
+                elif out[key].threads < threads:
+                    out[key] = replace(out[key], threads=threads)
     return out
 
 
@@ -346,14 +349,15 @@ def compile_all(pool: Pool, models: dict[str, dict[str, Kernel]], end: float) ->
     """Compiles the kernels of the models, each once; returns whether all are by the time `end`."""
     began, pieces = time.time(), list[tuple[str, list[str]]]()
     for model, found in covering(models).items():
-        pieces += [(model, list(found)[i : i + PIECE]) for i in range(0, len(found), PIECE)]
+        missing = [key for key, kernel in found.items() if not kernel.ready]
+        pieces += [(model, missing[i : i + PIECE]) for i in range(0, len(missing), PIECE)]
     made, new = pool.imap_unordered(compile_some, pieces), 0
     try:
         for _ in pieces:
             new += made.next(max(0.1, end - time.time()))
     except multiprocessing.TimeoutError:
         return False
-    count = sum(len(some) for _, some in pieces)
+    count = len(join(models.values()))
     print(f"{new} of {count} kernels compiled within {time.time() - began:.0f} s", flush=True)
     return True
 

@@ -58,7 +58,7 @@ def test_attention_over_several_chunks(flags: tuple[str, ...], model: str, tmp_p
     with executor(path, flags=VECTORS) as ex, executor(path, flags=flags, threads=3) as planes:
         vectors, prompt = ex.forward(ids, 0, "all"), planes.forward(ids, 0, "all")
         assert vectors is not None and prompt is not None
-        assert relative(prompt, vectors) < 7e-4
+        assert relative(prompt, vectors) < (5e-4 if flags == TILES else 7e-4)  # words round keys and values as well
         ends = [0, 37, 38, 300, 330]  # more queries than a task has, one, and a border within a tile of keys
         parts = [planes.forward(ids[a:b], a, "all") for a, b in pairwise(ends)]
         assert_divided(parts, prompt, experts=model.startswith("deepseek2"))
