@@ -875,6 +875,29 @@ static void choose(const Op *op, const Scratch *s, const float *l, int32_t *ids,
   for (int k = 0; k < op->top_k; k++) weights[k] *= factor * (op->bias[2] ? op->bias[2][ids[k]] : 1.0f);
 }
 
+// In a decode step of one token a task of a router in F32, which has few rows, sums up every second column of 16 of them: one of the two
+// chains that a product adds up in the end.
+static int halved(const Ctx *c, const Op *op) { return c->sampled && c->tokens == 1 && op->w[0].type == F32; }
+static void route_half(Ctx *c, const Matrix *w, const float *x, int group, int half) {
+  const uint8_t *a = rows16(w, 0, group);
+  f32v sum = splat(0);
+  for (int k = half; k < w->cols; k += 2) {
+    __builtin_prefetch(a + 64 * (size_t)k + AHEAD);
+    sum = fma_(load_F32(a + 64 * (size_t)k), splat(x[k]), sum);
+  }
+  stf(c->router_logits + 16 * (half * groups16(w) + group), sum);
+}
+// Adds up both halves.
+static const float *whole_logits(const Ctx *c, const Op *op, float *out) {
+  if (!halved(c, op)) return c->router_logits;
+  int n = op->w[0].rows;
+  for (int i = 0; i < n; i += 16) {
+    f32v y = ldf(c->router_logits + i) + ldf(c->router_logits + 16 * groups16(&op->w[0]) + i);
+    store(out + i, op->bias[0] ? y + fetch(op->bias[0] + i, n - i) : y, n - i);
+  }
+  return out;
+}
+
 static void route(Ctx *c, const Op *op, Part me) {
   const Matrix *w = &op->w[0];
   if (me.stage == 2) {  // with one token, every thread chooses for itself at the start of the next phase
@@ -885,6 +908,10 @@ static void route(Ctx *c, const Op *op, Part me) {
   const Scratch *x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], w->cols, op->norm, needs(w, 1));
   if (!x) return;
   int first, last, n = groups16(w);
+  if (halved(c, op)) {
+    route_half(c, w, x->f, me.part / 2, me.part % 2);
+    return;
+  }
   share(me, n, 0, 1, n, 1, &first, &last);
   multiply(c->scratch[me.id].sums, w, 0, first, last, x, c->tokens, c->router_logits, w->rows, op->bias[0], 1, 0);
 }
@@ -961,7 +988,7 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
     const Matrix *w = op->w + (routed ? 0 : 2);
     if (!ready(c, op, me.id)) prepare_one(row(c, op->src, 0), k, op->norm, op->eps, need, s);
     if (routed) {
-      if (s->chosen != c->phase) choose(router, s, c->router_logits, s->experts, s->expert_weights);
+      if (s->chosen != c->phase) choose(router, s, whole_logits(c, router, s->chances), s->experts, s->expert_weights);
       s->chosen = c->phase, expert = s->experts[me.of->slot];
       if (me.part == 0) {
         op->routes[me.of->slot] = c->route_ids[me.of->slot] = expert;
@@ -1203,7 +1230,8 @@ static void lay_out(Ctx *c, Phase p) {
         new_segment(c, op, i < 0 ? op->top_k : i, up ? n : 0, n);
       }
     } else if (p.ops > 1 && op->tag == ROUTE) {
-      new_segment(c, op, 0, groups16(w), groups16(w));
+      int n = groups16(w) * (halved(c, op) ? 2 : 1);
+      new_segment(c, op, 0, n, n);
     } else if (p.ops > 1 && op->tag == LATENT_ATTENTION) {
       new_segment(c, op, 0, c->pos / CHUNK + 1, attention_tasks(c, op, &per));
     } else if (p.ops > 1) {  // matrices of heads
@@ -1538,7 +1566,7 @@ EXPORT int tc_prepare(Ctx *c) {
   c->partial = piece(c, heads * chunks, 4 * (value + 16));
   c->done = piece(c, heads, sizeof(atomic_int));
   if (c->done) memset(c->done, 0, sizeof(atomic_int) * heads);
-  c->router_logits = piece(c, c->batch, 4 * (size_t)(routed + 16));
+  c->router_logits = piece(c, c->batch + 1, 4 * (size_t)(routed + 16));
   c->route_ids = piece(c, c->batch, 4 * (size_t)top);
   c->route_weights = piece(c, c->batch, 4 * (size_t)top);
   c->chosen = piece(c, (size_t)routed, 4);
