@@ -305,7 +305,7 @@ static float *row(Ctx *c, int buffer, int token) { return c->buffers[buffer] + (
 
 // Tasks per thread and stage, where the number of tasks is free, of several tokens and of one. One token's tasks are limited by
 // memory, which serves 16 threads so unevenly that with 4 tasks each they wait for 12 to 15 % of a step, with 16 for 3 to 8 %.
-enum { SPLIT = 8, SPLIT_ONE = 16, SPLIT_EXPERT = 4 };  // SPLIT_EXPERT: of one token and one of its experts
+enum { SPLIT = 8, SPLIT_ONE = 16, SPLIT_EXPERT = 4, LEAST_BYTES = 24 << 10 };  // SPLIT_EXPERT: of one token and one of its experts
 
 static void embed_token(Ctx *c, const Op *op, Part me, int t) {
   const Matrix *w = &op->w[0];
@@ -1225,7 +1225,8 @@ static void lay_out(Ctx *c, Phase p) {
       int up = op->tag == EXPERTS_UP, shared = op->w[up ? 2 : 1].groups > 0;
       for (int i = -shared; i < op->top_k; i++) {  // the shared one first, which does not wait for the router
         const Matrix *m = i >= 0 ? w : w + (up ? 2 : 1);
-        int pieces = groups16(m) / (up && makes(c, op) ? 2 : 1), most = MIN_(pieces, SPLIT_EXPERT * threads), n = shares(pieces, most);
+        int pieces = groups16(m) / (up && makes(c, op) ? 2 : 1), enough = (int)(groups16(m) * group_bytes(m->type, m->cols) / LEAST_BYTES);
+        int most = MIN_(pieces, MAX_(1, MIN_(SPLIT_EXPERT * threads, enough))), n = shares(pieces, most);
         if (2 * n < most) n = most;
         new_segment(c, op, i < 0 ? op->top_k : i, up ? n : 0, n);
       }
