@@ -95,8 +95,9 @@ typedef struct { int op, stage, ops; } Phase;  // ops: of one token, run togethe
 // `per` of them are a unit, that tasks of later segments wait for.
 typedef struct {
   int first, op, per, unit;  // the first task; the number of the first unit
-  int slot;                  // of experts_up and experts_down with one token: which of its experts, top_k: the shared one
-} Segment;
+  int slot;                  // of experts_up and experts_down with one token: which of its experts, top_k: the shared one; of attention: heads
+} Segment;                   // of a task; of absorb ALONE: the cache's row
+enum { ALONE = -1 };
 typedef struct { _Alignas(64) atomic_int count; _Atomic uint64_t done; } Count;  // of a unit: tasks that have ended; the last phase in which all have
 
 typedef struct {
@@ -305,7 +306,9 @@ static float *row(Ctx *c, int buffer, int token) { return c->buffers[buffer] + (
 
 // Tasks per thread and stage, where the number of tasks is free, of several tokens and of one. One token's tasks are limited by
 // memory, which serves 16 threads so unevenly that with 4 tasks each they wait for 12 to 15 % of a step, with 16 for 3 to 8 %.
-enum { SPLIT = 8, SPLIT_ONE = 16, SPLIT_EXPERT = 4, LEAST_BYTES = 24 << 10 };  // SPLIT_EXPERT: of one token and one of its experts
+enum { SPLIT = 8, SPLIT_ONE = 16 };
+// Of one token and matrices of heads; of one of its experts, whose tasks have so many bytes at least.
+enum { SPLIT_HEADS = 6, SPLIT_EXPERT = 4, LEAST_BYTES = 24 << 10 };
 
 static void embed_token(Ctx *c, const Op *op, Part me, int t) {
   const Matrix *w = &op->w[0];
@@ -788,7 +791,7 @@ static void absorb(Ctx *c, const Op *op, Part me) {
   float *tmp = c->scratch[me.id].merged;
   for (int t = 0; t < c->tokens; t++) {
     int pos = c->pos + t;
-    if (t % me.parts == me.part) {
+    if (t % me.parts == me.part && me.of == c->segments) {
       const float *kv = row(c, op->dst[1], t);
       float inv = rms_scale(kv, latent, op->norm_eps);
       for (int i = 0; i < latent; i++) tmp[i] = kv[i] * inv * op->norm[i];
@@ -797,6 +800,7 @@ static void absorb(Ctx *c, const Op *op, Part me) {
       store_k(k_tile(c, op, 0, pos), tmp, width, pos);
     }
   }
+  if (me.of->slot == ALONE) return;
   int all = c->tokens * op->heads;
   for (int i = all * me.part / me.parts; i < all * (me.part + 1) / me.parts; i++) {
     int t = i / op->heads, h = i % op->heads;
@@ -1194,9 +1198,9 @@ static void choose_form(Ctx *c, const Op *op) {
 
 // How many ops from `op` on run together in a decode step of one token: tasks wait for what they need alone, not for all of an op.
 // Those of a head need this head's of the op before; an expert's second matrix the first ones, which need the router; the
-// shared expert does not.
+// shared expert does not. With clocks each op has its own time.
 static int together_with(const Ctx *c, const Op *op) {
-  if (c->tokens > 1 || !c->sampled) return 1;
+  if (c->tokens > 1 || !c->sampled || c->ticks) return 1;
   if (op->tag == ROUTE) return 3;
   int q = op->tag == LINEAR && op[1].tag == ABSORB && op->matrices == 1 && op->w[0].rows % (16 * op[1].heads) == 0;
   return op[q].tag == ABSORB ? q + 3 : 1;
@@ -1218,6 +1222,8 @@ static int new_segment(Ctx *c, const Op *op, int slot, int per, int tasks) {
 
 static void lay_out(Ctx *c, Phase p) {
   c->n_segments = 0, c->phase++, c->segments[0].first = c->segments[0].unit = 0;
+  const Op *absorbs = c->ops + p.op + (c->ops[p.op].tag == LINEAR);
+  if (p.ops > 1 && absorbs->tag == ABSORB) new_segment(c, absorbs, ALONE, 1, 1);
   for (const Op *op = c->ops + p.op; op < c->ops + p.op + p.ops; op++) {
     const Matrix *w = &op->w[0];
     int threads = c->pool.threads, per;
@@ -1230,14 +1236,15 @@ static void lay_out(Ctx *c, Phase p) {
         if (2 * n < most) n = most;
         new_segment(c, op, i < 0 ? op->top_k : i, up ? n : 0, n);
       }
-    } else if (p.ops > 1 && op->tag == ROUTE) {
+    } else if (c->tokens == 1 && op->tag == ROUTE) {
       int n = groups16(w) * (halved(c, op) ? 2 : 1);
       new_segment(c, op, 0, n, n);
     } else if (p.ops > 1 && op->tag == LATENT_ATTENTION) {
-      new_segment(c, op, 0, c->pos / CHUNK + 1, attention_tasks(c, op, &per));
+      int tasks = attention_tasks(c, op, &per);
+      new_segment(c, op, per, c->pos / CHUNK + 1, tasks);
     } else if (p.ops > 1) {  // matrices of heads
       int heads = op->tag == LINEAR ? op[1].heads : w->groups;
-      per = shares(units_of(op) / heads / (makes(c, op) ? 2 : 1), SPLIT_ONE * threads / heads);
+      per = shares(units_of(op) / heads / (makes(c, op) ? 2 : 1), SPLIT_HEADS * threads / heads);
       new_segment(c, op, 0, per, per * heads);
     } else {
       new_segment(c, op, 0, 0, stage_tasks(c, op, p.stage));
@@ -1258,19 +1265,16 @@ INLINE int is_done(const Ctx *c, int unit) { return atomic_load_explicit(&c->uni
 static int task_ready(void *arg, int phase, int task) {
   const Ctx *c = arg;
   if (phase == c->n_phases || c->phases[phase].ops == 1) return 1;
-  int place, per;
+  int place;
   const Segment *s = segment_of(c, task, &place), *before = s - 1;
   const Op *op = &c->ops[s->op];
   switch (op->tag) {
-    case ABSORB: return s == c->segments || is_done(c, before->unit + place / s->per);
-    case LATENT_ATTENTION:  // the first head's first task stores the row of the cache
-      attention_tasks(c, op, &per);
-      for (int h = place / s->per * per, end = MIN_(h + per, op->heads); h < end; h++)
+    case ABSORB: return before < c->segments || before->slot == ALONE || is_done(c, before->unit + place / s->per);
+    case LATENT_ATTENTION:
+      for (int h = place / s->per * s->slot, end = MIN_(h + s->slot, op->heads); h < end; h++)
         if (!is_done(c, before->unit + h)) return 0;
-      return is_done(c, before->unit);
-    case VALUE_UP:
-      attention_tasks(c, op - 1, &per);
-      return is_done(c, before->unit + place / s->per / per);
+      return is_done(c, 0);  // the cache's row
+    case VALUE_UP: return is_done(c, before->unit + place / s->per / before->slot);
     case EXPERTS_UP: return s->slot == op->top_k || is_done(c, 0);
     case EXPERTS_DOWN: return is_done(c, s[-op->top_k - (op->w[1].groups > 0)].unit);
     default: return 1;
@@ -1536,7 +1540,7 @@ EXPORT int tc_prepare(Ctx *c) {
   size_t chunks = ((size_t)c->max_context + 15) / 16 * 16 / CHUNK + 1, vectors = MAX_(tiles_allowed ? MOST : QUERIES, heads) + 16;
   c->phases = piece(c, 5 * (size_t)c->n_ops, sizeof(Phase));
   c->segments = piece(c, 2 * (size_t)top + 5, sizeof(Segment));
-  size_t units = 3 * heads + (size_t)top + 2 + SPLIT_EXPERT * (size_t)n;
+  size_t units = 3 * heads + (size_t)top + 3 + SPLIT_EXPERT * (size_t)n;
   c->units = piece(c, units, sizeof(Count));
   if (c->units) memset(c->units, 0, units * sizeof(Count));
   c->scratch = piece(c, n, sizeof(Scratch));
