@@ -306,7 +306,7 @@ static float *row(Ctx *c, int buffer, int token) { return c->buffers[buffer] + (
 
 // Tasks per thread and stage, where the number of tasks is free, of several tokens and of one. One token's tasks are limited by
 // memory, which serves 16 threads so unevenly that with 4 tasks each they wait for 12 to 15 % of a step, with 16 for 3 to 8 %.
-enum { SPLIT = 8, SPLIT_ONE = 16 };
+enum { SPLIT = 8, SPLIT_ONE = 16, SPLIT_HEAD = 64 };  // SPLIT_HEAD: of one token and the output matrix, of which all are large
 // Of one token and matrices of heads; of one of its experts, whose tasks have so many bytes at least.
 enum { SPLIT_HEADS = 6, SPLIT_EXPERT = 4, LEAST_BYTES = 24 << 10 };
 
@@ -1053,14 +1053,14 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
     share(me, groups, 0, 1, groups, 1, &first, &last);
     multiply(s->sums, m, matrix, first, last, made(c, op) ? &in : s, 1, c->pair_out + (size_t)me.of->slot * dim, dim,
              me.of->slot < top ? bias_of(op->bias[0], m, matrix) : NULL, 1, 0);
-    if (!ended(c, me.of->unit + me.part, slots)) return;
-    float *x = row(c, op->dst[0], 0);  // the last task of these rows adds up all of them, always in the same order
-    for (int i = 0; i < slots; i++) {
-      f32v weight = splat((i < top ? c->route_weights[i] : 1.0f) * op->scale);
-      for (int r = 16 * first; r < MIN_(16 * last, dim); r += 16) {
-        f32v base = i > 0 || op->add ? fetch(x + r, dim - r) : splat(0);
-        store(x + r, fma_(fetch(c->pair_out + (size_t)i * dim + r, dim - r), weight, base), dim - r);
-      }
+    for (int g = first; g < last; g++) {
+      if (!ended(c, me.of->unit + g, slots)) continue;
+      int r = 16 * g, n = dim - r;  // the last expert of these rows adds up all of them, always in the same order
+      float *x = row(c, op->dst[0], 0) + r;
+      f32v sum = op->add ? fetch(x, n) : splat(0);
+      for (int i = 0; i < slots; i++)
+        sum = fma_(fetch(c->pair_out + (size_t)i * dim + r, n), splat((i < top ? c->route_weights[i] : 1.0f) * op->scale), sum);
+      store(x, sum, n);
     }
     return;
   }
@@ -1162,7 +1162,7 @@ static int units_of(const Op *op) {
 }
 
 static int stage_tasks(const Ctx *c, const Op *op, int stage) {
-  int some = (c->tokens == 1 ? SPLIT_ONE : SPLIT) * c->pool.threads, per;
+  int some = (c->tokens > 1 ? SPLIT : op->tag == HEAD ? SPLIT_HEAD : SPLIT_ONE) * c->pool.threads, per;
   if (op->tag == HEAD && !c->logits_mode) return 0;
   if (op->tag == CONVOLVE) return 2 * op->kv_heads + op->heads;
   if (op->tag == DELTA) return op->heads;
@@ -1232,8 +1232,9 @@ static void lay_out(Ctx *c, Phase p) {
       for (int i = -shared; i < op->top_k; i++) {  // the shared one first, which does not wait for the router
         const Matrix *m = i >= 0 ? w : w + (up ? 2 : 1);
         int pieces = groups16(m) / (up && makes(c, op) ? 2 : 1), enough = (int)(groups16(m) * group_bytes(m->type, m->cols) / LEAST_BYTES);
-        int most = MIN_(pieces, MAX_(1, MIN_(SPLIT_EXPERT * threads, enough))), n = shares(pieces, most);
+        int most = MIN_(pieces, MAX_(1, MIN_(SPLIT_EXPERT * threads, enough))), n = shares(pieces, most), last = !up && i + 1 == op->top_k;
         if (2 * n < most) n = most;
+        if (last) n = MIN_(pieces, 2 * n);  // behind which threads wait
         new_segment(c, op, i < 0 ? op->top_k : i, up ? n : 0, n);
       }
     } else if (c->tokens == 1 && op->tag == ROUTE) {
@@ -1540,7 +1541,7 @@ EXPORT int tc_prepare(Ctx *c) {
   size_t chunks = ((size_t)c->max_context + 15) / 16 * 16 / CHUNK + 1, vectors = MAX_(tiles_allowed ? MOST : QUERIES, heads) + 16;
   c->phases = piece(c, 5 * (size_t)c->n_ops, sizeof(Phase));
   c->segments = piece(c, 2 * (size_t)top + 5, sizeof(Segment));
-  size_t units = 3 * heads + (size_t)top + 3 + SPLIT_EXPERT * (size_t)n;
+  size_t units = 3 * heads + (size_t)top + 3 + (size_t)dim / 16 + 1;
   c->units = piece(c, units, sizeof(Count));
   if (c->units) memset(c->units, 0, units * sizeof(Count));
   c->scratch = piece(c, n, sizeof(Scratch));
