@@ -1,7 +1,7 @@
 """The CUDA kernels of gpu_session's check and verify sets under compute-sanitizer, on a GPU machine:
 
     python -m scripts.gpu_sanitize memcheck initcheck racecheck [--limit SECONDS --jobs N --models VARIANT:QUANT ...]
-        [--of-each-kind N] [--done FILE]
+        [--of-each-kind N] [--done FILE] [--ahead]
 
 Each model runs one step of every form (prompts of each width, decode steps of each depth, verify steps and drafts of
 each number of tokens). Under memcheck and initcheck every model runs each of its kernels once, on its weights; the
@@ -15,8 +15,9 @@ Models are taken in rounds, those with the most kinds first. In each round the k
 then a few lines per tool say what ran, where the time went and what was found. Everything ends at the limit. FILE has
 a line for each kernel that ran clean under a tool, a digest of its source without comments: what is in it is left
 out, also when it comes from another session or tree, and what runs clean is added. `none` runs all models without a
-tool. The compute-sanitizer on the PATH should be of 2026.3 or later (package nvidia-cuda-sanitizer-api): older ones
-report mbarriers whose accesses are in order.
+tool. `--ahead` compiles what is due and runs nothing: that needs no GPU, and the cache of compiled kernels can be
+carried to one. The compute-sanitizer on the PATH should be of 2026.3 or later (package nvidia-cuda-sanitizer-api):
+older ones report mbarriers whose accesses are in order.
 """
 
 import argparse
@@ -35,7 +36,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence, Set
 from ctypes import c_size_t, c_ubyte, c_uint64
 from dataclasses import dataclass
-from functools import cache
 from hashlib import sha1
 from itertools import chain
 from multiprocessing.pool import Pool
@@ -50,7 +50,7 @@ from tests.support import tiny
 from tinychat.engine.config import ModelConfig
 from tinychat.engine.gguf import GGUF
 from tinychat.engine.plan import build_plan
-from tinychat.kernels.cuda import executor, load
+from tinychat.kernels.cuda import binaries, executor, load
 from tinychat.kernels.cuda.builder import Builder
 from tinychat.kernels.cuda.device import GPU, LoadedKernel
 from tinychat.kernels.cuda.driver import check
@@ -66,10 +66,11 @@ from tinychat.kernels.ops import Plan
 CONTEXT = 2112  # beyond the position from which on latent attention is of its last kind
 PROMPT_AT = 300  # position of prompts
 LONGEST = 130  # tokens of a prompt, at most: two tiles, the second nearly empty
-CHIP = Chip(warpgroups=True, max_shared=227 << 10)  # of the H200: what is compiled ahead
+CHIP, ARCH = Chip(warpgroups=True, max_shared=227 << 10), "sm_90a"  # of the H200
 MODELS = tuple(dict.fromkeys((*CHECKED, *VERIFIED, "deepseek2_nextn:Q4_K_M")))
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck", "none")
 EXPECTED = re.compile(r"(ran|did|spent) |========= (COMPUTE-SANITIZER|(ERROR|RACECHECK) SUMMARY: 0 )")  # of a clean run
+CUT = re.compile(r"========= (Error: process didn't terminate|    The application may|Target application)")  # killed
 ROUTING = ("router.cu", "group_pairs.cu")  # experts' kernels have nothing to do without them
 BRANCHES = re.compile(r"COLUMNS = \d+|\w+ = true")  # of the constants, those that change what a kernel does most
 COMMENT = re.compile(r"\s*//.*")
@@ -77,6 +78,7 @@ CLEAN = " SUMMARY: 0 "  # a tool's last line, where it found nothing
 PIECE = 16  # kernels that a process compiles at a time
 ROUND = 2  # models of a process between two looks at what has run; each costs a start of it under each tool
 STARTED = 20_000  # threads of a kernel that cost as much as its launch, roughly
+CLOSING = 5.0  # seconds before the end in which no kernel begins: a tool's own end takes that long
 LEAST = 10.0  # seconds left with which a tool is begun: its processes take that long to their first kernel
 
 Kind = tuple[str | int, ...]
@@ -227,17 +229,13 @@ def shared_out(models: dict[str, dict[str, Kernel]], jobs: int) -> list[list[str
     return [models[::-1] for models in lists if models]
 
 
-@cache
-def gpu() -> GPU:
-    return GPU()
-
-
-def compile_some(task: tuple[str, list[str]]) -> None:
-    """Puts kernels of a model into the cache of compiled ones."""
+def compile_some(task: tuple[str, list[str]]) -> int:
+    """Puts kernels of a model into the cache of compiled ones; returns how many were not in it."""
     model, some = task
     with tempfile.TemporaryDirectory(dir=FILES) as folder:
         every = chain.from_iterable(form.launches for form in planned(written(model, folder))[1])
-        gpu().compile([launch for launch in every if digest(launch) in some])
+        sources = {launch.source() for launch in every if digest(launch) in some}
+    return len(binaries.compile_all([source for source in sources if binaries.find(source, ARCH) is None], ARCH))
 
 
 def every_kernel(gguf: GGUF, share: set[str] | None, end: float, spent: dict[str, float]) -> tuple[int, bool]:
@@ -292,10 +290,11 @@ def sanitize(
     with tempfile.TemporaryDirectory() as folder:
         works = [Path(folder) / f"{i}.json" for i in range(len(lists))]
         outputs = [work.with_suffix(".txt") for work in works]
-        killed = 0
+        killed = set[Path]()  # outputs of processes
         try:
             for work, output, models in zip(works, outputs, lists):
-                work.write_text(json.dumps([end, once, [(m, list(shares[m]) if once else []) for m in models]]))
+                due = [(m, list(shares[m]) if once else []) for m in models]
+                work.write_text(json.dumps([end - CLOSING, once, due]))
                 command = [*options, sys.executable, "-u", "-m", "scripts.gpu_sanitize", "--run", str(work)]
                 children.append(
                     subprocess.Popen(
@@ -306,13 +305,16 @@ def sanitize(
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.wait(max(0.1, end + 5 - time.time()))  # a kernel that has begun may end
         finally:
-            for child in children:
+            for child, output in zip(children, outputs):
                 if child.poll() is None:
-                    killed += 1
+                    killed.add(output)
                     os.killpg(child.pid, signal.SIGKILL)
                     child.wait()
         texts = [output.read_text(errors="replace") for output in outputs]
-    found = [[line for line in text.splitlines() if line and not EXPECTED.match(line)] for text in texts]
+    found = [
+        [x for x in text.splitlines() if x and not EXPECTED.match(x) and not (output in killed and CUT.match(x))]
+        for text, output in zip(texts, outputs)
+    ]
     text, reports = "\n".join(texts), list(chain.from_iterable(found))
     counts = re.findall(r"^(?:ran|did) \S+ (\d+) \S+$", text, re.MULTILINE)
     clean = "\n".join(text for text, lines in zip(texts, found) if not lines and (CLEAN in text or tool == "none"))
@@ -323,7 +325,7 @@ def sanitize(
     print(
         f"{tool}: {sum(map(int, counts))} kernels in {len(lists)} processes within "
         f"{time.time() - began:.0f} s, {f'{len(reports)} lines of reports' if reports else 'nothing reported'}; "
-        f"{killed} processes killed",
+        f"{len(killed)} processes killed",
         "seconds: "
         + ", ".join(f"{file} {seconds:.1f}" for file, seconds in sorted(spent.items(), key=lambda x: -x[1])[:12]),
         *reports[:200],
@@ -339,13 +341,14 @@ def compile_all(pool: Pool, models: dict[str, dict[str, Kernel]], end: float) ->
     began, pieces = time.time(), list[tuple[str, list[str]]]()
     for model, found in covering(models).items():
         pieces += [(model, list(found)[i : i + PIECE]) for i in range(0, len(found), PIECE)]
-    made = pool.imap_unordered(compile_some, pieces)
+    made, new = pool.imap_unordered(compile_some, pieces), 0
     try:
         for _ in pieces:
-            made.next(max(0.1, end - time.time()))
+            new += made.next(max(0.1, end - time.time()))
     except multiprocessing.TimeoutError:
         return False
-    print(f"{sum(len(some) for _, some in pieces)} kernels compiled within {time.time() - began:.0f} s", flush=True)
+    count = sum(len(some) for _, some in pieces)
+    print(f"{new} of {count} kernels compiled within {time.time() - began:.0f} s", flush=True)
     return True
 
 
@@ -357,6 +360,7 @@ def main() -> None:
     args.add_argument("--limit", type=float, default=600)
     args.add_argument("--of-each-kind", type=int, default=1 << 30)
     args.add_argument("--done", type=Path)
+    args.add_argument("--ahead", action="store_true")
     args.add_argument("--run", type=Path)
     a = args.parse_args()
     if a.run:
@@ -379,7 +383,10 @@ def main() -> None:
                 for tool, share in shares.items()
             }
             if not compile_all(pool, {m: join(part.get(m, {}) for part in parts.values()) for m in some}, end):
+                good = False
                 break
+            if a.ahead:
+                continue
             for tool, part in parts.items():
                 if not part or end - time.time() < LEAST:
                     continue
@@ -392,7 +399,7 @@ def main() -> None:
                     with a.done.open("a") as file:
                         file.writelines(f"{tool} {key}\n" for key in ran)
     every = join(models.values())
-    for tool in a.tools:
+    for tool in a.tools if not a.ahead else ():
         kinds = {every[key].kind for key in done[tool] & every.keys()}
         left = covering(models, a.of_each_kind, done[tool])
         print(

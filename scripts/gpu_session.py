@@ -3,9 +3,6 @@ compared. `python scripts/gpu_session.py` and:
 
 check [VARIANT:QUANT ...] [--tokens N]: tiny models against the float64 forward, over 150 tokens (few for a sanitizer)
 time MODEL QUANT [--layers N --kernels --depth D ...]: decode; exact shapes, random weights
-prompts MODEL QUANT [--lengths N ...]: what `tinychat bench` measures, a row of docs/cuda.md for each length; with
-    LLAMA_BENCH set, llama-bench in turn
-peer MODEL QUANT: llama-bench (LLAMA_BENCH) on the same file
 compare FILE | MODEL QUANT [--layers N --follow F]: 64 greedy tokens and their logits, CUDA against the CPU executor
 masked MODEL QUANT [--tokens N]: decode under schemas and with penalties against plain decode, through the engine
 app MODEL QUANT: a long answer in the headless app: decoded and painted tok/s
@@ -18,9 +15,7 @@ accept MODEL QUANT [--layers N]: multi-token prediction of which 67 % is right b
 
 import argparse
 import asyncio
-import json
 import os
-import subprocess
 import sys
 import time
 import traceback
@@ -56,7 +51,6 @@ from tinychat.kernels.cuda.executor import CUDAExecutor
 from tinychat.kernels.executor import Executor
 from tinychat.kernels.sampling import GREEDY, Sampling
 from tinychat.measure import bench, tables
-from tinychat.measure.results import ModelResult
 from tinychat.ui.app import TinychatApp
 
 FILES = Path(os.environ.get("FILES", "/dev/shm"))
@@ -114,7 +108,7 @@ VERIFIED = (
     f"{WIDE_HEADS}:Q4_K",
 )
 SAMPLINGS = {"greedy": GREEDY, "seeded": Sampling(temperature=0.9, repeat_penalty=1.1, dry_multiplier=0.8, seed=5)}
-VERBS = ["check", "time", "prompts", "peer", "file", "compare"]
+VERBS = ["check", "time", "file", "compare"]
 VERBS += ["masked", "app", "fallback", "verify", "verify-time", "speculate", "accept"]
 STEPS = 64  # tokens that are compared
 # a margin between the two largest logits that int8 activations do not turn over: SmolLM2's moves by 0.14 (rms), at most
@@ -619,39 +613,6 @@ def accept(path: Path) -> None:
     engine.close()
 
 
-def prompts(model: str, quant: str, lengths: list[int]) -> None:
-    """Prints what `tinychat bench` measures for prompts of `lengths` tokens: a row of docs/cuda.md each. With
-    LLAMA_BENCH set, llama-bench has its turn on the same file, between two of tinychat's: its prompts, its decode
-    behind so many tokens, and the ratios of the better of tinychat's turns to it."""
-    path = model_file(model, quant)
-    theirs: dict[tuple[str, int], float] = {}
-
-    def turn() -> dict[int, ModelResult]:
-        engine = Engine.load(path, max_context=max(lengths) + 128)
-        results = {n: bench.run(engine, n, 64, 5 if n <= 2048 else 2) for n in lengths}
-        engine.close()
-        return results
-
-    turns = [turn()]
-    if "LLAMA_BENCH" in os.environ:
-        listed = ",".join(map(str, lengths))
-        for row in llama_bench(path, "-p", listed, "-n", 0, "-r", 2) + llama_bench(
-            path, "-p", 0, "-n", 64, "-r", 1, "-d", listed
-        ):
-            theirs["prompt" if row["n_prompt"] else "decode", row["n_prompt"] or row["n_depth"]] = row["avg_ts"]
-        turns.append(turn())
-    for n in lengths:
-        ttft = [r[n].ttft_s for r in turns]
-        decode = [r[n].decode_tok_s for r in turns]
-        said = f"| {model} {quant} | {n} | {' '.join(f'{t * 1e3:.1f}' for t in ttft)} ms | {n / min(ttft):,.0f} "
-        for kind, own in (("prompt", n / min(ttft)), ("decode", max(decode))):
-            if kind == "decode":
-                said += f"| {' '.join(f'{v:.1f}' for v in decode)} "
-            if speed := theirs.get((kind, n)):
-                said += f"| {speed:,.1f} | {own / speed:.2f} "
-        print(f"{said}|", flush=True)
-
-
 def masked(path: Path, tokens: int) -> bool:
     """Prints decode speed of `tokens` tokens under two schemas, with penalties and a bias, and without any of it; False
     where an answer is not its schema's."""
@@ -698,29 +659,6 @@ def masked(path: Path, tokens: int) -> bool:
     return good
 
 
-def llama_bench(path: Path, *options: object) -> list[dict[str, Any]]:
-    """Rows of llama-bench (LLAMA_BENCH) over a file; none, and why, where it gives none."""
-    cmd = [os.environ["LLAMA_BENCH"], "-m", path, "-fa", 1, "-ngl", 99, "-o", "json", *options]
-    done = subprocess.run(list(map(str, cmd)), capture_output=True, text=True)
-    try:
-        rows: list[dict[str, Any]] = json.loads(done.stdout)
-    except ValueError:
-        print(done.stdout[-300:], done.stderr[-600:], flush=True)
-        return []
-    return rows
-
-
-def peer(model: str, quant: str) -> None:
-    path = model_file(model, quant)
-    for depth in (0, 4096):
-        for row in llama_bench(path, "-p", "512,2048", "-n", 128, "-r", 3, "-d", depth):
-            print(
-                f"llama.cpp {model} {quant} pp{row['n_prompt']} tg{row['n_gen']} depth {depth}: "
-                f"{row['avg_ts']:.1f} tok/s",
-                flush=True,
-            )
-
-
 def main() -> None:
     args = argparse.ArgumentParser()
     args.add_argument("what", choices=VERBS)
@@ -732,7 +670,6 @@ def main() -> None:
     args.add_argument("--device")
     args.add_argument("--kernels", action="store_true")
     args.add_argument("--depth", type=int, nargs="*", default=[0, 4096])
-    args.add_argument("--lengths", type=int, nargs="*", default=[16, 64, 128, 512, 2048, 4096, 8192, 16384])
     a = args.parse_args()
     if a.what == "check":
         sys.exit(not check(a.names, a.tokens or len(IDS)))
@@ -758,12 +695,8 @@ def main() -> None:
             return
         if a.what == "time":
             times(a.names[0], a.names[1], a.layers, a.kernels, a.depth)
-        elif a.what == "verify-time":
-            verify_times(a.names[0], a.names[1], a.layers, a.kernels, a.depth)
-        elif a.what == "prompts":
-            prompts(a.names[0], a.names[1], a.lengths)
         else:
-            peer(*a.names)
+            verify_times(a.names[0], a.names[1], a.layers, a.kernels, a.depth)
     except Exception:
         traceback.print_exc(limit=-5)
         sys.exit(1)

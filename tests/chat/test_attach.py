@@ -62,6 +62,8 @@ def test_letters_of_a_path_find_it(tree, monkeypatch):
     assert found.find("src/")[:3] == ["src/", "src/chat/", "src/my notes/"], "the folder, then what is in it"
     assert found.find(".e") == [".env"] and found.find("node_modules/x/")[1:] == ["node_modules/x/index.js"]
     assert found.find(str(tree) + "/RE") == [f"{tree}/README.md"]
+    found.take(["a" * 200 + "/"])
+    assert found.find("a" * 30 + "b") == [], "tries no more than each letter of a name once"
     monkeypatch.setattr(finder, "NAMES", 3)
     assert len(list(finder.walk(tree))) == 3, "a huge tree is not walked to its end"
 

@@ -41,13 +41,16 @@ class EmulatedCUDA:
         self.plan, layout = plan, Layout(plan, {name: t.nbytes for name, t in gguf.tensors.items()})
         self.builder = Builder(plan, layout, max_context, warpgroups)
         self.launches = [launch for launch, _ in decode(self.builder, depth)]
-        prefill = Prefill(self.builder, prefill_tokens, Chip(warpgroups, 227 << 10))
-        self.prefill_launches = [*prefill.layers(), *prefill.head(plan.head)]
+        chip = Chip(warpgroups, 227 << 10)
+        prefill, fresh = (Prefill(self.builder, prefill_tokens, chip, fresh=fresh) for fresh in (False, True))
+        self.prefill_launches, self.fresh_launches = (
+            [*p.layers(), *p.head(plan.head)] for p in (prefill, fresh if prefill.absorbs else prefill)
+        )
         self.buffers = {name: aligned(size) for name, size in self.builder.buffers.items()}
         if "tickets" in self.buffers:
             self.buffers["tickets"][:] = 0
         packed = [repack(t) for t in layout.tensors.values() if t.kind not in FLOATS]
-        cuda_emulator.compile_all([*packed, *self.launches, *self.prefill_launches])
+        cuda_emulator.compile_all([*packed, *self.launches, *self.prefill_launches, *self.fresh_launches])
         for t in layout.tensors.values():
             raw = gguf.raw(t.name)
             out = self.buffers.setdefault(t.buffer, aligned(t.nbytes))
@@ -91,7 +94,7 @@ class EmulatedCUDA:
         """Runs `ids` at pos, pos + 1, ...: logits of each."""
         self.buffers["state"].view(np.int32)[: len(WORDS)] = state_words(Sampling(temperature=0.0), pos, len(ids), 0)
         self.buffers["history"].view(np.int32)[pos : pos + len(ids)] = ids
-        for launch in self.prefill_launches:
+        for launch in self.prefill_launches if pos else self.fresh_launches:
             cuda_emulator.run(launch, self.buffers, len(ids), pos + len(ids))
         return self.buffers["logits_all"].view(np.float32).reshape(self.prefill_tokens, -1)[: len(ids)].copy()
 

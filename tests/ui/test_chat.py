@@ -784,7 +784,8 @@ async def test_words_that_look_like_files_and_commands(tmp_path, monkeypatch):
         assert d.chat.prompt.text == "read @READM.md" and len(d.turns) == 4
 
 
-async def test_keys_in_a_long_draft_belong_to_it():
+async def test_keys_in_a_long_draft_belong_to_it(monkeypatch):
+    monkeypatch.setattr("tinychat.ui.chat.screen.LEAVE_AGAIN", 600.0)  # on a busy machine 2 s pass between two keys
     async with desk(size=(80, 24)) as d:
         draft = "\n".join(f"line {i}" for i in range(40))
         await d.type(draft, "ctrl+home")

@@ -4,7 +4,6 @@ import os
 
 import pytest
 from textual.geometry import Offset
-from textual.notifications import Notification
 from textual.selection import Selection
 
 from tests.ui.test_chat import desk
@@ -43,7 +42,6 @@ def said(d):
 
 
 async def test_copying_says_who_has_it(tool, monkeypatch):
-    monkeypatch.setattr(Notification, "time_left", 600.0)  # on a busy machine 2 s pass before it is looked for
     async with desk("the answer") as d:
         await d.ask("a")
         await d.send("/copy answer")

@@ -119,7 +119,7 @@ async def test_a_broken_settings_file_is_said_and_kept():
     app = Host(ParametersScreen(BRIEF))
     async with app.run_test(size=(140, 40), notifications=True) as pilot:
         await pilot.press("ctrl+b")
-        await until(pilot, lambda: "nothing was saved" in " ".join(text_of(app).split()))
+        await until(pilot, lambda: [n for n in app._notifications if "nothing was saved" in n.message])
         await pilot.press("ctrl+s")
         await until(pilot, lambda: app.result == BRIEF)
     assert settings.path().read_text() == "broken = "

@@ -26,6 +26,8 @@ def lines(source, width=80):
         (r"\\ \{ \, \( stay, \*these\* go", [r"\\ \{ \, \( stay, *these* go"]),
         ("it costs $5 and $10, `\\(code\\)`", ["it costs $5 and $10, \\(code\\)"]),
         ("\\[ never\n\nclosed", ["\\[ never"]),
+        ("\\[\n" + "a b c d e\n" * 200 + "\\]", ["\\[", "a b c d e"]),  # not looked for so far
+        ("\\(" + "a " * 600 + "\\)", ["\\(a" + " a" * 38]),
     ],
 )
 def test_formulas_and_what_looks_like_them(source, shown):

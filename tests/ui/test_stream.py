@@ -188,7 +188,19 @@ def test_nothing_is_wider_than_the_screen(width):
     whole.finish()
     for block in whole.done:
         for line in lay_out(block.nodes, width):
-            assert line.content.cell_length <= width or block.kind == "table", line
+            assert line.content.cell_length <= width, line
+
+
+def test_a_table_of_more_columns_than_the_screen_loses_none():
+    row = "".join(f"|c{i}" for i in range(30))
+    lines = lay_out(Block(f"{row}\n{'|-' * 30}\n{row}\n").nodes, 60)
+    assert all(line.content.cell_length <= 60 for line in lines)
+    assert " ".join(line.content.plain for line in lines).split("c29")[1].count("c") == 29
+
+
+def test_a_line_of_code_as_long_as_a_file_is_not_coloured():
+    shortly, long = (lay_out(Block(f"```cpp\n{'f(1);' * n}\n```").nodes, 80) for n in (100, 1000))
+    assert len(shortly[1].content.spans) > 10 > len(long[1].content.spans)
 
 
 FENCES = [

@@ -16,8 +16,7 @@ from pathlib import Path, PurePosixPath
 SHOWN = 40  # completions
 NAMES = 10_000  # most files and folders that a walk returns
 SECONDS = 3.0  # that a walk may take
-WORDS = 12  # letters that are looked for at the starts of words
-_STARTS = "(?<![a-z0-9])"
+_STARTS = re.compile(r"(?<![a-z0-9]).", re.S)  # of words
 RANKED = 1000  # of what one letter matches, the nearest are compared
 FRESH = 10.0  # seconds for which its result is used
 ENTRIES = 2000  # of one folder whose path is typed out
@@ -153,11 +152,11 @@ class Finder:
         folded = typed.lower()
         before, names = self._last
         names = names if folded.startswith(before) else self._names
-        pattern = re.compile(".*?".join(map(re.escape, folded)))
-        hits = [name for name in names if pattern.search(name.lower())]
+        # ".*?" between the letters would try every place of every letter
+        pattern = re.compile("".join(f"[^{re.escape(c)}]*{re.escape(c)}" for c in folded))
+        hits = [name for name in names if pattern.match(name.lower())]
         self._last = folded, hits
-        words = re.compile(_STARTS + f"(?:|.*?{_STARTS})".join(map(re.escape, folded[:WORDS])))
-        ranked = sorted(hits[:RANKED], key=lambda name: _rank(name.lower(), folded, words)) if folded else hits
+        ranked = sorted(hits[:RANKED], key=lambda name: _rank(name.lower(), folded)) if folded else hits
         direct = complete(typed) if "/" in typed or not self._names else []
         return list(dict.fromkeys([*self._exact(typed), *direct, *ranked]))[:SHOWN]
 
@@ -165,10 +164,21 @@ class Finder:
         return [typed] if typed.endswith("/") and os.path.isdir(path_of(typed, None)) else []
 
 
-def _rank(name: str, typed: str, words: re.Pattern[str]) -> tuple[int, int, str]:
+def _rank(name: str, typed: str) -> tuple[int, int, str]:
     """The better the lower: the start of the last part, of the path, anywhere in them, starts of words (chscr of
     chat/screen), or only the letters."""
     last = name.rstrip("/").rpartition("/")[2]
     how = [last.startswith(typed), name.startswith(typed), typed in last, typed in name]
     place = next((i for i, yes in enumerate(how) if yes), None)
-    return place if place is not None else 4 + (words.search(name) is None), len(name), name
+    return place if place is not None else 4 + (not _starts_words(name, typed)), len(name), name
+
+
+def _starts_words(name: str, typed: str) -> bool:
+    """Whether the letters of `typed` are in `name`, each at the start of a word or right behind the one before."""
+    starts = {found.start() for found in _STARTS.finditer(name)}
+    places = {at for at in starts if name[at] == typed[0]}  # where the letters so far may end
+    for letter in typed[1:]:
+        first = min(places, default=len(name))
+        following = {at + 1 for at in places} | {at for at in starts if at > first}
+        places = {at for at in following if name[at : at + 1] == letter}
+    return bool(places)

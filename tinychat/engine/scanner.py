@@ -20,6 +20,7 @@ NO, PARTIAL = -1, -2  # in place of a position
 NAME = re.compile(r"[\w./-]+")
 _BLANK_LINES = re.compile(r"^\s*[\r\n]")
 _DIGITS = re.compile(r"\d*")
+_SPACE = re.compile(r"\s*")  # a model that loops makes thousands of line ends, which are looked at with every token
 
 
 @dataclass(slots=True)
@@ -84,9 +85,7 @@ class Marker:
 
 def skip(text: str, at: int) -> int:
     """The position after white space at text[at]."""
-    while at < len(text) and text[at].isspace():
-        at += 1
-    return at
+    return _SPACE.match(text, at).end()  # type: ignore[union-attr]
 
 
 class Malformed(Exception):

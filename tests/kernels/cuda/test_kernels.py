@@ -151,9 +151,9 @@ def test_models_in_float(variant: str, tokens: int, tmp_path: Path) -> None:
 def test_prompts_of_every_kind(
     kind: int, warpgroups: bool, depth: Depth, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt in two pieces through the kernels for few and for many tokens, of latent attention with absorbed queries
-    and without, then steps for few and for many keys; with rows of whole tiles, two of them in one part of the keys,
-    and without."""
+    """A prompt in two pieces through the kernels for few and for many tokens, of latent attention without absorbed
+    queries and then with them, then steps for few and for many keys; with rows of whole tiles, two of them in one part
+    of the keys, and without."""
     if depth == "deep":
         wide = replace(tiny.VARIANTS["deepseek2_glm"], mla=MLA(96, 256, 48, 64, 80))
         monkeypatch.setitem(tiny.VARIANTS, "deepseek2_glm", wide)
@@ -232,9 +232,9 @@ def test_clusters_only_where_they_fit(tmp_path: Path) -> None:
         assert depths(Builder(plan, layout, 512), clusters, plan.layers) == {0: "middle"}
 
 
-@pytest.mark.parametrize(("experts", "chosen"), [(48, 40), (160, 3)])
+@pytest.mark.parametrize(("experts", "chosen"), [(72, 64), (160, 3)])
 def test_many_experts(experts: int, chosen: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More are chosen than a warp has lanes; there are more than a block compares with one another."""
+    """The most that may be chosen, more than a warp has lanes; more experts than a block compares with one another."""
     many = replace(tiny.VARIANTS["olmoe"], layers=1, moe=MoE(experts, chosen, 64))
     monkeypatch.setitem(tiny.VARIANTS, "many", many)
     path = tiny.write(tmp_path / "m.gguf", "many", "F16")

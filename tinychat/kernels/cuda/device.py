@@ -13,7 +13,7 @@ from tinychat.errors import TinychatError
 from tinychat.kernels.cuda import binaries, driver
 from tinychat.kernels.cuda.driver import check
 from tinychat.kernels.cuda.graph import Graph, KernelCall, enqueuer
-from tinychat.kernels.cuda.launch import Launch, place
+from tinychat.kernels.cuda.launch import Launch, edges, place
 
 BRIEF = 16 << 20  # bytes of an upload that returns at once; the driver copies pageable memory first
 _MAX_SHARED = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
@@ -249,11 +249,12 @@ class GPU:
         self.sequence([launch], names)()
 
     def graph(self, launches: Sequence[Launch], chained: bool = True, count: int = 1, keys: int = 1) -> Graph:
-        """All launches as one graph, in this order, with the grids for a number of tokens and of cache rows. `chained`:
-        with programmatic edges (graph.py)."""
+        """All launches as one graph, in this order but for those aside, with the grids for a number of tokens and of
+        cache rows. `chained`: with programmatic edges (graph.py)."""
         self.compile(launches)
         self.enter()
-        return Graph([self._call(x, {}) for x in launches], chained and self.overlaps, count, keys)
+        calls = [self._call(x, {}) for x in launches]
+        return Graph(calls, edges(launches), chained and self.overlaps, count, keys)
 
     def close(self) -> None:
         """Frees buffers and page-locked memory."""

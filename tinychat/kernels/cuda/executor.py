@@ -42,6 +42,7 @@ from tinychat.kernels.window_rows import WindowRows
 AHEAD = 4  # decode steps enqueued before the oldest is read; at most SLOTS
 GRAPH_TOKENS = 128  # tokens from one graph of a prompt's kernels to the next
 FEW = 3  # tokens that the decode step takes one by one rather than prefill, in an empty cache
+FRESH = 128  # cache rows up to which queries of latent attention are not absorbed
 ROWS_OF_STEP = 400  # cache rows whose keys and values MLA's prefill makes in the time of a decode step
 ROWS_OF_PIECES = 900  # behind n * n times as many n pieces of ABSORBED tokens, absorbed, take less than them together
 CHUNKS = (4096, 2048, 1024)  # tokens of a prefill step, at most: the first whose buffers fit the GPU
@@ -74,9 +75,13 @@ class Prompts:
     """What runs prompts, through the layers or through multi-token prediction, for a number of tokens and of cache
     rows."""
 
-    steps: dict[int, Callable[[int, int], None]]  # by the largest number of tokens
+    steps: dict[tuple[int, int], Callable[[int, int], None]]  # by the largest numbers of both
     head: Callable[..., None]  # the logits of the last token
     head_all: Callable[..., None]  # those of all
+
+    def step(self, count: int, keys: int) -> None:
+        """Enqueues the layers for `count` tokens, the last of `keys` rows."""
+        self.steps[min(most for most in self.steps if most[0] >= count and most[1] >= keys)](count, keys)
 
 
 @dataclass
@@ -124,8 +129,10 @@ class CUDAExecutor(KeepsInPieces):
                 steps = {first: decode(builder, kind) for first, kind in kinds.items()}
                 self.prefill_chunk = min(chunk, self._windows.together)
                 sizes = sorted({min(n, self.prefill_chunk) for n in (*SIZES, chunk)})
-                prefill = {n: Prefill(builder, n, chip) for n in sizes}
-                self._absorbed = prefill[sizes[0]].absorbs
+                prefill = {(n, max_context): Prefill(builder, n, chip) for n in sizes}
+                self._absorbed = prefill[sizes[0], max_context].absorbs
+                absorbing = [n for (n, _), p in prefill.items() if p.absorbs and max_context > FRESH]
+                prefill |= {(n, FRESH): Prefill(builder, n, chip, fresh=True) for n in absorbing}
                 prompts = [({n: p.layers() for n, p in prefill.items()}, plan.head)]
                 self._verifying = verifying(builder, gpu, kinds)
                 if plan.mtp:
@@ -170,7 +177,7 @@ class CUDAExecutor(KeepsInPieces):
                 gpu.upload(name, rope.table(max_context))
             graphs = {depth: gpu.graph(launches[depth]) for depth in steps}
             self._prompts = [
-                Prompts({n: self._prompt(n, s) for n, s in made.items()}, gpu.sequence([last]), gpu.sequence(rows))
+                Prompts({n: self._prompt(*n, s) for n, s in made.items()}, gpu.sequence([last]), gpu.sequence(rows))
                 for (made, _), (last, rows) in zip(prompts, heads)
             ]
             assert upload, "since all of it fits"
@@ -227,7 +234,7 @@ class CUDAExecutor(KeepsInPieces):
         if size > 1 and logits == "all":
             size = min(ROWS_OF_LOGITS, size)
         end = pos + len(ids)
-        takes_more = size > 1 and (len(ids) - 1) % size + 1 not in prompts.steps
+        takes_more = size > 1 and (len(ids) - 1) % size + 1 not in {n for n, _ in prompts.steps}
         if following is not None and takes_more and end < self.max_context and not self.state_bytes:
             ids = [*ids, following]
         for start in range(0, len(ids), size):
@@ -237,7 +244,7 @@ class CUDAExecutor(KeepsInPieces):
             if size == 1:
                 self._step(pos + start).graph()
             else:
-                prompts.steps[min(n for n in prompts.steps if n >= count)](count, keys)
+                prompts.step(count, keys)
             if logits == "all" and size > 1:
                 prompts.head_all(count, keys)
                 rows = self.gpu.download("logits_all", self._row * count).view(np.float32)
@@ -269,8 +276,7 @@ class CUDAExecutor(KeepsInPieces):
             return super().forward_keeping(ids, pos, place)
         self._check(ids, pos)
         self._place(ids, pos, GREEDY, count, kept=split)
-        steps = self._prompts[0].steps
-        steps[min(n for n in steps if n >= count)](count, pos + count)
+        self._prompts[0].step(count, pos + count)
         self.gpu.synchronize()
         self._seen = pos + count
         return self._kept.copy(SLOTS)
@@ -546,9 +552,10 @@ class CUDAExecutor(KeepsInPieces):
         self._enqueued = (following, pos + 1, sampling) if ahead else None
         return following, logprob
 
-    def _prompt(self, most: int, launches: list[Launch]) -> Callable[[int, int], None]:
-        """What runs prompts of up to `most` tokens: graphs for the short ones, since a graph's kernels follow each
-        other faster than launches. There is one for every GRAPH_TOKENS tokens, made when it is first needed."""
+    def _prompt(self, most: int, rows: int, launches: list[Launch]) -> Callable[[int, int], None]:
+        """What runs prompts of up to `most` tokens and `rows` cache rows: graphs for the short ones, since a graph's
+        kernels follow each other faster than launches. There is one for every GRAPH_TOKENS tokens, made when it is
+        first needed."""
         if most > SIZES[-1]:
             return self.gpu.sequence(launches)
         graphs: dict[int, Graph] = {}
@@ -556,7 +563,7 @@ class CUDAExecutor(KeepsInPieces):
         def run(count: int, keys: int) -> None:
             size = min(-(-count // GRAPH_TOKENS) * GRAPH_TOKENS, most)
             if size not in graphs:
-                graphs[size] = self.gpu.graph(launches, count=size, keys=self.max_context)
+                graphs[size] = self.gpu.graph(launches, count=size, keys=rows)
             graphs[size]()
 
         return run

@@ -100,10 +100,17 @@ def enqueuer(cuda: ctypes.CDLL, calls: Sequence[KernelCall], chained: bool = Tru
 
 
 class Graph:
-    """The calls in order, each after the one before, with the grids for a number of tokens and of cache rows.
-    `chained`: with programmatic edges."""
+    """The calls with the grids for a number of tokens and of cache rows. `edges`: (a call, one that waits for it), by
+    their places; `chained`: programmatic ones."""
 
-    def __init__(self, calls: Sequence[KernelCall], chained: bool = True, count: int = 1, keys: int = 1) -> None:
+    def __init__(
+        self,
+        calls: Sequence[KernelCall],
+        edges: Sequence[tuple[int, int]],
+        chained: bool = True,
+        count: int = 1,
+        keys: int = 1,
+    ) -> None:
         self.kernels = len(calls)
         self._cuda = cuda = driver.library()
         self._graph, self._instance = ctypes.c_void_p(), ctypes.c_void_p()
@@ -116,11 +123,10 @@ class Graph:
             made = _KernelNode(call.function, grid, (call.threads, 1, 1), call.shared, start, None)
             check(cuda.cuGraphAddKernelNode(ctypes.byref(node), self._graph, None, 0, ctypes.byref(made)))
             nodes.append(node)
-        n = len(nodes) - 1
-        if n:
-            before, after = ((ctypes.c_void_p * n)(*part) for part in (nodes[:-1], nodes[1:]))
-            edges = (_Edge * n)(*[_PROGRAMMATIC if chained else _Edge()] * n)
-            check(cuda.cuGraphAddDependencies_v2(self._graph, before, after, edges, n))
+        if n := len(edges):
+            before, after = ((ctypes.c_void_p * n)(*[nodes[i] for i in ends]) for ends in zip(*edges))
+            kinds = (_Edge * n)(*[_PROGRAMMATIC if chained else _Edge()] * n)
+            check(cuda.cuGraphAddDependencies_v2(self._graph, before, after, kinds, n))
         check(cuda.cuGraphInstantiate_v2(ctypes.byref(self._instance), self._graph, None, None, 0))
 
     def __call__(self) -> None:

@@ -249,8 +249,9 @@ template <class M, int TOTAL, class Tile> struct Rows {
 template <class Tile> constexpr int ACTIVATIONS = Tile::STAGES * Tile::SPLIT * Tile::TOKENS * SPAN * 2 + 1024;
 
 // Fills rows.acc with the products of a tile: token t is row row_of[t] of x (pitch padded(COLS)), for t < tokens <=
-// TOKENS; -1: none. SPLIT warps share the rows, each with every SPLIT-th span; the first of them has the sums in the
-// end. `pool` holds STAGES * SPLIT spans of all tokens. rows.start() comes before.
+// TOKENS; -1: none. FEW: of 64 only the first 32, of 16 the first 8. SPLIT warps share the rows, each with every
+// SPLIT-th span; the first of them has the sums in the end. `pool` holds STAGES * SPLIT spans of all tokens.
+// rows.start() comes before.
 template <class Tile, int COLS, bool FEW, class... R>
 DEVICE void multiply_some(V4 *pool, const u16 *x, const int *row_of, int tokens, R &...rows) {
   constexpr int TOKENS = Tile::TOKENS, SPLIT = Tile::SPLIT, STAGES = Tile::STAGES, DEPTH = Tile::DEPTH;
@@ -351,8 +352,8 @@ DEVICE void multiply_some(V4 *pool, const u16 *x, const int *row_of, int tokens,
         for (int k = 0; k < 8; k++) {
           (rows.take(d, k), ...);
           if (k == 7 && !Tile::RING) (rows.load(d, span + DEPTH * SPLIT), ...);  // its registers are free
-          if constexpr (TOKENS == 8) {
-            const V2 b = ldmatrix2(xs + (k / 4 * 8 + lane % 8) * 8 + ((k % 4 * 2 + lane / 8 % 2) ^ lane % 8));
+          if constexpr (TOKENS == 8 || FEW) {
+            const V2 b = ldmatrix2(xs + (k / 4 * TOKENS + lane % 8) * 8 + ((k % 4 * 2 + lane / 8 % 2) ^ lane % 8));
             (rows.use(k, 0, b.x, b.y), ...);
           } else {
 #pragma unroll
@@ -377,8 +378,10 @@ DEVICE void multiply_some(V4 *pool, const u16 *x, const int *row_of, int tokens,
 template <class Tile, int COLS, class... R>
 DEVICE void multiply(V4 *pool, const u16 *x, const int *row_of, int tokens, R &...rows) {
   pool += (0u - shared_address(pool)) % 1024 / 16;
-  if constexpr (Tile::WARPGROUPS && Tile::TOKENS == 64) {
-    if (tokens <= 32) {
+  // Half of a tile has a function of its own.
+  constexpr int HALF = Tile::WARPGROUPS && Tile::TOKENS == 64 ? 32 : Tile::RING && Tile::TOKENS == 16 ? 8 : 0;
+  if constexpr (HALF > 0) {
+    if (tokens <= HALF) {
       multiply_some<Tile, COLS, true>(pool, x, row_of, tokens, rows...);
       return;
     }

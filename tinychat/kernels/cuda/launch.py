@@ -7,7 +7,7 @@ constants, the fields of a dataclass (constants.py); the header with their value
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -93,6 +93,8 @@ class Launch:
     sized: Grid | None = None  # of a prompt's kernel
     cluster: int = 1  # blocks that run at the same time and share memory
     before: tuple[Launch, ...] = ()  # launches that make its input
+    aside: bool = False  # in a graph it runs beside the launches behind it, up to the next that joins
+    joins: bool = False
 
     def source(self, device: str = "ptx.cuh") -> str:
         """The whole translation unit. `device` names the file with the device functions, or is "" for none."""
@@ -109,6 +111,19 @@ class Launch:
     @property
     def buffers(self) -> tuple[str, ...]:
         return tuple(buffer for _, _, buffer in self.args)
+
+
+def edges(launches: Sequence[Launch]) -> list[tuple[int, int]]:
+    """Of a graph: (a launch, one that waits for it), by their places."""
+    found, last, aside = list[tuple[int, int]](), -1, -1
+    for i, launch in enumerate(launches):
+        if launch.aside:
+            before, aside = [last if aside < 0 else aside], i
+        else:
+            before, last = [last, aside] if launch.joins else [last], i
+            aside = -1 if launch.joins else aside
+        found += [(n, i) for n in before if n >= 0]
+    return found
 
 
 def place(buffer: str) -> tuple[str, int]:

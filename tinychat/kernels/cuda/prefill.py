@@ -65,7 +65,6 @@ LATENT_BLOCKS = 1056  # of prompt_latent.cu, at most
 ROUTER_BLOCKS = 4  # that share the experts of as many tokens
 ROUTER_WARPS, ROUTER_EXPERTS = 16, 4  # of a block; those of a warp at a time (router.cu)
 PARTS = 132  # blocks that share the cache rows in absorbed attention: one for each multiprocessor of an H100
-FEW_EACH = 4  # tokens of an expert, on the average, for which tiles of 8 suffice
 KEY_TILES = 16  # blocks that share the cache rows in a graph, whose grids do not know how many there are
 
 
@@ -93,10 +92,11 @@ def _absorbed_shared(a: MLA) -> int:
 
 
 class Prefill:
-    """Launches for up to `tokens` tokens over the buffers of a decode Builder, which grow to that many rows."""
+    """Launches for up to `tokens` tokens over the buffers of a decode Builder, which grow to that many rows. `fresh`:
+    with few cache rows in front of them."""
 
-    def __init__(self, builder: Builder, tokens: int, chip: Chip) -> None:
-        self.b, self.tokens, self.chip = builder, tokens, chip
+    def __init__(self, builder: Builder, tokens: int, chip: Chip, *, fresh: bool = False) -> None:
+        self.b, self.tokens, self.chip, self.fresh = builder, tokens, chip, fresh
 
     @property
     def in_graph(self) -> bool:
@@ -213,13 +213,11 @@ class Prefill:
         stages, warps = max(2, min(steps + 1, 4)), 8 if split == 8 and small else 16
         return self.chip.fitting(Tile(1, 16 if small else 32, split, depth=1, stages=stages, warps=warps))
 
-    def _grouped_tile(self, rows: int, each: int) -> Tile:
-        """For products with each expert's tokens, on the average `each`."""
+    def _grouped_tile(self, rows: int) -> Tile:
+        """For products with each expert's tokens."""
         small, short, medium = SIZES
         if self.tokens <= short:
-            few = self.tokens > small and each <= FEW_EACH  # with two stages three blocks fit a multiprocessor
-            tokens = 8 if few or self.tokens <= small else 16
-            return self.chip.fitting(Tile(1, tokens, split=2, depth=2, stages=2 if few else 3))
+            return self.chip.fitting(Tile(1, 8 if self.tokens <= small else 16, split=2, depth=2, stages=3))
         rows = 1 if self.tokens <= medium else rows
         if self.chip.warpgroups:
             return Tile(rows, 64, split=1, depth=2, stages=4, warpgroups=True)
@@ -323,8 +321,9 @@ class Prefill:
         return [*projections, *attend(layer, a), self._linear_add("attended", a.output, None, a.residual_scale)]
 
     def _absorbs(self, a: MLA) -> bool:
-        """Whether queries go through W_k_b, instead of all rows of the cache: fewer products where tokens are few."""
-        few = self.tokens <= ABSORBED and self.tokens * a.heads <= 2 * PARTS * 64
+        """Whether queries go through W_k_b, instead of all rows of the cache: fewer products where tokens are few, and
+        two kernels more."""
+        few = not self.fresh and self.tokens <= ABSORBED and self.tokens * a.heads <= 2 * PARTS * 64
         whole = a.row % 64 == 0 and a.kv_lora % 128 == 0 and _absorbed_shared(a) <= self.chip.max_shared
         return self.chip.warpgroups and few and whole
 
@@ -575,7 +574,7 @@ class Prefill:
         b, e, top, w, shared = self.b, block.router.experts, block.router.top_k, block.weights, block.shared
         ff, dim, scale = w.ff, w.down.rows, block.residual_scale
         pairs = self.tokens * top
-        tile, down_tile = (self._grouped_tile(rows, self.tokens * top // e) for rows in (1, 2))
+        tile, down_tile = self._grouped_tile(1), self._grouped_tile(2)
         tile, shared_up = self._sharing(tile, w.gate, w.up)
         down_tile, shared_down = self._sharing(down_tile, w.down)
         assert tile.tokens == down_tile.tokens
@@ -612,6 +611,13 @@ class Prefill:
         out += [
             self._router(layer, block, pairs),
             *([self._norm("x", block.norm, block.eps)] if block.router.norm else []),
+        ]
+        if shared:
+            counts = "shared_counts" if block.shared_scale else None
+            alone = [self._gated(shared, "inner", counts), self._linear_add("inner", shared.down, None, scale)]
+            out += [replace(launch, aside=True) for launch in alone]
+        down_quant = w.down.type.name.lower()
+        out += [
             kernel(
                 f"group_{e}_{top}",
                 "group_pairs.cu",
@@ -631,37 +637,32 @@ class Prefill:
                 shared=shared_up,
                 resident=tile.resident,
             ),
-        ]
-        if shared:
-            out += [
-                self._gated(shared, "inner", "shared_counts" if block.shared_scale else None),
-                self._linear_add("inner", shared.down, None, scale),
-            ]
-        quant = w.down.type.name.lower()
-        out += [
             kernel(
-                f"prompt_experts_down_{quant}_{dim}x{ff}",
+                f"prompt_experts_down_{down_quant}_{dim}x{ff}",
                 "prompt_experts.cu",
                 PromptExpertsConstants(b.matrix(w.down), down_tile),
                 {"dst": b.buffer("down_pairs", 4 * pairs * dim), "w": b.data(w.down), "x": "pairs", **groups},
                 lambda count, keys: (-(-dim // down_tile.block_rows), tiles(count), 1),
-                f"prompt experts {quant}",
+                f"prompt experts {down_quant}",
                 shared=shared_down,
             ),
-            kernel(
-                f"add_experts_{dim}",
-                "add_experts.cu",
-                AddExpertsConstants(dim, top, scale, beside is None),
-                {
-                    "x": "y" if beside else "x",
-                    "y": "down_pairs",
-                    "weights": "expert_weights",
-                    "state": "state",
-                    "ids": "expert_ids",
-                    "bias": b.data(w.down_bias),
-                },
-                lambda count, keys: (-(-dim // 1024), count, 1),
-                "experts",
+            replace(
+                kernel(
+                    f"add_experts_{dim}",
+                    "add_experts.cu",
+                    AddExpertsConstants(dim, top, scale, beside is None),
+                    {
+                        "x": "y" if beside else "x",
+                        "y": "down_pairs",
+                        "weights": "expert_weights",
+                        "state": "state",
+                        "ids": "expert_ids",
+                        "bias": b.data(w.down_bias),
+                    },
+                    lambda count, keys: (-(-dim // 1024), count, 1),
+                    "experts",
+                ),
+                joins=True,
             ),
         ]
         if beside:

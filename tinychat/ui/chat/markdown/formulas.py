@@ -14,8 +14,11 @@ from markdown_it.ruler import RuleOptionsType
 from markdown_it.rules_block import StateBlock
 from markdown_it.rules_inline import StateInline
 
+LONGEST_LINE, LONGEST_BLOCK = 1000, 100  # characters and lines in which a formula's end is looked for
 _FORMULA = re.compile(
-    r"\\\(([^`]+?)\\\)|\\\[([^`]+?)\\\]|\$\$(.+?)\$\$|\$(?!\s)((?:[^$\\\n]|\\.)+?)(?<!\s)\$(?!\d)", re.S
+    rf"\\\(([^`]{{1,{LONGEST_LINE}}}?)\\\)|\\\[([^`]{{1,{LONGEST_LINE}}}?)\\\]|"
+    r"\$\$(.+?)\$\$|\$(?!\s)((?:[^$\\\n]|\\.)+?)(?<!\s)\$(?!\d)",
+    re.S,
 )
 _ESCAPABLE = frozenset("*_`#~<>|+-.!\"'&:=@$]")  # what Markdown itself gives a meaning; a TeX \\ \{ \, \( stays
 _BRACED = r"\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"  # three levels deep
@@ -57,15 +60,18 @@ def _formula(state: StateInline, silent: bool) -> bool:
 def _formula_block(state: StateBlock, first: int, last: int, silent: bool) -> bool:
     """Lines from one that begins with \\[ or $$ to one that ends with \\] or $$, without a blank line."""
     lines: list[str] = []
-    for row in range(first, last):
-        lines.append(state.src[state.bMarks[row] + state.tShift[row] : state.eMarks[row]].strip())
-        if row == first and (state.is_code_block(row) or lines[0][:2] not in ("\\[", "$$")):
+    for row in range(first, min(last, first + LONGEST_BLOCK)):
+        line = state.src[state.bMarks[row] + state.tShift[row] : state.eMarks[row]].strip()
+        if row == first and (state.is_code_block(row) or line[:2] not in ("\\[", "$$")):
             return False
-        close = "\\]" if lines[0][0] == "\\" else "$$"
-        text = "\n".join(lines)
-        if not lines[-1] or close in text[2:-2]:
+        lines.append(line)
+        close, inner = "\\]" if lines[0][0] == "\\" else "$$", line[2:] if row == first else line
+        if not line:
             return False
-        if len(text) > 4 and text.endswith(close):
+        if close in inner:
+            text = "\n".join(lines)
+            if not inner.endswith(close) or close in inner[:-2] or len(text) == 4:
+                return False
             if not silent:
                 token = state.push("formula_block", "", 0)
                 token.content, token.markup, token.map = text[2:-2], text, [first, row + 1]

@@ -18,6 +18,7 @@ from tinychat.ui.chat.markdown.formulas import formula_rows, formula_text
 
 BULLETS = "•◦▪"
 LIVE_HIGHLIGHT = 3000  # characters: a longer open fence is coloured only when it closes
+LONGEST_COLOURED = 2000  # characters of a line of code: folding it takes the square of its coloured words
 _MARKS = {"strong": ".md-strong", "em": ".md-em", "s": ".md-strike", "link": ".md-link"}
 
 
@@ -187,7 +188,9 @@ def _plain_code_line(text: str, width: int) -> tuple[Line, ...]:
 
 @lru_cache(maxsize=64)
 def _highlighted(code: str, language: str) -> Content:
-    return highlight(code, language=language or "text", theme=Colours) if code else Content("")
+    if max(map(len, code.split("\n"))) > LONGEST_COLOURED or not code:
+        return Content(code)
+    return highlight(code, language=language or "text", theme=Colours)
 
 
 def _table(node: SyntaxTreeNode, width: int) -> list[Line]:
@@ -197,6 +200,8 @@ def _table(node: SyntaxTreeNode, width: int) -> list[Line]:
     widths = _column_widths([[c.cell_length for c, _ in row] for row in rows], words, width)
     if not widths:
         return []
+    if sum(widths) + 3 * (len(widths) - 1) > width:  # nothing of it is lost beyond the edge of the screen
+        return [line for row in rows for line in wrapped(Content(" │ ").join(content for content, _ in row), width)]
     lines = []
     for number, row in enumerate(rows):
         cells = [_cell(content, w, style) for (content, style), w in zip(row, widths)]
@@ -243,7 +248,8 @@ def _narrowed(widths: list[int], least: list[int], room: int) -> list[int]:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if sum(cut(middle)) <= room else (low, middle - 1)
     narrow = cut(low)
-    for i in range(len(narrow)):  # what the rounding left
-        if sum(narrow) < room and narrow[i] < widths[i]:
-            narrow[i] += 1
+    left = room - sum(narrow)  # by the rounding
+    for i in range(len(narrow)):
+        if left > 0 and narrow[i] < widths[i]:
+            narrow[i], left = narrow[i] + 1, left - 1
     return narrow
