@@ -4,10 +4,10 @@
         [--of-each-kind N] [--done FILE] [--ahead]
 
 Each model runs one step of every form (prompts of each width, decode steps of each depth, verify steps and drafts of
-each number of tokens). Under memcheck and initcheck every model runs each of its kernels once, on its weights; the
-models are divided over processes so that few kernels are in two of them, since a tool's time goes into each kernel that
-a process loads. racecheck, which logs every access of shared memory, runs each kernel once in all, on memory of zeros:
-which accesses are made depends on the kernel, not on the values. `--of-each-kind N` leaves it with N kernels of each
+each number of tokens). Under memcheck and initcheck every model runs all of it, on its weights; the models are divided
+over processes so that few kernels are in two of them, since a tool's time goes into each kernel that a process loads.
+racecheck, which logs every access of shared memory, runs each kernel once in all, on memory of zeros: which accesses
+are made depends on the kernel, not on the values. `--of-each-kind N` leaves it with N kernels of each
 kind (file, type, size of block and cluster, number of columns, and set of options), and the others with the models
 that have them.
 
@@ -132,13 +132,14 @@ def forms(plan: Plan, weights: GGUF) -> list[Form]:
     builder = Builder(plan, layout, CONTEXT, CHIP.warpgroups)
     gpu = cast(GPU, CHIP)  # of which the shared memory alone is asked
     kinds, mtp = depths(builder, True, plan.layers), plan.mtp
-    prompts = {n: Prefill(builder, n, CHIP) for n in (*SIZES, CONTEXT)}
-    out = [Form(p.layers(), PROMPT_AT, min(n - 3, LONGEST)) for n, p in prompts.items()]
-    out.append(Form(prompts[SIZES[1]].head(plan.head), PROMPT_AT, SIZES[1] - 3))
+    prompts = [Prefill(builder, n, CHIP) for n in (*SIZES, CONTEXT)]
+    prompts += [Prefill(builder, p.tokens, CHIP, fresh=True) for p in prompts if p.absorbs]
+    out = [Form(p.layers(), PROMPT_AT, min(p.tokens - 3, LONGEST)) for p in prompts]
+    out.append(Form(prompts[1].head(plan.head), PROMPT_AT, SIZES[1] - 3))
     out += [Form([launch for launch, _ in decode(builder, kind)], pos + 9, 1) for pos, kind in kinds.items()]
     steps = [(verifying(builder, gpu, kinds), kinds)]
     if mtp:
-        out += [Form(p.mtp(), PROMPT_AT, min(n - 3, LONGEST)) for n, p in prompts.items()]
+        out += [Form(p.mtp(), PROMPT_AT, min(p.tokens - 3, LONGEST)) for p in prompts]
         drafts = depths(builder, True, [mtp.layer])
         steps += [(drafting(builder, gpu, drafts), drafts), (cycles(builder, gpu, kinds, drafts), kinds)]
     return out + [Form(s.launches(n, pos), pos + 9, n) for s, ks in steps for n in s.counts for pos in ks]
@@ -239,20 +240,23 @@ def compile_some(task: tuple[str, list[str]]) -> int:
 
 
 def every_kernel(gguf: GGUF, share: set[str] | None, end: float, spent: dict[str, float]) -> tuple[int, bool]:
-    """Runs each form until the time `end`, but of its launches those alone whose kernel has not run yet and is in the
-    `share`; adds the seconds to the files' in `spent`. Returns how many kernels ran, and whether all did."""
+    """Runs each form until the time `end`; with a `share` of its launches those alone whose kernel is in it and has not
+    run yet. Adds the seconds to the files' in `spent`. Returns how many kernels ran, and whether all did."""
     (plan, every), ran = planned(gguf), set[str]()
     e = CUDAExecutor(plan, gguf, CONTEXT)
     rng = np.random.default_rng(7)
     randomise_cache(e)
+    for name, (_, nbytes) in e.gpu.buffers.items():  # states of every slot, as the steps before would have left them
+        if name.startswith("carried:"):
+            e.gpu.upload(name, rng.standard_normal(nbytes // 4, np.float32) * np.float32(0.1))
     e._upload_penalties(SAMPLINGS["seeded"])
     for form in every:
         seen = rng.integers(0, 300, form.pos + form.count).tolist()
         e._place(seen, 0, SAMPLINGS["seeded"], form.count)
         for launch in form.launches:
             key = digest(launch)
-            due = key not in ran and (share is None or key in share)
-            if not due and (share is None or launch.file not in ROUTING):
+            due = share is None or (key in share and key not in ran)
+            if not due and launch.file not in ROUTING:
                 continue
             if (began := time.time()) > end:
                 return len(ran), False
@@ -285,7 +289,8 @@ def sanitize(
     """Runs a process under the tool for each list until the time `end`, and prints what it found. Returns the models
     that have run whole in a process that ended by itself with nothing reported, and whether there was no other."""
     began, path = time.time(), shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    options, once = [] if tool == "none" else [path, "--tool", tool, "--print-limit", "100"], tool == "racecheck"
+    options = [path, "--tool", tool, "--print-limit", "50", "--show-backtrace", "no"] if tool != "none" else []
+    once = tool == "racecheck"
     children = list[subprocess.Popen[bytes]]()
     with tempfile.TemporaryDirectory() as folder:
         works = [Path(folder) / f"{i}.json" for i in range(len(lists))]
@@ -309,7 +314,8 @@ def sanitize(
                 if child.poll() is None:
                     killed.add(output)
                     os.killpg(child.pid, signal.SIGKILL)
-                    child.wait()
+                    with contextlib.suppress(subprocess.TimeoutExpired):  # it may wait for its kernel
+                        child.wait(1)
         texts = [output.read_text(errors="replace") for output in outputs]
     found = [
         [x for x in text.splitlines() if x and not EXPECTED.match(x) and not (output in killed and CUT.match(x))]

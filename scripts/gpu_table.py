@@ -11,6 +11,7 @@ that would take too much of the time that those behind it need ends with its sho
 import argparse
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -146,6 +147,8 @@ def main() -> None:
     args.add_argument("--limit", type=float, default=280.0)
     args.add_argument("--lengths", type=int, nargs="+")
     a = args.parse_args()
+    if a.llama_bench and not os.access(a.llama_bench, os.X_OK):
+        args.error(f"{a.llama_bench} is no program")
     clock = Clock(a.limit, len(a.models))
     print("|", " | ".join(HEAD), "|\n" + "|---" * len(HEAD) + "|", flush=True)
     for spec in a.models:

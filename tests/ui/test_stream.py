@@ -16,7 +16,7 @@ from tests.support.scripted import INFO, Script, scripted
 from tinychat.chat.conversation import Conversation, Turn
 from tinychat.ui.app import TinychatApp
 from tinychat.ui.chat.markdown import MarkdownView
-from tinychat.ui.chat.markdown.blocks import Block, Splitter, in_open_fence
+from tinychat.ui.chat.markdown.blocks import PARSER, Block, Splitter, in_open_fence
 from tinychat.ui.chat.markdown.layout import lay_out
 
 DOCUMENT = """# Title
@@ -125,6 +125,17 @@ def test_pieces_do_not_matter(text):
 def test_most_blocks_are_done_while_it_streams():
     splitter = split(DOCUMENT, random.Random(1))
     assert len(splitter.done) >= 15 and len(splitter.tail) < 40
+
+
+def test_a_block_that_never_ends_is_looked_through_less_and_less_often(monkeypatch):
+    parsed = []
+    monkeypatch.setattr(PARSER, "parse", lambda text, *env, parse=PARSER.parse: parsed.append(len(text)) or parse(text))
+    splitter = Splitter()
+    for _ in range(2000):
+        splitter.feed("a line of 20 letters\n")
+    assert sum(parsed) < 30 * 2000 * 21 and not splitter.done
+    splitter.feed("\nanother\n" + "and more\n" * 800)
+    assert len(splitter.done) == 1
 
 
 def test_layout_of_everything():
@@ -362,7 +373,8 @@ async def test_dear_paints_come_less_often(monkeypatch):
         painter, now, work = app.chat.painter, 100.0, 7.0
         monkeypatch.setattr(painter, "_painted_at", now)
         monkeypatch.setattr(painter, "_spent_at", work)
-        cases = [(0.001, 0.006, True), (0.01, 0.04, False), (0.01, 0.06, True), (1.0, 0.08, False), (1.0, 0.11, True)]
+        cases = [(0.001, 0.006, True), (0.01, 0.04, False), (0.01, 0.06, True), (0.04, 0.08, False), (0.04, 0.11, True)]
+        cases += [(1.0, 1.9, False), (1.0, 2.1, True)]
         for spent, passed, due in cases:
             with monkeypatch.context() as m:
                 m.setattr(time, "monotonic", lambda p=passed: now + p)

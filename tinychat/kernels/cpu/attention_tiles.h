@@ -1,14 +1,12 @@
 // Attention of many query vectors over one chunk of the cache in tiles: what attend (attention.h) computes, with queries, keys,
 // weights and values as 16-bit integers, each as two planes of bytes, of whose four products three are summed (not low times low).
-// A query and a key have a scale; a value has a power of two that is added, as a logarithm, to its key's scores. So a weight times a
-// value's integers is what it contributes, and weights are integers relative to the largest contribution of their query.
 #pragma once
-#include "attention.h"
+#include "attention_planes.h"
 #include "tiles.h"
 
 #if TILES
-enum { TILED = 512, LIMIT_16 = 32600, LIMIT_P = 65400 };  // TILED: query vectors of one task, at most; the others: the largest integers
-enum { KEY_TILES = CHUNK / 16, KEY_STEPS = CHUNK / 64, TOGETHER = 2 };
+enum { LIMIT_16 = 32600, LIMIT_P = 65400 };  // the largest integers
+enum { KEY_STEPS = CHUNK / 64, TOGETHER = 2 };
 
 // 16 rows of 64 values: their high bytes and their low ones. Four values in a lane are 16 apart: i, i + 32, i + 16, i + 48.
 typedef struct { u32v high[16], low[16]; } TilePair;
@@ -16,11 +14,11 @@ INLINE int tiles_of(int n) { return (n + 63) / 64; }
 INLINE int in_panel(int rows, int panel) { return rows - 16 * panel < 16 ? rows - 16 * panel : 16; }  // of so many
 
 // Queries of a task: [count / 16][k_dim / 64], and their scales.
-typedef struct { TilePair *rows; float *scale; } TiledQueries;
+typedef struct { TilePair *rows; float *scale; } PlaneQueries;
 
 // What a task has room for, besides its queries: keys and values of a chunk, weights of TOGETHER panels of 16
 // queries, scores of twice as many.
-typedef struct { TilePair *keys, *values, *weights; float *scores; } TileRoom;
+typedef struct { TilePair *keys, *values, *weights; float *scores; } Room;
 
 // Row r of a pair: x[j] * up[j] in 16 bits, each 16 values. The low byte has a sign, so the high one is rounded; it has none in weights.
 INLINE void put_row(TilePair *to, int r, const f32v x[4], const f32v up[4]) {
@@ -37,8 +35,13 @@ INLINE float largest(const float *x, int n) {
   return hmax(top);
 }
 
+static void clear_queries(const PlaneQueries *q, int k_dim, int count) {
+  size_t panels = (size_t)(count + 15) / 16;
+  memset(q->rows, 0, sizeof(TilePair) * tiles_of(k_dim) * panels), memset(q->scale, 0, sizeof(float) * 16 * panels);
+}
+
 // Query vector m: x, of n values, times `scale`.
-static void put_tiled_query(const TiledQueries *q, int m, const float *x, int n, float scale) {
+static void put_plane_query(const PlaneQueries *q, int m, const float *x, int n, float scale) {
   float top = largest(x, n);
   q->scale[m] = top * scale / LIMIT_16;
   f32v up = splat(top > 0x1p-100f ? LIMIT_16 / top : 0);
@@ -47,16 +50,6 @@ static void put_tiled_query(const TiledQueries *q, int m, const float *x, int n,
     for (int j = 0; j < 4; j++) part[j] = 64 * i + 16 * j < n ? fetch(x + 64 * i + 16 * j, n - 64 * i - 16 * j) : splat(0);
     put_row(q->rows + m / 16 * tiles_of(n) + i, m % 16, part, (f32v[]){up, up, up, up});
   }
-}
-
-// The largest of `dims` values of each of the 16 rows of a tile, at least 2^-40.
-static f32v largest_in_tile(const uint16_t *tile, int dims) {
-  f32v top[4] = {splat(0x1p-40f), splat(0), splat(0), splat(0)};  // a single chain would wait for each maximum
-  int d = 0;
-  for (; d + 4 <= dims; d += 4, prefetch((const uint8_t *)(tile + 16 * d), 128))
-    for (int j = 0; j < 4; j++) top[j] = max_(top[j], abs_(from_f16(ld16(tile + 16 * (d + j)))));
-  for (; d < dims; d++) top[0] = max_(top[0], abs_(from_f16(ld16(tile + 16 * d))));
-  return max_(max_(top[0], top[1]), max_(top[2], top[3]));
 }
 
 // A tile of 16 keys, `top` the largest value of each, as the right factor; returns their scales.
@@ -72,35 +65,6 @@ static f32v put_keys(TilePair *to, const uint16_t *tile, int k_dim, f32v top) {
       put_row(&to[i], r, x, (f32v[]){up, up, up, up});
     }
   return top * (256.0f / LIMIT_16);  // sums are of high bytes' products
-}
-
-// The values d..d + 15 of a tile of 16 positions, one position a row.
-INLINE void value_block(const Cache *cache, int t, int d, u16x16 raw[16]) {
-  if (cache->v) {
-    for (int r = 0; r < 16; r++) raw[r] = ld16(cache->v + ((size_t)t * 16 + r) * cache->v_dim + d);
-  } else {
-    for (int r = 0; r < 16; r++) raw[r] = ld16(cache->k + ((size_t)t * cache->k_dim + d + r) * 16);
-    transpose16(raw);
-  }
-}
-
-// The largest value of each of 16 positions.
-static f32v largest_values(const Cache *cache, int t) {
-  f32v top = splat(0x1p-40f);
-  for (int r = 0; r < 16; r++) {
-    const uint16_t *v = cache->v + ((size_t)t * 16 + r) * cache->v_dim;
-    f32v most = splat(0);
-    int d = 0;
-    prefetch((const uint8_t *)v, 2 * cache->v_dim);
-    for (; d + 16 <= cache->v_dim; d += 16) most = max_(most, abs_(from_f16(ld16(v + d))));
-    if (d < cache->v_dim) {
-      i32v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-      most = max_(most, select_(lane < cache->v_dim - d, abs_(from_f16(ld16(v + d))), splat(0)));
-    }
-    float one = hmax(most);
-    top[r] = one > top[r] ? one : top[r];
-  }
-  return top;
 }
 
 // Tile k of 64 positions and the values d..d + 15 as the right factor; `up`: of each position.
@@ -141,17 +105,6 @@ INLINE f32v sum_of(const TileSums *s, int which, int row) {
   return fma_(from_int(s->at[2 * which][row]), splat(256), from_int(s->at[2 * which + 1][row]));
 }
 
-// e^x for x <= 0, relative error below 4e-6; at least 2^-126.
-INLINE f32v exp_short(f32v x) {
-  f32v log2e = splat(1.44269504f), magic = splat(12582912.0f);
-  x = max_(x, splat(-87.0f));
-  f32v n = fma_(x, log2e, magic), r = fma_(x, log2e, -(n - magic));
-  f32v p = splat(9.58285531e-3f);
-  p = fma_(p, r, splat(5.59064304e-2f)), p = fma_(p, r, splat(2.40240986e-1f)), p = fma_(p, r, splat(6.93124193e-1f));
-  p = fma_(p, r, splat(1.0f));
-  return (f32v)((i32v)p + ((i32v)n << 23));
-}
-
 // Weights of 64 positions as row r of `to`: exponentials of scores relative to the largest. Adds them, without the values' powers.
 INLINE f32v put_weights(TilePair *to, int r, const f32v s[4], float max, const f32v *inverse_power, f32v total) {
   f32v x[4], by = splat(LIMIT_P);
@@ -189,8 +142,8 @@ INLINE void begin_unit(Unit *u, int panel, int at, int n, int rows) {
 
 // The chunk and the results that are folded into.
 typedef struct {
-  const TiledQueries *q;
-  const TileRoom *room;
+  const PlaneQueries *q;
+  const Room *room;
   const int *from, *limit;
   float *m, *l, *o;
   int first, tiles, deep, width;
@@ -314,7 +267,7 @@ static void add_weighted(const Attended *a, const Together *g) {
 #undef TILE_PRODUCTS
 
 // Attention of `count` queries over a chunk, folded into their running (m, l, o), as by attend and merge.
-static void attend_in_tiles(const Cache *cache, const TiledQueries *q, int count, const int *from, const int *limit, const TileRoom *room,
+static void attend_in_planes(const Cache *cache, const PlaneQueries *q, int count, const int *from, const int *limit, const Room *room,
                             float *m, float *l, float *o) {
   Attended a = {q, room, from, limit, m, l, o, .deep = tiles_of(cache->k_dim), .width = (cache->v_dim + 15) / 16 * 16};
   f32v up[KEY_TILES];
@@ -326,9 +279,9 @@ static void attend_in_tiles(const Cache *cache, const TiledQueries *q, int count
     int of_keys = cache->v ? 0 : cache->v_dim;  // where the values are the first ones of a key, these are looked at once
     f32v value = cache->v ? largest_values(cache, t) : largest_in_tile(tile, of_keys);
     f32v key = largest_in_tile(tile + 16 * of_keys, cache->k_dim - of_keys);
-    f32v power = (f32v)((i32v)value & 0x7f800000);  // of two, at or below the value
+    f32v power = power_of(value);
     a.key_scale[t] = put_keys(room->keys + t * a.deep, tile, cache->k_dim, of_keys ? max_(key, value) : key);
-    a.log_power[t] = from_int(((i32v)power >> 23) - 127) * 0.693147181f;
+    a.log_power[t] = log_of_power(power);
     a.inverse_power[t] = 1.0f / power, up[t] = (LIMIT_16 / 2) / power;
   }
   for (int d = 0; d < a.width; d += 16)

@@ -22,31 +22,31 @@ static void prepare_planes(const float *x, int n, const float *gain, float inv, 
   scales += c;
   for (int k = 0; k < n; k += DEPTH) {
     int depth = n - k < DEPTH ? n - k : DEPTH;
-    f32v values[DEPTH / 16], top = splat(0);
-    float square = 0;
+    f32v values[DEPTH / 16], top = splat(0), squares[DEPTH / 32] = {{0}};
     for (int i = 0; i < depth; i += 32) {
-      f32v *v = &values[i / 16], sum = splat(0);
+      f32v *v = &values[i / 16];
       for (int j = 0; j < 2; j++) {
         v[j] = ldf(x + k + i + 16 * j);
         if (gain) v[j] *= ldf(gain + k + i + 16 * j) * inv;
-        top = max_(top, abs_(v[j])), sum = fma_(v[j], v[j], sum);
+        top = max_(top, abs_(v[j])), squares[i / 32] = fma_(v[j], v[j], squares[i / 32]);
       }
-      float s = hsum(sum);
-      square = s > square ? s : square;
     }
-    float most = hmax(top), norm = __builtin_sqrtf(square), step = most / COLUMN_LIMIT;
+    float most = hmax(top), norm = __builtin_sqrtf(hmax(sums_of_eight(squares))), step = most / COLUMN_LIMIT;
     if (step < norm / COLUMN_NORM) step = norm / COLUMN_NORM;
     float up = step > 0 ? 1.0f / step : 0;
-    for (int i = 0; i < depth; i += 32, to += 32 * nc, scales += nc) {
-      uint32_t minus = 0;
+    u32v words[DEPTH / 32];
+    for (int i = 0; i < depth; i += 32, to += 32 * nc) {
       for (int j = 0; j < 2; j++) {
         i32v q = round_(values[i / 16 + j] * up), s = __builtin_shufflevector(q, q, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
-        i16x16 words = __builtin_convertvector(s, i16x16);
-        memcpy(to + 16 * j, &words, 32);
-        if (PAIRED)
-          for (int e = 4; e < 16; e += 8) minus -= (uint32_t)(q[e] * q[e + 1]) + (uint32_t)(q[e + 2] * q[e + 3]);
+        i16x16 half = __builtin_convertvector(s, i16x16);
+        memcpy((int16_t *)&words[i / 32] + 16 * j, &half, 32);
       }
-      *scales = (PanelScale){step, (int32_t)minus};
+      memcpy(to, &words[i / 32], 64);
+    }
+    for (int i = 0; i < depth; i += 128) {
+      int many = depth - i < 128 ? (depth - i) / 32 : 4;
+      i32v minus = PAIRED ? minus_of(words + i / 32, many) : splat_int(0);
+      for (int j = 0; j < many; j++, scales += nc) *scales = (PanelScale){step, minus[j]};
     }
   }
 }

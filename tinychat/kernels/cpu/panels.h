@@ -137,13 +137,33 @@ typedef struct { f32v d, d2, m, m2; } Scales;
   }
 QUANTISED(UNPACK)
 
+// The largest magnitudes of n elements of 16 rows, a multiple of four: of halves (either kind) as integers. A single chain would wait for
+// each maximum.
+INLINE f32v largest_floats(const uint8_t *a, int n) {
+  f32v top[4] = {splat(0), splat(0), splat(0), splat(0)};
+  for (int i = 0; i < n; i += 4)
+    for (int e = 0; e < 4; e++) top[e] = max_(top[e], abs_(ldf((const float *)a + 16 * (i + e))));
+  return max_(max_(top[0], top[1]), max_(top[2], top[3]));
+}
+INLINE i16v larger_16(i16v a, i16v b) {
+  i16v more = a > b;
+  return (a & more) | (b & ~more);
+}
+INLINE void largest_halves(const uint8_t *a, int n, uint8_t *largest) {
+  i16v top[2] = {{0}, {0}};
+  for (int i = 0; i < n; i += 4)
+    for (int e = 0; e < 2; e++) top[e] = larger_16(top[e], (i16v)ld(a + 32 * i + 64 * e) & 0x7fff);
+  i16v all = larger_16(top[0], top[1]);
+  all = larger_16(all, (i16v)__builtin_shufflevector((u32v)all, (u32v)all, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+  memcpy(largest, &all, 32);
+}
+
 #define FLOAT_UNPACK(T, ID, VALUE, LOAD, ...)                                                                             \
   static void T##_unpack(const uint8_t *group, int k, int from, int n, Planes *to, ptrdiff_t soon) {                      \
     const uint8_t *a = group + (size_t)from * 16 * VALUE;                                                                 \
-    f32v tops[4] = {splat(0), splat(0), splat(0), splat(0)};  /* a single chain would wait for each maximum */            \
-    for (int i = 0; i < n; i += 4)                                                                                        \
-      for (int e = 0; e < 4; e++) tops[e] = max_(tops[e], abs_(LOAD(a + 16 * VALUE * (i + e))));                          \
-    f32v top = max_(max_(tops[0], tops[1]), max_(tops[2], tops[3]));                                                      \
+    uint8_t largest[64];                                                                                                  \
+    if (VALUE == 2) largest_halves(a, n, largest);                                                                        \
+    f32v top = VALUE == 2 ? LOAD(largest) : largest_floats(a, n);                                                         \
     f32v up = steps_of(top);                                                                                              \
     to->d = top * ((float)UNIT / LIMIT);                                                                                       \
     for (int i = 0; i < n; i += 4, a += 64 * VALUE) {                                                                     \
@@ -238,11 +258,10 @@ static void product_in_planes(int type, const uint8_t *a, size_t stride, int gro
 // Fills out[group * pitch + column] as above. TILE_GROUPS groups are unpacked at a time (35 kB), two or one of the last.
 static void product_in_planes(int type, const uint8_t *a, size_t stride, int groups, const X *x, int n, f32v *out, size_t pitch) {
   Planes w[TILE_GROUPS];
-  for (size_t i = 0; i < groups * pitch; i++) out[i] = splat(0);
   for (int k = 0; k < x->k; k += DEPTH) {
     int depth = x->k - k < DEPTH ? x->k - k : DEPTH;
     for (int g = 0, many; g < groups; g += many) {
-      many = groups - g < TILE_GROUPS ? groups - g : TILE_GROUPS, many -= many == 3;
+      many = tile_groups(groups - g);
       Tile tile = tiles_of_groups[many - 1];
       // what is unpacked next: the groups behind these, or the first ones' next elements
       ptrdiff_t soon = (ptrdiff_t)(g + many < groups ? many * stride : stride * DEPTH / x->k - g * stride);
@@ -250,7 +269,7 @@ static void product_in_planes(int type, const uint8_t *a, size_t stride, int gro
       for (int c = 0; c < n; c += TILE_COLUMNS) {
         X panel = columns_from(x, c);
         const PanelScale *scales = (const PanelScale *)panel.scales + k / SCALED * TILE_COLUMNS;
-        tile(w, (const int16_t *)panel.f + TILE_COLUMNS * (size_t)k, scales, depth / 32, out + g * pitch + c, pitch);
+        tile(w, (const int16_t *)panel.f + TILE_COLUMNS * (size_t)k, scales, depth / 32, (Sums){out + g * pitch + c, pitch, 1, k > 0});
       }
     }
   }

@@ -77,6 +77,22 @@ INLINE f32v fetch(const float *src, int n) {
 #define ADD_(a, b) ((a) + (b))
 INLINE float hsum(f32v v) { FOLD_(v, ADD_) return v[0]; }
 INLINE float hmax(f32v v) { FOLD_(v, max_) return v[0]; }
+// The sums of eight vectors, each in two lanes.
+INLINE f32v sums_of_eight(const f32v v[8]) {
+  f32v four[4], two[2], all;
+#define ADD_HALVES_(a, b)                                                                    \
+  (__builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) + \
+   __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31))
+#define ADD_PAIRS_(a, b)                                                                       \
+  (__builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +   \
+   __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31))
+  for (int i = 0; i < 4; i++) four[i] = ADD_PAIRS_(v[2 * i], v[2 * i + 1]);
+  for (int i = 0; i < 2; i++) two[i] = ADD_HALVES_(four[2 * i], four[2 * i + 1]);
+  all = ADD_HALVES_(two[0], two[1]);
+  return all + __builtin_shufflevector(all, all, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+#undef ADD_HALVES_
+#undef ADD_PAIRS_
+}
 INLINE int32_t hsum_int(i32v v) { FOLD_(v, ADD_) return v[0]; }
 
 // 16 half-precision floats to single and back (round to nearest even).

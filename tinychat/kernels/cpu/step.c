@@ -13,6 +13,7 @@
 #include "simd.h"
 
 #include "attention_tiles.h"
+#include "attention_words.h"
 #include "delta.h"
 #include "input.h"
 #include "panels.h"
@@ -70,9 +71,9 @@ typedef struct {  // per thread
   int8_t *q;
   XScale *scales;
   float *f, *attn_q, *attn_s, *attn_out, *merged;
-#if TILES
-  TiledQueries tiled;  // of attend_in_tiles
-  TileRoom room;
+#if TILES || WORDS
+  PlaneQueries queries;  // of attend_in_planes
+  Room room;
 #endif
   f32v *sums;        // of two products
   uint64_t ready;  // the phase whose input this is
@@ -492,23 +493,17 @@ INLINE Cache cache_at(Ctx *c, const Op *op, int kv, int pos) {
 // Values of a head, filled up to whole vectors.
 INLINE int padded(int n) { return (n + 15) / 16 * 16; }
 
-// Query vectors of one task in a batch: enough to read keys seldom, few enough for many threads. Without tiles QUERIES.
-#if TILES
-enum { QUERIES = 40, MOST = TILED };
-#else
-enum { QUERIES = 40, MOST = QUERIES };
-#endif
-
-// Of a task in tiles: as many as leave room for keys and values in the second-level cache.
-INLINE int tiled_queries(const Op *op) { return MAX_(16, MIN_(MOST, (1 << 20) / (2 * op->key_dim + 4 * op->value_dim))); }
+// Query vectors of one task in a batch: enough to read keys seldom, few enough for many threads. In planes MOST, and no more than leave
+// room for keys and values in the second-level cache.
+enum { QUERIES = 40, MOST = 512 };
+INLINE int plane_queries(const Op *op) { return MAX_(16, MIN_(MOST, (1 << 20) / (2 * op->key_dim + 4 * op->value_dim))); }
 
 // The query vectors of a task, to be put into the thread's scratch: columns of [key_dim][stride], or rows of tiles.
 INLINE int stride_of(int count) { return (count + 3) / 4 * 4; }
 static void begin_queries(Scratch *s, const Op *op, int count) {
-#if TILES
+#if TILES || WORDS
   if (s->planes) {
-    size_t panels = (size_t)(count + 15) / 16;
-    memset(s->tiled.rows, 0, sizeof(TilePair) * tiles_of(op->key_dim) * panels), memset(s->tiled.scale, 0, sizeof(float) * 16 * panels);
+    clear_queries(&s->queries, op->key_dim, count);
     return;
   }
 #endif
@@ -519,9 +514,9 @@ static void begin_queries(Scratch *s, const Op *op, int count) {
 static void put_query(Scratch *s, int count, int m, const float *x, const Op *op, int pos) {
   float scale = op->scale;
   if (op->temperature != 0) scale *= 1.0f + op->temperature * (float)log(1.0 + pos / op->temperature_length);
-#if TILES
+#if TILES || WORDS
   if (s->planes) {
-    put_tiled_query(&s->tiled, m, x, op->key_dim, scale);
+    put_plane_query(&s->queries, m, x, op->key_dim, scale);
     return;
   }
 #endif
@@ -530,9 +525,9 @@ static void put_query(Scratch *s, int count, int m, const float *x, const Op *op
 
 // Attention of them over a chunk, folded into their running (m, l, o).
 static void attend_chunk(Scratch *s, const Cache *cache, int count, const int *from, const int *limit, float *m, float *l, float *o) {
-#if TILES
+#if TILES || WORDS
   if (s->planes) {
-    attend_in_tiles(cache, &s->tiled, count, from, limit, &s->room, m, l, o);
+    attend_in_planes(cache, &s->queries, count, from, limit, &s->room, m, l, o);
     return;
   }
 #endif
@@ -648,7 +643,7 @@ static void attention_inputs(Ctx *c, const Op *op, Part me) {
 // few of them, as when drafts are verified, they are halved if the threads need less time then.
 typedef struct { int per_token, parts, block, blocks; } Blocks;
 static Blocks query_blocks(const Ctx *c, const Op *op) {
-  int most = c->shared.planes ? tiled_queries(op) : QUERIES, least = 0;
+  int most = c->shared.planes ? plane_queries(op) : QUERIES, least = 0;
   int group = op->heads / op->kv_heads, heads = MIN_(group, most), block = MIN_(c->tokens, most / heads);
   for (Blocks best = {0};;) {
     Blocks b = {heads, (group + heads - 1) / heads, block, (c->tokens + block - 1) / block};
@@ -1189,7 +1184,7 @@ static int stage_tasks(const Ctx *c, const Op *op, int stage) {
 enum { FEW = 12 };
 static void choose_form(Ctx *c, const Op *op) {
   int few = (op->tag == EXPERTS_UP || op->tag == EXPERTS_DOWN) && c->tokens * op->top_k < FEW * op->w[0].groups;
-  few |= !tiles_allowed && (op->tag == HEAD || op->tag == ATTENTION || op->tag == LATENT_ATTENTION);
+  few |= !tiles_allowed && (op->tag == HEAD || ((op->tag == ATTENTION || op->tag == LATENT_ATTENTION) && op->key_dim % 32));
   int planes = (tiles_allowed || WORDS) && !c->sampled && !c->mtp && !few;
   if (planes == c->shared.planes) return;
   c->shared.planes = planes;
@@ -1538,7 +1533,7 @@ EXPORT int tc_prepare(Ctx *c) {
     if (op->tag == EXPERTS_DOWN) top = MAX_(top, op->top_k), ff = MAX_(ff, op->w[0].cols);
     if (op->tag == ROUTE) routed = MAX_(routed, op->w[0].rows);
   }
-  size_t chunks = ((size_t)c->max_context + 15) / 16 * 16 / CHUNK + 1, vectors = MAX_(tiles_allowed ? MOST : QUERIES, heads) + 16;
+  size_t chunks = ((size_t)c->max_context + 15) / 16 * 16 / CHUNK + 1, vectors = MAX_(tiles_allowed || WORDS ? MOST : QUERIES, heads) + 16;
   c->phases = piece(c, 5 * (size_t)c->n_ops, sizeof(Phase));
   c->segments = piece(c, 2 * (size_t)top + 5, sizeof(Segment));
   size_t units = 3 * heads + (size_t)top + 3 + (size_t)dim / 16 + 1;
@@ -1554,10 +1549,16 @@ EXPORT int tc_prepare(Ctx *c) {
 #if TILES
     if (tiles_allowed) {
       size_t pair = sizeof(TilePair), deep = (key + 63) / 64;
-      s->tiled = (TiledQueries){piece(c, vectors / 16, deep * pair), piece(c, vectors, 4)};
+      s->queries = (PlaneQueries){piece(c, vectors / 16, deep * pair), piece(c, vectors, 4)};
       s->room.keys = piece(c, KEY_TILES, deep * pair), s->room.values = piece(c, value / 16, KEY_STEPS * pair);
       s->room.weights = piece(c, TOGETHER, KEY_STEPS * pair), s->room.scores = piece(c, 2 * TOGETHER, 64 * CHUNK);
     }
+#elif WORDS
+    size_t depths = (size_t)depths_of((int)key);
+    s->queries = (PlaneQueries){piece(c, vectors, 2 * depths * DEPTH), piece(c, vectors, depths * DEPTH / SCALED * sizeof(PanelScale))};
+    s->room.keys = piece(c, KEY_TILES * depths, sizeof(Planes)), s->room.values = piece(c, value / 16, sizeof(Planes));
+    s->room.scores = piece(c, KEY_TILES * BLOCK, sizeof(f32v)), s->room.weights = piece(c, BLOCK, 2 * CHUNK);
+    s->room.scales = piece(c, BLOCK, CHUNK / SCALED * sizeof(PanelScale)), s->room.out = piece(c, BLOCK, 4 * value);
 #endif
     s->attn_out = piece(c, vectors, 4 * value);
     s->experts = piece(c, top, 4), s->expert_weights = piece(c, top, 4);

@@ -66,6 +66,19 @@ INLINE u32v two_words(const int16_t *x) {
   return splatu(both);
 }
 
+// Minus the products of words in pairs of each of up to four blocks of 32.
+INLINE i32v minus_of(const u32v *words, int n) {
+  i32v all = splat_int(0), lane = {0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3};
+  for (int i = 0; i < n; i++) {
+    u32v other = __builtin_shufflevector(words[i], words[i], 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+    i32v dot = dot_words(splat_int(0), words[i], other);
+    dot = __builtin_shufflevector(dot, dot, 2, 2, 2, 2, 6, 6, 6, 6, 10, 10, 10, 10, 14, 14, 14, 14);
+    all -= dot & (lane == i);
+  }
+  all += __builtin_shufflevector(all, all, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+  return all + __builtin_shufflevector(all, all, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3);
+}
+
 #define EACH(i, n) _Pragma("clang loop unroll(full)") for (int i = 0; i < n; i++)
 // The compiler may not move loads over this: it would move more of them than there are registers.
 #define FENCE __asm__ volatile("" : : : "memory")
@@ -84,8 +97,11 @@ INLINE void add_products(i32v sums[TILE_GROUPS][TILE_COLUMNS], const Planes *w, 
   FENCE;
 }
 
-// out[g * pitch + c] += the products of `groups` groups and TILE_COLUMNS columns over 32 * n elements.
-INLINE void multiply_tile(const Planes *w, int groups, const int16_t *x, const PanelScale *scales, int n, f32v *out, size_t pitch) {
+// Where results lie: out[group * of_group + column * of_column]; whether they are added to what is there.
+typedef struct { f32v *out; size_t of_group, of_column; int add; } Sums;
+
+// The products of `groups` groups and TILE_COLUMNS columns over 32 * n elements.
+INLINE void multiply_tile(const Planes *w, int groups, const int16_t *x, const PanelScale *scales, int n, Sums to) {
   f32v total[TILE_GROUPS][TILE_COLUMNS];
   EACH(g, groups) EACH(c, TILE_COLUMNS) total[g][c] = splat(0);
   for (int k = 0; k < n; k++, x += 32 * TILE_COLUMNS) {
@@ -99,16 +115,14 @@ INLINE void multiply_tile(const Planes *w, int groups, const int16_t *x, const P
     FENCE;
   }
   EACH(g, groups) EACH(c, TILE_COLUMNS) {
-    f32v *y = out + g * pitch + c;
-    *y = fma_(total[g][c], w[g].d * scales[c].scale, *y);
+    f32v *y = to.out + g * to.of_group + c * to.of_column;
+    *y = fma_(total[g][c], w[g].d * scales[c].scale, to.add ? *y : splat(0));
   }
 }
 
-typedef void (*Tile)(const Planes *w, const int16_t *x, const PanelScale *scales, int n, f32v *out, size_t pitch);
-#define TILE(N)                                                                                                     \
-  static void tile_##N(const Planes *w, const int16_t *x, const PanelScale *s, int n, f32v *out, size_t pitch) {    \
-    multiply_tile(w, N, x, s, n, out, pitch);                                                                       \
-  }
+typedef void (*Tile)(const Planes *w, const int16_t *x, const PanelScale *scales, int n, Sums to);
+#define TILE(N) \
+  static void tile_##N(const Planes *w, const int16_t *x, const PanelScale *s, int n, Sums to) { multiply_tile(w, N, x, s, n, to); }
 TILE(1)
 #if defined(__AVX512BW__)
 TILE(2)
@@ -117,6 +131,11 @@ static const Tile tiles_of_groups[] = {tile_1, tile_2, NULL, tile_4};
 #else
 static const Tile tiles_of_groups[] = {tile_1};
 #endif
+// How many of `left` groups are multiplied together.
+INLINE int tile_groups(int left) {
+  int n = left < TILE_GROUPS ? left : TILE_GROUPS;
+  return n - (n == 3);
+}
 #undef TILE
 #undef FENCE
 #undef EACH

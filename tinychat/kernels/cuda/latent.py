@@ -59,12 +59,13 @@ def _cluster_shape(b: Builder, a: MLA, out_quantised: bool) -> MLAClusterConstan
         return packed_bytes(b.weight(w).tensor.kind, rows * w.cols)
 
     longest, warps = max(query.cols, a.kv_lora, a.nope), CLUSTER_THREADS // 32
-    new = -(-b.columns // CLUSTER)  # keys of the step that a block has
+    new = -(-b.columns // CLUSTER)  # cache rows of the step that a block makes
     n = _cluster_columns(b)
     codes = longest + longest // 4 + a.nope + a.nope // 4
-    shared = n * (codes + 4 * (head * CLUSTER + a.row + CLUSTER * (a.kv_lora + 2) + 32 + 2 * warps + values))
-    shared += new * (4 * warps + 2 * a.row)
-    first, sums = planes(a.q, head) if a.q_a else 16, 4 * warps * a.kv_lora
+    shared = n * (codes + 4 * (head * CLUSTER + 2 * CLUSTER + 32 + 3 * warps + values)) + 4 * a.row
+    shared += 4 * CLUSTER * a.kv_lora * (n if n < CLUSTER else 1)  # parts, or what they are together
+    shared += 4 * new * warps + 2 * b.columns * a.row
+    first, sums = planes(a.q, head) if a.q_a else 16, 4 * warps * n * a.kv_lora
     rows = (max(first, sums) if n == 1 else first) + planes(a.k_b, absorbed)
     shared += planes(a.v_b, values) + max(rows, sums) + 320  # for what alignment takes
     return MLAClusterConstants(

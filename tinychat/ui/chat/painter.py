@@ -21,7 +21,7 @@ from tinychat.ui.panel import EnginePanel, ExpertsStrip, Reading, figures
 from tinychat.ui.panel.reading import PaintMeter
 
 SHARE = 0.2  # of a core that painting a growing answer may take: the others, and the interpreter, are the engine's
-LONGEST = 0.1  # seconds between two paints, at most
+LONGEST = 0.1  # seconds between two paints, at most, unless they take half of a core even so
 
 
 class Painter:
@@ -46,7 +46,8 @@ class Painter:
             return True
         if (link := self._chat.link) is not None and link.behind:
             return False
-        wait = min((time.thread_time() - self._spent_at) / SHARE, LONGEST)
+        spent = time.thread_time() - self._spent_at
+        wait = max(min(spent / SHARE, LONGEST), 2 * spent)
         return time.monotonic() - self._painted_at >= wait
 
     async def apply(self) -> None:

@@ -15,6 +15,7 @@ from tinychat.ui.chat.markdown.formulas import formulas
 
 PARSER = MarkdownIt("gfm-like", {"html": False})  # html off: `List<int>` and <think> are text
 formulas(PARSER)
+LONG = 4000  # characters of a block from which on its end is looked for when it has grown by an eighth, not a line
 _SPACED = ("heading", "fence", "code_block", "table", "hr", "blockquote", "formula_block")
 
 
@@ -64,6 +65,7 @@ class Splitter:
     def __init__(self) -> None:
         self.done: list[Block] = []
         self.tail = ""
+        self._looked = 0  # characters of the tail that have no end of a block
 
     @property
     def source(self) -> str:
@@ -73,13 +75,15 @@ class Splitter:
         """Takes `text`; returns how many blocks became done."""
         self.tail += text
         complete = self.tail.rfind("\n") + 1
-        if "\n" not in text or in_open_fence(self.tail[:complete]):
+        goes_on = LONG < complete < self._looked * 9 / 8
+        if "\n" not in text or goes_on or in_open_fence(self.tail[:complete]):
             return 0
         lines = split_lines(self.tail[:complete])
         begins = starts(PARSER.parse("".join(lines)))
         for first, end in pairwise(begins):
             self.done.append(Block("".join(lines[first:end])))
-        self.tail = "".join(lines[begins[-1] :]) + self.tail[complete:]
+        last = "".join(lines[begins[-1] :])
+        self.tail, self._looked = last + self.tail[complete:], len(last)
         return len(begins) - 1
 
     def finish(self) -> int:
