@@ -45,7 +45,7 @@ from tinychat.kernels.ops import (
 )
 from tinychat.kernels.quant_types import GGMLQuantizationType as Q
 
-READERS = 4  # threads that read the file
+READERS = 16  # threads that read the file
 PIECE = 4 << 20  # bytes that one of them reads at once, at least
 
 

@@ -96,8 +96,9 @@ typedef struct { int op, stage, ops; } Phase;  // ops: of one token, run togethe
 // `per` of them are a unit, that tasks of later segments wait for.
 typedef struct {
   int first, op, per, unit;  // the first task; the number of the first unit
-  int slot;                  // of experts_up and experts_down with one token: which of its experts, top_k: the shared one
-} Segment;
+  int slot;                  // of experts_up and experts_down with one token: which of its experts, top_k: the shared one; of attention: heads
+} Segment;                   // of a task; of absorb ALONE: the cache's row
+enum { ALONE = -1 };
 typedef struct { _Alignas(64) atomic_int count; _Atomic uint64_t done; } Count;  // of a unit: tasks that have ended; the last phase in which all have
 
 typedef struct {
@@ -306,7 +307,9 @@ static float *row(Ctx *c, int buffer, int token) { return c->buffers[buffer] + (
 
 // Tasks per thread and stage, where the number of tasks is free, of several tokens and of one. One token's tasks are limited by
 // memory, which serves 16 threads so unevenly that with 4 tasks each they wait for 12 to 15 % of a step, with 16 for 3 to 8 %.
-enum { SPLIT = 8, SPLIT_ONE = 16, SPLIT_EXPERT = 4 };  // SPLIT_EXPERT: of one token and one of its experts
+enum { SPLIT = 8, SPLIT_ONE = 16, SPLIT_HEAD = 64 };  // SPLIT_HEAD: of one token and the output matrix, of which all are large
+// Of one token and matrices of heads; of one of its experts, whose tasks have so many bytes at least.
+enum { SPLIT_HEADS = 6, SPLIT_EXPERT = 4, LEAST_BYTES = 24 << 10 };
 
 static void embed_token(Ctx *c, const Op *op, Part me, int t) {
   const Matrix *w = &op->w[0];
@@ -783,7 +786,7 @@ static void absorb(Ctx *c, const Op *op, Part me) {
   float *tmp = c->scratch[me.id].merged;
   for (int t = 0; t < c->tokens; t++) {
     int pos = c->pos + t;
-    if (t % me.parts == me.part) {
+    if (t % me.parts == me.part && me.of == c->segments) {
       const float *kv = row(c, op->dst[1], t);
       float inv = rms_scale(kv, latent, op->norm_eps);
       for (int i = 0; i < latent; i++) tmp[i] = kv[i] * inv * op->norm[i];
@@ -792,6 +795,7 @@ static void absorb(Ctx *c, const Op *op, Part me) {
       store_k(k_tile(c, op, 0, pos), tmp, width, pos);
     }
   }
+  if (me.of->slot == ALONE) return;
   int all = c->tokens * op->heads;
   for (int i = all * me.part / me.parts; i < all * (me.part + 1) / me.parts; i++) {
     int t = i / op->heads, h = i % op->heads;
@@ -870,6 +874,29 @@ static void choose(const Op *op, const Scratch *s, const float *l, int32_t *ids,
   for (int k = 0; k < op->top_k; k++) weights[k] *= factor * (op->bias[2] ? op->bias[2][ids[k]] : 1.0f);
 }
 
+// In a decode step of one token a task of a router in F32, which has few rows, sums up every second column of 16 of them: one of the two
+// chains that a product adds up in the end.
+static int halved(const Ctx *c, const Op *op) { return c->sampled && c->tokens == 1 && op->w[0].type == F32; }
+static void route_half(Ctx *c, const Matrix *w, const float *x, int group, int half) {
+  const uint8_t *a = rows16(w, 0, group);
+  f32v sum = splat(0);
+  for (int k = half; k < w->cols; k += 2) {
+    __builtin_prefetch(a + 64 * (size_t)k + AHEAD);
+    sum = fma_(load_F32(a + 64 * (size_t)k), splat(x[k]), sum);
+  }
+  stf(c->router_logits + 16 * (half * groups16(w) + group), sum);
+}
+// Adds up both halves.
+static const float *whole_logits(const Ctx *c, const Op *op, float *out) {
+  if (!halved(c, op)) return c->router_logits;
+  int n = op->w[0].rows;
+  for (int i = 0; i < n; i += 16) {
+    f32v y = ldf(c->router_logits + i) + ldf(c->router_logits + 16 * groups16(&op->w[0]) + i);
+    store(out + i, op->bias[0] ? y + fetch(op->bias[0] + i, n - i) : y, n - i);
+  }
+  return out;
+}
+
 static void route(Ctx *c, const Op *op, Part me) {
   const Matrix *w = &op->w[0];
   if (me.stage == 2) {  // with one token, every thread chooses for itself at the start of the next phase
@@ -880,6 +907,10 @@ static void route(Ctx *c, const Op *op, Part me) {
   const Scratch *x = input(c, op, me, 0, row(c, op->src, 0), c->widths[op->src], w->cols, op->norm, needs(w, 1));
   if (!x) return;
   int first, last, n = groups16(w);
+  if (halved(c, op)) {
+    route_half(c, w, x->f, me.part / 2, me.part % 2);
+    return;
+  }
   share(me, n, 0, 1, n, 1, &first, &last);
   multiply(c->scratch[me.id].sums, w, 0, first, last, x, c->tokens, c->router_logits, w->rows, op->bias[0], 1, 0);
 }
@@ -956,7 +987,7 @@ static void experts_up(Ctx *c, const Op *op, Part me) {
     const Matrix *w = op->w + (routed ? 0 : 2);
     if (!ready(c, op, me.id)) prepare_one(row(c, op->src, 0), k, op->norm, op->eps, need, s);
     if (routed) {
-      if (s->chosen != c->phase) choose(router, s, c->router_logits, s->experts, s->expert_weights);
+      if (s->chosen != c->phase) choose(router, s, whole_logits(c, router, s->chances), s->experts, s->expert_weights);
       s->chosen = c->phase, expert = s->experts[me.of->slot];
       if (me.part == 0) {
         op->routes[me.of->slot] = c->route_ids[me.of->slot] = expert;
@@ -1017,14 +1048,14 @@ static void experts_down(Ctx *c, const Op *op, Part me) {
     share(me, groups, 0, 1, groups, 1, &first, &last);
     multiply(s->sums, m, matrix, first, last, made(c, op) ? &in : s, 1, c->pair_out + (size_t)me.of->slot * dim, dim,
              me.of->slot < top ? bias_of(op->bias[0], m, matrix) : NULL, 1, 0);
-    if (!ended(c, me.of->unit + me.part, slots)) return;
-    float *x = row(c, op->dst[0], 0);  // the last task of these rows adds up all of them, always in the same order
-    for (int i = 0; i < slots; i++) {
-      f32v weight = splat((i < top ? c->route_weights[i] : 1.0f) * op->scale);
-      for (int r = 16 * first; r < MIN_(16 * last, dim); r += 16) {
-        f32v base = i > 0 || op->add ? fetch(x + r, dim - r) : splat(0);
-        store(x + r, fma_(fetch(c->pair_out + (size_t)i * dim + r, dim - r), weight, base), dim - r);
-      }
+    for (int g = first; g < last; g++) {
+      if (!ended(c, me.of->unit + g, slots)) continue;
+      int r = 16 * g, n = dim - r;  // the last expert of these rows adds up all of them, always in the same order
+      float *x = row(c, op->dst[0], 0) + r;
+      f32v sum = op->add ? fetch(x, n) : splat(0);
+      for (int i = 0; i < slots; i++)
+        sum = fma_(fetch(c->pair_out + (size_t)i * dim + r, n), splat((i < top ? c->route_weights[i] : 1.0f) * op->scale), sum);
+      store(x, sum, n);
     }
     return;
   }
@@ -1126,7 +1157,7 @@ static int units_of(const Op *op) {
 }
 
 static int stage_tasks(const Ctx *c, const Op *op, int stage) {
-  int some = (c->tokens == 1 ? SPLIT_ONE : SPLIT) * c->pool.threads, per;
+  int some = (c->tokens > 1 ? SPLIT : op->tag == HEAD ? SPLIT_HEAD : SPLIT_ONE) * c->pool.threads, per;
   if (op->tag == HEAD && !c->logits_mode) return 0;
   if (op->tag == CONVOLVE) return 2 * op->kv_heads + op->heads;
   if (op->tag == DELTA) return op->heads;
@@ -1162,9 +1193,9 @@ static void choose_form(Ctx *c, const Op *op) {
 
 // How many ops from `op` on run together in a decode step of one token: tasks wait for what they need alone, not for all of an op.
 // Those of a head need this head's of the op before; an expert's second matrix the first ones, which need the router; the
-// shared expert does not.
+// shared expert does not. With clocks each op has its own time.
 static int together_with(const Ctx *c, const Op *op) {
-  if (c->tokens > 1 || !c->sampled) return 1;
+  if (c->tokens > 1 || !c->sampled || c->ticks) return 1;
   if (op->tag == ROUTE) return 3;
   int q = op->tag == LINEAR && op[1].tag == ABSORB && op->matrices == 1 && op->w[0].rows % (16 * op[1].heads) == 0;
   return op[q].tag == ABSORB ? q + 3 : 1;
@@ -1186,6 +1217,8 @@ static int new_segment(Ctx *c, const Op *op, int slot, int per, int tasks) {
 
 static void lay_out(Ctx *c, Phase p) {
   c->n_segments = 0, c->phase++, c->segments[0].first = c->segments[0].unit = 0;
+  const Op *absorbs = c->ops + p.op + (c->ops[p.op].tag == LINEAR);
+  if (p.ops > 1 && absorbs->tag == ABSORB) new_segment(c, absorbs, ALONE, 1, 1);
   for (const Op *op = c->ops + p.op; op < c->ops + p.op + p.ops; op++) {
     const Matrix *w = &op->w[0];
     int threads = c->pool.threads, per;
@@ -1193,17 +1226,21 @@ static void lay_out(Ctx *c, Phase p) {
       int up = op->tag == EXPERTS_UP, shared = op->w[up ? 2 : 1].groups > 0;
       for (int i = -shared; i < op->top_k; i++) {  // the shared one first, which does not wait for the router
         const Matrix *m = i >= 0 ? w : w + (up ? 2 : 1);
-        int pieces = groups16(m) / (up && makes(c, op) ? 2 : 1), most = MIN_(pieces, SPLIT_EXPERT * threads), n = shares(pieces, most);
+        int pieces = groups16(m) / (up && makes(c, op) ? 2 : 1), enough = (int)(groups16(m) * group_bytes(m->type, m->cols) / LEAST_BYTES);
+        int most = MIN_(pieces, MAX_(1, MIN_(SPLIT_EXPERT * threads, enough))), n = shares(pieces, most), last = !up && i + 1 == op->top_k;
         if (2 * n < most) n = most;
+        if (last) n = MIN_(pieces, 2 * n);  // behind which threads wait
         new_segment(c, op, i < 0 ? op->top_k : i, up ? n : 0, n);
       }
-    } else if (p.ops > 1 && op->tag == ROUTE) {
-      new_segment(c, op, 0, groups16(w), groups16(w));
+    } else if (c->tokens == 1 && op->tag == ROUTE) {
+      int n = groups16(w) * (halved(c, op) ? 2 : 1);
+      new_segment(c, op, 0, n, n);
     } else if (p.ops > 1 && op->tag == LATENT_ATTENTION) {
-      new_segment(c, op, 0, c->pos / CHUNK + 1, attention_tasks(c, op, &per));
+      int tasks = attention_tasks(c, op, &per);
+      new_segment(c, op, per, c->pos / CHUNK + 1, tasks);
     } else if (p.ops > 1) {  // matrices of heads
       int heads = op->tag == LINEAR ? op[1].heads : w->groups;
-      per = shares(units_of(op) / heads / (makes(c, op) ? 2 : 1), SPLIT_ONE * threads / heads);
+      per = shares(units_of(op) / heads / (makes(c, op) ? 2 : 1), SPLIT_HEADS * threads / heads);
       new_segment(c, op, 0, per, per * heads);
     } else {
       new_segment(c, op, 0, 0, stage_tasks(c, op, p.stage));
@@ -1224,19 +1261,16 @@ INLINE int is_done(const Ctx *c, int unit) { return atomic_load_explicit(&c->uni
 static int task_ready(void *arg, int phase, int task) {
   const Ctx *c = arg;
   if (phase == c->n_phases || c->phases[phase].ops == 1) return 1;
-  int place, per;
+  int place;
   const Segment *s = segment_of(c, task, &place), *before = s - 1;
   const Op *op = &c->ops[s->op];
   switch (op->tag) {
-    case ABSORB: return s == c->segments || is_done(c, before->unit + place / s->per);
-    case LATENT_ATTENTION:  // the first head's first task stores the row of the cache
-      attention_tasks(c, op, &per);
-      for (int h = place / s->per * per, end = MIN_(h + per, op->heads); h < end; h++)
+    case ABSORB: return before < c->segments || before->slot == ALONE || is_done(c, before->unit + place / s->per);
+    case LATENT_ATTENTION:
+      for (int h = place / s->per * s->slot, end = MIN_(h + s->slot, op->heads); h < end; h++)
         if (!is_done(c, before->unit + h)) return 0;
-      return is_done(c, before->unit);
-    case VALUE_UP:
-      attention_tasks(c, op - 1, &per);
-      return is_done(c, before->unit + place / s->per / per);
+      return is_done(c, 0);  // the cache's row
+    case VALUE_UP: return is_done(c, before->unit + place / s->per / before->slot);
     case EXPERTS_UP: return s->slot == op->top_k || is_done(c, 0);
     case EXPERTS_DOWN: return is_done(c, s[-op->top_k - (op->w[1].groups > 0)].unit);
     default: return 1;
@@ -1502,7 +1536,7 @@ EXPORT int tc_prepare(Ctx *c) {
   size_t chunks = ((size_t)c->max_context + 15) / 16 * 16 / CHUNK + 1, vectors = MAX_(tiles_allowed || WORDS ? MOST : QUERIES, heads) + 16;
   c->phases = piece(c, 5 * (size_t)c->n_ops, sizeof(Phase));
   c->segments = piece(c, 2 * (size_t)top + 5, sizeof(Segment));
-  size_t units = 3 * heads + (size_t)top + 2 + SPLIT_EXPERT * (size_t)n;
+  size_t units = 3 * heads + (size_t)top + 3 + (size_t)dim / 16 + 1;
   c->units = piece(c, units, sizeof(Count));
   if (c->units) memset(c->units, 0, units * sizeof(Count));
   c->scratch = piece(c, n, sizeof(Scratch));
@@ -1539,7 +1573,7 @@ EXPORT int tc_prepare(Ctx *c) {
   c->partial = piece(c, heads * chunks, 4 * (value + 16));
   c->done = piece(c, heads, sizeof(atomic_int));
   if (c->done) memset(c->done, 0, sizeof(atomic_int) * heads);
-  c->router_logits = piece(c, c->batch, 4 * (size_t)(routed + 16));
+  c->router_logits = piece(c, c->batch + 1, 4 * (size_t)(routed + 16));
   c->route_ids = piece(c, c->batch, 4 * (size_t)top);
   c->route_weights = piece(c, c->batch, 4 * (size_t)top);
   c->chosen = piece(c, (size_t)routed, 4);
