@@ -50,6 +50,9 @@ SHARE = 0.97  # of the free memory that buffers may take; the rest is for progra
 ROWS_OF_LOGITS = 64  # tokens of a prefill step that wants the logits of all
 PAUSE = 5e-5  # seconds
 EMPTY = 2**64 - 1  # a ring slot nothing was written to
+# Buffers of zeros at first: attention's counts; what is read beside what was written, though not used: experts' tiles
+# before they are counted, free places of lists, what is above the diagonal of triangular matrices.
+ZEROS = ("tickets", "tiles", "candidates", "solve", "mixing")
 LIMITS = Limits(
     frozenset(QUANTS),
     float_multiple=8,
@@ -167,7 +170,7 @@ class CUDAExecutor(KeepsInPieces):
                 gpu.upload("greedy", state_words(GREEDY, 0, 0, 0))
                 self._stand_ins = np.full(max_context + 1, -1, np.int32)
                 gpu.upload("stand_ins", self._stand_ins)
-            for name in ("tickets", "tiles"):  # of attention; of experts, whose blocks read one before they count them
+            for name in ZEROS:
                 if name in builder.buffers:
                     gpu.upload(name, np.zeros(builder.buffers[name], np.uint8))
             kernels_of = [*launches.values(), *(rows for _, rows in heads)]
