@@ -20,7 +20,6 @@ import sys
 import time
 import traceback
 from collections import defaultdict
-from dataclasses import replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -84,14 +83,7 @@ VARIANTS = (
     "kimi-linear",
     "bailingmoe3",
 )
-STATES, CHANNEL_STATES = "qwen35_states", "kimi_states"  # heads of 128 keys and values
-tiny.VARIANTS[STATES] = replace(tiny.VARIANTS["qwen35"], layers=3, delta=shapes.DeltaRule(2, 4, 128, every=3))
-tiny.VARIANTS[CHANNEL_STATES] = replace(tiny.VARIANTS["kimi-linear"], layers=3, kda=(128, 4, 3), heads=2)
-WIDE_HEADS = "llama_wide_heads"  # a group's results are whole warps' int8 blocks
-tiny.VARIANTS[WIDE_HEADS] = replace(tiny.VARIANTS["llama"], head_dim=64)
-CLUSTER, GATED_CLUSTER = "deepseek2_cluster", "ling_cluster"  # wide enough for latent attention in clusters of blocks
-for name, of in ((CLUSTER, "deepseek2_glm"), (GATED_CLUSTER, "bailingmoe3")):
-    tiny.VARIANTS[name] = replace(tiny.VARIANTS[of], layers=2, heads=3, mla=shapes.MLA(256, 256, 64, 64, 128))
+STATES, CHANNEL_STATES, WIDE_HEADS, CLUSTER, GATED_CLUSTER = tiny.LARGER
 CHECKED = (
     *(f"deepseek2_glm:{q}" for q in QUANTS),
     *(f"{v}:F16" for v in VARIANTS),

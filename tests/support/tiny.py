@@ -280,13 +280,22 @@ VARIANTS: dict[str, Shape] = {
         _lite, layers=27, dim=32, ffn=32, mla=MLA(0, 32, 32, 32, 32), moe=MoE(4, 2, 32, 1, 1)
     ),
 }
+# Wide enough for kernels that the variants are too small for: the GPU's scripts check these besides.
+LARGER = {
+    "qwen35_states": replace(VARIANTS["qwen35"], layers=3, delta=DeltaRule(2, 4, 128, every=3)),
+    "kimi_states": replace(VARIANTS["kimi-linear"], layers=3, kda=(128, 4, 3), heads=2),
+    "llama_wide_heads": replace(VARIANTS["llama"], head_dim=64),  # a group's results are whole warps' int8 blocks
+} | {  # latent attention in clusters of blocks
+    name: replace(VARIANTS[of], layers=2, heads=3, mla=MLA(256, 256, 64, 64, 128))
+    for name, of in (("deepseek2_cluster", "deepseek2_glm"), ("ling_cluster", "bailingmoe3"))
+}
 SPLIT = {"deepseek2_split": "deepseek2_glm", "llama_split": "llama"}  # written in two parts
 NAMES = (*VARIANTS, *SPLIT)
 
 
 def shape(variant: str, quant: str) -> Shape:
     """The Shape of `variant` with row lengths that suit `quant`."""
-    s = VARIANTS[SPLIT.get(variant, variant)]
+    s = (VARIANTS | LARGER)[SPLIT.get(variant, variant)]
     if quant not in ("Q4_K_M", "IQ_MIX") and GGML_QUANT_SIZES[Q[quant]][0] != 256:
         return s
     s = replace(s, dim=256, ffn=256)
