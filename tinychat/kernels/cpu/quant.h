@@ -450,10 +450,11 @@ typedef struct {
   const XScale *scales;   // [k / 32][NC]
   const float *f;         // [k][NC], the unquantised values, for float weights
   int k, planes;          // planes: f and scales hold what prepare_planes makes instead, for any weights
-} X;
+} X;                      // what no weights of an op need is NULL
 // The columns from number `first` on, which begins a panel.
 INLINE X columns_from(const X *x, size_t first) {
-  return (X){x->q + 2 * first * x->k, x->scales + first * (x->k / 32), x->f + first * x->k, x->k, x->planes};
+  return (X){x->q ? x->q + 2 * first * x->k : NULL, x->scales ? x->scales + first * (x->k / 32) : NULL,
+             x->f ? x->f + first * x->k : NULL, x->k, x->planes};
 }
 
 // y + the scaled sums over 32 elements of a column: p of all, or p of the first 16 and r of the last 16 where there are two scales.
