@@ -27,7 +27,7 @@ from tinychat.kernels.cuda.launches import sample as sampling
 from tinychat.kernels.cuda.layout import Layout, repack, repack_params
 from tinychat.kernels.cuda.prefill import Chip, Prefill, padded
 from tinychat.kernels.cuda.quants import FLOATS, QUANTS, packed_bytes
-from tinychat.kernels.cuda.selfcheck import COLS, ROWS, check_data, check_logits, check_plan
+from tinychat.kernels.cuda.selfcheck import COLS, ROWS, TABLE, check_data, check_logits, check_plan
 from tinychat.kernels.cuda.state import WORDS, bias_values, breaker_bits, state_words
 from tinychat.kernels.cuda.step import decode, depths
 from tinychat.kernels.sampler import dry, sample
@@ -119,7 +119,8 @@ def test_matvec_of_every_quant_type(kind: Q, matvecs: dict[Q, Matvec]) -> None:
         np.testing.assert_array_equal(logits[0], wanted)
     products = check_products(kind)
     assert error(logits[0], products) < (1e-5 if kind in FLOATS else 0.01)
-    assert error(check_logits(kind), products) < 1e-6, ",".join([kind.name, *(f"{v:.8g}" for v in products)])
+    known = f"{kind.name}," in TABLE.read_text() and error(check_logits(kind), products) < 1e-6
+    assert known, ",".join([kind.name, *(f"{v:.8g}" for v in products)])
     buffers["history"].view(np.int32)[0] = ROWS - 1
     cuda_emulator.run(row, buffers)
     want = dequantize(packed.reshape(ROWS, -1)[-1:], kind).reshape(-1)
