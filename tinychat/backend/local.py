@@ -111,7 +111,6 @@ class LocalBackend:
             prepared = prepare(path, max_context=max_context, preset=preset, speculate=speculate, progress=progress)
             prepared.check_memory(device, freed=old._bytes() if old else 0)
             if replaces is not None:
-                prepared.text.result()
                 replaces.close()
             if old is not None:
                 old._unload()

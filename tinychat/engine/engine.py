@@ -8,12 +8,11 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -93,13 +92,13 @@ class EngineInfo:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model file that was read and checked, all but its weights: `load` takes the memory. `text`: tokenizer and chat
-    template, made by a thread of their own, while the executor waits for weights."""
+    """A model file that was read and checked, all but its weights: `load` takes the memory."""
 
     gguf: GGUF
     config: ModelConfig
     plan: Plan
-    text: Future[tuple[Tokenizer, Chat]]
+    tokenizer: Tokenizer
+    chat: Chat
     max_context: int
     speculate: Speculate
     notes: tuple[str, ...]  # one line each, for the user
@@ -117,14 +116,9 @@ class Prepared:
         started, report = time.perf_counter(), progress or _silent
         report("loading weights", 0.0)
         executor, notes = make_executor(self.plan, self.gguf, self.max_context, device, threads, report)
-        try:
-            tokenizer, chat = self.text.result()
-        except BaseException:
-            executor.close()
-            raise
         info = _describe(self.gguf, self.config, executor, self.max_context)
         load_s = self.seconds + time.perf_counter() - started
-        return Engine(info, tokenizer, chat, executor, [*self.notes, *notes], load_s, store, self.speculate)
+        return Engine(info, self.tokenizer, self.chat, executor, [*self.notes, *notes], load_s, store, self.speculate)
 
     def check_memory(self, device: str | None, freed: int) -> None:
         """Raises TinychatError when weights and KV cache need more than the available memory and `freed` bytes, those
@@ -144,15 +138,12 @@ def prepare(
     speculate: Speculate = "auto",
     progress: OnProgress | None = None,
 ) -> Prepared:
-    """Reads and checks header and plan, and begins with tokenizer and chat template; the parameters are those of
-    Engine.load. Raises TinychatError."""
+    """Reads and checks header, plan, tokenizer and chat template; the parameters are those of Engine.load. Raises
+    TinychatError."""
     started, report = time.perf_counter(), progress or _silent
     report("reading the header", 0.0)
     gguf = GGUF.open(path)
     config = ModelConfig.from_gguf(gguf)
-    beside = ThreadPoolExecutor(1, "tokenizer")
-    text = beside.submit(_text, gguf.metadata, config.vocab, preset)
-    beside.shutdown(wait=False)
     notes, plan = [], build_plan(gguf, config)
     if speculate:
         try:
@@ -170,15 +161,15 @@ def prepare(
         raise TinychatError(
             f"a context of {max_context:,} tokens is not possible; this model has 1 to {config.context:,}"
         )
+    report("building the tokenizer", 0.0)
+    tokenizer = Tokenizer(gguf.metadata)
+    if tokenizer.n_vocab > config.vocab:
+        raise TinychatError(
+            f"the tokenizer has {tokenizer.n_vocab:,} tokens, token_embd.weight only {config.vocab:,} rows"
+        )
+    chat = Chat(gguf.metadata, tokenizer, preset=preset)
     seconds = time.perf_counter() - started
-    return Prepared(gguf, config, plan, text, max_context, speculate, tuple(notes), seconds)
-
-
-def _text(metadata: Mapping[str, Any], vocab: int, preset: str | None) -> tuple[Tokenizer, Chat]:
-    tokenizer = Tokenizer(metadata)
-    if tokenizer.n_vocab > vocab:
-        raise TinychatError(f"the tokenizer has {tokenizer.n_vocab:,} tokens, token_embd.weight only {vocab:,} rows")
-    return tokenizer, Chat(metadata, tokenizer, preset=preset)
+    return Prepared(gguf, config, plan, tokenizer, chat, max_context, speculate, tuple(notes), seconds)
 
 
 def _silent(stage: str, fraction: float) -> None:
