@@ -695,6 +695,18 @@ async def test_edits_and_new_answers_are_versions(tmp_path):
     assert [t.text for t in history.load(saved.id).turns] == ["a!", "four"]
 
 
+async def test_the_tokens_of_a_draft_are_counted_behind_many_keys_and_not_at_each():
+    """A worker for each key was cancelled by each of the next ones: the square of the keys that came at once."""
+    async with desk() as d:
+        begun, run_worker = [], d.chat.run_worker
+        d.chat.run_worker = lambda work, **how: begun.append(how["group"]) or run_worker(work, **how)
+        for _ in range(200):
+            d.app.post_message(events.Key("x", "x"))
+        await d.until(lambda: len(d.chat.prompt.text) == 200 and begun)
+        await d.until(lambda: " tokens" in str(d.chat.box.border_subtitle))
+        assert len(begun) < 10
+
+
 async def test_a_draft_survives_commands_edits_and_mistyped_ones():
     async with desk("one") as d:
 
