@@ -239,6 +239,7 @@ async def test_commands_by_word():
             ("/save", "nothing to save"),
             ("/rename", "usage: /rename NAME"),
             ("/continue", "no answer to continue"),
+            ("/inspect", "no prompt to inspect yet"),
         ]:
             await d.send(text)
             await d.until(lambda note=note: any(note in n for n in d.notes[-1:]))
@@ -249,6 +250,10 @@ async def test_commands_by_word():
         assert "Be brief." in d.script.prompts[0]
         await d.ask("/start Well,")
         assert d.turns[-1].text.startswith("Well,") and len(d.turns) == 2
+        b = d.controller.backend
+        b.info = replace(b.info, can=replace(b.info.can, instruments=False))
+        await d.send("/inspect")
+        await d.until(lambda: "only the prompt of a model that runs on this computer" in d.notes[-1])
         await d.send("/rename My talk")
         await d.until(lambda: "My talk" in d.screen)
         await d.send("/new")

@@ -232,6 +232,8 @@ async def inspect(chat: ChatView, text: str) -> None:
     from tinychat.ui.screens.inspector import InspectorScreen
 
     trace, instruments = chat.controller.trace, chat.controller.instruments
+    if instruments is None and chat.controller.ready:
+        raise TinychatError("only the prompt of a model that runs on this computer can be inspected")
     if instruments is None or not trace.prompt_ids:
         raise TinychatError("there is no prompt to inspect yet; ask something first")
     chosen = list(trace.tokens)
