@@ -18,9 +18,10 @@ from tinychat.chat.history import History
 from tinychat.models import cache
 from tinychat.ui import editor
 from tinychat.ui.app import TinychatApp
-from tinychat.ui.chat import models
+from tinychat.ui.chat import models, transcript
 from tinychat.ui.chat.message import AnswerMessage, NoticeLine, TurnMessage, UserMessage
 from tinychat.ui.chat.overflow import OverflowScreen
+from tinychat.ui.chat.transcript import Between, Earlier
 
 
 class Desk:
@@ -584,6 +585,36 @@ async def test_long_conversations_keep_few_turns_mounted():
         await d.pilot.click("Earlier")
         await d.until(lambda: len(d.chat.transcript.messages()) >= 80)
         assert [m.index for m in d.chat.transcript.messages()] == list(range(130, 210))
+
+
+async def test_what_is_found_far_above_brings_a_few_turns_and_not_all_between(monkeypatch):
+    """In 10,000 messages it brought them all: a minute without an answer to any key, and 900 MB."""
+    monkeypatch.setattr(transcript, "MOUNTED", 6)
+    monkeypatch.setattr(transcript, "FAR", 20)
+    turns = tuple(t for i in range(60) for t in (Turn("user", f"q{i}"), Turn("assistant", f"a{i}", stop_reason="eos")))
+    async with desk() as d:
+        d.controller.open(Conversation(turns, model="scripted:1b"))
+        await d.until(lambda: len(d.answers) == 3)
+
+        def mounted():
+            return [m.index for m in d.chat.transcript.messages()]
+
+        await d.send("/find q10")
+        await d.until(lambda: mounted() == [*range(17, 23), *range(114, 120)])
+        await d.until(lambda: "q10" in d.screen and "a10" in d.screen)
+        await d.chat.transcript.show_earlier()
+        assert mounted() == [*range(11, 23), *range(114, 120)] and "▴ 11 earlier turns" in lines_between(d)
+        await d.chat.transcript.show_between()
+        assert mounted() == [*range(11, 29), *range(114, 120)] and "▾ 85 turns between" in lines_between(d)
+        await d.pilot.press("escape")
+        await d.ask("another")
+        assert mounted() == list(range(116, 122)) and "another" in d.screen
+        await d.send("/find q54")  # not so far
+        await d.until(lambda: mounted() == list(range(108, 122)))
+
+
+def lines_between(d):
+    return "\n".join(str(w.render()) for w in d.chat.transcript.children if isinstance(w, Earlier | Between))
 
 
 async def test_saving_to_files(tmp_path, monkeypatch):
