@@ -175,6 +175,7 @@ def test_a_cancel_frees_the_server(smollm2: LocalBackend, both: RemoteBackend) -
     request.cancel.set()
     got += list(stream)
     assert isinstance(got[-1], Finished) and got[-1].reason == "stopped"
+    assert got[-1].stats.phase == both.snapshot().phase == "idle"
     list(both.answer(REQUESTS[2]))
     assert smollm2.snapshot().generated_tokens <= 16
 
@@ -327,7 +328,9 @@ def test_a_connection_that_breaks_keeps_what_came() -> None:
     def broken() -> Iterator[str]:
         yield f"data: {json.dumps(chunk({'content': 'Hel'}))}\n\n"
 
-    events = answer_of(Foreign(broken))
+    with serving_app(Foreign(broken).app) as url, remote(url) as backend:
+        events = list(backend.answer(Request(messages=HI)))
+        assert backend.snapshot().phase == "idle", "nothing is decoded any more"
     assert text_of(events) == "Hel"
     assert isinstance(events[-1], Failed) and events[-1].cause == "lost"
 

@@ -4,10 +4,13 @@ import re
 from types import SimpleNamespace
 from typing import cast
 
+from textual.events import Key, Paste
+from textual.message import Message
+
 from tinychat.ui.announcer import LONG, Announcer, notification
 from tinychat.ui.chat.painter import Painter
 from tinychat.ui.chat.view import ChatView
-from tinychat.ui.driver import ASK, LOST, SETTLE, Link
+from tinychat.ui.driver import ASK, BURST, LOST, SETTLE, Link, pasted
 
 
 def test_the_title_and_the_bell():
@@ -70,3 +73,19 @@ def test_a_terminal_behind_a_slow_link_is_not_painted_faster_than_it_shows() -> 
     link.answered()
     link.settle()
     assert set(written) == {ASK}
+
+
+def test_more_text_than_anybody_types_at_once_is_a_paste():
+    def keys(text: str) -> list[Message]:
+        return [Key({"\r": "enter", "\x03": "ctrl+c"}.get(c, c), c) for c in text]
+
+    def shown(messages: list[Message]) -> list[str]:
+        return [m.text if isinstance(m, Paste) else m.key for m in pasted(messages) if isinstance(m, Key | Paste)]
+
+    long = "x" * BURST
+    assert shown(keys("hello\rand\r")) == ["h", "e", "l", "l", "o", "enter", "a", "n", "d", "enter"]
+    assert shown(keys(f"{long}\r")) == [long, "enter"]
+    assert shown(keys(f"{long}\r\x03")) == [long, "enter", "ctrl+c"]
+    assert shown(keys(f"one\r{long}\r")) == [f"one\n{long}\n"]
+    held = [Key("down", None)] * BURST
+    assert pasted(held) == held, "a key that is held"

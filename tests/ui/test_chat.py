@@ -18,9 +18,10 @@ from tinychat.chat.history import History
 from tinychat.models import cache
 from tinychat.ui import editor
 from tinychat.ui.app import TinychatApp
-from tinychat.ui.chat import models
+from tinychat.ui.chat import models, transcript
 from tinychat.ui.chat.message import AnswerMessage, NoticeLine, TurnMessage, UserMessage
 from tinychat.ui.chat.overflow import OverflowScreen
+from tinychat.ui.chat.transcript import Between, Earlier
 
 
 class Desk:
@@ -239,6 +240,7 @@ async def test_commands_by_word():
             ("/save", "nothing to save"),
             ("/rename", "usage: /rename NAME"),
             ("/continue", "no answer to continue"),
+            ("/inspect", "no prompt to inspect yet"),
         ]:
             await d.send(text)
             await d.until(lambda note=note: any(note in n for n in d.notes[-1:]))
@@ -249,6 +251,10 @@ async def test_commands_by_word():
         assert "Be brief." in d.script.prompts[0]
         await d.ask("/start Well,")
         assert d.turns[-1].text.startswith("Well,") and len(d.turns) == 2
+        b = d.controller.backend
+        b.info = replace(b.info, can=replace(b.info.can, instruments=False))
+        await d.send("/inspect")
+        await d.until(lambda: "only the prompt of a model that runs on this computer" in d.notes[-1])
         await d.send("/rename My talk")
         await d.until(lambda: "My talk" in d.screen)
         await d.send("/new")
@@ -440,6 +446,7 @@ async def test_stats_are_those_of_the_answer_and_not_of_a_benchmark():
         await d.until(lambda: d.notes)
         assert "128" not in d.notes[-1] and "5,555" not in d.notes[-1] and "7,000" not in d.notes[-1]
         assert f"prompt {d.turns[-1].stats['prompt_tokens']} " in d.notes[-1]
+        assert " 0.0 ms" not in d.notes[-1] and "paint" not in d.notes[-1], "what was not measured is not 0"
 
 
 async def test_the_help_names_the_keys_of_the_prompt_and_no_sheet_brings_a_style_sheet(monkeypatch):
@@ -580,6 +587,36 @@ async def test_long_conversations_keep_few_turns_mounted():
         assert [m.index for m in d.chat.transcript.messages()] == list(range(130, 210))
 
 
+async def test_what_is_found_far_above_brings_a_few_turns_and_not_all_between(monkeypatch):
+    """In 10,000 messages it brought them all: a minute without an answer to any key, and 900 MB."""
+    monkeypatch.setattr(transcript, "MOUNTED", 6)
+    monkeypatch.setattr(transcript, "FAR", 20)
+    turns = tuple(t for i in range(60) for t in (Turn("user", f"q{i}"), Turn("assistant", f"a{i}", stop_reason="eos")))
+    async with desk() as d:
+        d.controller.open(Conversation(turns, model="scripted:1b"))
+        await d.until(lambda: len(d.answers) == 3)
+
+        def mounted():
+            return [m.index for m in d.chat.transcript.messages()]
+
+        await d.send("/find q10")
+        await d.until(lambda: mounted() == [*range(17, 23), *range(114, 120)])
+        await d.until(lambda: "q10" in d.screen and "a10" in d.screen)
+        await d.chat.transcript.show_earlier()
+        assert mounted() == [*range(11, 23), *range(114, 120)] and "▴ 11 earlier turns" in lines_between(d)
+        await d.chat.transcript.show_between()
+        assert mounted() == [*range(11, 29), *range(114, 120)] and "▾ 85 turns between" in lines_between(d)
+        await d.pilot.press("escape")
+        await d.ask("another")
+        assert mounted() == list(range(116, 122)) and "another" in d.screen
+        await d.send("/find q54")  # not so far
+        await d.until(lambda: mounted() == list(range(108, 122)))
+
+
+def lines_between(d):
+    return "\n".join(str(w.render()) for w in d.chat.transcript.children if isinstance(w, Earlier | Between))
+
+
 async def test_saving_to_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     async with desk("fine") as d:
@@ -692,6 +729,18 @@ async def test_edits_and_new_answers_are_versions(tmp_path):
         await d.until(lambda: [t.text for t in d.turns] == ["a!", "four"])
     (saved,) = history.find("three")
     assert [t.text for t in history.load(saved.id).turns] == ["a!", "four"]
+
+
+async def test_the_tokens_of_a_draft_are_counted_behind_many_keys_and_not_at_each():
+    """A worker for each key was cancelled by each of the next ones: the square of the keys that came at once."""
+    async with desk() as d:
+        begun, run_worker = [], d.chat.run_worker
+        d.chat.run_worker = lambda work, **how: begun.append(how["group"]) or run_worker(work, **how)
+        for _ in range(200):
+            d.app.post_message(events.Key("x", "x"))
+        await d.until(lambda: len(d.chat.prompt.text) == 200 and begun)
+        await d.until(lambda: " tokens" in str(d.chat.box.border_subtitle))
+        assert len(begun) < 10
 
 
 async def test_a_draft_survives_commands_edits_and_mistyped_ones():

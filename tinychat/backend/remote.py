@@ -296,6 +296,8 @@ class RemoteBackend:
             return Failed(f"nothing came from {self.url} for {self._stall_s:g} seconds", "lost")
         except (httpx.HTTPError, httpx.InvalidURL) as e:
             return Failed(_no_connection(self.url, e), "lost")
+        finally:
+            self._stats = replace(self._stats, phase="idle")
         return reading.end()
 
     def _refusal(self, request: Request) -> str:

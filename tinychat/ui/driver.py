@@ -13,13 +13,14 @@ import threading
 import time
 import tty
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from itertools import groupby
 from typing import Any
 
 from textual._xterm_parser import XTermParser
 from textual.drivers.linux_driver import LinuxDriver
-from textual.events import Resize
+from textual.events import Key, Paste, Resize
 from textual.geometry import Size
 from textual.messages import Message, TerminalSupportsSynchronizedOutput
 
@@ -32,6 +33,9 @@ LOST = 10.0  # seconds after which no answer is expected any more
 SETTLE = 1.0  # seconds
 LARGEST = Size(2000, 1000)  # of a wall of screens; a larger size, which nobody sees, is laid out for minutes
 POLL = 0.1  # seconds
+BURST = 100  # characters at once that nobody has typed
+LONGEST = 1 << 24  # bytes of a paste
+ON = 0.02  # seconds in which the next piece of a paste comes
 _NO_TEXT = re.compile(r"\x1b[\[O][0-9;?]*.|[^\n\t -~\x80-\U0010ffff]")  # arrows and the like, control characters
 
 
@@ -111,20 +115,31 @@ class TerminalDriver(LinuxDriver):
         try:
             while not self.exit_event.is_set():
                 ready = select.select([self.fileno], [], [], POLL)[0]
-                if ready and not (data := os.read(self.fileno, 4096)):
-                    raise OSError("end of file")
                 messages = list[Message]()
-                for character in decode(data) if ready else "":
+                for character in decode(self._read()) if ready else "":
                     try:
                         messages += parser.feed(character)
                     except (ValueError, OverflowError):  # a key with a number that is no character's
                         parser, old = XTermParser(), parser
                         parser.mouse_pixels, parser.terminal_size = old.mouse_pixels, old.terminal_size
                         parser.terminal_pixel_size = old.terminal_pixel_size
-                for message in (*messages, *parser.tick()):
+                for message in (*pasted(messages), *parser.tick()):
                     self.process_message(message)
         except OSError:  # EIO
             self._gone()
+
+    def _read(self) -> bytes:
+        """What the terminal has sent; of a paste that it does not mark as one, which comes in pieces, all. Other
+        input, the mouse's for example, may never pause."""
+        if not (data := os.read(self.fileno, 4096)):
+            raise OSError("end of file")
+        while (
+            BURST <= len(data) < LONGEST and b"\x1b" not in data[-4096:] and select.select([self.fileno], [], [], ON)[0]
+        ):
+            if not (piece := os.read(self.fileno, 4096)):
+                break
+            data += piece
+        return data
 
     def _gone(self) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -184,6 +199,27 @@ class Link:
         """Waits for what is not answered: whoever has the terminal next would get it as typed text. A terminal that
         answered quickly, and now does not, is not waited for as long as a slow one."""
         self._settled.wait(self.patience)
+
+
+def pasted(messages: Iterable[Message]) -> list[Message]:
+    """`messages`, with a paste in place of more text than anybody types at once: it comes from a terminal that does not
+    say so. Taken as keys each line would be sent, and a long text would take minutes. An Enter behind one line stays
+    one."""
+    found = list[Message]()
+    for is_text, run in groupby(messages, _is_text):
+        keys = list(run)
+        if is_text and len(keys) >= BURST:
+            text = "".join(key.character or "" for key in keys if isinstance(key, Key)).replace("\r", "\n")
+            whole = text.find("\n") < len(text) - 1
+            found += [Paste(text)] if whole else [Paste(text[:-1]), keys[-1]]
+        else:
+            found += keys
+    return found
+
+
+def _is_text(message: Message) -> bool:
+    c = message.character if isinstance(message, Key) else None
+    return c is not None and (c == "\r" or not _NO_TEXT.search(c))
 
 
 def within(size: Size) -> bool:

@@ -141,7 +141,8 @@ async def stats(chat: ChatView, text: str) -> None:
         raise TinychatError("no model is loaded")
     lines = [footer_text(c.turns[c.last_answer]) if c.last_answer is not None else "no answer yet"]
     answer = c.turns[c.last_answer].stats if c.last_answer is not None else {}
-    if s.ttft_s != answer.get("ttft_s", 0.0):  # the engine has done something else since: a benchmark
+    lately = s.ttft_s == answer.get("ttft_s", 0.0)
+    if not lately:  # the engine has done something else since: a benchmark, or another conversation's answer
         s = replace(s.of_model(), **{k: v for k, v in answer.items() if k in KEPT_STATS})
     if s.prefill_tok_s:
         lines.append(f"prompt {s.prompt_tokens:,} · prefill {speed(s.prefill_tok_s)} tok/s")
@@ -154,11 +155,10 @@ async def stats(chat: ChatView, text: str) -> None:
             made[-1] += f" (mtp {s.mtp_accepted_tokens:,} of {s.mtp_drafted_tokens:,})"
         made += [f"{s.forced_tokens:,} forced by the grammar"] * bool(s.forced_tokens)
         lines.append(f"{s.generated_tokens:,} tokens: {' + '.join(made)} · {s.speculation_gain:.2f}× single steps")
-    spent = [*s.parts(), ("painting", chat.meter.seconds)]
-    if any(took for _, took in spent):
-        each = [f"{what} {1e3 * took:,.1f} ms" for what, took in spent]
-        for i in range(0, len(each), 3):  # one line would not fit
-            lines.append(("      " if i else "time: ") + " · ".join(each[i : i + 3]))
+    spent = [*s.parts(), ("painting", chat.meter.seconds * lately)]
+    each = [f"{what} {1e3 * took:,.1f} ms" for what, took in spent if took]
+    for i in range(0, len(each), 3):  # one line would not fit
+        lines.append(("      " if i else "time: ") + " · ".join(each[i : i + 3]))
     if s.kernels_per_token:
         parts = [f"{s.kernels_per_token:,} kernel{'s' * (s.kernels_per_token != 1)} per token"]
         parts += [f"in {s.jit_batches:,} batch{'es' * (s.jit_batches != 1)}"] * bool(s.jit_batches)
@@ -170,7 +170,7 @@ async def stats(chat: ChatView, text: str) -> None:
     disk = [f"{s.restored_rows:,} tokens of it read back in {1e3 * s.restore_s:,.1f} ms"] * bool(s.restored_rows)
     disk += [f"{s.saved_rows:,} ({size(s.saved_bytes)}) saved in {1e3 * s.save_s:,.1f} ms"] * bool(s.saved_rows)
     lines += ["KV cache on the disk: " + " · ".join(disk)] * bool(disk)
-    lines.append(f"painted {speed(chat.meter.average)} tok/s" if chat.meter.average else "")
+    lines.append(f"painted {speed(chat.meter.average)} tok/s" if lately and chat.meter.average else "")
     await chat.say("\n  ".join(filter(None, lines)))
 
 
@@ -232,6 +232,8 @@ async def inspect(chat: ChatView, text: str) -> None:
     from tinychat.ui.screens.inspector import InspectorScreen
 
     trace, instruments = chat.controller.trace, chat.controller.instruments
+    if instruments is None and chat.controller.ready:
+        raise TinychatError("only the prompt of a model that runs on this computer can be inspected")
     if instruments is None or not trace.prompt_ids:
         raise TinychatError("there is no prompt to inspect yet; ask something first")
     chosen = list(trace.tokens)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -17,6 +16,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Container, Horizontal, Vertical
 from textual.content import Content
 from textual.screen import Screen
+from textual.timer import Timer
 from textual.widgets import TextArea
 
 from tinychat.chat import attach, mcp
@@ -138,6 +138,7 @@ class ChatScreen(Screen[None]):
         self.use_folder(None)
         self.experts = experts  # whether the heat strip is wanted
         self._remember = remember
+        self._count_due: Timer | None = None  # for what is typed
         self.downloads, self.finder = Downloads(), Finder()
         self.painter = Painter(self)
         self.editing: int | None = None
@@ -454,12 +455,18 @@ class ChatScreen(Screen[None]):
 
     @on(TextArea.Changed, "#prompt")
     def _typed(self) -> None:
-        count: Callable[[], Awaitable[None]] = self._count_draft  # not begun here: the next key may cancel it before
+        if self._count_due is None:
+            self._count_due = self.set_timer(COUNT_AFTER, self._count_now)
+        else:
+            self._count_due.reset()
+
+    def _count_now(self) -> None:
+        self._count_due = None
+        count: Callable[[], Awaitable[None]] = self._count_draft  # not begun here: another may cancel it before
         self.run_worker(count, exclusive=True, group="count")
 
     async def _count_draft(self) -> None:
         """Shows the tokens of the draft, with the files that it names, and of each new paste."""
-        await asyncio.sleep(COUNT_AFTER)
         text, c = self.prompt.text, self.controller
         if not text.strip() or _is_command(text) or not c.ready:
             self.box.show_count("")

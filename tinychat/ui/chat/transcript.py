@@ -23,6 +23,7 @@ from tinychat.ui.chat.summary import SummaryMessage
 from tinychat.ui.chat.welcome import Welcome
 
 MOUNTED = 40  # turns; older ones come back on demand, so that a long conversation costs no more than a short one
+FAR = 400  # turns: where what is looked for is further up, those between are not mounted
 
 
 class Transcript(VerticalScroll, can_focus=False):
@@ -34,16 +35,18 @@ class Transcript(VerticalScroll, can_focus=False):
         super().__init__(id="transcript")
         self._conversation = Conversation()
         self._several = False  # models have answered
-        self._from = 0  # first mounted turn
+        self._from = 0  # first mounted turn of those up to the end
+        self._island = range(0)  # turns far above them that are mounted, too
         self.unfold = False  # whether the thinking of a new answer is shown: as the user left the last one
 
     def compose(self) -> ComposeResult:
         yield Welcome()
         yield Earlier()
         yield Static("the turns above are no longer sent to the model", classes="cut")
+        yield Between()
 
     def on_mount(self) -> None:
-        self.query_one(Earlier).display = self.query_one(".cut").display = False
+        self.query_one(Earlier).display = self.query_one(".cut").display = self.query_one(Between).display = False
 
     def watch_virtual_size(self) -> None:
         """Anchored only when there is more than a screenful: shorter text stays at the top and does not move."""
@@ -90,7 +93,7 @@ class Transcript(VerticalScroll, can_focus=False):
                 await _gone(self.remove_children(gone))
             total = len(conversation.turns)
             self._from = max(self._from, total - MOUNTED, 0) if start else max(0, total - MOUNTED)
-            await _gone(self.remove_children(self._above()))
+            await self._leave_island()
             await self.mount_all([self._make(i, live and i == total - 1) for i in range(max(start, self._from), total)])
             self._marks()
         self.to_end()
@@ -107,7 +110,10 @@ class Transcript(VerticalScroll, can_focus=False):
 
     async def show_hit(self, hit: Hit, pattern: re.Pattern[str]) -> None:
         """Brings `hit` of `pattern` onto the screen, and marks it and the others."""
-        if hit.index < self._from:
+        if hit.index < self._from - FAR and self.message(hit.index) is None:
+            await self._leave_island()
+            await self._show_island(range(max(0, hit.index - MOUNTED // 2), hit.index + MOUNTED // 2))
+        elif self.message(hit.index) is None:
             await self.show_earlier(hit.index)
         message = self.message(hit.index)
         if message is None:
@@ -124,6 +130,12 @@ class Transcript(VerticalScroll, can_focus=False):
 
     async def show_earlier(self, index: int | None = None) -> None:
         """Mounts more of the older turns, at least from `index` on; what is on the screen stays where it is."""
+        if self._island and index is None:
+            top = self.messages()[0]
+            await self._show_island(range(max(0, self._island.start - MOUNTED), self._island.stop))
+            self.call_after_refresh(self.scroll_to_widget, top, top=True, animate=False)
+            return
+        await self._leave_island()
         first = self.messages()[0] if self.messages() else None
         until, self._from = self._from, max(0, min(self._from - MOUNTED, self._from if index is None else index))
         added = [self._make(i, False) for i in range(self._from, until)]
@@ -132,6 +144,29 @@ class Transcript(VerticalScroll, can_focus=False):
         self._marks()
         if first is not None and index is None:
             self.call_after_refresh(self.scroll_to_widget, first, top=True, animate=False)
+
+    async def show_between(self) -> None:
+        """Mounts more of the turns behind the island; they may join it with the others."""
+        await self._show_island(range(self._island.start, min(self._island.stop + MOUNTED, self._from)))
+
+    async def _show_island(self, turns: range) -> None:
+        """Mounts those of `turns`, a range that has the island, which are not mounted yet."""
+        old = self._island or range(turns.start, turns.start)
+        self.release_anchor()
+        above = [self._make(i, False) for i in range(turns.start, old.start)]
+        await self.mount_all(above, before=self.message(old.start) if self._island else self.query_one(Between))
+        await self.mount_all(
+            [self._make(i, False) for i in range(old.stop, turns.stop)], before=self.query_one(Between)
+        )
+        self._island = turns
+        if turns.stop == self._from:
+            self._from, self._island = turns.start, range(0)
+        self._marks()
+
+    async def _leave_island(self) -> None:
+        """Removes what is above the turns up to the end."""
+        self._island = range(0)
+        await _gone(self.remove_children(self._above()))
 
     def toggle_thinking(self) -> None:
         """Folds or unfolds the last thinking there is."""
@@ -185,9 +220,11 @@ class Transcript(VerticalScroll, can_focus=False):
         """The welcome, the line where the sent part begins, and what is not mounted."""
         c = self._conversation
         self.query_one(Welcome).display = not c.turns
-        earlier, cut = self.query_one(Earlier), self.query_one(".cut")
-        earlier.display = self._from > 0
-        earlier.update(Content(f"▴ {self._from} earlier turns"))
+        earlier, cut, between = self.query_one(Earlier), self.query_one(".cut"), self.query_one(Between)
+        above = self._island.start if self._island else self._from
+        earlier.display, between.display = above > 0, bool(self._island)
+        earlier.update(Content(f"▴ {above:,} earlier turns"))
+        between.update(Content(f"▾ {self._from - self._island.stop:,} turns between"))
         first = self.message(c.sent_from) if c.sent_from and c.turns[c.sent_from - 1].role != "summary" else None
         cut.display = first is not None
         if first is not None:
@@ -219,6 +256,15 @@ class Earlier(Static):
         transcript = self.parent
         assert isinstance(transcript, Transcript)
         self.run_worker(transcript.show_earlier())
+
+
+class Between(Static):
+    """A line between turns far above and the last ones that brings those between."""
+
+    def on_click(self) -> None:
+        transcript = self.parent
+        assert isinstance(transcript, Transcript)
+        self.run_worker(transcript.show_between())
 
 
 async def _gone(removal: AwaitRemove) -> None:

@@ -43,7 +43,8 @@ class McpScreen(Sheet[None]):
             yield Static()
 
     def on_mount(self) -> None:
-        self.set_title("MCP servers", f"enter switches one on or off · {self._file}")
+        if self._servers.status:
+            self.set_title("MCP servers", f"enter switches one on or off · {self._file}")
         self.query_one(OptionList).focus()
         self._look()
         self.set_interval(1 / LOOK_HZ, self._look)
