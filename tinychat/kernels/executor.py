@@ -21,6 +21,10 @@ Mask = Callable[[], np.ndarray]
 """uint32 ((vocab + 31) // 32,): token i may come where bit i % 32 of word i // 32 is set."""
 
 
+Watch = Callable[[float], bool]
+"""Gets the share of a call's work that is done, and says whether to leave out the rest."""
+
+
 class StateCopy(Protocol):
     """A copy of what layers carry from token to token, wherever the executor keeps it; a memoryview is one, too."""
 
@@ -122,11 +126,14 @@ class Executor(Protocol):
         *,
         mtp: bool = False,
         following: int | None = None,
+        watch: Watch | None = None,
     ) -> np.ndarray | None:
         """Runs tokens `ids` at positions pos, pos+1, ... and stores their cache rows; any length >= 1 up to max_context
         - pos. With `mtp` it runs the plan's MTP instead of its layers: all positions before the last one have to be run
         without it first. `following`: the token that decode() or verify() will go on with, which an executor may run
-        with them.
+        with them. `watch`: asked several times a second, on the caller's thread, by an executor that can stop in
+        between. Where it says so, the rows from `pos` on and a state are garbage, and None is returned; what it raises
+        is raised.
 
         Returns None, or float32 logits (1, vocab) or (len(ids), vocab).
         """
