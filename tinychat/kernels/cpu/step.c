@@ -5,7 +5,7 @@
 // than a phase of its own); with several, an op has stages, each a phase: tokens are prepared first, then each group of 16 rows
 // is multiplied with panels of 16, 8, 4, 2 or 1 columns. Both do the same arithmetic in the same order per (row, token), so results
 // depend neither on the chunking of a prompt nor on the number of threads. Where the machine has tiles, prompts take another way
-// than decode steps (choose_form), for one token as for several.
+// than decode steps (choose_form), for one token as for several; long pieces of a prompt one more in latent attention (expands).
 #include <stddef.h>
 #include <stdlib.h>
 #include <sys/mman.h>
